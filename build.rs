@@ -1,0 +1,135 @@
+//! Compiles `csrc/` against the libtorch that torch-sys found and links it into whatever depends on this crate.
+
+use std::path::{Path, PathBuf};
+use std::{env, fs};
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// The libtorch versions that the range of `tch` in Cargo.toml pairs with.
+const OLDEST: (u32, u32) = (2, 11);
+const NEWEST: (u32, u32) = (2, 13);
+
+const SOURCES: [&str; 4] = ["autocast.cpp", "device.cpp", "optim.cpp", "scaler.cpp"];
+
+fn main() {
+    if env::var_os("CARGO_FEATURE_DOC_ONLY").is_some() {
+        return;
+    }
+    if let Err(error) = Libtorch::find().and_then(|libtorch| libtorch.build()) {
+        eprintln!("\ntch-amp: {error:#}\n");
+        std::process::exit(1);
+    }
+}
+
+struct Libtorch {
+    lib: PathBuf,
+    include: PathBuf,
+}
+
+impl Libtorch {
+    fn find() -> Result<Self> {
+        let lib = PathBuf::from(env::var_os("DEP_TCH_LIBTORCH_LIB").context(
+            "torch-sys does not say where libtorch is, which it does on Linux and macOS only; \
+             this crate builds on those",
+        )?);
+        let include = match variable("LIBTORCH_INCLUDE") {
+            Some(root) if variable("LIBTORCH_USE_PYTORCH").is_none() => {
+                PathBuf::from(root).join("include")
+            }
+            _ => lib.join("../include"),
+        };
+        ensure!(
+            include.join("ATen/ATen.h").is_file(),
+            "no ATen/ATen.h in {}. Set LIBTORCH_INCLUDE to the folder that holds `include`, \
+             or LIBTORCH to a whole libtorch",
+            include.display()
+        );
+        let found = Self { lib, include };
+        found.check_version()?;
+        Ok(found)
+    }
+
+    fn check_version(&self) -> Result<()> {
+        let header = ["torch/headeronly/version.h", "torch/csrc/api/include/torch/version.h"]
+            .iter()
+            .find_map(|name| fs::read_to_string(self.include.join(name)).ok())
+            .with_context(|| format!("no torch version.h in {}", self.include.display()))?;
+        let found = (number(&header, "MAJOR")?, number(&header, "MINOR")?);
+        if variable("LIBTORCH_BYPASS_VERSION_CHECK").is_none() && !(OLDEST..=NEWEST).contains(&found)
+        {
+            bail!(
+                "libtorch {}.{} is not supported (2.11 to 2.13 are). Set LIBTORCH to a libtorch \
+                 of the version that your tch wants, or LIBTORCH_BYPASS_VERSION_CHECK=1 to try",
+                found.0,
+                found.1
+            );
+        }
+        Ok(())
+    }
+
+    fn has_cuda(&self) -> bool {
+        self.lib.join("libtorch_cuda.so").exists()
+    }
+
+    fn build(&self) -> Result<()> {
+        let out = env::var("OUT_DIR").context("cargo sets OUT_DIR")?;
+        let abi = variable("LIBTORCH_CXX11_ABI").unwrap_or_else(|| "1".to_owned());
+        let mut shim = cc::Build::new();
+        shim.cpp(true)
+            .std("c++17")
+            .pic(true)
+            .cargo_metadata(false)
+            .warnings(true)
+            .extra_warnings(true)
+            .warnings_into_errors(variable("TCH_AMP_DENY_WARNINGS").is_some())
+            .define("_GLIBCXX_USE_CXX11_ABI", abi.as_str());
+        // System headers: their warnings are not ours.
+        for include in [self.include.clone(), self.include.join("torch/csrc/api/include")] {
+            shim.flag("-isystem").flag(&include);
+        }
+        if self.has_cuda() {
+            shim.define("TAMP_WITH_CUDA", None);
+        }
+        for source in SOURCES {
+            shim.file(Path::new("csrc").join(source));
+        }
+        println!("cargo:rerun-if-changed=csrc");
+        shim.try_compile("tamp").context(
+            "cannot compile csrc/. A C++17 compiler is needed: install g++ or clang++, \
+             or set CXX to one",
+        )?;
+        self.link(&out);
+        Ok(())
+    }
+
+    fn link(&self, out: &str) {
+        // Whole, or the object that keeps libtorch_cuda linked would be left out (see csrc/device.cpp).
+        println!("cargo:rustc-link-search=native={out}");
+        println!("cargo:rustc-link-lib=static:+whole-archive=tamp");
+        println!("cargo:rustc-link-search=native={}", self.lib.display());
+        if self.has_cuda() {
+            println!("cargo:rustc-link-lib=torch_cuda");
+        }
+        println!("cargo:rustc-link-lib=torch_cpu");
+        println!("cargo:rustc-link-lib=c10");
+        let stdlib = if cfg!(target_os = "macos") { "c++" } else { "stdc++" };
+        println!("cargo:rustc-link-lib={stdlib}");
+        // Tests and examples of this crate find libtorch without LD_LIBRARY_PATH.
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{}", self.lib.display());
+        println!("cargo:libtorch_lib={}", self.lib.display());
+    }
+}
+
+fn variable(name: &str) -> Option<String> {
+    println!("cargo:rerun-if-env-changed={name}");
+    env::var(name).ok()
+}
+
+fn number(header: &str, part: &str) -> Result<u32> {
+    let name = format!("#define TORCH_VERSION_{part} ");
+    header
+        .lines()
+        .find_map(|line| line.strip_prefix(name.as_str()))
+        .and_then(|value| value.trim().parse().ok())
+        .with_context(|| format!("libtorch's version.h has no TORCH_VERSION_{part}"))
+}

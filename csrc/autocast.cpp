@@ -1,0 +1,79 @@
+// Autocast regions of the calling thread: at::autocast keeps the state, these functions change it as one.
+
+#include <ATen/autocast_mode.h>
+
+#include "guarded.h"
+
+namespace {
+
+namespace autocast = at::autocast;
+
+c10::DeviceType device_type(const tamp_autocast_device &device) {
+  return static_cast<c10::DeviceType>(device.device_type);
+}
+
+void read(tamp_autocast_state &state) {
+  for (uint8_t i = 0; i < state.count; ++i) {
+    auto &device = state.devices[i];
+    device.enabled = autocast::is_autocast_enabled(device_type(device));
+    device.dtype = static_cast<int8_t>(autocast::get_autocast_dtype(device_type(device)));
+  }
+  state.cache_enabled = autocast::is_autocast_cache_enabled();
+}
+
+void write(const tamp_autocast_state &state) {
+  for (uint8_t i = 0; i < state.count; ++i) {
+    const auto &device = state.devices[i];
+    autocast::set_autocast_enabled(device_type(device), device.enabled != 0);
+    autocast::set_autocast_dtype(device_type(device), static_cast<at::ScalarType>(device.dtype));
+  }
+  autocast::set_autocast_cache_enabled(state.cache_enabled != 0);
+}
+
+bool same_dtypes(const tamp_autocast_state &a, const tamp_autocast_state &b) {
+  for (uint8_t i = 0; i < a.count; ++i) {
+    if (a.devices[i].dtype != b.devices[i].dtype) return false;
+  }
+  return true;
+}
+
+// The cache is keyed by weight alone, so a cast to another dtype must not survive in it.
+void change(const tamp_autocast_state &from, const tamp_autocast_state &to, bool outermost) {
+  write(to);
+  if (outermost || !same_dtypes(from, to)) autocast::clear_cache();
+}
+
+}  // namespace
+
+extern "C" {
+
+void tamp_autocast_read(tamp_autocast_state *state, char **err) noexcept {
+  tamp::guarded(err, [&] { read(*state); });
+}
+
+void tamp_autocast_enter(const tamp_autocast_state *next, tamp_autocast_state *previous, uint8_t outermost,
+                         char **err) noexcept {
+  tamp::guarded(err, [&] {
+    *previous = *next;
+    read(*previous);  // throws for a device type without autocast, before anything is changed
+    autocast::increment_nesting();
+    change(*previous, *next, outermost != 0);
+  });
+}
+
+void tamp_autocast_exit(const tamp_autocast_state *previous, uint8_t outermost) noexcept {
+  char *err = nullptr;
+  tamp::guarded(&err, [&] {
+    tamp_autocast_state now = *previous;
+    read(now);
+    const bool closed = autocast::decrement_nesting() == 0;
+    change(now, *previous, closed || outermost != 0);
+  });
+  free(err);
+}
+
+void tamp_autocast_clear_cache(char **err) noexcept {
+  tamp::guarded(err, [] { autocast::clear_cache(); });
+}
+
+}  // extern "C"

@@ -1,0 +1,44 @@
+// The only try/catch of the shim: a C++ exception becomes a message.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <cstring>
+#include <exception>
+
+#include "shim.h"
+
+namespace tamp {
+
+// Runs `body`; when it throws, writes the message to `err` and returns zero, null or nothing.
+template <typename F>
+auto guarded(char **err, F &&body) noexcept -> decltype(body()) {
+  try {
+    return body();
+  } catch (const c10::Error &e) {
+    // what() would symbolise a C++ backtrace, which takes milliseconds and says nothing to a Rust program.
+    *err = strdup(e.what_without_backtrace());
+  } catch (const std::exception &e) {
+    *err = strdup(e.what());
+  } catch (...) {
+    *err = strdup("unknown C++ exception");
+  }
+  return decltype(body())();
+}
+
+inline at::Tensor &tensor(tamp_tensor *t) {
+  TORCH_CHECK(t != nullptr, "null tensor pointer");
+  return *reinterpret_cast<at::Tensor *>(t);
+}
+
+inline const at::Tensor &tensor(const tamp_tensor *t) {
+  TORCH_CHECK(t != nullptr, "null tensor pointer");
+  return *reinterpret_cast<const at::Tensor *>(t);
+}
+
+inline tamp_tensor *give(at::Tensor t) {
+  return reinterpret_cast<tamp_tensor *>(new at::Tensor(std::move(t)));
+}
+
+}  // namespace tamp

@@ -1,0 +1,251 @@
+// Gradient scaling: the AMP kernels of libtorch, and what they leave out.
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "guarded.h"
+
+namespace {
+
+using at::Tensor;
+
+// ---- inspection
+
+// Whether two elements of a strided tensor can share memory. Exact for the layouts that libtorch makes; a tensor whose
+// dimensions interleave counts as overlapping, since unscaling an element twice is worse than refusing it.
+bool overlaps(const Tensor &t) {
+  if (t.is_non_overlapping_and_dense() || t.numel() <= 1) return false;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    if (t.size(i) > 1) dims.emplace_back(t.stride(i), t.size(i));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 1;  // elements covered by the dimensions so far
+  for (const auto &[stride, size] : dims) {
+    if (stride < reach) return true;
+    reach = stride * (size - 1) + reach;
+  }
+  return false;
+}
+
+uintptr_t identity(const Tensor &t) { return reinterpret_cast<uintptr_t>(t.unsafeGetTensorImpl()); }
+
+tamp_gradient inspect(const Tensor &parameter) {
+  tamp_gradient out = {};
+  if (!parameter.defined()) return out;
+  out.parameter = identity(parameter);
+  if (parameter.requires_grad()) out.flags |= TAMP_GRADIENT_REQUIRES_GRAD;
+  const Tensor &gradient = parameter.mutable_grad();
+  if (!gradient.defined()) return out;
+  out.gradient = identity(gradient);
+  out.version = gradient.is_inference() ? 0 : static_cast<uint32_t>(gradient._version());
+  out.device_type = static_cast<int8_t>(gradient.device().type());
+  out.device_index = static_cast<int8_t>(gradient.device().index());
+  out.dtype = static_cast<int8_t>(gradient.scalar_type());
+  if (gradient.is_sparse()) out.flags |= TAMP_GRADIENT_SPARSE;
+  if (gradient.layout() == at::kStrided && !gradient.is_meta()) {
+    out.flags |= TAMP_GRADIENT_STRIDED;
+    if (overlaps(gradient)) out.flags |= TAMP_GRADIENT_OVERLAPS;
+  }
+  return out;
+}
+
+// The dense real tensor that holds the numbers of a gradient. An fp16 sparse gradient is coalesced first: duplicate
+// indices can add up to infinity.
+Tensor numbers(const Tensor &parameter) {
+  Tensor &gradient = parameter.mutable_grad();
+  if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf) gradient = gradient.coalesce();
+  Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+  if (!values.is_complex()) return values;
+  return at::view_as_real(values.is_conj() ? values.conj() : values);
+}
+
+// ---- unscaling
+
+float host_reciprocal(const Tensor &scale) { return static_cast<float>(1.0 / scale.item<double>()); }
+
+Tensor reciprocal(const Tensor &scale, bool check_only) {
+  if (check_only) return at::ones_like(scale);
+  if (scale.is_cpu()) return at::scalar_tensor(host_reciprocal(scale), scale.options());
+  if (scale.device().is_mps()) return scale.reciprocal();  // MPS has no f64
+  return scale.to(at::kDouble).reciprocal().to(at::kFloat);
+}
+
+// Below this many elements a plain loop beats the dispatcher and the kernel's setup; above it the kernel is parallel.
+constexpr int64_t kSmall = 32768;
+
+template <typename T>
+bool is_small(const Tensor &t) {
+  return t.is_cpu() && t.scalar_type() == c10::CppTypeToScalarType<T>::value && t.is_contiguous() &&
+         t.numel() <= kSmall;
+}
+
+template <typename T>
+bool any_non_finite(const T *values, int64_t n) {
+  // A product with zero is NaN exactly for infinities and NaN; comparing without a branch lets the compiler vectorise.
+  int bad = 0;
+  for (int64_t i = 0; i < n; ++i) bad |= !(values[i] * T(0) == T(0));
+  return bad != 0;
+}
+
+// The same numbers, bit by bit, as _amp_foreach_non_finite_check_and_unscale_.
+template <typename T>
+bool unscale_small(const Tensor &t, float inverse, bool recheck) {
+  T *values = t.mutable_data_ptr<T>();
+  const int64_t n = t.numel();
+  bool bad = any_non_finite(values, n);
+  if (inverse != 1.0F) {
+    for (int64_t i = 0; i < n; ++i) values[i] *= static_cast<T>(inverse);
+    if (recheck) bad |= any_non_finite(values, n);
+  }
+  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+  return bad;
+}
+
+void mark_non_finite(const std::vector<Tensor> &tensors, Tensor &found_inf) {
+  std::vector<Tensor> largest;  // the infinity norm of a tensor with a NaN is NaN
+  for (const auto &t : tensors) {
+    largest.push_back(at::linalg_vector_norm(t, std::numeric_limits<double>::infinity()).to(at::kFloat));
+  }
+  const Tensor bad = at::isfinite(at::stack(largest)).all().logical_not().to(at::kFloat);
+  found_inf.copy_(at::maximum(found_inf, bad.reshape(found_inf.sizes())));
+}
+
+// For dtypes without an AMP kernel (bf16 on CUDA): the same rounding, in plain operations.
+void unscale_generic(const std::vector<Tensor> &tensors, const Tensor &inverse, Tensor &found_inf, bool recheck) {
+  std::vector<Tensor> filled;
+  for (const auto &t : tensors) {
+    if (t.numel() > 0) filled.push_back(t);
+  }
+  if (filled.empty()) return;
+  mark_non_finite(filled, found_inf);
+  for (auto &t : filled) {
+    // At least f32, as the kernels compute.
+    const auto wide = t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    t.copy_(t.to(wide).mul(inverse));
+  }
+  if (recheck) mark_non_finite(filled, found_inf);
+}
+
+bool has_kernel(const Tensor &t) {
+  if (t.is_cuda() && t.scalar_type() == at::kBFloat16) return false;
+  return t.is_cpu() || t.is_cuda();
+}
+
+void unscale_large(const std::vector<Tensor> &tensors, const Tensor &inverse, Tensor &found_inf, bool recheck) {
+  if (tensors.empty()) return;
+  at::_amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse);
+  // A second look at the results, which a scale of one leaves as they are.
+  if (recheck) at::_amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, at::ones_like(inverse));
+}
+
+void zero(Tensor &t) {
+  if (t.is_cpu() && t.scalar_type() == at::kFloat) {
+    *t.mutable_data_ptr<float>() = 0.0F;
+  } else {
+    t.zero_();
+  }
+}
+
+uint8_t unscale(tamp_tensor *const *parameters, size_t count, const Tensor &scale, Tensor &found_inf, uint8_t options) {
+  const bool recheck = (options & TAMP_UNSCALE_RECHECK) != 0;
+  const bool check_only = (options & TAMP_UNSCALE_CHECK_ONLY) != 0;
+  const bool generic = (options & TAMP_UNSCALE_GENERIC) != 0;
+  const bool on_host = found_inf.is_cpu();
+  const float inverse = check_only ? 1.0F : (on_host ? host_reciprocal(scale) : 0.0F);
+  bool bad = false;
+  std::vector<Tensor> kernel, plain;
+  zero(found_inf);
+  for (size_t i = 0; i < count; ++i) {
+    Tensor t = numbers(tamp::tensor(parameters[i]));
+    if (generic || !has_kernel(t)) {
+      plain.push_back(std::move(t));
+    } else if (is_small<float>(t)) {
+      bad |= unscale_small<float>(t, inverse, recheck);
+    } else if (is_small<double>(t)) {
+      bad |= unscale_small<double>(t, inverse, recheck);
+    } else {
+      kernel.push_back(std::move(t));
+    }
+  }
+  if (!kernel.empty() || !plain.empty()) {
+    const Tensor factor = reciprocal(scale, check_only).to(found_inf.device(), /*non_blocking=*/true);
+    unscale_large(kernel, factor, found_inf, recheck);
+    unscale_generic(plain, factor, found_inf, recheck);
+  }
+  if (!on_host) return TAMP_ON_DEVICE;
+  float &flag = *found_inf.mutable_data_ptr<float>();
+  if (bad) flag = 1.0F;
+  return flag != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
+}
+
+// ---- the scale
+
+// One tensor on `device` that is not zero when any of the tensors is not.
+Tensor sum_on(tamp_tensor *const *tensors, size_t count, at::Device device) {
+  Tensor sum = tamp::tensor(tensors[0]).to(device, /*non_blocking=*/true);
+  for (size_t i = 1; i < count; ++i) sum = sum + tamp::tensor(tensors[i]).to(device, /*non_blocking=*/true);
+  return sum;
+}
+
+void clamp(Tensor &scale, const tamp_scale_rule &rule) {
+  if (!scale.is_cpu()) {
+    scale.clamp_(rule.min_scale, rule.max_scale);
+    return;
+  }
+  float &value = *scale.mutable_data_ptr<float>();
+  value = std::min(std::max(value, static_cast<float>(rule.min_scale)), static_cast<float>(rule.max_scale));
+}
+
+}  // namespace
+
+extern "C" {
+
+void tamp_gradients_inspect(tamp_tensor *const *parameters, size_t count, tamp_gradient *gradients,
+                            char **err) noexcept {
+  tamp::guarded(err, [&] {
+    for (size_t i = 0; i < count; ++i) gradients[i] = inspect(tamp::tensor(parameters[i]));
+  });
+}
+
+void tamp_gradient_drop(tamp_tensor *parameter, char **err) noexcept {
+  tamp::guarded(err, [&] { tamp::tensor(parameter).mutable_grad().reset(); });
+}
+
+uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, tamp_gradient *gradients,
+                               const tamp_tensor *scale, tamp_tensor *found_inf, uint8_t options,
+                               char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    const c10::NoGradGuard no_grad;
+    const uint8_t answer = unscale(parameters, count, tamp::tensor(scale), tamp::tensor(found_inf), options);
+    for (size_t i = 0; i < count; ++i) gradients[i] = inspect(tamp::tensor(parameters[i]));
+    return answer;
+  });
+}
+
+uint8_t tamp_any_nonzero(tamp_tensor *const *tensors, size_t count, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    if (count == 0) return 0;
+    return sum_on(tensors, count, tamp::tensor(tensors[0]).device()).item<float>() != 0.0F;
+  });
+}
+
+void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *const *found_infs, size_t count,
+                       const tamp_scale_rule *rule, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    TORCH_CHECK(count > 0, "no found_inf tensor");
+    Tensor &value = tamp::tensor(scale);
+    const Tensor found_inf = sum_on(found_infs, count, value.device());
+    at::_amp_update_scale_(value, tamp::tensor(tracker), found_inf, rule->growth_factor, rule->backoff_factor,
+                           rule->growth_interval);
+    clamp(value, *rule);
+  });
+}
+
+}  // extern "C"

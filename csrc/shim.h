@@ -1,0 +1,141 @@
+// The whole C ABI of tch-amp. src/sys.rs mirrors it declaration by declaration; tests/abi.rs compares the two.
+//
+// The contract, once for all functions:
+// - Nothing throws: every function is noexcept.
+// - A function that can fail takes `char **err` last. On failure it writes a malloc'd message there, which the caller
+//   frees with tamp_string_free, and returns zero or null; on success it leaves *err alone.
+// - Tensors are borrowed. A tensor that a function returns belongs to the caller.
+// - Booleans are uint8_t, zero or one. Device types are c10::DeviceType and dtypes c10::ScalarType, both as int8_t.
+// - C types only.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+#define TAMP_NOEXCEPT noexcept
+extern "C" {
+#else
+#define TAMP_NOEXCEPT
+#endif
+
+// An at::Tensor. The pointers are the ones that tch hands out.
+typedef struct tamp_tensor tamp_tensor;
+
+// Frees a message that a function wrote to `err`. Null is allowed.
+void tamp_string_free(char *text) TAMP_NOEXCEPT;
+
+// ---------------------------------------------------------------------------------------------------------- device.cpp
+
+// Whether this libtorch has its CUDA library linked in.
+uint8_t tamp_cuda_is_linked(void) TAMP_NOEXCEPT;
+
+// Initialises CUDA, which fails with libtorch's own reason where it cannot be used.
+void tamp_cuda_initialize(char **err) TAMP_NOEXCEPT;
+
+// -------------------------------------------------------------------------------------------------------- autocast.cpp
+
+enum { TAMP_AUTOCAST_DEVICES = 3 };
+
+// The autocast state of one device type on the calling thread.
+typedef struct tamp_autocast_device {
+  int8_t device_type;
+  int8_t dtype;
+  uint8_t enabled;
+} tamp_autocast_device;
+
+// The autocast state of the first `count` device types and the thread's cache flag.
+typedef struct tamp_autocast_state {
+  tamp_autocast_device devices[TAMP_AUTOCAST_DEVICES];
+  uint8_t count;
+  uint8_t cache_enabled;
+} tamp_autocast_state;
+
+// Reads the state of the device types that `state` names.
+void tamp_autocast_read(tamp_autocast_state *state, char **err) TAMP_NOEXCEPT;
+
+// Opens a region: stores the state that `next`'s devices have now in `previous`, then sets `next`.
+// Clears the weight cache when the region is the outermost or changes a dtype.
+void tamp_autocast_enter(const tamp_autocast_state *next, tamp_autocast_state *previous, uint8_t outermost,
+                         char **err) TAMP_NOEXCEPT;
+
+// Closes a region: sets the state that tamp_autocast_enter stored. Clears the cache as on entry.
+// It cannot fail, because every value was read from the same devices.
+void tamp_autocast_exit(const tamp_autocast_state *previous, uint8_t outermost) TAMP_NOEXCEPT;
+
+// Forgets every cached cast of a weight, in all threads.
+void tamp_autocast_clear_cache(char **err) TAMP_NOEXCEPT;
+
+// ---------------------------------------------------------------------------------------------------------- scaler.cpp
+
+enum {
+  TAMP_GRADIENT_REQUIRES_GRAD = 1,  // the parameter takes part in training
+  TAMP_GRADIENT_STRIDED = 2,        // dense memory with strides
+  TAMP_GRADIENT_SPARSE = 4,         // COO
+  TAMP_GRADIENT_OVERLAPS = 8,       // some of its elements share memory
+};
+
+// What the scaler has to know about one parameter and its gradient.
+typedef struct tamp_gradient {
+  uintptr_t parameter;  // identity of the parameter; zero when the tensor is undefined
+  uintptr_t gradient;   // identity of the gradient; zero when there is none
+  uint32_t version;     // of the gradient, raised by libtorch at every in-place change
+  int8_t device_type;   // of the gradient, like the two below
+  int8_t device_index;
+  int8_t dtype;
+  uint8_t flags;
+} tamp_gradient;
+
+// Describes the gradients of `count` parameters.
+void tamp_gradients_inspect(tamp_tensor *const *parameters, size_t count, tamp_gradient *gradients,
+                            char **err) TAMP_NOEXCEPT;
+
+// Drops the gradient of a parameter, so that no optimizer can apply it.
+void tamp_gradient_drop(tamp_tensor *parameter, char **err) TAMP_NOEXCEPT;
+
+enum {
+  TAMP_UNSCALE_RECHECK = 1,     // look for values that only the multiplication made infinite
+  TAMP_UNSCALE_CHECK_ONLY = 2,  // as if the scale were one
+  TAMP_UNSCALE_GENERIC = 4,     // plain operations in place of the AMP kernels
+};
+
+enum { TAMP_FINITE = 0, TAMP_NON_FINITE = 1, TAMP_ON_DEVICE = 2 };
+
+// Multiplies the gradients of `count` parameters, all on the device of `found_inf` and all strided or COO, by 1/scale,
+// in place, and sets `found_inf` (f32, one element) to one when an element is infinite or NaN, else to zero.
+// Afterwards `gradients` describes them anew. Returns TAMP_FINITE or TAMP_NON_FINITE where the answer is in host memory
+// and TAMP_ON_DEVICE elsewhere. Waits for the device only when `scale` lies on a GPU and the gradients do not.
+uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, tamp_gradient *gradients,
+                               const tamp_tensor *scale, tamp_tensor *found_inf, uint8_t options,
+                               char **err) TAMP_NOEXCEPT;
+
+// Whether any of the one-element tensors is not zero. Waits for their devices, in one transfer.
+uint8_t tamp_any_nonzero(tamp_tensor *const *tensors, size_t count, char **err) TAMP_NOEXCEPT;
+
+// How an iteration changes the scale.
+typedef struct tamp_scale_rule {
+  double growth_factor;
+  double backoff_factor;
+  int64_t growth_interval;
+  double min_scale;
+  double max_scale;
+} tamp_scale_rule;
+
+// Ends an iteration: grows or backs off `scale` (f32) and counts in `tracker` (i32), both in place, from the `count`
+// found_inf tensors, which may lie on several devices. Never waits for a device that `scale` lies on.
+void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *const *found_infs, size_t count,
+                       const tamp_scale_rule *rule, char **err) TAMP_NOEXCEPT;
+
+// ----------------------------------------------------------------------------------------------------------- optim.cpp
+
+// Scales the gradients of `count` parameters down in place so that their common 2-norm is at most `max_norm`.
+// Returns the norm before that, a 0-dim tensor on the first gradient's device; null without any gradient.
+tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, double max_norm,
+                                 char **err) TAMP_NOEXCEPT;
+
+// Clamps every element of the gradients of `count` parameters to [-max, max], in place.
+void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double max, char **err) TAMP_NOEXCEPT;
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,152 @@
+//! What can go wrong, and what to do about it.
+
+use tch::{Device, Kind};
+
+/// The result of every fallible call of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a call was refused. Unless a variant says otherwise, nothing was changed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The device cannot run autocast or hold a scaler here.
+    #[error("{device:?} cannot be used: {reason}")]
+    DeviceUnavailable {
+        /// The device asked for.
+        device: Device,
+        /// Why, and what to do.
+        reason: String,
+    },
+
+    /// Autocast has no such dtype.
+    #[error(
+        "autocast on {device:?} cannot run in {dtype:?}; use Kind::BFloat16 or Kind::Half, or switch the region off with `enabled(false)`"
+    )]
+    AutocastDtype {
+        /// The device of the region.
+        device: Device,
+        /// The dtype asked for.
+        dtype: Kind,
+    },
+
+    /// The thread is ending and keeps no autocast state any more.
+    #[error("autocast regions cannot be opened while the thread is ending")]
+    ThreadEnding,
+
+    /// A value outside its range, in a configuration, a setter or a loaded state.
+    #[error("{field} is {value}, but must be {rule}")]
+    InvalidValue {
+        /// The field, under its PyTorch name.
+        field: &'static str,
+        /// The value that was given.
+        value: f64,
+        /// The values that are allowed.
+        rule: &'static str,
+    },
+
+    /// Only floating outputs can be scaled.
+    #[error("a {kind:?} tensor cannot be scaled; scale a floating loss (convert it with to_kind)")]
+    ScaleKind {
+        /// The kind of the tensor.
+        kind: Kind,
+    },
+
+    /// A gradient that the scaler cannot unscale. No gradient was touched.
+    #[error("the gradient of {parameter} {problem}")]
+    Gradient {
+        /// The parameter: its name where it is known, else its place and shape.
+        parameter: String,
+        /// What is wrong with its gradient, and what to do.
+        problem: &'static str,
+    },
+
+    /// `unscale_` was called twice for an optimizer.
+    #[error("unscale_ has already been called on this optimizer since the last update()")]
+    AlreadyUnscaled,
+
+    /// `unscale_` was called after `step` for an optimizer.
+    #[error("unscale_ is being called after step on this optimizer; call update() first")]
+    UnscaleAfterStep,
+
+    /// `step` was called twice for an optimizer.
+    #[error("step has already been called on this optimizer since the last update()")]
+    AlreadyStepped,
+
+    /// Two optimizers own the same parameter, and its gradient would be unscaled twice.
+    #[error(
+        "{parameter} belongs to two optimizers and its gradient has already been unscaled; give it to one of them"
+    )]
+    SharedParameter {
+        /// The parameter: its name where it is known, else its place and shape.
+        parameter: String,
+    },
+
+    /// A gradient is not the one that was unscaled. The optimizer was not stepped.
+    #[error("the gradient of {parameter} {how} between unscale_ and step; run every backward first")]
+    GradientChanged {
+        /// The parameter: its name where it is known, else its place and shape.
+        parameter: String,
+        /// What happened to it.
+        how: &'static str,
+    },
+
+    /// `update` was called though no gradient was checked since the last one.
+    #[error(
+        "no inf checks were recorded before update(): call step or unscale_ with an optimizer whose parameters have gradients"
+    )]
+    NoInfChecks,
+
+    /// A call that is only possible between iterations.
+    #[error("{call} is only possible between iterations: call update() first")]
+    IterationOpen {
+        /// The method.
+        call: &'static str,
+    },
+
+    /// Too many iterations in a row overflowed. The iteration was ended as usual: the scale has backed off.
+    #[error(
+        "{skips} iterations in a row overflowed (the limit is {limit}) and the scale is down to {scale}: look for a diverging loss or an infinite input"
+    )]
+    TooManySkips {
+        /// How many so far.
+        skips: u32,
+        /// `max_consecutive_skips`.
+        limit: u32,
+        /// The scale after the last of them.
+        scale: f64,
+    },
+
+    /// A disabled scaler saved an empty state, which an enabled one cannot load.
+    #[error(
+        "the scaler state is empty, possibly because a disabled GradScaler saved it; start with a new scaler"
+    )]
+    EmptyState,
+
+    /// A scaler state lacks one of its five keys.
+    #[error("the scaler state has no {key}; load one that state_dict() of tch-amp or PyTorch made")]
+    MissingKey {
+        /// The key.
+        key: &'static str,
+    },
+
+    /// A buffer of the model (such as a running mean) holds an infinity or a NaN.
+    #[error("the buffer {name} holds a value that is not finite")]
+    NonFiniteBuffer {
+        /// Its name in the VarStore.
+        name: String,
+    },
+
+    /// The optimizer's own step failed. It may have changed some of its parameters.
+    #[error("the optimizer's step failed: {0}")]
+    Optimizer(#[source] Box<dyn std::error::Error + Send + Sync>),
+
+    /// libtorch refused, in its own words.
+    #[error("libtorch: {0}")]
+    Torch(String),
+}
+
+impl From<tch::TchError> for Error {
+    fn from(error: tch::TchError) -> Self {
+        Self::Torch(error.to_string())
+    }
+}

@@ -1,0 +1,159 @@
+//! One safe function for each function of the shim. With `sys.rs`, the only home of `unsafe` in this crate.
+
+use std::ffi::{CStr, c_char};
+use std::ptr;
+
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+use crate::sys;
+
+/// Calls a function of the shim with `err` as its last argument and turns a message into an error.
+fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
+    let mut err = ptr::null_mut();
+    let out = function(&mut err);
+    if err.is_null() { Ok(out) } else { Err(take_error(err)) }
+}
+
+#[cold]
+fn take_error(err: *mut c_char) -> Error {
+    // SAFETY: the shim writes nothing but NUL-terminated strings to `err`, and `err` is not null.
+    let message = unsafe { CStr::from_ptr(err) }.to_string_lossy().into_owned();
+    // SAFETY: the string came from malloc, and nobody uses it any more.
+    unsafe { sys::tamp_string_free(err) };
+    Error::Torch(message)
+}
+
+/// The pointer that the shim borrows for the length of one call.
+fn pointer(tensor: &Tensor) -> *mut sys::Tensor {
+    tensor.as_ptr().cast_mut()
+}
+
+fn pointers<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Vec<*mut sys::Tensor> {
+    tensors.into_iter().map(pointer).collect()
+}
+
+/// Whether libtorch_cuda is linked into this program.
+pub(crate) fn cuda_is_linked() -> bool {
+    // SAFETY: takes nothing and reads a constant.
+    unsafe { sys::tamp_cuda_is_linked() != 0 }
+}
+
+/// Initialises CUDA, or says in libtorch's words why it cannot.
+pub(crate) fn cuda_initialize() -> Result<()> {
+    // SAFETY: `err` is valid for a write.
+    call(|err| unsafe { sys::tamp_cuda_initialize(err) })
+}
+
+/// Reads the autocast state of the device types that `state` names.
+pub(crate) fn autocast_read(state: &mut sys::AutocastState) -> Result<()> {
+    debug_assert!(usize::from(state.count) <= sys::AUTOCAST_DEVICES);
+    // SAFETY: `state` is a whole struct of the shim's layout, and `count` stays within its array.
+    call(|err| unsafe { sys::tamp_autocast_read(state, err) })
+}
+
+/// Opens a region and returns the state that was there before.
+pub(crate) fn autocast_enter(
+    next: &sys::AutocastState,
+    outermost: bool,
+) -> Result<sys::AutocastState> {
+    debug_assert!(usize::from(next.count) <= sys::AUTOCAST_DEVICES);
+    let mut previous = sys::AutocastState::default();
+    // SAFETY: both structs have the shim's layout and outlive the call, and `count` stays within the array.
+    call(|err| unsafe { sys::tamp_autocast_enter(next, &mut previous, outermost.into(), err) })?;
+    Ok(previous)
+}
+
+/// Closes a region: the state is `previous` again.
+pub(crate) fn autocast_exit(previous: &sys::AutocastState, outermost: bool) {
+    // SAFETY: `previous` is a whole struct that `autocast_enter` filled.
+    unsafe { sys::tamp_autocast_exit(previous, outermost.into()) }
+}
+
+/// Forgets every cached cast of a weight.
+pub(crate) fn autocast_clear_cache() -> Result<()> {
+    // SAFETY: `err` is valid for a write.
+    call(|err| unsafe { sys::tamp_autocast_clear_cache(err) })
+}
+
+/// Describes the gradients of the parameters, in their order.
+pub(crate) fn gradients_inspect(parameters: &[Tensor]) -> Result<Vec<sys::Gradient>> {
+    let tensors = pointers(parameters);
+    let mut gradients = vec![sys::Gradient::default(); tensors.len()];
+    let out = gradients.as_mut_ptr();
+    // SAFETY: both arrays have `tensors.len()` elements, and `parameters` keeps the tensors alive.
+    call(|err| unsafe { sys::tamp_gradients_inspect(tensors.as_ptr(), tensors.len(), out, err) })?;
+    Ok(gradients)
+}
+
+/// Drops the gradient of a parameter.
+pub(crate) fn gradient_drop(parameter: &Tensor) -> Result<()> {
+    // SAFETY: `parameter` is a live tensor; the shim changes only its gradient slot.
+    call(|err| unsafe { sys::tamp_gradient_drop(pointer(parameter), err) })
+}
+
+/// Unscales the gradients of `parameters`, all of `found_inf`'s device, and describes them as they are afterwards.
+///
+/// The flag is `None` where the answer lies on the device.
+pub(crate) fn gradients_unscale(
+    parameters: &[&Tensor],
+    scale: &Tensor,
+    found_inf: &Tensor,
+    options: u8,
+) -> Result<(Option<bool>, Vec<sys::Gradient>)> {
+    let tensors = pointers(parameters.iter().copied());
+    let mut gradients = vec![sys::Gradient::default(); tensors.len()];
+    let (array, count, out) = (tensors.as_ptr(), tensors.len(), gradients.as_mut_ptr());
+    let (scale, found_inf) = (scale.as_ptr(), pointer(found_inf));
+    // SAFETY: both arrays have `count` elements, the borrows keep every tensor alive, and tensors are changed in place
+    // only through libtorch's own handles, which alias freely.
+    let answer = call(|err| unsafe {
+        sys::tamp_gradients_unscale(array, count, out, scale, found_inf, options, err)
+    })?;
+    let flag = match answer {
+        sys::FINITE => Some(false),
+        sys::NON_FINITE => Some(true),
+        _ => None,
+    };
+    Ok((flag, gradients))
+}
+
+/// Whether any of the one-element tensors is not zero. Waits for their devices, once.
+pub(crate) fn any_nonzero(tensors: &[&Tensor]) -> Result<bool> {
+    let tensors = pointers(tensors.iter().copied());
+    // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.
+    call(|err| unsafe { sys::tamp_any_nonzero(tensors.as_ptr(), tensors.len(), err) })
+        .map(|any| any != 0)
+}
+
+/// Grows or backs off `scale` and counts in `tracker`, in place.
+pub(crate) fn scale_update(
+    scale: &Tensor,
+    tracker: &Tensor,
+    found_infs: &[&Tensor],
+    rule: &sys::ScaleRule,
+) -> Result<()> {
+    let tensors = pointers(found_infs.iter().copied());
+    let (array, count) = (tensors.as_ptr(), tensors.len());
+    let (scale, tracker) = (pointer(scale), pointer(tracker));
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `rule` has the shim's layout.
+    call(|err| unsafe { sys::tamp_scale_update(scale, tracker, array, count, rule, err) })
+}
+
+/// Clips the gradients of the parameters to a common norm and returns the norm before; `None` without gradients.
+pub(crate) fn clip_grad_norm(parameters: &[Tensor], max_norm: f64) -> Result<Option<Tensor>> {
+    let tensors = pointers(parameters);
+    // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.
+    let norm = call(|err| unsafe {
+        sys::tamp_clip_grad_norm(tensors.as_ptr(), tensors.len(), max_norm, err)
+    })?;
+    // SAFETY: a pointer that is not null is a new tensor, which the shim gave to us alone.
+    Ok((!norm.is_null()).then(|| unsafe { Tensor::from_ptr(norm) }))
+}
+
+/// Clamps every element of the gradients of the parameters to `-max..=max`.
+pub(crate) fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
+    let tensors = pointers(parameters);
+    // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.
+    call(|err| unsafe { sys::tamp_clip_grad_value(tensors.as_ptr(), tensors.len(), max, err) })
+}

@@ -1,0 +1,20 @@
+//! Automatic mixed precision for tch.
+
+mod autocast;
+mod buffers;
+mod device;
+mod error;
+mod ffi;
+mod optim;
+mod scaler;
+mod scopes;
+mod sys;
+
+pub use autocast::{
+    Autocast, AutocastGuard, AutocastState, autocast, autocast_dtype, clear_autocast_cache,
+    is_autocast_available, is_autocast_enabled, is_cache_enabled,
+};
+pub use buffers::{BufferSnapshot, check_buffers_finite};
+pub use error::{Error, Result};
+pub use optim::{AmpOptimizer, Parameters};
+pub use scaler::{GradScaler, GradScalerConfig, ScalerState, StepOutcome, Unscaled};

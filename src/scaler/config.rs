@@ -1,0 +1,108 @@
+//! The numbers that steer a scaler, and the rules they keep.
+
+#![forbid(unsafe_code)]
+
+use tch::Device;
+
+use crate::error::{Error, Result};
+use crate::scaler::GradScaler;
+
+/// The smallest scale whose reciprocal is finite in f32: 2^-126.
+const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
+const LARGEST: f64 = f32::MAX as f64;
+
+/// How a [`GradScaler`] starts, grows, backs off and gives up. The defaults are PyTorch's.
+///
+/// ```
+/// use tch::Device;
+/// use tch_amp::GradScalerConfig;
+///
+/// let scaler = GradScalerConfig { growth_interval: 100, ..Default::default() }.build(Device::Cpu)?;
+/// assert_eq!(scaler.get_growth_interval(), 100);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GradScalerConfig {
+    /// The first scale. Defaults to 65536.
+    pub init_scale: f64,
+    /// What the scale is multiplied by after `growth_interval` iterations in a row without overflow; more than 1.
+    /// Defaults to 2.
+    pub growth_factor: f64,
+    /// What the scale is multiplied by when an iteration overflowed; between 0 and 1. Defaults to 0.5.
+    pub backoff_factor: f64,
+    /// Iterations without overflow before the scale grows; at least 1. Defaults to 2000.
+    pub growth_interval: i64,
+    /// Whether the scaler does anything. Defaults to `true`; see [`GradScaler::disabled`].
+    pub enabled: bool,
+    /// The scale never sinks below this; at least 2^-126, the default, below which 1/scale would overflow and turn
+    /// finite gradients into NaN. PyTorch has no such bound.
+    pub min_scale: f64,
+    /// The scale never grows above this. Defaults to the largest f32, as in PyTorch.
+    pub max_scale: f64,
+    /// Overflowing iterations in a row that it takes for the scale to back off; further ones in the row back it off,
+    /// too. Defaults to 1, as in PyTorch. More than 1 makes `update` wait for the device where no `step` did.
+    pub hysteresis: u32,
+    /// Overflowing iterations in a row at which `update` becomes an error. Defaults to `None`: never, as in PyTorch.
+    /// A limit makes `update` wait for the device where no `step` did.
+    pub max_consecutive_skips: Option<u32>,
+    /// Whether fp16 gradients may be unscaled; they come from fp16 parameters and lose small values, which is why
+    /// PyTorch refuses them. Defaults to `false`.
+    pub allow_fp16_gradients: bool,
+}
+
+impl Default for GradScalerConfig {
+    fn default() -> Self {
+        Self {
+            init_scale: 65536.0,
+            growth_factor: 2.0,
+            backoff_factor: 0.5,
+            growth_interval: 2000,
+            enabled: true,
+            min_scale: SMALLEST,
+            max_scale: LARGEST,
+            hysteresis: 1,
+            max_consecutive_skips: None,
+            allow_fp16_gradients: false,
+        }
+    }
+}
+
+impl GradScalerConfig {
+    /// Makes a scaler whose scale lies on `device`: the device of the loss.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] for a field outside its range; [`Error::DeviceUnavailable`] for an enabled scaler on a
+    /// device that cannot be used here, with the reason.
+    pub fn build(self, device: Device) -> Result<GradScaler> {
+        GradScaler::with_config(device, self)
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self { init_scale, growth_factor, backoff_factor, growth_interval, .. } = *self;
+        let Self { min_scale, max_scale, hysteresis, max_consecutive_skips, .. } = *self;
+        let limit = max_consecutive_skips.map_or(1, i64::from);
+        ensure("min_scale", min_scale, SMALLEST <= min_scale, "at least 2^-126")?;
+        ensure("max_scale", max_scale, max_scale <= LARGEST, "at most the largest f32")?;
+        ensure("max_scale", max_scale, min_scale <= max_scale, "at least min_scale")?;
+        self.check_scale("init_scale", init_scale)?;
+        let growth = growth_factor > 1.0 && growth_factor.is_finite();
+        ensure("growth_factor", growth_factor, growth, "finite and more than 1")?;
+        let backoff = 0.0 < backoff_factor && backoff_factor < 1.0;
+        ensure("backoff_factor", backoff_factor, backoff, "between 0 and 1")?;
+        let interval = (1..=i64::from(i32::MAX)).contains(&growth_interval);
+        ensure("growth_interval", growth_interval as f64, interval, "from 1 to 2^31 - 1")?;
+        ensure("hysteresis", f64::from(hysteresis), hysteresis > 0, "at least 1")?;
+        ensure("max_consecutive_skips", limit as f64, limit > 0, "at least 1, or None")
+    }
+
+    /// Refuses a scale that is not between the bounds; NaN is not.
+    pub(crate) fn check_scale(&self, field: &'static str, scale: f64) -> Result<()> {
+        let inside = (self.min_scale..=self.max_scale).contains(&scale);
+        ensure(field, scale, inside, "a number from min_scale to max_scale")
+    }
+}
+
+fn ensure(field: &'static str, value: f64, holds: bool, rule: &'static str) -> Result<()> {
+    if holds { Ok(()) } else { Err(Error::InvalidValue { field, value, rule }) }
+}

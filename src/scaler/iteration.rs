@@ -1,0 +1,312 @@
+//! What has happened to which optimizer since the last `update`.
+
+#![forbid(unsafe_code)]
+
+use std::collections::HashSet;
+use std::hash::{BuildHasherDefault, Hasher};
+
+use tch::{Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::ffi;
+use crate::scaler::gradients::{Change, Plan, change};
+use crate::sys::{self, Gradient};
+
+/// How far an optimizer has come in this iteration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    Unscaled,
+    Stepped,
+}
+
+/// Whether the gradients of one device held an infinity or a NaN.
+#[derive(Debug)]
+struct FoundInf {
+    tensor: Tensor,
+    /// The answer, where the host has it.
+    host: Option<bool>,
+}
+
+/// An optimizer, recognised by its parameters.
+#[derive(Debug)]
+pub(crate) struct Record {
+    pub(crate) stage: Stage,
+    /// The gradients as unscaling left them, in the order of the parameters.
+    gradients: Vec<Gradient>,
+    /// The parameters, kept while other things may happen before the step.
+    parameters: Vec<Tensor>,
+    found: Vec<FoundInf>,
+    /// Numbers changed since unscaling, so that they have to be looked at again.
+    dirty: bool,
+    /// A loss was scaled since unscaling, so that a change may come from its backward.
+    rescaled: bool,
+}
+
+/// Whose a list of parameters is.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Owner {
+    Nobody,
+    Record(usize),
+    /// The gradient of the parameter at this index has been unscaled for another optimizer.
+    Shared(usize),
+}
+
+/// The optimizers of one iteration.
+#[derive(Debug, Default)]
+pub(crate) struct Iteration {
+    records: Vec<Record>,
+    /// The gradients that have been unscaled.
+    unscaled: AddressSet,
+    /// found_inf tensors of earlier iterations, to be used again.
+    spare: Vec<Tensor>,
+}
+
+impl Iteration {
+    pub(crate) fn is_open(&self) -> bool {
+        !self.records.is_empty()
+    }
+
+    pub(crate) fn stage(&self, record: usize) -> Option<Stage> {
+        self.records.get(record).map(|record| record.stage)
+    }
+
+    pub(crate) fn set_stage(&mut self, record: usize, stage: Stage) {
+        if let Some(record) = self.records.get_mut(record) {
+            record.stage = stage;
+        }
+    }
+
+    /// Finds whose parameters these are. An optimizer that has gained some at the end since is still the same.
+    pub(crate) fn owner(&self, gradients: &[Gradient]) -> Owner {
+        let same = |record: &Record| {
+            let known = &record.gradients;
+            known.len() <= gradients.len()
+                && known.iter().zip(gradients).all(|(a, b)| a.parameter == b.parameter)
+        };
+        if let Some(record) = self.records.iter().position(same) {
+            return Owner::Record(record);
+        }
+        let shared = |g: &Gradient| g.gradient != 0 && self.unscaled.contains(&g.gradient);
+        gradients.iter().position(shared).map_or(Owner::Nobody, Owner::Shared)
+    }
+
+    /// Unscales what `plan` lists and opens a record.
+    pub(crate) fn unscale(
+        &mut self,
+        parameters: &[Tensor],
+        mut gradients: Vec<Gradient>,
+        plan: &Plan,
+        scale: &Tensor,
+        recheck: bool,
+    ) -> Result<usize> {
+        for &frozen in &plan.frozen {
+            ffi::gradient_drop(&parameters[frozen])?;
+            gradients[frozen].gradient = 0;
+        }
+        let options = if recheck { sys::UNSCALE_RECHECK } else { 0 };
+        let found = self.check(parameters, &mut gradients, plan, scale, options)?;
+        let record = Record {
+            stage: Stage::Unscaled,
+            gradients,
+            parameters: Vec::new(),
+            found,
+            dirty: false,
+            rescaled: false,
+        };
+        self.unscaled.extend(record.gradients.iter().map(|gradient| gradient.gradient));
+        self.records.push(record);
+        Ok(self.records.len() - 1)
+    }
+
+    /// Runs the kernels over the groups of `plan` and describes their gradients anew.
+    fn check(
+        &mut self,
+        parameters: &[Tensor],
+        gradients: &mut [Gradient],
+        plan: &Plan,
+        scale: &Tensor,
+        options: u8,
+    ) -> Result<Vec<FoundInf>> {
+        let mut found = Vec::with_capacity(plan.groups.len());
+        for (_, indices) in &plan.groups {
+            let group: Vec<&Tensor> = indices.iter().map(|&i| &parameters[i]).collect();
+            let tensor = self.spare_found_inf(group[0])?;
+            let (host, after) = ffi::gradients_unscale(&group, scale, &tensor, options)?;
+            for (&i, after) in indices.iter().zip(after) {
+                gradients[i] = after;
+            }
+            found.push(FoundInf { tensor, host });
+        }
+        Ok(found)
+    }
+
+    /// A found_inf tensor on the device of a parameter.
+    fn spare_found_inf(&mut self, parameter: &Tensor) -> Result<Tensor> {
+        let device = parameter.device();
+        match self.spare.iter().position(|tensor| tensor.device() == device) {
+            Some(index) => Ok(self.spare.swap_remove(index)),
+            None => Ok(Tensor::f_scalar_tensor(0.0, (Kind::Float, device))?),
+        }
+    }
+
+    /// Keeps the parameters of a record that stays open until a later step.
+    pub(crate) fn keep_parameters(&mut self, record: usize, parameters: Vec<Tensor>) {
+        if let Some(record) = self.records.get_mut(record) {
+            record.parameters = parameters;
+        }
+    }
+
+    /// Notes that a loss is being scaled: from here on, a change of an unscaled gradient may be its backward.
+    pub(crate) fn note_scale(&mut self) -> Result<()> {
+        for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
+            let now = ffi::gradients_inspect(&record.parameters)?;
+            record.accept(now);
+            record.rescaled = true;
+        }
+        Ok(())
+    }
+
+    /// Accepts the gradients as they are now, after a change that is known to be right.
+    pub(crate) fn accept(&mut self, record: usize, now: Vec<Gradient>) {
+        if let Some(record) = self.records.get_mut(record) {
+            record.gradients = now;
+        }
+    }
+
+    /// Compares the gradients with those that were unscaled and looks again at those with other numbers.
+    pub(crate) fn verify(
+        &mut self,
+        record: usize,
+        parameters: &[Tensor],
+        mut now: Vec<Gradient>,
+        scale: &Tensor,
+        describe: &dyn Fn(usize) -> String,
+    ) -> Result<()> {
+        let Some(known) = self.records.get_mut(record) else { return Ok(()) };
+        known.compare(&now).map_err(|(index, how)| Error::GradientChanged {
+            parameter: describe(index),
+            how,
+        })?;
+        if !known.dirty {
+            return Ok(());
+        }
+        let plan = Plan::new(&now, true, describe)?;
+        let found = self.check(parameters, &mut now, &plan, scale, sys::UNSCALE_CHECK_ONLY)?;
+        let known = &mut self.records[record];
+        known.gradients = now;
+        known.dirty = false;
+        known.found.extend(found);
+        Ok(())
+    }
+
+    pub(crate) fn has_gradients(&self, record: usize) -> bool {
+        self.records.get(record).is_some_and(|record| !record.found.is_empty())
+    }
+
+    /// Whether a gradient of the record was infinite or NaN. Waits for the devices when only they know, once.
+    pub(crate) fn found_inf(&mut self, record: usize) -> Result<bool> {
+        let Some(record) = self.records.get_mut(record) else { return Ok(false) };
+        let host = overflow(&record.found);
+        let found = match host {
+            Some(found) => found,
+            None => ffi::any_nonzero(&tensors(&record.found))?,
+        };
+        if host.is_none() {
+            for flag in &mut record.found {
+                // Their sum is what counts, and the sum is known now.
+                flag.host = Some(found);
+            }
+        }
+        Ok(found)
+    }
+
+    /// All found_inf tensors, and their sum where the host knows it.
+    pub(crate) fn found_infs(&self) -> (Vec<&Tensor>, Option<bool>) {
+        let found = || self.records.iter().flat_map(|record| &record.found);
+        (found().map(|flag| &flag.tensor).collect(), overflow(found()))
+    }
+
+    /// Forgets a record. Its gradients stay unscaled.
+    pub(crate) fn abandon(&mut self, record: usize) {
+        let record = self.records.remove(record);
+        self.spare.extend(record.found.into_iter().map(|flag| flag.tensor));
+        for gradient in &record.gradients {
+            self.unscaled.remove(&gradient.gradient);
+        }
+    }
+
+    /// Ends the iteration.
+    pub(crate) fn close(&mut self) {
+        let found = self.records.drain(..).flat_map(|record| record.found);
+        self.spare.extend(found.map(|flag| flag.tensor));
+        self.unscaled.clear();
+    }
+}
+
+impl Record {
+    /// Notes which gradients have other numbers; fails at the first that is not the one that was unscaled.
+    fn compare(&mut self, now: &[Gradient]) -> std::result::Result<(), (usize, &'static str)> {
+        for (index, gradient) in now.iter().enumerate() {
+            match change(self.gradients.get(index), gradient) {
+                Change::None => {}
+                Change::Numbers if self.rescaled => {
+                    return Err((index, "changed after another loss was scaled"));
+                }
+                Change::Numbers => self.dirty = true,
+                Change::Replaced(how) => return Err((index, how)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes over new numbers, but neither new tensors nor new gradients: the step will refuse those.
+    fn accept(&mut self, now: Vec<Gradient>) {
+        for (known, now) in self.gradients.iter_mut().zip(now) {
+            if change(Some(known), &now) == Change::Numbers {
+                self.dirty = true;
+                *known = now;
+            }
+        }
+    }
+}
+
+fn tensors(found: &[FoundInf]) -> Vec<&Tensor> {
+    found.iter().map(|flag| &flag.tensor).collect()
+}
+
+/// The sum of the flags, where the host knows it.
+fn overflow<'a>(found: impl IntoIterator<Item = &'a FoundInf>) -> Option<bool> {
+    let mut known = Some(false);
+    for flag in found {
+        match flag.host {
+            Some(true) => return Some(true),
+            Some(false) => {}
+            None => known = None,
+        }
+    }
+    known
+}
+
+/// A set of tensor identities.
+pub(crate) type AddressSet = HashSet<usize, BuildHasherDefault<AddressHasher>>;
+
+/// Spreads addresses over a hash table; they need no protection against an attacker.
+#[derive(Debug, Default)]
+pub(crate) struct AddressHasher(u64);
+
+impl Hasher for AddressHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_usize(byte.into());
+        }
+    }
+
+    fn write_usize(&mut self, address: usize) {
+        // Fibonacci hashing (Knuth): the golden ratio spreads multiples of an alignment.
+        self.0 = (self.0 ^ address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
+    }
+}

@@ -1,0 +1,121 @@
+//! The scale itself: a tensor on a device, with a copy of its value on the host where that is known.
+
+#![forbid(unsafe_code)]
+
+use std::cell::Cell;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::Result;
+use crate::scaler::config::GradScalerConfig;
+use crate::scaler::state::clamp_tracker;
+use crate::{ffi, sys};
+
+/// The value on the host. It follows libtorch's kernel step by step and saves a transfer per question.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Mirror {
+    pub(crate) scale: f32,
+    pub(crate) tracker: i32,
+}
+
+/// The scale and the growth tracker. The tensors are made once and then only written to.
+#[derive(Debug)]
+pub(crate) struct Scale {
+    tensor: Tensor,
+    tracker: Tensor,
+    mirror: Cell<Option<Mirror>>,
+}
+
+impl Scale {
+    pub(crate) fn new(device: Device, init_scale: f64) -> Result<Self> {
+        let scale = init_scale as f32;
+        Ok(Self {
+            tensor: Tensor::f_scalar_tensor(f64::from(scale), (Kind::Float, device))?,
+            tracker: Tensor::f_scalar_tensor(0, (Kind::Int, device))?,
+            mirror: Cell::new(Some(Mirror { scale, tracker: 0 })),
+        })
+    }
+
+    pub(crate) fn tensor(&self) -> &Tensor {
+        &self.tensor
+    }
+
+    /// The value on the host. Waits for the device when only the device knows it.
+    pub(crate) fn value(&self) -> Result<Mirror> {
+        if let Some(mirror) = self.mirror.get() {
+            return Ok(mirror);
+        }
+        let mirror = Mirror {
+            scale: self.tensor.f_double_value(&[])? as f32,
+            tracker: self.tracker.f_int64_value(&[])? as i32,
+        };
+        self.mirror.set(Some(mirror));
+        Ok(mirror)
+    }
+
+    /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never waits.
+    pub(crate) fn may_enlarge(&self) -> bool {
+        self.mirror.get().is_none_or(|mirror| mirror.scale < 1.0)
+    }
+
+    pub(crate) fn set(&mut self, value: Mirror) -> Result<()> {
+        // Unknown in between, in case the second write fails.
+        self.mirror.set(None);
+        let _filled = self.tensor.f_fill_(f64::from(value.scale))?;
+        let _filled = self.tracker.f_fill_(i64::from(value.tracker))?;
+        self.mirror.set(Some(value));
+        Ok(())
+    }
+
+    /// Makes sure that a tracker beyond a new interval still grows the scale. Does not wait.
+    pub(crate) fn clamp_tracker(&mut self, growth_interval: i64) -> Result<()> {
+        let _clamped = self.tracker.f_clamp_max_(growth_interval - 1)?;
+        let clamp = |m: Mirror| Mirror { tracker: clamp_tracker(m.tracker, growth_interval), ..m };
+        self.mirror.set(self.mirror.get().map(clamp));
+        Ok(())
+    }
+
+    /// Ends an iteration. `overflow` is `None` where only the devices know; then the host no longer knows the scale.
+    pub(crate) fn update(
+        &mut self,
+        found_infs: &[&Tensor],
+        overflow: Option<bool>,
+        rule: &sys::ScaleRule,
+    ) -> Result<()> {
+        let before = self.mirror.take();
+        ffi::scale_update(&self.tensor, &self.tracker, found_infs, rule)?;
+        let next = |before, overflow| next(before, overflow, rule);
+        self.mirror.set(before.zip(overflow).map(|(before, overflow)| next(before, overflow)));
+        Ok(())
+    }
+}
+
+/// The arithmetic of `_amp_update_scale_` with the bounds after it: products in f64, rounded to f32, and growth to
+/// infinity left out.
+fn next(before: Mirror, overflow: bool, rule: &sys::ScaleRule) -> Mirror {
+    let times = |factor: f64| (f64::from(before.scale) * factor) as f32;
+    let clamp = |scale: f32| scale.max(rule.min_scale as f32).min(rule.max_scale as f32);
+    if overflow {
+        return Mirror { scale: clamp(times(rule.backoff_factor)), tracker: 0 };
+    }
+    let tracker = before.tracker + 1;
+    if i64::from(tracker) < rule.growth_interval {
+        return Mirror { scale: clamp(before.scale), tracker };
+    }
+    let grown = times(rule.growth_factor);
+    Mirror { scale: clamp(if grown.is_finite() { grown } else { before.scale }), tracker: 0 }
+}
+
+impl GradScalerConfig {
+    /// The rule for an iteration that `tolerated` an overflow, or did not have to.
+    pub(crate) fn rule(&self, tolerated: bool) -> sys::ScaleRule {
+        sys::ScaleRule {
+            growth_factor: self.growth_factor,
+            // A factor of one resets the tracker and leaves the scale.
+            backoff_factor: if tolerated { 1.0 } else { self.backoff_factor },
+            growth_interval: self.growth_interval,
+            min_scale: self.min_scale,
+            max_scale: self.max_scale,
+        }
+    }
+}

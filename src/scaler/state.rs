@@ -1,0 +1,154 @@
+//! What a scaler saves and loads.
+
+#![forbid(unsafe_code)]
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::scaler::GradScalerConfig;
+
+/// The state of a [`GradScaler`](crate::GradScaler): serialised, PyTorch's five keys `scale`, `growth_factor`,
+/// `backoff_factor`, `growth_interval` and `_growth_tracker`.
+///
+/// The options that PyTorch lacks follow under keys of their own where they differ from their defaults; PyTorch
+/// ignores them. A disabled scaler has the empty state `{}`. The JSON of a Python `scaler.state_dict()` loads here, and
+/// the other way round:
+///
+/// ```
+/// use tch::Device;
+/// use tch_amp::{GradScaler, ScalerState};
+///
+/// let saved = r#"{"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}"#;
+/// let state: ScalerState = serde_json::from_str(saved)?;
+/// let mut scaler = GradScaler::new(Device::Cpu)?;
+/// scaler.load_state_dict(&state)?;
+/// assert_eq!(scaler.get_scale()?, 1024.0);
+/// assert_eq!(scaler.state_dict()?, state);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ScalerState {
+    /// The scale.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scale: Option<f64>,
+    /// See [`GradScalerConfig::growth_factor`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub growth_factor: Option<f64>,
+    /// See [`GradScalerConfig::backoff_factor`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backoff_factor: Option<f64>,
+    /// See [`GradScalerConfig::growth_interval`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub growth_interval: Option<i64>,
+    /// Iterations in a row without overflow.
+    #[serde(rename = "_growth_tracker", skip_serializing_if = "Option::is_none")]
+    pub growth_tracker: Option<i64>,
+    /// See [`GradScalerConfig::min_scale`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min_scale: Option<f64>,
+    /// See [`GradScalerConfig::max_scale`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_scale: Option<f64>,
+    /// See [`GradScalerConfig::hysteresis`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hysteresis: Option<u32>,
+    /// See [`GradScalerConfig::max_consecutive_skips`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_consecutive_skips: Option<u32>,
+    /// See [`GradScalerConfig::allow_fp16_gradients`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub allow_fp16_gradients: Option<bool>,
+    /// Iterations in a row with overflow.
+    #[serde(rename = "_consecutive_skips", skip_serializing_if = "Option::is_none")]
+    pub consecutive_skips: Option<u32>,
+}
+
+/// What changes from one iteration to the next.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Progress {
+    pub(crate) scale: f32,
+    pub(crate) tracker: i32,
+    pub(crate) skips: u32,
+}
+
+impl ScalerState {
+    pub(crate) fn save(config: &GradScalerConfig, progress: Progress) -> Self {
+        // Whole, so that a new field does not compile until it is saved.
+        let GradScalerConfig {
+            init_scale: _,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled: _,
+            min_scale,
+            max_scale,
+            hysteresis,
+            max_consecutive_skips,
+            allow_fp16_gradients,
+        } = *config;
+        let Progress { scale, tracker, skips } = progress;
+        let usual = GradScalerConfig::default();
+        Self {
+            scale: Some(scale.into()),
+            growth_factor: Some(growth_factor),
+            backoff_factor: Some(backoff_factor),
+            growth_interval: Some(growth_interval),
+            growth_tracker: Some(tracker.into()),
+            min_scale: unless(min_scale, usual.min_scale),
+            max_scale: unless(max_scale, usual.max_scale),
+            hysteresis: unless(hysteresis, usual.hysteresis),
+            max_consecutive_skips,
+            allow_fp16_gradients: unless(allow_fp16_gradients, usual.allow_fp16_gradients),
+            consecutive_skips: unless(skips, 0),
+        }
+    }
+
+    /// The configuration and progress that this state asks of a scaler with `config`.
+    pub(crate) fn load(&self, config: &GradScalerConfig) -> Result<(GradScalerConfig, Progress)> {
+        if *self == Self::default() {
+            return Err(Error::EmptyState);
+        }
+        let scale = required("scale", self.scale)?;
+        let tracker = required("_growth_tracker", self.growth_tracker)?;
+        let loaded = GradScalerConfig {
+            init_scale: scale,
+            growth_factor: required("growth_factor", self.growth_factor)?,
+            backoff_factor: required("backoff_factor", self.backoff_factor)?,
+            growth_interval: required("growth_interval", self.growth_interval)?,
+            enabled: config.enabled,
+            min_scale: self.min_scale.unwrap_or(config.min_scale),
+            max_scale: self.max_scale.unwrap_or(config.max_scale),
+            hysteresis: self.hysteresis.unwrap_or(config.hysteresis),
+            max_consecutive_skips: self.max_consecutive_skips.or(config.max_consecutive_skips),
+            allow_fp16_gradients: self.allow_fp16_gradients.unwrap_or(config.allow_fp16_gradients),
+        };
+        loaded.check_scale("scale", scale)?;
+        loaded.check()?;
+        let rule = "from 0 to 2^31 - 1";
+        let tracker = i32::try_from(tracker).ok().filter(|tracker| *tracker >= 0).ok_or(
+            Error::InvalidValue { field: "_growth_tracker", value: tracker as f64, rule },
+        )?;
+        let progress = Progress {
+            scale: scale as f32,
+            tracker: clamp_tracker(tracker, loaded.growth_interval),
+            skips: self.consecutive_skips.unwrap_or(0),
+        };
+        let config = GradScalerConfig { init_scale: config.init_scale, ..loaded };
+        Ok((config, progress))
+    }
+}
+
+/// libtorch grows the scale when the tracker *equals* the interval. A tracker beyond it would never grow again, so it
+/// is brought to the last place before.
+pub(crate) fn clamp_tracker(tracker: i32, growth_interval: i64) -> i32 {
+    i64::from(tracker).min(growth_interval - 1) as i32
+}
+
+fn required<T>(key: &'static str, value: Option<T>) -> Result<T> {
+    value.ok_or(Error::MissingKey { key })
+}
+
+fn unless<T: PartialEq>(value: T, usual: T) -> Option<T> {
+    (value != usual).then_some(value)
+}
