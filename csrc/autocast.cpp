@@ -30,17 +30,20 @@ void write(const tamp_autocast_state &state) {
   autocast::set_autocast_cache_enabled(state.cache_enabled != 0);
 }
 
-bool same_dtypes(const tamp_autocast_state &a, const tamp_autocast_state &b) {
-  for (uint8_t i = 0; i < a.count; ++i) {
-    if (a.devices[i].dtype != b.devices[i].dtype) return false;
+bool changes_dtype(const tamp_autocast_state &to) {
+  for (uint8_t i = 0; i < to.count; ++i) {
+    const auto &device = to.devices[i];
+    const auto now = autocast::get_autocast_dtype(device_type(device));
+    if (now != static_cast<at::ScalarType>(device.dtype)) return true;
   }
-  return true;
+  return false;
 }
 
 // The cache is keyed by weight alone, so a cast to another dtype must not survive in it.
-void change(const tamp_autocast_state &from, const tamp_autocast_state &to, bool outermost) {
+void change(const tamp_autocast_state &to, bool outermost) {
+  const bool clear = outermost || changes_dtype(to);
   write(to);
-  if (outermost || !same_dtypes(from, to)) autocast::clear_cache();
+  if (clear) autocast::clear_cache();
 }
 
 }  // namespace
@@ -57,17 +60,15 @@ void tamp_autocast_enter(const tamp_autocast_state *next, tamp_autocast_state *p
     *previous = *next;
     read(*previous);  // throws for a device type without autocast, before anything is changed
     autocast::increment_nesting();
-    change(*previous, *next, outermost != 0);
+    change(*next, outermost != 0);
   });
 }
 
 void tamp_autocast_exit(const tamp_autocast_state *previous, uint8_t outermost) noexcept {
   char *err = nullptr;
   tamp::guarded(&err, [&] {
-    tamp_autocast_state now = *previous;
-    read(now);
     const bool closed = autocast::decrement_nesting() == 0;
-    change(now, *previous, closed || outermost != 0);
+    change(*previous, closed || outermost != 0);
   });
   free(err);
 }

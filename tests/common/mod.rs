@@ -58,3 +58,18 @@ pub fn f32_bits(tensor: &Tensor) -> Vec<u32> {
     let values = Vec::<f32>::try_from(flat).expect("a flat f32 tensor is a vector");
     values.into_iter().map(f32::to_bits).collect()
 }
+
+/// The memory of this process in RAM, in bytes; `None`, with a printed reason, where there is no `/proc`.
+pub fn resident_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok();
+    let kib = status.as_deref().and_then(|status| {
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmRSS:"))?;
+        line.trim().strip_suffix(" kB")?.parse::<u64>().ok()
+    });
+    if kib.is_none() {
+        eprintln!("SKIPPED: memory is measured where /proc/self/status is");
+    }
+    kib.map(|kib| kib << 10)
+}

@@ -1,0 +1,127 @@
+//! The weight cache: what it must not do across dtypes, `no_grad`, updates and regions.
+
+use tch::nn::OptimizerConfig;
+use tch::{Device, Kind, Tensor, nn, no_grad};
+use tch_amp::{Autocast, AutocastGuard, GradScaler, clear_autocast_cache};
+
+use crate::common::{for_each_device, resident_bytes, to_f64};
+use crate::alone;
+
+fn weight(device: Device) -> Tensor {
+    Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true)
+}
+
+fn sum_of_product(w: &Tensor) -> f64 {
+    let product = w.detach().ones_like().mm(w);
+    to_f64(&product.sum(Kind::Float))[0]
+}
+
+fn add_one(w: &mut Tensor) {
+    no_grad(|| {
+        let _updated = w.f_add_scalar_(1.0).unwrap();
+    });
+}
+
+/// The premise of the tests below: without it they could not fail.
+#[test]
+fn libtorch_serves_a_stale_weight_inside_a_region() {
+    let _alone = alone();
+    let mut w = weight(Device::Cpu);
+    let _guard = AutocastGuard::new(Device::Cpu).unwrap();
+    assert_eq!(sum_of_product(&w), 8.0);
+    add_one(&mut w);
+    assert_eq!(sum_of_product(&w), 8.0, "libtorch checks the version now: the docs can say so");
+    clear_autocast_cache();
+    assert_eq!(sum_of_product(&w), 16.0);
+}
+
+#[test]
+fn a_region_with_the_cache_off_sees_an_update() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let mut w = weight(device);
+        let _guard = Autocast::new(device).cache(false).enter().unwrap();
+        assert_eq!(sum_of_product(&w), 8.0);
+        add_one(&mut w);
+        assert_eq!(sum_of_product(&w), 16.0);
+    });
+}
+
+#[test]
+fn leaving_the_outermost_region_forgets_the_casts() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let mut w = weight(device);
+        for round in 1..4 {
+            let _guard = AutocastGuard::new(device).unwrap();
+            assert_eq!(sum_of_product(&w), 8.0 * f64::from(round));
+            add_one(&mut w);
+        }
+    });
+}
+
+#[test]
+fn a_step_inside_a_region_forgets_the_casts() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let vs = nn::VarStore::new(device);
+        let w = vs.root().ones("w", &[2, 2]);
+        let mut opt = nn::Sgd::default().build(&vs, 1.0).unwrap();
+        let mut scaler = GradScaler::new(device).unwrap();
+        let _guard = AutocastGuard::new(device).unwrap();
+        assert_eq!(sum_of_product(&w), 8.0);
+        scaler.backward(&w.sum(Kind::Float)).unwrap();
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+        assert_eq!(sum_of_product(&w), 0.0, "every weight went from 1 to 0");
+    });
+}
+
+#[test]
+fn a_nested_region_of_another_dtype_casts_anew_in_both_directions() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let w = weight(device);
+        let region = |dtype| Autocast::new(device).dtype(dtype);
+        let product = || w.detach().ones_like().mm(&w).kind();
+        let _outer = region(Kind::BFloat16).enter().unwrap();
+        assert_eq!(product(), Kind::BFloat16);
+        assert_eq!(region(Kind::Half).run(product).unwrap(), Kind::Half);
+        assert_eq!(product(), Kind::BFloat16);
+        // Through a disabled region, which hides the outer dtype.
+        let hidden = region(Kind::Half).enabled(false);
+        let inner = hidden.run(|| region(Kind::Half).run(product).unwrap()).unwrap();
+        assert_eq!(inner, Kind::Half);
+        assert_eq!(product(), Kind::BFloat16);
+    });
+}
+
+#[test]
+fn a_weight_first_used_under_no_grad_still_gets_its_gradient() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let w = weight(device);
+        let _guard = AutocastGuard::new(device).unwrap();
+        let _seen = no_grad(|| sum_of_product(&w));
+        w.detach().ones_like().mm(&w).sum(Kind::Float).backward();
+        assert_eq!(to_f64(&w.grad()), [2.0; 4]);
+    });
+}
+
+#[test]
+fn weights_used_in_regions_are_freed() {
+    let _alone = alone();
+    let cycle = |rounds| {
+        for _ in 0..rounds {
+            let w = Tensor::ones([512, 512], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+            let region = Autocast::new(Device::Cpu);
+            drop(region.run(|| w.mm(&w).sum(Kind::Float)).unwrap());
+        }
+    };
+    cycle(20);
+    let before = resident_bytes();
+    cycle(100);
+    if let Some((before, after)) = before.zip(resident_bytes()) {
+        // A cast of 512 KiB kept for each weight would be 50 MiB.
+        assert!(after.saturating_sub(before) < 8 << 20, "{before} -> {after}");
+    }
+}

@@ -1,0 +1,138 @@
+//! Guards in any order, panics, recursion and guards that are forgotten.
+
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use rstest::rstest;
+use tch::{Device, Kind};
+use tch_amp::{Autocast, AutocastGuard, autocast};
+
+use crate::common::rng::Rng;
+use crate::{OUTSIDE, Seen, alone, seen};
+
+fn region(rng: &mut Rng) -> Autocast {
+    let region = Autocast::new(Device::Cpu)
+        .dtype(*rng.pick(&[Kind::BFloat16, Kind::Half]))
+        .enabled(!rng.one_in(3));
+    if rng.one_in(2) { region.cache(rng.one_in(2)) } else { region }
+}
+
+/// The rule in plain Rust: a region ends when its guard is gone and so are those of all regions inside of it.
+#[derive(Default)]
+struct Model {
+    open: Vec<(usize, Seen, bool)>,
+}
+
+impl Model {
+    fn now(&self) -> Seen {
+        self.open.last().map_or(OUTSIDE, |(_, seen, _)| *seen)
+    }
+
+    fn close(&mut self, id: usize) {
+        if let Some(scope) = self.open.iter_mut().find(|scope| scope.0 == id) {
+            scope.2 = true;
+        }
+        while self.open.last().is_some_and(|scope| scope.2) {
+            self.open.pop();
+        }
+    }
+}
+
+#[rstest]
+fn guards_in_any_order_follow_the_rule(#[values(1, 2, 3, 4, 5, 6, 7, 8)] seed: u64) {
+    let _alone = alone();
+    let mut rng = Rng::new(seed);
+    let mut model = Model::default();
+    let mut guards: Vec<(usize, AutocastGuard)> = Vec::new();
+    for step in 0..4000 {
+        if guards.is_empty() || (guards.len() < 12 && rng.one_in(2)) {
+            guards.push((step, region(&mut rng).enter().unwrap()));
+            model.open.push((step, seen(), false));
+        } else {
+            let (id, guard) = guards.swap_remove(rng.below(guards.len()));
+            drop(guard);
+            model.close(id);
+        }
+        assert_eq!(seen(), model.now(), "seed {seed}, step {step}");
+    }
+    drop(guards);
+    assert_eq!(seen(), OUTSIDE);
+}
+
+#[test]
+fn two_guards_crossed_leave_the_thread_as_it_was() {
+    let _alone = alone();
+    let outer = AutocastGuard::new(Device::Cpu).unwrap();
+    let inner = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
+    drop(outer);
+    assert_eq!(seen(), (true, Kind::Half, true), "the inner region is still open");
+    drop(inner);
+    assert_eq!(seen(), OUTSIDE);
+}
+
+#[test]
+fn a_panic_in_a_region_restores_the_state() {
+    let _alone = alone();
+    let outer = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
+    let before = seen();
+    let panic = catch_unwind(|| {
+        autocast(Device::Cpu, || {
+            let _guard = Autocast::new(Device::Cpu).enabled(false).cache(false).enter().unwrap();
+            panic!("inside");
+        })
+    });
+    assert!(panic.is_err());
+    assert_eq!(seen(), before);
+    drop(outer);
+    assert_eq!(seen(), OUTSIDE);
+}
+
+#[test]
+fn recursion_through_one_region_value_restores_the_state() {
+    let _alone = alone();
+    fn recurse(region: Autocast, depth: usize) -> usize {
+        if depth == 0 {
+            return 0;
+        }
+        region.run(|| 1 + recurse(region, depth - 1)).unwrap()
+    }
+    assert_eq!(recurse(Autocast::new(Device::Cpu), 50), 50);
+    assert_eq!(seen(), OUTSIDE);
+}
+
+#[test]
+fn a_guard_forgotten_inside_a_closure_ends_with_the_closure() {
+    let _alone = alone();
+    autocast(Device::Cpu, || std::mem::forget(AutocastGuard::new(Device::Cpu))).unwrap();
+    assert_eq!(seen(), OUTSIDE);
+}
+
+#[test]
+fn a_guard_that_leaves_its_closure_ends_with_it_and_drops_without_effect() {
+    let _alone = alone();
+    let leaked = autocast(Device::Cpu, || AutocastGuard::new(Device::Cpu)).unwrap().unwrap();
+    assert_eq!(seen(), OUTSIDE);
+    let _later = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
+    drop(leaked);
+    assert_eq!(seen(), (true, Kind::Half, true));
+}
+
+#[test]
+fn a_guard_kept_until_the_thread_ends_is_harmless() {
+    thread_local! { static KEPT: RefCell<Option<AutocastGuard>> = const { RefCell::new(None) }; }
+    let ended = std::thread::spawn(|| {
+        KEPT.with(|kept| *kept.borrow_mut() = AutocastGuard::new(Device::Cpu).ok());
+        seen()
+    });
+    assert_eq!(ended.join().unwrap(), (true, Kind::BFloat16, true));
+}
+
+#[test]
+fn a_refused_region_leaves_the_others_alone() {
+    let _alone = alone();
+    let _outer = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
+    let before = seen();
+    let refused = catch_unwind(AssertUnwindSafe(|| Autocast::new(Device::Cpu).dtype(Kind::Int).run(|| ())));
+    assert!(refused.unwrap().is_err());
+    assert_eq!(seen(), before);
+}
