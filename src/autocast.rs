@@ -41,7 +41,12 @@ impl Autocast {
     /// A region on `device` with PyTorch's defaults: bf16 on the CPU, fp16 on CUDA and MPS, enabled, and the weight
     /// cache as the thread has it.
     pub fn new(device: Device) -> Self {
-        Self { device, dtype: None, enabled: true, cache: None }
+        Self {
+            device,
+            dtype: None,
+            enabled: true,
+            cache: None,
+        }
     }
 
     /// Sets the dtype of the region: [`Kind::BFloat16`] or [`Kind::Half`].
@@ -73,7 +78,10 @@ impl Autocast {
     /// precision, this fails.
     pub fn enter(self) -> Result<AutocastGuard> {
         let id = scopes::open(self.state()?)?;
-        Ok(AutocastGuard { id, _not_send: PhantomData })
+        Ok(AutocastGuard {
+            id,
+            _not_send: PhantomData,
+        })
     }
 
     /// Runs `f` inside the region; the state from before is back when it returns or panics.
@@ -91,7 +99,10 @@ impl Autocast {
         if self.enabled {
             check_usable(self.device)?;
         }
-        let refuse = |dtype| Error::AutocastDtype { device: self.device, dtype };
+        let refuse = |dtype| Error::AutocastDtype {
+            device: self.device,
+            dtype,
+        };
         let dtype = match self.dtype {
             None => default_dtype(self.device),
             Some(dtype @ (Kind::BFloat16 | Kind::Half)) => dtype,
@@ -104,7 +115,10 @@ impl Autocast {
             dtype: dtype_code(dtype).ok_or_else(|| refuse(dtype))?,
             enabled: self.enabled.into(),
         };
-        let mut state = sys::AutocastState { count: 1, ..Default::default() };
+        let mut state = sys::AutocastState {
+            count: 1,
+            ..Default::default()
+        };
         state.devices[0] = device;
         state.cache_enabled = self.cache.unwrap_or_else(is_cache_enabled).into();
         Ok(state)
@@ -189,7 +203,10 @@ pub fn autocast_dtype(device: Device) -> Result<Kind> {
 }
 
 fn read(device: Device) -> Result<sys::AutocastDevice> {
-    let mut state = sys::AutocastState { count: 1, ..Default::default() };
+    let mut state = sys::AutocastState {
+        count: 1,
+        ..Default::default()
+    };
     state.devices[0].device_type = device_type(device)?;
     ffi::autocast_read(&mut state)?;
     Ok(state.devices[0])
@@ -255,7 +272,10 @@ impl AutocastState {
     /// [`Error::ThreadEnding`] inside a destructor of a thread-local value.
     pub fn enter(&self) -> Result<AutocastGuard> {
         let id = scopes::open(self.0)?;
-        Ok(AutocastGuard { id, _not_send: PhantomData })
+        Ok(AutocastGuard {
+            id,
+            _not_send: PhantomData,
+        })
     }
 
     /// Runs `f` in this state; the thread's own is back when it returns or panics.

@@ -45,7 +45,9 @@ impl BufferSnapshot {
         let copy = |(_, buffer): (String, Tensor)| Ok((buffer.f_detach_copy()?, buffer));
         let pairs = buffers(vs)?.into_iter().map(copy);
         let pairs = pairs.map(|pair: Result<_>| pair.map(|(copy, buffer)| (buffer, copy)));
-        Ok(Self { pairs: pairs.collect::<Result<_>>()? })
+        Ok(Self {
+            pairs: pairs.collect::<Result<_>>()?,
+        })
     }
 
     /// Copies the buffers as they are now, into the memory of the last copy. Does not wait for the device.
@@ -99,7 +101,10 @@ fn buffers(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
     let mut buffers = Vec::new();
     for (name, tensor) in named {
         let identity = ffi::gradients_inspect(std::slice::from_ref(&tensor))?;
-        if !identity.iter().any(|known| trainable.contains(&known.parameter)) {
+        if !identity
+            .iter()
+            .any(|known| trainable.contains(&known.parameter))
+        {
             buffers.push((name, tensor));
         }
     }

@@ -82,7 +82,9 @@ pub enum Error {
     },
 
     /// A gradient is not the one that was unscaled. The optimizer was not stepped.
-    #[error("the gradient of {parameter} {how} between unscale_ and step; run every backward first")]
+    #[error(
+        "the gradient of {parameter} {how} between unscale_ and step; run every backward first"
+    )]
     GradientChanged {
         /// The parameter: its name where it is known, else its place and shape.
         parameter: String,

@@ -1,4 +1,4 @@
-//! Automatic mixed precision for tch.
+#![doc = include_str!("../README.md")]
 
 mod autocast;
 mod buffers;

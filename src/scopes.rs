@@ -29,7 +29,11 @@ impl Scopes {
         let previous = ffi::autocast_enter(next, self.open.is_empty())?;
         let id = self.next_id;
         self.next_id += 1;
-        self.open.push(Scope { id, previous, closed: false });
+        self.open.push(Scope {
+            id,
+            previous,
+            closed: false,
+        });
         Ok(id)
     }
 
@@ -68,7 +72,9 @@ pub(crate) fn open(next: sys::AutocastState) -> Result<u64> {
 /// Closes the region `id`, at once if it is the innermost, else with the last one inside of it.
 pub(crate) fn close(id: u64) {
     // Without a stack the thread is ending, and its autocast state ends with it.
-    SCOPES.try_with(|scopes| scopes.borrow_mut().close(id)).unwrap_or(());
+    SCOPES
+        .try_with(|scopes| scopes.borrow_mut().close(id))
+        .unwrap_or(());
 }
 
 /// Runs `f` in a region that ends with it, together with everything opened inside.

@@ -79,21 +79,68 @@ impl GradScalerConfig {
     }
 
     pub(crate) fn check(&self) -> Result<()> {
-        let Self { init_scale, growth_factor, backoff_factor, growth_interval, .. } = *self;
-        let Self { min_scale, max_scale, hysteresis, max_consecutive_skips, .. } = *self;
+        let Self {
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            ..
+        } = *self;
+        let Self {
+            min_scale,
+            max_scale,
+            hysteresis,
+            max_consecutive_skips,
+            ..
+        } = *self;
         let limit = max_consecutive_skips.map_or(1, i64::from);
-        ensure("min_scale", min_scale, SMALLEST <= min_scale, "at least 2^-126")?;
-        ensure("max_scale", max_scale, max_scale <= LARGEST, "at most the largest f32")?;
-        ensure("max_scale", max_scale, min_scale <= max_scale, "at least min_scale")?;
+        ensure(
+            "min_scale",
+            min_scale,
+            SMALLEST <= min_scale,
+            "at least 2^-126",
+        )?;
+        ensure(
+            "max_scale",
+            max_scale,
+            max_scale <= LARGEST,
+            "at most the largest f32",
+        )?;
+        ensure(
+            "max_scale",
+            max_scale,
+            min_scale <= max_scale,
+            "at least min_scale",
+        )?;
         self.check_scale("init_scale", init_scale)?;
         let growth = growth_factor > 1.0 && growth_factor.is_finite();
-        ensure("growth_factor", growth_factor, growth, "finite and more than 1")?;
+        ensure(
+            "growth_factor",
+            growth_factor,
+            growth,
+            "finite and more than 1",
+        )?;
         let backoff = 0.0 < backoff_factor && backoff_factor < 1.0;
         ensure("backoff_factor", backoff_factor, backoff, "between 0 and 1")?;
         let interval = (1..=i64::from(i32::MAX)).contains(&growth_interval);
-        ensure("growth_interval", growth_interval as f64, interval, "from 1 to 2^31 - 1")?;
-        ensure("hysteresis", f64::from(hysteresis), hysteresis > 0, "at least 1")?;
-        ensure("max_consecutive_skips", limit as f64, limit > 0, "at least 1, or None")
+        ensure(
+            "growth_interval",
+            growth_interval as f64,
+            interval,
+            "from 1 to 2^31 - 1",
+        )?;
+        ensure(
+            "hysteresis",
+            f64::from(hysteresis),
+            hysteresis > 0,
+            "at least 1",
+        )?;
+        ensure(
+            "max_consecutive_skips",
+            limit as f64,
+            limit > 0,
+            "at least 1, or None",
+        )
     }
 
     /// Refuses a scale that is not between the bounds; NaN is not.
@@ -104,5 +151,9 @@ impl GradScalerConfig {
 }
 
 fn ensure(field: &'static str, value: f64, holds: bool, rule: &'static str) -> Result<()> {
-    if holds { Ok(()) } else { Err(Error::InvalidValue { field, value, rule }) }
+    if holds {
+        Ok(())
+    } else {
+        Err(Error::InvalidValue { field, value, rule })
+    }
 }

@@ -81,13 +81,19 @@ impl Iteration {
         let same = |record: &Record| {
             let known = &record.gradients;
             known.len() <= gradients.len()
-                && known.iter().zip(gradients).all(|(a, b)| a.parameter == b.parameter)
+                && known
+                    .iter()
+                    .zip(gradients)
+                    .all(|(a, b)| a.parameter == b.parameter)
         };
         if let Some(record) = self.records.iter().position(same) {
             return Owner::Record(record);
         }
         let shared = |g: &Gradient| g.gradient != 0 && self.unscaled.contains(&g.gradient);
-        gradients.iter().position(shared).map_or(Owner::Nobody, Owner::Shared)
+        gradients
+            .iter()
+            .position(shared)
+            .map_or(Owner::Nobody, Owner::Shared)
     }
 
     /// Unscales what `plan` lists and opens a record.
@@ -113,7 +119,8 @@ impl Iteration {
             dirty: false,
             rescaled: false,
         };
-        self.unscaled.extend(record.gradients.iter().map(|gradient| gradient.gradient));
+        self.unscaled
+            .extend(record.gradients.iter().map(|gradient| gradient.gradient));
         self.records.push(record);
         Ok(self.records.len() - 1)
     }
@@ -143,7 +150,11 @@ impl Iteration {
     /// A found_inf tensor on the device of a parameter.
     fn spare_found_inf(&mut self, parameter: &Tensor) -> Result<Tensor> {
         let device = parameter.device();
-        match self.spare.iter().position(|tensor| tensor.device() == device) {
+        match self
+            .spare
+            .iter()
+            .position(|tensor| tensor.device() == device)
+        {
             Some(index) => Ok(self.spare.swap_remove(index)),
             None => Ok(Tensor::f_scalar_tensor(0.0, (Kind::Float, device))?),
         }
@@ -158,7 +169,11 @@ impl Iteration {
 
     /// Notes that a loss is being scaled: from here on, a change of an unscaled gradient may be its backward.
     pub(crate) fn note_scale(&mut self) -> Result<()> {
-        for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
+        for record in self
+            .records
+            .iter_mut()
+            .filter(|record| record.stage == Stage::Unscaled)
+        {
             let now = ffi::gradients_inspect(&record.parameters)?;
             record.accept(now);
             record.rescaled = true;
@@ -182,11 +197,15 @@ impl Iteration {
         scale: &Tensor,
         describe: &dyn Fn(usize) -> String,
     ) -> Result<()> {
-        let Some(known) = self.records.get_mut(record) else { return Ok(()) };
-        known.compare(&now).map_err(|(index, how)| Error::GradientChanged {
-            parameter: describe(index),
-            how,
-        })?;
+        let Some(known) = self.records.get_mut(record) else {
+            return Ok(());
+        };
+        known
+            .compare(&now)
+            .map_err(|(index, how)| Error::GradientChanged {
+                parameter: describe(index),
+                how,
+            })?;
         if !known.dirty {
             return Ok(());
         }
@@ -200,12 +219,16 @@ impl Iteration {
     }
 
     pub(crate) fn has_gradients(&self, record: usize) -> bool {
-        self.records.get(record).is_some_and(|record| !record.found.is_empty())
+        self.records
+            .get(record)
+            .is_some_and(|record| !record.found.is_empty())
     }
 
     /// Whether a gradient of the record was infinite or NaN. Waits for the devices when only they know, once.
     pub(crate) fn found_inf(&mut self, record: usize) -> Result<bool> {
-        let Some(record) = self.records.get_mut(record) else { return Ok(false) };
+        let Some(record) = self.records.get_mut(record) else {
+            return Ok(false);
+        };
         let host = overflow(&record.found);
         let found = match host {
             Some(found) => found,
@@ -223,13 +246,17 @@ impl Iteration {
     /// All found_inf tensors, and their sum where the host knows it.
     pub(crate) fn found_infs(&self) -> (Vec<&Tensor>, Option<bool>) {
         let found = || self.records.iter().flat_map(|record| &record.found);
-        (found().map(|flag| &flag.tensor).collect(), overflow(found()))
+        (
+            found().map(|flag| &flag.tensor).collect(),
+            overflow(found()),
+        )
     }
 
     /// Forgets a record. Its gradients stay unscaled.
     pub(crate) fn abandon(&mut self, record: usize) {
         let record = self.records.remove(record);
-        self.spare.extend(record.found.into_iter().map(|flag| flag.tensor));
+        self.spare
+            .extend(record.found.into_iter().map(|flag| flag.tensor));
         for gradient in &record.gradients {
             self.unscaled.remove(&gradient.gradient);
         }
@@ -307,6 +334,8 @@ impl Hasher for AddressHasher {
 
     fn write_usize(&mut self, address: usize) {
         // Fibonacci hashing (Knuth): the golden ratio spreads multiples of an alignment.
-        self.0 = (self.0 ^ address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
+        self.0 = (self.0 ^ address as u64)
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            .rotate_left(32);
     }
 }

@@ -84,7 +84,13 @@ impl GradScaler {
     /// Makes a scaler that does nothing, so that one loop serves both: losses and gradients stay as they are, `step`
     /// always steps, and the scale is 1. As `enabled=False` in PyTorch.
     pub fn disabled() -> Self {
-        Self::from_parts(GradScalerConfig { enabled: false, ..Default::default() }, None)
+        Self::from_parts(
+            GradScalerConfig {
+                enabled: false,
+                ..Default::default()
+            },
+            None,
+        )
     }
 
     pub(crate) fn with_config(device: Device, config: GradScalerConfig) -> Result<Self> {
@@ -99,7 +105,13 @@ impl GradScaler {
 
     fn from_parts(config: GradScalerConfig, scale: Option<Scale>) -> Self {
         let (iteration, names) = (RefCell::default(), HashMap::new());
-        Self { config, scale, skips: 0, iteration, names }
+        Self {
+            config,
+            scale,
+            skips: 0,
+            iteration,
+            names,
+        }
     }
 
     /// Tells whether the scaler does anything.
@@ -116,7 +128,9 @@ impl GradScaler {
     ///
     /// [`Error::ScaleKind`] for an integer, boolean or complex tensor.
     pub fn scale(&self, output: &Tensor) -> Result<Tensor> {
-        let Some(scale) = &self.scale else { return Ok(output.shallow_clone()) };
+        let Some(scale) = &self.scale else {
+            return Ok(output.shallow_clone());
+        };
         let output = match output.f_kind()? {
             Kind::Float | Kind::Double => output.shallow_clone(),
             Kind::Half | Kind::BFloat16 => output.f_to_kind(Kind::Float)?,
@@ -136,7 +150,10 @@ impl GradScaler {
     ///
     /// As [`scale`](Self::scale).
     pub fn scale_all<T: Borrow<Tensor>>(&self, outputs: &[T]) -> Result<Vec<Tensor>> {
-        outputs.iter().map(|output| self.scale(output.borrow())).collect()
+        outputs
+            .iter()
+            .map(|output| self.scale(output.borrow()))
+            .collect()
     }
 
     /// Scales a loss and runs its backward: short for `scaler.scale(&loss)?.f_backward()?`.
@@ -170,10 +187,7 @@ impl GradScaler {
     /// # Errors
     ///
     /// As [`unscale_`](Self::unscale_).
-    pub fn unscale<'a, O: AmpOptimizer>(
-        &'a self,
-        optimizer: &'a mut O,
-    ) -> Result<Unscaled<'a, O>> {
+    pub fn unscale<'a, O: AmpOptimizer>(&'a self, optimizer: &'a mut O) -> Result<Unscaled<'a, O>> {
         let record = self.open(optimizer)?;
         Ok(Unscaled::new(self, optimizer, record))
     }
@@ -211,7 +225,9 @@ impl GradScaler {
                 record
             }
             Owner::Shared(index) => {
-                return Err(Error::SharedParameter { parameter: describe(index) });
+                return Err(Error::SharedParameter {
+                    parameter: describe(index),
+                });
             }
             Owner::Nobody if parameters.is_empty() => return Ok(StepOutcome(Step::NoGradients)),
             Owner::Nobody => {
@@ -240,13 +256,17 @@ impl GradScaler {
             // Inside a region the cache would go on serving the old weights.
             autocast::clear_autocast_cache();
         }
-        self.iteration.borrow_mut().set_stage(record, Stage::Stepped);
+        self.iteration
+            .borrow_mut()
+            .set_stage(record, Stage::Stepped);
         Ok(StepOutcome(step))
     }
 
     /// Unscales and returns the record; `None` when there is nothing to record.
     fn open(&self, optimizer: &mut dyn AmpOptimizer) -> Result<Option<usize>> {
-        let Some(scale) = &self.scale else { return Ok(None) };
+        let Some(scale) = &self.scale else {
+            return Ok(None);
+        };
         let parameters = optimizer.parameters();
         if parameters.is_empty() {
             return Ok(None);
@@ -257,7 +277,9 @@ impl GradScaler {
         match iteration.owner(&now) {
             Owner::Nobody => {}
             Owner::Shared(index) => {
-                return Err(Error::SharedParameter { parameter: describe(index) });
+                return Err(Error::SharedParameter {
+                    parameter: describe(index),
+                });
             }
             Owner::Record(record) => {
                 return Err(match iteration.stage(record) {
@@ -298,7 +320,9 @@ impl GradScaler {
     /// [`Error::NoInfChecks`] when no gradient was checked since the last update; nothing changes then.
     /// [`Error::TooManySkips`] at the configured limit; the iteration has been ended as usual then.
     pub fn update(&mut self) -> Result<()> {
-        let Some(scale) = &mut self.scale else { return Ok(()) };
+        let Some(scale) = &mut self.scale else {
+            return Ok(());
+        };
         let iteration = self.iteration.get_mut();
         let (found_infs, mut overflow) = iteration.found_infs();
         if found_infs.is_empty() {
@@ -308,15 +332,21 @@ impl GradScaler {
         if overflow.is_none() && asks {
             overflow = Some(ffi::any_nonzero(&found_infs)?);
         }
-        let skips = if overflow == Some(true) { self.skips.saturating_add(1) } else { 0 };
+        let skips = if overflow == Some(true) {
+            self.skips.saturating_add(1)
+        } else {
+            0
+        };
         let tolerated = skips > 0 && skips < self.config.hysteresis;
         scale.update(&found_infs, overflow, &self.config.rule(tolerated))?;
         self.skips = skips;
         iteration.close();
         match self.config.max_consecutive_skips {
-            Some(limit) if skips >= limit => {
-                Err(Error::TooManySkips { skips, limit, scale: scale.value()?.scale.into() })
-            }
+            Some(limit) if skips >= limit => Err(Error::TooManySkips {
+                skips,
+                limit,
+                scale: scale.value()?.scale.into(),
+            }),
             _ => Ok(()),
         }
     }
@@ -327,10 +357,15 @@ impl GradScaler {
     ///
     /// [`Error::InvalidValue`] unless `new_scale` is from `min_scale` to `max_scale`; nothing changes then.
     pub fn update_with(&mut self, new_scale: f64) -> Result<()> {
-        let Some(scale) = &mut self.scale else { return Ok(()) };
+        let Some(scale) = &mut self.scale else {
+            return Ok(());
+        };
         self.config.check_scale("new_scale", new_scale)?;
         let now = scale.value()?;
-        scale.set(Mirror { scale: new_scale as f32, ..now })?;
+        scale.set(Mirror {
+            scale: new_scale as f32,
+            ..now
+        })?;
         self.iteration.get_mut().close();
         Ok(())
     }
@@ -357,7 +392,9 @@ impl GradScaler {
     ///
     /// [`Error::Torch`] if the device cannot be read.
     pub fn get_scale(&self) -> Result<f64> {
-        self.scale.as_ref().map_or(Ok(1.0), |scale| Ok(scale.value()?.scale.into()))
+        self.scale
+            .as_ref()
+            .map_or(Ok(1.0), |scale| Ok(scale.value()?.scale.into()))
     }
 
     /// Returns the number of iterations in a row without overflow; 0 for a disabled scaler. Waits as
@@ -367,7 +404,9 @@ impl GradScaler {
     ///
     /// As [`get_scale`](Self::get_scale).
     pub fn get_growth_tracker(&self) -> Result<i64> {
-        self.scale.as_ref().map_or(Ok(0), |scale| Ok(scale.value()?.tracker.into()))
+        self.scale
+            .as_ref()
+            .map_or(Ok(0), |scale| Ok(scale.value()?.tracker.into()))
     }
 
     /// Returns what the scale is multiplied by when it grows.
@@ -381,7 +420,10 @@ impl GradScaler {
     ///
     /// [`Error::InvalidValue`] unless it is finite and more than 1; the old value stays then.
     pub fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
-        self.reconfigure(GradScalerConfig { growth_factor, ..self.config })
+        self.reconfigure(GradScalerConfig {
+            growth_factor,
+            ..self.config
+        })
     }
 
     /// Returns what the scale is multiplied by when it backs off.
@@ -395,7 +437,10 @@ impl GradScaler {
     ///
     /// [`Error::InvalidValue`] unless it is between 0 and 1; the old value stays then.
     pub fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
-        self.reconfigure(GradScalerConfig { backoff_factor, ..self.config })
+        self.reconfigure(GradScalerConfig {
+            backoff_factor,
+            ..self.config
+        })
     }
 
     /// Returns the number of iterations without overflow before the scale grows.
@@ -410,8 +455,13 @@ impl GradScaler {
     ///
     /// [`Error::InvalidValue`] unless it is from 1 to 2^31 - 1; the old value stays then.
     pub fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
-        self.reconfigure(GradScalerConfig { growth_interval, ..self.config })?;
-        self.scale.as_mut().map_or(Ok(()), |scale| scale.clamp_tracker(growth_interval))
+        self.reconfigure(GradScalerConfig {
+            growth_interval,
+            ..self.config
+        })?;
+        self.scale
+            .as_mut()
+            .map_or(Ok(()), |scale| scale.clamp_tracker(growth_interval))
     }
 
     fn reconfigure(&mut self, config: GradScalerConfig) -> Result<()> {
@@ -427,10 +477,19 @@ impl GradScaler {
     /// [`Error::IterationOpen`] between `unscale_` or `step` and `update`, where a part of the state is in the
     /// gradients.
     pub fn state_dict(&self) -> Result<ScalerState> {
-        let Some(scale) = &self.scale else { return Ok(ScalerState::default()) };
+        let Some(scale) = &self.scale else {
+            return Ok(ScalerState::default());
+        };
         self.check_closed("state_dict")?;
         let Mirror { scale, tracker } = scale.value()?;
-        Ok(ScalerState::save(&self.config, Progress { scale, tracker, skips: self.skips }))
+        Ok(ScalerState::save(
+            &self.config,
+            Progress {
+                scale,
+                tracker,
+                skips: self.skips,
+            },
+        ))
     }
 
     /// Takes over a saved state. Nothing happens to a disabled scaler.
@@ -444,7 +503,14 @@ impl GradScaler {
             return Ok(());
         }
         self.check_closed("load_state_dict")?;
-        let (config, Progress { scale, tracker, skips }) = state.load(&self.config)?;
+        let (
+            config,
+            Progress {
+                scale,
+                tracker,
+                skips,
+            },
+        ) = state.load(&self.config)?;
         if let Some(tensors) = &mut self.scale {
             tensors.set(Mirror { scale, tracker })?;
         }
@@ -453,7 +519,11 @@ impl GradScaler {
     }
 
     fn check_closed(&self, call: &'static str) -> Result<()> {
-        if self.iteration.borrow().is_open() { Err(Error::IterationOpen { call }) } else { Ok(()) }
+        if self.iteration.borrow().is_open() {
+            Err(Error::IterationOpen { call })
+        } else {
+            Ok(())
+        }
     }
 
     /// Takes the names of a VarStore's variables, for messages about their gradients. Variables that are added later
@@ -466,15 +536,23 @@ impl GradScaler {
         let (names, tensors): (Vec<_>, Vec<_>) = vs.variables().into_iter().unzip();
         let identities = ffi::gradients_inspect(&tensors)?;
         let named = names.into_iter().zip(tensors);
-        self.names.extend(identities.iter().map(|known| known.parameter).zip(named));
+        self.names
+            .extend(identities.iter().map(|known| known.parameter).zip(named));
         Ok(())
     }
 
     fn describe(&self, optimizer: &dyn AmpOptimizer, all: &[Tensor], index: usize) -> String {
         let known = || {
-            let identity = ffi::gradients_inspect(&all[index..=index]).ok()?.first()?.parameter;
+            let identity = ffi::gradients_inspect(&all[index..=index])
+                .ok()?
+                .first()?
+                .parameter;
             self.names.get(&identity).map(|(name, _)| name.clone())
         };
-        gradients::describe(index, &all[index], optimizer.parameter_name(index).or_else(known))
+        gradients::describe(
+            index,
+            &all[index],
+            optimizer.parameter_name(index).or_else(known),
+        )
     }
 }

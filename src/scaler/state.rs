@@ -87,7 +87,11 @@ impl ScalerState {
             max_consecutive_skips,
             allow_fp16_gradients,
         } = *config;
-        let Progress { scale, tracker, skips } = progress;
+        let Progress {
+            scale,
+            tracker,
+            skips,
+        } = progress;
         let usual = GradScalerConfig::default();
         Self {
             scale: Some(scale.into()),
@@ -121,20 +125,30 @@ impl ScalerState {
             max_scale: self.max_scale.unwrap_or(config.max_scale),
             hysteresis: self.hysteresis.unwrap_or(config.hysteresis),
             max_consecutive_skips: self.max_consecutive_skips.or(config.max_consecutive_skips),
-            allow_fp16_gradients: self.allow_fp16_gradients.unwrap_or(config.allow_fp16_gradients),
+            allow_fp16_gradients: self
+                .allow_fp16_gradients
+                .unwrap_or(config.allow_fp16_gradients),
         };
         loaded.check_scale("scale", scale)?;
         loaded.check()?;
         let rule = "from 0 to 2^31 - 1";
-        let tracker = i32::try_from(tracker).ok().filter(|tracker| *tracker >= 0).ok_or(
-            Error::InvalidValue { field: "_growth_tracker", value: tracker as f64, rule },
-        )?;
+        let tracker = i32::try_from(tracker)
+            .ok()
+            .filter(|tracker| *tracker >= 0)
+            .ok_or(Error::InvalidValue {
+                field: "_growth_tracker",
+                value: tracker as f64,
+                rule,
+            })?;
         let progress = Progress {
             scale: scale as f32,
             tracker: clamp_tracker(tracker, loaded.growth_interval),
             skips: self.consecutive_skips.unwrap_or(0),
         };
-        let config = GradScalerConfig { init_scale: config.init_scale, ..loaded };
+        let config = GradScalerConfig {
+            init_scale: config.init_scale,
+            ..loaded
+        };
         Ok((config, progress))
     }
 }

@@ -39,7 +39,11 @@ pub struct Unscaled<'a, O: AmpOptimizer> {
 
 impl<'a, O: AmpOptimizer> Unscaled<'a, O> {
     pub(crate) fn new(scaler: &'a GradScaler, optimizer: &'a mut O, record: Option<usize>) -> Self {
-        Self { scaler, optimizer, record }
+        Self {
+            scaler,
+            optimizer,
+            record,
+        }
     }
 
     /// Scales the gradients down in place so that their common 2-norm is at most `max_norm`, and returns the norm from

@@ -4,8 +4,8 @@ use tch::nn::OptimizerConfig;
 use tch::{Device, Kind, Tensor, nn, no_grad};
 use tch_amp::{Autocast, AutocastGuard, GradScaler, clear_autocast_cache};
 
-use crate::common::{for_each_device, resident_bytes, to_f64};
 use crate::alone;
+use crate::common::{for_each_device, resident_bytes, to_f64};
 
 fn weight(device: Device) -> Tensor {
     Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true)
@@ -30,7 +30,11 @@ fn libtorch_serves_a_stale_weight_inside_a_region() {
     let _guard = AutocastGuard::new(Device::Cpu).unwrap();
     assert_eq!(sum_of_product(&w), 8.0);
     add_one(&mut w);
-    assert_eq!(sum_of_product(&w), 8.0, "libtorch checks the version now: the docs can say so");
+    assert_eq!(
+        sum_of_product(&w),
+        8.0,
+        "libtorch checks the version now: the docs can say so"
+    );
     clear_autocast_cache();
     assert_eq!(sum_of_product(&w), 16.0);
 }
@@ -89,7 +93,9 @@ fn a_nested_region_of_another_dtype_casts_anew_in_both_directions() {
         assert_eq!(product(), Kind::BFloat16);
         // Through a disabled region, which hides the outer dtype.
         let hidden = region(Kind::Half).enabled(false);
-        let inner = hidden.run(|| region(Kind::Half).run(product).unwrap()).unwrap();
+        let inner = hidden
+            .run(|| region(Kind::Half).run(product).unwrap())
+            .unwrap();
         assert_eq!(inner, Kind::Half);
         assert_eq!(product(), Kind::BFloat16);
     });
@@ -122,6 +128,9 @@ fn weights_used_in_regions_are_freed() {
     cycle(100);
     if let Some((before, after)) = before.zip(resident_bytes()) {
         // A cast of 512 KiB kept for each weight would be 50 MiB.
-        assert!(after.saturating_sub(before) < 8 << 20, "{before} -> {after}");
+        assert!(
+            after.saturating_sub(before) < 8 << 20,
+            "{before} -> {after}"
+        );
     }
 }

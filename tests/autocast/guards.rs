@@ -14,7 +14,11 @@ fn region(rng: &mut Rng) -> Autocast {
     let region = Autocast::new(Device::Cpu)
         .dtype(*rng.pick(&[Kind::BFloat16, Kind::Half]))
         .enabled(!rng.one_in(3));
-    if rng.one_in(2) { region.cache(rng.one_in(2)) } else { region }
+    if rng.one_in(2) {
+        region.cache(rng.one_in(2))
+    } else {
+        region
+    }
 }
 
 /// The rule in plain Rust: a region ends when its guard is gone and so are those of all regions inside of it.
@@ -63,9 +67,16 @@ fn guards_in_any_order_follow_the_rule(#[values(1, 2, 3, 4, 5, 6, 7, 8)] seed: u
 fn two_guards_crossed_leave_the_thread_as_it_was() {
     let _alone = alone();
     let outer = AutocastGuard::new(Device::Cpu).unwrap();
-    let inner = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
+    let inner = Autocast::new(Device::Cpu)
+        .dtype(Kind::Half)
+        .enter()
+        .unwrap();
     drop(outer);
-    assert_eq!(seen(), (true, Kind::Half, true), "the inner region is still open");
+    assert_eq!(
+        seen(),
+        (true, Kind::Half, true),
+        "the inner region is still open"
+    );
     drop(inner);
     assert_eq!(seen(), OUTSIDE);
 }
@@ -73,11 +84,18 @@ fn two_guards_crossed_leave_the_thread_as_it_was() {
 #[test]
 fn a_panic_in_a_region_restores_the_state() {
     let _alone = alone();
-    let outer = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
+    let outer = Autocast::new(Device::Cpu)
+        .dtype(Kind::Half)
+        .enter()
+        .unwrap();
     let before = seen();
     let panic = catch_unwind(|| {
         autocast(Device::Cpu, || {
-            let _guard = Autocast::new(Device::Cpu).enabled(false).cache(false).enter().unwrap();
+            let _guard = Autocast::new(Device::Cpu)
+                .enabled(false)
+                .cache(false)
+                .enter()
+                .unwrap();
             panic!("inside");
         })
     });
@@ -103,16 +121,24 @@ fn recursion_through_one_region_value_restores_the_state() {
 #[test]
 fn a_guard_forgotten_inside_a_closure_ends_with_the_closure() {
     let _alone = alone();
-    autocast(Device::Cpu, || std::mem::forget(AutocastGuard::new(Device::Cpu))).unwrap();
+    autocast(Device::Cpu, || {
+        std::mem::forget(AutocastGuard::new(Device::Cpu))
+    })
+    .unwrap();
     assert_eq!(seen(), OUTSIDE);
 }
 
 #[test]
 fn a_guard_that_leaves_its_closure_ends_with_it_and_drops_without_effect() {
     let _alone = alone();
-    let leaked = autocast(Device::Cpu, || AutocastGuard::new(Device::Cpu)).unwrap().unwrap();
+    let leaked = autocast(Device::Cpu, || AutocastGuard::new(Device::Cpu))
+        .unwrap()
+        .unwrap();
     assert_eq!(seen(), OUTSIDE);
-    let _later = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
+    let _later = Autocast::new(Device::Cpu)
+        .dtype(Kind::Half)
+        .enter()
+        .unwrap();
     drop(leaked);
     assert_eq!(seen(), (true, Kind::Half, true));
 }
@@ -130,9 +156,14 @@ fn a_guard_kept_until_the_thread_ends_is_harmless() {
 #[test]
 fn a_refused_region_leaves_the_others_alone() {
     let _alone = alone();
-    let _outer = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
+    let _outer = Autocast::new(Device::Cpu)
+        .dtype(Kind::Half)
+        .enter()
+        .unwrap();
     let before = seen();
-    let refused = catch_unwind(AssertUnwindSafe(|| Autocast::new(Device::Cpu).dtype(Kind::Int).run(|| ())));
+    let refused = catch_unwind(AssertUnwindSafe(|| {
+        Autocast::new(Device::Cpu).dtype(Kind::Int).run(|| ())
+    }));
     assert!(refused.unwrap().is_err());
     assert_eq!(seen(), before);
 }

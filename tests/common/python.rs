@@ -4,6 +4,12 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+/// The folder that holds the crate's files: the repository, or `TCH_AMP_ROOT` where the tests were carried elsewhere.
+pub fn root() -> PathBuf {
+    std::env::var_os("TCH_AMP_ROOT")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from)
+}
+
 /// A script of `tests/oracle/` and the Python that runs it.
 #[derive(Debug)]
 pub struct Oracle {
@@ -26,20 +32,17 @@ impl Oracle {
             );
             return None;
         };
-        let root = std::env::var_os("TCH_AMP_ROOT")
-            .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
         Some(Self {
             python: python.into(),
-            script: root.join("tests/oracle").join(name),
+            script: root().join("tests/oracle").join(name),
         })
     }
 
     /// Runs the script with `args`, gives it `input`, and returns what it printed.
     pub fn run(&self, args: &[&str], input: &str) -> String {
-        let mut child = Command::new(&self.python)
-            .arg(&self.script)
+        let mut child = self
+            .command()
             .args(args)
-            .env_remove("LD_LIBRARY_PATH")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -65,6 +68,8 @@ impl Oracle {
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.python);
         command.arg(&self.script).env_remove("LD_LIBRARY_PATH");
+        // torch warns about every missing optional package, and no oracle needs one.
+        command.env("PYTHONWARNINGS", "ignore:Failed to initialize NumPy");
         command
     }
 

@@ -1,0 +1,199 @@
+//! `csrc/shim.h` and `src/sys.rs` declare the same C ABI.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a test fails by panicking"
+)]
+
+mod common;
+
+fn read(name: &str) -> String {
+    std::fs::read_to_string(common::python::root().join(name)).expect("the source is there")
+}
+
+/// The text without comments, on one line.
+fn flat(text: &str) -> String {
+    let lines = text
+        .lines()
+        .map(|line| line.split("//").next().unwrap_or_default());
+    lines
+        .collect::<Vec<_>>()
+        .join(" ")
+        .split_whitespace()
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+/// A C type in Rust's words.
+fn rust_type(c: &str) -> String {
+    let c = c.trim();
+    if let Some(inner) = c.strip_suffix("*const *") {
+        return format!("*const *mut {}", rust_type(inner));
+    }
+    if let Some(inner) = c.strip_suffix('*') {
+        let inner = inner.trim();
+        return match inner.strip_prefix("const ") {
+            Some(inner) => format!("*const {}", rust_type(inner)),
+            None => format!("*mut {}", rust_type(inner)),
+        };
+    }
+    let known = [
+        ("void", "()"),
+        ("char", "c_char"),
+        ("uint8_t", "u8"),
+        ("int8_t", "i8"),
+        ("uint32_t", "u32"),
+        ("int64_t", "i64"),
+        ("uintptr_t", "usize"),
+        ("size_t", "usize"),
+        ("double", "f64"),
+        ("tamp_tensor", "Tensor"),
+        ("tamp_gradient", "Gradient"),
+        ("tamp_scale_rule", "ScaleRule"),
+        ("tamp_autocast_state", "AutocastState"),
+        ("tamp_autocast_device", "AutocastDevice"),
+    ];
+    let found = known.iter().find(|(name, _)| *name == c);
+    found
+        .unwrap_or_else(|| panic!("a C type that the test does not know: {c:?}"))
+        .1
+        .to_owned()
+}
+
+/// Splits `type name` or `type *name`.
+fn c_declaration(text: &str) -> (String, String) {
+    let text = text.trim();
+    let at = text.rfind([' ', '*']).expect("a type and a name") + 1;
+    (text[at..].to_owned(), rust_type(&text[..at]))
+}
+
+/// `name(parameter: type, …) -> type` for every function of the header.
+fn c_functions() -> Vec<String> {
+    let text = flat(&read("csrc/shim.h"));
+    let body = text
+        .split_once("extern \"C\" {")
+        .expect("the header opens extern C")
+        .1;
+    let mut out = Vec::new();
+    for part in body.split(") TAMP_NOEXCEPT;") {
+        let Some((head, parameters)) = part.rsplit_once('(') else {
+            continue;
+        };
+        let start = head.rfind(['}', ';']).map_or(0, |at| at + 1);
+        let head = head[start..]
+            .trim()
+            .trim_start_matches("#else #define TAMP_NOEXCEPT #endif");
+        let (name, returned) = c_declaration(head);
+        let parameters = parameters.split(',').filter(|text| text.trim() != "void");
+        let parameters: Vec<_> = parameters
+            .map(c_declaration)
+            .map(|(name, kind)| format!("{name}: {kind}"))
+            .collect();
+        out.push(format!("{name}({}) -> {returned}", parameters.join(", ")));
+    }
+    out
+}
+
+fn rust_functions() -> Vec<String> {
+    let text = flat(&read("src/sys.rs"));
+    let mut out = Vec::new();
+    for part in text.split("pub(crate) fn ").skip(1) {
+        let declaration = part.split(';').next().expect("a declaration ends");
+        let (name, rest) = declaration
+            .split_once('(')
+            .expect("a function has parameters");
+        let (parameters, returned) = rest.rsplit_once(')').expect("the parameters end");
+        let returned = returned.trim().strip_prefix("-> ").unwrap_or("()");
+        let parameters = parameters.trim().trim_end_matches(',').trim();
+        out.push(format!("{}({parameters}) -> {returned}", name.trim()));
+    }
+    out
+}
+
+#[test]
+fn functions_are_the_same_in_the_same_order() {
+    let (c, rust) = (c_functions(), rust_functions());
+    assert!(c.len() > 10, "the header was not understood: {c:#?}");
+    assert_eq!(c, rust);
+}
+
+/// `name { field: type, … }` for every struct.
+fn c_structs() -> Vec<String> {
+    let text = flat(&read("csrc/shim.h"));
+    let mut out = Vec::new();
+    for part in text.split("typedef struct ").skip(1) {
+        let Some((name, rest)) = part.split_once(" { ") else {
+            continue;
+        };
+        if name.contains(';') {
+            continue; // an opaque struct
+        }
+        let fields = rest.split('}').next().expect("a struct ends");
+        let fields = fields
+            .split(';')
+            .filter(|field| !field.trim().is_empty())
+            .map(|field| match field.split_once('[') {
+                Some((field, length)) => {
+                    let (name, kind) = c_declaration(field);
+                    let length = length.trim_end_matches(']').trim_start_matches("TAMP_");
+                    format!("{name}: [{kind}; {length}]")
+                }
+                None => {
+                    let (name, kind) = c_declaration(field);
+                    format!("{name}: {kind}")
+                }
+            });
+        let fields: Vec<_> = fields.collect();
+        out.push(format!("{} {{ {} }}", rust_type(name), fields.join(", ")));
+    }
+    out
+}
+
+fn rust_structs() -> Vec<String> {
+    let text = flat(&read("src/sys.rs")).replace("pub(crate) ", "");
+    let structs = text.split("struct ").skip(1).map(|part| {
+        let (name, rest) = part.split_once(" { ").expect("a struct has fields");
+        let fields = rest.split('}').next().expect("a struct ends");
+        format!("{name} {{ {} }}", fields.trim().trim_end_matches(','))
+    });
+    structs.collect()
+}
+
+#[test]
+fn structs_have_the_same_fields_in_the_same_order() {
+    let (c, rust) = (c_structs(), rust_structs());
+    assert!(c.len() >= 4, "the header was not understood: {c:#?}");
+    assert_eq!(c, rust);
+}
+
+/// `NAME = value` for every constant; an array length counts.
+fn constants(text: &str, prefix: &str) -> Vec<(String, String)> {
+    let mut out = Vec::new();
+    for part in text.split([',', ';', '{', '}']) {
+        let Some((name, value)) = part.split_once(" = ") else {
+            continue;
+        };
+        let name = name.trim().trim_start_matches("pub(crate) const ");
+        let name = name.rsplit(' ').next_back().unwrap_or(name);
+        let name = name
+            .split(':')
+            .next()
+            .unwrap_or(name)
+            .trim_start_matches(prefix);
+        if name.chars().all(|c| c.is_ascii_uppercase() || c == '_') {
+            out.push((name.to_owned(), value.trim().to_owned()));
+        }
+    }
+    out
+}
+
+#[test]
+fn constants_have_the_same_values() {
+    let c = constants(&flat(&read("csrc/shim.h")), "TAMP_");
+    let rust = flat(&read("src/sys.rs")).replace("#[cfg(test)] ", "");
+    let rust = constants(&rust, "");
+    assert!(rust.len() >= 9, "sys.rs was not understood: {rust:?}");
+    for constant in &rust {
+        assert!(c.contains(constant), "{constant:?} is not in shim.h: {c:?}");
+    }
+}

@@ -1,0 +1,183 @@
+//! Every op of PyTorch's own autocast lists, and every op that the dispatcher registers for autocast on the CPU, gives
+//! under this crate's autocast what it gives under Python's: same kinds, same bits, same errors.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a test fails by panicking"
+)]
+
+#[path = "autocast_ops/args.rs"]
+mod args;
+mod common;
+#[path = "autocast_ops/convolution.rs"]
+mod convolution;
+#[path = "autocast_ops/factorisation.rs"]
+mod factorisation;
+#[path = "autocast_ops/loss.rs"]
+mod loss;
+#[path = "autocast_ops/matrix.rs"]
+mod matrix;
+#[path = "autocast_ops/not_in_tch.rs"]
+mod not_in_tch;
+#[path = "autocast_ops/oracle.rs"]
+mod oracle;
+#[path = "autocast_ops/pointwise.rs"]
+mod pointwise;
+#[path = "autocast_ops/pooling.rs"]
+mod pooling;
+#[path = "autocast_ops/recurrent.rs"]
+mod recurrent;
+#[path = "autocast_ops/reduction.rs"]
+mod reduction;
+#[path = "autocast_ops/spectral.rs"]
+mod spectral;
+#[path = "autocast_ops/table.rs"]
+mod table;
+
+use std::collections::BTreeSet;
+
+use oracle::{Answers, Case, Output};
+use tch::{Device, TchError};
+use tch_amp::Autocast;
+
+/// What tch gives for the case, as the oracle writes it; `None` where tch cannot call the op.
+fn run(case: &Case) -> Option<Result<Vec<Output>, String>> {
+    let (_, call) = table::find(case.op())?;
+    let args = case.args();
+    let region = Autocast::new(Device::Cpu).dtype(case.dtype());
+    let outputs = region
+        .run(|| call(&args))
+        .expect("the CPU has bf16 and fp16");
+    Some(
+        outputs
+            .map(|tensors| tensors.iter().map(oracle::output).collect())
+            .map_err(first_line),
+    )
+}
+
+fn first_line(error: TchError) -> String {
+    let TchError::Torch(message) = error else {
+        panic!("{error} is not from libtorch")
+    };
+    message.lines().next().unwrap_or_default().to_owned()
+}
+
+/// How the two differ, without the bits.
+fn difference(ours: &Result<Vec<Output>, String>, theirs: &Result<Vec<Output>, String>) -> String {
+    let short = |side: &Result<Vec<Output>, String>| match side {
+        Err(message) => format!("error {message:?}"),
+        Ok(outputs) => {
+            let types = |output: &Output| {
+                output
+                    .as_ref()
+                    .map(|(kind, shape, _)| (*kind, shape.clone()))
+            };
+            format!("{:?}", outputs.iter().map(types).collect::<Vec<_>>())
+        }
+    };
+    let (ours, theirs) = (short(ours), short(theirs));
+    if ours == theirs {
+        format!("other bits in {ours}")
+    } else {
+        format!("{ours} for {theirs}")
+    }
+}
+
+#[test]
+fn every_op_of_the_lists_has_pytorchs_kinds_and_bits() {
+    let Some(answers) = oracle::answers() else {
+        return;
+    };
+    // Sums are split between threads.
+    tch::set_num_threads(1);
+    let (mut compared, mut errors, mut runs, mut failures) = (BTreeSet::new(), 0, 0, Vec::new());
+    for case in &answers.cases {
+        let Some(ours) = run(case) else {
+            if not_in_tch::find(case.op()).is_none() {
+                failures.push(format!(
+                    "{}: neither in the table nor in NOT_IN_TCH",
+                    case.name()
+                ));
+            }
+            continue;
+        };
+        let theirs = case.expected();
+        if ours != theirs {
+            failures.push(format!("{}: {}", case.name(), difference(&ours, &theirs)));
+        }
+        runs += 1;
+        errors += i32::from(theirs.is_err());
+        compared.insert(case.op());
+    }
+    println!(
+        "torch {}: compared {} ops in {runs} runs, {errors} of them errors on both sides",
+        answers.torch,
+        compared.len()
+    );
+    assert!(
+        failures.is_empty(),
+        "{} failures:\n{}",
+        failures.len(),
+        failures.join("\n")
+    );
+}
+
+/// The ops that the oracle called.
+fn called(answers: &Answers) -> BTreeSet<&str> {
+    answers.cases.iter().map(Case::op).collect()
+}
+
+#[test]
+fn every_op_registered_for_autocast_on_the_cpu_is_compared_or_named_with_a_reason() {
+    let Some(answers) = oracle::answers() else {
+        return;
+    };
+    let called = called(answers);
+    let (compared, rest): (Vec<_>, Vec<_>) = answers
+        .registered
+        .iter()
+        .map(String::as_str)
+        .partition(|op| called.contains(op) && table::find(op).is_some());
+    println!(
+        "AutocastCPU registers {} ops, {} are compared",
+        answers.registered.len(),
+        compared.len()
+    );
+    for op in rest {
+        let missing = not_in_tch::find(op).unwrap_or_else(|| panic!("{op} is not compared"));
+        println!("not compared: {op}: {}", missing.reason);
+    }
+}
+
+#[test]
+fn the_table_and_the_exceptions_name_only_ops_that_this_torch_has() {
+    let Some(answers) = oracle::answers() else {
+        return;
+    };
+    let known: BTreeSet<_> = called(answers)
+        .into_iter()
+        .chain(answers.registered.iter().map(String::as_str))
+        .collect();
+    for missing in not_in_tch::NOT_IN_TCH {
+        if missing
+            .only_in
+            .is_none_or(|version| answers.torch.starts_with(version))
+        {
+            assert!(
+                known.contains(missing.op),
+                "stale in NOT_IN_TCH: {}",
+                missing.op
+            );
+        }
+        let in_table = table::entries().any(|(op, _)| *op == missing.op);
+        assert!(!in_table, "in the table and in NOT_IN_TCH: {}", missing.op);
+    }
+    let used: BTreeSet<_> = called(answers)
+        .into_iter()
+        .filter_map(table::find)
+        .map(|e| e.0)
+        .collect();
+    for (op, _) in table::entries() {
+        assert!(used.contains(op), "no case uses {op}");
+    }
+}

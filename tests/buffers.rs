@@ -1,0 +1,86 @@
+//! Buffers of a model across skipped steps.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a test fails by panicking"
+)]
+
+mod common;
+
+use common::{for_each_device, to_f64};
+use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::{BufferSnapshot, Error, GradScaler, check_buffers_finite};
+
+fn batch_norm(device: Device) -> (VarStore, nn::BatchNorm) {
+    let vs = VarStore::new(device);
+    let norm = nn::batch_norm1d(vs.root() / "norm", 2, Default::default());
+    (vs, norm)
+}
+
+fn statistics(vs: &VarStore) -> Vec<f64> {
+    let all = vs.variables();
+    ["norm.running_mean", "norm.running_var"]
+        .iter()
+        .flat_map(|name| to_f64(&all[*name]))
+        .collect()
+}
+
+#[test]
+fn a_skipped_step_can_leave_the_statistics_as_they_were() {
+    for_each_device(|device| {
+        let (vs, norm) = batch_norm(device);
+        let mut opt = nn::Sgd::default().build(&vs, 0.1).unwrap();
+        let mut scaler = GradScaler::new(device).unwrap();
+        let mut buffers = BufferSnapshot::new(&vs).unwrap();
+        for (value, skips) in [(1.0, false), (f64::INFINITY, true), (2.0, false)] {
+            let before = statistics(&vs);
+            buffers.save().unwrap();
+            opt.zero_grad();
+            let xs = Tensor::randn([4, 2], (Kind::Float, device)) * value;
+            scaler
+                .backward(&norm.forward_t(&xs, true).square().sum(None))
+                .unwrap();
+            let skipped = scaler.step(&mut opt).unwrap().is_skipped().unwrap();
+            assert_eq!(skipped, skips);
+            if skipped {
+                assert!(statistics(&vs).iter().any(|value| !value.is_finite()));
+                buffers.restore().unwrap();
+                assert_eq!(statistics(&vs), before);
+            } else {
+                assert_ne!(statistics(&vs), before);
+            }
+            scaler.update().unwrap();
+        }
+    });
+}
+
+#[test]
+fn restoring_leaves_trained_variables_alone() {
+    let (vs, _norm) = batch_norm(Device::Cpu);
+    let mut buffers = BufferSnapshot::new(&vs).unwrap();
+    let mut weight = vs.variables().remove("norm.weight").unwrap();
+    tch::no_grad(|| {
+        let _filled = weight.fill_(7.0);
+    });
+    buffers.restore().unwrap();
+    assert_eq!(to_f64(&weight), [7.0; 2]);
+}
+
+#[test]
+fn a_buffer_that_is_not_finite_is_named() {
+    for_each_device(|device| {
+        let (vs, _norm) = batch_norm(device);
+        check_buffers_finite(&vs).unwrap();
+        let _filled = vs
+            .variables()
+            .remove("norm.running_var")
+            .unwrap()
+            .get(1)
+            .fill_(f64::NAN);
+        match check_buffers_finite(&vs) {
+            Err(Error::NonFiniteBuffer { name }) => assert_eq!(name, "norm.running_var"),
+            other => panic!("{other:?}"),
+        }
+    });
+}

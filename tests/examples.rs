@@ -1,0 +1,73 @@
+//! Every example runs, and what it asserts holds.
+
+#[path = "../examples/accumulation.rs"]
+mod accumulation;
+#[path = "../examples/clipping.rs"]
+mod clipping;
+#[path = "../examples/multiple.rs"]
+mod multiple;
+#[path = "../examples/own_optimizer.rs"]
+mod own_optimizer;
+#[path = "../examples/penalty.rs"]
+mod penalty;
+#[path = "../examples/resume.rs"]
+mod resume;
+#[path = "../examples/threads.rs"]
+mod threads;
+#[path = "../examples/train.rs"]
+mod train;
+
+#[test]
+fn train_runs() -> anyhow::Result<()> {
+    train::main()
+}
+
+#[test]
+fn clipping_runs() -> anyhow::Result<()> {
+    clipping::main()
+}
+
+#[test]
+fn accumulation_runs() -> anyhow::Result<()> {
+    accumulation::main()
+}
+
+#[test]
+fn penalty_runs() -> anyhow::Result<()> {
+    penalty::main()
+}
+
+#[test]
+fn multiple_runs() -> anyhow::Result<()> {
+    multiple::main()
+}
+
+#[test]
+fn threads_runs() -> anyhow::Result<()> {
+    threads::main()
+}
+
+#[test]
+fn own_optimizer_runs() -> anyhow::Result<()> {
+    own_optimizer::main()
+}
+
+#[test]
+fn resume_runs() -> anyhow::Result<()> {
+    resume::main()
+}
+
+#[test]
+fn no_example_is_left_out() -> anyhow::Result<()> {
+    let this = include_str!("examples.rs");
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/examples");
+    for entry in std::fs::read_dir(folder)? {
+        // The digits demo is a folder with its own test, `tests/demo.rs`.
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        if name.ends_with(".rs") {
+            let path = format!("../examples/{name}");
+            anyhow::ensure!(this.contains(&path), "{name} is not run here");
+        }
+    }
+    Ok(())
+}

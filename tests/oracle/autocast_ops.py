@@ -1,0 +1,126 @@
+"""Runs PyTorch's own autocast op lists, and every op that AutocastCPU registers, under autocast on the CPU.
+
+Prints one JSON object per line: first the torch version and the registered ops, then one line per case with the op, the
+region's dtype, all arguments and what came out: the tensors' bits, or the first line of the error.
+"""
+
+import ctypes
+import json
+import os
+import struct
+import sys
+import types
+import warnings
+
+# Half of the ops are deprecated and say so.
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+
+from autocast_cases import cases as own_cases  # noqa: E402
+
+
+def import_lists():
+    """PyTorch's op lists, without the test framework (and its dependencies) that their module imports."""
+    framework = types.ModuleType("torch.testing._internal.common_utils")
+    framework.TEST_WITH_ROCM = False
+    framework.TestCase = object
+    sys.modules[framework.__name__] = framework
+    from torch.testing._internal import autocast_test_lists
+
+    return autocast_test_lists
+
+
+def bits(tensor):
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()).hex()
+
+
+def encode(value):
+    """A value as JSON; floats and tensors go as bits, so that nothing is rounded on the way."""
+    if isinstance(value, torch.Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return {"kind": kind, "shape": list(value.shape), "bits": bits(value)}
+    if isinstance(value, float):
+        return {"float": struct.pack(">d", value).hex()}
+    if isinstance(value, (list, tuple)):
+        return [encode(item) for item in value]
+    assert value is None or isinstance(value, (bool, int, str)), f"no encoding for {type(value)}"
+    return value
+
+
+def outputs(value):
+    """What an op returned, as a list of tensors; None stands for an undefined tensor."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [torch.tensor(item) if isinstance(item, bool) else item for item in values]
+
+
+def run(where, name, function, args, kwargs, dtype):
+    case = {"list": where, "op": name, "dtype": str(dtype).removeprefix("torch.")}
+    case["args"] = encode(args)
+    case["kwargs"] = {key: encode(value) for key, value in kwargs.items()}
+    try:
+        with torch.autocast("cpu", dtype):
+            result = function(*args, **kwargs)
+        case["outputs"] = encode(outputs(result))
+    except RuntimeError as error:
+        case["error"] = str(error).splitlines()[0]
+    print(json.dumps(case))
+
+
+def function_of(name, module, args):
+    """The op as PyTorch's own test calls it: the module's function, or else the method of the first argument's class."""
+    if hasattr(module, name):
+        return getattr(module, name)
+    return getattr(torch.Tensor, name)
+
+
+def modules(list_name):
+    if list_name.startswith("nn_") or list_name == "banned":
+        return torch._C._nn
+    if list_name == "linalg_fp16":
+        return torch._C._linalg
+    return torch.Tensor if list_name.startswith("methods_") else torch
+
+
+def entries(entry):
+    """The argument tuples and the keyword arguments of one entry of a list."""
+    name, rest = entry[0], entry[1:]
+    kwargs = next((item for item in rest if isinstance(item, dict)), {})
+    return name, [item for item in rest if isinstance(item, tuple)], kwargs
+
+
+def run_lists(prefix, lists, dtype):
+    for list_name, content in vars(lists).items():
+        for entry in content:
+            name, tuples, kwargs = entries(entry)
+            if name == "einsum":
+                # Its arguments stand where the list's reader looks for a "skip me" flag, so PyTorch never runs it either.
+                continue
+            for args in tuples:
+                function = function_of(name, modules(list_name), args)
+                run(f"{prefix}.{list_name}", name, function, args, kwargs, dtype)
+
+
+def run_own(dtype):
+    for name, args, kwargs in own_cases(dtype):
+        packet, _, overload = name.partition(".")
+        function = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        run("aten", name, function, args, kwargs, dtype)
+
+
+def main():
+    torch.set_num_threads(1)
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    names = sorted({name.removeprefix("aten::") for name in registered if name.startswith("aten::")})
+    print(json.dumps({"torch": torch.__version__, "registered": names}))
+    lists = import_lists()
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.manual_seed(20)
+        run_lists("cpu", lists.AutocastCPUTestLists("cpu"), dtype)
+        run_lists("cuda", lists.AutocastTestLists("cpu"), dtype)
+        run_own(dtype)
+
+
+main()

@@ -1,0 +1,241 @@
+"""Runs GradScaler programs: one program a line on stdin, one line an operation on stdout.
+
+tests/scaler_programs/program.rs writes the programs and says what each operation means.
+Each answer is the outcome of the operation, then the whole state after it, or "=" where the state is as it was.
+"""
+
+import ctypes
+import struct
+import sys
+
+import torch
+
+sys.path.insert(0, __file__.rsplit("/", 1)[0])
+from scaler_deviations import Scaler  # noqa: E402
+
+DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
+
+# PyTorch's message, and the word for it that both sides print.
+ERRORS = (
+    ("unscale_() has already been called", "unscaled-twice"),
+    ("unscale_() is being called after step()", "unscaled-after-step"),
+    ("step() has already been called", "stepped-twice"),
+    ("No inf checks were recorded prior to update", "no-inf-checks"),
+    ("may only be pickled at the beginning", "iteration-open"),
+)
+
+
+def raw(tensor):
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def bits(tensor):
+    return raw(tensor).hex()
+
+
+def told(state):
+    """The text of a state."""
+    numbers, factors, calls, values, grads = state
+    scale, tracker = numbers or (struct.pack("<f", 1.0), bytes(4))
+    text = f"scale:{scale.hex()} tracker:{int.from_bytes(tracker, 'little', signed=True)} "
+    if factors:
+        growth, backoff, interval = factors
+        text += f"{struct.pack('<d', growth).hex()}/{struct.pack('<d', backoff).hex()}/{interval}"
+    text += f" steps:{'/'.join(map(str, calls))} "
+    text += "".join([value.hex() + "/" for value in values])
+    return text + " grads:" + "".join([(grad.hex() or "-") + "/" for grad in grads])
+
+
+def clip_norm(params, max_norm):
+    grads = [param.grad for param in params if param.grad is not None]
+    if len({grad.dtype for grad in grads}) < 2:
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+    # PyTorch adds up the norms of several dtypes in the order of a hash map; here they come in that of the parameters.
+    total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    return total
+
+
+def clip_value(params, limit):
+    # PyTorch's own function fails without any gradient.
+    if any(param.grad is not None for param in params):
+        torch.nn.utils.clip_grad_value_(params, limit)
+
+
+def count_call(optimizer, *_):
+    optimizer.calls += 1
+
+
+class Machine:
+    """A model, its optimizers and a scaler."""
+
+    def __init__(self, header, optimizers):
+        enabled, *config = header.split()
+        self.enabled = enabled == "1"
+        self.scaler = self.new_scaler(config)
+        self.params, self.owned, self.optimizers = [], [], []
+        for text in optimizers:
+            self.add_optimizer(*text.split("|"))
+        self.before = None
+
+    def new_scaler(self, config):
+        init_scale, growth, backoff, interval = config
+        return Scaler("cpu", float(init_scale), float(growth), float(backoff), int(interval), enabled=self.enabled)
+
+    def add_optimizer(self, rule, *params):
+        owned = []
+        for text in params:
+            dtype, *eighths = text.split()
+            values = [int(eighth) / 8 for eighth in eighths]
+            owned.append(torch.tensor(values, dtype=DTYPES[dtype], requires_grad=True))
+        name, *numbers = rule.split()
+        numbers = [float(number) for number in numbers]
+        if name == "sgd":
+            lr, momentum, dampening, decay, nesterov = numbers
+            optimizer = torch.optim.SGD(
+                owned, lr, momentum, dampening, decay, nesterov == 1.0, foreach=False, fused=False
+            )
+        else:
+            lr, beta1, beta2, decay = numbers
+            optimizer = torch.optim.AdamW(
+                owned, lr, (beta1, beta2), weight_decay=decay, foreach=False, fused=False
+            )
+        optimizer.calls = 0
+        optimizer.register_step_post_hook(count_call)
+        self.optimizers.append(optimizer)
+        self.owned.append(owned)
+        self.params.extend(owned)
+
+    def answer(self, op):
+        name, *args = op.split()
+        try:
+            outcome = getattr(self, "op_" + name)(*args)
+        except (RuntimeError, AssertionError) as error:
+            outcome = next((word for text, word in ERRORS if text in str(error)), f"error: {error}")
+        state = self.state()
+        changed, self.before = state != self.before, state
+        return f"{outcome or 'ok'} {told(state) if changed else '='}"
+
+    def state(self):
+        """The state as bytes and numbers: taken after every operation, so it must be quick."""
+        scaler, params = self.scaler, self.params
+        return (
+            [raw(scaler._scale), raw(scaler._growth_tracker)] if self.enabled else None,
+            [scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval] if self.enabled else None,
+            [optimizer.calls for optimizer in self.optimizers],
+            [raw(param) for param in params],
+            [b"" if (grad := param.grad) is None else raw(grad) for param in params],
+        )
+
+
+    # ---- operations
+
+    def op_start(self):
+        return "ok"
+
+    def op_backward(self, how, *terms):
+        losses = [self.loss(term) for term in terms]
+        if how == "each":
+            for loss in self.scaler.scale(losses):
+                loss.backward()
+            return
+        total = losses[0]
+        for loss in losses[1:]:
+            total = total + loss
+        self.scaler.scale(total).backward()
+
+    def loss(self, term):
+        index, factors = term.split(":")
+        param = self.params[int(index)]
+        factors = torch.tensor([int(factor) / 8 for factor in factors.split(",")], dtype=param.dtype)
+        return (param * factors).sum()
+
+    def op_plant(self, index, element, value):
+        grad = self.params[int(index)].grad
+        if grad is not None:
+            grad[int(element)] = float(value)
+
+    def op_drop(self, index):
+        self.params[int(index)].grad = None
+
+    def op_zero(self, index):
+        self.optimizers[int(index)].zero_grad()
+
+    def op_unscale(self, index):
+        self.scaler.unscale_(self.optimizers[int(index)])
+
+    def op_norm(self, index, max_norm):
+        """As tch's Optimizer::clip_grad_norm does it, which differs from PyTorch's in the last bits."""
+        grads = [param.grad for param in self.owned[int(index)] if param.grad is not None]
+        if not grads:
+            return
+        total = torch.stack([grad.norm() for grad in grads]).norm().item()
+        coefficient = float(max_norm) / (total + 1e-6)
+        if coefficient < 1.0:
+            for grad in grads:
+                # tch calls the Scalar overload, which rounds bf16 in another place than `grad.mul_(coefficient)`.
+                torch.ops.aten.mul_.Scalar(grad, coefficient)
+
+    def op_value(self, index, limit):
+        clip_value(self.owned[int(index)], float(limit))
+
+    def op_step(self, index):
+        return self.scaler.step_outcome(self.optimizers[int(index)])
+
+    def op_transaction(self, *parts):
+        """Each part is an optimizer and how to clip; all are open at once."""
+        parts = [part.split(":") for part in parts]
+        for index, *_ in parts:
+            self.scaler.unscale_(self.optimizers[int(index)])
+        outcomes = [self.transact(int(index), clip, limit) for index, clip, limit in parts]
+        return "+".join(outcomes)
+
+    def transact(self, index, clip, limit):
+        owned, total = self.owned[index], ""
+        if clip == "norm":
+            total = "/" + bits(clip_norm(owned, float(limit)))
+        if clip == "value":
+            clip_value(owned, float(limit))
+        return self.scaler.step_outcome(self.optimizers[index]) + total
+
+    def op_move(self, index):
+        """In Rust an optimizer has an address that can change; in Python it has not."""
+
+    def op_update(self):
+        self.scaler.update()
+
+    def op_update_with(self, new_scale):
+        self.scaler.update(float(new_scale))
+
+    def op_update_with_tensor(self, new_scale):
+        self.scaler.update(torch.tensor(float(new_scale)))
+
+    def op_growth(self, factor):
+        self.scaler.set_growth_factor(float(factor))
+
+    def op_backoff(self, factor):
+        self.scaler.set_backoff_factor(float(factor))
+
+    def op_interval(self, interval):
+        self.scaler.set_growth_interval(int(interval))
+
+    def op_reload(self, *config):
+        state = self.scaler.state_dict()
+        scaler = self.new_scaler(config)
+        if state:
+            scaler.load_state_dict(state)
+        self.scaler = scaler
+
+
+def main():
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        header, count, *rest = line.rstrip("\n").split(";")
+        count = int(count)
+        machine = Machine(header, rest[:count])
+        answers = [machine.answer(op) for op in ["start", *rest[count:]]]
+        sys.stdout.write("\n".join(answers) + "\n")
+        sys.stdout.flush()
+
+
+main()

@@ -1,0 +1,320 @@
+//! Kinds and layouts of gradients.
+
+use half::{bf16, f16};
+use rstest::rstest;
+use tch::{Device, Kind, Tensor};
+use tch_amp::{Error, GradScaler, GradScalerConfig};
+
+use crate::common::{cuda_or_skip, for_each_device, to_f64};
+use crate::{Descent, INF, NAN, leaf, loss, model, ones, scaler};
+
+#[rstest]
+#[case(Kind::Float)]
+#[case(Kind::Double)]
+#[case(Kind::BFloat16)]
+fn floating_gradients_are_unscaled(#[case] kind: Kind) {
+    for_each_device(|device| {
+        let w = ones(kind, device);
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        let mut scaler = scaler(device);
+        scaler.backward(&loss(&w, &[1.0, -2.0, 0.5])).unwrap();
+        scaler.unscale_(&mut opt).unwrap();
+        assert_eq!(w.grad().kind(), kind);
+        assert_eq!(to_f64(&w.grad()), [1.0, -2.0, 0.5]);
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+    });
+}
+
+#[rstest]
+#[case(Kind::Float, 1)]
+#[case(Kind::Double, 1)]
+#[case(Kind::BFloat16, 1)]
+#[case(Kind::Float, 70_000)]
+#[case(Kind::Double, 70_000)]
+#[case(Kind::BFloat16, 70_000)]
+fn one_bad_element_anywhere_is_found(#[case] kind: Kind, #[case] n: i64) {
+    for_each_device(|device| {
+        for (place, bad) in [(0, INF), (n / 2, NAN), (n - 1, -INF)] {
+            let w = Tensor::ones([n], (kind, device)).set_requires_grad(true);
+            let mut opt = Descent(vec![w.shallow_clone()]);
+            let mut scaler = scaler(device);
+            scaler.backward(&w.sum(None)).unwrap();
+            let _filled = w.grad().get(place).fill_(bad);
+            assert!(
+                scaler.step(&mut opt).unwrap().is_skipped().unwrap(),
+                "{kind:?} at {place}"
+            );
+            assert_eq!(w.min().double_value(&[]), 1.0);
+        }
+    });
+}
+
+/// Odd scales make every product round; the reference is the plain loop with `half`'s rounding.
+#[test]
+fn unscaling_rounds_as_a_plain_loop_does() {
+    for_each_device(|device| {
+        let values: Vec<f32> = (1..=1000).map(|i| 0.37 * i as f32).collect();
+        let config = GradScalerConfig {
+            init_scale: 3.0,
+            ..Default::default()
+        };
+        let inverse = (1.0 / 3.0) as f32;
+        for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+            let w = Tensor::zeros([1000], (kind, device)).set_requires_grad(true);
+            let factors = Tensor::from_slice(&values).to_kind(kind).to_device(device);
+            let mut scaler = config.build(device).unwrap();
+            (&w * &factors).sum(kind).backward();
+            let scaled = to_f64(&w.grad());
+            scaler
+                .unscale_(&mut Descent(vec![w.shallow_clone()]))
+                .unwrap();
+            let want = scaled.iter().map(|&g| match kind {
+                Kind::Double => g * f64::from(inverse),
+                Kind::BFloat16 => bf16::from_f32(g as f32 * inverse).to_f64(),
+                _ => f64::from(g as f32 * inverse),
+            });
+            assert_eq!(to_f64(&w.grad()), want.collect::<Vec<_>>(), "{kind:?}");
+        }
+    });
+}
+
+#[test]
+fn fp16_gradients_are_refused_by_name_before_any_gradient_is_touched() {
+    for_each_device(|device| {
+        let (vs, w, _opt) = model(device);
+        let low = ones(Kind::Half, device);
+        let mut opt = Descent(vec![w.shallow_clone(), low.shallow_clone()]);
+        let mut scaler = scaler(device);
+        let total = loss(&w, &[1.0; 3]) + loss(&low, &[1.0; 3]).to_kind(Kind::Float);
+        scaler.backward(&total).unwrap();
+        let error = scaler.unscale_(&mut opt).unwrap_err().to_string();
+        assert!(error.contains("parameter 1 [3]") && error.contains("allow_fp16_gradients"));
+        assert_eq!(
+            (to_f64(&w.grad()), to_f64(&low.grad())),
+            (vec![8.0; 3], vec![8.0; 3])
+        );
+        drop(vs);
+    });
+}
+
+#[test]
+fn a_named_parameter_is_named() {
+    let mut vs = tch::nn::VarStore::new(Device::Cpu);
+    let w = (vs.root() / "layer").ones("weight", &[3]);
+    vs.half();
+    let mut opt = tch::nn::OptimizerConfig::build(tch::nn::Sgd::default(), &vs, 1.0).unwrap();
+    let mut scaler = scaler(Device::Cpu);
+    scaler.name_parameters(&vs).unwrap();
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let error = scaler.step(&mut opt).unwrap_err().to_string();
+    assert!(error.contains("parameter `layer.weight` [3]"), "{error}");
+}
+
+#[test]
+fn fp16_gradients_are_unscaled_when_that_is_asked_for() {
+    for_each_device(|device| {
+        let config = GradScalerConfig {
+            init_scale: 8.0,
+            allow_fp16_gradients: true,
+            ..Default::default()
+        };
+        let mut scaler = config.build(device).unwrap();
+        let w = ones(Kind::Half, device);
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        scaler.backward(&loss(&w, &[1.0, 0.1, 3.0])).unwrap();
+        let _outcome = scaler.step(&mut opt).unwrap();
+        let want = [1.0, 0.1, 3.0].map(|v| f16::from_f64(1.0 - f16::from_f64(v).to_f64()).to_f64());
+        assert_eq!(to_f64(&w), want);
+    });
+}
+
+#[test]
+fn sparse_gradients_are_unscaled_with_their_duplicates() {
+    for_each_device(|device| {
+        let table = Tensor::ones([4, 2], (Kind::Float, device)).set_requires_grad(true);
+        let indices = Tensor::from_slice(&[1i64, 3, 1]).to_device(device);
+        let rows = Tensor::embedding(&table, &indices, -1, false, true);
+        let mut scaler = scaler(device);
+        scaler.backward(&rows.sum(Kind::Float)).unwrap();
+        assert!(table.grad().is_sparse());
+        scaler
+            .unscale_(&mut Descent(vec![table.shallow_clone()]))
+            .unwrap();
+        let dense = table.grad().to_dense(None, false);
+        assert_eq!(to_f64(&dense), [0.0, 0.0, 2.0, 2.0, 0.0, 0.0, 1.0, 1.0]);
+    });
+}
+
+#[test]
+fn fp16_duplicates_that_add_up_to_infinity_are_found() {
+    let config = GradScalerConfig {
+        init_scale: 1.0,
+        allow_fp16_gradients: true,
+        ..Default::default()
+    };
+    let mut scaler = config.build(Device::Cpu).unwrap();
+    let table = Tensor::ones([2, 1], (Kind::Half, Device::Cpu)).set_requires_grad(true);
+    let indices = Tensor::from_slice(&[1i64, 1]);
+    let rows = Tensor::embedding(&table, &indices, -1, false, true);
+    scaler
+        .backward(&(rows * 64000.0).sum(Kind::Half).to_kind(Kind::Float))
+        .unwrap();
+    let outcome = scaler
+        .step(&mut Descent(vec![table.shallow_clone()]))
+        .unwrap();
+    assert!(outcome.is_skipped().unwrap());
+}
+
+#[test]
+fn complex_gradients_are_unscaled_and_checked() {
+    for_each_device(|device| {
+        let w = Tensor::ones([2], (Kind::ComplexFloat, device)).set_requires_grad(true);
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        let mut scaler = scaler(device);
+        let parts = |factors: &[f64]| {
+            let factors = Tensor::from_slice(factors)
+                .to_kind(Kind::Float)
+                .to_device(device);
+            (w.view_as_real() * factors.view([2, 2])).sum(None)
+        };
+        scaler.backward(&parts(&[1.0, 2.0, 3.0, 4.0])).unwrap();
+        scaler.unscale_(&mut opt).unwrap();
+        assert_eq!(to_f64(&w.grad().view_as_real()), [1.0, 2.0, 3.0, 4.0]);
+        scaler.update().unwrap();
+        scaler.backward(&parts(&[1.0, INF, 3.0, 4.0])).unwrap();
+        assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
+    });
+}
+
+#[test]
+fn gradients_of_any_layout_are_unscaled_where_they_are() {
+    for_each_device(|device| {
+        let base = Tensor::zeros([3, 4], (Kind::Float, device));
+        let transposed = base.transpose(0, 1).set_requires_grad(true);
+        let columns = Tensor::zeros([4, 6], (Kind::Float, device)).slice(1, 0, 6, 2);
+        let columns = columns.set_requires_grad(true);
+        for w in [transposed, columns] {
+            let factors = Tensor::arange(12, (Kind::Float, device)).view([4, 3]);
+            let mut scaler = scaler(device);
+            scaler.backward(&(&w * &factors).sum(Kind::Float)).unwrap();
+            scaler
+                .unscale_(&mut Descent(vec![w.shallow_clone()]))
+                .unwrap();
+            assert_eq!(to_f64(&w.grad()), to_f64(&factors));
+        }
+    });
+}
+
+/// Gives `w` a gradient that backward would not make.
+fn force_gradient(w: &Tensor, gradient: &Tensor) {
+    loss(w, &[1.0; 3]).backward();
+    w.grad().set_data(gradient);
+}
+
+#[test]
+fn a_gradient_whose_elements_share_memory_is_refused() {
+    let expanded = Tensor::ones([1], (Kind::Float, Device::Cpu)).expand([3], false);
+    let sliding = Tensor::ones([4], (Kind::Float, Device::Cpu)).as_strided([3, 2], [1, 1], None);
+    for gradient in [expanded, sliding] {
+        let w = ones(Kind::Float, Device::Cpu);
+        force_gradient(&w, &gradient);
+        let error = scaler(Device::Cpu)
+            .unscale_(&mut Descent(vec![w.shallow_clone()]))
+            .unwrap_err();
+        assert!(error.to_string().contains("share memory"), "{error}");
+        assert_eq!(gradient.max().double_value(&[]), 1.0);
+    }
+}
+
+#[test]
+fn an_integer_gradient_is_refused() {
+    let w = ones(Kind::Float, Device::Cpu);
+    force_gradient(&w, &Tensor::ones([3], (Kind::Int64, Device::Cpu)));
+    let error = scaler(Device::Cpu)
+        .unscale_(&mut Descent(vec![w.shallow_clone()]))
+        .unwrap_err();
+    assert!(matches!(error, Error::Gradient { .. }), "{error}");
+}
+
+#[test]
+fn an_undefined_parameter_is_refused() {
+    let mut opt = Descent(vec![ones(Kind::Float, Device::Cpu), Tensor::new()]);
+    let error = scaler(Device::Cpu).unscale_(&mut opt).unwrap_err();
+    assert!(error.to_string().contains("parameter 1"), "{error}");
+}
+
+#[test]
+fn missing_and_empty_gradients_are_no_obstacle() {
+    for_each_device(|device| {
+        let (w, unused) = (ones(Kind::Float, device), ones(Kind::Float, device));
+        let empty = Tensor::zeros([0], (Kind::Float, device)).set_requires_grad(true);
+        let all = [&w, &unused, &empty].map(Tensor::shallow_clone);
+        let mut scaler = scaler(device);
+        scaler
+            .backward(&(loss(&w, &[1.0; 3]) + empty.sum(None)))
+            .unwrap();
+        assert!(
+            scaler
+                .step(&mut Descent(all.into()))
+                .unwrap()
+                .is_stepped()
+                .unwrap()
+        );
+        assert_eq!((to_f64(&w), to_f64(&unused)), (vec![0.0; 3], vec![1.0; 3]));
+    });
+}
+
+#[test]
+fn a_gradient_of_a_frozen_parameter_neither_skips_a_step_nor_is_applied() {
+    for_each_device(|device| {
+        let (frozen, w) = (ones(Kind::Float, device), ones(Kind::Float, device));
+        let mut opt = Descent(vec![frozen.shallow_clone(), w.shallow_clone()]);
+        let mut scaler = scaler(device);
+        scaler.backward(&loss(&frozen, &[INF, 1.0, NAN])).unwrap();
+        let _frozen = frozen.set_requires_grad(false);
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+        assert_eq!((to_f64(&frozen), to_f64(&w)), (vec![1.0; 3], vec![0.0; 3]));
+    });
+}
+
+#[test]
+fn mixed_dtypes_are_unscaled_together() {
+    for_each_device(|device| {
+        let kinds = [Kind::Float, Kind::Double, Kind::BFloat16];
+        let all = kinds.map(|kind| ones(kind, device));
+        let mut scaler = scaler(device);
+        let total: Tensor = all
+            .iter()
+            .map(|w| loss(w, &[1.0; 3]).to_kind(Kind::Double))
+            .sum();
+        scaler.backward(&total).unwrap();
+        let mut opt = Descent(all.iter().map(Tensor::shallow_clone).collect());
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+        all.iter().for_each(|w| assert_eq!(to_f64(w), [0.0; 3]));
+    });
+}
+
+#[test]
+fn gradients_on_several_devices_decide_together() {
+    if !cuda_or_skip() {
+        return;
+    }
+    let devices = [Device::Cpu, Device::Cuda(0)];
+    for bad in [None, Some(0), Some(1)] {
+        let all = devices.map(|device| leaf(&[1.0; 3], Kind::Float, device));
+        let mut scaler = GradScaler::new(Device::Cuda(0)).unwrap();
+        for (i, w) in all.iter().enumerate() {
+            let value = if bad == Some(i) { INF } else { 1.0 };
+            scaler.backward(&loss(w, &[value; 3])).unwrap();
+        }
+        let mut opt = Descent(all.iter().map(Tensor::shallow_clone).collect());
+        assert_eq!(
+            scaler.step(&mut opt).unwrap().is_stepped().unwrap(),
+            bad.is_none()
+        );
+        let want = if bad.is_none() { 0.0 } else { 1.0 };
+        all.iter().for_each(|w| assert_eq!(to_f64(w), [want; 3]));
+        scaler.update().unwrap();
+    }
+}

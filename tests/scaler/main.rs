@@ -1,0 +1,84 @@
+//! The scaler's rules, one test each. Random programs against PyTorch are in `scaler_programs.rs`.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a test fails by panicking"
+)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod gradients;
+mod losses;
+mod protocol;
+mod scale;
+mod state;
+mod unscaled;
+mod values;
+
+use tch::nn::{self, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, Parameters, Result};
+
+/// A scaler with a scale of 8, which no test's arithmetic can round.
+fn scaler(device: Device) -> GradScaler {
+    GradScalerConfig {
+        init_scale: 8.0,
+        ..Default::default()
+    }
+    .build(device)
+    .unwrap()
+}
+
+/// One weight of ones in a VarStore, and an SGD with a learning rate of 1.
+fn model(device: Device) -> (VarStore, Tensor, nn::Optimizer) {
+    let vs = VarStore::new(device);
+    let w = vs.root().ones("w", &[3]);
+    let opt = nn::Sgd::default().build(&vs, 1.0).unwrap();
+    (vs, w, opt)
+}
+
+/// A loss whose gradient is `values`, as many as the weight has.
+fn loss(w: &Tensor, values: &[f64]) -> Tensor {
+    let factors = Tensor::from_slice(values)
+        .to_kind(w.kind())
+        .to_device(w.device());
+    (w * factors.view_as(w)).sum(None)
+}
+
+const INF: f64 = f64::INFINITY;
+const NAN: f64 = f64::NAN;
+
+/// Plain gradient descent with a learning rate of 1 on a list of tensors.
+struct Descent(Vec<Tensor>);
+
+impl AmpOptimizer for Descent {
+    fn parameters(&self) -> Parameters<'_> {
+        self.0.as_slice().into()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        no_grad(|| {
+            for w in &mut self.0 {
+                let gradient = w.grad();
+                if gradient.defined() {
+                    *w -= gradient.to_kind(w.kind());
+                }
+            }
+        });
+        Ok(())
+    }
+}
+
+/// A leaf that takes part in training.
+fn leaf(values: &[f64], kind: Kind, device: Device) -> Tensor {
+    Tensor::from_slice(values)
+        .to_kind(kind)
+        .to_device(device)
+        .set_requires_grad(true)
+}
+
+/// The values 1, 1, … as a trained weight.
+fn ones(kind: Kind, device: Device) -> Tensor {
+    leaf(&[1.0; 3], kind, device)
+}

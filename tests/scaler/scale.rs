@@ -1,0 +1,219 @@
+//! How the scale grows, backs off and stays within its bounds.
+
+use tch::{Device, Tensor};
+use tch_amp::{Error, GradScaler, GradScalerConfig};
+
+use crate::common::{for_each_device, to_f64};
+use crate::{INF, NAN, loss, model};
+
+/// Runs one iteration, overflowing or not, and returns what `update` said.
+fn iterate(scaler: &mut GradScaler, device: Device, overflow: bool) -> tch_amp::Result<()> {
+    let (_vs, w, mut opt) = model(device);
+    loss(&w, &[if overflow { INF } else { 1.0 }; 3]).backward();
+    let outcome = scaler.step(&mut opt).unwrap();
+    assert_eq!(outcome.is_skipped().unwrap(), overflow);
+    scaler.update()
+}
+
+fn scales(config: GradScalerConfig, device: Device, program: &str) -> Vec<f64> {
+    let mut scaler = config.build(device).unwrap();
+    let run = |c| {
+        iterate(&mut scaler, device, c == '!').unwrap();
+        scaler.get_scale().unwrap()
+    };
+    program.chars().map(run).collect()
+}
+
+const SMALL: fn() -> GradScalerConfig = || GradScalerConfig {
+    init_scale: 8.0,
+    growth_interval: 2,
+    ..Default::default()
+};
+
+#[test]
+fn the_scale_grows_after_the_interval_and_backs_off_at_once() {
+    for_each_device(|device| {
+        let got = scales(SMALL(), device, "....!.!!..");
+        assert_eq!(got, [8.0, 16.0, 16.0, 32.0, 16.0, 16.0, 8.0, 4.0, 4.0, 8.0]);
+    });
+}
+
+#[test]
+fn factors_that_do_not_divide_round_as_libtorchs_kernel() {
+    for_each_device(|device| {
+        let config = GradScalerConfig {
+            growth_factor: 1.37,
+            backoff_factor: 0.3,
+            ..SMALL()
+        };
+        let mut scaler = config.build(device).unwrap();
+        let (mut want, mut tracker) = (8.0f32, 0);
+        for i in 0..60 {
+            let overflow = i % 5 == 3;
+            iterate(&mut scaler, device, overflow).unwrap();
+            let factor = match (overflow, tracker) {
+                (true, _) => 0.3,
+                (false, 1) => 1.37,
+                (false, _) => 1.0,
+            };
+            want = (f64::from(want) * factor) as f32;
+            tracker = if overflow || tracker == 1 {
+                0
+            } else {
+                tracker + 1
+            };
+            assert_eq!(
+                scaler.get_scale().unwrap(),
+                f64::from(want),
+                "iteration {i}"
+            );
+            assert_eq!(scaler.get_growth_tracker().unwrap(), tracker);
+        }
+    });
+}
+
+/// The host's copy of the scale must be the device's, and reading it must not depend on which of them answers.
+#[test]
+fn the_scale_that_is_reported_is_the_scale_that_is_applied() {
+    for_each_device(|device| {
+        let mut scaler = GradScalerConfig {
+            growth_factor: 1.7,
+            ..SMALL()
+        }
+        .build(device)
+        .unwrap();
+        for i in 0..40 {
+            iterate(&mut scaler, device, i % 7 == 5).unwrap();
+            let applied = scaler
+                .scale(&Tensor::from(1.0f32).to_device(device))
+                .unwrap();
+            assert_eq!(to_f64(&applied), [scaler.get_scale().unwrap()]);
+        }
+    });
+}
+
+#[test]
+fn an_optimizer_that_was_unscaled_but_not_stepped_counts() {
+    for_each_device(|device| {
+        for (value, want) in [(1.0, (8.0, 1)), (NAN, (4.0, 0))] {
+            let (_vs, w, mut opt) = model(device);
+            let mut scaler = SMALL().build(device).unwrap();
+            loss(&w, &[value; 3]).backward();
+            scaler.unscale_(&mut opt).unwrap();
+            scaler.update().unwrap();
+            let got = (
+                scaler.get_scale().unwrap(),
+                scaler.get_growth_tracker().unwrap(),
+            );
+            assert_eq!(got, want);
+        }
+    });
+}
+
+#[test]
+fn two_hundred_overflows_cannot_turn_the_weights_into_nan() {
+    for_each_device(|device| {
+        let (_vs, w, mut opt) = model(device);
+        let mut scaler = GradScaler::new(device).unwrap();
+        for _ in 0..200 {
+            opt.zero_grad();
+            scaler.backward(&loss(&w, &[NAN; 3])).unwrap();
+            assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
+            scaler.update().unwrap();
+        }
+        assert_eq!(scaler.get_scale().unwrap(), f64::from(f32::MIN_POSITIVE));
+        opt.zero_grad();
+        // Exact at any scale: the gradient is the scale itself, and the scale is a power of two.
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+        assert_eq!(to_f64(&w), [0.0; 3]);
+    });
+}
+
+#[test]
+fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
+    for_each_device(|device| {
+        for size in [3, 70_000] {
+            let w = Tensor::ones([size], (tch::Kind::Float, device)).set_requires_grad(true);
+            let mut opt = crate::Descent(vec![w.shallow_clone()]);
+            let config = GradScalerConfig {
+                init_scale: 2f64.powi(-100),
+                ..Default::default()
+            };
+            let mut scaler = config.build(device).unwrap();
+            (&w * 2f64.powi(30)).sum(None).backward();
+            assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
+            assert_eq!(
+                (w.min().double_value(&[]), w.max().double_value(&[])),
+                (1.0, 1.0)
+            );
+        }
+    });
+}
+
+#[test]
+fn the_bounds_hold_the_scale() {
+    for_each_device(|device| {
+        let config = GradScalerConfig {
+            min_scale: 4.0,
+            max_scale: 16.0,
+            ..SMALL()
+        };
+        assert_eq!(scales(config, device, "......")[5], 16.0);
+        assert_eq!(scales(config, device, "!!!!")[3], 4.0);
+    });
+}
+
+#[test]
+fn growth_stops_before_infinity() {
+    for_each_device(|device| {
+        let top = 2f64.powi(127);
+        let config = GradScalerConfig {
+            init_scale: top,
+            growth_interval: 1,
+            ..Default::default()
+        };
+        assert_eq!(scales(config, device, "...")[2], top);
+    });
+}
+
+#[test]
+fn hysteresis_tolerates_overflows_in_a_row() {
+    for_each_device(|device| {
+        let config = GradScalerConfig {
+            hysteresis: 3,
+            ..SMALL()
+        };
+        let got = scales(config, device, "!!.!!!!.!!");
+        assert_eq!(got, [8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0, 2.0, 2.0, 2.0]);
+    });
+}
+
+#[test]
+fn a_tolerated_overflow_still_resets_the_growth_tracker() {
+    let config = GradScalerConfig {
+        hysteresis: 2,
+        ..SMALL()
+    };
+    assert_eq!(scales(config, Device::Cpu, ".!.."), [8.0, 8.0, 8.0, 16.0]);
+}
+
+#[test]
+fn too_many_skips_are_an_error_and_end_the_iteration() {
+    for_each_device(|device| {
+        let config = GradScalerConfig {
+            max_consecutive_skips: Some(3),
+            ..SMALL()
+        };
+        let mut scaler = config.build(device).unwrap();
+        iterate(&mut scaler, device, true).unwrap();
+        iterate(&mut scaler, device, true).unwrap();
+        let error = iterate(&mut scaler, device, true).unwrap_err();
+        assert!(
+            matches!(error, Error::TooManySkips { skips: 3, limit: 3, scale } if scale == 1.0),
+            "{error}"
+        );
+        iterate(&mut scaler, device, false).unwrap();
+        iterate(&mut scaler, device, true).unwrap();
+    });
+}

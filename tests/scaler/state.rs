@@ -1,0 +1,197 @@
+//! Saving and loading.
+
+use rstest::rstest;
+use tch::Device;
+use tch_amp::{Error, GradScaler, GradScalerConfig, ScalerState};
+
+use crate::common::for_each_device;
+use crate::common::python::Oracle;
+use crate::{INF, loss, model};
+
+const PYTHONS: &str = r#"{"scale": 131072.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}"#;
+
+fn parse(json: &str) -> ScalerState {
+    serde_json::from_str(json).unwrap()
+}
+
+#[test]
+fn the_state_has_pytorchs_five_keys() {
+    let state = GradScaler::new(Device::Cpu).unwrap().state_dict().unwrap();
+    let json = serde_json::to_value(&state).unwrap();
+    let mut keys: Vec<_> = json
+        .as_object()
+        .unwrap()
+        .keys()
+        .map(String::as_str)
+        .collect();
+    keys.sort_unstable();
+    let want = [
+        "_growth_tracker",
+        "backoff_factor",
+        "growth_factor",
+        "growth_interval",
+        "scale",
+    ];
+    assert_eq!(keys, want);
+}
+
+#[test]
+fn a_state_of_pythons_loads() {
+    for_each_device(|device| {
+        let mut scaler = GradScaler::new(device).unwrap();
+        scaler.load_state_dict(&parse(PYTHONS)).unwrap();
+        assert_eq!(scaler.get_scale().unwrap(), 131072.0);
+        assert_eq!(scaler.get_growth_tracker().unwrap(), 3);
+        assert_eq!(scaler.state_dict().unwrap(), parse(PYTHONS));
+    });
+}
+
+#[test]
+fn python_loads_our_state_and_we_load_pythons() {
+    let Some(oracle) = Oracle::find("scaler_state.py") else {
+        return;
+    };
+    let config = GradScalerConfig {
+        hysteresis: 2,
+        max_scale: 1e6,
+        ..Default::default()
+    };
+    for ours in [
+        GradScaler::new(Device::Cpu).unwrap(),
+        config.build(Device::Cpu).unwrap(),
+    ] {
+        let sent = ours.state_dict().unwrap();
+        // Python loads it, takes three finite steps and one that overflows, and saves.
+        let answer = oracle.run(&[], &serde_json::to_string(&sent).unwrap());
+        let mut back = GradScaler::new(Device::Cpu).unwrap();
+        back.load_state_dict(&parse(&answer)).unwrap();
+        assert_eq!(
+            (
+                back.get_scale().unwrap(),
+                back.get_growth_tracker().unwrap()
+            ),
+            (32768.0, 1)
+        );
+    }
+}
+
+#[test]
+fn every_option_survives_the_round_trip() {
+    let config = GradScalerConfig {
+        init_scale: 64.0,
+        growth_factor: 3.0,
+        backoff_factor: 0.25,
+        growth_interval: 9,
+        enabled: true,
+        min_scale: 0.5,
+        max_scale: 4096.0,
+        hysteresis: 4,
+        max_consecutive_skips: Some(50),
+        allow_fp16_gradients: true,
+    };
+    let mut saved = config.build(Device::Cpu).unwrap();
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    loss(&w, &[INF; 3]).backward();
+    for _ in 0..2 {
+        let _outcome = saved.step(&mut opt).unwrap();
+        saved.update().unwrap();
+    }
+    let state = saved.state_dict().unwrap();
+    let json = serde_json::to_string(&state).unwrap();
+    let mut loaded = GradScaler::new(Device::Cpu).unwrap();
+    loaded.load_state_dict(&parse(&json)).unwrap();
+    assert_eq!(loaded.state_dict().unwrap(), state);
+    // The third and fourth overflow in a row: one more is tolerated, as it would have been without the pause.
+    for want in [64.0, 16.0] {
+        let _outcome = loaded.step(&mut opt).unwrap();
+        loaded.update().unwrap();
+        assert_eq!(loaded.get_scale().unwrap(), want);
+    }
+}
+
+#[rstest]
+#[case("scale", "null")]
+#[case("scale", "0.0")]
+#[case("scale", "-1.0")]
+#[case("scale", "1e-40")]
+#[case("scale", "1e39")]
+#[case("growth_factor", "1.0")]
+#[case("growth_factor", "-1.0")]
+#[case("backoff_factor", "7.0")]
+#[case("backoff_factor", "null")]
+#[case("growth_interval", "-5")]
+#[case("growth_interval", "0")]
+#[case("_growth_tracker", "-1")]
+#[case("_growth_tracker", "4294967296")]
+fn a_malformed_state_is_refused_and_nothing_changes(#[case] key: &str, #[case] value: &str) {
+    let mut json: serde_json::Value = serde_json::from_str(PYTHONS).unwrap();
+    json[key] = serde_json::from_str(value).unwrap();
+    let state: ScalerState = serde_json::from_value(json).unwrap();
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    let before = scaler.state_dict().unwrap();
+    let error = scaler.load_state_dict(&state).unwrap_err().to_string();
+    assert!(error.contains(key), "{error}");
+    assert_eq!(scaler.state_dict().unwrap(), before);
+}
+
+#[test]
+fn a_state_with_text_for_a_number_does_not_parse() {
+    assert!(serde_json::from_str::<ScalerState>(r#"{"scale": "big"}"#).is_err());
+    assert!(serde_json::from_str::<ScalerState>(r#"{"scale": NaN}"#).is_err());
+}
+
+#[test]
+fn the_empty_state_of_a_disabled_scaler_is_refused_by_an_enabled_one() {
+    let empty = GradScaler::disabled().state_dict().unwrap();
+    assert_eq!(serde_json::to_string(&empty).unwrap(), "{}");
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    assert!(matches!(
+        scaler.load_state_dict(&empty),
+        Err(Error::EmptyState)
+    ));
+    GradScaler::disabled()
+        .load_state_dict(&parse(PYTHONS))
+        .unwrap();
+}
+
+#[test]
+fn a_tracker_beyond_the_interval_grows_the_scale_at_the_next_step() {
+    let mut state = parse(PYTHONS);
+    (state.growth_tracker, state.growth_interval) = (Some(99), Some(2));
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    scaler.load_state_dict(&state).unwrap();
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.update().unwrap();
+    assert_eq!(scaler.get_scale().unwrap(), 262144.0);
+}
+
+#[test]
+fn the_state_cannot_be_saved_or_loaded_in_the_middle_of_an_iteration() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    scaler.state_dict().unwrap();
+    scaler.unscale_(&mut opt).unwrap();
+    assert!(matches!(
+        scaler.state_dict(),
+        Err(Error::IterationOpen { call: "state_dict" })
+    ));
+    assert!(scaler.load_state_dict(&parse(PYTHONS)).is_err());
+    let _outcome = scaler.step(&mut opt).unwrap();
+    assert!(scaler.state_dict().is_err());
+    scaler.update().unwrap();
+    assert_eq!(scaler.state_dict().unwrap().growth_tracker, Some(1));
+}
+
+#[test]
+fn loading_before_the_first_scale_is_resuming() {
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    scaler.load_state_dict(&parse(PYTHONS)).unwrap();
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    (loss(&w, &[1.0; 3]) * 131072.0).backward();
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+    scaler.update().unwrap();
+    assert_eq!(scaler.get_growth_tracker().unwrap(), 4);
+}

@@ -1,0 +1,205 @@
+//! Between unscaling and stepping: clipping, and changes that must not go unnoticed.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::{Error, GradScaler};
+
+use crate::common::{for_each_device, to_f64};
+use crate::{Descent, INF, NAN, loss, model, ones, scaler};
+
+#[test]
+fn clipping_by_tch_after_unscaling_is_allowed() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[3.0, 0.0, 4.0])).unwrap();
+    scaler.unscale_(&mut opt).unwrap();
+    opt.clip_grad_norm(2.5);
+    let clipped = to_f64(&w.grad());
+    assert!(
+        (clipped[0] - 1.5).abs() < 1e-5 && (clipped[2] - 2.0).abs() < 1e-5,
+        "{clipped:?}"
+    );
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+    assert_eq!(
+        to_f64(&w),
+        clipped
+            .iter()
+            .map(|g| f64::from(1.0 - *g as f32))
+            .collect::<Vec<_>>()
+    );
+}
+
+#[test]
+fn an_infinity_written_after_unscaling_skips_the_step() {
+    for_each_device(|device| {
+        for bad in [INF, NAN] {
+            let (_vs, w, mut opt) = model(device);
+            let mut scaler = scaler(device);
+            scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+            scaler.unscale_(&mut opt).unwrap();
+            let _filled = w.grad().get(1).fill_(bad);
+            assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
+            assert_eq!(to_f64(&w), [1.0; 3]);
+            scaler.update().unwrap();
+            assert_eq!(scaler.get_scale().unwrap(), 4.0);
+        }
+    });
+}
+
+#[test]
+fn a_scaled_backward_between_unscale_and_step_is_refused() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    scaler.unscale_(&mut opt).unwrap();
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let error = scaler.step(&mut opt).unwrap_err();
+    assert!(matches!(error, Error::GradientChanged { .. }), "{error}");
+    assert_eq!(
+        to_f64(&w),
+        [1.0; 3],
+        "9 would have been applied in place of 2"
+    );
+}
+
+#[test]
+fn a_scaled_backward_of_another_model_between_unscale_and_step_is_fine() {
+    let (_a, wa, mut opt_a) = model(Device::Cpu);
+    let (_b, wb, mut opt_b) = model(Device::Cpu);
+    let mut scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&wa, &[1.0; 3])).unwrap();
+    scaler.unscale_(&mut opt_a).unwrap();
+    opt_a.clip_grad_value(0.5);
+    scaler.backward(&loss(&wb, &[1.0; 3])).unwrap();
+    assert!(scaler.step(&mut opt_a).unwrap().is_stepped().unwrap());
+    assert!(scaler.step(&mut opt_b).unwrap().is_stepped().unwrap());
+    scaler.update().unwrap();
+    assert_eq!((to_f64(&wa), to_f64(&wb)), (vec![0.5; 3], vec![0.0; 3]));
+}
+
+#[test]
+fn a_gradient_that_appears_between_unscale_and_step_is_refused() {
+    let (w, late) = (
+        ones(Kind::Float, Device::Cpu),
+        ones(Kind::Float, Device::Cpu),
+    );
+    let mut opt = Descent(vec![w.shallow_clone(), late.shallow_clone()]);
+    let mut scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    scaler.unscale_(&mut opt).unwrap();
+    scaler.backward(&loss(&late, &[1.0; 3])).unwrap();
+    let error = scaler.step(&mut opt).unwrap_err().to_string();
+    assert!(
+        error.contains("parameter 1 [3]") && error.contains("appeared"),
+        "{error}"
+    );
+    assert_eq!(to_f64(&late), [1.0; 3]);
+}
+
+#[test]
+fn a_variable_with_a_gradient_added_between_unscale_and_step_is_refused() {
+    let (vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    scaler.unscale_(&mut opt).unwrap();
+    let late = vs.root().ones("late", &[3]);
+    scaler.backward(&loss(&late, &[1.0; 3])).unwrap();
+    assert!(matches!(
+        scaler.step(&mut opt),
+        Err(Error::GradientChanged { .. })
+    ));
+    assert_eq!((to_f64(&w), to_f64(&late)), (vec![1.0; 3], vec![1.0; 3]));
+}
+
+#[test]
+fn the_transaction_clips_to_the_norm_and_returns_the_norm_before() {
+    for_each_device(|device| {
+        let (_vs, w, mut opt) = model(device);
+        let mut scaler = scaler(device);
+        scaler.backward(&loss(&w, &[3.0, 0.0, 4.0])).unwrap();
+        let mut unscaled = scaler.unscale(&mut opt).unwrap();
+        let norm = unscaled.clip_grad_norm(2.5).unwrap();
+        assert_eq!((norm.device(), to_f64(&norm)), (device, vec![5.0]));
+        // In f32, as PyTorch: its 1e-6, and a number over a tensor is the number times the reciprocal.
+        let factor = 2.5f32 * (5.0f32 + 1e-6).recip();
+        let want = [3.0f32, 0.0, 4.0].map(|g| f64::from(1.0 - g * factor));
+        assert!(unscaled.step().unwrap().is_stepped().unwrap());
+        assert_eq!(to_f64(&w), want);
+        scaler.update().unwrap();
+    });
+}
+
+#[test]
+fn a_norm_within_the_limit_changes_no_gradient() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[0.1, 0.2, 0.3])).unwrap();
+    let mut unscaled = scaler.unscale(&mut opt).unwrap();
+    let before = to_f64(&w.grad());
+    let _norm = unscaled.clip_grad_norm(1.0).unwrap();
+    assert_eq!(to_f64(&w.grad()), before);
+}
+
+#[test]
+fn the_transaction_clips_values() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[-3.0, 0.25, 4.0])).unwrap();
+    let mut unscaled = scaler.unscale(&mut opt).unwrap();
+    unscaled.clip_grad_value(0.5).unwrap();
+    assert!(unscaled.step().unwrap().is_stepped().unwrap());
+    assert_eq!(to_f64(&w), [1.5, 0.75, 0.5]);
+}
+
+#[test]
+fn two_transactions_are_open_at_once() {
+    let (_a, wa, mut opt_a) = model(Device::Cpu);
+    let (_b, wb, mut opt_b) = model(Device::Cpu);
+    let mut scaler = scaler(Device::Cpu);
+    scaler
+        .backward(&(loss(&wa, &[1.0; 3]) + loss(&wb, &[NAN; 3])))
+        .unwrap();
+    let a = scaler.unscale(&mut opt_a).unwrap();
+    let b = scaler.unscale(&mut opt_b).unwrap();
+    assert!(b.step().unwrap().is_skipped().unwrap());
+    assert!(a.step().unwrap().is_stepped().unwrap());
+    scaler.update().unwrap();
+    assert_eq!((to_f64(&wa), to_f64(&wb)), (vec![0.0; 3], vec![1.0; 3]));
+}
+
+#[test]
+fn a_dropped_transaction_leaves_the_step_out_and_counts_its_check() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[INF; 3])).unwrap();
+    drop(scaler.unscale(&mut opt).unwrap());
+    assert!(matches!(
+        scaler.unscale(&mut opt),
+        Err(Error::AlreadyUnscaled)
+    ));
+    scaler.update().unwrap();
+    assert_eq!(
+        (to_f64(&w), scaler.get_scale().unwrap()),
+        (vec![1.0; 3], 4.0)
+    );
+}
+
+#[test]
+fn a_transaction_of_a_disabled_scaler_clips_and_steps() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let scaler = GradScaler::disabled();
+    scaler.backward(&loss(&w, &[3.0, 0.0, 4.0])).unwrap();
+    let mut unscaled = scaler.unscale(&mut opt).unwrap();
+    unscaled.clip_grad_value(1.0).unwrap();
+    assert!(unscaled.step().unwrap().is_stepped().unwrap());
+    assert_eq!(to_f64(&w), [0.0, 1.0, 0.0]);
+}
+
+#[test]
+fn clipping_without_any_gradient_returns_zero() {
+    let (_vs, _w, mut opt) = model(Device::Cpu);
+    let scaler = scaler(Device::Cpu);
+    let mut unscaled = scaler.unscale(&mut opt).unwrap();
+    let norm: Tensor = unscaled.clip_grad_norm(1.0).unwrap();
+    assert_eq!(to_f64(&norm), [0.0]);
+    assert!(unscaled.step().unwrap().has_no_gradients());
+}

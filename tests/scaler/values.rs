@@ -1,0 +1,146 @@
+//! Values that are refused, and setters.
+
+use rstest::rstest;
+use tch::{Device, Kind, Tensor};
+use tch_amp::{Error, GradScaler, GradScalerConfig};
+
+use crate::common::cuda_or_skip;
+use crate::{INF, NAN, loss, model};
+
+/// The default configuration with one field changed.
+macro_rules! config {
+    ($($field:ident: $value:expr),+) => {
+        GradScalerConfig { $($field: $value,)+ ..Default::default() }
+    };
+}
+
+#[rstest]
+#[case("growth_factor", config!(growth_factor: 1.0))]
+#[case("growth_factor", config!(growth_factor: NAN))]
+#[case("growth_factor", config!(growth_factor: INF))]
+#[case("backoff_factor", config!(backoff_factor: 1.0))]
+#[case("backoff_factor", config!(backoff_factor: 0.0))]
+#[case("backoff_factor", config!(backoff_factor: -0.5))]
+#[case("backoff_factor", config!(backoff_factor: NAN))]
+#[case("growth_interval", config!(growth_interval: 0))]
+#[case("growth_interval", config!(growth_interval: -5))]
+#[case("growth_interval", config!(growth_interval: 1 << 31))]
+#[case("init_scale", config!(init_scale: 0.0))]
+#[case("init_scale", config!(init_scale: -1.0))]
+#[case("init_scale", config!(init_scale: NAN))]
+#[case("init_scale", config!(init_scale: 1e39))]
+#[case("init_scale", config!(max_scale: 1024.0))]
+#[case("min_scale", config!(min_scale: 1e-40))]
+#[case("min_scale", config!(min_scale: NAN))]
+#[case("max_scale", config!(max_scale: INF))]
+#[case("max_scale", config!(max_scale: 1e-30, min_scale: 1e-20))]
+#[case("hysteresis", config!(hysteresis: 0))]
+#[case("max_consecutive_skips", config!(max_consecutive_skips: Some(0)))]
+fn a_configuration_outside_its_range_is_refused(
+    #[case] field: &str,
+    #[case] config: GradScalerConfig,
+) {
+    match config.build(Device::Cpu) {
+        Err(Error::InvalidValue { field: named, .. }) => assert_eq!(named, field),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_device_that_cannot_be_used_is_refused_unless_the_scaler_is_disabled() {
+    if cuda_or_skip() {
+        return;
+    }
+    let error = GradScaler::new(Device::Cuda(0)).unwrap_err();
+    assert!(matches!(error, Error::DeviceUnavailable { .. }), "{error}");
+    let config = GradScalerConfig {
+        enabled: false,
+        ..Default::default()
+    };
+    assert!(!config.build(Device::Cuda(0)).unwrap().is_enabled());
+}
+
+#[test]
+fn setters_refuse_what_the_configuration_refuses_and_keep_the_old_value() {
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    assert!(scaler.set_growth_factor(0.5).is_err());
+    assert!(scaler.set_backoff_factor(1.5).is_err());
+    assert!(scaler.set_growth_interval(0).is_err());
+    let got = (
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    );
+    assert_eq!(got, (2.0, 0.5, 2000));
+    scaler.set_growth_factor(4.0).unwrap();
+    scaler.set_backoff_factor(0.25).unwrap();
+    scaler.set_growth_interval(7).unwrap();
+    let got = (
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
+    );
+    assert_eq!(got, (4.0, 0.25, 7));
+}
+
+#[test]
+fn an_interval_below_the_tracker_grows_the_scale_at_the_next_step() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    let mut iterate = |scaler: &mut GradScaler| {
+        opt.zero_grad();
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+        let _outcome = scaler.step(&mut opt).unwrap();
+        scaler.update().unwrap();
+        scaler.get_scale().unwrap()
+    };
+    for _ in 0..10 {
+        assert_eq!(iterate(&mut scaler), 65536.0);
+    }
+    scaler.set_growth_interval(3).unwrap();
+    assert_eq!(iterate(&mut scaler), 131072.0);
+    assert_eq!(
+        [(); 3].map(|()| iterate(&mut scaler)),
+        [131072.0, 131072.0, 262144.0]
+    );
+}
+
+#[test]
+fn a_new_scale_ends_the_iteration() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.update_with(16.0).unwrap();
+    assert_eq!(scaler.get_scale().unwrap(), 16.0);
+    opt.zero_grad();
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+    scaler.update_with_tensor(&Tensor::from(4.0f32)).unwrap();
+    assert_eq!(scaler.get_scale().unwrap(), 4.0);
+}
+
+#[rstest]
+#[case(0.0)]
+#[case(-3.0)]
+#[case(NAN)]
+#[case(INF)]
+#[case(1e39)]
+fn a_new_scale_that_is_none_is_refused(#[case] new_scale: f64) {
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    assert!(matches!(
+        scaler.update_with(new_scale),
+        Err(Error::InvalidValue { .. })
+    ));
+    assert!(scaler.update_with_tensor(&Tensor::from(new_scale)).is_err());
+    assert_eq!(scaler.get_scale().unwrap(), 65536.0);
+}
+
+#[test]
+fn a_new_scale_of_several_elements_is_refused() {
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    let several = Tensor::ones([2], (Kind::Float, Device::Cpu));
+    assert!(scaler.update_with_tensor(&several).is_err());
+    assert!(scaler.update_with_tensor(&Tensor::new()).is_err());
+    assert_eq!(scaler.get_scale().unwrap(), 65536.0);
+}

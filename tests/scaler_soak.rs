@@ -1,0 +1,155 @@
+//! 200,000 iterations of mixed-precision training keep the memory flat.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a test fails by panicking"
+)]
+
+mod common;
+
+use tch::nn::{self, Module as _, OptimizerConfig as _, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::{GradScaler, autocast};
+
+use common::rng::Rng;
+
+const ITERATIONS: u64 = 200_000;
+const SAMPLE_EVERY: u64 = 1_000;
+
+/// The slope at which a leak of a tenth of a byte an iteration shows.
+const MAX_BYTES_PER_10_000: f64 = 1024.0;
+
+#[test]
+fn training_for_200_000_iterations_keeps_memory_flat() {
+    let Some(page) = page_size() else {
+        eprintln!("SKIPPED: the resident memory is read from /proc, which only Linux has");
+        return;
+    };
+    tch::set_num_threads(1);
+    let mut training = Training::new();
+    let mut samples = Vec::new();
+    for iteration in 0..ITERATIONS {
+        training.iterate(iteration);
+        // The first tenth warms allocators and caches up.
+        if iteration >= ITERATIONS / 10 && iteration % SAMPLE_EVERY == 0 {
+            samples.push((iteration as f64, (resident_pages() * page) as f64));
+        }
+    }
+    let slope = slope(&samples) * 10_000.0;
+    println!(
+        "{} steps, {} skipped, {slope:.0} bytes per 10,000 iterations",
+        training.stepped, training.skipped
+    );
+    assert!(
+        training.skipped > ITERATIONS / 20,
+        "overflows are part of the soak: {}",
+        training.skipped
+    );
+    assert!(
+        training.stepped > ITERATIONS / 2,
+        "steps are part of the soak: {}",
+        training.stepped
+    );
+    assert!(
+        slope < MAX_BYTES_PER_10_000,
+        "memory grows by {slope:.0} bytes per 10,000 iterations: {samples:?}"
+    );
+}
+
+struct Training {
+    rng: Rng,
+    net: nn::Linear,
+    optimizer: nn::Optimizer,
+    scaler: GradScaler,
+    stepped: u64,
+    skipped: u64,
+}
+
+impl Training {
+    fn new() -> Self {
+        let vs = VarStore::new(Device::Cpu);
+        let net = nn::linear(vs.root(), 4, 2, Default::default());
+        let optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&vs, 1e-3).unwrap();
+        let scaler = GradScaler::new(Device::Cpu).unwrap();
+        Self {
+            rng: Rng::new(13),
+            net,
+            optimizer,
+            scaler,
+            stepped: 0,
+            skipped: 0,
+        }
+    }
+
+    /// One iteration; every tenth overflows, and each way of unscaling has its turn.
+    fn iterate(&mut self, iteration: u64) {
+        let factor = if self.rng.one_in(10) {
+            f64::INFINITY
+        } else {
+            1.0
+        };
+        let input = Tensor::from_slice(&[self.rng.eighth(), 1.0, 0.5, -0.25])
+            .to_kind(Kind::Float)
+            .view([1, 4]);
+        self.optimizer.zero_grad();
+        let net = &self.net;
+        let output = autocast(Device::Cpu, || net.forward(&input)).unwrap();
+        let loss = output.to_kind(Kind::Float).square().mean(Kind::Float) * factor;
+        self.scaler.backward(&loss).unwrap();
+        let outcome = match iteration % 3 {
+            0 => self.scaler.step(&mut self.optimizer).unwrap(),
+            1 => {
+                self.scaler.unscale_(&mut self.optimizer).unwrap();
+                self.optimizer.clip_grad_norm(1.0);
+                self.scaler.step(&mut self.optimizer).unwrap()
+            }
+            _ => {
+                let mut unscaled = self.scaler.unscale(&mut self.optimizer).unwrap();
+                let _norm = unscaled.clip_grad_norm(1.0).unwrap();
+                unscaled.step().unwrap()
+            }
+        };
+        if outcome.is_stepped().unwrap() {
+            self.stepped += 1;
+        } else {
+            self.skipped += 1;
+        }
+        self.scaler.update().unwrap();
+    }
+}
+
+/// The bytes of a page; `None` off Linux.
+fn page_size() -> Option<u64> {
+    let smaps = std::fs::read_to_string("/proc/self/smaps").ok()?;
+    let line = smaps
+        .lines()
+        .find(|line| line.starts_with("KernelPageSize:"))?;
+    let kilobytes = line.split_whitespace().nth(1)?.parse::<u64>().ok()?;
+    Some(kilobytes * 1024)
+}
+
+fn resident_pages() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux has /proc");
+    statm
+        .split_whitespace()
+        .nth(1)
+        .expect("statm has seven numbers")
+        .parse()
+        .expect("statm has numbers")
+}
+
+/// The least-squares slope of the samples.
+fn slope(samples: &[(f64, f64)]) -> f64 {
+    let n = samples.len() as f64;
+    let mean_x = samples.iter().map(|(x, _)| x).sum::<f64>() / n;
+    let mean_y = samples.iter().map(|(_, y)| y).sum::<f64>() / n;
+    let covariance = samples
+        .iter()
+        .map(|(x, y)| (x - mean_x) * (y - mean_y))
+        .sum::<f64>();
+    let variance = samples
+        .iter()
+        .map(|(x, _)| (x - mean_x).powi(2))
+        .sum::<f64>();
+    covariance / variance
+}
