@@ -37,8 +37,6 @@ inline const at::Tensor &tensor(const tamp_tensor *t) {
   return *reinterpret_cast<const at::Tensor *>(t);
 }
 
-inline tamp_tensor *give(at::Tensor t) {
-  return reinterpret_cast<tamp_tensor *>(new at::Tensor(std::move(t)));
-}
+inline tamp_tensor *give(at::Tensor t) { return reinterpret_cast<tamp_tensor *>(new at::Tensor(std::move(t))); }
 
 }  // namespace tamp

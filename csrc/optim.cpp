@@ -26,7 +26,8 @@ at::Tensor clip_norm(const std::vector<at::Tensor> &gradients, double max_norm) 
     norms.push_back(at::linalg_vector_norm(gradient, 2).to(first, /*non_blocking=*/true));
   }
   at::Tensor total = at::linalg_vector_norm(at::stack(norms), 2);
-  const at::Tensor factor = (max_norm / (total + 1e-6)).clamp_max(1.0);
+  // Python divides a number by a tensor as reciprocal times number, which rounds otherwise than C++'s division.
+  const at::Tensor factor = (total + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
   for (const auto &gradient : gradients) gradient.mul_(factor.to(gradient.device(), /*non_blocking=*/true));
   return total;
 }

@@ -219,8 +219,7 @@ void tamp_gradient_drop(tamp_tensor *parameter, char **err) noexcept {
 }
 
 uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, tamp_gradient *gradients,
-                               const tamp_tensor *scale, tamp_tensor *found_inf, uint8_t options,
-                               char **err) noexcept {
+                               const tamp_tensor *scale, tamp_tensor *found_inf, uint8_t options, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
     const c10::NoGradGuard no_grad;
     const uint8_t answer = unscale(parameters, count, tamp::tensor(scale), tamp::tensor(found_inf), options);

@@ -38,8 +38,8 @@ pub struct Autocast {
 }
 
 impl Autocast {
-    /// A region on `device` with PyTorch's defaults: bf16 on the CPU, fp16 on CUDA and MPS, enabled, and the weight
-    /// cache as the thread has it.
+    /// A region on `device` with PyTorch's defaults: enabled, with the dtype and the weight cache as the thread has
+    /// them. Outside of other regions that is bf16 on the CPU, fp16 on CUDA and MPS, and the cache on.
     pub fn new(device: Device) -> Self {
         Self {
             device,
@@ -49,7 +49,7 @@ impl Autocast {
         }
     }
 
-    /// Sets the dtype of the region: [`Kind::BFloat16`] or [`Kind::Half`].
+    /// Sets the dtype of the region: [`Kind::BFloat16`] or [`Kind::Half`]. Defaults to that of the region around it.
     pub fn dtype(mut self, dtype: Kind) -> Self {
         self.dtype = Some(dtype);
         self
@@ -99,36 +99,29 @@ impl Autocast {
         if self.enabled {
             check_usable(self.device)?;
         }
-        let refuse = |dtype| Error::AutocastDtype {
+        let mut state = read(self.device)?;
+        if let Some(cache) = self.cache {
+            state.cache_enabled = cache.into();
+        }
+        let device = &mut state.devices[0];
+        device.enabled = self.enabled.into();
+        device.dtype = self.allowed_dtype(device.dtype)?;
+        Ok(state)
+    }
+
+    /// The dtype that was asked for, else the one that the thread has, if autocast can run in it.
+    fn allowed_dtype(self, inherited: i8) -> Result<i8> {
+        let dtype = self.dtype.map_or_else(|| dtype_kind(inherited), Ok)?;
+        let allowed = match dtype {
+            Kind::BFloat16 | Kind::Half => true,
+            // The dtype of a region that is off is never used, and PyTorch takes any; an integer is a mistake.
+            _ => !self.enabled,
+        };
+        let refused = Error::AutocastDtype {
             device: self.device,
             dtype,
         };
-        let dtype = match self.dtype {
-            None => default_dtype(self.device),
-            Some(dtype @ (Kind::BFloat16 | Kind::Half)) => dtype,
-            // The dtype of a region that is off is never used, and PyTorch takes any; an integer is a mistake.
-            Some(dtype @ (Kind::Float | Kind::Double)) if !self.enabled => dtype,
-            Some(dtype) => return Err(refuse(dtype)),
-        };
-        let device = sys::AutocastDevice {
-            device_type: device_type(self.device)?,
-            dtype: dtype_code(dtype).ok_or_else(|| refuse(dtype))?,
-            enabled: self.enabled.into(),
-        };
-        let mut state = sys::AutocastState {
-            count: 1,
-            ..Default::default()
-        };
-        state.devices[0] = device;
-        state.cache_enabled = self.cache.unwrap_or_else(is_cache_enabled).into();
-        Ok(state)
-    }
-}
-
-fn default_dtype(device: Device) -> Kind {
-    match device {
-        Device::Cpu => Kind::BFloat16,
-        Device::Cuda(_) | Device::Mps | Device::Vulkan => Kind::Half,
+        dtype_code(dtype).filter(|_| allowed).ok_or(refused)
     }
 }
 
@@ -188,28 +181,28 @@ pub fn is_autocast_available(device: Device) -> bool {
 
 /// Tells whether the calling thread is in an enabled region on `device`, as `torch.is_autocast_enabled`.
 pub fn is_autocast_enabled(device: Device) -> bool {
-    read(device).is_ok_and(|state| state.enabled != 0)
+    read(device).is_ok_and(|state| state.devices[0].enabled != 0)
 }
 
 /// Returns the dtype of the calling thread's regions on `device`, as `torch.get_autocast_dtype`; outside of a region,
-/// the dtype that libtorch would use.
+/// the dtype that one would have by default.
 ///
 /// # Errors
 ///
 /// [`Error::DeviceUnavailable`] for a device without autocast.
 pub fn autocast_dtype(device: Device) -> Result<Kind> {
-    let state = read(device)?;
-    dtype_kind(state.dtype).ok_or_else(|| Error::Torch(format!("autocast dtype {}", state.dtype)))
+    dtype_kind(read(device)?.devices[0].dtype)
 }
 
-fn read(device: Device) -> Result<sys::AutocastDevice> {
+/// The calling thread's state for one device, and its cache flag.
+fn read(device: Device) -> Result<sys::AutocastState> {
     let mut state = sys::AutocastState {
         count: 1,
         ..Default::default()
     };
     state.devices[0].device_type = device_type(device)?;
     ffi::autocast_read(&mut state)?;
-    Ok(state.devices[0])
+    Ok(state)
 }
 
 /// Tells whether the calling thread keeps casts of weights, as `torch.is_autocast_cache_enabled`.

@@ -64,8 +64,9 @@ pub(crate) fn dtype_code(kind: Kind) -> Option<i8> {
 }
 
 /// The floating kind with a number of `c10::ScalarType`.
-pub(crate) fn dtype_kind(code: i8) -> Option<Kind> {
+pub(crate) fn dtype_kind(code: i8) -> Result<Kind> {
     [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16]
         .into_iter()
         .find(|kind| dtype_code(*kind) == Some(code))
+        .ok_or_else(|| Error::Torch(format!("autocast has the unknown dtype {code}")))
 }

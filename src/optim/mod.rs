@@ -90,6 +90,34 @@ impl Deref for Parameters<'_> {
     }
 }
 
+impl<O: AmpOptimizer + ?Sized> AmpOptimizer for &mut O {
+    fn parameters(&self) -> Parameters<'_> {
+        (**self).parameters()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        (**self).step()
+    }
+
+    fn parameter_name(&self, index: usize) -> Option<String> {
+        (**self).parameter_name(index)
+    }
+}
+
+impl<O: AmpOptimizer + ?Sized> AmpOptimizer for Box<O> {
+    fn parameters(&self) -> Parameters<'_> {
+        (**self).parameters()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        (**self).step()
+    }
+
+    fn parameter_name(&self, index: usize) -> Option<String> {
+        (**self).parameter_name(index)
+    }
+}
+
 impl AmpOptimizer for Optimizer {
     /// Returns the trainable variables of the VarStore, those that were added after the optimizer was built included:
     /// its step takes them up, too.

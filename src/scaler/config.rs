@@ -157,3 +157,67 @@ fn ensure(field: &'static str, value: f64, holds: bool, rule: &'static str) -> R
         Err(Error::InvalidValue { field, value, rule })
     }
 }
+
+/// The settings of a scaler at work.
+impl GradScaler {
+    /// Returns what the scale is multiplied by when it grows.
+    pub fn get_growth_factor(&self) -> f64 {
+        self.config.growth_factor
+    }
+
+    /// Sets what the scale is multiplied by when it grows.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] unless it is finite and more than 1; the old value stays then.
+    pub fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
+        self.reconfigure(GradScalerConfig {
+            growth_factor,
+            ..self.config
+        })
+    }
+
+    /// Returns what the scale is multiplied by when it backs off.
+    pub fn get_backoff_factor(&self) -> f64 {
+        self.config.backoff_factor
+    }
+
+    /// Sets what the scale is multiplied by when it backs off.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] unless it is between 0 and 1; the old value stays then.
+    pub fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
+        self.reconfigure(GradScalerConfig {
+            backoff_factor,
+            ..self.config
+        })
+    }
+
+    /// Returns the number of iterations without overflow before the scale grows.
+    pub fn get_growth_interval(&self) -> i64 {
+        self.config.growth_interval
+    }
+
+    /// Sets the number of iterations without overflow before the scale grows. With more than that behind it already,
+    /// the scale grows at the next one; in PyTorch it would never grow again.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] unless it is from 1 to 2^31 - 1; the old value stays then.
+    pub fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
+        self.reconfigure(GradScalerConfig {
+            growth_interval,
+            ..self.config
+        })?;
+        self.scale
+            .as_mut()
+            .map_or(Ok(()), |scale| scale.clamp_tracker(growth_interval))
+    }
+
+    fn reconfigure(&mut self, config: GradScalerConfig) -> Result<()> {
+        config.check()?;
+        self.config = config;
+        Ok(())
+    }
+}

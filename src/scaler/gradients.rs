@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use crate::device::dtype_code;
 use crate::error::{Error, Result};
-use crate::scaler::iteration::AddressSet;
+use crate::scaler::iteration::AddressMap;
 use crate::sys::{self, Gradient};
 
 /// A device as libtorch numbers it: type and index.
@@ -29,7 +29,7 @@ impl Plan {
         describe: &dyn Fn(usize) -> String,
     ) -> Result<Self> {
         let mut plan = Self::default();
-        let mut seen = AddressSet::default();
+        let mut seen = AddressMap::default();
         for (index, gradient) in gradients.iter().enumerate() {
             let refuse = |problem| Error::Gradient {
                 parameter: describe(index),
@@ -39,7 +39,7 @@ impl Plan {
                 return Err(refuse("cannot exist: the parameter is an undefined tensor"));
             }
             // A parameter that stands in two groups is unscaled once.
-            if gradient.gradient == 0 || !seen.insert(gradient.gradient) {
+            if gradient.gradient == 0 || seen.insert(gradient.parameter, ()).is_some() {
                 continue;
             }
             if gradient.flags & sys::GRADIENT_REQUIRES_GRAD == 0 {

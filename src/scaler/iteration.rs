@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 use tch::{Kind, Tensor};
@@ -10,6 +10,7 @@ use tch::{Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::scaler::gradients::{Change, Plan, change};
+use crate::scaler::scale::Scale;
 use crate::sys::{self, Gradient};
 
 /// How far an optimizer has come in this iteration.
@@ -33,7 +34,7 @@ pub(crate) struct Record {
     pub(crate) stage: Stage,
     /// The gradients as unscaling left them, in the order of the parameters.
     gradients: Vec<Gradient>,
-    /// The parameters, kept while other things may happen before the step.
+    /// The parameters, kept alive so that their identities stay theirs until the iteration ends.
     parameters: Vec<Tensor>,
     found: Vec<FoundInf>,
     /// Numbers changed since unscaling, so that they have to be looked at again.
@@ -55,8 +56,8 @@ pub(crate) enum Owner {
 #[derive(Debug, Default)]
 pub(crate) struct Iteration {
     records: Vec<Record>,
-    /// The gradients that have been unscaled.
-    unscaled: AddressSet,
+    /// The gradients that have been unscaled, by parameter.
+    unscaled: AddressMap<usize>,
     /// found_inf tensors of earlier iterations, to be used again.
     spare: Vec<Tensor>,
 }
@@ -89,40 +90,43 @@ impl Iteration {
         if let Some(record) = self.records.iter().position(same) {
             return Owner::Record(record);
         }
-        let shared = |g: &Gradient| g.gradient != 0 && self.unscaled.contains(&g.gradient);
+        let shared =
+            |g: &Gradient| g.gradient != 0 && self.unscaled.get(&g.parameter) == Some(&g.gradient);
         gradients
             .iter()
             .position(shared)
             .map_or(Owner::Nobody, Owner::Shared)
     }
 
-    /// Unscales what `plan` lists and opens a record.
+    /// Unscales what `plan` lists and opens a record; without any gradient there is nothing to record.
     pub(crate) fn unscale(
         &mut self,
-        parameters: &[Tensor],
+        parameters: Vec<Tensor>,
         mut gradients: Vec<Gradient>,
         plan: &Plan,
-        scale: &Tensor,
-        recheck: bool,
-    ) -> Result<usize> {
+        scale: &Scale,
+    ) -> Result<Option<usize>> {
         for &frozen in &plan.frozen {
             ffi::gradient_drop(&parameters[frozen])?;
             gradients[frozen].gradient = 0;
         }
-        let options = if recheck { sys::UNSCALE_RECHECK } else { 0 };
-        let found = self.check(parameters, &mut gradients, plan, scale, options)?;
+        if plan.groups.is_empty() {
+            return Ok(None);
+        }
+        let options = u8::from(scale.may_enlarge()) * sys::UNSCALE_RECHECK;
+        let found = self.check(&parameters, &mut gradients, plan, scale.tensor(), options)?;
         let record = Record {
             stage: Stage::Unscaled,
             gradients,
-            parameters: Vec::new(),
+            parameters,
             found,
             dirty: false,
             rescaled: false,
         };
-        self.unscaled
-            .extend(record.gradients.iter().map(|gradient| gradient.gradient));
+        let unscaled = record.gradients.iter().map(|g| (g.parameter, g.gradient));
+        self.unscaled.extend(unscaled);
         self.records.push(record);
-        Ok(self.records.len() - 1)
+        Ok(Some(self.records.len() - 1))
     }
 
     /// Runs the kernels over the groups of `plan` and describes their gradients anew.
@@ -157,13 +161,6 @@ impl Iteration {
         {
             Some(index) => Ok(self.spare.swap_remove(index)),
             None => Ok(Tensor::f_scalar_tensor(0.0, (Kind::Float, device))?),
-        }
-    }
-
-    /// Keeps the parameters of a record that stays open until a later step.
-    pub(crate) fn keep_parameters(&mut self, record: usize, parameters: Vec<Tensor>) {
-        if let Some(record) = self.records.get_mut(record) {
-            record.parameters = parameters;
         }
     }
 
@@ -218,12 +215,6 @@ impl Iteration {
         Ok(())
     }
 
-    pub(crate) fn has_gradients(&self, record: usize) -> bool {
-        self.records
-            .get(record)
-            .is_some_and(|record| !record.found.is_empty())
-    }
-
     /// Whether a gradient of the record was infinite or NaN. Waits for the devices when only they know, once.
     pub(crate) fn found_inf(&mut self, record: usize) -> Result<bool> {
         let Some(record) = self.records.get_mut(record) else {
@@ -258,7 +249,7 @@ impl Iteration {
         self.spare
             .extend(record.found.into_iter().map(|flag| flag.tensor));
         for gradient in &record.gradients {
-            self.unscaled.remove(&gradient.gradient);
+            self.unscaled.remove(&gradient.parameter);
         }
     }
 
@@ -289,8 +280,9 @@ impl Record {
     /// Takes over new numbers, but neither new tensors nor new gradients: the step will refuse those.
     fn accept(&mut self, now: Vec<Gradient>) {
         for (known, now) in self.gradients.iter_mut().zip(now) {
-            if change(Some(known), &now) == Change::Numbers {
-                self.dirty = true;
+            let numbers = change(Some(known), &now) == Change::Numbers;
+            self.dirty |= numbers;
+            if numbers || now.gradient == 0 {
                 *known = now;
             }
         }
@@ -314,8 +306,8 @@ fn overflow<'a>(found: impl IntoIterator<Item = &'a FoundInf>) -> Option<bool> {
     known
 }
 
-/// A set of tensor identities.
-pub(crate) type AddressSet = HashSet<usize, BuildHasherDefault<AddressHasher>>;
+/// Something for each of some tensor identities.
+pub(crate) type AddressMap<T> = HashMap<usize, T, BuildHasherDefault<AddressHasher>>;
 
 /// Spreads addresses over a hash table; they need no protection against an attacker.
 #[derive(Debug, Default)]

@@ -9,13 +9,13 @@ mod iteration;
 mod outcome;
 mod scale;
 mod state;
+mod step;
 mod unscaled;
 
 use std::borrow::Borrow;
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 pub use config::GradScalerConfig;
@@ -25,13 +25,9 @@ pub use unscaled::Unscaled;
 
 use crate::device::check_usable;
 use crate::error::{Error, Result};
-use crate::optim::AmpOptimizer;
-use crate::{autocast, ffi};
-use gradients::Plan;
-use iteration::{Iteration, Owner, Stage};
-use outcome::Step;
+use crate::ffi;
+use iteration::Iteration;
 use scale::{Mirror, Scale};
-use state::Progress;
 
 /// Scales losses, unscales gradients, skips the steps whose gradients are infinite or NaN, and adapts the scale. The
 /// twin of `torch.amp.GradScaler`, with its defaults and its arithmetic, bit by bit.
@@ -165,151 +161,6 @@ impl GradScaler {
         Ok(self.scale(loss)?.f_backward()?)
     }
 
-    /// Divides the gradients of an optimizer's parameters by the scale, in place, and records whether any is infinite
-    /// or NaN. Does not wait for the device.
-    ///
-    /// Needed only to look at or change gradients before [`step`](Self::step), which does it otherwise. Gradients may
-    /// be f32, f64, bf16 or complex, dense in any layout or COO sparse, on several devices; missing ones are left out,
-    /// and a gradient that a frozen parameter still carries is dropped. Clip before the next loss is scaled.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::AlreadyUnscaled`], [`Error::UnscaleAfterStep`], [`Error::SharedParameter`] and [`Error::Gradient`];
-    /// no gradient is touched then.
-    pub fn unscale_(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
-        self.open(optimizer)?;
-        Ok(())
-    }
-
-    /// Unscales as [`unscale_`](Self::unscale_) and returns a transaction that clips and steps. Several optimizers can
-    /// be in such transactions at once.
-    ///
-    /// # Errors
-    ///
-    /// As [`unscale_`](Self::unscale_).
-    pub fn unscale<'a, O: AmpOptimizer>(&'a self, optimizer: &'a mut O) -> Result<Unscaled<'a, O>> {
-        let record = self.open(optimizer)?;
-        Ok(Unscaled::new(self, optimizer, record))
-    }
-
-    /// Steps the optimizer if all its gradients are finite, and unscales them first unless that was done.
-    ///
-    /// For gradients on a GPU the host waits for the answer, in one transfer for all parameters and devices. Numbers
-    /// that changed since `unscale_`, as clipping changes them, are checked again. After a step the autocast weight
-    /// cache is cleared.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::AlreadyStepped`]; [`Error::GradientChanged`] when a gradient is not the one that was unscaled, because
-    /// it appeared, was replaced, or changed after another loss was scaled; those of [`unscale_`](Self::unscale_); and
-    /// what the optimizer's own step returns.
-    pub fn step(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
-        self.step_shared(optimizer)
-    }
-
-    fn step_shared(&self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
-        let Some(scale) = &self.scale else {
-            optimizer.step()?;
-            return Ok(StepOutcome(Step::Stepped));
-        };
-        let parameters = optimizer.parameters();
-        let describe = |index| self.describe(optimizer, &parameters, index);
-        let now = ffi::gradients_inspect(&parameters)?;
-        let mut iteration = self.iteration.borrow_mut();
-        let record = match iteration.owner(&now) {
-            Owner::Record(record) if iteration.stage(record) == Some(Stage::Stepped) => {
-                return Err(Error::AlreadyStepped);
-            }
-            Owner::Record(record) => {
-                iteration.verify(record, &parameters, now, scale.tensor(), &describe)?;
-                record
-            }
-            Owner::Shared(index) => {
-                return Err(Error::SharedParameter {
-                    parameter: describe(index),
-                });
-            }
-            Owner::Nobody if parameters.is_empty() => return Ok(StepOutcome(Step::NoGradients)),
-            Owner::Nobody => {
-                let plan = Plan::new(&now, self.config.allow_fp16_gradients, &describe)?;
-                let (scale, recheck) = (scale.tensor(), scale.may_enlarge());
-                iteration.unscale(&parameters, now, &plan, scale, recheck)?
-            }
-        };
-        drop((iteration, parameters));
-        self.finish(record, optimizer)
-    }
-
-    /// Takes the step that the record allows.
-    fn finish(&self, record: usize, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
-        let mut iteration = self.iteration.borrow_mut();
-        let step = if !iteration.has_gradients(record) {
-            Step::NoGradients
-        } else if iteration.found_inf(record)? {
-            Step::Skipped
-        } else {
-            Step::Stepped
-        };
-        drop(iteration);
-        if step == Step::Stepped {
-            optimizer.step()?;
-            // Inside a region the cache would go on serving the old weights.
-            autocast::clear_autocast_cache();
-        }
-        self.iteration
-            .borrow_mut()
-            .set_stage(record, Stage::Stepped);
-        Ok(StepOutcome(step))
-    }
-
-    /// Unscales and returns the record; `None` when there is nothing to record.
-    fn open(&self, optimizer: &mut dyn AmpOptimizer) -> Result<Option<usize>> {
-        let Some(scale) = &self.scale else {
-            return Ok(None);
-        };
-        let parameters = optimizer.parameters();
-        if parameters.is_empty() {
-            return Ok(None);
-        }
-        let describe = |index| self.describe(optimizer, &parameters, index);
-        let now = ffi::gradients_inspect(&parameters)?;
-        let mut iteration = self.iteration.borrow_mut();
-        match iteration.owner(&now) {
-            Owner::Nobody => {}
-            Owner::Shared(index) => {
-                return Err(Error::SharedParameter {
-                    parameter: describe(index),
-                });
-            }
-            Owner::Record(record) => {
-                return Err(match iteration.stage(record) {
-                    Some(Stage::Stepped) => Error::UnscaleAfterStep,
-                    _ => Error::AlreadyUnscaled,
-                });
-            }
-        }
-        let plan = Plan::new(&now, self.config.allow_fp16_gradients, &describe)?;
-        let record =
-            iteration.unscale(&parameters, now, &plan, scale.tensor(), scale.may_enlarge())?;
-        iteration.keep_parameters(record, parameters.into_owned());
-        Ok(Some(record))
-    }
-
-    /// Forgets that an optimizer was unscaled in this iteration, for a loop that decides not to step it and not to
-    /// call `update` either. Its gradients stay unscaled: zero them before the next backward.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Torch`] if the parameters cannot be read.
-    pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
-        let now = ffi::gradients_inspect(&optimizer.parameters())?;
-        let mut iteration = self.iteration.borrow_mut();
-        if let Owner::Record(record) = iteration.owner(&now) {
-            iteration.abandon(record);
-        }
-        Ok(())
-    }
-
     /// Ends the iteration: backs the scale off if any optimizer's gradients overflowed, or counts towards its growth.
     ///
     /// Does not wait for the device, unless `hysteresis` or `max_consecutive_skips` is set and the overflow of an
@@ -407,152 +258,5 @@ impl GradScaler {
         self.scale
             .as_ref()
             .map_or(Ok(0), |scale| Ok(scale.value()?.tracker.into()))
-    }
-
-    /// Returns what the scale is multiplied by when it grows.
-    pub fn get_growth_factor(&self) -> f64 {
-        self.config.growth_factor
-    }
-
-    /// Sets what the scale is multiplied by when it grows.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidValue`] unless it is finite and more than 1; the old value stays then.
-    pub fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
-        self.reconfigure(GradScalerConfig {
-            growth_factor,
-            ..self.config
-        })
-    }
-
-    /// Returns what the scale is multiplied by when it backs off.
-    pub fn get_backoff_factor(&self) -> f64 {
-        self.config.backoff_factor
-    }
-
-    /// Sets what the scale is multiplied by when it backs off.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidValue`] unless it is between 0 and 1; the old value stays then.
-    pub fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
-        self.reconfigure(GradScalerConfig {
-            backoff_factor,
-            ..self.config
-        })
-    }
-
-    /// Returns the number of iterations without overflow before the scale grows.
-    pub fn get_growth_interval(&self) -> i64 {
-        self.config.growth_interval
-    }
-
-    /// Sets the number of iterations without overflow before the scale grows. With more than that behind it already,
-    /// the scale grows at the next one; in PyTorch it would never grow again.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidValue`] unless it is from 1 to 2^31 - 1; the old value stays then.
-    pub fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
-        self.reconfigure(GradScalerConfig {
-            growth_interval,
-            ..self.config
-        })?;
-        self.scale
-            .as_mut()
-            .map_or(Ok(()), |scale| scale.clamp_tracker(growth_interval))
-    }
-
-    fn reconfigure(&mut self, config: GradScalerConfig) -> Result<()> {
-        config.check()?;
-        self.config = config;
-        Ok(())
-    }
-
-    /// Returns the state to save: the empty one for a disabled scaler. Waits as [`get_scale`](Self::get_scale).
-    ///
-    /// # Errors
-    ///
-    /// [`Error::IterationOpen`] between `unscale_` or `step` and `update`, where a part of the state is in the
-    /// gradients.
-    pub fn state_dict(&self) -> Result<ScalerState> {
-        let Some(scale) = &self.scale else {
-            return Ok(ScalerState::default());
-        };
-        self.check_closed("state_dict")?;
-        let Mirror { scale, tracker } = scale.value()?;
-        Ok(ScalerState::save(
-            &self.config,
-            Progress {
-                scale,
-                tracker,
-                skips: self.skips,
-            },
-        ))
-    }
-
-    /// Takes over a saved state. Nothing happens to a disabled scaler.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::EmptyState`], [`Error::MissingKey`] and [`Error::InvalidValue`] for a state that no scaler can have
-    /// saved, and [`Error::IterationOpen`]; nothing changes then.
-    pub fn load_state_dict(&mut self, state: &ScalerState) -> Result<()> {
-        if self.scale.is_none() {
-            return Ok(());
-        }
-        self.check_closed("load_state_dict")?;
-        let (
-            config,
-            Progress {
-                scale,
-                tracker,
-                skips,
-            },
-        ) = state.load(&self.config)?;
-        if let Some(tensors) = &mut self.scale {
-            tensors.set(Mirror { scale, tracker })?;
-        }
-        (self.config, self.skips) = (config, skips);
-        Ok(())
-    }
-
-    fn check_closed(&self, call: &'static str) -> Result<()> {
-        if self.iteration.borrow().is_open() {
-            Err(Error::IterationOpen { call })
-        } else {
-            Ok(())
-        }
-    }
-
-    /// Takes the names of a VarStore's variables, for messages about their gradients. Variables that are added later
-    /// need another call.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Torch`] if the variables cannot be read.
-    pub fn name_parameters(&mut self, vs: &VarStore) -> Result<()> {
-        let (names, tensors): (Vec<_>, Vec<_>) = vs.variables().into_iter().unzip();
-        let identities = ffi::gradients_inspect(&tensors)?;
-        let named = names.into_iter().zip(tensors);
-        self.names
-            .extend(identities.iter().map(|known| known.parameter).zip(named));
-        Ok(())
-    }
-
-    fn describe(&self, optimizer: &dyn AmpOptimizer, all: &[Tensor], index: usize) -> String {
-        let known = || {
-            let identity = ffi::gradients_inspect(&all[index..=index])
-                .ok()?
-                .first()?
-                .parameter;
-            self.names.get(&identity).map(|(name, _)| name.clone())
-        };
-        gradients::describe(
-            index,
-            &all[index],
-            optimizer.parameter_name(index).or_else(known),
-        )
     }
 }

@@ -5,7 +5,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::scaler::GradScalerConfig;
+use crate::scaler::scale::Mirror;
+use crate::scaler::{GradScaler, GradScalerConfig};
 
 /// The state of a [`GradScaler`](crate::GradScaler): serialised, PyTorch's five keys `scale`, `growth_factor`,
 /// `backoff_factor`, `growth_interval` and `_growth_tracker`.
@@ -165,4 +166,62 @@ fn required<T>(key: &'static str, value: Option<T>) -> Result<T> {
 
 fn unless<T: PartialEq>(value: T, usual: T) -> Option<T> {
     (value != usual).then_some(value)
+}
+
+impl GradScaler {
+    /// Returns the state to save: the empty one for a disabled scaler. Waits as [`get_scale`](Self::get_scale).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::IterationOpen`] between `unscale_` or `step` and `update`, where a part of the state is in the
+    /// gradients.
+    pub fn state_dict(&self) -> Result<ScalerState> {
+        let Some(scale) = &self.scale else {
+            return Ok(ScalerState::default());
+        };
+        self.check_closed("state_dict")?;
+        let Mirror { scale, tracker } = scale.value()?;
+        Ok(ScalerState::save(
+            &self.config,
+            Progress {
+                scale,
+                tracker,
+                skips: self.skips,
+            },
+        ))
+    }
+
+    /// Takes over a saved state. Nothing happens to a disabled scaler.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::EmptyState`], [`Error::MissingKey`] and [`Error::InvalidValue`] for a state that no scaler can have
+    /// saved, and [`Error::IterationOpen`]; nothing changes then.
+    pub fn load_state_dict(&mut self, state: &ScalerState) -> Result<()> {
+        if self.scale.is_none() {
+            return Ok(());
+        }
+        self.check_closed("load_state_dict")?;
+        let (
+            config,
+            Progress {
+                scale,
+                tracker,
+                skips,
+            },
+        ) = state.load(&self.config)?;
+        if let Some(tensors) = &mut self.scale {
+            tensors.set(Mirror { scale, tracker })?;
+        }
+        (self.config, self.skips) = (config, skips);
+        Ok(())
+    }
+
+    fn check_closed(&self, call: &'static str) -> Result<()> {
+        if self.iteration.borrow().is_open() {
+            Err(Error::IterationOpen { call })
+        } else {
+            Ok(())
+        }
+    }
 }

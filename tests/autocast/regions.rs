@@ -159,3 +159,17 @@ fn f64_integer_and_complex_tensors_are_left_alone() {
         assert_eq!(autocast(Device::Cpu, || t.mm(&t)).unwrap().kind(), kind);
     }
 }
+
+#[test]
+fn a_region_without_a_dtype_has_that_of_the_region_around_it() {
+    let _alone = alone();
+    for_each_device(|device| {
+        for dtype in [Kind::Half, Kind::BFloat16] {
+            let _outer = Autocast::new(device).dtype(dtype).enter().unwrap();
+            assert_eq!(
+                autocast(device, || autocast_dtype(device).unwrap()).unwrap(),
+                dtype
+            );
+        }
+    });
+}

@@ -97,6 +97,13 @@ fn an_optimizer_without_gradients_is_not_stepped_and_not_counted() {
     assert!(!outcome.is_skipped().unwrap());
     assert!(matches!(scaler.update(), Err(Error::NoInfChecks)));
     assert_eq!(to_f64(&w), [1.0; 3]);
+    scaler.unscale_(&mut opt).unwrap();
+    assert!(matches!(scaler.update(), Err(Error::NoInfChecks)));
+    // Nothing is left behind: the next iteration is like any other.
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+    scaler.update().unwrap();
+    assert_eq!(to_f64(&w), [0.0; 3]);
 }
 
 #[test]
@@ -292,4 +299,37 @@ fn tchs_own_failure_becomes_an_error() {
     let error = scaler.step(&mut opt).unwrap_err();
     assert!(matches!(error, Error::Optimizer(_)), "{error}");
     assert!(error.to_string().contains("sparse"), "{error}");
+}
+
+/// Memory is given out again at once: identities of what is gone must not be mistaken for what is new.
+#[test]
+fn models_that_come_and_go_within_an_iteration_are_told_apart() {
+    let mut scaler = scaler(Device::Cpu);
+    for _ in 0..50 {
+        let (_vs, w, mut opt) = model(Device::Cpu);
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+        opt.zero_grad();
+        let (_other, v, mut next) = model(Device::Cpu);
+        scaler.backward(&loss(&v, &[1.0; 3])).unwrap();
+        scaler.unscale_(&mut next).unwrap();
+        assert_eq!(to_f64(&v.grad()), [1.0; 3]);
+    }
+    scaler.update().unwrap();
+}
+
+#[test]
+fn a_gradient_made_anew_between_unscale_and_step_is_refused() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    scaler.unscale_(&mut opt).unwrap();
+    opt.zero_grad();
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    assert!(matches!(
+        scaler.step(&mut opt),
+        Err(Error::GradientChanged { .. })
+    ));
+    assert_eq!(to_f64(&w), [1.0; 3]);
 }

@@ -203,3 +203,33 @@ fn clipping_without_any_gradient_returns_zero() {
     assert_eq!(to_f64(&norm), [0.0]);
     assert!(unscaled.step().unwrap().has_no_gradients());
 }
+
+#[test]
+fn an_optimizer_behind_a_pointer_takes_part_in_transactions() {
+    fn assert_send<T: Send>() {}
+    assert_send::<GradScaler>();
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let mut boxed: Box<dyn tch_amp::AmpOptimizer> =
+        Box::new(Descent(vec![ones(Kind::Float, Device::Cpu)]));
+    let scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let dynamic: &mut dyn tch_amp::AmpOptimizer = &mut opt;
+    let mut dynamic = dynamic;
+    assert!(
+        scaler
+            .unscale(&mut dynamic)
+            .unwrap()
+            .step()
+            .unwrap()
+            .is_stepped()
+            .unwrap()
+    );
+    assert!(
+        scaler
+            .unscale(&mut boxed)
+            .unwrap()
+            .step()
+            .unwrap()
+            .has_no_gradients()
+    );
+}
