@@ -1,0 +1,120 @@
+//! The words after `cargo xtask`.
+
+use anyhow::{Context, Result, ensure};
+
+use crate::versions::Pair;
+
+/// The words that no one has taken yet, in order.
+#[derive(Debug)]
+pub(crate) struct Args(Vec<String>);
+
+impl Args {
+    pub(crate) fn new(words: impl IntoIterator<Item = String>) -> Self {
+        Self(words.into_iter().collect())
+    }
+
+    /// Takes the first word.
+    pub(crate) fn next(&mut self) -> Option<String> {
+        (!self.0.is_empty()).then(|| self.0.remove(0))
+    }
+
+    /// Takes `name` and tells whether it was there.
+    pub(crate) fn flag(&mut self, name: &str) -> bool {
+        let found = self.own().iter().position(|word| word == name);
+        found.map(|at| self.0.remove(at)).is_some()
+    }
+
+    /// Takes `--tch V` or `--tch=V`.
+    pub(crate) fn tch(&mut self) -> Result<Option<Pair>> {
+        let Some(at) = self.own().iter().position(|word| word.starts_with("--tch")) else {
+            return Ok(None);
+        };
+        let word = self.0.remove(at);
+        if let Some(version) = word.strip_prefix("--tch=") {
+            return Pair::of_tch(version).map(Some);
+        }
+        ensure!(
+            word == "--tch",
+            "unknown option `{word}`; did you mean `--tch V`?"
+        );
+        let missing = "`--tch` needs a version, such as `--tch 0.24`";
+        let version = (at < self.0.len())
+            .then(|| self.0.remove(at))
+            .context(missing)?;
+        Pair::of_tch(&version).map(Some)
+    }
+
+    /// Takes the rest, for the program that is run.
+    pub(crate) fn rest(mut self) -> Vec<String> {
+        if self.0.first().is_some_and(|word| word == "--") {
+            self.0.remove(0);
+        }
+        self.0
+    }
+
+    /// Fails when a word is left.
+    pub(crate) fn end(self) -> Result<()> {
+        let Self(words) = self;
+        ensure!(
+            words.is_empty(),
+            "unknown argument `{}`; see `cargo xtask help`",
+            words.join(" ")
+        );
+        Ok(())
+    }
+
+    /// The words before `--`: those after it are never ours.
+    fn own(&self) -> &[String] {
+        let end = self
+            .0
+            .iter()
+            .position(|word| word == "--")
+            .unwrap_or(self.0.len());
+        &self.0[..end]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(line: &str) -> Args {
+        Args::new(line.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn both_spellings_of_tch_are_taken_wherever_they_stand() {
+        for line in ["--tch 0.24 rest", "--tch=0.24 rest", "rest --tch 0.24"] {
+            let mut args = args(line);
+            assert_eq!(
+                args.tch().unwrap().map(|pair| pair.tch),
+                Some("0.24"),
+                "{line}"
+            );
+            assert_eq!(args.rest(), ["rest"], "{line}");
+        }
+    }
+
+    #[test]
+    fn tch_without_a_supported_version_is_an_error() {
+        for line in ["--tch", "--tch 0.1", "--tchh 0.24"] {
+            assert!(args(line).tch().is_err(), "{line}");
+        }
+    }
+
+    #[test]
+    fn words_after_two_dashes_belong_to_the_program() {
+        let mut args = args("-- --tch 0.24 --all-versions");
+        assert_eq!(args.tch().unwrap(), None);
+        assert!(!args.flag("--all-versions"));
+        assert_eq!(args.rest(), ["--tch", "0.24", "--all-versions"]);
+    }
+
+    #[test]
+    fn a_word_nobody_takes_is_an_error() {
+        let mut args = args("--all-versions --fast");
+        assert!(args.flag("--all-versions"));
+        let error = args.end().unwrap_err().to_string();
+        assert!(error.contains("--fast"), "{error}");
+    }
+}

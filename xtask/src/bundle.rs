@@ -1,0 +1,164 @@
+//! `cargo xtask bundle`: tests, examples and benches in one folder, for a machine without Rust.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::args::Args;
+use crate::process;
+use crate::workspace::{self, Workspace};
+
+const RUN: &str = include_str!("run.sh");
+
+/// What the programs may read when they run: oracles, data, and the sources that tests look at.
+const READ: [&str; 6] = ["README.md", "benches", "csrc", "examples", "src", "tests"];
+
+const MAX_MIB: u64 = 60;
+
+/// `cargo xtask bundle`.
+pub(crate) fn run(mut args: Args) -> Result<()> {
+    let pair = args.tch()?;
+    args.end()?;
+    let workspace = Workspace::announced(pair)?;
+    let (tch, libtorch) = (workspace.pair.tch, workspace.pair.libtorch);
+    let bundle = workspace::target().join(format!("bundle-{tch}-{libtorch}"));
+    if bundle.exists() {
+        fs::remove_dir_all(&bundle)?;
+    }
+    build(&workspace, &bundle.join("bin"))?;
+    for name in READ {
+        copy(&workspace::root().join(name), &bundle.join(name))?;
+    }
+    let script = bundle.join("run.sh");
+    fs::write(&script, RUN.replace("@TORCH@", libtorch))?;
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    report(&bundle)
+}
+
+/// Builds everything with the release profile, which `cargo bench` shares, and strips the copies.
+fn build(workspace: &Workspace, bin: &Path) -> Result<()> {
+    let kinds: [(&str, &str, &[&str]); 3] = [
+        ("tests", "test", &["--release", "--no-run", "--tests"]),
+        ("examples", "build", &["--release", "--examples"]),
+        ("bench", "bench", &["--no-run", "--bench", "*"]),
+    ];
+    for (kind, command, arguments) in kinds {
+        let dir = bin.join(kind);
+        fs::create_dir_all(&dir)?;
+        let mut cargo = workspace.cargo(command);
+        cargo
+            .args(arguments)
+            .arg("--message-format=json-render-diagnostics");
+        for program in programs(&process::read_showing_errors(&mut cargo)?) {
+            let mut strip = Command::new("strip");
+            strip
+                .arg("-o")
+                .arg(dir.join(&program.name))
+                .arg(&program.path);
+            process::run(&mut strip).context("binutils is needed")?;
+        }
+    }
+    Ok(())
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Program {
+    name: String,
+    path: PathBuf,
+}
+
+/// The executables among cargo's messages.
+fn programs(messages: &str) -> Vec<Program> {
+    let artifacts = messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let programs = artifacts.filter_map(|artifact| {
+        let name = artifact["target"]["name"].as_str()?.to_owned();
+        let path = artifact["executable"].as_str()?.into();
+        Some(Program { name, path })
+    });
+    programs.collect()
+}
+
+/// Copies a file or a whole folder, if it is there.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    if from.is_dir() {
+        fs::create_dir_all(to)?;
+        for entry in fs::read_dir(from)? {
+            let name = entry?.file_name();
+            if name != "__pycache__" {
+                copy(&from.join(&name), &to.join(&name))?;
+            }
+        }
+    } else if from.exists() {
+        fs::copy(from, to).with_context(|| format!("{} cannot be copied", from.display()))?;
+    }
+    Ok(())
+}
+
+fn report(bundle: &Path) -> Result<()> {
+    let mib = size(bundle)?.div_ceil(1 << 20);
+    let dir = bundle.display();
+    ensure!(
+        mib <= MAX_MIB,
+        "{dir} has {mib} MiB: more than {MAX_MIB}, the most that it may have"
+    );
+    println!("{dir}: {mib} MiB. There, with Python's torch: ./run.sh [tests|examples|bench|all]");
+    Ok(())
+}
+
+/// The bytes of all files in a folder.
+fn size(dir: &Path) -> Result<u64> {
+    let mut sum = 0;
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        sum += if path.is_dir() {
+            size(&path)?
+        } else {
+            path.metadata()?.len()
+        };
+    }
+    Ok(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_artifacts_with_an_executable_are_programs() {
+        let messages = "\
+{\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"tch\"},\"executable\":null}
+{\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"scaler\"},\"executable\":\"/t/scaler-1\"}
+{\"reason\":\"build-finished\",\"success\":true}
+not JSON";
+        let scaler = Program {
+            name: "scaler".into(),
+            path: "/t/scaler-1".into(),
+        };
+        assert_eq!(programs(messages), [scaler]);
+    }
+
+    #[test]
+    fn a_folder_is_copied_whole_but_for_compiled_python() {
+        let from = std::env::temp_dir().join(format!("xtask-copy-{}", std::process::id()));
+        let to = from.with_extension("copied");
+        fs::create_dir_all(from.join("a/__pycache__")).unwrap();
+        fs::write(from.join("a/b.py"), "1234").unwrap();
+        fs::write(from.join("a/__pycache__/b.pyc"), "12").unwrap();
+        copy(&from, &to).unwrap();
+        assert_eq!(fs::read_to_string(to.join("a/b.py")).unwrap(), "1234");
+        assert_eq!(size(&to).unwrap(), 4);
+        fs::remove_dir_all(from).unwrap();
+        fs::remove_dir_all(to).unwrap();
+    }
+
+    #[test]
+    fn the_script_is_told_its_torch_version() {
+        assert!(RUN.contains("@TORCH@"));
+    }
+}

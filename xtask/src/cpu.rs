@@ -1,0 +1,76 @@
+//! What the CPU can do in low precision, from the text of /proc/cpuinfo.
+
+/// The CPU, as far as mixed precision goes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Cpu {
+    pub(crate) model: Option<String>,
+    /// The instructions that multiply in bf16: none means that it is emulated.
+    pub(crate) bf16: Vec<&'static str>,
+    /// The same for fp16.
+    pub(crate) fp16: Vec<&'static str>,
+}
+
+/// As x86 and Arm name them.
+const BF16: [&str; 3] = ["amx_bf16", "avx512_bf16", "bf16"];
+const FP16: [&str; 3] = ["amx_fp16", "avx512_fp16", "asimdhp"];
+
+impl Cpu {
+    /// The CPU that `cpuinfo` describes. Unknown text gives a CPU without a name and instructions.
+    pub(crate) fn parse(cpuinfo: &str) -> Self {
+        let flags = value(cpuinfo, "flags").or_else(|| value(cpuinfo, "Features"));
+        let flags: Vec<_> = flags.unwrap_or_default().split_whitespace().collect();
+        let has = |names: [&'static str; 3]| {
+            names
+                .into_iter()
+                .filter(|name| flags.contains(name))
+                .collect()
+        };
+        let model = value(cpuinfo, "model name").map(str::to_owned);
+        Self {
+            model,
+            bf16: has(BF16),
+            fp16: has(FP16),
+        }
+    }
+}
+
+/// The value of the first line `name : value`.
+fn value<'a>(cpuinfo: &'a str, name: &str) -> Option<&'a str> {
+    let mut fields = cpuinfo.lines().filter_map(|line| line.split_once(':'));
+    fields.find_map(|(key, value)| (key.trim() == name).then(|| value.trim()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn x86_flags_are_read_from_the_first_processor() {
+        let cpuinfo = "processor\t: 0\nmodel name\t: AMD EPYC\n\
+                       flags\t\t: fpu avx512f avx512_bf16 avx512_vnni\n\n\
+                       processor\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: fpu amx_fp16\n";
+        let cpu = Cpu::parse(cpuinfo);
+        assert_eq!(cpu.model.as_deref(), Some("AMD EPYC"));
+        assert_eq!(cpu.bf16, ["avx512_bf16"]);
+        assert!(cpu.fp16.is_empty());
+    }
+
+    #[test]
+    fn amx_and_avx512_are_both_named() {
+        let cpu = Cpu::parse("flags : amx_bf16 avx512_bf16 amx_tile amx_fp16 avx512_fp16\n");
+        assert_eq!(cpu.bf16, ["amx_bf16", "avx512_bf16"]);
+        assert_eq!(cpu.fp16, ["amx_fp16", "avx512_fp16"]);
+    }
+
+    #[test]
+    fn arm_features_are_read() {
+        let cpu = Cpu::parse("Features\t: fp asimd fphp asimdhp bf16\n");
+        assert_eq!((cpu.bf16, cpu.fp16), (vec!["bf16"], vec!["asimdhp"]));
+    }
+
+    #[test]
+    fn unknown_text_promises_nothing() {
+        assert_eq!(Cpu::parse(""), Cpu::default());
+        assert_eq!(Cpu::parse("flags fpu amx_bf16"), Cpu::default());
+    }
+}

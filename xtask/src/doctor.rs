@@ -1,0 +1,156 @@
+//! `cargo xtask doctor`: what is here, what is missing, and which precision suits this machine.
+
+use std::fs;
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Error, Result};
+
+use crate::advice::advice;
+use crate::args::Args;
+use crate::cpu::Cpu;
+use crate::libtorch::{self, Libtorch, Search};
+use crate::versions::{Pair, locked};
+use crate::{cache, process, shadow, tools, workspace};
+
+mod cuda;
+
+/// What stops `demo` and `test` from working.
+type Problems = Vec<Error>;
+
+/// `cargo xtask doctor`. Downloads and compiles nothing. Exits with 1 where something is missing.
+pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
+    let asked = args.tch()?;
+    args.end()?;
+    let default = Pair::locked(&workspace::root())?;
+    let pair = asked.unwrap_or(default);
+    let mut problems = Problems::new();
+    say(
+        "tch",
+        &format!(
+            "{}, which needs libtorch {}",
+            tch_version(pair, default)?,
+            pair.libtorch
+        ),
+    );
+    let libtorch = libtorch(pair, default, &mut problems);
+    compiler(&mut problems);
+    python(libtorch.as_ref());
+    let cache = cache::dir()?;
+    say(
+        "disk",
+        &format!(
+            "{} GB free for {}",
+            cache::free_gb(&cache)?,
+            cache.display()
+        ),
+    );
+    let gpus = cuda::examine(libtorch.as_ref());
+    let cpu = cpu();
+    println!("\n{}", advice(&cpu, &gpus));
+    Ok(verdict(&problems))
+}
+
+fn say(name: &str, text: &str) {
+    println!("{name:13} {text}");
+}
+
+fn tch_version(pair: Pair, default: Pair) -> Result<String> {
+    let path = match pair == default {
+        true => workspace::root().join("Cargo.lock"),
+        false => shadow::committed_lock(pair),
+    };
+    let lock = fs::read_to_string(&path).with_context(|| format!("no {}", path.display()))?;
+    let version = locked(&lock, "tch").context("the lock has no tch")?;
+    Ok(version.to_owned())
+}
+
+fn libtorch(pair: Pair, default: Pair, problems: &mut Problems) -> Option<Libtorch> {
+    match libtorch::search(pair, default) {
+        Ok(Search::Found(libtorch)) => {
+            say(
+                "libtorch",
+                &format!("{} in {}", libtorch.version, libtorch.root.display()),
+            );
+            say("", &format!("found by: {}", libtorch.rule.reason()));
+            return Some(libtorch);
+        }
+        Ok(Search::Absent(venv)) => {
+            say(
+                "libtorch",
+                "not here yet: `cargo xtask demo` and `cargo xtask test` download it",
+            );
+            say(
+                "",
+                &format!("once, 5 GB with CUDA, into {}", venv.dir.display()),
+            );
+            problems.extend(venv.check_can_be_made().err());
+        }
+        Err(error) => {
+            say("libtorch", "not usable: see below");
+            problems.push(error);
+        }
+    }
+    None
+}
+
+fn compiler(problems: &mut Problems) {
+    match tools::cxx() {
+        Ok(version) => say("C++ compiler", &version),
+        Err(error) => {
+            say("C++ compiler", "missing: see below");
+            problems.push(error);
+        }
+    }
+}
+
+fn python(libtorch: Option<&Libtorch>) {
+    let Some(libtorch) = libtorch else {
+        return;
+    };
+    let Some(python) = &libtorch.python else {
+        say(
+            "Python",
+            "none has this torch: the tests that compare with Python will be skipped",
+        );
+        say(
+            "",
+            "to have them, set TCH_AMP_PYTHON to one that has it, or unset LIBTORCH",
+        );
+        return;
+    };
+    let version = process::first_line(Command::new(python).arg("--version"));
+    let version = version.unwrap_or_else(|| "does not run".into());
+    say(
+        "Python",
+        &format!("{version} with the same torch: {}", python.display()),
+    );
+}
+
+fn cpu() -> Cpu {
+    let cpu = Cpu::parse(&fs::read_to_string("/proc/cpuinfo").unwrap_or_default());
+    say("CPU", cpu.model.as_deref().unwrap_or("unknown"));
+    for (name, instructions) in [("  bf16", &cpu.bf16), ("  fp16", &cpu.fp16)] {
+        match instructions[..] {
+            [] => say(
+                name,
+                "works, but slow: emulated, as the CPU has no instructions for it",
+            ),
+            _ => say(
+                name,
+                &format!("works, and fast: {}", instructions.join(", ")),
+            ),
+        }
+    }
+    cpu
+}
+
+fn verdict(problems: &Problems) -> ExitCode {
+    if problems.is_empty() {
+        return ExitCode::SUCCESS;
+    }
+    println!("\n`cargo xtask demo` and `cargo xtask test` will not work yet:");
+    for problem in problems {
+        println!("- {problem:#}");
+    }
+    ExitCode::FAILURE
+}

@@ -1,0 +1,83 @@
+//! The chores of this repository: `cargo xtask <command>`.
+
+use std::process::ExitCode;
+
+use anyhow::{Result, bail};
+
+use crate::args::Args;
+
+mod advice;
+mod args;
+mod bench;
+mod bundle;
+mod cache;
+mod cpu;
+mod demo;
+mod doctor;
+mod gpu;
+mod libtorch;
+mod msrv;
+mod oracle;
+mod process;
+mod release;
+mod shadow;
+mod steps;
+mod test;
+mod tools;
+mod venv;
+mod versions;
+mod workspace;
+
+const USAGE: &str = "\
+usage: cargo xtask <command>
+
+  demo [--tch V] [args...]           trains on handwritten digits with and without mixed precision
+  test [--tch V | --all-versions]    format, lints, documentation, minimum Rust version, then every test
+  bench [--tch V] [filter]           times this crate beside Python and plain tch, on one core
+  doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
+  bundle [--tch V]                   packs tests, examples and benches for a machine without Rust
+  fmt                                formats the Rust and the C++
+  lock                               rewrites xtask/lock from Cargo.lock
+  ci                                 what .ci/run runs: test --all-versions
+
+V is a supported version of tch, such as 0.24. The default is the one in Cargo.lock.
+libtorch comes from LIBTORCH or LIBTORCH_USE_PYTORCH if set, else from PyPI into the user's cache folder.";
+
+fn main() -> ExitCode {
+    // One line, as for any error. A reader that is gone, such as `head`, needs none.
+    std::panic::set_hook(Box::new(|panic| {
+        let message = panic.to_string();
+        if !message.contains("Broken pipe") {
+            eprintln!("error in xtask itself: {message}");
+        }
+        std::process::exit(1);
+    }));
+    match dispatch() {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch() -> Result<ExitCode> {
+    let mut args = Args::new(std::env::args().skip(1));
+    let Some(command) = args.next() else {
+        println!("{USAGE}");
+        return Ok(ExitCode::SUCCESS);
+    };
+    match command.as_str() {
+        "help" | "--help" | "-h" => println!("{USAGE}"),
+        "demo" => demo::run(args)?,
+        "test" => test::run(args)?,
+        "bench" => bench::run(args)?,
+        "doctor" => return doctor::run(args),
+        "bundle" => bundle::run(args)?,
+        "lock" => shadow::rewrite_locks(args)?,
+        "fmt" => tools::format(args)?,
+        "ci" => test::run_all(args)?,
+        unknown => bail!("there is no command `{unknown}`\n\n{USAGE}"),
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,115 @@
+//! Other programs, with errors that say what was run.
+
+use std::env;
+use std::io::ErrorKind;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Result, anyhow, bail, ensure};
+
+/// The cargo that runs us.
+pub(crate) fn cargo() -> Command {
+    Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+}
+
+/// Runs `command` and shows what it prints.
+pub(crate) fn run(command: &mut Command) -> Result<()> {
+    let status = command
+        .status()
+        .map_err(|error| not_started(command, &error))?;
+    ensure!(status.success(), "`{}` failed ({status})", line(command));
+    Ok(())
+}
+
+/// Runs `command` in silence and returns what it printed.
+pub(crate) fn read(command: &mut Command) -> Result<String> {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| not_started(command, &error))?;
+    if !output.status.success() {
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        bail!(
+            "`{}` failed ({}):\n{}",
+            line(command),
+            output.status,
+            stderr.trim_end()
+        );
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// Runs `command`, shows its errors and progress, and returns what it printed.
+pub(crate) fn read_showing_errors(command: &mut Command) -> Result<String> {
+    let child = command.stdout(Stdio::piped()).spawn();
+    let output = child
+        .and_then(std::process::Child::wait_with_output)
+        .map_err(|error| not_started(command, &error))?;
+    ensure!(
+        output.status.success(),
+        "`{}` failed ({})",
+        line(command),
+        output.status
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// The first line that `command` prints, or `None` where it cannot run.
+pub(crate) fn first_line(command: &mut Command) -> Option<String> {
+    let printed = read(command).ok()?;
+    printed.lines().next().map(str::to_owned)
+}
+
+fn not_started(command: &Command, error: &std::io::Error) -> anyhow::Error {
+    let program = command.get_program().display();
+    match error.kind() {
+        ErrorKind::NotFound => anyhow!("`{program}` is not installed"),
+        _ => anyhow!("`{program}` does not start: {error}"),
+    }
+}
+
+/// The command as one would type it: without the program's folder, and long arguments are cut.
+fn line(command: &Command) -> String {
+    let program = command.get_program();
+    let program = Path::new(program).file_name().unwrap_or(program);
+    let words = std::iter::once(program).chain(command.get_args());
+    let words = words.map(|word| shorten(&word.to_string_lossy()));
+    words.collect::<Vec<_>>().join(" ")
+}
+
+fn shorten(word: &str) -> String {
+    match word.char_indices().nth(80) {
+        Some((end, _)) => format!("{}…", &word[..end]),
+        None => word.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_program_is_named() {
+        let error = run(&mut Command::new("no-such-program-as-this"))
+            .unwrap_err()
+            .to_string();
+        assert_eq!(error, "`no-such-program-as-this` is not installed");
+    }
+
+    #[test]
+    fn a_failure_shows_the_command_and_its_errors() {
+        let mut command = Command::new("sh");
+        let error = read(command.args(["-c", "echo went wrong >&2; exit 3"])).unwrap_err();
+        let error = error.to_string();
+        assert!(
+            error.contains("sh -c") && error.contains("went wrong"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn long_arguments_are_cut_between_characters() {
+        assert_eq!(shorten("short"), "short");
+        assert_eq!(shorten(&"é".repeat(100)), "é".repeat(80) + "…");
+    }
+}

@@ -1,0 +1,76 @@
+//! `cargo xtask test`: every check, then every test.
+
+use anyhow::{Result, ensure};
+
+use crate::args::Args;
+use crate::process::run as show;
+use crate::steps::Steps;
+use crate::versions::{PAIRS, Pair};
+use crate::workspace::{self, Workspace};
+use crate::{msrv, tools};
+
+/// `cargo xtask test`.
+pub(crate) fn run(mut args: Args) -> Result<()> {
+    let all = args.flag("--all-versions");
+    let pair = args.tch()?;
+    args.end()?;
+    ensure!(
+        !all || pair.is_none(),
+        "`--all-versions` and `--tch` exclude each other"
+    );
+    let locked = Pair::locked(&workspace::root())?;
+    let mut steps = Steps::default();
+    if let Some(pair) = pair.filter(|pair| *pair != locked) {
+        return test_only(&mut steps, pair);
+    }
+    if all {
+        for pair in PAIRS.into_iter().filter(|pair| *pair != locked) {
+            test_only(&mut steps, pair)?;
+        }
+    }
+    check_and_test(&mut steps)
+}
+
+/// `cargo xtask ci`.
+pub(crate) fn run_all(args: Args) -> Result<()> {
+    args.end()?;
+    run(Args::new(["--all-versions".to_owned()]))
+}
+
+/// Runs the tests with another tch than the locked one, without the checks that do not depend on it.
+fn test_only(steps: &mut Steps, pair: Pair) -> Result<()> {
+    let name = format!("libtorch for tch {}", pair.tch);
+    let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
+    steps.run(&format!("cargo test with tch {}", pair.tch), || {
+        test(&workspace)
+    })
+}
+
+fn check_and_test(steps: &mut Steps) -> Result<()> {
+    steps.run("format", tools::check_rust_format)?;
+    steps.run("format of csrc", tools::check_cxx_format)?;
+    steps.run("minimum Rust version", msrv::check)?;
+    let workspace = steps.run("libtorch", || Workspace::announced(None))?;
+    steps.run("clippy", || {
+        let mut clippy = workspace.cargo("clippy");
+        show(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
+    })?;
+    steps.run("documentation", || {
+        show(
+            workspace
+                .cargo("doc")
+                .arg("--no-deps")
+                .env("RUSTDOCFLAGS", "-D warnings"),
+        )
+    })?;
+    steps.run("tests of xtask", || {
+        show(workspace.cargo("test").args(["--package", "xtask"]))
+    })?;
+    steps.run("cargo test", || test(&workspace))
+}
+
+/// The tests, documentation tests last.
+fn test(workspace: &Workspace) -> Result<()> {
+    workspace.warn_without_python();
+    show(&mut workspace.cargo("test"))
+}

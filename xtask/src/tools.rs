@@ -1,0 +1,95 @@
+//! Programs that a build or a check needs: the C++ compiler and clang-format.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::{env, fs};
+
+use anyhow::{Context, Result};
+
+use crate::args::Args;
+use crate::process;
+use crate::venv::Venv;
+use crate::workspace;
+
+/// Releases of clang-format differ in how they format, so one is fixed.
+const CLANG_FORMAT: &str = "20.1.8";
+
+/// The C++ compiler that the `cc` crate takes, and its version.
+pub(crate) fn cxx() -> Result<String> {
+    let compiler = env::var("CXX").unwrap_or_else(|_| "c++".into());
+    let mut words = compiler.split_whitespace();
+    let mut command = Command::new(words.next().unwrap_or("c++"));
+    let version = process::first_line(command.args(words).arg("--version")).with_context(|| {
+        format!(
+            "there is no C++ compiler (`{compiler} --version` does not run): \
+             install one, such as with `apt install g++`, or set CXX"
+        )
+    })?;
+    Ok(format!("{version} ({compiler})"))
+}
+
+/// `cargo xtask fmt`: formats the Rust and the C++.
+pub(crate) fn format(args: Args) -> Result<()> {
+    args.end()?;
+    rustfmt(&[])?;
+    clang_format(&["-i"])
+}
+
+/// Fails where a Rust file is not formatted.
+pub(crate) fn check_rust_format() -> Result<()> {
+    rustfmt(&["--check"]).context("run `cargo xtask fmt`")
+}
+
+/// Fails where a file of `csrc/` is not formatted.
+pub(crate) fn check_cxx_format() -> Result<()> {
+    clang_format(&["--dry-run", "-Werror"]).context("run `cargo xtask fmt`")
+}
+
+fn rustfmt(arguments: &[&str]) -> Result<()> {
+    let mut fmt = process::cargo();
+    process::run(
+        fmt.args(["fmt", "--all"])
+            .args(arguments)
+            .current_dir(workspace::root()),
+    )
+}
+
+fn clang_format(arguments: &[&str]) -> Result<()> {
+    let files = cxx_files()?;
+    if files.is_empty() {
+        return Ok(());
+    }
+    let mut command = Command::new(clang_format_program()?);
+    process::run(
+        command
+            .args(arguments)
+            .args(files)
+            .current_dir(workspace::root()),
+    )
+}
+
+fn cxx_files() -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(workspace::root().join("csrc")).context("csrc/ cannot be read")? {
+        let path = entry?.path();
+        if path
+            .extension()
+            .is_some_and(|kind| kind == "cpp" || kind == "h")
+        {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// The installed clang-format if it is of the fixed release, else that release from PyPI.
+fn clang_format_program() -> Result<PathBuf> {
+    let installed = process::first_line(Command::new("clang-format").arg("--version"));
+    if installed.is_some_and(|version| version.contains(CLANG_FORMAT)) {
+        return Ok("clang-format".into());
+    }
+    let venv = Venv::clang_format(CLANG_FORMAT)?;
+    venv.ensure()?;
+    Ok(venv.program("clang-format"))
+}

@@ -1,0 +1,139 @@
+//! Which libtorch belongs to which tch, and which of them are locked.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow};
+
+/// A supported version of tch and torch-sys, and the libtorch that it is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Pair {
+    pub(crate) tch: &'static str,
+    pub(crate) libtorch: &'static str,
+}
+
+/// Every supported pair, oldest first.
+pub(crate) const PAIRS: [Pair; 2] = [
+    Pair {
+        tch: "0.24",
+        libtorch: "2.11.0",
+    },
+    Pair {
+        tch: "0.26",
+        libtorch: "2.13.0",
+    },
+];
+
+impl Pair {
+    /// The pair of a tch version given as `0.24` or `0.24.0`.
+    pub(crate) fn of_tch(version: &str) -> Result<Self> {
+        let minor = minor(version);
+        PAIRS
+            .into_iter()
+            .find(|pair| pair.tch == minor)
+            .ok_or_else(|| {
+                let supported = PAIRS.map(|pair| pair.tch).join(", ");
+                anyhow!("tch {version} is not supported here; these are: {supported}")
+            })
+    }
+
+    /// The pair that the repository's own Cargo.lock holds.
+    pub(crate) fn locked(root: &Path) -> Result<Self> {
+        let path = root.join("Cargo.lock");
+        let lock = fs::read_to_string(&path)
+            .with_context(|| format!("{} cannot be read", path.display()))?;
+        let version = locked(&lock, "torch-sys").context("Cargo.lock has no torch-sys")?;
+        Self::of_tch(version)
+    }
+}
+
+/// The version of `package` in the text of a Cargo.lock.
+pub(crate) fn locked<'a>(lock: &'a str, package: &str) -> Option<&'a str> {
+    let name = format!("name = \"{package}\"");
+    let mut lines = lock.lines().skip_while(|line| *line != name);
+    lines
+        .nth(1)?
+        .strip_prefix("version = \"")?
+        .strip_suffix('"')
+}
+
+/// `0.24` of `0.24.1`.
+fn minor(version: &str) -> &str {
+    match version.match_indices('.').nth(1) {
+        Some((end, _)) => &version[..end],
+        None => version,
+    }
+}
+
+/// The version without what follows `+`, which names the build: `2.13.0` of `2.13.0+cu130`.
+pub(crate) fn without_build(version: &str) -> &str {
+    version
+        .split_once('+')
+        .map_or(version, |(release, _)| release)
+}
+
+/// The numbers of a version, for comparison: a missing one is 0.
+pub(crate) fn numbers(version: &str) -> [u32; 3] {
+    let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
+    [(); 3].map(|()| parts.next().unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOCK: &str = "\
+version = 4
+
+[[package]]
+name = \"tch\"
+version = \"0.24.0\"
+dependencies = [
+ \"torch-sys\",
+]
+
+[[package]]
+name = \"torch-sys\"
+version = \"0.24.1\"
+";
+
+    #[test]
+    fn the_locked_version_is_that_of_the_whole_name() {
+        assert_eq!(locked(LOCK, "tch"), Some("0.24.0"));
+        assert_eq!(locked(LOCK, "torch-sys"), Some("0.24.1"));
+        assert_eq!(locked(LOCK, "torch"), None);
+        assert_eq!(locked("", "tch"), None);
+    }
+
+    #[test]
+    fn a_pair_is_found_by_the_minor_version() {
+        for version in ["0.24", "0.24.0", "0.24.7"] {
+            assert_eq!(
+                Pair::of_tch(version).unwrap().libtorch,
+                "2.11.0",
+                "{version}"
+            );
+        }
+        for version in ["0.2", "0.245", "0", ""] {
+            assert!(Pair::of_tch(version).is_err(), "{version}");
+        }
+    }
+
+    #[test]
+    fn the_repository_locks_a_supported_pair() {
+        let root = crate::workspace::root();
+        assert!(PAIRS.contains(&Pair::locked(&root).unwrap()));
+    }
+
+    #[test]
+    fn the_build_is_no_part_of_the_release() {
+        assert_eq!(without_build("2.13.0+cu130"), "2.13.0");
+        assert_eq!(without_build("2.13.0"), "2.13.0");
+    }
+
+    #[test]
+    fn versions_compare_as_numbers() {
+        assert!(numbers("1.88") == numbers("1.88.0"));
+        assert!(numbers("1.9") < numbers("1.10"));
+    }
+}

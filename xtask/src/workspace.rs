@@ -1,0 +1,114 @@
+//! A place to build in: the repository, or its shadow with another tch, and the libtorch for it.
+
+use std::env;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::Result;
+
+use crate::libtorch::{self, Libtorch};
+use crate::versions::Pair;
+use crate::{process, shadow, tools};
+
+/// Everything a build needs.
+#[derive(Debug)]
+pub(crate) struct Workspace {
+    pub(crate) dir: PathBuf,
+    pub(crate) pair: Pair,
+    pub(crate) libtorch: Libtorch,
+    /// Where a shadow keeps what it builds.
+    target: Option<PathBuf>,
+}
+
+impl Workspace {
+    /// The workspace for `pair`, or for what Cargo.lock holds, with everything that a build needs.
+    pub(crate) fn new(pair: Option<Pair>) -> Result<Self> {
+        let root = root();
+        let locked = Pair::locked(&root)?;
+        let pair = pair.unwrap_or(locked);
+        tools::cxx()?;
+        let libtorch = libtorch::provide(pair, locked)?;
+        if pair == locked {
+            return Ok(Self {
+                dir: root,
+                pair,
+                libtorch,
+                target: None,
+            });
+        }
+        let dir = shadow::make(&target(), pair)?;
+        Ok(Self {
+            target: Some(dir.join("target")),
+            dir,
+            pair,
+            libtorch,
+        })
+    }
+
+    /// Like [`Workspace::new`], and says which libtorch it is.
+    pub(crate) fn announced(pair: Option<Pair>) -> Result<Self> {
+        let workspace = Self::new(pair)?;
+        let Libtorch {
+            root,
+            version,
+            rule,
+            ..
+        } = &workspace.libtorch;
+        println!(
+            "libtorch {version} in {} ({})",
+            root.display(),
+            rule.reason()
+        );
+        Ok(workspace)
+    }
+
+    /// `cargo <command>` with this workspace's libtorch and Python.
+    pub(crate) fn cargo(&self, command: &str) -> Command {
+        let mut cargo = process::cargo();
+        cargo.arg(command).arg("--locked").current_dir(&self.dir);
+        if let Some(target) = &self.target {
+            cargo.env("CARGO_TARGET_DIR", target);
+        }
+        self.libtorch.apply(&mut cargo);
+        self.apply_python(&mut cargo);
+        cargo
+    }
+
+    /// Lets tests and benches find Python's torch, and fail without it where it is there.
+    fn apply_python(&self, command: &mut Command) {
+        match &self.libtorch.python {
+            Some(python) => {
+                command
+                    .env("TCH_AMP_PYTHON", python)
+                    .env("TCH_AMP_REQUIRE_PYTHON", "1");
+            }
+            None => {
+                command
+                    .env_remove("TCH_AMP_PYTHON")
+                    .env_remove("TCH_AMP_REQUIRE_PYTHON");
+            }
+        }
+    }
+
+    /// Says loudly that there is nothing to compare with, where that is so.
+    pub(crate) fn warn_without_python(&self) {
+        if self.libtorch.python.is_none() {
+            eprintln!(
+                "WARNING: the tests that compare with Python are SKIPPED: no Python here has torch \
+                 {}. Set TCH_AMP_PYTHON to one that has, or unset LIBTORCH.",
+                self.libtorch.version
+            );
+        }
+    }
+}
+
+/// The root of the repository.
+pub(crate) fn root() -> PathBuf {
+    let xtask = Path::new(env!("CARGO_MANIFEST_DIR"));
+    xtask.parent().unwrap_or(xtask).to_owned()
+}
+
+/// Where cargo builds.
+pub(crate) fn target() -> PathBuf {
+    root().join(env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()))
+}
