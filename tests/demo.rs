@@ -146,7 +146,7 @@ fn polyline(svg: &str, class: &str) -> Vec<(f64, f64)> {
     assert!(
         points
             .iter()
-            .all(|(x, y)| (0.0..=760.0).contains(x) && (0.0..=330.0).contains(y))
+            .all(|(x, y)| (0.0..=760.0).contains(x) && (0.0..=340.0).contains(y))
     );
     points
 }

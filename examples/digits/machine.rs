@@ -1,0 +1,101 @@
+//! What the run ran on: facts for the report, and peak memory where the system tells it.
+
+use super::options::Options;
+use anyhow::Result;
+use std::fs;
+use std::path::{Path, PathBuf};
+use tch::Device;
+
+/// What the report says about the run besides its results.
+#[derive(Clone, Debug)]
+pub struct Facts {
+    /// The device, in words.
+    pub device: String,
+    /// Threads that libtorch computes with on the CPU.
+    pub threads: i32,
+    /// The version of the loaded libtorch, where it can be found out.
+    pub torch: Option<String>,
+    /// As given on the command line.
+    pub seed: i64,
+    /// As given on the command line.
+    pub epochs: usize,
+}
+
+impl Facts {
+    /// Looks around.
+    pub fn gather(options: &Options) -> Result<Self> {
+        let device = match options.device()? {
+            Device::Cpu => {
+                cpu_model().map_or_else(|| "CPU".into(), |model| format!("CPU, {model}"))
+            }
+            other => format!("{other:?}"),
+        };
+        let Options { seed, epochs, .. } = *options;
+        Ok(Self {
+            device,
+            threads: tch::get_num_threads(),
+            torch: torch_version(),
+            seed,
+            epochs,
+        })
+    }
+}
+
+fn cpu_model() -> Option<String> {
+    let info = fs::read_to_string("/proc/cpuinfo").ok()?;
+    let line = info.lines().find(|line| line.starts_with("model name"))?;
+    Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+/// tch has no call for it, but the library lies beside a file that says it.
+fn torch_version() -> Option<String> {
+    let root = loaded_libtorch()?.parent()?.parent()?.to_owned();
+    let plain = fs::read_to_string(root.join("build-version")).ok();
+    plain
+        .map(|text| text.trim().to_owned())
+        .or_else(|| wheel_version(&root))
+}
+
+fn wheel_version(root: &Path) -> Option<String> {
+    let text = fs::read_to_string(root.join("version.py")).ok()?;
+    let value = text
+        .lines()
+        .find_map(|line| line.strip_prefix("__version__ = "))?;
+    Some(value.trim_matches(['\'', '"']).to_owned())
+}
+
+fn loaded_libtorch() -> Option<PathBuf> {
+    let maps = fs::read_to_string("/proc/self/maps").ok()?;
+    let line = maps
+        .lines()
+        .find(|line| line.contains("/libtorch_cpu.so"))?;
+    Some(line[line.find('/')?..].into())
+}
+
+/// The largest resident size of the process since `start`: libtorch itself and what earlier runs left included.
+#[derive(Debug)]
+pub struct PeakMemory(());
+
+impl PeakMemory {
+    /// Resets the high-water mark; `None` where that is not permitted or not the memory that counts.
+    pub fn start(device: Device) -> Option<Self> {
+        let reset = device == Device::Cpu && fs::write("/proc/self/clear_refs", "5").is_ok();
+        reset.then_some(Self(()))
+    }
+
+    /// Bytes.
+    pub fn read(&self) -> Option<u64> {
+        let status = fs::read_to_string("/proc/self/status").ok()?;
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmHWM:"))?;
+        Some(
+            line.trim()
+                .strip_suffix(" kB")?
+                .trim()
+                .parse::<u64>()
+                .ok()?
+                * 1024,
+        )
+    }
+}

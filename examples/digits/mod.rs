@@ -1,0 +1,38 @@
+//! The digits demo as a module, so that `main.rs` and `tests/demo.rs` run the same code.
+
+pub mod axis;
+pub mod data;
+pub mod machine;
+pub mod model;
+pub mod options;
+pub mod plot;
+pub mod progress;
+pub mod report;
+pub mod table;
+pub mod train;
+
+use anyhow::Result;
+use options::Options;
+use progress::Progress;
+use train::{Precision, RunResult};
+
+/// Trains once per precision, from the same initial weights and over the same batches.
+pub fn run(options: &Options, progress: bool) -> Result<Vec<RunResult>> {
+    let device = options.device()?;
+    // With one thread the results do not depend on the number of cores, and on a busy machine nothing waits for
+    // a thread that does not get its turn.
+    tch::set_num_threads(1);
+    let digits = data::Digits::load(&data::default_path())?;
+    let mut runs = Vec::new();
+    for precision in Precision::ALL {
+        let steps = options.epochs * digits.train.batches();
+        let bar = if progress {
+            Progress::new(precision, options.epochs, steps)?
+        } else {
+            Progress::silent()
+        };
+        runs.push(train::train(precision, &digits, device, options, &bar)?);
+        bar.finish();
+    }
+    Ok(runs)
+}

@@ -1,0 +1,149 @@
+//! The command line, parsed by hand.
+
+use anyhow::{Context, Result, bail, ensure};
+use std::path::{Path, PathBuf};
+use tch::{Cuda, Device};
+
+/// What `--help` prints.
+pub const USAGE: &str = "\
+Trains on handwritten digits in fp32, bf16 and fp16 and compares the runs.
+
+Usage: digits [--device cpu|cuda] [--epochs N] [--seed N] [--out FILE]
+
+  --device  default: CUDA where it is usable, else the CPU
+  --epochs  passes over the training images, default 20
+  --seed    initial weights and batch order, default 0
+  --out     the HTML report, default target/digits-report.html";
+
+/// What the demo is asked to do.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Options {
+    /// `None`: the best one present.
+    pub device: Option<Device>,
+    /// Passes over the training images.
+    pub epochs: usize,
+    /// Decides the initial weights and the order of the batches.
+    pub seed: i64,
+    /// Where the report goes; `None`: see [`Options::report_path`].
+    pub out: Option<PathBuf>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            device: None,
+            epochs: 20,
+            seed: 0,
+            out: None,
+        }
+    }
+}
+
+impl Options {
+    /// Reads the arguments; `None` when they ask for help.
+    pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Option<Self>> {
+        let mut options = Self::default();
+        let mut args = args.into_iter();
+        while let Some(flag) = args.next() {
+            if flag == "--help" || flag == "-h" {
+                return Ok(None);
+            }
+            ensure!(
+                ["--device", "--epochs", "--seed", "--out"].contains(&flag.as_str()),
+                "unknown argument {flag}\n\n{USAGE}"
+            );
+            let value = args
+                .next()
+                .with_context(|| format!("{flag} needs a value"))?;
+            options
+                .set(&flag, &value)
+                .with_context(|| format!("{flag} {value}"))?;
+        }
+        Ok(Some(options))
+    }
+
+    fn set(&mut self, flag: &str, value: &str) -> Result<()> {
+        match flag {
+            "--device" => self.device = Some(parse_device(value)?),
+            "--epochs" => self.epochs = value.parse()?,
+            "--seed" => self.seed = value.parse()?,
+            _ => self.out = Some(value.into()),
+        }
+        ensure!(self.epochs > 0, "at least one epoch is needed");
+        Ok(())
+    }
+
+    /// The device to train on.
+    pub fn device(&self) -> Result<Device> {
+        let usable = Cuda::is_available() && tch_amp::is_autocast_available(Device::Cuda(0));
+        match self.device {
+            Some(Device::Cuda(_)) if !usable => bail!("CUDA is not usable here"),
+            Some(device) => Ok(device),
+            None if usable => Ok(Device::Cuda(0)),
+            None => Ok(Device::Cpu),
+        }
+    }
+
+    /// The file of the report: `--out`, else `target/` of a checkout, else the current folder.
+    pub fn report_path(&self) -> PathBuf {
+        let bundled = std::env::var_os("TCH_AMP_ROOT").is_some();
+        let folder = if !bundled && Path::new("target").is_dir() {
+            "target"
+        } else {
+            ""
+        };
+        self.out
+            .clone()
+            .unwrap_or_else(|| Path::new(folder).join("digits-report.html"))
+    }
+}
+
+fn parse_device(name: &str) -> Result<Device> {
+    match name {
+        "cpu" => Ok(Device::Cpu),
+        "cuda" => Ok(Device::Cuda(0)),
+        _ => bail!("the device is cpu or cuda"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    fn parse(line: &str) -> Result<Option<Options>> {
+        Options::parse(line.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn every_flag_sets_its_field() {
+        let want = Options {
+            device: Some(Device::Cpu),
+            epochs: 3,
+            seed: -7,
+            out: Some("a.html".into()),
+        };
+        assert_eq!(
+            parse("--device cpu --epochs 3 --seed -7 --out a.html").unwrap(),
+            Some(want)
+        );
+        assert_eq!(parse("").unwrap(), Some(Options::default()));
+        assert_eq!(parse("--epochs 3 --help").unwrap(), None);
+    }
+
+    #[test]
+    fn a_bad_command_line_names_the_argument() {
+        for line in [
+            "--epoch 3",
+            "--epochs",
+            "--epochs 0",
+            "--epochs x",
+            "--device tpu",
+        ] {
+            let error = parse(line).unwrap_err().to_string();
+            let flag = line.split_whitespace().next().unwrap();
+            assert!(error.contains(flag), "{line}: {error}");
+        }
+    }
+}

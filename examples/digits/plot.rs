@@ -1,0 +1,240 @@
+//! Line plots as inline SVG: one linear axis to the right, one logarithmic axis upwards.
+//!
+//! Colours and fonts are the style sheet's: a series carries its name as its CSS class.
+
+use super::axis::{Axis, Tick};
+use std::fmt::Write;
+
+const WIDTH: f64 = 760.0;
+const HEIGHT: f64 = 340.0;
+const LEFT: f64 = 64.0;
+const RIGHT: f64 = 12.0;
+const TOP: f64 = 42.0;
+const BOTTOM: f64 = 48.0;
+
+/// One line of a plot.
+#[derive(Clone, Debug)]
+pub struct Series {
+    /// Shown in the legend; the CSS class of everything that belongs to the series.
+    pub name: &'static str,
+    /// Drawn as the main line, class `curve`.
+    pub curve: Vec<(f64, f64)>,
+    /// Drawn faintly below the curves, class `raw`; may be empty.
+    pub raw: Vec<(f64, f64)>,
+    /// Crosses, class `mark`, each with the text that a pointer over it shows.
+    pub marks: Vec<(f64, f64, String)>,
+}
+
+/// A plot, ready to be drawn.
+#[derive(Clone, Debug)]
+pub struct Plot {
+    /// Read out in place of the picture.
+    pub description: &'static str,
+    /// The axis to the right.
+    pub x: Axis,
+    /// The axis upwards.
+    pub y: Axis,
+    /// The lines; later ones lie above earlier ones.
+    pub series: Vec<Series>,
+    /// What a cross means, for the legend; empty without crosses.
+    pub mark_name: &'static str,
+}
+
+impl Plot {
+    /// The `<svg>` element.
+    pub fn svg(&self) -> String {
+        let mut svg = String::new();
+        write_all(&mut svg, self).unwrap_or_default();
+        svg
+    }
+
+    fn at(&self, (x, y): (f64, f64)) -> (f64, f64) {
+        let right = LEFT + self.x.position(x) * (WIDTH - LEFT - RIGHT);
+        (
+            right,
+            HEIGHT - BOTTOM - self.y.position(y) * (HEIGHT - TOP - BOTTOM),
+        )
+    }
+}
+
+fn write_all(svg: &mut String, plot: &Plot) -> std::fmt::Result {
+    let description = plot.description;
+    writeln!(
+        svg,
+        r#"<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{description}">"#
+    )?;
+    write_axes(svg, plot)?;
+    for series in &plot.series {
+        write_line(svg, plot, series, "raw", &series.raw)?;
+    }
+    for series in &plot.series {
+        write_line(svg, plot, series, "curve", &series.curve)?;
+        write_marks(svg, plot, series)?;
+    }
+    write_legend(svg, plot)?;
+    writeln!(svg, "</svg>")
+}
+
+fn write_axes(svg: &mut String, plot: &Plot) -> std::fmt::Result {
+    let (bottom, end) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
+    for Tick { value, label } in plot.y.ticks() {
+        let (_, y) = plot.at((0.0, value));
+        writeln!(
+            svg,
+            r#"<line class="grid" x1="{LEFT}" y1="{y:.1}" x2="{end}" y2="{y:.1}"/>"#
+        )?;
+        writeln!(
+            svg,
+            r#"<text class="tick y" x="{}" y="{:.1}">{label}</text>"#,
+            LEFT - 8.0,
+            y + 4.0
+        )?;
+    }
+    for Tick { value, label } in plot.x.ticks() {
+        let (x, _) = plot.at((value, 0.0));
+        let (tick, text) = (bottom + 5.0, bottom + 19.0);
+        writeln!(
+            svg,
+            r#"<line class="axis" x1="{x:.1}" y1="{bottom}" x2="{x:.1}" y2="{tick}"/>"#
+        )?;
+        writeln!(
+            svg,
+            r#"<text class="tick x" x="{x:.1}" y="{text}">{label}</text>"#
+        )?;
+    }
+    writeln!(
+        svg,
+        r#"<path class="axis" d="M{LEFT} {TOP}V{bottom}H{end}"/>"#
+    )?;
+    let (x, y) = ((LEFT + end) / 2.0, (TOP + bottom) / 2.0);
+    writeln!(
+        svg,
+        r#"<text class="label" x="{x}" y="{}">{}</text>"#,
+        HEIGHT - 8.0,
+        plot.x.label
+    )?;
+    let turned = format!("translate(15 {y}) rotate(-90)");
+    writeln!(
+        svg,
+        r#"<text class="label" transform="{turned}">{}</text>"#,
+        plot.y.label
+    )
+}
+
+fn write_line(
+    svg: &mut String,
+    plot: &Plot,
+    series: &Series,
+    class: &str,
+    points: &[(f64, f64)],
+) -> std::fmt::Result {
+    if points.is_empty() {
+        return Ok(());
+    }
+    write!(svg, r#"<polyline class="{class} {}" points=""#, series.name)?;
+    for &point in points {
+        let (x, y) = plot.at(point);
+        write!(svg, "{x:.1},{y:.1} ")?;
+    }
+    writeln!(svg, r#""/>"#)
+}
+
+fn write_marks(svg: &mut String, plot: &Plot, series: &Series) -> std::fmt::Result {
+    for (x, y, title) in &series.marks {
+        let (x, y) = plot.at((*x, *y));
+        write!(svg, r#"<path class="mark" d="{}">"#, cross(x, y))?;
+        writeln!(svg, "<title>{title}</title></path>")?;
+    }
+    Ok(())
+}
+
+fn cross(x: f64, y: f64) -> String {
+    format!("M{:.1} {:.1}l8 8m0 -8l-8 8", x - 4.0, y - 4.0)
+}
+
+fn write_legend(svg: &mut String, plot: &Plot) -> std::fmt::Result {
+    let (mut x, y) = (LEFT + 8.0, TOP - 24.0);
+    for series in &plot.series {
+        let (end, text) = (x + 30.0, x + 37.0);
+        let class = format!("curve {}", series.name);
+        writeln!(
+            svg,
+            r#"<line class="{class}" x1="{x}" y1="{y}" x2="{end}" y2="{y}"/>"#
+        )?;
+        writeln!(
+            svg,
+            r#"<text class="legend" x="{text}" y="{}">{}</text>"#,
+            y + 4.0,
+            series.name
+        )?;
+        x += 90.0;
+    }
+    if !plot.mark_name.is_empty() {
+        writeln!(svg, r#"<path class="mark" d="{}"/>"#, cross(x + 6.0, y))?;
+        let (x, y) = (x + 18.0, y + 4.0);
+        writeln!(
+            svg,
+            r#"<text class="legend" x="{x}" y="{y}">{}</text>"#,
+            plot.mark_name
+        )?;
+    }
+    Ok(())
+}
+
+/// An exponential moving average without start-up bias: the first value is itself.
+pub fn smooth(values: &[f64], keep: f64) -> Vec<f64> {
+    let (mut sum, mut weight) = (0.0, 0.0);
+    values
+        .iter()
+        .map(|value| {
+            sum = keep * sum + (1.0 - keep) * value;
+            weight = keep * weight + (1.0 - keep);
+            sum / weight
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::axis::Spacing;
+    use super::*;
+
+    #[test]
+    fn points_land_where_the_axes_say() {
+        let x = Axis::over("x", Spacing::Linear, [0.0, 10.0].into_iter());
+        let y = Axis::over("y", Spacing::Log2, [1.0, 16.0].into_iter());
+        let series = Series {
+            name: "s",
+            curve: vec![(0.0, 1.0), (10.0, 16.0)],
+            raw: vec![],
+            marks: vec![],
+        };
+        let plot = Plot {
+            description: "d",
+            x,
+            y,
+            series: vec![series],
+            mark_name: "",
+        };
+        let (left, right, top, bottom) = (LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM);
+        let want = format!("{left:.1},{bottom:.1} {right:.1},{top:.1} ");
+        assert!(
+            plot.svg().contains(&format!(r#"points="{want}""#)),
+            "{}",
+            plot.svg()
+        );
+    }
+
+    #[test]
+    fn smoothing_keeps_constants_and_starts_at_the_first_value() {
+        assert!(
+            smooth(&[3.0; 20], 0.9)
+                .iter()
+                .all(|v| (v - 3.0).abs() < 1e-12)
+        );
+        let steps = smooth(&[1.0, 0.0, 0.0], 0.5);
+        assert_eq!(steps[0], 1.0);
+        assert!(steps[0] > steps[1] && steps[1] > steps[2] && steps[2] > 0.0);
+        assert!(smooth(&[], 0.9).is_empty());
+    }
+}

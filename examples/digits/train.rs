@@ -1,0 +1,203 @@
+//! Training in one precision. The three precisions share every line of the loop.
+
+use super::data::{Digits, Split};
+use super::options::Options;
+use super::progress::Progress;
+use super::{machine, model};
+use anyhow::Result;
+use std::time::Instant;
+use tch::nn::{self, Module, OptimizerConfig};
+use tch::{Device, Kind, Tensor};
+use tch_amp::{Autocast, GradScaler, GradScalerConfig};
+
+const LEARNING_RATE: f64 = 3e-3;
+
+/// Clean steps before the scale doubles. PyTorch's 2000 would leave it where it starts in a run this short.
+pub const GROWTH_INTERVAL: i64 = 20;
+
+/// The type that the layers compute in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Precision {
+    /// Plain f32, without autocast.
+    Fp32,
+    /// bf16 autocast; its range is that of f32, so it needs no scaler.
+    Bf16,
+    /// fp16 autocast with a gradient scaler.
+    Fp16,
+}
+
+impl Precision {
+    /// In the order of the runs.
+    pub const ALL: [Self; 3] = [Self::Fp32, Self::Bf16, Self::Fp16];
+
+    /// The name in tables, plots and style sheets.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fp32 => "fp32",
+            Self::Bf16 => "bf16",
+            Self::Fp16 => "fp16",
+        }
+    }
+
+    /// The region in which the forward pass runs.
+    fn autocast(self, device: Device) -> Autocast {
+        match self {
+            Self::Fp32 => Autocast::new(device).enabled(false),
+            Self::Bf16 => Autocast::new(device).dtype(Kind::BFloat16),
+            Self::Fp16 => Autocast::new(device).dtype(Kind::Half),
+        }
+    }
+
+    /// A disabled scaler passes everything through, so the loop needs no `if`.
+    fn scaler(self, device: Device) -> tch_amp::Result<GradScaler> {
+        match self {
+            Self::Fp32 | Self::Bf16 => Ok(GradScaler::disabled()),
+            Self::Fp16 => GradScalerConfig {
+                growth_interval: GROWTH_INTERVAL,
+                ..Default::default()
+            }
+            .build(device),
+        }
+    }
+}
+
+/// What happened in one iteration.
+#[derive(Clone, Debug)]
+pub struct Step {
+    /// Mean loss of the batch, before the step.
+    pub loss: f64,
+    /// The scale that this iteration used; `None` without a scaler.
+    pub scale: Option<f64>,
+    /// The gradients overflowed, so the weights stayed as they were.
+    pub skipped: bool,
+    /// Wall time.
+    pub seconds: f64,
+}
+
+/// One finished run.
+#[derive(Clone, Debug)]
+pub struct RunResult {
+    /// What it computed in.
+    pub precision: Precision,
+    /// Every iteration, in order.
+    pub steps: Vec<Step>,
+    /// Mean loss of the last epoch.
+    pub final_loss: f64,
+    /// Per cent of the held-out images.
+    pub accuracy: f64,
+    /// Bytes of the whole process at its largest during the run, where the system tells.
+    pub peak_memory: Option<u64>,
+    /// The scale after the last iteration; `None` without a scaler.
+    pub final_scale: Option<f64>,
+}
+
+impl RunResult {
+    /// Iterations that the scaler skipped.
+    pub fn skipped(&self) -> usize {
+        self.steps.iter().filter(|step| step.skipped).count()
+    }
+
+    /// The time of an iteration in milliseconds: the median for `0.5`, the lower quartile for `0.25`.
+    pub fn step_ms(&self, quantile: f64) -> f64 {
+        let mut times: Vec<f64> = self.steps.iter().map(|step| step.seconds * 1e3).collect();
+        times.sort_by(f64::total_cmp);
+        let index = (quantile * times.len() as f64) as usize;
+        times.get(index).copied().unwrap_or(f64::NAN)
+    }
+}
+
+/// The network with everything that a training step needs.
+struct Trainer<M> {
+    net: M,
+    optimizer: nn::Optimizer,
+    autocast: Autocast,
+    scaler: GradScaler,
+}
+
+impl<M: Module> Trainer<M> {
+    /// One training step: forward under autocast, backward on the scaled loss, step, new scale.
+    fn step(&mut self, images: &Tensor, labels: &Tensor) -> Result<Step> {
+        let started = Instant::now();
+        let scale = self.scale()?;
+
+        self.optimizer.zero_grad();
+        let loss = self
+            .autocast
+            .run(|| self.net.forward(images).cross_entropy_for_logits(labels))?;
+        self.scaler.backward(&loss)?;
+        let outcome = self.scaler.step(&mut self.optimizer)?;
+        self.scaler.update()?;
+
+        // The demo records every step. Reading these waits for the device: a loop in a hurry reads them rarely.
+        let (loss, skipped) = (loss.double_value(&[]), outcome.is_skipped()?);
+        Ok(Step {
+            loss,
+            scale,
+            skipped,
+            seconds: started.elapsed().as_secs_f64(),
+        })
+    }
+
+    fn scale(&self) -> tch_amp::Result<Option<f64>> {
+        self.scaler
+            .is_enabled()
+            .then(|| self.scaler.get_scale())
+            .transpose()
+    }
+
+    /// Per cent of the images that the network names rightly, in the precision it was trained in.
+    fn accuracy(&self, split: &Split, device: Device) -> Result<f64> {
+        let (images, labels) = (
+            split.images.to_device(device),
+            split.labels.to_device(device),
+        );
+        let logits = tch::no_grad(|| self.autocast.run(|| self.net.forward(&images)))?;
+        Ok(100.0 * logits.accuracy_for_logits(&labels).double_value(&[]))
+    }
+}
+
+/// Trains once. The seed alone decides the initial weights and the batches, whatever the precision.
+pub fn train(
+    precision: Precision,
+    digits: &Digits,
+    device: Device,
+    options: &Options,
+    progress: &Progress,
+) -> Result<RunResult> {
+    tch::manual_seed(options.seed);
+    let vs = nn::VarStore::new(device);
+    let net = model::network(&vs.root());
+    let optimizer = nn::AdamW::default().build(&vs, LEARNING_RATE)?;
+    let (autocast, mut scaler) = (precision.autocast(device), precision.scaler(device)?);
+    scaler.name_parameters(&vs)?;
+    let mut trainer = Trainer {
+        net,
+        optimizer,
+        autocast,
+        scaler,
+    };
+
+    let memory = machine::PeakMemory::start(device);
+    let mut steps = Vec::new();
+    for epoch in 1..=options.epochs {
+        for (images, labels) in digits.train.shuffled(device) {
+            let step = trainer.step(&images, &labels)?;
+            progress.step(epoch, &step);
+            steps.push(step);
+        }
+        progress.epoch(epoch, mean_loss(&steps, digits.train.batches()));
+    }
+    Ok(RunResult {
+        precision,
+        final_loss: mean_loss(&steps, digits.train.batches()),
+        accuracy: trainer.accuracy(&digits.test, device)?,
+        peak_memory: memory.and_then(|memory| memory.read()),
+        final_scale: trainer.scale()?,
+        steps,
+    })
+}
+
+fn mean_loss(steps: &[Step], last: usize) -> f64 {
+    let tail = &steps[steps.len().saturating_sub(last)..];
+    tail.iter().map(|step| step.loss).sum::<f64>() / tail.len() as f64
+}
