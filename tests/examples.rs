@@ -4,6 +4,7 @@
 mod accumulation;
 #[path = "../examples/clipping.rs"]
 mod clipping;
+mod common;
 #[path = "../examples/multiple.rs"]
 mod multiple;
 #[path = "../examples/own_optimizer.rs"]
@@ -60,8 +61,7 @@ fn resume_runs() -> anyhow::Result<()> {
 #[test]
 fn no_example_is_left_out() -> anyhow::Result<()> {
     let this = include_str!("examples.rs");
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/examples");
-    for entry in std::fs::read_dir(folder)? {
+    for entry in std::fs::read_dir(common::python::root().join("examples"))? {
         // The digits demo is a folder with its own test, `tests/demo.rs`.
         let name = entry?.file_name().to_string_lossy().into_owned();
         if name.ends_with(".rs") {

@@ -1,7 +1,7 @@
-"""Arguments for the ops that AutocastCPU registers and tch can call, named as the dispatcher names them, and for a few more.
+"""Arguments for the ops that AutocastCPU registers and tch can call, by the dispatcher's names, and for a few more.
 
-Ops of the lower-precision policy get f32, those of the f32 policy get the region's dtype, those that promote get both: so
-the result shows what the policy did.
+Ops of the lower-precision policy get f32, those of the f32 policy get the region's dtype, those that promote get both:
+so the result shows what the policy did.
 """
 
 import torch
@@ -18,8 +18,11 @@ def square(n=4):
 
 
 def lower_precision():
-    yield "_convolution.deprecated", [f32(1, 2, 5, 5), f32(3, 2, 3, 3), f32(3), [1, 1], [0, 0], [1, 1], False, [0, 0], 1, False, True, True], {}
-    yield "_native_multi_head_attention", [f32(2, 3, 8), f32(2, 3, 8), f32(2, 3, 8), 8, 2, f32(24, 8), f32(24), f32(8, 8), f32(8)], {}
+    geometry = [[1, 1], [0, 0], [1, 1], False, [0, 0], 1]
+    image, kernel, bias = f32(1, 2, 5, 5), f32(3, 2, 3, 3), f32(3)
+    yield "_convolution.deprecated", [image, kernel, bias, *geometry, False, True, True], {}
+    weights = [f32(24, 8), f32(24), f32(8, 8), f32(8)]
+    yield "_native_multi_head_attention", [f32(2, 3, 8), f32(2, 3, 8), f32(2, 3, 8), 8, 2, *weights], {}
     yield "addbmm", [f32(4, 6), f32(2, 4, 5), f32(2, 5, 6)], {}
     yield "addmm", [f32(6), f32(4, 5), f32(5, 6)], {}
     yield "baddbmm", [f32(2, 4, 6), f32(2, 4, 5), f32(2, 5, 6)], {"beta": 0.5, "alpha": 2.0}
@@ -29,14 +32,16 @@ def lower_precision():
         yield f"conv{n}d", [image, kernel, f32(4), [2] * n, [1] * n, [1] * n, 1], {}
         yield f"conv{n}d.padding", [image, kernel, f32(4), [1] * n, "same", [2] * n, 1], {}
         overload = "" if n == 1 else ".input"
-        yield f"conv_transpose{n}d{overload}", [image, f32(2, 3, *[3] * n), f32(3), [2] * n, [1] * n, [1] * n, 1, [1] * n], {}
+        kernel = f32(2, 3, *[3] * n)
+        yield f"conv_transpose{n}d{overload}", [image, kernel, f32(3), [2] * n, [1] * n, [1] * n, 1, [1] * n], {}
     yield "conv_tbc", [f32(7, 2, 3), f32(3, 3, 4), f32(4), 1], {}
     yield "linalg_vecdot", [f32(4, 5), f32(4, 5)], {"dim": 0}
     yield "linear", [f32(4, 5), f32(6, 5), f32(6)], {}
     yield "linear", [f32(4, 5), f32(6, 5)], {}
     yield "linear", [f32(4, 5).double(), f32(6, 5).double()], {}
     yield "matmul", [f32(2, 4, 5), f32(5)], {}
-    yield "mkldnn_rnn_layer", [f32(3, 2, 4), f32(20, 4), f32(20, 5), f32(20), f32(20), f32(2, 5), f32(2, 5), False, [], 2, 5, 1, True, False, False, False], {}
+    layer = [f32(20, 4), f32(20, 5), f32(20), f32(20), f32(2, 5), f32(2, 5)]
+    yield "mkldnn_rnn_layer", [f32(3, 2, 4), *layer, False, [], 2, 5, 1, True, False, False, False], {}
     yield "mm", [f32(4, 5), f32(5, 6)], {}
     yield "mm", [f32(4, 5), f32(5, 6).double()], {}
     yield "prelu", [f32(2, 3, 4), f32(3)], {}
@@ -83,7 +88,8 @@ def pooling_and_padding(low):
     yield "fractional_max_pool2d", [low(1, 2, 6, 6), [2, 2], [3, 3], torch.rand(1, 2, 2).to(low(1).dtype)], {}
     yield "fractional_max_pool3d", [low(1, 2, 6, 6, 6), [2, 2, 2], [3, 3, 3], torch.rand(1, 2, 3).to(low(1).dtype)], {}
     yield "max_unpool2d", [low(1, 1, 2, 2), torch.tensor([[[[0, 3], [9, 14]]]]), [4, 4]], {}
-    yield "max_unpool3d", [low(1, 1, 1, 2, 2), torch.tensor([[[[[0, 3], [9, 14]]]]]), [1, 4, 4], [1, 2, 2], [0, 0, 0]], {}
+    places = torch.tensor([[[[[0, 3], [9, 14]]]]])
+    yield "max_unpool3d", [low(1, 1, 1, 2, 2), places, [1, 4, 4], [1, 2, 2], [0, 0, 0]], {}
     yield "grid_sampler", [low(1, 2, 5, 5), low(1, 3, 3, 2), 0, 1, False], {}
     yield "grid_sampler_2d", [low(1, 2, 5, 5), low(1, 3, 3, 2), 2, 0, True], {}
     yield "grid_sampler_3d", [low(1, 2, 5, 5, 5), low(1, 3, 3, 3, 3), 0, 2, False], {}
@@ -145,7 +151,8 @@ def factorisations(low):
     yield "linalg_lstsq", [s, low(4, 2), None], {"driver": "gelsd"}
     yield "linalg_matrix_rank", [s, 0.1, True], {}
     yield "linalg_matrix_rank.atol_rtol_float", [s], {"atol": 0.1, "rtol": 0.1, "hermitian": False}
-    yield "linalg_matrix_rank.atol_rtol_tensor", [s], {"atol": torch.tensor(0.1), "rtol": torch.tensor(0.1), "hermitian": False}
+    tolerances = {"atol": torch.tensor(0.1), "rtol": torch.tensor(0.1)}
+    yield "linalg_matrix_rank.atol_rtol_tensor", [s], {**tolerances, "hermitian": False}
     yield "linalg_matrix_rank.tol_tensor", [s, torch.tensor(0.1), False], {}
     yield "linalg_qr", [s, "complete"], {}
     yield "linalg_solve", [s, low(4, 2)], {"left": True}

@@ -15,6 +15,8 @@ import warnings
 # Half of the ops are deprecated and say so.
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 warnings.simplefilter("ignore")
+# The script stands in a source tree.
+sys.dont_write_bytecode = True
 
 import torch  # noqa: E402
 
@@ -69,14 +71,14 @@ def run(where, name, function, args, kwargs, dtype):
     print(json.dumps(case))
 
 
-def function_of(name, module, args):
-    """The op as PyTorch's own test calls it: the module's function, or else the method of the first argument's class."""
+def function_of(name, module):
+    """The op as PyTorch's own test calls it: the module's function, or else the tensor's method."""
     if hasattr(module, name):
         return getattr(module, name)
     return getattr(torch.Tensor, name)
 
 
-def modules(list_name):
+def module_of(list_name):
     if list_name.startswith("nn_") or list_name == "banned":
         return torch._C._nn
     if list_name == "linalg_fp16":
@@ -96,10 +98,10 @@ def run_lists(prefix, lists, dtype):
         for entry in content:
             name, tuples, kwargs = entries(entry)
             if name == "einsum":
-                # Its arguments stand where the list's reader looks for a "skip me" flag, so PyTorch never runs it either.
+                # Its arguments stand where the list's reader looks for a "skip me" flag: PyTorch never runs it, either.
                 continue
+            function = function_of(name, module_of(list_name))
             for args in tuples:
-                function = function_of(name, modules(list_name), args)
                 run(f"{prefix}.{list_name}", name, function, args, kwargs, dtype)
 
 

@@ -1,7 +1,7 @@
 """Runs programs of nested autocast regions: one operation a line on stdin, one answer a line on stdout.
 
-tests/autocast_programs/program.rs writes the operations and says what each means. An answer is the autocast state of the
-CPU after the operation, then what the operation gave: nothing, a tensor's dtype and bits, or the first line of an error.
+tests/autocast_programs/program.rs writes the operations and says what each means. An answer is the autocast state of
+the CPU after the operation, then what the operation gave: nothing, a tensor's dtype and bits, or an error's first line.
 """
 
 import ctypes
@@ -70,7 +70,9 @@ class Machine:
             torch.clear_autocast_cache()
 
     def tensor(self, dtype, leaf, *values):
-        value = torch.tensor([float(v) for v in values], dtype=DTYPES[dtype]).reshape(4, 4)
+        rows = [[float(v) for v in values[i : i + 4]] for i in range(0, 16, 4)]
+        # Not a view: casts of views are not cached.
+        value = torch.tensor(rows, dtype=DTYPES[dtype])
         return self.keep(value.requires_grad_(FLAGS[leaf]))
 
     def keep(self, value):

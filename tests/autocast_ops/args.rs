@@ -1,0 +1,200 @@
+//! The arguments of a case, read from the oracle's JSON.
+
+use serde_json::Value;
+use tch::{Reduction, Tensor};
+
+use crate::common::bits::{from_hex, kind_named};
+
+/// One argument.
+#[derive(Debug)]
+pub enum Arg {
+    None,
+    Bool(bool),
+    Int(i64),
+    Float(f64),
+    Text(String),
+    Tensor(Tensor),
+    List(Vec<Arg>),
+}
+
+impl Arg {
+    fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Arg::None => None,
+            Arg::Tensor(tensor) => Some(tensor),
+            other => panic!("{other:?} is no tensor"),
+        }
+    }
+}
+
+/// Reads a tensor that the oracle wrote.
+pub fn tensor(value: &Value) -> Tensor {
+    let shape: Vec<i64> = list(&value["shape"]).iter().map(int).collect();
+    let bytes = from_hex(text(&value["bits"]));
+    Tensor::from_data_size(&bytes, &shape, kind_named(text(&value["kind"])))
+}
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().expect("the oracle writes a list here")
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().expect("the oracle writes a string here")
+}
+
+fn int(value: &Value) -> i64 {
+    value.as_i64().expect("the oracle writes an integer here")
+}
+
+fn float(hex: &str) -> f64 {
+    f64::from_bits(u64::from_str_radix(hex, 16).expect("the oracle writes a float as its bits"))
+}
+
+fn read(value: &Value) -> Arg {
+    match value {
+        Value::Null => Arg::None,
+        Value::Bool(flag) => Arg::Bool(*flag),
+        Value::Number(_) => Arg::Int(int(value)),
+        Value::String(text) => Arg::Text(text.clone()),
+        Value::Array(items) => Arg::List(items.iter().map(read).collect()),
+        Value::Object(fields) => match fields.get("float") {
+            Some(bits) => Arg::Float(float(text(bits))),
+            None => Arg::Tensor(tensor(value)),
+        },
+    }
+}
+
+/// Where an argument stands: by position, by name, or either.
+pub trait Place {
+    fn find<'a>(&self, args: &'a Args) -> Option<&'a Arg>;
+}
+
+impl Place for usize {
+    fn find<'a>(&self, args: &'a Args) -> Option<&'a Arg> {
+        args.positional.get(*self)
+    }
+}
+
+impl Place for &str {
+    fn find<'a>(&self, args: &'a Args) -> Option<&'a Arg> {
+        args.named
+            .iter()
+            .find(|(name, _)| name == self)
+            .map(|(_, arg)| arg)
+    }
+}
+
+impl Place for (usize, &str) {
+    fn find<'a>(&self, args: &'a Args) -> Option<&'a Arg> {
+        self.0.find(args).or_else(|| Place::find(&self.1, args))
+    }
+}
+
+/// All arguments of a case. A missing one is as good as `None`, and stands for PyTorch's default.
+///
+/// An argument of another type than an op's entry in the table asks for is a fault of the table, and panics.
+#[derive(Debug)]
+pub struct Args {
+    positional: Vec<Arg>,
+    named: Vec<(String, Arg)>,
+}
+
+impl Args {
+    pub fn new(positional: &Value, named: &Value) -> Self {
+        let named = named
+            .as_object()
+            .expect("the oracle writes keyword arguments as an object");
+        Self {
+            positional: list(positional).iter().map(read).collect(),
+            named: named
+                .iter()
+                .map(|(name, value)| (name.clone(), read(value)))
+                .collect(),
+        }
+    }
+
+    pub fn count(&self) -> usize {
+        self.positional.len() + self.named.len()
+    }
+
+    fn get(&self, place: impl Place) -> &Arg {
+        place.find(self).unwrap_or(&Arg::None)
+    }
+
+    pub fn t(&self, place: impl Place) -> &Tensor {
+        self.opt(place).expect("a tensor")
+    }
+
+    pub fn opt(&self, place: impl Place) -> Option<&Tensor> {
+        self.get(place).tensor()
+    }
+
+    pub fn is_tensor(&self, place: impl Place) -> bool {
+        matches!(self.get(place), Arg::Tensor(_))
+    }
+
+    pub fn ts(&self, place: impl Place) -> Vec<&Tensor> {
+        let Arg::List(items) = self.get(place) else {
+            panic!("no list of tensors")
+        };
+        items
+            .iter()
+            .map(|item| item.tensor().expect("a tensor"))
+            .collect()
+    }
+
+    pub fn int(&self, place: impl Place) -> Option<i64> {
+        match self.get(place) {
+            Arg::None => None,
+            Arg::Int(value) => Some(*value),
+            other => panic!("{other:?} is no integer"),
+        }
+    }
+
+    pub fn float(&self, place: impl Place) -> Option<f64> {
+        match self.get(place) {
+            Arg::None => None,
+            Arg::Float(value) => Some(*value),
+            Arg::Int(value) => Some(*value as f64),
+            other => panic!("{other:?} is no number"),
+        }
+    }
+
+    pub fn flag(&self, place: impl Place) -> Option<bool> {
+        match self.get(place) {
+            Arg::None => None,
+            Arg::Bool(value) => Some(*value),
+            other => panic!("{other:?} is no flag"),
+        }
+    }
+
+    pub fn text(&self, place: impl Place) -> &str {
+        match self.get(place) {
+            Arg::Text(text) => text,
+            other => panic!("{other:?} is no text"),
+        }
+    }
+
+    pub fn ints(&self, place: impl Place) -> Option<Vec<i64>> {
+        let int = |item: &Arg| match item {
+            Arg::Int(value) => *value,
+            other => panic!("{other:?} is no integer"),
+        };
+        match self.get(place) {
+            Arg::None => None,
+            Arg::List(items) => Some(items.iter().map(int).collect()),
+            other => panic!("{other:?} is no list of integers"),
+        }
+    }
+
+    /// The integers at `place`, or `default` once for each of `n` dimensions.
+    pub fn each(&self, place: impl Place, default: i64, n: usize) -> Vec<i64> {
+        self.ints(place).unwrap_or_else(|| vec![default; n])
+    }
+
+    /// A reduction, by default none: the lists call the bindings below `torch.nn.functional`, which read the name of
+    /// C++'s default as the number 0.
+    pub fn reduction(&self, place: impl Place) -> Reduction {
+        self.int(place).map_or(Reduction::None, Reduction::Other)
+    }
+}

@@ -1,0 +1,62 @@
+//! From the name of an op, as PyTorch's lists or the dispatcher have it, to its call in tch.
+
+use tch::{Kind, TchError, Tensor};
+
+use crate::args::Args;
+use crate::{
+    convolution, factorisation, loss, matrix, pointwise, pooling, recurrent, reduction, spectral,
+};
+
+/// What an op gives: its tensors, or its error.
+pub type Outputs = Result<Vec<Tensor>, TchError>;
+
+/// A name and the call.
+pub type Entry = (&'static str, fn(&Args) -> Outputs);
+
+/// No kind asked for: an op keeps the one it computes in.
+pub const NO_KIND: Option<Kind> = None;
+
+const TABLES: [&[Entry]; 11] = [
+    pointwise::COMPARISONS,
+    pointwise::UNARY,
+    pointwise::OTHERS,
+    reduction::OPS,
+    matrix::OPS,
+    convolution::OPS,
+    loss::OPS,
+    pooling::OPS,
+    recurrent::OPS,
+    spectral::OPS,
+    factorisation::OPS,
+];
+
+/// All entries.
+pub fn entries() -> impl Iterator<Item = &'static Entry> {
+    TABLES.into_iter().flatten()
+}
+
+/// The entry of `op`: the one with its overload where there is one, else the one of its name.
+pub fn find(op: &str) -> Option<&'static Entry> {
+    let named = |name: &str| entries().find(|entry| entry.0 == name);
+    named(op).or_else(|| named(op.split('.').next().unwrap_or(op)))
+}
+
+/// The output of an op that has one.
+pub fn one(output: Result<Tensor, TchError>) -> Outputs {
+    Ok(vec![output?])
+}
+
+/// The outputs of an op that has two.
+pub fn two(outputs: Result<(Tensor, Tensor), TchError>) -> Outputs {
+    outputs.map(|(a, b)| vec![a, b])
+}
+
+/// The outputs of an op that has three.
+pub fn three(outputs: Result<(Tensor, Tensor, Tensor), TchError>) -> Outputs {
+    outputs.map(|(a, b, c)| vec![a, b, c])
+}
+
+/// The outputs of an op that has four.
+pub fn four(outputs: Result<(Tensor, Tensor, Tensor, Tensor), TchError>) -> Outputs {
+    outputs.map(|(a, b, c, d)| vec![a, b, c, d])
+}
