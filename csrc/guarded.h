@@ -39,4 +39,10 @@ inline const at::Tensor &tensor(const tamp_tensor *t) {
 
 inline tamp_tensor *give(at::Tensor t) { return reinterpret_cast<tamp_tensor *>(new at::Tensor(std::move(t))); }
 
+// A tensor on `device`. The host waits only when it is going to read the copy: one that is still on its way to host
+// memory looks like any other there.
+inline at::Tensor on_device(const at::Tensor &t, at::Device device) {
+  return t.to(device, /*non_blocking=*/!device.is_cpu());
+}
+
 }  // namespace tamp

@@ -23,12 +23,12 @@ at::Tensor clip_norm(const std::vector<at::Tensor> &gradients, double max_norm) 
   const at::Device first = gradients.front().device();
   std::vector<at::Tensor> norms;
   for (const auto &gradient : gradients) {
-    norms.push_back(at::linalg_vector_norm(gradient, 2).to(first, /*non_blocking=*/true));
+    norms.push_back(tamp::on_device(at::linalg_vector_norm(gradient, 2), first));
   }
   at::Tensor total = at::linalg_vector_norm(at::stack(norms), 2);
   // Python divides a number by a tensor as reciprocal times number, which rounds otherwise than C++'s division.
   const at::Tensor factor = (total + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
-  for (const auto &gradient : gradients) gradient.mul_(factor.to(gradient.device(), /*non_blocking=*/true));
+  for (const auto &gradient : gradients) gradient.mul_(tamp::on_device(factor, gradient.device()));
   return total;
 }
 

@@ -175,7 +175,7 @@ uint8_t unscale(tamp_tensor *const *parameters, size_t count, const Tensor &scal
     }
   }
   if (!kernel.empty() || !plain.empty()) {
-    const Tensor factor = reciprocal(scale, check_only).to(found_inf.device(), /*non_blocking=*/true);
+    const Tensor factor = tamp::on_device(reciprocal(scale, check_only), found_inf.device());
     unscale_large(kernel, factor, found_inf, recheck);
     unscale_generic(plain, factor, found_inf, recheck);
   }
@@ -189,8 +189,8 @@ uint8_t unscale(tamp_tensor *const *parameters, size_t count, const Tensor &scal
 
 // One tensor on `device` that is not zero when any of the tensors is not.
 Tensor sum_on(tamp_tensor *const *tensors, size_t count, at::Device device) {
-  Tensor sum = tamp::tensor(tensors[0]).to(device, /*non_blocking=*/true);
-  for (size_t i = 1; i < count; ++i) sum = sum + tamp::tensor(tensors[i]).to(device, /*non_blocking=*/true);
+  Tensor sum = tamp::on_device(tamp::tensor(tensors[0]), device);
+  for (size_t i = 1; i < count; ++i) sum = sum + tamp::on_device(tamp::tensor(tensors[i]), device);
   return sum;
 }
 

@@ -118,7 +118,8 @@ impl GradScaler {
     /// Multiplies a loss, or any output that is going to be differentiated, by the scale.
     ///
     /// The result has the output's shape and device. fp16 and bf16 outputs of any shape become f32 first, because
-    /// 65536 is infinite in fp16; PyTorch does so for 0-dim outputs only. Does not wait for the device.
+    /// 65536 is infinite in fp16; PyTorch does so for 0-dim outputs only. Waits for the device only to bring a scale from
+    /// a GPU to an output on the CPU.
     ///
     /// # Errors
     ///
@@ -134,13 +135,17 @@ impl GradScaler {
         };
         self.iteration.borrow_mut().note_scale()?;
         let factor = scale.tensor();
-        if factor.device() == output.device() {
+        let device = output.device();
+        if factor.device() == device {
             return Ok(output.f_mul(factor)?);
         }
-        Ok(output.f_mul(&factor.f_to_device_(output.device(), Kind::Float, true, false)?)?)
+        // A copy to the host that nobody waited for could be read before it is there.
+        let non_blocking = device != Device::Cpu;
+        let factor = factor.f_to_device_(device, Kind::Float, non_blocking, false)?;
+        Ok(output.f_mul(&factor)?)
     }
 
-    /// Multiplies several outputs by the scale, each on its own device. Does not wait for any.
+    /// Multiplies several outputs by the scale, each on its own device. Waits as [`scale`](Self::scale).
     ///
     /// # Errors
     ///
@@ -164,7 +169,7 @@ impl GradScaler {
     /// Ends the iteration: backs the scale off if any optimizer's gradients overflowed, or counts towards its growth.
     ///
     /// Does not wait for the device, unless `hysteresis` or `max_consecutive_skips` is set and the overflow of an
-    /// optimizer that was unscaled but not stepped is known on a GPU only.
+    /// optimizer that was unscaled but not stepped is known on a GPU only, or the scale is on the CPU and it is not.
     ///
     /// # Errors
     ///

@@ -15,7 +15,7 @@ use crate::{autocast, ffi};
 
 impl GradScaler {
     /// Divides the gradients of an optimizer's parameters by the scale, in place, and records whether any is infinite
-    /// or NaN. Does not wait for the device.
+    /// or NaN. Waits for the device only where gradients on the CPU meet a scale on a GPU.
     ///
     /// Needed only to look at or change gradients before [`step`](Self::step), which does it otherwise. Gradients may
     /// be f32, f64, bf16 or complex, dense in any layout or COO sparse, on several devices; missing ones are left out,

@@ -47,8 +47,8 @@ impl<'a, O: AmpOptimizer> Unscaled<'a, O> {
     }
 
     /// Scales the gradients down in place so that their common 2-norm is at most `max_norm`, and returns the norm from
-    /// before: a 0-dim tensor on the device of the first gradient; zero without any. Does not wait for the device. As
-    /// `torch.nn.utils.clip_grad_norm_`.
+    /// before: a 0-dim tensor on the device of the first gradient; zero without any. Waits for the device only where
+    /// gradients on a GPU and on the CPU meet. As `torch.nn.utils.clip_grad_norm_`.
     ///
     /// # Errors
     ///
