@@ -54,13 +54,10 @@ void tamp_autocast_read(tamp_autocast_state *state, char **err) noexcept {
   tamp::guarded(err, [&] { read(*state); });
 }
 
-void tamp_autocast_enter(const tamp_autocast_state *next, tamp_autocast_state *previous, uint8_t outermost,
-                         char **err) noexcept {
+void tamp_autocast_enter(const tamp_autocast_state *next, uint8_t outermost, char **err) noexcept {
   tamp::guarded(err, [&] {
-    *previous = *next;
-    read(*previous);  // throws for a device type without autocast, before anything is changed
-    autocast::increment_nesting();
     change(*next, outermost != 0);
+    autocast::increment_nesting();
   });
 }
 

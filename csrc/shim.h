@@ -54,13 +54,12 @@ typedef struct tamp_autocast_state {
 // Reads the state of the device types that `state` names.
 void tamp_autocast_read(tamp_autocast_state *state, char **err) TAMP_NOEXCEPT;
 
-// Opens a region: stores the state that `next`'s devices have now in `previous`, then sets `next`.
-// Clears the weight cache when the region is the outermost or changes a dtype.
-void tamp_autocast_enter(const tamp_autocast_state *next, tamp_autocast_state *previous, uint8_t outermost,
-                         char **err) TAMP_NOEXCEPT;
+// Opens a region: sets `next`. Clears the weight cache when the region is the outermost or changes a dtype. What was
+// read of the same devices before is what closes it.
+void tamp_autocast_enter(const tamp_autocast_state *next, uint8_t outermost, char **err) TAMP_NOEXCEPT;
 
-// Closes a region: sets the state that tamp_autocast_enter stored. Clears the cache as on entry.
-// It cannot fail, because every value was read from the same devices.
+// Closes a region: sets `previous`, the state from before it. Clears the cache as on entry. It cannot fail, because
+// every value was read from the same devices.
 void tamp_autocast_exit(const tamp_autocast_state *previous, uint8_t outermost) TAMP_NOEXCEPT;
 
 // Forgets every cached cast of a weight, in all threads.

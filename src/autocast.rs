@@ -77,7 +77,8 @@ impl Autocast {
     /// [`Error::AutocastDtype`] for a dtype that autocast does not have. Where PyTorch warns and goes on in full
     /// precision, this fails.
     pub fn enter(self) -> Result<AutocastGuard> {
-        let id = scopes::open(self.state()?)?;
+        let (previous, next) = self.states()?;
+        let id = scopes::open(previous, next)?;
         Ok(AutocastGuard {
             id,
             _not_send: PhantomData,
@@ -92,21 +93,24 @@ impl Autocast {
     ///
     /// As [`enter`](Self::enter); then `f` is not run.
     pub fn run<T>(self, f: impl FnOnce() -> T) -> Result<T> {
-        scopes::within(self.state()?, f)
+        let (previous, next) = self.states()?;
+        scopes::within(previous, next, f)
     }
 
-    fn state(self) -> Result<sys::AutocastState> {
+    /// The thread's state before the region and inside of it.
+    fn states(self) -> Result<(sys::AutocastState, sys::AutocastState)> {
         if self.enabled {
             check_usable(self.device)?;
         }
-        let mut state = read(self.device)?;
+        let previous = read(self.device)?;
+        let mut next = previous;
         if let Some(cache) = self.cache {
-            state.cache_enabled = cache.into();
+            next.cache_enabled = cache.into();
         }
-        let device = &mut state.devices[0];
+        let device = &mut next.devices[0];
         device.enabled = self.enabled.into();
         device.dtype = self.allowed_dtype(device.dtype)?;
-        Ok(state)
+        Ok((previous, next))
     }
 
     /// The dtype that was asked for, else the one that the thread has, if autocast can run in it.
@@ -254,8 +258,7 @@ impl AutocastState {
             state.devices[usize::from(state.count)].device_type = device_type(device)?;
             state.count += 1;
         }
-        ffi::autocast_read(&mut state)?;
-        Ok(Self(state))
+        Self(state).here().map(Self)
     }
 
     /// Opens a region in which the calling thread has this state.
@@ -264,7 +267,7 @@ impl AutocastState {
     ///
     /// [`Error::ThreadEnding`] inside a destructor of a thread-local value.
     pub fn enter(&self) -> Result<AutocastGuard> {
-        let id = scopes::open(self.0)?;
+        let id = scopes::open(self.here()?, self.0)?;
         Ok(AutocastGuard {
             id,
             _not_send: PhantomData,
@@ -277,6 +280,13 @@ impl AutocastState {
     ///
     /// As [`enter`](Self::enter); then `f` is not run.
     pub fn run<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
-        scopes::within(self.0, f)
+        scopes::within(self.here()?, self.0, f)
+    }
+
+    /// The calling thread's state of the same devices.
+    fn here(&self) -> Result<sys::AutocastState> {
+        let mut state = self.0;
+        ffi::autocast_read(&mut state)?;
+        Ok(state)
     }
 }

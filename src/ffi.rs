@@ -58,21 +58,16 @@ pub(crate) fn autocast_read(state: &mut sys::AutocastState) -> Result<()> {
     call(|err| unsafe { sys::tamp_autocast_read(state, err) })
 }
 
-/// Opens a region and returns the state that was there before.
-pub(crate) fn autocast_enter(
-    next: &sys::AutocastState,
-    outermost: bool,
-) -> Result<sys::AutocastState> {
+/// Opens a region: the state is `next`.
+pub(crate) fn autocast_enter(next: &sys::AutocastState, outermost: bool) -> Result<()> {
     debug_assert!(usize::from(next.count) <= sys::AUTOCAST_DEVICES);
-    let mut previous = sys::AutocastState::default();
-    // SAFETY: both structs have the shim's layout and outlive the call, and `count` stays within the array.
-    call(|err| unsafe { sys::tamp_autocast_enter(next, &mut previous, outermost.into(), err) })?;
-    Ok(previous)
+    // SAFETY: `next` has the shim's layout and outlives the call, and `count` stays within its array.
+    call(|err| unsafe { sys::tamp_autocast_enter(next, outermost.into(), err) })
 }
 
 /// Closes a region: the state is `previous` again.
 pub(crate) fn autocast_exit(previous: &sys::AutocastState, outermost: bool) {
-    // SAFETY: `previous` is a whole struct that `autocast_enter` filled.
+    // SAFETY: `previous` is a whole struct that `autocast_read` filled.
     unsafe { sys::tamp_autocast_exit(previous, outermost.into()) }
 }
 

@@ -25,8 +25,8 @@ thread_local! {
 }
 
 impl Scopes {
-    fn open(&mut self, next: &sys::AutocastState) -> Result<u64> {
-        let previous = ffi::autocast_enter(next, self.open.is_empty())?;
+    fn open(&mut self, previous: sys::AutocastState, next: &sys::AutocastState) -> Result<u64> {
+        ffi::autocast_enter(next, self.open.is_empty())?;
         let id = self.next_id;
         self.next_id += 1;
         self.open.push(Scope {
@@ -62,10 +62,10 @@ impl Scopes {
     }
 }
 
-/// Opens a region and returns the number that closes it.
-pub(crate) fn open(next: sys::AutocastState) -> Result<u64> {
+/// Opens a region, which replaces `previous` by `next`, and returns the number that closes it.
+pub(crate) fn open(previous: sys::AutocastState, next: sys::AutocastState) -> Result<u64> {
     SCOPES
-        .try_with(|scopes| scopes.borrow_mut().open(&next))
+        .try_with(|scopes| scopes.borrow_mut().open(previous, &next))
         .unwrap_or(Err(Error::ThreadEnding))
 }
 
@@ -78,7 +78,11 @@ pub(crate) fn close(id: u64) {
 }
 
 /// Runs `f` in a region that ends with it, together with everything opened inside.
-pub(crate) fn within<T>(next: sys::AutocastState, f: impl FnOnce() -> T) -> Result<T> {
+pub(crate) fn within<T>(
+    previous: sys::AutocastState,
+    next: sys::AutocastState,
+    f: impl FnOnce() -> T,
+) -> Result<T> {
     struct CloseOnDrop(u64);
     impl Drop for CloseOnDrop {
         fn drop(&mut self) {
@@ -86,6 +90,6 @@ pub(crate) fn within<T>(next: sys::AutocastState, f: impl FnOnce() -> T) -> Resu
             SCOPES.try_with(close).unwrap_or(());
         }
     }
-    let _close = CloseOnDrop(open(next)?);
+    let _close = CloseOnDrop(open(previous, next)?);
     Ok(f())
 }

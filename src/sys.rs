@@ -67,7 +67,6 @@ unsafe extern "C" {
     pub(crate) fn tamp_autocast_read(state: *mut AutocastState, err: *mut *mut c_char);
     pub(crate) fn tamp_autocast_enter(
         next: *const AutocastState,
-        previous: *mut AutocastState,
         outermost: u8,
         err: *mut *mut c_char,
     );

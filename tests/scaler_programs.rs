@@ -10,13 +10,21 @@
 
 #[path = "scaler_programs/adamw.rs"]
 mod adamw;
+#[path = "scaler_programs/answer.rs"]
+mod answer;
 mod common;
 #[path = "scaler_programs/generate.rs"]
 mod generate;
 #[path = "scaler_programs/machine.rs"]
 mod machine;
+#[path = "scaler_programs/optimizer.rs"]
+mod optimizer;
 #[path = "scaler_programs/program.rs"]
 mod program;
+#[path = "scaler_programs/text.rs"]
+mod text;
+#[path = "scaler_programs/writer.rs"]
+mod writer;
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};

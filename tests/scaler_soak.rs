@@ -9,7 +9,7 @@ mod common;
 
 use tch::nn::{self, Module as _, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::{GradScaler, autocast};
+use tch_amp::{GradScaler, GradScalerConfig, autocast};
 
 use common::rng::Rng;
 
@@ -70,7 +70,12 @@ impl Training {
         let vs = VarStore::new(Device::Cpu);
         let net = nn::linear(vs.root(), 4, 2, Default::default());
         let optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&vs, 1e-3).unwrap();
-        let scaler = GradScaler::new(Device::Cpu).unwrap();
+        // Grows as often as the overflows back it off, so that the scale stays in the usual range.
+        let config = GradScalerConfig {
+            growth_interval: 8,
+            ..Default::default()
+        };
+        let scaler = config.build(Device::Cpu).unwrap();
         Self {
             rng: Rng::new(13),
             net,

@@ -67,7 +67,10 @@ impl Oracle {
     /// The command that runs the script, for a test that talks with it while it runs.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.python);
-        command.arg("-B").arg(&self.script).env_remove("LD_LIBRARY_PATH");
+        command
+            .arg("-B")
+            .arg(&self.script)
+            .env_remove("LD_LIBRARY_PATH");
         // torch warns about every missing optional package, and no oracle needs one.
         command.env("PYTHONWARNINGS", "ignore:Failed to initialize NumPy");
         command

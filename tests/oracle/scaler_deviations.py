@@ -39,15 +39,16 @@ class Scaler(GradScaler):
 
     def has_no_gradients(self, optimizer):
         """An optimizer without a single gradient is an answer, not PyTorch's "No inf checks were recorded"."""
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            return False
-        if state["stage"] is OptState.READY:
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        if state["found_inf_per_device"]:
-            return False
-        state["stage"] = OptState.STEPPED
-        return True
+            return self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+        return False
+
+    def unscale_(self, optimizer):
+        """Without a single gradient there is nothing to unscale, and nothing that has to be ended by `update`."""
+        super().unscale_(optimizer)
+        if self._enabled and not self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+            del self._per_optimizer_states[id(optimizer)]
 
     def check_again(self, optimizer):
         """An infinity that came into a gradient after `unscale_` is an overflow, too; PyTorch applies it."""

@@ -1,0 +1,196 @@
+//! What the benchmarks share: the Python twin that runs the same rounds, medians, and the printed table.
+//!
+//! A round of ours and a round of Python's alternate, so that noise of the machine hits both. Timings decide nothing;
+//! a benchmark fails only when the two sides do not compute the same.
+#![allow(dead_code, reason = "each benchmark uses its own part")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a benchmark fails by panicking"
+)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A Python process that runs `benches/oracle/<name>` and answers one line for each request.
+#[derive(Debug)]
+pub struct Twin {
+    child: Child,
+    requests: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Twin {
+    /// Starts the twin, or tells why not and returns `None`.
+    pub fn start(name: &str) -> Option<Self> {
+        let Some(python) = std::env::var_os("TCH_AMP_PYTHON") else {
+            assert!(
+                !is_set("TCH_AMP_REQUIRE_PYTHON"),
+                "TCH_AMP_PYTHON names no Python, and it is required"
+            );
+            eprintln!(
+                "SKIPPED: set TCH_AMP_PYTHON to a Python with torch, or run `cargo xtask bench`"
+            );
+            return None;
+        };
+        let root = std::env::var_os("TCH_AMP_ROOT")
+            .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
+        let mut child = Command::new(python)
+            .arg(root.join("benches/oracle").join(name))
+            .env_remove("LD_LIBRARY_PATH")
+            .env("PYTHONWARNINGS", "ignore")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("TCH_AMP_PYTHON starts");
+        let requests = child.stdin.take().expect("stdin is piped");
+        let answers = BufReader::new(child.stdout.take().expect("stdout is piped"));
+        Some(Self {
+            child,
+            requests,
+            answers,
+        })
+    }
+
+    /// The answer to one request.
+    pub fn ask(&mut self, request: &str) -> String {
+        writeln!(self.requests, "{request}").expect("the twin reads");
+        let mut answer = String::new();
+        self.answers
+            .read_line(&mut answer)
+            .expect("the twin prints UTF-8");
+        assert!(answer.ends_with('\n'), "the twin ended at {request:?}");
+        answer.truncate(answer.trim_end().len());
+        answer
+    }
+
+    /// The answer to one request, as nanoseconds.
+    pub fn time(&mut self, request: &str) -> Vec<f64> {
+        let answer = self.ask(request);
+        answer
+            .split(' ')
+            .map(|number| number.parse().expect("the twin answers numbers"))
+            .collect()
+    }
+}
+
+impl Drop for Twin {
+    fn drop(&mut self) {
+        // The twin ends at the end of its input, which it would otherwise still wait for.
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+fn is_set(name: &str) -> bool {
+    std::env::var(name).is_ok_and(|value| value == "1")
+}
+
+/// Whether this is a smoke run of a few seconds: asked for, or not started by `cargo bench`.
+pub fn is_quick() -> bool {
+    let mut args = std::env::args();
+    is_set("TCH_AMP_BENCH_QUICK")
+        || args.any(|arg| arg == "--quick")
+        || !std::env::args().any(|arg| arg == "--bench")
+}
+
+/// `usual`, or a fiftieth of it in a smoke run.
+pub fn rounds(usual: usize) -> usize {
+    if is_quick() {
+        (usual / 50).max(3)
+    } else {
+        usual
+    }
+}
+
+/// The nanoseconds that `work` takes.
+pub fn nanoseconds(work: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    work();
+    Duration::as_secs_f64(&start.elapsed()) * 1e9
+}
+
+/// The middle one of the numbers.
+pub fn median(mut numbers: Vec<f64>) -> f64 {
+    assert!(!numbers.is_empty(), "no number has no median");
+    numbers.sort_by(f64::total_cmp);
+    numbers[numbers.len() / 2]
+}
+
+/// Rounds of ours and of Python's, each a list of times that belong together.
+#[derive(Debug, Default)]
+pub struct Rounds {
+    pub ours: Vec<Vec<f64>>,
+    pub python: Vec<Vec<f64>>,
+}
+
+impl Rounds {
+    /// Runs `count` rounds of both sides in turns, after one of each that does not count.
+    pub fn run(
+        count: usize,
+        mut ours: impl FnMut() -> Vec<f64>,
+        mut python: impl FnMut() -> Vec<f64>,
+    ) -> Self {
+        let mut out = Self::default();
+        for round in 0..=count {
+            let times = (ours(), python());
+            if round > 0 {
+                out.ours.push(times.0);
+                out.python.push(times.1);
+            }
+        }
+        out
+    }
+
+    /// The medians over all rounds of the times with this index.
+    pub fn row(&self, name: &'static str, index: usize) -> Row {
+        let of = |rounds: &[Vec<f64>]| median(rounds.iter().map(|times| times[index]).collect());
+        Row {
+            name,
+            ours: of(&self.ours),
+            python: of(&self.python),
+        }
+    }
+}
+
+/// One line of a table.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    pub name: &'static str,
+    pub ours: f64,
+    pub python: f64,
+}
+
+impl Row {
+    pub fn ratio(&self) -> f64 {
+        self.python / self.ours
+    }
+}
+
+/// Prints the rows with both medians.
+pub fn print_table(title: &str, rows: &[Row]) {
+    println!(
+        "{title:<52} {:>12} {:>12} {:>8}",
+        "tch-amp", "Python", "ratio"
+    );
+    for row in rows {
+        let times = format!(
+            "{:>12} {:>12}",
+            microseconds(row.ours),
+            microseconds(row.python)
+        );
+        println!("{:<52} {times} {:>8.2}", row.name, row.ratio());
+    }
+    println!();
+}
+
+/// Prints the line that `cargo xtask bench` looks for.
+pub fn print_ratio(name: &str, row: Row) {
+    println!("ratio {name} {:.2}", row.ratio());
+}
+
+pub fn microseconds(nanoseconds: f64) -> String {
+    format!("{:.3} us", nanoseconds / 1e3)
+}

@@ -1,0 +1,50 @@
+//! The words and bits of an answer, as the oracle prints them.
+
+use std::fmt::Write as _;
+
+use tch::Tensor;
+use tch_amp::{Error, Result, StepOutcome};
+
+pub fn told(outcome: &StepOutcome) -> Result<String> {
+    assert_ne!(
+        outcome.is_stepped()?,
+        outcome.is_skipped()? || outcome.has_no_gradients()
+    );
+    let word = if outcome.has_no_gradients() {
+        "no-gradients"
+    } else if outcome.is_stepped()? {
+        "stepped"
+    } else {
+        "skipped"
+    };
+    Ok(word.to_owned())
+}
+
+/// The word that the oracle has for PyTorch's message.
+pub fn word(error: &Error) -> String {
+    match error {
+        Error::AlreadyUnscaled => "unscaled-twice".to_owned(),
+        Error::UnscaleAfterStep => "unscaled-after-step".to_owned(),
+        Error::AlreadyStepped => "stepped-twice".to_owned(),
+        Error::NoInfChecks => "no-inf-checks".to_owned(),
+        Error::IterationOpen { .. } => "iteration-open".to_owned(),
+        other => format!("error: {other}"),
+    }
+}
+
+pub fn write_bits(out: &mut String, tensor: &Tensor) {
+    if !tensor.defined() {
+        out.push('-');
+        return;
+    }
+    let mut bytes = [0; 64];
+    let length = tensor.numel() * tensor.kind().elt_size_in_bytes();
+    tensor.copy_data_u8(&mut bytes[..length], tensor.numel());
+    write_hex(out, &bytes[..length]);
+}
+
+pub fn write_hex(out: &mut String, bytes: &[u8]) {
+    for byte in bytes {
+        write!(out, "{byte:02x}").unwrap();
+    }
+}

@@ -1,0 +1,104 @@
+//! Random programs, the same for the same seed.
+
+use crate::common::rng::Rng;
+use crate::program::{Config, Dtype, OptimizerSpec, ParamSpec, Program, Rule};
+use crate::writer::Writer;
+
+pub const OPS: usize = 50;
+
+/// The program of `seed`.
+pub fn program(seed: u64) -> Program {
+    let mut rng = Rng::new(seed);
+    let optimizers = optimizers(&mut rng);
+    let enabled = !rng.one_in(24);
+    let config = config(&mut rng);
+    let mut writer = Writer::new(rng, &optimizers, enabled);
+    let ops = (0..OPS).map(|_| writer.op()).collect();
+    Program {
+        enabled,
+        config,
+        optimizers,
+        ops,
+    }
+}
+
+pub fn config(rng: &mut Rng) -> Config {
+    Config {
+        init_scale: scale(rng),
+        growth_factor: *rng.pick(&[2.0, 2.0, 4.0, 1.5, 1.0001, 1e30]),
+        backoff_factor: *rng.pick(&[0.5, 0.5, 0.25, 0.9, 0.1, 1e-30]),
+        growth_interval: *rng.pick(&[1, 1, 2, 3, 5, 2000]),
+    }
+}
+
+/// Usual scales, scales that round when they multiply, and the ends of what an f32 can scale with.
+pub fn scale(rng: &mut Rng) -> f64 {
+    const USUAL: [f64; 6] = [65536.0, 65536.0, 1.0, 8.0, 1024.0, 16_777_216.0];
+    const ODD: [f64; 6] = [3.0, 1000.7, 0.1, 12_345.678, 1e20, 7e-10];
+    match rng.below(8) {
+        0 => *rng.pick(&ODD),
+        1 => 2f64.powi(rng.below(40) as i32 - 126),
+        2 => 2f64.powi(rng.below(20) as i32 + 108),
+        3 => 2f64.powi(rng.below(60) as i32 - 30),
+        _ => *rng.pick(&USUAL),
+    }
+}
+
+fn optimizers(rng: &mut Rng) -> Vec<OptimizerSpec> {
+    let count = if rng.one_in(3) { 2 } else { 1 };
+    (0..count)
+        .map(|_| {
+            let rule = rule(rng);
+            // AdamW is compared on f32 and f64 alone: see adamw.rs.
+            let narrow = matches!(rule, Rule::Sgd { .. });
+            let params = (0..1 + rng.below(3 - count + 1))
+                .map(|_| param(rng, narrow))
+                .collect();
+            OptimizerSpec { rule, params }
+        })
+        .collect()
+}
+
+fn rule(rng: &mut Rng) -> Rule {
+    let lr = *rng.pick(&[0.125, 0.01, 1.0]);
+    if rng.one_in(5) {
+        return Rule::AdamW {
+            lr,
+            beta1: 0.9,
+            beta2: 0.999,
+            weight_decay: *rng.pick(&[0.0, 0.01]),
+        };
+    }
+    // Exact in bf16: the C++ optimizer rounds the momentum to bf16 and Python's does not.
+    let momentum = *rng.pick(&[0.0, 0.0, 0.875, 0.5]);
+    let nesterov = momentum > 0.0 && rng.one_in(3);
+    let dampening = if nesterov {
+        0.0
+    } else {
+        *rng.pick(&[0.0, 0.0, 0.25])
+    };
+    Rule::Sgd {
+        lr,
+        momentum,
+        dampening,
+        weight_decay: *rng.pick(&[0.0, 0.0, 0.1]),
+        nesterov,
+    }
+}
+
+fn param(rng: &mut Rng, narrow: bool) -> ParamSpec {
+    let dtype = match rng.below(8) {
+        0 => Dtype::Double,
+        1 if narrow => Dtype::BFloat16,
+        _ => Dtype::Float,
+    };
+    let length = 1 + rng.below(5);
+    ParamSpec {
+        dtype,
+        eighths: eighths(rng, length),
+    }
+}
+
+pub fn eighths(rng: &mut Rng, length: usize) -> Vec<i32> {
+    (0..length).map(|_| (rng.eighth() * 8.0) as i32).collect()
+}

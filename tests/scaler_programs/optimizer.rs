@@ -1,0 +1,142 @@
+//! An optimizer of a program: tch's SGD or our AdamW.
+
+use tch::nn::{self, OptimizerConfig as _, VarStore};
+use tch::{COptimizer, Device, Kind, Tensor};
+use tch_amp::{AmpOptimizer, Parameters, Result};
+
+use crate::adamw::AdamW;
+use crate::program::{Dtype, OptimizerSpec, ParamSpec, Rule, from_eighths};
+
+/// An optimizer and its parameters.
+#[derive(Debug)]
+pub struct Optimizer {
+    kind: OptimizerKind,
+    pub owned: Vec<Tensor>,
+    /// How often the scaler took its step.
+    pub calls: usize,
+}
+
+#[derive(Debug)]
+enum OptimizerKind {
+    Tch(nn::Optimizer),
+    AdamW(AdamW),
+}
+
+impl Optimizer {
+    pub fn new(spec: &OptimizerSpec) -> Self {
+        let vs = VarStore::new(Device::Cpu);
+        let owned = spec
+            .params
+            .iter()
+            .map(|param| vs.root().add("w", values(param), true))
+            .collect::<Vec<_>>();
+        let kind = match spec.rule {
+            Rule::Sgd {
+                lr,
+                momentum,
+                dampening,
+                weight_decay,
+                nesterov,
+            } => {
+                let sgd = nn::sgd(momentum, dampening, weight_decay, nesterov);
+                OptimizerKind::Tch(sgd.build(&vs, lr).unwrap())
+            }
+            Rule::AdamW {
+                lr,
+                beta1,
+                beta2,
+                weight_decay,
+            } => OptimizerKind::AdamW(AdamW::new(
+                vs.trainable_variables(),
+                lr,
+                beta1,
+                beta2,
+                weight_decay,
+            )),
+        };
+        Self {
+            kind,
+            owned,
+            calls: 0,
+        }
+    }
+
+    fn has_no_grads(&self) -> bool {
+        !self.owned.iter().any(|param| param.grad().defined())
+    }
+
+    pub fn zero_grad(&mut self) {
+        match &mut self.kind {
+            OptimizerKind::Tch(optimizer) => optimizer.zero_grad(),
+            OptimizerKind::AdamW(_) => self.owned.iter().for_each(drop_gradient),
+        }
+    }
+
+    /// tch's way to clip by norm; the oracle computes the same.
+    pub fn clip_grad_norm(&self, max: f64) {
+        if self.has_no_grads() {
+            return; // tch panics there
+        }
+        match &self.kind {
+            OptimizerKind::Tch(optimizer) => optimizer.clip_grad_norm(max),
+            OptimizerKind::AdamW(_) => clip_grad_norm(&self.owned, max),
+        }
+    }
+
+    pub fn clip_grad_value(&self, max: f64) {
+        for param in &self.owned {
+            let mut grad = param.grad();
+            if grad.defined() {
+                let _grad = grad.clamp_(-max, max);
+            }
+        }
+    }
+}
+
+impl AmpOptimizer for Optimizer {
+    fn parameters(&self) -> Parameters<'_> {
+        match &self.kind {
+            OptimizerKind::Tch(optimizer) => AmpOptimizer::parameters(optimizer),
+            OptimizerKind::AdamW(optimizer) => optimizer.parameters(),
+        }
+    }
+
+    fn step(&mut self) -> Result<()> {
+        self.calls += 1;
+        match &mut self.kind {
+            OptimizerKind::Tch(optimizer) => AmpOptimizer::step(optimizer),
+            OptimizerKind::AdamW(optimizer) => optimizer.step(),
+        }
+    }
+}
+
+fn clip_grad_norm(params: &[Tensor], max: f64) {
+    let mut grads = params
+        .iter()
+        .map(Tensor::grad)
+        .filter(Tensor::defined)
+        .collect::<Vec<_>>();
+    let norms = grads.iter().map(Tensor::norm).collect::<Vec<_>>();
+    let factor = max / (f64::try_from(Tensor::stack(&norms, 0).norm()).unwrap() + 1e-6);
+    if factor < 1.0 {
+        for grad in &mut grads {
+            let _grad = grad.g_mul_scalar_(factor);
+        }
+    }
+}
+
+fn values(param: &ParamSpec) -> Tensor {
+    let kind = match param.dtype {
+        Dtype::Float => Kind::Float,
+        Dtype::Double => Kind::Double,
+        Dtype::BFloat16 => Kind::BFloat16,
+    };
+    from_eighths(&param.eighths, kind)
+}
+
+/// tch can only drop all gradients of an optimizer: this makes one of a single parameter.
+pub fn drop_gradient(param: &Tensor) {
+    let mut optimizer = COptimizer::sgd(0.0, 0.0, 0.0, 0.0, false).unwrap();
+    optimizer.add_parameters(param, 0).unwrap();
+    optimizer.zero_grad().unwrap();
+}

@@ -1,0 +1,138 @@
+//! What a program is.
+
+use tch::{Kind, Tensor};
+
+/// A model with its optimizers, a scaler, and what is done to them.
+#[derive(Clone, Debug)]
+pub struct Program {
+    pub enabled: bool,
+    pub config: Config,
+    pub optimizers: Vec<OptimizerSpec>,
+    pub ops: Vec<Op>,
+}
+
+/// What a scaler is built with.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    pub init_scale: f64,
+    pub growth_factor: f64,
+    pub backoff_factor: f64,
+    pub growth_interval: i64,
+}
+
+#[derive(Clone, Debug)]
+pub struct OptimizerSpec {
+    pub rule: Rule,
+    pub params: Vec<ParamSpec>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Rule {
+    Sgd {
+        lr: f64,
+        momentum: f64,
+        dampening: f64,
+        weight_decay: f64,
+        nesterov: bool,
+    },
+    AdamW {
+        lr: f64,
+        beta1: f64,
+        beta2: f64,
+        weight_decay: f64,
+    },
+}
+
+/// A parameter with values that are multiples of 1/8.
+#[derive(Clone, Debug)]
+pub struct ParamSpec {
+    pub dtype: Dtype,
+    pub eighths: Vec<i32>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    Float,
+    Double,
+    BFloat16,
+}
+
+/// How one optimizer's gradients are clipped between unscaling and stepping.
+#[derive(Clone, Copy, Debug)]
+pub enum Clip {
+    Not,
+    Norm(f64),
+    Value(f64),
+}
+
+/// The loss term `(param * eighths / 8).sum()`.
+#[derive(Clone, Debug)]
+pub struct Term {
+    pub param: usize,
+    pub eighths: Vec<i32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum How {
+    /// `scaler.backward(&loss)`
+    Backward,
+    /// `scaler.scale(&loss)?.backward()`
+    Scale,
+    /// `scaler.scale_all(&losses)?`, and a backward for each
+    Each,
+}
+
+/// One operation; numbers of parameters count through all optimizers.
+#[derive(Clone, Debug)]
+pub enum Op {
+    Backward {
+        how: How,
+        terms: Vec<Term>,
+    },
+    Plant {
+        param: usize,
+        element: usize,
+        value: f64,
+    },
+    Drop {
+        param: usize,
+    },
+    ZeroGrad {
+        optimizer: usize,
+    },
+    Unscale {
+        optimizer: usize,
+    },
+    ClipNorm {
+        optimizer: usize,
+        max_norm: f64,
+    },
+    ClipValue {
+        optimizer: usize,
+        max: f64,
+    },
+    Step {
+        optimizer: usize,
+    },
+    /// `scaler.unscale(&mut optimizer)?`, clip and `step()`; several are open at once.
+    Transaction(Vec<(usize, Clip)>),
+    /// Moves the optimizers to other addresses.
+    Move,
+    Update,
+    UpdateWith(f64),
+    UpdateWithTensor(f64),
+    SetGrowthFactor(f64),
+    SetBackoffFactor(f64),
+    SetGrowthInterval(i64),
+    /// Saves the scaler's state, builds another scaler, and loads the state into it.
+    Reload(Config),
+}
+
+/// The numbers `eighths / 8`, exact in every kind.
+pub fn from_eighths(eighths: &[i32], kind: Kind) -> Tensor {
+    let values = eighths
+        .iter()
+        .map(|&eighth| f64::from(eighth) / 8.0)
+        .collect::<Vec<_>>();
+    Tensor::from_slice(&values).to_kind(kind)
+}

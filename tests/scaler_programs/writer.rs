@@ -1,0 +1,274 @@
+//! Random operations that make some sense.
+
+use std::ops::Range;
+
+use crate::common::rng::Rng;
+use crate::generate::{config, eighths, scale};
+use crate::program::{Clip, How, Op, OptimizerSpec, Term};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Ready,
+    Unscaled,
+    Stepped,
+}
+
+/// Writes operations, and follows what they do to the stages so that legal and illegal ones are both frequent.
+pub struct Writer {
+    rng: Rng,
+    enabled: bool,
+    /// For each optimizer, its parameters.
+    owned: Vec<Range<usize>>,
+    lengths: Vec<usize>,
+    has_grad: Vec<bool>,
+    stages: Vec<Stage>,
+    /// Whether a loss was scaled since the optimizer was unscaled.
+    rescaled: Vec<bool>,
+}
+
+impl Writer {
+    pub fn new(rng: Rng, optimizers: &[OptimizerSpec], enabled: bool) -> Self {
+        let mut owned = Vec::new();
+        let mut lengths = Vec::new();
+        for optimizer in optimizers {
+            let first = lengths.len();
+            lengths.extend(optimizer.params.iter().map(|param| param.eighths.len()));
+            owned.push(first..lengths.len());
+        }
+        let has_grad = vec![false; lengths.len()];
+        let stages = vec![Stage::Ready; owned.len()];
+        let rescaled = vec![false; owned.len()];
+        Self {
+            rng,
+            enabled,
+            owned,
+            lengths,
+            has_grad,
+            stages,
+            rescaled,
+        }
+    }
+
+    pub fn op(&mut self) -> Op {
+        loop {
+            let optimizer = self.rng.below(self.owned.len());
+            let op = match self.rng.below(100) {
+                0..44 => Some(self.next_of_a_loop(optimizer)),
+                44..54 => self.backward(),
+                54..60 => self.plant(),
+                60..62 => Some(self.drop_one()),
+                62..65 => Some(self.zero_grad(optimizer)),
+                65..70 => Some(self.unscale(optimizer)),
+                70..76 => self.clip(optimizer),
+                76..82 => Some(self.step(optimizer)),
+                82..88 => Some(self.transaction(optimizer)),
+                88..90 => Some(Op::Move),
+                90..94 => Some(self.update()),
+                _ => self.rare(),
+            };
+            if let Some(op) = op {
+                return op;
+            }
+        }
+    }
+
+    /// What a training loop does next with this optimizer.
+    fn next_of_a_loop(&mut self, optimizer: usize) -> Op {
+        match self.stages[optimizer] {
+            Stage::Ready if !self.has_grads(optimizer) => {
+                self.backward().unwrap_or_else(|| self.update())
+            }
+            Stage::Ready => match self.rng.below(4) {
+                0 => self.unscale(optimizer),
+                1 => self.transaction(optimizer),
+                _ => self.step(optimizer),
+            },
+            Stage::Unscaled if self.rng.one_in(3) => {
+                self.clip(optimizer).unwrap_or_else(|| self.step(optimizer))
+            }
+            Stage::Unscaled => self.step(optimizer),
+            Stage::Stepped if self.rng.one_in(3) => self.zero_grad(optimizer),
+            Stage::Stepped => self.update(),
+        }
+    }
+
+    /// Nothing is added to an unscaled gradient: a backward between `unscale_` and `step` is Error::GradientChanged
+    /// here, while PyTorch goes on with a mixture of scaled and unscaled gradients.
+    fn may_accumulate(&self, param: usize) -> bool {
+        !self.enabled || self.stages[self.owner(param)] != Stage::Unscaled
+    }
+
+    /// Once another loss was scaled, a change of an unscaled gradient counts as that loss's backward: the same error.
+    fn may_change(&self, optimizer: usize) -> bool {
+        !self.enabled || self.stages[optimizer] != Stage::Unscaled || !self.rescaled[optimizer]
+    }
+
+    fn owner(&self, param: usize) -> usize {
+        let owner = self.owned.iter().position(|range| range.contains(&param));
+        owner.expect("each parameter has an optimizer")
+    }
+
+    fn backward(&mut self) -> Option<Op> {
+        let mut params = (0..self.lengths.len())
+            .filter(|&p| self.may_accumulate(p))
+            .collect::<Vec<_>>();
+        // A loss over a part of the parameters leaves the gradients of the others undefined.
+        if self.rng.one_in(4) && !params.is_empty() {
+            params.remove(self.rng.below(params.len()));
+        }
+        if params.is_empty() {
+            return None;
+        }
+        self.rescaled.fill(true);
+        let mut terms = Vec::new();
+        for param in params {
+            self.has_grad[param] = true;
+            terms.push(Term {
+                param,
+                eighths: eighths(&mut self.rng, self.lengths[param]),
+            });
+        }
+        Some(Op::Backward {
+            how: *self
+                .rng
+                .pick(&[How::Backward, How::Scale, How::Scale, How::Each]),
+            terms,
+        })
+    }
+
+    fn plant(&mut self) -> Option<Op> {
+        // 3e38 overflows when it is unscaled by a scale below one; 1e-40 is denormal.
+        const VALUES: [f64; 8] = [
+            f64::INFINITY,
+            f64::NEG_INFINITY,
+            f64::NAN,
+            3e38,
+            -3e38,
+            1e-40,
+            0.0,
+            65504.0,
+        ];
+        let param = self.rng.below(self.lengths.len());
+        if !self.has_grad[param] || !self.may_change(self.owner(param)) {
+            return None;
+        }
+        let element = self.rng.below(self.lengths[param]);
+        Some(Op::Plant {
+            param,
+            element,
+            value: *self.rng.pick(&VALUES),
+        })
+    }
+
+    fn drop_one(&mut self) -> Op {
+        let param = self.rng.below(self.lengths.len());
+        self.has_grad[param] = false;
+        Op::Drop { param }
+    }
+
+    fn zero_grad(&mut self, optimizer: usize) -> Op {
+        for param in self.owned[optimizer].clone() {
+            self.has_grad[param] = false;
+        }
+        Op::ZeroGrad { optimizer }
+    }
+
+    fn unscale(&mut self, optimizer: usize) -> Op {
+        self.open(optimizer);
+        Op::Unscale { optimizer }
+    }
+
+    /// Unscales, if that is possible: without a gradient nothing happens.
+    fn open(&mut self, optimizer: usize) {
+        if self.stages[optimizer] == Stage::Ready && self.has_grads(optimizer) {
+            self.stages[optimizer] = Stage::Unscaled;
+            self.rescaled[optimizer] = false;
+        }
+    }
+
+    fn has_grads(&self, optimizer: usize) -> bool {
+        self.owned[optimizer]
+            .clone()
+            .any(|param| self.has_grad[param])
+    }
+
+    fn clip(&mut self, optimizer: usize) -> Option<Op> {
+        if !self.may_change(optimizer) {
+            return None;
+        }
+        Some(if self.rng.one_in(2) {
+            Op::ClipNorm {
+                optimizer,
+                max_norm: *self.rng.pick(&[1.0, 0.3, 10.0]),
+            }
+        } else {
+            Op::ClipValue {
+                optimizer,
+                max: *self.rng.pick(&[1.0, 0.3, 2.0]),
+            }
+        })
+    }
+
+    fn step(&mut self, optimizer: usize) -> Op {
+        self.open(optimizer);
+        if self.stages[optimizer] == Stage::Unscaled {
+            self.stages[optimizer] = Stage::Stepped;
+        }
+        Op::Step { optimizer }
+    }
+
+    fn transaction(&mut self, optimizer: usize) -> Op {
+        let both = self.owned.len() == 2 && self.stages.iter().all(|&stage| stage == Stage::Ready);
+        let optimizers = if both && self.rng.one_in(2) {
+            vec![0, 1]
+        } else {
+            vec![optimizer]
+        };
+        for &optimizer in &optimizers {
+            // An illegal transaction fails when it opens, and changes nothing.
+            if self.stages[optimizer] == Stage::Ready {
+                self.step(optimizer);
+            }
+        }
+        let rng = &mut self.rng;
+        let parts = optimizers.into_iter().map(|optimizer| {
+            let clip = match rng.below(3) {
+                0 => Clip::Not,
+                1 => Clip::Norm(*rng.pick(&[1.0, 0.3, 10.0])),
+                _ => Clip::Value(*rng.pick(&[1.0, 0.3, 2.0])),
+            };
+            (optimizer, clip)
+        });
+        Op::Transaction(parts.collect())
+    }
+
+    fn update(&mut self) -> Op {
+        // With nothing to close, it is an error, which changes nothing.
+        self.stages.fill(Stage::Ready);
+        Op::Update
+    }
+
+    fn update_with(&mut self) -> Op {
+        self.stages.fill(Stage::Ready);
+        let scale = scale(&mut self.rng);
+        if self.rng.one_in(2) {
+            Op::UpdateWith(scale)
+        } else {
+            Op::UpdateWithTensor(scale)
+        }
+    }
+
+    fn rare(&mut self) -> Option<Op> {
+        // A disabled scaler has nothing to set.
+        if !self.enabled {
+            return None;
+        }
+        Some(match self.rng.below(6) {
+            0 => self.update_with(),
+            1 => Op::SetGrowthFactor(config(&mut self.rng).growth_factor),
+            2 => Op::SetBackoffFactor(config(&mut self.rng).backoff_factor),
+            3 => Op::SetGrowthInterval(config(&mut self.rng).growth_interval),
+            _ => Op::Reload(config(&mut self.rng)),
+        })
+    }
+}
