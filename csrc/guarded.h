@@ -4,8 +4,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <utility>
 
 #include "shim.h"
 

@@ -4,7 +4,7 @@
 
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Device, Kind, Reduction, Tensor};
-use tch_amp::{GradScaler, GradScalerConfig, ScalerState, autocast};
+use tch_amp::{GradScaler, GradScalerConfig, GradScalerState, autocast};
 
 struct Run {
     vs: nn::VarStore,
@@ -58,7 +58,7 @@ pub fn main() -> anyhow::Result<()> {
     let mut first = Run::new(device)?;
     first.train(&xs, &ys)?;
 
-    // Between `update` and the next `scale`: the only place where the state is complete.
+    // After `update`: between `unscale_` or `step` and it, a part of the state is in the gradients.
     let json = serde_json::to_string(&first.scaler.state_dict()?)?;
     println!("{json}");
 
@@ -66,7 +66,7 @@ pub fn main() -> anyhow::Result<()> {
     resumed.vs.copy(&first.vs)?;
     resumed
         .scaler
-        .load_state_dict(&serde_json::from_str::<ScalerState>(&json)?)?;
+        .load_state_dict(&serde_json::from_str::<GradScalerState>(&json)?)?;
 
     let (expected, got) = (first.train(&xs, &ys)?, resumed.train(&xs, &ys)?);
     println!("losses and scales after the save: {got:?}");

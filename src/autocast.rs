@@ -1,6 +1,6 @@
 //! Autocast regions: inside one, libtorch runs the operations that are safe in low precision in bf16 or fp16.
 //!
-//! The state is the thread's. Every region that this module opens stands on a per-thread stack (`scopes.rs`), so that
+//! The state is the thread's. Every region that this module opens stands on a per-thread stack (`regions.rs`), so that
 //! guards may be dropped in any order and a panic leaves nothing behind.
 
 #![forbid(unsafe_code)]
@@ -11,7 +11,7 @@ use tch::{Device, Kind};
 
 use crate::device::{check_usable, device_type, dtype_code, dtype_kind};
 use crate::error::{Error, Result};
-use crate::scopes;
+use crate::regions;
 use crate::{ffi, sys};
 
 /// An autocast region to be opened: the device it applies to, its dtype and two switches.
@@ -69,7 +69,7 @@ impl Autocast {
         self
     }
 
-    /// Opens the region and returns the guard that closes it.
+    /// Opens the region and returns the guard that closes it, as `__enter__` of `torch.autocast`.
     ///
     /// # Errors
     ///
@@ -78,14 +78,15 @@ impl Autocast {
     /// precision, this fails.
     pub fn enter(self) -> Result<AutocastGuard> {
         let (previous, next) = self.states()?;
-        let id = scopes::open(previous, next)?;
+        let id = regions::open(previous, next)?;
         Ok(AutocastGuard {
             id,
             _not_send: PhantomData,
         })
     }
 
-    /// Runs `f` inside the region; the state from before is back when it returns or panics.
+    /// Runs `f` inside the region; the state from before is back when it returns or panics. As a function decorated with
+    /// `torch.autocast`.
     ///
     /// Guards that `f` opened and leaked are closed, too.
     ///
@@ -94,7 +95,7 @@ impl Autocast {
     /// As [`enter`](Self::enter); then `f` is not run.
     pub fn run<T>(self, f: impl FnOnce() -> T) -> Result<T> {
         let (previous, next) = self.states()?;
-        scopes::within(previous, next, f)
+        regions::within(previous, next, f)
     }
 
     /// The thread's state before the region and inside of it.
@@ -129,7 +130,7 @@ impl Autocast {
     }
 }
 
-/// Closes its autocast region when it is dropped.
+/// Closes its autocast region when it is dropped. The twin of the `with` statement around `torch.autocast`.
 ///
 /// Guards may be dropped in any order: a region that others were opened inside of closes with the last of them, and
 /// then the thread is as it was before the first. A guard that is forgotten (`std::mem::forget`) leaves its region
@@ -161,7 +162,7 @@ impl AutocastGuard {
 
 impl Drop for AutocastGuard {
     fn drop(&mut self) {
-        scopes::close(self.id);
+        regions::close(self.id);
     }
 }
 
@@ -226,7 +227,8 @@ pub fn clear_autocast_cache() {
     drop(ffi::autocast_clear_cache());
 }
 
-/// The autocast state of a thread, to be re-entered on the same or another one.
+/// The autocast state of a thread, to be re-entered on the same or another one. PyTorch has no public twin; its
+/// checkpointing does the same inside.
 ///
 /// It holds whether autocast is enabled and in which dtype, for the CPU, CUDA and MPS, and the cache flag. A new
 /// thread starts outside of all regions:
@@ -267,7 +269,7 @@ impl AutocastState {
     ///
     /// [`Error::ThreadEnding`] inside a destructor of a thread-local value.
     pub fn enter(&self) -> Result<AutocastGuard> {
-        let id = scopes::open(self.here()?, self.0)?;
+        let id = regions::open(self.here()?, self.0)?;
         Ok(AutocastGuard {
             id,
             _not_send: PhantomData,
@@ -280,7 +282,7 @@ impl AutocastState {
     ///
     /// As [`enter`](Self::enter); then `f` is not run.
     pub fn run<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
-        scopes::within(self.here()?, self.0, f)
+        regions::within(self.here()?, self.0, f)
     }
 
     /// The calling thread's state of the same devices.

@@ -78,6 +78,7 @@ impl BufferSnapshot {
 }
 
 /// Fails if a buffer of `vs` holds an infinity or a NaN: a check for before a model is saved. Waits for the device.
+/// PyTorch has no twin.
 ///
 /// # Errors
 ///
@@ -94,19 +95,16 @@ pub fn check_buffers_finite(vs: &VarStore) -> Result<()> {
 
 /// The variables that are not trainable, by name.
 fn buffers(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
-    let trainable = ffi::gradients_inspect(&vs.trainable_variables())?;
-    let trainable: HashSet<usize> = trainable.iter().map(|known| known.parameter).collect();
-    let mut named: Vec<_> = vs.variables().into_iter().collect();
-    named.sort_by(|(a, _), (b, _)| a.cmp(b));
-    let mut buffers = Vec::new();
-    for (name, tensor) in named {
-        let identity = ffi::gradients_inspect(std::slice::from_ref(&tensor))?;
-        if !identity
-            .iter()
-            .any(|known| trainable.contains(&known.parameter))
-        {
-            buffers.push((name, tensor));
-        }
-    }
+    let trainable: HashSet<_> = ffi::identities(&vs.trainable_variables())?
+        .into_iter()
+        .collect();
+    let (names, tensors): (Vec<_>, Vec<_>) = vs.variables().into_iter().unzip();
+    let identities = ffi::identities(&tensors)?;
+    let named = names.into_iter().zip(tensors).zip(identities);
+    let mut buffers: Vec<_> = named
+        .filter(|(_, identity)| !trainable.contains(identity))
+        .map(|(named, _)| named)
+        .collect();
+    buffers.sort_by(|(a, _), (b, _)| a.cmp(b));
     Ok(buffers)
 }

@@ -23,7 +23,8 @@ fn cuda_problem() -> Option<String> {
     if let Err(error) = ffi::cuda_initialize() {
         return Some(error.to_string());
     }
-    (!Cuda::is_available()).then(|| "libtorch finds no CUDA device".to_owned())
+    (!Cuda::is_available())
+        .then(|| "libtorch finds no CUDA device; check the driver with nvidia-smi".to_owned())
 }
 
 /// Refuses a device that cannot be used in this process, with the reason.
@@ -33,11 +34,14 @@ pub(crate) fn check_usable(device: Device) -> Result<()> {
         Device::Cuda(index) => match CUDA_PROBLEM.as_ref() {
             Some(problem) => problem.clone(),
             None if (index as i64) < Cuda::device_count() => return Ok(()),
-            None => format!("libtorch finds {} CUDA devices", Cuda::device_count()),
+            None => format!(
+                "libtorch finds {} CUDA devices; use an index below that",
+                Cuda::device_count()
+            ),
         },
         Device::Mps if tch::utils::has_mps() => return Ok(()),
-        Device::Mps => "this libtorch has no MPS".to_owned(),
-        Device::Vulkan => "libtorch has no autocast for Vulkan".to_owned(),
+        Device::Mps => "this libtorch has no MPS; use the CPU or CUDA".to_owned(),
+        Device::Vulkan => "libtorch has no autocast for Vulkan; use the CPU or CUDA".to_owned(),
     };
     Err(Error::DeviceUnavailable { device, reason })
 }

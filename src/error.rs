@@ -1,5 +1,7 @@
 //! What can go wrong, and what to do about it.
 
+#![forbid(unsafe_code)]
+
 use tch::{Device, Kind};
 
 /// The result of every fallible call of this crate.
@@ -30,7 +32,9 @@ pub enum Error {
     },
 
     /// The thread is ending and keeps no autocast state any more.
-    #[error("autocast regions cannot be opened while the thread is ending")]
+    #[error(
+        "the thread is ending: open autocast regions before its thread-local values are destroyed"
+    )]
     ThreadEnding,
 
     /// A value outside its range, in a configuration, a setter or a loaded state.
@@ -45,10 +49,10 @@ pub enum Error {
     },
 
     /// Only floating outputs can be scaled.
-    #[error("a {kind:?} tensor cannot be scaled; scale a floating loss (convert it with to_kind)")]
-    ScaleKind {
-        /// The kind of the tensor.
-        kind: Kind,
+    #[error("a {dtype:?} tensor cannot be scaled; scale a floating loss (convert it with to_kind)")]
+    ScaleDtype {
+        /// The dtype of the tensor.
+        dtype: Kind,
     },
 
     /// A gradient that the scaler cannot unscale. No gradient was touched.
@@ -61,7 +65,9 @@ pub enum Error {
     },
 
     /// `unscale_` was called twice for an optimizer.
-    #[error("unscale_ has already been called on this optimizer since the last update()")]
+    #[error(
+        "unscale_ has already been called on this optimizer; call it once between two update()s"
+    )]
     AlreadyUnscaled,
 
     /// `unscale_` was called after `step` for an optimizer.
@@ -69,12 +75,12 @@ pub enum Error {
     UnscaleAfterStep,
 
     /// `step` was called twice for an optimizer.
-    #[error("step has already been called on this optimizer since the last update()")]
+    #[error("step has already been called on this optimizer; call update() first")]
     AlreadyStepped,
 
-    /// Two optimizers own the same parameter, and its gradient would be unscaled twice.
+    /// The gradient of a parameter has been unscaled for another list of parameters and would be unscaled twice.
     #[error(
-        "{parameter} belongs to two optimizers and its gradient has already been unscaled; give it to one of them"
+        "{parameter} has already been unscaled with another list of parameters: give it to one optimizer, and add variables before unscale_"
     )]
     SharedParameter {
         /// The parameter: its name where it is known, else its place and shape.
@@ -132,7 +138,9 @@ pub enum Error {
     },
 
     /// A buffer of the model (such as a running mean) holds an infinity or a NaN.
-    #[error("the buffer {name} holds a value that is not finite")]
+    #[error(
+        "the buffer {name} holds an infinity or a NaN; restore it before the model is saved (see BufferSnapshot)"
+    )]
     NonFiniteBuffer {
         /// Its name in the VarStore.
         name: String,
@@ -142,7 +150,7 @@ pub enum Error {
     #[error("the optimizer's step failed: {0}")]
     Optimizer(#[source] Box<dyn std::error::Error + Send + Sync>),
 
-    /// libtorch refused, in its own words.
+    /// libtorch refused, in its own words, or answered what this crate does not know.
     #[error("libtorch: {0}")]
     Torch(String),
 }

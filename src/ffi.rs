@@ -13,21 +13,15 @@ fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
     let mut err = ptr::null_mut();
     let out = function(&mut err);
     if err.is_null() {
-        Ok(out)
-    } else {
-        Err(take_error(err))
+        return Ok(out);
     }
-}
-
-#[cold]
-fn take_error(err: *mut c_char) -> Error {
     // SAFETY: the shim writes nothing but NUL-terminated strings to `err`, and `err` is not null.
     let message = unsafe { CStr::from_ptr(err) }
         .to_string_lossy()
         .into_owned();
     // SAFETY: the string came from malloc, and nobody uses it any more.
     unsafe { sys::tamp_string_free(err) };
-    Error::Torch(message)
+    Err(Error::Torch(message))
 }
 
 /// The pointer that the shim borrows for the length of one call.
@@ -53,14 +47,14 @@ pub(crate) fn cuda_initialize() -> Result<()> {
 
 /// Reads the autocast state of the device types that `state` names.
 pub(crate) fn autocast_read(state: &mut sys::AutocastState) -> Result<()> {
-    debug_assert!(usize::from(state.count) <= sys::AUTOCAST_DEVICES);
+    assert!(usize::from(state.count) <= sys::AUTOCAST_DEVICES);
     // SAFETY: `state` is a whole struct of the shim's layout, and `count` stays within its array.
     call(|err| unsafe { sys::tamp_autocast_read(state, err) })
 }
 
 /// Opens a region: the state is `next`.
 pub(crate) fn autocast_enter(next: &sys::AutocastState, outermost: bool) -> Result<()> {
-    debug_assert!(usize::from(next.count) <= sys::AUTOCAST_DEVICES);
+    assert!(usize::from(next.count) <= sys::AUTOCAST_DEVICES);
     // SAFETY: `next` has the shim's layout and outlives the call, and `count` stays within its array.
     call(|err| unsafe { sys::tamp_autocast_enter(next, outermost.into(), err) })
 }
@@ -85,6 +79,12 @@ pub(crate) fn gradients_inspect(parameters: &[Tensor]) -> Result<Vec<sys::Gradie
     // SAFETY: both arrays have `tensors.len()` elements, and `parameters` keeps the tensors alive.
     call(|err| unsafe { sys::tamp_gradients_inspect(tensors.as_ptr(), tensors.len(), out, err) })?;
     Ok(gradients)
+}
+
+/// What tells tensors apart: the same number for every handle of one tensor, as long as one of them lives.
+pub(crate) fn identities(tensors: &[Tensor]) -> Result<Vec<usize>> {
+    let known = gradients_inspect(tensors)?;
+    Ok(known.iter().map(|gradient| gradient.parameter).collect())
 }
 
 /// Drops the gradient of a parameter.
@@ -114,7 +114,8 @@ pub(crate) fn gradients_unscale(
     let flag = match answer {
         sys::FINITE => Some(false),
         sys::NON_FINITE => Some(true),
-        _ => None,
+        sys::ON_DEVICE => None,
+        other => return Err(Error::Torch(format!("unscaling answered {other}"))),
     };
     Ok((flag, gradients))
 }

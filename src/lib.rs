@@ -6,8 +6,8 @@ mod device;
 mod error;
 mod ffi;
 mod optim;
+mod regions;
 mod scaler;
-mod scopes;
 mod sys;
 
 pub use autocast::{
@@ -17,4 +17,4 @@ pub use autocast::{
 pub use buffers::{BufferSnapshot, check_buffers_finite};
 pub use error::{Error, Result};
 pub use optim::{AmpOptimizer, Parameters};
-pub use scaler::{GradScaler, GradScalerConfig, ScalerState, StepOutcome, Unscaled};
+pub use scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome, Unscaled};

@@ -47,6 +47,7 @@ pub(crate) const UNSCALE_GENERIC: u8 = 4;
 
 pub(crate) const FINITE: u8 = 0;
 pub(crate) const NON_FINITE: u8 = 1;
+pub(crate) const ON_DEVICE: u8 = 2;
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -11,6 +11,7 @@ use tch::nn::{self, Module as _, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::{GradScaler, GradScalerConfig, autocast};
 
+use common::resident_bytes;
 use common::rng::Rng;
 
 const ITERATIONS: u64 = 200_000;
@@ -21,10 +22,9 @@ const MAX_BYTES_PER_10_000: f64 = 1024.0;
 
 #[test]
 fn training_for_200_000_iterations_keeps_memory_flat() {
-    let Some(page) = page_size() else {
-        eprintln!("SKIPPED: the resident memory is read from /proc, which only Linux has");
+    if resident_bytes().is_none() {
         return;
-    };
+    }
     tch::set_num_threads(1);
     let mut training = Training::new();
     let mut samples = Vec::new();
@@ -32,7 +32,8 @@ fn training_for_200_000_iterations_keeps_memory_flat() {
         training.iterate(iteration);
         // The first tenth warms allocators and caches up.
         if iteration >= ITERATIONS / 10 && iteration % SAMPLE_EVERY == 0 {
-            samples.push((iteration as f64, (resident_pages() * page) as f64));
+            let bytes = resident_bytes().expect("memory was measured before");
+            samples.push((iteration as f64, bytes as f64));
         }
     }
     let slope = slope(&samples) * 10_000.0;
@@ -121,26 +122,6 @@ impl Training {
         }
         self.scaler.update().unwrap();
     }
-}
-
-/// The bytes of a page; `None` off Linux.
-fn page_size() -> Option<u64> {
-    let smaps = std::fs::read_to_string("/proc/self/smaps").ok()?;
-    let line = smaps
-        .lines()
-        .find(|line| line.starts_with("KernelPageSize:"))?;
-    let kilobytes = line.split_whitespace().nth(1)?.parse::<u64>().ok()?;
-    Some(kilobytes * 1024)
-}
-
-fn resident_pages() -> u64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux has /proc");
-    statm
-        .split_whitespace()
-        .nth(1)
-        .expect("statm has seven numbers")
-        .parse()
-        .expect("statm has numbers")
 }
 
 /// The least-squares slope of the samples.

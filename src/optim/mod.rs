@@ -10,7 +10,8 @@ use tch::nn::Optimizer;
 
 use crate::error::{Error, Result};
 
-/// An optimizer that a [`GradScaler`](crate::GradScaler) can step: it names its parameters and takes a step.
+/// An optimizer that a [`GradScaler`](crate::GradScaler) can step: it names its parameters and takes a step. In PyTorch,
+/// `torch.optim.Optimizer` is that.
 ///
 /// Implemented for [`tch::nn::Optimizer`]. One's own takes a few lines:
 ///
@@ -87,34 +88,6 @@ impl Deref for Parameters<'_> {
             List::Borrowed(tensors) => tensors,
             List::Owned(tensors) => tensors,
         }
-    }
-}
-
-impl<O: AmpOptimizer + ?Sized> AmpOptimizer for &mut O {
-    fn parameters(&self) -> Parameters<'_> {
-        (**self).parameters()
-    }
-
-    fn step(&mut self) -> Result<()> {
-        (**self).step()
-    }
-
-    fn parameter_name(&self, index: usize) -> Option<String> {
-        (**self).parameter_name(index)
-    }
-}
-
-impl<O: AmpOptimizer + ?Sized> AmpOptimizer for Box<O> {
-    fn parameters(&self) -> Parameters<'_> {
-        (**self).parameters()
-    }
-
-    fn step(&mut self) -> Result<()> {
-        (**self).step()
-    }
-
-    fn parameter_name(&self, index: usize) -> Option<String> {
-        (**self).parameter_name(index)
     }
 }
 

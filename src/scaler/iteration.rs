@@ -67,17 +67,16 @@ impl Iteration {
         !self.records.is_empty()
     }
 
-    pub(crate) fn stage(&self, record: usize) -> Option<Stage> {
-        self.records.get(record).map(|record| record.stage)
+    pub(crate) fn stage(&self, record: usize) -> Stage {
+        self.records[record].stage
     }
 
     pub(crate) fn set_stage(&mut self, record: usize, stage: Stage) {
-        if let Some(record) = self.records.get_mut(record) {
-            record.stage = stage;
-        }
+        self.records[record].stage = stage;
     }
 
-    /// Finds whose parameters these are. An optimizer that has gained some at the end since is still the same.
+    /// Finds whose parameters these are. An optimizer that has gained some since is still the same, as long as those
+    /// have no gradients, which nobody has unscaled.
     pub(crate) fn owner(&self, gradients: &[Gradient]) -> Owner {
         let same = |record: &Record| {
             let known = &record.gradients;
@@ -86,6 +85,7 @@ impl Iteration {
                     .iter()
                     .zip(gradients)
                     .all(|(a, b)| a.parameter == b.parameter)
+                && gradients[known.len()..].iter().all(|g| g.gradient == 0)
         };
         if let Some(record) = self.records.iter().position(same) {
             return Owner::Record(record);
@@ -178,14 +178,26 @@ impl Iteration {
         Ok(())
     }
 
-    /// Accepts the gradients as they are now, after a change that is known to be right.
-    pub(crate) fn accept(&mut self, record: usize, now: Vec<Gradient>) {
-        if let Some(record) = self.records.get_mut(record) {
-            record.gradients = now;
-        }
+    /// Compares the gradients with those that were unscaled; those with other numbers will be looked at again.
+    pub(crate) fn compare(
+        &mut self,
+        record: usize,
+        now: &[Gradient],
+        describe: &dyn Fn(usize) -> String,
+    ) -> Result<()> {
+        let compared = self.records[record].compare(now);
+        compared.map_err(|(index, how)| Error::GradientChanged {
+            parameter: describe(index),
+            how,
+        })
     }
 
-    /// Compares the gradients with those that were unscaled and looks again at those with other numbers.
+    /// Takes over the gradients as they are now, after a change of our own.
+    pub(crate) fn accept(&mut self, record: usize, now: Vec<Gradient>) {
+        self.records[record].gradients = now;
+    }
+
+    /// Compares as [`compare`](Self::compare), and looks again at gradients with other numbers.
     pub(crate) fn verify(
         &mut self,
         record: usize,
@@ -194,16 +206,8 @@ impl Iteration {
         scale: &Tensor,
         describe: &dyn Fn(usize) -> String,
     ) -> Result<()> {
-        let Some(known) = self.records.get_mut(record) else {
-            return Ok(());
-        };
-        known
-            .compare(&now)
-            .map_err(|(index, how)| Error::GradientChanged {
-                parameter: describe(index),
-                how,
-            })?;
-        if !known.dirty {
+        self.compare(record, &now, describe)?;
+        if !self.records[record].dirty {
             return Ok(());
         }
         let plan = Plan::new(&now, true, describe)?;
@@ -217,9 +221,7 @@ impl Iteration {
 
     /// Whether a gradient of the record was infinite or NaN. Waits for the devices when only they know, once.
     pub(crate) fn found_inf(&mut self, record: usize) -> Result<bool> {
-        let Some(record) = self.records.get_mut(record) else {
-            return Ok(false);
-        };
+        let record = &mut self.records[record];
         let host = overflow(&record.found);
         let found = match host {
             Some(found) => found,

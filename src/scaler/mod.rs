@@ -20,14 +20,14 @@ use tch::{Device, Kind, Tensor};
 
 pub use config::GradScalerConfig;
 pub use outcome::StepOutcome;
-pub use state::ScalerState;
+pub use state::GradScalerState;
 pub use unscaled::Unscaled;
 
 use crate::device::check_usable;
 use crate::error::{Error, Result};
 use crate::ffi;
 use iteration::Iteration;
-use scale::{Mirror, Scale};
+use scale::Scale;
 
 /// Scales losses, unscales gradients, skips the steps whose gradients are infinite or NaN, and adapts the scale. The
 /// twin of `torch.amp.GradScaler`, with its defaults and its arithmetic, bit by bit.
@@ -110,7 +110,7 @@ impl GradScaler {
         }
     }
 
-    /// Tells whether the scaler does anything.
+    /// Tells whether the scaler does anything, as `is_enabled` in PyTorch.
     pub fn is_enabled(&self) -> bool {
         self.scale.is_some()
     }
@@ -123,7 +123,7 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::ScaleKind`] for an integer, boolean or complex tensor.
+    /// [`Error::ScaleDtype`] for an integer, boolean or complex tensor.
     pub fn scale(&self, output: &Tensor) -> Result<Tensor> {
         let Some(scale) = &self.scale else {
             return Ok(output.shallow_clone());
@@ -131,7 +131,7 @@ impl GradScaler {
         let output = match output.f_kind()? {
             Kind::Float | Kind::Double => output.shallow_clone(),
             Kind::Half | Kind::BFloat16 => output.f_to_kind(Kind::Float)?,
-            kind => return Err(Error::ScaleKind { kind }),
+            kind => return Err(Error::ScaleDtype { dtype: kind }),
         };
         self.iteration.borrow_mut().note_scale()?;
         let factor = scale.tensor();
@@ -145,7 +145,8 @@ impl GradScaler {
         Ok(output.f_mul(&factor)?)
     }
 
-    /// Multiplies several outputs by the scale, each on its own device. Waits as [`scale`](Self::scale).
+    /// Multiplies several outputs by the scale, each on its own device. Waits as [`scale`](Self::scale). As
+    /// `scale` with a list in PyTorch.
     ///
     /// # Errors
     ///
@@ -207,7 +208,8 @@ impl GradScaler {
         }
     }
 
-    /// Ends the iteration with a given scale. The growth tracker stays. As `update(new_scale)` with a number.
+    /// Ends the iteration with a given scale. The growth tracker and the count of skips stay. Does not wait for the
+    /// device. As `update(new_scale)` with a number.
     ///
     /// # Errors
     ///
@@ -217,11 +219,7 @@ impl GradScaler {
             return Ok(());
         };
         self.config.check_scale("new_scale", new_scale)?;
-        let now = scale.value()?;
-        scale.set(Mirror {
-            scale: new_scale as f32,
-            ..now
-        })?;
+        scale.set_scale(new_scale as f32)?;
         self.iteration.get_mut().close();
         Ok(())
     }
@@ -231,11 +229,17 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// As [`update_with`](Self::update_with), and [`Error::Torch`] for a tensor of more than one element.
+    /// As [`update_with`](Self::update_with), also for a tensor that has not one element; [`Error::Torch`] for an
+    /// undefined one.
     pub fn update_with_tensor(&mut self, new_scale: &Tensor) -> Result<()> {
         let value = new_scale.f_view(-1)?.f_detach()?;
         if value.numel() != 1 {
-            return Err(Error::Torch("new_scale must have one element".to_owned()));
+            let (field, value) = ("the number of elements of new_scale", value.numel() as f64);
+            return Err(Error::InvalidValue {
+                field,
+                value,
+                rule: "1",
+            });
         }
         self.update_with(value.f_double_value(&[0])?)
     }

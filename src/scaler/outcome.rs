@@ -4,7 +4,8 @@
 
 use crate::error::Result;
 
-/// What [`GradScaler::step`](crate::GradScaler::step) did to its optimizer.
+/// What [`GradScaler::step`](crate::GradScaler::step) did to its optimizer. PyTorch's `step` returns the optimizer's own
+/// value, or `None`, which may mean either.
 ///
 /// A learning-rate scheduler should advance only when the step was taken:
 ///
@@ -15,7 +16,7 @@ use crate::error::Result;
 /// }
 /// # Ok(()) }
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 #[must_use = "a skipped step is silent otherwise; `let _outcome = …` says that you do not care"]
 pub struct StepOutcome(pub(crate) Step);
 

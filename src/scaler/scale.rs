@@ -58,6 +58,15 @@ impl Scale {
         self.mirror.get().is_none_or(|mirror| mirror.scale < 1.0)
     }
 
+    /// Sets the scale alone. Does not wait.
+    pub(crate) fn set_scale(&mut self, scale: f32) -> Result<()> {
+        let mirror = self.mirror.take();
+        let _filled = self.tensor.f_fill_(f64::from(scale))?;
+        self.mirror
+            .set(mirror.map(|mirror| Mirror { scale, ..mirror }));
+        Ok(())
+    }
+
     pub(crate) fn set(&mut self, value: Mirror) -> Result<()> {
         // Unknown in between, in case the second write fails.
         self.mirror.set(None);

@@ -11,16 +11,17 @@ use crate::scaler::{GradScaler, GradScalerConfig};
 /// The state of a [`GradScaler`](crate::GradScaler): serialised, PyTorch's five keys `scale`, `growth_factor`,
 /// `backoff_factor`, `growth_interval` and `_growth_tracker`.
 ///
-/// The options that PyTorch lacks follow under keys of their own where they differ from their defaults; PyTorch
-/// ignores them. A disabled scaler has the empty state `{}`. The JSON of a Python `scaler.state_dict()` loads here, and
+/// An option that is absent leaves the loading scaler's own as it is. The options that PyTorch lacks follow under keys of their own where they differ from their defaults; PyTorch
+/// ignores them. A disabled scaler has the empty state `{}`. Read JSON with serde_json's feature `float_roundtrip` where
+/// a scale that is no power of two must come back to the last bit. The JSON of a Python `scaler.state_dict()` loads here, and
 /// the other way round:
 ///
 /// ```
 /// use tch::Device;
-/// use tch_amp::{GradScaler, ScalerState};
+/// use tch_amp::{GradScaler, GradScalerState};
 ///
 /// let saved = r#"{"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}"#;
-/// let state: ScalerState = serde_json::from_str(saved)?;
+/// let state: GradScalerState = serde_json::from_str(saved)?;
 /// let mut scaler = GradScaler::new(Device::Cpu)?;
 /// scaler.load_state_dict(&state)?;
 /// assert_eq!(scaler.get_scale()?, 1024.0);
@@ -29,7 +30,8 @@ use crate::scaler::{GradScaler, GradScalerConfig};
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct ScalerState {
+#[non_exhaustive]
+pub struct GradScalerState {
     /// The scale.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scale: Option<f64>,
@@ -73,7 +75,7 @@ pub(crate) struct Progress {
     pub(crate) skips: u32,
 }
 
-impl ScalerState {
+impl GradScalerState {
     pub(crate) fn save(config: &GradScalerConfig, progress: Progress) -> Self {
         // Whole, so that a new field does not compile until it is saved.
         let GradScalerConfig {
@@ -175,13 +177,13 @@ impl GradScaler {
     ///
     /// [`Error::IterationOpen`] between `unscale_` or `step` and `update`, where a part of the state is in the
     /// gradients.
-    pub fn state_dict(&self) -> Result<ScalerState> {
+    pub fn state_dict(&self) -> Result<GradScalerState> {
         let Some(scale) = &self.scale else {
-            return Ok(ScalerState::default());
+            return Ok(GradScalerState::default());
         };
         self.check_closed("state_dict")?;
         let Mirror { scale, tracker } = scale.value()?;
-        Ok(ScalerState::save(
+        Ok(GradScalerState::save(
             &self.config,
             Progress {
                 scale,
@@ -197,7 +199,7 @@ impl GradScaler {
     ///
     /// [`Error::EmptyState`], [`Error::MissingKey`] and [`Error::InvalidValue`] for a state that no scaler can have
     /// saved, and [`Error::IterationOpen`]; nothing changes then.
-    pub fn load_state_dict(&mut self, state: &ScalerState) -> Result<()> {
+    pub fn load_state_dict(&mut self, state: &GradScalerState) -> Result<()> {
         if self.scale.is_none() {
             return Ok(());
         }

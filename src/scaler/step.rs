@@ -8,14 +8,30 @@ use tch::nn::VarStore;
 use crate::error::{Error, Result};
 use crate::optim::AmpOptimizer;
 use crate::scaler::gradients::{self, Plan};
-use crate::scaler::iteration::{Owner, Stage};
+use crate::scaler::iteration::{Iteration, Owner, Stage};
 use crate::scaler::outcome::Step;
+use crate::scaler::scale::Scale;
 use crate::scaler::{GradScaler, StepOutcome, Unscaled};
+use crate::sys::Gradient;
 use crate::{autocast, ffi};
+
+/// The gradients of an optimizer that has a record.
+struct Claimed<'a> {
+    parameters: &'a [Tensor],
+    now: Vec<Gradient>,
+    describe: &'a dyn Fn(usize) -> String,
+}
+
+/// Steps, and forgets the casts of the weights: inside a region the cache would go on serving the old ones.
+fn take_step(optimizer: &mut dyn AmpOptimizer) -> Result<()> {
+    let stepped = optimizer.step();
+    autocast::clear_autocast_cache();
+    stepped
+}
 
 impl GradScaler {
     /// Divides the gradients of an optimizer's parameters by the scale, in place, and records whether any is infinite
-    /// or NaN. Waits for the device only where gradients on the CPU meet a scale on a GPU.
+    /// or NaN. As `unscale_` in PyTorch; [`unscale`](Self::unscale) returns a transaction besides. Waits for the device only where gradients on the CPU meet a scale on a GPU.
     ///
     /// Needed only to look at or change gradients before [`step`](Self::step), which does it otherwise. Gradients may
     /// be f32, f64, bf16 or complex, dense in any layout or COO sparse, on several devices; missing ones are left out,
@@ -30,13 +46,13 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Unscales as [`unscale_`](Self::unscale_) and returns a transaction that clips and steps. Several optimizers can
-    /// be in such transactions at once.
+    /// Unscales in place as [`unscale_`](Self::unscale_) and returns a transaction that clips and steps. PyTorch has no
+    /// twin. The scaler is shared, so that several optimizers can be in transactions at once.
     ///
     /// # Errors
     ///
     /// As [`unscale_`](Self::unscale_).
-    pub fn unscale<'a, O: AmpOptimizer>(&'a self, optimizer: &'a mut O) -> Result<Unscaled<'a, O>> {
+    pub fn unscale<'a>(&'a self, optimizer: &'a mut dyn AmpOptimizer) -> Result<Unscaled<'a>> {
         let record = self.open(optimizer)?;
         Ok(Unscaled::new(self, optimizer, record))
     }
@@ -57,63 +73,57 @@ impl GradScaler {
     }
 
     pub(crate) fn step_shared(&self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
-        let Some(scale) = &self.scale else {
-            optimizer.step()?;
+        if self.scale.is_none() {
+            take_step(optimizer)?;
             return Ok(StepOutcome(Step::Stepped));
-        };
-        let parameters = optimizer.parameters();
-        let describe = |index| self.describe(optimizer, &parameters, index);
-        let now = ffi::gradients_inspect(&parameters)?;
-        let mut iteration = self.iteration.borrow_mut();
-        let record = match iteration.owner(&now) {
-            Owner::Record(record) if iteration.stage(record) == Some(Stage::Stepped) => {
+        }
+        match self.claim(optimizer, |iteration, record, scale, claimed| {
+            if iteration.stage(record) == Stage::Stepped {
                 return Err(Error::AlreadyStepped);
             }
-            Owner::Record(record) => {
-                iteration.verify(record, &parameters, now, scale.tensor(), &describe)?;
-                record
-            }
-            Owner::Shared(index) => {
-                return Err(Error::SharedParameter {
-                    parameter: describe(index),
-                });
-            }
-            Owner::Nobody => {
-                let plan = Plan::new(&now, self.config.allow_fp16_gradients, &describe)?;
-                let parameters = parameters.into_owned();
-                match iteration.unscale(parameters, now, &plan, scale)? {
-                    Some(record) => record,
-                    None => return Ok(StepOutcome(Step::NoGradients)),
-                }
-            }
-        };
-        drop(iteration);
-        self.finish(record, optimizer)
+            let Claimed {
+                parameters,
+                now,
+                describe,
+            } = claimed;
+            iteration.verify(record, parameters, now, scale.tensor(), describe)
+        })? {
+            Some(record) => self.finish(record, optimizer),
+            None => Ok(StepOutcome(Step::NoGradients)),
+        }
     }
 
     /// Takes the step that the record allows.
     fn finish(&self, record: usize, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
-        let mut iteration = self.iteration.borrow_mut();
-        let found_inf = iteration.found_inf(record)?;
-        drop(iteration);
-        if !found_inf {
-            optimizer.step()?;
-            // Inside a region the cache would go on serving the old weights.
-            autocast::clear_autocast_cache();
-        }
+        let found_inf = self.iteration.borrow_mut().found_inf(record)?;
         let step = if found_inf {
             Step::Skipped
         } else {
+            // Nothing is borrowed meanwhile: the optimizer may use the scaler.
+            take_step(optimizer)?;
             Step::Stepped
         };
-        self.iteration
-            .borrow_mut()
-            .set_stage(record, Stage::Stepped);
+        let mut iteration = self.iteration.borrow_mut();
+        iteration.set_stage(record, Stage::Stepped);
         Ok(StepOutcome(step))
     }
 
     /// Unscales and returns the record; `None` when there is nothing to record.
     fn open(&self, optimizer: &mut dyn AmpOptimizer) -> Result<Option<usize>> {
+        self.claim(optimizer, |iteration, record, _, _| {
+            Err(match iteration.stage(record) {
+                Stage::Unscaled => Error::AlreadyUnscaled,
+                Stage::Stepped => Error::UnscaleAfterStep,
+            })
+        })
+    }
+
+    /// Returns the record of the optimizer's parameters: a new one, unscaled, or what `known` says of an old one.
+    fn claim(
+        &self,
+        optimizer: &dyn AmpOptimizer,
+        known: impl FnOnce(&mut Iteration, usize, &Scale, Claimed<'_>) -> Result<()>,
+    ) -> Result<Option<usize>> {
         let Some(scale) = &self.scale else {
             return Ok(None);
         };
@@ -122,25 +132,47 @@ impl GradScaler {
         let now = ffi::gradients_inspect(&parameters)?;
         let mut iteration = self.iteration.borrow_mut();
         match iteration.owner(&now) {
-            Owner::Nobody => {}
-            Owner::Shared(index) => {
-                return Err(Error::SharedParameter {
-                    parameter: describe(index),
-                });
-            }
+            Owner::Shared(index) => Err(Error::SharedParameter {
+                parameter: describe(index),
+            }),
             Owner::Record(record) => {
-                return Err(match iteration.stage(record) {
-                    Some(Stage::Stepped) => Error::UnscaleAfterStep,
-                    _ => Error::AlreadyUnscaled,
-                });
+                let (parameters, describe) = (&*parameters, &describe);
+                let claimed = Claimed {
+                    parameters,
+                    now,
+                    describe,
+                };
+                known(&mut iteration, record, scale, claimed).map(|()| Some(record))
+            }
+            Owner::Nobody => {
+                let plan = Plan::new(&now, self.config.allow_fp16_gradients, &describe)?;
+                iteration.unscale(parameters.into_owned(), now, &plan, scale)
             }
         }
-        let plan = Plan::new(&now, self.config.allow_fp16_gradients, &describe)?;
-        iteration.unscale(parameters.into_owned(), now, &plan, scale)
+    }
+
+    /// Changes the gradients of an unscaled optimizer and remembers that it was us.
+    pub(crate) fn change_gradients<T>(
+        &self,
+        record: Option<usize>,
+        optimizer: &dyn AmpOptimizer,
+        change: impl FnOnce(&[Tensor]) -> Result<T>,
+    ) -> Result<T> {
+        let parameters = optimizer.parameters();
+        let Some(record) = record else {
+            return change(&parameters);
+        };
+        let mut iteration = self.iteration.borrow_mut();
+        let describe = |index| self.describe(optimizer, &parameters, index);
+        iteration.compare(record, &ffi::gradients_inspect(&parameters)?, &describe)?;
+        let changed = change(&parameters)?;
+        iteration.accept(record, ffi::gradients_inspect(&parameters)?);
+        Ok(changed)
     }
 
     /// Forgets that an optimizer was unscaled in this iteration, for a loop that decides not to step it and not to
-    /// call `update` either. Its gradients stay unscaled: zero them before the next backward.
+    /// call `update` either. Its gradients stay unscaled, or its step taken: zero them before the next backward.
+    /// PyTorch has no twin. An optimizer that is dropped counts until `update`, unless it is abandoned before.
     ///
     /// # Errors
     ///
@@ -154,27 +186,23 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Takes the names of a VarStore's variables, for messages about their gradients. Variables that are added later
-    /// need another call.
+    /// Takes the names of a VarStore's variables, for messages about their gradients, and keeps handles to them as long
+    /// as the scaler lives. Variables that are added later need another call. PyTorch has no twin.
     ///
     /// # Errors
     ///
     /// [`Error::Torch`] if the variables cannot be read.
     pub fn name_parameters(&mut self, vs: &VarStore) -> Result<()> {
         let (names, tensors): (Vec<_>, Vec<_>) = vs.variables().into_iter().unzip();
-        let identities = ffi::gradients_inspect(&tensors)?;
+        let identities = ffi::identities(&tensors)?;
         let named = names.into_iter().zip(tensors);
-        self.names
-            .extend(identities.iter().map(|known| known.parameter).zip(named));
+        self.names.extend(identities.into_iter().zip(named));
         Ok(())
     }
 
     fn describe(&self, optimizer: &dyn AmpOptimizer, all: &[Tensor], index: usize) -> String {
         let known = || {
-            let identity = ffi::gradients_inspect(&all[index..=index])
-                .ok()?
-                .first()?
-                .parameter;
+            let identity = *ffi::identities(&all[index..=index]).ok()?.first()?;
             self.names.get(&identity).map(|(name, _)| name.clone())
         };
         gradients::describe(

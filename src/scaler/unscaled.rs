@@ -4,12 +4,13 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi;
 use crate::optim::AmpOptimizer;
 use crate::scaler::{GradScaler, StepOutcome};
 
-/// An optimizer whose gradients have been unscaled: clip them, then step. Dropping it leaves the step out.
+/// An optimizer whose gradients have been unscaled: clip them, then step. Dropping it leaves the step out. PyTorch has no
+/// twin.
 ///
 /// It borrows both sides, so that clipping before unscaling, unscaling twice and stepping twice do not compile:
 ///
@@ -28,17 +29,20 @@ use crate::scaler::{GradScaler, StepOutcome};
 /// let _outcome = first.step()?;
 /// # Ok(()) }
 /// ```
-#[derive(Debug)]
 #[must_use = "dropping this leaves the optimizer's step out; call `step`"]
-pub struct Unscaled<'a, O: AmpOptimizer> {
+pub struct Unscaled<'a> {
     scaler: &'a GradScaler,
-    optimizer: &'a mut O,
+    optimizer: &'a mut dyn AmpOptimizer,
     /// `None` when the scaler is disabled or the optimizer has no parameters.
     record: Option<usize>,
 }
 
-impl<'a, O: AmpOptimizer> Unscaled<'a, O> {
-    pub(crate) fn new(scaler: &'a GradScaler, optimizer: &'a mut O, record: Option<usize>) -> Self {
+impl<'a> Unscaled<'a> {
+    pub(crate) fn new(
+        scaler: &'a GradScaler,
+        optimizer: &'a mut dyn AmpOptimizer,
+        record: Option<usize>,
+    ) -> Self {
         Self {
             scaler,
             optimizer,
@@ -52,9 +56,12 @@ impl<'a, O: AmpOptimizer> Unscaled<'a, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch) for sparse gradients, whose norm libtorch cannot take.
+    /// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::GradientChanged`] as in [`GradScaler::step`];
+    /// [`Error::Torch`] for sparse gradients, whose norm libtorch cannot take.
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
-        let norm = self.change(|parameters| ffi::clip_grad_norm(parameters, max_norm))?;
+        check_limit("max_norm", max_norm)?;
+        let clip = |parameters: &[Tensor]| ffi::clip_grad_norm(parameters, max_norm);
+        let norm = self.change(clip)?;
         norm.map_or_else(|| Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?), Ok)
     }
 
@@ -62,20 +69,16 @@ impl<'a, O: AmpOptimizer> Unscaled<'a, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch) for sparse or complex gradients, which libtorch cannot clamp.
+    /// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::GradientChanged`] as in [`GradScaler::step`];
+    /// [`Error::Torch`] for sparse or complex gradients, which libtorch cannot clamp.
     pub fn clip_grad_value(&mut self, max: f64) -> Result<()> {
+        check_limit("max", max)?;
         self.change(|parameters| ffi::clip_grad_value(parameters, max))
     }
 
-    /// Changes the gradients and remembers that it was us.
     fn change<T>(&mut self, change: impl FnOnce(&[Tensor]) -> Result<T>) -> Result<T> {
-        let parameters = self.optimizer.parameters();
-        let out = change(&parameters)?;
-        if let Some(record) = self.record {
-            let now = ffi::gradients_inspect(&parameters)?;
-            self.scaler.iteration.borrow_mut().accept(record, now);
-        }
-        Ok(out)
+        let (record, optimizer) = (self.record, &*self.optimizer);
+        self.scaler.change_gradients(record, optimizer, change)
     }
 
     /// Steps the optimizer if all its gradients are finite. Waits as [`GradScaler::step`].
@@ -85,5 +88,19 @@ impl<'a, O: AmpOptimizer> Unscaled<'a, O> {
     /// As [`GradScaler::step`].
     pub fn step(self) -> Result<StepOutcome> {
         self.scaler.step_shared(self.optimizer)
+    }
+}
+
+fn check_limit(field: &'static str, value: f64) -> Result<()> {
+    if value >= 0.0 {
+        return Ok(());
+    }
+    let rule = "at least 0";
+    Err(Error::InvalidValue { field, value, rule })
+}
+
+impl std::fmt::Debug for Unscaled<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Unscaled").finish_non_exhaustive()
     }
 }

@@ -1,8 +1,9 @@
 //! The weight cache: what it must not do across dtypes, `no_grad`, updates and regions.
 
+use rstest::rstest;
 use tch::nn::OptimizerConfig;
 use tch::{Device, Kind, Tensor, nn, no_grad};
-use tch_amp::{Autocast, AutocastGuard, GradScaler, clear_autocast_cache};
+use tch_amp::{Autocast, AutocastGuard, GradScalerConfig, clear_autocast_cache};
 
 use crate::alone;
 use crate::common::{for_each_device, resident_bytes, to_f64};
@@ -64,14 +65,20 @@ fn leaving_the_outermost_region_forgets_the_casts() {
     });
 }
 
-#[test]
-fn a_step_inside_a_region_forgets_the_casts() {
+#[rstest]
+#[case::enabled(true)]
+#[case::disabled(false)]
+fn a_step_inside_a_region_forgets_the_casts(#[case] enabled: bool) {
     let _alone = alone();
     for_each_device(|device| {
         let vs = nn::VarStore::new(device);
         let w = vs.root().ones("w", &[2, 2]);
         let mut opt = nn::Sgd::default().build(&vs, 1.0).unwrap();
-        let mut scaler = GradScaler::new(device).unwrap();
+        let config = GradScalerConfig {
+            enabled,
+            ..Default::default()
+        };
+        let mut scaler = config.build(device).unwrap();
         let _guard = AutocastGuard::new(device).unwrap();
         assert_eq!(sum_of_product(&w), 8.0);
         scaler.backward(&w.sum(Kind::Float)).unwrap();

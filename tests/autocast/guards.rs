@@ -10,15 +10,19 @@ use tch_amp::{Autocast, AutocastGuard, autocast};
 use crate::common::rng::Rng;
 use crate::{OUTSIDE, Seen, alone, seen};
 
-fn region(rng: &mut Rng) -> Autocast {
-    let region = Autocast::new(Device::Cpu)
-        .dtype(*rng.pick(&[Kind::BFloat16, Kind::Half]))
-        .enabled(!rng.one_in(3));
+/// A random region, and what a thread in the state `before` is in it.
+fn region(rng: &mut Rng, before: Seen) -> (Autocast, Seen) {
+    let (dtype, enabled) = (*rng.pick(&[Kind::BFloat16, Kind::Half]), !rng.one_in(3));
+    let mut region = Autocast::new(Device::Cpu).enabled(enabled);
+    let mut inside = (enabled, before.1, before.2);
     if rng.one_in(2) {
-        region.cache(rng.one_in(2))
-    } else {
-        region
+        (region, inside.1) = (region.dtype(dtype), dtype);
     }
+    if rng.one_in(2) {
+        inside.2 = rng.one_in(2);
+        region = region.cache(inside.2);
+    }
+    (region, inside)
 }
 
 /// The rule in plain Rust: a region ends when its guard is gone and so are those of all regions inside of it.
@@ -50,8 +54,9 @@ fn guards_in_any_order_follow_the_rule(#[values(1, 2, 3, 4, 5, 6, 7, 8)] seed: u
     let mut guards: Vec<(usize, AutocastGuard)> = Vec::new();
     for step in 0..4000 {
         if guards.is_empty() || (guards.len() < 12 && rng.one_in(2)) {
-            guards.push((step, region(&mut rng).enter().unwrap()));
-            model.open.push((step, seen(), false));
+            let (region, inside) = region(&mut rng, model.now());
+            guards.push((step, region.enter().unwrap()));
+            model.open.push((step, inside, false));
         } else {
             let (id, guard) = guards.swap_remove(rng.below(guards.len()));
             drop(guard);
@@ -145,6 +150,7 @@ fn a_guard_that_leaves_its_closure_ends_with_it_and_drops_without_effect() {
 
 #[test]
 fn a_guard_kept_until_the_thread_ends_is_harmless() {
+    let _alone = alone();
     thread_local! { static KEPT: RefCell<Option<AutocastGuard>> = const { RefCell::new(None) }; }
     let ended = std::thread::spawn(|| {
         KEPT.with(|kept| *kept.borrow_mut() = AutocastGuard::new(Device::Cpu).ok());

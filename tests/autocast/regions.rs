@@ -7,7 +7,7 @@ use tch_amp::{
     is_autocast_enabled,
 };
 
-use crate::common::{cuda_or_skip, for_each_device};
+use crate::common::{cuda_or_skip, for_each_device, skipped};
 use crate::{OUTSIDE, alone, seen};
 
 fn square(device: Device) -> Tensor {
@@ -107,7 +107,8 @@ fn a_device_without_autocast_is_refused_with_the_reason(
     #[case] reason: &str,
 ) {
     if is_autocast_available(device) {
-        return; // MPS on a Mac
+        skipped("this machine has MPS");
+        return;
     }
     let error = AutocastGuard::new(device).unwrap_err();
     assert!(matches!(error, Error::DeviceUnavailable { .. }), "{error}");

@@ -77,11 +77,28 @@ fn nest(rng: &mut Rng, depth: usize) {
     }
 }
 
+/// Keeps planted panics off the screen; a real one is still counted.
+struct Quiet;
+
+impl Quiet {
+    fn new() -> Self {
+        std::panic::set_hook(Box::new(|_| ()));
+        Self
+    }
+}
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            drop(std::panic::take_hook());
+        }
+    }
+}
+
 #[test]
 fn sixty_four_threads_with_random_panics_stay_as_they_were() {
     let _alone = alone();
-    let quiet = std::panic::take_hook();
-    std::panic::set_hook(Box::new(|_| ()));
+    let _quiet = Quiet::new();
     let threads: Vec<_> = (0..64)
         .map(|seed| {
             std::thread::spawn(move || {
@@ -100,7 +117,6 @@ fn sixty_four_threads_with_random_panics_stay_as_they_were() {
         })
         .collect();
     let ended: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
-    std::panic::set_hook(quiet);
     for result in ended {
         let panics = result.expect("no other panic").unwrap();
         assert!(

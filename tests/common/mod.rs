@@ -10,6 +10,9 @@ pub mod bits;
 pub mod python;
 pub mod rng;
 
+use std::io::Write;
+use std::sync::Once;
+
 use tch::{Cuda, Device, Kind, Tensor};
 
 /// Runs `test` on the CPU and, where CUDA is usable, on the first CUDA device.
@@ -30,9 +33,20 @@ pub fn cuda_or_skip() -> bool {
             !required("TCH_AMP_REQUIRE_CUDA"),
             "CUDA is required here and not usable"
         );
-        eprintln!("SKIPPED on CUDA: no usable CUDA device");
+        // Once a program, not once a test.
+        static SAID: Once = Once::new();
+        SAID.call_once(|| skipped("and others, on CUDA: no usable CUDA device"));
     }
     available
+}
+
+/// Says on the terminal what is not tested. `eprintln!` would be caught by the test runner.
+pub fn skipped(what: &str) {
+    let test = std::thread::current();
+    let line = format!("SKIPPED {}: {what}\n", test.name().unwrap_or_default());
+    std::io::stderr()
+        .write_all(line.as_bytes())
+        .expect("stderr takes a line");
 }
 
 /// Tells whether the environment variable `name` asks for a skip to be a failure.
@@ -51,14 +65,6 @@ pub fn to_f64(tensor: &Tensor) -> Vec<f64> {
     Vec::<f64>::try_from(flat).expect("a flat f64 tensor is a vector")
 }
 
-/// The bits of the elements of an f32 tensor, in row-major order: equality of these is bitwise equality.
-pub fn f32_bits(tensor: &Tensor) -> Vec<u32> {
-    assert_eq!(tensor.kind(), Kind::Float);
-    let flat = tensor.detach().to_device(Device::Cpu).contiguous().view(-1);
-    let values = Vec::<f32>::try_from(flat).expect("a flat f32 tensor is a vector");
-    values.into_iter().map(f32::to_bits).collect()
-}
-
 /// The memory of this process in RAM, in bytes; `None`, with a printed reason, where there is no `/proc`.
 pub fn resident_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok();
@@ -69,7 +75,7 @@ pub fn resident_bytes() -> Option<u64> {
         line.trim().strip_suffix(" kB")?.parse::<u64>().ok()
     });
     if kib.is_none() {
-        eprintln!("SKIPPED: memory is measured where /proc/self/status is");
+        skipped("memory is measured where /proc/self/status is");
     }
     kib.map(|kib| kib << 10)
 }

@@ -27,9 +27,7 @@ impl Oracle {
                 !super::required("TCH_AMP_REQUIRE_PYTHON"),
                 "TCH_AMP_REQUIRE_PYTHON is set, but TCH_AMP_PYTHON names no Python"
             );
-            eprintln!(
-                "SKIPPED: set TCH_AMP_PYTHON to a Python with torch, or run `cargo xtask test`"
-            );
+            super::skipped("set TCH_AMP_PYTHON to a Python with torch, or run `cargo xtask test`");
             return None;
         };
         Some(Self {

@@ -1,6 +1,6 @@
 """Runs GradScaler programs: one program a line on stdin, one line an operation on stdout.
 
-tests/scaler_programs/program.rs writes the programs and says what each operation means.
+tests/scaler_programs/text.rs writes the programs, and program.rs beside it says what each operation means.
 Each answer is the outcome of the operation, then the whole state after it, or "=" where the state is as it was.
 """
 
@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-sys.path.insert(0, __file__.rsplit("/", 1)[0])
+sys.dont_write_bytecode = True  # the source tree stays as it is
 from scaler_deviations import Scaler  # noqa: E402
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}

@@ -32,7 +32,7 @@ fn a_loss_that_is_not_floating_is_refused(#[case] kind: Kind) {
         .scale(&Tensor::ones([1], (kind, Device::Cpu)))
         .unwrap_err();
     assert!(
-        matches!(error, Error::ScaleKind { kind: refused } if refused == kind),
+        matches!(error, Error::ScaleDtype { dtype: refused } if refused == kind),
         "{error}"
     );
 }

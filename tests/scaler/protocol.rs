@@ -197,6 +197,30 @@ fn a_parameter_of_two_optimizers_is_unscaled_once() {
 }
 
 #[test]
+fn a_parameter_of_two_optimizers_is_unscaled_once_in_either_order() {
+    let (w, other) = (
+        ones(Kind::Float, Device::Cpu),
+        ones(Kind::Float, Device::Cpu),
+    );
+    let mut first = Descent(vec![w.shallow_clone()]);
+    let mut second = Descent(vec![w.shallow_clone(), other.shallow_clone()]);
+    let mut scaler = scaler(Device::Cpu);
+    scaler
+        .backward(&(loss(&w, &[1.0; 3]) + loss(&other, &[1.0; 3])))
+        .unwrap();
+    assert!(scaler.step(&mut first).unwrap().is_stepped().unwrap());
+    assert!(matches!(
+        scaler.step(&mut second),
+        Err(Error::SharedParameter { .. })
+    ));
+    assert!(matches!(
+        scaler.unscale_(&mut second),
+        Err(Error::SharedParameter { .. })
+    ));
+    assert_eq!((to_f64(&w), to_f64(&other)), (vec![0.0; 3], vec![1.0; 3]));
+}
+
+#[test]
 fn a_parameter_listed_twice_in_one_optimizer_is_unscaled_once() {
     let w = ones(Kind::Float, Device::Cpu);
     let mut opt = Descent(vec![w.shallow_clone(), w.shallow_clone()]);

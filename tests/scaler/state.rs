@@ -2,7 +2,7 @@
 
 use rstest::rstest;
 use tch::Device;
-use tch_amp::{Error, GradScaler, GradScalerConfig, ScalerState};
+use tch_amp::{Error, GradScaler, GradScalerConfig, GradScalerState};
 
 use crate::common::for_each_device;
 use crate::common::python::Oracle;
@@ -10,7 +10,7 @@ use crate::{INF, loss, model};
 
 const PYTHONS: &str = r#"{"scale": 131072.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}"#;
 
-fn parse(json: &str) -> ScalerState {
+fn parse(json: &str) -> GradScalerState {
     serde_json::from_str(json).unwrap()
 }
 
@@ -126,7 +126,7 @@ fn every_option_survives_the_round_trip() {
 fn a_malformed_state_is_refused_and_nothing_changes(#[case] key: &str, #[case] value: &str) {
     let mut json: serde_json::Value = serde_json::from_str(PYTHONS).unwrap();
     json[key] = serde_json::from_str(value).unwrap();
-    let state: ScalerState = serde_json::from_value(json).unwrap();
+    let state: GradScalerState = serde_json::from_value(json).unwrap();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     let before = scaler.state_dict().unwrap();
     let error = scaler.load_state_dict(&state).unwrap_err().to_string();
@@ -136,8 +136,8 @@ fn a_malformed_state_is_refused_and_nothing_changes(#[case] key: &str, #[case] v
 
 #[test]
 fn a_state_with_text_for_a_number_does_not_parse() {
-    assert!(serde_json::from_str::<ScalerState>(r#"{"scale": "big"}"#).is_err());
-    assert!(serde_json::from_str::<ScalerState>(r#"{"scale": NaN}"#).is_err());
+    assert!(serde_json::from_str::<GradScalerState>(r#"{"scale": "big"}"#).is_err());
+    assert!(serde_json::from_str::<GradScalerState>(r#"{"scale": NaN}"#).is_err());
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Between unscaling and stepping: clipping, and changes that must not go unnoticed.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::{Error, GradScaler};
+use tch_amp::{AmpOptimizer, Error, GradScaler};
 
 use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, NAN, loss, model, ones, scaler};
@@ -105,7 +105,7 @@ fn a_variable_with_a_gradient_added_between_unscale_and_step_is_refused() {
     scaler.backward(&loss(&late, &[1.0; 3])).unwrap();
     assert!(matches!(
         scaler.step(&mut opt),
-        Err(Error::GradientChanged { .. })
+        Err(Error::SharedParameter { .. })
     ));
     assert_eq!((to_f64(&w), to_f64(&late)), (vec![1.0; 3], vec![1.0; 3]));
 }
@@ -208,28 +208,71 @@ fn clipping_without_any_gradient_returns_zero() {
 fn an_optimizer_behind_a_pointer_takes_part_in_transactions() {
     fn assert_send<T: Send>() {}
     assert_send::<GradScaler>();
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    let mut boxed: Box<dyn tch_amp::AmpOptimizer> =
-        Box::new(Descent(vec![ones(Kind::Float, Device::Cpu)]));
+    let w = ones(Kind::Float, Device::Cpu);
+    let mut boxed: Box<dyn AmpOptimizer> = Box::new(Descent(vec![w.shallow_clone()]));
     let scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    let dynamic: &mut dyn tch_amp::AmpOptimizer = &mut opt;
-    let mut dynamic = dynamic;
     assert!(
         scaler
-            .unscale(&mut dynamic)
+            .unscale(&mut *boxed)
             .unwrap()
             .step()
             .unwrap()
             .is_stepped()
             .unwrap()
     );
-    assert!(
-        scaler
-            .unscale(&mut boxed)
-            .unwrap()
-            .step()
-            .unwrap()
-            .has_no_gradients()
+}
+
+#[test]
+fn clipping_in_a_transaction_does_not_hide_a_scaled_backward() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let mut unscaled = scaler.unscale(&mut opt).unwrap();
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    assert!(matches!(
+        unscaled.clip_grad_norm(1.0),
+        Err(Error::GradientChanged { .. })
+    ));
+    assert_eq!(
+        to_f64(&w.grad()),
+        [9.0; 3],
+        "a refused clip changes nothing"
     );
+    assert!(matches!(
+        unscaled.step(),
+        Err(Error::GradientChanged { .. })
+    ));
+    assert_eq!(to_f64(&w), [1.0; 3]);
+}
+
+#[test]
+fn clipping_in_a_transaction_does_not_hide_an_infinity() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let mut unscaled = scaler.unscale(&mut opt).unwrap();
+    let _filled = w.grad().get(0).fill_(INF);
+    let _norm = unscaled.clip_grad_norm(1.0).unwrap();
+    assert!(unscaled.step().unwrap().is_skipped().unwrap());
+    assert_eq!(to_f64(&w), [1.0; 3]);
+}
+
+#[test]
+fn a_limit_that_is_none_is_refused_and_the_gradients_stay() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let mut unscaled = scaler.unscale(&mut opt).unwrap();
+    for limit in [-1.0, NAN] {
+        assert!(matches!(
+            unscaled.clip_grad_norm(limit),
+            Err(Error::InvalidValue { .. })
+        ));
+        assert!(matches!(
+            unscaled.clip_grad_value(limit),
+            Err(Error::InvalidValue { .. })
+        ));
+    }
+    assert_eq!(to_f64(&w.grad()), [1.0; 3]);
 }

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use tch::{Device, Tensor, no_grad};
-use tch_amp::{GradScaler, GradScalerConfig, Result, ScalerState, Unscaled};
+use tch_amp::{GradScaler, GradScalerConfig, GradScalerState, Result, Unscaled};
 
 use crate::answer::{told, word, write_bits, write_hex};
 use crate::optimizer::{Optimizer, drop_gradient};
@@ -169,7 +169,7 @@ impl Machine {
     fn reload(&mut self, config: Config) -> Result<()> {
         // Not through text, from which serde_json without `float_roundtrip` reads some f64 with another last bit.
         let saved = serde_json::to_value(self.scaler.state_dict()?).unwrap();
-        let state: ScalerState = serde_json::from_value(saved).unwrap();
+        let state: GradScalerState = serde_json::from_value(saved).unwrap();
         let mut scaler = scaler(config, self.enabled);
         scaler.load_state_dict(&state)?;
         self.scaler = scaler;
@@ -197,7 +197,7 @@ fn scaler(config: Config, enabled: bool) -> GradScaler {
         .expect("the generator makes valid configurations")
 }
 
-fn finish(mut unscaled: Unscaled<'_, Optimizer>, clip: Clip) -> Result<String> {
+fn finish(mut unscaled: Unscaled<'_>, clip: Clip) -> Result<String> {
     let mut norm = String::new();
     match clip {
         Clip::Not => {}
