@@ -13,6 +13,13 @@
 
 namespace tamp {
 
+// A message for the other side. Without memory for it the failure would look like a success, so that is the end.
+inline char *message(const char *text) {
+  char *copy = strdup(text);
+  if (copy == nullptr) std::abort();
+  return copy;
+}
+
 // Runs `body`; when it throws, writes the message to `err` and returns zero, null or nothing.
 template <typename F>
 auto guarded(char **err, F &&body) noexcept -> decltype(body()) {
@@ -20,11 +27,11 @@ auto guarded(char **err, F &&body) noexcept -> decltype(body()) {
     return body();
   } catch (const c10::Error &e) {
     // what() would symbolise a C++ backtrace, which takes milliseconds and says nothing to a Rust program.
-    *err = strdup(e.what_without_backtrace());
+    *err = message(e.what_without_backtrace());
   } catch (const std::exception &e) {
-    *err = strdup(e.what());
+    *err = message(e.what());
   } catch (...) {
-    *err = strdup("unknown C++ exception");
+    *err = message("unknown C++ exception");
   }
   return decltype(body())();
 }
@@ -37,6 +44,11 @@ inline at::Tensor &tensor(tamp_tensor *t) {
 inline const at::Tensor &tensor(const tamp_tensor *t) {
   TORCH_CHECK(t != nullptr, "null tensor pointer");
   return *reinterpret_cast<const at::Tensor *>(t);
+}
+
+// The gradient of a parameter, perhaps undefined, read without a trace: mutable_grad() would make room for one.
+inline const at::Tensor &gradient(const at::Tensor &parameter) {
+  return static_cast<const c10::TensorImpl *>(parameter.unsafeGetTensorImpl())->grad();
 }
 
 inline tamp_tensor *give(at::Tensor t) { return reinterpret_cast<tamp_tensor *>(new at::Tensor(std::move(t))); }

@@ -12,7 +12,7 @@ namespace {
 std::vector<at::Tensor> gradients(tamp_tensor *const *parameters, size_t count) {
   std::vector<at::Tensor> out;
   for (size_t i = 0; i < count; ++i) {
-    const at::Tensor &gradient = tamp::tensor(parameters[i]).mutable_grad();
+    const at::Tensor &gradient = tamp::gradient(tamp::tensor(parameters[i]));
     if (gradient.defined()) out.push_back(gradient);
   }
   return out;

@@ -4,7 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <cmath>
+#include <cstring>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -41,15 +41,18 @@ tamp_gradient inspect(const Tensor &parameter) {
   if (!parameter.defined()) return out;
   out.parameter = identity(parameter);
   if (parameter.requires_grad()) out.flags |= TAMP_GRADIENT_REQUIRES_GRAD;
-  const Tensor &gradient = parameter.mutable_grad();
+  const Tensor &gradient = tamp::gradient(parameter);
   if (!gradient.defined()) return out;
   out.gradient = identity(gradient);
   out.version = gradient.is_inference() ? 0 : static_cast<uint32_t>(gradient._version());
   out.device_type = static_cast<int8_t>(gradient.device().type());
   out.device_index = static_cast<int8_t>(gradient.device().index());
   out.dtype = static_cast<int8_t>(gradient.scalar_type());
-  if (gradient.is_sparse()) out.flags |= TAMP_GRADIENT_SPARSE;
-  if (gradient.layout() == at::kStrided && !gradient.is_meta()) {
+  if (gradient.is_meta()) return out;
+  if (gradient.is_sparse()) {
+    out.flags |= TAMP_GRADIENT_SPARSE;
+    if (overlaps(gradient._values())) out.flags |= TAMP_GRADIENT_OVERLAPS;
+  } else if (gradient.layout() == at::kStrided) {
     out.flags |= TAMP_GRADIENT_STRIDED;
     if (overlaps(gradient)) out.flags |= TAMP_GRADIENT_OVERLAPS;
   }
@@ -86,11 +89,23 @@ bool is_small(const Tensor &t) {
          t.numel() <= kSmall;
 }
 
+bool is_non_finite(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return (bits & 0x7f800000U) == 0x7f800000U;
+}
+
+bool is_non_finite(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return (bits & 0x7ff0000000000000U) == 0x7ff0000000000000U;
+}
+
+// By bits, which no -ffast-math can reason away, and without a branch, so that the compiler can vectorise.
 template <typename T>
 bool any_non_finite(const T *values, int64_t n) {
-  // A product with zero is NaN exactly for infinities and NaN; comparing without a branch lets the compiler vectorise.
   int bad = 0;
-  for (int64_t i = 0; i < n; ++i) bad |= !(values[i] * T(0) == T(0));
+  for (int64_t i = 0; i < n; ++i) bad |= is_non_finite(values[i]);
   return bad != 0;
 }
 
@@ -109,11 +124,11 @@ bool unscale_small(const Tensor &t, float inverse, bool recheck) {
 }
 
 void mark_non_finite(const std::vector<Tensor> &tensors, Tensor &found_inf) {
-  std::vector<Tensor> largest;  // the infinity norm of a tensor with a NaN is NaN
+  std::vector<Tensor> finite;  // the infinity norm of a tensor with a NaN is NaN
   for (const auto &t : tensors) {
-    largest.push_back(at::linalg_vector_norm(t, std::numeric_limits<double>::infinity()).to(at::kFloat));
+    finite.push_back(at::isfinite(at::linalg_vector_norm(t, std::numeric_limits<double>::infinity())));
   }
-  const Tensor bad = at::isfinite(at::stack(largest)).all().logical_not().to(at::kFloat);
+  const Tensor bad = at::stack(finite).all().logical_not().to(at::kFloat);
   found_inf.copy_(at::maximum(found_inf, bad.reshape(found_inf.sizes())));
 }
 
@@ -175,7 +190,8 @@ uint8_t unscale(tamp_tensor *const *parameters, size_t count, const Tensor &scal
     }
   }
   if (!kernel.empty() || !plain.empty()) {
-    const Tensor factor = tamp::on_device(reciprocal(scale, check_only), found_inf.device());
+    const Tensor factor = on_host ? at::scalar_tensor(inverse, found_inf.options())
+                                  : tamp::on_device(reciprocal(scale, check_only), found_inf.device());
     unscale_large(kernel, factor, found_inf, recheck);
     unscale_generic(plain, factor, found_inf, recheck);
   }
@@ -218,20 +234,20 @@ void tamp_gradient_drop(tamp_tensor *parameter, char **err) noexcept {
   tamp::guarded(err, [&] { tamp::tensor(parameter).mutable_grad().reset(); });
 }
 
-uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, tamp_gradient *gradients,
-                               const tamp_tensor *scale, tamp_tensor *found_inf, uint8_t options, char **err) noexcept {
+uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
+                               tamp_tensor *found_inf, uint8_t options, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
     const c10::NoGradGuard no_grad;
-    const uint8_t answer = unscale(parameters, count, tamp::tensor(scale), tamp::tensor(found_inf), options);
-    for (size_t i = 0; i < count; ++i) gradients[i] = inspect(tamp::tensor(parameters[i]));
-    return answer;
+    return unscale(parameters, count, tamp::tensor(scale), tamp::tensor(found_inf), options);
   });
 }
 
 uint8_t tamp_any_nonzero(tamp_tensor *const *tensors, size_t count, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
     if (count == 0) return 0;
-    return sum_on(tensors, count, tamp::tensor(tensors[0]).device()).item<float>() != 0.0F;
+    at::Device device = tamp::tensor(tensors[0]).device();
+    for (size_t i = 1; i < count && device.is_cpu(); ++i) device = tamp::tensor(tensors[i]).device();
+    return sum_on(tensors, count, device).item<float>() != 0.0F;
   });
 }
 

@@ -101,12 +101,10 @@ enum {
 enum { TAMP_FINITE = 0, TAMP_NON_FINITE = 1, TAMP_ON_DEVICE = 2 };
 
 // Multiplies the gradients of `count` parameters, all on the device of `found_inf` and all strided or COO, by 1/scale,
-// in place, and sets `found_inf` (f32, one element) to one when an element is infinite or NaN, else to zero.
-// Afterwards `gradients` describes them anew. Returns TAMP_FINITE or TAMP_NON_FINITE where the answer is in host memory
+// in place, and sets `found_inf` (f32, one element) to one when an element is infinite or NaN, else to zero. Returns TAMP_FINITE or TAMP_NON_FINITE where the answer is in host memory
 // and TAMP_ON_DEVICE elsewhere. Waits for the device only when `scale` lies on a GPU and the gradients do not.
-uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, tamp_gradient *gradients,
-                               const tamp_tensor *scale, tamp_tensor *found_inf, uint8_t options,
-                               char **err) TAMP_NOEXCEPT;
+uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
+                               tamp_tensor *found_inf, uint8_t options, char **err) TAMP_NOEXCEPT;
 
 // Whether any of the one-element tensors is not zero. Waits for their devices, in one transfer.
 uint8_t tamp_any_nonzero(tamp_tensor *const *tensors, size_t count, char **err) TAMP_NOEXCEPT;

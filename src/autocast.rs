@@ -63,7 +63,8 @@ impl Autocast {
     }
 
     /// Sets whether the cast of a weight is kept for its next use in the region. Defaults to the thread's flag, which
-    /// is on at first.
+    /// is on at first. Switch it off where two threads use the same weights in regions of different dtypes at once: the
+    /// cache is the process's and knows no dtype.
     pub fn cache(mut self, cache: bool) -> Self {
         self.cache = Some(cache);
         self
@@ -134,7 +135,7 @@ impl Autocast {
 ///
 /// Guards may be dropped in any order: a region that others were opened inside of closes with the last of them, and
 /// then the thread is as it was before the first. A guard that is forgotten (`std::mem::forget`) leaves its region
-/// open until the closure form around it ends.
+/// open until the closure form around it ends; one that is returned from a closure form is closed with it.
 ///
 /// The guard stays on its thread, as the state does:
 ///

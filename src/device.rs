@@ -14,6 +14,9 @@ lazy_static! {
 }
 
 fn cuda_problem() -> Option<String> {
+    if Cuda::is_available() {
+        return None;
+    }
     if !ffi::cuda_is_linked() {
         return Some(
             "this program was built with a libtorch that has no CUDA; set LIBTORCH to a CUDA build and rebuild"
@@ -23,8 +26,7 @@ fn cuda_problem() -> Option<String> {
     if let Err(error) = ffi::cuda_initialize() {
         return Some(error.to_string());
     }
-    (!Cuda::is_available())
-        .then(|| "libtorch finds no CUDA device; check the driver with nvidia-smi".to_owned())
+    Some("libtorch finds no CUDA device; check the driver with nvidia-smi".to_owned())
 }
 
 /// Refuses a device that cannot be used in this process, with the reason.

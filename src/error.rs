@@ -66,17 +66,23 @@ pub enum Error {
 
     /// `unscale_` was called twice for an optimizer.
     #[error(
-        "unscale_ has already been called on this optimizer; call it once between two update()s"
+        "unscale_ has already been called on these parameters; call it once between two update()s"
     )]
     AlreadyUnscaled,
 
     /// `unscale_` was called after `step` for an optimizer.
-    #[error("unscale_ is being called after step on this optimizer; call update() first")]
+    #[error("unscale_ is being called after step on these parameters; call update() first")]
     UnscaleAfterStep,
 
     /// `step` was called twice for an optimizer.
-    #[error("step has already been called on this optimizer; call update() first")]
+    #[error("step has already been called on these parameters; call update() first")]
     AlreadyStepped,
+
+    /// libtorch failed while the gradients of an optimizer were being unscaled: some of them are, and some are not.
+    #[error(
+        "libtorch failed while these gradients were being unscaled: zero them, then call abandon or update"
+    )]
+    UnscaleFailed,
 
     /// The gradient of a parameter has been unscaled for another list of parameters and would be unscaled twice.
     #[error(
@@ -89,7 +95,7 @@ pub enum Error {
 
     /// A gradient is not the one that was unscaled. The optimizer was not stepped.
     #[error(
-        "the gradient of {parameter} {how} between unscale_ and step; run every backward first"
+        "the gradient of {parameter} {how} between unscale_ and step; run every backward first, and clip before another loss is scaled"
     )]
     GradientChanged {
         /// The parameter: its name where it is known, else its place and shape.

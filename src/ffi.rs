@@ -93,31 +93,28 @@ pub(crate) fn gradient_drop(parameter: &Tensor) -> Result<()> {
     call(|err| unsafe { sys::tamp_gradient_drop(pointer(parameter), err) })
 }
 
-/// Unscales the gradients of `parameters`, all of `found_inf`'s device, and describes them as they are afterwards.
-///
-/// The flag is `None` where the answer lies on the device.
+/// Unscales the gradients of `parameters`, all of `found_inf`'s device, and tells whether one was infinite or NaN; `None`
+/// where the answer lies on the device.
 pub(crate) fn gradients_unscale(
     parameters: &[&Tensor],
     scale: &Tensor,
     found_inf: &Tensor,
     options: u8,
-) -> Result<(Option<bool>, Vec<sys::Gradient>)> {
+) -> Result<Option<bool>> {
     let tensors = pointers(parameters.iter().copied());
-    let mut gradients = vec![sys::Gradient::default(); tensors.len()];
-    let (array, count, out) = (tensors.as_ptr(), tensors.len(), gradients.as_mut_ptr());
+    let (array, count) = (tensors.as_ptr(), tensors.len());
     let (scale, found_inf) = (scale.as_ptr(), pointer(found_inf));
-    // SAFETY: both arrays have `count` elements, the borrows keep every tensor alive, and tensors are changed in place
-    // only through libtorch's own handles, which alias freely.
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and tensors are changed in place only
+    // through libtorch's own handles, which alias freely.
     let answer = call(|err| unsafe {
-        sys::tamp_gradients_unscale(array, count, out, scale, found_inf, options, err)
+        sys::tamp_gradients_unscale(array, count, scale, found_inf, options, err)
     })?;
-    let flag = match answer {
-        sys::FINITE => Some(false),
-        sys::NON_FINITE => Some(true),
-        sys::ON_DEVICE => None,
-        other => return Err(Error::Torch(format!("unscaling answered {other}"))),
-    };
-    Ok((flag, gradients))
+    match answer {
+        sys::FINITE => Ok(Some(false)),
+        sys::NON_FINITE => Ok(Some(true)),
+        sys::ON_DEVICE => Ok(None),
+        other => Err(Error::Torch(format!("unscaling answered {other}"))),
+    }
 }
 
 /// Whether any of the one-element tensors is not zero. Waits for their devices, once.
@@ -176,8 +173,7 @@ mod tests {
 
     fn unscale(w: &Tensor, scale: f32, options: u8) -> (Option<bool>, Vec<f64>) {
         let found_inf = Tensor::from(7f32);
-        let (found, _) =
-            gradients_unscale(&[w], &Tensor::from(scale), &found_inf, options).unwrap();
+        let found = gradients_unscale(&[w], &Tensor::from(scale), &found_inf, options).unwrap();
         let flag = found_inf.double_value(&[]);
         assert_eq!(
             Some(flag == 1.0),

@@ -84,7 +84,6 @@ unsafe extern "C" {
     pub(crate) fn tamp_gradients_unscale(
         parameters: *const *mut Tensor,
         count: usize,
-        gradients: *mut Gradient,
         scale: *const Tensor,
         found_inf: *mut Tensor,
         options: u8,

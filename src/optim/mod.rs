@@ -42,7 +42,8 @@ pub trait AmpOptimizer {
     /// Whatever went wrong, for instance as [`Error::Optimizer`]; the scaler hands it on.
     fn step(&mut self) -> Result<()>;
 
-    /// Returns the name of the parameter at `index`, for messages, where the optimizer knows it.
+    /// Returns the name of the parameter at `index`, for messages, where the optimizer knows it. It must not use the
+    /// scaler, which is at work.
     fn parameter_name(&self, _index: usize) -> Option<String> {
         None
     }

@@ -16,6 +16,8 @@ use crate::sys::{self, Gradient};
 /// How far an optimizer has come in this iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
+    /// Some gradients are unscaled and some are not: libtorch failed in between.
+    Broken,
     Unscaled,
     Stepped,
 }
@@ -78,16 +80,11 @@ impl Iteration {
     /// Finds whose parameters these are. An optimizer that has gained some since is still the same, as long as those
     /// have no gradients, which nobody has unscaled.
     pub(crate) fn owner(&self, gradients: &[Gradient]) -> Owner {
-        let same = |record: &Record| {
-            let known = &record.gradients;
-            known.len() <= gradients.len()
-                && known
-                    .iter()
-                    .zip(gradients)
-                    .all(|(a, b)| a.parameter == b.parameter)
-                && gradients[known.len()..].iter().all(|g| g.gradient == 0)
+        let gained_none = |record: &usize| {
+            let known = self.records[*record].gradients.len();
+            gradients[known..].iter().all(|g| g.gradient == 0)
         };
-        if let Some(record) = self.records.iter().position(same) {
+        if let Some(record) = self.find(gradients).filter(gained_none) {
             return Owner::Record(record);
         }
         let shared =
@@ -98,42 +95,60 @@ impl Iteration {
             .map_or(Owner::Nobody, Owner::Shared)
     }
 
+    /// Finds the record whose parameters these begin with.
+    pub(crate) fn find(&self, gradients: &[Gradient]) -> Option<usize> {
+        self.records.iter().position(|record| {
+            let known = &record.gradients;
+            let pairs = || known.iter().zip(gradients);
+            known.len() <= gradients.len() && pairs().all(|(a, b)| a.parameter == b.parameter)
+        })
+    }
+
     /// Unscales what `plan` lists and opens a record; without any gradient there is nothing to record.
     pub(crate) fn unscale(
         &mut self,
         parameters: Vec<Tensor>,
-        mut gradients: Vec<Gradient>,
+        gradients: Vec<Gradient>,
         plan: &Plan,
         scale: &Scale,
     ) -> Result<Option<usize>> {
         for &frozen in &plan.frozen {
             ffi::gradient_drop(&parameters[frozen])?;
-            gradients[frozen].gradient = 0;
         }
         if plan.groups.is_empty() {
             return Ok(None);
         }
-        let options = u8::from(scale.may_enlarge()) * sys::UNSCALE_RECHECK;
-        let found = self.check(&parameters, &mut gradients, plan, scale.tensor(), options)?;
-        let record = Record {
-            stage: Stage::Unscaled,
+        let index = self.records.len();
+        self.records.push(Record {
+            stage: Stage::Broken,
             gradients,
             parameters,
-            found,
+            found: Vec::new(),
             dirty: false,
             rescaled: false,
-        };
-        let unscaled = record.gradients.iter().map(|g| (g.parameter, g.gradient));
-        self.unscaled.extend(unscaled);
-        self.records.push(record);
-        Ok(Some(self.records.len() - 1))
+        });
+        self.fill(index, plan, scale)?;
+        Ok(Some(index))
     }
 
-    /// Runs the kernels over the groups of `plan` and describes their gradients anew.
+    /// Unscales the gradients of a new record, which stays broken if that fails midway.
+    fn fill(&mut self, index: usize, plan: &Plan, scale: &Scale) -> Result<()> {
+        let parameters = std::mem::take(&mut self.records[index].parameters);
+        let options = u8::from(scale.may_enlarge()) * sys::UNSCALE_RECHECK;
+        let found = self.check(&parameters, plan, scale.tensor(), options)?;
+        let gradients = ffi::gradients_inspect(&parameters)?;
+        let unscaled = gradients.iter().map(|g| (g.parameter, g.gradient));
+        self.unscaled.extend(unscaled);
+        let record = &mut self.records[index];
+        (record.stage, record.gradients) = (Stage::Unscaled, gradients);
+        (record.parameters, record.found) = (parameters, found);
+        Ok(())
+    }
+
+    /// Runs the kernels over the groups of `plan`.
     fn check(
         &mut self,
         parameters: &[Tensor],
-        gradients: &mut [Gradient],
         plan: &Plan,
         scale: &Tensor,
         options: u8,
@@ -142,10 +157,7 @@ impl Iteration {
         for (_, indices) in &plan.groups {
             let group: Vec<&Tensor> = indices.iter().map(|&i| &parameters[i]).collect();
             let tensor = self.spare_found_inf(group[0])?;
-            let (host, after) = ffi::gradients_unscale(&group, scale, &tensor, options)?;
-            for (&i, after) in indices.iter().zip(after) {
-                gradients[i] = after;
-            }
+            let host = ffi::gradients_unscale(&group, scale, &tensor, options)?;
             found.push(FoundInf { tensor, host });
         }
         Ok(found)
@@ -192,9 +204,11 @@ impl Iteration {
         })
     }
 
-    /// Takes over the gradients as they are now, after a change of our own.
+    /// Takes over the gradients as they are now, after a change of our own. They are looked at again, since clipping to
+    /// an infinite norm makes NaN.
     pub(crate) fn accept(&mut self, record: usize, now: Vec<Gradient>) {
-        self.records[record].gradients = now;
+        let record = &mut self.records[record];
+        (record.gradients, record.dirty) = (now, true);
     }
 
     /// Compares as [`compare`](Self::compare), and looks again at gradients with other numbers.
@@ -202,7 +216,7 @@ impl Iteration {
         &mut self,
         record: usize,
         parameters: &[Tensor],
-        mut now: Vec<Gradient>,
+        now: Vec<Gradient>,
         scale: &Tensor,
         describe: &dyn Fn(usize) -> String,
     ) -> Result<()> {
@@ -211,9 +225,9 @@ impl Iteration {
             return Ok(());
         }
         let plan = Plan::new(&now, true, describe)?;
-        let found = self.check(parameters, &mut now, &plan, scale, sys::UNSCALE_CHECK_ONLY)?;
+        let found = self.check(parameters, &plan, scale, sys::UNSCALE_CHECK_ONLY)?;
         let known = &mut self.records[record];
-        known.gradients = now;
+        known.gradients = ffi::gradients_inspect(parameters)?;
         known.dirty = false;
         known.found.extend(found);
         Ok(())

@@ -118,7 +118,8 @@ impl GradScaler {
     /// Multiplies a loss, or any output that is going to be differentiated, by the scale.
     ///
     /// The result has the output's shape and device. fp16 and bf16 outputs of any shape become f32 first, because
-    /// 65536 is infinite in fp16; PyTorch does so for 0-dim outputs only. Waits for the device only to bring a scale from
+    /// 65536 is infinite in fp16; PyTorch does so for 0-dim outputs only. Backward brings the scale back into the
+    /// output's dtype all the same, so take the loss in f32: `xs.mean(Kind::Float)` rather than `xs.mean(None)`. Waits for the device only to bring a scale from
     /// a GPU to an output on the CPU.
     ///
     /// # Errors

@@ -22,6 +22,11 @@ struct Claimed<'a> {
     describe: &'a dyn Fn(usize) -> String,
 }
 
+fn appeared(parameter: String) -> Error {
+    let how = "appeared";
+    Error::GradientChanged { parameter, how }
+}
+
 /// Steps, and forgets the casts of the weights: inside a region the cache would go on serving the old ones.
 fn take_step(optimizer: &mut dyn AmpOptimizer) -> Result<()> {
     let stepped = optimizer.step();
@@ -31,7 +36,8 @@ fn take_step(optimizer: &mut dyn AmpOptimizer) -> Result<()> {
 
 impl GradScaler {
     /// Divides the gradients of an optimizer's parameters by the scale, in place, and records whether any is infinite
-    /// or NaN. As `unscale_` in PyTorch; [`unscale`](Self::unscale) returns a transaction besides. Waits for the device only where gradients on the CPU meet a scale on a GPU.
+    /// or NaN. As `unscale_` in PyTorch; [`unscale`](Self::unscale) returns a transaction besides. Waits for the device
+    /// only where gradients on the CPU meet a scale on a GPU.
     ///
     /// Needed only to look at or change gradients before [`step`](Self::step), which does it otherwise. Gradients may
     /// be f32, f64, bf16 or complex, dense in any layout or COO sparse, on several devices; missing ones are left out,
@@ -78,8 +84,10 @@ impl GradScaler {
             return Ok(StepOutcome(Step::Stepped));
         }
         match self.claim(optimizer, |iteration, record, scale, claimed| {
-            if iteration.stage(record) == Stage::Stepped {
-                return Err(Error::AlreadyStepped);
+            match iteration.stage(record) {
+                Stage::Broken => return Err(Error::UnscaleFailed),
+                Stage::Stepped => return Err(Error::AlreadyStepped),
+                Stage::Unscaled => {}
             }
             let Claimed {
                 parameters,
@@ -112,6 +120,7 @@ impl GradScaler {
     fn open(&self, optimizer: &mut dyn AmpOptimizer) -> Result<Option<usize>> {
         self.claim(optimizer, |iteration, record, _, _| {
             Err(match iteration.stage(record) {
+                Stage::Broken => Error::UnscaleFailed,
                 Stage::Unscaled => Error::AlreadyUnscaled,
                 Stage::Stepped => Error::UnscaleAfterStep,
             })
@@ -159,31 +168,45 @@ impl GradScaler {
         change: impl FnOnce(&[Tensor]) -> Result<T>,
     ) -> Result<T> {
         let parameters = optimizer.parameters();
+        let describe = |index| self.describe(optimizer, &parameters, index);
+        let now = ffi::gradients_inspect(&parameters)?;
         let Some(record) = record else {
-            return change(&parameters);
+            return match now
+                .iter()
+                .position(|g| g.gradient != 0 && self.is_enabled())
+            {
+                Some(index) => Err(appeared(describe(index))),
+                None => change(&parameters),
+            };
         };
         let mut iteration = self.iteration.borrow_mut();
-        let describe = |index| self.describe(optimizer, &parameters, index);
-        iteration.compare(record, &ffi::gradients_inspect(&parameters)?, &describe)?;
+        iteration.compare(record, &now, &describe)?;
         let changed = change(&parameters)?;
         iteration.accept(record, ffi::gradients_inspect(&parameters)?);
         Ok(changed)
     }
 
     /// Forgets that an optimizer was unscaled in this iteration, for a loop that decides not to step it and not to
-    /// call `update` either. Its gradients stay unscaled, or its step taken: zero them before the next backward.
-    /// PyTorch has no twin. An optimizer that is dropped counts until `update`, unless it is abandoned before.
+    /// call `update` either. Its gradients stay as they are: zero them before the next backward. PyTorch has no twin.
+    ///
+    /// An overflow that was found is forgotten, too: where it is the reason, call `update` instead, or the scale will
+    /// never sink. An optimizer that is dropped counts until `update`, unless it is abandoned before. Nothing happens to
+    /// one that was not unscaled.
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if the parameters cannot be read.
+    /// [`Error::AlreadyStepped`] when its step was taken or skipped; [`Error::Torch`] if its parameters cannot be read.
     pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         let now = ffi::gradients_inspect(&optimizer.parameters())?;
-        let mut iteration = self.iteration.borrow_mut();
-        if let Owner::Record(record) = iteration.owner(&now) {
-            iteration.abandon(record);
+        let iteration = self.iteration.get_mut();
+        match iteration.find(&now) {
+            Some(record) if iteration.stage(record) == Stage::Stepped => Err(Error::AlreadyStepped),
+            Some(record) => {
+                iteration.abandon(record);
+                Ok(())
+            }
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Takes the names of a VarStore's variables, for messages about their gradients, and keeps handles to them as long

@@ -33,7 +33,7 @@ use crate::scaler::{GradScaler, StepOutcome};
 pub struct Unscaled<'a> {
     scaler: &'a GradScaler,
     optimizer: &'a mut dyn AmpOptimizer,
-    /// `None` when the scaler is disabled or the optimizer has no parameters.
+    /// `None` when the scaler is disabled or there was no gradient.
     record: Option<usize>,
 }
 

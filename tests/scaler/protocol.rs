@@ -357,3 +357,35 @@ fn a_gradient_made_anew_between_unscale_and_step_is_refused() {
     ));
     assert_eq!(to_f64(&w), [1.0; 3]);
 }
+
+#[test]
+fn an_optimizer_that_has_gained_a_variable_can_be_abandoned() {
+    let (vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    scaler.unscale_(&mut opt).unwrap();
+    let late = vs.root().ones("late", &[3]);
+    scaler.backward(&loss(&late, &[1.0; 3])).unwrap();
+    assert!(scaler.step(&mut opt).is_err());
+    scaler.abandon(&mut opt).unwrap();
+    opt.zero_grad();
+    scaler
+        .backward(&(loss(&w, &[1.0; 3]) + loss(&late, &[1.0; 3])))
+        .unwrap();
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+    assert_eq!((to_f64(&w), to_f64(&late)), (vec![0.0; 3], vec![0.0; 3]));
+}
+
+#[test]
+fn an_optimizer_that_was_stepped_cannot_be_abandoned() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = scaler(Device::Cpu);
+    scaler.backward(&loss(&w, &[INF; 3])).unwrap();
+    let _skipped = scaler.step(&mut opt).unwrap();
+    assert!(matches!(
+        scaler.abandon(&mut opt),
+        Err(Error::AlreadyStepped)
+    ));
+    scaler.update().unwrap();
+    assert_eq!(scaler.get_scale().unwrap(), 4.0);
+}

@@ -276,3 +276,31 @@ fn a_limit_that_is_none_is_refused_and_the_gradients_stay() {
     }
     assert_eq!(to_f64(&w.grad()), [1.0; 3]);
 }
+
+#[test]
+fn clipping_to_an_infinite_norm_cannot_write_nan() {
+    for_each_device(|device| {
+        let (_vs, w, mut opt) = model(device);
+        let scaler = scaler(device);
+        scaler.backward(&loss(&w, &[1e30; 3])).unwrap();
+        let mut unscaled = scaler.unscale(&mut opt).unwrap();
+        let norm = unscaled.clip_grad_norm(INF).unwrap();
+        assert_eq!(to_f64(&norm), [INF]);
+        assert!(unscaled.step().unwrap().is_skipped().unwrap());
+        assert_eq!(to_f64(&w), [1.0; 3]);
+    });
+}
+
+#[test]
+fn a_gradient_that_appears_in_a_transaction_is_not_clipped_while_it_is_scaled() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let scaler = scaler(Device::Cpu);
+    let mut unscaled = scaler.unscale(&mut opt).unwrap();
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    assert!(matches!(
+        unscaled.clip_grad_value(1.0),
+        Err(Error::GradientChanged { .. })
+    ));
+    assert!(unscaled.step().unwrap().is_stepped().unwrap());
+    assert_eq!(to_f64(&w), [0.0; 3]);
+}
