@@ -50,13 +50,10 @@ impl Libtorch {
     }
 
     fn check_version(&self) -> Result<()> {
-        let header = [
-            "torch/headeronly/version.h",
-            "torch/csrc/api/include/torch/version.h",
-        ]
-        .iter()
-        .find_map(|name| fs::read_to_string(self.include.join(name)).ok())
-        .with_context(|| format!("no torch version.h in {}", self.include.display()))?;
+        let header = ["torch/headeronly/version.h", "torch/csrc/api/include/torch/version.h"]
+            .iter()
+            .find_map(|name| fs::read_to_string(self.include.join(name)).ok())
+            .with_context(|| format!("no torch version.h in {}", self.include.display()))?;
         let found = (number(&header, "MAJOR")?, number(&header, "MINOR")?);
         if variable("LIBTORCH_BYPASS_VERSION_CHECK").is_none()
             && !(OLDEST..=NEWEST).contains(&found)
@@ -88,10 +85,7 @@ impl Libtorch {
             .warnings_into_errors(variable("TCH_AMP_DENY_WARNINGS").is_some())
             .define("_GLIBCXX_USE_CXX11_ABI", abi.as_str());
         // System headers: their warnings are not ours.
-        for include in [
-            self.include.clone(),
-            self.include.join("torch/csrc/api/include"),
-        ] {
+        for include in [self.include.clone(), self.include.join("torch/csrc/api/include")] {
             shim.flag("-isystem").flag(&include);
         }
         if self.has_cuda() {
@@ -119,11 +113,7 @@ impl Libtorch {
         }
         println!("cargo:rustc-link-lib=torch_cpu");
         println!("cargo:rustc-link-lib=c10");
-        let stdlib = if cfg!(target_os = "macos") {
-            "c++"
-        } else {
-            "stdc++"
-        };
+        let stdlib = if cfg!(target_os = "macos") { "c++" } else { "stdc++" };
         println!("cargo:rustc-link-lib={stdlib}");
         // Tests and examples of this crate find libtorch without LD_LIBRARY_PATH.
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", self.lib.display());

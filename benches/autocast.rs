@@ -1,9 +1,5 @@
 //! What it costs to enter and leave an autocast region, beside Python.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a benchmark fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
 
@@ -20,31 +16,13 @@ fn main() {
         return;
     };
     tch::set_num_threads(1);
-    assert_eq!(
-        states(),
-        twin.ask("states"),
-        "both sides report and compute the same"
-    );
+    assert_eq!(states(), twin.ask("states"), "both sides report and compute the same");
     let count = rounds(150);
-    let ours = || {
-        vec![
-            a_new_object(),
-            a_guard(),
-            a_closure(),
-            a_reused_object(),
-            nested(),
-        ]
-    };
+    let ours = || vec![a_new_object(), a_guard(), a_closure(), a_reused_object(), nested()];
     let python = || {
         let new = twin.time(&format!("new {REGIONS}"))[0];
         let reused = twin.time(&format!("reused {REGIONS}"))[0];
-        vec![
-            new,
-            new,
-            new,
-            reused,
-            twin.time(&format!("nested {REGIONS}"))[0],
-        ]
+        vec![new, new, new, reused, twin.time(&format!("nested {REGIONS}"))[0]]
     };
     let times = Rounds::run(count, ours, python);
     let new = times.row("Autocast::new(Cpu).enter()", 0);
@@ -64,19 +42,11 @@ fn per_region(mut region: impl FnMut()) -> f64 {
 }
 
 fn a_new_object() -> f64 {
-    per_region(|| {
-        drop(black_box(
-            Autocast::new(black_box(Device::Cpu)).enter().unwrap(),
-        ))
-    })
+    per_region(|| drop(black_box(Autocast::new(black_box(Device::Cpu)).enter().unwrap())))
 }
 
 fn a_guard() -> f64 {
-    per_region(|| {
-        drop(black_box(
-            AutocastGuard::new(black_box(Device::Cpu)).unwrap(),
-        ))
-    })
+    per_region(|| drop(black_box(AutocastGuard::new(black_box(Device::Cpu)).unwrap())))
 }
 
 fn a_closure() -> f64 {
@@ -102,10 +72,7 @@ fn states() -> String {
         let _outer = Autocast::new(Device::Cpu).enter().unwrap();
         out.push(state());
         {
-            let _inner = Autocast::new(Device::Cpu)
-                .dtype(Kind::Half)
-                .enter()
-                .unwrap();
+            let _inner = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
             out.push(state());
         }
         {
@@ -122,10 +89,7 @@ fn state() -> String {
     let left = Tensor::from_slice(&[1.0f32, 2.5, -3.0, 0.126]).view([2, 2]);
     let product = left.matmul(&left);
     let values = Vec::<f64>::try_from(product.to_kind(Kind::Double).view(-1)).unwrap();
-    let bits = values
-        .iter()
-        .map(|value| format!("{:016x}", value.to_bits()))
-        .collect::<String>();
+    let bits = values.iter().map(|value| format!("{:016x}", value.to_bits())).collect::<String>();
     let enabled = is_autocast_enabled(Device::Cpu);
     format!(
         "{enabled} {} {} {bits}",

@@ -3,11 +3,7 @@
 //! The figure is the added time alone: an iteration with `scale`, `unscale_`, `step` and `update`, less the optimizer's
 //! plain step. Forward and backward are the same work on both sides and are not timed; each iteration finds fresh
 //! gradients, since unscaling the same ones again and again would end at zero.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a benchmark fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
 
@@ -38,21 +34,11 @@ fn main() {
     );
     let count = rounds(200);
     let mut training = Training::new();
-    let times = Rounds::run(
-        count,
-        || training.round(),
-        || twin.time(&format!("round {ITERATIONS}")),
-    );
+    let times =
+        Rounds::run(count, || training.round(), || twin.time(&format!("round {ITERATIONS}")));
     let added = times.row("added by scaling", ADDED);
-    let rows = [
-        times.row("plain step", PLAIN),
-        times.row("iteration with scaling", SCALED),
-        added,
-    ];
-    print_table(
-        &format!("{PARAMETERS} x {NUMBERS} numbers, SGD, {count} rounds"),
-        &rows,
-    );
+    let rows = [times.row("plain step", PLAIN), times.row("iteration with scaling", SCALED), added];
+    print_table(&format!("{PARAMETERS} x {NUMBERS} numbers, SGD, {count} rounds"), &rows);
     print_phases(&times, added);
     print_ratio("scaler_overhead_160", added);
 }
@@ -96,31 +82,18 @@ struct Training {
 impl Training {
     fn new() -> Self {
         let vs = VarStore::new(Device::Cpu);
-        let params = (0..PARAMETERS)
-            .map(|i| vs.root().add("w", numbers(i, 3), true))
-            .collect::<Vec<_>>();
+        let params =
+            (0..PARAMETERS).map(|i| vs.root().add("w", numbers(i, 3), true)).collect::<Vec<_>>();
         let optimizer = nn::sgd(0.0, 0.0, 0.0, false).build(&vs, 1e-3).unwrap();
         let fresh = (0..PARAMETERS).map(|i| numbers(i, 5)).collect::<Vec<_>>();
         let scaled = fresh.iter().map(|grad| grad * 65536.0).collect();
-        let products = params
-            .iter()
-            .zip(&fresh)
-            .map(|(param, grad)| (param * grad).sum(Kind::Float));
-        products
-            .fold(Tensor::from(0f32), |sum, product| sum + product)
-            .backward();
+        let products =
+            params.iter().zip(&fresh).map(|(param, grad)| (param * grad).sum(Kind::Float));
+        products.fold(Tensor::from(0f32), |sum, product| sum + product).backward();
         let grads = params.iter().map(Tensor::grad).collect();
         let loss = Tensor::from(1f32).set_requires_grad(true);
         let scaler = GradScaler::new(Device::Cpu).unwrap();
-        Self {
-            loss,
-            params,
-            grads,
-            fresh,
-            scaled,
-            optimizer,
-            scaler,
-        }
+        Self { loss, params, grads, fresh, scaled, optimizer, scaler }
     }
 
     fn round(&mut self) -> Vec<f64> {
@@ -134,29 +107,14 @@ impl Training {
             let step = nanoseconds(|| drop(self.scaler.step(&mut self.optimizer).unwrap()));
             let update = nanoseconds(|| self.scaler.update().unwrap());
             let scaled = scale + unscale + step + update;
-            iterations.push([
-                plain,
-                scaled,
-                scaled - plain,
-                scale,
-                unscale,
-                step - plain,
-                update,
-            ]);
+            iterations.push([plain, scaled, scaled - plain, scale, unscale, step - plain, update]);
         }
-        (0..7)
-            .map(|index| median(iterations.iter().map(|times| times[index]).collect()))
-            .collect()
+        (0..7).map(|index| median(iterations.iter().map(|times| times[index]).collect())).collect()
     }
 }
 
 fn fill(grads: &mut [Tensor], values: &[Tensor]) {
-    no_grad(|| {
-        grads
-            .iter_mut()
-            .zip(values)
-            .for_each(|(grad, value)| grad.copy_(value))
-    });
+    no_grad(|| grads.iter_mut().zip(values).for_each(|(grad, value)| grad.copy_(value)));
 }
 
 /// Multiples of 1/8, the same in the twin.
@@ -182,18 +140,8 @@ fn check() -> String {
         assert_eq!(outcome.is_skipped().unwrap(), iteration == OVERFLOW);
         training.scaler.update().unwrap();
     }
-    let all = Tensor::cat(
-        &training
-            .params
-            .iter()
-            .map(Tensor::detach)
-            .collect::<Vec<_>>(),
-        0,
-    );
+    let all = Tensor::cat(&training.params.iter().map(Tensor::detach).collect::<Vec<_>>(), 0);
     let values = Vec::<f32>::try_from(all).unwrap();
     let scale = training.scaler.get_scale().unwrap() as f32;
-    std::iter::once(scale)
-        .chain(values)
-        .map(|value| format!("{:08x}", value.to_bits()))
-        .collect()
+    std::iter::once(scale).chain(values).map(|value| format!("{:08x}", value.to_bits())).collect()
 }

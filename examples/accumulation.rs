@@ -36,10 +36,7 @@ pub fn main() -> anyhow::Result<()> {
     }
 
     let after = loss_of(&xs, &ys).double_value(&[]);
-    println!(
-        "loss {before:.3} -> {after:.5} after {steps} steps on {} batches",
-        50 * 8
-    );
+    println!("loss {before:.3} -> {after:.5} after {steps} steps on {} batches", 50 * 8);
     anyhow::ensure!(steps <= 50 * 8 / ACCUMULATE && after < 0.1 * before);
     Ok(())
 }

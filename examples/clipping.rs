@@ -11,11 +11,7 @@ const MAX_NORM: f64 = 0.5;
 /// The norm of all gradients together.
 fn grad_norm(vs: &nn::VarStore) -> f64 {
     let square = |v: &Tensor| v.grad().square().sum(Kind::Double).double_value(&[]);
-    vs.trainable_variables()
-        .iter()
-        .map(square)
-        .sum::<f64>()
-        .sqrt()
+    vs.trainable_variables().iter().map(square).sum::<f64>().sqrt()
 }
 
 /// Clips in both ways and checks the norms.
@@ -25,10 +21,7 @@ pub fn main() -> anyhow::Result<()> {
     let net = nn::linear(vs.root(), 8, 1, Default::default());
     let mut opt = nn::Sgd::default().build(&vs, 1e-2)?;
     // Fits at once: none of the few steps here is spent on finding the scale.
-    let config = GradScalerConfig {
-        init_scale: 1024.0,
-        ..Default::default()
-    };
+    let config = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
     let mut scaler = config.build(device)?;
     let xs = Tensor::randn([32, 8], (Kind::Float, device));
     let ys = xs.sum_dim_intlist(1, true, Kind::Float);
@@ -52,16 +45,9 @@ pub fn main() -> anyhow::Result<()> {
     let norm = grads.clip_grad_norm(MAX_NORM)?;
     let second = grads.step()?;
     scaler.update()?;
-    println!(
-        "a transaction: {:.3} before, {:.3} after",
-        norm.double_value(&[]),
-        grad_norm(&vs)
-    );
+    println!("a transaction: {:.3} before, {:.3} after", norm.double_value(&[]), grad_norm(&vs));
     anyhow::ensure!(norm.double_value(&[]) > MAX_NORM && grad_norm(&vs) < 1.01 * MAX_NORM);
 
-    anyhow::ensure!(
-        first.is_stepped()? && second.is_stepped()?,
-        "a step was skipped"
-    );
+    anyhow::ensure!(first.is_stepped()? && second.is_stepped()?, "a step was skipped");
     Ok(())
 }

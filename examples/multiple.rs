@@ -15,10 +15,7 @@ pub fn main() -> anyhow::Result<()> {
     let mut opt_a = nn::Sgd::default().build(&vs_a, 1e-2)?;
     let mut opt_b = nn::Adam::default().build(&vs_b, 1e-2)?;
     // Fits at once: none of the few steps here is spent on finding the scale.
-    let config = GradScalerConfig {
-        init_scale: 1024.0,
-        ..Default::default()
-    };
+    let config = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
     let mut scaler = config.build(device)?;
 
     let xs = Tensor::randn([32, 8], (Kind::Float, device));
@@ -47,17 +44,8 @@ pub fn main() -> anyhow::Result<()> {
         scaler.update()?;
     }
 
-    println!(
-        "model a: {steps_a} steps, model b: {steps_b}, scale {}",
-        scaler.get_scale()?
-    );
-    anyhow::ensure!(
-        steps_a == 5 && steps_b == 4,
-        "only b's overflowing step is skipped"
-    );
-    anyhow::ensure!(
-        scaler.get_scale()? == first_scale / 2.0,
-        "the scale backs off once"
-    );
+    println!("model a: {steps_a} steps, model b: {steps_b}, scale {}", scaler.get_scale()?);
+    anyhow::ensure!(steps_a == 5 && steps_b == 4, "only b's overflowing step is skipped");
+    anyhow::ensure!(scaler.get_scale()? == first_scale / 2.0, "the scale backs off once");
     Ok(())
 }

@@ -17,11 +17,7 @@ impl AmpOptimizer for SignSgd {
     }
 
     fn step(&mut self) -> tch_amp::Result<()> {
-        tch::no_grad(|| {
-            self.params
-                .iter_mut()
-                .for_each(|p| *p -= p.grad().sign() * self.lr)
-        });
+        tch::no_grad(|| self.params.iter_mut().for_each(|p| *p -= p.grad().sign() * self.lr));
         Ok(())
     }
 }
@@ -31,10 +27,7 @@ pub fn main() -> anyhow::Result<()> {
     let device = Device::cuda_if_available();
     let vs = nn::VarStore::new(device);
     let net = nn::linear(vs.root(), 8, 1, Default::default());
-    let mut opt = SignSgd {
-        params: vs.trainable_variables(),
-        lr: 1e-2,
-    };
+    let mut opt = SignSgd { params: vs.trainable_variables(), lr: 1e-2 };
     let mut scaler = GradScaler::new(device)?;
     let xs = Tensor::randn([64, 8], (Kind::Float, device));
     let ys = xs.sum_dim_intlist(1, true, Kind::Float);
@@ -52,9 +45,6 @@ pub fn main() -> anyhow::Result<()> {
 
     let (first, last) = (losses[0], losses[losses.len() - 1]);
     println!("loss {first:.3} -> {last:.5} in {} steps", losses.len());
-    anyhow::ensure!(
-        last < 0.1 * first,
-        "the loss did not fall: {first} -> {last}"
-    );
+    anyhow::ensure!(last < 0.1 * first, "the loss did not fall: {first} -> {last}");
     Ok(())
 }

@@ -45,13 +45,7 @@ pub fn main() -> anyhow::Result<()> {
     }
 
     let (first, last) = (totals[0], totals[totals.len() - 1]);
-    println!(
-        "loss with penalty {first:.3} -> {last:.3} in {} steps",
-        totals.len()
-    );
-    anyhow::ensure!(
-        last < 0.5 * first,
-        "the loss did not fall: {first} -> {last}"
-    );
+    println!("loss with penalty {first:.3} -> {last:.3} in {} steps", totals.len());
+    anyhow::ensure!(last < 0.5 * first, "the loss did not fall: {first} -> {last}");
     Ok(())
 }

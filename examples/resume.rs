@@ -20,18 +20,10 @@ impl Run {
         // Without momentum the optimizer has no state of its own to save.
         let opt = nn::Sgd::default().build(&vs, 1e-2)?;
         // A short interval, so that the scale moves while we watch.
-        let config = GradScalerConfig {
-            init_scale: 256.0,
-            growth_interval: 3,
-            ..Default::default()
-        };
+        let config =
+            GradScalerConfig { init_scale: 256.0, growth_interval: 3, ..Default::default() };
         let scaler = config.build(device)?;
-        Ok(Self {
-            vs,
-            net,
-            opt,
-            scaler,
-        })
+        Ok(Self { vs, net, opt, scaler })
     }
 
     /// Trains for four steps and returns the losses and the scale after each.
@@ -64,15 +56,10 @@ pub fn main() -> anyhow::Result<()> {
 
     let mut resumed = Run::new(device)?;
     resumed.vs.copy(&first.vs)?;
-    resumed
-        .scaler
-        .load_state_dict(&serde_json::from_str::<GradScalerState>(&json)?)?;
+    resumed.scaler.load_state_dict(&serde_json::from_str::<GradScalerState>(&json)?)?;
 
     let (expected, got) = (first.train(&xs, &ys)?, resumed.train(&xs, &ys)?);
     println!("losses and scales after the save: {got:?}");
-    anyhow::ensure!(
-        got == expected,
-        "a resumed run takes the same steps: {expected:?}"
-    );
+    anyhow::ensure!(got == expected, "a resumed run takes the same steps: {expected:?}");
     Ok(())
 }

@@ -37,9 +37,6 @@ pub fn main() -> anyhow::Result<()> {
         losses.len(),
         scaler.get_scale()?
     );
-    anyhow::ensure!(
-        last < 0.1 * first,
-        "the loss did not fall: {first} -> {last}"
-    );
+    anyhow::ensure!(last < 0.1 * first, "the loss did not fall: {first} -> {last}");
     Ok(())
 }

@@ -41,12 +41,7 @@ impl Autocast {
     /// A region on `device` with PyTorch's defaults: enabled, with the dtype and the weight cache as the thread has
     /// them. Outside of other regions that is bf16 on the CPU, fp16 on CUDA and MPS, and the cache on.
     pub fn new(device: Device) -> Self {
-        Self {
-            device,
-            dtype: None,
-            enabled: true,
-            cache: None,
-        }
+        Self { device, dtype: None, enabled: true, cache: None }
     }
 
     /// Sets the dtype of the region: [`Kind::BFloat16`] or [`Kind::Half`]. Defaults to that of the region around it.
@@ -80,10 +75,7 @@ impl Autocast {
     pub fn enter(self) -> Result<AutocastGuard> {
         let (previous, next) = self.states()?;
         let id = regions::open(previous, next)?;
-        Ok(AutocastGuard {
-            id,
-            _not_send: PhantomData,
-        })
+        Ok(AutocastGuard { id, _not_send: PhantomData })
     }
 
     /// Runs `f` inside the region; the state from before is back when it returns or panics. As a function decorated with
@@ -123,10 +115,7 @@ impl Autocast {
             // The dtype of a region that is off is never used, and PyTorch takes any; an integer is a mistake.
             _ => !self.enabled,
         };
-        let refused = Error::AutocastDtype {
-            device: self.device,
-            dtype,
-        };
+        let refused = Error::AutocastDtype { device: self.device, dtype };
         dtype_code(dtype).filter(|_| allowed).ok_or(refused)
     }
 }
@@ -202,10 +191,7 @@ pub fn autocast_dtype(device: Device) -> Result<Kind> {
 
 /// The calling thread's state for one device, and its cache flag.
 fn read(device: Device) -> Result<sys::AutocastState> {
-    let mut state = sys::AutocastState {
-        count: 1,
-        ..Default::default()
-    };
+    let mut state = sys::AutocastState { count: 1, ..Default::default() };
     state.devices[0].device_type = device_type(device)?;
     ffi::autocast_read(&mut state)?;
     Ok(state)
@@ -271,10 +257,7 @@ impl AutocastState {
     /// [`Error::ThreadEnding`] inside a destructor of a thread-local value.
     pub fn enter(&self) -> Result<AutocastGuard> {
         let id = regions::open(self.here()?, self.0)?;
-        Ok(AutocastGuard {
-            id,
-            _not_send: PhantomData,
-        })
+        Ok(AutocastGuard { id, _not_send: PhantomData })
     }
 
     /// Runs `f` in this state; the thread's own is back when it returns or panics.

@@ -45,9 +45,7 @@ impl BufferSnapshot {
         let copy = |(_, buffer): (String, Tensor)| Ok((buffer.f_detach_copy()?, buffer));
         let pairs = buffers(vs)?.into_iter().map(copy);
         let pairs = pairs.map(|pair: Result<_>| pair.map(|(copy, buffer)| (buffer, copy)));
-        Ok(Self {
-            pairs: pairs.collect::<Result<_>>()?,
-        })
+        Ok(Self { pairs: pairs.collect::<Result<_>>()? })
     }
 
     /// Copies the buffers as they are now, into the memory of the last copy. Does not wait for the device.
@@ -95,9 +93,7 @@ pub fn check_buffers_finite(vs: &VarStore) -> Result<()> {
 
 /// The variables that are not trainable, by name.
 fn buffers(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
-    let trainable: HashSet<_> = ffi::identities(&vs.trainable_variables())?
-        .into_iter()
-        .collect();
+    let trainable: HashSet<_> = ffi::identities(&vs.trainable_variables())?.into_iter().collect();
     let (names, tensors): (Vec<_>, Vec<_>) = vs.variables().into_iter().unzip();
     let identities = ffi::identities(&tensors)?;
     let named = names.into_iter().zip(tensors).zip(identities);

@@ -16,9 +16,7 @@ fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
         return Ok(out);
     }
     // SAFETY: the shim writes nothing but NUL-terminated strings to `err`, and `err` is not null.
-    let message = unsafe { CStr::from_ptr(err) }
-        .to_string_lossy()
-        .into_owned();
+    let message = unsafe { CStr::from_ptr(err) }.to_string_lossy().into_owned();
     // SAFETY: the string came from malloc, and nobody uses it any more.
     unsafe { sys::tamp_string_free(err) };
     Err(Error::Torch(message))
@@ -175,15 +173,8 @@ mod tests {
         let found_inf = Tensor::from(7f32);
         let found = gradients_unscale(&[w], &Tensor::from(scale), &found_inf, options).unwrap();
         let flag = found_inf.double_value(&[]);
-        assert_eq!(
-            Some(flag == 1.0),
-            found,
-            "the tensor and the answer agree, whatever was in it"
-        );
-        (
-            found,
-            Vec::try_from(w.grad().to_kind(Kind::Double)).unwrap(),
-        )
+        assert_eq!(Some(flag == 1.0), found, "the tensor and the answer agree, whatever was in it");
+        (found, Vec::try_from(w.grad().to_kind(Kind::Double)).unwrap())
     }
 
     /// The path for devices and dtypes without a kernel, against the kernel.
@@ -191,22 +182,13 @@ mod tests {
     fn plain_operations_give_the_kernels_numbers() {
         let values: Vec<f64> = (0..1000).map(|i| 0.37 * f64::from(i) - 100.0).collect();
         for kind in [Kind::BFloat16, Kind::Float, Kind::Double, Kind::Half] {
-            for bad in [
-                None,
-                Some(f64::NAN),
-                Some(f64::INFINITY),
-                Some(f64::NEG_INFINITY),
-            ] {
+            for bad in [None, Some(f64::NAN), Some(f64::INFINITY), Some(f64::NEG_INFINITY)] {
                 let mut values = values.clone();
                 values[500] = bad.unwrap_or(values[500]);
                 let make = || with_gradient(&values, kind);
                 let (found, got) = unscale(&make(), 3.0, sys::UNSCALE_GENERIC);
                 let (want_found, want) = unscale(&make(), 3.0, 0);
-                assert_eq!(
-                    (found, found),
-                    (want_found, Some(bad.is_some())),
-                    "{kind:?} {bad:?}"
-                );
+                assert_eq!((found, found), (want_found, Some(bad.is_some())), "{kind:?} {bad:?}");
                 let bits = |all: Vec<f64>| all.into_iter().map(f64::to_bits).collect::<Vec<_>>();
                 assert_eq!(bits(got), bits(want), "{kind:?} {bad:?}");
             }
@@ -235,9 +217,8 @@ mod tests {
 
     #[test]
     fn libtorchs_message_comes_without_its_backtrace() {
-        let text = scale_update(&Tensor::new(), &Tensor::new(), &[], &rule())
-            .unwrap_err()
-            .to_string();
+        let text =
+            scale_update(&Tensor::new(), &Tensor::new(), &[], &rule()).unwrap_err().to_string();
         assert_eq!(text, "libtorch: no found_inf tensor");
         let found = Tensor::from(0f32);
         let error = scale_update(&Tensor::new(), &Tensor::new(), &[&found], &rule()).unwrap_err();

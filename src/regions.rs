@@ -29,11 +29,7 @@ impl Regions {
         ffi::autocast_enter(next, self.open.is_empty())?;
         let id = self.next_id;
         self.next_id += 1;
-        self.open.push(Region {
-            id,
-            previous,
-            closed: false,
-        });
+        self.open.push(Region { id, previous, closed: false });
         Ok(id)
     }
 
@@ -76,9 +72,7 @@ pub(crate) fn open(previous: sys::AutocastState, next: sys::AutocastState) -> Re
 /// Closes the region `id`, at once if it is the innermost, else with the last one inside of it.
 pub(crate) fn close(id: u64) {
     // Without a stack the thread is ending, and its autocast state ends with it.
-    REGIONS
-        .try_with(|regions| regions.borrow_mut().close(id))
-        .unwrap_or(());
+    REGIONS.try_with(|regions| regions.borrow_mut().close(id)).unwrap_or(());
 }
 
 /// Runs `f` in a region that ends with it, together with everything opened inside.

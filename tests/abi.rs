@@ -1,9 +1,5 @@
 //! `csrc/shim.h` and `src/sys.rs` declare the same C ABI.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a test fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 
@@ -13,15 +9,8 @@ fn read(name: &str) -> String {
 
 /// The text without comments, on one line.
 fn flat(text: &str) -> String {
-    let lines = text
-        .lines()
-        .map(|line| line.split("//").next().unwrap_or_default());
-    lines
-        .collect::<Vec<_>>()
-        .join(" ")
-        .split_whitespace()
-        .collect::<Vec<_>>()
-        .join(" ")
+    let lines = text.lines().map(|line| line.split("//").next().unwrap_or_default());
+    lines.collect::<Vec<_>>().join(" ").split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// A C type in Rust's words.
@@ -54,10 +43,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_autocast_device", "AutocastDevice"),
     ];
     let found = known.iter().find(|(name, _)| *name == c);
-    found
-        .unwrap_or_else(|| panic!("a C type that the test does not know: {c:?}"))
-        .1
-        .to_owned()
+    found.unwrap_or_else(|| panic!("a C type that the test does not know: {c:?}")).1.to_owned()
 }
 
 /// Splits `type name` or `type *name`.
@@ -70,25 +56,18 @@ fn c_declaration(text: &str) -> (String, String) {
 /// `name(parameter: type, …) -> type` for every function of the header.
 fn c_functions() -> Vec<String> {
     let text = flat(&read("csrc/shim.h"));
-    let body = text
-        .split_once("extern \"C\" {")
-        .expect("the header opens extern C")
-        .1;
+    let body = text.split_once("extern \"C\" {").expect("the header opens extern C").1;
     let mut out = Vec::new();
     for part in body.split(") TAMP_NOEXCEPT;") {
         let Some((head, parameters)) = part.rsplit_once('(') else {
             continue;
         };
         let start = head.rfind(['}', ';']).map_or(0, |at| at + 1);
-        let head = head[start..]
-            .trim()
-            .trim_start_matches("#else #define TAMP_NOEXCEPT #endif");
+        let head = head[start..].trim().trim_start_matches("#else #define TAMP_NOEXCEPT #endif");
         let (name, returned) = c_declaration(head);
         let parameters = parameters.split(',').filter(|text| text.trim() != "void");
-        let parameters: Vec<_> = parameters
-            .map(c_declaration)
-            .map(|(name, kind)| format!("{name}: {kind}"))
-            .collect();
+        let parameters: Vec<_> =
+            parameters.map(c_declaration).map(|(name, kind)| format!("{name}: {kind}")).collect();
         out.push(format!("{name}({}) -> {returned}", parameters.join(", ")));
     }
     out
@@ -99,9 +78,7 @@ fn rust_functions() -> Vec<String> {
     let mut out = Vec::new();
     for part in text.split("pub(crate) fn ").skip(1) {
         let declaration = part.split(';').next().expect("a declaration ends");
-        let (name, rest) = declaration
-            .split_once('(')
-            .expect("a function has parameters");
+        let (name, rest) = declaration.split_once('(').expect("a function has parameters");
         let (parameters, returned) = rest.rsplit_once(')').expect("the parameters end");
         let returned = returned.trim().strip_prefix("-> ").unwrap_or("()");
         let parameters = parameters.trim().trim_end_matches(',').trim();
@@ -129,10 +106,8 @@ fn c_structs() -> Vec<String> {
             continue; // an opaque struct
         }
         let fields = rest.split('}').next().expect("a struct ends");
-        let fields = fields
-            .split(';')
-            .filter(|field| !field.trim().is_empty())
-            .map(|field| match field.split_once('[') {
+        let fields = fields.split(';').filter(|field| !field.trim().is_empty()).map(|field| {
+            match field.split_once('[') {
                 Some((field, length)) => {
                     let (name, kind) = c_declaration(field);
                     let length = length.trim_end_matches(']').trim_start_matches("TAMP_");
@@ -142,7 +117,8 @@ fn c_structs() -> Vec<String> {
                     let (name, kind) = c_declaration(field);
                     format!("{name}: {kind}")
                 }
-            });
+            }
+        });
         let fields: Vec<_> = fields.collect();
         out.push(format!("{} {{ {} }}", rust_type(name), fields.join(", ")));
     }
@@ -175,11 +151,7 @@ fn constants(text: &str, prefix: &str) -> Vec<(String, String)> {
         };
         let name = name.trim().trim_start_matches("pub(crate) const ");
         let name = name.rsplit(' ').next_back().unwrap_or(name);
-        let name = name
-            .split(':')
-            .next()
-            .unwrap_or(name)
-            .trim_start_matches(prefix);
+        let name = name.split(':').next().unwrap_or(name).trim_start_matches(prefix);
         if name.chars().all(|c| c.is_ascii_uppercase() || c == '_') {
             out.push((name.to_owned(), value.trim().to_owned()));
         }

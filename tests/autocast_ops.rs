@@ -1,10 +1,6 @@
 //! Every op of PyTorch's own autocast lists, and every op that the dispatcher registers for autocast on the CPU, gives
 //! under this crate's autocast what it gives under Python's: same kinds, same bits, same errors.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a test fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "autocast_ops/args.rs"]
 mod args;
@@ -45,20 +41,12 @@ fn run(case: &Case) -> Option<Result<Vec<Output>, String>> {
     let (_, call) = table::find(case.op())?;
     let args = case.args();
     let region = Autocast::new(Device::Cpu).dtype(case.dtype());
-    let outputs = region
-        .run(|| call(&args))
-        .expect("the CPU has bf16 and fp16");
-    Some(
-        outputs
-            .map(|tensors| tensors.iter().map(oracle::output).collect())
-            .map_err(first_line),
-    )
+    let outputs = region.run(|| call(&args)).expect("the CPU has bf16 and fp16");
+    Some(outputs.map(|tensors| tensors.iter().map(oracle::output).collect()).map_err(first_line))
 }
 
 fn first_line(error: TchError) -> String {
-    let TchError::Torch(message) = error else {
-        panic!("{error} is not from libtorch")
-    };
+    let TchError::Torch(message) = error else { panic!("{error} is not from libtorch") };
     message.lines().next().unwrap_or_default().to_owned()
 }
 
@@ -67,20 +55,13 @@ fn difference(ours: &Result<Vec<Output>, String>, theirs: &Result<Vec<Output>, S
     let short = |side: &Result<Vec<Output>, String>| match side {
         Err(message) => format!("error {message:?}"),
         Ok(outputs) => {
-            let types = |output: &Output| {
-                output
-                    .as_ref()
-                    .map(|(kind, shape, _)| (*kind, shape.clone()))
-            };
+            let types =
+                |output: &Output| output.as_ref().map(|(kind, shape, _)| (*kind, shape.clone()));
             format!("{:?}", outputs.iter().map(types).collect::<Vec<_>>())
         }
     };
     let (ours, theirs) = (short(ours), short(theirs));
-    if ours == theirs {
-        format!("other bits in {ours}")
-    } else {
-        format!("{ours} for {theirs}")
-    }
+    if ours == theirs { format!("other bits in {ours}") } else { format!("{ours} for {theirs}") }
 }
 
 #[test]
@@ -94,10 +75,7 @@ fn every_op_of_the_lists_has_pytorchs_kinds_and_bits() {
     for case in &answers.cases {
         let Some(ours) = run(case) else {
             if not_in_tch::find(case.op()).is_none() {
-                failures.push(format!(
-                    "{}: neither in the table nor in NOT_IN_TCH",
-                    case.name()
-                ));
+                failures.push(format!("{}: neither in the table nor in NOT_IN_TCH", case.name()));
             }
             continue;
         };
@@ -114,12 +92,7 @@ fn every_op_of_the_lists_has_pytorchs_kinds_and_bits() {
         answers.torch,
         compared.len()
     );
-    assert!(
-        failures.is_empty(),
-        "{} failures:\n{}",
-        failures.len(),
-        failures.join("\n")
-    );
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
 }
 
 /// The ops that the oracle called.
@@ -154,29 +127,17 @@ fn the_table_and_the_exceptions_name_only_ops_that_this_torch_has() {
     let Some(answers) = oracle::answers() else {
         return;
     };
-    let known: BTreeSet<_> = called(answers)
-        .into_iter()
-        .chain(answers.registered.iter().map(String::as_str))
-        .collect();
+    let known: BTreeSet<_> =
+        called(answers).into_iter().chain(answers.registered.iter().map(String::as_str)).collect();
     for missing in not_in_tch::NOT_IN_TCH {
-        if missing
-            .only_in
-            .is_none_or(|version| answers.torch.starts_with(version))
-        {
-            assert!(
-                known.contains(missing.op),
-                "stale in NOT_IN_TCH: {}",
-                missing.op
-            );
+        if missing.only_in.is_none_or(|version| answers.torch.starts_with(version)) {
+            assert!(known.contains(missing.op), "stale in NOT_IN_TCH: {}", missing.op);
         }
         let in_table = table::entries().any(|(op, _)| *op == missing.op);
         assert!(!in_table, "in the table and in NOT_IN_TCH: {}", missing.op);
     }
-    let used: BTreeSet<_> = called(answers)
-        .into_iter()
-        .filter_map(table::find)
-        .map(|e| e.0)
-        .collect();
+    let used: BTreeSet<_> =
+        called(answers).into_iter().filter_map(table::find).map(|e| e.0).collect();
     for (op, _) in table::entries() {
         assert!(used.contains(op), "no case uses {op}");
     }

@@ -2,11 +2,7 @@
 //! and every bit of the result are the same, gradients included.
 //!
 //! `TCH_AMP_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` runs the one program of a failure again.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a test fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 #[path = "autocast_programs/generate.rs"]
@@ -31,9 +27,7 @@ const PROGRAMS: u64 = 2_000;
 type Seen = BTreeMap<(Function, &'static str), u32>;
 
 fn number(name: &str) -> Option<u64> {
-    std::env::var(name)
-        .ok()
-        .map(|value| value.parse().expect("a number"))
+    std::env::var(name).ok().map(|value| value.parse().expect("a number"))
 }
 
 fn seeds() -> Range<u64> {
@@ -67,24 +61,17 @@ fn random_programs_of_nested_regions_answer_as_pytorch_bit_by_bit() {
         return;
     };
     tch::set_num_threads(1);
-    let programs: Vec<_> = seeds()
-        .map(|seed| (seed, generate::program(seed)))
-        .collect();
-    let lines: String = programs
-        .iter()
-        .flat_map(|(_, ops)| ops)
-        .map(|op| format!("{op}\n"))
-        .collect();
+    let programs: Vec<_> = seeds().map(|seed| (seed, generate::program(seed))).collect();
+    let lines: String =
+        programs.iter().flat_map(|(_, ops)| ops).map(|op| format!("{op}\n")).collect();
     let printed = oracle.run(&[], &lines);
     let mut theirs = printed.lines().map(Answer::parse);
     let (mut machine, mut seen, mut errors, mut gradients) =
         (Machine::default(), Seen::new(), 0, 0);
     for (seed, ops) in &programs {
         for (at, op) in ops.iter().enumerate() {
-            let (ours, theirs) = (
-                machine.run(op),
-                theirs.next().expect("an answer for every line"),
-            );
+            let (ours, theirs) =
+                (machine.run(op), theirs.next().expect("an answer for every line"));
             assert!(ours == theirs, "{}", report(*seed, ops, at, &ours, &theirs));
             match (op, &ours.outcome) {
                 (_, Outcome::Error(_)) => errors += 1,
@@ -103,14 +90,7 @@ fn random_programs_of_nested_regions_answer_as_pytorch_bit_by_bit() {
     );
     println!("{gradients} gradients; computed by state: {seen:?}");
     if programs.len() as u64 >= PROGRAMS {
-        assert_eq!(
-            seen.len(),
-            3 * Function::ALL.len(),
-            "a function never worked in some state"
-        );
-        assert!(
-            errors > 0 && gradients > 0,
-            "the programs no longer reach errors or gradients"
-        );
+        assert_eq!(seen.len(), 3 * Function::ALL.len(), "a function never worked in some state");
+        assert!(errors > 0 && gradients > 0, "the programs no longer reach errors or gradients");
     }
 }

@@ -1,9 +1,5 @@
 //! Buffers of a model across skipped steps.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a test fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 
@@ -20,10 +16,7 @@ fn batch_norm(device: Device) -> (VarStore, nn::BatchNorm) {
 
 fn statistics(vs: &VarStore) -> Vec<f64> {
     let all = vs.variables();
-    ["norm.running_mean", "norm.running_var"]
-        .iter()
-        .flat_map(|name| to_f64(&all[*name]))
-        .collect()
+    ["norm.running_mean", "norm.running_var"].iter().flat_map(|name| to_f64(&all[*name])).collect()
 }
 
 #[test]
@@ -38,9 +31,7 @@ fn a_skipped_step_can_leave_the_statistics_as_they_were() {
             buffers.save().unwrap();
             opt.zero_grad();
             let xs = Tensor::randn([4, 2], (Kind::Float, device)) * value;
-            scaler
-                .backward(&norm.forward_t(&xs, true).square().sum(None))
-                .unwrap();
+            scaler.backward(&norm.forward_t(&xs, true).square().sum(None)).unwrap();
             let skipped = scaler.step(&mut opt).unwrap().is_skipped().unwrap();
             assert_eq!(skipped, skips);
             if skipped {
@@ -72,12 +63,7 @@ fn a_buffer_that_is_not_finite_is_named() {
     for_each_device(|device| {
         let (vs, _norm) = batch_norm(device);
         check_buffers_finite(&vs).unwrap();
-        let _filled = vs
-            .variables()
-            .remove("norm.running_var")
-            .unwrap()
-            .get(1)
-            .fill_(f64::NAN);
+        let _filled = vs.variables().remove("norm.running_var").unwrap().get(1).fill_(f64::NAN);
         match check_buffers_finite(&vs) {
             Err(Error::NonFiniteBuffer { name }) => assert_eq!(name, "norm.running_var"),
             other => panic!("{other:?}"),

@@ -15,11 +15,7 @@ use tch::Device;
 static RUNS: LazyLock<Vec<RunResult>> = LazyLock::new(|| digits::run(&options(), false).unwrap());
 
 fn options() -> Options {
-    Options {
-        device: Some(Device::Cpu),
-        epochs: 4,
-        ..Options::default()
-    }
+    Options { device: Some(Device::Cpu), epochs: 4, ..Options::default() }
 }
 
 fn html() -> String {
@@ -28,24 +24,14 @@ fn html() -> String {
 
 #[test]
 fn every_run_learns() {
-    assert_eq!(
-        RUNS.iter().map(|run| run.precision).collect::<Vec<_>>(),
-        Precision::ALL
-    );
+    assert_eq!(RUNS.iter().map(|run| run.precision).collect::<Vec<_>>(), Precision::ALL);
     for run in RUNS.iter() {
         let (first, name) = (run.steps[0].loss, run.precision.name());
         assert_eq!(run.steps.len(), 4 * 22, "{name}");
-        assert!(
-            run.final_loss < first / 3.0,
-            "{name}: {first} to {}",
-            run.final_loss
-        );
+        assert!(run.final_loss < first / 3.0, "{name}: {first} to {}", run.final_loss);
         assert!(run.accuracy > 85.0, "{name}: {}", run.accuracy);
         let ratio = run.final_loss / RUNS[0].final_loss;
-        assert!(
-            (0.9..1.1).contains(&ratio),
-            "{name} loses sight of fp32: {ratio}"
-        );
+        assert!((0.9..1.1).contains(&ratio), "{name} loses sight of fp32: {ratio}");
     }
 }
 
@@ -54,35 +40,21 @@ fn all_runs_start_from_the_same_weights_and_the_same_batch() {
     let first: Vec<f64> = RUNS.iter().map(|run| run.steps[0].loss).collect();
     let error = |run: usize| (first[run] / first[0] - 1.0).abs();
     // Two units in the last place of bf16 (8 bits) and of fp16 (11 bits).
-    assert!(
-        error(1) < 2.0 / 256.0 && error(2) < 2.0 / 2048.0,
-        "{first:?}"
-    );
-    assert!(
-        error(1) > 0.0 && error(2) > 0.0,
-        "autocast computes in another type: {first:?}"
-    );
+    assert!(error(1) < 2.0 / 256.0 && error(2) < 2.0 / 2048.0, "{first:?}");
+    assert!(error(1) > 0.0 && error(2) > 0.0, "autocast computes in another type: {first:?}");
 }
 
 #[test]
 fn a_run_without_a_scaler_has_no_scale_and_skips_nothing() {
     for run in RUNS.iter().filter(|run| run.precision != Precision::Fp16) {
-        assert_eq!(
-            (run.skipped(), run.final_scale),
-            (0, None),
-            "{}",
-            run.precision.name()
-        );
+        assert_eq!((run.skipped(), run.final_scale), (0, None), "{}", run.precision.name());
         assert!(run.steps.iter().all(|step| step.scale.is_none()));
     }
 }
 
 #[test]
 fn the_scale_halves_at_every_skip_and_doubles_after_every_clean_interval() {
-    let run = RUNS
-        .iter()
-        .find(|run| run.precision == Precision::Fp16)
-        .unwrap();
+    let run = RUNS.iter().find(|run| run.precision == Precision::Fp16).unwrap();
     let (mut scale, mut clean) = (65536.0, 0);
     for (index, step) in run.steps.iter().enumerate() {
         assert_eq!(step.scale, Some(scale), "step {index}");
@@ -94,10 +66,7 @@ fn the_scale_halves_at_every_skip_and_doubles_after_every_clean_interval() {
         }
     }
     assert_eq!(run.final_scale, Some(scale));
-    assert!(
-        run.skipped() > 0,
-        "the short run is long enough to overflow"
-    );
+    assert!(run.skipped() > 0, "the short run is long enough to overflow");
 }
 
 #[test]
@@ -136,18 +105,9 @@ fn polyline(svg: &str, class: &str) -> Vec<(f64, f64)> {
     let (points, rest) = rest.split_once('"').unwrap();
     assert!(!rest.contains(&opening), "{class} is drawn twice");
     let number = |text: &str| text.parse::<f64>().unwrap();
-    let pair = |point: &str| {
-        point
-            .split_once(',')
-            .map(|(x, y)| (number(x), number(y)))
-            .unwrap()
-    };
+    let pair = |point: &str| point.split_once(',').map(|(x, y)| (number(x), number(y))).unwrap();
     let points: Vec<(f64, f64)> = points.split_whitespace().map(pair).collect();
-    assert!(
-        points
-            .iter()
-            .all(|(x, y)| (0.0..=760.0).contains(x) && (0.0..=340.0).contains(y))
-    );
+    assert!(points.iter().all(|(x, y)| (0.0..=760.0).contains(x) && (0.0..=340.0).contains(y)));
     points
 }
 
@@ -179,11 +139,7 @@ fn an_unbalanced_tag_is_found() {
 /// What is left on the stack of open tags; a closing tag that fits nothing stays on it too.
 fn unclosed_tags(html: &str) -> Vec<&str> {
     let mut open: Vec<&str> = Vec::new();
-    for tag in html
-        .split('<')
-        .skip(1)
-        .filter_map(|rest| rest.split('>').next())
-    {
+    for tag in html.split('<').skip(1).filter_map(|rest| rest.split('>').next()) {
         let name = tag.split_whitespace().next().unwrap_or_default();
         let void = tag.ends_with('/') || ["meta", "br", "!DOCTYPE"].contains(&name);
         match name.strip_prefix('/') {
@@ -197,14 +153,7 @@ fn unclosed_tags(html: &str) -> Vec<&str> {
 
 #[test]
 fn the_report_goes_where_it_is_told() {
-    let options = Options {
-        out: Some("elsewhere.html".into()),
-        ..options()
-    };
+    let options = Options { out: Some("elsewhere.html".into()), ..options() };
     assert_eq!(options.report_path(), PathBuf::from("elsewhere.html"));
-    assert!(
-        Options::default()
-            .report_path()
-            .ends_with("digits-report.html")
-    );
+    assert!(Options::default().report_path().ends_with("digits-report.html"));
 }

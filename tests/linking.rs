@@ -1,10 +1,6 @@
 //! A program that depends on this crate has CUDA when its libtorch has it.
 #![cfg(target_os = "linux")]
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a test fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 
@@ -17,10 +13,7 @@ use tch_amp::is_autocast_enabled;
 /// The shared libraries that are mapped into this process.
 fn loaded() -> BTreeSet<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux has /proc");
-    maps.lines()
-        .filter_map(|line| line.split_whitespace().nth(5))
-        .map(PathBuf::from)
-        .collect()
+    maps.lines().filter_map(|line| line.split_whitespace().nth(5)).map(PathBuf::from).collect()
 }
 
 fn named<'a>(libraries: &'a BTreeSet<PathBuf>, name: &str) -> Option<&'a Path> {
@@ -39,10 +32,7 @@ fn libtorch_cuda_is_loaded_when_libtorch_has_it() {
     let has_cuda = cpu.with_file_name("libtorch_cuda.so").exists();
     assert_eq!(named(&libraries, "libtorch_cuda.so").is_some(), has_cuda);
     if !has_cuda {
-        assert!(
-            !common::required("TCH_AMP_REQUIRE_CUDA"),
-            "this libtorch has no CUDA library"
-        );
+        assert!(!common::required("TCH_AMP_REQUIRE_CUDA"), "this libtorch has no CUDA library");
         common::skipped("this libtorch has no CUDA library to load");
     }
 }

@@ -2,11 +2,7 @@
 //! bit of the state after it are the same. What differs on purpose stands in tests/oracle/scaler_deviations.py.
 //!
 //! `TCH_AMP_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` runs the one program of a failure again.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a test fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "scaler_programs/adamw.rs"]
 mod adamw;
@@ -74,22 +70,12 @@ fn random_programs_answer_as_pytorch_bit_by_bit() {
     for seed in seeds.clone() {
         compare(seed, &mut answers, &mut outcomes);
     }
-    writer
-        .join()
-        .expect("the writer ends")
-        .expect("the oracle reads its input");
+    writer.join().expect("the writer ends").expect("the oracle reads its input");
     assert!(python.wait().expect("the oracle ends").success());
-    println!(
-        "{} programs of {} operations: {outcomes:?}",
-        seeds.end - seeds.start,
-        generate::OPS
-    );
+    println!("{} programs of {} operations: {outcomes:?}", seeds.end - seeds.start, generate::OPS);
     if seeds.end - seeds.start >= 1000 {
         for outcome in OUTCOMES {
-            assert!(
-                outcomes.contains_key(outcome),
-                "no program got the answer {outcome:?}"
-            );
+            assert!(outcomes.contains_key(outcome), "no program got the answer {outcome:?}");
         }
     }
 }
@@ -122,15 +108,11 @@ fn compare(seed: u64, answers: &mut impl BufRead, outcomes: &mut Outcomes) {
     let ops = std::iter::once(None).chain(program.ops.iter().map(Some));
     for (done, op) in ops.enumerate() {
         let mut theirs = String::new();
-        answers
-            .read_line(&mut theirs)
-            .expect("the oracle prints UTF-8");
+        answers.read_line(&mut theirs).expect("the oracle prints UTF-8");
         let ours = machine.answer(op);
         if ours != theirs.trim_end() {
-            let so_far = program.ops[..done]
-                .iter()
-                .map(|op| format!("\n  {op}"))
-                .collect::<String>();
+            let so_far =
+                program.ops[..done].iter().map(|op| format!("\n  {op}")).collect::<String>();
             panic!(
                 "TCH_AMP_SEED={seed} differs at operation {done} of\n  {} {:?}{so_far}\nhere:    {ours}\nPyTorch: {theirs}",
                 program.config, program.optimizers,

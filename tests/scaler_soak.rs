@@ -1,9 +1,5 @@
 //! 200,000 iterations of mixed-precision training keep the memory flat.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a test fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 
@@ -46,11 +42,7 @@ fn training_for_200_000_iterations_keeps_memory_flat() {
         "overflows are part of the soak: {}",
         training.skipped
     );
-    assert!(
-        training.stepped > ITERATIONS / 2,
-        "steps are part of the soak: {}",
-        training.stepped
-    );
+    assert!(training.stepped > ITERATIONS / 2, "steps are part of the soak: {}", training.stepped);
     assert!(
         slope < MAX_BYTES_PER_10_000,
         "memory grows by {slope:.0} bytes per 10,000 iterations: {samples:?}"
@@ -72,28 +64,14 @@ impl Training {
         let net = nn::linear(vs.root(), 4, 2, Default::default());
         let optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&vs, 1e-3).unwrap();
         // Grows as often as the overflows back it off, so that the scale stays in the usual range.
-        let config = GradScalerConfig {
-            growth_interval: 8,
-            ..Default::default()
-        };
+        let config = GradScalerConfig { growth_interval: 8, ..Default::default() };
         let scaler = config.build(Device::Cpu).unwrap();
-        Self {
-            rng: Rng::new(13),
-            net,
-            optimizer,
-            scaler,
-            stepped: 0,
-            skipped: 0,
-        }
+        Self { rng: Rng::new(13), net, optimizer, scaler, stepped: 0, skipped: 0 }
     }
 
     /// One iteration; every tenth overflows, and each way of unscaling has its turn.
     fn iterate(&mut self, iteration: u64) {
-        let factor = if self.rng.one_in(10) {
-            f64::INFINITY
-        } else {
-            1.0
-        };
+        let factor = if self.rng.one_in(10) { f64::INFINITY } else { 1.0 };
         let input = Tensor::from_slice(&[self.rng.eighth(), 1.0, 0.5, -0.25])
             .to_kind(Kind::Float)
             .view([1, 4]);
@@ -129,13 +107,7 @@ fn slope(samples: &[(f64, f64)]) -> f64 {
     let n = samples.len() as f64;
     let mean_x = samples.iter().map(|(x, _)| x).sum::<f64>() / n;
     let mean_y = samples.iter().map(|(_, y)| y).sum::<f64>() / n;
-    let covariance = samples
-        .iter()
-        .map(|(x, y)| (x - mean_x) * (y - mean_y))
-        .sum::<f64>();
-    let variance = samples
-        .iter()
-        .map(|(x, _)| (x - mean_x).powi(2))
-        .sum::<f64>();
+    let covariance = samples.iter().map(|(x, y)| (x - mean_x) * (y - mean_y)).sum::<f64>();
+    let variance = samples.iter().map(|(x, _)| (x - mean_x).powi(2)).sum::<f64>();
     covariance / variance
 }

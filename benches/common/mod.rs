@@ -3,11 +3,7 @@
 //! A round of ours and a round of Python's alternate, so that noise of the machine hits both. Timings decide nothing;
 //! a benchmark fails only when the two sides do not compute the same.
 #![allow(dead_code, reason = "each benchmark uses its own part")]
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a benchmark fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -47,20 +43,14 @@ impl Twin {
             .expect("TCH_AMP_PYTHON starts");
         let requests = child.stdin.take().expect("stdin is piped");
         let answers = BufReader::new(child.stdout.take().expect("stdout is piped"));
-        Some(Self {
-            child,
-            requests,
-            answers,
-        })
+        Some(Self { child, requests, answers })
     }
 
     /// The answer to one request.
     pub fn ask(&mut self, request: &str) -> String {
         writeln!(self.requests, "{request}").expect("the twin reads");
         let mut answer = String::new();
-        self.answers
-            .read_line(&mut answer)
-            .expect("the twin prints UTF-8");
+        self.answers.read_line(&mut answer).expect("the twin prints UTF-8");
         assert!(answer.ends_with('\n'), "the twin ended at {request:?}");
         answer.truncate(answer.trim_end().len());
         answer
@@ -69,10 +59,7 @@ impl Twin {
     /// The answer to one request, as nanoseconds.
     pub fn time(&mut self, request: &str) -> Vec<f64> {
         let answer = self.ask(request);
-        answer
-            .split(' ')
-            .map(|number| number.parse().expect("the twin answers numbers"))
-            .collect()
+        answer.split(' ').map(|number| number.parse().expect("the twin answers numbers")).collect()
     }
 }
 
@@ -98,11 +85,7 @@ pub fn is_quick() -> bool {
 
 /// `usual`, or a fiftieth of it in a smoke run.
 pub fn rounds(usual: usize) -> usize {
-    if is_quick() {
-        (usual / 50).max(3)
-    } else {
-        usual
-    }
+    if is_quick() { (usual / 50).max(3) } else { usual }
 }
 
 /// The nanoseconds that `work` takes.
@@ -147,11 +130,7 @@ impl Rounds {
     /// The medians over all rounds of the times with this index.
     pub fn row(&self, name: &'static str, index: usize) -> Row {
         let of = |rounds: &[Vec<f64>]| median(rounds.iter().map(|times| times[index]).collect());
-        Row {
-            name,
-            ours: of(&self.ours),
-            python: of(&self.python),
-        }
+        Row { name, ours: of(&self.ours), python: of(&self.python) }
     }
 }
 
@@ -171,16 +150,9 @@ impl Row {
 
 /// Prints the rows with both medians.
 pub fn print_table(title: &str, rows: &[Row]) {
-    println!(
-        "{title:<52} {:>12} {:>12} {:>8}",
-        "tch-amp", "Python", "ratio"
-    );
+    println!("{title:<52} {:>12} {:>12} {:>8}", "tch-amp", "Python", "ratio");
     for row in rows {
-        let times = format!(
-            "{:>12} {:>12}",
-            microseconds(row.ours),
-            microseconds(row.python)
-        );
+        let times = format!("{:>12} {:>12}", microseconds(row.ours), microseconds(row.python));
         println!("{:<52} {times} {:>8.2}", row.name, row.ratio());
     }
     println!();

@@ -39,21 +39,14 @@ impl Axis {
             |value: &f64| value.is_finite() && (spacing == Spacing::Linear || *value > 0.0);
         let (min, max) = values
             .filter(drawable)
-            .fold((f64::INFINITY, f64::NEG_INFINITY), |(min, max), v| {
-                (min.min(v), max.max(v))
-            });
+            .fold((f64::INFINITY, f64::NEG_INFINITY), |(min, max), v| (min.min(v), max.max(v)));
         let (min, max) = if min > max { (1.0, 1.0) } else { (min, max) };
         let (min, max) = match spacing {
             Spacing::Linear if min == max => (min - 1.0, max + 1.0),
             Spacing::Linear => (min, max),
             Spacing::Log10 | Spacing::Log2 => whole_powers(spacing.base(), min, max),
         };
-        Self {
-            label,
-            spacing,
-            min,
-            max,
-        }
+        Self { label, spacing, min, max }
     }
 
     /// Where `value` lies, from 0 at the low end to 1 at the high end; outside values go to the nearer end.
@@ -62,11 +55,7 @@ impl Axis {
             Spacing::Linear => (value - self.min) / (self.max - self.min),
             Spacing::Log10 | Spacing::Log2 => (value / self.min).ln() / (self.max / self.min).ln(),
         };
-        if fraction.is_nan() {
-            0.0
-        } else {
-            fraction.clamp(0.0, 1.0)
-        }
+        if fraction.is_nan() { 0.0 } else { fraction.clamp(0.0, 1.0) }
     }
 
     /// About five to ten labelled values inside the range.
@@ -87,11 +76,7 @@ impl Spacing {
 /// Exponents are rounded where they are whole but for the last bits of the logarithm.
 fn exponent(base: f64, value: f64) -> f64 {
     let exponent = value.ln() / base.ln();
-    if (exponent - exponent.round()).abs() < 1e-9 {
-        exponent.round()
-    } else {
-        exponent
-    }
+    if (exponent - exponent.round()).abs() < 1e-9 { exponent.round() } else { exponent }
 }
 
 fn whole_powers(base: f64, min: f64, max: f64) -> (f64, f64) {
@@ -104,18 +89,12 @@ fn linear_ticks(min: f64, max: f64) -> Vec<Tick> {
     let raw = (max - min) / 8.0;
     let power = 10f64.powf(raw.log10().floor());
     let step = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * power);
-    let step = step
-        .into_iter()
-        .find(|step| *step >= raw)
-        .unwrap_or(10.0 * power);
+    let step = step.into_iter().find(|step| *step >= raw).unwrap_or(10.0 * power);
     let decimals = (-step.log10().floor()).max(0.0) as usize;
     let whole = (min / step).ceil() as i64..=(max / step).floor() as i64;
     whole
         .map(|index| index as f64 * step)
-        .map(|value| Tick {
-            value,
-            label: format!("{value:.decimals$}"),
-        })
+        .map(|value| Tick { value, label: format!("{value:.decimals$}") })
         .collect()
 }
 
@@ -124,10 +103,7 @@ fn power_ticks(base: f64, min: f64, max: f64) -> Vec<Tick> {
     let stride = ((high - low) / 10 + 1) as usize;
     (low..=high)
         .step_by(stride)
-        .map(|power| Tick {
-            value: base.powi(power),
-            label: power_label(base, power),
-        })
+        .map(|power| Tick { value: base.powi(power), label: power_label(base, power) })
         .collect()
 }
 
@@ -154,25 +130,14 @@ mod tests {
 
     #[test]
     fn linear_ticks_are_round_numbers_inside_the_range() {
-        assert_eq!(
-            labels(axis(Spacing::Linear, 0.0, 440.0)),
-            ["0", "100", "200", "300", "400"]
-        );
+        assert_eq!(labels(axis(Spacing::Linear, 0.0, 440.0)), ["0", "100", "200", "300", "400"]);
         assert_eq!(labels(axis(Spacing::Linear, 0.1, 0.8))[..2], ["0.1", "0.2"]);
-        for (min, max) in [
-            (0.0, 7.0),
-            (-3.0, 11.5),
-            (0.001, 0.0023),
-            (5.0, 5.0),
-            (0.0, 12345.0),
-        ] {
+        for (min, max) in [(0.0, 7.0), (-3.0, 11.5), (0.001, 0.0023), (5.0, 5.0), (0.0, 12345.0)] {
             let axis = axis(Spacing::Linear, min, max);
             let ticks = axis.ticks();
             assert!((3..=11).contains(&ticks.len()), "{min}..{max}: {ticks:?}");
             assert!(
-                ticks
-                    .iter()
-                    .all(|t| t.value >= axis.min - 1e-12 && t.value <= axis.max + 1e-12)
+                ticks.iter().all(|t| t.value >= axis.min - 1e-12 && t.value <= axis.max + 1e-12)
             );
         }
     }
@@ -183,10 +148,7 @@ mod tests {
             labels(axis(Spacing::Log10, 0.004, 2.3)),
             ["10⁻³", "10⁻²", "10⁻¹", "10⁰", "10¹"]
         );
-        assert_eq!(
-            labels(axis(Spacing::Log2, 65536.0, 131072.0)),
-            ["2¹⁶", "2¹⁷"]
-        );
+        assert_eq!(labels(axis(Spacing::Log2, 65536.0, 131072.0)), ["2¹⁶", "2¹⁷"]);
         assert_eq!(labels(axis(Spacing::Log2, 1.0, 2f64.powi(24))).len(), 9);
     }
 
@@ -202,20 +164,11 @@ mod tests {
     #[test]
     fn positions_run_from_zero_to_one_and_keep_the_order() {
         let log = axis(Spacing::Log10, 0.01, 100.0);
-        for (value, want) in [
-            (0.01, 0.0),
-            (0.1, 0.25),
-            (1.0, 0.5),
-            (10.0, 0.75),
-            (100.0, 1.0),
-        ] {
+        for (value, want) in [(0.01, 0.0), (0.1, 0.25), (1.0, 0.5), (10.0, 0.75), (100.0, 1.0)] {
             assert!((log.position(value) - want).abs() < 1e-12, "{value}");
         }
         let linear = axis(Spacing::Linear, -1.0, 3.0);
-        assert_eq!(
-            [-1.0, 0.0, 1.0, 3.0].map(|v| linear.position(v)),
-            [0.0, 0.25, 0.5, 1.0]
-        );
+        assert_eq!([-1.0, 0.0, 1.0, 3.0].map(|v| linear.position(v)), [0.0, 0.25, 0.5, 1.0]);
     }
 
     #[test]
@@ -224,18 +177,10 @@ mod tests {
             let values = [f64::NAN, 2.0, f64::INFINITY, 8.0];
             let axis = Axis::over("label", spacing, values.into_iter());
             for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -1.0, 1e300] {
-                assert!(
-                    (0.0..=1.0).contains(&axis.position(value)),
-                    "{spacing:?} {value}"
-                );
+                assert!((0.0..=1.0).contains(&axis.position(value)), "{spacing:?} {value}");
             }
             assert!(axis.min <= 2.0 && axis.max >= 8.0 && axis.max < 100.0);
-            assert!(
-                Axis::over("label", spacing, std::iter::empty())
-                    .ticks()
-                    .len()
-                    >= 2
-            );
+            assert!(Axis::over("label", spacing, std::iter::empty()).ticks().len() >= 2);
         }
     }
 }

@@ -52,11 +52,7 @@ impl Digits {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("cannot read {}", path.display()))?;
         let (images, labels) = parse(&text).with_context(|| path.display().to_string())?;
-        ensure!(
-            labels.size1()? == IMAGES,
-            "{} images instead of {IMAGES}",
-            labels.size1()?
-        );
+        ensure!(labels.size1()? == IMAGES, "{} images instead of {IMAGES}", labels.size1()?);
         let order: Vec<i64> = (0..IMAGES).map(|index| index * STRIDE % IMAGES).collect();
         let part = |indices: &[i64]| {
             let indices = Tensor::from_slice(indices);
@@ -66,10 +62,7 @@ impl Digits {
             }
         };
         let (test, train) = order.split_at(HELD_OUT);
-        Ok(Self {
-            train: part(train),
-            test: part(test),
-        })
+        Ok(Self { train: part(train), test: part(test) })
     }
 }
 
@@ -85,35 +78,18 @@ fn parse(text: &str) -> Result<(Tensor, Tensor)> {
     let mut labels = Vec::new();
     for (index, line) in text.lines().enumerate() {
         let (image, label) = parse_line(line).with_context(|| format!("line {}", index + 1))?;
-        pixels.extend(
-            image
-                .into_iter()
-                .map(|pixel| f32::from(pixel) / f32::from(DARKEST)),
-        );
+        pixels.extend(image.into_iter().map(|pixel| f32::from(pixel) / f32::from(DARKEST)));
         labels.push(i64::from(label));
     }
-    Ok((
-        Tensor::from_slice(&pixels).view([-1, 1, 8, 8]),
-        Tensor::from_slice(&labels),
-    ))
+    Ok((Tensor::from_slice(&pixels).view([-1, 1, 8, 8]), Tensor::from_slice(&labels)))
 }
 
 fn parse_line(line: &str) -> Result<(Vec<u8>, u8)> {
-    let mut image = line
-        .split(',')
-        .map(|number| number.trim().parse())
-        .collect::<Result<Vec<u8>, _>>()?;
-    ensure!(
-        image.len() == PIXELS + 1,
-        "{} numbers instead of {}",
-        image.len(),
-        PIXELS + 1
-    );
+    let mut image =
+        line.split(',').map(|number| number.trim().parse()).collect::<Result<Vec<u8>, _>>()?;
+    ensure!(image.len() == PIXELS + 1, "{} numbers instead of {}", image.len(), PIXELS + 1);
     let label = image.pop().context("an empty line")?;
-    ensure!(
-        label < 10 && image.iter().all(|&pixel| pixel <= DARKEST),
-        "a number out of range"
-    );
+    ensure!(label < 10 && image.iter().all(|&pixel| pixel <= DARKEST), "a number out of range");
     Ok((image, label))
 }
 
@@ -132,10 +108,7 @@ mod tests {
         assert_eq!(digits.train.batches(), 22);
         let file = parse(&std::fs::read_to_string(default_path()).unwrap()).unwrap();
         let sum = |images: &Tensor| images.sum(Kind::Double).double_value(&[]);
-        assert_eq!(
-            sum(&digits.train.images) + sum(&digits.test.images),
-            sum(&file.0)
-        );
+        assert_eq!(sum(&digits.train.images) + sum(&digits.test.images), sum(&file.0));
         let digits_in = |labels: &Tensor| labels.bincount(None::<&Tensor>, 10);
         assert_eq!(
             digits_in(&digits.train.labels) + digits_in(&digits.test.labels),

@@ -31,13 +31,7 @@ impl Facts {
             other => format!("{other:?}"),
         };
         let Options { seed, epochs, .. } = *options;
-        Ok(Self {
-            device,
-            threads: tch::get_num_threads(),
-            torch: torch_version(),
-            seed,
-            epochs,
-        })
+        Ok(Self { device, threads: tch::get_num_threads(), torch: torch_version(), seed, epochs })
     }
 }
 
@@ -51,24 +45,18 @@ fn cpu_model() -> Option<String> {
 fn torch_version() -> Option<String> {
     let root = loaded_libtorch()?.parent()?.parent()?.to_owned();
     let plain = fs::read_to_string(root.join("build-version")).ok();
-    plain
-        .map(|text| text.trim().to_owned())
-        .or_else(|| wheel_version(&root))
+    plain.map(|text| text.trim().to_owned()).or_else(|| wheel_version(&root))
 }
 
 fn wheel_version(root: &Path) -> Option<String> {
     let text = fs::read_to_string(root.join("version.py")).ok()?;
-    let value = text
-        .lines()
-        .find_map(|line| line.strip_prefix("__version__ = "))?;
+    let value = text.lines().find_map(|line| line.strip_prefix("__version__ = "))?;
     Some(value.trim_matches(['\'', '"']).to_owned())
 }
 
 fn loaded_libtorch() -> Option<PathBuf> {
     let maps = fs::read_to_string("/proc/self/maps").ok()?;
-    let line = maps
-        .lines()
-        .find(|line| line.contains("/libtorch_cpu.so"))?;
+    let line = maps.lines().find(|line| line.contains("/libtorch_cpu.so"))?;
     Some(line[line.find('/')?..].into())
 }
 
@@ -86,16 +74,7 @@ impl PeakMemory {
     /// Bytes.
     pub fn read(&self) -> Option<u64> {
         let status = fs::read_to_string("/proc/self/status").ok()?;
-        let line = status
-            .lines()
-            .find_map(|line| line.strip_prefix("VmHWM:"))?;
-        Some(
-            line.trim()
-                .strip_suffix(" kB")?
-                .trim()
-                .parse::<u64>()
-                .ok()?
-                * 1024,
-        )
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+        Some(line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()? * 1024)
     }
 }

@@ -30,12 +30,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self {
-            device: None,
-            epochs: 20,
-            seed: 0,
-            out: None,
-        }
+        Self { device: None, epochs: 20, seed: 0, out: None }
     }
 }
 
@@ -52,12 +47,8 @@ impl Options {
                 ["--device", "--epochs", "--seed", "--out"].contains(&flag.as_str()),
                 "unknown argument {flag}\n\n{USAGE}"
             );
-            let value = args
-                .next()
-                .with_context(|| format!("{flag} needs a value"))?;
-            options
-                .set(&flag, &value)
-                .with_context(|| format!("{flag} {value}"))?;
+            let value = args.next().with_context(|| format!("{flag} needs a value"))?;
+            options.set(&flag, &value).with_context(|| format!("{flag} {value}"))?;
         }
         Ok(Some(options))
     }
@@ -87,14 +78,8 @@ impl Options {
     /// The file of the report: `--out`, else `target/` of a checkout, else the current folder.
     pub fn report_path(&self) -> PathBuf {
         let bundled = std::env::var_os("TCH_AMP_ROOT").is_some();
-        let folder = if !bundled && Path::new("target").is_dir() {
-            "target"
-        } else {
-            ""
-        };
-        self.out
-            .clone()
-            .unwrap_or_else(|| Path::new(folder).join("digits-report.html"))
+        let folder = if !bundled && Path::new("target").is_dir() { "target" } else { "" };
+        self.out.clone().unwrap_or_else(|| Path::new(folder).join("digits-report.html"))
     }
 }
 
@@ -118,29 +103,16 @@ mod tests {
 
     #[test]
     fn every_flag_sets_its_field() {
-        let want = Options {
-            device: Some(Device::Cpu),
-            epochs: 3,
-            seed: -7,
-            out: Some("a.html".into()),
-        };
-        assert_eq!(
-            parse("--device cpu --epochs 3 --seed -7 --out a.html").unwrap(),
-            Some(want)
-        );
+        let want =
+            Options { device: Some(Device::Cpu), epochs: 3, seed: -7, out: Some("a.html".into()) };
+        assert_eq!(parse("--device cpu --epochs 3 --seed -7 --out a.html").unwrap(), Some(want));
         assert_eq!(parse("").unwrap(), Some(Options::default()));
         assert_eq!(parse("--epochs 3 --help").unwrap(), None);
     }
 
     #[test]
     fn a_bad_command_line_names_the_argument() {
-        for line in [
-            "--epoch 3",
-            "--epochs",
-            "--epochs 0",
-            "--epochs x",
-            "--device tpu",
-        ] {
+        for line in ["--epoch 3", "--epochs", "--epochs 0", "--epochs x", "--device tpu"] {
             let error = parse(line).unwrap_err().to_string();
             let flag = line.split_whitespace().next().unwrap();
             assert!(error.contains(flag), "{line}: {error}");

@@ -50,19 +50,13 @@ impl Plot {
 
     fn at(&self, (x, y): (f64, f64)) -> (f64, f64) {
         let right = LEFT + self.x.position(x) * (WIDTH - LEFT - RIGHT);
-        (
-            right,
-            HEIGHT - BOTTOM - self.y.position(y) * (HEIGHT - TOP - BOTTOM),
-        )
+        (right, HEIGHT - BOTTOM - self.y.position(y) * (HEIGHT - TOP - BOTTOM))
     }
 }
 
 fn write_all(svg: &mut String, plot: &Plot) -> std::fmt::Result {
     let description = plot.description;
-    writeln!(
-        svg,
-        r#"<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{description}">"#
-    )?;
+    writeln!(svg, r#"<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{description}">"#)?;
     write_axes(svg, plot)?;
     for series in &plot.series {
         write_line(svg, plot, series, "raw", &series.raw)?;
@@ -79,10 +73,7 @@ fn write_axes(svg: &mut String, plot: &Plot) -> std::fmt::Result {
     let (bottom, end) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
     for Tick { value, label } in plot.y.ticks() {
         let (_, y) = plot.at((0.0, value));
-        writeln!(
-            svg,
-            r#"<line class="grid" x1="{LEFT}" y1="{y:.1}" x2="{end}" y2="{y:.1}"/>"#
-        )?;
+        writeln!(svg, r#"<line class="grid" x1="{LEFT}" y1="{y:.1}" x2="{end}" y2="{y:.1}"/>"#)?;
         writeln!(
             svg,
             r#"<text class="tick y" x="{}" y="{:.1}">{label}</text>"#,
@@ -93,32 +84,14 @@ fn write_axes(svg: &mut String, plot: &Plot) -> std::fmt::Result {
     for Tick { value, label } in plot.x.ticks() {
         let (x, _) = plot.at((value, 0.0));
         let (tick, text) = (bottom + 5.0, bottom + 19.0);
-        writeln!(
-            svg,
-            r#"<line class="axis" x1="{x:.1}" y1="{bottom}" x2="{x:.1}" y2="{tick}"/>"#
-        )?;
-        writeln!(
-            svg,
-            r#"<text class="tick x" x="{x:.1}" y="{text}">{label}</text>"#
-        )?;
+        writeln!(svg, r#"<line class="axis" x1="{x:.1}" y1="{bottom}" x2="{x:.1}" y2="{tick}"/>"#)?;
+        writeln!(svg, r#"<text class="tick x" x="{x:.1}" y="{text}">{label}</text>"#)?;
     }
-    writeln!(
-        svg,
-        r#"<path class="axis" d="M{LEFT} {TOP}V{bottom}H{end}"/>"#
-    )?;
+    writeln!(svg, r#"<path class="axis" d="M{LEFT} {TOP}V{bottom}H{end}"/>"#)?;
     let (x, y) = ((LEFT + end) / 2.0, (TOP + bottom) / 2.0);
-    writeln!(
-        svg,
-        r#"<text class="label" x="{x}" y="{}">{}</text>"#,
-        HEIGHT - 8.0,
-        plot.x.label
-    )?;
+    writeln!(svg, r#"<text class="label" x="{x}" y="{}">{}</text>"#, HEIGHT - 8.0, plot.x.label)?;
     let turned = format!("translate(15 {y}) rotate(-90)");
-    writeln!(
-        svg,
-        r#"<text class="label" transform="{turned}">{}</text>"#,
-        plot.y.label
-    )
+    writeln!(svg, r#"<text class="label" transform="{turned}">{}</text>"#, plot.y.label)
 }
 
 fn write_line(
@@ -157,26 +130,14 @@ fn write_legend(svg: &mut String, plot: &Plot) -> std::fmt::Result {
     for series in &plot.series {
         let (end, text) = (x + 30.0, x + 37.0);
         let class = format!("curve {}", series.name);
-        writeln!(
-            svg,
-            r#"<line class="{class}" x1="{x}" y1="{y}" x2="{end}" y2="{y}"/>"#
-        )?;
-        writeln!(
-            svg,
-            r#"<text class="legend" x="{text}" y="{}">{}</text>"#,
-            y + 4.0,
-            series.name
-        )?;
+        writeln!(svg, r#"<line class="{class}" x1="{x}" y1="{y}" x2="{end}" y2="{y}"/>"#)?;
+        writeln!(svg, r#"<text class="legend" x="{text}" y="{}">{}</text>"#, y + 4.0, series.name)?;
         x += 90.0;
     }
     if !plot.mark_name.is_empty() {
         writeln!(svg, r#"<path class="mark" d="{}"/>"#, cross(x + 6.0, y))?;
         let (x, y) = (x + 18.0, y + 4.0);
-        writeln!(
-            svg,
-            r#"<text class="legend" x="{x}" y="{y}">{}</text>"#,
-            plot.mark_name
-        )?;
+        writeln!(svg, r#"<text class="legend" x="{x}" y="{y}">{}</text>"#, plot.mark_name)?;
     }
     Ok(())
 }
@@ -203,35 +164,17 @@ mod tests {
     fn points_land_where_the_axes_say() {
         let x = Axis::over("x", Spacing::Linear, [0.0, 10.0].into_iter());
         let y = Axis::over("y", Spacing::Log2, [1.0, 16.0].into_iter());
-        let series = Series {
-            name: "s",
-            curve: vec![(0.0, 1.0), (10.0, 16.0)],
-            raw: vec![],
-            marks: vec![],
-        };
-        let plot = Plot {
-            description: "d",
-            x,
-            y,
-            series: vec![series],
-            mark_name: "",
-        };
+        let series =
+            Series { name: "s", curve: vec![(0.0, 1.0), (10.0, 16.0)], raw: vec![], marks: vec![] };
+        let plot = Plot { description: "d", x, y, series: vec![series], mark_name: "" };
         let (left, right, top, bottom) = (LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM);
         let want = format!("{left:.1},{bottom:.1} {right:.1},{top:.1} ");
-        assert!(
-            plot.svg().contains(&format!(r#"points="{want}""#)),
-            "{}",
-            plot.svg()
-        );
+        assert!(plot.svg().contains(&format!(r#"points="{want}""#)), "{}", plot.svg());
     }
 
     #[test]
     fn smoothing_keeps_constants_and_starts_at_the_first_value() {
-        assert!(
-            smooth(&[3.0; 20], 0.9)
-                .iter()
-                .all(|v| (v - 3.0).abs() < 1e-12)
-        );
+        assert!(smooth(&[3.0; 20], 0.9).iter().all(|v| (v - 3.0).abs() < 1e-12));
         let steps = smooth(&[1.0, 0.0, 0.0], 0.5);
         assert_eq!(steps[0], 1.0);
         assert!(steps[0] > steps[1] && steps[1] > steps[2] && steps[2] > 0.0);

@@ -40,13 +40,8 @@ impl Progress {
     /// Called after every step.
     pub fn step(&self, epoch: usize, step: &Step) {
         if let Self::Bar { bar, epochs } = self {
-            let scale = step
-                .scale
-                .map_or_else(String::new, |scale| format!("  scale {scale}"));
-            bar.set_message(format!(
-                "epoch {epoch}/{epochs}  loss {:.4}{scale}",
-                step.loss
-            ));
+            let scale = step.scale.map_or_else(String::new, |scale| format!("  scale {scale}"));
+            bar.set_message(format!("epoch {epoch}/{epochs}  loss {:.4}{scale}", step.loss));
             bar.inc(1);
         }
     }
@@ -56,10 +51,7 @@ impl Progress {
         if let Self::Lines { precision, epochs } = self
             && (epoch.is_multiple_of(LINE_EPOCHS) || epoch == *epochs)
         {
-            eprintln!(
-                "{}  epoch {epoch:>2}/{epochs}  loss {loss:.4}",
-                precision.name()
-            );
+            eprintln!("{}  epoch {epoch:>2}/{epochs}  loss {loss:.4}", precision.name());
         }
     }
 

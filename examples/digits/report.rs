@@ -29,16 +29,10 @@ pub fn html(results: &[RunResult], facts: &Facts) -> String {
 }
 
 fn table(table: &Table) -> String {
-    let header: String = table
-        .header
-        .map(|title| format!("<th>{title}</th>"))
-        .concat();
+    let header: String = table.header.map(|title| format!("<th>{title}</th>")).concat();
     let row = |cells: &[String; 7]| {
         let name = &cells[0];
-        let cells = cells
-            .each_ref()
-            .map(|cell| format!("<td>{}</td>", escape(cell)))
-            .concat();
+        let cells = cells.each_ref().map(|cell| format!("<td>{}</td>", escape(cell))).concat();
         format!(r#"<tr class="{name}">{cells}</tr>"#)
     };
     let rows: String = table.rows.iter().map(row).collect();
@@ -48,19 +42,11 @@ fn table(table: &Table) -> String {
 /// The loss of every step and its moving average, one series per run.
 pub fn loss_plot(results: &[RunResult]) -> Plot {
     let series: Vec<Series> = results.iter().map(loss_series).collect();
-    let drawn = || {
-        series
-            .iter()
-            .flat_map(|series| series.raw.iter().chain(&series.curve))
-    };
+    let drawn = || series.iter().flat_map(|series| series.raw.iter().chain(&series.curve));
     Plot {
         description: "Training loss per step of the three runs",
         x: Axis::over("step", Spacing::Linear, drawn().map(|point| point.0)),
-        y: Axis::over(
-            "loss (cross-entropy, nats)",
-            Spacing::Log10,
-            drawn().map(|point| point.1),
-        ),
+        y: Axis::over("loss (cross-entropy, nats)", Spacing::Log10, drawn().map(|point| point.1)),
         series,
         mark_name: "",
     }
@@ -68,13 +54,8 @@ pub fn loss_plot(results: &[RunResult]) -> Plot {
 
 fn loss_series(run: &RunResult) -> Series {
     let losses: Vec<f64> = run.steps.iter().map(|step| step.loss).collect();
-    let numbered = |values: &[f64]| {
-        values
-            .iter()
-            .enumerate()
-            .map(|(i, &v)| (i as f64, v))
-            .collect()
-    };
+    let numbered =
+        |values: &[f64]| values.iter().enumerate().map(|(i, &v)| (i as f64, v)).collect();
     Series {
         name: run.precision.name(),
         curve: numbered(&smooth(&losses, SMOOTHING)),
@@ -103,23 +84,12 @@ fn scale_series(run: &RunResult) -> Option<Series> {
         let (start, scale) = (index as f64, step.scale?);
         curve.extend([(start, scale), (start + 1.0, scale)]);
         if step.skipped {
-            marks.push((
-                start + 1.0,
-                scale,
-                format!("step {index} skipped at scale {scale}"),
-            ));
+            marks.push((start + 1.0, scale, format!("step {index} skipped at scale {scale}")));
         }
     }
-    Some(Series {
-        name: run.precision.name(),
-        curve,
-        raw: Vec::new(),
-        marks,
-    })
+    Some(Series { name: run.precision.name(), curve, raw: Vec::new(), marks })
 }
 
 fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }

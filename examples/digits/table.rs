@@ -28,10 +28,7 @@ pub struct Table {
 impl Table {
     /// Lays the results out.
     pub fn new(results: &[RunResult]) -> Self {
-        Self {
-            header: HEADER,
-            rows: results.iter().map(row).collect(),
-        }
+        Self { header: HEADER, rows: results.iter().map(row).collect() }
     }
 }
 
@@ -73,9 +70,8 @@ fn line(f: &mut fmt::Formatter<'_>, cells: &[String; 7], widths: &[usize; 7]) ->
 
 /// One sentence that compares the runs with fp32: only what was measured.
 pub fn verdict(results: &[RunResult]) -> String {
-    let (base, others): (Vec<_>, Vec<_>) = results
-        .iter()
-        .partition(|run| run.precision == Precision::Fp32);
+    let (base, others): (Vec<_>, Vec<_>) =
+        results.iter().partition(|run| run.precision == Precision::Fp32);
     let [base] = base[..] else {
         return String::new();
     };
@@ -93,9 +89,7 @@ pub fn verdict(results: &[RunResult]) -> String {
 
 /// `bf16 is … and fp16 is …`, or `bf16 and fp16 are …` where the same holds for all.
 fn compare(runs: &[&RunResult], predicate: impl Fn(&RunResult) -> String) -> String {
-    let same = runs
-        .windows(2)
-        .all(|pair| predicate(pair[0]) == predicate(pair[1]));
+    let same = runs.windows(2).all(|pair| predicate(pair[0]) == predicate(pair[1]));
     if let [first, _, ..] = runs
         && same
     {
@@ -138,12 +132,7 @@ mod tests {
     use super::*;
 
     fn result(precision: Precision, accuracy: f64, seconds: f64) -> RunResult {
-        let step = Step {
-            loss: 0.5,
-            scale: None,
-            skipped: false,
-            seconds,
-        };
+        let step = Step { loss: 0.5, scale: None, skipped: false, seconds };
         RunResult {
             precision,
             steps: vec![step],
@@ -176,10 +165,7 @@ mod tests {
             result(Precision::Fp16, 98.0, 0.002),
         ];
         let sentence = verdict(&runs);
-        assert!(
-            sentence.contains("bf16 is 0.5 points below fp32"),
-            "{sentence}"
-        );
+        assert!(sentence.contains("bf16 is 0.5 points below fp32"), "{sentence}");
         assert!(
             sentence.contains("bf16 and fp16 are not measurably faster or slower than fp32"),
             "{sentence}"
@@ -190,16 +176,8 @@ mod tests {
     #[test]
     fn runs_whose_step_times_overlap_are_not_ranked() {
         let mut runs = [Precision::Fp32, Precision::Bf16].map(|p| result(p, 98.0, 0.0));
-        for (run, millis) in runs
-            .iter_mut()
-            .zip([[2.0, 4.0, 5.0, 9.0], [1.0, 2.0, 3.0, 8.0]])
-        {
-            let step = |ms: f64| Step {
-                loss: 0.5,
-                scale: None,
-                skipped: false,
-                seconds: ms / 1e3,
-            };
+        for (run, millis) in runs.iter_mut().zip([[2.0, 4.0, 5.0, 9.0], [1.0, 2.0, 3.0, 8.0]]) {
+            let step = |ms: f64| Step { loss: 0.5, scale: None, skipped: false, seconds: ms / 1e3 };
             run.steps = millis.map(step).to_vec();
         }
         assert!(verdict(&runs).contains("bf16 is not measurably faster or slower than fp32"));
@@ -210,14 +188,8 @@ mod tests {
         let text = Table::new(&[result(Precision::Fp32, 98.0, 0.002)]).to_string();
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 3);
-        assert!(
-            lines.iter().all(|line| line.len() == lines[0].len()),
-            "{text}"
-        );
+        assert!(lines.iter().all(|line| line.len() == lines[0].len()), "{text}");
         let cells: Vec<&str> = lines[2].split_whitespace().collect();
-        assert_eq!(
-            cells,
-            ["fp32", "0.5000", "98.00", "%", "2.00", "-", "-", "-"]
-        );
+        assert_eq!(cells, ["fp32", "0.5000", "98.00", "%", "2.00", "-", "-", "-"]);
     }
 }

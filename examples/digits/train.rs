@@ -52,11 +52,10 @@ impl Precision {
     fn scaler(self, device: Device) -> tch_amp::Result<GradScaler> {
         match self {
             Self::Fp32 | Self::Bf16 => Ok(GradScaler::disabled()),
-            Self::Fp16 => GradScalerConfig {
-                growth_interval: GROWTH_INTERVAL,
-                ..Default::default()
+            Self::Fp16 => {
+                GradScalerConfig { growth_interval: GROWTH_INTERVAL, ..Default::default() }
+                    .build(device)
             }
-            .build(device),
         }
     }
 }
@@ -121,36 +120,24 @@ impl<M: Module> Trainer<M> {
         let scale = self.scale()?;
 
         self.optimizer.zero_grad();
-        let loss = self
-            .autocast
-            .run(|| self.net.forward(images).cross_entropy_for_logits(labels))?;
+        let loss =
+            self.autocast.run(|| self.net.forward(images).cross_entropy_for_logits(labels))?;
         self.scaler.backward(&loss)?;
         let outcome = self.scaler.step(&mut self.optimizer)?;
         self.scaler.update()?;
 
         // The demo records every step. Reading these waits for the device: a loop in a hurry reads them rarely.
         let (loss, skipped) = (loss.double_value(&[]), outcome.is_skipped()?);
-        Ok(Step {
-            loss,
-            scale,
-            skipped,
-            seconds: started.elapsed().as_secs_f64(),
-        })
+        Ok(Step { loss, scale, skipped, seconds: started.elapsed().as_secs_f64() })
     }
 
     fn scale(&self) -> tch_amp::Result<Option<f64>> {
-        self.scaler
-            .is_enabled()
-            .then(|| self.scaler.get_scale())
-            .transpose()
+        self.scaler.is_enabled().then(|| self.scaler.get_scale()).transpose()
     }
 
     /// Per cent of the images that the network names rightly, in the precision it was trained in.
     fn accuracy(&self, split: &Split, device: Device) -> Result<f64> {
-        let (images, labels) = (
-            split.images.to_device(device),
-            split.labels.to_device(device),
-        );
+        let (images, labels) = (split.images.to_device(device), split.labels.to_device(device));
         let logits = tch::no_grad(|| self.autocast.run(|| self.net.forward(&images)))?;
         Ok(100.0 * logits.accuracy_for_logits(&labels).double_value(&[]))
     }
@@ -170,12 +157,7 @@ pub fn train(
     let optimizer = nn::AdamW::default().build(&vs, LEARNING_RATE)?;
     let (autocast, mut scaler) = (precision.autocast(device), precision.scaler(device)?);
     scaler.name_parameters(&vs)?;
-    let mut trainer = Trainer {
-        net,
-        optimizer,
-        autocast,
-        scaler,
-    };
+    let mut trainer = Trainer { net, optimizer, autocast, scaler };
 
     let memory = machine::PeakMemory::start(device);
     let mut steps = Vec::new();

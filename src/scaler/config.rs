@@ -10,6 +10,7 @@ use crate::scaler::GradScaler;
 /// The smallest scale whose reciprocal is finite in f32: 2^-126.
 const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
 const LARGEST: f64 = f32::MAX as f64;
+const INF: f64 = f64::INFINITY;
 
 /// How a [`GradScaler`] starts, grows, backs off and gives up. The defaults are PyTorch's.
 ///
@@ -79,68 +80,20 @@ impl GradScalerConfig {
     }
 
     pub(crate) fn check(&self) -> Result<()> {
-        let Self {
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            ..
-        } = *self;
-        let Self {
-            min_scale,
-            max_scale,
-            hysteresis,
-            max_consecutive_skips,
-            ..
-        } = *self;
-        let limit = max_consecutive_skips.map_or(1, i64::from);
-        ensure(
-            "min_scale",
-            min_scale,
-            SMALLEST <= min_scale,
-            "at least 2^-126",
-        )?;
-        ensure(
-            "max_scale",
-            max_scale,
-            max_scale <= LARGEST,
-            "at most the largest f32",
-        )?;
-        ensure(
-            "max_scale",
-            max_scale,
-            min_scale <= max_scale,
-            "at least min_scale",
-        )?;
-        self.check_scale("init_scale", init_scale)?;
-        let growth = growth_factor > 1.0 && growth_factor.is_finite();
-        ensure(
-            "growth_factor",
-            growth_factor,
-            growth,
-            "finite and more than 1",
-        )?;
-        let backoff = 0.0 < backoff_factor && backoff_factor < 1.0;
-        ensure("backoff_factor", backoff_factor, backoff, "between 0 and 1")?;
-        let interval = (1..=i64::from(i32::MAX)).contains(&growth_interval);
-        ensure(
-            "growth_interval",
-            growth_interval as f64,
-            interval,
-            "from 1 to 2^31 - 1",
-        )?;
-        ensure(
-            "hysteresis",
-            f64::from(hysteresis),
-            hysteresis > 0,
-            "at least 1",
-        )?;
-        ensure(
-            "max_consecutive_skips",
-            limit as f64,
-            limit > 0,
-            "at least 1, or None",
-        )
+        let (low, high) = (self.min_scale, self.max_scale);
+        let (growth, backoff) = (self.growth_factor, self.backoff_factor);
+        let (interval, in_a_row) = (self.growth_interval, self.hysteresis);
+        let limit = self.max_consecutive_skips.unwrap_or(1);
+        let lasts = (1..=i64::from(i32::MAX)).contains(&interval);
+        ensure("min_scale", low, SMALLEST <= low, "at least 2^-126")?;
+        ensure("max_scale", high, high <= LARGEST, "at most the largest f32")?;
+        ensure("max_scale", high, low <= high, "at least min_scale")?;
+        self.check_scale("init_scale", self.init_scale)?;
+        ensure("growth_factor", growth, 1.0 < growth && growth < INF, "finite and more than 1")?;
+        ensure("backoff_factor", backoff, 0.0 < backoff && backoff < 1.0, "between 0 and 1")?;
+        ensure("growth_interval", interval as f64, lasts, "from 1 to 2^31 - 1")?;
+        ensure("hysteresis", f64::from(in_a_row), in_a_row > 0, "at least 1")?;
+        ensure("max_consecutive_skips", f64::from(limit), limit > 0, "at least 1, or None")
     }
 
     /// Refuses a scale that is not between the bounds; NaN is not.
@@ -151,11 +104,7 @@ impl GradScalerConfig {
 }
 
 fn ensure(field: &'static str, value: f64, holds: bool, rule: &'static str) -> Result<()> {
-    if holds {
-        Ok(())
-    } else {
-        Err(Error::InvalidValue { field, value, rule })
-    }
+    if holds { Ok(()) } else { Err(Error::InvalidValue { field, value, rule }) }
 }
 
 /// The settings of a scaler at work.
@@ -171,10 +120,7 @@ impl GradScaler {
     ///
     /// [`Error::InvalidValue`] unless it is finite and more than 1; the old value stays then.
     pub fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
-        self.reconfigure(GradScalerConfig {
-            growth_factor,
-            ..self.config
-        })
+        self.reconfigure(GradScalerConfig { growth_factor, ..self.config })
     }
 
     /// Returns what the scale is multiplied by when it backs off.
@@ -188,10 +134,7 @@ impl GradScaler {
     ///
     /// [`Error::InvalidValue`] unless it is between 0 and 1; the old value stays then.
     pub fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
-        self.reconfigure(GradScalerConfig {
-            backoff_factor,
-            ..self.config
-        })
+        self.reconfigure(GradScalerConfig { backoff_factor, ..self.config })
     }
 
     /// Returns the number of iterations without overflow before the scale grows.
@@ -206,13 +149,8 @@ impl GradScaler {
     ///
     /// [`Error::InvalidValue`] unless it is from 1 to 2^31 - 1; the old value stays then.
     pub fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
-        self.reconfigure(GradScalerConfig {
-            growth_interval,
-            ..self.config
-        })?;
-        self.scale
-            .as_mut()
-            .map_or(Ok(()), |scale| scale.clamp_tracker(growth_interval))
+        self.reconfigure(GradScalerConfig { growth_interval, ..self.config })?;
+        self.scale.as_mut().map_or(Ok(()), |scale| scale.clamp_tracker(growth_interval))
     }
 
     fn reconfigure(&mut self, config: GradScalerConfig) -> Result<()> {

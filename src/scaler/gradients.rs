@@ -31,10 +31,7 @@ impl Plan {
         let mut plan = Self::default();
         let mut seen = AddressMap::default();
         for (index, gradient) in gradients.iter().enumerate() {
-            let refuse = |problem| Error::Gradient {
-                parameter: describe(index),
-                problem,
-            };
+            let refuse = |problem| Error::Gradient { parameter: describe(index), problem };
             if gradient.parameter == 0 {
                 return Err(refuse("cannot exist: the parameter is an undefined tensor"));
             }
@@ -73,13 +70,9 @@ fn problem(gradient: &Gradient, allow_fp16: bool) -> Option<&'static str> {
             "is fp16, in which small values are lost: keep parameters in f32 and let autocast do the casts, or set allow_fp16_gradients",
         );
     }
-    let floating = [
-        half,
-        dtype_code(Kind::Float),
-        dtype_code(Kind::Double),
-        dtype_code(Kind::BFloat16),
-    ]
-    .contains(&Some(gradient.dtype));
+    let floating =
+        [half, dtype_code(Kind::Float), dtype_code(Kind::Double), dtype_code(Kind::BFloat16)]
+            .contains(&Some(gradient.dtype));
     if !(floating || is_half || COMPLEX.contains(&gradient.dtype)) {
         return Some("is neither floating nor complex and cannot be unscaled");
     }
@@ -126,11 +119,7 @@ pub(crate) fn change(before: Option<&Gradient>, now: &Gradient) -> Change {
 
 /// What a message calls a parameter.
 pub(crate) fn describe(index: usize, tensor: &Tensor, name: Option<String>) -> String {
-    let shape = if tensor.defined() {
-        tensor.size()
-    } else {
-        Vec::new()
-    };
+    let shape = if tensor.defined() { tensor.size() } else { Vec::new() };
     match name {
         Some(name) => format!("parameter `{name}` {shape:?}"),
         None => format!("parameter {index} {shape:?}"),

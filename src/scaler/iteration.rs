@@ -89,10 +89,7 @@ impl Iteration {
         }
         let shared =
             |g: &Gradient| g.gradient != 0 && self.unscaled.get(&g.parameter) == Some(&g.gradient);
-        gradients
-            .iter()
-            .position(shared)
-            .map_or(Owner::Nobody, Owner::Shared)
+        gradients.iter().position(shared).map_or(Owner::Nobody, Owner::Shared)
     }
 
     /// Finds the record whose parameters these begin with.
@@ -166,11 +163,7 @@ impl Iteration {
     /// A found_inf tensor on the device of a parameter.
     fn spare_found_inf(&mut self, parameter: &Tensor) -> Result<Tensor> {
         let device = parameter.device();
-        match self
-            .spare
-            .iter()
-            .position(|tensor| tensor.device() == device)
-        {
+        match self.spare.iter().position(|tensor| tensor.device() == device) {
             Some(index) => Ok(self.spare.swap_remove(index)),
             None => Ok(Tensor::f_scalar_tensor(0.0, (Kind::Float, device))?),
         }
@@ -178,11 +171,7 @@ impl Iteration {
 
     /// Notes that a loss is being scaled: from here on, a change of an unscaled gradient may be its backward.
     pub(crate) fn note_scale(&mut self) -> Result<()> {
-        for record in self
-            .records
-            .iter_mut()
-            .filter(|record| record.stage == Stage::Unscaled)
-        {
+        for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
             let now = ffi::gradients_inspect(&record.parameters)?;
             record.accept(now);
             record.rescaled = true;
@@ -198,10 +187,7 @@ impl Iteration {
         describe: &dyn Fn(usize) -> String,
     ) -> Result<()> {
         let compared = self.records[record].compare(now);
-        compared.map_err(|(index, how)| Error::GradientChanged {
-            parameter: describe(index),
-            how,
-        })
+        compared.map_err(|(index, how)| Error::GradientChanged { parameter: describe(index), how })
     }
 
     /// Takes over the gradients as they are now, after a change of our own. They are looked at again, since clipping to
@@ -253,17 +239,13 @@ impl Iteration {
     /// All found_inf tensors, and their sum where the host knows it.
     pub(crate) fn found_infs(&self) -> (Vec<&Tensor>, Option<bool>) {
         let found = || self.records.iter().flat_map(|record| &record.found);
-        (
-            found().map(|flag| &flag.tensor).collect(),
-            overflow(found()),
-        )
+        (found().map(|flag| &flag.tensor).collect(), overflow(found()))
     }
 
     /// Forgets a record. Its gradients stay unscaled.
     pub(crate) fn abandon(&mut self, record: usize) {
         let record = self.records.remove(record);
-        self.spare
-            .extend(record.found.into_iter().map(|flag| flag.tensor));
+        self.spare.extend(record.found.into_iter().map(|flag| flag.tensor));
         for gradient in &record.gradients {
             self.unscaled.remove(&gradient.parameter);
         }
@@ -342,8 +324,6 @@ impl Hasher for AddressHasher {
 
     fn write_usize(&mut self, address: usize) {
         // Fibonacci hashing (Knuth): the golden ratio spreads multiples of an alignment.
-        self.0 = (self.0 ^ address as u64)
-            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
-            .rotate_left(32);
+        self.0 = (self.0 ^ address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
     }
 }

@@ -80,13 +80,7 @@ impl GradScaler {
     /// Makes a scaler that does nothing, so that one loop serves both: losses and gradients stay as they are, `step`
     /// always steps, and the scale is 1. As `enabled=False` in PyTorch.
     pub fn disabled() -> Self {
-        Self::from_parts(
-            GradScalerConfig {
-                enabled: false,
-                ..Default::default()
-            },
-            None,
-        )
+        Self::from_parts(GradScalerConfig { enabled: false, ..Default::default() }, None)
     }
 
     pub(crate) fn with_config(device: Device, config: GradScalerConfig) -> Result<Self> {
@@ -101,13 +95,7 @@ impl GradScaler {
 
     fn from_parts(config: GradScalerConfig, scale: Option<Scale>) -> Self {
         let (iteration, names) = (RefCell::default(), HashMap::new());
-        Self {
-            config,
-            scale,
-            skips: 0,
-            iteration,
-            names,
-        }
+        Self { config, scale, skips: 0, iteration, names }
     }
 
     /// Tells whether the scaler does anything, as `is_enabled` in PyTorch.
@@ -153,10 +141,7 @@ impl GradScaler {
     ///
     /// As [`scale`](Self::scale).
     pub fn scale_all<T: Borrow<Tensor>>(&self, outputs: &[T]) -> Result<Vec<Tensor>> {
-        outputs
-            .iter()
-            .map(|output| self.scale(output.borrow()))
-            .collect()
+        outputs.iter().map(|output| self.scale(output.borrow())).collect()
     }
 
     /// Scales a loss and runs its backward: short for `scaler.scale(&loss)?.f_backward()?`.
@@ -190,21 +175,15 @@ impl GradScaler {
         if overflow.is_none() && asks {
             overflow = Some(ffi::any_nonzero(&found_infs)?);
         }
-        let skips = if overflow == Some(true) {
-            self.skips.saturating_add(1)
-        } else {
-            0
-        };
+        let skips = if overflow == Some(true) { self.skips.saturating_add(1) } else { 0 };
         let tolerated = skips > 0 && skips < self.config.hysteresis;
         scale.update(&found_infs, overflow, &self.config.rule(tolerated))?;
         self.skips = skips;
         iteration.close();
         match self.config.max_consecutive_skips {
-            Some(limit) if skips >= limit => Err(Error::TooManySkips {
-                skips,
-                limit,
-                scale: scale.value()?.scale.into(),
-            }),
+            Some(limit) if skips >= limit => {
+                Err(Error::TooManySkips { skips, limit, scale: scale.value()?.scale.into() })
+            }
             _ => Ok(()),
         }
     }
@@ -236,11 +215,7 @@ impl GradScaler {
         let value = new_scale.f_view(-1)?.f_detach()?;
         if value.numel() != 1 {
             let (field, value) = ("the number of elements of new_scale", value.numel() as f64);
-            return Err(Error::InvalidValue {
-                field,
-                value,
-                rule: "1",
-            });
+            return Err(Error::InvalidValue { field, value, rule: "1" });
         }
         self.update_with(value.f_double_value(&[0])?)
     }
@@ -253,9 +228,7 @@ impl GradScaler {
     ///
     /// [`Error::Torch`] if the device cannot be read.
     pub fn get_scale(&self) -> Result<f64> {
-        self.scale
-            .as_ref()
-            .map_or(Ok(1.0), |scale| Ok(scale.value()?.scale.into()))
+        self.scale.as_ref().map_or(Ok(1.0), |scale| Ok(scale.value()?.scale.into()))
     }
 
     /// Returns the number of iterations in a row without overflow; 0 for a disabled scaler. Waits as
@@ -265,8 +238,6 @@ impl GradScaler {
     ///
     /// As [`get_scale`](Self::get_scale).
     pub fn get_growth_tracker(&self) -> Result<i64> {
-        self.scale
-            .as_ref()
-            .map_or(Ok(0), |scale| Ok(scale.value()?.tracker.into()))
+        self.scale.as_ref().map_or(Ok(0), |scale| Ok(scale.value()?.tracker.into()))
     }
 }

@@ -62,8 +62,7 @@ impl Scale {
     pub(crate) fn set_scale(&mut self, scale: f32) -> Result<()> {
         let mirror = self.mirror.take();
         let _filled = self.tensor.f_fill_(f64::from(scale))?;
-        self.mirror
-            .set(mirror.map(|mirror| Mirror { scale, ..mirror }));
+        self.mirror.set(mirror.map(|mirror| Mirror { scale, ..mirror }));
         Ok(())
     }
 
@@ -79,10 +78,7 @@ impl Scale {
     /// Makes sure that a tracker beyond a new interval still grows the scale. Does not wait.
     pub(crate) fn clamp_tracker(&mut self, growth_interval: i64) -> Result<()> {
         let _clamped = self.tracker.f_clamp_max_(growth_interval - 1)?;
-        let clamp = |m: Mirror| Mirror {
-            tracker: clamp_tracker(m.tracker, growth_interval),
-            ..m
-        };
+        let clamp = |m: Mirror| Mirror { tracker: clamp_tracker(m.tracker, growth_interval), ..m };
         self.mirror.set(self.mirror.get().map(clamp));
         Ok(())
     }
@@ -97,11 +93,7 @@ impl Scale {
         let before = self.mirror.take();
         ffi::scale_update(&self.tensor, &self.tracker, found_infs, rule)?;
         let next = |before, overflow| next(before, overflow, rule);
-        self.mirror.set(
-            before
-                .zip(overflow)
-                .map(|(before, overflow)| next(before, overflow)),
-        );
+        self.mirror.set(before.zip(overflow).map(|(before, overflow)| next(before, overflow)));
         Ok(())
     }
 }
@@ -112,27 +104,14 @@ fn next(before: Mirror, overflow: bool, rule: &sys::ScaleRule) -> Mirror {
     let times = |factor: f64| (f64::from(before.scale) * factor) as f32;
     let clamp = |scale: f32| scale.max(rule.min_scale as f32).min(rule.max_scale as f32);
     if overflow {
-        return Mirror {
-            scale: clamp(times(rule.backoff_factor)),
-            tracker: 0,
-        };
+        return Mirror { scale: clamp(times(rule.backoff_factor)), tracker: 0 };
     }
     let tracker = before.tracker + 1;
     if i64::from(tracker) < rule.growth_interval {
-        return Mirror {
-            scale: clamp(before.scale),
-            tracker,
-        };
+        return Mirror { scale: clamp(before.scale), tracker };
     }
     let grown = times(rule.growth_factor);
-    Mirror {
-        scale: clamp(if grown.is_finite() {
-            grown
-        } else {
-            before.scale
-        }),
-        tracker: 0,
-    }
+    Mirror { scale: clamp(if grown.is_finite() { grown } else { before.scale }), tracker: 0 }
 }
 
 impl GradScalerConfig {

@@ -90,11 +90,7 @@ impl GradScalerState {
             max_consecutive_skips,
             allow_fp16_gradients,
         } = *config;
-        let Progress {
-            scale,
-            tracker,
-            skips,
-        } = progress;
+        let Progress { scale, tracker, skips } = progress;
         let usual = GradScalerConfig::default();
         Self {
             scale: Some(scale.into()),
@@ -128,9 +124,7 @@ impl GradScalerState {
             max_scale: self.max_scale.unwrap_or(config.max_scale),
             hysteresis: self.hysteresis.unwrap_or(config.hysteresis),
             max_consecutive_skips: self.max_consecutive_skips.or(config.max_consecutive_skips),
-            allow_fp16_gradients: self
-                .allow_fp16_gradients
-                .unwrap_or(config.allow_fp16_gradients),
+            allow_fp16_gradients: self.allow_fp16_gradients.unwrap_or(config.allow_fp16_gradients),
         };
         loaded.check_scale("scale", scale)?;
         loaded.check()?;
@@ -138,20 +132,13 @@ impl GradScalerState {
         let tracker = i32::try_from(tracker)
             .ok()
             .filter(|tracker| *tracker >= 0)
-            .ok_or(Error::InvalidValue {
-                field: "_growth_tracker",
-                value: tracker as f64,
-                rule,
-            })?;
+            .ok_or(Error::InvalidValue { field: "_growth_tracker", value: tracker as f64, rule })?;
         let progress = Progress {
             scale: scale as f32,
             tracker: clamp_tracker(tracker, loaded.growth_interval),
             skips: self.consecutive_skips.unwrap_or(0),
         };
-        let config = GradScalerConfig {
-            init_scale: config.init_scale,
-            ..loaded
-        };
+        let config = GradScalerConfig { init_scale: config.init_scale, ..loaded };
         Ok((config, progress))
     }
 }
@@ -183,14 +170,7 @@ impl GradScaler {
         };
         self.check_closed("state_dict")?;
         let Mirror { scale, tracker } = scale.value()?;
-        Ok(GradScalerState::save(
-            &self.config,
-            Progress {
-                scale,
-                tracker,
-                skips: self.skips,
-            },
-        ))
+        Ok(GradScalerState::save(&self.config, Progress { scale, tracker, skips: self.skips }))
     }
 
     /// Takes over a saved state. Nothing happens to a disabled scaler.
@@ -204,14 +184,7 @@ impl GradScaler {
             return Ok(());
         }
         self.check_closed("load_state_dict")?;
-        let (
-            config,
-            Progress {
-                scale,
-                tracker,
-                skips,
-            },
-        ) = state.load(&self.config)?;
+        let (config, Progress { scale, tracker, skips }) = state.load(&self.config)?;
         if let Some(tensors) = &mut self.scale {
             tensors.set(Mirror { scale, tracker })?;
         }
@@ -220,10 +193,6 @@ impl GradScaler {
     }
 
     fn check_closed(&self, call: &'static str) -> Result<()> {
-        if self.iteration.borrow().is_open() {
-            Err(Error::IterationOpen { call })
-        } else {
-            Ok(())
-        }
+        if self.iteration.borrow().is_open() { Err(Error::IterationOpen { call }) } else { Ok(()) }
     }
 }

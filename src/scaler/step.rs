@@ -89,11 +89,7 @@ impl GradScaler {
                 Stage::Stepped => return Err(Error::AlreadyStepped),
                 Stage::Unscaled => {}
             }
-            let Claimed {
-                parameters,
-                now,
-                describe,
-            } = claimed;
+            let Claimed { parameters, now, describe } = claimed;
             iteration.verify(record, parameters, now, scale.tensor(), describe)
         })? {
             Some(record) => self.finish(record, optimizer),
@@ -141,16 +137,10 @@ impl GradScaler {
         let now = ffi::gradients_inspect(&parameters)?;
         let mut iteration = self.iteration.borrow_mut();
         match iteration.owner(&now) {
-            Owner::Shared(index) => Err(Error::SharedParameter {
-                parameter: describe(index),
-            }),
+            Owner::Shared(index) => Err(Error::SharedParameter { parameter: describe(index) }),
             Owner::Record(record) => {
                 let (parameters, describe) = (&*parameters, &describe);
-                let claimed = Claimed {
-                    parameters,
-                    now,
-                    describe,
-                };
+                let claimed = Claimed { parameters, now, describe };
                 known(&mut iteration, record, scale, claimed).map(|()| Some(record))
             }
             Owner::Nobody => {
@@ -171,10 +161,7 @@ impl GradScaler {
         let describe = |index| self.describe(optimizer, &parameters, index);
         let now = ffi::gradients_inspect(&parameters)?;
         let Some(record) = record else {
-            return match now
-                .iter()
-                .position(|g| g.gradient != 0 && self.is_enabled())
-            {
+            return match now.iter().position(|g| g.gradient != 0 && self.is_enabled()) {
                 Some(index) => Err(appeared(describe(index))),
                 None => change(&parameters),
             };
@@ -228,10 +215,6 @@ impl GradScaler {
             let identity = *ffi::identities(&all[index..=index]).ok()?.first()?;
             self.names.get(&identity).map(|(name, _)| name.clone())
         };
-        gradients::describe(
-            index,
-            &all[index],
-            optimizer.parameter_name(index).or_else(known),
-        )
+        gradients::describe(index, &all[index], optimizer.parameter_name(index).or_else(known))
     }
 }

@@ -43,11 +43,7 @@ impl<'a> Unscaled<'a> {
         optimizer: &'a mut dyn AmpOptimizer,
         record: Option<usize>,
     ) -> Self {
-        Self {
-            scaler,
-            optimizer,
-            record,
-        }
+        Self { scaler, optimizer, record }
     }
 
     /// Scales the gradients down in place so that their common 2-norm is at most `max_norm`, and returns the norm from

@@ -31,11 +31,7 @@ fn libtorch_serves_a_stale_weight_inside_a_region() {
     let _guard = AutocastGuard::new(Device::Cpu).unwrap();
     assert_eq!(sum_of_product(&w), 8.0);
     add_one(&mut w);
-    assert_eq!(
-        sum_of_product(&w),
-        8.0,
-        "libtorch checks the version now: the docs can say so"
-    );
+    assert_eq!(sum_of_product(&w), 8.0, "libtorch checks the version now: the docs can say so");
     clear_autocast_cache();
     assert_eq!(sum_of_product(&w), 16.0);
 }
@@ -74,10 +70,7 @@ fn a_step_inside_a_region_forgets_the_casts(#[case] enabled: bool) {
         let vs = nn::VarStore::new(device);
         let w = vs.root().ones("w", &[2, 2]);
         let mut opt = nn::Sgd::default().build(&vs, 1.0).unwrap();
-        let config = GradScalerConfig {
-            enabled,
-            ..Default::default()
-        };
+        let config = GradScalerConfig { enabled, ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         let _guard = AutocastGuard::new(device).unwrap();
         assert_eq!(sum_of_product(&w), 8.0);
@@ -100,9 +93,7 @@ fn a_nested_region_of_another_dtype_casts_anew_in_both_directions() {
         assert_eq!(product(), Kind::BFloat16);
         // Through a disabled region, which hides the outer dtype.
         let hidden = region(Kind::Half).enabled(false);
-        let inner = hidden
-            .run(|| region(Kind::Half).run(product).unwrap())
-            .unwrap();
+        let inner = hidden.run(|| region(Kind::Half).run(product).unwrap()).unwrap();
         assert_eq!(inner, Kind::Half);
         assert_eq!(product(), Kind::BFloat16);
     });
@@ -135,9 +126,6 @@ fn weights_used_in_regions_are_freed() {
     cycle(100);
     if let Some((before, after)) = before.zip(resident_bytes()) {
         // A cast of 512 KiB kept for each weight would be 50 MiB.
-        assert!(
-            after.saturating_sub(before) < 8 << 20,
-            "{before} -> {after}"
-        );
+        assert!(after.saturating_sub(before) < 8 << 20, "{before} -> {after}");
     }
 }

@@ -72,16 +72,9 @@ fn guards_in_any_order_follow_the_rule(#[values(1, 2, 3, 4, 5, 6, 7, 8)] seed: u
 fn two_guards_crossed_leave_the_thread_as_it_was() {
     let _alone = alone();
     let outer = AutocastGuard::new(Device::Cpu).unwrap();
-    let inner = Autocast::new(Device::Cpu)
-        .dtype(Kind::Half)
-        .enter()
-        .unwrap();
+    let inner = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
     drop(outer);
-    assert_eq!(
-        seen(),
-        (true, Kind::Half, true),
-        "the inner region is still open"
-    );
+    assert_eq!(seen(), (true, Kind::Half, true), "the inner region is still open");
     drop(inner);
     assert_eq!(seen(), OUTSIDE);
 }
@@ -89,18 +82,11 @@ fn two_guards_crossed_leave_the_thread_as_it_was() {
 #[test]
 fn a_panic_in_a_region_restores_the_state() {
     let _alone = alone();
-    let outer = Autocast::new(Device::Cpu)
-        .dtype(Kind::Half)
-        .enter()
-        .unwrap();
+    let outer = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
     let before = seen();
     let panic = catch_unwind(|| {
         autocast(Device::Cpu, || {
-            let _guard = Autocast::new(Device::Cpu)
-                .enabled(false)
-                .cache(false)
-                .enter()
-                .unwrap();
+            let _guard = Autocast::new(Device::Cpu).enabled(false).cache(false).enter().unwrap();
             panic!("inside");
         })
     });
@@ -126,24 +112,16 @@ fn recursion_through_one_region_value_restores_the_state() {
 #[test]
 fn a_guard_forgotten_inside_a_closure_ends_with_the_closure() {
     let _alone = alone();
-    autocast(Device::Cpu, || {
-        std::mem::forget(AutocastGuard::new(Device::Cpu))
-    })
-    .unwrap();
+    autocast(Device::Cpu, || std::mem::forget(AutocastGuard::new(Device::Cpu))).unwrap();
     assert_eq!(seen(), OUTSIDE);
 }
 
 #[test]
 fn a_guard_that_leaves_its_closure_ends_with_it_and_drops_without_effect() {
     let _alone = alone();
-    let leaked = autocast(Device::Cpu, || AutocastGuard::new(Device::Cpu))
-        .unwrap()
-        .unwrap();
+    let leaked = autocast(Device::Cpu, || AutocastGuard::new(Device::Cpu)).unwrap().unwrap();
     assert_eq!(seen(), OUTSIDE);
-    let _later = Autocast::new(Device::Cpu)
-        .dtype(Kind::Half)
-        .enter()
-        .unwrap();
+    let _later = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
     drop(leaked);
     assert_eq!(seen(), (true, Kind::Half, true));
 }
@@ -162,14 +140,10 @@ fn a_guard_kept_until_the_thread_ends_is_harmless() {
 #[test]
 fn a_refused_region_leaves_the_others_alone() {
     let _alone = alone();
-    let _outer = Autocast::new(Device::Cpu)
-        .dtype(Kind::Half)
-        .enter()
-        .unwrap();
+    let _outer = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
     let before = seen();
-    let refused = catch_unwind(AssertUnwindSafe(|| {
-        Autocast::new(Device::Cpu).dtype(Kind::Int).run(|| ())
-    }));
+    let refused =
+        catch_unwind(AssertUnwindSafe(|| Autocast::new(Device::Cpu).dtype(Kind::Int).run(|| ())));
     assert!(refused.unwrap().is_err());
     assert_eq!(seen(), before);
 }

@@ -18,11 +18,7 @@ fn square(device: Device) -> Tensor {
 fn the_default_dtype_is_pytorchs() {
     let _alone = alone();
     for_each_device(|device| {
-        let want = if device.is_cuda() {
-            Kind::Half
-        } else {
-            Kind::BFloat16
-        };
+        let want = if device.is_cuda() { Kind::Half } else { Kind::BFloat16 };
         let product = autocast(device, || square(device).matmul(&square(device))).unwrap();
         assert_eq!(product.kind(), want);
         let _guard = AutocastGuard::new(device).unwrap();
@@ -37,9 +33,8 @@ fn operations_run_in_the_dtype_of_the_region(#[case] dtype: Kind) {
     let _alone = alone();
     for_each_device(|device| {
         let region = Autocast::new(device).dtype(dtype);
-        let (low, high) = region
-            .run(|| (square(device).mm(&square(device)), square(device).exp()))
-            .unwrap();
+        let (low, high) =
+            region.run(|| (square(device).mm(&square(device)), square(device).exp())).unwrap();
         assert_eq!(low.kind(), dtype);
         // exp is one of libtorch's f32 operations on CUDA and none of autocast's on the CPU.
         assert_eq!(high.kind(), Kind::Float);
@@ -52,14 +47,9 @@ fn a_disabled_region_inside_an_enabled_one_runs_in_full_precision() {
     let _alone = alone();
     let _outer = AutocastGuard::new(Device::Cpu).unwrap();
     let inner = Autocast::new(Device::Cpu).enabled(false);
-    let product = inner
-        .run(|| square(Device::Cpu).mm(&square(Device::Cpu)))
-        .unwrap();
+    let product = inner.run(|| square(Device::Cpu).mm(&square(Device::Cpu))).unwrap();
     assert_eq!(product.kind(), Kind::Float);
-    assert_eq!(
-        square(Device::Cpu).mm(&square(Device::Cpu)).kind(),
-        Kind::BFloat16
-    );
+    assert_eq!(square(Device::Cpu).mm(&square(Device::Cpu)).kind(), Kind::BFloat16);
 }
 
 #[test]
@@ -128,10 +118,7 @@ fn cuda_that_cannot_be_used_is_refused_with_the_reason_and_allowed_when_disabled
     let device = Device::Cuda(0);
     assert!(!is_autocast_available(device));
     let error = AutocastGuard::new(device).unwrap_err().to_string();
-    assert!(
-        error.contains("CUDA") || error.contains("NVIDIA"),
-        "{error}"
-    );
+    assert!(error.contains("CUDA") || error.contains("NVIDIA"), "{error}");
     // The switch of a loop that runs everywhere: `.enabled(use_amp)`.
     assert_eq!(Autocast::new(device).enabled(false).run(|| 7).unwrap(), 7);
 }
@@ -146,10 +133,7 @@ fn regions_of_several_devices_are_independent() {
     assert!(!is_autocast_enabled(Device::Cpu));
     let _cpu = AutocastGuard::new(Device::Cpu).unwrap();
     let products = [Device::Cpu, Device::Cuda(0)].map(|device| square(device).mm(&square(device)));
-    assert_eq!(
-        products.map(|product| product.kind()),
-        [Kind::BFloat16, Kind::Half]
-    );
+    assert_eq!(products.map(|product| product.kind()), [Kind::BFloat16, Kind::Half]);
 }
 
 #[test]
@@ -167,10 +151,7 @@ fn a_region_without_a_dtype_has_that_of_the_region_around_it() {
     for_each_device(|device| {
         for dtype in [Kind::Half, Kind::BFloat16] {
             let _outer = Autocast::new(device).dtype(dtype).enter().unwrap();
-            assert_eq!(
-                autocast(device, || autocast_dtype(device).unwrap()).unwrap(),
-                dtype
-            );
+            assert_eq!(autocast(device, || autocast_dtype(device).unwrap()).unwrap(), dtype);
         }
     });
 }

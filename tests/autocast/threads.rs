@@ -20,9 +20,7 @@ fn a_new_thread_is_outside_of_all_regions() {
 fn a_captured_state_is_the_same_on_another_thread_and_ends_there() {
     let _alone = alone();
     let region = Autocast::new(Device::Cpu).dtype(Kind::Half).cache(false);
-    let (state, here) = region
-        .run(|| (AutocastState::current().unwrap(), seen()))
-        .unwrap();
+    let (state, here) = region.run(|| (AutocastState::current().unwrap(), seen())).unwrap();
     let worker = std::thread::spawn(move || {
         let inside = state.run(seen).unwrap();
         let guard = state.enter().unwrap();
@@ -52,10 +50,7 @@ fn a_million_guards_use_no_memory() {
     assert_eq!(seen(), OUTSIDE);
     if let Some((before, after)) = before.zip(resident_bytes()) {
         let grown = after.saturating_sub(before);
-        assert!(
-            grown < 1 << 20,
-            "a million guards grew memory by {grown} bytes"
-        );
+        assert!(grown < 1 << 20, "a million guards grew memory by {grown} bytes");
     }
 }
 
@@ -119,9 +114,6 @@ fn sixty_four_threads_with_random_panics_stay_as_they_were() {
     let ended: Vec<_> = threads.into_iter().map(|thread| thread.join()).collect();
     for result in ended {
         let panics = result.expect("no other panic").unwrap();
-        assert!(
-            panics > 50,
-            "only {panics} of 10,000 programs panicked: one in 50 should"
-        );
+        assert!(panics > 50, "only {panics} of 10,000 programs panicked: one in 50 should");
     }
 }

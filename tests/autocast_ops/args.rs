@@ -77,10 +77,7 @@ impl Place for usize {
 
 impl Place for &str {
     fn find<'a>(&self, args: &'a Args) -> Option<&'a Arg> {
-        args.named
-            .iter()
-            .find(|(name, _)| name == self)
-            .map(|(_, arg)| arg)
+        args.named.iter().find(|(name, _)| name == self).map(|(_, arg)| arg)
     }
 }
 
@@ -101,15 +98,10 @@ pub struct Args {
 
 impl Args {
     pub fn new(positional: &Value, named: &Value) -> Self {
-        let named = named
-            .as_object()
-            .expect("the oracle writes keyword arguments as an object");
+        let named = named.as_object().expect("the oracle writes keyword arguments as an object");
         Self {
             positional: list(positional).iter().map(read).collect(),
-            named: named
-                .iter()
-                .map(|(name, value)| (name.clone(), read(value)))
-                .collect(),
+            named: named.iter().map(|(name, value)| (name.clone(), read(value))).collect(),
         }
     }
 
@@ -134,13 +126,8 @@ impl Args {
     }
 
     pub fn ts(&self, place: impl Place) -> Vec<&Tensor> {
-        let Arg::List(items) = self.get(place) else {
-            panic!("no list of tensors")
-        };
-        items
-            .iter()
-            .map(|item| item.tensor().expect("a tensor"))
-            .collect()
+        let Arg::List(items) = self.get(place) else { panic!("no list of tensors") };
+        items.iter().map(|item| item.tensor().expect("a tensor")).collect()
     }
 
     pub fn int(&self, place: impl Place) -> Option<i64> {

@@ -5,12 +5,7 @@ use crate::table::{Entry, Outputs, one};
 
 /// Stride, padding, dilation and groups of a convolution over `n` dimensions.
 fn geometry(a: &Args, n: usize) -> (Vec<i64>, Vec<i64>, Vec<i64>, i64) {
-    (
-        a.each(3, 1, n),
-        a.each(4, 0, n),
-        a.each(5, 1, n),
-        a.int(6).unwrap_or(1),
-    )
+    (a.each(3, 1, n), a.each(4, 0, n), a.each(5, 1, n), a.int(6).unwrap_or(1))
 }
 
 /// Stride, dilation and groups of a convolution whose padding has a name.
@@ -21,13 +16,7 @@ fn padded(a: &Args) -> (Vec<i64>, Vec<i64>, i64) {
 /// Stride, padding, output padding, groups and dilation of a transposed convolution over `n` dimensions.
 fn transposed(a: &Args, n: usize) -> (Vec<i64>, Vec<i64>, Vec<i64>, i64, Vec<i64>) {
     let (groups, dilation) = (a.int(6).unwrap_or(1), a.each(7, 1, n));
-    (
-        a.each(3, 1, n),
-        a.each(4, 0, n),
-        a.each(5, 0, n),
-        groups,
-        dilation,
-    )
+    (a.each(3, 1, n), a.each(4, 0, n), a.each(5, 0, n), groups, dilation)
 }
 
 fn convolution(a: &Args) -> Outputs {
@@ -116,60 +105,40 @@ pub const OPS: &[Entry] = &[
     ("_convolution", convolution),
     ("conv1d", |a| {
         let (stride, padding, dilation, groups) = geometry(a, 1);
-        one(a
-            .t(0)
-            .f_conv1d(a.t(1), a.opt(2), stride, padding, dilation, groups))
+        one(a.t(0).f_conv1d(a.t(1), a.opt(2), stride, padding, dilation, groups))
     }),
     ("conv1d.padding", |a| {
         let (stride, dilation, groups) = padded(a);
-        one(a
-            .t(0)
-            .f_conv1d_padding(a.t(1), a.opt(2), stride, a.text(4), dilation, groups))
+        one(a.t(0).f_conv1d_padding(a.t(1), a.opt(2), stride, a.text(4), dilation, groups))
     }),
     ("conv2d.padding", |a| {
         let (stride, dilation, groups) = padded(a);
-        one(a
-            .t(0)
-            .f_conv2d_padding(a.t(1), a.opt(2), stride, a.text(4), dilation, groups))
+        one(a.t(0).f_conv2d_padding(a.t(1), a.opt(2), stride, a.text(4), dilation, groups))
     }),
     ("conv2d", |a| {
         let (stride, padding, dilation, groups) = geometry(a, 2);
-        one(a
-            .t(0)
-            .f_conv2d(a.t(1), a.opt(2), stride, padding, dilation, groups))
+        one(a.t(0).f_conv2d(a.t(1), a.opt(2), stride, padding, dilation, groups))
     }),
     ("conv3d.padding", |a| {
         let (stride, dilation, groups) = padded(a);
-        one(a
-            .t(0)
-            .f_conv3d_padding(a.t(1), a.opt(2), stride, a.text(4), dilation, groups))
+        one(a.t(0).f_conv3d_padding(a.t(1), a.opt(2), stride, a.text(4), dilation, groups))
     }),
     ("conv3d", |a| {
         let (stride, padding, dilation, groups) = geometry(a, 3);
-        one(a
-            .t(0)
-            .f_conv3d(a.t(1), a.opt(2), stride, padding, dilation, groups))
+        one(a.t(0).f_conv3d(a.t(1), a.opt(2), stride, padding, dilation, groups))
     }),
-    ("conv_tbc", |a| {
-        one(a.t(0).f_conv_tbc(a.t(1), a.t(2), a.int(3).unwrap_or(0)))
-    }),
+    ("conv_tbc", |a| one(a.t(0).f_conv_tbc(a.t(1), a.t(2), a.int(3).unwrap_or(0)))),
     ("conv_transpose1d", |a| {
         let (stride, padding, output, groups, dilation) = transposed(a, 1);
-        one(a
-            .t(0)
-            .f_conv_transpose1d(a.t(1), a.opt(2), stride, padding, output, groups, dilation))
+        one(a.t(0).f_conv_transpose1d(a.t(1), a.opt(2), stride, padding, output, groups, dilation))
     }),
     ("conv_transpose2d", |a| {
         let (stride, padding, output, groups, dilation) = transposed(a, 2);
-        one(a
-            .t(0)
-            .f_conv_transpose2d(a.t(1), a.opt(2), stride, padding, output, groups, dilation))
+        one(a.t(0).f_conv_transpose2d(a.t(1), a.opt(2), stride, padding, output, groups, dilation))
     }),
     ("conv_transpose3d", |a| {
         let (stride, padding, output, groups, dilation) = transposed(a, 3);
-        one(a
-            .t(0)
-            .f_conv_transpose3d(a.t(1), a.opt(2), stride, padding, output, groups, dilation))
+        one(a.t(0).f_conv_transpose3d(a.t(1), a.opt(2), stride, padding, output, groups, dilation))
     }),
     ("convolution", convolution),
     ("cudnn_convolution", cudnn_convolution),

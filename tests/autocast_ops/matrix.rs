@@ -52,9 +52,7 @@ pub const OPS: &[Entry] = &[
         let [beta, alpha] = ["beta", "alpha"].map(|name| a.float(name).unwrap_or(1.0));
         one(a.t(0).f_baddbmm(a.t(1), a.t(2), beta, alpha))
     }),
-    ("bilinear", |a| {
-        one(Tensor::f_bilinear(a.t(0), a.t(1), a.t(2), a.opt(3)))
-    }),
+    ("bilinear", |a| one(Tensor::f_bilinear(a.t(0), a.t(1), a.t(2), a.opt(3)))),
     ("bmm", |a| one(a.t(0).f_bmm(a.t(1)))),
     ("chain_matmul", |a| {
         let matrices: Vec<_> = (0..a.count()).map(|i| a.t(i)).collect();
@@ -62,28 +60,14 @@ pub const OPS: &[Entry] = &[
     }),
     ("cross", |a| one(a.t(0).f_cross(a.t(1), None))),
     ("dot", |a| one(a.t(0).f_dot(a.t(1)))),
-    ("einsum", |a| {
-        one(Tensor::f_einsum(a.text(0), &a.ts(1), None::<Vec<i64>>))
-    }),
-    ("linalg_multi_dot", |a| {
-        one(Tensor::f_linalg_multi_dot(&a.ts(0)))
-    }),
-    ("linalg_vecdot", |a| {
-        one(Tensor::f_linalg_vecdot(
-            a.t(0),
-            a.t(1),
-            a.int("dim").unwrap_or(-1),
-        ))
-    }),
+    ("einsum", |a| one(Tensor::f_einsum(a.text(0), &a.ts(1), None::<Vec<i64>>))),
+    ("linalg_multi_dot", |a| one(Tensor::f_linalg_multi_dot(&a.ts(0)))),
+    ("linalg_vecdot", |a| one(Tensor::f_linalg_vecdot(a.t(0), a.t(1), a.int("dim").unwrap_or(-1)))),
     ("linear", |a| one(a.t(0).f_linear(a.t(1), a.opt(2)))),
     ("matmul", |a| one(a.t(0).f_matmul(a.t(1)))),
     ("mm", |a| one(a.t(0).f_mm(a.t(1)))),
     ("mv", |a| one(a.t(0).f_mv(a.t(1)))),
     ("scaled_dot_product_attention", scaled_dot_product_attention),
-    ("tensordot", |a| {
-        one(a
-            .t(0)
-            .f_tensordot(a.t(1), [1, 2].as_slice(), [0, 1].as_slice()))
-    }),
+    ("tensordot", |a| one(a.t(0).f_tensordot(a.t(1), [1, 2].as_slice(), [0, 1].as_slice()))),
     ("vdot", |a| one(a.t(0).f_vdot(a.t(1)))),
 ];

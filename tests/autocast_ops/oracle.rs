@@ -28,15 +28,9 @@ pub type Output = Option<(Kind, Vec<i64>, Vec<u8>)>;
 /// Kind, shape and bits of a tensor; a byte tensor is scratch memory that nobody wrote, and has no bits.
 pub fn output(tensor: &tch::Tensor) -> Output {
     let written = |kind| {
-        if kind == Kind::Uint8 {
-            Vec::new()
-        } else {
-            bits(tensor)
-        }
+        if kind == Kind::Uint8 { Vec::new() } else { bits(tensor) }
     };
-    tensor
-        .defined()
-        .then(|| (tensor.kind(), tensor.size(), written(tensor.kind())))
+    tensor.defined().then(|| (tensor.kind(), tensor.size(), written(tensor.kind())))
 }
 
 impl Case {
@@ -46,12 +40,7 @@ impl Case {
 
     /// The list, the op and the dtype: what a failure is reported under.
     pub fn name(&self) -> String {
-        format!(
-            "{} {} in {}",
-            self.text("list"),
-            self.op(),
-            self.text("dtype")
-        )
+        format!("{} {} in {}", self.text("list"), self.op(), self.text("dtype"))
     }
 
     pub fn dtype(&self) -> Kind {
@@ -67,43 +56,29 @@ impl Case {
         if self.0.get("error").is_some() {
             return Err(self.text("error").to_owned());
         }
-        let values = self.0["outputs"]
-            .as_array()
-            .expect("a case has outputs or an error");
+        let values = self.0["outputs"].as_array().expect("a case has outputs or an error");
         let read = |value: &Value| output(&tensor(value));
-        Ok(values
-            .iter()
-            .map(|value| if value.is_null() { None } else { read(value) })
-            .collect())
+        Ok(values.iter().map(|value| if value.is_null() { None } else { read(value) }).collect())
     }
 
     fn text(&self, field: &str) -> &str {
-        self.0[field]
-            .as_str()
-            .expect("the oracle writes a string here")
+        self.0[field].as_str().expect("the oracle writes a string here")
     }
 }
 
 /// Runs the script, once for all tests; `None` where no Python is set.
 pub fn answers() -> Option<&'static Answers> {
     static ANSWERS: OnceLock<Option<Answers>> = OnceLock::new();
-    ANSWERS
-        .get_or_init(|| Some(read(&Oracle::find("autocast_ops.py")?.run(&[], ""))))
-        .as_ref()
+    ANSWERS.get_or_init(|| Some(read(&Oracle::find("autocast_ops.py")?.run(&[], "")))).as_ref()
 }
 
 fn read(printed: &str) -> Answers {
-    let mut lines = printed
-        .lines()
-        .map(|line| serde_json::from_str(line).expect("a line of JSON"));
+    let mut lines = printed.lines().map(|line| serde_json::from_str(line).expect("a line of JSON"));
     let first: Value = lines.next().expect("the oracle says what it is");
     let names = first["registered"].as_array().expect("a list of ops");
     Answers {
         torch: first["torch"].as_str().expect("a version").to_owned(),
-        registered: names
-            .iter()
-            .map(|name| name.as_str().expect("a name").to_owned())
-            .collect(),
+        registered: names.iter().map(|name| name.as_str().expect("a name").to_owned()).collect(),
         cases: lines.map(Case).collect(),
     }
 }

@@ -49,9 +49,7 @@ pub const UNARY: &[Entry] = &[
 
 /// The rest.
 pub const OTHERS: &[Entry] = &[
-    ("__pow__", |a| {
-        one(a.t(0).f_pow_tensor_scalar(a.float(1).unwrap()))
-    }),
+    ("__pow__", |a| one(a.t(0).f_pow_tensor_scalar(a.float(1).unwrap()))),
     ("pow", |a| match a.is_tensor(1) {
         true => one(a.t(0).f_pow(a.t(1))),
         false => one(a.t(0).f_pow_tensor_scalar(a.float(1).unwrap())),
@@ -59,28 +57,18 @@ pub const OTHERS: &[Entry] = &[
     ("addcdiv", |a| one(a.t(0).f_addcdiv(a.t(1), a.t(2)))),
     ("addcmul", |a| one(a.t(0).f_addcmul(a.t(1), a.t(2)))),
     ("atan2", |a| one(a.t(0).f_atan2(a.t(1)))),
-    ("cat", |a| {
-        one(Tensor::f_cat(&a.ts(0), a.int(1).unwrap_or(0)))
-    }),
+    ("cat", |a| one(Tensor::f_cat(&a.ts(0), a.int(1).unwrap_or(0)))),
     ("fake_quantize_per_tensor_affine", |a| {
         let [zero_point, low, high] = [2, 3, 4].map(|i| a.int(i).unwrap());
-        one(a
-            .t(0)
-            .f_fake_quantize_per_tensor_affine(a.float(1).unwrap(), zero_point, low, high))
+        one(a.t(0).f_fake_quantize_per_tensor_affine(a.float(1).unwrap(), zero_point, low, high))
     }),
-    ("index_copy", |a| {
-        one(a.t(0).f_index_copy(a.int(1).unwrap(), a.t(2), a.t(3)))
-    }),
+    ("index_copy", |a| one(a.t(0).f_index_copy(a.int(1).unwrap(), a.t(2), a.t(3)))),
     ("index_put", |a| {
         let indices: Vec<_> = a.ts(1).into_iter().map(Some).collect();
         one(a.t(0).f_index_put(&indices, a.t(2), false))
     }),
     ("polar", |a| one(Tensor::f_polar(a.t(0), a.t(1)))),
     ("prelu", |a| one(a.t(0).f_prelu(a.t(1)))),
-    ("scatter_add", |a| {
-        one(a.t(0).f_scatter_add(a.int(1).unwrap(), a.t(2), a.t(3)))
-    }),
-    ("stack", |a| {
-        one(Tensor::f_stack(&a.ts(0), a.int(1).unwrap_or(0)))
-    }),
+    ("scatter_add", |a| one(a.t(0).f_scatter_add(a.int(1).unwrap(), a.t(2), a.t(3)))),
+    ("stack", |a| one(Tensor::f_stack(&a.ts(0), a.int(1).unwrap_or(0)))),
 ];

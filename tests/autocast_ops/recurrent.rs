@@ -6,14 +6,7 @@ use crate::table::{Entry, Outputs, four, one, three, two};
 /// `has_biases`, `num_layers`, `dropout`, `train`, `bidirectional` and `batch_first` of a layer.
 fn options(a: &Args) -> (bool, i64, f64, bool, bool, bool) {
     let flag = |place: usize| a.flag(place).unwrap();
-    (
-        flag(3),
-        a.int(4).unwrap(),
-        a.float(5).unwrap(),
-        flag(6),
-        flag(7),
-        flag(8),
-    )
+    (flag(3), a.int(4).unwrap(), a.float(5).unwrap(), flag(6), flag(7), flag(8))
 }
 
 fn mkldnn_rnn_layer(a: &Args) -> Outputs {
@@ -45,75 +38,23 @@ fn mkldnn_rnn_layer(a: &Args) -> Outputs {
 pub const OPS: &[Entry] = &[
     ("gru", |a| {
         let (biases, layers, dropout, train, both, batch) = options(a);
-        two(a.t(0).f_gru(
-            a.t(1),
-            &a.ts(2),
-            biases,
-            layers,
-            dropout,
-            train,
-            both,
-            batch,
-        ))
+        two(a.t(0).f_gru(a.t(1), &a.ts(2), biases, layers, dropout, train, both, batch))
     }),
-    ("gru_cell", |a| {
-        one(a
-            .t(0)
-            .f_gru_cell(a.t(1), a.t(2), a.t(3), a.opt(4), a.opt(5)))
-    }),
+    ("gru_cell", |a| one(a.t(0).f_gru_cell(a.t(1), a.t(2), a.t(3), a.opt(4), a.opt(5)))),
     ("lstm", |a| {
         let (biases, layers, dropout, train, both, batch) = options(a);
-        three(a.t(0).f_lstm(
-            &a.ts(1),
-            &a.ts(2),
-            biases,
-            layers,
-            dropout,
-            train,
-            both,
-            batch,
-        ))
+        three(a.t(0).f_lstm(&a.ts(1), &a.ts(2), biases, layers, dropout, train, both, batch))
     }),
-    ("lstm_cell", |a| {
-        two(a
-            .t(0)
-            .f_lstm_cell(&a.ts(1), a.t(2), a.t(3), a.opt(4), a.opt(5)))
-    }),
+    ("lstm_cell", |a| two(a.t(0).f_lstm_cell(&a.ts(1), a.t(2), a.t(3), a.opt(4), a.opt(5)))),
     ("mkldnn_rnn_layer", mkldnn_rnn_layer),
     ("rnn_relu", |a| {
         let (biases, layers, dropout, train, both, batch) = options(a);
-        two(a.t(0).f_rnn_relu(
-            a.t(1),
-            &a.ts(2),
-            biases,
-            layers,
-            dropout,
-            train,
-            both,
-            batch,
-        ))
+        two(a.t(0).f_rnn_relu(a.t(1), &a.ts(2), biases, layers, dropout, train, both, batch))
     }),
-    ("rnn_relu_cell", |a| {
-        one(a
-            .t(0)
-            .f_rnn_relu_cell(a.t(1), a.t(2), a.t(3), a.opt(4), a.opt(5)))
-    }),
+    ("rnn_relu_cell", |a| one(a.t(0).f_rnn_relu_cell(a.t(1), a.t(2), a.t(3), a.opt(4), a.opt(5)))),
     ("rnn_tanh", |a| {
         let (biases, layers, dropout, train, both, batch) = options(a);
-        two(a.t(0).f_rnn_tanh(
-            a.t(1),
-            &a.ts(2),
-            biases,
-            layers,
-            dropout,
-            train,
-            both,
-            batch,
-        ))
+        two(a.t(0).f_rnn_tanh(a.t(1), &a.ts(2), biases, layers, dropout, train, both, batch))
     }),
-    ("rnn_tanh_cell", |a| {
-        one(a
-            .t(0)
-            .f_rnn_tanh_cell(a.t(1), a.t(2), a.t(3), a.opt(4), a.opt(5)))
-    }),
+    ("rnn_tanh_cell", |a| one(a.t(0).f_rnn_tanh_cell(a.t(1), a.t(2), a.t(3), a.opt(4), a.opt(5)))),
 ];

@@ -21,12 +21,8 @@ struct Writer {
 
 /// The program that follows from `seed`.
 pub fn program(seed: u64) -> Vec<Op> {
-    let mut writer = Writer {
-        rng: Rng::new(seed),
-        ops: vec![Op::Program],
-        tensors: 0,
-        regions: Vec::new(),
-    };
+    let mut writer =
+        Writer { rng: Rng::new(seed), ops: vec![Op::Program], tensors: 0, regions: Vec::new() };
     for kind in KINDS {
         writer.tensor(kind, false);
     }
@@ -77,11 +73,7 @@ impl Writer {
         }
         let dtype = *self.rng.pick(&dtypes);
         let cache = *self.rng.pick(&[None, None, Some(true), Some(false)]);
-        self.ops.push(Op::Enter {
-            dtype,
-            enabled,
-            cache,
-        });
+        self.ops.push(Op::Enter { dtype, enabled, cache });
         self.regions.push(dtype);
     }
 

@@ -38,12 +38,7 @@ impl Answer {
                 Outcome::Tensor(kind, canonical(kind, from_hex(hex.unwrap_or_default())))
             }
         };
-        Self {
-            enabled,
-            cache,
-            dtype,
-            outcome,
-        }
+        Self { enabled, cache, dtype, outcome }
     }
 
     fn now(outcome: Outcome) -> Self {
@@ -86,11 +81,7 @@ impl Machine {
                 let tensor = Tensor::from_slice(values).reshape([4, 4]).to_kind(*kind);
                 return Ok(Some(self.keep(tensor.set_requires_grad(*leaf))));
             }
-            Op::Enter {
-                dtype,
-                enabled,
-                cache,
-            } => self.enter(*dtype, *enabled, *cache),
+            Op::Enter { dtype, enabled, cache } => self.enter(*dtype, *enabled, *cache),
             Op::Exit => drop(self.regions.pop()),
             Op::GradMode(true) => self.no_grad = None,
             // Not through a second guard: dropping the first would switch recording on again.
@@ -124,15 +115,11 @@ impl Machine {
         if let Some(cache) = cache {
             region = region.cache(cache);
         }
-        self.regions
-            .push(region.enter().expect("the CPU has these regions"));
+        self.regions.push(region.enter().expect("the CPU has these regions"));
     }
 
     fn compute(&mut self, function: Function, operands: &[usize]) -> Result<Tensor, TchError> {
-        let operands: Vec<_> = operands
-            .iter()
-            .map(|i| self.values[*i].shallow_clone())
-            .collect();
+        let operands: Vec<_> = operands.iter().map(|i| self.values[*i].shallow_clone()).collect();
         match apply(function, &operands) {
             Ok(tensor) => Ok(self.keep(tensor)),
             Err(error) => {
@@ -166,10 +153,7 @@ fn apply(function: Function, operands: &[Tensor]) -> Result<Tensor, TchError> {
 /// A short text for an answer: everything but the bits in full.
 pub fn describe(answer: &Answer) -> String {
     let (enabled, cache) = (answer.enabled, answer.cache);
-    let state = format!(
-        "enabled {enabled}, cache {cache}, {}",
-        kind_name(answer.dtype)
-    );
+    let state = format!("enabled {enabled}, cache {cache}, {}", kind_name(answer.dtype));
     match &answer.outcome {
         Outcome::Nothing => format!("{state}: nothing"),
         Outcome::Error(message) => format!("{state}: error {message:?}"),

@@ -10,17 +10,9 @@ pub enum Op {
     /// Everything is closed and forgotten.
     Program,
     /// A new tensor; a leaf requires gradients.
-    Tensor {
-        kind: Kind,
-        leaf: bool,
-        values: Vec<f64>,
-    },
+    Tensor { kind: Kind, leaf: bool, values: Vec<f64> },
     /// Opens a region; what is `None` is left at its default.
-    Enter {
-        dtype: Option<Kind>,
-        enabled: bool,
-        cache: Option<bool>,
-    },
+    Enter { dtype: Option<Kind>, enabled: bool, cache: Option<bool> },
     /// Closes the innermost region.
     Exit,
     /// Switches the recording of gradients.
@@ -50,23 +42,12 @@ pub enum Function {
 }
 
 impl Function {
-    pub const ALL: [Self; 7] = [
-        Self::Mm,
-        Self::Linear,
-        Self::Conv,
-        Self::Add,
-        Self::Cat,
-        Self::Softmax,
-        Self::LayerNorm,
-    ];
+    pub const ALL: [Self; 7] =
+        [Self::Mm, Self::Linear, Self::Conv, Self::Add, Self::Cat, Self::Softmax, Self::LayerNorm];
 
     /// How many tensors it takes.
     pub fn operands(self) -> usize {
-        if matches!(self, Self::Softmax | Self::LayerNorm) {
-            1
-        } else {
-            2
-        }
+        if matches!(self, Self::Softmax | Self::LayerNorm) { 1 } else { 2 }
     }
 
     pub fn name(self) -> &'static str {
@@ -96,10 +77,7 @@ pub fn kind_name(kind: Kind) -> &'static str {
 /// The kind that the oracle calls `name`.
 pub fn kind_called(name: &str) -> Kind {
     let kinds = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
-    kinds
-        .into_iter()
-        .find(|kind| kind_name(*kind) == name)
-        .expect("a kind of the oracle")
+    kinds.into_iter().find(|kind| kind_name(*kind) == name).expect("a kind of the oracle")
 }
 
 fn flag(value: Option<bool>) -> &'static str {
@@ -114,11 +92,7 @@ impl fmt::Display for Op {
                 write!(f, "tensor {} {}", kind_name(*kind), flag(Some(*leaf)))?;
                 values.iter().try_for_each(|value| write!(f, " {value}"))
             }
-            Self::Enter {
-                dtype,
-                enabled,
-                cache,
-            } => {
+            Self::Enter { dtype, enabled, cache } => {
                 let dtype = dtype.map_or("-", kind_name);
                 write!(f, "enter {dtype} {} {}", flag(Some(*enabled)), flag(*cache))
             }

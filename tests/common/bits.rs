@@ -34,13 +34,8 @@ pub fn canonical(kind: Kind, mut bytes: Vec<u8>) -> Vec<u8> {
 pub fn from_hex(hex: &str) -> Vec<u8> {
     let digit = |c: u8| (c as char).to_digit(16).expect("a hexadecimal digit") as u8;
     let pairs = hex.as_bytes().chunks_exact(2);
-    assert!(
-        pairs.remainder().is_empty(),
-        "hexadecimal bytes have two digits each"
-    );
-    pairs
-        .map(|pair| digit(pair[0]) << 4 | digit(pair[1]))
-        .collect()
+    assert!(pairs.remainder().is_empty(), "hexadecimal bytes have two digits each");
+    pairs.map(|pair| digit(pair[0]) << 4 | digit(pair[1])).collect()
 }
 
 /// The kind that PyTorch calls `name`, such as `bfloat16`.

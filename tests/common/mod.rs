@@ -1,10 +1,6 @@
 //! What every integration test shares: devices, the Python oracle, reproducible random numbers.
 #![allow(dead_code, reason = "each test file uses its own part")]
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a test fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 pub mod bits;
 pub mod python;
@@ -29,10 +25,7 @@ pub fn for_each_device(test: impl Fn(Device)) {
 pub fn cuda_or_skip() -> bool {
     let available = Cuda::is_available();
     if !available {
-        assert!(
-            !required("TCH_AMP_REQUIRE_CUDA"),
-            "CUDA is required here and not usable"
-        );
+        assert!(!required("TCH_AMP_REQUIRE_CUDA"), "CUDA is required here and not usable");
         // Once a program, not once a test.
         static SAID: Once = Once::new();
         SAID.call_once(|| skipped("and others, on CUDA: no usable CUDA device"));
@@ -44,9 +37,7 @@ pub fn cuda_or_skip() -> bool {
 pub fn skipped(what: &str) {
     let test = std::thread::current();
     let line = format!("SKIPPED {}: {what}\n", test.name().unwrap_or_default());
-    std::io::stderr()
-        .write_all(line.as_bytes())
-        .expect("stderr takes a line");
+    std::io::stderr().write_all(line.as_bytes()).expect("stderr takes a line");
 }
 
 /// Tells whether the environment variable `name` asks for a skip to be a failure.
@@ -56,12 +47,7 @@ pub fn required(name: &str) -> bool {
 
 /// The elements of a floating tensor as `f64`, in row-major order.
 pub fn to_f64(tensor: &Tensor) -> Vec<f64> {
-    let flat = tensor
-        .detach()
-        .to_device(Device::Cpu)
-        .to_kind(Kind::Double)
-        .contiguous()
-        .view(-1);
+    let flat = tensor.detach().to_device(Device::Cpu).to_kind(Kind::Double).contiguous().view(-1);
     Vec::<f64>::try_from(flat).expect("a flat f64 tensor is a vector")
 }
 
@@ -69,9 +55,7 @@ pub fn to_f64(tensor: &Tensor) -> Vec<f64> {
 pub fn resident_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok();
     let kib = status.as_deref().and_then(|status| {
-        let line = status
-            .lines()
-            .find_map(|line| line.strip_prefix("VmRSS:"))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
         line.trim().strip_suffix(" kB")?.parse::<u64>().ok()
     });
     if kib.is_none() {

@@ -30,10 +30,7 @@ impl Oracle {
             super::skipped("set TCH_AMP_PYTHON to a Python with torch, or run `cargo xtask test`");
             return None;
         };
-        Some(Self {
-            python: python.into(),
-            script: root().join("tests/oracle").join(name),
-        })
+        Some(Self { python: python.into(), script: root().join("tests/oracle").join(name) })
     }
 
     /// Runs the script with `args`, gives it `input`, and returns what it printed.
@@ -50,25 +47,15 @@ impl Oracle {
         // A thread of its own: a script that answers while it reads would fill the pipe and wait for us.
         let writer = std::thread::spawn(move || stdin.write_all(input.as_bytes()));
         let output = child.wait_with_output().expect("the oracle ends");
-        assert!(
-            output.status.success(),
-            "the oracle {} failed",
-            self.script.display()
-        );
-        writer
-            .join()
-            .expect("the writer ends")
-            .expect("the oracle reads its input");
+        assert!(output.status.success(), "the oracle {} failed", self.script.display());
+        writer.join().expect("the writer ends").expect("the oracle reads its input");
         String::from_utf8(output.stdout).expect("the oracle prints UTF-8")
     }
 
     /// The command that runs the script, for a test that talks with it while it runs.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.python);
-        command
-            .arg("-B")
-            .arg(&self.script)
-            .env_remove("LD_LIBRARY_PATH");
+        command.arg("-B").arg(&self.script).env_remove("LD_LIBRARY_PATH");
         // torch warns about every missing optional package, and no oracle needs one.
         command.env("PYTHONWARNINGS", "ignore:Failed to initialize NumPy");
         command

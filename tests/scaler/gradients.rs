@@ -40,10 +40,7 @@ fn one_bad_element_anywhere_is_found(#[case] kind: Kind, #[case] n: i64) {
             let mut scaler = scaler(device);
             scaler.backward(&w.sum(None)).unwrap();
             let _filled = w.grad().get(place).fill_(bad);
-            assert!(
-                scaler.step(&mut opt).unwrap().is_skipped().unwrap(),
-                "{kind:?} at {place}"
-            );
+            assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap(), "{kind:?} at {place}");
             assert_eq!(w.min().double_value(&[]), 1.0);
         }
     });
@@ -54,10 +51,7 @@ fn one_bad_element_anywhere_is_found(#[case] kind: Kind, #[case] n: i64) {
 fn unscaling_rounds_as_a_plain_loop_does() {
     for_each_device(|device| {
         let values: Vec<f32> = (1..=1000).map(|i| 0.37 * i as f32).collect();
-        let config = GradScalerConfig {
-            init_scale: 3.0,
-            ..Default::default()
-        };
+        let config = GradScalerConfig { init_scale: 3.0, ..Default::default() };
         let inverse = (1.0 / 3.0) as f32;
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
             let w = Tensor::zeros([1000], (kind, device)).set_requires_grad(true);
@@ -65,9 +59,7 @@ fn unscaling_rounds_as_a_plain_loop_does() {
             let mut scaler = config.build(device).unwrap();
             (&w * &factors).sum(kind).backward();
             let scaled = to_f64(&w.grad());
-            scaler
-                .unscale_(&mut Descent(vec![w.shallow_clone()]))
-                .unwrap();
+            scaler.unscale_(&mut Descent(vec![w.shallow_clone()])).unwrap();
             let want = scaled.iter().map(|&g| match kind {
                 Kind::Double => g * f64::from(inverse),
                 Kind::BFloat16 => bf16::from_f32(g as f32 * inverse).to_f64(),
@@ -89,10 +81,7 @@ fn fp16_gradients_are_refused_by_name_before_any_gradient_is_touched() {
         scaler.backward(&total).unwrap();
         let error = scaler.unscale_(&mut opt).unwrap_err().to_string();
         assert!(error.contains("parameter 1 [3]") && error.contains("allow_fp16_gradients"));
-        assert_eq!(
-            (to_f64(&w.grad()), to_f64(&low.grad())),
-            (vec![8.0; 3], vec![8.0; 3])
-        );
+        assert_eq!((to_f64(&w.grad()), to_f64(&low.grad())), (vec![8.0; 3], vec![8.0; 3]));
         drop(vs);
     });
 }
@@ -113,11 +102,8 @@ fn a_named_parameter_is_named() {
 #[test]
 fn fp16_gradients_are_unscaled_when_that_is_asked_for() {
     for_each_device(|device| {
-        let config = GradScalerConfig {
-            init_scale: 8.0,
-            allow_fp16_gradients: true,
-            ..Default::default()
-        };
+        let config =
+            GradScalerConfig { init_scale: 8.0, allow_fp16_gradients: true, ..Default::default() };
         let mut scaler = config.build(device).unwrap();
         let w = ones(Kind::Half, device);
         let mut opt = Descent(vec![w.shallow_clone()]);
@@ -137,9 +123,7 @@ fn sparse_gradients_are_unscaled_with_their_duplicates() {
         let mut scaler = scaler(device);
         scaler.backward(&rows.sum(Kind::Float)).unwrap();
         assert!(table.grad().is_sparse());
-        scaler
-            .unscale_(&mut Descent(vec![table.shallow_clone()]))
-            .unwrap();
+        scaler.unscale_(&mut Descent(vec![table.shallow_clone()])).unwrap();
         let dense = table.grad().to_dense(None, false);
         assert_eq!(to_f64(&dense), [0.0, 0.0, 2.0, 2.0, 0.0, 0.0, 1.0, 1.0]);
     });
@@ -147,21 +131,14 @@ fn sparse_gradients_are_unscaled_with_their_duplicates() {
 
 #[test]
 fn fp16_duplicates_that_add_up_to_infinity_are_found() {
-    let config = GradScalerConfig {
-        init_scale: 1.0,
-        allow_fp16_gradients: true,
-        ..Default::default()
-    };
+    let config =
+        GradScalerConfig { init_scale: 1.0, allow_fp16_gradients: true, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     let table = Tensor::ones([2, 1], (Kind::Half, Device::Cpu)).set_requires_grad(true);
     let indices = Tensor::from_slice(&[1i64, 1]);
     let rows = Tensor::embedding(&table, &indices, -1, false, true);
-    scaler
-        .backward(&(rows * 64000.0).sum(Kind::Half).to_kind(Kind::Float))
-        .unwrap();
-    let outcome = scaler
-        .step(&mut Descent(vec![table.shallow_clone()]))
-        .unwrap();
+    scaler.backward(&(rows * 64000.0).sum(Kind::Half).to_kind(Kind::Float)).unwrap();
+    let outcome = scaler.step(&mut Descent(vec![table.shallow_clone()])).unwrap();
     assert!(outcome.is_skipped().unwrap());
 }
 
@@ -172,9 +149,7 @@ fn complex_gradients_are_unscaled_and_checked() {
         let mut opt = Descent(vec![w.shallow_clone()]);
         let mut scaler = scaler(device);
         let parts = |factors: &[f64]| {
-            let factors = Tensor::from_slice(factors)
-                .to_kind(Kind::Float)
-                .to_device(device);
+            let factors = Tensor::from_slice(factors).to_kind(Kind::Float).to_device(device);
             (w.view_as_real() * factors.view([2, 2])).sum(None)
         };
         scaler.backward(&parts(&[1.0, 2.0, 3.0, 4.0])).unwrap();
@@ -197,9 +172,7 @@ fn gradients_of_any_layout_are_unscaled_where_they_are() {
             let factors = Tensor::arange(12, (Kind::Float, device)).view([4, 3]);
             let mut scaler = scaler(device);
             scaler.backward(&(&w * &factors).sum(Kind::Float)).unwrap();
-            scaler
-                .unscale_(&mut Descent(vec![w.shallow_clone()]))
-                .unwrap();
+            scaler.unscale_(&mut Descent(vec![w.shallow_clone()])).unwrap();
             assert_eq!(to_f64(&w.grad()), to_f64(&factors));
         }
     });
@@ -218,9 +191,8 @@ fn a_gradient_whose_elements_share_memory_is_refused() {
     for gradient in [expanded, sliding] {
         let w = ones(Kind::Float, Device::Cpu);
         force_gradient(&w, &gradient);
-        let error = scaler(Device::Cpu)
-            .unscale_(&mut Descent(vec![w.shallow_clone()]))
-            .unwrap_err();
+        let error =
+            scaler(Device::Cpu).unscale_(&mut Descent(vec![w.shallow_clone()])).unwrap_err();
         assert!(error.to_string().contains("share memory"), "{error}");
         assert_eq!(gradient.max().double_value(&[]), 1.0);
     }
@@ -230,9 +202,7 @@ fn a_gradient_whose_elements_share_memory_is_refused() {
 fn an_integer_gradient_is_refused() {
     let w = ones(Kind::Float, Device::Cpu);
     force_gradient(&w, &Tensor::ones([3], (Kind::Int64, Device::Cpu)));
-    let error = scaler(Device::Cpu)
-        .unscale_(&mut Descent(vec![w.shallow_clone()]))
-        .unwrap_err();
+    let error = scaler(Device::Cpu).unscale_(&mut Descent(vec![w.shallow_clone()])).unwrap_err();
     assert!(matches!(error, Error::Gradient { .. }), "{error}");
 }
 
@@ -250,16 +220,8 @@ fn missing_and_empty_gradients_are_no_obstacle() {
         let empty = Tensor::zeros([0], (Kind::Float, device)).set_requires_grad(true);
         let all = [&w, &unused, &empty].map(Tensor::shallow_clone);
         let mut scaler = scaler(device);
-        scaler
-            .backward(&(loss(&w, &[1.0; 3]) + empty.sum(None)))
-            .unwrap();
-        assert!(
-            scaler
-                .step(&mut Descent(all.into()))
-                .unwrap()
-                .is_stepped()
-                .unwrap()
-        );
+        scaler.backward(&(loss(&w, &[1.0; 3]) + empty.sum(None))).unwrap();
+        assert!(scaler.step(&mut Descent(all.into())).unwrap().is_stepped().unwrap());
         assert_eq!((to_f64(&w), to_f64(&unused)), (vec![0.0; 3], vec![1.0; 3]));
     });
 }
@@ -284,10 +246,7 @@ fn mixed_dtypes_are_unscaled_together() {
         let kinds = [Kind::Float, Kind::Double, Kind::BFloat16];
         let all = kinds.map(|kind| ones(kind, device));
         let mut scaler = scaler(device);
-        let total: Tensor = all
-            .iter()
-            .map(|w| loss(w, &[1.0; 3]).to_kind(Kind::Double))
-            .sum();
+        let total: Tensor = all.iter().map(|w| loss(w, &[1.0; 3]).to_kind(Kind::Double)).sum();
         scaler.backward(&total).unwrap();
         let mut opt = Descent(all.iter().map(Tensor::shallow_clone).collect());
         assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
@@ -309,10 +268,7 @@ fn gradients_on_several_devices_decide_together() {
             scaler.backward(&loss(w, &[value; 3])).unwrap();
         }
         let mut opt = Descent(all.iter().map(Tensor::shallow_clone).collect());
-        assert_eq!(
-            scaler.step(&mut opt).unwrap().is_stepped().unwrap(),
-            bad.is_none()
-        );
+        assert_eq!(scaler.step(&mut opt).unwrap().is_stepped().unwrap(), bad.is_none());
         let want = if bad.is_none() { 0.0 } else { 1.0 };
         all.iter().for_each(|w| assert_eq!(to_f64(w), [want; 3]));
         scaler.update().unwrap();

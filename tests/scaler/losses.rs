@@ -28,13 +28,8 @@ fn a_loss_of_one_is_scaled_to_65536_in_every_shape(#[case] kind: Kind, #[case] w
 #[case(Kind::ComplexFloat)]
 fn a_loss_that_is_not_floating_is_refused(#[case] kind: Kind) {
     let scaler = GradScaler::new(Device::Cpu).unwrap();
-    let error = scaler
-        .scale(&Tensor::ones([1], (kind, Device::Cpu)))
-        .unwrap_err();
-    assert!(
-        matches!(error, Error::ScaleDtype { dtype: refused } if refused == kind),
-        "{error}"
-    );
+    let error = scaler.scale(&Tensor::ones([1], (kind, Device::Cpu))).unwrap_err();
+    assert!(matches!(error, Error::ScaleDtype { dtype: refused } if refused == kind), "{error}");
 }
 
 #[test]
@@ -73,10 +68,7 @@ fn losses_on_several_devices_are_scaled_where_they_are() {
         let ones = devices.map(|device| Tensor::ones([2], (Kind::Float, device)));
         let scaled = scaler.scale_all(&ones).unwrap();
         for (scaled, device) in scaled.iter().zip(devices) {
-            assert_eq!(
-                (scaled.device(), to_f64(scaled)),
-                (device, vec![65536.0; 2])
-            );
+            assert_eq!((scaled.device(), to_f64(scaled)), (device, vec![65536.0; 2]));
         }
     }
 }

@@ -1,9 +1,5 @@
 //! The scaler's rules, one test each. Random programs against PyTorch are in `scaler_programs.rs`.
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a test fails by panicking"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -22,12 +18,7 @@ use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, Parameters, Result};
 
 /// A scaler with a scale of 8, which no test's arithmetic can round.
 fn scaler(device: Device) -> GradScaler {
-    GradScalerConfig {
-        init_scale: 8.0,
-        ..Default::default()
-    }
-    .build(device)
-    .unwrap()
+    GradScalerConfig { init_scale: 8.0, ..Default::default() }.build(device).unwrap()
 }
 
 /// One weight of ones in a VarStore, and an SGD with a learning rate of 1.
@@ -40,9 +31,7 @@ fn model(device: Device) -> (VarStore, Tensor, nn::Optimizer) {
 
 /// A loss whose gradient is `values`, as many as the weight has.
 fn loss(w: &Tensor, values: &[f64]) -> Tensor {
-    let factors = Tensor::from_slice(values)
-        .to_kind(w.kind())
-        .to_device(w.device());
+    let factors = Tensor::from_slice(values).to_kind(w.kind()).to_device(w.device());
     (w * factors.view_as(w)).sum(None)
 }
 
@@ -72,10 +61,7 @@ impl AmpOptimizer for Descent {
 
 /// A leaf that takes part in training.
 fn leaf(values: &[f64], kind: Kind, device: Device) -> Tensor {
-    Tensor::from_slice(values)
-        .to_kind(kind)
-        .to_device(device)
-        .set_requires_grad(true)
+    Tensor::from_slice(values).to_kind(kind).to_device(device).set_requires_grad(true)
 }
 
 /// The values 1, 1, … as a trained weight.

@@ -17,13 +17,7 @@ fn a_finite_iteration_steps_with_the_unscaled_gradient() {
         assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
         assert_eq!(to_f64(&w), [0.0, -1.0, 4.0]);
         scaler.update().unwrap();
-        assert_eq!(
-            (
-                scaler.get_scale().unwrap(),
-                scaler.get_growth_tracker().unwrap()
-            ),
-            (8.0, 1)
-        );
+        assert_eq!((scaler.get_scale().unwrap(), scaler.get_growth_tracker().unwrap()), (8.0, 1));
     });
 }
 
@@ -49,10 +43,7 @@ fn unscaling_twice_is_refused_and_the_gradient_stays() {
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0, 2.0, 3.0])).unwrap();
     scaler.unscale_(&mut opt).unwrap();
-    assert!(matches!(
-        scaler.unscale_(&mut opt),
-        Err(Error::AlreadyUnscaled)
-    ));
+    assert!(matches!(scaler.unscale_(&mut opt), Err(Error::AlreadyUnscaled)));
     assert_eq!(to_f64(&w.grad()), [1.0, 2.0, 3.0]);
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
 }
@@ -63,15 +54,9 @@ fn unscaling_or_stepping_after_a_step_is_refused_and_nothing_changes() {
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     let _outcome = scaler.step(&mut opt).unwrap();
-    assert!(matches!(
-        scaler.unscale_(&mut opt),
-        Err(Error::UnscaleAfterStep)
-    ));
+    assert!(matches!(scaler.unscale_(&mut opt), Err(Error::UnscaleAfterStep)));
     assert!(matches!(scaler.step(&mut opt), Err(Error::AlreadyStepped)));
-    assert_eq!(
-        (to_f64(&w), to_f64(&w.grad())),
-        (vec![0.0; 3], vec![1.0; 3])
-    );
+    assert_eq!((to_f64(&w), to_f64(&w.grad())), (vec![0.0; 3], vec![1.0; 3]));
     scaler.update().unwrap();
 }
 
@@ -79,13 +64,7 @@ fn unscaling_or_stepping_after_a_step_is_refused_and_nothing_changes() {
 fn update_without_a_check_is_refused_and_the_scale_stays() {
     let mut scaler = scaler(Device::Cpu);
     assert!(matches!(scaler.update(), Err(Error::NoInfChecks)));
-    assert_eq!(
-        (
-            scaler.get_scale().unwrap(),
-            scaler.get_growth_tracker().unwrap()
-        ),
-        (8.0, 0)
-    );
+    assert_eq!((scaler.get_scale().unwrap(), scaler.get_growth_tracker().unwrap()), (8.0, 0));
 }
 
 #[test]
@@ -153,10 +132,7 @@ fn an_optimizer_moved_between_unscale_and_step_is_still_known() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     scaler.unscale_(&mut opt).unwrap();
     let mut moved = Box::new(opt);
-    assert!(matches!(
-        scaler.unscale_(&mut *moved),
-        Err(Error::AlreadyUnscaled)
-    ));
+    assert!(matches!(scaler.unscale_(&mut *moved), Err(Error::AlreadyUnscaled)));
     assert!(scaler.step(&mut *moved).unwrap().is_stepped().unwrap());
     assert_eq!(to_f64(&w), [0.0; 3]);
 }
@@ -175,48 +151,29 @@ fn a_new_optimizer_in_the_place_of_an_old_one_is_a_new_one() {
 
 #[test]
 fn a_parameter_of_two_optimizers_is_unscaled_once() {
-    let (w, other) = (
-        ones(Kind::Float, Device::Cpu),
-        ones(Kind::Float, Device::Cpu),
-    );
+    let (w, other) = (ones(Kind::Float, Device::Cpu), ones(Kind::Float, Device::Cpu));
     let mut first = Descent(vec![w.shallow_clone()]);
     let mut second = Descent(vec![other.shallow_clone(), w.shallow_clone()]);
     let mut scaler = scaler(Device::Cpu);
-    scaler
-        .backward(&(loss(&w, &[1.0; 3]) + loss(&other, &[1.0; 3])))
-        .unwrap();
+    scaler.backward(&(loss(&w, &[1.0; 3]) + loss(&other, &[1.0; 3]))).unwrap();
     scaler.unscale_(&mut first).unwrap();
     let error = scaler.unscale_(&mut second).unwrap_err();
     assert!(matches!(error, Error::SharedParameter { .. }), "{error}");
     assert!(error.to_string().contains("parameter 1 [3]"), "{error}");
     assert!(scaler.step(&mut second).is_err());
-    assert_eq!(
-        (to_f64(&w.grad()), to_f64(&other.grad())),
-        (vec![1.0; 3], vec![8.0; 3])
-    );
+    assert_eq!((to_f64(&w.grad()), to_f64(&other.grad())), (vec![1.0; 3], vec![8.0; 3]));
 }
 
 #[test]
 fn a_parameter_of_two_optimizers_is_unscaled_once_in_either_order() {
-    let (w, other) = (
-        ones(Kind::Float, Device::Cpu),
-        ones(Kind::Float, Device::Cpu),
-    );
+    let (w, other) = (ones(Kind::Float, Device::Cpu), ones(Kind::Float, Device::Cpu));
     let mut first = Descent(vec![w.shallow_clone()]);
     let mut second = Descent(vec![w.shallow_clone(), other.shallow_clone()]);
     let mut scaler = scaler(Device::Cpu);
-    scaler
-        .backward(&(loss(&w, &[1.0; 3]) + loss(&other, &[1.0; 3])))
-        .unwrap();
+    scaler.backward(&(loss(&w, &[1.0; 3]) + loss(&other, &[1.0; 3]))).unwrap();
     assert!(scaler.step(&mut first).unwrap().is_stepped().unwrap());
-    assert!(matches!(
-        scaler.step(&mut second),
-        Err(Error::SharedParameter { .. })
-    ));
-    assert!(matches!(
-        scaler.unscale_(&mut second),
-        Err(Error::SharedParameter { .. })
-    ));
+    assert!(matches!(scaler.step(&mut second), Err(Error::SharedParameter { .. })));
+    assert!(matches!(scaler.unscale_(&mut second), Err(Error::SharedParameter { .. })));
     assert_eq!((to_f64(&w), to_f64(&other)), (vec![0.0; 3], vec![1.0; 3]));
 }
 
@@ -235,9 +192,7 @@ fn a_variable_added_after_the_optimizer_was_built_is_unscaled_and_stepped() {
     let (vs, w, mut opt) = model(Device::Cpu);
     let late = vs.root().ones("late", &[3]);
     let mut scaler = scaler(Device::Cpu);
-    scaler
-        .backward(&(loss(&w, &[1.0; 3]) + loss(&late, &[2.0; 3])))
-        .unwrap();
+    scaler.backward(&(loss(&w, &[1.0; 3]) + loss(&late, &[2.0; 3]))).unwrap();
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
     assert_eq!((to_f64(&w), to_f64(&late)), (vec![0.0; 3], vec![-1.0; 3]));
 }
@@ -247,9 +202,7 @@ fn abandon_lets_the_next_iteration_begin_without_update() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let (_other, v, mut kept) = model(Device::Cpu);
     let mut scaler = scaler(Device::Cpu);
-    scaler
-        .backward(&(loss(&w, &[INF; 3]) + loss(&v, &[1.0; 3])))
-        .unwrap();
+    scaler.backward(&(loss(&w, &[INF; 3]) + loss(&v, &[1.0; 3]))).unwrap();
     scaler.unscale_(&mut opt).unwrap();
     scaler.unscale_(&mut kept).unwrap();
     scaler.abandon(&mut opt).unwrap();
@@ -257,17 +210,10 @@ fn abandon_lets_the_next_iteration_begin_without_update() {
     opt.zero_grad();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     scaler.unscale_(&mut opt).unwrap();
-    assert_eq!(
-        (to_f64(&w.grad()), to_f64(&v.grad())),
-        (vec![1.0; 3], vec![1.0; 3])
-    );
+    assert_eq!((to_f64(&w.grad()), to_f64(&v.grad())), (vec![1.0; 3], vec![1.0; 3]));
     assert!(scaler.step(&mut kept).unwrap().is_stepped().unwrap());
     scaler.update().unwrap();
-    assert_eq!(
-        scaler.get_growth_tracker().unwrap(),
-        1,
-        "the abandoned overflow does not count"
-    );
+    assert_eq!(scaler.get_growth_tracker().unwrap(), 1, "the abandoned overflow does not count");
 }
 
 #[test]
@@ -301,13 +247,7 @@ fn a_failing_optimizer_hands_its_error_on_and_can_be_tried_again() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     let error = scaler.step(&mut Failing(w.shallow_clone())).unwrap_err();
     assert!(error.to_string().contains("no space left"), "{error}");
-    assert!(
-        scaler
-            .step(&mut Descent(vec![w.shallow_clone()]))
-            .unwrap()
-            .is_stepped()
-            .unwrap()
-    );
+    assert!(scaler.step(&mut Descent(vec![w.shallow_clone()])).unwrap().is_stepped().unwrap());
     assert_eq!(to_f64(&w), [0.0; 3]);
 }
 
@@ -351,10 +291,7 @@ fn a_gradient_made_anew_between_unscale_and_step_is_refused() {
     opt.zero_grad();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    assert!(matches!(
-        scaler.step(&mut opt),
-        Err(Error::GradientChanged { .. })
-    ));
+    assert!(matches!(scaler.step(&mut opt), Err(Error::GradientChanged { .. })));
     assert_eq!(to_f64(&w), [1.0; 3]);
 }
 
@@ -369,9 +306,7 @@ fn an_optimizer_that_has_gained_a_variable_can_be_abandoned() {
     assert!(scaler.step(&mut opt).is_err());
     scaler.abandon(&mut opt).unwrap();
     opt.zero_grad();
-    scaler
-        .backward(&(loss(&w, &[1.0; 3]) + loss(&late, &[1.0; 3])))
-        .unwrap();
+    scaler.backward(&(loss(&w, &[1.0; 3]) + loss(&late, &[1.0; 3]))).unwrap();
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
     assert_eq!((to_f64(&w), to_f64(&late)), (vec![0.0; 3], vec![0.0; 3]));
 }
@@ -382,10 +317,7 @@ fn an_optimizer_that_was_stepped_cannot_be_abandoned() {
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[INF; 3])).unwrap();
     let _skipped = scaler.step(&mut opt).unwrap();
-    assert!(matches!(
-        scaler.abandon(&mut opt),
-        Err(Error::AlreadyStepped)
-    ));
+    assert!(matches!(scaler.abandon(&mut opt), Err(Error::AlreadyStepped)));
     scaler.update().unwrap();
     assert_eq!(scaler.get_scale().unwrap(), 4.0);
 }

@@ -24,11 +24,8 @@ fn scales(config: GradScalerConfig, device: Device, program: &str) -> Vec<f64> {
     program.chars().map(run).collect()
 }
 
-const SMALL: fn() -> GradScalerConfig = || GradScalerConfig {
-    init_scale: 8.0,
-    growth_interval: 2,
-    ..Default::default()
-};
+const SMALL: fn() -> GradScalerConfig =
+    || GradScalerConfig { init_scale: 8.0, growth_interval: 2, ..Default::default() };
 
 #[test]
 fn the_scale_grows_after_the_interval_and_backs_off_at_once() {
@@ -41,11 +38,7 @@ fn the_scale_grows_after_the_interval_and_backs_off_at_once() {
 #[test]
 fn factors_that_do_not_divide_round_as_libtorchs_kernel() {
     for_each_device(|device| {
-        let config = GradScalerConfig {
-            growth_factor: 1.37,
-            backoff_factor: 0.3,
-            ..SMALL()
-        };
+        let config = GradScalerConfig { growth_factor: 1.37, backoff_factor: 0.3, ..SMALL() };
         let mut scaler = config.build(device).unwrap();
         let (mut want, mut tracker) = (8.0f32, 0);
         for i in 0..60 {
@@ -57,16 +50,8 @@ fn factors_that_do_not_divide_round_as_libtorchs_kernel() {
                 (false, _) => 1.0,
             };
             want = (f64::from(want) * factor) as f32;
-            tracker = if overflow || tracker == 1 {
-                0
-            } else {
-                tracker + 1
-            };
-            assert_eq!(
-                scaler.get_scale().unwrap(),
-                f64::from(want),
-                "iteration {i}"
-            );
+            tracker = if overflow || tracker == 1 { 0 } else { tracker + 1 };
+            assert_eq!(scaler.get_scale().unwrap(), f64::from(want), "iteration {i}");
             assert_eq!(scaler.get_growth_tracker().unwrap(), tracker);
         }
     });
@@ -76,17 +61,10 @@ fn factors_that_do_not_divide_round_as_libtorchs_kernel() {
 #[test]
 fn the_scale_that_is_reported_is_the_scale_that_is_applied() {
     for_each_device(|device| {
-        let mut scaler = GradScalerConfig {
-            growth_factor: 1.7,
-            ..SMALL()
-        }
-        .build(device)
-        .unwrap();
+        let mut scaler = GradScalerConfig { growth_factor: 1.7, ..SMALL() }.build(device).unwrap();
         for i in 0..40 {
             iterate(&mut scaler, device, i % 7 == 5).unwrap();
-            let applied = scaler
-                .scale(&Tensor::from(1.0f32).to_device(device))
-                .unwrap();
+            let applied = scaler.scale(&Tensor::from(1.0f32).to_device(device)).unwrap();
             assert_eq!(to_f64(&applied), [scaler.get_scale().unwrap()]);
         }
     });
@@ -101,10 +79,7 @@ fn an_optimizer_that_was_unscaled_but_not_stepped_counts() {
             loss(&w, &[value; 3]).backward();
             scaler.unscale_(&mut opt).unwrap();
             scaler.update().unwrap();
-            let got = (
-                scaler.get_scale().unwrap(),
-                scaler.get_growth_tracker().unwrap(),
-            );
+            let got = (scaler.get_scale().unwrap(), scaler.get_growth_tracker().unwrap());
             assert_eq!(got, want);
         }
     });
@@ -136,17 +111,11 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
         for size in [3, 70_000] {
             let w = Tensor::ones([size], (tch::Kind::Float, device)).set_requires_grad(true);
             let mut opt = crate::Descent(vec![w.shallow_clone()]);
-            let config = GradScalerConfig {
-                init_scale: 2f64.powi(-100),
-                ..Default::default()
-            };
+            let config = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
             let mut scaler = config.build(device).unwrap();
             (&w * 2f64.powi(30)).sum(None).backward();
             assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
-            assert_eq!(
-                (w.min().double_value(&[]), w.max().double_value(&[])),
-                (1.0, 1.0)
-            );
+            assert_eq!((w.min().double_value(&[]), w.max().double_value(&[])), (1.0, 1.0));
         }
     });
 }
@@ -154,11 +123,7 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
 #[test]
 fn the_bounds_hold_the_scale() {
     for_each_device(|device| {
-        let config = GradScalerConfig {
-            min_scale: 4.0,
-            max_scale: 16.0,
-            ..SMALL()
-        };
+        let config = GradScalerConfig { min_scale: 4.0, max_scale: 16.0, ..SMALL() };
         assert_eq!(scales(config, device, "......")[5], 16.0);
         assert_eq!(scales(config, device, "!!!!")[3], 4.0);
     });
@@ -168,11 +133,7 @@ fn the_bounds_hold_the_scale() {
 fn growth_stops_before_infinity() {
     for_each_device(|device| {
         let top = 2f64.powi(127);
-        let config = GradScalerConfig {
-            init_scale: top,
-            growth_interval: 1,
-            ..Default::default()
-        };
+        let config = GradScalerConfig { init_scale: top, growth_interval: 1, ..Default::default() };
         assert_eq!(scales(config, device, "...")[2], top);
     });
 }
@@ -180,10 +141,7 @@ fn growth_stops_before_infinity() {
 #[test]
 fn hysteresis_tolerates_overflows_in_a_row() {
     for_each_device(|device| {
-        let config = GradScalerConfig {
-            hysteresis: 3,
-            ..SMALL()
-        };
+        let config = GradScalerConfig { hysteresis: 3, ..SMALL() };
         let got = scales(config, device, "!!.!!!!.!!");
         assert_eq!(got, [8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0, 2.0, 2.0, 2.0]);
     });
@@ -191,20 +149,14 @@ fn hysteresis_tolerates_overflows_in_a_row() {
 
 #[test]
 fn a_tolerated_overflow_still_resets_the_growth_tracker() {
-    let config = GradScalerConfig {
-        hysteresis: 2,
-        ..SMALL()
-    };
+    let config = GradScalerConfig { hysteresis: 2, ..SMALL() };
     assert_eq!(scales(config, Device::Cpu, ".!.."), [8.0, 8.0, 8.0, 16.0]);
 }
 
 #[test]
 fn too_many_skips_are_an_error_and_end_the_iteration() {
     for_each_device(|device| {
-        let config = GradScalerConfig {
-            max_consecutive_skips: Some(3),
-            ..SMALL()
-        };
+        let config = GradScalerConfig { max_consecutive_skips: Some(3), ..SMALL() };
         let mut scaler = config.build(device).unwrap();
         iterate(&mut scaler, device, true).unwrap();
         iterate(&mut scaler, device, true).unwrap();

@@ -18,20 +18,9 @@ fn parse(json: &str) -> GradScalerState {
 fn the_state_has_pytorchs_five_keys() {
     let state = GradScaler::new(Device::Cpu).unwrap().state_dict().unwrap();
     let json = serde_json::to_value(&state).unwrap();
-    let mut keys: Vec<_> = json
-        .as_object()
-        .unwrap()
-        .keys()
-        .map(String::as_str)
-        .collect();
+    let mut keys: Vec<_> = json.as_object().unwrap().keys().map(String::as_str).collect();
     keys.sort_unstable();
-    let want = [
-        "_growth_tracker",
-        "backoff_factor",
-        "growth_factor",
-        "growth_interval",
-        "scale",
-    ];
+    let want = ["_growth_tracker", "backoff_factor", "growth_factor", "growth_interval", "scale"];
     assert_eq!(keys, want);
 }
 
@@ -51,27 +40,14 @@ fn python_loads_our_state_and_we_load_pythons() {
     let Some(oracle) = Oracle::find("scaler_state.py") else {
         return;
     };
-    let config = GradScalerConfig {
-        hysteresis: 2,
-        max_scale: 1e6,
-        ..Default::default()
-    };
-    for ours in [
-        GradScaler::new(Device::Cpu).unwrap(),
-        config.build(Device::Cpu).unwrap(),
-    ] {
+    let config = GradScalerConfig { hysteresis: 2, max_scale: 1e6, ..Default::default() };
+    for ours in [GradScaler::new(Device::Cpu).unwrap(), config.build(Device::Cpu).unwrap()] {
         let sent = ours.state_dict().unwrap();
         // Python loads it, takes three finite steps and one that overflows, and saves.
         let answer = oracle.run(&[], &serde_json::to_string(&sent).unwrap());
         let mut back = GradScaler::new(Device::Cpu).unwrap();
         back.load_state_dict(&parse(&answer)).unwrap();
-        assert_eq!(
-            (
-                back.get_scale().unwrap(),
-                back.get_growth_tracker().unwrap()
-            ),
-            (32768.0, 1)
-        );
+        assert_eq!((back.get_scale().unwrap(), back.get_growth_tracker().unwrap()), (32768.0, 1));
     }
 }
 
@@ -145,13 +121,8 @@ fn the_empty_state_of_a_disabled_scaler_is_refused_by_an_enabled_one() {
     let empty = GradScaler::disabled().state_dict().unwrap();
     assert_eq!(serde_json::to_string(&empty).unwrap(), "{}");
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    assert!(matches!(
-        scaler.load_state_dict(&empty),
-        Err(Error::EmptyState)
-    ));
-    GradScaler::disabled()
-        .load_state_dict(&parse(PYTHONS))
-        .unwrap();
+    assert!(matches!(scaler.load_state_dict(&empty), Err(Error::EmptyState)));
+    GradScaler::disabled().load_state_dict(&parse(PYTHONS)).unwrap();
 }
 
 #[test]
@@ -174,10 +145,7 @@ fn the_state_cannot_be_saved_or_loaded_in_the_middle_of_an_iteration() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     scaler.state_dict().unwrap();
     scaler.unscale_(&mut opt).unwrap();
-    assert!(matches!(
-        scaler.state_dict(),
-        Err(Error::IterationOpen { call: "state_dict" })
-    ));
+    assert!(matches!(scaler.state_dict(), Err(Error::IterationOpen { call: "state_dict" })));
     assert!(scaler.load_state_dict(&parse(PYTHONS)).is_err());
     let _outcome = scaler.step(&mut opt).unwrap();
     assert!(scaler.state_dict().is_err());

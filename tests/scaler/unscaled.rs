@@ -14,18 +14,9 @@ fn clipping_by_tch_after_unscaling_is_allowed() {
     scaler.unscale_(&mut opt).unwrap();
     opt.clip_grad_norm(2.5);
     let clipped = to_f64(&w.grad());
-    assert!(
-        (clipped[0] - 1.5).abs() < 1e-5 && (clipped[2] - 2.0).abs() < 1e-5,
-        "{clipped:?}"
-    );
+    assert!((clipped[0] - 1.5).abs() < 1e-5 && (clipped[2] - 2.0).abs() < 1e-5, "{clipped:?}");
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
-    assert_eq!(
-        to_f64(&w),
-        clipped
-            .iter()
-            .map(|g| f64::from(1.0 - *g as f32))
-            .collect::<Vec<_>>()
-    );
+    assert_eq!(to_f64(&w), clipped.iter().map(|g| f64::from(1.0 - *g as f32)).collect::<Vec<_>>());
 }
 
 #[test]
@@ -54,11 +45,7 @@ fn a_scaled_backward_between_unscale_and_step_is_refused() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     let error = scaler.step(&mut opt).unwrap_err();
     assert!(matches!(error, Error::GradientChanged { .. }), "{error}");
-    assert_eq!(
-        to_f64(&w),
-        [1.0; 3],
-        "9 would have been applied in place of 2"
-    );
+    assert_eq!(to_f64(&w), [1.0; 3], "9 would have been applied in place of 2");
 }
 
 #[test]
@@ -78,20 +65,14 @@ fn a_scaled_backward_of_another_model_between_unscale_and_step_is_fine() {
 
 #[test]
 fn a_gradient_that_appears_between_unscale_and_step_is_refused() {
-    let (w, late) = (
-        ones(Kind::Float, Device::Cpu),
-        ones(Kind::Float, Device::Cpu),
-    );
+    let (w, late) = (ones(Kind::Float, Device::Cpu), ones(Kind::Float, Device::Cpu));
     let mut opt = Descent(vec![w.shallow_clone(), late.shallow_clone()]);
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     scaler.unscale_(&mut opt).unwrap();
     scaler.backward(&loss(&late, &[1.0; 3])).unwrap();
     let error = scaler.step(&mut opt).unwrap_err().to_string();
-    assert!(
-        error.contains("parameter 1 [3]") && error.contains("appeared"),
-        "{error}"
-    );
+    assert!(error.contains("parameter 1 [3]") && error.contains("appeared"), "{error}");
     assert_eq!(to_f64(&late), [1.0; 3]);
 }
 
@@ -103,10 +84,7 @@ fn a_variable_with_a_gradient_added_between_unscale_and_step_is_refused() {
     scaler.unscale_(&mut opt).unwrap();
     let late = vs.root().ones("late", &[3]);
     scaler.backward(&loss(&late, &[1.0; 3])).unwrap();
-    assert!(matches!(
-        scaler.step(&mut opt),
-        Err(Error::SharedParameter { .. })
-    ));
+    assert!(matches!(scaler.step(&mut opt), Err(Error::SharedParameter { .. })));
     assert_eq!((to_f64(&w), to_f64(&late)), (vec![1.0; 3], vec![1.0; 3]));
 }
 
@@ -155,9 +133,7 @@ fn two_transactions_are_open_at_once() {
     let (_a, wa, mut opt_a) = model(Device::Cpu);
     let (_b, wb, mut opt_b) = model(Device::Cpu);
     let mut scaler = scaler(Device::Cpu);
-    scaler
-        .backward(&(loss(&wa, &[1.0; 3]) + loss(&wb, &[NAN; 3])))
-        .unwrap();
+    scaler.backward(&(loss(&wa, &[1.0; 3]) + loss(&wb, &[NAN; 3]))).unwrap();
     let a = scaler.unscale(&mut opt_a).unwrap();
     let b = scaler.unscale(&mut opt_b).unwrap();
     assert!(b.step().unwrap().is_skipped().unwrap());
@@ -172,15 +148,9 @@ fn a_dropped_transaction_leaves_the_step_out_and_counts_its_check() {
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[INF; 3])).unwrap();
     drop(scaler.unscale(&mut opt).unwrap());
-    assert!(matches!(
-        scaler.unscale(&mut opt),
-        Err(Error::AlreadyUnscaled)
-    ));
+    assert!(matches!(scaler.unscale(&mut opt), Err(Error::AlreadyUnscaled)));
     scaler.update().unwrap();
-    assert_eq!(
-        (to_f64(&w), scaler.get_scale().unwrap()),
-        (vec![1.0; 3], 4.0)
-    );
+    assert_eq!((to_f64(&w), scaler.get_scale().unwrap()), (vec![1.0; 3], 4.0));
 }
 
 #[test]
@@ -206,21 +176,11 @@ fn clipping_without_any_gradient_returns_zero() {
 
 #[test]
 fn an_optimizer_behind_a_pointer_takes_part_in_transactions() {
-    fn assert_send<T: Send>() {}
-    assert_send::<GradScaler>();
     let w = ones(Kind::Float, Device::Cpu);
     let mut boxed: Box<dyn AmpOptimizer> = Box::new(Descent(vec![w.shallow_clone()]));
     let scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    assert!(
-        scaler
-            .unscale(&mut *boxed)
-            .unwrap()
-            .step()
-            .unwrap()
-            .is_stepped()
-            .unwrap()
-    );
+    assert!(scaler.unscale(&mut *boxed).unwrap().step().unwrap().is_stepped().unwrap());
 }
 
 #[test]
@@ -230,19 +190,9 @@ fn clipping_in_a_transaction_does_not_hide_a_scaled_backward() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    assert!(matches!(
-        unscaled.clip_grad_norm(1.0),
-        Err(Error::GradientChanged { .. })
-    ));
-    assert_eq!(
-        to_f64(&w.grad()),
-        [9.0; 3],
-        "a refused clip changes nothing"
-    );
-    assert!(matches!(
-        unscaled.step(),
-        Err(Error::GradientChanged { .. })
-    ));
+    assert!(matches!(unscaled.clip_grad_norm(1.0), Err(Error::GradientChanged { .. })));
+    assert_eq!(to_f64(&w.grad()), [9.0; 3], "a refused clip changes nothing");
+    assert!(matches!(unscaled.step(), Err(Error::GradientChanged { .. })));
     assert_eq!(to_f64(&w), [1.0; 3]);
 }
 
@@ -265,14 +215,8 @@ fn a_limit_that_is_none_is_refused_and_the_gradients_stay() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     for limit in [-1.0, NAN] {
-        assert!(matches!(
-            unscaled.clip_grad_norm(limit),
-            Err(Error::InvalidValue { .. })
-        ));
-        assert!(matches!(
-            unscaled.clip_grad_value(limit),
-            Err(Error::InvalidValue { .. })
-        ));
+        assert!(matches!(unscaled.clip_grad_norm(limit), Err(Error::InvalidValue { .. })));
+        assert!(matches!(unscaled.clip_grad_value(limit), Err(Error::InvalidValue { .. })));
     }
     assert_eq!(to_f64(&w.grad()), [1.0; 3]);
 }
@@ -297,10 +241,14 @@ fn a_gradient_that_appears_in_a_transaction_is_not_clipped_while_it_is_scaled() 
     let scaler = scaler(Device::Cpu);
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    assert!(matches!(
-        unscaled.clip_grad_value(1.0),
-        Err(Error::GradientChanged { .. })
-    ));
+    assert!(matches!(unscaled.clip_grad_value(1.0), Err(Error::GradientChanged { .. })));
     assert!(unscaled.step().unwrap().is_stepped().unwrap());
     assert_eq!(to_f64(&w), [0.0; 3]);
+}
+
+#[test]
+fn a_scaler_can_move_to_another_thread() {
+    let scaler = scaler(Device::Cpu);
+    let scale = std::thread::spawn(move || scaler.get_scale());
+    assert_eq!(scale.join().unwrap().unwrap(), 8.0);
 }

@@ -51,10 +51,7 @@ fn a_device_that_cannot_be_used_is_refused_unless_the_scaler_is_disabled() {
     let beyond = Device::Cuda(4096);
     let error = GradScaler::new(beyond).unwrap_err();
     assert!(matches!(error, Error::DeviceUnavailable { .. }), "{error}");
-    let config = GradScalerConfig {
-        enabled: false,
-        ..Default::default()
-    };
+    let config = GradScalerConfig { enabled: false, ..Default::default() };
     assert!(!config.build(beyond).unwrap().is_enabled());
 }
 
@@ -64,20 +61,14 @@ fn setters_refuse_what_the_configuration_refuses_and_keep_the_old_value() {
     assert!(scaler.set_growth_factor(0.5).is_err());
     assert!(scaler.set_backoff_factor(1.5).is_err());
     assert!(scaler.set_growth_interval(0).is_err());
-    let got = (
-        scaler.get_growth_factor(),
-        scaler.get_backoff_factor(),
-        scaler.get_growth_interval(),
-    );
+    let got =
+        (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval());
     assert_eq!(got, (2.0, 0.5, 2000));
     scaler.set_growth_factor(4.0).unwrap();
     scaler.set_backoff_factor(0.25).unwrap();
     scaler.set_growth_interval(7).unwrap();
-    let got = (
-        scaler.get_growth_factor(),
-        scaler.get_backoff_factor(),
-        scaler.get_growth_interval(),
-    );
+    let got =
+        (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval());
     assert_eq!(got, (4.0, 0.25, 7));
 }
 
@@ -97,10 +88,7 @@ fn an_interval_below_the_tracker_grows_the_scale_at_the_next_step() {
     }
     scaler.set_growth_interval(3).unwrap();
     assert_eq!(iterate(&mut scaler), 131072.0);
-    assert_eq!(
-        [(); 3].map(|()| iterate(&mut scaler)),
-        [131072.0, 131072.0, 262144.0]
-    );
+    assert_eq!([(); 3].map(|()| iterate(&mut scaler)), [131072.0, 131072.0, 262144.0]);
 }
 
 #[test]
@@ -126,10 +114,7 @@ fn a_new_scale_ends_the_iteration() {
 #[case(1e39)]
 fn a_new_scale_that_is_none_is_refused(#[case] new_scale: f64) {
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    assert!(matches!(
-        scaler.update_with(new_scale),
-        Err(Error::InvalidValue { .. })
-    ));
+    assert!(matches!(scaler.update_with(new_scale), Err(Error::InvalidValue { .. })));
     assert!(scaler.update_with_tensor(&Tensor::from(new_scale)).is_err());
     assert_eq!(scaler.get_scale().unwrap(), 65536.0);
 }

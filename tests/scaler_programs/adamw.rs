@@ -28,14 +28,7 @@ struct State {
 impl AdamW {
     pub fn new(params: Vec<Tensor>, lr: f64, beta1: f64, beta2: f64, weight_decay: f64) -> Self {
         let states = params.iter().map(|_| None).collect();
-        Self {
-            lr,
-            beta1,
-            beta2,
-            weight_decay,
-            params,
-            states,
-        }
+        Self { lr, beta1, beta2, weight_decay, params, states }
     }
 
     fn step_one(&mut self, index: usize) {
@@ -56,10 +49,7 @@ impl AdamW {
         }
         let _average = state.exp_avg.lerp_(&grad, 1.0 - self.beta1);
         let scaled = &grad * (1.0 - self.beta2);
-        let _average = state
-            .exp_avg_sq
-            .g_mul_scalar_(self.beta2)
-            .addcmul_(&scaled, &grad);
+        let _average = state.exp_avg_sq.g_mul_scalar_(self.beta2).addcmul_(&scaled, &grad);
         let correction1 = 1.0 - self.beta1.powf(f64::from(state.steps));
         let correction2 = 1.0 - self.beta2.powf(f64::from(state.steps));
         let step_size = self.lr / correction1;

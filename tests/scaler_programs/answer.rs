@@ -6,10 +6,7 @@ use tch::Tensor;
 use tch_amp::{Error, Result, StepOutcome};
 
 pub fn told(outcome: &StepOutcome) -> Result<String> {
-    assert_ne!(
-        outcome.is_stepped()?,
-        outcome.is_skipped()? || outcome.has_no_gradients()
-    );
+    assert_ne!(outcome.is_stepped()?, outcome.is_skipped()? || outcome.has_no_gradients());
     let word = if outcome.has_no_gradients() {
         "no-gradients"
     } else if outcome.is_stepped()? {

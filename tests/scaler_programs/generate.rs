@@ -14,12 +14,7 @@ pub fn program(seed: u64) -> Program {
     let config = config(&mut rng);
     let mut writer = Writer::new(rng, &optimizers, enabled);
     let ops = (0..OPS).map(|_| writer.op()).collect();
-    Program {
-        enabled,
-        config,
-        optimizers,
-        ops,
-    }
+    Program { enabled, config, optimizers, ops }
 }
 
 pub fn config(rng: &mut Rng) -> Config {
@@ -51,9 +46,7 @@ fn optimizers(rng: &mut Rng) -> Vec<OptimizerSpec> {
             let rule = rule(rng);
             // AdamW is compared on f32 and f64 alone: see adamw.rs.
             let narrow = matches!(rule, Rule::Sgd { .. });
-            let params = (0..1 + rng.below(3 - count + 1))
-                .map(|_| param(rng, narrow))
-                .collect();
+            let params = (0..1 + rng.below(3 - count + 1)).map(|_| param(rng, narrow)).collect();
             OptimizerSpec { rule, params }
         })
         .collect()
@@ -62,28 +55,13 @@ fn optimizers(rng: &mut Rng) -> Vec<OptimizerSpec> {
 fn rule(rng: &mut Rng) -> Rule {
     let lr = *rng.pick(&[0.125, 0.01, 1.0]);
     if rng.one_in(5) {
-        return Rule::AdamW {
-            lr,
-            beta1: 0.9,
-            beta2: 0.999,
-            weight_decay: *rng.pick(&[0.0, 0.01]),
-        };
+        return Rule::AdamW { lr, beta1: 0.9, beta2: 0.999, weight_decay: *rng.pick(&[0.0, 0.01]) };
     }
     // Exact in bf16: the C++ optimizer rounds the momentum to bf16 and Python's does not.
     let momentum = *rng.pick(&[0.0, 0.0, 0.875, 0.5]);
     let nesterov = momentum > 0.0 && rng.one_in(3);
-    let dampening = if nesterov {
-        0.0
-    } else {
-        *rng.pick(&[0.0, 0.0, 0.25])
-    };
-    Rule::Sgd {
-        lr,
-        momentum,
-        dampening,
-        weight_decay: *rng.pick(&[0.0, 0.0, 0.1]),
-        nesterov,
-    }
+    let dampening = if nesterov { 0.0 } else { *rng.pick(&[0.0, 0.0, 0.25]) };
+    Rule::Sgd { lr, momentum, dampening, weight_decay: *rng.pick(&[0.0, 0.0, 0.1]), nesterov }
 }
 
 fn param(rng: &mut Rng, narrow: bool) -> ParamSpec {
@@ -93,10 +71,7 @@ fn param(rng: &mut Rng, narrow: bool) -> ParamSpec {
         _ => Dtype::Float,
     };
     let length = 1 + rng.below(5);
-    ParamSpec {
-        dtype,
-        eighths: eighths(rng, length),
-    }
+    ParamSpec { dtype, eighths: eighths(rng, length) }
 }
 
 pub fn eighths(rng: &mut Rng, length: usize) -> Vec<i32> {

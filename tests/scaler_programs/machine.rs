@@ -21,11 +21,7 @@ pub struct Machine {
 
 impl Machine {
     pub fn new(program: &Program) -> Self {
-        let optimizers = program
-            .optimizers
-            .iter()
-            .map(Optimizer::new)
-            .collect::<Vec<_>>();
+        let optimizers = program.optimizers.iter().map(Optimizer::new).collect::<Vec<_>>();
         let params = optimizers
             .iter()
             .flat_map(|optimizer| optimizer.owned.iter().map(Tensor::shallow_clone));
@@ -67,10 +63,7 @@ impl Machine {
             write_hex(&mut out, &scaler.get_backoff_factor().to_le_bytes());
             write!(out, "/{}", scaler.get_growth_interval()).unwrap();
         }
-        let calls = self
-            .optimizers
-            .iter()
-            .map(|optimizer| optimizer.calls.to_string());
+        let calls = self.optimizers.iter().map(|optimizer| optimizer.calls.to_string());
         write!(out, " steps:{} ", calls.collect::<Vec<_>>().join("/")).unwrap();
         for param in &self.params {
             write_bits(&mut out, param);
@@ -87,18 +80,13 @@ impl Machine {
     fn run(&mut self, op: &Op) -> Result<Option<String>> {
         match op {
             Op::Backward { how, terms } => self.backward(*how, terms)?,
-            Op::Plant {
-                param,
-                element,
-                value,
-            } => plant(&self.params[*param], *element, *value),
+            Op::Plant { param, element, value } => plant(&self.params[*param], *element, *value),
             Op::Drop { param } => drop_gradient(&self.params[*param]),
             Op::ZeroGrad { optimizer } => self.optimizers[*optimizer].zero_grad(),
             Op::Unscale { optimizer } => self.scaler.unscale_(&mut self.optimizers[*optimizer])?,
-            Op::ClipNorm {
-                optimizer,
-                max_norm,
-            } => self.optimizers[*optimizer].clip_grad_norm(*max_norm),
+            Op::ClipNorm { optimizer, max_norm } => {
+                self.optimizers[*optimizer].clip_grad_norm(*max_norm)
+            }
             Op::ClipValue { optimizer, max } => self.optimizers[*optimizer].clip_grad_value(*max),
             Op::Step { optimizer } => {
                 let outcome = self.scaler.step(&mut self.optimizers[*optimizer])?;
@@ -108,9 +96,9 @@ impl Machine {
             Op::Move => self.move_optimizers(),
             Op::Update => self.scaler.update()?,
             Op::UpdateWith(scale) => self.scaler.update_with(*scale)?,
-            Op::UpdateWithTensor(scale) => self
-                .scaler
-                .update_with_tensor(&Tensor::from(*scale as f32))?,
+            Op::UpdateWithTensor(scale) => {
+                self.scaler.update_with_tensor(&Tensor::from(*scale as f32))?
+            }
             Op::SetGrowthFactor(factor) => self.scaler.set_growth_factor(*factor)?,
             Op::SetBackoffFactor(factor) => self.scaler.set_backoff_factor(*factor)?,
             Op::SetGrowthInterval(interval) => self.scaler.set_growth_interval(*interval)?,
@@ -121,19 +109,12 @@ impl Machine {
 
     fn backward(&self, how: How, terms: &[Term]) -> Result<()> {
         let losses = terms.iter().map(|term| self.loss(term)).collect::<Vec<_>>();
-        let total = || {
-            losses[1..]
-                .iter()
-                .fold(losses[0].shallow_clone(), |total, loss| total + loss)
-        };
+        let total =
+            || losses[1..].iter().fold(losses[0].shallow_clone(), |total, loss| total + loss);
         match how {
             How::Backward => self.scaler.backward(&total())?,
             How::Scale => self.scaler.scale(&total())?.backward(),
-            How::Each => self
-                .scaler
-                .scale_all(&losses)?
-                .iter()
-                .for_each(Tensor::backward),
+            How::Each => self.scaler.scale_all(&losses)?.iter().for_each(Tensor::backward),
         }
         Ok(())
     }
@@ -148,14 +129,10 @@ impl Machine {
         let mut optimizers = self.optimizers.iter_mut().map(Some).collect::<Vec<_>>();
         let mut open = Vec::new();
         for (optimizer, clip) in parts {
-            let optimizer = optimizers[*optimizer]
-                .take()
-                .expect("an optimizer is in one part");
+            let optimizer = optimizers[*optimizer].take().expect("an optimizer is in one part");
             open.push((self.scaler.unscale(optimizer)?, *clip));
         }
-        let outcomes = open
-            .into_iter()
-            .map(|(unscaled, clip)| finish(unscaled, clip));
+        let outcomes = open.into_iter().map(|(unscaled, clip)| finish(unscaled, clip));
         Ok(outcomes.collect::<Result<Vec<_>>>()?.join("+"))
     }
 
@@ -178,12 +155,7 @@ impl Machine {
 }
 
 fn scaler(config: Config, enabled: bool) -> GradScaler {
-    let Config {
-        init_scale,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-    } = config;
+    let Config { init_scale, growth_factor, backoff_factor, growth_interval } = config;
     let config = GradScalerConfig {
         init_scale,
         growth_factor,
@@ -192,9 +164,7 @@ fn scaler(config: Config, enabled: bool) -> GradScaler {
         enabled,
         ..Default::default()
     };
-    config
-        .build(Device::Cpu)
-        .expect("the generator makes valid configurations")
+    config.build(Device::Cpu).expect("the generator makes valid configurations")
 }
 
 fn finish(mut unscaled: Unscaled<'_>, clip: Clip) -> Result<String> {

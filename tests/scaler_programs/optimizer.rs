@@ -31,22 +31,11 @@ impl Optimizer {
             .map(|param| vs.root().add("w", values(param), true))
             .collect::<Vec<_>>();
         let kind = match spec.rule {
-            Rule::Sgd {
-                lr,
-                momentum,
-                dampening,
-                weight_decay,
-                nesterov,
-            } => {
+            Rule::Sgd { lr, momentum, dampening, weight_decay, nesterov } => {
                 let sgd = nn::sgd(momentum, dampening, weight_decay, nesterov);
                 OptimizerKind::Tch(sgd.build(&vs, lr).unwrap())
             }
-            Rule::AdamW {
-                lr,
-                beta1,
-                beta2,
-                weight_decay,
-            } => OptimizerKind::AdamW(AdamW::new(
+            Rule::AdamW { lr, beta1, beta2, weight_decay } => OptimizerKind::AdamW(AdamW::new(
                 vs.trainable_variables(),
                 lr,
                 beta1,
@@ -54,11 +43,7 @@ impl Optimizer {
                 weight_decay,
             )),
         };
-        Self {
-            kind,
-            owned,
-            calls: 0,
-        }
+        Self { kind, owned, calls: 0 }
     }
 
     fn has_no_grads(&self) -> bool {
@@ -111,11 +96,7 @@ impl AmpOptimizer for Optimizer {
 }
 
 fn clip_grad_norm(params: &[Tensor], max: f64) {
-    let mut grads = params
-        .iter()
-        .map(Tensor::grad)
-        .filter(Tensor::defined)
-        .collect::<Vec<_>>();
+    let mut grads = params.iter().map(Tensor::grad).filter(Tensor::defined).collect::<Vec<_>>();
     let norms = grads.iter().map(Tensor::norm).collect::<Vec<_>>();
     let factor = max / (f64::try_from(Tensor::stack(&norms, 0).norm()).unwrap() + 1e-6);
     if factor < 1.0 {

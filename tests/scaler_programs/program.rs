@@ -28,19 +28,8 @@ pub struct OptimizerSpec {
 
 #[derive(Clone, Copy, Debug)]
 pub enum Rule {
-    Sgd {
-        lr: f64,
-        momentum: f64,
-        dampening: f64,
-        weight_decay: f64,
-        nesterov: bool,
-    },
-    AdamW {
-        lr: f64,
-        beta1: f64,
-        beta2: f64,
-        weight_decay: f64,
-    },
+    Sgd { lr: f64, momentum: f64, dampening: f64, weight_decay: f64, nesterov: bool },
+    AdamW { lr: f64, beta1: f64, beta2: f64, weight_decay: f64 },
 }
 
 /// A parameter with values that are multiples of 1/8.
@@ -130,9 +119,6 @@ pub enum Op {
 
 /// The numbers `eighths / 8`, exact in every kind.
 pub fn from_eighths(eighths: &[i32], kind: Kind) -> Tensor {
-    let values = eighths
-        .iter()
-        .map(|&eighth| f64::from(eighth) / 8.0)
-        .collect::<Vec<_>>();
+    let values = eighths.iter().map(|&eighth| f64::from(eighth) / 8.0).collect::<Vec<_>>();
     Tensor::from_slice(&values).to_kind(kind)
 }

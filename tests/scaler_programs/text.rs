@@ -17,41 +17,22 @@ impl Program {
 
 impl Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            init_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-        } = self;
-        write!(
-            f,
-            "{init_scale:?} {growth_factor:?} {backoff_factor:?} {growth_interval}"
-        )
+        let Self { init_scale, growth_factor, backoff_factor, growth_interval } = self;
+        write!(f, "{init_scale:?} {growth_factor:?} {backoff_factor:?} {growth_interval}")
     }
 }
 
 impl Display for OptimizerSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.rule {
-            Rule::Sgd {
-                lr,
-                momentum,
-                dampening,
-                weight_decay,
-                nesterov,
-            } => {
+            Rule::Sgd { lr, momentum, dampening, weight_decay, nesterov } => {
                 write!(
                     f,
                     "sgd {lr:?} {momentum:?} {dampening:?} {weight_decay:?} {}",
                     u8::from(nesterov)
                 )?;
             }
-            Rule::AdamW {
-                lr,
-                beta1,
-                beta2,
-                weight_decay,
-            } => {
+            Rule::AdamW { lr, beta1, beta2, weight_decay } => {
                 write!(f, "adamw {lr:?} {beta1:?} {beta2:?} {weight_decay:?}")?;
             }
         }
@@ -76,25 +57,16 @@ impl Display for Op {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Backward { how, terms } => write!(f, "backward {how} {}", join(terms, " ")),
-            Self::Plant {
-                param,
-                element,
-                value,
-            } => write!(f, "plant {param} {element} {value:?}"),
+            Self::Plant { param, element, value } => write!(f, "plant {param} {element} {value:?}"),
             Self::Drop { param } => write!(f, "drop {param}"),
             Self::ZeroGrad { optimizer } => write!(f, "zero {optimizer}"),
             Self::Unscale { optimizer } => write!(f, "unscale {optimizer}"),
-            Self::ClipNorm {
-                optimizer,
-                max_norm,
-            } => write!(f, "norm {optimizer} {max_norm:?}"),
+            Self::ClipNorm { optimizer, max_norm } => write!(f, "norm {optimizer} {max_norm:?}"),
             Self::ClipValue { optimizer, max } => write!(f, "value {optimizer} {max:?}"),
             Self::Step { optimizer } => write!(f, "step {optimizer}"),
             Self::Transaction(parts) => {
                 write!(f, "transaction")?;
-                parts
-                    .iter()
-                    .try_for_each(|(optimizer, clip)| write!(f, " {optimizer}:{clip}"))
+                parts.iter().try_for_each(|(optimizer, clip)| write!(f, " {optimizer}:{clip}"))
             }
             Self::Move => write!(f, "move"),
             Self::Update => write!(f, "update"),
@@ -135,9 +107,5 @@ impl Display for Clip {
 }
 
 fn join<T: Display>(items: &[T], separator: &str) -> String {
-    items
-        .iter()
-        .map(ToString::to_string)
-        .collect::<Vec<_>>()
-        .join(separator)
+    items.iter().map(ToString::to_string).collect::<Vec<_>>().join(separator)
 }

@@ -38,15 +38,7 @@ impl Writer {
         let has_grad = vec![false; lengths.len()];
         let stages = vec![Stage::Ready; owned.len()];
         let rescaled = vec![false; owned.len()];
-        Self {
-            rng,
-            enabled,
-            owned,
-            lengths,
-            has_grad,
-            stages,
-            rescaled,
-        }
+        Self { rng, enabled, owned, lengths, has_grad, stages, rescaled }
     }
 
     pub fn op(&mut self) -> Op {
@@ -109,9 +101,8 @@ impl Writer {
     }
 
     fn backward(&mut self) -> Option<Op> {
-        let mut params = (0..self.lengths.len())
-            .filter(|&p| self.may_accumulate(p))
-            .collect::<Vec<_>>();
+        let mut params =
+            (0..self.lengths.len()).filter(|&p| self.may_accumulate(p)).collect::<Vec<_>>();
         // A loss over a part of the parameters leaves the gradients of the others undefined.
         if self.rng.one_in(4) && !params.is_empty() {
             params.remove(self.rng.below(params.len()));
@@ -123,41 +114,24 @@ impl Writer {
         let mut terms = Vec::new();
         for param in params {
             self.has_grad[param] = true;
-            terms.push(Term {
-                param,
-                eighths: eighths(&mut self.rng, self.lengths[param]),
-            });
+            terms.push(Term { param, eighths: eighths(&mut self.rng, self.lengths[param]) });
         }
         Some(Op::Backward {
-            how: *self
-                .rng
-                .pick(&[How::Backward, How::Scale, How::Scale, How::Each]),
+            how: *self.rng.pick(&[How::Backward, How::Scale, How::Scale, How::Each]),
             terms,
         })
     }
 
     fn plant(&mut self) -> Option<Op> {
         // 3e38 overflows when it is unscaled by a scale below one; 1e-40 is denormal.
-        const VALUES: [f64; 8] = [
-            f64::INFINITY,
-            f64::NEG_INFINITY,
-            f64::NAN,
-            3e38,
-            -3e38,
-            1e-40,
-            0.0,
-            65504.0,
-        ];
+        const VALUES: [f64; 8] =
+            [f64::INFINITY, f64::NEG_INFINITY, f64::NAN, 3e38, -3e38, 1e-40, 0.0, 65504.0];
         let param = self.rng.below(self.lengths.len());
         if !self.has_grad[param] || !self.may_change(self.owner(param)) {
             return None;
         }
         let element = self.rng.below(self.lengths[param]);
-        Some(Op::Plant {
-            param,
-            element,
-            value: *self.rng.pick(&VALUES),
-        })
+        Some(Op::Plant { param, element, value: *self.rng.pick(&VALUES) })
     }
 
     fn drop_one(&mut self) -> Op {
@@ -187,9 +161,7 @@ impl Writer {
     }
 
     fn has_grads(&self, optimizer: usize) -> bool {
-        self.owned[optimizer]
-            .clone()
-            .any(|param| self.has_grad[param])
+        self.owned[optimizer].clone().any(|param| self.has_grad[param])
     }
 
     fn clip(&mut self, optimizer: usize) -> Option<Op> {
@@ -197,15 +169,9 @@ impl Writer {
             return None;
         }
         Some(if self.rng.one_in(2) {
-            Op::ClipNorm {
-                optimizer,
-                max_norm: *self.rng.pick(&[1.0, 0.3, 10.0]),
-            }
+            Op::ClipNorm { optimizer, max_norm: *self.rng.pick(&[1.0, 0.3, 10.0]) }
         } else {
-            Op::ClipValue {
-                optimizer,
-                max: *self.rng.pick(&[1.0, 0.3, 2.0]),
-            }
+            Op::ClipValue { optimizer, max: *self.rng.pick(&[1.0, 0.3, 2.0]) }
         })
     }
 
@@ -219,11 +185,7 @@ impl Writer {
 
     fn transaction(&mut self, optimizer: usize) -> Op {
         let both = self.owned.len() == 2 && self.stages.iter().all(|&stage| stage == Stage::Ready);
-        let optimizers = if both && self.rng.one_in(2) {
-            vec![0, 1]
-        } else {
-            vec![optimizer]
-        };
+        let optimizers = if both && self.rng.one_in(2) { vec![0, 1] } else { vec![optimizer] };
         for &optimizer in &optimizers {
             // An illegal transaction fails when it opens, and changes nothing.
             if self.stages[optimizer] == Stage::Ready {
@@ -251,11 +213,7 @@ impl Writer {
     fn update_with(&mut self) -> Op {
         self.stages.fill(Stage::Ready);
         let scale = scale(&mut self.rng);
-        if self.rng.one_in(2) {
-            Op::UpdateWith(scale)
-        } else {
-            Op::UpdateWithTensor(scale)
-        }
+        if self.rng.one_in(2) { Op::UpdateWith(scale) } else { Op::UpdateWithTensor(scale) }
     }
 
     fn rare(&mut self) -> Option<Op> {

@@ -54,27 +54,17 @@ mod tests {
 
     fn cpu(bf16: bool, fp16: bool) -> Cpu {
         let some = |yes, name| if yes { vec![name] } else { Vec::new() };
-        Cpu {
-            model: None,
-            bf16: some(bf16, "amx_bf16"),
-            fp16: some(fp16, "amx_fp16"),
-        }
+        Cpu { model: None, bf16: some(bf16, "amx_bf16"), fp16: some(fp16, "amx_fp16") }
     }
 
     fn gpu(major: u64) -> Gpu {
-        Gpu {
-            name: "GPU".into(),
-            capability: (major, 0),
-        }
+        Gpu { name: "GPU".into(), capability: (major, 0) }
     }
 
     #[test]
     fn without_a_gpu_only_the_cpu_is_spoken_of() {
         let text = advice(&cpu(true, false), &[]);
-        assert!(
-            text.contains("bf16 autocast should be faster than fp32"),
-            "{text}"
-        );
+        assert!(text.contains("bf16 autocast should be faster than fp32"), "{text}");
         assert!(text.contains("fp16 is far slower"), "{text}");
         assert!(!text.contains("On CUDA"), "{text}");
     }

@@ -33,14 +33,9 @@ impl Args {
         if let Some(version) = word.strip_prefix("--tch=") {
             return Pair::of_tch(version).map(Some);
         }
-        ensure!(
-            word == "--tch",
-            "unknown option `{word}`; did you mean `--tch V`?"
-        );
+        ensure!(word == "--tch", "unknown option `{word}`; did you mean `--tch V`?");
         let missing = "`--tch` needs a version, such as `--tch 0.24`";
-        let version = (at < self.0.len())
-            .then(|| self.0.remove(at))
-            .context(missing)?;
+        let version = (at < self.0.len()).then(|| self.0.remove(at)).context(missing)?;
         Pair::of_tch(&version).map(Some)
     }
 
@@ -55,21 +50,13 @@ impl Args {
     /// Fails when a word is left.
     pub(crate) fn end(self) -> Result<()> {
         let Self(words) = self;
-        ensure!(
-            words.is_empty(),
-            "unknown argument `{}`; see `cargo xtask help`",
-            words.join(" ")
-        );
+        ensure!(words.is_empty(), "unknown argument `{}`; see `cargo xtask help`", words.join(" "));
         Ok(())
     }
 
     /// The words before `--`: those after it are never ours.
     fn own(&self) -> &[String] {
-        let end = self
-            .0
-            .iter()
-            .position(|word| word == "--")
-            .unwrap_or(self.0.len());
+        let end = self.0.iter().position(|word| word == "--").unwrap_or(self.0.len());
         &self.0[..end]
     }
 }
@@ -86,11 +73,7 @@ mod tests {
     fn both_spellings_of_tch_are_taken_wherever_they_stand() {
         for line in ["--tch 0.24 rest", "--tch=0.24 rest", "rest --tch 0.24"] {
             let mut args = args(line);
-            assert_eq!(
-                args.tch().unwrap().map(|pair| pair.tch),
-                Some("0.24"),
-                "{line}"
-            );
+            assert_eq!(args.tch().unwrap().map(|pair| pair.tch), Some("0.24"), "{line}");
             assert_eq!(args.rest(), ["rest"], "{line}");
         }
     }

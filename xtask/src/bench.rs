@@ -40,10 +40,7 @@ fn pinned(command: Command) -> Command {
     };
     println!("pinned to core {core}");
     let mut pinned = Command::new("taskset");
-    pinned
-        .args(["--cpu-list", &core])
-        .arg(command.get_program())
-        .args(command.get_args());
+    pinned.args(["--cpu-list", &core]).arg(command.get_program()).args(command.get_args());
     for (name, value) in command.get_envs() {
         match value {
             Some(value) => pinned.env(name, value),
@@ -58,9 +55,7 @@ fn pinned(command: Command) -> Command {
 
 /// The last core that the text of /proc/self/status allows: the first ones serve the interrupts.
 fn last_core(status: &str) -> Option<String> {
-    let list = status
-        .lines()
-        .find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
     list.trim().rsplit([',', '-']).next().map(str::to_owned)
 }
 
@@ -70,12 +65,7 @@ mod tests {
 
     #[test]
     fn the_last_allowed_core_is_taken() {
-        for (list, core) in [
-            ("0-1", "1"),
-            ("3", "3"),
-            ("0,2-5,9-11", "11"),
-            ("0-3,8", "8"),
-        ] {
+        for (list, core) in [("0-1", "1"), ("3", "3"), ("0,2-5,9-11", "11"), ("0-3,8", "8")] {
             let status = format!("Threads:\t1\nCpus_allowed_list:\t{list}\nMems_allowed:\t1\n");
             assert_eq!(last_core(&status).as_deref(), Some(core));
         }
@@ -85,10 +75,7 @@ mod tests {
     #[test]
     fn pinning_keeps_the_environment_and_the_folder() {
         let mut command = Command::new("sh");
-        command
-            .args(["-c", "echo $MARK; pwd"])
-            .env("MARK", "kept")
-            .current_dir("/");
+        command.args(["-c", "echo $MARK; pwd"]).env("MARK", "kept").current_dir("/");
         assert_eq!(process::read(&mut pinned(command)).unwrap(), "kept\n/");
     }
 }

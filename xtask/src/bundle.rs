@@ -50,15 +50,10 @@ fn build(workspace: &Workspace, bin: &Path) -> Result<()> {
         let dir = bin.join(kind);
         fs::create_dir_all(&dir)?;
         let mut cargo = workspace.cargo(command);
-        cargo
-            .args(arguments)
-            .arg("--message-format=json-render-diagnostics");
+        cargo.args(arguments).arg("--message-format=json-render-diagnostics");
         for program in programs(&process::read_showing_errors(&mut cargo)?) {
             let mut strip = Command::new("strip");
-            strip
-                .arg("-o")
-                .arg(dir.join(&program.name))
-                .arg(&program.path);
+            strip.arg("-o").arg(dir.join(&program.name)).arg(&program.path);
             process::run(&mut strip).context("binutils is needed")?;
         }
     }
@@ -73,9 +68,7 @@ struct Program {
 
 /// The executables among cargo's messages.
 fn programs(messages: &str) -> Vec<Program> {
-    let artifacts = messages
-        .lines()
-        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let artifacts = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let programs = artifacts.filter_map(|artifact| {
         let name = artifact["target"]["name"].as_str()?.to_owned();
         let path = artifact["executable"].as_str()?.into();
@@ -103,10 +96,7 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 fn report(bundle: &Path) -> Result<()> {
     let mib = size(bundle)?.div_ceil(1 << 20);
     let dir = bundle.display();
-    ensure!(
-        mib <= MAX_MIB,
-        "{dir} has {mib} MiB: more than {MAX_MIB}, the most that it may have"
-    );
+    ensure!(mib <= MAX_MIB, "{dir} has {mib} MiB: more than {MAX_MIB}, the most that it may have");
     println!("{dir}: {mib} MiB. There, with Python's torch: ./run.sh [tests|examples|bench|all]");
     Ok(())
 }
@@ -116,11 +106,7 @@ fn size(dir: &Path) -> Result<u64> {
     let mut sum = 0;
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
-        sum += if path.is_dir() {
-            size(&path)?
-        } else {
-            path.metadata()?.len()
-        };
+        sum += if path.is_dir() { size(&path)? } else { path.metadata()?.len() };
     }
     Ok(sum)
 }
@@ -136,10 +122,7 @@ mod tests {
 {\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"scaler\"},\"executable\":\"/t/scaler-1\"}
 {\"reason\":\"build-finished\",\"success\":true}
 not JSON";
-        let scaler = Program {
-            name: "scaler".into(),
-            path: "/t/scaler-1".into(),
-        };
+        let scaler = Program { name: "scaler".into(), path: "/t/scaler-1".into() };
         assert_eq!(programs(messages), [scaler]);
     }
 

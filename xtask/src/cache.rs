@@ -12,11 +12,7 @@ use crate::process;
 
 /// The folder under which everything of ours is kept.
 pub(crate) fn dir() -> Result<PathBuf> {
-    let set = |name| {
-        env::var_os(name)
-            .map(PathBuf::from)
-            .filter(|path| path.is_absolute())
-    };
+    let set = |name| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let user = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")));
     let user = user.context("set HOME or XDG_CACHE_HOME: libtorch is kept in a folder there")?;
     Ok(user.join("tch-amp"))
@@ -35,25 +31,14 @@ pub(crate) fn lock(path: &Path) -> Result<File> {
 
 /// The whole GB free where `path` is or will be.
 pub(crate) fn free_gb(path: &Path) -> Result<u64> {
-    let existing = path
-        .ancestors()
-        .find(|path| path.exists())
-        .unwrap_or(Path::new("/"));
+    let existing = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
     let table = process::read(Command::new("df").arg("-Pk").arg(existing))?;
-    available_kb(&table)
-        .map(|kb| kb * 1024 / 1_000_000_000)
-        .context("`df -Pk` prints no number")
+    available_kb(&table).map(|kb| kb * 1024 / 1_000_000_000).context("`df -Pk` prints no number")
 }
 
 /// The fourth column of the last line that `df -Pk` prints.
 fn available_kb(table: &str) -> Option<u64> {
-    table
-        .lines()
-        .last()?
-        .split_whitespace()
-        .nth(3)?
-        .parse()
-        .ok()
+    table.lines().last()?.split_whitespace().nth(3)?.parse().ok()
 }
 
 #[cfg(test)]

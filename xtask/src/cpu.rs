@@ -20,17 +20,10 @@ impl Cpu {
         let flags = value(cpuinfo, "flags").or_else(|| value(cpuinfo, "Features"));
         let flags: Vec<_> = flags.unwrap_or_default().split_whitespace().collect();
         let has = |names: [&'static str; 3]| {
-            names
-                .into_iter()
-                .filter(|name| flags.contains(name))
-                .collect()
+            names.into_iter().filter(|name| flags.contains(name)).collect()
         };
         let model = value(cpuinfo, "model name").map(str::to_owned);
-        Self {
-            model,
-            bf16: has(BF16),
-            fp16: has(FP16),
-        }
+        Self { model, bf16: has(BF16), fp16: has(FP16) }
     }
 }
 

@@ -24,26 +24,12 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let default = Pair::locked(&workspace::root())?;
     let pair = asked.unwrap_or(default);
     let mut problems = Problems::new();
-    say(
-        "tch",
-        &format!(
-            "{}, which needs libtorch {}",
-            tch_version(pair, default)?,
-            pair.libtorch
-        ),
-    );
+    say("tch", &format!("{}, which needs libtorch {}", tch_version(pair, default)?, pair.libtorch));
     let libtorch = libtorch(pair, default, &mut problems);
     compiler(&mut problems);
     python(libtorch.as_ref());
     let cache = cache::dir()?;
-    say(
-        "disk",
-        &format!(
-            "{} GB free for {}",
-            cache::free_gb(&cache)?,
-            cache.display()
-        ),
-    );
+    say("disk", &format!("{} GB free for {}", cache::free_gb(&cache)?, cache.display()));
     let gpus = cuda::examine(libtorch.as_ref());
     let cpu = cpu();
     println!("\n{}", advice(&cpu, &gpus));
@@ -67,22 +53,13 @@ fn tch_version(pair: Pair, default: Pair) -> Result<String> {
 fn libtorch(pair: Pair, default: Pair, problems: &mut Problems) -> Option<Libtorch> {
     match libtorch::search(pair, default) {
         Ok(Search::Found(libtorch)) => {
-            say(
-                "libtorch",
-                &format!("{} in {}", libtorch.version, libtorch.root.display()),
-            );
+            say("libtorch", &format!("{} in {}", libtorch.version, libtorch.root.display()));
             say("", &format!("found by: {}", libtorch.rule.reason()));
             return Some(libtorch);
         }
         Ok(Search::Absent(venv)) => {
-            say(
-                "libtorch",
-                "not here yet: `cargo xtask demo` and `cargo xtask test` download it",
-            );
-            say(
-                "",
-                &format!("once, 5 GB with CUDA, into {}", venv.dir.display()),
-            );
+            say("libtorch", "not here yet: `cargo xtask demo` and `cargo xtask test` download it");
+            say("", &format!("once, 5 GB with CUDA, into {}", venv.dir.display()));
             problems.extend(venv.check_can_be_made().err());
         }
         Err(error) => {
@@ -108,22 +85,13 @@ fn python(libtorch: Option<&Libtorch>) {
         return;
     };
     let Some(python) = &libtorch.python else {
-        say(
-            "Python",
-            "none has this torch: the tests that compare with Python will be skipped",
-        );
-        say(
-            "",
-            "to have them, set TCH_AMP_PYTHON to one that has it, or unset LIBTORCH",
-        );
+        say("Python", "none has this torch: the tests that compare with Python will be skipped");
+        say("", "to have them, set TCH_AMP_PYTHON to one that has it, or unset LIBTORCH");
         return;
     };
     let version = process::first_line(Command::new(python).arg("--version"));
     let version = version.unwrap_or_else(|| "does not run".into());
-    say(
-        "Python",
-        &format!("{version} with the same torch: {}", python.display()),
-    );
+    say("Python", &format!("{version} with the same torch: {}", python.display()));
 }
 
 fn cpu() -> Cpu {
@@ -131,14 +99,8 @@ fn cpu() -> Cpu {
     say("CPU", cpu.model.as_deref().unwrap_or("unknown"));
     for (name, instructions) in [("  bf16", &cpu.bf16), ("  fp16", &cpu.fp16)] {
         match instructions[..] {
-            [] => say(
-                name,
-                "works, but slow: emulated, as the CPU has no instructions for it",
-            ),
-            _ => say(
-                name,
-                &format!("works, and fast: {}", instructions.join(", ")),
-            ),
+            [] => say(name, "works, but slow: emulated, as the CPU has no instructions for it"),
+            _ => say(name, &format!("works, and fast: {}", instructions.join(", "))),
         }
     }
     cpu

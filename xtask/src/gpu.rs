@@ -56,15 +56,10 @@ fn devices(report: &Value) -> Result<Vec<Gpu>> {
     if let Some(error) = report["error"].as_str() {
         return Err(anyhow!("{}", error.lines().next().unwrap_or(error)));
     }
-    let devices = report["devices"]
-        .as_array()
-        .context("Python names no devices")?;
+    let devices = report["devices"].as_array().context("Python names no devices")?;
     let gpus = devices.iter().filter_map(|device| {
         let capability = (device["major"].as_u64()?, device["minor"].as_u64()?);
-        Some(Gpu {
-            name: device["name"].as_str()?.to_owned(),
-            capability,
-        })
+        Some(Gpu { name: device["name"].as_str()?.to_owned(), capability })
     });
     Ok(gpus.collect())
 }
@@ -81,10 +76,7 @@ fn row(line: &str) -> Option<Gpu> {
     let (name, capability) = line.rsplit_once(',')?;
     let (major, minor) = capability.trim().split_once('.')?;
     let capability = (major.parse().ok()?, minor.parse().ok()?);
-    Some(Gpu {
-        name: name.trim().to_owned(),
-        capability,
-    })
+    Some(Gpu { name: name.trim().to_owned(), capability })
 }
 
 #[cfg(test)]
@@ -96,13 +88,7 @@ mod tests {
     fn devices_are_read_from_the_report() {
         let device = json!({"name": "NVIDIA H200", "major": 9, "minor": 0});
         let gpus = devices(&json!({"devices": [device], "error": null})).unwrap();
-        assert_eq!(
-            gpus,
-            [Gpu {
-                name: "NVIDIA H200".into(),
-                capability: (9, 0)
-            }]
-        );
+        assert_eq!(gpus, [Gpu { name: "NVIDIA H200".into(), capability: (9, 0) }]);
     }
 
     #[test]
@@ -113,10 +99,7 @@ mod tests {
 
     #[test]
     fn rows_of_nvidia_smi_are_read() {
-        let gpu = Gpu {
-            name: "NVIDIA A100, 80GB".into(),
-            capability: (8, 0),
-        };
+        let gpu = Gpu { name: "NVIDIA A100, 80GB".into(), capability: (8, 0) };
         assert_eq!(row("NVIDIA A100, 80GB, 8.0"), Some(gpu));
         assert_eq!(row("No devices were found"), None);
     }
@@ -124,10 +107,7 @@ mod tests {
     #[test]
     fn fp16_is_fast_one_generation_before_bf16() {
         let speed = |capability| {
-            let gpu = Gpu {
-                name: String::new(),
-                capability,
-            };
+            let gpu = Gpu { name: String::new(), capability };
             (gpu.has_fast_fp16(), gpu.has_fast_bf16())
         };
         assert_eq!(speed((6, 1)), (false, false));

@@ -68,11 +68,7 @@ pub(crate) fn search(pair: Pair, locked: Pair) -> Result<Search> {
         );
     }
     let venv = Venv::torch(pair.libtorch)?;
-    if venv.is_usable() {
-        of_venv(&venv).map(Search::Found)
-    } else {
-        Ok(Search::Absent(venv))
-    }
+    if venv.is_usable() { of_venv(&venv).map(Search::Found) } else { Ok(Search::Absent(venv)) }
 }
 
 /// Finds the libtorch of `pair`, or makes the environment that has it.
@@ -87,10 +83,7 @@ pub(crate) fn provide(pair: Pair, locked: Pair) -> Result<Libtorch> {
         }
         Search::Absent(venv) => {
             venv.ensure().map_err(|error| {
-                anyhow!(
-                    "{error:#}\nOr set LIBTORCH to a libtorch {}.",
-                    pair.libtorch
-                )
+                anyhow!("{error:#}\nOr set LIBTORCH to a libtorch {}.", pair.libtorch)
             })?;
             of_venv(&venv)
         }
@@ -101,9 +94,7 @@ impl Libtorch {
     /// The folder of the libraries.
     pub(crate) fn lib(&self) -> PathBuf {
         let moved = env::var_os("LIBTORCH_LIB").filter(|_| self.rule == Rule::Libtorch);
-        moved
-            .map_or_else(|| self.root.clone(), PathBuf::from)
-            .join("lib")
+        moved.map_or_else(|| self.root.clone(), PathBuf::from).join("lib")
     }
 
     /// Tells whether CUDA is built in.
@@ -126,12 +117,7 @@ fn of_venv(venv: &Venv) -> Result<Libtorch> {
     let root = venv.package_dir()?;
     let version = release::of(&root)?;
     let python = Some(venv.program("python"));
-    Ok(Libtorch {
-        root,
-        version,
-        rule: Rule::Cache,
-        python,
-    })
+    Ok(Libtorch { root, version, rule: Rule::Cache, python })
 }
 
 /// In the order of torch-sys.
@@ -144,33 +130,16 @@ fn set_by_user(pair: Pair) -> Result<Option<Libtorch>> {
     };
     let version = release::of(&root)?;
     let python = oracle::find(&root, without_build(&version));
-    let libtorch = Libtorch {
-        root,
-        version,
-        rule: Rule::Libtorch,
-        python,
-    };
-    let library = format!(
-        "{}torch_cpu{}",
-        env::consts::DLL_PREFIX,
-        env::consts::DLL_SUFFIX
-    );
+    let libtorch = Libtorch { root, version, rule: Rule::Libtorch, python };
+    let library = format!("{}torch_cpu{}", env::consts::DLL_PREFIX, env::consts::DLL_SUFFIX);
     let path = libtorch.lib().join(library);
-    ensure!(
-        path.exists(),
-        "LIBTORCH is set, but there is no {}",
-        path.display()
-    );
+    ensure!(path.exists(), "LIBTORCH is set, but there is no {}", path.display());
     Ok(Some(libtorch))
 }
 
 /// The torch of the Python that torch-sys would run.
 fn of_python(release: &str) -> Result<Libtorch> {
-    let python = if env::var_os("VIRTUAL_ENV").is_some() {
-        "python"
-    } else {
-        "python3"
-    };
+    let python = if env::var_os("VIRTUAL_ENV").is_some() { "python" } else { "python3" };
     let code = "import sys, os, torch\n\
                 print(os.path.dirname(torch.__file__), torch.__version__, sys.executable, sep='\\n')";
     let printed = process::read(Command::new(python).args(["-c", code])).map_err(|error| {

@@ -24,22 +24,13 @@ pub(crate) fn check() -> Result<()> {
 /// Returns the version that the workspace in `dir` promises, if its dependencies keep the promise.
 fn check_dependencies(dir: &Path) -> Result<String> {
     let mut metadata = process::cargo();
-    metadata.args([
-        "metadata",
-        "--locked",
-        "--all-features",
-        "--format-version",
-        "1",
-    ]);
+    metadata.args(["metadata", "--locked", "--all-features", "--format-version", "1"]);
     let metadata = process::read(metadata.current_dir(dir))?;
     let metadata = serde_json::from_str(&metadata).context("cargo metadata prints no JSON")?;
     let ours = rust_version(&metadata, "tch-amp").context("Cargo.toml has no rust-version")?;
     let newer = newer_than(&ours, &metadata);
     if !newer.is_empty() {
-        bail!(
-            "rust-version is {ours}, but these need a newer Rust: {}",
-            newer.join(", ")
-        );
+        bail!("rust-version is {ours}, but these need a newer Rust: {}", newer.join(", "));
     }
     Ok(ours)
 }
@@ -75,23 +66,10 @@ fn compile(version: &str) -> Result<()> {
         return Ok(());
     };
     let mut check = Command::new("rustup");
-    check.args([
-        "run",
-        &toolchain,
-        "cargo",
-        "check",
-        "--locked",
-        "--workspace",
-        "--all-targets",
-    ]);
-    check
-        .args(["--features", "doc-only"])
-        .current_dir(workspace::root());
+    check.args(["run", &toolchain, "cargo", "check", "--locked", "--workspace", "--all-targets"]);
+    check.args(["--features", "doc-only"]).current_dir(workspace::root());
     // Without the path of the newer cargo that runs us, which cargo would hand down.
-    check
-        .env_remove("CARGO")
-        .env_remove("RUSTC")
-        .env("CARGO_TARGET_DIR", target());
+    check.env_remove("CARGO").env_remove("RUSTC").env("CARGO_TARGET_DIR", target());
     process::run(&mut check)
 }
 
@@ -107,9 +85,7 @@ fn installed(version: &str) -> Option<String> {
 }
 
 fn find_toolchain(list: &str, version: &str) -> Option<String> {
-    let mut names = list
-        .lines()
-        .filter_map(|line| line.split_whitespace().next());
+    let mut names = list.lines().filter_map(|line| line.split_whitespace().next());
     let wanted = numbers(version);
     names
         .find(|name| {

@@ -12,10 +12,7 @@ use crate::versions::without_build;
 pub(crate) fn find(root: &Path, version: &str) -> Option<PathBuf> {
     let named = env::var_os("TCH_AMP_PYTHON").map(PathBuf::from);
     let others = named.into_iter().chain([PathBuf::from("python3")]);
-    let mut candidates = owners(root)
-        .into_iter()
-        .filter(|path| path.exists())
-        .chain(others);
+    let mut candidates = owners(root).into_iter().filter(|path| path.exists()).chain(others);
     candidates.find(|python| has_torch(python, version))
 }
 
@@ -46,10 +43,7 @@ mod tests {
     #[test]
     fn the_owner_of_an_installed_torch_is_in_the_same_prefix() {
         let root = Path::new("/venv/lib/python3.11/site-packages/torch");
-        assert_eq!(
-            owners(root),
-            ["/venv/bin/python3.11", "/venv/bin/python"].map(PathBuf::from)
-        );
+        assert_eq!(owners(root), ["/venv/bin/python3.11", "/venv/bin/python"].map(PathBuf::from));
     }
 
     #[test]

@@ -14,27 +14,18 @@ pub(crate) fn cargo() -> Command {
 
 /// Runs `command` and shows what it prints.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
-    let status = command
-        .status()
-        .map_err(|error| not_started(command, &error))?;
+    let status = command.status().map_err(|error| not_started(command, &error))?;
     ensure!(status.success(), "`{}` failed ({status})", line(command));
     Ok(())
 }
 
 /// Runs `command` in silence and returns what it printed.
 pub(crate) fn read(command: &mut Command) -> Result<String> {
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| not_started(command, &error))?;
+    let output =
+        command.stdin(Stdio::null()).output().map_err(|error| not_started(command, &error))?;
     if !output.status.success() {
         let stderr = String::from_utf8_lossy(&output.stderr);
-        bail!(
-            "`{}` failed ({}):\n{}",
-            line(command),
-            output.status,
-            stderr.trim_end()
-        );
+        bail!("`{}` failed ({}):\n{}", line(command), output.status, stderr.trim_end());
     }
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
@@ -45,12 +36,7 @@ pub(crate) fn read_showing_errors(command: &mut Command) -> Result<String> {
     let output = child
         .and_then(std::process::Child::wait_with_output)
         .map_err(|error| not_started(command, &error))?;
-    ensure!(
-        output.status.success(),
-        "`{}` failed ({})",
-        line(command),
-        output.status
-    );
+    ensure!(output.status.success(), "`{}` failed ({})", line(command), output.status);
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
@@ -90,9 +76,7 @@ mod tests {
 
     #[test]
     fn a_missing_program_is_named() {
-        let error = run(&mut Command::new("no-such-program-as-this"))
-            .unwrap_err()
-            .to_string();
+        let error = run(&mut Command::new("no-such-program-as-this")).unwrap_err().to_string();
         assert_eq!(error, "`no-such-program-as-this` is not installed");
     }
 
@@ -101,10 +85,7 @@ mod tests {
         let mut command = Command::new("sh");
         let error = read(command.args(["-c", "echo went wrong >&2; exit 3"])).unwrap_err();
         let error = error.to_string();
-        assert!(
-            error.contains("sh -c") && error.contains("went wrong"),
-            "{error}"
-        );
+        assert!(error.contains("sh -c") && error.contains("went wrong"), "{error}");
     }
 
     #[test]

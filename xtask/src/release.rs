@@ -13,15 +13,10 @@ pub(crate) fn of(root: &Path) -> Result<String> {
         ("build-version", |text| Some(text.trim().to_owned())),
         ("version.py", python_version),
         ("include/torch/headeronly/version.h", header_version),
-        (
-            "include/torch/csrc/api/include/torch/version.h",
-            header_version,
-        ),
+        ("include/torch/csrc/api/include/torch/version.h", header_version),
     ];
     let mut versions = files.iter().filter_map(|(file, parse)| {
-        fs::read_to_string(root.join(file))
-            .ok()
-            .and_then(|text| parse(&text))
+        fs::read_to_string(root.join(file)).ok().and_then(|text| parse(&text))
     });
     versions.next().with_context(|| {
         format!(
@@ -34,9 +29,7 @@ pub(crate) fn of(root: &Path) -> Result<String> {
 
 /// The version in the text of `torch/version.py`.
 fn python_version(text: &str) -> Option<String> {
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("__version__ = "))?;
+    let line = text.lines().find_map(|line| line.strip_prefix("__version__ = "))?;
     Some(line.trim_matches(['\'', '"']).to_owned())
 }
 
@@ -44,18 +37,10 @@ fn python_version(text: &str) -> Option<String> {
 fn header_version(text: &str) -> Option<String> {
     let number = |part: &str| {
         let define = format!("#define TORCH_VERSION_{part} ");
-        let digits = text
-            .lines()
-            .find_map(|line| line.strip_prefix(&*define))?
-            .trim();
+        let digits = text.lines().find_map(|line| line.strip_prefix(&*define))?.trim();
         digits.parse::<u32>().ok()
     };
-    Some(format!(
-        "{}.{}.{}",
-        number("MAJOR")?,
-        number("MINOR")?,
-        number("PATCH")?
-    ))
+    Some(format!("{}.{}.{}", number("MAJOR")?, number("MINOR")?, number("PATCH")?))
 }
 
 #[cfg(test)]

@@ -33,9 +33,7 @@ pub(crate) fn rewrite_locks(args: Args) -> Result<()> {
         let version = format!("{}.0", pair.tch);
         // tch asks for exactly its own torch-sys, which so changes with it.
         let mut update = process::cargo();
-        update
-            .args(["update", "--package", "tch", "--precise", &version])
-            .current_dir(&dir);
+        update.args(["update", "--package", "tch", "--precise", &version]).current_dir(&dir);
         process::run(&mut update)?;
         let committed = committed_lock(pair);
         fs::copy(&lock, &committed)
@@ -51,10 +49,7 @@ pub(crate) fn committed_lock(pair: Pair) -> PathBuf {
 }
 
 fn refresh(lock: &Path, fault: &str) -> String {
-    format!(
-        "{} {fault}: run `cargo xtask lock` and commit it",
-        lock.display()
-    )
+    format!("{} {fault}: run `cargo xtask lock` and commit it", lock.display())
 }
 
 /// A folder with a link to everything at the root of the repository but its lock and its outputs.
@@ -64,10 +59,7 @@ fn mirror(target: &Path, pair: Pair) -> Result<PathBuf> {
     let mut links = Vec::new();
     for entry in fs::read_dir(workspace::root())? {
         let entry = entry?;
-        if ![".git", "target", "Cargo.lock"]
-            .iter()
-            .any(|own| entry.file_name() == *own)
-        {
+        if ![".git", "target", "Cargo.lock"].iter().any(|own| entry.file_name() == *own) {
             link(&entry.path(), &dir.join(entry.file_name()))?;
             links.push(entry.file_name());
         }
@@ -95,9 +87,7 @@ fn link(original: &Path, link: &Path) -> Result<()> {
 /// Fails where cargo would have to change the lock in `dir`.
 fn check_lock(dir: &Path) -> Result<()> {
     let mut metadata = process::cargo();
-    metadata
-        .args(["metadata", "--locked", "--format-version", "1"])
-        .current_dir(dir);
+    metadata.args(["metadata", "--locked", "--format-version", "1"]).current_dir(dir);
     process::read(&mut metadata).map(drop)
 }
 

@@ -17,10 +17,7 @@ impl Steps {
     pub(crate) fn run<T>(&mut self, name: &str, step: impl FnOnce() -> Result<T>) -> Result<T> {
         match self.current.replace((name.to_owned(), Instant::now())) {
             Some((before, start)) => {
-                println!(
-                    "\n== {name}  ({before} took {:.1} s)",
-                    start.elapsed().as_secs_f64()
-                );
+                println!("\n== {name}  ({before} took {:.1} s)", start.elapsed().as_secs_f64());
             }
             None => println!("== {name}"),
         }
@@ -37,9 +34,7 @@ mod tests {
     fn the_error_of_a_step_names_the_step() {
         let mut steps = Steps::default();
         assert_eq!(steps.run("first", || Ok(1)).unwrap(), 1);
-        let error = steps
-            .run("second", || Err::<(), _>(anyhow!("it broke")))
-            .unwrap_err();
+        let error = steps.run("second", || Err::<(), _>(anyhow!("it broke"))).unwrap_err();
         assert_eq!(format!("{error:#}"), "second: it broke");
     }
 }

@@ -14,10 +14,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     let all = args.flag("--all-versions");
     let pair = args.tch()?;
     args.end()?;
-    ensure!(
-        !all || pair.is_none(),
-        "`--all-versions` and `--tch` exclude each other"
-    );
+    ensure!(!all || pair.is_none(), "`--all-versions` and `--tch` exclude each other");
     let locked = Pair::locked(&workspace::root())?;
     let mut steps = Steps::default();
     if let Some(pair) = pair.filter(|pair| *pair != locked) {
@@ -41,9 +38,7 @@ pub(crate) fn run_all(args: Args) -> Result<()> {
 fn test_only(steps: &mut Steps, pair: Pair) -> Result<()> {
     let name = format!("libtorch for tch {}", pair.tch);
     let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
-    steps.run(&format!("cargo test with tch {}", pair.tch), || {
-        test(&workspace)
-    })
+    steps.run(&format!("cargo test with tch {}", pair.tch), || test(&workspace))
 }
 
 fn check_and_test(steps: &mut Steps) -> Result<()> {
@@ -56,16 +51,9 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
         show(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
     })?;
     steps.run("documentation", || {
-        show(
-            workspace
-                .cargo("doc")
-                .arg("--no-deps")
-                .env("RUSTDOCFLAGS", "-D warnings"),
-        )
+        show(workspace.cargo("doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
     })?;
-    steps.run("tests of xtask", || {
-        show(workspace.cargo("test").args(["--package", "xtask"]))
-    })?;
+    steps.run("tests of xtask", || show(workspace.cargo("test").args(["--package", "xtask"])))?;
     steps.run("cargo test", || test(&workspace))
 }
 

@@ -47,11 +47,7 @@ pub(crate) fn check_cxx_format() -> Result<()> {
 
 fn rustfmt(arguments: &[&str]) -> Result<()> {
     let mut fmt = process::cargo();
-    process::run(
-        fmt.args(["fmt", "--all"])
-            .args(arguments)
-            .current_dir(workspace::root()),
-    )
+    process::run(fmt.args(["fmt", "--all"]).args(arguments).current_dir(workspace::root()))
 }
 
 fn clang_format(arguments: &[&str]) -> Result<()> {
@@ -60,22 +56,14 @@ fn clang_format(arguments: &[&str]) -> Result<()> {
         return Ok(());
     }
     let mut command = Command::new(clang_format_program()?);
-    process::run(
-        command
-            .args(arguments)
-            .args(files)
-            .current_dir(workspace::root()),
-    )
+    process::run(command.args(arguments).args(files).current_dir(workspace::root()))
 }
 
 fn cxx_files() -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in fs::read_dir(workspace::root().join("csrc")).context("csrc/ cannot be read")? {
         let path = entry?.path();
-        if path
-            .extension()
-            .is_some_and(|kind| kind == "cpp" || kind == "h")
-        {
+        if path.extension().is_some_and(|kind| kind == "cpp" || kind == "h") {
             files.push(path);
         }
     }

@@ -32,12 +32,7 @@ impl Venv {
 
     fn new(package: &'static str, version: &str, size: u64) -> Result<Self> {
         let dir = cache::dir()?.join(format!("{package}-{version}"));
-        Ok(Self {
-            dir,
-            package,
-            version: version.to_owned(),
-            size,
-        })
+        Ok(Self { dir, package, version: version.to_owned(), size })
     }
 
     /// One of the environment's programs.
@@ -49,15 +44,9 @@ impl Venv {
     pub(crate) fn package_dir(&self) -> Result<PathBuf> {
         let libs = self.dir.join("lib");
         let entries = fs::read_dir(&libs).with_context(|| format!("{} is gone", libs.display()))?;
-        let sites = entries
-            .flatten()
-            .map(|entry| entry.path().join("site-packages"));
-        let mut packages = sites
-            .map(|site| site.join(self.module()))
-            .filter(|dir| dir.is_dir());
-        packages
-            .next()
-            .with_context(|| format!("{} has no {}", libs.display(), self.package))
+        let sites = entries.flatten().map(|entry| entry.path().join("site-packages"));
+        let mut packages = sites.map(|site| site.join(self.module())).filter(|dir| dir.is_dir());
+        packages.next().with_context(|| format!("{} has no {}", libs.display(), self.package))
     }
 
     /// Makes the environment unless it is there. Two runs at once make it once.
@@ -128,12 +117,7 @@ impl Venv {
                 .with_context(|| format!("{} cannot be removed", self.dir.display()))?;
         }
         self.check_can_be_made()?;
-        println!(
-            "getting {} {} into {}",
-            self.package,
-            self.version,
-            self.dir.display()
-        );
+        println!("getting {} {} into {}", self.package, self.version, self.dir.display());
         process::run(python3().args(["-m", "venv"]).arg(&self.dir))?;
         self.install()
     }
@@ -144,16 +128,9 @@ impl Venv {
         fs::create_dir(&downloads).context("the cache folder cannot be written")?;
         let requirement = format!("{}=={}", self.package, self.version);
         let mut pip = self.python();
-        pip.args([
-            "-m",
-            "pip",
-            "install",
-            "--no-cache-dir",
-            "--only-binary",
-            ":all:",
-        ])
-        .args(["--no-input", "--disable-pip-version-check", &requirement])
-        .env("TMPDIR", &downloads);
+        pip.args(["-m", "pip", "install", "--no-cache-dir", "--only-binary", ":all:"])
+            .args(["--no-input", "--disable-pip-version-check", &requirement])
+            .env("TMPDIR", &downloads);
         if process::run(&mut pip).is_err() {
             bail!(
                 "pip could not install {requirement}, for the reason that it gives above. Without \
@@ -201,12 +178,7 @@ mod tests {
     #[test]
     fn an_environment_without_its_mark_is_not_ready() {
         let dir = std::env::temp_dir().join("no-such-environment");
-        let venv = Venv {
-            dir,
-            package: "torch",
-            version: "2.13.0".into(),
-            size: 1,
-        };
+        let venv = Venv { dir, package: "torch", version: "2.13.0".into(), size: 1 };
         assert!(!venv.is_usable());
     }
 }

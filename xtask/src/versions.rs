@@ -13,28 +13,17 @@ pub(crate) struct Pair {
 }
 
 /// Every supported pair, oldest first.
-pub(crate) const PAIRS: [Pair; 2] = [
-    Pair {
-        tch: "0.24",
-        libtorch: "2.11.0",
-    },
-    Pair {
-        tch: "0.26",
-        libtorch: "2.13.0",
-    },
-];
+pub(crate) const PAIRS: [Pair; 2] =
+    [Pair { tch: "0.24", libtorch: "2.11.0" }, Pair { tch: "0.26", libtorch: "2.13.0" }];
 
 impl Pair {
     /// The pair of a tch version given as `0.24` or `0.24.0`.
     pub(crate) fn of_tch(version: &str) -> Result<Self> {
         let minor = minor(version);
-        PAIRS
-            .into_iter()
-            .find(|pair| pair.tch == minor)
-            .ok_or_else(|| {
-                let supported = PAIRS.map(|pair| pair.tch).join(", ");
-                anyhow!("tch {version} is not supported here; these are: {supported}")
-            })
+        PAIRS.into_iter().find(|pair| pair.tch == minor).ok_or_else(|| {
+            let supported = PAIRS.map(|pair| pair.tch).join(", ");
+            anyhow!("tch {version} is not supported here; these are: {supported}")
+        })
     }
 
     /// The pair that the repository's own Cargo.lock holds.
@@ -51,10 +40,7 @@ impl Pair {
 pub(crate) fn locked<'a>(lock: &'a str, package: &str) -> Option<&'a str> {
     let name = format!("name = \"{package}\"");
     let mut lines = lock.lines().skip_while(|line| *line != name);
-    lines
-        .nth(1)?
-        .strip_prefix("version = \"")?
-        .strip_suffix('"')
+    lines.nth(1)?.strip_prefix("version = \"")?.strip_suffix('"')
 }
 
 /// `0.24` of `0.24.1`.
@@ -67,9 +53,7 @@ fn minor(version: &str) -> &str {
 
 /// The version without what follows `+`, which names the build: `2.13.0` of `2.13.0+cu130`.
 pub(crate) fn without_build(version: &str) -> &str {
-    version
-        .split_once('+')
-        .map_or(version, |(release, _)| release)
+    version.split_once('+').map_or(version, |(release, _)| release)
 }
 
 /// The numbers of a version, for comparison: a missing one is 0.
@@ -108,11 +92,7 @@ version = \"0.24.1\"
     #[test]
     fn a_pair_is_found_by_the_minor_version() {
         for version in ["0.24", "0.24.0", "0.24.7"] {
-            assert_eq!(
-                Pair::of_tch(version).unwrap().libtorch,
-                "2.11.0",
-                "{version}"
-            );
+            assert_eq!(Pair::of_tch(version).unwrap().libtorch, "2.11.0", "{version}");
         }
         for version in ["0.2", "0.245", "0", ""] {
             assert!(Pair::of_tch(version).is_err(), "{version}");

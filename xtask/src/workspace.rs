@@ -29,36 +29,17 @@ impl Workspace {
         tools::cxx()?;
         let libtorch = libtorch::provide(pair, locked)?;
         if pair == locked {
-            return Ok(Self {
-                dir: root,
-                pair,
-                libtorch,
-                target: None,
-            });
+            return Ok(Self { dir: root, pair, libtorch, target: None });
         }
         let dir = shadow::make(&target(), pair)?;
-        Ok(Self {
-            target: Some(dir.join("target")),
-            dir,
-            pair,
-            libtorch,
-        })
+        Ok(Self { target: Some(dir.join("target")), dir, pair, libtorch })
     }
 
     /// Like [`Workspace::new`], and says which libtorch it is.
     pub(crate) fn announced(pair: Option<Pair>) -> Result<Self> {
         let workspace = Self::new(pair)?;
-        let Libtorch {
-            root,
-            version,
-            rule,
-            ..
-        } = &workspace.libtorch;
-        println!(
-            "libtorch {version} in {} ({})",
-            root.display(),
-            rule.reason()
-        );
+        let Libtorch { root, version, rule, .. } = &workspace.libtorch;
+        println!("libtorch {version} in {} ({})", root.display(), rule.reason());
         Ok(workspace)
     }
 
@@ -82,14 +63,10 @@ impl Workspace {
     fn apply_python(&self, command: &mut Command) {
         match &self.libtorch.python {
             Some(python) => {
-                command
-                    .env("TCH_AMP_PYTHON", python)
-                    .env("TCH_AMP_REQUIRE_PYTHON", "1");
+                command.env("TCH_AMP_PYTHON", python).env("TCH_AMP_REQUIRE_PYTHON", "1");
             }
             None => {
-                command
-                    .env_remove("TCH_AMP_PYTHON")
-                    .env_remove("TCH_AMP_REQUIRE_PYTHON");
+                command.env_remove("TCH_AMP_PYTHON").env_remove("TCH_AMP_REQUIRE_PYTHON");
             }
         }
     }

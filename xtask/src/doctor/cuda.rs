@@ -11,10 +11,7 @@ pub(super) fn examine(libtorch: Option<&Libtorch>) -> Vec<Gpu> {
     let has_cuda = libtorch.map(Libtorch::has_cuda);
     match has_cuda {
         Some(true) => say("CUDA", "built into this libtorch"),
-        Some(false) => say(
-            "CUDA",
-            "not built into this libtorch: there is no libtorch_cuda.so",
-        ),
+        Some(false) => say("CUDA", "not built into this libtorch: there is no libtorch_cuda.so"),
         None => {}
     }
     let python = libtorch.and_then(|libtorch| libtorch.python.as_deref());
@@ -49,10 +46,7 @@ fn listed() {
                 "",
                 "as the driver says; whether libtorch can use it only Python's torch can tell:",
             );
-            say(
-                "",
-                "run `cargo xtask test` once without LIBTORCH, or set TCH_AMP_PYTHON",
-            );
+            say("", "run `cargo xtask test` once without LIBTORCH, or set TCH_AMP_PYTHON");
         }
         None => say("CUDA devices", "none: nvidia-smi does not run"),
     }
@@ -66,9 +60,6 @@ fn describe(gpus: &[Gpu]) {
             (true, false) => "tensor cores for fp16, none for bf16",
             (false, false) => "no tensor cores",
         };
-        say(
-            &format!("cuda:{index}"),
-            &format!("{}, compute {major}.{minor}: {speed}", gpu.name),
-        );
+        say(&format!("cuda:{index}"), &format!("{}, compute {major}.{minor}: {speed}", gpu.name));
     }
 }
