@@ -132,13 +132,13 @@ impl Iteration {
     fn fill(&mut self, index: usize, plan: &Plan, scale: &Scale) -> Result<()> {
         let parameters = std::mem::take(&mut self.records[index].parameters);
         let options = u8::from(scale.may_enlarge()) * sys::UNSCALE_RECHECK;
-        let found = self.check(&parameters, plan, scale.tensor(), options)?;
-        let gradients = ffi::gradients_inspect(&parameters)?;
-        let unscaled = gradients.iter().map(|g| (g.parameter, g.gradient));
-        self.unscaled.extend(unscaled);
+        let checked = self.check(&parameters, plan, scale.tensor(), options);
+        let gradients = ffi::gradients_inspect(&parameters);
+        self.records[index].parameters = parameters;
+        let (found, gradients) = (checked?, gradients?);
+        self.unscaled.extend(gradients.iter().map(|g| (g.parameter, g.gradient)));
         let record = &mut self.records[index];
-        (record.stage, record.gradients) = (Stage::Unscaled, gradients);
-        (record.parameters, record.found) = (parameters, found);
+        (record.stage, record.gradients, record.found) = (Stage::Unscaled, gradients, found);
         Ok(())
     }
 
