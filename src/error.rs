@@ -7,7 +7,7 @@ use tch::{Device, Kind};
 /// The result of every fallible call of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why a call was refused. Unless a variant says otherwise, nothing was changed.
+/// Why a call was refused. Unless a variant says otherwise, nothing was changed; [`Error::Torch`] may come midway.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

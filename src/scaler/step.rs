@@ -45,8 +45,9 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::AlreadyUnscaled`], [`Error::UnscaleAfterStep`], [`Error::SharedParameter`] and [`Error::Gradient`];
-    /// no gradient is touched then.
+    /// [`Error::AlreadyUnscaled`], [`Error::UnscaleAfterStep`], [`Error::SharedParameter`] and [`Error::Gradient`]; no
+    /// gradient is touched then. [`Error::Torch`] when libtorch itself fails on the way, and [`Error::UnscaleFailed`]
+    /// after that.
     pub fn unscale_(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         self.open(optimizer)?;
         Ok(())
