@@ -9,7 +9,8 @@ use anyhow::{Context, Result, bail, ensure};
 const OLDEST: (u32, u32) = (2, 11);
 const NEWEST: (u32, u32) = (2, 13);
 
-const SOURCES: [&str; 4] = ["autocast.cpp", "device.cpp", "optim.cpp", "scaler.cpp"];
+const SOURCES: [&str; 6] =
+    ["autocast.cpp", "device.cpp", "function.cpp", "optim.cpp", "scaler.cpp", "testing.cpp"];
 
 fn main() {
     if env::var_os("CARGO_FEATURE_DOC_ONLY").is_some() {
@@ -90,6 +91,10 @@ impl Libtorch {
         }
         if self.has_cuda() {
             shim.define("TAMP_WITH_CUDA", None);
+        }
+        // Hooks for this crate's own tests: no release build has them.
+        if env::var("PROFILE").is_ok_and(|profile| profile == "debug") {
+            shim.define("TAMP_TESTING", None);
         }
         for source in SOURCES {
             shim.file(Path::new("csrc").join(source));

@@ -21,6 +21,8 @@ extern "C" {
 
 void tamp_string_free(char *text) noexcept { free(text); }
 
+char *tamp_string_new(const char *text) noexcept { return tamp::message(text); }
+
 uint8_t tamp_cuda_is_linked(void) noexcept {
 #ifdef TAMP_WITH_CUDA
   return 1;

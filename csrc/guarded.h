@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <utility>
 
 #include "shim.h"
@@ -20,10 +21,18 @@ inline char *message(const char *text) {
   return copy;
 }
 
+#ifdef TAMP_TESTING
+// Throws when a test has asked for it (csrc/testing.cpp).
+void fail_point();
+#else
+inline void fail_point() {}
+#endif
+
 // Runs `body`; when it throws, writes the message to `err` and returns zero, null or nothing.
 template <typename F>
 auto guarded(char **err, F &&body) noexcept -> decltype(body()) {
   try {
+    fail_point();
     return body();
   } catch (const c10::Error &e) {
     // what() would symbolise a C++ backtrace, which takes milliseconds and says nothing to a Rust program.
@@ -52,6 +61,12 @@ inline const at::Tensor &gradient(const at::Tensor &parameter) {
 }
 
 inline tamp_tensor *give(at::Tensor t) { return reinterpret_cast<tamp_tensor *>(new at::Tensor(std::move(t))); }
+
+// What the other side gave, as one of ours again.
+inline at::Tensor take(tamp_tensor *t) {
+  const std::unique_ptr<at::Tensor> given(reinterpret_cast<at::Tensor *>(t));
+  return std::move(*given);
+}
 
 // A tensor on `device`. The host waits only when it is going to read the copy: one that is still on its way to host
 // memory looks like any other there.

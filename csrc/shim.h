@@ -25,6 +25,9 @@ typedef struct tamp_tensor tamp_tensor;
 // Frees a message that a function wrote to `err`. Null is allowed.
 void tamp_string_free(char *text) TAMP_NOEXCEPT;
 
+// A copy of `text` for a callback to write to its `err`.
+char *tamp_string_new(const char *text) TAMP_NOEXCEPT;
+
 // ---------------------------------------------------------------------------------------------------------- device.cpp
 
 // Whether this libtorch has its CUDA library linked in.
@@ -132,6 +135,91 @@ tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, d
 
 // Clamps every element of the gradients of `count` parameters to [-max, max], in place.
 void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double max, char **err) TAMP_NOEXCEPT;
+
+// --------------------------------------------------------------------------------------------------------- function.cpp
+
+// A custom function's place in the graph of autograd.
+typedef struct tamp_node tamp_node;
+
+// Runs backward. `grad_outputs` borrows one tensor for each output, null for a missing gradient; `grad_inputs` takes one
+// for each input, given away, null for none. On failure it writes a message of tamp_string_new to `err` and no tensor.
+// Like the other callbacks it neither throws nor unwinds, and no two callbacks of one state run at once.
+typedef void (*tamp_function_backward)(void *state, const tamp_node *node, tamp_tensor *const *grad_outputs,
+                                       size_t outputs, tamp_tensor **grad_inputs, size_t inputs, char **err);
+
+// Ends the use of a state, wholly or in part, on any thread.
+typedef void (*tamp_function_end)(void *state);
+
+// The name of the function, for messages, made by tamp_string_new.
+typedef char *(*tamp_function_name)(void *state);
+
+enum {
+  TAMP_FUNCTION_MATERIALIZE_GRADS = 1,   // a missing gradient of an output is made zeros
+  TAMP_FUNCTION_ONCE_DIFFERENTIABLE = 2, // what backward returns cannot be differentiated
+  TAMP_FUNCTION_SAVES_VALUES = 4,        // the state holds values that `release` frees
+};
+
+// A function value, and how to use it.
+typedef struct tamp_function {
+  void *state;
+  tamp_function_backward backward;
+  tamp_function_end release;  // frees what forward saved: backward has run and will not again
+  tamp_function_end drop;     // frees the state
+  tamp_function_name name;
+  uint8_t flags;
+} tamp_function;
+
+// What is to be known of an input before forward runs.
+typedef struct tamp_function_input {
+  size_t uses;            // the handles that exist of the tensor
+  uint8_t requires_grad;  // zero also where nothing is recorded
+} tamp_function_input;
+
+typedef struct tamp_tensors {
+  tamp_tensor *const *tensors;
+  size_t count;
+} tamp_tensors;
+
+// A call of forward that has ended: its inputs, and what the context was told.
+typedef struct tamp_function_call {
+  tamp_tensors inputs;
+  const tamp_function_input *infos;  // one for each input
+  tamp_tensors saved;                // undefined ones allowed
+  tamp_tensors dirty;
+  tamp_tensors non_differentiable;
+  uint8_t recorded;  // the answer of tamp_function_begin
+} tamp_function_call;
+
+// Describes the `count` inputs, undefined ones allowed. Returns whether autograd will record the call.
+uint8_t tamp_function_begin(tamp_tensor *const *inputs, size_t count, tamp_function_input *infos,
+                            char **err) TAMP_NOEXCEPT;
+
+// Makes the `count` raw outputs of forward, in place, those of an operation of autograd. Takes the state in any case and
+// drops it at once where nothing is recorded. On failure the outputs are as before.
+void tamp_function_record(const tamp_function *function, const tamp_function_call *call,
+                          tamp_tensor *const *outputs, size_t count, char **err) TAMP_NOEXCEPT;
+
+// The first `count` tensors that forward saved, undefined ones included. Only while backward runs.
+void tamp_function_saved_tensors(const tamp_node *node, tamp_tensor **saved, size_t count, char **err) TAMP_NOEXCEPT;
+
+// Whether the gradient of an input is wanted. Only while backward runs.
+uint8_t tamp_function_needs_input_grad(const tamp_node *node, size_t input, char **err) TAMP_NOEXCEPT;
+
+// ---------------------------------------------------------------------------------------------------------- testing.cpp
+
+// Debug builds only, for this crate's own tests.
+#ifdef TAMP_TESTING
+
+enum { TAMP_TESTING_TORCH_ERROR = 0, TAMP_TESTING_BAD_ALLOC = 1, TAMP_TESTING_INT = 2 };
+
+// Makes the calling thread's `call`-th function from now on that can fail do so, by an exception of the given kind. Zero
+// calls it off. Returns what was left of the last one: zero if it has failed.
+int64_t tamp_testing_fail_at(int64_t call, uint8_t kind) TAMP_NOEXCEPT;
+
+// Enters or leaves libtorch's inference mode on the calling thread.
+void tamp_testing_inference_mode(uint8_t enabled) TAMP_NOEXCEPT;
+
+#endif
 
 #ifdef __cplusplus
 }

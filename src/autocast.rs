@@ -235,6 +235,9 @@ pub fn clear_autocast_cache() {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AutocastState(sys::AutocastState);
 
+/// The types of devices with autocast.
+const DEVICES: [Device; sys::AUTOCAST_DEVICES] = [Device::Cpu, Device::Cuda(0), Device::Mps];
+
 impl AutocastState {
     /// Captures the state of the calling thread.
     ///
@@ -243,7 +246,7 @@ impl AutocastState {
     /// [`Error::Torch`] if libtorch cannot read it, which a supported version can.
     pub fn current() -> Result<Self> {
         let mut state = sys::AutocastState::default();
-        for device in [Device::Cpu, Device::Cuda(0), Device::Mps] {
+        for device in DEVICES {
             state.devices[usize::from(state.count)].device_type = device_type(device)?;
             state.count += 1;
         }
@@ -267,6 +270,53 @@ impl AutocastState {
     /// As [`enter`](Self::enter); then `f` is not run.
     pub fn run<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
         regions::within(self.here()?, self.0, f)
+    }
+
+    /// Tells whether autocast is enabled on the device, as [`is_autocast_enabled`] does of the calling thread.
+    pub fn is_enabled(&self, device: Device) -> bool {
+        self.of(device).is_some_and(|state| state.enabled != 0)
+    }
+
+    /// Returns the dtype of regions on the device, as [`autocast_dtype`] does of the calling thread.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DeviceUnavailable`] for a device without autocast.
+    pub fn dtype(&self, device: Device) -> Result<Kind> {
+        device_type(device)?;
+        let state = self.of(device).copied().unwrap_or_default();
+        dtype_kind(state.dtype)
+    }
+
+    /// Tells whether casts of weights are kept, as [`is_cache_enabled`] does of the calling thread.
+    pub fn is_cache_enabled(&self) -> bool {
+        self.0.cache_enabled != 0
+    }
+
+    /// The types of devices on which autocast is enabled.
+    pub(crate) fn enabled_devices(&self) -> impl Iterator<Item = Device> + use<> {
+        let state = *self;
+        DEVICES.into_iter().filter(move |device| state.is_enabled(*device))
+    }
+
+    /// Switches autocast off on the device.
+    pub(crate) fn disable(&mut self, device: Device) {
+        let code = device_type(device).ok();
+        let devices = self.0.devices.iter_mut();
+        for state in devices.filter(|state| Some(state.device_type) == code) {
+            state.enabled = 0;
+        }
+    }
+
+    /// Runs `f` in this state: in a region, or as things are where the thread is in it already.
+    pub(crate) fn restore<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
+        let here = self.here()?;
+        if here == self.0 { Ok(f()) } else { regions::within(here, self.0, f) }
+    }
+
+    fn of(&self, device: Device) -> Option<&sys::AutocastDevice> {
+        let code = device_type(device).ok()?;
+        self.0.devices.iter().find(|state| state.device_type == code)
     }
 
     /// The calling thread's state of the same devices.

@@ -156,6 +156,48 @@ pub enum Error {
     #[error("the optimizer's step failed: {0}")]
     Optimizer(#[source] Box<dyn std::error::Error + Send + Sync>),
 
+    /// The forward of a custom function failed.
+    #[error("{name}: forward failed: {source}")]
+    Function {
+        /// The function.
+        name: String,
+        /// What forward returned.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+
+    /// A custom function does not fit what it was applied to, or told its context what is not so. Its forward has run,
+    /// unless the number of gradients or the dtype of `cast_inputs` is what is wrong.
+    #[error("{name}: {problem}")]
+    FunctionMisuse {
+        /// The function.
+        name: String,
+        /// What is wrong.
+        problem: String,
+    },
+
+    /// An analytic gradient is not the numeric one.
+    #[error(
+        "the gradient of output {output} {output_index:?} by input {input} {index:?} is {analytic} analytically and {numeric} numerically"
+    )]
+    GradCheck {
+        /// The input.
+        input: usize,
+        /// The element of the input.
+        index: Vec<i64>,
+        /// The output.
+        output: usize,
+        /// The element of the output.
+        output_index: Vec<i64>,
+        /// What backward computed.
+        analytic: f64,
+        /// What finite differences say.
+        numeric: f64,
+    },
+
+    /// A function cannot be checked with these inputs.
+    #[error("cannot check the gradient: {0}")]
+    GradCheckInputs(String),
+
     /// libtorch refused, in its own words, or answered what this crate does not know.
     #[error("libtorch: {0}")]
     Torch(String),

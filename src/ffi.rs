@@ -1,12 +1,19 @@
 //! One safe function for each function of the shim. With `sys.rs`, the only home of `unsafe` in this crate.
 
-use std::ffi::{CStr, c_char};
-use std::ptr;
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::{ptr, slice};
 
 use tch::Tensor;
 
 use crate::error::{Error, Result};
+use crate::panics;
 use crate::sys;
+
+#[cfg(test)]
+mod tests;
 
 /// Calls a function of the shim with `err` as its last argument and turns a message into an error.
 fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
@@ -155,84 +162,205 @@ pub(crate) fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
     call(|err| unsafe { sys::tamp_clip_grad_value(tensors.as_ptr(), tensors.len(), max, err) })
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-mod tests {
-    use tch::{Device, Kind};
 
-    use super::*;
+/// What a custom function does once its forward has been recorded. libtorch calls it from any thread, but never twice at
+/// once.
+pub(crate) trait Recorded: Send + 'static {
+    /// Returns a gradient or `None` for each of `inputs` inputs, or the message of the failure.
+    fn backward(
+        &self,
+        node: &Node<'_>,
+        grad_outputs: &[Borrowed],
+        inputs: usize,
+    ) -> std::result::Result<Vec<Option<Tensor>>, String>;
 
-    fn with_gradient(values: &[f64], kind: Kind) -> Tensor {
-        let factors = Tensor::from_slice(values).to_kind(kind);
-        let w = factors.zeros_like().set_requires_grad(true);
-        (&w * factors).sum(kind).backward();
-        w
+    /// Frees what only backward needed: it has run and will not again.
+    fn release(&mut self);
+
+    /// The name of the function, for messages.
+    fn name(&self) -> &str;
+}
+
+/// A tensor that libtorch lends for the length of a callback, or none.
+pub(crate) type Borrowed = Option<ManuallyDrop<Tensor>>;
+
+/// A custom function's place in the graph, while its backward runs.
+#[derive(Debug)]
+pub(crate) struct Node<'a> {
+    raw: *const sys::Node,
+    _running: PhantomData<&'a ()>,
+}
+
+impl Node<'_> {
+    /// The first `count` tensors that forward saved.
+    pub(crate) fn saved_tensors(&self, count: usize) -> Result<Vec<Tensor>> {
+        let mut saved = vec![ptr::null_mut(); count];
+        let out = saved.as_mut_ptr();
+        // SAFETY: the array has `count` elements, and a `Node` exists only while its backward runs.
+        call(|err| unsafe { sys::tamp_function_saved_tensors(self.raw, out, count, err) })?;
+        // SAFETY: on success each pointer is a new tensor, which the shim gave to us alone.
+        Ok(saved.into_iter().map(|tensor| unsafe { Tensor::from_ptr(tensor) }).collect())
     }
 
-    fn unscale(w: &Tensor, scale: f32, options: u8) -> (Option<bool>, Vec<f64>) {
-        let found_inf = Tensor::from(7f32);
-        let found = gradients_unscale(&[w], &Tensor::from(scale), &found_inf, options).unwrap();
-        let flag = found_inf.double_value(&[]);
-        assert_eq!(Some(flag == 1.0), found, "the tensor and the answer agree, whatever was in it");
-        (found, Vec::try_from(w.grad().to_kind(Kind::Double)).unwrap())
+    /// Whether the gradient of the input is wanted.
+    pub(crate) fn needs_input_grad(&self, input: usize) -> Result<bool> {
+        // SAFETY: a `Node` exists only while its backward runs, and the shim checks the index.
+        call(|err| unsafe { sys::tamp_function_needs_input_grad(self.raw, input, err) })
+            .map(|needs| needs != 0)
     }
+}
 
-    /// The path for devices and dtypes without a kernel, against the kernel.
-    #[test]
-    fn plain_operations_give_the_kernels_numbers() {
-        let values: Vec<f64> = (0..1000).map(|i| 0.37 * f64::from(i) - 100.0).collect();
-        for kind in [Kind::BFloat16, Kind::Float, Kind::Double, Kind::Half] {
-            for bad in [None, Some(f64::NAN), Some(f64::INFINITY), Some(f64::NEG_INFINITY)] {
-                let mut values = values.clone();
-                values[500] = bad.unwrap_or(values[500]);
-                let make = || with_gradient(&values, kind);
-                let (found, got) = unscale(&make(), 3.0, sys::UNSCALE_GENERIC);
-                let (want_found, want) = unscale(&make(), 3.0, 0);
-                assert_eq!((found, found), (want_found, Some(bad.is_some())), "{kind:?} {bad:?}");
-                let bits = |all: Vec<f64>| all.into_iter().map(f64::to_bits).collect::<Vec<_>>();
-                assert_eq!(bits(got), bits(want), "{kind:?} {bad:?}");
+/// Whether autograd will record a call with these inputs, and what the shim wants to know of them afterwards.
+pub(crate) fn function_begin(inputs: &[&Tensor]) -> Result<(bool, Vec<sys::FunctionInput>)> {
+    let tensors = pointers(inputs.iter().copied());
+    let mut infos = vec![sys::FunctionInput::default(); tensors.len()];
+    let out = infos.as_mut_ptr();
+    // SAFETY: both arrays have `tensors.len()` elements, and `inputs` keeps the tensors alive.
+    let recorded = call(|err| unsafe {
+        sys::tamp_function_begin(tensors.as_ptr(), tensors.len(), out, err)
+    })?;
+    Ok((recorded != 0, infos))
+}
+
+/// A call of forward that has ended.
+#[derive(Debug)]
+pub(crate) struct FunctionCall<'a> {
+    pub(crate) inputs: &'a [&'a Tensor],
+    pub(crate) infos: &'a [sys::FunctionInput],
+    pub(crate) saved: &'a [Tensor],
+    pub(crate) dirty: &'a [Tensor],
+    pub(crate) non_differentiable: &'a [Tensor],
+    pub(crate) recorded: bool,
+}
+
+/// Makes the raw outputs of forward those of an operation of autograd, and gives `state` to it.
+pub(crate) fn function_record<R: Recorded>(
+    state: Box<R>,
+    flags: u8,
+    ended: &FunctionCall<'_>,
+    outputs: &mut [Tensor],
+) -> Result<()> {
+    assert_eq!(ended.inputs.len(), ended.infos.len());
+    // One array of pointers for all the lists.
+    let lists = [ended.saved, ended.dirty, ended.non_differentiable];
+    let inputs = ended.inputs.iter().copied();
+    let mut all = pointers(inputs.chain(lists.into_iter().flatten()));
+    let given = all.len();
+    all.extend(outputs.iter_mut().map(Tensor::as_mut_ptr));
+    let mut from = 0;
+    let mut list = |count: usize| {
+        let tensors = all[from..from + count].as_ptr();
+        from += count;
+        sys::Tensors { tensors, count }
+    };
+    let ended = sys::FunctionCall {
+        inputs: list(ended.inputs.len()),
+        infos: ended.infos.as_ptr(),
+        saved: list(ended.saved.len()),
+        dirty: list(ended.dirty.len()),
+        non_differentiable: list(ended.non_differentiable.len()),
+        recorded: ended.recorded.into(),
+    };
+    let function = sys::Function {
+        state: Box::into_raw(state).cast(),
+        backward: function_backward::<R>,
+        release: function_release::<R>,
+        drop: function_drop::<R>,
+        name: function_name::<R>,
+        flags,
+    };
+    let (out, count) = (all[given..].as_ptr(), outputs.len());
+    // SAFETY: every array has the length beside it, the borrows keep their tensors alive, the shim changes `outputs` only
+    // through libtorch's own handles, and it takes the state in any case: the three callbacks get it back as what it is.
+    call(|err| unsafe { sys::tamp_function_record(&function, &ended, out, count, err) })
+}
+
+/// Runs the backward of the state behind a node. A panic ends here, as a message.
+unsafe extern "C" fn function_backward<R: Recorded>(
+    state: *mut c_void,
+    node: *const sys::Node,
+    grad_outputs: *const *mut sys::Tensor,
+    outputs: usize,
+    grad_inputs: *mut *mut sys::Tensor,
+    inputs: usize,
+    err: *mut *mut c_char,
+) {
+    // SAFETY: `function_record::<R>` made the state, and the shim runs one callback of it at a time.
+    let state: &R = unsafe { &*state.cast() };
+    let run = || {
+        let lend = |index| {
+            // SAFETY: `grad_outputs` has `outputs` elements.
+            let tensor: *mut sys::Tensor = unsafe { *grad_outputs.add(index) };
+            // SAFETY: a pointer that is not null is a tensor that outlives the callback; it is never dropped here.
+            (!tensor.is_null()).then(|| ManuallyDrop::new(unsafe { Tensor::from_ptr(tensor) }))
+        };
+        let lent: Vec<Borrowed> = (0..outputs).map(lend).collect();
+        state.backward(&Node { raw: node, _running: PhantomData }, &lent, inputs)
+    };
+    let answer = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
+        Err(format!("{}: backward panicked: {}", state.name(), panics::into_message(panic)))
+    });
+    match answer {
+        Ok(grads) if grads.len() == inputs => {
+            // SAFETY: `grad_inputs` has `inputs` elements.
+            let out = unsafe { slice::from_raw_parts_mut(grad_inputs, inputs) };
+            for (out, grad) in out.iter_mut().zip(grads) {
+                *out = grad.map_or(ptr::null_mut(), into_pointer);
             }
         }
+        Ok(grads) => fail(err, format!("{}: {} gradients", state.name(), grads.len())),
+        Err(message) => fail(err, message),
     }
+}
 
-    #[test]
-    fn plain_operations_find_what_only_the_multiplication_made_infinite() {
-        let tiny = 2f32.powi(-100);
-        for (options, want) in [(0, false), (sys::UNSCALE_RECHECK, true)] {
-            for generic in [0, sys::UNSCALE_GENERIC] {
-                let w = with_gradient(&[2f64.powi(40)], Kind::Float);
-                assert_eq!(unscale(&w, tiny, options | generic).0, Some(want));
-            }
-        }
-    }
+/// Writes the message of a failed callback.
+fn fail(err: *mut *mut c_char, message: String) {
+    // SAFETY: `err` is valid for a write, as every `err` of the shim.
+    unsafe { *err = string_new(&message) }
+}
 
-    #[test]
-    fn an_empty_gradient_passes_every_path() {
-        for options in [0, sys::UNSCALE_GENERIC, sys::UNSCALE_RECHECK] {
-            let w = Tensor::zeros([0], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-            w.sum(None).backward();
-            assert_eq!(unscale(&w, 2.0, options), (Some(false), vec![]));
-        }
-    }
+/// A copy of the text for the shim to free.
+fn string_new(text: &str) -> *mut c_char {
+    // A NUL would end the text early: a space says as little.
+    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    // SAFETY: the text is NUL-terminated.
+    unsafe { sys::tamp_string_new(text.as_ptr()) }
+}
 
-    #[test]
-    fn libtorchs_message_comes_without_its_backtrace() {
-        let text =
-            scale_update(&Tensor::new(), &Tensor::new(), &[], &rule()).unwrap_err().to_string();
-        assert_eq!(text, "libtorch: no found_inf tensor");
-        let found = Tensor::from(0f32);
-        let error = scale_update(&Tensor::new(), &Tensor::new(), &[&found], &rule()).unwrap_err();
-        assert!(!error.to_string().contains("frame #"), "{error}");
-    }
+unsafe extern "C" fn function_name<R: Recorded>(state: *mut c_void) -> *mut c_char {
+    // SAFETY: `function_record::<R>` made the state, and a name is asked for while it lives.
+    let state: &R = unsafe { &*state.cast() };
+    let name = catch_unwind(AssertUnwindSafe(|| state.name().to_owned()));
+    string_new(&name.unwrap_or_else(panics::into_message))
+}
 
-    fn rule() -> sys::ScaleRule {
-        let (growth_factor, backoff_factor, growth_interval) = (2.0, 0.5, 1);
-        sys::ScaleRule {
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            min_scale: 1.0,
-            max_scale: 2.0,
-        }
-    }
+/// Gives the tensor away.
+fn into_pointer(tensor: Tensor) -> *mut sys::Tensor {
+    ManuallyDrop::new(tensor).as_mut_ptr()
+}
+
+unsafe extern "C" fn function_release<R: Recorded>(state: *mut c_void) {
+    // SAFETY: `function_record::<R>` made the state, and the shim runs one callback of it at a time.
+    let state: &mut R = unsafe { &mut *state.cast() };
+    panics::swallow(|| state.release());
+}
+
+unsafe extern "C" fn function_drop<R: Recorded>(state: *mut c_void) {
+    // SAFETY: `function_record::<R>` made the state from a box, and the shim drops it once and last.
+    let state: Box<R> = unsafe { Box::from_raw(state.cast()) };
+    panics::swallow(|| drop(state));
+}
+
+/// Makes the `call`-th function of the shim from now on fail; see `csrc/testing.cpp`.
+#[cfg(all(test, debug_assertions))]
+pub(crate) fn testing_fail_at(call: i64, kind: u8) -> i64 {
+    // SAFETY: sets two numbers of the calling thread.
+    unsafe { sys::tamp_testing_fail_at(call, kind) }
+}
+
+/// Enters or leaves inference mode.
+#[cfg(all(test, debug_assertions))]
+pub(crate) fn testing_inference_mode(enabled: bool) {
+    // SAFETY: holds or drops a guard of the calling thread.
+    unsafe { sys::tamp_testing_inference_mode(enabled.into()) }
 }

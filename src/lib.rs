@@ -5,7 +5,10 @@ mod buffers;
 mod device;
 mod error;
 mod ffi;
+pub mod function;
+mod gradcheck;
 mod optim;
+mod panics;
 mod regions;
 mod scaler;
 mod sys;
@@ -16,5 +19,7 @@ pub use autocast::{
 };
 pub use buffers::{BufferSnapshot, check_buffers_finite};
 pub use error::{Error, Result};
+pub use function::{Function, function};
+pub use gradcheck::{GradCheck, gradcheck, gradgradcheck};
 pub use optim::{AmpOptimizer, Parameters};
 pub use scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome, Unscaled};

@@ -1,6 +1,6 @@
 //! The C ABI of the shim: one declaration for each in `csrc/shim.h`, in the same order. `tests/abi.rs` compares the two.
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_void};
 
 /// A tensor behind the pointers that tch hands out.
 pub(crate) use torch_sys::C_tensor as Tensor;
@@ -59,8 +59,73 @@ pub(crate) struct ScaleRule {
     pub(crate) max_scale: f64,
 }
 
+/// A custom function's place in the graph of autograd.
+#[repr(C)]
+pub(crate) struct Node {
+    _opaque: [u8; 0],
+}
+
+pub(crate) type FunctionBackward = unsafe extern "C" fn(
+    state: *mut c_void,
+    node: *const Node,
+    grad_outputs: *const *mut Tensor,
+    outputs: usize,
+    grad_inputs: *mut *mut Tensor,
+    inputs: usize,
+    err: *mut *mut c_char,
+);
+
+pub(crate) type FunctionEnd = unsafe extern "C" fn(state: *mut c_void);
+
+pub(crate) type FunctionName = unsafe extern "C" fn(state: *mut c_void) -> *mut c_char;
+
+pub(crate) const FUNCTION_MATERIALIZE_GRADS: u8 = 1;
+pub(crate) const FUNCTION_ONCE_DIFFERENTIABLE: u8 = 2;
+pub(crate) const FUNCTION_SAVES_VALUES: u8 = 4;
+
+#[repr(C)]
+pub(crate) struct Function {
+    pub(crate) state: *mut c_void,
+    pub(crate) backward: FunctionBackward,
+    pub(crate) release: FunctionEnd,
+    pub(crate) drop: FunctionEnd,
+    pub(crate) name: FunctionName,
+    pub(crate) flags: u8,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct FunctionInput {
+    pub(crate) uses: usize,
+    pub(crate) requires_grad: u8,
+}
+
+#[repr(C)]
+pub(crate) struct Tensors {
+    pub(crate) tensors: *const *mut Tensor,
+    pub(crate) count: usize,
+}
+
+#[repr(C)]
+pub(crate) struct FunctionCall {
+    pub(crate) inputs: Tensors,
+    pub(crate) infos: *const FunctionInput,
+    pub(crate) saved: Tensors,
+    pub(crate) dirty: Tensors,
+    pub(crate) non_differentiable: Tensors,
+    pub(crate) recorded: u8,
+}
+
+#[cfg(all(test, debug_assertions))]
+pub(crate) const TESTING_TORCH_ERROR: u8 = 0;
+#[cfg(all(test, debug_assertions))]
+pub(crate) const TESTING_BAD_ALLOC: u8 = 1;
+#[cfg(all(test, debug_assertions))]
+pub(crate) const TESTING_INT: u8 = 2;
+
 unsafe extern "C" {
     pub(crate) fn tamp_string_free(text: *mut c_char);
+    pub(crate) fn tamp_string_new(text: *const c_char) -> *mut c_char;
 
     pub(crate) fn tamp_cuda_is_linked() -> u8;
     pub(crate) fn tamp_cuda_initialize(err: *mut *mut c_char);
@@ -115,4 +180,34 @@ unsafe extern "C" {
         max: f64,
         err: *mut *mut c_char,
     );
+
+    pub(crate) fn tamp_function_begin(
+        inputs: *const *mut Tensor,
+        count: usize,
+        infos: *mut FunctionInput,
+        err: *mut *mut c_char,
+    ) -> u8;
+    pub(crate) fn tamp_function_record(
+        function: *const Function,
+        call: *const FunctionCall,
+        outputs: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_function_saved_tensors(
+        node: *const Node,
+        saved: *mut *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_function_needs_input_grad(
+        node: *const Node,
+        input: usize,
+        err: *mut *mut c_char,
+    ) -> u8;
+
+    #[cfg(all(test, debug_assertions))]
+    pub(crate) fn tamp_testing_fail_at(call: i64, kind: u8) -> i64;
+    #[cfg(all(test, debug_assertions))]
+    pub(crate) fn tamp_testing_inference_mode(enabled: u8);
 }

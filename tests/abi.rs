@@ -7,9 +7,10 @@ fn read(name: &str) -> String {
     std::fs::read_to_string(common::python::root().join(name)).expect("the source is there")
 }
 
-/// The text without comments, on one line.
+/// The text without comments and conditions, on one line.
 fn flat(text: &str) -> String {
-    let lines = text.lines().map(|line| line.split("//").next().unwrap_or_default());
+    let lines = text.lines().filter(|line| !line.trim().starts_with('#'));
+    let lines = lines.map(|line| line.split("//").next().unwrap_or_default());
     lines.collect::<Vec<_>>().join(" ").split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
@@ -20,7 +21,8 @@ fn rust_type(c: &str) -> String {
         return format!("*const *mut {}", rust_type(inner));
     }
     if let Some(inner) = c.strip_suffix('*') {
-        let inner = inner.trim();
+        let inner = inner.trim().replace("void", "c_void");
+        let inner = inner.as_str();
         return match inner.strip_prefix("const ") {
             Some(inner) => format!("*const {}", rust_type(inner)),
             None => format!("*mut {}", rust_type(inner)),
@@ -28,6 +30,7 @@ fn rust_type(c: &str) -> String {
     }
     let known = [
         ("void", "()"),
+        ("c_void", "c_void"),
         ("char", "c_char"),
         ("uint8_t", "u8"),
         ("int8_t", "i8"),
@@ -41,6 +44,14 @@ fn rust_type(c: &str) -> String {
         ("tamp_scale_rule", "ScaleRule"),
         ("tamp_autocast_state", "AutocastState"),
         ("tamp_autocast_device", "AutocastDevice"),
+        ("tamp_node", "Node"),
+        ("tamp_tensors", "Tensors"),
+        ("tamp_function", "Function"),
+        ("tamp_function_backward", "FunctionBackward"),
+        ("tamp_function_call", "FunctionCall"),
+        ("tamp_function_end", "FunctionEnd"),
+        ("tamp_function_input", "FunctionInput"),
+        ("tamp_function_name", "FunctionName"),
     ];
     let found = known.iter().find(|(name, _)| *name == c);
     found.unwrap_or_else(|| panic!("a C type that the test does not know: {c:?}")).1.to_owned()
@@ -57,20 +68,25 @@ fn c_declaration(text: &str) -> (String, String) {
 fn c_functions() -> Vec<String> {
     let text = flat(&read("csrc/shim.h"));
     let body = text.split_once("extern \"C\" {").expect("the header opens extern C").1;
+    // Without the types of callbacks, which have a test of their own.
+    let statements = body.split(';').filter(|statement| !statement.contains("(*"));
+    let body = statements.collect::<Vec<_>>().join(";");
     let mut out = Vec::new();
     for part in body.split(") TAMP_NOEXCEPT;") {
         let Some((head, parameters)) = part.rsplit_once('(') else {
             continue;
         };
         let start = head.rfind(['}', ';']).map_or(0, |at| at + 1);
-        let head = head[start..].trim().trim_start_matches("#else #define TAMP_NOEXCEPT #endif");
-        let (name, returned) = c_declaration(head);
-        let parameters = parameters.split(',').filter(|text| text.trim() != "void");
-        let parameters: Vec<_> =
-            parameters.map(c_declaration).map(|(name, kind)| format!("{name}: {kind}")).collect();
-        out.push(format!("{name}({}) -> {returned}", parameters.join(", ")));
+        let (name, returned) = c_declaration(&head[start..]);
+        out.push(format!("{name}({}) -> {returned}", c_parameters(parameters)));
     }
     out
+}
+
+fn c_parameters(text: &str) -> String {
+    let parameters = text.split(',').filter(|text| text.trim() != "void");
+    let parameters = parameters.map(c_declaration).map(|(name, kind)| format!("{name}: {kind}"));
+    parameters.collect::<Vec<_>>().join(", ")
 }
 
 fn rust_functions() -> Vec<String> {
@@ -91,6 +107,45 @@ fn rust_functions() -> Vec<String> {
 fn functions_are_the_same_in_the_same_order() {
     let (c, rust) = (c_functions(), rust_functions());
     assert!(c.len() > 10, "the header was not understood: {c:#?}");
+    assert_eq!(c, rust);
+}
+
+/// `name(parameter: type, …) -> type` for every type of callback.
+fn c_callbacks() -> Vec<String> {
+    let text = flat(&read("csrc/shim.h"));
+    let mut out = Vec::new();
+    for part in text.split("typedef ").filter_map(|part| part.split_once("(*")) {
+        let (name, rest) = part.1.split_once(")(").expect("a callback has parameters");
+        let parameters = rest.split(");").next().expect("the parameters end");
+        out.push(format!(
+            "{}({}) -> {}",
+            rust_type(name),
+            c_parameters(parameters),
+            rust_type(part.0)
+        ));
+    }
+    out
+}
+
+fn rust_callbacks() -> Vec<String> {
+    let text = flat(&read("src/sys.rs"));
+    let mut out = Vec::new();
+    for part in text.split("pub(crate) type ").skip(1) {
+        let (name, rest) =
+            part.split_once(" = unsafe extern \"C\" fn(").expect("a callback's type");
+        let (parameters, returned) =
+            rest.split(';').next().and_then(|rest| rest.rsplit_once(')')).expect("an end");
+        let returned = returned.trim().strip_prefix("-> ").unwrap_or("()");
+        let parameters = parameters.trim().trim_end_matches(',').trim();
+        out.push(format!("{name}({parameters}) -> {returned}"));
+    }
+    out
+}
+
+#[test]
+fn callbacks_are_the_same_in_the_same_order() {
+    let (c, rust) = (c_callbacks(), rust_callbacks());
+    assert!(c.len() >= 3, "the header was not understood: {c:#?}");
     assert_eq!(c, rust);
 }
 
@@ -127,7 +182,8 @@ fn c_structs() -> Vec<String> {
 
 fn rust_structs() -> Vec<String> {
     let text = flat(&read("src/sys.rs")).replace("pub(crate) ", "");
-    let structs = text.split("struct ").skip(1).map(|part| {
+    let structs = text.split("struct ").skip(1).filter(|part| !part.contains("_opaque"));
+    let structs = structs.map(|part| {
         let (name, rest) = part.split_once(" { ").expect("a struct has fields");
         let fields = rest.split('}').next().expect("a struct ends");
         format!("{name} {{ {} }}", fields.trim().trim_end_matches(','))
@@ -162,7 +218,8 @@ fn constants(text: &str, prefix: &str) -> Vec<(String, String)> {
 #[test]
 fn constants_have_the_same_values() {
     let c = constants(&flat(&read("csrc/shim.h")), "TAMP_");
-    let rust = flat(&read("src/sys.rs")).replace("#[cfg(test)] ", "");
+    // Attributes stand on lines of their own, which `flat` leaves out.
+    let rust = flat(&read("src/sys.rs"));
     let rust = constants(&rust, "");
     assert!(rust.len() >= 9, "sys.rs was not understood: {rust:?}");
     assert_eq!(c, rust);

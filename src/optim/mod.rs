@@ -9,6 +9,7 @@ use tch::Tensor;
 use tch::nn::Optimizer;
 
 use crate::error::{Error, Result};
+use crate::panics;
 
 /// An optimizer that a [`GradScaler`](crate::GradScaler) can step: it names its parameters and takes a step. In PyTorch,
 /// `torch.optim.Optimizer` is that.
@@ -102,13 +103,6 @@ impl AmpOptimizer for Optimizer {
     fn step(&mut self) -> Result<()> {
         // tch's own `step` has no fallible twin and panics with libtorch's message.
         catch_unwind(AssertUnwindSafe(|| Optimizer::step(self)))
-            .map_err(|panic| Error::Optimizer(panic_message(&*panic).into()))
+            .map_err(|panic| Error::Optimizer(panics::into_message(panic).into()))
     }
-}
-
-fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("the optimizer panicked")
-        .to_owned()
 }

@@ -1,0 +1,50 @@
+// What only the tests of debug builds use: failures where none can be had otherwise.
+
+#ifdef TAMP_TESTING
+
+#include <c10/core/InferenceMode.h>
+
+#include <new>
+#include <optional>
+
+#include "guarded.h"
+
+namespace {
+
+thread_local int64_t countdown = 0;
+thread_local uint8_t exception = 0;
+thread_local std::optional<c10::InferenceMode> inference;
+
+}  // namespace
+
+namespace tamp {
+
+void fail_point() {
+  if (countdown == 0 || --countdown != 0) return;
+  if (exception == TAMP_TESTING_BAD_ALLOC) throw std::bad_alloc();
+  if (exception == TAMP_TESTING_INT) throw 42;
+  TORCH_CHECK(false, "a planted failure");
+}
+
+}  // namespace tamp
+
+extern "C" {
+
+int64_t tamp_testing_fail_at(int64_t call, uint8_t kind) noexcept {
+  const int64_t before = countdown;
+  countdown = call;
+  exception = kind;
+  return before;
+}
+
+void tamp_testing_inference_mode(uint8_t enabled) noexcept {
+  if (enabled != 0) {
+    inference.emplace(true);
+  } else {
+    inference.reset();
+  }
+}
+
+}  // extern "C"
+
+#endif  // TAMP_TESTING

@@ -1,0 +1,80 @@
+//! The functions of the shim that no public call reaches as such.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use tch::{Device, Kind};
+
+use super::*;
+
+fn with_gradient(values: &[f64], kind: Kind) -> Tensor {
+    let factors = Tensor::from_slice(values).to_kind(kind);
+    let w = factors.zeros_like().set_requires_grad(true);
+    (&w * factors).sum(kind).backward();
+    w
+}
+
+fn unscale(w: &Tensor, scale: f32, options: u8) -> (Option<bool>, Vec<f64>) {
+    let found_inf = Tensor::from(7f32);
+    let found = gradients_unscale(&[w], &Tensor::from(scale), &found_inf, options).unwrap();
+    let flag = found_inf.double_value(&[]);
+    assert_eq!(Some(flag == 1.0), found, "the tensor and the answer agree, whatever was in it");
+    (found, Vec::try_from(w.grad().to_kind(Kind::Double)).unwrap())
+}
+
+/// The path for devices and dtypes without a kernel, against the kernel.
+#[test]
+fn plain_operations_give_the_kernels_numbers() {
+    let values: Vec<f64> = (0..1000).map(|i| 0.37 * f64::from(i) - 100.0).collect();
+    for kind in [Kind::BFloat16, Kind::Float, Kind::Double, Kind::Half] {
+        for bad in [None, Some(f64::NAN), Some(f64::INFINITY), Some(f64::NEG_INFINITY)] {
+            let mut values = values.clone();
+            values[500] = bad.unwrap_or(values[500]);
+            let make = || with_gradient(&values, kind);
+            let (found, got) = unscale(&make(), 3.0, sys::UNSCALE_GENERIC);
+            let (want_found, want) = unscale(&make(), 3.0, 0);
+            assert_eq!((found, found), (want_found, Some(bad.is_some())), "{kind:?} {bad:?}");
+            let bits = |all: Vec<f64>| all.into_iter().map(f64::to_bits).collect::<Vec<_>>();
+            assert_eq!(bits(got), bits(want), "{kind:?} {bad:?}");
+        }
+    }
+}
+
+#[test]
+fn plain_operations_find_what_only_the_multiplication_made_infinite() {
+    let tiny = 2f32.powi(-100);
+    for (options, want) in [(0, false), (sys::UNSCALE_RECHECK, true)] {
+        for generic in [0, sys::UNSCALE_GENERIC] {
+            let w = with_gradient(&[2f64.powi(40)], Kind::Float);
+            assert_eq!(unscale(&w, tiny, options | generic).0, Some(want));
+        }
+    }
+}
+
+#[test]
+fn an_empty_gradient_passes_every_path() {
+    for options in [0, sys::UNSCALE_GENERIC, sys::UNSCALE_RECHECK] {
+        let w = Tensor::zeros([0], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        w.sum(None).backward();
+        assert_eq!(unscale(&w, 2.0, options), (Some(false), vec![]));
+    }
+}
+
+#[test]
+fn libtorchs_message_comes_without_its_backtrace() {
+    let text =
+        scale_update(&Tensor::new(), &Tensor::new(), &[], &rule()).unwrap_err().to_string();
+    assert_eq!(text, "libtorch: no found_inf tensor");
+    let found = Tensor::from(0f32);
+    let error = scale_update(&Tensor::new(), &Tensor::new(), &[&found], &rule()).unwrap_err();
+    assert!(!error.to_string().contains("frame #"), "{error}");
+}
+
+fn rule() -> sys::ScaleRule {
+    let (growth_factor, backoff_factor, growth_interval) = (2.0, 0.5, 1);
+    sys::ScaleRule {
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        min_scale: 1.0,
+        max_scale: 2.0,
+    }
+}

@@ -1,0 +1,180 @@
+//! One application of a function: its forward, and what stays of it for backward.
+
+#![forbid(unsafe_code)]
+
+use tch::{Kind, Tensor, no_grad_guard};
+
+use crate::autocast::AutocastState;
+use crate::error::{Error, Result};
+use crate::{ffi, sys};
+
+use super::context::Values;
+use super::lists::{GradientList as _, OutputList as _};
+use super::{BackwardContext, ForwardContext, Function, GradOutputs};
+
+/// Runs `function` on `inputs` in the autocast state of the thread or, if it casts them, with autocast off.
+pub(super) fn apply<F: Function>(function: F, inputs: &[&Tensor]) -> Result<F::Outputs> {
+    check_gradient_count(&function, inputs.len())?;
+    let here = AutocastState::current()?;
+    match Cast::new(&function, here)? {
+        None => run(function, inputs, here),
+        Some(cast) => {
+            let inputs = cast.inputs(inputs)?;
+            let inputs: Vec<&Tensor> = inputs.iter().collect();
+            cast.state.run(|| run(function, &inputs, cast.state))?
+        }
+    }
+}
+
+/// A type that holds another number of gradients than there are inputs can only be wrong.
+fn check_gradient_count<F: Function>(function: &F, inputs: usize) -> Result<()> {
+    match F::Gradients::COUNT {
+        Some(count) if count != inputs => {
+            let problem =
+                format!("its backward returns {count} gradients, but it was given {inputs} inputs");
+            Err(Error::FunctionMisuse { name: function.name().to_owned(), problem })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What [`Function::cast_inputs`] asks for in the open regions.
+struct Cast {
+    /// The dtype for the inputs on each device type.
+    dtypes: Vec<(i8, Kind)>,
+    /// The thread's state, but with autocast off there.
+    state: AutocastState,
+}
+
+impl Cast {
+    /// `None` where nothing is to be cast.
+    fn new<F: Function>(function: &F, mut state: AutocastState) -> Result<Option<Self>> {
+        let mut dtypes = Vec::new();
+        for device in state.enabled_devices() {
+            if let Some(dtype) = function.cast_inputs(device) {
+                if crate::device::dtype_code(dtype).is_none() {
+                    let problem =
+                        format!("cast_inputs asks for {dtype:?}, which is not a floating dtype");
+                    return Err(Error::FunctionMisuse { name: function.name().to_owned(), problem });
+                }
+                dtypes.push((crate::device::device_type(device)?, dtype));
+                state.disable(device);
+            }
+        }
+        Ok((!dtypes.is_empty()).then_some(Self { dtypes, state }))
+    }
+
+    /// The inputs as forward sees them. Autograd records the casts.
+    fn inputs(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let cast = |input: &&Tensor| match self.dtype_for(input)? {
+            Some(dtype) => Ok(input.f_to_kind(dtype)?),
+            None => Ok(input.shallow_clone()),
+        };
+        inputs.iter().map(cast).collect()
+    }
+
+    fn dtype_for(&self, input: &Tensor) -> Result<Option<Kind>> {
+        if !input.defined() || !input.is_floating_point() || input.f_kind()? == Kind::Double {
+            return Ok(None);
+        }
+        let device = crate::device::device_type(input.device()).ok();
+        Ok(self.dtypes.iter().find(|(known, _)| Some(*known) == device).map(|(_, dtype)| *dtype))
+    }
+}
+
+/// Runs forward on the inputs as they are and records it.
+fn run<F: Function>(
+    function: F,
+    inputs: &[&Tensor],
+    autocast: AutocastState,
+) -> Result<F::Outputs> {
+    let (recorded, infos) = ffi::function_begin(inputs)?;
+    let mut ctx = ForwardContext::new(infos);
+    let forward = {
+        let _no_grad = no_grad_guard();
+        function.forward(&mut ctx, inputs)
+    };
+    let outputs = match forward {
+        Ok(outputs) => outputs,
+        Err(source) => return Err(Error::Function { name: function.name().to_owned(), source }),
+    };
+    let mut outputs = outputs.into_vec();
+    let name = function.name().to_owned();
+    let flags = flags(&function, &ctx);
+    let ended = ffi::FunctionCall {
+        inputs,
+        infos: &ctx.infos,
+        saved: &ctx.saved,
+        dirty: &ctx.dirty,
+        non_differentiable: &ctx.non_differentiable,
+        recorded,
+    };
+    let applied = Applied { function, autocast, saved: ctx.saved.len(), values: ctx.values };
+    match ffi::function_record(Box::new(applied), flags, &ended, &mut outputs) {
+        Err(Error::Torch(problem)) => return Err(Error::FunctionMisuse { name, problem }),
+        other => other?,
+    }
+    let count = outputs.len();
+    F::Outputs::from_vec(outputs).ok_or_else(|| {
+        let problem = format!("its {count} outputs came back as another number");
+        Error::FunctionMisuse { name, problem }
+    })
+}
+
+fn flags<F: Function>(function: &F, ctx: &ForwardContext) -> u8 {
+    let mut flags = 0;
+    if ctx.materialize_grads {
+        flags |= sys::FUNCTION_MATERIALIZE_GRADS;
+    }
+    if function.once_differentiable() {
+        flags |= sys::FUNCTION_ONCE_DIFFERENTIABLE;
+    }
+    if !ctx.values.is_empty() {
+        flags |= sys::FUNCTION_SAVES_VALUES;
+    }
+    flags
+}
+
+/// A function after its forward: what libtorch's graph holds.
+struct Applied<F> {
+    function: F,
+    /// The state in which forward ran.
+    autocast: AutocastState,
+    /// How many tensors it saved.
+    saved: usize,
+    values: Values,
+}
+
+impl<F: Function> ffi::Recorded for Applied<F> {
+    fn backward(
+        &self,
+        node: &ffi::Node<'_>,
+        grad_outputs: &[ffi::Borrowed],
+        inputs: usize,
+    ) -> std::result::Result<Vec<Option<Tensor>>, String> {
+        let ctx = BackwardContext { node, saved: self.saved, values: &self.values };
+        let backward = || self.function.backward(&ctx, &GradOutputs(grad_outputs));
+        let name = self.function.name();
+        let grads = match self.autocast.restore(backward) {
+            Ok(Ok(grads)) => grads.into_vec(),
+            // The alternate form has the causes of an error in it where the error knows how.
+            Ok(Err(error)) => return Err(format!("{name}: backward failed: {error:#}")),
+            Err(error) => return Err(format!("{name}: {error}")),
+        };
+        if grads.len() != inputs {
+            let got = grads.len();
+            return Err(format!(
+                "{name}: backward returned {got} gradients for {inputs} inputs; return one for each, or None"
+            ));
+        }
+        Ok(grads)
+    }
+
+    fn release(&mut self) {
+        self.values.clear();
+    }
+
+    fn name(&self) -> &str {
+        self.function.name()
+    }
+}
