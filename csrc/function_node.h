@@ -161,7 +161,7 @@ class FunctionNode final : public Node {
       return call_back(grads);
     }();
     for (size_t i = 0; i < out.size(); ++i) check_dtype(out[i], i);
-    if (once) refuse_second_derivative(out);
+    if (once) refuse_second_derivative(out, grads);
     return out;
   }
 
@@ -217,15 +217,20 @@ class FunctionNode final : public Node {
     }
   }
 
-  // Gradients that look differentiable and fail when they are differentiated.
-  void refuse_second_derivative(variable_list &grads) const {
+  // Makes the gradients look differentiable, and fail when they are differentiated. Their history leads to all that they
+  // depend on, so that no question after a derivative passes the failure by.
+  void refuse_second_derivative(variable_list &grads, const variable_list &grad_outputs) const {
+    auto edges = next_edges();
+    for (const auto &grad : grad_outputs) {
+      if (grad.defined()) edges.push_back(torch::autograd::impl::gradient_edge(grad));
+    }
+    auto error = make_node<torch::autograd::Error>(
+        state_.name() + " is once differentiable: the gradients that its backward returned cannot be differentiated",
+        std::move(edges));
     for (auto &grad : grads) {
       if (!grad.defined()) continue;
-      auto error = make_node<torch::autograd::Error>(
-          state_.name() + " is once differentiable: the gradients that its backward returned cannot be differentiated");
       grad = grad.detach();
-      const auto nr = error->add_input_metadata(grad);
-      torch::autograd::impl::set_gradient_edge(grad, {error, nr});
+      torch::autograd::impl::set_gradient_edge(grad, {error, error->add_input_metadata(grad)});
     }
   }
 

@@ -205,6 +205,29 @@ pub enum Error {
 
 impl From<tch::TchError> for Error {
     fn from(error: tch::TchError) -> Self {
-        Self::Torch(error.to_string())
+        Self::Torch(without_backtrace(&error.to_string()).to_owned())
     }
+}
+
+/// libtorch's message without the C++ backtrace that tch's errors, and panics with them, carry.
+pub(crate) fn without_backtrace(text: &str) -> &str {
+    // In a panic the error stands in its debug form, with its newlines escaped.
+    let starts = ["\nException raised from", "\\nException raised from"];
+    let end = starts.iter().filter_map(|start| text.find(start)).min();
+    &text[..end.unwrap_or(text.len())]
+}
+
+/// An error and its causes, but for those that it quotes itself.
+pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = without_backtrace(&error.to_string()).to_owned();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let why = error.to_string();
+        let why = without_backtrace(&why);
+        if !text.contains(why) {
+            text = format!("{text}: {why}");
+        }
+        cause = error.source();
+    }
+    text
 }

@@ -162,7 +162,6 @@ pub(crate) fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
     call(|err| unsafe { sys::tamp_clip_grad_value(tensors.as_ptr(), tensors.len(), max, err) })
 }
 
-
 /// What a custom function does once its forward has been recorded. libtorch calls it from any thread, but never twice at
 /// once.
 pub(crate) trait Recorded: Send + 'static {
@@ -216,9 +215,8 @@ pub(crate) fn function_begin(inputs: &[&Tensor]) -> Result<(bool, Vec<sys::Funct
     let mut infos = vec![sys::FunctionInput::default(); tensors.len()];
     let out = infos.as_mut_ptr();
     // SAFETY: both arrays have `tensors.len()` elements, and `inputs` keeps the tensors alive.
-    let recorded = call(|err| unsafe {
-        sys::tamp_function_begin(tensors.as_ptr(), tensors.len(), out, err)
-    })?;
+    let recorded =
+        call(|err| unsafe { sys::tamp_function_begin(tensors.as_ptr(), tensors.len(), out, err) })?;
     Ok((recorded != 0, infos))
 }
 

@@ -35,7 +35,10 @@ use crate::function::Outputs;
 /// [`Error::GradCheck`] with the first element whose two gradients differ, and both; [`Error::GradCheckInputs`] for
 /// inputs or outputs that are not f64, inputs of which none requires a gradient, and a backward that answers
 /// differently when it is run again; and what `f` itself fails with.
-pub fn gradcheck<T, O, E>(f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>, inputs: &[T]) -> Result<()>
+pub fn gradcheck<T, O, E>(
+    f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
+    inputs: &[T],
+) -> Result<()>
 where
     T: Borrow<Tensor>,
     O: Outputs,
@@ -51,7 +54,10 @@ where
 ///
 /// As [`gradcheck`]; the inputs that [`Error::GradCheck`] counts are those of `f` and after them the gradients of its
 /// outputs, and the outputs are the gradients of its inputs that require one.
-pub fn gradgradcheck<T, O, E>(f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>, inputs: &[T]) -> Result<()>
+pub fn gradgradcheck<T, O, E>(
+    f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
+    inputs: &[T],
+) -> Result<()>
 where
     T: Borrow<Tensor>,
     O: Outputs,

@@ -60,8 +60,7 @@ fn an_empty_gradient_passes_every_path() {
 
 #[test]
 fn libtorchs_message_comes_without_its_backtrace() {
-    let text =
-        scale_update(&Tensor::new(), &Tensor::new(), &[], &rule()).unwrap_err().to_string();
+    let text = scale_update(&Tensor::new(), &Tensor::new(), &[], &rule()).unwrap_err().to_string();
     assert_eq!(text, "libtorch: no found_inf tensor");
     let found = Tensor::from(0f32);
     let error = scale_update(&Tensor::new(), &Tensor::new(), &[&found], &rule()).unwrap_err();

@@ -5,7 +5,7 @@
 use tch::{Kind, Tensor, no_grad_guard};
 
 use crate::autocast::AutocastState;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, chain};
 use crate::{ffi, sys};
 
 use super::context::Values;
@@ -55,7 +55,10 @@ impl Cast {
                 if crate::device::dtype_code(dtype).is_none() {
                     let problem =
                         format!("cast_inputs asks for {dtype:?}, which is not a floating dtype");
-                    return Err(Error::FunctionMisuse { name: function.name().to_owned(), problem });
+                    return Err(Error::FunctionMisuse {
+                        name: function.name().to_owned(),
+                        problem,
+                    });
                 }
                 dtypes.push((crate::device::device_type(device)?, dtype));
                 state.disable(device);
@@ -157,8 +160,7 @@ impl<F: Function> ffi::Recorded for Applied<F> {
         let name = self.function.name();
         let grads = match self.autocast.restore(backward) {
             Ok(Ok(grads)) => grads.into_vec(),
-            // The alternate form has the causes of an error in it where the error knows how.
-            Ok(Err(error)) => return Err(format!("{name}: backward failed: {error:#}")),
+            Ok(Err(error)) => return Err(format!("{name}: backward failed: {}", chain(&*error))),
             Err(error) => return Err(format!("{name}: {error}")),
         };
         if grads.len() != inputs {

@@ -114,7 +114,6 @@ mod closures;
 mod context;
 mod lists;
 
-
 use std::borrow::Borrow;
 
 use tch::{Device, Kind, Tensor};

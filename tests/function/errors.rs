@@ -1,0 +1,184 @@
+//! What goes wrong in a forward or a backward, and who hears of it.
+
+use tch::{Kind, Tensor};
+use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs, Outputs};
+use tch_amp::{Error, Function};
+
+use crate::{apply, common, leaf, message, numbers};
+
+#[test]
+fn an_error_of_the_forward_comes_back_with_its_source() {
+    #[derive(Debug, thiserror::Error)]
+    #[error("the input is too hot: {0}")]
+    struct TooHot(i32);
+
+    let forward = |_: &mut ForwardContext, _: &[&Tensor]| -> FunctionResult<Tensor> {
+        Err(TooHot(451).into())
+    };
+    let function = tch_amp::function(forward, |_, g: &GradOutputs<'_>| Ok(g[0].shallow_clone()));
+    let error = function.name("Thermo").apply(&[leaf(&[1.0])]).unwrap_err();
+    assert_eq!(error.to_string(), "Thermo: forward failed: the input is too hot: 451");
+    let Error::Function { name, source } = error else { panic!("another error") };
+    assert_eq!(name, "Thermo");
+    assert_eq!(source.downcast::<TooHot>().unwrap().0, 451);
+}
+
+#[test]
+fn libtorchs_and_other_errors_pass_through_the_question_mark() {
+    let x = leaf(&[1.0]);
+    let error = apply(&[&x], |_, x| Ok(x[0].f_reshape([7])?), |_, _| Ok(None)).unwrap_err();
+    assert!(error.to_string().contains("shape '[7]' is invalid"), "{error}");
+    let anyhow = |_: &mut ForwardContext, _: &[&Tensor]| -> FunctionResult<Tensor> {
+        Err(anyhow::anyhow!("the cause").context("the effect").into())
+    };
+    let error = apply(&[&x], anyhow, |_, _| Ok(None)).unwrap_err();
+    assert!(error.to_string().contains("the effect"), "{error}");
+}
+
+#[test]
+fn an_error_of_the_backward_comes_out_of_backward() {
+    let x = leaf(&[1.0]);
+    let failing = || {
+        let backward = |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
+            Err(anyhow::anyhow!("the cause").context("the effect").into())
+        };
+        tch_amp::function(|_, x| Ok(x[0] * 2.0), backward).name("Fails").apply(&[&x]).unwrap()
+    };
+    let error = message((failing() * 3.0).f_backward());
+    assert!(error.contains("Fails: backward failed: the effect: the cause"), "{error}");
+    let panic = std::panic::catch_unwind(|| failing().backward()).unwrap_err();
+    assert!(panic.downcast_ref::<String>().unwrap().contains("Fails: backward failed"));
+    assert!(!x.grad().defined());
+    // The rest of the graph, and the thread, go on.
+    (&x * 2.0).backward();
+    assert_eq!(numbers(&x.grad()), [2.0]);
+}
+
+/// What `backward` says when the function answers with these gradients.
+fn refused<G: tch_amp::function::Gradients>(
+    inputs: &[&Tensor],
+    gradients: impl Fn(&Tensor) -> G + Send + 'static,
+) -> String {
+    let forward = |_: &mut ForwardContext, x: &[&Tensor]| Ok(x[0] * 2.0);
+    let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| Ok(gradients(&g[0]));
+    let out = tch_amp::function(forward, backward).name("Wrong").apply(inputs).unwrap();
+    message(out.sum(out.kind()).f_backward())
+}
+
+#[test]
+fn a_wrong_number_of_gradients_names_the_function_and_both_numbers() {
+    let (x, y) = (leaf(&[1.0, 2.0]), leaf(&[1.0]));
+    for count in [0, 1, 3] {
+        let error = refused(&[&x, &y], move |g| {
+            (0..count).map(|_| g.shallow_clone()).collect::<Vec<_>>()
+        });
+        let want = format!("Wrong: backward returned {count} gradients for 2 inputs");
+        assert!(error.contains(&want), "{error}");
+    }
+}
+
+#[test]
+fn a_type_with_a_wrong_number_of_gradients_is_refused_before_forward_runs() {
+    let never = |_: &mut ForwardContext, _: &[&Tensor]| -> FunctionResult<Tensor> {
+        panic!("forward must not run")
+    };
+    let three =
+        |_: &BackwardContext<'_>, g: &GradOutputs<'_>| Ok([0, 1, 2].map(|_| g[0].shallow_clone()));
+    let error = tch_amp::function(never, three).apply(&[leaf(&[1.0]), leaf(&[1.0])]).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "function: its backward returns 3 gradients, but it was given 2 inputs"
+    );
+}
+
+#[test]
+fn a_wrong_shape_names_the_function_and_the_index() {
+    let (x, y) = (leaf(&[1.0, 2.0]), leaf(&[1.0, 2.0]));
+    let error = refused(&[&x, &y], |g| [g.shallow_clone(), g.repeat([2]).narrow(0, 0, 3)]);
+    assert!(
+        error.contains("Function WrongBackward returned an invalid gradient at index 1"),
+        "{error}"
+    );
+    assert!(error.contains("got [3]") && error.contains("[2]"), "{error}");
+}
+
+#[test]
+fn a_wrong_dtype_names_the_function_and_the_index() {
+    let (x, y) = (leaf(&[1.0, 2.0]), leaf(&[1.0, 2.0]));
+    let error = refused(&[&x, &y], |g| [g.shallow_clone(), g.to_kind(Kind::Int64)]);
+    assert!(
+        error.contains("Function WrongBackward returned an invalid gradient at index 1"),
+        "{error}"
+    );
+    assert!(error.contains("got Long for an input of Double"), "{error}");
+    let error = refused(&[&x, &y], |g| [g.to_kind(Kind::ComplexDouble), g.shallow_clone()]);
+    assert!(error.contains("at index 0 - got ComplexDouble for an input of Double"), "{error}");
+}
+
+#[test]
+fn a_wrong_device_names_the_function_and_the_index() {
+    if !common::cuda_or_skip() {
+        return;
+    }
+    let x = leaf(&[1.0, 2.0]).to_device(tch::Device::Cuda(0)).detach().set_requires_grad(true);
+    let error = refused(&[&x], |g| g.to_device(tch::Device::Cpu));
+    assert!(
+        error.contains("Function WrongBackward returned an invalid gradient at index 0"),
+        "{error}"
+    );
+    assert!(error.contains("expected device cuda:0 but got cpu"), "{error}");
+}
+
+#[test]
+fn a_gradient_for_an_input_that_has_none_is_ignored() {
+    let (x, none) = (leaf(&[1.0]), Tensor::new());
+    let forward = |_: &mut ForwardContext, x: &[&Tensor]| Ok(x[0] * 2.0);
+    let backward = |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
+        Ok([&g[0] * 2.0, g[0].ones_like(), g[0].to_kind(Kind::Int64)])
+    };
+    let constant = x.detach();
+    let out = apply(&[&x, &none, &constant], forward, backward).unwrap();
+    out.backward();
+    assert_eq!(numbers(&x.grad()), [2.0]);
+    assert!(!constant.grad().defined());
+}
+
+#[test]
+fn casting_to_an_integer_is_refused() {
+    let double = tch_amp::function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.0));
+    let double = double.cast_inputs(Kind::Int64);
+    let x = leaf(&[1.0]);
+    drop(double.apply(&[&x]).unwrap());
+    let error = tch_amp::autocast(tch::Device::Cpu, || double.apply(&[&x])).unwrap().unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "function: cast_inputs asks for Int64, which is not a floating dtype"
+    );
+}
+
+#[test]
+fn the_name_is_that_of_the_type() {
+    struct Generic<T>(std::marker::PhantomData<T>);
+
+    impl<T: Send + 'static> Function for Generic<T> {
+        type Outputs = Tensor;
+        type Gradients = Tensor;
+
+        fn forward(&self, _: &mut ForwardContext, _: &[&Tensor]) -> FunctionResult<Tensor> {
+            Err("no".into())
+        }
+
+        fn backward(&self, _: &BackwardContext<'_>, g: &GradOutputs<'_>) -> FunctionResult<Tensor> {
+            Ok(g[0].shallow_clone())
+        }
+    }
+
+    fn name<F: Function>(function: F) -> String
+    where
+        F::Outputs: Outputs + std::fmt::Debug,
+    {
+        function.apply(&[leaf(&[1.0])]).unwrap_err().to_string()
+    }
+    let generic = Generic(std::marker::PhantomData::<std::sync::Arc<str>>);
+    assert_eq!(name(generic), "Generic: forward failed: no");
+}

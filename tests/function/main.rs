@@ -1,0 +1,94 @@
+//! Custom autograd functions: what they compute, record, refuse, and leave behind.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod amp;
+mod context;
+mod errors;
+mod gradcheck;
+mod inputs;
+mod memory;
+mod outputs;
+mod panics;
+mod reentry;
+mod second;
+mod threads;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::function::{
+    BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs, Outputs,
+};
+
+/// The matrix product of PyTorch's own tests of `custom_fwd`.
+#[derive(Clone, Copy)]
+struct MyMm;
+
+impl Function for MyMm {
+    type Outputs = Tensor;
+    type Gradients = [Tensor; 2];
+
+    fn forward(&self, ctx: &mut ForwardContext, inputs: &[&Tensor]) -> FunctionResult<Tensor> {
+        ctx.save_for_backward(inputs);
+        Ok(inputs[0].f_mm(inputs[1])?)
+    }
+
+    fn backward(
+        &self,
+        ctx: &BackwardContext<'_>,
+        grads: &GradOutputs<'_>,
+    ) -> FunctionResult<[Tensor; 2]> {
+        let [a, b] = ctx.saved_tensors()?;
+        Ok([grads[0].f_mm(&b.f_tr()?)?, a.f_tr()?.f_mm(&grads[0])?])
+    }
+}
+
+/// Counts the values of it that exist.
+#[derive(Debug)]
+struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    fn new(count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(count))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+fn leaf(values: &[f64]) -> Tensor {
+    Tensor::from_slice(values).set_requires_grad(true)
+}
+
+fn leaf_on(device: Device, kind: Kind, size: &[i64]) -> Tensor {
+    Tensor::randn(size, (Kind::Float, device)).to_kind(kind).set_requires_grad(true)
+}
+
+fn numbers(tensor: &Tensor) -> Vec<f64> {
+    common::to_f64(tensor)
+}
+
+fn message(result: Result<(), tch::TchError>) -> String {
+    result.expect_err("it fails").to_string()
+}
+
+/// One call of a function of two closures, where the test does not care for its type.
+fn apply<O, G>(
+    inputs: &[&Tensor],
+    forward: impl Fn(&mut ForwardContext, &[&Tensor]) -> FunctionResult<O> + Send + 'static,
+    backward: impl Fn(&BackwardContext<'_>, &GradOutputs<'_>) -> FunctionResult<G> + Send + 'static,
+) -> tch_amp::Result<O>
+where
+    O: Outputs,
+    G: tch_amp::function::Gradients,
+{
+    tch_amp::function(forward, backward).apply(inputs)
+}

@@ -1,0 +1,235 @@
+//! A panic in a forward, a backward or a destructor: on every thread, with every payload (test T3 of the plan).
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use tch::{Device, Kind, Tensor, with_grad};
+use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
+use tch_amp::{Autocast, autocast_dtype, is_autocast_enabled, is_cache_enabled};
+
+use crate::{Counted, apply, leaf, message, numbers};
+
+/// libtorch runs backwards that are nested more deeply than this on threads of a pool.
+const SAME_THREAD: usize = 60;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Payload {
+    Str,
+    String,
+    Any,
+    /// Panics again when it is dropped.
+    Bomb,
+}
+
+const PAYLOADS: [Payload; 4] = [Payload::Str, Payload::String, Payload::Any, Payload::Bomb];
+
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            resume_unwind(Box::new("a payload that panics"));
+        }
+    }
+}
+
+/// Panics without the hook's message, which would fill the terminal.
+fn blow(payload: Payload) -> ! {
+    match payload {
+        Payload::Str => resume_unwind(Box::new("a planted panic")),
+        Payload::String => resume_unwind(Box::new(String::from("a planted panic"))),
+        Payload::Any => resume_unwind(Box::new(42)),
+        Payload::Bomb => resume_unwind(Box::new(Bomb)),
+    }
+}
+
+/// A backward that runs another one inside, and so on, down to a panic.
+struct Nest {
+    depth: usize,
+    payload: Payload,
+    count: Arc<AtomicUsize>,
+    _counted: Counted,
+    threads: Arc<AtomicUsize>,
+    thread: std::thread::ThreadId,
+}
+
+impl Nest {
+    fn new(
+        depth: usize,
+        payload: Payload,
+        count: &Arc<AtomicUsize>,
+        threads: &Arc<AtomicUsize>,
+    ) -> Self {
+        Self {
+            depth,
+            payload,
+            count: Arc::clone(count),
+            _counted: Counted::new(count),
+            threads: Arc::clone(threads),
+            thread: std::thread::current().id(),
+        }
+    }
+}
+
+impl Function for Nest {
+    type Outputs = Tensor;
+    type Gradients = Tensor;
+
+    fn forward(&self, ctx: &mut ForwardContext, x: &[&Tensor]) -> FunctionResult<Tensor> {
+        ctx.save_value(Counted::new(&self.count));
+        ctx.save_for_backward(x);
+        Ok(x[0] * 2.0)
+    }
+
+    fn backward(&self, _: &BackwardContext<'_>, g: &GradOutputs<'_>) -> FunctionResult<Tensor> {
+        if std::thread::current().id() != self.thread {
+            self.threads.fetch_add(1, Ordering::SeqCst);
+        }
+        if self.depth == 0 {
+            // Leaves both modes other than they were.
+            with_grad(|| blow(self.payload));
+        }
+        let x = leaf(&[1.0]);
+        let inner = Nest::new(self.depth - 1, self.payload, &self.count, &self.threads);
+        let _region = Autocast::new(Device::Cpu).dtype(Kind::Half).cache(false).enter()?;
+        let y = with_grad(|| inner.apply(&[&x]))?;
+        y.f_backward()?;
+        Ok(g[0].shallow_clone())
+    }
+}
+
+fn state() -> (bool, bool, Kind, bool) {
+    let x = leaf(&[1.0]);
+    let grad_mode = (&x * 2.0).requires_grad();
+    let dtype = autocast_dtype(Device::Cpu).unwrap();
+    (grad_mode, is_autocast_enabled(Device::Cpu), dtype, is_cache_enabled())
+}
+
+/// Every depth, and so both sides of the border between the caller's thread and the pool's.
+fn sweep(first_payload: usize) {
+    let count = Arc::new(AtomicUsize::new(0));
+    for depth in 0..=130 {
+        let payload = PAYLOADS[(first_payload + depth) % PAYLOADS.len()];
+        let threads = Arc::new(AtomicUsize::new(0));
+        let before = state();
+        let x = leaf(&[1.0]);
+        let y = Nest::new(depth, payload, &count, &threads).apply(&[&x]).unwrap();
+        let error = message(y.f_backward());
+        assert!(error.contains("Nest: backward panicked: "), "{error}");
+        let says = matches!(payload, Payload::Str | Payload::String);
+        assert_eq!(error.contains("a planted panic"), says, "{payload:?}: {error}");
+        let crossed = threads.load(Ordering::SeqCst) > 0;
+        assert_eq!(crossed, depth > SAME_THREAD, "depth {depth}");
+        assert_eq!(state(), before, "depth {depth}");
+        // Training goes on.
+        (&x * 3.0).backward();
+        assert_eq!(numbers(&x.grad()), [3.0]);
+    }
+    // A thread of the pool drops its part after the caller has the error.
+    let start = Instant::now();
+    while count.load(Ordering::SeqCst) > 0 && start.elapsed() < Duration::from_secs(20) {
+        std::thread::yield_now();
+    }
+    assert_eq!(count.load(Ordering::SeqCst), 0, "everything is dropped");
+}
+
+#[test]
+fn a_panic_in_backward_is_an_error_at_every_depth() {
+    for first in 0..PAYLOADS.len() {
+        sweep(first);
+    }
+}
+
+#[test]
+fn and_in_threads_at_once() {
+    let threads = [0, 1].map(|first| std::thread::spawn(move || sweep(first)));
+    for thread in threads {
+        thread.join().unwrap();
+    }
+}
+
+#[test]
+fn a_panic_in_forward_is_the_callers() {
+    let before = state();
+    for payload in [Payload::Str, Payload::String, Payload::Any] {
+        let count = Arc::new(AtomicUsize::new(0));
+        let counted = Counted::new(&count);
+        let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| -> FunctionResult<Tensor> {
+            ctx.save_for_backward(x);
+            ctx.save_value(Counted::new(&counted.0));
+            let _region = Autocast::new(Device::Cpu).dtype(Kind::Half).enter()?;
+            blow(payload)
+        };
+        let x = leaf(&[1.0]);
+        let apply = || apply(&[&x], forward, |_, g| Ok(g[0].shallow_clone()));
+        let panic = catch_unwind(AssertUnwindSafe(apply)).expect_err("it panics");
+        match payload {
+            Payload::Any => assert_eq!(panic.downcast_ref::<i32>(), Some(&42)),
+            Payload::Str => assert_eq!(panic.downcast_ref::<&str>(), Some(&"a planted panic")),
+            _ => assert!(panic.is::<String>()),
+        }
+        assert_eq!(count.load(Ordering::SeqCst), 0);
+        assert_eq!(state(), before);
+    }
+}
+
+#[test]
+fn a_panic_in_a_destructor_goes_no_further() {
+    struct Fragile(Payload);
+
+    impl Drop for Fragile {
+        fn drop(&mut self) {
+            blow(self.0);
+        }
+    }
+
+    for payload in PAYLOADS {
+        // With the function, and with the value that it saved.
+        let fragile = Fragile(payload);
+        let x = leaf(&[1.0]);
+        let y = apply(
+            &[&x],
+            move |ctx, x| {
+                let _ = &fragile;
+                ctx.save_value(Fragile(payload));
+                Ok(x[0] * 2.0)
+            },
+            |_, g| Ok(&g[0] * 2.0),
+        )
+        .unwrap();
+        y.backward();
+        drop(y);
+        assert_eq!(numbers(&x.grad()), [2.0]);
+        // And at once, where nothing is recorded.
+        let fragile = Fragile(payload);
+        let forward = move |_: &mut ForwardContext, x: &[&Tensor]| {
+            let _ = &fragile;
+            Ok(x[0] * 2.0)
+        };
+        drop(apply(&[&x.detach()], forward, |_, g| Ok(&g[0] * 2.0)).unwrap());
+    }
+}
+
+#[test]
+fn a_panic_of_tchs_own_operations_says_what_libtorch_said() {
+    let x = leaf(&[1.0]);
+    let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(g[0].reshape([7]))).unwrap();
+    let error = message(y.f_backward());
+    assert!(
+        error.contains("function: backward panicked") && error.contains("shape '[7]'"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_panic_with_a_nul_in_its_message_is_reported_whole() {
+    let x = leaf(&[1.0]);
+    let backward = |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
+        Err("one\0two".into())
+    };
+    let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), backward).unwrap();
+    let error = message(y.f_backward());
+    assert!(error.contains("one two"), "{error}");
+}

@@ -1,0 +1,127 @@
+//! Derivatives of derivatives.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::function::{Closures, function};
+use tch_amp::{Function, autocast};
+
+use crate::{MyMm, leaf, message, numbers};
+
+/// The gradient of `y` by `x`, which can be differentiated itself.
+fn gradient(y: &Tensor, x: &Tensor) -> Tensor {
+    Tensor::run_backward(&[y.sum(None)], &[x], true, true).remove(0)
+}
+
+#[test]
+fn a_gradient_penalty_goes_through_a_function() {
+    let penalty = |mm: &dyn Fn(&Tensor, &Tensor) -> Tensor| {
+        let a = leaf(&[1.0, 2.0, 3.0, 4.0]);
+        let b = leaf(&[0.5, -1.0, 2.0, 1.5]);
+        let [left, right] = [&a, &b].map(|t| t.view([2, 2]));
+        let y = mm(&left, &right).square();
+        let grads = Tensor::run_backward(&[y.sum(None)], &[&a, &b], true, true);
+        (y.sum(None) + grads[0].square().sum(None) + grads[1].square().sum(None)).backward();
+        [numbers(&a.grad()), numbers(&b.grad())]
+    };
+    let ours = penalty(&|a, b| MyMm.apply(&[a, b]).unwrap());
+    assert_eq!(ours, penalty(&|a, b| a.mm(b)));
+}
+
+#[test]
+fn third_derivatives_work_as_well() {
+    let x = leaf(&[2.0]);
+    let cube = |x: &Tensor| {
+        let cube = function(
+            |ctx, x| {
+                ctx.save_for_backward(x);
+                Ok(x[0].pow_tensor_scalar(3))
+            },
+            |ctx, g| {
+                let [x] = ctx.saved_tensors()?;
+                Ok(x.square() * 3.0 * &g[0])
+            },
+        );
+        cube.apply(&[x]).unwrap()
+    };
+    let first = gradient(&cube(&x), &x);
+    let second = gradient(&first, &x);
+    let third = gradient(&second, &x);
+    assert_eq!([&first, &second, &third].map(|t| numbers(t)[0]), [12.0, 12.0, 6.0]);
+}
+
+#[test]
+fn a_saved_output_keeps_its_history() {
+    let x = leaf(&[0.5]);
+    let exp = function(
+        |ctx, x| {
+            let y = x[0].exp();
+            ctx.save_for_backward(&[&y]);
+            Ok(y)
+        },
+        |ctx, g| {
+            let [y] = ctx.saved_tensors()?;
+            Ok(y * &g[0])
+        },
+    );
+    let first = gradient(&exp.apply(&[&x]).unwrap(), &x);
+    assert_eq!(numbers(&gradient(&first, &x)), [0.5f64.exp()]);
+}
+
+type Boxed<O> = Box<dyn Fn(&Tensor) -> O>;
+
+fn square(once: bool) -> Boxed<Tensor> {
+    let square = function(
+        |ctx, x| {
+            ctx.save_for_backward(x);
+            Ok(x[0].square())
+        },
+        |ctx, g| {
+            let [x] = ctx.saved_tensors()?;
+            Ok(x * 2.0 * &g[0])
+        },
+    )
+    .name("Square");
+    let square: Closures<_, _> = if once { square.once_differentiable() } else { square };
+    Box::new(move |x| square.apply(&[x]).unwrap())
+}
+
+#[test]
+fn a_once_differentiable_function_refuses_its_second_derivative() {
+    let x = leaf(&[3.0]);
+    let first = gradient(&square(true)(&x), &x);
+    assert_eq!(numbers(&first), [6.0]);
+    let error = message(first.f_backward());
+    assert!(error.contains("Square is once differentiable"), "{error}");
+    // Also in a sum with parts that could be differentiated: no part is silently left out.
+    let error = message((gradient(&square(true)(&x), &x) + x.square()).f_backward());
+    assert!(error.contains("Square is once differentiable"), "{error}");
+    assert_eq!(numbers(&gradient(&gradient(&square(false)(&x), &x), &x)), [2.0]);
+}
+
+#[test]
+fn once_is_enough_without_create_graph() {
+    let x = leaf(&[3.0]);
+    square(true)(&x).backward();
+    assert_eq!(numbers(&x.grad()), [6.0]);
+    assert!(!x.grad().requires_grad());
+}
+
+#[test]
+fn the_second_derivative_goes_through_a_cast() {
+    let x = Tensor::from_slice(&[3f32]).set_requires_grad(true);
+    let cube = function(
+        |ctx, x| {
+            assert_eq!(x[0].kind(), Kind::BFloat16);
+            ctx.save_for_backward(x);
+            Ok(x[0] * x[0] * x[0])
+        },
+        |ctx, g| {
+            let [x] = ctx.saved_tensors()?;
+            Ok(&x * &x * 3.0 * &g[0])
+        },
+    )
+    .cast_inputs(Kind::BFloat16);
+    let y = autocast(Device::Cpu, || cube.apply(&[&x])).unwrap().unwrap();
+    let first = gradient(&y, &x);
+    assert_eq!((first.kind(), numbers(&first)), (Kind::Float, vec![27.0]));
+    assert_eq!(numbers(&gradient(&first, &x)), [18.0]);
+}
