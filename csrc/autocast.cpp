@@ -63,7 +63,7 @@ void tamp_autocast_enter(const tamp_autocast_state *next, uint8_t outermost, cha
 
 void tamp_autocast_exit(const tamp_autocast_state *previous, uint8_t outermost) noexcept {
   char *err = nullptr;
-  tamp::guarded(&err, [&] {
+  tamp::contained(&err, [&] {
     const bool closed = autocast::decrement_nesting() == 0;
     change(*previous, closed || outermost != 0);
   });

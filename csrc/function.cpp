@@ -51,7 +51,8 @@ class Call {
       for (size_t j = 0; recorded_ && j < inputs_.count; ++j) {
         // Its history will hold the node, so nothing that the node holds may hold it.
         TORCH_CHECK(impl(inputs_, j) != t || tensor(inputs_, j).use_count() <= infos_[j].uses + own_handles(t),
-                    "input ", j, " is marked dirty and kept by forward, and would never be freed; keep it with "
+                    "input ", j,
+                    " is marked dirty and kept by forward, and would never be freed; keep it with "
                     "save_for_backward");
       }
     }
@@ -146,7 +147,8 @@ class Call {
     return out;
   }
 
-  std::unordered_set<at::TensorImpl *> non_differentiable_impls(const std::vector<std::optional<at::Tensor>> &raw) const {
+  std::unordered_set<at::TensorImpl *> non_differentiable_impls(
+      const std::vector<std::optional<at::Tensor>> &raw) const {
     std::unordered_set<at::TensorImpl *> out;
     for (size_t i = 0; i < raw.size(); ++i) {
       const bool marked = raw[i].has_value() && count(non_differentiable_, impl(outputs_, i)) != 0;
@@ -212,8 +214,8 @@ uint8_t tamp_function_begin(tamp_tensor *const *inputs, size_t count, tamp_funct
   });
 }
 
-void tamp_function_record(const tamp_function *function, const tamp_function_call *call,
-                          tamp_tensor *const *outputs, size_t count, char **err) noexcept {
+void tamp_function_record(const tamp_function *function, const tamp_function_call *call, tamp_tensor *const *outputs,
+                          size_t count, char **err) noexcept {
   tamp::guarded(err, [&] {
     tamp::State state(*function);
     const Call ended(*call, outputs, count);

@@ -54,8 +54,7 @@ inline constexpr auto kFrame = static_cast<c10::DebugInfoKind>(0xa3);
 // One run of a function's backward. libtorch hands these on to the threads of a backward that is started inside of it,
 // and so a node knows whether it is being run from within itself.
 struct Frame : c10::DebugInfoBase {
-  Frame(const Node *node, const Frame *outer)
-      : node(node), outer(outer), keep(c10::ThreadLocalDebugInfo::current()) {}
+  Frame(const Node *node, const Frame *outer) : node(node), outer(outer), keep(c10::ThreadLocalDebugInfo::current()) {}
 
   static const Frame *current() { return static_cast<const Frame *>(c10::ThreadLocalDebugInfo::get(kFrame)); }
 
@@ -101,8 +100,7 @@ class State {
 
 class FunctionNode final : public Node {
  public:
-  FunctionNode(State state, torch::autograd::edge_list &&inputs)
-      : Node(std::move(inputs)), state_(std::move(state)) {}
+  FunctionNode(State state, torch::autograd::edge_list &&inputs) : Node(std::move(inputs)), state_(std::move(state)) {}
 
   std::string name() const override { return state_.name() + "Backward"; }
 
@@ -169,8 +167,9 @@ class FunctionNode final : public Node {
   void refuse_reentry(const Frame *frame) const {
     for (; frame != nullptr; frame = frame->outer) {
       if (frame->node == this) {
-        throw std::runtime_error(state_.name() + ": its backward runs a backward that leads through itself again; compute "
-                                         "the inner gradient from tensors that do not depend on its own output");
+        throw std::runtime_error(state_.name() +
+                                 ": its backward runs a backward that leads through itself again; compute "
+                                 "the inner gradient from tensors that do not depend on its own output");
       }
     }
   }

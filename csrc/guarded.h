@@ -30,9 +30,8 @@ inline void fail_point() {}
 
 // Runs `body`; when it throws, writes the message to `err` and returns zero, null or nothing.
 template <typename F>
-auto guarded(char **err, F &&body) noexcept -> decltype(body()) {
+auto contained(char **err, F &&body) noexcept -> decltype(body()) {
   try {
-    fail_point();
     return body();
   } catch (const c10::Error &e) {
     // what() would symbolise a C++ backtrace, which takes milliseconds and says nothing to a Rust program.
@@ -43,6 +42,15 @@ auto guarded(char **err, F &&body) noexcept -> decltype(body()) {
     *err = message("unknown C++ exception");
   }
   return decltype(body())();
+}
+
+// The body of a function that can fail.
+template <typename F>
+auto guarded(char **err, F &&body) noexcept -> decltype(body()) {
+  return contained(err, [&]() -> decltype(body()) {
+    fail_point();
+    return body();
+  });
 }
 
 inline at::Tensor &tensor(tamp_tensor *t) {

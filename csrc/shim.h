@@ -154,9 +154,9 @@ typedef void (*tamp_function_end)(void *state);
 typedef char *(*tamp_function_name)(void *state);
 
 enum {
-  TAMP_FUNCTION_MATERIALIZE_GRADS = 1,   // a missing gradient of an output is made zeros
-  TAMP_FUNCTION_ONCE_DIFFERENTIABLE = 2, // what backward returns cannot be differentiated
-  TAMP_FUNCTION_SAVES_VALUES = 4,        // the state holds values that `release` frees
+  TAMP_FUNCTION_MATERIALIZE_GRADS = 1,    // a missing gradient of an output is made zeros
+  TAMP_FUNCTION_ONCE_DIFFERENTIABLE = 2,  // what backward returns cannot be differentiated
+  TAMP_FUNCTION_SAVES_VALUES = 4,         // the state holds values that `release` frees
 };
 
 // A function value, and how to use it.
@@ -196,8 +196,8 @@ uint8_t tamp_function_begin(tamp_tensor *const *inputs, size_t count, tamp_funct
 
 // Makes the `count` raw outputs of forward, in place, those of an operation of autograd. Takes the state in any case and
 // drops it at once where nothing is recorded. On failure the outputs are as before.
-void tamp_function_record(const tamp_function *function, const tamp_function_call *call,
-                          tamp_tensor *const *outputs, size_t count, char **err) TAMP_NOEXCEPT;
+void tamp_function_record(const tamp_function *function, const tamp_function_call *call, tamp_tensor *const *outputs,
+                          size_t count, char **err) TAMP_NOEXCEPT;
 
 // The first `count` tensors that forward saved, undefined ones included. Only while backward runs.
 void tamp_function_saved_tensors(const tamp_node *node, tamp_tensor **saved, size_t count, char **err) TAMP_NOEXCEPT;

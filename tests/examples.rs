@@ -13,6 +13,8 @@ mod own_optimizer;
 mod penalty;
 #[path = "../examples/resume.rs"]
 mod resume;
+#[path = "../examples/sparsemax.rs"]
+mod sparsemax;
 #[path = "../examples/threads.rs"]
 mod threads;
 #[path = "../examples/train.rs"]
@@ -56,6 +58,11 @@ fn own_optimizer_runs() -> anyhow::Result<()> {
 #[test]
 fn resume_runs() -> anyhow::Result<()> {
     resume::main()
+}
+
+#[test]
+fn sparsemax_runs() -> anyhow::Result<()> {
+    sparsemax::main()
 }
 
 #[test]

@@ -69,9 +69,8 @@ fn refused<G: tch_amp::function::Gradients>(
 fn a_wrong_number_of_gradients_names_the_function_and_both_numbers() {
     let (x, y) = (leaf(&[1.0, 2.0]), leaf(&[1.0]));
     for count in [0, 1, 3] {
-        let error = refused(&[&x, &y], move |g| {
-            (0..count).map(|_| g.shallow_clone()).collect::<Vec<_>>()
-        });
+        let error =
+            refused(&[&x, &y], move |g| (0..count).map(|_| g.shallow_clone()).collect::<Vec<_>>());
         let want = format!("Wrong: backward returned {count} gradients for 2 inputs");
         assert!(error.contains(&want), "{error}");
     }

@@ -6,7 +6,6 @@ use std::sync::{Arc, Mutex};
 use tch::Tensor;
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs};
 
-use crate::common::{required, resident_bytes};
 use crate::{Counted, apply, leaf, numbers};
 
 /// The values left after the forward, or the forward and the backward, of a function that keeps things by `keep`.
@@ -147,39 +146,4 @@ fn a_long_chain_is_dropped_without_recursion() {
         .unwrap();
     }
     drop(y);
-}
-
-/// `TCH_AMP_LONG=1` runs a million applications, as many as the plan asks for.
-#[test]
-fn applications_keep_memory_flat() {
-    if resident_bytes().is_none() {
-        return;
-    }
-    tch::set_num_threads(1);
-    let applications = if required("TCH_AMP_LONG") { 1_000_000 } else { 100_000 };
-    let x = leaf(&[0.5, 1.0]);
-    let run = |count: usize| {
-        for _ in 0..count {
-            let y = apply(
-                &[&x],
-                |ctx, x| {
-                    let y = x[0].exp();
-                    ctx.save_for_backward(&[x[0], &y]);
-                    ctx.save_value((y.shallow_clone(), vec![0u8; 1000]));
-                    Ok(y)
-                },
-                |ctx, g| {
-                    let [_, y] = ctx.saved_tensors()?;
-                    Ok(&g[0] * y)
-                },
-            );
-            Tensor::run_backward(&[y.unwrap().sum(None)], &[&x], false, false);
-        }
-    };
-    run(applications / 10);
-    let before = resident_bytes().unwrap();
-    run(applications);
-    let grown = resident_bytes().unwrap().saturating_sub(before);
-    // A leak of the saved kilobyte alone would be 100 MB, one of a node 50 MB, one of ten bytes a megabyte.
-    assert!(grown < 1 << 20, "{applications} applications left {grown} bytes");
 }

@@ -1,0 +1,178 @@
+//! Every function of the shim fails once, by every kind of C++ exception (test T4 of the plan), and inference mode: what
+//! only debug builds of the shim can be made to do.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use tch::nn::{self, OptimizerConfig as _, VarStore};
+use tch::{Device, Kind, Tensor};
+
+use crate::{
+    Autocast, AutocastState, Function, GradScaler, GradScalerConfig, Result, autocast,
+    autocast_dtype, ffi, function, sys,
+};
+
+const KINDS: [(u8, &str); 3] = [
+    (sys::TESTING_TORCH_ERROR, "a planted failure"),
+    (sys::TESTING_BAD_ALLOC, "std::bad_alloc"),
+    (sys::TESTING_INT, "unknown C++ exception"),
+];
+
+/// What stays of a training program when one of its calls fails.
+struct Program {
+    vs: VarStore,
+    net: nn::Linear,
+    optimizer: nn::Optimizer,
+    scaler: GradScaler,
+}
+
+impl Program {
+    fn new() -> Self {
+        let vs = VarStore::new(Device::Cpu);
+        let net = nn::linear(vs.root(), 3, 2, Default::default());
+        let optimizer = nn::Sgd::default().build(&vs, 0.1).unwrap();
+        let config = GradScalerConfig { hysteresis: 2, ..Default::default() };
+        Self { vs, net, optimizer, scaler: config.build(Device::Cpu).unwrap() }
+    }
+
+    /// One of everything.
+    fn run(&mut self) -> Result<()> {
+        for way in 0..3 {
+            self.optimizer.zero_grad();
+            let x = Tensor::ones([4, 3], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+            let output = autocast(Device::Cpu, || self.function().apply(&[&x, &self.net.ws]))??;
+            let loss = output.to_kind(Kind::Float).square().mean(Kind::Float);
+            self.scaler.scale(&loss)?.f_backward()?;
+            match way {
+                0 => drop(self.scaler.step(&mut self.optimizer)?),
+                1 => {
+                    self.scaler.unscale_(&mut self.optimizer)?;
+                    drop(self.scaler.step(&mut self.optimizer)?);
+                }
+                _ => {
+                    let mut unscaled = self.scaler.unscale(&mut self.optimizer)?;
+                    drop(unscaled.clip_grad_norm(0.1)?);
+                    unscaled.clip_grad_value(0.1)?;
+                    drop(unscaled.step()?);
+                }
+            }
+            self.scaler.update()?;
+        }
+        Ok(())
+    }
+
+    /// A product that asks its context for everything.
+    fn function(&self) -> impl Function<Outputs = Tensor> + use<> {
+        function(
+            |ctx, x| {
+                ctx.save_for_backward(x);
+                Ok(x[0].matmul(&x[1].tr()))
+            },
+            |ctx, g| {
+                let [a, b] = ctx.saved_tensors()?;
+                let da = ctx.needs_input_grad(0)?.then(|| g[0].matmul(&b));
+                let db = ctx.needs_input_grad(1)?.then(|| g[0].tr().matmul(&a));
+                Ok([da, db])
+            },
+        )
+    }
+}
+
+/// What must be as before: the autocast state and the grad mode.
+fn state() -> (AutocastState, bool) {
+    let x = Tensor::from(1.0).set_requires_grad(true);
+    (AutocastState::current().unwrap(), (x * 2.0).requires_grad())
+}
+
+#[test]
+fn every_function_of_the_shim_fails_once_and_nothing_is_left_behind() {
+    for (kind, text) in KINDS {
+        let (mut failed, mut swallowed) = (0, 0);
+        loop {
+            let mut program = Program::new();
+            let before = state();
+            ffi::testing_fail_at(failed + 1, kind);
+            let result = program.run();
+            if ffi::testing_fail_at(0, kind) > 0 {
+                result.unwrap();
+                break;
+            }
+            failed += 1;
+            match result {
+                Err(error) => assert!(error.to_string().contains(text), "{failed}: {error}"),
+                Ok(()) => swallowed += 1,
+            }
+            assert_eq!(state(), before, "after failure {failed}");
+            // The same program goes on once the iteration that failed is given up.
+            program.optimizer.zero_grad();
+            program.scaler.abandon(&mut program.optimizer).ok();
+            drop(program.scaler.update());
+            program.run().unwrap();
+            assert!(
+                program.vs.trainable_variables().iter().all(|w| w
+                    .isfinite()
+                    .all()
+                    .int64_value(&[])
+                    == 1)
+            );
+        }
+        assert!(failed > 40, "only {failed} calls were reached");
+        // A cache that cannot be cleared after a step is no reason to lose the step.
+        assert_eq!(swallowed, 3, "calls whose failure is not reported");
+    }
+}
+
+#[test]
+fn a_region_that_cannot_open_changes_nothing() {
+    for (kind, _) in KINDS {
+        for call in 1..=2 {
+            let before = state();
+            ffi::testing_fail_at(call, kind);
+            let region = Autocast::new(Device::Cpu).dtype(Kind::Half).enter();
+            assert_eq!(ffi::testing_fail_at(0, kind), 0, "it has failed");
+            assert!(region.is_err());
+            assert_eq!(state(), before);
+            assert_eq!(autocast_dtype(Device::Cpu).unwrap(), Kind::BFloat16);
+        }
+    }
+}
+
+#[test]
+fn nothing_is_recorded_in_inference_mode() {
+    let x = Tensor::from_slice(&[1.0, 2.0]).set_requires_grad(true);
+    let double = function(
+        |ctx, x| {
+            assert!(!ctx.needs_input_grad(0));
+            ctx.save_for_backward(x);
+            Ok(x[0] * 2.0)
+        },
+        |_, g| Ok(&g[0] * 2.0),
+    );
+    let double_ = function(
+        |ctx, x| {
+            ctx.mark_dirty(x);
+            Ok(x[0].shallow_clone().f_mul_scalar_(2.0)?)
+        },
+        |_, g| Ok(&g[0] * 2.0),
+    );
+    ffi::testing_inference_mode(true);
+    let y = double.apply(&[&x]).unwrap();
+    let z = double_.apply(&[&y]).unwrap();
+    let view = function(|_, x| Ok(x[0].shallow_clone()), |_, g| Ok(g[0].shallow_clone()));
+    let same = view.apply(&[&z]).unwrap();
+    ffi::testing_inference_mode(false);
+    assert!(!y.requires_grad() && !z.requires_grad() && !same.requires_grad());
+    assert_eq!(Vec::<f64>::try_from(z.shallow_clone()).unwrap(), [4.0, 8.0]);
+    // Outside again, libtorch refuses to save what was made in there.
+    let x = Tensor::from_slice(&[1.0, 2.0]).set_requires_grad(true);
+    let product = function(
+        |ctx, x| {
+            ctx.save_for_backward(&[x[1]]);
+            Ok(x[0] * x[1])
+        },
+        |ctx, g| {
+            let [b] = ctx.saved_tensors()?;
+            Ok([Some(&g[0] * b), None])
+        },
+    );
+    let error = product.apply(&[&x, &same]).unwrap_err().to_string();
+    assert!(error.contains("Inference tensors cannot be saved for backward"), "{error}");
+}

@@ -1,0 +1,280 @@
+//! Custom functions beside Python's: the same function written both ways, on the same random inputs, bit by bit.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+use tch_amp::function::{
+    BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs, function,
+};
+use tch_amp::{Autocast, autocast};
+
+use common::bits::{bits, kind_named};
+use common::python::Oracle;
+use common::rng::Rng;
+
+const ROUNDS: usize = 40;
+
+/// The matrix product of PyTorch's own tests, with or without `cast_inputs=float32`.
+struct MyMm {
+    cast: Option<Kind>,
+}
+
+impl Function for MyMm {
+    type Outputs = Tensor;
+    type Gradients = [Tensor; 2];
+
+    fn forward(&self, ctx: &mut ForwardContext, x: &[&Tensor]) -> FunctionResult<Tensor> {
+        ctx.save_for_backward(x);
+        Ok(x[0].f_mm(x[1])?)
+    }
+
+    fn backward(
+        &self,
+        ctx: &BackwardContext<'_>,
+        g: &GradOutputs<'_>,
+    ) -> FunctionResult<[Tensor; 2]> {
+        let [a, b] = ctx.saved_tensors()?;
+        Ok([g[0].f_mm(&b.f_tr()?)?, a.f_tr()?.f_mm(&g[0])?])
+    }
+
+    fn cast_inputs(&self, _: Device) -> Option<Kind> {
+        self.cast
+    }
+}
+
+/// The outputs of a case, whose backward has run.
+type Case = Box<dyn Fn(&[Tensor]) -> Vec<Tensor>>;
+
+fn product(cast: bool, dtype: Kind, enabled: bool) -> Case {
+    Box::new(move |inputs| {
+        let cast = cast.then_some(Kind::Float);
+        let region = Autocast::new(Device::Cpu).dtype(dtype).enabled(enabled);
+        let out = region.run(|| MyMm { cast }.apply(inputs)).unwrap().unwrap();
+        out.to_kind(Kind::Float).square().sum(None).backward();
+        vec![out]
+    })
+}
+
+fn penalty_product(inputs: &[Tensor]) -> Vec<Tensor> {
+    let out = MyMm { cast: None }.apply(inputs).unwrap();
+    let grads = Tensor::run_backward(&[out.square().sum(None)], inputs, true, true);
+    let squares = grads[0].square().sum(None) + grads[1].square().sum(None);
+    (out.sum(None) + squares).backward();
+    [vec![out], grads].concat_tensors()
+}
+
+fn penalty(inputs: &[Tensor]) -> Vec<Tensor> {
+    let swish = function(
+        |ctx, x| {
+            ctx.save_for_backward(x);
+            Ok(x[0] * x[0].sigmoid())
+        },
+        |ctx, g| {
+            let [x] = ctx.saved_tensors()?;
+            let gate = x.sigmoid();
+            Ok(&g[0] * (&gate * (x * (1.0 - &gate) + 1.0)))
+        },
+    );
+    let out = swish.apply(inputs).unwrap();
+    let grad = Tensor::run_backward(&[out.square().sum(None)], inputs, true, true).remove(0);
+    (out.sum(None) + grad.square().sum(None)).backward();
+    vec![out, grad]
+}
+
+/// x Φ(1.702 x) with the output and an intermediate saved.
+fn gelu(inputs: &[Tensor]) -> Vec<Tensor> {
+    let gelu = function(
+        |ctx, x| {
+            let gate = (x[0] * 1.702).sigmoid();
+            let out = x[0] * &gate;
+            ctx.save_for_backward(&[x[0], &gate, &out]);
+            Ok(out)
+        },
+        |ctx, g| {
+            let [_, gate, out] = ctx.saved_tensors()?;
+            Ok(&g[0] * (&gate + out * (1.0 - &gate) * 1.702))
+        },
+    );
+    let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let out = region.run(|| gelu.apply(&[inputs[0].mm(&inputs[1])])).unwrap().unwrap();
+    out.to_kind(Kind::Float).sum(None).backward();
+    vec![out]
+}
+
+fn sort(inputs: &[Tensor]) -> Vec<Tensor> {
+    let sort = function(
+        |ctx, x| {
+            let (values, index) = x[0].sort(1, false);
+            let ranks = index.to_kind(x[0].kind());
+            ctx.mark_non_differentiable(&[&ranks]);
+            ctx.save_for_backward(&[&index]);
+            Ok([values, ranks])
+        },
+        |ctx, g| {
+            let [index] = ctx.saved_tensors()?;
+            Ok(g[0].zeros_like().scatter_add(1, &index, &g[0]))
+        },
+    );
+    let [values, ranks] = sort.apply(inputs).unwrap();
+    assert!(values.requires_grad() && !ranks.requires_grad());
+    (&values * &ranks).sum(None).backward();
+    vec![values, ranks]
+}
+
+/// Multiplies its first input in place.
+fn dirty(inputs: &[Tensor]) -> Vec<Tensor> {
+    let decay = function(
+        |ctx, x| {
+            let changed = x[0].shallow_clone().f_mul_scalar_(0.75)?;
+            ctx.mark_dirty(&[x[0]]);
+            ctx.save_for_backward(&[x[1]]);
+            let sum = &changed + x[1];
+            Ok([changed, sum])
+        },
+        |ctx, g| {
+            let [y] = ctx.saved_tensors()?;
+            Ok([(&g[0] + &g[1]) * 0.75 + y * 0.0, g[1].shallow_clone()])
+        },
+    );
+    let x = &inputs[0] * 1.0;
+    let [first, second] = decay.apply(&[&x, &inputs[1]]).unwrap();
+    assert_eq!(first.data_ptr(), x.data_ptr());
+    (first.square().sum(None) + second.square().sum(None)).backward();
+    vec![first, second]
+}
+
+/// Without materialised gradients, and a missing gradient of its first input.
+fn split(inputs: &[Tensor]) -> Vec<Tensor> {
+    let split = function(
+        |ctx, x| {
+            ctx.set_materialize_grads(false);
+            Ok([x[0] * 2.0, x[1] * 3.0])
+        },
+        |_, g| Ok([g.get(0).map(|g| g * 2.0), g.get(1).map(|g| g * 3.0)]),
+    );
+    let [first, second] = split.apply(inputs).unwrap();
+    second.square().sum(None).backward();
+    vec![first, second]
+}
+
+/// Every case with the dtypes of its inputs, which are square matrices.
+fn cases() -> Vec<(String, Case, Vec<&'static str>)> {
+    let mut cases: Vec<(String, Case, Vec<&'static str>)> = vec![
+        ("penalty".into(), Box::new(penalty), vec!["float64"]),
+        ("penalty".into(), Box::new(penalty), vec!["float32"]),
+        ("penalty_product".into(), Box::new(penalty_product), vec!["float64"; 2]),
+        ("gelu".into(), Box::new(gelu), vec!["float32"; 2]),
+        ("sort".into(), Box::new(sort), vec!["float32"]),
+        ("dirty".into(), Box::new(dirty), vec!["float32"; 2]),
+        ("split".into(), Box::new(split), vec!["float32"; 2]),
+    ];
+    for (name, dtype, half) in
+        [("bf16", Kind::BFloat16, "bfloat16"), ("fp16", Kind::Half, "float16")]
+    {
+        for (cast, kind) in [(false, ""), (true, "_cast")] {
+            for (enabled, place) in [(true, ""), (false, "_outside")] {
+                for inputs in [["float32"; 2], [half; 2]] {
+                    let name = format!("product{kind}{place}_{name}");
+                    cases.push((name, product(cast, dtype, enabled), inputs.to_vec()));
+                }
+            }
+            // A half and a single input fit together only once they are cast.
+            let mixed = vec![half, "float32"];
+            cases.push((format!("product{kind}_{name}"), product(cast, dtype, true), mixed));
+        }
+    }
+    cases
+}
+
+#[test]
+fn functions_give_the_bits_of_pythons() {
+    let Some(oracle) = Oracle::find("function_cases.py") else {
+        return;
+    };
+    tch::set_num_threads(1);
+    let mut rng = Rng::new(29);
+    let (mut requests, mut ours) = (String::new(), Vec::new());
+    for round in 0..ROUNDS {
+        for (name, case, kinds) in cases() {
+            let size = 1 + rng.below(6) as i64;
+            let inputs: Vec<Tensor> =
+                kinds.iter().map(|kind| matrix(&mut rng, kind, size)).collect();
+            let encoded: Vec<Value> = inputs.iter().map(encode).collect();
+            requests += &json!({ "case": name, "inputs": encoded }).to_string();
+            requests.push('\n');
+            let outputs = case(&inputs);
+            let grads: Vec<Tensor> = inputs.iter().map(Tensor::grad).collect();
+            ours.push((format!("{name} {kinds:?} round {round}"), outputs, grads));
+        }
+    }
+    let printed = oracle.run(&[], &requests);
+    let theirs: Vec<Value> =
+        printed.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
+    assert_eq!(theirs.len(), ours.len());
+    for ((name, outputs, grads), answer) in ours.iter().zip(&theirs) {
+        let list = |tensors: &[Tensor]| Value::from(tensors.iter().map(encode).collect::<Vec<_>>());
+        assert_eq!(list(outputs), answer["outputs"], "outputs of {name}");
+        assert_eq!(list(grads), answer["grads"], "gradients of {name}");
+    }
+    println!("{} calls give the bits of Python's", ours.len());
+}
+
+/// Cast inputs take part in a second derivative, which they do not in PyTorch: beside the cast written out.
+#[test]
+fn a_penalty_goes_through_a_cast() {
+    let mut rng = Rng::new(31);
+    for _ in 0..ROUNDS {
+        let inputs: [Tensor; 2] = [(); 2].map(|()| matrix(&mut rng, "bfloat16", 3));
+        let copies = inputs.each_ref().map(|t| t.detach().set_requires_grad(true));
+        let penalty = |out: Tensor, inputs: &[Tensor; 2]| {
+            let grads = Tensor::run_backward(&[out.square().sum(None)], inputs, true, true);
+            (grads[0].square().sum(None) + grads[1].square().sum(None)).backward();
+            inputs.each_ref().map(|input| bits(&input.grad()))
+        };
+        let cast = MyMm { cast: Some(Kind::Float) };
+        let ours = autocast(Device::Cpu, || cast.apply(&inputs)).unwrap().unwrap();
+        let [a, b] = copies.each_ref().map(|t| t.to_kind(Kind::Float));
+        assert_eq!(penalty(ours, &inputs), penalty(a.mm(&b), &copies));
+    }
+}
+
+fn matrix(rng: &mut Rng, kind: &str, size: i64) -> Tensor {
+    let values: Vec<f64> = (0..size * size).map(|_| rng.eighth()).collect();
+    let matrix = Tensor::from_slice(&values).view([size, size]).to_kind(kind_named(kind));
+    matrix.set_requires_grad(true)
+}
+
+fn encode(tensor: &Tensor) -> Value {
+    if !tensor.defined() {
+        return Value::Null;
+    }
+    let kind = match tensor.kind() {
+        Kind::Float => "float32",
+        Kind::Double => "float64",
+        Kind::BFloat16 => "bfloat16",
+        Kind::Half => "float16",
+        other => panic!("no case has a {other:?} tensor"),
+    };
+    let hex: String = bits(tensor).iter().map(|byte| format!("{byte:02x}")).collect();
+    json!({ "kind": kind, "shape": tensor.size(), "bits": hex })
+}
+
+/// Tensors have no `Clone`, so slices of them have no `concat`.
+trait ConcatTensors {
+    fn concat_tensors(self) -> Vec<Tensor>;
+}
+
+impl<const N: usize> ConcatTensors for [Vec<Tensor>; N] {
+    fn concat_tensors(self) -> Vec<Tensor> {
+        self.into_iter().flatten().collect()
+    }
+}
+
+#[test]
+fn pythons_side_of_the_differences_is_as_documented() {
+    if let Some(oracle) = Oracle::find("function_deviations.py") {
+        assert_eq!(oracle.run(&[], "").trim(), "ok");
+    }
+}
