@@ -12,9 +12,8 @@ use tch_amp::{
 use crate::common::for_each_device;
 use crate::{MyMm, leaf, leaf_on};
 
-/// Tells what autocast is in its forward and in its backward, `depth` backwards further down.
+/// Tells what autocast is in its forward and in its backward.
 struct Probe {
-    depth: usize,
     seen: Sender<AutocastState>,
 }
 
@@ -52,41 +51,52 @@ fn backward_at(depth: usize, y: Tensor) {
 
 #[test]
 fn backward_runs_in_the_state_of_forward() {
-    let off = |dtype| Autocast::new(Device::Cpu).dtype(dtype).enabled(false);
-    let on = |dtype| Autocast::new(Device::Cpu).dtype(dtype);
-    let regions: [Option<Autocast>; 7] = [
-        None,
-        Some(on(Kind::BFloat16)),
-        Some(on(Kind::Half)),
-        Some(on(Kind::BFloat16).cache(false)),
-        Some(on(Kind::Half).cache(false)),
-        Some(off(Kind::Half)),
-        Some(off(Kind::BFloat16).cache(false)),
-    ];
-    for forward in &regions {
-        for backward in &regions {
-            for depth in [0, 1, 70] {
-                let (seen, receive) = channel();
-                let x = leaf(&[1.0]);
-                let before = AutocastState::current().unwrap();
-                let (expected, y) = {
-                    let _region = forward.map(|region| region.enter().unwrap());
-                    let state = AutocastState::current().unwrap();
-                    (state, Probe { depth, seen }.apply(&[&x]).unwrap())
-                };
-                {
-                    let _region = backward.map(|region| region.enter().unwrap());
-                    let here = AutocastState::current().unwrap();
-                    backward_at(depth, y);
-                    assert_eq!(AutocastState::current().unwrap(), here, "restored");
+    for_each_device(|device| {
+        let off = |dtype| Autocast::new(device).dtype(dtype).enabled(false);
+        let on = |dtype| Autocast::new(device).dtype(dtype);
+        let regions: [Option<Autocast>; 7] = [
+            None,
+            Some(on(Kind::BFloat16)),
+            Some(on(Kind::Half)),
+            Some(on(Kind::BFloat16).cache(false)),
+            Some(on(Kind::Half).cache(false)),
+            Some(off(Kind::Half)),
+            Some(off(Kind::BFloat16).cache(false)),
+        ];
+        for forward in regions {
+            for backward in regions {
+                for depth in [0, 1, 70] {
+                    check_state(device, forward, backward, depth);
                 }
-                let seen: Vec<_> = receive.iter().collect();
-                assert_eq!(seen, [expected; 2], "{forward:?} then {backward:?} at {depth}");
-                assert_eq!(AutocastState::current().unwrap(), before);
             }
         }
+    });
+}
+
+/// Forward in one region, backward in another one and `depth` backwards further down.
+fn check_state(
+    device: Device,
+    forward: Option<Autocast>,
+    backward: Option<Autocast>,
+    depth: usize,
+) {
+    let (seen, receive) = channel();
+    let x = leaf_on(device, Kind::Float, &[1]);
+    let before = AutocastState::current().unwrap();
+    let (expected, y) = {
+        let _region = forward.map(|region| region.enter().unwrap());
+        let state = AutocastState::current().unwrap();
+        (state, Probe { seen }.apply(&[&x]).unwrap())
+    };
+    {
+        let _region = backward.map(|region| region.enter().unwrap());
+        let here = AutocastState::current().unwrap();
+        backward_at(depth, y);
+        assert_eq!(AutocastState::current().unwrap(), here, "restored");
     }
-    let _ = |probe: Probe| probe.depth;
+    let seen: Vec<_> = receive.iter().collect();
+    assert_eq!(seen, [expected; 2], "{forward:?} then {backward:?} at {depth} on {device:?}");
+    assert_eq!(AutocastState::current().unwrap(), before);
 }
 
 /// PyTorch's `test_custom_enabled`.

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs, Outputs};
 use tch_amp::{Error, Function};
 
-use crate::{apply, common, leaf, message, numbers};
+use crate::{apply, common, leaf, leaf_on, message, numbers};
 
 #[test]
 fn an_error_of_the_forward_comes_back_with_its_source() {
@@ -126,6 +126,29 @@ fn a_wrong_device_names_the_function_and_the_index() {
         "{error}"
     );
     assert!(error.contains("expected device cuda:0 but got cpu"), "{error}");
+}
+
+/// On CUDA the backward runs on a thread of libtorch's.
+#[test]
+fn a_failing_backward_on_any_device_is_an_error_and_training_goes_on() {
+    common::for_each_device(|device| {
+        let x = leaf_on(device, Kind::Float, &[3]);
+        for panics in [false, true] {
+            let backward =
+                move |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
+                    if panics {
+                        std::panic::resume_unwind(Box::new("a planted failure"));
+                    }
+                    Err("a planted failure".into())
+                };
+            let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), backward).unwrap();
+            let error = message(y.sum(None).f_backward());
+            assert!(error.contains("a planted failure"), "{device:?}: {error}");
+            assert!(!x.grad().defined());
+        }
+        (&x * 2.0).sum(None).backward();
+        assert_eq!(numbers(&x.grad()), [2.0; 3]);
+    });
 }
 
 #[test]

@@ -92,6 +92,29 @@ fn a_dependence_that_backward_denies_is_found() {
 }
 
 #[test]
+fn outputs_beside_the_differentiable_ones_are_not_compared() {
+    let with_norm = function(
+        |ctx, x| {
+            let norm = x[0].norm();
+            ctx.mark_non_differentiable(&[&norm]);
+            Ok([x[0] * 2.0, norm, x[0].argmax(0, false), Tensor::new()])
+        },
+        |_, g| Ok(&g[0] * 2.0),
+    );
+    gradcheck(|x| with_norm.apply(x), &[leaf(&[1.0, 2.0])]).unwrap();
+    gradgradcheck(|x| with_norm.apply(x), &[leaf(&[1.0, 2.0])]).unwrap();
+}
+
+#[test]
+fn empty_inputs_and_outputs_pass() {
+    let x = leaf(&[1.0]).narrow(0, 0, 0).detach().set_requires_grad(true);
+    gradcheck(|x| x[0].f_exp(), &[&x]).unwrap();
+    gradgradcheck(|x| x[0].f_exp(), &[&x]).unwrap();
+    gradcheck(|x| Ok::<_, tch::TchError>([x[0].f_exp()?, x[1].f_exp()?]), &[&x, &leaf(&[1.0])])
+        .unwrap();
+}
+
+#[test]
 fn nan_is_never_close() {
     let nan = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * f64::NAN));
     let error = gradcheck(|x| nan.apply(x), &[leaf(&[1.0])]).unwrap_err();

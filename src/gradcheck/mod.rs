@@ -2,12 +2,16 @@
 
 #![forbid(unsafe_code)]
 
+mod jacobian;
+
 use std::borrow::Borrow;
 
-use tch::{Device, Kind, Tensor, no_grad, no_grad_guard, with_grad};
+use tch::{Kind, Tensor, no_grad_guard, with_grad};
 
 use crate::error::{Error, Result};
 use crate::function::Outputs;
+
+use jacobian::{Analytic, Checked, numeric, requires_grad, unravel};
 
 /// Checks the gradients of `f` by finite differences with PyTorch's tolerances; [`GradCheck`] has them as options. The
 /// twin of `torch.autograd.gradcheck`.
@@ -140,75 +144,44 @@ impl GradCheck {
         })
     }
 
-    fn check(
-        &self,
-        f: &dyn Fn(&[&Tensor]) -> Result<Vec<Tensor>>,
-        inputs: &[Tensor],
-    ) -> Result<()> {
+    fn check(&self, f: Checked<'_>, inputs: &[Tensor]) -> Result<()> {
         check_inputs(inputs)?;
         let refs: Vec<&Tensor> = inputs.iter().collect();
-        let analytic = analytic(f, &refs)?;
+        let analytic = Analytic::new(f, &refs)?;
         for (input, tensor) in inputs.iter().enumerate().filter(|(_, input)| requires_grad(input)) {
             for element in 0..tensor.numel() {
                 let index = unravel(element, &tensor.size());
-                let numeric = self.numeric(f, &refs, input, &index)?;
-                self.compare(&analytic, &numeric, input, element, index)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// The derivatives of every element of every output by one element of one input.
-    fn numeric(
-        &self,
-        f: &dyn Fn(&[&Tensor]) -> Result<Vec<Tensor>>,
-        inputs: &[&Tensor],
-        input: usize,
-        index: &[i64],
-    ) -> Result<Vec<Vec<f64>>> {
-        let element = index.iter().try_fold(inputs[input].detach(), |t, i| t.f_select(0, *i))?;
-        let value = element.f_double_value(&[])?;
-        let set = |value: f64| no_grad(|| element.shallow_clone().f_fill_(value)).map(drop);
-        let at = |value: f64| {
-            set(value)?;
-            f(inputs)?.iter().map(values).collect::<Result<Vec<_>>>()
-        };
-        let (after, before) = (at(value + self.eps), at(value - self.eps));
-        set(value)?;
-        let slope = |(after, before): (f64, f64)| (after - before) / (2.0 * self.eps);
-        let slopes =
-            |(after, before): (Vec<f64>, _)| after.into_iter().zip(before).map(slope).collect();
-        Ok(after?.into_iter().zip(before?).map(slopes).collect())
-    }
-
-    fn compare(
-        &self,
-        analytic: &[Output],
-        numeric: &[Vec<f64>],
-        input: usize,
-        element: usize,
-        index: Vec<i64>,
-    ) -> Result<()> {
-        for (output, (known, numeric)) in analytic.iter().zip(numeric).enumerate() {
-            for (row, numeric) in numeric.iter().enumerate() {
-                let analytic = known.gradient(row, input, element);
-                // Written so that a NaN does not pass.
-                let close = (analytic - numeric).abs() <= self.atol + self.rtol * numeric.abs();
-                if !close {
-                    let output_index = unravel(row, &known.size);
-                    let numeric = *numeric;
+                let numeric = numeric(f, &refs, input, &index, self.eps)?;
+                for (output, slopes) in numeric.iter().enumerate() {
+                    let gradient = |row| analytic.gradient(output, row, input, element);
+                    let Some(row) = self.first_difference(gradient, slopes) else { continue };
                     return Err(Error::GradCheck {
                         input,
                         index,
                         output,
-                        output_index,
-                        analytic,
-                        numeric,
+                        output_index: unravel(row, analytic.size(output)),
+                        analytic: gradient(row).unwrap_or_default(),
+                        numeric: slopes[row],
                     });
                 }
             }
         }
         Ok(())
+    }
+
+    /// The first place where the gradients differ; those without an analytic one are not looked at.
+    fn first_difference(
+        &self,
+        analytic: impl Fn(usize) -> Option<f64>,
+        numeric: &[f64],
+    ) -> Option<usize> {
+        let is_far = |(row, numeric): (usize, &f64)| {
+            analytic(row).is_some_and(|analytic| {
+                let close = (analytic - numeric).abs() <= self.atol + self.rtol * numeric.abs();
+                !close // and not `>`, which a NaN would pass
+            })
+        };
+        numeric.iter().enumerate().position(is_far)
     }
 }
 
@@ -218,62 +191,9 @@ fn enabled<T>(f: impl FnOnce() -> T) -> T {
     with_grad(f)
 }
 
-/// The analytic gradients of one output.
-struct Output {
-    size: Vec<i64>,
-    /// For each of its elements and each input, the gradient; none where there is no dependence.
-    gradients: Vec<Vec<Option<Vec<f64>>>>,
-}
-
-impl Output {
-    fn gradient(&self, row: usize, input: usize, element: usize) -> f64 {
-        let gradient = self.gradients.get(row).and_then(|inputs| inputs[input].as_ref());
-        gradient.map_or(0.0, |gradient| gradient[element])
-    }
-}
-
-/// The gradients of every output by backward, which must give the same twice.
-fn analytic(
-    f: &dyn Fn(&[&Tensor]) -> Result<Vec<Tensor>>,
-    inputs: &[&Tensor],
-) -> Result<Vec<Output>> {
-    let outputs = f(inputs)?;
-    let all = |output: &Tensor| {
-        let rows = if requires_grad(output) { output.numel() } else { 0 };
-        let gradients = (0..rows).map(|row| gradients(output, row, inputs));
-        Ok(Output { size: output.size(), gradients: gradients.collect::<Result<_>>()? })
-    };
-    let first: Vec<Output> = outputs.iter().map(all).collect::<Result<_>>()?;
-    let again: Vec<Output> = outputs.iter().map(all).collect::<Result<_>>()?;
-    for (output, (first, again)) in first.iter().zip(&again).enumerate() {
-        let bits = |output: &Output| {
-            let inputs = output.gradients.iter().flatten().flatten().flatten();
-            inputs.map(|value| value.to_bits()).collect::<Vec<_>>()
-        };
-        if bits(first) != bits(again) {
-            let problem =
-                format!("backward answered differently when it was run again for output {output}");
-            return Err(Error::GradCheckInputs(problem));
-        }
-    }
-    Ok(first)
-}
-
-/// The gradients of one element of an output by all inputs.
-fn gradients(output: &Tensor, row: usize, inputs: &[&Tensor]) -> Result<Vec<Option<Vec<f64>>>> {
-    let element = output.f_reshape([-1])?.f_select(0, as_index(row))?;
-    let wanted: Vec<&Tensor> = inputs.iter().copied().filter(|t| requires_grad(t)).collect();
-    let mut found = Tensor::f_run_backward(&[element], &wanted, true, false)?.into_iter();
-    let gradient = |input: &&Tensor| {
-        let gradient = requires_grad(input).then(|| found.next()).flatten();
-        gradient.filter(Tensor::defined).map(|gradient| values(&gradient)).transpose()
-    };
-    inputs.iter().map(gradient).collect()
-}
-
 /// The gradients of the inputs that require one, as a function that can be differentiated once more.
 fn first_gradients(
-    f: &dyn Fn(&[&Tensor]) -> Result<Vec<Tensor>>,
+    f: Checked<'_>,
     inputs: &[&Tensor],
     grad_outputs: &[&Tensor],
 ) -> Result<Vec<Tensor>> {
@@ -338,33 +258,4 @@ fn check_inputs(inputs: &[Tensor]) -> Result<()> {
         return Err(Error::GradCheckInputs(problem));
     }
     Ok(())
-}
-
-fn requires_grad(tensor: &Tensor) -> bool {
-    tensor.defined() && tensor.requires_grad()
-}
-
-/// The elements in row-major order.
-fn values(tensor: &Tensor) -> Result<Vec<f64>> {
-    if !tensor.defined() {
-        return Ok(Vec::new());
-    }
-    let flat = tensor.detach().f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
-    Ok(Vec::try_from(flat.f_reshape([-1])?)?)
-}
-
-/// The index of the element with this number in row-major order.
-fn unravel(mut element: usize, size: &[i64]) -> Vec<i64> {
-    let mut index = vec![0; size.len()];
-    for (place, length) in index.iter_mut().zip(size).rev() {
-        let length = usize::try_from(*length).unwrap_or(1).max(1);
-        *place = as_index(element % length);
-        element /= length;
-    }
-    index
-}
-
-fn as_index(element: usize) -> i64 {
-    // An element of a tensor: libtorch counts them in i64 itself.
-    i64::try_from(element).unwrap_or(i64::MAX)
 }

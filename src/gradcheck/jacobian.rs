@@ -1,0 +1,138 @@
+//! The derivatives of a function's outputs by its inputs, by backward and by finite differences.
+
+#![forbid(unsafe_code)]
+
+use tch::{Device, Kind, Tensor, no_grad};
+
+use crate::error::{Error, Result};
+
+/// A function whose derivatives are checked.
+pub(super) type Checked<'a> = &'a dyn Fn(&[&Tensor]) -> Result<Vec<Tensor>>;
+
+/// The gradients of every output by backward.
+pub(super) struct Analytic {
+    outputs: Vec<Output>,
+}
+
+struct Output {
+    size: Vec<i64>,
+    /// For each of its elements and each input, the gradient; none where there is no dependence.
+    gradients: Vec<Vec<Option<Vec<f64>>>>,
+    /// Whether it is compared: outputs that take no part in autograd may depend on the inputs, unless all do not.
+    is_checked: bool,
+}
+
+impl Analytic {
+    /// Runs backward for each element of each output, twice, which must give the same.
+    pub(super) fn new(f: Checked<'_>, inputs: &[&Tensor]) -> Result<Self> {
+        let outputs = f(inputs)?;
+        let none = !outputs.iter().any(requires_grad);
+        let all = |output: &Tensor| {
+            let rows = if requires_grad(output) { output.numel() } else { 0 };
+            let gradients = (0..rows).map(|row| gradients(output, row, inputs));
+            let is_floating = output.defined() && output.is_floating_point();
+            let is_checked = is_floating && (none || requires_grad(output));
+            let size = if output.defined() { output.size() } else { Vec::new() };
+            Ok(Output { size, gradients: gradients.collect::<Result<_>>()?, is_checked })
+        };
+        let first: Vec<Output> = outputs.iter().map(all).collect::<Result<_>>()?;
+        let again: Vec<Output> = outputs.iter().map(all).collect::<Result<_>>()?;
+        for (output, (first, again)) in first.iter().zip(&again).enumerate() {
+            if first.bits() != again.bits() {
+                let problem = format!(
+                    "backward answered differently when it was run again for output {output}"
+                );
+                return Err(Error::GradCheckInputs(problem));
+            }
+        }
+        Ok(Self { outputs: first })
+    }
+
+    /// The gradient of an element of an output by one of an input; `None` where it is not to be compared.
+    pub(super) fn gradient(
+        &self,
+        output: usize,
+        row: usize,
+        input: usize,
+        element: usize,
+    ) -> Option<f64> {
+        let output = &self.outputs[output];
+        let known = output.gradients.get(row).and_then(|inputs| inputs[input].as_ref());
+        output.is_checked.then(|| known.map_or(0.0, |gradient| gradient[element]))
+    }
+
+    pub(super) fn size(&self, output: usize) -> &[i64] {
+        &self.outputs[output].size
+    }
+}
+
+impl Output {
+    fn bits(&self) -> Vec<u64> {
+        let values = self.gradients.iter().flatten().flatten().flatten();
+        values.map(|value| value.to_bits()).collect()
+    }
+}
+
+/// The gradients of one element of an output by all inputs.
+fn gradients(output: &Tensor, row: usize, inputs: &[&Tensor]) -> Result<Vec<Option<Vec<f64>>>> {
+    let element = output.f_reshape([-1])?.f_select(0, as_index(row))?;
+    let wanted: Vec<&Tensor> = inputs.iter().copied().filter(|t| requires_grad(t)).collect();
+    let mut found = Tensor::f_run_backward(&[element], &wanted, true, false)?.into_iter();
+    let gradient = |input: &&Tensor| {
+        let gradient = requires_grad(input).then(|| found.next()).flatten();
+        gradient.filter(Tensor::defined).map(|gradient| values(&gradient)).transpose()
+    };
+    inputs.iter().map(gradient).collect()
+}
+
+/// The derivatives of every element of every output by one element of one input, by central differences.
+pub(super) fn numeric(
+    f: Checked<'_>,
+    inputs: &[&Tensor],
+    input: usize,
+    index: &[i64],
+    eps: f64,
+) -> Result<Vec<Vec<f64>>> {
+    let element = index.iter().try_fold(inputs[input].detach(), |t, i| t.f_select(0, *i))?;
+    let value = element.f_double_value(&[])?;
+    let set = |value: f64| no_grad(|| element.shallow_clone().f_fill_(value)).map(drop);
+    let at = |value: f64| {
+        set(value)?;
+        f(inputs)?.iter().map(values).collect::<Result<Vec<_>>>()
+    };
+    let (after, before) = (at(value + eps), at(value - eps));
+    set(value)?;
+    let slope = |(after, before): (f64, f64)| (after - before) / (2.0 * eps);
+    let slopes =
+        |(after, before): (Vec<f64>, _)| after.into_iter().zip(before).map(slope).collect();
+    Ok(after?.into_iter().zip(before?).map(slopes).collect())
+}
+
+pub(super) fn requires_grad(tensor: &Tensor) -> bool {
+    tensor.defined() && tensor.requires_grad()
+}
+
+/// The elements in row-major order.
+fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+    if !tensor.defined() {
+        return Ok(Vec::new());
+    }
+    let flat = tensor.detach().f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?;
+    Ok(Vec::try_from(flat.f_reshape([-1])?)?)
+}
+
+/// The index of the element with this number in row-major order.
+pub(super) fn unravel(mut element: usize, size: &[i64]) -> Vec<i64> {
+    let mut index = vec![0; size.len()];
+    for (place, length) in index.iter_mut().zip(size).rev() {
+        let length = usize::try_from(*length).unwrap_or(1).max(1);
+        *place = as_index(element % length);
+        element /= length;
+    }
+    index
+}
+
+fn as_index(element: usize) -> i64 {
+    // An element of a tensor: libtorch counts them in i64 itself.
+    i64::try_from(element).unwrap_or(i64::MAX)
+}
