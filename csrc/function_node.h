@@ -146,9 +146,11 @@ class FunctionNode final : public Node {
     const auto *outer = Frame::current();
     refuse_reentry(outer);
     std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!used_up_, state_.name(),
-                ": trying to backward through the graph a second time, but what its forward saved has been freed; "
-                "keep the graph (retain_graph) the first time");
+    if (used_up_) {
+      throw std::runtime_error(state_.name() +
+                               ": trying to backward through the graph a second time, but what its forward saved has "
+                               "been freed; keep the graph (retain_graph) the first time");
+    }
     at::OptionalDeviceGuard device_guard;
     materialize(grads, device_guard);
     const bool once = state_.has(TAMP_FUNCTION_ONCE_DIFFERENTIABLE) && at::GradMode::is_enabled();

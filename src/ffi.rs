@@ -296,7 +296,7 @@ unsafe extern "C" fn function_backward<R: Recorded>(
         state.backward(&Node { raw: node, _running: PhantomData }, &lent, inputs)
     };
     let answer = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
-        Err(format!("{}: backward panicked: {}", state.name(), panics::into_message(panic)))
+        Err(format!("{}: backward panicked: {}", name(state), panics::into_message(panic)))
     });
     match answer {
         Ok(grads) if grads.len() == inputs => {
@@ -306,7 +306,9 @@ unsafe extern "C" fn function_backward<R: Recorded>(
                 *out = grad.map_or(ptr::null_mut(), into_pointer);
             }
         }
-        Ok(grads) => fail(err, format!("{}: {} gradients", state.name(), grads.len())),
+        Ok(grads) => {
+            fail(err, format!("{}: {} gradients for {inputs} inputs", name(state), grads.len()))
+        }
         Err(message) => fail(err, message),
     }
 }
@@ -328,8 +330,13 @@ fn string_new(text: &str) -> *mut c_char {
 unsafe extern "C" fn function_name<R: Recorded>(state: *mut c_void) -> *mut c_char {
     // SAFETY: `function_record::<R>` made the state, and a name is asked for while it lives.
     let state: &R = unsafe { &*state.cast() };
+    string_new(&name(state))
+}
+
+/// The name of a function, also where asking for it panics.
+fn name<R: Recorded>(state: &R) -> String {
     let name = catch_unwind(AssertUnwindSafe(|| state.name().to_owned()));
-    string_new(&name.unwrap_or_else(panics::into_message))
+    name.unwrap_or_else(panics::into_message)
 }
 
 /// Gives the tensor away.

@@ -96,7 +96,8 @@
 //!   [`once_differentiable`](Function::once_differentiable).
 //! - **A second backward** through the same graph fails unless the first was told to keep it, if forward saved anything.
 //! - **A backward inside the backward** is allowed. One that leads through the very call it runs in is an error, as it
-//!   could never end. A *thread* that a backward starts and waits for is beyond that check, and must not do it.
+//!   could never end. A *thread* that a backward starts and waits for is beyond that check, and must not do it; nor may
+//!   two threads run backwards that each lead through the function in which the other one is.
 //! - **Threads.** libtorch may run the backward and drop the function on any thread, but never runs one call's backward
 //!   twice at once: the function is `Send` and need not be `Sync`.
 //! - **Memory.** A value that forward captures never holds the graph, outputs included. Only a cell that is shared with

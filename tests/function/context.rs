@@ -3,7 +3,7 @@
 use tch::{Tensor, no_grad};
 use tch_amp::Error;
 
-use crate::{apply, leaf, message, numbers};
+use crate::{apply, leaf, message, numbers, square};
 
 #[test]
 fn inputs_outputs_and_others_can_be_saved() {
@@ -76,26 +76,11 @@ fn values_of_any_type_can_be_saved() {
     assert_eq!(numbers(&x.grad()), [3.0]);
 }
 
-fn square(x: &Tensor) -> Tensor {
-    apply(
-        &[x],
-        |ctx, x| {
-            ctx.save_for_backward(x);
-            Ok(x[0].square())
-        },
-        |ctx, g| {
-            let [x] = ctx.saved_tensors()?;
-            Ok(&g[0] * x * 2.0)
-        },
-    )
-    .unwrap()
-}
-
 #[test]
 fn a_saved_tensor_that_was_changed_in_place_is_refused() {
     let x = leaf(&[2.0]);
     let mut z = &x * 1.0;
-    let y = square(&z);
+    let y = square(&z).unwrap();
     z += 1.0;
     let error = message(y.f_backward());
     assert!(error.contains("modified by an inplace operation"), "{error}");
@@ -121,7 +106,7 @@ fn a_saved_tensor_that_was_changed_in_place_is_refused() {
 #[test]
 fn a_second_backward_needs_a_kept_graph() {
     let x = leaf(&[2.0]);
-    let y = square(&x);
+    let y = square(&x).unwrap();
     Tensor::f_run_backward(&[&y], &[&x], true, false).unwrap();
     y.backward();
     let error = message(y.f_backward());

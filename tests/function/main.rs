@@ -47,6 +47,21 @@ impl Function for MyMm {
     }
 }
 
+/// x², whose derivative is made of differentiable operations.
+fn square(x: &Tensor) -> tch_amp::Result<Tensor> {
+    apply(
+        &[x],
+        |ctx, x| {
+            ctx.save_for_backward(x);
+            Ok(x[0].square())
+        },
+        |ctx, g| {
+            let [x] = ctx.saved_tensors()?;
+            Ok(&g[0] * x * 2.0)
+        },
+    )
+}
+
 /// Counts the values of it that exist.
 #[derive(Debug)]
 struct Counted(Arc<AtomicUsize>);

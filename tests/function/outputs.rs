@@ -5,7 +5,7 @@ use tch_amp::Function;
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::{MyMm, apply, leaf, leaf_on, message, numbers};
+use crate::{MyMm, apply, leaf, leaf_on, message, numbers, square};
 
 #[test]
 fn a_function_computes_what_the_operation_does() {
@@ -174,19 +174,6 @@ fn nothing_is_recorded_where_no_gradient_is_wanted() {
 #[test]
 fn a_function_may_apply_another_one() {
     let x = leaf(&[3.0]);
-    let square = |x: &Tensor| {
-        apply(
-            &[x],
-            |ctx, x| {
-                ctx.save_for_backward(x);
-                Ok(x[0].square())
-            },
-            |ctx, g| {
-                let [x] = ctx.saved_tensors()?;
-                Ok(&g[0] * x * 2.0)
-            },
-        )
-    };
     // The outer one hides the inner one, whose forward runs without a graph, and says its derivative itself.
     let y = apply(
         &[&x],

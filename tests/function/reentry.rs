@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use tch::{Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
-use crate::{apply, leaf, message, numbers};
+use crate::{apply, leaf, message, numbers, square};
 
 /// x², whose backward finds its answer by another backward, `depth` of them inside each other.
 #[derive(Clone, Copy)]
@@ -97,18 +97,7 @@ fn a_backward_through_itself_is_an_error() {
 #[test]
 fn an_inner_backward_may_run_through_other_nodes_of_the_same_graph() {
     let x = leaf(&[2.0]);
-    let middle = apply(
-        &[&x],
-        |ctx, x| {
-            ctx.save_for_backward(x);
-            Ok(x[0].square())
-        },
-        |ctx, g| {
-            let [x] = ctx.saved_tensors()?;
-            Ok(&g[0] * x * 2.0)
-        },
-    )
-    .unwrap();
+    let middle = square(&x).unwrap();
     let y = apply(
         &[&middle],
         |ctx, x| {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Barrier};
 use tch::Tensor;
 use tch_amp::Function;
 
-use crate::{Counted, MyMm, apply, leaf, numbers};
+use crate::{Counted, MyMm, apply, leaf, numbers, square};
 
 #[test]
 fn one_function_runs_in_many_threads_at_once() {
@@ -84,18 +84,7 @@ fn a_graph_may_be_dropped_on_another_thread() {
 #[test]
 fn a_graph_may_be_run_on_another_thread() {
     let x = leaf(&[3.0]);
-    let y = apply(
-        &[&x],
-        |ctx, x| {
-            ctx.save_for_backward(x);
-            Ok(x[0].square())
-        },
-        |ctx, g| {
-            let [x] = ctx.saved_tensors()?;
-            Ok(&g[0] * x * 2.0)
-        },
-    )
-    .unwrap();
+    let y = square(&x).unwrap();
     std::thread::spawn(move || y.backward()).join().unwrap();
     assert_eq!(numbers(&x.grad()), [6.0]);
 }
