@@ -157,7 +157,7 @@ pub enum Error {
     Optimizer(#[source] Box<dyn std::error::Error + Send + Sync>),
 
     /// The forward of a custom function failed.
-    #[error("{name}: forward failed: {source}")]
+    #[error("{name}: forward failed: {}", chain(&**source))]
     Function {
         /// The function.
         name: String,
@@ -205,29 +205,38 @@ pub enum Error {
 
 impl From<tch::TchError> for Error {
     fn from(error: tch::TchError) -> Self {
-        Self::Torch(without_backtrace(&error.to_string()).to_owned())
+        Self::Torch(text(&error))
+    }
+}
+
+/// An error and its causes, but for those that it quotes itself.
+pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut all = text(error);
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let why = text(error);
+        if !all.contains(&why) {
+            all = format!("{all}: {why}");
+        }
+        cause = error.source();
+    }
+    all
+}
+
+/// The message of an error; of tch's, libtorch's own words.
+fn text(error: &(dyn std::error::Error + 'static)) -> String {
+    match error.downcast_ref::<tch::TchError>() {
+        Some(tch::TchError::Torch(message)) => without_backtrace(message).to_owned(),
+        _ => without_backtrace(&error.to_string()).to_owned(),
     }
 }
 
 /// libtorch's message without the C++ backtrace that tch's errors, and panics with them, carry.
 pub(crate) fn without_backtrace(text: &str) -> &str {
-    // In a panic the error stands in its debug form, with its newlines escaped.
+    // A panic shows the error in its debug form, with its newlines escaped.
+    let text =
+        text.strip_prefix("called `Result::unwrap()` on an `Err` value: Torch(\"").unwrap_or(text);
     let starts = ["\nException raised from", "\\nException raised from"];
     let end = starts.iter().filter_map(|start| text.find(start)).min();
     &text[..end.unwrap_or(text.len())]
-}
-
-/// An error and its causes, but for those that it quotes itself.
-pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = without_backtrace(&error.to_string()).to_owned();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let why = error.to_string();
-        let why = without_backtrace(&why);
-        if !text.contains(why) {
-            text = format!("{text}: {why}");
-        }
-        cause = error.source();
-    }
-    text
 }

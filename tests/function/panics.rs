@@ -217,10 +217,8 @@ fn a_panic_of_tchs_own_operations_says_what_libtorch_said() {
     let x = leaf(&[1.0]);
     let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(g[0].reshape([7]))).unwrap();
     let error = message(y.f_backward());
-    assert!(
-        error.contains("function: backward panicked") && error.contains("shape '[7]'"),
-        "{error}"
-    );
+    assert!(error.contains("function: backward panicked: shape '[7]' is invalid"), "{error}");
+    assert!(!error.contains("frame #"), "{error}");
 }
 
 #[test]
