@@ -80,9 +80,9 @@
 //!   reports as `f_backward` or `backward` do, with the function's name, from whichever thread. The grad mode and the
 //!   autocast state are as before, and what the error did not reach can be used again.
 //! - **Gradients** have the shape of their input (one that broadcasts to it is summed by libtorch), its device, and a
-//!   floating dtype (or complex, for a complex input), which libtorch casts to the input's. Anything else is an error with the function's name and the
-//!   index, and so is a wrong number of them; an array type whose length is not that of the inputs is refused by
-//!   `apply`.
+//!   floating dtype (or complex, for a complex input), which libtorch casts to the input's. Anything else is an error
+//!   with the function's name and the index, and so is a wrong number of them; an array type whose length is not that
+//!   of the inputs is refused by `apply`.
 //! - **Undefined inputs** (`Tensor::new()`) reach the forward as they are. A gradient for one is ignored, as it is for an
 //!   input that requires none.
 //! - **An input returned as it is** comes out as a view of it. **Views** of inputs may be returned, but not changed in
