@@ -5,6 +5,7 @@
 mod common;
 
 mod amp;
+mod checkpoint;
 mod context;
 mod errors;
 mod gradcheck;
