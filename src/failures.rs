@@ -120,6 +120,25 @@ fn every_function_of_the_shim_fails_once_and_nothing_is_left_behind() {
     }
 }
 
+/// What the program above does not reach on a CPU.
+#[test]
+fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
+    let w = Tensor::from(1.0).set_requires_grad(true);
+    let found = Tensor::from(0f32);
+    for (kind, text) in KINDS {
+        let fails = |call: &dyn Fn() -> Result<()>| {
+            ffi::testing_fail_at(1, kind);
+            let error = call().unwrap_err().to_string();
+            assert_eq!(ffi::testing_fail_at(0, kind), 0);
+            assert!(error.contains(text), "{error}");
+        };
+        fails(&|| ffi::cuda_initialize());
+        fails(&|| ffi::gradient_drop(&w));
+        fails(&|| ffi::any_nonzero(&[&found]).map(drop));
+        assert!(!ffi::any_nonzero(&[&found]).unwrap());
+    }
+}
+
 #[test]
 fn a_region_that_cannot_open_changes_nothing() {
     for (kind, _) in KINDS {
