@@ -1,4 +1,4 @@
-//! Every function of the shim fails once, by every kind of C++ exception (test T4 of the plan), and inference mode: what
+//! Every function of the shim fails once, by every kind of C++ exception, and inference mode: what
 //! only debug builds of the shim can be made to do.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -1,4 +1,4 @@
-//! A panic in a forward, a backward or a destructor: on every thread, with every payload (test T3 of the plan).
+//! A panic in a forward, a backward or a destructor: on every thread, with every payload.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
