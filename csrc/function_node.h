@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable_info.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -66,8 +67,14 @@ struct Frame : c10::DebugInfoBase {
 // The function value on the other side of the border.
 class State {
  public:
-  explicit State(const tamp_function &function) : function_(function) {}
-  State(State &&other) noexcept : function_(other.function_) { other.function_.state = nullptr; }
+  // The delegation makes this a whole State before the name is copied, so that a copy that throws drops the function.
+  explicit State(const tamp_function &function) : State(function, std::string()) {
+    name_.assign(function.name, function.name_length);
+    std::replace(name_.begin(), name_.end(), '\0', ' ');  // which would end a message early
+  }
+  State(State &&other) noexcept : function_(other.function_), name_(std::move(other.name_)) {
+    other.function_.state = nullptr;
+  }
   State(const State &) = delete;
   State &operator=(const State &) = delete;
   State &operator=(State &&) = delete;
@@ -84,18 +91,16 @@ class State {
 
   const tamp_function &function() const { return function_; }
 
-  std::string name() const {
-    if (function_.state == nullptr) return "function";
-    char *text = function_.name(function_.state);
-    std::string out = text;
-    free(text);
-    return out;
-  }
+  // A copy, because libtorch asks a node for its name on any thread, also while the function runs on another.
+  const std::string &name() const { return name_; }
 
   bool has(uint8_t flag) const { return (function_.flags & flag) != 0; }
 
  private:
+  State(const tamp_function &function, std::string name) : function_(function), name_(std::move(name)) {}
+
   tamp_function function_;
+  std::string name_;
 };
 
 class FunctionNode final : public Node {
@@ -196,7 +201,7 @@ class FunctionNode final : public Node {
     out.reserve(outputs.size());
     for (auto *t : outputs) out.push_back(t == nullptr ? at::Tensor() : take(t));
     if (err != nullptr) {
-      const std::string text = err;
+      const std::string text = state_.name() + ": " + err;
       free(err);
       throw std::runtime_error(text);
     }

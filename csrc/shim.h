@@ -142,16 +142,14 @@ void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double m
 typedef struct tamp_node tamp_node;
 
 // Runs backward. `grad_outputs` borrows one tensor for each output, null for a missing gradient; `grad_inputs` takes one
-// for each input, given away, null for none. On failure it writes a message of tamp_string_new to `err` and no tensor.
+// for each input, given away, null for none. On failure it writes a message of tamp_string_new to `err`, without the
+// function's name, and no tensor.
 // Like the other callbacks it neither throws nor unwinds, and no two callbacks of one state run at once.
 typedef void (*tamp_function_backward)(void *state, const tamp_node *node, tamp_tensor *const *grad_outputs,
                                        size_t outputs, tamp_tensor **grad_inputs, size_t inputs, char **err);
 
 // Ends the use of a state, wholly or in part, on any thread.
 typedef void (*tamp_function_end)(void *state);
-
-// The name of the function, for messages, made by tamp_string_new.
-typedef char *(*tamp_function_name)(void *state);
 
 enum {
   TAMP_FUNCTION_MATERIALIZE_GRADS = 1,    // a missing gradient of an output is made zeros
@@ -165,7 +163,8 @@ typedef struct tamp_function {
   tamp_function_backward backward;
   tamp_function_end release;  // frees what forward saved: backward has run and will not again
   tamp_function_end drop;     // frees the state
-  tamp_function_name name;
+  const char *name;           // for messages; copied, `name_length` bytes of it
+  size_t name_length;
   uint8_t flags;
 } tamp_function;
 

@@ -175,9 +175,6 @@ pub(crate) trait Recorded: Send + 'static {
 
     /// Frees what only backward needed: it has run and will not again.
     fn release(&mut self);
-
-    /// The name of the function, for messages.
-    fn name(&self) -> &str;
 }
 
 /// A tensor that libtorch lends for the length of a callback, or none.
@@ -223,6 +220,8 @@ pub(crate) fn function_begin(inputs: &[&Tensor]) -> Result<(bool, Vec<sys::Funct
 /// A call of forward that has ended.
 #[derive(Debug)]
 pub(crate) struct FunctionCall<'a> {
+    /// The function's name, for messages.
+    pub(crate) name: &'a str,
     pub(crate) inputs: &'a [&'a Tensor],
     pub(crate) infos: &'a [sys::FunctionInput],
     pub(crate) saved: &'a [Tensor],
@@ -251,7 +250,7 @@ pub(crate) fn function_record<R: Recorded>(
         from += count;
         sys::Tensors { tensors, count }
     };
-    let ended = sys::FunctionCall {
+    let raw = sys::FunctionCall {
         inputs: list(ended.inputs.len()),
         infos: ended.infos.as_ptr(),
         saved: list(ended.saved.len()),
@@ -264,13 +263,14 @@ pub(crate) fn function_record<R: Recorded>(
         backward: function_backward::<R>,
         release: function_release::<R>,
         drop: function_drop::<R>,
-        name: function_name::<R>,
+        name: ended.name.as_ptr().cast(),
+        name_length: ended.name.len(),
         flags,
     };
     let (out, count) = (all[given..].as_ptr(), outputs.len());
     // SAFETY: every array has the length beside it, the borrows keep their tensors alive, the shim changes `outputs` only
     // through libtorch's own handles, and it takes the state in any case: the three callbacks get it back as what it is.
-    call(|err| unsafe { sys::tamp_function_record(&function, &ended, out, count, err) })
+    call(|err| unsafe { sys::tamp_function_record(&function, &raw, out, count, err) })
 }
 
 /// Runs the backward of the state behind a node. A panic ends here, as a message.
@@ -295,9 +295,8 @@ unsafe extern "C" fn function_backward<R: Recorded>(
         let lent: Vec<Borrowed> = (0..outputs).map(lend).collect();
         state.backward(&Node { raw: node, _running: PhantomData }, &lent, inputs)
     };
-    let answer = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
-        Err(format!("{}: backward panicked: {}", name(state), panics::into_message(panic)))
-    });
+    let answer = catch_unwind(AssertUnwindSafe(run))
+        .unwrap_or_else(|panic| Err(format!("backward panicked: {}", panics::into_message(panic))));
     match answer {
         Ok(grads) if grads.len() == inputs => {
             // SAFETY: `grad_inputs` has `inputs` elements.
@@ -306,9 +305,7 @@ unsafe extern "C" fn function_backward<R: Recorded>(
                 *out = grad.map_or(ptr::null_mut(), into_pointer);
             }
         }
-        Ok(grads) => {
-            fail(err, format!("{}: {} gradients for {inputs} inputs", name(state), grads.len()))
-        }
+        Ok(grads) => fail(err, format!("{} gradients for {inputs} inputs", grads.len())),
         Err(message) => fail(err, message),
     }
 }
@@ -325,18 +322,6 @@ fn string_new(text: &str) -> *mut c_char {
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
     // SAFETY: the text is NUL-terminated.
     unsafe { sys::tamp_string_new(text.as_ptr()) }
-}
-
-unsafe extern "C" fn function_name<R: Recorded>(state: *mut c_void) -> *mut c_char {
-    // SAFETY: `function_record::<R>` made the state, and a name is asked for while it lives.
-    let state: &R = unsafe { &*state.cast() };
-    string_new(&name(state))
-}
-
-/// The name of a function, also where asking for it panics.
-fn name<R: Recorded>(state: &R) -> String {
-    let name = catch_unwind(AssertUnwindSafe(|| state.name().to_owned()));
-    name.unwrap_or_else(panics::into_message)
 }
 
 /// Gives the tensor away.

@@ -77,8 +77,6 @@ pub(crate) type FunctionBackward = unsafe extern "C" fn(
 
 pub(crate) type FunctionEnd = unsafe extern "C" fn(state: *mut c_void);
 
-pub(crate) type FunctionName = unsafe extern "C" fn(state: *mut c_void) -> *mut c_char;
-
 pub(crate) const FUNCTION_MATERIALIZE_GRADS: u8 = 1;
 pub(crate) const FUNCTION_ONCE_DIFFERENTIABLE: u8 = 2;
 pub(crate) const FUNCTION_SAVES_VALUES: u8 = 4;
@@ -89,7 +87,8 @@ pub(crate) struct Function {
     pub(crate) backward: FunctionBackward,
     pub(crate) release: FunctionEnd,
     pub(crate) drop: FunctionEnd,
-    pub(crate) name: FunctionName,
+    pub(crate) name: *const c_char,
+    pub(crate) name_length: usize,
     pub(crate) flags: u8,
 }
 

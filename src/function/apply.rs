@@ -105,6 +105,7 @@ fn run<F: Function>(
     let name = function.name().to_owned();
     let flags = flags(&function, &ctx);
     let ended = ffi::FunctionCall {
+        name: &name,
         inputs,
         infos: &ctx.infos,
         saved: &ctx.saved,
@@ -157,16 +158,15 @@ impl<F: Function> ffi::Recorded for Applied<F> {
     ) -> std::result::Result<Vec<Option<Tensor>>, String> {
         let ctx = BackwardContext { node, saved: self.saved, values: &self.values };
         let backward = || self.function.backward(&ctx, &GradOutputs(grad_outputs));
-        let name = self.function.name();
         let grads = match self.autocast.restore(backward) {
             Ok(Ok(grads)) => grads.into_vec(),
-            Ok(Err(error)) => return Err(format!("{name}: backward failed: {}", chain(&*error))),
-            Err(error) => return Err(format!("{name}: {error}")),
+            Ok(Err(error)) => return Err(format!("backward failed: {}", chain(&*error))),
+            Err(error) => return Err(error.to_string()),
         };
         if grads.len() != inputs {
             let got = grads.len();
             return Err(format!(
-                "{name}: backward returned {got} gradients for {inputs} inputs; return one for each, or None"
+                "backward returned {got} gradients for {inputs} inputs; return one for each, or None"
             ));
         }
         Ok(grads)
@@ -174,9 +174,5 @@ impl<F: Function> ffi::Recorded for Applied<F> {
 
     fn release(&mut self) {
         self.values.clear();
-    }
-
-    fn name(&self) -> &str {
-        self.function.name()
     }
 }

@@ -168,7 +168,7 @@ pub trait Function: Send + Sized + 'static {
         grad_outputs: &GradOutputs<'_>,
     ) -> FunctionResult<Self::Gradients>;
 
-    /// Returns the name in messages: by default that of the type.
+    /// Returns the name in messages: by default that of the type. [`apply`](Self::apply) asks for it.
     fn name(&self) -> &str {
         let path = std::any::type_name::<Self>();
         let path = &path[..path.find('<').unwrap_or(path.len())];

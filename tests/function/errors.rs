@@ -1,5 +1,8 @@
 //! What goes wrong in a forward or a backward, and who hears of it.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use tch::{Kind, Tensor};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs, Outputs};
 use tch_amp::{Error, Function};
@@ -206,4 +209,40 @@ fn the_name_is_that_of_the_type() {
     }
     let generic = Generic(std::marker::PhantomData::<std::sync::Arc<str>>);
     assert_eq!(name(generic), "Generic: forward failed: no");
+}
+
+#[test]
+fn the_name_is_asked_for_by_apply_and_never_again() {
+    struct Shy {
+        asked: Arc<AtomicUsize>,
+    }
+
+    impl Function for Shy {
+        type Outputs = Tensor;
+        type Gradients = Vec<Tensor>;
+
+        fn forward(&self, _: &mut ForwardContext, x: &[&Tensor]) -> FunctionResult<Tensor> {
+            Ok(x[0] * 2.0)
+        }
+
+        fn backward(
+            &self,
+            _: &BackwardContext<'_>,
+            _: &GradOutputs<'_>,
+        ) -> FunctionResult<Vec<Tensor>> {
+            Ok(vec![])
+        }
+
+        fn name(&self) -> &str {
+            self.asked.fetch_add(1, Ordering::SeqCst);
+            "Shy\0one"
+        }
+    }
+
+    let asked = Arc::new(AtomicUsize::new(0));
+    let y = Shy { asked: Arc::clone(&asked) }.apply(&[leaf(&[1.0])]).unwrap();
+    assert_eq!(asked.load(Ordering::SeqCst), 1);
+    let error = message(y.f_backward());
+    assert!(error.contains("Shy one: backward returned 0 gradients for 1 inputs"), "{error}");
+    assert_eq!(asked.load(Ordering::SeqCst), 1);
 }

@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tch::{Device, Kind, Tensor, with_grad};
@@ -230,33 +230,4 @@ fn a_panic_with_a_nul_in_its_message_is_reported_whole() {
     let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), backward).unwrap();
     let error = message(y.f_backward());
     assert!(error.contains("one two"), "{error}");
-}
-
-#[test]
-fn a_panic_in_the_name_is_an_error_as_well() {
-    struct Nameless;
-
-    impl Function for Nameless {
-        type Outputs = Tensor;
-        type Gradients = Tensor;
-
-        fn forward(&self, _: &mut ForwardContext, x: &[&Tensor]) -> FunctionResult<Tensor> {
-            NAMED.store(false, Ordering::SeqCst);
-            Ok(x[0] * 2.0)
-        }
-
-        fn backward(&self, _: &BackwardContext<'_>, _: &GradOutputs<'_>) -> FunctionResult<Tensor> {
-            NAMED.store(true, Ordering::SeqCst);
-            blow(Payload::Str)
-        }
-
-        fn name(&self) -> &str {
-            if NAMED.load(Ordering::SeqCst) { blow(Payload::String) } else { "Nameless" }
-        }
-    }
-
-    static NAMED: AtomicBool = AtomicBool::new(false);
-    let y = Nameless.apply(&[leaf(&[1.0])]).unwrap();
-    let error = message(y.f_backward());
-    assert!(error.contains("backward panicked: a planted panic"), "{error}");
 }
