@@ -97,11 +97,10 @@ fn run<F: Function>(
         let _no_grad = no_grad_guard();
         function.forward(&mut ctx, inputs)
     };
-    let outputs = match forward {
+    let mut outputs = match forward {
         Ok(outputs) => outputs,
         Err(source) => return Err(Error::Function { name: function.name().to_owned(), source }),
     };
-    let mut outputs = outputs.into_vec();
     let name = function.name().to_owned();
     let flags = flags(&function, &ctx);
     let ended = ffi::FunctionCall {
@@ -114,15 +113,11 @@ fn run<F: Function>(
         recorded,
     };
     let applied = Applied { function, autocast, saved: ctx.saved.len(), values: ctx.values };
-    match ffi::function_record(Box::new(applied), flags, &ended, &mut outputs) {
+    match ffi::function_record(Box::new(applied), flags, &ended, outputs.as_mut_slice()) {
         Err(Error::Torch(problem)) => return Err(Error::FunctionMisuse { name, problem }),
         other => other?,
     }
-    let count = outputs.len();
-    F::Outputs::from_vec(outputs).ok_or_else(|| {
-        let problem = format!("its {count} outputs came back as another number");
-        Error::FunctionMisuse { name, problem }
-    })
+    Ok(outputs)
 }
 
 fn flags<F: Function>(function: &F, ctx: &ForwardContext) -> u8 {

@@ -4,65 +4,70 @@
 
 use tch::Tensor;
 
+pub(super) use private::{GradientList, OutputList};
+
 /// The outputs of a function: a `Tensor`, `[Tensor; N]` or `Vec<Tensor>`.
-pub trait Outputs: Sized + private::Outputs {}
+#[diagnostic::on_unimplemented(
+    message = "a forward cannot return `{Self}`",
+    label = "not a list of tensors",
+    note = "return a `Tensor`, `[Tensor; N]` or `Vec<Tensor>`, inside of `Ok`"
+)]
+pub trait Outputs: OutputList {}
+
+impl Outputs for Tensor {}
+impl<const N: usize> Outputs for [Tensor; N] {}
+impl Outputs for Vec<Tensor> {}
 
 /// The gradients that a function returns, one for each input: a `Tensor`, an `Option<Tensor>`, or an array or a `Vec` of
 /// either. `None` means that the input has no gradient.
-pub trait Gradients: Sized + private::Gradients {}
+#[diagnostic::on_unimplemented(
+    message = "a backward cannot return `{Self}`",
+    label = "not a list of gradients",
+    note = "return a `Tensor`, an `Option<Tensor>`, or an array or a `Vec` of either, inside of `Ok`"
+)]
+pub trait Gradients: GradientList {}
 
-impl<T: private::Outputs> Outputs for T {}
+impl Gradients for Tensor {}
+impl Gradients for Option<Tensor> {}
+impl<const N: usize> Gradients for [Tensor; N] {}
+impl<const N: usize> Gradients for [Option<Tensor>; N] {}
+impl Gradients for Vec<Tensor> {}
+impl Gradients for Vec<Option<Tensor>> {}
 
-impl<T: private::Gradients> Gradients for T {}
-
+/// What the crate does with the lists: nobody else can implement these, nor the traits above.
 mod private {
     use super::Tensor;
 
-    pub trait Outputs: Sized {
-        fn into_vec(self) -> Vec<Tensor>;
-
-        /// The same number of tensors as one type again; `None` where the number is not the type's.
-        fn from_vec(tensors: Vec<Tensor>) -> Option<Self>;
+    pub trait OutputList: Sized {
+        fn as_mut_slice(&mut self) -> &mut [Tensor];
     }
 
-    impl Outputs for Tensor {
-        fn into_vec(self) -> Vec<Tensor> {
-            vec![self]
-        }
-
-        fn from_vec(tensors: Vec<Tensor>) -> Option<Self> {
-            <[Tensor; 1]>::from_vec(tensors).map(|[tensor]| tensor)
+    impl OutputList for Tensor {
+        fn as_mut_slice(&mut self) -> &mut [Tensor] {
+            std::slice::from_mut(self)
         }
     }
 
-    impl<const N: usize> Outputs for [Tensor; N] {
-        fn into_vec(self) -> Vec<Tensor> {
-            self.into()
-        }
-
-        fn from_vec(tensors: Vec<Tensor>) -> Option<Self> {
-            tensors.try_into().ok()
-        }
-    }
-
-    impl Outputs for Vec<Tensor> {
-        fn into_vec(self) -> Vec<Tensor> {
+    impl<const N: usize> OutputList for [Tensor; N] {
+        fn as_mut_slice(&mut self) -> &mut [Tensor] {
             self
         }
+    }
 
-        fn from_vec(tensors: Vec<Tensor>) -> Option<Self> {
-            Some(tensors)
+    impl OutputList for Vec<Tensor> {
+        fn as_mut_slice(&mut self) -> &mut [Tensor] {
+            self
         }
     }
 
-    pub trait Gradients: Sized {
+    pub trait GradientList: Sized {
         /// How many there are, where the type says it.
         const COUNT: Option<usize>;
 
         fn into_vec(self) -> Vec<Option<Tensor>>;
     }
 
-    impl Gradients for Tensor {
+    impl GradientList for Tensor {
         const COUNT: Option<usize> = Some(1);
 
         fn into_vec(self) -> Vec<Option<Tensor>> {
@@ -70,7 +75,7 @@ mod private {
         }
     }
 
-    impl Gradients for Option<Tensor> {
+    impl GradientList for Option<Tensor> {
         const COUNT: Option<usize> = Some(1);
 
         fn into_vec(self) -> Vec<Option<Tensor>> {
@@ -78,7 +83,7 @@ mod private {
         }
     }
 
-    impl<const N: usize> Gradients for [Tensor; N] {
+    impl<const N: usize> GradientList for [Tensor; N] {
         const COUNT: Option<usize> = Some(N);
 
         fn into_vec(self) -> Vec<Option<Tensor>> {
@@ -86,7 +91,7 @@ mod private {
         }
     }
 
-    impl<const N: usize> Gradients for [Option<Tensor>; N] {
+    impl<const N: usize> GradientList for [Option<Tensor>; N] {
         const COUNT: Option<usize> = Some(N);
 
         fn into_vec(self) -> Vec<Option<Tensor>> {
@@ -94,7 +99,7 @@ mod private {
         }
     }
 
-    impl Gradients for Vec<Tensor> {
+    impl GradientList for Vec<Tensor> {
         const COUNT: Option<usize> = None;
 
         fn into_vec(self) -> Vec<Option<Tensor>> {
@@ -102,7 +107,7 @@ mod private {
         }
     }
 
-    impl Gradients for Vec<Option<Tensor>> {
+    impl GradientList for Vec<Option<Tensor>> {
         const COUNT: Option<usize> = None;
 
         fn into_vec(self) -> Vec<Option<Tensor>> {
@@ -110,5 +115,3 @@ mod private {
         }
     }
 }
-
-pub(crate) use private::{Gradients as GradientList, Outputs as OutputList};

@@ -222,7 +222,8 @@ where
         Ok(ours) => *ours,
         Err(source) => Error::Function { name: "the checked function".to_owned(), source },
     };
-    let outputs = f(inputs).map_err(ours)?.into_vec();
+    let mut outputs = f(inputs).map_err(ours)?;
+    let outputs: Vec<Tensor> = outputs.as_mut_slice().iter().map(Tensor::shallow_clone).collect();
     let wrong = outputs.iter().position(|t| requires_grad(t) && t.kind() != Kind::Double);
     match wrong {
         Some(output) => {
