@@ -175,6 +175,24 @@ pub enum Error {
         problem: String,
     },
 
+    /// A function has no such input.
+    #[error("there is no input {input}: the function was given {inputs}")]
+    NoSuchInput {
+        /// The index that was asked for.
+        input: usize,
+        /// How many inputs there are.
+        inputs: usize,
+    },
+
+    /// A backward asked for what its forward did not save.
+    #[error("backward asked for {wanted}, but forward saved {saved}")]
+    NotSaved {
+        /// What backward asked for.
+        wanted: String,
+        /// What there is of it.
+        saved: String,
+    },
+
     /// An analytic gradient is not the numeric one.
     #[error(
         "the gradient of output {output} {output_index:?} by input {input} {index:?} is {analytic} analytically and {numeric} numerically"

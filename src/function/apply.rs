@@ -151,7 +151,7 @@ impl<F: Function> ffi::Recorded for Applied<F> {
         grad_outputs: &[ffi::Borrowed],
         inputs: usize,
     ) -> std::result::Result<Vec<Option<Tensor>>, String> {
-        let ctx = BackwardContext { node, saved: self.saved, values: &self.values };
+        let ctx = BackwardContext { node, inputs, saved: self.saved, values: &self.values };
         let backward = || self.function.backward(&ctx, &GradOutputs(grad_outputs));
         let grads = match self.autocast.restore(backward) {
             Ok(Ok(grads)) => grads.into_vec(),

@@ -8,10 +8,8 @@ use std::ops::Index;
 
 use tch::Tensor;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::{ffi, sys};
-
-use super::FunctionResult;
 
 /// Saved values, each of another type.
 pub(super) type Values = Vec<Box<dyn Any + Send>>;
@@ -57,9 +55,15 @@ impl ForwardContext {
     }
 
     /// Tells whether the gradient of the input will be wanted; `false` where nothing is recorded, as under
-    /// `tch::no_grad`, where PyTorch says whether the input requires one. Also `false` for an index without an input.
-    pub fn needs_input_grad(&self, input: usize) -> bool {
-        self.infos.get(input).is_some_and(|info| info.requires_grad != 0)
+    /// `tch::no_grad`, where PyTorch says whether the input requires one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchInput`] for an index without an input.
+    pub fn needs_input_grad(&self, input: usize) -> Result<bool> {
+        let inputs = self.infos.len();
+        let info = self.infos.get(input).ok_or(Error::NoSuchInput { input, inputs })?;
+        Ok(info.requires_grad != 0)
     }
 
     /// Marks inputs that forward has changed in place. Each must be returned as an output, and must not be kept but by
@@ -88,6 +92,7 @@ fn handles<T: Borrow<Tensor>>(tensors: &[T]) -> Vec<Tensor> {
 #[derive(Debug)]
 pub struct BackwardContext<'a> {
     pub(super) node: &'a ffi::Node<'a>,
+    pub(super) inputs: usize,
     pub(super) saved: usize,
     pub(super) values: &'a Values,
 }
@@ -109,20 +114,20 @@ impl BackwardContext<'_> {
     ///
     /// # Errors
     ///
-    /// Fails if another number was saved, and as [`saved_tensor_vec`](Self::saved_tensor_vec).
-    pub fn saved_tensors<const N: usize>(&self) -> FunctionResult<[Tensor; N]> {
-        let tensors = self.saved_tensor_vec()?;
-        tensors
-            .try_into()
-            .map_err(|_| format!("forward saved {} tensors, not {N}", self.saved).into())
+    /// [`Error::NotSaved`] if another number was saved; else as [`saved_tensors_vec`](Self::saved_tensors_vec).
+    pub fn saved_tensors<const N: usize>(&self) -> Result<[Tensor; N]> {
+        self.saved_tensors_vec()?.try_into().map_err(|saved: Vec<_>| Error::NotSaved {
+            wanted: format!("{N} tensors"),
+            saved: saved.len().to_string(),
+        })
     }
 
     /// Returns the tensors that forward saved, however many.
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch) if one of them has been changed in place since.
-    pub fn saved_tensor_vec(&self) -> Result<Vec<Tensor>> {
+    /// [`Error::Torch`] if one of them has been changed in place since.
+    pub fn saved_tensors_vec(&self) -> Result<Vec<Tensor>> {
         self.node.saved_tensors(self.saved)
     }
 
@@ -130,10 +135,13 @@ impl BackwardContext<'_> {
     ///
     /// # Errors
     ///
-    /// Fails if it saved none.
-    pub fn saved_value<T: Any>(&self) -> FunctionResult<&T> {
+    /// [`Error::NotSaved`] if it saved none.
+    pub fn saved_value<T: Any>(&self) -> Result<&T> {
         let value = self.values.iter().find_map(|value| value.downcast_ref());
-        value.ok_or_else(|| format!("forward saved no value of type {}", type_name::<T>()).into())
+        value.ok_or_else(|| Error::NotSaved {
+            wanted: format!("a value of type {}", type_name::<T>()),
+            saved: "none of that type".to_owned(),
+        })
     }
 
     /// Tells whether this backward wants the gradient of the input. It does not where the input does not require one, or
@@ -141,8 +149,11 @@ impl BackwardContext<'_> {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch) for an index without an input.
+    /// [`Error::NoSuchInput`] for an index without an input.
     pub fn needs_input_grad(&self, input: usize) -> Result<bool> {
+        if input >= self.inputs {
+            return Err(Error::NoSuchInput { input, inputs: self.inputs });
+        }
         self.node.needs_input_grad(input)
     }
 }

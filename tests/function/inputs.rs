@@ -1,6 +1,7 @@
 //! What a function is given.
 
 use tch::{Device, Kind, Tensor};
+use tch_amp::Error;
 
 use crate::{apply, leaf, numbers};
 
@@ -31,7 +32,7 @@ fn undefined_inputs_are_allowed_anywhere() {
             move |ctx, x| {
                 ctx.save_for_backward(x);
                 assert_eq!(x.iter().position(|t| t.defined()), Some(place));
-                assert!(ctx.needs_input_grad(place) && !ctx.needs_input_grad((place + 1) % 3));
+                assert!(ctx.needs_input_grad(place)? && !ctx.needs_input_grad((place + 1) % 3)?);
                 Ok(x[place] * 2.0)
             },
             move |ctx, g| {
@@ -99,6 +100,12 @@ fn a_gradient_is_cast_and_reduced_to_its_input() {
     assert_eq!(numbers(&x.grad()), [3.0, 3.0]);
 }
 
+fn no_such_input(answer: tch_amp::Result<bool>) {
+    let error = answer.unwrap_err();
+    assert!(matches!(error, Error::NoSuchInput { input: 3, inputs: 3 }), "{error}");
+    assert_eq!(error.to_string(), "there is no input 3: the function was given 3");
+}
+
 #[test]
 fn backward_knows_which_gradients_are_asked_for() {
     let (x, y, z) = (leaf(&[1.0]), leaf(&[1.0]), Tensor::from_slice(&[1.0]));
@@ -107,15 +114,14 @@ fn backward_knows_which_gradients_are_asked_for() {
         let out = apply(
             &[&x, &y, &z],
             |ctx, x| {
-                assert_eq!(
-                    [0, 1, 2, 3].map(|i| ctx.needs_input_grad(i)),
-                    [true, true, false, false]
-                );
+                let needs = [0, 1, 2].map(|i| ctx.needs_input_grad(i).unwrap());
+                assert_eq!(needs, [true, true, false]);
+                no_such_input(ctx.needs_input_grad(3));
                 Ok(x[0] + x[1] + x[2])
             },
             move |ctx, g| {
                 let needs = [0, 1, 2].map(|i| ctx.needs_input_grad(i).unwrap());
-                assert!(ctx.needs_input_grad(3).is_err());
+                no_such_input(ctx.needs_input_grad(3));
                 send.send(needs)?;
                 Ok([0, 1, 2].map(|i| needs[i].then(|| g[0].shallow_clone())))
             },
