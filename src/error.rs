@@ -4,6 +4,8 @@
 
 use tch::{Device, Kind};
 
+use crate::messages::{chain, text};
+
 /// The result of every fallible call of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -225,36 +227,4 @@ impl From<tch::TchError> for Error {
     fn from(error: tch::TchError) -> Self {
         Self::Torch(text(&error))
     }
-}
-
-/// An error and its causes, but for those that it quotes itself.
-pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut all = text(error);
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let why = text(error);
-        if !all.contains(&why) {
-            all = format!("{all}: {why}");
-        }
-        cause = error.source();
-    }
-    all
-}
-
-/// The message of an error; of tch's, libtorch's own words.
-fn text(error: &(dyn std::error::Error + 'static)) -> String {
-    match error.downcast_ref::<tch::TchError>() {
-        Some(tch::TchError::Torch(message)) => without_backtrace(message).to_owned(),
-        _ => without_backtrace(&error.to_string()).to_owned(),
-    }
-}
-
-/// libtorch's message without the C++ backtrace that tch's errors, and panics with them, carry.
-pub(crate) fn without_backtrace(text: &str) -> &str {
-    // A panic shows the error in its debug form, with its newlines escaped.
-    let text =
-        text.strip_prefix("called `Result::unwrap()` on an `Err` value: Torch(\"").unwrap_or(text);
-    let starts = ["\nException raised from", "\\nException raised from"];
-    let end = starts.iter().filter_map(|start| text.find(start)).min();
-    &text[..end.unwrap_or(text.len())]
 }

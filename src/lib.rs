@@ -9,6 +9,7 @@ mod failures;
 mod ffi;
 pub mod function;
 mod gradcheck;
+mod messages;
 mod optim;
 mod panics;
 mod regions;

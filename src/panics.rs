@@ -6,13 +6,13 @@ use std::any::Any;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::error::without_backtrace;
+use crate::messages::without_backtrace;
 
 /// The message of a panic, without a C++ backtrace. Its payload is dropped, also where that panics.
 pub(crate) fn into_message(payload: Box<dyn Any + Send>) -> String {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
-    let text = without_backtrace(text.unwrap_or("without a message")).to_owned();
+    let text = without_backtrace(text.unwrap_or("a panic without a message")).to_owned();
     swallow(|| drop(payload));
     text
 }

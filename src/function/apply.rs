@@ -5,7 +5,8 @@
 use tch::{Kind, Tensor, no_grad_guard};
 
 use crate::autocast::AutocastState;
-use crate::error::{Error, Result, chain};
+use crate::error::{Error, Result};
+use crate::messages::chain;
 use crate::{ffi, sys};
 
 use super::context::Values;

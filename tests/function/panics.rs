@@ -120,6 +120,7 @@ fn sweep(first_payload: usize) {
         assert!(error.contains("Nest: backward panicked: "), "{error}");
         let says = matches!(payload, Payload::Str | Payload::String);
         assert_eq!(error.contains("a planted panic"), says, "{payload:?}: {error}");
+        assert_eq!(error.contains("a panic without a message"), !says, "{payload:?}: {error}");
         let crossed = threads.load(Ordering::SeqCst) > 0;
         assert_eq!(crossed, depth > SAME_THREAD, "depth {depth}");
         assert_eq!(state(), before, "depth {depth}");

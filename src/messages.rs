@@ -1,0 +1,68 @@
+//! The texts of errors and panics, without what says nothing to a Rust program.
+
+#![forbid(unsafe_code)]
+
+/// An error and its causes, but for those that it quotes itself.
+pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut all = text(error);
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let why = text(error);
+        if !all.contains(&why) {
+            all = format!("{all}: {why}");
+        }
+        cause = error.source();
+    }
+    all
+}
+
+/// The message of an error; of tch's, libtorch's own words.
+pub(crate) fn text(error: &(dyn std::error::Error + 'static)) -> String {
+    match error.downcast_ref::<tch::TchError>() {
+        Some(tch::TchError::Torch(message)) => without_backtrace(message).to_owned(),
+        _ => without_backtrace(&error.to_string()).to_owned(),
+    }
+}
+
+/// libtorch's message without the C++ backtrace that tch's errors, and panics with them, carry.
+pub(crate) fn without_backtrace(text: &str) -> &str {
+    let text = unwrapped(text).unwrap_or(text);
+    // A panic shows the error in its debug form, with its newlines escaped.
+    let starts = ["\nException raised from", "\\nException raised from"];
+    let end = starts.iter().filter_map(|start| text.find(start)).min();
+    &text[..end.unwrap_or(text.len())]
+}
+
+/// What libtorch said, if `text` is that of a panic of tch's.
+fn unwrapped(text: &str) -> Option<&str> {
+    let start = "called `Result::unwrap()` on an `Err` value: Torch(\"";
+    text.strip_prefix(start)?.strip_suffix("\")")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libtorchs_words_remain_of_an_error_and_of_a_panic_with_it() {
+        let plain = "no kernel";
+        let traced = "no kernel\nException raised from f at x.cpp:1\nframe #0: f";
+        for message in [plain, traced] {
+            let error = tch::TchError::Torch(message.to_owned());
+            let panic = format!("called `Result::unwrap()` on an `Err` value: {error:?}");
+            assert_eq!(without_backtrace(&panic), plain);
+            assert_eq!(without_backtrace(message), plain);
+        }
+        let other = "called `Result::unwrap()` on an `Err` value: 7";
+        assert_eq!(without_backtrace(other), other);
+    }
+
+    #[test]
+    fn a_cause_that_is_quoted_is_not_repeated() {
+        let cause = anyhow::anyhow!("the cause");
+        let quoted: Box<dyn std::error::Error> = cause.context("an effect of the cause").into();
+        assert_eq!(chain(&*quoted), "an effect of the cause");
+        let silent: Box<dyn std::error::Error> = anyhow::anyhow!("why").context("what").into();
+        assert_eq!(chain(&*silent), "what: why");
+    }
+}
