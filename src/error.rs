@@ -9,6 +9,9 @@ use crate::messages::{chain, text};
 /// The result of every fallible call of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
+/// Any error, of the user's own code for instance.
+pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
 /// Why a call was refused. Unless a variant says otherwise, nothing was changed; [`Error::Torch`] may come midway.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -154,21 +157,22 @@ pub enum Error {
         name: String,
     },
 
-    /// The optimizer's own step failed. It may have changed some of its parameters.
-    #[error("the optimizer's step failed: {0}")]
-    Optimizer(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The optimizer's own step failed. It may have changed some of its parameters. The message holds the causes, which
+    /// `source()` does not return again.
+    #[error("the optimizer's step failed: {}", chain(&**.0))]
+    Optimizer(BoxError),
 
-    /// The forward of a custom function failed.
-    #[error("{name}: forward failed: {}", chain(&**source))]
+    /// The forward of a custom function failed. The message holds the causes, which `source()` does not return again.
+    #[error("{name}: forward failed: {}", chain(&**cause))]
     Function {
         /// The function.
         name: String,
         /// What forward returned.
-        source: Box<dyn std::error::Error + Send + Sync>,
+        cause: BoxError,
     },
 
-    /// A custom function does not fit what it was applied to, or told its context what is not so. Its forward has run,
-    /// unless the number of gradients or the dtype of `cast_inputs` is what is wrong.
+    /// A custom function does not fit what it was applied to, or told its context what is not so, or libtorch refused to
+    /// record it. Its forward has run, unless the number of gradients or the dtype of `cast_inputs` is what is wrong.
     #[error("{name}: {problem}")]
     FunctionMisuse {
         /// The function.
@@ -195,15 +199,15 @@ pub enum Error {
         saved: String,
     },
 
-    /// An analytic gradient is not the numeric one.
+    /// The gradient that backward computes is not that of finite differences.
     #[error(
-        "the gradient of output {output} {output_index:?} by input {input} {index:?} is {analytic} analytically and {numeric} numerically"
+        "the gradient of output {output} {output_index:?} with respect to input {input} {input_index:?} is {analytic} by backward and {numeric} by finite differences: correct the backward, or loosen atol and rtol"
     )]
     GradCheck {
         /// The input.
         input: usize,
         /// The element of the input.
-        index: Vec<i64>,
+        input_index: Vec<i64>,
         /// The output.
         output: usize,
         /// The element of the output.
@@ -214,9 +218,21 @@ pub enum Error {
         numeric: f64,
     },
 
-    /// A function cannot be checked with these inputs.
-    #[error("cannot check the gradient: {0}")]
-    GradCheckInputs(String),
+    /// A function cannot be checked with these inputs, or not at all.
+    #[error("cannot check the gradient: {problem}")]
+    NotCheckable {
+        /// What is in the way.
+        problem: String,
+    },
+
+    /// A backward gave another gradient when it was run again on the same graph.
+    #[error(
+        "backward answered differently when it was run again for output {output}: only a deterministic one can be checked"
+    )]
+    NondeterministicBackward {
+        /// The output.
+        output: usize,
+    },
 
     /// libtorch refused, in its own words, or answered what this crate does not know.
     #[error("libtorch: {0}")]

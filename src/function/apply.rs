@@ -31,8 +31,9 @@ pub(super) fn apply<F: Function>(function: F, inputs: &[&Tensor]) -> Result<F::O
 fn check_gradient_count<F: Function>(function: &F, inputs: usize) -> Result<()> {
     match F::Gradients::COUNT {
         Some(count) if count != inputs => {
-            let problem =
-                format!("its backward returns {count} gradients, but it was given {inputs} inputs");
+            let problem = format!(
+                "its backward returns {count} gradients, but it was given {inputs} inputs; return one for each, or None"
+            );
             Err(Error::FunctionMisuse { name: function.name().to_owned(), problem })
         }
         _ => Ok(()),
@@ -100,7 +101,7 @@ fn run<F: Function>(
     };
     let mut outputs = match forward {
         Ok(outputs) => outputs,
-        Err(source) => return Err(Error::Function { name: function.name().to_owned(), source }),
+        Err(cause) => return Err(Error::Function { name: function.name().to_owned(), cause }),
     };
     let name = function.name().to_owned();
     let flags = flags(&function, &ctx);

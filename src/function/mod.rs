@@ -120,14 +120,14 @@ use std::borrow::Borrow;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::Result;
+use crate::error::{BoxError, Result};
 
 pub use closures::{Closures, function};
 pub use context::{BackwardContext, ForwardContext, GradOutputs};
 pub use lists::{Gradients, Outputs};
 
 /// What a forward and a backward return: any error will do, by `?` or by `"text".into()`.
-pub type FunctionResult<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+pub type FunctionResult<T> = std::result::Result<T, BoxError>;
 
 /// An operation with a derivative of one's own. The twin of `torch.autograd.Function`, and of `custom_fwd` and
 /// `custom_bwd`, whose semantics every function has; see the [module](self) for an example.
@@ -199,7 +199,8 @@ pub trait Function: Send + Sized + 'static {
     ///
     /// [`Error::Function`](crate::Error::Function) if forward fails;
     /// [`Error::FunctionMisuse`](crate::Error::FunctionMisuse) for what the context was told wrongly, such as a tensor
-    /// marked dirty that is not an input, or for a type of `Gradients` whose length is not that of the inputs.
+    /// marked dirty that is not an input, for a type of `Gradients` whose length is not that of the inputs, and for what
+    /// libtorch refuses to record.
     ///
     /// # Panics
     ///

@@ -39,10 +39,7 @@ impl Analytic {
         let again: Vec<Output> = outputs.iter().map(all).collect::<Result<_>>()?;
         for (output, (first, again)) in first.iter().zip(&again).enumerate() {
             if first.bits() != again.bits() {
-                let problem = format!(
-                    "backward answered differently when it was run again for output {output}"
-                );
-                return Err(Error::GradCheckInputs(problem));
+                return Err(Error::NondeterministicBackward { output });
             }
         }
         Ok(Self { outputs: first })

@@ -8,7 +8,7 @@ use std::borrow::Borrow;
 
 use tch::{Kind, Tensor, no_grad_guard, with_grad};
 
-use crate::error::{Error, Result};
+use crate::error::{BoxError, Error, Result};
 use crate::function::Outputs;
 
 use jacobian::{Analytic, Checked, numeric, requires_grad, unravel};
@@ -36,9 +36,9 @@ use jacobian::{Analytic, Checked, numeric, requires_grad, unravel};
 ///
 /// # Errors
 ///
-/// [`Error::GradCheck`] with the first element whose two gradients differ, and both; [`Error::GradCheckInputs`] for
-/// inputs or outputs that are not f64, inputs of which none requires a gradient, and a backward that answers
-/// differently when it is run again; and what `f` itself fails with.
+/// [`Error::GradCheck`] with the first element whose two gradients differ, and both; [`Error::NotCheckable`] for inputs
+/// or outputs that are not f64 and for inputs of which none requires a gradient; [`Error::NondeterministicBackward`] for
+/// a backward that answers differently when it is run again; and what `f` itself fails with.
 pub fn gradcheck<T, O, E>(
     f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
     inputs: &[T],
@@ -46,7 +46,7 @@ pub fn gradcheck<T, O, E>(
 where
     T: Borrow<Tensor>,
     O: Outputs,
-    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    E: Into<BoxError>,
 {
     GradCheck::default().gradcheck(f, inputs)
 }
@@ -65,7 +65,7 @@ pub fn gradgradcheck<T, O, E>(
 where
     T: Borrow<Tensor>,
     O: Outputs,
-    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    E: Into<BoxError>,
 {
     GradCheck::default().gradgradcheck(f, inputs)
 }
@@ -111,7 +111,7 @@ impl GradCheck {
     where
         T: Borrow<Tensor>,
         O: Outputs,
-        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+        E: Into<BoxError>,
     {
         enabled(|| self.check(&|inputs| outputs(&f, inputs), &copies(inputs)?))
     }
@@ -129,7 +129,7 @@ impl GradCheck {
     where
         T: Borrow<Tensor>,
         O: Outputs,
-        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+        E: Into<BoxError>,
     {
         enabled(|| {
             let f = |inputs: &[&Tensor]| outputs(&f, inputs);
@@ -150,14 +150,14 @@ impl GradCheck {
         let analytic = Analytic::new(f, &refs)?;
         for (input, tensor) in inputs.iter().enumerate().filter(|(_, input)| requires_grad(input)) {
             for element in 0..tensor.numel() {
-                let index = unravel(element, &tensor.size());
-                let numeric = numeric(f, &refs, input, &index, self.eps)?;
+                let input_index = unravel(element, &tensor.size());
+                let numeric = numeric(f, &refs, input, &input_index, self.eps)?;
                 for (output, slopes) in numeric.iter().enumerate() {
                     let gradient = |row| analytic.gradient(output, row, input, element);
                     let Some(row) = self.first_difference(gradient, slopes) else { continue };
                     return Err(Error::GradCheck {
                         input,
-                        index,
+                        input_index,
                         output,
                         output_index: unravel(row, analytic.size(output)),
                         analytic: gradient(row).unwrap_or_default(),
@@ -216,11 +216,11 @@ fn outputs<O, E>(
 ) -> Result<Vec<Tensor>>
 where
     O: Outputs,
-    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    E: Into<BoxError>,
 {
     let ours = |error: E| match error.into().downcast() {
         Ok(ours) => *ours,
-        Err(source) => Error::Function { name: "the checked function".to_owned(), source },
+        Err(cause) => Error::Function { name: "the checked function".to_owned(), cause },
     };
     let mut outputs = f(inputs).map_err(ours)?;
     let outputs: Vec<Tensor> = outputs.as_mut_slice().iter().map(Tensor::shallow_clone).collect();
@@ -229,7 +229,7 @@ where
         Some(output) => {
             let kind = outputs[output].kind();
             let problem = format!("output {output} is {kind:?}; finite differences need f64");
-            Err(Error::GradCheckInputs(problem))
+            Err(Error::NotCheckable { problem })
         }
         None => Ok(outputs),
     }
@@ -251,12 +251,12 @@ fn check_inputs(inputs: &[Tensor]) -> Result<()> {
     let mut wanted = inputs.iter().enumerate().filter(|(_, input)| requires_grad(input)).peekable();
     if wanted.peek().is_none() {
         let problem = "none of the inputs requires one; call set_requires_grad(true)".to_owned();
-        return Err(Error::GradCheckInputs(problem));
+        return Err(Error::NotCheckable { problem });
     }
     if let Some((input, tensor)) = wanted.find(|(_, tensor)| tensor.kind() != Kind::Double) {
         let kind = tensor.kind();
         let problem = format!("input {input} is {kind:?}; finite differences need f64");
-        return Err(Error::GradCheckInputs(problem));
+        return Err(Error::NotCheckable { problem });
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use tch_amp::{Error, Function};
 use crate::{apply, common, leaf, leaf_on, message, numbers};
 
 #[test]
-fn an_error_of_the_forward_comes_back_with_its_source() {
+fn an_error_of_the_forward_comes_back_with_its_cause() {
     #[derive(Debug, thiserror::Error)]
     #[error("the input is too hot: {0}")]
     struct TooHot(i32);
@@ -21,9 +21,11 @@ fn an_error_of_the_forward_comes_back_with_its_source() {
     let function = tch_amp::function(forward, |_, g: &GradOutputs<'_>| Ok(g[0].shallow_clone()));
     let error = function.name("Thermo").apply(&[leaf(&[1.0])]).unwrap_err();
     assert_eq!(error.to_string(), "Thermo: forward failed: the input is too hot: 451");
-    let Error::Function { name, source } = error else { panic!("another error") };
+    // A report that prints the sources as well does not say it twice.
+    assert!(std::error::Error::source(&error).is_none());
+    let Error::Function { name, cause } = error else { panic!("another error") };
     assert_eq!(name, "Thermo");
-    assert_eq!(source.downcast::<TooHot>().unwrap().0, 451);
+    assert_eq!(cause.downcast::<TooHot>().unwrap().0, 451);
 }
 
 #[test]
@@ -39,6 +41,9 @@ fn libtorchs_and_other_errors_pass_through_the_question_mark() {
     };
     let error = apply(&[&x], anyhow, |_, _| Ok(None)).unwrap_err();
     assert_eq!(error.to_string(), "function: forward failed: the effect: the cause");
+    let optimizer = Error::Optimizer(anyhow::anyhow!("the cause").context("the effect").into());
+    let report = format!("{:#}", anyhow::Error::from(optimizer));
+    assert_eq!(report, "the optimizer's step failed: the effect: the cause");
 }
 
 #[test]
@@ -92,7 +97,7 @@ fn a_type_with_a_wrong_number_of_gradients_is_refused_before_forward_runs() {
     let error = tch_amp::function(never, three).apply(&[leaf(&[1.0]), leaf(&[1.0])]).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "function: its backward returns 3 gradients, but it was given 2 inputs"
+        "function: its backward returns 3 gradients, but it was given 2 inputs; return one for each, or None"
     );
 }
 
