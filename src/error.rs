@@ -239,6 +239,16 @@ pub enum Error {
     Torch(String),
 }
 
+/// Refuses a value that is outside of its range.
+pub(crate) fn ensure(
+    field: &'static str,
+    value: f64,
+    holds: bool,
+    rule: &'static str,
+) -> Result<()> {
+    if holds { Ok(()) } else { Err(Error::InvalidValue { field, value, rule }) }
+}
+
 impl From<tch::TchError> for Error {
     fn from(error: tch::TchError) -> Self {
         Self::Torch(text(&error))

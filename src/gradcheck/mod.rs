@@ -8,7 +8,7 @@ use std::borrow::Borrow;
 
 use tch::{Kind, Tensor, no_grad_guard, with_grad};
 
-use crate::error::{BoxError, Error, Result};
+use crate::error::{BoxError, Error, Result, ensure};
 use crate::function::Outputs;
 
 use jacobian::{Analytic, Checked, numeric, requires_grad, unravel};
@@ -38,7 +38,8 @@ use jacobian::{Analytic, Checked, numeric, requires_grad, unravel};
 ///
 /// [`Error::GradCheck`] with the first element whose two gradients differ, and both; [`Error::NotCheckable`] for inputs
 /// or outputs that are not f64 and for inputs of which none requires a gradient; [`Error::NondeterministicBackward`] for
-/// a backward that answers differently when it is run again; and what `f` itself fails with.
+/// a backward that answers differently when it is run again; [`Error::InvalidValue`] for options of [`GradCheck`] that are
+/// outside of their ranges; and what `f` itself fails with.
 pub fn gradcheck<T, O, E>(
     f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
     inputs: &[T],
@@ -83,11 +84,11 @@ where
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradCheck {
-    /// The step of the finite difference. Defaults to 1e-6.
+    /// The step of the finite difference, finite and more than 0. Defaults to 1e-6.
     pub eps: f64,
-    /// The absolute tolerance. Defaults to 1e-5.
+    /// The absolute tolerance, finite and at least 0. Defaults to 1e-5.
     pub atol: f64,
-    /// The relative tolerance. Defaults to 1e-3.
+    /// The relative tolerance, finite and at least 0. Defaults to 1e-3.
     pub rtol: f64,
 }
 
@@ -113,6 +114,7 @@ impl GradCheck {
         O: Outputs,
         E: Into<BoxError>,
     {
+        self.check_tolerances()?;
         enabled(|| self.check(&|inputs| outputs(&f, inputs), &copies(inputs)?))
     }
 
@@ -131,6 +133,7 @@ impl GradCheck {
         O: Outputs,
         E: Into<BoxError>,
     {
+        self.check_tolerances()?;
         enabled(|| {
             let f = |inputs: &[&Tensor]| outputs(&f, inputs);
             let mut inputs = copies(inputs)?;
@@ -142,6 +145,14 @@ impl GradCheck {
             }
             self.check(&|all| first_gradients(&f, &all[..count], &all[count..]), &inputs)
         })
+    }
+
+    /// With other numbers every gradient would pass, or none.
+    fn check_tolerances(&self) -> Result<()> {
+        let Self { eps, atol, rtol } = *self;
+        ensure("eps", eps, eps.is_finite() && eps > 0.0, "finite and more than 0")?;
+        ensure("atol", atol, atol.is_finite() && atol >= 0.0, "finite and at least 0")?;
+        ensure("rtol", rtol, rtol.is_finite() && rtol >= 0.0, "finite and at least 0")
     }
 
     fn check(&self, f: Checked<'_>, inputs: &[Tensor]) -> Result<()> {

@@ -134,6 +134,31 @@ fn the_tolerances_are_the_callers() {
 }
 
 #[test]
+fn tolerances_outside_of_their_ranges_are_refused() {
+    let refused = |check: GradCheck, field: &str| {
+        let never = |_: &[&Tensor]| -> tch_amp::Result<Tensor> { panic!("it must not run") };
+        for error in [
+            check.gradcheck(never, &[leaf(&[1.0])]).unwrap_err(),
+            check.gradgradcheck(never, &[leaf(&[1.0])]).unwrap_err(),
+        ] {
+            assert!(
+                matches!(error, Error::InvalidValue { field: known, .. } if known == field),
+                "{error}"
+            );
+        }
+    };
+    let default = GradCheck::default;
+    for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -1e-9] {
+        refused(GradCheck { eps: value, ..default() }, "eps");
+        refused(GradCheck { atol: value, ..default() }, "atol");
+        refused(GradCheck { rtol: value, ..default() }, "rtol");
+    }
+    refused(GradCheck { eps: 0.0, ..default() }, "eps");
+    let exact = GradCheck { eps: 0.5, atol: 0.0, rtol: 0.0 };
+    exact.gradcheck(|x| x[0].f_mul_scalar(2.0), &[leaf(&[1.0])]).unwrap();
+}
+
+#[test]
 fn inputs_that_cannot_be_checked_are_refused() {
     let single = Tensor::from_slice(&[1f32]).set_requires_grad(true);
     let error = gradcheck(|x| x[0].f_exp(), &[single]).unwrap_err().to_string();
