@@ -83,7 +83,7 @@ fn penalty(inputs: &[Tensor]) -> Vec<Tensor> {
     vec![out, grad]
 }
 
-/// x Φ(1.702 x) with the output and an intermediate saved.
+/// x σ(1.702 x), GELU's sigmoid approximation, with the output and an intermediate saved.
 fn gelu(inputs: &[Tensor]) -> Vec<Tensor> {
     let gelu = function(
         |ctx, x| {

@@ -160,8 +160,9 @@ impl BackwardContext<'_> {
 
 /// The gradients of a function's outputs, as its backward receives them.
 ///
-/// `grads[0]` is the first; it panics if it is missing, which happens only without
-/// [materialized gradients](ForwardContext::set_materialize_grads). [`get`](Self::get) tells.
+/// `grads[0]` is the first. Indexing panics where there is none: of an output that is undefined, and without
+/// [materialized gradients](ForwardContext::set_materialize_grads) of each that the backward did not reach.
+/// [`get`](Self::get) tells.
 #[derive(Debug)]
 pub struct GradOutputs<'a>(pub(super) &'a [ffi::Borrowed]);
 
@@ -187,12 +188,12 @@ impl Index<usize> for GradOutputs<'_> {
     type Output = Tensor;
 
     fn index(&self, output: usize) -> &Tensor {
-        let missing = || {
+        let outputs = self.len();
+        assert!(output < outputs, "there is no output {output}: the function has {outputs}");
+        self.get(output).unwrap_or_else(|| {
             panic!(
-                "there is no gradient of output {output} of {}: look with get(), or leave set_materialize_grads(true)",
-                self.len()
+                "there is no gradient of output {output} of {outputs}: look with get(), or leave set_materialize_grads(true)"
             )
-        };
-        self.get(output).unwrap_or_else(missing)
+        })
     }
 }

@@ -132,7 +132,7 @@ pub type FunctionResult<T> = std::result::Result<T, BoxError>;
 /// An operation with a derivative of one's own. The twin of `torch.autograd.Function`, and of `custom_fwd` and
 /// `custom_bwd`, whose semantics every function has; see the [module](self) for an example.
 ///
-/// What the function needs beside tensors are its fields. They are `Send`, because libtorch's threads run the backward:
+/// What the function needs beside its inputs are its fields. They are `Send`, because libtorch's threads run the backward:
 ///
 /// ```compile_fail,E0277
 /// use std::rc::Rc;

@@ -271,16 +271,20 @@ fn missing_gradients_are_none_without_materialization() {
 
 #[test]
 fn indexing_a_missing_gradient_says_so() {
-    let x = leaf(&[1.0]);
-    let [_, b] = apply(
-        &[&x],
-        |ctx, x| {
-            ctx.set_materialize_grads(false);
-            Ok([x[0] * 2.0, x[0] * 3.0])
-        },
-        |_, grads| Ok(&grads[0] * 3.0),
-    )
-    .unwrap();
-    let error = message(b.f_backward());
-    assert!(error.contains("there is no gradient of output 0 of 2"), "{error}");
+    let index = |index: usize| {
+        let [_, b] = apply(
+            &[&leaf(&[1.0])],
+            |ctx, x| {
+                ctx.set_materialize_grads(false);
+                Ok([x[0] * 2.0, x[0] * 3.0])
+            },
+            move |_, grads| Ok(&grads[index] * 3.0),
+        )
+        .unwrap();
+        message(b.f_backward())
+    };
+    let error = index(0);
+    assert!(error.contains("there is no gradient of output 0 of 2: look with get()"), "{error}");
+    let error = index(2);
+    assert!(error.contains("there is no output 2: the function has 2"), "{error}");
 }

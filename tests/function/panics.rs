@@ -88,7 +88,7 @@ impl Function for Nest {
             self.threads.fetch_add(1, Ordering::SeqCst);
         }
         if self.depth == 0 {
-            // Leaves both modes other than they were.
+            // A panic leaves the gradients switched on, which they were not.
             with_grad(|| blow(self.payload));
         }
         let x = leaf(&[1.0]);

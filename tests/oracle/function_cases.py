@@ -34,7 +34,7 @@ def product(**options):
 
 
 class Gelu(torch.autograd.Function):
-    """x Phi(1.702 x) with the output and an intermediate saved."""
+    """x sigmoid(1.702 x), GELU's sigmoid approximation, with the output and an intermediate saved."""
 
     @staticmethod
     @custom_fwd(device_type="cpu")
