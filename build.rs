@@ -13,6 +13,7 @@ const SOURCES: [&str; 6] =
     ["autocast.cpp", "device.cpp", "function.cpp", "optim.cpp", "scaler.cpp", "testing.cpp"];
 
 fn main() {
+    println!("cargo:rustc-check-cfg=cfg(tamp_testing)");
     if env::var_os("CARGO_FEATURE_DOC_ONLY").is_some() {
         return;
     }
@@ -92,9 +93,12 @@ impl Libtorch {
         if self.has_cuda() {
             shim.define("TAMP_WITH_CUDA", None);
         }
-        // Hooks for this crate's own tests: no release build has them.
+        // Hooks for this crate's own tests, which cargo builds with the profile that a user's debug build has, too: such
+        // a build carries two functions more, and a counter that nothing sets. No release build has them. The cfg, and
+        // not debug_assertions, which a profile may set otherwise, tells the Rust side.
         if env::var("PROFILE").is_ok_and(|profile| profile == "debug") {
             shim.define("TAMP_TESTING", None);
+            println!("cargo:rustc-cfg=tamp_testing");
         }
         for source in SOURCES {
             shim.file(Path::new("csrc").join(source));

@@ -4,8 +4,6 @@ mod autocast;
 mod buffers;
 mod device;
 mod error;
-#[cfg(all(test, debug_assertions))]
-mod failures;
 mod ffi;
 pub mod function;
 mod gradcheck;

@@ -115,11 +115,11 @@ pub(crate) struct FunctionCall {
     pub(crate) recorded: u8,
 }
 
-#[cfg(all(test, debug_assertions))]
+#[cfg(all(test, tamp_testing))]
 pub(crate) const TESTING_TORCH_ERROR: u8 = 0;
-#[cfg(all(test, debug_assertions))]
+#[cfg(all(test, tamp_testing))]
 pub(crate) const TESTING_BAD_ALLOC: u8 = 1;
-#[cfg(all(test, debug_assertions))]
+#[cfg(all(test, tamp_testing))]
 pub(crate) const TESTING_INT: u8 = 2;
 
 unsafe extern "C" {
@@ -205,8 +205,8 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     ) -> u8;
 
-    #[cfg(all(test, debug_assertions))]
+    #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_fail_at(call: i64, kind: u8) -> i64;
-    #[cfg(all(test, debug_assertions))]
+    #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_inference_mode(enabled: u8);
 }

@@ -104,9 +104,9 @@ fn run<F: Function>(
         Err(cause) => return Err(Error::Function { name: function.name().to_owned(), cause }),
     };
     let name = function.name().to_owned();
-    let flags = flags(&function, &ctx);
     let ended = ffi::FunctionCall {
         name: &name,
+        flags: flags(&function, &ctx),
         inputs,
         infos: &ctx.infos,
         saved: &ctx.saved,
@@ -115,7 +115,7 @@ fn run<F: Function>(
         recorded,
     };
     let applied = Applied { function, autocast, saved: ctx.saved.len(), values: ctx.values };
-    match ffi::function_record(Box::new(applied), flags, &ended, outputs.as_mut_slice()) {
+    match ffi::function_record(Box::new(applied), &ended, outputs.as_mut_slice()) {
         Err(Error::Torch(problem)) => return Err(Error::FunctionMisuse { name, problem }),
         other => other?,
     }
@@ -151,21 +151,14 @@ impl<F: Function> ffi::Recorded for Applied<F> {
         &self,
         node: &ffi::Node<'_>,
         grad_outputs: &[ffi::Borrowed],
-        inputs: usize,
     ) -> std::result::Result<Vec<Option<Tensor>>, String> {
-        let ctx = BackwardContext { node, inputs, saved: self.saved, values: &self.values };
+        let ctx = BackwardContext { node, saved: self.saved, values: &self.values };
         let backward = || self.function.backward(&ctx, &GradOutputs(grad_outputs));
         let grads = match self.autocast.restore(backward) {
             Ok(Ok(grads)) => grads.into_vec(),
             Ok(Err(error)) => return Err(format!("backward failed: {}", chain(&*error))),
             Err(error) => return Err(error.to_string()),
         };
-        if grads.len() != inputs {
-            let got = grads.len();
-            return Err(format!(
-                "backward returned {got} gradients for {inputs} inputs; return one for each, or None"
-            ));
-        }
         Ok(grads)
     }
 

@@ -1,9 +1,9 @@
-//! The functions of the shim that no public call reaches as such.
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+//! The paths of unscaling that no public call reaches as such.
 
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
-use super::*;
+use crate::ffi::{gradients_unscale, scale_update};
+use crate::sys;
 
 fn with_gradient(values: &[f64], kind: Kind) -> Tensor {
     let factors = Tensor::from_slice(values).to_kind(kind);

@@ -1,0 +1,149 @@
+//! Custom autograd functions: what libtorch calls back, and what may be asked of a node meanwhile.
+
+use std::ffi::{CString, c_char, c_void};
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::{ptr, slice};
+
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+use crate::{panics, sys};
+
+use super::{FunctionCall, call};
+
+/// What a custom function does once its forward has been recorded. libtorch calls it from any thread, but never twice at
+/// once.
+pub(crate) trait Recorded: Send + 'static {
+    /// Returns a gradient or `None` for each input, or the message of the failure.
+    fn backward(
+        &self,
+        node: &Node<'_>,
+        grad_outputs: &[Borrowed],
+    ) -> std::result::Result<Vec<Option<Tensor>>, String>;
+
+    /// Frees what only backward needed: it has run and will not again.
+    fn release(&mut self);
+}
+
+/// A tensor that libtorch lends for the length of a callback, or none.
+pub(crate) type Borrowed = Option<ManuallyDrop<Tensor>>;
+
+/// A custom function's place in the graph, while its backward runs.
+#[derive(Debug)]
+pub(crate) struct Node<'a> {
+    raw: *const sys::Node,
+    inputs: usize,
+    _running: PhantomData<&'a ()>,
+}
+
+impl Node<'_> {
+    /// The first `count` tensors that forward saved.
+    pub(crate) fn saved_tensors(&self, count: usize) -> Result<Vec<Tensor>> {
+        let mut saved = vec![ptr::null_mut(); count];
+        let out = saved.as_mut_ptr();
+        // SAFETY: the array has `count` elements, and a `Node` exists only while its backward runs.
+        call(|err| unsafe { sys::tamp_function_saved_tensors(self.raw, out, count, err) })?;
+        // SAFETY: on success each pointer is a new tensor, which the shim gave to us alone.
+        Ok(saved.into_iter().map(|tensor| unsafe { Tensor::from_ptr(tensor) }).collect())
+    }
+
+    /// Whether the gradient of the input is wanted.
+    pub(crate) fn needs_input_grad(&self, input: usize) -> Result<bool> {
+        if input >= self.inputs {
+            return Err(Error::NoSuchInput { input, inputs: self.inputs });
+        }
+        // SAFETY: a `Node` exists only while its backward runs, and the shim checks the index as well.
+        call(|err| unsafe { sys::tamp_function_needs_input_grad(self.raw, input, err) })
+            .map(|needs| needs != 0)
+    }
+}
+
+/// The function with its callbacks. Whoever gets it owns the state.
+pub(super) fn raw_function<R: Recorded>(state: Box<R>, ended: &FunctionCall<'_>) -> sys::Function {
+    sys::Function {
+        state: Box::into_raw(state).cast(),
+        backward: function_backward::<R>,
+        release: function_release::<R>,
+        drop: function_drop::<R>,
+        name: ended.name.as_ptr().cast(),
+        name_length: ended.name.len(),
+        flags: ended.flags,
+    }
+}
+
+/// Runs the backward of the state behind a node. A panic ends here, as a message.
+unsafe extern "C" fn function_backward<R: Recorded>(
+    state: *mut c_void,
+    node: *const sys::Node,
+    grad_outputs: *const *mut sys::Tensor,
+    outputs: usize,
+    grad_inputs: *mut *mut sys::Tensor,
+    inputs: usize,
+    err: *mut *mut c_char,
+) {
+    // SAFETY: `function_record::<R>` made the state, and the shim runs one callback of it at a time.
+    let state: &R = unsafe { &*state.cast() };
+    let node = Node { raw: node, inputs, _running: PhantomData };
+    let run = || {
+        let lend = |index| {
+            // SAFETY: `grad_outputs` has `outputs` elements.
+            let tensor: *mut sys::Tensor = unsafe { *grad_outputs.add(index) };
+            // SAFETY: a pointer that is not null is a tensor that outlives the callback; it is never dropped here.
+            (!tensor.is_null()).then(|| ManuallyDrop::new(unsafe { Tensor::from_ptr(tensor) }))
+        };
+        let lent: Vec<Borrowed> = (0..outputs).map(lend).collect();
+        state.backward(&node, &lent).and_then(|grads| one_for_each(grads, inputs))
+    };
+    let answer = catch_unwind(AssertUnwindSafe(run))
+        .unwrap_or_else(|panic| Err(format!("backward panicked: {}", panics::into_message(panic))));
+    match answer {
+        Ok(grads) => {
+            // SAFETY: `grad_inputs` has `inputs` elements, and there are as many gradients.
+            let out = unsafe { slice::from_raw_parts_mut(grad_inputs, inputs) };
+            for (out, grad) in out.iter_mut().zip(grads) {
+                *out = grad.map_or(ptr::null_mut(), into_pointer);
+            }
+        }
+        // SAFETY: `err` is valid for a write, as every `err` of the shim.
+        Err(message) => unsafe { *err = string_new(&message) },
+    }
+}
+
+fn one_for_each(
+    grads: Vec<Option<Tensor>>,
+    inputs: usize,
+) -> std::result::Result<Vec<Option<Tensor>>, String> {
+    match grads.len() {
+        count if count == inputs => Ok(grads),
+        count => Err(format!(
+            "backward returned {count} gradients for {inputs} inputs; return one for each, or None"
+        )),
+    }
+}
+
+/// A copy of the text for the shim to free.
+fn string_new(text: &str) -> *mut c_char {
+    // A NUL would end the text early: a space says as little.
+    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    // SAFETY: the text is NUL-terminated.
+    unsafe { sys::tamp_string_new(text.as_ptr()) }
+}
+
+/// Gives the tensor away.
+fn into_pointer(tensor: Tensor) -> *mut sys::Tensor {
+    ManuallyDrop::new(tensor).as_mut_ptr()
+}
+
+unsafe extern "C" fn function_release<R: Recorded>(state: *mut c_void) {
+    // SAFETY: `function_record::<R>` made the state, and the shim runs one callback of it at a time.
+    let state: &mut R = unsafe { &mut *state.cast() };
+    panics::swallow(|| state.release());
+}
+
+unsafe extern "C" fn function_drop<R: Recorded>(state: *mut c_void) {
+    // SAFETY: `function_record::<R>` made the state from a box, and the shim drops it once and last.
+    let state: Box<R> = unsafe { Box::from_raw(state.cast()) };
+    panics::swallow(|| drop(state));
+}
