@@ -103,9 +103,9 @@ class Call {
     }
     for (size_t i = 0; i < raw.size(); ++i) {
       const auto &t = raw[i];
-      const bool is_plain = t.has_value() && torch::autograd::isDifferentiableType(t->scalar_type()) &&
+      const bool is_usual = t.has_value() && torch::autograd::isDifferentiableType(t->scalar_type()) &&
                             !t->requires_grad() && !t->is_view() && count(inputs_, t->unsafeGetTensorImpl()) == 0;
-      if (!is_plain) return false;
+      if (!is_usual) return false;
     }
     return dirty_.count == 0 && non_differentiable_.count == 0;
   }

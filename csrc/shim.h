@@ -148,8 +148,8 @@ typedef struct tamp_node tamp_node;
 typedef void (*tamp_function_backward)(void *state, const tamp_node *node, tamp_tensor *const *grad_outputs,
                                        size_t outputs, tamp_tensor **grad_inputs, size_t inputs, char **err);
 
-// Ends the use of a state, wholly or in part, on any thread.
-typedef void (*tamp_function_end)(void *state);
+// Frees a state, wholly or in part, on any thread.
+typedef void (*tamp_function_free)(void *state);
 
 enum {
   TAMP_FUNCTION_MATERIALIZE_GRADS = 1,    // a missing gradient of an output is made zeros
@@ -161,9 +161,9 @@ enum {
 typedef struct tamp_function {
   void *state;
   tamp_function_backward backward;
-  tamp_function_end release;  // frees what forward saved: backward has run and will not again
-  tamp_function_end drop;     // frees the state
-  const char *name;           // for messages; copied, `name_length` bytes of it
+  tamp_function_free release;  // frees what forward saved: backward has run and will not again
+  tamp_function_free drop;     // frees the state
+  const char *name;            // for messages; copied, `name_length` bytes of it
   size_t name_length;
   uint8_t flags;
 } tamp_function;

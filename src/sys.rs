@@ -75,7 +75,7 @@ pub(crate) type FunctionBackward = unsafe extern "C" fn(
     err: *mut *mut c_char,
 );
 
-pub(crate) type FunctionEnd = unsafe extern "C" fn(state: *mut c_void);
+pub(crate) type FunctionFree = unsafe extern "C" fn(state: *mut c_void);
 
 pub(crate) const FUNCTION_MATERIALIZE_GRADS: u8 = 1;
 pub(crate) const FUNCTION_ONCE_DIFFERENTIABLE: u8 = 2;
@@ -85,8 +85,8 @@ pub(crate) const FUNCTION_SAVES_VALUES: u8 = 4;
 pub(crate) struct Function {
     pub(crate) state: *mut c_void,
     pub(crate) backward: FunctionBackward,
-    pub(crate) release: FunctionEnd,
-    pub(crate) drop: FunctionEnd,
+    pub(crate) release: FunctionFree,
+    pub(crate) drop: FunctionFree,
     pub(crate) name: *const c_char,
     pub(crate) name_length: usize,
     pub(crate) flags: u8,

@@ -49,7 +49,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_function", "Function"),
         ("tamp_function_backward", "FunctionBackward"),
         ("tamp_function_call", "FunctionCall"),
-        ("tamp_function_end", "FunctionEnd"),
+        ("tamp_function_free", "FunctionFree"),
         ("tamp_function_input", "FunctionInput"),
     ];
     let found = known.iter().find(|(name, _)| *name == c);

@@ -5,6 +5,7 @@
 use tch::{Kind, Tensor, no_grad_guard};
 
 use crate::autocast::AutocastState;
+use crate::device::{device_type, dtype_code};
 use crate::error::{Error, Result};
 use crate::messages::chain;
 use crate::{ffi, sys};
@@ -27,17 +28,20 @@ pub(super) fn apply<F: Function>(function: F, inputs: &[&Tensor]) -> Result<F::O
     }
 }
 
+fn misuse<F: Function>(function: &F, problem: String) -> Error {
+    Error::FunctionMisuse { name: function.name().to_owned(), problem }
+}
+
 /// A type that holds another number of gradients than there are inputs can only be wrong.
 fn check_gradient_count<F: Function>(function: &F, inputs: usize) -> Result<()> {
-    match F::Gradients::COUNT {
-        Some(count) if count != inputs => {
-            let problem = format!(
-                "its backward returns {count} gradients, but it was given {inputs} inputs; return one for each, or None"
-            );
-            Err(Error::FunctionMisuse { name: function.name().to_owned(), problem })
-        }
-        _ => Ok(()),
+    let count = F::Gradients::COUNT.unwrap_or(inputs);
+    if count == inputs {
+        return Ok(());
     }
+    let problem = format!(
+        "its backward returns {count} gradients, but it was given {inputs} inputs; return one for each, or None"
+    );
+    Err(misuse(function, problem))
 }
 
 /// What [`Function::cast_inputs`] asks for in the open regions.
@@ -53,18 +57,14 @@ impl Cast {
     fn new<F: Function>(function: &F, mut state: AutocastState) -> Result<Option<Self>> {
         let mut dtypes = Vec::new();
         for device in state.enabled_devices() {
-            if let Some(dtype) = function.cast_inputs(device) {
-                if crate::device::dtype_code(dtype).is_none() {
-                    let problem =
-                        format!("cast_inputs asks for {dtype:?}, which is not a floating dtype");
-                    return Err(Error::FunctionMisuse {
-                        name: function.name().to_owned(),
-                        problem,
-                    });
-                }
-                dtypes.push((crate::device::device_type(device)?, dtype));
-                state.disable(device);
+            let Some(dtype) = function.cast_inputs(device) else { continue };
+            if dtype_code(dtype).is_none() {
+                let problem =
+                    format!("cast_inputs asks for {dtype:?}, which is not a floating dtype");
+                return Err(misuse(function, problem));
             }
+            dtypes.push((device_type(device)?, dtype));
+            state.disable(device);
         }
         Ok((!dtypes.is_empty()).then_some(Self { dtypes, state }))
     }
@@ -82,7 +82,7 @@ impl Cast {
         if !input.defined() || !input.is_floating_point() || input.f_kind()? == Kind::Double {
             return Ok(None);
         }
-        let device = crate::device::device_type(input.device()).ok();
+        let device = device_type(input.device()).ok();
         Ok(self.dtypes.iter().find(|(known, _)| Some(*known) == device).map(|(_, dtype)| *dtype))
     }
 }
@@ -99,11 +99,12 @@ fn run<F: Function>(
         let _no_grad = no_grad_guard();
         function.forward(&mut ctx, inputs)
     };
+    // The function is about to be given away, and its name may be wanted afterwards.
+    let name = function.name().to_owned();
     let mut outputs = match forward {
         Ok(outputs) => outputs,
-        Err(cause) => return Err(Error::Function { name: function.name().to_owned(), cause }),
+        Err(cause) => return Err(Error::Function { name, cause }),
     };
-    let name = function.name().to_owned();
     let ended = ffi::FunctionCall {
         name: &name,
         flags: flags(&function, &ctx),
@@ -116,24 +117,17 @@ fn run<F: Function>(
     };
     let applied = Applied { function, autocast, saved: ctx.saved.len(), values: ctx.values };
     match ffi::function_record(Box::new(applied), &ended, outputs.as_mut_slice()) {
-        Err(Error::Torch(problem)) => return Err(Error::FunctionMisuse { name, problem }),
-        other => other?,
+        Ok(()) => Ok(outputs),
+        Err(Error::Torch(problem)) => Err(Error::FunctionMisuse { name, problem }),
+        Err(other) => Err(other),
     }
-    Ok(outputs)
 }
 
 fn flags<F: Function>(function: &F, ctx: &ForwardContext) -> u8 {
-    let mut flags = 0;
-    if ctx.materialize_grads {
-        flags |= sys::FUNCTION_MATERIALIZE_GRADS;
-    }
-    if function.once_differentiable() {
-        flags |= sys::FUNCTION_ONCE_DIFFERENTIABLE;
-    }
-    if !ctx.values.is_empty() {
-        flags |= sys::FUNCTION_SAVES_VALUES;
-    }
-    flags
+    let set = |flag: u8, holds: bool| if holds { flag } else { 0 };
+    set(sys::FUNCTION_MATERIALIZE_GRADS, ctx.materialize_grads)
+        | set(sys::FUNCTION_ONCE_DIFFERENTIABLE, function.once_differentiable())
+        | set(sys::FUNCTION_SAVES_VALUES, !ctx.values.is_empty())
 }
 
 /// A function after its forward: what libtorch's graph holds.
@@ -154,12 +148,11 @@ impl<F: Function> ffi::Recorded for Applied<F> {
     ) -> std::result::Result<Vec<Option<Tensor>>, String> {
         let ctx = BackwardContext { node, saved: self.saved, values: &self.values };
         let backward = || self.function.backward(&ctx, &GradOutputs(grad_outputs));
-        let grads = match self.autocast.restore(backward) {
-            Ok(Ok(grads)) => grads.into_vec(),
-            Ok(Err(error)) => return Err(format!("backward failed: {}", chain(&*error))),
-            Err(error) => return Err(error.to_string()),
-        };
-        Ok(grads)
+        match self.autocast.restore(backward) {
+            Ok(Ok(grads)) => Ok(grads.into_vec()),
+            Ok(Err(error)) => Err(format!("backward failed: {}", chain(&*error))),
+            Err(error) => Err(error.to_string()),
+        }
     }
 
     fn release(&mut self) {

@@ -22,7 +22,13 @@ where
     O: Outputs,
     G: Gradients,
 {
-    Closures { forward, backward, name: "function", casts: Casts::default(), once: false }
+    Closures {
+        forward,
+        backward,
+        name: "function",
+        casts: Casts::default(),
+        once_differentiable: false,
+    }
 }
 
 /// A custom function made by [`function`].
@@ -33,7 +39,7 @@ pub struct Closures<F, B> {
     backward: B,
     name: &'static str,
     casts: Casts,
-    once: bool,
+    once_differentiable: bool,
 }
 
 /// The dtype for the inputs on each type of device that has autocast.
@@ -70,17 +76,14 @@ impl<F, B> Closures<F, B> {
 
     /// Declares that the backward cannot be differentiated; see [`Function::once_differentiable`].
     pub fn once_differentiable(mut self) -> Self {
-        self.once = true;
+        self.once_differentiable = true;
         self
     }
 }
 
-impl<F, B, O, G> Closures<F, B>
+impl<F, B> Closures<F, B>
 where
-    F: Fn(&mut ForwardContext, &[&Tensor]) -> FunctionResult<O> + Send + 'static,
-    B: Fn(&BackwardContext<'_>, &GradOutputs<'_>) -> FunctionResult<G> + Send + 'static,
-    O: Outputs,
-    G: Gradients,
+    Self: Function,
 {
     /// Runs forward on the inputs and records it; [`Function::apply`] without the trait in scope.
     ///
@@ -91,7 +94,7 @@ where
     /// # Panics
     ///
     /// As forward does.
-    pub fn apply<T: Borrow<Tensor>>(self, inputs: &[T]) -> Result<O> {
+    pub fn apply<T: Borrow<Tensor>>(self, inputs: &[T]) -> Result<<Self as Function>::Outputs> {
         Function::apply(self, inputs)
     }
 }
@@ -132,6 +135,6 @@ where
     }
 
     fn once_differentiable(&self) -> bool {
-        self.once
+        self.once_differentiable
     }
 }
