@@ -10,7 +10,6 @@ mod gradcheck;
 mod messages;
 mod optim;
 mod panics;
-mod regions;
 mod scaler;
 mod sys;
 

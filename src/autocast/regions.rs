@@ -63,20 +63,20 @@ impl Regions {
 }
 
 /// Opens a region, which replaces `previous` by `next`, and returns the number that closes it.
-pub(crate) fn open(previous: sys::AutocastState, next: sys::AutocastState) -> Result<u64> {
+pub(super) fn open(previous: sys::AutocastState, next: sys::AutocastState) -> Result<u64> {
     REGIONS
         .try_with(|regions| regions.borrow_mut().open(previous, &next))
         .unwrap_or(Err(Error::ThreadEnding))
 }
 
 /// Closes the region `id`, at once if it is the innermost, else with the last one inside of it.
-pub(crate) fn close(id: u64) {
+pub(super) fn close(id: u64) {
     // Without a stack the thread is ending, and its autocast state ends with it.
     REGIONS.try_with(|regions| regions.borrow_mut().close(id)).unwrap_or(());
 }
 
 /// Runs `f` in a region that ends with it, together with everything opened inside.
-pub(crate) fn within<T>(
+pub(super) fn within<T>(
     previous: sys::AutocastState,
     next: sys::AutocastState,
     f: impl FnOnce() -> T,
