@@ -1,4 +1,4 @@
-//! The derivatives of a function's outputs by its inputs, by backward and by finite differences.
+//! The derivatives of a function's outputs with respect to its inputs, by backward and by finite differences.
 
 #![forbid(unsafe_code)]
 
@@ -6,8 +6,17 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::error::{Error, Result};
 
-/// A function whose derivatives are checked.
-pub(super) type Checked<'a> = &'a dyn Fn(&[&Tensor]) -> Result<Vec<Tensor>>;
+use super::checked::{Checked, requires_grad};
+
+/// One of the derivatives: of an element of an output with respect to an element of an input, both counted in row-major
+/// order.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub(super) input: usize,
+    pub(super) element: usize,
+    pub(super) output: usize,
+    pub(super) row: usize,
+}
 
 /// The gradients of every output by backward.
 pub(super) struct Analytic {
@@ -45,17 +54,11 @@ impl Analytic {
         Ok(Self { outputs: first })
     }
 
-    /// The gradient of an element of an output by one of an input; `None` where it is not to be compared.
-    pub(super) fn gradient(
-        &self,
-        output: usize,
-        row: usize,
-        input: usize,
-        element: usize,
-    ) -> Option<f64> {
-        let output = &self.outputs[output];
-        let known = output.gradients.get(row).and_then(|inputs| inputs[input].as_ref());
-        output.is_checked.then(|| known.map_or(0.0, |gradient| gradient[element]))
+    /// The gradient there; `None` where it is not to be compared.
+    pub(super) fn gradient(&self, place: Place) -> Option<f64> {
+        let output = &self.outputs[place.output];
+        let known = output.gradients.get(place.row).and_then(|inputs| inputs[place.input].as_ref());
+        output.is_checked.then(|| known.map_or(0.0, |gradient| gradient[place.element]))
     }
 
     pub(super) fn size(&self, output: usize) -> &[i64] {
@@ -70,7 +73,7 @@ impl Output {
     }
 }
 
-/// The gradients of one element of an output by all inputs.
+/// The gradients of one element of an output with respect to all inputs.
 fn gradients(output: &Tensor, row: usize, inputs: &[&Tensor]) -> Result<Vec<Option<Vec<f64>>>> {
     let element = output.f_reshape([-1])?.f_select(0, as_index(row))?;
     let wanted: Vec<&Tensor> = inputs.iter().copied().filter(|t| requires_grad(t)).collect();
@@ -82,7 +85,7 @@ fn gradients(output: &Tensor, row: usize, inputs: &[&Tensor]) -> Result<Vec<Opti
     inputs.iter().map(gradient).collect()
 }
 
-/// The derivatives of every element of every output by one element of one input, by central differences.
+/// The derivatives of every element of every output with respect to one element of one input, by central differences.
 pub(super) fn numeric(
     f: Checked<'_>,
     inputs: &[&Tensor],
@@ -103,10 +106,6 @@ pub(super) fn numeric(
     let slopes =
         |(after, before): (Vec<f64>, _)| after.into_iter().zip(before).map(slope).collect();
     Ok(after?.into_iter().zip(before?).map(slopes).collect())
-}
-
-pub(super) fn requires_grad(tensor: &Tensor) -> bool {
-    tensor.defined() && tensor.requires_grad()
 }
 
 /// The elements in row-major order.

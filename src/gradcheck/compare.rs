@@ -1,0 +1,74 @@
+//! One gradient beside the other.
+
+#![forbid(unsafe_code)]
+
+use tch::Tensor;
+
+use crate::error::{Error, Result, ensure};
+
+use super::GradCheck;
+use super::checked::{Checked, check_inputs, requires_grad};
+use super::jacobian::{Analytic, Place, numeric, unravel};
+
+impl GradCheck {
+    /// With other numbers every gradient would pass, or none.
+    pub(super) fn check_tolerances(&self) -> Result<()> {
+        let Self { eps, atol, rtol } = *self;
+        ensure("eps", eps, eps.is_finite() && eps > 0.0, "finite and more than 0")?;
+        ensure("atol", atol, atol.is_finite() && atol >= 0.0, "finite and at least 0")?;
+        ensure("rtol", rtol, rtol.is_finite() && rtol >= 0.0, "finite and at least 0")
+    }
+
+    /// Compares the gradients with respect to every element of the inputs that require one.
+    pub(super) fn check(&self, f: Checked<'_>, inputs: &[Tensor]) -> Result<()> {
+        check_inputs(inputs)?;
+        let refs: Vec<&Tensor> = inputs.iter().collect();
+        let analytic = Analytic::new(f, &refs)?;
+        for (input, tensor) in inputs.iter().enumerate().filter(|(_, input)| requires_grad(input)) {
+            for element in 0..tensor.numel() {
+                let input_index = unravel(element, &tensor.size());
+                let numeric = numeric(f, &refs, input, &input_index, self.eps)?;
+                if let Some(found) = self.first_difference(&analytic, &numeric, input, element) {
+                    let size = analytic.size(found.place.output);
+                    return Err(found.into_error(input_index, size));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The first place where the gradients with respect to an element of an input differ; those without an analytic one
+    /// are not looked at.
+    fn first_difference(
+        &self,
+        analytic: &Analytic,
+        numeric: &[Vec<f64>],
+        input: usize,
+        element: usize,
+    ) -> Option<Difference> {
+        numeric.iter().enumerate().find_map(|(output, slopes)| {
+            slopes.iter().enumerate().find_map(|(row, &numeric)| {
+                let place = Place { input, element, output, row };
+                let analytic = analytic.gradient(place)?;
+                let close = (analytic - numeric).abs() <= self.atol + self.rtol * numeric.abs();
+                // Negated, and not `>`, which a NaN would pass.
+                (!close).then_some(Difference { place, analytic, numeric })
+            })
+        })
+    }
+}
+
+/// Two gradients that should be the same.
+struct Difference {
+    place: Place,
+    analytic: f64,
+    numeric: f64,
+}
+
+impl Difference {
+    fn into_error(self, input_index: Vec<i64>, output_size: &[i64]) -> Error {
+        let Self { place: Place { input, output, row, .. }, analytic, numeric } = self;
+        let output_index = unravel(row, output_size);
+        Error::GradCheck { input, input_index, output, output_index, analytic, numeric }
+    }
+}
