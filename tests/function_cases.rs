@@ -5,44 +5,14 @@ mod common;
 
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
-use tch_amp::function::{
-    BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs, function,
-};
-use tch_amp::{Autocast, autocast};
+use tch_amp::{Autocast, Function, autocast, function};
 
 use common::bits::{bits, kind_named};
+use common::functions::MyMm;
 use common::python::Oracle;
 use common::rng::Rng;
 
 const ROUNDS: usize = 40;
-
-/// The matrix product of PyTorch's own tests, with or without `cast_inputs=float32`.
-struct MyMm {
-    cast: Option<Kind>,
-}
-
-impl Function for MyMm {
-    type Outputs = Tensor;
-    type Gradients = [Tensor; 2];
-
-    fn forward(&self, ctx: &mut ForwardContext, x: &[&Tensor]) -> FunctionResult<Tensor> {
-        ctx.save_for_backward(x);
-        Ok(x[0].f_mm(x[1])?)
-    }
-
-    fn backward(
-        &self,
-        ctx: &BackwardContext<'_>,
-        g: &GradOutputs<'_>,
-    ) -> FunctionResult<[Tensor; 2]> {
-        let [a, b] = ctx.saved_tensors()?;
-        Ok([g[0].f_mm(&b.f_tr()?)?, a.f_tr()?.f_mm(&g[0])?])
-    }
-
-    fn cast_inputs(&self, _: Device) -> Option<Kind> {
-        self.cast
-    }
-}
 
 /// The outputs of a case, whose backward has run.
 type Case = Box<dyn Fn(&[Tensor]) -> Vec<Tensor>>;
@@ -58,11 +28,11 @@ fn product(cast: bool, dtype: Kind, enabled: bool) -> Case {
 }
 
 fn penalty_product(inputs: &[Tensor]) -> Vec<Tensor> {
-    let out = MyMm { cast: None }.apply(inputs).unwrap();
+    let out = MyMm::default().apply(inputs).unwrap();
     let grads = Tensor::run_backward(&[out.square().sum(None)], inputs, true, true);
     let squares = grads[0].square().sum(None) + grads[1].square().sum(None);
     (out.sum(None) + squares).backward();
-    [vec![out], grads].concat_tensors()
+    std::iter::once(out).chain(grads).collect()
 }
 
 fn penalty(inputs: &[Tensor]) -> Vec<Tensor> {
@@ -259,17 +229,6 @@ fn encode(tensor: &Tensor) -> Value {
     };
     let hex: String = bits(tensor).iter().map(|byte| format!("{byte:02x}")).collect();
     json!({ "kind": kind, "shape": tensor.size(), "bits": hex })
-}
-
-/// Tensors have no `Clone`, so slices of them have no `concat`.
-trait ConcatTensors {
-    fn concat_tensors(self) -> Vec<Tensor>;
-}
-
-impl<const N: usize> ConcatTensors for [Vec<Tensor>; N] {
-    fn concat_tensors(self) -> Vec<Tensor> {
-        self.into_iter().flatten().collect()
-    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tch::{Device, Kind};
-use tch_amp::{Autocast, AutocastGuard, AutocastState};
+use tch_amp::{Autocast, AutocastGuard, AutocastState, is_cache_enabled};
 
 use crate::common::resident_bytes;
 use crate::common::rng::Rng;
@@ -38,6 +38,18 @@ fn a_state_captured_outside_switches_a_region_off() {
     let _guard = AutocastGuard::new(Device::Cpu).unwrap();
     assert_eq!(outside.run(seen).unwrap(), OUTSIDE);
     assert_eq!(seen(), (true, Kind::BFloat16, true));
+}
+
+#[test]
+fn a_state_tells_what_it_holds() {
+    let _alone = alone();
+    let region = Autocast::new(Device::Cpu).dtype(Kind::Half).cache(false);
+    let state = region.run(AutocastState::current).unwrap().unwrap();
+    assert!(state.is_enabled(Device::Cpu) && !state.is_enabled(Device::Cuda(3)));
+    assert!(!state.is_enabled(Device::Vulkan) && state.dtype(Device::Vulkan).is_err());
+    assert_eq!(state.dtype(Device::Cpu).unwrap(), Kind::Half);
+    assert_eq!(state.dtype(Device::Cuda(3)).unwrap(), Kind::Half);
+    assert!(!state.is_cache_enabled() && is_cache_enabled());
 }
 
 #[test]

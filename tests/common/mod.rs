@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 pub mod bits;
+pub mod functions;
 pub mod python;
 pub mod rng;
 
@@ -25,7 +26,7 @@ pub fn for_each_device(test: impl Fn(Device)) {
 pub fn cuda_or_skip() -> bool {
     let available = Cuda::is_available();
     if !available {
-        assert!(!required("TCH_AMP_REQUIRE_CUDA"), "CUDA is required here and not usable");
+        assert!(!is_set("TCH_AMP_REQUIRE_CUDA"), "CUDA is required here and not usable");
         // Once a program, not once a test.
         static SAID: Once = Once::new();
         SAID.call_once(|| skipped("and others, on CUDA: no usable CUDA device"));
@@ -40,8 +41,8 @@ pub fn skipped(what: &str) {
     std::io::stderr().write_all(line.as_bytes()).expect("stderr takes a line");
 }
 
-/// Tells whether the environment variable `name` asks for a skip to be a failure.
-pub fn required(name: &str) -> bool {
+/// Tells whether the environment variable `name` is 1.
+pub fn is_set(name: &str) -> bool {
     std::env::var(name).is_ok_and(|value| value == "1")
 }
 

@@ -24,7 +24,7 @@ impl Oracle {
     pub fn find(name: &str) -> Option<Self> {
         let Some(python) = std::env::var_os("TCH_AMP_PYTHON") else {
             assert!(
-                !super::required("TCH_AMP_REQUIRE_PYTHON"),
+                !super::is_set("TCH_AMP_REQUIRE_PYTHON"),
                 "TCH_AMP_REQUIRE_PYTHON is set, but TCH_AMP_PYTHON names no Python"
             );
             super::skipped("set TCH_AMP_PYTHON to a Python with torch, or run `cargo xtask test`");

@@ -3,7 +3,7 @@
 use tch::{Tensor, no_grad};
 use tch_amp::Error;
 
-use crate::{apply, leaf, message, numbers, square};
+use crate::{apply, leaf, message, square, to_f64};
 
 #[test]
 fn inputs_outputs_and_others_can_be_saved() {
@@ -31,7 +31,7 @@ fn inputs_outputs_and_others_can_be_saved() {
     )
     .unwrap();
     y.sum(None).backward();
-    assert_eq!(numbers(&x.grad()), numbers(&y));
+    assert_eq!(to_f64(&x.grad()), to_f64(&y));
 }
 
 #[test]
@@ -53,7 +53,7 @@ fn a_later_list_replaces_an_earlier_one() {
         },
     );
     y.unwrap().backward();
-    assert_eq!(numbers(&x.grad()), [2.0]);
+    assert_eq!(to_f64(&x.grad()), [2.0]);
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn values_of_any_type_can_be_saved() {
         },
     );
     y.unwrap().backward();
-    assert_eq!(numbers(&x.grad()), [3.0]);
+    assert_eq!(to_f64(&x.grad()), [3.0]);
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn a_second_backward_needs_a_kept_graph() {
     y.backward();
     let error = message(y.f_backward());
     assert!(error.contains("backward through the graph a second time"), "{error}");
-    assert_eq!(numbers(&x.grad()), [4.0]);
+    assert_eq!(to_f64(&x.grad()), [4.0]);
 }
 
 #[test]
@@ -142,7 +142,7 @@ fn a_function_that_saves_nothing_can_run_backward_again() {
     let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.0)).unwrap();
     y.backward();
     y.backward();
-    assert_eq!(numbers(&x.grad()), [4.0]);
+    assert_eq!(to_f64(&x.grad()), [4.0]);
 }
 
 /// Doubles its input in place.
@@ -163,11 +163,11 @@ fn an_input_can_be_changed_in_place() {
     let x = leaf(&[1.0, 2.0]);
     let z = &x * 3.0;
     let y = double_(&z).unwrap();
-    assert_eq!(numbers(&z), [6.0, 12.0]);
+    assert_eq!(to_f64(&z), [6.0, 12.0]);
     assert_eq!(y.data_ptr(), z.data_ptr());
     // The changed tensor has the function in its history.
     (z.square()).sum(None).backward();
-    assert_eq!(numbers(&x.grad()), [72.0, 144.0]);
+    assert_eq!(to_f64(&x.grad()), [72.0, 144.0]);
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn a_view_can_be_changed_in_place() {
     let z = &x * 3.0;
     drop(double_(&z.narrow(0, 0, 1)).unwrap());
     z.sum(None).backward();
-    assert_eq!(numbers(&x.grad()), [6.0, 3.0]);
+    assert_eq!(to_f64(&x.grad()), [6.0, 3.0]);
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn a_leaf_that_requires_a_gradient_cannot_be_dirty() {
     // Without a gradient nothing is wrong with it.
     let x = leaf(&[1.0]);
     drop(no_grad(|| double_(&x)).unwrap());
-    assert_eq!(numbers(&x), [2.0]);
+    assert_eq!(to_f64(&x), [2.0]);
 }
 
 #[test]
@@ -238,14 +238,14 @@ fn outputs_can_be_marked_as_not_differentiable() {
         },
         |ctx, grads| {
             let [index] = ctx.saved_tensors()?;
-            assert_eq!(numbers(&grads[1]), [0.0; 3]);
+            assert_eq!(to_f64(&grads[1]), [0.0; 3]);
             Ok(grads[0].zeros_like().scatter_add(0, &index, &grads[0]))
         },
     )
     .unwrap();
     assert!(sorted.requires_grad() && !ranks.requires_grad());
     (sorted * Tensor::from_slice(&[1.0, 10.0, 100.0])).sum(None).backward();
-    assert_eq!(numbers(&x.grad()), [100.0, 1.0, 10.0]);
+    assert_eq!(to_f64(&x.grad()), [100.0, 1.0, 10.0]);
 }
 
 #[test]
@@ -266,7 +266,7 @@ fn missing_gradients_are_none_without_materialization() {
     )
     .unwrap();
     b.backward();
-    assert_eq!(numbers(&x.grad()), [3.0]);
+    assert_eq!(to_f64(&x.grad()), [3.0]);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs, Outputs};
 use tch_amp::{Error, Function};
 
-use crate::{apply, common, leaf, leaf_on, message, numbers};
+use crate::{apply, common, leaf, leaf_on, message, to_f64};
 
 #[test]
 fn an_error_of_the_forward_comes_back_with_its_cause() {
@@ -62,7 +62,7 @@ fn an_error_of_the_backward_comes_out_of_backward() {
     assert!(!x.grad().defined());
     // The rest of the graph, and the thread, go on.
     (&x * 2.0).backward();
-    assert_eq!(numbers(&x.grad()), [2.0]);
+    assert_eq!(to_f64(&x.grad()), [2.0]);
 }
 
 /// What `backward` says when the function answers with these gradients.
@@ -158,7 +158,7 @@ fn a_failing_backward_on_any_device_is_an_error_and_training_goes_on() {
             assert!(!x.grad().defined());
         }
         (&x * 2.0).sum(None).backward();
-        assert_eq!(numbers(&x.grad()), [2.0; 3]);
+        assert_eq!(to_f64(&x.grad()), [2.0; 3]);
     });
 }
 
@@ -172,7 +172,7 @@ fn a_gradient_for_an_input_that_has_none_is_ignored() {
     let constant = x.detach();
     let out = apply(&[&x, &none, &constant], forward, backward).unwrap();
     out.backward();
-    assert_eq!(numbers(&x.grad()), [2.0]);
+    assert_eq!(to_f64(&x.grad()), [2.0]);
     assert!(!constant.grad().defined());
 }
 

@@ -13,8 +13,8 @@ fn matrix(rows: i64, columns: i64) -> Tensor {
 fn right_derivatives_pass() {
     tch::manual_seed(3);
     let (a, b) = (matrix(2, 3), matrix(3, 4));
-    gradcheck(|x| MyMm.apply(x), &[&a, &b]).unwrap();
-    gradgradcheck(|x| MyMm.apply(x), &[&a, &b]).unwrap();
+    gradcheck(|x| MyMm::default().apply(x), &[&a, &b]).unwrap();
+    gradgradcheck(|x| MyMm::default().apply(x), &[&a, &b]).unwrap();
     // Also of a plain operation, of what is not contiguous, of several outputs, and of inputs without a gradient.
     gradcheck(|x| x[0].f_softmax(1, Kind::Double), &[a.tr()]).unwrap();
     gradgradcheck(|x| x[0].f_tanh(), &[&b]).unwrap();

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 
-use crate::{apply, leaf, numbers};
+use crate::{apply, leaf, to_f64};
 
 #[test]
 fn state_is_the_functions_own() {
@@ -18,7 +18,7 @@ fn state_is_the_functions_own() {
         },
     );
     y.unwrap().sum(None).backward();
-    assert_eq!(numbers(&x.grad()), [3.0, 3.0]);
+    assert_eq!(to_f64(&x.grad()), [3.0, 3.0]);
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn undefined_inputs_are_allowed_anywhere() {
         let (mut x, y) = (x.shallow_clone(), y.unwrap());
         x.zero_grad();
         y.sum(None).backward();
-        assert_eq!(numbers(&x.grad()), [2.0, 2.0]);
+        assert_eq!(to_f64(&x.grad()), [2.0, 2.0]);
     }
 }
 
@@ -75,7 +75,7 @@ fn one_tensor_may_be_several_inputs() {
         },
     );
     y.unwrap().backward();
-    assert_eq!(numbers(&x.grad()), [6.0]);
+    assert_eq!(to_f64(&x.grad()), [6.0]);
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn a_missing_gradient_is_none() {
     let (x, y) = (leaf(&[1.0]), leaf(&[1.0]));
     let z = apply(&[&x, &y], |_, x| Ok(x[0] + x[1]), |_, g| Ok([Some(g[0].shallow_clone()), None]));
     z.unwrap().backward();
-    assert_eq!(numbers(&x.grad()), [1.0]);
+    assert_eq!(to_f64(&x.grad()), [1.0]);
     assert!(!y.grad().defined());
 }
 
@@ -97,7 +97,7 @@ fn a_gradient_is_cast_and_reduced_to_its_input() {
     );
     y.unwrap().sum(None).backward();
     assert_eq!((x.grad().kind(), x.grad().size()), (Kind::Float, vec![2, 1]));
-    assert_eq!(numbers(&x.grad()), [3.0, 3.0]);
+    assert_eq!(to_f64(&x.grad()), [3.0, 3.0]);
 }
 
 fn no_such_input(answer: tch_amp::Result<bool>) {

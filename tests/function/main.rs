@@ -4,7 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-mod amp;
+mod autocast;
 mod checkpoint;
 mod context;
 mod errors;
@@ -21,32 +21,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::function::{
-    BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs, Outputs,
-};
+use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs, Outputs};
 
-/// The matrix product of PyTorch's own tests of `custom_fwd`.
-#[derive(Clone, Copy)]
-struct MyMm;
-
-impl Function for MyMm {
-    type Outputs = Tensor;
-    type Gradients = [Tensor; 2];
-
-    fn forward(&self, ctx: &mut ForwardContext, inputs: &[&Tensor]) -> FunctionResult<Tensor> {
-        ctx.save_for_backward(inputs);
-        Ok(inputs[0].f_mm(inputs[1])?)
-    }
-
-    fn backward(
-        &self,
-        ctx: &BackwardContext<'_>,
-        grads: &GradOutputs<'_>,
-    ) -> FunctionResult<[Tensor; 2]> {
-        let [a, b] = ctx.saved_tensors()?;
-        Ok([grads[0].f_mm(&b.f_tr()?)?, a.f_tr()?.f_mm(&grads[0])?])
-    }
-}
+use common::functions::MyMm;
+use common::to_f64;
 
 /// x², whose derivative is made of differentiable operations.
 fn square(x: &Tensor) -> tch_amp::Result<Tensor> {
@@ -86,10 +64,6 @@ fn leaf(values: &[f64]) -> Tensor {
 
 fn leaf_on(device: Device, kind: Kind, size: &[i64]) -> Tensor {
     Tensor::randn(size, (Kind::Float, device)).to_kind(kind).set_requires_grad(true)
-}
-
-fn numbers(tensor: &Tensor) -> Vec<f64> {
-    common::to_f64(tensor)
 }
 
 fn message(result: Result<(), tch::TchError>) -> String {

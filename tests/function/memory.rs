@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use tch::Tensor;
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs};
 
-use crate::{Counted, apply, leaf, numbers};
+use crate::{Counted, apply, leaf, to_f64};
 
 /// The values left after the forward, or the forward and the backward, of a function that keeps things by `keep`.
 fn left(
@@ -68,7 +68,7 @@ fn a_cell_of_the_functions_own_may_hold_its_output() {
         |_, g| Ok(&g[0] * 1.0),
     )
     .unwrap();
-    assert_eq!(numbers(&y), [0.5f64.exp()]);
+    assert_eq!(to_f64(&y), [0.5f64.exp()]);
     drop(y);
     assert_eq!(count.load(Ordering::SeqCst), 0);
 }
@@ -95,7 +95,7 @@ fn a_dirty_input_that_forward_keeps_is_refused() {
         let error = kept.unwrap_err().to_string();
         assert!(error.contains("input 0 is marked dirty and kept by forward"), "{error}");
     }
-    assert_eq!(numbers(&x.grad()), [6.0]);
+    assert_eq!(to_f64(&x.grad()), [6.0]);
 }
 
 #[test]

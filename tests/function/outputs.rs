@@ -5,7 +5,7 @@ use tch_amp::Function;
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::{MyMm, apply, leaf, leaf_on, message, numbers, square};
+use crate::{MyMm, apply, leaf, leaf_on, message, square, to_f64};
 
 #[test]
 fn a_function_computes_what_the_operation_does() {
@@ -13,7 +13,7 @@ fn a_function_computes_what_the_operation_does() {
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
             let [a, b] = [leaf_on(device, kind, &[3, 4]), leaf_on(device, kind, &[4, 2])];
             let [c, d] = [&a, &b].map(|t| t.detach().set_requires_grad(true));
-            let (ours, builtin) = (MyMm.apply(&[&a, &b]).unwrap(), c.mm(&d));
+            let (ours, builtin) = (MyMm::default().apply(&[&a, &b]).unwrap(), c.mm(&d));
             assert_eq!(bits(&ours), bits(&builtin));
             ours.square().sum(None).backward();
             builtin.square().sum(None).backward();
@@ -36,9 +36,9 @@ fn several_outputs_have_a_gradient_each_and_zeros_stand_for_a_missing_one() {
     )
     .unwrap();
     let only = Tensor::run_backward(&[triple.sum(None)], &[&x], true, false);
-    assert_eq!(numbers(&only[0]), [3.0, 3.0]);
+    assert_eq!(to_f64(&only[0]), [3.0, 3.0]);
     (double.sum(None) * 10.0).backward();
-    assert_eq!(numbers(&x.grad()), [20.0, 20.0]);
+    assert_eq!(to_f64(&x.grad()), [20.0, 20.0]);
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn a_list_of_outputs_may_have_any_length() {
         assert_eq!(out.len(), usize::try_from(count).unwrap());
         if count > 1 {
             Tensor::cat(&out, 0).sum(None).backward();
-            assert_eq!(numbers(&x.grad()), [f64::from((0..count).sum::<i32>())]);
+            assert_eq!(to_f64(&x.grad()), [f64::from((0..count).sum::<i32>())]);
         }
     }
 }
@@ -69,7 +69,7 @@ fn an_input_that_is_returned_comes_back_as_a_view() {
     assert_eq!(y.data_ptr(), x.data_ptr());
     assert!(x.is_leaf() && !y.is_leaf());
     y.sum(None).backward();
-    assert_eq!(numbers(&x.grad()), [5.0, 5.0]);
+    assert_eq!(to_f64(&x.grad()), [5.0, 5.0]);
 }
 
 #[test]
@@ -86,7 +86,7 @@ fn an_output_may_be_changed_in_place() {
     let mut y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.0)).unwrap();
     y *= 3.0;
     y.sum(None).backward();
-    assert_eq!(numbers(&x.grad()), [6.0, 6.0]);
+    assert_eq!(to_f64(&x.grad()), [6.0, 6.0]);
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn an_output_that_is_returned_twice_is_two_outputs() {
     )
     .unwrap();
     (a * 2.0 + b * 3.0).backward();
-    assert_eq!(numbers(&x.grad()), [203.0]);
+    assert_eq!(to_f64(&x.grad()), [203.0]);
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn integer_outputs_are_not_differentiable() {
     assert!(double.requires_grad() && !index.requires_grad());
     assert_eq!(index.int64_value(&[]), 1);
     double.sum(None).backward();
-    assert_eq!(numbers(&x.grad()), [2.0, 2.0]);
+    assert_eq!(to_f64(&x.grad()), [2.0, 2.0]);
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn an_undefined_output_stays_undefined() {
     .unwrap();
     assert!(!none.defined());
     some.backward();
-    assert_eq!(numbers(&x.grad()), [2.0]);
+    assert_eq!(to_f64(&x.grad()), [2.0]);
 }
 
 #[test]
@@ -148,7 +148,7 @@ fn a_tensor_of_the_functions_own_keeps_its_history_when_it_is_returned() {
     let y = apply(&[&x], move |_, _| Ok(mine.shallow_clone()), |_, g| Ok(&g[0] * 4.0)).unwrap();
     assert!(constant.is_leaf(), "the caller's tensor is not made an output");
     y.backward();
-    assert_eq!(numbers(&x.grad()), [4.0]);
+    assert_eq!(to_f64(&x.grad()), [4.0]);
     assert!(!constant.grad().defined());
 }
 
@@ -167,7 +167,7 @@ fn nothing_is_recorded_where_no_gradient_is_wanted() {
     for y in outputs {
         let y = y.unwrap();
         assert!(!y.requires_grad());
-        assert_eq!(numbers(&y), [2.0]);
+        assert_eq!(to_f64(&y), [2.0]);
     }
 }
 
@@ -189,7 +189,7 @@ fn a_function_may_apply_another_one() {
         },
     )
     .unwrap();
-    assert_eq!(numbers(&y), [81.0]);
+    assert_eq!(to_f64(&y), [81.0]);
     y.backward();
-    assert_eq!(numbers(&x.grad()), [108.0]);
+    assert_eq!(to_f64(&x.grad()), [108.0]);
 }

@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 use tch_amp::{Autocast, autocast_dtype, is_autocast_enabled, is_cache_enabled};
 
-use crate::{Counted, apply, leaf, message, numbers};
+use crate::{Counted, apply, leaf, message, to_f64};
 
 /// libtorch runs backwards that are nested more deeply than this on threads of a pool.
 const SAME_THREAD: usize = 60;
@@ -126,7 +126,7 @@ fn sweep(first_payload: usize) {
         assert_eq!(state(), before, "depth {depth}");
         // Training goes on.
         (&x * 3.0).backward();
-        assert_eq!(numbers(&x.grad()), [3.0]);
+        assert_eq!(to_f64(&x.grad()), [3.0]);
     }
     // A thread of the pool drops its part after the caller has the error.
     let start = Instant::now();
@@ -202,7 +202,7 @@ fn a_panic_in_a_destructor_goes_no_further() {
         .unwrap();
         y.backward();
         drop(y);
-        assert_eq!(numbers(&x.grad()), [2.0]);
+        assert_eq!(to_f64(&x.grad()), [2.0]);
         // And at once, where nothing is recorded.
         let fragile = Fragile(payload);
         let forward = move |_: &mut ForwardContext, x: &[&Tensor]| {

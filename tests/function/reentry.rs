@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use tch::{Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
-use crate::{apply, leaf, message, numbers, square};
+use crate::{apply, leaf, message, square, to_f64};
 
 /// x², whose backward finds its answer by another backward, `depth` of them inside each other.
 #[derive(Clone, Copy)]
@@ -39,7 +39,7 @@ fn a_backward_may_run_another_at_any_depth() {
     for depth in [0, 1, 59, 60, 61, 130] {
         let x = leaf(&[3.0, -1.0]);
         Nested { depth }.apply(&[&x]).unwrap().sum(None).backward();
-        assert_eq!(numbers(&x.grad()), [6.0, -2.0], "depth {depth}");
+        assert_eq!(to_f64(&x.grad()), [6.0, -2.0], "depth {depth}");
     }
 }
 
@@ -113,7 +113,7 @@ fn an_inner_backward_may_run_through_other_nodes_of_the_same_graph() {
     )
     .unwrap();
     y.backward();
-    assert_eq!(numbers(&x.grad()), [12.0]);
+    assert_eq!(to_f64(&x.grad()), [12.0]);
 }
 
 #[test]
@@ -121,5 +121,5 @@ fn after_the_error_the_function_works_again() {
     assert!(through_itself(0).contains("Ouroboros"));
     let x = leaf(&[3.0]);
     Nested { depth: 70 }.apply(&[&x]).unwrap().backward();
-    assert_eq!(numbers(&x.grad()), [6.0]);
+    assert_eq!(to_f64(&x.grad()), [6.0]);
 }

@@ -4,7 +4,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::function::{Closures, function};
 use tch_amp::{Function, autocast};
 
-use crate::{MyMm, leaf, message, numbers};
+use crate::{MyMm, leaf, message, to_f64};
 
 /// The gradient of `y` by `x`, which can be differentiated itself.
 fn gradient(y: &Tensor, x: &Tensor) -> Tensor {
@@ -20,9 +20,9 @@ fn a_gradient_penalty_goes_through_a_function() {
         let y = mm(&left, &right).square();
         let grads = Tensor::run_backward(&[y.sum(None)], &[&a, &b], true, true);
         (y.sum(None) + grads[0].square().sum(None) + grads[1].square().sum(None)).backward();
-        [numbers(&a.grad()), numbers(&b.grad())]
+        [to_f64(&a.grad()), to_f64(&b.grad())]
     };
-    let ours = penalty(&|a, b| MyMm.apply(&[a, b]).unwrap());
+    let ours = penalty(&|a, b| MyMm::default().apply(&[a, b]).unwrap());
     assert_eq!(ours, penalty(&|a, b| a.mm(b)));
 }
 
@@ -45,7 +45,7 @@ fn third_derivatives_work_as_well() {
     let first = gradient(&cube(&x), &x);
     let second = gradient(&first, &x);
     let third = gradient(&second, &x);
-    assert_eq!([&first, &second, &third].map(|t| numbers(t)[0]), [12.0, 12.0, 6.0]);
+    assert_eq!([&first, &second, &third].map(|t| to_f64(t)[0]), [12.0, 12.0, 6.0]);
 }
 
 #[test]
@@ -63,7 +63,7 @@ fn a_saved_output_keeps_its_history() {
         },
     );
     let first = gradient(&exp.apply(&[&x]).unwrap(), &x);
-    assert_eq!(numbers(&gradient(&first, &x)), [0.5f64.exp()]);
+    assert_eq!(to_f64(&gradient(&first, &x)), [0.5f64.exp()]);
 }
 
 type Boxed<O> = Box<dyn Fn(&Tensor) -> O>;
@@ -88,20 +88,20 @@ fn square(once: bool) -> Boxed<Tensor> {
 fn a_once_differentiable_function_refuses_its_second_derivative() {
     let x = leaf(&[3.0]);
     let first = gradient(&square(true)(&x), &x);
-    assert_eq!(numbers(&first), [6.0]);
+    assert_eq!(to_f64(&first), [6.0]);
     let error = message(first.f_backward());
     assert!(error.contains("Square is once differentiable"), "{error}");
     // Also in a sum with parts that could be differentiated: no part is silently left out.
     let error = message((gradient(&square(true)(&x), &x) + x.square()).f_backward());
     assert!(error.contains("Square is once differentiable"), "{error}");
-    assert_eq!(numbers(&gradient(&gradient(&square(false)(&x), &x), &x)), [2.0]);
+    assert_eq!(to_f64(&gradient(&gradient(&square(false)(&x), &x), &x)), [2.0]);
 }
 
 #[test]
 fn once_is_enough_without_create_graph() {
     let x = leaf(&[3.0]);
     square(true)(&x).backward();
-    assert_eq!(numbers(&x.grad()), [6.0]);
+    assert_eq!(to_f64(&x.grad()), [6.0]);
     assert!(!x.grad().requires_grad());
 }
 
@@ -122,6 +122,6 @@ fn the_second_derivative_goes_through_a_cast() {
     .cast_inputs(Kind::BFloat16);
     let y = autocast(Device::Cpu, || cube.apply(&[&x])).unwrap().unwrap();
     let first = gradient(&y, &x);
-    assert_eq!((first.kind(), numbers(&first)), (Kind::Float, vec![27.0]));
-    assert_eq!(numbers(&gradient(&first, &x)), [18.0]);
+    assert_eq!((first.kind(), to_f64(&first)), (Kind::Float, vec![27.0]));
+    assert_eq!(to_f64(&gradient(&first, &x)), [18.0]);
 }

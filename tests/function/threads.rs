@@ -6,7 +6,7 @@ use std::sync::{Arc, Barrier};
 use tch::Tensor;
 use tch_amp::Function;
 
-use crate::{Counted, MyMm, apply, leaf, numbers, square};
+use crate::{Counted, MyMm, apply, leaf, square, to_f64};
 
 #[test]
 fn one_function_runs_in_many_threads_at_once() {
@@ -15,11 +15,11 @@ fn one_function_runs_in_many_threads_at_once() {
             let factor = seed + f64::from(i);
             let a = leaf(&[factor, 1.0, 0.0, 2.0]);
             let square = a.view([2, 2]);
-            MyMm.apply(&[&square, &square]).unwrap().sum(None).backward();
+            MyMm::default().apply(&[&square, &square]).unwrap().sum(None).backward();
             let want = a.detach().set_requires_grad(true);
             let square = want.view([2, 2]);
             square.mm(&square).sum(None).backward();
-            assert_eq!(numbers(&a.grad()), numbers(&want.grad()));
+            assert_eq!(to_f64(&a.grad()), to_f64(&want.grad()));
         }
     };
     let threads = [1.0, 2.0, 3.0, 4.0].map(|seed| std::thread::spawn(move || run(seed)));
@@ -53,7 +53,7 @@ fn one_call_is_never_run_twice_at_once() {
             start.wait();
             for _ in 0..10 {
                 let grad = Tensor::run_backward(&[&y], &[&x], true, false);
-                assert_eq!(numbers(&grad[0]), [2.0]);
+                assert_eq!(to_f64(&grad[0]), [2.0]);
             }
         })
     });
@@ -86,5 +86,5 @@ fn a_graph_may_be_run_on_another_thread() {
     let x = leaf(&[3.0]);
     let y = square(&x).unwrap();
     std::thread::spawn(move || y.backward()).join().unwrap();
-    assert_eq!(numbers(&x.grad()), [6.0]);
+    assert_eq!(to_f64(&x.grad()), [6.0]);
 }
