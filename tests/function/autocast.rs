@@ -2,12 +2,12 @@
 
 use std::sync::mpsc::{Sender, channel};
 
-use tch::{Device, Kind, Tensor, with_grad};
+use tch::{Device, Kind, Tensor};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 use tch_amp::{Autocast, AutocastGuard, AutocastState, autocast, function, is_autocast_enabled};
 
 use crate::common::for_each_device;
-use crate::{MyMm, leaf, leaf_on};
+use crate::{MyMm, backward_below, double_, leaf_on};
 
 /// Tells what autocast is in its forward and in its backward.
 struct Probe {
@@ -27,23 +27,6 @@ impl Function for Probe {
         self.seen.send(AutocastState::current()?)?;
         Ok(&g[0] * 2.0)
     }
-}
-
-/// Runs `y.backward()` below `depth` others.
-fn backward_at(depth: usize, y: Tensor) {
-    if depth == 0 {
-        return y.backward();
-    }
-    let y = std::sync::Mutex::new(y);
-    let x = leaf(&[1.0]);
-    let nest = function(
-        |_, x| Ok(x[0] * 1.0),
-        move |_, g| {
-            backward_at(depth - 1, y.lock().unwrap().shallow_clone());
-            Ok(g[0].shallow_clone())
-        },
-    );
-    with_grad(|| nest.apply(&[&x])).unwrap().backward();
 }
 
 #[test]
@@ -88,7 +71,7 @@ fn check_state(
     {
         let _region = backward.map(|region| region.enter().unwrap());
         let here = AutocastState::current().unwrap();
-        backward_at(depth, y);
+        backward_below(depth, y).unwrap();
         assert_eq!(AutocastState::current().unwrap(), here, "restored");
     }
     let seen: Vec<_> = receive.iter().collect();
@@ -247,14 +230,7 @@ fn each_device_has_its_own_cast() {
 fn an_input_that_needs_no_cast_is_the_input_itself() {
     let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
     let z = &x * 1.0;
-    let double_ = function(
-        |ctx, x| {
-            ctx.mark_dirty(&[x[0]]);
-            Ok(x[0].shallow_clone().f_mul_scalar_(2.0)?)
-        },
-        |_, g| Ok(&g[0] * 2.0),
-    );
-    let y = autocast(Device::Cpu, || double_.cast_inputs(Kind::Float).apply(&[&z]));
+    let y = autocast(Device::Cpu, || double_(&z, Some(Kind::Float)));
     assert_eq!(y.unwrap().unwrap().data_ptr(), z.data_ptr());
     z.sum(None).backward();
     assert_eq!(x.grad().double_value(&[0]), 2.0);

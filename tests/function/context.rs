@@ -3,7 +3,7 @@
 use tch::{Tensor, no_grad};
 use tch_amp::Error;
 
-use crate::{apply, leaf, message, square, to_f64};
+use crate::{apply, double_, leaf, message, square, to_f64};
 
 #[test]
 fn inputs_outputs_and_others_can_be_saved() {
@@ -145,24 +145,11 @@ fn a_function_that_saves_nothing_can_run_backward_again() {
     assert_eq!(to_f64(&x.grad()), [4.0]);
 }
 
-/// Doubles its input in place.
-fn double_(x: &Tensor) -> tch_amp::Result<Tensor> {
-    apply(
-        &[x],
-        |ctx, x| {
-            let y = x[0].shallow_clone().f_mul_scalar_(2.0)?;
-            ctx.mark_dirty(&[x[0]]);
-            Ok(y)
-        },
-        |_, g| Ok(&g[0] * 2.0),
-    )
-}
-
 #[test]
 fn an_input_can_be_changed_in_place() {
     let x = leaf(&[1.0, 2.0]);
     let z = &x * 3.0;
-    let y = double_(&z).unwrap();
+    let y = double_(&z, None).unwrap();
     assert_eq!(to_f64(&z), [6.0, 12.0]);
     assert_eq!(y.data_ptr(), z.data_ptr());
     // The changed tensor has the function in its history.
@@ -175,7 +162,7 @@ fn a_change_in_place_is_seen_by_those_who_saved_the_tensor() {
     let x = leaf(&[1.0, 2.0]);
     let z = &x * 3.0;
     let squared = z.square();
-    drop(double_(&z).unwrap());
+    drop(double_(&z, None).unwrap());
     let error = message(squared.sum(None).f_backward());
     assert!(error.contains("modified by an inplace operation"), "{error}");
 }
@@ -184,14 +171,14 @@ fn a_change_in_place_is_seen_by_those_who_saved_the_tensor() {
 fn a_view_can_be_changed_in_place() {
     let x = leaf(&[1.0, 2.0]);
     let z = &x * 3.0;
-    drop(double_(&z.narrow(0, 0, 1)).unwrap());
+    drop(double_(&z.narrow(0, 0, 1), None).unwrap());
     z.sum(None).backward();
     assert_eq!(to_f64(&x.grad()), [6.0, 3.0]);
 }
 
 #[test]
 fn a_leaf_that_requires_a_gradient_cannot_be_dirty() {
-    let error = double_(&leaf(&[1.0])).unwrap_err();
+    let error = double_(&leaf(&[1.0]), None).unwrap_err();
     assert!(
         matches!(&error, Error::FunctionMisuse { name, problem }
         if name == "function" && problem.contains("leaf")),
@@ -199,7 +186,7 @@ fn a_leaf_that_requires_a_gradient_cannot_be_dirty() {
     );
     // Without a gradient nothing is wrong with it.
     let x = leaf(&[1.0]);
-    drop(no_grad(|| double_(&x)).unwrap());
+    drop(no_grad(|| double_(&x, None)).unwrap());
     assert_eq!(to_f64(&x), [2.0]);
 }
 

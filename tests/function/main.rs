@@ -17,10 +17,10 @@ mod reentry;
 mod second;
 mod threads;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs, Outputs};
 
 use common::functions::MyMm;
@@ -41,6 +41,37 @@ fn square(x: &Tensor) -> tch_amp::Result<Tensor> {
     )
 }
 
+/// Doubles its input in place; with `cast`, in that dtype inside a region.
+fn double_(x: &Tensor, cast: Option<Kind>) -> tch_amp::Result<Tensor> {
+    let double = tch_amp::function(
+        |ctx, x| {
+            ctx.mark_dirty(x);
+            Ok(x[0].shallow_clone().f_mul_scalar_(2.0)?)
+        },
+        |_, g| Ok(&g[0] * 2.0),
+    );
+    cast.map_or(double, |dtype| double.cast_inputs(dtype)).apply(&[x])
+}
+
+/// Runs the backward of `y` inside of `depth` others.
+fn backward_below(depth: usize, y: Tensor) -> FunctionResult<()> {
+    if depth == 0 {
+        return Ok(y.f_backward()?);
+    }
+    let y = Mutex::new(y);
+    let outer = with_grad(|| {
+        apply(
+            &[&leaf(&[1.0])],
+            |_, x| Ok(x[0] * 1.0),
+            move |_, g| {
+                backward_below(depth - 1, y.lock().unwrap().shallow_clone())?;
+                Ok(g[0].shallow_clone())
+            },
+        )
+    })?;
+    Ok(outer.f_backward()?)
+}
+
 /// Counts the values of it that exist.
 #[derive(Debug)]
 struct Counted(Arc<AtomicUsize>);
@@ -56,6 +87,15 @@ impl Drop for Counted {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
+}
+
+/// A value for a closure to own, and to do nothing else with.
+#[derive(Debug)]
+struct Owning<T>(#[allow(dead_code, reason = "it is there to be dropped")] T);
+
+impl<T> Owning<T> {
+    /// Has the closure that says this take the value in.
+    fn hold(&self) {}
 }
 
 fn leaf(values: &[f64]) -> Tensor {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use tch::Tensor;
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs};
 
-use crate::{Counted, apply, leaf, to_f64};
+use crate::{Counted, Owning, apply, leaf, to_f64};
 
 /// The values left after the forward, or the forward and the backward, of a function that keeps things by `keep`.
 fn left(
@@ -15,14 +15,15 @@ fn left(
     let count = Arc::new(AtomicUsize::new(0));
     let keep = Arc::new(Mutex::new(keep));
     [false, true].map(|backward| {
-        let (keep, inner, counted) = (Arc::clone(&keep), Arc::clone(&count), Counted::new(&count));
+        let (keep, inner, counted) =
+            (Arc::clone(&keep), Arc::clone(&count), Owning(Counted::new(&count)));
         let x = leaf(&[0.5]);
         let y = apply(
             &[&(&x * 1.0)],
             move |ctx, x| {
                 let y = x[0].exp();
                 keep.lock().unwrap()(ctx, x[0], &y, Counted::new(&inner));
-                let _ = &counted;
+                counted.hold();
                 Ok(y)
             },
             |_, g| Ok(&g[0] * 1.0),
@@ -54,13 +55,13 @@ fn a_saved_value_may_hold_anything() {
 #[test]
 fn a_cell_of_the_functions_own_may_hold_its_output() {
     let count = Arc::new(AtomicUsize::new(0));
-    let counted = Counted::new(&count);
+    let counted = Owning(Counted::new(&count));
     let cell: Mutex<Option<Tensor>> = Mutex::new(None);
     let x = leaf(&[0.5]);
     let y = apply(
         &[&x],
         move |_, x| {
-            let _ = &counted;
+            counted.hold();
             let y = x[0].exp();
             *cell.lock().unwrap() = Some(y.shallow_clone());
             Ok(y)
@@ -118,11 +119,11 @@ fn what_forward_saved_is_freed_by_the_backward_that_ends_the_graph() {
 fn a_failed_backward_frees_everything() {
     let count = Arc::new(AtomicUsize::new(0));
     for _ in 0..100 {
-        let counted = Counted::new(&count);
+        let counted = Owning(Counted::new(&count));
         let x = leaf(&[1.0]);
         let backward =
             move |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
-                let _ = &counted;
+                counted.hold();
                 Err("no".into())
             };
         let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), backward).unwrap();

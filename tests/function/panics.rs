@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 use tch_amp::{Autocast, autocast_dtype, is_autocast_enabled, is_cache_enabled};
 
-use crate::{Counted, apply, leaf, message, to_f64};
+use crate::{Counted, Owning, apply, leaf, message, to_f64};
 
 /// libtorch runs backwards that are nested more deeply than this on threads of a pool.
 const SAME_THREAD: usize = 60;
@@ -144,7 +144,7 @@ fn a_panic_in_backward_is_an_error_at_every_depth() {
 }
 
 #[test]
-fn and_in_threads_at_once() {
+fn a_panic_in_backward_is_an_error_in_two_threads_at_once() {
     let threads = [0, 1].map(|first| std::thread::spawn(move || sweep(first)));
     for thread in threads {
         thread.join().unwrap();
@@ -188,12 +188,12 @@ fn a_panic_in_a_destructor_goes_no_further() {
 
     for payload in PAYLOADS {
         // With the function, and with the value that it saved.
-        let fragile = Fragile(payload);
+        let fragile = Owning(Fragile(payload));
         let x = leaf(&[1.0]);
         let y = apply(
             &[&x],
             move |ctx, x| {
-                let _ = &fragile;
+                fragile.hold();
                 ctx.save_value(Fragile(payload));
                 Ok(x[0] * 2.0)
             },
@@ -204,9 +204,9 @@ fn a_panic_in_a_destructor_goes_no_further() {
         drop(y);
         assert_eq!(to_f64(&x.grad()), [2.0]);
         // And at once, where nothing is recorded.
-        let fragile = Fragile(payload);
+        let fragile = Owning(Fragile(payload));
         let forward = move |_: &mut ForwardContext, x: &[&Tensor]| {
-            let _ = &fragile;
+            fragile.hold();
             Ok(x[0] * 2.0)
         };
         drop(apply(&[&x.detach()], forward, |_, g| Ok(&g[0] * 2.0)).unwrap());
@@ -223,7 +223,7 @@ fn a_panic_of_tchs_own_operations_says_what_libtorch_said() {
 }
 
 #[test]
-fn a_panic_with_a_nul_in_its_message_is_reported_whole() {
+fn an_error_with_a_nul_in_its_message_is_reported_whole() {
     let x = leaf(&[1.0]);
     let backward = |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
         Err("one\0two".into())

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use tch::{Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
-use crate::{apply, leaf, message, square, to_f64};
+use crate::{apply, backward_below, leaf, message, square, to_f64};
 
 /// x², whose backward finds its answer by another backward, `depth` of them inside each other.
 #[derive(Clone, Copy)]
@@ -53,7 +53,7 @@ fn through_itself(depth: usize) -> String {
     let inside = Arc::clone(&cell);
     let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
         let output = inside.lock().unwrap().as_ref().map(Tensor::shallow_clone);
-        deeper(depth, output.unwrap())?;
+        backward_below(depth, output.unwrap())?;
         Ok(g[0].shallow_clone())
     };
     let function = tch_amp::function(|_, x| Ok(x[0] * 2.0), backward).name("Ouroboros");
@@ -63,25 +63,6 @@ fn through_itself(depth: usize) -> String {
     // The cell is the leak that the documentation speaks of, and this ends it.
     *cell.lock().unwrap() = None;
     error
-}
-
-fn deeper(depth: usize, output: Tensor) -> FunctionResult<()> {
-    if depth == 0 {
-        return Ok(output.f_backward()?);
-    }
-    let x = leaf(&[1.0]);
-    let output = Mutex::new(output);
-    let y = with_grad(|| {
-        apply(
-            &[&x],
-            |_, x| Ok(x[0] * 1.0),
-            move |_, g| {
-                deeper(depth - 1, output.lock().unwrap().shallow_clone())?;
-                Ok(g[0].shallow_clone())
-            },
-        )
-    })?;
-    Ok(y.f_backward()?)
 }
 
 #[test]

@@ -1,12 +1,11 @@
 //! Derivatives of derivatives.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::function::{Closures, function};
-use tch_amp::{Function, autocast};
+use tch_amp::{Function, autocast, function};
 
-use crate::{MyMm, leaf, message, to_f64};
+use crate::{MyMm, leaf, message, square, to_f64};
 
-/// The gradient of `y` by `x`, which can be differentiated itself.
+/// The gradient of `y` with respect to `x`, which can be differentiated itself.
 fn gradient(y: &Tensor, x: &Tensor) -> Tensor {
     Tensor::run_backward(&[y.sum(None)], &[x], true, true).remove(0)
 }
@@ -29,20 +28,17 @@ fn a_gradient_penalty_goes_through_a_function() {
 #[test]
 fn third_derivatives_work_as_well() {
     let x = leaf(&[2.0]);
-    let cube = |x: &Tensor| {
-        let cube = function(
-            |ctx, x| {
-                ctx.save_for_backward(x);
-                Ok(x[0].pow_tensor_scalar(3))
-            },
-            |ctx, g| {
-                let [x] = ctx.saved_tensors()?;
-                Ok(x.square() * 3.0 * &g[0])
-            },
-        );
-        cube.apply(&[x]).unwrap()
-    };
-    let first = gradient(&cube(&x), &x);
+    let cube = function(
+        |ctx, x| {
+            ctx.save_for_backward(x);
+            Ok(x[0].pow_tensor_scalar(3))
+        },
+        |ctx, g| {
+            let [x] = ctx.saved_tensors()?;
+            Ok(x.square() * 3.0 * &g[0])
+        },
+    );
+    let first = gradient(&cube.apply(&[&x]).unwrap(), &x);
     let second = gradient(&first, &x);
     let third = gradient(&second, &x);
     assert_eq!([&first, &second, &third].map(|t| to_f64(t)[0]), [12.0, 12.0, 6.0]);
@@ -66,9 +62,8 @@ fn a_saved_output_keeps_its_history() {
     assert_eq!(to_f64(&gradient(&first, &x)), [0.5f64.exp()]);
 }
 
-type Boxed<O> = Box<dyn Fn(&Tensor) -> O>;
-
-fn square(once: bool) -> Boxed<Tensor> {
+/// x², whose second derivative is refused.
+fn once_square(x: &Tensor) -> Tensor {
     let square = function(
         |ctx, x| {
             ctx.save_for_backward(x);
@@ -78,29 +73,27 @@ fn square(once: bool) -> Boxed<Tensor> {
             let [x] = ctx.saved_tensors()?;
             Ok(x * 2.0 * &g[0])
         },
-    )
-    .name("Square");
-    let square: Closures<_, _> = if once { square.once_differentiable() } else { square };
-    Box::new(move |x| square.apply(&[x]).unwrap())
+    );
+    square.name("Square").once_differentiable().apply(&[x]).unwrap()
 }
 
 #[test]
 fn a_once_differentiable_function_refuses_its_second_derivative() {
     let x = leaf(&[3.0]);
-    let first = gradient(&square(true)(&x), &x);
+    let first = gradient(&once_square(&x), &x);
     assert_eq!(to_f64(&first), [6.0]);
     let error = message(first.f_backward());
     assert!(error.contains("Square is once differentiable"), "{error}");
     // Also in a sum with parts that could be differentiated: no part is silently left out.
-    let error = message((gradient(&square(true)(&x), &x) + x.square()).f_backward());
+    let error = message((gradient(&once_square(&x), &x) + x.square()).f_backward());
     assert!(error.contains("Square is once differentiable"), "{error}");
-    assert_eq!(to_f64(&gradient(&gradient(&square(false)(&x), &x), &x)), [2.0]);
+    assert_eq!(to_f64(&gradient(&gradient(&square(&x).unwrap(), &x), &x)), [2.0]);
 }
 
 #[test]
 fn once_is_enough_without_create_graph() {
     let x = leaf(&[3.0]);
-    square(true)(&x).backward();
+    once_square(&x).backward();
     assert_eq!(to_f64(&x.grad()), [6.0]);
     assert!(!x.grad().requires_grad());
 }
