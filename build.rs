@@ -93,9 +93,9 @@ impl Libtorch {
         if self.has_cuda() {
             shim.define("TAMP_WITH_CUDA", None);
         }
-        // Hooks for this crate's own tests, which cargo builds with the profile that a user's debug build has, too: such
-        // a build carries two functions more, and a counter that nothing sets. No release build has them. The cfg, and
-        // not debug_assertions, which a profile may set otherwise, tells the Rust side.
+        // Hooks for this crate's own tests, which cargo builds with the profile that a user's debug build has, too:
+        // such a build carries two functions more, and a counter that nothing sets. No release build has them. The cfg,
+        // and not debug_assertions, which a profile may set otherwise, tells the Rust side.
         if env::var("PROFILE").is_ok_and(|profile| profile == "debug") {
             shim.define("TAMP_TESTING", None);
             println!("cargo:rustc-cfg=tamp_testing");

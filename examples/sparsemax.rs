@@ -1,4 +1,4 @@
-//! An operation that libtorch lacks, with a derivative of one's own: sparsemax, a softmax that gives exact zeros.
+//! An operation that libtorch lacks, with a derivative of your own: sparsemax, a softmax that gives exact zeros.
 //!
 //! `cargo run --example sparsemax`
 //!

@@ -171,8 +171,9 @@ pub enum Error {
         cause: BoxError,
     },
 
-    /// A custom function does not fit what it was applied to, or told its context what is not so, or libtorch refused to
-    /// record it. Its forward has run, unless the number of gradients or the dtype of `cast_inputs` is what is wrong.
+    /// A custom function does not fit what it was applied to, or told its context what is not so, or libtorch refused
+    /// to record it. Its forward has run, unless the number of gradients or the dtype of `cast_inputs` is what is
+    /// wrong.
     #[error("{name}: {problem}")]
     FunctionMisuse {
         /// The function.

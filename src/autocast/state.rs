@@ -28,7 +28,7 @@ pub fn is_autocast_enabled(device: Device) -> bool {
 ///
 /// # Errors
 ///
-/// [`Error::DeviceUnavailable`] for a device without autocast.
+/// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable) for a device without autocast.
 pub fn autocast_dtype(device: Device) -> Result<Kind> {
     dtype_kind(read(device)?.devices[0].dtype)
 }
@@ -87,7 +87,7 @@ impl AutocastState {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if libtorch cannot read it, which a supported version can.
+    /// [`Error::Torch`](crate::Error::Torch) if libtorch cannot read it, which a supported version can.
     pub fn current() -> Result<Self> {
         let mut state = sys::AutocastState::default();
         for device in DEVICES {
@@ -101,7 +101,7 @@ impl AutocastState {
     ///
     /// # Errors
     ///
-    /// [`Error::ThreadEnding`] inside a destructor of a thread-local value.
+    /// [`Error::ThreadEnding`](crate::Error::ThreadEnding) inside a destructor of a thread-local value.
     pub fn enter(&self) -> Result<AutocastGuard> {
         AutocastGuard::open(self.here()?, self.0)
     }
@@ -124,7 +124,7 @@ impl AutocastState {
     ///
     /// # Errors
     ///
-    /// [`Error::DeviceUnavailable`] for a device without autocast.
+    /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable) for a device without autocast.
     pub fn dtype(&self, device: Device) -> Result<Kind> {
         device_type(device)?;
         let state = self.of(device).copied().unwrap_or_default();

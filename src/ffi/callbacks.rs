@@ -13,8 +13,8 @@ use crate::{panics, sys};
 
 use super::{FunctionCall, call};
 
-/// What a custom function does once its forward has been recorded. libtorch calls it from any thread, but never twice at
-/// once.
+/// What a custom function does once its forward has been recorded. libtorch calls it from any thread, but never twice
+/// at once.
 pub(crate) trait Recorded: Send + 'static {
     /// Returns a gradient or `None` for each input, or the message of the failure.
     fn backward(

@@ -63,7 +63,7 @@ pub(crate) fn function_record<R: Recorded>(
     let function = raw_function(state, ended);
     let (out, count) = (all[given..].as_ptr(), outputs.len());
     // SAFETY: every array has the length beside it, the borrows keep their tensors and the name alive, the shim changes
-    // `outputs` only through libtorch's own handles, and it takes the state in any case: the callbacks get it back as what
-    // it is.
+    // `outputs` only through libtorch's own handles, and it takes the state in any case: the callbacks get it back as
+    // what it is.
     call(|err| unsafe { sys::tamp_function_record(&function, &raw, out, count, err) })
 }

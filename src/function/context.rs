@@ -47,15 +47,15 @@ impl ForwardContext {
         self.saved = handles(tensors);
     }
 
-    /// Saves a value of any type for backward. A second one of the same type replaces the first. PyTorch keeps such
-    /// values as attributes of `ctx`. Like saved tensors it is freed by the first backward that does not keep the graph.
+    /// Saves a value for backward, one of each type: a second one of the same type replaces the first. As saved
+    /// tensors, it is freed by the first backward that does not keep the graph. In PyTorch, an attribute of `ctx`.
     pub fn save_value<T: Any + Send>(&mut self, value: T) {
         self.values.retain(|known| !known.is::<T>());
         self.values.push(Box::new(value));
     }
 
-    /// Tells whether the gradient of the input will be wanted; `false` where nothing is recorded, as under
-    /// `tch::no_grad`, where PyTorch says whether the input requires one.
+    /// Tells whether a backward may want the gradient of the input: where the input requires one and the call is
+    /// recorded. Under `tch::no_grad` it is not, and PyTorch's answer is `true` all the same.
     ///
     /// # Errors
     ///
@@ -143,8 +143,8 @@ impl BackwardContext<'_> {
         })
     }
 
-    /// Tells whether this backward wants the gradient of the input. It does not where the input does not require one, or
-    /// where only other gradients were asked for (`Tensor::run_backward`).
+    /// Tells whether this backward wants the gradient of the input: where the input requires one, and is among those
+    /// that were asked for (`Tensor::run_backward`).
     ///
     /// # Errors
     ///

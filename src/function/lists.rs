@@ -18,8 +18,8 @@ impl Outputs for Tensor {}
 impl<const N: usize> Outputs for [Tensor; N] {}
 impl Outputs for Vec<Tensor> {}
 
-/// The gradients that a function returns, one for each input: a `Tensor`, an `Option<Tensor>`, or an array or a `Vec` of
-/// either. `None` means that the input has no gradient.
+/// The gradients that a function returns, one for each input: a `Tensor`, an `Option<Tensor>`, or an array or a `Vec`
+/// of either. `None` means that the input has no gradient.
 #[diagnostic::on_unimplemented(
     message = "a backward cannot return `{Self}`",
     label = "not a list of gradients",

@@ -1,7 +1,7 @@
-//! Custom autograd functions: a forward and a backward of one's own, as one operation of libtorch's autograd.
+//! Custom autograd functions: a forward and a backward of your own, as one operation of libtorch's autograd.
 //!
-//! A [`Function`] is a value with a `forward` and a `backward`; [`apply`](Function::apply) runs the forward and puts the
-//! backward into the graph. The twin of `torch.autograd.Function` with `torch.amp.custom_fwd` and `custom_bwd`.
+//! A [`Function`] is a value with a `forward` and a `backward`; [`apply`](Function::apply) runs the forward and puts
+//! the backward into the graph. The twin of `torch.autograd.Function` with `torch.amp.custom_fwd` and `custom_bwd`.
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor};
@@ -73,41 +73,57 @@
 //! # Ok::<(), tch_amp::Error>(())
 //! ```
 //!
-//! # What is defined
+//! # In detail
 //!
-//! - **Errors and panics.** An `Err` of the forward comes back as [`Error::Function`](crate::Error::Function), its panic
-//!   as the same panic. An `Err` or a panic of the backward becomes an error of the `backward()` that ran it, which tch
-//!   reports as `f_backward` or `backward` do, with the function's name, from whichever thread. The grad mode and the
-//!   autocast state are as before, and what the error did not reach can be used again.
-//! - **Gradients** have the shape of their input (one that broadcasts to it is summed by libtorch), its device, and a
-//!   floating dtype (or complex, for a complex input), which libtorch casts to the input's. Anything else is an error
-//!   with the function's name and the index, and so is a wrong number of them; an array type whose length is not that
-//!   of the inputs is refused by `apply`.
-//! - **Undefined inputs** (`Tensor::new()`) reach the forward as they are. A gradient for one is ignored, as it is for an
-//!   input that requires none.
-//! - **An input returned as it is** comes out as a view of it. **Views** of inputs may be returned, but not changed in
-//!   place afterwards, which libtorch refuses. **Integer outputs** are not differentiable. An output that is returned
-//!   twice becomes two outputs.
+//! ## Errors and panics
+//!
+//! An `Err` of the forward comes back as [`Error::Function`](crate::Error::Function), its panic as the same panic. An
+//! `Err` or a panic of the backward becomes an error of the `backward()` that ran it, which tch reports as `f_backward`
+//! or `backward` do, with the function's name, from whichever thread. The grad mode and the autocast state are as
+//! before, and what the error did not reach can be used again.
+//!
+//! ## Inputs and outputs
+//!
 //! - **No input requires a gradient**, or the call stands in `tch::no_grad` or in inference mode: forward runs, nothing
 //!   is recorded, and everything it saved is dropped at once.
+//! - **An undefined input** (`Tensor::new()`) reaches the forward as it is.
+//! - **An input that is returned as it is** comes out as a view of it.
+//! - **Views** of inputs may be returned, but not changed in place afterwards, which libtorch refuses.
+//! - **Integer outputs** are not differentiable.
+//! - **An output that is returned twice** becomes two outputs.
 //! - **The grad mode** is off in forward and, unless the gradient itself is to be differentiated (`create_graph`), in
 //!   backward; `tch::with_grad` switches it on.
-//! - **Double backward** works where the backward is made of differentiable operations on what
+//!
+//! ## Gradients
+//!
+//! The gradient of an input has the input's shape (libtorch sums one that broadcasts to it), its device, and a floating
+//! dtype (or a complex one, for a complex input), which libtorch casts to the input's. Anything else is an error with
+//! the function's name and the index, and so is a wrong number of gradients; an array type whose length is not that of
+//! the inputs is refused by `apply`. A gradient is ignored where the input is undefined or requires none.
+//!
+//! ## A backward more than once
+//!
+//! - **Second derivatives** work where the backward is made of differentiable operations on what
 //!   [`save_for_backward`](ForwardContext::save_for_backward) saved, on gradients and on constants; else declare
 //!   [`once_differentiable`](Function::once_differentiable).
-//! - **A second backward** through the same graph fails unless the first was told to keep it, if forward saved anything.
+//! - **A second backward** through the same graph fails unless the first was told to keep it, if forward saved
+//!   anything.
 //! - **A backward inside the backward** is allowed. One that leads through the very call it runs in is an error, as it
 //!   could never end. A *thread* that a backward starts and waits for is beyond that check, and must not do it; nor may
 //!   two threads run backwards that each lead through the function in which the other one is.
-//! - **Threads.** libtorch may run the backward and drop the function on any thread, but never runs one call's backward
-//!   twice at once: the function is `Send` and need not be `Sync`.
-//! - **Memory.** A value that forward captures never holds the graph, outputs included. Only a cell that is shared with
-//!   the caller, and into which the caller puts an output of `apply`, can, as `Rc` can.
+//!
+//! ## Threads and memory
+//!
+//! libtorch may run the backward and drop the function on any thread, but never runs one call's backward twice at once:
+//! the function is `Send` and need not be `Sync`.
+//!
+//! A value that forward captures never holds the graph, outputs included. Only a cell that is shared with the caller,
+//! and into which the caller puts an output of `apply`, can, as `Rc` can.
 //!
 //! # Checking a derivative
 //!
 //! [`gradcheck`](crate::gradcheck()) compares it with finite differences, and [`gradgradcheck`](crate::gradgradcheck())
-//! the second one.
+//! does so with the second derivative.
 
 #![forbid(unsafe_code)]
 
@@ -129,10 +145,11 @@ pub use lists::{Gradients, Outputs};
 /// What a forward and a backward return: any error will do, by `?` or by `"text".into()`.
 pub type FunctionResult<T> = std::result::Result<T, BoxError>;
 
-/// An operation with a derivative of one's own. The twin of `torch.autograd.Function`, and of `custom_fwd` and
+/// An operation with a derivative of your own. The twin of `torch.autograd.Function`, and of `custom_fwd` and
 /// `custom_bwd`, whose semantics every function has; see the [module](self) for an example.
 ///
-/// What the function needs beside its inputs are its fields. They are `Send`, because libtorch's threads run the backward:
+/// What the function needs beside its inputs are its fields. They are `Send`, because libtorch's threads run the
+/// backward:
 ///
 /// ```compile_fail,E0277
 /// use std::rc::Rc;
@@ -175,13 +192,13 @@ pub trait Function: Send + Sized + 'static {
         &path[path.rfind(':').map_or(0, |colon| colon + 1)..]
     }
 
-    /// Tells to which dtype the inputs on a type of device are cast inside a region there; the function then runs with
-    /// autocast off on that type of device, forward and backward. `None`, the default, leaves both as they are. Outside
-    /// of a region it has no effect.
+    /// Returns the dtype to which the inputs are cast inside a region on this type of device; the function then runs,
+    /// forward and backward, with autocast off there. `None`, the default, leaves both as they are. Outside of a region
+    /// it has no effect.
     ///
-    /// Cast are floating tensors but f64, and autograd knows of it, so that double backward reaches the input (in PyTorch
-    /// it does not). It is asked once for every type of device with an enabled region, whose index means nothing. The
-    /// twin of `custom_fwd(device_type=…, cast_inputs=…)`.
+    /// Floating tensors are cast, f64 excepted. Autograd records the casts, so that a second derivative reaches the
+    /// inputs (in PyTorch it does not). [`apply`](Self::apply) asks once for every type of device with an enabled
+    /// region; the index of the device means nothing. The twin of `custom_fwd(device_type=…, cast_inputs=…)`.
     fn cast_inputs(&self, _device: Device) -> Option<Kind> {
         None
     }
@@ -192,15 +209,15 @@ pub trait Function: Send + Sized + 'static {
         false
     }
 
-    /// Runs forward on the inputs and makes its outputs those of an operation whose backward is this one. The twin of
-    /// `apply`.
+    /// Runs forward on the inputs and records the call in the graph, so that backward answers for it. The twin of
+    /// `apply` in `torch.autograd.Function`.
     ///
     /// # Errors
     ///
     /// [`Error::Function`](crate::Error::Function) if forward fails;
     /// [`Error::FunctionMisuse`](crate::Error::FunctionMisuse) for what the context was told wrongly, such as a tensor
-    /// marked dirty that is not an input, for a type of `Gradients` whose length is not that of the inputs, and for what
-    /// libtorch refuses to record.
+    /// marked dirty that is not an input, for a type of `Gradients` whose length is not that of the inputs, and for
+    /// what libtorch refuses to record.
     ///
     /// # Panics
     ///

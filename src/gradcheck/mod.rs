@@ -15,11 +15,11 @@ use crate::function::Outputs;
 
 use checked::{copies, first_gradients, outputs, requires_grad};
 
-/// Checks the gradients of `f` by finite differences with PyTorch's tolerances; [`GradCheck`] has them as options. The
-/// twin of `torch.autograd.gradcheck`.
+/// Checks the gradients of `f` against finite differences, with PyTorch's tolerances; [`GradCheck`] has them as
+/// options. The twin of `torch.autograd.gradcheck`.
 ///
-/// `f` may be anything that autograd records, not only a [`Function`](crate::Function). The inputs are f64 where they
-/// require a gradient, at least one of them does, and `f` gets copies of them. Waits for the device.
+/// `f` may be anything that autograd records, not only a [`Function`](crate::Function), and gets copies of the inputs.
+/// At least one of them requires a gradient, and those that do are f64, of any shape. Waits for the device.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -38,10 +38,11 @@ use checked::{copies, first_gradients, outputs, requires_grad};
 ///
 /// # Errors
 ///
-/// [`Error::GradCheck`] with the first element whose two gradients differ, and both; [`Error::NotCheckable`] for inputs
-/// or outputs that are not f64 and for inputs of which none requires a gradient; [`Error::NondeterministicBackward`] for
-/// a backward that answers differently when it is run again; [`Error::InvalidValue`] for options of [`GradCheck`] that are
-/// outside of their ranges; and what `f` itself fails with.
+/// [`Error::GradCheck`](crate::Error::GradCheck) with the first element whose two gradients differ, and both;
+/// [`Error::NotCheckable`](crate::Error::NotCheckable) for inputs or outputs that are not f64 and for inputs of which
+/// none requires a gradient; [`Error::NondeterministicBackward`](crate::Error::NondeterministicBackward) for a backward
+/// that answers differently when it is run again; [`Error::InvalidValue`](crate::Error::InvalidValue) for options of
+/// [`GradCheck`] that are outside of their ranges; and what `f` itself fails with.
 pub fn gradcheck<T, O, E>(
     f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
     inputs: &[T],
@@ -54,13 +55,13 @@ where
     GradCheck::default().gradcheck(f, inputs)
 }
 
-/// Checks the second derivatives of `f`: the gradients of its backward, by the inputs and by the gradients of the
+/// Checks the second derivatives of `f`: those of its backward, with respect to the inputs and to the gradients of the
 /// outputs, which are drawn at random. The twin of `torch.autograd.gradgradcheck`. Waits for the device.
 ///
 /// # Errors
 ///
-/// As [`gradcheck`]; the inputs that [`Error::GradCheck`] counts are those of `f` and after them the gradients of its
-/// outputs, and the outputs are the gradients of its inputs that require one.
+/// As [`gradcheck`]; the inputs that [`Error::GradCheck`](crate::Error::GradCheck) counts are those of `f` and after
+/// them the gradients of its outputs, and the outputs are the gradients of its inputs that require one.
 pub fn gradgradcheck<T, O, E>(
     f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
     inputs: &[T],
