@@ -9,8 +9,21 @@ use anyhow::{Context, Result, bail, ensure};
 const OLDEST: (u32, u32) = (2, 11);
 const NEWEST: (u32, u32) = (2, 13);
 
-const SOURCES: [&str; 6] =
-    ["autocast.cpp", "device.cpp", "function.cpp", "optim.cpp", "scaler.cpp", "testing.cpp"];
+const SOURCES: [&str; 9] = [
+    "autocast.cpp",
+    "clip.cpp",
+    "device.cpp",
+    "function.cpp",
+    "gradients.cpp",
+    "kernels.cpp",
+    "optim.cpp",
+    "scaler.cpp",
+    "testing.cpp",
+];
+
+/// The loops of csrc/kernels.cpp become vector code only with these, and round as libtorch's only without contraction.
+const FLAGS: [&str; 4] =
+    ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"];
 
 fn main() {
     println!("cargo:rustc-check-cfg=cfg(tamp_testing)");
@@ -84,11 +97,15 @@ impl Libtorch {
             .cargo_metadata(false)
             .warnings(true)
             .extra_warnings(true)
+            .opt_level(3)
             .warnings_into_errors(variable("TCH_AMP_DENY_WARNINGS").is_some())
             .define("_GLIBCXX_USE_CXX11_ABI", abi.as_str());
         // System headers: their warnings are not ours.
         for include in [self.include.clone(), self.include.join("torch/csrc/api/include")] {
             shim.flag("-isystem").flag(&include);
+        }
+        for flag in FLAGS {
+            shim.flag(flag);
         }
         if self.has_cuda() {
             shim.define("TAMP_WITH_CUDA", None);

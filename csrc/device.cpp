@@ -1,8 +1,16 @@
 // What this libtorch can run on.
 
 #include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "guarded.h"
+
+struct tamp_arrival {
+  at::Tensor copy;
+  c10::Event event;
+};
 
 #ifdef TAMP_WITH_CUDA
 namespace at::cuda {
@@ -34,5 +42,27 @@ uint8_t tamp_cuda_is_linked(void) noexcept {
 void tamp_cuda_initialize(char **err) noexcept {
   tamp::guarded(err, [] { at::globalContext().lazyInitDevice(c10::DeviceType::CUDA); });
 }
+
+tamp_arrival *tamp_arrival_new(const tamp_tensor *flag, char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    const at::Tensor &number = tamp::tensor(flag);
+    const c10::Device device = number.device();
+    const auto options = number.options().device(at::kCPU).pinned_memory(true);
+    auto arrival =
+        std::make_unique<tamp_arrival>(tamp_arrival{at::empty(number.sizes(), options), c10::Event(device.type())});
+    arrival->copy.copy_(number, /*non_blocking=*/true);
+    arrival->event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    return arrival.release();
+  });
+}
+
+uint8_t tamp_arrival_poll(const tamp_arrival *arrival, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    if (!arrival->event.query()) return TAMP_PENDING;
+    return *arrival->copy.const_data_ptr<float>() != 0.0F ? TAMP_NONZERO : TAMP_ZERO;
+  });
+}
+
+void tamp_arrival_free(tamp_arrival *arrival) noexcept { delete arrival; }
 
 }  // extern "C"

@@ -1,53 +1,399 @@
-// What happens to gradients between unscaling and the optimizer's step.
+// The fused optimizers: one call for all parameters. On the CPU the loops of kernels.h, elsewhere libtorch's kernels.
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "chunks.h"
 #include "guarded.h"
+#include "kernels.h"
 
 namespace {
 
-std::vector<at::Tensor> gradients(tamp_tensor *const *parameters, size_t count) {
-  std::vector<at::Tensor> out;
-  for (size_t i = 0; i < count; ++i) {
-    const at::Tensor &gradient = tamp::gradient(tamp::tensor(parameters[i]));
-    if (gradient.defined()) out.push_back(gradient);
+using at::Tensor;
+using tamp::kernels::GradientScale;
+
+enum State { kFirst, kSecond, kThird, kStates };
+
+// A parameter with what its update reads and writes.
+struct Entry {
+  const tamp_optim_options *options;
+  bool first_step;
+  Tensor parameter, gradient, step, states[kStates];
+};
+
+void check_state(const Tensor &parameter, const Tensor &state) {
+  TORCH_CHECK(state.scalar_type() == parameter.scalar_type() && state.device() == parameter.device() &&
+                  state.sizes() == parameter.sizes(),
+              "the optimizer's state is ", state.scalar_type(), " ", state.sizes(), " on ", state.device(),
+              " for a parameter that is ", parameter.scalar_type(), " ", parameter.sizes(), " on ", parameter.device(),
+              " by now; build the optimizer after the model has its dtype and device");
+}
+
+Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options) {
+  Entry out = {options + given.options, given.first_step != 0, tamp::tensor(given.parameter), {}, {}, {}};
+  out.gradient = tamp::gradient(out.parameter);
+  TORCH_CHECK(out.gradient.defined(), "a parameter without a gradient cannot be stepped");
+  check_state(out.parameter, out.gradient);
+  if (given.step != nullptr) out.step = tamp::tensor(given.step);
+  tamp_tensor *const states[kStates] = {given.first, given.second, given.third};
+  for (int i = 0; i < kStates; ++i) {
+    if (states[i] == nullptr) continue;
+    out.states[i] = tamp::tensor(states[i]);
+    check_state(out.parameter, out.states[i]);
   }
   return out;
 }
 
-// As torch.nn.utils.clip_grad_norm_: the norm of the norms, and a factor clamped on the device, so that nobody waits.
-at::Tensor clip_norm(const std::vector<at::Tensor> &gradients, double max_norm) {
-  const at::Device first = gradients.front().device();
-  std::vector<at::Tensor> norms;
-  for (const auto &gradient : gradients) {
-    norms.push_back(tamp::on_device(at::linalg_vector_norm(gradient, 2), first));
+// ---- the CPU
+
+// Whether one index goes over the memory of the parameter, its gradient and its state alike.
+bool is_aligned(const Entry &e) {
+  const auto contiguous = [](const Tensor &t) { return !t.defined() || t.is_contiguous(); };
+  if (e.parameter.is_contiguous() && contiguous(e.gradient) && contiguous(e.states[kFirst]) &&
+      contiguous(e.states[kSecond]) && contiguous(e.states[kThird])) {
+    return true;
   }
-  at::Tensor total = at::linalg_vector_norm(at::stack(norms), 2);
-  // Python divides a number by a tensor as reciprocal times number, which rounds otherwise than C++'s division.
-  const at::Tensor factor = (total + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
-  for (const auto &gradient : gradients) gradient.mul_(tamp::on_device(factor, gradient.device()));
-  return total;
+  if (!e.parameter.is_non_overlapping_and_dense()) return false;
+  const auto alike = [&](const Tensor &t) { return !t.defined() || t.strides() == e.parameter.strides(); };
+  return alike(e.gradient) && alike(e.states[kFirst]) && alike(e.states[kSecond]) && alike(e.states[kThird]);
+}
+
+// The same entry in contiguous memory, where it is not so already.
+Entry contiguous(const Entry &e) {
+  Entry out = e;
+  out.parameter = e.parameter.contiguous();
+  out.gradient = e.gradient.contiguous();
+  for (auto &state : out.states) {
+    if (state.defined()) state = state.contiguous();
+  }
+  return out;
+}
+
+void copy_back(const Entry &to, const Entry &from) {
+  const auto copy = [](const Tensor &target, const Tensor &source) {
+    if (target.defined() && !target.is_same(source)) target.copy_(source);
+  };
+  copy(to.parameter, from.parameter);
+  for (int i = 0; i < kStates; ++i) copy(to.states[i], from.states[i]);
+}
+
+float &step_of(const Entry &e) { return *e.step.mutable_data_ptr<float>(); }
+
+// 1 - beta^step, remembered: most parameters share it.
+class Correction {
+ public:
+  double operator()(double beta, double step) {
+    if (beta != beta_ || step != step_) value_ = 1 - std::pow(beta_ = beta, step_ = step);
+    return value_;
+  }
+
+ private:
+  double beta_ = -1, step_ = -1, value_ = 0;
+};
+
+struct Corrections {
+  Correction first, second;
+};
+
+// What an update takes besides memory.
+struct Update {
+  tamp::kernels::Adam adam;
+  tamp::kernels::Sgd sgd;
+  tamp::kernels::Adagrad adagrad;
+};
+
+Update update_of(const Entry &e, Corrections &corrections) {
+  const tamp_optim_options &o = *e.options;
+  const bool maximize = (o.flags & TAMP_OPTIM_MAXIMIZE) != 0;
+  const double step = e.step.defined() ? step_of(e) + 1.0 : 1.0;
+  Update out = {};
+  if (o.algorithm == TAMP_OPTIM_SGD) {
+    const bool nesterov = (o.flags & TAMP_OPTIM_NESTEROV) != 0;
+    out.sgd = {o.lr, o.momentum, o.dampening, o.weight_decay, nesterov, maximize, e.first_step};
+  } else if (o.algorithm == TAMP_OPTIM_ADAGRAD) {
+    out.adagrad = {o.lr, o.lr_decay, o.eps, o.weight_decay, step, maximize};
+  } else {
+    const bool amsgrad = (o.flags & TAMP_OPTIM_AMSGRAD) != 0;
+    const bool decoupled = o.algorithm == TAMP_OPTIM_ADAMW;
+    out.adam = {o.lr,
+                o.beta1,
+                o.beta2,
+                o.eps,
+                o.weight_decay,
+                corrections.first(o.beta1, step),
+                corrections.second(o.beta2, step),
+                amsgrad,
+                maximize,
+                decoupled};
+  }
+  return out;
+}
+
+template <typename T>
+tamp::kernels::Slice<T> slice(const Entry &e, const tamp::Chunk &chunk) {
+  const auto at = [&](const Tensor &t) { return t.defined() ? static_cast<T *>(t.data_ptr()) + chunk.begin : nullptr; };
+  const auto *gradient = static_cast<const T *>(e.gradient.const_data_ptr()) + chunk.begin;
+  return {at(e.parameter),        gradient, at(e.states[kFirst]), at(e.states[kSecond]), at(e.states[kThird]),
+          chunk.end - chunk.begin};
+}
+
+void run(const Entry &e, const Update &update, const GradientScale &scale, const tamp::Chunk &chunk) {
+  tamp::with_floating(e.parameter.scalar_type(), [&](auto *type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    switch (e.options->algorithm) {
+      case TAMP_OPTIM_SGD:
+        return tamp::kernels::update(update.sgd, scale, slice<T>(e, chunk));
+      case TAMP_OPTIM_ADAGRAD:
+        return tamp::kernels::update(update.adagrad, scale, slice<T>(e, chunk));
+      default:
+        return tamp::kernels::update(update.adam, scale, slice<T>(e, chunk));
+    }
+  });
+}
+
+void bump(const Tensor &t) {
+  if (t.defined() && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+}
+
+void step_on_cpu(const std::vector<Entry> &entries, const GradientScale &scale) {
+  std::vector<Entry> work;
+  std::vector<int64_t> sizes;
+  std::vector<Update> updates;
+  Corrections corrections;
+  work.reserve(entries.size());
+  for (const auto &e : entries) {
+    work.push_back(is_aligned(e) ? e : contiguous(e));
+    sizes.push_back(e.parameter.numel());
+    updates.push_back(update_of(e, corrections));
+  }
+  const auto parts = tamp::chunks(sizes);
+  tamp::for_each(parts, tamp::From::kEnd, [&](int64_t i) {
+    const tamp::Chunk &chunk = parts[static_cast<size_t>(i)];
+    run(work[chunk.tensor], updates[chunk.tensor], scale, chunk);
+  });
+  for (size_t i = 0; i < entries.size(); ++i) {
+    copy_back(entries[i], work[i]);
+    if (entries[i].step.defined()) step_of(entries[i]) += 1;
+    bump(entries[i].parameter);
+    for (const auto &state : entries[i].states) bump(state);
+  }
+}
+
+GradientScale scale_on_cpu(const tamp_optim_scale &scale) {
+  GradientScale out;
+  if (scale.grad_scale == nullptr) return out;
+  const auto value = tamp::tensor(scale.grad_scale).item<float>();
+  if (scale.clip == nullptr) {
+    out.divisor = value;
+  } else {
+    out.factor = static_cast<float>(1.0 / static_cast<double>(value));
+    out.clip = tamp::tensor(scale.clip).item<double>();
+  }
+  return out;
+}
+
+bool is_skipped(const tamp_optim_scale &scale) {
+  return scale.found_inf != nullptr && tamp::tensor(scale.found_inf).item<float>() != 0.0F;
+}
+
+// ---- state
+
+#ifdef __linux__
+// Asks for huge pages: a pass over parameters, gradients and state in small pages spends a tenth of its time on finding
+// them. A refusal does not matter.
+void advise(const Tensor &buffer) {
+  constexpr uintptr_t kPage = uintptr_t{1} << 21;
+  const auto begin = reinterpret_cast<uintptr_t>(buffer.data_ptr());
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+  const uintptr_t last = (begin + buffer.nbytes()) / kPage * kPage;
+  if (first < last) madvise(reinterpret_cast<void *>(first), last - first, MADV_HUGEPAGE);
+}
+#else
+void advise(const Tensor &) {}
+#endif
+
+// Tensors like the parameters, all of one dtype, filled with `value`, one behind the other in one buffer.
+std::vector<Tensor> in_one_buffer(const std::vector<Tensor> &parameters, double value) {
+  // Odd distances in cache lines, or the loops would walk through memory that falls into the same places of the cache.
+  const auto room = [](const Tensor &t) {
+    const int64_t line = 64 / static_cast<int64_t>(t.element_size());
+    return (t.numel() + line - 1) / line * line + 5 * line;
+  };
+  int64_t total = 0;
+  for (const auto &p : parameters) total += room(p);
+  Tensor buffer = at::empty({total}, parameters.front().options().requires_grad(false));
+  advise(buffer);
+  buffer.fill_(value);
+  std::vector<Tensor> out;
+  int64_t offset = 0;
+  for (const auto &p : parameters) {
+    const bool dense = p.is_non_overlapping_and_dense();
+    const Tensor shaped = dense ? p : at::empty(p.sizes(), p.options().device(at::kMeta));
+    out.push_back(at::as_strided(buffer, p.sizes(), shaped.strides(), offset));
+    offset += room(p);
+  }
+  return out;
+}
+
+// The places of the parameters of each dtype.
+std::vector<std::vector<size_t>> by_dtype(tamp_tensor *const *parameters, size_t count) {
+  std::vector<std::vector<size_t>> out;
+  for (size_t i = 0; i < count; ++i) {
+    const Tensor &p = tamp::tensor(parameters[i]);
+    size_t list = 0;
+    while (list < out.size() && tamp::tensor(parameters[out[list].front()]).dtype() != p.dtype()) ++list;
+    if (list == out.size()) out.emplace_back();
+    out[list].push_back(i);
+  }
+  return out;
+}
+
+std::vector<Tensor> states_like(tamp_tensor *const *parameters, size_t count, double value) {
+  std::vector<Tensor> out(count);
+  for (const auto &list : by_dtype(parameters, count)) {
+    std::vector<Tensor> likes;
+    std::vector<size_t> places;
+    for (const size_t i : list) {
+      const Tensor &p = tamp::tensor(parameters[i]);
+      if (p.is_cpu()) {
+        likes.push_back(p.detach());
+        places.push_back(i);
+      } else {
+        out[i] = at::full_like(p.detach(), value);
+      }
+    }
+    if (likes.empty()) continue;
+    auto made = in_one_buffer(likes, value);
+    for (size_t i = 0; i < places.size(); ++i) out[places[i]] = std::move(made[i]);
+  }
+  return out;
+}
+
+// ---- other devices
+
+// Entries that one call of libtorch takes.
+struct Batch {
+  const tamp_optim_options *options;
+  at::Device device;
+  at::ScalarType dtype;
+  bool first_step;
+  std::vector<Tensor> parameters, gradients, steps, states[kStates];
+
+  bool takes(const Entry &e) const {
+    return options == e.options && device == e.parameter.device() && dtype == e.parameter.scalar_type() &&
+           first_step == e.first_step;
+  }
+
+  void add(const Entry &e) {
+    parameters.push_back(e.parameter);
+    // The kernels walk the memory of both with one index.
+    const bool alike = e.gradient.strides() == e.parameter.strides();
+    gradients.push_back(alike ? e.gradient : at::empty_like(e.parameter).copy_(e.gradient));
+    if (e.step.defined()) steps.push_back(e.step);
+    for (int i = 0; i < kStates; ++i) {
+      if (e.states[i].defined()) states[i].push_back(e.states[i]);
+    }
+  }
+};
+
+std::vector<Batch> batches(const std::vector<Entry> &entries) {
+  std::vector<Batch> out;
+  for (const auto &e : entries) {
+    size_t i = 0;
+    while (i < out.size() && !out[i].takes(e)) ++i;
+    if (i == out.size()) {
+      out.push_back({e.options, e.parameter.device(), e.parameter.scalar_type(), e.first_step, {}, {}, {}, {}});
+    }
+    out[i].add(e);
+  }
+  return out;
+}
+
+std::optional<Tensor> on_device(const tamp_tensor *t, at::Device device) {
+  if (t == nullptr) return std::nullopt;
+  return tamp::on_device(tamp::tensor(t), device);
+}
+
+void launch(Batch &b, const std::optional<Tensor> &grad_scale, const std::optional<Tensor> &found_inf) {
+  const tamp_optim_options &o = *b.options;
+  const bool maximize = (o.flags & TAMP_OPTIM_MAXIMIZE) != 0;
+  const bool amsgrad = (o.flags & TAMP_OPTIM_AMSGRAD) != 0;
+  switch (o.algorithm) {
+    case TAMP_OPTIM_SGD:
+      at::_fused_sgd_(b.parameters, b.gradients, b.states[kFirst], o.weight_decay, o.momentum, o.lr, o.dampening,
+                      (o.flags & TAMP_OPTIM_NESTEROV) != 0, maximize, b.first_step, grad_scale, found_inf);
+      break;
+    case TAMP_OPTIM_ADAGRAD:
+      at::_fused_adagrad_(b.parameters, b.gradients, b.states[kFirst], b.steps, o.lr, o.lr_decay, o.weight_decay, o.eps,
+                          maximize, grad_scale, found_inf);
+      break;
+    case TAMP_OPTIM_ADAM:
+      at::_fused_adam_(b.parameters, b.gradients, b.states[kFirst], b.states[kSecond], b.states[kThird], b.steps, o.lr,
+                       o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale, found_inf);
+      break;
+    default:
+      at::_fused_adamw_(b.parameters, b.gradients, b.states[kFirst], b.states[kSecond], b.states[kThird], b.steps, o.lr,
+                        o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale, found_inf);
+  }
+}
+
+void step_on_device(Batch &b, const tamp_optim_scale &scale) {
+  auto grad_scale = on_device(scale.grad_scale, b.device);
+  const auto clip = on_device(scale.clip, b.device);
+  const auto found_inf = on_device(scale.found_inf, b.device);
+  // The kernels divide by this one number.
+  if (grad_scale && clip) grad_scale = *grad_scale / clip->to(at::kFloat);
+  if (!b.steps.empty()) at::_foreach_add_(b.steps, 1);
+  launch(b, grad_scale, found_inf);
+  if (found_inf && !b.steps.empty()) {
+    at::_foreach_sub_(b.steps, std::vector<Tensor>(b.steps.size(), *found_inf));
+  }
 }
 
 }  // namespace
 
 extern "C" {
 
-tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, double max_norm, char **err) noexcept {
-  return tamp::guarded(err, [&]() -> tamp_tensor * {
+void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
+                     const tamp_optim_scale *scale, char **err) noexcept {
+  tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    const auto found = gradients(parameters, count);
-    return found.empty() ? nullptr : tamp::give(clip_norm(found, max_norm));
+    std::vector<Entry> cpu, other;
+    cpu.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      Entry e = entry(parameters[i], options);
+      auto &list = e.parameter.is_cpu() ? cpu : other;
+      list.push_back(std::move(e));
+    }
+    for (auto &batch : batches(other)) step_on_device(batch, *scale);
+    if (!cpu.empty() && !is_skipped(*scale)) step_on_cpu(cpu, scale_on_cpu(*scale));
   });
 }
 
-void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double max, char **err) noexcept {
+void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, double value, tamp_tensor **states,
+                           char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    for (const auto &gradient : gradients(parameters, count)) gradient.clamp_(-max, max);
+    auto made = states_like(parameters, count, value);
+    for (size_t i = 0; i < count; ++i) states[i] = tamp::give(std::move(made[i]));
+  });
+}
+
+void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    for (size_t i = 0; i < count; ++i) {
+      const Tensor &parameter = tamp::tensor(parameters[i]);
+      if (tamp::gradient(parameter).defined()) parameter.mutable_grad().reset();
+    }
   });
 }
 

@@ -4,11 +4,11 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <utility>
 #include <vector>
 
+#include "gradients.h"
 #include "guarded.h"
 
 namespace {
@@ -59,16 +59,6 @@ tamp_gradient inspect(const Tensor &parameter) {
   return out;
 }
 
-// The dense real tensor that holds the numbers of a gradient. An fp16 sparse gradient is coalesced first: duplicate
-// indices can add up to infinity.
-Tensor numbers(const Tensor &parameter) {
-  Tensor &gradient = parameter.mutable_grad();
-  if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf) gradient = gradient.coalesce();
-  Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
-  if (!values.is_complex()) return values;
-  return at::view_as_real(values.is_conj() ? values.conj() : values);
-}
-
 // ---- unscaling
 
 float host_reciprocal(const Tensor &scale) { return static_cast<float>(1.0 / scale.item<double>()); }
@@ -78,49 +68,6 @@ Tensor reciprocal(const Tensor &scale, bool check_only) {
   if (scale.is_cpu()) return at::scalar_tensor(host_reciprocal(scale), scale.options());
   if (scale.device().is_mps()) return scale.reciprocal();  // MPS has no f64
   return scale.to(at::kDouble).reciprocal().to(at::kFloat);
-}
-
-// Below this many elements a plain loop beats the dispatcher and the kernel's setup; above it the kernel is parallel.
-constexpr int64_t kSmall = 32768;
-
-template <typename T>
-bool is_small(const Tensor &t) {
-  return t.is_cpu() && t.scalar_type() == c10::CppTypeToScalarType<T>::value && t.is_contiguous() &&
-         t.numel() <= kSmall;
-}
-
-bool is_non_finite(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return (bits & 0x7f800000U) == 0x7f800000U;
-}
-
-bool is_non_finite(double value) {
-  uint64_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return (bits & 0x7ff0000000000000U) == 0x7ff0000000000000U;
-}
-
-// By bits, which no -ffast-math can reason away, and without a branch, so that the compiler can vectorise.
-template <typename T>
-bool any_non_finite(const T *values, int64_t n) {
-  int bad = 0;
-  for (int64_t i = 0; i < n; ++i) bad |= is_non_finite(values[i]);
-  return bad != 0;
-}
-
-// The same numbers, bit by bit, as _amp_foreach_non_finite_check_and_unscale_.
-template <typename T>
-bool unscale_small(const Tensor &t, float inverse, bool recheck) {
-  T *values = t.mutable_data_ptr<T>();
-  const int64_t n = t.numel();
-  bool bad = any_non_finite(values, n);
-  if (inverse != 1.0F) {
-    for (int64_t i = 0; i < n; ++i) values[i] *= static_cast<T>(inverse);
-    if (recheck) bad |= any_non_finite(values, n);
-  }
-  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
-  return bad;
 }
 
 void mark_non_finite(const std::vector<Tensor> &tensors, Tensor &found_inf) {
@@ -153,7 +100,7 @@ bool has_kernel(const Tensor &t) {
   return t.is_cpu() || t.is_cuda();
 }
 
-void unscale_large(const std::vector<Tensor> &tensors, const Tensor &inverse, Tensor &found_inf, bool recheck) {
+void unscale_in_kernel(const std::vector<Tensor> &tensors, const Tensor &inverse, Tensor &found_inf, bool recheck) {
   if (tensors.empty()) return;
   at::_amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse);
   // A second look at the results, which a scale of one leaves as they are.
@@ -174,26 +121,19 @@ uint8_t unscale(tamp_tensor *const *parameters, size_t count, const Tensor &scal
   const bool generic = (options & TAMP_UNSCALE_GENERIC) != 0;
   const bool on_host = found_inf.is_cpu();
   const float inverse = check_only ? 1.0F : (on_host ? host_reciprocal(scale) : 0.0F);
-  bool bad = false;
-  std::vector<Tensor> kernel, plain;
+  std::vector<Tensor> looped, kernel, generics;
   zero(found_inf);
   for (size_t i = 0; i < count; ++i) {
-    Tensor t = numbers(tamp::tensor(parameters[i]));
-    if (generic || !has_kernel(t)) {
-      plain.push_back(std::move(t));
-    } else if (is_small<float>(t)) {
-      bad |= unscale_small<float>(t, inverse, recheck);
-    } else if (is_small<double>(t)) {
-      bad |= unscale_small<double>(t, inverse, recheck);
-    } else {
-      kernel.push_back(std::move(t));
-    }
+    Tensor t = tamp::numbers(tamp::tensor(parameters[i]));
+    auto &list = generic || !has_kernel(t) ? generics : (tamp::has_loop(t) ? looped : kernel);
+    list.push_back(std::move(t));
   }
-  if (!kernel.empty() || !plain.empty()) {
+  const bool bad = tamp::unscale_in_loops(looped, inverse, recheck);
+  if (!kernel.empty() || !generics.empty()) {
     const Tensor factor = on_host ? at::scalar_tensor(inverse, found_inf.options())
                                   : tamp::on_device(reciprocal(scale, check_only), found_inf.device());
-    unscale_large(kernel, factor, found_inf, recheck);
-    unscale_generic(plain, factor, found_inf, recheck);
+    unscale_in_kernel(kernel, factor, found_inf, recheck);
+    unscale_generic(generics, factor, found_inf, recheck);
   }
   if (!on_host) return TAMP_ON_DEVICE;
   float &flag = *found_inf.mutable_data_ptr<float>();
@@ -239,6 +179,22 @@ uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, con
   return tamp::guarded(err, [&]() -> uint8_t {
     const c10::NoGradGuard no_grad;
     return unscale(parameters, count, tamp::tensor(scale), tamp::tensor(found_inf), options);
+  });
+}
+
+tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
+                                 tamp_tensor *found_inf, uint8_t *answer, char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    Tensor &found = tamp::tensor(found_inf);
+    std::vector<Tensor> gradients;
+    for (size_t i = 0; i < count; ++i) gradients.push_back(tamp::numbers(tamp::tensor(parameters[i])));
+    const Tensor factor = tamp::on_device(reciprocal(tamp::tensor(scale), false), found.device());
+    const Tensor norm = tamp::norm(gradients, factor);
+    found.copy_(at::isfinite(norm).logical_not());
+    *answer = TAMP_ON_DEVICE;
+    if (found.is_cpu()) *answer = *found.const_data_ptr<float>() != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
+    return tamp::give(norm);
   });
 }
 

@@ -36,6 +36,19 @@ uint8_t tamp_cuda_is_linked(void) TAMP_NOEXCEPT;
 // Initialises CUDA, which fails with libtorch's own reason where it cannot be used.
 void tamp_cuda_initialize(char **err) TAMP_NOEXCEPT;
 
+// A number on its way from a device to the host.
+typedef struct tamp_arrival tamp_arrival;
+
+enum { TAMP_PENDING = 0, TAMP_ZERO = 1, TAMP_NONZERO = 2 };
+
+// Sends `flag`, an f32 of one element on a GPU, to the host without waiting for it.
+tamp_arrival *tamp_arrival_new(const tamp_tensor *flag, char **err) TAMP_NOEXCEPT;
+
+// Whether it is there and zero. Never waits.
+uint8_t tamp_arrival_poll(const tamp_arrival *arrival, char **err) TAMP_NOEXCEPT;
+
+void tamp_arrival_free(tamp_arrival *arrival) TAMP_NOEXCEPT;
+
 // -------------------------------------------------------------------------------------------------------- autocast.cpp
 
 enum { TAMP_AUTOCAST_DEVICES = 3 };
@@ -109,6 +122,12 @@ enum { TAMP_FINITE = 0, TAMP_NON_FINITE = 1, TAMP_ON_DEVICE = 2 };
 uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
                                tamp_tensor *found_inf, uint8_t options, char **err) TAMP_NOEXCEPT;
 
+// The common 2-norm of the gradients of `count` parameters times 1/scale, which stay as they are: a 0-dim tensor on the
+// device of `found_inf`, where they all lie; f64 when they all are, else f32. Sets `found_inf` to whether the norm is
+// infinite or NaN, as it is when a gradient is, and `answer` to what tamp_gradients_unscale returns. Waits as that.
+tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
+                                 tamp_tensor *found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
+
 // Whether any of the one-element tensors is not zero. Waits for their devices, in one transfer.
 uint8_t tamp_any_nonzero(tamp_tensor *const *tensors, size_t count, char **err) TAMP_NOEXCEPT;
 
@@ -126,15 +145,73 @@ typedef struct tamp_scale_rule {
 void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *const *found_infs, size_t count,
                        const tamp_scale_rule *rule, char **err) TAMP_NOEXCEPT;
 
-// ----------------------------------------------------------------------------------------------------------- optim.cpp
+// ------------------------------------------------------------------------------------------------------------ clip.cpp
 
 // Scales the gradients of `count` parameters down in place so that their common 2-norm is at most `max_norm`.
-// Returns the norm before that, a 0-dim tensor on the first gradient's device; null without any gradient.
+// Returns the norm before that, a 0-dim tensor on the first gradient's device; null without any gradient. With
+// `error_if_nonfinite` it waits for the device to write to `is_finite` whether the norm is finite, and leaves the
+// gradients alone when it is not.
 tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, double max_norm,
-                                 char **err) TAMP_NOEXCEPT;
+                                 uint8_t error_if_nonfinite, uint8_t *is_finite, char **err) TAMP_NOEXCEPT;
+
+// The factor by which gradients of a common 2-norm come down to `max_norm`: at most one, on the norm's device.
+tamp_tensor *tamp_clip_factor(const tamp_tensor *norm, double max_norm, char **err) TAMP_NOEXCEPT;
 
 // Clamps every element of the gradients of `count` parameters to [-max, max], in place.
 void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double max, char **err) TAMP_NOEXCEPT;
+
+// ----------------------------------------------------------------------------------------------------------- optim.cpp
+
+enum { TAMP_OPTIM_ADAM = 0, TAMP_OPTIM_ADAMW = 1, TAMP_OPTIM_SGD = 2, TAMP_OPTIM_ADAGRAD = 3 };
+
+enum { TAMP_OPTIM_AMSGRAD = 1, TAMP_OPTIM_NESTEROV = 2, TAMP_OPTIM_MAXIMIZE = 4 };
+
+// The options of a parameter group, by PyTorch's names. An algorithm looks at its own only.
+typedef struct tamp_optim_options {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double momentum;
+  double dampening;
+  double lr_decay;
+  uint8_t algorithm;
+  uint8_t flags;
+} tamp_optim_options;
+
+// A parameter that has a gradient, and its state: tensors of its shape, dtype and device, and its f32 step count.
+typedef struct tamp_optim_parameter {
+  tamp_tensor *parameter;
+  tamp_tensor *step;    // null for SGD
+  tamp_tensor *first;   // exp_avg, momentum_buffer or sum; null for SGD without momentum
+  tamp_tensor *second;  // exp_avg_sq; null unless Adam or AdamW
+  tamp_tensor *third;   // max_exp_avg_sq; null without AMSGrad
+  uint32_t options;     // an index
+  uint8_t first_step;   // the momentum buffer starts with the gradient
+} tamp_optim_parameter;
+
+// How the gradients become those that the update takes: divided by `grad_scale`, or times its reciprocal and `clip`.
+// Null for what does not apply. Where `found_inf` is not zero nothing changes at all.
+typedef struct tamp_optim_scale {
+  tamp_tensor *grad_scale;
+  tamp_tensor *clip;
+  tamp_tensor *found_inf;
+} tamp_optim_scale;
+
+// Steps `count` parameters, each by the options that it names. Checks all of them before it changes any. Waits for a
+// device only to bring what `scale` names from there to parameters on the CPU. The gradients of parameters on the CPU
+// stay as they are; libtorch's kernels for other devices unscale them.
+void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
+                     const tamp_optim_scale *scale, char **err) TAMP_NOEXCEPT;
+
+// Makes a tensor like each of `count` parameters, filled with `value`, without history. Those on the CPU lie in one buffer
+// for each dtype. On failure none is made.
+void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, double value, tamp_tensor **states,
+                           char **err) TAMP_NOEXCEPT;
+
+// Drops the gradients of `count` parameters.
+void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
 
 // --------------------------------------------------------------------------------------------------------- function.cpp
 

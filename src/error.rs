@@ -157,6 +157,58 @@ pub enum Error {
         name: String,
     },
 
+    /// A parameter that a fused optimizer cannot take.
+    #[error("the parameter {parameter} {problem}")]
+    Parameter {
+        /// The parameter's name.
+        parameter: String,
+        /// What is wrong with it, and what to do.
+        problem: &'static str,
+    },
+
+    /// An optimizer has no such parameter group.
+    #[error("there is no parameter group {group}: this optimizer has {groups}, counted from 0")]
+    NoSuchGroup {
+        /// The number asked for.
+        group: usize,
+        /// How many groups there are.
+        groups: usize,
+    },
+
+    /// The algorithm of an optimizer has no such option.
+    #[error("{algorithm} has no {option}")]
+    NoSuchOption {
+        /// The option, under its PyTorch name.
+        option: &'static str,
+        /// The algorithm.
+        algorithm: &'static str,
+    },
+
+    /// Options of one algorithm for an optimizer of another.
+    #[error("all groups of this optimizer are {algorithm}; {given} needs an optimizer of its own")]
+    OtherAlgorithm {
+        /// The optimizer's algorithm.
+        algorithm: &'static str,
+        /// The one of the options.
+        given: &'static str,
+    },
+
+    /// An optimizer state that does not fit the optimizer that is to load it.
+    #[error("the optimizer state does not fit: {parameter}: {problem}")]
+    OptimizerState {
+        /// The parameter's name.
+        parameter: String,
+        /// What is missing, too much or of another shape.
+        problem: String,
+    },
+
+    /// The norm of the gradients is infinite or NaN. They were not clipped.
+    #[error("the norm of the gradients is {norm}: look for an infinite or NaN loss")]
+    NonFiniteNorm {
+        /// The norm.
+        norm: f64,
+    },
+
     /// The optimizer's own step failed. It may have changed some of its parameters. The message holds the causes, which
     /// `source()` does not return again.
     #[error("the optimizer's step failed: {}", chain(&**.0))]

@@ -2,6 +2,7 @@
 
 mod callbacks;
 mod function;
+mod optim;
 #[cfg(test)]
 mod tests;
 
@@ -15,6 +16,8 @@ use crate::sys;
 
 pub(crate) use callbacks::{Borrowed, Node, Recorded};
 pub(crate) use function::{FunctionCall, function_begin, function_record};
+
+pub(crate) use optim::*;
 
 /// Calls a function of the shim with `err` as its last argument and turns a message into an error.
 fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
@@ -115,12 +118,44 @@ pub(crate) fn gradients_unscale(
     let answer = call(|err| unsafe {
         sys::tamp_gradients_unscale(array, count, scale, found_inf, options, err)
     })?;
+    known(answer)
+}
+
+/// An answer of the shim, where the host has it.
+fn known(answer: u8) -> Result<Option<bool>> {
     match answer {
         sys::FINITE => Ok(Some(false)),
         sys::NON_FINITE => Ok(Some(true)),
         sys::ON_DEVICE => Ok(None),
-        other => Err(Error::Torch(format!("unscaling answered {other}"))),
+        other => Err(Error::Torch(format!("the check of gradients answered {other}"))),
     }
+}
+
+/// The norm of the gradients of `parameters`, all of `found_inf`'s device, divided by `scale`, and whether it is infinite
+/// or NaN; `None` where the answer lies on the device. The gradients stay as they are.
+pub(crate) fn gradients_norm(
+    parameters: &[&Tensor],
+    scale: &Tensor,
+    found_inf: &Tensor,
+) -> Result<(Tensor, Option<bool>)> {
+    let tensors = pointers(parameters.iter().copied());
+    let (array, count) = (tensors.as_ptr(), tensors.len());
+    let (scale, found_inf) = (scale.as_ptr(), pointer(found_inf));
+    let mut answer = 0;
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `answer` is valid for a write.
+    let norm = call(|err| unsafe {
+        sys::tamp_gradients_norm(array, count, scale, found_inf, &mut answer, err)
+    })?;
+    Ok((given(norm)?, known(answer)?))
+}
+
+/// A tensor that the shim returned.
+fn given(tensor: *mut sys::Tensor) -> Result<Tensor> {
+    if tensor.is_null() {
+        return Err(Error::Torch("the shim returned no tensor".to_owned()));
+    }
+    // SAFETY: a pointer of the shim's that is not null is a new tensor, which it gave to us alone.
+    Ok(unsafe { Tensor::from_ptr(tensor) })
 }
 
 /// Whether any of the one-element tensors is not zero. Waits for their devices, once.
@@ -143,24 +178,6 @@ pub(crate) fn scale_update(
     let (scale, tracker) = (pointer(scale), pointer(tracker));
     // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `rule` has the shim's layout.
     call(|err| unsafe { sys::tamp_scale_update(scale, tracker, array, count, rule, err) })
-}
-
-/// Clips the gradients of the parameters to a common norm and returns the norm before; `None` without gradients.
-pub(crate) fn clip_grad_norm(parameters: &[Tensor], max_norm: f64) -> Result<Option<Tensor>> {
-    let tensors = pointers(parameters);
-    // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.
-    let norm = call(|err| unsafe {
-        sys::tamp_clip_grad_norm(tensors.as_ptr(), tensors.len(), max_norm, err)
-    })?;
-    // SAFETY: a pointer that is not null is a new tensor, which the shim gave to us alone.
-    Ok((!norm.is_null()).then(|| unsafe { Tensor::from_ptr(norm) }))
-}
-
-/// Clamps every element of the gradients of the parameters to `-max..=max`.
-pub(crate) fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
-    let tensors = pointers(parameters);
-    // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.
-    call(|err| unsafe { sys::tamp_clip_grad_value(tensors.as_ptr(), tensors.len(), max, err) })
 }
 
 /// Makes the `call`-th function of the shim from now on fail; see `csrc/testing.cpp`.

@@ -5,6 +5,16 @@ use std::ffi::{c_char, c_void};
 /// A tensor behind the pointers that tch hands out.
 pub(crate) use torch_sys::C_tensor as Tensor;
 
+/// A number on its way from a device to the host.
+#[repr(C)]
+pub(crate) struct Arrival {
+    _opaque: [u8; 0],
+}
+
+pub(crate) const PENDING: u8 = 0;
+pub(crate) const ZERO: u8 = 1;
+pub(crate) const NONZERO: u8 = 2;
+
 pub(crate) const AUTOCAST_DEVICES: usize = 3;
 
 #[repr(C)]
@@ -57,6 +67,48 @@ pub(crate) struct ScaleRule {
     pub(crate) growth_interval: i64,
     pub(crate) min_scale: f64,
     pub(crate) max_scale: f64,
+}
+
+pub(crate) const OPTIM_ADAM: u8 = 0;
+pub(crate) const OPTIM_ADAMW: u8 = 1;
+pub(crate) const OPTIM_SGD: u8 = 2;
+pub(crate) const OPTIM_ADAGRAD: u8 = 3;
+
+pub(crate) const OPTIM_AMSGRAD: u8 = 1;
+pub(crate) const OPTIM_NESTEROV: u8 = 2;
+pub(crate) const OPTIM_MAXIMIZE: u8 = 4;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct OptimOptions {
+    pub(crate) lr: f64,
+    pub(crate) beta1: f64,
+    pub(crate) beta2: f64,
+    pub(crate) eps: f64,
+    pub(crate) weight_decay: f64,
+    pub(crate) momentum: f64,
+    pub(crate) dampening: f64,
+    pub(crate) lr_decay: f64,
+    pub(crate) algorithm: u8,
+    pub(crate) flags: u8,
+}
+
+#[repr(C)]
+pub(crate) struct OptimParameter {
+    pub(crate) parameter: *mut Tensor,
+    pub(crate) step: *mut Tensor,
+    pub(crate) first: *mut Tensor,
+    pub(crate) second: *mut Tensor,
+    pub(crate) third: *mut Tensor,
+    pub(crate) options: u32,
+    pub(crate) first_step: u8,
+}
+
+#[repr(C)]
+pub(crate) struct OptimScale {
+    pub(crate) grad_scale: *mut Tensor,
+    pub(crate) clip: *mut Tensor,
+    pub(crate) found_inf: *mut Tensor,
 }
 
 /// A custom function's place in the graph of autograd.
@@ -129,6 +181,10 @@ unsafe extern "C" {
     pub(crate) fn tamp_cuda_is_linked() -> u8;
     pub(crate) fn tamp_cuda_initialize(err: *mut *mut c_char);
 
+    pub(crate) fn tamp_arrival_new(flag: *const Tensor, err: *mut *mut c_char) -> *mut Arrival;
+    pub(crate) fn tamp_arrival_poll(arrival: *const Arrival, err: *mut *mut c_char) -> u8;
+    pub(crate) fn tamp_arrival_free(arrival: *mut Arrival);
+
     pub(crate) fn tamp_autocast_read(state: *mut AutocastState, err: *mut *mut c_char);
     pub(crate) fn tamp_autocast_enter(
         next: *const AutocastState,
@@ -153,6 +209,14 @@ unsafe extern "C" {
         options: u8,
         err: *mut *mut c_char,
     ) -> u8;
+    pub(crate) fn tamp_gradients_norm(
+        parameters: *const *mut Tensor,
+        count: usize,
+        scale: *const Tensor,
+        found_inf: *mut Tensor,
+        answer: *mut u8,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
     pub(crate) fn tamp_any_nonzero(
         tensors: *const *mut Tensor,
         count: usize,
@@ -171,12 +235,39 @@ unsafe extern "C" {
         parameters: *const *mut Tensor,
         count: usize,
         max_norm: f64,
+        error_if_nonfinite: u8,
+        is_finite: *mut u8,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+    pub(crate) fn tamp_clip_factor(
+        norm: *const Tensor,
+        max_norm: f64,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
     pub(crate) fn tamp_clip_grad_value(
         parameters: *const *mut Tensor,
         count: usize,
         max: f64,
+        err: *mut *mut c_char,
+    );
+
+    pub(crate) fn tamp_optim_step(
+        parameters: *const OptimParameter,
+        count: usize,
+        options: *const OptimOptions,
+        scale: *const OptimScale,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_optim_states_new(
+        parameters: *const *mut Tensor,
+        count: usize,
+        value: f64,
+        states: *mut *mut Tensor,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_gradients_drop(
+        parameters: *const *mut Tensor,
+        count: usize,
         err: *mut *mut c_char,
     );
 

@@ -1,12 +1,47 @@
-//! The optimizers that a scaler can step.
+//! Optimizers that step all parameters in one call and never wait for the device, clipping, and the trait that a scaler
+//! steps through.
+//!
+//! ```
+//! use tch::{Device, Kind, Tensor, nn};
+//! use tch_amp::{GradScaler, optim};
+//!
+//! let vs = nn::VarStore::new(Device::Cpu);
+//! let net = nn::linear(vs.root(), 4, 1, Default::default());
+//! let mut opt = optim::AdamW::default().build(&vs, 1e-3)?;
+//! let mut scaler = GradScaler::new(Device::Cpu)?;
+//! for _ in 0..3 {
+//!     let loss = Tensor::randn([8, 4], (Kind::Float, Device::Cpu)).apply(&net).square().mean(Kind::Float);
+//!     opt.zero_grad()?;
+//!     scaler.backward(&loss)?;
+//!     let _outcome = scaler.step_clip_norm(&mut opt, 1.0)?;
+//!     scaler.update()?;
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 #![forbid(unsafe_code)]
 
-use std::ops::Deref;
+mod clip;
+mod config;
+mod dict;
+mod groups;
+mod optimizer;
+mod parameters;
+mod scaled;
+mod state;
+mod taken;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use tch::Tensor;
-use tch::nn::Optimizer;
+pub(crate) use clip::check_limit;
+pub use clip::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
+pub use config::{Adagrad, Adam, AdamW, Algorithm, Sgd};
+pub use dict::{OptimizerState, ParamGroupState};
+pub use groups::ParamGroup;
+pub use optimizer::Optimizer;
+pub use parameters::{IntoParameters, Parameters};
+pub use scaled::{AmpScaling, ScaledStep};
+pub use taken::TakenSteps;
 
 use crate::error::{Error, Result};
 use crate::panics;
@@ -14,7 +49,7 @@ use crate::panics;
 /// An optimizer that a [`GradScaler`](crate::GradScaler) can step: it names its parameters and takes a step. In PyTorch,
 /// `torch.optim.Optimizer` is that.
 ///
-/// Implemented for [`tch::nn::Optimizer`]. One's own takes a few lines:
+/// Implemented for the fused [`Optimizer`] and for [`tch::nn::Optimizer`]. Your own takes a few lines:
 ///
 /// ```
 /// use tch::Tensor;
@@ -48,52 +83,15 @@ pub trait AmpOptimizer {
     fn parameter_name(&self, _index: usize) -> Option<String> {
         None
     }
-}
 
-/// The parameters of an optimizer: its own list, or one made for the occasion.
-#[derive(Debug)]
-pub struct Parameters<'a>(List<'a>);
-
-#[derive(Debug)]
-enum List<'a> {
-    Borrowed(&'a [Tensor]),
-    Owned(Vec<Tensor>),
-}
-
-impl Parameters<'_> {
-    /// The list as one that outlives the optimizer's borrow. Clones handles, not numbers.
-    pub(crate) fn into_owned(self) -> Vec<Tensor> {
-        match self.0 {
-            List::Borrowed(tensors) => tensors.iter().map(Tensor::shallow_clone).collect(),
-            List::Owned(tensors) => tensors,
-        }
+    /// Returns the optimizer as one that unscales and skips on the device, where it can. The scaler then leaves
+    /// [`step`](Self::step) alone and does not wait for the device.
+    fn amp_scaling(&mut self) -> Option<&mut dyn AmpScaling> {
+        None
     }
 }
 
-impl<'a> From<&'a [Tensor]> for Parameters<'a> {
-    fn from(tensors: &'a [Tensor]) -> Self {
-        Self(List::Borrowed(tensors))
-    }
-}
-
-impl From<Vec<Tensor>> for Parameters<'_> {
-    fn from(tensors: Vec<Tensor>) -> Self {
-        Self(List::Owned(tensors))
-    }
-}
-
-impl Deref for Parameters<'_> {
-    type Target = [Tensor];
-
-    fn deref(&self) -> &[Tensor] {
-        match &self.0 {
-            List::Borrowed(tensors) => tensors,
-            List::Owned(tensors) => tensors,
-        }
-    }
-}
-
-impl AmpOptimizer for Optimizer {
+impl AmpOptimizer for tch::nn::Optimizer {
     /// Returns the trainable variables of the VarStore, those that were added after the optimizer was built included:
     /// its step takes them up, too.
     fn parameters(&self) -> Parameters<'_> {
@@ -102,7 +100,7 @@ impl AmpOptimizer for Optimizer {
 
     fn step(&mut self) -> Result<()> {
         // tch's own `step` has no fallible twin and panics with libtorch's message.
-        catch_unwind(AssertUnwindSafe(|| Optimizer::step(self)))
+        catch_unwind(AssertUnwindSafe(|| tch::nn::Optimizer::step(self)))
             .map_err(|panic| Error::Optimizer(panics::into_message(panic).into()))
     }
 }

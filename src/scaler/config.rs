@@ -4,7 +4,9 @@
 
 use tch::Device;
 
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::{Result, ensure};
 use crate::scaler::GradScaler;
 
 /// The smallest scale whose reciprocal is finite in f32: 2^-126.
@@ -101,10 +103,6 @@ impl GradScalerConfig {
         let inside = (self.min_scale..=self.max_scale).contains(&scale);
         ensure(field, scale, inside, "a number from min_scale to max_scale")
     }
-}
-
-fn ensure(field: &'static str, value: f64, holds: bool, rule: &'static str) -> Result<()> {
-    if holds { Ok(()) } else { Err(Error::InvalidValue { field, value, rule }) }
 }
 
 /// The settings of a scaler at work.

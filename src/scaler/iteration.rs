@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::ffi;
@@ -18,6 +18,8 @@ use crate::sys::{self, Gradient};
 pub(crate) enum Stage {
     /// Some gradients are unscaled and some are not: libtorch failed in between.
     Broken,
+    /// They were looked at and are still scaled: a step is under way.
+    Looked,
     Unscaled,
     Stepped,
 }
@@ -28,6 +30,27 @@ struct FoundInf {
     tensor: Tensor,
     /// The answer, where the host has it.
     host: Option<bool>,
+    /// Whether somebody else reads the tensor later, so that it must not be used again.
+    lent: bool,
+}
+
+/// How the gradients of a new record are looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Look {
+    /// They are unscaled in place.
+    Unscale,
+    /// They are left scaled, for an optimizer that unscales them.
+    Check,
+    /// As `Check`, and their norm is taken.
+    Norm,
+}
+
+/// Whether a step can be taken.
+#[derive(Debug)]
+pub(crate) enum Verdict {
+    Known(bool),
+    /// Not if this flag, on a device, is not zero.
+    Unless(Tensor),
 }
 
 /// An optimizer, recognised by its parameters.
@@ -43,6 +66,8 @@ pub(crate) struct Record {
     dirty: bool,
     /// A loss was scaled since unscaling, so that a change may come from its backward.
     rescaled: bool,
+    /// The norm of the unscaled gradients, where it was taken.
+    norm: Option<Tensor>,
 }
 
 /// Whose a list of parameters is.
@@ -101,13 +126,14 @@ impl Iteration {
         })
     }
 
-    /// Unscales what `plan` lists and opens a record; without any gradient there is nothing to record.
-    pub(crate) fn unscale(
+    /// Looks at what `plan` lists and opens a record; without any gradient there is nothing to record.
+    pub(crate) fn open(
         &mut self,
         parameters: Vec<Tensor>,
         gradients: Vec<Gradient>,
         plan: &Plan,
         scale: &Scale,
+        look: Look,
     ) -> Result<Option<usize>> {
         for &frozen in &plan.frozen {
             ffi::gradient_drop(&parameters[frozen])?;
@@ -123,8 +149,17 @@ impl Iteration {
             found: Vec::new(),
             dirty: false,
             rescaled: false,
+            norm: None,
         });
-        self.fill(index, plan, scale)?;
+        let filled = match look {
+            Look::Unscale => self.fill(index, plan, scale),
+            Look::Check | Look::Norm => self.look(index, plan, scale, look == Look::Norm),
+        };
+        if filled.is_err() && look != Look::Unscale {
+            // Nothing was changed.
+            self.abandon(index);
+        }
+        filled?;
         Ok(Some(index))
     }
 
@@ -142,6 +177,43 @@ impl Iteration {
         Ok(())
     }
 
+    /// Looks at the gradients of a new record and leaves them as they are.
+    fn look(&mut self, index: usize, plan: &Plan, scale: &Scale, with_norm: bool) -> Result<()> {
+        let parameters = std::mem::take(&mut self.records[index].parameters);
+        let looked = match with_norm {
+            true => self.norms(&parameters, plan, scale.tensor()).map(|(f, norm)| (f, Some(norm))),
+            false => {
+                let found = self.check(&parameters, plan, scale.tensor(), sys::UNSCALE_CHECK_ONLY);
+                found.map(|found| (found, None))
+            }
+        };
+        let record = &mut self.records[index];
+        record.parameters = parameters;
+        (record.found, record.norm) = looked?;
+        record.stage = Stage::Looked;
+        let gradients = record.gradients.iter().map(|g| (g.parameter, g.gradient));
+        self.unscaled.extend(gradients);
+        Ok(())
+    }
+
+    /// Takes the norm of the unscaled gradients over all groups of `plan`.
+    fn norms(
+        &mut self,
+        parameters: &[Tensor],
+        plan: &Plan,
+        scale: &Tensor,
+    ) -> Result<(Vec<FoundInf>, Tensor)> {
+        let (mut found, mut norms) = (Vec::new(), Vec::new());
+        for (_, indices) in &plan.groups {
+            let group: Vec<&Tensor> = indices.iter().map(|&i| &parameters[i]).collect();
+            let tensor = self.spare_found_inf(group[0])?;
+            let (norm, host) = ffi::gradients_norm(&group, scale, &tensor)?;
+            found.push(FoundInf { tensor, host, lent: false });
+            norms.push(norm);
+        }
+        Ok((found, common_norm(norms)?))
+    }
+
     /// Runs the kernels over the groups of `plan`.
     fn check(
         &mut self,
@@ -155,7 +227,7 @@ impl Iteration {
             let group: Vec<&Tensor> = indices.iter().map(|&i| &parameters[i]).collect();
             let tensor = self.spare_found_inf(group[0])?;
             let host = ffi::gradients_unscale(&group, scale, &tensor, options)?;
-            found.push(FoundInf { tensor, host });
+            found.push(FoundInf { tensor, host, lent: false });
         }
         Ok(found)
     }
@@ -190,11 +262,30 @@ impl Iteration {
         compared.map_err(|(index, how)| Error::GradientChanged { parameter: describe(index), how })
     }
 
-    /// Takes over the gradients as they are now, after a change of our own. They are looked at again, since clipping to
-    /// an infinite norm makes NaN.
-    pub(crate) fn accept(&mut self, record: usize, now: Vec<Gradient>) {
+    /// Takes over the gradients as they are now, after a change of our own. They are looked at again only if it can have
+    /// made one infinite or NaN.
+    pub(crate) fn accept(&mut self, record: usize, now: Vec<Gradient>, look_again: bool) {
         let record = &mut self.records[record];
-        (record.gradients, record.dirty) = (now, true);
+        record.gradients = now;
+        record.dirty |= look_again;
+    }
+
+    /// The norm of the unscaled gradients, where it was taken.
+    pub(crate) fn norm(&self, record: usize) -> Option<Tensor> {
+        self.records[record].norm.as_ref().map(Tensor::shallow_clone)
+    }
+
+    /// Whether the record allows a step. Does not wait: where only devices know, the answer is a flag on the first.
+    pub(crate) fn verdict(&mut self, record: usize) -> Result<Verdict> {
+        let record = &mut self.records[record];
+        if let Some(found) = overflow(&record.found) {
+            return Ok(Verdict::Known(!found));
+        }
+        let flag = sum(&record.found)?;
+        if let [only] = record.found.as_mut_slice() {
+            only.lent = true;
+        }
+        Ok(Verdict::Unless(flag))
     }
 
     /// Compares as [`compare`](Self::compare), and looks again at gradients with other numbers.
@@ -245,7 +336,7 @@ impl Iteration {
     /// Forgets a record. Its gradients stay unscaled.
     pub(crate) fn abandon(&mut self, record: usize) {
         let record = self.records.remove(record);
-        self.spare.extend(record.found.into_iter().map(|flag| flag.tensor));
+        recycle(&mut self.spare, record.found);
         for gradient in &record.gradients {
             self.unscaled.remove(&gradient.parameter);
         }
@@ -253,8 +344,7 @@ impl Iteration {
 
     /// Ends the iteration.
     pub(crate) fn close(&mut self) {
-        let found = self.records.drain(..).flat_map(|record| record.found);
-        self.spare.extend(found.map(|flag| flag.tensor));
+        recycle(&mut self.spare, self.records.drain(..).flat_map(|record| record.found));
         self.unscaled.clear();
     }
 }
@@ -285,6 +375,35 @@ impl Record {
             }
         }
     }
+}
+
+/// Keeps the tensors that nobody else reads.
+fn recycle(spare: &mut Vec<Tensor>, found: impl IntoIterator<Item = FoundInf>) {
+    spare.extend(found.into_iter().filter(|flag| !flag.lent).map(|flag| flag.tensor));
+}
+
+/// One flag on the first device that is not zero when any is not.
+fn sum(found: &[FoundInf]) -> Result<Tensor> {
+    let mut flags = found.iter().map(|flag| &flag.tensor);
+    let Some(first) = flags.next() else {
+        return Err(Error::NoInfChecks);
+    };
+    flags.try_fold(first.shallow_clone(), |sum, flag| Ok(sum.f_add(&to(flag, sum.device())?)?))
+}
+
+/// The norm of several norms, on the device of the first.
+fn common_norm(mut norms: Vec<Tensor>) -> Result<Tensor> {
+    if norms.len() == 1 {
+        return Ok(norms.swap_remove(0));
+    }
+    let device = norms.first().map_or(Device::Cpu, Tensor::device);
+    let norms: Vec<_> = norms.iter().map(|norm| to(norm, device)).collect::<Result<_>>()?;
+    Ok(Tensor::f_stack(&norms, 0)?.f_norm()?)
+}
+
+/// A number as f32 on a device. A copy to the host that nobody waited for could be read before it is there.
+fn to(number: &Tensor, device: Device) -> Result<Tensor> {
+    Ok(number.f_to_device_(device, Kind::Float, device != Device::Cpu, false)?)
 }
 
 fn tensors(found: &[FoundInf]) -> Vec<&Tensor> {

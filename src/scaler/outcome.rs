@@ -2,12 +2,19 @@
 
 #![forbid(unsafe_code)]
 
+use std::cell::{Cell, OnceCell};
+
+use tch::Tensor;
+
 use crate::error::Result;
+use crate::ffi::Arrival;
 
 /// What [`GradScaler::step`](crate::GradScaler::step) did to its optimizer. PyTorch's `step` returns the optimizer's own
 /// value, or `None`, which may mean either.
 ///
-/// A learning-rate scheduler should advance only when the step was taken:
+/// After a step of a fused optimizer on a GPU the answer lies there, and asking waits for it, once;
+/// [`poll`](Self::poll) never waits. Everywhere else it is at hand. A learning-rate scheduler should advance only when
+/// the step was taken:
 ///
 /// ```no_run
 /// # fn train(scaler: &mut tch_amp::GradScaler, opt: &mut tch::nn::Optimizer, lr: f64) -> tch_amp::Result<()> {
@@ -18,7 +25,16 @@ use crate::error::Result;
 /// ```
 #[derive(Debug)]
 #[must_use = "a skipped step is silent otherwise; `let _outcome = …` says that you do not care"]
-pub struct StepOutcome(pub(crate) Step);
+pub struct StepOutcome {
+    answer: Answer,
+    total_norm: Option<Tensor>,
+}
+
+#[derive(Debug)]
+enum Answer {
+    Known(Step),
+    OnDevice(Pending),
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
@@ -27,29 +43,104 @@ pub(crate) enum Step {
     NoGradients,
 }
 
+/// An answer on a device.
+#[derive(Debug)]
+struct Pending {
+    found_inf: Tensor,
+    arrival: OnceCell<Arrival>,
+    skipped: Cell<Option<bool>>,
+}
+
+impl Pending {
+    /// Waits for the device.
+    fn wait(&self) -> Result<bool> {
+        if let Some(skipped) = self.skipped.get() {
+            return Ok(skipped);
+        }
+        let skipped = self.found_inf.f_double_value(&[])? != 0.0;
+        self.skipped.set(Some(skipped));
+        Ok(skipped)
+    }
+
+    fn poll(&self) -> Result<Option<bool>> {
+        if self.skipped.get().is_none() {
+            let arrival = match self.arrival.get() {
+                Some(arrival) => arrival,
+                None => {
+                    let arrival = Arrival::new(&self.found_inf)?;
+                    self.arrival.get_or_init(|| arrival)
+                }
+            };
+            self.skipped.set(arrival.poll()?);
+        }
+        Ok(self.skipped.get())
+    }
+}
+
 impl StepOutcome {
-    /// Tells whether the optimizer was stepped.
-    ///
-    /// For an optimizer that the host steps, such as tch's own, the answer is at hand and asking costs nothing.
+    pub(crate) fn known(step: Step) -> Self {
+        Self { answer: Answer::Known(step), total_norm: None }
+    }
+
+    /// One that is skipped if `found_inf`, f32 on a device, is not zero.
+    pub(crate) fn on_device(found_inf: Tensor) -> Self {
+        let pending = Pending { found_inf, arrival: OnceCell::new(), skipped: Cell::new(None) };
+        Self { answer: Answer::OnDevice(pending), total_norm: None }
+    }
+
+    pub(crate) fn with_norm(self, total_norm: Option<Tensor>) -> Self {
+        Self { total_norm, ..self }
+    }
+
+    fn step(&self) -> Result<Step> {
+        match &self.answer {
+            Answer::Known(step) => Ok(*step),
+            Answer::OnDevice(pending) if pending.wait()? => Ok(Step::Skipped),
+            Answer::OnDevice(_) => Ok(Step::Stepped),
+        }
+    }
+
+    /// Tells whether the optimizer was stepped. Waits for the device where only that knows.
     ///
     /// # Errors
     ///
     /// [`Error::Torch`](crate::Error::Torch) if an answer on a device cannot be read.
     pub fn is_stepped(&self) -> Result<bool> {
-        Ok(self.0 == Step::Stepped)
+        Ok(self.step()? == Step::Stepped)
     }
 
-    /// Tells whether the step was left out because a gradient was infinite or NaN. Then nothing was changed.
+    /// Tells whether the step was left out because a gradient was infinite or NaN. Then nothing was changed. Waits as
+    /// [`is_stepped`](Self::is_stepped).
     ///
     /// # Errors
     ///
     /// As [`is_stepped`](Self::is_stepped).
     pub fn is_skipped(&self) -> Result<bool> {
-        Ok(self.0 == Step::Skipped)
+        Ok(self.step()? == Step::Skipped)
     }
 
-    /// Tells whether the step was left out because no parameter had a gradient. PyTorch fails there.
+    /// Tells whether the optimizer was stepped, or `None` as long as only the device knows. Never waits. Count with
+    /// [`TakenSteps`](crate::optim::TakenSteps).
+    ///
+    /// # Errors
+    ///
+    /// As [`is_stepped`](Self::is_stepped).
+    pub fn poll(&self) -> Result<Option<bool>> {
+        match &self.answer {
+            Answer::Known(step) => Ok(Some(*step == Step::Stepped)),
+            Answer::OnDevice(pending) => Ok(pending.poll()?.map(|skipped| !skipped)),
+        }
+    }
+
+    /// Tells whether the step was left out because no parameter had a gradient. PyTorch fails there. Never waits.
     pub fn has_no_gradients(&self) -> bool {
-        self.0 == Step::NoGradients
+        matches!(self.answer, Answer::Known(Step::NoGradients))
+    }
+
+    /// Returns the 2-norm of the unscaled gradients before clipping, as
+    /// [`step_clip_norm`](crate::GradScaler::step_clip_norm) took it: a 0-dim tensor on the device of the first gradient.
+    /// `None` after [`step`](crate::GradScaler::step), and without gradients.
+    pub fn total_norm(&self) -> Option<&Tensor> {
+        self.total_norm.as_ref()
     }
 }

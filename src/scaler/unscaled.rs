@@ -4,9 +4,11 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::ffi;
-use crate::optim::AmpOptimizer;
+use crate::optim::{AmpOptimizer, check_limit};
 use crate::scaler::{GradScaler, StepOutcome};
 
 /// An optimizer whose gradients have been unscaled: clip them, then step. Dropping it leaves the step out. PyTorch has no
@@ -55,9 +57,24 @@ impl<'a> Unscaled<'a> {
     /// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::GradientChanged`] as in [`GradScaler::step`];
     /// [`Error::Torch`] for sparse gradients, whose norm libtorch cannot take.
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
+        self.clip(max_norm, false)
+    }
+
+    /// Clips as [`clip_grad_norm`](Self::clip_grad_norm), unless the norm is infinite or NaN. Waits for the device to know.
+    /// As `torch.nn.utils.clip_grad_norm_` with `error_if_nonfinite=True`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NonFiniteNorm`], with the gradients as they were; else as [`clip_grad_norm`](Self::clip_grad_norm).
+    pub fn clip_grad_norm_error_if_nonfinite(&mut self, max_norm: f64) -> Result<Tensor> {
+        self.clip(max_norm, true)
+    }
+
+    fn clip(&mut self, max_norm: f64, error_if_nonfinite: bool) -> Result<Tensor> {
         check_limit("max_norm", max_norm)?;
-        let clip = |parameters: &[Tensor]| ffi::clip_grad_norm(parameters, max_norm);
-        let norm = self.change(clip)?;
+        let clip = |all: &[Tensor]| ffi::clip_grad_norm(all, max_norm, error_if_nonfinite);
+        // The factor is not a number only where the limit and the norm are infinite.
+        let norm = self.change(!max_norm.is_finite(), clip)?;
         norm.map_or_else(|| Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?), Ok)
     }
 
@@ -69,12 +86,16 @@ impl<'a> Unscaled<'a> {
     /// [`Error::Torch`] for sparse or complex gradients, which libtorch cannot clamp.
     pub fn clip_grad_value(&mut self, max: f64) -> Result<()> {
         check_limit("max", max)?;
-        self.change(|parameters| ffi::clip_grad_value(parameters, max))
+        self.change(false, |parameters| ffi::clip_grad_value(parameters, max))
     }
 
-    fn change<T>(&mut self, change: impl FnOnce(&[Tensor]) -> Result<T>) -> Result<T> {
+    fn change<T>(
+        &mut self,
+        look_again: bool,
+        change: impl FnOnce(&[Tensor]) -> Result<T>,
+    ) -> Result<T> {
         let (record, optimizer) = (self.record, &*self.optimizer);
-        self.scaler.change_gradients(record, optimizer, change)
+        self.scaler.change_gradients(record, optimizer, look_again, change)
     }
 
     /// Steps the optimizer if all its gradients are finite. Waits as [`GradScaler::step`].
@@ -85,14 +106,6 @@ impl<'a> Unscaled<'a> {
     pub fn step(self) -> Result<StepOutcome> {
         self.scaler.step_shared(self.optimizer)
     }
-}
-
-fn check_limit(field: &'static str, value: f64) -> Result<()> {
-    if value >= 0.0 {
-        return Ok(());
-    }
-    let rule = "at least 0";
-    Err(Error::InvalidValue { field, value, rule })
 }
 
 impl std::fmt::Debug for Unscaled<'_> {

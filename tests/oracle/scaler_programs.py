@@ -5,6 +5,7 @@ Each answer is the outcome of the operation, then the whole state after it, or "
 """
 
 import ctypes
+import math
 import struct
 import sys
 
@@ -25,7 +26,14 @@ ERRORS = (
 )
 
 
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def raw(tensor):
+    """The bytes, every NaN with all bits set: which one a product of two has is nobody's business."""
+    nans = tensor.detach().isnan()
+    if nans.any():
+        tensor = tensor.detach().view(INTEGERS[tensor.element_size()]).masked_fill(nans, -1)
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
@@ -47,11 +55,14 @@ def told(state):
 
 
 def clip_norm(params, max_norm):
+    """PyTorch's clipping by a norm whose squares are added up in f64, one after the other."""
     grads = [param.grad for param in params if param.grad is not None]
-    if len({grad.dtype for grad in grads}) < 2:
+    if not grads:
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
-    # PyTorch adds up the norms of several dtypes in the order of a hash map; here they come in that of the parameters.
-    total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+    squares = [sum((x * x for x in grad.double().flatten().tolist()), 0.0) for grad in grads]
+    total = torch.tensor(math.sqrt(sum(squares, 0.0)), dtype=torch.float64)
+    if any(grad.dtype != torch.float64 for grad in grads):
+        total = total.float()
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return total
 

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use crate::common::bits::canonical;
 use tch::Tensor;
 use tch_amp::{Error, Result, StepOutcome};
 
@@ -37,7 +38,7 @@ pub fn write_bits(out: &mut String, tensor: &Tensor) {
     let mut bytes = [0; 64];
     let length = tensor.numel() * tensor.kind().elt_size_in_bytes();
     tensor.copy_data_u8(&mut bytes[..length], tensor.numel());
-    write_hex(out, &bytes[..length]);
+    write_hex(out, &canonical(tensor.kind(), bytes[..length].to_vec()));
 }
 
 pub fn write_hex(out: &mut String, bytes: &[u8]) {

@@ -1,0 +1,204 @@
+//! A whole AMP step beside Python's GradScaler and fused AdamW, and beside tch's own AdamW.
+//!
+//! Forward and backward are the same work on both sides and are not timed; each step finds fresh gradients, since
+//! unscaling the same ones again and again would end at zero.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
+
+mod common;
+
+use common::{
+    Rounds, Row, Twin, median, microseconds, nanoseconds, print_ratio, print_table, rounds,
+};
+use tch::nn::{self, OptimizerConfig as _, VarStore};
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::optim::{AdamW, Optimizer};
+use tch_amp::{AmpOptimizer, GradScaler};
+
+/// The steps that are compared bit by bit, and the one among them that overflows.
+const CHECKED: usize = 20;
+const OVERFLOW: usize = 7;
+
+const MAX_NORM: f64 = 1.0;
+
+fn main() {
+    let Some(mut twin) = Twin::start("optim.py") else {
+        return;
+    };
+    tch::set_num_threads(1);
+    let theirs = twin.ask(&format!("check {CHECKED} {OVERFLOW}"));
+    assert_eq!(check(), theirs, "both sides compute the same");
+    small(&mut twin, 160, ["amp_step_160x16", "amp_step_clip_160x16"]);
+    small(&mut twin, 400, ["amp_step_400x16", "amp_step_clip_400x16"]);
+    large(&mut twin);
+    against_tch();
+}
+
+/// Host cost.
+fn small(twin: &mut Twin, parameters: i64, names: [&str; 2]) {
+    let rows = measure(twin, parameters, 16, rounds(150), 10);
+    print_ratio(names[0], rows[0]);
+    print_ratio(names[1], rows[1]);
+    println!();
+}
+
+/// Memory traffic.
+fn large(twin: &mut Twin) {
+    const PARAMETERS: i64 = 160;
+    const NUMBERS: i64 = 65536;
+    let rows = measure(twin, PARAMETERS, NUMBERS, rounds(40), 5);
+    print_ratio("amp_step_160x65536", rows[0]);
+    print_ratio("amp_step_clip_160x65536", rows[1]);
+    let numbers = (PARAMETERS * NUMBERS) as f64;
+    let copied = copy_bandwidth(PARAMETERS * NUMBERS);
+    for (row, reads) in [(rows[0], 5.0), (rows[1], 5.0)] {
+        // One look at the gradient; parameter, gradient and two averages in, three of them out again.
+        let bytes = 4.0 * (reads + 3.0);
+        let bandwidth = numbers * bytes / row.ours;
+        println!(
+            "{}: {bytes} bytes moved for each number, {bandwidth:.1} GB/s, {:.0} % of this machine's copy ({copied:.1} GB/s)",
+            row.name,
+            100.0 * bandwidth / copied
+        );
+    }
+    println!();
+}
+
+/// GB/s of reading and writing in a copy of as many f32 numbers.
+fn copy_bandwidth(numbers: i64) -> f64 {
+    let from = Tensor::ones([numbers], (Kind::Float, Device::Cpu));
+    let mut to = from.zeros_like();
+    let times = (0..15).map(|_| nanoseconds(|| to.copy_(&from)));
+    8.0 * numbers as f64 / median(times.collect())
+}
+
+fn measure(twin: &mut Twin, parameters: i64, numbers: i64, count: usize, steps: usize) -> Vec<Row> {
+    let mut plain = Training::new(parameters, numbers, fused);
+    let mut clip = Training::new(parameters, numbers, fused);
+    let mut transaction = Training::new(parameters, numbers, fused);
+    let times = Rounds::run(
+        count,
+        || {
+            vec![
+                plain.round(steps, Way::Step),
+                clip.round(steps, Way::Clip),
+                transaction.round(steps, Way::Transaction),
+            ]
+        },
+        || twin.time(&format!("round {parameters} {numbers} {steps}")),
+    );
+    let rows = vec![
+        times.row("scale, step, update", 0),
+        times.row("scale, step_clip_norm, update", 1),
+        times.row("scale, unscale, clip_grad_norm, step, update", 2),
+    ];
+    print_table(&format!("{parameters} x {numbers} numbers, AdamW, {count} rounds"), &rows);
+    rows
+}
+
+/// tch's own AdamW with our scaler, which it has waiting for the answer.
+fn against_tch() {
+    let mut ours = Training::new(160, 16, fused);
+    let mut tchs = Training::new(160, 16, |vs| nn::AdamW::default().build(vs, 1e-3).unwrap());
+    let count = rounds(150);
+    let times =
+        Rounds::run(count, || vec![ours.round(10, Way::Step)], || vec![tchs.round(10, Way::Step)]);
+    let row = times.row("scale, step, update", 0);
+    println!(
+        "160 x 16 numbers, AdamW: fused {}, tch's own {}",
+        microseconds(row.ours),
+        microseconds(row.python)
+    );
+    print_ratio("vs_tch_adamw_160x16", row);
+}
+
+fn fused(vs: &VarStore) -> Optimizer {
+    AdamW::default().build(vs, 1e-3).unwrap()
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    Step,
+    Clip,
+    Transaction,
+}
+
+struct Training<O> {
+    loss: Tensor,
+    params: Vec<Tensor>,
+    grads: Vec<Tensor>,
+    scaled: Tensor,
+    optimizer: O,
+    scaler: GradScaler,
+}
+
+impl<O: AmpOptimizer> Training<O> {
+    fn new(parameters: i64, numbers: i64, optimizer: fn(&VarStore) -> O) -> Self {
+        let vs = VarStore::new(Device::Cpu);
+        let params: Vec<_> =
+            (0..parameters).map(|i| vs.root().add("w", values(i, numbers, 3), true)).collect();
+        let optimizer = optimizer(&vs);
+        let fresh = values(1, numbers, 5);
+        for param in &params {
+            (param * &fresh).sum(Kind::Float).backward();
+        }
+        let grads = params.iter().map(Tensor::grad).collect();
+        let scaled = fresh * 65536.0;
+        let loss = Tensor::from(1f32).set_requires_grad(true);
+        let scaler = GradScaler::new(Device::Cpu).unwrap();
+        Self { loss, params, grads, scaled, optimizer, scaler }
+    }
+
+    /// Fresh gradients, the last parameter's first, as backward makes them.
+    fn fill(&mut self) {
+        no_grad(|| self.grads.iter_mut().rev().for_each(|grad| grad.copy_(&self.scaled)));
+    }
+
+    /// The median time of some steps.
+    fn round(&mut self, steps: usize, way: Way) -> f64 {
+        let times = (0..steps).map(|_| {
+            self.fill();
+            nanoseconds(|| {
+                drop(self.scaler.scale(&self.loss).unwrap());
+                self.step(way);
+                self.scaler.update().unwrap();
+            })
+        });
+        median(times.collect())
+    }
+
+    fn step(&mut self, way: Way) {
+        drop(match way {
+            Way::Step => self.scaler.step(&mut self.optimizer).unwrap(),
+            Way::Clip => self.scaler.step_clip_norm(&mut self.optimizer, MAX_NORM).unwrap(),
+            Way::Transaction => {
+                let mut unscaled = self.scaler.unscale(&mut self.optimizer).unwrap();
+                drop(unscaled.clip_grad_norm(MAX_NORM).unwrap());
+                unscaled.step().unwrap()
+            }
+        });
+    }
+}
+
+/// Multiples of 1/8, the same in the twin, with none that is zero.
+fn values(parameter: i64, numbers: i64, factor: i64) -> Tensor {
+    let places = Tensor::arange(numbers, (Kind::Int64, Device::Cpu));
+    let values = (places * 11 + parameter * factor).remainder(64) - 32;
+    (values.to_kind(Kind::Float) + 0.5) / 8.0
+}
+
+/// The bits of the scale and the parameters after some steps without clipping.
+fn check() -> String {
+    let mut training = Training::new(160, 16, fused);
+    for step in 0..CHECKED {
+        training.fill();
+        if step == OVERFLOW {
+            no_grad(|| drop(training.grads[3].get(5).fill_(f64::INFINITY)));
+        }
+        training.step(Way::Step);
+        training.scaler.update().unwrap();
+    }
+    let all = Tensor::cat(&training.params.iter().map(Tensor::detach).collect::<Vec<_>>(), 0);
+    let values = Vec::<f32>::try_from(all).unwrap();
+    let scale = training.scaler.get_scale().unwrap() as f32;
+    std::iter::once(scale).chain(values).map(|value| format!("{:08x}", value.to_bits())).collect()
+}

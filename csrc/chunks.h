@@ -1,0 +1,92 @@
+// Work on several CPU tensors at once, spread over libtorch's threads.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorIterator.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace tamp {
+
+// A range of the elements of a tensor.
+struct Chunk {
+  size_t tensor;
+  int64_t begin, end;
+};
+
+// The tensors, whose sizes are given, in chunks of at most 64 Ki elements. They do not depend on the number of threads,
+// so that sums over chunks do not either.
+inline std::vector<Chunk> chunks(const std::vector<int64_t> &sizes) {
+  constexpr int64_t kElements = 65536;
+  std::vector<Chunk> out;
+  out.reserve(sizes.size());
+  for (size_t tensor = 0; tensor < sizes.size(); ++tensor) {
+    for (int64_t begin = 0; begin < sizes[tensor]; begin += kElements) {
+      out.push_back({tensor, begin, std::min(begin + kElements, sizes[tensor])});
+    }
+  }
+  return out;
+}
+
+// Calls `f(i)` for every i below `count`, in any order. at::parallel_for is a template that runs in parallel only where
+// OpenMP is compiled in; a TensorIterator runs on the threads of libtorch itself.
+template <typename F>
+void in_parallel(int64_t count, const F &f) {
+  if (count == 0) return;
+  at::Tensor places = at::empty({count}, at::kByte);
+  const char *first = static_cast<const char *>(places.data_ptr());
+  auto iterator = at::TensorIterator::nullary_op(places);
+  iterator.for_each(
+      [&](char **data, const int64_t *strides, int64_t columns, int64_t rows) {
+        for (int64_t row = 0; row < rows; ++row) {
+          const int64_t start = data[0] + row * strides[1] - first;
+          for (int64_t column = 0; column < columns; ++column) f(start + column * strides[0]);
+        }
+      },
+      /*grain_size=*/1);
+}
+
+// Where a pass on one thread begins. Backward makes the gradients of the first parameters last, so that a look at them
+// finds those in the cache if it begins there, and leaves those at the end to the pass after it.
+enum class From { kStart, kEnd };
+
+// Calls `f(i)` for every chunk. Few elements are not worth the threads.
+template <typename F>
+void for_each(const std::vector<Chunk> &chunks, From from, const F &f) {
+  constexpr int64_t kWorthThreads = 32768;
+  int64_t elements = 0;
+  for (const auto &chunk : chunks) elements += chunk.end - chunk.begin;
+  const auto count = static_cast<int64_t>(chunks.size());
+  if (elements >= kWorthThreads && count > 1 && at::get_num_threads() > 1) {
+    in_parallel(count, f);
+  } else {
+    for (int64_t i = 0; i < count; ++i) f(from == From::kStart ? i : count - 1 - i);
+  }
+}
+
+// Calls `f` with a null pointer of the C++ type of a floating dtype; returns whether there is one.
+template <typename F>
+bool with_floating(at::ScalarType dtype, const F &f) {
+  switch (dtype) {
+    case at::kFloat:
+      return f(static_cast<float *>(nullptr)), true;
+    case at::kDouble:
+      return f(static_cast<double *>(nullptr)), true;
+    case at::kBFloat16:
+      return f(static_cast<c10::BFloat16 *>(nullptr)), true;
+    case at::kHalf:
+      return f(static_cast<c10::Half *>(nullptr)), true;
+    default:
+      return false;
+  }
+}
+
+// Whether a loop can run over the memory of `t` from its first element to its last.
+inline bool is_plain_memory(const at::Tensor &t) {
+  return t.is_cpu() && t.layout() == at::kStrided && (t.is_contiguous() || t.is_non_overlapping_and_dense());
+}
+
+}  // namespace tamp

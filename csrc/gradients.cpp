@@ -1,0 +1,113 @@
+#include "gradients.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "chunks.h"
+#include "kernels.h"
+
+namespace tamp {
+namespace {
+
+using at::Tensor;
+
+std::vector<Chunk> chunks_of(const std::vector<Tensor> &tensors) {
+  std::vector<int64_t> sizes;
+  sizes.reserve(tensors.size());
+  for (const auto &t : tensors) sizes.push_back(t.numel());
+  return chunks(sizes);
+}
+
+// Calls `f(pointer, n, i)` for each chunk i of the memory of the tensors, which all have a loop.
+template <typename F>
+void over(const std::vector<Tensor> &tensors, const std::vector<Chunk> &chunks, const F &f) {
+  for_each(chunks, From::kStart, [&](int64_t i) {
+    const Chunk &chunk = chunks[static_cast<size_t>(i)];
+    const Tensor &t = tensors[chunk.tensor];
+    with_floating(t.scalar_type(), [&](auto *type) {
+      auto *memory = static_cast<decltype(type)>(t.data_ptr());
+      f(memory + chunk.begin, chunk.end - chunk.begin, static_cast<size_t>(i));
+    });
+  });
+}
+
+Tensor norm_in_loops(const std::vector<Tensor> &tensors, float factor) {
+  const auto parts = chunks_of(tensors);
+  std::vector<double> sums(parts.size());
+  over(tensors, parts,
+       [&](auto *memory, int64_t n, size_t i) { sums[i] = kernels::sum_of_squares(memory, n, factor); });
+  double total = 0;
+  for (const double sum : sums) total += sum;
+  return at::scalar_tensor(std::isnan(total) ? std::nan("") : std::sqrt(total), at::kDouble);
+}
+
+// As libtorch takes it, one launch for all tensors of a dtype.
+Tensor norm_on_device(const std::vector<Tensor> &tensors, const Tensor &factor) {
+  std::vector<Tensor> norms;
+  for (const auto &norm : at::_foreach_norm(tensors, 2)) norms.push_back(norm.to(at::kFloat));
+  return at::linalg_vector_norm(at::stack(norms), 2) * factor;
+}
+
+}  // namespace
+
+Tensor numbers(const Tensor &parameter) {
+  Tensor &gradient = parameter.mutable_grad();
+  if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf) gradient = gradient.coalesce();
+  Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+  if (!values.is_complex()) return values;
+  return at::view_as_real(values.is_conj() ? values.conj() : values);
+}
+
+bool has_loop(const Tensor &t) {
+  return is_plain_memory(t) && !t.is_neg() && with_floating(t.scalar_type(), [](auto *) {});
+}
+
+bool unscale_in_loops(const std::vector<Tensor> &tensors, float factor, bool recheck) {
+  const auto parts = chunks_of(tensors);
+  std::vector<uint8_t> bad(parts.size());
+  over(tensors, parts, [&](auto *memory, int64_t n, size_t i) {
+    bad[i] = factor == 1.0F ? kernels::any_non_finite(memory, n) : kernels::unscale(memory, n, factor, recheck);
+  });
+  if (factor != 1.0F) {
+    for (const auto &t : tensors) {
+      if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  return std::any_of(bad.begin(), bad.end(), [](uint8_t b) { return b != 0; });
+}
+
+Tensor norm(const std::vector<Tensor> &tensors, const Tensor &factor) {
+  const bool in_f64 =
+      std::all_of(tensors.begin(), tensors.end(), [](const Tensor &t) { return t.scalar_type() == at::kDouble; });
+  std::vector<Tensor> plain, other, parts;
+  for (const auto &t : tensors) (has_loop(t) ? plain : other).push_back(t);
+  if (!plain.empty()) parts.push_back(norm_in_loops(plain, factor.item<float>()));
+  if (!other.empty()) parts.push_back(norm_on_device(other, factor).to(plain.empty() ? at::kFloat : at::kDouble));
+  const Tensor total = parts.size() == 1 ? parts.front() : at::linalg_vector_norm(at::stack(parts), 2);
+  return total.to(in_f64 ? at::kDouble : at::kFloat);
+}
+
+Tensor clip_factor(const Tensor &norm, double max_norm) {
+  // Python divides a number by a tensor as reciprocal times number, which rounds otherwise than C++'s division.
+  return (norm + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
+}
+
+void multiply(const std::vector<Tensor> &tensors, const Tensor &factor) {
+  std::vector<Tensor> plain, other;
+  for (const auto &t : tensors) (has_loop(t) ? plain : other).push_back(t);
+  if (!plain.empty()) {
+    const double value = factor.item<double>();
+    if (value != 1.0) {
+      const auto parts = chunks_of(plain);
+      over(plain, parts, [&](auto *memory, int64_t n, size_t) { kernels::multiply(memory, n, value); });
+      for (const auto &t : plain) {
+        if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+      }
+    }
+  }
+  if (!other.empty()) at::_foreach_mul_(other, factor);
+}
+
+}  // namespace tamp

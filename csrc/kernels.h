@@ -1,0 +1,73 @@
+// Plain loops over the memory of dense CPU tensors: the passes over gradients and the updates of the optimizers.
+//
+// The arithmetic is libtorch's, operation by operation, so that the results have the same bits as those of its own
+// kernels; what the loops save is the dispatch of each tensor and the trips to memory. In contrast to libtorch's the
+// optimizers do not write the gradients back.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+
+namespace tamp::kernels {
+
+// Whether any of `n` values is infinite or NaN.
+template <typename T>
+bool any_non_finite(const T *values, int64_t n);
+
+// Multiplies `n` values by `factor`; returns whether any was infinite or NaN before, or with `recheck` after.
+template <typename T>
+bool unscale(T *values, int64_t n, float factor, bool recheck);
+
+// Multiplies `n` values by `factor`.
+template <typename T>
+void multiply(T *values, int64_t n, double factor);
+
+// Sums the squares of `n` values times `factor`, each product rounded as `unscale` rounds it. In f64, where no square of
+// a narrower number overflows: the sum is finite unless a product is not.
+template <typename T>
+double sum_of_squares(const T *values, int64_t n, float factor);
+
+// How a gradient becomes the number that the update takes.
+struct GradientScale {
+  float divisor = 1;  // the loss scale, where that is all
+  float factor = 1;   // or its reciprocal
+  double clip = 1;    // and the factor of clipping
+};
+
+struct Adam {
+  double lr, beta1, beta2, eps, weight_decay;
+  double correction1, correction2;  // 1 - beta^step
+  bool amsgrad, maximize, decoupled;
+};
+
+struct Sgd {
+  double lr, momentum, dampening, weight_decay;
+  bool nesterov, maximize, first_step;
+};
+
+struct Adagrad {
+  double lr, lr_decay, eps, weight_decay, step;
+  bool maximize;
+};
+
+// The memory of a parameter, its gradient and its state. A range of it is a multiple of 64 bytes or ends the tensor.
+template <typename T>
+struct Slice {
+  T *parameter;
+  const T *gradient;
+  T *first;   // exp_avg, momentum_buffer or sum
+  T *second;  // exp_avg_sq
+  T *third;   // max_exp_avg_sq
+  int64_t n;
+};
+
+template <typename T>
+void update(const Adam &options, const GradientScale &scale, const Slice<T> &slice);
+template <typename T>
+void update(const Sgd &options, const GradientScale &scale, const Slice<T> &slice);
+template <typename T>
+void update(const Adagrad &options, const GradientScale &scale, const Slice<T> &slice);
+
+}  // namespace tamp::kernels

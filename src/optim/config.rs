@@ -1,0 +1,280 @@
+//! The configurations of the fused optimizers.
+
+#![forbid(unsafe_code)]
+
+use serde::{Deserialize, Serialize};
+
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::{Result, ensure};
+use crate::optim::{IntoParameters, Optimizer};
+use crate::sys::{self, OptimOptions};
+
+/// AdamW: Adam whose weight decay acts on the weights and not on their gradients. The twin of `torch.optim.AdamW` with
+/// `fused=True`.
+///
+/// Source: Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, <https://arxiv.org/abs/1711.05101>.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct AdamW {
+    /// How much of the moving averages of the gradient and of its square stays in a step. From 0 to below 1. Default
+    /// (0.9, 0.999).
+    pub betas: (f64, f64),
+    /// What is added to the root of the second average. At least 0. Default 1e-8.
+    pub eps: f64,
+    /// The share of a weight that a step takes away, in units of the learning rate. At least 0. Default 0.01.
+    pub weight_decay: f64,
+    /// Whether to divide by the largest second average so far (<https://openreview.net/forum?id=ryQu7f-RZ>). Default
+    /// false.
+    pub amsgrad: bool,
+    /// Whether to climb: the step goes along the gradient. Default false.
+    pub maximize: bool,
+}
+
+/// Adam, with weight decay added to the gradients. The twin of `torch.optim.Adam` with `fused=True`.
+///
+/// Source: Kingma and Ba, *Adam: A Method for Stochastic Optimization*, <https://arxiv.org/abs/1412.6980>.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Adam {
+    /// How much of the moving averages of the gradient and of its square stays in a step. From 0 to below 1. Default
+    /// (0.9, 0.999).
+    pub betas: (f64, f64),
+    /// What is added to the root of the second average. At least 0. Default 1e-8.
+    pub eps: f64,
+    /// The multiple of a weight that is added to its gradient. At least 0. Default 0.
+    pub weight_decay: f64,
+    /// Whether to divide by the largest second average so far (<https://openreview.net/forum?id=ryQu7f-RZ>). Default
+    /// false.
+    pub amsgrad: bool,
+    /// Whether to climb: the step goes along the gradient. Default false.
+    pub maximize: bool,
+}
+
+/// Stochastic gradient descent, with or without momentum. The twin of `torch.optim.SGD` with `fused=True`.
+///
+/// Source: Sutskever et al., *On the importance of initialization and momentum in deep learning*, in PyTorch's form,
+/// where the learning rate multiplies the momentum buffer, too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Sgd {
+    /// How much of the momentum buffer stays in a step. At least 0. Default 0, which keeps no buffer.
+    pub momentum: f64,
+    /// The share of the gradient that does not enter the momentum buffer. Default 0.
+    pub dampening: f64,
+    /// The multiple of a weight that is added to its gradient. At least 0. Default 0.
+    pub weight_decay: f64,
+    /// Whether to step by Nesterov's momentum, which needs momentum and no dampening. Default false.
+    pub nesterov: bool,
+    /// Whether to climb: the step goes along the gradient. Default false.
+    pub maximize: bool,
+}
+
+/// Adagrad. The twin of `torch.optim.Adagrad` with `fused=True`, on GPUs, too, where libtorch has the kernel.
+///
+/// Source: Duchi et al., *Adaptive Subgradient Methods for Online Learning and Stochastic Optimization*.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Adagrad {
+    /// The learning rate of step t is divided by 1 + (t - 1) * lr_decay. At least 0. Default 0.
+    pub lr_decay: f64,
+    /// The multiple of a weight that is added to its gradient. At least 0. Default 0.
+    pub weight_decay: f64,
+    /// What the sums of squares start with. At least 0. Default 0.
+    pub initial_accumulator_value: f64,
+    /// What is added to the root of the sum of squares. At least 0. Default 1e-10.
+    pub eps: f64,
+    /// Whether to climb: the step goes along the gradient. Default false.
+    pub maximize: bool,
+}
+
+impl Default for AdamW {
+    fn default() -> Self {
+        let Adam { betas, eps, amsgrad, maximize, .. } = Adam::default();
+        Self { betas, eps, weight_decay: 0.01, amsgrad, maximize }
+    }
+}
+
+impl Default for Adam {
+    fn default() -> Self {
+        let betas = (0.9, 0.999);
+        Self { betas, eps: 1e-8, weight_decay: 0.0, amsgrad: false, maximize: false }
+    }
+}
+
+impl Default for Adagrad {
+    fn default() -> Self {
+        Self {
+            lr_decay: 0.0,
+            weight_decay: 0.0,
+            initial_accumulator_value: 0.0,
+            eps: 1e-10,
+            maximize: false,
+        }
+    }
+}
+
+/// What a fused optimizer computes, with its options.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "algorithm")]
+#[non_exhaustive]
+pub enum Algorithm {
+    /// [`AdamW`].
+    AdamW(AdamW),
+    /// [`Adam`].
+    Adam(Adam),
+    /// [`Sgd`].
+    Sgd(Sgd),
+    /// [`Adagrad`].
+    Adagrad(Adagrad),
+}
+
+macro_rules! build {
+    ($($config:ident)*) => {$(
+        impl $config {
+            /// Makes an optimizer for the trainable variables of a VarStore, or for a plain list of tensors, named or not,
+            /// in any of the forms of [`IntoParameters`].
+            ///
+            /// The variables of a VarStore come in the groups that their paths were given
+            /// ([`set_group`](tch::nn::Path::set_group)), and those that are added to it later are taken up.
+            ///
+            /// # Errors
+            ///
+            /// [`Error::InvalidValue`] for an option or a learning rate outside its range; [`Error::Parameter`] for a
+            /// tensor that is no floating one, or is there twice.
+            pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
+                Optimizer::new(Algorithm::$config(self), parameters, lr)
+            }
+        }
+
+        impl From<$config> for Algorithm {
+            fn from(config: $config) -> Self {
+                Self::$config(config)
+            }
+        }
+    )*};
+}
+
+build!(AdamW Adam Sgd Adagrad);
+
+fn non_negative(field: &'static str, value: f64) -> Result<()> {
+    ensure(field, value, value >= 0.0 && value.is_finite(), "finite and at least 0")
+}
+
+fn check_betas((first, second): (f64, f64)) -> Result<()> {
+    for beta in [first, second] {
+        ensure("betas", beta, (0.0..1.0).contains(&beta), "from 0 to below 1")?;
+    }
+    Ok(())
+}
+
+impl Algorithm {
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::AdamW(_) => "AdamW",
+            Self::Adam(_) => "Adam",
+            Self::Sgd(_) => "Sgd",
+            Self::Adagrad(_) => "Adagrad",
+        }
+    }
+
+    pub(crate) fn check(&self, lr: f64) -> Result<()> {
+        non_negative("lr", lr)?;
+        match *self {
+            Self::AdamW(AdamW { betas, eps, weight_decay, .. })
+            | Self::Adam(Adam { betas, eps, weight_decay, .. }) => {
+                check_betas(betas)?;
+                non_negative("eps", eps)?;
+                non_negative("weight_decay", weight_decay)
+            }
+            Self::Sgd(Sgd { momentum, dampening, weight_decay, nesterov, .. }) => {
+                non_negative("momentum", momentum)?;
+                ensure("dampening", dampening, dampening.is_finite(), "finite")?;
+                let fits = !nesterov || momentum > 0.0;
+                ensure("momentum", momentum, fits, "more than 0 with nesterov")?;
+                let fits = !nesterov || dampening == 0.0;
+                ensure("dampening", dampening, fits, "0 with nesterov")?;
+                non_negative("weight_decay", weight_decay)
+            }
+            Self::Adagrad(Adagrad {
+                lr_decay,
+                weight_decay,
+                initial_accumulator_value,
+                eps,
+                ..
+            }) => {
+                non_negative("lr_decay", lr_decay)?;
+                non_negative("initial_accumulator_value", initial_accumulator_value)?;
+                non_negative("eps", eps)?;
+                non_negative("weight_decay", weight_decay)
+            }
+        }
+    }
+
+    /// The options as the shim takes them.
+    pub(crate) fn options(&self, lr: f64) -> OptimOptions {
+        let adam = |algorithm, (beta1, beta2), eps, weight_decay, amsgrad, maximize| OptimOptions {
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            algorithm,
+            flags: flags(amsgrad, false, maximize),
+            ..Default::default()
+        };
+        match *self {
+            Self::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize }) => {
+                adam(sys::OPTIM_ADAMW, betas, eps, weight_decay, amsgrad, maximize)
+            }
+            Self::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) => {
+                adam(sys::OPTIM_ADAM, betas, eps, weight_decay, amsgrad, maximize)
+            }
+            Self::Sgd(Sgd { momentum, dampening, weight_decay, nesterov, maximize }) => {
+                OptimOptions {
+                    lr,
+                    momentum,
+                    dampening,
+                    weight_decay,
+                    algorithm: sys::OPTIM_SGD,
+                    flags: flags(false, nesterov, maximize),
+                    ..Default::default()
+                }
+            }
+            Self::Adagrad(Adagrad { lr_decay, weight_decay, eps, maximize, .. }) => OptimOptions {
+                lr,
+                lr_decay,
+                weight_decay,
+                eps,
+                algorithm: sys::OPTIM_ADAGRAD,
+                flags: flags(false, false, maximize),
+                ..Default::default()
+            },
+        }
+    }
+
+    pub(crate) fn weight_decay_mut(&mut self) -> &mut f64 {
+        match self {
+            Self::AdamW(config) => &mut config.weight_decay,
+            Self::Adam(config) => &mut config.weight_decay,
+            Self::Sgd(config) => &mut config.weight_decay,
+            Self::Adagrad(config) => &mut config.weight_decay,
+        }
+    }
+
+    /// The momentum; for Adam the first beta, as in tch.
+    pub(crate) fn momentum_mut(&mut self) -> Option<&mut f64> {
+        match self {
+            Self::AdamW(config) => Some(&mut config.betas.0),
+            Self::Adam(config) => Some(&mut config.betas.0),
+            Self::Sgd(config) => Some(&mut config.momentum),
+            Self::Adagrad(_) => None,
+        }
+    }
+}
+
+fn flags(amsgrad: bool, nesterov: bool, maximize: bool) -> u8 {
+    u8::from(amsgrad) * sys::OPTIM_AMSGRAD
+        + u8::from(nesterov) * sys::OPTIM_NESTEROV
+        + u8::from(maximize) * sys::OPTIM_MAXIMIZE
+}

@@ -1,0 +1,204 @@
+//! Saving and loading the state of an optimizer.
+
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+use crate::optim::state::{FirstStep, State, complete, counts_steps, keys};
+use crate::optim::{Algorithm, Optimizer, ParamGroup};
+
+/// Everything an optimizer needs to go on as if it had not been interrupted. The twin of what PyTorch's `state_dict`
+/// returns, by parameter names instead of numbers.
+#[derive(Debug)]
+pub struct OptimizerState {
+    /// For each parameter that has been stepped its tensors, by PyTorch's keys: `step` (f32, no dimensions) and, in the
+    /// parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq`, or `momentum_buffer`, or `sum`.
+    pub state: BTreeMap<String, BTreeMap<String, Tensor>>,
+    /// The groups, in order.
+    pub param_groups: Vec<ParamGroupState>,
+}
+
+/// A parameter group as it is saved.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ParamGroupState {
+    /// Its options.
+    #[serde(flatten)]
+    pub options: ParamGroup,
+    /// The names of its parameters.
+    pub params: Vec<String>,
+}
+
+const STEP: &str = "step";
+
+impl Optimizer {
+    /// Returns the state. The tensors are the optimizer's own, not copies: later steps change them, as in PyTorch. Save
+    /// or copy them before. Waits for the device only for an SGD with dampening whose first step may have been skipped.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if libtorch fails.
+    pub fn state_dict(&mut self) -> Result<OptimizerState> {
+        let groups = self.groups.iter().map(|&options| ParamGroupState { options, params: vec![] });
+        let mut param_groups: Vec<_> = groups.collect();
+        let mut state = BTreeMap::new();
+        for slot in &mut self.slots {
+            param_groups[slot.group].params.push(slot.name.clone());
+            let algorithm = self.groups[slot.group].algorithm;
+            // A momentum buffer that is not in use yet is none.
+            let unused =
+                matches!(algorithm, Algorithm::Sgd(_)) && slot.state.first_step.is_ahead()?;
+            if !unused && !slot.state.is_empty() {
+                state.insert(slot.name.clone(), entries(&slot.state, &algorithm));
+            }
+        }
+        Ok(OptimizerState { state, param_groups })
+    }
+
+    /// Loads a state: copies its tensors, in the dtypes and to the devices of the parameters, and takes over its groups
+    /// and their options. As `load_state_dict` in PyTorch, by names.
+    ///
+    /// A parameter without tensors has not been stepped yet.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OptimizerState`] for parameters or tensors that are missing, too many or of another shape;
+    /// [`Error::OtherAlgorithm`]; [`Error::InvalidValue`] for an option outside its range. Nothing changes then.
+    pub fn load_state_dict(&mut self, loaded: &OptimizerState) -> Result<()> {
+        self.take_added()?;
+        let groups: Vec<_> = loaded.param_groups.iter().map(|group| group.options).collect();
+        let algorithm = self.groups[0].algorithm.name();
+        for options in &groups {
+            let given = options.algorithm.name();
+            if given != algorithm {
+                return Err(Error::OtherAlgorithm { algorithm, given });
+            }
+            options.algorithm.check(options.lr)?;
+        }
+        let members = members(loaded)?;
+        self.check_names(&members, loaded)?;
+        let mut slots = Vec::with_capacity(self.slots.len());
+        for (slot, parameter) in self.slots.iter().zip(&self.parameters) {
+            let refuse =
+                |problem: String| Error::OptimizerState { parameter: slot.name.clone(), problem };
+            let group = *members
+                .get(slot.name.as_str())
+                .ok_or_else(|| refuse("is in no group of the state".to_owned()))?;
+            let entries = match loaded.state.get(&slot.name) {
+                Some(entries) => {
+                    Some(check(entries, &groups[group].algorithm, parameter, &refuse)?)
+                }
+                None => None,
+            };
+            slots.push((group, entries));
+        }
+        let states = copies(&slots, &groups, &self.parameters)?;
+        self.groups = groups;
+        for ((slot, (group, _)), state) in self.slots.iter_mut().zip(slots).zip(states) {
+            (slot.group, slot.state) = (group, state);
+        }
+        Ok(())
+    }
+
+    /// Refuses names that the optimizer does not have.
+    fn check_names(&self, members: &BTreeMap<&str, usize>, loaded: &OptimizerState) -> Result<()> {
+        let known: std::collections::HashSet<_> =
+            self.slots.iter().map(|slot| slot.name.as_str()).collect();
+        let named = members.keys().copied().chain(loaded.state.keys().map(String::as_str));
+        match named.into_iter().find(|name| !known.contains(name)) {
+            Some(name) => Err(Error::OptimizerState {
+                parameter: name.to_owned(),
+                problem: "is no parameter of this optimizer".to_owned(),
+            }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The group of each parameter.
+fn members(loaded: &OptimizerState) -> Result<BTreeMap<&str, usize>> {
+    let mut members = BTreeMap::new();
+    for (index, group) in loaded.param_groups.iter().enumerate() {
+        for name in &group.params {
+            if members.insert(name.as_str(), index).is_some() {
+                let problem = "is in two groups of the state".to_owned();
+                return Err(Error::OptimizerState { parameter: name.clone(), problem });
+            }
+        }
+    }
+    if loaded.param_groups.is_empty() {
+        let (parameter, problem) = ("param_groups".to_owned(), "is empty".to_owned());
+        return Err(Error::OptimizerState { parameter, problem });
+    }
+    Ok(members)
+}
+
+fn entries(state: &State, algorithm: &Algorithm) -> BTreeMap<String, Tensor> {
+    let step = state.step.iter().map(|step| (STEP, step));
+    let tensors = keys(algorithm).iter().copied().zip(state.tensors.iter().flatten());
+    step.chain(tensors).map(|(key, tensor)| (key.to_owned(), tensor.shallow_clone())).collect()
+}
+
+/// The tensors of one parameter: its step, and the others in the order of [`keys`].
+type Entries<'a> = (Option<&'a Tensor>, Vec<&'a Tensor>);
+
+/// Finds the tensors that the algorithm needs, of the parameter's shape, and no others.
+fn check<'a>(
+    entries: &'a BTreeMap<String, Tensor>,
+    algorithm: &Algorithm,
+    parameter: &Tensor,
+    refuse: &dyn Fn(String) -> Error,
+) -> Result<Entries<'a>> {
+    let keys = keys(algorithm);
+    let step = counts_steps(algorithm).then_some(STEP);
+    let wanted = || keys.iter().copied().chain(step);
+    if let Some(key) = entries.keys().find(|key| !wanted().any(|wanted| wanted == key.as_str())) {
+        return Err(refuse(format!("has {key}, which {} does not keep", algorithm.name())));
+    }
+    let entry = |key: &str| entries.get(key).ok_or_else(|| refuse(format!("has no {key}")));
+    let shape = parameter.size();
+    let mut tensors = Vec::new();
+    for key in keys {
+        let tensor = entry(key)?;
+        if tensor.size() != shape {
+            let found = tensor.size();
+            return Err(refuse(format!("{key} has the shape {found:?}, but must have {shape:?}")));
+        }
+        tensors.push(tensor);
+    }
+    let step = step.map(entry).transpose()?;
+    match step {
+        Some(step) if step.numel() != 1 => {
+            Err(refuse(format!("{STEP} has {} elements, but must have one", step.numel())))
+        }
+        step => Ok((step, tensors)),
+    }
+}
+
+/// Copies the tensors, in the dtypes and to the devices of the parameters.
+fn copies(
+    slots: &[(usize, Option<Entries<'_>>)],
+    groups: &[ParamGroup],
+    parameters: &[Tensor],
+) -> Result<Vec<State>> {
+    let mut states: Vec<_> = slots.iter().map(|_| State::default()).collect();
+    let loaded = states.iter_mut().zip(slots).zip(parameters);
+    let loaded = loaded.filter(|((_, (_, entries)), _)| entries.is_some());
+    complete(loaded.map(|((state, (group, _)), p)| (state, &groups[*group].algorithm, p)))?;
+    for (state, (_, entries)) in states.iter_mut().zip(slots) {
+        let Some((step, tensors)) = entries else {
+            continue;
+        };
+        let kept = state.step.iter_mut().chain(state.tensors.iter_mut().flatten());
+        let loaded = step.iter().chain(tensors.iter());
+        for (kept, loaded) in kept.zip(loaded) {
+            let loaded = loaded.f_detach()?.f_reshape(kept.size())?;
+            tch::no_grad(|| kept.f_copy_(&loaded))?;
+        }
+        state.first_step = FirstStep::Taken;
+    }
+    Ok(states)
+}

@@ -1,0 +1,246 @@
+//! Parameter groups and their options.
+
+#![forbid(unsafe_code)]
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::optim::{Algorithm, Optimizer};
+
+/// The options of the parameters of one group.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ParamGroup {
+    /// The learning rate.
+    pub lr: f64,
+    /// The algorithm, which is the same for all groups, and its options.
+    #[serde(flatten)]
+    pub algorithm: Algorithm,
+}
+
+/// Parameters whose names match one of the patterns belong to a group.
+#[derive(Debug)]
+pub(crate) struct Rule {
+    patterns: Vec<String>,
+    pub(crate) group: usize,
+}
+
+impl Rule {
+    pub(crate) fn matches(&self, name: &str) -> bool {
+        self.patterns.iter().any(|pattern| matches(pattern, name))
+    }
+}
+
+/// Whether a name fits a pattern, in which each `*` stands for any characters.
+fn matches(pattern: &str, name: &str) -> bool {
+    let Some((start, rest)) = pattern.split_once('*') else {
+        return pattern == name;
+    };
+    let Some(mut name) = name.strip_prefix(start) else {
+        return false;
+    };
+    let mut parts: Vec<&str> = rest.split('*').collect();
+    let end = parts.pop().unwrap_or_default();
+    for part in parts {
+        match name.find(part) {
+            Some(at) => name = &name[at + part.len()..],
+            None => return false,
+        }
+    }
+    name.ends_with(end)
+}
+
+impl Optimizer {
+    /// Returns the options of a group. As `optimizer.param_groups[group]` in PyTorch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchGroup`].
+    pub fn param_group(&self, group: usize) -> Result<&ParamGroup> {
+        let groups = self.groups.len();
+        self.groups.get(group).ok_or(Error::NoSuchGroup { group, groups })
+    }
+
+    /// Returns the number of groups, at least 1.
+    pub fn param_group_count(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// Replaces the options of a group.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchGroup`]; [`Error::InvalidValue`] for a value outside its range; [`Error::OtherAlgorithm`]. The old
+    /// options stay then.
+    pub fn set_param_group(&mut self, group: usize, options: ParamGroup) -> Result<()> {
+        self.change(Some(group), |old| {
+            *old = options;
+            Ok(())
+        })
+    }
+
+    /// Moves the parameters whose names match one of the patterns to a group, those that are added later included. Where
+    /// there is no such group it is made, with the options of group 0. A `*` stands for any characters; of several calls
+    /// the last that matches counts.
+    ///
+    /// ```
+    /// use tch::{Device, nn};
+    /// use tch_amp::optim::AdamW;
+    ///
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let _net = nn::linear(vs.root() / "linear", 4, 2, Default::default());
+    /// let mut opt = AdamW::default().build(&vs, 1e-3)?;
+    /// opt.assign_group(1, &["*.bias", "*norm*"])?;
+    /// opt.set_weight_decay_group(1, 0.0)?;
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchGroup`] when `group` is more than the number of groups.
+    pub fn assign_group(&mut self, group: usize, patterns: &[&str]) -> Result<()> {
+        let groups = self.groups.len();
+        if group > groups {
+            return Err(Error::NoSuchGroup { group, groups });
+        }
+        self.make_groups(group);
+        let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
+        let rule = Rule { patterns, group };
+        for slot in &mut self.slots {
+            if rule.matches(&slot.name) {
+                slot.group = group;
+            }
+        }
+        self.rules.push(rule);
+        Ok(())
+    }
+
+    /// Makes the groups up to `group`.
+    pub(crate) fn make_groups(&mut self, group: usize) {
+        let first = self.groups[0];
+        self.groups.resize(self.groups.len().max(group + 1), first);
+    }
+
+    /// Returns the learning rate of a group.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchGroup`].
+    pub fn lr(&self, group: usize) -> Result<f64> {
+        Ok(self.param_group(group)?.lr)
+    }
+
+    /// Sets the learning rate of all groups.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] unless it is finite and at least 0; the old one stays then.
+    pub fn set_lr(&mut self, lr: f64) -> Result<()> {
+        self.change(None, |options| set(&mut options.lr, lr))
+    }
+
+    /// Sets the learning rate of a group.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchGroup`], and as [`set_lr`](Self::set_lr).
+    pub fn set_lr_group(&mut self, group: usize, lr: f64) -> Result<()> {
+        self.change(Some(group), |options| set(&mut options.lr, lr))
+    }
+
+    /// Sets the momentum of all groups: for Adam and AdamW the first beta, as in tch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchOption`] for Adagrad; [`Error::InvalidValue`] for a value outside its range. The old one stays then.
+    pub fn set_momentum(&mut self, momentum: f64) -> Result<()> {
+        self.change(None, |options| set_momentum(options, momentum))
+    }
+
+    /// Sets the momentum of a group: for Adam and AdamW the first beta, as in tch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchGroup`], and as [`set_momentum`](Self::set_momentum).
+    pub fn set_momentum_group(&mut self, group: usize, momentum: f64) -> Result<()> {
+        self.change(Some(group), |options| set_momentum(options, momentum))
+    }
+
+    /// Sets the weight decay of all groups.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] unless it is finite and at least 0; the old one stays then.
+    pub fn set_weight_decay(&mut self, weight_decay: f64) -> Result<()> {
+        self.change(None, |options| set(options.algorithm.weight_decay_mut(), weight_decay))
+    }
+
+    /// Sets the weight decay of a group.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchGroup`], and as [`set_weight_decay`](Self::set_weight_decay).
+    pub fn set_weight_decay_group(&mut self, group: usize, weight_decay: f64) -> Result<()> {
+        self.change(Some(group), |options| set(options.algorithm.weight_decay_mut(), weight_decay))
+    }
+
+    /// Changes one group or all, or none if a value is refused.
+    fn change(
+        &mut self,
+        group: Option<usize>,
+        change: impl Fn(&mut ParamGroup) -> Result<()>,
+    ) -> Result<()> {
+        if let Some(group) = group {
+            self.param_group(group)?;
+        }
+        let mut groups = self.groups.clone();
+        for (index, options) in groups.iter_mut().enumerate() {
+            if group.is_none_or(|group| group == index) {
+                let algorithm = options.algorithm.name();
+                change(options)?;
+                options.algorithm.check(options.lr)?;
+                let given = options.algorithm.name();
+                if given != algorithm {
+                    return Err(Error::OtherAlgorithm { algorithm, given });
+                }
+            }
+        }
+        self.groups = groups;
+        Ok(())
+    }
+}
+
+fn set(option: &mut f64, value: f64) -> Result<()> {
+    *option = value;
+    Ok(())
+}
+
+fn set_momentum(options: &mut ParamGroup, momentum: f64) -> Result<()> {
+    let algorithm = options.algorithm.name();
+    let missing = Error::NoSuchOption { option: "momentum", algorithm };
+    set(options.algorithm.momentum_mut().ok_or(missing)?, momentum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::matches;
+
+    #[test]
+    fn a_star_stands_for_any_characters() {
+        for (pattern, name, fits) in [
+            ("*.bias", "a.b.bias", true),
+            ("*.bias", "bias", false),
+            ("*bias", "bias", true),
+            ("*norm*", "layer.norm1.weight", true),
+            ("*norm*", "layer.weight", false),
+            ("a*b*c", "a1b2c", true),
+            ("a*b*c", "acb", false),
+            ("a*a", "a", false),
+            ("*", "", true),
+            ("a**b", "ab", true),
+            ("weight", "weight", true),
+            ("weight", "weights", false),
+        ] {
+            assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
+        }
+    }
+}

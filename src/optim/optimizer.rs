@@ -1,0 +1,303 @@
+//! The fused optimizers at work.
+
+#![forbid(unsafe_code)]
+
+use std::collections::HashSet;
+
+use tch::Tensor;
+
+use crate::autocast;
+use crate::error::{Error, Result};
+use crate::ffi::{self, OptimParameter};
+use crate::optim::groups::Rule;
+use crate::optim::parameters::{Named, Origin, Parameters, Store};
+use crate::optim::state::{FirstStep, State, complete};
+use crate::optim::{Algorithm, AmpOptimizer, AmpScaling, IntoParameters, ParamGroup, ScaledStep};
+use crate::sys::{self, Gradient, OptimOptions};
+
+/// An optimizer whose step is one call for all parameters, made by [`AdamW`](crate::optim::AdamW),
+/// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd) or [`Adagrad`](crate::optim::Adagrad). The twin of
+/// `torch.optim.Optimizer`, with the methods of [`tch::nn::Optimizer`].
+///
+/// No method waits for the device, unless its own documentation says so.
+#[derive(Debug)]
+pub struct Optimizer {
+    pub(crate) groups: Vec<ParamGroup>,
+    pub(crate) rules: Vec<Rule>,
+    store: Option<Store>,
+    pub(crate) parameters: Vec<Tensor>,
+    /// One for each parameter.
+    pub(crate) slots: Vec<Slot>,
+    /// The identities of the parameters.
+    known: HashSet<usize>,
+}
+
+/// What belongs to a parameter.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    pub(crate) name: String,
+    pub(crate) group: usize,
+    pub(crate) state: State,
+}
+
+impl Optimizer {
+    pub(crate) fn new(
+        algorithm: Algorithm,
+        parameters: impl IntoParameters,
+        lr: f64,
+    ) -> Result<Self> {
+        algorithm.check(lr)?;
+        let mut optimizer = Self {
+            groups: vec![ParamGroup { lr, algorithm }],
+            rules: Vec::new(),
+            store: None,
+            parameters: Vec::new(),
+            slots: Vec::new(),
+            known: HashSet::new(),
+        };
+        match parameters.into_parameters().0 {
+            Origin::Store(store) => {
+                optimizer.store = Some(store);
+                optimizer.take_added()?;
+            }
+            Origin::List(list) => optimizer.add(in_group(0, list))?,
+        }
+        Ok(optimizer)
+    }
+
+    /// Adds parameters in a group of their own and returns its number; its options are those of group 0. Variables that
+    /// are added to the VarStore come by themselves.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for a tensor that is no floating one, or is there already; then none is added.
+    pub fn add_param_group(&mut self, parameters: impl IntoParameters) -> Result<usize> {
+        let group = self.groups.len();
+        let list = match parameters.into_parameters().0 {
+            Origin::Store(mut store) => store.take()?,
+            Origin::List(list) => in_group(0, list),
+        };
+        self.add(list.into_iter().map(|named| Named { group, ..named }).collect())?;
+        self.make_groups(group);
+        Ok(group)
+    }
+
+    /// Takes up what was added to the VarStore.
+    pub(crate) fn take_added(&mut self) -> Result<()> {
+        match &mut self.store {
+            Some(store) if store.has_more() => {
+                let added = store.take()?;
+                self.add(added)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds all of these, or none.
+    fn add(&mut self, list: Vec<Named>) -> Result<()> {
+        let tensors: Vec<_> = list.iter().map(|named| named.tensor.shallow_clone()).collect();
+        let identities = ffi::identities(&tensors)?;
+        let mut added = HashSet::new();
+        for (named, &identity) in list.iter().zip(&identities) {
+            let refuse = |problem| Error::Parameter { parameter: named.name.clone(), problem };
+            if identity == 0 || !named.tensor.is_floating_point() {
+                return Err(refuse("is no floating tensor, and only such can be optimized"));
+            }
+            if self.known.contains(&identity) || !added.insert(identity) {
+                return Err(refuse("is in the optimizer twice; a parameter belongs to one group"));
+            }
+        }
+        self.known.extend(added);
+        for named in list {
+            let ruled = self.rules.iter().rev().find(|rule| rule.matches(&named.name));
+            let group = ruled.map_or(named.group, |rule| rule.group);
+            self.make_groups(group);
+            self.parameters.push(named.tensor);
+            self.slots.push(Slot { name: named.name, group, state: State::default() });
+        }
+        Ok(())
+    }
+
+    /// Returns the parameters, those that were added to the VarStore since the last call included.
+    pub fn trainable_variables(&self) -> Vec<Tensor> {
+        self.parameters().into_owned()
+    }
+
+    /// Drops the gradients of all parameters. As `zero_grad(set_to_none=True)` in PyTorch, its default.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if libtorch fails.
+    pub fn zero_grad(&mut self) -> Result<()> {
+        ffi::gradients_drop(&self.parameters())
+    }
+
+    /// Changes the parameters by their gradients, which stay as they are. Parameters without a gradient are left out, as
+    /// are frozen ones. With a scaler, call [`GradScaler::step`](crate::GradScaler::step) instead.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Gradient`] for a sparse gradient; [`Error::Parameter`] for a variable that was added to the VarStore and
+    /// cannot be taken up; [`Error::Torch`] for a parameter whose dtype or device changed. Nothing is changed then.
+    pub fn step(&mut self) -> Result<()> {
+        self.run(&ScaledStep::default())?;
+        // Inside a region the cache would go on serving the old weights.
+        autocast::clear_autocast_cache();
+        Ok(())
+    }
+
+    /// Drops the gradients, runs the loss's backward, and steps.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step), and [`Error::Torch`] when backward fails.
+    pub fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
+        self.zero_grad()?;
+        loss.f_backward()?;
+        self.step()
+    }
+
+    /// Drops the gradients, runs the loss's backward, clamps every element of the gradients to `-max..=max`, and steps.
+    ///
+    /// # Errors
+    ///
+    /// As [`backward_step`](Self::backward_step) and [`clip_grad_value`](Self::clip_grad_value).
+    pub fn backward_step_clip(&mut self, loss: &Tensor, max: f64) -> Result<()> {
+        self.zero_grad()?;
+        loss.f_backward()?;
+        self.clip_grad_value(max)?;
+        self.step()
+    }
+
+    /// Drops the gradients, runs the loss's backward, clips the gradients to a common 2-norm of `max`, and steps.
+    ///
+    /// # Errors
+    ///
+    /// As [`backward_step`](Self::backward_step) and [`clip_grad_norm`](Self::clip_grad_norm).
+    pub fn backward_step_clip_norm(&mut self, loss: &Tensor, max: f64) -> Result<()> {
+        self.zero_grad()?;
+        loss.f_backward()?;
+        let _norm = self.clip_grad_norm(max)?;
+        self.step()
+    }
+
+    /// Takes the step that `scaled` describes.
+    fn run(&mut self, scaled: &ScaledStep<'_>) -> Result<()> {
+        self.take_added()?;
+        let gradients = ffi::gradients_inspect(&self.parameters)?;
+        let stepped = self.stepped(&gradients)?;
+        if stepped.is_empty() {
+            return Ok(());
+        }
+        let mut wanted = stepped.iter().peekable();
+        let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
+        let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
+        let groups = &self.groups;
+        complete(slots.map(|(_, (slot, parameter))| {
+            (&mut slot.state, &groups[slot.group].algorithm, parameter)
+        }))?;
+        self.launch(&stepped, scaled)?;
+        self.note_first_steps(&stepped, scaled);
+        Ok(())
+    }
+
+    /// The parameters that a step changes, or the first whose gradient it cannot take.
+    fn stepped(&self, gradients: &[Gradient]) -> Result<Vec<usize>> {
+        let mut stepped = Vec::with_capacity(gradients.len());
+        for (index, gradient) in gradients.iter().enumerate() {
+            let frozen = gradient.flags & sys::GRADIENT_REQUIRES_GRAD == 0;
+            if gradient.gradient == 0 || frozen {
+                continue;
+            }
+            if gradient.flags & sys::GRADIENT_STRIDED == 0 {
+                let parameter = format!("parameter `{}`", self.slots[index].name);
+                let problem = "is sparse, which the fused optimizers do not take; make it dense with `to_dense`, or \
+                               give the parameter to another optimizer";
+                return Err(Error::Gradient { parameter, problem });
+            }
+            stepped.push(index);
+        }
+        Ok(stepped)
+    }
+
+    fn launch(&mut self, stepped: &[usize], scaled: &ScaledStep<'_>) -> Result<()> {
+        let mut first_steps = Vec::with_capacity(stepped.len());
+        for &index in stepped {
+            let slot = &mut self.slots[index];
+            first_steps.push(match self.groups[slot.group].algorithm {
+                Algorithm::Sgd(sgd) if sgd.momentum != 0.0 => slot.state.first_step.is_ahead()?,
+                _ => false,
+            });
+        }
+        let options: Vec<OptimOptions> =
+            self.groups.iter().map(|group| group.algorithm.options(group.lr)).collect();
+        let parameters = stepped.iter().zip(first_steps).map(|(&index, first_step)| {
+            let Slot { group, state, .. } = &self.slots[index];
+            OptimParameter {
+                parameter: &self.parameters[index],
+                step: state.step.as_ref(),
+                states: state.tensors.each_ref().map(Option::as_ref),
+                options: *group,
+                first_step,
+            }
+        });
+        let parameters: Vec<_> = parameters.collect();
+        let ScaledStep { grad_scale, clip, found_inf } = *scaled;
+        ffi::optim_step(&parameters, &options, grad_scale, clip, found_inf)
+    }
+
+    /// Notes that momentum buffers have been started. One of zeros needs no note where the gradient enters undamped: it
+    /// is as good as none.
+    fn note_first_steps(&mut self, stepped: &[usize], scaled: &ScaledStep<'_>) {
+        for &index in stepped {
+            let Slot { group, state, .. } = &mut self.slots[index];
+            let Algorithm::Sgd(sgd) = self.groups[*group].algorithm else {
+                continue;
+            };
+            if sgd.momentum == 0.0 || !matches!(state.first_step, FirstStep::Ahead) {
+                continue;
+            }
+            state.first_step = match scaled.found_inf {
+                Some(found_inf) if sgd.dampening != 0.0 => {
+                    FirstStep::Unless(found_inf.shallow_clone())
+                }
+                _ => FirstStep::Taken,
+            };
+        }
+    }
+}
+
+fn in_group(group: usize, list: Vec<(String, Tensor)>) -> Vec<Named> {
+    list.into_iter().map(|(name, tensor)| Named { name, tensor, group }).collect()
+}
+
+impl AmpOptimizer for Optimizer {
+    /// Returns all parameters, those that were added to the VarStore since the last step included.
+    fn parameters(&self) -> Parameters<'_> {
+        match &self.store {
+            Some(store) if store.has_more() => {
+                let known = self.parameters.iter().map(Tensor::shallow_clone);
+                known.chain(store.more()).collect::<Vec<_>>().into()
+            }
+            _ => self.parameters.as_slice().into(),
+        }
+    }
+
+    fn step(&mut self) -> Result<()> {
+        self.run(&ScaledStep::default())
+    }
+
+    fn parameter_name(&self, index: usize) -> Option<String> {
+        self.slots.get(index).map(|slot| slot.name.clone())
+    }
+
+    fn amp_scaling(&mut self) -> Option<&mut dyn AmpScaling> {
+        Some(self)
+    }
+}
+
+impl AmpScaling for Optimizer {
+    fn step_scaled(&mut self, step: &ScaledStep<'_>) -> Result<()> {
+        self.run(step)
+    }
+}

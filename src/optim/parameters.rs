@@ -1,0 +1,166 @@
+//! What an optimizer is built from and what it owns.
+
+#![forbid(unsafe_code)]
+
+use std::collections::HashMap;
+use std::ops::Deref;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tch::Tensor;
+use tch::nn::{VarStore, Variables};
+
+use crate::error::Result;
+use crate::ffi;
+
+/// The parameters of an optimizer: its own list, or one made for the occasion.
+#[derive(Debug)]
+pub struct Parameters<'a>(List<'a>);
+
+#[derive(Debug)]
+enum List<'a> {
+    Borrowed(&'a [Tensor]),
+    Owned(Vec<Tensor>),
+}
+
+impl Parameters<'_> {
+    /// The list as one that outlives the optimizer's borrow. Clones handles, not numbers.
+    pub(crate) fn into_owned(self) -> Vec<Tensor> {
+        match self.0 {
+            List::Borrowed(tensors) => tensors.iter().map(Tensor::shallow_clone).collect(),
+            List::Owned(tensors) => tensors,
+        }
+    }
+}
+
+impl<'a> From<&'a [Tensor]> for Parameters<'a> {
+    fn from(tensors: &'a [Tensor]) -> Self {
+        Self(List::Borrowed(tensors))
+    }
+}
+
+impl From<Vec<Tensor>> for Parameters<'_> {
+    fn from(tensors: Vec<Tensor>) -> Self {
+        Self(List::Owned(tensors))
+    }
+}
+
+impl Deref for Parameters<'_> {
+    type Target = [Tensor];
+
+    fn deref(&self) -> &[Tensor] {
+        match &self.0 {
+            List::Borrowed(tensors) => tensors,
+            List::Owned(tensors) => tensors,
+        }
+    }
+}
+
+/// What a fused optimizer can be built from: a VarStore, a list of tensors, or one of tensors with their names.
+///
+/// Tensors without names are called by their place, `"0"`, `"1"` and so on, as PyTorch numbers them in a `state_dict`.
+pub trait IntoParameters: sealed::Sealed {
+    #[doc(hidden)]
+    fn into_parameters(self) -> Source;
+}
+
+impl IntoParameters for &VarStore {
+    fn into_parameters(self) -> Source {
+        Source(Origin::Store(Store { variables: self.variables_.clone(), taken: 0 }))
+    }
+}
+
+impl IntoParameters for Vec<Tensor> {
+    fn into_parameters(self) -> Source {
+        let names = (0..).map(|place: usize| place.to_string());
+        Source(Origin::List(names.zip(self).collect()))
+    }
+}
+
+impl IntoParameters for &[Tensor] {
+    fn into_parameters(self) -> Source {
+        self.iter().map(Tensor::shallow_clone).collect::<Vec<_>>().into_parameters()
+    }
+}
+
+impl<N: Into<String>> IntoParameters for Vec<(N, Tensor)> {
+    fn into_parameters(self) -> Source {
+        Source(Origin::List(self.into_iter().map(|(name, t)| (name.into(), t)).collect()))
+    }
+}
+
+mod sealed {
+    use super::{Tensor, VarStore};
+
+    pub trait Sealed {}
+    impl Sealed for &VarStore {}
+    impl Sealed for Vec<Tensor> {}
+    impl Sealed for &[Tensor] {}
+    impl<N: Into<String>> Sealed for Vec<(N, Tensor)> {}
+}
+
+/// Where the parameters of an optimizer come from.
+#[derive(Debug)]
+pub struct Source(pub(crate) Origin);
+
+#[derive(Debug)]
+pub(crate) enum Origin {
+    Store(Store),
+    List(Vec<(String, Tensor)>),
+}
+
+/// A parameter on its way into an optimizer.
+#[derive(Debug)]
+pub(crate) struct Named {
+    pub(crate) name: String,
+    pub(crate) tensor: Tensor,
+    /// The group that tch's path was given.
+    pub(crate) group: usize,
+}
+
+/// The variables of a VarStore, and how many of them have been taken.
+#[derive(Debug)]
+pub(crate) struct Store {
+    variables: Arc<Mutex<Variables>>,
+    taken: usize,
+}
+
+impl Store {
+    fn lock(&self) -> MutexGuard<'_, Variables> {
+        // A panic elsewhere leaves a map and a list, both of them whole.
+        self.variables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether variables were added since the last `take`.
+    pub(crate) fn has_more(&self) -> bool {
+        self.lock().trainable_variables.len() > self.taken
+    }
+
+    /// The variables that were added since the last `take`.
+    pub(crate) fn more(&self) -> Vec<Tensor> {
+        let variables = self.lock();
+        let added = variables.trainable_variables.iter().skip(self.taken);
+        added.map(|var| var.tensor.shallow_clone()).collect()
+    }
+
+    /// Takes the variables that were added since the last call, with their names.
+    pub(crate) fn take(&mut self) -> Result<Vec<Named>> {
+        let variables = self.lock();
+        let (names, named): (Vec<_>, Vec<_>) =
+            variables.named_variables.iter().map(|(n, t)| (n.clone(), t.shallow_clone())).unzip();
+        let names: HashMap<_, _> = ffi::identities(&named)?.into_iter().zip(names).collect();
+        let all = variables.trainable_variables.len();
+        let added = &variables.trainable_variables[self.taken.min(all)..];
+        let tensors: Vec<_> = added.iter().map(|var| var.tensor.shallow_clone()).collect();
+        let identities = ffi::identities(&tensors)?;
+        let taken = tensors.into_iter().zip(identities).zip(added).enumerate();
+        let taken = taken.map(|(i, ((tensor, identity), var))| {
+            let place = || (self.taken + i).to_string();
+            let name = names.get(&identity).cloned().unwrap_or_else(place);
+            Named { name, tensor, group: var.group }
+        });
+        let taken = taken.collect();
+        drop(variables);
+        self.taken = all;
+        Ok(taken)
+    }
+}

@@ -1,0 +1,221 @@
+//! Random programs: an algorithm with options, parameters in groups, and the gradients of each step.
+
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
+
+use crate::common::bits::bits;
+use crate::common::rng::Rng;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    Contiguous,
+    Transposed,
+    ChannelsLast,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Without a scaler's doing.
+    Plain,
+    /// `step`.
+    Scaler,
+    /// `unscale_`, then `step`.
+    Unscale,
+    /// `step_clip_norm`.
+    Clip,
+    /// A transaction that clips.
+    Transaction,
+}
+
+#[derive(Debug)]
+pub struct Parameter {
+    pub kind: Kind,
+    pub shape: Vec<i64>,
+    pub layout: Layout,
+    pub group: usize,
+    pub values: Tensor,
+}
+
+#[derive(Debug)]
+pub struct Step {
+    pub grads: Vec<Option<Tensor>>,
+    pub overflow: bool,
+    pub lr: Option<f64>,
+    pub max_norm: f64,
+    /// Save and load into a new optimizer before this step.
+    pub reload: bool,
+}
+
+#[derive(Debug)]
+pub struct Program {
+    pub groups: Vec<ParamGroup>,
+    pub params: Vec<Parameter>,
+    pub mode: Mode,
+    pub scale: f64,
+    pub steps: Vec<Step>,
+}
+
+pub fn program(seed: u64) -> Program {
+    let rng = &mut Rng::new(seed);
+    let mode =
+        *rng.pick(&[Mode::Plain, Mode::Scaler, Mode::Unscale, Mode::Clip, Mode::Transaction]);
+    let which = rng.below(4);
+    let initial = *rng.pick(&[0.0, 0.5]);
+    let groups: Vec<_> = (0..=rng.below(3))
+        .map(|_| ParamGroup { lr: magnitude(rng, -1.0), algorithm: algorithm(which, initial, rng) })
+        .collect();
+    let scale = *rng.pick(&[1.0, 2.0, 65536.0, 1000.0, 3.7, 0.4]);
+    let params: Vec<_> =
+        (0..1 + rng.below(6)).map(|i| parameter(rng, groups.len(), which, mode, i == 0)).collect();
+    let steps = (0..1 + rng.below(6)).map(|_| step(rng, &params, mode, scale, which)).collect();
+    Program { groups, params, mode, scale, steps }
+}
+
+/// A positive number of at most 10 to the power `highest`.
+fn magnitude(rng: &mut Rng, highest: f64) -> f64 {
+    10f64.powf(highest - rng.below(40) as f64 / 10.0)
+}
+
+fn algorithm(which: usize, initial_accumulator_value: f64, rng: &mut Rng) -> Algorithm {
+    let betas = (*rng.pick(&[0.9, 0.5, 0.3, 0.0, 0.95]), *rng.pick(&[0.999, 0.99, 0.5, 0.0]));
+    let eps = *rng.pick(&[1e-8, 1e-3, 1e-10]);
+    let weight_decay = if rng.one_in(2) { 0.0 } else { magnitude(rng, 0.0) };
+    let (amsgrad, maximize) = (rng.one_in(3), rng.one_in(4));
+    let momentum = *rng.pick(&[0.0, 0.9, 0.5]);
+    let nesterov = momentum > 0.0 && rng.one_in(2);
+    let dampening = if nesterov { 0.0 } else { *rng.pick(&[0.0, 0.3]) };
+    let lr_decay = *rng.pick(&[0.0, 0.1]);
+    match which {
+        0 => AdamW { betas, eps, weight_decay, amsgrad, maximize }.into(),
+        1 => Adam { betas, eps, weight_decay, amsgrad, maximize }.into(),
+        2 => Sgd { momentum, dampening, weight_decay, nesterov, maximize }.into(),
+        _ => Adagrad { lr_decay, weight_decay, initial_accumulator_value, eps, maximize }.into(),
+    }
+}
+
+fn parameter(rng: &mut Rng, groups: usize, which: usize, mode: Mode, first: bool) -> Parameter {
+    // libtorch's fused SGD and Adagrad round options to bf16 and f16, or miss elements; ours does not. Nor does ours
+    // round the gradient between unscaling and clipping.
+    let kinds = [Kind::Float, Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
+    let allowed = match mode {
+        // An f64 norm depends on the order of its sum; one f32 gradient makes it f32.
+        Mode::Clip | Mode::Transaction if first => 2,
+        _ if which > 1 => 3,
+        Mode::Clip => 3,
+        // PyTorch's `unscale_` refuses f16.
+        Mode::Unscale | Mode::Transaction => 4,
+        Mode::Plain | Mode::Scaler => 5,
+    };
+    let kind = kinds[rng.below(allowed)];
+    let (shape, layout) = match rng.below(8) {
+        0 => (vec![], Layout::Contiguous),
+        1 => (vec![0, 3], Layout::Contiguous),
+        2 => (vec![5, 7], Layout::Transposed),
+        3 => (vec![2, 3, 4, 5], Layout::ChannelsLast),
+        4 => (vec![40 + rng.below(30) as i64], Layout::Contiguous),
+        _ => (vec![1 + rng.below(6) as i64, 1 + rng.below(20) as i64], Layout::Contiguous),
+    };
+    let values = numbers(rng, &shape, kind, 1.0);
+    Parameter { kind, shape, layout, group: rng.below(groups), values }
+}
+
+fn step(rng: &mut Rng, params: &[Parameter], mode: Mode, scale: f64, which: usize) -> Step {
+    let factor = if mode == Mode::Plain { 1.0 } else { scale };
+    // PyTorch's SGD fails where only some of its momentum buffers are there.
+    let missing = which != 2;
+    let mut grads: Vec<_> = params
+        .iter()
+        .map(|p| {
+            let there = !(missing && rng.one_in(6));
+            let factor = factor * magnitude(rng, 0.5);
+            there.then(|| numbers(rng, &p.shape, p.kind, factor))
+        })
+        .collect();
+    let clips = matches!(mode, Mode::Clip | Mode::Transaction);
+    if clips || grads.iter().all(Option::is_none) {
+        grads[0] = Some(numbers(rng, &params[0].shape, params[0].kind, factor));
+    }
+    let mut overflow = false;
+    if mode != Mode::Plain && rng.one_in(4) {
+        let filled = grads.iter_mut().flatten().filter(|grad| grad.numel() > 0);
+        let filled: Vec<_> = filled.collect();
+        if !filled.is_empty() {
+            let grad = rng.below(filled.len());
+            let place = rng.below(filled[grad].numel()) as i64;
+            let bad = *rng.pick(&[f64::INFINITY, f64::NEG_INFINITY, f64::NAN]);
+            let _bad = filled[grad].view(-1).get(place).fill_(bad);
+            overflow = true;
+        }
+    }
+    let lr = rng.one_in(4).then(|| magnitude(rng, -1.0));
+    let max_norm = *rng.pick(&[0.1, 1.0, 10.0, 1e6]);
+    Step { grads, overflow, lr, max_norm, reload: rng.one_in(5) }
+}
+
+/// Numbers of all signs, some of them zero.
+fn numbers(rng: &mut Rng, shape: &[i64], kind: Kind, factor: f64) -> Tensor {
+    let count: i64 = shape.iter().product();
+    let one = |rng: &mut Rng| {
+        let unit = rng.below(1 << 24) as f64 / f64::from(1 << 23) - 1.0;
+        if rng.one_in(30) { 0.0 } else { unit }
+    };
+    // A half must not overflow by itself.
+    let factor = if kind == Kind::Half { factor.min(1e4) } else { factor };
+    let values: Vec<f64> = (0..count).map(|_| one(rng) * factor).collect();
+    Tensor::from_slice(&values).reshape(shape).to_kind(kind).to_device(Device::Cpu)
+}
+
+fn hex(tensor: &Tensor) -> String {
+    bits(tensor).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+impl Program {
+    pub fn summary(&self) -> String {
+        let params: Vec<_> =
+            self.params.iter().map(|p| (p.kind, &p.shape, p.layout, p.group)).collect();
+        format!("{:?} {:?}\n{params:?} scale {}", self.mode, self.groups, self.scale)
+    }
+
+    pub fn json(&self) -> Value {
+        let params = self.params.iter().map(|p| {
+            let dtype = match p.kind {
+                Kind::Double => "f64",
+                Kind::BFloat16 => "bf16",
+                Kind::Half => "f16",
+                _ => "f32",
+            };
+            let layout = match p.layout {
+                Layout::Contiguous => "contiguous",
+                Layout::Transposed => "transposed",
+                Layout::ChannelsLast => "channels_last",
+            };
+            let values = hex(&p.values);
+            json!({"dtype": dtype, "shape": p.shape, "layout": layout, "group": p.group, "values": values})
+        });
+        let steps = self.steps.iter().map(|s| {
+            let grads: Vec<_> = s.grads.iter().map(|grad| grad.as_ref().map(hex)).collect();
+            json!({"grads": grads, "overflow": s.overflow, "lr": s.lr, "max_norm": s.max_norm})
+        });
+        let mode = match self.mode {
+            Mode::Plain => "plain",
+            Mode::Scaler => "scaler",
+            Mode::Unscale => "unscale",
+            Mode::Clip => "clip",
+            Mode::Transaction => "transaction",
+        };
+        let mut groups = json!(self.groups);
+        let mut algorithm = Value::Null;
+        for group in groups.as_array_mut().unwrap() {
+            algorithm = group.as_object_mut().unwrap().remove("algorithm").unwrap();
+        }
+        json!({
+            "algorithm": algorithm,
+            "groups": groups,
+            "params": params.collect::<Vec<_>>(),
+            "mode": mode,
+            "scale": self.scale,
+            "steps": steps.collect::<Vec<_>>(),
+        })
+    }
+}

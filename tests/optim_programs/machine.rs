@@ -1,0 +1,114 @@
+//! Runs a program with this crate.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{Algorithm, Optimizer};
+use tch_amp::{GradScaler, GradScalerConfig};
+
+use crate::common::bits::bits;
+use crate::generate::{Layout, Mode, Parameter, Program, Step};
+
+const KEYS: [&str; 6] =
+    ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"];
+
+pub struct Machine<'a> {
+    program: &'a Program,
+    params: Vec<Tensor>,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+}
+
+fn laid_out(p: &Parameter, values: &Tensor) -> Tensor {
+    match p.layout {
+        Layout::Contiguous => values.copy(),
+        Layout::Transposed => values.tr().contiguous().tr(),
+        Layout::ChannelsLast => values.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2]),
+    }
+}
+
+fn optimizer(program: &Program, params: &[Tensor]) -> Optimizer {
+    let named = params.iter().enumerate().map(|(i, t)| (format!("p{i}"), t.shallow_clone()));
+    let named: Vec<_> = named.collect();
+    let first = program.groups[0];
+    let mut optimizer = match first.algorithm {
+        Algorithm::AdamW(config) => config.build(named, first.lr),
+        Algorithm::Adam(config) => config.build(named, first.lr),
+        Algorithm::Sgd(config) => config.build(named, first.lr),
+        Algorithm::Adagrad(config) => config.build(named, first.lr),
+        _ => unreachable!(),
+    }
+    .unwrap();
+    for (index, options) in program.groups.iter().enumerate() {
+        let members = program.params.iter().enumerate().filter(|(_, p)| p.group == index);
+        let names: Vec<_> = members.map(|(i, _)| format!("p{i}")).collect();
+        let names: Vec<_> = names.iter().map(String::as_str).collect();
+        optimizer.assign_group(index, &names).unwrap();
+        optimizer.set_param_group(index, *options).unwrap();
+    }
+    optimizer
+}
+
+impl<'a> Machine<'a> {
+    pub fn new(program: &'a Program) -> Self {
+        let params: Vec<_> =
+            program.params.iter().map(|p| laid_out(p, &p.values).set_requires_grad(true)).collect();
+        let optimizer = optimizer(program, &params);
+        let enabled = program.mode != Mode::Plain;
+        let config =
+            GradScalerConfig { init_scale: program.scale, enabled, ..GradScalerConfig::default() };
+        Self { program, params, optimizer, scaler: config.build(Device::Cpu).unwrap() }
+    }
+
+    /// Takes a step and tells whether it was taken.
+    pub fn step(&mut self, step: &Step) -> bool {
+        if step.reload {
+            let saved = self.optimizer.state_dict().unwrap();
+            let mut fresh = optimizer(self.program, &self.params);
+            fresh.load_state_dict(&saved).unwrap();
+            self.optimizer = fresh;
+        }
+        self.optimizer.zero_grad().unwrap();
+        for ((param, p), grad) in self.params.iter().zip(&self.program.params).zip(&step.grads) {
+            if let Some(grad) = grad {
+                (param * laid_out(p, grad)).sum(p.kind).backward();
+            }
+        }
+        if let Some(lr) = step.lr {
+            self.optimizer.set_lr(lr).unwrap();
+        }
+        let (scaler, optimizer) = (&mut self.scaler, &mut self.optimizer);
+        let outcome = match self.program.mode {
+            Mode::Plain | Mode::Scaler => scaler.step(optimizer).unwrap(),
+            Mode::Unscale => {
+                scaler.unscale_(optimizer).unwrap();
+                scaler.step(optimizer).unwrap()
+            }
+            Mode::Clip => scaler.step_clip_norm(optimizer, step.max_norm).unwrap(),
+            Mode::Transaction => {
+                let mut unscaled = scaler.unscale(optimizer).unwrap();
+                let _norm = unscaled.clip_grad_norm(step.max_norm).unwrap();
+                unscaled.step().unwrap()
+            }
+        };
+        scaler.update().unwrap();
+        outcome.is_stepped().unwrap()
+    }
+
+    /// The bits of the parameters and their state, as the oracle prints them.
+    pub fn told(&mut self) -> String {
+        let saved = self.optimizer.state_dict().unwrap();
+        let hex = |tensor: &Tensor| {
+            bits(tensor).iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+        };
+        let mut out = Vec::new();
+        for (index, param) in self.params.iter().enumerate() {
+            let mut parts = vec![hex(param)];
+            if let Some(state) = saved.state.get(&format!("p{index}")) {
+                parts.extend(KEYS.iter().filter_map(|&key| state.get(key)).map(hex));
+            }
+            out.push(parts.join(","));
+        }
+        let scale = self.scaler.get_scale().unwrap();
+        let scale = Tensor::from(scale).to_kind(Kind::Double).double_value(&[]);
+        format!("{} {scale:?}", out.join(" "))
+    }
+}
