@@ -1,0 +1,139 @@
+//! What an optimizer is built from, and what it is refused.
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Sgd};
+use tch_amp::{AmpOptimizer, Error, GradScaler};
+
+use crate::{NAN, algorithms, build, leaf, set_grad, to_f64};
+
+#[test]
+fn the_import_is_all_that_changes() {
+    let vs = VarStore::new(Device::Cpu);
+    let net = nn::linear(vs.root(), 3, 1, Default::default());
+    let mut opt = AdamW::default().build(&vs, 1e-3).unwrap();
+    let x = Tensor::ones([4, 3], (Kind::Float, Device::Cpu));
+    let before = to_f64(&net.ws);
+    for way in 0..3 {
+        let loss = x.apply(&net).square().mean(Kind::Float);
+        match way {
+            0 => opt.backward_step(&loss),
+            1 => opt.backward_step_clip(&loss, 0.1),
+            _ => opt.backward_step_clip_norm(&loss, 0.1),
+        }
+        .unwrap();
+    }
+    assert_ne!(to_f64(&net.ws), before);
+    opt.zero_grad().unwrap();
+    assert!(!net.ws.grad().defined(), "gradients are dropped, not zeroed");
+}
+
+#[test]
+fn variables_that_are_added_later_are_taken_up() {
+    let vs = VarStore::new(Device::Cpu);
+    let a = vs.root().ones("a", &[2]);
+    let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
+    let b = (vs.root() / "later").ones("b", &[2]);
+    assert_eq!(opt.parameters().len(), 2);
+    (&a + &b).sum(Kind::Float).backward();
+    let mut scaler = GradScaler::disabled();
+    drop(scaler.step(&mut opt).unwrap());
+    assert_eq!((to_f64(&a), to_f64(&b)), (vec![0.0; 2], vec![0.0; 2]));
+    assert_eq!(opt.parameter_name(1).as_deref(), Some("later.b"));
+    // With a scaler their gradients are checked before they have been taken up.
+    let c = vs.root().ones("c", &[2]);
+    set_grad(&c, &[f64::INFINITY, 1.0]);
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
+    assert_eq!(to_f64(&c), [1.0; 2]);
+}
+
+#[test]
+fn frozen_variables_stay() {
+    let mut vs = VarStore::new(Device::Cpu);
+    let w = vs.root().ones("w", &[2]);
+    let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
+    set_grad(&w, &[1.0; 2]);
+    vs.freeze();
+    opt.step().unwrap();
+    assert_eq!(to_f64(&w), [1.0; 2]);
+    vs.unfreeze();
+    opt.step().unwrap();
+    assert_eq!(to_f64(&w), [0.0; 2]);
+}
+
+#[test]
+fn a_list_will_do_with_names_or_without() {
+    let (a, b) = (leaf(&[1.0], Kind::Float, Device::Cpu), leaf(&[1.0], Kind::Double, Device::Cpu));
+    let plain = AdamW::default().build(vec![a.shallow_clone(), b.shallow_clone()], 0.1).unwrap();
+    assert_eq!(plain.parameter_name(1).as_deref(), Some("1"));
+    let named = vec![("a", a.shallow_clone()), ("b", b.shallow_clone())];
+    let mut named = AdamW::default().build(named, 0.1).unwrap();
+    assert_eq!(named.parameter_name(1).as_deref(), Some("b"));
+    let c = leaf(&[1.0], Kind::Float, Device::Cpu);
+    assert_eq!(named.add_param_group(vec![("c", c.shallow_clone())]).unwrap(), 1);
+    assert_eq!(named.parameters().len(), 3);
+    assert!(matches!(named.add_param_group(vec![("again", c)]), Err(Error::Parameter { .. })));
+    assert_eq!((named.parameters().len(), named.param_group_count()), (3, 2));
+}
+
+#[test]
+fn what_cannot_be_optimized_is_refused() {
+    let w = leaf(&[1.0], Kind::Float, Device::Cpu);
+    let twice = AdamW::default().build(vec![w.shallow_clone(), w.shallow_clone()], 0.1);
+    assert!(twice.unwrap_err().to_string().contains("twice"));
+    for kind in [Kind::Int64, Kind::Bool, Kind::ComplexFloat] {
+        let tensor = Tensor::ones([2], (kind, Device::Cpu));
+        let error = Sgd::default().build(vec![("w", tensor)], 0.1).unwrap_err();
+        assert!(error.to_string().contains("w is no floating tensor"), "{error}");
+    }
+    assert!(Sgd::default().build(vec![Tensor::new()], 0.1).is_err());
+}
+
+#[test]
+fn options_outside_their_range_are_refused_by_their_names() {
+    let none = || Vec::<Tensor>::new();
+    let refused = [
+        (AdamW { betas: (1.0, 0.9), ..Default::default() }.build(none(), 0.1), "betas"),
+        (AdamW { betas: (0.9, -0.1), ..Default::default() }.build(none(), 0.1), "betas"),
+        (Adam { eps: -1.0, ..Default::default() }.build(none(), 0.1), "eps"),
+        (Adam { weight_decay: NAN, ..Default::default() }.build(none(), 0.1), "weight_decay"),
+        (Adam::default().build(none(), -0.1), "lr"),
+        (Adam::default().build(none(), f64::INFINITY), "lr"),
+        (Sgd { momentum: -0.5, ..Default::default() }.build(none(), 0.1), "momentum"),
+        (Sgd { nesterov: true, ..Default::default() }.build(none(), 0.1), "momentum"),
+        (
+            Sgd { nesterov: true, momentum: 0.9, dampening: 0.1, ..Default::default() }
+                .build(none(), 0.1),
+            "dampening",
+        ),
+        (Adagrad { lr_decay: -1.0, ..Default::default() }.build(none(), 0.1), "lr_decay"),
+    ];
+    for (result, field) in refused {
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::InvalidValue { field: f, .. } if f == field), "{error}");
+    }
+}
+
+#[test]
+fn a_model_that_changes_its_dtype_later_is_refused_and_stays() {
+    for algorithm in algorithms() {
+        let mut vs = VarStore::new(Device::Cpu);
+        let w = vs.root().ones("w", &[3]);
+        let mut opt = build(algorithm, &vs, 0.1);
+        set_grad(&w, &[1.0; 3]);
+        opt.step().unwrap();
+        let stateless = opt.state_dict().unwrap().state.is_empty();
+        opt.zero_grad().unwrap();
+        vs.double();
+        set_grad(&w, &[1.0; 3]);
+        let before = to_f64(&w);
+        match opt.step() {
+            Ok(()) => assert!(stateless, "{algorithm:?}"),
+            Err(error) => {
+                assert!(error.to_string().contains("build the optimizer after"), "{error}");
+                assert_eq!(to_f64(&w), before);
+            }
+        }
+    }
+}

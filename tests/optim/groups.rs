@@ -1,0 +1,108 @@
+//! Parameter groups and their options.
+
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+use tch_amp::Error;
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
+
+use crate::{leaf, set_grad, to_f64};
+
+fn weights(names: &[&str]) -> Vec<(String, Tensor)> {
+    let weight = || leaf(&[1.0], Kind::Float, Device::Cpu);
+    names.iter().map(|&name| (name.to_owned(), weight())).collect()
+}
+
+#[test]
+fn the_groups_of_tchs_paths_are_honoured() {
+    let vs = VarStore::new(Device::Cpu);
+    let a = vs.root().ones("a", &[1]);
+    let b = vs.root().set_group(2).ones("b", &[1]);
+    let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
+    assert_eq!(opt.param_group_count(), 3);
+    opt.set_lr_group(2, 0.5).unwrap();
+    assert_eq!((opt.lr(0).unwrap(), opt.lr(2).unwrap()), (1.0, 0.5));
+    let c = vs.root().set_group(2).ones("c", &[1]);
+    for w in [&a, &b, &c] {
+        set_grad(w, &[1.0]);
+    }
+    opt.step().unwrap();
+    assert_eq!([to_f64(&a)[0], to_f64(&b)[0], to_f64(&c)[0]], [0.0, 0.5, 0.5]);
+    opt.set_lr(0.0).unwrap();
+    assert_eq!((opt.lr(0).unwrap(), opt.lr(2).unwrap()), (0.0, 0.0));
+}
+
+#[test]
+fn names_choose_a_group_and_the_last_choice_counts() {
+    let all = weights(&["l1.weight", "l1.bias", "norm.weight", "norm.bias"]);
+    let tensors: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).collect();
+    let mut opt = Sgd { weight_decay: 0.5, ..Sgd::default() }.build(all, 1.0).unwrap();
+    opt.assign_group(1, &["*.bias", "norm.*"]).unwrap();
+    opt.set_weight_decay_group(1, 0.0).unwrap();
+    opt.assign_group(2, &["norm.bias"]).unwrap();
+    opt.set_lr_group(2, 0.25).unwrap();
+    // Parameters that come later are chosen, too.
+    let later = leaf(&[1.0], Kind::Float, Device::Cpu);
+    opt.add_param_group(vec![("l2.bias", later.shallow_clone())]).unwrap();
+    for w in tensors.iter().chain([&later]) {
+        set_grad(w, &[1.0]);
+    }
+    opt.step().unwrap();
+    let got: Vec<_> = tensors.iter().chain([&later]).map(|w| to_f64(w)[0]).collect();
+    // Group 2 was made with the options of group 0, weight decay included.
+    assert_eq!(got, [-0.5, 0.0, 0.0, 0.625, 0.0]);
+}
+
+#[test]
+fn groups_that_are_not_there_are_refused() {
+    let mut opt = AdamW::default().build(weights(&["w"]), 0.1).unwrap();
+    let refused = [
+        opt.set_lr_group(1, 0.1),
+        opt.set_weight_decay_group(1, 0.1),
+        opt.set_momentum_group(7, 0.1),
+        opt.assign_group(2, &["w"]),
+        opt.param_group(1).map(|_| ()),
+    ];
+    for result in refused {
+        assert!(matches!(result, Err(Error::NoSuchGroup { groups: 1, .. })));
+    }
+}
+
+#[test]
+fn a_refused_value_leaves_the_old_one() {
+    let mut opt = AdamW::default().build(weights(&["w"]), 0.1).unwrap();
+    let before = *opt.param_group(0).unwrap();
+    assert!(matches!(opt.set_lr(-1.0), Err(Error::InvalidValue { field: "lr", .. })));
+    assert!(matches!(opt.set_momentum(1.0), Err(Error::InvalidValue { field: "betas", .. })));
+    let other = ParamGroup { algorithm: Sgd::default().into(), ..before };
+    assert!(matches!(opt.set_param_group(0, other), Err(Error::OtherAlgorithm { .. })));
+    assert_eq!(*opt.param_group(0).unwrap(), before);
+    let mut adagrad = Adagrad::default().build(weights(&["w"]), 0.1).unwrap();
+    assert!(matches!(adagrad.set_momentum(0.5), Err(Error::NoSuchOption { .. })));
+}
+
+#[test]
+fn momentum_is_the_first_beta_of_adam() {
+    let mut opt = Adam::default().build(weights(&["w"]), 0.1).unwrap();
+    opt.set_momentum(0.5).unwrap();
+    let Algorithm::Adam(config) = opt.param_group(0).unwrap().algorithm else {
+        panic!("an Adam stays one");
+    };
+    assert_eq!(config.betas, (0.5, 0.999));
+}
+
+/// PyTorch's defaults, of which `torch.optim` is the source.
+#[test]
+fn the_defaults_are_pytorchs() {
+    let adam = Adam::default();
+    assert_eq!((adam.betas, adam.eps, adam.weight_decay), ((0.9, 0.999), 1e-8, 0.0));
+    let adamw = AdamW::default();
+    assert_eq!((adamw.betas, adamw.eps, adamw.weight_decay), ((0.9, 0.999), 1e-8, 1e-2));
+    let sgd = Sgd::default();
+    assert_eq!(
+        (sgd.momentum, sgd.dampening, sgd.weight_decay, sgd.nesterov),
+        (0.0, 0.0, 0.0, false)
+    );
+    let adagrad = Adagrad::default();
+    let (decay, start) = (adagrad.lr_decay, adagrad.initial_accumulator_value);
+    assert_eq!((decay, start, adagrad.weight_decay, adagrad.eps), (0.0, 0.0, 0.0, 1e-10));
+}

@@ -1,0 +1,69 @@
+//! The rules of the fused optimizers, one test each. Random programs against PyTorch are in `optim_programs.rs`.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod build;
+mod clip;
+mod groups;
+mod numbers;
+mod scaled;
+mod skipped;
+mod state;
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, IntoParameters, Optimizer, Sgd};
+
+/// One of each algorithm, with every option that its arithmetic knows.
+fn algorithms() -> Vec<Algorithm> {
+    let adam = Adam { weight_decay: 0.1, ..Adam::default() };
+    let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Sgd::default() };
+    vec![
+        AdamW::default().into(),
+        AdamW { amsgrad: true, maximize: true, betas: (0.4, 0.9), ..AdamW::default() }.into(),
+        adam.into(),
+        Adam { amsgrad: true, ..adam }.into(),
+        Sgd { weight_decay: 0.1, maximize: true, ..Sgd::default() }.into(),
+        sgd.into(),
+        Sgd { dampening: 0.3, ..sgd }.into(),
+        Sgd { nesterov: true, ..sgd }.into(),
+        Adagrad { initial_accumulator_value: 0.5, lr_decay: 0.1, ..Adagrad::default() }.into(),
+    ]
+}
+
+fn build(algorithm: Algorithm, parameters: impl IntoParameters, lr: f64) -> Optimizer {
+    match algorithm {
+        Algorithm::AdamW(config) => config.build(parameters, lr),
+        Algorithm::Adam(config) => config.build(parameters, lr),
+        Algorithm::Sgd(config) => config.build(parameters, lr),
+        Algorithm::Adagrad(config) => config.build(parameters, lr),
+        other => panic!("the tests know no {other:?}"),
+    }
+    .unwrap()
+}
+
+/// A leaf that takes part in training.
+fn leaf(values: &[f64], kind: Kind, device: Device) -> Tensor {
+    Tensor::from_slice(values).to_kind(kind).to_device(device).set_requires_grad(true)
+}
+
+/// Gives `w` the gradient `values`, in place of what it had.
+fn set_grad(w: &Tensor, values: &[f64]) {
+    w.grad().defined().then(|| w.grad().detach_().zero_());
+    let factors = Tensor::from_slice(values).to_kind(w.kind()).to_device(w.device());
+    let mut old = w.grad();
+    if old.defined() {
+        tch::no_grad(|| old.copy_(&factors.view_as(w)));
+    } else {
+        (w * factors.view_as(w)).sum(w.kind()).backward();
+    }
+}
+
+fn to_f64(tensor: &Tensor) -> Vec<f64> {
+    let plain = tensor.detach().to_device(Device::Cpu).to_kind(Kind::Double);
+    Vec::try_from(plain.contiguous().view(-1)).unwrap()
+}
+
+const INF: f64 = f64::INFINITY;
+const NAN: f64 = f64::NAN;

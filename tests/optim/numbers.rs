@@ -1,0 +1,189 @@
+//! The arithmetic, against plain loops in f64.
+
+use rstest::rstest;
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Sgd};
+
+use crate::common::bits::bits;
+use crate::common::for_each_device;
+use crate::{algorithms, build, leaf, set_grad, to_f64};
+
+/// One element and its state, as the papers and PyTorch's documentation have it.
+#[derive(Clone, Debug, Default)]
+struct Element {
+    value: f64,
+    step: f64,
+    first: Option<f64>,
+    second: f64,
+    max: f64,
+}
+
+impl Element {
+    fn step(&mut self, algorithm: &Algorithm, lr: f64, gradient: f64) {
+        self.step += 1.0;
+        match *algorithm {
+            Algorithm::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize }) => {
+                self.value *= 1.0 - lr * weight_decay;
+                let gradient = if maximize { -gradient } else { gradient };
+                self.adam(gradient, lr, betas, eps, amsgrad);
+            }
+            Algorithm::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) => {
+                let gradient = if maximize { -gradient } else { gradient };
+                self.adam(gradient + weight_decay * self.value, lr, betas, eps, amsgrad);
+            }
+            Algorithm::Sgd(Sgd { momentum, dampening, weight_decay, nesterov, maximize }) => {
+                let gradient = if maximize { -gradient } else { gradient };
+                let gradient = gradient + weight_decay * self.value;
+                let buffer =
+                    self.first.map_or(gradient, |b| momentum * b + (1.0 - dampening) * gradient);
+                self.first = Some(buffer);
+                let along = if nesterov { gradient + momentum * buffer } else { buffer };
+                self.value -= lr * if momentum == 0.0 { gradient } else { along };
+            }
+            Algorithm::Adagrad(Adagrad {
+                lr_decay,
+                weight_decay,
+                initial_accumulator_value,
+                eps,
+                maximize,
+            }) => {
+                let gradient = if maximize { -gradient } else { gradient };
+                let gradient = gradient + weight_decay * self.value;
+                let sum = self.first.unwrap_or(initial_accumulator_value) + gradient * gradient;
+                self.first = Some(sum);
+                let lr = lr / (1.0 + (self.step - 1.0) * lr_decay);
+                self.value -= lr * gradient / (sum.sqrt() + eps);
+            }
+            ref other => panic!("the tests know no {other:?}"),
+        }
+    }
+
+    fn adam(&mut self, gradient: f64, lr: f64, betas: (f64, f64), eps: f64, amsgrad: bool) {
+        let first = betas.0 * self.first.unwrap_or(0.0) + (1.0 - betas.0) * gradient;
+        self.first = Some(first);
+        self.second = betas.1 * self.second + (1.0 - betas.1) * gradient * gradient;
+        self.max = self.max.max(self.second);
+        let square = if amsgrad { self.max } else { self.second };
+        let correction1 = 1.0 - betas.0.powf(self.step);
+        let correction2 = 1.0 - betas.1.powf(self.step);
+        self.value -= lr / correction1 * first / ((square / correction2).sqrt() + eps);
+    }
+}
+
+/// None of them cancels the weight decay: where the sum is all rounding, Adam's step is, too.
+fn gradients(count: usize, step: usize) -> Vec<f64> {
+    (0..count).map(|i| ((i * 7 + step * 13) % 33) as f64 / 4.0 - 4.13).collect()
+}
+
+/// Every size around the width of a vector, and one that is worth several threads. A step may be off by the rounding of
+/// a few operations; over some steps of lr 0.1 that adds up to less than `tolerance`.
+#[rstest]
+#[case(Kind::Double, 1e-14)]
+#[case(Kind::Float, 3e-6)]
+#[case(Kind::BFloat16, 0.15)]
+#[case(Kind::Half, 0.03)]
+fn every_algorithm_computes_what_a_plain_loop_does(#[case] kind: Kind, #[case] tolerance: f64) {
+    const LR: f64 = 0.1;
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            for count in [1, 7, 8, 15, 16, 33, 140_000] {
+                let start: Vec<f64> = (0..count).map(|i| (i % 17) as f64 / 8.0 - 1.0).collect();
+                let w = leaf(&start, kind, device);
+                let mut opt = build(algorithm, vec![w.shallow_clone()], LR);
+                let mut want: Vec<_> =
+                    start.iter().map(|&value| Element { value, ..Element::default() }).collect();
+                for step in 0..4 {
+                    let gradients = gradients(count, step);
+                    set_grad(&w, &gradients);
+                    opt.step().unwrap();
+                    for (element, gradient) in want.iter_mut().zip(gradients) {
+                        element.step(&algorithm, LR, gradient);
+                    }
+                }
+                for (got, want) in to_f64(&w).into_iter().zip(&want) {
+                    let off = (got - want.value).abs();
+                    assert!(off <= tolerance, "{algorithm:?} {count}: {got} {want:?}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn the_number_of_threads_does_not_change_a_bit() {
+    let run = |threads| {
+        tch::set_num_threads(threads);
+        let values: Vec<f64> = (0..200_003).map(|i| (i % 91) as f64 / 7.0).collect();
+        let w = leaf(&values, Kind::Float, Device::Cpu);
+        let small = leaf(&[0.3; 5], Kind::Float, Device::Cpu);
+        let mut opt = build(AdamW::default().into(), vec![w.copy_leaf(), small.copy_leaf()], 0.1);
+        let all = opt.trainable_variables();
+        for step in 0..3 {
+            for w in &all {
+                set_grad(w, &gradients(w.numel(), step));
+            }
+            let _norm = opt.clip_grad_norm(0.7).unwrap();
+            opt.step().unwrap();
+        }
+        all.iter().map(bits).collect::<Vec<_>>()
+    };
+    let before = tch::get_num_threads();
+    let (one, four) = (run(1), run(4));
+    tch::set_num_threads(before);
+    assert_eq!(one, four);
+}
+
+trait CopyLeaf {
+    fn copy_leaf(&self) -> Tensor;
+}
+
+impl CopyLeaf for Tensor {
+    fn copy_leaf(&self) -> Tensor {
+        self.detach().copy().set_requires_grad(true)
+    }
+}
+
+/// Layouts in which one index does not go over all memory alike.
+#[test]
+fn the_layout_of_parameters_and_gradients_does_not_matter() {
+    for algorithm in algorithms() {
+        let values: Vec<f64> = (0..24).map(|i| f64::from(i) / 8.0).collect();
+        let plain = leaf(&values, Kind::Float, Device::Cpu);
+        let wide = Tensor::stack(&[plain.detach(), plain.detach()], -1);
+        let strided = wide.select(-1, 0).set_requires_grad(true);
+        let matrix = plain.detach().reshape([4, 6]).tr().contiguous().tr().set_requires_grad(true);
+        let all = vec![plain, strided, matrix];
+        let mut opt = build(algorithm, all.as_slice(), 0.1);
+        for step in 0..3 {
+            for w in &all {
+                set_grad(w, &gradients(24, step));
+            }
+            opt.step().unwrap();
+        }
+        assert_eq!(to_f64(&all[0]), to_f64(&all[1]), "{algorithm:?}");
+        assert_eq!(to_f64(&all[0]), to_f64(&all[2]), "{algorithm:?}");
+        assert_eq!(to_f64(&wide.select(-1, 1)), values, "nothing else is written to");
+    }
+}
+
+/// A momentum buffer starts with the first gradient of its parameter, whenever that comes.
+#[test]
+fn a_parameter_that_joins_later_starts_its_own_state() {
+    for algorithm in algorithms() {
+        let (a, b) = (
+            leaf(&[1.0; 3], Kind::Double, Device::Cpu),
+            leaf(&[1.0; 3], Kind::Double, Device::Cpu),
+        );
+        let mut opt = build(algorithm, vec![a.shallow_clone(), b.shallow_clone()], 0.1);
+        let mut want = Element { value: 1.0, ..Element::default() };
+        for step in 0..3 {
+            set_grad(&a, &[0.5; 3]);
+            if step > 0 {
+                set_grad(&b, &[0.25; 3]);
+                want.step(&algorithm, 0.1, 0.25);
+            }
+            opt.step().unwrap();
+        }
+        assert!((to_f64(&b)[1] - want.value).abs() < 1e-14, "{algorithm:?}");
+    }
+}

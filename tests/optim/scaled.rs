@@ -1,0 +1,225 @@
+//! Fused optimizers with a scaler.
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{AdamW, Optimizer, Sgd, TakenSteps};
+use tch_amp::{
+    AmpOptimizer, AmpScaling, Error, GradScaler, GradScalerConfig, Parameters, Result, ScaledStep,
+};
+
+use crate::common::for_each_device;
+use crate::{INF, leaf, set_grad, to_f64};
+
+/// A weight of ones, an SGD with a learning rate of 1, and a scaler with a scale of 8.
+fn training(device: Device) -> (Tensor, Optimizer, GradScaler) {
+    let w = leaf(&[1.0; 3], Kind::Float, device);
+    let opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
+    let scaler = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+    (w, opt, scaler.build(device).unwrap())
+}
+
+#[test]
+fn the_ways_to_step_take_the_same_step() {
+    for_each_device(|device| {
+        for way in 0..4 {
+            let (w, mut opt, mut scaler) = training(device);
+            set_grad(&w, &[8.0, 16.0, -8.0]);
+            let outcome = match way {
+                0 => scaler.step(&mut opt),
+                1 => {
+                    scaler.unscale_(&mut opt).unwrap();
+                    assert_eq!(to_f64(&w.grad()), [1.0, 2.0, -1.0]);
+                    scaler.step(&mut opt)
+                }
+                2 => scaler.unscale(&mut opt).unwrap().step(),
+                _ => scaler.step_clip_norm(&mut opt, INF),
+            };
+            assert!(outcome.unwrap().is_stepped().unwrap());
+            assert_eq!(to_f64(&w), [0.0, -1.0, 2.0], "way {way}");
+            scaler.update().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_step_comes_once_in_an_iteration() {
+    let (w, mut opt, mut scaler) = training(Device::Cpu);
+    set_grad(&w, &[8.0; 3]);
+    drop(scaler.step(&mut opt).unwrap());
+    assert!(matches!(scaler.step(&mut opt), Err(Error::AlreadyStepped)));
+    assert!(matches!(scaler.step_clip_norm(&mut opt, 1.0), Err(Error::AlreadyStepped)));
+    assert!(matches!(scaler.unscale_(&mut opt), Err(Error::UnscaleAfterStep)));
+    assert_eq!(to_f64(&w), [0.0; 3]);
+    assert_eq!(to_f64(&w.grad()), [8.0; 3], "nothing was clipped");
+    scaler.update().unwrap();
+    drop(scaler.step(&mut opt).unwrap());
+}
+
+#[test]
+fn an_overflow_backs_the_scale_off() {
+    for_each_device(|device| {
+        let (w, mut opt, mut scaler) = training(device);
+        set_grad(&w, &[8.0, INF, 1.0]);
+        let outcome = scaler.step(&mut opt).unwrap();
+        scaler.update().unwrap();
+        assert_eq!(scaler.get_scale().unwrap(), 4.0);
+        assert!(outcome.is_skipped().unwrap());
+        // The flag is not used again for what comes later.
+        set_grad(&w, &[4.0; 3]);
+        let later = scaler.step(&mut opt).unwrap();
+        scaler.update().unwrap();
+        assert!(later.is_stepped().unwrap() && outcome.is_skipped().unwrap());
+    });
+}
+
+#[test]
+fn without_gradients_nothing_is_stepped() {
+    let (_w, mut opt, mut scaler) = training(Device::Cpu);
+    assert!(scaler.step(&mut opt).unwrap().has_no_gradients());
+    let outcome = scaler.step_clip_norm(&mut opt, 1.0).unwrap();
+    assert!(outcome.has_no_gradients() && outcome.total_norm().is_none());
+    assert!(matches!(scaler.update(), Err(Error::NoInfChecks)));
+}
+
+#[test]
+fn a_disabled_scaler_steps_by_the_gradients_as_they_are() {
+    let (w, mut opt, _) = training(Device::Cpu);
+    let mut scaler = GradScaler::disabled();
+    set_grad(&w, &[3.0, 0.0, 4.0]);
+    let outcome = scaler.step_clip_norm(&mut opt, 1.0).unwrap();
+    assert_eq!(outcome.total_norm().unwrap().double_value(&[]), 5.0);
+    let want = [1.0 - 0.6, 1.0, 1.0 - 0.8];
+    assert!(to_f64(&w).iter().zip(want).all(|(w, want)| (w - want).abs() < 1e-6));
+}
+
+#[test]
+fn fp16_gradients_need_no_leave_where_nothing_is_written_back() {
+    for_each_device(|device| {
+        let w = leaf(&[1.0; 3], Kind::Half, device);
+        let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
+        // More than fp16 can hold: libtorch's kernels must not round it either.
+        let config = GradScalerConfig { init_scale: 2f64.powi(17), ..Default::default() };
+        let mut scaler = config.build(device).unwrap();
+        set_grad(&w, &[32768.0; 3]);
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+        assert_eq!(to_f64(&w), [0.75; 3]);
+        scaler.update().unwrap();
+        assert!(matches!(scaler.unscale_(&mut opt), Err(Error::Gradient { .. })));
+    });
+}
+
+#[test]
+fn a_sparse_gradient_is_refused_by_name_and_nothing_changes() {
+    let vs = VarStore::new(Device::Cpu);
+    let config = nn::EmbeddingConfig { sparse: true, ..Default::default() };
+    let table = nn::embedding(vs.root() / "table", 4, 2, config);
+    let other = vs.root().ones("other", &[1]);
+    let mut opt = AdamW::default().build(&vs, 0.1).unwrap();
+    let before = to_f64(&table.ws);
+    let rows = Tensor::from_slice(&[1i64, 3]).apply(&table);
+    (rows.sum(None) * &other).sum(None).backward();
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    for error in [opt.step().unwrap_err(), scaler.step(&mut opt).unwrap_err()] {
+        assert!(matches!(error, Error::Gradient { .. }), "{error}");
+        assert!(error.to_string().contains("`table.weight`"), "{error}");
+    }
+    assert_eq!((to_f64(&table.ws), to_f64(&other)), (before, vec![1.0]));
+}
+
+#[test]
+fn the_host_learns_of_a_step_without_waiting() {
+    for_each_device(|device| {
+        let (w, mut opt, mut scaler) = training(device);
+        let mut taken = TakenSteps::default();
+        for step in 0..6 {
+            set_grad(&w, if step % 3 == 1 { &[INF; 3] } else { &[1.0; 3] });
+            taken.record(scaler.step(&mut opt).unwrap());
+            scaler.update().unwrap();
+        }
+        // Only a GPU may still be at work.
+        assert!(device != Device::Cpu || taken.pending() == 6);
+        let mut count = taken.count().unwrap();
+        while device != Device::Cpu && taken.pending() > 0 {
+            count = taken.count().unwrap();
+        }
+        assert_eq!((count, taken.pending()), (4, 0));
+    });
+}
+
+/// An optimizer of a user's own that unscales on the device.
+struct Own(Vec<Tensor>);
+
+impl AmpOptimizer for Own {
+    fn parameters(&self) -> Parameters<'_> {
+        self.0.as_slice().into()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        panic!("the scaler calls step_scaled")
+    }
+
+    fn amp_scaling(&mut self) -> Option<&mut dyn AmpScaling> {
+        Some(self)
+    }
+}
+
+impl AmpScaling for Own {
+    fn step_scaled(&mut self, step: &ScaledStep<'_>) -> Result<()> {
+        for w in &mut self.0 {
+            let g = step.grad_scale.map_or_else(|| w.grad(), |scale| w.grad() / scale);
+            let g = step.clip.map_or_else(|| g.shallow_clone(), |clip| &g * clip);
+            let keep = step.found_inf.map(|found| found.eq(0.0));
+            let g = keep.map_or(g.shallow_clone(), |keep| g.where_self(&keep, &g.zeros_like()));
+            tch::no_grad(|| *w -= g);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn ones_own_optimizer_can_do_the_same() {
+    for_each_device(|device| {
+        let w = leaf(&[1.0; 2], Kind::Float, device);
+        let mut opt = Own(vec![w.shallow_clone()]);
+        let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+        let mut scaler = config.build(device).unwrap();
+        set_grad(&w, &[24.0, 32.0]);
+        let outcome = scaler.step_clip_norm(&mut opt, 2.5).unwrap();
+        assert_eq!(outcome.total_norm().unwrap().double_value(&[]), 5.0);
+        assert!(to_f64(&w).iter().zip([-0.5, -1.0]).all(|(w, want)| (w - want).abs() < 1e-5));
+    });
+}
+
+#[test]
+fn a_step_that_fails_can_be_tried_again() {
+    struct Fails(Own, bool);
+    impl AmpOptimizer for Fails {
+        fn parameters(&self) -> Parameters<'_> {
+            self.0.parameters()
+        }
+        fn step(&mut self) -> Result<()> {
+            self.0.step()
+        }
+        fn amp_scaling(&mut self) -> Option<&mut dyn AmpScaling> {
+            Some(self)
+        }
+    }
+    impl AmpScaling for Fails {
+        fn step_scaled(&mut self, step: &ScaledStep<'_>) -> Result<()> {
+            if std::mem::take(&mut self.1) {
+                return Err(Error::Optimizer("not now".into()));
+            }
+            self.0.step_scaled(step)
+        }
+    }
+    let w = leaf(&[1.0; 2], Kind::Float, Device::Cpu);
+    let mut opt = Fails(Own(vec![w.shallow_clone()]), true);
+    let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+    let mut scaler = config.build(Device::Cpu).unwrap();
+    set_grad(&w, &[8.0; 2]);
+    assert!(matches!(scaler.step(&mut opt), Err(Error::Optimizer(_))));
+    assert_eq!(to_f64(&w), [1.0; 2]);
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+    assert_eq!(to_f64(&w), [0.0; 2]);
+    scaler.update().unwrap();
+}

@@ -1,0 +1,91 @@
+//! A skipped step changes nothing at all.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{Algorithm, Optimizer};
+use tch_amp::{GradScaler, GradScalerConfig};
+
+use crate::common::bits::bits;
+use crate::common::for_each_device;
+use crate::{INF, NAN, algorithms, build, leaf, set_grad};
+
+/// The bits of everything that a step can change; of a state that has not been used nothing.
+fn all(opt: &mut Optimizer) -> Vec<Vec<u8>> {
+    let mut out: Vec<_> = opt.trainable_variables().iter().map(bits).collect();
+    let saved = opt.state_dict().unwrap();
+    for entries in saved.state.values() {
+        let used = entries.get("step").is_none_or(|step| step.double_value(&[]) > 0.0);
+        out.extend(entries.values().filter(|_| used).map(bits));
+    }
+    out
+}
+
+fn training(algorithm: Algorithm, device: Device) -> (Tensor, Optimizer, GradScaler) {
+    let w = leaf(&[1.0, -2.0, 3.0], Kind::Float, device);
+    let opt = build(algorithm, vec![w.shallow_clone()], 0.1);
+    let scaler = GradScalerConfig { init_scale: 8.0, growth_interval: 1000, ..Default::default() };
+    (w, opt, scaler.build(device).unwrap())
+}
+
+/// One batch; its gradient at the scale that the scaler has.
+fn train(w: &Tensor, opt: &mut Optimizer, scaler: &mut GradScaler, gradient: [f64; 3]) -> bool {
+    let scale = scaler.get_scale().unwrap();
+    set_grad(w, &gradient.map(|g| g * scale));
+    let outcome = scaler.step(opt).unwrap();
+    scaler.update().unwrap();
+    outcome.is_stepped().unwrap()
+}
+
+#[test]
+fn training_with_a_skipped_batch_equals_training_without_it() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            for place in 0..3 {
+                let (w, mut opt, mut scaler) = training(algorithm, device);
+                let (v, mut other, mut others) = training(algorithm, device);
+                for step in 0..4 {
+                    if step == place {
+                        let before = all(&mut opt);
+                        let bad = [INF, -INF, NAN][place];
+                        assert!(!train(&w, &mut opt, &mut scaler, [1.0, bad, 0.0]));
+                        assert_eq!(all(&mut opt), before, "{algorithm:?}, step {step}");
+                    }
+                    let gradient = [0.5, -0.25 * f64::from(step as u8), 1.0];
+                    assert!(train(&w, &mut opt, &mut scaler, gradient));
+                    assert!(train(&v, &mut other, &mut others, gradient));
+                }
+                assert_eq!(all(&mut opt), all(&mut other), "{algorithm:?}, skipped before {place}");
+            }
+        }
+    });
+}
+
+#[test]
+fn two_skipped_first_steps_leave_the_third_one_the_first() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            let (w, mut opt, mut scaler) = training(algorithm, device);
+            let (v, mut other, mut others) = training(algorithm, device);
+            assert!(!train(&w, &mut opt, &mut scaler, [NAN; 3]));
+            assert!(!train(&w, &mut opt, &mut scaler, [INF; 3]));
+            assert!(train(&w, &mut opt, &mut scaler, [1.0; 3]));
+            assert!(train(&v, &mut other, &mut others, [1.0; 3]));
+            assert_eq!(all(&mut opt), all(&mut other), "{algorithm:?}");
+        }
+    });
+}
+
+#[test]
+fn a_skipped_clipped_step_changes_nothing_either() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            let (w, mut opt, mut scaler) = training(algorithm, device);
+            assert!(train(&w, &mut opt, &mut scaler, [1.0; 3]));
+            let before = all(&mut opt);
+            set_grad(&w, &[1.0, NAN, 1.0]);
+            let outcome = scaler.step_clip_norm(&mut opt, 1.0).unwrap();
+            assert!(outcome.is_skipped().unwrap());
+            assert!(!outcome.total_norm().unwrap().double_value(&[]).is_finite());
+            assert_eq!(all(&mut opt), before, "{algorithm:?}");
+        }
+    });
+}

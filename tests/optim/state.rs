@@ -1,0 +1,161 @@
+//! Saving and loading.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::Error;
+use tch_amp::optim::{AdamW, Optimizer, OptimizerState, Sgd};
+
+use crate::common::bits::bits;
+use crate::common::for_each_device;
+use crate::{algorithms, build, leaf, set_grad, to_f64};
+
+fn named(device: Device) -> Vec<(&'static str, Tensor)> {
+    let leaf = |values: &[f64]| leaf(values, Kind::Float, device);
+    vec![("a", leaf(&[1.0, 2.0])), ("b", leaf(&[3.0])), ("never", leaf(&[4.0]))]
+}
+
+fn train(opt: &mut Optimizer, from: u8, to: u8) {
+    for step in from..to {
+        for (index, w) in opt.trainable_variables().iter().take(2).enumerate() {
+            let gradient = f64::from(step) / 4.0 - index as f64;
+            set_grad(w, &vec![gradient; w.numel()]);
+        }
+        opt.step().unwrap();
+    }
+}
+
+#[test]
+fn a_run_goes_on_from_its_state_bit_by_bit() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            let mut whole = build(algorithm, named(device), 0.1);
+            train(&mut whole, 0, 3);
+            whole.assign_group(1, &["b"]).unwrap();
+            whole.set_lr_group(1, 0.05).unwrap();
+            let saved = whole.state_dict().unwrap();
+            let copies = whole.trainable_variables();
+            let names = ["a", "b", "never"].into_iter();
+            let copies = copies.iter().map(|w| w.detach().copy().set_requires_grad(true));
+            let mut resumed = build(algorithm, names.zip(copies).collect::<Vec<_>>(), 0.7);
+            resumed.load_state_dict(&saved).unwrap();
+            train(&mut whole, 3, 6);
+            train(&mut resumed, 3, 6);
+            let all =
+                |opt: &Optimizer| opt.trainable_variables().iter().map(bits).collect::<Vec<_>>();
+            assert_eq!(all(&whole), all(&resumed), "{algorithm:?}");
+            assert_eq!(resumed.lr(1).unwrap(), 0.05);
+        }
+    });
+}
+
+#[test]
+fn the_keys_are_pytorchs() {
+    let want = [
+        vec!["exp_avg", "exp_avg_sq", "step"],
+        vec!["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"],
+        vec!["exp_avg", "exp_avg_sq", "step"],
+        vec!["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"],
+        vec![],
+        vec!["momentum_buffer"],
+        vec!["momentum_buffer"],
+        vec!["momentum_buffer"],
+        vec!["step", "sum"],
+    ];
+    for (algorithm, want) in algorithms().into_iter().zip(want) {
+        let mut opt = build(algorithm, named(Device::Cpu), 0.1);
+        train(&mut opt, 0, 2);
+        let saved = opt.state_dict().unwrap();
+        let keys = |name: &str| match saved.state.get(name) {
+            Some(entries) => entries.keys().map(String::as_str).collect::<Vec<_>>(),
+            None => vec![],
+        };
+        assert_eq!((keys("a"), keys("never")), (want, vec![]), "{algorithm:?}");
+        if let Some(step) = saved.state.get("a").and_then(|entries| entries.get("step")) {
+            assert_eq!((step.size(), step.kind(), to_f64(step)), (vec![], Kind::Float, vec![2.0]));
+        }
+        assert_eq!(saved.param_groups[0].params, ["a", "b", "never"]);
+    }
+}
+
+#[test]
+fn loading_copies_into_the_dtype_of_the_parameters() {
+    let mut opt = AdamW::default().build(named(Device::Cpu), 0.1).unwrap();
+    train(&mut opt, 0, 2);
+    let saved = opt.state_dict().unwrap();
+    let doubles = named(Device::Cpu)
+        .into_iter()
+        .map(|(name, w)| (name, w.detach().to_kind(Kind::Double).set_requires_grad(true)));
+    let mut other = AdamW::default().build(doubles.collect::<Vec<_>>(), 0.1).unwrap();
+    other.load_state_dict(&saved).unwrap();
+    train(&mut opt, 2, 3);
+    let loaded = other.state_dict().unwrap();
+    let entries = &loaded.state["a"];
+    assert_eq!((entries["exp_avg"].kind(), entries["step"].kind()), (Kind::Double, Kind::Float));
+    assert_eq!(to_f64(&entries["step"]), [2.0], "a copy does not follow the original");
+}
+
+type Change = fn(&mut OptimizerState);
+
+#[test]
+fn a_state_that_does_not_fit_changes_nothing() {
+    let changes: [(&str, Change); 9] = [
+        ("has no exp_avg", |s| drop(s.state.get_mut("a").unwrap().remove("exp_avg"))),
+        ("has no step", |s| drop(s.state.get_mut("a").unwrap().remove("step"))),
+        ("does not keep", |s| {
+            let extra = s.state["a"]["exp_avg"].shallow_clone();
+            drop(s.state.get_mut("a").unwrap().insert("momentum_buffer".to_owned(), extra));
+        }),
+        ("must have [2]", |s| {
+            let wrong = Tensor::zeros([3], (Kind::Float, Device::Cpu));
+            drop(s.state.get_mut("a").unwrap().insert("exp_avg".to_owned(), wrong));
+        }),
+        ("must have one", |s| {
+            let wrong = Tensor::zeros([2], (Kind::Float, Device::Cpu));
+            drop(s.state.get_mut("b").unwrap().insert("step".to_owned(), wrong));
+        }),
+        ("is no parameter", |s| {
+            let entries = s.state.remove("b").unwrap();
+            drop(s.state.insert("stranger".to_owned(), entries));
+        }),
+        ("is in no group", |s| s.param_groups[0].params.retain(|name| name != "b")),
+        ("in two groups", |s| s.param_groups[0].params.push("a".to_owned())),
+        ("is empty", |s| s.param_groups.clear()),
+    ];
+    for (text, change) in changes {
+        let mut source = AdamW::default().build(named(Device::Cpu), 0.1).unwrap();
+        train(&mut source, 0, 2);
+        let mut state = source.state_dict().unwrap();
+        change(&mut state);
+        let mut opt = AdamW::default().build(named(Device::Cpu), 0.3).unwrap();
+        train(&mut opt, 0, 1);
+        let before = opt.state_dict().unwrap().state["a"]["exp_avg"].copy();
+        let error = opt.load_state_dict(&state).unwrap_err();
+        assert!(matches!(error, Error::OptimizerState { .. }), "{error}");
+        assert!(error.to_string().contains(text), "{text}: {error}");
+        let after = opt.state_dict().unwrap();
+        assert_eq!(to_f64(&after.state["a"]["exp_avg"]), to_f64(&before));
+        assert_eq!(opt.lr(0).unwrap(), 0.3);
+    }
+}
+
+#[test]
+fn another_algorithm_or_a_bad_option_is_refused() {
+    let mut opt = AdamW::default().build(named(Device::Cpu), 0.1).unwrap();
+    let mut sgd = Sgd::default().build(named(Device::Cpu), 0.1).unwrap();
+    let mut state = sgd.state_dict().unwrap();
+    assert!(matches!(opt.load_state_dict(&state), Err(Error::OtherAlgorithm { .. })));
+    state.param_groups[0].options.lr = -1.0;
+    assert!(matches!(sgd.load_state_dict(&state), Err(Error::InvalidValue { field: "lr", .. })));
+    assert_eq!(sgd.lr(0).unwrap(), 0.1);
+}
+
+#[test]
+fn groups_survive_json() {
+    let mut opt = AdamW::default().build(named(Device::Cpu), 0.1).unwrap();
+    opt.assign_group(1, &["b"]).unwrap();
+    let groups = opt.state_dict().unwrap().param_groups;
+    let json = serde_json::to_value(&groups).unwrap();
+    assert_eq!(json[0]["betas"], serde_json::json!([0.9, 0.999]));
+    assert_eq!(json[1]["params"], serde_json::json!(["b"]));
+    let back: Vec<tch_amp::optim::ParamGroupState> = serde_json::from_value(json).unwrap();
+    assert_eq!(back, groups);
+}
