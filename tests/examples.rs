@@ -5,6 +5,8 @@ mod accumulation;
 #[path = "../examples/clipping.rs"]
 mod clipping;
 mod common;
+#[path = "../examples/fused.rs"]
+mod fused;
 #[path = "../examples/multiple.rs"]
 mod multiple;
 #[path = "../examples/own_optimizer.rs"]
@@ -58,6 +60,11 @@ fn own_optimizer_runs() -> anyhow::Result<()> {
 #[test]
 fn resume_runs() -> anyhow::Result<()> {
     resume::main()
+}
+
+#[test]
+fn fused_runs() -> anyhow::Result<()> {
+    fused::main()
 }
 
 #[test]
