@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 const OLDEST: (u32, u32) = (2, 11);
 const NEWEST: (u32, u32) = (2, 13);
 
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     "autocast.cpp",
     "clip.cpp",
     "device.cpp",
@@ -17,6 +17,7 @@ const SOURCES: [&str; 9] = [
     "gradients.cpp",
     "kernels.cpp",
     "optim.cpp",
+    "optim_state.cpp",
     "scaler.cpp",
     "testing.cpp",
 ];

@@ -205,13 +205,15 @@ typedef struct tamp_optim_scale {
 void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
                      const tamp_optim_scale *scale, char **err) TAMP_NOEXCEPT;
 
+// Drops the gradients of `count` parameters.
+void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
+
+// ----------------------------------------------------------------------------------------------------- optim_state.cpp
+
 // Makes a tensor like each of `count` parameters, filled with `value`, without history. Those on the CPU lie in one buffer
 // for each dtype. On failure none is made.
 void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, double value, tamp_tensor **states,
                            char **err) TAMP_NOEXCEPT;
-
-// Drops the gradients of `count` parameters.
-void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
 
 // --------------------------------------------------------------------------------------------------------- function.cpp
 

@@ -9,7 +9,7 @@ use tch_amp::{GradScaler, autocast};
 
 const STEPS: usize = 200;
 
-fn main() -> Result<()> {
+pub fn main() -> Result<()> {
     tch::manual_seed(1);
     let device = Device::cuda_if_available();
     let vs = nn::VarStore::new(device);

@@ -258,16 +258,17 @@ unsafe extern "C" {
         scale: *const OptimScale,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_gradients_drop(
+        parameters: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    );
+
     pub(crate) fn tamp_optim_states_new(
         parameters: *const *mut Tensor,
         count: usize,
         value: f64,
         states: *mut *mut Tensor,
-        err: *mut *mut c_char,
-    );
-    pub(crate) fn tamp_gradients_drop(
-        parameters: *const *mut Tensor,
-        count: usize,
         err: *mut *mut c_char,
     );
 

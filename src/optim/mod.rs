@@ -30,6 +30,7 @@ mod parameters;
 mod scaled;
 mod state;
 mod taken;
+mod update;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

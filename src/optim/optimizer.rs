@@ -8,12 +8,11 @@ use tch::Tensor;
 
 use crate::autocast;
 use crate::error::{Error, Result};
-use crate::ffi::{self, OptimParameter};
+use crate::ffi;
 use crate::optim::groups::Rule;
 use crate::optim::parameters::{Named, Origin, Parameters, Store};
-use crate::optim::state::{FirstStep, State, complete};
+use crate::optim::state::State;
 use crate::optim::{Algorithm, AmpOptimizer, AmpScaling, IntoParameters, ParamGroup, ScaledStep};
-use crate::sys::{self, Gradient, OptimOptions};
 
 /// An optimizer whose step is one call for all parameters, made by [`AdamW`](crate::optim::AdamW),
 /// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd) or [`Adagrad`](crate::optim::Adagrad). The twin of
@@ -74,7 +73,7 @@ impl Optimizer {
     pub fn add_param_group(&mut self, parameters: impl IntoParameters) -> Result<usize> {
         let group = self.groups.len();
         let list = match parameters.into_parameters().0 {
-            Origin::Store(mut store) => store.take()?,
+            Origin::Store(store) => store.added()?,
             Origin::List(list) => in_group(0, list),
         };
         self.add(list.into_iter().map(|named| Named { group, ..named }).collect())?;
@@ -84,36 +83,49 @@ impl Optimizer {
 
     /// Takes up what was added to the VarStore.
     pub(crate) fn take_added(&mut self) -> Result<()> {
-        match &mut self.store {
-            Some(store) if store.has_more() => {
-                let added = store.take()?;
-                self.add(added)
-            }
-            _ => Ok(()),
+        let added = match &self.store {
+            Some(store) if store.has_more() => store.added()?,
+            _ => return Ok(()),
+        };
+        let count = added.len();
+        self.add(added)?;
+        if let Some(store) = &mut self.store {
+            store.taken(count);
         }
+        Ok(())
     }
 
     /// Adds all of these, or none.
     fn add(&mut self, list: Vec<Named>) -> Result<()> {
         let tensors: Vec<_> = list.iter().map(|named| named.tensor.shallow_clone()).collect();
         let identities = ffi::identities(&tensors)?;
-        let mut added = HashSet::new();
-        for (named, &identity) in list.iter().zip(&identities) {
-            let refuse = |problem| Error::Parameter { parameter: named.name.clone(), problem };
-            if identity == 0 || !named.tensor.is_floating_point() {
-                return Err(refuse("is no floating tensor, and only such can be optimized"));
+        let mut names: HashSet<_> = self.slots.iter().map(|slot| slot.name.clone()).collect();
+        let mut known = self.known.clone();
+        let mut added = Vec::with_capacity(list.len());
+        for (named, identity) in list.into_iter().zip(identities) {
+            let place = self.slots.len() + added.len();
+            let name = named.name.unwrap_or_else(|| place.to_string());
+            let problem = if identity == 0 || !named.tensor.is_floating_point() {
+                Some("is no floating tensor, and only such can be optimized")
+            } else if !known.insert(identity) {
+                Some("is in the optimizer twice; a parameter belongs to one group")
+            } else if !names.insert(name.clone()) {
+                Some("has the name of another one; a state is saved by names")
+            } else {
+                None
+            };
+            if let Some(problem) = problem {
+                return Err(Error::Parameter { parameter: name, problem });
             }
-            if self.known.contains(&identity) || !added.insert(identity) {
-                return Err(refuse("is in the optimizer twice; a parameter belongs to one group"));
-            }
+            added.push((name, named.tensor, named.group));
         }
-        self.known.extend(added);
-        for named in list {
-            let ruled = self.rules.iter().rev().find(|rule| rule.matches(&named.name));
-            let group = ruled.map_or(named.group, |rule| rule.group);
+        self.known = known;
+        for (name, tensor, group) in added {
+            let ruled = self.rules.iter().rev().find(|rule| rule.matches(&name));
+            let group = ruled.map_or(group, |rule| rule.group);
             self.make_groups(group);
-            self.parameters.push(named.tensor);
-            self.slots.push(Slot { name: named.name, group, state: State::default() });
+            self.parameters.push(tensor);
+            self.slots.push(Slot { name, group, state: State::default() });
         }
         Ok(())
     }
@@ -180,94 +192,9 @@ impl Optimizer {
         let _norm = self.clip_grad_norm(max)?;
         self.step()
     }
-
-    /// Takes the step that `scaled` describes.
-    fn run(&mut self, scaled: &ScaledStep<'_>) -> Result<()> {
-        self.take_added()?;
-        let gradients = ffi::gradients_inspect(&self.parameters)?;
-        let stepped = self.stepped(&gradients)?;
-        if stepped.is_empty() {
-            return Ok(());
-        }
-        let mut wanted = stepped.iter().peekable();
-        let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
-        let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
-        let groups = &self.groups;
-        complete(slots.map(|(_, (slot, parameter))| {
-            (&mut slot.state, &groups[slot.group].algorithm, parameter)
-        }))?;
-        self.launch(&stepped, scaled)?;
-        self.note_first_steps(&stepped, scaled);
-        Ok(())
-    }
-
-    /// The parameters that a step changes, or the first whose gradient it cannot take.
-    fn stepped(&self, gradients: &[Gradient]) -> Result<Vec<usize>> {
-        let mut stepped = Vec::with_capacity(gradients.len());
-        for (index, gradient) in gradients.iter().enumerate() {
-            let frozen = gradient.flags & sys::GRADIENT_REQUIRES_GRAD == 0;
-            if gradient.gradient == 0 || frozen {
-                continue;
-            }
-            if gradient.flags & sys::GRADIENT_STRIDED == 0 {
-                let parameter = format!("parameter `{}`", self.slots[index].name);
-                let problem = "is sparse, which the fused optimizers do not take; make it dense with `to_dense`, or \
-                               give the parameter to another optimizer";
-                return Err(Error::Gradient { parameter, problem });
-            }
-            stepped.push(index);
-        }
-        Ok(stepped)
-    }
-
-    fn launch(&mut self, stepped: &[usize], scaled: &ScaledStep<'_>) -> Result<()> {
-        let mut first_steps = Vec::with_capacity(stepped.len());
-        for &index in stepped {
-            let slot = &mut self.slots[index];
-            first_steps.push(match self.groups[slot.group].algorithm {
-                Algorithm::Sgd(sgd) if sgd.momentum != 0.0 => slot.state.first_step.is_ahead()?,
-                _ => false,
-            });
-        }
-        let options: Vec<OptimOptions> =
-            self.groups.iter().map(|group| group.algorithm.options(group.lr)).collect();
-        let parameters = stepped.iter().zip(first_steps).map(|(&index, first_step)| {
-            let Slot { group, state, .. } = &self.slots[index];
-            OptimParameter {
-                parameter: &self.parameters[index],
-                step: state.step.as_ref(),
-                states: state.tensors.each_ref().map(Option::as_ref),
-                options: *group,
-                first_step,
-            }
-        });
-        let parameters: Vec<_> = parameters.collect();
-        let ScaledStep { grad_scale, clip, found_inf } = *scaled;
-        ffi::optim_step(&parameters, &options, grad_scale, clip, found_inf)
-    }
-
-    /// Notes that momentum buffers have been started. One of zeros needs no note where the gradient enters undamped: it
-    /// is as good as none.
-    fn note_first_steps(&mut self, stepped: &[usize], scaled: &ScaledStep<'_>) {
-        for &index in stepped {
-            let Slot { group, state, .. } = &mut self.slots[index];
-            let Algorithm::Sgd(sgd) = self.groups[*group].algorithm else {
-                continue;
-            };
-            if sgd.momentum == 0.0 || !matches!(state.first_step, FirstStep::Ahead) {
-                continue;
-            }
-            state.first_step = match scaled.found_inf {
-                Some(found_inf) if sgd.dampening != 0.0 => {
-                    FirstStep::Unless(found_inf.shallow_clone())
-                }
-                _ => FirstStep::Taken,
-            };
-        }
-    }
 }
 
-fn in_group(group: usize, list: Vec<(String, Tensor)>) -> Vec<Named> {
+fn in_group(group: usize, list: Vec<(Option<String>, Tensor)>) -> Vec<Named> {
     list.into_iter().map(|(name, tensor)| Named { name, tensor, group }).collect()
 }
 

@@ -57,7 +57,8 @@ impl Deref for Parameters<'_> {
 
 /// What a fused optimizer can be built from: a VarStore, a list of tensors, or one of tensors with their names.
 ///
-/// Tensors without names are called by their place, `"0"`, `"1"` and so on, as PyTorch numbers them in a `state_dict`.
+/// Tensors without names are called by their place in the optimizer, `"0"`, `"1"` and so on, as PyTorch numbers them in
+/// a `state_dict`.
 pub trait IntoParameters: sealed::Sealed {
     #[doc(hidden)]
     fn into_parameters(self) -> Source;
@@ -71,8 +72,7 @@ impl IntoParameters for &VarStore {
 
 impl IntoParameters for Vec<Tensor> {
     fn into_parameters(self) -> Source {
-        let names = (0..).map(|place: usize| place.to_string());
-        Source(Origin::List(names.zip(self).collect()))
+        Source(Origin::List(self.into_iter().map(|tensor| (None, tensor)).collect()))
     }
 }
 
@@ -84,7 +84,7 @@ impl IntoParameters for &[Tensor] {
 
 impl<N: Into<String>> IntoParameters for Vec<(N, Tensor)> {
     fn into_parameters(self) -> Source {
-        Source(Origin::List(self.into_iter().map(|(name, t)| (name.into(), t)).collect()))
+        Source(Origin::List(self.into_iter().map(|(name, t)| (Some(name.into()), t)).collect()))
     }
 }
 
@@ -105,13 +105,14 @@ pub struct Source(pub(crate) Origin);
 #[derive(Debug)]
 pub(crate) enum Origin {
     Store(Store),
-    List(Vec<(String, Tensor)>),
+    List(Vec<(Option<String>, Tensor)>),
 }
 
 /// A parameter on its way into an optimizer.
 #[derive(Debug)]
 pub(crate) struct Named {
-    pub(crate) name: String,
+    /// `None` for its place in the optimizer.
+    pub(crate) name: Option<String>,
     pub(crate) tensor: Tensor,
     /// The group that tch's path was given.
     pub(crate) group: usize,
@@ -130,37 +131,37 @@ impl Store {
         self.variables.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether variables were added since the last `take`.
+    /// Whether variables were added since the last [`taken`](Self::taken).
     pub(crate) fn has_more(&self) -> bool {
         self.lock().trainable_variables.len() > self.taken
     }
 
-    /// The variables that were added since the last `take`.
+    /// The variables that were added since the last [`taken`](Self::taken).
     pub(crate) fn more(&self) -> Vec<Tensor> {
         let variables = self.lock();
         let added = variables.trainable_variables.iter().skip(self.taken);
         added.map(|var| var.tensor.shallow_clone()).collect()
     }
 
-    /// Takes the variables that were added since the last call, with their names.
-    pub(crate) fn take(&mut self) -> Result<Vec<Named>> {
+    /// The variables that were added since the last [`taken`](Self::taken), with their names.
+    pub(crate) fn added(&self) -> Result<Vec<Named>> {
         let variables = self.lock();
         let (names, named): (Vec<_>, Vec<_>) =
             variables.named_variables.iter().map(|(n, t)| (n.clone(), t.shallow_clone())).unzip();
         let names: HashMap<_, _> = ffi::identities(&named)?.into_iter().zip(names).collect();
-        let all = variables.trainable_variables.len();
-        let added = &variables.trainable_variables[self.taken.min(all)..];
+        let added: Vec<_> = variables.trainable_variables.iter().skip(self.taken).collect();
         let tensors: Vec<_> = added.iter().map(|var| var.tensor.shallow_clone()).collect();
         let identities = ffi::identities(&tensors)?;
-        let taken = tensors.into_iter().zip(identities).zip(added).enumerate();
-        let taken = taken.map(|(i, ((tensor, identity), var))| {
-            let place = || (self.taken + i).to_string();
-            let name = names.get(&identity).cloned().unwrap_or_else(place);
+        let added = tensors.into_iter().zip(identities).zip(added);
+        let added = added.map(|((tensor, identity), var)| {
+            let name = names.get(&identity).cloned();
             Named { name, tensor, group: var.group }
         });
-        let taken = taken.collect();
-        drop(variables);
-        self.taken = all;
-        Ok(taken)
+        Ok(added.collect())
+    }
+
+    /// Notes that `count` more variables are in the optimizer.
+    pub(crate) fn taken(&mut self, count: usize) {
+        self.taken += count;
     }
 }

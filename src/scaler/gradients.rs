@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use crate::device::dtype_code;
 use crate::error::{Error, Result};
-use crate::scaler::iteration::AddressMap;
+use crate::scaler::addresses::AddressMap;
 use crate::sys::{self, Gradient};
 
 /// A device as libtorch numbers it: type and index.

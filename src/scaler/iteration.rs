@@ -2,13 +2,12 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
-
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::ffi;
+use crate::scaler::addresses::AddressMap;
+use crate::scaler::found::{FoundInf, Verdict, common_norm, overflow, recycle, sum, tensors};
 use crate::scaler::gradients::{Change, Plan, change};
 use crate::scaler::scale::Scale;
 use crate::sys::{self, Gradient};
@@ -24,16 +23,6 @@ pub(crate) enum Stage {
     Stepped,
 }
 
-/// Whether the gradients of one device held an infinity or a NaN.
-#[derive(Debug)]
-struct FoundInf {
-    tensor: Tensor,
-    /// The answer, where the host has it.
-    host: Option<bool>,
-    /// Whether somebody else reads the tensor later, so that it must not be used again.
-    lent: bool,
-}
-
 /// How the gradients of a new record are looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Look {
@@ -43,14 +32,6 @@ pub(crate) enum Look {
     Check,
     /// As `Check`, and their norm is taken.
     Norm,
-}
-
-/// Whether a step can be taken.
-#[derive(Debug)]
-pub(crate) enum Verdict {
-    Known(bool),
-    /// Not if this flag, on a device, is not zero.
-    Unless(Tensor),
 }
 
 /// An optimizer, recognised by its parameters.
@@ -374,75 +355,5 @@ impl Record {
                 *known = now;
             }
         }
-    }
-}
-
-/// Keeps the tensors that nobody else reads.
-fn recycle(spare: &mut Vec<Tensor>, found: impl IntoIterator<Item = FoundInf>) {
-    spare.extend(found.into_iter().filter(|flag| !flag.lent).map(|flag| flag.tensor));
-}
-
-/// One flag on the first device that is not zero when any is not.
-fn sum(found: &[FoundInf]) -> Result<Tensor> {
-    let mut flags = found.iter().map(|flag| &flag.tensor);
-    let Some(first) = flags.next() else {
-        return Err(Error::NoInfChecks);
-    };
-    flags.try_fold(first.shallow_clone(), |sum, flag| Ok(sum.f_add(&to(flag, sum.device())?)?))
-}
-
-/// The norm of several norms, on the device of the first.
-fn common_norm(mut norms: Vec<Tensor>) -> Result<Tensor> {
-    if norms.len() == 1 {
-        return Ok(norms.swap_remove(0));
-    }
-    let device = norms.first().map_or(Device::Cpu, Tensor::device);
-    let norms: Vec<_> = norms.iter().map(|norm| to(norm, device)).collect::<Result<_>>()?;
-    Ok(Tensor::f_stack(&norms, 0)?.f_norm()?)
-}
-
-/// A number as f32 on a device. A copy to the host that nobody waited for could be read before it is there.
-fn to(number: &Tensor, device: Device) -> Result<Tensor> {
-    Ok(number.f_to_device_(device, Kind::Float, device != Device::Cpu, false)?)
-}
-
-fn tensors(found: &[FoundInf]) -> Vec<&Tensor> {
-    found.iter().map(|flag| &flag.tensor).collect()
-}
-
-/// The sum of the flags, where the host knows it.
-fn overflow<'a>(found: impl IntoIterator<Item = &'a FoundInf>) -> Option<bool> {
-    let mut known = Some(false);
-    for flag in found {
-        match flag.host {
-            Some(true) => return Some(true),
-            Some(false) => {}
-            None => known = None,
-        }
-    }
-    known
-}
-
-/// Something for each of some tensor identities.
-pub(crate) type AddressMap<T> = HashMap<usize, T, BuildHasherDefault<AddressHasher>>;
-
-/// Spreads addresses over a hash table; they need no protection against an attacker.
-#[derive(Debug, Default)]
-pub(crate) struct AddressHasher(u64);
-
-impl Hasher for AddressHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.write_usize(byte.into());
-        }
-    }
-
-    fn write_usize(&mut self, address: usize) {
-        // Fibonacci hashing (Knuth): the golden ratio spreads multiples of an alignment.
-        self.0 = (self.0 ^ address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
     }
 }

@@ -3,11 +3,14 @@
 
 #![forbid(unsafe_code)]
 
+mod addresses;
 mod config;
+mod found;
 mod gradients;
 mod iteration;
 mod outcome;
 mod scale;
+mod scaled;
 mod state;
 mod step;
 mod unscaled;

@@ -6,9 +6,9 @@ use tch::Tensor;
 use tch::nn::VarStore;
 
 use crate::error::{Error, Result};
-use crate::optim::{AmpOptimizer, AmpScaling, ScaledStep, check_limit};
+use crate::optim::AmpOptimizer;
 use crate::scaler::gradients::{self, Plan};
-use crate::scaler::iteration::{Iteration, Look, Owner, Stage, Verdict};
+use crate::scaler::iteration::{Iteration, Look, Owner, Stage};
 use crate::scaler::outcome::Step;
 use crate::scaler::scale::Scale;
 use crate::scaler::{GradScaler, StepOutcome, Unscaled};
@@ -28,7 +28,7 @@ fn appeared(parameter: String) -> Error {
 }
 
 /// Whether a step is the next to come.
-fn due(stage: Stage) -> Result<()> {
+pub(crate) fn due(stage: Stage) -> Result<()> {
     match stage {
         Stage::Broken => Err(Error::UnscaleFailed),
         Stage::Looked | Stage::Stepped => Err(Error::AlreadyStepped),
@@ -41,22 +41,6 @@ fn take_step(optimizer: &mut dyn AmpOptimizer) -> Result<()> {
     let stepped = optimizer.step();
     autocast::clear_autocast_cache();
     stepped
-}
-
-/// Takes a step that unscales and skips on the device, or leaves it out. Does not wait.
-fn take_scaled_step(
-    scaling: &mut dyn AmpScaling,
-    step: &ScaledStep<'_>,
-    verdict: Verdict,
-) -> Result<StepOutcome> {
-    let (found_inf, outcome) = match verdict {
-        Verdict::Known(false) => return Ok(StepOutcome::known(Step::Skipped)),
-        Verdict::Known(true) => (None, StepOutcome::known(Step::Stepped)),
-        Verdict::Unless(flag) => (Some(flag.shallow_clone()), StepOutcome::on_device(flag)),
-    };
-    let stepped = scaling.step_scaled(&ScaledStep { found_inf: found_inf.as_ref(), ..*step });
-    autocast::clear_autocast_cache();
-    stepped.map(|()| outcome)
 }
 
 impl GradScaler {
@@ -105,37 +89,6 @@ impl GradScaler {
         self.step_shared(optimizer)
     }
 
-    /// Clips the unscaled gradients to a common 2-norm of at most `max_norm` and steps, if all are finite. Waits as
-    /// [`step`](Self::step). Short for [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_norm_` and
-    /// [`step`](Self::step) in PyTorch.
-    ///
-    /// The outcome has the [norm](StepOutcome::total_norm). For a fused [`Optimizer`](crate::optim::Optimizer) one pass
-    /// over the gradients finds the norm and what is not finite, and the update unscales and clips on its way: the
-    /// gradients themselves stay scaled. On a GPU a norm that overflows f32 before it is unscaled counts as an infinite
-    /// gradient.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidValue`] for a negative or NaN limit, and as [`step`](Self::step).
-    pub fn step_clip_norm(
-        &mut self,
-        optimizer: &mut dyn AmpOptimizer,
-        max_norm: f64,
-    ) -> Result<StepOutcome> {
-        check_limit("max_norm", max_norm)?;
-        let mut record = self.record(optimizer)?;
-        if let Some(record) = record {
-            due(self.iteration.borrow().stage(record))?;
-        } else if self.scale.is_some() && optimizer.amp_scaling().is_some() {
-            return self.step_scaled(optimizer, Some(max_norm));
-        } else {
-            record = self.open(optimizer)?;
-        }
-        let clip = |parameters: &[Tensor]| ffi::clip_grad_norm(parameters, max_norm, false);
-        let norm = self.change_gradients(record, optimizer, !max_norm.is_finite(), clip)?;
-        Ok(self.step_shared(optimizer)?.with_norm(norm))
-    }
-
     pub(crate) fn step_shared(&self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
         if self.scale.is_none() {
             take_step(optimizer)?;
@@ -151,7 +104,11 @@ impl GradScaler {
     }
 
     /// Finds the record whose step is due, or makes one by a look at the gradients.
-    fn claim_for_step(&self, optimizer: &dyn AmpOptimizer, look: Look) -> Result<Option<usize>> {
+    pub(crate) fn claim_for_step(
+        &self,
+        optimizer: &dyn AmpOptimizer,
+        look: Look,
+    ) -> Result<Option<usize>> {
         self.claim(optimizer, look, |iteration, record, scale, claimed| {
             due(iteration.stage(record))?;
             let Claimed { parameters, now, describe } = claimed;
@@ -174,60 +131,14 @@ impl GradScaler {
         Ok(StepOutcome::known(step))
     }
 
-    /// Steps an optimizer that unscales and skips by itself. `clip` only where its gradients are still scaled.
-    fn step_scaled(
-        &self,
-        optimizer: &mut dyn AmpOptimizer,
-        clip: Option<f64>,
-    ) -> Result<StepOutcome> {
-        let look = if clip.is_some() { Look::Norm } else { Look::Check };
-        let Some((record, scale)) = self.claim_for_step(optimizer, look)?.zip(self.scale.as_ref())
-        else {
-            return Ok(StepOutcome::known(Step::NoGradients));
-        };
-        let scaled = self.iteration.borrow().stage(record) == Stage::Looked;
-        let taken = self.take(record, optimizer, scaled.then(|| scale.tensor()), clip);
-        let mut iteration = self.iteration.borrow_mut();
-        match taken {
-            Ok(_) => iteration.set_stage(record, Stage::Stepped),
-            // Nothing was changed, so that the step can be tried again.
-            Err(_) if scaled => iteration.abandon(record),
-            Err(_) => {}
-        }
-        taken
-    }
-
-    fn take(
-        &self,
-        record: usize,
-        optimizer: &mut dyn AmpOptimizer,
-        grad_scale: Option<&Tensor>,
-        clip: Option<f64>,
-    ) -> Result<StepOutcome> {
-        let (verdict, norm) = {
-            let mut iteration = self.iteration.borrow_mut();
-            (iteration.verdict(record)?, iteration.norm(record))
-        };
-        let factor = match clip.zip(norm.as_ref()) {
-            Some((max_norm, norm)) => Some(ffi::clip_factor(norm, max_norm)?),
-            None => None,
-        };
-        let Some(scaling) = optimizer.amp_scaling() else {
-            let gone = "amp_scaling() was there and is no more";
-            return Err(Error::Optimizer(gone.into()));
-        };
-        let step = ScaledStep { grad_scale, clip: factor.as_ref(), found_inf: None };
-        Ok(take_scaled_step(scaling, &step, verdict)?.with_norm(norm))
-    }
-
     /// Finds the record of an optimizer that has been unscaled or stepped since the last update.
-    fn record(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
+    pub(crate) fn record(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
         let now = ffi::gradients_inspect(&optimizer.parameters())?;
         Ok(self.iteration.borrow().find(&now))
     }
 
     /// Unscales and returns the record; `None` when there is nothing to record.
-    fn open(&self, optimizer: &mut dyn AmpOptimizer) -> Result<Option<usize>> {
+    pub(crate) fn open(&self, optimizer: &mut dyn AmpOptimizer) -> Result<Option<usize>> {
         self.claim(optimizer, Look::Unscale, |iteration, record, _, _| {
             Err(match iteration.stage(record) {
                 Stage::Broken => Error::UnscaleFailed,

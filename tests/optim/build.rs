@@ -137,3 +137,14 @@ fn a_model_that_changes_its_dtype_later_is_refused_and_stays() {
         }
     }
 }
+
+#[test]
+fn names_are_unique_and_those_without_one_get_their_place() {
+    let w = || leaf(&[1.0], Kind::Float, Device::Cpu);
+    let mut opt = Sgd::default().build(vec![w(), w()], 0.1).unwrap();
+    assert_eq!(opt.add_param_group(vec![w()]).unwrap(), 1);
+    assert_eq!(opt.parameter_name(2).as_deref(), Some("2"));
+    let error = opt.add_param_group(vec![("x", w()), ("1", w())]).unwrap_err();
+    assert!(error.to_string().contains("the name of another one"), "{error}");
+    assert_eq!(opt.parameters().len(), 3, "none is added");
+}

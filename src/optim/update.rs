@@ -1,0 +1,97 @@
+//! One step of a fused optimizer.
+
+#![forbid(unsafe_code)]
+
+use crate::error::{Error, Result};
+use crate::ffi::{self, OptimParameter};
+use crate::optim::optimizer::Slot;
+use crate::optim::state::{FirstStep, complete};
+use crate::optim::{Algorithm, Optimizer, ScaledStep};
+use crate::sys::{self, Gradient, OptimOptions};
+
+impl Optimizer {
+    /// Takes the step that `scaled` describes.
+    pub(crate) fn run(&mut self, scaled: &ScaledStep<'_>) -> Result<()> {
+        self.take_added()?;
+        let gradients = ffi::gradients_inspect(&self.parameters)?;
+        let stepped = self.stepped(&gradients)?;
+        if stepped.is_empty() {
+            return Ok(());
+        }
+        let mut wanted = stepped.iter().peekable();
+        let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
+        let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
+        let groups = &self.groups;
+        complete(slots.map(|(_, (slot, parameter))| {
+            (&mut slot.state, &groups[slot.group].algorithm, parameter)
+        }))?;
+        self.launch(&stepped, scaled)?;
+        self.note_first_steps(&stepped, scaled);
+        Ok(())
+    }
+
+    /// The parameters that a step changes, or the first whose gradient it cannot take.
+    fn stepped(&self, gradients: &[Gradient]) -> Result<Vec<usize>> {
+        let mut stepped = Vec::with_capacity(gradients.len());
+        for (index, gradient) in gradients.iter().enumerate() {
+            let frozen = gradient.flags & sys::GRADIENT_REQUIRES_GRAD == 0;
+            if gradient.gradient == 0 || frozen {
+                continue;
+            }
+            if gradient.flags & sys::GRADIENT_STRIDED == 0 {
+                let parameter = format!("parameter `{}`", self.slots[index].name);
+                let problem = "is sparse, which the fused optimizers do not take; make it dense with `to_dense`, or \
+                               give the parameter to another optimizer";
+                return Err(Error::Gradient { parameter, problem });
+            }
+            stepped.push(index);
+        }
+        Ok(stepped)
+    }
+
+    fn launch(&mut self, stepped: &[usize], scaled: &ScaledStep<'_>) -> Result<()> {
+        let mut first_steps = Vec::with_capacity(stepped.len());
+        for &index in stepped {
+            let slot = &mut self.slots[index];
+            first_steps.push(match self.groups[slot.group].algorithm {
+                Algorithm::Sgd(sgd) if sgd.momentum != 0.0 => slot.state.first_step.is_ahead()?,
+                _ => false,
+            });
+        }
+        let options: Vec<OptimOptions> =
+            self.groups.iter().map(|group| group.algorithm.options(group.lr)).collect();
+        let parameters = stepped.iter().zip(first_steps).map(|(&index, first_step)| {
+            let Slot { group, state, .. } = &self.slots[index];
+            OptimParameter {
+                parameter: &self.parameters[index],
+                step: state.step.as_ref(),
+                states: state.tensors.each_ref().map(Option::as_ref),
+                options: *group,
+                first_step,
+            }
+        });
+        let parameters: Vec<_> = parameters.collect();
+        let ScaledStep { grad_scale, clip, found_inf } = *scaled;
+        ffi::optim_step(&parameters, &options, grad_scale, clip, found_inf)
+    }
+
+    /// Notes that momentum buffers have been started. One of zeros needs no note where the gradient enters undamped: it
+    /// is as good as none.
+    fn note_first_steps(&mut self, stepped: &[usize], scaled: &ScaledStep<'_>) {
+        for &index in stepped {
+            let Slot { group, state, .. } = &mut self.slots[index];
+            let Algorithm::Sgd(sgd) = self.groups[*group].algorithm else {
+                continue;
+            };
+            if sgd.momentum == 0.0 || !matches!(state.first_step, FirstStep::Ahead) {
+                continue;
+            }
+            state.first_step = match scaled.found_inf {
+                Some(found_inf) if sgd.dampening != 0.0 => {
+                    FirstStep::Unless(found_inf.shallow_clone())
+                }
+                _ => FirstStep::Taken,
+            };
+        }
+    }
+}
