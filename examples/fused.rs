@@ -1,14 +1,17 @@
 //! A fused AdamW without weight decay for biases and norms, clipping in the step, and a schedule that counts the steps
 //! taken: nothing in the loop waits for a GPU.
+//!
+//! `cargo run --example fused`
 
 use anyhow::Result;
 use tch::nn::{self, Module as _};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 use tch_amp::optim::{AdamW, TakenSteps};
 use tch_amp::{GradScaler, autocast};
 
 const STEPS: usize = 200;
 
+/// Trains a network on a sum's sine.
 pub fn main() -> Result<()> {
     tch::manual_seed(1);
     let device = Device::cuda_if_available();
@@ -34,7 +37,7 @@ pub fn main() -> Result<()> {
         let xs = Tensor::randn([64, 16], (Kind::Float, device));
         let ys = xs.sum_dim_intlist([1i64].as_slice(), true, Kind::Float).sin();
         opt.zero_grad()?;
-        let loss = autocast(device, || net.forward(&xs))?.mse_loss(&ys, tch::Reduction::Mean);
+        let loss = autocast(device, || net.forward(&xs).mse_loss(&ys, Reduction::Mean))?;
         scaler.backward(&loss)?;
         let outcome = scaler.step_clip_norm(&mut opt, 1.0)?;
         if step % 50 == 0 {
