@@ -47,6 +47,8 @@ class Training:
         initial = [options["initial_accumulator_value"] for options in groups if program["algorithm"] == "Adagrad"]
         defaults = {"initial_accumulator_value": initial[0]} if initial else {}
         self.optimizer = CLASSES[program["algorithm"]](groups, lr=1e-3, fused=True, **defaults)
+        # Adagrad says so from PyTorch 2.13 on, and could before.
+        self.optimizer._step_supports_amp_scaling = True
         self.scaler = torch.amp.GradScaler("cpu", enabled=program["mode"] != "plain", init_scale=program["scale"])
         self.scaler.scale(torch.tensor(1.0))
 
