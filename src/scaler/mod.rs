@@ -158,8 +158,8 @@ impl GradScaler {
 
     /// Ends the iteration: backs the scale off if any optimizer's gradients overflowed, or counts towards its growth.
     ///
-    /// Does not wait for the device, unless `hysteresis` or `max_consecutive_skips` is set and the overflow of an
-    /// optimizer that was unscaled but not stepped is known on a GPU only, or the scale is on the CPU and it is not.
+    /// Does not wait for the device, unless `hysteresis` or `max_consecutive_skips` is set and an overflow is known on a GPU
+    /// only, as that of a fused optimizer is, or the scale is on the CPU and it is not.
     ///
     /// # Errors
     ///
@@ -225,7 +225,8 @@ impl GradScaler {
 
     /// Returns the scale; 1 for a disabled scaler.
     ///
-    /// Waits for the device only when an optimizer was unscaled there and not stepped since the scale was last known.
+    /// Waits for the device only when a fused optimizer was stepped there, or any was unscaled and not stepped, since the
+    /// scale was last known.
     ///
     /// # Errors
     ///

@@ -7,7 +7,7 @@ use tch_amp::{
     AmpOptimizer, AmpScaling, Error, GradScaler, GradScalerConfig, Parameters, Result, ScaledStep,
 };
 
-use crate::common::for_each_device;
+use crate::common::{cuda_or_skip, for_each_device};
 use crate::{INF, leaf, set_grad, to_f64};
 
 /// A weight of ones, an SGD with a learning rate of 1, and a scaler with a scale of 8.
@@ -144,6 +144,31 @@ fn the_host_learns_of_a_step_without_waiting() {
         }
         assert_eq!((count, taken.pending()), (4, 0));
     });
+}
+
+/// The GPU has work for seconds before it comes to the step; whoever waited would find the answer there.
+#[test]
+fn an_iteration_does_not_wait_for_a_gpu() {
+    if !cuda_or_skip() {
+        return;
+    }
+    let (w, mut opt, mut scaler) = training(Device::Cuda(0));
+    for clip in [false, true, false, true] {
+        set_grad(&w, &[8.0, 16.0, 8.0]);
+        let factor = Tensor::randn([8192, 8192], (Kind::Float, Device::Cuda(0)));
+        let mut work = factor.shallow_clone();
+        for _ in 0..100 {
+            work = work.matmul(&factor) * 1e-4;
+        }
+        let outcome = match clip {
+            false => scaler.step(&mut opt),
+            true => scaler.step_clip_norm(&mut opt, 1.0),
+        };
+        let outcome = outcome.unwrap();
+        scaler.update().unwrap();
+        assert_eq!(outcome.poll().unwrap(), None, "nobody has waited");
+        assert!(outcome.is_stepped().unwrap());
+    }
 }
 
 /// An optimizer of a user's own that unscales on the device.
