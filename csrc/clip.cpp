@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -21,9 +22,11 @@ struct Group {
 
 std::vector<Group> groups(tamp_tensor *const *parameters, size_t count) {
   std::vector<Group> out;
+  std::unordered_set<const void *> seen;  // a parameter that is there twice has one gradient
   for (size_t i = 0; i < count; ++i) {
     const Tensor &parameter = tamp::tensor(parameters[i]);
     if (!tamp::gradient(parameter).defined()) continue;
+    if (!seen.insert(tamp::gradient(parameter).unsafeGetTensorImpl()).second) continue;
     TORCH_CHECK(tamp::gradient(parameter).layout() == at::kStrided,
                 "the norm of a sparse gradient cannot be taken; make it dense first");
     Tensor gradient = tamp::numbers(parameter);

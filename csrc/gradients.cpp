@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "chunks.h"
 #include "kernels.h"
@@ -43,10 +44,16 @@ Tensor norm_in_loops(const std::vector<Tensor> &tensors, float factor) {
   return at::scalar_tensor(std::isnan(total) ? std::nan("") : std::sqrt(total), at::kDouble);
 }
 
-// As libtorch takes it, one launch for all tensors of a dtype.
+// As libtorch takes it, one launch for all tensors of a dtype: f64 ones in f64, and all others in f32, since a norm in
+// their own dtype would overflow or be coarse. The result is f64 if all are.
 Tensor norm_on_device(const std::vector<Tensor> &tensors, const Tensor &factor) {
-  std::vector<Tensor> norms;
-  for (const auto &norm : at::_foreach_norm(tensors, 2)) norms.push_back(norm.to(at::kFloat));
+  std::vector<Tensor> wide, narrow, norms;
+  for (const auto &t : tensors) (t.scalar_type() == at::kDouble ? wide : narrow).push_back(t);
+  if (!wide.empty()) norms = at::_foreach_norm(wide, 2);
+  if (!narrow.empty()) {
+    for (auto &norm : norms) norm = norm.to(at::kFloat);
+    for (auto &norm : at::_foreach_norm(narrow, 2, at::kFloat)) norms.push_back(std::move(norm));
+  }
   return at::linalg_vector_norm(at::stack(norms), 2) * factor;
 }
 
@@ -84,7 +91,10 @@ Tensor norm(const std::vector<Tensor> &tensors, const Tensor &factor) {
   std::vector<Tensor> plain, other, parts;
   for (const auto &t : tensors) (has_loop(t) ? plain : other).push_back(t);
   if (!plain.empty()) parts.push_back(norm_in_loops(plain, factor.item<float>()));
-  if (!other.empty()) parts.push_back(norm_on_device(other, factor).to(plain.empty() ? at::kFloat : at::kDouble));
+  if (!other.empty()) {
+    Tensor norm = norm_on_device(other, factor);
+    parts.push_back(plain.empty() ? norm : norm.to(at::kDouble));  // some devices have no f64
+  }
   const Tensor total = parts.size() == 1 ? parts.front() : at::linalg_vector_norm(at::stack(parts), 2);
   return total.to(in_f64 ? at::kDouble : at::kFloat);
 }

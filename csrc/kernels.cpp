@@ -310,7 +310,7 @@ template <typename T, typename F>
 TAMP_INLINE void by_pages(const T *memory, int64_t n, int64_t step, const F &f) {
   constexpr int64_t kPage = 4096 / sizeof(T);
   for (int64_t page = 0; page < n; page += kPage) {
-    __builtin_prefetch(memory + page + kPage);
+    if (page + kPage < n) __builtin_prefetch(memory + page + kPage);
     const int64_t end = page + kPage < n ? page + kPage : n;
     for (int64_t i = page; i < end; i += step) f(i);
   }

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "chunks.h"
@@ -38,6 +39,12 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
   out.gradient = tamp::gradient(out.parameter);
   TORCH_CHECK(out.gradient.defined(), "a parameter without a gradient cannot be stepped");
   check_state(out.parameter, out.gradient);
+  TORCH_CHECK(tamp::with_floating(out.parameter.scalar_type(), [](auto *) {}), "a parameter that is ",
+              out.parameter.scalar_type(), " cannot be stepped");
+  TORCH_CHECK(!out.parameter.is_neg(), "a parameter that is the negative view of another tensor cannot be stepped");
+  TORCH_CHECK(out.parameter.is_cpu() || out.parameter.is_non_overlapping_and_dense(),
+              "a parameter with gaps in its memory can only be stepped on the CPU; make it contiguous");
+  if (out.gradient.is_neg()) out.gradient = out.gradient.resolve_neg();
   if (given.step != nullptr) out.step = tamp::tensor(given.step);
   tamp_tensor *const states[kStates] = {given.first, given.second, given.third};
   for (int i = 0; i < kStates; ++i) {
@@ -159,34 +166,37 @@ void bump(const Tensor &t) {
   if (t.defined() && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
-void step_on_cpu(const std::vector<Entry> &entries, const GradientScale &scale) {
-  std::vector<Entry> work;
+void step_on_cpu(std::vector<Entry> work, const GradientScale &scale) {
+  std::vector<std::pair<size_t, Entry>> originals;  // of those whose memory is not in one order
   std::vector<int64_t> sizes;
   std::vector<Update> updates;
   Corrections corrections;
-  work.reserve(entries.size());
-  for (const auto &e : entries) {
-    work.push_back(is_aligned(e) ? e : contiguous(e));
-    sizes.push_back(e.parameter.numel());
-    updates.push_back(update_of(e, corrections));
+  sizes.reserve(work.size());
+  updates.reserve(work.size());
+  for (size_t i = 0; i < work.size(); ++i) {
+    if (!is_aligned(work[i])) {
+      originals.emplace_back(i, work[i]);
+      work[i] = contiguous(work[i]);
+    }
+    sizes.push_back(work[i].parameter.numel());
+    updates.push_back(update_of(work[i], corrections));
   }
   const auto parts = tamp::chunks(sizes);
   tamp::for_each(parts, tamp::From::kEnd, [&](int64_t i) {
     const tamp::Chunk &chunk = parts[static_cast<size_t>(i)];
     run(work[chunk.tensor], updates[chunk.tensor], scale, chunk);
   });
-  for (size_t i = 0; i < entries.size(); ++i) {
-    copy_back(entries[i], work[i]);
-    if (entries[i].step.defined()) step_of(entries[i]) += 1;
-    bump(entries[i].parameter);
-    for (const auto &state : entries[i].states) bump(state);
+  for (const auto &[i, original] : originals) copy_back(original, work[i]);
+  for (const auto &e : work) {
+    if (e.step.defined()) step_of(e) += 1;
+    bump(e.parameter);
+    for (const auto &state : e.states) bump(state);
   }
 }
 
 GradientScale scale_on_cpu(const tamp_optim_scale &scale) {
   GradientScale out;
-  if (scale.grad_scale == nullptr) return out;
-  const auto value = tamp::tensor(scale.grad_scale).item<float>();
+  const float value = scale.grad_scale == nullptr ? 1.0F : tamp::tensor(scale.grad_scale).item<float>();
   if (scale.clip == nullptr) {
     out.divisor = value;
   } else {
@@ -273,7 +283,7 @@ void step_on_device(Batch &b, const tamp_optim_scale &scale) {
   const auto clip = on_device(scale.clip, b.device);
   const auto found_inf = on_device(scale.found_inf, b.device);
   // The kernels divide by this one number.
-  if (grad_scale && clip) grad_scale = *grad_scale / clip->to(at::kFloat);
+  if (clip) grad_scale = (grad_scale ? *grad_scale : at::ones_like(*clip, at::kFloat)) / clip->to(at::kFloat);
   if (!b.steps.empty()) at::_foreach_add_(b.steps, 1);
   launch(b, grad_scale, found_inf);
   if (found_inf && !b.steps.empty()) {
@@ -297,7 +307,7 @@ void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const
       list.push_back(std::move(e));
     }
     for (auto &batch : batches(other)) step_on_device(batch, *scale);
-    if (!cpu.empty() && !is_skipped(*scale)) step_on_cpu(cpu, scale_on_cpu(*scale));
+    if (!cpu.empty() && !is_skipped(*scale)) step_on_cpu(std::move(cpu), scale_on_cpu(*scale));
   });
 }
 

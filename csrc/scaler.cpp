@@ -188,7 +188,12 @@ tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, c
     const c10::NoGradGuard no_grad;
     Tensor &found = tamp::tensor(found_inf);
     std::vector<Tensor> gradients;
-    for (size_t i = 0; i < count; ++i) gradients.push_back(tamp::numbers(tamp::tensor(parameters[i])));
+    for (size_t i = 0; i < count; ++i) {
+      const Tensor &parameter = tamp::tensor(parameters[i]);
+      TORCH_CHECK(tamp::gradient(parameter).layout() == at::kStrided,
+                  "the norm of a sparse gradient cannot be taken; make it dense first");
+      gradients.push_back(tamp::numbers(parameter));
+    }
     const Tensor factor = tamp::on_device(reciprocal(tamp::tensor(scale), false), found.device());
     const Tensor norm = tamp::norm(gradients, factor);
     found.copy_(at::isfinite(norm).logical_not());

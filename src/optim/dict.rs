@@ -36,7 +36,7 @@ const STEP: &str = "step";
 
 impl Optimizer {
     /// Returns the state. The tensors are the optimizer's own, not copies: later steps change them, as in PyTorch. Save
-    /// or copy them before. Waits for the device only for an SGD with dampening whose first step may have been skipped.
+    /// or copy them before. What an option that is switched off does not use is left out. Waits for the device only for an SGD with dampening whose first step may have been skipped.
     ///
     /// # Errors
     ///
@@ -61,7 +61,7 @@ impl Optimizer {
     /// Loads a state: copies its tensors, in the dtypes and to the devices of the parameters, and takes over its groups
     /// and their options. As `load_state_dict` in PyTorch, by names.
     ///
-    /// A parameter without tensors has not been stepped yet.
+    /// A parameter without tensors has not been stepped yet. Waits for the devices of the loaded tensors.
     ///
     /// # Errors
     ///
@@ -170,12 +170,17 @@ fn check<'a>(
         tensors.push(tensor);
     }
     let step = step.map(entry).transpose()?;
-    match step {
-        Some(step) if step.numel() != 1 => {
-            Err(refuse(format!("{STEP} has {} elements, but must have one", step.numel())))
+    if let Some(step) = step {
+        if step.numel() != 1 {
+            let found = step.numel();
+            return Err(refuse(format!("{STEP} has {found} elements, but must have one")));
         }
-        step => Ok((step, tensors)),
+        let value = step.f_reshape([1i64])?.f_double_value(&[0])?;
+        if !(value >= 0.0 && value.is_finite()) {
+            return Err(refuse(format!("{STEP} is {value}, but must be finite and at least 0")));
+        }
     }
+    Ok((step, tensors))
 }
 
 /// Copies the tensors, in the dtypes and to the devices of the parameters.
@@ -198,7 +203,8 @@ fn copies(
             let loaded = loaded.f_detach()?.f_reshape(kept.size())?;
             tch::no_grad(|| kept.f_copy_(&loaded))?;
         }
-        state.first_step = FirstStep::Taken;
+        // Without a buffer there is none to go on with.
+        state.first_step = if tensors.is_empty() { FirstStep::Ahead } else { FirstStep::Taken };
     }
     Ok(states)
 }

@@ -18,7 +18,8 @@ use crate::optim::{Algorithm, AmpOptimizer, AmpScaling, IntoParameters, ParamGro
 /// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd) or [`Adagrad`](crate::optim::Adagrad). The twin of
 /// `torch.optim.Optimizer`, with the methods of [`tch::nn::Optimizer`].
 ///
-/// No method waits for the device, unless its own documentation says so.
+/// No method waits for the device, unless its own documentation says so. Only an SGD with momentum and dampening that a
+/// scaler steps on a GPU does in a step, until the first of its steps is known to have been taken.
 #[derive(Debug)]
 pub struct Optimizer {
     pub(crate) groups: Vec<ParamGroup>,
@@ -30,6 +31,9 @@ pub struct Optimizer {
     /// The identities of the parameters.
     known: HashSet<usize>,
 }
+
+/// Groups are a list, so that their numbers should be small.
+const LARGEST_GROUP: usize = 65535;
 
 /// What belongs to a parameter.
 #[derive(Debug)]
@@ -107,6 +111,8 @@ impl Optimizer {
             let name = named.name.unwrap_or_else(|| place.to_string());
             let problem = if identity == 0 || !named.tensor.is_floating_point() {
                 Some("is no floating tensor, and only such can be optimized")
+            } else if named.group > LARGEST_GROUP {
+                Some("is in a group whose number is more than 65535")
             } else if !known.insert(identity) {
                 Some("is in the optimizer twice; a parameter belongs to one group")
             } else if !names.insert(name.clone()) {
@@ -152,10 +158,10 @@ impl Optimizer {
     /// [`Error::Gradient`] for a sparse gradient; [`Error::Parameter`] for a variable that was added to the VarStore and
     /// cannot be taken up; [`Error::Torch`] for a parameter whose dtype or device changed. Nothing is changed then.
     pub fn step(&mut self) -> Result<()> {
-        self.run(&ScaledStep::default())?;
+        let stepped = self.run(&ScaledStep::default());
         // Inside a region the cache would go on serving the old weights.
         autocast::clear_autocast_cache();
-        Ok(())
+        stepped
     }
 
     /// Drops the gradients, runs the loss's backward, and steps.

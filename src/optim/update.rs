@@ -5,7 +5,7 @@
 use crate::error::{Error, Result};
 use crate::ffi::{self, OptimParameter};
 use crate::optim::optimizer::Slot;
-use crate::optim::state::{FirstStep, complete};
+use crate::optim::state::{FirstStep, complete, keys};
 use crate::optim::{Algorithm, Optimizer, ScaledStep};
 use crate::sys::{self, Gradient, OptimOptions};
 
@@ -62,10 +62,14 @@ impl Optimizer {
             self.groups.iter().map(|group| group.algorithm.options(group.lr)).collect();
         let parameters = stepped.iter().zip(first_steps).map(|(&index, first_step)| {
             let Slot { group, state, .. } = &self.slots[index];
+            // What an option that was switched off left behind stays out.
+            let used = keys(&self.groups[*group].algorithm).len();
+            let mut states = state.tensors.each_ref().map(Option::as_ref);
+            states[used..].fill(None);
             OptimParameter {
                 parameter: &self.parameters[index],
                 step: state.step.as_ref(),
-                states: state.tensors.each_ref().map(Option::as_ref),
+                states,
                 options: *group,
                 first_step,
             }

@@ -29,17 +29,19 @@ pub(crate) fn recycle(spare: &mut Vec<Tensor>, found: impl IntoIterator<Item = F
     spare.extend(found.into_iter().filter(|flag| !flag.lent).map(|flag| flag.tensor));
 }
 
-/// One flag on the first device that is 1 when any is not zero: libtorch's kernels compare it with 1.
+/// One flag on the first GPU that is 1 when any is not zero: libtorch's kernels compare it with 1.
 pub(crate) fn sum(found: &[FoundInf]) -> Result<Tensor> {
-    let mut flags = found.iter().map(|flag| &flag.tensor);
-    let Some(first) = flags.next() else {
+    let flags = || found.iter().map(|flag| &flag.tensor);
+    let gpu = flags().position(|flag| flag.device() != Device::Cpu).unwrap_or_default();
+    let Some(first) = flags().nth(gpu) else {
         return Err(Error::NoInfChecks);
     };
     let add = |sum: Tensor, flag: &Tensor| {
         let sum = sum.f_add(&to(flag, sum.device())?)?;
         Ok::<_, Error>(sum.f_clamp_max(1.0)?)
     };
-    flags.try_fold(first.shallow_clone(), add)
+    let others = flags().enumerate().filter(|(place, _)| *place != gpu);
+    others.map(|(_, flag)| flag).try_fold(first.shallow_clone(), add)
 }
 
 /// The norm of several norms, on the device of the first.

@@ -256,7 +256,12 @@ impl Iteration {
         self.records[record].norm.as_ref().map(Tensor::shallow_clone)
     }
 
-    /// Whether the record allows a step. Does not wait: where only devices know, the answer is a flag on the first.
+    /// Whether the host knows what was found, as it does on the CPU.
+    pub(crate) fn is_on_host(&self, record: usize) -> bool {
+        overflow(&self.records[record].found).is_some()
+    }
+
+    /// Whether the record allows a step. Does not wait: where only devices know, the answer is a flag on one of them.
     pub(crate) fn verdict(&mut self, record: usize) -> Result<Verdict> {
         let record = &mut self.records[record];
         if let Some(found) = overflow(&record.found) {

@@ -58,6 +58,11 @@ impl Scale {
         self.mirror.get().is_none_or(|mirror| mirror.scale < 1.0)
     }
 
+    /// Whether the host knows that the reciprocal is more than 1. Never waits.
+    pub(crate) fn enlarges(&self) -> bool {
+        self.mirror.get().is_some_and(|mirror| mirror.scale < 1.0)
+    }
+
     /// Sets the scale alone. Does not wait.
     pub(crate) fn set_scale(&mut self, scale: f32) -> Result<()> {
         let mirror = self.mirror.take();

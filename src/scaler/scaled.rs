@@ -67,7 +67,9 @@ impl GradScaler {
         optimizer: &mut dyn AmpOptimizer,
         clip: Option<f64>,
     ) -> Result<StepOutcome> {
-        let look = if clip.is_some() { Look::Norm } else { Look::Check };
+        // Where unscaling can overflow, the norm of what it makes of the gradients tells.
+        let enlarges = self.scale.as_ref().is_some_and(|scale| scale.enlarges());
+        let look = if clip.is_some() || enlarges { Look::Norm } else { Look::Check };
         let Some((record, scale)) = self.claim_for_step(optimizer, look)?.zip(self.scale.as_ref())
         else {
             return Ok(StepOutcome::known(Step::NoGradients));
@@ -77,8 +79,10 @@ impl GradScaler {
         let mut iteration = self.iteration.borrow_mut();
         match taken {
             Ok(_) => iteration.set_stage(record, Stage::Stepped),
-            // Nothing was changed, so that the step can be tried again.
-            Err(_) if scaled => iteration.abandon(record),
+            // On the CPU nothing was changed, so that the step can be tried again. Elsewhere the kernels may have unscaled
+            // some of the gradients.
+            Err(_) if scaled && iteration.is_on_host(record) => iteration.abandon(record),
+            Err(_) if scaled => iteration.set_stage(record, Stage::Broken),
             Err(_) => {}
         }
         taken
@@ -104,6 +108,6 @@ impl GradScaler {
             return Err(Error::Optimizer(gone.into()));
         };
         let step = ScaledStep { grad_scale, clip: factor.as_ref(), found_inf: None };
-        Ok(take_scaled_step(scaling, &step, verdict)?.with_norm(norm))
+        Ok(take_scaled_step(scaling, &step, verdict)?.with_norm(norm.filter(|_| clip.is_some())))
     }
 }

@@ -118,3 +118,13 @@ fn limits_and_layouts_that_make_no_sense_are_refused() {
     empty.sum(Kind::Float).backward();
     assert_eq!(clip_grad_norm(&[empty], 1.0).unwrap().double_value(&[]), 0.0);
 }
+
+#[test]
+fn a_parameter_that_is_there_twice_counts_once() {
+    let w = leaf(&[0.0; 2], Kind::Float, Device::Cpu);
+    set_grad(&w, &[3.0, 4.0]);
+    let norm = clip_grad_norm(&[w.shallow_clone(), w.shallow_clone()], 2.5).unwrap();
+    assert_eq!(norm.double_value(&[]), 5.0);
+    let got = to_f64(&w.grad());
+    assert!((got[0] - 1.5).abs() < 1e-5 && (got[1] - 2.0).abs() < 1e-5, "{got:?}");
+}

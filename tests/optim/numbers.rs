@@ -187,3 +187,33 @@ fn a_parameter_that_joins_later_starts_its_own_state() {
         assert!((to_f64(&b)[1] - want.value).abs() < 1e-14, "{algorithm:?}");
     }
 }
+
+/// A gradient whose minus sign is a bit of the tensor and not in its memory.
+#[test]
+fn a_gradient_with_a_negative_bit_is_what_it_says() {
+    let run = |negative: bool| {
+        let w = leaf(&[1.0, 2.0], Kind::Float, Device::Cpu);
+        let view = move |t: &Tensor| if negative { t.internal_neg_view() } else { t.neg() };
+        let function =
+            tch_amp::function(|_, x| Ok(x[0] * 1.0), move |_, grads| Ok(view(&grads[0])));
+        function.apply(&[&w]).unwrap().sum(Kind::Float).backward();
+        let mut opt = build(Sgd::default().into(), vec![w.shallow_clone()], 0.5);
+        opt.step().unwrap();
+        to_f64(&w)
+    };
+    assert_eq!(run(true), [1.5, 2.5]);
+    assert_eq!(run(false), [1.5, 2.5]);
+}
+
+#[test]
+fn momentum_can_be_switched_off() {
+    let w = leaf(&[1.0], Kind::Double, Device::Cpu);
+    let sgd = Sgd { momentum: 0.5, ..Sgd::default() };
+    let mut opt = build(sgd.into(), vec![w.shallow_clone()], 1.0);
+    for (momentum, want) in [(0.5, 0.0), (0.5, -1.5), (0.0, -2.5)] {
+        opt.set_momentum(momentum).unwrap();
+        set_grad(&w, &[1.0]);
+        opt.step().unwrap();
+        assert_eq!(to_f64(&w), [want]);
+    }
+}

@@ -248,3 +248,17 @@ fn a_step_that_fails_can_be_tried_again() {
     assert_eq!(to_f64(&w), [0.0; 2]);
     scaler.update().unwrap();
 }
+
+#[test]
+fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
+    for_each_device(|device| {
+        let w = leaf(&[1.0; 3], Kind::Float, device);
+        let mut opt = AdamW::default().build(vec![w.shallow_clone()], 0.1).unwrap();
+        let config = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
+        let mut scaler = config.build(device).unwrap();
+        set_grad(&w, &[2f64.powi(30); 3]);
+        let outcome = scaler.step(&mut opt).unwrap();
+        assert!(outcome.is_skipped().unwrap() && outcome.total_norm().is_none());
+        assert_eq!(to_f64(&w), [1.0; 3]);
+    });
+}

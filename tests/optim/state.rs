@@ -97,7 +97,11 @@ type Change = fn(&mut OptimizerState);
 
 #[test]
 fn a_state_that_does_not_fit_changes_nothing() {
-    let changes: [(&str, Change); 9] = [
+    let changes: [(&str, Change); 10] = [
+        ("must be finite", |s| {
+            let wrong = Tensor::from(-1f32);
+            drop(s.state.get_mut("b").unwrap().insert("step".to_owned(), wrong));
+        }),
         ("has no exp_avg", |s| drop(s.state.get_mut("a").unwrap().remove("exp_avg"))),
         ("has no step", |s| drop(s.state.get_mut("a").unwrap().remove("step"))),
         ("does not keep", |s| {
