@@ -68,7 +68,11 @@ inline const at::Tensor &gradient(const at::Tensor &parameter) {
   return static_cast<const c10::TensorImpl *>(parameter.unsafeGetTensorImpl())->grad();
 }
 
-inline tamp_tensor *give(at::Tensor t) { return reinterpret_cast<tamp_tensor *>(new at::Tensor(std::move(t))); }
+inline tamp_tensor *give(std::unique_ptr<at::Tensor> t) noexcept {
+  return reinterpret_cast<tamp_tensor *>(t.release());
+}
+
+inline tamp_tensor *give(at::Tensor t) { return give(std::make_unique<at::Tensor>(std::move(t))); }
 
 // What the other side gave, as one of ours again.
 inline at::Tensor take(tamp_tensor *t) {

@@ -162,6 +162,14 @@ void run(const Entry &e, const Update &update, const GradientScale &scale, const
   });
 }
 
+// Parallel loops only read the pointers: memory that is copied on its first write is copied here.
+void materialize(const Entry &e) {
+  e.parameter.mutable_data_ptr();
+  for (const auto &state : e.states) {
+    if (state.defined()) state.mutable_data_ptr();
+  }
+}
+
 void bump(const Tensor &t) {
   if (t.defined() && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
@@ -178,6 +186,7 @@ void step_on_cpu(std::vector<Entry> work, const GradientScale &scale) {
       originals.emplace_back(i, work[i]);
       work[i] = contiguous(work[i]);
     }
+    materialize(work[i]);
     sizes.push_back(work[i].parameter.numel());
     updates.push_back(update_of(work[i], corrections));
   }
@@ -204,6 +213,14 @@ GradientScale scale_on_cpu(const tamp_optim_scale &scale) {
     out.clip = tamp::tensor(scale.clip).item<double>();
   }
   return out;
+}
+
+// The kernels of a GPU read one f32 and compare it with 1.
+void check_flag(const tamp_tensor *found_inf) {
+  if (found_inf == nullptr) return;
+  const Tensor &flag = tamp::tensor(found_inf);
+  TORCH_CHECK(flag.scalar_type() == at::kFloat && flag.numel() == 1, "found_inf must be one f32, but is ",
+              flag.scalar_type(), " ", flag.sizes());
 }
 
 bool is_skipped(const tamp_optim_scale &scale) {
@@ -285,9 +302,14 @@ void step_on_device(Batch &b, const tamp_optim_scale &scale) {
   // The kernels divide by this one number.
   if (clip) grad_scale = (grad_scale ? *grad_scale : at::ones_like(*clip, at::kFloat)) / clip->to(at::kFloat);
   if (!b.steps.empty()) at::_foreach_add_(b.steps, 1);
-  launch(b, grad_scale, found_inf);
+  try {
+    launch(b, grad_scale, found_inf);
+  } catch (...) {
+    if (!b.steps.empty()) at::_foreach_sub_(b.steps, 1);
+    throw;
+  }
   if (found_inf && !b.steps.empty()) {
-    at::_foreach_sub_(b.steps, std::vector<Tensor>(b.steps.size(), *found_inf));
+    at::_foreach_sub_(b.steps, std::vector<Tensor>(b.steps.size(), found_inf->reshape({})));
   }
 }
 
@@ -299,6 +321,7 @@ void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const
                      const tamp_optim_scale *scale, char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
+    check_flag(scale->found_inf);
     std::vector<Entry> cpu, other;
     cpu.reserve(count);
     for (size_t i = 0; i < count; ++i) {

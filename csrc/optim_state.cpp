@@ -8,6 +8,7 @@
 #endif
 
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -97,7 +98,9 @@ void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, double 
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     auto made = states_like(parameters, count, value);
-    for (size_t i = 0; i < count; ++i) states[i] = tamp::give(std::move(made[i]));
+    std::vector<std::unique_ptr<Tensor>> given;  // all of them, or none
+    for (auto &t : made) given.push_back(std::make_unique<Tensor>(std::move(t)));
+    for (size_t i = 0; i < count; ++i) states[i] = tamp::give(std::move(given[i]));
   });
 }
 

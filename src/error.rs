@@ -111,7 +111,7 @@ pub enum Error {
 
     /// `update` was called though no gradient was checked since the last one.
     #[error(
-        "no inf checks were recorded before update(): call step or unscale_ with an optimizer whose parameters have gradients"
+        "no inf checks were recorded before update(): call step or unscale_ with an optimizer whose parameters have gradients and are not frozen"
     )]
     NoInfChecks,
 
@@ -157,6 +157,12 @@ pub enum Error {
         name: String,
     },
 
+    /// A list of parameters is empty.
+    #[error(
+        "the optimizer got an empty list of parameters; a VarStore may be empty, its variables are taken up when they come"
+    )]
+    NoParameters,
+
     /// A parameter that a fused optimizer cannot take.
     #[error("the parameter {parameter} {problem}")]
     Parameter {
@@ -184,8 +190,10 @@ pub enum Error {
         algorithm: &'static str,
     },
 
-    /// Options of one algorithm for an optimizer of another.
-    #[error("all groups of this optimizer are {algorithm}; {given} needs an optimizer of its own")]
+    /// Options or a state of one algorithm for an optimizer of another.
+    #[error(
+        "this optimizer is {algorithm} in all groups and in its state; {given} needs an optimizer of its own"
+    )]
     OtherAlgorithm {
         /// The optimizer's algorithm.
         algorithm: &'static str,

@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::optim::{AmpOptimizer, Optimizer};
+use crate::scaler::{describe, refuse_sparse};
 
 /// Scales the gradients of some parameters down in place so that their common 2-norm is at most `max_norm`, and returns
 /// the norm from before: a 0-dim tensor on the device of the first gradient, f64 if all gradients are and else f32; zero
@@ -26,7 +27,7 @@ use crate::optim::{AmpOptimizer, Optimizer};
 ///
 /// # Errors
 ///
-/// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::Torch`] for a sparse gradient.
+/// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::Gradient`] for a sparse gradient.
 pub fn clip_grad_norm(parameters: &[Tensor], max_norm: f64) -> Result<Tensor> {
     clip(parameters, max_norm, false)
 }
@@ -46,15 +47,25 @@ pub fn clip_grad_norm_error_if_nonfinite(parameters: &[Tensor], max_norm: f64) -
 ///
 /// # Errors
 ///
-/// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::Torch`] for a sparse gradient.
+/// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::Gradient`] for a sparse gradient.
 pub fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
     check_limit("max", max)?;
-    ffi::clip_grad_value(parameters, max)
+    ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
+}
+
+/// The error by name, where a sparse gradient is the reason.
+pub(crate) fn explained(parameters: &[Tensor], error: Error) -> Error {
+    let describe = |index: usize| describe(index, &parameters[index], None);
+    match ffi::gradients_inspect(parameters) {
+        Ok(gradients) => refuse_sparse(&gradients, &describe).err().unwrap_or(error),
+        Err(_) => error,
+    }
 }
 
 fn clip(parameters: &[Tensor], max_norm: f64, error_if_nonfinite: bool) -> Result<Tensor> {
     check_limit("max_norm", max_norm)?;
-    let norm = ffi::clip_grad_norm(parameters, max_norm, error_if_nonfinite)?;
+    let norm = ffi::clip_grad_norm(parameters, max_norm, error_if_nonfinite);
+    let norm = norm.map_err(|error| explained(parameters, error))?;
     norm.map_or_else(|| Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?), Ok)
 }
 

@@ -135,13 +135,15 @@ macro_rules! build {
             /// Makes an optimizer for the trainable variables of a VarStore, or for a plain list of tensors, named or not,
             /// in any of the forms of [`IntoParameters`].
             ///
+            /// Tensors of a list that do not require a gradient are kept and left alone, as frozen ones are.
+            ///
             /// The variables of a VarStore come in the groups that their paths were given
             /// ([`set_group`](tch::nn::Path::set_group)), and those that are added to it later are taken up.
             ///
             /// # Errors
             ///
             /// [`Error::InvalidValue`] for an option or a learning rate outside its range; [`Error::Parameter`] for a
-            /// tensor that is no floating one, or is there twice.
+            /// tensor that is no floating one, or is there twice; [`Error::NoParameters`] for an empty list.
             pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
                 Optimizer::new(Algorithm::$config(self), parameters, lr)
             }
@@ -156,6 +158,26 @@ macro_rules! build {
 }
 
 build!(AdamW Adam Sgd Adagrad);
+
+macro_rules! from_tch {
+    ($($config:ident)*) => {$(
+        impl From<tch::nn::$config> for $config {
+            fn from(config: tch::nn::$config) -> Self {
+                let tch::nn::$config { beta1, beta2, wd, eps, amsgrad } = config;
+                Self { betas: (beta1, beta2), eps, weight_decay: wd, amsgrad, ..Self::default() }
+            }
+        }
+    )*};
+}
+
+from_tch!(AdamW Adam);
+
+impl From<tch::nn::Sgd> for Sgd {
+    fn from(config: tch::nn::Sgd) -> Self {
+        let tch::nn::Sgd { momentum, dampening, wd, nesterov } = config;
+        Self { momentum, dampening, weight_decay: wd, nesterov, ..Self::default() }
+    }
+}
 
 fn non_negative(field: &'static str, value: f64) -> Result<()> {
     ensure(field, value, value >= 0.0 && value.is_finite(), "finite and at least 0")

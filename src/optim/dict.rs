@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
 use crate::error::{Error, Result};
-use crate::optim::state::{FirstStep, State, complete, counts_steps, keys};
+use crate::ffi;
+use crate::optim::state::{FirstStep, KEPT, State, complete, counts_steps, keys, used_keys};
 use crate::optim::{Algorithm, Optimizer, ParamGroup};
 
 /// Everything an optimizer needs to go on as if it had not been interrupted. The twin of what PyTorch's `state_dict`
@@ -35,8 +36,12 @@ pub struct ParamGroupState {
 const STEP: &str = "step";
 
 impl Optimizer {
-    /// Returns the state. The tensors are the optimizer's own, not copies: later steps change them, as in PyTorch. Save
-    /// or copy them before. What an option that is switched off does not use is left out. Waits for the device only for an SGD with dampening whose first step may have been skipped.
+    /// Returns the state.
+    ///
+    /// The tensors are the optimizer's own, not copies: later steps change them, as in PyTorch. Save or copy them before.
+    ///
+    /// What an option that was switched off does not use any more is there, too. Waits for the device
+    /// only for an SGD with momentum whose first step on a GPU may have been skipped.
     ///
     /// # Errors
     ///
@@ -61,7 +66,8 @@ impl Optimizer {
     /// Loads a state: copies its tensors, in the dtypes and to the devices of the parameters, and takes over its groups
     /// and their options. As `load_state_dict` in PyTorch, by names.
     ///
-    /// A parameter without tensors has not been stepped yet. Waits for the devices of the loaded tensors.
+    /// A parameter without tensors has not been stepped yet. The patterns of [`assign_group`](Self::assign_group) are no
+    /// part of a state; those of groups that it does not have are forgotten. Waits for the devices of the loaded tensors.
     ///
     /// # Errors
     ///
@@ -96,6 +102,7 @@ impl Optimizer {
             slots.push((group, entries));
         }
         let states = copies(&slots, &groups, &self.parameters)?;
+        self.rules.retain(|rule| rule.group < groups.len());
         self.groups = groups;
         for ((slot, (group, _)), state) in self.slots.iter_mut().zip(slots).zip(states) {
             (slot.group, slot.state) = (group, state);
@@ -138,14 +145,15 @@ fn members(loaded: &OptimizerState) -> Result<BTreeMap<&str, usize>> {
 
 fn entries(state: &State, algorithm: &Algorithm) -> BTreeMap<String, Tensor> {
     let step = state.step.iter().map(|step| (STEP, step));
-    let tensors = keys(algorithm).iter().copied().zip(state.tensors.iter().flatten());
+    let tensors = keys(algorithm).iter().copied().zip(&state.tensors);
+    let tensors = tensors.filter_map(|(key, tensor)| Some((key, tensor.as_ref()?)));
     step.chain(tensors).map(|(key, tensor)| (key.to_owned(), tensor.shallow_clone())).collect()
 }
 
 /// The tensors of one parameter: its step, and the others in the order of [`keys`].
-type Entries<'a> = (Option<&'a Tensor>, Vec<&'a Tensor>);
+type Entries<'a> = (Option<&'a Tensor>, [Option<&'a Tensor>; KEPT]);
 
-/// Finds the tensors that the algorithm needs, of the parameter's shape, and no others.
+/// Finds the tensors that the algorithm keeps, of the parameter's shape, and no others. Those that it uses must be there.
 fn check<'a>(
     entries: &'a BTreeMap<String, Tensor>,
     algorithm: &Algorithm,
@@ -158,18 +166,23 @@ fn check<'a>(
     if let Some(key) = entries.keys().find(|key| !wanted().any(|wanted| wanted == key.as_str())) {
         return Err(refuse(format!("has {key}, which {} does not keep", algorithm.name())));
     }
-    let entry = |key: &str| entries.get(key).ok_or_else(|| refuse(format!("has no {key}")));
+    let missing = |key: &str| refuse(format!("has no {key}"));
+    if let Some(key) = used_keys(algorithm).iter().find(|key| !entries.contains_key(**key)) {
+        return Err(missing(key));
+    }
     let shape = parameter.size();
-    let mut tensors = Vec::new();
-    for key in keys {
-        let tensor = entry(key)?;
+    let mut tensors = [None; KEPT];
+    for (place, key) in tensors.iter_mut().zip(keys) {
+        let Some(tensor) = entries.get(*key) else {
+            continue;
+        };
         if tensor.size() != shape {
             let found = tensor.size();
             return Err(refuse(format!("{key} has the shape {found:?}, but must have {shape:?}")));
         }
-        tensors.push(tensor);
+        *place = Some(tensor);
     }
-    let step = step.map(entry).transpose()?;
+    let step = step.map(|key| entries.get(key).ok_or_else(|| missing(key))).transpose()?;
     if let Some(step) = step {
         if step.numel() != 1 {
             let found = step.numel();
@@ -193,18 +206,33 @@ fn copies(
     let loaded = states.iter_mut().zip(slots).zip(parameters);
     let loaded = loaded.filter(|((_, (_, entries)), _)| entries.is_some());
     complete(loaded.map(|((state, (group, _)), p)| (state, &groups[*group].algorithm, p)))?;
-    for (state, (_, entries)) in states.iter_mut().zip(slots) {
+    for ((state, (_, entries)), parameter) in states.iter_mut().zip(slots).zip(parameters) {
         let Some((step, tensors)) = entries else {
             continue;
         };
-        let kept = state.step.iter_mut().chain(state.tensors.iter_mut().flatten());
-        let loaded = step.iter().chain(tensors.iter());
-        for (kept, loaded) in kept.zip(loaded) {
-            let loaded = loaded.f_detach()?.f_reshape(kept.size())?;
-            tch::no_grad(|| kept.f_copy_(&loaded))?;
+        if let (Some(kept), Some(step)) = (&mut state.step, step) {
+            copy(step, kept)?;
+        }
+        for (kept, loaded) in state.tensors.iter_mut().zip(tensors) {
+            let Some(loaded) = loaded else {
+                continue;
+            };
+            if kept.is_none() {
+                *kept = ffi::optim_states_new(&[parameter], 0.0)?.pop();
+            }
+            if let Some(kept) = kept {
+                copy(loaded, kept)?;
+            }
         }
         // Without a buffer there is none to go on with.
-        state.first_step = if tensors.is_empty() { FirstStep::Ahead } else { FirstStep::Taken };
+        let started = tensors.iter().any(Option::is_some);
+        state.first_step = if started { FirstStep::Taken } else { FirstStep::Ahead };
     }
     Ok(states)
+}
+
+fn copy(from: &Tensor, to: &mut Tensor) -> Result<()> {
+    let from = from.f_detach()?.f_reshape(to.size())?;
+    tch::no_grad(|| to.f_copy_(&from))?;
+    Ok(())
 }

@@ -78,9 +78,10 @@ impl Optimizer {
         })
     }
 
-    /// Moves the parameters whose names match one of the patterns to a group, those that are added later included. Where
-    /// there is no such group it is made, with the options of group 0. A `*` stands for any characters; of several calls
-    /// the last that matches counts.
+    /// Moves the parameters whose names match one of the patterns to a group, those that are added later included, and
+    /// returns how many there are now. Where there is no such group it is made, with the options of group 0. A `*` stands
+    /// for any characters; of several calls the last that matches counts. Parameters from a list without names are called
+    /// `"0"`, `"1"` and so on.
     ///
     /// ```
     /// use tch::{Device, nn};
@@ -89,7 +90,7 @@ impl Optimizer {
     /// let vs = nn::VarStore::new(Device::Cpu);
     /// let _net = nn::linear(vs.root() / "linear", 4, 2, Default::default());
     /// let mut opt = AdamW::default().build(&vs, 1e-3)?;
-    /// opt.assign_group(1, &["*.bias", "*norm*"])?;
+    /// assert_eq!(opt.assign_group(1, &["*.bias", "*norm*"])?, 1);
     /// opt.set_weight_decay_group(1, 0.0)?;
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
@@ -97,7 +98,7 @@ impl Optimizer {
     /// # Errors
     ///
     /// [`Error::NoSuchGroup`] when `group` is more than the number of groups.
-    pub fn assign_group(&mut self, group: usize, patterns: &[&str]) -> Result<()> {
+    pub fn assign_group(&mut self, group: usize, patterns: &[&str]) -> Result<usize> {
         let groups = self.groups.len();
         if group > groups {
             return Err(Error::NoSuchGroup { group, groups });
@@ -105,13 +106,13 @@ impl Optimizer {
         self.make_groups(group);
         let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
         let rule = Rule { patterns, group };
-        for slot in &mut self.slots {
-            if rule.matches(&slot.name) {
-                slot.group = group;
-            }
+        let mut moved = 0;
+        for slot in self.slots.iter_mut().filter(|slot| rule.matches(&slot.name)) {
+            slot.group = group;
+            moved += 1;
         }
         self.rules.push(rule);
-        Ok(())
+        Ok(moved)
     }
 
     /// Makes the groups up to `group`.

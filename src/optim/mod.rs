@@ -34,7 +34,7 @@ mod update;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-pub(crate) use clip::check_limit;
+pub(crate) use clip::{check_limit, explained};
 pub use clip::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
 pub use config::{Adagrad, Adam, AdamW, Algorithm, Sgd};
 pub use dict::{OptimizerState, ParamGroupState};

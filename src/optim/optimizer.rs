@@ -18,7 +18,8 @@ use crate::optim::{Algorithm, AmpOptimizer, AmpScaling, IntoParameters, ParamGro
 /// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd) or [`Adagrad`](crate::optim::Adagrad). The twin of
 /// `torch.optim.Optimizer`, with the methods of [`tch::nn::Optimizer`].
 ///
-/// No method waits for the device, unless its own documentation says so. Only an SGD with momentum and dampening that a
+/// Parameters may be f32, f64, bf16 or fp16, on any device; the state of a parameter has its dtype, save for the f32
+/// `step`. No method waits for the device, unless its own documentation says so. Only an SGD with momentum and dampening that a
 /// scaler steps on a GPU does in a step, until the first of its steps is known to have been taken.
 #[derive(Debug)]
 pub struct Optimizer {
@@ -63,6 +64,7 @@ impl Optimizer {
                 optimizer.store = Some(store);
                 optimizer.take_added()?;
             }
+            Origin::List(list) if list.is_empty() => return Err(Error::NoParameters),
             Origin::List(list) => optimizer.add(in_group(0, list))?,
         }
         Ok(optimizer)

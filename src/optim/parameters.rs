@@ -55,7 +55,8 @@ impl Deref for Parameters<'_> {
     }
 }
 
-/// What a fused optimizer can be built from: a VarStore, a list of tensors, or one of tensors with their names.
+/// What a fused optimizer can be built from: a VarStore, a list of tensors, or one of tensors with their names, such as
+/// [`VarStore::variables`] gives.
 ///
 /// Tensors without names are called by their place in the optimizer, `"0"`, `"1"` and so on, as PyTorch numbers them in
 /// a `state_dict`.
@@ -82,6 +83,27 @@ impl IntoParameters for &[Tensor] {
     }
 }
 
+impl<const N: usize> IntoParameters for &[Tensor; N] {
+    fn into_parameters(self) -> Source {
+        self.as_slice().into_parameters()
+    }
+}
+
+impl IntoParameters for &Vec<Tensor> {
+    fn into_parameters(self) -> Source {
+        self.as_slice().into_parameters()
+    }
+}
+
+/// In the order of the names.
+impl IntoParameters for HashMap<String, Tensor> {
+    fn into_parameters(self) -> Source {
+        let mut named: Vec<_> = self.into_iter().collect();
+        named.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
+        named.into_parameters()
+    }
+}
+
 impl<N: Into<String>> IntoParameters for Vec<(N, Tensor)> {
     fn into_parameters(self) -> Source {
         Source(Origin::List(self.into_iter().map(|(name, t)| (Some(name.into()), t)).collect()))
@@ -89,12 +111,15 @@ impl<N: Into<String>> IntoParameters for Vec<(N, Tensor)> {
 }
 
 mod sealed {
-    use super::{Tensor, VarStore};
+    use super::{HashMap, Tensor, VarStore};
 
     pub trait Sealed {}
     impl Sealed for &VarStore {}
     impl Sealed for Vec<Tensor> {}
     impl Sealed for &[Tensor] {}
+    impl<const N: usize> Sealed for &[Tensor; N] {}
+    impl Sealed for &Vec<Tensor> {}
+    impl Sealed for HashMap<String, Tensor> {}
     impl<N: Into<String>> Sealed for Vec<(N, Tensor)> {}
 }
 

@@ -15,8 +15,8 @@ pub struct ScaledStep<'a> {
     pub grad_scale: Option<&'a Tensor>,
     /// What the unscaled gradients are to be multiplied by, at most 1: one element. `None` without clipping.
     pub clip: Option<&'a Tensor>,
-    /// Whether the step must be skipped: f32, one element, not zero when a gradient is infinite or NaN. `None` when the
-    /// host knows that all are finite.
+    /// Whether the step must be skipped: f32, one element, 1 when a gradient is infinite or NaN and 0 otherwise. `None`
+    /// when the host knows that all are finite.
     pub found_inf: Option<&'a Tensor>,
 }
 

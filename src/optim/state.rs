@@ -2,18 +2,20 @@
 
 #![forbid(unsafe_code)]
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
 use crate::ffi;
-use crate::optim::{Adagrad, Algorithm};
+use crate::optim::{Adagrad, Adam, AdamW, Algorithm};
 
 /// The state of one parameter. Empty until its first gradient.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) step: Option<Tensor>,
     /// In the order of [`keys`].
-    pub(crate) tensors: [Option<Tensor>; 3],
+    pub(crate) tensors: [Option<Tensor>; KEPT],
     pub(crate) first_step: FirstStep,
 }
 
@@ -22,32 +24,61 @@ pub(crate) struct State {
 pub(crate) enum FirstStep {
     #[default]
     Ahead,
-    /// It was taken unless this flag, on a device, is not zero.
-    Unless(Tensor),
+    /// It was taken unless that step was skipped.
+    Unless(Arc<Mutex<Skipped>>),
     Taken,
+}
+
+/// Whether a step was skipped, as only a device knows until it is asked. Many parameters share one.
+#[derive(Debug)]
+pub(crate) enum Skipped {
+    Unknown(Tensor),
+    Known(bool),
+}
+
+impl Skipped {
+    fn ask(&mut self) -> Result<bool> {
+        let skipped = match self {
+            Self::Known(skipped) => return Ok(*skipped),
+            Self::Unknown(found_inf) => found_inf.f_reshape([1i64])?.f_double_value(&[0])? != 0.0,
+        };
+        *self = Self::Known(skipped);
+        Ok(skipped)
+    }
 }
 
 impl FirstStep {
     /// Whether it is ahead. Waits for the device where only that knows.
     pub(crate) fn is_ahead(&mut self) -> Result<bool> {
-        if let Self::Unless(found_inf) = self {
-            let skipped = found_inf.f_double_value(&[])? != 0.0;
+        if let Self::Unless(skipped) = self {
+            let skipped = skipped.lock().unwrap_or_else(PoisonError::into_inner).ask()?;
             *self = if skipped { Self::Ahead } else { Self::Taken };
         }
         Ok(matches!(self, Self::Ahead))
     }
 }
 
-/// PyTorch's names of the tensors that an algorithm keeps for each parameter, `step` aside.
+/// How many tensors are kept for a parameter at most, its step aside.
+pub(crate) const KEPT: usize = 3;
+
+/// PyTorch's names of the tensors that an algorithm may keep for each parameter, `step` aside.
 pub(crate) fn keys(algorithm: &Algorithm) -> &'static [&'static str] {
     match algorithm {
-        Algorithm::AdamW(config) if config.amsgrad => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
-        Algorithm::Adam(config) if config.amsgrad => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
-        Algorithm::AdamW(_) | Algorithm::Adam(_) => &["exp_avg", "exp_avg_sq"],
-        Algorithm::Sgd(config) if config.momentum == 0.0 => &[],
+        Algorithm::AdamW(_) | Algorithm::Adam(_) => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
         Algorithm::Sgd(_) => &["momentum_buffer"],
         Algorithm::Adagrad(_) => &["sum"],
     }
+}
+
+/// Those of them that its options make it use.
+pub(crate) fn used_keys(algorithm: &Algorithm) -> &'static [&'static str] {
+    let keys = keys(algorithm);
+    let unused = match algorithm {
+        Algorithm::AdamW(AdamW { amsgrad, .. }) | Algorithm::Adam(Adam { amsgrad, .. }) => !amsgrad,
+        Algorithm::Sgd(config) => config.momentum == 0.0,
+        Algorithm::Adagrad(_) => false,
+    };
+    &keys[..keys.len() - usize::from(unused)]
 }
 
 /// Whether an algorithm counts the steps of each parameter.
@@ -70,7 +101,7 @@ pub(crate) fn complete<'a>(
         if counts_steps(algorithm) && state.step.is_none() {
             state.step = Some(Tensor::f_zeros([], (Kind::Float, parameter.device()))?);
         }
-        for (tensor, _) in state.tensors.iter_mut().zip(keys(algorithm)) {
+        for (tensor, _) in state.tensors.iter_mut().zip(used_keys(algorithm)) {
             if tensor.is_none() {
                 missing.push((tensor, initial(algorithm), parameter));
             }

@@ -2,10 +2,12 @@
 
 #![forbid(unsafe_code)]
 
+use std::sync::{Arc, Mutex};
+
 use crate::error::{Error, Result};
 use crate::ffi::{self, OptimParameter};
 use crate::optim::optimizer::Slot;
-use crate::optim::state::{FirstStep, complete, keys};
+use crate::optim::state::{FirstStep, Skipped, complete, used_keys};
 use crate::optim::{Algorithm, Optimizer, ScaledStep};
 use crate::sys::{self, Gradient, OptimOptions};
 
@@ -54,7 +56,12 @@ impl Optimizer {
         for &index in stepped {
             let slot = &mut self.slots[index];
             first_steps.push(match self.groups[slot.group].algorithm {
-                Algorithm::Sgd(sgd) if sgd.momentum != 0.0 => slot.state.first_step.is_ahead()?,
+                Algorithm::Sgd(sgd) if sgd.momentum == 0.0 => false,
+                // A buffer of zeros is as good as none where the gradient enters undamped.
+                Algorithm::Sgd(sgd) if sgd.dampening == 0.0 => {
+                    matches!(slot.state.first_step, FirstStep::Ahead)
+                }
+                Algorithm::Sgd(_) => slot.state.first_step.is_ahead()?,
                 _ => false,
             });
         }
@@ -63,7 +70,7 @@ impl Optimizer {
         let parameters = stepped.iter().zip(first_steps).map(|(&index, first_step)| {
             let Slot { group, state, .. } = &self.slots[index];
             // What an option that was switched off left behind stays out.
-            let used = keys(&self.groups[*group].algorithm).len();
+            let used = used_keys(&self.groups[*group].algorithm).len();
             let mut states = state.tensors.each_ref().map(Option::as_ref);
             states[used..].fill(None);
             OptimParameter {
@@ -79,21 +86,21 @@ impl Optimizer {
         ffi::optim_step(&parameters, &options, grad_scale, clip, found_inf)
     }
 
-    /// Notes that momentum buffers have been started. One of zeros needs no note where the gradient enters undamped: it
-    /// is as good as none.
+    /// Notes that momentum buffers have been started.
     fn note_first_steps(&mut self, stepped: &[usize], scaled: &ScaledStep<'_>) {
+        let skipped = scaled
+            .found_inf
+            .map(|found_inf| Arc::new(Mutex::new(Skipped::Unknown(found_inf.shallow_clone()))));
         for &index in stepped {
             let Slot { group, state, .. } = &mut self.slots[index];
             let Algorithm::Sgd(sgd) = self.groups[*group].algorithm else {
                 continue;
             };
-            if sgd.momentum == 0.0 || !matches!(state.first_step, FirstStep::Ahead) {
+            if sgd.momentum == 0.0 {
                 continue;
             }
-            state.first_step = match scaled.found_inf {
-                Some(found_inf) if sgd.dampening != 0.0 => {
-                    FirstStep::Unless(found_inf.shallow_clone())
-                }
+            state.first_step = match (&state.first_step, &skipped) {
+                (FirstStep::Ahead, Some(skipped)) => FirstStep::Unless(Arc::clone(skipped)),
                 _ => FirstStep::Taken,
             };
         }

@@ -59,6 +59,20 @@ impl Plan {
     }
 }
 
+/// Names the first gradient whose norm cannot be taken.
+pub(crate) fn refuse_sparse(
+    gradients: &[Gradient],
+    describe: &dyn Fn(usize) -> String,
+) -> Result<()> {
+    let kept = |g: &Gradient| g.gradient != 0 && g.flags & sys::GRADIENT_REQUIRES_GRAD != 0;
+    let sparse = |g: &Gradient| kept(g) && g.flags & sys::GRADIENT_STRIDED == 0;
+    let problem = "is sparse, and has no norm in libtorch; make it dense with `to_dense` first";
+    match gradients.iter().position(sparse) {
+        Some(index) => Err(Error::Gradient { parameter: describe(index), problem }),
+        None => Ok(()),
+    }
+}
+
 const COMPLEX_HALF: i8 = 8;
 const COMPLEX: [i8; 2] = [9, 10];
 

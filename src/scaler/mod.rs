@@ -22,6 +22,7 @@ use std::collections::HashMap;
 use tch::{Device, Kind, Tensor};
 
 pub use config::GradScalerConfig;
+pub(crate) use gradients::{describe, refuse_sparse};
 pub use outcome::StepOutcome;
 pub use state::GradScalerState;
 pub use unscaled::Unscaled;

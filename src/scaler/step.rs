@@ -11,7 +11,7 @@ use crate::scaler::gradients::{self, Plan};
 use crate::scaler::iteration::{Iteration, Look, Owner, Stage};
 use crate::scaler::outcome::Step;
 use crate::scaler::scale::Scale;
-use crate::scaler::{GradScaler, StepOutcome, Unscaled};
+use crate::scaler::{GradScaler, StepOutcome, Unscaled, refuse_sparse};
 use crate::sys::Gradient;
 use crate::{autocast, ffi};
 
@@ -174,6 +174,9 @@ impl GradScaler {
                 // Where nothing is written back, no small value is lost.
                 let allow_fp16 = self.config.allow_fp16_gradients || look != Look::Unscale;
                 let plan = Plan::new(&now, allow_fp16, &describe)?;
+                if look == Look::Norm {
+                    refuse_sparse(&now, &describe)?;
+                }
                 iteration.open(parameters.into_owned(), now, &plan, scale, look)
             }
         }

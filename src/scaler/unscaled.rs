@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Error;
 use crate::error::Result;
 use crate::ffi;
-use crate::optim::{AmpOptimizer, check_limit};
+use crate::optim::{AmpOptimizer, check_limit, explained};
 use crate::scaler::{GradScaler, StepOutcome};
 
 /// An optimizer whose gradients have been unscaled: clip them, then step. Dropping it leaves the step out. PyTorch has no
@@ -55,7 +55,7 @@ impl<'a> Unscaled<'a> {
     /// # Errors
     ///
     /// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::GradientChanged`] as in [`GradScaler::step`];
-    /// [`Error::Torch`] for sparse gradients, whose norm libtorch cannot take.
+    /// [`Error::Gradient`] for a sparse gradient.
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
         self.clip(max_norm, false)
     }
@@ -72,7 +72,10 @@ impl<'a> Unscaled<'a> {
 
     fn clip(&mut self, max_norm: f64, error_if_nonfinite: bool) -> Result<Tensor> {
         check_limit("max_norm", max_norm)?;
-        let clip = |all: &[Tensor]| ffi::clip_grad_norm(all, max_norm, error_if_nonfinite);
+        let clip = |all: &[Tensor]| {
+            let norm = ffi::clip_grad_norm(all, max_norm, error_if_nonfinite);
+            norm.map_err(|error| explained(all, error))
+        };
         // The factor is not a number only where the limit and the norm are infinite.
         let norm = self.change(!max_norm.is_finite(), clip)?;
         norm.map_or_else(|| Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?), Ok)
@@ -83,10 +86,12 @@ impl<'a> Unscaled<'a> {
     /// # Errors
     ///
     /// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::GradientChanged`] as in [`GradScaler::step`];
-    /// [`Error::Torch`] for sparse or complex gradients, which libtorch cannot clamp.
+    /// [`Error::Gradient`] for a sparse gradient, [`Error::Torch`] for a complex one.
     pub fn clip_grad_value(&mut self, max: f64) -> Result<()> {
         check_limit("max", max)?;
-        self.change(false, |parameters| ffi::clip_grad_value(parameters, max))
+        self.change(false, |all| {
+            ffi::clip_grad_value(all, max).map_err(|error| explained(all, error))
+        })
     }
 
     fn change<T>(

@@ -148,3 +148,41 @@ fn names_are_unique_and_those_without_one_get_their_place() {
     assert!(error.to_string().contains("the name of another one"), "{error}");
     assert_eq!(opt.parameters().len(), 3, "none is added");
 }
+
+#[test]
+fn an_empty_list_is_refused_and_an_empty_store_is_not() {
+    let refused = AdamW::default().build(Vec::<Tensor>::new(), 0.1);
+    assert!(matches!(refused, Err(Error::NoParameters)));
+    AdamW::default().build(&VarStore::new(Device::Cpu), 0.1).unwrap();
+}
+
+#[test]
+fn every_form_of_a_list_is_taken() {
+    let vs = VarStore::new(Device::Cpu);
+    for name in ["b", "a"] {
+        drop(vs.root().ones(name, &[1]));
+    }
+    let mut opt = Sgd::default().build(vs.variables(), 0.1).unwrap();
+    assert_eq!(opt.state_dict().unwrap().param_groups[0].params, ["a", "b"]);
+    let list = vs.trainable_variables();
+    let [one, two] = &list[..] else { panic!("two variables") };
+    let array = [one.shallow_clone(), two.shallow_clone()];
+    for opt in [
+        Sgd::default().build(&list, 0.1),
+        Sgd::default().build(&list[..], 0.1),
+        Sgd::default().build(&array, 0.1),
+    ] {
+        assert_eq!(opt.unwrap().parameters().len(), 2);
+    }
+}
+
+#[test]
+fn tchs_configurations_go_on() {
+    let adam = nn::AdamW::default().beta1(0.8).wd(0.1).eps(1e-6).amsgrad(true);
+    let want =
+        AdamW { betas: (0.8, 0.999), weight_decay: 0.1, eps: 1e-6, amsgrad: true, maximize: false };
+    assert_eq!(AdamW::from(adam), want);
+    assert_eq!(Adam::from(nn::Adam::default()), Adam::default());
+    let sgd = Sgd { momentum: 0.9, weight_decay: 0.5, nesterov: true, ..Sgd::default() };
+    assert_eq!(Sgd::from(nn::sgd(0.9, 0.0, 0.5, true)), sgd);
+}

@@ -36,7 +36,7 @@ fn names_choose_a_group_and_the_last_choice_counts() {
     let all = weights(&["l1.weight", "l1.bias", "norm.weight", "norm.bias"]);
     let tensors: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).collect();
     let mut opt = Sgd { weight_decay: 0.5, ..Sgd::default() }.build(all, 1.0).unwrap();
-    opt.assign_group(1, &["*.bias", "norm.*"]).unwrap();
+    assert_eq!(opt.assign_group(1, &["*.bias", "norm.*"]).unwrap(), 3);
     opt.set_weight_decay_group(1, 0.0).unwrap();
     opt.assign_group(2, &["norm.bias"]).unwrap();
     opt.set_lr_group(2, 0.25).unwrap();
@@ -59,12 +59,24 @@ fn groups_that_are_not_there_are_refused() {
         opt.set_lr_group(1, 0.1),
         opt.set_weight_decay_group(1, 0.1),
         opt.set_momentum_group(7, 0.1),
-        opt.assign_group(2, &["w"]),
+        opt.assign_group(2, &["w"]).map(|_| ()),
         opt.param_group(1).map(|_| ()),
     ];
     for result in refused {
         assert!(matches!(result, Err(Error::NoSuchGroup { groups: 1, .. })));
     }
+}
+
+#[test]
+fn a_loaded_state_ends_the_choices_of_groups_it_does_not_have() {
+    let saved = AdamW::default().build(weights(&["bias"]), 0.1).unwrap().state_dict().unwrap();
+    let mut opt = AdamW::default().build(weights(&["bias"]), 0.1).unwrap();
+    assert_eq!(opt.assign_group(1, &["*bias"]).unwrap(), 1);
+    opt.load_state_dict(&saved).unwrap();
+    let later = leaf(&[1.0], Kind::Float, Device::Cpu);
+    assert_eq!(opt.param_group_count(), 1);
+    opt.add_param_group(vec![("later.bias", later)]).unwrap();
+    assert_eq!(opt.state_dict().unwrap().param_groups[1].params, ["later.bias"]);
 }
 
 #[test]

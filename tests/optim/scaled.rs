@@ -123,7 +123,19 @@ fn a_sparse_gradient_is_refused_by_name_and_nothing_changes() {
         assert!(matches!(error, Error::Gradient { .. }), "{error}");
         assert!(error.to_string().contains("`table.weight`"), "{error}");
     }
+    let refused = [
+        drop_ok(scaler.step_clip_norm(&mut opt, 1.0)),
+        drop_ok(opt.clip_grad_norm(1.0)),
+        opt.clip_grad_value(1.0),
+    ];
+    for refused in refused {
+        assert!(matches!(refused, Err(Error::Gradient { .. })), "{refused:?}");
+    }
     assert_eq!((to_f64(&table.ws), to_f64(&other)), (before, vec![1.0]));
+}
+
+fn drop_ok<T>(result: tch_amp::Result<T>) -> tch_amp::Result<()> {
+    result.map(drop)
 }
 
 #[test]

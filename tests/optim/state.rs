@@ -93,6 +93,26 @@ fn loading_copies_into_the_dtype_of_the_parameters() {
     assert_eq!(to_f64(&entries["step"]), [2.0], "a copy does not follow the original");
 }
 
+#[test]
+fn what_a_switched_off_option_left_is_saved_and_loaded() {
+    let sgd = Sgd { momentum: 0.9, ..Sgd::default() };
+    let mut opt = sgd.build(named(Device::Cpu), 0.1).unwrap();
+    train(&mut opt, 0, 2);
+    opt.set_momentum(0.0).unwrap();
+    let saved = opt.state_dict().unwrap();
+    assert!(saved.state["a"].contains_key("momentum_buffer"));
+    let mut other = Sgd::default().build(named(Device::Cpu), 0.3).unwrap();
+    train(&mut other, 0, 1);
+    other.load_state_dict(&saved).unwrap();
+    for opt in [&mut opt, &mut other] {
+        opt.set_momentum(0.9).unwrap();
+        train(opt, 2, 3);
+    }
+    let (one, two) = (opt.state_dict().unwrap(), other.state_dict().unwrap());
+    let buffer = |s: &OptimizerState| to_f64(&s.state["a"]["momentum_buffer"]);
+    assert_eq!(buffer(&one), buffer(&two));
+}
+
 type Change = fn(&mut OptimizerState);
 
 #[test]
