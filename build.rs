@@ -9,8 +9,9 @@ use anyhow::{Context, Result, bail, ensure};
 const OLDEST: (u32, u32) = (2, 11);
 const NEWEST: (u32, u32) = (2, 13);
 
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 11] = [
     "autocast.cpp",
+    "checkpoint.cpp",
     "clip.cpp",
     "device.cpp",
     "function.cpp",

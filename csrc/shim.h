@@ -283,6 +283,20 @@ void tamp_function_saved_tensors(const tamp_node *node, tamp_tensor **saved, siz
 // Whether the gradient of an input is wanted. Only while backward runs.
 uint8_t tamp_function_needs_input_grad(const tamp_node *node, size_t input, char **err) TAMP_NOEXCEPT;
 
+// ------------------------------------------------------------------------------------------------------- checkpoint.cpp
+
+// Copies `len` bytes of a contiguous tensor's elements, from the `first` on, to host memory. Waits for the device.
+void tamp_elements_read(const tamp_tensor *from, int64_t first, uint8_t *to, size_t len, char **err) TAMP_NOEXCEPT;
+
+// Overwrites the elements of a contiguous tensor from the `first` on with `len` bytes. Waits for the device.
+void tamp_elements_write(tamp_tensor *to, int64_t first, const uint8_t *from, size_t len, char **err) TAMP_NOEXCEPT;
+
+// The state of a device's default generator of random numbers: uint8, one dimension. Waits for the device.
+tamp_tensor *tamp_rng_state(int8_t device_type, int8_t index, char **err) TAMP_NOEXCEPT;
+
+// Makes a device's default generator go on from a state. It stays as it was where that is none of its kind.
+void tamp_rng_set_state(int8_t device_type, int8_t index, const tamp_tensor *state, char **err) TAMP_NOEXCEPT;
+
 // ---------------------------------------------------------------------------------------------------------- testing.cpp
 
 // Debug builds only, for this crate's own tests.

@@ -157,6 +157,10 @@ pub enum Error {
         name: String,
     },
 
+    /// A checkpoint could not be saved, loaded or restored.
+    #[error(transparent)]
+    Checkpoint(#[from] crate::checkpoint::CheckpointError),
+
     /// A list of parameters is empty.
     #[error(
         "the optimizer got an empty list of parameters; a VarStore may be empty, its variables are taken up when they come"

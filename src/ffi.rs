@@ -1,6 +1,7 @@
 //! One safe function for each function of the shim. With `sys.rs`, the only home of `unsafe` in this crate.
 
 mod callbacks;
+mod checkpoint;
 mod function;
 mod optim;
 #[cfg(test)]
@@ -15,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::sys;
 
 pub(crate) use callbacks::{Borrowed, Node, Recorded};
+pub(crate) use checkpoint::*;
 pub(crate) use function::{FunctionCall, function_begin, function_record};
 
 pub(crate) use optim::*;

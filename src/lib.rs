@@ -2,6 +2,7 @@
 
 mod autocast;
 mod buffers;
+pub mod checkpoint;
 mod device;
 mod error;
 mod ffi;

@@ -297,6 +297,28 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     ) -> u8;
 
+    pub(crate) fn tamp_elements_read(
+        from: *const Tensor,
+        first: i64,
+        to: *mut u8,
+        len: usize,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_elements_write(
+        to: *mut Tensor,
+        first: i64,
+        from: *const u8,
+        len: usize,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_rng_state(device_type: i8, index: i8, err: *mut *mut c_char) -> *mut Tensor;
+    pub(crate) fn tamp_rng_set_state(
+        device_type: i8,
+        index: i8,
+        state: *const Tensor,
+        err: *mut *mut c_char,
+    );
+
     #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_fail_at(call: i64, kind: u8) -> i64;
     #[cfg(all(test, tamp_testing))]

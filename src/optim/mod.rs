@@ -25,6 +25,7 @@ mod clip;
 mod config;
 mod dict;
 mod groups;
+mod load;
 mod optimizer;
 mod parameters;
 mod scaled;
@@ -39,6 +40,7 @@ pub use clip::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_valu
 pub use config::{Adagrad, Adam, AdamW, Algorithm, Sgd};
 pub use dict::{OptimizerState, ParamGroupState};
 pub use groups::ParamGroup;
+pub(crate) use load::{Loaded, Saved};
 pub use optimizer::Optimizer;
 pub use parameters::{IntoParameters, Parameters};
 pub use scaled::{AmpScaling, ScaledStep};

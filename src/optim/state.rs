@@ -58,6 +58,9 @@ impl FirstStep {
     }
 }
 
+/// PyTorch's name of the number of steps.
+pub(crate) const STEP: &str = "step";
+
 /// How many tensors are kept for a parameter at most, its step aside.
 pub(crate) const KEPT: usize = 3;
 

@@ -68,7 +68,9 @@ fn the_keys_are_pytorchs() {
             Some(entries) => entries.keys().map(String::as_str).collect::<Vec<_>>(),
             None => vec![],
         };
-        assert_eq!((keys("a"), keys("never")), (want, vec![]), "{algorithm:?}");
+        // PyTorch's Adagrad has its state from the start.
+        let never = if want.contains(&"sum") { want.clone() } else { vec![] };
+        assert_eq!((keys("a"), keys("never")), (want, never), "{algorithm:?}");
         if let Some(step) = saved.state.get("a").and_then(|entries| entries.get("step")) {
             assert_eq!((step.size(), step.kind(), to_f64(step)), (vec![], Kind::Float, vec![2.0]));
         }

@@ -1,0 +1,79 @@
+// What a checkpoint reads and writes: the bytes of tensors, and the states of random number generators.
+
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Generator.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/GradMode.h>
+
+#include <cstring>
+#include <mutex>
+
+#include "guarded.h"
+
+namespace {
+
+using at::Tensor;
+
+// The elements of a tensor that `len` bytes hold, from `first` on, as one dimension.
+Tensor range(const Tensor &t, int64_t first, size_t len) {
+  TORCH_CHECK(t.layout() == at::kStrided && t.is_contiguous() && !t.is_conj() && !t.is_neg(),
+              "only the bytes of a contiguous tensor can be read or written");
+  const auto bytes = static_cast<int64_t>(len);
+  const auto size = static_cast<int64_t>(t.element_size());
+  TORCH_CHECK(bytes % size == 0 && first >= 0 && bytes / size <= t.numel() && first <= t.numel() - bytes / size,
+              "a range of elements outside the tensor");
+  return t.detach().view({-1}).narrow(0, first, bytes / size);
+}
+
+Tensor over(void *memory, const Tensor &like) {
+  return at::from_blob(memory, {like.numel()}, like.options().device(at::kCPU).requires_grad(false));
+}
+
+at::Generator generator(int8_t device_type, int8_t index) {
+  return at::globalContext().defaultGenerator(at::Device(static_cast<c10::DeviceType>(device_type), index));
+}
+
+}  // namespace
+
+extern "C" {
+
+void tamp_elements_read(const tamp_tensor *from, int64_t first, uint8_t *to, size_t len, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    if (len == 0) return;
+    const Tensor elements = range(tamp::tensor(from), first, len);
+    if (elements.is_cpu()) {
+      std::memcpy(to, elements.const_data_ptr(), len);
+    } else {
+      over(to, elements).copy_(elements);
+    }
+  });
+}
+
+void tamp_elements_write(tamp_tensor *to, int64_t first, const uint8_t *from, size_t len, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    if (len == 0) return;
+    Tensor elements = range(tamp::tensor(to), first, len);
+    elements.copy_(over(const_cast<uint8_t *>(from), elements));  // only read
+  });
+}
+
+tamp_tensor *tamp_rng_state(int8_t device_type, int8_t index, char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    at::Generator gen = generator(device_type, index);
+    const std::lock_guard<std::mutex> lock(gen.mutex());
+    return tamp::give(gen.get_state());
+  });
+}
+
+void tamp_rng_set_state(int8_t device_type, int8_t index, const tamp_tensor *state, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    at::Generator gen = generator(device_type, index);
+    const std::lock_guard<std::mutex> lock(gen.mutex());
+    gen.set_state(tamp::tensor(state));
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,67 @@
+//! A checkpoint file that has been opened.
+
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use xxhash_rust::xxh3::Xxh3Default;
+
+use crate::checkpoint::header::Checksum;
+use crate::checkpoint::part::Part;
+use crate::checkpoint::source::Source;
+use crate::error::Result;
+
+/// What a file holds, and how to find out whether it is still what was written.
+#[derive(Debug)]
+pub(crate) struct Archive {
+    pub(crate) source: Arc<Source>,
+    pub(crate) parts: BTreeMap<String, Part>,
+    pub(crate) regions: Vec<Region>,
+}
+
+/// Bytes with a checksum.
+#[derive(Debug)]
+pub(crate) struct Region {
+    pub(crate) name: String,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    pub(crate) check: Check,
+}
+
+#[derive(Debug)]
+pub(crate) enum Check {
+    Xxh3(Checksum),
+    Crc32(u32),
+}
+
+impl Archive {
+    /// Reads every byte once and compares the checksums.
+    pub(crate) fn verify(&self) -> Result<()> {
+        for Region { name, offset, len, check } in &self.regions {
+            let same = match check {
+                Check::Xxh3(wanted) => {
+                    let mut hash = Xxh3Default::new();
+                    self.source.read_chunks(*offset, *len, &mut |bytes| {
+                        hash.update(bytes);
+                        Ok(())
+                    })?;
+                    Checksum(hash.digest()) == *wanted
+                }
+                Check::Crc32(wanted) => {
+                    let mut hash = crc32fast::Hasher::new();
+                    self.source.read_chunks(*offset, *len, &mut |bytes| {
+                        hash.update(bytes);
+                        Ok(())
+                    })?;
+                    hash.finalize() == *wanted
+                }
+            };
+            if !same {
+                let problem = format!("`{name}` does not have the checksum that it had");
+                return Err(self.source.damaged(problem).into());
+            }
+        }
+        Ok(())
+    }
+}

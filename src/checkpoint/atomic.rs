@@ -1,0 +1,145 @@
+//! Replaces a file as a whole or not at all.
+
+#![forbid(unsafe_code)]
+
+mod disk;
+mod error;
+mod place;
+mod writer;
+
+use std::io::{self, ErrorKind, Seek, Write};
+use std::path::{Path, PathBuf};
+
+use disk::{Disk, DiskFile, Real};
+use error::cannot;
+use place::Place;
+use writer::Writer;
+
+pub use error::SaveError;
+#[allow(unused_imports, dead_code)]
+pub(crate) use place::{is_temporary, remove_leftovers};
+
+/// What a file is written through. Not buffered: large pieces are fastest.
+pub(crate) trait Target: Write + Seek {}
+
+/// Writes the content of a file.
+type Fill<'a> = dyn FnMut(&mut dyn Target) -> io::Result<()> + 'a;
+
+const RENAME: &str = "rename";
+
+/// So many names of temporary files may be taken: a container's process has the same number each time.
+const MOST_NAMES: usize = 1000;
+
+/// Writes `path` through `fill` so that a crash at any point leaves the old file or the new one, whole.
+///
+/// The content goes to a temporary file in the same folder, which then takes the name: while this runs, the disk holds
+/// both. After a failure or a panic of `fill` the temporary file is removed; a killed process leaves it behind, see
+/// [`remove_leftovers`]. An error that `fill` gets from its target and does not return counts as well.
+///
+/// A symbolic link stays: the file that it points to is replaced, or created. The new file has the permissions of the old
+/// one, but the owner is the caller, extended attributes are gone, and other hard links keep the old content.
+/// A read-only file is not replaced, nor is anything but a regular file.
+///
+/// # Errors
+///
+/// [`SaveError`]. The old file is there as before, unless it is [`SaveError::Indeterminate`].
+pub(crate) fn replace(path: &Path, fill: &mut Fill<'_>) -> Result<(), SaveError> {
+    let place = Place::find(path).map_err(cannot("replace", path))?;
+    replace_on(&Real::default(), &place, fill)
+}
+
+fn replace_on<D: Disk>(disk: &D, place: &Place, fill: &mut Fill<'_>) -> Result<(), SaveError> {
+    // Opened before anything is written: what is wrong with the folder should not be found out after hours.
+    let folder = disk.open_folder(&place.folder);
+    let folder = folder.map_err(cannot("open the folder", &place.folder))?;
+    let (temporary, file) = create(disk, place)?;
+    let written = write(disk, file, place, &temporary.path, fill);
+    let renamed = written.and_then(|()| {
+        disk.rename(&temporary.path, &place.path).map_err(cannot(RENAME, &place.path))
+    });
+    match renamed {
+        Ok(()) => temporary.keep(),
+        Err(error) => return Err(temporary.discard(error)),
+    }
+    let action = "sync the folder";
+    let path = || place.path.clone();
+    let unsure = |source| SaveError::Indeterminate { action, path: path(), source };
+    disk.sync_folder(&folder).map_err(unsure)
+}
+
+/// Creates the temporary file.
+fn create<'a, D: Disk>(
+    disk: &'a D,
+    place: &Place,
+) -> Result<(Temporary<'a, D>, D::File), SaveError> {
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        let path = place.temporary();
+        match disk.create_new(&path) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && tries < MOST_NAMES => {}
+            Err(error) => return Err(cannot("create", &path)(error)),
+            Ok(file) => return Ok((Temporary { disk, path, ours: true }, file)),
+        }
+    }
+}
+
+/// Fills the temporary file, syncs and closes it.
+fn write<D: Disk>(
+    disk: &D,
+    file: D::File,
+    place: &Place,
+    temporary: &Path,
+    fill: &mut Fill<'_>,
+) -> Result<(), SaveError> {
+    if let Some(permissions) = &place.permissions {
+        // First: nobody should be able to read what they could not read before.
+        let set = file.set_permissions(permissions);
+        set.map_err(cannot("set the permissions of", temporary))?;
+    }
+    let mut writer = Writer::new(file, disk.sync_every());
+    let filled = fill(&mut writer).and_then(|()| writer.check());
+    filled.map_err(cannot("write", &place.path))?;
+    writer.sync().map_err(cannot("sync", &place.path))
+}
+
+/// Removes the temporary file, unless it is kept.
+struct Temporary<'a, D: Disk> {
+    disk: &'a D,
+    path: PathBuf,
+    ours: bool,
+}
+
+impl<D: Disk> Temporary<'_, D> {
+    fn keep(mut self) {
+        self.ours = false;
+    }
+
+    /// Removes the file after an error, and says so where that fails.
+    fn discard(mut self, error: SaveError) -> SaveError {
+        self.ours = false;
+        match (self.disk.remove(&self.path), error) {
+            (Ok(()), error) => error,
+            (Err(removal), error) if removal.kind() == ErrorKind::NotFound => match error {
+                // A network file system may lose the answer and ask again for what has been done.
+                SaveError::Io { action: RENAME, path, source } => {
+                    SaveError::Indeterminate { action: RENAME, path, source }
+                }
+                error => error,
+            },
+            (Err(removal), error) => {
+                let path = self.path.clone();
+                SaveError::Leftover { path, removal, source: Box::new(error) }
+            }
+        }
+    }
+}
+
+impl<D: Disk> Drop for Temporary<'_, D> {
+    fn drop(&mut self) {
+        if self.ours {
+            // `fill` panicked: that is the error to be seen.
+            drop(self.disk.remove(&self.path));
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! A tensor of a checkpoint: in memory while it is being saved, in the file after it has been loaded.
+
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::checkpoint::source::{CHUNK, Source};
+use crate::error::Result;
+use crate::ffi;
+use crate::optim::Saved;
+
+#[derive(Debug)]
+pub(crate) struct Entry {
+    pub(crate) kind: Kind,
+    pub(crate) size: Vec<i64>,
+    data: Data,
+}
+
+#[derive(Debug)]
+enum Data {
+    Memory(Tensor),
+    File(Place),
+}
+
+/// Where the numbers of a tensor lie in a file.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    pub(crate) source: Arc<Source>,
+    /// The first byte of the first element.
+    pub(crate) offset: u64,
+    /// In elements; `None` where they lie in order.
+    pub(crate) stride: Option<Vec<i64>>,
+}
+
+impl Entry {
+    pub(crate) fn in_memory(tensor: &Tensor) -> Result<Self> {
+        let data = Data::Memory(tensor.f_detach()?);
+        Ok(Self { kind: tensor.f_kind()?, size: tensor.size(), data })
+    }
+
+    /// The place has been checked against the file.
+    pub(crate) fn in_file(kind: Kind, size: Vec<i64>, place: Place) -> Self {
+        Self { kind, size, data: Data::File(place) }
+    }
+
+    pub(crate) fn numel(&self) -> usize {
+        self.size.iter().map(|&n| usize::try_from(n).unwrap_or(0)).product()
+    }
+
+    /// Bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.numel() * self.kind.elt_size_in_bytes()
+    }
+
+    /// Calls `take` with the bytes of the elements in row-major order, in chunks.
+    pub(crate) fn read(&self, take: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        match &self.data {
+            Data::Memory(tensor) => read_tensor(tensor, self.len(), take),
+            Data::File(Place { source, offset, stride: None }) => {
+                source.read_chunks(*offset, self.len() as u64, take)
+            }
+            Data::File(_) => read_tensor(&self.to_tensor()?, self.len(), take),
+        }
+    }
+
+    /// Makes a tensor of its own, on the CPU.
+    pub(crate) fn to_tensor(&self) -> Result<Tensor> {
+        match &self.data {
+            Data::Memory(tensor) => Ok(tensor.f_to_device_(Device::Cpu, self.kind, false, true)?),
+            Data::File(Place { source, offset, stride: Some(stride) }) => {
+                let extent = extent(&self.size, stride);
+                let all = read_new(self.kind, &[extent], source, *offset)?;
+                Ok(all.f_as_strided(&self.size[..], &stride[..], 0)?.f_contiguous()?)
+            }
+            Data::File(Place { source, offset, stride: None }) => {
+                read_new(self.kind, &self.size, source, *offset)
+            }
+        }
+    }
+}
+
+impl Saved for Entry {
+    fn shape(&self) -> Vec<i64> {
+        self.size.clone()
+    }
+
+    fn number(&self) -> Result<f64> {
+        self.to_tensor()?.number()
+    }
+
+    /// One of another dtype gets the elements converted.
+    fn copy_to(&self, to: &mut Tensor) -> Result<()> {
+        match &self.data {
+            Data::File(Place { source, offset, stride: None })
+                if to.f_kind()? == self.kind && to.is_contiguous() =>
+            {
+                fill(to, self.len(), source, *offset)
+            }
+            Data::Memory(tensor) => Ok(tch::no_grad(|| to.f_copy_(tensor))?),
+            Data::File(_) => {
+                let numbers = self.to_tensor()?;
+                Ok(tch::no_grad(|| to.f_copy_(&numbers))?)
+            }
+        }
+    }
+}
+
+/// The elements from the first to the last in memory.
+fn extent(size: &[i64], stride: &[i64]) -> i64 {
+    if size.contains(&0) {
+        return 0;
+    }
+    1 + size.iter().zip(stride).map(|(n, stride)| (n - 1) * stride).sum::<i64>()
+}
+
+fn read_new(kind: Kind, size: &[i64], source: &Source, offset: u64) -> Result<Tensor> {
+    let mut tensor = Tensor::f_empty(size, (kind, Device::Cpu))?;
+    let len = tensor.numel() * kind.elt_size_in_bytes();
+    fill(&mut tensor, len, source, offset)?;
+    Ok(tensor)
+}
+
+fn fill(to: &mut Tensor, len: usize, source: &Source, offset: u64) -> Result<()> {
+    let width = to.f_kind()?.elt_size_in_bytes();
+    let mut first = 0;
+    source.read_chunks(offset, len as u64, &mut |bytes| {
+        ffi::elements_write(to, first, bytes)?;
+        first += (bytes.len() / width) as i64;
+        Ok(())
+    })
+}
+
+fn read_tensor(
+    tensor: &Tensor,
+    len: usize,
+    take: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let tensor = tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous()?;
+    let width = tensor.f_kind()?.elt_size_in_bytes();
+    let mut buffer = vec![0; CHUNK.min(len)];
+    let mut done = 0;
+    while done < len {
+        let size = buffer.len().min(len - done);
+        ffi::elements_read(&tensor, (done / width) as i64, &mut buffer[..size])?;
+        take(&buffer[..size])?;
+        done += size;
+    }
+    Ok(())
+}

@@ -1,0 +1,125 @@
+//! The header of a safetensors checkpoint: what this crate adds to the format, and the checksums.
+
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::optim::ParamGroupState;
+use crate::scaler::GradScalerState;
+
+/// The only entry of `__metadata__`, so that the bytes of a file do not depend on the order of a hash map.
+pub(crate) const KEY: &str = "tch_amp";
+
+/// The newest format. A reader refuses later ones and reads all earlier ones.
+pub(crate) const FORMAT: u32 = 1;
+
+/// What this crate writes beside the tensors.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Manifest {
+    pub(crate) format: u32,
+    /// The version of this crate, for people.
+    pub(crate) writer: String,
+    /// Of the header, with zeros in its own place.
+    pub(crate) checksum: Checksum,
+    /// Of each tensor's bytes, in the order of the file.
+    pub(crate) checksums: Vec<Checksum>,
+    pub(crate) parts: BTreeMap<String, PartManifest>,
+}
+
+/// What is known of a part besides its tensors, which are named `part/…`.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+pub(crate) enum PartManifest {
+    Model,
+    Optimizer {
+        param_groups: Vec<ParamGroupState>,
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        numbered: bool,
+    },
+    Scaler {
+        state: GradScalerState,
+    },
+    Tensor,
+    Value {
+        value: serde_json::Value,
+    },
+}
+
+/// XXH3, 64 bits. Written as 16 hexadecimal digits, so that a header keeps its length when they are filled in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Checksum(pub(crate) u64);
+
+impl fmt::Display for Checksum {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl Serialize for Checksum {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Checksum {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let digits = String::deserialize(deserializer)?;
+        let number = u64::from_str_radix(&digits, 16).map_err(D::Error::custom)?;
+        let checksum = Self(number);
+        // One way to write it, or the bytes under the checksum would not be those that were read.
+        if checksum.to_string() == digits {
+            Ok(checksum)
+        } else {
+            Err(D::Error::custom("a checksum that is not 16 hexadecimal digits"))
+        }
+    }
+}
+
+/// The format of a manifest alone: a later one may have other fields.
+#[derive(Deserialize)]
+pub(crate) struct Format {
+    pub(crate) format: u32,
+}
+
+/// The checksum of a header whose own checksum reads `own`; `None` when that does not stand there just once.
+pub(crate) fn of_header(header: &[u8], own: Checksum) -> Option<Checksum> {
+    // The manifest is a JSON string within JSON.
+    let field = |checksum: Checksum| format!("\\\"checksum\\\":\\\"{checksum}\\\"").into_bytes();
+    let (written, blank) = (field(own), field(Checksum::default()));
+    let mut found = header.windows(written.len()).enumerate().filter(|(_, w)| *w == written);
+    let (place, _) = found.next()?;
+    if found.next().is_some() {
+        return None;
+    }
+    let mut header = header.to_vec();
+    header[place..place + blank.len()].copy_from_slice(&blank);
+    Some(Checksum(xxh3_64(&header)))
+}
+
+/// Refuses a JSON object in which a name stands twice: readers differ in which of the two they take.
+pub(crate) fn check_unique(json: &[u8]) -> Result<(), serde_json::Error> {
+    struct Names;
+    impl<'de> Visitor<'de> for Names {
+        type Value = ();
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("an object")
+        }
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+            let mut seen = BTreeSet::new();
+            while let Some((name, IgnoredAny)) = map.next_entry::<String, IgnoredAny>()? {
+                if let Some(twice) = seen.replace(name) {
+                    return Err(A::Error::custom(format!("`{twice}` stands there twice")));
+                }
+            }
+            Ok(())
+        }
+    }
+    let mut json = serde_json::Deserializer::from_slice(json);
+    json.deserialize_map(Names)?;
+    json.end()
+}

@@ -1,0 +1,58 @@
+//! What a checkpoint consists of.
+
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+
+use crate::checkpoint::entry::Entry;
+use crate::optim::ParamGroupState;
+use crate::scaler::GradScalerState;
+
+/// One named part of a checkpoint.
+#[derive(Debug)]
+pub(crate) enum Part {
+    Model(BTreeMap<String, Entry>),
+    Optimizer(OptimizerPart),
+    Scaler(GradScalerState),
+    Tensor(Entry),
+    Value(serde_json::Value),
+    /// Of a Python program, and nothing that is known here.
+    Unknown,
+}
+
+/// The state of an optimizer, as [`OptimizerState`](crate::optim::OptimizerState) has it.
+#[derive(Debug)]
+pub(crate) struct OptimizerPart {
+    pub(crate) state: BTreeMap<String, BTreeMap<String, Entry>>,
+    pub(crate) param_groups: Vec<ParamGroupState>,
+    /// Whether the names are PyTorch's numbers, to be replaced by place.
+    pub(crate) numbered: bool,
+}
+
+impl Part {
+    /// With an article, for messages.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::Model(_) => "a model",
+            Self::Optimizer(_) => "an optimizer",
+            Self::Scaler(_) => "a scaler",
+            Self::Tensor(_) => "a tensor",
+            Self::Value(_) => "a value",
+            Self::Unknown => "something unknown",
+        }
+    }
+
+    /// Every tensor with its name within the part, the only one of a [`Part::Tensor`] without.
+    pub(crate) fn tensors(&self) -> Box<dyn Iterator<Item = (String, &Entry)> + '_> {
+        match self {
+            Self::Model(tensors) => Box::new(tensors.iter().map(|(n, entry)| (n.clone(), entry))),
+            Self::Optimizer(part) => {
+                Box::new(part.state.iter().flat_map(|(parameter, entries)| {
+                    entries.iter().map(move |(key, entry)| (format!("{parameter}/{key}"), entry))
+                }))
+            }
+            Self::Tensor(entry) => Box::new(std::iter::once((String::new(), entry))),
+            Self::Scaler(_) | Self::Value(_) | Self::Unknown => Box::new(std::iter::empty()),
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! Restoring what a checkpoint holds, all of it or nothing.
+
+#![forbid(unsafe_code)]
+
+mod model;
+mod optimizer;
+
+use tch::nn::VarStore;
+use tch::{Device, Tensor};
+
+use crate::GradScaler;
+use crate::checkpoint::part::Part;
+use crate::checkpoint::restore::model::Variables;
+use crate::checkpoint::{Checkpoint, CheckpointError, other_part, rng_state, set_rng_state};
+use crate::error::Result;
+use crate::optim::{Loaded, Optimizer};
+
+/// Picks the parts of a checkpoint that are to be restored, and what they go into; then [`apply`](Self::apply) does it.
+///
+/// The devices may be others than those at save time. By default everything must fit: the same names, shapes and dtypes.
+#[derive(Debug)]
+#[must_use = "nothing is restored before `apply`"]
+pub struct Restore<'a> {
+    checkpoint: &'a Checkpoint,
+    strict: bool,
+    cast: bool,
+    models: Vec<(String, &'a VarStore)>,
+    optimizers: Vec<(String, &'a mut Optimizer)>,
+    scalers: Vec<(String, &'a mut GradScaler)>,
+    rngs: Vec<(String, Device)>,
+}
+
+/// What a restore that is not strict left out, as `part/name`. As the result of PyTorch's `load_state_dict`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Restored {
+    /// Names that the checkpoint lacks; they keep their values.
+    pub missing: Vec<String>,
+    /// Names that only the checkpoint has.
+    pub unexpected: Vec<String>,
+}
+
+impl<'a> Restore<'a> {
+    pub(crate) fn new(checkpoint: &'a Checkpoint) -> Self {
+        Self {
+            checkpoint,
+            strict: true,
+            cast: false,
+            models: Vec::new(),
+            optimizers: Vec::new(),
+            scalers: Vec::new(),
+            rngs: Vec::new(),
+        }
+    }
+
+    /// Restores the variables of a VarStore, in place.
+    pub fn model(mut self, name: &str, model: &'a VarStore) -> Self {
+        self.models.push((name.to_owned(), model));
+        self
+    }
+
+    /// Restores an optimizer: groups with their options, and the state of every parameter.
+    pub fn optimizer(mut self, name: &str, optimizer: &'a mut Optimizer) -> Self {
+        self.optimizers.push((name.to_owned(), optimizer));
+        self
+    }
+
+    /// Restores a scaler. A disabled one stays as it is.
+    pub fn scaler(mut self, name: &str, scaler: &'a mut GradScaler) -> Self {
+        self.scalers.push((name.to_owned(), scaler));
+        self
+    }
+
+    /// Restores the random numbers of a device.
+    pub fn rng(mut self, name: &str, device: Device) -> Self {
+        self.rngs.push((name.to_owned(), device));
+        self
+    }
+
+    /// Sets whether names that are missing or unexpected are errors. True by default; otherwise [`Restored`] lists them.
+    pub fn strict(mut self, strict: bool) -> Self {
+        self.strict = strict;
+        self
+    }
+
+    /// Sets whether a model's tensors of another dtype are converted. False by default: it is an error.
+    pub fn cast(mut self, cast: bool) -> Self {
+        self.cast = cast;
+        self
+    }
+
+    /// Restores all that was picked, or changes nothing. Waits for the devices.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::NoPart`], [`CheckpointError::OtherPart`], [`CheckpointError::Names`] and
+    /// [`CheckpointError::Tensor`]; [`Error::OptimizerState`](crate::Error::OptimizerState) and the others of
+    /// [`Optimizer::load_state_dict`]; those of [`GradScaler::load_state_dict`] and [`set_rng_state`].
+    /// [`CheckpointError::Interrupted`] when the file can no longer be read though it was; only then models are half
+    /// restored.
+    pub fn apply(self) -> Result<Restored> {
+        let mut restored = Restored::default();
+        let mut models = Vec::with_capacity(self.models.len());
+        for (name, model) in &self.models {
+            models.push(self.check_model(name, model, &mut restored)?);
+        }
+        let scalers = self.scaler_states()?;
+        for ((_, scaler), state) in self.scalers.iter().zip(&scalers) {
+            scaler.check_state_dict(state)?;
+        }
+        let rngs = self.rng_states()?;
+        let (checkpoint, strict) = (self.checkpoint, self.strict);
+        let mut optimizers: Vec<(&mut Optimizer, Loaded)> = Vec::new();
+        for (name, optimizer) in self.optimizers {
+            let loaded = optimizer::prepare(checkpoint, &name, optimizer, strict, &mut restored)?;
+            optimizers.push((optimizer, loaded));
+        }
+        let before =
+            rngs.iter().map(|(device, _)| rng_state(*device)).collect::<Result<Vec<_>>>()?;
+        let set = rngs.iter().try_for_each(|(device, state)| set_rng_state(*device, state));
+        if let Err(error) = set.and_then(|()| copy(&models)) {
+            for ((device, _), state) in rngs.iter().zip(&before) {
+                set_rng_state(*device, state)?;
+            }
+            return Err(error);
+        }
+        for (optimizer, loaded) in optimizers {
+            optimizer.finish_load(loaded);
+        }
+        for ((_, scaler), state) in self.scalers.into_iter().zip(&scalers) {
+            scaler.load_state_dict(state)?;
+        }
+        crate::clear_autocast_cache();
+        Ok(restored)
+    }
+
+    fn scaler_states(&self) -> Result<Vec<crate::GradScalerState>> {
+        let state = |(name, _): &(String, _)| match self.checkpoint.part(name)? {
+            Part::Scaler(state) => Ok(state.clone()),
+            other => Err(other_part(name, "a scaler", other)),
+        };
+        self.scalers.iter().map(state).collect()
+    }
+
+    fn rng_states(&self) -> Result<Vec<(Device, Tensor)>> {
+        let state = |(name, device): &(String, _)| Ok((*device, self.checkpoint.tensor(name)?));
+        self.rngs.iter().map(state).collect()
+    }
+
+    /// Refuses names that do not fit, or notes them.
+    fn judge(
+        part: &str,
+        strict: bool,
+        missing: Vec<String>,
+        unexpected: Vec<String>,
+        restored: &mut Restored,
+    ) -> Result<()> {
+        if strict && !(missing.is_empty() && unexpected.is_empty()) {
+            let part = part.to_owned();
+            return Err(CheckpointError::Names { part, missing, unexpected }.into());
+        }
+        let full = |name| format!("{part}/{name}");
+        restored.missing.extend(missing.into_iter().map(full));
+        restored.unexpected.extend(unexpected.into_iter().map(full));
+        Ok(())
+    }
+}
+
+/// Overwrites the variables of all models.
+fn copy(models: &[Variables<'_>]) -> Result<()> {
+    let mut changed = false;
+    for variable in models.iter().flatten() {
+        let copied = variable.copy();
+        match copied {
+            Err(source) if changed => {
+                let source = Box::new(source);
+                return Err(CheckpointError::Interrupted { source }.into());
+            }
+            copied => copied?,
+        }
+        changed = true;
+    }
+    Ok(())
+}

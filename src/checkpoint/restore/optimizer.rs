@@ -1,0 +1,116 @@
+//! Restoring optimizers.
+
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use crate::checkpoint::entry::Entry;
+use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::restore::{Restore, Restored};
+use crate::checkpoint::{Checkpoint, CheckpointError, other_part};
+use crate::error::Result;
+use crate::optim::{AmpOptimizer, Loaded, Optimizer, ParamGroupState, Saved};
+
+/// A tensor of the checkpoint, under another name than there.
+#[derive(Debug)]
+struct Renamed<'a>(&'a Entry);
+
+impl Saved for Renamed<'_> {
+    fn shape(&self) -> Vec<i64> {
+        self.0.shape()
+    }
+
+    fn number(&self) -> Result<f64> {
+        self.0.number()
+    }
+
+    fn copy_to(&self, to: &mut tch::Tensor) -> Result<()> {
+        self.0.copy_to(to)
+    }
+}
+
+/// Checks a part against an optimizer and makes copies of it. The optimizer does not change.
+pub(crate) fn prepare(
+    checkpoint: &Checkpoint,
+    name: &str,
+    optimizer: &mut Optimizer,
+    strict: bool,
+    restored: &mut Restored,
+) -> Result<Loaded> {
+    let part = match checkpoint.part(name)? {
+        Part::Optimizer(part) => part,
+        other => return Err(other_part(name, "an optimizer", other)),
+    };
+    optimizer.take_added()?;
+    let OptimizerPart { state, param_groups, numbered } = part;
+    if !numbered && strict {
+        return optimizer.prepare_load(state, param_groups);
+    }
+    let mut param_groups = param_groups.clone();
+    let names =
+        if *numbered { by_place(name, optimizer, &mut param_groups)? } else { HashMap::new() };
+    let renamed = |name: &String| names.get(name).unwrap_or(name).clone();
+    let mut state: BTreeMap<_, BTreeMap<_, _>> = state
+        .iter()
+        .map(|(name, entries)| {
+            let entries = entries.iter().map(|(key, entry)| (key.clone(), Renamed(entry)));
+            (renamed(name), entries.collect())
+        })
+        .collect();
+    if !strict {
+        leave_out(name, optimizer, &mut state, &mut param_groups, restored)?;
+    }
+    optimizer.prepare_load(&state, &param_groups)
+}
+
+/// Gives PyTorch's numbers the names of the parameters in the same places.
+fn by_place(
+    part: &str,
+    optimizer: &mut Optimizer,
+    groups: &mut [ParamGroupState],
+) -> Result<HashMap<String, String>> {
+    let ours = optimizer.state_names();
+    let counts = |groups: &[Vec<String>]| groups.iter().map(Vec::len).collect::<Vec<_>>();
+    let saved: Vec<_> = groups.iter().map(|group| group.params.clone()).collect();
+    if counts(&saved) != counts(&ours) {
+        let problem = format!(
+            "has groups of {:?} parameters without names, and the optimizer has groups of {:?}",
+            counts(&saved),
+            counts(&ours)
+        );
+        let (part, tensor) = (part.to_owned(), "param_groups".to_owned());
+        return Err(CheckpointError::Tensor { part, tensor, problem }.into());
+    }
+    let pairs = saved.into_iter().flatten().zip(ours.iter().flatten().cloned());
+    for (group, names) in groups.iter_mut().zip(&ours) {
+        group.params.clone_from(names);
+    }
+    Ok(pairs.collect())
+}
+
+/// Takes out what the optimizer does not have, and notes what it has alone; that joins the first group, unstepped.
+fn leave_out<T>(
+    part: &str,
+    optimizer: &Optimizer,
+    state: &mut BTreeMap<String, T>,
+    groups: &mut [ParamGroupState],
+    restored: &mut Restored,
+) -> Result<()> {
+    let count = optimizer.parameters().len();
+    let known: Vec<_> = (0..count).filter_map(|index| optimizer.parameter_name(index)).collect();
+    let names: HashSet<_> = known.iter().collect();
+    let mut unexpected = Vec::new();
+    for group in groups.iter_mut() {
+        let (kept, others) =
+            std::mem::take(&mut group.params).into_iter().partition(|name| names.contains(name));
+        group.params = kept;
+        unexpected.extend::<Vec<_>>(others);
+    }
+    state.retain(|name, _| names.contains(name));
+    let saved: HashSet<_> = groups.iter().flat_map(|group| group.params.clone()).collect();
+    let missing: Vec<_> = known.into_iter().filter(|name| !saved.contains(name)).collect();
+    if let Some(first) = groups.first_mut() {
+        first.params.extend(missing.iter().cloned());
+    }
+    Restore::judge(part, false, missing, unexpected, restored)
+}

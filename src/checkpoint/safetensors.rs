@@ -1,0 +1,40 @@
+//! Checkpoints as safetensors files.
+
+#![forbid(unsafe_code)]
+
+mod read;
+mod write;
+
+pub(crate) use read::{is_safetensors, read};
+use safetensors::Dtype;
+use tch::Kind;
+pub(crate) use write::{Plan, write};
+
+/// The largest header that is read, as in other readers of the format.
+const LARGEST_HEADER: u64 = 100_000_000;
+
+fn dtype(kind: Kind) -> Option<Dtype> {
+    KINDS.iter().find(|(other, _)| *other == kind).map(|(_, dtype)| *dtype)
+}
+
+fn kind(dtype: Dtype) -> Option<Kind> {
+    KINDS.iter().find(|(_, other)| *other == dtype).map(|(kind, _)| *kind)
+}
+
+const KINDS: [(Kind, Dtype); 15] = [
+    (Kind::Bool, Dtype::BOOL),
+    (Kind::Uint8, Dtype::U8),
+    (Kind::Int8, Dtype::I8),
+    (Kind::Int16, Dtype::I16),
+    (Kind::Int, Dtype::I32),
+    (Kind::Int64, Dtype::I64),
+    (Kind::Half, Dtype::F16),
+    (Kind::BFloat16, Dtype::BF16),
+    (Kind::Float, Dtype::F32),
+    (Kind::Double, Dtype::F64),
+    (Kind::ComplexFloat, Dtype::C64),
+    (Kind::Float8e5m2, Dtype::F8_E5M2),
+    (Kind::Float8e4m3fn, Dtype::F8_E4M3),
+    (Kind::Float8e5m2fnuz, Dtype::F8_E5M2FNUZ),
+    (Kind::Float8e4m3fnuz, Dtype::F8_E4M3FNUZ),
+];

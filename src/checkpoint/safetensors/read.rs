@@ -1,0 +1,161 @@
+//! Reading a safetensors file.
+
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use safetensors::tensor::{Metadata, TensorInfo};
+
+use crate::checkpoint::CheckpointError;
+use crate::checkpoint::archive::{Archive, Check, Region};
+use crate::checkpoint::entry::{Entry, Place};
+use crate::checkpoint::header::{
+    FORMAT, Format, KEY, Manifest, PartManifest, check_unique, of_header,
+};
+use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::safetensors::{LARGEST_HEADER, kind};
+use crate::checkpoint::source::Source;
+use crate::error::Result;
+
+/// Whether a file that begins so can be one: a length, and JSON.
+pub(crate) fn is_safetensors(start: &[u8]) -> bool {
+    start.get(8) == Some(&b'{')
+}
+
+/// Reads the header and checks it against the file's length. The tensors stay where they are.
+pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
+    let damaged = |problem: String| source.damaged(problem);
+    let header = read_header(&source)?;
+    check_unique(&header).map_err(|error| damaged(format!("its header: {error}")))?;
+    let metadata: Metadata =
+        serde_json::from_slice(&header).map_err(|error| damaged(format!("its header: {error}")))?;
+    let start = 8 + header.len() as u64;
+    let missing =
+        || damaged(format!("it has {} bytes, but its header asks for others", source.len()));
+    if start.checked_add(metadata.data_len() as u64) != Some(source.len()) {
+        return Err(missing().into());
+    }
+    let mut entries = Vec::new();
+    let mut tensors: Vec<(String, TensorInfo)> =
+        metadata.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
+    tensors.sort_by(|(a, one), (b, other)| (one.data_offsets, a).cmp(&(other.data_offsets, b)));
+    for (name, info) in tensors {
+        let entry = entry(&source, start, &info)
+            .ok_or_else(|| damaged(format!("`{name}` has a dtype or shape that tch does not")))?;
+        entries.push((name, start + info.data_offsets.0 as u64, entry));
+    }
+    let manifest = metadata.metadata().as_ref().and_then(|metadata| metadata.get(KEY));
+    match manifest {
+        Some(text) => {
+            let manifest = manifest_of(&source, &header, text)?;
+            with_manifest(&source, manifest, entries)
+        }
+        // The key itself may be what is damaged.
+        None if is_ours(&header) => {
+            Err(damaged("its metadata has lost its name".to_owned()).into())
+        }
+        // Anybody's file: a model, without checksums.
+        None => {
+            let tensors = entries.into_iter().map(|(name, _, entry)| (name, entry)).collect();
+            let parts = BTreeMap::from([("model".to_owned(), Part::Model(tensors))]);
+            Ok(Archive { source, parts, regions: Vec::new() })
+        }
+    }
+}
+
+fn read_header(source: &Source) -> Result<Vec<u8>> {
+    let mut len = [0; 8];
+    source.read_at(0, &mut len)?;
+    let len = u64::from_le_bytes(len);
+    // Before anything of that size is asked of the memory.
+    if len > LARGEST_HEADER || len > source.len().saturating_sub(8) {
+        return Err(source.damaged(format!("its header would have {len} bytes")).into());
+    }
+    let mut header = vec![0; usize::try_from(len).unwrap_or(0)];
+    source.read_at(8, &mut header)?;
+    Ok(header)
+}
+
+fn entry(source: &Arc<Source>, start: u64, info: &TensorInfo) -> Option<Entry> {
+    let kind = kind(info.dtype)?;
+    let size = info.shape.iter().map(|&n| i64::try_from(n).ok()).collect::<Option<_>>()?;
+    let offset = start + info.data_offsets.0 as u64;
+    let place = Place { source: Arc::clone(source), offset, stride: None };
+    Some(Entry::in_file(kind, size, place))
+}
+
+/// Whether a header holds a manifest, under whatever name.
+fn is_ours(header: &[u8]) -> bool {
+    let marks: [&[u8]; 2] = [br#"{\"format\":"#, br#"\"writer\":\"tch-amp "#];
+    marks.iter().any(|mark| header.windows(mark.len()).any(|window| window == *mark))
+}
+
+/// Reads what this crate has written into the header, and checks the header by it.
+fn manifest_of(source: &Source, header: &[u8], text: &str) -> Result<Manifest> {
+    let damaged = |error: serde_json::Error| source.damaged(format!("its metadata: {error}"));
+    let Format { format } = serde_json::from_str(text).map_err(damaged)?;
+    if format > FORMAT {
+        let (path, found, supported) = (source.path().to_owned(), format, FORMAT);
+        return Err(CheckpointError::Newer { path, found, supported }.into());
+    }
+    let manifest: Manifest = serde_json::from_str(text).map_err(damaged)?;
+    if of_header(header, manifest.checksum) != Some(manifest.checksum) {
+        return Err(source.damaged("its header does not have the checksum that it had").into());
+    }
+    Ok(manifest)
+}
+
+/// Gives every tensor to its part.
+fn with_manifest(
+    source: &Arc<Source>,
+    manifest: Manifest,
+    entries: Vec<(String, u64, Entry)>,
+) -> Result<Archive> {
+    let Manifest { checksums, parts, .. } = manifest;
+    if checksums.len() != entries.len() {
+        return Err(source.damaged("it has not one checksum for each tensor").into());
+    }
+    let mut built: BTreeMap<String, Part> =
+        parts.into_iter().filter_map(|(name, part)| Some((name, empty(part)?))).collect();
+    let mut regions = Vec::with_capacity(entries.len());
+    for ((name, offset, entry), checksum) in entries.into_iter().zip(checksums) {
+        let check = Check::Xxh3(checksum);
+        regions.push(Region { name: name.clone(), offset, len: entry.len() as u64, check });
+        if !give(&mut built, &name, entry) {
+            return Err(source.damaged(format!("`{name}` belongs to no part")).into());
+        }
+    }
+    Ok(Archive { source: Arc::clone(source), parts: built, regions })
+}
+
+/// The part without its tensors; a tensor comes whole.
+fn empty(part: PartManifest) -> Option<Part> {
+    Some(match part {
+        PartManifest::Model => Part::Model(BTreeMap::new()),
+        PartManifest::Optimizer { param_groups, numbered } => {
+            Part::Optimizer(OptimizerPart { state: BTreeMap::new(), param_groups, numbered })
+        }
+        PartManifest::Scaler { state } => Part::Scaler(state),
+        PartManifest::Value { value } => Part::Value(value),
+        PartManifest::Tensor => return None,
+    })
+}
+
+/// Puts a tensor into its part; `false` if there is none that takes it.
+fn give(parts: &mut BTreeMap<String, Part>, name: &str, entry: Entry) -> bool {
+    let Some((part, rest)) = name.split_once('/') else {
+        return parts.insert(name.to_owned(), Part::Tensor(entry)).is_none();
+    };
+    match parts.get_mut(part) {
+        Some(Part::Model(tensors)) => tensors.insert(rest.to_owned(), entry).is_none(),
+        Some(Part::Optimizer(optimizer)) => match rest.rsplit_once('/') {
+            Some((parameter, key)) => {
+                let entries = optimizer.state.entry(parameter.to_owned()).or_default();
+                entries.insert(key.to_owned(), entry).is_none()
+            }
+            None => false,
+        },
+        _ => false,
+    }
+}

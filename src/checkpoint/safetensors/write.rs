@@ -1,0 +1,151 @@
+//! Writing a safetensors file.
+
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::io::{self, SeekFrom};
+
+use safetensors::tensor::{Metadata, TensorInfo};
+use xxhash_rust::xxh3::Xxh3Default;
+
+use crate::checkpoint::CheckpointError;
+use crate::checkpoint::atomic::Target;
+use crate::checkpoint::entry::Entry;
+use crate::checkpoint::header::{Checksum, FORMAT, KEY, Manifest, PartManifest, of_header};
+use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::safetensors::{LARGEST_HEADER, dtype};
+use crate::error::{Error, Result};
+
+type Parts = BTreeMap<String, Part>;
+
+/// What is going to be written: the tensors in the order of the file, and all of the header but the checksums.
+#[derive(Debug)]
+pub(crate) struct Plan<'a> {
+    tensors: Vec<(TensorInfo, String, &'a Entry)>,
+    manifest: Manifest,
+    header_len: usize,
+}
+
+impl<'a> Plan<'a> {
+    /// Refuses what the format cannot hold.
+    pub(crate) fn new(parts: &'a Parts) -> Result<Self> {
+        let tensors = place(parts)?;
+        let checksums = vec![Checksum::default(); tensors.len()];
+        let manifest = Manifest {
+            format: FORMAT,
+            writer: concat!("tch-amp ", env!("CARGO_PKG_VERSION")).to_owned(),
+            checksum: Checksum::default(),
+            checksums,
+            parts: parts.iter().map(|(name, part)| (name.clone(), manifest(part))).collect(),
+        };
+        let mut plan = Self { tensors, manifest, header_len: 0 };
+        plan.header_len = plan.header()?.len();
+        if plan.header_len as u64 > LARGEST_HEADER {
+            let problem = format!("its header would have {} bytes", plan.header_len);
+            let name = "the checkpoint".to_owned();
+            return Err(CheckpointError::Unsaveable { name, problem }.into());
+        }
+        Ok(plan)
+    }
+
+    /// The header with the checksums as they are now. Its length does not depend on them.
+    fn header(&self) -> Result<Vec<u8>> {
+        let refuse = |problem: String| {
+            let name = "the checkpoint".to_owned();
+            Error::from(CheckpointError::Unsaveable { name, problem })
+        };
+        let manifest =
+            serde_json::to_string(&self.manifest).map_err(|error| refuse(error.to_string()))?;
+        // Which kind of hash map this is depends on the features that others ask for.
+        let metadata = [(KEY.to_owned(), manifest)].into_iter().collect();
+        let infos = self.tensors.iter().map(|(info, name, _)| (name.clone(), info.clone()));
+        let metadata = Metadata::new(Some(metadata), infos.collect())
+            .map_err(|error| refuse(error.to_string()))?;
+        let mut header =
+            serde_json::to_vec(&metadata).map_err(|error| refuse(error.to_string()))?;
+        // Spaces, so that the numbers are aligned.
+        header.resize(header.len().next_multiple_of(8), b' ');
+        Ok(header)
+    }
+}
+
+/// Writes the tensors and their checksums, which are taken on the way.
+pub(crate) fn write(plan: &mut Plan<'_>, out: &mut dyn Target) -> Result<()> {
+    let blank = vec![b' '; 8 + plan.header_len];
+    put(out, &blank)?;
+    for (index, (_, _, entry)) in plan.tensors.iter().enumerate() {
+        let mut hash = Xxh3Default::new();
+        entry.read(&mut |bytes| {
+            hash.update(bytes);
+            put(out, bytes)
+        })?;
+        plan.manifest.checksums[index] = Checksum(hash.digest());
+    }
+    let own = of_header(&plan.header()?, plan.manifest.checksum);
+    plan.manifest.checksum = own.ok_or_else(|| CheckpointError::Unsaveable {
+        name: "the checkpoint".to_owned(),
+        problem: "a name or value in it looks like its checksum".to_owned(),
+    })?;
+    let header = plan.header()?;
+    out.seek(SeekFrom::Start(0)).map_err(interrupted)?;
+    put(out, &(header.len() as u64).to_le_bytes())?;
+    put(out, &header)
+}
+
+fn put(out: &mut dyn Target, bytes: &[u8]) -> Result<()> {
+    out.write_all(bytes).map_err(interrupted)
+}
+
+/// [`replace`](crate::checkpoint::atomic::replace) knows where, and has seen the error itself.
+fn interrupted(source: io::Error) -> Error {
+    let path = std::path::PathBuf::new();
+    CheckpointError::Io { action: "write", path, source }.into()
+}
+
+/// Gives every tensor its place: the widest elements first, so that all are aligned, and then by name.
+fn place(parts: &Parts) -> Result<Vec<(TensorInfo, String, &Entry)>> {
+    let mut named = Vec::new();
+    for (part_name, part) in parts {
+        if matches!(part, Part::Unknown) {
+            let problem = "it was not understood when it was loaded".to_owned();
+            return Err(CheckpointError::Unsaveable { name: part_name.clone(), problem }.into());
+        }
+        for (name, entry) in part.tensors() {
+            let name = full_name(part_name, &name);
+            let Some(dtype) = dtype(entry.kind) else {
+                let problem = format!("safetensors has no {:?}", entry.kind);
+                return Err(CheckpointError::Unsaveable { name, problem }.into());
+            };
+            named.push((dtype, name, entry));
+        }
+    }
+    let width = |entry: &Entry| entry.kind.elt_size_in_bytes();
+    named.sort_by(|(_, a, one), (_, b, other)| width(other).cmp(&width(one)).then(a.cmp(b)));
+    let mut start = 0;
+    let placed = named.into_iter().map(|(dtype, name, entry)| {
+        let shape = entry.size.iter().map(|&n| n.unsigned_abs() as usize).collect();
+        let data_offsets = (start, start + entry.len());
+        start = data_offsets.1;
+        (TensorInfo { dtype, shape, data_offsets }, name, entry)
+    });
+    Ok(placed.collect())
+}
+
+/// The name of a tensor in the file.
+fn full_name(part: &str, tensor: &str) -> String {
+    if tensor.is_empty() { part.to_owned() } else { format!("{part}/{tensor}") }
+}
+
+fn manifest(part: &Part) -> PartManifest {
+    match part {
+        Part::Model(_) => PartManifest::Model,
+        Part::Optimizer(OptimizerPart { state: _, param_groups, numbered }) => {
+            PartManifest::Optimizer { param_groups: param_groups.clone(), numbered: *numbered }
+        }
+        Part::Scaler(state) => PartManifest::Scaler { state: state.clone() },
+        Part::Tensor(_) => PartManifest::Tensor,
+        Part::Value(value) => PartManifest::Value { value: value.clone() },
+        // Refused before.
+        Part::Unknown => PartManifest::Value { value: serde_json::Value::Null },
+    }
+}

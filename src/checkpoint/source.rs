@@ -1,0 +1,76 @@
+//! The file that a checkpoint was loaded from.
+
+#![forbid(unsafe_code)]
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use crate::checkpoint::CheckpointError;
+use crate::error::Result;
+
+/// Bytes that are read or written at once: they stay in the cache of a core. A multiple of every element's size.
+pub(crate) const CHUNK: usize = 1 << 18;
+
+/// An open file. A save never changes a file in place, so that what was checked is what is read later.
+#[derive(Debug)]
+pub(crate) struct Source {
+    path: PathBuf,
+    file: Mutex<File>,
+    len: u64,
+}
+
+impl Source {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let failed = |source| CheckpointError::Io { action: "open", path: path.to_owned(), source };
+        let file = File::open(path).map_err(failed)?;
+        let metadata = file.metadata().map_err(failed)?;
+        if metadata.is_dir() {
+            return Err(failed(io::Error::from(io::ErrorKind::IsADirectory)).into());
+        }
+        Ok(Self { path: path.to_owned(), file: Mutex::new(file), len: metadata.len() })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Reads exactly these bytes.
+    pub(crate) fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = file.seek(SeekFrom::Start(offset)).and_then(|_| file.read_exact(buffer));
+        read.map_err(|source| {
+            if source.kind() == io::ErrorKind::UnexpectedEof {
+                return self.damaged("it ends too early").into();
+            }
+            CheckpointError::Io { action: "read", path: self.path.clone(), source }.into()
+        })
+    }
+
+    /// Calls `take` with these bytes, in order and in chunks.
+    pub(crate) fn read_chunks(
+        &self,
+        mut offset: u64,
+        len: u64,
+        take: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let mut buffer = vec![0; CHUNK.min(usize::try_from(len).unwrap_or(CHUNK))];
+        let end = offset + len;
+        while offset < end {
+            let size = buffer.len().min(usize::try_from(end - offset).unwrap_or(CHUNK));
+            self.read_at(offset, &mut buffer[..size])?;
+            take(&buffer[..size])?;
+            offset += size as u64;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn damaged(&self, problem: impl Into<String>) -> CheckpointError {
+        CheckpointError::Damaged { path: self.path.clone(), problem: problem.into() }
+    }
+}

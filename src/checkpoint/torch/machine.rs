@@ -1,0 +1,193 @@
+//! The state of the pickle machine: an arena of nodes, a stack with marks, and a memo.
+
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+
+use tch::Kind;
+
+use super::globals::Global;
+use super::{Limits, Malformed, Record, TensorRef, tree};
+
+/// The place of a node in the arena. What a pickle mentions often is there once.
+pub(super) type Id = usize;
+
+/// What the pickle has built.
+pub(super) enum Node {
+    None,
+    Bool(bool),
+    Int(i64),
+    Float(f64),
+    /// UTF-8 in the pickle.
+    Text(Range<usize>),
+    List(Vec<Id>),
+    Tuple(Box<[Id]>),
+    Dict(Vec<(Id, Id)>),
+    OrderedDict(Vec<(Id, Id)>),
+    Global(Global),
+    Device(String),
+    Storage(Storage),
+    Tensor(Box<TensorRef>),
+    /// A TorchScript module, before and after it got the dict of its attributes.
+    Module(Option<Id>),
+}
+
+/// A storage as the pickle declares it, which fits its record.
+#[derive(Clone)]
+pub(super) struct Storage {
+    pub key: Range<usize>,
+    pub bytes: u64,
+    /// None for one that leaves it to its tensors.
+    pub kind: Option<Kind>,
+}
+
+pub(super) struct Machine<'a> {
+    pub bytes: &'a [u8],
+    pub nodes: Vec<Node>,
+    pub storages: &'a BTreeMap<String, Record>,
+    /// The dtype that each storage was declared with.
+    pub kinds: HashMap<&'a [u8], Option<Kind>>,
+    pub limits: &'a Limits,
+    pub at: usize,
+    /// Where the current opcode stands.
+    pub opcode_at: usize,
+    pub stack: Vec<Id>,
+    /// The heights of the stack where marks are.
+    pub marks: Vec<usize>,
+    pub memo: HashMap<u32, Id>,
+    spent: u64,
+}
+
+pub(super) type Step<T = ()> = Result<T, Malformed>;
+
+/// Marks that a value needs besides one for each container around it.
+const MARKS_OF_A_TENSOR: usize = 8;
+
+impl<'a> Machine<'a> {
+    pub fn new(
+        bytes: &'a [u8],
+        storages: &'a BTreeMap<String, Record>,
+        limits: &'a Limits,
+    ) -> Self {
+        Self {
+            bytes,
+            nodes: Vec::new(),
+            storages,
+            kinds: HashMap::new(),
+            limits,
+            at: 0,
+            opcode_at: 0,
+            stack: Vec::new(),
+            marks: Vec::new(),
+            memo: HashMap::new(),
+            spent: 0,
+        }
+    }
+
+    pub fn refuse(&self, problem: impl Into<String>) -> Malformed {
+        Malformed::Pickle { problem: problem.into(), at: self.opcode_at }
+    }
+
+    pub fn slice(&mut self, len: usize) -> Step<Range<usize>> {
+        let end = self.at.checked_add(len).filter(|&end| end <= self.bytes.len());
+        let Some(end) = end else {
+            return Err(self.refuse("ends within an opcode"));
+        };
+        let range = self.at..end;
+        self.at = end;
+        Ok(range)
+    }
+
+    pub fn take<const N: usize>(&mut self) -> Step<[u8; N]> {
+        let range = self.slice(N)?;
+        self.bytes[range].first_chunk().copied().ok_or_else(|| self.refuse("ends within an opcode"))
+    }
+
+    pub fn byte(&mut self) -> Step<u8> {
+        Ok(self.take::<1>()?[0])
+    }
+
+    pub fn u32(&mut self) -> Step<u32> {
+        Ok(u32::from_le_bytes(self.take()?))
+    }
+
+    /// Counts values against the limit.
+    pub fn spend(&mut self, values: u64) -> Step {
+        self.spent = self.spent.saturating_add(values);
+        let limit = self.limits.max_values;
+        if self.spent > limit { Err(Malformed::TooMuch { what: "values", limit }) } else { Ok(()) }
+    }
+
+    pub fn push_id(&mut self, id: Id) -> Step {
+        self.spend(1)?;
+        self.stack.push(id);
+        Ok(())
+    }
+
+    pub fn push(&mut self, node: Node) -> Step {
+        let id = self.nodes.len();
+        self.push_id(id)?;
+        self.nodes.push(node);
+        Ok(())
+    }
+
+    /// What lies under the last mark is out of reach.
+    pub fn above(&self, count: usize) -> Step<usize> {
+        let floor = self.marks.last().copied().unwrap_or(0);
+        let start = self.stack.len().checked_sub(count).filter(|&start| start >= floor);
+        start.ok_or_else(|| self.refuse("takes a value where there is none"))
+    }
+
+    pub fn pop(&mut self) -> Step<Id> {
+        let start = self.above(1)?;
+        let id = self.stack[start];
+        self.stack.truncate(start);
+        Ok(id)
+    }
+
+    pub fn top(&self) -> Step<Id> {
+        Ok(self.stack[self.above(1)?])
+    }
+
+    /// Takes everything above the last mark, and the mark.
+    pub fn pop_mark(&mut self) -> Step<Vec<Id>> {
+        match self.marks.pop() {
+            Some(mark) => Ok(self.stack.split_off(mark)),
+            None => Err(self.refuse("takes a mark where there is none")),
+        }
+    }
+
+    pub fn mark(&mut self) -> Step {
+        let limit = self.limits.max_depth;
+        if self.marks.len() >= limit.saturating_add(MARKS_OF_A_TENSOR) {
+            return Err(tree::too_deep(limit));
+        }
+        self.marks.push(self.stack.len());
+        Ok(())
+    }
+
+    /// The text that a node is.
+    pub fn text(&self, id: Id) -> Option<&'a str> {
+        match &self.nodes[id] {
+            Node::Text(range) => std::str::from_utf8(self.bytes.get(range.clone())?).ok(),
+            _ => None,
+        }
+    }
+
+    pub fn put(&mut self, index: u32) -> Step {
+        self.memo.insert(index, self.top()?);
+        let limit = self.limits.max_values;
+        if self.memo.len() as u64 > limit {
+            return Err(Malformed::TooMuch { what: "memorized values", limit });
+        }
+        Ok(())
+    }
+
+    pub fn get(&mut self, index: u32) -> Step {
+        match self.memo.get(&index) {
+            Some(&id) => self.push_id(id),
+            None => Err(self.refuse(format!("recalls {index}, which it has not memorized"))),
+        }
+    }
+}

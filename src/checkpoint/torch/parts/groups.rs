@@ -1,0 +1,91 @@
+//! Parameter groups as PyTorch's optimizers keep them.
+
+#![forbid(unsafe_code)]
+
+use serde_json::Value as Json;
+
+use super::json;
+use crate::checkpoint::torch::Value;
+use crate::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
+
+type Items = Vec<(Value, Value)>;
+
+/// Reads the options of a group; which algorithm they are of follows from their names.
+pub(super) fn from_python(group: &Items) -> Result<ParamGroup, String> {
+    let has = |name: &str| group.iter().any(|(key, _)| *key == Value::Str(name.to_owned()));
+    let is_true = |name: &str| group.contains(&(Value::Str(name.to_owned()), Value::Bool(true)));
+    let algorithm = match () {
+        () if has("lr_decay") => "Adagrad",
+        () if has("betas") && is_true("decoupled_weight_decay") => "AdamW",
+        () if has("betas") && (has("amsgrad") || has("weight_decay")) => "Adam",
+        () if has("momentum") && has("dampening") => "Sgd",
+        () => return Err("are of no optimizer that is known here".to_owned()),
+    };
+    let options = group.iter().filter(
+        |(key, _)| !matches!(key, Value::Str(name) if name == "params" || name == "param_names"),
+    );
+    let options = json::from_python(&Value::Dict(options.cloned().collect()));
+    let Some(Json::Object(mut options)) = options else {
+        return Err("have a tensor among their options".to_owned());
+    };
+    options.insert("algorithm".to_owned(), Json::from(algorithm));
+    serde_json::from_value(Json::Object(options)).map_err(|error| error.to_string())
+}
+
+/// The options of a group, those that only PyTorch has included, at their defaults.
+pub(super) fn to_python(group: &ParamGroup) -> Items {
+    let ParamGroup { lr, algorithm } = *group;
+    let mut items = vec![float("lr", lr)];
+    match algorithm {
+        Algorithm::AdamW(config) => items.extend(adam(&config, true)),
+        Algorithm::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) => {
+            items.extend(adam(&AdamW { betas, eps, weight_decay, amsgrad, maximize }, false));
+        }
+        Algorithm::Sgd(Sgd { momentum, dampening, weight_decay, nesterov, maximize }) => {
+            items.push(float("momentum", momentum));
+            items.push(float("dampening", dampening));
+            items.push(float("weight_decay", weight_decay));
+            items.push(flag("nesterov", nesterov));
+            items.push(flag("maximize", maximize));
+        }
+        Algorithm::Adagrad(config) => {
+            let Adagrad { lr_decay, weight_decay, initial_accumulator_value, eps, maximize } =
+                config;
+            items.push(float("lr_decay", lr_decay));
+            items.push(float("eps", eps));
+            items.push(float("weight_decay", weight_decay));
+            items.push(float("initial_accumulator_value", initial_accumulator_value));
+            items.push(flag("maximize", maximize));
+        }
+    }
+    items.push(flag("differentiable", false));
+    items.push(none("foreach"));
+    items.push(none("fused"));
+    items
+}
+
+fn adam(config: &AdamW, decoupled: bool) -> Items {
+    let AdamW { betas, eps, weight_decay, amsgrad, maximize } = *config;
+    let betas = Value::Tuple(vec![Value::Float(betas.0), Value::Float(betas.1)]);
+    vec![
+        (Value::Str("betas".to_owned()), betas),
+        float("eps", eps),
+        float("weight_decay", weight_decay),
+        flag("amsgrad", amsgrad),
+        flag("maximize", maximize),
+        flag("capturable", false),
+        flag("decoupled_weight_decay", decoupled),
+    ]
+}
+
+fn float(name: &str, value: f64) -> (Value, Value) {
+    (Value::Str(name.to_owned()), Value::Float(value))
+}
+
+fn flag(name: &str, value: bool) -> (Value, Value) {
+    (Value::Str(name.to_owned()), Value::Bool(value))
+}
+
+fn none(name: &str) -> (Value, Value) {
+    (Value::Str(name.to_owned()), Value::None)
+}

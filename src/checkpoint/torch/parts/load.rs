@@ -1,0 +1,65 @@
+//! Opening a file of PyTorch's.
+
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::sync::Arc;
+
+use super::from::Reader;
+use crate::checkpoint::CheckpointError;
+use crate::checkpoint::archive::{Archive, Check, Region};
+use crate::checkpoint::source::Source;
+use crate::checkpoint::torch::{Limits, Malformed, Opened, open};
+use crate::error::Result;
+
+/// Reads the structure of a file. The storages stay where they are.
+pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
+    let opened = open(Cursor { source: &source, at: 0 }, &Limits::default());
+    let Opened { root, storages, others } = opened.map_err(|error| match error {
+        Malformed::Io(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
+            CheckpointError::Io { action: "read", path: source.path().to_owned(), source: error }
+        }
+        error => source.damaged(error.to_string()),
+    })?;
+    let regions = storages.values().chain(&others).map(|record| Region {
+        name: record.name.clone(),
+        offset: record.offset,
+        len: record.len,
+        check: Check::Crc32(record.crc32),
+    });
+    let regions = regions.collect();
+    let offsets: BTreeMap<_, _> =
+        storages.into_iter().map(|(key, record)| (key, record.offset)).collect();
+    let reader = Reader { source: &source, offsets };
+    let parts = reader.parts(&root).map_err(|problem| source.damaged(problem))?;
+    Ok(Archive { source, parts, regions })
+}
+
+/// A position in the file.
+struct Cursor<'a> {
+    source: &'a Source,
+    at: u64,
+}
+
+impl Read for Cursor<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let left = usize::try_from(self.source.len().saturating_sub(self.at)).unwrap_or(usize::MAX);
+        let size = buffer.len().min(left);
+        self.source.read_at(self.at, &mut buffer[..size]).map_err(io::Error::other)?;
+        self.at += size as u64;
+        Ok(size)
+    }
+}
+
+impl Seek for Cursor<'_> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let reached = match to {
+            SeekFrom::Start(at) => Some(at),
+            SeekFrom::End(by) => self.source.len().checked_add_signed(by),
+            SeekFrom::Current(by) => self.at.checked_add_signed(by),
+        };
+        self.at = reached.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+        Ok(self.at)
+    }
+}

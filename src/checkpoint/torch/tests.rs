@@ -1,0 +1,66 @@
+//! Tests of the checkpoint files.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod hostile;
+mod limits;
+mod oracle;
+mod round_trip;
+
+use std::io::{Cursor, Write};
+
+use ::zip::write::SimpleFileOptions;
+use ::zip::{CompressionMethod, ZipWriter};
+
+use super::{Limits, Malformed, Opened, TensorRef, Value, open, save};
+
+pub(super) fn text(text: &str) -> Value {
+    Value::Str(text.to_owned())
+}
+
+pub(super) fn tensor(storage: &str, offset: u64, size: &[i64], stride: &[i64]) -> TensorRef {
+    TensorRef {
+        storage: storage.to_owned(),
+        kind: tch::Kind::Float,
+        offset,
+        size: size.to_vec(),
+        stride: stride.to_vec(),
+        requires_grad: false,
+    }
+}
+
+pub(super) fn saved(root: &Value, storages: &[(&str, Vec<u8>)]) -> std::io::Result<Vec<u8>> {
+    let sizes: Vec<_> =
+        storages.iter().map(|(key, data)| ((*key).to_owned(), data.len() as u64)).collect();
+    let mut fill = |index: usize, out: &mut dyn Write| out.write_all(&storages[index].1);
+    Ok(save(Cursor::new(Vec::new()), root, &sizes, &mut fill)?.into_inner())
+}
+
+pub(super) fn opened(bytes: &[u8]) -> Result<Opened, Malformed> {
+    open(Cursor::new(bytes), &Limits::default())
+}
+
+/// An archive with these records.
+pub(super) fn archive(records: &[(&str, &[u8])]) -> Vec<u8> {
+    let mut zip = ZipWriter::new(Cursor::new(Vec::new()));
+    let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
+    for (name, data) in records {
+        zip.start_file(*name, options).unwrap();
+        zip.write_all(data).unwrap();
+    }
+    zip.finish().unwrap().into_inner()
+}
+
+/// A checkpoint with this pickle and one storage of four floats.
+pub(super) fn with_pickle(pickle: &[u8]) -> Vec<u8> {
+    archive(&[("a/data.pkl", pickle), ("a/data/0", &[1; 16])])
+}
+
+/// A pickle of protocol 2 that ends with a stop.
+pub(super) fn pickle(parts: &[&[u8]]) -> Vec<u8> {
+    [b"\x80\x02", parts.concat().as_slice(), b"."].concat()
+}
+
+pub(super) fn refused(bytes: &[u8]) -> String {
+    opened(bytes).expect_err("it is refused").to_string()
+}

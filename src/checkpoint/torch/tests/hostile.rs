@@ -1,0 +1,363 @@
+//! Files that somebody made to harm, and damaged ones.
+
+use super::*;
+
+/// A tensor in the storage 0 with these arguments after the storage.
+fn with_tensor(args: &[u8]) -> Vec<u8> {
+    with_pickle(&pickle(&[STORAGE, args]))
+}
+
+/// Up to the storage, which has four floats.
+const STORAGE: &[u8] =
+    b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x04tQ";
+/// The end of a tensor's arguments: no gradient, no hooks.
+const REST: &[u8] = b"\x89ccollections\nOrderedDict\n)RtR";
+
+/// Offset, sizes and strides.
+type Layout<'a> = (&'a [u8], &'a [u8], &'a [u8]);
+
+fn with_layout(offset: &[u8], size: &[u8], stride: &[u8]) -> Vec<u8> {
+    with_tensor(&[offset, size, stride, REST].concat())
+}
+
+fn pickled(bytes: &[u8]) -> String {
+    refused(&with_pickle(&pickle(&[bytes])))
+}
+
+#[test]
+fn the_same_with_nothing_wrong_is_read() {
+    let fine = with_layout(b"K\x01", b"K\x03\x85", b"K\x01\x85");
+    assert_eq!(opened(&fine).unwrap().root, Value::Tensor(tensor("0", 1, &[3], &[1])));
+}
+
+#[test]
+fn nothing_is_called() {
+    let calls: [(&[u8], &str); 8] = [
+        (b"cos\nsystem\nX\x02\0\0\0ls\x85R", "os.system"),
+        (b"cposix\nsystem\nX\x02\0\0\0ls\x85R", "posix.system"),
+        (b"c__builtin__\neval\nX\x01\0\0\0x\x85R", "__builtin__.eval"),
+        (b"cbuiltins\ngetattr\n.", "builtins.getattr"),
+        (b"\x8c\x02os\x8c\x06system\x93", "os.system"),
+        (b"ctorch\nload\n", "torch.load"),
+        (b"ctorch\nuint16\n", "torch.uint16"),
+        (b"ccollections\ndefaultdict\n", "collections.defaultdict"),
+    ];
+    for (bytes, name) in calls {
+        let error = pickled(bytes);
+        assert!(error.contains(&format!("needs {name},")), "{error}");
+    }
+}
+
+#[test]
+fn a_hostile_name_is_shown_as_it_is_harmless() {
+    let error = pickled(&[b"c\x1b[2J".as_slice(), &b"x".repeat(1000), b"\ny\n"].concat());
+    assert!(error.len() < 400 && !error.contains('\x1b'), "{error}");
+}
+
+#[test]
+fn other_opcodes_are_refused() {
+    // INST, OBJ, EXT1, EXT2, EXT4, LONG4, LONG, INT, FLOAT, STRING, UNICODE, BINSTRING, SHORT_BINSTRING, PERSID, DICT,
+    // LIST, POP, POP_MARK, DUP, GET, PUT, NEWOBJ_EX, BINBYTES, SHORT_BINBYTES, BINBYTES8, BINUNICODE8, EMPTY_SET,
+    // ADDITEMS, FROZENSET, BYTEARRAY8, NEXT_BUFFER, READONLY_BUFFER, a second PROTO.
+    let opcodes = b"io\x82\x83\x84\x8bLIFSVTUPdl012gp\x92BC\x8e\x8d\x8f\x90\x91\x96\x97\x98\x80";
+    for &opcode in opcodes {
+        let error = pickled(&[b'N', opcode, 1, 0, 0, 0]);
+        assert!(error.contains(&format!("the opcode {opcode:#04x}")), "{error}");
+    }
+}
+
+#[test]
+fn calls_that_make_no_sense_are_refused() {
+    let wrong: [(&[u8], &str); 12] = [
+        (b"N)R", "what is no function"),
+        (b"ccollections\nOrderedDict\nNR", "what is no function"),
+        (b"ccollections\nOrderedDict\nN\x85R", "arguments"),
+        (b"ctorch\nFloatStorage\n)R", "arguments"),
+        (b"ccollections\nOrderedDict\n)\x81", "object of a class"),
+        (b"}}b", "what has none"),
+        (b"NN}b", "what has none"),
+        (b"c__torch__\nModule\n)\x81", "an object without attributes"),
+        (b"c__torch__\nModule\n)\x81}K\x01Nsb", "attribute without a name"),
+        (b"ctorch\nSize\n", "a class or a function"),
+        (b"NQ", "persistent id"),
+        (b"(X\x06\0\0\0modulectorch\nFloatStorage\nX\x01\0\0\x000NK\x04tQ", "persistent id"),
+    ];
+    for (bytes, expected) in wrong {
+        let error = pickled(bytes);
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn the_stack_cannot_be_misused() {
+    let wrong: [(&[u8], &str); 12] = [
+        (b"", "where there is none"),
+        (b"NN", "more than one value"),
+        (b"(N", "more than one value"),
+        (b"t", "takes a mark"),
+        (b"N(\x85", "where there is none"),
+        (b"h\x07", "recalls 7"),
+        (b"j\xff\xff\xff\xff", "recalls 4294967295"),
+        (b"q\x00", "where there is none"),
+        (b"Na", "where there is none"),
+        (b"NNa", "what is no list"),
+        (b"NNNs", "what is no dict"),
+        (b"}(Nu", "a key without a value"),
+    ];
+    for (bytes, expected) in wrong {
+        let error = pickled(bytes);
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn lengths_and_numbers_are_checked() {
+    let wrong: [(&[u8], &str); 7] = [
+        (b"X\xff\xff\xff\xff", "within an opcode"),
+        (b"\x8c\x09abc", "within an opcode"),
+        (b"\x8a\xff", "more than 64 bits"),
+        (b"\x8a\x09\0\0\0\0\0\0\0\0\x01", "more than 64 bits"),
+        (b"\x95\xff\xff\xff\xff\xff\xff\xff\xffN", "longer than the rest"),
+        (b"X\x02\0\0\0\xed\xa0", "not UTF-8"),
+        (b"ctorch", "within an opcode"),
+    ];
+    for (bytes, expected) in wrong {
+        let error = pickled(bytes);
+        assert!(error.contains(expected), "{error}");
+    }
+    for bytes in
+        [b"".as_slice(), b"\x80", b"\x80\x01N.", b"\x80\x06N.", b"N.", b"\x80\x02N", b"\x80\x02N.N"]
+    {
+        let error = refused(&with_pickle(bytes));
+        assert!(error.contains("pickle"), "{error}");
+    }
+}
+
+#[test]
+fn dicts_with_a_key_twice_are_refused() {
+    for bytes in
+        [b"}(K\x01NK\x01Nu".as_slice(), b"}(K\x01N\x88Nu", b"}(K\x01NG\x3f\xf0\0\0\0\0\0\0Nu"]
+    {
+        assert!(pickled(bytes).contains("twice"));
+    }
+    assert!(pickled(b"}]Ns").contains("no string, number or None"));
+    assert!(
+        pickled(b"c__torch__\nModule\n)\x81}(X\x03\0\0\0a.bNX\x03\0\0\0a|bNub").contains("twice")
+    );
+}
+
+#[test]
+fn tensors_cannot_reach_out_of_their_storage() {
+    let big = b"\x8a\x08\0\0\0\0\0\0\0\x40";
+    let pair = [big.as_slice(), big, b"\x86"].concat();
+    let wrong: [(Layout<'_>, &str); 11] = [
+        ((b"K\x00", b"K\x05\x85", b"K\x01\x85"), "beyond the end"),
+        ((b"K\x02", b"K\x03\x85", b"K\x01\x85"), "beyond the end"),
+        ((b"K\x00", b"K\x02K\x02\x86", b"K\x03K\x01\x86"), "beyond the end"),
+        ((b"K\x05", b"K\x00\x85", b"K\x01\x85"), "beyond the end"),
+        ((b"K\x04", b")", b")"), "beyond the end"),
+        ((b"J\xff\xff\xff\xff", b"K\x01\x85", b"K\x01\x85"), "no count"),
+        ((b"K\x00", b"J\xff\xff\xff\xff\x85", b"K\x01\x85"), "negative size or stride"),
+        ((b"K\x03", b"K\x02\x85", b"J\xff\xff\xff\xff\x85"), "negative size or stride"),
+        ((b"K\x00", &pair, b"K\x00K\x00\x86"), "more elements than a tensor"),
+        ((b"K\x00", b"K\x02K\x02\x86", &pair), "beyond the end"),
+        ((b"K\x00", b"K\x02\x85", b")"), "as many strides"),
+    ];
+    for ((offset, size, stride), expected) in wrong {
+        let error = refused(&with_layout(offset, size, stride));
+        assert!(error.contains(expected), "{error}");
+    }
+    let expanded = b"\x8a\x06\0\0\0\0\0\x01\x85";
+    assert!(refused(&with_layout(b"K\x00", expanded, b"K\x00\x85")).contains("expanded tensors"));
+    let dims = [b"(".as_slice(), &b"K\x01".repeat(65), b"t"].concat();
+    assert!(refused(&with_layout(b"K\x00", &dims, &dims)).contains("at most 64"));
+    assert!(refused(&with_layout(b"K\x00", b"N\x85", b"K\x01\x85")).contains("at most 64"));
+}
+
+#[test]
+fn other_tensors_are_refused() {
+    let args = b"K\x00K\x04\x85K\x01\x85";
+    let hooks = b"\x89}K\x01Ns"; // Somebody's hooks.
+    assert!(refused(&with_tensor(&[args, hooks.as_slice(), b"tR"].concat())).contains("hooks"));
+    let conjugated = b"\x89}}X\x04\0\0\0conj\x88stR";
+    assert!(refused(&with_tensor(&[args, conjugated.as_slice()].concat())).contains("conjugated"));
+    assert!(refused(&with_tensor(&[args, b"K\x01}tR".as_slice()].concat())).contains("no bool"));
+    assert!(refused(&with_tensor(b"tR")).contains("arguments"));
+    let parameter = b"ctorch._utils\n_rebuild_parameter\nN\x88}\x87R";
+    assert!(pickled(parameter).contains("no tensor"));
+}
+
+#[test]
+fn storages_fit_their_records() {
+    let storage = |key: &[u8], numel: &[u8]| {
+        let id = [
+            b"(X\x07\0\0\0storagectorch\nFloatStorage\n".as_slice(),
+            key,
+            b"X\x03\0\0\0cpu",
+            numel,
+            b"tQ",
+        ];
+        pickled(&id.concat())
+    };
+    let key = b"X\x01\0\0\x000";
+    assert!(storage(key, b"K\x04").contains("a storage that is no tensor's"));
+    assert!(storage(key, b"K\x03").contains("should have 12 bytes"));
+    assert!(storage(key, b"\x8a\x08\0\0\0\0\0\0\0\x40").contains("more elements"));
+    assert!(storage(key, b"J\xff\xff\xff\xff").contains("persistent id"));
+    assert!(storage(b"X\x01\0\0\x001", b"K\x04").contains("no record"));
+    assert!(
+        storage(&[b"X\x41\0\0\0".as_slice(), &[b'0'; 65]].concat(), b"K\x04").contains("long key")
+    );
+    let twice = b"](X\x07\0\0\0storagectorch\nIntStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x04tQa";
+    let one = with_layout(b"K\x00", b"K\x03\x85", b"K\x01\x85");
+    assert!(opened(&one).is_ok());
+    let two = pickle(&[b"(", twice, STORAGE, b"K\x00K\x03\x85K\x01\x85", REST, b"t"]);
+    assert!(refused(&with_pickle(&two)).contains("two dtypes"));
+}
+
+fn with_names(names: &[&str]) -> String {
+    let mut records = vec![("a/data.pkl", b"\x80\x02N.".as_slice())];
+    records.extend(names.iter().map(|&name| (name, b"xy".as_slice())));
+    refused(&archive(&records))
+}
+
+#[test]
+fn archives_with_odd_names_are_refused() {
+    for name in
+        ["/a/b", "a/../b", "../a/b", "a//b", "a/./b", "b", "a\\b", "a/b\\c", "C:/b", "a/", "a/b\0c"]
+    {
+        let error = with_names(&[name]);
+        assert!(error.contains("folder/name"), "{name}: {error}");
+    }
+    assert!(with_names(&["b/c"]).contains("same folder"));
+    assert!(refused(&archive(&[("a/byteorder", b"little")])).contains("no data.pkl"));
+    let big = [("a/data.pkl", b"\x80\x02N.".as_slice()), ("a/byteorder", b"big")];
+    assert!(refused(&archive(&big)).contains("says big"));
+}
+
+#[test]
+fn archives_with_a_name_twice_are_refused() {
+    let mut bytes =
+        archive(&[("a/data.pkl", b"\x80\x02N."), ("a/data/0", b"x"), ("a/data/1", b"x")]);
+    let name = b"a/data/1";
+    let places: Vec<_> = (0..bytes.len()).filter(|&at| bytes[at..].starts_with(name)).collect();
+    assert_eq!(places.len(), 2, "the local and the central header");
+    for at in places {
+        bytes[at + 7] = b'0';
+    }
+    assert!(refused(&bytes).contains("the same name"));
+}
+
+/// Finds the central header of a record, and changes it.
+fn with_central(name: &[u8], change: impl FnOnce(&mut [u8])) -> Vec<u8> {
+    let mut bytes = archive(&[("a/data.pkl", b"\x80\x02N."), ("a/data/0", &[7; 100])]);
+    let at =
+        (46..bytes.len()).rfind(|&at| bytes[at..].starts_with(name)).expect("the record is there");
+    change(&mut bytes[at - 46..]);
+    bytes
+}
+
+#[test]
+fn records_that_are_not_stored_as_they_are_are_refused() {
+    let name = b"a/data/0";
+    let cases: [(Vec<u8>, &str); 6] = [
+        (with_central(name, |header| header[10] = 8), "is compressed"),
+        (with_central(name, |header| header[8] |= 1), "is encrypted"),
+        (with_central(name, |header| header[24] = 200), "two sizes"),
+        (with_central(name, |header| header[42..46].fill(0)), "overlap"),
+        (
+            with_central(name, |header| {
+                header[20..28].copy_from_slice(&[200, 0, 0, 0, 200, 0, 0, 0])
+            }),
+            "overlap",
+        ),
+        // A bomb's claim: 4 GiB less 2 bytes in 100.
+        (
+            with_central(name, |header| {
+                header[20..28].copy_from_slice(&[254, 255, 255, 255, 254, 255, 255, 255])
+            }),
+            "overlap",
+        ),
+    ];
+    for (bytes, expected) in cases {
+        let error = refused(&bytes);
+        assert!(error.contains(expected), "{error}");
+    }
+    let damaged = with_central(b"a/data.pkl", |header| header[16] ^= 1);
+    assert!(refused(&damaged).contains("checksum"));
+    assert!(opened(&with_central(name, |_| {})).is_ok());
+}
+
+#[test]
+fn torch_scripts_code_may_be_compressed() {
+    let records: [(&str, &[u8]); 2] = [("a/data.pkl", b"\x80\x02N."), ("a/code/x.py", b"code")];
+    let mut bytes = archive(&records);
+    let at = bytes.windows(11).rposition(|name| name == b"a/code/x.py").unwrap() - 46;
+    bytes[at + 10] = 8;
+    let opened = opened(&bytes).unwrap();
+    assert_eq!(opened.others.len(), 1, "data.pkl only");
+}
+
+/// What the zip crate tolerates, as Python's own zipfile does.
+#[test]
+fn junk_around_the_archive_is_tolerated() {
+    let bytes = small();
+    let expected = opened(&bytes).unwrap();
+    let around = [(0, 0), (7, 0), (0, 7), (64, 64)];
+    for (before, after) in around {
+        let junk = [vec![b'x'; before], bytes.clone(), vec![b'x'; after]].concat();
+        let found = opened(&junk).unwrap();
+        assert_eq!(found.root, expected.root);
+        assert_eq!(found.storages["0"].offset, expected.storages["0"].offset + before as u64);
+    }
+}
+
+/// A checkpoint with a bit of everything.
+fn small() -> Vec<u8> {
+    let root = Value::Dict(vec![
+        (text("w"), Value::Tensor(tensor("0", 1, &[3], &[1]))),
+        (text("n"), Value::List(vec![Value::Int(1 << 40), Value::Float(0.5), Value::None])),
+    ]);
+    saved(&root, &[("0", vec![3; 16])]).unwrap()
+}
+
+#[test]
+fn cut_files_are_refused() {
+    let bytes = small();
+    assert!(opened(&bytes).is_ok());
+    for len in 0..bytes.len() {
+        assert!(opened(&bytes[..len]).is_err(), "cut to {len} bytes");
+    }
+}
+
+#[test]
+fn damaged_files_never_panic() {
+    let bytes = small();
+    for flip in [0x01, 0x80, 0xff] {
+        for at in 0..bytes.len() {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= flip;
+            // Bytes that nobody reads may change.
+            drop(opened(&damaged));
+        }
+    }
+}
+
+/// The same within the pickle, where the checksum would have found it.
+#[test]
+fn damaged_pickles_never_panic() {
+    let root = Value::Dict(vec![
+        (text("w"), Value::Tensor(tensor("0", 1, &[3], &[1]))),
+        (text("n"), Value::Tuple(vec![Value::Int(1 << 40), Value::Float(0.5), Value::None])),
+    ]);
+    let pickle = crate::checkpoint::torch::write::pickle(&root, &[("0".to_owned(), 16)]).unwrap();
+    assert!(opened(&with_pickle(&pickle)).is_ok());
+    for at in 0..pickle.len() {
+        assert!(opened(&with_pickle(&pickle[..at])).is_err());
+        for byte in 0..=255 {
+            let mut damaged = pickle.clone();
+            damaged[at] = byte;
+            drop(opened(&with_pickle(&damaged)));
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! Everything that a file can ask for is bounded.
+
+use super::*;
+
+fn limited(bytes: &[u8], limits: &Limits) -> String {
+    open(Cursor::new(bytes), limits).expect_err("it is refused").to_string()
+}
+
+/// Lists in lists, each of which has the one before ten times.
+fn bomb(levels: u8) -> Vec<u8> {
+    let mut parts: Vec<Vec<u8>> = vec![b"]q\x00".to_vec()];
+    for level in 0..levels {
+        let tenfold = [b'h', level].repeat(10);
+        parts.push([b"](".as_slice(), &tenfold, b"eq", &[level + 1]].concat());
+    }
+    // All of them, so that one value is left.
+    let count = parts.len();
+    parts.insert(0, b"(".to_vec());
+    parts.push(b"t".to_vec());
+    assert!(count < 60);
+    pickle(&parts.iter().map(Vec::as_slice).collect::<Vec<_>>())
+}
+
+#[test]
+fn values_that_multiply_are_refused() {
+    assert!(opened(&with_pickle(&bomb(3))).is_ok());
+    let limits = Limits { max_values: 100_000, ..Limits::default() };
+    assert!(limited(&with_pickle(&bomb(40)), &limits).contains("more than 100000 values"));
+}
+
+#[test]
+fn text_that_multiplies_is_refused() {
+    let text = [b"X".as_slice(), &1000u32.to_le_bytes(), &[b'x'; 1000], b"q\x000"].concat();
+    let text = &text[..text.len() - 1];
+    let bytes = pickle(&[b"](", text, &b"h\x00".repeat(100), b"e"]);
+    let limits = Limits { max_pickle_bytes: 50_000, ..Limits::default() };
+    assert!(limited(&with_pickle(&bytes), &limits).contains("more than 50000 bytes of text"));
+    assert!(opened(&with_pickle(&bytes)).is_ok());
+}
+
+#[test]
+fn depth_is_bounded() {
+    let nested = |depth: usize| with_pickle(&pickle(&[b")", &b"\x85".repeat(depth - 1)]));
+    assert!(opened(&nested(64)).is_ok());
+    for depth in [65, 1_000_000] {
+        assert!(refused(&nested(depth)).contains("deeper than 64 levels"));
+    }
+    let marks = pickle(&[&b"(".repeat(1_000_000), &b"t".repeat(1_000_000)]);
+    assert!(refused(&with_pickle(&marks)).contains("deeper than 64 levels"));
+    let dicts = pickle(&[&b"}K\x00".repeat(100_000), b"N", &b"s".repeat(100_000)]);
+    assert!(refused(&with_pickle(&dicts)).contains("deeper than 64 levels"));
+}
+
+#[test]
+fn what_contains_itself_is_refused() {
+    for bytes in [b"]q\x00h\x00a".as_slice(), b"}q\x00K\x01h\x00s", b"]q\x00]h\x00aa"] {
+        assert!(refused(&with_pickle(&pickle(&[bytes]))).contains("contains itself"));
+    }
+}
+
+#[test]
+fn long_pickles_many_values_and_many_records_are_refused() {
+    let bytes = with_pickle(&pickle(&[b"](", &b"N".repeat(100), b"e"]));
+    let limits = Limits { max_pickle_bytes: 50, ..Limits::default() };
+    assert!(limited(&bytes, &limits).contains("at most 50"));
+    let limits = Limits { max_values: 50, ..Limits::default() };
+    assert!(limited(&bytes, &limits).contains("more than 50 values"));
+    let limits = Limits { max_records: 1, ..Limits::default() };
+    assert!(limited(&bytes, &limits).contains("more than 1 records"));
+}
+
+#[test]
+fn a_claim_of_many_records_is_refused_before_it_is_believed() {
+    // Zip64, which the crate writes for many records only: by hand.
+    let mut bytes = archive(&[("a/data.pkl", b"\x80\x02N.")]);
+    let end = bytes.len() - 22;
+    let mut tail = bytes.split_off(end);
+    let central: [u8; 8] =
+        [tail[12], tail[13], tail[14], tail[15], tail[16], tail[17], tail[18], tail[19]];
+    let [size, offset] = [
+        u64::from(u32::from_le_bytes(*central.first_chunk().unwrap())),
+        u64::from(u32::from_le_bytes(*central.last_chunk().unwrap())),
+    ];
+    let count = 1u64 << 40;
+    bytes.extend(b"PK\x06\x06\x2c\0\0\0\0\0\0\0\x2d\0\x2d\0\0\0\0\0\0\0\0\0");
+    for field in [count, count, size, offset] {
+        bytes.extend(field.to_le_bytes());
+    }
+    bytes.extend(b"PK\x06\x07\0\0\0\0");
+    bytes.extend((end as u64).to_le_bytes());
+    bytes.extend([1, 0, 0, 0]);
+    tail[8..12].fill(0xff);
+    bytes.extend(&tail);
+    assert!(refused(&bytes).contains("more than 262144 records"));
+    // With the true count the same file is fine.
+    for at in [end + 24, end + 32] {
+        bytes[at..at + 8].copy_from_slice(&1u64.to_le_bytes());
+    }
+    assert_eq!(opened(&bytes).unwrap().root, Value::None);
+    // And the claim has to be where it is looked for.
+    let locator = bytes.len() - 42;
+    bytes[locator + 8] ^= 1;
+    assert!(refused(&bytes).contains("zip64 end"));
+}
+
+#[test]
+fn expanded_tensors_are_bounded_together() {
+    let one = |elements: i64| Value::Tensor(tensor("0", 0, &[elements], &[0]));
+    let saved = |root: &Value| saved(root, &[("0", vec![0; 16])]).unwrap();
+    assert!(opened(&saved(&one(1 << 20))).is_ok());
+    assert!(refused(&saved(&one(1 << 40))).contains("bytes of expanded tensors"));
+    let many = Value::List(vec![one(1 << 27); 3]);
+    assert!(refused(&saved(&many)).contains("bytes of expanded tensors"));
+}
+
+/// The most that the limits let a file of 100 MB cost.
+#[test]
+#[ignore = "slow"]
+fn the_worst_files_are_bearable() {
+    let with = |unit: &[u8], times: usize| {
+        let body = unit.repeat(times);
+        with_pickle(&pickle(&[b"](", &body, b"e"]))
+    };
+    println!("Value: {} bytes", size_of::<Value>());
+    let status = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        status.lines().find(|line| line.starts_with("VmHWM")).unwrap_or_default().to_owned()
+    };
+    let memo: Vec<u8> =
+        (0..9_000_000u32).flat_map(|at| [b"r".as_slice(), &at.to_le_bytes()].concat()).collect();
+    let cases = [
+        ("nones", with(b"N", 9_999_990)),
+        ("lists", with(b"]", 9_999_990)),
+        ("dicts", with(b"}NNs", 3_000_000)),
+        ("short texts", with(b"X\x03\0\0\0abc", 9_000_000)),
+        ("one-tuples", with(b"N\x85", 4_900_000)),
+        ("memo", with_pickle(&pickle(&[b"N", &memo]))),
+    ];
+    for (name, bytes) in cases {
+        let started = std::time::Instant::now();
+        let result = opened(&bytes).map(drop).map_err(|error| error.to_string());
+        println!("{name}: {result:?} {:?} {}", started.elapsed(), status());
+    }
+    let started = std::time::Instant::now();
+    println!("{} {:?} {}", refused(&with_pickle(&bomb(40))), started.elapsed(), status());
+}

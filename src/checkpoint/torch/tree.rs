@@ -1,0 +1,143 @@
+//! From the arena of a pickle to the values.
+
+#![forbid(unsafe_code)]
+
+use super::globals::{self, Global};
+use super::machine::{Id, Machine, Node, Step};
+use super::value::check_keys;
+use super::{Malformed, TensorRef, Value};
+
+/// What is left of the limits. The arena has each node once, but a node may be in many places of the tree.
+struct Tree<'a> {
+    machine: &'a Machine<'a>,
+    values: u64,
+    text_bytes: u64,
+    expanded_bytes: u64,
+}
+
+/// The value of a node.
+pub(super) fn value(machine: &Machine<'_>, root: Id) -> Step<Value> {
+    let limits = machine.limits;
+    let mut tree = Tree {
+        machine,
+        values: limits.max_values,
+        text_bytes: limits.max_pickle_bytes,
+        expanded_bytes: limits.max_expanded_bytes,
+    };
+    tree.spend(1)?;
+    tree.value(root, limits.max_depth)
+}
+
+pub(super) fn too_deep(limit: usize) -> Malformed {
+    Malformed::Content(format!("is nested deeper than {limit} levels, or contains itself"))
+}
+
+fn spend(left: &mut u64, amount: u64, what: &'static str, limit: u64) -> Step {
+    match left.checked_sub(amount) {
+        Some(rest) => *left = rest,
+        None => return Err(Malformed::TooMuch { what, limit }),
+    }
+    Ok(())
+}
+
+impl Tree<'_> {
+    /// Counts values before they are made.
+    fn spend(&mut self, values: usize) -> Step {
+        spend(&mut self.values, values as u64, "values", self.machine.limits.max_values)
+    }
+
+    fn text(&mut self, text: &str) -> Step<String> {
+        let limit = self.machine.limits.max_pickle_bytes;
+        spend(&mut self.text_bytes, text.len() as u64, "bytes of text", limit)?;
+        Ok(text.to_owned())
+    }
+
+    /// `depth` is how many more containers may be inside of each other. Whoever calls has paid for the value.
+    fn value(&mut self, id: Id, depth: usize) -> Step<Value> {
+        let machine = self.machine;
+        Ok(match &machine.nodes[id] {
+            Node::None => Value::None,
+            Node::Bool(value) => Value::Bool(*value),
+            Node::Int(value) => Value::Int(*value),
+            Node::Float(value) => Value::Float(*value),
+            Node::Text(_) => Value::Str(self.text(machine.text(id).unwrap_or_default())?),
+            Node::Device(name) => Value::Str(self.text(name)?),
+            Node::List(items) => Value::List(self.items(items, depth)?),
+            Node::Tuple(items) => Value::Tuple(self.items(items, depth)?),
+            Node::Dict(entries) | Node::OrderedDict(entries) => {
+                Value::Dict(self.entries(entries, depth)?)
+            }
+            Node::Tensor(tensor) => Value::Tensor(self.tensor(tensor)?),
+            Node::Module(Some(state)) => self.module(*state, depth)?,
+            Node::Module(None) | Node::Storage(_) | Node::Global(_) => self.bare(id)?,
+        })
+    }
+
+    fn below(&self, depth: usize) -> Step<usize> {
+        depth.checked_sub(1).ok_or_else(|| too_deep(self.machine.limits.max_depth))
+    }
+
+    fn items(&mut self, items: &[Id], depth: usize) -> Step<Vec<Value>> {
+        let depth = self.below(depth)?;
+        self.spend(items.len())?;
+        let mut values = Vec::with_capacity(items.len());
+        for &item in items {
+            values.push(self.value(item, depth)?);
+        }
+        Ok(values)
+    }
+
+    fn entries(&mut self, entries: &[(Id, Id)], depth: usize) -> Step<Vec<(Value, Value)>> {
+        let depth = self.below(depth)?;
+        self.spend(2 * entries.len())?;
+        let mut values = Vec::with_capacity(entries.len());
+        for &(key, item) in entries {
+            values.push((self.value(key, depth)?, self.value(item, depth)?));
+        }
+        check_keys(&values).map_err(Malformed::Content)?;
+        Ok(values)
+    }
+
+    fn tensor(&mut self, tensor: &TensorRef) -> Step<TensorRef> {
+        self.spend(2 * tensor.size.len())?;
+        let storage = self.text(&tensor.storage)?;
+        let len = self.machine.storages.get(&storage).map_or(0, |record| record.len);
+        // Checked already: what is new is that it counts wherever it is mentioned.
+        let expanded = tensor.check(len).unwrap_or(u64::MAX);
+        let limit = self.machine.limits.max_expanded_bytes;
+        spend(&mut self.expanded_bytes, expanded, "bytes of expanded tensors", limit)?;
+        Ok(TensorRef { storage, ..tensor.clone() })
+    }
+
+    /// A TorchScript module's attributes. C++ writes `|` for the dots of their names, which Python could not have.
+    fn module(&mut self, state: Id, depth: usize) -> Step<Value> {
+        let machine = self.machine;
+        let (Node::Dict(entries) | Node::OrderedDict(entries)) = &machine.nodes[state] else {
+            return Err(Malformed::Content("has a module whose state is no dict".to_owned()));
+        };
+        let mut attributes = self.entries(entries, depth)?;
+        for (name, _) in &mut attributes {
+            match name {
+                Value::Str(name) => *name = name.replace('|', "."),
+                _ => return Err(Malformed::Content("has an attribute without a name".to_owned())),
+            }
+        }
+        // The names with dots may have been there already.
+        check_keys(&attributes).map_err(Malformed::Content)?;
+        Ok(Value::Dict(attributes))
+    }
+
+    /// What only has a meaning as a part of something else, except a dtype.
+    fn bare(&mut self, id: Id) -> Step<Value> {
+        let what = match self.machine.nodes[id] {
+            Node::Global(Global::Dtype(kind)) => {
+                let name = globals::names(kind).map_or("", |(name, _)| name);
+                return Ok(Value::Str(self.text(&format!("torch.{name}"))?));
+            }
+            Node::Global(_) => "a class or a function",
+            Node::Storage(_) => "a storage that is no tensor's",
+            _ => "an object without attributes",
+        };
+        Err(Malformed::Content(format!("has {what} among its values")))
+    }
+}

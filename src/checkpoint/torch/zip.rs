@@ -1,0 +1,160 @@
+//! The container: a zip archive whose records are stored as they are.
+
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::io::{self, Read, Seek, SeekFrom};
+
+use ::zip::result::ZipError;
+use ::zip::{CompressionMethod, ZipArchive};
+
+use super::{Limits, Malformed, shown};
+
+/// Where a record's bytes lie in the file.
+#[derive(Clone, Debug)]
+pub(crate) struct Record {
+    /// Its name, with the folder.
+    pub name: String,
+    pub offset: u64,
+    pub len: u64,
+    pub crc32: u32,
+}
+
+impl Record {
+    pub(super) fn refuse(&self, problem: String) -> Malformed {
+        Malformed::Record { name: shown(&self.name), problem }
+    }
+}
+
+/// Whether a file that begins with these bytes is a zip archive.
+pub(crate) fn is_zip(first_bytes: &[u8]) -> bool {
+    first_bytes.starts_with(b"PK\x03\x04")
+}
+
+impl From<ZipError> for Malformed {
+    fn from(error: ZipError) -> Self {
+        match error {
+            ZipError::Io(error) if error.kind() != io::ErrorKind::UnexpectedEof => Self::Io(error),
+            error => Self::Archive(error.to_string()),
+        }
+    }
+}
+
+/// Finds the records, by their names without the one folder that they are in.
+pub(super) fn records<R: Read + Seek>(
+    mut file: R,
+    limits: &Limits,
+) -> Result<(R, BTreeMap<String, Record>), Malformed> {
+    check_count(&mut file, limits.max_records)?;
+    let mut archive = ZipArchive::new(file)?;
+    check_limit(archive.len() as u64, limits.max_records)?;
+    if archive.has_duplicate_names() {
+        return Err(Malformed::Archive("two of its records have the same name".to_owned()));
+    }
+    if archive.has_overlapping_entries()? {
+        let problem = "its records overlap, or reach beyond its end";
+        return Err(Malformed::Archive(problem.to_owned()));
+    }
+    let mut folder = None;
+    let mut records = BTreeMap::new();
+    for index in 0..archive.len() {
+        let entry = archive.by_index_raw(index)?;
+        let name = entry.name()?.into_owned();
+        let refuse =
+            |problem: &str| Malformed::Record { name: shown(&name), problem: problem.to_owned() };
+        let Some((top, rest)) = split(&name) else {
+            return Err(refuse("has not a name of the form folder/name"));
+        };
+        if *folder.get_or_insert_with(|| top.to_owned()) != top {
+            return Err(refuse("is not in the same folder as the others"));
+        }
+        if entry.encrypted() {
+            return Err(refuse("is encrypted"));
+        }
+        if entry.compression() != CompressionMethod::Stored {
+            // TorchScript compresses its code, which nobody here reads.
+            if rest.starts_with("code/") {
+                continue;
+            }
+            return Err(refuse("is compressed; PyTorch stores records as they are"));
+        }
+        if entry.size() != entry.compressed_size() {
+            return Err(refuse("is stored, but has two sizes"));
+        }
+        let Some(offset) = entry.data_start() else {
+            return Err(refuse("has no data"));
+        };
+        let (len, crc32) = (entry.size(), entry.crc32());
+        let rest = rest.to_owned();
+        records.insert(rest, Record { name, offset, len, crc32 });
+    }
+    Ok((archive.into_inner(), records))
+}
+
+/// The folder and the rest of a name that leads nowhere else.
+pub(super) fn split(name: &str) -> Option<(&str, &str)> {
+    let plain = |part: &str| !matches!(part, "" | "." | "..");
+    let fine = !name.contains(['\\', '\0', ':']) && name.split('/').all(plain);
+    name.split_once('/').filter(|_| fine)
+}
+
+fn check_limit(count: u64, max_records: usize) -> Result<(), Malformed> {
+    let limit = max_records as u64;
+    if count > limit { Err(Malformed::TooMuch { what: "records", limit }) } else { Ok(()) }
+}
+
+/// Refuses an archive that claims more records than allowed, before anything is allocated for them.
+///
+/// A zip64 archive's claim stands before its last record, and only there if the two lie where all writers put them. The
+/// others cannot claim more than 65535.
+fn check_count<R: Read + Seek>(file: &mut R, max_records: usize) -> Result<(), Malformed> {
+    const END: usize = 22;
+    const LOCATOR: usize = 20;
+    const END64: usize = 56;
+    // The end, its comment of up to 64 KiB, what the zip crate searches beyond that, and what stands before it.
+    const TAIL: u64 = 22 + (1 << 16) + 4 + 20 + 56;
+    let len = file.seek(SeekFrom::End(0))?;
+    let start = len.saturating_sub(TAIL);
+    file.seek(SeekFrom::Start(start))?;
+    let mut tail = Vec::new();
+    file.by_ref().take(TAIL).read_to_end(&mut tail)?;
+    for end in END64 + LOCATOR..(tail.len() + 1).saturating_sub(END) {
+        let locator = &tail[end - LOCATOR..end];
+        if !tail[end..].starts_with(b"PK\x05\x06") || !locator.starts_with(b"PK\x06\x07") {
+            continue;
+        }
+        let end64 = end - LOCATOR - END64;
+        if u64_at(locator, 8) != Some(start + end64 as u64)
+            || !tail[end64..].starts_with(b"PK\x06\x06")
+        {
+            return Err(Malformed::Archive("its zip64 end is not where it should be".to_owned()));
+        }
+        check_limit(u64_at(&tail, end64 + 32).unwrap_or(u64::MAX), max_records)?;
+    }
+    Ok(())
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
+    bytes.get(at..)?.first_chunk().copied().map(u64::from_le_bytes)
+}
+
+/// Reads a record of at most `limit` bytes and verifies its checksum.
+pub(super) fn read<R: Read + Seek>(
+    file: &mut R,
+    record: &Record,
+    limit: u64,
+) -> Result<Vec<u8>, Malformed> {
+    if record.len > limit {
+        return Err(record.refuse(format!("has {} bytes, but at most {limit} may be", record.len)));
+    }
+    file.seek(SeekFrom::Start(record.offset))?;
+    let mut bytes = Vec::new();
+    file.take(record.len).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 != record.len {
+        return Err(record.refuse("ends too early".to_owned()));
+    }
+    if crc32fast::hash(&bytes) != record.crc32 {
+        return Err(record.refuse("is damaged: its checksum is another".to_owned()));
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,45 @@
+//! The bytes of tensors, and the states of random number generators.
+
+use tch::{Device, Tensor};
+
+use super::{call, given, pointer};
+use crate::device::device_type;
+use crate::error::{Error, Result};
+use crate::sys;
+
+/// Copies bytes of a contiguous tensor's elements, from the `first` on. Waits for the device.
+pub(crate) fn elements_read(from: &Tensor, first: i64, to: &mut [u8]) -> Result<()> {
+    let (memory, len) = (to.as_mut_ptr(), to.len());
+    // SAFETY: `from` is a live tensor, `to` is valid for `len` writes, and the shim stays within both.
+    call(|err| unsafe { sys::tamp_elements_read(from.as_ptr(), first, memory, len, err) })
+}
+
+/// Overwrites a contiguous tensor's elements from the `first` on. Waits for the device.
+pub(crate) fn elements_write(to: &mut Tensor, first: i64, from: &[u8]) -> Result<()> {
+    let (memory, len) = (from.as_ptr(), from.len());
+    // SAFETY: `to` is a live tensor, `from` is valid for `len` reads, and the shim stays within both and keeps neither.
+    call(|err| unsafe { sys::tamp_elements_write(pointer(to), first, memory, len, err) })
+}
+
+/// The state of a device's default generator of random numbers. Waits for the device.
+pub(crate) fn rng_state(device: Device) -> Result<Tensor> {
+    let (device_type, index) = numbers(device)?;
+    // SAFETY: takes two numbers, and `err` is valid for a write.
+    given(call(|err| unsafe { sys::tamp_rng_state(device_type, index, err) })?)
+}
+
+/// Makes a device's default generator go on from a state.
+pub(crate) fn rng_set_state(device: Device, state: &Tensor) -> Result<()> {
+    let (device_type, index) = numbers(device)?;
+    // SAFETY: `state` is a live tensor, and `err` is valid for a write.
+    call(|err| unsafe { sys::tamp_rng_set_state(device_type, index, state.as_ptr(), err) })
+}
+
+fn numbers(device: Device) -> Result<(i8, i8)> {
+    let index = match device {
+        Device::Cuda(index) => i8::try_from(index)
+            .map_err(|_| Error::Torch(format!("{device:?} has too large an index")))?,
+        _ => -1,
+    };
+    Ok((device_type(device)?, index))
+}

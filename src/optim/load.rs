@@ -1,0 +1,228 @@
+//! Loading the state of an optimizer.
+
+#![forbid(unsafe_code)]
+
+use std::collections::{BTreeMap, HashSet};
+
+use tch::Tensor;
+
+use crate::error::{Error, Result};
+use crate::ffi;
+use crate::optim::state::{FirstStep, KEPT, STEP, State, complete, counts_steps, keys, used_keys};
+use crate::optim::{Algorithm, Optimizer, OptimizerState, ParamGroup, ParamGroupState};
+
+/// For each parameter its tensors.
+pub(crate) type SavedState<T> = BTreeMap<String, BTreeMap<String, T>>;
+
+/// A tensor of a saved state, wherever it is.
+pub(crate) trait Saved {
+    fn shape(&self) -> Vec<i64>;
+
+    /// The only element.
+    fn number(&self) -> Result<f64>;
+
+    /// Overwrites a tensor with as many elements.
+    fn copy_to(&self, to: &mut Tensor) -> Result<()>;
+}
+
+impl Saved for Tensor {
+    fn shape(&self) -> Vec<i64> {
+        self.size()
+    }
+
+    fn number(&self) -> Result<f64> {
+        Ok(self.f_reshape([1i64])?.f_double_value(&[0])?)
+    }
+
+    fn copy_to(&self, to: &mut Tensor) -> Result<()> {
+        let from = self.f_detach()?.f_reshape(to.size())?;
+        tch::no_grad(|| to.f_copy_(&from))?;
+        Ok(())
+    }
+}
+
+/// A state on its way into an optimizer.
+#[derive(Debug)]
+pub(crate) struct Loaded {
+    groups: Vec<ParamGroup>,
+    /// For each parameter its group and its state.
+    slots: Vec<(usize, State)>,
+}
+
+impl Optimizer {
+    /// Loads a state: copies its tensors, in the dtypes and to the devices of the parameters, and takes over its groups
+    /// and their options. As `load_state_dict` in PyTorch, by names.
+    ///
+    /// A parameter without tensors has not been stepped yet. The patterns of [`assign_group`](Self::assign_group) are no
+    /// part of a state; those of groups that it does not have are forgotten. Waits for the devices of the loaded tensors.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OptimizerState`] for parameters or tensors that are missing, too many or of another shape;
+    /// [`Error::OtherAlgorithm`]; [`Error::InvalidValue`] for an option outside its range. Nothing changes then.
+    pub fn load_state_dict(&mut self, loaded: &OptimizerState) -> Result<()> {
+        let loaded = self.prepare_load(&loaded.state, &loaded.param_groups)?;
+        self.finish_load(loaded);
+        Ok(())
+    }
+
+    /// Checks a state and makes copies of it. The optimizer does not change.
+    pub(crate) fn prepare_load<T: Saved>(
+        &mut self,
+        state: &SavedState<T>,
+        param_groups: &[ParamGroupState],
+    ) -> Result<Loaded> {
+        self.take_added()?;
+        let groups: Vec<_> = param_groups.iter().map(|group| group.options).collect();
+        let algorithm = self.groups[0].algorithm.name();
+        for options in &groups {
+            let given = options.algorithm.name();
+            if given != algorithm {
+                return Err(Error::OtherAlgorithm { algorithm, given });
+            }
+            options.algorithm.check(options.lr)?;
+        }
+        let members = members(param_groups)?;
+        self.check_names(&members, state)?;
+        let mut slots = Vec::with_capacity(self.slots.len());
+        for (slot, parameter) in self.slots.iter().zip(&self.parameters) {
+            let refuse =
+                |problem: String| Error::OptimizerState { parameter: slot.name.clone(), problem };
+            let group = *members
+                .get(slot.name.as_str())
+                .ok_or_else(|| refuse("is in no group of the state".to_owned()))?;
+            let entries = match state.get(&slot.name) {
+                Some(entries) => {
+                    Some(check(entries, &groups[group].algorithm, parameter, &refuse)?)
+                }
+                None => None,
+            };
+            slots.push((group, entries));
+        }
+        let states = copies(&slots, &groups, &self.parameters)?;
+        let slots = slots.into_iter().map(|(group, _)| group).zip(states).collect();
+        Ok(Loaded { groups, slots })
+    }
+
+    /// Takes over what was prepared from this optimizer as it is.
+    pub(crate) fn finish_load(&mut self, loaded: Loaded) {
+        let Loaded { groups, slots } = loaded;
+        self.rules.retain(|rule| rule.group < groups.len());
+        self.groups = groups;
+        for (slot, (group, state)) in self.slots.iter_mut().zip(slots) {
+            (slot.group, slot.state) = (group, state);
+        }
+    }
+
+    /// Refuses names that the optimizer does not have.
+    fn check_names<T>(&self, members: &BTreeMap<&str, usize>, state: &SavedState<T>) -> Result<()> {
+        let known: HashSet<_> = self.slots.iter().map(|slot| slot.name.as_str()).collect();
+        let named = members.keys().copied().chain(state.keys().map(String::as_str));
+        match named.into_iter().find(|name| !known.contains(name)) {
+            Some(name) => Err(Error::OptimizerState {
+                parameter: name.to_owned(),
+                problem: "is no parameter of this optimizer".to_owned(),
+            }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The group of each parameter.
+fn members(param_groups: &[ParamGroupState]) -> Result<BTreeMap<&str, usize>> {
+    let mut members = BTreeMap::new();
+    for (index, group) in param_groups.iter().enumerate() {
+        for name in &group.params {
+            if members.insert(name.as_str(), index).is_some() {
+                let problem = "is in two groups of the state".to_owned();
+                return Err(Error::OptimizerState { parameter: name.clone(), problem });
+            }
+        }
+    }
+    if param_groups.is_empty() {
+        let (parameter, problem) = ("param_groups".to_owned(), "is empty".to_owned());
+        return Err(Error::OptimizerState { parameter, problem });
+    }
+    Ok(members)
+}
+
+/// The tensors of one parameter: its step, and the others in the order of [`keys`].
+type Entries<'a, T> = (Option<&'a T>, [Option<&'a T>; KEPT]);
+
+/// Finds the tensors that the algorithm keeps, of the parameter's shape, and no others. Those that it uses must be there.
+fn check<'a, T: Saved>(
+    entries: &'a BTreeMap<String, T>,
+    algorithm: &Algorithm,
+    parameter: &Tensor,
+    refuse: &dyn Fn(String) -> Error,
+) -> Result<Entries<'a, T>> {
+    let keys = keys(algorithm);
+    let step = counts_steps(algorithm).then_some(STEP);
+    let wanted = || keys.iter().copied().chain(step);
+    if let Some(key) = entries.keys().find(|key| !wanted().any(|wanted| wanted == key.as_str())) {
+        return Err(refuse(format!("has {key}, which {} does not keep", algorithm.name())));
+    }
+    let missing = |key: &str| refuse(format!("has no {key}"));
+    if let Some(key) = used_keys(algorithm).iter().find(|key| !entries.contains_key(**key)) {
+        return Err(missing(key));
+    }
+    let shape = parameter.size();
+    let mut tensors = [None; KEPT];
+    for (place, key) in tensors.iter_mut().zip(keys) {
+        let Some(tensor) = entries.get(*key) else {
+            continue;
+        };
+        let found = tensor.shape();
+        if found != shape {
+            return Err(refuse(format!("{key} has the shape {found:?}, but must have {shape:?}")));
+        }
+        *place = Some(tensor);
+    }
+    let step = step.map(|key| entries.get(key).ok_or_else(|| missing(key))).transpose()?;
+    if let Some(step) = step {
+        let found: i64 = step.shape().iter().product();
+        if found != 1 {
+            return Err(refuse(format!("{STEP} has {found} elements, but must have one")));
+        }
+        let value = step.number()?;
+        if !(value >= 0.0 && value.is_finite()) {
+            return Err(refuse(format!("{STEP} is {value}, but must be finite and at least 0")));
+        }
+    }
+    Ok((step, tensors))
+}
+
+/// Copies the tensors, in the dtypes and to the devices of the parameters.
+fn copies<T: Saved>(
+    slots: &[(usize, Option<Entries<'_, T>>)],
+    groups: &[ParamGroup],
+    parameters: &[Tensor],
+) -> Result<Vec<State>> {
+    let mut states: Vec<_> = slots.iter().map(|_| State::default()).collect();
+    let loaded = states.iter_mut().zip(slots).zip(parameters);
+    let loaded = loaded.filter(|((_, (_, entries)), _)| entries.is_some());
+    complete(loaded.map(|((state, (group, _)), p)| (state, &groups[*group].algorithm, p)))?;
+    for ((state, (_, entries)), parameter) in states.iter_mut().zip(slots).zip(parameters) {
+        let Some((step, tensors)) = entries else {
+            continue;
+        };
+        if let (Some(kept), Some(step)) = (&mut state.step, step) {
+            step.copy_to(kept)?;
+        }
+        for (kept, loaded) in state.tensors.iter_mut().zip(tensors) {
+            let Some(loaded) = loaded else {
+                continue;
+            };
+            if kept.is_none() {
+                *kept = ffi::optim_states_new(&[parameter], 0.0)?.pop();
+            }
+            if let Some(kept) = kept {
+                loaded.copy_to(kept)?;
+            }
+        }
+        // Without a buffer there is none to go on with.
+        let started = tensors.iter().any(Option::is_some);
+        state.first_step = if started { FirstStep::Taken } else { FirstStep::Ahead };
+    }
+    Ok(states)
+}

@@ -1,0 +1,151 @@
+//! A file that is not what was saved is refused, quickly and without a panic.
+
+use std::path::Path;
+
+use tch::Device;
+use tch_amp::Error;
+use tch_amp::checkpoint::{Checkpoint, CheckpointError};
+
+use crate::Run;
+use crate::common::files::Folder;
+use crate::common::rng::Rng;
+
+fn bytes_of_a_checkpoint() -> Vec<u8> {
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    let mut run = Run::new(Device::Cpu);
+    run.train(2);
+    run.checkpoint().save(&path).unwrap();
+    std::fs::read(path).unwrap()
+}
+
+fn load(path: &Path, bytes: &[u8]) -> Result<Checkpoint, CheckpointError> {
+    std::fs::write(path, bytes).unwrap();
+    Checkpoint::load(path).map_err(|error| match error {
+        Error::Checkpoint(error) => error,
+        other => panic!("no error of a checkpoint: {other}"),
+    })
+}
+
+#[test]
+fn every_flipped_byte_is_noticed() {
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    let mut bytes = bytes_of_a_checkpoint();
+    load(&path, &bytes).unwrap();
+    for place in 0..bytes.len() {
+        for flip in [0x01, 0x20, 0x80, 0xff] {
+            bytes[place] ^= flip;
+            let error = load(&path, &bytes).expect_err("a flipped byte");
+            let found =
+                matches!(error, CheckpointError::Damaged { .. } | CheckpointError::Newer { .. });
+            assert!(found, "byte {place}: {error}");
+            bytes[place] ^= flip;
+        }
+    }
+}
+
+#[test]
+fn every_cut_is_noticed() {
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    let bytes = bytes_of_a_checkpoint();
+    for len in 0..bytes.len() {
+        let error = load(&path, &bytes[..len]).expect_err("a cut file");
+        assert!(matches!(error, CheckpointError::Damaged { .. }), "{len}: {error}");
+    }
+    let longer = [&bytes[..], &[0]].concat();
+    assert!(matches!(load(&path, &longer), Err(CheckpointError::Damaged { .. })));
+}
+
+#[test]
+fn random_damage_is_noticed() {
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    let bytes = bytes_of_a_checkpoint();
+    let mut rng = Rng::new(5);
+    for _ in 0..2000 {
+        let mut changed = bytes.clone();
+        match rng.below(3) {
+            0 => {
+                (0..=rng.below(8)).for_each(|_| changed[rng.below(bytes.len())] ^= rng.next() as u8)
+            }
+            1 => {
+                let (from, to) = (rng.below(bytes.len()), rng.below(bytes.len()));
+                let len = rng.below(bytes.len() - from.max(to)) + 1;
+                changed.copy_within(from..from + len, to);
+            }
+            _ => {
+                let (from, len) = (rng.below(bytes.len()), rng.below(64));
+                drop(changed.drain(from..bytes.len().min(from + len)));
+            }
+        }
+        if changed != bytes {
+            drop(load(&path, &changed).expect_err("a damaged file"));
+        }
+    }
+}
+
+/// A safetensors file with this header.
+fn with_header(header: &str, data: usize) -> Vec<u8> {
+    let len = (header.len() as u64).to_le_bytes();
+    [&len[..], header.as_bytes(), &vec![0; data]].concat()
+}
+
+#[test]
+fn hostile_headers_are_refused() {
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    let tensor = |name: &str, shape: &str, from: u64, to: u64| {
+        format!(r#""{name}":{{"dtype":"F32","shape":{shape},"data_offsets":[{from},{to}]}}"#)
+    };
+    let object = |inner: &[String]| format!("{{{}}}", inner.join(","));
+    let good = tensor("a", "[2]", 0, 8);
+    let ours = |manifest: &str| {
+        object(&[format!(r#""__metadata__":{{"tch_amp":{}}}"#, serde_json::json!(manifest))])
+    };
+    let deep = "[".repeat(100_000);
+    let hostile = [
+        ("overlapping", object(&[good.clone(), tensor("b", "[2]", 4, 12)]), 12),
+        ("a hole", object(&[good.clone(), tensor("b", "[2]", 12, 20)]), 20),
+        ("the same name", object(&[good.clone(), good.clone()]), 8),
+        ("an empty twin", object(&[tensor("b", "[0]", 0, 0), tensor("b", "[0,2]", 0, 0)]), 0),
+        ("a wrong shape", object(&[tensor("a", "[3]", 0, 8)]), 8),
+        ("a huge shape", object(&[tensor("a", "[4611686018427387904,4]", 0, 0)]), 0),
+        ("a negative shape", object(&[tensor("a", "[-2]", 0, 8)]), 8),
+        ("offsets backwards", object(&[tensor("a", "[2]", 8, 0)]), 8),
+        ("too little data", object(std::slice::from_ref(&good)), 7),
+        ("too much data", object(std::slice::from_ref(&good)), 9),
+        ("an unknown dtype", good.replace("F32", "F33"), 8),
+        ("a dtype tch lacks", object(&[good.replace("F32", "U32")]), 8),
+        ("no object", "[]      ".to_owned(), 0),
+        ("deep nesting", format!("{{\"__metadata__\":{deep}"), 0),
+        ("no manifest", ours("5"), 0),
+        ("an old format without fields", ours(r#"{"format":1}"#), 0),
+        ("a checksum that is none", ours(r#"{"format":1,"checksum":"zz"}"#), 0),
+    ];
+    for (what, header, data) in hostile {
+        let refused = load(&path, &with_header(&header, data));
+        assert!(matches!(refused, Err(CheckpointError::Damaged { .. })), "{what}: {refused:?}");
+    }
+    let newer = load(&path, &with_header(&ours(r#"{"format":2,"new":[]}"#), 0));
+    assert!(matches!(newer, Err(CheckpointError::Newer { found: 2, supported: 1, .. })));
+    for len in [0, 1, 1 << 20, 1 << 40, 1 << 63, u64::MAX] {
+        let bytes = [&u64::to_le_bytes(len)[..], b"{}"].concat();
+        let refused = load(&path, &bytes);
+        assert!(matches!(refused, Err(CheckpointError::Damaged { .. })), "{len}: {refused:?}");
+    }
+    for bytes in [&b""[..], b"PK\x03\x04", b"no checkpoint at all"] {
+        assert!(matches!(load(&path, bytes), Err(CheckpointError::Damaged { .. })));
+    }
+}
+
+#[test]
+fn a_file_that_is_not_there_says_so() {
+    for path in [Path::new("/nowhere/x.safetensors"), &std::env::temp_dir()] {
+        let refused = Checkpoint::load(path);
+        let Err(Error::Checkpoint(CheckpointError::Io { action: "open", .. })) = refused else {
+            panic!("{refused:?}");
+        };
+    }
+}

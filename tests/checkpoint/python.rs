@@ -1,0 +1,203 @@
+//! Files go between Python and Rust, and a run goes on on the other side.
+
+use std::path::Path;
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Optimizer, Sgd};
+use tch_amp::{Error, GradScaler, GradScalerConfig};
+
+use crate::Run;
+use crate::common::files::Folder;
+use crate::common::python::Oracle;
+
+/// The same training as tests/oracle/checkpoint.py has.
+struct Twin {
+    vs: VarStore,
+    net: nn::Linear,
+    opt: Optimizer,
+    scaler: GradScaler,
+}
+
+impl Twin {
+    fn new(algorithm: &str) -> Self {
+        let vs = VarStore::new(Device::Cpu);
+        let net = nn::linear(vs.root(), 3, 2, Default::default());
+        let parameters = vec![
+            ("weight", net.ws.shallow_clone()),
+            ("bias", net.bs.as_ref().unwrap().shallow_clone()),
+        ];
+        let opt = match algorithm {
+            "adamw" => AdamW { amsgrad: true, ..AdamW::default() }.build(parameters, 0.05),
+            "adam" => Adam { weight_decay: 0.1, ..Adam::default() }.build(parameters, 0.05),
+            "sgd" => {
+                let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Sgd::default() };
+                sgd.build(parameters, 0.05)
+            }
+            "plain" => Sgd::default().build(parameters, 0.05),
+            _ => Adagrad { lr_decay: 0.1, ..Adagrad::default() }.build(parameters, 0.05),
+        };
+        let mut opt = opt.unwrap();
+        opt.assign_group(1, &["bias"]).unwrap();
+        opt.set_weight_decay_group(1, 0.0).unwrap();
+        let config =
+            GradScalerConfig { init_scale: 16.0, growth_interval: 3, ..Default::default() };
+        Self { vs, net, opt, scaler: config.build(Device::Cpu).unwrap() }
+    }
+
+    fn train(&mut self, steps: usize, overflow: &[usize]) -> Vec<f32> {
+        let xs = Tensor::arange(12, (Kind::Float, Device::Cpu)).view([4, 3]) / 8 - 0.5;
+        let mut losses = Vec::new();
+        for step in 0..steps {
+            let loss = xs.apply(&self.net).square().mean(Kind::Float);
+            self.opt.zero_grad().unwrap();
+            let factor = if overflow.contains(&step) { f64::INFINITY } else { 1.0 };
+            self.scaler.backward(&(&loss * factor)).unwrap();
+            drop(self.scaler.step(&mut self.opt).unwrap());
+            self.scaler.update().unwrap();
+            losses.push(loss.double_value(&[]) as f32);
+        }
+        losses
+    }
+
+    fn restore(&mut self, checkpoint: &Checkpoint) {
+        let Self { vs, opt, scaler, .. } = self;
+        let restore = checkpoint.restore().model("model", vs).optimizer("optimizer", opt);
+        restore.scaler("scaler", scaler).apply().unwrap();
+    }
+}
+
+/// What Python's `float.hex` writes.
+fn hex_float(text: &str) -> f32 {
+    let (sign, text) = text.strip_prefix('-').map_or((1.0, text), |text| (-1.0, text));
+    let (mantissa, exponent) = text.strip_prefix("0x").unwrap().split_once('p').unwrap();
+    let digits = mantissa.replace('.', "");
+    let places = mantissa.split_once('.').map_or(0, |(_, fraction)| fraction.len());
+    let mantissa = u64::from_str_radix(&digits, 16).unwrap() as f64;
+    let exponent = exponent.parse::<i32>().unwrap() - 4 * places as i32;
+    (sign * mantissa * f64::from(exponent).exp2()) as f32
+}
+
+const ALGORITHMS: [&str; 5] = ["adamw", "adam", "sgd", "plain", "adagrad"];
+
+#[test]
+fn a_run_of_pythons_goes_on_here() {
+    let Some(python) = Oracle::find("checkpoint.py") else { return };
+    let folder = Folder::new();
+    let printed = python.run(&["save", folder.0.to_str().unwrap()], "");
+    for line in printed.lines() {
+        let (name, losses) = line.split_once(' ').unwrap();
+        let expected: Vec<_> = losses.split(' ').map(hex_float).collect();
+        let checkpoint = Checkpoint::load(folder.file(&format!("{name}.pt"))).unwrap();
+        let mut twin = Twin::new(name);
+        twin.train(1, &[]);
+        twin.restore(&checkpoint);
+        let bits = |losses: &[f32]| losses.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&twin.train(expected.len(), &[])), bits(&expected), "{name}");
+        assert_eq!(checkpoint.value::<i64>("epoch").unwrap(), 3);
+        assert_eq!(checkpoint.value::<f64>("lr").unwrap(), 1e-3);
+        assert_eq!(checkpoint.value::<Option<f64>>("best").unwrap(), None);
+        assert_eq!(
+            checkpoint.value::<serde_json::Value>("history").unwrap(),
+            serde_json::json!([[1, "a"], null])
+        );
+        assert_eq!(checkpoint.tensor("rng").unwrap().kind(), Kind::Uint8);
+        let unknown = checkpoint.value::<i64>("unknown").unwrap_err();
+        assert!(matches!(unknown, Error::Checkpoint(CheckpointError::OtherPart { .. })));
+        // What is not understood is not lost in silence.
+        assert!(checkpoint.save(folder.file("again.pt")).is_err());
+    }
+    assert_eq!(printed.lines().count(), ALGORITHMS.len());
+    let model = Checkpoint::load(folder.file("model.pt")).unwrap();
+    let twin = Twin::new("plain");
+    model.restore().model("model", &twin.vs).apply().unwrap();
+    assert_eq!(twin.net.ws.double_value(&[1, 2]), 1.25);
+}
+
+#[test]
+fn a_run_of_ours_goes_on_in_python() {
+    let Some(python) = Oracle::find("checkpoint.py") else { return };
+    let folder = Folder::new();
+    let mut expected = Vec::new();
+    for name in ALGORITHMS {
+        let path = folder.file(&format!("{name}.pt"));
+        let mut twin = Twin::new(name);
+        twin.train(5, &[2]);
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_model("model", &twin.vs).unwrap();
+        checkpoint.add_optimizer("optimizer", &mut twin.opt).unwrap();
+        checkpoint.add_scaler("scaler", &twin.scaler).unwrap();
+        checkpoint.add_rng("rng", Device::Cpu).unwrap();
+        checkpoint.add_value("epoch", &3).unwrap();
+        checkpoint.add_value("text", &"ä").unwrap();
+        checkpoint.add_value("list", &[1.5, -2.0]).unwrap();
+        checkpoint.add_value("none", &()).unwrap();
+        checkpoint.save(&path).unwrap();
+        expected.push(twin.train(4, &[]));
+    }
+    let printed = python.run(&["resume", folder.0.to_str().unwrap()], "");
+    let lines: Vec<_> = printed.lines().collect();
+    assert_eq!(lines.len(), 2 * ALGORITHMS.len());
+    for ((lines, expected), name) in lines.chunks(2).zip(expected).zip(ALGORITHMS) {
+        assert_eq!(lines[0], "3 ä [1.5, -2.0] None");
+        let losses: Vec<_> = lines[1].split(' ').map(|x| hex_float(x).to_bits()).collect();
+        let expected: Vec<_> = expected.iter().map(|x| x.to_bits()).collect();
+        assert_eq!(losses, expected, "{name}");
+    }
+}
+
+#[test]
+fn python_reads_our_safetensors() {
+    let Some(python) = Oracle::find("checkpoint.py") else { return };
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    let mut run = Run::new(Device::Cpu);
+    run.train(2);
+    run.checkpoint().save(&path).unwrap();
+    let printed = python.run(&["safe", path.to_str().unwrap()], "");
+    let state = run.scaler.state_dict().unwrap();
+    assert!(printed.contains(&format!("'scale': {:?}", state.scale.unwrap())), "{printed}");
+    let bytes: String =
+        crate::common::bits::bits(&run.net.ws).iter().map(|byte| format!("{byte:02x}")).collect();
+    assert!(printed.contains(&format!("model/linear.weight F32 [2, 3] {bytes}")), "{printed}");
+}
+
+fn loads(path: &Path) -> bool {
+    Checkpoint::load(path).is_ok()
+}
+
+#[test]
+fn both_formats_hold_the_same() {
+    let folder = Folder::new();
+    let mut run = Run::new(Device::Cpu);
+    run.train(4);
+    for name in ["x.pt", "x.safetensors"] {
+        run.checkpoint().save(folder.file(name)).unwrap();
+        let mut other = Run::new(Device::Cpu);
+        other.train(1);
+        other.restore(&Checkpoint::load(folder.file(name)).unwrap()).unwrap();
+        assert_eq!(other.fingerprint(), run.fingerprint(), "{name}");
+        // The content says which format it is, not the name.
+        let renamed = folder.file("renamed");
+        std::fs::rename(folder.file(name), &renamed).unwrap();
+        assert!(loads(&renamed));
+    }
+    let pt = folder.file("only-tensors.pt");
+    let mut tensors = Checkpoint::new();
+    tensors.add_tensor("one", &Tensor::from(1f32)).unwrap();
+    tensors.add_tensor("two", &Tensor::from(2f32)).unwrap();
+    tensors.save_as(&pt, Format::Torch).unwrap();
+    assert_eq!(Checkpoint::load(&pt).unwrap().tensor("two").unwrap().double_value(&[]), 2.0);
+}
+
+#[test]
+fn a_zip_of_tchs_loads_as_a_model() {
+    let folder = Folder::new();
+    let path = folder.file("tch.ot");
+    let saved = Run::new(Device::Cpu);
+    saved.vs.save(&path).unwrap();
+    let other = Run::new(Device::Cpu);
+    Checkpoint::load(&path).unwrap().restore().model("model", &other.vs).apply().unwrap();
+    assert_eq!(crate::common::to_f64(&other.net.ws), crate::common::to_f64(&saved.net.ws));
+}

@@ -1,0 +1,185 @@
+//! What does not fit is refused, and nothing changes.
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored, SaveError};
+use tch_amp::optim::Sgd;
+use tch_amp::{Error, GradScaler};
+
+use crate::Run;
+use crate::common::bits::bits;
+use crate::common::files::{Folder, names_in};
+
+/// A checkpoint in a file, which the folder keeps.
+fn saved(fill: impl FnOnce(&mut Checkpoint)) -> (Folder, Checkpoint) {
+    let folder = Folder::new();
+    let mut checkpoint = Checkpoint::new();
+    fill(&mut checkpoint);
+    let path = folder.file("x.safetensors");
+    checkpoint.save(&path).unwrap();
+    let loaded = Checkpoint::load(path).unwrap();
+    (folder, loaded)
+}
+
+fn checkpoint_error(result: tch_amp::Result<Restored>) -> CheckpointError {
+    match result {
+        Err(Error::Checkpoint(error)) => error,
+        other => panic!("not refused by the checkpoint: {other:?}"),
+    }
+}
+
+#[test]
+fn one_part_that_does_not_fit_leaves_all_as_they_were() {
+    let mut source = Run::new(Device::Cpu);
+    source.train(4);
+    let other = VarStore::new(Device::Cpu);
+    let _net = nn::linear(other.root() / "linear", 3, 5, Default::default());
+    let (_folder, whole) = saved(|checkpoint| {
+        checkpoint.add_model("model", &source.vs).unwrap();
+        checkpoint.add_model("other", &other).unwrap();
+        checkpoint.add_optimizer("optimizer", &mut source.opt).unwrap();
+        let mut sgd = Sgd::default().build(&source.vs, 0.1).unwrap();
+        checkpoint.add_optimizer("sgd", &mut sgd).unwrap();
+        checkpoint.add_scaler("scaler", &source.scaler).unwrap();
+        checkpoint.add_scaler("disabled", &GradScaler::disabled()).unwrap();
+        checkpoint.add_tensor("rng", &Tensor::zeros([3], (Kind::Uint8, Device::Cpu))).unwrap();
+    });
+    let mut run = Run::new(Device::Cpu);
+    run.train(1);
+    let before = run.fingerprint();
+    let parts = [
+        ["other", "optimizer", "scaler"],
+        ["model", "sgd", "scaler"],
+        ["model", "optimizer", "disabled"],
+        ["model", "nothing", "scaler"],
+        ["scaler", "optimizer", "scaler"],
+        ["model", "model", "scaler"],
+        ["model", "optimizer", "rng"],
+    ];
+    for [model, optimizer, scaler] in parts {
+        let Run { vs, opt, scaler: target, .. } = &mut run;
+        let restore = whole.restore().model(model, vs).optimizer(optimizer, opt);
+        assert!(restore.scaler(scaler, target).apply().is_err());
+        assert_eq!(run.fingerprint(), before, "{model} {optimizer} {scaler}");
+    }
+    let rng = tch_amp::checkpoint::rng_state(Device::Cpu).unwrap();
+    let Run { vs, opt, .. } = &mut run;
+    let restore = whole.restore().model("model", vs).optimizer("optimizer", opt);
+    assert!(matches!(restore.rng("rng", Device::Cpu).apply(), Err(Error::Torch(_))));
+    assert_eq!(run.fingerprint(), before);
+    // Another test may have drawn numbers meanwhile; a refused state is none of three zeros.
+    assert_eq!(rng.numel(), tch_amp::checkpoint::rng_state(Device::Cpu).unwrap().numel());
+    run.restore(&whole).unwrap();
+    assert_eq!(run.fingerprint(), source.fingerprint());
+}
+
+#[test]
+fn an_open_iteration_is_not_saved_and_not_overwritten() {
+    let (_folder, whole) = {
+        let mut source = Run::new(Device::Cpu);
+        saved(|checkpoint| *checkpoint = source.checkpoint())
+    };
+    let mut run = Run::new(Device::Cpu);
+    let loss = run.net.ws.sum(Kind::Float);
+    run.scaler.backward(&loss).unwrap();
+    run.scaler.unscale_(&mut run.opt).unwrap();
+    let refused = Checkpoint::new().add_scaler("scaler", &run.scaler);
+    assert!(matches!(refused, Err(Error::IterationOpen { .. })));
+    let before = bits(&run.net.ws);
+    assert!(matches!(run.restore(&whole), Err(Error::IterationOpen { .. })));
+    assert_eq!(bits(&run.net.ws), before);
+}
+
+#[test]
+fn names_are_compared_unless_told_otherwise() {
+    let model = |names: &[&str]| {
+        let vs = VarStore::new(Device::Cpu);
+        for name in names {
+            drop(vs.root().ones(name, &[2]));
+        }
+        vs
+    };
+    let mut source = model(&["a", "b"]);
+    let mut sgd = Sgd { momentum: 0.5, ..Sgd::default() }.build(&source, 0.5).unwrap();
+    source.trainable_variables().iter().for_each(|w| w.sum(Kind::Float).backward());
+    sgd.step().unwrap();
+    source.freeze();
+    let (_folder, whole) = saved(|checkpoint| {
+        checkpoint.add_model("model", &source).unwrap();
+        checkpoint.add_optimizer("opt", &mut sgd).unwrap();
+    });
+    let target = model(&["b", "c"]);
+    let CheckpointError::Names { missing, unexpected, .. } =
+        checkpoint_error(whole.restore().model("model", &target).apply())
+    else {
+        panic!("another error");
+    };
+    assert_eq!((missing, unexpected), (vec!["c".to_owned()], vec!["a".to_owned()]));
+    let mut opt = Sgd { momentum: 0.9, ..Sgd::default() }.build(&target, 0.1).unwrap();
+    let refused = whole.restore().optimizer("opt", &mut opt).apply();
+    assert!(matches!(refused, Err(Error::OptimizerState { .. })), "{refused:?}");
+    let restore = whole.restore().model("model", &target).optimizer("opt", &mut opt);
+    let restored = restore.strict(false).apply().unwrap();
+    assert_eq!(restored.missing, ["model/c", "opt/c"]);
+    assert_eq!(restored.unexpected, ["model/a", "opt/a"]);
+    let state = opt.state_dict().unwrap();
+    assert_eq!(state.state.keys().collect::<Vec<_>>(), ["b"]);
+    assert_eq!(opt.lr(0).unwrap(), 0.5);
+    let variables = target.variables();
+    let mean = |name: &str| variables[name].mean(Kind::Float).double_value(&[]);
+    assert_eq!((mean("b"), mean("c")), (0.5, 1.0));
+}
+
+#[test]
+fn another_dtype_is_converted_only_on_request() {
+    let mut source = VarStore::new(Device::Cpu);
+    let _w = source.root().randn_standard("w", &[3]);
+    source.bfloat16();
+    let (_folder, whole) = saved(|checkpoint| checkpoint.add_model("m", &source).unwrap());
+    let target = VarStore::new(Device::Cpu);
+    let w = target.root().zeros("w", &[3]);
+    let error = checkpoint_error(whole.restore().model("m", &target).apply());
+    assert!(matches!(error, CheckpointError::Tensor { .. }) && error.to_string().contains("cast"));
+    whole.restore().model("m", &target).cast(true).apply().unwrap();
+    assert_eq!(bits(&w), bits(&source.variables()["w"].to_kind(Kind::Float)));
+}
+
+#[test]
+fn what_cannot_be_saved_is_named() {
+    let mut checkpoint = Checkpoint::new();
+    let one = Tensor::from(1f32);
+    checkpoint.add_tensor("one", &one).unwrap();
+    for name in ["", "a/b", "one", "__metadata__"] {
+        let refused = checkpoint.add_tensor(name, &one);
+        assert!(
+            matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))),
+            "{name}"
+        );
+    }
+    for tensor in [one.view([1]).to_sparse_sparse_dim(1), Tensor::new()] {
+        let refused = checkpoint.add_tensor("x", &tensor);
+        assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))));
+    }
+    assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["one"]);
+}
+
+#[test]
+fn a_save_that_fails_leaves_the_old_file() {
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("step", &1).unwrap();
+    checkpoint.save(&path).unwrap();
+    let before = std::fs::read(&path).unwrap();
+    // safetensors has no such dtype.
+    let complex = Tensor::zeros([2], (Kind::ComplexDouble, Device::Cpu));
+    checkpoint.add_tensor("z", &complex).unwrap();
+    let refused = checkpoint.save(&path);
+    assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Unsaveable { .. }))));
+    assert_eq!(std::fs::read(&path).unwrap(), before);
+    let refused = Checkpoint::new().save(folder.file("nowhere/x.safetensors"));
+    let Err(Error::Checkpoint(CheckpointError::Save(SaveError::Io { .. }))) = refused else {
+        panic!("{refused:?}");
+    };
+    assert_eq!(names_in(&folder.0), ["x.safetensors"]);
+}

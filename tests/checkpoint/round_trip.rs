@@ -1,0 +1,193 @@
+//! What is saved comes back to the last bit.
+
+use std::collections::BTreeMap;
+
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+use tch_amp::checkpoint::Checkpoint;
+use tch_amp::{Error, GradScaler};
+
+use crate::Run;
+use crate::common::bits::bits;
+use crate::common::files::{Folder, names_in};
+use crate::common::for_each_device;
+
+const KINDS: [Kind; 14] = [
+    Kind::Bool,
+    Kind::Uint8,
+    Kind::Int8,
+    Kind::Int16,
+    Kind::Int,
+    Kind::Int64,
+    Kind::Half,
+    Kind::BFloat16,
+    Kind::Float,
+    Kind::Double,
+    Kind::Float8e5m2,
+    Kind::Float8e4m3fn,
+    Kind::Float8e5m2fnuz,
+    Kind::Float8e4m3fnuz,
+];
+
+/// Random bytes as a tensor: NaNs with payloads, infinities and subnormal numbers among them.
+fn noise(kind: Kind, size: &[i64]) -> Tensor {
+    let bytes = size.iter().product::<i64>() * kind.elt_size_in_bytes() as i64;
+    let high = if kind == Kind::Bool { 2 } else { 256 };
+    let bytes = Tensor::randint(high, [bytes], (Kind::Uint8, Device::Cpu));
+    bytes.view_dtype(kind).view(size)
+}
+
+fn same(one: &Tensor, other: &Tensor) -> bool {
+    let bytes = |t: &Tensor| {
+        let t = t.to_device(Device::Cpu).contiguous().view([-1]);
+        Vec::<u8>::try_from(t.view_dtype(Kind::Uint8)).unwrap()
+    };
+    one.kind() == other.kind() && one.size() == other.size() && bytes(one) == bytes(other)
+}
+
+#[test]
+fn every_dtype_and_layout_comes_back() {
+    let folder = Folder::new();
+    let path = folder.file("all.safetensors");
+    for_each_device(|device| {
+        let mut tensors = BTreeMap::new();
+        for kind in KINDS {
+            tensors.insert(format!("{kind:?}"), noise(kind, &[3, 5]));
+        }
+        let base = noise(Kind::Float, &[6, 8]);
+        let other = [
+            ("complex", Tensor::complex(&base, &base)),
+            ("transposed", base.transpose(0, 1)),
+            ("sliced", base.slice(1, 1, 7, 2)),
+            ("expanded", base.slice(0, 0, 1, 1).expand([4, 8], false)),
+            ("scalar", Tensor::from(-0f32)),
+            ("empty", Tensor::zeros([0, 3], (Kind::Float, Device::Cpu))),
+            ("conjugate", Tensor::complex(&base, &base).conj()),
+            ("shared", base.shallow_clone()),
+            ("large", noise(Kind::Half, &[300_000])),
+            ("名 \"\\\n.{}", Tensor::from(1i64)),
+        ];
+        tensors.extend(other.map(|(name, tensor)| (name.to_owned(), tensor)));
+        let mut checkpoint = Checkpoint::new();
+        for (name, tensor) in &tensors {
+            checkpoint.add_tensor(name, &tensor.to_device(device)).unwrap();
+        }
+        checkpoint.save(&path).unwrap();
+        let loaded = Checkpoint::load(&path).unwrap();
+        assert_eq!(loaded.names().count(), tensors.len());
+        for (name, tensor) in &tensors {
+            assert!(same(&loaded.tensor(name).unwrap(), &tensor.resolve_conj()), "{name}");
+        }
+    });
+}
+
+#[test]
+fn values_come_back() {
+    let folder = Folder::new();
+    let path = folder.file("values.safetensors");
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("lr", &0.1f64).unwrap();
+    checkpoint.add_value("seed", &u64::MAX).unwrap();
+    checkpoint.add_value("best", &None::<f64>).unwrap();
+    checkpoint.add_value("names", &vec!["a", "\"checksum\":\"0000000000000000\""]).unwrap();
+    checkpoint.save(&path).unwrap();
+    let loaded = Checkpoint::load(&path).unwrap();
+    assert_eq!(loaded.value::<f64>("lr").unwrap().to_bits(), 0.1f64.to_bits());
+    assert_eq!(loaded.value::<u64>("seed").unwrap(), u64::MAX);
+    assert_eq!(loaded.value::<Option<f64>>("best").unwrap(), None);
+    assert_eq!(loaded.value::<Vec<String>>("names").unwrap().len(), 2);
+    assert!(matches!(loaded.value::<u8>("seed"), Err(Error::Checkpoint(_))));
+}
+
+#[test]
+fn the_same_content_makes_the_same_bytes_and_leaves_no_other_file() {
+    let folder = Folder::new();
+    let mut run = Run::new(Device::Cpu);
+    run.train(3);
+    for name in ["a.safetensors", "b.safetensors", "a.safetensors"] {
+        run.checkpoint().save(folder.file(name)).unwrap();
+    }
+    let read = |name| std::fs::read(folder.file(name)).unwrap();
+    assert_eq!(read("a.safetensors"), read("b.safetensors"));
+    let mut names = names_in(&folder.0);
+    names.sort();
+    assert_eq!(names, ["a.safetensors", "b.safetensors"]);
+}
+
+#[test]
+fn a_loaded_checkpoint_can_be_saved_again() {
+    let folder = Folder::new();
+    let mut run = Run::new(Device::Cpu);
+    run.train(3);
+    let (first, second) = (folder.file("1.safetensors"), folder.file("2.safetensors"));
+    run.checkpoint().save(&first).unwrap();
+    Checkpoint::load(&first).unwrap().save(&second).unwrap();
+    assert_eq!(std::fs::read(&first).unwrap(), std::fs::read(&second).unwrap());
+    // Over the file that it is read from, too.
+    Checkpoint::load(&second).unwrap().save(&second).unwrap();
+    assert_eq!(std::fs::read(&first).unwrap(), std::fs::read(&second).unwrap());
+}
+
+#[test]
+fn a_file_of_tch_loads_as_a_model() {
+    let folder = Folder::new();
+    let path = folder.file("tch.safetensors");
+    let saved = Run::new(Device::Cpu);
+    saved.vs.save(&path).unwrap();
+    let other = Run::new(Device::Cpu);
+    let loaded = Checkpoint::load(&path).unwrap();
+    loaded.restore().model("model", &other.vs).apply().unwrap();
+    assert_eq!(bits(&other.net.ws), bits(&saved.net.ws));
+}
+
+#[test]
+fn buffers_that_are_not_trained_are_saved_too() {
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    let model = || {
+        let vs = VarStore::new(Device::Cpu);
+        let norm = tch::nn::batch_norm1d(vs.root(), 2, Default::default());
+        (vs, norm)
+    };
+    let ((one, norm), (two, other)) = (model(), model());
+    let xs = Tensor::randn([8, 2], (Kind::Float, Device::Cpu));
+    drop(tch::nn::ModuleT::forward_t(&norm, &xs, true));
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_model("model", &one).unwrap();
+    checkpoint.save(&path).unwrap();
+    Checkpoint::load(&path).unwrap().restore().model("model", &two).apply().unwrap();
+    assert_eq!(bits(&other.running_mean), bits(&norm.running_mean));
+}
+
+#[test]
+fn a_disabled_scaler_is_saved_and_restored() {
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_scaler("scaler", &GradScaler::disabled()).unwrap();
+    checkpoint.save(&path).unwrap();
+    let loaded = Checkpoint::load(&path).unwrap();
+    loaded.restore().scaler("scaler", &mut GradScaler::disabled()).apply().unwrap();
+    let mut enabled = GradScaler::new(Device::Cpu).unwrap();
+    let refused = loaded.restore().scaler("scaler", &mut enabled).apply();
+    assert!(matches!(refused, Err(Error::EmptyState)), "{refused:?}");
+}
+
+#[test]
+fn restoring_goes_to_any_device_and_keeps_the_tensors() {
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    for_each_device(|device| {
+        let mut saved = Run::new(Device::Cpu);
+        saved.train(3);
+        saved.checkpoint().save(&path).unwrap();
+        let mut other = Run::new(device);
+        other.restore(&Checkpoint::load(&path).unwrap()).unwrap();
+        assert_eq!(other.fingerprint(), saved.fingerprint());
+        // The optimizer still steps the variables of the model.
+        let before = bits(&other.net.ws);
+        other.train(1);
+        assert_ne!(bits(&other.net.ws), before);
+        assert!(other.net.ws.requires_grad());
+    });
+}

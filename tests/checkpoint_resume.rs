@@ -1,0 +1,119 @@
+//! A run that is resumed takes the same steps as one that was never stopped. A program of its own: the random numbers that
+//! are saved here belong to the whole process.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::checkpoint::Checkpoint;
+use tch_amp::optim::{Adagrad, AdamW, Algorithm, Optimizer, Sgd};
+use tch_amp::{GradScaler, GradScalerConfig};
+
+use common::bits::bits;
+use common::files::Folder;
+use common::for_each_device;
+
+/// A model with dropout, trained on shuffled rows, with an overflow now and then.
+struct Shuffled {
+    vs: VarStore,
+    net: nn::Linear,
+    opt: Optimizer,
+    scaler: GradScaler,
+    data: Tensor,
+    step: i64,
+}
+
+impl Shuffled {
+    fn new(device: Device, algorithm: Algorithm) -> Self {
+        let vs = VarStore::new(device);
+        let net = nn::linear(vs.root(), 4, 3, Default::default());
+        let opt = match algorithm {
+            Algorithm::AdamW(config) => config.build(&vs, 0.1),
+            Algorithm::Sgd(config) => config.build(&vs, 0.1),
+            Algorithm::Adagrad(config) => config.build(&vs, 0.1),
+            other => panic!("not in these tests: {other:?}"),
+        };
+        let config =
+            GradScalerConfig { init_scale: 64.0, growth_interval: 2, ..Default::default() };
+        let scaler = config.build(device).unwrap();
+        let data = Tensor::arange(32, (Kind::Float, device)).view([8, 4]) / 32.0;
+        Self { vs, net, opt: opt.unwrap(), scaler, data, step: 0 }
+    }
+
+    fn train(&mut self, steps: i64) -> Vec<u64> {
+        let mut losses = Vec::new();
+        for _ in 0..steps {
+            let rows = Tensor::randperm(8, (Kind::Int64, Device::Cpu)).to_device(self.vs.device());
+            let xs = self.data.index_select(0, &rows.slice(0, 0, 4, 1)).dropout(0.5, true);
+            let overflow = if self.step % 3 == 2 { f64::INFINITY } else { 1.0 };
+            let loss = xs.apply(&self.net).square().mean(Kind::Float);
+            self.opt.zero_grad().unwrap();
+            self.scaler.backward(&(&loss * overflow)).unwrap();
+            drop(self.scaler.step(&mut self.opt).unwrap());
+            self.scaler.update().unwrap();
+            self.step += 1;
+            losses.push(loss.double_value(&[]).to_bits());
+        }
+        losses
+    }
+
+    fn save(&mut self, path: &std::path::Path) {
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_model("model", &self.vs).unwrap();
+        checkpoint.add_optimizer("optimizer", &mut self.opt).unwrap();
+        checkpoint.add_scaler("scaler", &self.scaler).unwrap();
+        checkpoint.add_rng("rng", Device::Cpu).unwrap();
+        if self.vs.device() != Device::Cpu {
+            checkpoint.add_rng("rng_device", self.vs.device()).unwrap();
+        }
+        checkpoint.add_value("step", &self.step).unwrap();
+        checkpoint.save(path).unwrap();
+    }
+
+    fn load(&mut self, path: &std::path::Path) {
+        let checkpoint = Checkpoint::load(path).unwrap();
+        self.step = checkpoint.value("step").unwrap();
+        let mut restore = checkpoint
+            .restore()
+            .model("model", &self.vs)
+            .optimizer("optimizer", &mut self.opt)
+            .scaler("scaler", &mut self.scaler)
+            .rng("rng", Device::Cpu);
+        if self.vs.device() != Device::Cpu {
+            restore = restore.rng("rng_device", self.vs.device());
+        }
+        assert_eq!(restore.apply().unwrap(), Default::default());
+    }
+}
+
+#[test]
+fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    let algorithms: [Algorithm; 4] = [
+        AdamW { amsgrad: true, ..AdamW::default() }.into(),
+        Sgd { momentum: 0.9, ..Sgd::default() }.into(),
+        Sgd { momentum: 0.9, dampening: 0.5, ..Sgd::default() }.into(),
+        Adagrad::default().into(),
+    ];
+    for_each_device(|device| {
+        for algorithm in algorithms {
+            // Before anything, after a taken step, right before and right after a skipped one.
+            for before in [0, 1, 2, 3, 5] {
+                tch::manual_seed(7);
+                let mut whole = Shuffled::new(device, algorithm);
+                whole.train(before);
+                whole.save(&path);
+                let expected = whole.train(5);
+                tch::manual_seed(8);
+                let mut resumed = Shuffled::new(device, algorithm);
+                // The one that is overwritten has a past of its own.
+                resumed.train(before % 2);
+                resumed.load(&path);
+                assert_eq!(resumed.train(5), expected, "{algorithm:?} after {before}");
+                assert_eq!(bits(&resumed.net.ws), bits(&whole.net.ws));
+            }
+        }
+    });
+}

@@ -1,0 +1,121 @@
+"""Saves and loads checkpoints as a Python program does, for tests/checkpoint/python.rs.
+
+save FOLDER: trains a little and writes FOLDER/ALGORITHM.pt for each optimizer, and prints for each the losses of the
+next steps as hexadecimal floats.
+resume FOLDER: loads each FOLDER/ALGORITHM.pt as this crate wrote it, into model, optimizer and scaler, and prints some
+values and the next losses.
+safe FILE: reads a safetensors file with nothing but its specification and prints what is in it.
+"""
+
+import sys
+
+import torch
+from torch import nn
+
+STEPS = 4
+NAMES = ["adamw", "adam", "sgd", "plain", "adagrad"]
+
+
+def optimizer(name, net):
+    groups = [{"params": [net.weight]}, {"params": [net.bias], "weight_decay": 0.0}]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.05, amsgrad=True, fused=True)
+    if name == "adam":
+        return torch.optim.Adam(groups, lr=0.05, weight_decay=0.1, fused=True)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1, fused=True)
+    if name == "plain":
+        return torch.optim.SGD(groups, lr=0.05, fused=True)
+    return torch.optim.Adagrad(groups, lr=0.05, lr_decay=0.1, fused=True)
+
+
+def data():
+    return torch.arange(12, dtype=torch.float32).view(4, 3) / 8 - 0.5
+
+
+def scaler():
+    return torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+
+
+def train(net, opt, scale, steps, overflow=()):
+    losses = []
+    for step in range(steps):
+        loss = net(data()).square().mean()
+        opt.zero_grad()
+        scale.scale(loss * (float("inf") if step in overflow else 1.0)).backward()
+        scale.step(opt)
+        scale.update()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def model():
+    net = nn.Linear(3, 2)
+    with torch.no_grad():
+        net.weight.copy_(torch.arange(6, dtype=torch.float32).view(2, 3) / 4)
+        net.bias.copy_(torch.tensor([0.5, -0.5]))
+    return net
+
+
+def save(folder):
+    for name in NAMES:
+        net = model()
+        opt, scale = optimizer(name, net), scaler()
+        train(net, opt, scale, 5, overflow=(2,))
+        content = {
+            "model": net.state_dict(),
+            "optimizer": opt.state_dict(),
+            "scaler": scale.state_dict(),
+            "epoch": 3,
+            "lr": 1e-3,
+            "history": [(1, "a"), None],
+            "best": float("inf"),
+            "rng": torch.get_rng_state(),
+            "unknown": {"deep": [torch.ones(2)]},
+        }
+        torch.save(content, f"{folder}/{name}.pt")
+        print(name, *train(net, opt, scale, STEPS))
+    torch.save(model().state_dict(), f"{folder}/model.pt")
+
+
+def resume(folder):
+    for name in NAMES:
+        resume_one(f"{folder}/{name}.pt", name)
+
+
+def resume_one(path, name):
+    content = torch.load(path, weights_only=True)
+    torch.load(path, weights_only=True, mmap=True)
+    net = nn.Linear(3, 2)
+    opt, scale = optimizer(name, net), scaler()
+    net.load_state_dict(content["model"])
+    opt.load_state_dict(content["optimizer"])
+    # What a Python program chooses anew with each start; a file says nothing about it.
+    for group in opt.param_groups:
+        group["fused"] = True
+    opt._step_supports_amp_scaling = True
+    scale.load_state_dict(content["scaler"])
+    torch.set_rng_state(content["rng"])
+    print(content["epoch"], content["text"], content["list"], content["none"])
+    print(*train(net, opt, scale, STEPS))
+
+
+def safe(path):
+    import json
+    import struct
+
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        body = file.read()
+    ours = json.loads(header.pop("__metadata__")["tch_amp"])
+    scale = scaler()
+    scale.load_state_dict(ours["parts"]["scaler"]["state"])
+    print(scale.state_dict())
+    for name, info in sorted(header.items()):
+        start, end = info["data_offsets"]
+        print(name, info["dtype"], info["shape"], body[start:end].hex())
+
+
+if __name__ == "__main__":
+    {"save": save, "resume": resume, "safe": safe}[sys.argv[1]](*sys.argv[2:])
