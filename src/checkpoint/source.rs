@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -24,12 +24,14 @@ pub(crate) struct Source {
 impl Source {
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let failed = |source| CheckpointError::Io { action: "open", path: path.to_owned(), source };
-        let file = File::open(path).map_err(failed)?;
-        let metadata = file.metadata().map_err(failed)?;
-        if metadata.is_dir() {
-            return Err(failed(io::Error::from(io::ErrorKind::IsADirectory)).into());
+        // Before it is opened: a pipe would wait for a writer.
+        if !fs::metadata(path).map_err(failed)?.is_file() {
+            let problem = "it is not a regular file";
+            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, problem)).into());
         }
-        Ok(Self { path: path.to_owned(), file: Mutex::new(file), len: metadata.len() })
+        let file = File::open(path).map_err(failed)?;
+        let len = file.metadata().map_err(failed)?.len();
+        Ok(Self { path: path.to_owned(), file: Mutex::new(file), len })
     }
 
     pub(crate) fn path(&self) -> &Path {

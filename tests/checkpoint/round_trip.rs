@@ -160,6 +160,29 @@ fn buffers_that_are_not_trained_are_saved_too() {
 }
 
 #[test]
+fn odd_names_stay_apart() {
+    let folder = Folder::new();
+    let vs = VarStore::new(Device::Cpu);
+    let names = ["", "a/b", "/", "step", "\"", "__metadata__"];
+    let root = vs.root();
+    for (index, name) in names.into_iter().enumerate() {
+        drop(root.zeros(name, &[index as i64 + 1]));
+    }
+    let mut opt = tch_amp::optim::AdamW::default().build(&vs, 0.1).unwrap();
+    vs.trainable_variables().iter().for_each(|w| w.sum(Kind::Float).backward());
+    opt.step().unwrap();
+    for name in ["x.safetensors", "x.pt"] {
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_model("m", &vs).unwrap();
+        checkpoint.add_optimizer("o", &mut opt).unwrap();
+        checkpoint.save(folder.file(name)).unwrap();
+        let loaded = Checkpoint::load(folder.file(name)).unwrap();
+        loaded.restore().model("m", &vs).optimizer("o", &mut opt).apply().unwrap();
+        assert_eq!(opt.state_dict().unwrap().state.len(), names.len());
+    }
+}
+
+#[test]
 fn a_disabled_scaler_is_saved_and_restored() {
     let folder = Folder::new();
     let path = folder.file("x.safetensors");

@@ -111,7 +111,7 @@ fn place(parts: &Parts) -> Result<Vec<(TensorInfo, String, &Entry)>> {
             return Err(CheckpointError::Unsaveable { name: part_name.clone(), problem }.into());
         }
         for (name, entry) in part.tensors() {
-            let name = full_name(part_name, &name);
+            let name = full_name(part_name, part, &name);
             let Some(dtype) = dtype(entry.kind) else {
                 let problem = format!("safetensors has no {:?}", entry.kind);
                 return Err(CheckpointError::Unsaveable { name, problem }.into());
@@ -131,9 +131,12 @@ fn place(parts: &Parts) -> Result<Vec<(TensorInfo, String, &Entry)>> {
     Ok(placed.collect())
 }
 
-/// The name of a tensor in the file.
-fn full_name(part: &str, tensor: &str) -> String {
-    if tensor.is_empty() { part.to_owned() } else { format!("{part}/{tensor}") }
+/// The name of a tensor in the file. A slash tells those of a part, whatever they are called, from a part of its own.
+fn full_name(name: &str, part: &Part, tensor: &str) -> String {
+    match part {
+        Part::Tensor(_) => name.to_owned(),
+        _ => format!("{name}/{tensor}"),
+    }
 }
 
 fn manifest(part: &Part) -> PartManifest {
