@@ -57,7 +57,8 @@ impl Archive {
                     hash.finalize() == *wanted
                 }
             };
-            if !same {
+            // A fuzzer cannot guess checksums.
+            if !same && !cfg!(fuzzing) {
                 let problem = format!("`{name}` does not have the checksum that it had");
                 return Err(self.source.damaged(problem).into());
             }

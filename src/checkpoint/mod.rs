@@ -248,7 +248,20 @@ impl Checkpoint {
     ///
     /// [`CheckpointError::Io`], [`CheckpointError::Damaged`] and [`CheckpointError::Newer`].
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
-        let archive = open(path.as_ref())?;
+        Self::read(Source::open(path.as_ref())?)
+    }
+
+    /// Loads as [`load`](Self::load) from the bytes of a file, which the checkpoint keeps.
+    ///
+    /// # Errors
+    ///
+    /// As [`load`](Self::load).
+    pub fn from_bytes(bytes: Vec<u8>) -> Result<Self> {
+        Self::read(Source::in_memory(bytes))
+    }
+
+    fn read(source: Source) -> Result<Self> {
+        let archive = open(Arc::new(source))?;
         archive.verify()?;
         Ok(Self { parts: archive.parts })
     }
@@ -301,8 +314,7 @@ impl Checkpoint {
     }
 }
 
-fn open(path: &Path) -> Result<Archive> {
-    let source = Arc::new(Source::open(path)?);
+fn open(source: Arc<Source>) -> Result<Archive> {
     let mut start = [0; 9];
     let len = source.len().min(start.len() as u64) as usize;
     source.read_at(0, &mut start[..len])?;

@@ -1,7 +1,8 @@
-//! The file that a checkpoint was loaded from.
+//! Where a checkpoint was loaded from.
 
 #![forbid(unsafe_code)]
 
+use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -17,8 +18,23 @@ pub(crate) const CHUNK: usize = 1 << 18;
 #[derive(Debug)]
 pub(crate) struct Source {
     path: PathBuf,
-    file: Mutex<File>,
+    store: Store,
     len: u64,
+}
+
+#[derive(Debug)]
+enum Store {
+    File(Mutex<File>),
+    Memory(Memory),
+}
+
+/// Bytes that a message does not show.
+struct Memory(Vec<u8>);
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes", self.0.len())
+    }
 }
 
 impl Source {
@@ -31,7 +47,12 @@ impl Source {
         }
         let file = File::open(path).map_err(failed)?;
         let len = file.metadata().map_err(failed)?.len();
-        Ok(Self { path: path.to_owned(), file: Mutex::new(file), len })
+        Ok(Self { path: path.to_owned(), store: Store::File(Mutex::new(file)), len })
+    }
+
+    pub(crate) fn in_memory(bytes: Vec<u8>) -> Self {
+        let len = bytes.len() as u64;
+        Self { path: PathBuf::from("(memory)"), store: Store::Memory(Memory(bytes)), len }
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -44,8 +65,16 @@ impl Source {
 
     /// Reads exactly these bytes.
     pub(crate) fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        let read = file.seek(SeekFrom::Start(offset)).and_then(|_| file.read_exact(buffer));
+        let read = match &self.store {
+            Store::File(file) => {
+                let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+                file.seek(SeekFrom::Start(offset)).and_then(|_| file.read_exact(buffer))
+            }
+            Store::Memory(Memory(bytes)) => {
+                let rest = usize::try_from(offset).ok().and_then(|offset| bytes.get(offset..));
+                rest.unwrap_or_default().read_exact(buffer)
+            }
+        };
         read.map_err(|source| {
             if source.kind() == io::ErrorKind::UnexpectedEof {
                 return self.damaged("it ends too early").into();

@@ -100,7 +100,8 @@ fn manifest_of(source: &Source, header: &[u8], text: &str) -> Result<Manifest> {
         return Err(CheckpointError::Newer { path, found, supported }.into());
     }
     let manifest: Manifest = serde_json::from_str(text).map_err(damaged)?;
-    if of_header(header, manifest.checksum) != Some(manifest.checksum) {
+    let same = of_header(header, manifest.checksum) == Some(manifest.checksum);
+    if !same && !cfg!(fuzzing) {
         return Err(source.damaged("its header does not have the checksum that it had").into());
     }
     Ok(manifest)

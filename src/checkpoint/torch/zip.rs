@@ -153,7 +153,8 @@ pub(super) fn read<R: Read + Seek>(
     if bytes.len() as u64 != record.len {
         return Err(record.refuse("ends too early".to_owned()));
     }
-    if crc32fast::hash(&bytes) != record.crc32 {
+    // A fuzzer cannot guess checksums.
+    if crc32fast::hash(&bytes) != record.crc32 && !cfg!(fuzzing) {
         return Err(record.refuse("is damaged: its checksum is another".to_owned()));
     }
     Ok(bytes)
