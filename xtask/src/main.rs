@@ -14,6 +14,7 @@ mod cache;
 mod cpu;
 mod demo;
 mod doctor;
+mod fuzz;
 mod gpu;
 mod libtorch;
 mod msrv;
@@ -36,6 +37,7 @@ usage: cargo xtask <command>
   bench [--tch V] [filter]           times this crate beside Python and plain tch, on one core
   doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
   bundle [--tch V]                   packs tests, examples and benches for a machine without Rust
+  fuzz [seconds]                     feeds the checkpoint readers with damaged files, for a minute by default
   fmt                                formats the Rust and the C++
   lock                               rewrites xtask/lock from Cargo.lock
   ci                                 what .ci/run runs: test --all-versions
@@ -74,6 +76,7 @@ fn dispatch() -> Result<ExitCode> {
         "bench" => bench::run(args)?,
         "doctor" => return doctor::run(args),
         "bundle" => bundle::run(args)?,
+        "fuzz" => fuzz::run(args)?,
         "lock" => shadow::rewrite_locks(args)?,
         "fmt" => tools::format(args)?,
         "ci" => test::run_all(args)?,
