@@ -1,0 +1,207 @@
+//! Saving and loading a model, the state of AdamW and a scaler beside Python's `torch.save` and `torch.load`.
+//!
+//! Both sides write to one folder, sync the file and the folder, and replace the file of the round before. Files are loaded
+//! while the page cache has them, into a model that exists and an optimizer that has not stepped yet.
+//!
+//! `TCH_AMP_BENCH_NUMBERS` is the number of parameters (100 000 000; each takes 12 bytes in a file, of which
+//! there are four at most, and 44 bytes of memory), `TCH_AMP_BENCH_FOLDER` an existing folder for the files.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
+
+mod common;
+#[path = "common/folder.rs"]
+mod folder;
+#[path = "common/memory.rs"]
+mod memory;
+
+use std::path::Path;
+
+use common::{Rounds, Twin, is_quick, nanoseconds, print_ratio, rounds};
+use folder::Folder;
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+use tch_amp::GradScaler;
+use tch_amp::checkpoint::Checkpoint;
+use tch_amp::optim::{AdamW, Optimizer};
+
+const PARAMETERS: i64 = 40;
+
+/// The usual number of rounds.
+const ROUNDS: usize = 7;
+
+fn main() {
+    let Some(mut twin) = Twin::start("checkpoint.py") else {
+        return;
+    };
+    tch::set_num_threads(1);
+    tch::manual_seed(1);
+    let numbers = size() / PARAMETERS;
+    assert_eq!(twin.ask(&format!("{PARAMETERS} {numbers}")), "ready");
+    let folder = Folder::new();
+    let mut training = Training::new(numbers);
+    training.step();
+    check(&mut training, &mut twin, &folder);
+
+    let bytes = training.bytes();
+    let count = rounds(ROUNDS).max(3);
+    println!("{:.2} GB of tensors in {}, {count} rounds", bytes / 1e9, folder.0.display());
+    let saves = measure(count, &mut twin, &folder, "save", |path| training.save(path));
+    report("save", ["checkpoint_save", "checkpoint_save_pt"], &saves, bytes, 0.0);
+    println!("loading with a warm page cache, into an optimizer without state:");
+    let state = 2.0 * bytes / 3.0;
+    let loads = measure(count, &mut twin, &folder, "load", |path| training.load(path));
+    report("load", ["checkpoint_load", "checkpoint_load_pt"], &loads, bytes, state);
+}
+
+fn size() -> i64 {
+    let usual = if is_quick() { 1_000_000 } else { 100_000_000 };
+    let given = std::env::var("TCH_AMP_BENCH_NUMBERS");
+    given.map_or(usual, |given| given.parse().expect("TCH_AMP_BENCH_NUMBERS is a number"))
+}
+
+/// Both sides have the same numbers in the end, by way of files of both.
+fn check(training: &mut Training, twin: &mut Twin, folder: &Folder) {
+    let saved = training.sums();
+    for file in [OURS, OURS_PT] {
+        training.save(&folder.file(file));
+        training.clear();
+        assert_ne!(training.sums(), saved, "the numbers are gone");
+        training.load(&folder.file(file));
+        assert_eq!(training.sums(), saved, "{file} holds what was saved");
+    }
+    drop(twin.ask(&format!("load {}", folder.text(OURS_PT))));
+    assert_eq!(twin.ask("sums"), saved, "Python reads what was saved");
+    drop(twin.ask(&format!("save {}", folder.text(PYTHON))));
+    training.clear();
+    training.load(&folder.file(PYTHON));
+    assert_eq!(training.sums(), saved, "this crate reads what Python saved");
+}
+
+const OURS: &str = "ours.safetensors";
+const OURS_PT: &str = "ours.pt";
+const PYTHON: &str = "python.pt";
+
+/// Rounds of one action: time and peak of ours as safetensors, of ours as `.pt`, and of Python's twice.
+fn measure(
+    count: usize,
+    twin: &mut Twin,
+    folder: &Folder,
+    action: &str,
+    mut work: impl FnMut(&Path) -> [f64; 2],
+) -> Rounds {
+    let request = format!("{action} {}", folder.text(PYTHON));
+    Rounds::run(
+        count,
+        || [OURS, OURS_PT].iter().flat_map(|file| work(&folder.file(file))).collect(),
+        || twin.time(&request).repeat(2),
+    )
+}
+
+fn report(action: &str, names: [&'static str; 2], rounds: &Rounds, bytes: f64, content: f64) {
+    let [ours, ours_pt] = [rounds.row(names[0], 0), rounds.row(names[1], 2)];
+    let [peak, peak_pt] = [rounds.row("peak", 1), rounds.row("peak", 3)];
+    for (who, time, peak) in [
+        ("tch-amp, safetensors", ours.ours, peak.ours),
+        ("tch-amp, .pt", ours_pt.ours, peak_pt.ours),
+        ("Python", ours.python, peak.python),
+    ] {
+        let (seconds, speed) = (time / 1e9, bytes / time);
+        let extra = 100.0 * (peak - content) / bytes;
+        println!(
+            "{action}, {who:<20} {seconds:6.3} s {speed:6.2} GB/s, extra memory {extra:5.1} %"
+        );
+    }
+    [ours, ours_pt].iter().for_each(|row| print_ratio(row.name, *row));
+    println!();
+}
+
+struct Training {
+    vs: VarStore,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+}
+
+impl Training {
+    fn new(numbers: i64) -> Self {
+        let vs = VarStore::new(Device::Cpu);
+        for parameter in 0..PARAMETERS {
+            let values = Tensor::randn([numbers], (Kind::Float, Device::Cpu));
+            drop(vs.root().add(&format!("w{parameter:03}"), values, true));
+        }
+        let (optimizer, scaler) = fresh(&vs);
+        Self { vs, optimizer, scaler }
+    }
+
+    /// Makes a state.
+    fn step(&mut self) {
+        for parameter in self.optimizer.trainable_variables() {
+            (&parameter * parameter.randn_like()).sum(Kind::Float).backward();
+        }
+        self.optimizer.step().unwrap();
+        self.optimizer.zero_grad().unwrap();
+        self.scaler.update_with(1024.0).unwrap();
+    }
+
+    fn clear(&mut self) {
+        (self.optimizer, self.scaler) = fresh(&self.vs);
+        tch::no_grad(|| {
+            for mut parameter in self.optimizer.trainable_variables() {
+                drop(parameter.zero_());
+            }
+        });
+    }
+
+    fn save(&mut self, path: &Path) -> [f64; 2] {
+        timed(|| {
+            let mut checkpoint = Checkpoint::new();
+            checkpoint.add_model("model", &self.vs).unwrap();
+            checkpoint.add_optimizer("optimizer", &mut self.optimizer).unwrap();
+            checkpoint.add_scaler("scaler", &self.scaler).unwrap();
+            checkpoint.save(path).unwrap();
+        })
+    }
+
+    fn load(&mut self, path: &Path) -> [f64; 2] {
+        (self.optimizer, self.scaler) = fresh(&self.vs);
+        timed(|| {
+            let checkpoint = Checkpoint::load(path).unwrap();
+            let restore = checkpoint.restore().model("model", &self.vs);
+            let restore = restore.optimizer("optimizer", &mut self.optimizer);
+            drop(restore.scaler("scaler", &mut self.scaler).apply().unwrap());
+        })
+    }
+
+    fn bytes(&self) -> f64 {
+        let numbers: usize = self.optimizer.trainable_variables().iter().map(Tensor::numel).sum();
+        12.0 * numbers as f64
+    }
+
+    /// For each parameter the sums of the bits of it and of its state, and at the end the scale; as the twin's.
+    fn sums(&mut self) -> String {
+        let state = self.optimizer.state_dict().unwrap().state;
+        let variables = self.vs.variables();
+        let mut sums = Vec::new();
+        for parameter in 0..PARAMETERS {
+            let name = format!("w{parameter:03}");
+            sums.push(bits(&variables[&name]));
+            let kept = |key| state.get(&name).map_or(0, |kept| bits(&kept[key]));
+            sums.extend(["exp_avg", "exp_avg_sq", "step"].map(kept));
+        }
+        let sums: Vec<_> = sums.iter().map(i64::to_string).collect();
+        format!("{} {:?}", sums.join(" "), self.scaler.get_scale().unwrap())
+    }
+}
+
+fn fresh(vs: &VarStore) -> (Optimizer, GradScaler) {
+    (AdamW::default().build(vs, 1e-3).unwrap(), GradScaler::new(Device::Cpu).unwrap())
+}
+
+fn bits(tensor: &Tensor) -> i64 {
+    tensor.detach().view_dtype(Kind::Int).sum(Kind::Int64).int64_value(&[])
+}
+
+/// Nanoseconds, and the bytes at the peak above those before.
+fn timed(work: impl FnOnce()) -> [f64; 2] {
+    let mut time = 0.0;
+    let peak = memory::peak(|| time = nanoseconds(work));
+    [time, peak]
+}
