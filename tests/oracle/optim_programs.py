@@ -90,8 +90,8 @@ class Training:
         out = []
         for param in self.params:
             state = self.optimizer.state.get(param, {})
-            if "step" in state and state["step"] == 0:
-                state = {}  # made, but not used yet
+            if self.program["algorithm"] != "Adagrad" and "step" in state and state["step"] == 0:
+                state = {}  # made in a step that was skipped; Adagrad's is there from the start
             tensors = [state[key] for key in KEYS if isinstance(state.get(key), torch.Tensor)]
             out.append(",".join(bits(t) for t in [param, *tensors]))
         return " ".join(out) + f" {self.scaler.get_scale()}"
