@@ -2,9 +2,9 @@
 
 #![forbid(unsafe_code)]
 
-mod disk;
+pub(crate) mod disk;
 mod error;
-mod place;
+pub(crate) mod place;
 mod writer;
 
 use std::io::{self, ErrorKind, Seek, Write};
@@ -16,7 +16,7 @@ use place::Place;
 use writer::Writer;
 
 pub use error::SaveError;
-#[allow(unused_imports, dead_code)]
+#[allow(unused_imports, dead_code, reason = "the folder of checkpoints takes them")]
 pub(crate) use place::{is_temporary, remove_leftovers};
 
 /// What a file is written through. Not buffered: large pieces are fastest.
@@ -48,7 +48,12 @@ pub(crate) fn replace(path: &Path, fill: &mut Fill<'_>) -> Result<(), SaveError>
     replace_on(&Real::default(), &place, fill)
 }
 
-fn replace_on<D: Disk>(disk: &D, place: &Place, fill: &mut Fill<'_>) -> Result<(), SaveError> {
+/// As [`replace`], on any disk.
+pub(crate) fn replace_on<D: Disk>(
+    disk: &D,
+    place: &Place,
+    fill: &mut Fill<'_>,
+) -> Result<(), SaveError> {
     // Opened before anything is written: what is wrong with the folder should not be found out after hours.
     let folder = disk.open_folder(&place.folder);
     let folder = folder.map_err(cannot("open the folder", &place.folder))?;

@@ -7,7 +7,7 @@ use std::io::{self, Seek, Write};
 use std::path::Path;
 
 /// A file system.
-pub(super) trait Disk {
+pub(crate) trait Disk {
     type File: DiskFile;
     type Folder;
 
@@ -25,7 +25,7 @@ pub(super) trait Disk {
 }
 
 /// An open file.
-pub(super) trait DiskFile: Write + Seek + Send + Sized + 'static {
+pub(crate) trait DiskFile: Write + Seek + Send + Sized + 'static {
     /// A second handle, for another thread.
     fn second(&self) -> io::Result<Self>;
     /// Waits until the data would survive a power loss.
@@ -37,8 +37,8 @@ pub(super) trait DiskFile: Write + Seek + Send + Sized + 'static {
 }
 
 /// The file system of the operating system.
-pub(super) struct Real {
-    pub(super) sync_every: u64,
+pub(crate) struct Real {
+    pub(crate) sync_every: u64,
 }
 
 impl Default for Real {

@@ -20,16 +20,16 @@ const MOST_NAME: usize = 100;
 
 /// A file that is to be replaced, or that does not exist yet.
 #[derive(Debug)]
-pub(super) struct Place {
-    pub(super) path: PathBuf,
-    pub(super) folder: PathBuf,
+pub(crate) struct Place {
+    pub(crate) path: PathBuf,
+    pub(crate) folder: PathBuf,
     /// Those of the file, where there is one.
-    pub(super) permissions: Option<Permissions>,
+    pub(crate) permissions: Option<Permissions>,
 }
 
 impl Place {
     /// Follows symbolic links, also to a file that does not exist yet. Refuses what is not a regular file, or read-only.
-    pub(super) fn find(path: &Path) -> io::Result<Self> {
+    pub(crate) fn find(path: &Path) -> io::Result<Self> {
         let refuse = |kind, problem| Err(io::Error::new(kind, problem));
         // The working directory may change while the file is being written.
         let mut path = path::absolute(path)?;
@@ -68,7 +68,7 @@ impl Place {
     }
 
     /// A path that no other call in this process gets.
-    pub(super) fn temporary(&self) -> PathBuf {
+    pub(crate) fn temporary(&self) -> PathBuf {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
         let name = self.path.file_name().unwrap_or_default().to_string_lossy();
         let ends = name.char_indices().map(|(start, char)| start + char.len_utf8());

@@ -1,0 +1,140 @@
+//! What is replaced on a real disk: links, permissions, names.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use super::{Folder, content, fill_with};
+use crate::checkpoint::atomic::place::Place;
+use crate::checkpoint::atomic::{SaveError, is_temporary, remove_leftovers, replace};
+
+/// Replaces a file by a text.
+pub(super) fn write(path: &Path, text: &str) -> Result<(), SaveError> {
+    replace(path, &mut |target| target.write_all(text.as_bytes()))
+}
+
+/// Why a path is refused, and with which message.
+pub(super) fn refused(path: &Path) -> (ErrorKind, String) {
+    match write(path, "new") {
+        Err(SaveError::Io { action: "replace", source, .. }) => (source.kind(), source.to_string()),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_file_is_created_and_replaced() {
+    let folder = Folder::new("replaced");
+    let path = folder.join("model.bin");
+    for (version, length) in [(1, 0), (2, 100_000), (3, 5)] {
+        let new = content(version, length);
+        replace(&path, &mut fill_with(&new, 3000)).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), new);
+        assert_eq!(folder.names(), ["model.bin"]);
+    }
+}
+
+#[test]
+fn a_name_may_be_long_or_not_ascii() {
+    let folder = Folder::new("names");
+    for name in ["ä".repeat(127), "x".repeat(255), "-".to_owned(), "a b\nc".to_owned()] {
+        write(&folder.join(&name), "new").unwrap();
+        let temporary = Place::find(&folder.join(&name)).unwrap().temporary();
+        let temporary = temporary.file_name().unwrap();
+        assert!(is_temporary(temporary) && temporary.len() < 143, "{temporary:?}");
+    }
+    assert_eq!(folder.names().len(), 4);
+}
+
+#[test]
+fn only_our_names_are_temporary() {
+    for name in [".model.bin.12-0.tmp", ".a.1-18446744073709551615.tmp", ".ä.b.1-2.tmp"] {
+        assert!(is_temporary(OsStr::new(name)), "{name}");
+    }
+    let others = ["", ".tmp", "model.bin", "model.1-2.tmp", ".model.tmp", ".model.12.tmp"];
+    let more =
+        [".model.a-2.tmp", ".model.-.tmp", ".1-2.tmp", "..1-2.tmp", ".m.1-2.tmpx", ".m.+1-2.tmp"];
+    for name in others.into_iter().chain(more) {
+        assert!(!is_temporary(OsStr::new(name)), "{name}");
+    }
+}
+
+#[test]
+fn what_is_no_file_is_refused() {
+    let folder = Folder::new("refused");
+    fs::create_dir(folder.join("folder")).unwrap();
+    let no_name = |path: &str| assert_eq!(refused(Path::new(path)).0, ErrorKind::InvalidInput);
+    for path in ["", "/", "..", "folder/.."] {
+        no_name(path);
+    }
+    for name in ["folder", "folder/", "new/", ".model.bin.1-2.tmp"] {
+        no_name(folder.join(name).to_str().unwrap());
+    }
+    #[cfg(unix)]
+    no_name("/dev/null");
+    fs::write(folder.join("read-only"), "old").unwrap();
+    let mut permissions = fs::metadata(folder.join("read-only")).unwrap().permissions();
+    permissions.set_readonly(true);
+    fs::set_permissions(folder.join("read-only"), permissions).unwrap();
+    assert_eq!(refused(&folder.join("read-only")).0, ErrorKind::PermissionDenied);
+    assert_eq!(folder.names(), ["folder", "read-only"]);
+}
+
+#[test]
+fn a_missing_folder_is_named() {
+    let folder = Folder::new("missing");
+    let error = write(&folder.join("no/model.bin"), "new").unwrap_err();
+    let path = folder.join("no");
+    assert_eq!(error.to_string(), format!("cannot open the folder {}", path.display()));
+    let source = std::error::Error::source(&error).unwrap().downcast_ref::<io::Error>();
+    assert_eq!(source.unwrap().kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn a_relative_path_is_of_the_folder_at_the_start() {
+    let place = Place::find(Path::new("model.bin")).unwrap();
+    assert_eq!(place.folder, std::env::current_dir().unwrap());
+    assert!(place.temporary().is_absolute());
+}
+
+#[test]
+fn two_threads_leave_one_whole_file() {
+    let folder = Folder::new("threads");
+    let path = folder.join("model.bin");
+    std::thread::scope(|scope| {
+        for version in 0..4 {
+            let path = &path;
+            scope.spawn(move || {
+                for _ in 0..5 {
+                    replace(path, &mut fill_with(&content(version, 50_000), 7000)).unwrap();
+                }
+            });
+        }
+    });
+    let found = fs::read(&path).unwrap();
+    assert!((0..4).any(|version| found == content(version, 50_000)));
+    assert_eq!(folder.names(), ["model.bin"]);
+}
+
+#[test]
+fn old_leftovers_are_removed() {
+    let folder = Folder::new("leftovers");
+    let hour = Duration::from_secs(3600);
+    let now = SystemTime::now();
+    for (name, modified) in [
+        (".model.bin.1-0.tmp", now - 2 * hour),
+        (".model.bin.1-1.tmp", now),
+        (".model.bin.1-2.tmp", now + hour),
+        (".hidden.tmp", now - 2 * hour),
+        ("model.bin", now - 2 * hour),
+    ] {
+        File::create(folder.join(name)).unwrap().set_modified(modified).unwrap();
+    }
+    fs::create_dir(folder.join(".folder.1-3.tmp")).unwrap();
+    assert_eq!(remove_leftovers(&folder.0, hour).unwrap(), 1);
+    assert_eq!(remove_leftovers(&folder.0, Duration::ZERO).unwrap(), 1);
+    let left = [".folder.1-3.tmp", ".hidden.tmp", ".model.bin.1-2.tmp", "model.bin"];
+    assert_eq!(folder.names(), left);
+    assert!(remove_leftovers(&folder.join("no"), hour).is_err());
+}
