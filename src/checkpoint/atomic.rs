@@ -4,6 +4,7 @@
 
 pub(crate) mod disk;
 mod error;
+mod folder;
 pub(crate) mod place;
 mod writer;
 
@@ -16,8 +17,8 @@ use place::Place;
 use writer::Writer;
 
 pub use error::SaveError;
-#[allow(unused_imports, dead_code, reason = "the folder of checkpoints takes them")]
-pub(crate) use place::{is_temporary, remove_leftovers};
+pub(crate) use folder::create_folder;
+pub(crate) use place::remove_leftovers;
 
 /// What a file is written through. Not buffered: large pieces are fastest.
 pub(crate) trait Target: Write + Seek {}

@@ -16,7 +16,7 @@ pub enum CheckpointError {
     #[error(transparent)]
     Save(#[from] SaveError),
 
-    /// The system refused to read.
+    /// The system refused to read, to list or to remove.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
         /// What was tried.
@@ -45,6 +45,24 @@ pub enum CheckpointError {
         found: u32,
         /// The newest known here.
         supported: u32,
+    },
+
+    /// The checkpoint is saved, but others that are not to be kept could not be removed, and the disk may fill up.
+    #[error("{} is saved, but what it replaces is still there", saved.display())]
+    Kept {
+        /// What was saved.
+        saved: PathBuf,
+        /// Why.
+        source: Box<crate::Error>,
+    },
+
+    /// A folder has checkpoints, but all are damaged. To start anew, move them away.
+    #[error("{} has no whole checkpoint; the newest: {}", folder.display(), first(damaged))]
+    AllDamaged {
+        /// The folder.
+        folder: PathBuf,
+        /// What is wrong with each, from the one that was tried first.
+        damaged: Vec<CheckpointError>,
     },
 
     /// Something that cannot be put into a checkpoint.
@@ -118,6 +136,10 @@ pub enum CheckpointError {
         /// What happened.
         source: Box<crate::Error>,
     },
+}
+
+fn first(errors: &[CheckpointError]) -> String {
+    errors.first().map(ToString::to_string).unwrap_or_default()
 }
 
 fn list(names: &[String]) -> String {

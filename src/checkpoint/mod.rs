@@ -38,6 +38,7 @@ mod archive;
 mod atomic;
 mod entry;
 mod error;
+mod folder;
 mod header;
 mod part;
 mod restore;
@@ -65,6 +66,7 @@ use crate::optim::{Optimizer, OptimizerState};
 
 pub use atomic::SaveError;
 pub use error::CheckpointError;
+pub use folder::{Better, CheckpointFile, CheckpointFolder, Found, Start};
 pub use restore::{Restore, Restored};
 pub use rng::{rng_state, set_rng_state};
 

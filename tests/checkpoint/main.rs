@@ -5,6 +5,7 @@
 mod common;
 
 mod damage;
+mod folder;
 mod python;
 mod refused;
 mod round_trip;

@@ -8,7 +8,8 @@ use std::time::{Duration, SystemTime};
 
 use super::{Folder, content, fill_with};
 use crate::checkpoint::atomic::place::Place;
-use crate::checkpoint::atomic::{SaveError, is_temporary, remove_leftovers, replace};
+use crate::checkpoint::atomic::place::is_temporary;
+use crate::checkpoint::atomic::{SaveError, create_folder, remove_leftovers, replace};
 
 /// Replaces a file by a text.
 pub(super) fn write(path: &Path, text: &str) -> Result<(), SaveError> {
@@ -126,15 +127,31 @@ fn old_leftovers_are_removed() {
         (".model.bin.1-0.tmp", now - 2 * hour),
         (".model.bin.1-1.tmp", now),
         (".model.bin.1-2.tmp", now + hour),
+        (".other.bin.1-0.tmp", now - 2 * hour),
         (".hidden.tmp", now - 2 * hour),
         ("model.bin", now - 2 * hour),
     ] {
         File::create(folder.join(name)).unwrap().set_modified(modified).unwrap();
     }
     fs::create_dir(folder.join(".folder.1-3.tmp")).unwrap();
-    assert_eq!(remove_leftovers(&folder.0, hour).unwrap(), 1);
-    assert_eq!(remove_leftovers(&folder.0, Duration::ZERO).unwrap(), 1);
-    let left = [".folder.1-3.tmp", ".hidden.tmp", ".model.bin.1-2.tmp", "model.bin"];
+    let ours = |name: &str| name == "model.bin";
+    assert_eq!(remove_leftovers(&folder.0, hour, ours).unwrap(), 1);
+    assert_eq!(remove_leftovers(&folder.0, Duration::ZERO, ours).unwrap(), 1);
+    let left =
+        [".folder.1-3.tmp", ".hidden.tmp", ".model.bin.1-2.tmp", ".other.bin.1-0.tmp", "model.bin"];
     assert_eq!(folder.names(), left);
-    assert!(remove_leftovers(&folder.join("no"), hour).is_err());
+    assert!(remove_leftovers(&folder.join("no"), hour, ours).is_err());
+}
+
+#[test]
+fn folders_are_created() {
+    let folder = Folder::new("created");
+    let inner = folder.join("a").join("b");
+    create_folder(&inner).unwrap();
+    create_folder(&inner).unwrap();
+    assert!(inner.is_dir());
+    fs::write(folder.join("file"), "").unwrap();
+    for taken in [folder.join("file"), folder.join("file").join("c")] {
+        assert!(matches!(create_folder(&taken), Err(SaveError::Io { action: "create", .. })));
+    }
 }

@@ -9,7 +9,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::{Folder, content, fill_with, place};
 use crate::checkpoint::atomic::disk::Real;
-use crate::checkpoint::atomic::{SaveError, is_temporary, remove_leftovers, replace, replace_on};
+use crate::checkpoint::atomic::place::is_temporary;
+use crate::checkpoint::atomic::{SaveError, remove_leftovers, replace, replace_on};
 
 pub(super) const LENGTH: usize = 1 << 20;
 /// A file that is looked for before the system calls that matter.
@@ -116,6 +117,6 @@ fn a_killed_process_leaves_a_whole_file() {
     }
     let versions = version(&path) - start;
     println!("{kills} kills among {versions} versions, {leftovers} temporary files were left");
-    assert_eq!(remove_leftovers(&folder.0, Duration::ZERO).unwrap(), leftovers);
+    assert_eq!(remove_leftovers(&folder.0, Duration::ZERO, |_| true).unwrap(), leftovers);
     assert_eq!(folder.names(), ["model.bin"]);
 }

@@ -9,7 +9,8 @@ use super::loss::outcomes;
 use super::memory::Memory;
 use super::{content, fill_with, place};
 use crate::checkpoint::atomic::disk::{Disk, DiskFile};
-use crate::checkpoint::atomic::{is_temporary, replace_on};
+use crate::checkpoint::atomic::place::is_temporary;
+use crate::checkpoint::atomic::replace_on;
 
 const PIECE: usize = 1300;
 

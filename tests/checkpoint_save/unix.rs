@@ -7,7 +7,8 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 
 use super::Folder;
 use super::files::{refused, write};
-use crate::checkpoint::atomic::{Target, is_temporary, replace};
+use crate::checkpoint::atomic::place::is_temporary;
+use crate::checkpoint::atomic::{Target, replace};
 
 #[test]
 fn a_link_stays_and_its_file_is_replaced() {

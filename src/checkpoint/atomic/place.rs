@@ -80,46 +80,51 @@ impl Place {
 
 /// Whether a file has the name of a temporary file, that a killed process may have left behind.
 pub(crate) fn is_temporary(name: &OsStr) -> bool {
-    let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let parts = || {
-        let inner = name.to_str()?.strip_prefix('.')?.strip_suffix(".tmp")?;
-        let (name, numbers) = inner.rsplit_once('.')?;
-        let (process, counter) = numbers.split_once('-')?;
-        Some((name, process, counter))
-    };
-    parts().is_some_and(|(name, process, counter)| {
-        !name.is_empty() && number(process) && number(counter)
-    })
+    replaced(name).is_some()
 }
 
-/// Removes the temporary files of a folder that nobody has written to for that long, and says how many there were.
+/// The name of the file, or its beginning, that a temporary file was to replace. None of any other file.
+fn replaced(name: &OsStr) -> Option<&str> {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let inner = name.to_str()?.strip_prefix('.')?.strip_suffix(".tmp")?;
+    let (name, numbers) = inner.rsplit_once('.')?;
+    let (process, counter) = numbers.split_once('-')?;
+    (!name.is_empty() && is_number(process) && is_number(counter)).then_some(name)
+}
+
+/// Removes the temporary files of a folder that nobody has written to for that long, and says how many there were. Only
+/// those that were to replace a file `of` such a name.
 ///
 /// A file that is being written is never old, but one may wait for its data to be synced: minutes are too short an age.
-pub(crate) fn remove_leftovers(folder: &Path, age: Duration) -> Result<usize, SaveError> {
+pub(crate) fn remove_leftovers(
+    folder: &Path,
+    age: Duration,
+    of: impl Fn(&str) -> bool,
+) -> Result<usize, SaveError> {
     let mut removed = 0;
     for entry in fs::read_dir(folder).map_err(cannot("list", folder))? {
         let entry = entry.map_err(cannot("list", folder))?;
-        if !is_temporary(&entry.file_name()) {
-            continue;
-        }
-        let path = entry.path();
-        let modified = match fs::symlink_metadata(&path) {
-            Ok(found) if found.is_file() => found.modified().map_err(cannot("look at", &path))?,
-            Ok(_) => continue,
-            // Its process has renamed or removed it.
-            Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            Err(error) => return Err(cannot("look at", &path)(error)),
-        };
-        // A time in the future is not old.
-        if modified.elapsed().is_ok_and(|elapsed| elapsed >= age) {
-            match fs::remove_file(&path) {
-                Err(error) if error.kind() == ErrorKind::NotFound => {}
-                result => {
-                    result.map_err(cannot("remove", &path))?;
-                    removed += 1;
-                }
-            }
+        if replaced(&entry.file_name()).is_some_and(&of) && remove_if_old(&entry.path(), age)? {
+            removed += 1;
         }
     }
     Ok(removed)
+}
+
+fn remove_if_old(path: &Path, age: Duration) -> Result<bool, SaveError> {
+    // Its process may rename or remove it at any time.
+    let gone = |error: &io::Error| error.kind() == ErrorKind::NotFound;
+    let modified = match fs::symlink_metadata(path) {
+        Ok(found) if found.is_file() => found.modified().map_err(cannot("look at", path))?,
+        Err(error) if !gone(&error) => return Err(cannot("look at", path)(error)),
+        _ => return Ok(false),
+    };
+    // A time in the future is not old.
+    if !modified.elapsed().is_ok_and(|elapsed| elapsed >= age) {
+        return Ok(false);
+    }
+    match fs::remove_file(path) {
+        Err(error) if gone(&error) => Ok(false),
+        removed => removed.map(|()| true).map_err(cannot("remove", path)),
+    }
 }

@@ -1,0 +1,192 @@
+//! A folder of checkpoints: what is kept, and what a run goes on from.
+
+use std::fs::{self, File};
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use tch_amp::Error;
+use tch_amp::checkpoint::{Better, Checkpoint, CheckpointError, CheckpointFolder, Format};
+
+use crate::common::files::{Folder, names_in};
+
+fn checkpoint(step: u64) -> Checkpoint {
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("at", &step).unwrap();
+    checkpoint
+}
+
+fn save_all(folder: &CheckpointFolder, steps: &[u64]) {
+    for &step in steps {
+        folder.save(step, &checkpoint(step)).unwrap();
+    }
+}
+
+fn steps(folder: &CheckpointFolder) -> Vec<u64> {
+    folder.files().unwrap().iter().map(|file| file.step).collect()
+}
+
+fn damage(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
+fn resume(folder: &CheckpointFolder) -> tch_amp::Result<(u64, usize)> {
+    let mut at = None;
+    let start = folder.resume_or_start(|checkpoint| {
+        at = Some(checkpoint.value::<u64>("at")?);
+        Ok(())
+    })?;
+    assert_eq!(at.unwrap_or(0), start.step);
+    assert_eq!(at.is_some(), start.from.is_some());
+    Ok((start.step, start.damaged.len()))
+}
+
+#[test]
+fn the_last_are_kept() {
+    let temporary = Folder::new();
+    let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(2);
+    save_all(&folder, &[1, 9, 10, 100]);
+    assert_eq!(steps(&folder), [10, 100]);
+    let all = CheckpointFolder::new(temporary.file("all/of/them")).unwrap();
+    save_all(&all, &[1, 2, 3]);
+    assert_eq!(steps(&all), [1, 2, 3]);
+    save_all(&all.keep_last(0), &[4]);
+    assert_eq!(names_in(&temporary.file("all/of/them")), ["step-00000004.safetensors"]);
+}
+
+#[test]
+fn the_best_are_kept_however_old() {
+    for (better, sign) in [(Better::Lower, 1.0), (Better::Higher, -1.0)] {
+        let temporary = Folder::new();
+        let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1).keep_best(2, better);
+        let scores = [f64::NAN, 0.5, 0.25, 1e-7, 0.25, 3.0, f64::INFINITY];
+        for (step, score) in (1..).zip(scores) {
+            folder.save_scored(step, sign * score, &checkpoint(step)).unwrap();
+        }
+        // Of the two of 0.25 the later one.
+        assert_eq!(steps(&folder), [4, 5, 7]);
+        let best = folder.best(better).unwrap().unwrap();
+        assert_eq!((best.file.step, best.file.score), (4, Some(sign * 1e-7)));
+        assert_eq!(best.checkpoint.value::<u64>("at").unwrap(), 4);
+        damage(&best.file.path);
+        let best = folder.best(better).unwrap().unwrap();
+        assert_eq!((best.file.step, best.damaged.len()), (5, 1));
+    }
+}
+
+#[test]
+fn a_score_of_nan_is_the_worst() {
+    let temporary = Folder::new();
+    let folder = CheckpointFolder::new(&temporary.0).unwrap();
+    for (step, score) in [(1, f64::NAN), (2, f64::INFINITY), (3, f64::NAN)] {
+        folder.save_scored(step, score, &checkpoint(step)).unwrap();
+    }
+    assert_eq!(folder.best(Better::Lower).unwrap().unwrap().file.step, 2);
+    assert_eq!(folder.best(Better::Higher).unwrap().unwrap().file.step, 2);
+    fs::remove_file(folder.files().unwrap()[1].path.as_path()).unwrap();
+    assert_eq!(folder.best(Better::Lower).unwrap().unwrap().file.step, 3);
+}
+
+#[test]
+fn a_run_goes_on_from_the_newest_that_is_whole() {
+    let temporary = Folder::new();
+    let folder = CheckpointFolder::new(&temporary.0).unwrap();
+    assert_eq!(resume(&folder).unwrap(), (0, 0));
+    save_all(&folder, &[1, 2, 3]);
+    assert_eq!(resume(&folder).unwrap(), (3, 0));
+    let files = folder.files().unwrap();
+    damage(&files[2].path);
+    File::create(&files[1].path).unwrap();
+    assert_eq!(resume(&folder).unwrap(), (1, 2));
+    damage(&files[0].path);
+    // Not a new run: days of training may be in there.
+    match resume(&folder) {
+        Err(Error::Checkpoint(CheckpointError::AllDamaged { folder, damaged })) => {
+            assert_eq!((folder.as_path(), damaged.len()), (temporary.0.as_path(), 3));
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_may_be_whole_is_not_passed_over() {
+    let temporary = Folder::new();
+    let folder = CheckpointFolder::new(&temporary.0).unwrap();
+    save_all(&folder, &[1, 2]);
+    let newest = &folder.files().unwrap()[1].path;
+    let header = r#"{"__metadata__":{"tch_amp":"{\"format\":9}"}}"#;
+    let bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
+    fs::write(newest, bytes).unwrap();
+    match folder.latest() {
+        Err(Error::Checkpoint(CheckpointError::Newer { found: 9, .. })) => {}
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_run_that_went_back_keeps_its_new_checkpoints() {
+    let temporary = Folder::new();
+    let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1);
+    save_all(&folder, &[100]);
+    damage(&folder.files().unwrap()[0].path);
+    // Steps that lead to 100 again.
+    save_all(&folder, &[60, 80]);
+    assert_eq!(steps(&folder), [80, 100]);
+    assert_eq!(resume(&folder).unwrap(), (80, 1));
+    save_all(&folder, &[100]);
+    assert_eq!(steps(&folder), [100]);
+    assert_eq!(resume(&folder).unwrap(), (100, 0));
+}
+
+#[test]
+fn a_step_has_one_file() {
+    let temporary = Folder::new();
+    let folder = CheckpointFolder::new(&temporary.0).unwrap();
+    folder.save(5, &checkpoint(5)).unwrap();
+    folder.save_scored(5, 0.5, &checkpoint(5)).unwrap();
+    let path = folder.clone().format(Format::Torch).save_scored(5, 0.25, &checkpoint(5)).unwrap();
+    assert_eq!(names_in(&temporary.0), ["step-00000005-score-0.25.pt"]);
+    assert_eq!(path, temporary.file("step-00000005-score-0.25.pt"));
+    assert_eq!(resume(&folder).unwrap(), (5, 0));
+}
+
+#[test]
+fn only_what_is_ours_is_removed() {
+    let temporary = Folder::new();
+    let old = SystemTime::now() - Duration::from_secs(7200);
+    let foreign = [
+        "model.safetensors",
+        "step-1.safetensors",
+        "step-00000001.safetensors.bak",
+        "step-00000002 (copy).safetensors",
+        ".model.safetensors.12-3.tmp",
+    ];
+    for name in foreign {
+        File::create(temporary.file(name)).unwrap().set_modified(old).unwrap();
+    }
+    let leftover = temporary.file(".step-00000001.safetensors.12-3.tmp");
+    File::create(&leftover).unwrap().set_modified(old).unwrap();
+    let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1);
+    save_all(&folder, &[1, 2, 3]);
+    let mut names = names_in(&temporary.0);
+    names.sort();
+    let mut left = [&foreign[..], &["step-00000003.safetensors"]].concat();
+    left.sort();
+    assert_eq!(names, left);
+}
+
+#[test]
+fn a_save_that_fails_removes_nothing() {
+    let temporary = Folder::new();
+    let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1);
+    save_all(&folder, &[1]);
+    // A folder is not replaced, nor taken for a checkpoint.
+    fs::create_dir(temporary.file("step-00000002.safetensors")).unwrap();
+    match folder.save(2, &checkpoint(2)) {
+        Err(Error::Checkpoint(CheckpointError::Save(_))) => {}
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(steps(&folder), [1]);
+    assert_eq!(resume(&folder).unwrap(), (1, 0));
+}
