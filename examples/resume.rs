@@ -1,65 +1,161 @@
-//! Saves the scaler as JSON, under PyTorch's keys, and goes on from there with the same next steps.
+//! A training run is killed, goes on from its newest checkpoint, and has the same losses as one that was left alone.
 //!
 //! `cargo run --example resume`
 
-use tch::nn::{self, Module, OptimizerConfig};
-use tch::{Device, Kind, Reduction, Tensor};
-use tch_amp::{GradScaler, GradScalerConfig, GradScalerState, autocast};
+use std::env;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, id};
+use std::time::Duration;
 
+use anyhow::{Result, ensure};
+use tch::nn::{self, ModuleT};
+use tch::{Device, Kind, Reduction, Tensor};
+use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
+use tch_amp::{GradScaler, GradScalerConfig, autocast, optim};
+
+const STEPS: u64 = 400;
+/// Steps from one checkpoint to the next.
+const INTERVAL: u64 = 10;
+const KILLED_AFTER: u64 = 50;
+/// Tells a child of this program where to train.
+const FOLDER: &str = "TCH_AMP_EXAMPLE_FOLDER";
+
+/// All that a run consists of.
 struct Run {
     vs: nn::VarStore,
-    net: nn::Linear,
-    opt: nn::Optimizer,
+    net: nn::SequentialT,
+    opt: optim::Optimizer,
     scaler: GradScaler,
+    losses: Vec<f64>,
 }
 
 impl Run {
-    fn new(device: Device) -> anyhow::Result<Self> {
+    fn new(device: Device) -> Result<Self> {
+        tch::manual_seed(7);
         let vs = nn::VarStore::new(device);
-        let net = nn::linear(vs.root(), 8, 1, Default::default());
-        // Without momentum the optimizer has no state of its own to save.
-        let opt = nn::Sgd::default().build(&vs, 1e-2)?;
-        // A short interval, so that the scale moves while we watch.
-        let config =
-            GradScalerConfig { init_scale: 256.0, growth_interval: 3, ..Default::default() };
-        let scaler = config.build(device)?;
-        Ok(Self { vs, net, opt, scaler })
+        let root = vs.root();
+        let net = nn::seq_t()
+            .add(nn::linear(&root / "hidden", 8, 32, Default::default()))
+            .add_fn(Tensor::relu)
+            .add_fn_t(|xs, train| xs.dropout(0.1, train))
+            .add(nn::linear(&root / "out", 32, 1, Default::default()));
+        let opt = optim::AdamW::default().build(&vs, 1e-3)?;
+        // A short interval, so that the scale moves.
+        let config = GradScalerConfig { growth_interval: 50, ..Default::default() };
+        Ok(Self { vs, net, opt, scaler: config.build(device)?, losses: Vec::new() })
     }
 
-    /// Trains for four steps and returns the losses and the scale after each.
-    fn train(&mut self, xs: &Tensor, ys: &Tensor) -> anyhow::Result<Vec<(f64, f64)>> {
-        let mut history = Vec::new();
-        for _ in 0..4 {
-            self.opt.zero_grad();
-            let loss = || self.net.forward(xs).mse_loss(ys, Reduction::Mean);
-            let loss = autocast(self.vs.device(), loss)?;
-            self.scaler.backward(&loss)?;
-            anyhow::ensure!(self.scaler.step(&mut self.opt)?.is_stepped()?);
-            self.scaler.update()?;
-            history.push((loss.double_value(&[]), self.scaler.get_scale()?));
-        }
-        Ok(history)
+    /// Trains on a batch of random numbers.
+    fn step(&mut self) -> Result<()> {
+        let xs = Tensor::randn([32, 8], (Kind::Float, self.vs.device()));
+        let ys = xs.sum_dim_intlist(1, true, Kind::Float).sin();
+        self.opt.zero_grad()?;
+        let loss = || self.net.forward_t(&xs, true).mse_loss(&ys, Reduction::Mean);
+        let loss = autocast(self.vs.device(), loss)?;
+        self.scaler.backward(&loss)?;
+        drop(self.scaler.step(&mut self.opt)?);
+        self.scaler.update()?;
+        self.losses.push(loss.double_value(&[]));
+        Ok(())
+    }
+
+    fn checkpoint(&mut self) -> tch_amp::Result<Checkpoint> {
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_model("model", &self.vs)?;
+        checkpoint.add_optimizer("optimizer", &mut self.opt)?;
+        checkpoint.add_scaler("scaler", &self.scaler)?;
+        checkpoint.add_rng("rng", self.vs.device())?;
+        checkpoint.add_value("losses", &self.losses)?;
+        Ok(checkpoint)
+    }
+
+    fn restore(&mut self, checkpoint: &Checkpoint) -> tch_amp::Result<()> {
+        let losses = checkpoint.value("losses")?;
+        checkpoint
+            .restore()
+            .model("model", &self.vs)
+            .optimizer("optimizer", &mut self.opt)
+            .scaler("scaler", &mut self.scaler)
+            .rng("rng", self.vs.device())
+            .apply()?;
+        self.losses = losses;
+        Ok(())
     }
 }
 
-/// Trains, saves, and checks that the saved run goes on like the first.
-pub fn main() -> anyhow::Result<()> {
-    let device = Device::cuda_if_available();
-    let xs = Tensor::randn([32, 8], (Kind::Float, device));
-    let ys = xs.sum_dim_intlist(1, true, Kind::Float);
-    let mut first = Run::new(device)?;
-    first.train(&xs, &ys)?;
-
-    // After `update`: between `unscale_` or `step` and it, a part of the state is in the gradients.
-    let json = serde_json::to_string(&first.scaler.state_dict()?)?;
-    println!("{json}");
-
-    let mut resumed = Run::new(device)?;
-    resumed.vs.copy(&first.vs)?;
-    resumed.scaler.load_state_dict(&serde_json::from_str::<GradScalerState>(&json)?)?;
-
-    let (expected, got) = (first.train(&xs, &ys)?, resumed.train(&xs, &ys)?);
-    println!("losses and scales after the save: {got:?}");
-    anyhow::ensure!(got == expected, "a resumed run takes the same steps: {expected:?}");
+/// The training program: started again, it goes on where it was.
+fn train(path: &Path) -> Result<()> {
+    let folder = CheckpointFolder::new(path)?.keep_last(2);
+    let mut run = Run::new(Device::cuda_if_available())?;
+    let start = folder.resume_or_start(|checkpoint| run.restore(checkpoint))?;
+    println!("{}: from step {}", path.display(), start.step);
+    for step in start.step..STEPS {
+        run.step()?;
+        let done = step + 1;
+        if done % INTERVAL == 0 {
+            folder.save(done, &run.checkpoint()?)?;
+        }
+    }
     Ok(())
+}
+
+/// Kills a run as soon as it has come so far, and returns the step that is in the newest checkpoint then.
+fn kill(mut child: Child, folder: &CheckpointFolder) -> Result<u64> {
+    let newest = || -> Result<u64> { Ok(folder.files()?.last().map_or(0, |file| file.step)) };
+    while newest()? < KILLED_AFTER && child.try_wait()?.is_none() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // SIGKILL on Unix: it has no chance to tidy up.
+    child.kill()?;
+    ensure!(!child.wait()?.success(), "it was killed before its end");
+    newest()
+}
+
+fn losses(folder: &CheckpointFolder) -> Result<Vec<f64>> {
+    let found = folder.latest()?;
+    Ok(found.map_or(Ok(Vec::new()), |found| found.checkpoint.value("losses"))?)
+}
+
+/// Runs the training program three times, with the arguments that make this program come here again.
+pub fn run(arguments: &[&str]) -> Result<()> {
+    if let Some(folder) = env::var_os(FOLDER) {
+        return train(Path::new(&folder));
+    }
+    let temporary = Temporary(env::temp_dir().join(format!("tch-amp-resume-{}", id())));
+    let start = |path: &Path| -> Result<Child> {
+        let mut command = Command::new(env::current_exe()?);
+        Ok(command.args(arguments).env(FOLDER, path).spawn()?)
+    };
+    let (calm, killed) = (temporary.0.join("left-alone"), temporary.0.join("killed"));
+    ensure!(start(&calm)?.wait()?.success());
+
+    let folder = CheckpointFolder::new(&killed)?;
+    let at = kill(start(&killed)?, &folder)?;
+    println!("killed after the checkpoint of step {at}");
+    ensure!((KILLED_AFTER..STEPS).contains(&at));
+    ensure!(start(&killed)?.wait()?.success());
+
+    let (expected, got) = (losses(&CheckpointFolder::new(&calm)?)?, losses(&folder)?);
+    println!("{:>8} {:>12} {:>12}", "step", "left alone", "killed");
+    for step in [1, at, at + 1, at + 2, STEPS] {
+        let index = step as usize - 1;
+        println!("{step:>8} {:>12.9} {:>12.9}", expected[index], got[index]);
+    }
+    ensure!(expected.len() as u64 == STEPS && got == expected, "the losses differ");
+    println!("All {STEPS} losses are the same, bit by bit.");
+    Ok(())
+}
+
+#[allow(dead_code, reason = "a test calls `run`")]
+fn main() -> Result<()> {
+    run(&[])
+}
+
+/// A folder that is removed at the end.
+struct Temporary(PathBuf);
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        drop(std::fs::remove_dir_all(&self.0));
+    }
 }

@@ -59,7 +59,7 @@ fn own_optimizer_runs() -> anyhow::Result<()> {
 
 #[test]
 fn resume_runs() -> anyhow::Result<()> {
-    resume::main()
+    resume::run(&["resume_runs", "--exact", "--nocapture"])
 }
 
 #[test]
