@@ -51,7 +51,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if libtorch fails.
+    /// [`Error::Torch`](crate::Error::Torch) if libtorch fails.
     pub fn state_dict(&mut self) -> Result<OptimizerState> {
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
             // PyTorch makes it with the optimizer, and expects it of every parameter.
