@@ -1,9 +1,11 @@
 //! The digits demo, run short: it learns in every precision, and its report is well formed.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod common;
 #[path = "../examples/digits/mod.rs"]
 mod digits;
 
+use common::files::Folder;
 use digits::machine::Facts;
 use digits::options::Options;
 use digits::train::{GROWTH_INTERVAL, Precision, RunResult};
@@ -33,6 +35,32 @@ fn every_run_learns() {
         let ratio = run.final_loss / RUNS[0].final_loss;
         assert!((0.9..1.1).contains(&ratio), "{name} loses sight of fp32: {ratio}");
     }
+}
+
+#[test]
+fn a_run_that_goes_on_has_the_same_losses() {
+    // First: the random numbers are the process's.
+    LazyLock::force(&RUNS);
+    let folder = Folder::new();
+    let checkpoints = Some(folder.0.clone());
+    let part = Options { epochs: 2, checkpoints, ..options() };
+    digits::run(&part, false).unwrap();
+    let rest = Options { epochs: 4, resume: true, ..part.clone() };
+    for (run, whole) in digits::run(&rest, false).unwrap().iter().zip(RUNS.iter()) {
+        let losses = |run: &RunResult| run.steps.iter().map(|step| step.loss).collect::<Vec<_>>();
+        assert_eq!(losses(run), losses(whole), "{}", run.precision.name());
+        assert_eq!(run.accuracy, whole.accuracy);
+        assert_eq!((run.final_scale, run.skipped()), (whole.final_scale, whole.skipped()));
+    }
+    for (refused, word) in [
+        (Options { seed: 1, ..rest.clone() }, "--seed 0"),
+        (Options { resume: true, ..part }, "--epochs"),
+    ] {
+        let error = digits::run(&refused, false).unwrap_err().to_string();
+        assert!(error.contains(word), "{error}");
+    }
+    let anew = Options { resume: false, epochs: 1, ..rest };
+    assert_eq!(digits::run(&anew, false).unwrap()[0].steps.len(), 22);
 }
 
 #[test]

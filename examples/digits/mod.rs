@@ -1,6 +1,7 @@
 //! The digits demo as a module, so that `main.rs` and `tests/demo.rs` run the same code.
 
 pub mod axis;
+pub mod checkpoint;
 pub mod data;
 pub mod machine;
 pub mod model;

@@ -9,11 +9,14 @@ pub const USAGE: &str = "\
 Trains on handwritten digits in fp32, bf16 and fp16 and compares the runs.
 
 Usage: digits [--device cpu|cuda] [--epochs N] [--seed N] [--out FILE]
+              [--checkpoints FOLDER] [--resume]
 
-  --device  default: CUDA where it is usable, else the CPU
-  --epochs  passes over the training images, default 20
-  --seed    initial weights and batch order, default 0
-  --out     the HTML report, default target/digits-report.html";
+  --device       default: CUDA where it is usable, else the CPU
+  --epochs       passes over the training images, default 20
+  --seed         initial weights and batch order, default 0
+  --out          the HTML report, default target/digits-report.html
+  --checkpoints  where every epoch is saved, default target/digits-checkpoints
+  --resume       go on from what is saved there, with the same losses as if it had not stopped";
 
 /// What the demo is asked to do.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,25 +29,35 @@ pub struct Options {
     pub seed: i64,
     /// Where the report goes; `None`: see [`Options::report_path`].
     pub out: Option<PathBuf>,
+    /// Where the runs are saved; `None`: nowhere.
+    pub checkpoints: Option<PathBuf>,
+    /// Goes on from what is saved there.
+    pub resume: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { device: None, epochs: 20, seed: 0, out: None }
+        Self { device: None, epochs: 20, seed: 0, out: None, checkpoints: None, resume: false }
     }
 }
 
 impl Options {
     /// Reads the arguments; `None` when they ask for help.
     pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Option<Self>> {
-        let mut options = Self::default();
+        let checkpoints = Some(below_target("digits-checkpoints"));
+        let mut options = Self { checkpoints, ..Self::default() };
         let mut args = args.into_iter();
         while let Some(flag) = args.next() {
             if flag == "--help" || flag == "-h" {
                 return Ok(None);
             }
+            if flag == "--resume" {
+                options.resume = true;
+                continue;
+            }
             ensure!(
-                ["--device", "--epochs", "--seed", "--out"].contains(&flag.as_str()),
+                ["--device", "--epochs", "--seed", "--out", "--checkpoints"]
+                    .contains(&flag.as_str()),
                 "unknown argument {flag}\n\n{USAGE}"
             );
             let value = args.next().with_context(|| format!("{flag} needs a value"))?;
@@ -58,7 +71,8 @@ impl Options {
             "--device" => self.device = Some(parse_device(value)?),
             "--epochs" => self.epochs = value.parse()?,
             "--seed" => self.seed = value.parse()?,
-            _ => self.out = Some(value.into()),
+            "--out" => self.out = Some(value.into()),
+            _ => self.checkpoints = Some(value.into()),
         }
         ensure!(self.epochs > 0, "at least one epoch is needed");
         Ok(())
@@ -77,10 +91,15 @@ impl Options {
 
     /// The file of the report: `--out`, else `target/` of a checkout, else the current folder.
     pub fn report_path(&self) -> PathBuf {
-        let bundled = std::env::var_os("TCH_AMP_ROOT").is_some();
-        let folder = if !bundled && Path::new("target").is_dir() { "target" } else { "" };
-        self.out.clone().unwrap_or_else(|| Path::new(folder).join("digits-report.html"))
+        self.out.clone().unwrap_or_else(|| below_target("digits-report.html"))
     }
+}
+
+/// In `target/` of a checkout, else in the current folder.
+fn below_target(name: &str) -> PathBuf {
+    let bundled = std::env::var_os("TCH_AMP_ROOT").is_some();
+    let folder = if !bundled && Path::new("target").is_dir() { "target" } else { "" };
+    Path::new(folder).join(name)
 }
 
 fn parse_device(name: &str) -> Result<Device> {
@@ -103,10 +122,18 @@ mod tests {
 
     #[test]
     fn every_flag_sets_its_field() {
-        let want =
-            Options { device: Some(Device::Cpu), epochs: 3, seed: -7, out: Some("a.html".into()) };
-        assert_eq!(parse("--device cpu --epochs 3 --seed -7 --out a.html").unwrap(), Some(want));
-        assert_eq!(parse("").unwrap(), Some(Options::default()));
+        let want = Options {
+            device: Some(Device::Cpu),
+            epochs: 3,
+            seed: -7,
+            out: Some("a.html".into()),
+            checkpoints: Some("saved".into()),
+            resume: true,
+        };
+        let line = "--device cpu --epochs 3 --resume --seed -7 --out a.html --checkpoints saved";
+        assert_eq!(parse(line).unwrap(), Some(want));
+        let checkpoints = Some(below_target("digits-checkpoints"));
+        assert_eq!(parse("").unwrap(), Some(Options { checkpoints, ..Options::default() }));
         assert_eq!(parse("--epochs 3 --help").unwrap(), None);
     }
 

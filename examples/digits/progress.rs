@@ -37,6 +37,17 @@ impl Progress {
         Self::Silent
     }
 
+    /// Called before the first step of a run that goes on after so many epochs.
+    pub fn resumed(&self, epoch: usize, steps: usize) {
+        match self {
+            Self::Bar { bar, .. } => bar.set_position(steps as u64),
+            Self::Lines { precision, epochs } if epoch > 0 => {
+                eprintln!("{}  goes on after epoch {epoch}/{epochs}", precision.name());
+            }
+            Self::Lines { .. } | Self::Silent => {}
+        }
+    }
+
     /// Called after every step.
     pub fn step(&self, epoch: usize, step: &Step) {
         if let Self::Bar { bar, epochs } = self {

@@ -1,13 +1,16 @@
 //! Training in one precision. The three precisions share every line of the loop.
 
+use super::checkpoint::Saves;
 use super::data::{Digits, Split};
 use super::options::Options;
 use super::progress::Progress;
 use super::{machine, model};
-use anyhow::Result;
+use anyhow::{Result, ensure};
+use serde::{Deserialize, Serialize};
 use std::time::Instant;
-use tch::nn::{self, Module, OptimizerConfig};
+use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::{Autocast, GradScaler, GradScalerConfig};
 
 const LEARNING_RATE: f64 = 3e-3;
@@ -61,7 +64,7 @@ impl Precision {
 }
 
 /// What happened in one iteration.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Step {
     /// Mean loss of the batch, before the step.
     pub loss: f64,
@@ -106,11 +109,15 @@ impl RunResult {
 }
 
 /// The network with everything that a training step needs.
-struct Trainer<M> {
+pub struct Trainer<M> {
+    /// The weights.
+    pub vs: VarStore,
     net: M,
-    optimizer: nn::Optimizer,
+    /// Fused: it does not wait for the scaler's check.
+    pub optimizer: Optimizer,
     autocast: Autocast,
-    scaler: GradScaler,
+    /// Disabled unless it is fp16.
+    pub scaler: GradScaler,
 }
 
 impl<M: Module> Trainer<M> {
@@ -119,7 +126,7 @@ impl<M: Module> Trainer<M> {
         let started = Instant::now();
         let scale = self.scale()?;
 
-        self.optimizer.zero_grad();
+        self.optimizer.zero_grad()?;
         let loss =
             self.autocast.run(|| self.net.forward(images).cross_entropy_for_logits(labels))?;
         self.scaler.backward(&loss)?;
@@ -152,22 +159,26 @@ pub fn train(
     progress: &Progress,
 ) -> Result<RunResult> {
     tch::manual_seed(options.seed);
-    let vs = nn::VarStore::new(device);
+    let vs = VarStore::new(device);
     let net = model::network(&vs.root());
-    let optimizer = nn::AdamW::default().build(&vs, LEARNING_RATE)?;
+    let optimizer = AdamW::default().build(&vs, LEARNING_RATE)?;
     let (autocast, mut scaler) = (precision.autocast(device), precision.scaler(device)?);
     scaler.name_parameters(&vs)?;
-    let mut trainer = Trainer { net, optimizer, autocast, scaler };
+    let mut trainer = Trainer { vs, net, optimizer, autocast, scaler };
 
+    let saves = Saves::open(options, precision)?;
+    let (done, mut steps) = saves.resume(&mut trainer)?;
+    ensure!(done <= options.epochs, "{done} epochs are done; ask for more with --epochs");
+    progress.resumed(done, steps.len());
     let memory = machine::PeakMemory::start(device);
-    let mut steps = Vec::new();
-    for epoch in 1..=options.epochs {
+    for epoch in done + 1..=options.epochs {
         for (images, labels) in digits.train.shuffled(device) {
             let step = trainer.step(&images, &labels)?;
             progress.step(epoch, &step);
             steps.push(step);
         }
         progress.epoch(epoch, mean_loss(&steps, digits.train.batches()));
+        saves.save(epoch, &mut trainer, &steps)?;
     }
     Ok(RunResult {
         precision,

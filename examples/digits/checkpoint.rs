@@ -1,0 +1,67 @@
+//! Saves a run after every epoch, and goes on from there.
+
+use super::options::Options;
+use super::train::{Precision, Step, Trainer};
+use anyhow::{Context, Result, ensure};
+use tch::Device;
+use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
+
+/// Where a run is saved; nowhere without a folder.
+#[derive(Debug)]
+pub struct Saves {
+    folder: Option<CheckpointFolder>,
+    seed: i64,
+}
+
+impl Saves {
+    /// Opens the run's folder, and empties it unless the run is to go on.
+    pub fn open(options: &Options, precision: Precision) -> Result<Self> {
+        let open = |path: &std::path::PathBuf| CheckpointFolder::new(path.join(precision.name()));
+        let folder = options.checkpoints.as_ref().map(open).transpose()?;
+        let folder = folder.map(|folder| folder.keep_last(1));
+        if let (Some(folder), false) = (&folder, options.resume) {
+            for file in folder.files()? {
+                std::fs::remove_file(&file.path)
+                    .with_context(|| format!("cannot remove {}", file.path.display()))?;
+            }
+        }
+        Ok(Self { folder, seed: options.seed })
+    }
+
+    /// Saves all that the next epoch depends on, and what has happened for the report.
+    pub fn save<M>(&self, epoch: usize, trainer: &mut Trainer<M>, steps: &[Step]) -> Result<()> {
+        let Some(folder) = &self.folder else { return Ok(()) };
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_model("model", &trainer.vs)?;
+        checkpoint.add_optimizer("optimizer", &mut trainer.optimizer)?;
+        checkpoint.add_scaler("scaler", &trainer.scaler)?;
+        // The batches are shuffled on the CPU.
+        checkpoint.add_rng("rng", Device::Cpu)?;
+        checkpoint.add_value("steps", &steps)?;
+        checkpoint.add_value("seed", &self.seed)?;
+        folder.save(epoch as u64, &checkpoint)?;
+        Ok(())
+    }
+
+    /// Restores the newest checkpoint, if there is one, and returns the epochs done and their steps.
+    pub fn resume<M>(&self, trainer: &mut Trainer<M>) -> Result<(usize, Vec<Step>)> {
+        let Some(found) = self.folder.as_ref().map_or(Ok(None), CheckpointFolder::latest)? else {
+            return Ok((0, Vec::new()));
+        };
+        let seed: i64 = found.checkpoint.value("seed")?;
+        ensure!(
+            seed == self.seed,
+            "{} is of --seed {seed}; without --resume a new run begins",
+            found.file.path.display()
+        );
+        found
+            .checkpoint
+            .restore()
+            .model("model", &trainer.vs)
+            .optimizer("optimizer", &mut trainer.optimizer)
+            .scaler("scaler", &mut trainer.scaler)
+            .rng("rng", Device::Cpu)
+            .apply()?;
+        Ok((usize::try_from(found.file.step)?, found.checkpoint.value("steps")?))
+    }
+}
