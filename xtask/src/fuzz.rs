@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
 use crate::args::Args;
 use crate::process;
@@ -22,8 +22,12 @@ const LIMITS: [&str; 3] = ["-rss_limit_mb=4096", "-timeout=20", "-max_len=16384"
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let seconds = args.next().unwrap_or_else(|| "60".to_owned());
     args.end()?;
-    ensure!(seconds.parse::<u32>().is_ok(), "the number of seconds is {seconds}");
-    let workspace = Workspace::announced(None)?;
+    let seconds = seconds.parse().with_context(|| format!("{seconds} seconds"))?;
+    fuzz(&Workspace::announced(None)?, seconds)
+}
+
+/// Builds the target and runs it for so long.
+pub(crate) fn fuzz(workspace: &Workspace, seconds: u32) -> Result<()> {
     let target = workspace::target().join("fuzz");
     let host = host()?;
     let mut build = workspace.cargo("build");

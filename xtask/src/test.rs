@@ -7,7 +7,9 @@ use crate::process::run as show;
 use crate::steps::Steps;
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::{self, Workspace};
-use crate::{msrv, tools};
+use crate::{fuzz, msrv, tools};
+
+const FUZZ_SECONDS: u32 = 10;
 
 /// `cargo xtask test`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
@@ -54,6 +56,9 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
         show(workspace.cargo("doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
     })?;
     steps.run("tests of xtask", || show(workspace.cargo("test").args(["--package", "xtask"])))?;
+    if cfg!(target_os = "linux") {
+        steps.run("fuzzing, briefly", || fuzz::fuzz(&workspace, FUZZ_SECONDS))?;
+    }
     steps.run("cargo test", || test(&workspace))
 }
 
