@@ -91,7 +91,7 @@ pub enum CheckpointError {
         /// What was asked for.
         wanted: &'static str,
         /// What is there.
-        found: &'static str,
+        found: String,
     },
 
     /// A part has not the names of what is to be restored. Non-strict loading leaves them out.

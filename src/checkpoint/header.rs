@@ -40,6 +40,8 @@ pub(crate) enum PartManifest {
         param_groups: Vec<ParamGroupState>,
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         numbered: bool,
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        undecided: bool,
     },
     Scaler {
         state: GradScalerState,

@@ -139,7 +139,8 @@ impl Checkpoint {
             let tensors = tensors.collect::<Result<_>>()?;
             entries.insert(parameter, tensors);
         }
-        let part = OptimizerPart { state: entries, param_groups, numbered: false };
+        let part =
+            OptimizerPart { state: entries, param_groups, numbered: false, undecided: false };
         self.add(name, Part::Optimizer(part))
     }
 

@@ -16,8 +16,8 @@ pub(crate) enum Part {
     Scaler(GradScalerState),
     Tensor(Entry),
     Value(serde_json::Value),
-    /// Of a Python program, and nothing that is known here.
-    Unknown,
+    /// Of a Python program, and nothing that is known here: why.
+    Unknown(String),
 }
 
 /// The state of an optimizer, as [`OptimizerState`](crate::optim::OptimizerState) has it.
@@ -27,19 +27,22 @@ pub(crate) struct OptimizerPart {
     pub(crate) param_groups: Vec<ParamGroupState>,
     /// Whether the names are PyTorch's numbers, to be replaced by place.
     pub(crate) numbered: bool,
+    /// Whether an `Adam` may as well be an `AdamW`: PyTorch before 2.7 does not say.
+    pub(crate) undecided: bool,
 }
 
 impl Part {
     /// With an article, for messages.
-    pub(crate) fn kind(&self) -> &'static str {
-        match self {
+    pub(crate) fn kind(&self) -> String {
+        let kind = match self {
             Self::Model(_) => "a model",
             Self::Optimizer(_) => "an optimizer",
             Self::Scaler(_) => "a scaler",
             Self::Tensor(_) => "a tensor",
             Self::Value(_) => "a value",
-            Self::Unknown => "something unknown",
-        }
+            Self::Unknown(why) => return format!("not understood ({why})"),
+        };
+        kind.to_owned()
     }
 
     /// Every tensor with its name within the part, the only one of a [`Part::Tensor`] without.
@@ -52,7 +55,7 @@ impl Part {
                 }))
             }
             Self::Tensor(entry) => Box::new(std::iter::once((String::new(), entry))),
-            Self::Scaler(_) | Self::Value(_) | Self::Unknown => Box::new(std::iter::empty()),
+            Self::Scaler(_) | Self::Value(_) | Self::Unknown(_) => Box::new(std::iter::empty()),
         }
     }
 }

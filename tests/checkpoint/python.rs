@@ -62,8 +62,12 @@ impl Twin {
     }
 
     fn restore(&mut self, checkpoint: &Checkpoint) {
+        self.restore_from(checkpoint, "optimizer");
+    }
+
+    fn restore_from(&mut self, checkpoint: &Checkpoint, optimizer: &str) {
         let Self { vs, opt, scaler, .. } = self;
-        let restore = checkpoint.restore().model("model", vs).optimizer("optimizer", opt);
+        let restore = checkpoint.restore().model("model", vs).optimizer(optimizer, opt);
         restore.scaler("scaler", scaler).apply().unwrap();
     }
 }
@@ -95,6 +99,12 @@ fn a_run_of_pythons_goes_on_here() {
         twin.restore(&checkpoint);
         let bits = |losses: &[f32]| losses.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&twin.train(expected.len(), &[])), bits(&expected), "{name}");
+        twin.restore_from(&checkpoint, "old");
+        assert_eq!(
+            bits(&twin.train(expected.len(), &[])),
+            bits(&expected),
+            "{name} of PyTorch 2.6"
+        );
         assert_eq!(checkpoint.value::<i64>("epoch").unwrap(), 3);
         assert_eq!(checkpoint.value::<f64>("lr").unwrap(), 1e-3);
         assert_eq!(checkpoint.value::<Option<f64>>("best").unwrap(), None);
@@ -105,6 +115,11 @@ fn a_run_of_pythons_goes_on_here() {
         assert_eq!(checkpoint.tensor("rng").unwrap().kind(), Kind::Uint8);
         let unknown = checkpoint.value::<i64>("unknown").unwrap_err();
         assert!(matches!(unknown, Error::Checkpoint(CheckpointError::OtherPart { .. })));
+        let mut sgd = Sgd::default().build(&twin.vs, 0.1).unwrap();
+        let unknown = checkpoint.restore().optimizer("rmsprop", &mut sgd).apply().unwrap_err();
+        let message = "`rmsprop` in the checkpoint is not understood (has groups that are of no \
+                       optimizer that is known here), not an optimizer";
+        assert_eq!(unknown.to_string(), message);
         // What is not understood is not lost in silence.
         assert!(checkpoint.save(folder.file("again.pt")).is_err());
     }

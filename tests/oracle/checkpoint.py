@@ -57,6 +57,12 @@ def model():
     return net
 
 
+def before_2_7(state):
+    """Without what tells an AdamW from an Adam."""
+    groups = [{k: v for k, v in g.items() if k != "decoupled_weight_decay"} for g in state["param_groups"]]
+    return {**state, "param_groups": groups}
+
+
 def save(folder):
     for name in NAMES:
         net = model()
@@ -72,6 +78,8 @@ def save(folder):
             "best": float("inf"),
             "rng": torch.get_rng_state(),
             "unknown": {"deep": [torch.ones(2)]},
+            "rmsprop": torch.optim.RMSprop(net.parameters()).state_dict(),
+            "old": before_2_7(opt.state_dict()),
         }
         torch.save(content, f"{folder}/{name}.pt")
         print(name, *train(net, opt, scale, STEPS))

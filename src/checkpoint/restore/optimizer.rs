@@ -9,7 +9,9 @@ use crate::checkpoint::part::{OptimizerPart, Part};
 use crate::checkpoint::restore::{Restore, Restored};
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part};
 use crate::error::Result;
-use crate::optim::{AmpOptimizer, Loaded, Optimizer, ParamGroupState, Saved};
+use crate::optim::{
+    Adam, AdamW, Algorithm, AmpOptimizer, Loaded, Optimizer, ParamGroupState, Saved,
+};
 
 /// A tensor of the checkpoint, under another name than there.
 #[derive(Debug)]
@@ -42,11 +44,14 @@ pub(crate) fn prepare(
         other => return Err(other_part(name, "an optimizer", other)),
     };
     optimizer.take_added()?;
-    let OptimizerPart { state, param_groups, numbered } = part;
-    if !numbered && strict {
+    let OptimizerPart { state, param_groups, numbered, undecided } = part;
+    if !numbered && !undecided && strict {
         return optimizer.prepare_load(state, param_groups);
     }
     let mut param_groups = param_groups.clone();
+    if *undecided && matches!(optimizer.param_group(0)?.algorithm, Algorithm::AdamW(_)) {
+        decide(&mut param_groups);
+    }
     let names =
         if *numbered { by_place(name, optimizer, &mut param_groups)? } else { HashMap::new() };
     let renamed = |name: &String| names.get(name).unwrap_or(name).clone();
@@ -61,6 +66,18 @@ pub(crate) fn prepare(
         leave_out(name, optimizer, &mut state, &mut param_groups, restored)?;
     }
     optimizer.prepare_load(&state, &param_groups)
+}
+
+/// Takes an Adam for an AdamW.
+fn decide(groups: &mut [ParamGroupState]) {
+    for ParamGroupState { options, .. } in groups {
+        if let Algorithm::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) =
+            options.algorithm
+        {
+            options.algorithm =
+                Algorithm::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize });
+        }
+    }
 }
 
 /// Gives PyTorch's numbers the names of the parameters in the same places.

@@ -134,8 +134,9 @@ fn with_manifest(
 fn empty(part: PartManifest) -> Option<Part> {
     Some(match part {
         PartManifest::Model => Part::Model(BTreeMap::new()),
-        PartManifest::Optimizer { param_groups, numbered } => {
-            Part::Optimizer(OptimizerPart { state: BTreeMap::new(), param_groups, numbered })
+        PartManifest::Optimizer { param_groups, numbered, undecided } => {
+            let state = BTreeMap::new();
+            Part::Optimizer(OptimizerPart { state, param_groups, numbered, undecided })
         }
         PartManifest::Scaler { state } => Part::Scaler(state),
         PartManifest::Value { value } => Part::Value(value),

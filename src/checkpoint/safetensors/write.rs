@@ -106,7 +106,7 @@ fn interrupted(source: io::Error) -> Error {
 fn place(parts: &Parts) -> Result<Vec<(TensorInfo, String, &Entry)>> {
     let mut named = Vec::new();
     for (part_name, part) in parts {
-        if matches!(part, Part::Unknown) {
+        if let Part::Unknown(_) = part {
             let problem = "it was not understood when it was loaded".to_owned();
             return Err(CheckpointError::Unsaveable { name: part_name.clone(), problem }.into());
         }
@@ -142,13 +142,14 @@ fn full_name(name: &str, part: &Part, tensor: &str) -> String {
 fn manifest(part: &Part) -> PartManifest {
     match part {
         Part::Model(_) => PartManifest::Model,
-        Part::Optimizer(OptimizerPart { state: _, param_groups, numbered }) => {
-            PartManifest::Optimizer { param_groups: param_groups.clone(), numbered: *numbered }
+        Part::Optimizer(OptimizerPart { state: _, param_groups, numbered, undecided }) => {
+            let param_groups = param_groups.clone();
+            PartManifest::Optimizer { param_groups, numbered: *numbered, undecided: *undecided }
         }
         Part::Scaler(state) => PartManifest::Scaler { state: state.clone() },
         Part::Tensor(_) => PartManifest::Tensor,
         Part::Value(value) => PartManifest::Value { value: value.clone() },
         // Refused before.
-        Part::Unknown => PartManifest::Value { value: serde_json::Value::Null },
+        Part::Unknown(_) => PartManifest::Value { value: serde_json::Value::Null },
     }
 }

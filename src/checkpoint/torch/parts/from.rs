@@ -49,7 +49,7 @@ impl Reader<'_> {
             let kind = kinds.as_ref().and_then(|kinds| kinds["parts"][&name].as_str());
             let part = match kind {
                 Some(kind) => self.part_of(kind, value),
-                None => self.guess(value),
+                None => Ok(self.guess(value)),
             };
             let part = part.map_err(|problem| format!("`{name}` in it {problem}"))?;
             parts.insert(name, part);
@@ -71,14 +71,14 @@ impl Reader<'_> {
     }
 
     /// A part of a Python program's. What is none of the kinds here does not keep the others from being read.
-    fn guess(&self, value: &Value) -> Result<Part, Problem> {
+    fn guess(&self, value: &Value) -> Part {
         let has = |items: &Items, key: &str| {
             items.iter().any(|(other, _)| *other == Value::Str(key.to_owned()))
         };
         let part = match value {
             Value::Tensor(tensor) => self.entry(tensor).map(Part::Tensor),
             Value::Dict(items) if has(items, "state") && has(items, "param_groups") => {
-                return self.optimizer(items);
+                return self.optimizer(items).unwrap_or_else(Part::Unknown);
             }
             Value::Dict(items) if items.is_empty() || has(items, "growth_factor") => scaler(value),
             Value::Dict(items) if items.iter().all(|(_, v)| matches!(v, Value::Tensor(_))) => {
@@ -86,7 +86,7 @@ impl Reader<'_> {
             }
             value => json::from_python(value).map(Part::Value),
         };
-        Ok(part.unwrap_or(Part::Unknown))
+        part.unwrap_or_else(|| Part::Unknown("neither tensors nor JSON".to_owned()))
     }
 
     fn model(&self, items: &Items) -> Option<Part> {
@@ -128,7 +128,8 @@ impl Reader<'_> {
             };
             entries.insert(name, self.state(tensors)?);
         }
-        Ok(Part::Optimizer(OptimizerPart { state: entries, param_groups, numbered }))
+        let undecided = groups.iter().any(groups::is_undecided);
+        Ok(Part::Optimizer(OptimizerPart { state: entries, param_groups, numbered, undecided }))
     }
 
     /// The state of one parameter. What is not there yet is `None` in PyTorch.

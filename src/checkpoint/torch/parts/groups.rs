@@ -32,6 +32,13 @@ pub(super) fn from_python(group: &Items) -> Result<ParamGroup, String> {
     serde_json::from_value(Json::Object(options)).map_err(|error| error.to_string())
 }
 
+/// Whether a group of Adam's may be one of AdamW's. Before 2.7 PyTorch's had the same options.
+pub(super) fn is_undecided(group: &Value) -> bool {
+    let Value::Dict(items) = group else { return false };
+    let has = |name: &str| items.iter().any(|(key, _)| *key == Value::Str(name.to_owned()));
+    has("betas") && !has("decoupled_weight_decay")
+}
+
 /// The options of a group, those that only PyTorch has included, at their defaults.
 pub(super) fn to_python(group: &ParamGroup) -> Items {
     let ParamGroup { lr, algorithm } = *group;

@@ -44,7 +44,7 @@ impl<'a> Plan<'a> {
                     let value = json::to_python(value);
                     ("value", value.ok_or_else(|| refuse("it has a number of 2^63 or more"))?)
                 }
-                Part::Unknown => return Err(refuse("it was not understood when it was loaded")),
+                Part::Unknown(_) => return Err(refuse("it was not understood when it was loaded")),
             };
             root.push((Value::Str(name.clone()), value));
             kinds.insert(name.clone(), kind.into());
