@@ -117,6 +117,10 @@ fn losses(folder: &CheckpointFolder) -> Result<Vec<f64>> {
 }
 
 /// Runs the training program three times, with the arguments that make this program come here again.
+///
+/// # Errors
+///
+/// If a loss differs, or anything fails on the way.
 pub fn run(arguments: &[&str]) -> Result<()> {
     if let Some(folder) = env::var_os(FOLDER) {
         return train(Path::new(&folder));
