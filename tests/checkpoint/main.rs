@@ -6,6 +6,7 @@ mod common;
 
 mod damage;
 mod folder;
+mod golden;
 mod python;
 mod refused;
 mod round_trip;

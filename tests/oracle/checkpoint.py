@@ -4,6 +4,8 @@ save FOLDER: trains a little and writes FOLDER/ALGORITHM.pt for each optimizer, 
 next steps as hexadecimal floats.
 resume FOLDER: loads each FOLDER/ALGORITHM.pt as this crate wrote it, into model, optimizer and scaler, and prints some
 values and the next losses.
+golden FILE: writes what tests/checkpoint/golden.rs expects.
+version: prints PyTorch's.
 safe FILE: reads a safetensors file with nothing but its specification and prints what is in it.
 """
 
@@ -125,5 +127,43 @@ def safe(path):
         print(name, info["dtype"], info["shape"], body[start:end].hex())
 
 
+def ramp(start, *shape):
+    return (torch.arange(torch.Size(shape).numel(), dtype=torch.float32) / 8 + start).view(shape)
+
+
+def golden(path):
+    net = nn.ModuleDict({"linear": nn.Linear(3, 2)})
+    with torch.no_grad():
+        net["linear"].weight.copy_(ramp(-0.25, 2, 3))
+        net["linear"].bias.copy_(ramp(1.0, 2))
+    groups = [{"params": [net["linear"].weight]}, {"params": [net["linear"].bias], "weight_decay": 0.0}]
+    opt = torch.optim.AdamW(groups, lr=0.01)
+    state = opt.state_dict()
+    for index, shape in enumerate([(2, 3), (2,)]):
+        start = index + 1.0
+        moments = {"exp_avg": ramp(-start, *shape), "exp_avg_sq": ramp(start, *shape)}
+        state["state"][index] = {"step": torch.tensor(start + 4.0), **moments}
+    opt.load_state_dict(state)
+    scale = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    scale.load_state_dict({**scale.state_dict(), "scale": 16.0, "_growth_tracker": 2})
+    content = {
+        "model": net.state_dict(),
+        "optimizer": opt.state_dict(),
+        "scaler": scale.state_dict(),
+        "value": (7, "ä", 0.1),
+        # Some with strides or an offset.
+        "Half": ramp(-1.0, 3, 5).half().t().contiguous().t(),
+        "BFloat16": torch.stack([ramp(0.0, 3, 5), ramp(-1.0, 3, 5)]).bfloat16()[1],
+        "Double": ramp(-1.0, 3, 5).double(),
+        "Int64": ramp(-1.0, 3, 5).long(),
+        "Float8e4m3fn": ramp(-1.0, 3, 5).to(torch.float8_e4m3fn),
+    }
+    torch.save(content, path)
+
+
+def version():
+    print(".".join(torch.__version__.split(".")[:2]))
+
+
 if __name__ == "__main__":
-    {"save": save, "resume": resume, "safe": safe}[sys.argv[1]](*sys.argv[2:])
+    {"save": save, "resume": resume, "golden": golden, "version": version, "safe": safe}[sys.argv[1]](*sys.argv[2:])
