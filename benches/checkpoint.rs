@@ -1,10 +1,10 @@
 //! Saving and loading a model, the state of AdamW and a scaler beside Python's `torch.save` and `torch.load`.
 //!
-//! Both sides write to one folder, sync the file and the folder, and replace the file of the round before. Files are loaded
-//! while the page cache has them, into a model that exists and an optimizer that has not stepped yet.
+//! Both sides write to one folder, sync the file and the folder, and replace the file of the round before. Files are
+//! loaded while the page cache has them, into a model that exists and an optimizer that has not stepped yet.
 //!
-//! `TCH_AMP_BENCH_NUMBERS` is the number of parameters (100 000 000; each takes 12 bytes in a file, of which
-//! there are four at most, and 44 bytes of memory), `TCH_AMP_BENCH_FOLDER` an existing folder for the files.
+//! `TCH_AMP_BENCH_PARAMETERS` is the number of parameters (100 000 000): each takes 12 bytes in each of up to four
+//! files, and 44 bytes of memory. `TCH_AMP_BENCH_FOLDER` is an existing folder for the files.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -23,7 +23,11 @@ use tch_amp::GradScaler;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, Optimizer};
 
-const PARAMETERS: i64 = 40;
+const TENSORS: i64 = 40;
+
+const OURS: &str = "ours.safetensors";
+const OURS_PT: &str = "ours.pt";
+const PYTHON: &str = "python.pt";
 
 /// The usual number of rounds.
 const ROUNDS: usize = 7;
@@ -34,8 +38,8 @@ fn main() {
     };
     tch::set_num_threads(1);
     tch::manual_seed(1);
-    let numbers = size() / PARAMETERS;
-    assert_eq!(twin.ask(&format!("{PARAMETERS} {numbers}")), "ready");
+    let numbers = parameters() / TENSORS;
+    assert_eq!(twin.ask(&format!("{TENSORS} {numbers}")), "ready");
     let folder = Folder::new();
     let mut training = Training::new(numbers);
     training.step();
@@ -52,10 +56,10 @@ fn main() {
     report("load", ["checkpoint_load", "checkpoint_load_pt"], &loads, bytes, state);
 }
 
-fn size() -> i64 {
+fn parameters() -> i64 {
     let usual = if is_quick() { 1_000_000 } else { 100_000_000 };
-    let given = std::env::var("TCH_AMP_BENCH_NUMBERS");
-    given.map_or(usual, |given| given.parse().expect("TCH_AMP_BENCH_NUMBERS is a number"))
+    let given = std::env::var("TCH_AMP_BENCH_PARAMETERS");
+    given.map_or(usual, |given| given.parse().expect("TCH_AMP_BENCH_PARAMETERS is a number"))
 }
 
 /// Both sides have the same numbers in the end, by way of files of both.
@@ -75,10 +79,6 @@ fn check(training: &mut Training, twin: &mut Twin, folder: &Folder) {
     training.load(&folder.file(PYTHON));
     assert_eq!(training.sums(), saved, "this crate reads what Python saved");
 }
-
-const OURS: &str = "ours.safetensors";
-const OURS_PT: &str = "ours.pt";
-const PYTHON: &str = "python.pt";
 
 /// Rounds of one action: time and peak of ours as safetensors, of ours as `.pt`, and of Python's twice.
 fn measure(
@@ -123,7 +123,7 @@ struct Training {
 impl Training {
     fn new(numbers: i64) -> Self {
         let vs = VarStore::new(Device::Cpu);
-        for parameter in 0..PARAMETERS {
+        for parameter in 0..TENSORS {
             let values = Tensor::randn([numbers], (Kind::Float, Device::Cpu));
             drop(vs.root().add(&format!("w{parameter:03}"), values, true));
         }
@@ -180,7 +180,7 @@ impl Training {
         let state = self.optimizer.state_dict().unwrap().state;
         let variables = self.vs.variables();
         let mut sums = Vec::new();
-        for parameter in 0..PARAMETERS {
+        for parameter in 0..TENSORS {
             let name = format!("w{parameter:03}");
             sums.push(bits(&variables[&name]));
             let kept = |key| state.get(&name).map_or(0, |kept| bits(&kept[key]));

@@ -223,8 +223,8 @@ class FunctionNode final : public Node {
     }
   }
 
-  // Makes the gradients look differentiable, and fail when they are differentiated. Their history leads to all that they
-  // depend on, so that no question after a derivative passes the failure by.
+  // Makes the gradients look differentiable, and fail when they are differentiated. Their history leads to all that
+  // they depend on, so that no question after a derivative passes the failure by.
   void refuse_second_derivative(variable_list &grads, const variable_list &grad_outputs) const {
     auto edges = next_edges();
     for (const auto &grad : grad_outputs) {

@@ -111,8 +111,8 @@ TAMP_INLINE float root(float x) { return __builtin_sqrtf(x); }
 TAMP_INLINE double root(double x) { return __builtin_sqrt(x); }
 
 // a / d for a finite d and its rounded reciprocal, in the time of three multiplications: the remainder of the first
-// guess is exact, and adding it once gives the rounded quotient (Markstein 1990; for a d whose digits are all ones, which
-// his proof leaves out, by trying every a). An infinite guess is the quotient already.
+// guess is exact, and adding it once gives the rounded quotient (Markstein 1990; for a d whose digits are all ones,
+// which his proof leaves out, by trying every a). An infinite guess is the quotient already.
 TAMP_INLINE float quotient(float a, float d, float reciprocal) {
   const float guess = a * reciprocal;
   const float remainder = __builtin_fmaf(-guess, d, a);
@@ -304,8 +304,8 @@ TAMP_INLINE void adagrad(const AdagradNumbers<Wide<T>> c, const Scaling<Wide<T>>
 
 // ---- passes over gradients
 
-// Calls `f(i)` for every multiple of `step` below `n`. At the start of each page it asks for the next one: prefetchers end
-// at the border of a page, and finding it takes as long as reading a good part of it.
+// Calls `f(i)` for every multiple of `step` below `n`. At the start of each page it asks for the next one: prefetchers
+// end at the border of a page, and finding it takes as long as reading a good part of it.
 template <typename T, typename F>
 TAMP_INLINE void by_pages(const T *memory, int64_t n, int64_t step, const F &f) {
   constexpr int64_t kPage = 4096 / sizeof(T);

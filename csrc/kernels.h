@@ -24,8 +24,8 @@ bool unscale(T *values, int64_t n, float factor, bool recheck);
 template <typename T>
 void multiply(T *values, int64_t n, double factor);
 
-// Sums the squares of `n` values times `factor`, each product rounded as `unscale` rounds it. In f64, where no square of
-// a narrower number overflows: the sum is finite unless a product is not.
+// Sums the squares of `n` values times `factor`, each product rounded as `unscale` rounds it. In f64, where no square
+// of a narrower number overflows: the sum is finite unless a product is not.
 template <typename T>
 double sum_of_squares(const T *values, int64_t n, float factor);
 

@@ -117,8 +117,9 @@ enum {
 enum { TAMP_FINITE = 0, TAMP_NON_FINITE = 1, TAMP_ON_DEVICE = 2 };
 
 // Multiplies the gradients of `count` parameters, all on the device of `found_inf` and all strided or COO, by 1/scale,
-// in place, and sets `found_inf` (f32, one element) to one when an element is infinite or NaN, else to zero. Returns TAMP_FINITE or TAMP_NON_FINITE where the answer is in host memory
-// and TAMP_ON_DEVICE elsewhere. Waits for the device only when `scale` lies on a GPU and the gradients do not.
+// in place, and sets `found_inf` (f32, one element) to one when an element is infinite or NaN, else to zero. Returns
+// TAMP_FINITE or TAMP_NON_FINITE where the answer is in host memory and TAMP_ON_DEVICE elsewhere. Waits for the device
+// only when `scale` lies on a GPU and the gradients do not.
 uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
                                tamp_tensor *found_inf, uint8_t options, char **err) TAMP_NOEXCEPT;
 
@@ -210,8 +211,8 @@ void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **er
 
 // ----------------------------------------------------------------------------------------------------- optim_state.cpp
 
-// Makes a tensor like each of `count` parameters, filled with `value`, without history. Those on the CPU lie in one buffer
-// for each dtype. On failure none is made.
+// Makes a tensor like each of `count` parameters, filled with `value`, without history. Those on the CPU lie in one
+// buffer for each dtype. On failure none is made.
 void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, double value, tamp_tensor **states,
                            char **err) TAMP_NOEXCEPT;
 
@@ -220,10 +221,10 @@ void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, double 
 // A custom function's place in the graph of autograd.
 typedef struct tamp_node tamp_node;
 
-// Runs backward. `grad_outputs` borrows one tensor for each output, null for a missing gradient; `grad_inputs` takes one
-// for each input, given away, null for none. On failure it writes a message of tamp_string_new to `err`, without the
-// function's name, and no tensor.
-// Like the other callbacks it neither throws nor unwinds, and no two callbacks of one state run at once.
+// Runs backward. `grad_outputs` borrows one tensor for each output, null for a missing gradient; `grad_inputs` takes
+// one for each input, given away, null for none. On failure it writes a message of tamp_string_new to `err`, without
+// the function's name, and no tensor. Like the other callbacks it neither throws nor unwinds, and no two callbacks of
+// one state run at once.
 typedef void (*tamp_function_backward)(void *state, const tamp_node *node, tamp_tensor *const *grad_outputs,
                                        size_t outputs, tamp_tensor **grad_inputs, size_t inputs, char **err);
 
@@ -272,8 +273,8 @@ typedef struct tamp_function_call {
 uint8_t tamp_function_begin(tamp_tensor *const *inputs, size_t count, tamp_function_input *infos,
                             char **err) TAMP_NOEXCEPT;
 
-// Makes the `count` raw outputs of forward, in place, those of an operation of autograd. Takes the state in any case and
-// drops it at once where nothing is recorded. On failure the outputs are as before.
+// Makes the `count` raw outputs of forward, in place, those of an operation of autograd. Takes the state in any case
+// and drops it at once where nothing is recorded. On failure the outputs are as before.
 void tamp_function_record(const tamp_function *function, const tamp_function_call *call, tamp_tensor *const *outputs,
                           size_t count, char **err) TAMP_NOEXCEPT;
 
@@ -304,8 +305,8 @@ void tamp_rng_set_state(int8_t device_type, int8_t index, const tamp_tensor *sta
 
 enum { TAMP_TESTING_TORCH_ERROR = 0, TAMP_TESTING_BAD_ALLOC = 1, TAMP_TESTING_INT = 2 };
 
-// Makes the calling thread's `call`-th function from now on that can fail do so, by an exception of the given kind. Zero
-// calls it off. Returns what was left of the last one: zero if it has failed.
+// Makes the calling thread's `call`-th function from now on that can fail do so, by an exception of the given kind.
+// Zero calls it off. Returns what was left of the last one: zero if it has failed.
 int64_t tamp_testing_fail_at(int64_t call, uint8_t kind) TAMP_NOEXCEPT;
 
 // Enters or leaves libtorch's inference mode on the calling thread.

@@ -107,7 +107,7 @@ fn kill(mut child: Child, folder: &CheckpointFolder) -> Result<u64> {
     }
     // SIGKILL on Unix: it has no chance to tidy up.
     child.kill()?;
-    ensure!(!child.wait()?.success(), "it was killed before its end");
+    ensure!(!child.wait()?.success(), "the run ended before it could be killed");
     newest()
 }
 
@@ -131,13 +131,13 @@ pub fn run(arguments: &[&str]) -> Result<()> {
         Ok(command.args(arguments).env(FOLDER, path).spawn()?)
     };
     let (calm, killed) = (temporary.0.join("left-alone"), temporary.0.join("killed"));
-    ensure!(start(&calm)?.wait()?.success());
+    ensure!(start(&calm)?.wait()?.success(), "the run that was left alone failed");
 
     let folder = CheckpointFolder::new(&killed)?;
     let at = kill(start(&killed)?, &folder)?;
     println!("killed after the checkpoint of step {at}");
-    ensure!((KILLED_AFTER..STEPS).contains(&at));
-    ensure!(start(&killed)?.wait()?.success());
+    ensure!((KILLED_AFTER..STEPS).contains(&at), "killed at step {at} of {STEPS}");
+    ensure!(start(&killed)?.wait()?.success(), "the run that went on failed");
 
     let (expected, got) = (losses(&CheckpointFolder::new(&calm)?)?, losses(&folder)?);
     println!("{:>8} {:>12} {:>12}", "step", "left alone", "killed");

@@ -104,8 +104,8 @@ pub(crate) fn gradient_drop(parameter: &Tensor) -> Result<()> {
     call(|err| unsafe { sys::tamp_gradient_drop(pointer(parameter), err) })
 }
 
-/// Unscales the gradients of `parameters`, all of `found_inf`'s device, and tells whether one was infinite or NaN; `None`
-/// where the answer lies on the device.
+/// Unscales the gradients of `parameters`, all of `found_inf`'s device, and tells whether one was infinite or NaN;
+/// `None` where the answer lies on the device.
 pub(crate) fn gradients_unscale(
     parameters: &[&Tensor],
     scale: &Tensor,
@@ -115,8 +115,8 @@ pub(crate) fn gradients_unscale(
     let tensors = pointers(parameters.iter().copied());
     let (array, count) = (tensors.as_ptr(), tensors.len());
     let (scale, found_inf) = (scale.as_ptr(), pointer(found_inf));
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and tensors are changed in place only
-    // through libtorch's own handles, which alias freely.
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and tensors are changed in place
+    // only through libtorch's own handles, which alias freely.
     let answer = call(|err| unsafe {
         sys::tamp_gradients_unscale(array, count, scale, found_inf, options, err)
     })?;
@@ -133,8 +133,8 @@ fn known(answer: u8) -> Result<Option<bool>> {
     }
 }
 
-/// The norm of the gradients of `parameters`, all of `found_inf`'s device, divided by `scale`, and whether it is infinite
-/// or NaN; `None` where the answer lies on the device. The gradients stay as they are.
+/// The norm of the gradients of `parameters`, all of `found_inf`'s device, divided by `scale`, and whether it is
+/// infinite or NaN; `None` where the answer lies on the device. The gradients stay as they are.
 pub(crate) fn gradients_norm(
     parameters: &[&Tensor],
     scale: &Tensor,

@@ -1,4 +1,5 @@
-//! The C ABI of the shim: one declaration for each in `csrc/shim.h`, in the same order. `tests/abi.rs` compares the two.
+//! The C ABI of the shim: one declaration for each in `csrc/shim.h`, in the same order. `tests/abi.rs` compares the
+//! two.
 
 use std::ffi::{c_char, c_void};
 

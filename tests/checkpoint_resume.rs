@@ -1,5 +1,5 @@
-//! A run that is resumed takes the same steps as one that was never stopped. A program of its own: the random numbers that
-//! are saved here belong to the whole process.
+//! A run that is resumed takes the same steps as one that was never stopped. A program of its own: the random numbers
+//! that are saved here belong to the whole process.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;

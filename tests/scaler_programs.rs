@@ -101,7 +101,8 @@ fn start(oracle: &Oracle) -> Child {
         .expect("TCH_AMP_PYTHON starts")
 }
 
-/// Runs the program of `seed` against the oracle's answers, which follow the initial state in the order of its operations.
+/// Runs the program of `seed` against the oracle's answers, which follow the initial state in the order of its
+/// operations.
 fn compare(seed: u64, answers: &mut impl BufRead, outcomes: &mut Outcomes) {
     let program = generate::program(seed);
     let mut machine = Machine::new(&program);

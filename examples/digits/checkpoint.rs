@@ -51,7 +51,7 @@ impl Saves {
         let seed: i64 = found.checkpoint.value("seed")?;
         ensure!(
             seed == self.seed,
-            "{} is of --seed {seed}; without --resume a new run begins",
+            "{} was trained with --seed {seed}: give that seed, or leave out --resume to start anew",
             found.file.path.display()
         );
         found

@@ -86,8 +86,8 @@ impl Autocast {
         AutocastGuard::open(previous, next)
     }
 
-    /// Runs `f` inside the region; the state from before is back when it returns or panics. As a function decorated with
-    /// `torch.autocast`.
+    /// Runs `f` inside the region; the state from before is back when it returns or panics. As a function decorated
+    /// with `torch.autocast`.
     ///
     /// Guards that `f` opened and leaked are closed, too.
     ///

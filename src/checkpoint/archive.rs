@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::Xxh3Default;
 
-use crate::checkpoint::header::Checksum;
+use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::part::Part;
 use crate::checkpoint::source::Source;
 use crate::error::Result;
 
-/// What a file holds, and how to find out whether it is still what was written.
+/// What a file holds, and the checksums to verify it by.
 #[derive(Debug)]
 pub(crate) struct Archive {
     pub(crate) source: Arc<Source>,
@@ -39,21 +39,21 @@ impl Archive {
     /// Reads every byte once and compares the checksums.
     pub(crate) fn verify(&self) -> Result<()> {
         for Region { name, offset, len, check } in &self.regions {
+            let for_all = |take: &mut dyn FnMut(&[u8])| {
+                self.source.read_chunks(*offset, *len, &mut |bytes| {
+                    take(bytes);
+                    Ok(())
+                })
+            };
             let same = match check {
                 Check::Xxh3(wanted) => {
                     let mut hash = Xxh3Default::new();
-                    self.source.read_chunks(*offset, *len, &mut |bytes| {
-                        hash.update(bytes);
-                        Ok(())
-                    })?;
+                    for_all(&mut |bytes| hash.update(bytes))?;
                     Checksum(hash.digest()) == *wanted
                 }
                 Check::Crc32(wanted) => {
                     let mut hash = crc32fast::Hasher::new();
-                    self.source.read_chunks(*offset, *len, &mut |bytes| {
-                        hash.update(bytes);
-                        Ok(())
-                    })?;
+                    for_all(&mut |bytes| hash.update(bytes))?;
                     hash.finalize() == *wanted
                 }
             };

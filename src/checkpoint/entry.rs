@@ -21,12 +21,12 @@ pub(crate) struct Entry {
 #[derive(Debug)]
 enum Data {
     Memory(Tensor),
-    File(Place),
+    File(Location),
 }
 
 /// Where the numbers of a tensor lie in a file.
 #[derive(Clone, Debug)]
-pub(crate) struct Place {
+pub(crate) struct Location {
     pub(crate) source: Arc<Source>,
     /// The first byte of the first element.
     pub(crate) offset: u64,
@@ -40,9 +40,9 @@ impl Entry {
         Ok(Self { kind: tensor.f_kind()?, size: tensor.size(), data })
     }
 
-    /// The place has been checked against the file.
-    pub(crate) fn in_file(kind: Kind, size: Vec<i64>, place: Place) -> Self {
-        Self { kind, size, data: Data::File(place) }
+    /// The location must have been checked against the file.
+    pub(crate) fn in_file(kind: Kind, size: Vec<i64>, location: Location) -> Self {
+        Self { kind, size, data: Data::File(location) }
     }
 
     pub(crate) fn numel(&self) -> usize {
@@ -58,23 +58,23 @@ impl Entry {
     pub(crate) fn read(&self, take: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         match &self.data {
             Data::Memory(tensor) => read_tensor(tensor, self.len(), take),
-            Data::File(Place { source, offset, stride: None }) => {
+            Data::File(Location { source, offset, stride: None }) => {
                 source.read_chunks(*offset, self.len() as u64, take)
             }
             Data::File(_) => read_tensor(&self.to_tensor()?, self.len(), take),
         }
     }
 
-    /// Makes a tensor of its own, on the CPU.
+    /// Makes a new tensor on the CPU.
     pub(crate) fn to_tensor(&self) -> Result<Tensor> {
         match &self.data {
             Data::Memory(tensor) => Ok(tensor.f_to_device_(Device::Cpu, self.kind, false, true)?),
-            Data::File(Place { source, offset, stride: Some(stride) }) => {
+            Data::File(Location { source, offset, stride: Some(stride) }) => {
                 let extent = extent(&self.size, stride);
                 let all = read_new(self.kind, &[extent], source, *offset)?;
                 Ok(all.f_as_strided(&self.size[..], &stride[..], 0)?.f_contiguous()?)
             }
-            Data::File(Place { source, offset, stride: None }) => {
+            Data::File(Location { source, offset, stride: None }) => {
                 read_new(self.kind, &self.size, source, *offset)
             }
         }
@@ -86,14 +86,14 @@ impl Saved for Entry {
         self.size.clone()
     }
 
-    fn number(&self) -> Result<f64> {
-        self.to_tensor()?.number()
+    fn item(&self) -> Result<f64> {
+        self.to_tensor()?.item()
     }
 
-    /// One of another dtype gets the elements converted.
+    /// Converts the elements if the dtypes differ.
     fn copy_to(&self, to: &mut Tensor) -> Result<()> {
         match &self.data {
-            Data::File(Place { source, offset, stride: None })
+            Data::File(Location { source, offset, stride: None })
                 if to.f_kind()? == self.kind && to.is_contiguous() =>
             {
                 fill(to, self.len(), source, *offset)

@@ -3,12 +3,13 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::checkpoint::SaveError;
 
-/// Why a checkpoint could not be saved, loaded or restored. Unless a variant says otherwise, the file of a save is as it
-/// was before, and what was to be restored is untouched.
+/// Why a checkpoint could not be saved, loaded or restored. Unless a variant says otherwise, the file of a save is as
+/// it was before, and what was to be restored is untouched. The messages hold the causes, which `source()` does not
+/// return again.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
@@ -17,18 +18,18 @@ pub enum CheckpointError {
     Save(#[from] SaveError),
 
     /// The system refused to read, to list or to remove.
-    #[error("cannot {action} {}: {source}", path.display())]
+    #[error("cannot {action} {}: {cause}", path.display())]
     Io {
         /// What was tried.
         action: &'static str,
         /// Where.
         path: PathBuf,
         /// The system's reason.
-        source: io::Error,
+        cause: io::Error,
     },
 
-    /// The file is no checkpoint, or not what was saved. Load an older one.
-    #[error("{} is damaged or no checkpoint: {problem}", path.display())]
+    /// The file is not a checkpoint, or not what was saved. Load an older one.
+    #[error("{} is damaged or not a checkpoint: {problem}", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -37,31 +38,42 @@ pub enum CheckpointError {
     },
 
     /// The file was written by a later version of this crate.
-    #[error("{} has the format {found}, and this version of tch-amp reads up to {supported}; update it", path.display())]
+    #[error(
+        "{} has version {found} of the format, and this version of tch-amp reads up to {supported}; update it",
+        path.display()
+    )]
     Newer {
         /// The file.
         path: PathBuf,
-        /// Its format.
+        /// Its version of the format.
         found: u32,
         /// The newest known here.
         supported: u32,
     },
 
-    /// The checkpoint is saved, but others that are not to be kept could not be removed, and the disk may fill up.
-    #[error("{} is saved, but what it replaces is still there", saved.display())]
-    Kept {
+    /// The checkpoint is saved, but older ones that are not to be kept could not be removed. Training may go on.
+    #[error(
+        "{} is saved, but older checkpoints could not be removed; do so by hand before the disk is full: {cause}",
+        saved.display()
+    )]
+    NotRemoved {
         /// What was saved.
         saved: PathBuf,
-        /// Why.
-        source: Box<crate::Error>,
+        /// Why the others could not be removed.
+        cause: Box<crate::Error>,
     },
 
-    /// A folder has checkpoints, but all are damaged. To start anew, move them away.
-    #[error("{} has no whole checkpoint; the newest: {}", folder.display(), first(damaged))]
+    /// All checkpoints of a folder that could have been taken are damaged.
+    #[error(
+        "none of the {} checkpoints tried in {} is whole; move them away to start anew. The first: {}",
+        damaged.len(),
+        folder.display(),
+        first(damaged)
+    )]
     AllDamaged {
         /// The folder.
         folder: PathBuf,
-        /// What is wrong with each, from the one that was tried first.
+        /// What is wrong with each, in the order in which they were tried.
         damaged: Vec<CheckpointError>,
     },
 
@@ -70,7 +82,7 @@ pub enum CheckpointError {
     Unsaveable {
         /// The part, or the tensor.
         name: String,
-        /// Why.
+        /// Why, and what to do.
         problem: String,
     },
 
@@ -94,13 +106,13 @@ pub enum CheckpointError {
         found: String,
     },
 
-    /// A part has not the names of what is to be restored. Non-strict loading leaves them out.
+    /// A part does not have the names of what is to be restored.
     #[error(
-        "`{part}` does not fit: missing in the checkpoint: {}; unexpected: {}",
+        "`{part}` does not fit: missing in the checkpoint: {}; unexpected: {}; `strict(false)` leaves them out",
         list(missing),
         list(unexpected)
     )]
-    Names {
+    Keys {
         /// The part.
         part: String,
         /// The names that the checkpoint lacks.
@@ -120,22 +132,36 @@ pub enum CheckpointError {
         problem: String,
     },
 
-    /// A value is not of the type asked for.
-    #[error("the value `{name}` does not fit: {source}")]
+    /// A value is not of the type asked for, or JSON cannot hold it.
+    #[error("the value `{name}` does not fit: {cause}")]
     Value {
         /// The value.
         name: String,
         /// What serde says.
-        source: serde_json::Error,
+        cause: serde_json::Error,
     },
 
-    /// Reading failed after everything had been checked, while models were being overwritten: they are half restored.
-    /// Load again before they are used.
-    #[error("restoring stopped midway, and the models are half restored; load again: {source}")]
+    /// Reading or copying failed after everything had been checked: models and scalers may be half restored. Restore
+    /// again before they are used.
+    #[error(
+        "restoring stopped midway, and models and scalers may be half restored; do it again: {cause}"
+    )]
     Interrupted {
         /// What happened.
-        source: Box<crate::Error>,
+        cause: Box<crate::Error>,
     },
+}
+
+impl CheckpointError {
+    /// Makes a [`CheckpointError::Io`] of an error.
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> Self {
+        move |cause| Self::Io { action, path: path.to_owned(), cause }
+    }
+}
+
+/// The name may be a part's, a tensor's, or `the checkpoint`.
+pub(crate) fn unsaveable(name: &str, problem: impl Into<String>) -> CheckpointError {
+    CheckpointError::Unsaveable { name: name.to_owned(), problem: problem.into() }
 }
 
 fn first(errors: &[CheckpointError]) -> String {

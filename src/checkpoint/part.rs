@@ -16,7 +16,7 @@ pub(crate) enum Part {
     Scaler(GradScalerState),
     Tensor(Entry),
     Value(serde_json::Value),
-    /// Of a Python program, and nothing that is known here: why.
+    /// Something of a Python program that this crate does not understand, and why.
     Unknown(String),
 }
 
@@ -26,21 +26,21 @@ pub(crate) struct OptimizerPart {
     pub(crate) state: BTreeMap<String, BTreeMap<String, Entry>>,
     pub(crate) param_groups: Vec<ParamGroupState>,
     /// Whether the names are PyTorch's numbers, to be replaced by place.
-    pub(crate) numbered: bool,
+    pub(crate) params_are_numbers: bool,
     /// Whether an `Adam` may as well be an `AdamW`: PyTorch before 2.7 does not say.
-    pub(crate) undecided: bool,
+    pub(crate) adam_or_adamw: bool,
 }
 
 impl Part {
     /// With an article, for messages.
-    pub(crate) fn kind(&self) -> String {
+    pub(crate) fn describe(&self) -> String {
         let kind = match self {
             Self::Model(_) => "a model",
             Self::Optimizer(_) => "an optimizer",
             Self::Scaler(_) => "a scaler",
             Self::Tensor(_) => "a tensor",
             Self::Value(_) => "a value",
-            Self::Unknown(why) => return format!("not understood ({why})"),
+            Self::Unknown(why) => return format!("unsupported ({why})"),
         };
         kind.to_owned()
     }

@@ -39,14 +39,14 @@ impl fmt::Debug for Memory {
 
 impl Source {
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let failed = |source| CheckpointError::Io { action: "open", path: path.to_owned(), source };
+        let failed = CheckpointError::io("open", path);
         // Before it is opened: a pipe would wait for a writer.
-        if !fs::metadata(path).map_err(failed)?.is_file() {
+        if !fs::metadata(path).map_err(&failed)?.is_file() {
             let problem = "it is not a regular file";
             return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, problem)).into());
         }
-        let file = File::open(path).map_err(failed)?;
-        let len = file.metadata().map_err(failed)?.len();
+        let file = File::open(path).map_err(&failed)?;
+        let len = file.metadata().map_err(&failed)?.len();
         Ok(Self { path: path.to_owned(), store: Store::File(Mutex::new(file)), len })
     }
 
@@ -75,11 +75,9 @@ impl Source {
                 rest.unwrap_or_default().read_exact(buffer)
             }
         };
-        read.map_err(|source| {
-            if source.kind() == io::ErrorKind::UnexpectedEof {
-                return self.damaged("it ends too early").into();
-            }
-            CheckpointError::Io { action: "read", path: self.path.clone(), source }.into()
+        read.map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => self.damaged("it ends too early").into(),
+            _ => CheckpointError::io("read", &self.path)(error).into(),
         })
     }
 

@@ -132,8 +132,8 @@ pub enum Algorithm {
 macro_rules! build {
     ($($config:ident)*) => {$(
         impl $config {
-            /// Makes an optimizer for the trainable variables of a VarStore, or for a plain list of tensors, named or not,
-            /// in any of the forms of [`IntoParameters`].
+            /// Makes an optimizer for the trainable variables of a VarStore, or for a plain list of tensors, named or
+            /// not, in any of the forms of [`IntoParameters`].
             ///
             /// Tensors of a list that do not require a gradient are kept and left alone, as frozen ones are.
             ///

@@ -15,8 +15,9 @@ use crate::optim::{Algorithm, Optimizer, ParamGroup};
 /// returns, by parameter names instead of numbers.
 #[derive(Debug)]
 pub struct OptimizerState {
-    /// For each parameter that has been stepped (with Adagrad, for all) its tensors, by PyTorch's keys: `step` (f32, no dimensions) and, in the
-    /// parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq`, or `momentum_buffer`, or `sum`.
+    /// For each parameter that has been stepped (with Adagrad, for all) its tensors, by PyTorch's keys: `step` (f32, no
+    /// dimensions) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq`, or `momentum_buffer`,
+    /// or `sum`.
     pub state: BTreeMap<String, BTreeMap<String, Tensor>>,
     /// The groups, in order.
     pub param_groups: Vec<ParamGroupState>,
@@ -44,7 +45,8 @@ impl Optimizer {
 
     /// Returns the state.
     ///
-    /// The tensors are the optimizer's own, not copies: later steps change them, as in PyTorch. Save or copy them before.
+    /// The tensors are the optimizer's own, not copies: later steps change them, as in PyTorch. Save or copy them
+    /// before.
     ///
     /// What an option that was switched off does not use any more is there, too. Waits for the device
     /// only for an SGD with momentum whose first step on a GPU may have been skipped.

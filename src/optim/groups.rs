@@ -69,8 +69,8 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`]; [`Error::InvalidValue`] for a value outside its range; [`Error::OtherAlgorithm`]. The old
-    /// options stay then.
+    /// [`Error::NoSuchGroup`]; [`Error::InvalidValue`] for a value outside its range; [`Error::OtherAlgorithm`]. The
+    /// old options stay then.
     pub fn set_param_group(&mut self, group: usize, options: ParamGroup) -> Result<()> {
         self.change(Some(group), |old| {
             *old = options;
@@ -79,9 +79,9 @@ impl Optimizer {
     }
 
     /// Moves the parameters whose names match one of the patterns to a group, those that are added later included, and
-    /// returns how many there are now. Where there is no such group it is made, with the options of group 0. A `*` stands
-    /// for any characters; of several calls the last that matches counts. Parameters from a list without names are called
-    /// `"0"`, `"1"` and so on.
+    /// returns how many there are now. Where there is no such group it is made, with the options of group 0. A `*`
+    /// stands for any characters; of several calls the last that matches counts. Parameters from a list without names
+    /// are called `"0"`, `"1"` and so on.
     ///
     /// ```
     /// use tch::{Device, nn};
@@ -152,7 +152,8 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchOption`] for Adagrad; [`Error::InvalidValue`] for a value outside its range. The old one stays then.
+    /// [`Error::NoSuchOption`] for Adagrad; [`Error::InvalidValue`] for a value outside its range. The old one stays
+    /// then.
     pub fn set_momentum(&mut self, momentum: f64) -> Result<()> {
         self.change(None, |options| set_momentum(options, momentum))
     }

@@ -19,10 +19,24 @@ pub(crate) trait Saved {
     fn shape(&self) -> Vec<i64>;
 
     /// The only element.
-    fn number(&self) -> Result<f64>;
+    fn item(&self) -> Result<f64>;
 
     /// Overwrites a tensor with as many elements.
     fn copy_to(&self, to: &mut Tensor) -> Result<()>;
+}
+
+impl<T: Saved> Saved for &T {
+    fn shape(&self) -> Vec<i64> {
+        (**self).shape()
+    }
+
+    fn item(&self) -> Result<f64> {
+        (**self).item()
+    }
+
+    fn copy_to(&self, to: &mut Tensor) -> Result<()> {
+        (**self).copy_to(to)
+    }
 }
 
 impl Saved for Tensor {
@@ -30,7 +44,7 @@ impl Saved for Tensor {
         self.size()
     }
 
-    fn number(&self) -> Result<f64> {
+    fn item(&self) -> Result<f64> {
         Ok(self.f_reshape([1i64])?.f_double_value(&[0])?)
     }
 
@@ -53,8 +67,9 @@ impl Optimizer {
     /// Loads a state: copies its tensors, in the dtypes and to the devices of the parameters, and takes over its groups
     /// and their options. As `load_state_dict` in PyTorch, by names.
     ///
-    /// A parameter without tensors has not been stepped yet. The patterns of [`assign_group`](Self::assign_group) are no
-    /// part of a state; those of groups that it does not have are forgotten. Waits for the devices of the loaded tensors.
+    /// A parameter without tensors has not been stepped yet. The patterns of [`assign_group`](Self::assign_group) are
+    /// no part of a state; those of groups that it does not have are forgotten. Waits for the devices of the loaded
+    /// tensors.
     ///
     /// # Errors
     ///
@@ -66,7 +81,8 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Checks a state and makes copies of it. The optimizer does not change.
+    /// Checks a state and makes copies of it. The optimizer does not change, except that it takes up variables that
+    /// were added to its VarStore.
     pub(crate) fn prepare_load<T: Saved>(
         &mut self,
         state: &SavedState<T>,
@@ -149,7 +165,8 @@ fn members(param_groups: &[ParamGroupState]) -> Result<BTreeMap<&str, usize>> {
 /// The tensors of one parameter: its step, and the others in the order of [`keys`].
 type Entries<'a, T> = (Option<&'a T>, [Option<&'a T>; KEPT]);
 
-/// Finds the tensors that the algorithm keeps, of the parameter's shape, and no others. Those that it uses must be there.
+/// Finds the tensors that the algorithm keeps, of the parameter's shape, and no others. Those that it uses must be
+/// there.
 fn check<'a, T: Saved>(
     entries: &'a BTreeMap<String, T>,
     algorithm: &Algorithm,
@@ -184,7 +201,7 @@ fn check<'a, T: Saved>(
         if found != 1 {
             return Err(refuse(format!("{STEP} has {found} elements, but must have one")));
         }
-        let value = step.number()?;
+        let value = step.item()?;
         if !(value >= 0.0 && value.is_finite()) {
             return Err(refuse(format!("{STEP} is {value}, but must be finite and at least 0")));
         }

@@ -49,8 +49,8 @@ pub use taken::TakenSteps;
 use crate::error::{Error, Result};
 use crate::panics;
 
-/// An optimizer that a [`GradScaler`](crate::GradScaler) can step: it names its parameters and takes a step. In PyTorch,
-/// `torch.optim.Optimizer` is that.
+/// An optimizer that a [`GradScaler`](crate::GradScaler) can step: it names its parameters and takes a step. In
+/// PyTorch, `torch.optim.Optimizer` is that.
 ///
 /// Implemented for the fused [`Optimizer`] and for [`tch::nn::Optimizer`]. Your own takes a few lines:
 ///

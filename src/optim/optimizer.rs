@@ -19,8 +19,8 @@ use crate::optim::{Algorithm, AmpOptimizer, AmpScaling, IntoParameters, ParamGro
 /// `torch.optim.Optimizer`, with the methods of [`tch::nn::Optimizer`].
 ///
 /// Parameters may be f32, f64, bf16 or fp16, on any device; the state of a parameter has its dtype, save for the f32
-/// `step`. No method waits for the device, unless its own documentation says so. Only an SGD with momentum and dampening that a
-/// scaler steps on a GPU does in a step, until the first of its steps is known to have been taken.
+/// `step`. No method waits for the device, unless its own documentation says so. Only an SGD with momentum and
+/// dampening that a scaler steps on a GPU does in a step, until the first of its steps is known to have been taken.
 #[derive(Debug)]
 pub struct Optimizer {
     pub(crate) groups: Vec<ParamGroup>,
@@ -152,13 +152,13 @@ impl Optimizer {
         ffi::gradients_drop(&self.parameters())
     }
 
-    /// Changes the parameters by their gradients, which stay as they are. Parameters without a gradient are left out, as
-    /// are frozen ones. With a scaler, call [`GradScaler::step`](crate::GradScaler::step) instead.
+    /// Changes the parameters by their gradients, which stay as they are. Parameters without a gradient are left out,
+    /// as are frozen ones. With a scaler, call [`GradScaler::step`](crate::GradScaler::step) instead.
     ///
     /// # Errors
     ///
-    /// [`Error::Gradient`] for a sparse gradient; [`Error::Parameter`] for a variable that was added to the VarStore and
-    /// cannot be taken up; [`Error::Torch`] for a parameter whose dtype or device changed. Nothing is changed then.
+    /// [`Error::Gradient`] for a sparse gradient; [`Error::Parameter`] for a variable that was added to the VarStore
+    /// and cannot be taken up; [`Error::Torch`] for a parameter whose dtype or device changed. Nothing is changed then.
     pub fn step(&mut self) -> Result<()> {
         let stepped = self.run(&ScaledStep::default());
         // Inside a region the cache would go on serving the old weights.

@@ -243,8 +243,8 @@ impl Iteration {
         compared.map_err(|(index, how)| Error::GradientChanged { parameter: describe(index), how })
     }
 
-    /// Takes over the gradients as they are now, after a change of our own. They are looked at again only if it can have
-    /// made one infinite or NaN.
+    /// Takes over the gradients as they are now, after a change of our own. They are looked at again only if it can
+    /// have made one infinite or NaN.
     pub(crate) fn accept(&mut self, record: usize, now: Vec<Gradient>, look_again: bool) {
         let record = &mut self.records[record];
         record.gradients = now;

@@ -1,5 +1,5 @@
-//! Gradient scaling: a loss is multiplied by a large number before backward, so that small fp16 gradients do not vanish,
-//! and the gradients are divided by it again before the optimizer sees them.
+//! Gradient scaling: a loss is multiplied by a large number before backward, so that small fp16 gradients do not
+//! vanish, and the gradients are divided by it again before the optimizer sees them.
 
 #![forbid(unsafe_code)]
 
@@ -109,10 +109,10 @@ impl GradScaler {
 
     /// Multiplies a loss, or any output that is going to be differentiated, by the scale.
     ///
-    /// The result has the output's shape and device. fp16 and bf16 outputs of any shape become f32 first, because
-    /// 65536 is infinite in fp16; PyTorch does so for 0-dim outputs only. Backward brings the scale back into the
-    /// output's dtype all the same, so take the loss in f32: `xs.mean(Kind::Float)` rather than `xs.mean(None)`. Waits for the device only to bring a scale from
-    /// a GPU to an output on the CPU.
+    /// The result has the output's shape and device. fp16 and bf16 outputs of any shape become f32 first, because 65536
+    /// is infinite in fp16; PyTorch does so for 0-dim outputs only. Backward brings the scale back into the output's
+    /// dtype all the same, so take the loss in f32: `xs.mean(Kind::Float)` rather than `xs.mean(None)`. Waits for the
+    /// device only to bring a scale from a GPU to an output on the CPU.
     ///
     /// # Errors
     ///
@@ -159,8 +159,8 @@ impl GradScaler {
 
     /// Ends the iteration: backs the scale off if any optimizer's gradients overflowed, or counts towards its growth.
     ///
-    /// Does not wait for the device, unless `hysteresis` or `max_consecutive_skips` is set and an overflow is known on a GPU
-    /// only, as that of a fused optimizer is, or the scale is on the CPU and it is not.
+    /// Does not wait for the device, unless `hysteresis` or `max_consecutive_skips` is set and an overflow is known on
+    /// a GPU only, as that of a fused optimizer is, or the scale is on the CPU and it is not.
     ///
     /// # Errors
     ///
@@ -226,8 +226,8 @@ impl GradScaler {
 
     /// Returns the scale; 1 for a disabled scaler.
     ///
-    /// Waits for the device only when a fused optimizer was stepped there, or any was unscaled and not stepped, since the
-    /// scale was last known.
+    /// Waits for the device only when a fused optimizer was stepped there, or any was unscaled and not stepped, since
+    /// the scale was last known.
     ///
     /// # Errors
     ///

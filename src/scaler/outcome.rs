@@ -9,8 +9,8 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::ffi::Arrival;
 
-/// What [`GradScaler::step`](crate::GradScaler::step) did to its optimizer. PyTorch's `step` returns the optimizer's own
-/// value, or `None`, which may mean either.
+/// What [`GradScaler::step`](crate::GradScaler::step) did to its optimizer. PyTorch's `step` returns the optimizer's
+/// own value, or `None`, which may mean either.
 ///
 /// After a step of a fused optimizer on a GPU the answer lies there, and asking waits for it, once;
 /// [`poll`](Self::poll) never waits. Everywhere else it is at hand. A learning-rate scheduler should advance only when
@@ -138,8 +138,8 @@ impl StepOutcome {
     }
 
     /// Returns the 2-norm of the unscaled gradients before clipping, as
-    /// [`step_clip_norm`](crate::GradScaler::step_clip_norm) took it: a 0-dim tensor on the device of the first gradient.
-    /// `None` after [`step`](crate::GradScaler::step), and without gradients.
+    /// [`step_clip_norm`](crate::GradScaler::step_clip_norm) took it: a 0-dim tensor on the device of the first
+    /// gradient. `None` after [`step`](crate::GradScaler::step), and without gradients.
     pub fn total_norm(&self) -> Option<&Tensor> {
         self.total_norm.as_ref()
     }

@@ -79,8 +79,8 @@ impl GradScaler {
         let mut iteration = self.iteration.borrow_mut();
         match taken {
             Ok(_) => iteration.set_stage(record, Stage::Stepped),
-            // On the CPU nothing was changed, so that the step can be tried again. Elsewhere the kernels may have unscaled
-            // some of the gradients.
+            // On the CPU nothing was changed, so that the step can be tried again. Elsewhere the kernels may have
+            // unscaled some of the gradients.
             Err(_) if scaled && iteration.is_on_host(record) => iteration.abandon(record),
             Err(_) if scaled => iteration.set_stage(record, Stage::Broken),
             Err(_) => {}

@@ -11,20 +11,18 @@ use crate::scaler::{GradScaler, GradScalerConfig};
 /// The state of a [`GradScaler`](crate::GradScaler): serialised, PyTorch's five keys `scale`, `growth_factor`,
 /// `backoff_factor`, `growth_interval` and `_growth_tracker`.
 ///
-/// An option that is absent leaves the loading scaler's own as it is. The options that PyTorch lacks follow under keys of their own where they differ from their defaults; PyTorch
-/// ignores them. A disabled scaler has the empty state `{}`. Read JSON with serde_json's feature `float_roundtrip` where
-/// a scale that is no power of two must come back to the last bit. The JSON of a Python `scaler.state_dict()` loads here, and
-/// the other way round:
+/// An option that is absent leaves the loading scaler's own as it is. The options that PyTorch lacks follow under keys
+/// of their own where they differ from their defaults; PyTorch ignores them. A disabled scaler has the empty state
+/// `{}`. Read JSON with serde_json's feature `float_roundtrip` where a scale that is no power of two must come back to
+/// the last bit. The JSON of a Python `scaler.state_dict()` loads here, and the other way round:
 ///
 /// ```
 /// use tch::Device;
 /// use tch_amp::{GradScaler, GradScalerState};
 ///
-/// let saved = r#"{"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}"#;
-/// let state: GradScalerState = serde_json::from_str(saved)?;
-/// let mut scaler = GradScaler::new(Device::Cpu)?;
-/// scaler.load_state_dict(&state)?;
-/// assert_eq!(scaler.get_scale()?, 1024.0);
+/// let saved = r#"{"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+/// "_growth_tracker": 7}"#; let state: GradScalerState = serde_json::from_str(saved)?; let mut scaler =
+/// GradScaler::new(Device::Cpu)?; scaler.load_state_dict(&state)?; assert_eq!(scaler.get_scale()?, 1024.0);
 /// assert_eq!(scaler.state_dict()?, state);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

@@ -148,8 +148,8 @@ impl GradScaler {
         })
     }
 
-    /// Returns the record of the optimizer's parameters: a new one, by a look at the gradients, or what `known` says of an
-    /// old one.
+    /// Returns the record of the optimizer's parameters: a new one, by a look at the gradients, or what `known` says of
+    /// an old one.
     fn claim(
         &self,
         optimizer: &dyn AmpOptimizer,
@@ -211,8 +211,8 @@ impl GradScaler {
     /// call `update` either. Its gradients stay as they are: zero them before the next backward. PyTorch has no twin.
     ///
     /// An overflow that was found is forgotten, too: where it is the reason, call `update` instead, or the scale will
-    /// never sink. An optimizer that is dropped counts until `update`, unless it is abandoned before. Nothing happens to
-    /// one that was not unscaled.
+    /// never sink. An optimizer that is dropped counts until `update`, unless it is abandoned before. Nothing happens
+    /// to one that was not unscaled.
     ///
     /// # Errors
     ///

@@ -11,8 +11,8 @@ use crate::ffi;
 use crate::optim::{AmpOptimizer, check_limit, explained};
 use crate::scaler::{GradScaler, StepOutcome};
 
-/// An optimizer whose gradients have been unscaled: clip them, then step. Dropping it leaves the step out. PyTorch has no
-/// twin.
+/// An optimizer whose gradients have been unscaled: clip them, then step. Dropping it leaves the step out. PyTorch has
+/// no twin.
 ///
 /// It borrows both sides, so that clipping before unscaling, unscaling twice and stepping twice do not compile:
 ///
@@ -60,8 +60,8 @@ impl<'a> Unscaled<'a> {
         self.clip(max_norm, false)
     }
 
-    /// Clips as [`clip_grad_norm`](Self::clip_grad_norm), unless the norm is infinite or NaN. Waits for the device to know.
-    /// As `torch.nn.utils.clip_grad_norm_` with `error_if_nonfinite=True`.
+    /// Clips as [`clip_grad_norm`](Self::clip_grad_norm), unless the norm is infinite or NaN. Waits for the device to
+    /// know. As `torch.nn.utils.clip_grad_norm_` with `error_if_nonfinite=True`.
     ///
     /// # Errors
     ///

@@ -1,7 +1,7 @@
 //! Files of every format that was ever written here, and of PyTorch's, still load as what they are.
 //!
-//! A new format gets new files, with its number: `cargo test --test checkpoint golden -- --ignored` writes those that are
-//! missing. Those there never change.
+//! A new format gets new files, with its number: `cargo test --test checkpoint golden -- --ignored` writes those that
+//! are missing. Those there never change.
 
 use std::path::{Path, PathBuf};
 

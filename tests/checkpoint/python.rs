@@ -117,8 +117,8 @@ fn a_run_of_pythons_goes_on_here() {
         assert!(matches!(unknown, Error::Checkpoint(CheckpointError::OtherPart { .. })));
         let mut sgd = Sgd::default().build(&twin.vs, 0.1).unwrap();
         let unknown = checkpoint.restore().optimizer("rmsprop", &mut sgd).apply().unwrap_err();
-        let message = "`rmsprop` in the checkpoint is not understood (has groups that are of no \
-                       optimizer that is known here), not an optimizer";
+        let message = "`rmsprop` in the checkpoint is unsupported (its param_groups are not those \
+                       of Adam, AdamW, SGD or Adagrad), not an optimizer";
         assert_eq!(unknown.to_string(), message);
         // What is not understood is not lost in silence.
         assert!(checkpoint.save(folder.file("again.pt")).is_err());

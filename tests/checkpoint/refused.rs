@@ -109,7 +109,7 @@ fn names_are_compared_unless_told_otherwise() {
         checkpoint.add_optimizer("opt", &mut sgd).unwrap();
     });
     let target = model(&["b", "c"]);
-    let CheckpointError::Names { missing, unexpected, .. } =
+    let CheckpointError::Keys { missing, unexpected, .. } =
         checkpoint_error(whole.restore().model("model", &target).apply())
     else {
         panic!("another error");
@@ -120,8 +120,8 @@ fn names_are_compared_unless_told_otherwise() {
     assert!(matches!(refused, Err(Error::OptimizerState { .. })), "{refused:?}");
     let restore = whole.restore().model("model", &target).optimizer("opt", &mut opt);
     let restored = restore.strict(false).apply().unwrap();
-    assert_eq!(restored.missing, ["model/c", "opt/c"]);
-    assert_eq!(restored.unexpected, ["model/a", "opt/a"]);
+    assert_eq!(restored.missing_keys, ["model/c", "opt/c"]);
+    assert_eq!(restored.unexpected_keys, ["model/a", "opt/a"]);
     let state = opt.state_dict().unwrap();
     assert_eq!(state.state.keys().collect::<Vec<_>>(), ["b"]);
     assert_eq!(opt.lr(0).unwrap(), 0.5);

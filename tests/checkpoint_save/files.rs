@@ -19,7 +19,7 @@ pub(super) fn write(path: &Path, text: &str) -> Result<(), SaveError> {
 /// Why a path is refused, and with which message.
 pub(super) fn refused(path: &Path) -> (ErrorKind, String) {
     match write(path, "new") {
-        Err(SaveError::Io { action: "replace", source, .. }) => (source.kind(), source.to_string()),
+        Err(SaveError::Io { action: "replace", cause, .. }) => (cause.kind(), cause.to_string()),
         other => panic!("{other:?}"),
     }
 }
@@ -87,9 +87,10 @@ fn a_missing_folder_is_named() {
     let folder = Folder::new("missing");
     let error = write(&folder.join("no/model.bin"), "new").unwrap_err();
     let path = folder.join("no");
-    assert_eq!(error.to_string(), format!("cannot open the folder {}", path.display()));
-    let source = std::error::Error::source(&error).unwrap().downcast_ref::<io::Error>();
-    assert_eq!(source.unwrap().kind(), ErrorKind::NotFound);
+    let named = format!("cannot open the folder {}: ", path.display());
+    assert!(error.to_string().starts_with(&named), "{error}");
+    let SaveError::Io { cause, .. } = error else { panic!("{error}") };
+    assert_eq!(cause.kind(), ErrorKind::NotFound);
 }
 
 #[test]

@@ -109,7 +109,7 @@ impl Disk for Memory {
 }
 
 impl DiskFile for MemoryFile {
-    fn second(&self) -> io::Result<Self> {
+    fn try_clone(&self) -> io::Result<Self> {
         Ok(Self { disk: self.disk.clone(), file: self.file, at: 0 })
     }
 

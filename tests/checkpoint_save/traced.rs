@@ -127,7 +127,8 @@ impl Run {
     }
 }
 
-/// Runs a child once for each of its calls, with something injected there. `check` gets the call's name and what to say of it.
+/// Runs a child once for each of its calls, with something injected there. `check` gets the call's name and what to say
+/// of it.
 pub(super) fn at_each_call(role: &str, what: &str, mut check: impl FnMut(&str, &str, Run)) {
     // A call is chosen by its number in its thread, and the program's start is in another one.
     let before = run(role, 0, None).before;

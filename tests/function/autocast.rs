@@ -162,7 +162,8 @@ fn custom_cast_inputs() {
     });
 }
 
-/// PyTorch's `test_cast_cache_is_global` asks for one cast of the weight; a new one is right as well, a stale one is not.
+/// PyTorch's `test_cast_cache_is_global` asks for one cast of the weight; a new one is right as well, a stale one is
+/// not.
 #[test]
 fn a_weight_that_changed_is_cast_anew_in_backward() {
     let w = Tensor::from_slice(&[2f32]).view([1, 1]).set_requires_grad(true);

@@ -1,4 +1,5 @@
-//! PyTorch's `test_autocast_checkpointing`: a function that keeps no activations and runs its forward again in backward.
+//! PyTorch's `test_autocast_checkpointing`: a function that keeps no activations and runs its forward again in
+//! backward.
 
 use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::Autocast;

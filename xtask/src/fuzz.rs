@@ -22,7 +22,9 @@ const LIMITS: [&str; 3] = ["-rss_limit_mb=4096", "-timeout=20", "-max_len=16384"
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let seconds = args.next().unwrap_or_else(|| "60".to_owned());
     args.end()?;
-    let seconds = seconds.parse().with_context(|| format!("{seconds} seconds"))?;
+    let seconds = seconds
+        .parse()
+        .with_context(|| format!("seconds must be a whole number, not `{seconds}`"))?;
     fuzz(&Workspace::announced(None)?, seconds)
 }
 

@@ -37,7 +37,7 @@ usage: cargo xtask <command>
   bench [--tch V] [filter]           times this crate beside Python and plain tch, on one core
   doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
   bundle [--tch V]                   packs tests, examples and benches for a machine without Rust
-  fuzz [seconds]                     feeds the checkpoint readers with damaged files, for a minute by default
+  fuzz [seconds]                     feeds damaged files to the checkpoint readers, for a minute by default
   fmt                                formats the Rust and the C++
   lock                               rewrites xtask/lock from Cargo.lock
   ci                                 what .ci/run runs: test --all-versions

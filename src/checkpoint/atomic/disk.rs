@@ -27,7 +27,7 @@ pub(crate) trait Disk {
 /// An open file.
 pub(crate) trait DiskFile: Write + Seek + Send + Sized + 'static {
     /// A second handle, for another thread.
-    fn second(&self) -> io::Result<Self>;
+    fn try_clone(&self) -> io::Result<Self>;
     /// Waits until the data would survive a power loss.
     fn sync_data(&self) -> io::Result<()>;
     /// Waits until the data and all that is needed to find them would survive a power loss.
@@ -89,8 +89,8 @@ fn cannot_sync(kind: io::ErrorKind) -> bool {
 }
 
 impl DiskFile for File {
-    fn second(&self) -> io::Result<Self> {
-        self.try_clone()
+    fn try_clone(&self) -> io::Result<Self> {
+        Self::try_clone(self)
     }
 
     fn sync_data(&self) -> io::Result<()> {

@@ -13,10 +13,10 @@ use std::time::Duration;
 use super::error::{SaveError, cannot};
 
 /// As many as Linux follows.
-const MOST_LINKS: usize = 40;
+const MAX_SYMLINKS: usize = 40;
 
 /// How much of a file's name its temporary file has: the whole must fit where names are short.
-const MOST_NAME: usize = 100;
+const MAX_NAME_BYTES: usize = 100;
 
 /// A file that is to be replaced, or that does not exist yet.
 #[derive(Debug)]
@@ -28,12 +28,13 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Follows symbolic links, also to a file that does not exist yet. Refuses what is not a regular file, or read-only.
+    /// Follows symbolic links, also to a file that does not exist yet. Refuses what is not a regular file, or
+    /// read-only.
     pub(crate) fn find(path: &Path) -> io::Result<Self> {
         let refuse = |kind, problem| Err(io::Error::new(kind, problem));
         // The working directory may change while the file is being written.
         let mut path = path::absolute(path)?;
-        for _ in 0..MOST_LINKS {
+        for _ in 0..MAX_SYMLINKS {
             let last = path.as_os_str().as_encoded_bytes().last();
             let ends = last.is_some_and(|&last| path::is_separator(last.into()));
             let folder = path.parent().map(Path::to_owned);
@@ -41,7 +42,8 @@ impl Place {
                 return refuse(ErrorKind::InvalidInput, "the path has no file name");
             };
             if is_temporary(name) {
-                let problem = "such names are kept for temporary files, which are removed";
+                let problem =
+                    "names such as `.x.1-2.tmp` are reserved for temporary files; choose another";
                 return refuse(ErrorKind::InvalidInput, problem);
             }
             let found = match fs::symlink_metadata(&path) {
@@ -72,7 +74,7 @@ impl Place {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
         let name = self.path.file_name().unwrap_or_default().to_string_lossy();
         let ends = name.char_indices().map(|(start, char)| start + char.len_utf8());
-        let end = ends.take_while(|&end| end <= MOST_NAME).last().unwrap_or_default();
+        let end = ends.take_while(|&end| end <= MAX_NAME_BYTES).last().unwrap_or_default();
         let counter = COUNTER.fetch_add(1, Ordering::Relaxed);
         self.folder.join(format!(".{}.{}-{counter}.tmp", &name[..end], process::id()))
     }
@@ -115,8 +117,8 @@ fn remove_if_old(path: &Path, age: Duration) -> Result<bool, SaveError> {
     // Its process may rename or remove it at any time.
     let gone = |error: &io::Error| error.kind() == ErrorKind::NotFound;
     let modified = match fs::symlink_metadata(path) {
-        Ok(found) if found.is_file() => found.modified().map_err(cannot("look at", path))?,
-        Err(error) if !gone(&error) => return Err(cannot("look at", path)(error)),
+        Ok(found) if found.is_file() => found.modified().map_err(cannot("inspect", path))?,
+        Err(error) if !gone(&error) => return Err(cannot("inspect", path)(error)),
         _ => return Ok(false),
     };
     // A time in the future is not old.

@@ -137,7 +137,7 @@ impl Drop for Background {
 }
 
 fn start<F: DiskFile>(file: &F) -> io::Result<Thread> {
-    let file = file.second()?;
+    let file = file.try_clone()?;
     let (orders, received) = sync_channel(1);
     let work = move || received.iter().try_for_each(|()| file.sync_data());
     let thread = thread::Builder::new().name("tch-amp sync".to_owned()).spawn(work)?;

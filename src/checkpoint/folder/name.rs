@@ -8,13 +8,13 @@ const STEP: &str = "step-";
 const SCORE: &str = "-score-";
 
 /// The longest score that is written without an exponent: with it every number takes at most 24 characters.
-const MOST_DIGITS: usize = 20;
+const MAX_DIGITS: usize = 20;
 
 /// Names sort as their steps do, up to eight digits. A score is written so that it reads as the same number.
 pub(super) fn of(step: u64, score: Option<f64>, format: Format) -> String {
     let score = score.map(|score| {
         let plain = score.to_string();
-        let text = if plain.len() > MOST_DIGITS { format!("{score:e}") } else { plain };
+        let text = if plain.len() > MAX_DIGITS { format!("{score:e}") } else { plain };
         format!("{SCORE}{text}")
     });
     let ending = ending(format);

@@ -14,9 +14,7 @@ use crate::checkpoint::{CheckpointError, other_part};
 use crate::error::Result;
 use crate::optim::Saved;
 
-/// The variables of a model, each with what it is to become.
-pub(crate) type Variables<'a> = Vec<Variable<'a>>;
-
+/// A variable of a model, with what it is to become.
 #[derive(Debug)]
 pub(crate) struct Variable<'a> {
     tensor: Tensor,
@@ -36,7 +34,7 @@ impl<'a> Restore<'a> {
         name: &str,
         model: &VarStore,
         restored: &mut Restored,
-    ) -> Result<Variables<'a>> {
+    ) -> Result<Vec<Variable<'a>>> {
         let entries = match self.checkpoint.part(name)? {
             Part::Model(entries) => entries,
             other => return Err(other_part(name, "a model", other)),

@@ -4,34 +4,14 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::{OptimizerPart, Part};
 use crate::checkpoint::restore::{Restore, Restored};
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part};
 use crate::error::Result;
-use crate::optim::{
-    Adam, AdamW, Algorithm, AmpOptimizer, Loaded, Optimizer, ParamGroupState, Saved,
-};
+use crate::optim::{Adam, AdamW, Algorithm, AmpOptimizer, Loaded, Optimizer, ParamGroupState};
 
-/// A tensor of the checkpoint, under another name than there.
-#[derive(Debug)]
-struct Renamed<'a>(&'a Entry);
-
-impl Saved for Renamed<'_> {
-    fn shape(&self) -> Vec<i64> {
-        self.0.shape()
-    }
-
-    fn number(&self) -> Result<f64> {
-        self.0.number()
-    }
-
-    fn copy_to(&self, to: &mut tch::Tensor) -> Result<()> {
-        self.0.copy_to(to)
-    }
-}
-
-/// Checks a part against an optimizer and makes copies of it. The optimizer does not change.
+/// Checks a part against an optimizer and makes copies of it. The optimizer does not change, except that it takes up
+/// variables that were added to its VarStore.
 pub(crate) fn prepare(
     checkpoint: &Checkpoint,
     name: &str,
@@ -44,21 +24,24 @@ pub(crate) fn prepare(
         other => return Err(other_part(name, "an optimizer", other)),
     };
     optimizer.take_added()?;
-    let OptimizerPart { state, param_groups, numbered, undecided } = part;
-    if !numbered && !undecided && strict {
+    let OptimizerPart { state, param_groups, params_are_numbers, adam_or_adamw } = part;
+    if !params_are_numbers && !adam_or_adamw && strict {
         return optimizer.prepare_load(state, param_groups);
     }
     let mut param_groups = param_groups.clone();
-    if *undecided && matches!(optimizer.param_group(0)?.algorithm, Algorithm::AdamW(_)) {
-        decide(&mut param_groups);
+    if *adam_or_adamw && matches!(optimizer.param_group(0)?.algorithm, Algorithm::AdamW(_)) {
+        as_adamw(&mut param_groups);
     }
-    let names =
-        if *numbered { by_place(name, optimizer, &mut param_groups)? } else { HashMap::new() };
+    let names = if *params_are_numbers {
+        by_place(name, optimizer, &mut param_groups)?
+    } else {
+        HashMap::new()
+    };
     let renamed = |name: &String| names.get(name).unwrap_or(name).clone();
     let mut state: BTreeMap<_, BTreeMap<_, _>> = state
         .iter()
         .map(|(name, entries)| {
-            let entries = entries.iter().map(|(key, entry)| (key.clone(), Renamed(entry)));
+            let entries = entries.iter().map(|(key, entry)| (key.clone(), entry));
             (renamed(name), entries.collect())
         })
         .collect();
@@ -69,7 +52,7 @@ pub(crate) fn prepare(
 }
 
 /// Takes an Adam for an AdamW.
-fn decide(groups: &mut [ParamGroupState]) {
+fn as_adamw(groups: &mut [ParamGroupState]) {
     for ParamGroupState { options, .. } in groups {
         if let Algorithm::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) =
             options.algorithm
@@ -91,7 +74,8 @@ fn by_place(
     let saved: Vec<_> = groups.iter().map(|group| group.params.clone()).collect();
     if counts(&saved) != counts(&ours) {
         let problem = format!(
-            "has groups of {:?} parameters without names, and the optimizer has groups of {:?}",
+            "has groups of {:?} parameters without names, and the optimizer has groups of {:?}; build it with the same \
+             groups in the same order, or save with `named_parameters()` (PyTorch 2.6)",
             counts(&saved),
             counts(&ours)
         );

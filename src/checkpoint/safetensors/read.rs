@@ -9,12 +9,12 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
-use crate::checkpoint::entry::{Entry, Place};
-use crate::checkpoint::header::{
-    FORMAT, Format, KEY, Manifest, PartManifest, check_unique, of_header,
-};
+use crate::checkpoint::entry::{Entry, Location};
 use crate::checkpoint::part::{OptimizerPart, Part};
-use crate::checkpoint::safetensors::{LARGEST_HEADER, kind};
+use crate::checkpoint::safetensors::header::{
+    KEY, Manifest, PartManifest, VERSION, Version, check_unique, of_header,
+};
+use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, kind};
 use crate::checkpoint::source::Source;
 use crate::error::Result;
 
@@ -69,7 +69,7 @@ fn read_header(source: &Source) -> Result<Vec<u8>> {
     source.read_at(0, &mut len)?;
     let len = u64::from_le_bytes(len);
     // Before anything of that size is asked of the memory.
-    if len > LARGEST_HEADER || len > source.len().saturating_sub(8) {
+    if len > MAX_HEADER_BYTES || len > source.len().saturating_sub(8) {
         return Err(source.damaged(format!("its header would have {len} bytes")).into());
     }
     let mut header = vec![0; usize::try_from(len).unwrap_or(0)];
@@ -81,8 +81,8 @@ fn entry(source: &Arc<Source>, start: u64, info: &TensorInfo) -> Option<Entry> {
     let kind = kind(info.dtype)?;
     let size = info.shape.iter().map(|&n| i64::try_from(n).ok()).collect::<Option<_>>()?;
     let offset = start + info.data_offsets.0 as u64;
-    let place = Place { source: Arc::clone(source), offset, stride: None };
-    Some(Entry::in_file(kind, size, place))
+    let location = Location { source: Arc::clone(source), offset, stride: None };
+    Some(Entry::in_file(kind, size, location))
 }
 
 /// Whether a header holds a manifest, under whatever name.
@@ -94,9 +94,9 @@ fn is_ours(header: &[u8]) -> bool {
 /// Reads what this crate has written into the header, and checks the header by it.
 fn manifest_of(source: &Source, header: &[u8], text: &str) -> Result<Manifest> {
     let damaged = |error: serde_json::Error| source.damaged(format!("its metadata: {error}"));
-    let Format { format } = serde_json::from_str(text).map_err(damaged)?;
-    if format > FORMAT {
-        let (path, found, supported) = (source.path().to_owned(), format, FORMAT);
+    let Version { format } = serde_json::from_str(text).map_err(damaged)?;
+    if format > VERSION {
+        let (path, found, supported) = (source.path().to_owned(), format, VERSION);
         return Err(CheckpointError::Newer { path, found, supported }.into());
     }
     let manifest: Manifest = serde_json::from_str(text).map_err(damaged)?;
@@ -115,7 +115,7 @@ fn with_manifest(
 ) -> Result<Archive> {
     let Manifest { checksums, parts, .. } = manifest;
     if checksums.len() != entries.len() {
-        return Err(source.damaged("it has not one checksum for each tensor").into());
+        return Err(source.damaged("it does not have one checksum for each tensor").into());
     }
     let mut built: BTreeMap<String, Part> =
         parts.into_iter().filter_map(|(name, part)| Some((name, empty(part)?))).collect();
@@ -134,9 +134,14 @@ fn with_manifest(
 fn empty(part: PartManifest) -> Option<Part> {
     Some(match part {
         PartManifest::Model => Part::Model(BTreeMap::new()),
-        PartManifest::Optimizer { param_groups, numbered, undecided } => {
+        PartManifest::Optimizer { param_groups, params_are_numbers, adam_or_adamw } => {
             let state = BTreeMap::new();
-            Part::Optimizer(OptimizerPart { state, param_groups, numbered, undecided })
+            Part::Optimizer(OptimizerPart {
+                state,
+                param_groups,
+                params_are_numbers,
+                adam_or_adamw,
+            })
         }
         PartManifest::Scaler { state } => Part::Scaler(state),
         PartManifest::Value { value } => Part::Value(value),

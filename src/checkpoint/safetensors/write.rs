@@ -3,20 +3,26 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::io::{self, SeekFrom};
+use std::io::SeekFrom;
 
 use safetensors::tensor::{Metadata, TensorInfo};
 use xxhash_rust::xxh3::Xxh3Default;
 
-use crate::checkpoint::CheckpointError;
+use crate::checkpoint::WRITER;
 use crate::checkpoint::atomic::Target;
+use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::entry::Entry;
-use crate::checkpoint::header::{Checksum, FORMAT, KEY, Manifest, PartManifest, of_header};
+use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::{OptimizerPart, Part};
-use crate::checkpoint::safetensors::{LARGEST_HEADER, dtype};
-use crate::error::{Error, Result};
+use crate::checkpoint::safetensors::header::{KEY, Manifest, PartManifest, VERSION, of_header};
+use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, dtype};
+use crate::checkpoint::save::interrupted;
+use crate::error::Result;
 
 type Parts = BTreeMap<String, Part>;
+
+/// What a refusal names where no part is to blame.
+const WHOLE: &str = "the checkpoint";
 
 /// What is going to be written: the tensors in the order of the file, and all of the header but the checksums.
 #[derive(Debug)]
@@ -32,37 +38,31 @@ impl<'a> Plan<'a> {
         let tensors = place(parts)?;
         let checksums = vec![Checksum::default(); tensors.len()];
         let manifest = Manifest {
-            format: FORMAT,
-            writer: concat!("tch-amp ", env!("CARGO_PKG_VERSION")).to_owned(),
+            format: VERSION,
+            writer: WRITER.to_owned(),
             checksum: Checksum::default(),
             checksums,
             parts: parts.iter().map(|(name, part)| (name.clone(), manifest(part))).collect(),
         };
         let mut plan = Self { tensors, manifest, header_len: 0 };
         plan.header_len = plan.header()?.len();
-        if plan.header_len as u64 > LARGEST_HEADER {
+        if plan.header_len as u64 > MAX_HEADER_BYTES {
             let problem = format!("its header would have {} bytes", plan.header_len);
-            let name = "the checkpoint".to_owned();
-            return Err(CheckpointError::Unsaveable { name, problem }.into());
+            return Err(unsaveable(WHOLE, problem).into());
         }
         Ok(plan)
     }
 
     /// The header with the checksums as they are now. Its length does not depend on them.
     fn header(&self) -> Result<Vec<u8>> {
-        let refuse = |problem: String| {
-            let name = "the checkpoint".to_owned();
-            Error::from(CheckpointError::Unsaveable { name, problem })
-        };
-        let manifest =
-            serde_json::to_string(&self.manifest).map_err(|error| refuse(error.to_string()))?;
+        let refuse = |error: serde_json::Error| unsaveable(WHOLE, error.to_string());
+        let manifest = serde_json::to_string(&self.manifest).map_err(refuse)?;
         // Which kind of hash map this is depends on the features that others ask for.
         let metadata = [(KEY.to_owned(), manifest)].into_iter().collect();
         let infos = self.tensors.iter().map(|(info, name, _)| (name.clone(), info.clone()));
         let metadata = Metadata::new(Some(metadata), infos.collect())
-            .map_err(|error| refuse(error.to_string()))?;
-        let mut header =
-            serde_json::to_vec(&metadata).map_err(|error| refuse(error.to_string()))?;
+            .map_err(|error| unsaveable(WHOLE, error.to_string()))?;
+        let mut header = serde_json::to_vec(&metadata).map_err(refuse)?;
         // Spaces, so that the numbers are aligned.
         header.resize(header.len().next_multiple_of(8), b' ');
         Ok(header)
@@ -82,10 +82,8 @@ pub(crate) fn write(plan: &mut Plan<'_>, out: &mut dyn Target) -> Result<()> {
         plan.manifest.checksums[index] = Checksum(hash.digest());
     }
     let own = of_header(&plan.header()?, plan.manifest.checksum);
-    plan.manifest.checksum = own.ok_or_else(|| CheckpointError::Unsaveable {
-        name: "the checkpoint".to_owned(),
-        problem: "a name or value in it looks like its checksum".to_owned(),
-    })?;
+    plan.manifest.checksum =
+        own.ok_or_else(|| unsaveable(WHOLE, "a name or value in it looks like its checksum"))?;
     let header = plan.header()?;
     out.seek(SeekFrom::Start(0)).map_err(interrupted)?;
     put(out, &(header.len() as u64).to_le_bytes())?;
@@ -96,25 +94,15 @@ fn put(out: &mut dyn Target, bytes: &[u8]) -> Result<()> {
     out.write_all(bytes).map_err(interrupted)
 }
 
-/// [`replace`](crate::checkpoint::atomic::replace) knows where, and has seen the error itself.
-fn interrupted(source: io::Error) -> Error {
-    let path = std::path::PathBuf::new();
-    CheckpointError::Io { action: "write", path, source }.into()
-}
-
 /// Gives every tensor its place: the widest elements first, so that all are aligned, and then by name.
 fn place(parts: &Parts) -> Result<Vec<(TensorInfo, String, &Entry)>> {
     let mut named = Vec::new();
     for (part_name, part) in parts {
-        if let Part::Unknown(_) = part {
-            let problem = "it was not understood when it was loaded".to_owned();
-            return Err(CheckpointError::Unsaveable { name: part_name.clone(), problem }.into());
-        }
         for (name, entry) in part.tensors() {
             let name = full_name(part_name, part, &name);
             let Some(dtype) = dtype(entry.kind) else {
-                let problem = format!("safetensors has no {:?}", entry.kind);
-                return Err(CheckpointError::Unsaveable { name, problem }.into());
+                let problem = format!("safetensors has no {:?}; save it as `.pt`", entry.kind);
+                return Err(unsaveable(&name, problem).into());
             };
             named.push((dtype, name, entry));
         }
@@ -142,14 +130,23 @@ fn full_name(name: &str, part: &Part, tensor: &str) -> String {
 fn manifest(part: &Part) -> PartManifest {
     match part {
         Part::Model(_) => PartManifest::Model,
-        Part::Optimizer(OptimizerPart { state: _, param_groups, numbered, undecided }) => {
+        Part::Optimizer(OptimizerPart {
+            state: _,
+            param_groups,
+            params_are_numbers,
+            adam_or_adamw,
+        }) => {
             let param_groups = param_groups.clone();
-            PartManifest::Optimizer { param_groups, numbered: *numbered, undecided: *undecided }
+            PartManifest::Optimizer {
+                param_groups,
+                params_are_numbers: *params_are_numbers,
+                adam_or_adamw: *adam_or_adamw,
+            }
         }
         Part::Scaler(state) => PartManifest::Scaler { state: state.clone() },
         Part::Tensor(_) => PartManifest::Tensor,
         Part::Value(value) => PartManifest::Value { value: value.clone() },
-        // Refused before.
+        // Refused in `save_as`.
         Part::Unknown(_) => PartManifest::Value { value: serde_json::Value::Null },
     }
 }

@@ -1,6 +1,7 @@
 //! PyTorch's checkpoint files: the zip archives with a pickle that `torch.save` writes, and tch's own.
 //!
-//! Reading executes nothing: the pickle may only build the values of [`Value`], and everything is bounded by [`Limits`].
+//! Reading executes nothing: the pickle may only build the values of [`Value`], and everything is bounded by
+//! [`Limits`].
 
 #![forbid(unsafe_code)]
 
@@ -23,7 +24,7 @@ use std::collections::BTreeMap;
 use std::io::{self, BufReader, Read, Seek};
 
 pub(crate) use save::save;
-pub(crate) use value::{TensorRef, Value};
+pub(crate) use value::{TensorRef, Value, get};
 pub(crate) use zip::{Record, is_zip};
 
 /// How much a file may ask for before it is refused.
@@ -75,7 +76,7 @@ pub(crate) enum Malformed {
 
     /// The pickle names a class or a function that no checkpoint needs.
     #[error(
-        "the checkpoint needs {name}, which is not supported (byte {at} of its pickle): save tensors, dicts, lists, tuples, strings and numbers only"
+        "the checkpoint needs {name} (byte {at} of its pickle): save only tensors, dicts, lists, tuples, strings and numbers"
     )]
     Global {
         /// Module and name.
@@ -167,9 +168,9 @@ pub(crate) fn open<R: Read + Seek>(file: R, limits: &Limits) -> Result<Opened, M
 
 /// A text from the file as a message may show it: short, and without control characters.
 fn shown(text: &str) -> String {
-    const LONGEST: usize = 80;
-    let mut shown: String = text.chars().take(LONGEST).flat_map(char::escape_debug).collect();
-    if text.chars().nth(LONGEST).is_some() {
+    const MAX_CHARS: usize = 80;
+    let mut shown: String = text.chars().take(MAX_CHARS).flat_map(char::escape_debug).collect();
+    if text.chars().nth(MAX_CHARS).is_some() {
         shown.push('…');
     }
     shown

@@ -19,7 +19,7 @@ impl Machine<'_> {
         let (&Node::Global(function), Node::Tuple(args)) =
             (&self.nodes[function], &self.nodes[args])
         else {
-            return Err(self.refuse("calls what is no function"));
+            return Err(self.refuse("calls what is not a function"));
         };
         let made = match (function, &args[..]) {
             (Global::OrderedDict, []) => Node::OrderedDict(Vec::new()),
@@ -144,14 +144,14 @@ impl Machine<'_> {
             return Err(self.refuse("has a tensor without a dtype"));
         };
         let Some(offset) = self.count(offset) else {
-            return Err(self.refuse("has a tensor with an offset that is no count"));
+            return Err(self.refuse("has a tensor with an offset that is not a count"));
         };
         let (Some(size), Some(stride)) = (self.ints(size), self.ints(stride)) else {
             let problem = "has a tensor with sizes or strides that are not at most 64 integers";
             return Err(self.refuse(problem));
         };
         let Some(requires_grad) = self.bool(requires_grad) else {
-            return Err(self.refuse("has a tensor with requires_grad that is no bool"));
+            return Err(self.refuse("has a tensor with requires_grad that is not a bool"));
         };
         let key = String::from_utf8_lossy(&self.bytes[storage.key.clone()]).into_owned();
         let tensor = TensorRef { storage: key, kind, offset, size, stride, requires_grad };
@@ -167,7 +167,7 @@ impl Machine<'_> {
             (Node::Tensor(tensor), Some(requires_grad)) => {
                 Ok(Node::Tensor(Box::new(TensorRef { requires_grad, ..(**tensor).clone() })))
             }
-            _ => Err(self.refuse("has a parameter that is no tensor")),
+            _ => Err(self.refuse("has a parameter that is not a tensor")),
         }
     }
 

@@ -91,7 +91,7 @@ impl<'a> Machine<'a> {
         let (name, module) = (self.pop()?, self.pop()?);
         match (self.text(module), self.text(name)) {
             (Some(module), Some(name)) => self.global(module, name),
-            _ => Err(self.refuse("has a name that is no string")),
+            _ => Err(self.refuse("has a name that is not a string")),
         }
     }
 
@@ -106,7 +106,7 @@ impl<'a> Machine<'a> {
         let list = self.top()?;
         match &mut self.nodes[list] {
             Node::List(values) => values.extend_from_slice(items),
-            _ => return Err(self.refuse("appends to what is no list")),
+            _ => return Err(self.refuse("appends to what is not a list")),
         }
         Ok(())
     }
@@ -118,7 +118,11 @@ impl<'a> Machine<'a> {
             Node::Dict(entries) | Node::OrderedDict(entries) if rest.is_empty() => {
                 entries.extend(pairs.iter().map(|&[key, value]| (key, value)));
             }
-            _ => return Err(self.refuse("sets items of what is no dict, or a key without a value")),
+            _ => {
+                return Err(
+                    self.refuse("sets items of what is not a dict, or a key without a value")
+                );
+            }
         }
         Ok(())
     }

@@ -113,7 +113,7 @@ impl Tree<'_> {
     fn module(&mut self, state: Id, depth: usize) -> Step<Value> {
         let machine = self.machine;
         let (Node::Dict(entries) | Node::OrderedDict(entries)) = &machine.nodes[state] else {
-            return Err(Malformed::Content("has a module whose state is no dict".to_owned()));
+            return Err(Malformed::Content("has a module whose state is not a dict".to_owned()));
         };
         let mut attributes = self.entries(entries, depth)?;
         for (name, _) in &mut attributes {
@@ -135,7 +135,7 @@ impl Tree<'_> {
                 return Ok(Value::Str(self.text(&format!("torch.{name}"))?));
             }
             Node::Global(_) => "a class or a function",
-            Node::Storage(_) => "a storage that is no tensor's",
+            Node::Storage(_) => "a storage that belongs to no tensor",
             _ => "an object without attributes",
         };
         Err(Malformed::Content(format!("has {what} among its values")))

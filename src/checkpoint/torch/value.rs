@@ -19,6 +19,18 @@ pub(crate) enum Value {
     Tensor(TensorRef),
 }
 
+impl From<&str> for Value {
+    fn from(text: &str) -> Self {
+        Self::Str(text.to_owned())
+    }
+}
+
+/// The value of a key in the items of a dict.
+pub(crate) fn get<'a>(items: &'a [(Value, Value)], key: &str) -> Option<&'a Value> {
+    let is = |other: &Value| matches!(other, Value::Str(other) if other == key);
+    items.iter().find(|(other, _)| is(other)).map(|(_, value)| value)
+}
+
 /// A tensor: a view of a storage.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TensorRef {
@@ -34,7 +46,7 @@ pub(crate) struct TensorRef {
 }
 
 /// More are unknown to libtorch's kernels.
-const MOST_DIMS: usize = 64;
+const MAX_DIMS: usize = 64;
 
 impl TensorRef {
     /// Refuses a tensor that reaches outside of its storage of so many bytes. Returns the bytes of its elements if they
@@ -43,9 +55,9 @@ impl TensorRef {
         let element = element_bytes(self.kind);
         let available = storage_bytes / element;
         if self.size.len() != self.stride.len() {
-            return Err("has not as many strides as sizes");
+            return Err("has a different number of strides and sizes");
         }
-        if self.size.len() > MOST_DIMS {
+        if self.size.len() > MAX_DIMS {
             return Err("has more than 64 dimensions");
         }
         let (mut numel, mut last) = (Some(1u64), Some(self.offset));
@@ -119,7 +131,7 @@ pub(super) fn check_keys(items: &[(Value, Value)]) -> Result<(), String> {
     let mut seen = std::collections::HashSet::with_capacity(items.len());
     for (key, _) in items {
         let Some(known) = Key::of(key) else {
-            return Err("has a dict with a key that is no string, number or None".to_owned());
+            return Err("has a dict with a key that is not a string, a number or None".to_owned());
         };
         if !seen.insert(known) {
             let key = super::shown(&format!("{key:?}"));

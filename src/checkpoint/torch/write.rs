@@ -160,7 +160,7 @@ impl<'a> Pickler<'a> {
         }
         let typed = class.unwrap_or("UntypedStorage");
         if *self.classes.entry(key).or_insert(typed) != typed {
-            return Err(refuse("has not the dtype of the others there"));
+            return Err(refuse("does not have the dtype of the storage's other tensors"));
         }
         let function = if class.is_some() { "_rebuild_tensor_v2" } else { "_rebuild_tensor_v3" };
         self.global("torch._utils", function);

@@ -63,7 +63,7 @@ pub(super) fn records<R: Read + Seek>(
         let refuse =
             |problem: &str| Malformed::Record { name: shown(&name), problem: problem.to_owned() };
         let Some((top, rest)) = split(&name) else {
-            return Err(refuse("has not a name of the form folder/name"));
+            return Err(refuse("does not have a name of the form folder/name"));
         };
         if *folder.get_or_insert_with(|| top.to_owned()) != top {
             return Err(refuse("is not in the same folder as the others"));

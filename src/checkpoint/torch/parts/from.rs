@@ -8,16 +8,16 @@ use std::sync::Arc;
 use tch::Tensor;
 
 use super::{KEY, groups, json};
-use crate::checkpoint::entry::{Entry, Place};
+use crate::checkpoint::entry::{Entry, Location};
 use crate::checkpoint::part::{OptimizerPart, Part};
 use crate::checkpoint::source::Source;
-use crate::checkpoint::torch::{TensorRef, Value};
+use crate::checkpoint::torch::{TensorRef, Value, get};
 use crate::optim::ParamGroupState;
 
 type Items = [(Value, Value)];
 type Parts = BTreeMap<String, Part>;
 
-/// Why the values are no checkpoint.
+/// Why the values are not a checkpoint.
 type Problem = String;
 
 /// Where the storages lie.
@@ -33,8 +33,7 @@ impl Reader<'_> {
         let Value::Dict(items) = root else {
             return Err("it holds no dict, so that nothing in it has a name".to_owned());
         };
-        let kinds = items.iter().find(|(key, _)| *key == Value::Str(KEY.to_owned()));
-        let kinds = kinds.and_then(|(_, value)| json::from_python(value));
+        let kinds = get(items, KEY).and_then(json::from_python);
         let is_model =
             !items.is_empty() && items.iter().all(|(_, v)| matches!(v, Value::Tensor(_)));
         if kinds.is_none() && is_model {
@@ -67,14 +66,12 @@ impl Reader<'_> {
             ("value", value) => json::from_python(value).map(Part::Value),
             _ => None,
         };
-        part.ok_or_else(|| format!("is no {kind}"))
+        part.ok_or_else(|| format!("is not the {kind} that it says it is"))
     }
 
     /// A part of a Python program's. What is none of the kinds here does not keep the others from being read.
     fn guess(&self, value: &Value) -> Part {
-        let has = |items: &Items, key: &str| {
-            items.iter().any(|(other, _)| *other == Value::Str(key.to_owned()))
-        };
+        let has = |items: &Items, key: &str| get(items, key).is_some();
         let part = match value {
             Value::Tensor(tensor) => self.entry(tensor).map(Part::Tensor),
             Value::Dict(items) if has(items, "state") && has(items, "param_groups") => {
@@ -101,13 +98,10 @@ impl Reader<'_> {
     }
 
     fn optimizer(&self, items: &Items) -> Result<Part, Problem> {
-        let get = |key: &str| {
-            items.iter().find(|(other, _)| *other == Value::Str(key.to_owned())).map(|(_, v)| v)
-        };
         let (Some(Value::Dict(state)), Some(Value::List(groups))) =
-            (get("state"), get("param_groups"))
+            (get(items, "state"), get(items, "param_groups"))
         else {
-            return Err("is no optimizer".to_owned());
+            return Err("is not an optimizer".to_owned());
         };
         let mut names = BTreeMap::new();
         let mut param_groups = Vec::with_capacity(groups.len());
@@ -116,7 +110,7 @@ impl Reader<'_> {
             names.extend(numbers.into_iter().zip(group.params.iter().cloned()));
             param_groups.push(group);
         }
-        let numbered = names.iter().any(|(number, name)| number.to_string() == *name);
+        let params_are_numbers = names.iter().any(|(number, name)| number.to_string() == *name);
         let mut entries = BTreeMap::new();
         for (key, tensors) in state {
             let name = match key {
@@ -128,8 +122,13 @@ impl Reader<'_> {
             };
             entries.insert(name, self.state(tensors)?);
         }
-        let undecided = groups.iter().any(groups::is_undecided);
-        Ok(Part::Optimizer(OptimizerPart { state: entries, param_groups, numbered, undecided }))
+        let adam_or_adamw = groups.iter().any(groups::may_be_adamw);
+        Ok(Part::Optimizer(OptimizerPart {
+            state: entries,
+            param_groups,
+            params_are_numbers,
+            adam_or_adamw,
+        }))
     }
 
     /// The state of one parameter. What is not there yet is `None` in PyTorch.
@@ -158,21 +157,19 @@ impl Reader<'_> {
         let width = tensor.kind.elt_size_in_bytes() as u64;
         let offset = start.checked_add(tensor.offset.checked_mul(width)?)?;
         let stride = (!is_in_order(&tensor.size, &tensor.stride)).then(|| tensor.stride.clone());
-        let place = Place { source: Arc::clone(self.source), offset, stride };
-        Some(Entry::in_file(tensor.kind, tensor.size.clone(), place))
+        let location = Location { source: Arc::clone(self.source), offset, stride };
+        Some(Entry::in_file(tensor.kind, tensor.size.clone(), location))
     }
 }
 
 /// A group with the names of its parameters, and their numbers.
 fn group_of(group: &Value) -> Result<(ParamGroupState, Vec<i64>), Problem> {
     let Value::Dict(items) = group else {
-        return Err("has a group that is no dict".to_owned());
+        return Err("has a group that is not a dict".to_owned());
     };
-    let list = |key: &str| {
-        items.iter().find_map(|(other, value)| match value {
-            Value::List(list) if *other == Value::Str(key.to_owned()) => Some(list),
-            _ => None,
-        })
+    let list = |key: &str| match get(items, key) {
+        Some(Value::List(list)) => Some(list),
+        _ => None,
     };
     let numbers = list("params").ok_or("has a group without parameters")?;
     let numbers = numbers.iter().map(|number| match number {
@@ -184,7 +181,7 @@ fn group_of(group: &Value) -> Result<(ParamGroupState, Vec<i64>), Problem> {
     let names = names.and_then(|names| names.iter().map(json::text).collect::<Option<Vec<_>>>());
     let params = names.unwrap_or_else(|| numbers.iter().map(i64::to_string).collect());
     let options =
-        groups::from_python(items).map_err(|problem| format!("has groups that {problem}"))?;
+        groups::from_python(items).map_err(|problem| format!("its param_groups {problem}"))?;
     Ok((ParamGroupState { options, params }, numbers))
 }
 

@@ -5,21 +5,21 @@
 use serde_json::Value as Json;
 
 use super::json;
-use crate::checkpoint::torch::Value;
+use crate::checkpoint::torch::{Value, get};
 use crate::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
 
 type Items = Vec<(Value, Value)>;
 
 /// Reads the options of a group; which algorithm they are of follows from their names.
 pub(super) fn from_python(group: &Items) -> Result<ParamGroup, String> {
-    let has = |name: &str| group.iter().any(|(key, _)| *key == Value::Str(name.to_owned()));
-    let is_true = |name: &str| group.contains(&(Value::Str(name.to_owned()), Value::Bool(true)));
+    let has = |name: &str| get(group, name).is_some();
+    let is_true = |name: &str| get(group, name) == Some(&Value::Bool(true));
     let algorithm = match () {
         () if has("lr_decay") => "Adagrad",
         () if has("betas") && is_true("decoupled_weight_decay") => "AdamW",
         () if has("betas") && (has("amsgrad") || has("weight_decay")) => "Adam",
         () if has("momentum") && has("dampening") => "Sgd",
-        () => return Err("are of no optimizer that is known here".to_owned()),
+        () => return Err("are not those of Adam, AdamW, SGD or Adagrad".to_owned()),
     };
     let options = group.iter().filter(
         |(key, _)| !matches!(key, Value::Str(name) if name == "params" || name == "param_names"),
@@ -33,9 +33,9 @@ pub(super) fn from_python(group: &Items) -> Result<ParamGroup, String> {
 }
 
 /// Whether a group of Adam's may be one of AdamW's. Before 2.7 PyTorch's had the same options.
-pub(super) fn is_undecided(group: &Value) -> bool {
+pub(super) fn may_be_adamw(group: &Value) -> bool {
     let Value::Dict(items) = group else { return false };
-    let has = |name: &str| items.iter().any(|(key, _)| *key == Value::Str(name.to_owned()));
+    let has = |name: &str| get(items, name).is_some();
     has("betas") && !has("decoupled_weight_decay")
 }
 
@@ -75,7 +75,7 @@ fn adam(config: &AdamW, decoupled: bool) -> Items {
     let AdamW { betas, eps, weight_decay, amsgrad, maximize } = *config;
     let betas = Value::Tuple(vec![Value::Float(betas.0), Value::Float(betas.1)]);
     vec![
-        (Value::Str("betas".to_owned()), betas),
+        ("betas".into(), betas),
         float("eps", eps),
         float("weight_decay", weight_decay),
         flag("amsgrad", amsgrad),
@@ -86,13 +86,13 @@ fn adam(config: &AdamW, decoupled: bool) -> Items {
 }
 
 fn float(name: &str, value: f64) -> (Value, Value) {
-    (Value::Str(name.to_owned()), Value::Float(value))
+    (name.into(), Value::Float(value))
 }
 
 fn flag(name: &str, value: bool) -> (Value, Value) {
-    (Value::Str(name.to_owned()), Value::Bool(value))
+    (name.into(), Value::Bool(value))
 }
 
 fn none(name: &str) -> (Value, Value) {
-    (Value::Str(name.to_owned()), Value::None)
+    (name.into(), Value::None)
 }

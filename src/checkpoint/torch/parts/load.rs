@@ -18,7 +18,7 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     let opened = open(Cursor { source: &source, at: 0 }, &Limits::default());
     let Opened { root, storages, others } = opened.map_err(|error| match error {
         Malformed::Io(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
-            CheckpointError::Io { action: "read", path: source.path().to_owned(), source: error }
+            CheckpointError::io("read", source.path())(error)
         }
         error => source.damaged(error.to_string()),
     })?;

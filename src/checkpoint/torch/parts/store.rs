@@ -6,12 +6,16 @@ use std::collections::BTreeMap;
 use std::io::{self, BufWriter};
 
 use super::{KEY, groups, json};
-use crate::checkpoint::CheckpointError;
+use crate::checkpoint::WRITER;
 use crate::checkpoint::atomic::Target;
 use crate::checkpoint::entry::Entry;
+use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::save::interrupted;
 use crate::checkpoint::torch::{TensorRef, Value, save};
 use crate::error::{Error, Result};
+
+const TOO_LARGE: &str = "it has a number of 2^63 or more; save it as text, or as safetensors";
 
 /// What is going to be written.
 #[derive(Debug)]
@@ -27,40 +31,38 @@ impl<'a> Plan<'a> {
         let mut root = Vec::with_capacity(parts.len() + 1);
         let mut kinds = serde_json::Map::new();
         for (name, part) in parts {
-            let refuse = |problem: &str| {
-                let (name, problem) = (name.clone(), problem.to_owned());
-                Error::from(CheckpointError::Unsaveable { name, problem })
-            };
+            let refuse = |problem: &str| Error::from(unsaveable(name, problem));
             let (kind, value) = match part {
                 Part::Model(tensors) => ("model", plan.model(tensors)),
                 Part::Optimizer(part) => ("optimizer", plan.optimizer(part)),
                 Part::Scaler(state) => {
                     let state = serde_json::to_value(state).ok();
                     let state = state.as_ref().and_then(json::to_python);
-                    ("scaler", state.ok_or_else(|| refuse("its state is no JSON"))?)
+                    ("scaler", state.ok_or_else(|| refuse("its state is not JSON"))?)
                 }
                 Part::Tensor(entry) => ("tensor", plan.tensor(entry)),
                 Part::Value(value) => {
                     let value = json::to_python(value);
-                    ("value", value.ok_or_else(|| refuse("it has a number of 2^63 or more"))?)
+                    ("value", value.ok_or_else(|| refuse(TOO_LARGE))?)
                 }
-                Part::Unknown(_) => return Err(refuse("it was not understood when it was loaded")),
+                // Refused in `save_as`.
+                Part::Unknown(_) => continue,
             };
-            root.push((Value::Str(name.clone()), value));
+            root.push((name.as_str().into(), value));
             kinds.insert(name.clone(), kind.into());
         }
         let ours = serde_json::json!({
-            "writer": concat!("tch-amp ", env!("CARGO_PKG_VERSION")),
+            "writer": WRITER,
             "parts": kinds,
         });
         let ours = json::to_python(&ours).unwrap_or(Value::None);
-        root.push((Value::Str(KEY.to_owned()), ours));
+        root.push((KEY.into(), ours));
         plan.root = Value::Dict(root);
         Ok(plan)
     }
 
     fn model(&mut self, tensors: &'a BTreeMap<String, Entry>) -> Value {
-        let items = tensors.iter().map(|(name, entry)| (text(name), self.tensor(entry)));
+        let items = tensors.iter().map(|(name, entry)| (name.as_str().into(), self.tensor(entry)));
         Value::Dict(items.collect())
     }
 
@@ -73,24 +75,25 @@ impl<'a> Plan<'a> {
             let mut numbers = Vec::with_capacity(group.params.len());
             for name in &group.params {
                 if let Some(entries) = part.state.get(name) {
-                    let entries =
-                        entries.iter().map(|(key, entry)| (text(key), self.tensor(entry)));
+                    let entries = entries
+                        .iter()
+                        .map(|(key, entry)| (key.as_str().into(), self.tensor(entry)));
                     state.push((Value::Int(number), Value::Dict(entries.collect())));
                 }
                 numbers.push(Value::Int(number));
                 number += 1;
             }
             let mut items = groups::to_python(&group.options);
-            items.push((text("params"), Value::List(numbers)));
-            if !part.numbered {
-                let names = group.params.iter().map(|name| text(name)).collect();
-                items.push((text("param_names"), Value::List(names)));
+            items.push(("params".into(), Value::List(numbers)));
+            if !part.params_are_numbers {
+                let names = group.params.iter().map(|name| name.as_str().into()).collect();
+                items.push(("param_names".into(), Value::List(names)));
             }
             param_groups.push(Value::Dict(items));
         }
         Value::Dict(vec![
-            (text("state"), Value::Dict(state)),
-            (text("param_groups"), Value::List(param_groups)),
+            ("state".into(), Value::Dict(state)),
+            ("param_groups".into(), Value::List(param_groups)),
         ])
     }
 
@@ -117,17 +120,9 @@ pub(crate) fn write(
     let key = |(index, entry): (usize, &&Entry)| (index.to_string(), entry.len() as u64);
     let storages: Vec<_> = plan.storages.iter().enumerate().map(key).collect();
     let out = save(BufWriter::new(out), &plan.root, &storages, &mut |index, out| {
-        let read = plan.storages[index].read(&mut |bytes| out.write_all(bytes).map_err(wrap));
+        let read =
+            plan.storages[index].read(&mut |bytes| out.write_all(bytes).map_err(interrupted));
         read.map_err(&mut *failed)
     })?;
     out.into_inner().map_err(io::IntoInnerError::into_error)?.flush()
-}
-
-fn wrap(source: io::Error) -> Error {
-    let path = std::path::PathBuf::new();
-    CheckpointError::Io { action: "write", path, source }.into()
-}
-
-fn text(text: &str) -> Value {
-    Value::Str(text.to_owned())
 }

@@ -44,7 +44,7 @@ fn nothing_is_called() {
     ];
     for (bytes, name) in calls {
         let error = pickled(bytes);
-        assert!(error.contains(&format!("needs {name},")), "{error}");
+        assert!(error.contains(&format!("needs {name} (")), "{error}");
     }
 }
 
@@ -69,8 +69,8 @@ fn other_opcodes_are_refused() {
 #[test]
 fn calls_that_make_no_sense_are_refused() {
     let wrong: [(&[u8], &str); 12] = [
-        (b"N)R", "what is no function"),
-        (b"ccollections\nOrderedDict\nNR", "what is no function"),
+        (b"N)R", "what is not a function"),
+        (b"ccollections\nOrderedDict\nNR", "what is not a function"),
         (b"ccollections\nOrderedDict\nN\x85R", "arguments"),
         (b"ctorch\nFloatStorage\n)R", "arguments"),
         (b"ccollections\nOrderedDict\n)\x81", "object of a class"),
@@ -100,8 +100,8 @@ fn the_stack_cannot_be_misused() {
         (b"j\xff\xff\xff\xff", "recalls 4294967295"),
         (b"q\x00", "where there is none"),
         (b"Na", "where there is none"),
-        (b"NNa", "what is no list"),
-        (b"NNNs", "what is no dict"),
+        (b"NNa", "what is not a list"),
+        (b"NNNs", "what is not a dict"),
         (b"}(Nu", "a key without a value"),
     ];
     for (bytes, expected) in wrong {
@@ -140,7 +140,7 @@ fn dicts_with_a_key_twice_are_refused() {
     {
         assert!(pickled(bytes).contains("twice"));
     }
-    assert!(pickled(b"}]Ns").contains("no string, number or None"));
+    assert!(pickled(b"}]Ns").contains("not a string, a number or None"));
     assert!(
         pickled(b"c__torch__\nModule\n)\x81}(X\x03\0\0\0a.bNX\x03\0\0\0a|bNub").contains("twice")
     );
@@ -156,12 +156,12 @@ fn tensors_cannot_reach_out_of_their_storage() {
         ((b"K\x00", b"K\x02K\x02\x86", b"K\x03K\x01\x86"), "beyond the end"),
         ((b"K\x05", b"K\x00\x85", b"K\x01\x85"), "beyond the end"),
         ((b"K\x04", b")", b")"), "beyond the end"),
-        ((b"J\xff\xff\xff\xff", b"K\x01\x85", b"K\x01\x85"), "no count"),
+        ((b"J\xff\xff\xff\xff", b"K\x01\x85", b"K\x01\x85"), "not a count"),
         ((b"K\x00", b"J\xff\xff\xff\xff\x85", b"K\x01\x85"), "negative size or stride"),
         ((b"K\x03", b"K\x02\x85", b"J\xff\xff\xff\xff\x85"), "negative size or stride"),
         ((b"K\x00", &pair, b"K\x00K\x00\x86"), "more elements than a tensor"),
         ((b"K\x00", b"K\x02K\x02\x86", &pair), "beyond the end"),
-        ((b"K\x00", b"K\x02\x85", b")"), "as many strides"),
+        ((b"K\x00", b"K\x02\x85", b")"), "number of strides"),
     ];
     for ((offset, size, stride), expected) in wrong {
         let error = refused(&with_layout(offset, size, stride));
@@ -181,10 +181,10 @@ fn other_tensors_are_refused() {
     assert!(refused(&with_tensor(&[args, hooks.as_slice(), b"tR"].concat())).contains("hooks"));
     let conjugated = b"\x89}}X\x04\0\0\0conj\x88stR";
     assert!(refused(&with_tensor(&[args, conjugated.as_slice()].concat())).contains("conjugated"));
-    assert!(refused(&with_tensor(&[args, b"K\x01}tR".as_slice()].concat())).contains("no bool"));
+    assert!(refused(&with_tensor(&[args, b"K\x01}tR".as_slice()].concat())).contains("not a bool"));
     assert!(refused(&with_tensor(b"tR")).contains("arguments"));
     let parameter = b"ctorch._utils\n_rebuild_parameter\nN\x88}\x87R";
-    assert!(pickled(parameter).contains("no tensor"));
+    assert!(pickled(parameter).contains("not a tensor"));
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn storages_fit_their_records() {
         pickled(&id.concat())
     };
     let key = b"X\x01\0\0\x000";
-    assert!(storage(key, b"K\x04").contains("a storage that is no tensor's"));
+    assert!(storage(key, b"K\x04").contains("a storage that belongs to no tensor"));
     assert!(storage(key, b"K\x03").contains("should have 12 bytes"));
     assert!(storage(key, b"\x8a\x08\0\0\0\0\0\0\0\x40").contains("more elements"));
     assert!(storage(key, b"J\xff\xff\xff\xff").contains("persistent id"));

@@ -28,8 +28,8 @@ type Fill<'a> = dyn FnMut(&mut dyn Target) -> io::Result<()> + 'a;
 
 const RENAME: &str = "rename";
 
-/// So many names of temporary files may be taken: a container's process has the same number each time.
-const MOST_NAMES: usize = 1000;
+/// How many taken names are passed over: in a container the process ID is the same at every start.
+const MAX_TEMPORARY_TRIES: usize = 1000;
 
 /// Writes `path` through `fill` so that a crash at any point leaves the old file or the new one, whole.
 ///
@@ -37,8 +37,8 @@ const MOST_NAMES: usize = 1000;
 /// both. After a failure or a panic of `fill` the temporary file is removed; a killed process leaves it behind, see
 /// [`remove_leftovers`]. An error that `fill` gets from its target and does not return counts as well.
 ///
-/// A symbolic link stays: the file that it points to is replaced, or created. The new file has the permissions of the old
-/// one, but the owner is the caller, extended attributes are gone, and other hard links keep the old content.
+/// A symbolic link stays: the file that it points to is replaced, or created. The new file has the permissions of the
+/// old one, but the owner is the caller, extended attributes are gone, and other hard links keep the old content.
 /// A read-only file is not replaced, nor is anything but a regular file.
 ///
 /// # Errors
@@ -55,7 +55,7 @@ pub(crate) fn replace_on<D: Disk>(
     place: &Place,
     fill: &mut Fill<'_>,
 ) -> Result<(), SaveError> {
-    // Opened before anything is written: what is wrong with the folder should not be found out after hours.
+    // Opened first, so that a folder that cannot be synced is noticed before a long write.
     let folder = disk.open_folder(&place.folder);
     let folder = folder.map_err(cannot("open the folder", &place.folder))?;
     let (temporary, file) = create(disk, place)?;
@@ -69,7 +69,7 @@ pub(crate) fn replace_on<D: Disk>(
     }
     let action = "sync the folder";
     let path = || place.path.clone();
-    let unsure = |source| SaveError::Indeterminate { action, path: path(), source };
+    let unsure = |cause| SaveError::Indeterminate { action, path: path(), cause };
     disk.sync_folder(&folder).map_err(unsure)
 }
 
@@ -83,7 +83,8 @@ fn create<'a, D: Disk>(
         tries += 1;
         let path = place.temporary();
         match disk.create_new(&path) {
-            Err(error) if error.kind() == ErrorKind::AlreadyExists && tries < MOST_NAMES => {}
+            Err(error)
+                if error.kind() == ErrorKind::AlreadyExists && tries < MAX_TEMPORARY_TRIES => {}
             Err(error) => return Err(cannot("create", &path)(error)),
             Ok(file) => return Ok((Temporary { disk, path, ours: true }, file)),
         }
@@ -128,14 +129,14 @@ impl<D: Disk> Temporary<'_, D> {
             (Ok(()), error) => error,
             (Err(removal), error) if removal.kind() == ErrorKind::NotFound => match error {
                 // A network file system may lose the answer and ask again for what has been done.
-                SaveError::Io { action: RENAME, path, source } => {
-                    SaveError::Indeterminate { action: RENAME, path, source }
+                SaveError::Io { action: RENAME, path, cause } => {
+                    SaveError::Indeterminate { action: RENAME, path, cause }
                 }
                 error => error,
             },
             (Err(removal), error) => {
                 let path = self.path.clone();
-                SaveError::Leftover { path, removal, source: Box::new(error) }
+                SaveError::Leftover { path, removal, cause: Box::new(error) }
             }
         }
     }

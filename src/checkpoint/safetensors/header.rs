@@ -6,17 +6,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Deserializer as _, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::checkpoint::checksum::Checksum;
 use crate::optim::ParamGroupState;
 use crate::scaler::GradScalerState;
 
 /// The only entry of `__metadata__`, so that the bytes of a file do not depend on the order of a hash map.
 pub(crate) const KEY: &str = "tch_amp";
 
-/// The newest format. A reader refuses later ones and reads all earlier ones.
-pub(crate) const FORMAT: u32 = 1;
+/// The newest version of the format. A reader refuses later ones and reads all earlier ones.
+pub(crate) const VERSION: u32 = 1;
 
 /// What this crate writes beside the tensors.
 #[derive(Debug, Serialize, Deserialize)]
@@ -39,9 +40,9 @@ pub(crate) enum PartManifest {
     Optimizer {
         param_groups: Vec<ParamGroupState>,
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-        numbered: bool,
+        params_are_numbers: bool,
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-        undecided: bool,
+        adam_or_adamw: bool,
     },
     Scaler {
         state: GradScalerState,
@@ -52,39 +53,9 @@ pub(crate) enum PartManifest {
     },
 }
 
-/// XXH3, 64 bits. Written as 16 hexadecimal digits, so that a header keeps its length when they are filled in.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Checksum(pub(crate) u64);
-
-impl fmt::Display for Checksum {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:016x}", self.0)
-    }
-}
-
-impl Serialize for Checksum {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for Checksum {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let digits = String::deserialize(deserializer)?;
-        let number = u64::from_str_radix(&digits, 16).map_err(D::Error::custom)?;
-        let checksum = Self(number);
-        // One way to write it, or the bytes under the checksum would not be those that were read.
-        if checksum.to_string() == digits {
-            Ok(checksum)
-        } else {
-            Err(D::Error::custom("a checksum that is not 16 hexadecimal digits"))
-        }
-    }
-}
-
-/// The format of a manifest alone: a later one may have other fields.
+/// The version of a manifest alone: a later one may have other fields.
 #[derive(Deserialize)]
-pub(crate) struct Format {
+pub(crate) struct Version {
     pub(crate) format: u32,
 }
 

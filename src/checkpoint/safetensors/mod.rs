@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod header;
 mod read;
 mod write;
 
@@ -11,7 +12,7 @@ use tch::Kind;
 pub(crate) use write::{Plan, write};
 
 /// The largest header that is read, as in other readers of the format.
-const LARGEST_HEADER: u64 = 100_000_000;
+const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 fn dtype(kind: Kind) -> Option<Dtype> {
     KINDS.iter().find(|(other, _)| *other == kind).map(|(_, dtype)| *dtype)

@@ -10,14 +10,14 @@ use tch::{Device, Tensor};
 
 use crate::GradScaler;
 use crate::checkpoint::part::Part;
-use crate::checkpoint::restore::model::Variables;
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part, rng_state, set_rng_state};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::optim::{Loaded, Optimizer};
 
 /// Picks the parts of a checkpoint that are to be restored, and what they go into; then [`apply`](Self::apply) does it.
 ///
-/// The devices may be others than those at save time. By default everything must fit: the same names, shapes and dtypes.
+/// The devices may be others than those at save time. By default the names and shapes must be the same, and a model's
+/// dtypes too; an optimizer's state is converted to the dtypes of its parameters, as in PyTorch.
 #[derive(Debug)]
 #[must_use = "nothing is restored before `apply`"]
 pub struct Restore<'a> {
@@ -30,14 +30,14 @@ pub struct Restore<'a> {
     rngs: Vec<(String, Device)>,
 }
 
-/// What a restore that is not strict left out, as `part/name`. As the result of PyTorch's `load_state_dict`.
+/// What a restore that is not strict left out, as `part/name`. The twin of what PyTorch's `load_state_dict` returns.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Restored {
     /// Names that the checkpoint lacks; they keep their values.
-    pub missing: Vec<String>,
+    pub missing_keys: Vec<String>,
     /// Names that only the checkpoint has.
-    pub unexpected: Vec<String>,
+    pub unexpected_keys: Vec<String>,
 }
 
 impl<'a> Restore<'a> {
@@ -59,7 +59,8 @@ impl<'a> Restore<'a> {
         self
     }
 
-    /// Restores an optimizer: groups with their options, and the state of every parameter.
+    /// Restores an optimizer: the state of every parameter, and the groups with their options, which replace those that
+    /// `optimizer` has, the learning rate included.
     pub fn optimizer(mut self, name: &str, optimizer: &'a mut Optimizer) -> Self {
         self.optimizers.push((name.to_owned(), optimizer));
         self
@@ -71,13 +72,17 @@ impl<'a> Restore<'a> {
         self
     }
 
-    /// Restores the random numbers of a device.
+    /// Restores the state of a device's default random number generator.
     pub fn rng(mut self, name: &str, device: Device) -> Self {
         self.rngs.push((name.to_owned(), device));
         self
     }
 
-    /// Sets whether names that are missing or unexpected are errors. True by default; otherwise [`Restored`] lists them.
+    /// Sets whether names that are missing or unexpected are errors. True by default; otherwise [`Restored`] lists
+    /// them.
+    ///
+    /// A part that is missing altogether is an error all the same. A parameter that the saved optimizer lacks joins the
+    /// first group and counts as not stepped.
     pub fn strict(mut self, strict: bool) -> Self {
         self.strict = strict;
         self
@@ -91,13 +96,14 @@ impl<'a> Restore<'a> {
 
     /// Restores all that was picked, or changes nothing. Waits for the devices.
     ///
+    /// Until all is read, the optimizers keep their old state beside the new one: it needs memory for a second one.
+    ///
     /// # Errors
     ///
-    /// [`CheckpointError::NoPart`], [`CheckpointError::OtherPart`], [`CheckpointError::Names`] and
-    /// [`CheckpointError::Tensor`]; [`Error::OptimizerState`](crate::Error::OptimizerState) and the others of
-    /// [`Optimizer::load_state_dict`]; those of [`GradScaler::load_state_dict`] and [`set_rng_state`].
-    /// [`CheckpointError::Interrupted`] when the file can no longer be read though it was; only then models are half
-    /// restored.
+    /// [`CheckpointError::NoPart`], [`CheckpointError::OtherPart`], [`CheckpointError::Keys`] and
+    /// [`CheckpointError::Tensor`]; [`Error::OptimizerState`] and the others of [`Optimizer::load_state_dict`]; those
+    /// of [`GradScaler::load_state_dict`] and [`set_rng_state`]. [`CheckpointError::Interrupted`] when the file can no
+    /// longer be read though it was: only then models and scalers may be half restored.
     pub fn apply(self) -> Result<Restored> {
         let mut restored = Restored::default();
         let mut models = Vec::with_capacity(self.models.len());
@@ -115,20 +121,15 @@ impl<'a> Restore<'a> {
             let loaded = optimizer::prepare(checkpoint, &name, optimizer, strict, &mut restored)?;
             optimizers.push((optimizer, loaded));
         }
-        let before =
-            rngs.iter().map(|(device, _)| rng_state(*device)).collect::<Result<Vec<_>>>()?;
-        let set = rngs.iter().try_for_each(|(device, state)| set_rng_state(*device, state));
-        if let Err(error) = set.and_then(|()| copy(&models)) {
-            for ((device, _), state) in rngs.iter().zip(&before) {
-                set_rng_state(*device, state)?;
-            }
-            return Err(error);
+        set_rngs(&rngs)?;
+        for variable in models.iter().flatten() {
+            variable.copy().map_err(interrupted)?;
+        }
+        for ((_, scaler), state) in self.scalers.into_iter().zip(&scalers) {
+            scaler.load_state_dict(state).map_err(interrupted)?;
         }
         for (optimizer, loaded) in optimizers {
             optimizer.finish_load(loaded);
-        }
-        for ((_, scaler), state) in self.scalers.into_iter().zip(&scalers) {
-            scaler.load_state_dict(state)?;
         }
         crate::clear_autocast_cache();
         Ok(restored)
@@ -157,28 +158,28 @@ impl<'a> Restore<'a> {
     ) -> Result<()> {
         if strict && !(missing.is_empty() && unexpected.is_empty()) {
             let part = part.to_owned();
-            return Err(CheckpointError::Names { part, missing, unexpected }.into());
+            return Err(CheckpointError::Keys { part, missing, unexpected }.into());
         }
         let full = |name| format!("{part}/{name}");
-        restored.missing.extend(missing.into_iter().map(full));
-        restored.unexpected.extend(unexpected.into_iter().map(full));
+        restored.missing_keys.extend(missing.into_iter().map(full));
+        restored.unexpected_keys.extend(unexpected.into_iter().map(full));
         Ok(())
     }
 }
 
-/// Overwrites the variables of all models.
-fn copy(models: &[Variables<'_>]) -> Result<()> {
-    let mut changed = false;
-    for variable in models.iter().flatten() {
-        let copied = variable.copy();
-        match copied {
-            Err(source) if changed => {
-                let source = Box::new(source);
-                return Err(CheckpointError::Interrupted { source }.into());
-            }
-            copied => copied?,
+/// Sets all states, or none.
+fn set_rngs(states: &[(Device, Tensor)]) -> Result<()> {
+    let before = states.iter().map(|(device, _)| rng_state(*device)).collect::<Result<Vec<_>>>()?;
+    let set = states.iter().try_for_each(|(device, state)| set_rng_state(*device, state));
+    if set.is_err() {
+        for ((device, _), state) in states.iter().zip(&before) {
+            // The first error is the one to be seen.
+            drop(set_rng_state(*device, state));
         }
-        changed = true;
     }
-    Ok(())
+    set
+}
+
+fn interrupted(cause: Error) -> Error {
+    CheckpointError::Interrupted { cause: Box::new(cause) }.into()
 }

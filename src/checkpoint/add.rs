@@ -1,0 +1,131 @@
+//! Putting things into a checkpoint.
+
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+
+use crate::GradScaler;
+use crate::checkpoint::entry::Entry;
+use crate::checkpoint::error::unsaveable;
+use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::{Checkpoint, CheckpointError, rng_state, torch};
+use crate::error::Result;
+use crate::optim::{Optimizer, OptimizerState};
+
+impl Checkpoint {
+    /// Adds all variables of a VarStore, those that are not trainable included. As `model.state_dict()` in PyTorch.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Unsaveable`] for a name that is taken, empty, `__metadata__` or `tch_amp` or has a `/`, and for
+    /// a sparse or quantized tensor.
+    pub fn add_model(&mut self, name: &str, model: &VarStore) -> Result<()> {
+        let variables = model.variables();
+        let entries = variables.into_iter().map(|(name, tensor)| {
+            let entry = entry(&name, &tensor)?;
+            Ok((name, entry))
+        });
+        let entries = entries.collect::<Result<_>>()?;
+        self.add(name, Part::Model(entries))
+    }
+
+    /// Adds the state of an optimizer. As `optimizer.state_dict()` in PyTorch. May wait as [`Optimizer::state_dict`].
+    ///
+    /// # Errors
+    ///
+    /// As [`add_model`](Self::add_model) and [`Optimizer::state_dict`].
+    pub fn add_optimizer(&mut self, name: &str, optimizer: &mut Optimizer) -> Result<()> {
+        let OptimizerState { state, param_groups } = optimizer.state_dict()?;
+        let mut entries = BTreeMap::new();
+        for (parameter, tensors) in state {
+            let tensors = tensors.into_iter().map(|(key, tensor)| {
+                let entry = entry(&parameter, &tensor)?;
+                Ok((key, entry))
+            });
+            let tensors = tensors.collect::<Result<_>>()?;
+            entries.insert(parameter, tensors);
+        }
+        let part = OptimizerPart {
+            state: entries,
+            param_groups,
+            params_are_numbers: false,
+            adam_or_adamw: false,
+        };
+        self.add(name, Part::Optimizer(part))
+    }
+
+    /// Adds the state of a scaler. Waits as [`GradScaler::state_dict`].
+    ///
+    /// # Errors
+    ///
+    /// As [`add_model`](Self::add_model), and [`Error::IterationOpen`] before `update`.
+    pub fn add_scaler(&mut self, name: &str, scaler: &GradScaler) -> Result<()> {
+        self.add(name, Part::Scaler(scaler.state_dict()?))
+    }
+
+    /// Adds a tensor: dense, of any dtype but the quantized ones, on any device.
+    ///
+    /// # Errors
+    ///
+    /// As [`add_model`](Self::add_model).
+    pub fn add_tensor(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
+        self.add(name, Part::Tensor(entry(name, tensor)?))
+    }
+
+    /// Adds a small value, such as a step, an epoch or a configuration: whatever serde makes JSON of. JSON has no
+    /// infinite numbers and no NaN; they are saved as `null`, which loads as `None` of an `Option`.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Unsaveable`] as in [`add_model`](Self::add_model), and [`CheckpointError::Value`] for what JSON
+    /// cannot hold, such as a map whose keys are not strings.
+    pub fn add_value(&mut self, name: &str, value: &impl Serialize) -> Result<()> {
+        let value = serde_json::to_value(value);
+        let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
+        self.add(name, Part::Value(value.map_err(wrong)?))
+    }
+
+    /// Adds the state of a device's default random number generator. As `torch.get_rng_state()`.
+    ///
+    /// When training on a GPU save both devices' under two names: dropout draws from the GPU's generator, and shuffling on
+    /// the CPU from the CPU's.
+    ///
+    /// # Errors
+    ///
+    /// As [`add_model`](Self::add_model), and [`Error::DeviceUnavailable`].
+    pub fn add_rng(&mut self, name: &str, device: Device) -> Result<()> {
+        self.add_tensor(name, &rng_state(device)?)
+    }
+
+    fn add(&mut self, name: &str, part: Part) -> Result<()> {
+        let reserved = ["", "__metadata__", torch::parts::KEY].contains(&name);
+        let problem = if reserved || name.contains('/') {
+            "the name of a part must not be empty, `__metadata__` or `tch_amp`, nor contain `/`"
+        } else if self.parts.contains_key(name) {
+            "there is a part of that name already"
+        } else {
+            self.parts.insert(name.to_owned(), part);
+            return Ok(());
+        };
+        Err(unsaveable(name, problem).into())
+    }
+}
+
+fn entry(name: &str, tensor: &Tensor) -> Result<Entry> {
+    let quantized = |kind| matches!(kind, Kind::QInt8 | Kind::QInt32 | Kind::QUInt8);
+    if !tensor.defined() {
+        return Err(unsaveable(name, "it is an undefined tensor").into());
+    }
+    if tensor.is_sparse() || quantized(tensor.f_kind()?) {
+        return Err(unsaveable(
+            name,
+            "only dense, unquantized tensors can be saved; use `to_dense` or `dequantize`",
+        )
+        .into());
+    }
+    Entry::in_memory(tensor)
+}

@@ -1,0 +1,80 @@
+//! What a folder keeps.
+
+#![forbid(unsafe_code)]
+
+use std::cmp::Ordering;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::checkpoint::folder::{CheckpointFile, CheckpointFolder, name};
+use crate::checkpoint::{CheckpointError, atomic};
+use crate::error::Result;
+
+/// A save writes more often than this: an older temporary file was left by a killed one.
+const LEFTOVER_AGE: Duration = Duration::from_secs(3600);
+
+/// Which score is the better one. As `mode` of Lightning's `ModelCheckpoint`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Better {
+    /// The lower score, as with a loss.
+    Lower,
+    /// The higher score, as with an accuracy.
+    Higher,
+}
+
+impl CheckpointFolder {
+    /// Removes what the checkpoint that has just been saved makes superfluous.
+    pub(super) fn remove_others(&self, step: u64, saved: &Path) -> Result<()> {
+        let removed = self.superfluous(step, saved).and_then(|files| {
+            for file in files {
+                match fs::remove_file(&file.path) {
+                    Err(error) if error.kind() == ErrorKind::NotFound => {}
+                    removed => removed.map_err(CheckpointError::io("remove", &file.path))?,
+                }
+            }
+            let leftovers = atomic::remove_leftovers(&self.path, LEFTOVER_AGE, |name| {
+                name::parse(name).is_some()
+            });
+            Ok(leftovers.map(drop).map_err(CheckpointError::from)?)
+        });
+        removed.map_err(|cause| {
+            CheckpointError::NotRemoved { saved: saved.to_owned(), cause: Box::new(cause) }.into()
+        })
+    }
+
+    fn superfluous(&self, step: u64, saved: &Path) -> Result<Vec<CheckpointFile>> {
+        let mut files = self.files()?;
+        files.retain(|file| file.step <= step);
+        let (same, mut earlier): (Vec<_>, Vec<_>) =
+            files.into_iter().partition(|file| file.step == step);
+        let saved_file = same.iter().find(|file| file.path == saved).cloned();
+        let replaced = same.into_iter().filter(|file| file.path != saved);
+        let kept: Vec<_> = match self.best {
+            Some((count, better)) => {
+                let all = earlier.iter().cloned().chain(saved_file).collect();
+                best_first(all, better).into_iter().take(count).collect()
+            }
+            None => Vec::new(),
+        };
+        earlier.truncate(earlier.len().saturating_sub(self.last - 1));
+        earlier.retain(|file| !kept.contains(file));
+        Ok(earlier.into_iter().chain(replaced).collect())
+    }
+}
+
+/// Those with a score, the best first.
+pub(super) fn best_first(mut files: Vec<CheckpointFile>, better: Better) -> Vec<CheckpointFile> {
+    let key = |file: &CheckpointFile| {
+        let score = file.score.filter(|score| !score.is_nan())?;
+        // The larger the better. Adding 0 makes -0 a 0.
+        Some(if better == Better::Lower { -score } else { score } + 0.0)
+    };
+    files.retain(|file| file.score.is_some());
+    files.sort_by(|a, b| {
+        let by_score = key(b).partial_cmp(&key(a)).unwrap_or(Ordering::Equal);
+        by_score.then(b.step.cmp(&a.step))
+    });
+    files
+}

@@ -1,0 +1,59 @@
+//! Loading a checkpoint.
+
+#![forbid(unsafe_code)]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::checkpoint::archive::Archive;
+use crate::checkpoint::source::Source;
+use crate::checkpoint::{Checkpoint, safetensors, torch};
+use crate::error::Result;
+
+impl Checkpoint {
+    /// Loads a file of [`save`](Self::save), of Python's `torch.save`, or of tch's `VarStore::save`, whatever its name.
+    /// Nothing in it is executed. Every byte is read and every checksum compared; safetensors files from elsewhere have
+    /// no checksums. Only names and shapes are kept in memory.
+    ///
+    /// A file of nothing but tensors is the model `model`. In a dict of PyTorch's each part has the key that Python gave
+    /// it, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the state dicts are recognised by their keys;
+    /// an optimizer whose parameters have no names there is restored by their places.
+    ///
+    /// The file must not be written to as long as the checkpoint lives; another save to the same path replaces it and does
+    /// no harm.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Io`], [`CheckpointError::Damaged`] and [`CheckpointError::Newer`].
+    pub fn load(path: impl AsRef<Path>) -> Result<Self> {
+        Self::read(Source::open(path.as_ref())?)
+    }
+
+    /// Loads as [`load`](Self::load) from the bytes of a file, which the checkpoint keeps in memory.
+    ///
+    /// # Errors
+    ///
+    /// As [`load`](Self::load).
+    pub fn from_bytes(bytes: Vec<u8>) -> Result<Self> {
+        Self::read(Source::in_memory(bytes))
+    }
+
+    fn read(source: Source) -> Result<Self> {
+        let archive = open(Arc::new(source))?;
+        archive.verify()?;
+        Ok(Self { parts: archive.parts })
+    }
+}
+
+fn open(source: Arc<Source>) -> Result<Archive> {
+    let mut start = [0; 9];
+    let len = source.len().min(start.len() as u64) as usize;
+    source.read_at(0, &mut start[..len])?;
+    if safetensors::is_safetensors(&start[..len]) {
+        safetensors::read(source)
+    } else if torch::is_zip(&start[..len]) {
+        torch::parts::read(source)
+    } else {
+        Err(source.damaged("it begins neither as safetensors nor as a file of torch.save; what PyTorch before 1.6 wrote has to be loaded and saved again in Python").into())
+    }
+}
