@@ -13,7 +13,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
 use tch_amp::{GradScaler, GradScalerConfig, autocast, optim};
 
-const STEPS: u64 = 400;
+const STEPS: u64 = 1000;
 /// Steps from one checkpoint to the next.
 const INTERVAL: u64 = 10;
 const KILLED_AFTER: u64 = 50;
@@ -86,6 +86,8 @@ impl Run {
 /// The training program: started again, it goes on where it was.
 fn train(path: &Path) -> Result<()> {
     let folder = CheckpointFolder::new(path)?.keep_last(2);
+    // The network is too small for more.
+    tch::set_num_threads(1);
     let mut run = Run::new(Device::cuda_if_available())?;
     let start = folder.resume_or_start(|checkpoint| run.restore(checkpoint))?;
     println!("{}: from step {}", path.display(), start.step);

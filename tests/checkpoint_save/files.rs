@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::{self, ErrorKind};
+use std::io::ErrorKind;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
