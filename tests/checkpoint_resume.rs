@@ -6,9 +6,9 @@ mod common;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, rng_state};
 use tch_amp::optim::{Adagrad, AdamW, Algorithm, Optimizer, Sgd};
-use tch_amp::{GradScaler, GradScalerConfig};
+use tch_amp::{Error, GradScaler, GradScalerConfig};
 
 use common::bits::bits;
 use common::files::Folder;
@@ -87,6 +87,31 @@ impl Shuffled {
     }
 }
 
+/// A restore that fails, before anything is changed or midway, leaves the random numbers.
+fn refuse(folder: &Folder, vs: &VarStore) {
+    let path = folder.file("refused.pt");
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_rng("rng", Device::Cpu).unwrap();
+    checkpoint.add_model("weights", vs).unwrap();
+    checkpoint.add_tensor("wrong", &Tensor::from(1i64)).unwrap();
+    checkpoint.save(&path).unwrap();
+    let checkpoint = Checkpoint::load(&path).unwrap();
+    drop(Tensor::randn([10], (Kind::Float, Device::Cpu)));
+    let before = bits(&rng_state(Device::Cpu).unwrap());
+    let unchanged = || bits(&rng_state(Device::Cpu).unwrap()) == before;
+    let twice = checkpoint.restore().rng("rng", Device::Cpu).rng("wrong", Device::Cpu);
+    assert!(matches!(twice.apply(), Err(Error::Torch(_))));
+    assert!(unchanged());
+    // What no save does: the open file gets shorter, within the weights.
+    let bytes = std::fs::read(&path).unwrap();
+    let end = bytes.windows(15).position(|window| window == b"archive/version").unwrap();
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    file.set_len(end as u64 - 200).unwrap();
+    let cut = checkpoint.restore().rng("rng", Device::Cpu).model("weights", vs).apply();
+    assert!(matches!(cut, Err(Error::Checkpoint(CheckpointError::Interrupted { .. }))), "{cut:?}");
+    assert!(unchanged());
+}
+
 #[test]
 fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
     let folder = Folder::new();
@@ -113,6 +138,7 @@ fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
                 resumed.load(&path);
                 assert_eq!(resumed.train(5), expected, "{algorithm:?} after {before}");
                 assert_eq!(bits(&resumed.net.ws), bits(&whole.net.ws));
+                refuse(&folder, &resumed.vs);
             }
         }
     });

@@ -13,6 +13,8 @@ use tch_amp::GradScaler;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, Optimizer, Sgd};
 
+const GOLDEN: &[u8] = include_bytes!("../../tests/checkpoint/golden/format-1.safetensors");
+
 /// What is restored, made once: the model of the seeds.
 struct Target {
     vs: VarStore,
@@ -27,7 +29,17 @@ impl Target {
         let adam = AdamW::default().build(&vs, 1e-2).expect("an optimizer");
         let sgd = Sgd { momentum: 0.9, ..Sgd::default() }.build(&vs, 1e-2).expect("an optimizer");
         let scaler = GradScaler::new(Device::Cpu).expect("a scaler");
-        Self { vs, optimizers: [adam, sgd], scaler }
+        let mut target = Self { vs, optimizers: [adam, sgd], scaler };
+        target.check();
+        target
+    }
+
+    /// A whole checkpoint is restored whole. Here serde_json keeps numbers as text, as any crate of a program may ask.
+    fn check(&mut self) {
+        let checkpoint = Checkpoint::from_bytes(GOLDEN.to_vec()).expect("a checkpoint");
+        let restore = checkpoint.restore().model("model", &self.vs);
+        let restore = restore.optimizer("optimizer", &mut self.optimizers[0]);
+        restore.scaler("scaler", &mut self.scaler).apply().expect("all of it");
     }
 
     /// Parts by whatever names, refused or not.

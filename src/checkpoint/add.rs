@@ -11,8 +11,8 @@ use tch::{Device, Kind, Tensor};
 use crate::GradScaler;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::error::unsaveable;
-use crate::checkpoint::part::{OptimizerPart, Part};
-use crate::checkpoint::{Checkpoint, CheckpointError, rng_state, torch};
+use crate::checkpoint::part::{OptimizerPart, Part, problem_of_name};
+use crate::checkpoint::{Checkpoint, CheckpointError, rng_state};
 use crate::error::Result;
 use crate::optim::{Optimizer, OptimizerState};
 
@@ -21,8 +21,8 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unsaveable`] for a name that is taken, empty, `__metadata__` or `tch_amp` or has a `/`, and for
-    /// a sparse or quantized tensor.
+    /// [`CheckpointError::Unsaveable`] for a name that is taken, empty, `__metadata__` or `tch_amp` or has a `/`, and
+    /// for a sparse or quantized tensor.
     pub fn add_model(&mut self, name: &str, model: &VarStore) -> Result<()> {
         let variables = model.variables();
         let entries = variables.into_iter().map(|(name, tensor)| {
@@ -62,7 +62,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// As [`add_model`](Self::add_model), and [`Error::IterationOpen`] before `update`.
+    /// As [`add_model`](Self::add_model), and [`Error::IterationOpen`](crate::Error::IterationOpen) before `update`.
     pub fn add_scaler(&mut self, name: &str, scaler: &GradScaler) -> Result<()> {
         self.add(name, Part::Scaler(scaler.state_dict()?))
     }
@@ -81,8 +81,8 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unsaveable`] as in [`add_model`](Self::add_model), and [`CheckpointError::Value`] for what JSON
-    /// cannot hold, such as a map whose keys are not strings.
+    /// [`CheckpointError::Unsaveable`] as in [`add_model`](Self::add_model), and [`CheckpointError::Value`] for what
+    /// JSON cannot hold, such as a map whose keys are not strings.
     pub fn add_value(&mut self, name: &str, value: &impl Serialize) -> Result<()> {
         let value = serde_json::to_value(value);
         let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
@@ -91,27 +91,24 @@ impl Checkpoint {
 
     /// Adds the state of a device's default random number generator. As `torch.get_rng_state()`.
     ///
-    /// When training on a GPU save both devices' under two names: dropout draws from the GPU's generator, and shuffling on
-    /// the CPU from the CPU's.
+    /// When training on a GPU save both devices' under two names: dropout draws from the GPU's generator, and shuffling
+    /// on the CPU from the CPU's.
     ///
     /// # Errors
     ///
-    /// As [`add_model`](Self::add_model), and [`Error::DeviceUnavailable`].
+    /// As [`add_model`](Self::add_model), and [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable).
     pub fn add_rng(&mut self, name: &str, device: Device) -> Result<()> {
         self.add_tensor(name, &rng_state(device)?)
     }
 
     fn add(&mut self, name: &str, part: Part) -> Result<()> {
-        let reserved = ["", "__metadata__", torch::parts::KEY].contains(&name);
-        let problem = if reserved || name.contains('/') {
-            "the name of a part must not be empty, `__metadata__` or `tch_amp`, nor contain `/`"
-        } else if self.parts.contains_key(name) {
-            "there is a part of that name already"
-        } else {
-            self.parts.insert(name.to_owned(), part);
-            return Ok(());
-        };
-        Err(unsaveable(name, problem).into())
+        let taken =
+            || self.parts.contains_key(name).then_some("there is a part of that name already");
+        if let Some(problem) = problem_of_name(name).or_else(taken) {
+            return Err(unsaveable(name, problem).into());
+        }
+        self.parts.insert(name.to_owned(), part);
+        Ok(())
     }
 }
 

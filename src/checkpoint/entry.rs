@@ -86,6 +86,10 @@ impl Saved for Entry {
         self.size.clone()
     }
 
+    fn is_complex(&self) -> bool {
+        matches!(self.kind, Kind::ComplexHalf | Kind::ComplexFloat | Kind::ComplexDouble)
+    }
+
     fn item(&self) -> Result<f64> {
         self.to_tensor()?.item()
     }
@@ -98,11 +102,8 @@ impl Saved for Entry {
             {
                 fill(to, self.len(), source, *offset)
             }
-            Data::Memory(tensor) => Ok(tch::no_grad(|| to.f_copy_(tensor))?),
-            Data::File(_) => {
-                let numbers = self.to_tensor()?;
-                Ok(tch::no_grad(|| to.f_copy_(&numbers))?)
-            }
+            Data::Memory(tensor) => tensor.copy_to(to),
+            Data::File(_) => self.to_tensor()?.copy_to(to),
         }
     }
 }

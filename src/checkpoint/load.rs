@@ -10,21 +10,27 @@ use crate::checkpoint::source::Source;
 use crate::checkpoint::{Checkpoint, safetensors, torch};
 use crate::error::Result;
 
+const NEITHER: &str = "it begins neither as safetensors nor as a file of torch.save; load what PyTorch before 1.6 \
+                       wrote in Python, and save it again";
+
 impl Checkpoint {
     /// Loads a file of [`save`](Self::save), of Python's `torch.save`, or of tch's `VarStore::save`, whatever its name.
     /// Nothing in it is executed. Every byte is read and every checksum compared; safetensors files from elsewhere have
     /// no checksums. Only names and shapes are kept in memory.
     ///
-    /// A file of nothing but tensors is the model `model`. In a dict of PyTorch's each part has the key that Python gave
-    /// it, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the state dicts are recognised by their keys;
-    /// an optimizer whose parameters have no names there is restored by their places.
+    /// A file of nothing but tensors is the model `model`. In a dict of PyTorch's each part has the key that Python
+    /// gave it, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the state dicts are recognised by
+    /// their keys; an optimizer whose parameters have no names there is restored by their places: build it from a list
+    /// in Python's order then, because tch's layers may make their variables in another one, `nn::linear` the bias
+    /// first.
     ///
-    /// The file must not be written to as long as the checkpoint lives; another save to the same path replaces it and does
-    /// no harm.
+    /// The file must not be written to as long as the checkpoint lives; another save to the same path replaces it and
+    /// does no harm.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Io`], [`CheckpointError::Damaged`] and [`CheckpointError::Newer`].
+    /// [`Io`](crate::checkpoint::CheckpointError::Io), [`Damaged`](crate::checkpoint::CheckpointError::Damaged) and
+    /// [`Newer`](crate::checkpoint::CheckpointError::Newer) of [`CheckpointError`](crate::checkpoint::CheckpointError).
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         Self::read(Source::open(path.as_ref())?)
     }
@@ -54,6 +60,6 @@ fn open(source: Arc<Source>) -> Result<Archive> {
     } else if torch::is_zip(&start[..len]) {
         torch::parts::read(source)
     } else {
-        Err(source.damaged("it begins neither as safetensors nor as a file of torch.save; what PyTorch before 1.6 wrote has to be loaded and saved again in Python").into())
+        Err(source.damaged(NEITHER).into())
     }
 }

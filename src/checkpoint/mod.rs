@@ -56,6 +56,7 @@ mod torch;
 use std::collections::BTreeMap;
 
 use serde::de::DeserializeOwned;
+use serde_json::{Map, Value as Json};
 use tch::Tensor;
 
 use crate::checkpoint::part::Part;
@@ -100,8 +101,8 @@ impl Checkpoint {
     /// another type.
     pub fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
         match self.part(name)? {
-            Part::Value(value) => T::deserialize(value)
-                .map_err(|cause| CheckpointError::Value { name: name.to_owned(), cause }.into()),
+            Part::Value(value) => read_value(name, value),
+            Part::Empty => read_value(name, &Json::Object(Map::new())),
             other => Err(other_part(name, "a value", other)),
         }
     }
@@ -135,6 +136,11 @@ impl Checkpoint {
             CheckpointError::NoPart { name: name.to_owned(), there }.into()
         })
     }
+}
+
+fn read_value<T: DeserializeOwned>(name: &str, value: &Json) -> Result<T> {
+    let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
+    Ok(T::deserialize(value).map_err(wrong)?)
 }
 
 fn other_part(name: &str, wanted: &'static str, found: &Part) -> Error {

@@ -16,6 +16,8 @@ pub(crate) enum Part {
     Scaler(GradScalerState),
     Tensor(Entry),
     Value(serde_json::Value),
+    /// An empty dict of a Python program: a model without parameters, a value, or the state of a disabled scaler.
+    Empty,
     /// Something of a Python program that this crate does not understand, and why.
     Unknown(String),
 }
@@ -40,6 +42,7 @@ impl Part {
             Self::Scaler(_) => "a scaler",
             Self::Tensor(_) => "a tensor",
             Self::Value(_) => "a value",
+            Self::Empty => "empty",
             Self::Unknown(why) => return format!("unsupported ({why})"),
         };
         kind.to_owned()
@@ -55,7 +58,17 @@ impl Part {
                 }))
             }
             Self::Tensor(entry) => Box::new(std::iter::once((String::new(), entry))),
-            Self::Scaler(_) | Self::Value(_) | Self::Unknown(_) => Box::new(std::iter::empty()),
+            Self::Scaler(_) | Self::Value(_) | Self::Empty | Self::Unknown(_) => {
+                Box::new(std::iter::empty())
+            }
         }
     }
+}
+
+/// Why a part cannot have that name.
+pub(crate) fn problem_of_name(name: &str) -> Option<&'static str> {
+    let reserved = ["", "__metadata__", "tch_amp"].contains(&name);
+    (reserved || name.contains('/')).then_some(
+        "the name of a part must not be empty, `__metadata__` or `tch_amp`, nor contain `/`",
+    )
 }

@@ -11,18 +11,19 @@ use crate::checkpoint::{Checkpoint, CheckpointError, Format, atomic, safetensors
 use crate::error::{Error, Result};
 
 impl Checkpoint {
-    /// Saves to a file, in the [`Format`] that its name asks for. A crash at any point leaves the old file or the new one,
-    /// whole. Waits for the devices.
+    /// Saves to a file, in the [`Format`] that its name asks for. A crash at any point leaves the old file or the new
+    /// one, whole. Waits for the devices.
     ///
-    /// The content goes to a temporary file in the same folder, which must exist and have room for both; it is synced and
-    /// renamed, and the folder is synced. A symbolic link stays and its target is replaced, permissions stay, and a
+    /// The content goes to a temporary file in the same folder, which must exist and have room for both; it is synced
+    /// and renamed, and the folder is synced. A symbolic link stays and its target is replaced, permissions stay, and a
     /// read-only file is refused. A killed process may leave a `.NAME.PID-N.tmp` behind;
     /// [`CheckpointFolder`](crate::checkpoint::CheckpointFolder) removes its own after an hour.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Save`]; with [`SaveError::Indeterminate`] the new file is there, but may not survive a power
-    /// loss. [`CheckpointError::Unsaveable`]; [`Error::Torch`] if a tensor cannot be read.
+    /// [`CheckpointError::Save`]; with [`SaveError::Indeterminate`](crate::checkpoint::SaveError::Indeterminate) the
+    /// new file is there, but may not survive a power loss. [`CheckpointError::Unsaveable`]; [`Error::Torch`] if a
+    /// tensor cannot be read.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         self.save_as(path, Format::from_path(path))

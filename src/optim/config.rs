@@ -115,7 +115,7 @@ impl Default for Adagrad {
 }
 
 /// What a fused optimizer computes, with its options.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "algorithm")]
 #[non_exhaustive]
 pub enum Algorithm {

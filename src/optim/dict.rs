@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use tch::Tensor;
 
 use crate::error::Result;
@@ -24,7 +24,7 @@ pub struct OptimizerState {
 }
 
 /// A parameter group as it is saved.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ParamGroupState {
     /// Its options.
     #[serde(flatten)]

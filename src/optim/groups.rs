@@ -2,13 +2,13 @@
 
 #![forbid(unsafe_code)]
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use crate::error::{Error, Result};
 use crate::optim::{Algorithm, Optimizer};
 
 /// The options of the parameters of one group.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct ParamGroup {
     /// The learning rate.
     pub lr: f64,

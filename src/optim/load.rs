@@ -18,6 +18,8 @@ pub(crate) type SavedState<T> = BTreeMap<String, BTreeMap<String, T>>;
 pub(crate) trait Saved {
     fn shape(&self) -> Vec<i64>;
 
+    fn is_complex(&self) -> bool;
+
     /// The only element.
     fn item(&self) -> Result<f64>;
 
@@ -28,6 +30,10 @@ pub(crate) trait Saved {
 impl<T: Saved> Saved for &T {
     fn shape(&self) -> Vec<i64> {
         (**self).shape()
+    }
+
+    fn is_complex(&self) -> bool {
+        (**self).is_complex()
     }
 
     fn item(&self) -> Result<f64> {
@@ -42,6 +48,10 @@ impl<T: Saved> Saved for &T {
 impl Saved for Tensor {
     fn shape(&self) -> Vec<i64> {
         self.size()
+    }
+
+    fn is_complex(&self) -> bool {
+        Tensor::is_complex(self)
     }
 
     fn item(&self) -> Result<f64> {
@@ -193,13 +203,18 @@ fn check<'a, T: Saved>(
         if found != shape {
             return Err(refuse(format!("{key} has the shape {found:?}, but must have {shape:?}")));
         }
+        if tensor.is_complex() {
+            return Err(refuse(format!("{key} is complex, but must be real")));
+        }
         *place = Some(tensor);
     }
     let step = step.map(|key| entries.get(key).ok_or_else(|| missing(key))).transpose()?;
     if let Some(step) = step {
-        let found: i64 = step.shape().iter().product();
-        if found != 1 {
-            return Err(refuse(format!("{STEP} has {found} elements, but must have one")));
+        let found = step.shape();
+        if found.iter().any(|&size| size != 1) {
+            return Err(refuse(format!(
+                "{STEP} has the shape {found:?}, but must have one element"
+            )));
         }
         let value = step.item()?;
         if !(value >= 0.0 && value.is_finite()) {

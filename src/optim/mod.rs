@@ -24,6 +24,7 @@
 mod clip;
 mod config;
 mod dict;
+mod fields;
 mod groups;
 mod load;
 mod optimizer;

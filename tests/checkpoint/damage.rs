@@ -64,12 +64,16 @@ fn a_flipped_or_cut_file_of_pytorchs_is_refused_or_right() {
     for place in 0..bytes.len() {
         for flip in [0x01, 0xff] {
             bytes[place] ^= flip;
-            if let Ok(checkpoint) = load(&path, &bytes) {
+            match load(&path, &bytes) {
                 // A part may be gone by its name, and is then missed.
-                if other.restore(&checkpoint).is_ok() {
-                    assert_eq!(other.fingerprint(), right, "byte {place} by {flip}");
-                    accepted += 1;
+                Ok(checkpoint) => {
+                    if other.restore(&checkpoint).is_ok() {
+                        assert_eq!(other.fingerprint(), right, "byte {place} by {flip}");
+                        accepted += 1;
+                    }
                 }
+                Err(CheckpointError::Damaged { .. }) => {}
+                Err(error) => panic!("byte {place} by {flip}: {error}"),
             }
             bytes[place] ^= flip;
         }
@@ -77,7 +81,8 @@ fn a_flipped_or_cut_file_of_pytorchs_is_refused_or_right() {
     // Padding, times and the like: most of a small archive is neither data nor pickle.
     assert!(accepted < bytes.len(), "{accepted} of {}", bytes.len() * 2);
     for len in 0..bytes.len() {
-        drop(load(&path, &bytes[..len]).expect_err("a cut file"));
+        let error = load(&path, &bytes[..len]).expect_err("a cut file");
+        assert!(matches!(error, CheckpointError::Damaged { .. }), "{len}: {error}");
     }
 }
 
@@ -140,6 +145,12 @@ fn hostile_headers_are_refused() {
     let ours = |manifest: &str| {
         object(&[format!(r#""__metadata__":{{"tch_amp":{}}}"#, serde_json::json!(manifest))])
     };
+    let part = |part: &str| {
+        ours(&format!(
+            r#"{{"format":1,"writer":"","checksum":"{0}","checksums":[],"parts":{{"a":{part}}}}}"#,
+            "0".repeat(16)
+        ))
+    };
     let deep = "[".repeat(100_000);
     let hostile = [
         ("overlapping", object(&[good.clone(), tensor("b", "[2]", 4, 12)]), 12),
@@ -148,6 +159,8 @@ fn hostile_headers_are_refused() {
         ("an empty twin", object(&[tensor("b", "[0]", 0, 0), tensor("b", "[0,2]", 0, 0)]), 0),
         ("a wrong shape", object(&[tensor("a", "[3]", 0, 8)]), 8),
         ("a huge shape", object(&[tensor("a", "[4611686018427387904,4]", 0, 0)]), 0),
+        ("a huge shape with a zero", object(&[tensor("a", "[0,4611686018427387904,4]", 0, 0)]), 0),
+        ("many dimensions", object(&[tensor("a", &format!("{:?}", vec![1; 65]), 0, 4)]), 4),
         ("a negative shape", object(&[tensor("a", "[-2]", 0, 8)]), 8),
         ("offsets backwards", object(&[tensor("a", "[2]", 8, 0)]), 8),
         ("too little data", object(std::slice::from_ref(&good)), 7),
@@ -157,6 +170,9 @@ fn hostile_headers_are_refused() {
         ("no object", "[]      ".to_owned(), 0),
         ("deep nesting", format!("{{\"__metadata__\":{deep}"), 0),
         ("no manifest", ours("5"), 0),
+        ("an unknown kind of part", part(r#"{"kind":"x"}"#), 0),
+        ("a part without its fields", part(r#"{"kind":"optimizer"}"#), 0),
+        ("a long manifest", ours(&" ".repeat(40 << 20)), 0),
         ("an old format without fields", ours(r#"{"format":1}"#), 0),
         ("a checksum that is none", ours(r#"{"format":1,"checksum":"zz"}"#), 0),
     ];

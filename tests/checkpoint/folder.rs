@@ -190,3 +190,19 @@ fn a_save_that_fails_removes_nothing() {
     assert_eq!(steps(&folder), [1]);
     assert_eq!(resume(&folder).unwrap(), (1, 0));
 }
+
+#[test]
+fn a_reader_beside_a_writer_finds_a_checkpoint() {
+    let temporary = Folder::new();
+    let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1);
+    save_all(&folder, &[0]);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| (1..200).for_each(|step| save_all(&folder, &[step])));
+        let mut newest = 0;
+        while !writer.is_finished() {
+            let step = folder.latest().unwrap().expect("there always is one").file.step;
+            assert!(step >= newest);
+            newest = step;
+        }
+    });
+}

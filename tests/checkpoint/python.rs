@@ -131,6 +131,88 @@ fn a_run_of_pythons_goes_on_here() {
 }
 
 #[test]
+fn what_python_saves_besides_is_in_nobodys_way() {
+    let Some(python) = Oracle::find("checkpoint.py") else { return };
+    let folder = Folder::new();
+    python.run(&["odd", folder.0.to_str().unwrap()], "");
+    let load = |name: &str| Checkpoint::load(folder.file(&format!("{name}.pt"))).unwrap();
+    let twin = Twin::new("plain");
+    let names = [
+        "counter",
+        "bytes",
+        "bytearray",
+        "set",
+        "complex",
+        "uint16",
+        "sparse",
+        "conj",
+        "huge",
+        "radam",
+        "nadam",
+    ];
+    for name in names {
+        let checkpoint = load(name);
+        checkpoint.restore().model("model", &twin.vs).apply().unwrap();
+        assert_eq!(checkpoint.value::<u64>("seed").unwrap(), u64::MAX);
+        let other = checkpoint.value::<serde_json::Value>("other");
+        assert_eq!(other.is_ok(), name == "counter", "{name}: {other:?}");
+    }
+    for name in ["12:30:00", "extra"] {
+        load(name).restore().model("model", &twin.vs).apply().unwrap();
+    }
+    // Safetensors could not tell such a name from a tensor of a part.
+    let slash = load("slash");
+    assert!(slash.save(folder.file("again.safetensors")).is_err());
+    slash.save(folder.file("again.pt")).unwrap();
+    assert_eq!(load("again").tensor("a/b").unwrap().size(), [2]);
+    assert_eq!(load("again").value::<serde_json::Value>("config").unwrap(), serde_json::json!({}));
+    slash.restore().model("model", &VarStore::new(Device::Cpu)).apply().unwrap();
+    let mut opt = Twin::new("adam").opt;
+    let refused = load("tensors").restore().optimizer("optimizer", &mut opt).apply().unwrap_err();
+    assert!(refused.to_string().contains("groups of [2] parameters"), "{refused}");
+    let list = [("weight", &twin.net.ws), ("bias", twin.net.bs.as_ref().unwrap())];
+    let list: Vec<_> = list.map(|(name, tensor)| (name, tensor.shallow_clone())).into();
+    let mut opt = AdamW::default().build(list, 0.1).unwrap();
+    load("tensors").restore().optimizer("optimizer", &mut opt).apply().unwrap();
+    assert_eq!(opt.lr(0).unwrap(), 0.25);
+    assert_eq!(opt.state_dict().unwrap().state["weight"]["step"].double_value(&[]), 3.0);
+}
+
+/// Parameters without names are known by their places, which look like PyTorch's numbers.
+#[test]
+fn parameters_without_names_keep_their_groups() {
+    let folder = Folder::new();
+    let build = |group: &str| {
+        let tensors: Vec<_> = (0..3)
+            .map(|n| Tensor::full([2], n, (Kind::Float, Device::Cpu)).set_requires_grad(true))
+            .collect();
+        let mut opt = Sgd { momentum: 0.5, ..Sgd::default() }.build(&tensors, 0.1).unwrap();
+        opt.assign_group(1, &[group]).unwrap();
+        opt.set_lr_group(1, 0.7).unwrap();
+        (tensors, opt)
+    };
+    let (tensors, mut opt) = build("1");
+    for (tensor, factor) in tensors.iter().zip(1..) {
+        (tensor * factor).sum(Kind::Float).backward();
+    }
+    opt.step().unwrap();
+    for name in ["x.pt", "x.safetensors"] {
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_optimizer("opt", &mut opt).unwrap();
+        checkpoint.save(folder.file(name)).unwrap();
+        let (_tensors, mut other) = build("2");
+        let loaded = Checkpoint::load(folder.file(name)).unwrap();
+        loaded.restore().optimizer("opt", &mut other).apply().unwrap();
+        let state = other.state_dict().unwrap();
+        assert_eq!(state.param_groups[1].params, ["1"], "{name}");
+        for (place, factor) in ["0", "1", "2"].into_iter().zip(1..) {
+            let buffer = state.state[place]["momentum_buffer"].double_value(&[0]);
+            assert_eq!(buffer, f64::from(factor), "{name}");
+        }
+    }
+}
+
+#[test]
 fn a_run_of_ours_goes_on_in_python() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
     let folder = Folder::new();

@@ -62,13 +62,10 @@ fn one_part_that_does_not_fit_leaves_all_as_they_were() {
         assert!(restore.scaler(scaler, target).apply().is_err());
         assert_eq!(run.fingerprint(), before, "{model} {optimizer} {scaler}");
     }
-    let rng = tch_amp::checkpoint::rng_state(Device::Cpu).unwrap();
     let Run { vs, opt, .. } = &mut run;
     let restore = whole.restore().model("model", vs).optimizer("optimizer", opt);
     assert!(matches!(restore.rng("rng", Device::Cpu).apply(), Err(Error::Torch(_))));
     assert_eq!(run.fingerprint(), before);
-    // Another test may have drawn numbers meanwhile; a refused state is none of three zeros.
-    assert_eq!(rng.numel(), tch_amp::checkpoint::rng_state(Device::Cpu).unwrap().numel());
     run.restore(&whole).unwrap();
     assert_eq!(run.fingerprint(), source.fingerprint());
 }
@@ -182,4 +179,65 @@ fn a_save_that_fails_leaves_the_old_file() {
         panic!("{refused:?}");
     };
     assert_eq!(names_in(&folder.0), ["x.safetensors"]);
+}
+
+#[test]
+fn a_restore_that_stops_midway_says_so() {
+    let mut source = Run::new(Device::Cpu);
+    source.train(2);
+    let folder = Folder::new();
+    let path = folder.file("x.safetensors");
+    source.checkpoint().save(&path).unwrap();
+    let checkpoint = Checkpoint::load(&path).unwrap();
+    // What no save does: the open file gets shorter.
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(400).unwrap();
+    let target = Run::new(Device::Cpu);
+    match checkpoint.restore().model("model", &target.vs).apply() {
+        Err(Error::Checkpoint(CheckpointError::Interrupted { cause })) => {
+            assert!(cause.to_string().contains("ends too early"), "{cause}");
+        }
+        other => panic!("{other:?}"),
+    }
+    // An optimizer is read whole before anything changes.
+    let mut run = Run::new(Device::Cpu);
+    let before = run.fingerprint();
+    assert!(matches!(
+        run.restore(&checkpoint),
+        Err(Error::Checkpoint(CheckpointError::Damaged { .. }))
+    ));
+    assert_eq!(run.fingerprint(), before);
+}
+
+/// What could not be loaded again must not take the place of what can.
+#[test]
+fn a_save_refuses_what_would_not_load() {
+    let folder = Folder::new();
+    let mut deep = serde_json::json!(1);
+    for _ in 0..130 {
+        deep = serde_json::json!([deep]);
+    }
+    let long = vec![1.5; 2_100_000];
+    for (file, value) in [("x.safetensors", deep.clone()), ("x.pt", deep), ("x.pt", long.into())] {
+        let path = folder.file(file);
+        std::fs::write(&path, "before").unwrap();
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_value("value", &value).unwrap();
+        match checkpoint.save(&path) {
+            Err(Error::Checkpoint(CheckpointError::Unsaveable { .. })) => {}
+            other => panic!("{file}: {other:?}"),
+        }
+        assert_eq!(std::fs::read(&path).unwrap(), b"before");
+    }
+}
+
+#[test]
+fn complex_state_does_not_become_real() {
+    let vs = VarStore::new(Device::Cpu);
+    let _w = vs.root().zeros("w", &[2]);
+    let mut opt = Sgd { momentum: 0.5, ..Sgd::default() }.build(&vs, 0.1).unwrap();
+    let mut state = opt.state_dict().unwrap();
+    let complex = Tensor::zeros([2], (Kind::ComplexFloat, Device::Cpu));
+    state.state.insert("w".to_owned(), [("momentum_buffer".to_owned(), complex)].into());
+    let refused = opt.load_state_dict(&state).unwrap_err().to_string();
+    assert!(refused.contains("complex"), "{refused}");
 }

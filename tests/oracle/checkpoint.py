@@ -5,6 +5,7 @@ next steps as hexadecimal floats.
 resume FOLDER: loads each FOLDER/ALGORITHM.pt as this crate wrote it, into model, optimizer and scaler, and prints some
 values and the next losses.
 golden FILE: writes what tests/checkpoint/golden.rs expects.
+odd FOLDER: writes files with what Python programs save besides.
 version: prints PyTorch's.
 safe FILE: reads a safetensors file with nothing but its specification and prints what is in it.
 """
@@ -108,6 +109,39 @@ def resume_one(path, name):
     torch.set_rng_state(content["rng"])
     print(content["epoch"], content["text"], content["list"], content["none"])
     print(*train(net, opt, scale, STEPS))
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def odd(folder):
+    """Files with what Python programs save besides."""
+    net = model()
+    weights = net.state_dict()
+    base = torch.optim.SGD(net.parameters(), lr=0.1)
+    others = {
+        "counter": torch.optim.lr_scheduler.MultiStepLR(base, [2, 5]).state_dict(),
+        "bytes": b"ab",
+        "bytearray": bytearray(b"ab"),
+        "set": {1, 2},
+        "complex": 1j,
+        "uint16": torch.ones(2, dtype=torch.uint16),
+        "sparse": torch.eye(2).to_sparse(),
+        "conj": torch.ones(2, dtype=torch.complex64).conj(),
+        "huge": 2**80,
+        "radam": torch.optim.RAdam(net.parameters(), decoupled_weight_decay=True).state_dict(),
+        "nadam": torch.optim.NAdam(net.parameters()).state_dict(),
+    }
+    for name, other in others.items():
+        torch.save({"model": weights, "seed": 2**64 - 1, "other": other}, f"{folder}/{name}.pt")
+    torch.save(weights, f"{folder}/12:30:00.pt")
+    torch.save({**weights, "_extra_state": None}, f"{folder}/extra.pt")
+    torch.save({"a/b": torch.ones(2), "config": {}, "model": nn.Identity().state_dict()}, f"{folder}/slash.pt")
+    step = torch.tensor([3])
+    opt = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.25), amsgrad=False)
+    state = opt.state_dict()
+    for index, parameter in enumerate(net.parameters()):
+        zeros = torch.zeros_like(parameter)
+        state["state"][index] = {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros}
+    torch.save({"optimizer": state}, f"{folder}/tensors.pt")
 
 
 def safe(path):
@@ -166,4 +200,4 @@ def version():
 
 
 if __name__ == "__main__":
-    {"save": save, "resume": resume, "golden": golden, "version": version, "safe": safe}[sys.argv[1]](*sys.argv[2:])
+    {"save": save, "resume": resume, "golden": golden, "odd": odd, "version": version, "safe": safe}[sys.argv[1]](*sys.argv[2:])

@@ -13,7 +13,7 @@ use crate::checkpoint::{Checkpoint, CheckpointError};
 pub struct CheckpointFile {
     /// How many steps, or epochs, were done.
     pub step: u64,
-    /// What [`CheckpointFolder::save_scored`] was given.
+    /// What [`save_scored`](crate::checkpoint::CheckpointFolder::save_scored) was given.
     pub score: Option<f64>,
     /// Where it is.
     pub path: PathBuf,
@@ -31,7 +31,7 @@ pub struct Found {
     pub damaged: Vec<CheckpointError>,
 }
 
-/// Where a run begins; see [`CheckpointFolder::resume_or_start`].
+/// Where a run begins; see [`resume_or_start`](crate::checkpoint::CheckpointFolder::resume_or_start).
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct Start {

@@ -53,8 +53,10 @@ impl CheckpointFolder {
         let replaced = same.into_iter().filter(|file| file.path != saved);
         let kept: Vec<_> = match self.best {
             Some((count, better)) => {
-                let all = earlier.iter().cloned().chain(saved_file).collect();
-                best_first(all, better).into_iter().take(count).collect()
+                let mut all: Vec<_> = earlier.iter().cloned().chain(saved_file).collect();
+                best_first(&mut all, better);
+                all.truncate(count);
+                all
             }
             None => Vec::new(),
         };
@@ -64,8 +66,8 @@ impl CheckpointFolder {
     }
 }
 
-/// Those with a score, the best first.
-pub(super) fn best_first(mut files: Vec<CheckpointFile>, better: Better) -> Vec<CheckpointFile> {
+/// Sorts those with a score, the best first, and leaves out the others.
+pub(super) fn best_first(files: &mut Vec<CheckpointFile>, better: Better) {
     let key = |file: &CheckpointFile| {
         let score = file.score.filter(|score| !score.is_nan())?;
         // The larger the better. Adding 0 makes -0 a 0.
@@ -76,5 +78,4 @@ pub(super) fn best_first(mut files: Vec<CheckpointFile>, better: Better) -> Vec<
         let by_score = key(b).partial_cmp(&key(a)).unwrap_or(Ordering::Equal);
         by_score.then(b.step.cmp(&a.step))
     });
-    files
 }

@@ -17,11 +17,15 @@ use crate::error::{Error, Result};
 pub use file::{CheckpointFile, Found, Start};
 pub use keep::Better;
 
+/// How often a folder is listed again because a file has vanished meanwhile.
+const MAX_LISTINGS: usize = 100;
+
 /// A folder of checkpoints that are named after their steps: it keeps the last ones and the best ones, and finds the
 /// one to go on from.
 ///
 /// The names say all, such as `step-00000100.safetensors` and `step-00000100-score-0.25.safetensors`, so that there is
-/// no index to lose. Other files in the folder are left alone. One process at a time may save to it.
+/// no index to lose. Other files in the folder are left alone. One process at a time may save to
+/// it; others may read.
 ///
 /// ```
 /// use tch::{Device, nn};
@@ -145,7 +149,7 @@ impl CheckpointFolder {
     /// [`CheckpointError::AllDamaged`]; [`CheckpointError::Newer`] and [`CheckpointError::Io`] of a file that comes
     /// before a valid one: it may be whole.
     pub fn latest(&self) -> Result<Option<Found>> {
-        self.first_valid(self.files()?.into_iter().rev())
+        self.first_valid(|files| files.reverse())
     }
 
     /// Loads the checkpoint of the best score that is not damaged; `None` when none has a score.
@@ -154,7 +158,7 @@ impl CheckpointFolder {
     ///
     /// As [`latest`](Self::latest).
     pub fn best(&self, better: Better) -> Result<Option<Found>> {
-        self.first_valid(best_first(self.files()?, better).into_iter())
+        self.first_valid(|files| best_first(files, better))
     }
 
     /// Goes on from the newest checkpoint that is not damaged, which `resume` restores, or starts anew where there is
@@ -172,23 +176,37 @@ impl CheckpointFolder {
         Ok(Start { step: file.step, from: Some(file.path), damaged })
     }
 
-    fn first_valid(&self, files: impl Iterator<Item = CheckpointFile>) -> Result<Option<Found>> {
-        let mut damaged = Vec::new();
-        for file in files {
-            match Checkpoint::load(&file.path) {
-                Ok(checkpoint) => return Ok(Some(Found { file, checkpoint, damaged })),
-                Err(Error::Checkpoint(error @ CheckpointError::Damaged { .. })) => {
-                    damaged.push(error);
+    /// Loads the first of the files, in the order that `sort` gives them, that is not damaged.
+    fn first_valid(&self, sort: impl Fn(&mut Vec<CheckpointFile>)) -> Result<Option<Found>> {
+        for _ in 0..MAX_LISTINGS {
+            let mut files = self.files()?;
+            sort(&mut files);
+            let (mut damaged, mut gone) = (Vec::new(), false);
+            for file in files {
+                match Checkpoint::load(&file.path) {
+                    Ok(checkpoint) => return Ok(Some(Found { file, checkpoint, damaged })),
+                    Err(Error::Checkpoint(error @ CheckpointError::Damaged { .. })) => {
+                        damaged.push(error);
+                    }
+                    Err(Error::Checkpoint(CheckpointError::Io { cause, .. }))
+                        if cause.kind() == ErrorKind::NotFound =>
+                    {
+                        gone = true;
+                    }
+                    Err(error) => return Err(error),
                 }
-                // Another process has removed it.
-                Err(Error::Checkpoint(CheckpointError::Io { cause, .. }))
-                    if cause.kind() == ErrorKind::NotFound => {}
-                Err(error) => return Err(error),
+            }
+            match (gone, damaged.is_empty()) {
+                // Another process has removed it, after it had saved a newer one.
+                (true, _) => {}
+                (false, true) => return Ok(None),
+                (false, false) => {
+                    let folder = self.path.clone();
+                    return Err(CheckpointError::AllDamaged { folder, damaged }.into());
+                }
             }
         }
-        if damaged.is_empty() {
-            return Ok(None);
-        }
-        Err(CheckpointError::AllDamaged { folder: self.path.clone(), damaged }.into())
+        let problem = io::Error::other("its files vanish faster than they can be loaded");
+        Err(CheckpointError::io("list", &self.path)(problem).into())
     }
 }

@@ -10,8 +10,9 @@ use tch::{Device, Tensor};
 
 use crate::GradScaler;
 use crate::checkpoint::part::Part;
+use crate::checkpoint::restore::model::Variable;
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part, rng_state, set_rng_state};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::optim::{Loaded, Optimizer};
 
 /// Picks the parts of a checkpoint that are to be restored, and what they go into; then [`apply`](Self::apply) does it.
@@ -101,9 +102,10 @@ impl<'a> Restore<'a> {
     /// # Errors
     ///
     /// [`CheckpointError::NoPart`], [`CheckpointError::OtherPart`], [`CheckpointError::Keys`] and
-    /// [`CheckpointError::Tensor`]; [`Error::OptimizerState`] and the others of [`Optimizer::load_state_dict`]; those
-    /// of [`GradScaler::load_state_dict`] and [`set_rng_state`]. [`CheckpointError::Interrupted`] when the file can no
-    /// longer be read though it was: only then models and scalers may be half restored.
+    /// [`CheckpointError::Tensor`]; [`Error::OptimizerState`](crate::Error::OptimizerState) and the others of
+    /// [`Optimizer::load_state_dict`]; those of [`GradScaler::load_state_dict`] and [`set_rng_state`].
+    /// [`CheckpointError::Interrupted`] when the file can no longer be read though it was: only then models and scalers
+    /// may be half restored.
     pub fn apply(self) -> Result<Restored> {
         let mut restored = Restored::default();
         let mut models = Vec::with_capacity(self.models.len());
@@ -121,29 +123,34 @@ impl<'a> Restore<'a> {
             let loaded = optimizer::prepare(checkpoint, &name, optimizer, strict, &mut restored)?;
             optimizers.push((optimizer, loaded));
         }
-        set_rngs(&rngs)?;
-        for variable in models.iter().flatten() {
-            variable.copy().map_err(interrupted)?;
-        }
-        for ((_, scaler), state) in self.scalers.into_iter().zip(&scalers) {
-            scaler.load_state_dict(state).map_err(interrupted)?;
+        let before = set_rngs(&rngs)?;
+        // Also when it stops midway.
+        crate::clear_autocast_cache();
+        let mut variables = models.iter().flatten();
+        let mut scalers = self.scalers.into_iter().zip(&scalers);
+        let copied = variables.try_for_each(Variable::copy).and_then(|()| {
+            scalers.try_for_each(|((_, scaler), state)| scaler.load_state_dict(state))
+        });
+        if let Err(cause) = copied {
+            reset_rngs(&before);
+            return Err(CheckpointError::Interrupted { cause: Box::new(cause) }.into());
         }
         for (optimizer, loaded) in optimizers {
             optimizer.finish_load(loaded);
         }
-        crate::clear_autocast_cache();
         Ok(restored)
     }
 
     fn scaler_states(&self) -> Result<Vec<crate::GradScalerState>> {
         let state = |(name, _): &(String, _)| match self.checkpoint.part(name)? {
             Part::Scaler(state) => Ok(state.clone()),
+            Part::Empty => Ok(crate::GradScalerState::default()),
             other => Err(other_part(name, "a scaler", other)),
         };
         self.scalers.iter().map(state).collect()
     }
 
-    fn rng_states(&self) -> Result<Vec<(Device, Tensor)>> {
+    fn rng_states(&self) -> Result<RngStates> {
         let state = |(name, device): &(String, _)| Ok((*device, self.checkpoint.tensor(name)?));
         self.rngs.iter().map(state).collect()
     }
@@ -167,19 +174,22 @@ impl<'a> Restore<'a> {
     }
 }
 
-/// Sets all states, or none.
-fn set_rngs(states: &[(Device, Tensor)]) -> Result<()> {
-    let before = states.iter().map(|(device, _)| rng_state(*device)).collect::<Result<Vec<_>>>()?;
+type RngStates = Vec<(Device, Tensor)>;
+
+/// Sets all states, or none. Returns those before.
+fn set_rngs(states: &RngStates) -> Result<RngStates> {
+    let before = |(device, _): &(Device, _)| Ok((*device, rng_state(*device)?));
+    let before = states.iter().map(before).collect::<Result<RngStates>>()?;
     let set = states.iter().try_for_each(|(device, state)| set_rng_state(*device, state));
     if set.is_err() {
-        for ((device, _), state) in states.iter().zip(&before) {
-            // The first error is the one to be seen.
-            drop(set_rng_state(*device, state));
-        }
+        reset_rngs(&before);
     }
-    set
+    set.map(|()| before)
 }
 
-fn interrupted(cause: Error) -> Error {
-    CheckpointError::Interrupted { cause: Box::new(cause) }.into()
+fn reset_rngs(states: &RngStates) {
+    for (device, state) in states {
+        // What went wrong before is the error to be seen.
+        drop(set_rng_state(*device, state));
+    }
 }

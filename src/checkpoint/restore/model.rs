@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 
 use tch::Tensor;
 use tch::nn::VarStore;
@@ -35,8 +35,10 @@ impl<'a> Restore<'a> {
         model: &VarStore,
         restored: &mut Restored,
     ) -> Result<Vec<Variable<'a>>> {
+        const NONE: &BTreeMap<String, Entry> = &BTreeMap::new();
         let entries = match self.checkpoint.part(name)? {
             Part::Model(entries) => entries,
+            Part::Empty => NONE,
             other => return Err(other_part(name, "a model", other)),
         };
         let mut variables: Vec<_> = model.variables().into_iter().collect();

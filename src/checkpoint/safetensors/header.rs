@@ -34,14 +34,14 @@ pub(crate) struct Manifest {
 
 /// What is known of a part besides its tensors, which are named `part/…`.
 #[derive(Debug, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "lowercase")]
+#[serde(tag = "kind", rename_all = "lowercase", try_from = "Fields")]
 pub(crate) enum PartManifest {
     Model,
     Optimizer {
         param_groups: Vec<ParamGroupState>,
-        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        #[serde(skip_serializing_if = "std::ops::Not::not")]
         params_are_numbers: bool,
-        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        #[serde(skip_serializing_if = "std::ops::Not::not")]
         adam_or_adamw: bool,
     },
     Scaler {
@@ -51,6 +51,43 @@ pub(crate) enum PartManifest {
     Value {
         value: serde_json::Value,
     },
+    Empty,
+}
+
+/// The fields of all kinds. What serde derives for a tag reads everything twice, and numbers not always; see
+/// `optim/fields.rs`.
+#[derive(Deserialize)]
+struct Fields {
+    kind: String,
+    param_groups: Option<Vec<ParamGroupState>>,
+    #[serde(default)]
+    params_are_numbers: bool,
+    #[serde(default)]
+    adam_or_adamw: bool,
+    state: Option<GradScalerState>,
+    #[serde(default)]
+    value: serde_json::Value,
+}
+
+impl TryFrom<Fields> for PartManifest {
+    type Error = String;
+
+    fn try_from(fields: Fields) -> Result<Self, String> {
+        let Fields { kind, param_groups, params_are_numbers, adam_or_adamw, state, value } = fields;
+        let missing = |name: &str| format!("a part of the kind {kind} has no {name}");
+        Ok(match kind.as_str() {
+            "model" => Self::Model,
+            "optimizer" => {
+                let param_groups = param_groups.ok_or_else(|| missing("param_groups"))?;
+                Self::Optimizer { param_groups, params_are_numbers, adam_or_adamw }
+            }
+            "scaler" => Self::Scaler { state: state.ok_or_else(|| missing("state"))? },
+            "tensor" => Self::Tensor,
+            "value" => Self::Value { value },
+            "empty" => Self::Empty,
+            _ => return Err(format!("a part is of the unknown kind {kind}")),
+        })
+    }
 }
 
 /// The version of a manifest alone: a later one may have other fields.
@@ -59,16 +96,13 @@ pub(crate) struct Version {
     pub(crate) format: u32,
 }
 
-/// The checksum of a header whose own checksum reads `own`; `None` when that does not stand there just once.
+/// The checksum of a header whose own checksum reads `own`; `None` when that does not stand there.
 pub(crate) fn of_header(header: &[u8], own: Checksum) -> Option<Checksum> {
     // The manifest is a JSON string within JSON.
     let field = |checksum: Checksum| format!("\\\"checksum\\\":\\\"{checksum}\\\"").into_bytes();
     let (written, blank) = (field(own), field(Checksum::default()));
-    let mut found = header.windows(written.len()).enumerate().filter(|(_, w)| *w == written);
-    let (place, _) = found.next()?;
-    if found.next().is_some() {
-        return None;
-    }
+    // The first: names and values, which may look the same, come after it.
+    let place = header.windows(written.len()).position(|window| window == written)?;
     let mut header = header.to_vec();
     header[place..place + blank.len()].copy_from_slice(&blank);
     Some(Checksum(xxh3_64(&header)))

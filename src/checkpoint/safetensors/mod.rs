@@ -14,6 +14,9 @@ pub(crate) use write::{Plan, write};
 /// The largest header that is read, as in other readers of the format.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
+/// The largest JSON of all that is not a tensor: reading it takes some twenty times the memory.
+const MAX_MANIFEST_BYTES: usize = 32 << 20;
+
 fn dtype(kind: Kind) -> Option<Dtype> {
     KINDS.iter().find(|(other, _)| *other == kind).map(|(_, dtype)| *dtype)
 }

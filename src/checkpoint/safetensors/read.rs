@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use safetensors::tensor::{Metadata, TensorInfo};
+use tch::Kind;
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
@@ -14,8 +15,9 @@ use crate::checkpoint::part::{OptimizerPart, Part};
 use crate::checkpoint::safetensors::header::{
     KEY, Manifest, PartManifest, VERSION, Version, check_unique, of_header,
 };
-use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, kind};
+use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, kind};
 use crate::checkpoint::source::Source;
+use crate::checkpoint::torch::MAX_DIMS;
 use crate::error::Result;
 
 /// Whether a file that begins so can be one: a length, and JSON.
@@ -79,10 +81,18 @@ fn read_header(source: &Source) -> Result<Vec<u8>> {
 
 fn entry(source: &Arc<Source>, start: u64, info: &TensorInfo) -> Option<Entry> {
     let kind = kind(info.dtype)?;
-    let size = info.shape.iter().map(|&n| i64::try_from(n).ok()).collect::<Option<_>>()?;
+    let size = info.shape.iter().map(|&n| i64::try_from(n).ok()).collect::<Option<Vec<_>>>()?;
+    fits_a_tensor(&size, kind).then_some(())?;
     let offset = start + info.data_offsets.0 as u64;
     let location = Location { source: Arc::clone(source), offset, stride: None };
     Some(Entry::in_file(kind, size, location))
+}
+
+/// Whether libtorch can have such a tensor: without the zeros, too, no product may overflow.
+fn fits_a_tensor(size: &[i64], kind: Kind) -> bool {
+    let width = kind.elt_size_in_bytes() as i64;
+    let bytes = size.iter().try_fold(width, |bytes, &n| bytes.checked_mul(n.max(1)));
+    size.len() <= MAX_DIMS && bytes.is_some()
 }
 
 /// Whether a header holds a manifest, under whatever name.
@@ -93,6 +103,10 @@ fn is_ours(header: &[u8]) -> bool {
 
 /// Reads what this crate has written into the header, and checks the header by it.
 fn manifest_of(source: &Source, header: &[u8], text: &str) -> Result<Manifest> {
+    if text.len() > MAX_MANIFEST_BYTES {
+        let problem = format!("its metadata has {} bytes, which is too much", text.len());
+        return Err(source.damaged(problem).into());
+    }
     let damaged = |error: serde_json::Error| source.damaged(format!("its metadata: {error}"));
     let Version { format } = serde_json::from_str(text).map_err(damaged)?;
     if format > VERSION {
@@ -145,6 +159,7 @@ fn empty(part: PartManifest) -> Option<Part> {
         }
         PartManifest::Scaler { state } => Part::Scaler(state),
         PartManifest::Value { value } => Part::Value(value),
+        PartManifest::Empty => Part::Empty,
         PartManifest::Tensor => return None,
     })
 }

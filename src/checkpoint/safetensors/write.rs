@@ -13,9 +13,10 @@ use crate::checkpoint::atomic::Target;
 use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::error::unsaveable;
+use crate::checkpoint::part::problem_of_name;
 use crate::checkpoint::part::{OptimizerPart, Part};
 use crate::checkpoint::safetensors::header::{KEY, Manifest, PartManifest, VERSION, of_header};
-use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, dtype};
+use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, dtype};
 use crate::checkpoint::save::interrupted;
 use crate::error::Result;
 
@@ -44,6 +45,9 @@ impl<'a> Plan<'a> {
             checksums,
             parts: parts.iter().map(|(name, part)| (name.clone(), manifest(part))).collect(),
         };
+        for (name, part) in &manifest.parts {
+            read_again(name, part)?;
+        }
         let mut plan = Self { tensors, manifest, header_len: 0 };
         plan.header_len = plan.header()?.len();
         if plan.header_len as u64 > MAX_HEADER_BYTES {
@@ -57,6 +61,13 @@ impl<'a> Plan<'a> {
     fn header(&self) -> Result<Vec<u8>> {
         let refuse = |error: serde_json::Error| unsaveable(WHOLE, error.to_string());
         let manifest = serde_json::to_string(&self.manifest).map_err(refuse)?;
+        if manifest.len() > MAX_MANIFEST_BYTES {
+            let problem = format!(
+                "its names and values take {} bytes, more than {MAX_MANIFEST_BYTES}; save long values as tensors",
+                manifest.len()
+            );
+            return Err(unsaveable(WHOLE, problem).into());
+        }
         // Which kind of hash map this is depends on the features that others ask for.
         let metadata = [(KEY.to_owned(), manifest)].into_iter().collect();
         let infos = self.tensors.iter().map(|(info, name, _)| (name.clone(), info.clone()));
@@ -67,6 +78,18 @@ impl<'a> Plan<'a> {
         header.resize(header.len().next_multiple_of(8), b' ');
         Ok(header)
     }
+}
+
+/// Refuses what could not be loaded: names that a Python program gave, and values that are nested too deep.
+fn read_again(name: &str, part: &PartManifest) -> Result<()> {
+    if let Some(problem) = problem_of_name(name) {
+        return Err(unsaveable(name, problem).into());
+    }
+    // The levels around it count.
+    let text = serde_json::to_string(&[[part]]);
+    let read = text.and_then(|text| serde_json::from_str::<[[PartManifest; 1]; 1]>(&text));
+    read.map_err(|error| unsaveable(name, error.to_string()))?;
+    Ok(())
 }
 
 /// Writes the tensors and their checksums, which are taken on the way.
@@ -82,8 +105,7 @@ pub(crate) fn write(plan: &mut Plan<'_>, out: &mut dyn Target) -> Result<()> {
         plan.manifest.checksums[index] = Checksum(hash.digest());
     }
     let own = of_header(&plan.header()?, plan.manifest.checksum);
-    plan.manifest.checksum =
-        own.ok_or_else(|| unsaveable(WHOLE, "a name or value in it looks like its checksum"))?;
+    plan.manifest.checksum = own.ok_or_else(|| unsaveable(WHOLE, "its header has no checksum"))?;
     let header = plan.header()?;
     out.seek(SeekFrom::Start(0)).map_err(interrupted)?;
     put(out, &(header.len() as u64).to_le_bytes())?;
@@ -146,6 +168,7 @@ fn manifest(part: &Part) -> PartManifest {
         Part::Scaler(state) => PartManifest::Scaler { state: state.clone() },
         Part::Tensor(_) => PartManifest::Tensor,
         Part::Value(value) => PartManifest::Value { value: value.clone() },
+        Part::Empty => PartManifest::Empty,
         // Refused in `save_as`.
         Part::Unknown(_) => PartManifest::Value { value: serde_json::Value::Null },
     }

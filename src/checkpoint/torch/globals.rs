@@ -19,7 +19,34 @@ pub(super) enum Global {
     Device,
     /// A TorchScript module, of whatever class.
     Module,
+    Counter,
+    /// What `weights_only=True` allows and a checkpoint here cannot hold.
+    Other(&'static str),
 }
+
+/// Their names. In protocol 2 `builtins` is `__builtin__`.
+const OTHERS: [(&str, &str, &str); 20] = [
+    ("_codecs", "encode", "bytes"),
+    ("__builtin__", "bytearray", "a bytearray"),
+    ("__builtin__", "set", "a set"),
+    ("__builtin__", "complex", "a complex number"),
+    ("builtins", "bytearray", "a bytearray"),
+    ("builtins", "set", "a set"),
+    ("builtins", "complex", "a complex number"),
+    ("torch._utils", "_rebuild_sparse_tensor", "a sparse tensor"),
+    ("torch._utils", "_rebuild_nested_tensor", "a nested tensor"),
+    ("torch._utils", "_rebuild_qtensor", "a quantized tensor"),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage", "a meta tensor"),
+    ("torch.serialization", "_get_layout", "a layout"),
+    ("torch", "uint16", "a dtype that tch does not have"),
+    ("torch", "uint32", "a dtype that tch does not have"),
+    ("torch", "uint64", "a dtype that tch does not have"),
+    ("torch", "per_tensor_affine", "a quantization scheme"),
+    ("torch", "per_channel_affine", "a quantization scheme"),
+    ("torch", "QInt8Storage", "a quantized storage"),
+    ("torch", "QUInt8Storage", "a quantized storage"),
+    ("torch", "QInt32Storage", "a quantized storage"),
+];
 
 /// The dtype's name, and the storage's if it has one: newer dtypes have none, and quantized tensors are not supported.
 const NAMES: [(Kind, &str, Option<&str>); 17] = [
@@ -52,6 +79,7 @@ pub(super) fn names(kind: Kind) -> Option<(&'static str, Option<&'static str>)> 
 pub(super) fn find(module: &str, name: &str) -> Option<Global> {
     Some(match (module, name) {
         ("collections", "OrderedDict") => Global::OrderedDict,
+        ("collections", "Counter") => Global::Counter,
         ("torch._utils", "_rebuild_tensor_v2") => Global::TensorV2,
         ("torch._utils", "_rebuild_tensor_v3") => Global::TensorV3,
         ("torch._utils", "_rebuild_parameter") => Global::Parameter,
@@ -59,10 +87,17 @@ pub(super) fn find(module: &str, name: &str) -> Option<Global> {
         ("torch.storage", "UntypedStorage") => Global::UntypedStorage,
         ("torch", "Size") => Global::Size,
         ("torch", "device") => Global::Device,
-        ("torch", name) => return dtype_or_storage(name),
         (module, _) if module == "__torch__" || module.starts_with("__torch__.") => Global::Module,
-        _ => return None,
+        (module, name) => {
+            let of_torch = || (module == "torch").then(|| dtype_or_storage(name))?;
+            return other(module, name).or_else(of_torch);
+        }
     })
+}
+
+fn other(module: &str, name: &str) -> Option<Global> {
+    let found = OTHERS.iter().find(|other| (other.0, other.1) == (module, name));
+    found.map(|other| Global::Other(other.2))
 }
 
 fn dtype_or_storage(name: &str) -> Option<Global> {

@@ -18,6 +18,8 @@ pub(super) enum Node {
     None,
     Bool(bool),
     Int(i64),
+    /// More than an `i64` holds.
+    Uint(u64),
     Float(f64),
     /// UTF-8 in the pickle.
     Text(Range<usize>),
@@ -31,6 +33,8 @@ pub(super) enum Node {
     Tensor(Box<TensorRef>),
     /// A TorchScript module, before and after it got the dict of its attributes.
     Module(Option<Id>),
+    /// Something that a checkpoint here cannot hold, and what.
+    Opaque(&'static str),
 }
 
 /// A storage as the pickle declares it, which fits its record.

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+mod build;
 mod globals;
 mod machine;
 mod objects;
@@ -24,8 +25,11 @@ use std::collections::BTreeMap;
 use std::io::{self, BufReader, Read, Seek};
 
 pub(crate) use save::save;
-pub(crate) use value::{TensorRef, Value, get};
+pub(crate) use value::{MAX_DIMS, TensorRef, Value, get};
 pub(crate) use zip::{Record, is_zip};
+
+/// Besides one for each storage.
+const OTHER_RECORDS: usize = 8;
 
 /// How much a file may ask for before it is refused.
 #[derive(Clone, Debug)]
@@ -164,6 +168,26 @@ pub(crate) fn open<R: Read + Seek>(file: R, limits: &Limits) -> Result<Opened, M
     }
     let root = read::read(&bytes, &storages, limits)?;
     Ok(Opened { root, storages, others })
+}
+
+/// Refuses values that [`save`] or, later, [`open`] would refuse.
+pub(crate) fn check(root: &Value, storages: &[(String, u64)]) -> Result<(), String> {
+    let limits = Limits::default();
+    let pickle = write::pickle(root, storages).map_err(|error| error.to_string())?;
+    let record = |(key, len): &(String, u64)| {
+        (key.clone(), Record { name: key.clone(), offset: 0, len: *len, crc32: 0 })
+    };
+    let records = storages.iter().map(record).collect();
+    if storages.len() + OTHER_RECORDS > limits.max_records {
+        return Err(format!(
+            "more than {} tensors are too many",
+            limits.max_records - OTHER_RECORDS
+        ));
+    }
+    if pickle.len() as u64 > limits.max_pickle_bytes {
+        return Err(format!("more than {} bytes of names and values", limits.max_pickle_bytes));
+    }
+    read::read(&pickle, &records, &limits).map(drop).map_err(|error| error.to_string())
 }
 
 /// A text from the file as a message may show it: short, and without control characters.

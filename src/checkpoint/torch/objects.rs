@@ -12,6 +12,8 @@ use super::{Malformed, TensorRef, shown};
 /// PyTorch counts its storages. Each tensor has a copy of the key.
 const LONGEST_KEY: usize = 64;
 
+const NOT_PLAIN: &str = "a tensor with hooks, or a conjugated or negated one";
+
 impl Machine<'_> {
     /// `REDUCE`: calls a function with a tuple of arguments.
     pub fn reduce(&mut self) -> Step {
@@ -22,30 +24,31 @@ impl Machine<'_> {
             return Err(self.refuse("calls what is not a function"));
         };
         let made = match (function, &args[..]) {
+            (Global::Other(what), _) => Node::Opaque(what),
+            (Global::Counter, []) => Node::Dict(Vec::new()),
+            // The same dict: a counter is one, and nobody else has it.
+            (Global::Counter, &[counts]) if matches!(self.nodes[counts], Node::Dict(_)) => {
+                return self.push_id(counts);
+            }
             (Global::OrderedDict, []) => Node::OrderedDict(Vec::new()),
             (Global::Size, &[sizes]) => self.size(sizes)?,
             (Global::Device, [name, index @ ..]) => self.device(*name, index)?,
             (Global::TensorV2, [args @ .., hooks]) if args.len() == 5 => {
-                self.plain(&[*hooks])?;
-                self.tensor(args, None)?
+                self.tensor(args, None, &[*hooks])?
             }
             (Global::TensorV2, [args @ .., hooks, metadata]) if args.len() == 5 => {
-                self.plain(&[*hooks, *metadata])?;
-                self.tensor(args, None)?
+                self.tensor(args, None, &[*hooks, *metadata])?
             }
             (Global::TensorV3, [args @ .., hooks, dtype]) if args.len() == 5 => {
-                self.plain(&[*hooks])?;
-                self.tensor(args, Some(*dtype))?
+                self.tensor(args, Some(*dtype), &[*hooks])?
             }
             (Global::TensorV3, [args @ .., hooks, dtype, metadata]) if args.len() == 5 => {
-                self.plain(&[*hooks, *metadata])?;
-                self.tensor(args, Some(*dtype))?
+                self.tensor(args, Some(*dtype), &[*hooks, *metadata])?
             }
             // The state of a parameter is what Python code has set as attributes.
             (Global::Parameter, &[data, requires_grad, hooks])
             | (Global::ParameterWithState, &[data, requires_grad, hooks, _]) => {
-                self.plain(&[hooks])?;
-                self.parameter(data, requires_grad)?
+                self.parameter(data, requires_grad, hooks)?
             }
             _ => return Err(self.refuse("calls a function with arguments that it does not take")),
         };
@@ -55,19 +58,13 @@ impl Machine<'_> {
         self.push(made)
     }
 
-    /// Hooks and metadata have to be empty: a view that is conjugated or negated has other elements than its storage.
-    fn plain(&self, extras: &[Id]) -> Step {
-        let empty = |&id: &Id| match &self.nodes[id] {
+    /// Whether hooks and metadata are empty: a view that is conjugated or negated has other elements than its storage.
+    fn is_plain(&self, extras: &[Id]) -> bool {
+        extras.iter().all(|&id| match &self.nodes[id] {
             Node::None => true,
             Node::Dict(entries) | Node::OrderedDict(entries) => entries.is_empty(),
             _ => false,
-        };
-        if !extras.iter().all(empty) {
-            return Err(self.refuse(
-                "has a tensor with hooks, or a conjugated or negated one (resolve it before it is saved)",
-            ));
-        }
-        Ok(())
+        })
     }
 
     fn items(&self, tuple: Id) -> Option<&[Id]> {
@@ -128,7 +125,10 @@ impl Machine<'_> {
     }
 
     /// The first five arguments of both ways to rebuild a tensor, and the dtype of the second.
-    fn tensor(&self, args: &[Id], dtype: Option<Id>) -> Step<Node> {
+    fn tensor(&self, args: &[Id], dtype: Option<Id>, extras: &[Id]) -> Step<Node> {
+        if !self.is_plain(extras) {
+            return Ok(Node::Opaque(NOT_PLAIN));
+        }
         let &[storage, offset, size, stride, requires_grad] = args else {
             return Err(self.refuse("calls a function with arguments that it does not take"));
         };
@@ -137,6 +137,7 @@ impl Machine<'_> {
         };
         let kind = match dtype.map(|dtype| &self.nodes[dtype]) {
             Some(&Node::Global(Global::Dtype(kind))) => Some(kind),
+            Some(&Node::Global(Global::Other(what))) => return Ok(Node::Opaque(what)),
             Some(_) => None,
             None => storage.kind,
         };
@@ -162,8 +163,12 @@ impl Machine<'_> {
         Ok(Node::Tensor(Box::new(tensor)))
     }
 
-    fn parameter(&self, data: Id, requires_grad: Id) -> Step<Node> {
+    fn parameter(&self, data: Id, requires_grad: Id, hooks: Id) -> Step<Node> {
+        if !self.is_plain(&[hooks]) {
+            return Ok(Node::Opaque(NOT_PLAIN));
+        }
         match (&self.nodes[data], self.bool(requires_grad)) {
+            (Node::Opaque(what), _) => Ok(Node::Opaque(what)),
             (Node::Tensor(tensor), Some(requires_grad)) => {
                 Ok(Node::Tensor(Box::new(TensorRef { requires_grad, ..(**tensor).clone() })))
             }
@@ -184,7 +189,7 @@ impl Machine<'_> {
     pub fn build(&mut self, object: Id, state: Id) -> Step {
         match (&self.nodes[object], &self.nodes[state]) {
             // The `_metadata` that a module's state_dict carries: versions of its layers.
-            (Node::OrderedDict(_), Node::Dict(_)) => {}
+            (Node::OrderedDict(_), Node::Dict(_)) | (Node::Opaque(_), _) => {}
             (Node::Module(None), Node::Dict(_)) => self.nodes[object] = Node::Module(Some(state)),
             _ => return Err(self.refuse("gives attributes to what has none")),
         }

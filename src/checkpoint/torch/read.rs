@@ -8,6 +8,9 @@ use super::machine::{Id, Machine, Node, Step};
 use super::opcodes as op;
 use super::{Limits, Malformed, Record, Value, globals, shown, tree};
 
+/// Of a class or a function.
+const MAX_NAME_BYTES: usize = 512;
+
 /// Reads a pickle.
 pub(super) fn read(
     bytes: &[u8],
@@ -41,33 +44,6 @@ impl<'a> Machine<'a> {
         Ok(root)
     }
 
-    fn tuple(&mut self, len: usize) -> Step {
-        let start = self.above(len)?;
-        let items = self.stack.split_off(start);
-        self.push(Node::Tuple(items.into()))
-    }
-
-    fn text_of(&mut self, len: usize) -> Step {
-        let range = self.slice(len)?;
-        if std::str::from_utf8(&self.bytes[range.clone()]).is_err() {
-            return Err(self.refuse("has a string that is not UTF-8"));
-        }
-        self.push(Node::Text(range))
-    }
-
-    fn long1(&mut self) -> Step {
-        let len = self.byte()?;
-        if len > 8 {
-            return Err(self.refuse("has an integer of more than 64 bits"));
-        }
-        let range = self.slice(len.into())?;
-        let given = &self.bytes[range];
-        let negative = given.last().is_some_and(|byte| byte & 0x80 != 0);
-        let mut bytes = if negative { [0xff; 8] } else { [0; 8] };
-        bytes[..given.len()].copy_from_slice(given);
-        self.push(Node::Int(i64::from_le_bytes(bytes)))
-    }
-
     fn line(&mut self) -> Step<&'a str> {
         let rest = &self.bytes[self.at..];
         let Some(len) = rest.iter().position(|&byte| byte == b'\n') else {
@@ -78,7 +54,9 @@ impl<'a> Machine<'a> {
     }
 
     fn global(&mut self, module: &str, name: &str) -> Step {
-        match globals::find(module, name) {
+        // Names are compared for each use; a long one could be used again and again.
+        let short = module.len().max(name.len()) <= MAX_NAME_BYTES;
+        match globals::find(module, name).filter(|_| short) {
             Some(global) => self.push(Node::Global(global)),
             None => Err(Malformed::Global {
                 name: shown(&format!("{module}.{name}")),
@@ -89,6 +67,13 @@ impl<'a> Machine<'a> {
 
     fn stack_global(&mut self) -> Step {
         let (name, module) = (self.pop()?, self.pop()?);
+        let is_short = |&id: &Id| match &self.nodes[id] {
+            Node::Text(range) => range.len() <= MAX_NAME_BYTES,
+            _ => false,
+        };
+        if ![module, name].iter().all(is_short) {
+            return Err(self.refuse("has a name that is not a short string"));
+        }
         match (self.text(module), self.text(name)) {
             (Some(module), Some(name)) => self.global(module, name),
             _ => Err(self.refuse("has a name that is not a string")),
@@ -100,31 +85,6 @@ impl<'a> Machine<'a> {
             Ok(index) => self.put(index),
             Err(_) => Err(self.refuse("memorizes too much")),
         }
-    }
-
-    fn append(&mut self, items: &[Id]) -> Step {
-        let list = self.top()?;
-        match &mut self.nodes[list] {
-            Node::List(values) => values.extend_from_slice(items),
-            _ => return Err(self.refuse("appends to what is not a list")),
-        }
-        Ok(())
-    }
-
-    fn set_items(&mut self, items: &[Id]) -> Step {
-        let dict = self.top()?;
-        let (pairs, rest) = items.as_chunks::<2>();
-        match &mut self.nodes[dict] {
-            Node::Dict(entries) | Node::OrderedDict(entries) if rest.is_empty() => {
-                entries.extend(pairs.iter().map(|&[key, value]| (key, value)));
-            }
-            _ => {
-                return Err(
-                    self.refuse("sets items of what is not a dict, or a key without a value")
-                );
-            }
-        }
-        Ok(())
     }
 
     /// Does what the next opcode says. Returns whether that was to stop.

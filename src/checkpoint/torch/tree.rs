@@ -59,6 +59,8 @@ impl Tree<'_> {
             Node::None => Value::None,
             Node::Bool(value) => Value::Bool(*value),
             Node::Int(value) => Value::Int(*value),
+            Node::Uint(value) => Value::Uint(*value),
+            Node::Opaque(what) => Value::Opaque(what),
             Node::Float(value) => Value::Float(*value),
             Node::Text(_) => Value::Str(self.text(machine.text(id).unwrap_or_default())?),
             Node::Device(name) => Value::Str(self.text(name)?),
@@ -134,6 +136,7 @@ impl Tree<'_> {
                 let name = globals::names(kind).map_or("", |(name, _)| name);
                 return Ok(Value::Str(self.text(&format!("torch.{name}"))?));
             }
+            Node::Global(Global::Other(what)) => return Ok(Value::Opaque(what)),
             Node::Global(_) => "a class or a function",
             Node::Storage(_) => "a storage that belongs to no tensor",
             _ => "an object without attributes",

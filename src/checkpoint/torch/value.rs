@@ -10,6 +10,8 @@ pub(crate) enum Value {
     None,
     Bool(bool),
     Int(i64),
+    /// More than an `i64` holds.
+    Uint(u64),
     Float(f64),
     Str(String),
     List(Vec<Value>),
@@ -17,6 +19,8 @@ pub(crate) enum Value {
     /// Without two equal keys. The keys are none, bools, numbers and strings.
     Dict(Vec<(Value, Value)>),
     Tensor(TensorRef),
+    /// Something of Python's that is only known by its kind. Cannot be written.
+    Opaque(&'static str),
 }
 
 impl From<&str> for Value {
@@ -46,7 +50,7 @@ pub(crate) struct TensorRef {
 }
 
 /// More are unknown to libtorch's kernels.
-const MAX_DIMS: usize = 64;
+pub(crate) const MAX_DIMS: usize = 64;
 
 impl TensorRef {
     /// Refuses a tensor that reaches outside of its storage of so many bytes. Returns the bytes of its elements if they
@@ -98,6 +102,7 @@ pub(super) fn element_bytes(kind: Kind) -> u64 {
 pub(super) enum Key<'a> {
     None,
     Int(i64),
+    Uint(u64),
     Float(u64),
     Str(&'a str),
 }
@@ -111,7 +116,9 @@ impl<'a> Key<'a> {
             Value::Int(value) => Self::Int(*value),
             Value::Float(value) => float_key(*value),
             Value::Str(value) => Self::Str(value),
-            Value::List(_) | Value::Tuple(_) | Value::Dict(_) | Value::Tensor(_) => return None,
+            Value::Uint(value) => Self::Uint(*value),
+            Value::List(_) | Value::Tuple(_) | Value::Dict(_) => return None,
+            Value::Tensor(_) | Value::Opaque(_) => return None,
         })
     }
 }

@@ -49,6 +49,13 @@ impl<'a> Pickler<'a> {
             Value::None => self.out.push(op::NONE),
             Value::Bool(value) => self.bool(*value),
             Value::Int(value) => self.int(*value),
+            Value::Uint(value) => {
+                // A ninth byte, or it would be negative.
+                self.opcode(op::LONG1, &[9]);
+                self.out.extend_from_slice(&value.to_le_bytes());
+                self.out.push(0);
+            }
+            Value::Opaque(what) => return Err(invalid(format!("{what} cannot be written"))),
             Value::Float(value) => self.opcode(op::BINFLOAT, &value.to_be_bytes()),
             Value::Str(text) => self.text(text)?,
             Value::Tensor(tensor) => self.tensor(tensor)?,

@@ -94,7 +94,7 @@ pub(super) fn records<R: Read + Seek>(
 /// The folder and the rest of a name that leads nowhere else.
 pub(super) fn split(name: &str) -> Option<(&str, &str)> {
     let plain = |part: &str| !matches!(part, "" | "." | "..");
-    let fine = !name.contains(['\\', '\0', ':']) && name.split('/').all(plain);
+    let fine = !name.contains(['\\', '\0']) && name.split('/').all(plain);
     name.split_once('/').filter(|_| fine)
 }
 

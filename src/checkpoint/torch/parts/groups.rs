@@ -11,13 +11,14 @@ use crate::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
 type Items = Vec<(Value, Value)>;
 
 /// Reads the options of a group; which algorithm they are of follows from their names.
-pub(super) fn from_python(group: &Items) -> Result<ParamGroup, String> {
+pub(super) fn from_python(group: &[(Value, Value)]) -> Result<ParamGroup, String> {
     let has = |name: &str| get(group, name).is_some();
     let is_true = |name: &str| get(group, name) == Some(&Value::Bool(true));
     let algorithm = match () {
         () if has("lr_decay") => "Adagrad",
-        () if has("betas") && is_true("decoupled_weight_decay") => "AdamW",
-        () if has("betas") && (has("amsgrad") || has("weight_decay")) => "Adam",
+        // NAdam and RAdam have all the rest.
+        () if has("amsgrad") && is_true("decoupled_weight_decay") => "AdamW",
+        () if has("amsgrad") => "Adam",
         () if has("momentum") && has("dampening") => "Sgd",
         () => return Err("are not those of Adam, AdamW, SGD or Adagrad".to_owned()),
     };
@@ -33,10 +34,9 @@ pub(super) fn from_python(group: &Items) -> Result<ParamGroup, String> {
 }
 
 /// Whether a group of Adam's may be one of AdamW's. Before 2.7 PyTorch's had the same options.
-pub(super) fn may_be_adamw(group: &Value) -> bool {
-    let Value::Dict(items) = group else { return false };
+pub(super) fn may_be_adamw(items: &[(Value, Value)]) -> bool {
     let has = |name: &str| get(items, name).is_some();
-    has("betas") && !has("decoupled_weight_decay")
+    has("amsgrad") && !has("decoupled_weight_decay")
 }
 
 /// The options of a group, those that only PyTorch has included, at their defaults.

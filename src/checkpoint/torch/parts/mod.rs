@@ -6,6 +6,7 @@ mod from;
 mod groups;
 mod json;
 mod load;
+mod optimizer;
 mod store;
 
 pub(crate) use load::read;

@@ -12,10 +12,8 @@ use crate::checkpoint::entry::Entry;
 use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::{OptimizerPart, Part};
 use crate::checkpoint::save::interrupted;
-use crate::checkpoint::torch::{TensorRef, Value, save};
+use crate::checkpoint::torch::{self, TensorRef, Value, save};
 use crate::error::{Error, Result};
-
-const TOO_LARGE: &str = "it has a number of 2^63 or more; save it as text, or as safetensors";
 
 /// What is going to be written.
 #[derive(Debug)]
@@ -25,40 +23,56 @@ pub(crate) struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// Refuses what Python cannot have.
+    /// Refuses what Python cannot have, and what could not be loaded again.
     pub(crate) fn new(parts: &'a BTreeMap<String, Part>) -> Result<Self> {
         let mut plan = Self { root: Value::None, storages: Vec::new() };
         let mut root = Vec::with_capacity(parts.len() + 1);
         let mut kinds = serde_json::Map::new();
+        let mut names = serde_json::Map::new();
         for (name, part) in parts {
-            let refuse = |problem: &str| Error::from(unsaveable(name, problem));
-            let (kind, value) = match part {
-                Part::Model(tensors) => ("model", plan.model(tensors)),
-                Part::Optimizer(part) => ("optimizer", plan.optimizer(part)),
-                Part::Scaler(state) => {
-                    let state = serde_json::to_value(state).ok();
-                    let state = state.as_ref().and_then(json::to_python);
-                    ("scaler", state.ok_or_else(|| refuse("its state is not JSON"))?)
-                }
-                Part::Tensor(entry) => ("tensor", plan.tensor(entry)),
-                Part::Value(value) => {
-                    let value = json::to_python(value);
-                    ("value", value.ok_or_else(|| refuse(TOO_LARGE))?)
-                }
-                // Refused in `save_as`.
-                Part::Unknown(_) => continue,
+            let Some((kind, value)) = plan.part(part) else {
+                return Err(unsaveable(name, "it is not JSON of numbers that Python has").into());
             };
             root.push((name.as_str().into(), value));
-            kinds.insert(name.clone(), kind.into());
+            if let Some(kind) = kind {
+                kinds.insert(name.clone(), kind.into());
+            }
+            if let Part::Optimizer(OptimizerPart { param_groups, .. }) = part {
+                let params = param_groups.iter().map(|group| group.params.as_slice());
+                names.insert(name.clone(), params.collect());
+            }
         }
-        let ours = serde_json::json!({
-            "writer": WRITER,
-            "parts": kinds,
-        });
-        let ours = json::to_python(&ours).unwrap_or(Value::None);
-        root.push((KEY.into(), ours));
+        let ours = serde_json::json!({ "writer": WRITER, "parts": kinds, "param_names": names });
+        root.push((KEY.into(), json::to_python(&ours).unwrap_or(Value::None)));
         plan.root = Value::Dict(root);
+        if let Err(problem) = torch::check(&plan.root, &plan.lengths()) {
+            let problem = format!("{problem}; save long values as tensors");
+            return Err(unsaveable("the checkpoint", problem).into());
+        }
         Ok(plan)
+    }
+
+    /// The keys and bytes of the storages.
+    fn lengths(&self) -> Vec<(String, u64)> {
+        let key = |(index, entry): (usize, &&Entry)| (index.to_string(), entry.len() as u64);
+        self.storages.iter().enumerate().map(key).collect()
+    }
+
+    /// What the part is and its value; `None` if Python has no such value.
+    fn part(&mut self, part: &'a Part) -> Option<(Option<&'static str>, Value)> {
+        Some(match part {
+            Part::Model(tensors) => (Some("model"), self.model(tensors)),
+            Part::Optimizer(part) => (Some("optimizer"), self.optimizer(part)),
+            Part::Scaler(state) => {
+                let state = serde_json::to_value(state).ok()?;
+                (Some("scaler"), json::to_python(&state)?)
+            }
+            Part::Tensor(entry) => (Some("tensor"), self.tensor(entry)),
+            Part::Value(value) => (Some("value"), json::to_python(value)?),
+            Part::Empty => (None, Value::Dict(Vec::new())),
+            // Refused in `save_as`.
+            Part::Unknown(_) => return None,
+        })
     }
 
     fn model(&mut self, tensors: &'a BTreeMap<String, Entry>) -> Value {
@@ -66,7 +80,8 @@ impl<'a> Plan<'a> {
         Value::Dict(items.collect())
     }
 
-    /// PyTorch numbers the parameters through all groups, and may keep their names beside.
+    /// PyTorch numbers the parameters through all groups. Their names stand at the root: beside the numbers they would
+    /// keep Python from adding groups without names.
     fn optimizer(&mut self, part: &'a OptimizerPart) -> Value {
         let mut state = Vec::new();
         let mut param_groups = Vec::new();
@@ -85,10 +100,6 @@ impl<'a> Plan<'a> {
             }
             let mut items = groups::to_python(&group.options);
             items.push(("params".into(), Value::List(numbers)));
-            if !part.params_are_numbers {
-                let names = group.params.iter().map(|name| name.as_str().into()).collect();
-                items.push(("param_names".into(), Value::List(names)));
-            }
             param_groups.push(Value::Dict(items));
         }
         Value::Dict(vec![
@@ -117,9 +128,7 @@ pub(crate) fn write(
     out: &mut dyn Target,
     failed: &mut dyn FnMut(Error) -> io::Error,
 ) -> io::Result<()> {
-    let key = |(index, entry): (usize, &&Entry)| (index.to_string(), entry.len() as u64);
-    let storages: Vec<_> = plan.storages.iter().enumerate().map(key).collect();
-    let out = save(BufWriter::new(out), &plan.root, &storages, &mut |index, out| {
+    let out = save(BufWriter::new(out), &plan.root, &plan.lengths(), &mut |index, out| {
         let read =
             plan.storages[index].read(&mut |bytes| out.write_all(bytes).map_err(interrupted));
         read.map_err(&mut *failed)

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+mod archives;
+mod damage;
 mod hostile;
 mod limits;
 mod oracle;
@@ -63,4 +65,13 @@ pub(super) fn pickle(parts: &[&[u8]]) -> Vec<u8> {
 
 pub(super) fn refused(bytes: &[u8]) -> String {
     opened(bytes).expect_err("it is refused").to_string()
+}
+
+/// A checkpoint with a bit of everything.
+pub(super) fn small() -> Vec<u8> {
+    let root = Value::Dict(vec![
+        (text("w"), Value::Tensor(tensor("0", 1, &[3], &[1]))),
+        (text("n"), Value::List(vec![Value::Int(1 << 40), Value::Float(0.5), Value::None])),
+    ]);
+    saved(&root, &[("0", vec![3; 16])]).unwrap()
 }

@@ -61,6 +61,8 @@ impl Dump<'_> {
             Value::None => "None".to_owned(),
             Value::Bool(value) => if *value { "True" } else { "False" }.to_owned(),
             Value::Int(value) => format!("i{value}"),
+            Value::Uint(value) => format!("i{value}"),
+            Value::Opaque(what) => format!("?{what}"),
             Value::Float(value) => format!("f{:016x}", value.to_bits()),
             Value::Str(text) => format!("s{}", hex(text.as_bytes())),
             Value::List(items) => format!("[{}]", all(self, items)),

@@ -1,0 +1,132 @@
+//! From PyTorch's optimizers to ours.
+
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+
+use serde_json::Value as Json;
+use tch::Tensor;
+
+use super::from::{Items, Problem, Reader};
+use super::{groups, json};
+use crate::checkpoint::entry::Entry;
+use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::torch::{TensorRef, Value, get};
+use crate::optim::{ParamGroup, ParamGroupState, Saved as _};
+
+/// A parameter group of PyTorch's.
+struct Group {
+    options: ParamGroup,
+    numbers: Vec<i64>,
+    /// In the order of the numbers.
+    names: Option<Vec<String>>,
+    may_be_adamw: bool,
+}
+
+/// The names of the parameters in each group, noted by this crate or kept by PyTorch beside the numbers.
+fn names_of(groups: &[Group], noted: Option<&Json>) -> Option<Vec<Vec<String>>> {
+    let noted = noted.and_then(|names| serde_json::from_value(names.clone()).ok());
+    let beside = || groups.iter().map(|group| group.names.clone()).collect();
+    let fit = |names: &Vec<Vec<String>>| {
+        names.iter().map(Vec::len).eq(groups.iter().map(|group| group.numbers.len()))
+    };
+    noted.or_else(beside).filter(fit)
+}
+
+impl Reader<'_> {
+    /// `names` are those of the parameters in each group, if this crate has noted them.
+    pub(super) fn optimizer(&self, items: &Items, names: Option<&Json>) -> Result<Part, Problem> {
+        let (Some(Value::Dict(state)), Some(Value::List(groups))) =
+            (get(items, "state"), get(items, "param_groups"))
+        else {
+            return Err("is not an optimizer".to_owned());
+        };
+        let groups = groups.iter().map(|group| self.group(group));
+        let groups = groups.collect::<Result<Vec<_>, _>>()?;
+        let names = names_of(&groups, names);
+        let params_are_numbers = names.is_none();
+        let numbered = |group: &Group| group.numbers.iter().map(i64::to_string).collect();
+        let names = names.unwrap_or_else(|| groups.iter().map(numbered).collect());
+        let numbers = groups.iter().flat_map(|group| &group.numbers);
+        let by_number: BTreeMap<_, _> = numbers.zip(names.iter().flatten()).collect();
+        let mut entries = BTreeMap::new();
+        for (key, tensors) in state {
+            let name = match key {
+                Value::Int(number) => by_number.get(number),
+                _ => None,
+            };
+            let (Some(name), Value::Dict(tensors)) = (name, tensors) else {
+                return Err("has a state of a parameter that is in no group".to_owned());
+            };
+            entries.insert(String::clone(name), self.state(tensors)?);
+        }
+        let adam_or_adamw = groups.iter().any(|group| group.may_be_adamw);
+        let options = groups.iter().map(|group| group.options).zip(names);
+        let param_groups =
+            options.map(|(options, params)| ParamGroupState { options, params }).collect();
+        let state = entries;
+        Ok(Part::Optimizer(OptimizerPart {
+            state,
+            param_groups,
+            params_are_numbers,
+            adam_or_adamw,
+        }))
+    }
+
+    fn group(&self, group: &Value) -> Result<Group, Problem> {
+        let Value::Dict(items) = group else {
+            return Err("has a group that is not a dict".to_owned());
+        };
+        let list = |key: &str| match get(items, key) {
+            Some(Value::List(list)) => Some(list),
+            _ => None,
+        };
+        let numbers = list("params").ok_or("has a group without parameters")?;
+        let numbers = numbers.iter().map(|number| match number {
+            Value::Int(number) => Ok(*number),
+            _ => Err("has a parameter without a number".to_owned()),
+        });
+        let numbers = numbers.collect::<Result<Vec<_>, _>>()?;
+        let names = list("param_names");
+        let names = names.and_then(|names| names.iter().map(json::text).collect());
+        // Learning rates that `torch.compile` should not take for constants are tensors.
+        let plain = items.iter().map(|(key, value)| (key.clone(), self.number(value)));
+        let plain: Vec<_> = plain.collect();
+        let options =
+            groups::from_python(&plain).map_err(|problem| format!("its param_groups {problem}"))?;
+        Ok(Group { options, numbers, names, may_be_adamw: groups::may_be_adamw(items) })
+    }
+
+    /// The number in a tensor that has one, or the value as it is.
+    fn number(&self, value: &Value) -> Value {
+        let number = |tensor: &TensorRef| {
+            let single = tensor.size.iter().all(|&size| size == 1);
+            self.entry(tensor).filter(|_| single)?.item().ok().map(Value::Float)
+        };
+        match value {
+            Value::Tensor(tensor) => number(tensor).unwrap_or_else(|| value.clone()),
+            value => value.clone(),
+        }
+    }
+
+    /// The state of one parameter. What is not there yet is `None` in PyTorch.
+    fn state(&self, tensors: &Items) -> Result<BTreeMap<String, Entry>, Problem> {
+        let mut entries = BTreeMap::new();
+        for (key, value) in tensors {
+            let number = |value: f64| Entry::in_memory(&Tensor::from(value as f32)).ok();
+            let entry = match value {
+                Value::None => continue,
+                Value::Tensor(tensor) => self.entry(tensor),
+                // Older versions of PyTorch count steps like that.
+                Value::Int(value) => number(*value as f64),
+                Value::Float(value) => number(*value),
+                _ => None,
+            };
+            let (Value::Str(key), Some(entry)) = (key, entry) else {
+                return Err("has something other than tensors in a parameter's state".to_owned());
+            };
+            entries.insert(key.clone(), entry);
+        }
+        Ok(entries)
+    }
+}

@@ -1,0 +1,58 @@
+//! Reading options and groups from JSON.
+//!
+//! By hand: what serde derives for tagged and flattened fields keeps numbers in between, and cannot read them again
+//! where some crate of the program has asked for serde_json's `arbitrary_precision`.
+
+#![forbid(unsafe_code)]
+
+use serde::de::{DeserializeOwned, Error};
+use serde::{Deserialize, Deserializer};
+use serde_json::{Map, Value};
+
+use crate::optim::{Algorithm, ParamGroup, ParamGroupState};
+
+type Fields = Map<String, Value>;
+type Result<T> = std::result::Result<T, serde_json::Error>;
+
+impl<'de> Deserialize<'de> for Algorithm {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        algorithm(&Fields::deserialize(deserializer)?).map_err(D::Error::custom)
+    }
+}
+
+impl<'de> Deserialize<'de> for ParamGroup {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        group(&Fields::deserialize(deserializer)?).map_err(D::Error::custom)
+    }
+}
+
+impl<'de> Deserialize<'de> for ParamGroupState {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let fields = Fields::deserialize(deserializer)?;
+        let state = || Ok(Self { options: group(&fields)?, params: field(&fields, "params")? });
+        state().map_err(|error: serde_json::Error| D::Error::custom(error))
+    }
+}
+
+fn group(fields: &Fields) -> Result<ParamGroup> {
+    Ok(ParamGroup { lr: field(fields, "lr")?, algorithm: algorithm(fields)? })
+}
+
+fn algorithm(fields: &Fields) -> Result<Algorithm> {
+    let options = Value::Object(fields.clone());
+    Ok(match field::<String>(fields, "algorithm")?.as_str() {
+        "AdamW" => Algorithm::AdamW(serde_json::from_value(options)?),
+        "Adam" => Algorithm::Adam(serde_json::from_value(options)?),
+        "Sgd" => Algorithm::Sgd(serde_json::from_value(options)?),
+        "Adagrad" => Algorithm::Adagrad(serde_json::from_value(options)?),
+        other => {
+            let known = &["AdamW", "Adam", "Sgd", "Adagrad"];
+            return Err(Error::unknown_variant(other, known));
+        }
+    })
+}
+
+fn field<T: DeserializeOwned>(fields: &Fields, name: &'static str) -> Result<T> {
+    let value = fields.get(name).ok_or_else(|| Error::missing_field(name))?;
+    T::deserialize(value)
+}
