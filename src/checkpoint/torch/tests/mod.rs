@@ -14,7 +14,30 @@ use std::io::{Cursor, Write};
 use ::zip::write::SimpleFileOptions;
 use ::zip::{CompressionMethod, ZipWriter};
 
+use tch::Kind;
+
 use super::{Limits, Malformed, Opened, TensorRef, Value, open, save};
+
+/// Every dtype that a file can have.
+pub(super) const KINDS: [Kind; 17] = [
+    Kind::Uint8,
+    Kind::Int8,
+    Kind::Int16,
+    Kind::Int,
+    Kind::Int64,
+    Kind::Half,
+    Kind::Float,
+    Kind::Double,
+    Kind::ComplexHalf,
+    Kind::ComplexFloat,
+    Kind::ComplexDouble,
+    Kind::Bool,
+    Kind::BFloat16,
+    Kind::Float8e5m2,
+    Kind::Float8e4m3fn,
+    Kind::Float8e5m2fnuz,
+    Kind::Float8e4m3fnuz,
+];
 
 pub(super) fn text(text: &str) -> Value {
     Value::Str(text.to_owned())
@@ -23,7 +46,7 @@ pub(super) fn text(text: &str) -> Value {
 pub(super) fn tensor(storage: &str, offset: u64, size: &[i64], stride: &[i64]) -> TensorRef {
     TensorRef {
         storage: storage.to_owned(),
-        kind: tch::Kind::Float,
+        kind: Kind::Float,
         offset,
         size: size.to_vec(),
         stride: stride.to_vec(),

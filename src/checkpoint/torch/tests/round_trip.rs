@@ -43,34 +43,15 @@ fn a_nan_keeps_its_payload() {
 
 #[test]
 fn tensors_of_all_kinds_come_back() {
-    let kinds = [
-        Kind::Uint8,
-        Kind::Int8,
-        Kind::Int16,
-        Kind::Int,
-        Kind::Int64,
-        Kind::Half,
-        Kind::Float,
-        Kind::Double,
-        Kind::ComplexHalf,
-        Kind::ComplexFloat,
-        Kind::ComplexDouble,
-        Kind::Bool,
-        Kind::BFloat16,
-        Kind::Float8e5m2,
-        Kind::Float8e4m3fn,
-        Kind::Float8e5m2fnuz,
-        Kind::Float8e4m3fnuz,
-    ];
-    let keys: Vec<_> = (0..kinds.len()).map(|key| key.to_string()).collect();
+    let keys: Vec<_> = (0..KINDS.len()).map(|key| key.to_string()).collect();
     let storages: Vec<_> = keys
         .iter()
-        .zip(kinds)
+        .zip(KINDS)
         .map(|(key, kind)| (key.as_str(), vec![1; 6 * kind.elt_size_in_bytes()]))
         .collect();
     let tensors = keys
         .iter()
-        .zip(kinds)
+        .zip(KINDS)
         .map(|(key, kind)| Value::Tensor(TensorRef { kind, ..tensor(key, 1, &[2, 2], &[1, 2]) }));
     let root = Value::List(tensors.collect());
     let bytes = saved(&root, &storages).unwrap();
