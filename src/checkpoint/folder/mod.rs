@@ -20,6 +20,10 @@ pub use keep::Better;
 /// How often a folder is listed again because a file has vanished meanwhile.
 const MAX_LISTINGS: usize = 100;
 
+/// How many listings without a file make an empty folder: while files come and go, one may show neither the old ones nor
+/// the new.
+const EMPTY_LISTINGS: usize = 3;
+
 /// A folder of checkpoints that are named after their steps: it keeps the last ones and the best ones, and finds the
 /// one to go on from.
 ///
@@ -178,9 +182,14 @@ impl CheckpointFolder {
 
     /// Loads the first of the files, in the order that `sort` gives them, that is not damaged.
     fn first_valid(&self, sort: impl Fn(&mut Vec<CheckpointFile>)) -> Result<Option<Found>> {
+        let mut empty = 0;
         for _ in 0..MAX_LISTINGS {
             let mut files = self.files()?;
             sort(&mut files);
+            empty += usize::from(files.is_empty());
+            if empty == EMPTY_LISTINGS {
+                return Ok(None);
+            }
             let (mut damaged, mut gone) = (Vec::new(), false);
             for file in files {
                 match Checkpoint::load(&file.path) {
@@ -196,14 +205,10 @@ impl CheckpointFolder {
                     Err(error) => return Err(error),
                 }
             }
-            match (gone, damaged.is_empty()) {
-                // Another process has removed it, after it had saved a newer one.
-                (true, _) => {}
-                (false, true) => return Ok(None),
-                (false, false) => {
-                    let folder = self.path.clone();
-                    return Err(CheckpointError::AllDamaged { folder, damaged }.into());
-                }
+            // Where one is gone, another process has saved a newer one before it removed it.
+            if !gone && !damaged.is_empty() {
+                let folder = self.path.clone();
+                return Err(CheckpointError::AllDamaged { folder, damaged }.into());
             }
         }
         let problem = io::Error::other("its files vanish faster than they can be loaded");
