@@ -18,7 +18,7 @@ pub enum CheckpointError {
     Save(#[from] SaveError),
 
     /// The system refused to read, to list or to remove.
-    #[error("cannot {action} {}: {cause}", path.display())]
+    #[error("cannot {action} `{}`: {cause}", path.display())]
     Io {
         /// What was tried.
         action: &'static str,
@@ -29,7 +29,7 @@ pub enum CheckpointError {
     },
 
     /// The file is not a checkpoint, or not what was saved. Load an older one.
-    #[error("{} is damaged or not a checkpoint: {problem}", path.display())]
+    #[error("`{}` is damaged or not a checkpoint: {problem}", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,

@@ -8,14 +8,33 @@ use std::path::Path;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Format {
-    /// A safetensors file with checksums. Its metadata has the entry `tch_amp`: JSON with everything that is not a
-    /// tensor.
-    Safetensors,
-    /// A file that Python's `torch.load(path, weights_only=True)` reads: a dict of the parts, each as its `state_dict()`
-    /// returns it.
+    /// A safetensors file with checksums, for weights and for going on in Rust.
     ///
-    /// The groups of an optimizer have PyTorch's options and no others. A learning-rate scheduler of Python's that keeps
-    /// values there, as `OneCycleLR` its `initial_lr`, has to be made after `optimizer.load_state_dict`.
+    /// | part | tensors | in the JSON of the metadata entry `tch_amp`, under `parts.NAME` |
+    /// |---|---|---|
+    /// | model | `NAME/VARIABLE` | `kind` |
+    /// | optimizer | `NAME/PARAMETER/exp_avg` and so on | `param_groups`: options, `algorithm` and `params`, the names |
+    /// | scaler | – | `state`, for `GradScaler.load_state_dict` |
+    /// | tensor, random numbers | `NAME` | `kind` |
+    /// | value | – | `value` |
+    Safetensors,
+    /// A file that Python's `torch.load(path, weights_only=True)` reads: a dict of the parts, each as its
+    /// `state_dict()` returns it.
+    ///
+    /// PyTorch numbers the parameters of an optimizer, here in the order of the Rust optimizer. That differs from
+    /// `module.parameters()` where tch makes variables in another order, as `nn::linear` does its bias and weight, and
+    /// `load_state_dict` does not notice where shapes agree. The names in order are beside it:
+    ///
+    /// ```python
+    /// saved = torch.load("run.pt", weights_only=True)
+    /// named = dict(module.named_parameters())
+    /// groups = saved["tch_amp"]["param_names"]["optimizer"]
+    /// optimizer = torch.optim.AdamW([{"params": [named[n] for n in group]} for group in groups])
+    /// optimizer.load_state_dict(saved["optimizer"])
+    /// ```
+    ///
+    /// The groups have PyTorch's options and no others. A learning-rate scheduler of Python's that keeps values there,
+    /// as `OneCycleLR` its `initial_lr`, has to be made after `load_state_dict`.
     Torch,
 }
 

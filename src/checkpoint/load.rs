@@ -10,8 +10,8 @@ use crate::checkpoint::source::Source;
 use crate::checkpoint::{Checkpoint, safetensors, torch};
 use crate::error::Result;
 
-const NEITHER: &str = "it begins neither as safetensors nor as a file of torch.save; load what PyTorch before 1.6 \
-                       wrote in Python, and save it again";
+const NEITHER: &str = "it is neither safetensors nor a zip file of torch.save; if PyTorch before 1.6 wrote it, \
+                       load it in Python and save it again";
 
 impl Checkpoint {
     /// Loads a file of [`save`](Self::save), of Python's `torch.save`, or of tch's `VarStore::save`, whatever its name.
@@ -20,9 +20,11 @@ impl Checkpoint {
     ///
     /// A file of nothing but tensors is the model `model`. In a dict of PyTorch's each part has the key that Python
     /// gave it, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the state dicts are recognised by
-    /// their keys; an optimizer whose parameters have no names there is restored by their places: build it from a list
-    /// in Python's order then, because tch's layers may make their variables in another one, `nn::linear` the bias
-    /// first.
+    /// their keys.
+    ///
+    /// An optimizer that Python built from `model.named_parameters()` (PyTorch 2.6) is restored by names. Any other is
+    /// restored by places, and equal shapes in another order are not noticed: build yours from a list of named tensors
+    /// in Python's order, because tch's layers may make their variables in another one, `nn::linear` the bias first.
     ///
     /// The file must not be written to as long as the checkpoint lives; another save to the same path replaces it and
     /// does no harm.

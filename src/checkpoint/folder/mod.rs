@@ -20,8 +20,8 @@ pub use keep::Better;
 /// How often a folder is listed again because a file has vanished meanwhile.
 const MAX_LISTINGS: usize = 100;
 
-/// How many listings without a file make an empty folder: while files come and go, one may show neither the old ones nor
-/// the new.
+/// How many listings without a file make an empty folder: while files come and go, one may show neither the old ones
+/// nor the new.
 const EMPTY_LISTINGS: usize = 3;
 
 /// A folder of checkpoints that are named after their steps: it keeps the last ones and the best ones, and finds the
@@ -64,7 +64,8 @@ pub struct CheckpointFolder {
 }
 
 impl CheckpointFolder {
-    /// Opens a folder, and creates it where there is none. All checkpoints are kept, as safetensors.
+    /// Opens a folder, and creates it where there is none. All checkpoints are kept, as safetensors. A new run needs a
+    /// folder of its own. Whether files can be written shows at the first save.
     ///
     /// # Errors
     ///
@@ -166,7 +167,7 @@ impl CheckpointFolder {
     }
 
     /// Goes on from the newest checkpoint that is not damaged, which `resume` restores, or starts anew where there is
-    /// none.
+    /// none. For errors of other kinds use [`latest`](Self::latest).
     ///
     /// # Errors
     ///

@@ -82,8 +82,9 @@ impl<'a> Restore<'a> {
     /// Sets whether names that are missing or unexpected are errors. True by default; otherwise [`Restored`] lists
     /// them.
     ///
-    /// A part that is missing altogether is an error all the same. A parameter that the saved optimizer lacks joins the
-    /// first group and counts as not stepped.
+    /// A part that is missing altogether is an error all the same, and so is a tensor of another shape, as in PyTorch:
+    /// give a new head another name. If no name fits at all, that is no error: look at [`Restored`]. A parameter that
+    /// the saved optimizer lacks joins the first group and counts as not stepped.
     pub fn strict(mut self, strict: bool) -> Self {
         self.strict = strict;
         self

@@ -62,7 +62,11 @@ impl<'a> Restore<'a> {
     fn check_tensor(&self, part: &str, name: &str, tensor: &Tensor, entry: &Entry) -> Result<()> {
         let (size, kind) = (tensor.size(), tensor.f_kind()?);
         let problem = if entry.size != size {
-            format!("has the shape {:?} in the checkpoint, and {size:?} in the model", entry.size)
+            format!(
+                "has the shape {:?} in the checkpoint, and {size:?} in the model; give a new layer another name, and \
+                 leave it out by `strict(false)`",
+                entry.size
+            )
         } else if entry.kind != kind && !self.cast {
             format!(
                 "is {:?} in the checkpoint, and {kind:?} in the model; `cast(true)` converts it",

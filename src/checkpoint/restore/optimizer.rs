@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use crate::checkpoint::part::{OptimizerPart, Part};
 use crate::checkpoint::restore::{Restore, Restored};
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::optim::{Adam, AdamW, Algorithm, AmpOptimizer, Loaded, Optimizer, ParamGroupState};
 
 /// Checks a part against an optimizer and makes copies of it. The optimizer does not change, except that it takes up
@@ -48,8 +48,18 @@ pub(crate) fn prepare(
     if !strict {
         leave_out(name, optimizer, &mut state, &mut param_groups, restored)?;
     }
-    optimizer.prepare_load(&state, &param_groups)
+    let prepared = optimizer.prepare_load(&state, &param_groups);
+    prepared.map_err(|error| match error {
+        Error::OptimizerState { parameter, problem } if *params_are_numbers => {
+            let problem = format!("{problem} ({BY_PLACE})");
+            Error::OptimizerState { parameter, problem }
+        }
+        error => error,
+    })
 }
+
+const BY_PLACE: &str = "the file has no parameter names, and was matched by place: build the optimizer from a list in \
+                        Python's order, or in Python from `model.named_parameters()`";
 
 /// Takes an Adam for an AdamW.
 fn as_adamw(groups: &mut [ParamGroupState]) {

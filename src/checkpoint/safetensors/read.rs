@@ -33,8 +33,13 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     let metadata: Metadata =
         serde_json::from_slice(&header).map_err(|error| damaged(format!("its header: {error}")))?;
     let start = 8 + header.len() as u64;
-    let missing =
-        || damaged(format!("it has {} bytes, but its header asks for others", source.len()));
+    let missing = || {
+        damaged(format!(
+            "it has {} bytes, but its header asks for {}",
+            source.len(),
+            start.saturating_add(metadata.data_len() as u64)
+        ))
+    };
     if start.checked_add(metadata.data_len() as u64) != Some(source.len()) {
         return Err(missing().into());
     }
@@ -72,7 +77,12 @@ fn read_header(source: &Source) -> Result<Vec<u8>> {
     let len = u64::from_le_bytes(len);
     // Before anything of that size is asked of the memory.
     if len > MAX_HEADER_BYTES || len > source.len().saturating_sub(8) {
-        return Err(source.damaged(format!("its header would have {len} bytes")).into());
+        return Err(source
+            .damaged(format!(
+                "its header would have {len} bytes, and the file has {}",
+                source.len()
+            ))
+            .into());
     }
     let mut header = vec![0; usize::try_from(len).unwrap_or(0)];
     source.read_at(8, &mut header)?;
