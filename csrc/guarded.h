@@ -24,8 +24,11 @@ inline char *message(const char *text) {
 #ifdef TAMP_TESTING
 // Throws when a test has asked for it (csrc/testing.cpp).
 void fail_point();
+// Whether a test wants the CPU to be treated as another device.
+bool cpu_is_other_device();
 #else
 inline void fail_point() {}
+inline bool cpu_is_other_device() { return false; }
 #endif
 
 // Runs `body`; when it throws, writes the message to `err` and returns zero, null or nothing.

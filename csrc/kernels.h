@@ -63,6 +63,20 @@ struct Slice {
   int64_t n;
 };
 
+// Numbers in half precision as f32, and back, rounded to nearest, ties to even.
+template <typename T>
+void widen(const T *from, float *to, int64_t n);
+template <typename T>
+void narrow(const float *from, T *to, int64_t n);
+
+// An f32 as the bf16 nearest to it, the larger of two, and the 16 bits that this lacks. The two make it again, exactly.
+void join(const c10::BFloat16 *high, const int16_t *low, float *to, int64_t n);
+void split(const float *from, c10::BFloat16 *high, int16_t *low, int64_t n);
+
+// f32 rounded to one of the two bf16 around it, to each with a probability of one minus its distance, in units of the
+// distance of the two. The random numbers depend on `seed` and the index, the first of which is `first`.
+void round_at_random(const float *from, c10::BFloat16 *to, int64_t n, uint64_t seed, int64_t first);
+
 template <typename T>
 void update(const Adam &options, const GradientScale &scale, const Slice<T> &slice);
 template <typename T>

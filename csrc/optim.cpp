@@ -3,14 +3,17 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "chunks.h"
 #include "guarded.h"
 #include "kernels.h"
+#include "masters.h"
 
 namespace {
 
@@ -24,21 +27,37 @@ struct Entry {
   const tamp_optim_options *options;
   bool first_step;
   Tensor parameter, gradient, step, states[kStates];
+  tamp::Master master;
+
+  // In which the update is computed and the state is kept.
+  at::ScalarType dtype() const { return master.kind == TAMP_MASTER_NONE ? parameter.scalar_type() : at::kFloat; }
 };
 
-void check_state(const Tensor &parameter, const Tensor &state) {
-  TORCH_CHECK(state.scalar_type() == parameter.scalar_type() && state.device() == parameter.device() &&
-                  state.sizes() == parameter.sizes(),
-              "the optimizer's state is ", state.scalar_type(), " ", state.sizes(), " on ", state.device(),
-              " for a parameter that is ", parameter.scalar_type(), " ", parameter.sizes(), " on ", parameter.device(),
-              " by now; build the optimizer after the model has its dtype and device");
+void check_state(const Tensor &parameter, const Tensor &state, at::ScalarType dtype) {
+  TORCH_CHECK(
+      state.scalar_type() == dtype && state.device() == parameter.device() && state.sizes() == parameter.sizes(),
+      "the optimizer's state is ", state.scalar_type(), " ", state.sizes(), " on ", state.device(),
+      " for a parameter that is ", parameter.scalar_type(), " ", parameter.sizes(), " on ", parameter.device(),
+      " by now; build the optimizer after the model has its dtype and device");
+}
+
+void check_master(const Entry &e) {
+  if (e.master.kind == TAMP_MASTER_NONE) return;
+  const at::ScalarType dtype = e.parameter.scalar_type();
+  const bool is_float = e.master.kind == TAMP_MASTER_FLOAT;
+  TORCH_CHECK(dtype == at::kBFloat16 || (is_float && dtype == at::kHalf), "a parameter that is ", dtype,
+              " has no such master weights; build the optimizer after the model has its dtype");
+  if (e.master.tensor.defined()) check_state(e.parameter, e.master.tensor, is_float ? at::kFloat : at::kShort);
 }
 
 Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options) {
-  Entry out = {options + given.options, given.first_step != 0, tamp::tensor(given.parameter), {}, {}, {}};
+  Entry out = {options + given.options, given.first_step != 0, tamp::tensor(given.parameter), {}, {}, {}, {}};
   out.gradient = tamp::gradient(out.parameter);
   TORCH_CHECK(out.gradient.defined(), "a parameter without a gradient cannot be stepped");
-  check_state(out.parameter, out.gradient);
+  out.master = {given.masters, given.master == nullptr ? Tensor() : tamp::tensor(given.master), given.seed};
+  check_master(out);
+  const bool widened = out.master.kind != TAMP_MASTER_NONE && out.gradient.scalar_type() == at::kFloat;
+  check_state(out.parameter, out.gradient, widened ? at::kFloat : out.parameter.scalar_type());
   TORCH_CHECK(tamp::with_floating(out.parameter.scalar_type(), [](auto *) {}), "a parameter that is ",
               out.parameter.scalar_type(), " cannot be stepped");
   TORCH_CHECK(!out.parameter.is_neg(), "a parameter that is the negative view of another tensor cannot be stepped");
@@ -50,7 +69,7 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
   for (int i = 0; i < kStates; ++i) {
     if (states[i] == nullptr) continue;
     out.states[i] = tamp::tensor(states[i]);
-    check_state(out.parameter, out.states[i]);
+    check_state(out.parameter, out.states[i], out.dtype());
   }
   return out;
 }
@@ -61,12 +80,13 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
 bool is_aligned(const Entry &e) {
   const auto contiguous = [](const Tensor &t) { return !t.defined() || t.is_contiguous(); };
   if (e.parameter.is_contiguous() && contiguous(e.gradient) && contiguous(e.states[kFirst]) &&
-      contiguous(e.states[kSecond]) && contiguous(e.states[kThird])) {
+      contiguous(e.states[kSecond]) && contiguous(e.states[kThird]) && contiguous(e.master.tensor)) {
     return true;
   }
   if (!e.parameter.is_non_overlapping_and_dense()) return false;
   const auto alike = [&](const Tensor &t) { return !t.defined() || t.strides() == e.parameter.strides(); };
-  return alike(e.gradient) && alike(e.states[kFirst]) && alike(e.states[kSecond]) && alike(e.states[kThird]);
+  return alike(e.gradient) && alike(e.states[kFirst]) && alike(e.states[kSecond]) && alike(e.states[kThird]) &&
+         alike(e.master.tensor);
 }
 
 // The same entry in contiguous memory, where it is not so already.
@@ -77,6 +97,7 @@ Entry contiguous(const Entry &e) {
   for (auto &state : out.states) {
     if (state.defined()) state = state.contiguous();
   }
+  if (e.master.tensor.defined()) out.master.tensor = e.master.tensor.contiguous();
   return out;
 }
 
@@ -85,6 +106,7 @@ void copy_back(const Entry &to, const Entry &from) {
     if (target.defined() && !target.is_same(source)) target.copy_(source);
   };
   copy(to.parameter, from.parameter);
+  copy(to.master.tensor, from.master.tensor);
   for (int i = 0; i < kStates; ++i) copy(to.states[i], from.states[i]);
 }
 
@@ -140,31 +162,86 @@ Update update_of(const Entry &e, Corrections &corrections) {
   return out;
 }
 
+// The memory of `t` from an element on; null for none.
 template <typename T>
-tamp::kernels::Slice<T> slice(const Entry &e, const tamp::Chunk &chunk) {
-  const auto at = [&](const Tensor &t) { return t.defined() ? static_cast<T *>(t.data_ptr()) + chunk.begin : nullptr; };
-  const auto *gradient = static_cast<const T *>(e.gradient.const_data_ptr()) + chunk.begin;
-  return {at(e.parameter),        gradient, at(e.states[kFirst]), at(e.states[kSecond]), at(e.states[kThird]),
-          chunk.end - chunk.begin};
+T *at(const Tensor &t, int64_t begin) {
+  return t.defined() ? static_cast<T *>(t.data_ptr()) + begin : nullptr;
+}
+
+// A range of the state, and of the parameter and the gradient, wherever those are.
+template <typename T>
+tamp::kernels::Slice<T> slice(const Entry &e, T *parameter, const T *gradient, int64_t begin, int64_t n) {
+  const auto state = [&](State i) { return at<T>(e.states[i], begin); };
+  return {parameter, gradient, state(kFirst), state(kSecond), state(kThird), n};
+}
+
+template <typename T>
+void apply(const Entry &e, const Update &update, const GradientScale &scale, const tamp::kernels::Slice<T> &x) {
+  switch (e.options->algorithm) {
+    case TAMP_OPTIM_SGD:
+      return tamp::kernels::update(update.sgd, scale, x);
+    case TAMP_OPTIM_ADAGRAD:
+      return tamp::kernels::update(update.adagrad, scale, x);
+    default:
+      return tamp::kernels::update(update.adam, scale, x);
+  }
+}
+
+// Updates a parameter in half precision in f32, in blocks that stay in the first cache.
+template <typename Half>
+void run_in_blocks(const Entry &e, const Update &update, const GradientScale &scale, const tamp::Chunk &chunk) {
+  namespace kernels = tamp::kernels;
+  constexpr int64_t kBlock = 1024;
+  alignas(64) float numbers[kBlock], gradients[kBlock];
+  const bool remains = e.master.kind == TAMP_MASTER_REMAINDER;
+  const uint64_t seed =
+      e.master.kind == TAMP_MASTER_STOCHASTIC
+          ? tamp::seed_of_step(e.master.seed, static_cast<uint64_t>(*e.step.const_data_ptr<float>()) + 1)
+          : 0;
+  for (int64_t begin = chunk.begin; begin < chunk.end; begin += kBlock) {
+    const int64_t n = std::min(kBlock, chunk.end - begin);
+    Half *parameter = at<Half>(e.parameter, begin);
+    int16_t *rest = remains ? at<int16_t>(e.master.tensor, begin) : nullptr;
+    float *number = numbers;
+    if (e.master.kind == TAMP_MASTER_FLOAT) {
+      number = at<float>(e.master.tensor, begin);
+    } else if constexpr (std::is_same_v<Half, c10::BFloat16>) {
+      remains ? kernels::join(parameter, rest, numbers, n) : kernels::widen(parameter, numbers, n);
+    }
+    const float *gradient = gradients;
+    if (e.gradient.scalar_type() == at::kFloat) {
+      gradient = e.gradient.const_data_ptr<float>() + begin;
+    } else {
+      kernels::widen(e.gradient.const_data_ptr<Half>() + begin, gradients, n);
+    }
+    apply(e, update, scale, slice<float>(e, number, gradient, begin, n));
+    if (e.master.kind == TAMP_MASTER_FLOAT) {
+      kernels::narrow(number, parameter, n);
+    } else if constexpr (std::is_same_v<Half, c10::BFloat16>) {
+      remains ? kernels::split(numbers, parameter, rest, n)
+              : kernels::round_at_random(numbers, parameter, n, seed, begin);
+    }
+  }
 }
 
 void run(const Entry &e, const Update &update, const GradientScale &scale, const tamp::Chunk &chunk) {
+  if (e.master.kind != TAMP_MASTER_NONE) {
+    const bool is_bf16 = e.parameter.scalar_type() == at::kBFloat16;
+    const auto in_blocks = is_bf16 ? run_in_blocks<c10::BFloat16> : run_in_blocks<c10::Half>;
+    return in_blocks(e, update, scale, chunk);
+  }
   tamp::with_floating(e.parameter.scalar_type(), [&](auto *type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    switch (e.options->algorithm) {
-      case TAMP_OPTIM_SGD:
-        return tamp::kernels::update(update.sgd, scale, slice<T>(e, chunk));
-      case TAMP_OPTIM_ADAGRAD:
-        return tamp::kernels::update(update.adagrad, scale, slice<T>(e, chunk));
-      default:
-        return tamp::kernels::update(update.adam, scale, slice<T>(e, chunk));
-    }
+    const auto *gradient = static_cast<const T *>(e.gradient.const_data_ptr()) + chunk.begin;
+    const int64_t n = chunk.end - chunk.begin;
+    apply(e, update, scale, slice<T>(e, at<T>(e.parameter, chunk.begin), gradient, chunk.begin, n));
   });
 }
 
 // Parallel loops only read the pointers: memory that is copied on its first write is copied here.
 void materialize(const Entry &e) {
   e.parameter.mutable_data_ptr();
+  if (e.master.tensor.defined()) e.master.tensor.mutable_data_ptr();
   for (const auto &state : e.states) {
     if (state.defined()) state.mutable_data_ptr();
   }
@@ -199,6 +276,7 @@ void step_on_cpu(std::vector<Entry> work, const GradientScale &scale) {
   for (const auto &e : work) {
     if (e.step.defined()) step_of(e) += 1;
     bump(e.parameter);
+    bump(e.master.tensor);
     for (const auto &state : e.states) bump(state);
   }
 }
@@ -253,6 +331,20 @@ struct Batch {
     }
   }
 };
+
+// Puts f32 tensors in the place of parameters with masters.
+tamp::StandIns stand_in(std::vector<Entry> &entries) {
+  tamp::StandIns out;
+  for (auto &e : entries) {
+    if (e.master.kind == TAMP_MASTER_NONE) continue;
+    const Tensor number = out.parameter(e.parameter, e.master, e.step);
+    e.gradient = out.gradient(e.gradient, number);
+    e.parameter = number;
+    e.master = {};
+  }
+  out.fill();
+  return out;
+}
 
 std::vector<Batch> batches(const std::vector<Entry> &entries) {
   std::vector<Batch> out;
@@ -326,10 +418,12 @@ void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const
     cpu.reserve(count);
     for (size_t i = 0; i < count; ++i) {
       Entry e = entry(parameters[i], options);
-      auto &list = e.parameter.is_cpu() ? cpu : other;
+      auto &list = e.parameter.is_cpu() && !tamp::cpu_is_other_device() ? cpu : other;
       list.push_back(std::move(e));
     }
+    const auto stand_ins = stand_in(other);
     for (auto &batch : batches(other)) step_on_device(batch, *scale);
+    stand_ins.write_back();
     if (!cpu.empty() && !is_skipped(*scale)) step_on_cpu(std::move(cpu), scale_on_cpu(*scale));
   });
 }

@@ -181,15 +181,27 @@ typedef struct tamp_optim_options {
   uint8_t flags;
 } tamp_optim_options;
 
-// A parameter that has a gradient, and its state: tensors of its shape, dtype and device, and its f32 step count.
+// What a parameter in half precision is updated from, in f32 each time.
+enum {
+  TAMP_MASTER_NONE = 0,        // itself, and its state has its dtype
+  TAMP_MASTER_FLOAT = 1,       // an f32 copy
+  TAMP_MASTER_REMAINDER = 2,   // itself, bf16, and the 16 bits that it lacks of an f32
+  TAMP_MASTER_STOCHASTIC = 3,  // itself, bf16, and the result is rounded at random
+};
+
+// A parameter that has a gradient, and its state: tensors of its shape, dtype and device, and its f32 step count. With
+// masters the state is f32, and the gradient has the parameter's dtype or is f32.
 typedef struct tamp_optim_parameter {
   tamp_tensor *parameter;
-  tamp_tensor *step;    // null for SGD
+  tamp_tensor *step;    // null for SGD, unless it is rounded at random
   tamp_tensor *first;   // exp_avg, momentum_buffer or sum; null for SGD without momentum
   tamp_tensor *second;  // exp_avg_sq; null unless Adam or AdamW
   tamp_tensor *third;   // max_exp_avg_sq; null without AMSGrad
+  tamp_tensor *master;  // f32, or the remainder as int16; null otherwise
+  uint64_t seed;        // of this parameter's random numbers, which depend on its step as well
   uint32_t options;     // an index
-  uint8_t first_step;   // the momentum buffer starts with the gradient
+  uint8_t masters;
+  uint8_t first_step;  // the momentum buffer starts with the gradient
 } tamp_optim_parameter;
 
 // How the gradients become those that the update takes: divided by `grad_scale`, or times its reciprocal and `clip`.
@@ -206,15 +218,25 @@ typedef struct tamp_optim_scale {
 void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
                      const tamp_optim_scale *scale, char **err) TAMP_NOEXCEPT;
 
+// Makes the gradients of those of `count` parameters that are bf16 or fp16 f32: what is there is converted, and what
+// comes is added up in f32.
+void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
+
+// The f32 number of each element of a bf16 parameter and its remainder.
+tamp_tensor *tamp_master_join(const tamp_tensor *parameter, const tamp_tensor *remainder, char **err) TAMP_NOEXCEPT;
+
+// The remainder of each f32 number beside the bf16 that is nearest, the larger of two.
+tamp_tensor *tamp_master_remainder(const tamp_tensor *master, char **err) TAMP_NOEXCEPT;
+
 // Drops the gradients of `count` parameters.
 void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
 
 // ----------------------------------------------------------------------------------------------------- optim_state.cpp
 
-// Makes a tensor like each of `count` parameters, filled with `value`, without history. Those on the CPU lie in one
-// buffer for each dtype. On failure none is made.
-void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, double value, tamp_tensor **states,
-                           char **err) TAMP_NOEXCEPT;
+// Makes a tensor like each of `count` parameters, of another dtype unless `dtype` is -1, filled with `value`, without
+// history. Those on the CPU lie in one buffer for each dtype. On failure none is made.
+void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, int8_t dtype, double value,
+                           tamp_tensor **states, char **err) TAMP_NOEXCEPT;
 
 // --------------------------------------------------------------------------------------------------------- function.cpp
 
@@ -308,6 +330,9 @@ enum { TAMP_TESTING_TORCH_ERROR = 0, TAMP_TESTING_BAD_ALLOC = 1, TAMP_TESTING_IN
 // Makes the calling thread's `call`-th function from now on that can fail do so, by an exception of the given kind.
 // Zero calls it off. Returns what was left of the last one: zero if it has failed.
 int64_t tamp_testing_fail_at(int64_t call, uint8_t kind) TAMP_NOEXCEPT;
+
+// Makes the optimizers of the calling thread treat the CPU as they do other devices.
+void tamp_testing_as_other_device(uint8_t enabled) TAMP_NOEXCEPT;
 
 // Enters or leaves libtorch's inference mode on the calling thread.
 void tamp_testing_inference_mode(uint8_t enabled) TAMP_NOEXCEPT;

@@ -13,6 +13,7 @@ namespace {
 
 thread_local int64_t countdown = 0;
 thread_local uint8_t exception = 0;
+thread_local bool other_device = false;
 thread_local std::optional<c10::InferenceMode> inference;
 
 }  // namespace
@@ -26,6 +27,8 @@ void fail_point() {
   TORCH_CHECK(false, "a planted failure");
 }
 
+bool cpu_is_other_device() { return other_device; }
+
 }  // namespace tamp
 
 extern "C" {
@@ -36,6 +39,8 @@ int64_t tamp_testing_fail_at(int64_t call, uint8_t kind) noexcept {
   exception = kind;
   return before;
 }
+
+void tamp_testing_as_other_device(uint8_t enabled) noexcept { other_device = enabled != 0; }
 
 void tamp_testing_inference_mode(uint8_t enabled) noexcept {
   if (enabled != 0) {

@@ -167,6 +167,10 @@ pub enum Error {
     )]
     NoParameters,
 
+    /// Only an optimizer with master weights can do that.
+    #[error("the optimizer has no master weights: build it with `build_with_master_weights`")]
+    NoMasterWeights,
+
     /// A parameter that a fused optimizer cannot take.
     #[error("the parameter {parameter} {problem}")]
     Parameter {
@@ -196,7 +200,7 @@ pub enum Error {
 
     /// Options or a state of one algorithm for an optimizer of another.
     #[error(
-        "this optimizer is {algorithm} in all groups and in its state; {given} needs an optimizer of its own"
+        "this optimizer is {algorithm} in all its groups, and the options or the state are those of {given}: build that one"
     )]
     OtherAlgorithm {
         /// The optimizer's algorithm.

@@ -195,3 +195,10 @@ pub(crate) fn testing_inference_mode(enabled: bool) {
     // SAFETY: holds or drops a guard of the calling thread.
     unsafe { sys::tamp_testing_inference_mode(enabled.into()) }
 }
+
+/// Has the optimizers of this thread treat the CPU as they do other devices.
+#[cfg(all(test, tamp_testing))]
+pub(crate) fn testing_as_other_device(enabled: bool) {
+    // SAFETY: it only sets a flag of the calling thread.
+    unsafe { sys::tamp_testing_as_other_device(enabled.into()) }
+}

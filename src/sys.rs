@@ -79,6 +79,11 @@ pub(crate) const OPTIM_AMSGRAD: u8 = 1;
 pub(crate) const OPTIM_NESTEROV: u8 = 2;
 pub(crate) const OPTIM_MAXIMIZE: u8 = 4;
 
+pub(crate) const MASTER_NONE: u8 = 0;
+pub(crate) const MASTER_FLOAT: u8 = 1;
+pub(crate) const MASTER_REMAINDER: u8 = 2;
+pub(crate) const MASTER_STOCHASTIC: u8 = 3;
+
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct OptimOptions {
@@ -101,7 +106,10 @@ pub(crate) struct OptimParameter {
     pub(crate) first: *mut Tensor,
     pub(crate) second: *mut Tensor,
     pub(crate) third: *mut Tensor,
+    pub(crate) master: *mut Tensor,
+    pub(crate) seed: u64,
     pub(crate) options: u32,
+    pub(crate) masters: u8,
     pub(crate) first_step: u8,
 }
 
@@ -259,6 +267,20 @@ unsafe extern "C" {
         scale: *const OptimScale,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_gradients_widen(
+        parameters: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_master_join(
+        parameter: *const Tensor,
+        remainder: *const Tensor,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+    pub(crate) fn tamp_master_remainder(
+        master: *const Tensor,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
     pub(crate) fn tamp_gradients_drop(
         parameters: *const *mut Tensor,
         count: usize,
@@ -268,6 +290,7 @@ unsafe extern "C" {
     pub(crate) fn tamp_optim_states_new(
         parameters: *const *mut Tensor,
         count: usize,
+        dtype: i8,
         value: f64,
         states: *mut *mut Tensor,
         err: *mut *mut c_char,
@@ -322,6 +345,8 @@ unsafe extern "C" {
 
     #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_fail_at(call: i64, kind: u8) -> i64;
+    #[cfg(all(test, tamp_testing))]
+    pub(crate) fn tamp_testing_as_other_device(enabled: u8);
     #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_inference_mode(enabled: u8);
 }

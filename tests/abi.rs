@@ -35,6 +35,7 @@ fn rust_type(c: &str) -> String {
         ("uint8_t", "u8"),
         ("int8_t", "i8"),
         ("uint32_t", "u32"),
+        ("uint64_t", "u64"),
         ("int64_t", "i64"),
         ("uintptr_t", "usize"),
         ("size_t", "usize"),

@@ -2,9 +2,10 @@
 
 use std::ptr;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::{call, given, pointer, pointers};
+use crate::device::dtype_code;
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -60,6 +61,10 @@ pub(crate) struct OptimParameter<'a> {
     pub(crate) step: Option<&'a Tensor>,
     /// exp_avg, momentum_buffer or sum; exp_avg_sq; max_exp_avg_sq.
     pub(crate) states: [Option<&'a Tensor>; 3],
+    pub(crate) master: Option<&'a Tensor>,
+    /// One of `sys::MASTER_*`.
+    pub(crate) masters: u8,
+    pub(crate) seed: u64,
     /// The index of its options.
     pub(crate) options: usize,
     pub(crate) first_step: bool,
@@ -82,7 +87,10 @@ pub(crate) fn optim_step(
             first: optional(given.states[0]),
             second: optional(given.states[1]),
             third: optional(given.states[2]),
+            master: optional(given.master),
+            seed: given.seed,
             options: u32::try_from(given.options).unwrap_or(u32::MAX),
+            masters: given.masters,
             first_step: given.first_step.into(),
         })
         .collect();
@@ -98,13 +106,48 @@ pub(crate) fn optim_step(
     call(|err| unsafe { sys::tamp_optim_step(array, count, options.as_ptr(), &scale, err) })
 }
 
-/// Makes a tensor like each of the parameters, filled with a value.
-pub(crate) fn optim_states_new(parameters: &[&Tensor], value: f64) -> Result<Vec<Tensor>> {
+/// The number of `c10::ScalarType` for i16.
+const SHORT: i8 = 2;
+
+/// Has the gradients of half parameters be f32: those there are converted.
+pub(crate) fn gradients_widen(parameters: &[Tensor]) -> Result<()> {
+    let tensors = pointers(parameters);
+    // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.
+    call(|err| unsafe { sys::tamp_gradients_widen(tensors.as_ptr(), tensors.len(), err) })
+}
+
+/// The f32 numbers of a bf16 parameter and its remainder.
+pub(crate) fn master_join(parameter: &Tensor, remainder: &Tensor) -> Result<Tensor> {
+    // SAFETY: both are live tensors, and `err` is valid for a write.
+    given(call(|err| unsafe {
+        sys::tamp_master_join(parameter.as_ptr(), remainder.as_ptr(), err)
+    })?)
+}
+
+/// The remainder of f32 numbers.
+pub(crate) fn master_remainder(master: &Tensor) -> Result<Tensor> {
+    // SAFETY: `master` is a live tensor, and `err` is valid for a write.
+    given(call(|err| unsafe { sys::tamp_master_remainder(master.as_ptr(), err) })?)
+}
+
+/// Makes a tensor like each of the parameters, of another dtype if one is given, filled with a value.
+pub(crate) fn optim_states_new(
+    parameters: &[&Tensor],
+    kind: Option<Kind>,
+    value: f64,
+) -> Result<Vec<Tensor>> {
+    let dtype = match kind {
+        None => -1,
+        Some(Kind::Int16) => SHORT,
+        Some(kind) => {
+            dtype_code(kind).ok_or_else(|| Error::Torch(format!("no state is {kind:?}")))?
+        }
+    };
     let tensors = pointers(parameters.iter().copied());
     let mut states = vec![ptr::null_mut(); tensors.len()];
     let (array, count, out) = (tensors.as_ptr(), tensors.len(), states.as_mut_ptr());
     // SAFETY: both arrays have `count` elements, and `parameters` keeps the tensors alive.
-    call(|err| unsafe { sys::tamp_optim_states_new(array, count, value, out, err) })?;
+    call(|err| unsafe { sys::tamp_optim_states_new(array, count, dtype, value, out, err) })?;
     states.into_iter().map(given).collect()
 }
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::{Result, ensure};
-use crate::optim::{IntoParameters, Optimizer};
+use crate::optim::{IntoParameters, MasterWeights, Optimizer};
 use crate::sys::{self, OptimOptions};
 
 /// AdamW: Adam whose weight decay acts on the weights and not on their gradients. The twin of `torch.optim.AdamW` with
@@ -145,7 +145,21 @@ macro_rules! build {
             /// [`Error::InvalidValue`] for an option or a learning rate outside its range; [`Error::Parameter`] for a
             /// tensor that is no floating one, or is there twice; [`Error::NoParameters`] for an empty list.
             pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
-                Optimizer::new(Algorithm::$config(self), parameters, lr)
+                self.build_with_master_weights(parameters, lr, MasterWeights::None)
+            }
+
+            /// Makes an optimizer as [`build`](Self::build) that updates half parameters in f32.
+            ///
+            /// # Errors
+            ///
+            /// As [`build`](Self::build).
+            pub fn build_with_master_weights(
+                self,
+                parameters: impl IntoParameters,
+                lr: f64,
+                masters: MasterWeights,
+            ) -> Result<Optimizer> {
+                Optimizer::new(Algorithm::$config(self), parameters, lr, masters)
             }
         }
 

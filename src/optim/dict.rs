@@ -8,7 +8,8 @@ use serde::Serialize;
 use tch::Tensor;
 
 use crate::error::Result;
-use crate::optim::state::{STEP, State, complete, keys};
+use crate::optim::masters::MASTER;
+use crate::optim::state::{STEP, State, Wanted, complete, keys};
 use crate::optim::{Algorithm, Optimizer, ParamGroup};
 
 /// Everything an optimizer needs to go on as if it had not been interrupted. The twin of what PyTorch's `state_dict`
@@ -17,7 +18,7 @@ use crate::optim::{Algorithm, Optimizer, ParamGroup};
 pub struct OptimizerState {
     /// For each parameter that has been stepped (with Adagrad, for all) its tensors, by PyTorch's keys: `step` (f32, no
     /// dimensions) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq`, or `momentum_buffer`,
-    /// or `sum`.
+    /// or `sum`; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32.
     pub state: BTreeMap<String, BTreeMap<String, Tensor>>,
     /// The groups, in order.
     pub param_groups: Vec<ParamGroupState>,
@@ -57,31 +58,50 @@ impl Optimizer {
     pub fn state_dict(&mut self) -> Result<OptimizerState> {
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
             // PyTorch makes it with the optimizer, and expects it of every parameter.
-            let groups = &self.groups;
-            complete(self.slots.iter_mut().zip(&self.parameters).map(|(slot, parameter)| {
-                (&mut slot.state, &groups[slot.group].algorithm, parameter)
+            let (groups, masters) = (&self.groups, self.masters);
+            let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
+            complete(slots.map(|(index, (slot, parameter))| Wanted {
+                state: &mut slot.state,
+                algorithm: &groups[slot.group].algorithm,
+                parameter,
+                master: masters.of(parameter, index),
             }))?;
         }
         let groups = self.groups.iter().map(|&options| ParamGroupState { options, params: vec![] });
         let mut param_groups: Vec<_> = groups.collect();
         let mut state = BTreeMap::new();
-        for slot in &mut self.slots {
+        for (index, slot) in self.slots.iter_mut().enumerate() {
             param_groups[slot.group].params.push(slot.name.clone());
             let algorithm = self.groups[slot.group].algorithm;
             // A momentum buffer that is not in use yet is none.
             let unused =
                 matches!(algorithm, Algorithm::Sgd(_)) && slot.state.first_step.is_ahead()?;
-            if !unused && !slot.state.is_empty() {
-                state.insert(slot.name.clone(), entries(&slot.state, &algorithm));
+            let parameter = &self.parameters[index];
+            let master = self.masters.of(parameter, index);
+            let entries =
+                entries(&slot.state, &algorithm, unused, |kept| master.numbers(parameter, kept))?;
+            if !entries.is_empty() {
+                state.insert(slot.name.clone(), entries);
             }
         }
         Ok(OptimizerState { state, param_groups })
     }
 }
 
-fn entries(state: &State, algorithm: &Algorithm) -> BTreeMap<String, Tensor> {
+fn entries(
+    state: &State,
+    algorithm: &Algorithm,
+    unused: bool,
+    numbers: impl Fn(&Tensor) -> Result<Tensor>,
+) -> Result<BTreeMap<String, Tensor>> {
     let step = state.step.iter().map(|step| (STEP, step));
     let tensors = keys(algorithm).iter().copied().zip(&state.tensors);
     let tensors = tensors.filter_map(|(key, tensor)| Some((key, tensor.as_ref()?)));
-    step.chain(tensors).map(|(key, tensor)| (key.to_owned(), tensor.shallow_clone())).collect()
+    let tensors = step.chain(tensors.filter(|_| !unused));
+    let mut entries: BTreeMap<_, _> =
+        tensors.map(|(key, tensor)| (key.to_owned(), tensor.shallow_clone())).collect();
+    if let Some(kept) = &state.master {
+        entries.insert(MASTER.to_owned(), numbers(kept)?);
+    }
+    Ok(entries)
 }

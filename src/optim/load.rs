@@ -4,12 +4,17 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::ffi;
-use crate::optim::state::{FirstStep, KEPT, STEP, State, complete, counts_steps, keys, used_keys};
-use crate::optim::{Algorithm, Optimizer, OptimizerState, ParamGroup, ParamGroupState};
+use crate::optim::masters::{MASTER, Master};
+use crate::optim::state::{
+    FirstStep, KEPT, STEP, State, Wanted, complete, counts_steps, keys, used_keys,
+};
+use crate::optim::{
+    Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup, ParamGroupState,
+};
 
 /// For each parameter its tensors.
 pub(crate) type SavedState<T> = BTreeMap<String, BTreeMap<String, T>>;
@@ -77,7 +82,8 @@ impl Optimizer {
     /// Loads a state: copies its tensors, in the dtypes and to the devices of the parameters, and takes over its groups
     /// and their options. As `load_state_dict` in PyTorch, by names.
     ///
-    /// A parameter without tensors has not been stepped yet. The patterns of [`assign_group`](Self::assign_group) are
+    /// A parameter without tensors has not been stepped yet. Master weights that the state lacks are made from the
+    /// parameters in the next step. The patterns of [`assign_group`](Self::assign_group) are
     /// no part of a state; those of groups that it does not have are forgotten. Waits for the devices of the loaded
     /// tensors.
     ///
@@ -111,7 +117,7 @@ impl Optimizer {
         let members = members(param_groups)?;
         self.check_names(&members, state)?;
         let mut slots = Vec::with_capacity(self.slots.len());
-        for (slot, parameter) in self.slots.iter().zip(&self.parameters) {
+        for (index, (slot, parameter)) in self.slots.iter().zip(&self.parameters).enumerate() {
             let refuse =
                 |problem: String| Error::OptimizerState { parameter: slot.name.clone(), problem };
             let group = *members
@@ -119,13 +125,14 @@ impl Optimizer {
                 .ok_or_else(|| refuse("is in no group of the state".to_owned()))?;
             let entries = match state.get(&slot.name) {
                 Some(entries) => {
-                    Some(check(entries, &groups[group].algorithm, parameter, &refuse)?)
+                    let master = self.masters.of(parameter, index);
+                    Some(check(entries, &groups[group].algorithm, parameter, master, &refuse)?)
                 }
                 None => None,
             };
             slots.push((group, entries));
         }
-        let states = copies(&slots, &groups, &self.parameters)?;
+        let states = copies(&slots, &groups, &self.parameters, self.masters)?;
         let slots = slots.into_iter().map(|(group, _)| group).zip(states).collect();
         Ok(Loaded { groups, slots })
     }
@@ -147,7 +154,9 @@ impl Optimizer {
         match named.into_iter().find(|name| !known.contains(name)) {
             Some(name) => Err(Error::OptimizerState {
                 parameter: name.to_owned(),
-                problem: "is no parameter of this optimizer".to_owned(),
+                problem: "is not a parameter of this optimizer; one that is built from a list without names knows `0`, `1` and \
+                          so on"
+                    .to_owned(),
             }),
             None => Ok(()),
         }
@@ -172,8 +181,15 @@ fn members(param_groups: &[ParamGroupState]) -> Result<BTreeMap<&str, usize>> {
     Ok(members)
 }
 
-/// The tensors of one parameter: its step, and the others in the order of [`keys`].
-type Entries<'a, T> = (Option<&'a T>, [Option<&'a T>; KEPT]);
+/// The tensors of one parameter.
+#[derive(Debug)]
+struct Entries<'a, T> {
+    step: Option<&'a T>,
+    /// In the order of [`keys`].
+    tensors: [Option<&'a T>; KEPT],
+    /// f32 in every mode. Without it the parameter is what is gone on from.
+    master: Option<&'a T>,
+}
 
 /// Finds the tensors that the algorithm keeps, of the parameter's shape, and no others. Those that it uses must be
 /// there.
@@ -181,11 +197,14 @@ fn check<'a, T: Saved>(
     entries: &'a BTreeMap<String, T>,
     algorithm: &Algorithm,
     parameter: &Tensor,
+    master: Master,
     refuse: &dyn Fn(String) -> Error,
 ) -> Result<Entries<'a, T>> {
     let keys = keys(algorithm);
-    let step = counts_steps(algorithm).then_some(STEP);
-    let wanted = || keys.iter().copied().chain(step);
+    let step = counts_steps(algorithm, master).then_some(STEP);
+    // From a run in another mode.
+    let others = [MASTER, STEP].into_iter().filter(|_| master != Master::None);
+    let wanted = || keys.iter().copied().chain(step).chain(others.clone());
     if let Some(key) = entries.keys().find(|key| !wanted().any(|wanted| wanted == key.as_str())) {
         return Err(refuse(format!("has {key}, which {} does not keep", algorithm.name())));
     }
@@ -195,8 +214,10 @@ fn check<'a, T: Saved>(
     }
     let shape = parameter.size();
     let mut tensors = [None; KEPT];
-    for (place, key) in tensors.iter_mut().zip(keys) {
-        let Some(tensor) = entries.get(*key) else {
+    let mut kept = None;
+    let places = tensors.iter_mut().zip(keys.iter().copied());
+    for (place, key) in places.chain([(&mut kept, MASTER)]) {
+        let Some(tensor) = entries.get(key) else {
             continue;
         };
         let found = tensor.shape();
@@ -221,7 +242,7 @@ fn check<'a, T: Saved>(
             return Err(refuse(format!("{STEP} is {value}, but must be finite and at least 0")));
         }
     }
-    Ok((step, tensors))
+    Ok(Entries { step, tensors, master: kept })
 }
 
 /// Copies the tensors, in the dtypes and to the devices of the parameters.
@@ -229,32 +250,73 @@ fn copies<T: Saved>(
     slots: &[(usize, Option<Entries<'_, T>>)],
     groups: &[ParamGroup],
     parameters: &[Tensor],
+    masters: MasterWeights,
 ) -> Result<Vec<State>> {
     let mut states: Vec<_> = slots.iter().map(|_| State::default()).collect();
-    let loaded = states.iter_mut().zip(slots).zip(parameters);
-    let loaded = loaded.filter(|((_, (_, entries)), _)| entries.is_some());
-    complete(loaded.map(|((state, (group, _)), p)| (state, &groups[*group].algorithm, p)))?;
-    for ((state, (_, entries)), parameter) in states.iter_mut().zip(slots).zip(parameters) {
-        let Some((step, tensors)) = entries else {
-            continue;
-        };
-        if let (Some(kept), Some(step)) = (&mut state.step, step) {
-            step.copy_to(kept)?;
+    let loaded = states.iter_mut().zip(slots).zip(parameters).enumerate();
+    let loaded = loaded.filter(|(_, ((_, (_, entries)), _))| entries.is_some());
+    complete(loaded.map(|(index, ((state, (group, _)), parameter))| Wanted {
+        state,
+        algorithm: &groups[*group].algorithm,
+        parameter,
+        master: masters.of(parameter, index),
+    }))?;
+    for (index, (state, (_, entries))) in states.iter_mut().zip(slots).enumerate() {
+        if let Some(entries) = entries {
+            let parameter = &parameters[index];
+            copy(state, entries, parameter, masters.of(parameter, index))?;
         }
-        for (kept, loaded) in state.tensors.iter_mut().zip(tensors) {
-            let Some(loaded) = loaded else {
-                continue;
-            };
-            if kept.is_none() {
-                *kept = ffi::optim_states_new(&[parameter], 0.0)?.pop();
-            }
-            if let Some(kept) = kept {
-                loaded.copy_to(kept)?;
-            }
-        }
-        // Without a buffer there is none to go on with.
-        let started = tensors.iter().any(Option::is_some);
-        state.first_step = if started { FirstStep::Taken } else { FirstStep::Ahead };
     }
     Ok(states)
+}
+
+/// Copies the tensors of one parameter into a complete state.
+fn copy<T: Saved>(
+    state: &mut State,
+    entries: &Entries<'_, T>,
+    parameter: &Tensor,
+    master: Master,
+) -> Result<()> {
+    if let (Some(kept), Some(step)) = (&mut state.step, entries.step) {
+        step.copy_to(kept)?;
+    }
+    for (kept, loaded) in state.tensors.iter_mut().zip(entries.tensors) {
+        let Some(loaded) = loaded else {
+            continue;
+        };
+        if kept.is_none() {
+            *kept = ffi::optim_states_new(&[parameter], master.state_kind(), 0.0)?.pop();
+        }
+        if let Some(kept) = kept {
+            loaded.copy_to(kept)?;
+        }
+    }
+    // Without one it is made in the next step, from the parameter as it will be then.
+    state.master = match entries.master {
+        Some(loaded) => load_master(state.master.take(), loaded, master)?,
+        None => None,
+    };
+    // Without a buffer there is none to go on with.
+    let started = entries.tensors.iter().any(Option::is_some);
+    state.first_step = if started { FirstStep::Taken } else { FirstStep::Ahead };
+    Ok(())
+}
+
+fn load_master<T: Saved>(
+    kept: Option<Tensor>,
+    loaded: &T,
+    master: Master,
+) -> Result<Option<Tensor>> {
+    let Some(mut kept) = kept else {
+        return Ok(None);
+    };
+    if master == Master::Remainder {
+        let mut numbers = Tensor::f_empty(kept.size(), (Kind::Float, kept.device()))?;
+        loaded.copy_to(&mut numbers)?;
+        let remainder = ffi::master_remainder(&numbers)?;
+        tch::no_grad(|| kept.f_copy_(&remainder))?;
+    } else {
+        loaded.copy_to(&mut kept)?;
+    }
+    Ok(Some(kept))
 }

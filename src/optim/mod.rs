@@ -27,6 +27,7 @@ mod dict;
 mod fields;
 mod groups;
 mod load;
+mod masters;
 mod optimizer;
 mod parameters;
 mod scaled;
@@ -42,6 +43,7 @@ pub use config::{Adagrad, Adam, AdamW, Algorithm, Sgd};
 pub use dict::{OptimizerState, ParamGroupState};
 pub use groups::ParamGroup;
 pub(crate) use load::{Loaded, Saved};
+pub use masters::MasterWeights;
 pub use optimizer::Optimizer;
 pub use parameters::{IntoParameters, Parameters};
 pub use scaled::{AmpScaling, ScaledStep};
@@ -86,6 +88,16 @@ pub trait AmpOptimizer {
     /// scaler, which is at work.
     fn parameter_name(&self, _index: usize) -> Option<String> {
         None
+    }
+
+    /// Called before the gradients are unscaled in place: an optimizer that updates half parameters in f32 makes their
+    /// gradients f32 here, so that unscaling loses nothing.
+    ///
+    /// # Errors
+    ///
+    /// Whatever went wrong; the scaler hands it on.
+    fn prepare_unscale(&mut self) -> Result<()> {
+        Ok(())
     }
 
     /// Returns the optimizer as one that unscales and skips on the device, where it can. The scaler then leaves

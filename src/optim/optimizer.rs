@@ -12,15 +12,18 @@ use crate::ffi;
 use crate::optim::groups::Rule;
 use crate::optim::parameters::{Named, Origin, Parameters, Store};
 use crate::optim::state::State;
-use crate::optim::{Algorithm, AmpOptimizer, AmpScaling, IntoParameters, ParamGroup, ScaledStep};
+use crate::optim::{
+    Algorithm, AmpOptimizer, AmpScaling, IntoParameters, MasterWeights, ParamGroup, ScaledStep,
+};
 
 /// An optimizer whose step is one call for all parameters, made by [`AdamW`](crate::optim::AdamW),
 /// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd) or [`Adagrad`](crate::optim::Adagrad). The twin of
 /// `torch.optim.Optimizer`, with the methods of [`tch::nn::Optimizer`].
 ///
 /// Parameters may be f32, f64, bf16 or fp16, on any device; the state of a parameter has its dtype, save for the f32
-/// `step`. No method waits for the device, unless its own documentation says so. Only an SGD with momentum and
-/// dampening that a scaler steps on a GPU does in a step, until the first of its steps is known to have been taken.
+/// `step`, unless [`MasterWeights`] keep it in f32. No method waits for the device, unless its own documentation says
+/// so. Only an SGD with momentum and dampening that a scaler steps on a GPU does in a step, until the first of its
+/// steps is known to have been taken.
 #[derive(Debug)]
 pub struct Optimizer {
     pub(crate) groups: Vec<ParamGroup>,
@@ -31,6 +34,9 @@ pub struct Optimizer {
     pub(crate) slots: Vec<Slot>,
     /// The identities of the parameters.
     known: HashSet<usize>,
+    pub(crate) masters: MasterWeights,
+    /// Whether the gradients of half parameters are f32.
+    pub(crate) f32_gradients: bool,
 }
 
 /// Groups are a list, so that their numbers should be small.
@@ -49,6 +55,7 @@ impl Optimizer {
         algorithm: Algorithm,
         parameters: impl IntoParameters,
         lr: f64,
+        masters: MasterWeights,
     ) -> Result<Self> {
         algorithm.check(lr)?;
         let mut optimizer = Self {
@@ -58,6 +65,8 @@ impl Optimizer {
             parameters: Vec::new(),
             slots: Vec::new(),
             known: HashSet::new(),
+            masters,
+            f32_gradients: false,
         };
         match parameters.into_parameters().0 {
             Origin::Store(store) => {
@@ -126,6 +135,11 @@ impl Optimizer {
                 return Err(Error::Parameter { parameter: name, problem });
             }
             added.push((name, named.tensor, named.group));
+        }
+        if self.f32_gradients {
+            let tensors: Vec<_> =
+                added.iter().map(|(_, tensor, _)| tensor.shallow_clone()).collect();
+            ffi::gradients_widen(&tensors)?;
         }
         self.known = known;
         for (name, tensor, group) in added {
@@ -224,6 +238,13 @@ impl AmpOptimizer for Optimizer {
 
     fn parameter_name(&self, index: usize) -> Option<String> {
         self.slots.get(index).map(|slot| slot.name.clone())
+    }
+
+    fn prepare_unscale(&mut self) -> Result<()> {
+        match self.masters {
+            MasterWeights::None => Ok(()),
+            _ => ffi::gradients_widen(&self.parameters()),
+        }
     }
 
     fn amp_scaling(&mut self) -> Option<&mut dyn AmpScaling> {

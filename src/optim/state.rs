@@ -8,6 +8,7 @@ use tch::{Kind, Tensor};
 
 use crate::error::Result;
 use crate::ffi;
+use crate::optim::masters::Master;
 use crate::optim::{Adagrad, Adam, AdamW, Algorithm};
 
 /// The state of one parameter. Empty until its first gradient.
@@ -16,6 +17,8 @@ pub(crate) struct State {
     pub(crate) step: Option<Tensor>,
     /// In the order of [`keys`].
     pub(crate) tensors: [Option<Tensor>; KEPT],
+    /// f32, or a remainder.
+    pub(crate) master: Option<Tensor>,
     pub(crate) first_step: FirstStep,
 }
 
@@ -84,38 +87,69 @@ pub(crate) fn used_keys(algorithm: &Algorithm) -> &'static [&'static str] {
     &keys[..keys.len() - usize::from(unused)]
 }
 
-/// Whether an algorithm counts the steps of each parameter.
-pub(crate) fn counts_steps(algorithm: &Algorithm) -> bool {
-    !matches!(algorithm, Algorithm::Sgd(_))
+/// Whether the steps of a parameter are counted.
+pub(crate) fn counts_steps(algorithm: &Algorithm, master: Master) -> bool {
+    !matches!(algorithm, Algorithm::Sgd(_)) || matches!(master, Master::Stochastic { .. })
 }
 
-impl State {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.step.is_none() && self.tensors.iter().all(Option::is_none)
-    }
+/// A state, and what it has to have.
+pub(crate) struct Wanted<'a> {
+    pub(crate) state: &'a mut State,
+    pub(crate) algorithm: &'a Algorithm,
+    pub(crate) parameter: &'a Tensor,
+    pub(crate) master: Master,
+}
+
+/// A tensor that is to be made like a parameter.
+struct Missing<'a> {
+    place: &'a mut Option<Tensor>,
+    /// `None` for the parameter's.
+    kind: Option<Kind>,
+    value: f64,
+    parameter: &'a Tensor,
 }
 
 /// Makes what the algorithms need and is not there yet. All at once: the tensors of one kind lie in one buffer.
-pub(crate) fn complete<'a>(
-    states: impl IntoIterator<Item = (&'a mut State, &'a Algorithm, &'a Tensor)>,
-) -> Result<()> {
-    let mut missing: Vec<(&mut Option<Tensor>, f64, &Tensor)> = Vec::new();
-    for (state, algorithm, parameter) in states {
-        if counts_steps(algorithm) && state.step.is_none() {
+pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Result<()> {
+    let (mut missing, mut copies) = (Vec::new(), Vec::new());
+    for Wanted { state, algorithm, parameter, master } in wanted {
+        if counts_steps(algorithm, master) && state.step.is_none() {
             state.step = Some(Tensor::f_zeros([], (Kind::Float, parameter.device()))?);
         }
-        for (tensor, _) in state.tensors.iter_mut().zip(used_keys(algorithm)) {
-            if tensor.is_none() {
-                missing.push((tensor, initial(algorithm), parameter));
+        let (kind, value) = (master.state_kind(), initial(algorithm));
+        for (place, _) in state.tensors.iter_mut().zip(used_keys(algorithm)) {
+            if place.is_none() {
+                missing.push(Missing { place, kind, value, parameter });
             }
         }
+        // A remainder of zeros makes the parameter itself.
+        if let (None, Some(kind)) = (&state.master, master.kind()) {
+            let place = &mut state.master;
+            let list = if master == Master::Float { &mut copies } else { &mut missing };
+            list.push(Missing { place, kind: Some(kind), value: 0.0, parameter });
+        }
     }
-    while let Some(&(_, value, _)) = missing.first() {
-        let (alike, others) = missing.into_iter().partition(|(_, other, _)| *other == value);
-        let (slots, parameters): (Vec<_>, Vec<_>) =
-            Vec::into_iter(alike).map(|(slot, _, parameter)| (slot, parameter)).unzip();
-        for (slot, made) in slots.into_iter().zip(ffi::optim_states_new(&parameters, value)?) {
-            *slot = Some(made);
+    make(missing, |_, _| Ok(()))?;
+    make(copies, |made, parameter| {
+        tch::no_grad(|| made.f_copy_(parameter))?;
+        Ok(())
+    })
+}
+
+/// Makes the tensors, those alike in one call.
+fn make(
+    mut missing: Vec<Missing<'_>>,
+    fill: impl Fn(&mut Tensor, &Tensor) -> Result<()>,
+) -> Result<()> {
+    while let Some(&Missing { kind, value, .. }) = missing.first() {
+        let (alike, others): (Vec<_>, Vec<_>) =
+            missing.into_iter().partition(|other| other.kind == kind && other.value == value);
+        let parameters: Vec<_> = alike.iter().map(|missing| missing.parameter).collect();
+        for (missing, mut made) in
+            alike.into_iter().zip(ffi::optim_states_new(&parameters, kind, value)?)
+        {
+            fill(&mut made, missing.parameter)?;
+            *missing.place = Some(made);
         }
         missing = others;
     }

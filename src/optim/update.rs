@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use crate::error::{Error, Result};
 use crate::ffi::{self, OptimParameter};
 use crate::optim::optimizer::Slot;
-use crate::optim::state::{FirstStep, Skipped, complete, used_keys};
+use crate::optim::state::{FirstStep, Skipped, Wanted, complete, used_keys};
 use crate::optim::{Algorithm, Optimizer, ScaledStep};
 use crate::sys::{self, Gradient, OptimOptions};
 
@@ -23,9 +23,12 @@ impl Optimizer {
         let mut wanted = stepped.iter().peekable();
         let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
         let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
-        let groups = &self.groups;
-        complete(slots.map(|(_, (slot, parameter))| {
-            (&mut slot.state, &groups[slot.group].algorithm, parameter)
+        let (groups, masters) = (&self.groups, self.masters);
+        complete(slots.map(|(index, (slot, parameter))| Wanted {
+            state: &mut slot.state,
+            algorithm: &groups[slot.group].algorithm,
+            parameter,
+            master: masters.of(parameter, index),
         }))?;
         self.launch(&stepped, scaled)?;
         self.note_first_steps(&stepped, scaled);
@@ -73,10 +76,15 @@ impl Optimizer {
             let used = used_keys(&self.groups[*group].algorithm).len();
             let mut states = state.tensors.each_ref().map(Option::as_ref);
             states[used..].fill(None);
+            let parameter = &self.parameters[index];
+            let master = self.masters.of(parameter, index);
             OptimParameter {
-                parameter: &self.parameters[index],
+                parameter,
                 step: state.step.as_ref(),
                 states,
+                master: state.master.as_ref(),
+                masters: master.code(),
+                seed: master.seed(),
                 options: *group,
                 first_step,
             }

@@ -70,6 +70,10 @@ impl GradScaler {
         // Where unscaling can overflow, the norm of what it makes of the gradients tells.
         let enlarges = self.scale.as_ref().is_some_and(|scale| scale.enlarges());
         let look = if clip.is_some() || enlarges { Look::Norm } else { Look::Check };
+        if look == Look::Norm {
+            // The norm is that of the unscaled gradients in their dtype.
+            self.prepare_unscale(optimizer)?;
+        }
         let Some((record, scale)) = self.claim_for_step(optimizer, look)?.zip(self.scale.as_ref())
         else {
             return Ok(StepOutcome::known(Step::NoGradients));

@@ -97,6 +97,7 @@ impl GradScaler {
         if optimizer.amp_scaling().is_some() {
             return self.step_scaled(optimizer, None);
         }
+        self.prepare_unscale(optimizer)?;
         match self.claim_for_step(optimizer, Look::Unscale)? {
             Some(record) => self.finish(record, optimizer),
             None => Ok(StepOutcome::known(Step::NoGradients)),
@@ -131,6 +132,14 @@ impl GradScaler {
         Ok(StepOutcome::known(step))
     }
 
+    /// Lets the optimizer prepare its gradients, unless they have been unscaled already.
+    pub(crate) fn prepare_unscale(&self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
+        if self.scale.is_some() && self.record(optimizer)?.is_none() {
+            optimizer.prepare_unscale()?;
+        }
+        Ok(())
+    }
+
     /// Finds the record of an optimizer that has been unscaled or stepped since the last update.
     pub(crate) fn record(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
         let now = ffi::gradients_inspect(&optimizer.parameters())?;
@@ -139,6 +148,7 @@ impl GradScaler {
 
     /// Unscales and returns the record; `None` when there is nothing to record.
     pub(crate) fn open(&self, optimizer: &mut dyn AmpOptimizer) -> Result<Option<usize>> {
+        self.prepare_unscale(optimizer)?;
         self.claim(optimizer, Look::Unscale, |iteration, record, _, _| {
             Err(match iteration.stage(record) {
                 Stage::Broken => Error::UnscaleFailed,

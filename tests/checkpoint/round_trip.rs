@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::optim::Optimizer;
+use tch_amp::optim::{MasterWeights, Optimizer};
 use tch_amp::{Error, GradScaler};
 
 use crate::Run;
@@ -231,4 +231,37 @@ fn restoring_goes_to_any_device_and_keeps_the_tensors() {
         assert_ne!(bits(&other.net.ws), before);
         assert!(other.net.ws.requires_grad());
     });
+}
+
+#[test]
+fn master_weights_come_back() {
+    let folder = Folder::new();
+    let build = || {
+        let mut vs = VarStore::new(Device::Cpu);
+        let w = vs.root().randn_standard("w", &[50]);
+        vs.bfloat16();
+        let adam = tch_amp::optim::AdamW::default();
+        let opt = adam.build_with_master_weights(&vs, 0.01, MasterWeights::Remainder).unwrap();
+        (vs, w, opt)
+    };
+    let step = |w: &Tensor, opt: &mut Optimizer| {
+        opt.zero_grad().unwrap();
+        w.square().sum(Kind::BFloat16).backward();
+        opt.step().unwrap();
+    };
+    let (vs, w, mut opt) = build();
+    (0..3).for_each(|_| step(&w, &mut opt));
+    for name in ["x.safetensors", "x.pt"] {
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_model("model", &vs).unwrap();
+        checkpoint.add_optimizer("optimizer", &mut opt).unwrap();
+        checkpoint.save(folder.file(name)).unwrap();
+        let (other_vs, other, mut other_opt) = build();
+        let loaded = Checkpoint::load(folder.file(name)).unwrap();
+        let restore = loaded.restore().model("model", &other_vs);
+        restore.optimizer("optimizer", &mut other_opt).apply().unwrap();
+        step(&w, &mut opt);
+        step(&other, &mut other_opt);
+        assert_eq!(bits(&w), bits(&other), "{name}");
+    }
 }

@@ -7,6 +7,7 @@ mod common;
 mod build;
 mod clip;
 mod groups;
+mod masters;
 mod numbers;
 mod scaled;
 mod skipped;

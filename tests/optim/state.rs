@@ -138,7 +138,7 @@ fn a_state_that_does_not_fit_changes_nothing() {
             let wrong = Tensor::zeros([2], (Kind::Float, Device::Cpu));
             drop(s.state.get_mut("b").unwrap().insert("step".to_owned(), wrong));
         }),
-        ("is no parameter", |s| {
+        ("is not a parameter", |s| {
             let entries = s.state.remove("b").unwrap();
             drop(s.state.insert("stranger".to_owned(), entries));
         }),

@@ -1,0 +1,121 @@
+//! A step of bf16 parameters with f32 master weights beside a Python loop that does the same by operations over lists.
+//!
+//! Both sides check the gradients, unscale, update the masters by AdamW, write the parameters and update the scale. Each
+//! step finds fresh gradients.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
+
+mod common;
+
+use common::{Rounds, Twin, median, nanoseconds, print_ratio, print_table, rounds};
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
+use tch_amp::{GradScaler, GradScalerConfig};
+
+/// The steps that are compared bit by bit.
+const CHECKED: usize = 20;
+
+const SCALE: f64 = 1024.0;
+
+fn main() {
+    let Some(mut twin) = Twin::start("masters.py") else {
+        return;
+    };
+    tch::set_num_threads(1);
+    assert_eq!(check(), twin.ask(&format!("check {CHECKED}")), "both sides compute the same");
+    measure(&mut twin, 16, rounds(150), 10, "master_weights_step_160x16");
+    measure(&mut twin, 65536, rounds(40), 5, "master_weights_step_160x65536");
+}
+
+fn measure(twin: &mut Twin, numbers: i64, count: usize, steps: usize, name: &str) {
+    let modes = [
+        MasterWeights::Float,
+        MasterWeights::Remainder,
+        MasterWeights::StochasticRounding { seed: 1 },
+    ];
+    let mut trainings = modes.map(|masters| Training::new(numbers, masters));
+    let times = Rounds::run(
+        count,
+        || trainings.iter_mut().map(|training| training.round(steps)).collect(),
+        || {
+            let time = twin.time(&format!("round 160 {numbers} {steps}"))[0];
+            vec![time; 3]
+        },
+    );
+    let rows = vec![
+        times.row("f32 copies", 0),
+        times.row("remainders", 1),
+        times.row("stochastic rounding", 2),
+    ];
+    print_table(&format!("160 x {numbers} numbers in bf16, AdamW, {count} rounds"), &rows);
+    print_ratio(name, rows[0]);
+    println!();
+}
+
+struct Training {
+    loss: Tensor,
+    params: Vec<Tensor>,
+    grads: Vec<Tensor>,
+    fresh: Tensor,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+}
+
+impl Training {
+    fn new(numbers: i64, masters: MasterWeights) -> Self {
+        let mut vs = VarStore::new(Device::Cpu);
+        let params: Vec<_> =
+            (0..160).map(|i| vs.root().add("w", values(i, numbers, 3), true)).collect();
+        vs.bfloat16();
+        let adam = AdamW::default();
+        let optimizer = adam.build_with_master_weights(&vs, 1e-3, masters).unwrap();
+        let fresh = (values(1, numbers, 5) * SCALE).to_kind(Kind::BFloat16);
+        for param in &params {
+            (param * &fresh).sum(Kind::BFloat16).backward();
+        }
+        let grads = params.iter().map(Tensor::grad).collect();
+        let loss = Tensor::from(1f32).set_requires_grad(true);
+        let config = GradScalerConfig { init_scale: SCALE, ..Default::default() };
+        let scaler = config.build(Device::Cpu).unwrap();
+        Self { loss, params, grads, fresh, optimizer, scaler }
+    }
+
+    /// Fresh gradients, the last parameter's first, as backward makes them.
+    fn fill(&mut self) {
+        no_grad(|| self.grads.iter_mut().rev().for_each(|grad| grad.copy_(&self.fresh)));
+    }
+
+    fn step(&mut self) {
+        drop(self.scaler.scale(&self.loss).unwrap());
+        drop(self.scaler.step(&mut self.optimizer).unwrap());
+        self.scaler.update().unwrap();
+    }
+
+    /// The median time of some steps.
+    fn round(&mut self, steps: usize) -> f64 {
+        let times = (0..steps).map(|_| {
+            self.fill();
+            nanoseconds(|| self.step())
+        });
+        median(times.collect())
+    }
+}
+
+/// Multiples of 1/8, the same in the twin, with none that is zero.
+fn values(parameter: i64, numbers: i64, factor: i64) -> Tensor {
+    let places = Tensor::arange(numbers, (Kind::Int64, Device::Cpu));
+    let values = (places * 11 + parameter * factor).remainder(64) - 32;
+    (values.to_kind(Kind::Float) + 0.5) / 8.0
+}
+
+/// The bits of the parameters after some steps.
+fn check() -> String {
+    let mut training = Training::new(16, MasterWeights::Float);
+    for _ in 0..CHECKED {
+        training.fill();
+        training.step();
+    }
+    let all = Tensor::cat(&training.params.iter().map(Tensor::detach).collect::<Vec<_>>(), 0);
+    let halves = Vec::<i64>::try_from(all.view_dtype(Kind::Int16).to_kind(Kind::Int64)).unwrap();
+    halves.into_iter().map(|half| format!("{:04x}", half as u16)).collect()
+}

@@ -1,0 +1,236 @@
+//! Master weights: what parameters in half precision are updated from.
+
+#![forbid(unsafe_code)]
+
+use tch::{Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::ffi;
+use crate::optim::Optimizer;
+use crate::sys;
+
+/// What an optimizer updates bf16 and fp16 parameters from. In every mode but `None` it computes in f32, its state is
+/// f32, and gradients become f32 before they are unscaled, so that unscaling loses nothing. f32 and f64 parameters need
+/// none of it and are updated as they are.
+///
+/// Bytes for each bf16 parameter under AdamW, with its gradient in bf16 (2 bytes; 4 if it is
+/// [added up in f32](Optimizer::accumulate_in_f32)):
+///
+/// | | parameter | master | moments | gradient | in all |
+/// |---|---|---|---|---|---|
+/// | f32 training, for comparison | 4 | – | 8 | 4 | 16 |
+/// | `None` | 2 | – | 4 | 2 | 8 |
+/// | `Float` | 2 | 4 | 8 | 2 | 16 |
+/// | `Remainder` | 2 | 2 | 8 | 2 | 14 |
+/// | `StochasticRounding` | 2 | – | 8 | 2 | 12 |
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MasterWeights {
+    /// None: what a parameter's dtype cannot hold of an update is lost, as with PyTorch's optimizers. bf16 has 8 bits,
+    /// so that updates of less than a 256th of a weight vanish.
+    #[default]
+    None,
+    /// An f32 copy of each. As `master_weights=True` of apex's `FusedAdam`.
+    Float,
+    /// The 16 bits that a bf16 lacks of an f32, beside it: the same numbers as `Float` in half the memory. The
+    /// parameter is the master rounded to nearest, the larger one of two that are equally near (elsewhere it is the
+    /// even one). fp16 parameters have f32 copies. As `store_param_remainders` of TransformerEngine's `FusedAdam`.
+    Remainder,
+    /// No copy: bf16 results are rounded up or down at random, with probabilities that make the rounding right on
+    /// average. The variance of a rounding is at most a quarter of the squared distance of two neighbouring bf16, about
+    /// 2^-18 of the squared weight, so that small updates add up, with noise. Reproducible: the random numbers follow
+    /// from the seed, the parameter's place and its step. fp16 parameters have f32 copies. As
+    /// `bf16_stochastic_round=True` in torchao.
+    StochasticRounding {
+        /// Runs with the same seed are the same.
+        seed: u64,
+    },
+}
+
+/// What one parameter has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Master {
+    None,
+    Float,
+    Remainder,
+    Stochastic { seed: u64 },
+}
+
+/// The name of a master in a state, as f32 in every mode. TransformerEngine's.
+pub(crate) const MASTER: &str = "master_param";
+
+impl MasterWeights {
+    /// What the parameter in this place has.
+    pub(crate) fn of(self, parameter: &Tensor, place: usize) -> Master {
+        match (self, parameter.kind()) {
+            (Self::None, _) => Master::None,
+            (Self::Remainder, Kind::BFloat16) => Master::Remainder,
+            (Self::StochasticRounding { seed }, Kind::BFloat16) => {
+                Master::Stochastic { seed: spread(seed ^ spread(place as u64)) }
+            }
+            (_, Kind::BFloat16 | Kind::Half) => Master::Float,
+            _ => Master::None,
+        }
+    }
+}
+
+impl Master {
+    pub(crate) fn code(self) -> u8 {
+        match self {
+            Self::None => sys::MASTER_NONE,
+            Self::Float => sys::MASTER_FLOAT,
+            Self::Remainder => sys::MASTER_REMAINDER,
+            Self::Stochastic { .. } => sys::MASTER_STOCHASTIC,
+        }
+    }
+
+    pub(crate) fn seed(self) -> u64 {
+        match self {
+            Self::Stochastic { seed } => seed,
+            _ => 0,
+        }
+    }
+
+    /// The dtype of the tensor that is kept, if one is.
+    pub(crate) fn kind(self) -> Option<Kind> {
+        match self {
+            Self::Float => Some(Kind::Float),
+            Self::Remainder => Some(Kind::Int16),
+            Self::None | Self::Stochastic { .. } => None,
+        }
+    }
+
+    /// The dtype of the moments; `None` for the parameter's.
+    pub(crate) fn state_kind(self) -> Option<Kind> {
+        (self != Self::None).then_some(Kind::Float)
+    }
+
+    /// What is kept, as f32.
+    pub(crate) fn numbers(self, parameter: &Tensor, kept: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Remainder => ffi::master_join(parameter, kept),
+            _ => Ok(kept.shallow_clone()),
+        }
+    }
+}
+
+/// Makes seeds that are near each other far apart (SplitMix64; Steele, Lea and Flood 2014).
+fn spread(seed: u64) -> u64 {
+    let x = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+impl Optimizer {
+    /// Returns what half parameters are updated from.
+    pub fn master_weights(&self) -> MasterWeights {
+        self.masters
+    }
+
+    /// Returns the f32 number behind each element of the parameter at `index`; `None` where there is none, or before
+    /// its first step. With [`MasterWeights::Float`] it is the optimizer's own tensor: what is written there counts in
+    /// the next step.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if libtorch fails.
+    pub fn master_weight(&self, index: usize) -> Result<Option<Tensor>> {
+        let Some((slot, parameter)) = self.slots.get(index).zip(self.parameters.get(index)) else {
+            return Ok(None);
+        };
+        let master = self.masters.of(parameter, index);
+        slot.state.master.as_ref().map(|kept| master.numbers(parameter, kept)).transpose()
+    }
+
+    /// Forgets the masters, to be made anew from the parameters in the next step. Call it after parameters were changed
+    /// by anything but the optimizer: the next step would overwrite that otherwise.
+    pub fn reset_master_weights(&mut self) {
+        for slot in &mut self.slots {
+            slot.state.master = None;
+        }
+    }
+
+    /// Makes autograd add up the gradients of half parameters in f32 from now on, over the micro-batches of a step too;
+    /// those that are there are converted. Costs 4 bytes for each parameter instead of 2. As setting `grad_dtype` of
+    /// the parameters in PyTorch, or `accumulate_allreduce_grads_in_fp32` in Megatron-LM.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoMasterWeights`]; [`Error::Torch`] if libtorch fails.
+    pub fn accumulate_in_f32(&mut self) -> Result<()> {
+        if self.masters == MasterWeights::None {
+            return Err(Error::NoMasterWeights);
+        }
+        self.take_added()?;
+        ffi::gradients_widen(&self.parameters)?;
+        self.f32_gradients = true;
+        Ok(())
+    }
+}
+
+#[cfg(all(test, tamp_testing))]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use tch::Device;
+
+    use super::*;
+    use crate::optim::{Adagrad, AdamW, Algorithm, Sgd};
+
+    fn bits(tensor: &Tensor) -> Vec<i64> {
+        let kind = if tensor.kind() == Kind::Float { Kind::Int } else { Kind::Int16 };
+        let words = tensor.detach().contiguous().view_dtype(kind).to_kind(Kind::Int64).view(-1);
+        Vec::try_from(words).unwrap()
+    }
+
+    /// Trains two tensors and tells their bits and those of all state.
+    fn train(
+        algorithm: Algorithm,
+        kind: Kind,
+        masters: MasterWeights,
+        other: bool,
+    ) -> Vec<Vec<i64>> {
+        tch::manual_seed(3);
+        let random = |size: &[i64]| Tensor::randn(size, (Kind::Float, Device::Cpu)).to_kind(kind);
+        let leaves = [random(&[70]), random(&[3, 5])].map(|t| t.set_requires_grad(true));
+        let mut opt = Optimizer::new(algorithm, &leaves, 0.01, masters).unwrap();
+        ffi::testing_as_other_device(other);
+        for step in 0..3 {
+            opt.zero_grad().unwrap();
+            for leaf in &leaves {
+                (leaf * random(&leaf.size())).sum(kind).backward();
+            }
+            if step == 1 {
+                opt.accumulate_in_f32().unwrap();
+            }
+            opt.step().unwrap();
+        }
+        ffi::testing_as_other_device(false);
+        let state = opt.state_dict().unwrap().state;
+        let tensors = state.values().flat_map(|tensors| tensors.values());
+        leaves.iter().chain(tensors).map(bits).collect()
+    }
+
+    /// What runs on a GPU, with the tensors of a CPU: libtorch's own operations instead of the loops.
+    #[test]
+    fn other_devices_compute_the_same() {
+        let algorithms: [Algorithm; 3] = [
+            AdamW { amsgrad: true, ..AdamW::default() }.into(),
+            Sgd { momentum: 0.9, ..Sgd::default() }.into(),
+            Adagrad::default().into(),
+        ];
+        for algorithm in algorithms {
+            for (kind, masters) in [
+                (Kind::Half, MasterWeights::Float),
+                (Kind::BFloat16, MasterWeights::Float),
+                (Kind::BFloat16, MasterWeights::Remainder),
+                (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 9 }),
+            ] {
+                let here = train(algorithm, kind, masters, false);
+                let there = train(algorithm, kind, masters, true);
+                assert_eq!(here, there, "{algorithm:?} {kind:?} {masters:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,332 @@
+//! Half parameters that are updated in f32. The oracle is the optimizer itself over f32 parameters, which
+//! `optim_programs.rs` compares with PyTorch's bit by bit.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
+use tch_amp::{Error, GradScaler, GradScalerConfig};
+
+use crate::algorithms;
+use crate::common::bits::bits;
+use crate::common::for_each_device;
+
+const SIZES: [&[i64]; 5] = [&[], &[7], &[3, 1030], &[5, 4], &[0]];
+
+fn build(algorithm: Algorithm, parameters: &[Tensor], masters: MasterWeights) -> Optimizer {
+    match algorithm {
+        Algorithm::AdamW(config) => config.build_with_master_weights(parameters, 0.01, masters),
+        Algorithm::Adam(config) => config.build_with_master_weights(parameters, 0.01, masters),
+        Algorithm::Sgd(config) => config.build_with_master_weights(parameters, 0.01, masters),
+        Algorithm::Adagrad(config) => config.build_with_master_weights(parameters, 0.01, masters),
+        other => panic!("the tests know no {other:?}"),
+    }
+    .unwrap()
+}
+
+fn leaf(values: &Tensor) -> Tensor {
+    values.detach().copy().set_requires_grad(true)
+}
+
+/// Random half parameters, one of them transposed.
+fn halves(kind: Kind, device: Device) -> Vec<Tensor> {
+    let random = |size: &&[i64]| Tensor::randn(*size, (Kind::Float, device)).to_kind(kind);
+    let mut all: Vec<_> = SIZES.iter().map(random).collect();
+    let transposed = all[3].tr().contiguous().tr();
+    all[3] = transposed;
+    all.iter().map(leaf).collect()
+}
+
+/// Gives each parameter a gradient by a backward of its own.
+fn backward(parameters: &[Tensor], gradients: &[Tensor]) {
+    for (parameter, gradient) in parameters.iter().zip(gradients) {
+        (parameter * gradient.to_kind(parameter.kind())).sum(parameter.kind()).backward();
+    }
+}
+
+fn random_gradients(parameters: &[Tensor]) -> Vec<Tensor> {
+    let random = |p: &Tensor| Tensor::randn(p.size(), (Kind::Float, p.device())).to_kind(p.kind());
+    parameters.iter().map(random).collect()
+}
+
+/// Rounded to nearest, the larger of two: what a remainder makes of an f32.
+fn half_up(master: &Tensor) -> Tensor {
+    let words = master.view_dtype(Kind::Int) + 0x8000;
+    words.bitwise_right_shift_tensor_scalar(16).to_kind(Kind::Int16).view_dtype(Kind::BFloat16)
+}
+
+#[test]
+fn the_masters_are_updated_as_f32_parameters_are() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            for (kind, masters) in [
+                (Kind::BFloat16, MasterWeights::Float),
+                (Kind::Half, MasterWeights::Float),
+                (Kind::BFloat16, MasterWeights::Remainder),
+            ] {
+                let parameters = halves(kind, device);
+                let twins: Vec<_> =
+                    parameters.iter().map(|p| leaf(&p.to_kind(Kind::Float))).collect();
+                let mut opt = build(algorithm, &parameters, masters);
+                let mut twin = build(algorithm, &twins, masters);
+                for step in 0..4 {
+                    let gradients = random_gradients(&parameters);
+                    opt.zero_grad().unwrap();
+                    twin.zero_grad().unwrap();
+                    backward(&parameters, &gradients);
+                    backward(&twins, &gradients);
+                    opt.step().unwrap();
+                    twin.step().unwrap();
+                    let context = format!("{algorithm:?} {kind:?} {masters:?} step {step}");
+                    for (index, (parameter, twin)) in parameters.iter().zip(&twins).enumerate() {
+                        let master = opt.master_weight(index).unwrap().unwrap();
+                        assert_eq!(bits(&master), bits(twin), "{context}");
+                        let rounded = match masters {
+                            MasterWeights::Float => twin.to_kind(kind),
+                            _ => half_up(&twin.detach().contiguous()),
+                        };
+                        assert_eq!(bits(parameter), bits(&rounded), "{context}");
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// With a scaler: what is unscaled is f32, a skipped step changes nothing, and clipping counts.
+#[test]
+fn a_scaler_steps_the_masters() {
+    for_each_device(|device| {
+        for kind in [Kind::Half, Kind::BFloat16] {
+            for how in ["step", "unscale", "clip"] {
+                let parameters = halves(kind, device);
+                let twins: Vec<_> =
+                    parameters.iter().map(|p| leaf(&p.to_kind(Kind::Float))).collect();
+                let config = AdamW::default().into();
+                let mut opt = build(config, &parameters, MasterWeights::Float);
+                let mut twin = build(config, &twins, MasterWeights::None);
+                let scale = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
+                let [mut scaler, mut other] = [0, 1].map(|_| scale.build(device).unwrap());
+                for step in 0..3 {
+                    let gradients = random_gradients(&parameters);
+                    let factor = if step == 1 { f64::INFINITY } else { 1.0 };
+                    let before: Vec<_> = parameters.iter().map(bits).collect();
+                    let run = |opt: &mut Optimizer, scaler: &mut GradScaler, list: &[Tensor]| {
+                        opt.zero_grad().unwrap();
+                        for (p, gradient) in list.iter().zip(&gradients) {
+                            // Multiplied after the scale, as a gradient in half would be.
+                            let scaled = (gradient * 1024.0 * factor).to_kind(p.kind());
+                            (p * scaled).sum(p.kind()).backward();
+                        }
+                        drop(scaler.scale(&Tensor::from(1f32).to_device(device)).unwrap());
+                        let outcome = match how {
+                            "step" => scaler.step(opt),
+                            "unscale" => scaler.unscale_(opt).and_then(|()| scaler.step(opt)),
+                            _ => scaler.step_clip_norm(opt, 0.5),
+                        };
+                        let stepped = outcome.unwrap().is_stepped().unwrap();
+                        scaler.update().unwrap();
+                        stepped
+                    };
+                    let stepped = run(&mut opt, &mut scaler, &parameters);
+                    assert_eq!(stepped, run(&mut twin, &mut other, &twins));
+                    assert_eq!(stepped, step != 1, "{kind:?} {how}");
+                    for (index, parameter) in parameters.iter().enumerate() {
+                        let context = format!("{kind:?} {how} step {step}");
+                        let master = opt.master_weight(index).unwrap().unwrap();
+                        assert_eq!(bits(&master), bits(&twins[index]), "{context}");
+                        assert_eq!(bits(parameter), bits(&master.to_kind(kind)), "{context}");
+                        assert!(stepped || bits(parameter) == before[index], "{context}");
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// The case that shows why: 1 + 1e-4 is 1 in fp16, and in bf16 1 + 1e-3 is.
+#[test]
+fn small_updates_add_up() {
+    for (kind, update) in [(Kind::Half, 1e-4), (Kind::BFloat16, 1e-3)] {
+        let train = |masters: MasterWeights| {
+            let w = leaf(&Tensor::ones([64], (kind, Device::Cpu)));
+            let sgd = Sgd::default();
+            let mut opt =
+                sgd.build_with_master_weights(&[w.shallow_clone()], update, masters).unwrap();
+            for _ in 0..1000 {
+                opt.zero_grad().unwrap();
+                (-&w).sum(kind).backward();
+                opt.step().unwrap();
+            }
+            w.to_kind(Kind::Double).mean(Kind::Double).double_value(&[])
+        };
+        let right = 1.0 + 1000.0 * update;
+        assert_eq!(train(MasterWeights::None), 1.0);
+        let error = |masters| (train(masters) - right).abs() / right;
+        // Half a unit in the last place of bf16, and what f32 loses over the steps.
+        assert!(error(MasterWeights::Float) < 0.5 / 128.0);
+        assert!(error(MasterWeights::Remainder) < 0.5 / 128.0);
+        // The noise of a thousand roundings, averaged over 64 weights: four standard deviations.
+        let deviation = 0.5 / 128.0 * 2.0 * 1000f64.sqrt() / 64f64.sqrt();
+        assert!(error(MasterWeights::StochasticRounding { seed: 1 }) < 4.0 * deviation);
+    }
+}
+
+/// Steps a bf16 tensor full of a number once, by SGD with lr 1.
+fn rounded(start: f64, update: f64, count: i64, seed: u64) -> Tensor {
+    let w = leaf(&Tensor::full([count], start, (Kind::BFloat16, Device::Cpu)));
+    let masters = MasterWeights::StochasticRounding { seed };
+    let mut opt =
+        Sgd::default().build_with_master_weights(&[w.shallow_clone()], 1.0, masters).unwrap();
+    opt.accumulate_in_f32().unwrap();
+    (&w * 0.0).sum(Kind::BFloat16).backward();
+    drop(tch::no_grad(|| w.grad().fill_(-update)));
+    opt.step().unwrap();
+    w.detach()
+}
+
+#[test]
+fn rounding_at_random_is_right_on_average() {
+    const COUNT: i64 = 1 << 20;
+    // Between 1 and 2 neighbours are 1/128 apart.
+    for share in [0.125, 0.5, 0.9] {
+        let w = rounded(1.0, share / 128.0, COUNT, 7).to_kind(Kind::Double);
+        let up = ((&w - 1.0) * 128.0).mean(Kind::Double).double_value(&[]);
+        let deviation = (share * (1.0 - share) / COUNT as f64).sqrt();
+        assert!((up - share).abs() < 5.0 * deviation, "{up} for {share}");
+        assert!(w.eq(1.0).logical_or(&w.eq(1.0 + 1.0 / 128.0)).all().int64_value(&[]) == 1);
+        // Neighbours have nothing to do with each other: their correlation is that of chance.
+        let centred = (&w - w.mean(Kind::Double)) / w.std(true);
+        let (a, b) = (centred.slice(0, 0, COUNT - 1, 1), centred.slice(0, 1, COUNT, 1));
+        let correlation = (a * b).mean(Kind::Double).double_value(&[]);
+        assert!(correlation.abs() < 5.0 / (COUNT as f64).sqrt(), "{correlation}");
+    }
+    // A bf16 is rounded to itself, and what is not finite stays so.
+    assert_eq!(rounded(-1.5, 0.0, 1000, 3).unique_dim(0, false, false, false).0.numel(), 1);
+    for special in [f64::INFINITY, f64::NAN] {
+        let w = rounded(special, 1.0, 100, 3).to_kind(Kind::Double);
+        assert!(
+            Vec::<f64>::try_from(w)
+                .unwrap()
+                .iter()
+                .all(|x| x.to_bits() == special.to_bits() || (special.is_nan() && x.is_nan()))
+        );
+    }
+}
+
+#[test]
+fn rounding_at_random_follows_its_seed() {
+    let one = bits(&rounded(1.0, 0.003, 5000, 1));
+    assert_eq!(one, bits(&rounded(1.0, 0.003, 5000, 1)));
+    assert_ne!(one, bits(&rounded(1.0, 0.003, 5000, 2)));
+    // Each parameter and each step has numbers of its own.
+    let parameters = [0, 1].map(|_| leaf(&Tensor::ones([5000], (Kind::BFloat16, Device::Cpu))));
+    let masters = MasterWeights::StochasticRounding { seed: 1 };
+    let mut opt = Sgd::default().build_with_master_weights(&parameters, 0.003, masters).unwrap();
+    let mut seen = Vec::new();
+    for _ in 0..2 {
+        for parameter in &parameters {
+            drop(tch::no_grad(|| parameter.shallow_clone().fill_(1.0)));
+        }
+        opt.zero_grad().unwrap();
+        backward(&parameters, &parameters.each_ref().map(|p| -p.detach()));
+        opt.step().unwrap();
+        seen.extend(parameters.iter().map(bits));
+    }
+    let count = seen.len();
+    seen.sort();
+    seen.dedup();
+    assert_eq!(seen.len(), count);
+}
+
+/// Sums of micro-batches in bf16 stop growing; in f32 they do not.
+#[test]
+fn gradients_add_up_in_f32() {
+    let w = leaf(&Tensor::zeros([3], (Kind::BFloat16, Device::Cpu)));
+    let list = [w.shallow_clone()];
+    let mut opt =
+        Sgd::default().build_with_master_weights(&list, 1.0, MasterWeights::Float).unwrap();
+    let micro = || (&w * 1.0).sum(Kind::BFloat16).backward();
+    micro();
+    opt.accumulate_in_f32().unwrap();
+    assert_eq!(w.grad().kind(), Kind::Float);
+    (0..999).for_each(|_| micro());
+    assert_eq!(w.grad().double_value(&[0]), 1000.0);
+    opt.step().unwrap();
+    assert_eq!(opt.master_weight(0).unwrap().unwrap().double_value(&[0]), -1000.0);
+    opt.zero_grad().unwrap();
+    micro();
+    assert_eq!(w.grad().kind(), Kind::Float);
+    let mut plain = Sgd::default().build(&list, 1.0).unwrap();
+    assert!(matches!(plain.accumulate_in_f32(), Err(Error::NoMasterWeights)));
+}
+
+/// What unscaling makes of small fp16 gradients would be zero in fp16.
+#[test]
+fn unscaling_does_not_underflow() {
+    let w = leaf(&Tensor::zeros([1], (Kind::Half, Device::Cpu)));
+    let list = [w.shallow_clone()];
+    let mut opt =
+        Sgd::default().build_with_master_weights(&list, 1.0, MasterWeights::Float).unwrap();
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    (&w * 2f64.powi(-20)).sum(Kind::Half).backward();
+    drop(scaler.scale(&Tensor::from(1f32)).unwrap());
+    scaler.unscale_(&mut opt).unwrap();
+    let gradient = w.grad();
+    assert_eq!((gradient.kind(), gradient.double_value(&[0])), (Kind::Float, 2f64.powi(-36)));
+}
+
+#[test]
+fn masters_are_saved_and_made_anew() {
+    let algorithms: [Algorithm; 3] =
+        [AdamW::default().into(), Sgd::default().into(), Adagrad::default().into()];
+    for algorithm in algorithms {
+        for masters in [
+            MasterWeights::Float,
+            MasterWeights::Remainder,
+            MasterWeights::StochasticRounding { seed: 5 },
+        ] {
+            let parameters = halves(Kind::BFloat16, Device::Cpu);
+            let mut opt = build(algorithm, &parameters, masters);
+            let step = |opt: &mut Optimizer, list: &[Tensor], gradients: &[Tensor]| {
+                opt.zero_grad().unwrap();
+                backward(list, gradients);
+                opt.step().unwrap();
+            };
+            step(&mut opt, &parameters, &random_gradients(&parameters));
+            let copies: Vec<_> = parameters.iter().map(leaf).collect();
+            let mut other = build(algorithm, &copies, masters);
+            other.load_state_dict(&opt.state_dict().unwrap()).unwrap();
+            let gradients = random_gradients(&parameters);
+            step(&mut opt, &parameters, &gradients);
+            step(&mut other, &copies, &gradients);
+            for (one, other) in parameters.iter().zip(&copies) {
+                assert_eq!(bits(one), bits(other), "{algorithm:?} {masters:?}");
+            }
+            // Without them the parameters are what is gone on from.
+            let mut state = opt.state_dict().unwrap();
+            for tensors in state.state.values_mut() {
+                tensors.remove("master_param");
+            }
+            other.load_state_dict(&state).unwrap();
+            assert!(other.master_weight(1).unwrap().is_none());
+        }
+    }
+}
+
+#[test]
+fn masters_forget_on_request() {
+    let w = leaf(&Tensor::ones([2], (Kind::BFloat16, Device::Cpu)));
+    let list = [w.shallow_clone()];
+    let adam = Adam::default();
+    let mut opt = adam.build_with_master_weights(&list, 0.5, MasterWeights::Float).unwrap();
+    let step = |opt: &mut Optimizer| {
+        opt.zero_grad().unwrap();
+        (&w * 1.0).sum(Kind::BFloat16).backward();
+        opt.step().unwrap();
+    };
+    step(&mut opt);
+    drop(tch::no_grad(|| w.shallow_clone().fill_(4.0)));
+    opt.reset_master_weights();
+    step(&mut opt);
+    assert!((w.double_value(&[0]) - 3.5).abs() < 0.05, "{w:?}");
+    assert_eq!(opt.master_weights(), MasterWeights::Float);
+}
