@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::{Rounds, Twin, median, nanoseconds, print_ratio, print_table, rounds};
+use common::{Rounds, Twin, median, nanoseconds, print_ratio, print_table, rounds, values};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
@@ -99,13 +99,6 @@ impl Training {
         });
         median(times.collect())
     }
-}
-
-/// Multiples of 1/8, the same in the twin, with none that is zero.
-fn values(parameter: i64, numbers: i64, factor: i64) -> Tensor {
-    let places = Tensor::arange(numbers, (Kind::Int64, Device::Cpu));
-    let values = (places * 11 + parameter * factor).remainder(64) - 32;
-    (values.to_kind(Kind::Float) + 0.5) / 8.0
 }
 
 /// The bits of the parameters after some steps.

@@ -7,7 +7,7 @@
 mod common;
 
 use common::{
-    Rounds, Row, Twin, median, microseconds, nanoseconds, print_ratio, print_table, rounds,
+    Rounds, Row, Twin, median, microseconds, nanoseconds, print_ratio, print_table, rounds, values,
 };
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
@@ -177,13 +177,6 @@ impl<O: AmpOptimizer> Training<O> {
             }
         });
     }
-}
-
-/// Multiples of 1/8, the same in the twin, with none that is zero.
-fn values(parameter: i64, numbers: i64, factor: i64) -> Tensor {
-    let places = Tensor::arange(numbers, (Kind::Int64, Device::Cpu));
-    let values = (places * 11 + parameter * factor).remainder(64) - 32;
-    (values.to_kind(Kind::Float) + 0.5) / 8.0
 }
 
 /// The bits of the scale and the parameters after some steps without clipping.

@@ -10,6 +10,8 @@ use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use tch::{Device, Kind, Tensor};
+
 /// A Python process that runs `benches/oracle/<name>` and answers one line for each request.
 #[derive(Debug)]
 pub struct Twin {
@@ -165,4 +167,11 @@ pub fn print_ratio(name: &str, row: Row) {
 
 pub fn microseconds(nanoseconds: f64) -> String {
     format!("{:.3} us", nanoseconds / 1e3)
+}
+
+/// Multiples of 1/8, the same in the twin, with none that is zero.
+pub fn values(parameter: i64, numbers: i64, factor: i64) -> Tensor {
+    let places = Tensor::arange(numbers, (Kind::Int64, Device::Cpu));
+    let values = (places * 11 + parameter * factor).remainder(64) - 32;
+    (values.to_kind(Kind::Float) + 0.5) / 8.0
 }
