@@ -330,3 +330,23 @@ fn masters_forget_on_request() {
     assert!((w.double_value(&[0]) - 3.5).abs() < 0.05, "{w:?}");
     assert_eq!(opt.master_weights(), MasterWeights::Float);
 }
+
+/// A VarStore has variables that do not train, and those without a gradient keep their numbers.
+#[test]
+fn frozen_parameters_are_left_alone() {
+    let [w, frozen, idle] =
+        [0, 1, 2].map(|_| leaf(&Tensor::ones([2], (Kind::BFloat16, Device::Cpu))));
+    let frozen = frozen.set_requires_grad(false);
+    let list = [&w, &frozen, &idle].map(Tensor::shallow_clone);
+    let adam = Adam::default();
+    let mut opt = adam.build_with_master_weights(&list, 0.5, MasterWeights::Float).unwrap();
+    opt.accumulate_in_f32().unwrap();
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    scaler.backward(&(&w * &frozen).sum(Kind::BFloat16).to_kind(Kind::Float)).unwrap();
+    scaler.unscale_(&mut opt).unwrap();
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+    scaler.update().unwrap();
+    let first = |t: &Tensor| t.double_value(&[0]);
+    assert_eq!((first(&w), first(&frozen), first(&idle)), (0.5, 1.0, 1.0));
+    assert!(opt.master_weight(1).unwrap().is_none() && opt.master_weight(2).unwrap().is_none());
+}
