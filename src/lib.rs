@@ -9,6 +9,7 @@ mod ffi;
 pub mod function;
 mod gradcheck;
 mod messages;
+mod names;
 pub mod optim;
 mod panics;
 mod scaler;

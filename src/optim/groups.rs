@@ -5,6 +5,7 @@
 use serde::Serialize;
 
 use crate::error::{Error, Result};
+use crate::names::matches_any;
 use crate::optim::{Algorithm, Optimizer};
 
 /// The options of the parameters of one group.
@@ -26,27 +27,8 @@ pub(crate) struct Rule {
 
 impl Rule {
     pub(crate) fn matches(&self, name: &str) -> bool {
-        self.patterns.iter().any(|pattern| matches(pattern, name))
+        matches_any(&self.patterns, name)
     }
-}
-
-/// Whether a name fits a pattern, in which each `*` stands for any characters.
-fn matches(pattern: &str, name: &str) -> bool {
-    let Some((start, rest)) = pattern.split_once('*') else {
-        return pattern == name;
-    };
-    let Some(mut name) = name.strip_prefix(start) else {
-        return false;
-    };
-    let mut parts: Vec<&str> = rest.split('*').collect();
-    let end = parts.pop().unwrap_or_default();
-    for part in parts {
-        match name.find(part) {
-            Some(at) => name = &name[at + part.len()..],
-            None => return false,
-        }
-    }
-    name.ends_with(end)
 }
 
 impl Optimizer {
@@ -220,29 +202,4 @@ fn set_momentum(options: &mut ParamGroup, momentum: f64) -> Result<()> {
     let algorithm = options.algorithm.name();
     let missing = Error::NoSuchOption { option: "momentum", algorithm };
     set(options.algorithm.momentum_mut().ok_or(missing)?, momentum)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::matches;
-
-    #[test]
-    fn a_star_stands_for_any_characters() {
-        for (pattern, name, fits) in [
-            ("*.bias", "a.b.bias", true),
-            ("*.bias", "bias", false),
-            ("*bias", "bias", true),
-            ("*norm*", "layer.norm1.weight", true),
-            ("*norm*", "layer.weight", false),
-            ("a*b*c", "a1b2c", true),
-            ("a*b*c", "acb", false),
-            ("a*a", "a", false),
-            ("*", "", true),
-            ("a**b", "ab", true),
-            ("weight", "weight", true),
-            ("weight", "weights", false),
-        ] {
-            assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
-        }
-    }
 }
