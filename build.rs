@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 const OLDEST: (u32, u32) = (2, 11);
 const NEWEST: (u32, u32) = (2, 13);
 
-const SOURCES: [&str; 12] = [
+const SOURCES: [&str; 13] = [
     "autocast.cpp",
     "checkpoint.cpp",
     "clip.cpp",
@@ -17,6 +17,7 @@ const SOURCES: [&str; 12] = [
     "function.cpp",
     "gradients.cpp",
     "kernels.cpp",
+    "loss_scale.cpp",
     "masters.cpp",
     "optim.cpp",
     "optim_state.cpp",

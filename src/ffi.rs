@@ -168,6 +168,13 @@ pub(crate) fn any_nonzero(tensors: &[&Tensor]) -> Result<bool> {
         .map(|any| any != 0)
 }
 
+/// Whether all elements of floating or complex tensors are finite: a bool on the device of the first.
+pub(crate) fn all_finite(tensors: &[&Tensor]) -> Result<Tensor> {
+    let tensors = pointers(tensors.iter().copied());
+    // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.
+    given(call(|err| unsafe { sys::tamp_all_finite(tensors.as_ptr(), tensors.len(), err) })?)
+}
+
 /// Grows or backs off `scale` and counts in `tracker`, in place.
 pub(crate) fn scale_update(
     scale: &Tensor,

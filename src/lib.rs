@@ -8,12 +8,15 @@ mod error;
 mod ffi;
 pub mod function;
 mod gradcheck;
+pub mod loss_scale;
 mod messages;
 mod names;
 pub mod optim;
 mod panics;
+pub mod policy;
 mod scaler;
 mod sys;
+mod tree;
 
 pub use autocast::{
     Autocast, AutocastGuard, AutocastState, autocast, autocast_dtype, clear_autocast_cache,
@@ -23,5 +26,10 @@ pub use buffers::{BufferSnapshot, check_buffers_finite};
 pub use error::{Error, Result};
 pub use function::{Function, function};
 pub use gradcheck::{GradCheck, gradcheck, gradgradcheck};
+pub use loss_scale::{
+    DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale, all_finite, select_tree,
+};
 pub use optim::{AmpOptimizer, AmpScaling, Parameters, ScaledStep};
+pub use policy::{OptLevel, Policy};
 pub use scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome, Unscaled};
+pub use tree::Tree;

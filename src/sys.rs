@@ -240,6 +240,12 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     );
 
+    pub(crate) fn tamp_all_finite(
+        tensors: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+
     pub(crate) fn tamp_clip_grad_norm(
         parameters: *const *mut Tensor,
         count: usize,

@@ -1,0 +1,84 @@
+// Whether numbers are finite, for functional loss scales: one answer on the device, and nothing is changed.
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "gradients.h"
+#include "guarded.h"
+
+namespace {
+
+using at::Tensor;
+
+// Tensors of one device and dtype, which libtorch takes the norms of in one launch.
+struct Group {
+  at::Device device;
+  at::ScalarType dtype;
+  std::vector<Tensor> tensors;
+};
+
+// A real dense tensor that holds the numbers of `t`. Duplicate indices of a sparse tensor can add up to infinity.
+Tensor numbers(const Tensor &t) {
+  Tensor values = t;
+  if (t.is_sparse()) {
+    values = t.coalesce()._values();
+  } else if (t.layout() != at::kStrided) {
+    values = t.values();
+  }
+  if (values.is_complex()) values = at::view_as_real(values.resolve_conj());
+  // libtorch takes no norm of the 8-bit kinds.
+  return values.element_size() == 1 ? values.to(at::kFloat) : values;
+}
+
+void add(std::vector<Group> &groups, Tensor t) {
+  for (auto &group : groups) {
+    if (group.device == t.device() && group.dtype == t.scalar_type()) {
+      group.tensors.push_back(std::move(t));
+      return;
+    }
+  }
+  groups.push_back({t.device(), t.scalar_type(), {std::move(t)}});
+}
+
+// The infinity norm of a tensor with a NaN is NaN.
+Tensor all_finite(const Group &group) {
+  const auto norms = at::_foreach_norm(group.tensors, std::numeric_limits<double>::infinity());
+  return at::isfinite(at::stack(norms)).all();
+}
+
+}  // namespace
+
+extern "C" {
+
+tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    std::vector<Tensor> looped;
+    std::vector<Group> groups;
+    at::Device device = at::kCPU;
+    for (size_t i = 0; i < count; ++i) {
+      const Tensor &t = tamp::tensor(tensors[i]);
+      if (i == 0) device = t.device();
+      Tensor values = numbers(t);
+      if (values.numel() == 0) continue;
+      if (tamp::has_loop(values)) {
+        looped.push_back(std::move(values));
+      } else {
+        add(groups, std::move(values));
+      }
+    }
+    // A factor of one only looks.
+    const bool bad = !looped.empty() && tamp::unscale_in_loops(looped, 1.0F, false);
+    Tensor finite = at::full({}, !bad, at::TensorOptions().dtype(at::kBool).device(device));
+    for (const auto &group : groups) {
+      finite = at::logical_and(finite, tamp::on_device(all_finite(group), device));
+    }
+    return tamp::give(finite);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,143 @@
+//! The loss scale that adapts.
+
+#![forbid(unsafe_code)]
+
+use tch::{Device, Kind, Tensor};
+
+use crate::device::check_usable;
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::loss_scale::finite::{GRADS_FINITE, flag};
+use crate::loss_scale::fixed::{LARGEST, tensor};
+use crate::loss_scale::{DynamicLossScaleState, LossScale, LossScaleState};
+use crate::{ffi, sys};
+
+/// Grows while gradients are finite and shrinks when they are not. The twin of `jmp.DynamicLossScale`, with its defaults:
+///
+/// ```text
+/// loss_scale = 2^15, counter = 0, period = 2000, factor = 2, min_loss_scale = 1
+///
+/// adjust(grads_finite):
+///     if grads_finite:
+///         counter += 1
+///         if counter == period:
+///             counter = 0
+///             if loss_scale * factor is finite: loss_scale *= factor
+///     else:
+///         counter = 0
+///         loss_scale = max(min_loss_scale, loss_scale / factor)
+/// ```
+///
+/// This is what a [`GradScaler`](crate::GradScaler) with `growth_factor = factor`, `backoff_factor = 1 / factor` and
+/// `growth_interval = period` does, and it runs the same kernel. Each can be made from the other's state:
+///
+/// ```
+/// use tch::Device;
+/// use tch_amp::loss_scale::DynamicLossScaleState;
+/// use tch_amp::{GradScaler, GradScalerState};
+///
+/// let mut scaler = GradScaler::new(Device::Cpu)?;
+/// let state = DynamicLossScaleState::try_from(&scaler.state_dict()?)?;
+/// assert_eq!((state.loss_scale, state.period), (65536.0, 2000));
+/// let loss_scale = state.build(Device::Cpu)?;
+///
+/// scaler.load_state_dict(&GradScalerState::from(&loss_scale.state()?))?;
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct DynamicLossScale {
+    scale: Tensor,
+    counter: Tensor,
+    period: i64,
+    factor: f64,
+    min_loss_scale: f64,
+}
+
+impl DynamicLossScale {
+    /// Makes a loss scale with jmp's defaults on `device`: the device of the loss. [`DynamicLossScaleState`] has the
+    /// options.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DeviceUnavailable`] when the device cannot be used here, with the reason.
+    pub fn new(device: Device) -> Result<Self> {
+        DynamicLossScaleState::default().build(device)
+    }
+
+    pub(super) fn from_state(device: Device, state: DynamicLossScaleState) -> Result<Self> {
+        let state = state.checked()?;
+        check_usable(device)?;
+        let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = state;
+        Ok(Self {
+            scale: tensor(loss_scale, device)?,
+            counter: Tensor::f_scalar_tensor(counter, (Kind::Int, device))?,
+            period,
+            factor,
+            min_loss_scale,
+        })
+    }
+
+    /// Returns the whole state. Waits for the device. [`state_dict`](LossScale::state_dict) is the same for any loss scale.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if the device cannot be read.
+    pub fn state(&self) -> Result<DynamicLossScaleState> {
+        // Whole, so that a new field does not compile until it is saved.
+        let Self { scale, counter, period, factor, min_loss_scale } = self;
+        Ok(DynamicLossScaleState {
+            loss_scale: scale.f_double_value(&[])?,
+            counter: counter.f_int64_value(&[])?,
+            period: *period,
+            factor: *factor,
+            min_loss_scale: *min_loss_scale,
+        })
+    }
+
+    fn rule(&self) -> sys::ScaleRule {
+        sys::ScaleRule {
+            growth_factor: self.factor,
+            backoff_factor: 1.0 / self.factor,
+            growth_interval: self.period,
+            min_scale: self.min_loss_scale,
+            max_scale: LARGEST,
+        }
+    }
+}
+
+impl Clone for DynamicLossScale {
+    /// Copies the loss scale: what happens to the one does not happen to the other.
+    fn clone(&self) -> Self {
+        let (scale, counter) = (self.scale.shallow_clone(), self.counter.shallow_clone());
+        Self { scale, counter, ..*self }
+    }
+}
+
+impl LossScale for DynamicLossScale {
+    fn loss_scale(&self) -> Option<&Tensor> {
+        Some(&self.scale)
+    }
+
+    fn adjust(&mut self, grads_finite: &Tensor) -> Result<()> {
+        let found_inf = flag(GRADS_FINITE, grads_finite)?.f_logical_not()?;
+        let found_inf = found_inf.f_to_kind(Kind::Float)?;
+        // The kernel writes to copies: graphs, clones and whoever asked hold the tensors from before.
+        let (scale, counter) = (self.scale.f_detach_copy()?, self.counter.f_detach_copy()?);
+        ffi::scale_update(&scale, &counter, &[&found_inf], &self.rule())?;
+        (self.scale, self.counter) = (scale, counter);
+        Ok(())
+    }
+
+    fn state_dict(&self) -> Result<LossScaleState> {
+        self.state().map(LossScaleState::Dynamic)
+    }
+
+    fn load_state_dict(&mut self, state: &LossScaleState) -> Result<()> {
+        let LossScaleState::Dynamic(state) = *state else {
+            return Err(state.is_not("Dynamic"));
+        };
+        *self = Self::from_state(self.scale.device(), state)?;
+        Ok(())
+    }
+}

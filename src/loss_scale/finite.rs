@@ -1,0 +1,113 @@
+//! Whether gradients are finite, and the choice that follows.
+
+#![forbid(unsafe_code)]
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::ffi;
+use crate::tree::{Tree, floating_kind, leaves, mismatch};
+
+/// A tensor's kind, if its elements can be infinite.
+pub(super) fn number_kind(tensor: &Tensor) -> Option<Kind> {
+    floating_kind(tensor).or_else(|| {
+        let kind = tensor.defined().then(|| tensor.f_kind().ok()).flatten()?;
+        let complex = [Kind::ComplexHalf, Kind::ComplexFloat, Kind::ComplexDouble];
+        complex.contains(&kind).then_some(kind)
+    })
+}
+
+/// Tells whether all elements of all floating and complex tensors of a tree are finite: a bool tensor of no dimensions on
+/// the device of the first of them; true on the CPU for none. Other tensors and undefined ones do not count. As
+/// `jmp.all_finite`.
+///
+/// Reads each tensor once, in one call for all, and changes nothing; a sparse tensor is coalesced, since its duplicates can
+/// add up to infinity. Does not wait, unless the first tensor lies on the CPU and others on a GPU.
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::all_finite;
+///
+/// let (fine, broken) = (Tensor::from(1f32), Tensor::from(f32::NAN));
+/// assert!(bool::try_from(all_finite(&[&fine, &fine])?)?);
+/// assert!(!bool::try_from(all_finite(&(&fine, vec![&broken]))?)?);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+///
+/// [`Error::Torch`] for a tensor whose numbers libtorch cannot read, such as one of MKLDNN's layout.
+pub fn all_finite<T: Tree + ?Sized>(tree: &T) -> Result<Tensor> {
+    let mut numbers = leaves(tree);
+    numbers.retain(|tensor| number_kind(tensor).is_some());
+    ffi::all_finite(&numbers)
+}
+
+/// Chooses between two trees: `new` where `pred`, a tensor of one element, is true (not zero), and else `old`. As
+/// `jmp.select_tree`.
+///
+/// The choice is made on the device of each tensor, and nothing waits, unless `pred` lies on a GPU and a tensor on the CPU.
+/// Tensors of all kinds are chosen, and autograd goes through the choice; what is not chosen gets a gradient of zeros.
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::{all_finite, select_tree};
+///
+/// let (old, new) = (Tensor::from(1f32), Tensor::from(f32::INFINITY));
+/// let chosen = select_tree(&all_finite(&new)?, &new, &old)?;
+/// assert_eq!(f64::try_from(chosen)?, 1.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+///
+/// [`Error::TreeMismatch`] where the trees differ in structure, or two tensors in shape, kind or device;
+/// [`Error::InvalidValue`] when `pred` has not one element.
+pub fn select_tree<T: Tree + ?Sized>(pred: &Tensor, new: &T, old: &T) -> Result<T::Output> {
+    let mut preds: Vec<(Device, Tensor)> = Vec::new();
+    let first = flag("the number of elements of pred", pred)?;
+    preds.push((first.device(), first));
+    new.try_zip(old, &mut |new, old| {
+        if !new.defined() && !old.defined() {
+            return Ok(new.shallow_clone());
+        }
+        check_alike(new, old)?;
+        let device = new.device();
+        if !preds.iter().any(|(known, _)| *known == device) {
+            let there = preds[0].1.f_to_device(device)?;
+            preds.push((device, there));
+        }
+        // It is there: pushed above, if not before.
+        let pred = preds.iter().find(|(known, _)| *known == device).unwrap_or(&preds[0]);
+        Ok(new.f_where_self(&pred.1, old)?)
+    })
+}
+
+pub(super) const GRADS_FINITE: &str = "the number of elements of grads_finite";
+
+/// A one-element tensor as a bool of no dimensions. `field` is what an error calls the number of its elements.
+pub(super) fn flag(field: &'static str, tensor: &Tensor) -> Result<Tensor> {
+    let elements = if tensor.defined() { tensor.numel() } else { 0 };
+    if elements != 1 {
+        return Err(Error::InvalidValue { field, value: elements as f64, rule: "1" });
+    }
+    let tensor = tensor.f_detach()?.f_reshape([0i64; 0])?;
+    Ok(tensor.f_to_kind(Kind::Bool)?)
+}
+
+fn check_alike(new: &Tensor, old: &Tensor) -> Result<()> {
+    let describe = |tensor: &Tensor| match tensor.f_kind() {
+        _ if !tensor.defined() => "an undefined tensor".to_owned(),
+        Ok(kind) => format!("{kind:?} {:?} on {:?}", tensor.size(), tensor.device()),
+        Err(error) => format!("a tensor of unknown kind ({error})"),
+    };
+    let alike = new.defined()
+        && old.defined()
+        && new.f_kind()? == old.f_kind()?
+        && new.size() == old.size()
+        && new.device() == old.device();
+    if alike {
+        return Ok(());
+    }
+    Err(mismatch(format!("{} in the first and {} in the second", describe(new), describe(old))))
+}

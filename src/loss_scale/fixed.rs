@@ -1,0 +1,117 @@
+//! Loss scales that never change.
+
+#![forbid(unsafe_code)]
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use crate::device::check_usable;
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::{Result, ensure};
+use crate::loss_scale::{
+    LossScale, LossScaleState,
+    finite::{GRADS_FINITE, flag},
+};
+
+/// The largest finite f32.
+pub(super) const LARGEST: f64 = f32::MAX as f64;
+/// The smallest scale whose reciprocal is finite in f32: 2^-126.
+pub(super) const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
+
+/// A scale as an f32 on a device.
+pub(super) fn tensor(scale: f64, device: Device) -> Result<Tensor> {
+    Ok(Tensor::f_scalar_tensor(scale, (Kind::Float, device))?)
+}
+
+/// Leaves losses and gradients as they are, so that one loop serves bf16, too. The twin of `jmp.NoOpLossScale`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NoOpLossScale;
+
+impl LossScale for NoOpLossScale {
+    fn loss_scale(&self) -> Option<&Tensor> {
+        None
+    }
+
+    fn adjust(&mut self, grads_finite: &Tensor) -> Result<()> {
+        flag(GRADS_FINITE, grads_finite).map(drop)
+    }
+
+    fn state_dict(&self) -> Result<LossScaleState> {
+        Ok(LossScaleState::NoOp)
+    }
+
+    fn load_state_dict(&mut self, state: &LossScaleState) -> Result<()> {
+        match state {
+            LossScaleState::NoOp => Ok(()),
+            other => Err(other.is_not("NoOp")),
+        }
+    }
+}
+
+/// Scales by a constant. The twin of `jmp.StaticLossScale`.
+///
+/// ```
+/// use tch::{Device, Tensor};
+/// use tch_amp::{LossScale, StaticLossScale};
+///
+/// let loss_scale = StaticLossScale::new(Device::Cpu, 1024.0)?;
+/// let scaled = loss_scale.scale(&Tensor::from(3f32))?;
+/// assert_eq!(f64::try_from(&scaled)?, 3072.0);
+/// assert_eq!(f64::try_from(loss_scale.unscale(&scaled)?)?, 3.0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct StaticLossScale {
+    scale: Tensor,
+}
+
+impl StaticLossScale {
+    /// Makes a loss scale of `loss_scale`, rounded to f32, on `device`: the device of the loss.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] unless it is from 2^-126, below which its reciprocal is infinite, to the largest f32;
+    /// [`Error::DeviceUnavailable`] when the device cannot be used here, with the reason.
+    pub fn new(device: Device, loss_scale: f64) -> Result<Self> {
+        check_static(loss_scale)?;
+        check_usable(device)?;
+        Ok(Self { scale: tensor(loss_scale, device)? })
+    }
+}
+
+fn check_static(loss_scale: f64) -> Result<()> {
+    let rule = "a number from 2^-126 to the largest f32";
+    ensure("loss_scale", loss_scale, (SMALLEST..=LARGEST).contains(&loss_scale), rule)
+}
+
+impl Clone for StaticLossScale {
+    fn clone(&self) -> Self {
+        Self { scale: self.scale.shallow_clone() }
+    }
+}
+
+impl LossScale for StaticLossScale {
+    fn loss_scale(&self) -> Option<&Tensor> {
+        Some(&self.scale)
+    }
+
+    fn adjust(&mut self, grads_finite: &Tensor) -> Result<()> {
+        flag(GRADS_FINITE, grads_finite).map(drop)
+    }
+
+    fn state_dict(&self) -> Result<LossScaleState> {
+        // Whole, so that a new field does not compile until it is saved.
+        let Self { scale } = self;
+        Ok(LossScaleState::Static { loss_scale: scale.f_double_value(&[])? })
+    }
+
+    fn load_state_dict(&mut self, state: &LossScaleState) -> Result<()> {
+        let LossScaleState::Static { loss_scale } = *state else {
+            return Err(state.is_not("Static"));
+        };
+        check_static(loss_scale)?;
+        self.scale = tensor(loss_scale, self.scale.device())?;
+        Ok(())
+    }
+}

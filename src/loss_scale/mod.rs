@@ -1,0 +1,193 @@
+//! Functional loss scales: a [`GradScaler`](crate::GradScaler) in its parts, for loops that compute their own updates.
+//!
+//! A loss scale multiplies losses, divides gradients, and adapts to whether they were finite; [`all_finite`] and
+//! [`select_tree`] say so and choose between the new parameters and the old. All of it happens on the device, and nothing
+//! waits for it. The vocabulary and the numbers are those of [jmp](https://github.com/google-deepmind/jmp).
+
+#![forbid(unsafe_code)]
+
+mod dynamic;
+mod finite;
+mod fixed;
+mod interop;
+mod state;
+
+use std::fmt::Debug;
+
+use tch::{Kind, Tensor};
+
+pub use dynamic::DynamicLossScale;
+pub use finite::{all_finite, select_tree};
+pub use fixed::{NoOpLossScale, StaticLossScale};
+pub use state::{DynamicLossScaleState, LossScaleState};
+
+use crate::error::Result;
+use crate::tree::Tree;
+
+/// A scale for losses: [`NoOpLossScale`], [`StaticLossScale`] or [`DynamicLossScale`]. The twin of `jmp.LossScale`.
+///
+/// One loop serves all of them, also behind `Box<dyn LossScale>`:
+///
+/// ```
+/// use tch::{Kind, Tensor};
+/// use tch_amp::{DynamicLossScale, LossScale, all_finite, select_tree};
+///
+/// # let cpu = tch::Device::Cpu;
+/// let mut loss_scale: Box<dyn LossScale> = Box::new(DynamicLossScale::new(cpu)?);
+/// let mut w = Tensor::ones([3], (Kind::Float, cpu)).set_requires_grad(true);
+/// for _ in 0..10 {
+///     let loss = w.square().sum(Kind::Float);
+///     let gradients = Tensor::run_backward(&[loss_scale.scale(&loss)?], &[&w], false, false);
+///     let gradients = loss_scale.unscale(&gradients)?;
+///     // Clipping and regularisation go here: after unscaling.
+///     let finite = all_finite(&gradients)?;
+///     let new = tch::no_grad(|| &w - 0.1 * &gradients[0]);
+///     w = select_tree(&finite, &new, &w.detach())?.set_requires_grad(true);
+///     loss_scale.adjust(&finite)?;
+/// }
+/// assert!(f64::try_from(w.abs().max())? < 0.2);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub trait LossScale: Debug + Send {
+    /// Returns the scale, an f32 tensor of no dimensions on the loss scale's device, or `None` for one that does nothing.
+    /// The tensor never changes: [`adjust`](Self::adjust) makes another. As `loss_scale` in jmp.
+    fn loss_scale(&self) -> Option<&Tensor>;
+
+    /// Adapts the scale to whether the gradients were finite: a tensor with one element, as [`all_finite`] makes it, on
+    /// any device; zero is false. Does not wait, unless the tensor lies on a GPU and the scale on the CPU. As in jmp, where
+    /// it returns the next loss scale.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a tensor that has not one element; nothing changes then.
+    fn adjust(&mut self, grads_finite: &Tensor) -> Result<()>;
+
+    /// Returns the whole state, to be saved. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`](crate::Error::Torch) if the device cannot be read.
+    fn state_dict(&self) -> Result<LossScaleState>;
+
+    /// Takes over a saved state. The loss scale stays on its device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OtherLossScale`](crate::Error::OtherLossScale) for the state of another kind of loss scale;
+    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a value outside its range. Nothing changes then.
+    fn load_state_dict(&mut self, state: &LossScaleState) -> Result<()>;
+
+    /// Multiplies the floating and complex tensors of a tree, the losses, by the scale; others come back as they are.
+    ///
+    /// Half tensors become f32, as in jmp, since the scale would overflow fp16; a [`NoOpLossScale`] leaves them half. A
+    /// tensor on another device than the scale is multiplied where it lies.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`](crate::Error::Torch), when there is no memory, say.
+    fn scale<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output>
+    where
+        Self: Sized,
+    {
+        multiply(tree, self.loss_scale())
+    }
+
+    /// Divides the floating and complex tensors of a tree, the gradients, by the scale: multiplies them by its reciprocal.
+    /// Undefined tensors, the gradients of unused parameters, come back as they are, as others do.
+    ///
+    /// Half gradients become f32, as in jmp, since the small ones, which scaling saves, would vanish in half again.
+    /// [`Policy::cast_to_param`](crate::Policy::cast_to_param) casts them back where that is wanted.
+    ///
+    /// # Errors
+    ///
+    /// As [`scale`](Self::scale).
+    fn unscale<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output>
+    where
+        Self: Sized,
+    {
+        divide(tree, self.loss_scale())
+    }
+
+    /// Returns the scale as a number; 1 for a [`NoOpLossScale`]. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`](crate::Error::Torch) if the device cannot be read.
+    fn value(&self) -> Result<f64> {
+        self.loss_scale().map_or(Ok(1.0), |scale| Ok(scale.f_double_value(&[])?))
+    }
+}
+
+/// The generic methods for a loss scale behind a reference.
+impl dyn LossScale + '_ {
+    /// Multiplies losses by the scale, as [`LossScale::scale`] does.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn scale<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output> {
+        multiply(tree, self.loss_scale())
+    }
+
+    /// Divides gradients by the scale, as [`LossScale::unscale`] does.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn unscale<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output> {
+        divide(tree, self.loss_scale())
+    }
+}
+
+macro_rules! forward {
+    ($($pointer:ty),*) => {$(
+        impl<L: LossScale + ?Sized> LossScale for $pointer {
+            fn loss_scale(&self) -> Option<&Tensor> {
+                (**self).loss_scale()
+            }
+
+            fn adjust(&mut self, grads_finite: &Tensor) -> Result<()> {
+                (**self).adjust(grads_finite)
+            }
+
+            fn state_dict(&self) -> Result<LossScaleState> {
+                (**self).state_dict()
+            }
+
+            fn load_state_dict(&mut self, state: &LossScaleState) -> Result<()> {
+                (**self).load_state_dict(state)
+            }
+        }
+    )*};
+}
+
+forward!(Box<L>, &mut L);
+
+fn divide<T: Tree + ?Sized>(tree: &T, scale: Option<&Tensor>) -> Result<T::Output> {
+    let inverse = scale.map(|scale| scale.f_reciprocal()).transpose()?;
+    multiply(tree, inverse.as_ref())
+}
+
+fn multiply<T: Tree + ?Sized>(tree: &T, factor: Option<&Tensor>) -> Result<T::Output> {
+    let Some(factor) = factor else {
+        return tree.try_map(&mut |tensor| Ok(tensor.shallow_clone()));
+    };
+    tree.try_map(&mut |tensor| product(tensor, factor))
+}
+
+fn product(tensor: &Tensor, factor: &Tensor) -> Result<Tensor> {
+    let Some(kind) = finite::number_kind(tensor) else {
+        return Ok(tensor.shallow_clone());
+    };
+    let wide = match kind {
+        Kind::Double | Kind::ComplexDouble | Kind::ComplexFloat => kind,
+        Kind::ComplexHalf => Kind::ComplexFloat,
+        _ => Kind::Float,
+    };
+    let tensor = if wide == kind { tensor.shallow_clone() } else { tensor.f_to_kind(wide)? };
+    let device = tensor.device();
+    if device == factor.device() {
+        return Ok(tensor.f_mul(factor)?);
+    }
+    Ok(tensor.f_mul(&factor.f_to_device(device)?)?)
+}

@@ -1,0 +1,128 @@
+//! What loss scales save, load and start from.
+
+#![forbid(unsafe_code)]
+
+use serde::{Deserialize, Serialize};
+use tch::Device;
+
+use crate::error::{Error, Result, ensure};
+use crate::loss_scale::fixed::{LARGEST, SMALLEST};
+use crate::loss_scale::{DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale};
+
+/// The state of any loss scale.
+///
+/// Serialised, the kind is under the key `kind`, beside the fields. Read JSON with serde_json's feature `float_roundtrip`
+/// where a scale that is no power of two must come back to the last bit.
+///
+/// ```
+/// use tch::Device;
+/// use tch_amp::loss_scale::LossScaleState;
+///
+/// let state: LossScaleState = serde_json::from_str(r#"{"kind": "Static", "loss_scale": 256.0}"#)?;
+/// let loss_scale = state.build(Device::Cpu)?;
+/// assert_eq!(loss_scale.value()?, 256.0);
+/// assert_eq!(loss_scale.state_dict()?, state);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind")]
+pub enum LossScaleState {
+    /// Of a [`NoOpLossScale`].
+    NoOp,
+    /// Of a [`StaticLossScale`].
+    Static {
+        /// The scale.
+        loss_scale: f64,
+    },
+    /// Of a [`DynamicLossScale`].
+    Dynamic(DynamicLossScaleState),
+}
+
+impl LossScaleState {
+    /// Makes the loss scale, on `device`: the device of the loss.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] for a value outside its range; [`Error::DeviceUnavailable`] when the device cannot be used
+    /// here, with the reason.
+    pub fn build(self, device: Device) -> Result<Box<dyn LossScale>> {
+        Ok(match self {
+            Self::NoOp => Box::new(NoOpLossScale),
+            Self::Static { loss_scale } => Box::new(StaticLossScale::new(device, loss_scale)?),
+            Self::Dynamic(state) => Box::new(state.build(device)?),
+        })
+    }
+
+    /// The error of a loss scale of another kind.
+    pub(super) fn is_not(&self, expected: &'static str) -> Error {
+        let found = match self {
+            Self::NoOp => "NoOp",
+            Self::Static { .. } => "Static",
+            Self::Dynamic(_) => "Dynamic",
+        };
+        Error::OtherLossScale { expected, found }
+    }
+}
+
+/// How a [`DynamicLossScale`] starts, and where it stands: all of it. The defaults are jmp's, with the first scale of its
+/// documentation.
+///
+/// jmp itself drops `min_loss_scale` when its loss scale is taken apart and put together again.
+///
+/// ```
+/// use tch::Device;
+/// use tch_amp::loss_scale::DynamicLossScaleState;
+///
+/// let loss_scale = DynamicLossScaleState { period: 500, ..Default::default() }.build(Device::Cpu)?;
+/// assert_eq!(loss_scale.state()?.loss_scale, 32768.0);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DynamicLossScaleState {
+    /// The scale. Defaults to 2^15.
+    pub loss_scale: f64,
+    /// Adjustments in a row with finite gradients since the scale last changed. Defaults to 0.
+    pub counter: i64,
+    /// Adjustments in a row with finite gradients before the scale grows; at least 1. Defaults to 2000.
+    pub period: i64,
+    /// What the scale is multiplied by when it grows, and divided by when gradients are not finite; more than 1. Defaults
+    /// to 2.
+    pub factor: f64,
+    /// The scale never sinks below this; at least 2^-126. Defaults to 1.
+    pub min_loss_scale: f64,
+}
+
+impl Default for DynamicLossScaleState {
+    fn default() -> Self {
+        Self { loss_scale: 32768.0, counter: 0, period: 2000, factor: 2.0, min_loss_scale: 1.0 }
+    }
+}
+
+impl DynamicLossScaleState {
+    /// Makes the loss scale, on `device`: the device of the loss.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] for a field outside its range; [`Error::DeviceUnavailable`] when the device cannot be used
+    /// here, with the reason.
+    pub fn build(self, device: Device) -> Result<DynamicLossScale> {
+        DynamicLossScale::from_state(device, self)
+    }
+
+    /// The state, with a counter beyond a shortened period brought to its last place, or why there can be no such state.
+    pub(super) fn checked(self) -> Result<Self> {
+        let Self { loss_scale, counter, period, factor, min_loss_scale: min } = self;
+        let lasts = (1..=i64::from(i32::MAX)).contains(&period);
+        ensure("period", period as f64, lasts, "from 1 to 2^31 - 1")?;
+        let counts = (0..=i64::from(i32::MAX)).contains(&counter);
+        ensure("counter", counter as f64, counts, "from 0 to 2^31 - 1")?;
+        let grows = 1.0 < factor && factor < f64::INFINITY;
+        ensure("factor", factor, grows, "finite and more than 1")?;
+        let rule = "a number from 2^-126 to the largest f32";
+        ensure("min_loss_scale", min, (SMALLEST..=LARGEST).contains(&min), rule)?;
+        let rule = "a number from min_loss_scale to the largest f32";
+        ensure("loss_scale", loss_scale, (min..=LARGEST).contains(&loss_scale), rule)?;
+        Ok(Self { counter: counter.min(period - 1), ..self })
+    }
+}

@@ -1,0 +1,119 @@
+//! Policies as people write them.
+
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
+use tch::{Device, Kind};
+
+use crate::error::{Error, Result};
+use crate::policy::kinds::{ALLOWED, name, named};
+use crate::policy::{OptLevel, Policy};
+
+/// What was read, or what is wrong.
+type Read<T> = std::result::Result<T, String>;
+
+impl Policy {
+    /// Reads a policy in which `half` and `O1` to `O3` stand for what is right on `device`. The grammar is that of the
+    /// [type](Policy#as-text). As `jmp.get_policy`.
+    ///
+    /// ```
+    /// use tch::{Device, Kind};
+    /// use tch_amp::Policy;
+    ///
+    /// assert_eq!(Policy::parse("O1", Device::Cpu)?, Policy::MIXED_BF16);
+    /// assert_eq!(Policy::parse("O1", Device::Cuda(0))?, Policy::MIXED_F16);
+    /// assert_eq!(Policy::parse("c=half", Device::Cpu)?.output, Kind::BFloat16);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::PolicyText`] with what is wrong, what is allowed, and examples.
+    pub fn parse(text: &str, device: Device) -> Result<Self> {
+        let small = text.to_ascii_lowercase();
+        let read = if small.contains('=') {
+            assignments(&small, device)
+        } else if let Ok(level) = small.parse::<OptLevel>() {
+            Ok(level.policy(device))
+        } else {
+            one_kind(small.trim(), device)
+        };
+        read.map_err(|problem| Error::PolicyText { text: text.to_owned(), problem })
+    }
+}
+
+fn one_kind(text: &str, device: Device) -> Read<Policy> {
+    let unknown =
+        || format!("`{text}` is no kind and no level; kinds are {ALLOWED}, levels O0 to O3");
+    named(text, device).map(Policy::all).ok_or_else(unknown)
+}
+
+fn assignments(text: &str, device: Device) -> Read<Policy> {
+    // What is given for params, compute and output.
+    let mut given: [Option<Kind>; 3] = [None; 3];
+    for part in text.split(',') {
+        let (field, kind) = assignment(part, device)?;
+        if given[field].replace(kind).is_some() {
+            return Err(format!("it gives {} twice", FIELDS[field].0));
+        }
+    }
+    let [param, compute, output] = given;
+    let param = param.unwrap_or(Kind::Float);
+    let compute = compute.unwrap_or(param);
+    Ok(Policy { param, compute, output: output.unwrap_or(compute) })
+}
+
+const FIELDS: [(&str, &str); 3] = [("params", "p"), ("compute", "c"), ("output", "o")];
+
+fn assignment(part: &str, device: Device) -> Read<(usize, Kind)> {
+    let (key, value) = part.split_once('=').ok_or_else(|| {
+        format!("`{}` is no assignment; write params=, compute= or output= before it", part.trim())
+    })?;
+    let (key, value) = (key.trim(), value.trim());
+    let fits = |(long, short): &(&str, &str)| [*long, *short].contains(&key);
+    let field = FIELDS.iter().position(fits).ok_or_else(|| {
+        format!("`{key}` cannot be set; set params (p), compute (c) and output (o)")
+    })?;
+    let kind = named(value, device).ok_or_else(|| {
+        format!("`{value}` is no kind for {}; kinds are {ALLOWED}", FIELDS[field].0)
+    })?;
+    Ok((field, kind))
+}
+
+impl FromStr for Policy {
+    type Err = Error;
+
+    /// Reads a policy as [`parse`](Policy::parse) does, for CUDA where it is available and else for the CPU.
+    fn from_str(text: &str) -> Result<Self> {
+        Self::parse(text, Device::cuda_if_available())
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for ((field, _), kind) in FIELDS.iter().zip([self.param, self.compute, self.output]) {
+            let comma = if *field == "params" { "" } else { "," };
+            match name(kind) {
+                Some(kind) => write!(f, "{comma}{field}={kind}")?,
+                None => write!(f, "{comma}{field}={kind:?}")?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Serialize for Policy {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let policy = self.checked().map_err(ser::Error::custom)?;
+        serializer.collect_str(&policy)
+    }
+}
+
+impl<'de> Deserialize<'de> for Policy {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}

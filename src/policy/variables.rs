@@ -1,0 +1,132 @@
+//! Casting the variables of a VarStore.
+
+#![forbid(unsafe_code)]
+
+use std::collections::HashSet;
+
+use tch::nn::VarStore;
+use tch::{Kind, Tensor, no_grad};
+
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::ffi;
+use crate::names::matches_any;
+use crate::policy::{Policy, check};
+use crate::tree::floating_kind;
+
+/// Which variables of a model stay in f32 when the others become half.
+///
+/// tch's VarStore knows names and not layers, so norms are told by these:
+///
+/// - all variables beside a `running_mean`: a batch norm, whatever it is called;
+/// - a part of the name contains `norm`: `norm1.weight`, `blocks.0.layer_norm.bias`, `rmsnorm.weight`;
+/// - a part is `bn`, `ln`, `gn` or `rms`, perhaps with a number or with more after an underscore: `layer1.bn2.weight`,
+///   `h.3.ln_1.bias`, `ln_f.weight`, `gn.weight`. (`gnn.weight` is none of them.)
+///
+/// In patterns `*` stands for any characters, as in [`assign_group`](crate::optim::Optimizer::assign_group).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum KeepF32<'a> {
+    /// The norms.
+    #[default]
+    Norms,
+    /// Nothing.
+    Nothing,
+    /// What one of the patterns fits.
+    Names(&'a [&'a str]),
+    /// The norms, and what one of the patterns fits.
+    NormsAnd(&'a [&'a str]),
+}
+
+impl Policy {
+    /// Casts the floating variables of a VarStore to the kind of parameters, in place, and returns the names of those that
+    /// stay in f32, sorted. The twin of `model.half()` with `keep_batchnorm_fp32` of apex.
+    ///
+    /// The layers hold the same tensors, so the model has the new kinds at once. Call it before the optimizer is built, whose
+    /// state has the kinds of the parameters then; gradients that the cast variables have are dropped. Buffers, such as the
+    /// running statistics of a batch norm, are variables in tch and go with their layer. With parameters of f32 or f64
+    /// nothing is kept back; variables made later have the kind that the VarStore had.
+    ///
+    /// ```
+    /// use tch::{Device, Kind, nn};
+    /// use tch_amp::Policy;
+    /// use tch_amp::policy::KeepF32;
+    ///
+    /// let mut vs = nn::VarStore::new(Device::Cpu);
+    /// let linear = nn::linear(vs.root() / "linear", 4, 4, Default::default());
+    /// let head = nn::linear(vs.root() / "head", 4, 2, Default::default());
+    /// let kept = Policy::BF16.cast_variables(&mut vs, KeepF32::NormsAnd(&["head.*"]))?;
+    /// assert_eq!((linear.ws.kind(), head.ws.kind()), (Kind::BFloat16, Kind::Float));
+    /// assert_eq!(kept, ["head.bias", "head.weight"]);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::PolicyKind`], before anything is cast; [`Error::Torch`] when there is no memory for the next variable.
+    pub fn cast_variables(&self, vs: &mut VarStore, keep: KeepF32<'_>) -> Result<Vec<String>> {
+        check("param", self.param)?;
+        let mut variables: Vec<_> = vs.variables().into_iter().collect();
+        variables.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let is_half = matches!(self.param, Kind::Half | Kind::BFloat16);
+        let norms = batch_norms(variables.iter().map(|(name, _)| name.as_str()));
+        let keeps: Vec<bool> =
+            variables.iter().map(|(name, _)| is_half && keep.keeps(name, &norms)).collect();
+        let mut kept = Vec::new();
+        for ((name, variable), keeps) in variables.iter_mut().zip(keeps) {
+            let Some(from) = floating_kind(variable) else { continue };
+            cast_in_place(variable, from, if keeps { Kind::Float } else { self.param })?;
+            if keeps {
+                kept.push(std::mem::take(name));
+            }
+        }
+        Ok(kept)
+    }
+}
+
+/// The tensor stays the same one, for all who hold it, and gets new data.
+fn cast_in_place(variable: &mut Tensor, from: Kind, to: Kind) -> Result<()> {
+    if from == to {
+        return Ok(());
+    }
+    no_grad(|| variable.f_set_data(&variable.f_to_kind(to)?))?;
+    // Its gradient has the old kind, which neither backward nor an optimizer could take.
+    ffi::gradient_drop(variable)
+}
+
+impl KeepF32<'_> {
+    fn keeps(self, name: &str, batch_norms: &HashSet<String>) -> bool {
+        let norm = || is_norm(name) || batch_norms.contains(parent(name));
+        match self {
+            Self::Norms => norm(),
+            Self::Nothing => false,
+            Self::Names(patterns) => matches_any(patterns, name),
+            Self::NormsAnd(patterns) => norm() || matches_any(patterns, name),
+        }
+    }
+}
+
+/// The layers that have running statistics.
+fn batch_norms<'a>(names: impl Iterator<Item = &'a str>) -> HashSet<String> {
+    let layers = names.filter(|name| name.rsplit('.').next() == Some("running_mean"));
+    layers.map(|name| parent(name).to_owned()).collect()
+}
+
+/// The layer of a variable; empty for one at the root.
+fn parent(name: &str) -> &str {
+    name.rsplit_once('.').map_or("", |(parent, _)| parent)
+}
+
+fn is_norm(name: &str) -> bool {
+    parent(name).split('.').any(|part| {
+        let part = part.to_ascii_lowercase();
+        let is_short = |short: &&str| {
+            let rest = part.strip_prefix(*short);
+            rest.is_some_and(|rest| {
+                rest.starts_with('_') || rest.bytes().all(|byte| byte.is_ascii_digit())
+            })
+        };
+        part.contains("norm") || ["bn", "ln", "gn", "rms"].iter().any(|short| is_short(&short))
+    })
+}
