@@ -1,0 +1,126 @@
+//! What is cast, and to what.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::policy::{cast_to_full, cast_to_half, half_kind};
+use tch_amp::{Error, Policy};
+
+use crate::common::rng::Rng;
+use crate::common::{for_each_device, to_f64};
+use crate::{KINDS, POLICY_KINDS, is_floating};
+
+fn of(kind: Kind, device: Device) -> Tensor {
+    Tensor::from_slice(&[0.0, 1.0, 1.0]).to_kind(kind).to_device(device)
+}
+
+#[test]
+fn floating_tensors_are_cast_and_others_pass_through() {
+    for_each_device(|device| {
+        for from in KINDS {
+            let tensor = of(from, device);
+            for to in POLICY_KINDS {
+                let policy = Policy::new(to, to, to).unwrap();
+                let want = if is_floating(from) { to } else { from };
+                let got = [
+                    policy.cast_to_param(&tensor).unwrap(),
+                    policy.cast_to_compute(&tensor).unwrap(),
+                    policy.cast_to_output(&tensor).unwrap(),
+                ];
+                for got in got {
+                    assert_eq!((got.kind(), got.device()), (want, device), "{from:?} to {to:?}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn each_method_casts_to_its_own_kind() {
+    let policy = Policy::new(Kind::Double, Kind::BFloat16, Kind::Half).unwrap();
+    let x = Tensor::from(1f32);
+    assert_eq!(policy.cast_to_param(&x).unwrap().kind(), Kind::Double);
+    assert_eq!(policy.cast_to_compute(&x).unwrap().kind(), Kind::BFloat16);
+    assert_eq!(policy.cast_to_output(&x).unwrap().kind(), Kind::Half);
+}
+
+#[test]
+fn a_tensor_that_has_the_kind_is_the_same_memory() {
+    let x = Tensor::from_slice(&[1f32, 2.0]);
+    let same = Policy::FULL.cast_to_param(&x).unwrap();
+    assert_eq!(same.data_ptr(), x.data_ptr());
+    let undefined = Policy::BF16.cast_to_param(&Tensor::new()).unwrap();
+    assert!(!undefined.defined());
+}
+
+/// The oracle is the `half` crate, which rounds to nearest even as IEEE 754 asks.
+#[test]
+fn numbers_are_rounded_to_the_nearest() {
+    let mut rng = Rng::new(1);
+    let values: Vec<f32> = (0..5000).map(|_| f32::from_bits(rng.next() as u32)).collect();
+    let values: Vec<f32> = values.into_iter().filter(|value| !value.is_nan()).collect();
+    let x = Tensor::from_slice(&values);
+    let half: Vec<f64> = values.iter().map(|&x| half::f16::from_f32(x).to_f64()).collect();
+    let brain: Vec<f64> = values.iter().map(|&x| half::bf16::from_f32(x).to_f64()).collect();
+    assert_eq!(to_f64(&Policy::F16.cast_to_param(&x).unwrap()), half);
+    assert_eq!(to_f64(&Policy::BF16.cast_to_param(&x).unwrap()), brain);
+}
+
+#[test]
+fn gradients_go_back_through_a_cast() {
+    for_each_device(|device| {
+        let x = of(Kind::Float, device).set_requires_grad(true);
+        let (y, _) = Policy::BF16.cast_to_compute(&(&x, of(Kind::Int64, device))).unwrap();
+        (y * 3.0).sum(Kind::Float).backward();
+        assert_eq!((x.grad().kind(), to_f64(&x.grad())), (Kind::Float, vec![3.0; 3]));
+    });
+}
+
+#[test]
+fn half_is_the_dtype_of_autocast() {
+    for device in [Device::Cpu, Device::Cuda(0), Device::Mps] {
+        assert_eq!(half_kind(device), tch_amp::autocast_dtype(device).unwrap(), "{device:?}");
+    }
+    for_each_device(|device| {
+        let tree = (of(Kind::Double, device), of(Kind::Bool, device), Tensor::new());
+        let (x, flags, undefined) = cast_to_half(&tree).unwrap();
+        assert_eq!((x.kind(), flags.kind()), (half_kind(device), Kind::Bool));
+        assert!(!undefined.defined());
+        assert_eq!(cast_to_full(&x).unwrap().kind(), Kind::Float);
+    });
+}
+
+#[test]
+fn a_policy_has_floating_kinds_only() {
+    for kind in KINDS.into_iter().filter(|kind| !POLICY_KINDS.contains(kind)) {
+        let refused = [
+            Policy::new(kind, Kind::Float, Kind::Float),
+            Policy::FULL.with_param(kind),
+            Policy::FULL.with_compute(kind),
+            Policy::FULL.with_output(kind),
+        ];
+        for (result, field) in refused.into_iter().zip(["param", "param", "compute", "output"]) {
+            let error = result.unwrap_err();
+            assert!(
+                matches!(error, Error::PolicyKind { field: f, kind: k } if (f, k) == (field, kind)),
+                "{error}"
+            );
+        }
+        // The fields are public, so the casts look, too.
+        let policy = Policy { compute: kind, ..Policy::FULL };
+        let error = policy.cast_to_compute(&Tensor::from(1f32)).unwrap_err();
+        assert!(matches!(error, Error::PolicyKind { field: "compute", .. }));
+    }
+    let text = Policy::FULL.with_output(Kind::Int64).unwrap_err().to_string();
+    assert_eq!(
+        text,
+        "the output kind of a policy cannot be Int64: use Kind::Float, Kind::Half, Kind::BFloat16 or Kind::Double, for example Policy::MIXED_BF16"
+    );
+}
+
+#[test]
+fn the_constants_are_what_they_are_called() {
+    let half = Policy::F16.with_param(Kind::Float).unwrap().with_output(Kind::Float).unwrap();
+    assert_eq!(Policy::MIXED_F16, half);
+    let full = Policy::MIXED_BF16.with_compute(Kind::Float).unwrap();
+    assert_eq!((full, Policy::default()), (Policy::FULL, Policy::FULL));
+    assert_eq!(Policy::DOUBLE.to_string(), "params=float64,compute=float64,output=float64");
+}

@@ -1,0 +1,41 @@
+//! Precision policies: what they cast, how they are written, and models under them.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod casts;
+mod modules;
+mod text;
+mod trees;
+mod variables;
+
+use tch::Kind;
+
+/// All kinds that tch knows and libtorch can fill.
+const KINDS: [Kind; 16] = [
+    Kind::Uint8,
+    Kind::Int8,
+    Kind::Int16,
+    Kind::Int,
+    Kind::Int64,
+    Kind::Half,
+    Kind::Float,
+    Kind::Double,
+    Kind::ComplexHalf,
+    Kind::ComplexFloat,
+    Kind::ComplexDouble,
+    Kind::Bool,
+    Kind::BFloat16,
+    Kind::Float8e5m2,
+    Kind::Float8e4m3fn,
+    Kind::Float8e5m2fnuz,
+];
+
+/// The kinds that a policy may have.
+const POLICY_KINDS: [Kind; 4] = [Kind::Half, Kind::BFloat16, Kind::Float, Kind::Double];
+
+fn is_floating(kind: Kind) -> bool {
+    let float8 = [Kind::Float8e5m2, Kind::Float8e4m3fn, Kind::Float8e5m2fnuz];
+    POLICY_KINDS.contains(&kind) || float8.contains(&kind)
+}

@@ -1,0 +1,165 @@
+//! Modules under a policy.
+
+use std::sync::{Arc, Mutex};
+
+use rstest::rstest;
+use tch::nn::{self, Module, ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::policy::{KeepF32, half_kind, keep_in_f32, keep_in_f32_t};
+use tch_amp::{Autocast, Error, OptLevel, Policy, autocast, is_autocast_enabled};
+
+use crate::POLICY_KINDS;
+use crate::common::{for_each_device, to_f64};
+
+/// Notes the kind of its input and whether autocast is on.
+#[derive(Debug, Default)]
+struct Probe(Arc<Mutex<Vec<(Kind, bool)>>>);
+
+impl Module for Probe {
+    fn forward(&self, xs: &Tensor) -> Tensor {
+        self.0.lock().unwrap().push((xs.kind(), is_autocast_enabled(xs.device())));
+        xs.shallow_clone()
+    }
+}
+
+fn seen(policy: Policy, xs: &Tensor) -> (Kind, bool, Kind) {
+    let probe = Probe::default();
+    let log = Arc::clone(&probe.0);
+    let ys = policy.apply_to(probe).unwrap().f_forward(xs).unwrap();
+    let (kind, on) = log.lock().unwrap()[0];
+    (kind, on, ys.kind())
+}
+
+#[test]
+fn inputs_and_outputs_are_cast_and_autocast_is_on_where_kinds_differ() {
+    for_each_device(|device| {
+        let xs = Tensor::ones([2, 2], (Kind::Double, device));
+        let mixed = Policy::MIXED_BF16;
+        assert_eq!(seen(mixed, &xs), (Kind::BFloat16, true, Kind::Float));
+        assert_eq!(seen(Policy::BF16, &xs), (Kind::BFloat16, false, Kind::BFloat16));
+        assert_eq!(seen(Policy::FULL, &xs), (Kind::Float, false, Kind::Float));
+        let words = Tensor::ones([2, 2], (Kind::Int64, device));
+        assert_eq!(seen(mixed, &words), (Kind::Int64, true, Kind::Int64));
+        // The policy decides, whatever is around it.
+        let inside = autocast(device, || seen(Policy::FULL, &xs)).unwrap();
+        assert_eq!(inside, (Kind::Float, false, Kind::Float));
+        let off = Autocast::new(device).enabled(false).run(|| seen(mixed, &xs)).unwrap();
+        assert_eq!(off, (Kind::BFloat16, true, Kind::Float));
+        assert!(!is_autocast_enabled(device));
+    });
+}
+
+#[test]
+fn a_policy_that_autocast_cannot_follow_is_refused() {
+    for param in POLICY_KINDS {
+        for compute in POLICY_KINDS {
+            let policy = Policy::new(param, compute, Kind::Float).unwrap();
+            let half = [Kind::Half, Kind::BFloat16].contains(&compute);
+            let possible = param == compute || (half && param != Kind::Double);
+            let result = policy.apply_to(nn::func(Tensor::relu));
+            assert_eq!(result.is_ok(), possible, "{policy}");
+            if let Err(error) = result {
+                assert!(
+                    matches!(error, Error::PolicyModule { param: p, compute: c } if (p, c) == (param, compute))
+                );
+            }
+            let net = Policy { param: Kind::Bool, ..policy }.apply_to_t(nn::func(Tensor::relu));
+            assert!(matches!(net, Err(Error::PolicyKind { field: "param", .. })));
+        }
+    }
+}
+
+/// A network with norms; those that are wrapped work with half inputs everywhere.
+fn net(vs: &VarStore) -> nn::SequentialT {
+    let root = vs.root();
+    let relu = |xs: &Tensor| xs.relu();
+    nn::seq_t()
+        .add(nn::linear(&root / "in", 4, 8, Default::default()))
+        .add(keep_in_f32_t(nn::batch_norm1d(&root / "bn", 8, Default::default())))
+        .add_fn(relu)
+        .add(keep_in_f32(nn::layer_norm(&root / "norm", vec![8], Default::default())))
+        .add(nn::linear(&root / "out", 8, 2, Default::default()))
+}
+
+/// A level trains: every parameter gets a finite gradient of its own kind, near that of plain f32.
+#[rstest]
+fn a_model_trains_at_every_level(
+    #[values(OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3)] level: OptLevel,
+) {
+    for_each_device(|device| {
+        tch::manual_seed(3);
+        let mut vs = VarStore::new(device);
+        let plain = net(&vs);
+        let xs = Tensor::randn([16, 4], (Kind::Float, device));
+        let want = plain.forward_t(&xs, true);
+        let policy = level.policy(device);
+        // The wrapped norms have f32 weights at all levels here, so that O3 keeps them, too.
+        let keep = if level == OptLevel::O3 { KeepF32::Norms } else { level.keeps() };
+        policy.cast_variables(&mut vs, keep).unwrap();
+        let ys = policy.apply_to_t(plain).unwrap().forward_t(&xs, true);
+        assert_eq!(ys.kind(), policy.output);
+        let tolerance = if level == OptLevel::O0 { 0.0 } else { 0.15 };
+        let far = to_f64(&(ys.to_kind(Kind::Float) - want).abs().max());
+        assert!(far[0] <= tolerance, "{far:?}");
+        ys.to_kind(Kind::Float).square().mean(Kind::Float).backward();
+        for (name, variable) in vs.variables() {
+            if variable.requires_grad() {
+                assert_eq!(variable.grad().kind(), variable.kind(), "{name}");
+                assert_eq!(variable.grad().isfinite().all().int64_value(&[]), 1, "{name}");
+            }
+        }
+    });
+}
+
+/// Which layers take half inputs with f32 weights on the CPU, as the documentation of `keep_in_f32` says.
+#[rstest]
+fn norms_take_half_inputs_on_the_cpu(#[values(Kind::BFloat16, Kind::Half)] half: Kind) {
+    let vs = VarStore::new(Device::Cpu);
+    let xs = Tensor::randn([3, 4, 5], (half, Device::Cpu));
+    let batch = nn::batch_norm1d(vs.root() / "b", 4, Default::default());
+    let layer = nn::layer_norm(vs.root() / "l", vec![5], Default::default());
+    let group = nn::group_norm(vs.root() / "g", 2, 4, Default::default());
+    let outputs = [
+        (batch.forward_t(&xs, true), keep_in_f32_t(batch).forward_t(&xs, true)),
+        (layer.forward(&xs), keep_in_f32(layer).forward(&xs)),
+        (group.forward(&xs), keep_in_f32(group).forward(&xs)),
+    ];
+    for (plain, kept) in outputs {
+        assert_eq!((plain.kind(), kept.kind()), (half, half));
+        let far = to_f64(&(plain.to_kind(Kind::Float) - kept.to_kind(Kind::Float)).abs().max());
+        assert!(far[0] < 0.05, "{far:?}");
+    }
+}
+
+#[test]
+fn a_kept_layer_runs_in_f32_inside_of_a_region() {
+    for_each_device(|device| {
+        let half = half_kind(device);
+        let probe = Probe::default();
+        let log = Arc::clone(&probe.0);
+        let layer = keep_in_f32(probe);
+        for kind in [half, Kind::Float, Kind::Double, Kind::Int64] {
+            let xs = Tensor::ones([2], (kind, device));
+            let ys = autocast(device, || layer.forward(&xs)).unwrap();
+            assert_eq!(ys.kind(), kind);
+            let inside = if kind == half { Kind::Float } else { kind };
+            assert_eq!(log.lock().unwrap().pop(), Some((inside, false)));
+        }
+        assert!(layer.module().0.lock().unwrap().is_empty());
+    });
+}
+
+/// Products under a mixed policy are those of autocast.
+#[test]
+fn a_mixed_policy_is_autocast() {
+    for_each_device(|device| {
+        let vs = VarStore::new(device);
+        let linear = nn::linear(vs.root(), 8, 8, Default::default());
+        let xs = Tensor::randn([4, 8], (Kind::Float, device));
+        let half = half_kind(device);
+        let want = autocast(device, || linear.forward(&xs)).unwrap().to_kind(Kind::Float);
+        let policy = Policy::FULL.with_compute(half).unwrap();
+        let got = policy.apply_to(linear).unwrap().forward(&xs);
+        assert_eq!(to_f64(&got), to_f64(&want));
+    });
+}

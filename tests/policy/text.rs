@@ -1,0 +1,131 @@
+//! Policies and levels as text.
+
+use rstest::rstest;
+use tch::Kind::{BFloat16, Double, Float, Half};
+use tch::{Device, Kind};
+use tch_amp::policy::KeepF32;
+use tch_amp::{Error, OptLevel, Policy};
+
+use crate::POLICY_KINDS;
+
+const GPU: Device = Device::Cuda(0);
+
+/// What `jmp.get_policy` of jmp 0.0.4 answers where half is fp16.
+#[rstest]
+#[case("full", [Float, Float, Float])]
+#[case("half", [Half, Half, Half])]
+#[case("f16", [Half, Half, Half])]
+#[case("float16", [Half, Half, Half])]
+#[case("bf16", [BFloat16, BFloat16, BFloat16])]
+#[case("bfloat16", [BFloat16, BFloat16, BFloat16])]
+#[case("f32", [Float, Float, Float])]
+#[case("float32", [Float, Float, Float])]
+#[case("f64", [Double, Double, Double])]
+#[case("float64", [Double, Double, Double])]
+#[case("c=f16", [Float, Half, Half])]
+#[case("c=bf16", [Float, BFloat16, BFloat16])]
+#[case("p=f16", [Half, Half, Half])]
+#[case("o=f16", [Float, Float, Half])]
+#[case("p=f16,c=f16", [Half, Half, Half])]
+#[case("p=f16,c=bf16", [Half, BFloat16, BFloat16])]
+#[case("p=bf16,o=f32", [BFloat16, BFloat16, Float])]
+#[case("c=f16,o=f32", [Float, Half, Float])]
+#[case("params=float32,compute=float16,output=float32", [Float, Half, Float])]
+#[case("params=float64,compute=float32", [Double, Float, Float])]
+#[case("o=f32,c=f16,p=bf16", [BFloat16, Half, Float])]
+#[case("params=full,compute=half,output=full", [Float, Half, Float])]
+#[case("compute=half", [Float, Half, Half])]
+#[case("output=f16,params=bf16", [BFloat16, BFloat16, Half])]
+#[case("p=full,c=bf16,o=full", [Float, BFloat16, Float])]
+fn policies_are_read_as_jmp_reads_them(#[case] text: &str, #[case] want: [Kind; 3]) {
+    let Policy { param, compute, output } = Policy::parse(text, GPU).unwrap();
+    assert_eq!([param, compute, output], want);
+}
+
+#[rstest]
+#[case("O0", Device::Cpu, [Float, Float, Float])]
+#[case("O1", Device::Cpu, [Float, BFloat16, Float])]
+#[case("O2", Device::Cpu, [BFloat16, BFloat16, Float])]
+#[case("O3", Device::Cpu, [BFloat16, BFloat16, BFloat16])]
+#[case("o1", GPU, [Float, Half, Float])]
+#[case("O2", GPU, [Half, Half, Float])]
+#[case("O3", Device::Mps, [Half, Half, Half])]
+#[case("half", Device::Cpu, [BFloat16, BFloat16, BFloat16])]
+#[case("c=half", Device::Cpu, [Float, BFloat16, BFloat16])]
+#[case(" P = FP32 , C = Half,o=float ", GPU, [Float, Half, Float])]
+#[case("BFloat16", GPU, [BFloat16, BFloat16, BFloat16])]
+#[case("double", GPU, [Double, Double, Double])]
+#[case("fp64", GPU, [Double, Double, Double])]
+#[case("fp16", Device::Cpu, [Half, Half, Half])]
+fn what_jmp_does_not_have(#[case] text: &str, #[case] device: Device, #[case] want: [Kind; 3]) {
+    let Policy { param, compute, output } = Policy::parse(text, device).unwrap();
+    assert_eq!([param, compute, output], want);
+}
+
+#[rstest]
+#[case("", "`` is no kind and no level")]
+#[case("float8", "`float8` is no kind and no level; kinds are float32 (f32")]
+#[case("O4", "`o4` is no kind and no level; kinds are float32")]
+#[case("p=", "`` is no kind for params; kinds are float32")]
+#[case("q=f16", "`q` cannot be set; set params (p), compute (c) and output (o)")]
+#[case("p=f16,", "`` is no assignment; write params=, compute= or output= before it")]
+#[case("p=f16,f32", "`f32` is no assignment; write params=")]
+#[case("f32,c=f16", "`f32` is no assignment; write params=")]
+#[case("c=int8", "`int8` is no kind for compute; kinds are float32")]
+#[case("c=O1", "`o1` is no kind for compute")]
+#[case("p=f32,params=f16", "it gives params twice")]
+#[case("p=f32=f16", "`f32=f16` is no kind for params")]
+fn what_cannot_be_read_is_named_with_what_can(#[case] text: &str, #[case] problem: &str) {
+    let error = Policy::parse(text, GPU).unwrap_err();
+    assert!(matches!(&error, Error::PolicyText { text: t, .. } if t == text));
+    let message = error.to_string();
+    assert!(
+        message.starts_with(&format!("cannot read the policy `{text}`: {problem}")),
+        "{message}"
+    );
+    assert!(message.ends_with("`bf16`, `half` or `O1`"), "{message}");
+}
+
+#[test]
+fn what_is_printed_is_read_again() {
+    for param in POLICY_KINDS {
+        for compute in POLICY_KINDS {
+            for output in POLICY_KINDS {
+                let policy = Policy::new(param, compute, output).unwrap();
+                assert_eq!(policy.to_string().parse::<Policy>().unwrap(), policy);
+                let json = serde_json::to_string(&policy).unwrap();
+                assert_eq!(json, format!("\"{policy}\""));
+                assert_eq!(serde_json::from_str::<Policy>(&json).unwrap(), policy);
+            }
+        }
+    }
+}
+
+#[test]
+fn serialisation_refuses_what_cannot_be_read_again() {
+    let policy = Policy { param: Kind::Int64, ..Policy::FULL };
+    assert!(serde_json::to_string(&policy).unwrap_err().to_string().contains("Int64"));
+    assert!(serde_json::from_str::<Policy>("\"p=f7\"").unwrap_err().to_string().contains("`f7`"));
+}
+
+#[test]
+fn a_plain_parse_takes_the_device_that_is_there() {
+    let device = Device::cuda_if_available();
+    for text in ["half", "O1", "O2", "O3", "c=half"] {
+        assert_eq!(text.parse::<Policy>().unwrap(), Policy::parse(text, device).unwrap());
+    }
+}
+
+#[test]
+fn levels_say_what_they_keep() {
+    for (text, level) in [("O0", OptLevel::O0), ("o1", OptLevel::O1), (" O2", OptLevel::O2)] {
+        assert_eq!(text.parse::<OptLevel>().unwrap(), level);
+        assert_eq!(level.keeps(), KeepF32::Norms);
+    }
+    assert_eq!(OptLevel::O3.to_string(), "O3");
+    assert_eq!(OptLevel::O3.keeps(), KeepF32::Nothing);
+    let masters = [OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3];
+    assert_eq!(masters.map(OptLevel::has_master_weights), [false, false, true, false]);
+    let error = "O7".parse::<OptLevel>().unwrap_err().to_string();
+    assert!(error.contains("none of the levels O0, O1, O2 and O3"), "{error}");
+}
