@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <limits>
 #include <utility>
@@ -57,6 +58,8 @@ extern "C" {
 tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
+    // Inside a region autocast would stack the norms, and refuses to stack those of another half kind than its own.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     std::vector<Tensor> looped;
     std::vector<Group> groups;
     at::Device device = at::kCPU;

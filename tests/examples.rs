@@ -13,6 +13,9 @@ mod multiple;
 mod own_optimizer;
 #[path = "../examples/penalty.rs"]
 mod penalty;
+#[path = "../examples/policy.rs"]
+#[allow(dead_code, reason = "the tests say what to run with")]
+mod policy;
 #[path = "../examples/resume.rs"]
 mod resume;
 #[path = "../examples/sparsemax.rs"]
@@ -65,6 +68,17 @@ fn resume_runs() -> anyhow::Result<()> {
 #[test]
 fn fused_runs() -> anyhow::Result<()> {
     fused::main()
+}
+
+#[test]
+fn policy_runs() -> anyhow::Result<()> {
+    tch::manual_seed(1);
+    for policy in ["full", "p=f32,c=half,o=f32", "c=bf16", "O1", "O2", "bf16"] {
+        for loss_scale in ["none", "1024", "dynamic"] {
+            policy::run(policy, loss_scale)?;
+        }
+    }
+    Ok(())
 }
 
 #[test]

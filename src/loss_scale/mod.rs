@@ -26,7 +26,7 @@ use crate::tree::Tree;
 
 /// A scale for losses: [`NoOpLossScale`], [`StaticLossScale`] or [`DynamicLossScale`]. The twin of `jmp.LossScale`.
 ///
-/// One loop serves all of them, also behind `Box<dyn LossScale>`:
+/// One loop serves all of them, also behind `Box<dyn LossScale>` and `&mut dyn LossScale`:
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -115,27 +115,6 @@ pub trait LossScale: Debug + Send {
     /// [`Error::Torch`](crate::Error::Torch) if the device cannot be read.
     fn value(&self) -> Result<f64> {
         self.loss_scale().map_or(Ok(1.0), |scale| Ok(scale.f_double_value(&[])?))
-    }
-}
-
-/// The generic methods for a loss scale behind a reference.
-impl dyn LossScale + '_ {
-    /// Multiplies losses by the scale, as [`LossScale::scale`] does.
-    ///
-    /// # Errors
-    ///
-    /// As there.
-    pub fn scale<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output> {
-        multiply(tree, self.loss_scale())
-    }
-
-    /// Divides gradients by the scale, as [`LossScale::unscale`] does.
-    ///
-    /// # Errors
-    ///
-    /// As there.
-    pub fn unscale<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output> {
-        divide(tree, self.loss_scale())
     }
 }
 

@@ -121,12 +121,15 @@ fn parent(name: &str) -> &str {
 fn is_norm(name: &str) -> bool {
     parent(name).split('.').any(|part| {
         let part = part.to_ascii_lowercase();
-        let is_short = |short: &&str| {
-            let rest = part.strip_prefix(*short);
-            rest.is_some_and(|rest| {
-                rest.starts_with('_') || rest.bytes().all(|byte| byte.is_ascii_digit())
-            })
-        };
-        part.contains("norm") || ["bn", "ln", "gn", "rms"].iter().any(|short| is_short(&short))
+        part.contains("norm") || SHORT.iter().any(|short| is_short(&part, short))
     })
+}
+
+/// What people call norms for short.
+const SHORT: [&str; 4] = ["bn", "ln", "gn", "rms"];
+
+/// Whether `part` is the short name, perhaps with a number or more after an underscore.
+fn is_short(part: &str, short: &str) -> bool {
+    let number = |rest: &str| rest.bytes().all(|byte| byte.is_ascii_digit());
+    part.strip_prefix(short).is_some_and(|rest| rest.starts_with('_') || number(rest))
 }

@@ -1,0 +1,83 @@
+//! One training loop for any policy and any loss scale, both from the command line, with updates computed by hand: what
+//! jmp's users write.
+//!
+//! `cargo run --example policy -- p=f32,c=half,o=f32 dynamic`
+//!
+//! The policy may be anything that [`Policy`] reads, such as `full`, `O1` or `p=f32,c=bf16`; the loss scale is `none`,
+//! `dynamic` or a number.
+
+use anyhow::{Context as _, Result};
+use tch::{Device, Kind, Reduction, Tensor, no_grad};
+use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
+use tch_amp::{LossScale, Policy, all_finite, select_tree};
+
+/// The parameters of two layers.
+type Params = Vec<Tensor>;
+
+/// Trains with what the command line asks for.
+pub fn main() -> Result<()> {
+    let args: Vec<_> = std::env::args().skip(1).collect();
+    let policy = args.first().map_or("p=f32,c=half,o=f32", String::as_str);
+    let loss_scale = args.get(1).map_or("dynamic", String::as_str);
+    run(policy, loss_scale)
+}
+
+/// Trains with a policy and a loss scale as they are written.
+pub fn run(policy: &str, loss_scale: &str) -> Result<()> {
+    let device = Device::cuda_if_available();
+    let policy = Policy::parse(policy, device)?;
+    train(policy, &mut *parse(loss_scale)?.build(device)?, device)
+}
+
+/// The loss scale that a word stands for.
+fn parse(text: &str) -> Result<LossScaleState> {
+    Ok(match text {
+        "none" => LossScaleState::NoOp,
+        "dynamic" => LossScaleState::Dynamic(DynamicLossScaleState::default()),
+        number => {
+            let loss_scale = number.parse().context("write none, dynamic or a number")?;
+            LossScaleState::Static { loss_scale }
+        }
+    })
+}
+
+/// Two layers, in whatever kind they come.
+fn forward(xs: &Tensor, params: &[Tensor]) -> Tensor {
+    xs.matmul(&params[0]).relu().matmul(&params[1])
+}
+
+fn train(policy: Policy, loss_scale: &mut dyn LossScale, device: Device) -> Result<()> {
+    let kind = (Kind::Float, device);
+    let xs = Tensor::randn([256, 8], kind);
+    let ys = xs.sum_dim_intlist(1, true, Kind::Float);
+    let init = [Tensor::randn([8, 32], kind) * 0.3, Tensor::randn([32, 1], kind) * 0.2];
+    let mut params: Params = policy.cast_to_param(init.as_slice())?;
+
+    let (mut first, mut last) = (None, f64::NAN);
+    for step in 0..300 {
+        let leaves: Params = params.iter().map(|w| w.detach().set_requires_grad(true)).collect();
+        let (inputs, weights) = policy.cast_to_compute(&(&xs, &leaves))?;
+        let outputs = policy.cast_to_output(&forward(&inputs, &weights))?;
+        let loss = outputs.to_kind(Kind::Float).mse_loss(&ys, Reduction::Mean);
+
+        let gradients = Tensor::f_run_backward(&[loss_scale.scale(&loss)?], &leaves, false, false)?;
+        let gradients = loss_scale.unscale(&gradients)?;
+        // Clipping and weight decay go here: after unscaling.
+        let finite = all_finite(&gradients)?;
+        let new: Params = no_grad(|| {
+            let descend = |(w, g): (&Tensor, &Tensor)| w - 0.02 * g;
+            params.iter().zip(&gradients).map(descend).collect()
+        });
+        params = select_tree(&finite, &policy.cast_to_param(&new)?, &params)?;
+        loss_scale.adjust(&finite)?;
+
+        if step % 100 == 0 || step == 299 {
+            last = f64::try_from(&loss)?;
+            first.get_or_insert(last);
+            println!("{policy}, step {step}: loss {last:.4}, scale {}", loss_scale.value()?);
+        }
+    }
+    let first = first.unwrap_or(f64::NAN);
+    anyhow::ensure!(last < 0.5 * first, "the loss did not fall: {first} -> {last}");
+    Ok(())
+}

@@ -1,0 +1,143 @@
+//! How a dynamic loss scale adapts.
+
+use rstest::rstest;
+use tch::{Device, Kind, Tensor};
+use tch_amp::loss_scale::DynamicLossScaleState;
+use tch_amp::{DynamicLossScale, Error, LossScale};
+
+use crate::common::for_each_device;
+use crate::common::rng::Rng;
+use crate::stands;
+
+const TOP: f64 = 170141183460469230000000000000000000000.0;
+
+/// What jmp 0.0.4 (with JAX 0.10.2 on a CPU) answers: a dot is a step with finite gradients, `!` one without.
+#[rstest]
+#[case("....!.!!....", [32768.0, 2.0, 2.0, 1.0], &[32768.0, 65536.0, 65536.0, 131072.0, 65536.0, 65536.0, 32768.0, 16384.0, 16384.0, 32768.0, 32768.0, 65536.0], &[1, 0, 1, 0, 0, 1, 0, 0, 1, 0, 1, 0])]
+#[case("!!!!!..", [8.0, 1.0, 2.0, 1.0], &[4.0, 2.0, 1.0, 1.0, 1.0, 2.0, 4.0], &[0; 7])]
+#[case("......!!!!.", [8.0, 3.0, 4.0, 2.0], &[8.0, 8.0, 32.0, 32.0, 32.0, 128.0, 32.0, 8.0, 2.0, 2.0, 2.0], &[1, 2, 0, 1, 2, 0, 0, 0, 0, 0, 1])]
+#[case("...!..", [TOP, 1.0, 2.0, 1.0], &[TOP, TOP, TOP, TOP / 2.0, TOP, TOP], &[0; 6])]
+#[case("!!!!!!....", [10.0, 2.0, 3.0, 0.5], &[3.3333332538604736, 1.111111044883728, 0.5, 0.5, 0.5, 0.5, 0.5, 1.5, 1.5, 4.5], &[0, 0, 0, 0, 0, 0, 1, 0, 1, 0])]
+#[case("..!!!....!.....!!!..", [1000.0, 3.0, 3.0, 1.0], &[1000.0, 1000.0, 333.3333435058594, 111.11111450195312, 37.03703689575195, 37.03703689575195, 37.03703689575195, 111.11111450195312, 111.11111450195312, 37.03703689575195, 37.03703689575195, 37.03703689575195, 111.11111450195312, 111.11111450195312, 111.11111450195312, 37.03703689575195, 12.34567928314209, 4.1152262687683105, 4.1152262687683105, 4.1152262687683105], &[1, 2, 0, 0, 0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 2, 0, 0, 0, 1, 2])]
+#[case("!.", [6.0, 1.0, 2.0, 4.0], &[4.0, 8.0], &[0, 0])]
+fn the_scale_adapts_as_jmps(
+    #[case] program: &str,
+    #[case] options: [f64; 4],
+    #[case] scales: &[f64],
+    #[case] counters: &[i64],
+) {
+    let [loss_scale, period, factor, min_loss_scale] = options;
+    for_each_device(|device| {
+        let period = period as i64;
+        let state =
+            DynamicLossScaleState { loss_scale, counter: 0, period, factor, min_loss_scale };
+        let mut loss_scale = state.build(device).unwrap();
+        let mut step = |c| {
+            loss_scale.adjust(&Tensor::from(c == '.').to_device(device)).unwrap();
+            stands(&loss_scale)
+        };
+        let got: Vec<_> = program.chars().map(&mut step).collect();
+        let want: Vec<_> = scales.iter().copied().zip(counters.iter().copied()).collect();
+        assert_eq!(got, want);
+    });
+}
+
+/// The pseudo-code of the documentation, in f32 as jmp computes.
+fn naive(state: &mut DynamicLossScaleState, finite: bool) {
+    let (scale, factor) = (state.loss_scale as f32, state.factor as f32);
+    if !finite {
+        state.counter = 0;
+        state.loss_scale = f64::from((scale / factor).max(state.min_loss_scale as f32));
+        return;
+    }
+    state.counter += 1;
+    if state.counter == state.period {
+        state.counter = 0;
+        if (scale * factor).is_finite() {
+            state.loss_scale = f64::from(scale * factor);
+        }
+    }
+}
+
+#[test]
+fn long_random_runs_are_those_of_the_pseudo_code() {
+    for_each_device(|device| {
+        for seed in 0..30 {
+            let mut rng = Rng::new(seed);
+            let mut want = DynamicLossScaleState {
+                loss_scale: f64::from(1.0 + rng.below(1 << 20) as f32 / 3.0),
+                counter: 0,
+                period: 1 + rng.below(6) as i64,
+                factor: [2.0, 3.0, 4.0, 10.0][rng.below(4)],
+                min_loss_scale: [1.0, 0.5, 1e-3f32.into()][rng.below(3)],
+            };
+            let mut loss_scale = want.build(device).unwrap();
+            let rare = 1 + rng.below(8);
+            for step in 0..300 {
+                let finite = !rng.one_in(rare);
+                naive(&mut want, finite);
+                loss_scale.adjust(&Tensor::from(finite).to_device(device)).unwrap();
+                assert_eq!(loss_scale.state().unwrap(), want, "seed {seed}, step {step}");
+            }
+        }
+    });
+}
+
+#[test]
+fn the_defaults_are_jmps() {
+    let state = DynamicLossScale::new(Device::Cpu).unwrap().state().unwrap();
+    let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = state;
+    assert_eq!((loss_scale, counter, min_loss_scale), (32768.0, 0, 1.0));
+    assert_eq!((period, factor), (2000, 2.0));
+}
+
+#[rstest]
+fn any_tensor_of_one_element_says_whether_gradients_are_finite(
+    #[values(Kind::Bool, Kind::Uint8, Kind::Int64, Kind::Half, Kind::Float, Kind::Double)]
+    kind: Kind,
+    #[values(&[], &[1], &[1, 1])] shape: &[i64],
+) {
+    for_each_device(|device| {
+        for home in [Device::Cpu, device] {
+            let mut loss_scale = DynamicLossScale::new(device).unwrap();
+            for (finite, want) in [(1.0, 1), (1.0, 2), (0.0, 0)] {
+                let flag = Tensor::from(finite).to_kind(kind).reshape(shape).to_device(home);
+                loss_scale.adjust(&flag).unwrap();
+                assert_eq!(stands(&loss_scale).1, want);
+            }
+            assert_eq!(loss_scale.value().unwrap(), 16384.0);
+        }
+    });
+}
+
+#[test]
+fn other_tensors_are_refused_and_change_nothing() {
+    for mut loss_scale in crate::all_three(Device::Cpu) {
+        for (flag, count) in [(Tensor::new(), 0.0), (Tensor::from_slice(&[true, true]), 2.0)] {
+            let error = loss_scale.adjust(&flag).unwrap_err();
+            let Error::InvalidValue { field, value, rule: "1" } = error else {
+                panic!("{error}");
+            };
+            assert_eq!((field, value), ("the number of elements of grads_finite", count));
+        }
+        assert!([1.0, 8.0].contains(&loss_scale.value().unwrap()));
+    }
+}
+
+/// As in jmp, where an adjustment makes a new loss scale: nothing that was handed out changes.
+#[test]
+fn an_adjustment_leaves_tensors_clones_and_graphs_alone() {
+    for_each_device(|device| {
+        let state = DynamicLossScaleState { loss_scale: 8.0, period: 1, ..Default::default() };
+        let mut loss_scale = state.build(device).unwrap();
+        let before = loss_scale.loss_scale().unwrap().shallow_clone();
+        let clone = loss_scale.clone();
+        let w = crate::of(&[2.0], Kind::Float, device).set_requires_grad(true);
+        let loss = loss_scale.scale(&w).unwrap();
+        loss_scale.adjust(&Tensor::from(true).to_device(device)).unwrap();
+        loss.sum(Kind::Float).backward();
+        assert_eq!(w.grad().double_value(&[0]), 8.0);
+        assert_eq!(f64::try_from(before).unwrap(), 8.0);
+        assert_eq!((stands(&clone).0, stands(&loss_scale).0), (8.0, 16.0));
+    });
+}

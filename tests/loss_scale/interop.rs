@@ -1,0 +1,116 @@
+//! Dynamic loss scales and gradient scalers from each other's states.
+
+use rstest::rstest;
+use tch::nn::{self, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::loss_scale::DynamicLossScaleState;
+use tch_amp::{Error, GradScaler, GradScalerConfig, GradScalerState, LossScale};
+
+use crate::common::for_each_device;
+use crate::common::rng::Rng;
+
+fn parse(json: &str) -> GradScalerState {
+    serde_json::from_str(json).unwrap()
+}
+
+/// One iteration of a scaler whose gradients are finite or not.
+fn iterate(scaler: &mut GradScaler, device: Device, finite: bool) {
+    let vs = VarStore::new(device);
+    let w = vs.root().ones("w", &[2]);
+    let mut opt = nn::Sgd::default().build(&vs, 1.0).unwrap();
+    (&w * if finite { 1.0 } else { f64::INFINITY }).sum(Kind::Float).backward();
+    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.update().unwrap();
+}
+
+#[test]
+fn a_scaler_and_a_loss_scale_made_from_it_do_the_same() {
+    for_each_device(|device| {
+        for seed in 0..10 {
+            let mut rng = Rng::new(seed);
+            let factor = *rng.pick(&[2.0, 3.0, 10.0]);
+            let config = GradScalerConfig {
+                init_scale: 1.0 + rng.below(1000) as f64,
+                growth_factor: factor,
+                backoff_factor: 1.0 / factor,
+                growth_interval: 1 + rng.below(4) as i64,
+                min_scale: 0.5,
+                ..Default::default()
+            };
+            let mut scaler = config.build(device).unwrap();
+            let state = DynamicLossScaleState::try_from(&scaler.state_dict().unwrap()).unwrap();
+            let mut loss_scale = state.build(device).unwrap();
+            for _ in 0..60 {
+                let finite = !rng.one_in(3);
+                iterate(&mut scaler, device, finite);
+                loss_scale.adjust(&Tensor::from(finite).to_device(device)).unwrap();
+                let state = loss_scale.state().unwrap();
+                let want = (scaler.get_scale().unwrap(), scaler.get_growth_tracker().unwrap());
+                assert_eq!((state.loss_scale, state.counter), want);
+                let mut want = scaler.state_dict().unwrap();
+                // Hysteresis counts these; a loss scale has none.
+                want.consecutive_skips = None;
+                assert_eq!(GradScalerState::from(&state), want);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_loss_scale_goes_on_as_a_scaler() {
+    let state = DynamicLossScaleState { counter: 3, period: 4, ..Default::default() };
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
+    iterate(&mut scaler, Device::Cpu, true);
+    assert_eq!(scaler.get_scale().unwrap(), 65536.0);
+    // The lower bound has come along, though PyTorch has none.
+    for _ in 0..20 {
+        iterate(&mut scaler, Device::Cpu, false);
+    }
+    assert_eq!(scaler.get_scale().unwrap(), 1.0);
+    let back = DynamicLossScaleState::try_from(&scaler.state_dict().unwrap()).unwrap();
+    assert_eq!(back, DynamicLossScaleState { loss_scale: 1.0, counter: 0, ..state });
+}
+
+#[test]
+fn a_state_of_pythons_becomes_a_loss_scale() {
+    let python = parse(
+        r#"{"scale": 131072.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}"#,
+    );
+    let state = DynamicLossScaleState::try_from(&python).unwrap();
+    let want = DynamicLossScaleState {
+        loss_scale: 131072.0,
+        counter: 3,
+        min_loss_scale: f32::MIN_POSITIVE.into(),
+        ..Default::default()
+    };
+    assert_eq!(state, want);
+}
+
+#[rstest]
+#[case("backoff_factor", r#""backoff_factor": 0.25"#)]
+#[case("max_scale", r#""max_scale": 1024.0"#)]
+#[case("hysteresis", r#""hysteresis": 2"#)]
+#[case("max_consecutive_skips", r#""max_consecutive_skips": 9"#)]
+#[case("loss_scale", r#""scale": -2.0"#)]
+#[case("factor", r#""growth_factor": 1.0, "backoff_factor": 1.0"#)]
+#[case("period", r#""growth_interval": 0"#)]
+#[case("counter", r#""_growth_tracker": -1"#)]
+fn what_a_loss_scale_cannot_keep_is_refused(#[case] name: &str, #[case] change: &str) {
+    let whole = r#"{"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5, "_growth_tracker": 0}"#;
+    let mut state: serde_json::Value = serde_json::from_str(whole).unwrap();
+    let change: serde_json::Value = serde_json::from_str(&format!("{{{change}}}")).unwrap();
+    for (key, value) in change.as_object().unwrap() {
+        state[key] = value.clone();
+    }
+    let error = DynamicLossScaleState::try_from(&parse(&state.to_string())).unwrap_err();
+    assert!(matches!(error, Error::InvalidValue { field, .. } if field == name), "{error}");
+}
+
+#[test]
+fn a_state_without_a_key_is_refused() {
+    let empty = DynamicLossScaleState::try_from(&GradScalerState::default());
+    assert!(matches!(empty, Err(Error::EmptyState)));
+    let part = DynamicLossScaleState::try_from(&parse(r#"{"scale": 2.0, "growth_factor": 2.0}"#));
+    assert!(matches!(part, Err(Error::MissingKey { key: "backoff_factor" })));
+}

@@ -1,0 +1,119 @@
+//! Choosing between two trees.
+
+use std::collections::BTreeMap;
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::{Error, all_finite, select_tree};
+
+use crate::common::bits::bits;
+use crate::common::{cuda_or_skip, for_each_device, to_f64};
+use crate::{NAN, of};
+
+const KINDS: [Kind; 12] = [
+    Kind::Uint8,
+    Kind::Int8,
+    Kind::Int16,
+    Kind::Int,
+    Kind::Int64,
+    Kind::Bool,
+    Kind::Half,
+    Kind::BFloat16,
+    Kind::Float,
+    Kind::Double,
+    Kind::ComplexFloat,
+    Kind::ComplexDouble,
+];
+
+#[test]
+fn tensors_of_all_kinds_are_chosen_bit_by_bit() {
+    for_each_device(|device| {
+        for kind in KINDS {
+            let (new, old) = (of(&[1.0, 0.0], kind, device), of(&[0.0, 1.0], kind, device));
+            for flag in [true, false] {
+                let pred = Tensor::from(flag).to_device(device);
+                let chosen = select_tree(&pred, &new, &old).unwrap();
+                assert_eq!((chosen.kind(), chosen.size()), (kind, vec![2]));
+                let want = if flag { &new } else { &old };
+                let cpu = |x: &Tensor| bits(&x.to_device(Device::Cpu));
+                assert_eq!(cpu(&chosen), cpu(want), "{kind:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_nan_that_is_not_chosen_leaves_no_trace() {
+    for_each_device(|device| {
+        let (new, old) = (of(&[NAN], Kind::Float, device), of(&[3.0], Kind::Float, device));
+        let chosen = select_tree(&all_finite(&new).unwrap(), &new, &old).unwrap();
+        assert_eq!(to_f64(&chosen), [3.0]);
+    });
+}
+
+#[test]
+fn whole_trees_are_chosen() {
+    for_each_device(|device| {
+        let tree = |x: f64| {
+            let leaf = || of(&[x], Kind::Float, device);
+            let count = of(&[x], Kind::Int64, device);
+            (BTreeMap::from([("w".to_owned(), vec![leaf(), leaf()])]), Some(count), Tensor::new())
+        };
+        for (flag, want) in [(true, 5.0), (false, 4.0)] {
+            let pred = Tensor::from_slice(&[flag]).to_device(device);
+            let (w, count, undefined) = select_tree(&pred, &tree(5.0), &tree(4.0)).unwrap();
+            assert_eq!([to_f64(&w["w"][0]), to_f64(&w["w"][1])], [[want], [want]]);
+            assert_eq!((to_f64(&count.unwrap()), undefined.defined()), (vec![want], false));
+        }
+    });
+}
+
+#[test]
+fn the_shape_does_not_depend_on_that_of_the_predicate() {
+    let (new, old) = (Tensor::from(1f32), Tensor::from(2f32));
+    for shape in [&[][..], &[1], &[1, 1]] {
+        let pred = Tensor::from(1f32).reshape(shape);
+        let chosen = select_tree(&pred, &new, &old).unwrap();
+        assert_eq!((chosen.dim(), to_f64(&chosen)), (0, vec![1.0]));
+    }
+}
+
+#[test]
+fn gradients_flow_to_what_is_chosen() {
+    for_each_device(|device| {
+        let new = of(&[1.0], Kind::Float, device).set_requires_grad(true);
+        let old = of(&[2.0], Kind::Float, device).set_requires_grad(true);
+        let pred = Tensor::from(false).to_device(device);
+        (select_tree(&pred, &new, &old).unwrap() * 3.0).sum(Kind::Float).backward();
+        assert_eq!((to_f64(&new.grad()), to_f64(&old.grad())), (vec![0.0], vec![3.0]));
+    });
+}
+
+#[test]
+fn a_predicate_of_several_elements_is_refused() {
+    let x = Tensor::from(1f32);
+    for (pred, count) in [(Tensor::from_slice(&[true, false]), 2.0), (Tensor::new(), 0.0)] {
+        let error = select_tree(&pred, &x, &x).unwrap_err();
+        assert!(
+            matches!(error, Error::InvalidValue { field: "the number of elements of pred", value, .. } if value == count),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn each_tensor_is_chosen_on_its_device() {
+    if !cuda_or_skip() {
+        return;
+    }
+    let devices = [Device::Cpu, Device::Cuda(0)];
+    let tree = |x: f64| devices.map(|device| of(&[x], Kind::Float, device));
+    for home in devices {
+        let chosen =
+            select_tree(&Tensor::from(true).to_device(home), &tree(1.0), &tree(2.0)).unwrap();
+        assert_eq!(chosen.each_ref().map(Tensor::device), devices);
+        assert_eq!(chosen.each_ref().map(to_f64), [[1.0], [1.0]]);
+    }
+    let [cpu, gpu] = tree(1.0);
+    let error = select_tree(&Tensor::from(true), &cpu, &gpu).unwrap_err();
+    assert!(matches!(error, Error::TreeMismatch { .. }), "{error}");
+}

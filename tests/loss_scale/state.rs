@@ -1,0 +1,128 @@
+//! Saving and loading.
+
+use rstest::rstest;
+use tch::{Device, Tensor};
+use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
+use tch_amp::{Error, LossScale, StaticLossScale};
+
+use crate::all_three;
+use crate::common::for_each_device;
+
+const STATE: DynamicLossScaleState = DynamicLossScaleState {
+    loss_scale: 1234.5,
+    counter: 7,
+    period: 11,
+    factor: 3.5,
+    min_loss_scale: 0.25,
+};
+
+/// jmp itself loses `min_loss_scale` here.
+#[test]
+fn every_field_survives_the_round_trip() {
+    for_each_device(|device| {
+        let loss_scale = STATE.build(device).unwrap();
+        let json = serde_json::to_string(&loss_scale.state_dict().unwrap()).unwrap();
+        assert_eq!(
+            json,
+            r#"{"kind":"Dynamic","loss_scale":1234.5,"counter":7,"period":11,"factor":3.5,"min_loss_scale":0.25}"#
+        );
+        let state: LossScaleState = serde_json::from_str(&json).unwrap();
+        assert_eq!(state, LossScaleState::Dynamic(STATE));
+        let mut other = DynamicLossScaleState::default().build(device).unwrap();
+        other.load_state_dict(&state).unwrap();
+        assert_eq!(other.state().unwrap(), STATE);
+        assert_eq!(other.loss_scale().unwrap().device(), device);
+    });
+}
+
+#[test]
+fn any_of_the_three_is_made_again_from_its_state() {
+    for_each_device(|device| {
+        for mut loss_scale in all_three(device) {
+            for finite in [true, false, true] {
+                loss_scale.adjust(&Tensor::from(finite)).unwrap();
+            }
+            let state = loss_scale.state_dict().unwrap();
+            let json = serde_json::to_string(&state).unwrap();
+            let again =
+                serde_json::from_str::<LossScaleState>(&json).unwrap().build(device).unwrap();
+            assert_eq!(again.state_dict().unwrap(), state);
+            assert_eq!(again.value().unwrap(), loss_scale.value().unwrap());
+        }
+    });
+}
+
+#[test]
+fn the_state_of_another_kind_is_refused() {
+    let states = all_three(Device::Cpu).map(|loss_scale| loss_scale.state_dict().unwrap());
+    for (i, mut loss_scale) in all_three(Device::Cpu).into_iter().enumerate() {
+        for (j, state) in states.iter().enumerate() {
+            match loss_scale.load_state_dict(state) {
+                Ok(()) => assert_eq!(i, j),
+                Err(Error::OtherLossScale { expected, found }) => assert_ne!(expected, found),
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn absent_fields_have_the_defaults() {
+    let state: DynamicLossScaleState = serde_json::from_str(r#"{"period": 5}"#).unwrap();
+    assert_eq!(state, DynamicLossScaleState { period: 5, ..Default::default() });
+}
+
+#[test]
+fn a_counter_beyond_a_shorter_period_grows_at_the_next_step() {
+    let state = DynamicLossScaleState { period: 5, ..STATE };
+    let mut loss_scale = state.build(Device::Cpu).unwrap();
+    assert_eq!(loss_scale.state().unwrap().counter, 4);
+    loss_scale.adjust(&Tensor::from(true)).unwrap();
+    assert_eq!(loss_scale.value().unwrap(), 1234.5 * 3.5);
+}
+
+#[rstest]
+#[case("loss_scale", DynamicLossScaleState { loss_scale: 0.1, ..STATE })]
+#[case("loss_scale", DynamicLossScaleState { loss_scale: f64::NAN, ..STATE })]
+#[case("loss_scale", DynamicLossScaleState { loss_scale: f64::INFINITY, ..STATE })]
+#[case("counter", DynamicLossScaleState { counter: -1, ..STATE })]
+#[case("period", DynamicLossScaleState { period: 0, ..STATE })]
+#[case("period", DynamicLossScaleState { period: 1 << 31, ..STATE })]
+#[case("factor", DynamicLossScaleState { factor: 1.0, ..STATE })]
+#[case("factor", DynamicLossScaleState { factor: f64::INFINITY, ..STATE })]
+#[case("min_loss_scale", DynamicLossScaleState { min_loss_scale: 0.0, ..STATE })]
+#[case("min_loss_scale", DynamicLossScaleState { min_loss_scale: f64::NAN, ..STATE })]
+fn impossible_states_are_refused(#[case] name: &str, #[case] state: DynamicLossScaleState) {
+    let mut loss_scale = STATE.build(Device::Cpu).unwrap();
+    let loaded = loss_scale.load_state_dict(&LossScaleState::Dynamic(state));
+    for result in [state.build(Device::Cpu).map(drop), loaded] {
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::InvalidValue { field, .. } if field == name), "{error}");
+    }
+    assert_eq!(loss_scale.state().unwrap(), STATE);
+}
+
+#[test]
+fn a_static_scale_is_loaded_or_refused() {
+    let mut loss_scale = StaticLossScale::new(Device::Cpu, 4.0).unwrap();
+    loss_scale.load_state_dict(&LossScaleState::Static { loss_scale: 16.0 }).unwrap();
+    let error = loss_scale.load_state_dict(&LossScaleState::Static { loss_scale: 0.0 });
+    assert!(matches!(error, Err(Error::InvalidValue { field: "loss_scale", .. })));
+    assert_eq!(loss_scale.clone().value().unwrap(), 16.0);
+}
+
+#[test]
+fn a_device_that_is_not_there_is_refused() {
+    let nowhere = Device::Cuda(1000);
+    let results = [
+        STATE.build(nowhere).map(drop),
+        StaticLossScale::new(nowhere, 2.0).map(drop),
+        LossScaleState::Dynamic(STATE).build(nowhere).map(drop),
+    ];
+    for result in results {
+        assert!(
+            matches!(result, Err(Error::DeviceUnavailable { device, .. }) if device == nowhere)
+        );
+    }
+    assert!(LossScaleState::NoOp.build(nowhere).is_ok());
+}
