@@ -148,8 +148,8 @@ void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *co
 
 // ------------------------------------------------------------------------------------------------------ loss_scale.cpp
 
-// Whether the numbers of `count` floating or complex tensors are all finite: a bool of no dimensions on the device of the
-// first. Waits only to bring the answer of a GPU to the CPU where the first tensor lies there.
+// Whether the numbers of `count` floating or complex tensors are all finite: a bool of no dimensions on the device of
+// the first. Waits only to bring the answer of a GPU to the CPU where the first tensor lies there.
 tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------------ clip.cpp

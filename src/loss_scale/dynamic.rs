@@ -13,7 +13,8 @@ use crate::loss_scale::fixed::{LARGEST, tensor};
 use crate::loss_scale::{DynamicLossScaleState, LossScale, LossScaleState};
 use crate::{ffi, sys};
 
-/// Grows while gradients are finite and shrinks when they are not. The twin of `jmp.DynamicLossScale`, with its defaults:
+/// Grows while gradients are finite and shrinks when they are not. The twin of `jmp.DynamicLossScale`, with its
+/// defaults:
 ///
 /// ```text
 /// loss_scale = 2^15, counter = 0, period = 2000, factor = 2, min_loss_scale = 1
@@ -78,7 +79,8 @@ impl DynamicLossScale {
         })
     }
 
-    /// Returns the whole state. Waits for the device. [`state_dict`](LossScale::state_dict) is the same for any loss scale.
+    /// Returns the whole state. Waits for the device. [`state_dict`](LossScale::state_dict) is the same for any loss
+    /// scale.
     ///
     /// # Errors
     ///

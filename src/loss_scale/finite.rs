@@ -17,12 +17,12 @@ pub(super) fn number_kind(tensor: &Tensor) -> Option<Kind> {
     })
 }
 
-/// Tells whether all elements of all floating and complex tensors of a tree are finite: a bool tensor of no dimensions on
-/// the device of the first of them; true on the CPU for none. Other tensors and undefined ones do not count. As
+/// Tells whether all elements of all floating and complex tensors of a tree are finite: a bool tensor of no dimensions
+/// on the device of the first of them; true on the CPU for none. Other tensors and undefined ones do not count. As
 /// `jmp.all_finite`.
 ///
-/// Reads each tensor once, in one call for all, and changes nothing; a sparse tensor is coalesced, since its duplicates can
-/// add up to infinity. Does not wait, unless the first tensor lies on the CPU and others on a GPU.
+/// Reads each tensor once, in one call for all, and changes nothing; a sparse tensor is coalesced, since its duplicates
+/// can add up to infinity. Does not wait, unless the first tensor lies on the CPU and others on a GPU.
 ///
 /// ```
 /// use tch::Tensor;
@@ -46,8 +46,9 @@ pub fn all_finite<T: Tree + ?Sized>(tree: &T) -> Result<Tensor> {
 /// Chooses between two trees: `new` where `pred`, a tensor of one element, is true (not zero), and else `old`. As
 /// `jmp.select_tree`.
 ///
-/// The choice is made on the device of each tensor, and nothing waits, unless `pred` lies on a GPU and a tensor on the CPU.
-/// Tensors of all kinds are chosen, and autograd goes through the choice; what is not chosen gets a gradient of zeros.
+/// The choice is made on the device of each tensor, and nothing waits, unless `pred` lies on a GPU and a tensor on the
+/// CPU. Tensors of all kinds are chosen, and autograd goes through the choice; what is not chosen gets a gradient of
+/// zeros.
 ///
 /// ```
 /// use tch::Tensor;

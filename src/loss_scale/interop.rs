@@ -8,8 +8,8 @@ use crate::loss_scale::fixed::{LARGEST, SMALLEST};
 use crate::scaler::GradScalerState;
 
 impl From<&DynamicLossScaleState> for GradScalerState {
-    /// The state of a [`GradScaler`](crate::GradScaler) that does the same. PyTorch, which has no lower bound, ignores that
-    /// one.
+    /// The state of a [`GradScaler`](crate::GradScaler) that does the same. PyTorch, which has no lower bound, ignores
+    /// that one.
     fn from(state: &DynamicLossScaleState) -> Self {
         // Whole, so that a new field does not compile until it is carried over.
         let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = *state;
@@ -28,14 +28,14 @@ impl From<&DynamicLossScaleState> for GradScalerState {
 impl TryFrom<&GradScalerState> for DynamicLossScaleState {
     type Error = Error;
 
-    /// The state of a [`DynamicLossScale`](crate::DynamicLossScale) that does the same. A state without a lower bound gives
-    /// a scaler's, 2^-126, and not jmp's.
+    /// The state of a [`DynamicLossScale`](crate::DynamicLossScale) that does the same. A state without a lower bound
+    /// gives a scaler's, 2^-126, and not jmp's.
     ///
     /// # Errors
     ///
-    /// [`Error::EmptyState`] and [`Error::MissingKey`] for a state that no enabled scaler saved; [`Error::InvalidValue`] for
-    /// what a dynamic loss scale does not have: a `backoff_factor` other than 1/`growth_factor`, a `max_scale`, a
-    /// `hysteresis` or a limit of skips; and for values outside their range.
+    /// [`Error::EmptyState`] and [`Error::MissingKey`] for a state that no enabled scaler saved;
+    /// [`Error::InvalidValue`] for what a dynamic loss scale does not have: a `backoff_factor` other than
+    /// 1/`growth_factor`, a `max_scale`, a `hysteresis` or a limit of skips; and for values outside their range.
     fn try_from(state: &GradScalerState) -> Result<Self> {
         if *state == GradScalerState::default() {
             return Err(Error::EmptyState);

@@ -1,8 +1,8 @@
 //! Functional loss scales: a [`GradScaler`](crate::GradScaler) in its parts, for loops that compute their own updates.
 //!
 //! A loss scale multiplies losses, divides gradients, and adapts to whether they were finite; [`all_finite`] and
-//! [`select_tree`] say so and choose between the new parameters and the old. All of it happens on the device, and nothing
-//! waits for it. The vocabulary and the numbers are those of [jmp](https://github.com/google-deepmind/jmp).
+//! [`select_tree`] say so and choose between the new parameters and the old. All of it happens on the device, and
+//! nothing waits for it. The vocabulary and the numbers are those of [jmp](https://github.com/google-deepmind/jmp).
 
 #![forbid(unsafe_code)]
 
@@ -49,13 +49,13 @@ use crate::tree::Tree;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait LossScale: Debug + Send {
-    /// Returns the scale, an f32 tensor of no dimensions on the loss scale's device, or `None` for one that does nothing.
-    /// The tensor never changes: [`adjust`](Self::adjust) makes another. As `loss_scale` in jmp.
+    /// Returns the scale, an f32 tensor of no dimensions on the loss scale's device, or `None` for one that does
+    /// nothing. The tensor never changes: [`adjust`](Self::adjust) makes another. As `loss_scale` in jmp.
     fn loss_scale(&self) -> Option<&Tensor>;
 
     /// Adapts the scale to whether the gradients were finite: a tensor with one element, as [`all_finite`] makes it, on
-    /// any device; zero is false. Does not wait, unless the tensor lies on a GPU and the scale on the CPU. As in jmp, where
-    /// it returns the next loss scale.
+    /// any device; zero is false. Does not wait, unless the tensor lies on a GPU and the scale on the CPU. As in jmp,
+    /// where it returns the next loss scale.
     ///
     /// # Errors
     ///
@@ -92,8 +92,8 @@ pub trait LossScale: Debug + Send {
         multiply(tree, self.loss_scale())
     }
 
-    /// Divides the floating and complex tensors of a tree, the gradients, by the scale: multiplies them by its reciprocal.
-    /// Undefined tensors, the gradients of unused parameters, come back as they are, as others do.
+    /// Divides the floating and complex tensors of a tree, the gradients, by the scale: multiplies them by its
+    /// reciprocal. Undefined tensors, the gradients of unused parameters, come back as they are, as others do.
     ///
     /// Half gradients become f32, as in jmp, since the small ones, which scaling saves, would vanish in half again.
     /// [`Policy::cast_to_param`](crate::Policy::cast_to_param) casts them back where that is wanted.

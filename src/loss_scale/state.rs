@@ -11,8 +11,8 @@ use crate::loss_scale::{DynamicLossScale, LossScale, NoOpLossScale, StaticLossSc
 
 /// The state of any loss scale.
 ///
-/// Serialised, the kind is under the key `kind`, beside the fields. Read JSON with serde_json's feature `float_roundtrip`
-/// where a scale that is no power of two must come back to the last bit.
+/// Serialised, the kind is under the key `kind`, beside the fields. Read JSON with serde_json's feature
+/// `float_roundtrip` where a scale that is no power of two must come back to the last bit.
 ///
 /// ```
 /// use tch::Device;
@@ -43,8 +43,8 @@ impl LossScaleState {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] for a value outside its range; [`Error::DeviceUnavailable`] when the device cannot be used
-    /// here, with the reason.
+    /// [`Error::InvalidValue`] for a value outside its range; [`Error::DeviceUnavailable`] when the device cannot be
+    /// used here, with the reason.
     pub fn build(self, device: Device) -> Result<Box<dyn LossScale>> {
         Ok(match self {
             Self::NoOp => Box::new(NoOpLossScale),
@@ -64,8 +64,8 @@ impl LossScaleState {
     }
 }
 
-/// How a [`DynamicLossScale`] starts, and where it stands: all of it. The defaults are jmp's, with the first scale of its
-/// documentation.
+/// How a [`DynamicLossScale`] starts, and where it stands: all of it. The defaults are jmp's, with the first scale of
+/// its documentation.
 ///
 /// jmp itself drops `min_loss_scale` when its loss scale is taken apart and put together again.
 ///
@@ -86,8 +86,8 @@ pub struct DynamicLossScaleState {
     pub counter: i64,
     /// Adjustments in a row with finite gradients before the scale grows; at least 1. Defaults to 2000.
     pub period: i64,
-    /// What the scale is multiplied by when it grows, and divided by when gradients are not finite; more than 1. Defaults
-    /// to 2.
+    /// What the scale is multiplied by when it grows, and divided by when gradients are not finite; more than 1.
+    /// Defaults to 2.
     pub factor: f64,
     /// The scale never sinks below this; at least 2^-126. Defaults to 1.
     pub min_loss_scale: f64,
@@ -104,13 +104,14 @@ impl DynamicLossScaleState {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] for a field outside its range; [`Error::DeviceUnavailable`] when the device cannot be used
-    /// here, with the reason.
+    /// [`Error::InvalidValue`] for a field outside its range; [`Error::DeviceUnavailable`] when the device cannot be
+    /// used here, with the reason.
     pub fn build(self, device: Device) -> Result<DynamicLossScale> {
         DynamicLossScale::from_state(device, self)
     }
 
-    /// The state, with a counter beyond a shortened period brought to its last place, or why there can be no such state.
+    /// The state, with a counter beyond a shortened period brought to its last place, or why there can be no such
+    /// state.
     pub(super) fn checked(self) -> Result<Self> {
         let Self { loss_scale, counter, period, factor, min_loss_scale: min } = self;
         let lasts = (1..=i64::from(i32::MAX)).contains(&period);

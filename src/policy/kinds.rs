@@ -16,7 +16,8 @@ const NAMES: [(Kind, &[&str]); 4] = [
 ];
 
 /// What a message says about [`NAMES`].
-pub(super) const ALLOWED: &str = "float32 (f32, fp32, float, full), float16 (f16, fp16), bfloat16 (bf16), float64 (f64, fp64, double) and half";
+pub(super) const ALLOWED: &str = "float32 (f32, fp32, float, full), float16 (f16, fp16), \
+    bfloat16 (bf16), float64 (f64, fp64, double) and half";
 
 /// The name that a kind is printed under; `None` for one that no policy has.
 pub(super) fn name(kind: Kind) -> Option<&'static str> {

@@ -20,8 +20,8 @@ use crate::policy::{KeepF32, Policy, half_kind};
 /// | `O2` | half | half | f32 | kept in f32 | yes, in the optimizer | dynamic for fp16 |
 /// | `O3` | half | half | half | half | no | none |
 ///
-/// `O1` is what `torch.autocast` does and the one to begin with. `half` is [`half_kind`] of the device. In apex outputs of
-/// `O3` are f32.
+/// `O1` is what `torch.autocast` does and the one to begin with. `half` is [`half_kind`] of the device. In apex outputs
+/// of `O3` are f32.
 ///
 /// ```
 /// use tch::{Device, nn};

@@ -1,9 +1,9 @@
 //! Precision policies: which kinds parameters are kept in, a model computes in, and its outputs have.
 //!
 //! A [`Policy`] is three kinds. It casts [trees](crate::Tree) of tensors, the variables of a
-//! [`VarStore`](Policy::cast_variables) and the inputs and outputs of [modules](Policy::apply_to), and it is what people
-//! write on a command line: `"params=float32,compute=bfloat16,output=float32"`, `"half"`, `"O1"`. The vocabulary is that
-//! of [jmp](https://github.com/google-deepmind/jmp).
+//! [`VarStore`](Policy::cast_variables) and the inputs and outputs of [modules](Policy::apply_to), and it is what
+//! people write on a command line: `"params=float32,compute=bfloat16,output=float32"`, `"half"`, `"O1"`. The vocabulary
+//! is that of [jmp](https://github.com/google-deepmind/jmp).
 
 #![forbid(unsafe_code)]
 
@@ -54,7 +54,8 @@ use kinds::cast;
 /// Kinds are `float32` (or `f32`, `fp32`, `float`, `full`), `float16` (`f16`, `fp16`), `bfloat16` (`bf16`), `float64`
 /// (`f64`, `fp64`, `double`) and `half`, which is the right half kind for a device (see [`half_kind`]). Capitals and
 /// spaces do not matter. [`parse`](Self::parse) takes the device; [`str::parse`] takes CUDA where it is available and
-/// else the CPU, as [`Device::cuda_if_available`](tch::Device::cuda_if_available) does and jmp with JAX's default device.
+/// else the CPU, as [`Device::cuda_if_available`](tch::Device::cuda_if_available) does and jmp with JAX's default
+/// device.
 ///
 /// It prints in the long form, with the kinds that `half` and `O1` stood for, and is serialised as that text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -123,21 +124,21 @@ impl Policy {
 
     /// Casts the floating tensors of a tree to the kind of parameters. As jmp's method of that name.
     ///
-    /// Other tensors (integers, booleans, complex, quantized and undefined ones) and those that have the kind already come
-    /// back as they are, as new handles of the same memory. Autograd goes through the casts.
+    /// Other tensors (integers, booleans, complex, quantized and undefined ones) and those that have the kind already
+    /// come back as they are, as new handles of the same memory. Autograd goes through the casts.
     ///
     /// The variables of a `VarStore` are cast in place, by [`cast_variables`](Self::cast_variables).
     ///
     /// # Errors
     ///
-    /// [`Error::PolicyKind`] when the field was set to another kind than f32, fp16, bf16 and f64; [`Error::Torch`] when a
-    /// cast fails for want of memory, say.
+    /// [`Error::PolicyKind`] when the field was set to another kind than f32, fp16, bf16 and f64; [`Error::Torch`] when
+    /// a cast fails for want of memory, say.
     pub fn cast_to_param<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output> {
         cast_tree(tree, "param", self.param)
     }
 
-    /// Casts the floating tensors of a tree to the kind to compute in, as [`cast_to_param`](Self::cast_to_param) does to
-    /// that of parameters. As jmp's method of that name.
+    /// Casts the floating tensors of a tree to the kind to compute in, as [`cast_to_param`](Self::cast_to_param) does
+    /// to that of parameters. As jmp's method of that name.
     ///
     /// # Errors
     ///

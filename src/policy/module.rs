@@ -54,13 +54,14 @@ wrapper!(
 );
 
 impl Policy {
-    /// Puts a module under the policy: its input is cast to the kind to compute in, and its output to that of outputs. The
-    /// twin of what apex does to a model's `forward`.
+    /// Puts a module under the policy: its input is cast to the kind to compute in, and its output to that of outputs.
+    /// The twin of what apex does to a model's `forward`.
     ///
-    /// With different kinds to compute in and for parameters the module runs in an [`Autocast`] region of the kind to compute
-    /// in: what jmp does by casting the parameters, autocast does to those of the operations that it runs in half. The
-    /// operations that need f32, such as softmax and losses, run in f32 then. With one kind for both it runs without
-    /// autocast, also inside of a region; its variables must have that kind (see [`cast_variables`](Self::cast_variables)).
+    /// With different kinds to compute in and for parameters the module runs in an [`Autocast`] region of the kind to
+    /// compute in: what jmp does by casting the parameters, autocast does to those of the operations that it runs in
+    /// half. The operations that need f32, such as softmax and losses, run in f32 then. With one kind for both it runs
+    /// without autocast, also inside of a region; its variables must have that kind (see
+    /// [`cast_variables`](Self::cast_variables)).
     ///
     /// ```
     /// use tch::{Device, Kind, Tensor, nn};
@@ -76,8 +77,9 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`Error::PolicyModule`] when the two kinds differ and autocast cannot bring the one to the other: it computes in fp16
-    /// and bf16 over parameters of f32, fp16 or bf16. [`Error::PolicyKind`] for a field that is no kind to cast to.
+    /// [`Error::PolicyModule`] when the two kinds differ and autocast cannot bring the one to the other: it computes in
+    /// fp16 and bf16 over parameters of f32, fp16 or bf16. [`Error::PolicyKind`] for a field that is no kind to cast
+    /// to.
     pub fn apply_to<M: Module>(&self, module: M) -> Result<PolicyModule<M>> {
         Ok(PolicyModule { module, region: Region::new(*self)? })
     }
@@ -141,12 +143,12 @@ impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
     }
 }
 
-/// Keeps a layer in f32 in a half model: its input is cast up, it runs without autocast, and its output is cast back to the
-/// kind that came in. The layer's variables must be f32 (see [`KeepF32`](crate::policy::KeepF32)).
+/// Keeps a layer in f32 in a half model: its input is cast up, it runs without autocast, and its output is cast back to
+/// the kind that came in. The layer's variables must be f32 (see [`KeepF32`](crate::policy::KeepF32)).
 ///
 /// On the CPU libtorch's `batch_norm`, `layer_norm` and `group_norm` take half inputs with f32 weights as they are, and
-/// compute in f32. On CUDA that is so for `batch_norm`; the others refuse to mix kinds there. A wrapped layer norm works
-/// everywhere:
+/// compute in f32. On CUDA that is so for `batch_norm`; the others refuse to mix kinds there. A wrapped layer norm
+/// works everywhere:
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn};

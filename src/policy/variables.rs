@@ -40,13 +40,13 @@ pub enum KeepF32<'a> {
 }
 
 impl Policy {
-    /// Casts the floating variables of a VarStore to the kind of parameters, in place, and returns the names of those that
-    /// stay in f32, sorted. The twin of `model.half()` with `keep_batchnorm_fp32` of apex.
+    /// Casts the floating variables of a VarStore to the kind of parameters, in place, and returns the names of those
+    /// that stay in f32, sorted. The twin of `model.half()` with `keep_batchnorm_fp32` of apex.
     ///
-    /// The layers hold the same tensors, so the model has the new kinds at once. Call it before the optimizer is built, whose
-    /// state has the kinds of the parameters then; gradients that the cast variables have are dropped. Buffers, such as the
-    /// running statistics of a batch norm, are variables in tch and go with their layer. With parameters of f32 or f64
-    /// nothing is kept back; variables made later have the kind that the VarStore had.
+    /// The layers hold the same tensors, so the model has the new kinds at once. Call it before the optimizer is built,
+    /// whose state has the kinds of the parameters then; gradients that the cast variables have are dropped. Buffers,
+    /// such as the running statistics of a batch norm, are variables in tch and go with their layer. With parameters of
+    /// f32 or f64 nothing is kept back; variables made later have the kind that the VarStore had.
     ///
     /// ```
     /// use tch::{Device, Kind, nn};

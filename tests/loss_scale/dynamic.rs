@@ -9,36 +9,57 @@ use crate::common::for_each_device;
 use crate::common::rng::Rng;
 use crate::stands;
 
-const TOP: f64 = 170141183460469230000000000000000000000.0;
+/// The largest power of two in f32.
+const TOP: f64 = 1.7014118346046923e38;
 
-/// What jmp 0.0.4 (with JAX 0.10.2 on a CPU) answers: a dot is a step with finite gradients, `!` one without.
+/// What jmp 0.0.4 (with JAX 0.10.2 on a CPU) answers: a dot is a step with finite gradients, `!` one without; behind each
+/// stand the scale and the counter.
 #[rstest]
-#[case("....!.!!....", [32768.0, 2.0, 2.0, 1.0], &[32768.0, 65536.0, 65536.0, 131072.0, 65536.0, 65536.0, 32768.0, 16384.0, 16384.0, 32768.0, 32768.0, 65536.0], &[1, 0, 1, 0, 0, 1, 0, 0, 1, 0, 1, 0])]
-#[case("!!!!!..", [8.0, 1.0, 2.0, 1.0], &[4.0, 2.0, 1.0, 1.0, 1.0, 2.0, 4.0], &[0; 7])]
-#[case("......!!!!.", [8.0, 3.0, 4.0, 2.0], &[8.0, 8.0, 32.0, 32.0, 32.0, 128.0, 32.0, 8.0, 2.0, 2.0, 2.0], &[1, 2, 0, 1, 2, 0, 0, 0, 0, 0, 1])]
-#[case("...!..", [TOP, 1.0, 2.0, 1.0], &[TOP, TOP, TOP, TOP / 2.0, TOP, TOP], &[0; 6])]
-#[case("!!!!!!....", [10.0, 2.0, 3.0, 0.5], &[3.3333332538604736, 1.111111044883728, 0.5, 0.5, 0.5, 0.5, 0.5, 1.5, 1.5, 4.5], &[0, 0, 0, 0, 0, 0, 1, 0, 1, 0])]
-#[case("..!!!....!.....!!!..", [1000.0, 3.0, 3.0, 1.0], &[1000.0, 1000.0, 333.3333435058594, 111.11111450195312, 37.03703689575195, 37.03703689575195, 37.03703689575195, 111.11111450195312, 111.11111450195312, 37.03703689575195, 37.03703689575195, 37.03703689575195, 111.11111450195312, 111.11111450195312, 111.11111450195312, 37.03703689575195, 12.34567928314209, 4.1152262687683105, 4.1152262687683105, 4.1152262687683105], &[1, 2, 0, 0, 0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 2, 0, 0, 0, 1, 2])]
-#[case("!.", [6.0, 1.0, 2.0, 4.0], &[4.0, 8.0], &[0, 0])]
-fn the_scale_adapts_as_jmps(
-    #[case] program: &str,
-    #[case] options: [f64; 4],
-    #[case] scales: &[f64],
-    #[case] counters: &[i64],
-) {
+#[case::defaults_but_the_period(
+    [32768.0, 2.0, 2.0, 1.0],
+    ". 32768 1, . 65536 0, . 65536 1, . 131072 0, ! 65536 0, . 65536 1, ! 32768 0, ! 16384 0, \
+     . 16384 1, . 32768 0, . 32768 1, . 65536 0"
+)]
+#[case::the_minimum([8.0, 1.0, 2.0, 1.0], "! 4 0, ! 2 0, ! 1 0, ! 1 0, ! 1 0, . 2 0, . 4 0")]
+#[case::a_larger_factor(
+    [8.0, 3.0, 4.0, 2.0],
+    ". 8 1, . 8 2, . 32 0, . 32 1, . 32 2, . 128 0, ! 32 0, ! 8 0, ! 2 0, ! 2 0, . 2 1"
+)]
+#[case::no_growth_to_infinity(
+    [TOP, 1.0, 2.0, 1.0],
+    ". 1.7014118346046923e38 0, . 1.7014118346046923e38 0, ! 8.507059173023462e37 0, \
+     . 1.7014118346046923e38 0, . 1.7014118346046923e38 0"
+)]
+#[case::a_factor_that_does_not_divide(
+    [10.0, 2.0, 3.0, 0.5],
+    "! 3.3333332538604736 0, ! 1.111111044883728 0, ! 0.5 0, ! 0.5 0, . 0.5 1, . 1.5 0, . 1.5 1, \
+     . 4.5 0"
+)]
+#[case::a_longer_program(
+    [1000.0, 3.0, 3.0, 1.0],
+    ". 1000 1, . 1000 2, ! 333.3333435058594 0, ! 111.11111450195312 0, ! 37.03703689575195 0, \
+     . 37.03703689575195 1, . 37.03703689575195 2, . 111.11111450195312 0, \
+     . 111.11111450195312 1, ! 37.03703689575195 0, . 37.03703689575195 1, \
+     . 37.03703689575195 2, . 111.11111450195312 0, . 111.11111450195312 1, \
+     . 111.11111450195312 2, ! 37.03703689575195 0, ! 12.34567928314209 0, \
+     ! 4.1152262687683105 0, . 4.1152262687683105 1, . 4.1152262687683105 2"
+)]
+#[case::a_minimum_between([6.0, 1.0, 2.0, 4.0], "! 4 0, . 8 0")]
+fn the_scale_adapts_as_jmps(#[case] options: [f64; 4], #[case] program: &str) {
     let [loss_scale, period, factor, min_loss_scale] = options;
     for_each_device(|device| {
         let period = period as i64;
         let state =
             DynamicLossScaleState { loss_scale, counter: 0, period, factor, min_loss_scale };
         let mut loss_scale = state.build(device).unwrap();
-        let mut step = |c| {
-            loss_scale.adjust(&Tensor::from(c == '.').to_device(device)).unwrap();
-            stands(&loss_scale)
-        };
-        let got: Vec<_> = program.chars().map(&mut step).collect();
-        let want: Vec<_> = scales.iter().copied().zip(counters.iter().copied()).collect();
-        assert_eq!(got, want);
+        for step in program.split(',') {
+            let [finite, scale, counter] = *step.split_whitespace().collect::<Vec<_>>() else {
+                panic!("a step has three words: {step}");
+            };
+            loss_scale.adjust(&Tensor::from(finite == ".").to_device(device)).unwrap();
+            let want = (scale.parse().unwrap(), counter.parse().unwrap());
+            assert_eq!(stands(&loss_scale), want, "{step}");
+        }
     });
 }
 
