@@ -23,6 +23,10 @@ pub fn main() -> Result<()> {
 }
 
 /// Trains with a policy and a loss scale as they are written.
+///
+/// # Errors
+///
+/// If either cannot be read, or the loss did not sink.
 pub fn run(policy: &str, loss_scale: &str) -> Result<()> {
     let device = Device::cuda_if_available();
     let policy = Policy::parse(policy, device)?;

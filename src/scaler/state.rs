@@ -20,9 +20,12 @@ use crate::scaler::{GradScaler, GradScalerConfig};
 /// use tch::Device;
 /// use tch_amp::{GradScaler, GradScalerState};
 ///
-/// let saved = r#"{"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
-/// "_growth_tracker": 7}"#; let state: GradScalerState = serde_json::from_str(saved)?; let mut scaler =
-/// GradScaler::new(Device::Cpu)?; scaler.load_state_dict(&state)?; assert_eq!(scaler.get_scale()?, 1024.0);
+/// let saved = r#"{"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+///                 "growth_interval": 2000, "_growth_tracker": 7}"#;
+/// let state: GradScalerState = serde_json::from_str(saved)?;
+/// let mut scaler = GradScaler::new(Device::Cpu)?;
+/// scaler.load_state_dict(&state)?;
+/// assert_eq!(scaler.get_scale()?, 1024.0);
 /// assert_eq!(scaler.state_dict()?, state);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

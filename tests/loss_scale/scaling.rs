@@ -86,7 +86,8 @@ fn trees_are_scaled_with_any_of_the_three_behind_any_pointer() {
                 assert_eq!((to_f64(&x), to_f64(&list[0])), (vec![value], vec![2.0]));
             };
             check(loss_scale.scale(&tree).unwrap());
-            check((&mut *loss_scale).scale(&tree).unwrap());
+            let borrowed: &mut dyn LossScale = &mut *loss_scale;
+            check(borrowed.scale(&tree).unwrap());
             fn generic<L: LossScale>(loss_scale: L, x: &Tensor) -> Tensor {
                 loss_scale.unscale(&loss_scale.scale(x).unwrap()).unwrap()
             }
