@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 const OLDEST: (u32, u32) = (2, 11);
 const NEWEST: (u32, u32) = (2, 13);
 
-const SOURCES: [&str; 13] = [
+const SOURCES: [&str; 14] = [
     "autocast.cpp",
     "checkpoint.cpp",
     "clip.cpp",
@@ -21,6 +21,7 @@ const SOURCES: [&str; 13] = [
     "masters.cpp",
     "optim.cpp",
     "optim_state.cpp",
+    "scale.cpp",
     "scaler.cpp",
     "testing.cpp",
 ];

@@ -141,24 +141,6 @@ uint8_t unscale(tamp_tensor *const *parameters, size_t count, const Tensor &scal
   return flag != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
 }
 
-// ---- the scale
-
-// One tensor on `device` that is not zero when any of the tensors is not.
-Tensor sum_on(tamp_tensor *const *tensors, size_t count, at::Device device) {
-  Tensor sum = tamp::on_device(tamp::tensor(tensors[0]), device);
-  for (size_t i = 1; i < count; ++i) sum = sum + tamp::on_device(tamp::tensor(tensors[i]), device);
-  return sum;
-}
-
-void clamp(Tensor &scale, const tamp_scale_rule &rule) {
-  if (!scale.is_cpu()) {
-    scale.clamp_(rule.min_scale, rule.max_scale);
-    return;
-  }
-  float &value = *scale.mutable_data_ptr<float>();
-  value = std::min(std::max(value, static_cast<float>(rule.min_scale)), static_cast<float>(rule.max_scale));
-}
-
 }  // namespace
 
 extern "C" {
@@ -203,24 +185,43 @@ tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, c
   });
 }
 
-uint8_t tamp_any_nonzero(tamp_tensor *const *tensors, size_t count, char **err) noexcept {
-  return tamp::guarded(err, [&]() -> uint8_t {
-    if (count == 0) return 0;
-    at::Device device = tamp::tensor(tensors[0]).device();
-    for (size_t i = 1; i < count && device.is_cpu(); ++i) device = tamp::tensor(tensors[i]).device();
-    return sum_on(tensors, count, device).item<float>() != 0.0F;
+void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tensor **gradients, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    for (size_t i = 0; i < count; ++i) {
+      Tensor &gradient = tamp::tensor(parameters[i]).mutable_grad();
+      if (!gradient.defined()) continue;
+      gradients[i] = tamp::give(gradient);
+      gradient.reset();
+    }
   });
 }
 
-void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *const *found_infs, size_t count,
-                       const tamp_scale_rule *rule, char **err) noexcept {
+void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) noexcept {
+  tamp::guarded(err, [&] { tamp::tensor(loss).backward({}, retain_graph != 0); });
+}
+
+void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *gradients, size_t count,
+                        char **err) noexcept {
   tamp::guarded(err, [&] {
-    TORCH_CHECK(count > 0, "no found_inf tensor");
-    Tensor &value = tamp::tensor(scale);
-    const Tensor found_inf = sum_on(found_infs, count, value.device());
-    at::_amp_update_scale_(value, tamp::tensor(tracker), found_inf, rule->growth_factor, rule->backoff_factor,
-                           rule->growth_interval);
-    clamp(value, *rule);
+    const c10::NoGradGuard no_grad;
+    std::vector<Tensor> sums, parts;  // dense, for one launch
+    for (size_t i = 0; i < count; ++i) {
+      Tensor &gradient = tamp::tensor(parameters[i]).mutable_grad();
+      const Tensor &more = tamp::tensor(gradients[i]);
+      if (!gradient.defined()) {
+        gradient = more;
+      } else if (gradient.is_sparse() && !more.is_sparse()) {
+        gradient = more + gradient;  // the other order is not implemented
+      } else if (gradient.scalar_type() != at::result_type(gradient, more)) {
+        gradient = gradient + more;
+      } else if (gradient.is_sparse() || more.is_sparse()) {
+        gradient.add_(more);
+      } else {
+        sums.push_back(gradient);
+        parts.push_back(more);
+      }
+    }
+    if (!sums.empty()) at::_foreach_add_(sums, parts);
   });
 }
 

@@ -129,22 +129,46 @@ uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, con
 tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
                                  tamp_tensor *found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
 
+// Moves the gradients of `count` parameters to `gradients`, an array of nulls, and leaves the parameters without.
+void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tensor **gradients,
+                         char **err) TAMP_NOEXCEPT;
+
+// Runs the backward of a tensor of one element into the gradients of its leaves. With `retain_graph` another backward
+// can lead through the same graph.
+void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) TAMP_NOEXCEPT;
+
+// Adds `gradients` to those of `count` parameters, in place where the dtypes allow it. A parameter without gets its
+// tensor itself.
+void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *gradients, size_t count,
+                        char **err) TAMP_NOEXCEPT;
+
+// ----------------------------------------------------------------------------------------------------------- scale.cpp
+
 // Whether any of the one-element tensors is not zero. Waits for their devices, in one transfer.
 uint8_t tamp_any_nonzero(tamp_tensor *const *tensors, size_t count, char **err) TAMP_NOEXCEPT;
 
-// How an iteration changes the scale.
+// How an iteration changes the scale. The last three count only where there is a tensor of patience.
 typedef struct tamp_scale_rule {
   double growth_factor;
   double backoff_factor;
   int64_t growth_interval;
   double min_scale;
   double max_scale;
+  int64_t hysteresis;   // overflows before the scale backs off
+  double tolerance;     // the share of overflowing iterations that it takes as well
+  uint8_t consecutive;  // an iteration without overflow restores the hysteresis; otherwise growth does
 } tamp_scale_rule;
 
-// Ends an iteration: grows or backs off `scale` (f32) and counts in `tracker` (i32), both in place, from the `count`
-// found_inf tensors, which may lie on several devices. Never waits for a device that `scale` lies on.
-void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *const *found_infs, size_t count,
-                       const tamp_scale_rule *rule, char **err) TAMP_NOEXCEPT;
+// The elements of a tensor of patience: what is left of the hysteresis, and the iterations and overflows since the scale
+// was last changed, or since it would have been but for its bounds.
+enum { TAMP_PATIENCE_HYSTERESIS = 0, TAMP_PATIENCE_ITERATIONS = 1, TAMP_PATIENCE_OVERFLOWS = 2 };
+
+// Ends an iteration: grows or backs off `scale` (f32) and counts in `tracker` (i32) and, unless it is null, `patience`
+// (i64), all in place, from the `count` found_inf tensors, which may lie on several devices. Without patience every
+// overflow backs the scale off. Never waits for a device that `scale` lies on.
+void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *patience,
+                       tamp_tensor *const *found_infs, size_t count, const tamp_scale_rule *rule,
+                       char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------ loss_scale.cpp
 

@@ -135,6 +135,25 @@ pub enum Error {
         scale: f64,
     },
 
+    /// An iteration overflowed while the scale was at `min_scale`, and `error_at_min_scale` is set. The iteration was
+    /// ended as usual.
+    #[error(
+        "an iteration overflowed at the smallest scale, {scale}, which cannot back off: look for a diverging loss or an infinite input, or lower min_scale"
+    )]
+    ScaleAtMinimum {
+        /// The scale.
+        scale: f64,
+    },
+
+    /// There are fewer losses.
+    #[error("there is no loss {loss}: these scalers were made for {losses}, counted from 0")]
+    NoSuchLoss {
+        /// The loss asked for.
+        loss: usize,
+        /// How many there are.
+        losses: usize,
+    },
+
     /// A disabled scaler saved an empty state, which an enabled one cannot load.
     #[error(
         "the scaler state is empty, possibly because a disabled GradScaler saved it; start with a new scaler"

@@ -4,6 +4,7 @@ mod callbacks;
 mod checkpoint;
 mod function;
 mod optim;
+mod scaler;
 #[cfg(test)]
 mod tests;
 
@@ -18,8 +19,8 @@ use crate::sys;
 pub(crate) use callbacks::{Borrowed, Node, Recorded};
 pub(crate) use checkpoint::*;
 pub(crate) use function::{FunctionCall, function_begin, function_record};
-
 pub(crate) use optim::*;
+pub(crate) use scaler::*;
 
 /// Calls a function of the shim with `err` as its last argument and turns a message into an error.
 fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
@@ -82,75 +83,6 @@ pub(crate) fn autocast_clear_cache() -> Result<()> {
     call(|err| unsafe { sys::tamp_autocast_clear_cache(err) })
 }
 
-/// Describes the gradients of the parameters, in their order.
-pub(crate) fn gradients_inspect(parameters: &[Tensor]) -> Result<Vec<sys::Gradient>> {
-    let tensors = pointers(parameters);
-    let mut gradients = vec![sys::Gradient::default(); tensors.len()];
-    let out = gradients.as_mut_ptr();
-    // SAFETY: both arrays have `tensors.len()` elements, and `parameters` keeps the tensors alive.
-    call(|err| unsafe { sys::tamp_gradients_inspect(tensors.as_ptr(), tensors.len(), out, err) })?;
-    Ok(gradients)
-}
-
-/// What tells tensors apart: the same number for every handle of one tensor, as long as one of them lives.
-pub(crate) fn identities(tensors: &[Tensor]) -> Result<Vec<usize>> {
-    let known = gradients_inspect(tensors)?;
-    Ok(known.iter().map(|gradient| gradient.parameter).collect())
-}
-
-/// Drops the gradient of a parameter.
-pub(crate) fn gradient_drop(parameter: &Tensor) -> Result<()> {
-    // SAFETY: `parameter` is a live tensor; the shim changes only its gradient slot.
-    call(|err| unsafe { sys::tamp_gradient_drop(pointer(parameter), err) })
-}
-
-/// Unscales the gradients of `parameters`, all of `found_inf`'s device, and tells whether one was infinite or NaN;
-/// `None` where the answer lies on the device.
-pub(crate) fn gradients_unscale(
-    parameters: &[&Tensor],
-    scale: &Tensor,
-    found_inf: &Tensor,
-    options: u8,
-) -> Result<Option<bool>> {
-    let tensors = pointers(parameters.iter().copied());
-    let (array, count) = (tensors.as_ptr(), tensors.len());
-    let (scale, found_inf) = (scale.as_ptr(), pointer(found_inf));
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and tensors are changed in place
-    // only through libtorch's own handles, which alias freely.
-    let answer = call(|err| unsafe {
-        sys::tamp_gradients_unscale(array, count, scale, found_inf, options, err)
-    })?;
-    known(answer)
-}
-
-/// An answer of the shim, where the host has it.
-fn known(answer: u8) -> Result<Option<bool>> {
-    match answer {
-        sys::FINITE => Ok(Some(false)),
-        sys::NON_FINITE => Ok(Some(true)),
-        sys::ON_DEVICE => Ok(None),
-        other => Err(Error::Torch(format!("the check of gradients answered {other}"))),
-    }
-}
-
-/// The norm of the gradients of `parameters`, all of `found_inf`'s device, divided by `scale`, and whether it is
-/// infinite or NaN; `None` where the answer lies on the device. The gradients stay as they are.
-pub(crate) fn gradients_norm(
-    parameters: &[&Tensor],
-    scale: &Tensor,
-    found_inf: &Tensor,
-) -> Result<(Tensor, Option<bool>)> {
-    let tensors = pointers(parameters.iter().copied());
-    let (array, count) = (tensors.as_ptr(), tensors.len());
-    let (scale, found_inf) = (scale.as_ptr(), pointer(found_inf));
-    let mut answer = 0;
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `answer` is valid for a write.
-    let norm = call(|err| unsafe {
-        sys::tamp_gradients_norm(array, count, scale, found_inf, &mut answer, err)
-    })?;
-    Ok((given(norm)?, known(answer)?))
-}
-
 /// A tensor that the shim returned.
 fn given(tensor: *mut sys::Tensor) -> Result<Tensor> {
     if tensor.is_null() {
@@ -158,35 +90,6 @@ fn given(tensor: *mut sys::Tensor) -> Result<Tensor> {
     }
     // SAFETY: a pointer of the shim's that is not null is a new tensor, which it gave to us alone.
     Ok(unsafe { Tensor::from_ptr(tensor) })
-}
-
-/// Whether any of the one-element tensors is not zero. Waits for their devices, once.
-pub(crate) fn any_nonzero(tensors: &[&Tensor]) -> Result<bool> {
-    let tensors = pointers(tensors.iter().copied());
-    // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.
-    call(|err| unsafe { sys::tamp_any_nonzero(tensors.as_ptr(), tensors.len(), err) })
-        .map(|any| any != 0)
-}
-
-/// Whether all elements of floating or complex tensors are finite: a bool on the device of the first.
-pub(crate) fn all_finite(tensors: &[&Tensor]) -> Result<Tensor> {
-    let tensors = pointers(tensors.iter().copied());
-    // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.
-    given(call(|err| unsafe { sys::tamp_all_finite(tensors.as_ptr(), tensors.len(), err) })?)
-}
-
-/// Grows or backs off `scale` and counts in `tracker`, in place.
-pub(crate) fn scale_update(
-    scale: &Tensor,
-    tracker: &Tensor,
-    found_infs: &[&Tensor],
-    rule: &sys::ScaleRule,
-) -> Result<()> {
-    let tensors = pointers(found_infs.iter().copied());
-    let (array, count) = (tensors.as_ptr(), tensors.len());
-    let (scale, tracker) = (pointer(scale), pointer(tracker));
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `rule` has the shim's layout.
-    call(|err| unsafe { sys::tamp_scale_update(scale, tracker, array, count, rule, err) })
 }
 
 /// Makes the `call`-th function of the shim from now on fail; see `csrc/testing.cpp`.

@@ -31,5 +31,8 @@ pub use loss_scale::{
 };
 pub use optim::{AmpOptimizer, AmpScaling, Parameters, ScaledStep};
 pub use policy::{OptLevel, Policy};
-pub use scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome, Unscaled};
+pub use scaler::{
+    GradScaler, GradScalerConfig, GradScalerState, NonFiniteGradient, PerLossScalers, StepOutcome,
+    Unscaled,
+};
 pub use tree::Tree;

@@ -68,7 +68,14 @@ pub(crate) struct ScaleRule {
     pub(crate) growth_interval: i64,
     pub(crate) min_scale: f64,
     pub(crate) max_scale: f64,
+    pub(crate) hysteresis: i64,
+    pub(crate) tolerance: f64,
+    pub(crate) consecutive: u8,
 }
+
+pub(crate) const PATIENCE_HYSTERESIS: usize = 0;
+pub(crate) const PATIENCE_ITERATIONS: usize = 1;
+pub(crate) const PATIENCE_OVERFLOWS: usize = 2;
 
 pub(crate) const OPTIM_ADAM: u8 = 0;
 pub(crate) const OPTIM_ADAMW: u8 = 1;
@@ -226,6 +233,20 @@ unsafe extern "C" {
         answer: *mut u8,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
+    pub(crate) fn tamp_gradients_take(
+        parameters: *const *mut Tensor,
+        count: usize,
+        gradients: *mut *mut Tensor,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_backward(loss: *const Tensor, retain_graph: u8, err: *mut *mut c_char);
+    pub(crate) fn tamp_gradients_add(
+        parameters: *const *mut Tensor,
+        gradients: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    );
+
     pub(crate) fn tamp_any_nonzero(
         tensors: *const *mut Tensor,
         count: usize,
@@ -234,6 +255,7 @@ unsafe extern "C" {
     pub(crate) fn tamp_scale_update(
         scale: *mut Tensor,
         tracker: *mut Tensor,
+        patience: *mut Tensor,
         found_infs: *const *mut Tensor,
         count: usize,
         rule: *const ScaleRule,

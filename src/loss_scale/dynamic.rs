@@ -104,6 +104,9 @@ impl DynamicLossScale {
             growth_interval: self.period,
             min_scale: self.min_loss_scale,
             max_scale: LARGEST,
+            hysteresis: 1,
+            tolerance: 0.0,
+            consecutive: 1,
         }
     }
 }
@@ -126,7 +129,7 @@ impl LossScale for DynamicLossScale {
         let found_inf = found_inf.f_to_kind(Kind::Float)?;
         // The kernel writes to copies: graphs, clones and whoever asked hold the tensors from before.
         let (scale, counter) = (self.scale.f_detach_copy()?, self.counter.f_detach_copy()?);
-        ffi::scale_update(&scale, &counter, &[&found_inf], &self.rule())?;
+        ffi::scale_update(&scale, &counter, None, &[&found_inf], &self.rule())?;
         (self.scale, self.counter) = (scale, counter);
         Ok(())
     }

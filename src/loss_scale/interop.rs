@@ -35,7 +35,8 @@ impl TryFrom<&GradScalerState> for DynamicLossScaleState {
     ///
     /// [`Error::EmptyState`] and [`Error::MissingKey`] for a state that no enabled scaler saved;
     /// [`Error::InvalidValue`] for what a dynamic loss scale does not have: a `backoff_factor` other than
-    /// 1/`growth_factor`, a `max_scale`, a `hysteresis` or a limit of skips; and for values outside their range.
+    /// 1/`growth_factor`, a `max_scale`, a `hysteresis`, a `tolerance` or an option that gives up; and for values outside
+    /// their range.
     fn try_from(state: &GradScalerState) -> Result<Self> {
         if *state == GradScalerState::default() {
             return Err(Error::EmptyState);
@@ -62,10 +63,14 @@ fn refuse_more(state: &GradScalerState, factor: f64) -> Result<()> {
     ensure("backoff_factor", backoff, (backoff * factor - 1.0).abs() < 1e-6, rule)?;
     let top = state.max_scale.unwrap_or(LARGEST);
     ensure("max_scale", top, top >= LARGEST, "absent: a dynamic loss scale has none")?;
-    let in_a_row = f64::from(state.hysteresis.unwrap_or(1));
-    ensure("hysteresis", in_a_row, in_a_row == 1.0, "absent: a dynamic loss scale has none")?;
-    let limit = state.max_consecutive_skips;
     let rule = "absent: a dynamic loss scale has none";
+    let in_a_row = f64::from(state.hysteresis.unwrap_or(1));
+    ensure("hysteresis", in_a_row, in_a_row == 1.0, rule)?;
+    let share = state.tolerance.unwrap_or(0.0);
+    ensure("tolerance", share, share == 0.0, rule)?;
+    let raises = state.error_at_min_scale == Some(true);
+    ensure("error_at_min_scale", raises.into(), !raises, rule)?;
+    let limit = state.max_consecutive_skips;
     ensure("max_consecutive_skips", limit.map_or(0.0, f64::from), limit.is_none(), rule)
 }
 

@@ -10,7 +10,8 @@ use crate::error::Result;
 /// Counts the steps that were taken and not skipped, without ever waiting for a device. For a learning-rate schedule:
 /// PyTorch can only ask the scaler whether its scale has sunk, and waits for it.
 ///
-/// On a GPU the count lags behind by the steps that the device has not come to; nothing is lost. On a CPU it is exact.
+/// On a GPU the counts lag behind by the steps that the device has not come to; nothing is lost. On a CPU they are exact.
+/// Printed it is a report, such as `998 steps taken, 2 skipped (at most 1 in a row)`.
 ///
 /// ```no_run
 /// # use tch_amp::{GradScaler, optim::{Optimizer, TakenSteps}};
@@ -27,11 +28,15 @@ use crate::error::Result;
 #[derive(Debug, Default)]
 pub struct TakenSteps {
     taken: u64,
+    skipped: u64,
+    /// Skipped since the last step that was taken.
+    in_a_row: u64,
+    longest_row: u64,
     open: VecDeque<StepOutcome>,
 }
 
 impl TakenSteps {
-    /// Takes up what a step did.
+    /// Takes up what a step did. A step without gradients counts neither as taken nor as skipped.
     pub fn record(&mut self, outcome: StepOutcome) {
         // The answer sets out now; an error will come again when it is counted.
         drop(outcome.poll());
@@ -44,18 +49,65 @@ impl TakenSteps {
     ///
     /// [`Error::Torch`](crate::Error::Torch) if an answer on a device cannot be read.
     pub fn count(&mut self) -> Result<u64> {
+        self.poll()?;
+        Ok(self.taken)
+    }
+
+    /// Returns how many of the recorded steps are known to have been skipped. Never waits.
+    ///
+    /// # Errors
+    ///
+    /// As [`count`](Self::count).
+    pub fn skipped(&mut self) -> Result<u64> {
+        self.poll()?;
+        Ok(self.skipped)
+    }
+
+    /// Returns how many steps in a row are known to have been skipped up to now. Never waits: a loop can stop at a
+    /// limit of its own without [`max_consecutive_skips`](crate::GradScalerConfig::max_consecutive_skips).
+    ///
+    /// # Errors
+    ///
+    /// As [`count`](Self::count).
+    pub fn skipped_in_a_row(&mut self) -> Result<u64> {
+        self.poll()?;
+        Ok(self.in_a_row)
+    }
+
+    /// Returns how many recorded steps nothing is known of yet, as of the last count.
+    pub fn pending(&self) -> usize {
+        self.open.len()
+    }
+
+    fn poll(&mut self) -> Result<()> {
         while let Some(outcome) = self.open.front() {
             let Some(taken) = outcome.poll()? else {
                 break;
             };
-            self.taken += u64::from(taken);
+            if taken {
+                self.taken += 1;
+                self.in_a_row = 0;
+            } else if !outcome.has_no_gradients() {
+                self.skipped += 1;
+                self.in_a_row += 1;
+                self.longest_row = self.longest_row.max(self.in_a_row);
+            }
             self.open.pop_front();
         }
-        Ok(self.taken)
+        Ok(())
     }
+}
 
-    /// Returns how many recorded steps nothing is known of yet, as of the last [`count`](Self::count).
-    pub fn pending(&self) -> usize {
-        self.open.len()
+/// As of the last count.
+impl std::fmt::Display for TakenSteps {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} steps taken, {} skipped", self.taken, self.skipped)?;
+        if self.skipped > 0 {
+            write!(f, " (at most {} in a row)", self.longest_row)?;
+        }
+        match self.open.len() {
+            0 => Ok(()),
+            open => write!(f, ", {open} under way"),
+        }
     }
 }

@@ -40,14 +40,27 @@ pub struct GradScalerConfig {
     /// The scale never sinks below this; at least 2^-126, the default, below which 1/scale would overflow and turn
     /// finite gradients into NaN. PyTorch has no such bound.
     pub min_scale: f64,
-    /// The scale never grows above this. Defaults to the largest f32, as in PyTorch.
+    /// The scale never grows above this. Defaults to the largest f32, as in PyTorch. Equal to `min_scale` it makes the
+    /// scale constant.
     pub max_scale: f64,
-    /// Overflowing iterations in a row that it takes for the scale to back off; further ones in the row back it off,
-    /// too. Defaults to 1, as in PyTorch. More than 1 makes `update` wait for the device where no `step` did.
+    /// Overflowing iterations that it takes for the scale to back off; further ones back it off, too. Defaults to 1, as
+    /// in PyTorch. As `hysteresis` in Megatron-LM and DeepSpeed, which start with 2.
     pub hysteresis: u32,
+    /// What lets the hysteresis begin anew: an iteration without overflow, so that only overflows in a row count, with
+    /// `true`, the default; growth of the scale, with `false`. As `consecutive_hysteresis` in DeepSpeed, where `false`
+    /// is the default; Megatron-LM does as with `false`.
+    pub consecutive_hysteresis: bool,
+    /// The share of overflowing iterations, since the scale last backed off or could grow, below which it does not back
+    /// off; from 0 to 1. Defaults to 0: every overflow counts. As `tolerance` in fairseq, which goes on counting the
+    /// overflows from before a growth.
+    pub tolerance: f64,
     /// Overflowing iterations in a row at which `update` becomes an error. Defaults to `None`: never, as in PyTorch.
     /// A limit makes `update` wait for the device where no `step` did.
     pub max_consecutive_skips: Option<u32>,
+    /// Whether `update` becomes an error when an overflow should back the scale off and it is at `min_scale` already.
+    /// Defaults to `false`, as in PyTorch. `true` makes `update` wait for the device where no `step` did. As
+    /// `raise_error_at_min_scale` in DeepSpeed, whose `min_scale` is 1.
+    pub error_at_min_scale: bool,
     /// Whether fp16 gradients may be unscaled; they come from fp16 parameters and lose small values, which is why
     /// PyTorch refuses them. Defaults to `false`.
     pub allow_fp16_gradients: bool,
@@ -64,7 +77,10 @@ impl Default for GradScalerConfig {
             min_scale: SMALLEST,
             max_scale: LARGEST,
             hysteresis: 1,
+            consecutive_hysteresis: true,
+            tolerance: 0.0,
             max_consecutive_skips: None,
+            error_at_min_scale: false,
             allow_fp16_gradients: false,
         }
     }
@@ -95,7 +111,14 @@ impl GradScalerConfig {
         ensure("backoff_factor", backoff, 0.0 < backoff && backoff < 1.0, "between 0 and 1")?;
         ensure("growth_interval", interval as f64, lasts, "from 1 to 2^31 - 1")?;
         ensure("hysteresis", f64::from(in_a_row), in_a_row > 0, "at least 1")?;
+        let share = self.tolerance;
+        ensure("tolerance", share, (0.0..=1.0).contains(&share), "from 0 to 1")?;
         ensure("max_consecutive_skips", f64::from(limit), limit > 0, "at least 1, or None")
+    }
+
+    /// Whether the scale is one and stays so.
+    pub(crate) fn is_one(&self) -> bool {
+        self.min_scale == 1.0 && self.max_scale == 1.0
     }
 
     /// Refuses a scale that is not between the bounds; NaN is not.

@@ -16,6 +16,13 @@ pub(crate) struct FoundInf {
     pub(crate) lent: bool,
 }
 
+impl FoundInf {
+    /// The same answer for another record. Neither may write to the tensor again.
+    pub(crate) fn lend(&self) -> Self {
+        Self { tensor: self.tensor.shallow_clone(), host: self.host, lent: true }
+    }
+}
+
 /// Whether a step can be taken.
 #[derive(Debug)]
 pub(crate) enum Verdict {

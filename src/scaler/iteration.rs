@@ -319,6 +319,23 @@ impl Iteration {
         (found().map(|flag| &flag.tensor).collect(), overflow(found()))
     }
 
+    /// Has the step of a record depend on another look, too.
+    pub(crate) fn add_found(&mut self, record: usize, found: FoundInf) {
+        self.records[record].found.push(found);
+    }
+
+    /// Forgets a record and returns what was found in its gradients, which stay unscaled.
+    pub(crate) fn take_found(&mut self, record: usize) -> Vec<FoundInf> {
+        let found = std::mem::take(&mut self.records[record].found);
+        self.abandon(record);
+        found
+    }
+
+    /// Takes back what `take_found` gave.
+    pub(crate) fn recycle(&mut self, found: impl IntoIterator<Item = FoundInf>) {
+        recycle(&mut self.spare, found);
+    }
+
     /// Forgets a record. Its gradients stay unscaled.
     pub(crate) fn abandon(&mut self, record: usize) {
         let record = self.records.remove(record);

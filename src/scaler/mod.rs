@@ -8,7 +8,10 @@ mod config;
 mod found;
 mod gradients;
 mod iteration;
+mod non_finite;
 mod outcome;
+mod patience;
+mod per_loss;
 mod scale;
 mod scaled;
 mod state;
@@ -23,7 +26,9 @@ use tch::{Device, Kind, Tensor};
 
 pub use config::GradScalerConfig;
 pub(crate) use gradients::{describe, refuse_sparse};
+pub use non_finite::NonFiniteGradient;
 pub use outcome::StepOutcome;
+pub use per_loss::PerLossScalers;
 pub use state::GradScalerState;
 pub use unscaled::Unscaled;
 
@@ -87,13 +92,26 @@ impl GradScaler {
         Self::from_parts(GradScalerConfig { enabled: false, ..Default::default() }, None)
     }
 
+    /// Makes a scaler that scales nothing and skips the steps whose gradients are infinite or NaN: for bf16, which has
+    /// the range of f32, so that gradients do not vanish, and a bad batch would spoil the weights all the same. Losses
+    /// stay as they are, and [`step`](Self::step) says what was skipped; [`TakenSteps`](crate::optim::TakenSteps) counts
+    /// it. As `check_grad_overflow` of bf16 in DeepSpeed, which does not tell.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub fn skip_only(device: Device) -> Result<Self> {
+        let (init_scale, min_scale, max_scale) = (1.0, 1.0, 1.0);
+        GradScalerConfig { init_scale, min_scale, max_scale, ..Default::default() }.build(device)
+    }
+
     pub(crate) fn with_config(device: Device, config: GradScalerConfig) -> Result<Self> {
         config.check()?;
         if !config.enabled {
             return Ok(Self::from_parts(config, None));
         }
         check_usable(device)?;
-        let scale = Scale::new(device, config.init_scale)?;
+        let scale = Scale::new(device, &config)?;
         Ok(Self::from_parts(config, Some(scale)))
     }
 
@@ -123,10 +141,14 @@ impl GradScaler {
         };
         let output = match output.f_kind()? {
             Kind::Float | Kind::Double => output.shallow_clone(),
+            Kind::Half | Kind::BFloat16 if self.config.is_one() => output.shallow_clone(),
             Kind::Half | Kind::BFloat16 => output.f_to_kind(Kind::Float)?,
             kind => return Err(Error::ScaleDtype { dtype: kind }),
         };
         self.iteration.borrow_mut().note_scale()?;
+        if self.config.is_one() {
+            return Ok(output);
+        }
         let factor = scale.tensor();
         let device = output.device();
         if factor.device() == device {
@@ -159,37 +181,23 @@ impl GradScaler {
 
     /// Ends the iteration: backs the scale off if any optimizer's gradients overflowed, or counts towards its growth.
     ///
-    /// Does not wait for the device, unless `hysteresis` or `max_consecutive_skips` is set and an overflow is known on
-    /// a GPU only, as that of a fused optimizer is, or the scale is on the CPU and it is not.
+    /// Does not wait for the device, unless `error_at_min_scale` or `max_consecutive_skips` is set and an overflow is
+    /// known on a GPU only, as that of a fused optimizer is, or the scale is on the CPU and it is not.
     ///
     /// # Errors
     ///
     /// [`Error::NoInfChecks`] when no gradient was checked since the last update; nothing changes then.
-    /// [`Error::TooManySkips`] at the configured limit; the iteration has been ended as usual then.
+    /// [`Error::TooManySkips`] at the configured limit, and [`Error::ScaleAtMinimum`] with `error_at_min_scale`; the
+    /// iteration has been ended as usual then.
     pub fn update(&mut self) -> Result<()> {
         let Some(scale) = &mut self.scale else {
             return Ok(());
         };
         let iteration = self.iteration.get_mut();
-        let (found_infs, mut overflow) = iteration.found_infs();
-        if found_infs.is_empty() {
-            return Err(Error::NoInfChecks);
-        }
-        let asks = self.config.hysteresis > 1 || self.config.max_consecutive_skips.is_some();
-        if overflow.is_none() && asks {
-            overflow = Some(ffi::any_nonzero(&found_infs)?);
-        }
-        let skips = if overflow == Some(true) { self.skips.saturating_add(1) } else { 0 };
-        let tolerated = skips > 0 && skips < self.config.hysteresis;
-        scale.update(&found_infs, overflow, &self.config.rule(tolerated))?;
-        self.skips = skips;
+        let (found_infs, overflow) = iteration.found_infs();
+        let ended = end(scale, &self.config, &mut self.skips, &found_infs, overflow)?;
         iteration.close();
-        match self.config.max_consecutive_skips {
-            Some(limit) if skips >= limit => {
-                Err(Error::TooManySkips { skips, limit, scale: scale.value()?.scale.into() })
-            }
-            _ => Ok(()),
-        }
+        ended
     }
 
     /// Ends the iteration with a given scale. The growth tracker and the count of skips stay. Does not wait for the
@@ -244,5 +252,37 @@ impl GradScaler {
     /// As [`get_scale`](Self::get_scale).
     pub fn get_growth_tracker(&self) -> Result<i64> {
         self.scale.as_ref().map_or(Ok(0), |scale| Ok(scale.value()?.tracker.into()))
+    }
+}
+
+/// Ends the iteration of a scale: the outer error leaves everything as it was, the inner one comes after.
+pub(crate) fn end(
+    scale: &mut Scale,
+    config: &GradScalerConfig,
+    skips: &mut u32,
+    found_infs: &[&Tensor],
+    mut overflow: Option<bool>,
+) -> Result<Result<()>> {
+    if found_infs.is_empty() {
+        return Err(Error::NoInfChecks);
+    }
+    let gives_up = config.max_consecutive_skips.is_some() || config.error_at_min_scale;
+    if overflow.is_none() && gives_up {
+        overflow = Some(ffi::any_nonzero(found_infs)?);
+    }
+    let rule = config.rule();
+    let asks = config.error_at_min_scale && overflow == Some(true);
+    let stuck = asks && scale.value()?.is_stuck(&rule);
+    scale.update(found_infs, overflow, &rule)?;
+    *skips = if overflow == Some(true) { skips.saturating_add(1) } else { 0 };
+    Ok(give_up(scale, config, *skips, stuck))
+}
+
+fn give_up(scale: &Scale, config: &GradScalerConfig, skips: u32, stuck: bool) -> Result<()> {
+    let value = || Ok::<_, Error>(f64::from(scale.value()?.scale));
+    match config.max_consecutive_skips {
+        Some(limit) if skips >= limit => Err(Error::TooManySkips { skips, limit, scale: value()? }),
+        _ if stuck => Err(Error::ScaleAtMinimum { scale: value()? }),
+        _ => Ok(()),
     }
 }

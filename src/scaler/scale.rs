@@ -1,4 +1,4 @@
-//! The scale itself: a tensor on a device, with a copy of its value on the host where that is known.
+//! The scale itself: tensors on a device, with a copy of their values on the host where those are known.
 
 #![forbid(unsafe_code)]
 
@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::scaler::config::GradScalerConfig;
+use crate::scaler::patience::{Patience, tolerates};
 use crate::scaler::state::clamp_tracker;
 use crate::{ffi, sys};
 
@@ -16,23 +17,27 @@ use crate::{ffi, sys};
 pub(crate) struct Mirror {
     pub(crate) scale: f32,
     pub(crate) tracker: i32,
+    pub(crate) patience: Patience,
 }
 
-/// The scale and the growth tracker. The tensors are made once and then only written to.
+/// The scale, the growth tracker and, where not every overflow backs the scale off, the patience. The tensors are made once and then only written to.
 #[derive(Debug)]
 pub(crate) struct Scale {
     tensor: Tensor,
     tracker: Tensor,
+    patience: Option<Tensor>,
     mirror: Cell<Option<Mirror>>,
 }
 
 impl Scale {
-    pub(crate) fn new(device: Device, init_scale: f64) -> Result<Self> {
-        let scale = init_scale as f32;
+    pub(crate) fn new(device: Device, config: &GradScalerConfig) -> Result<Self> {
+        let scale = config.init_scale as f32;
+        let patience = Patience::full(config);
         Ok(Self {
             tensor: Tensor::f_scalar_tensor(f64::from(scale), (Kind::Float, device))?,
             tracker: Tensor::f_scalar_tensor(0, (Kind::Int, device))?,
-            mirror: Cell::new(Some(Mirror { scale, tracker: 0 })),
+            patience: config.is_patient().then(|| patience.tensor(device)).transpose()?,
+            mirror: Cell::new(Some(Mirror { scale, tracker: 0, patience })),
         })
     }
 
@@ -45,9 +50,11 @@ impl Scale {
         if let Some(mirror) = self.mirror.get() {
             return Ok(mirror);
         }
+        let patience = self.patience.as_ref().map(Patience::read).transpose()?;
         let mirror = Mirror {
             scale: self.tensor.f_double_value(&[])? as f32,
             tracker: self.tracker.f_int64_value(&[])? as i32,
+            patience: patience.unwrap_or_default(),
         };
         self.mirror.set(Some(mirror));
         Ok(mirror)
@@ -71,9 +78,13 @@ impl Scale {
         Ok(())
     }
 
-    pub(crate) fn set(&mut self, value: Mirror) -> Result<()> {
+    /// Sets everything, for a scaler that is patient or not.
+    pub(crate) fn set(&mut self, value: Mirror, patient: bool) -> Result<()> {
+        let device = self.tensor.device();
+        let patience = patient.then(|| value.patience.tensor(device)).transpose()?;
         // Unknown in between, in case the second write fails.
         self.mirror.set(None);
+        self.patience = patience;
         let _filled = self.tensor.f_fill_(f64::from(value.scale))?;
         let _filled = self.tracker.f_fill_(i64::from(value.tracker))?;
         self.mirror.set(Some(value));
@@ -96,7 +107,7 @@ impl Scale {
         rule: &sys::ScaleRule,
     ) -> Result<()> {
         let before = self.mirror.take();
-        ffi::scale_update(&self.tensor, &self.tracker, found_infs, rule)?;
+        ffi::scale_update(&self.tensor, &self.tracker, self.patience.as_ref(), found_infs, rule)?;
         let next = |before, overflow| next(before, overflow, rule);
         self.mirror.set(before.zip(overflow).map(|(before, overflow)| next(before, overflow)));
         Ok(())
@@ -108,27 +119,27 @@ impl Scale {
 fn next(before: Mirror, overflow: bool, rule: &sys::ScaleRule) -> Mirror {
     let times = |factor: f64| (f64::from(before.scale) * factor) as f32;
     let clamp = |scale: f32| scale.max(rule.min_scale as f32).min(rule.max_scale as f32);
+    let counted = before.patience.count(overflow);
+    if overflow && tolerates(&counted, rule) {
+        return Mirror { tracker: 0, patience: counted, ..before };
+    }
     if overflow {
-        return Mirror { scale: clamp(times(rule.backoff_factor)), tracker: 0 };
+        let scale = clamp(times(rule.backoff_factor));
+        return Mirror { scale, tracker: 0, patience: counted.begin(false, rule) };
     }
     let tracker = before.tracker + 1;
     if i64::from(tracker) < rule.growth_interval {
-        return Mirror { scale: clamp(before.scale), tracker };
+        let patience = counted.carry_on(rule);
+        return Mirror { scale: clamp(before.scale), tracker, patience };
     }
     let grown = times(rule.growth_factor);
-    Mirror { scale: clamp(if grown.is_finite() { grown } else { before.scale }), tracker: 0 }
+    let scale = clamp(if grown.is_finite() { grown } else { before.scale });
+    Mirror { scale, tracker: 0, patience: counted.begin(true, rule) }
 }
 
-impl GradScalerConfig {
-    /// The rule for an iteration that `tolerated` an overflow, or did not have to.
-    pub(crate) fn rule(&self, tolerated: bool) -> sys::ScaleRule {
-        sys::ScaleRule {
-            growth_factor: self.growth_factor,
-            // A factor of one resets the tracker and leaves the scale.
-            backoff_factor: if tolerated { 1.0 } else { self.backoff_factor },
-            growth_interval: self.growth_interval,
-            min_scale: self.min_scale,
-            max_scale: self.max_scale,
-        }
+impl Mirror {
+    /// Whether an overflow finds the scale at its lower bound, so that it cannot back off as it should.
+    pub(crate) fn is_stuck(self, rule: &sys::ScaleRule) -> bool {
+        self.scale <= rule.min_scale as f32 && !tolerates(&self.patience.count(true), rule)
     }
 }

@@ -4,7 +4,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure};
+use crate::scaler::patience::Patience;
 use crate::scaler::scale::Mirror;
 use crate::scaler::{GradScaler, GradScalerConfig};
 
@@ -57,22 +58,39 @@ pub struct GradScalerState {
     /// See [`GradScalerConfig::hysteresis`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hysteresis: Option<u32>,
+    /// See [`GradScalerConfig::consecutive_hysteresis`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub consecutive_hysteresis: Option<bool>,
+    /// See [`GradScalerConfig::tolerance`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tolerance: Option<f64>,
     /// See [`GradScalerConfig::max_consecutive_skips`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_consecutive_skips: Option<u32>,
+    /// See [`GradScalerConfig::error_at_min_scale`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error_at_min_scale: Option<bool>,
     /// See [`GradScalerConfig::allow_fp16_gradients`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allow_fp16_gradients: Option<bool>,
     /// Iterations in a row with overflow.
     #[serde(rename = "_consecutive_skips", skip_serializing_if = "Option::is_none")]
     pub consecutive_skips: Option<u32>,
+    /// Overflows until the hysteresis is used up.
+    #[serde(rename = "_hysteresis_tracker", skip_serializing_if = "Option::is_none")]
+    pub hysteresis_tracker: Option<i64>,
+    /// Iterations since the scale last backed off or could grow.
+    #[serde(rename = "_iterations_since_rescale", skip_serializing_if = "Option::is_none")]
+    pub iterations_since_rescale: Option<i64>,
+    /// Overflows among them.
+    #[serde(rename = "_overflows_since_rescale", skip_serializing_if = "Option::is_none")]
+    pub overflows_since_rescale: Option<i64>,
 }
 
 /// What changes from one iteration to the next.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Progress {
-    pub(crate) scale: f32,
-    pub(crate) tracker: i32,
+    pub(crate) mirror: Mirror,
     pub(crate) skips: u32,
 }
 
@@ -88,11 +106,16 @@ impl GradScalerState {
             min_scale,
             max_scale,
             hysteresis,
+            consecutive_hysteresis,
+            tolerance,
             max_consecutive_skips,
+            error_at_min_scale,
             allow_fp16_gradients,
         } = *config;
-        let Progress { scale, tracker, skips } = progress;
+        let Progress { mirror: Mirror { scale, tracker, patience }, skips } = progress;
+        let Patience { hysteresis: left, iterations, overflows } = patience;
         let usual = GradScalerConfig::default();
+        let patient = |count| config.is_patient().then_some(count);
         Self {
             scale: Some(scale.into()),
             growth_factor: Some(growth_factor),
@@ -102,9 +125,15 @@ impl GradScalerState {
             min_scale: unless(min_scale, usual.min_scale),
             max_scale: unless(max_scale, usual.max_scale),
             hysteresis: unless(hysteresis, usual.hysteresis),
+            consecutive_hysteresis: unless(consecutive_hysteresis, usual.consecutive_hysteresis),
+            tolerance: unless(tolerance, usual.tolerance),
             max_consecutive_skips,
+            error_at_min_scale: unless(error_at_min_scale, usual.error_at_min_scale),
             allow_fp16_gradients: unless(allow_fp16_gradients, usual.allow_fp16_gradients),
             consecutive_skips: unless(skips, 0),
+            hysteresis_tracker: patient(left),
+            iterations_since_rescale: patient(iterations),
+            overflows_since_rescale: patient(overflows),
         }
     }
 
@@ -124,7 +153,12 @@ impl GradScalerState {
             min_scale: self.min_scale.unwrap_or(config.min_scale),
             max_scale: self.max_scale.unwrap_or(config.max_scale),
             hysteresis: self.hysteresis.unwrap_or(config.hysteresis),
+            consecutive_hysteresis: self
+                .consecutive_hysteresis
+                .unwrap_or(config.consecutive_hysteresis),
+            tolerance: self.tolerance.unwrap_or(config.tolerance),
             max_consecutive_skips: self.max_consecutive_skips.or(config.max_consecutive_skips),
+            error_at_min_scale: self.error_at_min_scale.unwrap_or(config.error_at_min_scale),
             allow_fp16_gradients: self.allow_fp16_gradients.unwrap_or(config.allow_fp16_gradients),
         };
         loaded.check_scale("scale", scale)?;
@@ -134,14 +168,33 @@ impl GradScalerState {
             .ok()
             .filter(|tracker| *tracker >= 0)
             .ok_or(Error::InvalidValue { field: "_growth_tracker", value: tracker as f64, rule })?;
-        let progress = Progress {
-            scale: scale as f32,
-            tracker: clamp_tracker(tracker, loaded.growth_interval),
-            skips: self.consecutive_skips.unwrap_or(0),
-        };
+        let tracker = clamp_tracker(tracker, loaded.growth_interval);
+        let mirror = Mirror { scale: scale as f32, tracker, patience: self.patience(&loaded)? };
+        let progress = Progress { mirror, skips: self.consecutive_skips.unwrap_or(0) };
         let config = GradScalerConfig { init_scale: config.init_scale, ..loaded };
         Ok((config, progress))
     }
+
+    /// The patience of a scaler with `config`: a full one where the state has none.
+    fn patience(&self, config: &GradScalerConfig) -> Result<Patience> {
+        let full = Patience::full(config).hysteresis;
+        let most = i64::from(i32::MAX);
+        let left = count("_hysteresis_tracker", self.hysteresis_tracker, full, most)?;
+        let since = self.iterations_since_rescale;
+        let iterations = count("_iterations_since_rescale", since, 0, most)?;
+        let since = self.overflows_since_rescale;
+        let overflows = count("_overflows_since_rescale", since, 0, iterations)?;
+        // More than a smaller hysteresis allows is all of it.
+        Ok(Patience { hysteresis: left.min(full), iterations, overflows })
+    }
+}
+
+/// A saved count, or the usual one.
+fn count(key: &'static str, value: Option<i64>, usual: i64, most: i64) -> Result<i64> {
+    let value = value.unwrap_or(usual);
+    let possible = (0..=most).contains(&value);
+    ensure(key, value as f64, possible, "a count from 0, and no more overflows than iterations")?;
+    Ok(value)
 }
 
 /// libtorch grows the scale when the tracker *equals* the interval. A tracker beyond it would never grow again, so it
@@ -170,8 +223,8 @@ impl GradScaler {
             return Ok(GradScalerState::default());
         };
         self.check_closed("state_dict")?;
-        let Mirror { scale, tracker } = scale.value()?;
-        Ok(GradScalerState::save(&self.config, Progress { scale, tracker, skips: self.skips }))
+        let progress = Progress { mirror: scale.value()?, skips: self.skips };
+        Ok(GradScalerState::save(&self.config, progress))
     }
 
     /// Takes over a saved state. Nothing happens to a disabled scaler.
@@ -185,9 +238,9 @@ impl GradScaler {
             return Ok(());
         }
         self.check_closed("load_state_dict")?;
-        let (config, Progress { scale, tracker, skips }) = state.load(&self.config)?;
+        let (config, Progress { mirror, skips }) = state.load(&self.config)?;
         if let Some(tensors) = &mut self.scale {
-            tensors.set(Mirror { scale, tracker })?;
+            tensors.set(mirror, config.is_patient())?;
         }
         (self.config, self.skips) = (config, skips);
         Ok(())

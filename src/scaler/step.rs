@@ -258,7 +258,12 @@ impl GradScaler {
         Ok(())
     }
 
-    fn describe(&self, optimizer: &dyn AmpOptimizer, all: &[Tensor], index: usize) -> String {
+    pub(crate) fn describe(
+        &self,
+        optimizer: &dyn AmpOptimizer,
+        all: &[Tensor],
+        index: usize,
+    ) -> String {
         let known = || {
             let identity = *ffi::identities(&all[index..=index]).ok()?.first()?;
             self.names.get(&identity).map(|(name, _)| name.clone())

@@ -6,8 +6,11 @@ mod common;
 
 mod gradients;
 mod losses;
+mod patience;
+mod per_loss;
 mod protocol;
 mod scale;
+mod skip_only;
 mod state;
 mod unscaled;
 mod values;

@@ -62,7 +62,10 @@ fn every_option_survives_the_round_trip() {
         min_scale: 0.5,
         max_scale: 4096.0,
         hysteresis: 4,
+        consecutive_hysteresis: false,
+        tolerance: 0.25,
         max_consecutive_skips: Some(50),
+        error_at_min_scale: true,
         allow_fp16_gradients: true,
     };
     let mut saved = config.build(Device::Cpu).unwrap();

@@ -1,0 +1,146 @@
+//! Gradients and scales.
+
+use std::ptr;
+
+use tch::Tensor;
+
+use super::{call, given, pointer, pointers};
+use crate::error::{Error, Result};
+use crate::sys;
+
+/// Describes the gradients of the parameters, in their order.
+pub(crate) fn gradients_inspect(parameters: &[Tensor]) -> Result<Vec<sys::Gradient>> {
+    let tensors = pointers(parameters);
+    let mut gradients = vec![sys::Gradient::default(); tensors.len()];
+    let out = gradients.as_mut_ptr();
+    // SAFETY: both arrays have `tensors.len()` elements, and `parameters` keeps the tensors alive.
+    call(|err| unsafe { sys::tamp_gradients_inspect(tensors.as_ptr(), tensors.len(), out, err) })?;
+    Ok(gradients)
+}
+
+/// What tells tensors apart: the same number for every handle of one tensor, as long as one of them lives.
+pub(crate) fn identities(tensors: &[Tensor]) -> Result<Vec<usize>> {
+    let known = gradients_inspect(tensors)?;
+    Ok(known.iter().map(|gradient| gradient.parameter).collect())
+}
+
+/// Drops the gradient of a parameter.
+pub(crate) fn gradient_drop(parameter: &Tensor) -> Result<()> {
+    // SAFETY: `parameter` is a live tensor; the shim changes only its gradient slot.
+    call(|err| unsafe { sys::tamp_gradient_drop(pointer(parameter), err) })
+}
+
+/// Unscales the gradients of `parameters`, all of `found_inf`'s device, and tells whether one was infinite or NaN;
+/// `None` where the answer lies on the device.
+pub(crate) fn gradients_unscale(
+    parameters: &[&Tensor],
+    scale: &Tensor,
+    found_inf: &Tensor,
+    options: u8,
+) -> Result<Option<bool>> {
+    let tensors = pointers(parameters.iter().copied());
+    let (array, count) = (tensors.as_ptr(), tensors.len());
+    let (scale, found_inf) = (scale.as_ptr(), pointer(found_inf));
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and tensors are changed in place
+    // only through libtorch's own handles, which alias freely.
+    let answer = call(|err| unsafe {
+        sys::tamp_gradients_unscale(array, count, scale, found_inf, options, err)
+    })?;
+    known(answer)
+}
+
+/// An answer of the shim, where the host has it.
+fn known(answer: u8) -> Result<Option<bool>> {
+    match answer {
+        sys::FINITE => Ok(Some(false)),
+        sys::NON_FINITE => Ok(Some(true)),
+        sys::ON_DEVICE => Ok(None),
+        other => Err(Error::Torch(format!("the check of gradients answered {other}"))),
+    }
+}
+
+/// The norm of the gradients of `parameters`, all of `found_inf`'s device, divided by `scale`, and whether it is
+/// infinite or NaN; `None` where the answer lies on the device. The gradients stay as they are.
+pub(crate) fn gradients_norm(
+    parameters: &[&Tensor],
+    scale: &Tensor,
+    found_inf: &Tensor,
+) -> Result<(Tensor, Option<bool>)> {
+    let tensors = pointers(parameters.iter().copied());
+    let (array, count) = (tensors.as_ptr(), tensors.len());
+    let (scale, found_inf) = (scale.as_ptr(), pointer(found_inf));
+    let mut answer = 0;
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `answer` is valid for a write.
+    let norm = call(|err| unsafe {
+        sys::tamp_gradients_norm(array, count, scale, found_inf, &mut answer, err)
+    })?;
+    Ok((given(norm)?, known(answer)?))
+}
+
+/// Takes the gradients of the parameters away from them; `None` where there is none.
+pub(crate) fn gradients_take(parameters: &[Tensor]) -> Result<Vec<Option<Tensor>>> {
+    let tensors = pointers(parameters);
+    let mut gradients = vec![ptr::null_mut(); tensors.len()];
+    let out = gradients.as_mut_ptr();
+    // SAFETY: both arrays have `tensors.len()` elements, and `parameters` keeps the tensors alive.
+    let taken =
+        call(|err| unsafe { sys::tamp_gradients_take(tensors.as_ptr(), tensors.len(), out, err) });
+    let given = |tensor: *mut sys::Tensor| (!tensor.is_null()).then(|| given(tensor)).transpose();
+    let gradients: Vec<_> = gradients.into_iter().map(given).collect::<Result<_>>()?;
+    if let Err(error) = taken {
+        // A failure on the way loses none.
+        gradients_return(parameters, &gradients)?;
+        return Err(error);
+    }
+    Ok(gradients)
+}
+
+/// Runs the backward of a tensor of one element.
+pub(crate) fn backward(loss: &Tensor, retain_graph: bool) -> Result<()> {
+    // SAFETY: `loss` is a live tensor; gradients are written through libtorch's own handles, which alias freely.
+    call(|err| unsafe { sys::tamp_backward(loss.as_ptr(), retain_graph.into(), err) })
+}
+
+/// Adds what `gradients_take` has taken to the gradients that there are now.
+pub(crate) fn gradients_return(parameters: &[Tensor], taken: &[Option<Tensor>]) -> Result<()> {
+    assert_eq!(parameters.len(), taken.len());
+    let both = parameters.iter().zip(taken);
+    let some = both.filter_map(|(parameter, taken)| Some((parameter, taken.as_ref()?)));
+    let (parameters, taken): (Vec<_>, Vec<_>) = some.unzip();
+    let (parameters, taken) = (pointers(parameters), pointers(taken));
+    let (array, count) = (parameters.as_ptr(), parameters.len());
+    // SAFETY: both arrays have `count` elements, and the borrows keep every tensor alive.
+    call(|err| unsafe { sys::tamp_gradients_add(array, taken.as_ptr(), count, err) })
+}
+
+/// Whether any of the one-element tensors is not zero. Waits for their devices, once.
+pub(crate) fn any_nonzero(tensors: &[&Tensor]) -> Result<bool> {
+    let tensors = pointers(tensors.iter().copied());
+    // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.
+    call(|err| unsafe { sys::tamp_any_nonzero(tensors.as_ptr(), tensors.len(), err) })
+        .map(|any| any != 0)
+}
+
+/// Whether all elements of floating or complex tensors are finite: a bool on the device of the first.
+pub(crate) fn all_finite(tensors: &[&Tensor]) -> Result<Tensor> {
+    let tensors = pointers(tensors.iter().copied());
+    // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.
+    given(call(|err| unsafe { sys::tamp_all_finite(tensors.as_ptr(), tensors.len(), err) })?)
+}
+
+/// Grows or backs off `scale` and counts in `tracker` and `patience`, in place.
+pub(crate) fn scale_update(
+    scale: &Tensor,
+    tracker: &Tensor,
+    patience: Option<&Tensor>,
+    found_infs: &[&Tensor],
+    rule: &sys::ScaleRule,
+) -> Result<()> {
+    let tensors = pointers(found_infs.iter().copied());
+    let (array, count) = (tensors.as_ptr(), tensors.len());
+    let (scale, tracker) = (pointer(scale), pointer(tracker));
+    let patience = patience.map_or(ptr::null_mut(), pointer);
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `rule` has the shim's layout; no
+    // patience is null.
+    call(|err| unsafe { sys::tamp_scale_update(scale, tracker, patience, array, count, rule, err) })
+}

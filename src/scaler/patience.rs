@@ -1,0 +1,94 @@
+//! Which overflows the scale puts up with, as `csrc/scale.cpp` counts them on the device.
+
+#![forbid(unsafe_code)]
+
+use tch::{Device, Tensor};
+
+use crate::error::Result;
+use crate::scaler::config::GradScalerConfig;
+use crate::sys;
+
+/// What is counted, in the order of the shim's tensor.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Patience {
+    /// Overflows until the hysteresis is used up.
+    pub(crate) hysteresis: i64,
+    /// Iterations since the scale last backed off or could grow.
+    pub(crate) iterations: i64,
+    /// Overflows among them.
+    pub(crate) overflows: i64,
+}
+
+/// Whether the overflow that has been counted leaves the scale as it is.
+pub(crate) fn tolerates(counted: &Patience, rule: &sys::ScaleRule) -> bool {
+    let share = counted.overflows as f64 / counted.iterations as f64;
+    counted.hysteresis > 0 || share < rule.tolerance
+}
+
+impl Patience {
+    /// That of a scaler from the start.
+    pub(crate) fn full(config: &GradScalerConfig) -> Self {
+        Self { hysteresis: config.hysteresis.into(), ..Self::default() }
+    }
+
+    pub(crate) fn tensor(self, device: Device) -> Result<Tensor> {
+        let mut counts = [0; 3];
+        counts[sys::PATIENCE_HYSTERESIS] = self.hysteresis;
+        counts[sys::PATIENCE_ITERATIONS] = self.iterations;
+        counts[sys::PATIENCE_OVERFLOWS] = self.overflows;
+        Ok(Tensor::f_from_slice(&counts)?.f_to_device(device)?)
+    }
+
+    /// Waits for the device.
+    pub(crate) fn read(counts: &Tensor) -> Result<Self> {
+        let counts = counts.f_to_device(Device::Cpu)?;
+        let at = |place: usize| counts.f_int64_value(&[place as i64]);
+        Ok(Self {
+            hysteresis: at(sys::PATIENCE_HYSTERESIS)?,
+            iterations: at(sys::PATIENCE_ITERATIONS)?,
+            overflows: at(sys::PATIENCE_OVERFLOWS)?,
+        })
+    }
+
+    pub(crate) fn count(self, overflow: bool) -> Self {
+        let overflow = i64::from(overflow);
+        Self {
+            hysteresis: (self.hysteresis - overflow).max(0),
+            iterations: self.iterations + 1,
+            overflows: self.overflows + overflow,
+        }
+    }
+
+    /// After an iteration without overflow that does not let the scale grow.
+    pub(crate) fn carry_on(self, rule: &sys::ScaleRule) -> Self {
+        let restored = rule.consecutive != 0;
+        Self { hysteresis: if restored { rule.hysteresis } else { self.hysteresis }, ..self }
+    }
+
+    /// After the scale has backed off, or could grow.
+    pub(crate) fn begin(self, grown: bool, rule: &sys::ScaleRule) -> Self {
+        let hysteresis = if grown { rule.hysteresis } else { self.hysteresis };
+        Self { hysteresis, ..Self::default() }
+    }
+}
+
+impl GradScalerConfig {
+    /// Whether the scale may put up with an overflow.
+    pub(crate) fn is_patient(&self) -> bool {
+        self.hysteresis > 1 || self.tolerance > 0.0
+    }
+
+    /// How an iteration changes the scale.
+    pub(crate) fn rule(&self) -> sys::ScaleRule {
+        sys::ScaleRule {
+            growth_factor: self.growth_factor,
+            backoff_factor: self.backoff_factor,
+            growth_interval: self.growth_interval,
+            min_scale: self.min_scale,
+            max_scale: self.max_scale,
+            hysteresis: self.hysteresis.into(),
+            tolerance: self.tolerance,
+            consecutive: self.consecutive_hysteresis.into(),
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! One scale for each loss.
+
+#![forbid(unsafe_code)]
+
+use tch::nn::VarStore;
+use tch::{Device, Tensor};
+
+use crate::error::{Error, Result};
+use crate::ffi;
+use crate::optim::AmpOptimizer;
+use crate::scaler::found::{FoundInf, overflow};
+use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome, end};
+
+/// A scaler for each of several losses, whose gradients add up to one step: a loss that overflows often then does not
+/// lower the scale of the others. As `num_losses` of `apex.amp.initialize`. PyTorch has no twin.
+///
+/// [`backward`](Self::backward) unscales the gradients of its loss and adds them to those of the losses before, so that
+/// between it and [`step`](Self::step) the gradients are unscaled: clip there. A step is skipped when any loss
+/// overflowed, and [`update`](Self::update) backs off the scales of those alone.
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, nn};
+/// use tch_amp::{PerLossScalers, optim::AdamW};
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let net = nn::linear(vs.root(), 4, 2, Default::default());
+/// let mut opt = AdamW::default().build(&vs, 1e-2)?;
+/// let mut scalers = PerLossScalers::new(Device::Cpu, 2)?;
+/// for _ in 0..3 {
+///     let ys = Tensor::randn([8, 4], (Kind::Float, Device::Cpu)).apply(&net);
+///     opt.zero_grad()?;
+///     // Both losses have the graph of `ys` in common.
+///     scalers.backward_retain_graph(0, &ys.square().mean(Kind::Float), &mut opt)?;
+///     scalers.backward(1, &(ys.abs().mean(Kind::Float) * 1e-3), &mut opt)?;
+///     assert!(scalers.step(&mut opt)?.is_stepped()?);
+///     scalers.update()?;
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct PerLossScalers {
+    losses: Vec<Loss>,
+    /// Looks at the sums of the unscaled gradients, and steps.
+    sums: GradScaler,
+}
+
+#[derive(Debug)]
+struct Loss {
+    scaler: GradScaler,
+    /// What was found in its gradients since the last update.
+    found: Vec<Found>,
+}
+
+#[derive(Debug)]
+struct Found {
+    /// Whose step depends on it: the identity of its first parameter.
+    optimizer: usize,
+    flag: FoundInf,
+}
+
+fn identity(optimizer: &dyn AmpOptimizer) -> Result<usize> {
+    let first = ffi::identities(optimizer.parameters().get(..1).unwrap_or_default())?;
+    Ok(first.first().copied().unwrap_or_default())
+}
+
+impl PerLossScalers {
+    /// Makes `losses` scalers with PyTorch's defaults, whose scales lie on `device`: the device of the losses.
+    ///
+    /// # Errors
+    ///
+    /// As [`with_configs`](Self::with_configs).
+    pub fn new(device: Device, losses: usize) -> Result<Self> {
+        Self::with_configs(device, &vec![GradScalerConfig::default(); losses])
+    }
+
+    /// Makes a scaler for each loss. When one is not enabled, none is.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] without any loss; as [`GradScalerConfig::build`].
+    pub fn with_configs(device: Device, configs: &[GradScalerConfig]) -> Result<Self> {
+        if configs.is_empty() {
+            let field = "the number of losses";
+            return Err(Error::InvalidValue { field, value: 0.0, rule: "at least 1" });
+        }
+        let enabled = configs.iter().all(|config| config.enabled);
+        let build = |config: &GradScalerConfig| {
+            let scaler = GradScalerConfig { enabled, ..*config }.build(device)?;
+            Ok(Loss { scaler, found: Vec::new() })
+        };
+        let losses = configs.iter().map(build).collect::<Result<_>>()?;
+        let sums = if enabled { GradScaler::skip_only(device)? } else { GradScaler::disabled() };
+        Ok(Self { losses, sums })
+    }
+
+    /// Tells whether the scalers do anything.
+    pub fn is_enabled(&self) -> bool {
+        self.sums.is_enabled()
+    }
+
+    /// Returns the number of losses.
+    pub fn losses(&self) -> usize {
+        self.losses.len()
+    }
+
+    /// Returns the scaler of a loss, to ask for its scale, say, or to save it in a checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchLoss`].
+    pub fn scaler(&self, loss: usize) -> Result<&GradScaler> {
+        let losses = self.losses.len();
+        Ok(&self.losses.get(loss).ok_or(Error::NoSuchLoss { loss, losses })?.scaler)
+    }
+
+    /// Returns the scaler of a loss, to restore it from a checkpoint, or to change its settings.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchLoss`].
+    pub fn scaler_mut(&mut self, loss: usize) -> Result<&mut GradScaler> {
+        Ok(&mut self.loss_mut(loss)?.scaler)
+    }
+
+    fn loss_mut(&mut self, loss: usize) -> Result<&mut Loss> {
+        let losses = self.losses.len();
+        self.losses.get_mut(loss).ok_or(Error::NoSuchLoss { loss, losses })
+    }
+
+    /// Takes the names of a VarStore's variables, as [`GradScaler::name_parameters`].
+    ///
+    /// # Errors
+    ///
+    /// As [`GradScaler::name_parameters`].
+    pub fn name_parameters(&mut self, vs: &VarStore) -> Result<()> {
+        let scalers = self.losses.iter_mut().map(|loss| &mut loss.scaler);
+        scalers.chain([&mut self.sums]).try_for_each(|scaler| scaler.name_parameters(vs))
+    }
+
+    /// Scales a loss, runs its backward, unscales the gradients of the optimizer's parameters and adds them to those
+    /// that these have. Call it once for each loss, or several times for one loss of several micro-batches. Waits as
+    /// [`GradScaler::unscale_`].
+    ///
+    /// Parameters of the graph that are not the optimizer's get scaled gradients: detach them, or zero those, and do
+    /// not keep what a loss leaves in another optimizer. Needs the memory of a second set of gradients meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchLoss`], and as [`GradScaler::backward`] and [`GradScaler::unscale_`]. The gradients are those from
+    /// before then.
+    pub fn backward(
+        &mut self,
+        loss: usize,
+        value: &Tensor,
+        optimizer: &mut dyn AmpOptimizer,
+    ) -> Result<()> {
+        self.add(loss, value, optimizer, false)
+    }
+
+    /// Does as [`backward`](Self::backward) and keeps the graph, for another loss that has a part of it in common. As
+    /// `backward(retain_graph=True)` in PyTorch; tch has no twin.
+    ///
+    /// # Errors
+    ///
+    /// As [`backward`](Self::backward).
+    pub fn backward_retain_graph(
+        &mut self,
+        loss: usize,
+        value: &Tensor,
+        optimizer: &mut dyn AmpOptimizer,
+    ) -> Result<()> {
+        self.add(loss, value, optimizer, true)
+    }
+
+    fn add(
+        &mut self,
+        loss: usize,
+        value: &Tensor,
+        optimizer: &mut dyn AmpOptimizer,
+        retain_graph: bool,
+    ) -> Result<()> {
+        let one = self.loss_mut(loss)?;
+        if !one.scaler.is_enabled() {
+            return ffi::backward(value, retain_graph);
+        }
+        let parameters = optimizer.parameters().into_owned();
+        let before = ffi::gradients_take(&parameters)?;
+        let added = one.backward(value, optimizer, retain_graph);
+        if added.is_err() {
+            // What this backward has left is a part, or scaled.
+            ffi::gradients_take(&parameters)?;
+        }
+        ffi::gradients_return(&parameters, &before)?;
+        added
+    }
+
+    /// Steps the optimizer if the gradients of all losses, and their sums, are finite. Waits as [`GradScaler::step`].
+    ///
+    /// # Errors
+    ///
+    /// As [`GradScaler::step`].
+    pub fn step(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
+        self.look(optimizer)?;
+        self.sums.step(optimizer)
+    }
+
+    /// Clips the gradients to a common 2-norm and steps, as [`GradScaler::step_clip_norm`].
+    ///
+    /// # Errors
+    ///
+    /// As [`GradScaler::step_clip_norm`].
+    pub fn step_clip_norm(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        max_norm: f64,
+    ) -> Result<StepOutcome> {
+        self.look(optimizer)?;
+        self.sums.step_clip_norm(optimizer, max_norm)
+    }
+
+    /// Looks at the sums, and has the step depend on what was found in their parts, too.
+    fn look(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
+        if self.sums.record(optimizer)?.is_some() {
+            // A second step: an error, or another try after one.
+            return Ok(());
+        }
+        let Some(record) = self.sums.open(optimizer)? else {
+            return Ok(());
+        };
+        let optimizer = identity(optimizer)?;
+        let iteration = self.sums.iteration.get_mut();
+        let all = self.losses.iter().flat_map(|loss| &loss.found);
+        for found in all.filter(|found| found.optimizer == optimizer) {
+            iteration.add_found(record, found.flag.lend());
+        }
+        Ok(())
+    }
+
+    /// Ends the iteration: backs off the scales of the losses whose gradients overflowed, and counts towards the growth
+    /// of those that had a backward. The others stay as they are. Waits as [`GradScaler::update`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoInfChecks`] when there was no backward with gradients since the last update; nothing changes then.
+    /// [`Error::TooManySkips`] and [`Error::ScaleAtMinimum`] as from [`GradScaler::update`], the first of them; the
+    /// iteration has been ended for all losses then.
+    pub fn update(&mut self) -> Result<()> {
+        if !self.is_enabled() {
+            return Ok(());
+        }
+        if self.losses.iter().all(|loss| loss.found.is_empty()) {
+            return Err(Error::NoInfChecks);
+        }
+        self.sums.iteration.get_mut().close();
+        let ended = self.losses.iter_mut().map(Loss::update).collect::<Vec<_>>();
+        ended.into_iter().collect()
+    }
+
+    /// Returns the state of each scaler, in the order of the losses. Waits as [`GradScaler::state_dict`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::IterationOpen`] between `backward` and `update`.
+    pub fn state_dict(&self) -> Result<Vec<GradScalerState>> {
+        self.check_closed("state_dict")?;
+        self.losses.iter().map(|loss| loss.scaler.state_dict()).collect()
+    }
+
+    /// Takes over saved states.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] for another number of states than losses; as [`GradScaler::load_state_dict`]. Nothing
+    /// changes then.
+    pub fn load_state_dict(&mut self, states: &[GradScalerState]) -> Result<()> {
+        self.check_closed("load_state_dict")?;
+        let (field, value) = ("the number of states", states.len() as f64);
+        if states.len() != self.losses.len() {
+            return Err(Error::InvalidValue { field, value, rule: "that of the losses" });
+        }
+        let both = || self.losses.iter().zip(states);
+        both().try_for_each(|(loss, state)| loss.scaler.check_state_dict(state))?;
+        for (loss, state) in self.losses.iter_mut().zip(states) {
+            loss.scaler.load_state_dict(state)?;
+        }
+        Ok(())
+    }
+
+    fn check_closed(&self, call: &'static str) -> Result<()> {
+        let open = self.losses.iter().any(|loss| !loss.found.is_empty());
+        if open { Err(Error::IterationOpen { call }) } else { Ok(()) }
+    }
+}
+
+impl Loss {
+    /// Leaves the unscaled gradients of the loss alone in the parameters.
+    fn backward(
+        &mut self,
+        value: &Tensor,
+        optimizer: &mut dyn AmpOptimizer,
+        retain_graph: bool,
+    ) -> Result<()> {
+        ffi::backward(&self.scaler.scale(value)?, retain_graph)?;
+        let record = self.scaler.open(optimizer);
+        let iteration = self.scaler.iteration.get_mut();
+        let Some(record) = record.inspect_err(|_| iteration.close())? else {
+            return Ok(());
+        };
+        let flags = iteration.take_found(record);
+        let optimizer = identity(optimizer)?;
+        self.found.extend(flags.into_iter().map(|flag| Found { optimizer, flag }));
+        Ok(())
+    }
+
+    fn update(&mut self) -> Result<()> {
+        let GradScaler { config, scale, skips, iteration, .. } = &mut self.scaler;
+        let Some(scale) = scale.as_mut().filter(|_| !self.found.is_empty()) else {
+            return Ok(());
+        };
+        let flags = || self.found.iter().map(|found| &found.flag);
+        let tensors: Vec<_> = flags().map(|flag| &flag.tensor).collect();
+        let ended = end(scale, config, skips, &tensors, overflow(flags()))?;
+        iteration.get_mut().recycle(self.found.drain(..).map(|found| found.flag));
+        ended
+    }
+}
