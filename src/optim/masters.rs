@@ -30,7 +30,7 @@ pub enum MasterWeights {
     /// so that updates of less than a 256th of a weight vanish.
     #[default]
     None,
-    /// An f32 copy of each. As `master_weights=True` of apex's `FusedAdam`.
+    /// An f32 copy of each. As `master_weights=True` of apex's `FusedAdam`, and `AdamFP16` of labml_nn.
     Float,
     /// The 16 bits that a bf16 lacks of an f32, beside it: the same numbers as `Float` in half the memory. The
     /// parameter is the master rounded to nearest, the larger one of two that are equally near (elsewhere it is the

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod adam_fp16;
 mod build;
 mod clip;
 mod groups;
