@@ -7,6 +7,9 @@ mod clipping;
 mod common;
 #[path = "../examples/fused.rs"]
 mod fused;
+#[path = "../examples/lost_updates.rs"]
+#[allow(dead_code, reason = "the test says where the picture goes")]
+mod lost_updates;
 #[path = "../examples/multiple.rs"]
 mod multiple;
 #[path = "../examples/own_optimizer.rs"]
@@ -24,6 +27,8 @@ mod sparsemax;
 mod threads;
 #[path = "../examples/train.rs"]
 mod train;
+
+use common::files::Folder;
 
 #[test]
 fn train_runs() -> anyhow::Result<()> {
@@ -43,6 +48,18 @@ fn accumulation_runs() -> anyhow::Result<()> {
 #[test]
 fn penalty_runs() -> anyhow::Result<()> {
     penalty::main()
+}
+
+#[test]
+fn lost_updates_runs() -> anyhow::Result<()> {
+    let folder = Folder::new();
+    let path = folder.file("lost-updates.svg");
+    lost_updates::run(&path)?;
+    let picture = std::fs::read_to_string(&path)?;
+    anyhow::ensure!(picture.matches("<polyline").count() == 7, "six means and one weight alone");
+    anyhow::ensure!(picture.starts_with("<svg ") && picture.trim_end().ends_with("</svg>"));
+    anyhow::ensure!(!picture.contains("NaN") && !picture.contains("inf"));
+    Ok(())
 }
 
 #[test]

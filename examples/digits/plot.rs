@@ -1,4 +1,4 @@
-//! Line plots as inline SVG: one linear axis to the right, one logarithmic axis upwards.
+//! Line plots as inline SVG: one axis to the right, one upwards, and a legend above.
 //!
 //! Colours and fonts are the style sheet's: a series carries its name as its CSS class.
 
@@ -11,12 +11,16 @@ const LEFT: f64 = 64.0;
 const RIGHT: f64 = 12.0;
 const TOP: f64 = 42.0;
 const BOTTOM: f64 = 48.0;
+/// The height of a line of the legend.
+const ROW: f64 = 20.0;
 
 /// One line of a plot.
 #[derive(Clone, Debug)]
 pub struct Series {
-    /// Shown in the legend; the CSS class of everything that belongs to the series.
+    /// The CSS class of everything that belongs to the series.
     pub name: &'static str,
+    /// Shown in the legend.
+    pub label: &'static str,
     /// Drawn as the main line, class `curve`.
     pub curve: Vec<(f64, f64)>,
     /// Drawn faintly below the curves, class `raw`; may be empty.
@@ -50,7 +54,28 @@ impl Plot {
 
     fn at(&self, (x, y): (f64, f64)) -> (f64, f64) {
         let right = LEFT + self.x.position(x) * (WIDTH - LEFT - RIGHT);
-        (right, HEIGHT - BOTTOM - self.y.position(y) * (HEIGHT - TOP - BOTTOM))
+        (right, HEIGHT - BOTTOM - self.y.position(y) * (HEIGHT - self.top() - BOTTOM))
+    }
+
+    /// The upper end of the axes: below the legend.
+    fn top(&self) -> f64 {
+        TOP + self.legend().last().map_or(0.0, |(_, row)| row * ROW)
+    }
+
+    /// Where each series stands in the legend, and then the crosses: how far to the right, and in which line.
+    fn legend(&self) -> Vec<(f64, f64)> {
+        let (mut x, mut row) = (LEFT + 8.0, 0.0);
+        let place = |label: &str| {
+            // A line, gaps, and what a letter of this size takes.
+            let width = 62.0 + 7.0 * label.chars().count() as f64;
+            if x + width > WIDTH {
+                (x, row) = (LEFT + 8.0, row + 1.0);
+            }
+            x += width;
+            (x - width, row)
+        };
+        let marks = Some(self.mark_name).filter(|name| !name.is_empty());
+        self.series.iter().map(|series| series.label).chain(marks).map(place).collect()
     }
 }
 
@@ -70,7 +95,7 @@ fn write_all(svg: &mut String, plot: &Plot) -> std::fmt::Result {
 }
 
 fn write_axes(svg: &mut String, plot: &Plot) -> std::fmt::Result {
-    let (bottom, end) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
+    let (top, bottom, end) = (plot.top(), HEIGHT - BOTTOM, WIDTH - RIGHT);
     for Tick { value, label } in plot.y.ticks() {
         let (_, y) = plot.at((0.0, value));
         writeln!(svg, r#"<line class="grid" x1="{LEFT}" y1="{y:.1}" x2="{end}" y2="{y:.1}"/>"#)?;
@@ -87,8 +112,8 @@ fn write_axes(svg: &mut String, plot: &Plot) -> std::fmt::Result {
         writeln!(svg, r#"<line class="axis" x1="{x:.1}" y1="{bottom}" x2="{x:.1}" y2="{tick}"/>"#)?;
         writeln!(svg, r#"<text class="tick x" x="{x:.1}" y="{text}">{label}</text>"#)?;
     }
-    writeln!(svg, r#"<path class="axis" d="M{LEFT} {TOP}V{bottom}H{end}"/>"#)?;
-    let (x, y) = ((LEFT + end) / 2.0, (TOP + bottom) / 2.0);
+    writeln!(svg, r#"<path class="axis" d="M{LEFT} {top}V{bottom}H{end}"/>"#)?;
+    let (x, y) = ((LEFT + end) / 2.0, (top + bottom) / 2.0);
     writeln!(svg, r#"<text class="label" x="{x}" y="{}">{}</text>"#, HEIGHT - 8.0, plot.x.label)?;
     let turned = format!("translate(15 {y}) rotate(-90)");
     writeln!(svg, r#"<text class="label" transform="{turned}">{}</text>"#, plot.y.label)
@@ -126,15 +151,20 @@ fn cross(x: f64, y: f64) -> String {
 }
 
 fn write_legend(svg: &mut String, plot: &Plot) -> std::fmt::Result {
-    let (mut x, y) = (LEFT + 8.0, TOP - 24.0);
-    for series in &plot.series {
-        let (end, text) = (x + 30.0, x + 37.0);
+    let y = TOP - 24.0;
+    for (series, (x, row)) in plot.series.iter().zip(plot.legend()) {
+        let (end, text, y) = (x + 30.0, x + 37.0, y + row * ROW);
         let class = format!("curve {}", series.name);
         writeln!(svg, r#"<line class="{class}" x1="{x}" y1="{y}" x2="{end}" y2="{y}"/>"#)?;
-        writeln!(svg, r#"<text class="legend" x="{text}" y="{}">{}</text>"#, y + 4.0, series.name)?;
-        x += 90.0;
+        writeln!(
+            svg,
+            r#"<text class="legend" x="{text}" y="{}">{}</text>"#,
+            y + 4.0,
+            series.label
+        )?;
     }
-    if !plot.mark_name.is_empty() {
+    if let Some((x, row)) = plot.legend().get(plot.series.len()) {
+        let y = y + row * ROW;
         writeln!(svg, r#"<path class="mark" d="{}"/>"#, cross(x + 6.0, y))?;
         let (x, y) = (x + 18.0, y + 4.0);
         writeln!(svg, r#"<text class="legend" x="{x}" y="{y}">{}</text>"#, plot.mark_name)?;
@@ -160,16 +190,34 @@ mod tests {
     use super::super::axis::Spacing;
     use super::*;
 
+    fn series(label: &'static str) -> Series {
+        let curve = vec![(0.0, 1.0), (10.0, 16.0)];
+        Series { name: "s", label, curve, raw: vec![], marks: vec![] }
+    }
+
     #[test]
     fn points_land_where_the_axes_say() {
         let x = Axis::over("x", Spacing::Linear, [0.0, 10.0].into_iter());
         let y = Axis::over("y", Spacing::Log2, [1.0, 16.0].into_iter());
-        let series =
-            Series { name: "s", curve: vec![(0.0, 1.0), (10.0, 16.0)], raw: vec![], marks: vec![] };
-        let plot = Plot { description: "d", x, y, series: vec![series], mark_name: "" };
+        let plot = Plot { description: "d", x, y, series: vec![series("s")], mark_name: "" };
         let (left, right, top, bottom) = (LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM);
         let want = format!("{left:.1},{bottom:.1} {right:.1},{top:.1} ");
         assert!(plot.svg().contains(&format!(r#"points="{want}""#)), "{}", plot.svg());
+    }
+
+    #[test]
+    fn a_long_legend_goes_on_in_the_next_line_and_the_axes_make_room() {
+        let x = Axis::over("x", Spacing::Linear, [0.0, 10.0].into_iter());
+        let series: Vec<_> = (0..6).map(|_| series("twenty letters' name")).collect();
+        let plot = Plot { description: "d", x, y: x, series, mark_name: "crosses" };
+        let legend = plot.legend();
+        let rows: Vec<f64> = legend.iter().map(|place| place.1).collect();
+        assert_eq!(rows, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 2.0]);
+        assert!(legend.iter().all(|place| place.0 >= LEFT && place.0 < WIDTH - 100.0));
+        assert_eq!(plot.top(), TOP + 2.0 * ROW);
+        assert_eq!(plot.at((0.0, 10.0)), (LEFT, plot.top()));
+        let few = Plot { series: plot.series[..3].to_vec(), ..plot };
+        assert_eq!((few.legend().len(), few.top()), (4, TOP + ROW));
     }
 
     #[test]

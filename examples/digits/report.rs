@@ -58,6 +58,7 @@ fn loss_series(run: &RunResult) -> Series {
         |values: &[f64]| values.iter().enumerate().map(|(i, &v)| (i as f64, v)).collect();
     Series {
         name: run.precision.name(),
+        label: run.precision.name(),
         curve: numbered(&smooth(&losses, SMOOTHING)),
         raw: numbered(&losses),
         marks: Vec::new(),
@@ -87,7 +88,8 @@ fn scale_series(run: &RunResult) -> Option<Series> {
             marks.push((start + 1.0, scale, format!("step {index} skipped at scale {scale}")));
         }
     }
-    Some(Series { name: run.precision.name(), curve, raw: Vec::new(), marks })
+    let name = run.precision.name();
+    Some(Series { name, label: name, curve, raw: Vec::new(), marks })
 }
 
 fn escape(text: &str) -> String {

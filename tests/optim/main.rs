@@ -8,6 +8,7 @@ mod adam_fp16;
 mod build;
 mod clip;
 mod groups;
+mod lost_updates;
 mod masters;
 mod numbers;
 mod scaled;

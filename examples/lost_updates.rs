@@ -1,0 +1,190 @@
+//! Weights of 1 that Adam moves by 0.0001 a step: in fp16 and bf16 they stay at 1 for ever, and with master weights they
+//! go where f32 weights go. Prints a table and draws a picture.
+//!
+//! `cargo run --example lost_updates -- lost-updates.svg`
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, ensure};
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{Adam, MasterWeights};
+
+#[path = "digits/axis.rs"]
+#[allow(dead_code, reason = "logarithms are for others")]
+mod axis;
+#[path = "digits/plot.rs"]
+#[allow(dead_code, reason = "nothing is smoothed here")]
+mod plot;
+
+use axis::{Axis, Spacing};
+use plot::{Plot, Series};
+
+const STEPS: i64 = 500;
+const LR: f64 = 1e-4;
+/// So many that the noise of rounding at random is small in their mean.
+const WEIGHTS: i64 = 256;
+
+const STYLE: &str = "
+svg { --ink: #1b1f24; --soft: #59636e; --rule: #d5dae0; background: #ffffff; }
+.f32 { --line: #1b1f24; } .fp16 { --line: #d55e00; } .bf16 { --line: #0072b2; }
+.copies { --line: #e69f00; } .remainders { --line: #009e73; } .random { --line: #b0569a; }
+@media (prefers-color-scheme: dark) {
+  svg { --ink: #e6e9ed; --soft: #9aa4af; --rule: #343b44; background: #14171b; }
+  .f32 { --line: #e6e9ed; } .fp16 { --line: #ff8a3d; } .bf16 { --line: #56b4e9; }
+  .copies { --line: #f0c04a; } .remainders { --line: #2fc99a; } .random { --line: #f08ac6; }
+}
+text { fill: var(--soft); font: 12px system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif; }
+.label, .legend { fill: var(--ink); }
+.tick.y { text-anchor: end; } .tick.x, .label { text-anchor: middle; }
+.grid { stroke: var(--rule); } .axis { stroke: var(--soft); fill: none; }
+.curve { stroke: var(--line); fill: none; stroke-width: 2; }
+.raw { stroke: var(--line); fill: none; stroke-width: 1; opacity: .4; }
+/* These lie on one another: each lower line is wider than the next one. */
+.curve.f32 { stroke-width: 7; stroke-opacity: .3; }
+.curve.fp16 { stroke-width: 6; } .curve.bf16 { stroke-width: 3; stroke-dasharray: 9 7; }
+";
+
+/// One training.
+struct Run {
+    name: &'static str,
+    label: &'static str,
+    kind: Kind,
+    masters: MasterWeights,
+}
+
+const RUNS: [Run; 6] = [
+    Run::new("f32", "f32", Kind::Float, MasterWeights::None),
+    Run::new("fp16", "fp16", Kind::Half, MasterWeights::None),
+    Run::new("bf16", "bf16", Kind::BFloat16, MasterWeights::None),
+    Run::new("random", "bf16, rounded at random", Kind::BFloat16, RANDOM),
+    Run::new("remainders", "bf16, 16-bit remainders", Kind::BFloat16, MasterWeights::Remainder),
+    Run::new("copies", "fp16, f32 copies", Kind::Half, MasterWeights::Float),
+];
+const RANDOM: MasterWeights = MasterWeights::StochasticRounding { seed: 1 };
+
+impl Run {
+    const fn new(
+        name: &'static str,
+        label: &'static str,
+        kind: Kind,
+        masters: MasterWeights,
+    ) -> Self {
+        Self { name, label, kind, masters }
+    }
+
+    /// The weights before the first step and after each one, as f64.
+    fn train(&self) -> Result<Vec<Tensor>> {
+        let w = Tensor::ones([WEIGHTS], (self.kind, Device::Cpu)).set_requires_grad(true);
+        let weights = [w.shallow_clone()];
+        let mut opt = Adam::default().build_with_master_weights(&weights, LR, self.masters)?;
+        let mut seen = vec![w.detach().to_kind(Kind::Double)];
+        for _ in 0..STEPS {
+            opt.zero_grad()?;
+            // A gradient of -1 always: each of Adam's steps is the learning rate.
+            (-&w).sum(self.kind).backward();
+            opt.step()?;
+            // A copy: an f64 is never the weight itself.
+            seen.push(w.detach().to_kind(Kind::Double));
+        }
+        Ok(seen)
+    }
+}
+
+/// Writes the picture where the command line says, or to `target/` of a checkout.
+pub fn main() -> Result<()> {
+    let folder = if Path::new("target").is_dir() { "target" } else { "" };
+    let path = std::env::args_os().nth(1).map(PathBuf::from);
+    run(&path.unwrap_or_else(|| Path::new(folder).join("lost-updates.svg")))
+}
+
+/// Trains in every way and writes the picture.
+///
+/// # Errors
+///
+/// If the file cannot be written, or weights are not where they should be.
+pub fn run(path: &Path) -> Result<()> {
+    for kind in [Kind::Half, Kind::BFloat16] {
+        let sum = Tensor::from(1.0 + LR).to_kind(kind).double_value(&[]);
+        println!("1 + {LR} is {sum} in {kind:?}");
+        ensure!(sum == 1.0, "the update is not lost");
+    }
+    let seen = RUNS.iter().map(Run::train).collect::<Result<Vec<_>>>()?;
+    println!("\n{:<26} weight after {STEPS} steps", "");
+    for (run, steps) in RUNS.iter().zip(&seen) {
+        println!("{:<26} {:.5}", run.label, mean(last(steps)?));
+    }
+    check(&seen)?;
+    std::fs::write(path, picture(&seen)).with_context(|| path.display().to_string())?;
+    println!("\nthe picture is {}", path.display());
+    Ok(())
+}
+
+fn last(steps: &[Tensor]) -> Result<&Tensor> {
+    steps.last().context("there is a first step")
+}
+
+fn mean(weights: &Tensor) -> f64 {
+    weights.mean(Kind::Double).double_value(&[])
+}
+
+/// Claims what the picture shows.
+fn check(seen: &[Vec<Tensor>]) -> Result<()> {
+    let [float, half, bfloat, random, remainders, copies] = seen else {
+        anyhow::bail!("each run has its place");
+    };
+    let all = |weights: &Tensor, value: f64| weights.eq(value).all().int64_value(&[]) == 1;
+    let steps = STEPS as f64;
+    let goal = 1.0 + LR * steps;
+    // Each step rounds to f32, below 2 by 2^-24 at most. What Adam rounds before is a tenth of that.
+    ensure!(
+        (mean(last(float)?) - goal).abs() < 1.1 * steps * 2f64.powi(-24),
+        "f32 goes all the way"
+    );
+    for steps in [half, bfloat] {
+        ensure!(steps.iter().all(|weights| all(weights, 1.0)), "without masters they stay at 1");
+    }
+    for (weights, float) in copies.iter().zip(float) {
+        let rounded = float.to_kind(Kind::Half).to_kind(Kind::Double);
+        ensure!(weights.equal(&rounded), "fp16 weights with copies are the f32 ones, rounded");
+    }
+    for (weights, float) in remainders.iter().zip(float) {
+        // Neighbours in bf16 are 2^-7 apart here.
+        let off = (weights - float).abs().max().double_value(&[]);
+        ensure!(off <= 2f64.powi(-8), "bf16 weights with remainders are the f32 ones, rounded");
+    }
+    // A step goes up to the next neighbour with the probability that its length is of the gap: four standard
+    // deviations of the mean of so many sums.
+    let (gap, probability) = (2f64.powi(-7), LR * 128.0);
+    let deviation = gap * (steps * probability * (1.0 - probability) / WEIGHTS as f64).sqrt();
+    let off = (mean(last(random)?) - goal).abs();
+    ensure!(off < 4.0 * deviation, "rounding at random is right on average, but {off} off");
+    Ok(())
+}
+
+fn series(run: &Run, steps: &[Tensor]) -> Series {
+    let points = |value: &dyn Fn(&Tensor) -> f64| {
+        steps.iter().enumerate().map(|(step, weights)| (step as f64, value(weights))).collect()
+    };
+    // Of those that are rounded at random one alone, too.
+    let raw = if run.masters == RANDOM { points(&|w| w.double_value(&[0])) } else { Vec::new() };
+    Series { name: run.name, label: run.label, curve: points(&mean), raw, marks: Vec::new() }
+}
+
+/// The SVG file: the plot with a style of its own.
+fn picture(seen: &[Vec<Tensor>]) -> String {
+    let series: Vec<_> = RUNS.iter().zip(seen).map(|(run, steps)| series(run, steps)).collect();
+    let points = || series.iter().flat_map(|series| series.curve.iter().chain(&series.raw));
+    let x = Axis::over("step of Adam with a learning rate of 0.0001", Spacing::Linear, {
+        points().map(|point| point.0)
+    });
+    let y = Axis::over(
+        "mean of 256 weights; thin: one alone",
+        Spacing::Linear,
+        points().map(|point| point.1),
+    );
+    let description = "Weights of 1 under small updates: plain fp16 and bf16 stay, the others move";
+    let svg = Plot { description, x, y, series, mark_name: "" }.svg();
+    let (opening, rest) = svg.split_once('>').unwrap_or((&svg, ""));
+    let namespace = "xmlns=\"http://www.w3.org/2000/svg\"";
+    format!("{opening} {namespace} width=\"760\" height=\"340\">\n<style>{STYLE}</style>{rest}")
+}
