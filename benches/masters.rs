@@ -1,10 +1,14 @@
 //! A step of bf16 parameters with f32 master weights beside a Python loop that does the same by operations over lists.
 //!
 //! Both sides check the gradients, unscale, update the masters by AdamW, write the parameters and update the scale. Each
-//! step finds fresh gradients.
+//! step finds fresh gradients. Before that, the memory that each mode holds.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
+#[path = "common/held.rs"]
+mod held;
+#[path = "common/memory.rs"]
+mod memory;
 
 use common::{Rounds, Twin, median, nanoseconds, print_ratio, print_table, rounds, values};
 use tch::nn::VarStore;
@@ -18,13 +22,31 @@ const CHECKED: usize = 20;
 const SCALE: f64 = 1024.0;
 
 fn main() {
+    tch::set_num_threads(1);
+    print_memory();
     let Some(mut twin) = Twin::start("masters.py") else {
         return;
     };
-    tch::set_num_threads(1);
     assert_eq!(check(), twin.ask(&format!("check {CHECKED}")), "both sides compute the same");
     measure(&mut twin, 16, rounds(150), 10, "master_weights_step_160x16");
     measure(&mut twin, 65536, rounds(40), 5, "master_weights_step_160x65536");
+}
+
+/// Bytes for each number; nothing where the system does not tell.
+fn print_memory() {
+    // Once for whatever the first step makes for good.
+    if held::measure(&held::setups()[0]).is_none() {
+        return;
+    }
+    let [title, step, unscaling] = ["bytes for each number", "step", "unscale_"];
+    println!("{title:<44} {:>6} {:>6} {step:>6} {unscaling:>8} {:>6}", "stated", "held", "later");
+    for setup in held::setups() {
+        let Some(held) = held::measure(&setup) else { return };
+        let held::Held { held, step, unscaling, later } = held;
+        let (name, stated) = (setup.name, setup.stated);
+        println!("{name:<44} {stated:>6.2} {held:>6.2} {step:>6.2} {unscaling:>8.2} {later:>6.2}");
+    }
+    println!();
 }
 
 fn measure(twin: &mut Twin, numbers: i64, count: usize, steps: usize, name: &str) {

@@ -1,5 +1,5 @@
-//! Weights of 1 that Adam moves by 0.0001 a step: in fp16 and bf16 they stay at 1 for ever, and with master weights they
-//! go where f32 weights go. Prints a table and draws a picture.
+//! Weights of 1 that Adam moves by 0.0001 a step: in fp16 and bf16 they stay at 1 for ever, with master weights they go
+//! where f32 weights go. Prints a table and draws a picture.
 //!
 //! `cargo run --example lost_updates -- lost-updates.svg`
 

@@ -3,12 +3,21 @@
 
 use std::fs;
 
-/// A field of /proc/self/status in bytes, where there is one.
-fn status(field: &str) -> Option<f64> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
+/// A field of a file in /proc/self in bytes, where there is one.
+fn field(file: &str, field: &str) -> Option<f64> {
+    let text = fs::read_to_string(format!("/proc/self/{file}")).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
     let kilobytes: f64 = line.split_whitespace().next()?.parse().ok()?;
     Some(kilobytes * 1024.0)
+}
+
+fn status(name: &str) -> Option<f64> {
+    field("status", name)
+}
+
+/// The memory in use that is no file's, page by page: the counts in /proc/self/status are behind by some pages.
+pub fn anonymous() -> Option<f64> {
+    field("smaps_rollup", "Anonymous")
 }
 
 /// Runs `work` and returns by how many bytes the memory in use was larger at its peak than before; NaN where the system

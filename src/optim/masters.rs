@@ -13,8 +13,8 @@ use crate::sys;
 /// f32, and gradients become f32 before they are unscaled, so that unscaling loses nothing. f32 and f64 parameters need
 /// none of it and are updated as they are.
 ///
-/// Bytes for each bf16 parameter under AdamW, with its gradient in bf16 (2 bytes; 4 if it is
-/// [added up in f32](Optimizer::accumulate_in_f32)):
+/// Bytes for each bf16 parameter under AdamW, with its gradient in bf16, as measured on a CPU (a test compares the
+/// memory that a process holds with the sums):
 ///
 /// | | parameter | master | moments | gradient | in all |
 /// |---|---|---|---|---|---|
@@ -23,6 +23,15 @@ use crate::sys;
 /// | `Float` | 2 | 4 | 8 | 2 | 16 |
 /// | `Remainder` | 2 | 2 | 8 | 2 | 14 |
 /// | `StochasticRounding` | 2 | – | 8 | 2 | 12 |
+/// | `Float`, gradients in f32 | 2 | 4 | 8 | 4 | 18 |
+/// | `Remainder`, gradients in f32 | 2 | 2 | 8 | 4 | 16 |
+/// | `StochasticRounding`, gradients in f32 | 2 | – | 8 | 4 | 14 |
+/// | `Float` with amsgrad | 2 | 4 | 12 | 2 | 20 |
+/// | `Float`, SGD with momentum | 2 | 4 | 4 | 2 | 12 |
+///
+/// Gradients are f32 after [`accumulate_in_f32`](Optimizer::accumulate_in_f32), and from the first time on that a
+/// scaler unscales them before the step: for `unscale_`, a transaction, or a norm. On a CPU a step needs no memory
+/// beside that; while they become f32, one tensor's gradient is there twice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MasterWeights {

@@ -4,11 +4,11 @@ use super::{BETAS, Case, LR};
 
 /// A number that is followed in f64, beside a bound of how far off a training of it is that rounds.
 ///
-/// To first order in the unit roundoff u, where a constant, a product and a sum are off by at most u of their size each:
-/// the first moment of step t is off by at most 3tu of the average of the gradients' magnitudes (`reach`), the root of
-/// the second one by 2tu of itself, and the quotient by 7u more (root, correction, eps, step size, product, division,
-/// and one to spare). An error of the gradients themselves, which weight decay brings, enters either moment by at most
-/// the largest so far (`worst`): one is an average of the gradients, the other's root a norm of them.
+/// To first order in the unit roundoff u, where a constant, a product and a sum are off by at most u of their size: the
+/// first moment of step t is off by at most 3tu of the average of the gradients' magnitudes (`reach`), the root of the
+/// second one by 2tu of itself, and the quotient by 7u more (root, correction, eps, step size, product, division, and
+/// one to spare). An error of the gradients themselves, which weight decay brings, enters either moment by at most the
+/// largest so far (`worst`): one is an average of the gradients, the other's root a norm of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Bound {
     case: Case,

@@ -1,0 +1,123 @@
+//! The memory that a training holds for each of its numbers, by what the system has given this process.
+#![allow(dead_code, reason = "each user takes its own part")]
+#![allow(clippy::expect_used, reason = "a benchmark and a test fail by panicking")]
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::GradScalerConfig;
+use tch_amp::optim::{AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
+
+use crate::memory::{anonymous, peak};
+
+/// Two tensors, so that it shows what is done with one after the other. Even in 16 bits each has more than 32 MiB, and
+/// such memory allocators take from the system and give back at once.
+pub const TENSORS: usize = 2;
+const NUMBERS: i64 = 17 << 20;
+
+/// A way to train.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    pub name: &'static str,
+    kind: Kind,
+    masters: MasterWeights,
+    algorithm: Algorithm,
+    /// Whether gradients are added up in f32.
+    wide: bool,
+    /// The bytes for each number, as the documentation of `MasterWeights` says.
+    pub stated: f64,
+}
+
+/// Bytes for each number.
+#[derive(Clone, Copy, Debug)]
+pub struct Held {
+    /// What there is after two steps.
+    pub held: f64,
+    /// What a further step needs beside that while it runs.
+    pub step: f64,
+    /// What `unscale_` and a step need beside that while they run.
+    pub unscaling: f64,
+    /// What there is after a step that follows later, with gradients of its own.
+    pub later: f64,
+}
+
+/// All of the table's.
+pub fn setups() -> Vec<Setup> {
+    let random = MasterWeights::StochasticRounding { seed: 1 };
+    let (none, float, remainder) =
+        (MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder);
+    let adamw = Algorithm::from(AdamW::default());
+    let amsgrad = AdamW { amsgrad: true, ..AdamW::default() }.into();
+    let sgd = Sgd { momentum: 0.9, ..Sgd::default() }.into();
+    let setup = |name, kind, masters, algorithm, wide, stated| Setup {
+        name,
+        kind,
+        masters,
+        algorithm,
+        wide,
+        stated,
+    };
+    let (bf16, fp16) = (Kind::BFloat16, Kind::Half);
+    vec![
+        setup("f32", Kind::Float, none, adamw, false, 16.0),
+        setup("bf16, None", bf16, none, adamw, false, 8.0),
+        setup("bf16, Float", bf16, float, adamw, false, 16.0),
+        setup("bf16, Float, f32 gradients", bf16, float, adamw, true, 18.0),
+        setup("bf16, Remainder", bf16, remainder, adamw, false, 14.0),
+        setup("bf16, Remainder, f32 gradients", bf16, remainder, adamw, true, 16.0),
+        setup("bf16, StochasticRounding", bf16, random, adamw, false, 12.0),
+        setup("bf16, StochasticRounding, f32 gradients", bf16, random, adamw, true, 14.0),
+        setup("fp16, Remainder (f32 copies)", fp16, remainder, adamw, false, 16.0),
+        setup("bf16, Float, amsgrad", bf16, float, amsgrad, false, 20.0),
+        setup("bf16, Float, SGD with momentum", bf16, float, sgd, false, 12.0),
+    ]
+}
+
+impl Setup {
+    /// Whether `unscale_` makes gradients f32 that were not.
+    pub fn widens(&self) -> bool {
+        self.masters != MasterWeights::None && !self.wide
+    }
+}
+
+fn build(setup: &Setup, weights: &[Tensor]) -> Optimizer {
+    let mut opt = match setup.algorithm {
+        Algorithm::AdamW(config) => config.build_with_master_weights(weights, 1e-3, setup.masters),
+        Algorithm::Sgd(config) => config.build_with_master_weights(weights, 1e-3, setup.masters),
+        other => panic!("nothing is measured of {other:?}"),
+    }
+    .expect("the weights can be trained");
+    if setup.wide {
+        opt.accumulate_in_f32().expect("there are masters");
+    }
+    opt
+}
+
+/// Takes a step with gradients of its own.
+fn train(opt: &mut Optimizer, weights: &[Tensor]) {
+    opt.zero_grad().expect("gradients can be dropped");
+    weights.iter().for_each(|w| w.sum(w.kind()).backward());
+    opt.step().expect("a step is taken");
+}
+
+/// Trains and measures; `None` where the system does not tell. A peak that it does not tell is NaN.
+pub fn measure(setup: &Setup) -> Option<Held> {
+    let each = (TENSORS as i64 * NUMBERS) as f64;
+    let before = anonymous()?;
+    let weights: Vec<_> = (0..TENSORS)
+        .map(|_| Tensor::ones([NUMBERS], (setup.kind, Device::Cpu)).set_requires_grad(true))
+        .collect();
+    let mut opt = build(setup, &weights);
+    train(&mut opt, &weights);
+    train(&mut opt, &weights);
+    let held = (anonymous()? - before) / each;
+    let step = peak(|| opt.step().expect("a step is taken")) / each;
+    let config = GradScalerConfig { init_scale: 2.0, ..Default::default() };
+    let mut scaler = config.build(Device::Cpu).expect("a scaler can be made");
+    drop(scaler.scale(&Tensor::from(1f32)).expect("a loss is scaled"));
+    let unscaling = peak(|| {
+        scaler.unscale_(&mut opt).expect("gradients are unscaled");
+        drop(scaler.step(&mut opt).expect("a step is taken"));
+    });
+    train(&mut opt, &weights);
+    let later = (anonymous()? - before) / each;
+    Some(Held { held, step, unscaling: unscaling / each, later })
+}
