@@ -7,6 +7,7 @@ mod common;
 mod adam_fp16;
 mod build;
 mod clip;
+mod f32_gradients;
 mod groups;
 mod lost_updates;
 mod masters;

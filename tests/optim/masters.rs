@@ -3,7 +3,7 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
-use tch_amp::{Error, GradScaler, GradScalerConfig};
+use tch_amp::{GradScaler, GradScalerConfig};
 
 use crate::algorithms;
 use crate::common::bits::bits;
@@ -207,43 +207,6 @@ fn rounding_at_random_follows_its_seed() {
     seen.sort();
     seen.dedup();
     assert_eq!(seen.len(), count);
-}
-
-/// Sums of micro-batches in bf16 stop growing; in f32 they do not.
-#[test]
-fn gradients_add_up_in_f32() {
-    let w = leaf(&Tensor::zeros([3], (Kind::BFloat16, Device::Cpu)));
-    let list = [w.shallow_clone()];
-    let mut opt =
-        Sgd::default().build_with_master_weights(&list, 1.0, MasterWeights::Float).unwrap();
-    let micro = || (&w * 1.0).sum(Kind::BFloat16).backward();
-    micro();
-    opt.accumulate_in_f32().unwrap();
-    assert_eq!(w.grad().kind(), Kind::Float);
-    (0..999).for_each(|_| micro());
-    assert_eq!(w.grad().double_value(&[0]), 1000.0);
-    opt.step().unwrap();
-    assert_eq!(opt.master_weight(0).unwrap().unwrap().double_value(&[0]), -1000.0);
-    opt.zero_grad().unwrap();
-    micro();
-    assert_eq!(w.grad().kind(), Kind::Float);
-    let mut plain = Sgd::default().build(&list, 1.0).unwrap();
-    assert!(matches!(plain.accumulate_in_f32(), Err(Error::NoMasterWeights)));
-}
-
-/// What unscaling makes of small fp16 gradients would be zero in fp16.
-#[test]
-fn unscaling_does_not_underflow() {
-    let w = leaf(&Tensor::zeros([1], (Kind::Half, Device::Cpu)));
-    let list = [w.shallow_clone()];
-    let mut opt =
-        Sgd::default().build_with_master_weights(&list, 1.0, MasterWeights::Float).unwrap();
-    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    (&w * 2f64.powi(-20)).sum(Kind::Half).backward();
-    drop(scaler.scale(&Tensor::from(1f32)).unwrap());
-    scaler.unscale_(&mut opt).unwrap();
-    let gradient = w.grad();
-    assert_eq!((gradient.kind(), gradient.double_value(&[0])), (Kind::Float, 2f64.powi(-36)));
 }
 
 #[test]

@@ -1,0 +1,71 @@
+//! Gradients of half parameters that become f32.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{MasterWeights, Sgd};
+use tch_amp::{Error, GradScaler};
+
+use crate::leaf;
+
+/// Sums of micro-batches in bf16 stop growing; in f32 they do not.
+#[test]
+fn gradients_add_up_in_f32() {
+    let w = leaf(&[0.0; 3], Kind::BFloat16, Device::Cpu);
+    let list = [w.shallow_clone()];
+    let mut opt =
+        Sgd::default().build_with_master_weights(&list, 1.0, MasterWeights::Float).unwrap();
+    let micro = || (&w * 1.0).sum(Kind::BFloat16).backward();
+    micro();
+    opt.accumulate_in_f32().unwrap();
+    assert_eq!(w.grad().kind(), Kind::Float);
+    (0..999).for_each(|_| micro());
+    assert_eq!(w.grad().double_value(&[0]), 1000.0);
+    opt.step().unwrap();
+    assert_eq!(opt.master_weight(0).unwrap().unwrap().double_value(&[0]), -1000.0);
+    opt.zero_grad().unwrap();
+    micro();
+    assert_eq!(w.grad().kind(), Kind::Float);
+    let mut plain = Sgd::default().build(&list, 1.0).unwrap();
+    assert!(matches!(plain.accumulate_in_f32(), Err(Error::NoMasterWeights)));
+}
+
+/// What unscaling makes of small fp16 gradients would be zero in fp16.
+#[test]
+fn unscaling_does_not_underflow() {
+    let w = leaf(&[0.0], Kind::Half, Device::Cpu);
+    let list = [w.shallow_clone()];
+    let mut opt =
+        Sgd::default().build_with_master_weights(&list, 1.0, MasterWeights::Float).unwrap();
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    (&w * 2f64.powi(-20)).sum(Kind::Half).backward();
+    drop(scaler.scale(&Tensor::from(1f32)).unwrap());
+    scaler.unscale_(&mut opt).unwrap();
+    let gradient = w.grad();
+    assert_eq!((gradient.kind(), gradient.double_value(&[0])), (Kind::Float, 2f64.powi(-36)));
+}
+
+/// Where the scaler unscales in the step nothing is converted; where it unscales before, they are f32 from then on.
+#[test]
+fn gradients_stay_f32_once_they_have_been_unscaled_before_a_step() {
+    for way in ["step", "unscale_", "clip", "transaction"] {
+        let w = leaf(&[0.0], Kind::BFloat16, Device::Cpu);
+        let list = [w.shallow_clone()];
+        let mut opt =
+            Sgd::default().build_with_master_weights(&list, 1.0, MasterWeights::Float).unwrap();
+        let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+        for iteration in 0..2 {
+            opt.zero_grad().unwrap();
+            scaler.backward(&(&w * 1.0).sum(Kind::Float)).unwrap();
+            let wide = iteration == 1 && way != "step";
+            let kind = if wide { Kind::Float } else { Kind::BFloat16 };
+            assert_eq!(w.grad().kind(), kind, "{way} in iteration {iteration}");
+            let outcome = match way {
+                "step" => scaler.step(&mut opt),
+                "unscale_" => scaler.unscale_(&mut opt).and_then(|()| scaler.step(&mut opt)),
+                "clip" => scaler.step_clip_norm(&mut opt, 1.0),
+                _ => scaler.unscale(&mut opt).unwrap().step(),
+            };
+            assert!(outcome.unwrap().is_stepped().unwrap());
+            scaler.update().unwrap();
+        }
+    }
+}
