@@ -184,13 +184,16 @@ impl PerLossScalers {
             return ffi::backward(value, retain_graph);
         }
         let parameters = optimizer.parameters().into_owned();
+        let known = one.found.len();
         let before = ffi::gradients_take(&parameters)?;
         let added = one.backward(value, optimizer, retain_graph);
+        let added = added.and_then(|()| ffi::gradients_return(&parameters, &before));
         if added.is_err() {
             // What this backward has left is a part, or scaled.
             ffi::gradients_take(&parameters)?;
+            ffi::gradients_return(&parameters, &before)?;
+            one.found.truncate(known);
         }
-        ffi::gradients_return(&parameters, &before)?;
         added
     }
 

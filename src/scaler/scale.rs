@@ -143,3 +143,46 @@ impl Mirror {
         self.scale <= rule.min_scale as f32 && !tolerates(&self.patience.count(true), rule)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    /// What the host computes from answers that it has is what the tensors hold.
+    #[test]
+    fn the_host_follows_the_device() {
+        let mut random = 7u64;
+        let mut below = |n: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (random >> 33) % n
+        };
+        for _ in 0..200 {
+            let config = GradScalerConfig {
+                growth_factor: 1.0 + (1 + below(30)) as f64 / 7.0,
+                backoff_factor: (1 + below(9)) as f64 / 11.0,
+                growth_interval: 1 + below(4) as i64,
+                min_scale: 0.25,
+                max_scale: 1e9,
+                hysteresis: 1 + below(3) as u32,
+                consecutive_hysteresis: below(2) == 0,
+                tolerance: below(4) as f64 / 5.0,
+                ..Default::default()
+            };
+            let [mut host, mut device] = [0; 2].map(|_| Scale::new(Device::Cpu, &config).unwrap());
+            for step in 0..40 {
+                let overflow = below(3) == 0;
+                let found = Tensor::from(f32::from(u8::from(overflow)));
+                host.update(&[&found], Some(overflow), &config.rule()).unwrap();
+                device.update(&[&found], None, &config.rule()).unwrap();
+                let (mut host, mut device) = (host.value().unwrap(), device.value().unwrap());
+                if !config.is_patient() {
+                    // Nobody reads it.
+                    (host.patience, device.patience) = Default::default();
+                }
+                assert_eq!(host, device, "step {step} of {config:?}");
+            }
+        }
+    }
+}

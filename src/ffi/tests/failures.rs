@@ -4,8 +4,8 @@ use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::{
-    Autocast, AutocastState, Function, GradScaler, GradScalerConfig, Result, autocast,
-    autocast_dtype, ffi, function, optim, sys,
+    Autocast, AutocastState, Function, GradScaler, GradScalerConfig, PerLossScalers, Result,
+    autocast, autocast_dtype, ffi, function, optim, sys,
 };
 
 const KINDS: [(u8, &str); 3] = [
@@ -145,6 +145,32 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         fails(&|| ffi::all_finite(&[&w]).map(drop));
         fails(&|| ffi::any_nonzero(&[&found]).map(drop));
         assert!(!ffi::any_nonzero(&[&found]).unwrap());
+    }
+}
+
+#[test]
+fn a_backward_of_one_of_several_losses_that_fails_loses_no_gradient() {
+    for (kind, text) in KINDS {
+        for call in 1.. {
+            let w = Tensor::from(2.0).set_requires_grad(true);
+            let mut opt = optim::Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
+            let mut scalers = PerLossScalers::new(Device::Cpu, 2).unwrap();
+            scalers.backward(0, &(&w * 3.0), &mut opt).unwrap();
+            ffi::testing_fail_at(call, kind);
+            let result = scalers.backward(1, &(&w * 4.0), &mut opt);
+            let done = ffi::testing_fail_at(0, kind) > 0;
+            let Err(error) = result else {
+                assert!(done && call > 5, "call {call} was swallowed");
+                assert_eq!(w.grad().double_value(&[]), 7.0);
+                break;
+            };
+            assert!(error.to_string().contains(text), "{call}: {error}");
+            assert_eq!(w.grad().double_value(&[]), 3.0, "call {call}");
+            scalers.backward(1, &(&w * 4.0), &mut opt).unwrap();
+            assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap());
+            assert_eq!(w.double_value(&[]), -5.0);
+            scalers.update().unwrap();
+        }
     }
 }
 

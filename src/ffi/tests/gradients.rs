@@ -64,10 +64,11 @@ fn an_empty_gradient_passes_every_path() {
 
 #[test]
 fn libtorchs_message_comes_without_its_backtrace() {
-    let text = scale_update(&Tensor::new(), &Tensor::new(), &[], &rule()).unwrap_err().to_string();
+    let text =
+        scale_update(&Tensor::new(), &Tensor::new(), None, &[], &rule()).unwrap_err().to_string();
     assert_eq!(text, "libtorch: no found_inf tensor");
     let found = Tensor::from(0f32);
-    let error = scale_update(&Tensor::new(), &Tensor::new(), &[&found], &rule()).unwrap_err();
+    let error = scale_update(&Tensor::new(), &Tensor::new(), None, &[&found], &rule()).unwrap_err();
     assert!(!error.to_string().contains("frame #"), "{error}");
 }
 
@@ -79,5 +80,8 @@ fn rule() -> sys::ScaleRule {
         growth_interval,
         min_scale: 1.0,
         max_scale: 2.0,
+        hysteresis: 1,
+        tolerance: 0.0,
+        consecutive: 1,
     }
 }
