@@ -85,9 +85,8 @@ uint8_t tamp_any_nonzero(tamp_tensor *const *tensors, size_t count, char **err) 
   });
 }
 
-void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *patience,
-                       tamp_tensor *const *found_infs, size_t count, const tamp_scale_rule *rule,
-                       char **err) noexcept {
+void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *patience, tamp_tensor *const *found_infs,
+                       size_t count, const tamp_scale_rule *rule, char **err) noexcept {
   tamp::guarded(err, [&] {
     TORCH_CHECK(count > 0, "no found_inf tensor");
     Tensor &value = tamp::tensor(scale);

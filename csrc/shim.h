@@ -166,9 +166,8 @@ enum { TAMP_PATIENCE_HYSTERESIS = 0, TAMP_PATIENCE_ITERATIONS = 1, TAMP_PATIENCE
 // Ends an iteration: grows or backs off `scale` (f32) and counts in `tracker` (i32) and, unless it is null, `patience`
 // (i64), all in place, from the `count` found_inf tensors, which may lie on several devices. Without patience every
 // overflow backs the scale off. Never waits for a device that `scale` lies on.
-void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *patience,
-                       tamp_tensor *const *found_infs, size_t count, const tamp_scale_rule *rule,
-                       char **err) TAMP_NOEXCEPT;
+void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *patience, tamp_tensor *const *found_infs,
+                       size_t count, const tamp_scale_rule *rule, char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------ loss_scale.cpp
 

@@ -6,10 +6,12 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use tch::Device;
+use tch::{Device, Kind};
 
 use crate::error::{Error, Result};
+use crate::optim::MasterWeights;
 use crate::policy::{KeepF32, Policy, half_kind};
+use crate::scaler::GradScaler;
 
 /// The four usual ways to train, under the names that NVIDIA's apex gave them.
 ///
@@ -24,7 +26,10 @@ use crate::policy::{KeepF32, Policy, half_kind};
 /// of `O3` are f32.
 ///
 /// ```
-/// use tch::{Device, nn};
+/// use tch::nn::{self, Module};
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::optim::AdamW;
+/// use tch_amp::policy::keep_in_f32;
 /// use tch_amp::{OptLevel, Policy};
 ///
 /// let level: OptLevel = "O2".parse()?;
@@ -32,10 +37,17 @@ use crate::policy::{KeepF32, Policy, half_kind};
 /// assert_eq!(policy, "params=bf16,compute=bf16,output=f32".parse::<Policy>()?);
 ///
 /// let mut vs = nn::VarStore::new(Device::Cpu);
-/// let _norm = nn::layer_norm(vs.root() / "norm", vec![4], Default::default());
-/// let _out = nn::linear(vs.root() / "out", 4, 2, Default::default());
+/// let norm = nn::layer_norm(vs.root() / "norm", vec![4], Default::default());
+/// let out = nn::linear(vs.root() / "out", 4, 2, Default::default());
 /// let kept = policy.cast_variables(&mut vs, level.keeps())?;
 /// assert_eq!(kept, ["norm.bias", "norm.weight"]);
+///
+/// let net = policy.apply_to(nn::seq().add(keep_in_f32(norm)).add(out))?;
+/// let mut opt = AdamW::default().build_with_master_weights(&vs, 1e-3, level.master_weights())?;
+/// let mut scaler = level.grad_scaler(vs.device())?;
+/// scaler.backward(&net.forward(&Tensor::ones([8, 4], (Kind::Float, Device::Cpu))).square().mean(None))?;
+/// assert!(scaler.step(&mut opt)?.is_stepped()?);
+/// scaler.update()?;
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -70,9 +82,25 @@ impl OptLevel {
         if self == Self::O3 { KeepF32::Nothing } else { KeepF32::Norms }
     }
 
-    /// Tells whether the optimizer is to keep f32 copies of the parameters and update those: in `O2`.
-    pub fn has_master_weights(self) -> bool {
-        self == Self::O2
+    /// Returns what the optimizer is to update the parameters from, for
+    /// [`build_with_master_weights`](crate::optim::AdamW::build_with_master_weights): f32 copies in `O2`, else nothing
+    /// of its own.
+    pub fn master_weights(self) -> MasterWeights {
+        if self == Self::O2 { MasterWeights::Float } else { MasterWeights::None }
+    }
+
+    /// Makes the scaler of the level: a dynamic one where `O1` and `O2` compute in fp16, else a disabled one, so that
+    /// one loop serves all levels.
+    ///
+    /// # Errors
+    ///
+    /// As [`GradScaler::new`].
+    pub fn grad_scaler(self, device: Device) -> Result<GradScaler> {
+        let mixed = matches!(self, Self::O1 | Self::O2);
+        match half_kind(device) {
+            Kind::Half if mixed => GradScaler::new(device),
+            _ => Ok(GradScaler::disabled()),
+        }
     }
 }
 

@@ -147,8 +147,8 @@ impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
 /// the kind that came in. The layer's variables must be f32 (see [`KeepF32`](crate::policy::KeepF32)).
 ///
 /// On the CPU libtorch's `batch_norm`, `layer_norm` and `group_norm` take half inputs with f32 weights as they are, and
-/// compute in f32. On CUDA that is so for `batch_norm`; the others refuse to mix kinds there. A wrapped layer norm
-/// works everywhere:
+/// compute in f32. On CUDA, by its sources and not tried, that is so for `batch_norm`, and the others refuse to mix
+/// kinds. A wrapped layer norm needs neither:
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn};

@@ -3,10 +3,12 @@
 use rstest::rstest;
 use tch::Kind::{BFloat16, Double, Float, Half};
 use tch::{Device, Kind};
+use tch_amp::optim::MasterWeights;
 use tch_amp::policy::KeepF32;
 use tch_amp::{Error, OptLevel, Policy};
 
 use crate::POLICY_KINDS;
+use crate::common::cuda_or_skip;
 
 const GPU: Device = Device::Cuda(0);
 
@@ -124,8 +126,15 @@ fn levels_say_what_they_keep() {
     }
     assert_eq!(OptLevel::O3.to_string(), "O3");
     assert_eq!(OptLevel::O3.keeps(), KeepF32::Nothing);
-    let masters = [OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3];
-    assert_eq!(masters.map(OptLevel::has_master_weights), [false, false, true, false]);
+    let levels = [OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3];
+    let (none, float) = (MasterWeights::None, MasterWeights::Float);
+    assert_eq!(levels.map(OptLevel::master_weights), [none, none, float, none]);
+    let scalers = levels.map(|level| level.grad_scaler(Device::Cpu).unwrap().is_enabled());
+    assert_eq!(scalers, [false; 4], "bf16, the half of a CPU, needs none");
+    if cuda_or_skip() {
+        let scalers = levels.map(|level| level.grad_scaler(Device::Cuda(0)).unwrap());
+        assert_eq!(scalers.map(|scaler| scaler.is_enabled()), [false, true, true, false]);
+    }
     let error = "O7".parse::<OptLevel>().unwrap_err().to_string();
     assert!(error.contains("none of the levels O0, O1, O2 and O3"), "{error}");
 }

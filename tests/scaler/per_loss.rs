@@ -3,7 +3,7 @@
 use rstest::rstest;
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AdamW, MasterWeights, Sgd};
+use tch_amp::optim::{MasterWeights, Sgd};
 use tch_amp::{AmpOptimizer, Error, GradScalerConfig, PerLossScalers};
 
 use crate::common::{for_each_device, to_f64};
@@ -77,7 +77,7 @@ fn train(device: Device, fused: bool, scalers: Option<&mut PerLossScalers>) -> V
             }
             None => {
                 // tch cannot keep a graph for a second backward.
-                losses.each_ref().map(|loss| add_gradients(&vs, loss));
+                losses.iter().for_each(|loss| add_gradients(&vs, loss));
                 opt.step().unwrap();
             }
         }
@@ -95,8 +95,7 @@ fn training_is_that_without_scales(#[values(false, true)] fused: bool) {
         let scaled = train(device, fused, Some(&mut scalers));
         assert_eq!(scaled, train(device, fused, None));
         assert_eq!(scales(&scalers), [64.0, 8192.0], "three growths in ten iterations");
-        let mut disabled = GradScalerConfig::default();
-        disabled.enabled = false;
+        let disabled = GradScalerConfig { enabled: false, ..Default::default() };
         let mut scalers = PerLossScalers::with_configs(device, &[disabled; 2]).unwrap();
         assert_eq!(scaled, train(device, fused, Some(&mut scalers)));
     });
@@ -126,7 +125,7 @@ fn an_overflow_that_was_clamped_away_is_skipped_all_the_same() {
         let (_vs, w, mut opt) = model(device);
         let mut scalers = two(device);
         scalers.backward(0, &loss(&w, &[INF; 3]), &mut opt).unwrap();
-        tch::no_grad(|| w.grad().clamp_(-1.0, 1.0));
+        let _clamped = tch::no_grad(|| w.grad().clamp_(-1.0, 1.0));
         assert!(scalers.step(&mut opt).unwrap().is_skipped().unwrap());
         assert_eq!(to_f64(&w), [1.0; 3]);
     });

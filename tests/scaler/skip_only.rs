@@ -2,8 +2,8 @@
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
+use tch_amp::GradScaler;
 use tch_amp::optim::{AdamW, MasterWeights, Sgd, TakenSteps};
-use tch_amp::{GradScaler, GradScalerConfig};
 
 use crate::common::{for_each_device, to_f64};
 use crate::{INF, NAN, leaf, loss, model};
@@ -11,7 +11,7 @@ use crate::{INF, NAN, leaf, loss, model};
 fn set_grad(w: &Tensor, values: &[f64]) {
     let mut old = w.grad();
     if old.defined() {
-        tch::no_grad(|| old.zero_());
+        let _zeroed = tch::no_grad(|| old.zero_());
     }
     loss(w, values).backward();
 }
@@ -41,8 +41,7 @@ fn losses_stay_as_they_are_and_bad_steps_are_skipped() {
 #[test]
 fn the_scale_stays_one_for_ever() {
     let mut scaler = GradScaler::skip_only(Device::Cpu).unwrap();
-    let config = GradScalerConfig { growth_interval: 1, ..Default::default() };
-    scaler.set_growth_interval(config.growth_interval).unwrap();
+    scaler.set_growth_interval(1).unwrap();
     let w = leaf(&[0.0], Kind::Float, Device::Cpu);
     let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
     for value in [1.0, INF, 1.0, 1.0, NAN] {
