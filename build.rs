@@ -9,14 +9,16 @@ use anyhow::{Context, Result, bail, ensure};
 const OLDEST: (u32, u32) = (2, 11);
 const NEWEST: (u32, u32) = (2, 13);
 
-const SOURCES: [&str; 14] = [
+const SOURCES: [&str; 16] = [
     "autocast.cpp",
     "checkpoint.cpp",
     "clip.cpp",
     "device.cpp",
     "function.cpp",
     "gradients.cpp",
-    "kernels.cpp",
+    "kernel_gradients.cpp",
+    "kernel_masters.cpp",
+    "kernel_updates.cpp",
     "loss_scale.cpp",
     "masters.cpp",
     "optim.cpp",
@@ -26,7 +28,7 @@ const SOURCES: [&str; 14] = [
     "testing.cpp",
 ];
 
-/// The loops of csrc/kernels.cpp become vector code only with these, and round as libtorch's only without contraction.
+/// The loops of csrc/kernel_*.cpp become vector code only with these, and round as libtorch's only without contraction.
 const FLAGS: [&str; 4] =
     ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"];
 

@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
-#[path = "common/held.rs"]
+#[path = "common/master_memory.rs"]
 mod held;
 #[path = "common/memory.rs"]
 mod memory;

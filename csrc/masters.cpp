@@ -25,7 +25,7 @@ Tensor shifted(const Tensor &x, int64_t by, int64_t width) {
   return x.bitwise_right_shift(by).bitwise_and((int64_t{1} << (width - by)) - 1);
 }
 
-// `mixed` of kernels.cpp, on 32 bits of an i64.
+// `mixed` of kernel_masters.cpp, on 32 bits of an i64.
 Tensor mixed(Tensor x) {
   x = (x ^ shifted(x, 16, 32)).mul(int64_t{0x85ebca6b}).bitwise_and(kLow32);
   x = (x ^ shifted(x, 13, 32)).mul(int64_t{0xc2b2ae35}).bitwise_and(kLow32);

@@ -1,7 +1,6 @@
 // The scale of a scaler: how it grows and backs off.
 
 #include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
 
 #include <algorithm>
 

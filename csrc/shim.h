@@ -129,7 +129,8 @@ uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, con
 tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
                                  tamp_tensor *found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
 
-// Moves the gradients of `count` parameters to `gradients`, an array of nulls, and leaves the parameters without.
+// Moves the gradients of `count` parameters to `gradients`, an array of nulls, and leaves the parameters without. After
+// a failure those that were moved are in `gradients`.
 void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tensor **gradients,
                          char **err) TAMP_NOEXCEPT;
 
@@ -137,8 +138,8 @@ void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tens
 // can lead through the same graph.
 void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) TAMP_NOEXCEPT;
 
-// Adds `gradients` to those of `count` parameters, in place where the dtypes allow it. A parameter without gets its
-// tensor itself.
+// Adds `gradients`, in which a null stands for none, to those of `count` parameters, in place where the dtypes allow it.
+// A parameter without gets its tensor itself. After a failure some are added, and `gradients` are what they were.
 void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *gradients, size_t count,
                         char **err) TAMP_NOEXCEPT;
 
@@ -154,13 +155,13 @@ typedef struct tamp_scale_rule {
   int64_t growth_interval;
   double min_scale;
   double max_scale;
-  int64_t hysteresis;   // overflows before the scale backs off
-  double tolerance;     // the share of overflowing iterations that it takes as well
+  int64_t hysteresis;   // overflows that it takes for the scale to back off
+  double tolerance;     // the share of overflowing iterations below which it does not
   uint8_t consecutive;  // an iteration without overflow restores the hysteresis; otherwise growth does
 } tamp_scale_rule;
 
 // The elements of a tensor of patience: what is left of the hysteresis, and the iterations and overflows since the scale
-// was last changed, or since it would have been but for its bounds.
+// last backed off or could grow.
 enum { TAMP_PATIENCE_HYSTERESIS = 0, TAMP_PATIENCE_ITERATIONS = 1, TAMP_PATIENCE_OVERFLOWS = 2 };
 
 // Ends an iteration: grows or backs off `scale` (f32) and counts in `tracker` (i32) and, unless it is null, `patience`

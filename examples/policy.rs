@@ -26,7 +26,7 @@ pub fn main() -> Result<()> {
 ///
 /// # Errors
 ///
-/// If either cannot be read, or the loss did not sink.
+/// If either cannot be read, or the loss did not fall.
 pub fn run(policy: &str, loss_scale: &str) -> Result<()> {
     let device = Device::cuda_if_available();
     let policy = Policy::parse(policy, device)?;

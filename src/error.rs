@@ -146,10 +146,10 @@ pub enum Error {
     },
 
     /// There are fewer losses.
-    #[error("there is no loss {loss}: these scalers were made for {losses}, counted from 0")]
+    #[error("there is no loss {loss_id}: these scalers were made for {losses}, counted from 0")]
     NoSuchLoss {
         /// The loss asked for.
-        loss: usize,
+        loss_id: usize,
         /// How many there are.
         losses: usize,
     },
@@ -322,6 +322,13 @@ pub enum Error {
         output: usize,
     },
 
+    /// There is no such level of mixed precision.
+    #[error("there is no level `{text}`: write O0, O1, O2 or O3")]
+    OptLevelText {
+        /// The text.
+        text: String,
+    },
+
     /// The text of a policy that cannot be read.
     #[error(
         "cannot read the policy `{text}`: {problem}; write for example `params=float32,compute=bfloat16,output=float32`, `p=f32,c=f16`, `bf16`, `half` or `O1`"
@@ -337,7 +344,7 @@ pub enum Error {
     #[error(
         "the {field} kind of a policy cannot be {kind:?}: use Kind::Float, Kind::Half, Kind::BFloat16 or Kind::Double, for example Policy::MIXED_BF16"
     )]
-    PolicyKind {
+    PolicyDtype {
         /// The field of the policy: param, compute or output.
         field: &'static str,
         /// The kind that was given.

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
-#[path = "../benches/common/held.rs"]
+#[path = "../benches/common/master_memory.rs"]
 mod held;
 #[path = "../benches/common/memory.rs"]
 mod memory;

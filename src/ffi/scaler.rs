@@ -80,16 +80,16 @@ pub(crate) fn gradients_norm(
 /// Takes the gradients of the parameters away from them; `None` where there is none.
 pub(crate) fn gradients_take(parameters: &[Tensor]) -> Result<Vec<Option<Tensor>>> {
     let tensors = pointers(parameters);
-    let mut gradients = vec![ptr::null_mut(); tensors.len()];
-    let out = gradients.as_mut_ptr();
-    // SAFETY: both arrays have `tensors.len()` elements, and `parameters` keeps the tensors alive.
-    let taken =
-        call(|err| unsafe { sys::tamp_gradients_take(tensors.as_ptr(), tensors.len(), out, err) });
-    let given = |tensor: *mut sys::Tensor| (!tensor.is_null()).then(|| given(tensor)).transpose();
-    let gradients: Vec<_> = gradients.into_iter().map(given).collect::<Result<_>>()?;
+    let mut out = vec![ptr::null_mut(); tensors.len()];
+    let (array, count, to) = (tensors.as_ptr(), tensors.len(), out.as_mut_ptr());
+    // SAFETY: both arrays have `count` elements, `out` is all null, the borrow keeps the parameters alive, and what the
+    // shim writes to `out` is ours, after a failure, too.
+    let taken = call(|err| unsafe { sys::tamp_gradients_take(array, count, to, err) });
+    let owned = |tensor: *mut sys::Tensor| (!tensor.is_null()).then(|| given(tensor)).transpose();
+    let gradients: Vec<_> = out.into_iter().map(owned).collect::<Result<_>>()?;
     if let Err(error) = taken {
         // A failure on the way loses none.
-        gradients_return(parameters, &gradients)?;
+        gradients_add(parameters, &gradients)?;
         return Err(error);
     }
     Ok(gradients)
@@ -102,7 +102,7 @@ pub(crate) fn backward(loss: &Tensor, retain_graph: bool) -> Result<()> {
 }
 
 /// Adds what `gradients_take` has taken to the gradients that there are now.
-pub(crate) fn gradients_return(parameters: &[Tensor], taken: &[Option<Tensor>]) -> Result<()> {
+pub(crate) fn gradients_add(parameters: &[Tensor], taken: &[Option<Tensor>]) -> Result<()> {
     assert_eq!(parameters.len(), taken.len());
     let both = parameters.iter().zip(taken);
     let some = both.filter_map(|(parameter, taken)| Some((parameter, taken.as_ref()?)));
@@ -140,7 +140,7 @@ pub(crate) fn scale_update(
     let (array, count) = (tensors.as_ptr(), tensors.len());
     let (scale, tracker) = (pointer(scale), pointer(tracker));
     let patience = patience.map_or(ptr::null_mut(), pointer);
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `rule` has the shim's layout; no
-    // patience is null.
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, `patience` is one of them or null, and
+    // `rule` has the shim's layout.
     call(|err| unsafe { sys::tamp_scale_update(scale, tracker, patience, array, count, rule, err) })
 }

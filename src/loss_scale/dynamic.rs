@@ -9,8 +9,9 @@ use crate::device::check_usable;
 use crate::error::Error;
 use crate::error::Result;
 use crate::loss_scale::finite::{GRADS_FINITE, flag};
-use crate::loss_scale::fixed::{LARGEST, tensor};
+use crate::loss_scale::fixed::tensor;
 use crate::loss_scale::{DynamicLossScaleState, LossScale, LossScaleState};
+use crate::scaler::config::LARGEST;
 use crate::{ffi, sys};
 
 /// Grows while gradients are finite and shrinks when they are not. The twin of `jmp.DynamicLossScale`, with its

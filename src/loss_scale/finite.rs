@@ -2,16 +2,16 @@
 
 #![forbid(unsafe_code)]
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::ffi;
-use crate::tree::{Tree, floating_kind, leaves, mismatch};
+use crate::tree::{Tree, floating_kind, kind, leaves, mismatch};
 
 /// A tensor's kind, if its elements can be infinite.
 pub(super) fn number_kind(tensor: &Tensor) -> Option<Kind> {
     floating_kind(tensor).or_else(|| {
-        let kind = tensor.defined().then(|| tensor.f_kind().ok()).flatten()?;
+        let kind = kind(tensor)?;
         let complex = [Kind::ComplexHalf, Kind::ComplexFloat, Kind::ComplexDouble];
         complex.contains(&kind).then_some(kind)
     })
@@ -65,22 +65,22 @@ pub fn all_finite<T: Tree + ?Sized>(tree: &T) -> Result<Tensor> {
 /// [`Error::TreeMismatch`] where the trees differ in structure, or two tensors in shape, kind or device;
 /// [`Error::InvalidValue`] when `pred` has not one element.
 pub fn select_tree<T: Tree + ?Sized>(pred: &Tensor, new: &T, old: &T) -> Result<T::Output> {
-    let mut preds: Vec<(Device, Tensor)> = Vec::new();
-    let first = flag("the number of elements of pred", pred)?;
-    preds.push((first.device(), first));
+    // One for each device.
+    let mut preds = vec![flag("the number of elements of pred", pred)?];
     new.try_zip(old, &mut |new, old| {
         if !new.defined() && !old.defined() {
             return Ok(new.shallow_clone());
         }
         check_alike(new, old)?;
         let device = new.device();
-        if !preds.iter().any(|(known, _)| *known == device) {
-            let there = preds[0].1.f_to_device(device)?;
-            preds.push((device, there));
-        }
-        // It is there: pushed above, if not before.
-        let pred = preds.iter().find(|(known, _)| *known == device).unwrap_or(&preds[0]);
-        Ok(new.f_where_self(&pred.1, old)?)
+        let place = match preds.iter().position(|pred| pred.device() == device) {
+            Some(place) => place,
+            None => {
+                preds.push(preds[0].f_to_device(device)?);
+                preds.len() - 1
+            }
+        };
+        Ok(new.f_where_self(&preds[place], old)?)
     })
 }
 

@@ -13,11 +13,7 @@ use crate::loss_scale::{
     LossScale, LossScaleState,
     finite::{GRADS_FINITE, flag},
 };
-
-/// The largest finite f32.
-pub(super) const LARGEST: f64 = f32::MAX as f64;
-/// The smallest scale whose reciprocal is finite in f32: 2^-126.
-pub(super) const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
+use crate::scaler::config::{LARGEST, SMALLEST};
 
 /// A scale as an f32 on a device.
 pub(super) fn tensor(scale: f64, device: Device) -> Result<Tensor> {

@@ -4,8 +4,9 @@
 
 use crate::error::{Error, Result, ensure};
 use crate::loss_scale::DynamicLossScaleState;
-use crate::loss_scale::fixed::{LARGEST, SMALLEST};
 use crate::scaler::GradScalerState;
+use crate::scaler::config::{LARGEST, SMALLEST};
+use crate::scaler::state::required;
 
 impl From<&DynamicLossScaleState> for GradScalerState {
     /// The state of a [`GradScaler`](crate::GradScaler) that does the same. PyTorch, which has no lower bound, ignores
@@ -41,39 +42,59 @@ impl TryFrom<&GradScalerState> for DynamicLossScaleState {
         if *state == GradScalerState::default() {
             return Err(Error::EmptyState);
         }
-        let factor = required("growth_factor", state.growth_factor)?;
-        refuse_more(state, factor)?;
-        let loss_scale = required("scale", state.scale)?;
+        // Whole, so that a new option does not compile until it is carried over or refused.
+        let GradScalerState {
+            scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            growth_tracker,
+            min_scale,
+            max_scale,
+            hysteresis,
+            // Nothing without a hysteresis.
+            consecutive_hysteresis: _,
+            tolerance,
+            max_consecutive_skips,
+            error_at_min_scale,
+            // What a scaler does to gradients; a loss scale takes all.
+            allow_fp16_gradients: _,
+            // Counts for the options that are refused.
+            consecutive_skips: _,
+            hysteresis_tracker: _,
+            iterations_since_rescale: _,
+            overflows_since_rescale: _,
+        } = *state;
+        let factor = required("growth_factor", growth_factor)?;
+        check_backoff(required("backoff_factor", backoff_factor)?, factor)?;
+        let top = max_scale.unwrap_or(LARGEST);
+        absent("max_scale", top, top >= LARGEST)?;
+        let overflows = f64::from(hysteresis.unwrap_or(1));
+        absent("hysteresis", overflows, overflows == 1.0)?;
+        let share = tolerance.unwrap_or(0.0);
+        absent("tolerance", share, share == 0.0)?;
+        let raises = error_at_min_scale.unwrap_or(false);
+        absent("error_at_min_scale", raises.into(), !raises)?;
+        let limit = max_consecutive_skips;
+        absent("max_consecutive_skips", limit.map_or(0.0, f64::from), limit.is_none())?;
         Self {
-            loss_scale,
-            counter: required("_growth_tracker", state.growth_tracker)?,
-            period: required("growth_interval", state.growth_interval)?,
+            loss_scale: required("scale", scale)?,
+            counter: required("_growth_tracker", growth_tracker)?,
+            period: required("growth_interval", growth_interval)?,
             factor,
-            min_loss_scale: state.min_scale.unwrap_or(SMALLEST),
+            min_loss_scale: min_scale.unwrap_or(SMALLEST),
         }
         .checked()
     }
 }
 
-/// Refuses options that would be lost.
-fn refuse_more(state: &GradScalerState, factor: f64) -> Result<()> {
-    let backoff = required("backoff_factor", state.backoff_factor)?;
+fn check_backoff(backoff: f64, factor: f64) -> Result<()> {
     let rule = "1/growth_factor: a dynamic loss scale has one factor";
     // The quotient of the one may be rounded where the other was typed in.
-    ensure("backoff_factor", backoff, (backoff * factor - 1.0).abs() < 1e-6, rule)?;
-    let top = state.max_scale.unwrap_or(LARGEST);
-    ensure("max_scale", top, top >= LARGEST, "absent: a dynamic loss scale has none")?;
-    let rule = "absent: a dynamic loss scale has none";
-    let in_a_row = f64::from(state.hysteresis.unwrap_or(1));
-    ensure("hysteresis", in_a_row, in_a_row == 1.0, rule)?;
-    let share = state.tolerance.unwrap_or(0.0);
-    ensure("tolerance", share, share == 0.0, rule)?;
-    let raises = state.error_at_min_scale == Some(true);
-    ensure("error_at_min_scale", raises.into(), !raises, rule)?;
-    let limit = state.max_consecutive_skips;
-    ensure("max_consecutive_skips", limit.map_or(0.0, f64::from), limit.is_none(), rule)
+    ensure("backoff_factor", backoff, (backoff * factor - 1.0).abs() < 1e-6, rule)
 }
 
-fn required<T>(key: &'static str, value: Option<T>) -> Result<T> {
-    value.ok_or(Error::MissingKey { key })
+/// Refuses an option that would be lost.
+fn absent(field: &'static str, value: f64, holds: bool) -> Result<()> {
+    ensure(field, value, holds, "left at its default: a dynamic loss scale has no such option")
 }

@@ -80,7 +80,8 @@ pub trait LossScale: Debug + Send {
     /// Multiplies the floating and complex tensors of a tree, the losses, by the scale; others come back as they are.
     ///
     /// Half tensors become f32, as in jmp, since the scale would overflow fp16; a [`NoOpLossScale`] leaves them half. A
-    /// tensor on another device than the scale is multiplied where it lies.
+    /// tensor on another device than the scale is multiplied where it lies. Does not wait, unless the scale lies on a
+    /// GPU and a tensor on the CPU.
     ///
     /// # Errors
     ///
@@ -96,7 +97,8 @@ pub trait LossScale: Debug + Send {
     /// reciprocal. Undefined tensors, the gradients of unused parameters, come back as they are, as others do.
     ///
     /// Half gradients become f32, as in jmp, since the small ones, which scaling saves, would vanish in half again.
-    /// [`Policy::cast_to_param`](crate::Policy::cast_to_param) casts them back where that is wanted.
+    /// [`Policy::cast_to_param`](crate::Policy::cast_to_param) casts them back where that is wanted. Waits as
+    /// [`scale`](Self::scale).
     ///
     /// # Errors
     ///

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use tch::Device;
 
 use crate::error::{Error, Result, ensure};
-use crate::loss_scale::fixed::{LARGEST, SMALLEST};
 use crate::loss_scale::{DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale};
+use crate::scaler::config::{LARGEST, SMALLEST, check_interval};
 
 /// The state of any loss scale.
 ///
@@ -114,8 +114,7 @@ impl DynamicLossScaleState {
     /// state.
     pub(super) fn checked(self) -> Result<Self> {
         let Self { loss_scale, counter, period, factor, min_loss_scale: min } = self;
-        let lasts = (1..=i64::from(i32::MAX)).contains(&period);
-        ensure("period", period as f64, lasts, "from 1 to 2^31 - 1")?;
+        check_interval("period", period)?;
         let counts = (0..=i64::from(i32::MAX)).contains(&counter);
         ensure("counter", counter as f64, counts, "from 0 to 2^31 - 1")?;
         let grows = 1.0 < factor && factor < f64::INFINITY;

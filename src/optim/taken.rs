@@ -10,8 +10,8 @@ use crate::error::Result;
 /// Counts the steps that were taken and not skipped, without ever waiting for a device. For a learning-rate schedule:
 /// PyTorch can only ask the scaler whether its scale has sunk, and waits for it.
 ///
-/// On a GPU the counts lag behind by the steps that the device has not come to; nothing is lost. On a CPU they are exact.
-/// Printed it is a report, such as `998 steps taken, 2 skipped (at most 1 in a row)`.
+/// On a GPU the counts lag behind by the steps that the device has not come to; nothing is lost. On a CPU they are
+/// exact. Printed it is a report, such as `998 steps taken, 2 skipped (at most 1 in a row)`.
 ///
 /// ```no_run
 /// # use tch_amp::{GradScaler, optim::{Optimizer, TakenSteps}};
@@ -69,7 +69,7 @@ impl TakenSteps {
     /// # Errors
     ///
     /// As [`count`](Self::count).
-    pub fn skipped_in_a_row(&mut self) -> Result<u64> {
+    pub fn consecutive_skips(&mut self) -> Result<u64> {
         self.poll()?;
         Ok(self.in_a_row)
     }
@@ -107,7 +107,7 @@ impl std::fmt::Display for TakenSteps {
         }
         match self.open.len() {
             0 => Ok(()),
-            open => write!(f, ", {open} under way"),
+            open => write!(f, ", {open} pending"),
         }
     }
 }

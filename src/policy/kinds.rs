@@ -16,8 +16,11 @@ const NAMES: [(Kind, &[&str]); 4] = [
 ];
 
 /// What a message says about [`NAMES`].
-pub(super) const ALLOWED: &str = "float32 (f32, fp32, float, full), float16 (f16, fp16), \
-    bfloat16 (bf16), float64 (f64, fp64, double) and half";
+pub(super) fn allowed() -> String {
+    let one = |names: &[&str]| format!("{} ({})", names[0], names[1..].join(", "));
+    let all: Vec<_> = NAMES.iter().map(|(_, names)| one(names)).collect();
+    format!("{} and half", all.join(", "))
+}
 
 /// The name that a kind is printed under; `None` for one that no policy has.
 pub(super) fn name(kind: Kind) -> Option<&'static str> {
@@ -27,14 +30,14 @@ pub(super) fn name(kind: Kind) -> Option<&'static str> {
 /// The kind with a name, in small letters, on a device.
 pub(super) fn named(name: &str, device: Device) -> Option<Kind> {
     if name == "half" {
-        return Some(half_kind(device));
+        return Some(half_dtype(device));
     }
     NAMES.iter().find(|(_, names)| names.contains(&name)).map(|(kind, _)| *kind)
 }
 
 /// Returns the right half kind for a device: fp16 on CUDA and MPS, and bf16 on the CPU, where fp16 is slow. It is the
 /// dtype of autocast regions there, too. As `jmp.half_dtype()`, which is bf16 on TPUs and fp16 elsewhere.
-pub fn half_kind(device: Device) -> Kind {
+pub fn half_dtype(device: Device) -> Kind {
     match device {
         Device::Cpu => Kind::BFloat16,
         Device::Cuda(_) | Device::Mps | Device::Vulkan => Kind::Half,
@@ -51,7 +54,7 @@ pub fn cast_to_full<T: Tree + ?Sized>(tree: &T) -> Result<T::Output> {
     tree.try_map(&mut |tensor| cast(tensor, Kind::Float))
 }
 
-/// Casts each floating tensor of a tree to the right half kind for its device (see [`half_kind`]), as
+/// Casts each floating tensor of a tree to the right half kind for its device (see [`half_dtype`]), as
 /// [`Policy::cast_to_param`](crate::Policy::cast_to_param) casts. As `jmp.cast_to_half`.
 ///
 /// # Errors
@@ -59,7 +62,7 @@ pub fn cast_to_full<T: Tree + ?Sized>(tree: &T) -> Result<T::Output> {
 /// [`Error::Torch`](crate::Error::Torch) when a cast fails.
 pub fn cast_to_half<T: Tree + ?Sized>(tree: &T) -> Result<T::Output> {
     tree.try_map(&mut |tensor| match floating_kind(tensor) {
-        Some(_) => cast(tensor, half_kind(tensor.device())),
+        Some(_) => cast(tensor, half_dtype(tensor.device())),
         None => Ok(tensor.shallow_clone()),
     })
 }

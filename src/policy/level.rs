@@ -10,7 +10,7 @@ use tch::{Device, Kind};
 
 use crate::error::{Error, Result};
 use crate::optim::MasterWeights;
-use crate::policy::{KeepF32, Policy, half_kind};
+use crate::policy::{KeepF32, Policy, half_dtype};
 use crate::scaler::GradScaler;
 
 /// The four usual ways to train, under the names that NVIDIA's apex gave them.
@@ -22,7 +22,7 @@ use crate::scaler::GradScaler;
 /// | `O2` | half | half | f32 | kept in f32 | yes, in the optimizer | dynamic for fp16 |
 /// | `O3` | half | half | half | half | no | none |
 ///
-/// `O1` is what `torch.autocast` does and the one to begin with. `half` is [`half_kind`] of the device. In apex outputs
+/// `O1` is what `torch.autocast` does and the one to begin with. `half` is [`half_dtype`] of the device. In apex outputs
 /// of `O3` are f32.
 ///
 /// ```
@@ -39,7 +39,7 @@ use crate::scaler::GradScaler;
 /// let mut vs = nn::VarStore::new(Device::Cpu);
 /// let norm = nn::layer_norm(vs.root() / "norm", vec![4], Default::default());
 /// let out = nn::linear(vs.root() / "out", 4, 2, Default::default());
-/// let kept = policy.cast_variables(&mut vs, level.keeps())?;
+/// let kept = policy.cast_variables(&mut vs, level.keep_f32())?;
 /// assert_eq!(kept, ["norm.bias", "norm.weight"]);
 ///
 /// let net = policy.apply_to(nn::seq().add(keep_in_f32(norm)).add(out))?;
@@ -68,7 +68,7 @@ impl OptLevel {
 
     /// Returns the kinds of the level on a device.
     pub fn policy(self, device: Device) -> Policy {
-        let half = half_kind(device);
+        let half = half_dtype(device);
         match self {
             Self::O0 => Policy::FULL,
             Self::O1 => Policy { compute: half, ..Policy::FULL },
@@ -78,7 +78,7 @@ impl OptLevel {
     }
 
     /// Returns which variables stay in f32 when the others are [cast](Policy::cast_variables): norms, but in `O3`.
-    pub fn keeps(self) -> KeepF32<'static> {
+    pub fn keep_f32(self) -> KeepF32<'static> {
         if self == Self::O3 { KeepF32::Nothing } else { KeepF32::Norms }
     }
 
@@ -97,7 +97,7 @@ impl OptLevel {
     /// As [`GradScaler::new`].
     pub fn grad_scaler(self, device: Device) -> Result<GradScaler> {
         let mixed = matches!(self, Self::O1 | Self::O2);
-        match half_kind(device) {
+        match half_dtype(device) {
             Kind::Half if mixed => GradScaler::new(device),
             _ => Ok(GradScaler::disabled()),
         }
@@ -115,9 +115,8 @@ impl FromStr for OptLevel {
 
     /// Reads `O0` to `O3`, with a capital or a small letter.
     fn from_str(text: &str) -> Result<Self> {
-        let problem = || "it is none of the levels O0, O1, O2 and O3".to_owned();
         let fits = |level: &Self| text.trim().eq_ignore_ascii_case(&level.to_string());
-        let unknown = || Error::PolicyText { text: text.to_owned(), problem: problem() };
+        let unknown = || Error::OptLevelText { text: text.to_owned() };
         Self::ALL.into_iter().find(fits).ok_or_else(unknown)
     }
 }

@@ -16,9 +16,9 @@ mod variables;
 
 use tch::{Kind, Tensor};
 
-pub use kinds::{cast_to_full, cast_to_half, half_kind};
+pub use kinds::{cast_to_full, cast_to_half, half_dtype};
 pub use level::OptLevel;
-pub use module::{FullPrecision, FullPrecisionT, PolicyModule, PolicyModuleT};
+pub use module::{KeptInF32, KeptInF32T, PolicyModule, PolicyModuleT};
 pub use module::{keep_in_f32, keep_in_f32_t};
 pub use variables::KeepF32;
 
@@ -52,7 +52,7 @@ use kinds::cast;
 /// - the name of an [`OptLevel`], `O0` to `O3`.
 ///
 /// Kinds are `float32` (or `f32`, `fp32`, `float`, `full`), `float16` (`f16`, `fp16`), `bfloat16` (`bf16`), `float64`
-/// (`f64`, `fp64`, `double`) and `half`, which is the right half kind for a device (see [`half_kind`]). Capitals and
+/// (`f64`, `fp64`, `double`) and `half`, which is the right half kind for a device (see [`half_dtype`]). Capitals and
 /// spaces do not matter. [`parse`](Self::parse) takes the device; [`str::parse`] takes CUDA where it is available and
 /// else the CPU, as [`Device::cuda_if_available`](tch::Device::cuda_if_available) does and jmp with JAX's default
 /// device.
@@ -90,7 +90,7 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`Error::PolicyKind`] for a kind that is not one of f32, fp16, bf16 and f64.
+    /// [`Error::PolicyDtype`] for a kind that is not one of f32, fp16, bf16 and f64.
     pub fn new(param: Kind, compute: Kind, output: Kind) -> Result<Self> {
         Self { param, compute, output }.checked()
     }
@@ -131,7 +131,7 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`Error::PolicyKind`] when the field was set to another kind than f32, fp16, bf16 and f64; [`Error::Torch`] when
+    /// [`Error::PolicyDtype`] when the field was set to another kind than f32, fp16, bf16 and f64; [`Error::Torch`] when
     /// a cast fails for want of memory, say.
     pub fn cast_to_param<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output> {
         cast_tree(tree, "param", self.param)
@@ -174,7 +174,7 @@ impl Default for Policy {
 }
 
 fn check(field: &'static str, kind: Kind) -> Result<()> {
-    kinds::name(kind).map(|_| ()).ok_or(Error::PolicyKind { field, kind })
+    kinds::name(kind).map(|_| ()).ok_or(Error::PolicyDtype { field, kind })
 }
 
 fn cast_tree<T: Tree + ?Sized>(tree: &T, field: &'static str, kind: Kind) -> Result<T::Output> {

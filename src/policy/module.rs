@@ -14,7 +14,7 @@ use crate::policy::Policy;
 use crate::policy::region::{Region, in_f32};
 
 macro_rules! wrapper {
-    ($(#[$doc:meta])* $name:ident, $module:ident $(, $field:ident: $type:ty)*) => {
+    ($(#[$doc:meta])* $name:ident $(, $field:ident: $type:ty)*) => {
         $(#[$doc])*
         #[derive(Debug)]
         pub struct $name<M> {
@@ -38,19 +38,19 @@ macro_rules! wrapper {
 
 wrapper!(
     /// A [`Module`] under a [`Policy`]: made by [`Policy::apply_to`].
-    PolicyModule, Module, region: Region
+    PolicyModule, region: Region
 );
 wrapper!(
     /// A [`ModuleT`] under a [`Policy`]: made by [`Policy::apply_to_t`].
-    PolicyModuleT, ModuleT, region: Region
+    PolicyModuleT, region: Region
 );
 wrapper!(
     /// A [`Module`] that computes in f32: made by [`keep_in_f32`].
-    FullPrecision, Module
+    KeptInF32
 );
 wrapper!(
     /// A [`ModuleT`] that computes in f32: made by [`keep_in_f32_t`].
-    FullPrecisionT, ModuleT
+    KeptInF32T
 );
 
 impl Policy {
@@ -78,7 +78,7 @@ impl Policy {
     /// # Errors
     ///
     /// [`Error::PolicyModule`] when the two kinds differ and autocast cannot bring the one to the other: it computes in
-    /// fp16 and bf16 over parameters of f32, fp16 or bf16. [`Error::PolicyKind`] for a field that is no kind to cast
+    /// fp16 and bf16 over parameters of f32, fp16 or bf16. [`Error::PolicyDtype`] for a field that is no kind to cast
     /// to.
     pub fn apply_to<M: Module>(&self, module: M) -> Result<PolicyModule<M>> {
         Ok(PolicyModule { module, region: Region::new(*self)? })
@@ -147,8 +147,7 @@ impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
 /// the kind that came in. The layer's variables must be f32 (see [`KeepF32`](crate::policy::KeepF32)).
 ///
 /// On the CPU libtorch's `batch_norm`, `layer_norm` and `group_norm` take half inputs with f32 weights as they are, and
-/// compute in f32. On CUDA, by its sources and not tried, that is so for `batch_norm`, and the others refuse to mix
-/// kinds. A wrapped layer norm needs neither:
+/// compute in f32. On other devices do not rely on that. A wrapped layer norm does not need it:
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn};
@@ -169,25 +168,55 @@ impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
 /// assert_eq!(ys.kind(), Kind::Float);
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
-pub fn keep_in_f32<M: Module>(layer: M) -> FullPrecision<M> {
-    FullPrecision { module: layer }
+pub fn keep_in_f32<M: Module>(layer: M) -> KeptInF32<M> {
+    KeptInF32 { module: layer }
 }
 
 /// Keeps a layer that is told whether it trains, such as a batch norm, in f32, as [`keep_in_f32`] does.
-pub fn keep_in_f32_t<M: ModuleT>(layer: M) -> FullPrecisionT<M> {
-    FullPrecisionT { module: layer }
+pub fn keep_in_f32_t<M: ModuleT>(layer: M) -> KeptInF32T<M> {
+    KeptInF32T { module: layer }
 }
 
-impl<M: Module> Module for FullPrecision<M> {
-    /// Runs the layer in f32. Panics when a cast fails, as tch's modules do.
-    fn forward(&self, xs: &Tensor) -> Tensor {
-        or_panic(in_f32(xs, |xs| self.module.forward(xs)))
+impl<M: Module> KeptInF32<M> {
+    /// Runs the layer in f32.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] when a cast fails.
+    ///
+    /// # Panics
+    ///
+    /// Where the layer inside does.
+    pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
+        in_f32(xs, |xs| self.module.forward(xs))
     }
 }
 
-impl<M: ModuleT> ModuleT for FullPrecisionT<M> {
-    /// Runs the layer in f32. Panics when a cast fails, as tch's modules do.
+impl<M: ModuleT> KeptInF32T<M> {
+    /// Runs the layer in f32.
+    ///
+    /// # Errors
+    ///
+    /// As [`KeptInF32::f_forward`].
+    ///
+    /// # Panics
+    ///
+    /// Where the layer inside does.
+    pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        in_f32(xs, |xs| self.module.forward_t(xs, train))
+    }
+}
+
+impl<M: Module> Module for KeptInF32<M> {
+    /// Runs the layer in f32. Panics where [`f_forward`](KeptInF32::f_forward) fails, as tch's modules do.
+    fn forward(&self, xs: &Tensor) -> Tensor {
+        or_panic(self.f_forward(xs))
+    }
+}
+
+impl<M: ModuleT> ModuleT for KeptInF32T<M> {
+    /// Runs the layer in f32. Panics where [`f_forward_t`](KeptInF32T::f_forward_t) fails, as tch's modules do.
     fn forward_t(&self, xs: &Tensor, train: bool) -> Tensor {
-        or_panic(in_f32(xs, |xs| self.module.forward_t(xs, train)))
+        or_panic(self.f_forward_t(xs, train))
     }
 }

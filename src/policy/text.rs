@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 use tch::{Device, Kind};
 
 use crate::error::{Error, Result};
-use crate::policy::kinds::{ALLOWED, name, named};
+use crate::policy::kinds::{allowed, name, named};
 use crate::policy::{OptLevel, Policy};
 
 /// What was read, or what is wrong.
@@ -47,7 +47,7 @@ impl Policy {
 
 fn one_kind(text: &str, device: Device) -> Read<Policy> {
     let unknown =
-        || format!("`{text}` is no kind and no level; kinds are {ALLOWED}, levels O0 to O3");
+        || format!("`{text}` is no kind and no level; kinds are {}, levels O0 to O3", allowed());
     named(text, device).map(Policy::all).ok_or_else(unknown)
 }
 
@@ -78,7 +78,7 @@ fn assignment(part: &str, device: Device) -> Read<(usize, Kind)> {
         format!("`{key}` cannot be set; set params (p), compute (c) and output (o)")
     })?;
     let kind = named(value, device).ok_or_else(|| {
-        format!("`{value}` is no kind for {}; kinds are {ALLOWED}", FIELDS[field].0)
+        format!("`{value}` is no kind for {}; kinds are {}", FIELDS[field].0, allowed())
     })?;
     Ok((field, kind))
 }

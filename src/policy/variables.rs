@@ -64,7 +64,7 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`Error::PolicyKind`], before anything is cast; [`Error::Torch`] when there is no memory for the next variable.
+    /// [`Error::PolicyDtype`], before anything is cast; [`Error::Torch`] when there is no memory for the next variable.
     pub fn cast_variables(&self, vs: &mut VarStore, keep: KeepF32<'_>) -> Result<Vec<String>> {
         check("param", self.param)?;
         let mut variables: Vec<_> = vs.variables().into_iter().collect();

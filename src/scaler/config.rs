@@ -8,10 +8,11 @@ use tch::Device;
 use crate::error::Error;
 use crate::error::{Result, ensure};
 use crate::scaler::GradScaler;
+use crate::sys;
 
 /// The smallest scale whose reciprocal is finite in f32: 2^-126.
-const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
-const LARGEST: f64 = f32::MAX as f64;
+pub(crate) const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
+pub(crate) const LARGEST: f64 = f32::MAX as f64;
 const INF: f64 = f64::INFINITY;
 
 /// How a [`GradScaler`] starts, grows, backs off and gives up. The defaults are PyTorch's.
@@ -46,13 +47,13 @@ pub struct GradScalerConfig {
     /// Overflowing iterations that it takes for the scale to back off; further ones back it off, too. Defaults to 1, as
     /// in PyTorch. As `hysteresis` in Megatron-LM and DeepSpeed, which start with 2.
     pub hysteresis: u32,
-    /// What lets the hysteresis begin anew: an iteration without overflow, so that only overflows in a row count, with
-    /// `true`, the default; growth of the scale, with `false`. As `consecutive_hysteresis` in DeepSpeed, where `false`
-    /// is the default; Megatron-LM does as with `false`.
+    /// Whether an iteration without overflow restores the hysteresis, so that only overflows in a row count; with
+    /// `false` only growth does. Defaults to `true`. As `consecutive_hysteresis` in DeepSpeed, where `false` is the
+    /// default; Megatron-LM does as with `false`.
     pub consecutive_hysteresis: bool,
-    /// The share of overflowing iterations, since the scale last backed off or could grow, below which it does not back
-    /// off; from 0 to 1. Defaults to 0: every overflow counts. As `tolerance` in fairseq, which goes on counting the
-    /// overflows from before a growth.
+    /// The scale does not back off while the share of overflowing iterations is below this; from 0 to 1. Counted since
+    /// it last backed off or could grow. Defaults to 0: every overflow counts. As `tolerance` in fairseq, which goes on
+    /// counting the overflows from before a growth.
     pub tolerance: f64,
     /// Overflowing iterations in a row at which `update` becomes an error. Defaults to `None`: never, as in PyTorch.
     /// A limit makes `update` wait for the device where no `step` did.
@@ -86,6 +87,12 @@ impl Default for GradScalerConfig {
     }
 }
 
+/// Refuses a number of iterations that the shim's tracker cannot count to.
+pub(crate) fn check_interval(field: &'static str, iterations: i64) -> Result<()> {
+    let counts = (1..=i64::from(i32::MAX)).contains(&iterations);
+    ensure(field, iterations as f64, counts, "from 1 to 2^31 - 1")
+}
+
 impl GradScalerConfig {
     /// Makes a scaler whose scale lies on `device`: the device of the loss.
     ///
@@ -100,20 +107,33 @@ impl GradScalerConfig {
     pub(crate) fn check(&self) -> Result<()> {
         let (low, high) = (self.min_scale, self.max_scale);
         let (growth, backoff) = (self.growth_factor, self.backoff_factor);
-        let (interval, in_a_row) = (self.growth_interval, self.hysteresis);
+        let hysteresis = self.hysteresis;
         let limit = self.max_consecutive_skips.unwrap_or(1);
-        let lasts = (1..=i64::from(i32::MAX)).contains(&interval);
         ensure("min_scale", low, SMALLEST <= low, "at least 2^-126")?;
         ensure("max_scale", high, high <= LARGEST, "at most the largest f32")?;
         ensure("max_scale", high, low <= high, "at least min_scale")?;
         self.check_scale("init_scale", self.init_scale)?;
         ensure("growth_factor", growth, 1.0 < growth && growth < INF, "finite and more than 1")?;
         ensure("backoff_factor", backoff, 0.0 < backoff && backoff < 1.0, "between 0 and 1")?;
-        ensure("growth_interval", interval as f64, lasts, "from 1 to 2^31 - 1")?;
-        ensure("hysteresis", f64::from(in_a_row), in_a_row > 0, "at least 1")?;
+        check_interval("growth_interval", self.growth_interval)?;
+        ensure("hysteresis", f64::from(hysteresis), hysteresis > 0, "at least 1")?;
         let share = self.tolerance;
         ensure("tolerance", share, (0.0..=1.0).contains(&share), "from 0 to 1")?;
         ensure("max_consecutive_skips", f64::from(limit), limit > 0, "at least 1, or None")
+    }
+
+    /// How an iteration changes the scale.
+    pub(crate) fn rule(&self) -> sys::ScaleRule {
+        sys::ScaleRule {
+            growth_factor: self.growth_factor,
+            backoff_factor: self.backoff_factor,
+            growth_interval: self.growth_interval,
+            min_scale: self.min_scale,
+            max_scale: self.max_scale,
+            hysteresis: self.hysteresis.into(),
+            tolerance: self.tolerance,
+            consecutive: self.consecutive_hysteresis.into(),
+        }
     }
 
     /// Whether the scale is one and stays so.

@@ -17,7 +17,7 @@ pub(crate) struct FoundInf {
 }
 
 impl FoundInf {
-    /// The same answer for another record. Neither may write to the tensor again.
+    /// The same answer for another record, which must not use the tensor again.
     pub(crate) fn lend(&self) -> Self {
         Self { tensor: self.tensor.shallow_clone(), host: self.host, lent: true }
     }

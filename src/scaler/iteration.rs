@@ -66,13 +66,15 @@ pub(crate) struct Iteration {
     records: Vec<Record>,
     /// The gradients that have been unscaled, by parameter.
     unscaled: AddressMap<usize>,
+    /// Flags of records were taken: the iteration is open without them.
+    taken: bool,
     /// found_inf tensors of earlier iterations, to be used again.
     spare: Vec<Tensor>,
 }
 
 impl Iteration {
     pub(crate) fn is_open(&self) -> bool {
-        !self.records.is_empty()
+        self.taken || !self.records.is_empty()
     }
 
     pub(crate) fn stage(&self, record: usize) -> Stage {
@@ -331,9 +333,14 @@ impl Iteration {
         found
     }
 
-    /// Takes back what `take_found` gave.
+    pub(crate) fn set_taken(&mut self, taken: bool) {
+        self.taken = taken;
+    }
+
+    /// Takes back what `take_found` gave, at the end of the iteration.
     pub(crate) fn recycle(&mut self, found: impl IntoIterator<Item = FoundInf>) {
         recycle(&mut self.spare, found);
+        self.taken = false;
     }
 
     /// Forgets a record. Its gradients stay unscaled.

@@ -4,7 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod addresses;
-mod config;
+pub(crate) mod config;
 mod found;
 mod gradients;
 mod iteration;
@@ -14,9 +14,10 @@ mod patience;
 mod per_loss;
 mod scale;
 mod scaled;
-mod state;
+pub(crate) mod state;
 mod step;
 mod unscaled;
+mod update;
 
 use std::borrow::Borrow;
 use std::cell::RefCell;
@@ -34,7 +35,6 @@ pub use unscaled::Unscaled;
 
 use crate::device::check_usable;
 use crate::error::{Error, Result};
-use crate::ffi;
 use iteration::Iteration;
 use scale::Scale;
 
@@ -94,8 +94,8 @@ impl GradScaler {
 
     /// Makes a scaler that scales nothing and skips the steps whose gradients are infinite or NaN: for bf16, which has
     /// the range of f32, so that gradients do not vanish, and a bad batch would spoil the weights all the same. Losses
-    /// stay as they are, and [`step`](Self::step) says what was skipped; [`TakenSteps`](crate::optim::TakenSteps) counts
-    /// it. As `check_grad_overflow` of bf16 in DeepSpeed, which does not tell.
+    /// stay as they are, and [`step`](Self::step) says what was skipped;
+    /// [`TakenSteps`](crate::optim::TakenSteps) counts it. As `check_grad_overflow` of bf16 in DeepSpeed, which does not tell.
     ///
     /// # Errors
     ///
@@ -128,7 +128,7 @@ impl GradScaler {
     /// Multiplies a loss, or any output that is going to be differentiated, by the scale.
     ///
     /// The result has the output's shape and device. fp16 and bf16 outputs of any shape become f32 first, because 65536
-    /// is infinite in fp16; PyTorch does so for 0-dim outputs only. Backward brings the scale back into the output's
+    /// is infinite in fp16, unless the scale is fixed at one; PyTorch does so for 0-dim outputs only. Backward brings the scale back into the output's
     /// dtype all the same, so take the loss in f32: `xs.mean(Kind::Float)` rather than `xs.mean(None)`. Waits for the
     /// device only to bring a scale from a GPU to an output on the CPU.
     ///
@@ -179,59 +179,6 @@ impl GradScaler {
         Ok(self.scale(loss)?.f_backward()?)
     }
 
-    /// Ends the iteration: backs the scale off if any optimizer's gradients overflowed, or counts towards its growth.
-    ///
-    /// Does not wait for the device, unless `error_at_min_scale` or `max_consecutive_skips` is set and an overflow is
-    /// known on a GPU only, as that of a fused optimizer is, or the scale is on the CPU and it is not.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::NoInfChecks`] when no gradient was checked since the last update; nothing changes then.
-    /// [`Error::TooManySkips`] at the configured limit, and [`Error::ScaleAtMinimum`] with `error_at_min_scale`; the
-    /// iteration has been ended as usual then.
-    pub fn update(&mut self) -> Result<()> {
-        let Some(scale) = &mut self.scale else {
-            return Ok(());
-        };
-        let iteration = self.iteration.get_mut();
-        let (found_infs, overflow) = iteration.found_infs();
-        let ended = end(scale, &self.config, &mut self.skips, &found_infs, overflow)?;
-        iteration.close();
-        ended
-    }
-
-    /// Ends the iteration with a given scale. The growth tracker and the count of skips stay. Does not wait for the
-    /// device. As `update(new_scale)` with a number.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidValue`] unless `new_scale` is from `min_scale` to `max_scale`; nothing changes then.
-    pub fn update_with(&mut self, new_scale: f64) -> Result<()> {
-        let Some(scale) = &mut self.scale else {
-            return Ok(());
-        };
-        self.config.check_scale("new_scale", new_scale)?;
-        scale.set_scale(new_scale as f32)?;
-        self.iteration.get_mut().close();
-        Ok(())
-    }
-
-    /// Ends the iteration with the scale in a one-element tensor. Waits for the tensor's device, because a scale that
-    /// is not finite must not get through. As `update(new_scale)` with a tensor.
-    ///
-    /// # Errors
-    ///
-    /// As [`update_with`](Self::update_with), also for a tensor that has not one element; [`Error::Torch`] for an
-    /// undefined one.
-    pub fn update_with_tensor(&mut self, new_scale: &Tensor) -> Result<()> {
-        let value = new_scale.f_view(-1)?.f_detach()?;
-        if value.numel() != 1 {
-            let (field, value) = ("the number of elements of new_scale", value.numel() as f64);
-            return Err(Error::InvalidValue { field, value, rule: "1" });
-        }
-        self.update_with(value.f_double_value(&[0])?)
-    }
-
     /// Returns the scale; 1 for a disabled scaler.
     ///
     /// Waits for the device only when a fused optimizer was stepped there, or any was unscaled and not stepped, since
@@ -252,37 +199,5 @@ impl GradScaler {
     /// As [`get_scale`](Self::get_scale).
     pub fn get_growth_tracker(&self) -> Result<i64> {
         self.scale.as_ref().map_or(Ok(0), |scale| Ok(scale.value()?.tracker.into()))
-    }
-}
-
-/// Ends the iteration of a scale: the outer error leaves everything as it was, the inner one comes after.
-pub(crate) fn end(
-    scale: &mut Scale,
-    config: &GradScalerConfig,
-    skips: &mut u32,
-    found_infs: &[&Tensor],
-    mut overflow: Option<bool>,
-) -> Result<Result<()>> {
-    if found_infs.is_empty() {
-        return Err(Error::NoInfChecks);
-    }
-    let gives_up = config.max_consecutive_skips.is_some() || config.error_at_min_scale;
-    if overflow.is_none() && gives_up {
-        overflow = Some(ffi::any_nonzero(found_infs)?);
-    }
-    let rule = config.rule();
-    let asks = config.error_at_min_scale && overflow == Some(true);
-    let stuck = asks && scale.value()?.is_stuck(&rule);
-    scale.update(found_infs, overflow, &rule)?;
-    *skips = if overflow == Some(true) { skips.saturating_add(1) } else { 0 };
-    Ok(give_up(scale, config, *skips, stuck))
-}
-
-fn give_up(scale: &Scale, config: &GradScalerConfig, skips: u32, stuck: bool) -> Result<()> {
-    let value = || Ok::<_, Error>(f64::from(scale.value()?.scale));
-    match config.max_consecutive_skips {
-        Some(limit) if skips >= limit => Err(Error::TooManySkips { skips, limit, scale: value()? }),
-        _ if stuck => Err(Error::ScaleAtMinimum { scale: value()? }),
-        _ => Ok(()),
     }
 }

@@ -77,18 +77,4 @@ impl GradScalerConfig {
     pub(crate) fn is_patient(&self) -> bool {
         self.hysteresis > 1 || self.tolerance > 0.0
     }
-
-    /// How an iteration changes the scale.
-    pub(crate) fn rule(&self) -> sys::ScaleRule {
-        sys::ScaleRule {
-            growth_factor: self.growth_factor,
-            backoff_factor: self.backoff_factor,
-            growth_interval: self.growth_interval,
-            min_scale: self.min_scale,
-            max_scale: self.max_scale,
-            hysteresis: self.hysteresis.into(),
-            tolerance: self.tolerance,
-            consecutive: self.consecutive_hysteresis.into(),
-        }
-    }
 }

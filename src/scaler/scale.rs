@@ -20,7 +20,8 @@ pub(crate) struct Mirror {
     pub(crate) patience: Patience,
 }
 
-/// The scale, the growth tracker and, where not every overflow backs the scale off, the patience. The tensors are made once and then only written to.
+/// The scale, the growth tracker, and the patience where not every overflow backs the scale off. The first two tensors
+/// are made once and then only written to.
 #[derive(Debug)]
 pub(crate) struct Scale {
     tensor: Tensor,

@@ -177,24 +177,23 @@ impl GradScalerState {
 
     /// The patience of a scaler with `config`: a full one where the state has none.
     fn patience(&self, config: &GradScalerConfig) -> Result<Patience> {
-        let full = Patience::full(config).hysteresis;
-        let most = i64::from(i32::MAX);
-        let left = count("_hysteresis_tracker", self.hysteresis_tracker, full, most)?;
-        let since = self.iterations_since_rescale;
-        let iterations = count("_iterations_since_rescale", since, 0, most)?;
-        let since = self.overflows_since_rescale;
-        let overflows = count("_overflows_since_rescale", since, 0, iterations)?;
+        let full = config.hysteresis.into();
+        let (most, rule) = (i64::from(i32::MAX), "from 0 to 2^31 - 1");
+        let left = self.hysteresis_tracker.unwrap_or(full);
+        count("_hysteresis_tracker", left, u32::MAX.into(), "from 0 to 2^32 - 1")?;
+        let iterations = self.iterations_since_rescale.unwrap_or(0);
+        count("_iterations_since_rescale", iterations, most, rule)?;
+        let overflows = self.overflows_since_rescale.unwrap_or(0);
+        let rule = "from 0 to _iterations_since_rescale";
+        count("_overflows_since_rescale", overflows, iterations, rule)?;
         // More than a smaller hysteresis allows is all of it.
         Ok(Patience { hysteresis: left.min(full), iterations, overflows })
     }
 }
 
-/// A saved count, or the usual one.
-fn count(key: &'static str, value: Option<i64>, usual: i64, most: i64) -> Result<i64> {
-    let value = value.unwrap_or(usual);
-    let possible = (0..=most).contains(&value);
-    ensure(key, value as f64, possible, "a count from 0, and no more overflows than iterations")?;
-    Ok(value)
+/// Refuses what no count can have come to.
+fn count(key: &'static str, value: i64, most: i64, rule: &'static str) -> Result<()> {
+    ensure(key, value as f64, (0..=most).contains(&value), rule)
 }
 
 /// libtorch grows the scale when the tracker *equals* the interval. A tracker beyond it would never grow again, so it
@@ -203,7 +202,7 @@ pub(crate) fn clamp_tracker(tracker: i32, growth_interval: i64) -> i32 {
     i64::from(tracker).min(growth_interval - 1) as i32
 }
 
-fn required<T>(key: &'static str, value: Option<T>) -> Result<T> {
+pub(crate) fn required<T>(key: &'static str, value: Option<T>) -> Result<T> {
     value.ok_or(Error::MissingKey { key })
 }
 

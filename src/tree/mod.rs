@@ -104,9 +104,14 @@ pub(crate) fn mismatch(problem: String) -> Error {
     Error::TreeMismatch { place: String::new(), problem }
 }
 
-/// A tensor's floating kind, where it has one. Undefined tensors have none, nor do kinds that tch does not know.
+/// A tensor's kind. Undefined tensors have none, nor do those of kinds that tch does not know.
+pub(crate) fn kind(tensor: &Tensor) -> Option<Kind> {
+    tensor.defined().then(|| tensor.f_kind().ok()).flatten()
+}
+
+/// A tensor's floating kind, where it has one.
 pub(crate) fn floating_kind(tensor: &Tensor) -> Option<Kind> {
-    let kind = tensor.defined().then(|| tensor.f_kind().ok()).flatten()?;
+    let kind = kind(tensor)?;
     let floating = matches!(
         kind,
         Kind::Half

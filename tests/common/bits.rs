@@ -30,6 +30,11 @@ pub fn canonical(kind: Kind, mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
+/// The bits of a tensor as `from_hex` reads them.
+pub fn hex(tensor: &Tensor) -> String {
+    bits(tensor).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// The bytes that `hex` spells.
 pub fn from_hex(hex: &str) -> Vec<u8> {
     let digit = |c: u8| (c as char).to_digit(16).expect("a hexadecimal digit") as u8;

@@ -48,7 +48,7 @@ fn a_scaler_and_a_loss_scale_made_from_it_do_the_same() {
                 let want = (scaler.get_scale().unwrap(), scaler.get_growth_tracker().unwrap());
                 assert_eq!((state.loss_scale, state.counter), want);
                 let mut want = scaler.state_dict().unwrap();
-                // Hysteresis counts these; a loss scale has none.
+                // `max_consecutive_skips` counts these; a loss scale has none.
                 want.consecutive_skips = None;
                 assert_eq!(GradScalerState::from(&state), want);
             }
@@ -91,6 +91,8 @@ fn a_state_of_pythons_becomes_a_loss_scale() {
 #[case("backoff_factor", r#""backoff_factor": 0.25"#)]
 #[case("max_scale", r#""max_scale": 1024.0"#)]
 #[case("hysteresis", r#""hysteresis": 2"#)]
+#[case("tolerance", r#""tolerance": 0.5"#)]
+#[case("error_at_min_scale", r#""error_at_min_scale": true"#)]
 #[case("max_consecutive_skips", r#""max_consecutive_skips": 9"#)]
 #[case("loss_scale", r#""scale": -2.0"#)]
 #[case("factor", r#""growth_factor": 1.0, "backoff_factor": 1.0"#)]

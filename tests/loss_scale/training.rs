@@ -1,7 +1,7 @@
 //! One loop with any of the three loss scales.
 
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::policy::half_kind;
+use tch_amp::policy::half_dtype;
 use tch_amp::{LossScale, Policy, all_finite, select_tree};
 
 use crate::common::{for_each_device, to_f64};
@@ -37,7 +37,7 @@ fn train(loss_scale: &mut dyn LossScale, policy: Policy, device: Device, own: bo
 #[test]
 fn the_three_train_alike_with_gradients_of_both_origins() {
     for_each_device(|device| {
-        for policy in [Policy::FULL, Policy::FULL.with_compute(half_kind(device)).unwrap()] {
+        for policy in [Policy::FULL, Policy::FULL.with_compute(half_dtype(device)).unwrap()] {
             let want = train(&mut tch_amp::NoOpLossScale, policy, device, true);
             assert!(want.iter().all(|w| w.is_finite() && *w != 0.0));
             for own in [true, false] {

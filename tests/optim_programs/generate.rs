@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
 
-use crate::common::bits::bits;
+use crate::common::bits::hex;
 use crate::common::rng::Rng;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -164,10 +164,6 @@ fn numbers(rng: &mut Rng, shape: &[i64], kind: Kind, factor: f64) -> Tensor {
     let factor = if kind == Kind::Half { factor.min(1e4) } else { factor };
     let values: Vec<f64> = (0..count).map(|_| one(rng) * factor).collect();
     Tensor::from_slice(&values).reshape(shape).to_kind(kind).to_device(Device::Cpu)
-}
-
-fn hex(tensor: &Tensor) -> String {
-    bits(tensor).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl Program {

@@ -1,7 +1,7 @@
 //! What is cast, and to what.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::policy::{cast_to_full, cast_to_half, half_kind};
+use tch_amp::policy::{cast_to_full, cast_to_half, half_dtype};
 use tch_amp::{Error, Policy};
 
 use crate::common::rng::Rng;
@@ -77,12 +77,12 @@ fn gradients_go_back_through_a_cast() {
 #[test]
 fn half_is_the_dtype_of_autocast() {
     for device in [Device::Cpu, Device::Cuda(0), Device::Mps] {
-        assert_eq!(half_kind(device), tch_amp::autocast_dtype(device).unwrap(), "{device:?}");
+        assert_eq!(half_dtype(device), tch_amp::autocast_dtype(device).unwrap(), "{device:?}");
     }
     for_each_device(|device| {
         let tree = (of(Kind::Double, device), of(Kind::Bool, device), Tensor::new());
         let (x, flags, undefined) = cast_to_half(&tree).unwrap();
-        assert_eq!((x.kind(), flags.kind()), (half_kind(device), Kind::Bool));
+        assert_eq!((x.kind(), flags.kind()), (half_dtype(device), Kind::Bool));
         assert!(!undefined.defined());
         assert_eq!(cast_to_full(&x).unwrap().kind(), Kind::Float);
     });
@@ -100,14 +100,14 @@ fn a_policy_has_floating_kinds_only() {
         for (result, field) in refused.into_iter().zip(["param", "param", "compute", "output"]) {
             let error = result.unwrap_err();
             assert!(
-                matches!(error, Error::PolicyKind { field: f, kind: k } if (f, k) == (field, kind)),
+                matches!(error, Error::PolicyDtype { field: f, kind: k } if (f, k) == (field, kind)),
                 "{error}"
             );
         }
         // The fields are public, so the casts look, too.
         let policy = Policy { compute: kind, ..Policy::FULL };
         let error = policy.cast_to_compute(&Tensor::from(1f32)).unwrap_err();
-        assert!(matches!(error, Error::PolicyKind { field: "compute", .. }));
+        assert!(matches!(error, Error::PolicyDtype { field: "compute", .. }));
     }
     let text = Policy::FULL.with_output(Kind::Int64).unwrap_err().to_string();
     assert_eq!(

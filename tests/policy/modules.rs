@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use rstest::rstest;
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::policy::{KeepF32, half_kind, keep_in_f32, keep_in_f32_t};
+use tch_amp::policy::{KeepF32, half_dtype, keep_in_f32, keep_in_f32_t};
 use tch_amp::{Autocast, Error, OptLevel, Policy, autocast, is_autocast_enabled};
 
 use crate::POLICY_KINDS;
@@ -64,7 +64,7 @@ fn a_policy_that_autocast_cannot_follow_is_refused() {
                 );
             }
             let net = Policy { param: Kind::Bool, ..policy }.apply_to_t(nn::func(Tensor::relu));
-            assert!(matches!(net, Err(Error::PolicyKind { field: "param", .. })));
+            assert!(matches!(net, Err(Error::PolicyDtype { field: "param", .. })));
         }
     }
 }
@@ -94,7 +94,7 @@ fn a_model_trains_at_every_level(
         let want = plain.forward_t(&xs, true);
         let policy = level.policy(device);
         // The wrapped norms have f32 weights at all levels here, so that O3 keeps them, too.
-        let keep = if level == OptLevel::O3 { KeepF32::Norms } else { level.keeps() };
+        let keep = if level == OptLevel::O3 { KeepF32::Norms } else { level.keep_f32() };
         policy.cast_variables(&mut vs, keep).unwrap();
         let ys = policy.apply_to_t(plain).unwrap().forward_t(&xs, true);
         assert_eq!(ys.kind(), policy.output);
@@ -134,7 +134,7 @@ fn norms_take_half_inputs_on_the_cpu(#[values(Kind::BFloat16, Kind::Half)] half:
 #[test]
 fn a_kept_layer_runs_in_f32_inside_of_a_region() {
     for_each_device(|device| {
-        let half = half_kind(device);
+        let half = half_dtype(device);
         let probe = Probe::default();
         let log = Arc::clone(&probe.0);
         let layer = keep_in_f32(probe);
@@ -156,7 +156,7 @@ fn a_mixed_policy_is_autocast() {
         let vs = VarStore::new(device);
         let linear = nn::linear(vs.root(), 8, 8, Default::default());
         let xs = Tensor::randn([4, 8], (Kind::Float, device));
-        let half = half_kind(device);
+        let half = half_dtype(device);
         let want = autocast(device, || linear.forward(&xs)).unwrap().to_kind(Kind::Float);
         let policy = Policy::FULL.with_compute(half).unwrap();
         let got = policy.apply_to(linear).unwrap().forward(&xs);

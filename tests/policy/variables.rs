@@ -136,6 +136,6 @@ fn an_impossible_kind_changes_nothing() {
     let mut vs = store(Device::Cpu);
     let policy = Policy { param: Kind::Int64, ..Policy::FULL };
     let error = policy.cast_variables(&mut vs, KeepF32::Norms).unwrap_err();
-    assert!(matches!(error, Error::PolicyKind { field: "param", kind: Kind::Int64 }));
+    assert!(matches!(error, Error::PolicyDtype { field: "param", kind: Kind::Int64 }));
     assert!(vs.variables().values().all(|variable| variable.kind() == Kind::Float));
 }

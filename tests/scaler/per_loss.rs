@@ -273,6 +273,9 @@ fn states_come_back_in_order() {
     let mut scalers = two(Device::Cpu);
     scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
     assert!(matches!(scalers.state_dict(), Err(Error::IterationOpen { .. })));
+    let alone = scalers.scaler(0).unwrap().state_dict();
+    assert!(matches!(alone, Err(Error::IterationOpen { .. })), "a checkpoint takes it alone");
+    assert!(scalers.scaler(1).unwrap().state_dict().is_ok());
     drop(scalers.step(&mut opt).unwrap());
     scalers.update().unwrap();
     let states = scalers.state_dict().unwrap();
@@ -290,7 +293,7 @@ fn states_come_back_in_order() {
 fn there_must_be_a_loss_and_no_more_than_said() {
     assert!(matches!(PerLossScalers::new(Device::Cpu, 0), Err(Error::InvalidValue { .. })));
     let mut scalers = two(Device::Cpu);
-    assert_eq!(scalers.losses(), 2);
+    assert_eq!(scalers.loss_count(), 2);
     let error = scalers.scaler_mut(2).unwrap_err();
-    assert!(matches!(error, Error::NoSuchLoss { loss: 2, losses: 2 }), "{error}");
+    assert!(matches!(error, Error::NoSuchLoss { loss_id: 2, losses: 2 }), "{error}");
 }

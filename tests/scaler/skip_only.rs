@@ -88,7 +88,7 @@ fn taken_and_skipped_steps_are_counted_and_reported() {
             // Has the device come to all of it, so that nothing is under way.
             let _reached = to_f64(&w);
             while steps.skipped().is_ok() && steps.pending() > 0 {}
-            rows.push(steps.skipped_in_a_row().unwrap());
+            rows.push(steps.consecutive_skips().unwrap());
         }
         assert_eq!(rows, [0, 1, 0, 1, 2, 3, 0, 1]);
         assert_eq!((steps.count().unwrap(), steps.skipped().unwrap()), (3, 5));

@@ -4,12 +4,8 @@ use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 
 use super::{BETAS, Case, Data, KEYS, LR, SIZES, STEPS, Told};
-use crate::common::bits::{bits, from_hex};
+use crate::common::bits::{from_hex, hex};
 use crate::common::python::Oracle;
-
-fn hex(tensor: &Tensor) -> String {
-    bits(tensor).iter().map(|byte| format!("{byte:02x}")).collect()
-}
 
 /// What Python is asked to do.
 fn program(case: Case, data: &Data, order: &str, wide: Kind) -> Value {

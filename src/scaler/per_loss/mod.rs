@@ -2,14 +2,15 @@
 
 #![forbid(unsafe_code)]
 
+mod loss;
+
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
-use crate::ffi;
 use crate::optim::AmpOptimizer;
-use crate::scaler::found::{FoundInf, overflow};
-use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome, end};
+use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome};
+use loss::{Loss, identity};
 
 /// A scaler for each of several losses, whose gradients add up to one step: a loss that overflows often then does not
 /// lower the scale of the others. As `num_losses` of `apex.amp.initialize`. PyTorch has no twin.
@@ -44,25 +45,6 @@ pub struct PerLossScalers {
     sums: GradScaler,
 }
 
-#[derive(Debug)]
-struct Loss {
-    scaler: GradScaler,
-    /// What was found in its gradients since the last update.
-    found: Vec<Found>,
-}
-
-#[derive(Debug)]
-struct Found {
-    /// Whose step depends on it: the identity of its first parameter.
-    optimizer: usize,
-    flag: FoundInf,
-}
-
-fn identity(optimizer: &dyn AmpOptimizer) -> Result<usize> {
-    let first = ffi::identities(optimizer.parameters().get(..1).unwrap_or_default())?;
-    Ok(first.first().copied().unwrap_or_default())
-}
-
 impl PerLossScalers {
     /// Makes `losses` scalers with PyTorch's defaults, whose scales lie on `device`: the device of the losses.
     ///
@@ -86,7 +68,7 @@ impl PerLossScalers {
         let enabled = configs.iter().all(|config| config.enabled);
         let build = |config: &GradScalerConfig| {
             let scaler = GradScalerConfig { enabled, ..*config }.build(device)?;
-            Ok(Loss { scaler, found: Vec::new() })
+            Ok(Loss::new(scaler))
         };
         let losses = configs.iter().map(build).collect::<Result<_>>()?;
         let sums = if enabled { GradScaler::skip_only(device)? } else { GradScaler::disabled() };
@@ -99,18 +81,18 @@ impl PerLossScalers {
     }
 
     /// Returns the number of losses.
-    pub fn losses(&self) -> usize {
+    pub fn loss_count(&self) -> usize {
         self.losses.len()
     }
 
-    /// Returns the scaler of a loss, to ask for its scale, say, or to save it in a checkpoint.
+    /// Returns the scaler of a loss, to ask for its scale, say, or to save it in a checkpoint between iterations.
     ///
     /// # Errors
     ///
     /// [`Error::NoSuchLoss`].
-    pub fn scaler(&self, loss: usize) -> Result<&GradScaler> {
+    pub fn scaler(&self, loss_id: usize) -> Result<&GradScaler> {
         let losses = self.losses.len();
-        Ok(&self.losses.get(loss).ok_or(Error::NoSuchLoss { loss, losses })?.scaler)
+        Ok(&self.losses.get(loss_id).ok_or(Error::NoSuchLoss { loss_id, losses })?.scaler)
     }
 
     /// Returns the scaler of a loss, to restore it from a checkpoint, or to change its settings.
@@ -118,13 +100,13 @@ impl PerLossScalers {
     /// # Errors
     ///
     /// [`Error::NoSuchLoss`].
-    pub fn scaler_mut(&mut self, loss: usize) -> Result<&mut GradScaler> {
-        Ok(&mut self.loss_mut(loss)?.scaler)
+    pub fn scaler_mut(&mut self, loss_id: usize) -> Result<&mut GradScaler> {
+        Ok(&mut self.loss_mut(loss_id)?.scaler)
     }
 
-    fn loss_mut(&mut self, loss: usize) -> Result<&mut Loss> {
+    fn loss_mut(&mut self, loss_id: usize) -> Result<&mut Loss> {
         let losses = self.losses.len();
-        self.losses.get_mut(loss).ok_or(Error::NoSuchLoss { loss, losses })
+        self.losses.get_mut(loss_id).ok_or(Error::NoSuchLoss { loss_id, losses })
     }
 
     /// Takes the names of a VarStore's variables, as [`GradScaler::name_parameters`].
@@ -146,15 +128,15 @@ impl PerLossScalers {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchLoss`], and as [`GradScaler::backward`] and [`GradScaler::unscale_`]. The gradients are those from
-    /// before then.
+    /// [`Error::NoSuchLoss`], and as [`GradScaler::backward`] and [`GradScaler::unscale_`]. The gradients are those
+    /// from before then.
     pub fn backward(
         &mut self,
-        loss: usize,
-        value: &Tensor,
+        loss_id: usize,
+        loss: &Tensor,
         optimizer: &mut dyn AmpOptimizer,
     ) -> Result<()> {
-        self.add(loss, value, optimizer, false)
+        self.add(loss_id, loss, optimizer, false)
     }
 
     /// Does as [`backward`](Self::backward) and keeps the graph, for another loss that has a part of it in common. As
@@ -165,36 +147,21 @@ impl PerLossScalers {
     /// As [`backward`](Self::backward).
     pub fn backward_retain_graph(
         &mut self,
-        loss: usize,
-        value: &Tensor,
+        loss_id: usize,
+        loss: &Tensor,
         optimizer: &mut dyn AmpOptimizer,
     ) -> Result<()> {
-        self.add(loss, value, optimizer, true)
+        self.add(loss_id, loss, optimizer, true)
     }
 
     fn add(
         &mut self,
-        loss: usize,
-        value: &Tensor,
+        loss_id: usize,
+        loss: &Tensor,
         optimizer: &mut dyn AmpOptimizer,
         retain_graph: bool,
     ) -> Result<()> {
-        let one = self.loss_mut(loss)?;
-        if !one.scaler.is_enabled() {
-            return ffi::backward(value, retain_graph);
-        }
-        let parameters = optimizer.parameters().into_owned();
-        let known = one.found.len();
-        let before = ffi::gradients_take(&parameters)?;
-        let added = one.backward(value, optimizer, retain_graph);
-        let added = added.and_then(|()| ffi::gradients_return(&parameters, &before));
-        if added.is_err() {
-            // What this backward has left is a part, or scaled.
-            ffi::gradients_take(&parameters)?;
-            ffi::gradients_return(&parameters, &before)?;
-            one.found.truncate(known);
-        }
-        added
+        self.loss_mut(loss_id)?.add(loss, optimizer, retain_graph)
     }
 
     /// Steps the optimizer if the gradients of all losses, and their sums, are finite. Waits as [`GradScaler::step`].
@@ -232,9 +199,8 @@ impl PerLossScalers {
         };
         let optimizer = identity(optimizer)?;
         let iteration = self.sums.iteration.get_mut();
-        let all = self.losses.iter().flat_map(|loss| &loss.found);
-        for found in all.filter(|found| found.optimizer == optimizer) {
-            iteration.add_found(record, found.flag.lend());
+        for flag in self.losses.iter().flat_map(|loss| loss.found(optimizer)) {
+            iteration.add_found(record, flag.lend());
         }
         Ok(())
     }
@@ -251,11 +217,12 @@ impl PerLossScalers {
         if !self.is_enabled() {
             return Ok(());
         }
-        if self.losses.iter().all(|loss| loss.found.is_empty()) {
+        if self.losses.iter().all(Loss::is_closed) {
             return Err(Error::NoInfChecks);
         }
         self.sums.iteration.get_mut().close();
-        let ended = self.losses.iter_mut().map(Loss::update).collect::<Vec<_>>();
+        // All are ended before the first error is told.
+        let ended: Vec<_> = self.losses.iter_mut().map(Loss::update).collect();
         ended.into_iter().collect()
     }
 
@@ -265,7 +232,6 @@ impl PerLossScalers {
     ///
     /// [`Error::IterationOpen`] between `backward` and `update`.
     pub fn state_dict(&self) -> Result<Vec<GradScalerState>> {
-        self.check_closed("state_dict")?;
         self.losses.iter().map(|loss| loss.scaler.state_dict()).collect()
     }
 
@@ -276,7 +242,6 @@ impl PerLossScalers {
     /// [`Error::InvalidValue`] for another number of states than losses; as [`GradScaler::load_state_dict`]. Nothing
     /// changes then.
     pub fn load_state_dict(&mut self, states: &[GradScalerState]) -> Result<()> {
-        self.check_closed("load_state_dict")?;
         let (field, value) = ("the number of states", states.len() as f64);
         if states.len() != self.losses.len() {
             return Err(Error::InvalidValue { field, value, rule: "that of the losses" });
@@ -287,43 +252,5 @@ impl PerLossScalers {
             loss.scaler.load_state_dict(state)?;
         }
         Ok(())
-    }
-
-    fn check_closed(&self, call: &'static str) -> Result<()> {
-        let open = self.losses.iter().any(|loss| !loss.found.is_empty());
-        if open { Err(Error::IterationOpen { call }) } else { Ok(()) }
-    }
-}
-
-impl Loss {
-    /// Leaves the unscaled gradients of the loss alone in the parameters.
-    fn backward(
-        &mut self,
-        value: &Tensor,
-        optimizer: &mut dyn AmpOptimizer,
-        retain_graph: bool,
-    ) -> Result<()> {
-        ffi::backward(&self.scaler.scale(value)?, retain_graph)?;
-        let record = self.scaler.open(optimizer);
-        let iteration = self.scaler.iteration.get_mut();
-        let Some(record) = record.inspect_err(|_| iteration.close())? else {
-            return Ok(());
-        };
-        let flags = iteration.take_found(record);
-        let optimizer = identity(optimizer)?;
-        self.found.extend(flags.into_iter().map(|flag| Found { optimizer, flag }));
-        Ok(())
-    }
-
-    fn update(&mut self) -> Result<()> {
-        let GradScaler { config, scale, skips, iteration, .. } = &mut self.scaler;
-        let Some(scale) = scale.as_mut().filter(|_| !self.found.is_empty()) else {
-            return Ok(());
-        };
-        let flags = || self.found.iter().map(|found| &found.flag);
-        let tensors: Vec<_> = flags().map(|flag| &flag.tensor).collect();
-        let ended = end(scale, config, skips, &tensors, overflow(flags()))?;
-        iteration.get_mut().recycle(self.found.drain(..).map(|found| found.flag));
-        ended
     }
 }

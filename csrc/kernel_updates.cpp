@@ -1,0 +1,257 @@
+// The updates of the optimizers.
+
+#include "loops.h"
+
+namespace tamp::kernels {
+namespace {
+
+// a / d for a finite d and its rounded reciprocal, in the time of three multiplications: the remainder of the first
+// guess is exact, and adding it once gives the rounded quotient (Markstein 1990; for a d whose digits are all ones,
+// which his proof leaves out, by trying every a). An infinite guess is the quotient already.
+TAMP_INLINE float quotient(float a, float d, float reciprocal) {
+  const float guess = a * reciprocal;
+  const float remainder = __builtin_fmaf(-guess, d, a);
+  const float better = __builtin_fmaf(remainder, reciprocal, guess);
+  return guess == __builtin_inff() ? guess : better;
+}
+
+// Calls `f` with the flag as a type.
+template <typename F>
+void with(bool flag, const F &f) {
+  if (flag) {
+    f(std::true_type());
+  } else {
+    f(std::false_type());
+  }
+}
+
+// Runs `loop` over what libtorch does in vectors and over the rest, for which its compiler contracted other products.
+template <typename T, typename Loop>
+void run_split(const Slice<T> &x, const Loop &loop) {
+  const int64_t split = x.n - x.n % static_cast<int64_t>(32 / sizeof(T));
+  run([&](auto fma) TAMP_INLINE_LAMBDA {
+    loop(fma, std::false_type(), 0, split);
+    loop(fma, std::true_type(), split, x.n);
+  });
+}
+
+// a * b + c * d: libtorch rounds c * d first in its vectors and a * b first in its scalar loops.
+template <bool kFma, bool kTail, typename W>
+TAMP_INLINE W sum_of_products(W a, W b, W c, W d) {
+  return kTail ? fma<kFma>(c, d, a * b) : fma<kFma>(a, b, c * d);
+}
+
+// ---- the gradient on its way into an update
+
+template <typename W>
+struct Scaling {
+  W divisor, factor, clip, sign;
+  bool divides;
+
+  Scaling(const GradientScale &scale, bool maximize)
+      : divisor(scale.divisor), factor(scale.factor), clip(static_cast<W>(scale.clip)), sign(maximize ? -1 : 1) {
+    divides = scale.divisor != 1 && !is_power_of_two(scale.divisor);
+    if (scale.divisor != 1 && !divides) factor = 1 / divisor;  // exact, and so is every product with it
+  }
+};
+
+template <bool kDivides, typename W>
+TAMP_INLINE W scaled(const Scaling<W> &s, W gradient) {
+  return (kDivides ? gradient / s.divisor : gradient * s.factor * s.clip) * s.sign;
+}
+
+// ---- Adam
+
+template <typename W>
+struct AdamNumbers {
+  W beta2, one_minus_beta2, lerp, rest, keep, root_correction, reciprocal, eps, minus_step_size, weight_decay;
+  bool near;  // whether the moving average is nearer to the old one than to the gradient
+
+  explicit AdamNumbers(const Adam &o) {
+    const W weight = static_cast<W>(1 - o.beta1);
+    near = std::abs(weight) < W(0.5);
+    lerp = near ? weight : weight - 1;
+    rest = 1 - weight;
+    beta2 = static_cast<W>(o.beta2);
+    one_minus_beta2 = static_cast<W>(1 - o.beta2);
+    root_correction = static_cast<W>(std::sqrt(o.correction2));
+    reciprocal = 1 / root_correction;
+    eps = static_cast<W>(o.eps);
+    minus_step_size = static_cast<W>(-(o.lr / o.correction1));
+    weight_decay = static_cast<W>(o.weight_decay);
+    keep = o.decoupled ? static_cast<W>(1 - o.lr * o.weight_decay) : W(1);
+  }
+};
+
+template <bool kFma, bool kTail, bool kNear, bool kAmsgrad, bool kDecays, bool kDivides, typename T>
+TAMP_INLINE void adam(const AdamNumbers<Wide<T>> c, const Scaling<Wide<T>> s, const Slice<T> x, int64_t begin,
+                      int64_t end) {
+  using W = Wide<T>;
+  T *__restrict parameters = x.parameter;
+  const T *__restrict gradients = x.gradient;
+  T *__restrict exp_avgs = x.first;
+  T *__restrict exp_avg_sqs = x.second;
+  T *__restrict max_exp_avg_sqs = x.third;
+  TAMP_INDEPENDENT
+  for (int64_t i = begin; i < end; ++i) {
+    const W old = widen(parameters[i]);
+    W g = scaled<kDivides>(s, W(widen(gradients[i])));
+    if (kDecays) g = fma<kFma>(old, c.weight_decay, g);
+    const W old_exp_avg = widen(exp_avgs[i]);
+    const W away = g - old_exp_avg;
+    // The same number in vectors and scalar loops, but perhaps not the same zero.
+    const W exp_avg = kNear ? fma<kFma>(c.lerp, away, old_exp_avg)
+                            : (kTail ? fma<kFma>(-away, c.rest, g) : fma<kFma>(c.lerp, away, g));
+    const W exp_avg_sq = sum_of_products<kFma, kTail>(c.one_minus_beta2 * g, g, W(widen(exp_avg_sqs[i])), c.beta2);
+    W square = exp_avg_sq;
+    if (kAmsgrad) {
+      const W old_max = widen(max_exp_avg_sqs[i]);
+      square = old_max < exp_avg_sq ? exp_avg_sq : old_max;
+      narrow(square, max_exp_avg_sqs[i]);
+    }
+    W correct;
+    if constexpr (kFma && std::is_same_v<T, float>) {
+      correct = quotient(root(square), c.root_correction, c.reciprocal);
+    } else {
+      correct = root(square) / c.root_correction;
+    }
+    narrow(exp_avg, exp_avgs[i]);
+    narrow(exp_avg_sq, exp_avg_sqs[i]);
+    narrow(old * c.keep + c.minus_step_size * exp_avg / (correct + c.eps), parameters[i]);
+  }
+}
+
+// ---- SGD
+
+template <typename W>
+struct SgdNumbers {
+  W minus_lr, momentum, one_minus_dampening, weight_decay;
+
+  explicit SgdNumbers(const Sgd &o)
+      : minus_lr(static_cast<W>(-o.lr)),
+        momentum(static_cast<W>(o.momentum)),
+        one_minus_dampening(static_cast<W>(1 - o.dampening)),
+        weight_decay(static_cast<W>(o.weight_decay)) {}
+};
+
+enum class Momentum { kNone, kPlain, kNesterov };
+
+template <bool kFma, bool kTail, Momentum kMomentum, bool kFirst, bool kDivides, typename T>
+TAMP_INLINE void sgd(const SgdNumbers<Wide<T>> c, const Scaling<Wide<T>> s, const Slice<T> x, bool decays,
+                     int64_t begin, int64_t end) {
+  using W = Wide<T>;
+  T *__restrict parameters = x.parameter;
+  const T *__restrict gradients = x.gradient;
+  T *__restrict buffers = x.first;
+  TAMP_INDEPENDENT
+  for (int64_t i = begin; i < end; ++i) {
+    const W old = widen(parameters[i]);
+    W g = scaled<kDivides>(s, W(widen(gradients[i])));
+    if (decays) g = fma<kFma>(old, c.weight_decay, g);
+    if constexpr (kMomentum != Momentum::kNone) {
+      W buffer = g;
+      if constexpr (!kFirst) {
+        buffer = sum_of_products<kFma, kTail>(c.one_minus_dampening, g, W(widen(buffers[i])), c.momentum);
+      }
+      narrow(buffer, buffers[i]);
+      g = kMomentum == Momentum::kNesterov ? fma<kFma>(buffer, c.momentum, g) : buffer;
+    }
+    narrow(fma<kFma>(g, c.minus_lr, old), parameters[i]);
+  }
+}
+
+// ---- Adagrad
+
+template <typename W>
+struct AdagradNumbers {
+  W lr, eps, weight_decay;
+
+  explicit AdagradNumbers(const Adagrad &o)
+      : lr(static_cast<W>(o.lr / (1.0 + (o.step - 1.0) * o.lr_decay))),
+        eps(static_cast<W>(o.eps)),
+        weight_decay(static_cast<W>(o.weight_decay)) {}
+};
+
+template <bool kFma, bool kDivides, typename T>
+TAMP_INLINE void adagrad(const AdagradNumbers<Wide<T>> c, const Scaling<Wide<T>> s, const Slice<T> x, bool decays,
+                         int64_t n) {
+  using W = Wide<T>;
+  T *__restrict parameters = x.parameter;
+  const T *__restrict gradients = x.gradient;
+  T *__restrict sums = x.first;
+  TAMP_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) {
+    const W old = widen(parameters[i]);
+    W g = scaled<kDivides>(s, W(widen(gradients[i])));
+    if (decays) g = fma<kFma>(old, c.weight_decay, g);
+    const W sum = fma<kFma>(g, g, W(widen(sums[i])));
+    narrow(sum, sums[i]);
+    narrow(old - c.lr * g / (root(sum) + c.eps), parameters[i]);
+  }
+}
+
+}  // namespace
+
+// ---- updates
+
+template <typename T>
+void update(const Adam &options, const GradientScale &scale, const Slice<T> &x) {
+  const AdamNumbers<Wide<T>> c(options);
+  const Scaling<Wide<T>> s(scale, options.maximize);
+  const bool decays = !options.decoupled && options.weight_decay != 0;
+  with(options.amsgrad, [&](auto amsgrad) {
+    with(decays, [&](auto decays) {
+      with(s.divides, [&](auto divides) {
+        with(c.near, [&](auto near) {
+          run_split(x, [&](auto fma, auto tail, int64_t begin, int64_t end) TAMP_INLINE_LAMBDA {
+            adam<fma, tail, near, amsgrad, decays, divides>(c, s, x, begin, end);
+          });
+        });
+      });
+    });
+  });
+}
+
+template <typename T>
+void update(const Sgd &options, const GradientScale &scale, const Slice<T> &x) {
+  const SgdNumbers<Wide<T>> c(options);
+  const Scaling<Wide<T>> s(scale, options.maximize);
+  const bool decays = options.weight_decay != 0;
+  const auto go = [&](auto momentum) {
+    with(options.first_step, [&](auto first) {
+      with(s.divides, [&](auto divides) {
+        run_split(x, [&](auto fma, auto tail, int64_t begin, int64_t end) TAMP_INLINE_LAMBDA {
+          sgd<fma, tail, decltype(momentum)::value, first, divides>(c, s, x, decays, begin, end);
+        });
+      });
+    });
+  };
+  if (options.momentum == 0) {
+    go(std::integral_constant<Momentum, Momentum::kNone>());
+  } else if (options.nesterov) {
+    go(std::integral_constant<Momentum, Momentum::kNesterov>());
+  } else {
+    go(std::integral_constant<Momentum, Momentum::kPlain>());
+  }
+}
+
+template <typename T>
+void update(const Adagrad &options, const GradientScale &scale, const Slice<T> &x) {
+  const AdagradNumbers<Wide<T>> c(options);
+  const Scaling<Wide<T>> s(scale, options.maximize);
+  const bool decays = options.weight_decay != 0;
+  with(s.divides,
+       [&](auto divides) { run([&](auto fma) TAMP_INLINE_LAMBDA { adagrad<fma, divides>(c, s, x, decays, x.n); }); });
+}
+
+#define TAMP_INSTANTIATE(T)                                                       \
+  template void update<T>(const Adam &, const GradientScale &, const Slice<T> &); \
+  template void update<T>(const Sgd &, const GradientScale &, const Slice<T> &);  \
+  template void update<T>(const Adagrad &, const GradientScale &, const Slice<T> &);
+
+TAMP_INSTANTIATE(float)
+TAMP_INSTANTIATE(double)
+TAMP_INSTANTIATE(c10::BFloat16)
+TAMP_INSTANTIATE(c10::Half)
+
+}  // namespace tamp::kernels

@@ -1,0 +1,115 @@
+//! What an iteration makes of the scale in other systems, in plain loops.
+
+use tch_amp::GradScalerConfig;
+
+/// A rule of another system: what an iteration makes of the scale.
+pub trait Reference {
+    fn update(&mut self, overflow: bool) -> f64;
+}
+
+/// Megatron-LM's: the hysteresis is restored by growth alone.
+struct Megatron {
+    config: GradScalerConfig,
+    scale: f64,
+    good: i64,
+    left: i64,
+}
+
+impl Reference for Megatron {
+    fn update(&mut self, overflow: bool) -> f64 {
+        if overflow {
+            self.good = 0;
+            self.left -= 1;
+            if self.left <= 0 {
+                self.scale = (self.scale * self.config.backoff_factor).max(self.config.min_scale);
+            }
+            return self.scale;
+        }
+        self.good += 1;
+        if self.good == self.config.growth_interval {
+            (self.good, self.left) = (0, self.config.hysteresis.into());
+            self.scale *= self.config.growth_factor;
+        }
+        self.scale
+    }
+}
+
+/// DeepSpeed's: the hysteresis stays at one when it is used up, and time is counted from the last overflow.
+struct DeepSpeed {
+    config: GradScalerConfig,
+    scale: f64,
+    left: u32,
+    iteration: i64,
+    last_overflow: i64,
+}
+
+impl Reference for DeepSpeed {
+    fn update(&mut self, overflow: bool) -> f64 {
+        let config = &self.config;
+        if overflow {
+            if self.left == 1 {
+                self.scale = (self.scale * config.backoff_factor).max(config.min_scale);
+            } else {
+                self.left -= 1;
+            }
+            self.last_overflow = self.iteration;
+        } else {
+            let grows = (self.iteration - self.last_overflow) % config.growth_interval == 0;
+            if config.consecutive_hysteresis || grows {
+                self.left = config.hysteresis;
+            }
+            if grows {
+                self.scale *= config.growth_factor;
+            }
+        }
+        self.iteration += 1;
+        self.scale
+    }
+}
+
+/// fairseq's, but that a growth forgets the overflows before it.
+struct Fairseq {
+    config: GradScalerConfig,
+    scale: f64,
+    iteration: i64,
+    last_overflow: i64,
+    last_rescale: i64,
+    overflows: i64,
+}
+
+impl Reference for Fairseq {
+    fn update(&mut self, overflow: bool) -> f64 {
+        let config = &self.config;
+        if overflow {
+            self.last_overflow = self.iteration;
+            self.overflows += 1;
+            let share = self.overflows as f64 / (self.iteration - self.last_rescale) as f64;
+            if share >= config.tolerance {
+                self.scale = (self.scale * config.backoff_factor).max(config.min_scale);
+                (self.last_rescale, self.overflows) = (self.iteration, 0);
+            }
+        } else if (self.iteration - self.last_overflow) % config.growth_interval == 0 {
+            self.scale *= config.growth_factor;
+            (self.last_rescale, self.overflows) = (self.iteration, 0);
+        }
+        self.iteration += 1;
+        self.scale
+    }
+}
+
+pub fn reference(system: &str, config: GradScalerConfig) -> Box<dyn Reference> {
+    let scale = config.init_scale;
+    match system {
+        "Megatron" => Box::new(Megatron { config, scale, good: 0, left: config.hysteresis.into() }),
+        "DeepSpeed" => {
+            let left = config.hysteresis;
+            Box::new(DeepSpeed { config, scale, left, iteration: 0, last_overflow: -1 })
+        }
+        "fairseq" => {
+            let (last_overflow, last_rescale) = (-1, -1);
+            let (iteration, overflows) = (0, 0);
+            Box::new(Fairseq { config, scale, iteration, last_overflow, last_rescale, overflows })
+        }
+        other => panic!("{other} is none of the systems"),
+    }
+}
