@@ -138,6 +138,29 @@ tamp_tensor *tamp_master_join(const tamp_tensor *parameter, const tamp_tensor *r
   });
 }
 
+void tamp_stamps(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    for (size_t i = 0; i < count; ++i) {
+      const at::Tensor &t = tamp::tensor(parameters[i]);
+      const void *data = t.has_storage() ? t.const_data_ptr() : nullptr;
+      stamps[i] = {reinterpret_cast<uintptr_t>(data), t.is_inference() ? 0 : static_cast<uint64_t>(t._version())};
+    }
+  });
+}
+
+void tamp_master_renew(const tamp_tensor *parameter, tamp_tensor *master, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    const at::Tensor now = tamp::tensor(parameter).detach();
+    at::Tensor &kept = tamp::tensor(master);
+    if (kept.scalar_type() == at::kShort) {
+      kept.zero_();
+    } else {
+      kept.copy_(at::where(kept.to(now.scalar_type()).eq(now), kept, now.to(kept.scalar_type())));
+    }
+  });
+}
+
 tamp_tensor *tamp_master_remainder(const tamp_tensor *master, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;

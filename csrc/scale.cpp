@@ -65,10 +65,14 @@ void update_patiently(Tensor &scale, Tensor &tracker, Tensor &counts, const Tens
                       const tamp_scale_rule &rule) {
   const Tensor found = found_inf.reshape({}).ne(0);
   const Patience patience = count(counts, found, rule);
-  const Tensor before = scale.clone();
-  update(scale, tracker, found_inf, rule);
-  scale.copy_(at::where(patience.tolerated, before, scale));
-  counts.copy_(renew(patience, found, tracker, rule));
+  // Whatever needs memory comes before the first change.
+  Tensor next = scale.clone(), ticks = tracker.clone();
+  update(next, ticks, found_inf, rule);
+  next = at::where(patience.tolerated, scale, next);
+  const Tensor renewed = renew(patience, found, ticks, rule);
+  scale.copy_(next);
+  tracker.copy_(ticks);
+  counts.copy_(renewed);
 }
 
 }  // namespace

@@ -188,10 +188,10 @@ tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, c
 void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tensor **gradients, char **err) noexcept {
   tamp::guarded(err, [&] {
     for (size_t i = 0; i < count; ++i) {
-      Tensor &gradient = tamp::tensor(parameters[i]).mutable_grad();
-      if (!gradient.defined()) continue;
-      gradients[i] = tamp::give(gradient);
-      gradient.reset();
+      Tensor &parameter = tamp::tensor(parameters[i]);
+      if (!tamp::gradient(parameter).defined()) continue;
+      gradients[i] = tamp::give(tamp::gradient(parameter));
+      parameter.mutable_grad().reset();
     }
   });
 }
@@ -214,7 +214,9 @@ void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *grad
         gradient = more + gradient;  // the other order is not implemented
       } else if (gradient.scalar_type() != at::result_type(gradient, more)) {
         gradient = gradient + more;
-      } else if (gradient.is_sparse() || more.is_sparse()) {
+      } else if (gradient.is_sparse()) {
+        gradient = (gradient + more).coalesce();  // duplicates could add up to infinity later
+      } else if (more.is_sparse()) {
         gradient.add_(more);
       } else {
         sums.push_back(gradient);

@@ -258,6 +258,18 @@ tamp_tensor *tamp_master_join(const tamp_tensor *parameter, const tamp_tensor *r
 // The remainder of each f32 number beside the bf16 that is nearest, the larger of two.
 tamp_tensor *tamp_master_remainder(const tamp_tensor *master, char **err) TAMP_NOEXCEPT;
 
+// Where a parameter's numbers lie, and how often they were changed: equal as long as nobody writes to them.
+typedef struct tamp_stamp {
+  uintptr_t data;
+  uint64_t version;
+} tamp_stamp;
+
+void tamp_stamps(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) TAMP_NOEXCEPT;
+
+// Brings a master, f32 or a remainder, into line with a parameter that somebody else has written to. An f32 whose
+// rounded number is still the parameter's stays; a remainder becomes zero.
+void tamp_master_renew(const tamp_tensor *parameter, tamp_tensor *master, char **err) TAMP_NOEXCEPT;
+
 // Drops the gradients of `count` parameters.
 void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
 

@@ -145,6 +145,13 @@ pub enum Error {
         scale: f64,
     },
 
+    /// One of [`PerLossScalers`](crate::PerLossScalers) is unscaled, stepped and updated by these alone.
+    #[error("this scaler belongs to PerLossScalers: call their {call} instead")]
+    PartOfScalers {
+        /// The method.
+        call: &'static str,
+    },
+
     /// There are fewer losses.
     #[error("there is no loss {loss_id}: these scalers were made for {losses}, counted from 0")]
     NoSuchLoss {
@@ -187,7 +194,9 @@ pub enum Error {
     NoParameters,
 
     /// Only an optimizer with master weights can do that.
-    #[error("the optimizer has no master weights: build it with `build_with_master_weights`")]
+    #[error(
+        "the optimizer has no master weights: build it with `build_with_master_weights` and other than MasterWeights::None"
+    )]
     NoMasterWeights,
 
     /// A parameter that a fused optimizer cannot take.

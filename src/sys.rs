@@ -127,6 +127,13 @@ pub(crate) struct OptimScale {
     pub(crate) found_inf: *mut Tensor,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Stamp {
+    pub(crate) data: usize,
+    pub(crate) version: u64,
+}
+
 /// A custom function's place in the graph of autograd.
 #[repr(C)]
 pub(crate) struct Node {
@@ -309,6 +316,17 @@ unsafe extern "C" {
         master: *const Tensor,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
+    pub(crate) fn tamp_stamps(
+        parameters: *const *mut Tensor,
+        count: usize,
+        stamps: *mut Stamp,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_master_renew(
+        parameter: *const Tensor,
+        master: *mut Tensor,
+        err: *mut *mut c_char,
+    );
     pub(crate) fn tamp_gradients_drop(
         parameters: *const *mut Tensor,
         count: usize,

@@ -49,6 +49,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_optim_options", "OptimOptions"),
         ("tamp_optim_parameter", "OptimParameter"),
         ("tamp_optim_scale", "OptimScale"),
+        ("tamp_stamp", "Stamp"),
         ("tamp_node", "Node"),
         ("tamp_tensors", "Tensors"),
         ("tamp_function", "Function"),

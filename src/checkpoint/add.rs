@@ -8,13 +8,13 @@ use serde::Serialize;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use crate::GradScaler;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::{OptimizerPart, Part, problem_of_name};
 use crate::checkpoint::{Checkpoint, CheckpointError, rng_state};
 use crate::error::Result;
 use crate::optim::{Optimizer, OptimizerState};
+use crate::{GradScaler, PerLossScalers};
 
 impl Checkpoint {
     /// Adds all variables of a VarStore, those that are not trainable included. As `model.state_dict()` in PyTorch.
@@ -67,6 +67,22 @@ impl Checkpoint {
         self.add(name, Part::Scaler(scaler.state_dict()?))
     }
 
+    /// Adds the states of the scalers of several losses, under `name.0`, `name.1` and so on. Waits as
+    /// [`GradScaler::state_dict`].
+    ///
+    /// # Errors
+    ///
+    /// As [`add_scaler`](Self::add_scaler); none is added then.
+    pub fn add_scalers(&mut self, name: &str, scalers: &PerLossScalers) -> Result<()> {
+        let states = scalers.state_dict()?;
+        let named = states.into_iter().enumerate();
+        let named: Vec<_> = named.map(|(id, state)| (format!("{name}.{id}"), state)).collect();
+        named.iter().try_for_each(|(name, _)| self.check_name(name))?;
+        let parts = named.into_iter().map(|(name, state)| (name, Part::Scaler(state)));
+        self.parts.extend(parts);
+        Ok(())
+    }
+
     /// Adds a tensor: dense, of any dtype but the quantized ones, on any device.
     ///
     /// # Errors
@@ -102,13 +118,18 @@ impl Checkpoint {
     }
 
     fn add(&mut self, name: &str, part: Part) -> Result<()> {
-        let taken =
-            || self.parts.contains_key(name).then_some("there is a part of that name already");
-        if let Some(problem) = problem_of_name(name).or_else(taken) {
-            return Err(unsaveable(name, problem).into());
-        }
+        self.check_name(name)?;
         self.parts.insert(name.to_owned(), part);
         Ok(())
+    }
+
+    fn check_name(&self, name: &str) -> Result<()> {
+        let taken =
+            || self.parts.contains_key(name).then_some("there is a part of that name already");
+        match problem_of_name(name).or_else(taken) {
+            Some(problem) => Err(unsaveable(name, problem).into()),
+            None => Ok(()),
+        }
     }
 }
 

@@ -130,6 +130,22 @@ pub(crate) fn master_remainder(master: &Tensor) -> Result<Tensor> {
     given(call(|err| unsafe { sys::tamp_master_remainder(master.as_ptr(), err) })?)
 }
 
+/// What tells whether somebody has written to the parameters.
+pub(crate) fn stamps(parameters: &[Tensor]) -> Result<Vec<sys::Stamp>> {
+    let tensors = pointers(parameters);
+    let mut stamps = vec![sys::Stamp::default(); tensors.len()];
+    let (array, count, out) = (tensors.as_ptr(), tensors.len(), stamps.as_mut_ptr());
+    // SAFETY: both arrays have `count` elements, and `parameters` keeps the tensors alive.
+    call(|err| unsafe { sys::tamp_stamps(array, count, out, err) })?;
+    Ok(stamps)
+}
+
+/// Brings a master into line with a parameter that somebody else has written to.
+pub(crate) fn master_renew(parameter: &Tensor, master: &Tensor) -> Result<()> {
+    // SAFETY: both are live tensors; the master is changed in place through libtorch's own handle, which aliases freely.
+    call(|err| unsafe { sys::tamp_master_renew(parameter.as_ptr(), pointer(master), err) })
+}
+
 /// Makes a tensor like each of the parameters, of another dtype if one is given, filled with a value.
 pub(crate) fn optim_states_new(
     parameters: &[&Tensor],

@@ -56,6 +56,7 @@ impl Optimizer {
     ///
     /// [`Error::Torch`](crate::Error::Torch) if libtorch fails.
     pub fn state_dict(&mut self) -> Result<OptimizerState> {
+        self.renew_masters()?;
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
             // PyTorch makes it with the optimizer, and expects it of every parameter.
             let (groups, masters) = (&self.groups, self.masters);
@@ -66,6 +67,7 @@ impl Optimizer {
                 parameter,
                 master: masters.of(parameter, index),
             }))?;
+            self.stamp_masters()?;
         }
         let groups = self.groups.iter().map(|&options| ParamGroupState { options, params: vec![] });
         let mut param_groups: Vec<_> = groups.collect();

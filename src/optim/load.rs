@@ -206,7 +206,11 @@ fn check<'a, T: Saved>(
     let others = [MASTER, STEP].into_iter().filter(|_| master != Master::None);
     let wanted = || keys.iter().copied().chain(step).chain(others.clone());
     if let Some(key) = entries.keys().find(|key| !wanted().any(|wanted| wanted == key.as_str())) {
-        return Err(refuse(format!("has {key}, which {} does not keep", algorithm.name())));
+        let name = algorithm.name();
+        return Err(refuse(match key.as_str() {
+            MASTER => format!("has {MASTER}: build this optimizer with build_with_master_weights"),
+            key => format!("has {key}, which {name} does not keep"),
+        }));
     }
     let missing = |key: &str| refuse(format!("has no {key}"));
     if let Some(key) = used_keys(algorithm).iter().find(|key| !entries.contains_key(**key)) {

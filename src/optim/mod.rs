@@ -31,6 +31,7 @@ mod masters;
 mod optimizer;
 mod parameters;
 mod scaled;
+mod stamps;
 mod state;
 mod taken;
 mod update;

@@ -10,6 +10,7 @@ use crate::error::Result;
 use crate::ffi;
 use crate::optim::masters::Master;
 use crate::optim::{Adagrad, Adam, AdamW, Algorithm};
+use crate::sys::Stamp;
 
 /// The state of one parameter. Empty until its first gradient.
 #[derive(Debug, Default)]
@@ -19,6 +20,8 @@ pub(crate) struct State {
     pub(crate) tensors: [Option<Tensor>; KEPT],
     /// f32, or a remainder.
     pub(crate) master: Option<Tensor>,
+    /// The parameter's stamp when it was last what the master says; `None` where the master counts in any case.
+    pub(crate) stamp: Option<Stamp>,
     pub(crate) first_step: FirstStep,
 }
 

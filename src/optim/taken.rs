@@ -36,11 +36,17 @@ pub struct TakenSteps {
 }
 
 impl TakenSteps {
+    /// Goes on from a saved [`count`](Self::count).
+    pub fn starting_at(taken: u64) -> Self {
+        Self { taken, ..Self::default() }
+    }
+
     /// Takes up what a step did. A step without gradients counts neither as taken nor as skipped.
     pub fn record(&mut self, outcome: StepOutcome) {
         // The answer sets out now; an error will come again when it is counted.
         drop(outcome.poll());
         self.open.push_back(outcome);
+        drop(self.poll());
     }
 
     /// Returns how many of the recorded steps are known to have been taken. Never waits.

@@ -20,6 +20,7 @@ impl Optimizer {
         if stepped.is_empty() {
             return Ok(());
         }
+        self.renew_masters()?;
         let mut wanted = stepped.iter().peekable();
         let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
         let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
@@ -32,7 +33,7 @@ impl Optimizer {
         }))?;
         self.launch(&stepped, scaled)?;
         self.note_first_steps(&stepped, scaled);
-        Ok(())
+        self.stamp_masters()
     }
 
     /// The parameters that a step changes, or the first whose gradient it cannot take.

@@ -23,6 +23,18 @@ const INF: f64 = f64::INFINITY;
 ///
 /// let scaler = GradScalerConfig { growth_interval: 100, ..Default::default() }.build(Device::Cpu)?;
 /// assert_eq!(scaler.get_growth_interval(), 100);
+///
+/// // DeepSpeed's defaults.
+/// let deepspeed = GradScalerConfig {
+///     growth_interval: 1000,
+///     hysteresis: 2,
+///     consecutive_hysteresis: false,
+///     min_scale: 1.0,
+///     error_at_min_scale: true,
+///     ..Default::default()
+/// };
+/// let scaler = deepspeed.build(Device::Cpu)?;
+/// # assert!(scaler.is_enabled());
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -59,7 +71,8 @@ pub struct GradScalerConfig {
     /// A limit makes `update` wait for the device where no `step` did.
     pub max_consecutive_skips: Option<u32>,
     /// Whether `update` becomes an error when an overflow should back the scale off and it is at `min_scale` already.
-    /// Defaults to `false`, as in PyTorch. `true` makes `update` wait for the device where no `step` did. As
+    /// Set `min_scale`, too: 2^-126, its default, is some 140 overflows away. Defaults to `false`, as in PyTorch. `true`
+    /// makes `update` wait for the device where no `step` did. As
     /// `raise_error_at_min_scale` in DeepSpeed, whose `min_scale` is 1.
     pub error_at_min_scale: bool,
     /// Whether fp16 gradients may be unscaled; they come from fp16 parameters and lose small values, which is why
@@ -141,9 +154,10 @@ impl GradScalerConfig {
         self.min_scale == 1.0 && self.max_scale == 1.0
     }
 
-    /// Refuses a scale that is not between the bounds; NaN is not.
+    /// Refuses a scale that is not between the bounds; NaN is not. The scale and its bounds are f32 where they meet.
     pub(crate) fn check_scale(&self, field: &'static str, scale: f64) -> Result<()> {
-        let inside = (self.min_scale..=self.max_scale).contains(&scale);
+        let bounds = self.min_scale as f32..=self.max_scale as f32;
+        let inside = scale.is_finite() && bounds.contains(&(scale as f32));
         ensure(field, scale, inside, "a number from min_scale to max_scale")
     }
 }

@@ -69,6 +69,8 @@ pub struct GradScaler {
     scale: Option<Scale>,
     /// Iterations in a row with overflow; counted where the host knows.
     skips: u32,
+    /// Whether it is one of `PerLossScalers`, which alone may step and update it.
+    is_part: bool,
     /// Shared, so that several transactions can be open at once.
     iteration: RefCell<Iteration>,
     /// By identity; the tensors keep the identities from being given to others.
@@ -117,7 +119,12 @@ impl GradScaler {
 
     fn from_parts(config: GradScalerConfig, scale: Option<Scale>) -> Self {
         let (iteration, names) = (RefCell::default(), HashMap::new());
-        Self { config, scale, skips: 0, iteration, names }
+        Self { config, scale, skips: 0, is_part: false, iteration, names }
+    }
+
+    /// Refuses what `PerLossScalers` does for its parts.
+    pub(crate) fn check_whole(&self, call: &'static str) -> Result<()> {
+        if self.is_part { Err(Error::PartOfScalers { call }) } else { Ok(()) }
     }
 
     /// Tells whether the scaler does anything, as `is_enabled` in PyTorch.

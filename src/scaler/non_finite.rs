@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use std::collections::HashSet;
+
 use tch::{Device, Kind, Tensor};
 
 #[cfg(doc)]
@@ -9,6 +11,7 @@ use crate::error::Error;
 use crate::error::Result;
 use crate::optim::AmpOptimizer;
 use crate::scaler::GradScaler;
+use crate::{ffi, sys};
 
 /// A parameter whose gradient holds infinities or NaNs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,11 +77,15 @@ impl GradScaler {
         optimizer: &dyn AmpOptimizer,
     ) -> Result<Vec<NonFiniteGradient>> {
         let parameters = optimizer.parameters();
-        let gradients: Vec<_> =
-            parameters.iter().map(Tensor::f_grad).collect::<std::result::Result<_, _>>()?;
-        let defined = gradients.iter().enumerate().filter(|(_, gradient)| gradient.defined());
+        let now = ffi::gradients_inspect(&parameters)?;
+        let mut seen = HashSet::new();
+        // What a step would take: each once, and none of a frozen parameter.
+        let taken = now.iter().enumerate().filter(|(_, gradient)| {
+            let frozen = gradient.flags & sys::GRADIENT_REQUIRES_GRAD == 0;
+            gradient.gradient != 0 && !frozen && seen.insert(gradient.parameter)
+        });
         // All counts set out before the first is read.
-        let counts = defined.map(|(index, gradient)| Ok((index, count(gradient)?)));
+        let counts = taken.map(|(index, _)| Ok((index, count(&parameters[index].f_grad()?)?)));
         let counts: Vec<_> = counts.collect::<Result<_>>()?;
         let mut found = Vec::new();
         for (index, count) in counts {

@@ -27,6 +27,8 @@ pub(crate) struct Scale {
     tensor: Tensor,
     tracker: Tensor,
     patience: Option<Tensor>,
+    /// The scale stays one.
+    is_one: bool,
     mirror: Cell<Option<Mirror>>,
 }
 
@@ -38,6 +40,7 @@ impl Scale {
             tensor: Tensor::f_scalar_tensor(f64::from(scale), (Kind::Float, device))?,
             tracker: Tensor::f_scalar_tensor(0, (Kind::Int, device))?,
             patience: config.is_patient().then(|| patience.tensor(device)).transpose()?,
+            is_one: config.is_one(),
             mirror: Cell::new(Some(Mirror { scale, tracker: 0, patience })),
         })
     }
@@ -63,7 +66,7 @@ impl Scale {
 
     /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never waits.
     pub(crate) fn may_enlarge(&self) -> bool {
-        self.mirror.get().is_none_or(|mirror| mirror.scale < 1.0)
+        !self.is_one && self.mirror.get().is_none_or(|mirror| mirror.scale < 1.0)
     }
 
     /// Whether the host knows that the reciprocal is more than 1. Never waits.
@@ -79,13 +82,13 @@ impl Scale {
         Ok(())
     }
 
-    /// Sets everything, for a scaler that is patient or not.
-    pub(crate) fn set(&mut self, value: Mirror, patient: bool) -> Result<()> {
+    /// Sets everything, for a scaler with `config`.
+    pub(crate) fn set(&mut self, value: Mirror, config: &GradScalerConfig) -> Result<()> {
         let device = self.tensor.device();
-        let patience = patient.then(|| value.patience.tensor(device)).transpose()?;
+        let patience = config.is_patient().then(|| value.patience.tensor(device)).transpose()?;
         // Unknown in between, in case the second write fails.
         self.mirror.set(None);
-        self.patience = patience;
+        (self.patience, self.is_one) = (patience, config.is_one());
         let _filled = self.tensor.f_fill_(f64::from(value.scale))?;
         let _filled = self.tracker.f_fill_(i64::from(value.tracker))?;
         self.mirror.set(Some(value));

@@ -47,6 +47,7 @@ impl GradScaler {
         optimizer: &mut dyn AmpOptimizer,
         max_norm: f64,
     ) -> Result<StepOutcome> {
+        self.check_whole("step_clip_norm")?;
         check_limit("max_norm", max_norm)?;
         let mut record = self.record(optimizer)?;
         if let Some(record) = record {

@@ -178,7 +178,8 @@ impl GradScalerState {
     /// The patience of a scaler with `config`: a full one where the state has none.
     fn patience(&self, config: &GradScalerConfig) -> Result<Patience> {
         let full = config.hysteresis.into();
-        let (most, rule) = (i64::from(i32::MAX), "from 0 to 2^31 - 1");
+        // JSON's numbers are exact up to there.
+        let (most, rule) = (1 << 53, "from 0 to 2^53");
         let left = self.hysteresis_tracker.unwrap_or(full);
         count("_hysteresis_tracker", left, u32::MAX.into(), "from 0 to 2^32 - 1")?;
         let iterations = self.iterations_since_rescale.unwrap_or(0);
@@ -239,7 +240,7 @@ impl GradScaler {
         self.check_closed("load_state_dict")?;
         let (config, Progress { mirror, skips }) = state.load(&self.config)?;
         if let Some(tensors) = &mut self.scale {
-            tensors.set(mirror, config.is_patient())?;
+            tensors.set(mirror, &config)?;
         }
         (self.config, self.skips) = (config, skips);
         Ok(())

@@ -58,6 +58,7 @@ impl GradScaler {
     /// gradient is touched then. [`Error::Torch`] when libtorch itself fails on the way, and [`Error::UnscaleFailed`]
     /// after that.
     pub fn unscale_(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
+        self.check_whole("backward")?;
         self.open(optimizer)?;
         Ok(())
     }
@@ -69,6 +70,7 @@ impl GradScaler {
     ///
     /// As [`unscale_`](Self::unscale_).
     pub fn unscale<'a>(&'a self, optimizer: &'a mut dyn AmpOptimizer) -> Result<Unscaled<'a>> {
+        self.check_whole("backward")?;
         let record = self.open(optimizer)?;
         Ok(Unscaled::new(self, optimizer, record))
     }
@@ -86,6 +88,7 @@ impl GradScaler {
     /// it appeared, was replaced, or changed after another loss was scaled; those of [`unscale_`](Self::unscale_); and
     /// what the optimizer's own step returns.
     pub fn step(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
+        self.check_whole("step")?;
         self.step_shared(optimizer)
     }
 
@@ -186,7 +189,8 @@ impl GradScaler {
             }
             Owner::Nobody => {
                 // Where nothing is written back, no small value is lost.
-                let allow_fp16 = self.config.allow_fp16_gradients || look != Look::Unscale;
+                let writes = look == Look::Unscale && !self.config.is_one();
+                let allow_fp16 = self.config.allow_fp16_gradients || !writes;
                 let plan = Plan::new(&now, allow_fp16, &describe)?;
                 if look == Look::Norm {
                     refuse_sparse(&now, &describe)?;

@@ -21,6 +21,7 @@ impl GradScaler {
     /// [`Error::TooManySkips`] at the configured limit, and [`Error::ScaleAtMinimum`] with `error_at_min_scale`; the
     /// iteration has been ended as usual then.
     pub fn update(&mut self) -> Result<()> {
+        self.check_whole("update")?;
         let Some(scale) = &mut self.scale else {
             return Ok(());
         };
@@ -38,6 +39,7 @@ impl GradScaler {
     ///
     /// [`Error::InvalidValue`] unless `new_scale` is from `min_scale` to `max_scale`; nothing changes then.
     pub fn update_with(&mut self, new_scale: f64) -> Result<()> {
+        self.check_whole("update, and load_state_dict for another scale,")?;
         let Some(scale) = &mut self.scale else {
             return Ok(());
         };

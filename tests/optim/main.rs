@@ -14,6 +14,7 @@ mod masters;
 mod numbers;
 mod scaled;
 mod skipped;
+mod stale;
 mod state;
 
 use tch::{Device, Kind, Tensor};

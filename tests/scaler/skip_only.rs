@@ -133,3 +133,28 @@ fn a_sparse_gradient_that_adds_up_to_infinity_is_named() {
     let found = scaler.non_finite_gradients(&opt).unwrap();
     assert_eq!((found[0].infinite, found[0].nan), (1, 0));
 }
+
+#[test]
+fn only_gradients_that_a_step_takes_are_named_and_each_once() {
+    let [bad, frozen] = [0, 1].map(|_| leaf(&[0.0], Kind::Float, Device::Cpu));
+    for w in [&bad, &frozen] {
+        set_grad(w, &[INF]);
+    }
+    let frozen = frozen.set_requires_grad(false);
+    let opt = crate::Descent(vec![bad.shallow_clone(), Tensor::new(), frozen, bad]);
+    let scaler = GradScaler::new(Device::Cpu).unwrap();
+    let found = scaler.non_finite_gradients(&opt).unwrap();
+    assert_eq!((found.len(), found[0].infinite), (1, 1));
+}
+
+/// They are not written to, so that no small value is lost.
+#[test]
+fn fp16_gradients_are_looked_at_as_they_are() {
+    let w = leaf(&[1.0], Kind::Half, Device::Cpu);
+    let mut opt = crate::Descent(vec![w.shallow_clone()]);
+    let mut scaler = GradScaler::skip_only(Device::Cpu).unwrap();
+    set_grad(&w, &[2f64.powi(-24)]);
+    scaler.unscale_(&mut opt).unwrap();
+    assert_eq!(to_f64(&w.grad()), [2f64.powi(-24)]);
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+}

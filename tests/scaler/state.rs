@@ -166,3 +166,27 @@ fn loading_before_the_first_scale_is_resuming() {
     scaler.update().unwrap();
     assert_eq!(scaler.get_growth_tracker().unwrap(), 4);
 }
+
+/// The scale is clamped to a bound as an f32, which may lie on the other side of the bound.
+#[rstest]
+#[case(GradScalerConfig { min_scale: 1e-4, init_scale: 2e-4, ..Default::default() }, true)]
+#[case(GradScalerConfig { min_scale: 0.7, init_scale: 0.7, ..Default::default() }, true)]
+#[case(GradScalerConfig { max_scale: 1e14, init_scale: 9e13, growth_interval: 1, ..Default::default() }, false)]
+#[case(GradScalerConfig { hysteresis: u32::MAX, ..Default::default() }, true)]
+fn a_scaler_at_its_bounds_can_be_saved_and_loaded(
+    #[case] config: GradScalerConfig,
+    #[case] overflow: bool,
+) {
+    let mut saved = config.build(Device::Cpu).unwrap();
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    loss(&w, &[if overflow { INF } else { 1.0 }; 3]).backward();
+    for _ in 0..3 {
+        drop(saved.step(&mut opt).unwrap());
+        saved.update().unwrap();
+    }
+    let state = saved.state_dict().unwrap();
+    let mut loaded = GradScaler::new(Device::Cpu).unwrap();
+    loaded.load_state_dict(&state).unwrap();
+    assert_eq!(loaded.state_dict().unwrap(), state);
+    loaded.update_with(loaded.get_scale().unwrap()).unwrap();
+}

@@ -8,12 +8,12 @@ mod optimizer;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use crate::GradScaler;
 use crate::checkpoint::part::Part;
 use crate::checkpoint::restore::model::Variable;
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part, rng_state, set_rng_state};
 use crate::error::Result;
 use crate::optim::{Loaded, Optimizer};
+use crate::{GradScaler, PerLossScalers};
 
 /// Picks the parts of a checkpoint that are to be restored, and what they go into; then [`apply`](Self::apply) does it.
 ///
@@ -70,6 +70,13 @@ impl<'a> Restore<'a> {
     /// Restores a scaler. A disabled one stays as it is.
     pub fn scaler(mut self, name: &str, scaler: &'a mut GradScaler) -> Self {
         self.scalers.push((name.to_owned(), scaler));
+        self
+    }
+
+    /// Restores the scalers of several losses, which [`Checkpoint::add_scalers`] added.
+    pub fn scalers(mut self, name: &str, scalers: &'a mut PerLossScalers) -> Self {
+        let named = |(loss_id, scaler)| (format!("{name}.{loss_id}"), scaler);
+        self.scalers.extend(scalers.scalers_mut().enumerate().map(named));
         self
     }
 

@@ -31,9 +31,40 @@ pub(super) fn identity(optimizer: &dyn AmpOptimizer) -> Result<usize> {
     Ok(first.first().copied().unwrap_or_default())
 }
 
+/// The gradients from before a backward. They come back when it fails or panics.
+struct Before {
+    parameters: Vec<Tensor>,
+    gradients: Vec<Option<Tensor>>,
+    added: bool,
+}
+
+impl Before {
+    fn take(parameters: Vec<Tensor>) -> Result<Self> {
+        let gradients = ffi::gradients_take(&parameters)?;
+        Ok(Self { parameters, gradients, added: false })
+    }
+
+    /// Adds them to those that there are now.
+    fn add(&mut self) -> Result<()> {
+        ffi::gradients_add(&self.parameters, &self.gradients)?;
+        self.added = true;
+        Ok(())
+    }
+}
+
+impl Drop for Before {
+    fn drop(&mut self) {
+        if !self.added {
+            // What a backward has left is a part, or scaled. Nobody is there to be told of another failure.
+            let _part = ffi::gradients_take(&self.parameters);
+            let _failed = ffi::gradients_add(&self.parameters, &self.gradients);
+        }
+    }
+}
+
 impl Loss {
     pub(super) fn new(scaler: GradScaler) -> Self {
-        Self { scaler, found: Vec::new() }
+        Self { scaler: GradScaler { is_part: true, ..scaler }, found: Vec::new() }
     }
 
     /// Whether there was no backward since the last update.
@@ -57,24 +88,27 @@ impl Loss {
         if !self.scaler.is_enabled() {
             return ffi::backward(loss, retain_graph);
         }
-        let parameters = optimizer.parameters().into_owned();
-        let before = ffi::gradients_take(&parameters)?;
-        let found = self.backward(loss, optimizer, retain_graph);
-        let added = found.and_then(|found| {
-            ffi::gradients_add(&parameters, &before)?;
-            Ok(found)
-        });
-        match added {
-            Ok(found) => self.found.extend(found),
-            Err(error) => {
-                // What this backward has left is a part, or scaled.
-                ffi::gradients_take(&parameters)?;
-                ffi::gradients_add(&parameters, &before)?;
-                return Err(error);
-            }
-        }
+        let mut before = Before::take(optimizer.parameters().into_owned())?;
+        let found = self.backward(loss, optimizer, retain_graph)?;
+        before.add()?;
+        self.found.extend(found);
         self.scaler.iteration.get_mut().set_taken(!self.found.is_empty());
         Ok(())
+    }
+
+    /// Whether any of its gradients was infinite or NaN. Waits for the device where only that knows.
+    pub(super) fn overflowed(&self) -> Result<bool> {
+        let flags = || self.found.iter().map(|found| &found.flag);
+        match overflow(flags()) {
+            Some(known) => Ok(known),
+            None => ffi::any_nonzero(&flags().map(|flag| &flag.tensor).collect::<Vec<_>>()),
+        }
+    }
+
+    /// Forgets what was found in the gradients of an optimizer.
+    pub(super) fn abandon(&mut self, optimizer: usize) {
+        self.found.retain(|found| found.optimizer != optimizer);
+        self.scaler.iteration.get_mut().set_taken(!self.found.is_empty());
     }
 
     /// Leaves the unscaled gradients of the loss alone in the parameters.

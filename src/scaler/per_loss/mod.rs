@@ -9,6 +9,7 @@ use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::optim::AmpOptimizer;
+use crate::scaler::iteration::Stage;
 use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome};
 use loss::{Loss, identity};
 
@@ -17,7 +18,8 @@ use loss::{Loss, identity};
 ///
 /// [`backward`](Self::backward) unscales the gradients of its loss and adds them to those of the losses before, so that
 /// between it and [`step`](Self::step) the gradients are unscaled: clip there. A step is skipped when any loss
-/// overflowed, and [`update`](Self::update) backs off the scales of those alone.
+/// overflowed, and [`update`](Self::update) backs off the scales of those alone. A
+/// [`Checkpoint`](crate::checkpoint::Checkpoint) takes all of them with `add_scalers`.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn};
@@ -95,13 +97,17 @@ impl PerLossScalers {
         Ok(&self.losses.get(loss_id).ok_or(Error::NoSuchLoss { loss_id, losses })?.scaler)
     }
 
-    /// Returns the scaler of a loss, to restore it from a checkpoint, or to change its settings.
+    /// Returns the scaler of a loss, to change its settings or to load its state.
     ///
     /// # Errors
     ///
     /// [`Error::NoSuchLoss`].
     pub fn scaler_mut(&mut self, loss_id: usize) -> Result<&mut GradScaler> {
         Ok(&mut self.loss_mut(loss_id)?.scaler)
+    }
+
+    pub(crate) fn scalers_mut(&mut self) -> impl Iterator<Item = &mut GradScaler> {
+        self.losses.iter_mut().map(|loss| &mut loss.scaler)
     }
 
     fn loss_mut(&mut self, loss_id: usize) -> Result<&mut Loss> {
@@ -115,8 +121,8 @@ impl PerLossScalers {
     ///
     /// As [`GradScaler::name_parameters`].
     pub fn name_parameters(&mut self, vs: &VarStore) -> Result<()> {
-        let scalers = self.losses.iter_mut().map(|loss| &mut loss.scaler);
-        scalers.chain([&mut self.sums]).try_for_each(|scaler| scaler.name_parameters(vs))
+        self.sums.name_parameters(vs)?;
+        self.scalers_mut().try_for_each(|scaler| scaler.name_parameters(vs))
     }
 
     /// Scales a loss, runs its backward, unscales the gradients of the optimizer's parameters and adds them to those
@@ -128,8 +134,8 @@ impl PerLossScalers {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchLoss`], and as [`GradScaler::backward`] and [`GradScaler::unscale_`]. The gradients are those
-    /// from before then.
+    /// [`Error::NoSuchLoss`]; [`Error::AlreadyStepped`] before `update`; as [`GradScaler::backward`] and
+    /// [`GradScaler::unscale_`]. The optimizer's gradients are those from before then, after a panic, too.
     pub fn backward(
         &mut self,
         loss_id: usize,
@@ -161,6 +167,14 @@ impl PerLossScalers {
         optimizer: &mut dyn AmpOptimizer,
         retain_graph: bool,
     ) -> Result<()> {
+        self.loss_mut(loss_id)?;
+        if let Some(record) = self.sums.record(optimizer)? {
+            if self.sums.iteration.get_mut().stage(record) == Stage::Stepped {
+                return Err(Error::AlreadyStepped);
+            }
+            // A step has failed; the next one looks at the new sums.
+            self.sums.abandon(optimizer)?;
+        }
         self.loss_mut(loss_id)?.add(loss, optimizer, retain_graph)
     }
 
@@ -210,20 +224,44 @@ impl PerLossScalers {
     ///
     /// # Errors
     ///
-    /// [`Error::NoInfChecks`] when there was no backward with gradients since the last update; nothing changes then.
+    /// [`Error::NoInfChecks`] when there was neither a backward with gradients nor a step since the last update; nothing
+    /// changes then.
     /// [`Error::TooManySkips`] and [`Error::ScaleAtMinimum`] as from [`GradScaler::update`], the first of them; the
     /// iteration has been ended for all losses then.
     pub fn update(&mut self) -> Result<()> {
         if !self.is_enabled() {
             return Ok(());
         }
-        if self.losses.iter().all(Loss::is_closed) {
+        let sums = self.sums.iteration.get_mut();
+        if !sums.is_open() && self.losses.iter().all(Loss::is_closed) {
             return Err(Error::NoInfChecks);
         }
-        self.sums.iteration.get_mut().close();
+        sums.close();
         // All are ended before the first error is told.
         let ended: Vec<_> = self.losses.iter_mut().map(Loss::update).collect();
         ended.into_iter().collect()
+    }
+
+    /// Tells for each loss whether its gradients have held an infinity or a NaN since the last update. Waits for the
+    /// device where only that knows.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if the device cannot be read.
+    pub fn overflowed(&self) -> Result<Vec<bool>> {
+        self.losses.iter().map(Loss::overflowed).collect()
+    }
+
+    /// Forgets what was found in an optimizer's gradients in this iteration, as [`GradScaler::abandon`].
+    ///
+    /// # Errors
+    ///
+    /// As [`GradScaler::abandon`].
+    pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
+        self.sums.abandon(optimizer)?;
+        let optimizer = identity(optimizer)?;
+        self.losses.iter_mut().for_each(|loss| loss.abandon(optimizer));
+        Ok(())
     }
 
     /// Returns the state of each scaler, in the order of the losses. Waits as [`GradScaler::state_dict`].

@@ -1,0 +1,176 @@
+//! Iterations that fail, are given up, or take another way.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::checkpoint::Checkpoint;
+use tch_amp::{AmpOptimizer, Error, GradScalerConfig, PerLossScalers};
+
+use super::{scales, two};
+use crate::common::{for_each_device, to_f64};
+use crate::{Descent, INF, leaf, loss};
+
+#[test]
+fn fp16_gradients_are_taken_where_both_losses_allow_them() {
+    let w = leaf(&[1.0, 1.0], Kind::Half, Device::Cpu);
+    let mut opt = Descent(vec![w.shallow_clone()]);
+    let config =
+        GradScalerConfig { init_scale: 8.0, allow_fp16_gradients: true, ..Default::default() };
+    let mut scalers = PerLossScalers::with_configs(Device::Cpu, &[config; 2]).unwrap();
+    scalers.backward(0, &loss(&w, &[1.0, 2.0]), &mut opt).unwrap();
+    scalers.backward(1, &loss(&w, &[1.0, 2.0]), &mut opt).unwrap();
+    assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap());
+    assert_eq!(to_f64(&w), [-1.0, -3.0]);
+}
+
+/// An optimizer that fails or panics when it is told to.
+struct Moody {
+    inner: Descent,
+    fails: bool,
+    panics: bool,
+}
+
+impl AmpOptimizer for Moody {
+    fn parameters(&self) -> tch_amp::Parameters<'_> {
+        self.inner.parameters()
+    }
+
+    fn prepare_unscale(&mut self) -> tch_amp::Result<()> {
+        assert!(!self.panics, "in a bad mood");
+        Ok(())
+    }
+
+    fn step(&mut self) -> tch_amp::Result<()> {
+        if self.fails { Err(Error::Optimizer("in a bad mood".into())) } else { self.inner.step() }
+    }
+}
+
+fn moody(device: Device) -> (Tensor, Moody) {
+    let w = leaf(&[1.0; 3], Kind::Float, device);
+    let inner = Descent(vec![w.shallow_clone()]);
+    (w, Moody { inner, fails: false, panics: false })
+}
+
+#[test]
+fn after_a_failed_step_further_losses_count_for_the_next_try() {
+    for_each_device(|device| {
+        for (value, want) in [(1.0, -1.0), (INF, 1.0)] {
+            let (w, mut opt) = moody(device);
+            let mut scalers = two(device);
+            scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
+            opt.fails = true;
+            assert!(scalers.step(&mut opt).is_err());
+            opt.fails = false;
+            scalers.backward(1, &loss(&w, &[value; 3]), &mut opt).unwrap();
+            let skipped = scalers.step(&mut opt).unwrap().is_skipped().unwrap();
+            assert_eq!(skipped, value == INF);
+            assert_eq!(to_f64(&w), [want; 3]);
+            scalers.update().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_backward_after_the_step_is_refused_and_nothing_is_taken() {
+    let (w, mut opt) = moody(Device::Cpu);
+    let mut scalers = two(Device::Cpu);
+    scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
+    drop(scalers.step(&mut opt).unwrap());
+    let late = scalers.backward(1, &loss(&w, &[1.0; 3]), &mut opt);
+    assert!(matches!(late, Err(Error::AlreadyStepped)));
+    assert_eq!(to_f64(&w.grad()), [1.0; 3]);
+}
+
+#[test]
+fn a_panic_on_the_way_leaves_the_gradients_from_before() {
+    let (w, mut opt) = moody(Device::Cpu);
+    let mut scalers = two(Device::Cpu);
+    scalers.backward(0, &loss(&w, &[3.0; 3]), &mut opt).unwrap();
+    opt.panics = true;
+    let panics =
+        std::panic::AssertUnwindSafe(|| scalers.backward(1, &loss(&w, &[1.0; 3]), &mut opt));
+    assert!(std::panic::catch_unwind(panics).is_err());
+    assert_eq!(to_f64(&w.grad()), [3.0; 3]);
+}
+
+#[test]
+fn gradients_of_no_loss_are_stepped_and_the_iteration_ends() {
+    let (w, mut opt) = moody(Device::Cpu);
+    let mut scalers = two(Device::Cpu);
+    loss(&w, &[1.0; 3]).backward();
+    drop(scalers.step(&mut opt).unwrap());
+    scalers.update().unwrap();
+    assert!(matches!(scalers.update(), Err(Error::NoInfChecks)));
+    scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
+    assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap());
+}
+
+#[test]
+fn an_iteration_that_is_given_up_is_forgotten() {
+    for_each_device(|device| {
+        let (mut w, mut opt) = moody(device);
+        let mut scalers = two(device);
+        scalers.backward(0, &loss(&w, &[INF; 3]), &mut opt).unwrap();
+        assert_eq!(scalers.overflowed().unwrap(), [true, false]);
+        scalers.abandon(&mut opt).unwrap();
+        assert_eq!(scalers.overflowed().unwrap(), [false, false]);
+        w.zero_grad();
+        scalers.backward(1, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
+        assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap());
+        scalers.update().unwrap();
+        assert_eq!(scales(&scalers), [8.0, 1024.0]);
+    });
+}
+
+#[test]
+fn a_part_is_stepped_by_the_whole_alone() {
+    let (w, mut opt) = moody(Device::Cpu);
+    let mut scalers = two(Device::Cpu);
+    scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
+    let part = scalers.scaler_mut(0).unwrap();
+    for result in [
+        part.unscale_(&mut opt),
+        part.step(&mut opt).map(drop),
+        part.step_clip_norm(&mut opt, 1.0).map(drop),
+        part.update(),
+        part.update_with(2.0),
+    ] {
+        assert!(matches!(result, Err(Error::PartOfScalers { .. })));
+    }
+    assert!(matches!(part.unscale(&mut opt), Err(Error::PartOfScalers { .. })));
+    assert_eq!((to_f64(&w), to_f64(&w.grad())), (vec![1.0; 3], vec![1.0; 3]));
+    assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap());
+}
+
+#[test]
+fn duplicates_of_sparse_gradients_that_add_up_to_infinity_are_found() {
+    let table = Tensor::zeros([3, 1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let mut opt = Descent(vec![table.shallow_clone()]);
+    let one = GradScalerConfig { init_scale: 1.0, ..Default::default() };
+    let mut scalers = PerLossScalers::with_configs(Device::Cpu, &[one; 2]).unwrap();
+    for index in 0..2 {
+        let rows = Tensor::embedding(&table, &Tensor::from_slice(&[1i64]), -1, false, true);
+        scalers.backward(index, &(rows * 3e38).sum(None), &mut opt).unwrap();
+    }
+    assert!(scalers.step(&mut opt).unwrap().is_skipped().unwrap());
+    scalers.update().unwrap();
+    assert_eq!(scales(&scalers), [1.0, 1.0]);
+}
+
+#[test]
+fn a_checkpoint_carries_all_of_them() {
+    let (w, mut opt) = moody(Device::Cpu);
+    let mut scalers = two(Device::Cpu);
+    scalers.backward(1, &loss(&w, &[INF; 3]), &mut opt).unwrap();
+    let mut checkpoint = Checkpoint::new();
+    assert!(checkpoint.add_scalers("scalers", &scalers).is_err(), "in an iteration");
+    drop(scalers.step(&mut opt).unwrap());
+    scalers.update().unwrap();
+    checkpoint.add_value("scalers.1", &1).unwrap();
+    assert!(checkpoint.add_scalers("scalers", &scalers).is_err(), "the name is taken");
+    assert_eq!(checkpoint.names().count(), 1, "nothing was added");
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_scalers("scalers", &scalers).unwrap();
+    let mut loaded = PerLossScalers::new(Device::Cpu, 2).unwrap();
+    checkpoint.restore().scalers("scalers", &mut loaded).apply().unwrap();
+    assert_eq!(loaded.state_dict().unwrap(), scalers.state_dict().unwrap());
+    assert_eq!(scales(&loaded), [8.0, 512.0]);
+}
