@@ -349,6 +349,17 @@ pub enum Error {
         problem: String,
     },
 
+    /// The text of a loss scale that cannot be read.
+    #[error(
+        "cannot read the loss scale `{text}`: {problem}; write `none`, a number such as `1024`, `dynamic`, or `dynamic:65536` for one that starts there"
+    )]
+    LossScaleText {
+        /// The text.
+        text: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+
     /// A policy casts floating tensors to floating kinds only.
     #[error(
         "the {field} kind of a policy cannot be {kind:?}: use Kind::Float, Kind::Half, Kind::BFloat16 or Kind::Double, for example Policy::MIXED_BF16"

@@ -31,6 +31,9 @@ use crate::{ffi, sys};
 ///         loss_scale = max(min_loss_scale, loss_scale / factor)
 /// ```
 ///
+/// Products are taken in f64 and rounded to f32 once, as PyTorch's scaler does; jmp multiplies f32s. For a factor that
+/// is an f32, such as 2 or 3, that gives the same numbers; for others, such as 1.1, the last bits can differ.
+///
 /// This is what a [`GradScaler`](crate::GradScaler) with `growth_factor = factor`, `backoff_factor = 1 / factor` and
 /// `growth_interval = period` does, and it runs the same kernel. Each can be made from the other's state:
 ///

@@ -110,5 +110,12 @@ fn check_alike(new: &Tensor, old: &Tensor) -> Result<()> {
     if alike {
         return Ok(());
     }
-    Err(mismatch(format!("{} in the first and {} in the second", describe(new), describe(old))))
+    let advice = match (kind(new), kind(old)) {
+        (Some(new), Some(old)) if new != old => {
+            "; cast one of them, with Policy::cast_to_param say"
+        }
+        _ => "",
+    };
+    let (new, old) = (describe(new), describe(old));
+    Err(mismatch(format!("{new} in the first and {old} in the second{advice}")))
 }

@@ -76,7 +76,7 @@ impl StaticLossScale {
     }
 }
 
-fn check_static(loss_scale: f64) -> Result<()> {
+pub(super) fn check_static(loss_scale: f64) -> Result<()> {
     let rule = "a number from 2^-126 to the largest f32";
     ensure("loss_scale", loss_scale, (SMALLEST..=LARGEST).contains(&loss_scale), rule)
 }

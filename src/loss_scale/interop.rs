@@ -9,18 +9,25 @@ use crate::scaler::config::{LARGEST, SMALLEST};
 use crate::scaler::state::required;
 
 impl From<&DynamicLossScaleState> for GradScalerState {
-    /// The state of a [`GradScaler`](crate::GradScaler) that does the same. PyTorch, which has no lower bound, ignores
-    /// that one.
+    /// The state that makes any [`GradScaler`](crate::GradScaler) choose its scales in the same way. Options for which a
+    /// loss scale has no counterpart are set to what switches them off; only `max_consecutive_skips` and
+    /// `allow_fp16_gradients`, which change no scale, stay those of the scaler that loads it. PyTorch ignores all keys
+    /// that it does not know, the lower bound among them.
     fn from(state: &DynamicLossScaleState) -> Self {
         // Whole, so that a new field does not compile until it is carried over.
         let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = *state;
         Self {
-            scale: Some(loss_scale),
+            // As f32s, which is what both compute with: a scale at its lower bound is one to a scaler, too.
+            scale: Some((loss_scale as f32).into()),
             growth_factor: Some(factor),
             backoff_factor: Some(1.0 / factor),
             growth_interval: Some(period),
             growth_tracker: Some(counter),
-            min_scale: Some(min_loss_scale),
+            min_scale: Some((min_loss_scale as f32).into()),
+            max_scale: Some(LARGEST),
+            hysteresis: Some(1),
+            tolerance: Some(0.0),
+            error_at_min_scale: Some(false),
             ..Self::default()
         }
     }

@@ -2,7 +2,8 @@
 //!
 //! A loss scale multiplies losses, divides gradients, and adapts to whether they were finite; [`all_finite`] and
 //! [`select_tree`] say so and choose between the new parameters and the old. All of it happens on the device, and
-//! nothing waits for it. The vocabulary and the numbers are those of [jmp](https://github.com/google-deepmind/jmp).
+//! nothing waits for it. The vocabulary is that of [jmp](https://github.com/google-deepmind/jmp), and so are the numbers,
+//! but for the last bits of a [`DynamicLossScale`] whose factor is no f32.
 
 #![forbid(unsafe_code)]
 
@@ -11,6 +12,7 @@ mod finite;
 mod fixed;
 mod interop;
 mod state;
+mod text;
 
 use std::fmt::Debug;
 
@@ -26,22 +28,26 @@ use crate::tree::Tree;
 
 /// A scale for losses: [`NoOpLossScale`], [`StaticLossScale`] or [`DynamicLossScale`]. The twin of `jmp.LossScale`.
 ///
-/// One loop serves all of them, also behind `Box<dyn LossScale>` and `&mut dyn LossScale`:
+/// One loop serves all of them, also behind `Box<dyn LossScale>` and `&mut dyn LossScale`, and whatever kind parameters
+/// have. (A `&dyn LossScale` has no `scale` and `unscale`, which are generic: take `&impl LossScale` instead.)
 ///
 /// ```
 /// use tch::{Kind, Tensor};
-/// use tch_amp::{DynamicLossScale, LossScale, all_finite, select_tree};
+/// use tch_amp::{DynamicLossScale, LossScale, Policy, all_finite, select_tree};
 ///
 /// # let cpu = tch::Device::Cpu;
 /// let mut loss_scale: Box<dyn LossScale> = Box::new(DynamicLossScale::new(cpu)?);
-/// let mut w = Tensor::ones([3], (Kind::Float, cpu)).set_requires_grad(true);
+/// let policy = Policy::BF16;
+/// let w = policy.cast_to_param(&Tensor::ones([3], (Kind::Float, cpu)))?;
+/// let mut w = w.set_requires_grad(true);
 /// for _ in 0..10 {
 ///     let loss = w.square().sum(Kind::Float);
 ///     let gradients = Tensor::run_backward(&[loss_scale.scale(&loss)?], &[&w], false, false);
 ///     let gradients = loss_scale.unscale(&gradients)?;
 ///     // Clipping and regularisation go here: after unscaling.
 ///     let finite = all_finite(&gradients)?;
-///     let new = tch::no_grad(|| &w - 0.1 * &gradients[0]);
+///     // Unscaled gradients of half parameters are f32, and so is what is computed with them.
+///     let new = policy.cast_to_param(&tch::no_grad(|| &w - 0.1 * &gradients[0]))?;
 ///     w = select_tree(&finite, &new, &w.detach())?.set_requires_grad(true);
 ///     loss_scale.adjust(&finite)?;
 /// }

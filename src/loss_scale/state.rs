@@ -24,6 +24,20 @@ use crate::scaler::config::{LARGEST, SMALLEST, check_interval};
 /// assert_eq!(loss_scale.state_dict()?, state);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+/// # As text
+///
+/// A loss scale is read from `none` (or `noop`), a number or `static:1024`, `dynamic`, or `dynamic:65536` for one that
+/// starts there. Capitals and spaces do not matter. It prints in the same way, without the other options of a dynamic
+/// one.
+///
+/// ```
+/// use tch_amp::loss_scale::LossScaleState;
+///
+/// let state: LossScaleState = "1024".parse()?;
+/// assert_eq!(state, LossScaleState::Static { loss_scale: 1024.0 });
+/// assert_eq!(state.to_string(), "static:1024");
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind")]
 pub enum LossScaleState {
@@ -89,7 +103,7 @@ pub struct DynamicLossScaleState {
     /// What the scale is multiplied by when it grows, and divided by when gradients are not finite; more than 1.
     /// Defaults to 2.
     pub factor: f64,
-    /// The scale never sinks below this; at least 2^-126. Defaults to 1.
+    /// The scale never sinks below this, rounded to f32; at least 2^-126. Defaults to 1.
     pub min_loss_scale: f64,
 }
 
@@ -122,7 +136,9 @@ impl DynamicLossScaleState {
         let rule = "a number from 2^-126 to the largest f32";
         ensure("min_loss_scale", min, (SMALLEST..=LARGEST).contains(&min), rule)?;
         let rule = "a number from min_loss_scale to the largest f32";
-        ensure("loss_scale", loss_scale, (min..=LARGEST).contains(&loss_scale), rule)?;
+        // As f32s, which scales are: one that sank to the bound is the bound, rounded, and may lie below it.
+        let holds = loss_scale as f32 >= min as f32 && loss_scale <= LARGEST;
+        ensure("loss_scale", loss_scale, holds, rule)?;
         Ok(Self { counter: counter.min(period - 1), ..self })
     }
 }

@@ -50,7 +50,9 @@ fn a_scaler_and_a_loss_scale_made_from_it_do_the_same() {
                 let mut want = scaler.state_dict().unwrap();
                 // `max_consecutive_skips` counts these; a loss scale has none.
                 want.consecutive_skips = None;
-                assert_eq!(GradScalerState::from(&state), want);
+                let mut other = GradScaler::new(device).unwrap();
+                other.load_state_dict(&GradScalerState::from(&state)).unwrap();
+                assert_eq!(other.state_dict().unwrap(), want);
             }
         }
     });
@@ -70,6 +72,27 @@ fn a_loss_scale_goes_on_as_a_scaler() {
     assert_eq!(scaler.get_scale().unwrap(), 1.0);
     let back = DynamicLossScaleState::try_from(&scaler.state_dict().unwrap()).unwrap();
     assert_eq!(back, DynamicLossScaleState { loss_scale: 1.0, counter: 0, ..state });
+}
+
+/// The loading scaler has options that a loss scale has not: they are switched off.
+#[test]
+fn a_scaler_of_any_options_goes_on_as_the_loss_scale_did() {
+    let config = GradScalerConfig {
+        max_scale: 65536.0,
+        hysteresis: 3,
+        tolerance: 0.5,
+        error_at_min_scale: true,
+        ..Default::default()
+    };
+    let mut scaler = config.build(Device::Cpu).unwrap();
+    let state = DynamicLossScaleState { period: 1, loss_scale: 65536.0, ..Default::default() };
+    let mut loss_scale = state.build(Device::Cpu).unwrap();
+    scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
+    for finite in [[true; 20], [false; 20]].concat() {
+        iterate(&mut scaler, Device::Cpu, finite);
+        loss_scale.adjust(&Tensor::from(finite)).unwrap();
+        assert_eq!(scaler.get_scale().unwrap(), loss_scale.value().unwrap());
+    }
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod interop;
 mod scaling;
 mod select;
 mod state;
+mod text;
 mod training;
 
 use tch::{Device, Kind, Tensor};

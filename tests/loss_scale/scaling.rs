@@ -88,6 +88,10 @@ fn trees_are_scaled_with_any_of_the_three_behind_any_pointer() {
             check(loss_scale.scale(&tree).unwrap());
             let borrowed: &mut dyn LossScale = &mut *loss_scale;
             check(borrowed.scale(&tree).unwrap());
+            fn shared(loss_scale: &impl LossScale, x: &Tensor) -> Tensor {
+                loss_scale.unscale(&loss_scale.scale(x).unwrap()).unwrap()
+            }
+            assert_eq!(to_f64(&shared(&loss_scale, &tree.0)), [1.0]);
             fn generic<L: LossScale>(loss_scale: L, x: &Tensor) -> Tensor {
                 loss_scale.unscale(&loss_scale.scale(x).unwrap()).unwrap()
             }

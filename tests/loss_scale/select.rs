@@ -101,6 +101,19 @@ fn a_predicate_of_several_elements_is_refused() {
 }
 
 #[test]
+fn trees_of_differing_kinds_are_refused_with_what_to_do() {
+    let of = |kind| vec![Tensor::from(1f32).to_kind(kind)];
+    let error = select_tree(&Tensor::from(true), &of(Kind::Float), &of(Kind::Half)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the trees differ at `root[0]`: Float [] on Cpu in the first and Half [] on Cpu in the second; cast one of them, with Policy::cast_to_param say"
+    );
+    let (long, short) = (Tensor::from_slice(&[1f32, 2.0]), Tensor::from_slice(&[1f32]));
+    let error = select_tree(&Tensor::from(true), &long, &short).unwrap_err().to_string();
+    assert!(error.ends_with("Float [1] on Cpu in the second"), "a cast does not help: {error}");
+}
+
+#[test]
 fn each_tensor_is_chosen_on_its_device() {
     if !cuda_or_skip() {
         return;

@@ -3,7 +3,7 @@
 use rstest::rstest;
 use tch::{Device, Tensor};
 use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
-use tch_amp::{Error, LossScale, StaticLossScale};
+use tch_amp::{Error, GradScaler, GradScalerState, LossScale, StaticLossScale};
 
 use crate::all_three;
 use crate::common::for_each_device;
@@ -33,6 +33,30 @@ fn every_field_survives_the_round_trip() {
         assert_eq!(other.state().unwrap(), STATE);
         assert_eq!(other.loss_scale().unwrap().device(), device);
     });
+}
+
+/// The scale is an f32: at a bound that is none it lies beside it.
+#[rstest]
+#[case(1e-4, 1e-4)]
+#[case(0.7, 0.7)]
+#[case(0.1, 0.1)]
+#[case(8.0, 1e-4)]
+fn a_scale_that_sank_to_its_bound_is_saved_and_loaded(#[case] start: f64, #[case] min: f64) {
+    let state =
+        DynamicLossScaleState { loss_scale: start, min_loss_scale: min, ..Default::default() };
+    let mut loss_scale = state.build(Device::Cpu).unwrap();
+    for _ in 0..20 {
+        let saved = loss_scale.state_dict().unwrap();
+        loss_scale.load_state_dict(&saved).unwrap();
+        assert_eq!(saved.build(Device::Cpu).unwrap().state_dict().unwrap(), saved);
+        loss_scale.adjust(&Tensor::from(false)).unwrap();
+    }
+    assert_eq!(loss_scale.value().unwrap(), f64::from(min as f32));
+    // And it goes on as a scaler, and back.
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    scaler.load_state_dict(&GradScalerState::from(&loss_scale.state().unwrap())).unwrap();
+    let back = DynamicLossScaleState::try_from(&scaler.state_dict().unwrap()).unwrap();
+    assert_eq!(back.build(Device::Cpu).unwrap().value().unwrap(), f64::from(min as f32));
 }
 
 #[test]
