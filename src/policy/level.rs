@@ -18,9 +18,12 @@ use crate::scaler::GradScaler;
 /// | | parameters | computation | outputs | norms | f32 master weights | loss scale |
 /// |---|---|---|---|---|---|---|
 /// | `O0` | f32 | f32 | f32 | f32 | no | none |
-/// | `O1` | f32 | half, by autocast | f32 | f32 | no: the parameters are f32 | dynamic for fp16 |
-/// | `O2` | half | half | f32 | kept in f32 | yes, in the optimizer | dynamic for fp16 |
+/// | `O1` | f32 | half, by autocast | f32 | f32 | no: the parameters are f32 | dynamic for fp16; bf16 skips bad steps |
+/// | `O2` | half | half | f32 | kept in f32 | yes, in the optimizer | dynamic for fp16; bf16 skips bad steps |
 /// | `O3` | half | half | half | half | no | none |
+///
+/// One loop serves `O0` to `O2`; at `O3` leave [`keep_in_f32`](crate::policy::keep_in_f32) out, since norms are half
+/// there.
 ///
 /// `O1` is what `torch.autocast` does and the one to begin with. `half` is [`half_dtype`] of the device. In apex outputs
 /// of `O3` are f32.
@@ -89,17 +92,18 @@ impl OptLevel {
         if self == Self::O2 { MasterWeights::Float } else { MasterWeights::None }
     }
 
-    /// Makes the scaler of the level: a dynamic one where `O1` and `O2` compute in fp16, else a disabled one, so that
-    /// one loop serves all levels.
+    /// Makes the scaler of the level, so that one loop serves all: in `O1` and `O2` a [dynamic](GradScaler::new) one for
+    /// fp16, and for bf16 one that [only skips](GradScaler::skip_only) the steps whose gradients are not finite; in `O0`
+    /// and `O3` a [disabled](GradScaler::disabled) one.
     ///
     /// # Errors
     ///
     /// As [`GradScaler::new`].
     pub fn grad_scaler(self, device: Device) -> Result<GradScaler> {
-        let mixed = matches!(self, Self::O1 | Self::O2);
-        match half_dtype(device) {
-            Kind::Half if mixed => GradScaler::new(device),
-            _ => Ok(GradScaler::disabled()),
+        match (self, half_dtype(device)) {
+            (Self::O0 | Self::O3, _) => Ok(GradScaler::disabled()),
+            (Self::O1 | Self::O2, Kind::Half) => GradScaler::new(device),
+            (Self::O1 | Self::O2, _) => GradScaler::skip_only(device),
         }
     }
 }

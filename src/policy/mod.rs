@@ -10,7 +10,7 @@
 mod kinds;
 mod level;
 mod module;
-mod region;
+mod run;
 mod text;
 mod variables;
 

@@ -11,7 +11,8 @@ use crate::autocast::Autocast;
 use crate::error::Error;
 use crate::error::Result;
 use crate::policy::Policy;
-use crate::policy::region::{Region, in_f32};
+use crate::policy::run::{Run, in_f32};
+use crate::tree::Tree;
 
 macro_rules! wrapper {
     ($(#[$doc:meta])* $name:ident $(, $field:ident: $type:ty)*) => {
@@ -38,11 +39,11 @@ macro_rules! wrapper {
 
 wrapper!(
     /// A [`Module`] under a [`Policy`]: made by [`Policy::apply_to`].
-    PolicyModule, region: Region
+    PolicyModule, run: Run
 );
 wrapper!(
     /// A [`ModuleT`] under a [`Policy`]: made by [`Policy::apply_to_t`].
-    PolicyModuleT, region: Region
+    PolicyModuleT, run: Run
 );
 wrapper!(
     /// A [`Module`] that computes in f32: made by [`keep_in_f32`].
@@ -81,7 +82,7 @@ impl Policy {
     /// fp16 and bf16 over parameters of f32, fp16 or bf16. [`Error::PolicyDtype`] for a field that is no kind to cast
     /// to.
     pub fn apply_to<M: Module>(&self, module: M) -> Result<PolicyModule<M>> {
-        Ok(PolicyModule { module, region: Region::new(*self)? })
+        Ok(PolicyModule { module, run: Run::new(*self)? })
     }
 
     /// Puts a module that is told whether it trains under the policy, as [`apply_to`](Self::apply_to) does.
@@ -90,7 +91,45 @@ impl Policy {
     ///
     /// As [`apply_to`](Self::apply_to).
     pub fn apply_to_t<M: ModuleT>(&self, module: M) -> Result<PolicyModuleT<M>> {
-        Ok(PolicyModuleT { module, region: Region::new(*self)? })
+        Ok(PolicyModuleT { module, run: Run::new(*self)? })
+    }
+
+    /// Runs a closure under the policy, as [`apply_to`](Self::apply_to) runs modules: for models of several inputs or
+    /// outputs. The floating tensors of the inputs are cast to the kind to compute in, and those that the closure returns
+    /// to that of outputs.
+    ///
+    /// Autocast is on, or off, for the device of the first tensor of the inputs; for the CPU where there is none.
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor, nn};
+    /// use tch_amp::Policy;
+    ///
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let embed = nn::embedding(vs.root() / "embed", 10, 4, Default::default());
+    /// let head = nn::linear(vs.root() / "head", 4, 2, Default::default());
+    /// let model = |tokens: &Tensor, mask: &Tensor| (tokens.apply(&embed) * mask.unsqueeze(-1)).apply(&head);
+    ///
+    /// let tokens = Tensor::from_slice(&[1i64, 7, 0]);
+    /// let mask = Tensor::from_slice(&[1f32, 1.0, 0.0]);
+    /// let ys = Policy::MIXED_BF16.run(&(tokens, mask), |(tokens, mask)| model(&tokens, &mask))?;
+    /// assert_eq!((ys.kind(), ys.size()), (Kind::Float, vec![3, 2]));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`apply_to`](Self::apply_to) and [`PolicyModule::f_forward`].
+    ///
+    /// # Panics
+    ///
+    /// Where the closure does, as it does when the variables have other kinds than the policy's: call
+    /// [`cast_variables`](Self::cast_variables) first.
+    pub fn run<T: Tree + ?Sized, U: Tree>(
+        &self,
+        inputs: &T,
+        f: impl FnOnce(T::Output) -> U,
+    ) -> Result<U::Output> {
+        Run::new(*self)?.run(inputs, f)
     }
 }
 
@@ -103,9 +142,10 @@ impl<M: Module> PolicyModule<M> {
     ///
     /// # Panics
     ///
-    /// Where the module inside does.
+    /// Where the module inside does, as it does when its variables have other kinds than the policy's: call
+    /// [`cast_variables`](Policy::cast_variables) first.
     pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.region.run(xs, |xs| self.module.forward(xs))
+        self.run.run(xs, |xs| self.module.forward(&xs))
     }
 }
 
@@ -118,9 +158,9 @@ impl<M: ModuleT> PolicyModuleT<M> {
     ///
     /// # Panics
     ///
-    /// Where the module inside does.
+    /// As [`PolicyModule::f_forward`].
     pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        self.region.run(xs, |xs| self.module.forward_t(xs, train))
+        self.run.run(xs, |xs| self.module.forward_t(&xs, train))
     }
 }
 
@@ -144,7 +184,11 @@ impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
 }
 
 /// Keeps a layer in f32 in a half model: its input is cast up, it runs without autocast, and its output is cast back to
-/// the kind that came in. The layer's variables must be f32 (see [`KeepF32`](crate::policy::KeepF32)).
+/// the kind that came in.
+///
+/// The layer's variables must be f32. Which layers are wrapped and which names [`KeepF32`](crate::policy::KeepF32) keeps
+/// are two lists that must agree: a layer on one of them only fails, or runs with an input and weights of different kinds.
+/// [`cast_variables`](Policy::cast_variables) returns the second.
 ///
 /// On the CPU libtorch's `batch_norm`, `layer_norm` and `group_norm` take half inputs with f32 weights as they are, and
 /// compute in f32. On other devices do not rely on that. A wrapped layer norm does not need it:

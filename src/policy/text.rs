@@ -34,7 +34,9 @@ impl Policy {
     /// [`Error::PolicyText`] with what is wrong, what is allowed, and examples.
     pub fn parse(text: &str, device: Device) -> Result<Self> {
         let small = text.to_ascii_lowercase();
-        let read = if small.contains('=') {
+        let read = if small.trim().is_empty() {
+            Err("it is empty".to_owned())
+        } else if small.contains('=') {
             assignments(&small, device)
         } else if let Ok(level) = small.parse::<OptLevel>() {
             Ok(level.policy(device))
@@ -69,6 +71,9 @@ fn assignments(text: &str, device: Device) -> Read<Policy> {
 const FIELDS: [(&str, &str); 3] = [("params", "p"), ("compute", "c"), ("output", "o")];
 
 fn assignment(part: &str, device: Device) -> Read<(usize, Kind)> {
+    if part.trim().is_empty() {
+        return Err("it has a comma with nothing before or behind it".to_owned());
+    }
     let (key, value) = part.split_once('=').ok_or_else(|| {
         format!("`{}` is no assignment; write params=, compute= or output= before it", part.trim())
     })?;
@@ -77,10 +82,16 @@ fn assignment(part: &str, device: Device) -> Read<(usize, Kind)> {
     let field = FIELDS.iter().position(fits).ok_or_else(|| {
         format!("`{key}` cannot be set; set params (p), compute (c) and output (o)")
     })?;
-    let kind = named(value, device).ok_or_else(|| {
-        format!("`{value}` is no kind for {}; kinds are {}", FIELDS[field].0, allowed())
-    })?;
+    let kind = named(value, device).ok_or_else(|| no_kind(value, FIELDS[field].0))?;
     Ok((field, kind))
+}
+
+fn no_kind(value: &str, field: &str) -> String {
+    let start = format!("`{value}` is no kind for {field}");
+    if value.contains('=') {
+        return format!("{start}; separate assignments by commas");
+    }
+    format!("{start}; kinds are {}", allowed())
 }
 
 impl FromStr for Policy {

@@ -79,6 +79,10 @@ fn half_is_the_dtype_of_autocast() {
     for device in [Device::Cpu, Device::Cuda(0), Device::Mps] {
         assert_eq!(half_dtype(device), tch_amp::autocast_dtype(device).unwrap(), "{device:?}");
     }
+}
+
+#[test]
+fn a_tree_is_cast_to_the_half_of_its_device_and_back() {
     for_each_device(|device| {
         let tree = (of(Kind::Double, device), of(Kind::Bool, device), Tensor::new());
         let (x, flags, undefined) = cast_to_half(&tree).unwrap();

@@ -6,7 +6,9 @@ mod common;
 
 mod casts;
 mod modules;
+mod run;
 mod text;
+mod training;
 mod trees;
 mod variables;
 

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex};
 use rstest::rstest;
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::policy::{KeepF32, half_dtype, keep_in_f32, keep_in_f32_t};
-use tch_amp::{Autocast, Error, OptLevel, Policy, autocast, is_autocast_enabled};
+use tch_amp::policy::{half_dtype, keep_in_f32, keep_in_f32_t};
+use tch_amp::{Autocast, Error, Policy, autocast, is_autocast_enabled};
 
 use crate::POLICY_KINDS;
 use crate::common::{for_each_device, to_f64};
@@ -69,48 +69,6 @@ fn a_policy_that_autocast_cannot_follow_is_refused() {
     }
 }
 
-/// A network with norms; those that are wrapped work with half inputs everywhere.
-fn net(vs: &VarStore) -> nn::SequentialT {
-    let root = vs.root();
-    let relu = |xs: &Tensor| xs.relu();
-    nn::seq_t()
-        .add(nn::linear(&root / "in", 4, 8, Default::default()))
-        .add(keep_in_f32_t(nn::batch_norm1d(&root / "bn", 8, Default::default())))
-        .add_fn(relu)
-        .add(keep_in_f32(nn::layer_norm(&root / "norm", vec![8], Default::default())))
-        .add(nn::linear(&root / "out", 8, 2, Default::default()))
-}
-
-/// A level trains: every parameter gets a finite gradient of its own kind, near that of plain f32.
-#[rstest]
-fn a_model_trains_at_every_level(
-    #[values(OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3)] level: OptLevel,
-) {
-    for_each_device(|device| {
-        tch::manual_seed(3);
-        let mut vs = VarStore::new(device);
-        let plain = net(&vs);
-        let xs = Tensor::randn([16, 4], (Kind::Float, device));
-        let want = plain.forward_t(&xs, true);
-        let policy = level.policy(device);
-        // The wrapped norms have f32 weights at all levels here, so that O3 keeps them, too.
-        let keep = if level == OptLevel::O3 { KeepF32::Norms } else { level.keep_f32() };
-        policy.cast_variables(&mut vs, keep).unwrap();
-        let ys = policy.apply_to_t(plain).unwrap().forward_t(&xs, true);
-        assert_eq!(ys.kind(), policy.output);
-        let tolerance = if level == OptLevel::O0 { 0.0 } else { 0.15 };
-        let far = to_f64(&(ys.to_kind(Kind::Float) - want).abs().max());
-        assert!(far[0] <= tolerance, "{far:?}");
-        ys.to_kind(Kind::Float).square().mean(Kind::Float).backward();
-        for (name, variable) in vs.variables() {
-            if variable.requires_grad() {
-                assert_eq!(variable.grad().kind(), variable.kind(), "{name}");
-                assert_eq!(variable.grad().isfinite().all().int64_value(&[]), 1, "{name}");
-            }
-        }
-    });
-}
-
 /// Which layers take half inputs with f32 weights on the CPU, as the documentation of `keep_in_f32` says.
 #[rstest]
 fn norms_take_half_inputs_on_the_cpu(#[values(Kind::BFloat16, Kind::Half)] half: Kind) {
@@ -127,7 +85,9 @@ fn norms_take_half_inputs_on_the_cpu(#[values(Kind::BFloat16, Kind::Half)] half:
     for (plain, kept) in outputs {
         assert_eq!((plain.kind(), kept.kind()), (half, half));
         let far = to_f64(&(plain.to_kind(Kind::Float) - kept.to_kind(Kind::Float)).abs().max());
-        assert!(far[0] < 0.05, "{far:?}");
+        // Normalised values of n elements are below the root of n, so below 4 here, where neighbours in bf16 are 2^-6
+        // apart, and nearer in fp16; both computed in f32, they round to the same or to neighbours.
+        assert!(far[0] <= 2f64.powi(-6), "{far:?}");
     }
 }
 

@@ -2,13 +2,14 @@
 
 use rstest::rstest;
 use tch::Kind::{BFloat16, Double, Float, Half};
+use tch::nn::VarStore;
 use tch::{Device, Kind};
-use tch_amp::optim::MasterWeights;
+use tch_amp::optim::{MasterWeights, Sgd};
 use tch_amp::policy::KeepF32;
 use tch_amp::{Error, OptLevel, Policy};
 
 use crate::POLICY_KINDS;
-use crate::common::cuda_or_skip;
+use crate::common::{cuda_or_skip, to_f64};
 
 const GPU: Device = Device::Cuda(0);
 
@@ -59,24 +60,36 @@ fn policies_are_read_as_jmp_reads_them(#[case] text: &str, #[case] want: [Kind; 
 #[case("double", GPU, [Double, Double, Double])]
 #[case("fp64", GPU, [Double, Double, Double])]
 #[case("fp16", Device::Cpu, [Half, Half, Half])]
-fn what_jmp_does_not_have(#[case] text: &str, #[case] device: Device, #[case] want: [Kind; 3]) {
+fn levels_devices_capitals_and_long_names_are_read_too(
+    #[case] text: &str,
+    #[case] device: Device,
+    #[case] want: [Kind; 3],
+) {
     let Policy { param, compute, output } = Policy::parse(text, device).unwrap();
     assert_eq!([param, compute, output], want);
 }
 
 #[rstest]
-#[case("", "`` is no kind and no level")]
+#[case("", "it is empty; write for example `params=")]
+#[case("  ", "it is empty")]
 #[case("float8", "`float8` is no kind and no level; kinds are float32 (f32")]
 #[case("O4", "`o4` is no kind and no level; kinds are float32")]
 #[case("p=", "`` is no kind for params; kinds are float32")]
 #[case("q=f16", "`q` cannot be set; set params (p), compute (c) and output (o)")]
-#[case("p=f16,", "`` is no assignment; write params=, compute= or output= before it")]
+#[case("p=f16,", "it has a comma with nothing before or behind it")]
+#[case("p=f16,,c=f16", "it has a comma with nothing before or behind it")]
+#[case(" ,p=f16", "it has a comma with nothing before or behind it")]
 #[case("p=f16,f32", "`f32` is no assignment; write params=")]
 #[case("f32,c=f16", "`f32` is no assignment; write params=")]
 #[case("c=int8", "`int8` is no kind for compute; kinds are float32")]
 #[case("c=O1", "`o1` is no kind for compute")]
 #[case("p=f32,params=f16", "it gives params twice")]
-#[case("p=f32=f16", "`f32=f16` is no kind for params")]
+#[case("p=f32=f16", "`f32=f16` is no kind for params; separate assignments by commas")]
+#[case(
+    "params=f32;compute=f16",
+    "`f32;compute=f16` is no kind for params; separate assignments by commas"
+)]
+#[case("p=f32 c=f16", "`f32 c=f16` is no kind for params; separate assignments by commas")]
 fn what_cannot_be_read_is_named_with_what_can(#[case] text: &str, #[case] problem: &str) {
     let error = Policy::parse(text, GPU).unwrap_err();
     assert!(matches!(&error, Error::PolicyText { text: t, .. } if t == text));
@@ -118,23 +131,54 @@ fn a_plain_parse_takes_the_device_that_is_there() {
     }
 }
 
+const LEVELS: [OptLevel; 4] = [OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3];
+
 #[test]
-fn levels_say_what_they_keep() {
-    for (text, level) in [("O0", OptLevel::O0), ("o1", OptLevel::O1), (" O2", OptLevel::O2)] {
+fn levels_are_read_and_printed() {
+    for (text, level) in ["O0", "o1", " O2", "O3 "].into_iter().zip(LEVELS) {
         assert_eq!(text.parse::<OptLevel>().unwrap(), level);
-        assert_eq!(level.keep_f32(), KeepF32::Norms);
-    }
-    assert_eq!(OptLevel::O3.to_string(), "O3");
-    assert_eq!(OptLevel::O3.keep_f32(), KeepF32::Nothing);
-    let levels = [OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3];
-    let (none, float) = (MasterWeights::None, MasterWeights::Float);
-    assert_eq!(levels.map(OptLevel::master_weights), [none, none, float, none]);
-    let scalers = levels.map(|level| level.grad_scaler(Device::Cpu).unwrap().is_enabled());
-    assert_eq!(scalers, [false; 4], "bf16, the half of a CPU, needs none");
-    if cuda_or_skip() {
-        let scalers = levels.map(|level| level.grad_scaler(Device::Cuda(0)).unwrap());
-        assert_eq!(scalers.map(|scaler| scaler.is_enabled()), [false, true, true, false]);
+        assert_eq!(level.to_string(), text.trim().to_uppercase());
     }
     let error = "O7".parse::<OptLevel>().unwrap_err().to_string();
     assert_eq!(error, "there is no level `O7`: write O0, O1, O2 or O3");
+}
+
+#[test]
+fn all_levels_but_the_last_keep_norms_and_o2_has_masters() {
+    let (norms, none) = (KeepF32::Norms, MasterWeights::None);
+    assert_eq!(LEVELS.map(OptLevel::keep_f32), [norms, norms, norms, KeepF32::Nothing]);
+    assert_eq!(LEVELS.map(OptLevel::master_weights), [none, none, MasterWeights::Float, none]);
+}
+
+/// Whether the scaler of each level is enabled, and its scale.
+fn scalers(device: Device) -> [(bool, f64); 4] {
+    LEVELS.map(|level| {
+        let scaler = level.grad_scaler(device).unwrap();
+        (scaler.is_enabled(), scaler.get_scale().unwrap())
+    })
+}
+
+#[test]
+fn mixed_levels_scale_in_fp16_and_only_skip_in_bf16() {
+    let skips = [(false, 1.0), (true, 1.0), (true, 1.0), (false, 1.0)];
+    assert_eq!(scalers(Device::Cpu), skips, "bf16 is the half of a CPU");
+    if cuda_or_skip() {
+        let scales = [(false, 1.0), (true, 65536.0), (true, 65536.0), (false, 1.0)];
+        assert_eq!(scalers(Device::Cuda(0)), scales);
+    }
+}
+
+#[test]
+fn a_mixed_level_skips_a_bad_step_in_bf16() {
+    let vs = VarStore::new(Device::Cpu);
+    let w = vs.root().ones("w", &[2]);
+    let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
+    let mut scaler = OptLevel::O1.grad_scaler(Device::Cpu).unwrap();
+    for (factor, want) in [(f64::INFINITY, 1.0), (0.5, 0.5)] {
+        opt.zero_grad().unwrap();
+        scaler.backward(&(&w * factor).sum(Kind::Float)).unwrap();
+        let stepped = scaler.step(&mut opt).unwrap().is_stepped().unwrap();
+        scaler.update().unwrap();
+        assert_eq!((stepped, to_f64(&w)), (factor.is_finite(), vec![want; 2]));
+    }
 }

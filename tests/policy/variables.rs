@@ -9,7 +9,7 @@ use tch_amp::{Error, Policy};
 use crate::common::{for_each_device, to_f64};
 
 /// Names that make variables, each with whether it is a norm's.
-const NAMES: [(&[&str], bool); 14] = [
+const NAMES: [(&[&str], bool); 25] = [
     (&["linear", "weight"], false),
     (&["blocks", "0", "norm1", "bias"], true),
     (&["blocks", "0", "LayerNorm", "weight"], true),
@@ -22,8 +22,20 @@ const NAMES: [(&[&str], bool); 14] = [
     (&["gnn", "weight"], false),
     (&["in_proj", "weight"], false),
     (&["lnear", "weight"], false),
-    (&["head", "norm"], false),
+    (&["head", "norm"], true),
     (&["bnb4", "weight"], false),
+    (&["blocks", "0", "layer_norm", "bias"], true),
+    (&["RMSNorm_0", "scale"], true),
+    (&["batchnorm2d", "weight"], true),
+    (&["norms", "3", "weight"], true),
+    (&["norm_weight"], true),
+    (&["normal_head", "weight"], false),
+    (&["normalize_proj", "x", "w"], false),
+    (&["normalizer"], false),
+    // A variable, not a layer.
+    (&["head", "ln"], false),
+    (&["ln"], false),
+    (&["weight"], false),
 ];
 
 fn store(device: Device) -> VarStore {
@@ -56,12 +68,17 @@ fn norms_are_kept_by_their_names() {
 fn patterns_choose_beside_the_norms_or_alone() {
     for (keep, want) in [
         (KeepF32::Nothing, vec![]),
-        (KeepF32::Names(&["head.*", "gnn*"]), vec!["gnn.weight", "head.norm"]),
-        (KeepF32::Names(&["*"]), vec!["bn.bias", "bn.running_mean", "gnn.weight", "head.norm"]),
-        (KeepF32::NormsAnd(&["head.*"]), vec!["bn.bias", "bn.running_mean", "head.norm"]),
+        (KeepF32::Names(&["head.*", "gnn*"]), vec!["gnn.weight", "head.w"]),
+        (KeepF32::Names(&["*"]), vec!["bn.bias", "bn.running_mean", "gnn.weight", "head.w"]),
+        (KeepF32::NormsAnd(&["head.*"]), vec!["bn.bias", "bn.running_mean", "head.w"]),
+        (KeepF32::NormsExcept(&["*.bias"]), vec!["bn.running_mean"]),
+        // Patterns that fit nothing.
+        (KeepF32::Names(&["tail.*"]), vec![]),
+        (KeepF32::NormsAnd(&["tail.*"]), vec!["bn.bias", "bn.running_mean"]),
+        (KeepF32::NormsExcept(&["tail.*"]), vec!["bn.bias", "bn.running_mean"]),
     ] {
         let mut vs = VarStore::new(Device::Cpu);
-        for name in ["gnn/weight", "head/norm", "bn/bias", "bn/running_mean"] {
+        for name in ["gnn/weight", "head/w", "bn/bias", "bn/running_mean"] {
             let (layer, name) = name.split_once('/').unwrap();
             let _variable = (vs.root() / layer).ones(name, &[1]);
         }
@@ -83,6 +100,17 @@ fn a_batch_norm_of_any_name_keeps_its_statistics() {
         let x = Tensor::randn([2, 3, 5, 5], (Kind::BFloat16, device));
         assert_eq!(norm.forward_t(&x.apply(&conv), true).kind(), Kind::BFloat16);
     });
+}
+
+#[test]
+fn a_batch_norm_at_the_root_keeps_its_own_variables_alone() {
+    let mut vs = VarStore::new(Device::Cpu);
+    let root = vs.root();
+    let _norm = nn::batch_norm1d(&root, 4, Default::default());
+    let _others = [root.ones("embedding", &[2]), (&root / "out").ones("weight", &[2])];
+    drop(root);
+    let kept = Policy::BF16.cast_variables(&mut vs, KeepF32::Norms).unwrap();
+    assert_eq!(kept, ["bias", "running_mean", "running_var", "weight"]);
 }
 
 /// Layers, optimizers and the VarStore go on sharing one tensor.

@@ -1,0 +1,59 @@
+//! What kinds and what autocast state modules and closures run in.
+
+#![forbid(unsafe_code)]
+
+use tch::{Device, Kind, Tensor};
+
+use crate::autocast::{Autocast, is_autocast_enabled};
+use crate::error::{Error, Result};
+use crate::policy::{Policy, kinds::cast};
+use crate::tree::{Tree, floating_kind, leaves};
+
+/// Runs `f` on the input in f32, if it is half, and casts what comes out to the kind that came in.
+pub(super) fn in_f32(xs: &Tensor, f: impl FnOnce(&Tensor) -> Tensor) -> Result<Tensor> {
+    match floating_kind(xs) {
+        Some(kind @ (Kind::Half | Kind::BFloat16)) => {
+            let device = xs.device();
+            let xs = cast(xs, Kind::Float)?;
+            let ys = without_autocast(device, || f(&xs))?;
+            cast(&ys, kind)
+        }
+        _ => without_autocast(xs.device(), || f(xs)),
+    }
+}
+
+fn without_autocast<R>(device: Device, f: impl FnOnce() -> R) -> Result<R> {
+    if is_autocast_enabled(device) { Autocast::new(device).enabled(false).run(f) } else { Ok(f()) }
+}
+
+/// How modules and closures run under a policy, which has been looked at.
+#[derive(Debug)]
+pub(super) struct Run(Policy);
+
+impl Run {
+    pub(super) fn new(policy: Policy) -> Result<Self> {
+        let Policy { param, compute, .. } = policy.checked()?;
+        let casts = matches!(compute, Kind::Half | Kind::BFloat16) && param != Kind::Double;
+        if param == compute || casts {
+            Ok(Self(policy))
+        } else {
+            Err(Error::PolicyModule { param, compute })
+        }
+    }
+
+    pub(super) fn run<T: Tree + ?Sized, U: Tree>(
+        &self,
+        inputs: &T,
+        f: impl FnOnce(T::Output) -> U,
+    ) -> Result<U::Output> {
+        let Policy { param, compute, .. } = self.0;
+        let device = leaves(inputs).first().map_or(Device::Cpu, |tensor| tensor.device());
+        let inputs = self.0.cast_to_compute(inputs)?;
+        let outputs = if param == compute {
+            without_autocast(device, || f(inputs))?
+        } else {
+            Autocast::new(device).dtype(compute).run(|| f(inputs))?
+        };
+        self.0.cast_to_output(&outputs)
+    }
+}

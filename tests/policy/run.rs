@@ -1,0 +1,89 @@
+//! Closures under a policy.
+
+use tch::nn::{self, Module, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::policy::half_dtype;
+use tch_amp::{Autocast, Error, Policy, autocast, is_autocast_enabled};
+
+use crate::common::{for_each_device, to_f64};
+
+fn ones(kind: Kind, device: Device) -> Tensor {
+    Tensor::ones([2, 2], (kind, device))
+}
+
+#[test]
+fn all_inputs_and_outputs_of_a_closure_are_cast() {
+    for_each_device(|device| {
+        let inputs = (ones(Kind::Int64, device), Some(ones(Kind::Double, device)));
+        let mut seen = Vec::new();
+        let outputs = Policy::MIXED_BF16.run(&inputs, |(tokens, mask)| {
+            let mask = mask.unwrap();
+            seen = vec![tokens.kind(), mask.kind()];
+            vec![mask, tokens]
+        });
+        assert_eq!(seen, [Kind::Int64, Kind::BFloat16]);
+        let kinds: Vec<_> = outputs.unwrap().iter().map(Tensor::kind).collect();
+        assert_eq!(kinds, [Kind::Float, Kind::Int64]);
+    });
+}
+
+#[test]
+fn a_closure_runs_with_autocast_where_kinds_differ_and_else_without() {
+    for_each_device(|device| {
+        let on = |policy: Policy| {
+            let mut on = None;
+            let xs = policy.run(&ones(Kind::Float, device), |xs| {
+                on = Some(is_autocast_enabled(device));
+                xs
+            });
+            assert_eq!(xs.unwrap().kind(), policy.output);
+            on.unwrap()
+        };
+        // The policy decides, whatever is around it.
+        for (policy, want) in [(Policy::MIXED_BF16, true), (Policy::BF16, false)] {
+            assert_eq!(on(policy), want);
+            assert_eq!(autocast(device, || on(policy)).unwrap(), want);
+            let off = Autocast::new(device).enabled(false);
+            assert_eq!(off.run(|| on(policy)).unwrap(), want);
+        }
+        assert!(!is_autocast_enabled(device));
+    });
+}
+
+#[test]
+fn the_first_tensor_that_there_is_gives_the_device() {
+    for_each_device(|device| {
+        let inputs = (Tensor::new(), [None, Some(ones(Kind::Float, device))]);
+        let mut on = false;
+        let nothing = Policy::MIXED_BF16.run(&inputs, |_| on = is_autocast_enabled(device));
+        assert!(nothing.is_ok() && on);
+    });
+    let mut on = false;
+    let ys = Policy::MIXED_BF16.run(&(), |()| {
+        on = is_autocast_enabled(Device::Cpu);
+        ones(Kind::Half, Device::Cpu)
+    });
+    assert_eq!((ys.unwrap().kind(), on), (Kind::Float, true), "without inputs it is the CPU");
+}
+
+#[test]
+fn a_closure_computes_what_a_module_does() {
+    for_each_device(|device| {
+        let vs = VarStore::new(device);
+        let linear = nn::linear(vs.root(), 8, 8, Default::default());
+        let xs = Tensor::randn([4, 8], (Kind::Float, device));
+        let policy = Policy::FULL.with_compute(half_dtype(device)).unwrap();
+        let closure = policy.run(&xs, |xs| linear.forward(&xs)).unwrap();
+        let module = policy.apply_to(linear).unwrap().forward(&xs);
+        assert_eq!((closure.kind(), to_f64(&closure)), (Kind::Float, to_f64(&module)));
+    });
+}
+
+#[test]
+fn a_closure_is_not_run_under_a_policy_that_autocast_cannot_follow() {
+    let mut ran = false;
+    let policy = Policy::DOUBLE.with_compute(Kind::Half).unwrap();
+    let error = policy.run(&ones(Kind::Float, Device::Cpu), |_| ran = true).unwrap_err();
+    assert!(matches!(error, Error::PolicyModule { param: Kind::Double, compute: Kind::Half }));
+    assert!(!ran);
+}

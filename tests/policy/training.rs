@@ -1,0 +1,77 @@
+//! Models that train at each level.
+
+use rstest::rstest;
+use tch::nn::{self, ModuleT, VarStore};
+use tch::{Device, Kind, Reduction, Tensor};
+use tch_amp::optim::AdamW;
+use tch_amp::policy::{KeepF32, keep_in_f32, keep_in_f32_t};
+use tch_amp::{OptLevel, Policy};
+
+use crate::common::for_each_device;
+
+/// A network with norms; those that are wrapped work with half inputs everywhere.
+fn net(vs: &VarStore) -> nn::SequentialT {
+    let root = vs.root();
+    let relu = |xs: &Tensor| xs.relu();
+    nn::seq_t()
+        .add(nn::linear(&root / "in", 4, 8, Default::default()))
+        .add(keep_in_f32_t(nn::batch_norm1d(&root / "bn", 8, Default::default())))
+        .add_fn(relu)
+        .add(keep_in_f32(nn::layer_norm(&root / "norm", vec![8], Default::default())))
+        .add(nn::linear(&root / "out", 8, 2, Default::default()))
+}
+
+/// What a trained model must have: norms in f32, all else in the kind of parameters, and gradients of the same kinds.
+fn check_kinds(vs: &VarStore, policy: Policy) {
+    for (name, variable) in vs.variables() {
+        let norm = name.starts_with("bn.") || name.starts_with("norm.");
+        let kind = if norm { Kind::Float } else { policy.param };
+        assert_eq!(variable.kind(), kind, "{name}");
+        if variable.requires_grad() {
+            assert_eq!(variable.grad().kind(), kind, "the gradient of {name}");
+        }
+    }
+}
+
+/// The loss at each step of a small regression.
+fn train(level: OptLevel, device: Device) -> Vec<f64> {
+    let mut vs = VarStore::new(device);
+    let net = net(&vs);
+    let policy = level.policy(device);
+    // The wrapped norms need f32 weights, so O3 keeps them here, too.
+    let keep = if level == OptLevel::O3 { KeepF32::Norms } else { level.keep_f32() };
+    let kept = policy.cast_variables(&mut vs, keep).unwrap();
+    assert_eq!(kept.len(), if policy.param == Kind::Float { 0 } else { 6 });
+    let net = policy.apply_to_t(net).unwrap();
+    let masters = level.master_weights();
+    let mut opt = AdamW::default().build_with_master_weights(&vs, 0.02, masters).unwrap();
+    let mut scaler = level.grad_scaler(device).unwrap();
+
+    let xs = Tensor::randn([64, 4], (Kind::Float, device));
+    let targets = xs.matmul(&Tensor::randn([4, 2], (Kind::Float, device)));
+    let mut losses = Vec::new();
+    for _ in 0..60 {
+        opt.zero_grad().unwrap();
+        let ys = net.forward_t(&xs, true);
+        assert_eq!(ys.kind(), policy.output);
+        let loss = ys.to_kind(Kind::Float).mse_loss(&targets, Reduction::Mean);
+        scaler.backward(&loss).unwrap();
+        let _outcome = scaler.step(&mut opt).unwrap();
+        scaler.update().unwrap();
+        losses.push(loss.double_value(&[]));
+    }
+    check_kinds(&vs, policy);
+    losses
+}
+
+#[rstest]
+fn a_model_trains_at_every_level(
+    #[values(OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3)] level: OptLevel,
+) {
+    for_each_device(|device| {
+        tch::manual_seed(3);
+        let losses = train(level, device);
+        let (first, last) = (losses[0], losses[losses.len() - 1]);
+        assert!(last < 0.5 * first, "{first} to {last}");
+    });
+}
