@@ -72,8 +72,8 @@ impl Run {
         Self { name, label, kind, masters }
     }
 
-    /// The weights before the first step and after each one, as f64.
-    fn train(&self) -> Result<Vec<Tensor>> {
+    /// The weights before the first step and after each one, as f64, and the last masters, where there are any.
+    fn train(&self) -> Result<(Vec<Tensor>, Option<Tensor>)> {
         let w = Tensor::ones([WEIGHTS], (self.kind, Device::Cpu)).set_requires_grad(true);
         let weights = [w.shallow_clone()];
         let mut opt = Adam::default().build_with_master_weights(&weights, LR, self.masters)?;
@@ -86,7 +86,7 @@ impl Run {
             // A copy: an f64 is never the weight itself.
             seen.push(w.detach().to_kind(Kind::Double));
         }
-        Ok(seen)
+        Ok((seen, opt.master_weight(0)?))
     }
 }
 
@@ -108,13 +108,20 @@ pub fn run(path: &Path) -> Result<()> {
         println!("1 + {LR} is {sum} in {kind:?}");
         ensure!(sum == 1.0, "the update is not lost");
     }
-    let seen = RUNS.iter().map(Run::train).collect::<Result<Vec<_>>>()?;
-    println!("\n{:<26} weight after {STEPS} steps", "");
-    for (run, steps) in RUNS.iter().zip(&seen) {
-        println!("{:<26} {:.5}", run.label, mean(last(steps)?));
+    let trained = RUNS.iter().map(Run::train).collect::<Result<Vec<_>>>()?;
+    let (seen, masters): (Vec<_>, Vec<_>) = trained.into_iter().unzip();
+    println!("\nafter {STEPS} steps            weight   master");
+    for ((run, steps), master) in RUNS.iter().zip(&seen).zip(&masters) {
+        let master = master.as_ref().map_or("-".into(), |master| format!("{:.5}", mean(master)));
+        println!("{:<26} {:.5}  {master}", run.label, mean(last(steps)?));
     }
+    println!("A weight is its master, rounded to the nearest; the next update goes to the master.");
     check(&seen)?;
-    std::fs::write(path, picture(&seen)).with_context(|| path.display().to_string())?;
+    for master in masters.iter().flatten() {
+        ensure!(goes_all_the_way(master), "masters go where f32 weights go");
+    }
+    let failed = || format!("cannot write the picture to {}", path.display());
+    std::fs::write(path, picture(&seen)).with_context(failed)?;
     println!("\nthe picture is {}", path.display());
     Ok(())
 }
@@ -127,19 +134,23 @@ fn mean(weights: &Tensor) -> f64 {
     weights.mean(Kind::Double).double_value(&[])
 }
 
+fn goal() -> f64 {
+    1.0 + LR * STEPS as f64
+}
+
+/// Whether f32 numbers are where the updates lead. Each step rounds to f32, below 2 by 2^-24 at most; what Adam rounds
+/// before is a tenth of that.
+fn goes_all_the_way(numbers: &Tensor) -> bool {
+    (mean(numbers) - goal()).abs() < 1.1 * STEPS as f64 * 2f64.powi(-24)
+}
+
 /// Claims what the picture shows.
 fn check(seen: &[Vec<Tensor>]) -> Result<()> {
     let [float, half, bfloat, random, remainders, copies] = seen else {
         anyhow::bail!("each run has its place");
     };
     let all = |weights: &Tensor, value: f64| weights.eq(value).all().int64_value(&[]) == 1;
-    let steps = STEPS as f64;
-    let goal = 1.0 + LR * steps;
-    // Each step rounds to f32, below 2 by 2^-24 at most. What Adam rounds before is a tenth of that.
-    ensure!(
-        (mean(last(float)?) - goal).abs() < 1.1 * steps * 2f64.powi(-24),
-        "f32 goes all the way"
-    );
+    ensure!(goes_all_the_way(last(float)?), "f32 goes all the way");
     for steps in [half, bfloat] {
         ensure!(steps.iter().all(|weights| all(weights, 1.0)), "without masters they stay at 1");
     }
@@ -155,8 +166,9 @@ fn check(seen: &[Vec<Tensor>]) -> Result<()> {
     // A step goes up to the next neighbour with the probability that its length is of the gap: four standard
     // deviations of the mean of so many sums.
     let (gap, probability) = (2f64.powi(-7), LR * 128.0);
-    let deviation = gap * (steps * probability * (1.0 - probability) / WEIGHTS as f64).sqrt();
-    let off = (mean(last(random)?) - goal).abs();
+    let sums = STEPS as f64 / WEIGHTS as f64;
+    let deviation = gap * (sums * probability * (1.0 - probability)).sqrt();
+    let off = (mean(last(random)?) - goal()).abs();
     ensure!(off < 4.0 * deviation, "rounding at random is right on average, but {off} off");
     Ok(())
 }
@@ -166,8 +178,13 @@ fn series(run: &Run, steps: &[Tensor]) -> Series {
         steps.iter().enumerate().map(|(step, weights)| (step as f64, value(weights))).collect()
     };
     // Of those that are rounded at random one alone, too.
-    let raw = if run.masters == RANDOM { points(&|w| w.double_value(&[0])) } else { Vec::new() };
-    Series { name: run.name, label: run.label, curve: points(&mean), raw, marks: Vec::new() }
+    let (raw, label) = match run.masters {
+        RANDOM => {
+            (points(&|w| w.double_value(&[0])), "bf16, rounded at random (thin line: one weight)")
+        }
+        _ => (Vec::new(), run.label),
+    };
+    Series { name: run.name, label, curve: points(&mean), raw, marks: Vec::new() }
 }
 
 /// The SVG file: the plot with a style of its own.
@@ -177,11 +194,7 @@ fn picture(seen: &[Vec<Tensor>]) -> String {
     let x = Axis::over("step of Adam with a learning rate of 0.0001", Spacing::Linear, {
         points().map(|point| point.0)
     });
-    let y = Axis::over(
-        "mean of 256 weights; thin: one alone",
-        Spacing::Linear,
-        points().map(|point| point.1),
-    );
+    let y = Axis::over("mean of 256 weights", Spacing::Linear, points().map(|point| point.1));
     let description = "Weights of 1 under small updates: plain fp16 and bf16 stay, the others move";
     let svg = Plot { description, x, y, series, mark_name: "" }.svg();
     let (opening, rest) = svg.split_once('>').unwrap_or((&svg, ""));

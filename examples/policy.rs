@@ -3,13 +3,19 @@
 //!
 //! `cargo run --example policy -- p=f32,c=half,o=f32 dynamic`
 //!
-//! The policy may be anything that [`Policy`] reads, such as `full`, `O1` or `p=f32,c=bf16`; the loss scale is `none`,
-//! `dynamic` or a number.
+//! The policy may be anything that [`Policy`] reads, such as `full`, `O1` or `p=f32,c=bf16`; the loss scale anything that
+//! [`LossScaleState`] reads: `none`, a number, `dynamic` or `dynamic:65536`.
 
-use anyhow::{Context as _, Result};
+use anyhow::{Result, bail, ensure};
 use tch::{Device, Kind, Reduction, Tensor, no_grad};
-use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
-use tch_amp::{LossScale, Policy, all_finite, select_tree};
+use tch_amp::loss_scale::LossScaleState;
+use tch_amp::optim::MasterWeights;
+use tch_amp::{LossScale, OptLevel, Policy, all_finite, select_tree};
+
+const USAGE: &str = "usage: policy [POLICY [LOSS_SCALE]]
+
+  POLICY      p=f32,c=half,o=f32 (the default), full, bf16, O1 and so on
+  LOSS_SCALE  dynamic (the default), dynamic:65536, 1024 or none";
 
 /// The parameters of two layers.
 type Params = Vec<Tensor>;
@@ -17,9 +23,17 @@ type Params = Vec<Tensor>;
 /// Trains with what the command line asks for.
 pub fn main() -> Result<()> {
     let args: Vec<_> = std::env::args().skip(1).collect();
-    let policy = args.first().map_or("p=f32,c=half,o=f32", String::as_str);
-    let loss_scale = args.get(1).map_or("dynamic", String::as_str);
-    run(policy, loss_scale)
+    let args: Vec<_> = args.iter().map(String::as_str).collect();
+    if args.iter().any(|arg| ["-h", "--help"].contains(arg)) {
+        println!("{USAGE}");
+        return Ok(());
+    }
+    match args[..] {
+        [] => run("p=f32,c=half,o=f32", "dynamic"),
+        [policy] => run(policy, "dynamic"),
+        [policy, loss_scale] => run(policy, loss_scale),
+        [_, _, extra, ..] => bail!("unexpected argument `{extra}`\n\n{USAGE}"),
+    }
 }
 
 /// Trains with a policy and a loss scale as they are written.
@@ -28,20 +42,24 @@ pub fn main() -> Result<()> {
 ///
 /// If either cannot be read, or the loss did not fall.
 pub fn run(policy: &str, loss_scale: &str) -> Result<()> {
+    tch::manual_seed(1);
     let device = Device::cuda_if_available();
+    if let Some(note) = note(policy) {
+        println!("{note}");
+    }
     let policy = Policy::parse(policy, device)?;
-    train(policy, &mut *parse(loss_scale)?.build(device)?, device)
+    let loss_scale: LossScaleState = loss_scale.parse()?;
+    train(policy, &mut *loss_scale.build(device)?, device)
 }
 
-/// The loss scale that a word stands for.
-fn parse(text: &str) -> Result<LossScaleState> {
-    Ok(match text {
-        "none" => LossScaleState::NoOp,
-        "dynamic" => LossScaleState::Dynamic(DynamicLossScaleState::default()),
-        number => {
-            let loss_scale = number.parse().context("write none, dynamic or a number")?;
-            LossScaleState::Static { loss_scale }
-        }
+/// What this loop leaves out of a level.
+fn note(policy: &str) -> Option<String> {
+    let level: OptLevel = policy.parse().ok()?;
+    (level.master_weights() != MasterWeights::None).then(|| {
+        format!(
+            "note: {level} keeps norms in f32, and f32 master weights. Those are Policy::cast_variables' and the \
+             optimizer's part: this loop has neither, only the kinds of {level}."
+        )
     })
 }
 
@@ -82,6 +100,6 @@ fn train(policy: Policy, loss_scale: &mut dyn LossScale, device: Device) -> Resu
         }
     }
     let first = first.unwrap_or(f64::NAN);
-    anyhow::ensure!(last < 0.5 * first, "the loss did not fall: {first} -> {last}");
+    ensure!(last < 0.5 * first, "the loss did not fall: {first} -> {last}");
     Ok(())
 }
