@@ -3,8 +3,8 @@
 //!
 //! `cargo run --example policy -- p=f32,c=half,o=f32 dynamic`
 //!
-//! The policy may be anything that [`Policy`] reads, such as `full`, `O1` or `p=f32,c=bf16`; the loss scale anything that
-//! [`LossScaleState`] reads: `none`, a number, `dynamic` or `dynamic:65536`.
+//! The policy may be anything that [`Policy`] reads, such as `full`, `O1` or `p=f32,c=bf16`; the loss scale anything
+//! that [`LossScaleState`] reads: `none`, a number, `dynamic` or `dynamic:65536`.
 
 use anyhow::{Result, bail, ensure};
 use tch::{Device, Kind, Reduction, Tensor, no_grad};

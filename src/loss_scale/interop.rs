@@ -9,8 +9,8 @@ use crate::scaler::config::{LARGEST, SMALLEST};
 use crate::scaler::state::required;
 
 impl From<&DynamicLossScaleState> for GradScalerState {
-    /// The state that makes any [`GradScaler`](crate::GradScaler) choose its scales in the same way. Options for which a
-    /// loss scale has no counterpart are set to what switches them off; only `max_consecutive_skips` and
+    /// The state that makes any [`GradScaler`](crate::GradScaler) choose its scales in the same way. Options for which
+    /// a loss scale has no counterpart are set to what switches them off; only `max_consecutive_skips` and
     /// `allow_fp16_gradients`, which change no scale, stay those of the scaler that loads it. PyTorch ignores all keys
     /// that it does not know, the lower bound among them.
     fn from(state: &DynamicLossScaleState) -> Self {

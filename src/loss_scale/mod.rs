@@ -2,8 +2,8 @@
 //!
 //! A loss scale multiplies losses, divides gradients, and adapts to whether they were finite; [`all_finite`] and
 //! [`select_tree`] say so and choose between the new parameters and the old. All of it happens on the device, and
-//! nothing waits for it. The vocabulary is that of [jmp](https://github.com/google-deepmind/jmp), and so are the numbers,
-//! but for the last bits of a [`DynamicLossScale`] whose factor is no f32.
+//! nothing waits for it. The vocabulary is that of [jmp](https://github.com/google-deepmind/jmp), and so are the
+//! numbers, but for the last bits of a [`DynamicLossScale`] whose factor is no f32.
 
 #![forbid(unsafe_code)]
 

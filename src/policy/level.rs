@@ -92,9 +92,9 @@ impl OptLevel {
         if self == Self::O2 { MasterWeights::Float } else { MasterWeights::None }
     }
 
-    /// Makes the scaler of the level, so that one loop serves all: in `O1` and `O2` a [dynamic](GradScaler::new) one for
-    /// fp16, and for bf16 one that [only skips](GradScaler::skip_only) the steps whose gradients are not finite; in `O0`
-    /// and `O3` a [disabled](GradScaler::disabled) one.
+    /// Makes the scaler of the level, so that one loop serves all: in `O1` and `O2` a [dynamic](GradScaler::new) one
+    /// for fp16, and for bf16 one that [only skips](GradScaler::skip_only) the steps whose gradients are not finite; in
+    /// `O0` and `O3` a [disabled](GradScaler::disabled) one.
     ///
     /// # Errors
     ///

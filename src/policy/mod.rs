@@ -1,9 +1,10 @@
 //! Precision policies: which kinds parameters are kept in, a model computes in, and its outputs have.
 //!
 //! A [`Policy`] is three kinds. It casts [trees](crate::Tree) of tensors, the variables of a
-//! [`VarStore`](Policy::cast_variables) and the inputs and outputs of [modules](Policy::apply_to), and it is what
-//! people write on a command line: `"params=float32,compute=bfloat16,output=float32"`, `"half"`, `"O1"`. The vocabulary
-//! is that of [jmp](https://github.com/google-deepmind/jmp).
+//! [`VarStore`](Policy::cast_variables) and the inputs and outputs of [modules](Policy::apply_to) and
+//! [closures](Policy::run), and it is what people write on a command line:
+//! `"params=float32,compute=bfloat16,output=float32"`, `"half"`, `"O1"`. The vocabulary is that of
+//! [jmp](https://github.com/google-deepmind/jmp).
 
 #![forbid(unsafe_code)]
 

@@ -95,8 +95,8 @@ impl Policy {
     }
 
     /// Runs a closure under the policy, as [`apply_to`](Self::apply_to) runs modules: for models of several inputs or
-    /// outputs. The floating tensors of the inputs are cast to the kind to compute in, and those that the closure returns
-    /// to that of outputs.
+    /// outputs. The floating tensors of the inputs are cast to the kind to compute in, and those that the closure
+    /// returns to that of outputs.
     ///
     /// Autocast is on, or off, for the device of the first tensor of the inputs; for the CPU where there is none.
     ///
@@ -186,9 +186,9 @@ impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
 /// Keeps a layer in f32 in a half model: its input is cast up, it runs without autocast, and its output is cast back to
 /// the kind that came in.
 ///
-/// The layer's variables must be f32. Which layers are wrapped and which names [`KeepF32`](crate::policy::KeepF32) keeps
-/// are two lists that must agree: a layer on one of them only fails, or runs with an input and weights of different kinds.
-/// [`cast_variables`](Policy::cast_variables) returns the second.
+/// The layer's variables must be f32. Which layers are wrapped and which names [`KeepF32`](crate::policy::KeepF32)
+/// keeps are two lists that must agree: a layer on one of them only fails, or runs with an input and weights of
+/// different kinds. [`cast_variables`](Policy::cast_variables) returns the second.
 ///
 /// On the CPU libtorch's `batch_norm`, `layer_norm` and `group_norm` take half inputs with f32 weights as they are, and
 /// compute in f32. On other devices do not rely on that. A wrapped layer norm does not need it:

@@ -20,11 +20,11 @@ use crate::tree::floating_kind;
 /// tch's VarStore knows names and not layers, so norms are told by these:
 ///
 /// - `weight`, `bias`, `running_mean` and `running_var` beside a `running_mean`: a batch norm, whatever it is called;
-/// - a part of the name, the last one included, has a word that ends in `norm` or `norms`, where words end at underscores
-///   and digits: `norm1.weight`, `blocks.0.layer_norm.bias`, `RMSNorm_0.scale`, `norm_weight`, `head.norm`, but not
-///   `normal_head.weight` or `normalize.weight`;
-/// - a layer, which is a part but for the last, is `bn`, `ln`, `gn` or `rms`, perhaps with a number or with more after an
-///   underscore: `layer1.bn2.weight`, `h.3.ln_1.bias`, `ln_f.weight`, `gn.weight`, but not `gnn.weight`.
+/// - a part of the name, the last one included, has a word that ends in `norm` or `norms`, where words end at
+///   underscores and digits: `norm1.weight`, `blocks.0.layer_norm.bias`, `RMSNorm_0.scale`, `norm_weight`, `head.norm`,
+///   but not `normal_head.weight` or `normalize.weight`;
+/// - a layer, which is a part but for the last, is `bn`, `ln`, `gn` or `rms`, perhaps with a number or with more after
+///   an underscore: `layer1.bn2.weight`, `h.3.ln_1.bias`, `ln_f.weight`, `gn.weight`, but not `gnn.weight`.
 ///
 /// Capitals do not matter. Names only hint at what a layer is: print what [`cast_variables`](Policy::cast_variables)
 /// returns once, and correct it with patterns. One that fits no variable is no error, as in
@@ -58,8 +58,9 @@ impl Policy {
     /// 2. cast;
     /// 3. build the optimizer, whose state has the kinds of the parameters.
     ///
-    /// Gradients that the cast variables have are dropped. Buffers, such as the running statistics of a batch norm, are variables in tch and go with their layer. With parameters of
-    /// f32 or f64 nothing is kept back; variables made later have the kind that the VarStore had.
+    /// Gradients that the cast variables have are dropped. Buffers, such as the running statistics of a batch norm, are
+    /// variables in tch and go with their layer. With parameters of f32 or f64 nothing is kept back; variables made
+    /// later have the kind that the VarStore had.
     ///
     /// ```
     /// use tch::{Device, Kind, nn};

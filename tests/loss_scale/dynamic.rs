@@ -104,6 +104,25 @@ fn long_random_runs_are_those_of_the_pseudo_code() {
     });
 }
 
+/// Here f32 products, which are jmp's, come to other numbers.
+#[test]
+fn a_factor_that_is_no_f32_is_multiplied_in_f64_and_rounded_once() {
+    for_each_device(|device| {
+        let state = DynamicLossScaleState { factor: 1.1, period: 1, ..Default::default() };
+        let (mut loss_scale, mut jmp) = (state.build(device).unwrap(), state);
+        let mut want = state.loss_scale;
+        for finite in [[true; 50], [false; 50]].concat() {
+            let factor = if finite { 1.1 } else { 1.0 / 1.1 };
+            want = f64::from((want * factor) as f32);
+            naive(&mut jmp, finite);
+            loss_scale.adjust(&Tensor::from(finite).to_device(device)).unwrap();
+            assert_eq!(loss_scale.value().unwrap(), want);
+        }
+        assert_ne!(want, jmp.loss_scale);
+        assert!((want / jmp.loss_scale - 1.0).abs() < 1e-5);
+    });
+}
+
 #[test]
 fn the_defaults_are_jmps() {
     let state = DynamicLossScale::new(Device::Cpu).unwrap().state().unwrap();
