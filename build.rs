@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 const OLDEST: (u32, u32) = (2, 11);
 const NEWEST: (u32, u32) = (2, 13);
 
-const SOURCES: [&str; 16] = [
+const SOURCES: [&str; 18] = [
     "autocast.cpp",
     "checkpoint.cpp",
     "clip.cpp",
@@ -22,6 +22,8 @@ const SOURCES: [&str; 16] = [
     "loss_scale.cpp",
     "masters.cpp",
     "optim.cpp",
+    "optim_cpu.cpp",
+    "optim_device.cpp",
     "optim_state.cpp",
     "scale.cpp",
     "scaler.cpp",
