@@ -92,7 +92,8 @@ pub trait AmpOptimizer {
     }
 
     /// Called before the gradients are unscaled in place: an optimizer that updates half parameters in f32 makes their
-    /// gradients f32 here, so that unscaling loses nothing.
+    /// gradients f32 here, so that unscaling loses nothing. It may be called again when they have been unscaled, and must
+    /// leave them as they are then.
     ///
     /// # Errors
     ///

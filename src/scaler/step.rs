@@ -135,16 +135,9 @@ impl GradScaler {
         Ok(StepOutcome::known(step))
     }
 
-    /// Lets the optimizer prepare its gradients, unless they have been looked at already.
+    /// Lets the optimizer prepare its gradients.
     pub(crate) fn prepare_unscale(&self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
-        if self.scale.is_none() {
-            return Ok(());
-        }
-        let open = self.iteration.borrow().is_open();
-        if open && self.record(optimizer)?.is_some() {
-            return Ok(());
-        }
-        optimizer.prepare_unscale()
+        if self.scale.is_some() { optimizer.prepare_unscale() } else { Ok(()) }
     }
 
     /// Finds the record of an optimizer that has been unscaled or stepped since the last update.
