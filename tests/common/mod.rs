@@ -7,6 +7,7 @@ pub mod files;
 pub mod functions;
 pub mod python;
 pub mod rng;
+pub mod simulation;
 
 use std::io::Write;
 use std::sync::Once;

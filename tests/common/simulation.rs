@@ -1,0 +1,106 @@
+//! What the simulated GPUs of `tests/simulated_cuda/` count, and the failures that can be planted in them.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The simulated GPUs, held by one test at a time because they count for the whole process.
+#[derive(Debug)]
+pub struct Simulation {
+    counter: extern "C" fn(i32, i32) -> i64,
+    reset: extern "C" fn(),
+    fail_allocation: extern "C" fn(i64) -> i64,
+    _alone: MutexGuard<'static, ()>,
+}
+
+/// What happened on the devices between two points.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Kernels, copies between devices included.
+    pub launches: i64,
+    /// Times that the host waited for a device.
+    pub host_syncs: i64,
+    /// Allocations of device memory.
+    pub allocations: i64,
+    /// Bytes that were held at once, beyond those that were held at the start.
+    pub peak_bytes: i64,
+}
+
+const LAUNCHES: i32 = 0;
+const HOST_SYNCS: i32 = 1;
+const ALLOCATIONS: i32 = 2;
+const BYTES: i32 = 3;
+const PEAK_BYTES: i32 = 4;
+
+/// All devices together, in the place of one.
+const ALL: i32 = -1;
+
+unsafe extern "C" {
+    fn dlsym(handle: *mut c_void, symbol: *const c_char) -> *mut c_void;
+}
+
+/// The address of a function of the simulation; null where the real libtorch_cuda, or none, is loaded.
+fn symbol(name: &CStr) -> *mut c_void {
+    // SAFETY: the name ends with a NUL, and a null handle, RTLD_DEFAULT, searches all that is loaded.
+    unsafe { dlsym(std::ptr::null_mut(), name.as_ptr()) }
+}
+
+/// Tells whether `Device::Cuda` is simulated in this process.
+pub fn is_simulated() -> bool {
+    cfg!(target_os = "linux") && !symbol(c"simulated_cuda_counter").is_null()
+}
+
+impl Simulation {
+    /// The simulated GPUs, for the calling test alone; `None`, with a printed reason, where there are none.
+    pub fn find() -> Option<Self> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        if !is_simulated() {
+            super::skipped("counts need the simulated GPUs: run `cargo xtask simulate cargo test`");
+            return None;
+        }
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the symbols are those of tests/simulated_cuda/simulated_cuda.h, which declares these types for them;
+        // all three are defined in one library, which is there because the first was found.
+        let simulation = unsafe {
+            use std::mem::transmute;
+            Self {
+                counter: transmute::<*mut c_void, extern "C" fn(i32, i32) -> i64>(symbol(
+                    c"simulated_cuda_counter",
+                )),
+                reset: transmute::<*mut c_void, extern "C" fn()>(symbol(c"simulated_cuda_reset")),
+                fail_allocation: transmute::<*mut c_void, extern "C" fn(i64) -> i64>(symbol(
+                    c"simulated_cuda_fail_allocation",
+                )),
+                _alone: alone,
+            }
+        };
+        simulation.fail_allocation(0);
+        Some(simulation)
+    }
+
+    /// Runs `f` and tells what it did to all devices.
+    pub fn count<T>(&self, f: impl FnOnce() -> T) -> (T, Counts) {
+        (self.reset)();
+        let read = |counter| (self.counter)(ALL, counter);
+        let before = read(BYTES);
+        let out = f();
+        let counts = Counts {
+            launches: read(LAUNCHES),
+            host_syncs: read(HOST_SYNCS),
+            allocations: read(ALLOCATIONS),
+            peak_bytes: read(PEAK_BYTES) - before,
+        };
+        (out, counts)
+    }
+
+    /// Makes the `n`-th allocation of device memory from now on fail, on any device and any thread; zero calls it off.
+    /// Returns how many were still to come before the last planted one: zero if that has failed.
+    pub fn fail_allocation(&self, n: i64) -> i64 {
+        (self.fail_allocation)(n)
+    }
+}
+
+impl Drop for Simulation {
+    fn drop(&mut self) {
+        self.fail_allocation(0);
+    }
+}
