@@ -54,6 +54,8 @@ impl Simulation {
     pub fn find() -> Option<Self> {
         static ALONE: Mutex<()> = Mutex::new(());
         if !is_simulated() {
+            let required = super::is_set("TCH_AMP_REQUIRE_SIMULATION");
+            assert!(!required, "simulated GPUs are required here and this CUDA is another");
             super::skipped("counts need the simulated GPUs: run `cargo xtask simulate cargo test`");
             return None;
         }

@@ -39,6 +39,12 @@ impl Args {
         Pair::of_tch(&version).map(Some)
     }
 
+    /// Takes `--tch V` or `--tch=V` where it comes first: what follows is another program's.
+    pub(crate) fn leading_tch(&mut self) -> Result<Option<Pair>> {
+        let leads = self.0.first().is_some_and(|word| word.starts_with("--tch"));
+        if leads { self.tch() } else { Ok(None) }
+    }
+
     /// Takes the rest, for the program that is run.
     pub(crate) fn rest(mut self) -> Vec<String> {
         if self.0.first().is_some_and(|word| word == "--") {
@@ -91,6 +97,15 @@ mod tests {
         assert_eq!(args.tch().unwrap(), None);
         assert!(!args.flag("--all-versions"));
         assert_eq!(args.rest(), ["--tch", "0.24", "--all-versions"]);
+    }
+
+    #[test]
+    fn a_program_keeps_its_own_tch_option() {
+        let mut ours = args("--tch 0.24 cargo run");
+        assert_eq!(ours.leading_tch().unwrap().map(|pair| pair.tch), Some("0.24"));
+        let mut theirs = args("program --tch 0.24");
+        assert_eq!(theirs.leading_tch().unwrap(), None);
+        assert_eq!(theirs.rest(), ["program", "--tch", "0.24"]);
     }
 
     #[test]

@@ -18,10 +18,13 @@ mod fuzz;
 mod gpu;
 mod libtorch;
 mod msrv;
+mod on_simulation;
 mod oracle;
 mod process;
 mod release;
 mod shadow;
+mod simulate;
+mod simulation;
 mod steps;
 mod test;
 mod tools;
@@ -34,6 +37,7 @@ usage: cargo xtask <command>
 
   demo [--tch V] [args...]           trains on handwritten digits with and without mixed precision
   test [--tch V | --all-versions]    format, lints, documentation, minimum Rust version, then every test
+  simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them
   bench [--tch V] [filter]           times this crate beside Python and plain tch, on one core
   doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
   bundle [--tch V]                   packs tests, examples and benches for a machine without Rust
@@ -73,6 +77,7 @@ fn dispatch() -> Result<ExitCode> {
         "help" | "--help" | "-h" => println!("{USAGE}"),
         "demo" => demo::run(args)?,
         "test" => test::run(args)?,
+        "simulate" => return simulate::run(args),
         "bench" => bench::run(args)?,
         "doctor" => return doctor::run(args),
         "bundle" => bundle::run(args)?,

@@ -3,7 +3,7 @@
 use std::env;
 use std::io::ErrorKind;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 
 use anyhow::{Result, anyhow, bail, ensure};
 
@@ -15,8 +15,27 @@ pub(crate) fn cargo() -> Command {
 /// Runs `command` and shows what it prints.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let status = command.status().map_err(|error| not_started(command, &error))?;
+    check(command, status)
+}
+
+/// Starts `command`, which shows what it prints.
+pub(crate) fn start(command: &mut Command) -> Result<Child> {
+    command.spawn().map_err(|error| not_started(command, &error))
+}
+
+/// Fails where `command` has ended with another status than success.
+pub(crate) fn check(command: &Command, status: ExitStatus) -> Result<()> {
     ensure!(status.success(), "`{}` failed ({status})", line(command));
     Ok(())
+}
+
+/// Runs `command`, shows what it prints, and ends as it does. A signal that ended it is an error.
+pub(crate) fn exit_code(command: &mut Command) -> Result<ExitCode> {
+    let status = command.status().map_err(|error| not_started(command, &error))?;
+    match status.code().and_then(|code| u8::try_from(code).ok()) {
+        Some(code) => Ok(ExitCode::from(code)),
+        None => bail!("`{}` failed ({status})", line(command)),
+    }
 }
 
 /// Runs `command` in silence and returns what it printed.

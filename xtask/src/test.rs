@@ -7,7 +7,7 @@ use crate::process::run as show;
 use crate::steps::Steps;
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::{self, Workspace};
-use crate::{fuzz, msrv, tools};
+use crate::{fuzz, msrv, on_simulation, tools};
 
 const FUZZ_SECONDS: u32 = 10;
 
@@ -40,12 +40,14 @@ pub(crate) fn run_all(args: Args) -> Result<()> {
 fn test_only(steps: &mut Steps, pair: Pair) -> Result<()> {
     let name = format!("libtorch for tch {}", pair.tch);
     let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
-    steps.run(&format!("cargo test with tch {}", pair.tch), || test(&workspace))
+    let with = format!("with tch {}", pair.tch);
+    steps.run(&format!("tests {with} on simulated GPUs"), || on_simulation::test(&workspace))?;
+    steps.run(&format!("cargo test {with}"), || test(&workspace))
 }
 
 fn check_and_test(steps: &mut Steps) -> Result<()> {
     steps.run("format", tools::check_rust_format)?;
-    steps.run("format of csrc", tools::check_cxx_format)?;
+    steps.run("format of the C++", tools::check_cxx_format)?;
     steps.run("minimum Rust version", msrv::check)?;
     let workspace = steps.run("libtorch", || Workspace::announced(None))?;
     steps.run("clippy", || {
@@ -59,6 +61,7 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
     if cfg!(target_os = "linux") {
         steps.run("fuzzing, briefly", || fuzz::fuzz(&workspace, FUZZ_SECONDS))?;
     }
+    steps.run("tests on simulated GPUs", || on_simulation::test(&workspace))?;
     steps.run("cargo test", || test(&workspace))
 }
 

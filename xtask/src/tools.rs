@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use crate::args::Args;
 use crate::process;
 use crate::venv::Venv;
-use crate::workspace;
+use crate::{simulation, workspace};
 
 /// Releases of clang-format differ in how they format, so one is fixed.
 const CLANG_FORMAT: &str = "20.1.8";
@@ -40,7 +40,7 @@ pub(crate) fn check_rust_format() -> Result<()> {
     rustfmt(&["--check"]).context("run `cargo xtask fmt`")
 }
 
-/// Fails where a file of `csrc/` is not formatted.
+/// Fails where a C++ file is not formatted.
 pub(crate) fn check_cxx_format() -> Result<()> {
     clang_format(&["--dry-run", "-Werror"]).context("run `cargo xtask fmt`")
 }
@@ -61,10 +61,14 @@ fn clang_format(arguments: &[&str]) -> Result<()> {
 
 fn cxx_files() -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
-    for entry in fs::read_dir(workspace::root().join("csrc")).context("csrc/ cannot be read")? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|kind| kind == "cpp" || kind == "h") {
-            files.push(path);
+    for folder in ["csrc", simulation::SOURCES] {
+        let entries = fs::read_dir(workspace::root().join(folder))
+            .with_context(|| format!("{folder}/ cannot be read"))?;
+        for entry in entries {
+            let path = entry?.path();
+            if path.extension().is_some_and(|kind| kind == "cpp" || kind == "h") {
+                files.push(path);
+            }
         }
     }
     files.sort();

@@ -47,16 +47,31 @@ impl Workspace {
     pub(crate) fn cargo(&self, command: &str) -> Command {
         let mut cargo = process::cargo();
         cargo.arg(command).arg("--locked").current_dir(&self.dir);
-        if let Some(target) = &self.target {
-            cargo.env("CARGO_TARGET_DIR", target);
+        self.apply(&mut cargo);
+        cargo
+    }
+
+    /// Any program with this workspace's libtorch and Python, in the current folder; in that of the shadow where the
+    /// workspace is one, since the current folder builds with another tch.
+    pub(crate) fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        if self.target.is_some() {
+            command.current_dir(&self.dir);
         }
-        self.libtorch.apply(&mut cargo);
-        self.apply_python(&mut cargo);
+        self.apply(&mut command);
+        command
+    }
+
+    fn apply(&self, command: &mut Command) {
+        if let Some(target) = &self.target {
+            command.env("CARGO_TARGET_DIR", target);
+        }
+        self.libtorch.apply(command);
+        self.apply_python(command);
         if env::var_os("CI").is_some() {
             // Elsewhere a compiler that nobody here has seen may warn of what it likes.
-            cargo.env("TCH_AMP_DENY_WARNINGS", "1");
+            command.env("TCH_AMP_DENY_WARNINGS", "1");
         }
-        cargo
     }
 
     /// Lets tests and benches find Python's torch, and fail without it where it is there.

@@ -1,0 +1,76 @@
+#include "arrivals.h"
+
+#include <ATen/ops/clone.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <mutex>
+
+#include "settings.h"
+#include "simulated_cuda.h"
+
+namespace simulated {
+namespace {
+
+struct Copy {
+  uint64_t number;
+  at::Tensor from, to;
+};
+
+struct Queue {
+  std::mutex mutex;
+  uint64_t sent = 0;
+  std::deque<Copy> copies;
+};
+
+// Never destroyed: a copy may be under way when the program ends.
+Queue &queue() {
+  static Queue *const it = new Queue;
+  return *it;
+}
+
+// Nothing of autograd or autocast: neither the copy nor the snapshot is an operation of the program.
+using Plain = c10::impl::ExcludeDispatchKeyGuard;
+c10::DispatchKeySet not_plain() { return c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset; }
+
+}  // namespace
+
+void send(const at::Tensor &from, const at::Tensor &to) {
+  const Plain plain(not_plain());
+  if (lag() == 0) {
+    to.copy_(from);
+    return;
+  }
+  // Later kernels may write to the source; what was there when the copy was asked for is what arrives.
+  const at::Tensor snapshot = from.clone();
+  const at::Tensor target = to.detach();
+  if (to.is_contiguous() && to.nbytes() != 0) memset(to.data_ptr(), 0xff, to.nbytes());
+  const std::lock_guard<std::mutex> lock(queue().mutex);
+  queue().copies.push_back({++queue().sent, snapshot, target});
+}
+
+uint64_t sent() {
+  const std::lock_guard<std::mutex> lock(queue().mutex);
+  return queue().sent;
+}
+
+void arrive(uint64_t count) {
+  const Plain plain(not_plain());
+  const std::lock_guard<std::mutex> lock(queue().mutex);
+  auto &copies = queue().copies;
+  while (!copies.empty() && copies.front().number <= count) {
+    copies.front().to.copy_(copies.front().from);
+    copies.pop_front();
+  }
+}
+
+void arrive_all() { arrive(std::numeric_limits<uint64_t>::max()); }
+
+}  // namespace simulated
+
+extern "C" int64_t simulated_cuda_copies_under_way(void) {
+  const std::lock_guard<std::mutex> lock(simulated::queue().mutex);
+  return static_cast<int64_t>(simulated::queue().copies.size());
+}

@@ -1,0 +1,198 @@
+#include "semantics.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/native/ForeachUtils.h>
+#include <ATen/ops/linalg_vector_norm.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace simulated {
+namespace {
+
+using at::Tensor;
+using Lists = std::vector<std::vector<Tensor>>;
+
+bool starts_with(const std::string &name, const char *prefix) { return name.compare(0, strlen(prefix), prefix) == 0; }
+
+bool is_half(at::ScalarType dtype) { return dtype == at::kHalf || dtype == at::kBFloat16; }
+
+// The arguments that are lists of tensors and not empty.
+Lists lists_of(const Call &call, const char *without = "") {
+  Lists out;
+  for (size_t i = call.first; i < call.stack.size(); ++i) {
+    if (!call.stack[i].isTensorList() || call.schema.arguments()[i - call.first].name() == without) continue;
+    std::vector<Tensor> list = call.stack[i].toTensorVector();
+    if (!list.empty()) out.push_back(std::move(list));
+  }
+  return out;
+}
+
+bool are_alike(const Lists &lists, bool skip_dtypes_across = false) {
+  const std::vector<at::TensorList> views(lists.begin(), lists.end());
+  return at::native::_check_tensors_share_device_and_dtype(views, skip_dtypes_across) &&
+         at::native::_check_tensors_share_sizes_and_strides(views);
+}
+
+// libtorch's rules for one launch over a list (can_use_fast_route, and what its callers add).
+bool share_a_launch(const Call &call, const Lists &lists) {
+  for (const auto &list : lists) {
+    if (list.size() != lists.front().size()) return false;
+  }
+  if (is_one_of(call.name, {"_foreach_copy_"})) return are_alike(lists, /*skip_dtypes_across=*/true);
+  for (size_t i = call.first; i < call.stack.size(); ++i) {
+    if (!call.stack[i].isTensor() || !call.stack[i].toTensor().defined()) continue;
+    const Tensor &number = call.stack[i].toTensor();
+    if (number.is_cuda() && number.scalar_type() != lists.front().front().scalar_type()) return false;
+  }
+  return are_alike(lists);
+}
+
+// The AMP kernel takes the tensors that are like the first in one launch and the others one by one.
+int64_t unscale_launches(const std::vector<Tensor> &gradients) {
+  const auto is_plain = [&](const Tensor &t) {
+    return t.scalar_type() == gradients.front().scalar_type() && t.is_non_overlapping_and_dense();
+  };
+  const auto plain = std::count_if(gradients.begin(), gradients.end(), is_plain);
+  return static_cast<int64_t>(gradients.size()) - plain + (plain > 0 ? 1 : 0);
+}
+
+// The squares are added up in f32 as on CUDA, where they overflow in f32; the CPU's own norm adds one after the other
+// and is coarse for many numbers.
+Tensor norm(const Tensor &t, double order, std::optional<at::ScalarType> dtype) {
+  const auto wide = is_half(t.scalar_type()) ? at::kFloat : t.scalar_type();
+  const Tensor out = order == 2.0 && !t.is_complex() ? t.to(wide).square().sum().sqrt()
+                                                     : at::linalg_vector_norm(t, order, std::nullopt, false, wide);
+  return out.to(dtype.value_or(t.scalar_type()));
+}
+
+void foreach_norm(const Call &call) {
+  const auto &dtype = call.stack[call.first + 2];
+  const auto wanted = dtype.isNone() ? std::nullopt : std::make_optional(static_cast<at::ScalarType>(dtype.toInt()));
+  const double order = call.stack[call.first + 1].toScalar().toDouble();
+  c10::List<Tensor> norms;
+  for (const Tensor &t : call.stack[call.first].toTensorVector()) norms.push_back(norm(t, order, wanted));
+  call.stack.resize(call.first);
+  call.stack.emplace_back(std::move(norms));
+}
+
+// The fused optimizers of CUDA compute half numbers in f32, and those of the CPU do so only in part.
+void widen(const Call &call, Adapted &adapted) {
+  for (size_t i = call.first; i < call.stack.size() && call.stack[i].isTensorList(); ++i) {
+    std::vector<Tensor> list = call.stack[i].toTensorVector();
+    for (auto &t : list) {
+      if (!is_half(t.scalar_type())) continue;
+      adapted.write_back.emplace_back(t, t.to(at::kFloat));
+      t = adapted.write_back.back().second;
+    }
+    call.stack[i] = list;
+  }
+}
+
+// Softmax of CUDA takes fp16 and gives f32; its backward takes f32 and gives fp16.
+void softmax_forward(const Call &call) {
+  if (!call.stack[call.first + 2].toBool()) return;
+  const Tensor half = call.stack[call.first].toTensor();
+  TORCH_CHECK(half.scalar_type() == at::kHalf, "conversion is supported for Half type only");
+  call.stack[call.first] = half.to(at::kFloat);
+  call.stack[call.first + 2] = false;
+}
+
+std::optional<at::ScalarType> softmax_backward(const Call &call) {
+  const auto gradient = call.stack[call.first].toTensor().scalar_type();
+  const auto input = static_cast<at::ScalarType>(call.stack[call.first + 3].toInt());
+  if (gradient == input) return std::nullopt;
+  TORCH_CHECK(gradient == at::kFloat && input == at::kHalf,
+              "expected input and grad types to match, or input to be at::Half and grad to be at::Float");
+  call.stack[call.first + 3] = static_cast<int64_t>(gradient);
+  return input;
+}
+
+}  // namespace
+
+bool is_one_of(const std::string &name, std::initializer_list<const char *> operators) {
+  return std::any_of(operators.begin(), operators.end(), [&](const char *one) {
+    const size_t n = strlen(one);
+    return name.compare(0, n, one) == 0 && (name.size() == n || name[n] == '.');
+  });
+}
+
+bool waits(const std::string &name) {
+  return is_one_of(name, {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique",
+                          "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount", "histc",
+                          "repeat_interleave", "multinomial", "_coalesce"});
+}
+
+int64_t launches(const Call &call) {
+  // Views and sizes: nothing runs on the device. A number that is read is a copy, which `waits` stands for.
+  if (is_one_of(call.name, {"view",
+                            "as_strided",
+                            "_reshape_alias",
+                            "unfold",
+                            "view_as_real",
+                            "view_as_complex",
+                            "resize_",
+                            "set_",
+                            "_indices",
+                            "_values",
+                            "indices",
+                            "values",
+                            "sparse_dim",
+                            "dense_dim",
+                            "is_coalesced",
+                            "_nnz",
+                            "_dimI",
+                            "_dimV",
+                            "alias",
+                            "crow_indices",
+                            "col_indices",
+                            "_fused_sdp_choice",
+                            "_local_scalar_dense"})) {
+    return 0;
+  }
+  if (is_one_of(call.name, {"_amp_foreach_non_finite_check_and_unscale_"})) {
+    return unscale_launches(call.stack[call.first].toTensorVector());
+  }
+  if (starts_with(call.name, "_foreach_")) {
+    const Lists lists = lists_of(call);
+    if (lists.empty() || share_a_launch(call, lists)) return 1;
+    return static_cast<int64_t>(lists.front().size());
+  }
+  return 1;
+}
+
+void check(const Call &call) {
+  if (is_one_of(call.name, {"_amp_foreach_non_finite_check_and_unscale_"})) {
+    for (const Tensor &t : call.stack[call.first].toTensorVector()) {
+      TORCH_CHECK_NOT_IMPLEMENTED(t.scalar_type() != at::kBFloat16,
+                                  "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'");
+    }
+  }
+  if (starts_with(call.name, "_fused_") && call.stack[call.first].isTensorList()) {
+    TORCH_CHECK(are_alike(lists_of(call, "state_steps")), call.name,
+                ": params, grads and state must have the same dtype, device and layout, sizes and strides");
+  }
+}
+
+bool compute_alone(const Call &call) {
+  if (call.name != "_foreach_norm.Scalar") return false;
+  foreach_norm(call);
+  return true;
+}
+
+Adapted adapt(const Call &call) {
+  Adapted out;
+  if (starts_with(call.name, "_fused_") && call.stack[call.first].isTensorList()) widen(call, out);
+  if (is_one_of(call.name, {"_softmax", "_log_softmax"})) softmax_forward(call);
+  if (is_one_of(call.name, {"_softmax_backward_data", "_log_softmax_backward_data"}))
+    out.result = softmax_backward(call);
+  return out;
+}
+
+void finish(const Call &call, const Adapted &adapted) {
+  if (adapted.result) call.stack.back() = call.stack.back().toTensor().to(*adapted.result);
+  for (const auto &[to, from] : adapted.write_back) to.copy_(from);
+}
+
+}  // namespace simulated

@@ -1,0 +1,54 @@
+// Where CUDA's kernels do something else than those of the CPU: what they take, how they compute, what they cost.
+#pragma once
+
+#include <ATen/core/function_schema.h>
+#include <ATen/core/stack.h>
+
+#include <string>
+#include <vector>
+
+namespace simulated {
+
+// A call of an operator whose arguments, from `first` on, are the stack's last.
+struct Call {
+  const c10::FunctionSchema &schema;
+  const std::string &name;  // without its namespace, such as add.Tensor
+  torch::jit::Stack &stack;
+  size_t first;
+};
+
+// Whether `name`, which may have an overload, is one of the operators.
+bool is_one_of(const std::string &name, std::initializer_list<const char *> operators);
+
+// Whether PyTorch's kernel reads a number back to go on, for which the host waits.
+bool waits(const std::string &name);
+
+// The kernels that PyTorch launches for a call on device tensors: none for views, one in general, and one for each
+// tensor of a list where the tensors are not alike enough to share one.
+int64_t launches(const Call &call);
+
+// Refuses dtypes and layouts that PyTorch's kernel refuses.
+void check(const Call &call);
+
+// Runs the operator with arguments on the CPU, in the way of CUDA's kernel. `run` calls the kernel of the CPU.
+template <typename F>
+void compute(const Call &call, const F &run);
+
+// What `compute` is made of.
+bool compute_alone(const Call &call);
+struct Adapted {
+  std::vector<std::pair<at::Tensor, at::Tensor>> write_back;  // to, from
+  std::optional<at::ScalarType> result;
+};
+Adapted adapt(const Call &call);
+void finish(const Call &call, const Adapted &adapted);
+
+template <typename F>
+void compute(const Call &call, const F &run) {
+  if (compute_alone(call)) return;
+  const Adapted adapted = adapt(call);
+  run();
+  finish(call, adapted);
+}
+
+}  // namespace simulated

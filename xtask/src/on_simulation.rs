@@ -1,0 +1,92 @@
+//! The tests again, on simulated GPUs.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::process::run as show;
+use crate::simulation::{self, Simulation};
+use crate::workspace::{self, Workspace};
+
+/// Tests that touch no device, or for which a program must be alone with the CPU: its memory, its files, its signals.
+const CPU_ONLY: [&str; 8] = [
+    "abi",
+    "checkpoint_save",
+    "demo",
+    "examples",
+    "function_soak",
+    "linking",
+    "master_memory",
+    "scaler_soak",
+];
+
+/// Those whose answers travel from a device: they run with copies that arrive at once, and that arrive only when the
+/// host waits.
+const LAGS: [&str; 2] = ["0", "never"];
+const WITH_EVERY_LAG: [&str; 3] = ["optim", "scaler", "simulated"];
+
+/// Runs the tests on simulated GPUs, with CUDA required.
+pub(crate) fn test(workspace: &Workspace) -> Result<()> {
+    if let Err(reason) = simulation::check_possible(&workspace.libtorch) {
+        eprintln!(
+            "WARNING: the tests on simulated GPUs are SKIPPED, and with them every CUDA path: {reason:#}"
+        );
+        return Ok(());
+    }
+    let simulation = Simulation::provide(workspace)?;
+    let names = integration_tests(&workspace::root().join("tests"))?;
+    let on_devices = names.iter().map(String::as_str).filter(|name| !CPU_ONLY.contains(name));
+    show(cargo_test(workspace, &simulation, on_devices).arg("--lib"))?;
+    for lag in LAGS {
+        println!("\n-- SIMULATED_CUDA_LAG={lag}");
+        let mut tests = cargo_test(workspace, &simulation, WITH_EVERY_LAG);
+        show(tests.env("SIMULATED_CUDA_LAG", lag))?;
+    }
+    Ok(())
+}
+
+fn cargo_test<'a>(
+    workspace: &Workspace,
+    simulation: &Simulation,
+    names: impl IntoIterator<Item = &'a str>,
+) -> Command {
+    let mut tests = workspace.cargo("test");
+    for name in names {
+        tests.args(["--test", name]);
+    }
+    simulation.apply(&mut tests);
+    tests.env("TCH_AMP_REQUIRE_CUDA", "1").env("TCH_AMP_REQUIRE_SIMULATION", "1");
+    tests
+}
+
+/// The names of cargo's integration tests: the files and the folders with a `main.rs`.
+fn integration_tests(folder: &Path) -> Result<Vec<String>> {
+    let entries =
+        fs::read_dir(folder).with_context(|| format!("{} cannot be read", folder.display()))?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let path = entry?.path();
+        let is_test =
+            path.extension().is_some_and(|kind| kind == "rs") || path.join("main.rs").is_file();
+        if let Some(name) = path.file_stem().filter(|_| is_test) {
+            names.push(name.to_string_lossy().into_owned());
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_named_test_is_there() {
+        let names = integration_tests(&workspace::root().join("tests")).unwrap();
+        for name in CPU_ONLY.iter().chain(&WITH_EVERY_LAG) {
+            assert!(names.iter().any(|there| there == name), "{name}");
+        }
+    }
+}
