@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include "cells.h"
+
 namespace simulated {
 namespace {
 
@@ -176,6 +178,7 @@ void check(const Call &call) {
 }
 
 bool compute_alone(const Call &call) {
+  if (compute_cell(call)) return true;
   if (call.name != "_foreach_norm.Scalar") return false;
   foreach_norm(call);
   return true;

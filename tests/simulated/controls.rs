@@ -1,0 +1,101 @@
+//! The simulation notices what it is there to notice.
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Output};
+
+use tch::{Cuda, Device, Kind, Tensor};
+
+use crate::common::simulation::Simulation;
+use crate::common::to_f64;
+
+const SIGSEGV: i32 = 11;
+
+/// Runs a test of this program alone, in a process of its own.
+fn run_alone(test: &str) -> Output {
+    let program = std::env::current_exe().unwrap();
+    let arguments = [test, "--exact", "--ignored", "--nocapture", "--test-threads=1"];
+    Command::new(program).args(arguments).output().unwrap()
+}
+
+#[test]
+#[ignore = "it dies; a_host_read_of_device_memory_is_a_fault runs it"]
+fn reads_device_memory() {
+    let there = Tensor::ones([3], (Kind::Float, Device::Cuda(1)));
+    // SAFETY: none: the address is one of a device, and the read has to end the process.
+    println!("read {}", unsafe { *there.data_ptr().cast::<f32>() });
+}
+
+#[test]
+fn a_host_read_of_device_memory_is_a_fault() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let output = run_alone("controls::reads_device_memory");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.signal(), Some(SIGSEGV), "{said}");
+    assert!(said.contains("host code touches the memory of cuda:1 at offset"), "{said}");
+    assert!(!String::from_utf8_lossy(&output.stdout).contains("read 1"));
+}
+
+#[test]
+fn a_copy_that_nobody_waited_for_is_garbage() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let there = Tensor::ones([3], (Kind::Float, Device::Cuda(0)));
+    let here = there.to_device_(Device::Cpu, Kind::Float, true, false);
+    // Without a lag it is there at once.
+    let is_late = std::env::var("SIMULATED_CUDA_LAG").map_or(true, |lag| lag != "0");
+    assert_eq!(to_f64(&here)[0].is_nan(), is_late);
+    Cuda::synchronize(0);
+    assert_eq!(to_f64(&here), [1.0; 3]);
+}
+
+#[test]
+fn a_late_copy_brings_what_was_there_when_it_was_asked_for() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let mut there = Tensor::ones([3], (Kind::Float, Device::Cuda(0)));
+    let here = there.to_device_(Device::Cpu, Kind::Float, true, false);
+    let _ = there.fill_(7.0);
+    Cuda::synchronize(0);
+    assert_eq!(to_f64(&here), [1.0; 3]);
+}
+
+#[test]
+fn memory_of_a_device_is_not_zero_when_it_is_new() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for _ in 0..2 {
+        let fresh = Tensor::empty([300], (Kind::Float, Device::Cuda(0)));
+        assert!(to_f64(&fresh).iter().all(|x| x.is_nan()));
+        drop(fresh + 1.0);
+    }
+}
+
+#[test]
+fn an_operator_without_a_cuda_kernel_is_refused() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let there = Tensor::ones([2, 3], (Kind::Float, Device::Cuda(0)));
+    let error = there.f_to_mkldnn(None).unwrap_err().to_string();
+    assert!(error.contains("Could not run 'aten::to_mkldnn'"), "{error}");
+    assert!(error.contains("'CUDA' backend"), "{error}");
+}
+
+#[test]
+fn tensors_of_two_devices_do_not_meet() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let [here, there] = [0, 1].map(|i| Tensor::ones([2], (Kind::Float, Device::Cuda(i))));
+    let error = here.f_mul(&there).unwrap_err().to_string();
+    assert!(error.contains("Expected all tensors to be on the same device"), "{error}");
+    let error = here.f_mul(&Tensor::ones([2], (Kind::Float, Device::Cpu))).unwrap_err().to_string();
+    assert!(error.contains("Expected all tensors to be on the same device"), "{error}");
+}
+
+#[test]
+fn the_allocation_that_was_planted_fails_and_no_other() {
+    let Some(simulation) = Simulation::find() else { return };
+    let make = || Tensor::f_ones([2], (Kind::Float, Device::Cuda(1)));
+    simulation.fail_allocation(2);
+    assert!(make().is_ok());
+    let error = make().unwrap_err().to_string();
+    assert!(error.contains("CUDA out of memory"), "{error}");
+    assert!(make().is_ok());
+    assert_eq!(simulation.fail_allocation(5), 0);
+    assert!(make().is_ok());
+    assert_eq!(simulation.fail_allocation(0), 4);
+}
