@@ -52,7 +52,7 @@ fn a_late_copy_brings_what_was_there_when_it_was_asked_for() {
     let Some(_simulation) = Simulation::find() else { return };
     let mut there = Tensor::ones([3], (Kind::Float, Device::Cuda(0)));
     let here = there.to_device_(Device::Cpu, Kind::Float, true, false);
-    let _ = there.fill_(7.0);
+    drop(there.fill_(7.0));
     Cuda::synchronize(0);
     assert_eq!(to_f64(&here), [1.0; 3]);
 }

@@ -8,3 +8,4 @@ mod common;
 
 mod controls;
 mod counts;
+mod kernels;

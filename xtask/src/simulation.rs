@@ -1,7 +1,7 @@
 //! The simulated GPUs: `tests/simulated_cuda/` built into a library that takes the place of libtorch_cuda.
 
 use std::collections::VecDeque;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -38,7 +38,7 @@ impl Simulation {
             .with_context(|| format!("{} cannot be made", folder.display()))?;
         let _lock = cache::lock(&folder.join("lock"))?;
         let simulation = Self { folder };
-        let stamp = stamp(libtorch)?;
+        let stamp = stamp(&sources("")?, libtorch)?;
         if fs::read_to_string(simulation.folder.join("stamp")).is_ok_and(|known| known == stamp) {
             return Ok(simulation);
         }
@@ -57,29 +57,38 @@ impl Simulation {
         command.env("LD_LIBRARY_PATH", joined);
     }
 
+    /// Compiles what has changed, and links.
     fn build(&self, libtorch: &Libtorch) -> Result<()> {
         self.list_operators(libtorch)?;
-        let sources = files_ending(".cpp")?;
-        let objects: Vec<_> = sources.iter().map(|source| self.object(source)).collect();
-        let compilers = sources.iter().zip(&objects).map(|(source, object)| {
-            let mut compiler = cxx();
-            compiler.args(FLAGS);
-            if env::var_os("CI").is_some() {
-                compiler.arg("-Werror");
+        let mut objects = Vec::new();
+        let mut compilers = Vec::new();
+        for source in sources(".cpp")? {
+            let object = self.object(&source, libtorch)?;
+            if !object.is_file() {
+                compilers.push(self.compiler(&source, &object, libtorch));
             }
-            // System headers: their warnings are not ours.
-            for include in ["include", "include/torch/csrc/api/include"] {
-                compiler.arg("-isystem").arg(libtorch.root.join(include));
-            }
-            compiler.arg("-I").arg(&self.folder).arg(source).arg("-o").arg(object);
-            compiler
-        });
-        run_together(compilers.collect())?;
+            objects.push(object);
+        }
+        run_together(compilers)?;
         let mut linker = cxx();
         linker.args(["-shared", "-o"]).arg(self.folder.join(LIBRARY)).args(&objects);
         linker.arg(format!("-Wl,-soname,{LIBRARY}"));
         linker.arg("-L").arg(libtorch.lib()).args(["-ltorch_cpu", "-lc10"]);
         process::run(&mut linker)
+    }
+
+    fn compiler(&self, source: &Path, object: &Path, libtorch: &Libtorch) -> Command {
+        let mut compiler = cxx();
+        compiler.args(FLAGS);
+        if env::var_os("CI").is_some() {
+            compiler.arg("-Werror");
+        }
+        // System headers: their warnings are not ours.
+        for include in ["include", "include/torch/csrc/api/include"] {
+            compiler.arg("-isystem").arg(libtorch.root.join(include));
+        }
+        compiler.arg("-I").arg(&self.folder).arg(source).arg("-o").arg(object);
+        compiler
     }
 
     /// Writes the list of CUDA's operators that `operators.cpp` includes.
@@ -90,8 +99,13 @@ impl Simulation {
         process::run(script.arg(functions_of(libtorch)).arg(self.folder.join("operators.inc")))
     }
 
-    fn object(&self, source: &Path) -> PathBuf {
-        self.folder.join(source.file_name().unwrap_or(OsStr::new("source"))).with_extension("o")
+    /// Where the object of a source is, under a name that changes with all that it depends on.
+    fn object(&self, source: &Path, libtorch: &Libtorch) -> Result<PathBuf> {
+        let mut parts = sources(".h")?;
+        parts.push(self.folder.join("operators.inc"));
+        parts.push(source.to_owned());
+        let stem = source.file_stem().unwrap_or_default().to_string_lossy();
+        Ok(self.folder.join(format!("{stem}-{}.o", stamp(&parts, libtorch)?)))
     }
 }
 
@@ -119,28 +133,29 @@ pub(crate) fn check_possible(libtorch: &Libtorch) -> Result<()> {
     Ok(())
 }
 
-/// Changes with everything that the library is made of.
-fn stamp(libtorch: &Libtorch) -> Result<String> {
+/// Changes with the files, the compiler and the libtorch.
+fn stamp(files: &[PathBuf], libtorch: &Libtorch) -> Result<String> {
     let mut hasher = DefaultHasher::new();
-    for file in files_ending("")? {
-        file.file_name().hash(&mut hasher);
-        fs::read(&file)
-            .with_context(|| format!("{} cannot be read", file.display()))?
-            .hash(&mut hasher);
+    for file in files {
+        let text = fs::read(file).with_context(|| format!("{} cannot be read", file.display()))?;
+        (file.file_name(), text).hash(&mut hasher);
     }
     (tools::cxx()?, FLAGS, &libtorch.root, &libtorch.version).hash(&mut hasher);
-    Ok(format!("{:016x}\n", hasher.finish()))
+    Ok(format!("{:016x}", hasher.finish()))
 }
 
-fn files_ending(end: &str) -> Result<Vec<PathBuf>> {
+/// The files of the simulation whose names have this end, in order.
+fn sources(end: &str) -> Result<Vec<PathBuf>> {
     let folder = workspace::root().join(SOURCES);
     let entries =
         fs::read_dir(&folder).with_context(|| format!("{} cannot be read", folder.display()))?;
-    let paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
-    let name = |path: &PathBuf| path.file_name().map(|name| name.to_string_lossy().into_owned());
-    let is_file =
-        |path: &PathBuf| path.is_file() && name(path).is_some_and(|name| name.ends_with(end));
-    let mut files: Vec<_> = paths.into_iter().filter(is_file).collect();
+    let mut files = Vec::new();
+    for entry in entries {
+        let entry = entry?;
+        if entry.file_type()?.is_file() && entry.file_name().to_string_lossy().ends_with(end) {
+            files.push(entry.path());
+        }
+    }
     files.sort();
     Ok(files)
 }
