@@ -26,9 +26,12 @@ inline char *message(const char *text) {
 void fail_point();
 // Whether a test wants the CPU to be treated as another device.
 bool cpu_is_other_device();
+// Whether TCH_AMP_PLANTED_FAULT names this fault, which the tests on simulated GPUs have to notice.
+bool planted(const char *fault);
 #else
 inline void fail_point() {}
 inline bool cpu_is_other_device() { return false; }
+inline bool planted(const char *) { return false; }
 #endif
 
 // Runs `body`; when it throws, writes the message to `err` and returns zero, null or nothing.

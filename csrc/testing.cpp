@@ -4,6 +4,8 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <new>
 #include <optional>
 
@@ -28,6 +30,11 @@ void fail_point() {
 }
 
 bool cpu_is_other_device() { return other_device; }
+
+bool planted(const char *fault) {
+  static const char *const asked = std::getenv("TCH_AMP_PLANTED_FAULT");
+  return asked != nullptr && std::strcmp(asked, fault) == 0;
+}
 
 }  // namespace tamp
 
