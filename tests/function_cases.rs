@@ -193,14 +193,16 @@ fn functions_give_the_bits_of_pythons() {
     let calls = calls();
     let request =
         |call: &Call| json!({ "case": call.name, "inputs": encode_all(&call.inputs) }).to_string();
-    let printed = oracle.run(&[], &calls.iter().map(|call| request(call) + "\n").collect::<String>());
+    let printed =
+        oracle.run(&[], &calls.iter().map(|call| request(call) + "\n").collect::<String>());
     let theirs: Vec<Value> =
         printed.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
     assert_eq!(theirs.len(), calls.len());
     let mut devices = vec![Device::Cpu];
     devices.extend(gpus_that_round_as_the_cpu());
     for device in &devices {
-        for (index, (Call { name, case, inputs }, answer)) in calls.iter().zip(&theirs).enumerate() {
+        for (index, (Call { name, case, inputs }, answer)) in calls.iter().zip(&theirs).enumerate()
+        {
             let inputs: Vec<_> = inputs.iter().map(|input| leaf_on(*device, input)).collect();
             let outputs = case(&inputs);
             let grads: Vec<Tensor> = inputs.iter().map(Tensor::grad).collect();
