@@ -206,14 +206,16 @@ fn only_the_devices_that_are_named_are_cast() {
 
 #[test]
 fn each_device_has_its_own_cast() {
-    if !crate::common::cuda_or_skip() {
-        return;
-    }
+    crate::common::gpus().into_iter().for_each(check_casts);
+}
+
+/// The casts of inputs on the CPU and on `gpu`.
+fn check_casts(gpu: Device) {
     let both = |expected: [Kind; 2]| {
         function(
             move |_, x| {
                 assert_eq!([x[0].kind(), x[1].kind()], expected);
-                let on = [Device::Cpu, Device::Cuda(0)].map(is_autocast_enabled);
+                let on = [Device::Cpu, gpu].map(is_autocast_enabled);
                 assert_eq!(on, [false, expected[1] == Kind::Half]);
                 Ok([x[0] * 2.0, x[1] * 2.0])
             },
@@ -221,11 +223,11 @@ fn each_device_has_its_own_cast() {
         )
         .cast_inputs_on(Device::Cpu, Kind::Float)
     };
-    let inputs = [Device::Cpu, Device::Cuda(0)].map(|device| leaf_on(device, Kind::Half, &[2]));
+    let inputs = [Device::Cpu, gpu].map(|device| leaf_on(device, Kind::Half, &[2]));
     let _cpu = AutocastGuard::new(Device::Cpu).unwrap();
-    let _cuda = AutocastGuard::new(Device::Cuda(0)).unwrap();
+    let _cuda = AutocastGuard::new(gpu).unwrap();
     drop(both([Kind::Float, Kind::Half]).apply(&inputs).unwrap());
-    let cast = both([Kind::Float, Kind::Float]).cast_inputs_on(Device::Cuda(0), Kind::Float);
+    let cast = both([Kind::Float, Kind::Float]).cast_inputs_on(gpu, Kind::Float);
     drop(cast.apply(&inputs).unwrap());
 }
 
