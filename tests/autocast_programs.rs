@@ -1,6 +1,9 @@
 //! Random programs of nested autocast regions, run here and by Python's torch: after every operation the autocast state
 //! and every bit of the result are the same, gradients included.
 //!
+//! Ours run on the CPU and on the simulated GPUs, whose results have the bits of the CPU. Python computes on the CPU, for
+//! the GPUs by the lists of CUDA.
+//!
 //! `TCH_AMP_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` runs the one program of a failure again.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -16,12 +19,16 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::ops::Range;
 
+use common::gpus_that_round_as_the_cpu;
 use common::python::Oracle;
 use machine::{Answer, Machine, Outcome, describe};
 use program::{Function, Op};
-use tch::Kind;
+use tch::{Device, Kind};
 
 const PROGRAMS: u64 = 2_000;
+
+/// So many, from the first on, run on each GPU.
+const ON_A_GPU: u64 = 400;
 
 /// How often each function worked, by the state it ran in.
 type Seen = BTreeMap<(Function, &'static str), u32>;
@@ -45,34 +52,37 @@ fn region(answer: &Answer) -> &'static str {
     }
 }
 
+/// A program with the seed that it follows from.
+type Seeded = (u64, Vec<Op>);
+
+/// What Python answers to the operations of all programs, one line each, by the lists of `cpu` or `cuda`.
+fn answers(oracle: &Oracle, programs: &[Seeded], lists: &str) -> String {
+    let lines: String =
+        programs.iter().flat_map(|(_, ops)| ops).map(|op| format!("{op}\n")).collect();
+    oracle.run(&[lists], &lines)
+}
+
 /// The program with the two answers to its operation `at`, for the one who has to find out.
-fn report(seed: u64, ops: &[Op], at: usize, ours: &Answer, theirs: &Answer) -> String {
-    let mut text = format!("TCH_AMP_SEED={seed}, operation {at}:\n");
+fn report((seed, ops): &Seeded, at: usize, device: Device, both: [&Answer; 2]) -> String {
+    let mut text = format!("TCH_AMP_SEED={seed}, operation {at}, on {device:?}:\n");
     for (i, op) in ops[..=at].iter().enumerate() {
         writeln!(text, "{i:3} {op}").expect("a string takes all text");
     }
-    let (ours, theirs) = (describe(ours), describe(theirs));
+    let [ours, theirs] = both.map(describe);
     text + &format!("tch-amp: {ours}\nPyTorch: {theirs}")
 }
 
-#[test]
-fn random_programs_of_nested_regions_answer_as_pytorch_bit_by_bit() {
-    let Some(oracle) = Oracle::find("autocast_programs.py") else {
-        return;
-    };
-    tch::set_num_threads(1);
-    let programs: Vec<_> = seeds().map(|seed| (seed, generate::program(seed))).collect();
-    let lines: String =
-        programs.iter().flat_map(|(_, ops)| ops).map(|op| format!("{op}\n")).collect();
-    let printed = oracle.run(&[], &lines);
-    let mut theirs = printed.lines().map(Answer::parse);
-    let (mut machine, mut seen, mut errors, mut gradients) =
-        (Machine::default(), Seen::new(), 0, 0);
-    for (seed, ops) in &programs {
-        for (at, op) in ops.iter().enumerate() {
+/// Runs the programs on `device` beside Python's answers. All of what they are to reach must come up where there are
+/// `enough` of them.
+fn compare(device: Device, programs: &[Seeded], theirs: &str, enough: u64) {
+    let mut theirs = theirs.lines().map(Answer::parse);
+    let mut machine = Machine::new(device);
+    let (mut seen, mut errors, mut gradients) = (Seen::new(), 0, 0);
+    for program in programs {
+        for (at, op) in program.1.iter().enumerate() {
             let (ours, theirs) =
                 (machine.run(op), theirs.next().expect("an answer for every line"));
-            assert!(ours == theirs, "{}", report(*seed, ops, at, &ours, &theirs));
+            assert!(ours == theirs, "{}", report(program, at, device, [&ours, &theirs]));
             match (op, &ours.outcome) {
                 (_, Outcome::Error(_)) => errors += 1,
                 (Op::Grad(_), Outcome::Tensor(..)) => gradients += 1,
@@ -83,14 +93,30 @@ fn random_programs_of_nested_regions_answer_as_pytorch_bit_by_bit() {
             }
         }
     }
-    let operations = lines.lines().count();
     println!(
-        "{} programs, {operations} operations, {errors} of them errors on both sides",
+        "{} programs on {device:?}: {errors} operations are errors on both sides, {gradients} gradients; computed by \
+         state: {seen:?}",
         programs.len()
     );
-    println!("{gradients} gradients; computed by state: {seen:?}");
-    if programs.len() as u64 >= PROGRAMS {
+    if programs.len() as u64 >= enough {
         assert_eq!(seen.len(), 3 * Function::ALL.len(), "a function never worked in some state");
         assert!(errors > 0 && gradients > 0, "the programs no longer reach errors or gradients");
     }
+}
+
+#[test]
+fn random_programs_of_nested_regions_answer_as_pytorch_bit_by_bit() {
+    let Some(oracle) = Oracle::find("autocast_programs.py") else {
+        return;
+    };
+    tch::set_num_threads(1);
+    let programs: Vec<_> = seeds().map(|seed| (seed, generate::program(seed))).collect();
+    compare(Device::Cpu, &programs, &answers(&oracle, &programs, "cpu"), PROGRAMS);
+    let gpus = gpus_that_round_as_the_cpu();
+    if gpus.is_empty() {
+        return;
+    }
+    let some = &programs[..programs.len().min(ON_A_GPU as usize)];
+    let theirs = answers(&oracle, some, "cuda");
+    gpus.iter().for_each(|device| compare(*device, some, &theirs, ON_A_GPU));
 }

@@ -1,4 +1,5 @@
-//! Custom functions beside Python's: the same function written both ways, on the same random inputs, bit by bit.
+//! Custom functions beside Python's: the same function written both ways, on the same random inputs, bit by bit. Python
+//! computes on the CPU; ours run there and on the simulated GPUs, where backward runs on a thread of the device's own.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -11,6 +12,7 @@ use common::bits::{bits, kind_named};
 use common::functions::MyMm;
 use common::python::Oracle;
 use common::rng::Rng;
+use common::{for_each_device, gpus_that_round_as_the_cpu};
 
 const ROUNDS: usize = 40;
 
@@ -20,7 +22,7 @@ type Case = Box<dyn Fn(&[Tensor]) -> Vec<Tensor>>;
 fn product(cast: bool, dtype: Kind, enabled: bool) -> Case {
     Box::new(move |inputs| {
         let cast = cast.then_some(Kind::Float);
-        let region = Autocast::new(Device::Cpu).dtype(dtype).enabled(enabled);
+        let region = Autocast::new(inputs[0].device()).dtype(dtype).enabled(enabled);
         let out = region.run(|| MyMm { cast }.apply(inputs)).unwrap().unwrap();
         out.to_kind(Kind::Float).square().sum(None).backward();
         vec![out]
@@ -67,7 +69,7 @@ fn gelu(inputs: &[Tensor]) -> Vec<Tensor> {
             Ok(&g[0] * (&gate + out * (1.0 - &gate) * 1.702))
         },
     );
-    let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let region = Autocast::new(inputs[0].device()).dtype(Kind::BFloat16);
     let out = region.run(|| gelu.apply(&[inputs[0].mm(&inputs[1])])).unwrap().unwrap();
     out.to_kind(Kind::Float).sum(None).backward();
     vec![out]
@@ -158,62 +160,91 @@ fn cases() -> Vec<(String, Case, Vec<&'static str>)> {
     cases
 }
 
+/// A case with its inputs, which are leaves on the CPU.
+struct Call {
+    name: String,
+    case: Case,
+    inputs: Vec<Tensor>,
+}
+
+fn calls() -> Vec<Call> {
+    let mut rng = Rng::new(29);
+    let mut calls = Vec::new();
+    for _ in 0..ROUNDS {
+        for (name, case, kinds) in cases() {
+            let size = 1 + rng.below(6) as i64;
+            let inputs = kinds.iter().map(|kind| matrix(&mut rng, kind, size)).collect();
+            calls.push(Call { name, case, inputs });
+        }
+    }
+    calls
+}
+
+fn encode_all(tensors: &[Tensor]) -> Value {
+    tensors.iter().map(encode).collect()
+}
+
 #[test]
 fn functions_give_the_bits_of_pythons() {
     let Some(oracle) = Oracle::find("function_cases.py") else {
         return;
     };
     tch::set_num_threads(1);
-    let mut rng = Rng::new(29);
-    let (mut requests, mut ours) = (String::new(), Vec::new());
-    for round in 0..ROUNDS {
-        for (name, case, kinds) in cases() {
-            let size = 1 + rng.below(6) as i64;
-            let inputs: Vec<Tensor> =
-                kinds.iter().map(|kind| matrix(&mut rng, kind, size)).collect();
-            let encoded: Vec<Value> = inputs.iter().map(encode).collect();
-            requests += &json!({ "case": name, "inputs": encoded }).to_string();
-            requests.push('\n');
-            let outputs = case(&inputs);
-            let grads: Vec<Tensor> = inputs.iter().map(Tensor::grad).collect();
-            ours.push((format!("{name} {kinds:?} round {round}"), outputs, grads));
-        }
-    }
-    let printed = oracle.run(&[], &requests);
+    let calls = calls();
+    let request =
+        |call: &Call| json!({ "case": call.name, "inputs": encode_all(&call.inputs) }).to_string();
+    let printed =
+        oracle.run(&[], &calls.iter().map(|call| request(call) + "\n").collect::<String>());
     let theirs: Vec<Value> =
         printed.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect();
-    assert_eq!(theirs.len(), ours.len());
-    for ((name, outputs, grads), answer) in ours.iter().zip(&theirs) {
-        let list = |tensors: &[Tensor]| Value::from(tensors.iter().map(encode).collect::<Vec<_>>());
-        assert_eq!(list(outputs), answer["outputs"], "outputs of {name}");
-        assert_eq!(list(grads), answer["grads"], "gradients of {name}");
+    assert_eq!(theirs.len(), calls.len());
+    let mut devices = vec![Device::Cpu];
+    devices.extend(gpus_that_round_as_the_cpu());
+    for device in &devices {
+        for (index, (Call { name, case, inputs }, answer)) in calls.iter().zip(&theirs).enumerate()
+        {
+            let inputs: Vec<_> = inputs.iter().map(|input| leaf_on(*device, input)).collect();
+            let outputs = case(&inputs);
+            let grads: Vec<Tensor> = inputs.iter().map(Tensor::grad).collect();
+            let of = format!("of call {index}, {name}, on {device:?}");
+            assert!(outputs.iter().all(|output| output.device() == *device), "outputs {of}");
+            assert_eq!(encode_all(&outputs), answer["outputs"], "outputs {of}");
+            assert_eq!(encode_all(&grads), answer["grads"], "gradients {of}");
+        }
     }
-    println!("{} calls give the bits of Python's", ours.len());
+    println!("{} calls give the bits of Python's on {devices:?}", calls.len());
 }
 
 /// Cast inputs take part in a second derivative, which they do not in PyTorch: beside the cast written out.
 #[test]
 fn a_penalty_goes_through_a_cast() {
-    let mut rng = Rng::new(31);
-    for _ in 0..ROUNDS {
-        let inputs: [Tensor; 2] = [(); 2].map(|()| matrix(&mut rng, "bfloat16", 3));
-        let copies = inputs.each_ref().map(|t| t.detach().set_requires_grad(true));
-        let penalty = |out: Tensor, inputs: &[Tensor; 2]| {
-            let grads = Tensor::run_backward(&[out.square().sum(None)], inputs, true, true);
-            (grads[0].square().sum(None) + grads[1].square().sum(None)).backward();
-            inputs.each_ref().map(|input| bits(&input.grad()))
-        };
-        let cast = MyMm { cast: Some(Kind::Float) };
-        let ours = autocast(Device::Cpu, || cast.apply(&inputs)).unwrap().unwrap();
-        let [a, b] = copies.each_ref().map(|t| t.to_kind(Kind::Float));
-        assert_eq!(penalty(ours, &inputs), penalty(a.mm(&b), &copies));
-    }
+    for_each_device(|device| {
+        let mut rng = Rng::new(31);
+        for _ in 0..ROUNDS {
+            let inputs = [(); 2].map(|()| leaf_on(device, &matrix(&mut rng, "bfloat16", 3)));
+            let copies = inputs.each_ref().map(|t| t.detach().set_requires_grad(true));
+            let penalty = |out: Tensor, inputs: &[Tensor; 2]| {
+                let grads = Tensor::run_backward(&[out.square().sum(None)], inputs, true, true);
+                (grads[0].square().sum(None) + grads[1].square().sum(None)).backward();
+                inputs.each_ref().map(|input| bits(&input.grad()))
+            };
+            let cast = MyMm { cast: Some(Kind::Float) };
+            let ours = autocast(device, || cast.apply(&inputs)).unwrap().unwrap();
+            let [a, b] = copies.each_ref().map(|t| t.to_kind(Kind::Float));
+            assert_eq!(penalty(ours, &inputs), penalty(a.mm(&b), &copies));
+        }
+    });
 }
 
 fn matrix(rng: &mut Rng, kind: &str, size: i64) -> Tensor {
     let values: Vec<f64> = (0..size * size).map(|_| rng.eighth()).collect();
     let matrix = Tensor::from_slice(&values).view([size, size]).to_kind(kind_named(kind));
     matrix.set_requires_grad(true)
+}
+
+/// A leaf of its own with the numbers of `tensor`.
+fn leaf_on(device: Device, tensor: &Tensor) -> Tensor {
+    tensor.detach().copy().to_device(device).set_requires_grad(true)
 }
 
 fn encode(tensor: &Tensor) -> Value {

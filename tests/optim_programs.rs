@@ -1,4 +1,5 @@
-//! Random training runs, beside `torch.optim` with `fused=True` and `torch.amp.GradScaler`, bit by bit.
+//! Random training runs, beside `torch.optim` with `fused=True` and `torch.amp.GradScaler`, bit by bit. Python computes
+//! on the CPU; ours run there and on the simulated GPUs, alone and with parameters on both.
 //!
 //! Environment: `TCH_AMP_OPTIM_PROGRAMS` is how many, `TCH_AMP_SEED` runs one.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
@@ -9,14 +10,76 @@ mod generate;
 #[path = "optim_programs/machine.rs"]
 mod machine;
 
+use common::gpus_that_round_as_the_cpu;
 use common::python::Oracle;
+use generate::Program;
 use machine::Machine;
+use tch::Device;
 
 const PROGRAMS: u64 = 3000;
+
+/// So many, from the first on, run on each GPU and on both together.
+const ON_GPUS: usize = 300;
+
+/// A program with the seed that it follows from.
+type Seeded = (u64, Program);
 
 fn number(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
     Some(value.parse().unwrap_or_else(|_| panic!("{name} is a number, not {value:?}")))
+}
+
+/// The programs for the oracle.
+fn lines(devices: &[Device], programs: &[Seeded]) -> String {
+    let gpus = devices.iter().filter(|device| device.is_cuda()).count();
+    programs.iter().map(|(_, program)| program.json(gpus).to_string() + "\n").collect()
+}
+
+/// The first tensor that differs: of a parameter, itself and then its state.
+fn difference(ours: &str, theirs: &str) -> String {
+    for (param, (ours, theirs)) in ours.split(' ').zip(theirs.split(' ')).enumerate() {
+        let (ours, theirs): (Vec<_>, Vec<_>) =
+            (ours.split(',').collect(), theirs.split(',').collect());
+        for place in 0..ours.len().max(theirs.len()) {
+            let [ours, theirs] =
+                [&ours, &theirs].map(|parts| parts.get(place).unwrap_or(&"nothing"));
+            if ours != theirs {
+                let what = format!("parameter {param} (the scale comes last), tensor {place}");
+                return format!("{what}\nhere:    {ours}\nPyTorch: {theirs}");
+            }
+        }
+    }
+    "another number of parameters".to_owned()
+}
+
+/// Runs the programs with their parameters on these devices, by turns, beside Python's answers to their steps.
+fn compare<'a>(
+    devices: &[Device],
+    programs: &[Seeded],
+    mut answers: impl Iterator<Item = &'a str>,
+) {
+    let (mut skipped, mut taken) = (0, 0);
+    for (seed, program) in programs {
+        let mut machine = Machine::new(program, devices);
+        for (index, step) in program.steps.iter().enumerate() {
+            let stepped = machine.step(step);
+            let place = format!("TCH_AMP_SEED={seed}, step {index} on {devices:?}");
+            assert_eq!(stepped, !step.overflow, "{place}");
+            if stepped {
+                taken += 1
+            } else {
+                skipped += 1
+            }
+            let theirs = answers.next().expect("an answer for each step");
+            let ours = machine.told();
+            let what = program.summary();
+            assert!(ours == theirs, "{place} of {what}\n{}", difference(&ours, theirs));
+        }
+    }
+    println!("{} programs on {devices:?}: {taken} steps taken, {skipped} skipped", programs.len());
+    if programs.len() > 100 {
+        assert!(skipped > programs.len() / 4 && taken > programs.len(), "both kinds of step");
+    }
 }
 
 #[test]
@@ -30,33 +93,21 @@ fn training_is_pythons_bit_by_bit() {
         Some(seed) => seed..seed + 1,
         None => 0..number("TCH_AMP_OPTIM_PROGRAMS").unwrap_or(PROGRAMS),
     };
-    let programs: Vec<_> = seeds.clone().map(generate::program).collect();
-    let lines: String = programs.iter().map(|program| program.json().to_string() + "\n").collect();
-    let answers = oracle.run(&[], &lines);
-    let mut answers = answers.lines();
-    let (mut skipped, mut taken) = (0, 0);
-    for (seed, program) in seeds.zip(&programs) {
-        let mut machine = Machine::new(program);
-        for (index, step) in program.steps.iter().enumerate() {
-            let stepped = machine.step(step);
-            assert_eq!(stepped, !step.overflow, "TCH_AMP_SEED={seed}, step {index}");
-            if stepped {
-                taken += 1
-            } else {
-                skipped += 1
-            }
-            let theirs = answers.next().expect("an answer for each step");
-            let ours = machine.told();
-            assert!(
-                ours == theirs,
-                "TCH_AMP_SEED={seed} differs at step {index} of {}\nhere:    {ours}\nPyTorch: {theirs}",
-                program.summary(),
-            );
-        }
+    let programs: Vec<_> = seeds.map(|seed| (seed, generate::program(seed))).collect();
+    let some = &programs[..programs.len().min(ON_GPUS)];
+    let mut runs = vec![(vec![Device::Cpu], programs.as_slice())];
+    let gpus = gpus_that_round_as_the_cpu();
+    runs.extend(gpus.iter().map(|gpu| (vec![*gpu], some)));
+    if gpus.len() > 1 {
+        runs.push((gpus, some));
     }
-    println!("{} programs: {taken} steps taken, {skipped} skipped", programs.len());
-    if programs.len() > 100 {
-        assert!(skipped > programs.len() / 4 && taken > programs.len(), "both kinds of step");
+    let answers = oracle.run(
+        &[],
+        &runs.iter().map(|(devices, programs)| lines(devices, programs)).collect::<String>(),
+    );
+    let mut answers = answers.lines();
+    for (devices, programs) in &runs {
+        compare(devices, programs, &mut answers);
     }
 }
 

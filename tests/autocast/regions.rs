@@ -7,7 +7,7 @@ use tch_amp::{
     is_autocast_enabled,
 };
 
-use crate::common::{cuda_or_skip, for_each_device, skipped};
+use crate::common::{cuda_or_skip, for_each_device, gpus, skipped};
 use crate::{OUTSIDE, alone, seen};
 
 fn square(device: Device) -> Tensor {
@@ -126,14 +126,13 @@ fn cuda_that_cannot_be_used_is_refused_with_the_reason_and_allowed_when_disabled
 #[test]
 fn regions_of_several_devices_are_independent() {
     let _alone = alone();
-    if !cuda_or_skip() {
-        return;
+    for gpu in gpus() {
+        let _cuda = AutocastGuard::new(gpu).unwrap();
+        assert!(!is_autocast_enabled(Device::Cpu));
+        let _cpu = AutocastGuard::new(Device::Cpu).unwrap();
+        let products = [Device::Cpu, gpu].map(|device| square(device).mm(&square(device)));
+        assert_eq!(products.map(|product| product.kind()), [Kind::BFloat16, Kind::Half], "{gpu:?}");
     }
-    let _cuda = AutocastGuard::new(Device::Cuda(0)).unwrap();
-    assert!(!is_autocast_enabled(Device::Cpu));
-    let _cpu = AutocastGuard::new(Device::Cpu).unwrap();
-    let products = [Device::Cpu, Device::Cuda(0)].map(|device| square(device).mm(&square(device)));
-    assert_eq!(products.map(|product| product.kind()), [Kind::BFloat16, Kind::Half]);
 }
 
 #[test]

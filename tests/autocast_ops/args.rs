@@ -1,7 +1,7 @@
 //! The arguments of a case, read from the oracle's JSON.
 
 use serde_json::Value;
-use tch::{Reduction, Tensor};
+use tch::{Kind, Reduction, Tensor};
 
 use crate::common::bits::{from_hex, kind_named};
 
@@ -23,6 +23,22 @@ impl Arg {
             Arg::None => None,
             Arg::Tensor(tensor) => Some(tensor),
             other => panic!("{other:?} is no tensor"),
+        }
+    }
+
+    fn each_tensor(&self, f: &mut impl FnMut(&Tensor)) {
+        match self {
+            Arg::Tensor(tensor) => f(tensor),
+            Arg::List(items) => items.iter().for_each(|item| item.each_tensor(f)),
+            _ => {}
+        }
+    }
+
+    fn replace(&mut self, f: &impl Fn(&Tensor) -> Tensor) {
+        match self {
+            Arg::Tensor(tensor) => *tensor = f(tensor),
+            Arg::List(items) => items.iter_mut().for_each(|item| item.replace(f)),
+            _ => {}
         }
     }
 }
@@ -94,6 +110,7 @@ impl Place for (usize, &str) {
 pub struct Args {
     positional: Vec<Arg>,
     named: Vec<(String, Arg)>,
+    kind: Option<Kind>,
 }
 
 impl Args {
@@ -102,7 +119,33 @@ impl Args {
         Self {
             positional: list(positional).iter().map(read).collect(),
             named: named.iter().map(|(name, value)| (name.clone(), read(value))).collect(),
+            kind: None,
         }
+    }
+
+    /// All tensors, in order.
+    pub fn tensors(&self) -> Vec<Tensor> {
+        let mut tensors = Vec::new();
+        let args = self.positional.iter().chain(self.named.iter().map(|(_, arg)| arg));
+        args.for_each(|arg| arg.each_tensor(&mut |tensor| tensors.push(tensor.shallow_clone())));
+        tensors
+    }
+
+    /// The arguments with each tensor replaced.
+    pub fn map(mut self, f: impl Fn(&Tensor) -> Tensor) -> Self {
+        let args = self.positional.iter_mut().chain(self.named.iter_mut().map(|(_, arg)| arg));
+        args.for_each(|arg| arg.replace(&f));
+        self
+    }
+
+    /// The arguments of a call that asks for a kind, where the op takes one.
+    pub fn in_kind(self, kind: Kind) -> Self {
+        Self { kind: Some(kind), ..self }
+    }
+
+    /// The kind that is asked for; without one, an op keeps the kind that it computes in.
+    pub fn kind(&self) -> Option<Kind> {
+        self.kind
     }
 
     pub fn count(&self) -> usize {

@@ -55,8 +55,11 @@ pub const OPS: &[Entry] = &[
     ("bilinear", |a| one(Tensor::f_bilinear(a.t(0), a.t(1), a.t(2), a.opt(3)))),
     ("bmm", |a| one(a.t(0).f_bmm(a.t(1)))),
     ("chain_matmul", |a| {
-        let matrices: Vec<_> = (0..a.count()).map(|i| a.t(i)).collect();
-        one(Tensor::f_chain_matmul(&matrices))
+        // One by one, as torch.chain_matmul has them, or as the dispatcher's list.
+        one(match a.is_tensor(0) {
+            true => Tensor::f_chain_matmul(&(0..a.count()).map(|i| a.t(i)).collect::<Vec<_>>()),
+            false => Tensor::f_chain_matmul(&a.ts(0)),
+        })
     }),
     ("cross", |a| one(a.t(0).f_cross(a.t(1), None))),
     ("dot", |a| one(a.t(0).f_dot(a.t(1)))),

@@ -27,12 +27,62 @@ pub const NOT_IN_TCH: &[Missing] = &[
         only_in: None,
     },
     Missing {
+        op: "_thnn_fused_lstm_cell",
+        reason: "tch binds only its backward; lstm_cell, which calls it on CUDA, is compared",
+        only_in: None,
+    },
+    Missing {
+        op: "_thnn_fused_gru_cell",
+        reason: "tch binds only its backward; gru_cell, which calls it on CUDA, is compared",
+        only_in: None,
+    },
+    Missing {
+        op: "_scaled_dot_product_flash_attention",
+        reason: "tch binds only its backward; scaled_dot_product_attention, which calls it, is compared",
+        only_in: None,
+    },
+    Missing {
+        op: "_cudnn_rnn",
+        reason: "its weights are a buffer that cuDNN has laid out; lstm, gru and rnn_..., which call it, have no such",
+        only_in: None,
+    },
+    Missing {
         op: "index_copy.dimname",
         reason: "tch binds no op with named dimensions",
         only_in: Some("2.11"),
     },
     Missing {
         op: "prod.dim_Dimname",
+        reason: "tch binds no op with named dimensions",
+        only_in: Some("2.11"),
+    },
+    Missing {
+        op: "cumprod.dimname",
+        reason: "tch binds no op with named dimensions",
+        only_in: Some("2.11"),
+    },
+    Missing {
+        op: "cumsum.dimname",
+        reason: "tch binds no op with named dimensions",
+        only_in: Some("2.11"),
+    },
+    Missing {
+        op: "log_softmax.Dimname",
+        reason: "tch binds no op with named dimensions",
+        only_in: Some("2.11"),
+    },
+    Missing {
+        op: "norm.names_ScalarOpt_dim",
+        reason: "tch binds no op with named dimensions",
+        only_in: Some("2.11"),
+    },
+    Missing {
+        op: "softmax.Dimname",
+        reason: "tch binds no op with named dimensions",
+        only_in: Some("2.11"),
+    },
+    Missing {
+        op: "sum.dim_DimnameList",
         reason: "tch binds no op with named dimensions",
         only_in: Some("2.11"),
     },

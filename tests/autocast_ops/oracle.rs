@@ -1,5 +1,6 @@
 //! What Python's torch did: the cases with their arguments and results.
 
+use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use serde_json::Value;
@@ -15,6 +16,10 @@ pub struct Answers {
     pub torch: String,
     /// The ops, with overload, for which the dispatcher has a function under the key AutocastCPU.
     pub registered: Vec<String>,
+    /// The same for AutocastCUDA.
+    pub registered_on_cuda: Vec<String>,
+    /// The name of the list that an op is in on CUDA.
+    pub cuda_lists: BTreeMap<String, String>,
     pub cases: Vec<Case>,
 }
 
@@ -75,10 +80,17 @@ pub fn answers() -> Option<&'static Answers> {
 fn read(printed: &str) -> Answers {
     let mut lines = printed.lines().map(|line| serde_json::from_str(line).expect("a line of JSON"));
     let first: Value = lines.next().expect("the oracle says what it is");
-    let names = first["registered"].as_array().expect("a list of ops");
+    let names = |value: &Value| {
+        let names = value.as_array().expect("a list of ops").iter();
+        names.map(|name| name.as_str().expect("a name").to_owned()).collect()
+    };
+    let lists = first["cuda"]["lists"].as_object().expect("a list for each op");
+    let lists = lists.iter().map(|(op, list)| (op, list.as_str().expect("the name of a list")));
     Answers {
         torch: first["torch"].as_str().expect("a version").to_owned(),
-        registered: names.iter().map(|name| name.as_str().expect("a name").to_owned()).collect(),
+        registered: names(&first["registered"]),
+        registered_on_cuda: names(&first["cuda"]["registered"]),
+        cuda_lists: lists.map(|(op, list)| (op.clone(), list.to_owned())).collect(),
         cases: lines.map(Case).collect(),
     }
 }

@@ -54,6 +54,7 @@ pub const OTHERS: &[Entry] = &[
         true => one(a.t(0).f_pow(a.t(1))),
         false => one(a.t(0).f_pow_tensor_scalar(a.float(1).unwrap())),
     }),
+    ("pow.Scalar", |a| one(Tensor::f_pow_scalar(a.float(0).unwrap(), a.t(1)))),
     ("addcdiv", |a| one(a.t(0).f_addcdiv(a.t(1), a.t(2)))),
     ("addcmul", |a| one(a.t(0).f_addcmul(a.t(1), a.t(2)))),
     ("atan2", |a| one(a.t(0).f_atan2(a.t(1)))),

@@ -1,10 +1,11 @@
 //! From the name of an op, as PyTorch's lists or the dispatcher have it, to its call in tch.
 
-use tch::{Kind, TchError, Tensor};
+use tch::{TchError, Tensor};
 
 use crate::args::Args;
 use crate::{
     convolution, factorisation, loss, matrix, pointwise, pooling, recurrent, reduction, spectral,
+    upsampling,
 };
 
 /// What an op gives: its tensors, or its error.
@@ -13,10 +14,7 @@ pub type Outputs = Result<Vec<Tensor>, TchError>;
 /// A name and the call.
 pub type Entry = (&'static str, fn(&Args) -> Outputs);
 
-/// No kind asked for: an op keeps the one it computes in.
-pub const NO_KIND: Option<Kind> = None;
-
-const TABLES: [&[Entry]; 11] = [
+const TABLES: [&[Entry]; 12] = [
     pointwise::COMPARISONS,
     pointwise::UNARY,
     pointwise::OTHERS,
@@ -28,6 +26,7 @@ const TABLES: [&[Entry]; 11] = [
     recurrent::OPS,
     spectral::OPS,
     factorisation::OPS,
+    upsampling::OPS,
 ];
 
 /// All entries.

@@ -6,7 +6,7 @@ use tch_amp::{Autocast, AutocastGuard};
 use crate::common::bits::{bits, canonical, from_hex};
 use crate::program::{Function, Op, kind_called, kind_name};
 
-/// The autocast state of the CPU after an operation, and what the operation gave.
+/// The autocast state of the device after an operation, and what the operation gave.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
     pub enabled: bool,
@@ -41,44 +41,50 @@ impl Answer {
         Self { enabled, cache, dtype, outcome }
     }
 
-    fn now(outcome: Outcome) -> Self {
+    fn now(device: Device, outcome: Outcome) -> Self {
         Self {
-            enabled: tch_amp::is_autocast_enabled(Device::Cpu),
+            enabled: tch_amp::is_autocast_enabled(device),
             cache: tch_amp::is_cache_enabled(),
-            dtype: tch_amp::autocast_dtype(Device::Cpu).expect("the CPU has autocast"),
+            dtype: tch_amp::autocast_dtype(device).expect("the device has autocast"),
             outcome,
         }
     }
 }
 
-/// The tensors of a program and the regions it has open.
-#[derive(Default)]
+/// The tensors of a program, all on one device, and the regions it has open.
 pub struct Machine {
+    device: Device,
     values: Vec<Tensor>,
     regions: Vec<AutocastGuard>,
     no_grad: Option<NoGradGuard>,
 }
 
 impl Machine {
+    pub fn new(device: Device) -> Self {
+        Self { device, values: Vec::new(), regions: Vec::new(), no_grad: None }
+    }
+
     pub fn run(&mut self, op: &Op) -> Answer {
         let outcome = match self.step(op) {
             Ok(None) => Outcome::Nothing,
             Ok(Some(tensor)) => Outcome::Tensor(tensor.kind(), bits(&tensor)),
             Err(TchError::Torch(message)) => {
-                Outcome::Error(message.lines().next().unwrap_or_default().to_owned())
+                // Of tensors on a simulated GPU its kernels, which are the CPU's, speak as of tensors on the CPU.
+                Outcome::Error(message.lines().next().unwrap_or_default().replace("CUDA", "CPU"))
             }
             Err(error) => panic!("{error} is not from libtorch"),
         };
-        Answer::now(outcome)
+        Answer::now(self.device, outcome)
     }
 
     fn step(&mut self, op: &Op) -> Result<Option<Tensor>, TchError> {
         match op {
             // Drops the open regions first to last: the state must be back all the same.
-            Op::Program => *self = Self::default(),
+            Op::Program => *self = Self::new(self.device),
             Op::Tensor { kind, leaf, values } => {
                 // The change of kind comes last: its result is no view, and casts of views are not cached.
-                let tensor = Tensor::from_slice(values).reshape([4, 4]).to_kind(*kind);
+                let values = Tensor::from_slice(values).to_device(self.device);
+                let tensor = values.reshape([4, 4]).to_kind(*kind);
                 return Ok(Some(self.keep(tensor.set_requires_grad(*leaf))));
             }
             Op::Enter { dtype, enabled, cache } => self.enter(*dtype, *enabled, *cache),
@@ -108,14 +114,14 @@ impl Machine {
     }
 
     fn enter(&mut self, dtype: Option<Kind>, enabled: bool, cache: Option<bool>) {
-        let mut region = Autocast::new(Device::Cpu).enabled(enabled);
+        let mut region = Autocast::new(self.device).enabled(enabled);
         if let Some(dtype) = dtype {
             region = region.dtype(dtype);
         }
         if let Some(cache) = cache {
             region = region.cache(cache);
         }
-        self.regions.push(region.enter().expect("the CPU has these regions"));
+        self.regions.push(region.enter().expect("the device has these regions"));
     }
 
     fn compute(&mut self, function: Function, operands: &[usize]) -> Result<Tensor, TchError> {

@@ -14,14 +14,59 @@ use std::sync::Once;
 
 use tch::{Cuda, Device, Kind, Tensor};
 
-/// Runs `test` on the CPU and, where CUDA is usable, on the first CUDA device.
-///
-/// Without CUDA the skip is printed; `TCH_AMP_REQUIRE_CUDA=1` turns it into a failure.
+/// Runs `test` on each of the [`devices`], and says on which of them it failed.
 pub fn for_each_device(test: impl Fn(Device)) {
-    test(Device::Cpu);
-    if cuda_or_skip() {
-        test(Device::Cuda(0));
+    for device in devices() {
+        let _on = On(device);
+        test(device);
     }
+}
+
+/// The device of a test that is running.
+struct On(Device);
+
+impl Drop for On {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("on {:?}", self.0);
+        }
+    }
+}
+
+/// The CPU and, where CUDA is usable, the first two CUDA devices.
+///
+/// Device 0 is the current one all the while: what takes the current device for the one of its tensors works on device
+/// 0, and fails on device 1. Without CUDA the skip is printed; `TCH_AMP_REQUIRE_CUDA=1` turns it into a failure.
+pub fn devices() -> Vec<Device> {
+    let mut devices = vec![Device::Cpu];
+    devices.extend(gpus());
+    devices
+}
+
+/// The first two CUDA devices, or as many as there are, which is said where it is fewer.
+pub fn gpus() -> Vec<Device> {
+    if !cuda_or_skip() {
+        return Vec::new();
+    }
+    if Cuda::device_count() < 2 {
+        static SAID: Once = Once::new();
+        SAID.call_once(|| skipped("and others, on a second CUDA device: there is only one"));
+        return vec![Device::Cuda(0)];
+    }
+    vec![Device::Cuda(0), Device::Cuda(1)]
+}
+
+/// The simulated CUDA devices; none, with a printed reason, on a real GPU, whose kernels round in their own way.
+///
+/// The simulation computes with the kernels of the CPU, so that what runs there can be compared bit by bit with what
+/// Python computes on the CPU.
+pub fn gpus_that_round_as_the_cpu() -> Vec<Device> {
+    let gpus = gpus();
+    if gpus.is_empty() || simulation::is_simulated() {
+        return gpus;
+    }
+    skipped("the bits of a GPU's kernels are not those of the CPU's");
+    Vec::new()
 }
 
 /// Tells whether CUDA tests can run here, and says so loudly when they cannot.

@@ -166,22 +166,24 @@ fn custom_cast_inputs() {
 /// not.
 #[test]
 fn a_weight_that_changed_is_cast_anew_in_backward() {
-    let w = Tensor::from_slice(&[2f32]).view([1, 1]).set_requires_grad(true);
-    let x = Tensor::from_slice(&[1f32]).view([1, 1]).set_requires_grad(true);
-    let linear = function(
-        |ctx, x| {
-            ctx.save_value(x[1].detach());
-            Ok(x[0].f_mm(x[1])?)
-        },
-        |ctx, g| {
-            let w = ctx.saved_value::<Tensor>()?;
-            Ok([Some(g[0].mm(&w.shallow_clone())), None])
-        },
-    );
-    let y = autocast(Device::Cpu, || linear.apply(&[&x, &w])).unwrap().unwrap();
-    drop(tch::no_grad(|| w.shallow_clone().fill_(16.0)));
-    y.sum(None).backward();
-    assert_eq!(x.grad().double_value(&[0, 0]), 16.0);
+    for_each_device(|device| {
+        let w = Tensor::full([1, 1], 2, (Kind::Float, device)).set_requires_grad(true);
+        let x = Tensor::ones([1, 1], (Kind::Float, device)).set_requires_grad(true);
+        let linear = function(
+            |ctx, x| {
+                ctx.save_value(x[1].detach());
+                Ok(x[0].f_mm(x[1])?)
+            },
+            |ctx, g| {
+                let w = ctx.saved_value::<Tensor>()?;
+                Ok([Some(g[0].mm(&w.shallow_clone())), None])
+            },
+        );
+        let y = autocast(device, || linear.apply(&[&x, &w])).unwrap().unwrap();
+        drop(tch::no_grad(|| w.shallow_clone().fill_(16.0)));
+        y.sum(None).backward();
+        assert_eq!(x.grad().double_value(&[0, 0]), 16.0);
+    });
 }
 
 #[test]
@@ -204,14 +206,16 @@ fn only_the_devices_that_are_named_are_cast() {
 
 #[test]
 fn each_device_has_its_own_cast() {
-    if !crate::common::cuda_or_skip() {
-        return;
-    }
+    crate::common::gpus().into_iter().for_each(check_casts);
+}
+
+/// The casts of inputs on the CPU and on `gpu`.
+fn check_casts(gpu: Device) {
     let both = |expected: [Kind; 2]| {
         function(
             move |_, x| {
                 assert_eq!([x[0].kind(), x[1].kind()], expected);
-                let on = [Device::Cpu, Device::Cuda(0)].map(is_autocast_enabled);
+                let on = [Device::Cpu, gpu].map(is_autocast_enabled);
                 assert_eq!(on, [false, expected[1] == Kind::Half]);
                 Ok([x[0] * 2.0, x[1] * 2.0])
             },
@@ -219,22 +223,24 @@ fn each_device_has_its_own_cast() {
         )
         .cast_inputs_on(Device::Cpu, Kind::Float)
     };
-    let inputs = [Device::Cpu, Device::Cuda(0)].map(|device| leaf_on(device, Kind::Half, &[2]));
+    let inputs = [Device::Cpu, gpu].map(|device| leaf_on(device, Kind::Half, &[2]));
     let _cpu = AutocastGuard::new(Device::Cpu).unwrap();
-    let _cuda = AutocastGuard::new(Device::Cuda(0)).unwrap();
+    let _cuda = AutocastGuard::new(gpu).unwrap();
     drop(both([Kind::Float, Kind::Half]).apply(&inputs).unwrap());
-    let cast = both([Kind::Float, Kind::Float]).cast_inputs_on(Device::Cuda(0), Kind::Float);
+    let cast = both([Kind::Float, Kind::Float]).cast_inputs_on(gpu, Kind::Float);
     drop(cast.apply(&inputs).unwrap());
 }
 
 #[test]
 fn an_input_that_needs_no_cast_is_the_input_itself() {
-    let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
-    let z = &x * 1.0;
-    let y = autocast(Device::Cpu, || double_(&z, Some(Kind::Float)));
-    assert_eq!(y.unwrap().unwrap().data_ptr(), z.data_ptr());
-    z.sum(None).backward();
-    assert_eq!(x.grad().double_value(&[0]), 2.0);
+    for_each_device(|device| {
+        let x = Tensor::ones([1], (Kind::Float, device)).set_requires_grad(true);
+        let z = &x * 1.0;
+        let y = autocast(device, || double_(&z, Some(Kind::Float)));
+        assert_eq!(y.unwrap().unwrap().data_ptr(), z.data_ptr());
+        z.sum(None).backward();
+        assert_eq!(x.grad().double_value(&[0]), 2.0);
+    });
 }
 
 #[test]

@@ -3,66 +3,75 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs};
 use tch_amp::{Error, Function};
 
+use crate::common::for_each_device;
 use crate::{apply, common, leaf, leaf_on, message, to_f64};
 
 #[test]
 fn an_error_of_the_forward_comes_back_with_its_cause() {
-    #[derive(Debug, thiserror::Error)]
-    #[error("the input is too hot: {0}")]
-    struct TooHot(i32);
+    for_each_device(|device| {
+        #[derive(Debug, thiserror::Error)]
+        #[error("the input is too hot: {0}")]
+        struct TooHot(i32);
 
-    let forward = |_: &mut ForwardContext, _: &[&Tensor]| -> FunctionResult<Tensor> {
-        Err(TooHot(451).into())
-    };
-    let function = tch_amp::function(forward, |_, g: &GradOutputs<'_>| Ok(g[0].shallow_clone()));
-    let error = function.name("Thermo").apply(&[leaf(&[1.0])]).unwrap_err();
-    assert_eq!(error.to_string(), "Thermo: forward failed: the input is too hot: 451");
-    // A report that prints the sources as well does not say it twice.
-    assert!(std::error::Error::source(&error).is_none());
-    let Error::Function { name, cause } = error else { panic!("another error") };
-    assert_eq!(name, "Thermo");
-    assert_eq!(cause.downcast::<TooHot>().unwrap().0, 451);
+        let forward = |_: &mut ForwardContext, _: &[&Tensor]| -> FunctionResult<Tensor> {
+            Err(TooHot(451).into())
+        };
+        let function =
+            tch_amp::function(forward, |_, g: &GradOutputs<'_>| Ok(g[0].shallow_clone()));
+        let error = function.name("Thermo").apply(&[leaf(device, &[1.0])]).unwrap_err();
+        assert_eq!(error.to_string(), "Thermo: forward failed: the input is too hot: 451");
+        // A report that prints the sources as well does not say it twice.
+        assert!(std::error::Error::source(&error).is_none());
+        let Error::Function { name, cause } = error else { panic!("another error") };
+        assert_eq!(name, "Thermo");
+        assert_eq!(cause.downcast::<TooHot>().unwrap().0, 451);
+    });
 }
 
 #[test]
 fn libtorchs_and_other_errors_pass_through_the_question_mark() {
-    let x = leaf(&[1.0]);
-    let error = apply(&[&x], |_, x| Ok(x[0].f_reshape([7])?), |_, _| Ok(None)).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "function: forward failed: shape '[7]' is invalid for input of size 1"
-    );
-    let anyhow = |_: &mut ForwardContext, _: &[&Tensor]| -> FunctionResult<Tensor> {
-        Err(anyhow::anyhow!("the cause").context("the effect").into())
-    };
-    let error = apply(&[&x], anyhow, |_, _| Ok(None)).unwrap_err();
-    assert_eq!(error.to_string(), "function: forward failed: the effect: the cause");
-    let optimizer = Error::Optimizer(anyhow::anyhow!("the cause").context("the effect").into());
-    let report = format!("{:#}", anyhow::Error::from(optimizer));
-    assert_eq!(report, "the optimizer's step failed: the effect: the cause");
+    for_each_device(|device| {
+        let x = leaf(device, &[1.0]);
+        let error = apply(&[&x], |_, x| Ok(x[0].f_reshape([7])?), |_, _| Ok(None)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "function: forward failed: shape '[7]' is invalid for input of size 1"
+        );
+        let anyhow = |_: &mut ForwardContext, _: &[&Tensor]| -> FunctionResult<Tensor> {
+            Err(anyhow::anyhow!("the cause").context("the effect").into())
+        };
+        let error = apply(&[&x], anyhow, |_, _| Ok(None)).unwrap_err();
+        assert_eq!(error.to_string(), "function: forward failed: the effect: the cause");
+        let optimizer = Error::Optimizer(anyhow::anyhow!("the cause").context("the effect").into());
+        let report = format!("{:#}", anyhow::Error::from(optimizer));
+        assert_eq!(report, "the optimizer's step failed: the effect: the cause");
+    });
 }
 
 #[test]
 fn an_error_of_the_backward_comes_out_of_backward() {
-    let x = leaf(&[1.0]);
-    let failing = || {
-        let backward = |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
-            Err(anyhow::anyhow!("the cause").context("the effect").into())
+    for_each_device(|device| {
+        let x = leaf(device, &[1.0]);
+        let failing = || {
+            let backward =
+                |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
+                    Err(anyhow::anyhow!("the cause").context("the effect").into())
+                };
+            tch_amp::function(|_, x| Ok(x[0] * 2.0), backward).name("Fails").apply(&[&x]).unwrap()
         };
-        tch_amp::function(|_, x| Ok(x[0] * 2.0), backward).name("Fails").apply(&[&x]).unwrap()
-    };
-    let error = message((failing() * 3.0).f_backward());
-    assert!(error.contains("Fails: backward failed: the effect: the cause"), "{error}");
-    let panic = std::panic::catch_unwind(|| failing().backward()).unwrap_err();
-    assert!(panic.downcast_ref::<String>().unwrap().contains("Fails: backward failed"));
-    assert!(!x.grad().defined());
-    // The rest of the graph, and the thread, go on.
-    (&x * 2.0).backward();
-    assert_eq!(to_f64(&x.grad()), [2.0]);
+        let error = message((failing() * 3.0).f_backward());
+        assert!(error.contains("Fails: backward failed: the effect: the cause"), "{error}");
+        let panic = std::panic::catch_unwind(|| failing().backward()).unwrap_err();
+        assert!(panic.downcast_ref::<String>().unwrap().contains("Fails: backward failed"));
+        assert!(!x.grad().defined());
+        // The rest of the graph, and the thread, go on.
+        (&x * 2.0).backward();
+        assert_eq!(to_f64(&x.grad()), [2.0]);
+    });
 }
 
 /// What `backward` says when the function answers with these gradients.
@@ -78,13 +87,16 @@ fn refused<G: tch_amp::function::Gradients>(
 
 #[test]
 fn a_wrong_number_of_gradients_names_the_function_and_both_numbers() {
-    let (x, y) = (leaf(&[1.0, 2.0]), leaf(&[1.0]));
-    for count in [0, 1, 3] {
-        let error =
-            refused(&[&x, &y], move |g| (0..count).map(|_| g.shallow_clone()).collect::<Vec<_>>());
-        let want = format!("Wrong: backward returned {count} gradients for 2 inputs");
-        assert!(error.contains(&want), "{error}");
-    }
+    for_each_device(|device| {
+        let (x, y) = (leaf(device, &[1.0, 2.0]), leaf(device, &[1.0]));
+        for count in [0, 1, 3] {
+            let error = refused(&[&x, &y], move |g| {
+                (0..count).map(|_| g.shallow_clone()).collect::<Vec<_>>()
+            });
+            let want = format!("Wrong: backward returned {count} gradients for 2 inputs");
+            assert!(error.contains(&want), "{error}");
+        }
+    });
 }
 
 #[test]
@@ -94,7 +106,9 @@ fn a_type_with_a_wrong_number_of_gradients_is_refused_before_forward_runs() {
     };
     let three =
         |_: &BackwardContext<'_>, g: &GradOutputs<'_>| Ok([0, 1, 2].map(|_| g[0].shallow_clone()));
-    let error = tch_amp::function(never, three).apply(&[leaf(&[1.0]), leaf(&[1.0])]).unwrap_err();
+    let error = tch_amp::function(never, three)
+        .apply(&[leaf(Device::Cpu, &[1.0]), leaf(Device::Cpu, &[1.0])])
+        .unwrap_err();
     assert_eq!(
         error.to_string(),
         "function: its backward returns 3 gradients, but it was given 2 inputs; return one for each, or None"
@@ -103,46 +117,49 @@ fn a_type_with_a_wrong_number_of_gradients_is_refused_before_forward_runs() {
 
 #[test]
 fn a_wrong_shape_names_the_function_and_the_index() {
-    let (x, y) = (leaf(&[1.0, 2.0]), leaf(&[1.0, 2.0]));
-    let error = refused(&[&x, &y], |g| [g.shallow_clone(), g.repeat([2]).narrow(0, 0, 3)]);
-    assert!(
-        error.contains("Function WrongBackward returned an invalid gradient at index 1"),
-        "{error}"
-    );
-    assert!(error.contains("got [3]") && error.contains("[2]"), "{error}");
+    for_each_device(|device| {
+        let (x, y) = (leaf(device, &[1.0, 2.0]), leaf(device, &[1.0, 2.0]));
+        let error = refused(&[&x, &y], |g| [g.shallow_clone(), g.repeat([2]).narrow(0, 0, 3)]);
+        assert!(
+            error.contains("Function WrongBackward returned an invalid gradient at index 1"),
+            "{error}"
+        );
+        assert!(error.contains("got [3]") && error.contains("[2]"), "{error}");
+    });
 }
 
 #[test]
 fn a_wrong_dtype_names_the_function_and_the_index() {
-    let (x, y) = (leaf(&[1.0, 2.0]), leaf(&[1.0, 2.0]));
-    let error = refused(&[&x, &y], |g| [g.shallow_clone(), g.to_kind(Kind::Int64)]);
-    assert!(
-        error.contains("Function WrongBackward returned an invalid gradient at index 1"),
-        "{error}"
-    );
-    assert!(error.contains("got Long for an input of Double"), "{error}");
-    let error = refused(&[&x, &y], |g| [g.to_kind(Kind::ComplexDouble), g.shallow_clone()]);
-    assert!(error.contains("at index 0 - got ComplexDouble for an input of Double"), "{error}");
+    for_each_device(|device| {
+        let (x, y) = (leaf(device, &[1.0, 2.0]), leaf(device, &[1.0, 2.0]));
+        let error = refused(&[&x, &y], |g| [g.shallow_clone(), g.to_kind(Kind::Int64)]);
+        assert!(
+            error.contains("Function WrongBackward returned an invalid gradient at index 1"),
+            "{error}"
+        );
+        assert!(error.contains("got Long for an input of Double"), "{error}");
+        let error = refused(&[&x, &y], |g| [g.to_kind(Kind::ComplexDouble), g.shallow_clone()]);
+        assert!(error.contains("at index 0 - got ComplexDouble for an input of Double"), "{error}");
+    });
 }
 
 #[test]
 fn a_wrong_device_names_the_function_and_the_index() {
-    if !common::cuda_or_skip() {
-        return;
+    for (index, device) in common::gpus().into_iter().enumerate() {
+        let x = leaf(device, &[1.0, 2.0]);
+        let error = refused(&[&x], |g| g.to_device(Device::Cpu));
+        assert!(
+            error.contains("Function WrongBackward returned an invalid gradient at index 0"),
+            "{error}"
+        );
+        assert!(error.contains(&format!("expected device cuda:{index} but got cpu")), "{error}");
     }
-    let x = leaf(&[1.0, 2.0]).to_device(tch::Device::Cuda(0)).detach().set_requires_grad(true);
-    let error = refused(&[&x], |g| g.to_device(tch::Device::Cpu));
-    assert!(
-        error.contains("Function WrongBackward returned an invalid gradient at index 0"),
-        "{error}"
-    );
-    assert!(error.contains("expected device cuda:0 but got cpu"), "{error}");
 }
 
 /// On CUDA the backward runs on a thread of libtorch's.
 #[test]
 fn a_failing_backward_on_any_device_is_an_error_and_training_goes_on() {
-    common::for_each_device(|device| {
+    for_each_device(|device| {
         let x = leaf_on(device, Kind::Float, &[3]);
         for panics in [false, true] {
             let backward =
@@ -164,29 +181,33 @@ fn a_failing_backward_on_any_device_is_an_error_and_training_goes_on() {
 
 #[test]
 fn a_gradient_for_an_input_that_has_none_is_ignored() {
-    let (x, none) = (leaf(&[1.0]), Tensor::new());
-    let forward = |_: &mut ForwardContext, x: &[&Tensor]| Ok(x[0] * 2.0);
-    let backward = |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
-        Ok([&g[0] * 2.0, g[0].ones_like(), g[0].to_kind(Kind::Int64)])
-    };
-    let constant = x.detach();
-    let out = apply(&[&x, &none, &constant], forward, backward).unwrap();
-    out.backward();
-    assert_eq!(to_f64(&x.grad()), [2.0]);
-    assert!(!constant.grad().defined());
+    for_each_device(|device| {
+        let (x, none) = (leaf(device, &[1.0]), Tensor::new());
+        let forward = |_: &mut ForwardContext, x: &[&Tensor]| Ok(x[0] * 2.0);
+        let backward = |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
+            Ok([&g[0] * 2.0, g[0].ones_like(), g[0].to_kind(Kind::Int64)])
+        };
+        let constant = x.detach();
+        let out = apply(&[&x, &none, &constant], forward, backward).unwrap();
+        out.backward();
+        assert_eq!(to_f64(&x.grad()), [2.0]);
+        assert!(!constant.grad().defined());
+    });
 }
 
 #[test]
 fn casting_to_an_integer_is_refused() {
-    let double = tch_amp::function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.0));
-    let double = double.cast_inputs(Kind::Int64);
-    let x = leaf(&[1.0]);
-    drop(double.apply(&[&x]).unwrap());
-    let error = tch_amp::autocast(tch::Device::Cpu, || double.apply(&[&x])).unwrap().unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "function: cast_inputs asks for Int64, which is not a floating dtype"
-    );
+    for_each_device(|device| {
+        let double = tch_amp::function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.0));
+        let double = double.cast_inputs(Kind::Int64);
+        let x = leaf(device, &[1.0]);
+        drop(double.apply(&[&x]).unwrap());
+        let error = tch_amp::autocast(device, || double.apply(&[&x])).unwrap().unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "function: cast_inputs asks for Int64, which is not a floating dtype"
+        );
+    });
 }
 
 #[test]
@@ -207,7 +228,7 @@ fn the_name_is_that_of_the_type() {
     }
 
     let generic = Generic(std::marker::PhantomData::<Arc<str>>);
-    let error = generic.apply(&[leaf(&[1.0])]).unwrap_err();
+    let error = generic.apply(&[leaf(Device::Cpu, &[1.0])]).unwrap_err();
     assert_eq!(error.to_string(), "Generic: forward failed: no");
 }
 
@@ -240,7 +261,7 @@ fn the_name_is_asked_for_by_apply_and_never_again() {
     }
 
     let asked = Arc::new(AtomicUsize::new(0));
-    let y = Shy { asked: Arc::clone(&asked) }.apply(&[leaf(&[1.0])]).unwrap();
+    let y = Shy { asked: Arc::clone(&asked) }.apply(&[leaf(Device::Cpu, &[1.0])]).unwrap();
     assert_eq!(asked.load(Ordering::SeqCst), 1);
     let error = message(y.f_backward());
     assert!(error.contains("Shy one: backward returned 0 gradients for 1 inputs"), "{error}");

@@ -5,16 +5,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tch::{Device, Kind, Tensor};
 use tch_amp::{Error, Function, GradCheck, function, gradcheck, gradgradcheck};
 
-use crate::{MyMm, leaf};
+use crate::common::for_each_device;
+use crate::{MyMm, leaf, leaf_on};
 
-fn matrix(rows: i64, columns: i64) -> Tensor {
-    Tensor::randn([rows, columns], (Kind::Double, Device::Cpu)).set_requires_grad(true)
+fn matrix(device: Device, rows: i64, columns: i64) -> Tensor {
+    Tensor::randn([rows, columns], (Kind::Double, device)).set_requires_grad(true)
 }
 
 #[test]
 fn right_derivatives_pass() {
+    for_each_device(check_right_derivatives);
+}
+
+fn check_right_derivatives(device: Device) {
     tch::manual_seed(3);
-    let (a, b) = (matrix(2, 3), matrix(3, 4));
+    let (a, b) = (matrix(device, 2, 3), matrix(device, 3, 4));
     gradcheck(|x| MyMm::default().apply(x), &[&a, &b]).unwrap();
     gradgradcheck(|x| MyMm::default().apply(x), &[&a, &b]).unwrap();
     // Also of a plain operation, of what is not contiguous, of several outputs, and of inputs without a gradient.
@@ -25,114 +30,142 @@ fn right_derivatives_pass() {
         .unwrap();
     gradgradcheck(|x| Ok::<_, tch::TchError>([x[0].f_mm(x[1])?, x[0].f_sin()?]), &[&a, &frozen])
         .unwrap();
-    gradcheck(|x| x[0].f_sin(), &[Tensor::from(0.5).set_requires_grad(true)]).unwrap();
-}
-
-#[test]
-fn the_inputs_are_left_as_they_are() {
-    let a = matrix(2, 2);
-    let before = a.detach_copy();
-    gradcheck(|x| x[0].f_exp(), &[&a]).unwrap();
-    assert_eq!(a, before);
-    assert!(!a.grad().defined());
-}
-
-#[test]
-fn a_wrong_derivative_is_named() {
-    let wrong = function(
-        |ctx, x| {
-            ctx.save_for_backward(x);
-            Ok(x[0] * x[1])
-        },
-        |ctx, g| {
-            let [a, b] = ctx.saved_tensors()?;
-            let sign = Tensor::from_slice(&[1.0, 1.0, -1.0, 1.0]).view([2, 2]);
-            Ok([&g[0] * b, &g[0] * a * sign])
-        },
-    );
-    let a = leaf(&[1.0, 2.0, 3.0, 4.0]).view([2, 2]).detach().set_requires_grad(true);
-    let error = gradcheck(|x| wrong.apply(x), &[&a, &a]).unwrap_err();
-    let Error::GradCheck { input, ref input_index, output, ref output_index, analytic, numeric } =
-        error
-    else {
-        panic!("{error}")
-    };
-    assert_eq!((input, input_index.as_slice()), (1, [1, 0].as_slice()));
-    assert_eq!((output, output_index.as_slice()), (0, [1, 0].as_slice()));
-    assert_eq!(analytic, -3.0);
-    assert!((numeric - 3.0).abs() < 1e-6, "{numeric}");
-    let text = error.to_string();
-    let want = "output 0 [1, 0] with respect to input 1 [1, 0] is -3 by backward and ";
-    assert!(text.contains(want), "{text}");
-}
-
-#[test]
-fn a_wrong_second_derivative_is_found() {
-    // Its backward hides x from autograd: the first derivative is right, the second is 0.
-    let hidden = function(
-        |ctx, x| {
-            ctx.save_value(x[0].detach());
-            Ok(x[0].square())
-        },
-        |ctx, g| Ok(&g[0] * ctx.saved_value::<Tensor>()? * 2.0),
-    );
-    let x = leaf(&[1.0, 2.0]);
-    gradcheck(|x| hidden.apply(x), &[&x]).unwrap();
-    let error = gradgradcheck(|x| hidden.apply(x), &[&x]).unwrap_err();
-    assert!(matches!(error, Error::GradCheck { input: 0, analytic: 0.0, .. }), "{error}");
-    let once = hidden.once_differentiable();
-    let error = gradgradcheck(|x| once.apply(x), &[&x]).unwrap_err();
-    assert!(error.to_string().contains("once differentiable"), "{error}");
-}
-
-#[test]
-fn a_dependence_that_backward_denies_is_found() {
-    let constant = function(|_, x| Ok(x[0] * 2.0), |_, _| Ok(None));
-    let error = gradcheck(|x| constant.apply(x), &[leaf(&[1.0])]).unwrap_err();
-    assert!(matches!(error, Error::GradCheck { analytic: 0.0, .. }), "{error}");
-    // An output that takes no part in autograd must not depend on the input.
-    let error = gradcheck(|x| x[0].detach().f_exp(), &[leaf(&[1.0])]).unwrap_err();
-    assert!(matches!(error, Error::GradCheck { analytic: 0.0, .. }), "{error}");
-}
-
-#[test]
-fn outputs_beside_the_differentiable_ones_are_not_compared() {
-    let with_norm = function(
-        |ctx, x| {
-            let norm = x[0].norm();
-            ctx.mark_non_differentiable(&[&norm]);
-            Ok([x[0] * 2.0, norm, x[0].argmax(0, false), Tensor::new()])
-        },
-        |_, g| Ok(&g[0] * 2.0),
-    );
-    gradcheck(|x| with_norm.apply(x), &[leaf(&[1.0, 2.0])]).unwrap();
-    gradgradcheck(|x| with_norm.apply(x), &[leaf(&[1.0, 2.0])]).unwrap();
-}
-
-#[test]
-fn empty_inputs_and_outputs_pass() {
-    let x = leaf(&[1.0]).narrow(0, 0, 0).detach().set_requires_grad(true);
-    gradcheck(|x| x[0].f_exp(), &[&x]).unwrap();
-    gradgradcheck(|x| x[0].f_exp(), &[&x]).unwrap();
-    gradcheck(|x| Ok::<_, tch::TchError>([x[0].f_exp()?, x[1].f_exp()?]), &[&x, &leaf(&[1.0])])
+    gradcheck(|x| x[0].f_sin(), &[Tensor::from(0.5).to_device(device).set_requires_grad(true)])
         .unwrap();
 }
 
 #[test]
+fn the_inputs_are_left_as_they_are() {
+    for_each_device(|device| {
+        let a = matrix(device, 2, 2);
+        let before = a.detach_copy();
+        gradcheck(|x| x[0].f_exp(), &[&a]).unwrap();
+        assert_eq!(a, before);
+        assert!(!a.grad().defined());
+    });
+}
+
+#[test]
+fn a_wrong_derivative_is_named() {
+    for_each_device(|device| {
+        let wrong = function(
+            |ctx, x| {
+                ctx.save_for_backward(x);
+                Ok(x[0] * x[1])
+            },
+            |ctx, g| {
+                let [a, b] = ctx.saved_tensors()?;
+                let sign = leaf(a.device(), &[1.0, 1.0, -1.0, 1.0]).detach().view([2, 2]);
+                Ok([&g[0] * b, &g[0] * a * sign])
+            },
+        );
+        let a = leaf(device, &[1.0, 2.0, 3.0, 4.0]).view([2, 2]).detach().set_requires_grad(true);
+        let error = gradcheck(|x| wrong.apply(x), &[&a, &a]).unwrap_err();
+        let Error::GradCheck {
+            input,
+            ref input_index,
+            output,
+            ref output_index,
+            analytic,
+            numeric,
+        } = error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!((input, input_index.as_slice()), (1, [1, 0].as_slice()));
+        assert_eq!((output, output_index.as_slice()), (0, [1, 0].as_slice()));
+        assert_eq!(analytic, -3.0);
+        assert!((numeric - 3.0).abs() < 1e-6, "{numeric}");
+        let text = error.to_string();
+        let want = "output 0 [1, 0] with respect to input 1 [1, 0] is -3 by backward and ";
+        assert!(text.contains(want), "{text}");
+    });
+}
+
+#[test]
+fn a_wrong_second_derivative_is_found() {
+    for_each_device(|device| {
+        // Its backward hides x from autograd: the first derivative is right, the second is 0.
+        let hidden = function(
+            |ctx, x| {
+                ctx.save_value(x[0].detach());
+                Ok(x[0].square())
+            },
+            |ctx, g| Ok(&g[0] * ctx.saved_value::<Tensor>()? * 2.0),
+        );
+        let x = leaf(device, &[1.0, 2.0]);
+        gradcheck(|x| hidden.apply(x), &[&x]).unwrap();
+        let error = gradgradcheck(|x| hidden.apply(x), &[&x]).unwrap_err();
+        assert!(matches!(error, Error::GradCheck { input: 0, analytic: 0.0, .. }), "{error}");
+        let once = hidden.once_differentiable();
+        let error = gradgradcheck(|x| once.apply(x), &[&x]).unwrap_err();
+        assert!(error.to_string().contains("once differentiable"), "{error}");
+    });
+}
+
+#[test]
+fn a_dependence_that_backward_denies_is_found() {
+    for_each_device(|device| {
+        let constant = function(|_, x| Ok(x[0] * 2.0), |_, _| Ok(None));
+        let error = gradcheck(|x| constant.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
+        assert!(matches!(error, Error::GradCheck { analytic: 0.0, .. }), "{error}");
+        // An output that takes no part in autograd must not depend on the input.
+        let error = gradcheck(|x| x[0].detach().f_exp(), &[leaf(device, &[1.0])]).unwrap_err();
+        assert!(matches!(error, Error::GradCheck { analytic: 0.0, .. }), "{error}");
+    });
+}
+
+#[test]
+fn outputs_beside_the_differentiable_ones_are_not_compared() {
+    for_each_device(|device| {
+        let with_norm = function(
+            |ctx, x| {
+                let norm = x[0].norm();
+                ctx.mark_non_differentiable(&[&norm]);
+                Ok([x[0] * 2.0, norm, x[0].argmax(0, false), Tensor::new()])
+            },
+            |_, g| Ok(&g[0] * 2.0),
+        );
+        gradcheck(|x| with_norm.apply(x), &[leaf(device, &[1.0, 2.0])]).unwrap();
+        gradgradcheck(|x| with_norm.apply(x), &[leaf(device, &[1.0, 2.0])]).unwrap();
+    });
+}
+
+#[test]
+fn empty_inputs_and_outputs_pass() {
+    for_each_device(|device| {
+        let x = leaf(device, &[1.0]).narrow(0, 0, 0).detach().set_requires_grad(true);
+        gradcheck(|x| x[0].f_exp(), &[&x]).unwrap();
+        gradgradcheck(|x| x[0].f_exp(), &[&x]).unwrap();
+        gradcheck(
+            |x| Ok::<_, tch::TchError>([x[0].f_exp()?, x[1].f_exp()?]),
+            &[&x, &leaf(device, &[1.0])],
+        )
+        .unwrap();
+    });
+}
+
+#[test]
 fn nan_is_never_close() {
-    let nan = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * f64::NAN));
-    let error = gradcheck(|x| nan.apply(x), &[leaf(&[1.0])]).unwrap_err();
-    assert!(matches!(error, Error::GradCheck { analytic, .. } if analytic.is_nan()), "{error}");
+    for_each_device(|device| {
+        let nan = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * f64::NAN));
+        let error = gradcheck(|x| nan.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
+        assert!(matches!(error, Error::GradCheck { analytic, .. } if analytic.is_nan()), "{error}");
+    });
 }
 
 #[test]
 fn the_tolerances_are_the_callers() {
-    let off = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.01));
-    let x = [leaf(&[1.0])];
-    assert!(gradcheck(|x| off.apply(x), &x).is_err());
-    GradCheck { rtol: 0.01, ..Default::default() }.gradcheck(|x| off.apply(x), &x).unwrap();
-    GradCheck { atol: 0.011, ..Default::default() }.gradcheck(|x| off.apply(x), &x).unwrap();
-    assert!(GradCheck { eps: 1e-3, ..Default::default() }.gradcheck(|x| off.apply(x), &x).is_err());
+    for_each_device(|device| {
+        let off = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.01));
+        let x = [leaf(device, &[1.0])];
+        assert!(gradcheck(|x| off.apply(x), &x).is_err());
+        GradCheck { rtol: 0.01, ..Default::default() }.gradcheck(|x| off.apply(x), &x).unwrap();
+        GradCheck { atol: 0.011, ..Default::default() }.gradcheck(|x| off.apply(x), &x).unwrap();
+        assert!(
+            GradCheck { eps: 1e-3, ..Default::default() }.gradcheck(|x| off.apply(x), &x).is_err()
+        );
+    });
 }
 
 #[test]
@@ -140,8 +173,8 @@ fn tolerances_outside_of_their_ranges_are_refused() {
     let refused = |check: GradCheck, field: &str| {
         let never = |_: &[&Tensor]| -> tch_amp::Result<Tensor> { panic!("it must not run") };
         for error in [
-            check.gradcheck(never, &[leaf(&[1.0])]).unwrap_err(),
-            check.gradgradcheck(never, &[leaf(&[1.0])]).unwrap_err(),
+            check.gradcheck(never, &[leaf(Device::Cpu, &[1.0])]).unwrap_err(),
+            check.gradgradcheck(never, &[leaf(Device::Cpu, &[1.0])]).unwrap_err(),
         ] {
             assert!(
                 matches!(error, Error::InvalidValue { field: known, .. } if known == field),
@@ -157,43 +190,56 @@ fn tolerances_outside_of_their_ranges_are_refused() {
     }
     refused(GradCheck { eps: 0.0, ..default() }, "eps");
     let exact = GradCheck { eps: 0.5, atol: 0.0, rtol: 0.0 };
-    exact.gradcheck(|x| x[0].f_mul_scalar(2.0), &[leaf(&[1.0])]).unwrap();
+    exact.gradcheck(|x| x[0].f_mul_scalar(2.0), &[leaf(Device::Cpu, &[1.0])]).unwrap();
 }
 
 #[test]
 fn inputs_that_cannot_be_checked_are_refused() {
-    let single = Tensor::from_slice(&[1f32]).set_requires_grad(true);
-    let error = gradcheck(|x| x[0].f_exp(), &[single]).unwrap_err().to_string();
-    assert_eq!(error, "cannot check the gradient: input 0 is Float; finite differences need f64");
-    let error = gradcheck(|x| x[0].f_exp(), &[leaf(&[1.0]).detach()]).unwrap_err().to_string();
-    assert!(error.contains("none of the inputs requires one"), "{error}");
-    let to_single = gradcheck(|x| x[0].f_to_kind(Kind::Float), &[leaf(&[1.0])]);
-    let error = to_single.unwrap_err().to_string();
-    assert!(error.contains("output 0 is Float"), "{error}");
+    for_each_device(|device| {
+        let single = leaf_on(device, Kind::Float, &[1]);
+        let error = gradcheck(|x| x[0].f_exp(), &[single]).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "cannot check the gradient: input 0 is Float; finite differences need f64"
+        );
+        let error =
+            gradcheck(|x| x[0].f_exp(), &[leaf(device, &[1.0]).detach()]).unwrap_err().to_string();
+        assert!(error.contains("none of the inputs requires one"), "{error}");
+        let to_single = gradcheck(|x| x[0].f_to_kind(Kind::Float), &[leaf(device, &[1.0])]);
+        let error = to_single.unwrap_err().to_string();
+        assert!(error.contains("output 0 is Float"), "{error}");
+    });
 }
 
 #[test]
 fn a_backward_that_changes_its_mind_is_found() {
-    static CALLS: AtomicUsize = AtomicUsize::new(0);
-    let fickle = function(
-        |_, x| Ok(x[0] * 2.0),
-        |_, g| {
-            let call = CALLS.fetch_add(1, Ordering::SeqCst);
-            Ok(&g[0] * (2.0 + 1e-9 * call as f64))
-        },
-    );
-    let error = gradcheck(|x| fickle.apply(x), &[leaf(&[1.0])]).unwrap_err();
-    assert_eq!(CALLS.load(Ordering::SeqCst), 2, "the first answers already differ");
-    assert!(matches!(error, Error::NondeterministicBackward { output: 0 }), "{error}");
-    assert!(error.to_string().contains("answered differently"), "{error}");
+    for_each_device(|device| {
+        static CALLS: AtomicUsize = AtomicUsize::new(0);
+        CALLS.store(0, Ordering::SeqCst);
+        let fickle = function(
+            |_, x| Ok(x[0] * 2.0),
+            |_, g| {
+                let call = CALLS.fetch_add(1, Ordering::SeqCst);
+                Ok(&g[0] * (2.0 + 1e-9 * call as f64))
+            },
+        );
+        let error = gradcheck(|x| fickle.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
+        assert_eq!(CALLS.load(Ordering::SeqCst), 2, "the first answers already differ");
+        assert!(matches!(error, Error::NondeterministicBackward { output: 0 }), "{error}");
+        assert!(error.to_string().contains("answered differently"), "{error}");
+    });
 }
 
 #[test]
 fn errors_of_the_function_come_through() {
-    let error = gradcheck(|x| x[0].f_reshape([7]), &[leaf(&[1.0])]).unwrap_err();
-    assert!(error.to_string().contains("shape '[7]'"), "{error}");
-    let refused =
-        function(|_, x| Ok(x[0] * 2.0), |_, g| Ok([g[0].shallow_clone(), g[0].shallow_clone()]));
-    let error = gradcheck(|x| refused.apply(x), &[leaf(&[1.0])]).unwrap_err();
-    assert!(matches!(error, Error::FunctionMisuse { .. }), "{error}");
+    for_each_device(|device| {
+        let error = gradcheck(|x| x[0].f_reshape([7]), &[leaf(device, &[1.0])]).unwrap_err();
+        assert!(error.to_string().contains("shape '[7]'"), "{error}");
+        let refused = function(
+            |_, x| Ok(x[0] * 2.0),
+            |_, g| Ok([g[0].shallow_clone(), g[0].shallow_clone()]),
+        );
+        let error = gradcheck(|x| refused.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
+        assert!(matches!(error, Error::FunctionMisuse { .. }), "{error}");
+    });
 }

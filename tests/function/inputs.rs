@@ -3,53 +3,60 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 
+use crate::common::for_each_device;
 use crate::{apply, leaf, to_f64};
 
 #[test]
 fn state_is_the_functions_own() {
-    let x = leaf(&[1.0, 2.0]);
-    let (factor, name) = (3.0, String::from("any value that is Send"));
-    let y = apply(
-        &[&x],
-        move |_, x| Ok(x[0] * factor),
-        move |_, g| {
-            assert_eq!(name.len(), 22);
-            Ok(&g[0] * factor)
-        },
-    );
-    y.unwrap().sum(None).backward();
-    assert_eq!(to_f64(&x.grad()), [3.0, 3.0]);
+    for_each_device(|device| {
+        let x = leaf(device, &[1.0, 2.0]);
+        let (factor, name) = (3.0, String::from("any value that is Send"));
+        let y = apply(
+            &[&x],
+            move |_, x| Ok(x[0] * factor),
+            move |_, g| {
+                assert_eq!(name.len(), 22);
+                Ok(&g[0] * factor)
+            },
+        );
+        y.unwrap().sum(None).backward();
+        assert_eq!(to_f64(&x.grad()), [3.0, 3.0]);
+    });
 }
 
 #[test]
 fn undefined_inputs_are_allowed_anywhere() {
-    let x = leaf(&[1.0, 2.0]);
-    let none = Tensor::new();
-    for inputs in [[&none, &x, &none], [&x, &none, &none], [&none, &none, &x]] {
-        let place = inputs.iter().position(|t| t.defined()).unwrap();
-        let y = apply(
-            &inputs,
-            move |ctx, x| {
-                ctx.save_for_backward(x);
-                assert_eq!(x.iter().position(|t| t.defined()), Some(place));
-                assert!(ctx.needs_input_grad(place)? && !ctx.needs_input_grad((place + 1) % 3)?);
-                Ok(x[place] * 2.0)
-            },
-            move |ctx, g| {
-                let saved: [Tensor; 3] = ctx.saved_tensors()?;
-                assert_eq!(saved.iter().position(Tensor::defined), Some(place));
-                assert!(ctx.needs_input_grad(place)?);
-                assert!(!ctx.needs_input_grad((place + 1) % 3)?);
-                let mut grads = [None, None, None];
-                grads[place] = Some(&g[0] * 2.0);
-                Ok(grads)
-            },
-        );
-        let (mut x, y) = (x.shallow_clone(), y.unwrap());
-        x.zero_grad();
-        y.sum(None).backward();
-        assert_eq!(to_f64(&x.grad()), [2.0, 2.0]);
-    }
+    for_each_device(|device| {
+        let x = leaf(device, &[1.0, 2.0]);
+        let none = Tensor::new();
+        for inputs in [[&none, &x, &none], [&x, &none, &none], [&none, &none, &x]] {
+            let place = inputs.iter().position(|t| t.defined()).unwrap();
+            let y = apply(
+                &inputs,
+                move |ctx, x| {
+                    ctx.save_for_backward(x);
+                    assert_eq!(x.iter().position(|t| t.defined()), Some(place));
+                    assert!(
+                        ctx.needs_input_grad(place)? && !ctx.needs_input_grad((place + 1) % 3)?
+                    );
+                    Ok(x[place] * 2.0)
+                },
+                move |ctx, g| {
+                    let saved: [Tensor; 3] = ctx.saved_tensors()?;
+                    assert_eq!(saved.iter().position(Tensor::defined), Some(place));
+                    assert!(ctx.needs_input_grad(place)?);
+                    assert!(!ctx.needs_input_grad((place + 1) % 3)?);
+                    let mut grads = [None, None, None];
+                    grads[place] = Some(&g[0] * 2.0);
+                    Ok(grads)
+                },
+            );
+            let (mut x, y) = (x.shallow_clone(), y.unwrap());
+            x.zero_grad();
+            y.sum(None).backward();
+            assert_eq!(to_f64(&x.grad()), [2.0, 2.0]);
+        }
+    });
 }
 
 #[test]
@@ -62,29 +69,34 @@ fn a_function_without_inputs_is_not_recorded() {
 
 #[test]
 fn one_tensor_may_be_several_inputs() {
-    let x = leaf(&[3.0]);
-    let y = apply(
-        &[&x, &x],
-        |ctx, x| {
-            ctx.save_for_backward(x);
-            Ok(x[0] * x[1])
-        },
-        |ctx, g| {
-            let [a, b] = ctx.saved_tensors()?;
-            Ok([&g[0] * b, &g[0] * a])
-        },
-    );
-    y.unwrap().backward();
-    assert_eq!(to_f64(&x.grad()), [6.0]);
+    for_each_device(|device| {
+        let x = leaf(device, &[3.0]);
+        let y = apply(
+            &[&x, &x],
+            |ctx, x| {
+                ctx.save_for_backward(x);
+                Ok(x[0] * x[1])
+            },
+            |ctx, g| {
+                let [a, b] = ctx.saved_tensors()?;
+                Ok([&g[0] * b, &g[0] * a])
+            },
+        );
+        y.unwrap().backward();
+        assert_eq!(to_f64(&x.grad()), [6.0]);
+    });
 }
 
 #[test]
 fn a_missing_gradient_is_none() {
-    let (x, y) = (leaf(&[1.0]), leaf(&[1.0]));
-    let z = apply(&[&x, &y], |_, x| Ok(x[0] + x[1]), |_, g| Ok([Some(g[0].shallow_clone()), None]));
-    z.unwrap().backward();
-    assert_eq!(to_f64(&x.grad()), [1.0]);
-    assert!(!y.grad().defined());
+    for_each_device(|device| {
+        let (x, y) = (leaf(device, &[1.0]), leaf(device, &[1.0]));
+        let z =
+            apply(&[&x, &y], |_, x| Ok(x[0] + x[1]), |_, g| Ok([Some(g[0].shallow_clone()), None]));
+        z.unwrap().backward();
+        assert_eq!(to_f64(&x.grad()), [1.0]);
+        assert!(!y.grad().defined());
+    });
 }
 
 #[test]
@@ -108,28 +120,30 @@ fn no_such_input(answer: tch_amp::Result<bool>) {
 
 #[test]
 fn backward_knows_which_gradients_are_asked_for() {
-    let (x, y, z) = (leaf(&[1.0]), leaf(&[1.0]), Tensor::from_slice(&[1.0]));
-    let needs = |wanted: &[&Tensor]| {
-        let (send, receive) = std::sync::mpsc::channel();
-        let out = apply(
-            &[&x, &y, &z],
-            |ctx, x| {
-                let needs = [0, 1, 2].map(|i| ctx.needs_input_grad(i).unwrap());
-                assert_eq!(needs, [true, true, false]);
-                no_such_input(ctx.needs_input_grad(3));
-                Ok(x[0] + x[1] + x[2])
-            },
-            move |ctx, g| {
-                let needs = [0, 1, 2].map(|i| ctx.needs_input_grad(i).unwrap());
-                no_such_input(ctx.needs_input_grad(3));
-                send.send(needs)?;
-                Ok([0, 1, 2].map(|i| needs[i].then(|| g[0].shallow_clone())))
-            },
-        );
-        Tensor::f_run_backward(&[out.unwrap()], wanted, false, false).unwrap();
-        receive.recv().unwrap()
-    };
-    assert_eq!(needs(&[&x]), [true, false, false]);
-    assert_eq!(needs(&[&y]), [false, true, false]);
-    assert_eq!(needs(&[&x, &y]), [true, true, false]);
+    for_each_device(|device| {
+        let (x, y, z) = (leaf(device, &[1.0]), leaf(device, &[1.0]), leaf(device, &[1.0]).detach());
+        let needs = |wanted: &[&Tensor]| {
+            let (send, receive) = std::sync::mpsc::channel();
+            let out = apply(
+                &[&x, &y, &z],
+                |ctx, x| {
+                    let needs = [0, 1, 2].map(|i| ctx.needs_input_grad(i).unwrap());
+                    assert_eq!(needs, [true, true, false]);
+                    no_such_input(ctx.needs_input_grad(3));
+                    Ok(x[0] + x[1] + x[2])
+                },
+                move |ctx, g| {
+                    let needs = [0, 1, 2].map(|i| ctx.needs_input_grad(i).unwrap());
+                    no_such_input(ctx.needs_input_grad(3));
+                    send.send(needs)?;
+                    Ok([0, 1, 2].map(|i| needs[i].then(|| g[0].shallow_clone())))
+                },
+            );
+            Tensor::f_run_backward(&[out.unwrap()], wanted, false, false).unwrap();
+            receive.recv().unwrap()
+        };
+        assert_eq!(needs(&[&x]), [true, false, false]);
+        assert_eq!(needs(&[&y]), [false, true, false]);
+        assert_eq!(needs(&[&x, &y]), [true, true, false]);
+    });
 }

@@ -1,4 +1,5 @@
-//! Custom autograd functions: what they compute, record, refuse, and leave behind.
+//! Custom autograd functions: what they compute, record, refuse, and leave behind. On a GPU their backwards run on a
+//! thread that libtorch has for the device, and not on the caller's.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
@@ -58,10 +59,11 @@ fn backward_below(depth: usize, y: Tensor) -> FunctionResult<()> {
     if depth == 0 {
         return Ok(y.f_backward()?);
     }
+    let x = leaf(y.device(), &[1.0]);
     let y = Mutex::new(y);
     let outer = with_grad(|| {
         apply(
-            &[&leaf(&[1.0])],
+            &[&x],
             |_, x| Ok(x[0] * 1.0),
             move |_, g| {
                 backward_below(depth - 1, y.lock().unwrap().shallow_clone())?;
@@ -98,8 +100,8 @@ impl<T> Owning<T> {
     fn hold(&self) {}
 }
 
-fn leaf(values: &[f64]) -> Tensor {
-    Tensor::from_slice(values).set_requires_grad(true)
+fn leaf(device: Device, values: &[f64]) -> Tensor {
+    Tensor::from_slice(values).to_device(device).set_requires_grad(true)
 }
 
 fn leaf_on(device: Device, kind: Kind, size: &[i64]) -> Tensor {

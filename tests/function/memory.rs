@@ -3,13 +3,15 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs};
 
+use crate::common::for_each_device;
 use crate::{Counted, Owning, apply, leaf, to_f64};
 
 /// The values left after the forward, or the forward and the backward, of a function that keeps things by `keep`.
 fn left(
+    device: Device,
     keep: impl Fn(&mut ForwardContext, &Tensor, &Tensor, Counted) + Send + 'static,
 ) -> [usize; 2] {
     let count = Arc::new(AtomicUsize::new(0));
@@ -17,7 +19,7 @@ fn left(
     [false, true].map(|backward| {
         let (keep, inner, counted) =
             (Arc::clone(&keep), Arc::clone(&count), Owning(Counted::new(&count)));
-        let x = leaf(&[0.5]);
+        let x = leaf(device, &[0.5]);
         let y = apply(
             &[&(&x * 1.0)],
             move |ctx, x| {
@@ -40,101 +42,128 @@ fn left(
 
 #[test]
 fn a_saved_value_may_hold_anything() {
-    assert_eq!(left(|ctx, _, _, c| ctx.save_value(c)), [0, 0]);
-    assert_eq!(left(|ctx, x, _, c| ctx.save_value((c, x.shallow_clone()))), [0, 0], "the input");
-    assert_eq!(left(|ctx, _, y, c| ctx.save_value((c, y.shallow_clone()))), [0, 0], "the output");
-    assert_eq!(left(|ctx, _, y, c| ctx.save_value((c, vec![y.view(-1)]))), [0, 0], "a view of it");
-    assert_eq!(left(|ctx, _, y, c| ctx.save_value((c, y.detach()))), [0, 0], "its memory");
-    let both = left(|ctx, x, y, c| {
-        ctx.save_for_backward(&[x, y]);
-        ctx.save_value((c, y.shallow_clone()));
+    for_each_device(|device| {
+        assert_eq!(left(device, |ctx, _, _, c| ctx.save_value(c)), [0, 0]);
+        assert_eq!(
+            left(device, |ctx, x, _, c| ctx.save_value((c, x.shallow_clone()))),
+            [0, 0],
+            "the input"
+        );
+        assert_eq!(
+            left(device, |ctx, _, y, c| ctx.save_value((c, y.shallow_clone()))),
+            [0, 0],
+            "the output"
+        );
+        assert_eq!(
+            left(device, |ctx, _, y, c| ctx.save_value((c, vec![y.view(-1)]))),
+            [0, 0],
+            "a view of it"
+        );
+        assert_eq!(
+            left(device, |ctx, _, y, c| ctx.save_value((c, y.detach()))),
+            [0, 0],
+            "its memory"
+        );
+        let both = left(device, |ctx, x, y, c| {
+            ctx.save_for_backward(&[x, y]);
+            ctx.save_value((c, y.shallow_clone()));
+        });
+        assert_eq!(both, [0, 0], "saved both ways");
     });
-    assert_eq!(both, [0, 0], "saved both ways");
 }
 
 #[test]
 fn a_cell_of_the_functions_own_may_hold_its_output() {
-    let count = Arc::new(AtomicUsize::new(0));
-    let counted = Owning(Counted::new(&count));
-    let cell: Mutex<Option<Tensor>> = Mutex::new(None);
-    let x = leaf(&[0.5]);
-    let y = apply(
-        &[&x],
-        move |_, x| {
-            counted.hold();
-            let y = x[0].exp();
-            *cell.lock().unwrap() = Some(y.shallow_clone());
-            Ok(y)
-        },
-        |_, g| Ok(&g[0] * 1.0),
-    )
-    .unwrap();
-    assert_eq!(to_f64(&y), [0.5f64.exp()]);
-    drop(y);
-    assert_eq!(count.load(Ordering::SeqCst), 0);
+    for_each_device(|device| {
+        let count = Arc::new(AtomicUsize::new(0));
+        let counted = Owning(Counted::new(&count));
+        let cell: Mutex<Option<Tensor>> = Mutex::new(None);
+        let x = leaf(device, &[0.5]);
+        let y = apply(
+            &[&x],
+            move |_, x| {
+                counted.hold();
+                let y = x[0].exp();
+                *cell.lock().unwrap() = Some(y.shallow_clone());
+                Ok(y)
+            },
+            |_, g| Ok(&g[0] * 1.0),
+        )
+        .unwrap();
+        assert_eq!(to_f64(&y), [0.5f64.exp()]);
+        drop(y);
+        assert_eq!(count.load(Ordering::SeqCst), 0);
+    });
 }
 
 #[test]
 fn a_dirty_input_that_forward_keeps_is_refused() {
-    let x = leaf(&[1.0]);
-    let keeps = |keep: fn(&mut ForwardContext, &Tensor)| {
-        let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
-            let y = x[0].shallow_clone().f_mul_scalar_(2.0)?;
-            ctx.mark_dirty(x);
-            keep(ctx, x[0]);
-            Ok(y)
+    for_each_device(|device| {
+        let x = leaf(device, &[1.0]);
+        let keeps = |keep: fn(&mut ForwardContext, &Tensor)| {
+            let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
+                let y = x[0].shallow_clone().f_mul_scalar_(2.0)?;
+                ctx.mark_dirty(x);
+                keep(ctx, x[0]);
+                Ok(y)
+            };
+            apply(&[&(&x * 1.0)], forward, |_, g| Ok(&g[0] * 2.0))
         };
-        apply(&[&(&x * 1.0)], forward, |_, g| Ok(&g[0] * 2.0))
-    };
-    keeps(|_, _| ()).unwrap().backward();
-    keeps(|ctx, x| ctx.save_for_backward(&[x])).unwrap().backward();
-    keeps(|ctx, x| ctx.save_value(x.detach())).unwrap().backward();
-    for kept in [
-        keeps(|ctx, x| ctx.save_value(x.shallow_clone())),
-        keeps(|ctx, x| ctx.save_value(x.view(-1))),
-    ] {
-        let error = kept.unwrap_err().to_string();
-        assert!(error.contains("input 0 is marked dirty and kept by forward"), "{error}");
-    }
-    assert_eq!(to_f64(&x.grad()), [6.0]);
+        keeps(|_, _| ()).unwrap().backward();
+        keeps(|ctx, x| ctx.save_for_backward(&[x])).unwrap().backward();
+        keeps(|ctx, x| ctx.save_value(x.detach())).unwrap().backward();
+        for kept in [
+            keeps(|ctx, x| ctx.save_value(x.shallow_clone())),
+            keeps(|ctx, x| ctx.save_value(x.view(-1))),
+        ] {
+            let error = kept.unwrap_err().to_string();
+            assert!(error.contains("input 0 is marked dirty and kept by forward"), "{error}");
+        }
+        assert_eq!(to_f64(&x.grad()), [6.0]);
+    });
 }
 
 #[test]
 fn what_forward_saved_is_freed_by_the_backward_that_ends_the_graph() {
-    let count = Arc::new(AtomicUsize::new(0));
-    let inner = Arc::clone(&count);
-    let x = leaf(&[1.0]);
-    let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
-        ctx.save_value(Counted::new(&inner));
-        Ok(x[0] * 2.0)
-    };
-    let y = apply(&[&x], forward, |_, g| Ok(&g[0] * 2.0)).unwrap();
-    Tensor::run_backward(&[&y], &[&x], true, false);
-    assert_eq!(count.load(Ordering::SeqCst), 1, "the graph is kept");
-    y.backward();
-    assert_eq!(count.load(Ordering::SeqCst), 0, "the output still lives");
+    for_each_device(|device| {
+        let count = Arc::new(AtomicUsize::new(0));
+        let inner = Arc::clone(&count);
+        let x = leaf(device, &[1.0]);
+        let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
+            ctx.save_value(Counted::new(&inner));
+            Ok(x[0] * 2.0)
+        };
+        let y = apply(&[&x], forward, |_, g| Ok(&g[0] * 2.0)).unwrap();
+        Tensor::run_backward(&[&y], &[&x], true, false);
+        assert_eq!(count.load(Ordering::SeqCst), 1, "the graph is kept");
+        y.backward();
+        assert_eq!(count.load(Ordering::SeqCst), 0, "the output still lives");
+    });
 }
 
 #[test]
 fn a_failed_backward_frees_everything() {
-    let count = Arc::new(AtomicUsize::new(0));
-    for _ in 0..100 {
-        let counted = Owning(Counted::new(&count));
-        let x = leaf(&[1.0]);
-        let backward =
-            move |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
-                counted.hold();
-                Err("no".into())
-            };
-        let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), backward).unwrap();
-        assert!((&y + &y).f_backward().is_err());
-    }
-    assert_eq!(count.load(Ordering::SeqCst), 0);
+    for_each_device(|device| {
+        let count = Arc::new(AtomicUsize::new(0));
+        for _ in 0..100 {
+            let counted = Owning(Counted::new(&count));
+            let x = leaf(device, &[1.0]);
+            let backward =
+                move |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
+                    counted.hold();
+                    Err("no".into())
+                };
+            let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), backward).unwrap();
+            assert!((&y + &y).f_backward().is_err());
+        }
+        assert_eq!(count.load(Ordering::SeqCst), 0);
+    });
 }
 
 #[test]
 fn a_long_chain_is_dropped_without_recursion() {
-    let mut y = leaf(&[1.0]);
+    // On the CPU alone: what is dropped is a graph, which lies in the memory of the host in any case.
+    let mut y = leaf(Device::Cpu, &[1.0]);
     for _ in 0..100_000 {
         y = apply(
             &[&y],

@@ -9,6 +9,7 @@ use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 use tch_amp::{Autocast, autocast_dtype, is_autocast_enabled, is_cache_enabled};
 
+use crate::common::for_each_device;
 use crate::{Counted, Owning, apply, leaf, message, to_f64};
 
 /// libtorch runs backwards that are nested more deeply than this on threads of a pool.
@@ -91,30 +92,37 @@ impl Function for Nest {
             // A panic leaves the gradients switched on, which they were not.
             with_grad(|| blow(self.payload));
         }
-        let x = leaf(&[1.0]);
+        let device = g[0].device();
+        let x = leaf(device, &[1.0]);
         let inner = Nest::new(self.depth - 1, self.payload, &self.count, &self.threads);
-        let _region = Autocast::new(Device::Cpu).dtype(Kind::Half).cache(false).enter()?;
+        let _region = Autocast::new(device).dtype(Kind::Half).cache(false).enter()?;
         let y = with_grad(|| inner.apply(&[&x]))?;
         y.f_backward()?;
         Ok(g[0].shallow_clone())
     }
 }
 
-fn state() -> (bool, bool, Kind, bool) {
-    let x = leaf(&[1.0]);
+fn state(device: Device) -> (bool, bool, Kind, bool) {
+    let x = leaf(device, &[1.0]);
     let grad_mode = (&x * 2.0).requires_grad();
-    let dtype = autocast_dtype(Device::Cpu).unwrap();
-    (grad_mode, is_autocast_enabled(Device::Cpu), dtype, is_cache_enabled())
+    let dtype = autocast_dtype(device).unwrap();
+    (grad_mode, is_autocast_enabled(device), dtype, is_cache_enabled())
 }
 
-/// Every depth, and so both sides of the border between the caller's thread and the pool's.
-fn sweep(first_payload: usize) {
+/// Every depth, and so both sides of the border between the caller's thread, or the device's, and the pool's; on a GPU,
+/// where each depth takes longer, those around the border.
+fn depths(device: Device) -> Vec<usize> {
+    let near = |depth: &usize| *depth < 4 || depth.abs_diff(SAME_THREAD) < 3 || *depth == 130;
+    (0..=130).filter(|depth| device == Device::Cpu || near(depth)).collect()
+}
+
+fn sweep(device: Device, first_payload: usize) {
     let count = Arc::new(AtomicUsize::new(0));
-    for depth in 0..=130 {
+    for depth in depths(device) {
         let payload = PAYLOADS[(first_payload + depth) % PAYLOADS.len()];
         let threads = Arc::new(AtomicUsize::new(0));
-        let before = state();
-        let x = leaf(&[1.0]);
+        let before = state(device);
+        let x = leaf(device, &[1.0]);
         let y = Nest::new(depth, payload, &count, &threads).apply(&[&x]).unwrap();
         let error = message(y.f_backward());
         assert!(error.contains("Nest: backward panicked: "), "{error}");
@@ -122,8 +130,9 @@ fn sweep(first_payload: usize) {
         assert_eq!(error.contains("a planted panic"), says, "{payload:?}: {error}");
         assert_eq!(error.contains("a panic without a message"), !says, "{payload:?}: {error}");
         let crossed = threads.load(Ordering::SeqCst) > 0;
-        assert_eq!(crossed, depth > SAME_THREAD, "depth {depth}");
-        assert_eq!(state(), before, "depth {depth}");
+        // The thread of a GPU is never the caller's.
+        assert_eq!(crossed, device.is_cuda() || depth > SAME_THREAD, "depth {depth}");
+        assert_eq!(state(device), before, "depth {depth}");
         // Training goes on.
         (&x * 3.0).backward();
         assert_eq!(to_f64(&x.grad()), [3.0]);
@@ -138,97 +147,110 @@ fn sweep(first_payload: usize) {
 
 #[test]
 fn a_panic_in_backward_is_an_error_at_every_depth() {
-    for first in 0..PAYLOADS.len() {
-        sweep(first);
-    }
+    for_each_device(|device| {
+        for first in 0..PAYLOADS.len() {
+            sweep(device, first);
+        }
+    });
 }
 
 #[test]
 fn a_panic_in_backward_is_an_error_in_two_threads_at_once() {
-    let threads = [0, 1].map(|first| std::thread::spawn(move || sweep(first)));
-    for thread in threads {
-        thread.join().unwrap();
-    }
+    for_each_device(|device| {
+        let threads = [0, 1].map(|first| std::thread::spawn(move || sweep(device, first)));
+        for thread in threads {
+            thread.join().unwrap();
+        }
+    });
 }
 
 #[test]
 fn a_panic_in_forward_is_the_callers() {
-    let before = state();
-    for payload in [Payload::Str, Payload::String, Payload::Any] {
-        let count = Arc::new(AtomicUsize::new(0));
-        let counted = Counted::new(&count);
-        let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| -> FunctionResult<Tensor> {
-            ctx.save_for_backward(x);
-            ctx.save_value(Counted::new(&counted.0));
-            let _region = Autocast::new(Device::Cpu).dtype(Kind::Half).enter()?;
-            blow(payload)
-        };
-        let x = leaf(&[1.0]);
-        let apply = || apply(&[&x], forward, |_, g| Ok(g[0].shallow_clone()));
-        let panic = catch_unwind(AssertUnwindSafe(apply)).expect_err("it panics");
-        match payload {
-            Payload::Any => assert_eq!(panic.downcast_ref::<i32>(), Some(&42)),
-            Payload::Str => assert_eq!(panic.downcast_ref::<&str>(), Some(&"a planted panic")),
-            _ => assert!(panic.is::<String>()),
+    for_each_device(|device| {
+        let before = state(device);
+        for payload in [Payload::Str, Payload::String, Payload::Any] {
+            let count = Arc::new(AtomicUsize::new(0));
+            let counted = Counted::new(&count);
+            let forward =
+                move |ctx: &mut ForwardContext, x: &[&Tensor]| -> FunctionResult<Tensor> {
+                    ctx.save_for_backward(x);
+                    ctx.save_value(Counted::new(&counted.0));
+                    let _region = Autocast::new(device).dtype(Kind::Half).enter()?;
+                    blow(payload)
+                };
+            let x = leaf(device, &[1.0]);
+            let apply = || apply(&[&x], forward, |_, g| Ok(g[0].shallow_clone()));
+            let panic = catch_unwind(AssertUnwindSafe(apply)).expect_err("it panics");
+            match payload {
+                Payload::Any => assert_eq!(panic.downcast_ref::<i32>(), Some(&42)),
+                Payload::Str => assert_eq!(panic.downcast_ref::<&str>(), Some(&"a planted panic")),
+                _ => assert!(panic.is::<String>()),
+            }
+            assert_eq!(count.load(Ordering::SeqCst), 0);
+            assert_eq!(state(device), before);
         }
-        assert_eq!(count.load(Ordering::SeqCst), 0);
-        assert_eq!(state(), before);
-    }
+    });
 }
 
 #[test]
 fn a_panic_in_a_destructor_goes_no_further() {
-    struct Fragile(Payload);
+    for_each_device(|device| {
+        struct Fragile(Payload);
 
-    impl Drop for Fragile {
-        fn drop(&mut self) {
-            blow(self.0);
+        impl Drop for Fragile {
+            fn drop(&mut self) {
+                blow(self.0);
+            }
         }
-    }
 
-    for payload in PAYLOADS {
-        // With the function, and with the value that it saved.
-        let fragile = Owning(Fragile(payload));
-        let x = leaf(&[1.0]);
-        let y = apply(
-            &[&x],
-            move |ctx, x| {
+        for payload in PAYLOADS {
+            // With the function, and with the value that it saved.
+            let fragile = Owning(Fragile(payload));
+            let x = leaf(device, &[1.0]);
+            let y = apply(
+                &[&x],
+                move |ctx, x| {
+                    fragile.hold();
+                    ctx.save_value(Fragile(payload));
+                    Ok(x[0] * 2.0)
+                },
+                |_, g| Ok(&g[0] * 2.0),
+            )
+            .unwrap();
+            y.backward();
+            drop(y);
+            assert_eq!(to_f64(&x.grad()), [2.0]);
+            // And at once, where nothing is recorded.
+            let fragile = Owning(Fragile(payload));
+            let forward = move |_: &mut ForwardContext, x: &[&Tensor]| {
                 fragile.hold();
-                ctx.save_value(Fragile(payload));
                 Ok(x[0] * 2.0)
-            },
-            |_, g| Ok(&g[0] * 2.0),
-        )
-        .unwrap();
-        y.backward();
-        drop(y);
-        assert_eq!(to_f64(&x.grad()), [2.0]);
-        // And at once, where nothing is recorded.
-        let fragile = Owning(Fragile(payload));
-        let forward = move |_: &mut ForwardContext, x: &[&Tensor]| {
-            fragile.hold();
-            Ok(x[0] * 2.0)
-        };
-        drop(apply(&[&x.detach()], forward, |_, g| Ok(&g[0] * 2.0)).unwrap());
-    }
+            };
+            drop(apply(&[&x.detach()], forward, |_, g| Ok(&g[0] * 2.0)).unwrap());
+        }
+    });
 }
 
 #[test]
 fn a_panic_of_tchs_own_operations_says_what_libtorch_said() {
-    let x = leaf(&[1.0]);
-    let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(g[0].reshape([7]))).unwrap();
-    let error = message(y.f_backward());
-    assert!(error.contains("function: backward panicked: shape '[7]' is invalid"), "{error}");
-    assert!(!error.contains("frame #"), "{error}");
+    for_each_device(|device| {
+        let x = leaf(device, &[1.0]);
+        let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(g[0].reshape([7]))).unwrap();
+        let error = message(y.f_backward());
+        assert!(error.contains("function: backward panicked: shape '[7]' is invalid"), "{error}");
+        assert!(!error.contains("frame #"), "{error}");
+    });
 }
 
 #[test]
 fn an_error_with_a_nul_in_its_message_is_reported_whole() {
-    let x = leaf(&[1.0]);
-    let backward = |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
-        Err("one\0two".into())
-    };
-    let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), backward).unwrap();
-    let error = message(y.f_backward());
-    assert!(error.contains("one two"), "{error}");
+    for_each_device(|device| {
+        let x = leaf(device, &[1.0]);
+        let backward = |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
+            Err("one\0two".into())
+        };
+        let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), backward).unwrap();
+        let error = message(y.f_backward());
+        assert!(error.contains("one two"), "{error}");
+    });
 }

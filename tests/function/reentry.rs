@@ -2,9 +2,10 @@
 
 use std::sync::{Arc, Mutex};
 
-use tch::{Tensor, with_grad};
+use tch::{Device, Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
+use crate::common::for_each_device;
 use crate::{apply, backward_below, leaf, message, square, to_f64};
 
 /// x², whose backward finds its answer by another backward, `depth` of them inside each other.
@@ -36,20 +37,22 @@ impl Function for Nested {
 
 #[test]
 fn a_backward_may_run_another_at_any_depth() {
-    for depth in [0, 1, 59, 60, 61, 130] {
-        let x = leaf(&[3.0, -1.0]);
-        Nested { depth }.apply(&[&x]).unwrap().sum(None).backward();
-        assert_eq!(to_f64(&x.grad()), [6.0, -2.0], "depth {depth}");
-    }
+    for_each_device(|device| {
+        for depth in [0, 1, 59, 60, 61, 130] {
+            let x = leaf(device, &[3.0, -1.0]);
+            Nested { depth }.apply(&[&x]).unwrap().sum(None).backward();
+            assert_eq!(to_f64(&x.grad()), [6.0, -2.0], "depth {depth}");
+        }
+    });
 }
 
 /// Where a function's backward finds its own output.
 type Cell = Arc<Mutex<Option<Tensor>>>;
 
 /// A function whose backward runs a backward from its own output, `depth` others in between.
-fn through_itself(depth: usize) -> String {
+fn through_itself(device: Device, depth: usize) -> String {
     let cell: Cell = Arc::default();
-    let x = leaf(&[1.0]);
+    let x = leaf(device, &[1.0]);
     let inside = Arc::clone(&cell);
     let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
         let output = inside.lock().unwrap().as_ref().map(Tensor::shallow_clone);
@@ -68,39 +71,45 @@ fn through_itself(depth: usize) -> String {
 #[test]
 fn a_backward_through_itself_is_an_error() {
     // Past 60 the inner backward runs on another thread, where a lock would wait for ever.
-    for depth in [0, 1, 30, 59, 60, 61, 62, 100] {
-        let error = through_itself(depth);
-        let want = "Ouroboros: its backward runs a backward that leads through itself again";
-        assert!(error.contains(want), "depth {depth}: {error}");
-    }
+    for_each_device(|device| {
+        for depth in [0, 1, 30, 59, 60, 61, 62, 100] {
+            let error = through_itself(device, depth);
+            let want = "Ouroboros: its backward runs a backward that leads through itself again";
+            assert!(error.contains(want), "depth {depth}: {error}");
+        }
+    });
 }
 
 #[test]
 fn an_inner_backward_may_run_through_other_nodes_of_the_same_graph() {
-    let x = leaf(&[2.0]);
-    let middle = square(&x).unwrap();
-    let y = apply(
-        &[&middle],
-        |ctx, x| {
-            ctx.save_for_backward(x);
-            Ok(x[0] * 3.0)
-        },
-        |ctx, g| {
-            let [middle] = ctx.saved_tensors()?;
-            let inner = with_grad(|| middle.sum(None));
-            let x = Tensor::f_run_backward(&[inner], &[&middle], true, false)?;
-            Ok(&g[0] * 3.0 * &x[0])
-        },
-    )
-    .unwrap();
-    y.backward();
-    assert_eq!(to_f64(&x.grad()), [12.0]);
+    for_each_device(|device| {
+        let x = leaf(device, &[2.0]);
+        let middle = square(&x).unwrap();
+        let y = apply(
+            &[&middle],
+            |ctx, x| {
+                ctx.save_for_backward(x);
+                Ok(x[0] * 3.0)
+            },
+            |ctx, g| {
+                let [middle] = ctx.saved_tensors()?;
+                let inner = with_grad(|| middle.sum(None));
+                let x = Tensor::f_run_backward(&[inner], &[&middle], true, false)?;
+                Ok(&g[0] * 3.0 * &x[0])
+            },
+        )
+        .unwrap();
+        y.backward();
+        assert_eq!(to_f64(&x.grad()), [12.0]);
+    });
 }
 
 #[test]
 fn after_the_error_the_function_works_again() {
-    assert!(through_itself(0).contains("Ouroboros"));
-    let x = leaf(&[3.0]);
-    Nested { depth: 70 }.apply(&[&x]).unwrap().backward();
-    assert_eq!(to_f64(&x.grad()), [6.0]);
+    for_each_device(|device| {
+        assert!(through_itself(device, 0).contains("Ouroboros"));
+        let x = leaf(device, &[3.0]);
+        Nested { depth: 70 }.apply(&[&x]).unwrap().backward();
+        assert_eq!(to_f64(&x.grad()), [6.0]);
+    });
 }

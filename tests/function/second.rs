@@ -1,8 +1,9 @@
 //! Derivatives of derivatives.
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 use tch_amp::{Function, autocast, function};
 
+use crate::common::for_each_device;
 use crate::{MyMm, leaf, message, square, to_f64};
 
 /// The gradient of `y` with respect to `x`, which can be differentiated itself.
@@ -12,54 +13,60 @@ fn gradient(y: &Tensor, x: &Tensor) -> Tensor {
 
 #[test]
 fn a_gradient_penalty_goes_through_a_function() {
-    let penalty = |mm: &dyn Fn(&Tensor, &Tensor) -> Tensor| {
-        let a = leaf(&[1.0, 2.0, 3.0, 4.0]);
-        let b = leaf(&[0.5, -1.0, 2.0, 1.5]);
-        let [left, right] = [&a, &b].map(|t| t.view([2, 2]));
-        let y = mm(&left, &right).square();
-        let grads = Tensor::run_backward(&[y.sum(None)], &[&a, &b], true, true);
-        (y.sum(None) + grads[0].square().sum(None) + grads[1].square().sum(None)).backward();
-        [to_f64(&a.grad()), to_f64(&b.grad())]
-    };
-    let ours = penalty(&|a, b| MyMm::default().apply(&[a, b]).unwrap());
-    assert_eq!(ours, penalty(&|a, b| a.mm(b)));
+    for_each_device(|device| {
+        let penalty = |mm: &dyn Fn(&Tensor, &Tensor) -> Tensor| {
+            let a = leaf(device, &[1.0, 2.0, 3.0, 4.0]);
+            let b = leaf(device, &[0.5, -1.0, 2.0, 1.5]);
+            let [left, right] = [&a, &b].map(|t| t.view([2, 2]));
+            let y = mm(&left, &right).square();
+            let grads = Tensor::run_backward(&[y.sum(None)], &[&a, &b], true, true);
+            (y.sum(None) + grads[0].square().sum(None) + grads[1].square().sum(None)).backward();
+            [to_f64(&a.grad()), to_f64(&b.grad())]
+        };
+        let ours = penalty(&|a, b| MyMm::default().apply(&[a, b]).unwrap());
+        assert_eq!(ours, penalty(&|a, b| a.mm(b)));
+    });
 }
 
 #[test]
 fn third_derivatives_work_as_well() {
-    let x = leaf(&[2.0]);
-    let cube = function(
-        |ctx, x| {
-            ctx.save_for_backward(x);
-            Ok(x[0].pow_tensor_scalar(3))
-        },
-        |ctx, g| {
-            let [x] = ctx.saved_tensors()?;
-            Ok(x.square() * 3.0 * &g[0])
-        },
-    );
-    let first = gradient(&cube.apply(&[&x]).unwrap(), &x);
-    let second = gradient(&first, &x);
-    let third = gradient(&second, &x);
-    assert_eq!([&first, &second, &third].map(|t| to_f64(t)[0]), [12.0, 12.0, 6.0]);
+    for_each_device(|device| {
+        let x = leaf(device, &[2.0]);
+        let cube = function(
+            |ctx, x| {
+                ctx.save_for_backward(x);
+                Ok(x[0].pow_tensor_scalar(3))
+            },
+            |ctx, g| {
+                let [x] = ctx.saved_tensors()?;
+                Ok(x.square() * 3.0 * &g[0])
+            },
+        );
+        let first = gradient(&cube.apply(&[&x]).unwrap(), &x);
+        let second = gradient(&first, &x);
+        let third = gradient(&second, &x);
+        assert_eq!([&first, &second, &third].map(|t| to_f64(t)[0]), [12.0, 12.0, 6.0]);
+    });
 }
 
 #[test]
 fn a_saved_output_keeps_its_history() {
-    let x = leaf(&[0.5]);
-    let exp = function(
-        |ctx, x| {
-            let y = x[0].exp();
-            ctx.save_for_backward(&[&y]);
-            Ok(y)
-        },
-        |ctx, g| {
-            let [y] = ctx.saved_tensors()?;
-            Ok(y * &g[0])
-        },
-    );
-    let first = gradient(&exp.apply(&[&x]).unwrap(), &x);
-    assert_eq!(to_f64(&gradient(&first, &x)), [0.5f64.exp()]);
+    for_each_device(|device| {
+        let x = leaf(device, &[0.5]);
+        let exp = function(
+            |ctx, x| {
+                let y = x[0].exp();
+                ctx.save_for_backward(&[&y]);
+                Ok(y)
+            },
+            |ctx, g| {
+                let [y] = ctx.saved_tensors()?;
+                Ok(y * &g[0])
+            },
+        );
+        let first = gradient(&exp.apply(&[&x]).unwrap(), &x);
+        assert_eq!(to_f64(&gradient(&first, &x)), [0.5f64.exp()]);
+    });
 }
 
 /// x², whose second derivative is refused.
@@ -79,42 +86,48 @@ fn once_square(x: &Tensor) -> Tensor {
 
 #[test]
 fn a_once_differentiable_function_refuses_its_second_derivative() {
-    let x = leaf(&[3.0]);
-    let first = gradient(&once_square(&x), &x);
-    assert_eq!(to_f64(&first), [6.0]);
-    let error = message(first.f_backward());
-    assert!(error.contains("Square is once differentiable"), "{error}");
-    // Also in a sum with parts that could be differentiated: no part is silently left out.
-    let error = message((gradient(&once_square(&x), &x) + x.square()).f_backward());
-    assert!(error.contains("Square is once differentiable"), "{error}");
-    assert_eq!(to_f64(&gradient(&gradient(&square(&x).unwrap(), &x), &x)), [2.0]);
+    for_each_device(|device| {
+        let x = leaf(device, &[3.0]);
+        let first = gradient(&once_square(&x), &x);
+        assert_eq!(to_f64(&first), [6.0]);
+        let error = message(first.f_backward());
+        assert!(error.contains("Square is once differentiable"), "{error}");
+        // Also in a sum with parts that could be differentiated: no part is silently left out.
+        let error = message((gradient(&once_square(&x), &x) + x.square()).f_backward());
+        assert!(error.contains("Square is once differentiable"), "{error}");
+        assert_eq!(to_f64(&gradient(&gradient(&square(&x).unwrap(), &x), &x)), [2.0]);
+    });
 }
 
 #[test]
 fn once_is_enough_without_create_graph() {
-    let x = leaf(&[3.0]);
-    once_square(&x).backward();
-    assert_eq!(to_f64(&x.grad()), [6.0]);
-    assert!(!x.grad().requires_grad());
+    for_each_device(|device| {
+        let x = leaf(device, &[3.0]);
+        once_square(&x).backward();
+        assert_eq!(to_f64(&x.grad()), [6.0]);
+        assert!(!x.grad().requires_grad());
+    });
 }
 
 #[test]
 fn the_second_derivative_goes_through_a_cast() {
-    let x = Tensor::from_slice(&[3f32]).set_requires_grad(true);
-    let cube = function(
-        |ctx, x| {
-            assert_eq!(x[0].kind(), Kind::BFloat16);
-            ctx.save_for_backward(x);
-            Ok(x[0] * x[0] * x[0])
-        },
-        |ctx, g| {
-            let [x] = ctx.saved_tensors()?;
-            Ok(&x * &x * 3.0 * &g[0])
-        },
-    )
-    .cast_inputs(Kind::BFloat16);
-    let y = autocast(Device::Cpu, || cube.apply(&[&x])).unwrap().unwrap();
-    let first = gradient(&y, &x);
-    assert_eq!((first.kind(), to_f64(&first)), (Kind::Float, vec![27.0]));
-    assert_eq!(to_f64(&gradient(&first, &x)), [18.0]);
+    for_each_device(|device| {
+        let x = Tensor::from_slice(&[3f32]).to_device(device).set_requires_grad(true);
+        let cube = function(
+            |ctx, x| {
+                assert_eq!(x[0].kind(), Kind::BFloat16);
+                ctx.save_for_backward(x);
+                Ok(x[0] * x[0] * x[0])
+            },
+            |ctx, g| {
+                let [x] = ctx.saved_tensors()?;
+                Ok(&x * &x * 3.0 * &g[0])
+            },
+        )
+        .cast_inputs(Kind::BFloat16);
+        let y = autocast(device, || cube.apply(&[&x])).unwrap().unwrap();
+        let first = gradient(&y, &x);
+        assert_eq!((first.kind(), to_f64(&first)), (Kind::Float, vec![27.0]));
+        assert_eq!(to_f64(&gradient(&first, &x)), [18.0]);
+    });
 }

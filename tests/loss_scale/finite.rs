@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::{Policy, all_finite};
 
 use crate::common::rng::Rng;
-use crate::common::{cuda_or_skip, for_each_device, to_f64};
+use crate::common::{devices, for_each_device, to_f64};
 use crate::{INF, NAN, answer, of};
 
 const NUMBERS: [Kind; 7] = [
@@ -140,12 +140,12 @@ fn the_answer_lies_on_the_first_device_and_nothing_is_changed() {
         // Nothing that backward needs has a new version.
         y.backward();
     });
-    if cuda_or_skip() {
-        let (cpu, gpu) =
-            (of(&[1.0], Kind::Float, Device::Cpu), of(&[NAN], Kind::Float, Device::Cuda(0)));
-        let mixed = [all_finite(&(&cpu, &gpu)).unwrap(), all_finite(&(&gpu, &cpu)).unwrap()];
-        assert_eq!(mixed.each_ref().map(Tensor::device), [Device::Cpu, Device::Cuda(0)]);
-        assert_eq!(mixed.each_ref().map(answer), [false, false]);
+    let devices = devices();
+    for (first, second) in devices.iter().flat_map(|a| devices.iter().map(move |b| (*a, *b))) {
+        let (finite, nan) = (of(&[1.0], Kind::Float, first), of(&[NAN], Kind::Float, second));
+        let mixed = [all_finite(&(&finite, &nan)).unwrap(), all_finite(&(&nan, &finite)).unwrap()];
+        assert_eq!(mixed.each_ref().map(Tensor::device), [first, second]);
+        assert_eq!(mixed.each_ref().map(answer), [false, false], "{first:?}, {second:?}");
     }
 }
 

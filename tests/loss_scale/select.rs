@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::{Error, all_finite, select_tree};
 
 use crate::common::bits::bits;
-use crate::common::{cuda_or_skip, for_each_device, to_f64};
+use crate::common::{devices, for_each_device, to_f64};
 use crate::{NAN, of};
 
 const KINDS: [Kind; 12] = [
@@ -115,18 +115,19 @@ fn trees_of_differing_kinds_are_refused_with_what_to_do() {
 
 #[test]
 fn each_tensor_is_chosen_on_its_device() {
-    if !cuda_or_skip() {
-        return;
-    }
-    let devices = [Device::Cpu, Device::Cuda(0)];
-    let tree = |x: f64| devices.map(|device| of(&[x], Kind::Float, device));
-    for home in devices {
+    let devices = devices();
+    let tree = |x: f64| {
+        let tree = devices.iter().map(|device| of(&[x], Kind::Float, *device));
+        tree.collect::<Vec<_>>()
+    };
+    for home in &devices {
         let chosen =
-            select_tree(&Tensor::from(true).to_device(home), &tree(1.0), &tree(2.0)).unwrap();
-        assert_eq!(chosen.each_ref().map(Tensor::device), devices);
-        assert_eq!(chosen.each_ref().map(to_f64), [[1.0], [1.0]]);
+            select_tree(&Tensor::from(true).to_device(*home), &tree(1.0), &tree(2.0)).unwrap();
+        assert_eq!(chosen.iter().map(Tensor::device).collect::<Vec<_>>(), devices);
+        assert!(chosen.iter().all(|tensor| to_f64(tensor) == [1.0]), "{home:?}");
     }
-    let [cpu, gpu] = tree(1.0);
-    let error = select_tree(&Tensor::from(true), &cpu, &gpu).unwrap_err();
-    assert!(matches!(error, Error::TreeMismatch { .. }), "{error}");
+    for other in &tree(1.0)[1..] {
+        let error = select_tree(&Tensor::from(true), &tree(1.0)[0], other).unwrap_err();
+        assert!(matches!(error, Error::TreeMismatch { .. }), "{error}");
+    }
 }

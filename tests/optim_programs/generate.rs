@@ -173,7 +173,8 @@ impl Program {
         format!("{:?} {:?}\n{params:?} scale {}", self.mode, self.groups, self.scale)
     }
 
-    pub fn json(&self) -> Value {
+    /// For the oracle; `gpus` is how many GPUs have the parameters by turns.
+    pub fn json(&self, gpus: usize) -> Value {
         let params = self.params.iter().map(|p| {
             let dtype = match p.kind {
                 Kind::Double => "f64",
@@ -210,6 +211,7 @@ impl Program {
             "groups": groups,
             "params": params.collect::<Vec<_>>(),
             "mode": mode,
+            "gpus": gpus,
             "scale": self.scale,
             "steps": steps.collect::<Vec<_>>(),
         })

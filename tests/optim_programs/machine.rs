@@ -17,7 +17,9 @@ pub struct Machine<'a> {
     scaler: GradScaler,
 }
 
-fn laid_out(p: &Parameter, values: &Tensor) -> Tensor {
+/// The numbers in the parameter's layout, on a device.
+fn laid_out(p: &Parameter, values: &Tensor, device: Device) -> Tensor {
+    let values = values.to_device(device);
     match p.layout {
         Layout::Contiguous => values.copy(),
         Layout::Transposed => values.tr().contiguous().tr(),
@@ -48,14 +50,18 @@ fn optimizer(program: &Program, params: &[Tensor]) -> Optimizer {
 }
 
 impl<'a> Machine<'a> {
-    pub fn new(program: &'a Program) -> Self {
-        let params: Vec<_> =
-            program.params.iter().map(|p| laid_out(p, &p.values).set_requires_grad(true)).collect();
+    /// Lays the parameters on the devices by turns. The scaler is on the first.
+    pub fn new(program: &'a Program, devices: &[Device]) -> Self {
+        let placed = program.params.iter().zip(devices.iter().cycle());
+        let params =
+            placed.map(|(p, device)| laid_out(p, &p.values, *device).set_requires_grad(true));
+        let params: Vec<_> = params.collect();
         let optimizer = optimizer(program, &params);
         let enabled = program.mode != Mode::Plain;
         let config =
             GradScalerConfig { init_scale: program.scale, enabled, ..GradScalerConfig::default() };
-        Self { program, params, optimizer, scaler: config.build(Device::Cpu).unwrap() }
+        let scaler = config.build(devices[0]).unwrap();
+        Self { program, params, optimizer, scaler }
     }
 
     /// Takes a step and tells whether it was taken.
@@ -69,7 +75,7 @@ impl<'a> Machine<'a> {
         self.optimizer.zero_grad().unwrap();
         for ((param, p), grad) in self.params.iter().zip(&self.program.params).zip(&step.grads) {
             if let Some(grad) = grad {
-                (param * laid_out(p, grad)).sum(p.kind).backward();
+                (param * laid_out(p, grad, param.device())).sum(p.kind).backward();
             }
         }
         if let Some(lr) = step.lr {

@@ -1,16 +1,19 @@
-"""Runs PyTorch's own autocast op lists, and every op that AutocastCPU registers, under autocast on the CPU.
+"""Runs PyTorch's own autocast op lists, and every op that AutocastCPU or AutocastCUDA registers, under autocast on the
+CPU.
 
-Prints one JSON object per line: first the torch version and the registered ops, then one line per case with the op, the
-region's dtype, all arguments and what came out: the tensors' bits, or the first line of the error.
+Prints one JSON object per line: first the torch version, the registered ops and the lists of CUDA, then one line per case
+with the op, the region's dtype, all arguments and what came out: the tensors' bits, or the first line of the error.
 """
 
 import ctypes
 import json
 import os
+import re
 import struct
 import sys
 import types
 import warnings
+from pathlib import Path
 
 # Half of the ops are deprecated and say so.
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -20,7 +23,8 @@ sys.dont_write_bytecode = True
 
 import torch  # noqa: E402
 
-from autocast_cases import cases as own_cases  # noqa: E402
+from autocast_cases import cases as cases_of_cpu  # noqa: E402
+from autocast_cuda_cases import cases as cases_of_cuda  # noqa: E402
 
 
 def import_lists():
@@ -106,17 +110,37 @@ def run_lists(prefix, lists, dtype):
 
 
 def run_own(dtype):
-    for name, args, kwargs in own_cases(dtype):
+    for name, args, kwargs in (*cases_of_cpu(dtype), *cases_of_cuda(dtype)):
         packet, _, overload = name.partition(".")
         function = getattr(getattr(torch.ops.aten, packet), overload or "default")
         run("aten", name, function, args, kwargs, dtype)
 
 
+def registered(key):
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return sorted({name.removeprefix("aten::") for name in names if name.startswith("aten::")})
+
+
+def cuda_lists():
+    """The list that each op is in on CUDA, by the macros of libtorch's header."""
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+
+    def body(macro):
+        return re.search(rf"#define AT_FORALL_{macro}\(_\)(.*?[^\\])\n", header, re.DOTALL).group(1)
+
+    lists = {}
+    for name in ("lower_precision_fp", "fp32", "fp32_set_opt_dtype", "promote"):
+        for op, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", body(name.upper())):
+            lists[f"{op}.{overload}" if overload else op] = name
+    for op, name in re.findall(r'"([\w.]+)".*?(\w+)\)\s*(?:\\|$)\s*(?:_\(|$)', body("DIFFERENT_REDISPATCH_SIGNATURE"), re.DOTALL):
+        lists[op] = name
+    return lists
+
+
 def main():
     torch.set_num_threads(1)
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
-    names = sorted({name.removeprefix("aten::") for name in registered if name.startswith("aten::")})
-    print(json.dumps({"torch": torch.__version__, "registered": names}))
+    cuda = {"registered": registered("AutocastCUDA"), "lists": cuda_lists()}
+    print(json.dumps({"torch": torch.__version__, "registered": registered("AutocastCPU"), "cuda": cuda}))
     lists = import_lists()
     for dtype in (torch.bfloat16, torch.float16):
         torch.manual_seed(20)

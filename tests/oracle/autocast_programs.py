@@ -2,6 +2,9 @@
 
 tests/autocast_programs/program.rs writes the operations and says what each means. An answer is the autocast state of
 the CPU after the operation, then what the operation gave: nothing, a tensor's dtype and bits, or an error's first line.
+
+The argument says whose lists decide what is cast, "cpu" or "cuda". All is computed on the CPU, and where the lists of
+CUDA say otherwise of an operation, the casts are written out below.
 """
 
 import ctypes
@@ -17,6 +20,7 @@ import torch.nn.functional as F  # noqa: E402
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLAGS = {"0": False, "1": True, "-": None}
+LISTS = sys.argv[1]
 
 
 def bits(tensor):
@@ -29,8 +33,25 @@ def message(error):
     return re.sub(r"torch\.(\w+)Tensor", r"CPU\1Type", str(error).splitlines()[0])
 
 
-def top(both):
-    return both.narrow(0, 0, 4)
+def in_f32(a):
+    """Whether the lists of CUDA have an operation on `a` computed in f32, as they do with softmax and layer_norm."""
+    return LISTS == "cuda" and torch.is_autocast_enabled("cpu") and a.dtype != torch.float64
+
+
+def softmax(a):
+    return F.softmax(a, -1, dtype=torch.float32 if in_f32(a) else None)
+
+
+def layer_norm(a):
+    return F.layer_norm(a.float() if in_f32(a) else a, (4,))
+
+
+def cat(a, b):
+    if LISTS == "cuda":
+        # It is in none of them: it promotes by itself.
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            return torch.cat([a, b]).narrow(0, 0, 4)
+    return torch.cat([a, b]).narrow(0, 0, 4)
 
 
 COMPUTE = {
@@ -38,9 +59,9 @@ COMPUTE = {
     "linear": lambda a, b: F.linear(a, b),
     "conv": lambda a, k: F.conv2d(a.reshape(1, 1, 4, 4), k.reshape(1, 1, 4, 4)[:, :, :3, :3], padding=1).reshape(4, 4),
     "add": lambda a, b: a + b,
-    "cat": lambda a, b: top(torch.cat([a, b])),
-    "softmax": lambda a: F.softmax(a, -1),
-    "layer_norm": lambda a: F.layer_norm(a, (4,)),
+    "cat": cat,
+    "softmax": softmax,
+    "layer_norm": layer_norm,
 }
 
 
@@ -118,6 +139,9 @@ def state():
 
 def main():
     torch.set_num_threads(1)
+    if LISTS == "cuda":
+        # The dtype of a region on CUDA that asks for none.
+        torch.set_autocast_dtype("cpu", torch.float16)
     machine = Machine()
     for line in sys.stdin:
         op, *args = line.split()

@@ -1,8 +1,10 @@
 """Trains with torch.optim and fused=True: a JSON program a line on stdin, a line of bits for each of its steps on stdout.
 
-tests/optim_programs.rs writes the programs.
+tests/optim_programs.rs writes the programs. All is computed on the CPU. Where a GPU rounds otherwise, in clipping and in
+the update of halves, the same is done here for a program on GPUs.
 """
 
+import contextlib
 import json
 import sys
 
@@ -35,9 +37,45 @@ def tensor(spec, values):
     return plain.clone()
 
 
+def norm_on_gpu(grads):
+    """The norm of the norms, each of which has its squares added up in f32, or in f64 for an f64 gradient. The order
+    within a gradient is that of the simulated kernel."""
+    f64 = torch.float64
+    wide = [grad.square().sum().sqrt() for grad in grads if grad.dtype == f64]
+    narrow = [grad.float().square().sum().sqrt() for grad in grads if grad.dtype != f64]
+    if narrow:
+        wide = [norm.float() for norm in wide]
+    return torch.linalg.vector_norm(torch.stack(wide + narrow))
+
+
+def in_f32(kernel):
+    """A fused kernel as CUDA has it: halves are read as f32 numbers, computed like those, and rounded when they are
+    written. The CPU's kernel for halves does, too, but takes the last elements of a tensor by other instructions than
+    its kernel for f32 does, which the simulation runs on f32 copies.
+    """
+
+    def computed(*args, **kwargs):
+        lists = args[:5]
+        wide = [[t.float() if t.element_size() == 2 else t for t in tensors] for tensors in lists]
+        kernel(*wide, *args[5:], **kwargs)
+        for tensors, results in zip(lists, wide):
+            for t, result in zip(tensors, results):
+                t.copy_(result)
+
+    return computed
+
+
+# What torch.optim calls on the CPU, and on CUDA.
+KERNELS = {
+    name: (kernel, in_f32(kernel)) for name, kernel in vars(torch).items() if name in ("_fused_adam_", "_fused_adamw_")
+}
+
+
 class Training:
     def __init__(self, program):
         self.program = program
+        for name, kernels in KERNELS.items():
+            setattr(torch, name, kernels[program["gpus"] > 0])
         self.params = [tensor(p, p["values"]).requires_grad_() for p in program["params"]]
         groups = []
         for index, options in enumerate(program["groups"]):
@@ -59,26 +97,57 @@ class Training:
                 (param * tensor(spec, values)).sum().backward()
 
     def clip(self, max_norm):
-        """The squares are added up in f64; what is done with the norm is PyTorch's."""
+        """What is done with the norm is PyTorch's."""
+        total = self.norm_on_gpus(torch.ones(())) if self.program["gpus"] else self.norm_on_cpu()
+        torch.nn.utils.clip_grads_with_norm_(self.params, max_norm, total)
+
+    def norm_on_cpu(self):
+        """The squares are added up in f64."""
         grads = [param.grad for param in self.params if param.grad is not None]
         squares = torch.stack([grad.double().square().sum() for grad in grads])
         total = squares.sum().sqrt()
-        if any(grad.dtype != torch.float64 for grad in grads):
-            total = total.float()
-        torch.nn.utils.clip_grads_with_norm_(self.params, max_norm, total)
+        return total if all(grad.dtype == torch.float64 for grad in grads) else total.float()
+
+    def norm_on_gpus(self, factor):
+        """As PyTorch takes it on CUDA: a norm of each device, which `factor` unscales, and then the norm of those."""
+        grads = {}
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                grads.setdefault(index % self.program["gpus"], []).append(param.grad)
+        norms = [norm_on_gpu(grads) * factor for grads in grads.values()]
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+
+    def divisor(self, max_norm):
+        """What the kernels of a GPU divide by where they unscale and clip in one: they take a single number."""
+        scale = self.scaler._scale
+        norm = self.norm_on_gpus(scale.double().reciprocal().float())
+        return scale / (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+
+    @contextlib.contextmanager
+    def prepared(self, step):
+        """Does what comes before the scaler's step."""
+        mode = self.program["mode"]
+        if mode == "clip" and self.program["gpus"]:
+            divisor = self.divisor(step["max_norm"])
+            # The scaler hands it to the fused optimizer.
+            self.scaler._get_scale_async = lambda: divisor
+            yield
+            del self.scaler._get_scale_async
+            return
+        if mode in ("unscale", "clip", "transaction"):
+            self.scaler.unscale_(self.optimizer)
+        if mode in ("clip", "transaction"):
+            self.clip(step["max_norm"])
+        yield
 
     def step(self, step):
         self.backward(step["grads"])
         if step["lr"] is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = step["lr"]
-        mode = self.program["mode"]
-        if mode in ("unscale", "clip", "transaction"):
-            self.scaler.unscale_(self.optimizer)
-        if mode in ("clip", "transaction"):
-            self.clip(step["max_norm"])
         fresh = [p for p in self.params if self.optimizer.state[p].get("momentum_buffer") is None]
-        self.scaler.step(self.optimizer)
+        with self.prepared(step):
+            self.scaler.step(self.optimizer)
         if step["overflow"]:
             # PyTorch takes a skipped first step for taken and goes on with a buffer that nobody has written.
             for param in fresh:
@@ -90,8 +159,11 @@ class Training:
         out = []
         for param in self.params:
             state = self.optimizer.state.get(param, {})
-            if self.program["algorithm"] != "Adagrad" and "step" in state and state["step"] == 0:
-                state = {}  # made in a step that was skipped; Adagrad's is there from the start
+            skipped = "step" in state and state["step"] == 0 and self.program["algorithm"] != "Adagrad"
+            if skipped and not self.program["gpus"]:
+                # Made in a step that was skipped; Adagrad's is there from the start. On a GPU the host does not know of
+                # the skip, and the crate's is there as well.
+                state = {}
             tensors = [state[key] for key in KEYS if isinstance(state.get(key), torch.Tensor)]
             out.append(",".join(bits(t) for t in [param, *tensors]))
         return " ".join(out) + f" {self.scaler.get_scale()}"

@@ -2,6 +2,8 @@
 
 tests/scaler_programs/text.rs writes the programs, and program.rs beside it says what each operation means.
 Each answer is the outcome of the operation, then the whole state after it, or "=" where the state is as it was.
+All is computed on the CPU. The norm of a transaction, which has its squares added up otherwise on a GPU, is computed here
+as there for a program on GPUs.
 """
 
 import ctypes
@@ -54,15 +56,30 @@ def told(state):
     return text + " grads:" + "".join([(grad.hex() or "-") + "/" for grad in grads])
 
 
-def clip_norm(params, max_norm):
-    """PyTorch's clipping by a norm whose squares are added up in f64, one after the other."""
+def norm_on_cpu(grads):
+    """The squares are added up in f64, one after the other."""
+    squares = [sum((x * x for x in grad.double().flatten().tolist()), 0.0) for grad in grads]
+    total = torch.tensor(math.sqrt(sum(squares, 0.0)), dtype=torch.float64)
+    return total if all(grad.dtype == torch.float64 for grad in grads) else total.float()
+
+
+def norm_on_gpu(grads):
+    """As PyTorch takes it on CUDA: a norm of each gradient, whose squares are added up in f32, or in f64 for an f64
+    gradient, and then the norm of those. The order within a gradient is that of the simulated kernel."""
+    f64 = torch.float64
+    wide = [grad.square().sum().sqrt() for grad in grads if grad.dtype == f64]
+    narrow = [grad.float().square().sum().sqrt() for grad in grads if grad.dtype != f64]
+    if narrow:
+        wide = [norm.float() for norm in wide]
+    return torch.linalg.vector_norm(torch.stack(wide + narrow))
+
+
+def clip_norm(params, max_norm, norm):
+    """PyTorch's clipping by a norm that is taken by `norm`."""
     grads = [param.grad for param in params if param.grad is not None]
     if not grads:
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
-    squares = [sum((x * x for x in grad.double().flatten().tolist()), 0.0) for grad in grads]
-    total = torch.tensor(math.sqrt(sum(squares, 0.0)), dtype=torch.float64)
-    if any(grad.dtype != torch.float64 for grad in grads):
-        total = total.float()
+    total = norm(grads)
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
     return total
 
@@ -89,7 +106,8 @@ class Machine:
     """A model, its optimizers and a scaler."""
 
     def __init__(self, header, optimizers):
-        enabled, *config = header.split()
+        device, enabled, *config = header.split()
+        self.norm = norm_on_gpu if device == "cuda" else norm_on_cpu
         self.enabled = enabled == "1"
         self.scaler = self.new_scaler(config)
         self.params, self.owned, self.optimizers = [], [], []
@@ -212,7 +230,7 @@ class Machine:
     def transact(self, index, clip, limit):
         owned, total = self.owned[index], ""
         if clip == "norm":
-            total = "/" + bits(clip_norm(owned, float(limit)))
+            total = "/" + bits(clip_norm(owned, float(limit), self.norm))
         if clip == "value":
             clip_value(owned, float(limit))
         return self.scaler.step_outcome(self.optimizers[index]) + total

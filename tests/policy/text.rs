@@ -9,7 +9,7 @@ use tch_amp::policy::KeepF32;
 use tch_amp::{Error, OptLevel, Policy};
 
 use crate::POLICY_KINDS;
-use crate::common::{cuda_or_skip, to_f64};
+use crate::common::{gpus, to_f64};
 
 const GPU: Device = Device::Cuda(0);
 
@@ -162,9 +162,9 @@ fn scalers(device: Device) -> [(bool, f64); 4] {
 fn mixed_levels_scale_in_fp16_and_only_skip_in_bf16() {
     let skips = [(false, 1.0), (true, 1.0), (true, 1.0), (false, 1.0)];
     assert_eq!(scalers(Device::Cpu), skips, "bf16 is the half of a CPU");
-    if cuda_or_skip() {
+    for gpu in gpus() {
         let scales = [(false, 1.0), (true, 65536.0), (true, 65536.0), (false, 1.0)];
-        assert_eq!(scalers(Device::Cuda(0)), scales);
+        assert_eq!(scalers(gpu), scales, "{gpu:?}");
     }
 }
 

@@ -5,7 +5,7 @@ use rstest::rstest;
 use tch::{Device, Kind, Tensor};
 use tch_amp::{Error, GradScaler, GradScalerConfig};
 
-use crate::common::{cuda_or_skip, for_each_device, to_f64};
+use crate::common::{devices, for_each_device, to_f64};
 use crate::{Descent, INF, NAN, leaf, loss, model, ones, scaler};
 
 #[rstest]
@@ -256,19 +256,20 @@ fn mixed_dtypes_are_unscaled_together() {
 
 #[test]
 fn gradients_on_several_devices_decide_together() {
-    if !cuda_or_skip() {
-        return;
-    }
-    let devices = [Device::Cpu, Device::Cuda(0)];
-    for bad in [None, Some(0), Some(1)] {
-        let all = devices.map(|device| leaf(&[1.0; 3], Kind::Float, device));
-        let mut scaler = GradScaler::new(Device::Cuda(0)).unwrap();
+    let devices = devices();
+    let bad = std::iter::once(None).chain((0..devices.len()).map(Some));
+    let cases = bad.flat_map(|bad| devices.iter().map(move |home| (bad, *home)));
+    for (bad, home) in cases {
+        let all = devices.iter().map(|device| leaf(&[1.0; 3], Kind::Float, *device));
+        let all: Vec<_> = all.collect();
+        let mut scaler = GradScaler::new(home).unwrap();
         for (i, w) in all.iter().enumerate() {
             let value = if bad == Some(i) { INF } else { 1.0 };
             scaler.backward(&loss(w, &[value; 3])).unwrap();
         }
         let mut opt = Descent(all.iter().map(Tensor::shallow_clone).collect());
-        assert_eq!(scaler.step(&mut opt).unwrap().is_stepped().unwrap(), bad.is_none());
+        let stepped = scaler.step(&mut opt).unwrap().is_stepped().unwrap();
+        assert_eq!(stepped, bad.is_none(), "{bad:?} of {devices:?} with the scaler on {home:?}");
         let want = if bad.is_none() { 0.0 } else { 1.0 };
         all.iter().for_each(|w| assert_eq!(to_f64(w), [want; 3]));
         scaler.update().unwrap();

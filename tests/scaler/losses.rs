@@ -4,7 +4,7 @@ use rstest::rstest;
 use tch::{Device, Kind, Tensor};
 use tch_amp::{Error, GradScaler, autocast};
 
-use crate::common::{cuda_or_skip, for_each_device, to_f64};
+use crate::common::{devices, for_each_device, to_f64};
 
 #[rstest]
 #[case(Kind::Float, Kind::Float)]
@@ -59,16 +59,13 @@ fn a_low_precision_loss_keeps_its_graph() {
 
 #[test]
 fn losses_on_several_devices_are_scaled_where_they_are() {
-    if !cuda_or_skip() {
-        return;
-    }
-    let devices = [Device::Cpu, Device::Cuda(0)];
-    for home in devices {
-        let scaler = GradScaler::new(home).unwrap();
-        let ones = devices.map(|device| Tensor::ones([2], (Kind::Float, device)));
-        let scaled = scaler.scale_all(&ones).unwrap();
-        for (scaled, device) in scaled.iter().zip(devices) {
-            assert_eq!((scaled.device(), to_f64(scaled)), (device, vec![65536.0; 2]));
+    let devices = devices();
+    for home in &devices {
+        let scaler = GradScaler::new(*home).unwrap();
+        let ones = devices.iter().map(|device| Tensor::ones([2], (Kind::Float, *device)));
+        let scaled = scaler.scale_all(&ones.collect::<Vec<_>>()).unwrap();
+        for (scaled, device) in scaled.iter().zip(&devices) {
+            assert_eq!((scaled.device(), to_f64(scaled)), (*device, vec![65536.0; 2]), "{home:?}");
         }
     }
 }

@@ -9,10 +9,11 @@ use crate::answer::{told, word, write_bits, write_hex};
 use crate::optimizer::{Optimizer, drop_gradient};
 use crate::program::{Clip, Config, How, Op, Program, Term, from_eighths};
 
-/// A model, its optimizers and a scaler.
+/// A model, its optimizers and a scaler, which is on `device`.
 #[derive(Debug)]
 pub struct Machine {
     enabled: bool,
+    device: Device,
     scaler: GradScaler,
     params: Vec<Tensor>,
     optimizers: Vec<Optimizer>,
@@ -20,14 +21,18 @@ pub struct Machine {
 }
 
 impl Machine {
-    pub fn new(program: &Program) -> Self {
-        let optimizers = program.optimizers.iter().map(Optimizer::new).collect::<Vec<_>>();
+    /// Lays the optimizers with their parameters on the devices by turns. The scaler is on the first.
+    pub fn new(program: &Program, devices: &[Device]) -> Self {
+        let placed = program.optimizers.iter().zip(devices.iter().cycle());
+        let optimizers = placed.map(|(spec, device)| Optimizer::new(spec, *device));
+        let optimizers = optimizers.collect::<Vec<_>>();
         let params = optimizers
             .iter()
             .flat_map(|optimizer| optimizer.owned.iter().map(Tensor::shallow_clone));
         Self {
             enabled: program.enabled,
-            scaler: scaler(program.config, program.enabled),
+            device: devices[0],
+            scaler: scaler(program.config, program.enabled, devices[0]),
             params: params.collect(),
             optimizers,
             before: String::new(),
@@ -121,8 +126,9 @@ impl Machine {
 
     fn loss(&self, term: &Term) -> Tensor {
         let param = &self.params[term.param];
-        let factors = from_eighths(&term.eighths, param.kind());
-        (param * factors).sum(param.kind())
+        let factors = from_eighths(&term.eighths, param.kind()).to_device(param.device());
+        // Losses are added up, which they can be on one device.
+        (param * factors).sum(param.kind()).to_device(self.device)
     }
 
     fn transaction(&mut self, parts: &[(usize, Clip)]) -> Result<String> {
@@ -147,14 +153,14 @@ impl Machine {
         // Not through text, from which serde_json without `float_roundtrip` reads some f64 with another last bit.
         let saved = serde_json::to_value(self.scaler.state_dict()?).unwrap();
         let state: GradScalerState = serde_json::from_value(saved).unwrap();
-        let mut scaler = scaler(config, self.enabled);
+        let mut scaler = scaler(config, self.enabled, self.device);
         scaler.load_state_dict(&state)?;
         self.scaler = scaler;
         Ok(())
     }
 }
 
-fn scaler(config: Config, enabled: bool) -> GradScaler {
+fn scaler(config: Config, enabled: bool, device: Device) -> GradScaler {
     let Config { init_scale, growth_factor, backoff_factor, growth_interval } = config;
     let config = GradScalerConfig {
         init_scale,
@@ -164,7 +170,7 @@ fn scaler(config: Config, enabled: bool) -> GradScaler {
         enabled,
         ..Default::default()
     };
-    config.build(Device::Cpu).expect("the generator makes valid configurations")
+    config.build(device).expect("the generator makes valid configurations")
 }
 
 fn finish(mut unscaled: Unscaled<'_>, clip: Clip) -> Result<String> {

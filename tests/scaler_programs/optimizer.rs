@@ -23,12 +23,12 @@ enum OptimizerKind {
 }
 
 impl Optimizer {
-    pub fn new(spec: &OptimizerSpec) -> Self {
-        let vs = VarStore::new(Device::Cpu);
+    pub fn new(spec: &OptimizerSpec, device: Device) -> Self {
+        let vs = VarStore::new(device);
         let owned = spec
             .params
             .iter()
-            .map(|param| vs.root().add("w", values(param), true))
+            .map(|param| vs.root().add("w", values(param).to_device(device), true))
             .collect::<Vec<_>>();
         let kind = match spec.rule {
             Rule::Sgd { lr, momentum, dampening, weight_decay, nesterov } => {

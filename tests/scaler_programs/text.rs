@@ -5,9 +5,10 @@ use std::fmt::{self, Display};
 use crate::program::{Clip, Config, Dtype, How, Op, OptimizerSpec, Program, Rule, Term};
 
 impl Program {
-    /// One line: the scaler, the number of optimizers, the optimizers, the operations.
-    pub fn line(&self) -> String {
-        let mut fields = vec![format!("{} {}", u8::from(self.enabled), self.config)];
+    /// One line: the type of its devices and the scaler, the number of optimizers, the optimizers, the operations.
+    pub fn line(&self, on_gpus: bool) -> String {
+        let device = if on_gpus { "cuda" } else { "cpu" };
+        let mut fields = vec![format!("{device} {} {}", u8::from(self.enabled), self.config)];
         fields.push(self.optimizers.len().to_string());
         fields.extend(self.optimizers.iter().map(ToString::to_string));
         fields.extend(self.ops.iter().map(ToString::to_string));

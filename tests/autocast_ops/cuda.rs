@@ -1,0 +1,198 @@
+//! The lists of CUDA: an op of theirs gives in a region on a GPU what it gives outside of one for inputs that were cast by
+//! hand as its list says.
+
+use std::collections::BTreeSet;
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::Autocast;
+
+use crate::args::Args;
+use crate::common::gpus;
+use crate::common::simulation::is_simulated;
+use crate::oracle::{self, Answers, Case};
+use crate::{called, difference, not_in_tch, table, told};
+
+/// What a list does to the arguments of its ops.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum List {
+    LowerPrecisionFp,
+    Fp32,
+    /// Asks the op for f32 where the caller asks for no dtype.
+    Fp32SetOptDtype,
+    /// Calls the overload that takes a dtype.
+    Fp32AppendDtype,
+    Promote,
+    Banned,
+}
+
+/// The ops that AutocastCUDA registers without a macro in libtorch's header.
+const WITHOUT_A_MACRO: [(&str, List); 3] = [
+    ("binary_cross_entropy", List::Banned),
+    ("cudnn_convolution", List::LowerPrecisionFp),
+    ("cudnn_convolution_transpose", List::LowerPrecisionFp),
+];
+
+/// Ops that the simulated GPUs cannot run, and why.
+const NOT_SIMULATED: [(&str, &str); 4] = [
+    ("cudnn_convolution", "cuDNN is not there"),
+    ("cudnn_convolution_transpose", "cuDNN is not there"),
+    ("gru_cell", "its kernel on CUDA, _thnn_fused_gru_cell, has no twin on the CPU"),
+    ("lstm_cell", "its kernel on CUDA, _thnn_fused_lstm_cell, has no twin on the CPU"),
+];
+
+/// The list of `op` on CUDA.
+fn list(answers: &Answers, op: &str) -> Option<List> {
+    let without = WITHOUT_A_MACRO.iter().find(|(name, _)| *name == op).map(|(_, list)| *list);
+    let name = answers.cuda_lists.get(op).map(String::as_str);
+    without.or_else(|| {
+        Some(match name? {
+            "lower_precision_fp" => List::LowerPrecisionFp,
+            "fp32" => List::Fp32,
+            "fp32_set_opt_dtype" => List::Fp32SetOptDtype,
+            "fp32_append_dtype" => List::Fp32AppendDtype,
+            "promote" => List::Promote,
+            other => panic!("nothing is known of the list {other}"),
+        })
+    })
+}
+
+/// Whether autocast casts the tensor.
+fn is_eligible(tensor: &Tensor) -> bool {
+    matches!(tensor.kind(), Kind::Float | Kind::Half | Kind::BFloat16)
+}
+
+/// The widest kind of the arguments, in a region of `dtype`, but for f64; or the error, where one is the other half.
+fn widest(args: &Args, dtype: Kind) -> Result<Kind, String> {
+    let mut widest = dtype;
+    for tensor in args.tensors().iter().filter(|tensor| is_eligible(tensor)) {
+        widest = match (widest, tensor.kind()) {
+            (Kind::Float, _) | (_, Kind::Float) => Kind::Float,
+            (_, kind) if kind == dtype => dtype,
+            _ => return Err("Unexpected floating ScalarType in at::autocast::prioritize".into()),
+        };
+    }
+    Ok(widest)
+}
+
+/// The arguments for the same call outside of a region, and the kind that its result has.
+fn by_hand(list: List, args: Args, dtype: Kind) -> Result<(Args, Kind), String> {
+    let cast = |args: Args, kind| {
+        args.map(|t| if is_eligible(t) { t.to_kind(kind) } else { t.shallow_clone() })
+    };
+    let first = args.tensors().iter().map(is_eligible).next().expect("an op has a tensor");
+    Ok(match list {
+        List::LowerPrecisionFp => (cast(args, dtype), dtype),
+        List::Fp32 => (cast(args, Kind::Float), Kind::Float),
+        List::Fp32SetOptDtype | List::Fp32AppendDtype if first => {
+            (args.in_kind(Kind::Float), Kind::Float)
+        }
+        List::Fp32SetOptDtype | List::Fp32AppendDtype => (args, Kind::Double),
+        List::Promote => {
+            let kind = widest(&args, dtype)?;
+            (cast(args, kind), kind)
+        }
+        List::Banned => {
+            return Err("torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.".into());
+        }
+    })
+}
+
+/// How the op in a region differs from the op by hand.
+fn compare(
+    device: Device,
+    list: List,
+    case: &Case,
+    call: fn(&Args) -> table::Outputs,
+) -> Result<(), String> {
+    let args = || case.args().map(|tensor| tensor.to_device(device));
+    let has_f64 = args().tensors().iter().any(|tensor| tensor.kind() == Kind::Double);
+    let region = Autocast::new(device).dtype(case.dtype());
+    let inside = region.run(|| call(&args())).expect("CUDA has bf16 and fp16");
+    let by_hand = by_hand(list, args(), case.dtype());
+    if let (Ok(outputs), Ok((_, kind))) = (&inside, &by_hand) {
+        check(outputs, device, (!has_f64).then_some(*kind))?;
+    }
+    let (inside, outside) = (told(inside), by_hand.and_then(|(args, _)| told(call(&args))));
+    let is_runnable = inside.as_ref().map_or_else(|error| is_of_autocast(error), |_| true);
+    if inside == outside && is_runnable { Ok(()) } else { Err(difference(&inside, &outside)) }
+}
+
+/// Whether the outputs are on the device, and the first of them, if it is floating, of the kind.
+fn check(outputs: &[Tensor], device: Device, kind: Option<Kind>) -> Result<(), String> {
+    let defined = || outputs.iter().filter(|output| output.defined());
+    if defined().any(|output| output.device() != device) {
+        return Err("a result is on another device".into());
+    }
+    match (defined().next(), kind) {
+        (Some(first), Some(kind)) if first.is_floating_point() && first.kind() != kind => {
+            Err(format!("its result is {:?}, and its list makes it {kind:?}", first.kind()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether autocast makes the error, or leaves alone an f64 that does. Any other is of an op that does not run here.
+fn is_of_autocast(error: &str) -> bool {
+    error.contains("at::autocast::prioritize")
+        || error.contains("are unsafe to autocast")
+        || error.starts_with("expected m1 and m2 to have the same dtype")
+}
+
+#[test]
+fn every_op_of_cudas_lists_gives_what_it_gives_for_inputs_that_were_cast_by_hand() {
+    let Some(answers) = oracle::answers() else {
+        return;
+    };
+    // Sums are split between threads, and the simulated GPUs compute on the CPU.
+    tch::set_num_threads(1);
+    let mut failures = Vec::new();
+    for device in gpus() {
+        let (mut compared, mut runs) = (BTreeSet::new(), 0);
+        for case in &answers.cases {
+            let Some((list, (_, call))) = list(answers, case.op()).zip(table::find(case.op()))
+            else {
+                continue;
+            };
+            runs += 1;
+            let result = compare(device, list, case, *call);
+            let reason = NOT_SIMULATED.iter().find(|(op, _)| *op == case.op() && is_simulated());
+            match (result, reason) {
+                (Ok(()), None) => drop(compared.insert(case.op())),
+                (Ok(()), Some(_)) => {
+                    failures.push(format!("{}: stale in NOT_SIMULATED", case.name()))
+                }
+                (Err(what), None) => {
+                    failures.push(format!("{} on {device:?}: {what}", case.name()))
+                }
+                (Err(_), Some((op, reason))) => println!("not compared: {op}: {reason}"),
+            }
+        }
+        println!("on {device:?}: compared {} ops in {runs} runs", compared.len());
+    }
+    assert!(failures.is_empty(), "{} failures:\n{}", failures.len(), failures.join("\n"));
+}
+
+#[test]
+fn every_op_registered_for_autocast_on_cuda_is_compared_or_named_with_a_reason() {
+    let Some(answers) = oracle::answers() else {
+        return;
+    };
+    let called = called(answers);
+    for op in &answers.registered_on_cuda {
+        if let Some(missing) = not_in_tch::find(op) {
+            println!("not compared: {op}: {}", missing.reason);
+            continue;
+        }
+        assert!(
+            list(answers, op).is_some(),
+            "{op} is registered, and no list of the header has it"
+        );
+        assert!(called.contains(op.as_str()), "the oracle has no case for {op}");
+        assert!(table::find(op).is_some(), "{op} is not in the table");
+    }
+    let registered = &answers.registered_on_cuda;
+    let names = answers.cuda_lists.keys().map(String::as_str);
+    for op in names.chain(WITHOUT_A_MACRO.iter().map(|(op, _)| *op)) {
+        assert!(registered.iter().any(|name| name == op), "{op} is in a list and not registered");
+    }
+}
