@@ -6,4 +6,9 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod allocations;
 mod counts;
+mod launches;
+mod looks;
+mod syncs;
+mod training;
