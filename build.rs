@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 const OLDEST: (u32, u32) = (2, 11);
 const NEWEST: (u32, u32) = (2, 13);
 
-const SOURCES: [&str; 18] = [
+const SOURCES: [&str; 21] = [
     "autocast.cpp",
     "checkpoint.cpp",
     "clip.cpp",
@@ -21,6 +21,7 @@ const SOURCES: [&str; 18] = [
     "kernel_updates.cpp",
     "loss_scale.cpp",
     "masters.cpp",
+    "numbers.cpp",
     "optim.cpp",
     "optim_cpu.cpp",
     "optim_device.cpp",
@@ -28,6 +29,8 @@ const SOURCES: [&str; 18] = [
     "scale.cpp",
     "scaler.cpp",
     "testing.cpp",
+    "unscale.cpp",
+    "widened.cpp",
 ];
 
 /// The loops of csrc/kernel_*.cpp become vector code only with these, and round as libtorch's only without contraction.

@@ -50,6 +50,33 @@ Tensor common_norm(const std::vector<Group> &groups) {
   return at::linalg_vector_norm(at::stack(norms), 2);
 }
 
+void check_clamped(const Tensor &gradient) {
+  TORCH_CHECK(gradient.layout() == at::kStrided, "a sparse gradient cannot be clamped; make it dense first");
+  TORCH_CHECK(!gradient.is_complex(), "a complex gradient cannot be clamped: complex numbers have no order");
+}
+
+// Tensors of one device and dtype each.
+std::vector<std::vector<Tensor>> alike(const std::vector<Tensor> &tensors) {
+  std::vector<std::vector<Tensor>> by_device;
+  for (const auto &t : tensors) {
+    size_t i = 0;
+    while (i < by_device.size() && by_device[i].front().device() != t.device()) ++i;
+    if (i == by_device.size()) by_device.emplace_back();
+    by_device[i].push_back(t);
+  }
+  std::vector<std::vector<Tensor>> out;
+  for (const auto &one : by_device) {
+    for (auto &list : tamp::by_dtype(one)) out.push_back(std::move(list));
+  }
+  return out;
+}
+
+// In two launches for all, as PyTorch does it. A NaN stays one.
+void clamp(const std::vector<Tensor> &gradients, double max) {
+  at::_foreach_clamp_min_(gradients, -max);
+  at::_foreach_clamp_max_(gradients, max);
+}
+
 }  // namespace
 
 extern "C" {
@@ -64,7 +91,10 @@ tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, d
     *is_finite = error_if_nonfinite == 0 || at::isfinite(norm).item<bool>();
     if (*is_finite != 0) {
       const Tensor factor = tamp::clip_factor(norm, max_norm);
-      for (const auto &group : found) tamp::multiply(group.gradients, tamp::on_device(factor, group.device));
+      // All that the products take is there before the first of them.
+      std::vector<tamp::Product> products;
+      for (const auto &group : found) products.emplace_back(group.gradients, factor);
+      for (const auto &product : products) product.run();
     }
     return tamp::give(norm);
   });
@@ -80,10 +110,16 @@ tamp_tensor *tamp_clip_factor(const tamp_tensor *norm, double max_norm, char **e
 void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double max, char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
+    std::vector<Tensor> single, lists;
     for (size_t i = 0; i < count; ++i) {
       const Tensor &gradient = tamp::gradient(tamp::tensor(parameters[i]));
-      if (gradient.defined()) gradient.clamp_(-max, max);
+      if (!gradient.defined()) continue;
+      check_clamped(gradient);
+      // One pass over the memory of the CPU takes less time than two.
+      (gradient.is_cpu() || gradient.is_neg() ? single : lists).push_back(gradient);
     }
+    for (auto &gradient : single) gradient.clamp_(-max, max);
+    for (const auto &list : alike(lists)) clamp(list, max);
   });
 }
 

@@ -1,12 +1,15 @@
 #include "gradients.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "chunks.h"
+#include "guarded.h"
 #include "kernels.h"
 
 namespace tamp {
@@ -52,7 +55,9 @@ Tensor norm_on_device(const std::vector<Tensor> &tensors, const Tensor &factor) 
   if (!wide.empty()) norms = at::_foreach_norm(wide, 2);
   if (!narrow.empty()) {
     for (auto &norm : norms) norm = norm.to(at::kFloat);
-    for (auto &norm : at::_foreach_norm(narrow, 2, at::kFloat)) norms.push_back(std::move(norm));
+    for (const auto &alike : by_dtype(narrow)) {
+      for (auto &norm : at::_foreach_norm(alike, 2, at::kFloat)) norms.push_back(std::move(norm));
+    }
   }
   return at::linalg_vector_norm(at::stack(norms), 2) * factor;
 }
@@ -65,6 +70,25 @@ Tensor numbers(const Tensor &parameter) {
   Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
   if (!values.is_complex()) return values;
   return at::view_as_real(values.is_conj() ? values.conj() : values);
+}
+
+std::vector<std::vector<Tensor>> by_dtype(const std::vector<Tensor> &tensors) {
+  std::vector<std::vector<Tensor>> out;
+  for (const auto &t : tensors) {
+    size_t i = 0;
+    while (i < out.size() && out[i].front().scalar_type() != t.scalar_type()) ++i;
+    if (i == out.size()) out.emplace_back();
+    out[i].push_back(t);
+  }
+  return out;
+}
+
+Tensor largest(const std::vector<Tensor> &tensors) {
+  // Inside a region autocast would stack the norms, and refuses to stack those of another half kind than its own.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  // The infinity norm of a tensor with a NaN is NaN.
+  const double infinity = std::numeric_limits<double>::infinity();
+  return at::linalg_vector_norm(at::stack(at::_foreach_norm(tensors, infinity)), infinity);
 }
 
 bool has_loop(const Tensor &t) {
@@ -104,20 +128,27 @@ Tensor clip_factor(const Tensor &norm, double max_norm) {
   return (norm + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
 }
 
-void multiply(const std::vector<Tensor> &tensors, const Tensor &factor) {
-  std::vector<Tensor> plain, other;
-  for (const auto &t : tensors) (has_loop(t) ? plain : other).push_back(t);
-  if (!plain.empty()) {
-    const double value = factor.item<double>();
-    if (value != 1.0) {
-      const auto parts = chunks_of(plain);
-      over(plain, parts, [&](auto *memory, int64_t n, size_t) { kernels::multiply(memory, n, value); });
-      for (const auto &t : plain) {
-        if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
-      }
+Product::Product(const std::vector<Tensor> &tensors, const Tensor &factor) {
+  std::vector<Tensor> other;
+  for (const auto &t : tensors) (has_loop(t) ? looped_ : other).push_back(t);
+  if (!looped_.empty()) value_ = factor.item<double>();
+  // libtorch's product of a list and a number is one launch where both have the same dtype. Elsewhere it rounds the
+  // number to the dtype of the tensors as well, one by one.
+  for (auto &alike : by_dtype(other)) {
+    const Tensor rounded = on_device(factor, alike.front().device()).to(alike.front().scalar_type());
+    lists_.push_back({std::move(alike), rounded});
+  }
+}
+
+void Product::run() const {
+  if (!looped_.empty() && value_ != 1.0) {
+    const auto parts = chunks_of(looped_);
+    over(looped_, parts, [&](auto *memory, int64_t n, size_t) { kernels::multiply(memory, n, value_); });
+    for (const auto &t : looped_) {
+      if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
     }
   }
-  if (!other.empty()) at::_foreach_mul_(other, factor);
+  for (const auto &[alike, factor] : lists_) at::_foreach_mul_(alike, factor);
 }
 
 }  // namespace tamp

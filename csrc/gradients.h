@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
 #include <vector>
 
 #include "shim.h"
@@ -12,6 +13,13 @@ namespace tamp {
 // The dense real tensor that holds the numbers of a gradient. An fp16 sparse gradient is coalesced first: duplicate
 // indices can add up to infinity.
 at::Tensor numbers(const at::Tensor &parameter);
+
+// The tensors by dtype, in their order: libtorch takes a list in one launch where all are alike.
+std::vector<std::vector<at::Tensor>> by_dtype(const std::vector<at::Tensor> &tensors);
+
+// The largest absolute value in tensors of one device and dtype, none of which is empty: a tensor of no dimensions
+// there. It is not finite where an element is not.
+at::Tensor largest(const std::vector<at::Tensor> &tensors);
 
 // Whether a multiplication or a look at `tensors` takes a loop of kernels.h rather than libtorch.
 bool has_loop(const at::Tensor &t);
@@ -26,7 +34,37 @@ at::Tensor norm(const std::vector<at::Tensor> &tensors, const at::Tensor &factor
 // The factor that brings a norm down to `max_norm`, at most one, on the norm's device.
 at::Tensor clip_factor(const at::Tensor &norm, double max_norm);
 
-// Multiplies tensors of one device by a 0-dim tensor there.
-void multiply(const std::vector<at::Tensor> &tensors, const at::Tensor &factor);
+// Tensors of one device that are multiplied by one number.
+class Product {
+ public:
+  // `factor` has no dimensions and lies on any device. All that the product takes is made here.
+  Product(const std::vector<at::Tensor> &tensors, const at::Tensor &factor);
+
+  void run() const;
+
+ private:
+  std::vector<at::Tensor> looped_;
+  double value_ = 1;
+  std::vector<std::pair<std::vector<at::Tensor>, at::Tensor>> lists_;  // of one dtype each, and the number
+};
+
+// bf16 and fp16 tensors of one device that are multiplied in f32 and rounded once. The f32 numbers have memory for all
+// of them, or 64 MiB if that is less, or what the largest takes.
+class Widened {
+ public:
+  Widened() = default;
+  explicit Widened(const std::vector<at::Tensor> &tensors);
+
+  // Allocates nothing on the device.
+  void multiply(const at::Tensor &factor) const;
+
+ private:
+  // Tensors that are f32 at the same time, and the memory of their numbers.
+  struct Part {
+    std::vector<at::Tensor> tensors, wide;
+    at::Tensor memory;
+  };
+  std::vector<Part> parts_;
+};
 
 }  // namespace tamp

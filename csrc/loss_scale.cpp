@@ -4,7 +4,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -45,12 +44,6 @@ void add(std::vector<Group> &groups, Tensor t) {
   groups.push_back({t.device(), t.scalar_type(), {std::move(t)}});
 }
 
-// The infinity norm of a tensor with a NaN is NaN.
-Tensor all_finite(const Group &group) {
-  const auto norms = at::_foreach_norm(group.tensors, std::numeric_limits<double>::infinity());
-  return at::isfinite(at::stack(norms)).all();
-}
-
 }  // namespace
 
 extern "C" {
@@ -78,7 +71,7 @@ tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **e
     const bool bad = !looped.empty() && tamp::unscale_in_loops(looped, 1.0F, false);
     Tensor finite = at::full({}, !bad, at::TensorOptions().dtype(at::kBool).device(device));
     for (const auto &group : groups) {
-      finite = at::logical_and(finite, tamp::on_device(all_finite(group), device));
+      finite = at::logical_and(finite, tamp::on_device(at::isfinite(tamp::largest(group.tensors)), device));
     }
     return tamp::give(finite);
   });

@@ -1,6 +1,7 @@
 // The scale of a scaler: how it grows and backs off.
 
 #include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 
@@ -10,6 +11,13 @@
 namespace {
 
 using at::Tensor;
+
+// Where the sum of tensors is taken: on the first GPU, or else on the CPU.
+at::Device place(tamp_tensor *const *tensors, size_t count) {
+  at::Device device = tamp::tensor(tensors[0]).device();
+  for (size_t i = 1; i < count && device.is_cpu(); ++i) device = tamp::tensor(tensors[i]).device();
+  return device;
+}
 
 // One tensor on `device` that is not zero when any of the tensors is not.
 Tensor sum_on(tamp_tensor *const *tensors, size_t count, at::Device device) {
@@ -56,23 +64,40 @@ void clamp(Tensor &scale, const tamp_scale_rule &rule) {
   value = std::min(std::max(value, static_cast<float>(rule.min_scale)), static_cast<float>(rule.max_scale));
 }
 
-void update(Tensor &scale, Tensor &tracker, const Tensor &found_inf, const tamp_scale_rule &rule) {
+void grow_or_back_off(Tensor &scale, Tensor &tracker, const Tensor &found_inf, const tamp_scale_rule &rule) {
   at::_amp_update_scale_(scale, tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval);
   clamp(scale, rule);
 }
 
-void update_patiently(Tensor &scale, Tensor &tracker, Tensor &counts, const Tensor &found_inf,
-                      const tamp_scale_rule &rule) {
-  const Tensor found = found_inf.reshape({}).ne(0);
-  const Patience patience = count(counts, found, rule);
-  // Whatever needs memory comes before the first change.
-  Tensor next = scale.clone(), ticks = tracker.clone();
-  update(next, ticks, found_inf, rule);
-  next = at::where(patience.tolerated, scale, next);
-  const Tensor renewed = renew(patience, found, ticks, rule);
-  scale.copy_(next);
-  tracker.copy_(ticks);
-  counts.copy_(renewed);
+// A scale at the end of an iteration, and all that its update allocates.
+struct Update {
+  Tensor scale, tracker, counts;
+  Tensor found_inf;
+  Tensor next_scale, next_tracker, next_counts;  // where there is patience
+};
+
+Update prepare(const tamp_scale_update &given) {
+  TORCH_CHECK(given.count > 0, "no found_inf tensor");
+  Update out = {tamp::tensor(given.scale), tamp::tensor(given.tracker), {}, {}, {}, {}, {}};
+  out.found_inf = sum_on(given.found_infs, given.count, out.scale.device());
+  if (given.patience == nullptr) return out;
+  out.counts = tamp::tensor(given.patience);
+  const Tensor found = out.found_inf.reshape({}).ne(0);
+  const Patience patience = count(out.counts, found, given.rule);
+  out.next_tracker = out.tracker.clone();
+  Tensor moved = out.scale.clone();
+  grow_or_back_off(moved, out.next_tracker, out.found_inf, given.rule);
+  out.next_scale = at::where(patience.tolerated, out.scale, moved);
+  out.next_counts = renew(patience, found, out.next_tracker, given.rule);
+  return out;
+}
+
+// Allocates nothing.
+void run(Update &update, const tamp_scale_rule &rule) {
+  if (!update.counts.defined()) return grow_or_back_off(update.scale, update.tracker, update.found_inf, rule);
+  update.scale.copy_(update.next_scale);
+  update.tracker.copy_(update.next_tracker);
+  update.counts.copy_(update.next_counts);
 }
 
 }  // namespace
@@ -82,23 +107,23 @@ extern "C" {
 uint8_t tamp_any_nonzero(tamp_tensor *const *tensors, size_t count, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
     if (count == 0) return 0;
-    at::Device device = tamp::tensor(tensors[0]).device();
-    for (size_t i = 1; i < count && device.is_cpu(); ++i) device = tamp::tensor(tensors[i]).device();
-    return sum_on(tensors, count, device).item<float>() != 0.0F;
+    return sum_on(tensors, count, place(tensors, count)).item<float>() != 0.0F;
   });
 }
 
-void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *patience, tamp_tensor *const *found_infs,
-                       size_t count, const tamp_scale_rule *rule, char **err) noexcept {
-  tamp::guarded(err, [&] {
+tamp_tensor *tamp_flags_join(tamp_tensor *const *flags, size_t count, char **err) noexcept {
+  return tamp::guarded(err, [&] {
     TORCH_CHECK(count > 0, "no found_inf tensor");
-    Tensor &value = tamp::tensor(scale);
-    const Tensor found_inf = sum_on(found_infs, count, value.device());
-    if (patience == nullptr) {
-      update(value, tamp::tensor(tracker), found_inf, *rule);
-    } else {
-      update_patiently(value, tamp::tensor(tracker), tamp::tensor(patience), found_inf, *rule);
-    }
+    const Tensor sum = sum_on(flags, count, place(flags, count));
+    return tamp::give(count == 1 ? sum : sum.clamp_max(1));
+  });
+}
+
+void tamp_scales_update(const tamp_scale_update *updates, size_t count, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    c10::SmallVector<Update, 1> all;
+    for (size_t i = 0; i < count; ++i) all.push_back(prepare(updates[i]));
+    for (size_t i = 0; i < count; ++i) run(all[i], updates[i].rule);
   });
 }
 

@@ -108,27 +108,6 @@ void tamp_gradients_inspect(tamp_tensor *const *parameters, size_t count, tamp_g
 // Drops the gradient of a parameter, so that no optimizer can apply it.
 void tamp_gradient_drop(tamp_tensor *parameter, char **err) TAMP_NOEXCEPT;
 
-enum {
-  TAMP_UNSCALE_RECHECK = 1,     // look for values that only the multiplication made infinite
-  TAMP_UNSCALE_CHECK_ONLY = 2,  // as if the scale were one
-  TAMP_UNSCALE_GENERIC = 4,     // plain operations in place of the AMP kernels
-};
-
-enum { TAMP_FINITE = 0, TAMP_NON_FINITE = 1, TAMP_ON_DEVICE = 2 };
-
-// Multiplies the gradients of `count` parameters, all on the device of `found_inf` and all strided or COO, by 1/scale,
-// in place, and sets `found_inf` (f32, one element) to one when an element is infinite or NaN, else to zero. Returns
-// TAMP_FINITE or TAMP_NON_FINITE where the answer is in host memory and TAMP_ON_DEVICE elsewhere. Waits for the device
-// only when `scale` lies on a GPU and the gradients do not.
-uint8_t tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
-                               tamp_tensor *found_inf, uint8_t options, char **err) TAMP_NOEXCEPT;
-
-// The common 2-norm of the gradients of `count` parameters times 1/scale, which stay as they are: a 0-dim tensor on the
-// device of `found_inf`, where they all lie; f64 when they all are, else f32. Sets `found_inf` to whether the norm is
-// infinite or NaN, as it is when a gradient is, and `answer` to what tamp_gradients_unscale returns. Waits as that.
-tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
-                                 tamp_tensor *found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
-
 // Moves the gradients of `count` parameters to `gradients`, an array of nulls, and leaves the parameters without. After
 // a failure those that were moved are in `gradients`.
 void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tensor **gradients,
@@ -143,10 +122,56 @@ void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) TA
 void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *gradients, size_t count,
                         char **err) TAMP_NOEXCEPT;
 
+// --------------------------------------------------------------------------------------------------------- unscale.cpp
+
+enum {
+  TAMP_UNSCALE_RECHECK = 1,     // look for values that only the multiplication made infinite
+  TAMP_UNSCALE_CHECK_ONLY = 2,  // as if the scale were one, so that no number changes
+  TAMP_UNSCALE_GENERIC = 4,     // plain operations in place of the AMP kernels
+};
+
+enum { TAMP_FINITE = 0, TAMP_NON_FINITE = 1, TAMP_ON_DEVICE = 2 };
+
+// Multiplies the gradients of `count` parameters, all strided or COO, by 1/scale, in place. They lie on `devices`
+// devices, each of which has one of `found_infs` (f32, one element). Sets that to one when an element there is infinite
+// or NaN, else to zero, and writes to its place in `answers` TAMP_FINITE or TAMP_NON_FINITE where the answer is in host
+// memory and TAMP_ON_DEVICE elsewhere. What it takes is allocated on all devices before the first gradient changes:
+// after a failure `begun` tells whether any may have. Waits for the device only when `scale` lies on a GPU and gradients
+// on the CPU.
+void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
+                            tamp_tensor *const *found_infs, uint8_t *answers, size_t devices, uint8_t options,
+                            uint8_t *begun, char **err) TAMP_NOEXCEPT;
+
+// The common 2-norm of the gradients of `count` parameters times 1/scale, which stay as they are: a 0-dim tensor on the
+// device of `found_inf`, where they all lie; f64 when they all are, else f32. Sets `found_inf` to whether the norm is
+// infinite or NaN, as it is when a gradient is, and `answer` to what tamp_gradients_unscale answers. Waits as that.
+tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
+                                 tamp_tensor *found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
+
+// --------------------------------------------------------------------------------------------------------- numbers.cpp
+
+// A tensor of no dimensions that holds `value`.
+tamp_tensor *tamp_number_new(double value, int8_t dtype, int8_t device_type, int8_t device_index,
+                             char **err) TAMP_NOEXCEPT;
+
+// Writes `value` to a tensor. Does not wait.
+void tamp_number_set(tamp_tensor *number, double value, char **err) TAMP_NOEXCEPT;
+
+// Lowers a tensor of one number to `most`, if it is more. Does not wait.
+void tamp_number_limit(tamp_tensor *number, double most, char **err) TAMP_NOEXCEPT;
+
+// Copies the `len` elements of `count` real tensors of one device, one tensor after the other, to `values`. Waits for
+// the device, once.
+void tamp_numbers_read(tamp_tensor *const *tensors, size_t count, double *values, size_t len, char **err) TAMP_NOEXCEPT;
+
 // ----------------------------------------------------------------------------------------------------------- scale.cpp
 
 // Whether any of the one-element tensors is not zero. Waits for their devices, in one transfer.
 uint8_t tamp_any_nonzero(tamp_tensor *const *tensors, size_t count, char **err) TAMP_NOEXCEPT;
+
+// One flag that is one when any of `count` flags (f32, one element, zero or one) is, and else zero: on the first GPU that
+// one of them lies on, or else on the CPU. Of one flag it is that itself.
+tamp_tensor *tamp_flags_join(tamp_tensor *const *flags, size_t count, char **err) TAMP_NOEXCEPT;
 
 // How an iteration changes the scale. The last three count only where there is a tensor of patience.
 typedef struct tamp_scale_rule {
@@ -164,11 +189,21 @@ typedef struct tamp_scale_rule {
 // last backed off or could grow.
 enum { TAMP_PATIENCE_HYSTERESIS = 0, TAMP_PATIENCE_ITERATIONS = 1, TAMP_PATIENCE_OVERFLOWS = 2 };
 
-// Ends an iteration: grows or backs off `scale` (f32) and counts in `tracker` (i32) and, unless it is null, `patience`
-// (i64), all in place, from the `count` found_inf tensors, which may lie on several devices. Without patience every
-// overflow backs the scale off. Never waits for a device that `scale` lies on.
-void tamp_scale_update(tamp_tensor *scale, tamp_tensor *tracker, tamp_tensor *patience, tamp_tensor *const *found_infs,
-                       size_t count, const tamp_scale_rule *rule, char **err) TAMP_NOEXCEPT;
+// A scale at the end of an iteration: `scale` (f32), `tracker` (i32) and `patience` (i64, or null), and what was found in
+// the gradients, in `count` found_inf tensors, which may lie on several devices.
+typedef struct tamp_scale_update {
+  tamp_tensor *scale;
+  tamp_tensor *tracker;
+  tamp_tensor *patience;
+  tamp_tensor *const *found_infs;
+  size_t count;
+  tamp_scale_rule rule;
+} tamp_scale_update;
+
+// Ends an iteration: grows or backs off each of `count` scales and counts in its tracker and its patience, all in place.
+// Without patience every overflow backs a scale off. What it takes is allocated for all scales before the first changes.
+// Never waits for a device that a scale lies on.
+void tamp_scales_update(const tamp_scale_update *updates, size_t count, char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------ loss_scale.cpp
 

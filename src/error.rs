@@ -83,7 +83,8 @@ pub enum Error {
     #[error("step has already been called on these parameters; call update() first")]
     AlreadyStepped,
 
-    /// libtorch failed while the gradients of an optimizer were being unscaled: some of them are, and some are not.
+    /// libtorch failed while the gradients of an optimizer were being unscaled: some of them are, and some are not. Not
+    /// for want of memory: what unscaling takes is allocated before the first gradient changes.
     #[error(
         "libtorch failed while these gradients were being unscaled: zero them, then call abandon or update"
     )]

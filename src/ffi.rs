@@ -3,6 +3,7 @@
 mod callbacks;
 mod checkpoint;
 mod function;
+mod numbers;
 mod optim;
 mod scaler;
 #[cfg(test)]
@@ -11,14 +12,16 @@ mod tests;
 use std::ffi::{CStr, c_char};
 use std::ptr;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
+use crate::device::device_type;
 use crate::error::{Error, Result};
 use crate::sys;
 
 pub(crate) use callbacks::{Borrowed, Node, Recorded};
 pub(crate) use checkpoint::*;
 pub(crate) use function::{FunctionCall, function_begin, function_record};
+pub(crate) use numbers::*;
 pub(crate) use optim::*;
 pub(crate) use scaler::*;
 
@@ -34,6 +37,16 @@ fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
     // SAFETY: the string came from malloc, and nobody uses it any more.
     unsafe { sys::tamp_string_free(err) };
     Err(Error::Torch(message))
+}
+
+/// A device as the shim counts: its type and its index.
+fn place(device: Device) -> Result<(i8, i8)> {
+    let index = match device {
+        Device::Cuda(index) => i8::try_from(index)
+            .map_err(|_| Error::Torch(format!("{device:?} has too large an index")))?,
+        _ => -1,
+    };
+    Ok((device_type(device)?, index))
 }
 
 /// The pointer that the shim borrows for the length of one call.

@@ -77,6 +77,16 @@ pub(crate) const PATIENCE_HYSTERESIS: usize = 0;
 pub(crate) const PATIENCE_ITERATIONS: usize = 1;
 pub(crate) const PATIENCE_OVERFLOWS: usize = 2;
 
+#[repr(C)]
+pub(crate) struct ScaleUpdate {
+    pub(crate) scale: *mut Tensor,
+    pub(crate) tracker: *mut Tensor,
+    pub(crate) patience: *mut Tensor,
+    pub(crate) found_infs: *const *mut Tensor,
+    pub(crate) count: usize,
+    pub(crate) rule: ScaleRule,
+}
+
 pub(crate) const OPTIM_ADAM: u8 = 0;
 pub(crate) const OPTIM_ADAMW: u8 = 1;
 pub(crate) const OPTIM_SGD: u8 = 2;
@@ -224,22 +234,6 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     );
     pub(crate) fn tamp_gradient_drop(parameter: *mut Tensor, err: *mut *mut c_char);
-    pub(crate) fn tamp_gradients_unscale(
-        parameters: *const *mut Tensor,
-        count: usize,
-        scale: *const Tensor,
-        found_inf: *mut Tensor,
-        options: u8,
-        err: *mut *mut c_char,
-    ) -> u8;
-    pub(crate) fn tamp_gradients_norm(
-        parameters: *const *mut Tensor,
-        count: usize,
-        scale: *const Tensor,
-        found_inf: *mut Tensor,
-        answer: *mut u8,
-        err: *mut *mut c_char,
-    ) -> *mut Tensor;
     pub(crate) fn tamp_gradients_take(
         parameters: *const *mut Tensor,
         count: usize,
@@ -254,18 +248,56 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     );
 
+    pub(crate) fn tamp_gradients_unscale(
+        parameters: *const *mut Tensor,
+        count: usize,
+        scale: *const Tensor,
+        found_infs: *const *mut Tensor,
+        answers: *mut u8,
+        devices: usize,
+        options: u8,
+        begun: *mut u8,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_gradients_norm(
+        parameters: *const *mut Tensor,
+        count: usize,
+        scale: *const Tensor,
+        found_inf: *mut Tensor,
+        answer: *mut u8,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+
+    pub(crate) fn tamp_number_new(
+        value: f64,
+        dtype: i8,
+        device_type: i8,
+        device_index: i8,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+    pub(crate) fn tamp_number_set(number: *mut Tensor, value: f64, err: *mut *mut c_char);
+    pub(crate) fn tamp_number_limit(number: *mut Tensor, most: f64, err: *mut *mut c_char);
+    pub(crate) fn tamp_numbers_read(
+        tensors: *const *mut Tensor,
+        count: usize,
+        values: *mut f64,
+        len: usize,
+        err: *mut *mut c_char,
+    );
+
     pub(crate) fn tamp_any_nonzero(
         tensors: *const *mut Tensor,
         count: usize,
         err: *mut *mut c_char,
     ) -> u8;
-    pub(crate) fn tamp_scale_update(
-        scale: *mut Tensor,
-        tracker: *mut Tensor,
-        patience: *mut Tensor,
-        found_infs: *const *mut Tensor,
+    pub(crate) fn tamp_flags_join(
+        flags: *const *mut Tensor,
         count: usize,
-        rule: *const ScaleRule,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+    pub(crate) fn tamp_scales_update(
+        updates: *const ScaleUpdate,
+        count: usize,
         err: *mut *mut c_char,
     );
 

@@ -43,6 +43,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_tensor", "Tensor"),
         ("tamp_gradient", "Gradient"),
         ("tamp_scale_rule", "ScaleRule"),
+        ("tamp_scale_update", "ScaleUpdate"),
         ("tamp_autocast_state", "AutocastState"),
         ("tamp_autocast_device", "AutocastDevice"),
         ("tamp_arrival", "Arrival"),

@@ -2,9 +2,8 @@
 
 use tch::{Device, Tensor};
 
-use super::{call, given, pointer};
-use crate::device::device_type;
-use crate::error::{Error, Result};
+use super::{call, given, place, pointer};
+use crate::error::Result;
 use crate::sys;
 
 /// Copies bytes of a contiguous tensor's elements, from the `first` on. Waits for the device.
@@ -23,23 +22,14 @@ pub(crate) fn elements_write(to: &mut Tensor, first: i64, from: &[u8]) -> Result
 
 /// The state of a device's default generator of random numbers. Waits for the device.
 pub(crate) fn rng_state(device: Device) -> Result<Tensor> {
-    let (device_type, index) = numbers(device)?;
+    let (device_type, index) = place(device)?;
     // SAFETY: takes two numbers, and `err` is valid for a write.
     given(call(|err| unsafe { sys::tamp_rng_state(device_type, index, err) })?)
 }
 
 /// Makes a device's default generator go on from a state.
 pub(crate) fn rng_set_state(device: Device, state: &Tensor) -> Result<()> {
-    let (device_type, index) = numbers(device)?;
+    let (device_type, index) = place(device)?;
     // SAFETY: `state` is a live tensor, and `err` is valid for a write.
     call(|err| unsafe { sys::tamp_rng_set_state(device_type, index, state.as_ptr(), err) })
-}
-
-fn numbers(device: Device) -> Result<(i8, i8)> {
-    let index = match device {
-        Device::Cuda(index) => i8::try_from(index)
-            .map_err(|_| Error::Torch(format!("{device:?} has too large an index")))?,
-        _ => -1,
-    };
-    Ok((device_type(device)?, index))
 }

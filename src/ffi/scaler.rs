@@ -30,23 +30,34 @@ pub(crate) fn gradient_drop(parameter: &Tensor) -> Result<()> {
     call(|err| unsafe { sys::tamp_gradient_drop(pointer(parameter), err) })
 }
 
-/// Unscales the gradients of `parameters`, all of `found_inf`'s device, and tells whether one was infinite or NaN;
-/// `None` where the answer lies on the device.
-pub(crate) fn gradients_unscale(
-    parameters: &[&Tensor],
+/// Why gradients were not unscaled, and whether some of them may have been.
+#[derive(Debug)]
+pub(crate) struct Interrupted {
+    pub(crate) error: Error,
+    pub(crate) begun: bool,
+}
+
+/// Unscales the gradients of `parameters`, each of which lies on the device of one of `found_infs`, and tells for each
+/// of these whether a gradient there was infinite or NaN; `None` where the answer lies on the device.
+pub(crate) fn gradients_unscale<'a>(
+    parameters: impl IntoIterator<Item = &'a Tensor>,
     scale: &Tensor,
-    found_inf: &Tensor,
+    found_infs: &[Tensor],
     options: u8,
-) -> Result<Option<bool>> {
-    let tensors = pointers(parameters.iter().copied());
-    let (array, count) = (tensors.as_ptr(), tensors.len());
-    let (scale, found_inf) = (scale.as_ptr(), pointer(found_inf));
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and tensors are changed in place
-    // only through libtorch's own handles, which alias freely.
-    let answer = call(|err| unsafe {
-        sys::tamp_gradients_unscale(array, count, scale, found_inf, options, err)
-    })?;
-    known(answer)
+) -> std::result::Result<Vec<Option<bool>>, Interrupted> {
+    let (tensors, flags) = (pointers(parameters), pointers(found_infs));
+    let (array, count, scale) = (tensors.as_ptr(), tensors.len(), scale.as_ptr());
+    let mut answers = vec![sys::ON_DEVICE; flags.len()];
+    let (flags, devices, out) = (flags.as_ptr(), flags.len(), answers.as_mut_ptr());
+    let mut begun = 0;
+    // SAFETY: the arrays have `count` and `devices` elements, the borrows keep every tensor alive, `begun` is valid for a
+    // write, and tensors are changed in place only through libtorch's own handles, which alias freely.
+    let done = call(|err| unsafe {
+        let begun = &mut begun;
+        sys::tamp_gradients_unscale(array, count, scale, flags, out, devices, options, begun, err)
+    });
+    let known = done.and_then(|()| answers.into_iter().map(known).collect());
+    known.map_err(|error| Interrupted { error, begun: begun != 0 })
 }
 
 /// An answer of the shim, where the host has it.
@@ -128,19 +139,37 @@ pub(crate) fn all_finite(tensors: &[&Tensor]) -> Result<Tensor> {
     given(call(|err| unsafe { sys::tamp_all_finite(tensors.as_ptr(), tensors.len(), err) })?)
 }
 
-/// Grows or backs off `scale` and counts in `tracker` and `patience`, in place.
-pub(crate) fn scale_update(
-    scale: &Tensor,
-    tracker: &Tensor,
-    patience: Option<&Tensor>,
-    found_infs: &[&Tensor],
-    rule: &sys::ScaleRule,
-) -> Result<()> {
-    let tensors = pointers(found_infs.iter().copied());
-    let (array, count) = (tensors.as_ptr(), tensors.len());
-    let (scale, tracker) = (pointer(scale), pointer(tracker));
-    let patience = patience.map_or(ptr::null_mut(), pointer);
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, `patience` is one of them or null, and
-    // `rule` has the shim's layout.
-    call(|err| unsafe { sys::tamp_scale_update(scale, tracker, patience, array, count, rule, err) })
+/// One flag that is 1 when any of the flags is, on the first GPU that one lies on; of one flag, that itself.
+pub(crate) fn flags_join<'a>(flags: impl IntoIterator<Item = &'a Tensor>) -> Result<Tensor> {
+    let tensors = pointers(flags);
+    // SAFETY: the array has `tensors.len()` elements, and the caller's borrows keep the tensors alive.
+    given(call(|err| unsafe { sys::tamp_flags_join(tensors.as_ptr(), tensors.len(), err) })?)
+}
+
+/// A scale at the end of an iteration, and what was found in its gradients.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ScaleUpdate<'a> {
+    pub(crate) scale: &'a Tensor,
+    pub(crate) tracker: &'a Tensor,
+    pub(crate) patience: Option<&'a Tensor>,
+    pub(crate) found_infs: &'a [&'a Tensor],
+    pub(crate) rule: sys::ScaleRule,
+}
+
+/// Grows or backs off scales and counts in their trackers and patience, in place: all of them or none.
+pub(crate) fn scales_update(updates: &[ScaleUpdate<'_>]) -> Result<()> {
+    let flags = |update: &ScaleUpdate<'_>| pointers(update.found_infs.iter().copied());
+    let flags: Vec<_> = updates.iter().map(flags).collect();
+    let raw = updates.iter().zip(&flags).map(|(update, flags)| sys::ScaleUpdate {
+        scale: pointer(update.scale),
+        tracker: pointer(update.tracker),
+        patience: update.patience.map_or(ptr::null_mut(), pointer),
+        found_infs: flags.as_ptr(),
+        count: flags.len(),
+        rule: update.rule,
+    });
+    let raw: Vec<_> = raw.collect();
+    // SAFETY: the array has `raw.len()` elements of the shim's layout, each of which names an array in `flags` and its
+    // length; the borrows keep every tensor alive, and `patience` is one of them or null.
+    call(|err| unsafe { sys::tamp_scales_update(raw.as_ptr(), raw.len(), err) })
 }

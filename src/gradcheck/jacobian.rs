@@ -2,9 +2,10 @@
 
 #![forbid(unsafe_code)]
 
-use tch::{Device, Kind, Tensor, no_grad};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::ffi;
 
 use super::checked::{Checked, requires_grad};
 
@@ -95,7 +96,7 @@ pub(super) fn numeric(
 ) -> Result<Vec<Vec<f64>>> {
     let element = index.iter().try_fold(inputs[input].detach(), |t, i| t.f_select(0, *i))?;
     let value = element.f_double_value(&[])?;
-    let set = |value: f64| no_grad(|| element.shallow_clone().f_fill_(value)).map(drop);
+    let set = |value: f64| ffi::number_set(&element, value);
     let at = |value: f64| {
         set(value)?;
         f(inputs)?.iter().map(values).collect::<Result<Vec<_>>>()

@@ -5,14 +5,13 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::device::check_usable;
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::ffi::{self, ScaleUpdate};
 use crate::loss_scale::finite::{GRADS_FINITE, flag};
 use crate::loss_scale::fixed::tensor;
 use crate::loss_scale::{DynamicLossScaleState, LossScale, LossScaleState};
 use crate::scaler::config::LARGEST;
-use crate::{ffi, sys};
+use crate::sys;
 
 /// Grows while gradients are finite and shrinks when they are not. The twin of `jmp.DynamicLossScale`, with its
 /// defaults:
@@ -76,7 +75,7 @@ impl DynamicLossScale {
         let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = state;
         Ok(Self {
             scale: tensor(loss_scale, device)?,
-            counter: Tensor::f_scalar_tensor(counter, (Kind::Int, device))?,
+            counter: ffi::number_new(counter as f64, Kind::Int, device)?,
             period,
             factor,
             min_loss_scale,
@@ -92,9 +91,14 @@ impl DynamicLossScale {
     pub fn state(&self) -> Result<DynamicLossScaleState> {
         // Whole, so that a new field does not compile until it is saved.
         let Self { scale, counter, period, factor, min_loss_scale } = self;
+        // In one transfer.
+        let read = ffi::numbers_read(&[scale, counter])?;
+        let [loss_scale, counter] = *read else {
+            return Err(Error::Torch(format!("a loss scale was read as {} numbers", read.len())));
+        };
         Ok(DynamicLossScaleState {
-            loss_scale: scale.f_double_value(&[])?,
-            counter: counter.f_int64_value(&[])?,
+            loss_scale,
+            counter: counter as i64,
             period: *period,
             factor: *factor,
             min_loss_scale: *min_loss_scale,
@@ -133,7 +137,13 @@ impl LossScale for DynamicLossScale {
         let found_inf = found_inf.f_to_kind(Kind::Float)?;
         // The kernel writes to copies: graphs, clones and whoever asked hold the tensors from before.
         let (scale, counter) = (self.scale.f_detach_copy()?, self.counter.f_detach_copy()?);
-        ffi::scale_update(&scale, &counter, None, &[&found_inf], &self.rule())?;
+        ffi::scales_update(&[ScaleUpdate {
+            scale: &scale,
+            tracker: &counter,
+            patience: None,
+            found_infs: &[&found_inf],
+            rule: self.rule(),
+        }])?;
         (self.scale, self.counter) = (scale, counter);
         Ok(())
     }

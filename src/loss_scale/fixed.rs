@@ -9,6 +9,7 @@ use crate::device::check_usable;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::{Result, ensure};
+use crate::ffi;
 use crate::loss_scale::{
     LossScale, LossScaleState,
     finite::{GRADS_FINITE, flag},
@@ -17,7 +18,7 @@ use crate::scaler::config::{LARGEST, SMALLEST};
 
 /// A scale as an f32 on a device.
 pub(super) fn tensor(scale: f64, device: Device) -> Result<Tensor> {
-    Ok(Tensor::f_scalar_tensor(scale, (Kind::Float, device))?)
+    ffi::number_new(scale, Kind::Float, device)
 }
 
 /// Leaves losses and gradients as they are, so that one loop serves bf16, too. The twin of `jmp.NoOpLossScale`.

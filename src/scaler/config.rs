@@ -204,8 +204,10 @@ impl GradScaler {
     ///
     /// [`Error::InvalidValue`] unless it is from 1 to 2^31 - 1; the old value stays then.
     pub fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
-        self.reconfigure(GradScalerConfig { growth_interval, ..self.config })?;
-        self.scale.as_mut().map_or(Ok(()), |scale| scale.clamp_tracker(growth_interval))
+        let config = GradScalerConfig { growth_interval, ..self.config };
+        config.check()?;
+        self.scale.as_mut().map_or(Ok(()), |scale| scale.clamp_tracker(growth_interval))?;
+        self.reconfigure(config)
     }
 
     fn reconfigure(&mut self, config: GradScalerConfig) -> Result<()> {

@@ -4,7 +4,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Whether the gradients of one device held an infinity or a NaN.
 #[derive(Debug)]
@@ -34,21 +34,6 @@ pub(crate) enum Verdict {
 /// Keeps the tensors that nobody else reads.
 pub(crate) fn recycle(spare: &mut Vec<Tensor>, found: impl IntoIterator<Item = FoundInf>) {
     spare.extend(found.into_iter().filter(|flag| !flag.lent).map(|flag| flag.tensor));
-}
-
-/// One flag on the first GPU that is 1 when any is not zero: libtorch's kernels compare it with 1.
-pub(crate) fn sum(found: &[FoundInf]) -> Result<Tensor> {
-    let flags = || found.iter().map(|flag| &flag.tensor);
-    let gpu = flags().position(|flag| flag.device() != Device::Cpu).unwrap_or_default();
-    let Some(first) = flags().nth(gpu) else {
-        return Err(Error::NoInfChecks);
-    };
-    let add = |sum: Tensor, flag: &Tensor| {
-        let sum = sum.f_add(&to(flag, sum.device())?)?;
-        Ok::<_, Error>(sum.f_clamp_max(1.0)?)
-    };
-    let others = flags().enumerate().filter(|(place, _)| *place != gpu);
-    others.map(|(_, flag)| flag).try_fold(first.shallow_clone(), add)
 }
 
 /// The norm of several norms, on the device of the first.

@@ -5,9 +5,9 @@
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, Interrupted};
 use crate::scaler::addresses::AddressMap;
-use crate::scaler::found::{FoundInf, Verdict, common_norm, overflow, recycle, sum, tensors};
+use crate::scaler::found::{FoundInf, Verdict, common_norm, overflow, recycle, tensors};
 use crate::scaler::gradients::{Change, Plan, change};
 use crate::scaler::scale::Scale;
 use crate::sys::{self, Gradient};
@@ -15,7 +15,7 @@ use crate::sys::{self, Gradient};
 /// How far an optimizer has come in this iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Some gradients are unscaled and some are not: libtorch failed in between.
+    /// Some gradients may be unscaled and some not: libtorch failed in between.
     Broken,
     /// They were looked at and are still scaled: a step is under way.
     Looked,
@@ -146,18 +146,38 @@ impl Iteration {
         Ok(Some(index))
     }
 
-    /// Unscales the gradients of a new record, which stays broken if that fails midway.
+    /// Unscales the gradients of a new record. If that fails before it has changed any there is no record; if it fails
+    /// midway the record stays broken.
     fn fill(&mut self, index: usize, plan: &Plan, scale: &Scale) -> Result<()> {
         let parameters = std::mem::take(&mut self.records[index].parameters);
-        let options = u8::from(scale.may_enlarge()) * sys::UNSCALE_RECHECK;
+        let options = match scale.is_one() {
+            true => sys::UNSCALE_CHECK_ONLY,
+            false => u8::from(scale.may_enlarge()) * sys::UNSCALE_RECHECK,
+        };
         let checked = self.check(&parameters, plan, scale.tensor(), options);
         let gradients = ffi::gradients_inspect(&parameters);
-        self.records[index].parameters = parameters;
-        let (found, gradients) = (checked?, gradients?);
-        self.unscaled.extend(gradients.iter().map(|g| (g.parameter, g.gradient)));
         let record = &mut self.records[index];
-        (record.stage, record.gradients, record.found) = (Stage::Unscaled, gradients, found);
-        Ok(())
+        record.parameters = parameters;
+        match checked {
+            Ok(found) => {
+                record.gradients = gradients?;
+                (record.stage, record.found) = (Stage::Unscaled, found);
+                let gradients = record.gradients.iter().map(|g| (g.parameter, g.gradient));
+                self.unscaled.extend(gradients);
+                Ok(())
+            }
+            Err(Interrupted { error, begun: false }) => {
+                self.abandon(index);
+                Err(error)
+            }
+            Err(Interrupted { error, begun: true }) => {
+                // What `update` will find changed once they are zeroed.
+                if let Ok(gradients) = gradients {
+                    record.gradients = gradients;
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Looks at the gradients of a new record and leaves them as they are.
@@ -167,12 +187,16 @@ impl Iteration {
             true => self.norms(&parameters, plan, scale.tensor()).map(|(f, norm)| (f, Some(norm))),
             false => {
                 let found = self.check(&parameters, plan, scale.tensor(), sys::UNSCALE_CHECK_ONLY);
-                found.map(|found| (found, None))
+                found.map(|found| (found, None)).map_err(|interrupted| interrupted.error)
             }
         };
         let record = &mut self.records[index];
         record.parameters = parameters;
         (record.found, record.norm) = looked?;
+        if !with_norm && overflow(&record.found).is_none() {
+            // The kernel of a GPU writes the same numbers back, which raises their versions.
+            record.gradients = ffi::gradients_inspect(&record.parameters)?;
+        }
         record.stage = Stage::Looked;
         let gradients = record.gradients.iter().map(|g| (g.parameter, g.gradient));
         self.unscaled.extend(gradients);
@@ -197,22 +221,21 @@ impl Iteration {
         Ok((found, common_norm(norms)?))
     }
 
-    /// Runs the kernels over the groups of `plan`.
+    /// Runs the kernels over the groups of `plan`, in one call for all of them.
     fn check(
         &mut self,
         parameters: &[Tensor],
         plan: &Plan,
         scale: &Tensor,
         options: u8,
-    ) -> Result<Vec<FoundInf>> {
-        let mut found = Vec::with_capacity(plan.groups.len());
-        for (_, indices) in &plan.groups {
-            let group: Vec<&Tensor> = indices.iter().map(|&i| &parameters[i]).collect();
-            let tensor = self.spare_found_inf(group[0])?;
-            let host = ffi::gradients_unscale(&group, scale, &tensor, options)?;
-            found.push(FoundInf { tensor, host, lent: false });
-        }
-        Ok(found)
+    ) -> std::result::Result<Vec<FoundInf>, Interrupted> {
+        let firsts = plan.groups.iter().map(|(_, indices)| &parameters[indices[0]]);
+        let tensors: Result<Vec<_>> = firsts.map(|first| self.spare_found_inf(first)).collect();
+        let tensors = tensors.map_err(|error| Interrupted { error, begun: false })?;
+        let all = plan.groups.iter().flat_map(|(_, indices)| indices).map(|&i| &parameters[i]);
+        let answers = ffi::gradients_unscale(all, scale, &tensors, options)?;
+        let found = tensors.into_iter().zip(answers);
+        Ok(found.map(|(tensor, host)| FoundInf { tensor, host, lent: false }).collect())
     }
 
     /// A found_inf tensor on the device of a parameter.
@@ -220,7 +243,7 @@ impl Iteration {
         let device = parameter.device();
         match self.spare.iter().position(|tensor| tensor.device() == device) {
             Some(index) => Ok(self.spare.swap_remove(index)),
-            None => Ok(Tensor::f_scalar_tensor(0.0, (Kind::Float, device))?),
+            None => ffi::number_new(0.0, Kind::Float, device),
         }
     }
 
@@ -258,9 +281,34 @@ impl Iteration {
         self.records[record].norm.as_ref().map(Tensor::shallow_clone)
     }
 
-    /// Whether the host knows what was found, as it does on the CPU.
-    pub(crate) fn is_on_host(&self, record: usize) -> bool {
-        overflow(&self.records[record].found).is_some()
+    /// Whether a step that failed has left the gradients as they were. Those on the CPU it never changes.
+    pub(crate) fn is_untouched(&self, record: usize) -> bool {
+        let record = &self.records[record];
+        if overflow(&record.found).is_some() {
+            return true;
+        }
+        let same = |(known, now): (_, &Gradient)| change(Some(known), now) == Change::None;
+        match ffi::gradients_inspect(&record.parameters) {
+            Ok(now) => record.gradients.iter().zip(&now).all(same),
+            Err(_) => false,
+        }
+    }
+
+    /// Tells whether there are broken records; fails as long as the gradients of one are still those that were left half
+    /// unscaled.
+    pub(crate) fn check_broken(&self) -> Result<bool> {
+        let mut any = false;
+        for record in self.records.iter().filter(|record| record.stage == Stage::Broken) {
+            let now = ffi::gradients_inspect(&record.parameters)?;
+            let kept = |(known, now): (&Gradient, &Gradient)| {
+                now.gradient != 0 && change(Some(known), now) == Change::None
+            };
+            if record.gradients.iter().zip(&now).any(kept) {
+                return Err(Error::UnscaleFailed);
+            }
+            any = true;
+        }
+        Ok(any)
     }
 
     /// Whether the record allows a step. Does not wait: where only devices know, the answer is a flag on one of them.
@@ -269,7 +317,7 @@ impl Iteration {
         if let Some(found) = overflow(&record.found) {
             return Ok(Verdict::Known(!found));
         }
-        let flag = sum(&record.found)?;
+        let flag = ffi::flags_join(record.found.iter().map(|flag| &flag.tensor))?;
         if let [only] = record.found.as_mut_slice() {
             only.lent = true;
         }
@@ -290,7 +338,8 @@ impl Iteration {
             return Ok(());
         }
         let plan = Plan::new(&now, true, describe)?;
-        let found = self.check(parameters, &plan, scale, sys::UNSCALE_CHECK_ONLY)?;
+        let found = self.check(parameters, &plan, scale, sys::UNSCALE_CHECK_ONLY);
+        let found = found.map_err(|interrupted| interrupted.error)?;
         let known = &mut self.records[record];
         known.gradients = ffi::gradients_inspect(parameters)?;
         known.dirty = false;

@@ -77,6 +77,18 @@ pub struct GradScaler {
     names: HashMap<usize, (String, Tensor)>,
 }
 
+/// An output times the scale, which may lie on another device.
+fn product(output: &Tensor, scale: &Tensor) -> Result<Tensor> {
+    let device = output.device();
+    if scale.device() == device {
+        return Ok(output.f_mul(scale)?);
+    }
+    // A copy to the host that nobody waited for could be read before it is there.
+    let non_blocking = device != Device::Cpu;
+    let scale = scale.f_to_device_(device, Kind::Float, non_blocking, false)?;
+    Ok(output.f_mul(&scale)?)
+}
+
 impl GradScaler {
     /// Makes a scaler with PyTorch's defaults, whose scale lies on `device`: the device of the loss.
     ///
@@ -152,19 +164,10 @@ impl GradScaler {
             Kind::Half | Kind::BFloat16 => output.f_to_kind(Kind::Float)?,
             kind => return Err(Error::ScaleDtype { dtype: kind }),
         };
+        let scaled = if self.config.is_one() { output } else { product(&output, scale.tensor())? };
+        // Last: where scaling fails, no backward follows.
         self.iteration.borrow_mut().note_scale()?;
-        if self.config.is_one() {
-            return Ok(output);
-        }
-        let factor = scale.tensor();
-        let device = output.device();
-        if factor.device() == device {
-            return Ok(output.f_mul(factor)?);
-        }
-        // A copy to the host that nobody waited for could be read before it is there.
-        let non_blocking = device != Device::Cpu;
-        let factor = factor.f_to_device_(device, Kind::Float, non_blocking, false)?;
-        Ok(output.f_mul(&factor)?)
+        Ok(scaled)
     }
 
     /// Multiplies several outputs by the scale, each on its own device. Waits as [`scale`](Self::scale). As
@@ -188,8 +191,8 @@ impl GradScaler {
 
     /// Returns the scale; 1 for a disabled scaler.
     ///
-    /// Waits for the device only when a fused optimizer was stepped there, or any was unscaled and not stepped, since
-    /// the scale was last known.
+    /// Waits for the device, once, only when a fused optimizer was stepped there, or any was unscaled and not stepped,
+    /// since the scale was last known.
     ///
     /// # Errors
     ///

@@ -39,15 +39,14 @@ impl Patience {
         Ok(Tensor::f_from_slice(&counts)?.f_to_device(device)?)
     }
 
-    /// Waits for the device.
-    pub(crate) fn read(counts: &Tensor) -> Result<Self> {
-        let counts = counts.f_to_device(Device::Cpu)?;
-        let at = |place: usize| counts.f_int64_value(&[place as i64]);
-        Ok(Self {
-            hysteresis: at(sys::PATIENCE_HYSTERESIS)?,
-            iterations: at(sys::PATIENCE_ITERATIONS)?,
-            overflows: at(sys::PATIENCE_OVERFLOWS)?,
-        })
+    /// From the elements of the tensor, which are exact up to 2^53; all zero where there is none.
+    pub(crate) fn from_counts(counts: &[f64]) -> Self {
+        let at = |place: usize| counts.get(place).map_or(0, |count| *count as i64);
+        Self {
+            hysteresis: at(sys::PATIENCE_HYSTERESIS),
+            iterations: at(sys::PATIENCE_ITERATIONS),
+            overflows: at(sys::PATIENCE_OVERFLOWS),
+        }
     }
 
     pub(crate) fn count(self, overflow: bool) -> Self {

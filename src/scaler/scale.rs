@@ -6,11 +6,12 @@ use std::cell::Cell;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::ffi::{self, ScaleUpdate};
 use crate::scaler::config::GradScalerConfig;
 use crate::scaler::patience::{Patience, tolerates};
 use crate::scaler::state::clamp_tracker;
-use crate::{ffi, sys};
+use crate::sys;
 
 /// The value on the host. It follows libtorch's kernel step by step and saves a transfer per question.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -37,8 +38,8 @@ impl Scale {
         let scale = config.init_scale as f32;
         let patience = Patience::full(config);
         Ok(Self {
-            tensor: Tensor::f_scalar_tensor(f64::from(scale), (Kind::Float, device))?,
-            tracker: Tensor::f_scalar_tensor(0, (Kind::Int, device))?,
+            tensor: ffi::number_new(f64::from(scale), Kind::Float, device)?,
+            tracker: ffi::number_new(0.0, Kind::Int, device)?,
             patience: config.is_patient().then(|| patience.tensor(device)).transpose()?,
             is_one: config.is_one(),
             mirror: Cell::new(Some(Mirror { scale, tracker: 0, patience })),
@@ -49,19 +50,25 @@ impl Scale {
         &self.tensor
     }
 
-    /// The value on the host. Waits for the device when only the device knows it.
+    /// The value on the host. Waits for the device when only the device knows it, in one transfer.
     pub(crate) fn value(&self) -> Result<Mirror> {
         if let Some(mirror) = self.mirror.get() {
             return Ok(mirror);
         }
-        let patience = self.patience.as_ref().map(Patience::read).transpose()?;
-        let mirror = Mirror {
-            scale: self.tensor.f_double_value(&[])? as f32,
-            tracker: self.tracker.f_int64_value(&[])? as i32,
-            patience: patience.unwrap_or_default(),
+        let tensors = [&self.tensor, &self.tracker].into_iter().chain(&self.patience);
+        let read = ffi::numbers_read(&tensors.collect::<Vec<_>>())?;
+        let [scale, tracker, counts @ ..] = read.as_slice() else {
+            return Err(Error::Torch(format!("a scale was read as {} numbers", read.len())));
         };
+        let patience = Patience::from_counts(counts);
+        let mirror = Mirror { scale: *scale as f32, tracker: *tracker as i32, patience };
         self.mirror.set(Some(mirror));
         Ok(mirror)
+    }
+
+    /// Whether the scale is one and stays so.
+    pub(crate) fn is_one(&self) -> bool {
+        self.is_one
     }
 
     /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never waits.
@@ -77,45 +84,71 @@ impl Scale {
     /// Sets the scale alone. Does not wait.
     pub(crate) fn set_scale(&mut self, scale: f32) -> Result<()> {
         let mirror = self.mirror.take();
-        let _filled = self.tensor.f_fill_(f64::from(scale))?;
+        ffi::number_set(&self.tensor, f64::from(scale))?;
         self.mirror.set(mirror.map(|mirror| Mirror { scale, ..mirror }));
         Ok(())
     }
 
-    /// Sets everything, for a scaler with `config`.
-    pub(crate) fn set(&mut self, value: Mirror, config: &GradScalerConfig) -> Result<()> {
+    /// All that setting everything takes, for a scaler with `config`: the one part of it that can run out of memory.
+    pub(crate) fn prepare(&self, value: Mirror, config: &GradScalerConfig) -> Result<Prepared> {
         let device = self.tensor.device();
         let patience = config.is_patient().then(|| value.patience.tensor(device)).transpose()?;
+        Ok(Prepared { value, patience, is_one: config.is_one() })
+    }
+
+    /// Sets everything.
+    pub(crate) fn set(&mut self, prepared: Prepared) -> Result<()> {
+        let Prepared { value, patience, is_one } = prepared;
         // Unknown in between, in case the second write fails.
         self.mirror.set(None);
-        (self.patience, self.is_one) = (patience, config.is_one());
-        let _filled = self.tensor.f_fill_(f64::from(value.scale))?;
-        let _filled = self.tracker.f_fill_(i64::from(value.tracker))?;
+        (self.patience, self.is_one) = (patience, is_one);
+        ffi::number_set(&self.tensor, f64::from(value.scale))?;
+        ffi::number_set(&self.tracker, f64::from(value.tracker))?;
         self.mirror.set(Some(value));
         Ok(())
     }
 
     /// Makes sure that a tracker beyond a new interval still grows the scale. Does not wait.
     pub(crate) fn clamp_tracker(&mut self, growth_interval: i64) -> Result<()> {
-        let _clamped = self.tracker.f_clamp_max_(growth_interval - 1)?;
+        ffi::number_limit(&self.tracker, (growth_interval - 1) as f64)?;
         let clamp = |m: Mirror| Mirror { tracker: clamp_tracker(m.tracker, growth_interval), ..m };
         self.mirror.set(self.mirror.get().map(clamp));
         Ok(())
     }
 
-    /// Ends an iteration. `overflow` is `None` where only the devices know; then the host no longer knows the scale.
-    pub(crate) fn update(
-        &mut self,
-        found_infs: &[&Tensor],
+    /// What the end of an iteration does to the tensors.
+    pub(crate) fn change<'a>(
+        &'a self,
+        found_infs: &'a [&'a Tensor],
+        rule: sys::ScaleRule,
+    ) -> ScaleUpdate<'a> {
+        let (scale, tracker) = (&self.tensor, &self.tracker);
+        ScaleUpdate { scale, tracker, patience: self.patience.as_ref(), found_infs, rule }
+    }
+
+    /// Forgets what the host knows, which is returned: the tensors are about to change.
+    pub(crate) fn forget(&self) -> Option<Mirror> {
+        self.mirror.take()
+    }
+
+    /// Knows what has become of `before`, unless only the devices know whether there was an overflow.
+    pub(crate) fn follow(
+        &self,
+        before: Option<Mirror>,
         overflow: Option<bool>,
         rule: &sys::ScaleRule,
-    ) -> Result<()> {
-        let before = self.mirror.take();
-        ffi::scale_update(&self.tensor, &self.tracker, self.patience.as_ref(), found_infs, rule)?;
-        let next = |before, overflow| next(before, overflow, rule);
-        self.mirror.set(before.zip(overflow).map(|(before, overflow)| next(before, overflow)));
-        Ok(())
+    ) {
+        let next = |(before, overflow)| next(before, overflow, rule);
+        self.mirror.set(before.zip(overflow).map(next));
     }
+}
+
+/// A value for a scale, with the tensor that it takes.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    value: Mirror,
+    patience: Option<Tensor>,
+    is_one: bool,
 }
 
 /// The arithmetic of `_amp_update_scale_` with the bounds after it: products in f64, rounded to f32, and growth to
@@ -174,12 +207,15 @@ mod tests {
                 tolerance: below(4) as f64 / 5.0,
                 ..Default::default()
             };
-            let [mut host, mut device] = [0; 2].map(|_| Scale::new(Device::Cpu, &config).unwrap());
+            let [host, device] = [0; 2].map(|_| Scale::new(Device::Cpu, &config).unwrap());
             for step in 0..40 {
                 let overflow = below(3) == 0;
                 let found = Tensor::from(f32::from(u8::from(overflow)));
-                host.update(&[&found], Some(overflow), &config.rule()).unwrap();
-                device.update(&[&found], None, &config.rule()).unwrap();
+                for (scale, overflow) in [(&host, Some(overflow)), (&device, None)] {
+                    let before = scale.forget();
+                    ffi::scales_update(&[scale.change(&[&found], config.rule())]).unwrap();
+                    scale.follow(before, overflow, &config.rule());
+                }
                 let (mut host, mut device) = (host.value().unwrap(), device.value().unwrap());
                 if !config.is_patient() {
                     // Nobody reads it.

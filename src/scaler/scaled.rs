@@ -41,7 +41,8 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] for a negative or NaN limit, and as [`step`](Self::step).
+    /// [`Error::InvalidValue`] for a negative or NaN limit, and as [`step`](Self::step). After an error of the optimizer's
+    /// own the gradients may be clipped.
     pub fn step_clip_norm(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
@@ -56,6 +57,10 @@ impl GradScaler {
             return self.step_scaled(optimizer, Some(max_norm));
         } else {
             record = self.open(optimizer)?;
+        }
+        if let Some(record) = record.filter(|_| optimizer.amp_scaling().is_none()) {
+            // Asked before the gradients are clipped, since asking can fail: another try would clip them again.
+            self.iteration.borrow_mut().found_inf(record)?;
         }
         let clip = |parameters: &[Tensor]| ffi::clip_grad_norm(parameters, max_norm, false);
         let norm = self.change_gradients(record, optimizer, !max_norm.is_finite(), clip)?;
@@ -84,9 +89,9 @@ impl GradScaler {
         let mut iteration = self.iteration.borrow_mut();
         match taken {
             Ok(_) => iteration.set_stage(record, Stage::Stepped),
-            // On the CPU nothing was changed, so that the step can be tried again. Elsewhere the kernels may have
-            // unscaled some of the gradients.
-            Err(_) if scaled && iteration.is_on_host(record) => iteration.abandon(record),
+            // Where nothing was changed the step can be tried again. On a GPU the kernels may have unscaled some of the
+            // gradients.
+            Err(_) if scaled && iteration.is_untouched(record) => iteration.abandon(record),
             Err(_) if scaled => iteration.set_stage(record, Stage::Broken),
             Err(_) => {}
         }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, ensure};
 use crate::scaler::patience::Patience;
-use crate::scaler::scale::Mirror;
+use crate::scaler::scale::{Mirror, Prepared};
 use crate::scaler::{GradScaler, GradScalerConfig};
 
 /// The state of a [`GradScaler`](crate::GradScaler): serialised, PyTorch's five keys `scale`, `growth_factor`,
@@ -211,6 +211,14 @@ fn unless<T: PartialEq>(value: T, usual: T) -> Option<T> {
     (value != usual).then_some(value)
 }
 
+/// A state that a scaler can take over.
+#[derive(Debug)]
+pub(crate) struct LoadedState {
+    scale: Prepared,
+    config: GradScalerConfig,
+    skips: u32,
+}
+
 impl GradScaler {
     /// Returns the state to save: the empty one for a disabled scaler. Waits as [`get_scale`](Self::get_scale).
     ///
@@ -234,15 +242,27 @@ impl GradScaler {
     /// [`Error::EmptyState`], [`Error::MissingKey`] and [`Error::InvalidValue`] for a state that no scaler can have
     /// saved, and [`Error::IterationOpen`]; nothing changes then.
     pub fn load_state_dict(&mut self, state: &GradScalerState) -> Result<()> {
-        if self.scale.is_none() {
-            return Ok(());
+        match self.prepare_state(state)? {
+            Some(loaded) => self.set_state(loaded),
+            None => Ok(()),
         }
+    }
+
+    /// Checks a state and makes what loading it takes; `None` for a disabled scaler, which loads nothing.
+    pub(crate) fn prepare_state(&self, state: &GradScalerState) -> Result<Option<LoadedState>> {
+        let Some(scale) = &self.scale else {
+            return Ok(None);
+        };
         self.check_closed("load_state_dict")?;
         let (config, Progress { mirror, skips }) = state.load(&self.config)?;
-        if let Some(tensors) = &mut self.scale {
-            tensors.set(mirror, &config)?;
+        Ok(Some(LoadedState { scale: scale.prepare(mirror, &config)?, config, skips }))
+    }
+
+    pub(crate) fn set_state(&mut self, loaded: LoadedState) -> Result<()> {
+        if let Some(scale) = &mut self.scale {
+            scale.set(loaded.scale)?;
         }
-        (self.config, self.skips) = (config, skips);
+        (self.config, self.skips) = (loaded.config, loaded.skips);
         Ok(())
     }
 

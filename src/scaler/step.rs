@@ -55,8 +55,8 @@ impl GradScaler {
     /// # Errors
     ///
     /// [`Error::AlreadyUnscaled`], [`Error::UnscaleAfterStep`], [`Error::SharedParameter`] and [`Error::Gradient`]; no
-    /// gradient is touched then. [`Error::Torch`] when libtorch itself fails on the way, and [`Error::UnscaleFailed`]
-    /// after that.
+    /// gradient is touched then. [`Error::Torch`] when libtorch itself fails: all gradients are as before where memory ran
+    /// out, and the call can be made again; where it fails midway, [`Error::UnscaleFailed`] follows.
     pub fn unscale_(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         self.check_whole("backward")?;
         self.open(optimizer)?;

@@ -6,6 +6,11 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod allocations;
 mod controls;
 mod counts;
 mod kernels;
+mod launches;
+mod looks;
+mod syncs;
+mod training;

@@ -4,7 +4,7 @@ use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::{
-    Autocast, AutocastState, Function, GradScaler, GradScalerConfig, PerLossScalers, Result,
+    Autocast, AutocastState, Error, Function, GradScaler, GradScalerConfig, PerLossScalers, Result,
     autocast, autocast_dtype, ffi, function, optim, sys,
 };
 
@@ -146,6 +146,71 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         fails(&|| ffi::any_nonzero(&[&found]).map(drop));
         assert!(!ffi::any_nonzero(&[&found]).unwrap());
     }
+}
+
+/// An iteration whose gradients are half unscaled, as far as anybody knows, and its scale of 8.
+fn half_unscaled(kind: u8) -> (Tensor, optim::Optimizer, GradScaler) {
+    let w = Tensor::from(2f32).set_requires_grad(true);
+    let mut opt = optim::Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
+    let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+    let mut scaler = config.build(Device::Cpu).unwrap();
+    scaler.backward(&(&w * 3.0)).unwrap();
+    // After the look at the gradients, and the beginning of the call that changes them.
+    for call in 1..=2 {
+        ffi::testing_fail_at(call, kind);
+        assert!(scaler.unscale_(&mut opt).is_err());
+        assert_eq!(ffi::testing_fail_at(0, kind), 0, "it has failed");
+        assert_eq!(w.grad().double_value(&[]), 24.0, "nothing was changed by call {call}");
+    }
+    ffi::testing_fail_at(3, kind);
+    assert!(scaler.unscale_(&mut opt).is_err());
+    assert_eq!(ffi::testing_fail_at(0, kind), 0, "it has failed");
+    (w, opt, scaler)
+}
+
+#[test]
+fn a_failed_unscale_goes_on_as_its_error_says() {
+    for (kind, _) in KINDS {
+        for advice in ["zero_grad and abandon", "zero_grad and update", "zeros and update"] {
+            let (mut w, mut opt, mut scaler) = half_unscaled(kind);
+            for refused in [
+                scaler.unscale_(&mut opt),
+                scaler.step(&mut opt).map(drop),
+                scaler.step_clip_norm(&mut opt, 1.0).map(drop),
+                scaler.update(),
+            ] {
+                assert!(matches!(refused, Err(Error::UnscaleFailed)), "{refused:?}");
+            }
+            match advice {
+                "zeros and update" => w.zero_grad(),
+                _ => opt.zero_grad().unwrap(),
+            }
+            match advice {
+                "zero_grad and abandon" => scaler.abandon(&mut opt).unwrap(),
+                _ => scaler.update().unwrap(),
+            }
+            assert_eq!(scaler.get_scale().unwrap(), 8.0, "{advice}");
+            scaler.backward(&(&w * 3.0)).unwrap();
+            assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap(), "{advice}");
+            scaler.update().unwrap();
+            assert_eq!(w.double_value(&[]), -1.0, "{advice}");
+            assert_eq!(scaler.get_growth_tracker().unwrap(), 1, "{advice}");
+        }
+    }
+}
+
+/// Another optimizer's overflow counts all the same.
+#[test]
+fn an_update_after_a_failed_unscale_counts_what_was_found_elsewhere() {
+    let (_w, mut opt, mut scaler) = half_unscaled(sys::TESTING_TORCH_ERROR);
+    let other = Tensor::from(1f32).set_requires_grad(true);
+    let mut stepped = optim::Sgd::default().build(vec![other.shallow_clone()], 1.0).unwrap();
+    scaler.backward(&(&other * f64::INFINITY)).unwrap();
+    assert!(scaler.step(&mut stepped).unwrap().is_skipped().unwrap());
+    assert!(matches!(scaler.update(), Err(Error::UnscaleFailed)));
+    opt.zero_grad().unwrap();
+    scaler.update().unwrap();
+    assert_eq!(scaler.get_scale().unwrap(), 4.0);
 }
 
 #[test]

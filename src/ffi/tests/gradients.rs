@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::ffi::{gradients_unscale, scale_update};
+use crate::ffi::{ScaleUpdate, gradients_unscale, scales_update};
 use crate::sys;
 
 fn with_gradient(values: &[f64], kind: Kind) -> Tensor {
@@ -14,7 +14,9 @@ fn with_gradient(values: &[f64], kind: Kind) -> Tensor {
 
 fn unscale(w: &Tensor, scale: f32, options: u8) -> (Option<bool>, Vec<f64>) {
     let found_inf = Tensor::from(7f32);
-    let found = gradients_unscale(&[w], &Tensor::from(scale), &found_inf, options).unwrap();
+    let flags = [found_inf.shallow_clone()];
+    let answers = gradients_unscale([w], &Tensor::from(scale), &flags, options).unwrap();
+    let found = answers[0];
     let flag = found_inf.double_value(&[]);
     assert_eq!(Some(flag == 1.0), found, "the tensor and the answer agree, whatever was in it");
     (found, Vec::try_from(w.grad().to_kind(Kind::Double)).unwrap())
@@ -64,12 +66,14 @@ fn an_empty_gradient_passes_every_path() {
 
 #[test]
 fn libtorchs_message_comes_without_its_backtrace() {
-    let text =
-        scale_update(&Tensor::new(), &Tensor::new(), None, &[], &rule()).unwrap_err().to_string();
-    assert_eq!(text, "libtorch: no found_inf tensor");
-    let found = Tensor::from(0f32);
-    let error = scale_update(&Tensor::new(), &Tensor::new(), None, &[&found], &rule()).unwrap_err();
-    assert!(!error.to_string().contains("frame #"), "{error}");
+    let update = |found_infs: &[&Tensor]| {
+        let (scale, tracker) = (&Tensor::new(), &Tensor::new());
+        let update = ScaleUpdate { scale, tracker, patience: None, found_infs, rule: rule() };
+        scales_update(&[update]).unwrap_err().to_string()
+    };
+    assert_eq!(update(&[]), "libtorch: no found_inf tensor");
+    let error = update(&[&Tensor::from(0f32)]);
+    assert!(!error.contains("frame #"), "{error}");
 }
 
 fn rule() -> sys::ScaleRule {

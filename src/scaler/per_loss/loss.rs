@@ -9,7 +9,7 @@ use crate::ffi;
 use crate::optim::AmpOptimizer;
 use crate::scaler::GradScaler;
 use crate::scaler::found::{FoundInf, overflow};
-use crate::scaler::update::end;
+use crate::scaler::update::End;
 
 /// A loss and its scaler, whose iteration has no records: what was found is here.
 #[derive(Debug)]
@@ -129,15 +129,18 @@ impl Loss {
         Ok(flags.into_iter().map(|flag| Found { optimizer, flag }).collect())
     }
 
-    pub(super) fn update(&mut self) -> Result<()> {
-        let GradScaler { config, scale, skips, iteration, .. } = &mut self.scaler;
-        let Some(scale) = scale.as_mut().filter(|_| !self.found.is_empty()) else {
-            return Ok(());
-        };
+    /// The end of its iteration; `None` where it has had no backward.
+    pub(super) fn end(&mut self) -> Option<Result<End<'_>>> {
+        let GradScaler { config, scale, skips, .. } = &mut self.scaler;
+        let scale = scale.as_mut().filter(|_| !self.found.is_empty())?;
         let flags = || self.found.iter().map(|found| &found.flag);
-        let tensors: Vec<_> = flags().map(|flag| &flag.tensor).collect();
-        let given_up = end(scale, config, skips, &tensors, overflow(flags()))?;
-        iteration.get_mut().recycle(self.found.drain(..).map(|found| found.flag));
-        given_up.map_or(Ok(()), Err)
+        let tensors = flags().map(|flag| &flag.tensor).collect();
+        Some(End::new(scale, config, skips, tensors, overflow(flags())))
+    }
+
+    /// Forgets what the iteration has found.
+    pub(super) fn close(&mut self) {
+        let found = self.found.drain(..).map(|found| found.flag);
+        self.scaler.iteration.get_mut().recycle(found);
     }
 }

@@ -10,6 +10,7 @@ use tch::{Device, Tensor};
 use crate::error::{Error, Result};
 use crate::optim::AmpOptimizer;
 use crate::scaler::iteration::Stage;
+use crate::scaler::update::end_all;
 use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome};
 use loss::{Loss, identity};
 
@@ -224,8 +225,8 @@ impl PerLossScalers {
     ///
     /// # Errors
     ///
-    /// [`Error::NoInfChecks`] when there was neither a backward with gradients nor a step since the last update; nothing
-    /// changes then.
+    /// [`Error::NoInfChecks`] when there was neither a backward with gradients nor a step since the last update, and
+    /// [`Error::UnscaleFailed`] as from [`GradScaler::update`]; nothing changes then.
     /// [`Error::TooManySkips`] and [`Error::ScaleAtMinimum`] as from [`GradScaler::update`], the first of them; the
     /// iteration has been ended for all losses then.
     pub fn update(&mut self) -> Result<()> {
@@ -236,10 +237,12 @@ impl PerLossScalers {
         if !sums.is_open() && self.losses.iter().all(Loss::is_closed) {
             return Err(Error::NoInfChecks);
         }
+        sums.check_broken()?;
+        let ends: Result<Vec<_>> = self.losses.iter_mut().filter_map(Loss::end).collect();
+        let given_up = end_all(&mut ends?)?;
         sums.close();
-        // All are ended before the first error is told.
-        let ended: Vec<_> = self.losses.iter_mut().map(Loss::update).collect();
-        ended.into_iter().collect()
+        self.losses.iter_mut().for_each(Loss::close);
+        given_up.map_or(Ok(()), Err)
     }
 
     /// Tells for each loss whether its gradients have held an infinity or a NaN since the last update. Waits for the
@@ -284,11 +287,11 @@ impl PerLossScalers {
         if states.len() != self.losses.len() {
             return Err(Error::InvalidValue { field, value, rule: "that of the losses" });
         }
-        let both = || self.losses.iter().zip(states);
-        both().try_for_each(|(loss, state)| loss.scaler.check_state_dict(state))?;
-        for (loss, state) in self.losses.iter_mut().zip(states) {
-            loss.scaler.load_state_dict(state)?;
-        }
-        Ok(())
+        let both = self.losses.iter().zip(states);
+        let loaded: Result<Vec<_>> =
+            both.map(|(loss, state)| loss.scaler.prepare_state(state)).collect();
+        let both = self.losses.iter_mut().zip(loaded?);
+        let both = both.filter_map(|(loss, loaded)| Some((loss, loaded?)));
+        both.into_iter().try_for_each(|(loss, loaded)| loss.scaler.set_state(loaded))
     }
 }

@@ -1,0 +1,64 @@
+// Tensors of one number: how they are made, written and read.
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "guarded.h"
+
+namespace {
+
+using at::Tensor;
+
+// Tensors of one device as f64 in host memory, in one transfer.
+Tensor on_host(const std::vector<Tensor> &numbers) {
+  std::vector<Tensor> parts;
+  parts.reserve(numbers.size());
+  for (const auto &t : numbers) {
+    const Tensor flat = t.detach().reshape({-1});
+    // MPS has no f64.
+    parts.push_back(flat.is_mps() ? flat.to(at::kCPU).to(at::kDouble) : flat.to(at::kDouble));
+  }
+  return at::cat(parts).to(at::kCPU);
+}
+
+}  // namespace
+
+extern "C" {
+
+tamp_tensor *tamp_number_new(double value, int8_t dtype, int8_t device_type, int8_t device_index, char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    const at::Device device(static_cast<at::DeviceType>(device_type), device_index);
+    const auto options = at::TensorOptions().dtype(static_cast<at::ScalarType>(dtype)).device(device);
+    return tamp::give(at::full({}, value, options));
+  });
+}
+
+void tamp_number_set(tamp_tensor *number, double value, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    tamp::tensor(number).fill_(value);
+  });
+}
+
+void tamp_number_limit(tamp_tensor *number, double most, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    tamp::tensor(number).clamp_max_(most);
+  });
+}
+
+void tamp_numbers_read(tamp_tensor *const *tensors, size_t count, double *values, size_t len, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    std::vector<Tensor> numbers;
+    for (size_t i = 0; i < count; ++i) numbers.push_back(tamp::tensor(tensors[i]));
+    const Tensor read = on_host(numbers);
+    TORCH_CHECK(static_cast<size_t>(read.numel()) == len, "there are ", read.numel(), " numbers to read, not ", len);
+    std::copy_n(read.const_data_ptr<double>(), len, values);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,187 @@
+// Unscaling gradients and looking at them: the AMP kernels of libtorch, and what they leave out.
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/SmallVector.h>
+
+#include <utility>
+#include <vector>
+
+#include "gradients.h"
+#include "guarded.h"
+
+namespace {
+
+using at::Tensor;
+
+float host_reciprocal(const Tensor &scale) { return static_cast<float>(1.0 / scale.item<double>()); }
+
+// 1/scale as f32 on its device, rounded as the host rounds it.
+Tensor inverse_of(const Tensor &scale) {
+  if (scale.is_cpu()) return at::scalar_tensor(host_reciprocal(scale), scale.options());
+  if (scale.device().is_mps()) return scale.reciprocal();  // MPS has no f64
+  return scale.to(at::kDouble).reciprocal().to(at::kFloat);
+}
+
+struct Options {
+  bool recheck, check_only, generic;
+};
+
+// The gradients of one device, and all that unscaling them takes beside them.
+struct Group {
+  Tensor found_inf;
+  std::vector<Tensor> looped, kernel, generic;
+  float inverse = 1.0F;  // for the loops
+  Tensor factor;         // for the others: on the device
+  Tensor one;            // for a second look at what the kernel made
+  std::vector<Tensor> full_width;
+  tamp::Widened widened;
+};
+
+bool has_kernel(const Tensor &t) {
+  if (t.is_cuda() && t.scalar_type() == at::kBFloat16) return false;
+  return t.is_cpu() || t.is_cuda();
+}
+
+using Groups = c10::SmallVector<Group, 1>;
+
+Groups groups(tamp_tensor *const *parameters, size_t count, tamp_tensor *const *found_infs, size_t devices,
+              const Options &options) {
+  Groups out;
+  out.resize(devices);
+  for (size_t i = 0; i < devices; ++i) out[i].found_inf = tamp::tensor(found_infs[i]);
+  if (devices == 1 && out[0].found_inf.is_cpu()) out[0].looped.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    Tensor t = tamp::numbers(tamp::tensor(parameters[i]));
+    size_t place = 0;
+    while (place < devices && out[place].found_inf.device() != t.device()) ++place;
+    TORCH_CHECK(place < devices, "no found_inf tensor lies on ", t.device());
+    Group &group = out[place];
+    auto &list = options.generic || !has_kernel(t) ? group.generic : (tamp::has_loop(t) ? group.looped : group.kernel);
+    list.push_back(std::move(t));
+  }
+  return out;
+}
+
+void zero(Tensor &t) {
+  if (t.is_cpu() && t.scalar_type() == at::kFloat) {
+    *t.mutable_data_ptr<float>() = 0.0F;
+  } else {
+    t.zero_();
+  }
+}
+
+// Sets `found_inf` where an element is infinite or NaN, or becomes so when it is multiplied by `factor`.
+void mark_non_finite(const std::vector<Tensor> &tensors, const Tensor &factor, Tensor &found_inf) {
+  for (const auto &alike : tamp::by_dtype(tensors)) {
+    const Tensor largest = tamp::largest(alike);
+    Tensor finite = at::isfinite(largest);
+    if (factor.defined()) {
+      // A product and its rounding keep the order of numbers, so that the largest tells of all.
+      const auto wide = largest.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+      const Tensor product = largest.to(wide).mul(factor).to(largest.scalar_type());
+      finite = finite.logical_and(at::isfinite(product));
+    }
+    const Tensor bad = finite.logical_not().to(at::kFloat);
+    found_inf.copy_(at::maximum(found_inf, bad.reshape(found_inf.sizes())));
+  }
+}
+
+// For dtypes without an AMP kernel, such as bf16 on CUDA: all that it looks at, and the memory to multiply in.
+void prepare_generic(Group &group, const Options &options) {
+  std::vector<Tensor> filled, narrow;
+  for (auto &t : group.generic) {
+    if (t.numel() > 0) filled.push_back(std::move(t));
+  }
+  mark_non_finite(filled, options.recheck ? group.factor : Tensor(), group.found_inf);
+  if (options.check_only) return;
+  for (auto &t : filled) {
+    // At least f32, as the kernels compute.
+    auto &list = t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf ? narrow : group.full_width;
+    list.push_back(std::move(t));
+  }
+  group.widened = tamp::Widened(narrow);
+}
+
+// Allocates what the changes of a group take, so that they cannot fail for want of memory. `inverse` is 1/scale on the
+// scale's device, made by the first that needs it.
+void prepare(Group &group, const Tensor &scale, const Options &options, Tensor &inverse) {
+  const at::Device device = group.found_inf.device();
+  const auto number = at::TensorOptions().dtype(at::kFloat).device(device);
+  zero(group.found_inf);
+  if (device.is_cpu() && !options.check_only) group.inverse = host_reciprocal(scale);
+  const bool plain = group.kernel.empty() && group.generic.empty();
+  if (plain || (group.kernel.empty() && options.check_only)) {
+    if (!plain) prepare_generic(group, options);
+    return;
+  }
+  if (device.is_cpu() || options.check_only) {
+    group.factor = at::full({}, group.inverse, number);
+  } else {
+    if (!inverse.defined()) inverse = inverse_of(scale);
+    group.factor = tamp::on_device(inverse, device);
+  }
+  if (!group.kernel.empty() && options.recheck) group.one = at::ones({}, number);
+  if (!group.generic.empty()) prepare_generic(group, options);
+}
+
+// Changes the gradients of a group, and allocates nothing on its device.
+uint8_t run(Group &group, const Options &options) {
+  const bool bad = tamp::unscale_in_loops(group.looped, group.inverse, options.recheck);
+  tamp::fail_point();
+  if (!group.kernel.empty()) {
+    at::_amp_foreach_non_finite_check_and_unscale_(group.kernel, group.found_inf, group.factor);
+    // A second look at the results, which a scale of one leaves as they are.
+    if (group.one.defined()) {
+      at::_amp_foreach_non_finite_check_and_unscale_(group.kernel, group.found_inf, group.one);
+    }
+  }
+  for (const auto &alike : tamp::by_dtype(group.full_width)) at::_foreach_mul_(alike, group.factor);
+  group.widened.multiply(group.factor);
+  if (!group.found_inf.is_cpu()) return TAMP_ON_DEVICE;
+  float &flag = *group.found_inf.mutable_data_ptr<float>();
+  if (bad) flag = 1.0F;
+  return flag != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
+}
+
+}  // namespace
+
+extern "C" {
+
+void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
+                            tamp_tensor *const *found_infs, uint8_t *answers, size_t devices, uint8_t options,
+                            uint8_t *begun, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    const Options chosen = {(options & TAMP_UNSCALE_RECHECK) != 0, (options & TAMP_UNSCALE_CHECK_ONLY) != 0,
+                            (options & TAMP_UNSCALE_GENERIC) != 0};
+    Groups all = groups(parameters, count, found_infs, devices, chosen);
+    Tensor inverse;
+    for (auto &group : all) prepare(group, tamp::tensor(scale), chosen, inverse);
+    *begun = chosen.check_only ? 0 : 1;
+    for (size_t i = 0; i < devices; ++i) answers[i] = run(all[i], chosen);
+  });
+}
+
+tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
+                                 tamp_tensor *found_inf, uint8_t *answer, char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    Tensor &found = tamp::tensor(found_inf);
+    std::vector<Tensor> gradients;
+    for (size_t i = 0; i < count; ++i) {
+      const Tensor &parameter = tamp::tensor(parameters[i]);
+      TORCH_CHECK(tamp::gradient(parameter).layout() == at::kStrided,
+                  "the norm of a sparse gradient cannot be taken; make it dense first");
+      gradients.push_back(tamp::numbers(parameter));
+    }
+    const Tensor factor = tamp::on_device(inverse_of(tamp::tensor(scale)), found.device());
+    const Tensor norm = tamp::norm(gradients, factor);
+    found.copy_(at::isfinite(norm).logical_not());
+    *answer = TAMP_ON_DEVICE;
+    if (found.is_cpu()) *answer = *found.const_data_ptr<float>() != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
+    return tamp::give(norm);
+  });
+}
+
+}  // extern "C"

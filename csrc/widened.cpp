@@ -1,0 +1,60 @@
+// bf16 and fp16 tensors that are multiplied in f32.
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "gradients.h"
+
+namespace tamp {
+namespace {
+
+using at::Tensor;
+
+// Elements that are f32 at a time: 64 MiB of memory, in which a launch is long enough.
+constexpr int64_t kElements = int64_t{1} << 24;
+
+// A part of `memory` for the elements of `t`, in their order where there are no gaps between them: then libtorch copies
+// a list in one launch.
+Tensor place(const Tensor &memory, int64_t begin, const Tensor &t) {
+  const Tensor part = memory.narrow(0, begin, t.numel());
+  return t.is_non_overlapping_and_dense() ? part.as_strided(t.sizes(), t.strides()) : part.view(t.sizes());
+}
+
+}  // namespace
+
+Widened::Widened(const std::vector<Tensor> &tensors) {
+  if (tensors.empty()) return;
+  int64_t all = 0, largest = 0;
+  for (const auto &t : tensors) {
+    all += t.numel();
+    largest = std::max(largest, t.numel());
+  }
+  const int64_t room = std::min(all, std::max(largest, kElements));
+  const Tensor memory = at::empty({room}, tensors.front().options().dtype(at::kFloat));
+  int64_t used = room;
+  for (const auto &alike : by_dtype(tensors)) {
+    used = room;  // another dtype begins another part
+    for (const auto &t : alike) {
+      if (used + t.numel() > room) {
+        parts_.push_back({{}, {}, {}});
+        used = 0;
+      }
+      Part &part = parts_.back();
+      part.tensors.push_back(t);
+      part.wide.push_back(place(memory, used, t));
+      used += t.numel();
+      part.memory = memory.narrow(0, 0, used);
+    }
+  }
+}
+
+void Widened::multiply(const Tensor &factor) const {
+  for (const auto &part : parts_) {
+    at::_foreach_copy_(part.wide, part.tensors);
+    part.memory.mul_(factor);
+    at::_foreach_copy_(part.tensors, part.wide);
+  }
+}
+
+}  // namespace tamp

@@ -1,0 +1,448 @@
+//! An iteration in which an allocation fails: all or nothing of each call has happened, and training goes on.
+
+use tch::nn::{self, OptimizerConfig as _, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{self, MasterWeights, Optimizer};
+use tch_amp::{
+    AmpOptimizer, Error, GradScaler, GradScalerConfig, GradScalerState, Parameters, PerLossScalers,
+    Result,
+};
+
+use crate::common::bits::bits;
+use crate::common::simulation::Simulation;
+use crate::training::{ONE, TWO, algorithms, build, losses, parameters};
+
+/// Plain gradient descent that allocates nothing.
+struct Descent(Vec<Tensor>);
+
+impl AmpOptimizer for Descent {
+    fn parameters(&self) -> Parameters<'_> {
+        self.0.as_slice().into()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        for w in &mut self.0 {
+            let gradient = w.grad();
+            let _stepped = tch::no_grad(|| w.f_sub_(&gradient))?;
+        }
+        Ok(())
+    }
+}
+
+enum Opt {
+    Fused(Optimizer),
+    Own(Descent),
+    Tch(nn::Optimizer, #[expect(dead_code, reason = "it owns the variables")] VarStore),
+}
+
+impl Opt {
+    fn amp(&mut self) -> &mut dyn AmpOptimizer {
+        match self {
+            Self::Fused(opt) => opt,
+            Self::Own(opt) => opt,
+            Self::Tch(opt, _) => opt,
+        }
+    }
+
+    fn parameters(&mut self) -> Vec<Tensor> {
+        self.amp().parameters().iter().map(Tensor::shallow_clone).collect()
+    }
+
+    fn zero_grad(&mut self) {
+        match self {
+            Self::Fused(opt) => opt.zero_grad().unwrap(),
+            Self::Own(opt) => opt.0.iter().for_each(drop_gradient),
+            Self::Tch(opt, _) => opt.zero_grad(),
+        }
+    }
+}
+
+/// Leaves a tensor without a gradient, by way of an optimizer, since tch has no call for it.
+fn drop_gradient(w: &Tensor) {
+    let list = vec![w.shallow_clone()];
+    optim::Sgd::default().build(list, 1.0).unwrap().zero_grad().unwrap();
+}
+
+/// Which optimizers there are, and what they train.
+#[derive(Clone, Copy, Debug)]
+enum Model {
+    Fused {
+        algorithm: usize,
+        kind: Kind,
+        devices: &'static [Device],
+    },
+    /// One optimizer of the test's own.
+    Own {
+        kind: Kind,
+        devices: &'static [Device],
+    },
+    /// An optimizer of tch for each device.
+    Tch {
+        adam: bool,
+        devices: &'static [Device],
+    },
+}
+
+impl Model {
+    fn devices(self) -> &'static [Device] {
+        match self {
+            Self::Fused { devices, .. } | Self::Own { devices, .. } | Self::Tch { devices, .. } => {
+                devices
+            }
+        }
+    }
+
+    fn build(self) -> Vec<Opt> {
+        match self {
+            Self::Fused { algorithm, kind, devices } => {
+                let all = parameters(devices, kind, 2);
+                vec![Opt::Fused(build(algorithms()[algorithm].1, &all, MasterWeights::None))]
+            }
+            Self::Own { kind, devices } => vec![Opt::Own(Descent(parameters(devices, kind, 2)))],
+            Self::Tch { adam, devices } => {
+                devices.iter().map(|on| tch_optimizer(adam, *on)).collect()
+            }
+        }
+    }
+
+    /// Whether the whole step of the optimizer is taken or none of it. tch's own can stop midway, and so can a fused
+    /// one that needs a launch for each device.
+    fn steps_whole(self) -> bool {
+        match self {
+            Self::Fused { devices, .. } => devices.len() == 1,
+            Self::Own { .. } => true,
+            Self::Tch { adam, .. } => !adam,
+        }
+    }
+}
+
+fn tch_optimizer(adam: bool, device: Device) -> Opt {
+    let vs = VarStore::new(device);
+    let _w = vs.root().ones("w", &[3, 5]);
+    let opt = match adam {
+        true => nn::AdamW::default().build(&vs, 0.01),
+        false => nn::Sgd::default().build(&vs, 0.01),
+    };
+    Opt::Tch(opt.unwrap(), vs)
+}
+
+/// What comes between backward and update.
+const WAYS: [&str; 7] =
+    ["step", "unscale_", "clip norm", "clip value", "transaction", "step_clip_norm", "two looks"];
+
+struct Training {
+    opts: Vec<Opt>,
+    scaler: GradScaler,
+    devices: &'static [Device],
+}
+
+/// Calls what may fail, and perhaps once more when it has.
+type Attempt<'a> = &'a mut dyn FnMut(&mut dyn FnMut() -> Result<()>) -> Result<()>;
+
+impl Training {
+    /// After a first iteration, in which states are made.
+    fn new(model: Model, config: GradScalerConfig) -> Self {
+        let config = GradScalerConfig { init_scale: 8.0, ..config };
+        let scaler = config.build(Device::Cuda(0)).unwrap();
+        let mut training = Self { opts: model.build(), scaler, devices: model.devices() };
+        let losses = training.losses(0.25);
+        training.iteration("step", &losses, &mut |call| call()).unwrap();
+        training
+    }
+
+    fn losses(&mut self, factor: f64) -> Vec<Tensor> {
+        let all: Vec<_> = self.opts.iter_mut().flat_map(Opt::parameters).collect();
+        losses(&all, self.devices, factor)
+    }
+
+    /// Backward, in two parts, so that each can be tried again on its own.
+    fn iteration(&mut self, way: &str, losses: &[Tensor], attempt: Attempt<'_>) -> Result<()> {
+        self.opts.iter_mut().for_each(Opt::zero_grad);
+        for loss in losses {
+            let mut scaled = None;
+            attempt(&mut || self.scaler.scale(loss).map(|it| scaled = Some(it)))?;
+            scaled.unwrap().f_backward()?;
+        }
+        for opt in &mut self.opts {
+            step(way, opt, &mut self.scaler, attempt)?;
+        }
+        attempt(&mut || self.scaler.update())
+    }
+
+    /// Everything that there is, for comparison.
+    fn bits(&mut self) -> (Vec<Vec<u8>>, GradScalerState) {
+        let mut all = Vec::new();
+        for opt in &mut self.opts {
+            for w in opt.parameters() {
+                all.push(bits(&w.to_device(Device::Cpu)));
+            }
+            if let Opt::Fused(opt) = opt {
+                let state = opt.state_dict().unwrap().state;
+                let tensors = state.values().flat_map(|tensors| tensors.values());
+                all.extend(tensors.map(|tensor| bits(&tensor.to_device(Device::Cpu))));
+            }
+        }
+        (all, self.scaler.state_dict().unwrap())
+    }
+}
+
+fn step(way: &str, opt: &mut Opt, scaler: &mut GradScaler, attempt: Attempt<'_>) -> Result<()> {
+    if way == "transaction" {
+        let mut unscaled = match scaler.unscale(opt.amp()) {
+            Ok(unscaled) => unscaled,
+            Err(error) => {
+                let mut error = Some(error);
+                // Either it is told, or another try is due.
+                attempt(&mut || error.take().map_or(Ok(()), Err))?;
+                scaler.unscale(opt.amp())?
+            }
+        };
+        attempt(&mut || unscaled.clip_grad_norm(0.1).map(drop))?;
+        attempt(&mut || unscaled.clip_grad_value(0.01))?;
+        drop(unscaled);
+    } else if way != "step" && way != "step_clip_norm" {
+        attempt(&mut || scaler.unscale_(opt.amp()))?;
+    }
+    let all = opt.parameters();
+    match way {
+        "clip norm" => attempt(&mut || optim::clip_grad_norm(&all, 0.1).map(drop))?,
+        "clip value" => attempt(&mut || optim::clip_grad_value(&all, 0.01))?,
+        // Numbers that somebody else has changed are looked at again in the step.
+        "two looks" => all.iter().for_each(|w| drop(w.grad().neg_())),
+        "step_clip_norm" => {
+            return attempt(&mut || scaler.step_clip_norm(opt.amp(), 0.1).map(drop));
+        }
+        _ => {}
+    }
+    attempt(&mut || scaler.step(opt.amp()).map(drop))
+}
+
+fn configs() -> [GradScalerConfig; 3] {
+    let usual = GradScalerConfig::default();
+    [
+        usual,
+        GradScalerConfig { hysteresis: 2, tolerance: 0.25, growth_interval: 2, ..usual },
+        GradScalerConfig { max_consecutive_skips: Some(9), error_at_min_scale: true, ..usual },
+    ]
+}
+
+fn models() -> Vec<Model> {
+    let mut out = Vec::new();
+    for devices in [ONE, TWO] {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            out.push(Model::Fused { algorithm: 0, kind, devices });
+            out.push(Model::Own { kind, devices });
+        }
+        out.push(Model::Fused { algorithm: 3, kind: Kind::Float, devices });
+        out.extend([false, true].map(|adam| Model::Tch { adam, devices }));
+    }
+    out
+}
+
+fn for_each_case(test: impl Fn(Model, GradScalerConfig, &str, f64)) {
+    for model in models() {
+        for way in WAYS {
+            // tch's own allocate much and can stop midway.
+            if !matches!(model, Model::Tch { adam: true, .. }) || way == "step" {
+                test(model, GradScalerConfig::default(), way, 0.25);
+            }
+        }
+        if !matches!(model, Model::Own { kind: Kind::Float, .. }) {
+            continue;
+        }
+        for config in configs() {
+            for way in ["step", "unscale_"] {
+                test(model, config, way, 0.25);
+                test(model, config, way, f64::INFINITY);
+            }
+        }
+    }
+}
+
+/// The call that fails is made again, and all is as if it had not failed: no gradient is unscaled or clipped twice, no
+/// step taken twice, no count lost.
+#[test]
+fn what_failed_for_want_of_memory_can_be_tried_again() {
+    let Some(simulation) = Simulation::find() else { return };
+    for_each_case(|model, config, way, factor| {
+        let mut twin = Training::new(model, config);
+        let losses = twin.losses(factor);
+        twin.iteration(way, &losses, &mut |call| call()).unwrap();
+        let want = twin.bits();
+        for n in 1.. {
+            let what = format!("{model:?}, {way}, {factor}, {config:?}: allocation {n}");
+            let mut training = Training::new(model, config);
+            let losses = training.losses(factor);
+            let mut in_step = false;
+            simulation.fail_allocation(n);
+            let done = training.iteration(way, &losses, &mut |call| {
+                let Err(error) = call() else { return Ok(()) };
+                let left = simulation.fail_allocation(0);
+                assert_eq!(left, 0, "{what}: {error}");
+                match error {
+                    Error::Torch(text) => assert!(text.contains("memory"), "{what}: {text}"),
+                    Error::Optimizer(_) if !model.steps_whole() => in_step = true,
+                    other => panic!("{what}: {other}"),
+                }
+                let again = call();
+                in_step |= !model.steps_whole() && again.is_ok() && way.starts_with("step");
+                again
+            });
+            let left = simulation.fail_allocation(0);
+            // A backward of autograd's own that fails is not the scaler's.
+            if let Err(error) = done {
+                assert!(matches!(error, Error::Torch(_)) || in_step, "{what}: {error}");
+                continue;
+            }
+            if !in_step && model.steps_whole() {
+                assert_eq!(training.bits(), want, "{what}");
+            }
+            if left > 0 {
+                break;
+            }
+        }
+    });
+}
+
+/// The iteration is given up where it fails, and the next one is as any other.
+#[test]
+fn an_iteration_that_is_given_up_is_followed_by_another() {
+    let Some(simulation) = Simulation::find() else { return };
+    for_each_case(|model, config, way, factor| {
+        for abandons in [false, true] {
+            for n in 1.. {
+                let what = format!("{model:?}, {way}, {factor}, {config:?}: allocation {n}");
+                let mut training = Training::new(model, config);
+                let losses = training.losses(factor);
+                simulation.fail_allocation(n);
+                let done = training.iteration(way, &losses, &mut |call| call());
+                if simulation.fail_allocation(0) > 0 {
+                    done.unwrap();
+                    break;
+                }
+                assert!(matches!(done, Err(Error::Torch(_) | Error::Optimizer(_))), "{what}");
+                training.opts.iter_mut().for_each(Opt::zero_grad);
+                if abandons {
+                    for opt in &mut training.opts {
+                        let abandoned = training.scaler.abandon(opt.amp());
+                        assert!(matches!(abandoned, Ok(()) | Err(Error::AlreadyStepped)), "{what}");
+                    }
+                }
+                let ended = training.scaler.update();
+                assert!(matches!(ended, Ok(()) | Err(Error::NoInfChecks)), "{what}: {ended:?}");
+                let before = training.bits().0;
+                let losses = training.losses(0.25);
+                training.iteration(way, &losses, &mut |call| call()).unwrap();
+                assert_ne!(training.bits().0, before, "{what}");
+            }
+        }
+    });
+}
+
+/// All scales change in an update, or none of them, and a backward that fails leaves the gradients from before.
+#[test]
+fn per_loss_scalers_end_an_iteration_for_all_losses_or_none() {
+    let Some(simulation) = Simulation::find() else { return };
+    let patient = GradScalerConfig { init_scale: 8.0, hysteresis: 2, ..Default::default() };
+    let usual = GradScalerConfig { hysteresis: 1, ..patient };
+    for devices in [ONE, TWO] {
+        let run = |n: i64| {
+            let all = parameters(devices, Kind::Float, 2);
+            let mut opt = Descent(all);
+            let mut scalers =
+                PerLossScalers::with_configs(Device::Cuda(0), &[usual, patient, usual]);
+            let scalers = scalers.as_mut().unwrap();
+            let whole: Vec<Vec<Tensor>> =
+                (0..3).map(|_| losses(&opt.0, devices, f64::INFINITY)).collect();
+            let more: Vec<_> = (0..3).map(|_| losses(&opt.0, devices, f64::INFINITY)).collect();
+            simulation.fail_allocation(n);
+            for id in 0..3 {
+                for (loss, again) in whole[id].iter().zip(&more[id]) {
+                    if let Err(error) = scalers.backward(id, loss, &mut opt) {
+                        assert_eq!(simulation.fail_allocation(0), 0, "{error}");
+                        scalers.backward(id, again, &mut opt).unwrap();
+                    }
+                }
+            }
+            if scalers.step(&mut opt).is_err() {
+                assert_eq!(simulation.fail_allocation(0), 0);
+                drop(scalers.step(&mut opt).unwrap());
+            }
+            if scalers.update().is_err() {
+                assert_eq!(simulation.fail_allocation(0), 0);
+                let scale = |id| scalers.scaler(id).unwrap().get_scale().unwrap();
+                assert_eq!([0, 1, 2].map(scale), [8.0; 3], "allocation {n}");
+                scalers.update().unwrap();
+            }
+            let left = simulation.fail_allocation(0);
+            let weights: Vec<_> = opt.0.iter().map(|w| bits(&w.to_device(Device::Cpu))).collect();
+            (left, scalers.state_dict().unwrap(), weights)
+        };
+        let (_, states, weights) = run(0);
+        assert_eq!(states[0].scale, Some(4.0));
+        assert_eq!((states[1].scale, states[1].hysteresis_tracker), (Some(8.0), Some(1)));
+        for n in 1.. {
+            let (left, got, stepped) = run(n);
+            assert_eq!((&got, &stepped), (&states, &weights), "allocation {n}");
+            if left > 0 {
+                break;
+            }
+        }
+    }
+}
+
+/// Loading states makes what it takes for all scalers first.
+#[test]
+fn states_of_several_scalers_are_loaded_all_or_none() {
+    let Some(simulation) = Simulation::find() else { return };
+    let patient = GradScalerConfig { init_scale: 8.0, hysteresis: 2, ..Default::default() };
+    let configs = [patient; 3];
+    let other = GradScalerConfig { init_scale: 32.0, ..patient };
+    let saved = PerLossScalers::with_configs(Device::Cuda(0), &[other; 3]).unwrap();
+    let saved = saved.state_dict().unwrap();
+    for n in 1.. {
+        let mut scalers = PerLossScalers::with_configs(Device::Cuda(0), &configs).unwrap();
+        let before = scalers.state_dict().unwrap();
+        simulation.fail_allocation(n);
+        let loaded = scalers.load_state_dict(&saved);
+        if simulation.fail_allocation(0) > 0 {
+            loaded.unwrap();
+            break;
+        }
+        assert!(matches!(loaded, Err(Error::Torch(_))), "allocation {n}");
+        assert_eq!(scalers.state_dict().unwrap(), before, "allocation {n}");
+    }
+}
+
+/// Making scalers and loss scales, and setting what they hold, fails with an error.
+#[test]
+fn numbers_are_made_and_set_or_an_error_is_told() {
+    use tch_amp::loss_scale::{DynamicLossScaleState, LossScale};
+    use tch_amp::{DynamicLossScale, StaticLossScale};
+    let Some(simulation) = Simulation::find() else { return };
+    let cuda = Device::Cuda(0);
+    let config = GradScalerConfig { hysteresis: 2, ..Default::default() };
+    let calls: [&dyn Fn() -> Result<()>; 4] = [
+        &|| GradScaler::new(cuda).map(drop),
+        &|| config.build(cuda).map(drop),
+        &|| StaticLossScale::new(cuda, 8.0).map(drop),
+        &|| {
+            let mut scale = DynamicLossScale::new(cuda)?;
+            scale.adjust(&Tensor::from(true))?;
+            let state = DynamicLossScaleState::default();
+            scale.load_state_dict(&tch_amp::loss_scale::LossScaleState::Dynamic(state))
+        },
+    ];
+    for (place, call) in calls.iter().enumerate() {
+        for n in 1.. {
+            simulation.fail_allocation(n);
+            let result = call();
+            if simulation.fail_allocation(0) > 0 {
+                assert!(n > 1, "call {place} allocates");
+                result.unwrap();
+                break;
+            }
+            assert!(matches!(result, Err(Error::Torch(_))), "call {place}, allocation {n}");
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! How many kernels the scaler starts: as many for a large model as for a small one.
+
+use tch::{Kind, Tensor};
+use tch_amp::optim::{self, MasterWeights, Optimizer};
+use tch_amp::{GradScaler, all_finite};
+
+use crate::common::simulation::Simulation;
+use crate::training::{ONE, TWO, algorithms, backward, build, losses, parameters, scaler};
+
+/// A part of an iteration, after what is to come before it.
+type Part = (&'static str, fn(&mut Training), fn(&mut Training));
+
+struct Training {
+    all: Vec<Tensor>,
+    opt: Optimizer,
+    scaler: GradScaler,
+}
+
+fn nothing(_: &mut Training) {}
+
+fn unscale(training: &mut Training) {
+    training.scaler.unscale_(&mut training.opt).unwrap();
+}
+
+fn step(training: &mut Training) {
+    drop(training.scaler.step(&mut training.opt).unwrap());
+}
+
+fn step_clip_norm(training: &mut Training) {
+    drop(training.scaler.step_clip_norm(&mut training.opt, 0.1).unwrap());
+}
+
+const PARTS: [Part; 8] = [
+    ("unscale_", nothing, unscale),
+    ("step", nothing, step),
+    ("step_clip_norm", nothing, step_clip_norm),
+    ("step after unscale_", unscale, step),
+    ("update", step, |training| training.scaler.update().unwrap()),
+    ("clip_grad_norm", unscale, |training| {
+        let _norm = optim::clip_grad_norm(&training.all, 0.1).unwrap();
+    }),
+    ("clip_grad_value", unscale, |training| {
+        optim::clip_grad_value(&training.all, 0.1).unwrap();
+    }),
+    ("all_finite", nothing, |training| {
+        let gradients: Vec<_> = training.all.iter().map(Tensor::grad).collect();
+        let _finite = all_finite(&gradients).unwrap();
+    }),
+];
+
+fn launches(simulation: &Simulation, count: usize, kinds: &[Kind], two: bool, part: &Part) -> i64 {
+    let devices = if two { TWO } else { ONE };
+    let all = kinds.iter().flat_map(|kind| parameters(devices, *kind, count));
+    let all: Vec<_> = all.collect();
+    let opt = build(algorithms()[0].1, &all, MasterWeights::None);
+    let mut training = Training { all, opt, scaler: scaler() };
+    let prepare = |training: &mut Training| {
+        training.opt.zero_grad().unwrap();
+        backward(&training.scaler, &losses(&training.all, devices, 0.5)).unwrap();
+    };
+    // The first step makes the state of each parameter.
+    prepare(&mut training);
+    step(&mut training);
+    training.scaler.update().unwrap();
+    prepare(&mut training);
+    part.1(&mut training);
+    simulation.count(|| part.2(&mut training)).1.launches
+}
+
+#[test]
+fn launches_do_not_grow_with_the_number_of_parameters() {
+    let Some(simulation) = Simulation::find() else { return };
+    let mut grown = Vec::new();
+    for kinds in [&[Kind::Float][..], &[Kind::BFloat16], &[Kind::Float, Kind::BFloat16]] {
+        for two in [false, true] {
+            for part in &PARTS {
+                let counts = [4, 40, 400].map(|n| launches(&simulation, n, kinds, two, part));
+                if counts[0] == 0 || counts != [counts[0]; 3] {
+                    grown.push(format!("{kinds:?} two {two} {}: {counts:?}", part.0));
+                }
+            }
+        }
+    }
+    assert!(grown.is_empty(), "{grown:#?}");
+}

@@ -1,0 +1,136 @@
+//! Gradients without an AMP kernel, bf16 on a GPU: a look only reads, and unscaling rounds once.
+
+use half::bf16;
+use tch::{Device, Kind, Tensor};
+use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, Parameters, Result, autocast};
+
+use crate::common::simulation::Simulation;
+use crate::common::to_f64;
+
+/// An optimizer that does nothing.
+struct Nothing(Vec<Tensor>);
+
+impl AmpOptimizer for Nothing {
+    fn parameters(&self) -> Parameters<'_> {
+        self.0.as_slice().into()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A weight whose gradient is `gradient`.
+fn with_gradient(gradient: &Tensor) -> Tensor {
+    let w = gradient.zeros_like().set_requires_grad(true);
+    (&w * gradient).sum(Kind::Float).backward();
+    w
+}
+
+fn scaler(init_scale: f64) -> GradScaler {
+    GradScalerConfig { init_scale, ..Default::default() }.build(Device::Cuda(0)).unwrap()
+}
+
+#[test]
+fn a_look_at_bf16_gradients_only_reads() {
+    let Some(simulation) = Simulation::find() else { return };
+    let cuda = (Kind::BFloat16, Device::Cuda(0));
+    for bad in [None, Some(f64::NAN), Some(f64::NEG_INFINITY)] {
+        let gradients = [Tensor::randn([1 << 16], cuda), Tensor::randn([7], cuda)];
+        if let Some(bad) = bad {
+            let _filled = gradients[1].get(3).fill_(bad);
+        }
+        let mut opt = Nothing(gradients.iter().map(with_gradient).collect());
+        let before: Vec<_> = opt.0.iter().map(|w| to_f64(&w.grad())).map(bits).collect();
+        let mut scaler = GradScaler::skip_only(Device::Cuda(0)).unwrap();
+        let versions = |opt: &Nothing| -> Vec<_> {
+            opt.0.iter().map(|w| w.grad().f_internal_version().unwrap()).collect()
+        };
+        let known = versions(&opt);
+        let ((), counts) = simulation.count(|| scaler.unscale_(&mut opt).unwrap());
+        assert_eq!(versions(&opt), known, "nothing was written");
+        assert!(counts.peak_bytes < 64 * 512, "no copy was made: {counts:?}");
+        let after: Vec<_> = opt.0.iter().map(|w| to_f64(&w.grad())).map(bits).collect();
+        assert_eq!(after, before);
+        assert_eq!(scaler.step(&mut opt).unwrap().is_stepped().unwrap(), bad.is_none());
+        scaler.update().unwrap();
+    }
+}
+
+fn bits(values: Vec<f64>) -> Vec<u64> {
+    // One NaN for all.
+    values.into_iter().map(|x| if x.is_nan() { u64::MAX } else { x.to_bits() }).collect()
+}
+
+/// Shapes with and without gaps and of no elements, in one region of fp16, which would not stack bf16.
+#[test]
+fn bf16_gradients_are_multiplied_in_f32_and_rounded_once() {
+    let Some(simulation) = Simulation::find() else { return };
+    let cuda = (Kind::BFloat16, Device::Cuda(0));
+    let gradients = [
+        Tensor::randn([1000], cuda),
+        Tensor::randn([30, 20], cuda).transpose(0, 1),
+        Tensor::randn([40, 30], cuda).slice(1, 0, 30, 3),
+        Tensor::randn([0, 3], cuda),
+        Tensor::randn([], cuda),
+    ];
+    let weights: Vec<_> = gradients.iter().map(with_gradient).collect();
+    for (w, gradient) in weights.iter().zip(&gradients) {
+        // The very layout, which backward does not keep.
+        w.grad().set_data(gradient);
+    }
+    let scaled: Vec<_> = weights.iter().map(|w| to_f64(&w.grad())).collect();
+    let mut opt = Nothing(weights);
+    let mut scaler = scaler(3.0);
+    let elements: usize = scaled.iter().map(Vec::len).sum();
+    let unscale = || autocast(Device::Cuda(0), || scaler.unscale_(&mut opt)).unwrap().unwrap();
+    let ((), counts) = simulation.count(unscale);
+    // Small tensors take 512 bytes each, whatever is in them.
+    let most = 4 * elements + 64 * 512;
+    assert!(counts.peak_bytes <= most as i64, "{counts:?} for {elements} elements");
+    let inverse = (1.0 / 3.0) as f32;
+    for (w, scaled) in opt.0.iter().zip(scaled) {
+        let want = scaled.iter().map(|g| bf16::from_f32(*g as f32 * inverse).to_f64());
+        assert_eq!(to_f64(&w.grad()), want.collect::<Vec<_>>(), "{:?}", w.size());
+    }
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+}
+
+/// More than there is room for at a time, and one that is larger than that alone.
+#[test]
+fn large_bf16_gradients_are_widened_a_part_at_a_time() {
+    let Some(simulation) = Simulation::find() else { return };
+    let sizes = [9i64 << 20, 9 << 20, 17 << 20, 1 << 20];
+    let cuda = (Kind::BFloat16, Device::Cuda(0));
+    let weights = sizes.map(|size| {
+        let w = Tensor::zeros([size], cuda).set_requires_grad(true);
+        (&w * 24.0).sum(Kind::Float).backward();
+        w
+    });
+    let mut opt = Nothing(weights.into());
+    let mut scaler = scaler(8.0);
+    let ((), counts) = simulation.count(|| scaler.unscale_(&mut opt).unwrap());
+    let most = (4 * sizes[2]) + 64 * 512;
+    assert!(counts.peak_bytes <= most, "{counts:?}");
+    for w in &opt.0 {
+        assert_eq!(w.grad().min().double_value(&[]), 3.0);
+        assert_eq!(w.grad().max().double_value(&[]), 3.0);
+    }
+}
+
+/// The rounding to bf16 makes infinities that f32 does not have.
+#[test]
+fn what_only_unscaling_makes_infinite_is_found_before_it_is_written() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let most = f64::from(f32::from_bits(0x7f7f_0000));
+    for (gradient, scale, is_stepped) in
+        [(most, 1.0, true), (most, 0.5, false), (-most, 0.997, false), (1.0, 0.5, true)]
+    {
+        let gradient = Tensor::from_slice(&[0.0, gradient]).to_kind(Kind::BFloat16);
+        let mut opt = Nothing(vec![with_gradient(&gradient.to_device(Device::Cuda(0)))]);
+        let mut scaler = scaler(scale);
+        scaler.unscale_(&mut opt).unwrap();
+        let stepped = scaler.step(&mut opt).unwrap().is_stepped().unwrap();
+        assert_eq!(stepped, is_stepped, "{scale}");
+    }
+}

@@ -1,0 +1,240 @@
+//! How often the host waits.
+
+use tch::nn::{self, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::loss_scale::LossScale;
+use tch_amp::optim::{MasterWeights, Optimizer, TakenSteps};
+use tch_amp::{
+    AmpOptimizer, DynamicLossScale, GradScaler, GradScalerConfig, Result, StaticLossScale,
+    all_finite, select_tree,
+};
+
+use crate::common::simulation::Simulation;
+use crate::training::{ONE, TWO, algorithms, backward, build, losses, parameters, scaler};
+
+/// What an iteration does between backward and update.
+const WAYS: [&str; 8] = [
+    "step",
+    "unscale_ and step",
+    "unscale_, clip_grad_norm and step",
+    "unscale_, clip_grad_value and step",
+    "a transaction",
+    "a transaction that clips the norm",
+    "a transaction that clips the values",
+    "step_clip_norm",
+];
+
+fn step(way: &str, opt: &mut Optimizer, scaler: &mut GradScaler) -> Result<()> {
+    if way.starts_with("unscale_") {
+        scaler.unscale_(opt)?;
+    }
+    if way.contains("clip_grad_norm") {
+        let _norm = opt.clip_grad_norm(0.1)?;
+    }
+    if way.contains("clip_grad_value") {
+        opt.clip_grad_value(0.1)?;
+    }
+    let outcome = if way == "step_clip_norm" {
+        scaler.step_clip_norm(opt, 0.1)?
+    } else if way.starts_with("a transaction") {
+        let mut unscaled = scaler.unscale(opt)?;
+        if way.ends_with("norm") {
+            let _norm = unscaled.clip_grad_norm(0.1)?;
+        }
+        if way.ends_with("values") {
+            unscaled.clip_grad_value(0.1)?;
+        }
+        unscaled.step()?
+    } else {
+        scaler.step(opt)?
+    };
+    drop(outcome);
+    scaler.update()
+}
+
+#[test]
+fn an_iteration_of_a_fused_optimizer_does_not_wait() {
+    let Some(simulation) = Simulation::find() else { return };
+    let kinds = [
+        (Kind::Float, MasterWeights::None),
+        (Kind::BFloat16, MasterWeights::None),
+        (Kind::BFloat16, MasterWeights::Float),
+        (Kind::BFloat16, MasterWeights::Remainder),
+        (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 7 }),
+    ];
+    for (name, algorithm) in algorithms() {
+        for (kind, masters) in kinds {
+            for devices in [ONE, TWO] {
+                for way in WAYS {
+                    let all = parameters(devices, kind, 2);
+                    let mut opt = build(algorithm, &all, masters);
+                    let mut scaler = scaler();
+                    let ((), counts) = simulation.count(|| {
+                        for factor in [0.5, f64::INFINITY, 0.5] {
+                            opt.zero_grad().unwrap();
+                            backward(&scaler, &losses(&all, devices, factor)).unwrap();
+                            step(way, &mut opt, &mut scaler).unwrap();
+                        }
+                    });
+                    let places = devices.len();
+                    let what = format!("{name}, {kind:?}, {masters:?}, {places} devices, {way}");
+                    assert!(counts.launches > 0, "{what}");
+                    assert_eq!(counts.host_syncs, 0, "{what}");
+                    assert_eq!(scaler.get_scale().unwrap(), 4.0, "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_optimizer_that_is_stepped_on_the_host_waits_once() {
+    let Some(simulation) = Simulation::find() else { return };
+    let vs = VarStore::new(Device::Cuda(0));
+    let w = vs.root().ones("w", &[3]);
+    let built = [nn::AdamW::default().build(&vs, 0.1), nn::Sgd::default().build(&vs, 0.1)];
+    for opt in built {
+        let mut opt = opt.unwrap();
+        for way in 0..3 {
+            let mut scaler = scaler();
+            opt.zero_grad();
+            backward(&scaler, &losses(&[w.shallow_clone()], ONE, 0.5)).unwrap();
+            let ((), counts) = simulation.count(|| {
+                match way {
+                    0 => drop(scaler.step(&mut opt).unwrap()),
+                    1 => {
+                        scaler.unscale_(&mut opt).unwrap();
+                        drop(scaler.step(&mut opt).unwrap());
+                    }
+                    _ => drop(scaler.step_clip_norm(&mut opt, 0.1).unwrap()),
+                }
+                scaler.update().unwrap();
+            });
+            assert_eq!(counts.host_syncs, 1, "way {way}");
+        }
+    }
+}
+
+/// Two devices are asked in one transfer.
+#[test]
+fn so_it_does_with_gradients_on_two_devices() {
+    let Some(simulation) = Simulation::find() else { return };
+    struct Host(Vec<Tensor>);
+    impl AmpOptimizer for Host {
+        fn parameters(&self) -> tch_amp::Parameters<'_> {
+            self.0.as_slice().into()
+        }
+        fn step(&mut self) -> Result<()> {
+            Ok(())
+        }
+    }
+    let mut opt = Host(parameters(TWO, Kind::Float, 2));
+    let mut scaler = scaler();
+    backward(&scaler, &losses(&opt.0, TWO, 0.5)).unwrap();
+    let (stepped, counts) = simulation.count(|| {
+        let outcome = scaler.step(&mut opt).unwrap();
+        scaler.update().unwrap();
+        outcome.is_stepped().unwrap()
+    });
+    assert_eq!((stepped, counts.host_syncs), (true, 1));
+}
+
+/// A scaler whose scale only the device knows.
+fn unknown(config: GradScalerConfig) -> GradScaler {
+    let mut scaler = GradScalerConfig { init_scale: 8.0, ..config }.build(Device::Cuda(0)).unwrap();
+    let all = parameters(ONE, Kind::Float, 1);
+    let mut opt = build(algorithms()[2].1, &all, MasterWeights::None);
+    backward(&scaler, &losses(&all, ONE, f64::INFINITY)).unwrap();
+    drop(scaler.step(&mut opt).unwrap());
+    scaler.update().unwrap();
+    scaler
+}
+
+#[test]
+fn the_scale_and_all_that_goes_with_it_come_in_one_transfer() {
+    let Some(simulation) = Simulation::find() else { return };
+    for config in [
+        GradScalerConfig::default(),
+        GradScalerConfig { hysteresis: 2, ..Default::default() },
+        GradScalerConfig { tolerance: 0.5, ..Default::default() },
+    ] {
+        let want = if config.hysteresis == 2 { 8.0 } else { 4.0 };
+        let scaler = unknown(config);
+        let (scale, counts) = simulation.count(|| scaler.get_scale().unwrap());
+        assert_eq!((scale, counts.host_syncs), (want, 1), "{config:?}");
+        let (tracker, counts) = simulation.count(|| scaler.get_growth_tracker().unwrap());
+        assert_eq!((tracker, counts.host_syncs), (0, 0), "{config:?}");
+        let scaler = unknown(config);
+        let (state, counts) = simulation.count(|| scaler.state_dict().unwrap());
+        assert_eq!((state.scale, counts.host_syncs), (Some(want), 1), "{config:?}");
+        if config.hysteresis == 2 {
+            assert_eq!(state.hysteresis_tracker, Some(1));
+            assert_eq!(state.overflows_since_rescale, Some(1));
+        }
+    }
+    let mut scale = DynamicLossScale::new(Device::Cuda(0)).unwrap();
+    scale.adjust(&Tensor::from(true)).unwrap();
+    let (state, counts) = simulation.count(|| scale.state().unwrap());
+    assert_eq!((state.loss_scale, state.counter, counts.host_syncs), (32768.0, 1, 1));
+    let (_, counts) = simulation.count(|| scale.state_dict().unwrap());
+    assert_eq!(counts.host_syncs, 1);
+    let (_, counts) = simulation.count(|| scale.value().unwrap());
+    assert_eq!(counts.host_syncs, 1);
+}
+
+#[test]
+fn counting_steps_does_not_wait() {
+    let Some(simulation) = Simulation::find() else { return };
+    let all = parameters(TWO, Kind::Float, 1);
+    let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
+    let mut scaler = scaler();
+    let mut taken = TakenSteps::default();
+    for factor in [0.5, f64::INFINITY, 0.5] {
+        opt.zero_grad().unwrap();
+        backward(&scaler, &losses(&all, TWO, factor)).unwrap();
+        let ((), counts) = simulation.count(|| {
+            let outcome = scaler.step(&mut opt).unwrap();
+            assert!(outcome.poll().is_ok());
+            taken.record(outcome);
+            let _known = (taken.count().unwrap(), taken.skipped().unwrap());
+            let _row = taken.consecutive_skips().unwrap();
+            scaler.update().unwrap();
+        });
+        assert_eq!(counts.host_syncs, 0);
+    }
+}
+
+/// Asking for an outcome waits, once.
+#[test]
+fn an_outcome_is_asked_for_once() {
+    let Some(simulation) = Simulation::find() else { return };
+    let all = parameters(TWO, Kind::Float, 1);
+    let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
+    let mut scaler = scaler();
+    backward(&scaler, &losses(&all, TWO, 0.5)).unwrap();
+    let outcome = scaler.step(&mut opt).unwrap();
+    let (stepped, counts) = simulation.count(|| {
+        let stepped = outcome.is_stepped().unwrap();
+        stepped && !outcome.is_skipped().unwrap()
+    });
+    assert_eq!((stepped, counts.host_syncs), (true, 1));
+}
+
+#[test]
+fn functional_loss_scales_do_not_wait() {
+    let Some(simulation) = Simulation::find() else { return };
+    let cuda = Device::Cuda(0);
+    let mut adaptive = DynamicLossScale::new(cuda).unwrap();
+    let fixed = StaticLossScale::new(cuda, 8.0).unwrap();
+    let new = parameters(TWO, Kind::BFloat16, 2);
+    let old = parameters(TWO, Kind::BFloat16, 2);
+    let (chosen, counts) = simulation.count(|| {
+        for scaled in [adaptive.scale(&new).unwrap(), fixed.scale(&new).unwrap()] {
+            drop((adaptive.unscale(&scaled).unwrap(), fixed.unscale(&scaled).unwrap()));
+        }
+        let finite = all_finite(&new).unwrap();
+        adaptive.adjust(&finite).unwrap();
+        select_tree(&finite, &new, &old).unwrap()
+    });
+    assert_eq!((chosen.len(), counts.host_syncs), (4, 0));
+}
