@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 const OLDEST: (u32, u32) = (2, 11);
 const NEWEST: (u32, u32) = (2, 13);
 
-const SOURCES: [&str; 21] = [
+const SOURCES: &[&str] = &[
     "autocast.cpp",
     "checkpoint.cpp",
     "clip.cpp",
@@ -26,8 +26,12 @@ const SOURCES: [&str; 21] = [
     "optim_cpu.cpp",
     "optim_device.cpp",
     "optim_state.cpp",
+    "pieces.cpp",
+    "renewal.cpp",
+    "rounding.cpp",
     "scale.cpp",
     "scaler.cpp",
+    "stand_ins.cpp",
     "testing.cpp",
     "unscale.cpp",
     "widened.cpp",

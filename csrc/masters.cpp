@@ -4,7 +4,9 @@
 #include <c10/core/GradMode.h>
 
 #include <utility>
+#include <vector>
 
+#include "copies.h"
 #include "guarded.h"
 
 namespace tamp {
@@ -12,70 +14,52 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kLow32 = 0xffffffff;
-constexpr int64_t kNaN = 0x7fc00000;
-
 // The bits of f32 numbers as i32. One NaN stands for all.
-Tensor bits(const Tensor &numbers) { return numbers.view(at::kInt).masked_fill(numbers.isnan(), kNaN); }
+Tensor bits(const Tensor &numbers) { return numbers.view(at::kInt).masked_fill(numbers.isnan(), 0x7fc00000); }
 
-// The upper half of words as bf16.
-Tensor upper(const Tensor &words) { return words.bitwise_right_shift(16).to(at::kShort).view(at::kBFloat16); }
+bool is_half(const Tensor &t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
 
-Tensor shifted(const Tensor &x, int64_t by, int64_t width) {
-  return x.bitwise_right_shift(by).bitwise_and((int64_t{1} << (width - by)) - 1);
+// The f32 gradient of a parameter, which autograd adds to from now on.
+void set_wide(const Tensor &parameter, Tensor wide) {
+  // libtorch does not change the dtype of a gradient that is there.
+  parameter.mutable_grad().reset();
+  parameter.set_grad_dtype(at::kFloat);
+  parameter.mutable_grad() = std::move(wide);
 }
 
-// `mixed` of kernel_masters.cpp, on 32 bits of an i64.
-Tensor mixed(Tensor x) {
-  x = (x ^ shifted(x, 16, 32)).mul(int64_t{0x85ebca6b}).bitwise_and(kLow32);
-  x = (x ^ shifted(x, 13, 32)).mul(int64_t{0xc2b2ae35}).bitwise_and(kLow32);
-  return x ^ shifted(x, 16, 32);
-}
-
-constexpr uint64_t kStep = 0x9e3779b97f4a7c15, kFirst = 0xbf58476d1ce4e5b9, kSecond = 0x94d049bb133111eb;
-
-// `seed_of_step` where only the device knows the step.
-Tensor seed_on_device(uint64_t seed, const Tensor &step) {
-  const auto constant = [](uint64_t x) { return static_cast<int64_t>(x); };
-  Tensor x = step.to(at::kLong).mul(constant(kStep)).add(constant(seed));
-  x = (x ^ shifted(x, 30, 64)).mul(constant(kFirst));
-  x = (x ^ shifted(x, 27, 64)).mul(constant(kSecond));
-  return x ^ shifted(x, 31, 64);
-}
-
-// What kernels::round_at_random does.
-Tensor rounded_at_random(const Tensor &numbers, const Tensor &seed) {
-  const Tensor key = seed.bitwise_and(kLow32), other = shifted(seed, 32, 64);
-  const Tensor index = at::arange(numbers.numel(), numbers.options().dtype(at::kLong));
-  const Tensor page = mixed(other ^ index.bitwise_right_shift(32));
-  const Tensor random = shifted(mixed((mixed(index.bitwise_and(kLow32) ^ key) + page).bitwise_and(kLow32)), 16, 32);
-  const Tensor words = bits(numbers);
-  const Tensor noise = random.to(at::kInt).view(numbers.sizes()).masked_fill(numbers.isfinite().logical_not(), 0);
-  return upper(words + noise);
+// Makes half gradients f32. Memory for those on devices is allocated before any changes; on the CPU one after the other
+// is there twice.
+void widen_gradients(const std::vector<Tensor> &parameters) {
+  std::vector<Tensor> wide(parameters.size());
+  tamp::Copies copies;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const Tensor &before = tamp::gradient(parameters[i]);
+    if (!before.defined() || before.scalar_type() == at::kFloat || before.is_cpu()) continue;
+    if (before.layout() == at::kStrided) {
+      wide[i] = at::empty_like(before, at::kFloat);
+      copies.add(wide[i], before);
+    } else {
+      wide[i] = before.to(at::kFloat);
+    }
+  }
+  copies.run();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const Tensor &before = tamp::gradient(parameters[i]);
+    if (!before.defined()) {
+      parameters[i].set_grad_dtype(at::kFloat);
+    } else if (before.scalar_type() != at::kFloat) {
+      set_wide(parameters[i], wide[i].defined() ? wide[i] : before.detach().to(at::kFloat));
+    }
+  }
 }
 
 }  // namespace
 
 uint64_t seed_of_step(uint64_t seed, uint64_t step) {
-  uint64_t x = seed + step * kStep;
-  x = (x ^ (x >> 30)) * kFirst;
-  x = (x ^ (x >> 27)) * kSecond;
+  uint64_t x = seed + step * kSeedStep;
+  x = (x ^ (x >> 30)) * kSeedFirst;
+  x = (x ^ (x >> 27)) * kSeedSecond;
   return x ^ (x >> 31);
-}
-
-void widen_gradient(const Tensor &parameter) {
-  if (parameter.scalar_type() != at::kBFloat16 && parameter.scalar_type() != at::kHalf) return;
-  const Tensor before = tamp::gradient(parameter);
-  if (before.defined()) {
-    if (before.scalar_type() == at::kFloat) return;
-    Tensor wide = before.detach().to(at::kFloat);
-    // libtorch does not change the dtype of a gradient that is there.
-    parameter.mutable_grad().reset();
-    parameter.set_grad_dtype(at::kFloat);
-    parameter.mutable_grad() = std::move(wide);
-  } else {
-    parameter.set_grad_dtype(at::kFloat);
-  }
 }
 
 Tensor join(const Tensor &parameter, const Tensor &remainder) {
@@ -85,41 +69,6 @@ Tensor join(const Tensor &parameter, const Tensor &remainder) {
 
 Tensor remainder(const Tensor &master) { return bits(master).bitwise_and(0xffff).to(at::kShort); }
 
-Tensor StandIns::parameter(const Tensor &parameter, const Master &master, const Tensor &step) {
-  if (master.kind == TAMP_MASTER_FLOAT) {
-    halves_.push_back(parameter);
-    floats_.push_back(master.tensor);
-    return master.tensor;
-  }
-  const bool remains = master.kind == TAMP_MASTER_REMAINDER;
-  Tensor number = remains ? join(parameter, master.tensor) : parameter.to(at::kFloat);
-  rounded_.push_back({parameter, number, step, master});
-  return number;
-}
-
-Tensor StandIns::gradient(const Tensor &gradient, const Tensor &like) {
-  if (gradient.scalar_type() == at::kFloat) return gradient;
-  gradients_.push_back(gradient);
-  widened_.push_back(at::empty_like(like));
-  return widened_.back();
-}
-
-void StandIns::fill() const {
-  if (!gradients_.empty()) at::_foreach_copy_(widened_, gradients_);
-}
-
-void StandIns::write_back() const {
-  if (!halves_.empty()) at::_foreach_copy_(halves_, floats_);
-  for (const auto &r : rounded_) {
-    if (r.master.kind == TAMP_MASTER_REMAINDER) {
-      r.parameter.copy_(upper(bits(r.number) + 0x8000));
-      r.master.tensor.copy_(remainder(r.number));
-    } else {
-      r.parameter.copy_(rounded_at_random(r.number, seed_on_device(r.master.seed, r.step)));
-    }
-  }
-}
-
 }  // namespace tamp
 
 extern "C" {
@@ -127,7 +76,12 @@ extern "C" {
 void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    for (size_t i = 0; i < count; ++i) tamp::widen_gradient(tamp::tensor(parameters[i]));
+    std::vector<at::Tensor> halves;
+    for (size_t i = 0; i < count; ++i) {
+      const at::Tensor &parameter = tamp::tensor(parameters[i]);
+      if (tamp::is_half(parameter)) halves.push_back(parameter);
+    }
+    tamp::widen_gradients(halves);
   });
 }
 
@@ -144,19 +98,6 @@ void tamp_stamps(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamp
       const at::Tensor &t = tamp::tensor(parameters[i]);
       const void *data = t.has_storage() ? t.const_data_ptr() : nullptr;
       stamps[i] = {reinterpret_cast<uintptr_t>(data), t.is_inference() ? 0 : static_cast<uint64_t>(t._version())};
-    }
-  });
-}
-
-void tamp_master_renew(const tamp_tensor *parameter, tamp_tensor *master, char **err) noexcept {
-  tamp::guarded(err, [&] {
-    const c10::NoGradGuard no_grad;
-    const at::Tensor now = tamp::tensor(parameter).detach();
-    at::Tensor &kept = tamp::tensor(master);
-    if (kept.scalar_type() == at::kShort) {
-      kept.zero_();
-    } else {
-      kept.copy_(at::where(kept.to(now.scalar_type()).eq(now), kept, now.to(kept.scalar_type())));
     }
   });
 }

@@ -17,6 +17,8 @@ using at::Tensor;
 using tamp::optim::Entry;
 using tamp::optim::kStates;
 
+bool is_on_cpu(const Tensor &t) { return t.is_cpu() && !tamp::cpu_is_other_device(); }
+
 void check_state(const Tensor &parameter, const Tensor &state, at::ScalarType dtype) {
   TORCH_CHECK(
       state.scalar_type() == dtype && state.device() == parameter.device() && state.sizes() == parameter.sizes(),
@@ -34,6 +36,20 @@ void check_master(const Entry &e) {
   if (e.master.tensor.defined()) check_state(e.parameter, e.master.tensor, is_float ? at::kFloat : at::kShort);
 }
 
+// Kernels of other devices walk the memory of a parameter and of its state with one index.
+void check_layout(const Entry &e) {
+  if (is_on_cpu(e.parameter)) return;
+  TORCH_CHECK(e.parameter.is_non_overlapping_and_dense(),
+              "a parameter with gaps in its memory can only be stepped on the CPU; make it contiguous");
+  const auto check = [&](const Tensor &state) {
+    TORCH_CHECK(!state.defined() || tamp::optim::are_alike(state, e.parameter), "the optimizer's state has strides ",
+                state.strides(), " for a parameter with strides ", e.parameter.strides(),
+                " by now; build the optimizer after the model has its memory format");
+  };
+  check(e.master.tensor);
+  for (const auto &state : e.states) check(state);
+}
+
 Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options) {
   Entry out = {options + given.options, given.first_step != 0, tamp::tensor(given.parameter), {}, {}, {}, {}};
   out.gradient = tamp::gradient(out.parameter);
@@ -45,8 +61,6 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
   TORCH_CHECK(tamp::with_floating(out.parameter.scalar_type(), [](auto *) {}), "a parameter that is ",
               out.parameter.scalar_type(), " cannot be stepped");
   TORCH_CHECK(!out.parameter.is_neg(), "a parameter that is the negative view of another tensor cannot be stepped");
-  TORCH_CHECK(out.parameter.is_cpu() || out.parameter.is_non_overlapping_and_dense(),
-              "a parameter with gaps in its memory can only be stepped on the CPU; make it contiguous");
   if (out.gradient.is_neg()) out.gradient = out.gradient.resolve_neg();
   if (given.step != nullptr) out.step = tamp::tensor(given.step);
   tamp_tensor *const states[kStates] = {given.first, given.second, given.third};
@@ -55,6 +69,7 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
     out.states[i] = tamp::tensor(states[i]);
     check_state(out.parameter, out.states[i], out.dtype());
   }
+  check_layout(out);
   return out;
 }
 
@@ -72,6 +87,14 @@ bool is_skipped(const tamp_optim_scale &scale) {
 
 }  // namespace
 
+bool tamp::optim::are_alike(const Tensor &one, const Tensor &other) {
+  if (one.sizes() != other.sizes()) return false;
+  for (int64_t i = 0; i < one.dim(); ++i) {
+    if (one.size(i) != 1 && one.stride(i) != other.stride(i)) return false;
+  }
+  return true;
+}
+
 extern "C" {
 
 void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
@@ -83,11 +106,12 @@ void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const
     cpu.reserve(count);
     for (size_t i = 0; i < count; ++i) {
       Entry e = entry(parameters[i], options);
-      auto &list = e.parameter.is_cpu() && !tamp::cpu_is_other_device() ? cpu : other;
-      list.push_back(std::move(e));
+      (is_on_cpu(e.parameter) ? cpu : other).push_back(std::move(e));
     }
-    if (!other.empty()) tamp::optim::step_on_devices(std::move(other), *scale);
+    // The CPU's part first: only that can still fail, and changes nothing then.
+    const tamp::optim::DeviceStep devices(other, *scale);
     if (!cpu.empty() && !is_skipped(*scale)) tamp::optim::step_on_cpu(std::move(cpu), *scale);
+    devices.run();
   });
 }
 

@@ -23,10 +23,27 @@ struct Entry {
   at::ScalarType dtype() const { return master.kind == TAMP_MASTER_NONE ? parameter.scalar_type() : at::kFloat; }
 };
 
+// Whether two tensors have one shape and, if they are dense, one index goes over the memory of both alike.
+bool are_alike(const at::Tensor &one, const at::Tensor &other);
+
 // Steps parameters on the CPU by the loops of kernels.h. Changes everything or, where it throws, nothing.
 void step_on_cpu(std::vector<Entry> entries, const tamp_optim_scale &scale);
 
-// Steps parameters by libtorch's kernels for their devices.
-void step_on_devices(std::vector<Entry> entries, const tamp_optim_scale &scale);
+class OneDevice;
+
+// A step of parameters on other devices, by libtorch's kernels for these. Everything that it needs is allocated when it
+// is made, which changes nothing, so that no lack of memory stops it midway.
+class DeviceStep {
+ public:
+  DeviceStep(const std::vector<Entry> &entries, const tamp_optim_scale &scale);
+  ~DeviceStep();
+  DeviceStep(const DeviceStep &) = delete;
+  DeviceStep &operator=(const DeviceStep &) = delete;
+
+  void run() const;
+
+ private:
+  std::vector<OneDevice> devices_;
+};
 
 }  // namespace tamp::optim

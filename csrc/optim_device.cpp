@@ -8,6 +8,7 @@
 
 #include "guarded.h"
 #include "optim.h"
+#include "stand_ins.h"
 
 namespace tamp::optim {
 namespace {
@@ -17,21 +18,17 @@ using at::Tensor;
 // Entries that one call of libtorch takes.
 struct Batch {
   const tamp_optim_options *options;
-  at::Device device;
   at::ScalarType dtype;
   bool first_step;
   std::vector<Tensor> parameters, gradients, steps, states[kStates];
 
   bool takes(const Entry &e) const {
-    return options == e.options && device == e.parameter.device() && dtype == e.parameter.scalar_type() &&
-           first_step == e.first_step;
+    return options == e.options && dtype == e.parameter.scalar_type() && first_step == e.first_step;
   }
 
   void add(const Entry &e) {
     parameters.push_back(e.parameter);
-    // The kernels walk the memory of both with one index.
-    const bool alike = e.gradient.strides() == e.parameter.strides();
-    gradients.push_back(alike ? e.gradient : at::empty_like(e.parameter).copy_(e.gradient));
+    gradients.push_back(e.gradient);
     if (e.step.defined()) steps.push_back(e.step);
     for (int i = 0; i < kStates; ++i) {
       if (e.states[i].defined()) states[i].push_back(e.states[i]);
@@ -39,28 +36,12 @@ struct Batch {
   }
 };
 
-// Puts f32 tensors in the place of parameters with masters.
-tamp::StandIns stand_in(std::vector<Entry> &entries) {
-  tamp::StandIns out;
-  for (auto &e : entries) {
-    if (e.master.kind == TAMP_MASTER_NONE) continue;
-    const Tensor number = out.parameter(e.parameter, e.master, e.step);
-    e.gradient = out.gradient(e.gradient, number);
-    e.parameter = number;
-    e.master = {};
-  }
-  out.fill();
-  return out;
-}
-
 std::vector<Batch> batches(const std::vector<Entry> &entries) {
   std::vector<Batch> out;
   for (const auto &e : entries) {
     size_t i = 0;
     while (i < out.size() && !out[i].takes(e)) ++i;
-    if (i == out.size()) {
-      out.push_back({e.options, e.parameter.device(), e.parameter.scalar_type(), e.first_step, {}, {}, {}, {}});
-    }
+    if (i == out.size()) out.push_back({e.options, e.parameter.scalar_type(), e.first_step, {}, {}, {}, {}});
     out[i].add(e);
   }
   return out;
@@ -71,7 +52,7 @@ std::optional<Tensor> on_device(const tamp_tensor *t, at::Device device) {
   return tamp::on_device(tamp::tensor(t), device);
 }
 
-void launch(Batch &b, const std::optional<Tensor> &grad_scale, const std::optional<Tensor> &found_inf) {
+void launch(const Batch &b, const std::optional<Tensor> &grad_scale, const std::optional<Tensor> &found_inf) {
   const tamp_optim_options &o = *b.options;
   const bool maximize = (o.flags & TAMP_OPTIM_MAXIMIZE) != 0;
   const bool amsgrad = (o.flags & TAMP_OPTIM_AMSGRAD) != 0;
@@ -94,30 +75,86 @@ void launch(Batch &b, const std::optional<Tensor> &grad_scale, const std::option
   }
 }
 
-void step_on_device(Batch &b, const tamp_optim_scale &scale) {
-  auto grad_scale = on_device(scale.grad_scale, b.device);
-  const auto clip = on_device(scale.clip, b.device);
-  const auto found_inf = on_device(scale.found_inf, b.device);
-  // The kernels divide by this one number.
-  if (clip) grad_scale = (grad_scale ? *grad_scale : at::ones_like(*clip, at::kFloat)) / clip->to(at::kFloat);
-  if (!b.steps.empty()) at::_foreach_add_(b.steps, 1);
-  try {
-    launch(b, grad_scale, found_inf);
-  } catch (...) {
-    if (!b.steps.empty()) at::_foreach_sub_(b.steps, 1);
-    throw;
-  }
-  if (found_inf && !b.steps.empty()) {
-    at::_foreach_sub_(b.steps, std::vector<Tensor>(b.steps.size(), found_inf->reshape({})));
-  }
-}
-
 }  // namespace
 
-void step_on_devices(std::vector<Entry> entries, const tamp_optim_scale &scale) {
-  const auto stand_ins = stand_in(entries);
-  for (auto &batch : batches(entries)) step_on_device(batch, scale);
-  stand_ins.write_back();
+// The step of the parameters on one device.
+class OneDevice {
+ public:
+  OneDevice(std::vector<Entry> entries, const tamp_optim_scale &scale) {
+    read(scale, entries.front().parameter.device());
+    std::vector<Entry> direct, indirect;
+    for (auto &e : entries) {
+      if (e.step.defined()) steps_.push_back(e.step);
+      // The kernels walk the memory of both with one index.
+      if (!are_alike(e.gradient, e.parameter)) {
+        e.gradient = at::empty_like(e.parameter, e.gradient.scalar_type()).copy_(e.gradient);
+      }
+      if (e.master.kind == TAMP_MASTER_FLOAT) rounded_.add(e.parameter, e.master.tensor);
+      (StandIns::are_needed(e) ? indirect : direct).push_back(std::move(e));
+    }
+    for (auto &e : direct) {
+      if (e.master.kind == TAMP_MASTER_FLOAT) e.parameter = e.master.tensor;
+    }
+    direct_ = batches(direct);
+    stand_ins_.emplace(indirect);
+    for (size_t i = 0; i < stand_ins_->chunks(); ++i) chunks_.push_back(batches(stand_ins_->entries(i)));
+    if (found_inf_) flags_.assign(steps_.size(), found_inf_->reshape({}));
+  }
+
+  void run() const {
+    if (!steps_.empty()) at::_foreach_add_(steps_, 1);
+    try {
+      update();
+    } catch (...) {
+      // A kernel that a device lacks is missed before anything else changes.
+      if (!steps_.empty()) at::_foreach_sub_(steps_, 1);
+      throw;
+    }
+    if (!flags_.empty()) at::_foreach_sub_(steps_, flags_);
+  }
+
+ private:
+  void read(const tamp_optim_scale &scale, at::Device device) {
+    grad_scale_ = on_device(scale.grad_scale, device);
+    found_inf_ = on_device(scale.found_inf, device);
+    const auto clip = on_device(scale.clip, device);
+    // The kernels divide by this one number.
+    if (clip) grad_scale_ = (grad_scale_ ? *grad_scale_ : at::ones_like(*clip, at::kFloat)) / clip->to(at::kFloat);
+  }
+
+  void update() const {
+    for (const auto &batch : direct_) launch(batch, grad_scale_, found_inf_);
+    for (size_t i = 0; i < chunks_.size(); ++i) {
+      stand_ins_->fill(i);
+      for (const auto &batch : chunks_[i]) launch(batch, grad_scale_, found_inf_);
+      stand_ins_->write_back(i);
+    }
+    rounded_.run();
+  }
+
+  std::optional<Tensor> grad_scale_, found_inf_;
+  std::vector<Tensor> steps_, flags_;
+  std::vector<Batch> direct_;               // what the kernels update in its place
+  std::optional<tamp::optim::StandIns> stand_ins_;
+  std::vector<std::vector<Batch>> chunks_;  // and what stands in for the others
+  tamp::Copies rounded_;                    // parameters, and the f32 copies that these are rounded from
+};
+
+DeviceStep::DeviceStep(const std::vector<Entry> &entries, const tamp_optim_scale &scale) {
+  std::vector<std::vector<Entry>> lists;
+  for (const auto &e : entries) {
+    size_t i = 0;
+    while (i < lists.size() && lists[i].front().parameter.device() != e.parameter.device()) ++i;
+    if (i == lists.size()) lists.emplace_back();
+    lists[i].push_back(e);
+  }
+  for (auto &list : lists) devices_.emplace_back(std::move(list), scale);
+}
+
+DeviceStep::~DeviceStep() = default;
+
+void DeviceStep::run() const {
+  for (const auto &device : devices_) device.run();
 }
 
 }  // namespace tamp::optim

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "copies.h"
 #include "guarded.h"
 
 namespace {
@@ -33,8 +34,9 @@ void advise(const Tensor &buffer) {
 void advise(const Tensor &) {}
 #endif
 
-// Tensors like the parameters, all of one dtype, filled with `value`, one behind the other in one buffer.
-std::vector<Tensor> in_one_buffer(const std::vector<Tensor> &parameters, at::ScalarType dtype, double value) {
+// Tensors like the parameters, all of one dtype and device, one behind the other in one buffer. Filled with `value`.
+std::vector<Tensor> in_one_buffer(const std::vector<Tensor> &parameters, at::ScalarType dtype,
+                                  std::optional<double> value) {
   // Odd distances in cache lines, or the loops would walk through memory that falls into the same places of the cache.
   const auto room = [&](const Tensor &t) {
     const int64_t line = 64 / static_cast<int64_t>(c10::elementSize(dtype));
@@ -43,8 +45,8 @@ std::vector<Tensor> in_one_buffer(const std::vector<Tensor> &parameters, at::Sca
   int64_t total = 0;
   for (const auto &p : parameters) total += room(p);
   Tensor buffer = at::empty({total}, parameters.front().options().dtype(dtype).requires_grad(false));
-  advise(buffer);
-  buffer.fill_(value);
+  if (buffer.is_cpu()) advise(buffer);
+  if (value) buffer.fill_(*value);
   std::vector<Tensor> out;
   int64_t offset = 0;
   for (const auto &p : parameters) {
@@ -56,40 +58,49 @@ std::vector<Tensor> in_one_buffer(const std::vector<Tensor> &parameters, at::Sca
   return out;
 }
 
-// The places of the parameters of each dtype.
-std::vector<std::vector<size_t>> by_dtype(tamp_tensor *const *parameters, size_t count) {
-  std::vector<std::vector<size_t>> out;
+// Parameters whose states lie in one buffer.
+struct List {
+  std::vector<Tensor> parameters;
+  std::vector<size_t> places;
+  int64_t numbers = 0;
+
+  // A device may have no piece of memory that is as large as all the state.
+  bool takes(const Tensor &p) const {
+    constexpr int64_t kNumbers = int64_t{1} << 24;
+    const Tensor &first = parameters.front();
+    return first.dtype() == p.dtype() && first.device() == p.device() && (p.is_cpu() || numbers < kNumbers);
+  }
+};
+
+std::vector<List> lists(tamp_tensor *const *parameters, size_t count) {
+  std::vector<List> out;
   for (size_t i = 0; i < count; ++i) {
-    const Tensor &p = tamp::tensor(parameters[i]);
+    Tensor p = tamp::tensor(parameters[i]).detach();
     size_t list = 0;
-    while (list < out.size() && tamp::tensor(parameters[out[list].front()]).dtype() != p.dtype()) ++list;
+    while (list < out.size() && !out[list].takes(p)) ++list;
     if (list == out.size()) out.emplace_back();
-    out[list].push_back(i);
+    out[list].numbers += p.numel();
+    out[list].parameters.push_back(std::move(p));
+    out[list].places.push_back(i);
   }
   return out;
 }
 
-std::vector<Tensor> states_like(tamp_tensor *const *parameters, size_t count, std::optional<at::ScalarType> wanted,
-                                double value) {
+std::vector<Tensor> states_like(tamp_tensor *const *parameters, size_t count, std::optional<at::ScalarType> dtype,
+                                std::optional<double> value) {
   std::vector<Tensor> out(count);
-  for (const auto &list : by_dtype(parameters, count)) {
-    std::vector<Tensor> likes;
-    std::vector<size_t> places;
-    const at::ScalarType dtype = wanted.value_or(tamp::tensor(parameters[list.front()]).scalar_type());
-    for (const size_t i : list) {
-      const Tensor &p = tamp::tensor(parameters[i]);
-      if (p.is_cpu()) {
-        likes.push_back(p.detach());
-        places.push_back(i);
-      } else {
-        out[i] = at::full_like(p.detach(), value, p.options().dtype(dtype).requires_grad(false));
-      }
-    }
-    if (likes.empty()) continue;
-    auto made = in_one_buffer(likes, dtype, value);
-    for (size_t i = 0; i < places.size(); ++i) out[places[i]] = std::move(made[i]);
+  for (const auto &list : lists(parameters, count)) {
+    auto made = in_one_buffer(list.parameters, dtype.value_or(list.parameters.front().scalar_type()), value);
+    for (size_t i = 0; i < made.size(); ++i) out[list.places[i]] = std::move(made[i]);
   }
   return out;
+}
+
+// Gives all of them, or none.
+void give_all(std::vector<Tensor> made, tamp_tensor **out) {
+  std::vector<std::unique_ptr<Tensor>> given;
+  for (auto &t : made) given.push_back(std::make_unique<Tensor>(std::move(t)));
+  for (size_t i = 0; i < given.size(); ++i) out[i] = tamp::give(std::move(given[i]));
 }
 
 }  // namespace
@@ -101,10 +112,18 @@ void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, int8_t 
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     const auto wanted = dtype < 0 ? std::nullopt : std::make_optional(static_cast<at::ScalarType>(dtype));
-    auto made = states_like(parameters, count, wanted, value);
-    std::vector<std::unique_ptr<Tensor>> given;  // all of them, or none
-    for (auto &t : made) given.push_back(std::make_unique<Tensor>(std::move(t)));
-    for (size_t i = 0; i < count; ++i) states[i] = tamp::give(std::move(given[i]));
+    give_all(states_like(parameters, count, wanted, value), states);
+  });
+}
+
+void tamp_masters_new(tamp_tensor *const *parameters, size_t count, tamp_tensor **masters, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    auto made = states_like(parameters, count, at::kFloat, std::nullopt);
+    tamp::Copies copies;
+    for (size_t i = 0; i < count; ++i) copies.add(made[i], tamp::tensor(parameters[i]).detach());
+    copies.run();
+    give_all(std::move(made), masters);
   });
 }
 

@@ -277,9 +277,9 @@ typedef struct tamp_optim_scale {
   tamp_tensor *found_inf;
 } tamp_optim_scale;
 
-// Steps `count` parameters, each by the options that it names. Checks all of them before it changes any. Waits for a
-// device only to bring what `scale` names from there to parameters on the CPU. The gradients of parameters on the CPU
-// stay as they are; libtorch's kernels for other devices unscale them.
+// Steps `count` parameters, each by the options that it names. Checks all of them, and allocates what it needs, before it
+// changes any. Waits for a device only to bring what `scale` names from there to parameters on the CPU. The gradients of
+// parameters on the CPU stay as they are; libtorch's kernels for other devices unscale them.
 void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
                      const tamp_optim_scale *scale, char **err) TAMP_NOEXCEPT;
 
@@ -301,9 +301,10 @@ typedef struct tamp_stamp {
 
 void tamp_stamps(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) TAMP_NOEXCEPT;
 
-// Brings a master, f32 or a remainder, into line with a parameter that somebody else has written to. An f32 whose
-// rounded number is still the parameter's stays; a remainder becomes zero.
-void tamp_master_renew(const tamp_tensor *parameter, tamp_tensor *master, char **err) TAMP_NOEXCEPT;
+// Brings `count` masters, f32 or remainders, into line with parameters that somebody else has written to. An f32 whose
+// rounded number is still the parameter's stays; a remainder becomes zero. Without memory for it none changes.
+void tamp_masters_renew(tamp_tensor *const *parameters, tamp_tensor *const *masters, size_t count,
+                        char **err) TAMP_NOEXCEPT;
 
 // Drops the gradients of `count` parameters.
 void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
@@ -311,9 +312,12 @@ void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **er
 // ----------------------------------------------------------------------------------------------------- optim_state.cpp
 
 // Makes a tensor like each of `count` parameters, of another dtype unless `dtype` is -1, filled with `value`, without
-// history. Those on the CPU lie in one buffer for each dtype. On failure none is made.
+// history. Those of one dtype lie in one buffer on the CPU, and in few on another device. On failure none is made.
 void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, int8_t dtype, double value,
                            tamp_tensor **states, char **err) TAMP_NOEXCEPT;
+
+// Makes an f32 copy of each of `count` parameters, as above.
+void tamp_masters_new(tamp_tensor *const *parameters, size_t count, tamp_tensor **masters, char **err) TAMP_NOEXCEPT;
 
 // --------------------------------------------------------------------------------------------------------- function.cpp
 

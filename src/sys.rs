@@ -354,9 +354,10 @@ unsafe extern "C" {
         stamps: *mut Stamp,
         err: *mut *mut c_char,
     );
-    pub(crate) fn tamp_master_renew(
-        parameter: *const Tensor,
-        master: *mut Tensor,
+    pub(crate) fn tamp_masters_renew(
+        parameters: *const *mut Tensor,
+        masters: *const *mut Tensor,
+        count: usize,
         err: *mut *mut c_char,
     );
     pub(crate) fn tamp_gradients_drop(
@@ -371,6 +372,12 @@ unsafe extern "C" {
         dtype: i8,
         value: f64,
         states: *mut *mut Tensor,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_masters_new(
+        parameters: *const *mut Tensor,
+        count: usize,
+        masters: *mut *mut Tensor,
         err: *mut *mut c_char,
     );
 

@@ -131,19 +131,25 @@ pub(crate) fn master_remainder(master: &Tensor) -> Result<Tensor> {
 }
 
 /// What tells whether somebody has written to the parameters.
-pub(crate) fn stamps(parameters: &[Tensor]) -> Result<Vec<sys::Stamp>> {
+pub(crate) fn stamps<'a>(
+    parameters: impl IntoIterator<Item = &'a Tensor>,
+) -> Result<Vec<sys::Stamp>> {
     let tensors = pointers(parameters);
     let mut stamps = vec![sys::Stamp::default(); tensors.len()];
     let (array, count, out) = (tensors.as_ptr(), tensors.len(), stamps.as_mut_ptr());
-    // SAFETY: both arrays have `count` elements, and `parameters` keeps the tensors alive.
+    // SAFETY: both arrays have `count` elements, and the borrows keep the tensors alive.
     call(|err| unsafe { sys::tamp_stamps(array, count, out, err) })?;
     Ok(stamps)
 }
 
-/// Brings a master into line with a parameter that somebody else has written to.
-pub(crate) fn master_renew(parameter: &Tensor, master: &Tensor) -> Result<()> {
-    // SAFETY: both are live tensors; the master is changed in place through libtorch's own handle, which aliases freely.
-    call(|err| unsafe { sys::tamp_master_renew(parameter.as_ptr(), pointer(master), err) })
+/// Brings masters into line with parameters that somebody else has written to: all of them or, on failure, none.
+pub(crate) fn masters_renew(parameters: &[&Tensor], masters: &[&Tensor]) -> Result<()> {
+    assert_eq!(parameters.len(), masters.len(), "one master for each parameter");
+    let (tensors, kept) = (pointers(parameters.iter().copied()), pointers(masters.iter().copied()));
+    let count = tensors.len();
+    // SAFETY: both arrays have `count` elements, and the borrows keep the tensors alive; the masters are changed in
+    // place through libtorch's own handles, which alias freely.
+    call(|err| unsafe { sys::tamp_masters_renew(tensors.as_ptr(), kept.as_ptr(), count, err) })
 }
 
 /// Makes a tensor like each of the parameters, of another dtype if one is given, filled with a value.
@@ -165,6 +171,16 @@ pub(crate) fn optim_states_new(
     // SAFETY: both arrays have `count` elements, and `parameters` keeps the tensors alive.
     call(|err| unsafe { sys::tamp_optim_states_new(array, count, dtype, value, out, err) })?;
     states.into_iter().map(given).collect()
+}
+
+/// Makes an f32 copy of each of the parameters.
+pub(crate) fn masters_new(parameters: &[&Tensor]) -> Result<Vec<Tensor>> {
+    let tensors = pointers(parameters.iter().copied());
+    let mut masters = vec![ptr::null_mut(); tensors.len()];
+    let (array, count, out) = (tensors.as_ptr(), tensors.len(), masters.as_mut_ptr());
+    // SAFETY: both arrays have `count` elements, and `parameters` keeps the tensors alive.
+    call(|err| unsafe { sys::tamp_masters_new(array, count, out, err) })?;
+    masters.into_iter().map(given).collect()
 }
 
 /// A number on its way from a device to the host.

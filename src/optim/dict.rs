@@ -67,7 +67,6 @@ impl Optimizer {
                 parameter,
                 master: masters.of(parameter, index),
             }))?;
-            self.stamp_masters()?;
         }
         let groups = self.groups.iter().map(|&options| ParamGroupState { options, params: vec![] });
         let mut param_groups: Vec<_> = groups.collect();

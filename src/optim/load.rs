@@ -295,7 +295,9 @@ fn copy<T: Saved>(
             loaded.copy_to(kept)?;
         }
     }
-    // Without one it is made in the next step, from the parameter as it will be then.
+    // It counts whatever is written to the parameter before the next step. Without one it is made in that step, from the
+    // parameter as it will be then.
+    state.stamp = None;
     state.master = match entries.master {
         Some(loaded) => load_master(state.master.take(), loaded, master)?,
         None => None,

@@ -7,13 +7,15 @@ use crate::ffi;
 use crate::optim::{MasterWeights, Optimizer};
 
 impl Optimizer {
-    /// Brings the masters into line with parameters that were written to since the last step.
+    /// Brings the masters into line with parameters that were written to since the last step: all of them, or none.
     pub(crate) fn renew_masters(&mut self) -> Result<()> {
         if !self.has_masters() {
             return Ok(());
         }
         let stamps = ffi::stamps(&self.parameters)?;
-        for (index, slot) in self.slots.iter_mut().enumerate() {
+        let mut stale = Vec::new();
+        let (mut parameters, mut masters) = (Vec::new(), Vec::new());
+        for (index, slot) in self.slots.iter().enumerate() {
             let (Some(master), Some(known)) = (&slot.state.master, slot.state.stamp) else {
                 continue;
             };
@@ -27,8 +29,16 @@ impl Optimizer {
                                model has its dtype, or cast the model back";
                 return Err(Error::Parameter { parameter, problem });
             }
-            ffi::master_renew(parameter, master)?;
-            slot.state.stamp = Some(stamps[index]);
+            stale.push(index);
+            parameters.push(parameter);
+            masters.push(master);
+        }
+        if stale.is_empty() {
+            return Ok(());
+        }
+        ffi::masters_renew(&parameters, &masters)?;
+        for index in stale {
+            self.slots[index].state.stamp = Some(stamps[index]);
         }
         Ok(())
     }

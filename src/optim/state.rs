@@ -4,7 +4,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::ffi;
@@ -112,12 +112,17 @@ struct Missing<'a> {
     parameter: &'a Tensor,
 }
 
-/// Makes what the algorithms need and is not there yet. All at once: the tensors of one kind lie in one buffer.
+/// A tensor and where it belongs.
+type Made<'a> = (&'a mut Option<Tensor>, Tensor);
+
+/// Makes what the algorithms need and is not there yet: all of it or, on failure, nothing. Tensors that are alike are
+/// made together, so that those of one kind lie in one buffer.
 pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Result<()> {
-    let (mut missing, mut copies) = (Vec::new(), Vec::new());
+    let (mut steps, mut missing, mut copies) = (Vec::new(), Vec::new(), Vec::new());
+    let mut stamped = Vec::new();
     for Wanted { state, algorithm, parameter, master } in wanted {
         if counts_steps(algorithm, master) && state.step.is_none() {
-            state.step = Some(Tensor::f_zeros([], (Kind::Float, parameter.device()))?);
+            steps.push((&mut state.step, parameter.device()));
         }
         let (kind, value) = (master.state_kind(), initial(algorithm));
         for (place, _) in state.tensors.iter_mut().zip(used_keys(algorithm)) {
@@ -125,38 +130,60 @@ pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Resu
                 missing.push(Missing { place, kind, value, parameter });
             }
         }
-        // A remainder of zeros makes the parameter itself.
         if let (None, Some(kind)) = (&state.master, master.kind()) {
+            // What is written to the parameter from now on is noticed.
+            stamped.push((&mut state.stamp, parameter));
             let place = &mut state.master;
-            let list = if master == Master::Float { &mut copies } else { &mut missing };
-            list.push(Missing { place, kind: Some(kind), value: 0.0, parameter });
+            if master == Master::Float {
+                copies.push((place, parameter));
+            } else {
+                // A remainder of zeros makes the parameter itself.
+                missing.push(Missing { place, kind: Some(kind), value: 0.0, parameter });
+            }
         }
     }
-    make(missing, |_, _| Ok(()))?;
-    make(copies, |made, parameter| {
-        tch::no_grad(|| made.f_copy_(parameter))?;
-        Ok(())
-    })
+    let stamps = ffi::stamps(stamped.iter().map(|(_, parameter)| *parameter))?;
+    let mut made = zeros(steps)?;
+    made.extend(filled(missing)?);
+    let parameters: Vec<_> = copies.iter().map(|(_, parameter)| *parameter).collect();
+    let places = copies.into_iter().map(|(place, _)| place);
+    made.extend(places.zip(ffi::masters_new(&parameters)?));
+    for (place, tensor) in made {
+        *place = Some(tensor);
+    }
+    for ((place, _), stamp) in stamped.into_iter().zip(stamps) {
+        *place = Some(stamp);
+    }
+    Ok(())
 }
 
-/// Makes the tensors, those alike in one call.
-fn make(
-    mut missing: Vec<Missing<'_>>,
-    fill: impl Fn(&mut Tensor, &Tensor) -> Result<()>,
-) -> Result<()> {
+/// Makes numbers of steps, those of a device in one buffer.
+fn zeros(mut places: Vec<(&mut Option<Tensor>, Device)>) -> Result<Vec<Made<'_>>> {
+    let mut made = Vec::with_capacity(places.len());
+    while let Some(&(_, device)) = places.first() {
+        let (here, others): (Vec<_>, Vec<_>) =
+            places.into_iter().partition(|(_, other)| *other == device);
+        let buffer = Tensor::f_zeros([here.len() as i64], (Kind::Float, device))?;
+        for (index, (place, _)) in here.into_iter().enumerate() {
+            made.push((place, buffer.f_get(index as i64)?));
+        }
+        places = others;
+    }
+    Ok(made)
+}
+
+/// Makes tensors that are full of a value, those alike in one call.
+fn filled(mut missing: Vec<Missing<'_>>) -> Result<Vec<Made<'_>>> {
+    let mut made = Vec::with_capacity(missing.len());
     while let Some(&Missing { kind, value, .. }) = missing.first() {
         let (alike, others): (Vec<_>, Vec<_>) =
             missing.into_iter().partition(|other| other.kind == kind && other.value == value);
         let parameters: Vec<_> = alike.iter().map(|missing| missing.parameter).collect();
-        for (missing, mut made) in
-            alike.into_iter().zip(ffi::optim_states_new(&parameters, kind, value)?)
-        {
-            fill(&mut made, missing.parameter)?;
-            *missing.place = Some(made);
-        }
+        let tensors = ffi::optim_states_new(&parameters, kind, value)?;
+        made.extend(alike.into_iter().map(|missing| missing.place).zip(tensors));
         missing = others;
     }
-    Ok(())
+    Ok(made)
 }
 
 /// What the elements of a state tensor start with.

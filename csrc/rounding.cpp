@@ -1,0 +1,147 @@
+#include "rounding.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "guarded.h"
+#include "masters.h"
+#include "pieces.h"
+
+namespace tamp::rounding {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kNaN = 0x7fc00000;
+
+// The columns of a Randoms table.
+enum Column { kKey, kOther, kFirst, kPage, kColumns };
+
+int64_t rows_of(int64_t numbers) { return (numbers + kRow - 1) / kRow; }
+
+// One NaN stands for all: another could round to zero.
+void unite_nans(const Tensor &numbers, Tensor mask) {
+  at::ne_out(mask, numbers, numbers);
+  numbers.view(at::kInt).masked_fill_(mask, kNaN);
+}
+
+// to = x ^ (x >> by), for unsigned x.
+void fold(Tensor to, const Tensor &x, Tensor spare, int64_t by) {
+  const int64_t width = 8 * static_cast<int64_t>(x.element_size());
+  at::bitwise_right_shift_out(spare, x, by);
+  spare.bitwise_and_((int64_t{1} << (width - by)) - 1);
+  at::bitwise_xor_out(to, x, spare);
+}
+
+// x ^= x >> 16, for unsigned i32: the upper halves meet the lower ones, which come first in memory.
+void fold_halves(const Tensor &x) {
+  const Tensor halves = x.view(at::kShort).view({-1, 2});
+  halves.select(1, 0).bitwise_xor_(halves.select(1, 1));
+}
+
+// `mixed` of kernel_masters.cpp, but for its last fold, which leaves the upper halves as they are.
+void mix(const Tensor &x, const Tensor &spare) {
+  fold_halves(x);
+  x.mul_(static_cast<int64_t>(static_cast<int32_t>(0x85ebca6bU)));
+  fold(x, x, spare, 13);
+  x.mul_(static_cast<int64_t>(static_cast<int32_t>(0xc2b2ae35U)));
+}
+
+}  // namespace
+
+void join(const Tensor &high, const Tensor &low) { low.add_(high, 0x10000); }
+
+void split(const Tensor &numbers, const Tensor &high, const Tensor &mask) {
+  unite_nans(numbers, mask);
+  Tensor out = high;
+  // A tensor on the CPU: the operation with a number for it would allocate its result.
+  at::add_out(out, numbers.view(at::kInt), at::scalar_tensor(0x8000, at::kInt));
+  out.bitwise_right_shift_(16);
+}
+
+void round_at_random(const Tensor &numbers, const Tensor &random, const Tensor &mask) {
+  unite_nans(numbers, mask);
+  // The lower halves of infinity and of the NaN are zeros, so that no random number changes the upper ones.
+  numbers.view(at::kInt).add_(random).bitwise_right_shift_(16);
+}
+
+Randoms::Randoms(const std::vector<std::vector<Range>> &chunks, const Tensor &memory) : memory_(memory) {
+  int64_t rows = 0;
+  for (const auto &chunk : chunks) {
+    const int64_t end = chunk.back().place / kRow + rows_of(chunk.back().count);
+    parts_.push_back({ranges_, static_cast<int64_t>(chunk.size()), end});
+    ranges_ += parts_.back().ranges;
+    rows = std::max(rows, end);
+  }
+  spare_ = at::empty({rows * (kRow + 1)}, memory.options());
+  places_ = at::arange(rows * kRow, memory.options());
+  range_ = at::empty({rows}, memory.options());
+  rows_ = at::empty({rows, kColumns}, memory.options());
+  upload(chunks);
+  advance_seeds(chunks);
+}
+
+// Brings what the host knows to the device in one copy, for which nobody waits.
+void Randoms::upload(const std::vector<std::vector<Range>> &chunks) {
+  const auto options = at::TensorOptions(at::kInt).pinned_memory(memory_.is_cuda());
+  const Tensor host = at::empty({ranges_ * (kColumns + 1)}, options);
+  auto *row = static_cast<uint32_t *>(host.mutable_data_ptr());
+  uint32_t *end = row + ranges_ * kColumns;
+  for (const auto &chunk : chunks) {
+    for (const auto &range : chunk) {
+      const uint64_t seed = range.seed + kSeedStep;
+      const auto first = static_cast<uint64_t>(range.first);
+      row[kKey] = static_cast<uint32_t>(seed);
+      row[kOther] = static_cast<uint32_t>(seed >> 32);
+      row[kFirst] = static_cast<uint32_t>(first) - static_cast<uint32_t>(range.place);
+      row[kPage] = static_cast<uint32_t>(first >> 32);
+      row += kColumns;
+      *end++ = static_cast<uint32_t>(range.place / kRow + rows_of(range.count));
+    }
+  }
+  const Tensor there = tamp::on_device(host, memory_.device());
+  table_ = there.narrow(0, 0, ranges_ * kColumns).view({ranges_, kColumns});
+  ends_ = there.narrow(0, ranges_ * kColumns, ranges_);
+}
+
+// `seed_of_step` where only the device knows the steps.
+void Randoms::advance_seeds(const std::vector<std::vector<Range>> &chunks) {
+  std::vector<Tensor> steps;
+  for (const auto &chunk : chunks) {
+    for (const auto &range : chunk) steps.push_back(range.step);
+  }
+  const auto constant = [](uint64_t x) { return static_cast<int64_t>(x); };
+  const Tensor seeds = table_.view(at::kLong).select(1, 0);
+  const Tensor x = at::add(seeds, at::stack(steps).to(at::kLong), constant(kSeedStep));
+  const Tensor spare = at::empty_like(x);
+  fold(x, x, spare, 30);
+  x.mul_(constant(kSeedFirst));
+  fold(x, x, spare, 27);
+  x.mul_(constant(kSeedSecond));
+  fold(seeds, x, spare, 31);
+}
+
+Tensor Randoms::draw(size_t chunk) const {
+  const Part &part = parts_[chunk];
+  const int64_t n = part.rows * kRow;
+  Tensor range = range_.narrow(0, 0, part.rows), row = rows_.narrow(0, 0, part.rows);
+  at::bucketize_out(range, places_.narrow(0, 0, part.rows), ends_.narrow(0, part.first, part.ranges),
+                    /*out_int32=*/true, /*right=*/true);
+  at::index_select_out(row, table_.narrow(0, part.first, part.ranges), 0, range);
+  // The numbers' words, and one more for each row: the second half of its seed, to be mixed along with them.
+  const Tensor words = memory_.narrow(0, 0, n + part.rows), spare = spare_.narrow(0, 0, n + part.rows);
+  const Tensor flat = words.narrow(0, 0, n);
+  Tensor numbers = flat.view({part.rows, kRow}), pages = words.narrow(0, n, part.rows);
+  at::add_out(numbers, places_.narrow(0, 0, n).view({part.rows, kRow}), row.narrow(1, kFirst, 1));
+  numbers.bitwise_xor_(row.narrow(1, kKey, 1));
+  at::bitwise_xor_out(pages, row.select(1, kOther), row.select(1, kPage));
+  mix(words, spare);
+  fold_halves(words);
+  numbers.add_(pages.unsqueeze(1));
+  mix(flat, spare.narrow(0, 0, n));
+  flat.bitwise_right_shift_(16).bitwise_and_(0xffff);
+  return flat;
+}
+
+}  // namespace tamp::rounding
