@@ -220,7 +220,7 @@ impl Iteration {
         let device = parameter.device();
         match self.spare.iter().position(|tensor| tensor.device() == device) {
             Some(index) => Ok(self.spare.swap_remove(index)),
-            None => Ok(Tensor::f_scalar_tensor(0.0, (Kind::Float, device))?),
+            None => Ok(Tensor::f_zeros([0i64; 0], (Kind::Float, device))?),
         }
     }
 

@@ -7,3 +7,6 @@
 mod common;
 
 mod counts;
+mod failing_steps;
+mod steps;
+mod training;
