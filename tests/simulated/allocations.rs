@@ -10,7 +10,8 @@ use tch_amp::{
 
 use crate::common::bits::bits;
 use crate::common::simulation::Simulation;
-use crate::training::{ONE, TWO, algorithms, build, losses, parameters};
+use crate::iteration::{ONE, TWO, algorithms, losses, parameters};
+use crate::training::build;
 
 /// Plain gradient descent that allocates nothing.
 struct Descent(Vec<Tensor>);

@@ -5,7 +5,8 @@ use tch_amp::optim::{self, MasterWeights, Optimizer};
 use tch_amp::{GradScaler, all_finite};
 
 use crate::common::simulation::Simulation;
-use crate::training::{ONE, TWO, algorithms, backward, build, losses, parameters, scaler};
+use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
+use crate::training::build;
 
 /// A part of an iteration, after what is to come before it.
 type Part = (&'static str, fn(&mut Training), fn(&mut Training));

@@ -10,7 +10,8 @@ use tch_amp::{
 };
 
 use crate::common::simulation::Simulation;
-use crate::training::{ONE, TWO, algorithms, backward, build, losses, parameters, scaler};
+use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
+use crate::training::build;
 
 /// What an iteration does between backward and update.
 const WAYS: [&str; 8] = [

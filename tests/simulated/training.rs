@@ -1,61 +1,115 @@
-//! What the tests train: parameters on the simulated GPUs, an optimizer for them, and iterations.
+//! Parameters of every kind, trained by every fused optimizer.
+
+use std::cell::Cell;
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
-use tch_amp::{GradScaler, GradScalerConfig, Result, autocast};
 
-pub const ONE: &[Device] = &[Device::Cuda(0)];
-pub const TWO: &[Device] = &[Device::Cuda(0), Device::Cuda(1)];
+use crate::common::bits::bits;
 
-/// Parameters of ones, `count` on each of the devices.
-pub fn parameters(devices: &[Device], kind: Kind, count: usize) -> Vec<Tensor> {
-    let one = |place| {
-        let w = Tensor::ones([3, 5], (kind, devices[place % devices.len()]));
-        w.set_requires_grad(true)
-    };
-    (0..count * devices.len()).map(one).collect()
-}
+/// The two simulated GPUs.
+pub const GPUS: [Device; 2] = [Device::Cuda(0), Device::Cuda(1)];
 
-/// A scaler that starts with 8, which rounds nothing.
-pub fn scaler() -> GradScaler {
-    let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
-    config.build(Device::Cuda(0)).unwrap()
-}
-
-/// Every fused algorithm, and how it is called.
-pub fn algorithms() -> Vec<(&'static str, Algorithm)> {
+pub fn algorithms() -> Vec<Algorithm> {
+    let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Sgd::default() };
     vec![
-        ("AdamW", AdamW::default().into()),
-        ("Adam", Adam::default().into()),
-        ("Sgd", Sgd::default().into()),
-        ("Sgd with momentum", Sgd { momentum: 0.9, ..Sgd::default() }.into()),
-        ("Adagrad", Adagrad::default().into()),
+        Adam { weight_decay: 0.1, ..Adam::default() }.into(),
+        Adam { amsgrad: true, ..Adam::default() }.into(),
+        AdamW::default().into(),
+        AdamW { amsgrad: true, ..AdamW::default() }.into(),
+        Sgd::default().into(),
+        sgd.into(),
+        Sgd { nesterov: true, ..sgd }.into(),
+        Adagrad::default().into(),
     ]
 }
 
-pub fn build(algorithm: Algorithm, parameters: &[Tensor], masters: MasterWeights) -> Optimizer {
-    let list: Vec<_> = parameters.iter().map(Tensor::shallow_clone).collect();
-    let built = match algorithm {
-        Algorithm::AdamW(it) => it.build_with_master_weights(list, 0.01, masters),
-        Algorithm::Adam(it) => it.build_with_master_weights(list, 0.01, masters),
-        Algorithm::Sgd(it) => it.build_with_master_weights(list, 0.01, masters),
-        Algorithm::Adagrad(it) => it.build_with_master_weights(list, 0.01, masters),
-        other => panic!("an optimizer that the tests do not know: {other:?}"),
-    };
-    built.unwrap()
+/// A dtype and what it is updated from.
+pub const MODES: [(Kind, MasterWeights); 6] = [
+    (Kind::Float, MasterWeights::None),
+    (Kind::BFloat16, MasterWeights::None),
+    (Kind::BFloat16, MasterWeights::Float),
+    (Kind::Half, MasterWeights::Float),
+    (Kind::BFloat16, MasterWeights::Remainder),
+    (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 7 }),
+];
+
+pub struct Training {
+    pub parameters: Vec<Tensor>,
+    pub opt: Optimizer,
+    kind: Kind,
+    drawn: Cell<f64>,
 }
 
-/// A loss for each device, of its parameters; its gradients are about `factor`.
-pub fn losses(parameters: &[Tensor], devices: &[Device], factor: f64) -> Vec<Tensor> {
-    let on = |device: &Device| {
-        let mine = parameters.iter().filter(|w| w.device() == *device);
-        let loss = || mine.map(|w| ((w * w + w) * factor).sum(Kind::Float)).sum::<Tensor>();
-        autocast(*device, loss).unwrap()
-    };
-    devices.iter().map(on).collect()
+/// A fused optimizer with a learning rate of 0.01.
+pub fn build(algorithm: Algorithm, list: &[Tensor], masters: MasterWeights) -> Optimizer {
+    match algorithm {
+        Algorithm::AdamW(config) => config.build_with_master_weights(list, 0.01, masters),
+        Algorithm::Adam(config) => config.build_with_master_weights(list, 0.01, masters),
+        Algorithm::Sgd(config) => config.build_with_master_weights(list, 0.01, masters),
+        Algorithm::Adagrad(config) => config.build_with_master_weights(list, 0.01, masters),
+        other => panic!("the tests know no {other:?}"),
+    }
+    .unwrap()
 }
 
-/// Scales the losses and runs their backward.
-pub fn backward(scaler: &GradScaler, losses: &[Tensor]) -> Result<()> {
-    losses.iter().try_for_each(|loss| scaler.backward(loss))
+impl Training {
+    /// Parameters of these sizes, dealt to the devices in turn.
+    pub fn new(
+        algorithm: Algorithm,
+        (kind, masters): (Kind, MasterWeights),
+        devices: &[Device],
+        sizes: &[Vec<i64>],
+    ) -> Self {
+        let drawn = Cell::new(0.0);
+        let parameters: Vec<_> = sizes
+            .iter()
+            .zip(devices.iter().cycle())
+            .map(|(size, device)| random(&drawn, size).to_kind(kind).to_device(*device))
+            .map(|t| t.set_requires_grad(true))
+            .collect();
+        let opt = build(algorithm, &parameters, masters);
+        Self { parameters, opt, kind, drawn }
+    }
+
+    /// Gives every parameter a gradient.
+    pub fn backward(&mut self) {
+        self.opt.zero_grad().unwrap();
+        for parameter in &self.parameters {
+            let factor = random(&self.drawn, &parameter.size()).to_kind(self.kind);
+            (parameter * factor.to_device(parameter.device())).sum(self.kind).backward();
+        }
+    }
+
+    pub fn step(&mut self) {
+        self.backward();
+        self.opt.step().unwrap();
+    }
+
+    pub fn numbers(&self) -> i64 {
+        self.parameters.iter().map(|parameter| parameter.numel() as i64).sum()
+    }
+
+    /// The bits of the parameters and of their gradients, these in f32.
+    pub fn values(&self) -> Vec<Vec<u8>> {
+        let gradients = self.parameters.iter().map(Tensor::grad).filter(Tensor::defined);
+        let wide = gradients.map(|gradient| bits(&gradient.to_kind(Kind::Float)));
+        self.parameters.iter().map(bits).chain(wide).collect()
+    }
+
+    /// The bits of the state, by names.
+    pub fn state(&mut self) -> Vec<(String, Vec<u8>)> {
+        let state = self.opt.state_dict().unwrap().state;
+        let named = state.iter().flat_map(|(parameter, tensors)| {
+            tensors.iter().map(move |(key, tensor)| (format!("{parameter}.{key}"), bits(tensor)))
+        });
+        named.collect()
+    }
+}
+
+/// Numbers between -1 and 1 that no other test's draws change.
+fn random(drawn: &Cell<f64>, size: &[i64]) -> Tensor {
+    drawn.set(drawn.get() + 1.0);
+    let places = Tensor::arange(size.iter().product::<i64>(), (Kind::Float, Device::Cpu));
+    (places * 12.9898 + drawn.get() * 78.233).sin().reshape(size)
 }

@@ -1,0 +1,201 @@
+//! Steps of the fused optimizers that a failing allocation ends: they change everything or nothing.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{Algorithm, AmpScaling, MasterWeights, ScaledStep};
+use tch_amp::{Error, GradScaler, GradScalerConfig, Result};
+
+use crate::common::simulation::Simulation;
+use crate::training::{GPUS, MODES, Training, algorithms};
+
+const SIZES: [&[i64]; 5] = [&[70], &[3, 5], &[], &[40], &[9]];
+
+fn training(algorithm: Algorithm, mode: (Kind, MasterWeights), devices: &[Device]) -> Training {
+    Training::new(algorithm, mode, devices, &SIZES.map(<[i64]>::to_vec))
+}
+
+/// How a step is taken.
+#[derive(Clone, Copy, Debug)]
+enum How {
+    Plain,
+    /// With the three numbers that a scaler may give.
+    Scaled,
+}
+
+fn step(training: &mut Training, how: How, numbers: &[Tensor; 3]) -> Result<()> {
+    let [scale, clip, found_inf] = numbers;
+    let mut step = ScaledStep::default();
+    (step.grad_scale, step.clip, step.found_inf) = (Some(scale), Some(clip), Some(found_inf));
+    match how {
+        How::Plain => training.opt.step(),
+        How::Scaled => training.opt.step_scaled(&step),
+    }
+}
+
+/// The CPU between the GPUs.
+const ALL: [Device; 3] = [GPUS[0], Device::Cpu, GPUS[1]];
+
+/// What each of the allocations of a step leaves behind when it fails. `prepare` brings the training up to the step,
+/// and `compare_state` says whether it has state before it.
+fn fail_each(
+    simulation: &Simulation,
+    new: impl Fn() -> Training,
+    prepare: impl Fn(&mut Training),
+    how: How,
+    compare_state: bool,
+    context: &str,
+) {
+    let numbers = [1.0f32, 0.5, 0.0].map(|value| Tensor::from(value).to_device(GPUS[0]));
+    let mut want = new();
+    prepare(&mut want);
+    step(&mut want, how, &numbers).unwrap();
+    let after = want.values();
+    for n in 1.. {
+        let mut training = new();
+        prepare(&mut training);
+        let before = (training.values(), compare_state.then(|| training.state()));
+        simulation.fail_allocation(n);
+        let result = step(&mut training, how, &numbers);
+        if simulation.fail_allocation(0) > 0 {
+            result.unwrap();
+            break;
+        }
+        let context = format!("allocation {n} of {context}");
+        match result {
+            Err(Error::Torch(text)) => assert!(text.contains("out of memory"), "{context}: {text}"),
+            other => panic!("{context}: {other:?}"),
+        }
+        let now = (training.values(), compare_state.then(|| training.state()));
+        assert!(now == before, "{context} left something behind");
+        step(&mut training, how, &numbers).unwrap();
+        assert!(training.values() == after, "{context} made the next step another one");
+        assert!(training.state() == want.state(), "{context} made the next state another one");
+    }
+}
+
+fn for_every_setup(test: impl Fn(Algorithm, (Kind, MasterWeights), &[Device], How, &str)) {
+    for algorithm in algorithms() {
+        for mode in MODES {
+            for (devices, how) in [(&GPUS[..1], How::Plain), (&ALL, How::Scaled)] {
+                let context = format!("{how:?} {algorithm:?} {mode:?} on {devices:?}");
+                test(algorithm, mode, devices, how, &context);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_whose_memory_runs_out_changes_nothing() {
+    let Some(simulation) = Simulation::find() else { return };
+    for_every_setup(|algorithm, mode, devices, how, context| {
+        let prepare = |training: &mut Training| {
+            training.step();
+            training.backward();
+        };
+        let new = || training(algorithm, mode, devices);
+        fail_each(&simulation, new, prepare, how, true, context);
+    });
+}
+
+#[test]
+fn so_does_the_first_step() {
+    let Some(simulation) = Simulation::find() else { return };
+    for_every_setup(|algorithm, mode, devices, how, context| {
+        let new = || training(algorithm, mode, devices);
+        fail_each(&simulation, new, Training::backward, how, false, context);
+    });
+}
+
+/// A scaler looks at the gradients before; what fails there or in the step, the optimizer is as before.
+#[test]
+fn a_step_of_a_scaler_whose_memory_runs_out_leaves_the_optimizer_as_it_was() {
+    let Some(simulation) = Simulation::find() else { return };
+    let some = algorithms().into_iter().skip(3).step_by(2);
+    for (algorithm, mode) in some.flat_map(|algorithm| MODES.map(|mode| (algorithm, mode))) {
+        for max_norm in [None, Some(0.5)] {
+            let take = |training: &mut Training, scaler: &mut GradScaler| match max_norm {
+                None => scaler.step(&mut training.opt),
+                Some(max) => scaler.step_clip_norm(&mut training.opt, max),
+            };
+            let new = || {
+                let mut training = training(algorithm, mode, &GPUS[..1]);
+                training.step();
+                training.backward();
+                let config = GradScalerConfig { init_scale: 4.0, ..Default::default() };
+                let scaler = config.build(GPUS[0]).unwrap();
+                drop(scaler.scale(&Tensor::from(1f32).to_device(GPUS[0])).unwrap());
+                (training, scaler)
+            };
+            let (mut want, mut scaler) = new();
+            drop(take(&mut want, &mut scaler).unwrap());
+            for n in 1.. {
+                let (mut training, mut scaler) = new();
+                let before = (training.values(), training.state());
+                simulation.fail_allocation(n);
+                let result = take(&mut training, &mut scaler);
+                if simulation.fail_allocation(0) > 0 {
+                    drop(result.unwrap());
+                    break;
+                }
+                let context =
+                    format!("allocation {n} of {algorithm:?} {mode:?} clipped to {max_norm:?}");
+                assert!(result.is_err(), "{context}");
+                let now = (training.values(), training.state());
+                assert!(now == before, "{context} left something behind");
+                scaler.abandon(&mut training.opt).unwrap();
+                drop(take(&mut training, &mut scaler).unwrap());
+                assert!(training.values() == want.values(), "{context}: another step");
+                assert!(training.state() == want.state(), "{context}: another state");
+            }
+        }
+    }
+}
+
+/// State that a failed first step has made is none that a parameter's later numbers do not count for.
+#[test]
+fn a_failed_first_step_does_not_remember_the_parameters() {
+    let Some(simulation) = Simulation::find() else { return };
+    for mode in MODES {
+        for n in 1.. {
+            let mut training = training(algorithms()[2], mode, &GPUS);
+            training.backward();
+            simulation.fail_allocation(n);
+            let failed = training.opt.step();
+            if simulation.fail_allocation(0) > 0 {
+                failed.unwrap();
+                break;
+            }
+            assert!(failed.is_err());
+            for parameter in &training.parameters {
+                let _filled = tch::no_grad(|| parameter.shallow_clone().fill_(64.0));
+            }
+            training.opt.step().unwrap();
+            for parameter in &training.parameters {
+                let off = (parameter.to_kind(Kind::Double) - 64.0).abs().max().double_value(&[]);
+                assert!(off < 1.0, "{mode:?}, allocation {n}: {off}");
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_become_f32_all_or_none() {
+    let Some(simulation) = Simulation::find() else { return };
+    for n in 1.. {
+        let mut training = training(algorithms()[2], MODES[2], &GPUS);
+        training.backward();
+        let before = training.values();
+        simulation.fail_allocation(n);
+        let result = training.opt.accumulate_in_f32();
+        if simulation.fail_allocation(0) > 0 {
+            result.unwrap();
+            assert!(n > 5, "each gradient takes memory");
+            break;
+        }
+        assert!(result.is_err() && training.values() == before, "allocation {n}");
+        let kinds = training.parameters.iter().map(|parameter| parameter.grad().kind());
+        assert!(kinds.into_iter().all(|kind| kind == Kind::BFloat16), "allocation {n}");
+        training.opt.accumulate_in_f32().unwrap();
+        assert!(training.parameters.iter().all(|p| p.grad().kind() == Kind::Float));
+        training.opt.step().unwrap();
+    }
+}

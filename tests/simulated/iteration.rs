@@ -1,0 +1,49 @@
+//! Whole iterations with a scaler, over parameters on the simulated GPUs.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
+use tch_amp::{GradScaler, GradScalerConfig, Result, autocast};
+
+pub const ONE: &[Device] = &[Device::Cuda(0)];
+pub const TWO: &[Device] = &[Device::Cuda(0), Device::Cuda(1)];
+
+/// Parameters of ones, `count` on each of the devices.
+pub fn parameters(devices: &[Device], kind: Kind, count: usize) -> Vec<Tensor> {
+    let one = |place| {
+        let w = Tensor::ones([3, 5], (kind, devices[place % devices.len()]));
+        w.set_requires_grad(true)
+    };
+    (0..count * devices.len()).map(one).collect()
+}
+
+/// A scaler that starts with 8, which rounds nothing.
+pub fn scaler() -> GradScaler {
+    let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+    config.build(Device::Cuda(0)).unwrap()
+}
+
+/// Every fused algorithm, and how it is called.
+pub fn algorithms() -> Vec<(&'static str, Algorithm)> {
+    vec![
+        ("AdamW", AdamW::default().into()),
+        ("Adam", Adam::default().into()),
+        ("Sgd", Sgd::default().into()),
+        ("Sgd with momentum", Sgd { momentum: 0.9, ..Sgd::default() }.into()),
+        ("Adagrad", Adagrad::default().into()),
+    ]
+}
+
+/// A loss for each device, of its parameters; its gradients are about `factor`.
+pub fn losses(parameters: &[Tensor], devices: &[Device], factor: f64) -> Vec<Tensor> {
+    let on = |device: &Device| {
+        let mine = parameters.iter().filter(|w| w.device() == *device);
+        let loss = || mine.map(|w| ((w * w + w) * factor).sum(Kind::Float)).sum::<Tensor>();
+        autocast(*device, loss).unwrap()
+    };
+    devices.iter().map(on).collect()
+}
+
+/// Scales the losses and runs their backward.
+pub fn backward(scaler: &GradScaler, losses: &[Tensor]) -> Result<()> {
+    losses.iter().try_for_each(|loss| scaler.backward(loss))
+}

@@ -1,0 +1,137 @@
+//! What a step of a fused optimizer asks of a GPU: launches, memory, and no wait. And that it computes what a CPU does.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{AdamW, AmpScaling, MasterWeights, ScaledStep, Sgd};
+
+use crate::common::simulation::{Counts, Simulation};
+use crate::common::to_f64;
+use crate::training::{GPUS, MODES, Training, algorithms};
+
+const MOST_LAUNCHES: i64 = 50;
+
+/// Sizes of 16 to 300 numbers.
+fn small(count: i64) -> Vec<Vec<i64>> {
+    (0..count).map(|index| vec![16 + (index * 37) % 285]).collect()
+}
+
+/// A step as a scaler takes it, with all that it can ask for.
+fn scaled_step(training: &mut Training) {
+    let number = |value: f64| Tensor::from(value as f32).to_device(training.parameters[0].device());
+    let (scale, clip, found_inf) = (number(1.0), number(0.5), number(0.0));
+    let mut step = ScaledStep::default();
+    (step.grad_scale, step.clip, step.found_inf) = (Some(&scale), Some(&clip), Some(&found_inf));
+    training.opt.step_scaled(&step).unwrap();
+}
+
+#[test]
+fn a_step_launches_as_often_for_many_small_parameters_as_for_few() {
+    let Some(simulation) = Simulation::find() else { return };
+    for mode in MODES {
+        for algorithm in algorithms() {
+            let launches = [4, 40, 400].map(|count| {
+                let mut training = Training::new(algorithm, mode, &GPUS[..1], &small(count));
+                training.step();
+                let ((), plain) = simulation.count(|| training.opt.step().unwrap());
+                assert_eq!(plain.host_syncs, 0, "{algorithm:?} {mode:?}");
+                let ((), scaled) = simulation.count(|| scaled_step(&mut training));
+                // For the three numbers, which a scaler has on the device.
+                assert_eq!(scaled.host_syncs, 3, "{algorithm:?} {mode:?}");
+                (plain.launches, scaled.launches)
+            });
+            let context = format!("{algorithm:?} {mode:?}: {launches:?}");
+            assert!(launches.iter().all(|&count| count == launches[0]), "{context}");
+            assert!(launches[0].0.max(launches[0].1) <= MOST_LAUNCHES, "{context}");
+        }
+    }
+}
+
+/// The scratch memory of a chunk, and its numbers.
+const MOST_SCRATCH: f64 = 18.0 * 1024.0 * 1024.0;
+
+fn peak(simulation: &Simulation, mode: (Kind, MasterWeights), sizes: &[Vec<i64>]) -> f64 {
+    let mut training = Training::new(AdamW::default().into(), mode, &GPUS[..1], sizes);
+    training.step();
+    training.backward();
+    let (_, Counts { peak_bytes, .. }) = simulation.count(|| training.opt.step().unwrap());
+    println!("{mode:?}: {:.2} bytes a number", peak_bytes as f64 / training.numbers() as f64);
+    peak_bytes as f64
+}
+
+#[test]
+fn a_step_of_a_large_model_needs_at_most_four_bytes_for_each_number() {
+    let Some(simulation) = Simulation::find() else { return };
+    for sizes in [vec![vec![4 << 20]; 2], vec![vec![300, 257]; 100]] {
+        let numbers: i64 = sizes.iter().map(|size: &Vec<i64>| size.iter().product::<i64>()).sum();
+        for mode in MODES {
+            let peak = peak(&simulation, mode, &sizes);
+            assert!(peak <= 4.0 * numbers as f64, "{mode:?} needs {peak} bytes");
+            assert!(peak <= MOST_SCRATCH, "{mode:?} needs {peak} bytes");
+            assert!(mode.1 != MasterWeights::None || peak == 0.0, "{mode:?} needs {peak} bytes");
+        }
+    }
+}
+
+/// Parameters that fill more than one chunk: some as parts of it, some in several parts, one in another order of memory.
+#[test]
+fn chunks_compute_what_a_cpu_does() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let sizes = [vec![700_001], vec![0], vec![7, 5], vec![1_500_000], vec![], vec![300]];
+    for algorithm in [AdamW::default().into(), Sgd { momentum: 0.9, ..Sgd::default() }.into()] {
+        for mode in MODES.into_iter().filter(|mode| *mode != (Kind::BFloat16, MasterWeights::None))
+        {
+            for wide in [false, true] {
+                let [mut here, mut there] = [&[Device::Cpu][..], &GPUS].map(|devices| {
+                    let mut training = Training::new(algorithm, mode, devices, &sizes);
+                    if wide && mode.1 != MasterWeights::None {
+                        training.opt.accumulate_in_f32().unwrap();
+                    }
+                    (0..3).for_each(|_| training.step());
+                    training
+                });
+                let context = format!("{algorithm:?} {mode:?}");
+                assert!(here.values() == there.values(), "{context}");
+                assert!(here.state() == there.state(), "{context}");
+            }
+        }
+    }
+}
+
+/// What somebody else has written to many parameters is gone on from, and the rest of their masters stays.
+#[test]
+fn stale_masters_are_renewed_together() {
+    let Some(simulation) = Simulation::find() else { return };
+    for mode in MODES.into_iter().filter(|mode| mode.1 != MasterWeights::None) {
+        let launches = [4, 40].map(|count| {
+            let mut sizes = small(count);
+            sizes.push(vec![(1 << 20) + 7]);
+            let mut training = Training::new(AdamW::default().into(), mode, &GPUS[..1], &sizes);
+            training.step();
+            let before = masters(&training);
+            for parameter in &training.parameters {
+                let _part = tch::no_grad(|| parameter.narrow(0, 3, 9).fill_(0.25));
+            }
+            drop(training.opt.state_dict().unwrap());
+            for ((mut want, now), parameter) in
+                before.into_iter().zip(masters(&training)).zip(&training.parameters)
+            {
+                if mode.1 == MasterWeights::Remainder {
+                    want = to_f64(parameter);
+                }
+                want[3..12].fill(0.25);
+                assert!(want == now, "{mode:?}");
+            }
+            for parameter in &training.parameters {
+                let _all = tch::no_grad(|| parameter.shallow_clone().zero_());
+            }
+            simulation.count(|| training.opt.step().unwrap()).1.launches
+        });
+        assert_eq!(launches[0], launches[1], "{mode:?}");
+    }
+}
+
+/// The masters that there are.
+fn masters(training: &Training) -> Vec<Vec<f64>> {
+    let places = 0..training.parameters.len();
+    let masters = places.filter_map(|index| training.opt.master_weight(index).unwrap());
+    masters.map(|master| to_f64(&master)).collect()
+}
