@@ -1,8 +1,8 @@
 //! Random programs of nested autocast regions, run here and by Python's torch: after every operation the autocast state
 //! and every bit of the result are the same, gradients included.
 //!
-//! Ours run on the CPU and on the simulated GPUs, whose results have the bits of the CPU. Python computes on the CPU, for
-//! the GPUs by the lists of CUDA.
+//! Ours run on the CPU and on the simulated GPUs, whose results have the bits of the CPU. Python computes on the CPU,
+//! for the GPUs by the lists of CUDA.
 //!
 //! `TCH_AMP_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` runs the one program of a failure again.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]

@@ -1,5 +1,5 @@
-//! The lists of CUDA: an op of theirs gives in a region on a GPU what it gives outside of one for inputs that were cast by
-//! hand as its list says.
+//! The lists of CUDA: an op of theirs gives in a region on a GPU what it gives outside of one for inputs that were cast
+//! by hand as its list says.
 
 use std::collections::BTreeSet;
 

@@ -1,8 +1,8 @@
 """Runs PyTorch's own autocast op lists, and every op that AutocastCPU or AutocastCUDA registers, under autocast on the
 CPU.
 
-Prints one JSON object per line: first the torch version, the registered ops and the lists of CUDA, then one line per case
-with the op, the region's dtype, all arguments and what came out: the tensors' bits, or the first line of the error.
+Prints one JSON object per line: first the torch version, the registered ops and the lists of CUDA, then one line per
+case with the op, the region's dtype, all arguments and what came out: the tensors' bits, or the first line of the error.
 """
 
 import ctypes
@@ -132,9 +132,9 @@ def cuda_lists():
     for name in ("lower_precision_fp", "fp32", "fp32_set_opt_dtype", "promote"):
         for op, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", body(name.upper())):
             lists[f"{op}.{overload}" if overload else op] = name
-    for op, name in re.findall(r'"([\w.]+)".*?(\w+)\)\s*(?:\\|$)\s*(?:_\(|$)', body("DIFFERENT_REDISPATCH_SIGNATURE"), re.DOTALL):
-        lists[op] = name
-    return lists
+    # Each entry has the name in quotes and the list at its end.
+    entry = r'"([\w.]+)".*?(\w+)\)\s*(?:\\|$)\s*(?:_\(|$)'
+    return lists | dict(re.findall(entry, body("DIFFERENT_REDISPATCH_SIGNATURE"), re.DOTALL))
 
 
 def main():

@@ -2,8 +2,8 @@
 
 tests/scaler_programs/text.rs writes the programs, and program.rs beside it says what each operation means.
 Each answer is the outcome of the operation, then the whole state after it, or "=" where the state is as it was.
-All is computed on the CPU. The norm of a transaction, which has its squares added up otherwise on a GPU, is computed here
-as there for a program on GPUs.
+All is computed on the CPU. The norm of a transaction, which has its squares added up otherwise on a GPU, is computed
+here as there for a program on GPUs.
 """
 
 import ctypes
