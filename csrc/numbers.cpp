@@ -46,7 +46,10 @@ void tamp_number_set(tamp_tensor *number, double value, char **err) noexcept {
 void tamp_number_limit(tamp_tensor *number, double most, char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    tamp::tensor(number).clamp_max_(most);
+    Tensor &t = tamp::tensor(number);
+    // An integer is no f64 to libtorch, which would have to round it.
+    const bool is_integer = at::isIntegralType(t.scalar_type(), /*includeBool=*/false);
+    t.clamp_max_(is_integer ? at::Scalar(static_cast<int64_t>(most)) : at::Scalar(most));
   });
 }
 

@@ -155,16 +155,17 @@ fn half_unscaled(kind: u8) -> (Tensor, optim::Optimizer, GradScaler) {
     let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     scaler.backward(&(&w * 3.0)).unwrap();
-    // After the look at the gradients, and the beginning of the call that changes them.
-    for call in 1..=2 {
+    // Until the call fails that has changed them, it changes nothing and can be made again.
+    for call in 1.. {
         ffi::testing_fail_at(call, kind);
-        assert!(scaler.unscale_(&mut opt).is_err());
+        let error = scaler.unscale_(&mut opt).unwrap_err();
         assert_eq!(ffi::testing_fail_at(0, kind), 0, "it has failed");
-        assert_eq!(w.grad().double_value(&[]), 24.0, "nothing was changed by call {call}");
+        assert!(matches!(error, Error::Torch(_)), "{call}: {error}");
+        if w.grad().double_value(&[]) != 24.0 {
+            assert!(call > 3, "it looks and allocates first");
+            break;
+        }
     }
-    ffi::testing_fail_at(3, kind);
-    assert!(scaler.unscale_(&mut opt).is_err());
-    assert_eq!(ffi::testing_fail_at(0, kind), 0, "it has failed");
     (w, opt, scaler)
 }
 
