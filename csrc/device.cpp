@@ -58,7 +58,7 @@ tamp_arrival *tamp_arrival_new(const tamp_tensor *flag, char **err) noexcept {
 
 uint8_t tamp_arrival_poll(const tamp_arrival *arrival, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
-    if (!arrival->event.query()) return TAMP_PENDING;
+    if (!tamp::planted("early_read") && !arrival->event.query()) return TAMP_PENDING;
     return *arrival->copy.const_data_ptr<float>() != 0.0F ? TAMP_NONZERO : TAMP_ZERO;
   });
 }

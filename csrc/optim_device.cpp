@@ -97,12 +97,16 @@ class OneDevice {
     }
     direct_ = batches(direct);
     stand_ins_.emplace(indirect);
+    if (planted("memory")) (void)at::empty({1 << 26}, steps_.front().options());
     for (size_t i = 0; i < stand_ins_->chunks(); ++i) chunks_.push_back(batches(stand_ins_->entries(i)));
     if (found_inf_) flags_.assign(steps_.size(), found_inf_->reshape({}));
   }
 
   void run() const {
+    if (planted("wait") && found_inf_) (void)found_inf_->item<float>();
+    for (const auto &step : planted("launches") ? steps_ : std::vector<Tensor>()) step.mul_(1);
     if (!steps_.empty()) at::_foreach_add_(steps_, 1);
+    const Tensor late = planted("late_allocation") ? at::empty_like(steps_.front()) : Tensor();
     try {
       update();
     } catch (...) {
@@ -134,7 +138,7 @@ class OneDevice {
 
   std::optional<Tensor> grad_scale_, found_inf_;
   std::vector<Tensor> steps_, flags_;
-  std::vector<Batch> direct_;               // what the kernels update in its place
+  std::vector<Batch> direct_;  // what the kernels update in its place
   std::optional<tamp::optim::StandIns> stand_ins_;
   std::vector<std::vector<Batch>> chunks_;  // and what stands in for the others
   tamp::Copies rounded_;                    // parameters, and the f32 copies that these are rounded from

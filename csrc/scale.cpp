@@ -94,6 +94,7 @@ Update prepare(const tamp_scale_update &given) {
 
 // Allocates nothing.
 void run(Update &update, const tamp_scale_rule &rule) {
+  if (tamp::planted("host_read")) *static_cast<volatile float *>(update.scale.data_ptr());
   if (!update.counts.defined()) return grow_or_back_off(update.scale, update.tracker, update.found_inf, rule);
   update.scale.copy_(update.next_scale);
   update.tracker.copy_(update.next_tracker);
@@ -115,7 +116,7 @@ tamp_tensor *tamp_flags_join(tamp_tensor *const *flags, size_t count, char **err
   return tamp::guarded(err, [&] {
     TORCH_CHECK(count > 0, "no found_inf tensor");
     const Tensor sum = sum_on(flags, count, place(flags, count));
-    return tamp::give(count == 1 ? sum : sum.clamp_max(1));
+    return tamp::give(count == 1 || tamp::planted("two_for_true") ? sum : sum.clamp_max(1));
   });
 }
 

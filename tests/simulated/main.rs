@@ -14,6 +14,8 @@ mod iteration;
 mod kernels;
 mod launches;
 mod looks;
+mod planted;
+mod skips;
 mod steps;
 mod syncs;
 mod training;

@@ -56,6 +56,11 @@ uint64_t sent() {
   return queue().sent;
 }
 
+bool has_arrived(uint64_t count) {
+  const std::lock_guard<std::mutex> lock(queue().mutex);
+  return queue().copies.empty() || queue().copies.front().number > count;
+}
+
 void arrive(uint64_t count) {
   const Plain plain(not_plain());
   const std::lock_guard<std::mutex> lock(queue().mutex);

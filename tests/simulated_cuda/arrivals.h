@@ -14,6 +14,9 @@ void send(const at::Tensor &from, const at::Tensor &to);
 // How many copies were sent so far.
 uint64_t sent();
 
+// Whether the first `count` copies are there.
+bool has_arrived(uint64_t count);
+
 // Lets the first `count` copies arrive, or all of them.
 void arrive(uint64_t count);
 void arrive_all();

@@ -58,11 +58,10 @@ void lstm_backward(const Call &call) {
   const auto parts = wide(argument(call, 4)).chunk(4, 1);
   const Tensor &in = parts[0], &forget = parts[1], &cell = parts[2], &out = parts[3];
   const Tensor through = grad_hy * out * slope_of_tanh(tanh_cy) + grad_cy;
-  const Tensor gates =
-      at::cat({through * cell * slope_of_sigmoid(in), through * cx * slope_of_sigmoid(forget),
-               through * in * slope_of_tanh(cell), grad_hy * tanh_cy * slope_of_sigmoid(out)},
-              1)
-          .to(argument(call, 4).scalar_type());
+  const Tensor gates = at::cat({through * cell * slope_of_sigmoid(in), through * cx * slope_of_sigmoid(forget),
+                                through * in * slope_of_tanh(cell), grad_hy * tanh_cy * slope_of_sigmoid(out)},
+                               1)
+                           .to(argument(call, 4).scalar_type());
   give(call, {gates, (through * forget).to(argument(call, 2).scalar_type()), bias_gradient(gates, has_bias)});
 }
 
@@ -94,8 +93,8 @@ void gru_backward(const Call &call) {
   const Tensor to_reset = to_fresh * hidden * slope_of_sigmoid(reset);
   const Tensor input = at::cat({to_reset, to_update, to_fresh}, 1).to(dtype);
   const Tensor hiddens = at::cat({to_reset, to_update, to_fresh * reset}, 1).to(dtype);
-  give(call, {input, hiddens, (grad * update).to(dtype), bias_gradient(input, has_bias),
-              bias_gradient(hiddens, has_bias)});
+  give(call,
+       {input, hiddens, (grad * update).to(dtype), bias_gradient(input, has_bias), bias_gradient(hiddens, has_bias)});
 }
 
 }  // namespace

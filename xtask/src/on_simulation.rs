@@ -57,6 +57,8 @@ fn cargo_test<'a>(
         tests.args(["--test", name]);
     }
     simulation.apply(&mut tests);
+    // What runs on the CPU has run there, or will.
+    tests.env("TCH_AMP_PROGRAMS", "400").env("TCH_AMP_OPTIM_PROGRAMS", "300");
     tests.env("TCH_AMP_REQUIRE_CUDA", "1").env("TCH_AMP_REQUIRE_SIMULATION", "1");
     tests
 }

@@ -1,0 +1,39 @@
+//! Faults that are planted in the shim of a debug build turn these tests red.
+
+use std::process::Command;
+
+use crate::common::simulation::Simulation;
+
+/// Faults by their names in csrc/, and a test of this program that has to notice each.
+const FAULTS: [(&str, &str); 7] = [
+    ("wait", "syncs::an_iteration_of_a_fused_optimizer_does_not_wait"),
+    ("launches", "steps::a_step_launches_as_often_for_many_small_parameters_as_for_few"),
+    ("memory", "steps::a_step_of_a_large_model_needs_at_most_four_bytes_for_each_number"),
+    ("late_allocation", "failing_steps::a_step_whose_memory_runs_out_changes_nothing"),
+    ("host_read", "syncs::an_optimizer_that_is_stepped_on_the_host_waits_once"),
+    ("early_read", "skips::steps_are_counted_right_however_late_the_answers_come"),
+    ("two_for_true", "skips::a_step_that_overflows_on_two_devices_is_skipped_on_both"),
+];
+
+/// Whether the test passes with the fault, in a process of its own.
+fn passes(fault: &str, test: &str) -> bool {
+    let program = std::env::current_exe().unwrap();
+    let mut command = Command::new(program);
+    command.args([test, "--exact", "--test-threads=1"]);
+    command.env("TCH_AMP_PLANTED_FAULT", fault).env("SIMULATED_CUDA_LAG", "2");
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("running 1 test"), "there is no test {test}");
+    output.status.success()
+}
+
+#[test]
+fn every_planted_fault_is_noticed() {
+    // Held in the child processes, not here: each of them has counters of its own.
+    if Simulation::find().is_none() {
+        return;
+    }
+    for (fault, test) in FAULTS {
+        assert!(!passes(fault, test), "{test} does not notice the fault `{fault}`");
+    }
+}

@@ -1,0 +1,53 @@
+//! Steps that only the devices know to be skipped.
+
+use tch::{Cuda, Kind};
+use tch_amp::optim::{MasterWeights, TakenSteps};
+
+use crate::common::simulation::Simulation;
+use crate::common::to_f64;
+use crate::iteration::{TWO, algorithms, backward, losses, parameters, scaler};
+use crate::training::build;
+
+const INF: f64 = f64::INFINITY;
+
+#[test]
+fn steps_are_counted_right_however_late_the_answers_come() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let all = parameters(TWO, Kind::Float, 1);
+    let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
+    let mut scaler = scaler();
+    let mut counted = TakenSteps::default();
+    let (mut taken, mut skipped) = (0, 0);
+    for factor in [0.5, INF, 0.5, 0.5, INF, INF, 0.5] {
+        opt.zero_grad().unwrap();
+        backward(&scaler, &losses(&all, TWO, factor)).unwrap();
+        counted.record(scaler.step(&mut opt).unwrap());
+        scaler.update().unwrap();
+        *if factor == INF { &mut skipped } else { &mut taken } += 1;
+        assert!(counted.count().unwrap() <= taken && counted.skipped().unwrap() <= skipped);
+    }
+    Cuda::synchronize(0);
+    assert_eq!((counted.count().unwrap(), counted.skipped().unwrap()), (taken, skipped));
+    assert_eq!((taken, skipped, counted.pending()), (4, 3, 0));
+}
+
+/// libtorch's kernels compare the flag with 1, which the sum of two flags is not.
+#[test]
+fn a_step_that_overflows_on_two_devices_is_skipped_on_both() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for (name, algorithm) in algorithms() {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let all = parameters(TWO, kind, 2);
+            let before: Vec<_> = all.iter().map(to_f64).collect();
+            let mut opt = build(algorithm, &all, MasterWeights::None);
+            let mut scaler = scaler();
+            backward(&scaler, &losses(&all, TWO, INF)).unwrap();
+            let outcome = scaler.step(&mut opt).unwrap();
+            scaler.update().unwrap();
+            let after: Vec<_> = all.iter().map(to_f64).collect();
+            assert_eq!(after, before, "{name} {kind:?}");
+            assert!(outcome.is_skipped().unwrap(), "{name} {kind:?}");
+            assert_eq!(scaler.get_scale().unwrap(), 4.0, "{name} {kind:?}");
+        }
+    }
+}
