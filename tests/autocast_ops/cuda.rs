@@ -33,11 +33,9 @@ const WITHOUT_A_MACRO: [(&str, List); 3] = [
 ];
 
 /// Ops that the simulated GPUs cannot run, and why.
-const NOT_SIMULATED: [(&str, &str); 4] = [
+const NOT_SIMULATED: [(&str, &str); 2] = [
     ("cudnn_convolution", "cuDNN is not there"),
     ("cudnn_convolution_transpose", "cuDNN is not there"),
-    ("gru_cell", "its kernel on CUDA, _thnn_fused_gru_cell, has no twin on the CPU"),
-    ("lstm_cell", "its kernel on CUDA, _thnn_fused_lstm_cell, has no twin on the CPU"),
 ];
 
 /// The list of `op` on CUDA.

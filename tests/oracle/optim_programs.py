@@ -10,6 +10,9 @@ import sys
 
 import torch
 
+sys.dont_write_bytecode = True  # the source tree stays as it is
+import cuda  # noqa: E402
+
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
 KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
 CLASSES = {
@@ -35,17 +38,6 @@ def tensor(spec, values):
     if spec["layout"] == "channels_last":
         return plain.contiguous(memory_format=torch.channels_last)
     return plain.clone()
-
-
-def norm_on_gpu(grads):
-    """The norm of the norms, each of which has its squares added up in f32, or in f64 for an f64 gradient. The order
-    within a gradient is that of the simulated kernel."""
-    f64 = torch.float64
-    wide = [grad.square().sum().sqrt() for grad in grads if grad.dtype == f64]
-    narrow = [grad.float().square().sum().sqrt() for grad in grads if grad.dtype != f64]
-    if narrow:
-        wide = [norm.float() for norm in wide]
-    return torch.linalg.vector_norm(torch.stack(wide + narrow))
 
 
 def in_f32(kernel):
@@ -98,8 +90,10 @@ class Training:
 
     def clip(self, max_norm):
         """What is done with the norm is PyTorch's."""
-        total = self.norm_on_gpus(torch.ones(())) if self.program["gpus"] else self.norm_on_cpu()
-        torch.nn.utils.clip_grads_with_norm_(self.params, max_norm, total)
+        if self.program["gpus"]:
+            cuda.clip_grads_with_norm(self.params, max_norm, self.norm_on_gpus(torch.ones(())))
+        else:
+            torch.nn.utils.clip_grads_with_norm_(self.params, max_norm, self.norm_on_cpu())
 
     def norm_on_cpu(self):
         """The squares are added up in f64."""
@@ -114,7 +108,7 @@ class Training:
         for index, param in enumerate(self.params):
             if param.grad is not None:
                 grads.setdefault(index % self.program["gpus"], []).append(param.grad)
-        norms = [norm_on_gpu(grads) * factor for grads in grads.values()]
+        norms = [cuda.norm(grads) * factor for grads in grads.values()]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
 
     def divisor(self, max_norm):

@@ -2,8 +2,8 @@
 
 tests/scaler_programs/text.rs writes the programs, and program.rs beside it says what each operation means.
 Each answer is the outcome of the operation, then the whole state after it, or "=" where the state is as it was.
-All is computed on the CPU. The norm of a transaction, which has its squares added up otherwise on a GPU, is computed
-here as there for a program on GPUs.
+All is computed on the CPU. Clipping, which rounds otherwise on a GPU, is computed here as there for a program on
+GPUs.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import sys
 import torch
 
 sys.dont_write_bytecode = True  # the source tree stays as it is
+import cuda  # noqa: E402
 from scaler_deviations import Scaler  # noqa: E402
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
@@ -63,24 +64,14 @@ def norm_on_cpu(grads):
     return total if all(grad.dtype == torch.float64 for grad in grads) else total.float()
 
 
-def norm_on_gpu(grads):
-    """As PyTorch takes it on CUDA: a norm of each gradient, whose squares are added up in f32, or in f64 for an f64
-    gradient, and then the norm of those. The order within a gradient is that of the simulated kernel."""
-    f64 = torch.float64
-    wide = [grad.square().sum().sqrt() for grad in grads if grad.dtype == f64]
-    narrow = [grad.float().square().sum().sqrt() for grad in grads if grad.dtype != f64]
-    if narrow:
-        wide = [norm.float() for norm in wide]
-    return torch.linalg.vector_norm(torch.stack(wide + narrow))
-
-
-def clip_norm(params, max_norm, norm):
-    """PyTorch's clipping by a norm that is taken by `norm`."""
+def clip_norm(params, max_norm, is_cuda):
+    """PyTorch's clipping, by a norm that is taken as ours is."""
     grads = [param.grad for param in params if param.grad is not None]
     if not grads:
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
-    total = norm(grads)
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+    total = cuda.norm(grads) if is_cuda else norm_on_cpu(grads)
+    clip = cuda.clip_grads_with_norm if is_cuda else torch.nn.utils.clip_grads_with_norm_
+    clip(params, max_norm, total)
     return total
 
 
@@ -107,7 +98,7 @@ class Machine:
 
     def __init__(self, header, optimizers):
         device, enabled, *config = header.split()
-        self.norm = norm_on_gpu if device == "cuda" else norm_on_cpu
+        self.is_cuda = device == "cuda"
         self.enabled = enabled == "1"
         self.scaler = self.new_scaler(config)
         self.params, self.owned, self.optimizers = [], [], []
@@ -230,7 +221,7 @@ class Machine:
     def transact(self, index, clip, limit):
         owned, total = self.owned[index], ""
         if clip == "norm":
-            total = "/" + bits(clip_norm(owned, float(limit), self.norm))
+            total = "/" + bits(clip_norm(owned, float(limit), self.is_cuda))
         if clip == "value":
             clip_value(owned, float(limit))
         return self.scaler.step_outcome(self.optimizers[index]) + total

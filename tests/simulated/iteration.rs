@@ -1,7 +1,7 @@
 //! Whole iterations with a scaler, over parameters on the simulated GPUs.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Sgd};
 use tch_amp::{GradScaler, GradScalerConfig, Result, autocast};
 
 pub const ONE: &[Device] = &[Device::Cuda(0)];

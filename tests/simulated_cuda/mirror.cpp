@@ -94,6 +94,8 @@ Tensor Mirror::device(const Tensor &result, c10::Device device) {
     if (pair.host.is_same(result)) return pair.device;
   }
   if (result.is_sparse()) {
+    // A new sparse tensor is on the current device.
+    const c10::DeviceGuard guard(device);
     const c10::DispatchKeySet keys(c10::DispatchKey::SparseCUDA);
     Tensor out = at::detail::make_tensor<at::SparseTensorImpl>(keys, result.dtype());
     copy_sparse(result, out, device);

@@ -25,7 +25,8 @@ const CPU_ONLY: [&str; 8] = [
 /// Those whose answers travel from a device: they run with copies that arrive at once, and that arrive only when the
 /// host waits.
 const LAGS: [&str; 2] = ["0", "never"];
-const WITH_EVERY_LAG: [&str; 3] = ["optim", "scaler", "simulated"];
+const WITH_EVERY_LAG: [&str; 2] = ["optim", "scaler"];
+const ABOUT_LAGS: [&str; 5] = ["--test", "simulated", "--", "controls::", "skips::"];
 
 /// Runs the tests on simulated GPUs, with CUDA required.
 pub(crate) fn test(workspace: &Workspace) -> Result<()> {
@@ -43,6 +44,8 @@ pub(crate) fn test(workspace: &Workspace) -> Result<()> {
         println!("\n-- SIMULATED_CUDA_LAG={lag}");
         let mut tests = cargo_test(workspace, &simulation, WITH_EVERY_LAG);
         show(tests.env("SIMULATED_CUDA_LAG", lag))?;
+        let mut tests = cargo_test(workspace, &simulation, []);
+        show(tests.args(ABOUT_LAGS).env("SIMULATED_CUDA_LAG", lag))?;
     }
     Ok(())
 }
