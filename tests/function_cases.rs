@@ -1,5 +1,6 @@
 //! Custom functions beside Python's: the same function written both ways, on the same random inputs, bit by bit.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
 mod common;
 
