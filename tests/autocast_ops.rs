@@ -2,6 +2,7 @@
 //! under this crate's autocast what it gives under Python's: same kinds, same bits, same errors. Those that it registers
 //! for autocast on CUDA give there what they give outside for inputs that were cast by hand.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
 #[path = "autocast_ops/args.rs"]
 mod args;

@@ -6,6 +6,7 @@
 //!
 //! `TCH_AMP_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` runs the one program of a failure again.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
 mod common;
 #[path = "autocast_programs/generate.rs"]

@@ -1,5 +1,6 @@
 //! Autocast regions: what they set, and that the thread is as it was when they are gone.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,6 +1,7 @@
 //! Custom autograd functions: what they compute, record, refuse, and leave behind. On a GPU their backwards run on a
 //! thread that libtorch has for the device, and not on the caller's.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
 mod common;
