@@ -106,12 +106,10 @@ impl Model {
         }
     }
 
-    /// Whether the whole step of the optimizer is taken or none of it. tch's own can stop midway, and so can a fused
-    /// one that needs a launch for each device.
+    /// Whether the whole step of the optimizer is taken or none of it. tch's own Adam can stop midway.
     fn steps_whole(self) -> bool {
         match self {
-            Self::Fused { devices, .. } => devices.len() == 1,
-            Self::Own { .. } => true,
+            Self::Fused { .. } | Self::Own { .. } => true,
             Self::Tch { adam, .. } => !adam,
         }
     }
