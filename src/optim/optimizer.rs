@@ -172,7 +172,8 @@ impl Optimizer {
     /// # Errors
     ///
     /// [`Error::Gradient`] for a sparse gradient; [`Error::Parameter`] for a variable that was added to the VarStore
-    /// and cannot be taken up; [`Error::Torch`] for a parameter whose dtype or device changed. Nothing is changed then.
+    /// and cannot be taken up; [`Error::Torch`] for a parameter whose dtype or device changed, and for lack of memory on
+    /// a GPU. Nothing is changed then, on any device, and the step can be tried again.
     pub fn step(&mut self) -> Result<()> {
         let stepped = self.run(&ScaledStep::default());
         // Inside a region the cache would go on serving the old weights.
