@@ -117,7 +117,7 @@ fn a_step_of_a_scaler_whose_memory_runs_out_leaves_the_optimizer_as_it_was() {
                 Some(max) => scaler.step_clip_norm(&mut training.opt, max),
             };
             let new = || {
-                let mut training = training(algorithm, mode, &GPUS[..1]);
+                let mut training = training(algorithm, mode, &GPUS);
                 training.step();
                 training.backward();
                 let config = GradScalerConfig { init_scale: 4.0, ..Default::default() };
