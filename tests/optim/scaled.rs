@@ -151,6 +151,11 @@ fn the_host_learns_of_a_step_without_waiting() {
         }
         // Only a GPU may still be at work.
         assert!(device != Device::Cpu || taken.pending() == 0);
+        let is_late = std::env::var("SIMULATED_CUDA_LAG").is_ok_and(|lag| lag == "never");
+        if let (Device::Cuda(index), true) = (device, is_late) {
+            // Then an answer comes only to a host that waits.
+            tch::Cuda::synchronize(index as i64);
+        }
         let mut count = taken.count().unwrap();
         while device != Device::Cpu && taken.pending() > 0 {
             count = taken.count().unwrap();
