@@ -49,6 +49,14 @@ pub fn is_simulated() -> bool {
     cfg!(target_os = "linux") && !symbol(c"simulated_cuda_counter").is_null()
 }
 
+/// Waits for the device where an answer comes only to a host that waits, before a loop that asks until it is there.
+pub fn let_answers_come(device: tch::Device) {
+    let is_late = std::env::var("SIMULATED_CUDA_LAG").is_ok_and(|lag| lag == "never");
+    if let (tch::Device::Cuda(index), true) = (device, is_late) {
+        tch::Cuda::synchronize(index as i64);
+    }
+}
+
 impl Simulation {
     /// The simulated GPUs, for the calling test alone; `None`, with a printed reason, where there are none.
     pub fn find() -> Option<Self> {

@@ -7,7 +7,7 @@ use tch_amp::{
     AmpOptimizer, AmpScaling, Error, GradScaler, GradScalerConfig, Parameters, Result, ScaledStep,
 };
 
-use crate::common::simulation::is_simulated;
+use crate::common::simulation::{is_simulated, let_answers_come};
 use crate::common::{cuda_or_skip, for_each_device, skipped};
 use crate::{INF, leaf, set_grad, to_f64};
 
@@ -151,11 +151,7 @@ fn the_host_learns_of_a_step_without_waiting() {
         }
         // Only a GPU may still be at work.
         assert!(device != Device::Cpu || taken.pending() == 0);
-        let is_late = std::env::var("SIMULATED_CUDA_LAG").is_ok_and(|lag| lag == "never");
-        if let (Device::Cuda(index), true) = (device, is_late) {
-            // Then an answer comes only to a host that waits.
-            tch::Cuda::synchronize(index as i64);
-        }
+        let_answers_come(device);
         let mut count = taken.count().unwrap();
         while device != Device::Cpu && taken.pending() > 0 {
             count = taken.count().unwrap();
