@@ -35,9 +35,9 @@ use crate::sys;
 ///
 /// On a GPU many small parameters, or a part of a large one, are updated at a time: at most 2^20 numbers, where each
 /// parameter counts as a multiple of 64. While a step runs these need scratch memory on each GPU, and a larger model
-/// needs no more. All of it is allocated before anything changes, and so a step that memory is lacking for changes
-/// nothing. The launches of a step do not depend on the number of parameters, as long as libtorch does not split its
-/// own; these are for one group, and another adds one to each 2^20 numbers:
+/// needs no more. All of it is allocated before anything changes, so a step that runs out of memory changes nothing. The
+/// number of launches does not depend on the number of parameters, except where libtorch splits a list of its own
+/// accord. The counts are those of one parameter group on simulated GPUs:
 ///
 /// | | scratch memory | launches | for each further 2^20 numbers |
 /// |---|---|---|---|
