@@ -37,6 +37,7 @@ usage: cargo xtask <command>
 
   demo [--tch V] [args...]           trains on handwritten digits with and without mixed precision
   test [--tch V | --all-versions]    format, lints, documentation, minimum Rust version, then every test
+                                     on the CPU and on simulated GPUs
   simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them
   bench [--tch V] [filter]           times this crate beside Python and plain tch, on one core
   doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
