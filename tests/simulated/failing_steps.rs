@@ -97,7 +97,7 @@ fn a_step_whose_memory_runs_out_changes_nothing() {
 }
 
 #[test]
-fn so_does_the_first_step() {
+fn a_first_step_whose_memory_runs_out_changes_nothing() {
     let Some(simulation) = Simulation::find() else { return };
     for_every_setup(|algorithm, mode, devices, how, context| {
         let new = || training(algorithm, mode, devices);

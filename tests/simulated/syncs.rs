@@ -118,7 +118,7 @@ fn an_optimizer_that_is_stepped_on_the_host_waits_once() {
 
 /// Two devices are asked in one transfer.
 #[test]
-fn so_it_does_with_gradients_on_two_devices() {
+fn an_optimizer_that_is_stepped_on_the_host_waits_once_for_two_devices() {
     let Some(simulation) = Simulation::find() else { return };
     struct Host(Vec<Tensor>);
     impl AmpOptimizer for Host {

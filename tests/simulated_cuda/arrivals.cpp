@@ -9,7 +9,6 @@
 #include <mutex>
 
 #include "settings.h"
-#include "simulated_cuda.h"
 
 namespace simulated {
 namespace {
@@ -74,8 +73,3 @@ void arrive(uint64_t count) {
 void arrive_all() { arrive(std::numeric_limits<uint64_t>::max()); }
 
 }  // namespace simulated
-
-extern "C" int64_t simulated_cuda_copies_under_way(void) {
-  const std::lock_guard<std::mutex> lock(simulated::queue().mutex);
-  return static_cast<int64_t>(simulated::queue().copies.size());
-}

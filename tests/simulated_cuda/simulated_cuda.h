@@ -25,9 +25,6 @@ void simulated_cuda_reset(void);
 // before the last planted failure: zero if it has happened.
 int64_t simulated_cuda_fail_allocation(int64_t n);
 
-// How many device tensors wait for their copy on its way to pinned memory.
-int64_t simulated_cuda_copies_under_way(void);
-
 #ifdef __cplusplus
 }
 #endif
