@@ -21,6 +21,7 @@ const SOURCES: &[&str] = &[
     "kernel_updates.cpp",
     "loss_scale.cpp",
     "masters.cpp",
+    "memory.cpp",
     "numbers.cpp",
     "optim.cpp",
     "optim_cpu.cpp",

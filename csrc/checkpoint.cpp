@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "guarded.h"
+#include "memory.h"
 
 namespace {
 
@@ -17,7 +18,7 @@ using at::Tensor;
 
 // The elements of a tensor that `len` bytes hold, from `first` on, as one dimension.
 Tensor range(const Tensor &t, int64_t first, size_t len) {
-  TORCH_CHECK(t.layout() == at::kStrided && t.is_contiguous() && !t.is_conj() && !t.is_neg(),
+  TORCH_CHECK(tamp::has_own_numbers(t) && t.is_contiguous(),
               "only the bytes of a contiguous tensor can be read or written");
   const auto bytes = static_cast<int64_t>(len);
   const auto size = static_cast<int64_t>(t.element_size());

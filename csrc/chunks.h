@@ -84,9 +84,4 @@ bool with_floating(at::ScalarType dtype, const F &f) {
   }
 }
 
-// Whether a loop can run over the memory of `t` from its first element to its last.
-inline bool is_plain_memory(const at::Tensor &t) {
-  return t.is_cpu() && t.layout() == at::kStrided && (t.is_contiguous() || t.is_non_overlapping_and_dense());
-}
-
 }  // namespace tamp

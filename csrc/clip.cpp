@@ -46,8 +46,10 @@ Tensor common_norm(const std::vector<Group> &groups) {
     norms.push_back(tamp::on_device(tamp::norm(group.gradients, one), first));
   }
   if (norms.size() == 1) return norms.front();
-  for (auto &norm : norms) norm = norm.to(at::kFloat);
-  return at::linalg_vector_norm(at::stack(norms), 2);
+  // Other devices may have no f64.
+  const auto dtype = first.is_cpu() ? at::kDouble : at::kFloat;
+  for (auto &norm : norms) norm = norm.to(dtype);
+  return tamp::narrowed(at::linalg_vector_norm(at::stack(norms), 2));
 }
 
 void check_clamped(const Tensor &gradient) {

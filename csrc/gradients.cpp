@@ -11,6 +11,7 @@
 #include "chunks.h"
 #include "guarded.h"
 #include "kernels.h"
+#include "memory.h"
 
 namespace tamp {
 namespace {
@@ -24,26 +25,48 @@ std::vector<Chunk> chunks_of(const std::vector<Tensor> &tensors) {
   return chunks(sizes);
 }
 
+enum class Access { kRead, kWrite };
+
+// Where the memory of the tensors begins. Memory that is copied on its first write is copied here: a parallel loop must
+// not be the first to ask for it.
+std::vector<void *> memory_of(const std::vector<Tensor> &tensors, Access access) {
+  std::vector<void *> out;
+  out.reserve(tensors.size());
+  for (const auto &t : tensors) {
+    out.push_back(access == Access::kWrite ? t.mutable_data_ptr() : const_cast<void *>(t.const_data_ptr()));
+  }
+  return out;
+}
+
 // Calls `f(pointer, n, i)` for each chunk i of the memory of the tensors, which all have a loop.
 template <typename F>
-void over(const std::vector<Tensor> &tensors, const std::vector<Chunk> &chunks, const F &f) {
+void over(const std::vector<Tensor> &tensors, const std::vector<Chunk> &chunks, Access access, const F &f) {
+  const auto memory = memory_of(tensors, access);
   for_each(chunks, From::kStart, [&](int64_t i) {
     const Chunk &chunk = chunks[static_cast<size_t>(i)];
-    const Tensor &t = tensors[chunk.tensor];
-    with_floating(t.scalar_type(), [&](auto *type) {
-      auto *memory = static_cast<decltype(type)>(t.data_ptr());
-      f(memory + chunk.begin, chunk.end - chunk.begin, static_cast<size_t>(i));
+    with_floating(tensors[chunk.tensor].scalar_type(), [&](auto *type) {
+      auto *begin = static_cast<decltype(type)>(memory[chunk.tensor]) + chunk.begin;
+      f(begin, chunk.end - chunk.begin, static_cast<size_t>(i));
     });
   });
 }
 
-Tensor norm_in_loops(const std::vector<Tensor> &tensors, float factor) {
+double sum_of_squares(const std::vector<Tensor> &tensors, float factor) {
   const auto parts = chunks_of(tensors);
   std::vector<double> sums(parts.size());
-  over(tensors, parts,
+  over(tensors, parts, Access::kRead,
        [&](auto *memory, int64_t n, size_t i) { sums[i] = kernels::sum_of_squares(memory, n, factor); });
   double total = 0;
   for (const double sum : sums) total += sum;
+  return total;
+}
+
+// Tensors on the CPU, in f64. Those without a loop are copied, one after the other.
+Tensor norm_on_cpu(const std::vector<Tensor> &tensors, float factor) {
+  std::vector<Tensor> plain, other;
+  for (const auto &t : tensors) (has_loop(t) ? plain : other).push_back(t);
+  double total = sum_of_squares(plain, factor);
+  for (const auto &t : other) total += sum_of_squares({with_own_numbers(t).contiguous()}, factor);
   return at::scalar_tensor(std::isnan(total) ? std::nan("") : std::sqrt(total), at::kDouble);
 }
 
@@ -68,6 +91,8 @@ Tensor numbers(const Tensor &parameter) {
   Tensor &gradient = parameter.mutable_grad();
   if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf) gradient = gradient.coalesce();
   Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+  // Whatever it is multiplied by, it stays zero.
+  if (values._is_zerotensor()) values = with_own_numbers(values);
   if (!values.is_complex()) return values;
   return at::view_as_real(values.is_conj() ? values.conj() : values);
 }
@@ -92,13 +117,13 @@ Tensor largest(const std::vector<Tensor> &tensors) {
 }
 
 bool has_loop(const Tensor &t) {
-  return is_plain_memory(t) && !t.is_neg() && with_floating(t.scalar_type(), [](auto *) {});
+  return is_plain_memory(t) && with_floating(t.scalar_type(), [](auto *) {});
 }
 
 bool unscale_in_loops(const std::vector<Tensor> &tensors, float factor, bool recheck) {
   const auto parts = chunks_of(tensors);
   std::vector<uint8_t> bad(parts.size());
-  over(tensors, parts, [&](auto *memory, int64_t n, size_t i) {
+  over(tensors, parts, factor == 1.0F ? Access::kRead : Access::kWrite, [&](auto *memory, int64_t n, size_t i) {
     bad[i] = factor == 1.0F ? kernels::any_non_finite(memory, n) : kernels::unscale(memory, n, factor, recheck);
   });
   if (factor != 1.0F) {
@@ -112,15 +137,16 @@ bool unscale_in_loops(const std::vector<Tensor> &tensors, float factor, bool rec
 Tensor norm(const std::vector<Tensor> &tensors, const Tensor &factor) {
   const bool in_f64 =
       std::all_of(tensors.begin(), tensors.end(), [](const Tensor &t) { return t.scalar_type() == at::kDouble; });
-  std::vector<Tensor> plain, other, parts;
-  for (const auto &t : tensors) (has_loop(t) ? plain : other).push_back(t);
-  if (!plain.empty()) parts.push_back(norm_in_loops(plain, factor.item<float>()));
-  if (!other.empty()) {
-    Tensor norm = norm_on_device(other, factor);
-    parts.push_back(plain.empty() ? norm : norm.to(at::kDouble));  // some devices have no f64
-  }
-  const Tensor total = parts.size() == 1 ? parts.front() : at::linalg_vector_norm(at::stack(parts), 2);
-  return total.to(in_f64 ? at::kDouble : at::kFloat);
+  // They are all on one device.
+  const Tensor total = tensors.empty() || tensors.front().is_cpu() ? norm_on_cpu(tensors, factor.item<float>())
+                                                                   : norm_on_device(tensors, factor);
+  return in_f64 ? total.to(at::kDouble) : narrowed(total);
+}
+
+Tensor narrowed(const Tensor &norm) {
+  const bool is_too_large = norm.is_cpu() && norm.scalar_type() == at::kDouble && std::isfinite(norm.item<double>()) &&
+                            !std::isfinite(static_cast<float>(norm.item<double>()));
+  return is_too_large ? norm : norm.to(at::kFloat);
 }
 
 Tensor clip_factor(const Tensor &norm, double max_norm) {
@@ -143,7 +169,8 @@ Product::Product(const std::vector<Tensor> &tensors, const Tensor &factor) {
 void Product::run() const {
   if (!looped_.empty() && value_ != 1.0) {
     const auto parts = chunks_of(looped_);
-    over(looped_, parts, [&](auto *memory, int64_t n, size_t) { kernels::multiply(memory, n, value_); });
+    over(looped_, parts, Access::kWrite,
+         [&](auto *memory, int64_t n, size_t) { kernels::multiply(memory, n, value_); });
     for (const auto &t : looped_) {
       if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
     }

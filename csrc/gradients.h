@@ -28,8 +28,11 @@ bool has_loop(const at::Tensor &t);
 bool unscale_in_loops(const std::vector<at::Tensor> &tensors, float factor, bool recheck);
 
 // The 2-norm of tensors of one device, each element times `factor`, a 0-dim tensor there: f64 if all of them are, else
-// f32. It is not finite where an element is not.
+// narrowed. It is not finite where an element is not.
 at::Tensor norm(const std::vector<at::Tensor> &tensors, const at::Tensor &factor);
+
+// A norm in f32, or in f64 where it is there and too large for f32.
+at::Tensor narrowed(const at::Tensor &norm);
 
 // The factor that brings a norm down to `max_norm`, at most one, on the norm's device.
 at::Tensor clip_factor(const at::Tensor &norm, double max_norm);

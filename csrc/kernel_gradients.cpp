@@ -70,8 +70,9 @@ double sum_of_squares(const T *values, int64_t n, float factor) {
   typedef double Sums __attribute__((vector_size(4 * sizeof(double))));
   typedef Wide<T> Block __attribute__((vector_size(4 * sizeof(Wide<T>))));
   double sum = 0;
-  // A power of two can wait: all products with it are exact.
-  const double later = is_power_of_two(factor) ? factor : 1;
+  // A power of two can wait: all products with it are exact. One that enlarges must not, since a number that overflows
+  // its dtype makes the sum infinite.
+  const double later = is_power_of_two(factor) && factor <= 1 ? factor : 1;
   const auto wide_factor = static_cast<Wide<T>>(factor / later);
   run([&](auto) TAMP_INLINE_LAMBDA {
     const auto one = [&](int64_t i) TAMP_INLINE_LAMBDA {

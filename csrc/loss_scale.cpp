@@ -9,6 +9,7 @@
 
 #include "gradients.h"
 #include "guarded.h"
+#include "memory.h"
 
 namespace {
 
@@ -23,6 +24,7 @@ struct Group {
 
 // A real dense tensor that holds the numbers of `t`. Duplicate indices of a sparse tensor can add up to infinity.
 Tensor numbers(const Tensor &t) {
+  TORCH_CHECK(!t.is_nested(), "a nested tensor is not supported; take its parts with unbind");
   Tensor values = t;
   if (t.is_sparse()) {
     values = t.coalesce()._values();
@@ -30,6 +32,7 @@ Tensor numbers(const Tensor &t) {
     values = t.values();
   }
   if (values.is_complex()) values = at::view_as_real(values.resolve_conj());
+  values = tamp::with_own_numbers(values);
   // libtorch takes no norm of the 8-bit kinds.
   return values.element_size() == 1 ? values.to(at::kFloat) : values;
 }

@@ -92,20 +92,13 @@ tamp_tensor *tamp_master_join(const tamp_tensor *parameter, const tamp_tensor *r
   });
 }
 
-void tamp_stamps(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) noexcept {
-  tamp::guarded(err, [&] {
-    for (size_t i = 0; i < count; ++i) {
-      const at::Tensor &t = tamp::tensor(parameters[i]);
-      const void *data = t.has_storage() ? t.const_data_ptr() : nullptr;
-      stamps[i] = {reinterpret_cast<uintptr_t>(data), t.is_inference() ? 0 : static_cast<uint64_t>(t._version())};
-    }
-  });
-}
-
-tamp_tensor *tamp_master_remainder(const tamp_tensor *master, char **err) noexcept {
+tamp_tensor *tamp_master_remainder_of(const tamp_tensor *master, const tamp_tensor *parameter, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    return tamp::give(tamp::remainder(tamp::tensor(master)));
+    const at::Tensor &number = tamp::tensor(master), half = tamp::tensor(parameter).detach();
+    const at::Tensor rest = tamp::remainder(number);
+    const at::Tensor fits = tamp::bits(tamp::join(half, rest)).eq(tamp::bits(number));
+    return tamp::give(at::where(fits, rest, at::zeros({}, rest.options())));
   });
 }
 

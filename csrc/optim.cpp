@@ -10,6 +10,7 @@
 
 #include "chunks.h"
 #include "guarded.h"
+#include "memory.h"
 
 namespace {
 
@@ -27,13 +28,33 @@ void check_state(const Tensor &parameter, const Tensor &state, at::ScalarType dt
       " by now; build the optimizer after the model has its dtype and device");
 }
 
+// What a loop is to walk, or libtorch to copy back. Nothing is changed before all of it was looked at.
+void check_memory(const Tensor &t, const char *what) {
+  TORCH_CHECK(tamp::has_own_numbers(t), what,
+              " is a negative view, a zero without memory or a nested tensor, which "
+              "cannot be stepped; clone it");
+  TORCH_CHECK(!tamp::overlaps(t), what,
+              " has elements that share memory (an expanded tensor), which a step would "
+              "change more than once; copy it first");
+}
+
+void check_step(const Entry &e) {
+  if (!e.step.defined()) return;
+  TORCH_CHECK(e.step.scalar_type() == at::kFloat && e.step.numel() == 1 && e.step.device() == e.parameter.device() &&
+                  e.step.layout() == at::kStrided && (!e.step.is_cpu() || tamp::is_plain_memory(e.step)),
+              "the number of steps must be one f32 on ", e.parameter.device(), ", but is ", e.step.scalar_type(),
+              " with ", e.step.numel(), " elements on ", e.step.device(), "; load a state to repair it");
+}
+
 void check_master(const Entry &e) {
   if (e.master.kind == TAMP_MASTER_NONE) return;
   const at::ScalarType dtype = e.parameter.scalar_type();
   const bool is_float = e.master.kind == TAMP_MASTER_FLOAT;
   TORCH_CHECK(dtype == at::kBFloat16 || (is_float && dtype == at::kHalf), "a parameter that is ", dtype,
               " has no such master weights; build the optimizer after the model has its dtype");
-  if (e.master.tensor.defined()) check_state(e.parameter, e.master.tensor, is_float ? at::kFloat : at::kShort);
+  if (!e.master.tensor.defined()) return;
+  check_memory(e.master.tensor, "a master weight");
+  check_state(e.parameter, e.master.tensor, is_float ? at::kFloat : at::kShort);
 }
 
 // Kernels of other devices walk the memory of a parameter and of its state with one index.
@@ -52,23 +73,24 @@ void check_layout(const Entry &e) {
 
 Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options) {
   Entry out = {options + given.options, given.first_step != 0, tamp::tensor(given.parameter), {}, {}, {}, {}};
-  out.gradient = tamp::gradient(out.parameter);
-  TORCH_CHECK(out.gradient.defined(), "a parameter without a gradient cannot be stepped");
+  check_memory(out.parameter, "a parameter");
+  TORCH_CHECK(tamp::gradient(out.parameter).defined(), "a parameter without a gradient cannot be stepped");
+  out.gradient = tamp::with_own_numbers(tamp::gradient(out.parameter));
   out.master = {given.masters, given.master == nullptr ? Tensor() : tamp::tensor(given.master), given.seed};
   check_master(out);
   const bool widened = out.master.kind != TAMP_MASTER_NONE && out.gradient.scalar_type() == at::kFloat;
   check_state(out.parameter, out.gradient, widened ? at::kFloat : out.parameter.scalar_type());
   TORCH_CHECK(tamp::with_floating(out.parameter.scalar_type(), [](auto *) {}), "a parameter that is ",
               out.parameter.scalar_type(), " cannot be stepped");
-  TORCH_CHECK(!out.parameter.is_neg(), "a parameter that is the negative view of another tensor cannot be stepped");
-  if (out.gradient.is_neg()) out.gradient = out.gradient.resolve_neg();
   if (given.step != nullptr) out.step = tamp::tensor(given.step);
   tamp_tensor *const states[kStates] = {given.first, given.second, given.third};
   for (int i = 0; i < kStates; ++i) {
     if (states[i] == nullptr) continue;
     out.states[i] = tamp::tensor(states[i]);
+    check_memory(out.states[i], "the optimizer's state");
     check_state(out.parameter, out.states[i], out.dtype());
   }
+  check_step(out);
   check_layout(out);
   return out;
 }
@@ -77,8 +99,8 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
 void check_flag(const tamp_tensor *found_inf) {
   if (found_inf == nullptr) return;
   const Tensor &flag = tamp::tensor(found_inf);
-  TORCH_CHECK(flag.scalar_type() == at::kFloat && flag.numel() == 1, "found_inf must be one f32, but is ",
-              flag.scalar_type(), " ", flag.sizes());
+  TORCH_CHECK(flag.scalar_type() == at::kFloat && flag.numel() == 1 && tamp::has_own_numbers(flag),
+              "found_inf must be one f32, but is ", flag.scalar_type(), " ", flag.sizes());
 }
 
 bool is_skipped(const tamp_optim_scale &scale) {

@@ -220,6 +220,8 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
     if (!is_aligned(work[i])) {
       originals.emplace_back(i, work[i]);
       work[i] = contiguous(work[i]);
+      // What cannot be copied back is found out here, before any number changes.
+      copy_back(originals.back().second, work[i]);
     }
     materialize(work[i]);
     sizes.push_back(work[i].parameter.numel());

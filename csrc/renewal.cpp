@@ -31,6 +31,11 @@ class Renewal {
     now_ = at::empty({numbers}, wide);
     kept_ = at::empty({numbers}, wide);
     differs_ = at::empty({numbers}, half.dtype(at::kBool));
+    if (half.dtype() == at::kBFloat16) {
+      carry_ = at::empty({numbers}, half.dtype(at::kInt));
+      larger_ = at::empty({numbers}, half.dtype(at::kShort));
+      differs_too_ = at::empty_like(differs_);
+    }
     for (const auto &pieces : cuts) list(pieces, parameters, masters);
   }
 
@@ -41,12 +46,24 @@ class Renewal {
       chunk.in.run();
       Tensor differs = part(differs_), kept = part(kept_);
       at::ne_out(differs, part(now_half_), part(kept_half_));
+      if (carry_.defined()) except_ties(chunk.numbers, differs);
       at::where_out(kept, differs, part(now_), kept);
       chunk.out.run();
     }
   }
 
  private:
+  // Of two bf16 that are equally near a remainder's parameter is the larger, which a state may come from.
+  void except_ties(int64_t count, Tensor &differs) const {
+    const auto part = [&](const Tensor &t) { return t.narrow(0, 0, count); };
+    Tensor carry = part(carry_), larger = part(larger_), differs_too = part(differs_too_);
+    at::add_out(carry, part(kept_).view(at::kInt), at::scalar_tensor(0x8000, carry.options()));
+    carry.bitwise_right_shift_(16);
+    larger.copy_(carry);
+    at::ne_out(differs_too, part(now_half_).view(at::kShort), larger);
+    differs.logical_and_(differs_too);
+  }
+
   struct Chunk {
     int64_t numbers = 0;
     tamp::Copies in, out;
@@ -68,6 +85,7 @@ class Renewal {
 
   std::vector<Chunk> chunks_;
   Tensor now_half_, kept_half_, now_, kept_, differs_;
+  Tensor carry_, larger_, differs_too_;  // of bf16
 };
 
 struct Group {

@@ -3,33 +3,16 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "gradients.h"
 #include "guarded.h"
+#include "memory.h"
 
 namespace {
 
 using at::Tensor;
-
-// Whether two elements of a strided tensor can share memory. Exact for the layouts that libtorch makes; a tensor whose
-// dimensions interleave counts as overlapping, since unscaling an element twice is worse than refusing it.
-bool overlaps(const Tensor &t) {
-  if (t.is_non_overlapping_and_dense() || t.numel() <= 1) return false;
-  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
-  for (int64_t i = 0; i < t.dim(); ++i) {
-    if (t.size(i) > 1) dims.emplace_back(t.stride(i), t.size(i));
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t reach = 1;  // elements covered by the dimensions so far
-  for (const auto &[stride, size] : dims) {
-    if (stride < reach) return true;
-    reach = stride * (size - 1) + reach;
-  }
-  return false;
-}
 
 uintptr_t identity(const Tensor &t) { return reinterpret_cast<uintptr_t>(t.unsafeGetTensorImpl()); }
 
@@ -41,17 +24,23 @@ tamp_gradient inspect(const Tensor &parameter) {
   const Tensor &gradient = tamp::gradient(parameter);
   if (!gradient.defined()) return out;
   out.gradient = identity(gradient);
+  out.memory = tamp::memory_of(gradient);
   out.version = gradient.is_inference() ? 0 : static_cast<uint32_t>(gradient._version());
   out.device_type = static_cast<int8_t>(gradient.device().type());
   out.device_index = static_cast<int8_t>(gradient.device().index());
   out.dtype = static_cast<int8_t>(gradient.scalar_type());
-  if (gradient.is_meta()) return out;
+  if (gradient.scalar_type() != parameter.scalar_type()) out.flags |= TAMP_GRADIENT_OTHER_DTYPE;
+  if (gradient.is_meta() || gradient.is_nested() || parameter.is_nested()) return out;
+  if (gradient.device() != parameter.device() || gradient.sizes() != parameter.sizes()) {
+    out.flags |= TAMP_GRADIENT_OTHER_SHAPE;
+  }
   if (gradient.is_sparse()) {
     out.flags |= TAMP_GRADIENT_SPARSE;
-    if (overlaps(gradient._values())) out.flags |= TAMP_GRADIENT_OVERLAPS;
+    if (tamp::overlaps(gradient._values())) out.flags |= TAMP_GRADIENT_OVERLAPS;
   } else if (gradient.layout() == at::kStrided) {
     out.flags |= TAMP_GRADIENT_STRIDED;
-    if (overlaps(gradient)) out.flags |= TAMP_GRADIENT_OVERLAPS;
+    // A zero without memory has none to share.
+    if (!gradient._is_zerotensor() && tamp::overlaps(gradient)) out.flags |= TAMP_GRADIENT_OVERLAPS;
   }
   return out;
 }

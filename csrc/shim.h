@@ -88,12 +88,15 @@ enum {
   TAMP_GRADIENT_STRIDED = 2,        // dense memory with strides
   TAMP_GRADIENT_SPARSE = 4,         // COO
   TAMP_GRADIENT_OVERLAPS = 8,       // some of its elements share memory
+  TAMP_GRADIENT_OTHER_SHAPE = 16,   // not the parameter's shape and device
+  TAMP_GRADIENT_OTHER_DTYPE = 32,   // not the parameter's dtype
 };
 
 // What the scaler has to know about one parameter and its gradient.
 typedef struct tamp_gradient {
   uintptr_t parameter;  // identity of the parameter; zero when the tensor is undefined
   uintptr_t gradient;   // identity of the gradient; zero when there is none
+  uintptr_t memory;     // identity of what holds its numbers
   uint32_t version;     // of the gradient, raised by libtorch at every in-place change
   int8_t device_type;   // of the gradient, like the two below
   int8_t device_index;
@@ -104,6 +107,14 @@ typedef struct tamp_gradient {
 // Describes the gradients of `count` parameters.
 void tamp_gradients_inspect(tamp_tensor *const *parameters, size_t count, tamp_gradient *gradients,
                             char **err) TAMP_NOEXCEPT;
+
+// Holds the memory of the gradients of `count` parameters weakly, as `gradients` describe them: until each `memory` is
+// released, none of these numbers is given to other memory. Holds all of them or, on failure, none.
+void tamp_gradients_hold(tamp_tensor *const *parameters, size_t count, const tamp_gradient *gradients,
+                         char **err) TAMP_NOEXCEPT;
+
+// Releases a `memory` that was held, once for each time. Nothing happens for zero.
+void tamp_memory_release(uintptr_t memory) TAMP_NOEXCEPT;
 
 // Drops the gradient of a parameter, so that no optimizer can apply it.
 void tamp_gradient_drop(tamp_tensor *parameter, char **err) TAMP_NOEXCEPT;
@@ -290,16 +301,26 @@ void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, char **e
 // The f32 number of each element of a bf16 parameter and its remainder.
 tamp_tensor *tamp_master_join(const tamp_tensor *parameter, const tamp_tensor *remainder, char **err) TAMP_NOEXCEPT;
 
-// The remainder of each f32 number beside the bf16 that is nearest, the larger of two.
-tamp_tensor *tamp_master_remainder(const tamp_tensor *master, char **err) TAMP_NOEXCEPT;
-
-// Where a parameter's numbers lie, and how often they were changed: equal as long as nobody writes to them.
+// Which memory a parameter has, what of it, and how often that was changed. All zeros say nothing of any parameter.
 typedef struct tamp_stamp {
-  uintptr_t data;
+  uintptr_t memory;  // held weakly; to be released
+  uint64_t view;
   uint64_t version;
 } tamp_stamp;
 
-void tamp_stamps(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) TAMP_NOEXCEPT;
+// Returns the number of dimensions of a tensor and, if there is room for so many, their sizes. Fails for a nested one.
+size_t tamp_sizes(const tamp_tensor *tensor, int64_t *sizes, size_t room, char **err) TAMP_NOEXCEPT;
+
+// Tells of `count` parameters which are not as their stamps say.
+void tamp_stamps_compare(tamp_tensor *const *parameters, size_t count, const tamp_stamp *stamps, uint8_t *changed,
+                         char **err) TAMP_NOEXCEPT;
+
+// Has the stamps say how `count` parameters are now.
+void tamp_stamps_take(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) TAMP_NOEXCEPT;
+
+// The remainder of each f32 number in `master` that rounds to the bf16 in `parameter`, and zero for the others.
+tamp_tensor *tamp_master_remainder_of(const tamp_tensor *master, const tamp_tensor *parameter,
+                                      char **err) TAMP_NOEXCEPT;
 
 // Brings `count` masters, f32 or remainders, into line with parameters that somebody else has written to. An f32 whose
 // rounded number is still the parameter's stays; a remainder becomes zero. Without memory for it none changes.

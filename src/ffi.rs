@@ -3,6 +3,7 @@
 mod callbacks;
 mod checkpoint;
 mod function;
+mod memory;
 mod numbers;
 mod optim;
 mod scaler;
@@ -21,6 +22,7 @@ use crate::sys;
 pub(crate) use callbacks::{Borrowed, Node, Recorded};
 pub(crate) use checkpoint::*;
 pub(crate) use function::{FunctionCall, function_begin, function_record};
+pub(crate) use memory::{HeldGradients, Stamps, sizes};
 pub(crate) use numbers::*;
 pub(crate) use optim::*;
 pub(crate) use scaler::*;

@@ -38,12 +38,15 @@ pub(crate) const GRADIENT_REQUIRES_GRAD: u8 = 1;
 pub(crate) const GRADIENT_STRIDED: u8 = 2;
 pub(crate) const GRADIENT_SPARSE: u8 = 4;
 pub(crate) const GRADIENT_OVERLAPS: u8 = 8;
+pub(crate) const GRADIENT_OTHER_SHAPE: u8 = 16;
+pub(crate) const GRADIENT_OTHER_DTYPE: u8 = 32;
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Gradient {
     pub(crate) parameter: usize,
     pub(crate) gradient: usize,
+    pub(crate) memory: usize,
     pub(crate) version: u32,
     pub(crate) device_type: i8,
     pub(crate) device_index: i8,
@@ -138,9 +141,10 @@ pub(crate) struct OptimScale {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub(crate) struct Stamp {
-    pub(crate) data: usize,
+    pub(crate) memory: usize,
+    pub(crate) view: u64,
     pub(crate) version: u64,
 }
 
@@ -233,6 +237,13 @@ unsafe extern "C" {
         gradients: *mut Gradient,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_gradients_hold(
+        parameters: *const *mut Tensor,
+        count: usize,
+        gradients: *const Gradient,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_memory_release(memory: usize);
     pub(crate) fn tamp_gradient_drop(parameter: *mut Tensor, err: *mut *mut c_char);
     pub(crate) fn tamp_gradients_take(
         parameters: *const *mut Tensor,
@@ -344,16 +355,30 @@ unsafe extern "C" {
         remainder: *const Tensor,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
-    pub(crate) fn tamp_master_remainder(
-        master: *const Tensor,
+    pub(crate) fn tamp_sizes(
+        tensor: *const Tensor,
+        sizes: *mut i64,
+        room: usize,
         err: *mut *mut c_char,
-    ) -> *mut Tensor;
-    pub(crate) fn tamp_stamps(
+    ) -> usize;
+    pub(crate) fn tamp_stamps_compare(
+        parameters: *const *mut Tensor,
+        count: usize,
+        stamps: *const Stamp,
+        changed: *mut u8,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_stamps_take(
         parameters: *const *mut Tensor,
         count: usize,
         stamps: *mut Stamp,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_master_remainder_of(
+        master: *const Tensor,
+        parameter: *const Tensor,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
     pub(crate) fn tamp_masters_renew(
         parameters: *const *mut Tensor,
         masters: *const *mut Tensor,

@@ -37,7 +37,7 @@ pub(crate) struct Location {
 impl Entry {
     pub(crate) fn in_memory(tensor: &Tensor) -> Result<Self> {
         let data = Data::Memory(tensor.f_detach()?);
-        Ok(Self { kind: tensor.f_kind()?, size: tensor.size(), data })
+        Ok(Self { kind: tensor.f_kind()?, size: ffi::sizes(tensor)?, data })
     }
 
     /// The location must have been checked against the file.

@@ -124,22 +124,11 @@ pub(crate) fn master_join(parameter: &Tensor, remainder: &Tensor) -> Result<Tens
     })?)
 }
 
-/// The remainder of f32 numbers.
-pub(crate) fn master_remainder(master: &Tensor) -> Result<Tensor> {
-    // SAFETY: `master` is a live tensor, and `err` is valid for a write.
-    given(call(|err| unsafe { sys::tamp_master_remainder(master.as_ptr(), err) })?)
-}
-
-/// What tells whether somebody has written to the parameters.
-pub(crate) fn stamps<'a>(
-    parameters: impl IntoIterator<Item = &'a Tensor>,
-) -> Result<Vec<sys::Stamp>> {
-    let tensors = pointers(parameters);
-    let mut stamps = vec![sys::Stamp::default(); tensors.len()];
-    let (array, count, out) = (tensors.as_ptr(), tensors.len(), stamps.as_mut_ptr());
-    // SAFETY: both arrays have `count` elements, and the borrows keep the tensors alive.
-    call(|err| unsafe { sys::tamp_stamps(array, count, out, err) })?;
-    Ok(stamps)
+/// The remainders of f32 numbers that round to a bf16 parameter, and zero for those that do not.
+pub(crate) fn master_remainder_of(master: &Tensor, parameter: &Tensor) -> Result<Tensor> {
+    let (master, parameter) = (master.as_ptr(), parameter.as_ptr());
+    // SAFETY: both are live tensors, and `err` is valid for a write.
+    given(call(|err| unsafe { sys::tamp_master_remainder_of(master, parameter, err) })?)
 }
 
 /// Brings masters into line with parameters that somebody else has written to: all of them or, on failure, none.

@@ -99,13 +99,17 @@ pub(super) fn flag(field: &'static str, tensor: &Tensor) -> Result<Tensor> {
 fn check_alike(new: &Tensor, old: &Tensor) -> Result<()> {
     let describe = |tensor: &Tensor| match tensor.f_kind() {
         _ if !tensor.defined() => "an undefined tensor".to_owned(),
-        Ok(kind) => format!("{kind:?} {:?} on {:?}", tensor.size(), tensor.device()),
+        Ok(kind) => format!(
+            "{kind:?} {:?} on {:?}",
+            ffi::sizes(tensor).unwrap_or_default(),
+            tensor.device()
+        ),
         Err(error) => format!("a tensor of unknown kind ({error})"),
     };
     let alike = new.defined()
         && old.defined()
         && new.f_kind()? == old.f_kind()?
-        && new.size() == old.size()
+        && ffi::sizes(new)? == ffi::sizes(old)?
         && new.device() == old.device();
     if alike {
         return Ok(());

@@ -9,7 +9,7 @@ use tch::Tensor;
 
 use crate::error::Result;
 use crate::optim::masters::MASTER;
-use crate::optim::state::{STEP, State, Wanted, complete, keys};
+use crate::optim::state::{STEP, State, keys};
 use crate::optim::{Algorithm, Optimizer, ParamGroup};
 
 /// Everything an optimizer needs to go on as if it had not been interrupted. The twin of what PyTorch's `state_dict`
@@ -56,17 +56,10 @@ impl Optimizer {
     ///
     /// [`Error::Torch`](crate::Error::Torch) if libtorch fails.
     pub fn state_dict(&mut self) -> Result<OptimizerState> {
-        self.renew_masters()?;
+        self.renew_known_masters()?;
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
             // PyTorch makes it with the optimizer, and expects it of every parameter.
-            let (groups, masters) = (&self.groups, self.masters);
-            let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
-            complete(slots.map(|(index, (slot, parameter))| Wanted {
-                state: &mut slot.state,
-                algorithm: &groups[slot.group].algorithm,
-                parameter,
-                master: masters.of(parameter, index),
-            }))?;
+            self.complete(|_| true)?;
         }
         let groups = self.groups.iter().map(|&options| ParamGroupState { options, params: vec![] });
         let mut param_groups: Vec<_> = groups.collect();
@@ -79,8 +72,8 @@ impl Optimizer {
                 matches!(algorithm, Algorithm::Sgd(_)) && slot.state.first_step.is_ahead()?;
             let parameter = &self.parameters[index];
             let master = self.masters.of(parameter, index);
-            let entries =
-                entries(&slot.state, &algorithm, unused, |kept| master.numbers(parameter, kept))?;
+            let numbers = |state: &State| master.numbers(parameter, state);
+            let entries = entries(&slot.state, &algorithm, unused, numbers)?;
             if !entries.is_empty() {
                 state.insert(slot.name.clone(), entries);
             }
@@ -93,7 +86,7 @@ fn entries(
     state: &State,
     algorithm: &Algorithm,
     unused: bool,
-    numbers: impl Fn(&Tensor) -> Result<Tensor>,
+    numbers: impl Fn(&State) -> Result<Option<Tensor>>,
 ) -> Result<BTreeMap<String, Tensor>> {
     let step = state.step.iter().map(|step| (STEP, step));
     let tensors = keys(algorithm).iter().copied().zip(&state.tensors);
@@ -101,8 +94,8 @@ fn entries(
     let tensors = step.chain(tensors.filter(|_| !unused));
     let mut entries: BTreeMap<_, _> =
         tensors.map(|(key, tensor)| (key.to_owned(), tensor.shallow_clone())).collect();
-    if let Some(kept) = &state.master {
-        entries.insert(MASTER.to_owned(), numbers(kept)?);
+    if let Some(numbers) = numbers(state)? {
+        entries.insert(MASTER.to_owned(), numbers);
     }
     Ok(entries)
 }

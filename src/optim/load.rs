@@ -52,7 +52,8 @@ impl<T: Saved> Saved for &T {
 
 impl Saved for Tensor {
     fn shape(&self) -> Vec<i64> {
-        self.size()
+        // One that no parameter has, for a tensor that has none.
+        ffi::sizes(self).unwrap_or_else(|_| vec![-1])
     }
 
     fn is_complex(&self) -> bool {
@@ -83,7 +84,9 @@ impl Optimizer {
     /// and their options. As `load_state_dict` in PyTorch, by names.
     ///
     /// A parameter without tensors has not been stepped yet. Master weights that the state lacks are made from the
-    /// parameters in the next step. The patterns of [`assign_group`](Self::assign_group) are
+    /// parameters in the next step. Those that it has count where they round to the parameter as it is in that step;
+    /// where it was changed meanwhile, the parameter counts, so that a model may be loaded before or after its optimizer,
+    /// and nothing that is written to it is lost. The patterns of [`assign_group`](Self::assign_group) are
     /// no part of a state; those of groups that it does not have are forgotten. Waits for the devices of the loaded
     /// tensors.
     ///
@@ -142,8 +145,11 @@ impl Optimizer {
         let Loaded { groups, slots } = loaded;
         self.rules.retain(|rule| rule.group < groups.len());
         self.groups = groups;
-        for (slot, (group, state)) in self.slots.iter_mut().zip(slots) {
+        for (index, (slot, (group, state))) in self.slots.iter_mut().zip(slots).enumerate() {
             (slot.group, slot.state) = (group, state);
+            // The model may be loaded before or after it. In the next step a master counts where it rounds to the
+            // parameter.
+            self.stamps.forget(index);
         }
     }
 
@@ -295,34 +301,26 @@ fn copy<T: Saved>(
             loaded.copy_to(kept)?;
         }
     }
-    // It counts whatever is written to the parameter before the next step. Without one it is made in that step, from the
-    // parameter as it will be then.
-    state.stamp = None;
-    state.master = match entries.master {
-        Some(loaded) => load_master(state.master.take(), loaded, master)?,
-        None => None,
-    };
+    // Without one it is made in the next step, from the parameter as it will be then.
+    match entries.master {
+        Some(loaded) => load_master(state, loaded, master)?,
+        None => state.master = None,
+    }
     // Without a buffer there is none to go on with.
     let started = entries.tensors.iter().any(Option::is_some);
     state.first_step = if started { FirstStep::Taken } else { FirstStep::Ahead };
     Ok(())
 }
 
-fn load_master<T: Saved>(
-    kept: Option<Tensor>,
-    loaded: &T,
-    master: Master,
-) -> Result<Option<Tensor>> {
-    let Some(mut kept) = kept else {
-        return Ok(None);
-    };
-    if master == Master::Remainder {
-        let mut numbers = Tensor::f_empty(kept.size(), (Kind::Float, kept.device()))?;
-        loaded.copy_to(&mut numbers)?;
-        let remainder = ffi::master_remainder(&numbers)?;
-        tch::no_grad(|| kept.f_copy_(&remainder))?;
-    } else {
-        loaded.copy_to(&mut kept)?;
+fn load_master<T: Saved>(state: &mut State, loaded: &T, master: Master) -> Result<()> {
+    match &mut state.master {
+        Some(kept) if master == Master::Remainder => {
+            let mut numbers = Tensor::f_empty(kept.size(), (Kind::Float, kept.device()))?;
+            loaded.copy_to(&mut numbers)?;
+            state.loaded = Some(numbers);
+            Ok(())
+        }
+        Some(kept) => loaded.copy_to(kept),
+        None => Ok(()),
     }
-    Ok(Some(kept))
 }

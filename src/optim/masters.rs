@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::optim::Optimizer;
+use crate::optim::state::State;
 use crate::sys;
 
 /// What an optimizer updates bf16 and fp16 parameters from. In every mode but `None` it computes in f32, its state is
@@ -132,10 +133,13 @@ impl Master {
     }
 
     /// What is kept, as f32.
-    pub(crate) fn numbers(self, parameter: &Tensor, kept: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Remainder => ffi::master_join(parameter, kept),
-            _ => Ok(kept.shallow_clone()),
+    pub(crate) fn numbers(self, parameter: &Tensor, state: &State) -> Result<Option<Tensor>> {
+        match (&state.loaded, &state.master) {
+            (Some(loaded), _) => Ok(Some(loaded.shallow_clone())),
+            (None, Some(kept)) if self == Self::Remainder => {
+                ffi::master_join(parameter, kept).map(Some)
+            }
+            (None, kept) => Ok(kept.as_ref().map(Tensor::shallow_clone)),
         }
     }
 }
@@ -167,7 +171,7 @@ impl Optimizer {
             return Ok(None);
         };
         let master = self.masters.of(parameter, index);
-        slot.state.master.as_ref().map(|kept| master.numbers(parameter, kept)).transpose()
+        master.numbers(parameter, &slot.state)
     }
 
     /// Forgets the masters, to be made anew from the parameters in the next step. Not needed where somebody else has
@@ -175,7 +179,7 @@ impl Optimizer {
     /// made anew (with [`MasterWeights::Remainder`] those of the whole parameter).
     pub fn reset_master_weights(&mut self) {
         for slot in &mut self.slots {
-            (slot.state.master, slot.state.stamp) = (None, None);
+            (slot.state.master, slot.state.loaded) = (None, None);
         }
     }
 

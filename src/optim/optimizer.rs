@@ -35,6 +35,8 @@ pub struct Optimizer {
     /// The identities of the parameters.
     known: HashSet<usize>,
     pub(crate) masters: MasterWeights,
+    /// How the parameters were when they were last what their masters say.
+    pub(crate) stamps: ffi::Stamps,
     /// Whether the gradients of half parameters are f32.
     pub(crate) f32_gradients: bool,
 }
@@ -66,6 +68,7 @@ impl Optimizer {
             slots: Vec::new(),
             known: HashSet::new(),
             masters,
+            stamps: ffi::Stamps::default(),
             f32_gradients: false,
         };
         match parameters.into_parameters().0 {

@@ -2,57 +2,114 @@
 
 #![forbid(unsafe_code)]
 
+use tch::Tensor;
+
 use crate::error::{Error, Result};
 use crate::ffi;
+use crate::optim::state::{Wanted, complete};
 use crate::optim::{MasterWeights, Optimizer};
 
 impl Optimizer {
-    /// Brings the masters into line with parameters that were written to since the last step: all of them, or none.
+    /// Brings the masters into line with parameters that were written to since the last step, or are others than those
+    /// that a loaded state belongs to: all of them, or none.
     pub(crate) fn renew_masters(&mut self) -> Result<()> {
+        self.renew_masters_where(|_| true)
+    }
+
+    /// Brings the masters into line that are known to have fitted their parameters once. A state that was just loaded
+    /// may be waiting for its model.
+    pub(crate) fn renew_known_masters(&mut self) -> Result<()> {
+        let known: Vec<_> = (0..self.slots.len()).map(|index| self.stamps.has(index)).collect();
+        self.renew_masters_where(|index| known[index])
+    }
+
+    fn renew_masters_where(&mut self, due: impl Fn(usize) -> bool) -> Result<()> {
         if !self.has_masters() {
             return Ok(());
         }
-        let stamps = ffi::stamps(&self.parameters)?;
-        let mut stale = Vec::new();
-        let (mut parameters, mut masters) = (Vec::new(), Vec::new());
-        for (index, slot) in self.slots.iter().enumerate() {
-            let (Some(master), Some(known)) = (&slot.state.master, slot.state.stamp) else {
-                continue;
-            };
-            if known == stamps[index] {
-                continue;
-            }
-            let parameter = &self.parameters[index];
-            if self.masters.of(parameter, index).kind() != Some(master.f_kind()?) {
+        let changed = self.stamps.compare(&self.parameters)?;
+        let stale = |&index: &usize| {
+            changed[index] && due(index) && self.slots[index].state.master.is_some()
+        };
+        let stale: Vec<_> = (0..self.slots.len()).filter(stale).collect();
+        if stale.is_empty() {
+            return Ok(());
+        }
+        self.check_masters(&stale)?;
+        let remainders = self.loaded_remainders(&stale)?;
+        let kept = stale.iter().filter(|&&index| self.slots[index].state.loaded.is_none());
+        let kept = kept.filter_map(|&index| {
+            Some((&self.parameters[index], self.slots[index].state.master.as_ref()?))
+        });
+        let (parameters, masters): (Vec<_>, Vec<_>) = kept.unzip();
+        ffi::masters_renew(&parameters, &masters)?;
+        self.settle(remainders)
+    }
+
+    /// Refuses a parameter whose master is of another kind than it would have now.
+    fn check_masters(&self, stale: &[usize]) -> Result<()> {
+        for &index in stale {
+            let (slot, parameter) = (&self.slots[index], &self.parameters[index]);
+            let kind = slot.state.master.as_ref().map(Tensor::f_kind).transpose()?;
+            if self.masters.of(parameter, index).kind() != kind {
                 let parameter = slot.name.clone();
                 let problem = "has another dtype than when its master weight was made; build the optimizer after the \
                                model has its dtype, or cast the model back";
                 return Err(Error::Parameter { parameter, problem });
             }
-            stale.push(index);
-            parameters.push(parameter);
-            masters.push(master);
         }
-        if stale.is_empty() {
-            return Ok(());
+        Ok(())
+    }
+
+    /// What remains of loaded numbers beside their parameters, with the indices of these.
+    fn loaded_remainders(&self, stale: &[usize]) -> Result<Vec<(usize, Tensor)>> {
+        let loaded = stale.iter().filter_map(|&index| {
+            Some((index, self.slots[index].state.loaded.as_ref()?, &self.parameters[index]))
+        });
+        let remainders = loaded.map(|(index, loaded, parameter)| {
+            Ok((index, ffi::master_remainder_of(loaded, parameter)?))
+        });
+        remainders.collect()
+    }
+
+    fn settle(&mut self, remainders: Vec<(usize, Tensor)>) -> Result<()> {
+        for (index, remainder) in remainders {
+            let state = &mut self.slots[index].state;
+            if let Some(master) = &mut state.master {
+                tch::no_grad(|| master.f_copy_(&remainder))?;
+            }
+            state.loaded = None;
         }
-        ffi::masters_renew(&parameters, &masters)?;
-        for index in stale {
-            self.slots[index].state.stamp = Some(stamps[index]);
+        Ok(())
+    }
+
+    /// Makes what the slots that are wanted need and do not have yet, masters of their parameters included.
+    pub(crate) fn complete(&mut self, wanted: impl Fn(usize) -> bool) -> Result<()> {
+        let bare = |index: &usize| self.slots[*index].state.master.is_none();
+        let bare: Vec<_> = match self.has_masters() {
+            true => (0..self.slots.len()).filter(bare).collect(),
+            false => Vec::new(),
+        };
+        let (groups, masters) = (&self.groups, self.masters);
+        let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
+        let slots = slots.filter(|(index, _)| wanted(*index));
+        complete(slots.map(|(index, (slot, parameter))| Wanted {
+            state: &mut slot.state,
+            algorithm: &groups[slot.group].algorithm,
+            parameter,
+            master: masters.of(parameter, index),
+        }))?;
+        for index in bare {
+            if self.slots[index].state.master.is_some() {
+                self.stamps.take_one(index, &self.parameters[index])?;
+            }
         }
         Ok(())
     }
 
     /// Notes that the parameters are what their masters say.
     pub(crate) fn stamp_masters(&mut self) -> Result<()> {
-        if !self.has_masters() {
-            return Ok(());
-        }
-        let stamps = ffi::stamps(&self.parameters)?;
-        for (slot, stamp) in self.slots.iter_mut().zip(stamps) {
-            slot.state.stamp = slot.state.master.is_some().then_some(stamp);
-        }
-        Ok(())
+        if self.has_masters() { self.stamps.take(&self.parameters) } else { Ok(()) }
     }
 
     fn has_masters(&self) -> bool {

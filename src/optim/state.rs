@@ -10,7 +10,6 @@ use crate::error::Result;
 use crate::ffi;
 use crate::optim::masters::Master;
 use crate::optim::{Adagrad, Adam, AdamW, Algorithm};
-use crate::sys::Stamp;
 
 /// The state of one parameter. Empty until its first gradient.
 #[derive(Debug, Default)]
@@ -20,8 +19,9 @@ pub(crate) struct State {
     pub(crate) tensors: [Option<Tensor>; KEPT],
     /// f32, or a remainder.
     pub(crate) master: Option<Tensor>,
-    /// The parameter's stamp when it was last what the master says; `None` where the master counts in any case.
-    pub(crate) stamp: Option<Stamp>,
+    /// The f32 numbers of a state that was loaded, where the master is a remainder. It is made of them when the parameter
+    /// is known that it remains of.
+    pub(crate) loaded: Option<Tensor>,
     pub(crate) first_step: FirstStep,
 }
 
@@ -119,7 +119,6 @@ type Made<'a> = (&'a mut Option<Tensor>, Tensor);
 /// made together, so that those of one kind lie in one buffer.
 pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Result<()> {
     let (mut steps, mut missing, mut copies) = (Vec::new(), Vec::new(), Vec::new());
-    let mut stamped = Vec::new();
     for Wanted { state, algorithm, parameter, master } in wanted {
         if counts_steps(algorithm, master) && state.step.is_none() {
             steps.push((&mut state.step, parameter.device()));
@@ -131,8 +130,6 @@ pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Resu
             }
         }
         if let (None, Some(kind)) = (&state.master, master.kind()) {
-            // What is written to the parameter from now on is noticed.
-            stamped.push((&mut state.stamp, parameter));
             let place = &mut state.master;
             if master == Master::Float {
                 copies.push((place, parameter));
@@ -142,7 +139,6 @@ pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Resu
             }
         }
     }
-    let stamps = ffi::stamps(stamped.iter().map(|(_, parameter)| *parameter))?;
     let mut made = zeros(steps)?;
     made.extend(filled(missing)?);
     let parameters: Vec<_> = copies.iter().map(|(_, parameter)| *parameter).collect();
@@ -150,9 +146,6 @@ pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Resu
     made.extend(places.zip(ffi::masters_new(&parameters)?));
     for (place, tensor) in made {
         *place = Some(tensor);
-    }
-    for ((place, _), stamp) in stamped.into_iter().zip(stamps) {
-        *place = Some(stamp);
     }
     Ok(())
 }

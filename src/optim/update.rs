@@ -4,10 +4,14 @@
 
 use std::sync::{Arc, Mutex};
 
+use tch::Kind;
+
+use crate::device::dtype_code;
 use crate::error::{Error, Result};
 use crate::ffi::{self, OptimParameter};
+use crate::optim::masters::Master;
 use crate::optim::optimizer::Slot;
-use crate::optim::state::{FirstStep, Skipped, Wanted, complete, used_keys};
+use crate::optim::state::{FirstStep, Skipped, used_keys};
 use crate::optim::{Algorithm, Optimizer, ScaledStep};
 use crate::sys::{self, Gradient, OptimOptions};
 
@@ -21,16 +25,7 @@ impl Optimizer {
             return Ok(());
         }
         self.renew_masters()?;
-        let mut wanted = stepped.iter().peekable();
-        let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
-        let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
-        let (groups, masters) = (&self.groups, self.masters);
-        complete(slots.map(|(index, (slot, parameter))| Wanted {
-            state: &mut slot.state,
-            algorithm: &groups[slot.group].algorithm,
-            parameter,
-            master: masters.of(parameter, index),
-        }))?;
+        self.complete(|index| stepped.binary_search(&index).is_ok())?;
         self.launch(&stepped, scaled)?;
         self.note_first_steps(&stepped, scaled);
         self.stamp_masters()
@@ -44,15 +39,37 @@ impl Optimizer {
             if gradient.gradient == 0 || frozen {
                 continue;
             }
-            if gradient.flags & sys::GRADIENT_STRIDED == 0 {
+            if let Some(problem) = self.problem(index, gradient) {
                 let parameter = format!("parameter `{}`", self.slots[index].name);
-                let problem = "is sparse, which the fused optimizers do not take; make it dense with `to_dense`, or \
-                               give the parameter to another optimizer";
                 return Err(Error::Gradient { parameter, problem });
             }
             stepped.push(index);
         }
         Ok(stepped)
+    }
+
+    /// Why a gradient cannot be taken by the step of its parameter.
+    fn problem(&self, index: usize, gradient: &Gradient) -> Option<&'static str> {
+        let has = |flag| gradient.flags & flag != 0;
+        if has(sys::GRADIENT_SPARSE) {
+            return Some(
+                "is sparse, which the fused optimizers do not take; make it dense with `to_dense`, or give the parameter to \
+                 another optimizer",
+            );
+        }
+        if !has(sys::GRADIENT_STRIDED) {
+            return Some("is neither strided nor COO sparse, or holds no data; convert it first");
+        }
+        if has(sys::GRADIENT_OTHER_SHAPE) {
+            return Some(
+                "has not the shape or the device of its parameter; drop it with `zero_grad` and run backward again",
+            );
+        }
+        let widened = self.masters.of(&self.parameters[index], index) != Master::None
+            && Some(gradient.dtype) == dtype_code(Kind::Float);
+        (has(sys::GRADIENT_OTHER_DTYPE) && !widened).then_some(
+            "has another dtype than its parameter; drop it with `zero_grad` and run backward again",
+        )
     }
 
     fn launch(&mut self, stepped: &[usize], scaled: &ScaledStep<'_>) -> Result<()> {

@@ -42,13 +42,21 @@ pub(crate) fn common_norm(mut norms: Vec<Tensor>) -> Result<Tensor> {
         return Ok(norms.swap_remove(0));
     }
     let device = norms.first().map_or(Device::Cpu, Tensor::device);
-    let norms: Vec<_> = norms.iter().map(|norm| to(norm, device)).collect::<Result<_>>()?;
-    Ok(Tensor::f_stack(&norms, 0)?.f_norm()?)
+    // On the CPU in f64: a norm too large for f32 is no infinite one. Other devices may have no f64.
+    let kind = if device == Device::Cpu { Kind::Double } else { Kind::Float };
+    let norms: Vec<_> = norms.iter().map(|norm| to(norm, device, kind)).collect::<Result<_>>()?;
+    let norm = Tensor::f_stack(&norms, 0)?.f_norm()?;
+    if kind == Kind::Double {
+        let value = norm.f_double_value(&[])?;
+        let fits = !value.is_finite() || (value as f32).is_finite();
+        return if fits { Ok(norm.f_to_kind(Kind::Float)?) } else { Ok(norm) };
+    }
+    Ok(norm)
 }
 
-/// A number as f32 on a device. A copy to the host that nobody waited for could be read before it is there.
-fn to(number: &Tensor, device: Device) -> Result<Tensor> {
-    Ok(number.f_to_device_(device, Kind::Float, device != Device::Cpu, false)?)
+/// A number on a device. A copy to the host that nobody waited for could be read before it is there.
+fn to(number: &Tensor, device: Device, kind: Kind) -> Result<Tensor> {
+    Ok(number.f_to_device_(device, kind, device != Device::Cpu, false)?)
 }
 
 pub(crate) fn tensors(found: &[FoundInf]) -> Vec<&Tensor> {

@@ -6,6 +6,7 @@ use tch::{Kind, Tensor};
 
 use crate::device::dtype_code;
 use crate::error::{Error, Result};
+use crate::ffi;
 use crate::scaler::addresses::AddressMap;
 use crate::sys::{self, Gradient};
 
@@ -122,7 +123,7 @@ pub(crate) fn change(before: Option<&Gradient>, now: &Gradient) -> Change {
         Change::None
     } else if before.gradient == 0 {
         Change::Replaced("appeared")
-    } else if before.gradient != now.gradient {
+    } else if before.gradient != now.gradient || before.memory != now.memory {
         Change::Replaced("was replaced")
     } else if before.version != now.version {
         Change::Numbers
@@ -133,7 +134,7 @@ pub(crate) fn change(before: Option<&Gradient>, now: &Gradient) -> Change {
 
 /// What a message calls a parameter.
 pub(crate) fn describe(index: usize, tensor: &Tensor, name: Option<String>) -> String {
-    let shape = if tensor.defined() { tensor.size() } else { Vec::new() };
+    let shape = ffi::sizes(tensor).unwrap_or_default();
     match name {
         Some(name) => format!("parameter `{name}` {shape:?}"),
         None => format!("parameter {index} {shape:?}"),

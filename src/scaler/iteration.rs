@@ -5,7 +5,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::ffi::{self, Interrupted};
+use crate::ffi::{self, HeldGradients, Interrupted};
 use crate::scaler::addresses::AddressMap;
 use crate::scaler::found::{FoundInf, Verdict, common_norm, overflow, recycle, tensors};
 use crate::scaler::gradients::{Change, Plan, change};
@@ -39,7 +39,7 @@ pub(crate) enum Look {
 pub(crate) struct Record {
     pub(crate) stage: Stage,
     /// The gradients as unscaling left them, in the order of the parameters.
-    gradients: Vec<Gradient>,
+    gradients: HeldGradients,
     /// The parameters, kept alive so that their identities stay theirs until the iteration ends.
     parameters: Vec<Tensor>,
     found: Vec<FoundInf>,
@@ -64,8 +64,8 @@ pub(crate) enum Owner {
 #[derive(Debug, Default)]
 pub(crate) struct Iteration {
     records: Vec<Record>,
-    /// The gradients that have been unscaled, by parameter.
-    unscaled: AddressMap<usize>,
+    /// The gradients that have been unscaled, and what holds their numbers, by parameter.
+    unscaled: AddressMap<(usize, usize)>,
     /// Flags of records were taken: the iteration is open without them.
     taken: bool,
     /// found_inf tensors of earlier iterations, to be used again.
@@ -95,8 +95,9 @@ impl Iteration {
         if let Some(record) = self.find(gradients).filter(gained_none) {
             return Owner::Record(record);
         }
-        let shared =
-            |g: &Gradient| g.gradient != 0 && self.unscaled.get(&g.parameter) == Some(&g.gradient);
+        let shared = |g: &Gradient| {
+            g.gradient != 0 && self.unscaled.get(&g.parameter) == Some(&(g.gradient, g.memory))
+        };
         gradients.iter().position(shared).map_or(Owner::Nobody, Owner::Shared)
     }
 
@@ -113,7 +114,7 @@ impl Iteration {
     pub(crate) fn open(
         &mut self,
         parameters: Vec<Tensor>,
-        gradients: Vec<Gradient>,
+        gradients: HeldGradients,
         plan: &Plan,
         scale: &Scale,
         look: Look,
@@ -155,15 +156,14 @@ impl Iteration {
             false => u8::from(scale.may_enlarge()) * sys::UNSCALE_RECHECK,
         };
         let checked = self.check(&parameters, plan, scale.tensor(), options);
-        let gradients = ffi::gradients_inspect(&parameters);
+        let gradients = HeldGradients::of(&parameters);
         let record = &mut self.records[index];
         record.parameters = parameters;
         match checked {
             Ok(found) => {
                 record.gradients = gradients?;
                 (record.stage, record.found) = (Stage::Unscaled, found);
-                let gradients = record.gradients.iter().map(|g| (g.parameter, g.gradient));
-                self.unscaled.extend(gradients);
+                self.unscaled.extend(record.unscaled());
                 Ok(())
             }
             Err(Interrupted { error, begun: false }) => {
@@ -195,11 +195,10 @@ impl Iteration {
         (record.found, record.norm) = looked?;
         if !with_norm && overflow(&record.found).is_none() {
             // The kernel of a GPU writes the same numbers back, which raises their versions.
-            record.gradients = ffi::gradients_inspect(&record.parameters)?;
+            record.gradients = HeldGradients::of(&record.parameters)?;
         }
         record.stage = Stage::Looked;
-        let gradients = record.gradients.iter().map(|g| (g.parameter, g.gradient));
-        self.unscaled.extend(gradients);
+        self.unscaled.extend(record.unscaled());
         Ok(())
     }
 
@@ -250,7 +249,7 @@ impl Iteration {
     /// Notes that a loss is being scaled: from here on, a change of an unscaled gradient may be its backward.
     pub(crate) fn note_scale(&mut self) -> Result<()> {
         for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
-            let now = ffi::gradients_inspect(&record.parameters)?;
+            let now = HeldGradients::of(&record.parameters)?;
             record.accept(now);
             record.rescaled = true;
         }
@@ -270,7 +269,7 @@ impl Iteration {
 
     /// Takes over the gradients as they are now, after a change of our own. They are looked at again only if it can
     /// have made one infinite or NaN.
-    pub(crate) fn accept(&mut self, record: usize, now: Vec<Gradient>, look_again: bool) {
+    pub(crate) fn accept(&mut self, record: usize, now: HeldGradients, look_again: bool) {
         let record = &mut self.records[record];
         record.gradients = now;
         record.dirty |= look_again;
@@ -341,7 +340,7 @@ impl Iteration {
         let found = self.check(parameters, &plan, scale, sys::UNSCALE_CHECK_ONLY);
         let found = found.map_err(|interrupted| interrupted.error)?;
         let known = &mut self.records[record];
-        known.gradients = ffi::gradients_inspect(parameters)?;
+        known.gradients = HeldGradients::of(parameters)?;
         known.dirty = false;
         known.found.extend(found);
         Ok(())
@@ -396,7 +395,7 @@ impl Iteration {
     pub(crate) fn abandon(&mut self, record: usize) {
         let record = self.records.remove(record);
         recycle(&mut self.spare, record.found);
-        for gradient in &record.gradients {
+        for gradient in record.gradients.iter() {
             self.unscaled.remove(&gradient.parameter);
         }
     }
@@ -409,6 +408,11 @@ impl Iteration {
 }
 
 impl Record {
+    /// The gradients, and what holds their numbers, by parameter.
+    fn unscaled(&self) -> impl Iterator<Item = (usize, (usize, usize))> {
+        self.gradients.iter().map(|g| (g.parameter, (g.gradient, g.memory)))
+    }
+
     /// Notes which gradients have other numbers; fails at the first that is not the one that was unscaled.
     fn compare(&mut self, now: &[Gradient]) -> std::result::Result<(), (usize, &'static str)> {
         for (index, gradient) in now.iter().enumerate() {
@@ -425,12 +429,12 @@ impl Record {
     }
 
     /// Takes over new numbers, but neither new tensors nor new gradients: the step will refuse those.
-    fn accept(&mut self, now: Vec<Gradient>) {
-        for (known, now) in self.gradients.iter_mut().zip(now) {
-            let numbers = change(Some(known), &now) == Change::Numbers;
+    fn accept(&mut self, mut now: HeldGradients) {
+        for index in 0..self.gradients.len().min(now.len()) {
+            let numbers = change(self.gradients.get(index), &now[index]) == Change::Numbers;
             self.dirty |= numbers;
-            if numbers || now.gradient == 0 {
-                *known = now;
+            if numbers || now[index].gradient == 0 {
+                self.gradients.exchange(&mut now, index);
             }
         }
     }

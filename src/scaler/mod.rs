@@ -35,6 +35,7 @@ pub use unscaled::Unscaled;
 
 use crate::device::check_usable;
 use crate::error::{Error, Result};
+use crate::ffi;
 use iteration::Iteration;
 use scale::Scale;
 
@@ -187,6 +188,16 @@ impl GradScaler {
     /// As [`scale`](Self::scale), and [`Error::Torch`] when backward fails.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         Ok(self.scale(loss)?.f_backward()?)
+    }
+
+    /// Scales a loss, runs its backward and keeps the graph, for another backward through a part of it. As
+    /// `scaler.scale(loss).backward(retain_graph=True)` in PyTorch; tch has no counterpart.
+    ///
+    /// # Errors
+    ///
+    /// As [`backward`](Self::backward).
+    pub fn backward_retain_graph(&self, loss: &Tensor) -> Result<()> {
+        ffi::backward(&self.scale(loss)?, true)
     }
 
     /// Returns the scale; 1 for a disabled scaler.

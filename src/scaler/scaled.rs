@@ -5,7 +5,7 @@
 use tch::Tensor;
 
 use crate::error::{Error, Result};
-use crate::optim::{AmpOptimizer, AmpScaling, ScaledStep, check_limit};
+use crate::optim::{AmpOptimizer, AmpScaling, ScaledStep, check_limit, explained};
 use crate::scaler::found::Verdict;
 use crate::scaler::iteration::{Look, Stage};
 use crate::scaler::outcome::Step;
@@ -65,6 +65,36 @@ impl GradScaler {
         let clip = |parameters: &[Tensor]| ffi::clip_grad_norm(parameters, max_norm, false);
         let norm = self.change_gradients(record, optimizer, !max_norm.is_finite(), clip)?;
         Ok(self.step_shared(optimizer)?.with_norm(norm))
+    }
+
+    /// Clamps every element of the unscaled gradients to `-max..=max` and steps, if all were finite before. Waits as
+    /// [`step`](Self::step). Short for [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_value_` and
+    /// [`step`](Self::step) in PyTorch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::Gradient`] for a sparse gradient; and as
+    /// [`step`](Self::step).
+    pub fn step_clip_value(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        max: f64,
+    ) -> Result<StepOutcome> {
+        self.check_whole("step_clip_value")?;
+        check_limit("max", max)?;
+        let record = match self.record(optimizer)? {
+            Some(record) => {
+                due(self.iteration.borrow().stage(record))?;
+                Some(record)
+            }
+            None => self.open(optimizer)?,
+        };
+        // What was infinite is remembered, and a clamped number is none.
+        let clamp = |parameters: &[Tensor]| {
+            ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
+        };
+        self.change_gradients(record, optimizer, false, clamp)?;
+        self.step_shared(optimizer)
     }
 
     /// Steps an optimizer that unscales and skips by itself. `clip` only where its gradients are still scaled.

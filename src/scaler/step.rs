@@ -5,7 +5,9 @@
 use tch::Tensor;
 use tch::nn::VarStore;
 
+use crate::autocast;
 use crate::error::{Error, Result};
+use crate::ffi::{self, HeldGradients};
 use crate::optim::AmpOptimizer;
 use crate::scaler::gradients::{self, Plan};
 use crate::scaler::iteration::{Iteration, Look, Owner, Stage};
@@ -13,7 +15,6 @@ use crate::scaler::outcome::Step;
 use crate::scaler::scale::Scale;
 use crate::scaler::{GradScaler, StepOutcome, Unscaled, refuse_sparse};
 use crate::sys::Gradient;
-use crate::{autocast, ffi};
 
 /// The gradients of an optimizer that has a record.
 struct Claimed<'a> {
@@ -188,7 +189,8 @@ impl GradScaler {
                 if look == Look::Norm {
                     refuse_sparse(&now, &describe)?;
                 }
-                iteration.open(parameters.into_owned(), now, &plan, scale, look)
+                let held = HeldGradients::new(&parameters, now)?;
+                iteration.open(parameters.into_owned(), held, &plan, scale, look)
             }
         }
     }
@@ -214,7 +216,7 @@ impl GradScaler {
         let mut iteration = self.iteration.borrow_mut();
         iteration.compare(record, &now, &describe)?;
         let changed = change(&parameters)?;
-        iteration.accept(record, ffi::gradients_inspect(&parameters)?, look_again);
+        iteration.accept(record, HeldGradients::of(&parameters)?, look_again);
         Ok(changed)
     }
 

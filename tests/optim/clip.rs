@@ -1,9 +1,11 @@
 //! Clipping.
 
-use tch::{Device, Kind, Tensor};
+use tch::nn::{self, OptimizerConfig as _};
+use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::{Sgd, clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
-use tch_amp::{Error, GradScaler};
+use tch_amp::{AmpOptimizer, Error, GradScaler, GradScalerConfig};
 
+use crate::common::bits::bits;
 use crate::common::for_each_device;
 use crate::{INF, NAN, leaf, set_grad, to_f64};
 
@@ -127,4 +129,116 @@ fn a_parameter_that_is_there_twice_counts_once() {
     assert_eq!(norm.double_value(&[]), 5.0);
     let got = to_f64(&w.grad());
     assert!((got[0] - 1.5).abs() < 1e-5 && (got[1] - 2.0).abs() < 1e-5, "{got:?}");
+}
+
+/// Gradients that lie in memory with gaps are added up like all others.
+#[test]
+fn gaps_in_memory_do_not_change_the_norm() {
+    let numbers = (0..400_000).map(|i| f64::from((i % 1009 * 7919) % 1009) * 1e-3 - 0.4);
+    let numbers = Tensor::from_slice(&numbers.collect::<Vec<_>>()).to_kind(Kind::Float);
+    let (dense, gapped) =
+        (numbers.view([2000, 200]), Tensor::zeros([2000, 400], (Kind::Float, Device::Cpu)));
+    let gapped = gapped.slice(1, 0, 400, 2);
+    no_grad(|| gapped.shallow_clone().copy_(&dense));
+    let with = |gradient: &Tensor| {
+        let w = Tensor::zeros([2000, 200], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        w.sum(Kind::Float).backward();
+        no_grad(|| w.grad().set_data(gradient));
+        w
+    };
+    let norm = |gradient: &Tensor| bits(&clip_grad_norm(&[with(gradient)], INF).unwrap());
+    let want = norm(&dense.contiguous());
+    let threads = tch::get_num_threads();
+    for count in [1, 2, 3, 7] {
+        tch::set_num_threads(count);
+        assert_eq!(norm(&gapped), want, "{count} threads");
+        assert_eq!(norm(&dense.contiguous()), want, "{count} threads");
+    }
+    tch::set_num_threads(threads);
+    let squares: f64 = to_f64(&dense).iter().map(|x| x * x).sum();
+    let norm = clip_grad_norm(&[with(&gapped)], INF).unwrap().double_value(&[]);
+    assert!((norm / squares.sqrt() - 1.0).abs() < 1e-7, "{norm}");
+}
+
+#[test]
+fn a_norm_that_f32_cannot_hold_is_no_infinite_one() {
+    let values = [3e38, -3e38, 2e38, 3e38];
+    let norm = (9e76f64 * 3.0 + 4e76).sqrt();
+    for gapped in [false, true] {
+        let made = || {
+            let w = leaf(&[1.0; 4], Kind::Float, Device::Cpu);
+            set_grad(&w, &values);
+            if gapped {
+                let wide = Tensor::zeros([8], (Kind::Float, Device::Cpu)).slice(0, 0, 8, 2);
+                no_grad(|| wide.shallow_clone().copy_(&w.grad()));
+                no_grad(|| w.grad().set_data(&wide));
+            }
+            w
+        };
+        let close = |found: f64, want: f64| (found / want - 1.0).abs() < 1e-6;
+        let w = made();
+        let found = clip_grad_norm_error_if_nonfinite(&[w.shallow_clone()], 1.0).unwrap();
+        assert!(close(found.double_value(&[]), norm), "{found:?}");
+        assert!(close(to_f64(&w.grad())[0], 3e38 / norm), "{:?}", to_f64(&w.grad()));
+        // Steps whose update unscales and clips; a scale below one enlarges, so that the norm decides.
+        for (scale, clip) in [(1.0, Some(1.0)), (0.9, None), (0.9, Some(1.0))] {
+            let w = made();
+            let list = vec![w.shallow_clone()];
+            let lr = if clip.is_some() { 1.0 } else { 1e-38 };
+            let mut opt = Sgd::default().build(list, lr).unwrap();
+            let config =
+                GradScalerConfig { init_scale: scale, min_scale: 0.5, ..Default::default() };
+            let mut scaler = config.build(Device::Cpu).unwrap();
+            let outcome = match clip {
+                Some(max) => scaler.step_clip_norm(&mut opt, max).unwrap(),
+                None => scaler.step(&mut opt).unwrap(),
+            };
+            assert!(outcome.is_stepped().unwrap(), "scale {scale}, clip {clip:?}");
+            let change = if clip.is_some() { 3e38 / norm } else { 3e38 / scale * lr };
+            let found = 1.0 - to_f64(&w)[0];
+            assert!(
+                (found - change).abs() < 1e-6,
+                "scale {scale}, clip {clip:?}: {found} {change}"
+            );
+        }
+        // 4e38 is infinite in f32, which is what unscaled gradients are.
+        let mut opt = Sgd::default().build(vec![made()], 1.0).unwrap();
+        let config = GradScalerConfig { init_scale: 0.75, min_scale: 0.5, ..Default::default() };
+        let mut scaler = config.build(Device::Cpu).unwrap();
+        assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
+    }
+}
+
+#[test]
+fn a_step_that_clips_by_value_is_its_three_parts() {
+    for_each_device(|device| {
+        for fused in [false, true] {
+            let run = |short: bool, values: &[f64]| {
+                let vs = tch::nn::VarStore::new(device);
+                let w = vs.root().ones("w", &[3]);
+                let mut scaler = GradScaler::new(device).unwrap();
+                let mut host = nn::Sgd::default().build(&vs, 1.0).unwrap();
+                let mut on_device = Sgd::default().build(&vs, 1.0).unwrap();
+                let opt: &mut dyn AmpOptimizer = if fused { &mut on_device } else { &mut host };
+                let factors = Tensor::from_slice(values).to_kind(Kind::Float).to_device(device);
+                scaler.backward(&(&w * factors).sum(Kind::Float)).unwrap();
+                let outcome = if short {
+                    scaler.step_clip_value(opt, 0.5).unwrap()
+                } else {
+                    let mut unscaled = scaler.unscale(opt).unwrap();
+                    unscaled.clip_grad_value(0.5).unwrap();
+                    unscaled.step().unwrap()
+                };
+                (outcome.is_stepped().unwrap(), to_f64(&w))
+            };
+            assert_eq!(run(true, &[0.25, 3.0, -9.0]), (true, vec![0.75, 0.5, 1.5]));
+            for values in [[0.25, 3.0, -9.0], [INF, 1.0, 1.0], [NAN, 0.0, 2.0]] {
+                assert_eq!(run(true, &values), run(false, &values), "{device:?} {values:?}");
+            }
+            assert_eq!(run(true, &[INF, 1.0, 1.0]), (false, vec![1.0; 3]));
+        }
+        let mut opt = Sgd::default().build(vec![leaf(&[1.0], Kind::Float, device)], 1.0).unwrap();
+        let mut scaler = GradScaler::new(device).unwrap();
+        assert!(matches!(scaler.step_clip_value(&mut opt, NAN), Err(Error::InvalidValue { .. })));
+    });
 }

@@ -12,6 +12,7 @@ mod groups;
 mod lost_updates;
 mod masters;
 mod numbers;
+mod refused;
 mod scaled;
 mod skipped;
 mod stale;

@@ -134,3 +134,143 @@ fn f32_gradients_are_no_matter_where_no_parameter_is_half() {
     let mut opt = Sgd::default().build(vec![w], 1.0).unwrap();
     assert!(matches!(opt.accumulate_in_f32(), Err(Error::NoMasterWeights)));
 }
+
+/// Everything that has f32 copies, or what takes their place.
+fn with_masters() -> Vec<(Kind, MasterWeights)> {
+    let random = MasterWeights::StochasticRounding { seed: 3 };
+    let halves = [MasterWeights::Float, MasterWeights::Remainder, random];
+    let halves = halves.map(|masters| (Kind::Half, masters));
+    let bf16 = [MasterWeights::Float, MasterWeights::Remainder];
+    halves.into_iter().chain(bf16.map(|masters| (Kind::BFloat16, masters))).collect()
+}
+
+/// Three numbers that were stepped with other gradients than 1.
+fn stepped(kind: Kind, masters: MasterWeights, device: Device) -> (Tensor, Optimizer) {
+    let w = leaf(&[1.0, 2.0, 3.0], kind, device);
+    let sgd = Sgd { momentum: 0.5, ..Sgd::default() };
+    let mut opt = sgd.build_with_master_weights(vec![w.shallow_clone()], 1e-4, masters).unwrap();
+    for _ in 0..3 {
+        set_grad(&w, &[1.0, -1.0, 0.5]);
+        opt.step().unwrap();
+    }
+    (w, opt)
+}
+
+#[test]
+fn what_is_written_after_a_state_was_loaded_is_gone_on_from() {
+    for_each_device(|device| {
+        for (kind, masters) in with_masters() {
+            let (w, mut opt) = stepped(kind, masters, device);
+            let saved = opt.state_dict().unwrap();
+            let numbers = to_f64(&saved.state["0"]["master_param"]);
+            opt.load_state_dict(&saved).unwrap();
+            let _filled = no_grad(|| w.get(1).fill_(7.0));
+            opt.set_lr(0.0).unwrap();
+            opt.step().unwrap();
+            assert_eq!(to_f64(&w)[1], 7.0, "{kind:?} {masters:?} on {device:?}");
+            let want = [numbers[0], 7.0, numbers[2]];
+            assert_eq!(to_f64(&master(&opt)), want, "{kind:?} {masters:?} on {device:?}");
+        }
+    });
+}
+
+#[test]
+fn a_state_may_be_loaded_before_its_model() {
+    for_each_device(|device| {
+        for (kind, masters) in with_masters() {
+            let (w, mut opt) = stepped(kind, masters, device);
+            let saved = opt.state_dict().unwrap();
+            let other = leaf(&[9.0, 9.0, 9.0], kind, device);
+            let sgd = Sgd { momentum: 0.5, ..Sgd::default() };
+            let list = vec![other.shallow_clone()];
+            let mut again = sgd.build_with_master_weights(list, 1e-4, masters).unwrap();
+            again.load_state_dict(&saved).unwrap();
+            // A state that is asked for meanwhile is the loaded one.
+            let meanwhile = again.state_dict().unwrap().state["0"]["master_param"].copy();
+            assert_eq!(bits(&meanwhile), bits(&saved.state["0"]["master_param"]));
+            no_grad(|| other.shallow_clone().copy_(&w));
+            for step in 0..3 {
+                for (w, opt) in [(&w, &mut opt), (&other, &mut again)] {
+                    set_grad(w, &[1.0, -1.0, 0.5]);
+                    opt.step().unwrap();
+                }
+                assert_eq!(bits(&w), bits(&other), "{kind:?} {masters:?} {step}");
+                assert_eq!(bits(&master(&opt)), bits(&master(&again)), "{masters:?} {step}");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_master_that_lies_between_two_numbers_fits_both() {
+    // Its remainder of 0x8000 makes the larger one the parameter; rounding to even gives the smaller one.
+    let number = f32::from_bits(0x3f80_8000);
+    let larger = f64::from(f32::from_bits(0x3f81_0000));
+    let w = leaf(&[larger], Kind::BFloat16, Device::Cpu);
+    let list = vec![w.shallow_clone()];
+    let sgd = Sgd::default();
+    let mut opt = sgd.build_with_master_weights(list, 0.0, MasterWeights::Float).unwrap();
+    set_grad(&w, &[1.0]);
+    opt.step().unwrap();
+    let mut saved = opt.state_dict().unwrap();
+    let master_param = Tensor::from_slice(&[number]);
+    saved.state.get_mut("0").unwrap().insert("master_param".into(), master_param);
+    for masters in [MasterWeights::Float, MasterWeights::Remainder] {
+        let list = vec![w.shallow_clone()];
+        let mut opt = sgd.build_with_master_weights(list, 0.0, masters).unwrap();
+        opt.load_state_dict(&saved).unwrap();
+        let _written = no_grad(|| w.shallow_clone().fill_(larger));
+        opt.step().unwrap();
+        assert_eq!(to_f64(&master(&opt)), [f64::from(number)], "{masters:?}");
+    }
+}
+
+/// The memory of the old numbers is free when that of the new ones is asked for, and often becomes it.
+#[test]
+fn new_data_is_noticed_in_old_memory() {
+    for run in 0..200 {
+        let (w, mut opt) = stepped(Kind::BFloat16, MasterWeights::Float, Device::Cpu);
+        opt.set_lr(0.0).unwrap();
+        opt.step().unwrap();
+        let handle = || w.shallow_clone();
+        no_grad(|| handle().set_data(&w.to_kind(Kind::Float)));
+        no_grad(|| {
+            handle().set_data(&Tensor::from_slice(&[5f32, 6.0, 7.0]).to_kind(Kind::BFloat16))
+        });
+        opt.step().unwrap();
+        assert_eq!(to_f64(&w), [5.0, 6.0, 7.0], "run {run}");
+    }
+}
+
+/// Another view of the same memory has other numbers.
+#[test]
+fn a_transposed_parameter_is_noticed() {
+    let values = [1.0, 2.0, 3.0, 4.0];
+    let w = leaf(&values, Kind::BFloat16, Device::Cpu).detach().view([2, 2]);
+    let w = w.set_requires_grad(true);
+    let list = vec![w.shallow_clone()];
+    let mut opt =
+        Sgd::default().build_with_master_weights(list, 0.0, MasterWeights::Float).unwrap();
+    w.sum(Kind::BFloat16).backward();
+    opt.step().unwrap();
+    no_grad(|| w.shallow_clone().set_data(&w.detach().tr().contiguous()));
+    no_grad(|| w.shallow_clone().set_data(&w.detach().tr()));
+    no_grad(|| w.shallow_clone().set_data(&w.detach().tr()));
+    opt.step().unwrap();
+    assert_eq!(to_f64(&w), [1.0, 3.0, 2.0, 4.0]);
+}
+
+#[test]
+fn masters_that_were_forgotten_are_made_anew() {
+    for (kind, masters) in with_masters() {
+        let (w, mut opt) = stepped(kind, masters, Device::Cpu);
+        let before = master(&opt);
+        assert_ne!(to_f64(&before), to_f64(&w), "{kind:?} {masters:?}: nothing would be forgotten");
+        opt.reset_master_weights();
+        assert!(opt.master_weight(0).unwrap().is_none(), "{kind:?} {masters:?}");
+        let rounded = to_f64(&w);
+        opt.set_lr(0.0).unwrap();
+        opt.step().unwrap();
+        assert_eq!(to_f64(&master(&opt)), rounded, "{kind:?} {masters:?}");
+    }
+}

@@ -5,6 +5,7 @@
 mod common;
 
 mod gradients;
+mod identity;
 mod losses;
 mod patience;
 mod per_loss;

@@ -60,7 +60,7 @@ impl<'a> Restore<'a> {
     }
 
     fn check_tensor(&self, part: &str, name: &str, tensor: &Tensor, entry: &Entry) -> Result<()> {
-        let (size, kind) = (tensor.size(), tensor.f_kind()?);
+        let (size, kind) = (crate::ffi::sizes(tensor)?, tensor.f_kind()?);
         let problem = if entry.size != size {
             format!(
                 "has the shape {:?} in the checkpoint, and {size:?} in the model; give a new layer another name, and \

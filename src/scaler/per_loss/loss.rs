@@ -21,14 +21,38 @@ pub(super) struct Loss {
 
 #[derive(Debug)]
 struct Found {
-    /// Whose step depends on it: the identity of its first parameter.
-    optimizer: usize,
+    /// Whose step depends on it.
+    optimizer: Identity,
     flag: FoundInf,
 }
 
-pub(super) fn identity(optimizer: &dyn AmpOptimizer) -> Result<usize> {
-    let first = ffi::identities(optimizer.parameters().get(..1).unwrap_or_default())?;
-    Ok(first.first().copied().unwrap_or_default())
+/// An optimizer, told from others by its first parameter, which is kept alive so that no other takes its place.
+#[derive(Debug)]
+pub(super) struct Identity {
+    first: Option<Tensor>,
+    identity: usize,
+}
+
+impl Identity {
+    pub(super) fn of(optimizer: &dyn AmpOptimizer) -> Result<Self> {
+        let parameters = optimizer.parameters();
+        let identities = ffi::identities(parameters.get(..1).unwrap_or_default())?;
+        let first = parameters.first().map(Tensor::shallow_clone);
+        Ok(Self { first, identity: identities.first().copied().unwrap_or_default() })
+    }
+}
+
+impl PartialEq for Identity {
+    fn eq(&self, other: &Self) -> bool {
+        self.identity == other.identity
+    }
+}
+
+impl Clone for Identity {
+    fn clone(&self) -> Self {
+        let first = self.first.as_ref().map(Tensor::shallow_clone);
+        Self { first, identity: self.identity }
+    }
 }
 
 /// The gradients from before a backward. They come back when it fails or panics.
@@ -73,8 +97,8 @@ impl Loss {
     }
 
     /// What the step of an optimizer depends on.
-    pub(super) fn found(&self, optimizer: usize) -> impl Iterator<Item = &FoundInf> {
-        let its = move |found: &&Found| found.optimizer == optimizer;
+    pub(super) fn found(&self, optimizer: &Identity) -> impl Iterator<Item = &FoundInf> {
+        let its = move |found: &&Found| found.optimizer == *optimizer;
         self.found.iter().filter(its).map(|found| &found.flag)
     }
 
@@ -106,8 +130,8 @@ impl Loss {
     }
 
     /// Forgets what was found in the gradients of an optimizer.
-    pub(super) fn abandon(&mut self, optimizer: usize) {
-        self.found.retain(|found| found.optimizer != optimizer);
+    pub(super) fn abandon(&mut self, optimizer: &Identity) {
+        self.found.retain(|found| found.optimizer != *optimizer);
         self.scaler.iteration.get_mut().set_taken(!self.found.is_empty());
     }
 
@@ -125,8 +149,9 @@ impl Loss {
             return Ok(Vec::new());
         };
         let flags = iteration.take_found(record);
-        let optimizer = identity(optimizer)?;
-        Ok(flags.into_iter().map(|flag| Found { optimizer, flag }).collect())
+        let optimizer = Identity::of(optimizer)?;
+        let found = |flag| Found { optimizer: optimizer.clone(), flag };
+        Ok(flags.into_iter().map(found).collect())
     }
 
     /// The end of its iteration; `None` where it has had no backward.

@@ -12,7 +12,7 @@ use crate::optim::AmpOptimizer;
 use crate::scaler::iteration::Stage;
 use crate::scaler::update::end_all;
 use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome};
-use loss::{Loss, identity};
+use loss::{Identity, Loss};
 
 /// A scaler for each of several losses, whose gradients add up to one step: a loss that overflows often then does not
 /// lower the scale of the others. As `num_losses` of `apex.amp.initialize`. PyTorch has no twin.
@@ -203,18 +203,33 @@ impl PerLossScalers {
         self.sums.step_clip_norm(optimizer, max_norm)
     }
 
+    /// Clamps every element of the sums and steps, as [`GradScaler::step_clip_value`], if all gradients of all losses
+    /// are finite.
+    ///
+    /// # Errors
+    ///
+    /// As [`GradScaler::step_clip_value`].
+    pub fn step_clip_value(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        max: f64,
+    ) -> Result<StepOutcome> {
+        self.look(optimizer)?;
+        self.sums.step_clip_value(optimizer, max)
+    }
+
     /// Looks at the sums, and has the step depend on what was found in their parts, too.
     fn look(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         if self.sums.record(optimizer)?.is_some() {
             // A second step: an error, or another try after one.
             return Ok(());
         }
+        let identity = Identity::of(optimizer)?;
         let Some(record) = self.sums.open(optimizer)? else {
             return Ok(());
         };
-        let optimizer = identity(optimizer)?;
         let iteration = self.sums.iteration.get_mut();
-        for flag in self.losses.iter().flat_map(|loss| loss.found(optimizer)) {
+        for flag in self.losses.iter().flat_map(|loss| loss.found(&identity)) {
             iteration.add_found(record, flag.lend());
         }
         Ok(())
@@ -261,9 +276,9 @@ impl PerLossScalers {
     ///
     /// As [`GradScaler::abandon`].
     pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
+        let identity = Identity::of(optimizer)?;
         self.sums.abandon(optimizer)?;
-        let optimizer = identity(optimizer)?;
-        self.losses.iter_mut().for_each(|loss| loss.abandon(optimizer));
+        self.losses.iter_mut().for_each(|loss| loss.abandon(&identity));
         Ok(())
     }
 

@@ -1,0 +1,168 @@
+//! What a step cannot take is refused before anything changes, however often it is tried.
+
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
+
+use crate::common::bits::bits;
+use crate::common::for_each_device;
+use crate::{algorithms, build, leaf, set_grad, to_f64};
+
+/// The numbers of all parameters, states and masters.
+fn all(opt: &mut Optimizer) -> Vec<Vec<f64>> {
+    let state = opt.state_dict().unwrap().state;
+    let tensors = state.values().flat_map(|tensors| tensors.values()).map(to_f64);
+    opt.trainable_variables().iter().map(to_f64).chain(tensors).collect()
+}
+
+#[test]
+fn an_expanded_parameter_keeps_the_others_from_changing() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            let plain = leaf(&[1.0, 2.0, 3.0], Kind::Float, device);
+            let one = Tensor::ones([1], (Kind::Float, device));
+            let expanded = one.expand([3], false).set_requires_grad(true);
+            let list = vec![plain.shallow_clone(), expanded.shallow_clone()];
+            let mut opt = build(algorithm, list, 0.1);
+            (&plain + &expanded).sum(Kind::Float).backward();
+            for _ in 0..3 {
+                let error = opt.step().unwrap_err().to_string();
+                assert!(error.contains("share memory"), "{error}");
+                assert_eq!(to_f64(&plain), [1.0, 2.0, 3.0], "{algorithm:?} on {device:?}");
+                assert_eq!(to_f64(&one), [1.0], "{algorithm:?} on {device:?}");
+            }
+            // Nothing was counted either.
+            let state = opt.state_dict().unwrap().state;
+            let steps = state.values().filter_map(|tensors| tensors.get("step"));
+            assert!(steps.into_iter().all(|step| to_f64(step) == [0.0]), "{algorithm:?}");
+        }
+    });
+}
+
+/// Inference mode makes tensors that nobody may change outside, which shows only when the result is copied back.
+#[test]
+fn a_state_that_cannot_be_written_is_found_out_before_the_first_update() {
+    let plain = leaf(&[1.0, 2.0], Kind::Float, Device::Cpu);
+    let gapped = leaf(&[1.0, 2.0, 3.0, 4.0], Kind::Float, Device::Cpu).detach();
+    let gapped = gapped.view([2, 2]).slice(1, 0, 1, 1).set_requires_grad(true);
+    let list = vec![plain.shallow_clone(), gapped.shallow_clone()];
+    let mut opt = AdamW::default().build(list, 0.1).unwrap();
+    let backward = || (plain.sum(Kind::Float) + gapped.sum(Kind::Float)).backward();
+    backward();
+    opt.step().unwrap();
+    let mut moment = opt.state_dict().unwrap().state["1"]["exp_avg"].shallow_clone();
+    let shared = Tensor::zeros([1, 1], (Kind::Float, Device::Cpu)).expand([2, 1], false);
+    no_grad(|| moment.set_data(&shared));
+    let before = all(&mut opt);
+    for _ in 0..2 {
+        assert!(opt.step().unwrap_err().to_string().contains("share memory"));
+        assert_eq!(all(&mut opt), before);
+    }
+    no_grad(|| moment.set_data(&Tensor::zeros([2, 1], (Kind::Float, Device::Cpu))));
+    opt.step().unwrap();
+}
+
+/// The tensors of a state are the optimizer's own, and anybody can take their memory away.
+#[test]
+fn a_state_without_its_memory_is_an_error() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            let w = leaf(&[1.0, 2.0, 3.0], Kind::Float, device);
+            let mut opt = build(algorithm, vec![w.shallow_clone()], 0.1);
+            set_grad(&w, &[1.0, 1.0, 1.0]);
+            opt.step().unwrap();
+            let state = opt.state_dict().unwrap().state;
+            let Some(tensors) = state.get("0") else { continue };
+            for (key, tensor) in tensors {
+                let size = tensor.size();
+                let kept = tensor.copy();
+                let empty = Tensor::empty([0], (Kind::Float, device));
+                let wrong = [
+                    empty,
+                    Tensor::zeros([7], (Kind::Float, device)),
+                    Tensor::zeros(&size[..], (Kind::Double, device)),
+                    Tensor::internal_efficientzerotensor(&size[..], (Kind::Float, device)),
+                ];
+                for wrong in wrong {
+                    let before = to_f64(&w);
+                    no_grad(|| tensor.shallow_clone().set_data(&wrong));
+                    let error = opt.step().unwrap_err().to_string();
+                    assert_eq!(to_f64(&w), before, "{algorithm:?} {key} {wrong:?}: {error}");
+                }
+                no_grad(|| tensor.shallow_clone().set_data(&kept));
+                opt.step().unwrap();
+            }
+            // Without any memory at all.
+            for tensor in tensors.values() {
+                let _emptied = no_grad(|| tensor.shallow_clone().set_());
+            }
+            assert!(opt.step().is_err(), "{algorithm:?}");
+        }
+    });
+}
+
+#[test]
+fn a_copy_on_write_parameter_leaves_its_original_alone() {
+    for algorithm in algorithms() {
+        let original = leaf(&[1.0, 2.0, 3.0], Kind::Float, Device::Cpu).detach();
+        let twin = original.copy().set_requires_grad(true);
+        let w = original.internal_lazy_clone().detach().set_requires_grad(true);
+        let mut opt = build(algorithm, vec![w.shallow_clone()], 0.1);
+        let mut twins = build(algorithm, vec![twin.shallow_clone()], 0.1);
+        for _ in 0..2 {
+            set_grad(&w, &[1.0, -1.0, 0.5]);
+            set_grad(&twin, &[1.0, -1.0, 0.5]);
+            // A gradient, too, may share its memory until somebody writes.
+            let lazy = w.grad().internal_lazy_clone();
+            no_grad(|| w.grad().set_data(&lazy));
+            opt.step().unwrap();
+            twins.step().unwrap();
+        }
+        assert_eq!(to_f64(&original), [1.0, 2.0, 3.0], "{algorithm:?}");
+        assert_eq!(bits(&w), bits(&twin), "{algorithm:?}");
+    }
+}
+
+/// Memory in another order than the gradient's, or with gaps, is worked on in a copy that has to come back.
+#[test]
+fn memory_in_any_order_gives_the_same_numbers() {
+    for masters in [MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder] {
+        for layout in 0..3 {
+            let numbers = Tensor::arange(64 * 48, (Kind::Float, Device::Cpu)).sin().view([64, 48]);
+            let dense = numbers.to_kind(Kind::BFloat16).set_requires_grad(true);
+            let other = match layout {
+                0 => numbers.tr().contiguous().to_kind(Kind::BFloat16).tr(),
+                1 => Tensor::zeros([64, 64], (Kind::BFloat16, Device::Cpu)).narrow(1, 8, 48),
+                _ => Tensor::zeros([128, 48], (Kind::BFloat16, Device::Cpu)).slice(0, 1, 128, 2),
+            };
+            no_grad(|| other.shallow_clone().copy_(&dense));
+            let other = other.detach().set_requires_grad(true);
+            let made = |w: &Tensor| {
+                let second = leaf(&[1.0, 2.0], Kind::BFloat16, Device::Cpu);
+                let list = vec![w.shallow_clone(), second.shallow_clone()];
+                let adamw = AdamW { amsgrad: true, ..AdamW::default() };
+                (adamw.build_with_master_weights(list, 1e-2, masters).unwrap(), second)
+            };
+            let (mut one, first) = made(&dense);
+            let (mut two, second) = made(&other);
+            for step in 0..3 {
+                for (w, second, opt) in [(&dense, &first, &mut one), (&other, &second, &mut two)] {
+                    opt.zero_grad().unwrap();
+                    let factors = (&numbers + step as f64).cos().to_kind(Kind::BFloat16);
+                    let loss = (w * factors).sum(Kind::BFloat16) + second.sum(Kind::BFloat16);
+                    loss.backward();
+                    opt.step().unwrap();
+                }
+            }
+            let message = format!("{masters:?}, layout {layout}");
+            assert_eq!(bits(&dense), bits(&other.contiguous()), "{message}");
+            assert_eq!(bits(&first), bits(&second), "{message}");
+            let (one, two) = (one.state_dict().unwrap().state, two.state_dict().unwrap().state);
+            for (name, tensors) in &one {
+                for (key, tensor) in tensors {
+                    let others = two[name][key].contiguous();
+                    assert_eq!(bits(tensor), bits(&others), "{message}: {name} {key}");
+                }
+            }
+        }
+    }
+}

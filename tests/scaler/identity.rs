@@ -1,0 +1,164 @@
+//! Gradients, parameters and optimizers that go and leave their memory to others.
+
+use tch::nn::OptimizerConfig as _;
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::optim::{AdamW, Sgd};
+use tch_amp::{AmpOptimizer, Error, GradScaler, PerLossScalers};
+
+use crate::common::for_each_device;
+use crate::{Descent, INF, loss, model, scaler};
+
+fn scalers(device: Device) -> [GradScaler; 2] {
+    [GradScaler::skip_only(device).unwrap(), scaler(device)]
+}
+
+/// Runs `attack` between `unscale_` and `step`, so often that freed memory is used again.
+fn replaced(attack: impl Fn(&Tensor)) {
+    for_each_device(|device| {
+        for run in 0..100 {
+            for mut scaler in scalers(device) {
+                let (_vs, w, mut opt) = model(device);
+                scaler.backward(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
+                scaler.unscale_(&mut opt).unwrap();
+                attack(&w);
+                let error = scaler.step(&mut opt).unwrap_err();
+                let how = matches!(error, Error::GradientChanged { .. });
+                assert!(how, "run {run} on {device:?}: {error}");
+            }
+        }
+    });
+}
+
+fn drop_gradient(w: &Tensor) {
+    let list = vec![w.shallow_clone()];
+    Sgd::default().build(list, 0.0).unwrap().zero_grad().unwrap();
+}
+
+#[test]
+fn a_gradient_that_was_made_anew_is_no_unscaled_one() {
+    replaced(|w| {
+        drop_gradient(w);
+        loss(w, &[1.0, INF, 1.0]).backward();
+        // The version of the gradient that was unscaled by a multiplication in place.
+        let _same = no_grad(|| w.grad().g_mul_scalar_(1.0));
+    });
+}
+
+#[test]
+fn nor_is_the_first_of_two_backwards() {
+    replaced(|w| {
+        drop_gradient(w);
+        loss(w, &[1.0, 1.0, 1.0]).backward();
+        loss(w, &[1.0, INF, 1.0]).backward();
+    });
+}
+
+#[test]
+fn a_gradient_with_new_data_is_no_unscaled_one() {
+    replaced(|w| {
+        let new = Tensor::from_slice(&[1.0f32, f32::INFINITY, 1.0]).to_device(w.device());
+        no_grad(|| w.grad().set_data(&new));
+    });
+}
+
+/// Where it is the same address again, `update` must not take the new gradients for half-unscaled ones, nor a second
+/// optimizer's parameter for the first one's.
+#[test]
+fn optimizers_come_and_go_within_an_iteration() {
+    for_each_device(|device| {
+        for _ in 0..100 {
+            let mut scaler = scaler(device);
+            for value in [1.0, 2.0, 3.0] {
+                let w = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
+                let mut opt = Descent(vec![w.shallow_clone()]);
+                scaler.backward(&loss(&w, &[value; 3])).unwrap();
+                scaler.unscale_(&mut opt).unwrap();
+                assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+                assert_eq!(w.double_value(&[0]), 1.0 - value);
+            }
+            scaler.update().unwrap();
+        }
+    });
+}
+
+#[test]
+fn what_one_optimizer_overflowed_is_not_held_against_another_in_its_place() {
+    for_each_device(|device| {
+        for run in 0..100 {
+            let mut scalers = PerLossScalers::new(device, 1).unwrap();
+            let made = |value: f64| {
+                let w = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
+                (loss(&w, &[value; 3]), Descent(vec![w]))
+            };
+            let (loss, mut opt) = made(INF);
+            scalers.backward(0, &loss, &mut opt).unwrap();
+            drop((loss, opt));
+            let (loss, mut opt) = made(1e-6);
+            scalers.backward(0, &loss, &mut opt).unwrap();
+            assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap(), "run {run}");
+        }
+    });
+}
+
+/// A gradient that vanished and came again was not unscaled.
+#[test]
+fn a_gradient_that_vanished_has_appeared_when_it_is_back() {
+    for_each_device(|device| {
+        let (_vs, w, mut opt) = model(device);
+        let mut scaler = scaler(device);
+        scaler.backward(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
+        scaler.unscale_(&mut opt).unwrap();
+        drop_gradient(&w);
+        // A second loss that is scaled takes note of what is there.
+        let second = scaler.scale(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
+        second.backward();
+        let error = scaler.step(&mut opt).unwrap_err();
+        assert!(matches!(error, Error::GradientChanged { how: "appeared", .. }), "{error}");
+    });
+}
+
+#[test]
+fn a_gradient_of_another_shape_or_dtype_is_named() {
+    for_each_device(|device| {
+        for (new, problem) in [
+            (Tensor::ones([4], (Kind::Float, device)), "has not the shape"),
+            (Tensor::ones([3], (Kind::Double, device)), "has another dtype"),
+        ] {
+            let w = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
+            let vs = vec![("layer.w", w.shallow_clone())];
+            let mut opt = AdamW::default().build(vs, 0.1).unwrap();
+            let mut scaler = scaler(device);
+            scaler.backward(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
+            no_grad(|| w.grad().set_data(&new));
+            for error in
+                [scaler.step(&mut opt).unwrap_err(), AmpOptimizer::step(&mut opt).unwrap_err()]
+            {
+                assert!(matches!(error, Error::Gradient { .. }), "{error}");
+                let text = error.to_string();
+                assert!(text.contains("`layer.w`") && text.contains(problem), "{text}");
+            }
+            assert_eq!(w.double_value(&[0]), 1.0);
+            // What the message advises.
+            opt.zero_grad().unwrap();
+            scaler.abandon(&mut opt).unwrap();
+            scaler.backward(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
+            assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+        }
+    });
+}
+
+#[test]
+fn a_graph_that_is_kept_can_be_run_again() {
+    for_each_device(|device| {
+        let (_vs, w, mut opt) = model(device);
+        let mut scaler = scaler(device);
+        let common = loss(&w, &[1.0, 1.0, 1.0]).square();
+        scaler.backward_retain_graph(&common).unwrap();
+        scaler.backward(&(&common * 2.0)).unwrap();
+        scaler.unscale_(&mut opt).unwrap();
+        assert_eq!(w.grad().double_value(&[0]), 18.0);
+        let mut twice = tch::nn::Sgd::default().build(&_vs, 1.0).unwrap();
+        assert!(scaler.backward(&common).is_err(), "its graph is gone");
+        twice.zero_grad();
+    });
+}
