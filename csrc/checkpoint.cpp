@@ -43,6 +43,10 @@ void tamp_elements_read(const tamp_tensor *from, int64_t first, uint8_t *to, siz
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     if (len == 0) return;
+    if (tamp::tensor(from)._is_zerotensor()) {
+      std::memset(to, 0, len);
+      return;
+    }
     const Tensor elements = range(tamp::tensor(from), first, len);
     if (elements.is_cpu()) {
       std::memcpy(to, elements.const_data_ptr(), len);

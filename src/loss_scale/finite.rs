@@ -88,7 +88,7 @@ pub(super) const GRADS_FINITE: &str = "the number of elements of grads_finite";
 
 /// A one-element tensor as a bool of no dimensions. `field` is what an error calls the number of its elements.
 pub(super) fn flag(field: &'static str, tensor: &Tensor) -> Result<Tensor> {
-    let elements = if tensor.defined() { tensor.numel() } else { 0 };
+    let elements: i64 = ffi::sizes(tensor).map_or(0, |sizes| sizes.iter().product());
     if elements != 1 {
         return Err(Error::InvalidValue { field, value: elements as f64, rule: "1" });
     }

@@ -1,0 +1,54 @@
+//! Custom functions and the checks of their derivatives.
+
+use tch::{Kind, Tensor};
+use tch_amp::{function, gradcheck};
+
+use crate::{assert_takes, with_each_kind};
+
+#[test]
+fn inputs_and_outputs() {
+    let taken = with_each_kind("a function's input", |tensor| {
+        let doubled = function(
+            |ctx, x| {
+                ctx.save_for_backward(x);
+                Ok(x[0].f_add(x[0])?)
+            },
+            |ctx, g| {
+                let [_saved] = ctx.saved_tensors()?;
+                Ok([Some(g[0].f_add(&g[0])?)])
+            },
+        );
+        let output = doubled.apply(&[&tensor])?;
+        if output.requires_grad() {
+            output.f_sum(output.f_kind()?)?.f_backward()?;
+        }
+        Ok(())
+    });
+    assert_takes("a function's input", &taken, &["f32", "bf16", "with gaps", "a leaf", "recorded"]);
+    with_each_kind("a function's output", |tensor| {
+        let input = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
+        let given = tensor.shallow_clone();
+        let made = function(
+            move |_, _| Ok(given.shallow_clone()),
+            |_, g| Ok([Some(g[0].f_sum(Kind::Float)?.f_expand([2], false)?)]),
+        );
+        let output = made.apply(&[&input])?;
+        if output.defined() && output.requires_grad() {
+            output.f_sum(output.f_kind()?)?.f_backward()?;
+        }
+        Ok(())
+    });
+    with_each_kind("a gradient that a backward returns", |tensor| {
+        let input = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
+        let given = tensor.shallow_clone();
+        let made =
+            function(|_, x| Ok(x[0].f_add(x[0])?), move |_, _| Ok([Some(given.shallow_clone())]));
+        made.apply(&[&input])?.f_sum(Kind::Float)?.f_backward()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn inputs_of_gradcheck() {
+    with_each_kind("gradcheck", |tensor| gradcheck(|x| x[0].f_add(x[0]), &[tensor]).map(drop));
+}

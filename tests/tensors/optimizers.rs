@@ -1,0 +1,294 @@
+//! Parameters, gradients, states and scales.
+
+use std::collections::BTreeMap;
+
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::optim::{
+    Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd, clip_grad_norm, clip_grad_value,
+};
+use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, Parameters, Result};
+
+use crate::{assert_takes, numbers, with_each_kind, witness};
+
+const ALGORITHMS: usize = 4;
+
+fn build(algorithm: usize, list: Vec<Tensor>, masters: MasterWeights) -> Result<Optimizer> {
+    match algorithm {
+        0 => AdamW { amsgrad: true, ..AdamW::default() }
+            .build_with_master_weights(list, 0.1, masters),
+        1 => Adam::default().build_with_master_weights(list, 0.1, masters),
+        2 => Sgd { momentum: 0.9, ..Sgd::default() }.build_with_master_weights(list, 0.1, masters),
+        _ => Adagrad::default().build_with_master_weights(list, 0.1, masters),
+    }
+}
+
+fn masters() -> [MasterWeights; 4] {
+    let random = MasterWeights::StochasticRounding { seed: 1 };
+    [MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder, random]
+}
+
+/// Gives `w` a gradient, as a backward or somebody's own hand.
+fn give(w: &Tensor, gradient: &Tensor) -> Result<()> {
+    let plain = w.f_sum(w.f_kind()?)?;
+    plain.f_backward()?;
+    let mut held = w.f_grad()?;
+    no_grad(|| held.f_set_data(gradient))?;
+    Ok(())
+}
+
+/// An optimizer of one's own.
+struct Mine(Vec<Tensor>);
+
+impl AmpOptimizer for Mine {
+    fn parameters(&self) -> Parameters<'_> {
+        self.0.as_slice().into()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        no_grad(|| {
+            for w in &mut self.0 {
+                let gradient = w.f_grad()?;
+                if gradient.defined() {
+                    let _stepped = w.f_sub_(&gradient)?;
+                }
+            }
+            Ok(())
+        })
+    }
+}
+
+/// All ways from gradients to a step.
+fn ways() -> [(&'static str, fn(&mut GradScaler, &mut dyn AmpOptimizer) -> Result<()>); 5] {
+    [
+        ("step", |scaler, opt| scaler.step(opt).map(drop)),
+        ("step_clip_norm", |scaler, opt| scaler.step_clip_norm(opt, 0.5).map(drop)),
+        ("step_clip_value", |scaler, opt| scaler.step_clip_value(opt, 0.5).map(drop)),
+        ("unscale_", |scaler, opt| {
+            scaler.unscale_(opt)?;
+            scaler.non_finite_gradients(opt)?;
+            scaler.step(opt).map(drop)
+        }),
+        ("unscale", |scaler, opt| {
+            let mut unscaled = scaler.unscale(opt)?;
+            let _norm = unscaled.clip_grad_norm(0.5)?;
+            unscaled.clip_grad_value(0.1)?;
+            unscaled.step().map(drop)
+        }),
+    ]
+}
+
+fn scaler() -> GradScaler {
+    let config =
+        GradScalerConfig { init_scale: 4.0, allow_fp16_gradients: true, ..Default::default() };
+    config.build(Device::Cpu).unwrap()
+}
+
+/// Runs `step` over a witness and a tensor. Where a step of this crate fails, the witness must not have changed; one of
+/// somebody else's may have got half way.
+fn beside_a_witness(
+    tensor: &Tensor,
+    fused: bool,
+    step: impl FnOnce(Vec<Tensor>) -> Result<()>,
+) -> Result<()> {
+    let witness = witness();
+    (&witness * 2.0).sum(Kind::Float).backward();
+    let stepped = step(vec![witness.shallow_clone(), tensor.shallow_clone()]);
+    if fused && stepped.is_err() {
+        assert_eq!(numbers(&witness), [1.0, 2.0], "{stepped:?}");
+    }
+    stepped
+}
+
+#[test]
+fn parameters() {
+    for algorithm in 0..ALGORITHMS {
+        for masters in masters() {
+            let what = format!("algorithm {algorithm} with {masters:?}");
+            let taken = with_each_kind(&what, |tensor| {
+                let tensor = tensor.f_detach()?.f_set_requires_grad(true)?;
+                tensor.f_sum(Kind::Float)?.f_backward()?;
+                beside_a_witness(&tensor, true, |list| build(algorithm, list, masters)?.step())
+            });
+            assert_takes(&what, &taken, &["f32", "f64", "bf16", "f16", "empty", "transposed"]);
+            assert_takes(&what, &taken, &["with gaps", "with huge strides", "copy-on-write"]);
+        }
+    }
+}
+
+#[test]
+fn parameters_under_a_scaler() {
+    for (way, step) in ways() {
+        for fused in [false, true] {
+            let what = format!("{way}, fused: {fused}");
+            let taken = with_each_kind(&what, |tensor| {
+                let tensor = tensor.f_detach()?.f_set_requires_grad(true)?;
+                tensor.f_sum(Kind::Float)?.f_backward()?;
+                beside_a_witness(&tensor, fused, |list| match fused {
+                    true => step(&mut scaler(), &mut build(0, list, MasterWeights::None)?),
+                    false => step(&mut scaler(), &mut Mine(list)),
+                })
+            });
+            assert_takes(&what, &taken, &["f32", "f64", "bf16", "f16", "with gaps", "transposed"]);
+        }
+    }
+}
+
+#[test]
+fn gradients() {
+    for (way, step) in ways() {
+        for fused in [false, true] {
+            let what = format!("the gradient of {way}, fused: {fused}");
+            with_each_kind(&what, |gradient| {
+                let kind = if gradient.defined() { gradient.f_kind()? } else { Kind::Float };
+                let floating =
+                    matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
+                let kind = if floating { kind } else { Kind::Float };
+                for size in [vec![2, 3], vec![2], vec![]] {
+                    let w = Tensor::ones(size, (kind, Device::Cpu)).set_requires_grad(true);
+                    if give(&w, &gradient).is_err() {
+                        continue;
+                    }
+                    beside_a_witness(&w, fused, |list| match fused {
+                        true => step(&mut scaler(), &mut build(0, list, MasterWeights::None)?),
+                        false => step(&mut scaler(), &mut Mine(list)),
+                    })
+                    .ok();
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+/// A zero without memory and a view of other numbers are gradients like others.
+#[test]
+fn gradients_that_are_no_memory_count_by_their_numbers() {
+    for (way, step) in ways() {
+        for fused in [false, true] {
+            for (gradient, change) in [
+                (Tensor::internal_efficientzerotensor([2], (Kind::Float, Device::Cpu)), 0.0),
+                (Tensor::from_slice(&[-0.25f32, -0.25]).internal_neg_view(), 0.25),
+                (Tensor::from_slice(&[0.25f32, 0.25]).internal_lazy_clone(), 0.25),
+            ] {
+                let w = witness();
+                give(&w, &gradient).unwrap();
+                let list = vec![w.shallow_clone()];
+                let mut sgd = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
+                let mut mine = Mine(list);
+                let opt: &mut dyn AmpOptimizer = if fused { &mut sgd } else { &mut mine };
+                let mut scaler = scaler();
+                match step(&mut scaler, opt) {
+                    Ok(()) => {
+                        let clipped =
+                            if way == "unscale" { 0.1f64.min(change / 4.0) } else { change / 4.0 };
+                        let want = [1.0 - clipped, 2.0 - clipped];
+                        assert_eq!(numbers(&w), want, "{way}, fused: {fused}, {change}");
+                    }
+                    Err(error) => assert_eq!(numbers(&w), [1.0, 2.0], "{way}: {error}"),
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn clipping() {
+    with_each_kind("clip_grad_norm", |gradient| {
+        let w = Tensor::ones([2, 3], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        if give(&w, &gradient).is_err() {
+            return Ok(());
+        }
+        let all = [witness(), w];
+        clip_grad_value(&all, 2.0)?;
+        clip_grad_norm(&all, 0.5).map(drop)
+    });
+}
+
+#[test]
+fn saved_states() {
+    for algorithm in 0..ALGORITHMS {
+        let masters = MasterWeights::Float;
+        let made = || {
+            let w = Tensor::ones([2, 3], (Kind::BFloat16, Device::Cpu)).set_requires_grad(true);
+            w.sum(Kind::BFloat16).backward();
+            let mut opt = build(algorithm, vec![w.shallow_clone()], masters).unwrap();
+            opt.step().unwrap();
+            (w, opt)
+        };
+        let (_, mut first) = made();
+        let saved = first.state_dict().unwrap();
+        for key in saved.state["0"].keys() {
+            let what = format!("{key} of algorithm {algorithm}, loaded");
+            let taken = with_each_kind(&what, |tensor| {
+                let (w, mut opt) = made();
+                let before = copies(&mut opt);
+                let mut given = opt.state_dict()?;
+                given.state.get_mut("0").unwrap().insert(key.clone(), tensor);
+                let loaded = opt.load_state_dict(&given);
+                if loaded.is_err() {
+                    assert_eq!(copies(&mut opt), before, "{what}");
+                    let weights = numbers(&w);
+                    opt.step()?;
+                    assert_ne!(numbers(&w), weights, "{what}");
+                    return loaded;
+                }
+                opt.step()
+            });
+            let fitting: &[&str] = if key == "step" {
+                &["of no dimensions"]
+            } else {
+                &["f32", "f64", "bf16", "with gaps", "expanded", "negative", "zero without memory"]
+            };
+            assert_takes(&what, &taken, fitting);
+            let what = format!("{key} of algorithm {algorithm}, replaced in its place");
+            with_each_kind(&what, |tensor| {
+                let (w, mut opt) = made();
+                let mut kept = opt.state_dict()?.state["0"][key].shallow_clone();
+                let before = numbers(&w);
+                if no_grad(|| kept.f_set_data(&tensor)).is_err() {
+                    return Ok(());
+                }
+                let stepped = opt.step();
+                if stepped.is_err() {
+                    assert_eq!(numbers(&w), before, "{what}");
+                }
+                stepped
+            });
+        }
+    }
+}
+
+fn copies(opt: &mut Optimizer) -> BTreeMap<String, Vec<f64>> {
+    let state = opt.state_dict().unwrap().state;
+    let tensors = state.values().flat_map(|tensors| tensors.iter());
+    tensors.map(|(key, tensor)| (key.clone(), numbers(tensor))).collect()
+}
+
+#[test]
+fn scales() {
+    let taken = with_each_kind("update_with_tensor", |tensor| {
+        let mut scaler = scaler();
+        let updated = scaler.update_with_tensor(&tensor);
+        if updated.is_err() {
+            assert_eq!(scaler.get_scale()?, 4.0);
+        }
+        updated
+    });
+    assert_takes("update_with_tensor", &taken, &["of no dimensions"]);
+    let taken = with_each_kind("scale", |tensor| scaler().scale(&tensor).map(drop));
+    assert_takes("scale", &taken, &["f32", "bf16", "with gaps", "negative", "sparse COO"]);
+    with_each_kind("backward", |tensor| scaler().backward(&tensor));
+    with_each_kind("backward_retain_graph", |tensor| scaler().backward_retain_graph(&tensor));
+}
+
+#[test]
+fn lists_of_parameters() {
+    for algorithm in [Algorithm::from(AdamW::default()), Algorithm::from(Sgd::default())] {
+        let what = format!("{algorithm:?}");
+        let taken = with_each_kind(&what, |tensor| {
+            build(0, vec![witness()], MasterWeights::None)?.add_param_group(vec![tensor]).map(drop)
+        });
+        assert_takes(&what, &taken, &["f32", "f64", "bf16", "f16", "empty"]);
+        assert!(!taken.contains(&"undefined") && !taken.contains(&"i64"));
+    }
+}
