@@ -42,6 +42,16 @@ const SOURCES: &[&str] = &[
 const FLAGS: [&str; 4] =
     ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"];
 
+/// What finds reads and writes outside of memory, leaks and undefined behaviour. The virtual tables of libtorch's classes
+/// are not ours to check.
+const SANITIZE: [&str; 5] = [
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=vptr",
+    "-fno-sanitize-recover=undefined",
+    "-fno-omit-frame-pointer",
+    "-g1",
+];
+
 fn main() {
     println!("cargo:rustc-check-cfg=cfg(tamp_testing)");
     if env::var_os("CARGO_FEATURE_DOC_ONLY").is_some() {
@@ -134,6 +144,13 @@ impl Libtorch {
             shim.define("TAMP_TESTING", None);
             println!("cargo:rustc-cfg=tamp_testing");
         }
+        // For `cargo xtask sanitize`.
+        let sanitized = variable("TCH_AMP_SANITIZE").is_some();
+        if sanitized {
+            SANITIZE.iter().for_each(|flag| {
+                shim.flag(flag);
+            });
+        }
         for source in SOURCES {
             shim.file(Path::new("csrc").join(source));
         }
@@ -143,6 +160,10 @@ impl Libtorch {
              or set CXX to one",
         )?;
         self.link(&out);
+        if sanitized {
+            println!("cargo:rustc-link-lib=dylib=asan");
+            println!("cargo:rustc-link-lib=dylib=ubsan");
+        }
         Ok(())
     }
 

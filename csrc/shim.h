@@ -433,6 +433,11 @@ enum { TAMP_TESTING_TORCH_ERROR = 0, TAMP_TESTING_BAD_ALLOC = 1, TAMP_TESTING_IN
 // Zero calls it off. Returns what was left of the last one: zero if it has failed.
 int64_t tamp_testing_fail_at(int64_t call, uint8_t kind) TAMP_NOEXCEPT;
 
+enum { TAMP_TESTING_OVERFLOW = 0, TAMP_TESTING_FREED = 1, TAMP_TESTING_UNDEFINED = 2, TAMP_TESTING_LEAK = 3 };
+
+// Does what a sanitizer has to find: writes behind memory or to freed memory, overflows an integer, or loses memory.
+void tamp_testing_fault(uint8_t kind) TAMP_NOEXCEPT;
+
 // Makes the optimizers of the calling thread treat the CPU as they do other devices.
 void tamp_testing_as_other_device(uint8_t enabled) TAMP_NOEXCEPT;
 

@@ -2,10 +2,13 @@
 
 #ifdef TAMP_TESTING
 
+#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 
 #include <cstdlib>
 #include <cstring>
+#include <limits>
+#include <memory>
 #include <new>
 #include <optional>
 
@@ -45,6 +48,27 @@ int64_t tamp_testing_fail_at(int64_t call, uint8_t kind) noexcept {
   countdown = call;
   exception = kind;
   return before;
+}
+
+void tamp_testing_fault(uint8_t kind) noexcept {
+  volatile int zero = 0;
+  if (kind == TAMP_TESTING_OVERFLOW) {
+    const std::unique_ptr<char[]> memory(new char[8]);
+    char *volatile unknown = memory.get();  // a compiler that knew its size would say so itself
+    unknown[8 + zero] = 1;
+  } else if (kind == TAMP_TESTING_FREED) {
+    const at::Tensor tensor = at::zeros({4});
+    volatile float *memory = tensor.mutable_data_ptr<float>();
+    tensor.unsafeGetTensorImpl()->release_resources();
+    memory[zero] = 1;
+  } else if (kind == TAMP_TESTING_UNDEFINED) {
+    volatile int largest = std::numeric_limits<int>::max();
+    largest = largest + 1;
+  } else {
+    void *volatile lost = std::malloc(1234);
+    lost = nullptr;
+    (void)lost;
+  }
 }
 
 void tamp_testing_as_other_device(uint8_t enabled) noexcept { other_device = enabled != 0; }

@@ -121,6 +121,13 @@ pub(crate) fn testing_inference_mode(enabled: bool) {
     unsafe { sys::tamp_testing_inference_mode(enabled.into()) }
 }
 
+/// Does what a sanitizer has to find.
+#[cfg(all(test, tamp_testing))]
+pub(crate) fn testing_fault(kind: u8) {
+    // SAFETY: there is none; a build without a sanitizer must not call it.
+    unsafe { sys::tamp_testing_fault(kind) }
+}
+
 /// Has the optimizers of this thread treat the CPU as they do other devices.
 #[cfg(all(test, tamp_testing))]
 pub(crate) fn testing_as_other_device(enabled: bool) {

@@ -210,6 +210,14 @@ pub(crate) const TESTING_TORCH_ERROR: u8 = 0;
 pub(crate) const TESTING_BAD_ALLOC: u8 = 1;
 #[cfg(all(test, tamp_testing))]
 pub(crate) const TESTING_INT: u8 = 2;
+#[cfg(all(test, tamp_testing))]
+pub(crate) const TESTING_OVERFLOW: u8 = 0;
+#[cfg(all(test, tamp_testing))]
+pub(crate) const TESTING_FREED: u8 = 1;
+#[cfg(all(test, tamp_testing))]
+pub(crate) const TESTING_UNDEFINED: u8 = 2;
+#[cfg(all(test, tamp_testing))]
+pub(crate) const TESTING_LEAK: u8 = 3;
 
 unsafe extern "C" {
     pub(crate) fn tamp_string_free(text: *mut c_char);
@@ -455,6 +463,8 @@ unsafe extern "C" {
 
     #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_fail_at(call: i64, kind: u8) -> i64;
+    #[cfg(all(test, tamp_testing))]
+    pub(crate) fn tamp_testing_fault(kind: u8);
     #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_as_other_device(enabled: u8);
     #[cfg(all(test, tamp_testing))]

@@ -53,6 +53,37 @@ fn names_choose_a_group_and_the_last_choice_counts() {
 }
 
 #[test]
+fn a_later_parameter_that_two_choices_match_goes_with_the_last() {
+    let mut opt = AdamW::default().build(weights(&["norm.bias"]), 0.1).unwrap();
+    opt.assign_group(1, &["*.bias"]).unwrap();
+    opt.assign_group(2, &["norm.*"]).unwrap();
+    let later = leaf(&[1.0], Kind::Float, Device::Cpu);
+    opt.add_param_group(vec![("norm2.x.bias", later.shallow_clone())]).unwrap();
+    opt.add_param_group(vec![("norm.later.bias", leaf(&[1.0], Kind::Float, Device::Cpu))]).unwrap();
+    let groups = opt.state_dict().unwrap().param_groups;
+    assert_eq!(groups[1].params, ["norm2.x.bias"]);
+    assert_eq!(groups[2].params, ["norm.bias", "norm.later.bias"]);
+}
+
+#[test]
+fn every_group_starts_with_its_own_accumulator() {
+    let all = weights(&["a", "b"]);
+    let tensors: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).collect();
+    let adagrad = Adagrad { initial_accumulator_value: 0.5, ..Adagrad::default() };
+    let mut opt = adagrad.build(all, 1.0).unwrap();
+    opt.assign_group(1, &["b"]).unwrap();
+    let other = Adagrad { initial_accumulator_value: 2.0, ..adagrad };
+    let group = *opt.param_group(1).unwrap();
+    opt.set_param_group(1, ParamGroup { algorithm: other.into(), ..group }).unwrap();
+    for w in &tensors {
+        set_grad(w, &[1.0]);
+    }
+    opt.step().unwrap();
+    let state = opt.state_dict().unwrap().state;
+    assert_eq!((to_f64(&state["a"]["sum"]), to_f64(&state["b"]["sum"])), (vec![1.5], vec![3.0]));
+}
+
+#[test]
 fn groups_that_are_not_there_are_refused() {
     let mut opt = AdamW::default().build(weights(&["w"]), 0.1).unwrap();
     let refused = [
@@ -71,12 +102,15 @@ fn groups_that_are_not_there_are_refused() {
 fn a_loaded_state_ends_the_choices_of_groups_it_does_not_have() {
     let saved = AdamW::default().build(weights(&["bias"]), 0.1).unwrap().state_dict().unwrap();
     let mut opt = AdamW::default().build(weights(&["bias"]), 0.1).unwrap();
-    assert_eq!(opt.assign_group(1, &["*bias"]).unwrap(), 1);
+    assert_eq!(opt.assign_group(1, &["nothing"]).unwrap(), 0);
+    assert_eq!(opt.assign_group(2, &["*bias"]).unwrap(), 1);
     opt.load_state_dict(&saved).unwrap();
     let later = leaf(&[1.0], Kind::Float, Device::Cpu);
     assert_eq!(opt.param_group_count(), 1);
+    // The rule of the second group, which is gone, would choose it for that.
     opt.add_param_group(vec![("later.bias", later)]).unwrap();
-    assert_eq!(opt.state_dict().unwrap().param_groups[1].params, ["later.bias"]);
+    let groups = opt.state_dict().unwrap().param_groups;
+    assert_eq!(groups.iter().map(|group| &group.params[..]).collect::<Vec<_>>(), [["bias"], ["later.bias"]]);
 }
 
 #[test]

@@ -13,6 +13,7 @@ mod lost_updates;
 mod masters;
 mod numbers;
 mod refused;
+mod replaced;
 mod scaled;
 mod skipped;
 mod stale;

@@ -119,9 +119,17 @@ type Change = fn(&mut OptimizerState);
 
 #[test]
 fn a_state_that_does_not_fit_changes_nothing() {
-    let changes: [(&str, Change); 10] = [
+    let changes: [(&str, Change); 12] = [
         ("must be finite", |s| {
             let wrong = Tensor::from(-1f32);
+            drop(s.state.get_mut("b").unwrap().insert("step".to_owned(), wrong));
+        }),
+        ("must be finite", |s| {
+            let wrong = Tensor::from(f32::INFINITY);
+            drop(s.state.get_mut("b").unwrap().insert("step".to_owned(), wrong));
+        }),
+        ("must be finite", |s| {
+            let wrong = Tensor::from(f32::NAN);
             drop(s.state.get_mut("b").unwrap().insert("step".to_owned(), wrong));
         }),
         ("has no exp_avg", |s| drop(s.state.get_mut("a").unwrap().remove("exp_avg"))),

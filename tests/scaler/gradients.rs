@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use rstest::rstest;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::{Error, GradScaler, GradScalerConfig};
 
 use crate::common::{devices, for_each_device, to_f64};
@@ -274,4 +274,65 @@ fn gradients_on_several_devices_decide_together() {
         all.iter().for_each(|w| assert_eq!(to_f64(w), [want; 3]));
         scaler.update().unwrap();
     }
+}
+
+/// Every second column: gaps, and no element twice.
+#[test]
+fn a_gradient_with_gaps_is_unscaled() {
+    for_each_device(|device| {
+        let w = Tensor::zeros([2, 3], (Kind::Float, device)).set_requires_grad(true);
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        let mut scaler = scaler(device);
+        scaler.backward(&w.sum(Kind::Float)).unwrap();
+        let wide = Tensor::full([2, 5], 8.0, (Kind::Float, device));
+        no_grad(|| w.grad().set_data(&wide.slice(1, 0, 5, 2)));
+        assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+        assert_eq!(w.sum(Kind::Double).double_value(&[]), -6.0);
+        assert_eq!(wide.sum(Kind::Double).double_value(&[]), 6.0 + 4.0 * 8.0, "the gaps stay");
+    });
+}
+
+#[test]
+fn unscaling_is_a_change_in_place_that_autograd_sees() {
+    for_each_device(|device| {
+        let w = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        let mut scaler = scaler(device);
+        scaler.backward(&w.square().sum(Kind::Float)).unwrap();
+        let gradient = w.grad();
+        let other = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
+        // The product saves the gradient for its backward.
+        let product = (&other * &gradient).sum(Kind::Float);
+        scaler.unscale_(&mut opt).unwrap();
+        let error = product.f_backward().unwrap_err().to_string();
+        assert!(error.contains("modified by an inplace operation"), "{error}");
+    });
+}
+
+/// Two finite numbers for one row that are infinite together.
+#[test]
+fn a_sparse_gradient_is_looked_at_as_the_sum_that_it_is() {
+    for_each_device(|device| {
+        for kind in [Kind::Half, Kind::Float] {
+            let largest = if kind == Kind::Half { 6e4 } else { 3e38 };
+            let w = Tensor::zeros([3, 1], (kind, device)).set_requires_grad(true);
+            let config = GradScalerConfig {
+                init_scale: 1.0,
+                allow_fp16_gradients: true,
+                ..Default::default()
+            };
+            let mut scaler = config.build(device).unwrap();
+            let rows = Tensor::from_slice(&[1i64]).to_device(device);
+            for _ in 0..2 {
+                let row = Tensor::embedding(&w, &rows, -1, false, true);
+                let factor = Tensor::from(largest).to_kind(kind).to_device(device);
+                scaler.scale(&(row * factor).sum(kind)).unwrap().backward();
+            }
+            assert!(w.grad().is_sparse());
+            let mut opt = Descent(vec![w.shallow_clone()]);
+            let skipped = scaler.step(&mut opt).unwrap().is_skipped().unwrap();
+            let sum = w.grad().to_dense(None, false).to_kind(Kind::Double).isinf().any().is_nonzero();
+            assert!(!sum || skipped, "{kind:?} on {device:?}");
+        }
+    });
 }

@@ -220,6 +220,25 @@ fn a_gradient_that_cannot_be_unscaled_is_refused_and_those_from_before_stay() {
 }
 
 #[test]
+fn a_later_gradient_that_cannot_be_unscaled_leaves_the_sums_of_the_earlier_ones() {
+    let first = leaf(&[1.0, 1.0], Kind::Float, Device::Cpu);
+    let second = leaf(&[1.0, 1.0], Kind::Half, Device::Cpu);
+    let mut opt = Descent(vec![first.shallow_clone(), second.shallow_clone()]);
+    let mut scalers = two(Device::Cpu);
+    scalers.backward(0, &loss(&first, &[3.0, 4.0]), &mut opt).unwrap();
+    let both = loss(&first, &[1.0, 1.0]) + loss(&second, &[1.0, 1.0]);
+    let error = scalers.backward(1, &both, &mut opt).unwrap_err();
+    assert!(matches!(error, Error::Gradient { .. }), "{error}");
+    assert_eq!(to_f64(&first.grad()), [3.0, 4.0]);
+    assert!(!second.grad().defined());
+    // What was begun goes on.
+    scalers.backward(1, &loss(&first, &[1.0, 1.0]), &mut opt).unwrap();
+    assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap());
+    assert_eq!(to_f64(&first), [-3.0, -4.0]);
+    scalers.update().unwrap();
+}
+
+#[test]
 fn the_sum_is_clipped() {
     for_each_device(|device| {
         let w = leaf(&[0.0, 0.0], Kind::Float, device);

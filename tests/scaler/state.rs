@@ -1,7 +1,7 @@
 //! Saving and loading.
 
 use rstest::rstest;
-use tch::Device;
+use tch::{Device, Kind, Tensor};
 use tch_amp::{Error, GradScaler, GradScalerConfig, GradScalerState};
 
 use crate::common::for_each_device;
@@ -130,15 +130,64 @@ fn the_empty_state_of_a_disabled_scaler_is_refused_by_an_enabled_one() {
 
 #[test]
 fn a_tracker_beyond_the_interval_grows_the_scale_at_the_next_step() {
-    let mut state = parse(PYTHONS);
-    (state.growth_tracker, state.growth_interval) = (Some(99), Some(2));
-    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    scaler.load_state_dict(&state).unwrap();
-    let (_vs, w, mut opt) = model(Device::Cpu);
-    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    let _outcome = scaler.step(&mut opt).unwrap();
-    scaler.update().unwrap();
-    assert_eq!(scaler.get_scale().unwrap(), 262144.0);
+    for_each_device(|device| {
+        let mut state = parse(PYTHONS);
+        (state.growth_tracker, state.growth_interval) = (Some(99), Some(2));
+        let mut scaler = GradScaler::new(device).unwrap();
+        scaler.load_state_dict(&state).unwrap();
+        let (_vs, w, mut opt) = model(device);
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+        let _outcome = scaler.step(&mut opt).unwrap();
+        scaler.update().unwrap();
+        assert_eq!(on_device(&scaler, device), 262144.0);
+        assert_eq!(scaler.get_scale().unwrap(), 262144.0);
+    });
+}
+
+/// The scale that losses are multiplied by, and not what the host believes it to be.
+fn on_device(scaler: &GradScaler, device: Device) -> f64 {
+    let one = Tensor::ones([1], (Kind::Float, device));
+    scaler.scale(&one).unwrap().double_value(&[0])
+}
+
+#[test]
+fn a_scale_of_one_gives_way_to_the_scale_of_a_state() {
+    for_each_device(|device| {
+        let mut scaler = GradScaler::skip_only(device).unwrap();
+        let small = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
+        let state = small.build(device).unwrap().state_dict().unwrap();
+        match scaler.load_state_dict(&state) {
+            Ok(()) => {
+                assert_eq!(on_device(&scaler, device), 2f64.powi(-100));
+                // Unscaling by it enlarges, which nobody looks for at a scale of one.
+                let (_vs, w, mut opt) = model(device);
+                scaler.backward(&loss(&w, &[2f64.powi(130); 3])).unwrap();
+                assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
+            }
+            Err(error) => {
+                assert!(matches!(error, Error::InvalidValue { .. }), "{error}");
+                assert_eq!(on_device(&scaler, device), 1.0);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_limit_of_skips_survives_a_load() {
+    for_each_device(|device| {
+        let config = GradScalerConfig { max_consecutive_skips: Some(2), ..Default::default() };
+        let mut scaler = config.build(device).unwrap();
+        scaler.load_state_dict(&parse(PYTHONS)).unwrap();
+        let (_vs, w, mut opt) = model(device);
+        let mut given_up = false;
+        for _ in 0..3 {
+            opt.zero_grad();
+            scaler.backward(&loss(&w, &[INF; 3])).unwrap();
+            let _outcome = scaler.step(&mut opt).unwrap();
+            given_up |= matches!(scaler.update(), Err(Error::TooManySkips { .. }));
+        }
+        assert!(given_up);
+    });
 }
 
 #[test]

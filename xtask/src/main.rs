@@ -22,6 +22,7 @@ mod on_simulation;
 mod oracle;
 mod process;
 mod release;
+mod sanitize;
 mod shadow;
 mod simulate;
 mod simulation;
@@ -39,6 +40,8 @@ usage: cargo xtask <command>
   test [--tch V | --all-versions]    format, lints, documentation, minimum Rust version, then every test
                                      on the CPU and on simulated GPUs
   simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them
+  sanitize [tests…]                  runs tests with the C++ under address and undefined-behaviour
+                                     sanitizers, after planted faults were found
   bench [--tch V] [filter]           times this crate beside Python and plain tch, on one core
   doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
   bundle [--tch V]                   packs tests, examples and benches for a machine without Rust
@@ -78,6 +81,7 @@ fn dispatch() -> Result<ExitCode> {
         "help" | "--help" | "-h" => println!("{USAGE}"),
         "demo" => demo::run(args)?,
         "test" => test::run(args)?,
+        "sanitize" => sanitize::run(args)?,
         "simulate" => return simulate::run(args),
         "bench" => bench::run(args)?,
         "doctor" => return doctor::run(args),

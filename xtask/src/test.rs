@@ -7,7 +7,7 @@ use crate::process::run as show;
 use crate::steps::Steps;
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::{self, Workspace};
-use crate::{fuzz, msrv, on_simulation, tools};
+use crate::{fuzz, msrv, on_simulation, sanitize, tools};
 
 const FUZZ_SECONDS: u32 = 10;
 
@@ -50,6 +50,8 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
     steps.run("format of the C++", tools::check_cxx_format)?;
     steps.run("minimum Rust version", msrv::check)?;
     let workspace = steps.run("libtorch", || Workspace::announced(None))?;
+    steps.run("C++ without warnings", || sanitize::compile(&workspace))?;
+    steps.run("tests under sanitizers", || sanitize::sanitize(&workspace))?;
     steps.run("clippy", || {
         let mut clippy = workspace.cargo("clippy");
         show(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))

@@ -6,3 +6,5 @@ mod failures;
 mod gradients;
 #[cfg(tamp_testing)]
 mod inference;
+#[cfg(tamp_testing)]
+mod sanitized;

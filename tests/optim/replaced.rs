@@ -1,0 +1,192 @@
+//! Random programs that replace, free and reallocate parameters, gradients, states and masters between any two calls.
+//! Their outcome must be that of the same program in a world where no memory is ever freed, so that nothing new can lie
+//! where something old lay.
+
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, OptimizerState, Sgd};
+use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, Parameters, Result};
+
+use crate::common::rng::Rng;
+use crate::to_f64;
+
+const PROGRAMS: u64 = 400;
+const CALLS: usize = 40;
+
+/// Gradient descent by somebody else's hand.
+struct Descent(Vec<Tensor>);
+
+impl AmpOptimizer for Descent {
+    fn parameters(&self) -> Parameters<'_> {
+        self.0.as_slice().into()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        no_grad(|| {
+            for w in &mut self.0 {
+                let gradient = w.grad();
+                if gradient.defined() && gradient.kind() == w.kind() {
+                    *w -= gradient;
+                }
+            }
+        });
+        Ok(())
+    }
+}
+
+struct World {
+    parameters: Vec<Tensor>,
+    fused: Optimizer,
+    scaler: GradScaler,
+    saved: Option<OptimizerState>,
+    /// Everything that ever was, in the world where nothing is freed.
+    kept: Option<Vec<Tensor>>,
+    told: Vec<String>,
+}
+
+fn build(rng: &mut Rng, list: &[Tensor]) -> Optimizer {
+    let random = MasterWeights::StochasticRounding { seed: 7 };
+    let modes = [MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder, random];
+    let masters = *rng.pick(&modes);
+    let list: Vec<_> = list.iter().map(Tensor::shallow_clone).collect();
+    let built = match rng.below(3) {
+        0 => AdamW::default().build_with_master_weights(list, 0.01, masters),
+        1 => Sgd { momentum: 0.9, ..Sgd::default() }.build_with_master_weights(list, 0.01, masters),
+        _ => Adagrad::default().build_with_master_weights(list, 0.01, masters),
+    };
+    built.unwrap()
+}
+
+fn values(rng: &mut Rng, kind: Kind) -> Tensor {
+    let numbers: Vec<f64> = (0..4).map(|_| rng.eighth()).collect();
+    Tensor::from_slice(&numbers).to_kind(kind)
+}
+
+impl World {
+    fn new(rng: &mut Rng, keeps: bool) -> Self {
+        let kinds = [Kind::BFloat16, Kind::Float, Kind::BFloat16];
+        let parameters = kinds.map(|kind| values(rng, kind).set_requires_grad(true)).to_vec();
+        let init_scale = *rng.pick(&[1.0, 8.0]);
+        let config = GradScalerConfig { init_scale, ..Default::default() };
+        let scaler = config.build(Device::Cpu).unwrap();
+        let fused = build(rng, &parameters);
+        let kept = keeps.then(Vec::new);
+        Self { parameters, fused, scaler, saved: None, kept, told: Vec::new() }
+    }
+
+    /// Holds all memory that there is, and every tensor that names it.
+    fn keep(&mut self) {
+        let Some(kept) = &mut self.kept else { return };
+        let gradients = self.parameters.iter().map(Tensor::grad).filter(Tensor::defined);
+        let gradients: Vec<_> = gradients.collect();
+        let state = self.fused.state_dict().unwrap().state;
+        let state = state.values().flat_map(|tensors| tensors.values());
+        for tensor in self.parameters.iter().chain(&gradients).chain(state) {
+            kept.push(tensor.shallow_clone());
+            kept.push(tensor.detach());
+        }
+    }
+
+    fn call(&mut self, rng: &mut Rng) {
+        // A state that is asked for makes what it lacks, in both worlds.
+        drop(self.fused.state_dict().unwrap());
+        self.keep();
+        let index = rng.below(self.parameters.len());
+        let (w, kind) = (self.parameters[index].shallow_clone(), self.parameters[index].kind());
+        let (what, result): (_, Result<String>) = match rng.below(15) {
+            0..=2 => ("backward", self.backward(rng)),
+            3 => ("unscale_", self.scaler.unscale_(&mut self.fused).map(|()| String::new())),
+            4 | 5 => ("step", self.scaler.step(&mut self.fused).map(|o| format!("{:?}", o.poll()))),
+            6 => ("another's step", {
+                let mut other = Descent(vec![w]);
+                self.scaler.step(&mut other).map(|o| format!("{:?}", o.poll()))
+            }),
+            7 | 8 => ("update", self.scaler.update().map(|()| String::new())),
+            9 => ("zero_grad", self.fused.zero_grad().map(|()| String::new())),
+            10 => ("data", {
+                let new = values(rng, kind);
+                no_grad(|| w.shallow_clone().set_data(&w.to_kind(Kind::Double)));
+                no_grad(|| w.shallow_clone().set_data(&new));
+                Ok(String::new())
+            }),
+            11 => ("gradient", {
+                let new = if rng.one_in(2) { values(rng, kind) } else { values(rng, kind) / 0.0 };
+                let gradient = w.grad();
+                if gradient.defined() && gradient.kind() == kind {
+                    no_grad(|| {
+                        gradient.shallow_clone().set_data(&Tensor::zeros([4], (kind, Device::Cpu)))
+                    });
+                    no_grad(|| gradient.shallow_clone().set_data(&new));
+                }
+                Ok(String::new())
+            }),
+            12 => ("state", self.replace_state(rng)),
+            13 => (
+                "save",
+                self.fused.state_dict().map(|state| {
+                    let copy = |state: &OptimizerState| {
+                        let mut copy = state.clone();
+                        for tensors in copy.state.values_mut() {
+                            tensors.values_mut().for_each(|tensor| *tensor = tensor.copy());
+                        }
+                        copy
+                    };
+                    self.saved = Some(copy(&state));
+                    String::new()
+                }),
+            ),
+            _ => (
+                "load",
+                match self.saved.take() {
+                    Some(saved) => self.fused.load_state_dict(&saved).map(|()| "loaded".to_owned()),
+                    None => self.scaler.abandon(&mut self.fused).map(|()| "abandoned".to_owned()),
+                },
+            ),
+        };
+        let weights: Vec<_> = self.parameters.iter().map(to_f64).collect();
+        let result = result.map_err(|error| error.to_string());
+        self.told.push(format!("{what}: {result:?} {weights:?} {:?}", self.scaler.get_scale()));
+    }
+
+    fn backward(&mut self, rng: &mut Rng) -> Result<String> {
+        let infinite = rng.one_in(6);
+        let used: Vec<_> = self.parameters.iter().filter(|_| !rng.one_in(4)).collect();
+        for w in used {
+            let factors = values(rng, w.kind());
+            let factors = if infinite { factors / 0.0 } else { factors };
+            self.scaler.backward(&(w * factors).sum(Kind::Float))?;
+        }
+        Ok(String::new())
+    }
+
+    /// Gives a tensor of the state new memory: with half its numbers.
+    fn replace_state(&mut self, rng: &mut Rng) -> Result<String> {
+        let state = self.fused.state_dict()?.state;
+        let tensors: Vec<_> = state.values().flat_map(|tensors| tensors.iter()).collect();
+        let tensors: Vec<_> = tensors.into_iter().filter(|(key, _)| *key != "step").collect();
+        if tensors.is_empty() {
+            return Ok("none".to_owned());
+        }
+        let (_, tensor) = rng.pick(&tensors);
+        let half: Tensor = tensor.detach() * 0.5;
+        no_grad(|| tensor.shallow_clone().set_data(&half));
+        Ok("halved".to_owned())
+    }
+}
+
+#[test]
+fn memory_that_is_used_again_is_taken_for_nothing_that_it_was() {
+    for seed in 0..PROGRAMS {
+        let run = |keeps: bool| {
+            let mut rng = Rng::new(seed);
+            let mut world = World::new(&mut rng, keeps);
+            for _ in 0..CALLS {
+                world.call(&mut rng);
+            }
+            world.told
+        };
+        let (freed, kept) = (run(false), run(true));
+        for (call, (freed, kept)) in freed.iter().zip(&kept).enumerate() {
+            assert_eq!(freed, kept, "program {seed}, call {call}");
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! `cargo xtask sanitize`: the C++ with AddressSanitizer and UndefinedBehaviorSanitizer, under the tests.
+
+use std::env;
+use std::num::NonZero;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::args::Args;
+use crate::process;
+use crate::workspace::Workspace;
+
+/// Tests that pass raw pointers to the shim, and take no Python.
+const TESTS: [&str; 4] = ["--lib", "--test=tensors", "--test=optim", "--test=scaler"];
+
+/// What the planted faults of `src/ffi/tests/sanitized.rs` have to be called.
+const PLANTED: [(&str, &str); 4] = [
+    ("writes_behind_memory", "heap-buffer-overflow"),
+    ("writes_to_freed_memory", "heap-use-after-free"),
+    ("overflows_an_integer", "signed integer overflow"),
+    ("loses_memory", "detected memory leaks"),
+];
+
+/// `cargo xtask sanitize`.
+pub(crate) fn run(args: Args) -> Result<()> {
+    let workspace = Workspace::announced(None)?;
+    let others: Vec<_> = args.rest();
+    if others.is_empty() {
+        compile(&workspace)?;
+        return sanitize(&workspace);
+    }
+    check(&workspace, &others)
+}
+
+/// The part for every run of the tests.
+pub(crate) fn sanitize(workspace: &Workspace) -> Result<()> {
+    if !cfg!(target_os = "linux") {
+        eprintln!("WARNING: the sanitizers are SKIPPED: they are set up for Linux only");
+        return Ok(());
+    }
+    planted(workspace)?;
+    check(workspace, &TESTS.map(String::from))
+}
+
+/// Compiles the C++ with clang++, too, and takes no warning: the builds are g++'s where nobody chose another compiler.
+pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
+    let version = Command::new("clang++").arg("--version").stdout(Stdio::null()).status();
+    if !version.is_ok_and(|status| status.success()) {
+        eprintln!("WARNING: csrc/ is NOT COMPILED with clang++, which is not here");
+        return Ok(());
+    }
+    let include = workspace.libtorch.root.join("include");
+    let files = workspace.dir.join("csrc").read_dir().context("csrc/ cannot be read")?;
+    let files: Result<Vec<_>, _> = files.map(|file| file.map(|file| file.path())).collect();
+    let is_source = |path: &PathBuf| path.extension().is_some_and(|end| end == "cpp");
+    let sources: Vec<_> = files?.into_iter().filter(is_source).collect();
+    let threads = thread::available_parallelism().map_or(1, NonZero::get);
+    let parts = sources.chunks(sources.len().div_ceil(threads).max(1));
+    thread::scope(|scope| {
+        let include = &include;
+        let check = move |part: &[PathBuf]| {
+            part.iter().try_for_each(|source| process::run(&mut syntax(include, source)))
+        };
+        let running: Vec<_> = parts.map(|part| scope.spawn(move || check(part))).collect();
+        let done = running.into_iter().map(|part| match part.join() {
+            Ok(done) => done,
+            Err(_) => bail!("a thread that compiles panicked"),
+        });
+        done.collect()
+    })
+}
+
+fn syntax(include: &Path, source: &Path) -> Command {
+    let mut command = Command::new("clang++");
+    command.args(["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]);
+    command.args(["-DTAMP_TESTING", "-DTAMP_WITH_CUDA", "-isystem"]).arg(include);
+    command.arg("-isystem").arg(include.join("torch/csrc/api/include")).arg(source);
+    command
+}
+
+/// Each sanitizer finds what it is there for.
+fn planted(workspace: &Workspace) -> Result<()> {
+    for (test, finding) in PLANTED {
+        let test = format!("ffi::tests::sanitized::{test}");
+        let mut cargo = cargo(workspace, true)?;
+        cargo.args(["--lib", "--", "--exact", "--ignored", "--nocapture", &test]);
+        let output = cargo.output().context("cargo cannot be run")?;
+        let text = String::from_utf8_lossy(&output.stderr);
+        ensure!(
+            !output.status.success() && text.contains(finding),
+            "the sanitizers did not find {finding:?} in `{test}`:\n{text}"
+        );
+        println!("{finding} is found");
+    }
+    Ok(())
+}
+
+fn check(workspace: &Workspace, tests: &[String]) -> Result<()> {
+    process::run(cargo(workspace, false)?.args(tests))
+}
+
+/// `cargo test` with the C++ under sanitizers. What libtorch never frees counts as lost, so that leaks are looked for
+/// where nothing of it has run.
+fn cargo(workspace: &Workspace, leaks: bool) -> Result<Command> {
+    let mut cargo = workspace.cargo("test");
+    let options = format!(
+        "detect_leaks={}:detect_odr_violation=0:alloc_dealloc_mismatch=0:abort_on_error=0",
+        u8::from(leaks)
+    );
+    // Only what is run, and neither cargo nor a compiler, which the library would slow down.
+    let runner = format!(
+        "env LD_PRELOAD={}:{} ASAN_OPTIONS={options} UBSAN_OPTIONS=print_stacktrace=1",
+        library("libasan.so")?.display(),
+        library("libubsan.so")?.display()
+    );
+    let target = format!("{}_UNKNOWN_LINUX_GNU", env::consts::ARCH.to_uppercase());
+    cargo.env(format!("CARGO_TARGET_{target}_RUNNER"), runner).env("TCH_AMP_SANITIZE", "1");
+    Ok(cargo)
+}
+
+/// Where the compiler has a library.
+fn library(name: &str) -> Result<PathBuf> {
+    let mut compiler = Command::new(env::var_os("CXX").unwrap_or_else(|| "c++".into()));
+    let path = process::read(compiler.arg(format!("-print-file-name={name}")))?;
+    let path = PathBuf::from(path.trim());
+    if !path.is_absolute() {
+        bail!("the C++ compiler has no {name}; install the sanitizers of g++ (libasan, libubsan)");
+    }
+    Ok(path)
+}
