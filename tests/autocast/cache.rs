@@ -12,6 +12,7 @@ use tch_amp::{
 };
 
 use crate::alone;
+use crate::common::files::Folder;
 use crate::common::{for_each_device, resident_bytes, to_f64};
 
 fn weight(device: Device) -> Tensor {
@@ -121,6 +122,10 @@ fn a_restore_inside_a_region_forgets_the_casts() {
         let mut w = vs.root().ones("w", &[2, 2]);
         let mut checkpoint = Checkpoint::new();
         checkpoint.add_model("model", &vs).unwrap();
+        let folder = Folder::new();
+        let path = folder.file("model.safetensors");
+        checkpoint.save(&path).unwrap();
+        let checkpoint = Checkpoint::load(&path).unwrap();
         add_one(&mut w);
         let _guard = AutocastGuard::new(device).unwrap();
         assert_eq!(sum_of_product(&w), 16.0);

@@ -6,7 +6,7 @@ use std::panic::resume_unwind;
 use std::sync::mpsc::{Sender, channel};
 
 use rstest::rstest;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, GradOutputs};
 use tch_amp::{Autocast, AutocastGuard, function};
 
@@ -47,9 +47,10 @@ fn product(device: Device) -> Kind {
 fn calls(device: Device, inside: impl Fn() + Send + 'static) -> Tensor {
     let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
         inside();
-        Ok(g[0].shallow_clone())
+        Ok(g[0].expand([2, 2], false))
     };
-    function(|_, x| Ok(x[0].sum(None)), backward).apply(&[leaf(device)]).unwrap()
+    // Also inside of another backward, where gradients are off.
+    with_grad(|| function(|_, x| Ok(x[0].sum(None)), backward).apply(&[leaf(device)])).unwrap()
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -177,8 +178,8 @@ fn drops(saves: bool, destructor: impl FnMut() + Send + 'static) -> Tensor {
         }
         Ok(x[0].sum(None))
     };
-    let backward = |_: &BackwardContext<'_>, g: &GradOutputs<'_>| Ok(g[0].shallow_clone());
-    function(forward, backward).apply(&[leaf(Device::Cpu)]).unwrap()
+    let backward = |_: &BackwardContext<'_>, g: &GradOutputs<'_>| Ok(g[0].expand([2, 2], false));
+    with_grad(|| function(forward, backward).apply(&[leaf(Device::Cpu)])).unwrap()
 }
 
 #[rstest]

@@ -241,5 +241,5 @@ fn what_a_destructor_drops_is_freed_before_it_goes_on() {
         y = Some(apply(&[&x], |_, x| Ok(x[0] * 1.0), backward).unwrap());
     }
     drop(y);
-    assert_eq!(*left.lock().unwrap(), [1, 2, 3, 4], "each sees the ones inside of it gone");
+    assert_eq!(*left.lock().unwrap(), [4, 3, 2, 1], "each sees the ones inside of it gone");
 }
