@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
 
 use rstest::rstest;
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 use tch_amp::{Autocast, AutocastGuard, Error, autocast};
 
 use crate::common::rng::Rng;
@@ -176,6 +176,9 @@ fn a_guard_from_outside_that_is_dropped_in_a_closure_ends_with_it() {
         seen()
     });
     assert_eq!(inside.unwrap(), (true, Kind::Half, false), "its region is inside of the other");
+    // Asked of libtorch alone: what asks the crate could end the region as well.
+    let ones = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
+    assert_eq!(ones.mm(&ones).kind(), Kind::Float);
     assert_eq!(seen(), OUTSIDE);
 }
 

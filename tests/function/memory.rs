@@ -215,24 +215,27 @@ fn a_long_chain_of_closures_is_dropped_without_recursion() {
 #[test]
 fn what_a_destructor_drops_is_freed_before_it_goes_on() {
     struct Watches {
+        number: usize,
         y: Option<Tensor>,
         count: Arc<AtomicUsize>,
-        left: Arc<Mutex<Vec<usize>>>,
+        left: Arc<Mutex<Vec<(usize, usize)>>>,
     }
 
     impl Drop for Watches {
         fn drop(&mut self) {
             self.y = None;
-            self.left.lock().unwrap().push(self.count.load(Ordering::SeqCst));
+            let count = self.count.load(Ordering::SeqCst);
+            self.left.lock().unwrap().push((self.number, count));
         }
     }
 
-    let (count, left) = (Arc::default(), Arc::<Mutex<Vec<usize>>>::default());
+    let (count, left) = (Arc::default(), Arc::<Mutex<Vec<_>>>::default());
     let x = leaf(Device::Cpu, &[1.0]);
     let mut y = None;
-    for _ in 0..4 {
+    for number in 0..4 {
         let counted = Owning(Counted::new(&count));
-        let watches = Owning(Watches { y, count: Arc::clone(&count), left: Arc::clone(&left) });
+        let watches =
+            Owning(Watches { number, y, count: Arc::clone(&count), left: Arc::clone(&left) });
         let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
             watches.hold();
             counted.hold();
@@ -241,5 +244,9 @@ fn what_a_destructor_drops_is_freed_before_it_goes_on() {
         y = Some(apply(&[&x], |_, x| Ok(x[0] * 1.0), backward).unwrap());
     }
     drop(y);
-    assert_eq!(*left.lock().unwrap(), [4, 3, 2, 1], "each sees the ones inside of it gone");
+    assert_eq!(
+        *left.lock().unwrap(),
+        [(0, 4), (1, 3), (2, 2), (3, 1)],
+        "each sees the ones inside of it gone"
+    );
 }
