@@ -1,8 +1,14 @@
 // Autocast regions of the calling thread: at::autocast keeps the state, these functions change it as one.
 
 #include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <memory>
+#include <thread>
 
 #include "guarded.h"
+#include "remains.h"
 
 namespace {
 
@@ -39,12 +45,33 @@ bool changes_dtype(const tamp_autocast_state &to) {
   return false;
 }
 
+// libtorch frees the casts under its lock, and with them whole graphs: the functions in those may use the cache.
+void clear_cache() {
+  const tamp::Postponement after_the_lock;
+  autocast::clear_cache();
+}
+
 // The cache is keyed by weight alone, so a cast to another dtype must not survive in it.
 void change(const tamp_autocast_state &to, bool outermost) {
   const bool clear = outermost || changes_dtype(to);
   write(to);
-  if (clear) autocast::clear_cache();
+  if (clear) clear_cache();
 }
+
+// Calls `settle` when it is destroyed, on the thread that made it.
+class Settlement {
+ public:
+  explicit Settlement(tamp_autocast_settle settle) : settle_(settle) {}
+  Settlement(const Settlement &) = delete;
+  Settlement &operator=(const Settlement &) = delete;
+  ~Settlement() {
+    if (std::this_thread::get_id() == thread_) settle_();
+  }
+
+ private:
+  tamp_autocast_settle settle_;
+  std::thread::id thread_ = std::this_thread::get_id();
+};
 
 }  // namespace
 
@@ -56,8 +83,8 @@ void tamp_autocast_read(tamp_autocast_state *state, char **err) noexcept {
 
 void tamp_autocast_enter(const tamp_autocast_state *next, uint8_t outermost, char **err) noexcept {
   tamp::guarded(err, [&] {
-    change(*next, outermost != 0);
     autocast::increment_nesting();
+    change(*next, outermost != 0);
   });
 }
 
@@ -71,7 +98,20 @@ void tamp_autocast_exit(const tamp_autocast_state *previous, uint8_t outermost) 
 }
 
 void tamp_autocast_clear_cache(char **err) noexcept {
-  tamp::guarded(err, [] { autocast::clear_cache(); });
+  tamp::guarded(err, [] { clear_cache(); });
+}
+
+int64_t tamp_autocast_backward() noexcept { return torch::autograd::get_current_graph_task_id(); }
+
+void tamp_autocast_after_backward(tamp_autocast_settle settle) noexcept {
+  char *err = nullptr;
+  tamp::contained(&err, [&] {
+    // libtorch calls what is queued here before it restores the thread's state, and not at all when a node fails. What
+    // the callback owns is destroyed in any case, with the backward's task, by which time the state is restored.
+    auto settlement = std::make_shared<Settlement>(settle);
+    torch::autograd::Engine::get_default_engine().queue_callback([settlement] {});
+  });
+  free(err);
 }
 
 }  // extern "C"

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "guarded.h"
+#include "remains.h"
 
 namespace tamp {
 
@@ -78,15 +79,15 @@ class State {
   State(const State &) = delete;
   State &operator=(const State &) = delete;
   State &operator=(State &&) = delete;
-  ~State() { drop(); }
+  ~State() { destroy({take()}); }
 
-  void drop() {
-    if (function_.state != nullptr) function_.drop(function_.state);
-    function_.state = nullptr;
-  }
+  // The state, which is gone afterwards.
+  Owned take() { return Owned(std::exchange(function_.state, nullptr), function_.drop); }
 
-  void release() {
-    if (function_.state != nullptr) function_.release(function_.state);
+  // The values that forward saved, which are gone afterwards.
+  Owned take_values() {
+    void *values = function_.state == nullptr ? nullptr : function_.take_saved(function_.state);
+    return Owned(values, function_.free_saved);
   }
 
   const tamp_function &function() const { return function_; }
@@ -132,17 +133,21 @@ class FunctionNode final : public Node {
   }
 
   void release_variables() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    used_up_ = used_up_ || state_.has(TAMP_FUNCTION_SAVES_VALUES) || !saved_.empty();
-    saved_.clear();
-    state_.release();
+    Remains remains;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      used_up_ = used_up_ || state_.has(TAMP_FUNCTION_SAVES_VALUES) || !saved_.empty();
+      remains.values = state_.take_values();
+      remains.saved.swap(saved_);
+    }
+    // Without the lock: a destructor may run a backward that leads here again.
+    destroy(std::move(remains));
   }
 
 #ifdef TAMP_NODE_RELEASES_RESOURCES
   void release_resources() override {
     Node::release_resources();
-    saved_.clear();
-    state_.drop();
+    destroy({state_.take()});
   }
 #endif
 

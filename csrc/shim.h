@@ -81,6 +81,17 @@ void tamp_autocast_exit(const tamp_autocast_state *previous, uint8_t outermost) 
 // Forgets every cached cast of a weight, in all threads.
 void tamp_autocast_clear_cache(char **err) TAMP_NOEXCEPT;
 
+// The number of the backward that runs on the calling thread, the innermost of several; -1 where none does.
+int64_t tamp_autocast_backward(void) TAMP_NOEXCEPT;
+
+// Like the other callbacks it neither throws nor unwinds.
+typedef void (*tamp_autocast_settle)(void);
+
+// Has `settle` called on the calling thread when the backward that runs there has ended, whether or not it failed, and
+// libtorch has restored the state of the thread. Without memory for that, or where another thread ends the backward,
+// `settle` is not called.
+void tamp_autocast_after_backward(tamp_autocast_settle settle) TAMP_NOEXCEPT;
+
 // ---------------------------------------------------------------------------------------------------------- scaler.cpp
 
 enum {
@@ -352,22 +363,27 @@ typedef struct tamp_node tamp_node;
 typedef void (*tamp_function_backward)(void *state, const tamp_node *node, tamp_tensor *const *grad_outputs,
                                        size_t outputs, tamp_tensor **grad_inputs, size_t inputs, char **err);
 
-// Frees a state, wholly or in part, on any thread.
-typedef void (*tamp_function_free)(void *state);
+// Takes out of a state what forward saved, for `free_saved` to free; null where it saved nothing. It runs no code of the
+// user's: a lock is held meanwhile.
+typedef void *(*tamp_function_take)(void *state);
+
+// Frees a state, or what was taken out of one, on any thread. That may run any code of the user's.
+typedef void (*tamp_function_free)(void *what);
 
 enum {
   TAMP_FUNCTION_MATERIALIZE_GRADS = 1,    // a missing gradient of an output is made zeros
   TAMP_FUNCTION_ONCE_DIFFERENTIABLE = 2,  // what backward returns cannot be differentiated
-  TAMP_FUNCTION_SAVES_VALUES = 4,         // the state holds values that `release` frees
+  TAMP_FUNCTION_SAVES_VALUES = 4,         // the state holds values that `take_saved` takes
 };
 
 // A function value, and how to use it.
 typedef struct tamp_function {
   void *state;
   tamp_function_backward backward;
-  tamp_function_free release;  // frees what forward saved: backward has run and will not again
-  tamp_function_free drop;     // frees the state
-  const char *name;            // for messages; copied, `name_length` bytes of it
+  tamp_function_take take_saved;  // backward has run and will not again
+  tamp_function_free free_saved;
+  tamp_function_free drop;  // frees the state
+  const char *name;         // for messages; copied, `name_length` bytes of it
   size_t name_length;
   uint8_t flags;
 } tamp_function;

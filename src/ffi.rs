@@ -19,7 +19,7 @@ use crate::device::device_type;
 use crate::error::{Error, Result};
 use crate::sys;
 
-pub(crate) use callbacks::{Borrowed, Node, Recorded};
+pub(crate) use callbacks::{Borrowed, Node, Recorded, Values};
 pub(crate) use checkpoint::*;
 pub(crate) use function::{FunctionCall, function_begin, function_record};
 pub(crate) use memory::{HeldGradients, Stamps, sizes};
@@ -96,6 +96,19 @@ pub(crate) fn autocast_exit(previous: &sys::AutocastState, outermost: bool) {
 pub(crate) fn autocast_clear_cache() -> Result<()> {
     // SAFETY: `err` is valid for a write.
     call(|err| unsafe { sys::tamp_autocast_clear_cache(err) })
+}
+
+/// The number of the backward that runs on this thread, the innermost of several; -1 where none does.
+pub(crate) fn autocast_backward() -> i64 {
+    // SAFETY: takes nothing and reads a number of the calling thread.
+    unsafe { sys::tamp_autocast_backward() }
+}
+
+/// Has `settle` called on this thread when the backward that runs here has ended and libtorch has restored the thread's
+/// state. It must not unwind.
+pub(crate) fn autocast_after_backward(settle: extern "C" fn()) {
+    // SAFETY: `settle` is a safe function without parameters, which may be called at any time.
+    unsafe { sys::tamp_autocast_after_backward(settle) }
 }
 
 /// A tensor that the shim returned.

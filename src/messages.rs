@@ -2,18 +2,15 @@
 
 #![forbid(unsafe_code)]
 
+/// How many causes of an error are told. An error of the user's may be its own cause.
+const MOST_CAUSES: usize = 64;
+
 /// An error and its causes, but for those that it quotes itself.
 pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut all = text(error);
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let why = text(error);
-        if !all.contains(&why) {
-            all = format!("{all}: {why}");
-        }
-        cause = error.source();
-    }
-    all
+    let causes = std::iter::successors(error.source(), |error| error.source());
+    causes.take(MOST_CAUSES).map(text).fold(text(error), |all, why| {
+        if all.contains(&why) { all } else { format!("{all}: {why}") }
+    })
 }
 
 /// The message of an error; of tch's, libtorch's own words.
@@ -64,5 +61,25 @@ mod tests {
         assert_eq!(chain(&*quoted), "an effect of the cause");
         let silent: Box<dyn std::error::Error> = anyhow::anyhow!("why").context("what").into();
         assert_eq!(chain(&*silent), "what: why");
+    }
+
+    #[test]
+    fn an_error_that_is_its_own_cause_has_a_message() {
+        #[derive(Debug)]
+        struct Ouroboros;
+
+        impl std::fmt::Display for Ouroboros {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("no end")
+            }
+        }
+
+        impl std::error::Error for Ouroboros {
+            fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+                Some(self)
+            }
+        }
+
+        assert_eq!(chain(&Ouroboros), "no end");
     }
 }

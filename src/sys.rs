@@ -34,6 +34,8 @@ pub(crate) struct AutocastState {
     pub(crate) cache_enabled: u8,
 }
 
+pub(crate) type AutocastSettle = unsafe extern "C" fn();
+
 pub(crate) const GRADIENT_REQUIRES_GRAD: u8 = 1;
 pub(crate) const GRADIENT_STRIDED: u8 = 2;
 pub(crate) const GRADIENT_SPARSE: u8 = 4;
@@ -164,7 +166,9 @@ pub(crate) type FunctionBackward = unsafe extern "C" fn(
     err: *mut *mut c_char,
 );
 
-pub(crate) type FunctionFree = unsafe extern "C" fn(state: *mut c_void);
+pub(crate) type FunctionTake = unsafe extern "C" fn(state: *mut c_void) -> *mut c_void;
+
+pub(crate) type FunctionFree = unsafe extern "C" fn(what: *mut c_void);
 
 pub(crate) const FUNCTION_MATERIALIZE_GRADS: u8 = 1;
 pub(crate) const FUNCTION_ONCE_DIFFERENTIABLE: u8 = 2;
@@ -174,7 +178,8 @@ pub(crate) const FUNCTION_SAVES_VALUES: u8 = 4;
 pub(crate) struct Function {
     pub(crate) state: *mut c_void,
     pub(crate) backward: FunctionBackward,
-    pub(crate) release: FunctionFree,
+    pub(crate) take_saved: FunctionTake,
+    pub(crate) free_saved: FunctionFree,
     pub(crate) drop: FunctionFree,
     pub(crate) name: *const c_char,
     pub(crate) name_length: usize,
@@ -238,6 +243,8 @@ unsafe extern "C" {
     );
     pub(crate) fn tamp_autocast_exit(previous: *const AutocastState, outermost: u8);
     pub(crate) fn tamp_autocast_clear_cache(err: *mut *mut c_char);
+    pub(crate) fn tamp_autocast_backward() -> i64;
+    pub(crate) fn tamp_autocast_after_backward(settle: AutocastSettle);
 
     pub(crate) fn tamp_gradients_inspect(
         parameters: *const *mut Tensor,

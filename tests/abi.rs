@@ -46,6 +46,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_scale_update", "ScaleUpdate"),
         ("tamp_autocast_state", "AutocastState"),
         ("tamp_autocast_device", "AutocastDevice"),
+        ("tamp_autocast_settle", "AutocastSettle"),
         ("tamp_arrival", "Arrival"),
         ("tamp_optim_options", "OptimOptions"),
         ("tamp_optim_parameter", "OptimParameter"),
@@ -56,6 +57,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_function", "Function"),
         ("tamp_function_backward", "FunctionBackward"),
         ("tamp_function_call", "FunctionCall"),
+        ("tamp_function_take", "FunctionTake"),
         ("tamp_function_free", "FunctionFree"),
         ("tamp_function_input", "FunctionInput"),
     ];
@@ -151,7 +153,7 @@ fn rust_callbacks() -> Vec<String> {
 #[test]
 fn callbacks_are_the_same_in_the_same_order() {
     let (c, rust) = (c_callbacks(), rust_callbacks());
-    assert_eq!(c.len(), 2, "the header was not understood: {c:#?}");
+    assert_eq!(c.len(), 4, "the header was not understood: {c:#?}");
     assert_eq!(c, rust);
 }
 

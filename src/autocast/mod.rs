@@ -18,6 +18,9 @@ use crate::sys;
 
 use state::read;
 
+pub(crate) use regions::callback;
+pub(crate) use state::forgetting_casts;
+
 pub use state::{
     AutocastState, autocast_dtype, clear_autocast_cache, is_autocast_available,
     is_autocast_enabled, is_cache_enabled,
@@ -54,6 +57,9 @@ impl Autocast {
     }
 
     /// Sets the dtype of the region: [`Kind::BFloat16`] or [`Kind::Half`]. Defaults to that of the region around it.
+    ///
+    /// On a CPU take bf16. libtorch has few fast kernels for fp16 there, so that a region in fp16 takes 2 to 25 times as
+    /// long as one in f32, and an LSTM fails in it.
     pub fn dtype(mut self, dtype: Kind) -> Self {
         self.dtype = Some(dtype);
         self
@@ -134,6 +140,25 @@ impl Autocast {
 /// then the thread is as it was before the first. A guard that is forgotten (`std::mem::forget`) leaves its region
 /// open until the closure form around it ends; one that is returned from a closure form is closed with it.
 ///
+/// The backward of a [custom function](crate::function) and the destructors of what a graph holds are like closure
+/// forms: every region that they open ends with them. A guard from outside that one of them drops closes its region
+/// when the `backward()` that runs there returns, because libtorch restores the thread's state until then.
+///
+/// # A guard around a whole training loop
+///
+/// Inside a region libtorch casts a weight once, and uses the cast until the region ends. A guard that is opened before
+/// the loop therefore needs the casts to be forgotten after every step. [`GradScaler::step`](crate::GradScaler::step)
+/// and the [fused optimizers](crate::optim) do that; an optimizer of tch's whose own `step` is called does not, and then
+/// **training stops without any error**: the weights change, and the model goes on computing with the first ones. Open
+/// the region around the forward pass and the loss of each step, or call
+/// [`clear_autocast_cache`](crate::clear_autocast_cache) after it.
+///
+/// # Thread pools
+///
+/// A thread that waits may be given other work: a worker of rayon's that waits inside a region (in `join`, `scope` or a
+/// parallel iterator) runs jobs of others meanwhile, and they run inside the region. Open regions inside the jobs, and
+/// not around what waits for jobs; [`AutocastState`] takes the caller's state into them.
+///
 /// The guard stays on its thread, as the state does:
 ///
 /// ```compile_fail,E0277
@@ -170,6 +195,8 @@ impl Drop for AutocastGuard {
 
 /// Runs `f` under autocast on `device` with PyTorch's defaults; the state from before is back when it returns or
 /// panics. [`Autocast`] has the options. The twin of `with torch.autocast(device_type):`.
+///
+/// What [`AutocastGuard`] says of whole training loops and of thread pools holds for closures as well.
 ///
 /// # Errors
 ///

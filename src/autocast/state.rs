@@ -37,15 +37,21 @@ pub fn autocast_dtype(device: Device) -> Result<Kind> {
 pub(super) fn read(device: Device) -> Result<sys::AutocastState> {
     let mut state = sys::AutocastState { count: 1, ..Default::default() };
     state.devices[0].device_type = device_type(device)?;
-    ffi::autocast_read(&mut state)?;
+    fill(&mut state)?;
     Ok(state)
+}
+
+/// Reads the calling thread's state for the devices that `state` names.
+fn fill(state: &mut sys::AutocastState) -> Result<()> {
+    regions::settle();
+    ffi::autocast_read(state)
 }
 
 /// Tells whether the calling thread keeps casts of weights, as `torch.is_autocast_cache_enabled`.
 pub fn is_cache_enabled() -> bool {
     let mut state = sys::AutocastState::default();
     // Reading the flag of no device cannot fail; libtorch's default stands in for the impossible.
-    ffi::autocast_read(&mut state).map_or(true, |()| state.cache_enabled != 0)
+    fill(&mut state).map_or(true, |()| state.cache_enabled != 0)
 }
 
 /// Forgets every cached cast of a weight, in all threads, as `torch.clear_autocast_cache`.
@@ -56,6 +62,19 @@ pub fn is_cache_enabled() -> bool {
 pub fn clear_autocast_cache() {
     // Clearing can fail only when a lock is broken, and then there is nothing better to do than to go on.
     drop(ffi::autocast_clear_cache());
+}
+
+/// Runs `f`, which changes weights, and forgets their casts when it returns or panics: inside a region the cache would
+/// go on serving the old ones.
+pub(crate) fn forgetting_casts<T>(f: impl FnOnce() -> T) -> T {
+    struct ClearOnDrop;
+    impl Drop for ClearOnDrop {
+        fn drop(&mut self) {
+            clear_autocast_cache();
+        }
+    }
+    let _clear = ClearOnDrop;
+    f()
 }
 
 /// The autocast state of a thread, to be re-entered on the same or another one. PyTorch has no public twin; its
@@ -165,7 +184,7 @@ impl AutocastState {
     /// The calling thread's state of the same devices.
     fn here(&self) -> Result<sys::AutocastState> {
         let mut state = self.0;
-        ffi::autocast_read(&mut state)?;
+        fill(&mut state)?;
         Ok(state)
     }
 }

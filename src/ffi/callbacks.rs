@@ -1,5 +1,6 @@
 //! Custom autograd functions: what libtorch calls back, and what may be asked of a node meanwhile.
 
+use std::any::Any;
 use std::ffi::{CString, c_char, c_void};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
@@ -23,9 +24,18 @@ pub(crate) trait Recorded: Send + 'static {
         grad_outputs: &[Borrowed],
     ) -> std::result::Result<Vec<Option<Tensor>>, String>;
 
-    /// Frees what only backward needed: it has run and will not again.
-    fn release(&mut self);
+    /// Takes out the values that only backward needed: it has run and will not again. It runs no code of the user's.
+    fn take_saved(&mut self) -> Values;
+
+    /// Drops values that were taken out. They are the user's, as all that their destructors do.
+    fn free_saved(values: Values);
+
+    /// Drops the state.
+    fn free(self: Box<Self>);
 }
+
+/// Values that a forward saved.
+pub(crate) type Values = Vec<Box<dyn Any + Send>>;
 
 /// A tensor that libtorch lends for the length of a callback, or none.
 pub(crate) type Borrowed = Option<ManuallyDrop<Tensor>>;
@@ -65,7 +75,8 @@ pub(super) fn raw_function<R: Recorded>(state: Box<R>, ended: &FunctionCall<'_>)
     sys::Function {
         state: Box::into_raw(state).cast(),
         backward: function_backward::<R>,
-        release: function_release::<R>,
+        take_saved: function_take_saved::<R>,
+        free_saved: function_free_saved::<R>,
         drop: function_drop::<R>,
         name: ended.name.as_ptr().cast(),
         name_length: ended.name.len(),
@@ -136,14 +147,23 @@ fn into_pointer(tensor: Tensor) -> *mut sys::Tensor {
     ManuallyDrop::new(tensor).as_mut_ptr()
 }
 
-unsafe extern "C" fn function_release<R: Recorded>(state: *mut c_void) {
+unsafe extern "C" fn function_take_saved<R: Recorded>(state: *mut c_void) -> *mut c_void {
     // SAFETY: `function_record::<R>` made the state, and the shim runs one callback of it at a time.
     let state: &mut R = unsafe { &mut *state.cast() };
-    panics::swallow(|| state.release());
+    match state.take_saved() {
+        values if values.is_empty() => ptr::null_mut(),
+        values => Box::into_raw(Box::new(values)).cast(),
+    }
+}
+
+unsafe extern "C" fn function_free_saved<R: Recorded>(values: *mut c_void) {
+    // SAFETY: `function_take_saved::<R>` made the values, from a box, and the shim frees them once.
+    let values: Box<Values> = unsafe { Box::from_raw(values.cast()) };
+    panics::swallow(|| R::free_saved(*values));
 }
 
 unsafe extern "C" fn function_drop<R: Recorded>(state: *mut c_void) {
     // SAFETY: `function_record::<R>` made the state from a box, and the shim drops it once and last.
     let state: Box<R> = unsafe { Box::from_raw(state.cast()) };
-    panics::swallow(|| drop(state));
+    panics::swallow(|| R::free(state));
 }

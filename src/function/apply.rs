@@ -2,15 +2,17 @@
 
 #![forbid(unsafe_code)]
 
+use std::mem;
+
 use tch::{Kind, Tensor, no_grad_guard};
 
-use crate::autocast::AutocastState;
+use crate::autocast::{AutocastState, callback};
 use crate::device::{device_type, dtype_code};
 use crate::error::{Error, Result};
+use crate::ffi::Values;
 use crate::messages::chain;
-use crate::{ffi, sys};
+use crate::{ffi, panics, sys};
 
-use super::context::Values;
 use super::lists::{GradientList as _, OutputList as _};
 use super::{BackwardContext, ForwardContext, Function, GradOutputs};
 
@@ -148,14 +150,31 @@ impl<F: Function> ffi::Recorded for Applied<F> {
     ) -> std::result::Result<Vec<Option<Tensor>>, String> {
         let ctx = BackwardContext { node, saved: self.saved, values: &self.values };
         let backward = || self.function.backward(&ctx, &GradOutputs(grad_outputs));
-        match self.autocast.restore(backward) {
+        match callback(|| self.autocast.restore(backward)) {
             Ok(Ok(grads)) => Ok(grads.into_vec()),
             Ok(Err(error)) => Err(format!("backward failed: {}", chain(&*error))),
             Err(error) => Err(error.to_string()),
         }
     }
 
-    fn release(&mut self) {
-        self.values.clear();
+    fn take_saved(&mut self) -> Values {
+        mem::take(&mut self.values)
     }
+
+    fn free_saved(values: Values) {
+        callback(|| drop_each(values));
+    }
+
+    fn free(mut self: Box<Self>) {
+        let values = self.take_saved();
+        callback(|| {
+            drop_each(values);
+            drop(self);
+        });
+    }
+}
+
+/// Drops the values one by one: a second panic while the first unwinds would end the process.
+fn drop_each(values: Values) {
+    values.into_iter().for_each(|value| panics::swallow(|| drop(value)));
 }

@@ -9,16 +9,15 @@ use std::ops::Index;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
+use crate::ffi::Values;
 use crate::{ffi, sys};
-
-/// Saved values, each of another type.
-pub(super) type Values = Vec<Box<dyn Any + Send>>;
 
 /// What a forward tells autograd and its own backward. The twin of `ctx` in `forward`.
 #[derive(Debug)]
 pub struct ForwardContext {
     pub(super) infos: Vec<sys::FunctionInput>,
     pub(super) saved: Vec<Tensor>,
+    /// Each of another type.
     pub(super) values: Values,
     pub(super) dirty: Vec<Tensor>,
     pub(super) non_differentiable: Vec<Tensor>,

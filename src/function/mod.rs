@@ -120,6 +120,10 @@
 //! A value that forward captures never holds the graph, outputs included. Only a cell that is shared with the caller,
 //! and into which the caller puts an output of `apply`, can, as `Rc` can.
 //!
+//! Destructors may do anything, run backwards and open autocast regions included. A long chain of calls, each of which
+//! holds the output of the one before, is freed without recursion; to that end destructors that run inside of more than
+//! eight others wait for these to return.
+//!
 //! # Checking a derivative
 //!
 //! [`gradcheck`](crate::gradcheck()) compares it with finite differences, and [`gradgradcheck`](crate::gradgradcheck())

@@ -178,10 +178,7 @@ impl Optimizer {
     /// and cannot be taken up; [`Error::Torch`] for a parameter whose dtype or device changed, and for lack of memory on
     /// a GPU. Nothing is changed then, on any device, and the step can be tried again.
     pub fn step(&mut self) -> Result<()> {
-        let stepped = self.run(&ScaledStep::default());
-        // Inside a region the cache would go on serving the old weights.
-        autocast::clear_autocast_cache();
-        stepped
+        autocast::forgetting_casts(|| self.run(&ScaledStep::default()))
     }
 
     /// Drops the gradients, runs the loss's backward, and steps.

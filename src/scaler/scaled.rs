@@ -24,9 +24,8 @@ fn take_scaled_step(
         Verdict::Known(true) => (None, StepOutcome::known(Step::Stepped)),
         Verdict::Unless(flag) => (Some(flag.shallow_clone()), StepOutcome::on_device(flag)),
     };
-    let stepped = scaling.step_scaled(&ScaledStep { found_inf: found_inf.as_ref(), ..*step });
-    autocast::clear_autocast_cache();
-    stepped.map(|()| outcome)
+    let step = ScaledStep { found_inf: found_inf.as_ref(), ..*step };
+    autocast::forgetting_casts(|| scaling.step_scaled(&step)).map(|()| outcome)
 }
 
 impl GradScaler {

@@ -37,11 +37,8 @@ pub(crate) fn due(stage: Stage) -> Result<()> {
     }
 }
 
-/// Steps, and forgets the casts of the weights: inside a region the cache would go on serving the old ones.
 fn take_step(optimizer: &mut dyn AmpOptimizer) -> Result<()> {
-    let stepped = optimizer.step();
-    autocast::clear_autocast_cache();
-    stepped
+    autocast::forgetting_casts(|| optimizer.step())
 }
 
 impl GradScaler {

@@ -1,11 +1,18 @@
 //! The weight cache: what it must not do across dtypes, `no_grad`, updates and regions.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
 use rstest::rstest;
 use tch::nn::OptimizerConfig;
 use tch::{Device, Kind, Tensor, nn, no_grad};
-use tch_amp::{Autocast, AutocastGuard, GradScalerConfig, clear_autocast_cache};
+use tch_amp::optim::{self, AmpOptimizer, AmpScaling, Parameters, ScaledStep};
+use tch_amp::{
+    Autocast, AutocastGuard, GradScaler, GradScalerConfig, checkpoint::Checkpoint,
+    clear_autocast_cache,
+};
 
 use crate::alone;
+use crate::common::files::Folder;
 use crate::common::{for_each_device, resident_bytes, to_f64};
 
 fn weight(device: Device) -> Tensor {
@@ -77,6 +84,105 @@ fn a_step_inside_a_region_forgets_the_casts(#[case] enabled: bool) {
         scaler.backward(&w.sum(Kind::Float)).unwrap();
         assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
         assert_eq!(sum_of_product(&w), 0.0, "every weight went from 1 to 0");
+    });
+}
+
+#[test]
+fn a_step_of_a_fused_optimizer_inside_a_region_forgets_the_casts() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let w = weight(device);
+        let mut opt = optim::Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
+        let mut scaler = GradScaler::new(device).unwrap();
+        let _guard = AutocastGuard::new(device).unwrap();
+        for (step, want) in [8.0, 0.0, -8.0, -16.0].into_iter().enumerate() {
+            assert_eq!(sum_of_product(&w), want, "after {step} steps");
+            opt.zero_grad().unwrap();
+            match step {
+                0 => opt.backward_step(&w.sum(Kind::Float)).unwrap(),
+                1 => {
+                    w.sum(Kind::Float).backward();
+                    opt.step().unwrap();
+                }
+                _ => {
+                    scaler.backward(&w.sum(Kind::Float)).unwrap();
+                    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+                    scaler.update().unwrap();
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_restore_inside_a_region_forgets_the_casts() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let vs = nn::VarStore::new(device);
+        let mut w = vs.root().ones("w", &[2, 2]);
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_model("model", &vs).unwrap();
+        let folder = Folder::new();
+        let path = folder.file("model.safetensors");
+        checkpoint.save(&path).unwrap();
+        let checkpoint = Checkpoint::load(&path).unwrap();
+        add_one(&mut w);
+        let _guard = AutocastGuard::new(device).unwrap();
+        assert_eq!(sum_of_product(&w), 16.0);
+        checkpoint.restore().model("model", &vs).apply().unwrap();
+        assert_eq!(sum_of_product(&w), 8.0);
+    });
+}
+
+/// An optimizer that changes its weight and then panics.
+struct Panics {
+    w: [Tensor; 1],
+    scales: bool,
+}
+
+impl Panics {
+    fn panics(&mut self) -> tch_amp::Result<()> {
+        add_one(&mut self.w[0]);
+        resume_unwind(Box::new("a planted panic"));
+    }
+}
+
+impl AmpOptimizer for Panics {
+    fn parameters(&self) -> Parameters<'_> {
+        self.w.as_slice().into()
+    }
+
+    fn step(&mut self) -> tch_amp::Result<()> {
+        self.panics()
+    }
+
+    fn amp_scaling(&mut self) -> Option<&mut dyn AmpScaling> {
+        if self.scales { Some(self) } else { None }
+    }
+}
+
+impl AmpScaling for Panics {
+    fn step_scaled(&mut self, _: &ScaledStep<'_>) -> tch_amp::Result<()> {
+        self.panics()
+    }
+}
+
+#[rstest]
+fn a_step_that_panics_inside_a_region_forgets_the_casts(
+    #[values(false, true)] scales: bool,
+    #[values(false, true)] enabled: bool,
+) {
+    let _alone = alone();
+    for_each_device(|device| {
+        let w = weight(device);
+        let config = GradScalerConfig { enabled, ..Default::default() };
+        let mut scaler = config.build(device).unwrap();
+        let mut opt = Panics { w: [w.shallow_clone()], scales };
+        let _guard = AutocastGuard::new(device).unwrap();
+        assert_eq!(sum_of_product(&w), 8.0);
+        scaler.backward(&w.sum(Kind::Float)).unwrap();
+        assert!(catch_unwind(AssertUnwindSafe(|| scaler.step(&mut opt))).is_err());
+        assert_eq!(sum_of_product(&w), 16.0);
     });
 }
 

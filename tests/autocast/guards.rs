@@ -2,10 +2,11 @@
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Sender, channel};
 
 use rstest::rstest;
-use tch::{Device, Kind};
-use tch_amp::{Autocast, AutocastGuard, autocast};
+use tch::{Device, Kind, Tensor};
+use tch_amp::{Autocast, AutocastGuard, Error, autocast};
 
 use crate::common::rng::Rng;
 use crate::{OUTSIDE, Seen, alone, seen};
@@ -126,15 +127,59 @@ fn a_guard_that_leaves_its_closure_ends_with_it_and_drops_without_effect() {
     assert_eq!(seen(), (true, Kind::Half, true));
 }
 
-#[test]
-fn a_guard_kept_until_the_thread_ends_is_harmless() {
+/// A guard, and what its thread is in when it is dropped with the thread's values and afterwards, and whether another
+/// one can be opened then.
+struct Last {
+    guard: Option<AutocastGuard>,
+    tell: Sender<(Seen, Seen, Result<(), Error>)>,
+}
+
+impl Drop for Last {
+    fn drop(&mut self) {
+        let before = seen();
+        self.guard = None;
+        let after = seen();
+        let _told = self.tell.send((before, after, AutocastGuard::new(Device::Cpu).map(drop)));
+    }
+}
+
+#[rstest]
+fn a_guard_kept_until_the_thread_ends_is_harmless(#[values(false, true)] first: bool) {
     let _alone = alone();
-    thread_local! { static KEPT: RefCell<Option<AutocastGuard>> = const { RefCell::new(None) }; }
-    let ended = std::thread::spawn(|| {
-        KEPT.with(|kept| *kept.borrow_mut() = AutocastGuard::new(Device::Cpu).ok());
+    thread_local! { static KEPT: RefCell<Option<Last>> = const { RefCell::new(None) }; }
+    let (tell, told) = channel();
+    let thread = std::thread::spawn(move || {
+        // What is used first on a thread is dropped last, or first: both orders are tried.
+        let early = first.then(|| AutocastGuard::new(Device::Cpu).unwrap());
+        KEPT.with(|kept| {
+            let guard = early.unwrap_or_else(|| AutocastGuard::new(Device::Cpu).unwrap());
+            *kept.borrow_mut() = Some(Last { guard: Some(guard), tell });
+        });
+    });
+    thread.join().unwrap();
+    let inside = (true, Kind::BFloat16, true);
+    match told.recv().unwrap() {
+        (before, after, Ok(())) => assert_eq!((before, after), (inside, OUTSIDE)),
+        // The regions of the thread are gone already, and its state goes with it.
+        (before, after, Err(Error::ThreadEnding)) => assert_eq!((before, after), (inside, inside)),
+        (_, _, Err(error)) => panic!("{error}"),
+    }
+    assert_eq!((seen(), std::thread::spawn(seen).join().unwrap()), (OUTSIDE, OUTSIDE));
+}
+
+#[test]
+fn a_guard_from_outside_that_is_dropped_in_a_closure_ends_with_it() {
+    let _alone = alone();
+    let outer = Autocast::new(Device::Cpu).dtype(Kind::Half).cache(false).enter().unwrap();
+    let inside = autocast(Device::Cpu, || {
+        drop(outer);
         seen()
     });
-    assert_eq!(ended.join().unwrap(), (true, Kind::BFloat16, true));
+    assert_eq!(inside.unwrap(), (true, Kind::Half, false), "its region is inside of the other");
+    // Asked of libtorch alone: what asks the crate could end the region as well.
+    let ones = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
+    assert_eq!(ones.mm(&ones).kind(), Kind::Float);
+    assert_eq!(seen(), OUTSIDE);
 }
 
 #[test]

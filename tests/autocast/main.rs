@@ -6,6 +6,7 @@
 mod common;
 
 mod cache;
+mod callbacks;
 mod guards;
 mod regions;
 mod threads;

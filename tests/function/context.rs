@@ -237,6 +237,13 @@ fn wrong_marks_are_refused() {
             input,
             "Marks: mark_non_differentiable was given a tensor that is not an output"
         );
+        let twice = |ctx: &mut tch_amp::function::ForwardContext, x: &[&Tensor]| {
+            ctx.mark_dirty(x);
+            let y = x[0].shallow_clone().f_mul_scalar_(2.0)?;
+            Ok([y.shallow_clone(), y])
+        };
+        let error = apply(&[&(&x * 1.0)], twice, |_, g| Ok(&g[0] + &g[1])).unwrap_err();
+        assert!(error.to_string().ends_with("must be returned, and only once"), "{error}");
     });
 }
 

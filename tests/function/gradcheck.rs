@@ -1,8 +1,10 @@
 //! The checks that users have for their derivatives.
 
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, no_grad_guard};
 use tch_amp::{Error, Function, GradCheck, function, gradcheck, gradgradcheck};
 
 use crate::common::for_each_device;
@@ -43,6 +45,45 @@ fn the_inputs_are_left_as_they_are() {
         assert_eq!(a, before);
         assert!(!a.grad().defined());
     });
+}
+
+#[test]
+fn only_one_element_is_moved_at_a_time() {
+    for_each_device(|device| {
+        let x = leaf(device, &[1.0, 2.0, 3.0]);
+        let moved = Cell::new(0);
+        let f = |inputs: &[&Tensor]| {
+            let count = inputs[0].detach().ne_tensor(&x.detach()).sum(None).int64_value(&[]);
+            assert!(count <= 1, "{count} elements are not what they were");
+            moved.set(moved.get() + count);
+            inputs[0].f_square()
+        };
+        gradcheck(f, &[&x]).unwrap();
+        assert_eq!(moved.get(), 6, "each of three, up and down");
+    });
+}
+
+#[test]
+fn the_grad_mode_is_as_before_also_after_a_panic() {
+    let records = || (leaf(Device::Cpu, &[1.0]) * 2.0).requires_grad();
+    let x = leaf(Device::Cpu, &[1.0]);
+    let check = |panics: bool| {
+        let f = |x: &[&Tensor]| {
+            if panics {
+                resume_unwind(Box::new("a planted panic"));
+            }
+            x[0].f_square()
+        };
+        let check = catch_unwind(AssertUnwindSafe(|| gradcheck(f, &[&x])));
+        assert_eq!(check.is_err(), panics);
+    };
+    for panics in [false, true] {
+        check(panics);
+        assert!(records());
+        let _off = no_grad_guard();
+        check(panics);
+        assert!(!records());
+    }
 }
 
 #[test]

@@ -20,7 +20,9 @@ mod second;
 mod threads;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs, Outputs};
@@ -99,6 +101,19 @@ struct Owning<T>(#[allow(dead_code, reason = "it is there to be dropped")] T);
 impl<T> Owning<T> {
     /// Has the closure that says this take the value in.
     fn hold(&self) {}
+}
+
+/// Runs `test` on a thread of its own and fails when it takes a minute: what it tests would wait for ever.
+fn in_time<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
+    let (send, receive) = channel();
+    let thread = std::thread::spawn(move || send.send(test()));
+    match receive.recv_timeout(Duration::from_secs(60)) {
+        Ok(answer) => answer,
+        Err(_) => {
+            assert!(thread.is_finished(), "it waits for ever");
+            panic!("{:?}", thread.join().expect_err("it panicked"));
+        }
+    }
 }
 
 fn leaf(device: Device, values: &[f64]) -> Tensor {

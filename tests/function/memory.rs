@@ -160,20 +160,93 @@ fn a_failed_backward_frees_everything() {
     });
 }
 
+/// A chain of 100,000 calls. `keep` has each hold the output of the one before in some way.
+fn long_chain(
+    keep: impl Fn(&mut ForwardContext, &Tensor, &Tensor) + Copy + Send + 'static,
+) -> Tensor {
+    // On the CPU alone: what is dropped is a graph, which lies in the memory of the host in any case.
+    let x = leaf(Device::Cpu, &[1.0]);
+    let mut y = &x * 1.0;
+    for _ in 0..100_000 {
+        let last = Mutex::new(Some(y.shallow_clone()));
+        let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
+            let last = last.lock().unwrap().take();
+            keep(ctx, x[0], &last.unwrap());
+            Ok(x[0] * 1.0)
+        };
+        y = apply(&[&y], forward, |_, g| Ok(g[0].shallow_clone())).unwrap();
+    }
+    y
+}
+
 #[test]
 fn a_long_chain_is_dropped_without_recursion() {
-    // On the CPU alone: what is dropped is a graph, which lies in the memory of the host in any case.
-    let mut y = leaf(Device::Cpu, &[1.0]);
+    drop(long_chain(|ctx, x, _| ctx.save_for_backward(&[x])));
+    drop(long_chain(|ctx, _, last| ctx.save_value(last.shallow_clone())));
+    drop(long_chain(|ctx, _, last| ctx.save_value(tch::with_grad(|| last * 2.0))));
+    drop(long_chain(|ctx, _, last| ctx.save_for_backward(&[tch::with_grad(|| last * 2.0)])));
+}
+
+/// A chain of calls whose closures hold the output of the one before, with or without an edge to it.
+fn chain_of_closures(edges: bool, drop_it: impl FnOnce(Tensor)) {
+    let x = leaf(Device::Cpu, &[1.0]);
+    let mut y = x.shallow_clone();
     for _ in 0..100_000 {
-        y = apply(
-            &[&y],
-            |ctx, x| {
-                ctx.save_for_backward(x);
-                Ok(x[0] * 1.0)
-            },
-            |_, g| Ok(g[0].shallow_clone()),
-        )
-        .unwrap();
+        let (held, input) = (Owning(y), x.shallow_clone());
+        let input = if edges { held.0.shallow_clone() } else { input };
+        let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
+            held.hold();
+            Ok(g[0].shallow_clone())
+        };
+        y = apply(&[&input], |_, x| Ok(x[0] * 1.0), backward).unwrap();
+    }
+    drop_it(y);
+}
+
+#[test]
+fn a_long_chain_of_closures_is_dropped_without_recursion() {
+    for edges in [false, true] {
+        chain_of_closures(edges, drop);
+        chain_of_closures(edges, |y| y.backward());
+        chain_of_closures(edges, |y| std::thread::spawn(move || drop(y)).join().unwrap());
+    }
+}
+
+#[test]
+fn what_a_destructor_drops_is_freed_before_it_goes_on() {
+    struct Watches {
+        number: usize,
+        y: Option<Tensor>,
+        count: Arc<AtomicUsize>,
+        left: Arc<Mutex<Vec<(usize, usize)>>>,
+    }
+
+    impl Drop for Watches {
+        fn drop(&mut self) {
+            self.y = None;
+            let count = self.count.load(Ordering::SeqCst);
+            self.left.lock().unwrap().push((self.number, count));
+        }
+    }
+
+    let (count, left) = (Arc::default(), Arc::<Mutex<Vec<_>>>::default());
+    let x = leaf(Device::Cpu, &[1.0]);
+    let mut y = None;
+    for number in 0..4 {
+        let counted = Owning(Counted::new(&count));
+        let watches =
+            Owning(Watches { number, y, count: Arc::clone(&count), left: Arc::clone(&left) });
+        let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
+            watches.hold();
+            counted.hold();
+            Ok(g[0].shallow_clone())
+        };
+        y = Some(apply(&[&x], |_, x| Ok(x[0] * 1.0), backward).unwrap());
     }
     drop(y);
+    assert_eq!(
+        *left.lock().unwrap(),
+        [(0, 4), (1, 3), (2, 2), (3, 1)],
+        "each sees the ones inside of it gone"
+    );
 }

@@ -83,10 +83,15 @@ fn an_input_that_is_returned_comes_back_as_a_view() {
 fn a_view_that_is_returned_cannot_be_changed_in_place() {
     for_each_device(|device| {
         let x = leaf(device, &[1.0, 2.0]);
-        let mut y =
-            apply(&[&(&x * 1.0)], |_, x| Ok(x[0].narrow(0, 1, 1)), |_, _| Ok(None)).unwrap();
-        let error = message(y.f_mul_(&Tensor::from(2.0)).map(drop));
-        assert!(error.contains("is a view") && error.contains("custom"), "{error}");
+        let refused = |of: fn(&Tensor) -> Tensor| {
+            let mut y = apply(&[&(&x * 1.0)], move |_, x| Ok(of(x[0])), |_, _| Ok(None)).unwrap();
+            let error = message(y.f_mul_(&Tensor::from(2.0)).map(drop));
+            assert!(error.contains("is a view") && error.contains("custom"), "{error}");
+        };
+        refused(|x| x.narrow(0, 1, 1));
+        // Also of a tensor of the function's own, which has no history.
+        refused(|x| (x * 2.0).narrow(0, 1, 1));
+        refused(|x| x.detach().narrow(0, 1, 1));
     });
 }
 

@@ -220,6 +220,15 @@ fn a_panic_in_a_destructor_goes_no_further() {
             y.backward();
             drop(y);
             assert_eq!(to_f64(&x.grad()), [2.0]);
+            // All of them together, where no backward has freed any.
+            let fragile = Owning(Fragile(payload));
+            let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
+                fragile.hold();
+                ctx.save_value(Fragile(payload));
+                ctx.save_value(Some(Fragile(payload)));
+                Ok(x[0] * 2.0)
+            };
+            drop(apply(&[&x], forward, |_, g| Ok(&g[0] * 2.0)).unwrap());
             // And at once, where nothing is recorded.
             let fragile = Owning(Fragile(payload));
             let forward = move |_: &mut ForwardContext, x: &[&Tensor]| {

@@ -1,12 +1,14 @@
 //! A backward that runs a backward.
 
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
-use tch::{Device, Tensor, with_grad};
+use tch::{Device, Kind, Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
+use tch_amp::{AutocastGuard, clear_autocast_cache};
 
 use crate::common::for_each_device;
-use crate::{apply, backward_below, leaf, message, square, to_f64};
+use crate::{apply, backward_below, in_time, leaf, message, square, to_f64};
 
 /// x², whose backward finds its answer by another backward, `depth` of them inside each other.
 #[derive(Clone, Copy)]
@@ -73,7 +75,7 @@ fn a_backward_through_itself_is_an_error() {
     // Past 60 the inner backward runs on another thread, where a lock would wait for ever.
     for_each_device(|device| {
         for depth in [0, 1, 30, 59, 60, 61, 62, 100] {
-            let error = through_itself(device, depth);
+            let error = in_time(move || through_itself(device, depth));
             let want = "Ouroboros: its backward runs a backward that leads through itself again";
             assert!(error.contains(want), "depth {depth}: {error}");
         }
@@ -107,9 +109,93 @@ fn an_inner_backward_may_run_through_other_nodes_of_the_same_graph() {
 #[test]
 fn after_the_error_the_function_works_again() {
     for_each_device(|device| {
-        assert!(through_itself(device, 0).contains("Ouroboros"));
+        assert!(in_time(move || through_itself(device, 0)).contains("Ouroboros"));
         let x = leaf(device, &[3.0]);
         Nested { depth: 70 }.apply(&[&x]).unwrap().backward();
         assert_eq!(to_f64(&x.grad()), [6.0]);
+    });
+}
+
+/// Runs a closure when it is dropped.
+struct OnDrop<F: FnMut()>(F);
+
+impl<F: FnMut()> Drop for OnDrop<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
+
+#[test]
+fn a_destructor_of_a_saved_value_may_run_a_backward_through_its_own_call() {
+    for_each_device(|device| {
+        let error = in_time(move || {
+            let cell: Cell = Arc::default();
+            let (send, receive) = channel();
+            let inside = Mutex::new(Some((Arc::clone(&cell), send)));
+            let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
+                let (cell, send) = inside.lock().unwrap().take().unwrap();
+                ctx.save_value(OnDrop(move || {
+                    let output = cell.lock().unwrap().take();
+                    drop(send.send(message(output.unwrap().f_backward())));
+                }));
+                Ok(x[0] * 2.0)
+            };
+            let y = apply(&[leaf(device, &[1.0])].each_ref(), forward, |_, g| Ok(&g[0] * 2.0));
+            let y = y.unwrap();
+            *cell.lock().unwrap() = Some(y.shallow_clone());
+            y.backward();
+            receive.recv().unwrap()
+        });
+        assert!(
+            error.contains("function: trying to backward through the graph a second time"),
+            "{error}"
+        );
+    });
+}
+
+/// A weight that its cached cast alone keeps alive, and whose gradient ends in a function: `destructor` runs when that
+/// is dropped, which is when the cache is cleared.
+fn dropped_with_the_cache(device: Device, destructor: impl FnMut() + Send + 'static) {
+    let destructor = Mutex::new(OnDrop(destructor));
+    let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
+        drop(destructor.lock());
+        Ok(g[0].shallow_clone())
+    };
+    let w = Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true);
+    w.sum(Kind::Float).backward();
+    let x = Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true);
+    let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), backward).unwrap();
+    let _sum = w.grad().f_add_(&y).unwrap();
+    let _product = w.mm(&w);
+}
+
+#[test]
+fn a_destructor_that_runs_while_the_cache_is_cleared_may_use_it() {
+    for_each_device(|device| {
+        let seen = in_time(move || {
+            let (send, receive) = channel();
+            let guard = AutocastGuard::new(device).unwrap();
+            for _ in 0..2 {
+                let send = send.clone();
+                dropped_with_the_cache(device, move || {
+                    clear_autocast_cache();
+                    let w = Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true);
+                    let product = tch_amp::autocast(device, || w.mm(&w)).unwrap();
+                    send.send(product.kind()).unwrap();
+                });
+                clear_autocast_cache();
+            }
+            let last = send;
+            dropped_with_the_cache(device, move || {
+                let inner = AutocastGuard::new(device).unwrap();
+                last.send(tch_amp::autocast_dtype(device).unwrap()).unwrap();
+                drop(inner);
+                clear_autocast_cache();
+            });
+            drop(guard);
+            receive.iter().collect::<Vec<_>>()
+        });
+        let low = if device.is_cuda() { Kind::Half } else { Kind::BFloat16 };
+        assert_eq!(seen, [low; 3]);
     });
 }

@@ -52,20 +52,26 @@ fn third_derivatives_work_as_well() {
 #[test]
 fn a_saved_output_keeps_its_history() {
     for_each_device(|device| {
-        let x = leaf(device, &[0.5]);
-        let exp = function(
-            |ctx, x| {
-                let y = x[0].exp();
-                ctx.save_for_backward(&[&y]);
-                Ok(y)
-            },
-            |ctx, g| {
-                let [y] = ctx.saved_tensors()?;
-                Ok(y * &g[0])
-            },
-        );
-        let first = gradient(&exp.apply(&[&x]).unwrap(), &x);
-        assert_eq!(to_f64(&gradient(&first, &x)), [0.5f64.exp()]);
+        // Also one that forward holds in another way, so that the caller gets a tensor of its own.
+        for held in [false, true] {
+            let x = leaf(device, &[0.5]);
+            let exp = function(
+                move |ctx, x| {
+                    let y = x[0].exp();
+                    ctx.save_for_backward(&[&y]);
+                    if held {
+                        ctx.save_value(y.shallow_clone());
+                    }
+                    Ok(y)
+                },
+                |ctx, g| {
+                    let [y] = ctx.saved_tensors()?;
+                    Ok(y * &g[0])
+                },
+            );
+            let first = gradient(&exp.apply(&[&x]).unwrap(), &x);
+            assert_eq!(to_f64(&gradient(&first, &x)), [0.5f64.exp()]);
+        }
     });
 }
 
@@ -96,6 +102,13 @@ fn a_once_differentiable_function_refuses_its_second_derivative() {
         let error = message((gradient(&once_square(&x), &x) + x.square()).f_backward());
         assert!(error.contains("Square is once differentiable"), "{error}");
         assert_eq!(to_f64(&gradient(&gradient(&square(&x).unwrap(), &x), &x)), [2.0]);
+        // Nor can the gradient be differentiated with respect to the one that came in, on which it depends as well.
+        let weight = leaf(device, &[5.0]);
+        let first = gradient(&(once_square(&x) * &weight), &x);
+        assert_eq!(to_f64(&first), [30.0]);
+        let second = Tensor::f_run_backward(&[first.sum(None)], &[&weight], true, false);
+        let error = message(second.map(drop));
+        assert!(error.contains("Square is once differentiable"), "{error}");
     });
 }
 

@@ -1,0 +1,125 @@
+//! Which public types may go to another thread (`Send`) and which may be used by several at once (`Sync`). It compiles, or
+//! it does not: a type that loses or gains either is a change of the interface.
+
+use tch::nn::{BatchNorm, Linear};
+use tch_amp::checkpoint::{
+    Better, Checkpoint, CheckpointError, CheckpointFile, CheckpointFolder, Format, Found, Restore,
+    Restored, SaveError, Start,
+};
+use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
+use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
+use tch_amp::optim::{
+    Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup,
+    ParamGroupState, Sgd, TakenSteps,
+};
+use tch_amp::policy::{KeepF32, KeptInF32, KeptInF32T, PolicyModule, PolicyModuleT};
+use tch_amp::{
+    Autocast, AutocastGuard, AutocastState, BufferSnapshot, DynamicLossScale, Error, GradCheck,
+    GradScaler, GradScalerConfig, GradScalerState, NoOpLossScale, NonFiniteGradient, OptLevel,
+    Parameters, PerLossScalers, Policy, ScaledStep, StaticLossScale, StepOutcome, Unscaled,
+};
+
+/// Asserts that a type is `Send` and `Sync`.
+macro_rules! send_and_sync {
+    ($($type:ty),* $(,)?) => { $(const _: fn() = || {
+        fn check<T: Send + Sync>() {}
+        check::<$type>();
+    };)* };
+}
+
+/// Asserts that a type is `Send` and not `Sync`.
+macro_rules! only_send {
+    ($($type:ty),* $(,)?) => { $(const _: fn() = || {
+        fn check<T: Send>() {}
+        check::<$type>();
+        not!($type, Sync);
+    };)* };
+}
+
+/// Asserts that a type is neither.
+macro_rules! stays {
+    ($($type:ty),* $(,)?) => { $(const _: fn() = || {
+        not!($type, Send);
+        not!($type, Sync);
+    };)* };
+}
+
+/// Asserts that a type lacks a trait: with it, two implementations of `Ambiguous` would fit, and none be chosen.
+macro_rules! not {
+    ($type:ty, $trait:path) => {{
+        trait Ambiguous<A> {
+            fn check() {}
+        }
+        struct Lacks;
+        struct Has;
+        impl<T: ?Sized> Ambiguous<Lacks> for T {}
+        impl<T: ?Sized + $trait> Ambiguous<Has> for T {}
+        let _: fn() = <$type as Ambiguous<_>>::check;
+    }};
+}
+
+// Plain values.
+send_and_sync!(
+    Adagrad,
+    Adam,
+    AdamW,
+    Algorithm,
+    Autocast,
+    AutocastState,
+    Better,
+    CheckpointFile,
+    CheckpointFolder,
+    Closures<fn(), fn()>,
+    DynamicLossScaleState,
+    Format,
+    GradCheck,
+    GradScalerConfig,
+    GradScalerState,
+    KeepF32<'static>,
+    LossScaleState,
+    MasterWeights,
+    NoOpLossScale,
+    NonFiniteGradient,
+    OptLevel,
+    ParamGroup,
+    ParamGroupState,
+    Policy,
+    Restored,
+    Sgd,
+    Start,
+);
+
+// Errors, which `anyhow` and `?` into a boxed error need to be both.
+send_and_sync!(CheckpointError, Error, SaveError);
+
+// They hold tensors. tch's are `Send` and not `Sync`: an operation of one thread may change what another one reads.
+only_send!(
+    BufferSnapshot,
+    Checkpoint,
+    DynamicLossScale,
+    ForwardContext,
+    Found,
+    GradScaler,
+    KeptInF32<Linear>,
+    KeptInF32T<BatchNorm>,
+    Optimizer,
+    OptimizerState,
+    PerLossScalers,
+    PolicyModule<Linear>,
+    PolicyModuleT<BatchNorm>,
+    StaticLossScale,
+    StepOutcome,
+    TakenSteps,
+);
+
+// They borrow tensors, or what holds tensors, which another thread must not share.
+stays!(BackwardContext<'static>, GradOutputs<'static>, Parameters<'static>, Restore<'static>);
+stays!(ScaledStep<'static>, Unscaled<'static>);
+
+// The state of autocast is the thread's: a guard that is dropped on another one would end a region there.
+stays!(AutocastGuard);
+
+#[test]
+fn types_cross_threads_as_documented() {
+    // The compiler has checked it.
+}
