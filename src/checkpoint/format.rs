@@ -16,7 +16,7 @@ pub enum Format {
     /// | optimizer | `NAME/PARAMETER/exp_avg` and so on | `param_groups`: options, `algorithm` and `params`, the names |
     /// | scaler | – | `state`, for `GradScaler.load_state_dict` |
     /// | tensor, random numbers | `NAME` | `kind` |
-    /// | value | – | `value` |
+    /// | value | – | `value`; an infinite number or NaN is the text `inf`, `-inf` or `nan`, and `non_finite` lists where |
     Safetensors,
     /// A file that Python's `torch.load(path, weights_only=True)` reads: a dict of the parts, each as its
     /// `state_dict()` returns it.
