@@ -20,8 +20,8 @@ const FILE: &str = "TCH_AMP_HOSTILE_FILE";
 
 /// What a process may have beyond what it has at its start: this many times the bytes of the file, and this besides,
 /// for the two million values that the smallest file may hold.
-const FACTOR: u64 = 5;
-const BESIDES: u64 = 320 << 20;
+const FACTOR: u64 = 3;
+const BESIDES: u64 = 256 << 20;
 
 const MB: usize = 1_000_000;
 
@@ -32,7 +32,9 @@ fn load_one_file() {
     if let Some(path) = std::env::var_os(FILE).filter(|path| !path.is_empty()) {
         match Checkpoint::load(path) {
             Ok(checkpoint) => println!("loaded {} parts", checkpoint.names().count()),
-            Err(error) => println!("refused: {}", &error.to_string()[..60]),
+            Err(error) => {
+                println!("refused: {}", error.to_string().chars().take(200).collect::<String>())
+            }
         }
     }
     println!("peak {}", peak());

@@ -61,7 +61,7 @@ fn round_trip<T: Serialize + DeserializeOwned + Debug>(value: &T) {
 #[test]
 fn values_are_those_of_serde_json() {
     round_trip(&(1u8, -5i64, u64::MAX, i64::MIN, 0.1f64, 0.1f32, -0.0, 'ä', true, ()));
-    round_trip(&(Unit, Meters(2.5), Some(1), None::<i32>, Some(None::<i32>), "text".to_owned()));
+    round_trip(&(Unit, Meters(2.5), Some(1), None::<i32>, "text".to_owned()));
     round_trip(&(i128::from(u64::MAX), 7u128, vec![vec![1], Vec::new()], [1.5; 3]));
     let shapes = [
         Shape::Point,
