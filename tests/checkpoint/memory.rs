@@ -6,7 +6,7 @@
 
 use std::fmt::Write as _;
 use std::fs::File;
-use std::io::Write;
+use std::io::Write as _;
 use std::path::Path;
 use std::process::Command;
 
@@ -66,8 +66,11 @@ fn load(path: &Path, space: u64) -> (String, u64) {
     (said.clone(), peak.trim().parse().unwrap())
 }
 
+/// Writes a file.
+type Write<'a> = &'a dyn Fn(&Path);
+
 /// Loads files one by one within the bound. `is_refused` says how it should end.
-fn check(is_refused: bool, files: &[(&str, &dyn Fn(&Path))]) {
+fn check(is_refused: bool, files: &[(&str, Write<'_>)]) {
     let folder = Folder::new();
     let (_, start) = load(Path::new(""), 1 << 46);
     for (name, write) in files {

@@ -79,7 +79,7 @@ pub(crate) fn is_batch_count(name: &str, known: &HashSet<&str>) -> bool {
 }
 
 /// The names of the counts of batches that a model of Python's has beside the names of a VarStore.
-pub(crate) fn batch_counts<'n>(known: &HashSet<&'n str>) -> Vec<String> {
+pub(crate) fn batch_counts(known: &HashSet<&str>) -> Vec<String> {
     let modules = known.iter().filter_map(|name| name.strip_suffix(STATISTICS[0]));
     let counts = modules.map(|module| format!("{module}{BATCH_COUNT}"));
     let mut counts: Vec<_> = counts.filter(|name| is_batch_count(name, known)).collect();

@@ -11,8 +11,11 @@ fn cut_files_are_refused() {
     }
 }
 
+/// The bytes of the storages by their keys.
+type Storages = Vec<(String, Vec<u8>)>;
+
 /// The content: the values, and the storages by their keys. `None` where the caller's checksums refuse it.
-fn content(bytes: &[u8]) -> Option<(Value, Vec<(String, Vec<u8>)>)> {
+fn content(bytes: &[u8]) -> Option<(Value, Storages)> {
     let Opened { root, storages, others: _ } = opened(bytes).ok()?;
     let storages = storages.into_iter().map(|(key, record)| {
         let (start, len) = (record.offset as usize, record.len as usize);
