@@ -99,6 +99,27 @@ fn every_float_comes_back() {
     }
 }
 
+/// Where a crate of the program asks for serde_json's `arbitrary_precision`, its numbers come and go like this.
+#[test]
+fn numbers_that_serde_json_keeps_as_text_are_numbers() {
+    #[derive(Serialize)]
+    #[serde(rename = "$serde_json::private::Number")]
+    struct Number {
+        #[serde(rename = "$serde_json::private::Number")]
+        digits: &'static str,
+    }
+    for (digits, plain) in [
+        ("1.5", Plain::Float(1.5)),
+        ("-7", Plain::Int(-7)),
+        ("18446744073709551615", Plain::Uint(u64::MAX)),
+    ] {
+        assert_eq!(Plain::of(&Number { digits }).unwrap(), plain);
+        let json = json!({"$serde_json::private::Number": digits}).to_string();
+        assert_eq!(serde_json::from_str::<Plain>(&json).unwrap(), plain);
+    }
+    assert!(serde_json::from_str::<Plain>(r#"{"$serde_json::private::Number":"1e999"}"#).is_err());
+}
+
 #[test]
 fn a_place_without_such_a_text_is_refused() {
     let value = || Plain::of(&json!({"a": ["inf", "x", 1]})).unwrap();

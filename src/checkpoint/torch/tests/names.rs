@@ -1,8 +1,9 @@
-//! Names of parameters beside PyTorch's numbers count only where they fit.
+//! Names of parameters beside PyTorch's numbers count only where they fit; and which groups are said to be fused.
 
 use super::*;
 use crate::checkpoint::Checkpoint;
 use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::torch::get;
 
 fn dict(items: Vec<(&str, Value)>) -> Value {
     Value::Dict(items.into_iter().map(|(key, value)| (text(key), value)).collect())
@@ -95,4 +96,57 @@ fn names_that_do_not_fit_are_not_taken() {
         assert_eq!((params, state), (numbers, vec!["1".to_owned()]), "{shown}");
         assert!(are_numbers, "{shown}");
     }
+}
+
+/// As Python has it after a checkpoint with one optimizer of one group was saved here.
+fn fused(options: Vec<(&str, Value)>, state: &str, kind: Kind) -> Option<Value> {
+    let zero = ("weight_decay", Value::Float(0.0));
+    let group = [
+        vec![("params", Value::List(vec![Value::Int(0)])), ("lr", Value::Float(0.1)), zero],
+        options,
+    ];
+    let moment: Value = TensorRef { kind, ..tensor("0", 0, &[1], &[1]) }.into();
+    let optimizer = dict(vec![
+        ("state", Value::Dict(vec![(Value::Int(0), dict(vec![(state, moment)]))])),
+        ("param_groups", Value::List(vec![dict(group.concat())])),
+    ]);
+    let bytes = saved(&dict(vec![("opt", optimizer)]), &[("0", vec![0; 16])]).unwrap();
+    let path = std::env::temp_dir().join(format!("tch-amp-fused-{}.pt", std::process::id()));
+    Checkpoint::from_bytes(bytes).unwrap().save(&path).unwrap();
+    let Opened { root: Value::Dict(root), .. } = opened(&std::fs::read(&path).unwrap()).unwrap()
+    else {
+        return None;
+    };
+    std::fs::remove_file(path).unwrap();
+    let items = |value: &Value| match value {
+        Value::Dict(items) => items.clone(),
+        other => panic!("{other:?}"),
+    };
+    match get(&items(get(&root, "opt")?), "param_groups")? {
+        Value::List(groups) => get(&items(&groups[0]), "fused").cloned(),
+        _ => None,
+    }
+}
+
+#[test]
+fn groups_are_fused_where_pytorch_has_the_kernels() {
+    let flag = |name| (name, Value::Bool(false));
+    let float = |name| (name, Value::Float(0.0));
+    let sgd = || {
+        vec![
+            ("momentum", Value::Float(0.9)),
+            float("dampening"),
+            flag("nesterov"),
+            flag("maximize"),
+        ]
+    };
+    let adagrad = || {
+        let options =
+            [float("lr_decay"), float("eps"), float("initial_accumulator_value"), flag("maximize")];
+        options.to_vec()
+    };
+    assert_eq!(fused(sgd(), "momentum_buffer", Kind::Float), Some(Value::Bool(true)));
+    assert_eq!(fused(adagrad(), "sum", Kind::Float), Some(Value::Bool(true)));
+    // No fused kernel steps complex parameters.
+    assert_eq!(fused(sgd(), "momentum_buffer", Kind::ComplexFloat), Some(Value::None));
 }
