@@ -1,7 +1,8 @@
 //! Saving and loading a model, the state of AdamW and a scaler beside Python's `torch.save` and `torch.load`.
 //!
 //! Both sides write to one folder, sync the file and the folder, and replace the file of the round before. Files are
-//! loaded while the page cache has them, into a model that exists and an optimizer that has not stepped yet.
+//! loaded while the page cache has them, which a read of the whole file before each load makes sure of on both sides, into
+//! a model that exists and an optimizer that has not stepped yet. The range of the rounds is printed beside the medians.
 //!
 //! `TCH_AMP_BENCH_PARAMETERS` is the number of parameters (100 000 000): each takes 12 bytes in each of up to four
 //! files, and 44 bytes of memory. `TCH_AMP_BENCH_FOLDER` is an existing folder for the files.
@@ -13,6 +14,8 @@ mod folder;
 #[path = "common/memory.rs"]
 mod memory;
 
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 
 use common::{Rounds, Twin, is_quick, nanoseconds, print_ratio, rounds};
@@ -99,19 +102,26 @@ fn measure(
 fn report(action: &str, names: [&'static str; 2], rounds: &Rounds, bytes: f64, content: f64) {
     let [ours, ours_pt] = [rounds.row(names[0], 0), rounds.row(names[1], 2)];
     let [peak, peak_pt] = [rounds.row("peak", 1), rounds.row("peak", 3)];
-    for (who, time, peak) in [
-        ("tch-amp, safetensors", ours.ours, peak.ours),
-        ("tch-amp, .pt", ours_pt.ours, peak_pt.ours),
-        ("Python", ours.python, peak.python),
+    for (who, time, peak, times) in [
+        ("tch-amp, safetensors", ours.ours, peak.ours, range(&rounds.ours, 0)),
+        ("tch-amp, .pt", ours_pt.ours, peak_pt.ours, range(&rounds.ours, 2)),
+        ("Python", ours.python, peak.python, range(&rounds.python, 0)),
     ] {
         let (seconds, speed) = (time / 1e9, bytes / time);
         let extra = 100.0 * (peak - content) / bytes;
         println!(
-            "{action}, {who:<20} {seconds:6.3} s {speed:6.2} GB/s, extra memory {extra:5.1} %"
+            "{action}, {who:<20} {seconds:6.3} s ({times}) {speed:6.2} GB/s, extra memory {extra:5.1} %"
         );
     }
     [ours, ours_pt].iter().for_each(|row| print_ratio(row.name, *row));
     println!();
+}
+
+/// The shortest and the longest of the rounds' times with this index.
+fn range(rounds: &[Vec<f64>], index: usize) -> String {
+    let times = rounds.iter().map(|times| times[index] / 1e9);
+    let (least, most) = times.fold((f64::MAX, 0f64), |(a, b), time| (a.min(time), b.max(time)));
+    format!("{least:.3} to {most:.3}")
 }
 
 struct Training {
@@ -162,6 +172,7 @@ impl Training {
 
     fn load(&mut self, path: &Path) -> [f64; 2] {
         (self.optimizer, self.scaler) = fresh(&self.vs);
+        warm(path);
         timed(|| {
             let checkpoint = Checkpoint::load(path).unwrap();
             let restore = checkpoint.restore().model("model", &self.vs);
@@ -197,6 +208,13 @@ fn fresh(vs: &VarStore) -> (Optimizer, GradScaler) {
 
 fn bits(tensor: &Tensor) -> i64 {
     tensor.detach().view_dtype(Kind::Int).sum(Kind::Int64).int64_value(&[])
+}
+
+/// Reads a file, so that the page cache has it: what was written since may have driven it out.
+fn warm(path: &Path) {
+    let mut file = File::open(path).unwrap();
+    let mut buffer = vec![0; 1 << 20];
+    while file.read(&mut buffer).unwrap() > 0 {}
 }
 
 /// Nanoseconds, and the bytes at the peak above those before.

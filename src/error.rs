@@ -4,7 +4,7 @@
 
 use tch::{Device, Kind};
 
-use crate::messages::{chain, text};
+use crate::messages::{Number, chain, text};
 
 /// The result of every fallible call of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -43,7 +43,7 @@ pub enum Error {
     ThreadEnding,
 
     /// A value outside its range, in a configuration, a setter or a loaded state.
-    #[error("{field} is {value}, but must be {rule}")]
+    #[error("{field} is {}, but must be {rule}", Number(*value))]
     InvalidValue {
         /// The field, under its PyTorch name.
         field: &'static str,
@@ -51,6 +51,17 @@ pub enum Error {
         value: f64,
         /// The values that are allowed.
         rule: &'static str,
+    },
+
+    /// A tensor of another dtype than that of the numbers asked for.
+    #[error(
+        "the tensor is {found:?}, and these numbers are {expected:?}; convert it with to_kind({expected:?})"
+    )]
+    ElementKind {
+        /// The dtype of the numbers.
+        expected: Kind,
+        /// The dtype of the tensor.
+        found: Kind,
     },
 
     /// Only floating outputs can be scaled.
@@ -125,7 +136,8 @@ pub enum Error {
 
     /// Too many iterations in a row overflowed. The iteration was ended as usual: the scale has backed off.
     #[error(
-        "{skips} iterations in a row overflowed (the limit is {limit}) and the scale is down to {scale}: look for a diverging loss or an infinite input"
+        "{skips} iterations in a row overflowed (the limit is {limit}) and the scale is down to {}: look for a diverging loss or an infinite input",
+        Number(*scale)
     )]
     TooManySkips {
         /// How many so far.
@@ -139,7 +151,8 @@ pub enum Error {
     /// An iteration overflowed while the scale was at `min_scale`, and `error_at_min_scale` is set. The iteration was
     /// ended as usual.
     #[error(
-        "an iteration overflowed at the smallest scale, {scale}, which cannot back off: look for a diverging loss or an infinite input, or lower min_scale"
+        "an iteration overflowed at the smallest scale, {}, which cannot back off: look for a diverging loss or an infinite input, or lower min_scale",
+        Number(*scale)
     )]
     ScaleAtMinimum {
         /// The scale.
@@ -248,7 +261,7 @@ pub enum Error {
     },
 
     /// The norm of the gradients is infinite or NaN. They were not clipped.
-    #[error("the norm of the gradients is {norm}: look for an infinite or NaN loss")]
+    #[error("the norm of the gradients is {}: look for an infinite or NaN loss", Number(*norm))]
     NonFiniteNorm {
         /// The norm.
         norm: f64,
@@ -299,7 +312,9 @@ pub enum Error {
 
     /// The gradient that backward computes is not that of finite differences.
     #[error(
-        "the gradient of output {output} {output_index:?} with respect to input {input} {input_index:?} is {analytic} by backward and {numeric} by finite differences: correct the backward, or loosen atol and rtol"
+        "the gradient of output {output} {output_index:?} with respect to input {input} {input_index:?} is {} by backward and {} by finite differences: correct the backward, or loosen atol and rtol",
+        Number(*analytic),
+        Number(*numeric)
     )]
     GradCheck {
         /// The input.

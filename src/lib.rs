@@ -8,6 +8,7 @@ mod error;
 mod ffi;
 pub mod function;
 mod gradcheck;
+pub mod half;
 pub mod loss_scale;
 mod messages;
 mod names;

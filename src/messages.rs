@@ -5,6 +5,18 @@
 /// How many causes of an error are told. An error of the user's may be its own cause.
 const MOST_CAUSES: usize = 64;
 
+/// A number as an error shows it: with an exponent where it would have very many digits.
+pub(crate) struct Number(pub(crate) f64);
+
+impl std::fmt::Display for Number {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        const MAX_DIGITS: usize = 20;
+        let Self(number) = self;
+        let plain = number.to_string();
+        if plain.len() > MAX_DIGITS { write!(f, "{number:e}") } else { f.write_str(&plain) }
+    }
+}
+
 /// An error and its causes, but for those that it quotes itself.
 pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     let causes = std::iter::successors(error.source(), |error| error.source());
@@ -52,6 +64,23 @@ mod tests {
         }
         let other = "called `Result::unwrap()` on an `Err` value: 7";
         assert_eq!(without_backtrace(other), other);
+    }
+
+    #[test]
+    fn a_number_is_short_and_reads_as_the_same() {
+        for (number, shown) in [
+            (0.0, "0"),
+            (-0.5, "-0.5"),
+            (65536.0, "65536"),
+            (0.1 + 0.2, "0.30000000000000004"),
+            (1e22, "1e22"),
+            (f64::MIN_POSITIVE, "2.2250738585072014e-308"),
+            (f64::MAX, "1.7976931348623157e308"),
+            (f64::INFINITY, "inf"),
+            (f64::NAN, "NaN"),
+        ] {
+            assert_eq!(Number(number).to_string(), shown);
+        }
     }
 
     #[test]

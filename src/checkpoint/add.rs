@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use serde::Serialize;
 use tch::nn::VarStore;
@@ -11,13 +11,16 @@ use tch::{Device, Kind, Tensor};
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::{OptimizerPart, Part, problem_of_name};
+use crate::checkpoint::plain::Plain;
+use crate::checkpoint::restore::names::batch_counts;
 use crate::checkpoint::{Checkpoint, CheckpointError, rng_state};
 use crate::error::Result;
 use crate::optim::{Optimizer, OptimizerState};
 use crate::{GradScaler, PerLossScalers};
 
 impl Checkpoint {
-    /// Adds all variables of a VarStore, those that are not trainable included. As `model.state_dict()` in PyTorch.
+    /// Adds all variables of a VarStore, those that are not trainable included. As `model.state_dict()` in PyTorch, which
+    /// has a `num_batches_tracked` for each norm with running statistics: tch does not count batches, and 0 is saved.
     ///
     /// # Errors
     ///
@@ -25,11 +28,16 @@ impl Checkpoint {
     /// for a sparse or quantized tensor.
     pub fn add_model(&mut self, name: &str, model: &VarStore) -> Result<()> {
         let variables = model.variables();
+        let known: HashSet<_> = variables.keys().map(String::as_str).collect();
+        let counts = batch_counts(&known);
         let entries = variables.into_iter().map(|(name, tensor)| {
             let entry = entry(&name, &tensor)?;
             Ok((name, entry))
         });
-        let entries = entries.collect::<Result<_>>()?;
+        let mut entries = entries.collect::<Result<BTreeMap<_, _>>>()?;
+        for name in counts {
+            entries.insert(name, Entry::in_memory(&Tensor::from(0i64))?);
+        }
         self.add(name, Part::Model(entries))
     }
 
@@ -92,15 +100,15 @@ impl Checkpoint {
         self.add(name, Part::Tensor(entry(name, tensor)?))
     }
 
-    /// Adds a small value, such as a step, an epoch or a configuration: whatever serde makes JSON of. JSON has no
-    /// infinite numbers and no NaN; they are saved as `null`, which loads as `None` of an `Option`.
+    /// Adds a small value, such as a step, an epoch, the best loss or a configuration: whatever serde makes JSON of, and
+    /// infinite numbers and NaN as well, wherever they stand.
     ///
     /// # Errors
     ///
     /// [`CheckpointError::Unsaveable`] as in [`add_model`](Self::add_model), and [`CheckpointError::Value`] for what
     /// JSON cannot hold, such as a map whose keys are not strings.
     pub fn add_value(&mut self, name: &str, value: &impl Serialize) -> Result<()> {
-        let value = serde_json::to_value(value);
+        let value = Plain::of(value);
         let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
         self.add(name, Part::Value(value.map_err(wrong)?))
     }

@@ -45,6 +45,14 @@ impl Entry {
         Self { kind, size, data: Data::File(location) }
     }
 
+    /// Where it is now.
+    pub(crate) fn device(&self) -> Device {
+        match &self.data {
+            Data::Memory(tensor) => tensor.device(),
+            Data::File(_) => Device::Cpu,
+        }
+    }
+
     pub(crate) fn numel(&self) -> usize {
         self.size.iter().map(|&n| usize::try_from(n).unwrap_or(0)).product()
     }

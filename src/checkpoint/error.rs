@@ -108,7 +108,7 @@ pub enum CheckpointError {
 
     /// A part does not have the names of what is to be restored.
     #[error(
-        "`{part}` does not fit: missing in the checkpoint: {}; unexpected: {}; `strict(false)` leaves them out",
+        "`{part}` does not fit: missing in the checkpoint: {}; unexpected: {}; `rename_prefix` renames, `skip` and `strict(false)` leave out",
         list(missing),
         list(unexpected)
     )]

@@ -16,7 +16,7 @@ pub enum Format {
     /// | optimizer | `NAME/PARAMETER/exp_avg` and so on | `param_groups`: options, `algorithm` and `params`, the names |
     /// | scaler | – | `state`, for `GradScaler.load_state_dict` |
     /// | tensor, random numbers | `NAME` | `kind` |
-    /// | value | – | `value` |
+    /// | value | – | `value`; an infinite number or NaN is the text `inf`, `-inf` or `nan`, and `non_finite` lists where |
     Safetensors,
     /// A file that Python's `torch.load(path, weights_only=True)` reads: a dict of the parts, each as its
     /// `state_dict()` returns it.
@@ -33,7 +33,10 @@ pub enum Format {
     /// optimizer.load_state_dict(saved["optimizer"])
     /// ```
     ///
-    /// The groups have PyTorch's options and no others. A learning-rate scheduler of Python's that keeps values there,
+    /// The groups have PyTorch's options and no others. They say that they are `fused`, except for complex parameters and
+    /// for Adagrad on a GPU: PyTorch takes that over from the file, and a group that is not fused would fail in an
+    /// optimizer that was built with `fused=True` and meets a scaler. Where the fused kernels cannot do, as with sparse
+    /// gradients, set `group["fused"] = None` after `load_state_dict`. A learning-rate scheduler of Python's that keeps values there,
     /// as `OneCycleLR` its `initial_lr`, has to be made after `load_state_dict`.
     Torch,
 }

@@ -46,6 +46,7 @@ mod folder;
 mod format;
 mod load;
 mod part;
+mod plain;
 mod restore;
 mod rng;
 mod safetensors;
@@ -56,10 +57,10 @@ mod torch;
 use std::collections::BTreeMap;
 
 use serde::de::DeserializeOwned;
-use serde_json::{Map, Value as Json};
 use tch::Tensor;
 
 use crate::checkpoint::part::Part;
+use crate::checkpoint::plain::Plain;
 use crate::error::{Error, Result};
 
 pub use atomic::SaveError;
@@ -68,6 +69,9 @@ pub use folder::{Better, CheckpointFile, CheckpointFolder, Found, Start};
 pub use format::Format;
 pub use restore::{Restore, Restored};
 pub use rng::{rng_state, set_rng_state};
+
+/// The most values that a file may hold beside its tensors: many small ones take the most memory for their bytes.
+const MAX_VALUES: u64 = 2_000_000;
 
 /// What this crate writes into its files about itself.
 const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
@@ -102,7 +106,7 @@ impl Checkpoint {
     pub fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
         match self.part(name)? {
             Part::Value(value) => read_value(name, value),
-            Part::Empty => read_value(name, &Json::Object(Map::new())),
+            Part::Empty => read_value(name, &Plain::Map(Vec::new())),
             other => Err(other_part(name, "a value", other)),
         }
     }
@@ -138,9 +142,9 @@ impl Checkpoint {
     }
 }
 
-fn read_value<T: DeserializeOwned>(name: &str, value: &Json) -> Result<T> {
+fn read_value<T: DeserializeOwned>(name: &str, value: &Plain) -> Result<T> {
     let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
-    Ok(T::deserialize(value).map_err(wrong)?)
+    Ok(value.read().map_err(wrong)?)
 }
 
 fn other_part(name: &str, wanted: &'static str, found: &Part) -> Error {

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 
 use crate::checkpoint::entry::Entry;
+use crate::checkpoint::plain::Plain;
 use crate::optim::ParamGroupState;
 use crate::scaler::GradScalerState;
 
@@ -15,7 +16,7 @@ pub(crate) enum Part {
     Optimizer(OptimizerPart),
     Scaler(GradScalerState),
     Tensor(Entry),
-    Value(serde_json::Value),
+    Value(Plain),
     /// An empty dict of a Python program: a model without parameters, a value, or the state of a disabled scaler.
     Empty,
     /// Something of a Python program that this crate does not understand, and why.

@@ -8,6 +8,7 @@ use std::str::FromStr;
 use crate::error::{Error, Result};
 use crate::loss_scale::fixed::check_static;
 use crate::loss_scale::{DynamicLossScaleState, LossScaleState};
+use crate::messages::Number;
 
 /// What was read, or what is wrong.
 type Read<T> = std::result::Result<T, String>;
@@ -51,7 +52,7 @@ fn dynamic(start: Option<&str>) -> Read<LossScaleState> {
     if let Some(start) = start {
         state.loss_scale = number(start)?;
     }
-    let lowest = state.min_loss_scale;
+    let lowest = Number(state.min_loss_scale);
     let outside = |_| format!("a dynamic one starts at {lowest} or more, up to the largest f32");
     state.checked().map(LossScaleState::Dynamic).map_err(outside)
 }

@@ -8,6 +8,7 @@ use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::ffi;
+use crate::messages::Number;
 use crate::optim::masters::{MASTER, Master};
 use crate::optim::state::{
     FirstStep, KEPT, STEP, State, Wanted, complete, counts_steps, keys, used_keys,
@@ -249,6 +250,7 @@ fn check<'a, T: Saved>(
         }
         let value = step.item()?;
         if !(value >= 0.0 && value.is_finite()) {
+            let value = Number(value);
             return Err(refuse(format!("{STEP} is {value}, but must be finite and at least 0")));
         }
     }

@@ -91,7 +91,8 @@ impl TakenSteps {
                 break;
             };
             if taken {
-                self.taken += 1;
+                // A count that was loaded may be any number.
+                self.taken = self.taken.saturating_add(1);
                 self.in_a_row = 0;
             } else if !outcome.has_no_gradients() {
                 self.skipped += 1;

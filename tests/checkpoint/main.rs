@@ -7,9 +7,12 @@ mod common;
 mod damage;
 mod folder;
 mod golden;
+mod memory;
+mod names;
 mod python;
 mod refused;
 mod round_trip;
+mod values;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};

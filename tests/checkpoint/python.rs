@@ -4,7 +4,7 @@ use std::path::Path;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format, Restored};
 use tch_amp::optim::{Adagrad, Adam, AdamW, Optimizer, Sgd};
 use tch_amp::{Error, GradScaler, GradScalerConfig};
 
@@ -107,7 +107,7 @@ fn a_run_of_pythons_goes_on_here() {
         );
         assert_eq!(checkpoint.value::<i64>("epoch").unwrap(), 3);
         assert_eq!(checkpoint.value::<f64>("lr").unwrap(), 1e-3);
-        assert_eq!(checkpoint.value::<Option<f64>>("best").unwrap(), None);
+        assert_eq!(checkpoint.value::<f64>("best").unwrap(), f64::INFINITY);
         assert_eq!(
             checkpoint.value::<serde_json::Value>("history").unwrap(),
             serde_json::json!([[1, "a"], null])
@@ -230,17 +230,22 @@ fn a_run_of_ours_goes_on_in_python() {
         checkpoint.add_value("text", &"ä").unwrap();
         checkpoint.add_value("list", &[1.5, -2.0]).unwrap();
         checkpoint.add_value("none", &()).unwrap();
+        checkpoint.add_value("floats", &[f64::INFINITY, -f64::INFINITY, f64::NAN]).unwrap();
         checkpoint.save(&path).unwrap();
-        expected.push(twin.train(4, &[]));
+        expected.push(twin.train(4, &[1]));
     }
     let printed = python.run(&["resume", folder.0.to_str().unwrap()], "");
     let lines: Vec<_> = printed.lines().collect();
-    assert_eq!(lines.len(), 2 * ALGORITHMS.len());
-    for ((lines, expected), name) in lines.chunks(2).zip(expected).zip(ALGORITHMS) {
-        assert_eq!(lines[0], "3 ä [1.5, -2.0] None");
-        let losses: Vec<_> = lines[1].split(' ').map(|x| hex_float(x).to_bits()).collect();
+    // Optimizers that are fused, plain, foreach, and fused by no means, all from the same file.
+    assert_eq!(lines.len(), 4 * ALGORITHMS.len());
+    for ((lines, expected), name) in lines.chunks(4).zip(expected).zip(ALGORITHMS) {
         let expected: Vec<_> = expected.iter().map(|x| x.to_bits()).collect();
-        assert_eq!(losses, expected, "{name}");
+        for line in lines {
+            let (values, losses) = line.split_once(": ").unwrap();
+            assert_eq!(values, "3 ä [1.5, -2.0] None [inf, -inf, nan]");
+            let losses: Vec<_> = losses.split(' ').map(|x| hex_float(x).to_bits()).collect();
+            assert_eq!(losses, expected, "{name}");
+        }
     }
 }
 
@@ -251,13 +256,54 @@ fn python_reads_our_safetensors() {
     let path = folder.file("x.safetensors");
     let mut run = Run::new(Device::Cpu);
     run.train(2);
-    run.checkpoint().save(&path).unwrap();
+    let mut checkpoint = run.checkpoint();
+    checkpoint.add_value("best", &f64::INFINITY).unwrap();
+    checkpoint.save(&path).unwrap();
     let printed = python.run(&["safe", path.to_str().unwrap()], "");
     let state = run.scaler.state_dict().unwrap();
     assert!(printed.contains(&format!("'scale': {:?}", state.scale.unwrap())), "{printed}");
     let bytes: String =
         crate::common::bits::bits(&run.net.ws).iter().map(|byte| format!("{byte:02x}")).collect();
+    assert!(printed.contains("best inf ['']"), "{printed}");
     assert!(printed.contains(&format!("model/linear.weight F32 [2, 3] {bytes}")), "{printed}");
+}
+
+/// Norms count batches in Python and not in tch; neither minds.
+#[test]
+fn norms_go_both_ways_strictly() {
+    let Some(python) = Oracle::find("checkpoint.py") else { return };
+    let folder = Folder::new();
+    let model = || {
+        let vs = VarStore::new(Device::Cpu);
+        let norm = nn::batch_norm2d(vs.root() / "features" / "norm", 2, Default::default());
+        (vs, norm)
+    };
+    let printed = python.run(&["save_norm", folder.file("python.pt").to_str().unwrap()], "");
+    let ((vs, norm), restore) = (model(), |name: &str, vs: &VarStore| {
+        let checkpoint = Checkpoint::load(folder.file(name)).unwrap();
+        checkpoint.restore().model("model", vs).apply().unwrap()
+    });
+    assert_eq!(restore("python.pt", &vs), Restored::default());
+    let numbers = |tensor: &Tensor| format!("{:?}", crate::common::to_f64(tensor));
+    assert_eq!(printed.trim(), numbers(&norm.running_var));
+    for name in ["rust.pt", "rust.safetensors"] {
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_model("model", &vs).unwrap();
+        checkpoint.save(folder.file(name)).unwrap();
+        let (other_vs, other) = model();
+        assert_eq!(restore(name, &other_vs), Restored::default());
+        assert_eq!(numbers(&other.running_var), numbers(&norm.running_var));
+    }
+    let printed = python.run(&["load_norm", folder.file("rust.pt").to_str().unwrap()], "");
+    assert_eq!(printed.trim(), numbers(&norm.running_var));
+    // Without running statistics of that name it is a name like any other.
+    let plain = VarStore::new(Device::Cpu);
+    drop(plain.root().sub("features").sub("norm").zeros("running_mean", &[2]));
+    let checkpoint = Checkpoint::load(folder.file("python.pt")).unwrap();
+    let restored = checkpoint.restore().model("model", &plain).strict(false).apply().unwrap();
+    assert!(
+        restored.unexpected_keys.contains(&"model/features.norm.num_batches_tracked".to_owned())
+    );
 }
 
 fn loads(path: &Path) -> bool {

@@ -1,12 +1,15 @@
 //! What is replaced on a real disk: links, permissions, names.
 
+use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::ErrorKind;
-use std::path::Path;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::{Folder, content, fill_with};
+use crate::checkpoint::atomic::disk::{Disk, Real};
+use crate::checkpoint::atomic::folder::create_folder_on;
 use crate::checkpoint::atomic::place::Place;
 use crate::checkpoint::atomic::place::is_temporary;
 use crate::checkpoint::atomic::{SaveError, create_folder, remove_leftovers, replace};
@@ -34,6 +37,56 @@ fn a_file_is_created_and_replaced() {
         assert_eq!(fs::read(&path).unwrap(), new);
         assert_eq!(folder.names(), ["model.bin"]);
     }
+}
+
+/// The disk, and which folders were synced on it.
+#[derive(Default)]
+struct Noted(Real, RefCell<Vec<PathBuf>>);
+
+impl Disk for Noted {
+    type File = File;
+    type Folder = PathBuf;
+
+    fn open_folder(&self, folder: &Path) -> io::Result<PathBuf> {
+        self.0.open_folder(folder).map(|_| folder.to_owned())
+    }
+
+    fn sync_folder(&self, folder: &PathBuf) -> io::Result<()> {
+        self.1.borrow_mut().push(folder.clone());
+        self.0.sync_folder(&self.0.open_folder(folder)?)
+    }
+
+    fn create_new(&self, path: &Path) -> io::Result<File> {
+        self.0.create_new(path)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.0.rename(from, to)
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        self.0.remove(path)
+    }
+
+    fn sync_every(&self) -> u64 {
+        self.0.sync_every()
+    }
+}
+
+/// The name of a folder is in the one above it, which a power loss may bring back as it was.
+#[test]
+fn the_parents_of_created_folders_are_synced_and_no_others() {
+    let folder = Folder::new("parents");
+    let disk = Noted::default();
+    create_folder_on(&disk, &folder.join("a/b/c")).unwrap();
+    assert!(folder.join("a/b/c").is_dir());
+    let mut synced = disk.1.take();
+    synced.sort();
+    assert_eq!(synced, [folder.0.clone(), folder.join("a"), folder.join("a/b")]);
+    create_folder_on(&disk, &folder.join("a/b/c")).unwrap();
+    assert_eq!(disk.1.take(), Vec::<PathBuf>::new());
+    create_folder_on(&disk, &folder.join("a/d")).unwrap();
+    assert_eq!(disk.1.take(), [folder.join("a")]);
 }
 
 #[test]

@@ -281,3 +281,19 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
         assert_eq!(to_f64(&w), [1.0; 3]);
     });
 }
+
+/// A count that was loaded from a damaged file, for instance.
+#[test]
+fn a_count_that_begins_at_its_end_stays_there() {
+    let vs = VarStore::new(Device::Cpu);
+    let w = vs.root().ones("w", &[2]);
+    let mut opt = Sgd::default().build(&vs, 0.1).unwrap();
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    let mut taken = TakenSteps::starting_at(u64::MAX);
+    for _ in 0..2 {
+        scaler.backward(&w.sum(Kind::Float)).unwrap();
+        taken.record(scaler.step(&mut opt).unwrap());
+        scaler.update().unwrap();
+    }
+    assert_eq!(taken.count().unwrap(), u64::MAX);
+}

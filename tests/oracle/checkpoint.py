@@ -2,8 +2,9 @@
 
 save FOLDER: trains a little and writes FOLDER/ALGORITHM.pt for each optimizer, and prints for each the losses of the
 next steps as hexadecimal floats.
-resume FOLDER: loads each FOLDER/ALGORITHM.pt as this crate wrote it, into model, optimizer and scaler, and prints some
-values and the next losses.
+resume FOLDER: loads each FOLDER/ALGORITHM.pt as this crate wrote it, into model, optimizer and scaler, for optimizers
+that are built in several ways, and prints some values and the next losses.
+save_norm FILE, load_norm FILE: a model with a norm, whose running variances are printed.
 golden FILE: writes what tests/checkpoint/golden.rs expects.
 odd FOLDER: writes files with what Python programs save besides.
 version: prints PyTorch's.
@@ -17,19 +18,20 @@ from torch import nn
 
 STEPS = 4
 NAMES = ["adamw", "adam", "sgd", "plain", "adagrad"]
+WAYS = [{"fused": True}, {}, {"foreach": True}, {"fused": False}]
 
 
-def optimizer(name, net):
+def optimizer(name, net, **way):
     groups = [{"params": [net.weight]}, {"params": [net.bias], "weight_decay": 0.0}]
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.05, amsgrad=True, fused=True)
+        return torch.optim.AdamW(groups, lr=0.05, amsgrad=True, **way)
     if name == "adam":
-        return torch.optim.Adam(groups, lr=0.05, weight_decay=0.1, fused=True)
+        return torch.optim.Adam(groups, lr=0.05, weight_decay=0.1, **way)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1, fused=True)
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1, **way)
     if name == "plain":
-        return torch.optim.SGD(groups, lr=0.05, fused=True)
-    return torch.optim.Adagrad(groups, lr=0.05, lr_decay=0.1, fused=True)
+        return torch.optim.SGD(groups, lr=0.05, **way)
+    return torch.optim.Adagrad(groups, lr=0.05, lr_decay=0.1, **way)
 
 
 def data():
@@ -69,7 +71,7 @@ def before_2_7(state):
 def save(folder):
     for name in NAMES:
         net = model()
-        opt, scale = optimizer(name, net), scaler()
+        opt, scale = optimizer(name, net, fused=True), scaler()
         train(net, opt, scale, 5, overflow=(2,))
         content = {
             "model": net.state_dict(),
@@ -91,25 +93,43 @@ def save(folder):
 
 def resume(folder):
     for name in NAMES:
-        resume_one(f"{folder}/{name}.pt", name)
+        for way in WAYS:
+            resume_one(f"{folder}/{name}.pt", name, way)
 
 
-def resume_one(path, name):
+def resume_one(path, name, way):
     content = torch.load(path, weights_only=True)
     torch.load(path, weights_only=True, mmap=True)
     net = nn.Linear(3, 2)
-    opt, scale = optimizer(name, net), scaler()
+    opt, scale = optimizer(name, net, **way), scaler()
     net.load_state_dict(content["model"])
     opt.load_state_dict(content["optimizer"])
-    # What a Python program chooses anew with each start; a file says nothing about it.
-    for group in opt.param_groups:
-        group["fused"] = True
-    opt._step_supports_amp_scaling = True
     scale.load_state_dict(content["scaler"])
     torch.set_rng_state(content["rng"])
-    print(content["epoch"], content["text"], content["list"], content["none"])
-    print(*train(net, opt, scale, STEPS))
+    values = [content[key] for key in ["epoch", "text", "list", "none", "floats"]]
+    print(*values, end=": ")
+    print(*train(net, opt, scale, STEPS, overflow=(1,)))
     opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def norm():
+    return nn.ModuleDict({"features": nn.ModuleDict({"norm": nn.BatchNorm2d(2)})})
+
+
+def save_norm(path):
+    net = norm()
+    inner = net["features"]["norm"]
+    inner(torch.arange(16, dtype=torch.float32).view(2, 2, 2, 2) / 8)
+    torch.save({"model": net.state_dict()}, path)
+    print(inner.running_var.tolist())
+
+
+def load_norm(path):
+    saved = torch.load(path, weights_only=True)["model"]
+    net = norm()
+    assert set(saved) == set(net.state_dict())
+    net.load_state_dict(saved, strict=True)
+    print(net["features"]["norm"].running_var.tolist())
 
 
 def odd(folder):
@@ -156,6 +176,8 @@ def safe(path):
     scale = scaler()
     scale.load_state_dict(ours["parts"]["scaler"]["state"])
     print(scale.state_dict())
+    best = ours["parts"]["best"]
+    print("best", float(best["value"]), best["non_finite"])
     for name, info in sorted(header.items()):
         start, end = info["data_offsets"]
         print(name, info["dtype"], info["shape"], body[start:end].hex())
@@ -200,4 +222,5 @@ def version():
 
 
 if __name__ == "__main__":
-    {"save": save, "resume": resume, "golden": golden, "odd": odd, "version": version, "safe": safe}[sys.argv[1]](*sys.argv[2:])
+    commands = [save, resume, save_norm, load_norm, golden, odd, version, safe]
+    {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

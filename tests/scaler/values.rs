@@ -46,6 +46,20 @@ fn a_configuration_outside_its_range_is_refused(
 }
 
 #[test]
+fn a_value_of_many_digits_is_shown_with_an_exponent() {
+    let shown = |config: GradScalerConfig| config.build(Device::Cpu).unwrap_err().to_string();
+    assert_eq!(
+        shown(config!(init_scale: 1e-300)),
+        "init_scale is 1e-300, but must be a number from min_scale to max_scale"
+    );
+    assert_eq!(
+        shown(config!(max_scale: 1e300)),
+        "max_scale is 1e300, but must be at most the largest f32"
+    );
+    assert_eq!(shown(config!(tolerance: 1.5)), "tolerance is 1.5, but must be from 0 to 1");
+}
+
+#[test]
 fn a_device_that_cannot_be_used_is_refused_unless_the_scaler_is_disabled() {
     // No machine has so many GPUs.
     let beyond = Device::Cuda(4096);

@@ -1,31 +1,62 @@
 //! `cargo xtask bench`: times this crate beside Python and plain tch, all on one core.
 
 use std::fs;
+use std::path::Path;
 use std::process::Command;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use crate::args::Args;
 use crate::process;
-use crate::workspace::Workspace;
+use crate::workspace::{self, Workspace};
 
 /// `cargo xtask bench`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
-    let workspace = Workspace::announced(args.tch()?)?;
+    let pair = args.tch()?;
+    // What begins with a dash is for the benchmarks.
+    let (options, filters): (Vec<_>, Vec<_>) =
+        args.rest().into_iter().partition(|word| word.starts_with('-'));
+    let chosen = choose(&names(&workspace::root())?, &filters)?;
+    let workspace = Workspace::announced(pair)?;
     workspace.warn_without_python();
     // On every core, as only the timing needs the one.
-    process::run(benches(&workspace).arg("--no-run"))?;
-    let mut bench = benches(&workspace);
-    bench.arg("--").args(args.rest());
+    process::run(benches(&workspace, &chosen).arg("--no-run"))?;
+    let mut bench = benches(&workspace, &chosen);
+    bench.arg("--").args(options);
     for name in ["OMP_NUM_THREADS", "MKL_NUM_THREADS"] {
         bench.env(name, "1");
     }
     process::run(&mut pinned(bench))
 }
 
-fn benches(workspace: &Workspace) -> Command {
+/// The benchmarks that there are: one file each.
+fn names(root: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(root.join("benches"))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|ending| ending == "rs") {
+            names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Those whose names have one of the filters in them, or all without any.
+fn choose(names: &[String], filters: &[String]) -> Result<Vec<String>> {
+    let fits = |name: &&String| filters.iter().any(|filter| name.contains(filter.as_str()));
+    let chosen: Vec<_> = names.iter().filter(fits).cloned().collect();
+    let known = names.join(", ");
+    for filter in filters {
+        let found = names.iter().any(|name| name.contains(filter.as_str()));
+        ensure!(found, "there is no benchmark `{filter}`; there are {known}");
+    }
+    Ok(if filters.is_empty() { names.to_vec() } else { chosen })
+}
+
+fn benches(workspace: &Workspace, names: &[String]) -> Command {
     let mut bench = workspace.cargo("bench");
-    bench.args(["--bench", "*"]);
+    bench.args(names.iter().flat_map(|name| ["--bench", name]));
     bench
 }
 
@@ -70,6 +101,20 @@ mod tests {
             assert_eq!(last_core(&status).as_deref(), Some(core));
         }
         assert_eq!(last_core("Threads:\t1\n"), None);
+    }
+
+    #[test]
+    fn a_filter_chooses_benchmarks() {
+        let names = names(&workspace::root()).unwrap();
+        assert!(names.len() > 3 && names.iter().any(|name| name == "function"), "{names:?}");
+        let choose = |words: &[&str]| {
+            choose(&names, &words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>())
+        };
+        assert_eq!(choose(&[]).unwrap(), names);
+        assert_eq!(choose(&["function"]).unwrap(), ["function"]);
+        assert_eq!(choose(&["func", "check"]).unwrap(), ["checkpoint", "function"]);
+        let error = choose(&["function", "nothing"]).unwrap_err().to_string();
+        assert!(error.contains("`nothing`") && error.contains("checkpoint, function"), "{error}");
     }
 
     #[test]

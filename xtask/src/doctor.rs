@@ -25,6 +25,8 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let pair = asked.unwrap_or(default);
     let mut problems = Problems::new();
     say("tch", &format!("{}, which needs libtorch {}", tch_version(pair, default)?, pair.libtorch));
+    // Every supported version has it.
+    say("", "its Tensor::from_slice takes half::bf16 for fp16: use tch_amp::half::from_slice");
     let libtorch = libtorch(pair, default, &mut problems);
     compiler(&mut problems);
     python(libtorch.as_ref());

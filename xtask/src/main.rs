@@ -42,7 +42,8 @@ usage: cargo xtask <command>
   simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them
   sanitize [tests…]                  runs tests with the C++ under address and undefined-behaviour
                                      sanitizers, after planted faults were found
-  bench [--tch V] [filter]           times this crate beside Python and plain tch, on one core
+  bench [--tch V] [filter...]        times this crate beside Python and plain tch, on one core; all benchmarks or
+                                     those whose names have a filter in them
   doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
   bundle [--tch V]                   packs tests, examples and benches for a machine without Rust
   fuzz [seconds]                     feeds damaged files to the checkpoint readers, for a minute by default

@@ -14,11 +14,15 @@ use super::error::{SaveError, cannot};
 ///
 /// [`SaveError::Io`], also where something else has the name.
 pub(crate) fn create_folder(folder: &Path) -> Result<(), SaveError> {
+    create_folder_on(&Real::default(), folder)
+}
+
+/// As [`create_folder`], on a disk that syncs in its own way.
+pub(crate) fn create_folder_on<D: Disk>(disk: &D, folder: &Path) -> Result<(), SaveError> {
     let whole = path::absolute(folder).map_err(cannot("create", folder))?;
     let missing = whole.ancestors().take_while(|folder| !folder.exists());
     let above: Vec<_> = missing.filter_map(Path::parent).collect();
     fs::create_dir_all(&whole).map_err(cannot("create", folder))?;
-    let disk = Real::default();
     for folder in above {
         let synced = disk.open_folder(folder).and_then(|open| disk.sync_folder(&open));
         synced.map_err(cannot("sync", folder))?;

@@ -4,7 +4,7 @@
 
 pub(crate) mod disk;
 mod error;
-mod folder;
+pub(crate) mod folder;
 pub(crate) mod place;
 mod writer;
 

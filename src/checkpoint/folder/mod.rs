@@ -5,10 +5,12 @@
 mod file;
 mod keep;
 mod name;
+#[cfg(test)]
+mod tests;
 
 use std::fs;
 use std::io::{self, ErrorKind};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::checkpoint::folder::keep::best_first;
 use crate::checkpoint::{Checkpoint, CheckpointError, Format, atomic};
@@ -154,7 +156,7 @@ impl CheckpointFolder {
     /// [`CheckpointError::AllDamaged`]; [`CheckpointError::Newer`] and [`CheckpointError::Io`] of a file that comes
     /// before a valid one: it may be whole.
     pub fn latest(&self) -> Result<Option<Found>> {
-        self.first_valid(|files| files.reverse())
+        self.first_valid(|files| files.reverse(), |path| Checkpoint::load(path))
     }
 
     /// Loads the checkpoint of the best score that is not damaged; `None` when none has a score.
@@ -163,7 +165,7 @@ impl CheckpointFolder {
     ///
     /// As [`latest`](Self::latest).
     pub fn best(&self, better: Better) -> Result<Option<Found>> {
-        self.first_valid(|files| best_first(files, better))
+        self.first_valid(|files| best_first(files, better), |path| Checkpoint::load(path))
     }
 
     /// Goes on from the newest checkpoint that is not damaged, which `resume` restores, or starts anew where there is
@@ -182,7 +184,11 @@ impl CheckpointFolder {
     }
 
     /// Loads the first of the files, in the order that `sort` gives them, that is not damaged.
-    fn first_valid(&self, sort: impl Fn(&mut Vec<CheckpointFile>)) -> Result<Option<Found>> {
+    fn first_valid(
+        &self,
+        sort: impl Fn(&mut Vec<CheckpointFile>),
+        load: impl Fn(&Path) -> Result<Checkpoint>,
+    ) -> Result<Option<Found>> {
         let mut empty = 0;
         for _ in 0..MAX_LISTINGS {
             let mut files = self.files()?;
@@ -193,7 +199,7 @@ impl CheckpointFolder {
             }
             let (mut damaged, mut gone) = (Vec::new(), false);
             for file in files {
-                match Checkpoint::load(&file.path) {
+                match load(&file.path) {
                     Ok(checkpoint) => return Ok(Some(Found { file, checkpoint, damaged })),
                     Err(Error::Checkpoint(error @ CheckpointError::Damaged { .. })) => {
                         damaged.push(error);

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod model;
+pub(super) mod names;
 mod optimizer;
 
 use tch::nn::VarStore;
@@ -10,6 +11,7 @@ use tch::{Device, Tensor};
 
 use crate::checkpoint::part::Part;
 use crate::checkpoint::restore::model::Variable;
+use crate::checkpoint::restore::names::Names;
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part, rng_state, set_rng_state};
 use crate::error::Result;
 use crate::optim::{Loaded, Optimizer};
@@ -25,20 +27,23 @@ pub struct Restore<'a> {
     checkpoint: &'a Checkpoint,
     strict: bool,
     cast: bool,
+    names: Names,
     models: Vec<(String, &'a VarStore)>,
     optimizers: Vec<(String, &'a mut Optimizer)>,
     scalers: Vec<(String, &'a mut GradScaler)>,
     rngs: Vec<(String, Device)>,
 }
 
-/// What a restore that is not strict left out, as `part/name`. The twin of what PyTorch's `load_state_dict` returns.
+/// What a restore left out, as `part/name`. As the result of PyTorch's `load_state_dict`, with `skipped_keys` besides.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Restored {
-    /// Names that the checkpoint lacks; they keep their values.
+    /// Names that the checkpoint lacks; they keep their values. Empty unless [`strict`](Restore::strict) is false.
     pub missing_keys: Vec<String>,
-    /// Names that only the checkpoint has.
+    /// Names that only the checkpoint has, as it has them. Empty unless [`strict`](Restore::strict) is false.
     pub unexpected_keys: Vec<String>,
+    /// Names that [`skip`](Restore::skip) has left as they are.
+    pub skipped_keys: Vec<String>,
 }
 
 impl<'a> Restore<'a> {
@@ -47,6 +52,7 @@ impl<'a> Restore<'a> {
             checkpoint,
             strict: true,
             cast: false,
+            names: Names::default(),
             models: Vec::new(),
             optimizers: Vec::new(),
             scalers: Vec::new(),
@@ -90,10 +96,57 @@ impl<'a> Restore<'a> {
     /// them.
     ///
     /// A part that is missing altogether is an error all the same, and so is a tensor of another shape, as in PyTorch:
-    /// give a new head another name. If no name fits at all, that is no error: look at [`Restored`]. A parameter that
+    /// [`skip`](Self::skip) a new head. If no name fits at all, that is no error: look at [`Restored`]. A parameter that
     /// the saved optimizer lacks joins the first group and counts as not stepped.
+    ///
+    /// The batches that Python's norms count, as `num_batches_tracked`, are never missing or unexpected: tch's norms do
+    /// not count them.
     pub fn strict(mut self, strict: bool) -> Self {
         self.strict = strict;
+        self
+    }
+
+    /// Restores names of the checkpoint that begin with `from` as names that begin with `to` instead, in models and in
+    /// optimizers that have names. Of several calls the first that fits a name counts.
+    ///
+    /// A model that Python had wrapped in `DistributedDataParallel` needs `rename_prefix("module.", "")`, as
+    /// `consume_prefix_in_state_dict_if_present` does it in PyTorch, and one of `torch.compile`
+    /// `rename_prefix("_orig_mod.", "")`.
+    ///
+    /// ```
+    /// # use tch::{Device, Kind, Tensor, nn};
+    /// # use tch_amp::checkpoint::Checkpoint;
+    /// # let saved = nn::VarStore::new(Device::Cpu);
+    /// # drop(saved.root().sub("module").sub("body").ones("weight", &[2]));
+    /// # drop(saved.root().sub("module").sub("head").ones("weight", &[10]));
+    /// # let mut checkpoint = Checkpoint::new();
+    /// # checkpoint.add_model("model", &saved)?;
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let body = vs.root().sub("body").zeros("weight", &[2]);
+    /// let head = vs.root().sub("head").zeros("weight", &[3]); // other classes
+    /// let restored = checkpoint
+    ///     .restore()
+    ///     .model("model", &vs)
+    ///     .rename_prefix("module.", "")
+    ///     .skip(&["head.*"])
+    ///     .apply()?;
+    /// assert_eq!(restored.skipped_keys, ["model/head.weight"]);
+    /// # assert_eq!(body.sum(Kind::Float).double_value(&[]), 2.0);
+    /// # assert_eq!(head.sum(Kind::Float).double_value(&[]), 0.0);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn rename_prefix(mut self, from: &str, to: &str) -> Self {
+        self.names.rename_prefix(from, to);
+        self
+    }
+
+    /// Leaves variables and the state of parameters as they are whose names fit one of the patterns, in which each `*`
+    /// stands for any characters, whatever the checkpoint has under those names. In an optimizer such a parameter has
+    /// not been stepped, and it is in its saved group or, without one, in the first. [`Restored`] lists the names.
+    ///
+    /// The names are those of the VarStore, after [`rename_prefix`](Self::rename_prefix).
+    pub fn skip(mut self, patterns: &[impl AsRef<str>]) -> Self {
+        self.names.skip(patterns);
         self
     }
 
@@ -125,10 +178,11 @@ impl<'a> Restore<'a> {
             scaler.check_state_dict(state)?;
         }
         let rngs = self.rng_states()?;
-        let (checkpoint, strict) = (self.checkpoint, self.strict);
+        let (checkpoint, strict, names) = (self.checkpoint, self.strict, &self.names);
         let mut optimizers: Vec<(&mut Optimizer, Loaded)> = Vec::new();
         for (name, optimizer) in self.optimizers {
-            let loaded = optimizer::prepare(checkpoint, &name, optimizer, strict, &mut restored)?;
+            let loaded =
+                optimizer::prepare(checkpoint, &name, optimizer, (names, strict), &mut restored)?;
             optimizers.push((optimizer, loaded));
         }
         let before = set_rngs(&rngs)?;

@@ -9,6 +9,7 @@ use tch::nn::VarStore;
 
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::Part;
+use crate::checkpoint::restore::names::is_batch_count;
 use crate::checkpoint::restore::{Restore, Restored};
 use crate::checkpoint::{CheckpointError, other_part};
 use crate::error::Result;
@@ -44,32 +45,54 @@ impl<'a> Restore<'a> {
         let mut variables: Vec<_> = model.variables().into_iter().collect();
         variables.sort_by(|(one, _), (other, _)| one.cmp(other));
         let known: HashSet<_> = variables.iter().map(|(name, _)| name.as_str()).collect();
-        let unexpected = entries.keys().filter(|name| !known.contains(name.as_str()));
-        let unexpected: Vec<_> = unexpected.cloned().collect();
-        let missing = variables.iter().filter(|(name, _)| !entries.contains_key(name));
-        let missing = missing.map(|(name, _)| name.clone()).collect();
-        Self::judge(name, self.strict, missing, unexpected, restored)?;
-        let mut pairs = Vec::with_capacity(variables.len());
-        for (variable, tensor) in variables {
-            if let Some(entry) = entries.get(&variable) {
-                self.check_tensor(name, &variable, &tensor, entry)?;
-                pairs.push(Variable { tensor, entry });
+        let saved = self.names.renamed(name, entries.keys())?;
+        let (skipped, unexpected): (Vec<_>, Vec<_>) = saved
+            .iter()
+            .filter(|(here, _)| !known.contains(here.as_str()) && !is_batch_count(here, &known))
+            .partition(|(here, _)| self.names.skips(here));
+        let unexpected = unexpected.into_iter().map(|(_, name)| (*name).to_owned()).collect();
+        let mut skipped: Vec<_> = skipped.into_iter().map(|(here, _)| here.clone()).collect();
+        let (mut missing, mut pairs) = (Vec::new(), Vec::new());
+        for (variable, tensor) in &variables {
+            match saved.get(variable) {
+                _ if self.names.skips(variable) => skipped.push(variable.clone()),
+                Some(&saved) => pairs.push((variable, tensor, saved)),
+                None if is_batch_count(variable, &known) => {}
+                None => missing.push(variable.clone()),
             }
         }
-        Ok(pairs)
+        Self::judge(name, self.strict, missing, unexpected, restored)?;
+        skipped.sort();
+        restored.skipped_keys.extend(skipped.iter().map(|skipped| format!("{name}/{skipped}")));
+        let pairs = pairs.into_iter().map(|(variable, tensor, saved)| {
+            let entry = &entries[saved];
+            self.check_tensor(name, (variable, saved), tensor, entry)?;
+            Ok(Variable { tensor: tensor.shallow_clone(), entry })
+        });
+        pairs.collect()
     }
 
-    fn check_tensor(&self, part: &str, name: &str, tensor: &Tensor, entry: &Entry) -> Result<()> {
+    fn check_tensor(
+        &self,
+        part: &str,
+        (name, saved): (&str, &str),
+        tensor: &Tensor,
+        entry: &Entry,
+    ) -> Result<()> {
         let (size, kind) = (crate::ffi::sizes(tensor)?, tensor.f_kind()?);
+        let place = if name == saved {
+            "in the checkpoint".to_owned()
+        } else {
+            format!("in the checkpoint, as `{saved}`")
+        };
         let problem = if entry.size != size {
             format!(
-                "has the shape {:?} in the checkpoint, and {size:?} in the model; give a new layer another name, and \
-                 leave it out by `strict(false)`",
+                "has the shape {:?} {place}, and {size:?} in the model; `skip(&[\"{name}\"])` leaves it as it is",
                 entry.size
             )
         } else if entry.kind != kind && !self.cast {
             format!(
-                "is {:?} in the checkpoint, and {kind:?} in the model; `cast(true)` converts it",
+                "is {:?} {place}, and {kind:?} in the model; `cast(true)` converts it",
                 entry.kind
             )
         } else {

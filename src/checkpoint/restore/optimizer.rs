@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::restore::names::Names;
 use crate::checkpoint::restore::{Restore, Restored};
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part};
 use crate::error::{Error, Result};
@@ -16,7 +17,7 @@ pub(crate) fn prepare(
     checkpoint: &Checkpoint,
     name: &str,
     optimizer: &mut Optimizer,
-    strict: bool,
+    (renames, strict): (&Names, bool),
     restored: &mut Restored,
 ) -> Result<Loaded> {
     let part = match checkpoint.part(name)? {
@@ -25,7 +26,7 @@ pub(crate) fn prepare(
     };
     optimizer.take_added()?;
     let OptimizerPart { state, param_groups, params_are_numbers, adam_or_adamw } = part;
-    if !params_are_numbers && !adam_or_adamw && strict {
+    if !params_are_numbers && !adam_or_adamw && strict && renames.is_empty() {
         return optimizer.prepare_load(state, param_groups);
     }
     let mut param_groups = param_groups.clone();
@@ -35,7 +36,7 @@ pub(crate) fn prepare(
     let names = if *params_are_numbers {
         by_place(name, optimizer, &mut param_groups)?
     } else {
-        HashMap::new()
+        by_prefix(name, &mut param_groups, renames)?
     };
     let renamed = |name: &String| names.get(name).unwrap_or(name).clone();
     let mut state: BTreeMap<_, BTreeMap<_, _>> = state
@@ -45,6 +46,7 @@ pub(crate) fn prepare(
             (renamed(name), entries.collect())
         })
         .collect();
+    skip(name, optimizer, renames, &mut state, &mut param_groups, restored);
     if !strict {
         leave_out(name, optimizer, &mut state, &mut param_groups, restored)?;
     }
@@ -99,6 +101,54 @@ fn by_place(
     Ok(pairs.collect())
 }
 
+/// Gives the parameters the names that they have here.
+fn by_prefix(
+    part: &str,
+    groups: &mut [ParamGroupState],
+    renames: &Names,
+) -> Result<HashMap<String, String>> {
+    let renamed = renames.renamed(part, groups.iter().flat_map(|group| &group.params))?;
+    let pairs = renamed.into_iter().map(|(here, name)| (name.to_owned(), here)).collect();
+    for name in groups.iter_mut().flat_map(|group| &mut group.params) {
+        *name = renames.of(name).into_owned();
+    }
+    Ok(pairs)
+}
+
+/// Takes out the state of what is left as it is. It stays in its saved group or joins the first one, unstepped.
+fn skip<T>(
+    part: &str,
+    optimizer: &Optimizer,
+    renames: &Names,
+    state: &mut BTreeMap<String, T>,
+    groups: &mut [ParamGroupState],
+    restored: &mut Restored,
+) {
+    let known = known(optimizer);
+    let saved = groups.iter().flat_map(|group| &group.params);
+    let mut skipped: Vec<_> =
+        saved.chain(&known).filter(|name| renames.skips(name)).cloned().collect();
+    skipped.sort();
+    skipped.dedup();
+    for name in &skipped {
+        state.remove(name);
+        let is_known = known.contains(name);
+        for group in groups.iter_mut() {
+            group.params.retain(|other| is_known || other != name);
+        }
+        if is_known && !groups.iter().any(|group| group.params.contains(name)) {
+            groups.iter_mut().take(1).for_each(|first| first.params.push(name.clone()));
+        }
+    }
+    restored.skipped_keys.extend(skipped.into_iter().map(|name| format!("{part}/{name}")));
+}
+
+/// The names of an optimizer's parameters.
+fn known(optimizer: &Optimizer) -> Vec<String> {
+    let count = optimizer.parameters().len();
+    (0..count).filter_map(|index| optimizer.parameter_name(index)).collect()
+}
+
 /// Takes out what the optimizer does not have, and notes what it has alone; that joins the first group, unstepped.
 fn leave_out<T>(
     part: &str,
@@ -107,8 +157,7 @@ fn leave_out<T>(
     groups: &mut [ParamGroupState],
     restored: &mut Restored,
 ) -> Result<()> {
-    let count = optimizer.parameters().len();
-    let known: Vec<_> = (0..count).filter_map(|index| optimizer.parameter_name(index)).collect();
+    let known = known(optimizer);
     let names: HashSet<_> = known.iter().collect();
     let mut unexpected = Vec::new();
     for group in groups.iter_mut() {

@@ -2,14 +2,13 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
+use std::collections::BTreeMap;
 
-use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};
-use serde::{Deserialize, Deserializer as _, Serialize};
-use xxhash_rust::xxh3::xxh3_64;
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::checkpoint::checksum::Checksum;
+use crate::checkpoint::plain::Plain;
 use crate::optim::ParamGroupState;
 use crate::scaler::GradScalerState;
 
@@ -49,7 +48,10 @@ pub(crate) enum PartManifest {
     },
     Tensor,
     Value {
-        value: serde_json::Value,
+        value: Plain,
+        /// JSON pointers to those texts in the value that are floats which JSON lacks.
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        non_finite: Vec<String>,
     },
     Empty,
 }
@@ -66,14 +68,24 @@ struct Fields {
     adam_or_adamw: bool,
     state: Option<GradScalerState>,
     #[serde(default)]
-    value: serde_json::Value,
+    value: Plain,
+    #[serde(default)]
+    non_finite: Vec<String>,
 }
 
 impl TryFrom<Fields> for PartManifest {
     type Error = String;
 
     fn try_from(fields: Fields) -> Result<Self, String> {
-        let Fields { kind, param_groups, params_are_numbers, adam_or_adamw, state, value } = fields;
+        let Fields {
+            kind,
+            param_groups,
+            params_are_numbers,
+            adam_or_adamw,
+            state,
+            value,
+            non_finite,
+        } = fields;
         let missing = |name: &str| format!("a part of the kind {kind} has no {name}");
         Ok(match kind.as_str() {
             "model" => Self::Model,
@@ -83,7 +95,11 @@ impl TryFrom<Fields> for PartManifest {
             }
             "scaler" => Self::Scaler { state: state.ok_or_else(|| missing("state"))? },
             "tensor" => Self::Tensor,
-            "value" => Self::Value { value },
+            "value" => {
+                let value = value.with_non_finite(&non_finite);
+                let value = value.ok_or("a value has no float where it should have one")?;
+                Self::Value { value, non_finite }
+            }
             "empty" => Self::Empty,
             _ => return Err(format!("a part is of the unknown kind {kind}")),
         })
@@ -103,30 +119,9 @@ pub(crate) fn of_header(header: &[u8], own: Checksum) -> Option<Checksum> {
     let (written, blank) = (field(own), field(Checksum::default()));
     // The first: names and values, which may look the same, come after it.
     let place = header.windows(written.len()).position(|window| window == written)?;
-    let mut header = header.to_vec();
-    header[place..place + blank.len()].copy_from_slice(&blank);
-    Some(Checksum(xxh3_64(&header)))
-}
-
-/// Refuses a JSON object in which a name stands twice: readers differ in which of the two they take.
-pub(crate) fn check_unique(json: &[u8]) -> Result<(), serde_json::Error> {
-    struct Names;
-    impl<'de> Visitor<'de> for Names {
-        type Value = ();
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("an object")
-        }
-        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-            let mut seen = BTreeSet::new();
-            while let Some((name, IgnoredAny)) = map.next_entry::<String, IgnoredAny>()? {
-                if let Some(twice) = seen.replace(name) {
-                    return Err(A::Error::custom(format!("`{twice}` stands there twice")));
-                }
-            }
-            Ok(())
-        }
+    let mut hash = Xxh3Default::new();
+    for bytes in [&header[..place], &blank, &header[place + blank.len()..]] {
+        hash.update(bytes);
     }
-    let mut json = serde_json::Deserializer::from_slice(json);
-    json.deserialize_map(Names)?;
-    json.end()
+    Some(Checksum(hash.digest()))
 }

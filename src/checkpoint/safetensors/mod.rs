@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod header;
+mod parse;
 mod read;
 mod write;
 
@@ -11,11 +12,41 @@ use safetensors::Dtype;
 use tch::Kind;
 pub(crate) use write::{Plan, write};
 
+use crate::checkpoint::MAX_VALUES;
+
 /// The largest header that is read, as in other readers of the format.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The largest JSON of all that is not a tensor: reading it takes some twenty times the memory.
+/// The largest JSON of all that is not a tensor.
 const MAX_MANIFEST_BYTES: usize = 32 << 20;
+
+/// The most tensors that a file may have, as in the other format.
+const MAX_TENSORS: usize = 1 << 18;
+
+/// Whether the JSON of all that is not a tensor would take too much memory: how much of what there is.
+fn too_much(manifest: &str) -> Option<String> {
+    if manifest.len() > MAX_MANIFEST_BYTES {
+        return Some(format!("has {} bytes, more than {MAX_MANIFEST_BYTES}", manifest.len()));
+    }
+    let values = most_values(manifest.as_bytes());
+    (values > MAX_VALUES)
+        .then(|| format!("has some {values} names and values, more than {MAX_VALUES}"))
+}
+
+/// How many values a JSON text has at most: as many as there are bytes around and between them.
+fn most_values(json: &[u8]) -> u64 {
+    let (mut count, mut in_text, mut escaped) = (1, false, false);
+    for &byte in json {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' => escaped = in_text,
+            b'"' => in_text = !in_text,
+            b'[' | b'{' | b',' | b':' if !in_text => count += 1,
+            _ => {}
+        }
+    }
+    count
+}
 
 fn dtype(kind: Kind) -> Option<Dtype> {
     KINDS.iter().find(|(other, _)| *other == kind).map(|(_, dtype)| *dtype)

@@ -5,19 +5,14 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use safetensors::tensor::{Metadata, TensorInfo};
-use tch::Kind;
-
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
 use crate::checkpoint::entry::{Entry, Location};
 use crate::checkpoint::part::{OptimizerPart, Part};
-use crate::checkpoint::safetensors::header::{
-    KEY, Manifest, PartManifest, VERSION, Version, check_unique, of_header,
-};
-use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, kind};
+use crate::checkpoint::safetensors::header::{Manifest, PartManifest, VERSION, Version, of_header};
+use crate::checkpoint::safetensors::parse::{self, Header};
+use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, too_much};
 use crate::checkpoint::source::Source;
-use crate::checkpoint::torch::MAX_DIMS;
 use crate::error::Result;
 
 /// Whether a file that begins so can be one: a length, and JSON.
@@ -27,44 +22,32 @@ pub(crate) fn is_safetensors(start: &[u8]) -> bool {
 
 /// Reads the header and checks it against the file's length. The tensors stay where they are.
 pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
-    let damaged = |problem: String| source.damaged(problem);
     let header = read_header(&source)?;
-    check_unique(&header).map_err(|error| damaged(format!("its header: {error}")))?;
-    let metadata: Metadata =
-        serde_json::from_slice(&header).map_err(|error| damaged(format!("its header: {error}")))?;
+    let Header { manifest, tensors, data_len } = parse::header(&header)
+        .map_err(|problem| source.damaged(format!("its header: {problem}")))?;
     let start = 8 + header.len() as u64;
-    let missing = || {
-        damaged(format!(
-            "it has {} bytes, but its header asks for {}",
-            source.len(),
-            start.saturating_add(metadata.data_len() as u64)
-        ))
-    };
-    if start.checked_add(metadata.data_len() as u64) != Some(source.len()) {
-        return Err(missing().into());
+    if start.checked_add(data_len) != Some(source.len()) {
+        let (len, wanted) = (source.len(), start.saturating_add(data_len));
+        return Err(source
+            .damaged(format!("it has {len} bytes, but its header asks for {wanted}"))
+            .into());
     }
-    let mut entries = Vec::new();
-    let mut tensors: Vec<(String, TensorInfo)> =
-        metadata.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
-    tensors.sort_by(|(a, one), (b, other)| (one.data_offsets, a).cmp(&(other.data_offsets, b)));
-    for (name, info) in tensors {
-        let entry = entry(&source, start, &info)
-            .ok_or_else(|| damaged(format!("`{name}` has a dtype or shape that tch does not")))?;
-        entries.push((name, start + info.data_offsets.0 as u64, entry));
+    // The key itself may be what is damaged.
+    if manifest.is_none() && is_ours(&header) {
+        return Err(source.damaged("its metadata has lost its name").into());
     }
-    let manifest = metadata.metadata().as_ref().and_then(|metadata| metadata.get(KEY));
+    let manifest = manifest.map(|text| manifest_of(&source, &header, &text)).transpose()?;
+    drop(header);
+    let entries = tensors.into_iter().map(|(name, info)| {
+        let offset = start + info.start;
+        let location = Location { source: Arc::clone(&source), offset, stride: None };
+        (name, offset, Entry::in_file(info.kind, info.size, location))
+    });
     match manifest {
-        Some(text) => {
-            let manifest = manifest_of(&source, &header, text)?;
-            with_manifest(&source, manifest, entries)
-        }
-        // The key itself may be what is damaged.
-        None if is_ours(&header) => {
-            Err(damaged("its metadata has lost its name".to_owned()).into())
-        }
+        Some(manifest) => with_manifest(&source, manifest, entries.collect()),
         // Anybody's file: a model, without checksums.
         None => {
-            let tensors = entries.into_iter().map(|(name, _, entry)| (name, entry)).collect();
+            let tensors = entries.map(|(name, _, entry)| (name, entry)).collect();
             let parts = BTreeMap::from([("model".to_owned(), Part::Model(tensors))]);
             Ok(Archive { source, parts, regions: Vec::new() })
         }
@@ -89,22 +72,6 @@ fn read_header(source: &Source) -> Result<Vec<u8>> {
     Ok(header)
 }
 
-fn entry(source: &Arc<Source>, start: u64, info: &TensorInfo) -> Option<Entry> {
-    let kind = kind(info.dtype)?;
-    let size = info.shape.iter().map(|&n| i64::try_from(n).ok()).collect::<Option<Vec<_>>>()?;
-    fits_a_tensor(&size, kind).then_some(())?;
-    let offset = start + info.data_offsets.0 as u64;
-    let location = Location { source: Arc::clone(source), offset, stride: None };
-    Some(Entry::in_file(kind, size, location))
-}
-
-/// Whether libtorch can have such a tensor: without the zeros, too, no product may overflow.
-fn fits_a_tensor(size: &[i64], kind: Kind) -> bool {
-    let width = kind.elt_size_in_bytes() as i64;
-    let bytes = size.iter().try_fold(width, |bytes, &n| bytes.checked_mul(n.max(1)));
-    size.len() <= MAX_DIMS && bytes.is_some()
-}
-
 /// Whether a header holds a manifest, under whatever name.
 fn is_ours(header: &[u8]) -> bool {
     let marks: [&[u8]; 2] = [br#"{\"format\":"#, br#"\"writer\":\"tch-amp "#];
@@ -113,9 +80,8 @@ fn is_ours(header: &[u8]) -> bool {
 
 /// Reads what this crate has written into the header, and checks the header by it.
 fn manifest_of(source: &Source, header: &[u8], text: &str) -> Result<Manifest> {
-    if text.len() > MAX_MANIFEST_BYTES {
-        let problem = format!("its metadata has {} bytes, which is too much", text.len());
-        return Err(source.damaged(problem).into());
+    if let Some(problem) = too_much(text) {
+        return Err(source.damaged(format!("its metadata {problem}")).into());
     }
     let damaged = |error: serde_json::Error| source.damaged(format!("its metadata: {error}"));
     let Version { format } = serde_json::from_str(text).map_err(damaged)?;
@@ -168,7 +134,7 @@ fn empty(part: PartManifest) -> Option<Part> {
             })
         }
         PartManifest::Scaler { state } => Part::Scaler(state),
-        PartManifest::Value { value } => Part::Value(value),
+        PartManifest::Value { value, .. } => Part::Value(value),
         PartManifest::Empty => Part::Empty,
         PartManifest::Tensor => return None,
     })

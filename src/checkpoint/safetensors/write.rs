@@ -13,10 +13,10 @@ use crate::checkpoint::atomic::Target;
 use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::error::unsaveable;
-use crate::checkpoint::part::problem_of_name;
-use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::part::{OptimizerPart, Part, problem_of_name};
+use crate::checkpoint::plain::Plain;
 use crate::checkpoint::safetensors::header::{KEY, Manifest, PartManifest, VERSION, of_header};
-use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, dtype};
+use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, MAX_TENSORS, dtype, too_much};
 use crate::checkpoint::save::interrupted;
 use crate::error::Result;
 
@@ -37,6 +37,10 @@ impl<'a> Plan<'a> {
     /// Refuses what the format cannot hold.
     pub(crate) fn new(parts: &'a Parts) -> Result<Self> {
         let tensors = place(parts)?;
+        if tensors.len() > MAX_TENSORS {
+            let problem = format!("it has {} tensors, more than {MAX_TENSORS}", tensors.len());
+            return Err(unsaveable(WHOLE, problem).into());
+        }
         let checksums = vec![Checksum::default(); tensors.len()];
         let manifest = Manifest {
             format: VERSION,
@@ -61,11 +65,8 @@ impl<'a> Plan<'a> {
     fn header(&self) -> Result<Vec<u8>> {
         let refuse = |error: serde_json::Error| unsaveable(WHOLE, error.to_string());
         let manifest = serde_json::to_string(&self.manifest).map_err(refuse)?;
-        if manifest.len() > MAX_MANIFEST_BYTES {
-            let problem = format!(
-                "its names and values take {} bytes, more than {MAX_MANIFEST_BYTES}; save long values as tensors",
-                manifest.len()
-            );
+        if let Some(problem) = too_much(&manifest) {
+            let problem = format!("its metadata {problem}; save long values as tensors");
             return Err(unsaveable(WHOLE, problem).into());
         }
         // Which kind of hash map this is depends on the features that others ask for.
@@ -167,9 +168,11 @@ fn manifest(part: &Part) -> PartManifest {
         }
         Part::Scaler(state) => PartManifest::Scaler { state: state.clone() },
         Part::Tensor(_) => PartManifest::Tensor,
-        Part::Value(value) => PartManifest::Value { value: value.clone() },
+        Part::Value(value) => {
+            PartManifest::Value { value: value.clone(), non_finite: value.non_finite() }
+        }
         Part::Empty => PartManifest::Empty,
         // Refused in `save_as`.
-        Part::Unknown(_) => PartManifest::Value { value: serde_json::Value::Null },
+        Part::Unknown(_) => PartManifest::Value { value: Plain::None, non_finite: Vec::new() },
     }
 }

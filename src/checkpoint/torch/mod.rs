@@ -24,6 +24,8 @@ mod tests;
 use std::collections::BTreeMap;
 use std::io::{self, BufReader, Read, Seek};
 
+use crate::checkpoint::MAX_VALUES;
+
 pub(crate) use save::save;
 pub(crate) use value::{MAX_DIMS, TensorRef, Value, get};
 pub(crate) use zip::{Record, is_zip};
@@ -34,8 +36,10 @@ const OTHER_RECORDS: usize = 8;
 /// How much a file may ask for before it is refused.
 #[derive(Clone, Debug)]
 pub(crate) struct Limits {
-    /// Bytes of the pickle. Also bounds the bytes of all strings together.
+    /// Bytes of the pickle.
     pub max_pickle_bytes: u64,
+    /// Bytes of all strings together for each byte of the pickle, which may repeat them, and a megabyte besides.
+    pub max_text_factor: u64,
     /// Values in the result, and those that the pickle makes on the way. A tensor counts its dimensions, too.
     pub max_values: u64,
     /// Containers inside of each other.
@@ -50,7 +54,8 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             max_pickle_bytes: 100_000_000,
-            max_values: 2_000_000,
+            max_text_factor: 16,
+            max_values: MAX_VALUES,
             max_depth: 64,
             max_records: 1 << 18,
             max_expanded_bytes: 1 << 30,

@@ -5,7 +5,7 @@
 use super::globals::{self, Global};
 use super::machine::{Id, Machine, Node, Step};
 use super::value::check_keys;
-use super::{Malformed, TensorRef, Value};
+use super::{Limits, Malformed, TensorRef, Value};
 
 /// What is left of the limits. The arena has each node once, but a node may be in many places of the tree.
 struct Tree<'a> {
@@ -21,11 +21,18 @@ pub(super) fn value(machine: &Machine<'_>, root: Id) -> Step<Value> {
     let mut tree = Tree {
         machine,
         values: limits.max_values,
-        text_bytes: limits.max_pickle_bytes,
+        text_bytes: text_limit(machine),
         expanded_bytes: limits.max_expanded_bytes,
     };
     tree.spend(1)?;
     tree.value(root, limits.max_depth)
+}
+
+/// The bytes of all strings together: files repeat the names of what they hold, but not without end.
+fn text_limit(machine: &Machine<'_>) -> u64 {
+    let Limits { max_pickle_bytes, max_text_factor, .. } = *machine.limits;
+    let pickle = machine.bytes.len() as u64;
+    pickle.saturating_mul(max_text_factor).saturating_add(1 << 20).min(max_pickle_bytes)
 }
 
 pub(super) fn too_deep(limit: usize) -> Malformed {
@@ -47,7 +54,7 @@ impl Tree<'_> {
     }
 
     fn text(&mut self, text: &str) -> Step<String> {
-        let limit = self.machine.limits.max_pickle_bytes;
+        let limit = text_limit(self.machine);
         spend(&mut self.text_bytes, text.len() as u64, "bytes of text", limit)?;
         Ok(text.to_owned())
     }
@@ -69,7 +76,7 @@ impl Tree<'_> {
             Node::Dict(entries) | Node::OrderedDict(entries) => {
                 Value::Dict(self.entries(entries, depth)?)
             }
-            Node::Tensor(tensor) => Value::Tensor(self.tensor(tensor)?),
+            Node::Tensor(tensor) => Value::Tensor(Box::new(self.tensor(tensor)?)),
             Node::Module(Some(state)) => self.module(*state, depth)?,
             Node::Module(None) | Node::Storage(_) | Node::Global(_) => self.bare(id)?,
         })

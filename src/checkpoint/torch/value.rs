@@ -18,9 +18,16 @@ pub(crate) enum Value {
     Tuple(Vec<Value>),
     /// Without two equal keys. The keys are none, bools, numbers and strings.
     Dict(Vec<(Value, Value)>),
-    Tensor(TensorRef),
+    /// In a box: the other values are much smaller, and there may be millions.
+    Tensor(Box<TensorRef>),
     /// Something of Python's that is only known by its kind. Cannot be written.
     Opaque(&'static str),
+}
+
+impl From<TensorRef> for Value {
+    fn from(tensor: TensorRef) -> Self {
+        Self::Tensor(Box::new(tensor))
+    }
 }
 
 impl From<&str> for Value {

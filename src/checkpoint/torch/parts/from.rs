@@ -5,11 +5,10 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use serde_json::Value as Json;
-
-use super::{KEY, json};
+use super::{KEY, plain};
 use crate::checkpoint::entry::{Entry, Location};
 use crate::checkpoint::part::Part;
+use crate::checkpoint::plain::Plain;
 use crate::checkpoint::source::Source;
 use crate::checkpoint::torch::{TensorRef, Value, get};
 
@@ -32,18 +31,18 @@ impl Reader<'_> {
         let Value::Dict(items) = root else {
             return Err("it holds no dict, so that nothing in it has a name".to_owned());
         };
-        let ours = get(items, KEY).and_then(json::from_python);
+        let ours = get(items, KEY).and_then(plain::from_python);
         if ours.is_none() && is_model(items) {
             let model = self.model(items).ok_or("a tensor in it has no name")?;
             return Ok(BTreeMap::from([("model".to_owned(), model)]));
         }
         let mut parts = BTreeMap::new();
         for (key, value) in items {
-            let Some(name) = json::text(key).filter(|name| name != KEY) else {
+            let Some(name) = plain::text(key).filter(|name| name != KEY) else {
                 continue;
             };
-            let kind = ours.as_ref().and_then(|ours| ours["parts"][&name].as_str());
-            let names = ours.as_ref().map(|ours| &ours["param_names"][&name]);
+            let noted = |what: &str| ours.as_ref()?.get(what)?.get(&name);
+            let (kind, names) = (noted("parts").and_then(Plain::text), noted("param_names"));
             let part = match kind {
                 Some(kind) => self.part_of(kind, value, names),
                 None => Ok(self.guess(value)),
@@ -55,13 +54,13 @@ impl Reader<'_> {
     }
 
     /// A part whose kind this crate has noted.
-    fn part_of(&self, kind: &str, value: &Value, names: Option<&Json>) -> Result<Part, Problem> {
+    fn part_of(&self, kind: &str, value: &Value, names: Option<&Plain>) -> Result<Part, Problem> {
         let part = match (kind, value) {
             ("model", Value::Dict(items)) => self.model(items),
             ("optimizer", Value::Dict(items)) => return self.optimizer(items, names),
             ("scaler", value) => scaler(value),
             ("tensor", Value::Tensor(tensor)) => self.entry(tensor).map(Part::Tensor),
-            ("value", value) => json::from_python(value).map(Part::Value),
+            ("value", value) => plain::from_python(value).map(Part::Value),
             _ => None,
         };
         part.ok_or_else(|| format!("is not the {kind} that it says it is"))
@@ -78,7 +77,7 @@ impl Reader<'_> {
             Value::Dict(items) if items.is_empty() => Some(Part::Empty),
             Value::Dict(items) if has(items, "growth_factor") => scaler(value),
             Value::Dict(items) if is_model(items) => self.model(items),
-            value => json::from_python(value).map(Part::Value),
+            value => plain::from_python(value).map(Part::Value),
         };
         part.unwrap_or_else(|| Part::Unknown("neither tensors nor JSON".to_owned()))
     }
@@ -115,8 +114,7 @@ fn is_model(items: &Items) -> bool {
 }
 
 fn scaler(value: &Value) -> Option<Part> {
-    let state = serde_json::from_value(json::from_python(value)?);
-    state.ok().map(Part::Scaler)
+    plain::from_python(value)?.read().ok().map(Part::Scaler)
 }
 
 /// Whether the elements lie in row-major order without gaps.

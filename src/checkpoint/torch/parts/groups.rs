@@ -2,9 +2,8 @@
 
 #![forbid(unsafe_code)]
 
-use serde_json::Value as Json;
-
-use super::json;
+use super::plain;
+use crate::checkpoint::plain::Plain;
 use crate::checkpoint::torch::{Value, get};
 use crate::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
 
@@ -25,12 +24,12 @@ pub(super) fn from_python(group: &[(Value, Value)]) -> Result<ParamGroup, String
     let options = group.iter().filter(
         |(key, _)| !matches!(key, Value::Str(name) if name == "params" || name == "param_names"),
     );
-    let options = json::from_python(&Value::Dict(options.cloned().collect()));
-    let Some(Json::Object(mut options)) = options else {
+    let options = plain::from_python(&Value::Dict(options.cloned().collect()));
+    let Some(Plain::Map(mut options)) = options else {
         return Err("have a tensor among their options".to_owned());
     };
-    options.insert("algorithm".to_owned(), Json::from(algorithm));
-    serde_json::from_value(Json::Object(options)).map_err(|error| error.to_string())
+    options.push(("algorithm".to_owned(), Plain::Text(algorithm.to_owned())));
+    Plain::map(options).read().map_err(|error| error.to_string())
 }
 
 /// Whether a group of Adam's may be one of AdamW's. Before 2.7 PyTorch's had the same options.
@@ -39,8 +38,12 @@ pub(super) fn may_be_adamw(items: &[(Value, Value)]) -> bool {
     has("amsgrad") && !has("decoupled_weight_decay")
 }
 
-/// The options of a group, those that only PyTorch has included, at their defaults.
-pub(super) fn to_python(group: &ParamGroup) -> Items {
+/// The options of a group, those that only PyTorch has included.
+///
+/// PyTorch takes over all of them from the file, `fused` as well, and fails then where an optimizer that was built with
+/// `fused=True` meets a scaler and a group that is not fused. The other way round goes on, with the fused kernels, as
+/// with a file that `fused=True` has saved in Python: so a group says that it is fused wherever there are the kernels.
+pub(super) fn to_python(group: &ParamGroup, has_fused_kernels: bool) -> Items {
     let ParamGroup { lr, algorithm } = *group;
     let mut items = vec![float("lr", lr)];
     match algorithm {
@@ -66,8 +69,8 @@ pub(super) fn to_python(group: &ParamGroup) -> Items {
         }
     }
     items.push(flag("differentiable", false));
-    items.push(none("foreach"));
-    items.push(none("fused"));
+    items.push(("foreach".into(), Value::None));
+    items.push(("fused".into(), if has_fused_kernels { Value::Bool(true) } else { Value::None }));
     items
 }
 
@@ -91,8 +94,4 @@ fn float(name: &str, value: f64) -> (Value, Value) {
 
 fn flag(name: &str, value: bool) -> (Value, Value) {
     (name.into(), Value::Bool(value))
-}
-
-fn none(name: &str) -> (Value, Value) {
-    (name.into(), Value::None)
 }

@@ -4,9 +4,9 @@
 
 mod from;
 mod groups;
-mod json;
 mod load;
 mod optimizer;
+mod plain;
 mod store;
 
 pub(crate) use load::read;

@@ -4,13 +4,13 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::Value as Json;
 use tch::Tensor;
 
 use super::from::{Items, Problem, Reader};
-use super::{groups, json};
+use super::{groups, plain};
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::plain::Plain;
 use crate::checkpoint::torch::{TensorRef, Value, get};
 use crate::optim::{ParamGroup, ParamGroupState, Saved as _};
 
@@ -24,8 +24,8 @@ struct Group {
 }
 
 /// The names of the parameters in each group, noted by this crate or kept by PyTorch beside the numbers.
-fn names_of(groups: &[Group], noted: Option<&Json>) -> Option<Vec<Vec<String>>> {
-    let noted = noted.and_then(|names| serde_json::from_value(names.clone()).ok());
+fn names_of(groups: &[Group], noted: Option<&Plain>) -> Option<Vec<Vec<String>>> {
+    let noted = noted.and_then(|names| names.read().ok());
     let beside = || groups.iter().map(|group| group.names.clone()).collect();
     let fit = |names: &Vec<Vec<String>>| {
         names.iter().map(Vec::len).eq(groups.iter().map(|group| group.numbers.len()))
@@ -35,7 +35,7 @@ fn names_of(groups: &[Group], noted: Option<&Json>) -> Option<Vec<Vec<String>>> 
 
 impl Reader<'_> {
     /// `names` are those of the parameters in each group, if this crate has noted them.
-    pub(super) fn optimizer(&self, items: &Items, names: Option<&Json>) -> Result<Part, Problem> {
+    pub(super) fn optimizer(&self, items: &Items, names: Option<&Plain>) -> Result<Part, Problem> {
         let (Some(Value::Dict(state)), Some(Value::List(groups))) =
             (get(items, "state"), get(items, "param_groups"))
         else {
@@ -88,7 +88,7 @@ impl Reader<'_> {
         });
         let numbers = numbers.collect::<Result<Vec<_>, _>>()?;
         let names = list("param_names");
-        let names = names.and_then(|names| names.iter().map(json::text).collect());
+        let names = names.and_then(|names| names.iter().map(plain::text).collect());
         // Learning rates that `torch.compile` should not take for constants are tensors.
         let plain = items.iter().map(|(key, value)| (key.clone(), self.number(value)));
         let plain: Vec<_> = plain.collect();

@@ -5,15 +5,19 @@
 use std::collections::BTreeMap;
 use std::io::{self, BufWriter};
 
-use super::{KEY, groups, json};
+use tch::Device;
+
+use super::{KEY, groups, plain};
 use crate::checkpoint::WRITER;
 use crate::checkpoint::atomic::Target;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::plain::Plain;
 use crate::checkpoint::save::interrupted;
 use crate::checkpoint::torch::{self, TensorRef, Value, save};
 use crate::error::{Error, Result};
+use crate::optim::{Algorithm, ParamGroupState, Saved as _};
 
 /// What is going to be written.
 #[derive(Debug)]
@@ -27,23 +31,24 @@ impl<'a> Plan<'a> {
     pub(crate) fn new(parts: &'a BTreeMap<String, Part>) -> Result<Self> {
         let mut plan = Self { root: Value::None, storages: Vec::new() };
         let mut root = Vec::with_capacity(parts.len() + 1);
-        let mut kinds = serde_json::Map::new();
-        let mut names = serde_json::Map::new();
+        let mut kinds = Vec::new();
+        let mut names = Vec::new();
         for (name, part) in parts {
-            let Some((kind, value)) = plan.part(part) else {
-                return Err(unsaveable(name, "it is not JSON of numbers that Python has").into());
-            };
+            let (kind, value) = plan.part(name, part)?;
             root.push((name.as_str().into(), value));
             if let Some(kind) = kind {
-                kinds.insert(name.clone(), kind.into());
+                kinds.push((name.as_str().into(), kind.into()));
             }
             if let Part::Optimizer(OptimizerPart { param_groups, .. }) = part {
-                let params = param_groups.iter().map(|group| group.params.as_slice());
-                names.insert(name.clone(), params.collect());
+                names.push((name.as_str().into(), names_of(param_groups)));
             }
         }
-        let ours = serde_json::json!({ "writer": WRITER, "parts": kinds, "param_names": names });
-        root.push((KEY.into(), json::to_python(&ours).unwrap_or(Value::None)));
+        let ours = vec![
+            ("param_names".into(), Value::Dict(names)),
+            ("parts".into(), Value::Dict(kinds)),
+            ("writer".into(), WRITER.into()),
+        ];
+        root.push((KEY.into(), Value::Dict(ours)));
         plan.root = Value::Dict(root);
         if let Err(problem) = torch::check(&plan.root, &plan.lengths()) {
             let problem = format!("{problem}; save long values as tensors");
@@ -58,20 +63,21 @@ impl<'a> Plan<'a> {
         self.storages.iter().enumerate().map(key).collect()
     }
 
-    /// What the part is and its value; `None` if Python has no such value.
-    fn part(&mut self, part: &'a Part) -> Option<(Option<&'static str>, Value)> {
-        Some(match part {
+    /// What the part is and its value.
+    fn part(&mut self, name: &str, part: &'a Part) -> Result<(Option<&'static str>, Value)> {
+        Ok(match part {
             Part::Model(tensors) => (Some("model"), self.model(tensors)),
             Part::Optimizer(part) => (Some("optimizer"), self.optimizer(part)),
             Part::Scaler(state) => {
-                let state = serde_json::to_value(state).ok()?;
-                (Some("scaler"), json::to_python(&state)?)
+                let state =
+                    Plain::of(state).map_err(|error| unsaveable(name, error.to_string()))?;
+                (Some("scaler"), plain::to_python(&state))
             }
             Part::Tensor(entry) => (Some("tensor"), self.tensor(entry)),
-            Part::Value(value) => (Some("value"), json::to_python(value)?),
+            Part::Value(value) => (Some("value"), plain::to_python(value)),
             Part::Empty => (None, Value::Dict(Vec::new())),
             // Refused in `save_as`.
-            Part::Unknown(_) => return None,
+            Part::Unknown(why) => return Err(unsaveable(name, why.as_str()).into()),
         })
     }
 
@@ -98,7 +104,7 @@ impl<'a> Plan<'a> {
                 numbers.push(Value::Int(number));
                 number += 1;
             }
-            let mut items = groups::to_python(&group.options);
+            let mut items = groups::to_python(&group.options, has_fused_kernels(part, group));
             items.push(("params".into(), Value::List(numbers)));
             param_groups.push(Value::Dict(items));
         }
@@ -118,8 +124,25 @@ impl<'a> Plan<'a> {
         }
         let size = entry.size.clone();
         let kind = entry.kind;
-        Value::Tensor(TensorRef { storage, kind, offset: 0, size, stride, requires_grad: false })
+        TensorRef { storage, kind, offset: 0, size, stride, requires_grad: false }.into()
     }
+}
+
+/// The names of an optimizer's parameters in the order of their numbers.
+fn names_of(groups: &[ParamGroupState]) -> Value {
+    let names = |group: &ParamGroupState| {
+        Value::List(group.params.iter().map(|name| name.as_str().into()).collect())
+    };
+    Value::List(groups.iter().map(names).collect())
+}
+
+/// Whether PyTorch's fused kernels can step the parameters of a group, as far as their state tells.
+fn has_fused_kernels(part: &OptimizerPart, group: &ParamGroupState) -> bool {
+    // That of Adagrad came to the GPU after PyTorch 2.11.
+    let anywhere = !matches!(group.options.algorithm, Algorithm::Adagrad(_));
+    let states = group.params.iter().filter_map(|name| part.state.get(name));
+    let mut entries = states.flat_map(BTreeMap::values);
+    entries.all(|entry| !entry.is_complex() && (anywhere || entry.device() == Device::Cpu))
 }
 
 /// Writes the archive.

@@ -27,7 +27,7 @@ fn pickled(bytes: &[u8]) -> String {
 #[test]
 fn the_same_with_nothing_wrong_is_read() {
     let fine = with_layout(b"K\x01", b"K\x03\x85", b"K\x01\x85");
-    assert_eq!(opened(&fine).unwrap().root, Value::Tensor(tensor("0", 1, &[3], &[1])));
+    assert_eq!(opened(&fine).unwrap().root, Value::from(tensor("0", 1, &[3], &[1])));
 }
 
 #[test]
@@ -219,6 +219,19 @@ fn other_tensors_are_refused() {
     }
     assert!(refused(&with_tensor(&[args, b"K\x01}tR".as_slice()].concat())).contains("not a bool"));
     assert!(refused(&with_tensor(b"tR")).contains("arguments"));
+    // The same around a parameter and with a dtype beside the storage.
+    let storage = &STORAGE[b"ctorch._utils\n_rebuild_tensor_v2\n(".len()..];
+    let plain = [STORAGE, args, REST].concat();
+    let hooked = b"}K\x01Ns".as_slice();
+    let parameter =
+        [b"ctorch._utils\n_rebuild_parameter\n".as_slice(), &plain, b"\x88", hooked, b"\x87R"];
+    let start = b"ctorch._utils\n_rebuild_tensor_v3\n(".as_slice();
+    let third = [start, storage, args, hooks, b"ctorch\nfloat32\n", b"tR"];
+    let conjugated = [start, storage, args, b"\x89}", b"ctorch\nfloat32\n", hooked, b"tR"];
+    for bytes in [&parameter[..], &third, &conjugated] {
+        let opened = opened(&with_pickle(&pickle(bytes))).unwrap();
+        assert!(matches!(opened.root, Value::Opaque(_)), "{:?}", opened.root);
+    }
     let parameter = b"ctorch._utils\n_rebuild_parameter\nN\x88}\x87R";
     assert!(pickled(parameter).contains("not a tensor"));
 }

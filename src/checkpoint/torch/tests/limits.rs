@@ -36,6 +36,14 @@ fn text_that_multiplies_is_refused() {
     let limits = Limits { max_pickle_bytes: 50_000, ..Limits::default() };
     assert!(limited(&with_pickle(&bytes), &limits).contains("more than 50000 bytes of text"));
     assert!(opened(&with_pickle(&bytes)).is_ok());
+    // However little the pickle is, the text is a multiple of it.
+    let text =
+        [b"X".as_slice(), &1_000_000u32.to_le_bytes(), &[b'x'; 1_000_000], b"q\x000"].concat();
+    let text = &text[..text.len() - 1];
+    let recalled =
+        |times: usize| with_pickle(&pickle(&[b"](", text, &b"h\x00".repeat(times), b"e"]));
+    assert!(opened(&recalled(15)).is_ok());
+    assert!(refused(&recalled(18)).contains("bytes of text"));
 }
 
 #[test]
@@ -47,6 +55,9 @@ fn depth_is_bounded() {
     }
     let marks = pickle(&[&b"(".repeat(1_000_000), &b"t".repeat(1_000_000)]);
     assert!(refused(&with_pickle(&marks)).contains("deeper than 64 levels"));
+    // Marks that nothing takes: each would be kept until the end.
+    let marks = refused(&with_pickle(&pickle(&[&b"(".repeat(1000)])));
+    assert!(marks.contains("deeper than 64 levels"), "{marks}");
     let dicts = pickle(&[&b"}K\x00".repeat(100_000), b"N", &b"s".repeat(100_000)]);
     assert!(refused(&with_pickle(&dicts)).contains("deeper than 64 levels"));
 }
@@ -105,7 +116,7 @@ fn a_claim_of_many_records_is_refused_before_it_is_believed() {
 
 #[test]
 fn expanded_tensors_are_bounded_together() {
-    let one = |elements: i64| Value::Tensor(tensor("0", 0, &[elements], &[0]));
+    let one = |elements: i64| Value::from(tensor("0", 0, &[elements], &[0]));
     let saved = |root: &Value| saved(root, &[("0", vec![0; 16])]).unwrap();
     assert!(opened(&saved(&one(1 << 20))).is_ok());
     assert!(refused(&saved(&one(1 << 40))).contains("bytes of expanded tensors"));

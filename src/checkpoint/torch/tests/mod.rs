@@ -6,6 +6,7 @@ mod archives;
 mod damage;
 mod hostile;
 mod limits;
+mod names;
 mod oracle;
 mod round_trip;
 
@@ -93,7 +94,7 @@ pub(super) fn refused(bytes: &[u8]) -> String {
 /// A checkpoint with a bit of everything.
 pub(super) fn small() -> Vec<u8> {
     let root = Value::Dict(vec![
-        (text("w"), Value::Tensor(tensor("0", 1, &[3], &[1]))),
+        (text("w"), Value::from(tensor("0", 1, &[3], &[1]))),
         (text("n"), Value::List(vec![Value::Int(1 << 40), Value::Float(0.5), Value::None])),
     ]);
     saved(&root, &[("0", vec![3; 16])]).unwrap()

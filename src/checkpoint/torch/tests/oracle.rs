@@ -153,16 +153,16 @@ fn pytorch_reads_what_is_saved() {
     let kinds = keys
         .iter()
         .zip(KINDS)
-        .map(|(key, kind)| Value::Tensor(TensorRef { kind, ..tensor(key, 1, &[2, 1], &[1, 1]) }));
+        .map(|(key, kind)| Value::from(TensorRef { kind, ..tensor(key, 1, &[2, 1], &[1, 1]) }));
     let ints = [0, 255, 256, 65_535, 65_536, -1, -129, 1 << 40, i64::MIN, i64::MAX];
     let parameter = TensorRef { requires_grad: true, ..tensor("0", 0, &[12], &[1]) };
     let root = Value::Dict(vec![
         (text("kinds"), Value::List(kinds.collect())),
-        (text("parameter"), Value::Tensor(parameter)),
-        (text("transposed"), Value::Tensor(tensor("0", 1, &[3, 2], &[1, 3]))),
-        (text("expanded"), Value::Tensor(tensor("0", 1, &[3, 2], &[0, 1]))),
-        (text("scalar"), Value::Tensor(tensor("0", 11, &[], &[]))),
-        (text("empty"), Value::Tensor(tensor("1", 0, &[0, 3], &[3, 1]))),
+        (text("parameter"), Value::from(parameter)),
+        (text("transposed"), Value::from(tensor("0", 1, &[3, 2], &[1, 3]))),
+        (text("expanded"), Value::from(tensor("0", 1, &[3, 2], &[0, 1]))),
+        (text("scalar"), Value::from(tensor("0", 11, &[], &[]))),
+        (text("empty"), Value::from(tensor("1", 0, &[0, 3], &[3, 1]))),
         (text("ints"), Value::List(ints.map(Value::Int).to_vec())),
         (text("floats"), Value::Tuple(vec![Value::Float(1e-3), Value::Float(f64::INFINITY)])),
         (text("täst 🦀"), Value::Dict(vec![(Value::Int(0), Value::None)])),
@@ -179,7 +179,7 @@ fn data(kind: Kind) -> Vec<u8> {
 
 #[test]
 fn pytorch_reads_a_bare_tensor() {
-    let root = Value::Tensor(tensor("0", 0, &[2], &[1]));
+    let root = Value::from(tensor("0", 0, &[2], &[1]));
     assert_pytorch_reads(&root, &[("0", vec![0; 8])], "bare");
 }
 
@@ -188,8 +188,8 @@ fn pytorch_reads_a_bare_tensor() {
 #[ignore = "big"]
 fn zip64_is_written_and_read() {
     let root = Value::List(vec![
-        Value::Tensor(tensor("0", (1 << 30) + 100, &[3], &[1])),
-        Value::Tensor(tensor("70000", 0, &[1], &[1])),
+        Value::from(tensor("0", (1 << 30) + 100, &[3], &[1])),
+        Value::from(tensor("70000", 0, &[1], &[1])),
     ]);
     let mut storages = vec![("0".to_owned(), (1u64 << 32) + 4096)];
     storages.extend((1..=70_000).map(|key| (key.to_string(), 4)));

@@ -52,7 +52,7 @@ fn tensors_of_all_kinds_come_back() {
     let tensors = keys
         .iter()
         .zip(KINDS)
-        .map(|(key, kind)| Value::Tensor(TensorRef { kind, ..tensor(key, 1, &[2, 2], &[1, 2]) }));
+        .map(|(key, kind)| Value::from(TensorRef { kind, ..tensor(key, 1, &[2, 2], &[1, 2]) }));
     let root = Value::List(tensors.collect());
     let bytes = saved(&root, &storages).unwrap();
     let opened = opened(&bytes).unwrap();
@@ -69,12 +69,12 @@ fn tensors_of_all_kinds_come_back() {
 #[test]
 fn views_share_a_storage() {
     let root = Value::List(vec![
-        Value::Tensor(tensor("0", 0, &[3, 2], &[1, 3])),
-        Value::Tensor(tensor("0", 4, &[2], &[1])),
-        Value::Tensor(tensor("0", 5, &[], &[])),
-        Value::Tensor(tensor("0", 2, &[7, 3], &[0, 1])),
-        Value::Tensor(tensor("0", 6, &[0, 3], &[3, 1])),
-        Value::Tensor(TensorRef { requires_grad: true, ..tensor("1", 0, &[0], &[1]) }),
+        Value::from(tensor("0", 0, &[3, 2], &[1, 3])),
+        Value::from(tensor("0", 4, &[2], &[1])),
+        Value::from(tensor("0", 5, &[], &[])),
+        Value::from(tensor("0", 2, &[7, 3], &[0, 1])),
+        Value::from(tensor("0", 6, &[0, 3], &[3, 1])),
+        Value::from(TensorRef { requires_grad: true, ..tensor("1", 0, &[0], &[1]) }),
     ]);
     let bytes = saved(&root, &[("0", vec![7; 24]), ("1", vec![])]).unwrap();
     assert_eq!(opened(&bytes).unwrap().root, root);
@@ -85,15 +85,15 @@ fn what_could_not_be_read_again_is_not_written() {
     let twice = Value::Dict(vec![(Value::Int(1), Value::None), (Value::Bool(true), Value::None)]);
     let odd_key = Value::Dict(vec![(Value::List(vec![]), Value::None)]);
     let deep = (0..65).fold(Value::None, |value, _| Value::List(vec![value]));
-    let outside = Value::Tensor(tensor("0", 1, &[4], &[1]));
-    let quantized = Value::Tensor(TensorRef { kind: Kind::QInt8, ..tensor("0", 0, &[4], &[1]) });
-    let unknown = Value::Tensor(tensor("1", 0, &[4], &[1]));
+    let outside = Value::from(tensor("0", 1, &[4], &[1]));
+    let quantized = Value::from(TensorRef { kind: Kind::QInt8, ..tensor("0", 0, &[4], &[1]) });
+    let unknown = Value::from(tensor("1", 0, &[4], &[1]));
     let grad = TensorRef { kind: Kind::Int, requires_grad: true, ..tensor("0", 0, &[4], &[1]) };
     let two_kinds = Value::List(vec![
-        Value::Tensor(tensor("0", 0, &[4], &[1])),
-        Value::Tensor(TensorRef { kind: Kind::Int, ..tensor("0", 0, &[4], &[1]) }),
+        Value::from(tensor("0", 0, &[4], &[1])),
+        Value::from(TensorRef { kind: Kind::Int, ..tensor("0", 0, &[4], &[1]) }),
     ]);
-    let wrong = [twice, odd_key, deep, outside, quantized, unknown, Value::Tensor(grad), two_kinds];
+    let wrong = [twice, odd_key, deep, outside, quantized, unknown, Value::from(grad), two_kinds];
     for root in wrong {
         let error = saved(&root, &[("0", vec![0; 16])]).expect_err("refused");
         assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput, "{root:?}");
@@ -138,7 +138,7 @@ impl std::io::Seek for Full {
 
 #[test]
 fn a_full_disk_is_an_error_wherever_it_comes() {
-    let root = Value::Tensor(tensor("0", 0, &[4], &[1]));
+    let root = Value::from(tensor("0", 0, &[4], &[1]));
     let sizes = [("0".to_owned(), 16)];
     let mut fill = |_: usize, out: &mut dyn Write| out.write_all(&[0; 16]);
     // Each local header is written twice, the second time with the checksum.
@@ -174,7 +174,7 @@ fn a_file_of_tch_is_a_dict() {
         ("vs/constants.pkl", b"\x80\x02)."),
         ("vs/byteorder", b"little"),
     ];
-    let tensor = Value::Tensor(TensorRef { requires_grad: true, ..tensor("0", 0, &[4], &[1]) });
+    let tensor = Value::from(TensorRef { requires_grad: true, ..tensor("0", 0, &[4], &[1]) });
     let inner = Value::Dict(vec![(text("a.b"), tensor.clone())]);
     let expected = [("layer.one.bias", tensor.clone()), ("t", tensor), ("x.y", inner)];
     let expected = expected.map(|(name, value)| (text(name), value));

@@ -1,0 +1,157 @@
+//! From small values to the types of a program. As `serde_json::from_value`, but for infinite numbers and NaN.
+
+#![forbid(unsafe_code)]
+
+use serde::de::value::{
+    BorrowedStrDeserializer, MapAccessDeserializer, MapDeserializer, SeqDeserializer,
+};
+use serde::de::{Deserializer, Error as _, IntoDeserializer, Unexpected, Visitor};
+use serde::forward_to_deserialize_any;
+
+use super::{Error, Plain};
+
+type Result<T> = std::result::Result<T, Error>;
+
+impl<'de> IntoDeserializer<'de, Error> for &'de Plain {
+    type Deserializer = Self;
+
+    fn into_deserializer(self) -> Self {
+        self
+    }
+}
+
+impl<'de> Deserializer<'de> for &'de Plain {
+    type Error = Error;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value> {
+        match self {
+            Plain::None => visitor.visit_unit(),
+            Plain::Bool(value) => visitor.visit_bool(*value),
+            Plain::Int(number) => visitor.visit_i64(*number),
+            Plain::Uint(number) => visitor.visit_u64(*number),
+            Plain::Float(number) => visitor.visit_f64(*number),
+            Plain::Text(text) => visitor.visit_borrowed_str(text),
+            Plain::List(items) => {
+                let mut items = SeqDeserializer::new(items.iter());
+                let value = visitor.visit_seq(&mut items)?;
+                items.end()?;
+                Ok(value)
+            }
+            Plain::Map(fields) => {
+                let mut fields = access(fields);
+                let value = visitor.visit_map(&mut fields)?;
+                fields.end()?;
+                Ok(value)
+            }
+        }
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value> {
+        match self {
+            Plain::None => visitor.visit_none(),
+            value => visitor.visit_some(value),
+        }
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        visitor: V,
+    ) -> Result<V::Value> {
+        visitor.visit_newtype_struct(self)
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value> {
+        match self {
+            Plain::Text(variant) => visitor.visit_enum(BorrowedStrDeserializer::new(variant)),
+            Plain::Map(fields) if fields.len() == 1 => {
+                visitor.visit_enum(MapAccessDeserializer::new(access(fields)))
+            }
+            _ => {
+                let wanted = &"the name of a variant, or a map of one to its content";
+                Err(Error::invalid_type(Unexpected::Other("another value"), wanted))
+            }
+        }
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit
+        unit_struct seq tuple tuple_struct map struct identifier ignored_any
+    }
+}
+
+type Pair<'de> = (Key<'de>, &'de Plain);
+
+fn access(
+    fields: &[(String, Plain)],
+) -> MapDeserializer<'_, impl Iterator<Item = Pair<'_>>, Error> {
+    MapDeserializer::new(fields.iter().map(|(key, value)| (Key(key), value)))
+}
+
+/// A key: text, in which a program's type may want a number.
+struct Key<'de>(&'de str);
+
+impl<'de> IntoDeserializer<'de, Error> for Key<'de> {
+    type Deserializer = Self;
+
+    fn into_deserializer(self) -> Self {
+        self
+    }
+}
+
+macro_rules! numbers {
+    ($($deserialize:ident $visit:ident),+) => {
+        $(fn $deserialize<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value> {
+            match self.0.parse() {
+                Ok(number) => visitor.$visit(number),
+                Err(_) => visitor.visit_borrowed_str(self.0),
+            }
+        })+
+    };
+}
+
+impl<'de> Deserializer<'de> for Key<'de> {
+    type Error = Error;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value> {
+        visitor.visit_borrowed_str(self.0)
+    }
+
+    numbers!(deserialize_bool visit_bool);
+    numbers!(deserialize_i8 visit_i8, deserialize_i16 visit_i16, deserialize_i32 visit_i32);
+    numbers!(deserialize_i64 visit_i64, deserialize_i128 visit_i128);
+    numbers!(deserialize_u8 visit_u8, deserialize_u16 visit_u16, deserialize_u32 visit_u32);
+    numbers!(deserialize_u64 visit_u64, deserialize_u128 visit_u128);
+    numbers!(deserialize_f32 visit_f32, deserialize_f64 visit_f64);
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value> {
+        visitor.visit_some(self)
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        visitor: V,
+    ) -> Result<V::Value> {
+        visitor.visit_newtype_struct(self)
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value> {
+        visitor.visit_enum(BorrowedStrDeserializer::new(self.0))
+    }
+
+    forward_to_deserialize_any! {
+        char str string bytes byte_buf unit unit_struct seq tuple tuple_struct map struct
+        identifier ignored_any
+    }
+}

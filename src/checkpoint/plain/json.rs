@@ -1,0 +1,184 @@
+//! Small values as JSON, which has no infinite numbers and no NaN: they are texts there, and beside the JSON stands
+//! where.
+
+#![forbid(unsafe_code)]
+
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::ser::{Serialize, SerializeMap as _, Serializer};
+
+use super::Plain;
+
+/// The key of the map that serde_json makes of a number where a crate of the program has asked for its
+/// `arbitrary_precision`.
+const NUMBER: &str = "$serde_json::private::Number";
+
+/// What a float is called that JSON lacks: as Python's `float` reads it.
+fn name_of(number: f64) -> &'static str {
+    match number {
+        f64::INFINITY => "inf",
+        f64::NEG_INFINITY => "-inf",
+        _ => "nan",
+    }
+}
+
+fn named(name: &str) -> Option<f64> {
+    Some(match name {
+        "inf" => f64::INFINITY,
+        "-inf" => f64::NEG_INFINITY,
+        "nan" => f64::NAN,
+        _ => return None,
+    })
+}
+
+impl Serialize for Plain {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::None => serializer.serialize_unit(),
+            Self::Bool(value) => serializer.serialize_bool(*value),
+            Self::Int(number) => serializer.serialize_i64(*number),
+            Self::Uint(number) => serializer.serialize_u64(*number),
+            Self::Float(number) if number.is_finite() => serializer.serialize_f64(*number),
+            Self::Float(number) => serializer.serialize_str(name_of(*number)),
+            Self::Text(text) => serializer.serialize_str(text),
+            Self::List(items) => serializer.collect_seq(items),
+            Self::Map(fields) => {
+                let mut map = serializer.serialize_map(Some(fields.len()))?;
+                for (key, value) in fields {
+                    map.serialize_entry(key, value)?;
+                }
+                map.end()
+            }
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Plain {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(Json)
+    }
+}
+
+/// Makes the values of JSON. Not by way of serde_json's own, whose smallest map takes 600 bytes.
+struct Json;
+
+impl<'de> Visitor<'de> for Json {
+    type Value = Plain;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Plain, E> {
+        Ok(Plain::None)
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Plain, E> {
+        Ok(Plain::Bool(value))
+    }
+
+    fn visit_i64<E>(self, number: i64) -> Result<Plain, E> {
+        Ok(Plain::Int(number))
+    }
+
+    fn visit_u64<E>(self, number: u64) -> Result<Plain, E> {
+        Ok(number.into())
+    }
+
+    fn visit_f64<E>(self, number: f64) -> Result<Plain, E> {
+        Ok(Plain::Float(number))
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Plain, E> {
+        Ok(Plain::Text(text.to_owned()))
+    }
+
+    fn visit_string<E>(self, mut text: String) -> Result<Plain, E> {
+        text.shrink_to_fit();
+        Ok(Plain::Text(text))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Plain, A::Error> {
+        let mut items = Vec::new();
+        while let Some(item) = seq.next_element()? {
+            items.push(item);
+        }
+        items.shrink_to_fit();
+        Ok(Plain::List(items))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Plain, A::Error> {
+        let mut fields: Vec<(String, Plain)> = Vec::new();
+        while let Some((key, value)) = map.next_entry::<String, Plain>()? {
+            if let (NUMBER, Plain::Text(digits)) = (key.as_str(), &value) {
+                return number(digits).ok_or_else(|| A::Error::custom("not a number"));
+            }
+            fields.push((key, value));
+        }
+        Ok(Plain::map(fields))
+    }
+}
+
+fn number(digits: &str) -> Option<Plain> {
+    let small = digits.parse().ok().map(Plain::Int);
+    let large = || digits.parse().ok().map(Plain::Uint);
+    let float = || digits.parse().ok().filter(|float: &f64| float.is_finite()).map(Plain::Float);
+    small.or_else(large).or_else(float)
+}
+
+impl Plain {
+    /// JSON pointers (RFC 6901) to all floats that JSON lacks.
+    pub(crate) fn non_finite(&self) -> Vec<String> {
+        let mut pointers = Vec::new();
+        self.point(&mut String::new(), &mut pointers);
+        pointers
+    }
+
+    fn point(&self, path: &mut String, pointers: &mut Vec<String>) {
+        let len = path.len();
+        match self {
+            Self::Float(number) if !number.is_finite() => pointers.push(path.clone()),
+            Self::List(items) => {
+                for (index, item) in items.iter().enumerate() {
+                    path.push_str(&format!("/{index}"));
+                    item.point(path, pointers);
+                    path.truncate(len);
+                }
+            }
+            Self::Map(fields) => {
+                for (key, value) in fields {
+                    path.push('/');
+                    path.push_str(&key.replace('~', "~0").replace('/', "~1"));
+                    value.point(path, pointers);
+                    path.truncate(len);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Makes floats again of the texts at these places; `None` where another value stands, or nothing.
+    pub(crate) fn with_non_finite(mut self, pointers: &[String]) -> Option<Self> {
+        for pointer in pointers {
+            let value = self.at(pointer)?;
+            *value = Self::Float(named(value.text()?)?);
+        }
+        Some(self)
+    }
+
+    fn at(&mut self, pointer: &str) -> Option<&mut Self> {
+        let mut keys = pointer.split('/');
+        // What stands before the first slash.
+        keys.next().filter(|start| start.is_empty())?;
+        keys.try_fold(self, |value, key| match value {
+            Self::List(items) => items.get_mut(key.parse::<usize>().ok()?),
+            Self::Map(fields) => {
+                let key = key.replace("~1", "/").replace("~0", "~");
+                let found = fields.binary_search_by(|(name, _)| name.as_str().cmp(&key));
+                found.ok().map(|at| &mut fields[at].1)
+            }
+            _ => None,
+        })
+    }
+}

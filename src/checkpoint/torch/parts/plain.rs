@@ -1,0 +1,56 @@
+//! Small values between this crate and Python.
+
+#![forbid(unsafe_code)]
+
+use crate::checkpoint::plain::Plain;
+use crate::checkpoint::torch::Value;
+
+/// The Python value.
+pub(super) fn to_python(value: &Plain) -> Value {
+    match value {
+        Plain::None => Value::None,
+        Plain::Bool(value) => Value::Bool(*value),
+        Plain::Int(number) => Value::Int(*number),
+        Plain::Uint(number) => Value::Uint(*number),
+        Plain::Float(number) => Value::Float(*number),
+        Plain::Text(text) => Value::Str(text.clone()),
+        Plain::List(items) => Value::List(items.iter().map(to_python).collect()),
+        Plain::Map(fields) => {
+            let field = |(name, value): &(String, Plain)| (name.as_str().into(), to_python(value));
+            Value::Dict(fields.iter().map(field).collect())
+        }
+    }
+}
+
+/// The value of a Python one; `None` for what has something else in it, such as a tensor. Numbers as keys become text.
+pub(super) fn from_python(value: &Value) -> Option<Plain> {
+    Some(match value {
+        Value::None => Plain::None,
+        Value::Bool(value) => Plain::Bool(*value),
+        Value::Int(number) => Plain::Int(*number),
+        Value::Uint(number) => Plain::Uint(*number),
+        Value::Float(number) => Plain::Float(*number),
+        Value::Str(text) => Plain::Text(text.clone()),
+        Value::List(items) | Value::Tuple(items) => {
+            Plain::List(items.iter().map(from_python).collect::<Option<_>>()?)
+        }
+        Value::Dict(items) => {
+            let item = |(key, value): &(Value, Value)| Some((text(key)?, from_python(value)?));
+            Plain::map(items.iter().map(item).collect::<Option<_>>()?)
+        }
+        Value::Tensor(_) | Value::Opaque(_) => return None,
+    })
+}
+
+/// A key as text.
+pub(super) fn text(key: &Value) -> Option<String> {
+    Some(match key {
+        Value::Str(text) => text.clone(),
+        Value::Int(number) => number.to_string(),
+        Value::Uint(number) => number.to_string(),
+        Value::Float(number) => number.to_string(),
+        Value::Bool(value) => value.to_string(),
+        Value::None => "None".to_owned(),
+        _ => return None,
+    })
+}

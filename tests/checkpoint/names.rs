@@ -1,0 +1,162 @@
+//! Names of a checkpoint that are others in the model, and what is left out of it.
+
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+use tch_amp::Error;
+use tch_amp::checkpoint::{Checkpoint, CheckpointError};
+use tch_amp::optim::{Optimizer, Sgd};
+
+use crate::common::files::Folder;
+
+/// A model of variables of these names and sizes, and an optimizer that has stepped once with gradients of `gradient`.
+fn model(names: &[(&str, i64)], value: f64, gradient: Option<f64>) -> (VarStore, Optimizer) {
+    let vs = VarStore::new(Device::Cpu);
+    for (name, size) in names {
+        let (path, name) = name.rsplit_once('.').unwrap_or(("", name));
+        let parts = path.split('.').filter(|part| !part.is_empty());
+        let path = parts.fold(vs.root(), |path, part| path / part);
+        let _variable = path.var(name, &[*size], tch::nn::Init::Const(value));
+    }
+    let mut opt = Sgd { momentum: 0.5, ..Sgd::default() }.build(&vs, 0.25).unwrap();
+    if let Some(gradient) = gradient {
+        for variable in vs.trainable_variables() {
+            (variable * gradient).sum(Kind::Float).backward();
+        }
+        opt.step().unwrap();
+    }
+    (vs, opt)
+}
+
+fn saved(vs: &VarStore, opt: &mut Optimizer, name: &str) -> (Folder, Checkpoint) {
+    let folder = Folder::new();
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_model("model", vs).unwrap();
+    checkpoint.add_optimizer("opt", opt).unwrap();
+    checkpoint.save(folder.file(name)).unwrap();
+    let loaded = Checkpoint::load(folder.file(name)).unwrap();
+    (folder, loaded)
+}
+
+fn first(tensor: &Tensor) -> f64 {
+    tensor.double_value(&[0])
+}
+
+fn buffer(opt: &mut Optimizer, name: &str) -> Option<f64> {
+    let state = opt.state_dict().unwrap().state;
+    state.get(name).map(|entries| first(&entries["momentum_buffer"]))
+}
+
+fn refused(result: tch_amp::Result<impl std::fmt::Debug>) -> CheckpointError {
+    match result {
+        Err(Error::Checkpoint(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_prefix_is_renamed_in_models_and_optimizers() {
+    for file in ["x.safetensors", "x.pt"] {
+        let (ddp, mut ddp_opt) =
+            model(&[("module.a.weight", 2), ("module.module.b", 3), ("c", 1)], 4.0, Some(2.0));
+        let (_folder, checkpoint) = saved(&ddp, &mut ddp_opt, file);
+        let (vs, mut opt) = model(&[("a.weight", 2), ("module.b", 3), ("c", 1)], 0.0, None);
+        // The names say what would fit, and nothing changes.
+        let error = refused(checkpoint.restore().model("model", &vs).apply());
+        let CheckpointError::Keys { missing, unexpected, .. } = &error else { panic!("{error}") };
+        assert_eq!(missing, &["a.weight", "module.b"]);
+        assert_eq!(unexpected, &["module.a.weight", "module.module.b"]);
+        assert!(error.to_string().contains("`rename_prefix` renames"), "{error}");
+        let restore = checkpoint.restore().model("model", &vs).optimizer("opt", &mut opt);
+        let restored = restore.rename_prefix("module.", "").apply().unwrap();
+        assert_eq!(restored, Default::default());
+        let variables = vs.variables();
+        for name in ["a.weight", "module.b", "c"] {
+            assert_eq!(first(&variables[name]), 3.5, "{name} of {file}");
+            assert_eq!(buffer(&mut opt, name), Some(2.0), "{name} of {file}");
+        }
+    }
+}
+
+#[test]
+fn of_several_prefixes_the_first_that_fits_counts() {
+    let (source, mut source_opt) = model(&[("old.body.w", 2), ("old.head.w", 3)], 1.0, Some(4.0));
+    let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.safetensors");
+    let (vs, mut opt) = model(&[("encoder.w", 2), ("new.head.w", 3)], 5.0, None);
+    let restore = checkpoint.restore().model("model", &vs).optimizer("opt", &mut opt);
+    let restore = restore.rename_prefix("old.body.", "encoder.").rename_prefix("old.", "new.");
+    drop(restore.apply().unwrap());
+    assert_eq!(vs.variables().values().map(first).collect::<Vec<_>>(), [0.0, 0.0]);
+    assert_eq!(buffer(&mut opt, "encoder.w"), Some(4.0));
+    assert_eq!(buffer(&mut opt, "new.head.w"), Some(4.0));
+}
+
+#[test]
+fn two_names_that_become_one_are_refused() {
+    let (source, mut source_opt) = model(&[("module.w", 2), ("w", 2)], 1.0, Some(4.0));
+    let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.pt");
+    let (vs, mut opt) = model(&[("w", 2)], 7.0, None);
+    let of_model = checkpoint.restore().model("model", &vs).rename_prefix("module.", "").apply();
+    let error = refused(of_model).to_string();
+    assert_eq!(
+        error,
+        "`module.w` in `model` and `w` would both be `w` here; let `rename_prefix` give them different names"
+    );
+    let of_opt = checkpoint.restore().optimizer("opt", &mut opt).rename_prefix("module.", "");
+    assert!(matches!(refused(of_opt.apply()), CheckpointError::Tensor { .. }));
+    assert_eq!(first(&vs.variables()["w"]), 7.0);
+}
+
+#[test]
+fn what_is_skipped_stays_as_it_is() {
+    let names = [("module.body.w", 2), ("module.head.w", 5), ("module.head.b", 5)];
+    let (source, mut source_opt) = model(&names, 1.0, Some(4.0));
+    source_opt.assign_group(1, &["*.b"]).unwrap();
+    source_opt.set_lr_group(1, 0.125).unwrap();
+    let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.safetensors");
+    // Another head, with one variable more and one less.
+    let (vs, mut opt) = model(&[("body.w", 2), ("head.w", 3), ("head.scale", 3)], 9.0, Some(8.0));
+    let renamed = || checkpoint.restore().rename_prefix("module.", "");
+    let error = refused(renamed().model("model", &vs).strict(false).apply()).to_string();
+    assert_eq!(
+        error,
+        "`head.w` in `model` has the shape [5] in the checkpoint, as `module.head.w`, and [3] in the model; \
+         `skip(&[\"head.w\"])` leaves it as it is"
+    );
+    let restore = renamed().model("model", &vs).optimizer("opt", &mut opt);
+    let restored = restore.skip(&["head.*"]).apply().unwrap();
+    assert_eq!(
+        restored.skipped_keys,
+        [
+            "model/head.b",
+            "model/head.scale",
+            "model/head.w",
+            "opt/head.b",
+            "opt/head.scale",
+            "opt/head.w"
+        ]
+    );
+    assert!(restored.missing_keys.is_empty() && restored.unexpected_keys.is_empty());
+    let variables = vs.variables();
+    assert_eq!(first(&variables["body.w"]), 0.0);
+    assert_eq!(first(&variables["head.w"]), 7.0);
+    assert_eq!(first(&variables["head.scale"]), 7.0);
+    assert_eq!(buffer(&mut opt, "body.w"), Some(4.0));
+    assert_eq!(buffer(&mut opt, "head.w"), None);
+    let groups = opt.state_dict().unwrap().param_groups;
+    assert_eq!(groups.len(), 2);
+    assert_eq!(groups[1].params, Vec::<String>::new());
+    assert!(groups[0].params.iter().any(|name| name == "head.scale"));
+}
+
+#[test]
+fn what_is_skipped_and_saved_keeps_its_saved_group() {
+    let names = [("a", 2), ("b", 2)];
+    let (source, mut source_opt) = model(&names, 1.0, Some(4.0));
+    source_opt.assign_group(1, &["b"]).unwrap();
+    let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.safetensors");
+    let (_vs, mut opt) = model(&names, 1.0, None);
+    opt.assign_group(1, &["b"]).unwrap();
+    drop(checkpoint.restore().optimizer("opt", &mut opt).skip(&["b"]).apply().unwrap());
+    assert_eq!((buffer(&mut opt, "a"), buffer(&mut opt, "b")), (Some(4.0), None));
+    assert_eq!(opt.state_dict().unwrap().param_groups[1].params, ["b"]);
+}
