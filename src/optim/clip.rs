@@ -10,8 +10,8 @@ use crate::optim::{AmpOptimizer, Optimizer};
 use crate::scaler::{describe, refuse_sparse};
 
 /// Scales the gradients of some parameters down in place so that their common 2-norm is at most `max_norm`, and returns
-/// the norm from before: a 0-dim tensor on the device of the first gradient, f64 if all gradients are and else f32;
-/// zero without any. As `torch.nn.utils.clip_grad_norm_`.
+/// the norm from before: a 0-dim tensor on the device of the first gradient, zero without any. It is f64 if all gradients
+/// are, or if it is on the CPU and too large for f32, and else f32. As `torch.nn.utils.clip_grad_norm_`.
 ///
 /// The squares are added up in f64 on the CPU, so the norm may be nearer to the true one than PyTorch's in its last
 /// bit. Waits for the device only where gradients on a GPU and on the CPU meet.

@@ -110,7 +110,10 @@ fn a_loaded_state_ends_the_choices_of_groups_it_does_not_have() {
     // The rule of the second group, which is gone, would choose it for that.
     opt.add_param_group(vec![("later.bias", later)]).unwrap();
     let groups = opt.state_dict().unwrap().param_groups;
-    assert_eq!(groups.iter().map(|group| &group.params[..]).collect::<Vec<_>>(), [["bias"], ["later.bias"]]);
+    assert_eq!(
+        groups.iter().map(|group| &group.params[..]).collect::<Vec<_>>(),
+        [["bias"], ["later.bias"]]
+    );
 }
 
 #[test]

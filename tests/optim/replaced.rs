@@ -64,7 +64,8 @@ fn values(rng: &mut Rng, kind: Kind) -> Tensor {
 impl World {
     fn new(rng: &mut Rng, keeps: bool) -> Self {
         let kinds = [Kind::BFloat16, Kind::Float, Kind::BFloat16];
-        let parameters = kinds.map(|kind| values(rng, kind).set_requires_grad(true)).to_vec();
+        let parameters: Vec<_> =
+            kinds.into_iter().map(|kind| values(rng, kind).set_requires_grad(true)).collect();
         let init_scale = *rng.pick(&[1.0, 8.0]);
         let config = GradScalerConfig { init_scale, ..Default::default() };
         let scaler = config.build(Device::Cpu).unwrap();
@@ -123,14 +124,7 @@ impl World {
             13 => (
                 "save",
                 self.fused.state_dict().map(|state| {
-                    let copy = |state: &OptimizerState| {
-                        let mut copy = state.clone();
-                        for tensors in copy.state.values_mut() {
-                            tensors.values_mut().for_each(|tensor| *tensor = tensor.copy());
-                        }
-                        copy
-                    };
-                    self.saved = Some(copy(&state));
+                    self.saved = Some(copied(state));
                     String::new()
                 }),
             ),
@@ -171,6 +165,14 @@ impl World {
         no_grad(|| tensor.shallow_clone().set_data(&half));
         Ok("halved".to_owned())
     }
+}
+
+/// The same numbers in memory of their own.
+fn copied(mut state: OptimizerState) -> OptimizerState {
+    for tensors in state.state.values_mut() {
+        tensors.values_mut().for_each(|tensor| *tensor = tensor.copy());
+    }
+    state
 }
 
 #[test]

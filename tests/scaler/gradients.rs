@@ -331,7 +331,8 @@ fn a_sparse_gradient_is_looked_at_as_the_sum_that_it_is() {
             assert!(w.grad().is_sparse());
             let mut opt = Descent(vec![w.shallow_clone()]);
             let skipped = scaler.step(&mut opt).unwrap().is_skipped().unwrap();
-            let sum = w.grad().to_dense(None, false).to_kind(Kind::Double).isinf().any().is_nonzero();
+            let sum =
+                w.grad().to_dense(None, false).to_kind(Kind::Double).isinf().any().is_nonzero();
             assert!(!sum || skipped, "{kind:?} on {device:?}");
         }
     });
