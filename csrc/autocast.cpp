@@ -83,8 +83,14 @@ void tamp_autocast_read(tamp_autocast_state *state, char **err) noexcept {
 
 void tamp_autocast_enter(const tamp_autocast_state *next, uint8_t outermost, char **err) noexcept {
   tamp::guarded(err, [&] {
+    // First, so that regions that the destructors of old casts open and close are nested ones.
     autocast::increment_nesting();
-    change(*next, outermost != 0);
+    try {
+      change(*next, outermost != 0);
+    } catch (...) {
+      autocast::decrement_nesting();
+      throw;
+    }
   });
 }
 

@@ -1,4 +1,4 @@
-// The only try/catch of the shim: a C++ exception becomes a message.
+// A C++ exception becomes a message: none leaves the shim.
 #pragma once
 
 #include <ATen/core/Tensor.h>

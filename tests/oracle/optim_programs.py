@@ -96,11 +96,13 @@ class Training:
             torch.nn.utils.clip_grads_with_norm_(self.params, max_norm, self.norm_on_cpu())
 
     def norm_on_cpu(self):
-        """The squares are added up in f64."""
+        """The squares are added up in f64. The norm is f32, unless that cannot hold it."""
         grads = [param.grad for param in self.params if param.grad is not None]
         squares = torch.stack([grad.double().square().sum() for grad in grads])
         total = squares.sum().sqrt()
-        return total if all(grad.dtype == torch.float64 for grad in grads) else total.float()
+        is_wide = all(grad.dtype == torch.float64 for grad in grads)
+        too_large = total.isfinite() and not total.float().isfinite()
+        return total if is_wide or too_large else total.float()
 
     def norm_on_gpus(self, factor):
         """As PyTorch takes it on CUDA: a norm of each device, which `factor` unscales, and then the norm of those."""

@@ -58,10 +58,12 @@ def told(state):
 
 
 def norm_on_cpu(grads):
-    """The squares are added up in f64, one after the other."""
+    """The squares are added up in f64, one after the other. The norm is f32, unless that cannot hold it."""
     squares = [sum((x * x for x in grad.double().flatten().tolist()), 0.0) for grad in grads]
     total = torch.tensor(math.sqrt(sum(squares, 0.0)), dtype=torch.float64)
-    return total if all(grad.dtype == torch.float64 for grad in grads) else total.float()
+    is_wide = all(grad.dtype == torch.float64 for grad in grads)
+    too_large = total.isfinite() and not total.float().isfinite()
+    return total if is_wide or too_large else total.float()
 
 
 def clip_norm(params, max_norm, is_cuda):
