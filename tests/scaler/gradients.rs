@@ -316,7 +316,7 @@ fn sparse_gradients_of_several_losses_are_looked_at_as_the_sum_that_they_are() {
         let w = Tensor::zeros([3, 1], (Kind::Float, device)).set_requires_grad(true);
         let mut opt = Descent(vec![w.shallow_clone()]);
         let config = GradScalerConfig { init_scale: 1.0, ..Default::default() };
-        let mut scalers = PerLossScalers::with_configs(device, &[config.clone(), config]).unwrap();
+        let mut scalers = PerLossScalers::with_configs(device, &[config, config]).unwrap();
         let rows = Tensor::from_slice(&[1i64]).to_device(device);
         for id in 0..2 {
             let loss = Tensor::embedding(&w, &rows, -1, false, true) * 3e38;
