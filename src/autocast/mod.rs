@@ -140,7 +140,7 @@ impl Autocast {
 /// then the thread is as it was before the first. A guard that is forgotten (`std::mem::forget`) leaves its region
 /// open until the closure form around it ends; one that is returned from a closure form is closed with it.
 ///
-/// The backward of a [custom function](crate::function) and the destructors of what a graph holds are like closure
+/// The backward of a [custom function](mod@crate::function) and the destructors of what a graph holds are like closure
 /// forms: every region that they open ends with them. A guard from outside that one of them drops closes its region
 /// when the `backward()` that runs there returns, because libtorch restores the thread's state until then.
 ///

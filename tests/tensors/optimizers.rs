@@ -57,8 +57,10 @@ impl AmpOptimizer for Mine {
     }
 }
 
+type Way = fn(&mut GradScaler, &mut dyn AmpOptimizer) -> Result<()>;
+
 /// All ways from gradients to a step.
-fn ways() -> [(&'static str, fn(&mut GradScaler, &mut dyn AmpOptimizer) -> Result<()>); 5] {
+fn ways() -> [(&'static str, Way); 5] {
     [
         ("step", |scaler, opt| scaler.step(opt).map(drop)),
         ("step_clip_norm", |scaler, opt| scaler.step_clip_norm(opt, 0.5).map(drop)),

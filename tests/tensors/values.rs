@@ -64,10 +64,12 @@ fn selection() {
     });
 }
 
+type Cast<'a> = &'a dyn Fn(&Tensor) -> tch_amp::Result<Tensor>;
+
 #[test]
 fn casts() {
     let policy = Policy::new(Kind::Float, Kind::BFloat16, Kind::Double).unwrap();
-    let casts: [(&str, &dyn Fn(&Tensor) -> tch_amp::Result<Tensor>); 5] = [
+    let casts: [(&str, Cast<'_>); 5] = [
         ("cast_to_full", &|t| cast_to_full(t)),
         ("cast_to_half", &|t| cast_to_half(t)),
         ("cast_to_param", &|t| policy.cast_to_param(t)),
