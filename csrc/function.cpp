@@ -216,8 +216,8 @@ uint8_t tamp_function_begin(tamp_tensor *const *inputs, size_t count, tamp_funct
 
 void tamp_function_record(const tamp_function *function, const tamp_function_call *call, tamp_tensor *const *outputs,
                           size_t count, char **err) noexcept {
+  tamp::State state(*function);  // ours, whatever fails
   tamp::guarded(err, [&] {
-    tamp::State state(*function);
     const Call ended(*call, outputs, count);
     ended.check_marks();
     NodePtr<FunctionNode> node;

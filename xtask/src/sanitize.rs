@@ -113,6 +113,8 @@ fn cargo(workspace: &Workspace) -> Result<Command> {
     );
     let target = format!("{}_UNKNOWN_LINUX_GNU", env::consts::ARCH.to_uppercase());
     cargo.env(format!("CARGO_TARGET_{target}_RUNNER"), runner).env("TCH_AMP_SANITIZE", "1");
+    // A Python that a test starts would be looked at, too.
+    cargo.env_remove("TCH_AMP_PYTHON").env_remove("TCH_AMP_REQUIRE_PYTHON");
     Ok(cargo)
 }
 
