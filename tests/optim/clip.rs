@@ -242,3 +242,55 @@ fn a_step_that_clips_by_value_is_its_three_parts() {
         assert!(matches!(scaler.step_clip_value(&mut opt, NAN), Err(Error::InvalidValue { .. })));
     });
 }
+
+/// Sizes that no vector divides, and a scale that is no power of two: every element is rounded alike.
+#[test]
+fn the_norm_that_is_folded_in_rounds_the_last_elements_as_the_others() {
+    for kind in [Kind::BFloat16, Kind::Half, Kind::Float] {
+        for count in [1, 3, 15, 17, 31, 1000, 1037] {
+            let run = |folded: bool| {
+                let w = leaf(&vec![1.0; count], kind, Device::Cpu);
+                let mut opt = Sgd::default().build(vec![w.shallow_clone()], 0.0).unwrap();
+                let allow_fp16_gradients = true;
+                let config = GradScalerConfig {
+                    init_scale: 3.0,
+                    allow_fp16_gradients,
+                    ..Default::default()
+                };
+                let mut scaler = config.build(Device::Cpu).unwrap();
+                set_grad(&w, &(0..count).map(|i| i as f64 / 7.0 + 0.1).collect::<Vec<_>>());
+                if folded {
+                    let outcome = scaler.step_clip_norm(&mut opt, 0.7).unwrap();
+                    return bits(outcome.total_norm().unwrap());
+                }
+                let mut unscaled = scaler.unscale(&mut opt).unwrap();
+                bits(&unscaled.clip_grad_norm(0.7).unwrap())
+            };
+            assert_eq!(run(true), run(false), "{count} of {kind:?}");
+        }
+    }
+}
+
+/// The norm of gradients with gaps, too, is that of the unscaled ones.
+#[test]
+fn the_total_norm_is_unscaled_on_every_path() {
+    for_each_device(|device| {
+        for gapped in [false, true] {
+            let w = leaf(&[1.0; 2], Kind::Float, device);
+            set_grad(&w, &[24.0, 32.0]);
+            if gapped {
+                let wide = Tensor::zeros([4], (Kind::Float, device)).slice(0, 0, 4, 2);
+                no_grad(|| wide.shallow_clone().copy_(&w.grad()));
+                no_grad(|| w.grad().set_data(&wide));
+            }
+            let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
+            let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+            let mut scaler = config.build(device).unwrap();
+            let outcome = scaler.step_clip_norm(&mut opt, 1.0).unwrap();
+            let norm = outcome.total_norm().unwrap().double_value(&[]);
+            assert_eq!(norm, 5.0, "gapped: {gapped}, on {device:?}");
+            let stepped = to_f64(&w);
+            assert!((stepped[0] - 0.4).abs() < 1e-6 && (stepped[1] - 0.2).abs() < 1e-6);
+        }
+    });
+}

@@ -69,3 +69,25 @@ fn gradients_stay_f32_once_they_have_been_unscaled_before_a_step() {
         }
     }
 }
+
+/// A bf16 variable that was there before the call, though the optimizer had not seen it yet, and one that comes after it.
+#[test]
+fn variables_that_are_added_have_f32_gradients_too() {
+    let mut vs = tch::nn::VarStore::new(Device::Cpu);
+    let _first = vs.root().ones("first", &[2]);
+    vs.bfloat16();
+    let sgd = Sgd::default();
+    let mut opt = sgd.build_with_master_weights(&vs, 1.0, MasterWeights::Float).unwrap();
+    let init = tch::nn::Init::Const(1.0);
+    let before = vs.root().f_var("before", &[2], init).unwrap();
+    tch::no_grad(|| before.shallow_clone().set_data(&before.to_kind(Kind::BFloat16)));
+    opt.accumulate_in_f32().unwrap();
+    let after = vs.root().f_var("after", &[2], init).unwrap();
+    tch::no_grad(|| after.shallow_clone().set_data(&after.to_kind(Kind::BFloat16)));
+    opt.zero_grad().unwrap();
+    opt.step().unwrap();
+    for w in [&before, &after] {
+        w.sum(Kind::BFloat16).backward();
+        assert_eq!(w.grad().kind(), Kind::Float);
+    }
+}

@@ -285,3 +285,29 @@ fn frozen_parameters_are_left_alone() {
     assert_eq!((first(&w), first(&frozen), first(&idle)), (0.5, 1.0, 1.0));
     assert!(opt.master_weight(1).unwrap().is_none() && opt.master_weight(2).unwrap().is_none());
 }
+
+/// A NaN whose lower half says the most: what rounds it must not make an infinity or a number of it.
+#[test]
+fn a_nan_of_any_bits_makes_the_weight_nan() {
+    for_each_device(|device| {
+        for word in [0x7fff_ffffu32, 0x7f80_0001, 0xffff_ffff, 0x7fc0_0000] {
+            for (_, masters) in half_modes() {
+                let w = crate::leaf(&[1.0, 2.0], Kind::BFloat16, device);
+                let list = vec![w.shallow_clone()];
+                let mut opt = Sgd::default().build_with_master_weights(list, 1.0, masters).unwrap();
+                opt.accumulate_in_f32().unwrap();
+                w.sum(Kind::BFloat16).backward();
+                let gradient = Tensor::from_slice(&[f32::from_bits(word), 0.5]).to_device(device);
+                tch::no_grad(|| w.grad().copy_(&gradient));
+                opt.step().unwrap();
+                let weights = crate::to_f64(&w);
+                assert!(weights[0].is_nan(), "{word:x} {masters:?} on {device:?}: {weights:?}");
+                assert_eq!(weights[1], 1.5);
+            }
+        }
+    });
+}
+
+fn half_modes() -> [(Kind, MasterWeights); 2] {
+    [(Kind::BFloat16, MasterWeights::Float), (Kind::BFloat16, MasterWeights::Remainder)]
+}
