@@ -81,6 +81,10 @@ Tensor with_own_numbers(const Tensor &t) {
   return t.is_neg() ? t.resolve_neg() : t;
 }
 
+void bump_version(const Tensor &t) {
+  if (t.defined() && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+}
+
 uintptr_t memory_of(const Tensor &t) { return address(target_of(t)); }
 
 }  // namespace tamp

@@ -32,6 +32,9 @@ bool overlaps(const at::Tensor &t);
 // neither. Fails for a nested tensor.
 at::Tensor with_own_numbers(const at::Tensor &t);
 
+// Tells autograd that a tensor was changed in place. libtorch's AMP and fused kernels do not.
+void bump_version(const at::Tensor &t);
+
 // What holds the numbers of a tensor: its storage or, where it has none, the tensor itself. Null for an undefined one.
 uintptr_t memory_of(const at::Tensor &t);
 

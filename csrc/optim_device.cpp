@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "guarded.h"
+#include "memory.h"
 #include "optim.h"
 #include "stand_ins.h"
 
@@ -72,6 +73,11 @@ void launch(const Batch &b, const std::optional<Tensor> &grad_scale, const std::
     default:
       at::_fused_adamw_(b.parameters, b.gradients, b.states[kFirst], b.states[kSecond], b.states[kThird], b.steps, o.lr,
                         o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale, found_inf);
+  }
+  for (const auto *written : {&b.parameters, &b.gradients, &b.states[kFirst], &b.states[kSecond], &b.states[kThird]}) {
+    // Gradients are written where they are unscaled.
+    if (written == &b.gradients && !grad_scale) continue;
+    for (const auto &t : *written) tamp::bump_version(t);
   }
 }
 

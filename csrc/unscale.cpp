@@ -4,11 +4,13 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "gradients.h"
 #include "guarded.h"
+#include "memory.h"
 
 namespace {
 
@@ -135,6 +137,7 @@ uint8_t run(Group &group, const Options &options) {
     if (group.one.defined()) {
       at::_amp_foreach_non_finite_check_and_unscale_(group.kernel, group.found_inf, group.one);
     }
+    if (!options.check_only) std::for_each(group.kernel.begin(), group.kernel.end(), tamp::bump_version);
   }
   for (const auto &alike : tamp::by_dtype(group.full_width)) at::_foreach_mul_(alike, group.factor);
   group.widened.multiply(group.factor);
