@@ -121,8 +121,8 @@
 //! and into which the caller puts an output of `apply`, can, as `Rc` can.
 //!
 //! Destructors may do anything, run backwards and open autocast regions included. A long chain of calls, each of which
-//! holds the output of the one before, is freed without recursion; to that end destructors that run inside of more than
-//! eight others wait for these to return.
+//! holds the output of the one before, is freed without recursion: a destructor that would run inside of eight others
+//! waits until one of these returns.
 //!
 //! # Checking a derivative
 //!
