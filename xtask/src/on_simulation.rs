@@ -11,7 +11,7 @@ use crate::simulation::{self, Simulation};
 use crate::workspace::{self, Workspace};
 
 /// Tests that touch no device, or for which a program must be alone with the CPU: its memory, its files, its signals.
-const CPU_ONLY: [&str; 8] = [
+const CPU_ONLY: [&str; 10] = [
     "abi",
     "checkpoint_save",
     "demo",
@@ -20,6 +20,8 @@ const CPU_ONLY: [&str; 8] = [
     "linking",
     "master_memory",
     "scaler_soak",
+    "tensors",
+    "threads",
 ];
 
 /// Those whose answers travel from a device: they run with copies that arrive at once, and that arrive only when the
