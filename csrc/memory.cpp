@@ -98,6 +98,7 @@ void tamp_gradients_hold(tamp_tensor *const *parameters, size_t count, const tam
       const at::Tensor &gradient = tamp::gradient(tamp::tensor(parameters[i]));
       TORCH_CHECK(tamp::memory_of(gradient) == gradients[i].memory, "a gradient was replaced while it was looked at");
     }
+    // Nothing fails from here on. What is held is what `gradients` name.
     for (size_t i = 0; i < count; ++i) tamp::hold(tamp::gradient(tamp::tensor(parameters[i])));
   });
 }

@@ -119,14 +119,6 @@ typedef struct tamp_gradient {
 void tamp_gradients_inspect(tamp_tensor *const *parameters, size_t count, tamp_gradient *gradients,
                             char **err) TAMP_NOEXCEPT;
 
-// Holds the memory of the gradients of `count` parameters weakly, as `gradients` describe them: until each `memory` is
-// released, none of these numbers is given to other memory. Holds all of them or, on failure, none.
-void tamp_gradients_hold(tamp_tensor *const *parameters, size_t count, const tamp_gradient *gradients,
-                         char **err) TAMP_NOEXCEPT;
-
-// Releases a `memory` that was held, once for each time. Nothing happens for zero.
-void tamp_memory_release(uintptr_t memory) TAMP_NOEXCEPT;
-
 // Drops the gradient of a parameter, so that no optimizer can apply it.
 void tamp_gradient_drop(tamp_tensor *parameter, char **err) TAMP_NOEXCEPT;
 
@@ -143,6 +135,33 @@ void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) TA
 // A parameter without gets its tensor itself. After a failure some are added, and `gradients` are what they were.
 void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *gradients, size_t count,
                         char **err) TAMP_NOEXCEPT;
+
+// ---------------------------------------------------------------------------------------------------------- memory.cpp
+
+// Returns the number of dimensions of a tensor and, if there is room for so many, their sizes. Fails for a nested one.
+size_t tamp_sizes(const tamp_tensor *tensor, int64_t *sizes, size_t room, char **err) TAMP_NOEXCEPT;
+
+// Holds the memory of the gradients of `count` parameters weakly, as `gradients` describe them: until each `memory` is
+// released, none of these numbers is given to other memory. Holds all of them or, on failure, none.
+void tamp_gradients_hold(tamp_tensor *const *parameters, size_t count, const tamp_gradient *gradients,
+                         char **err) TAMP_NOEXCEPT;
+
+// Releases a `memory` that was held, once for each time. Nothing happens for zero.
+void tamp_memory_release(uintptr_t memory) TAMP_NOEXCEPT;
+
+// Which memory a parameter has, what of it, and how often that was changed. All zeros say nothing of any parameter.
+typedef struct tamp_stamp {
+  uintptr_t memory;  // held weakly; to be released
+  uint64_t view;
+  uint64_t version;
+} tamp_stamp;
+
+// Tells of `count` parameters which are not as their stamps say.
+void tamp_stamps_compare(tamp_tensor *const *parameters, size_t count, const tamp_stamp *stamps, uint8_t *changed,
+                         char **err) TAMP_NOEXCEPT;
+
+// Has the stamps say how `count` parameters are now.
+void tamp_stamps_take(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) TAMP_NOEXCEPT;
 
 // --------------------------------------------------------------------------------------------------------- unscale.cpp
 
@@ -165,8 +184,9 @@ void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const 
                             uint8_t *begun, char **err) TAMP_NOEXCEPT;
 
 // The common 2-norm of the gradients of `count` parameters times 1/scale, which stay as they are: a 0-dim tensor on the
-// device of `found_inf`, where they all lie; f64 when they all are, else f32. Sets `found_inf` to whether the norm is
-// infinite or NaN, as it is when a gradient is, and `answer` to what tamp_gradients_unscale answers. Waits as that.
+// device of `found_inf`, where they all lie; f64 when they all are or, on the CPU, when f32 cannot hold it, else f32.
+// Sets `found_inf` to whether the norm is infinite or NaN, as it is when a gradient is, and `answer` to what
+// tamp_gradients_unscale answers. Waits as that.
 tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
                                  tamp_tensor *found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
 
@@ -311,23 +331,6 @@ void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, char **e
 
 // The f32 number of each element of a bf16 parameter and its remainder.
 tamp_tensor *tamp_master_join(const tamp_tensor *parameter, const tamp_tensor *remainder, char **err) TAMP_NOEXCEPT;
-
-// Which memory a parameter has, what of it, and how often that was changed. All zeros say nothing of any parameter.
-typedef struct tamp_stamp {
-  uintptr_t memory;  // held weakly; to be released
-  uint64_t view;
-  uint64_t version;
-} tamp_stamp;
-
-// Returns the number of dimensions of a tensor and, if there is room for so many, their sizes. Fails for a nested one.
-size_t tamp_sizes(const tamp_tensor *tensor, int64_t *sizes, size_t room, char **err) TAMP_NOEXCEPT;
-
-// Tells of `count` parameters which are not as their stamps say.
-void tamp_stamps_compare(tamp_tensor *const *parameters, size_t count, const tamp_stamp *stamps, uint8_t *changed,
-                         char **err) TAMP_NOEXCEPT;
-
-// Has the stamps say how `count` parameters are now.
-void tamp_stamps_take(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) TAMP_NOEXCEPT;
 
 // The remainder of each f32 number in `master` that rounds to the bf16 in `parameter`, and zero for the others.
 tamp_tensor *tamp_master_remainder_of(const tamp_tensor *master, const tamp_tensor *parameter,

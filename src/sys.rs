@@ -66,6 +66,14 @@ pub(crate) const NON_FINITE: u8 = 1;
 pub(crate) const ON_DEVICE: u8 = 2;
 
 #[repr(C)]
+#[derive(Debug, Default)]
+pub(crate) struct Stamp {
+    pub(crate) memory: usize,
+    pub(crate) view: u64,
+    pub(crate) version: u64,
+}
+
+#[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ScaleRule {
     pub(crate) growth_factor: f64,
@@ -140,14 +148,6 @@ pub(crate) struct OptimScale {
     pub(crate) grad_scale: *mut Tensor,
     pub(crate) clip: *mut Tensor,
     pub(crate) found_inf: *mut Tensor,
-}
-
-#[repr(C)]
-#[derive(Debug, Default)]
-pub(crate) struct Stamp {
-    pub(crate) memory: usize,
-    pub(crate) view: u64,
-    pub(crate) version: u64,
 }
 
 /// A custom function's place in the graph of autograd.
@@ -252,13 +252,6 @@ unsafe extern "C" {
         gradients: *mut Gradient,
         err: *mut *mut c_char,
     );
-    pub(crate) fn tamp_gradients_hold(
-        parameters: *const *mut Tensor,
-        count: usize,
-        gradients: *const Gradient,
-        err: *mut *mut c_char,
-    );
-    pub(crate) fn tamp_memory_release(memory: usize);
     pub(crate) fn tamp_gradient_drop(parameter: *mut Tensor, err: *mut *mut c_char);
     pub(crate) fn tamp_gradients_take(
         parameters: *const *mut Tensor,
@@ -271,6 +264,33 @@ unsafe extern "C" {
         parameters: *const *mut Tensor,
         gradients: *const *mut Tensor,
         count: usize,
+        err: *mut *mut c_char,
+    );
+
+    pub(crate) fn tamp_sizes(
+        tensor: *const Tensor,
+        sizes: *mut i64,
+        room: usize,
+        err: *mut *mut c_char,
+    ) -> usize;
+    pub(crate) fn tamp_gradients_hold(
+        parameters: *const *mut Tensor,
+        count: usize,
+        gradients: *const Gradient,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_memory_release(memory: usize);
+    pub(crate) fn tamp_stamps_compare(
+        parameters: *const *mut Tensor,
+        count: usize,
+        stamps: *const Stamp,
+        changed: *mut u8,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_stamps_take(
+        parameters: *const *mut Tensor,
+        count: usize,
+        stamps: *mut Stamp,
         err: *mut *mut c_char,
     );
 
@@ -370,25 +390,6 @@ unsafe extern "C" {
         remainder: *const Tensor,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
-    pub(crate) fn tamp_sizes(
-        tensor: *const Tensor,
-        sizes: *mut i64,
-        room: usize,
-        err: *mut *mut c_char,
-    ) -> usize;
-    pub(crate) fn tamp_stamps_compare(
-        parameters: *const *mut Tensor,
-        count: usize,
-        stamps: *const Stamp,
-        changed: *mut u8,
-        err: *mut *mut c_char,
-    );
-    pub(crate) fn tamp_stamps_take(
-        parameters: *const *mut Tensor,
-        count: usize,
-        stamps: *mut Stamp,
-        err: *mut *mut c_char,
-    );
     pub(crate) fn tamp_master_remainder_of(
         master: *const Tensor,
         parameter: *const Tensor,
