@@ -134,6 +134,7 @@ class OneDevice {
 
   void update() const {
     for (const auto &batch : direct_) launch(batch, grad_scale_, found_inf_);
+    TORCH_CHECK(!planted("half_way"), "a planted failure half way");
     for (size_t i = 0; i < chunks_.size(); ++i) {
       stand_ins_->fill(i);
       for (const auto &batch : chunks_[i]) launch(batch, grad_scale_, found_inf_);

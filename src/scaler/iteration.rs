@@ -85,6 +85,16 @@ impl Iteration {
         self.records[record].stage = stage;
     }
 
+    /// Notes that some gradients may be unscaled by now and some not.
+    pub(crate) fn set_broken(&mut self, record: usize) {
+        let record = &mut self.records[record];
+        record.stage = Stage::Broken;
+        // What `update` will find changed once they are zeroed.
+        if let Ok(gradients) = HeldGradients::of(&record.parameters) {
+            record.gradients = gradients;
+        }
+    }
+
     /// Finds whose parameters these are. An optimizer that has gained some since is still the same, as long as those
     /// have no gradients, which nobody has unscaled.
     pub(crate) fn owner(&self, gradients: &[Gradient]) -> Owner {
@@ -193,10 +203,6 @@ impl Iteration {
         let record = &mut self.records[index];
         record.parameters = parameters;
         (record.found, record.norm) = looked?;
-        if !with_norm && overflow(&record.found).is_none() {
-            // The kernel of a GPU writes the same numbers back, which raises their versions.
-            record.gradients = HeldGradients::of(&record.parameters)?;
-        }
         record.stage = Stage::Looked;
         self.unscaled.extend(record.unscaled());
         Ok(())
@@ -337,10 +343,11 @@ impl Iteration {
             return Ok(());
         }
         let plan = Plan::new(&now, true, describe)?;
+        let now = HeldGradients::new(parameters, now)?;
         let found = self.check(parameters, &plan, scale, sys::UNSCALE_CHECK_ONLY);
         let found = found.map_err(|interrupted| interrupted.error)?;
         let known = &mut self.records[record];
-        known.gradients = HeldGradients::of(parameters)?;
+        known.gradients = now;
         known.dirty = false;
         known.found.extend(found);
         Ok(())

@@ -49,14 +49,13 @@ impl GradScaler {
     ) -> Result<StepOutcome> {
         self.check_whole("step_clip_norm")?;
         check_limit("max_norm", max_norm)?;
-        let mut record = self.record(optimizer)?;
-        if let Some(record) = record {
-            due(self.iteration.borrow().stage(record))?;
-        } else if self.scale.is_some() && optimizer.amp_scaling().is_some() {
-            return self.step_scaled(optimizer, Some(max_norm));
-        } else {
-            record = self.open(optimizer)?;
-        }
+        let record = match self.record_due(optimizer)? {
+            None if self.scale.is_some() && optimizer.amp_scaling().is_some() => {
+                return self.step_scaled(optimizer, Some(max_norm));
+            }
+            None => self.open(optimizer)?,
+            record => record,
+        };
         if let Some(record) = record.filter(|_| optimizer.amp_scaling().is_none()) {
             // Asked before the gradients are clipped, since asking can fail: another try would clip them again.
             self.iteration.borrow_mut().found_inf(record)?;
@@ -81,19 +80,23 @@ impl GradScaler {
     ) -> Result<StepOutcome> {
         self.check_whole("step_clip_value")?;
         check_limit("max", max)?;
-        let record = match self.record(optimizer)? {
-            Some(record) => {
-                due(self.iteration.borrow().stage(record))?;
-                Some(record)
-            }
+        let record = match self.record_due(optimizer)? {
             None => self.open(optimizer)?,
+            record => record,
         };
-        // What was infinite is remembered, and a clamped number is none.
+        // An infinite gradient was found before it was clamped to a finite one.
         let clamp = |parameters: &[Tensor]| {
             ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
         };
         self.change_gradients(record, optimizer, false, clamp)?;
         self.step_shared(optimizer)
+    }
+
+    /// Finds the record of an optimizer that has been unscaled and whose step is due.
+    fn record_due(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
+        let record = self.record(optimizer)?;
+        record.map_or(Ok(()), |record| due(self.iteration.borrow().stage(record)))?;
+        Ok(record)
     }
 
     /// Steps an optimizer that unscales and skips by itself. `clip` only where its gradients are still scaled.
@@ -121,7 +124,7 @@ impl GradScaler {
             // Where nothing was changed the step can be tried again. On a GPU the kernels may have unscaled some of the
             // gradients.
             Err(_) if scaled && iteration.is_untouched(record) => iteration.abandon(record),
-            Err(_) if scaled => iteration.set_stage(record, Stage::Broken),
+            Err(_) if scaled => iteration.set_broken(record),
             Err(_) => {}
         }
         taken

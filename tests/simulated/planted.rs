@@ -2,6 +2,10 @@
 
 use std::process::Command;
 
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::AdamW;
+use tch_amp::{Error, GradScaler};
+
 use crate::common::simulation::Simulation;
 
 /// Faults by their names in csrc/, and a test of this program that has to notice each.
@@ -25,6 +29,37 @@ fn passes(fault: &str, test: &str) -> bool {
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(said.contains("running 1 test"), "there is no test {test}");
     output.status.success()
+}
+
+/// Runs only where the kernels of a step have run and the step fails all the same.
+#[test]
+#[ignore = "for the fault `half_way`; gradients_of_a_step_that_fails_half_way_are_broken runs it"]
+fn a_step_fails_half_way() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let w = Tensor::ones([3], (Kind::Float, Device::Cuda(0))).set_requires_grad(true);
+    let mut opt = AdamW::default().build(vec![w.shallow_clone()], 0.1).unwrap();
+    let mut scaler = GradScaler::new(Device::Cuda(0)).unwrap();
+    scaler.backward(&w.sum(Kind::Float)).unwrap();
+    let error = scaler.step(&mut opt).unwrap_err().to_string();
+    assert!(error.contains("a planted failure half way"), "{error}");
+    // They are unscaled by now, which another step would do again.
+    assert!(matches!(scaler.step(&mut opt), Err(Error::UnscaleFailed)));
+    assert!(matches!(scaler.update(), Err(Error::UnscaleFailed)));
+    opt.zero_grad().unwrap();
+    scaler.update().unwrap();
+}
+
+#[test]
+fn gradients_of_a_step_that_fails_half_way_are_broken() {
+    if Simulation::find().is_none() {
+        return;
+    }
+    let program = std::env::current_exe().unwrap();
+    let mut command = Command::new(program);
+    command.args(["planted::a_step_fails_half_way", "--exact", "--ignored", "--test-threads=1"]);
+    let output = command.env("TCH_AMP_PLANTED_FAULT", "half_way").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }
 
 #[test]

@@ -142,6 +142,7 @@ impl Loss {
         optimizer: &mut dyn AmpOptimizer,
         retain_graph: bool,
     ) -> Result<Vec<Found>> {
+        let identity = Identity::of(optimizer)?;
         ffi::backward(&self.scaler.scale(loss)?, retain_graph)?;
         let record = self.scaler.open(optimizer);
         let iteration = self.scaler.iteration.get_mut();
@@ -149,8 +150,7 @@ impl Loss {
             return Ok(Vec::new());
         };
         let flags = iteration.take_found(record);
-        let optimizer = Identity::of(optimizer)?;
-        let found = |flag| Found { optimizer: optimizer.clone(), flag };
+        let found = |flag| Found { optimizer: identity.clone(), flag };
         Ok(flags.into_iter().map(found).collect())
     }
 
