@@ -11,15 +11,20 @@ use crate::tree::{Tree, floating_kind, leaves};
 
 /// Runs `f` on the input in f32, if it is half, and casts what comes out to the kind that came in.
 pub(super) fn in_f32(xs: &Tensor, f: impl FnOnce(&Tensor) -> Tensor) -> Result<Tensor> {
+    let device = device_of(xs);
     match floating_kind(xs) {
         Some(kind @ (Kind::Half | Kind::BFloat16)) => {
-            let device = xs.device();
             let xs = cast(xs, Kind::Float)?;
             let ys = without_autocast(device, || f(&xs))?;
             cast(&ys, kind)
         }
-        _ => without_autocast(xs.device(), || f(xs)),
+        _ => without_autocast(device, || f(xs)),
     }
+}
+
+/// The device of the first tensor, or the CPU where there is none.
+fn device_of<T: Tree + ?Sized>(inputs: &T) -> Device {
+    leaves(inputs).first().map_or(Device::Cpu, |tensor| tensor.device())
 }
 
 fn without_autocast<R>(device: Device, f: impl FnOnce() -> R) -> Result<R> {
@@ -47,7 +52,7 @@ impl Run {
         f: impl FnOnce(T::Output) -> U,
     ) -> Result<U::Output> {
         let Policy { param, compute, .. } = self.0;
-        let device = leaves(inputs).first().map_or(Device::Cpu, |tensor| tensor.device());
+        let device = device_of(inputs);
         let inputs = self.0.cast_to_compute(inputs)?;
         let outputs = if param == compute {
             without_autocast(device, || f(inputs))?

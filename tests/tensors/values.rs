@@ -1,9 +1,14 @@
 //! Functions of values: checkpoints, trees, policies, finiteness.
 
-use tch::{Device, Kind, Tensor};
+use ::half::{bf16, f16};
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::checkpoint::{Checkpoint, Format};
-use tch_amp::policy::{cast_to_full, cast_to_half};
-use tch_amp::{Policy, all_finite, select_tree};
+use tch_amp::policy::{KeepF32, cast_to_full, cast_to_half, keep_in_f32};
+use tch_amp::{
+    BufferSnapshot, DynamicLossScale, GradScaler, LossScale as _, NoOpLossScale, Policy,
+    StaticLossScale, all_finite, check_buffers_finite, half, select_tree,
+};
 
 use crate::{assert_takes, with_each_kind};
 
@@ -110,4 +115,86 @@ fn checkpoints() {
         assert_takes(&what, &taken, PLAIN);
         assert_takes(&what, &taken, &["i64", "bool", "complex64", "conjugate"]);
     }
+}
+
+#[test]
+fn numbers_of_halves() {
+    let taken = with_each_kind("half::to_vec of f16", |t| half::to_vec::<f16>(&t).map(drop));
+    assert_eq!(taken, ["f16"]);
+    let taken = with_each_kind("half::to_vec of bf16", |t| half::to_vec::<bf16>(&t).map(drop));
+    assert_eq!(taken, ["bf16"]);
+}
+
+#[test]
+fn functional_loss_scales() {
+    let fixed = StaticLossScale::new(Device::Cpu, 8.0).unwrap();
+    let taken = with_each_kind("a loss scale", |tensor| {
+        fixed.unscale(&fixed.scale(&tensor)?).map(drop)?;
+        NoOpLossScale.scale(&tensor).map(drop)
+    });
+    assert_takes("a loss scale", &taken, &["f32", "bf16", "with gaps", "negative", "i64"]);
+    let taken = with_each_kind("adjust", |tensor| {
+        let mut scale = DynamicLossScale::new(Device::Cpu)?;
+        let before = scale.value()?;
+        let adjusted = scale.adjust(&tensor);
+        if adjusted.is_err() {
+            assert_eq!(scale.value()?, before);
+        }
+        adjusted
+    });
+    assert_takes("adjust", &taken, &["of no dimensions"]);
+}
+
+/// The variables of a VarStore, whatever was put into their place.
+#[test]
+fn variables() {
+    for trainable in [false, true] {
+        let what = format!("variables, trainable: {trainable}");
+        let path = std::env::temp_dir().join(format!("tch-amp-kinds-{}.vs.pt", std::process::id()));
+        let taken = with_each_kind(&what, |tensor| {
+            let mut vs = VarStore::new(Device::Cpu);
+            let root = vs.root();
+            let mut variable = match trainable {
+                true => root.zeros("w", &[2, 3]),
+                false => root.zeros_no_train("w", &[2, 3]),
+            };
+            if no_grad(|| variable.f_set_data(&tensor)).is_err() {
+                return Ok(());
+            }
+            check_buffers_finite(&vs).ok();
+            let mut snapshot = BufferSnapshot::new(&vs)?;
+            snapshot.save()?;
+            snapshot.restore()?;
+            GradScaler::new(Device::Cpu)?.name_parameters(&vs)?;
+            let mut checkpoint = Checkpoint::new();
+            checkpoint.add_model("model", &vs)?;
+            checkpoint.save(&path)?;
+            Checkpoint::load(&path)?.restore().model("model", &vs).apply()?;
+            let policy = Policy::new(Kind::Float, Kind::BFloat16, Kind::Float)?;
+            policy.cast_variables(&mut vs, KeepF32::Nothing).map(drop)
+        });
+        drop(std::fs::remove_file(&path));
+        assert_takes(
+            &what,
+            &taken,
+            &["f32", "f64", "bf16", "empty", "transposed", "copy-on-write"],
+        );
+    }
+}
+
+#[test]
+fn modules() {
+    // A layer of tch panics on an input that it cannot take; this one takes all that the policy hands on.
+    let layer = || nn::func(Tensor::shallow_clone);
+    let policy = Policy::new(Kind::Float, Kind::BFloat16, Kind::Float).unwrap();
+    let module = policy.apply_to(layer()).unwrap();
+    let taken = with_each_kind("a module's input", |tensor| module.f_forward(&tensor).map(drop));
+    assert_takes("a module's input", &taken, PLAIN);
+    let kept = keep_in_f32(layer());
+    let taken = with_each_kind("the input of a module that stays f32", |tensor| {
+        kept.f_forward(&tensor).map(drop)
+    });
+    assert_takes("the input of a module that stays f32", &taken, PLAIN);
+    let taken = with_each_kind("Policy::run", |tensor| policy.run(&tensor, |t| t).map(drop));
+    assert_takes("Policy::run", &taken, PLAIN);
 }
