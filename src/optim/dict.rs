@@ -59,7 +59,7 @@ impl Optimizer {
         self.renew_known_masters()?;
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
             // PyTorch makes it with the optimizer, and expects it of every parameter.
-            self.complete(|_| true)?;
+            self.complete(&(0..self.slots.len()).collect::<Vec<_>>())?;
         }
         let groups = self.groups.iter().map(|&options| ParamGroupState { options, params: vec![] });
         let mut param_groups: Vec<_> = groups.collect();

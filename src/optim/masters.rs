@@ -160,7 +160,8 @@ impl Optimizer {
 
     /// Returns the f32 number behind each element of the parameter at `index`; `None` where there is none, or before
     /// its first step, which makes it from the parameter as it is then. With [`MasterWeights::Float`] it is the
-    /// optimizer's own tensor: what is written there counts in the next step. By names they are in
+    /// optimizer's own tensor: what is written there counts in the next step, but not between a load and the step after
+    /// it, in which a master that differs from its parameter is made anew. By names they are in
     /// [`state_dict`](Self::state_dict), as `master_param`.
     ///
     /// # Errors

@@ -13,23 +13,22 @@ impl Optimizer {
     /// Brings the masters into line with parameters that were written to since the last step, or are others than those
     /// that a loaded state belongs to: all of them, or none.
     pub(crate) fn renew_masters(&mut self) -> Result<()> {
-        self.renew_masters_where(|_| true)
+        self.renew(|_, _| true)
     }
 
-    /// Brings the masters into line that are known to have fitted their parameters once. A state that was just loaded
-    /// may be waiting for its model.
+    /// Brings the masters into line that have fitted their parameters once. A state that was just loaded may be waiting
+    /// for its model.
     pub(crate) fn renew_known_masters(&mut self) -> Result<()> {
-        let known: Vec<_> = (0..self.slots.len()).map(|index| self.stamps.has(index)).collect();
-        self.renew_masters_where(|index| known[index])
+        self.renew(ffi::Stamps::has)
     }
 
-    fn renew_masters_where(&mut self, due: impl Fn(usize) -> bool) -> Result<()> {
+    fn renew(&mut self, due: impl Fn(&ffi::Stamps, usize) -> bool) -> Result<()> {
         if !self.has_masters() {
             return Ok(());
         }
         let changed = self.stamps.compare(&self.parameters)?;
         let stale = |&index: &usize| {
-            changed[index] && due(index) && self.slots[index].state.master.is_some()
+            changed[index] && due(&self.stamps, index) && self.slots[index].state.master.is_some()
         };
         let stale: Vec<_> = (0..self.slots.len()).filter(stale).collect();
         if stale.is_empty() {
@@ -83,16 +82,17 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Makes what the slots that are wanted need and do not have yet, masters of their parameters included.
-    pub(crate) fn complete(&mut self, wanted: impl Fn(usize) -> bool) -> Result<()> {
+    /// Makes what the slots at these indices, in their order, need and do not have yet, masters included.
+    pub(crate) fn complete(&mut self, wanted: &[usize]) -> Result<()> {
         let bare = |index: &usize| self.slots[*index].state.master.is_none();
         let bare: Vec<_> = match self.has_masters() {
-            true => (0..self.slots.len()).filter(bare).collect(),
+            true => wanted.iter().copied().filter(bare).collect(),
             false => Vec::new(),
         };
+        let mut wanted = wanted.iter().peekable();
         let (groups, masters) = (&self.groups, self.masters);
         let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
-        let slots = slots.filter(|(index, _)| wanted(*index));
+        let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
         complete(slots.map(|(index, (slot, parameter))| Wanted {
             state: &mut slot.state,
             algorithm: &groups[slot.group].algorithm,

@@ -25,7 +25,7 @@ impl Optimizer {
             return Ok(());
         }
         self.renew_masters()?;
-        self.complete(|index| stepped.binary_search(&index).is_ok())?;
+        self.complete(&stepped)?;
         self.launch(&stepped, scaled)?;
         self.note_first_steps(&stepped, scaled);
         self.stamp_masters()
@@ -62,7 +62,7 @@ impl Optimizer {
         }
         if has(sys::GRADIENT_OTHER_SHAPE) {
             return Some(
-                "has not the shape or the device of its parameter; drop it with `zero_grad` and run backward again",
+                "does not have the shape and device of its parameter; drop it with `zero_grad` and run backward again",
             );
         }
         let widened = self.masters.of(&self.parameters[index], index) != Master::None

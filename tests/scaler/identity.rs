@@ -121,7 +121,7 @@ fn a_gradient_that_vanished_has_appeared_when_it_is_back() {
 fn a_gradient_of_another_shape_or_dtype_is_named() {
     for_each_device(|device| {
         for (new, problem) in [
-            (Tensor::ones([4], (Kind::Float, device)), "has not the shape"),
+            (Tensor::ones([4], (Kind::Float, device)), "does not have the shape"),
             (Tensor::ones([3], (Kind::Double, device)), "has another dtype"),
         ] {
             let w = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
