@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 pub mod bits;
+pub mod descent;
 pub mod files;
 pub mod functions;
 pub mod python;

@@ -4,34 +4,14 @@
 
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, OptimizerState, Sgd};
-use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, Parameters, Result};
+use tch_amp::{GradScaler, GradScalerConfig, Result};
 
+use crate::common::descent::Descent;
 use crate::common::rng::Rng;
 use crate::to_f64;
 
 const PROGRAMS: u64 = 400;
 const CALLS: usize = 40;
-
-/// Gradient descent by somebody else's hand.
-struct Descent(Vec<Tensor>);
-
-impl AmpOptimizer for Descent {
-    fn parameters(&self) -> Parameters<'_> {
-        self.0.as_slice().into()
-    }
-
-    fn step(&mut self) -> Result<()> {
-        no_grad(|| {
-            for w in &mut self.0 {
-                let gradient = w.grad();
-                if gradient.defined() && gradient.kind() == w.kind() {
-                    *w -= gradient;
-                }
-            }
-        });
-        Ok(())
-    }
-}
 
 struct World {
     parameters: Vec<Tensor>,

@@ -326,3 +326,17 @@ fn sparse_gradients_of_several_losses_are_looked_at_as_the_sum_that_they_are() {
         assert!(scalers.step(&mut opt).unwrap().is_skipped().unwrap(), "on {device:?}");
     });
 }
+
+/// fp16 in both parts, in which small values are lost as in fp16.
+#[test]
+fn a_gradient_in_complex_half_is_refused_as_one_in_fp16() {
+    let w = Tensor::ones([2], (Kind::ComplexFloat, Device::Cpu)).set_requires_grad(true);
+    let mut opt = Descent(vec![w.shallow_clone()]);
+    let mut scaler = scaler(Device::Cpu);
+    scaler.backward(&w.view_as_real().sum(Kind::Float)).unwrap();
+    let half = w.grad().to_kind(Kind::ComplexHalf);
+    no_grad(|| w.grad().set_data(&half));
+    let error = scaler.unscale_(&mut opt).unwrap_err();
+    assert!(matches!(error, Error::Gradient { .. }), "{error}");
+    assert!(error.to_string().contains("is fp16"), "{error}");
+}

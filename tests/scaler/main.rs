@@ -17,8 +17,10 @@ mod unscaled;
 mod values;
 
 use tch::nn::{self, OptimizerConfig, VarStore};
-use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, Parameters, Result};
+use tch::{Device, Kind, Tensor};
+use tch_amp::{GradScaler, GradScalerConfig};
+
+use common::descent::Descent;
 
 /// A scaler with a scale of 8, which no test's arithmetic can round.
 fn scaler(device: Device) -> GradScaler {
@@ -41,27 +43,6 @@ fn loss(w: &Tensor, values: &[f64]) -> Tensor {
 
 const INF: f64 = f64::INFINITY;
 const NAN: f64 = f64::NAN;
-
-/// Plain gradient descent with a learning rate of 1 on a list of tensors.
-struct Descent(Vec<Tensor>);
-
-impl AmpOptimizer for Descent {
-    fn parameters(&self) -> Parameters<'_> {
-        self.0.as_slice().into()
-    }
-
-    fn step(&mut self) -> Result<()> {
-        no_grad(|| {
-            for w in &mut self.0 {
-                let gradient = w.grad();
-                if gradient.defined() {
-                    *w -= gradient.to_kind(w.kind());
-                }
-            }
-        });
-        Ok(())
-    }
-}
 
 /// A leaf that takes part in training.
 fn leaf(values: &[f64], kind: Kind, device: Device) -> Tensor {

@@ -239,3 +239,23 @@ fn a_scaler_at_its_bounds_can_be_saved_and_loaded(
     assert_eq!(loaded.state_dict().unwrap(), state);
     loaded.update_with(loaded.get_scale().unwrap()).unwrap();
 }
+
+/// More patience than a smaller hysteresis has is all of that.
+#[test]
+fn a_loaded_patience_is_at_most_the_hysteresis() {
+    for_each_device(|device| {
+        let config = GradScalerConfig { hysteresis: 2, init_scale: 8.0, ..Default::default() };
+        let mut state = config.build(device).unwrap().state_dict().unwrap();
+        state.hysteresis_tracker = Some(5);
+        let mut scaler = config.build(device).unwrap();
+        scaler.load_state_dict(&state).unwrap();
+        let (_vs, w, mut opt) = model(device);
+        for want in [8.0, 4.0] {
+            opt.zero_grad();
+            scaler.backward(&loss(&w, &[INF; 3])).unwrap();
+            let _outcome = scaler.step(&mut opt).unwrap();
+            scaler.update().unwrap();
+            assert_eq!(on_device(&scaler, device), want);
+        }
+    });
+}

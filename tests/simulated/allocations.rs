@@ -4,31 +4,14 @@ use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{self, MasterWeights, Optimizer};
 use tch_amp::{
-    AmpOptimizer, Error, GradScaler, GradScalerConfig, GradScalerState, Parameters, PerLossScalers,
-    Result,
+    AmpOptimizer, Error, GradScaler, GradScalerConfig, GradScalerState, PerLossScalers, Result,
 };
 
 use crate::common::bits::bits;
+use crate::common::descent::Descent;
 use crate::common::simulation::Simulation;
 use crate::iteration::{ONE, TWO, algorithms, losses, parameters};
 use crate::training::build;
-
-/// Plain gradient descent that allocates nothing.
-struct Descent(Vec<Tensor>);
-
-impl AmpOptimizer for Descent {
-    fn parameters(&self) -> Parameters<'_> {
-        self.0.as_slice().into()
-    }
-
-    fn step(&mut self) -> Result<()> {
-        for w in &mut self.0 {
-            let gradient = w.grad();
-            let _stepped = tch::no_grad(|| w.f_sub_(&gradient))?;
-        }
-        Ok(())
-    }
-}
 
 enum Opt {
     Fused(Optimizer),

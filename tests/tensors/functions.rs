@@ -1,7 +1,7 @@
 //! Custom functions and the checks of their derivatives.
 
 use tch::{Kind, Tensor};
-use tch_amp::{function, gradcheck};
+use tch_amp::{function, gradcheck, gradgradcheck};
 
 use crate::{assert_takes, with_each_kind};
 
@@ -51,4 +51,39 @@ fn inputs_and_outputs() {
 #[test]
 fn inputs_of_gradcheck() {
     with_each_kind("gradcheck", |tensor| gradcheck(|x| x[0].f_add(x[0]), &[tensor]).map(drop));
+}
+
+#[test]
+fn marks_and_saved_tensors() {
+    with_each_kind("a tensor that is marked", |tensor| {
+        for mark in 0..3 {
+            let given = tensor.shallow_clone();
+            let input = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
+            let made = function(
+                move |ctx, x| {
+                    match mark {
+                        0 => ctx.mark_dirty(&[&given]),
+                        1 => ctx.mark_non_differentiable(&[&given]),
+                        _ => ctx.save_for_backward(&[&given]),
+                    }
+                    Ok(x[0].f_add(x[0])?)
+                },
+                |ctx, g| {
+                    let _saved = ctx.saved_tensors_vec()?;
+                    Ok([Some(g[0].f_add(&g[0])?)])
+                },
+            );
+            if let Ok(output) = made.apply(&[&input]) {
+                output.f_sum(Kind::Float)?.f_backward()?;
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn inputs_of_gradgradcheck() {
+    with_each_kind("gradgradcheck", |tensor| {
+        gradgradcheck(|x| x[0].f_add(x[0]), &[tensor]).map(drop)
+    });
 }

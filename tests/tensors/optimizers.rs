@@ -6,8 +6,9 @@ use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::{
     Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd, clip_grad_norm, clip_grad_value,
 };
-use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, Parameters, Result};
+use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, PerLossScalers, Result};
 
+use crate::common::descent::Descent;
 use crate::{assert_takes, numbers, with_each_kind, witness};
 
 const ALGORITHMS: usize = 4;
@@ -34,27 +35,6 @@ fn give(w: &Tensor, gradient: &Tensor) -> Result<()> {
     let mut held = w.f_grad()?;
     no_grad(|| held.f_set_data(gradient))?;
     Ok(())
-}
-
-/// An optimizer of one's own.
-struct Mine(Vec<Tensor>);
-
-impl AmpOptimizer for Mine {
-    fn parameters(&self) -> Parameters<'_> {
-        self.0.as_slice().into()
-    }
-
-    fn step(&mut self) -> Result<()> {
-        no_grad(|| {
-            for w in &mut self.0 {
-                let gradient = w.f_grad()?;
-                if gradient.defined() {
-                    let _stepped = w.f_sub_(&gradient)?;
-                }
-            }
-            Ok(())
-        })
-    }
 }
 
 type Way = fn(&mut GradScaler, &mut dyn AmpOptimizer) -> Result<()>;
@@ -127,7 +107,7 @@ fn parameters_under_a_scaler() {
                 tensor.f_sum(Kind::Float)?.f_backward()?;
                 beside_a_witness(&tensor, fused, |list| match fused {
                     true => step(&mut scaler(), &mut build(0, list, MasterWeights::None)?),
-                    false => step(&mut scaler(), &mut Mine(list)),
+                    false => step(&mut scaler(), &mut Descent(list)),
                 })
             });
             assert_takes(&what, &taken, &["f32", "f64", "bf16", "f16", "with gaps", "transposed"]);
@@ -152,7 +132,7 @@ fn gradients() {
                     }
                     beside_a_witness(&w, fused, |list| match fused {
                         true => step(&mut scaler(), &mut build(0, list, MasterWeights::None)?),
-                        false => step(&mut scaler(), &mut Mine(list)),
+                        false => step(&mut scaler(), &mut Descent(list)),
                     })
                     .ok();
                 }
@@ -176,7 +156,7 @@ fn gradients_that_are_no_memory_count_by_their_numbers() {
                 give(&w, &gradient).unwrap();
                 let list = vec![w.shallow_clone()];
                 let mut sgd = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
-                let mut mine = Mine(list);
+                let mut mine = Descent(list);
                 let opt: &mut dyn AmpOptimizer = if fused { &mut sgd } else { &mut mine };
                 let mut scaler = scaler();
                 match step(&mut scaler, opt) {
@@ -293,4 +273,26 @@ fn lists_of_parameters() {
         assert_takes(&what, &taken, &["f32", "f64", "bf16", "f16", "empty"]);
         assert!(!taken.contains(&"undefined") && !taken.contains(&"i64"));
     }
+}
+
+#[test]
+fn losses() {
+    with_each_kind("a loss of several scalers", |tensor| {
+        let w = witness();
+        let mut opt = build(0, vec![w.shallow_clone()], MasterWeights::None)?;
+        let mut scalers = PerLossScalers::new(Device::Cpu, 2)?;
+        scalers.backward(0, &(&w * 2.0).sum(Kind::Float), &mut opt)?;
+        let before = numbers(&w.grad());
+        let added = scalers.backward_retain_graph(1, &tensor, &mut opt);
+        if added.is_err() {
+            assert_eq!(numbers(&w.grad()), before);
+        }
+        let _outcome = scalers.step_clip_value(&mut opt, 1.0)?;
+        scalers.update()?;
+        added
+    });
+    with_each_kind("backward_step", |tensor| {
+        let mut opt = build(0, vec![witness()], MasterWeights::None)?;
+        opt.backward_step(&tensor)
+    });
 }

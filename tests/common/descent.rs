@@ -1,0 +1,25 @@
+//! An optimizer of somebody else's.
+
+use tch::{Tensor, no_grad};
+use tch_amp::{AmpOptimizer, Parameters, Result};
+
+/// Plain gradient descent with a learning rate of 1 on a list of tensors.
+pub struct Descent(pub Vec<Tensor>);
+
+impl AmpOptimizer for Descent {
+    fn parameters(&self) -> Parameters<'_> {
+        self.0.as_slice().into()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        no_grad(|| {
+            for w in &mut self.0 {
+                let gradient = w.f_grad()?;
+                if gradient.defined() {
+                    let _stepped = w.f_sub_(&gradient.f_to_kind(w.f_kind()?)?)?;
+                }
+            }
+            Ok(())
+        })
+    }
+}
