@@ -9,16 +9,17 @@ use anyhow::{Context, Result, bail, ensure};
 const OLDEST: (u32, u32) = (2, 11);
 const NEWEST: (u32, u32) = (2, 13);
 
+/// What takes longest to compile comes first.
 const SOURCES: &[&str] = &[
+    "kernel_updates.cpp",
+    "function.cpp",
     "autocast.cpp",
     "checkpoint.cpp",
     "clip.cpp",
     "device.cpp",
-    "function.cpp",
     "gradients.cpp",
     "kernel_gradients.cpp",
     "kernel_masters.cpp",
-    "kernel_updates.cpp",
     "loss_scale.cpp",
     "masters.cpp",
     "memory.cpp",
@@ -155,7 +156,11 @@ impl Libtorch {
             shim.file(Path::new("csrc").join(source));
         }
         println!("cargo:rerun-if-changed=csrc");
-        shim.try_compile("tamp").context(
+        let precompiled = precompile(&mut shim, Path::new(&out));
+        let compiled = shim.try_compile("tamp");
+        // Hundreds of megabytes that nothing needs any more.
+        drop(precompiled.map(fs::remove_file));
+        compiled.context(
             "cannot compile csrc/. A C++17 compiler is needed: install g++ or clang++, \
              or set CXX to one",
         )?;
@@ -183,6 +188,25 @@ impl Libtorch {
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", self.lib.display());
         println!("cargo:libtorch_lib={}", self.lib.display());
     }
+}
+
+/// Compiles ATen.h once for all sources: parsing it takes three quarters of the time that compiling one of them does.
+/// Returns the file that is no longer needed afterwards. Without it, or where the compiler cannot use it, every source
+/// parses the header itself, as all do under `TCH_AMP_PRECOMPILE=0`, which lets a compiler cache recognize each source.
+fn precompile(shim: &mut cc::Build, out: &Path) -> Option<PathBuf> {
+    if variable("TCH_AMP_PRECOMPILE").is_some_and(|value| value == "0") {
+        return None;
+    }
+    let (header, precompiled) = (out.join("precompiled.h"), out.join("precompiled.h.gch"));
+    fs::write(&header, "#include <ATen/ATen.h>\n").ok()?;
+    let mut compiler = shim.try_get_compiler().ok()?.to_command();
+    compiler.args(["-x", "c++-header"]).arg(&header).arg("-o").arg(&precompiled);
+    if !compiler.status().ok()?.success() {
+        drop(fs::remove_file(&precompiled));
+        return None;
+    }
+    shim.flag("-include").flag(&header);
+    Some(precompiled)
 }
 
 fn variable(name: &str) -> Option<String> {
