@@ -35,9 +35,9 @@ pub enum Format {
     ///
     /// The groups have PyTorch's options and no others. They say that they are `fused`, except for complex parameters and
     /// for Adagrad on a GPU: PyTorch takes that over from the file, and a group that is not fused would fail in an
-    /// optimizer that was built with `fused=True` and meets a scaler. Where the fused kernels cannot do, as with sparse
-    /// gradients, set `group["fused"] = None` after `load_state_dict`. A learning-rate scheduler of Python's that keeps values there,
-    /// as `OneCycleLR` its `initial_lr`, has to be made after `load_state_dict`.
+    /// optimizer that was built with `fused=True` and meets a scaler. Where PyTorch's fused kernels do not apply, as
+    /// with sparse gradients, set `group["fused"] = None` after `load_state_dict`. Make a learning-rate scheduler that
+    /// keeps values in the groups, as `OneCycleLR` keeps its `initial_lr`, after `load_state_dict`.
     Torch,
 }
 

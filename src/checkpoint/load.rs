@@ -16,8 +16,8 @@ const NEITHER: &str = "it is neither safetensors nor a zip file of torch.save; i
 impl Checkpoint {
     /// Loads a file of [`save`](Self::save), of Python's `torch.save`, or of tch's `VarStore::save`, whatever its name.
     /// Nothing in it is executed. Every byte is read and every checksum compared; safetensors files from elsewhere have
-    /// no checksums. Only names, shapes and values are kept in memory. A file that somebody made to harm takes no more of
-    /// it than three times its size and a quarter of a gigabyte.
+    /// no checksums. Only names, shapes and values are kept in memory. Loading a hostile file takes at most three times
+    /// its size plus 256 MiB.
     ///
     /// A file of nothing but tensors is the model `model`. In a dict of PyTorch's each part has the key that Python
     /// gave it, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the state dicts are recognised by

@@ -40,8 +40,8 @@ usage: cargo xtask <command>
   test [--tch V | --all-versions]    format, lints, documentation, minimum Rust version, then every test
                                      on the CPU and on simulated GPUs
   simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them
-  sanitize [tests…]                  runs tests with the C++ under address and undefined-behaviour
-                                     sanitizers, after planted faults were found
+  sanitize [args…]                   runs tests with the C++ under address and undefined-behaviour
+                                     sanitizers, after planted faults were found; args are those of cargo test
   bench [--tch V] [filter...]        times this crate beside Python and plain tch, on one core; all benchmarks or
                                      those whose names have a filter in them
   doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
