@@ -13,6 +13,7 @@ const NEWEST: (u32, u32) = (2, 13);
 const SOURCES: &[&str] = &[
     "kernel_updates.cpp",
     "function.cpp",
+    "arithmetic.cpp",
     "autocast.cpp",
     "checkpoint.cpp",
     "clip.cpp",
@@ -32,7 +33,6 @@ const SOURCES: &[&str] = &[
     "renewal.cpp",
     "rounding.cpp",
     "scale.cpp",
-    "scaler.cpp",
     "stand_ins.cpp",
     "testing.cpp",
     "unscale.cpp",

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "gradients.h"
+#include "arithmetic.h"
 #include "guarded.h"
 
 namespace {

@@ -1,16 +1,13 @@
-#include "gradients.h"
+// Gradients of a list of parameters: what is known of them, and how they are taken, dropped and added up.
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/GradMode.h>
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
 #include <utility>
+#include <vector>
 
-#include "chunks.h"
+#include "gradients.h"
 #include "guarded.h"
-#include "kernels.h"
 #include "memory.h"
 
 namespace tamp {
@@ -18,164 +15,110 @@ namespace {
 
 using at::Tensor;
 
-std::vector<Chunk> chunks_of(const std::vector<Tensor> &tensors) {
-  std::vector<int64_t> sizes;
-  sizes.reserve(tensors.size());
-  for (const auto &t : tensors) sizes.push_back(t.numel());
-  return chunks(sizes);
-}
-
-enum class Access { kRead, kWrite };
-
-// Where the memory of the tensors begins. Memory that is copied on its first write is copied here: a parallel loop must
-// not be the first to ask for it.
-std::vector<void *> memory_of(const std::vector<Tensor> &tensors, Access access) {
-  std::vector<void *> out;
-  out.reserve(tensors.size());
-  for (const auto &t : tensors) {
-    out.push_back(access == Access::kWrite ? t.mutable_data_ptr() : const_cast<void *>(t.const_data_ptr()));
-  }
-  return out;
-}
-
-// Calls `f(pointer, n, i)` for each chunk i of the memory of the tensors, which all have a loop.
-template <typename F>
-void over(const std::vector<Tensor> &tensors, const std::vector<Chunk> &chunks, Access access, const F &f) {
-  const auto memory = memory_of(tensors, access);
-  for_each(chunks, From::kStart, [&](int64_t i) {
-    const Chunk &chunk = chunks[static_cast<size_t>(i)];
-    with_floating(tensors[chunk.tensor].scalar_type(), [&](auto *type) {
-      auto *begin = static_cast<decltype(type)>(memory[chunk.tensor]) + chunk.begin;
-      f(begin, chunk.end - chunk.begin, static_cast<size_t>(i));
-    });
-  });
-}
-
-double sum_of_squares(const std::vector<Tensor> &tensors, float factor) {
-  const auto parts = chunks_of(tensors);
-  std::vector<double> sums(parts.size());
-  over(tensors, parts, Access::kRead,
-       [&](auto *memory, int64_t n, size_t i) { sums[i] = kernels::sum_of_squares(memory, n, factor); });
-  double total = 0;
-  for (const double sum : sums) total += sum;
-  return total;
-}
-
-// Tensors on the CPU, in f64. Those without a loop are copied, one after the other.
-Tensor norm_on_cpu(const std::vector<Tensor> &tensors, float factor) {
-  std::vector<Tensor> plain, other;
-  for (const auto &t : tensors) (has_loop(t) ? plain : other).push_back(t);
-  double total = sum_of_squares(plain, factor);
-  for (const auto &t : other) total += sum_of_squares({with_own_numbers(t).contiguous()}, factor);
-  return at::scalar_tensor(std::isnan(total) ? std::nan("") : std::sqrt(total), at::kDouble);
-}
-
-// As libtorch takes it, one launch for all tensors of a dtype: f64 ones in f64, and all others in f32, since a norm in
-// their own dtype would overflow or be coarse. The result is f64 if all are.
-Tensor norm_on_device(const std::vector<Tensor> &tensors, const Tensor &factor) {
-  std::vector<Tensor> wide, narrow, norms;
-  for (const auto &t : tensors) (t.scalar_type() == at::kDouble ? wide : narrow).push_back(t);
-  if (!wide.empty()) norms = at::_foreach_norm(wide, 2);
-  if (!narrow.empty()) {
-    for (auto &norm : norms) norm = norm.to(at::kFloat);
-    for (const auto &alike : by_dtype(narrow)) {
-      for (auto &norm : at::_foreach_norm(alike, 2, at::kFloat)) norms.push_back(std::move(norm));
-    }
-  }
-  return at::linalg_vector_norm(at::stack(norms), 2) * factor;
-}
+uintptr_t identity(const Tensor &t) { return reinterpret_cast<uintptr_t>(t.unsafeGetTensorImpl()); }
 
 }  // namespace
 
-Tensor numbers(const Tensor &parameter) {
-  Tensor &gradient = parameter.mutable_grad();
-  if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf) gradient = gradient.coalesce();
-  Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
-  // Whatever it is multiplied by, it stays zero.
-  if (values._is_zerotensor()) values = with_own_numbers(values);
-  if (!values.is_complex()) return values;
-  return at::view_as_real(values.is_conj() ? values.conj() : values);
-}
-
-std::vector<std::vector<Tensor>> by_dtype(const std::vector<Tensor> &tensors) {
-  std::vector<std::vector<Tensor>> out;
-  for (const auto &t : tensors) {
-    size_t i = 0;
-    while (i < out.size() && out[i].front().scalar_type() != t.scalar_type()) ++i;
-    if (i == out.size()) out.emplace_back();
-    out[i].push_back(t);
+tamp_gradient inspect(const Tensor &parameter) {
+  tamp_gradient out = {};
+  if (!parameter.defined()) return out;
+  out.parameter = identity(parameter);
+  if (parameter.requires_grad()) out.flags |= TAMP_GRADIENT_REQUIRES_GRAD;
+  const Tensor &gradient = tamp::gradient(parameter);
+  if (!gradient.defined()) return out;
+  out.gradient = identity(gradient);
+  out.memory = memory_of(gradient);
+  out.version = gradient.is_inference() ? 0 : static_cast<uint32_t>(gradient._version());
+  out.device_type = static_cast<int8_t>(gradient.device().type());
+  out.device_index = static_cast<int8_t>(gradient.device().index());
+  out.dtype = static_cast<int8_t>(gradient.scalar_type());
+  if (gradient.scalar_type() != parameter.scalar_type()) out.flags |= TAMP_GRADIENT_OTHER_DTYPE;
+  if (gradient.is_meta() || gradient.is_nested() || parameter.is_nested()) return out;
+  if (gradient.device() != parameter.device() || gradient.sizes() != parameter.sizes()) {
+    out.flags |= TAMP_GRADIENT_OTHER_SHAPE;
+  }
+  if (gradient.is_sparse()) {
+    out.flags |= TAMP_GRADIENT_SPARSE;
+    if (overlaps(gradient._values())) out.flags |= TAMP_GRADIENT_OVERLAPS;
+  } else if (gradient.layout() == at::kStrided) {
+    out.flags |= TAMP_GRADIENT_STRIDED;
+    // A zero without memory has none to share.
+    if (!gradient._is_zerotensor() && overlaps(gradient)) out.flags |= TAMP_GRADIENT_OVERLAPS;
   }
   return out;
 }
 
-Tensor largest(const std::vector<Tensor> &tensors) {
-  // Inside a region autocast would stack the norms, and refuses to stack those of another half kind than its own.
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // The infinity norm of a tensor with a NaN is NaN.
-  const double infinity = std::numeric_limits<double>::infinity();
-  return at::linalg_vector_norm(at::stack(at::_foreach_norm(tensors, infinity)), infinity);
-}
-
-bool has_loop(const Tensor &t) {
-  return is_plain_memory(t) && with_floating(t.scalar_type(), [](auto *) {});
-}
-
-bool unscale_in_loops(const std::vector<Tensor> &tensors, float factor, bool recheck) {
-  const auto parts = chunks_of(tensors);
-  std::vector<uint8_t> bad(parts.size());
-  over(tensors, parts, factor == 1.0F ? Access::kRead : Access::kWrite, [&](auto *memory, int64_t n, size_t i) {
-    bad[i] = factor == 1.0F ? kernels::any_non_finite(memory, n) : kernels::unscale(memory, n, factor, recheck);
-  });
-  if (factor != 1.0F) {
-    for (const auto &t : tensors) {
-      if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
-    }
-  }
-  return std::any_of(bad.begin(), bad.end(), [](uint8_t b) { return b != 0; });
-}
-
-Tensor norm(const std::vector<Tensor> &tensors, const Tensor &factor) {
-  const bool in_f64 =
-      std::all_of(tensors.begin(), tensors.end(), [](const Tensor &t) { return t.scalar_type() == at::kDouble; });
-  // They are all on one device.
-  const Tensor total = tensors.empty() || tensors.front().is_cpu() ? norm_on_cpu(tensors, factor.item<float>())
-                                                                   : norm_on_device(tensors, factor);
-  return in_f64 ? total.to(at::kDouble) : narrowed(total);
-}
-
-Tensor narrowed(const Tensor &norm) {
-  const bool is_too_large = norm.is_cpu() && norm.scalar_type() == at::kDouble && std::isfinite(norm.item<double>()) &&
-                            !std::isfinite(static_cast<float>(norm.item<double>()));
-  return is_too_large ? norm : norm.to(at::kFloat);
-}
-
-Tensor clip_factor(const Tensor &norm, double max_norm) {
-  // Python divides a number by a tensor as reciprocal times number, which rounds otherwise than C++'s division.
-  return (norm + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
-}
-
-Product::Product(const std::vector<Tensor> &tensors, const Tensor &factor) {
-  std::vector<Tensor> other;
-  for (const auto &t : tensors) (has_loop(t) ? looped_ : other).push_back(t);
-  if (!looped_.empty()) value_ = factor.item<double>();
-  // libtorch's product of a list and a number is one launch where both have the same dtype. Elsewhere it rounds the
-  // number to the dtype of the tensors as well, one by one.
-  for (auto &alike : by_dtype(other)) {
-    const Tensor rounded = on_device(factor, alike.front().device()).to(alike.front().scalar_type());
-    lists_.push_back({std::move(alike), rounded});
-  }
-}
-
-void Product::run() const {
-  if (!looped_.empty() && value_ != 1.0) {
-    const auto parts = chunks_of(looped_);
-    over(looped_, parts, Access::kWrite,
-         [&](auto *memory, int64_t n, size_t) { kernels::multiply(memory, n, value_); });
-    for (const auto &t : looped_) {
-      if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
-    }
-  }
-  for (const auto &[alike, factor] : lists_) at::_foreach_mul_(alike, factor);
-}
-
 }  // namespace tamp
+
+using at::Tensor;
+
+extern "C" {
+
+void tamp_gradients_inspect(tamp_tensor *const *parameters, size_t count, uint8_t hold, tamp_gradient *gradients,
+                            char **err) noexcept {
+  tamp::guarded(err, [&] {
+    for (size_t i = 0; i < count; ++i) gradients[i] = tamp::inspect(tamp::tensor(parameters[i]));
+    if (hold == 0) return;
+    // Nothing fails from here on.
+    for (size_t i = 0; i < count; ++i) {
+      if (gradients[i].memory != 0) tamp::hold(tamp::gradient(tamp::tensor(parameters[i])));
+    }
+  });
+}
+
+void tamp_gradients_release(const tamp_gradient *gradients, size_t count) noexcept {
+  for (size_t i = 0; i < count; ++i) tamp::release(gradients[i].memory);
+}
+
+void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    for (size_t i = 0; i < count; ++i) {
+      Tensor &parameter = tamp::tensor(parameters[i]);
+      if (tamp::gradient(parameter).defined()) parameter.mutable_grad().reset();
+    }
+  });
+}
+
+void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tensor **gradients, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    for (size_t i = 0; i < count; ++i) {
+      Tensor &parameter = tamp::tensor(parameters[i]);
+      if (!tamp::gradient(parameter).defined()) continue;
+      gradients[i] = tamp::give(tamp::gradient(parameter));
+      parameter.mutable_grad().reset();
+    }
+  });
+}
+
+void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) noexcept {
+  tamp::guarded(err, [&] { tamp::tensor(loss).backward({}, retain_graph != 0); });
+}
+
+void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *gradients, size_t count,
+                        char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    std::vector<Tensor> sums, parts;  // dense, for one launch
+    for (size_t i = 0; i < count; ++i) {
+      Tensor &gradient = tamp::tensor(parameters[i]).mutable_grad();
+      const Tensor &more = tamp::tensor(gradients[i]);
+      if (!gradient.defined()) {
+        gradient = more;
+      } else if (gradient.is_sparse() && !more.is_sparse()) {
+        gradient = more + gradient;  // the other order is not implemented
+      } else if (gradient.scalar_type() != at::result_type(gradient, more)) {
+        gradient = gradient + more;
+      } else if (gradient.is_sparse()) {
+        gradient = (gradient + more).coalesce();  // duplicates could add up to infinity later
+      } else if (more.is_sparse()) {
+        gradient.add_(more);
+      } else {
+        sums.push_back(gradient);
+        parts.push_back(more);
+      }
+    }
+    if (!sums.empty()) at::_foreach_add_(sums, parts);
+  });
+}
+
+}  // extern "C"

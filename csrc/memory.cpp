@@ -24,21 +24,6 @@ c10::intrusive_ptr_target *target_of(const Tensor &t) {
 
 uintptr_t address(c10::intrusive_ptr_target *target) { return reinterpret_cast<uintptr_t>(target); }
 
-// A weak reference to what holds the numbers of a tensor: the numbers are freed when nobody else needs them, but their
-// address is given to nobody else until the reference is released.
-uintptr_t hold(const Tensor &t) {
-  if (!t.defined()) return 0;
-  if (t.unsafeGetTensorImpl()->has_storage()) {
-    return address(t.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl().release());
-  }
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  return address(Weak(t.getIntrusivePtr()).release());
-}
-
-void release(uintptr_t memory) {
-  if (memory != 0) c10::raw::weak_intrusive_ptr::decref(reinterpret_cast<c10::intrusive_ptr_target *>(memory));
-}
-
 void mix(uint64_t &hash, uint64_t value) { hash = (hash ^ value) * 0x9e3779b97f4a7c15U; }
 
 // Which numbers of its memory a tensor has, and in which order.
@@ -87,21 +72,33 @@ void bump_version(const Tensor &t) {
 
 uintptr_t memory_of(const Tensor &t) { return address(target_of(t)); }
 
+uintptr_t hold(const Tensor &t) {
+  if (!t.defined()) return 0;
+  if (t.unsafeGetTensorImpl()->has_storage()) {
+    return address(t.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl().release());
+  }
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  return address(Weak(t.getIntrusivePtr()).release());
+}
+
+void release(uintptr_t memory) {
+  if (memory != 0) c10::raw::weak_intrusive_ptr::decref(reinterpret_cast<c10::intrusive_ptr_target *>(memory));
+}
+
+bool is_as_stamped(const Tensor &t, const tamp_stamp &stamp) {
+  return stamp.memory != 0 && stamp.memory == memory_of(t) && stamp.version == version_of(t) &&
+         stamp.view == view_of(t);
+}
+
+void take_stamp(const Tensor &t, tamp_stamp &stamp) {
+  if (stamp.memory != memory_of(t)) release(std::exchange(stamp.memory, hold(t)));
+  stamp.view = view_of(t);
+  stamp.version = version_of(t);
+}
+
 }  // namespace tamp
 
 extern "C" {
-
-void tamp_gradients_hold(tamp_tensor *const *parameters, size_t count, const tamp_gradient *gradients,
-                         char **err) noexcept {
-  tamp::guarded(err, [&] {
-    for (size_t i = 0; i < count; ++i) {
-      const at::Tensor &gradient = tamp::gradient(tamp::tensor(parameters[i]));
-      TORCH_CHECK(tamp::memory_of(gradient) == gradients[i].memory, "a gradient was replaced while it was looked at");
-    }
-    // Nothing fails from here on. What is held is what `gradients` name.
-    for (size_t i = 0; i < count; ++i) tamp::hold(tamp::gradient(tamp::tensor(parameters[i])));
-  });
-}
 
 size_t tamp_sizes(const tamp_tensor *tensor, int64_t *sizes, size_t room, char **err) noexcept {
   return tamp::guarded(err, [&]() -> size_t {
@@ -117,24 +114,13 @@ size_t tamp_sizes(const tamp_tensor *tensor, int64_t *sizes, size_t room, char *
 void tamp_stamps_compare(tamp_tensor *const *parameters, size_t count, const tamp_stamp *stamps, uint8_t *changed,
                          char **err) noexcept {
   tamp::guarded(err, [&] {
-    for (size_t i = 0; i < count; ++i) {
-      const at::Tensor &t = tamp::tensor(parameters[i]);
-      const tamp_stamp &stamp = stamps[i];
-      changed[i] = stamp.memory == 0 || stamp.memory != tamp::memory_of(t) || stamp.version != tamp::version_of(t) ||
-                   stamp.view != tamp::view_of(t);
-    }
+    for (size_t i = 0; i < count; ++i) changed[i] = !tamp::is_as_stamped(tamp::tensor(parameters[i]), stamps[i]);
   });
 }
 
 void tamp_stamps_take(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) noexcept {
   tamp::guarded(err, [&] {
-    for (size_t i = 0; i < count; ++i) {
-      const at::Tensor &t = tamp::tensor(parameters[i]);
-      tamp_stamp &stamp = stamps[i];
-      if (stamp.memory != tamp::memory_of(t)) tamp::release(std::exchange(stamp.memory, tamp::hold(t)));
-      stamp.view = tamp::view_of(t);
-      stamp.version = tamp::version_of(t);
-    }
+    for (size_t i = 0; i < count; ++i) tamp::take_stamp(tamp::tensor(parameters[i]), stamps[i]);
   });
 }
 

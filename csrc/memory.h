@@ -38,4 +38,17 @@ void bump_version(const at::Tensor &t);
 // What holds the numbers of a tensor: its storage or, where it has none, the tensor itself. Null for an undefined one.
 uintptr_t memory_of(const at::Tensor &t);
 
+// Takes a weak reference to that and returns it: the numbers are freed when they are no longer needed elsewhere, but
+// their address is not given to other memory until the reference is released.
+uintptr_t hold(const at::Tensor &t);
+
+// Releases what `hold` returned. Nothing happens for null.
+void release(uintptr_t memory);
+
+// Whether a parameter is as its stamp says.
+bool is_as_stamped(const at::Tensor &t, const tamp_stamp &stamp);
+
+// Has a stamp say how a parameter is now.
+void take_stamp(const at::Tensor &t, tamp_stamp &stamp);
+
 }  // namespace tamp

@@ -5,10 +5,12 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "chunks.h"
+#include "gradients.h"
 #include "guarded.h"
 #include "memory.h"
 
@@ -103,6 +105,19 @@ void check_flag(const tamp_tensor *found_inf) {
               "found_inf must be one f32, but is ", flag.scalar_type(), " ", flag.sizes());
 }
 
+// What a step will do with a parameter: TAMP_STEP_TAKEN, or why not.
+uint8_t answer(const tamp_optim_parameter &given) {
+  const Tensor &parameter = tamp::tensor(given.parameter);
+  const tamp_gradient gradient = tamp::inspect(parameter);
+  if (gradient.gradient == 0 || (gradient.flags & TAMP_GRADIENT_REQUIRES_GRAD) == 0) return TAMP_STEP_LEFT_OUT;
+  const bool is_strided = (gradient.flags & TAMP_GRADIENT_STRIDED) != 0;
+  if (!is_strided || (gradient.flags & TAMP_GRADIENT_OTHER_SHAPE) != 0) return TAMP_STEP_REFUSED;
+  const bool widened = given.masters != TAMP_MASTER_NONE && gradient.dtype == static_cast<int8_t>(at::kFloat);
+  if ((gradient.flags & TAMP_GRADIENT_OTHER_DTYPE) != 0 && !widened) return TAMP_STEP_REFUSED;
+  if (given.master != nullptr && !tamp::is_as_stamped(parameter, *given.stamp)) return TAMP_STEP_STALE;
+  return given.complete != 0 ? TAMP_STEP_TAKEN : TAMP_STEP_INCOMPLETE;
+}
+
 bool is_skipped(const tamp_optim_scale &scale) {
   return scale.found_inf != nullptr && tamp::tensor(scale.found_inf).item<float>() != 0.0F;
 }
@@ -119,14 +134,18 @@ bool tamp::optim::are_alike(const Tensor &one, const Tensor &other) {
 
 extern "C" {
 
-void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
-                     const tamp_optim_scale *scale, char **err) noexcept {
-  tamp::guarded(err, [&] {
+uint8_t tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
+                        const tamp_optim_scale *scale, uint8_t *answers, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
     const c10::NoGradGuard no_grad;
+    std::transform(parameters, parameters + count, answers, answer);
+    const auto stops = [](uint8_t answer) { return answer != TAMP_STEP_TAKEN && answer != TAMP_STEP_LEFT_OUT; };
+    if (std::any_of(answers, answers + count, stops)) return 0;
     check_flag(scale->found_inf);
     std::vector<Entry> cpu, other;
     cpu.reserve(count);
     for (size_t i = 0; i < count; ++i) {
+      if (answers[i] != TAMP_STEP_TAKEN) continue;
       Entry e = entry(parameters[i], options);
       (is_on_cpu(e.parameter) ? cpu : other).push_back(std::move(e));
     }
@@ -134,15 +153,13 @@ void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const
     const tamp::optim::DeviceStep devices(other, *scale);
     if (!cpu.empty() && !is_skipped(*scale)) tamp::optim::step_on_cpu(std::move(cpu), *scale);
     devices.run();
-  });
-}
-
-void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
-  tamp::guarded(err, [&] {
     for (size_t i = 0; i < count; ++i) {
-      const Tensor &parameter = tamp::tensor(parameters[i]);
-      if (tamp::gradient(parameter).defined()) parameter.mutable_grad().reset();
+      const tamp_optim_parameter &given = parameters[i];
+      if (answers[i] == TAMP_STEP_TAKEN && given.master != nullptr) {
+        tamp::take_stamp(tamp::tensor(given.parameter), *given.stamp);
+      }
     }
+    return 1;
   });
 }
 

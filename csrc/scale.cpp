@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "gradients.h"
+#include "arithmetic.h"
 #include "guarded.h"
 
 namespace {

@@ -92,7 +92,7 @@ typedef void (*tamp_autocast_settle)(void);
 // `settle` is not called.
 void tamp_autocast_after_backward(tamp_autocast_settle settle) TAMP_NOEXCEPT;
 
-// ---------------------------------------------------------------------------------------------------------- scaler.cpp
+// ------------------------------------------------------------------------------------------------------- gradients.cpp
 
 enum {
   TAMP_GRADIENT_REQUIRES_GRAD = 1,  // the parameter takes part in training
@@ -103,7 +103,7 @@ enum {
   TAMP_GRADIENT_OTHER_DTYPE = 32,   // not the parameter's dtype
 };
 
-// What the scaler has to know about one parameter and its gradient.
+// What is known of one parameter and its gradient.
 typedef struct tamp_gradient {
   uintptr_t parameter;  // identity of the parameter; zero when the tensor is undefined
   uintptr_t gradient;   // identity of the gradient; zero when there is none
@@ -115,12 +115,16 @@ typedef struct tamp_gradient {
   uint8_t flags;
 } tamp_gradient;
 
-// Describes the gradients of `count` parameters.
-void tamp_gradients_inspect(tamp_tensor *const *parameters, size_t count, tamp_gradient *gradients,
+// Describes the gradients of `count` parameters. With `hold` it holds the memory of each weakly, and until
+// tamp_gradients_release none of the numbers in `memory` is given to other memory. On failure none is held.
+void tamp_gradients_inspect(tamp_tensor *const *parameters, size_t count, uint8_t hold, tamp_gradient *gradients,
                             char **err) TAMP_NOEXCEPT;
 
-// Drops the gradient of a parameter, so that no optimizer can apply it.
-void tamp_gradient_drop(tamp_tensor *parameter, char **err) TAMP_NOEXCEPT;
+// Releases what tamp_gradients_inspect has held, once for each time.
+void tamp_gradients_release(const tamp_gradient *gradients, size_t count) TAMP_NOEXCEPT;
+
+// Drops the gradients of `count` parameters, so that no optimizer can apply them.
+void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
 
 // Moves the gradients of `count` parameters to `gradients`, an array of nulls, and leaves the parameters without. After
 // a failure those that were moved are in `gradients`.
@@ -136,18 +140,14 @@ void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) TA
 void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *gradients, size_t count,
                         char **err) TAMP_NOEXCEPT;
 
+// Makes the gradients of those of `count` parameters that are bf16 or fp16 f32: what is there is converted, and what
+// comes is added up in f32.
+void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
+
 // ---------------------------------------------------------------------------------------------------------- memory.cpp
 
 // Returns the number of dimensions of a tensor and, if there is room for so many, their sizes. Fails for a nested one.
 size_t tamp_sizes(const tamp_tensor *tensor, int64_t *sizes, size_t room, char **err) TAMP_NOEXCEPT;
-
-// Holds the memory of the gradients of `count` parameters weakly, as `gradients` describe them: until each `memory` is
-// released, none of these numbers is given to other memory. Holds all of them or, on failure, none.
-void tamp_gradients_hold(tamp_tensor *const *parameters, size_t count, const tamp_gradient *gradients,
-                         char **err) TAMP_NOEXCEPT;
-
-// Releases a `memory` that was held, once for each time. Nothing happens for zero.
-void tamp_memory_release(uintptr_t memory) TAMP_NOEXCEPT;
 
 // Which memory a parameter has, what of it, and how often that was changed. All zeros say nothing of any parameter.
 typedef struct tamp_stamp {
@@ -160,8 +160,11 @@ typedef struct tamp_stamp {
 void tamp_stamps_compare(tamp_tensor *const *parameters, size_t count, const tamp_stamp *stamps, uint8_t *changed,
                          char **err) TAMP_NOEXCEPT;
 
-// Has the stamps say how `count` parameters are now.
+// Has the stamps say how `count` parameters are now. Each holds the memory of its parameter weakly.
 void tamp_stamps_take(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) TAMP_NOEXCEPT;
+
+// Releases the `memory` of a stamp that is no longer used. Nothing happens for zero.
+void tamp_memory_release(uintptr_t memory) TAMP_NOEXCEPT;
 
 // --------------------------------------------------------------------------------------------------------- unscale.cpp
 
@@ -296,8 +299,8 @@ enum {
   TAMP_MASTER_STOCHASTIC = 3,  // itself, bf16, and the result is rounded at random
 };
 
-// A parameter that has a gradient, and its state: tensors of its shape, dtype and device, and its f32 step count. With
-// masters the state is f32, and the gradient has the parameter's dtype or is f32.
+// A parameter and its state: tensors of its shape, dtype and device, and its f32 step count. With masters the state is
+// f32, and the gradient has the parameter's dtype or is f32.
 typedef struct tamp_optim_parameter {
   tamp_tensor *parameter;
   tamp_tensor *step;    // null for SGD, unless it is rounded at random
@@ -305,10 +308,12 @@ typedef struct tamp_optim_parameter {
   tamp_tensor *second;  // exp_avg_sq; null unless Adam or AdamW
   tamp_tensor *third;   // max_exp_avg_sq; null without AMSGrad
   tamp_tensor *master;  // f32, or the remainder as int16; null otherwise
+  tamp_stamp *stamp;    // how the parameter was when it was last what its master says; null without a master
   uint64_t seed;        // of this parameter's random numbers, which depend on its step as well
   uint32_t options;     // an index
   uint8_t masters;
   uint8_t first_step;  // the momentum buffer starts with the gradient
+  uint8_t complete;    // all of the state that its options ask for is there
 } tamp_optim_parameter;
 
 // How the gradients become those that the update takes: divided by `grad_scale`, or times its reciprocal and `clip`.
@@ -319,15 +324,21 @@ typedef struct tamp_optim_scale {
   tamp_tensor *found_inf;
 } tamp_optim_scale;
 
-// Steps `count` parameters, each by the options that it names. Checks all of them, and allocates what it needs, before it
-// changes any. Waits for a device only to bring what `scale` names from there to parameters on the CPU. The gradients of
-// parameters on the CPU stay as they are; libtorch's kernels for other devices unscale them.
-void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
-                     const tamp_optim_scale *scale, char **err) TAMP_NOEXCEPT;
+// What a step does with a parameter, or why the whole step is not taken.
+enum {
+  TAMP_STEP_TAKEN = 0,
+  TAMP_STEP_LEFT_OUT = 1,    // it has no gradient, or is frozen
+  TAMP_STEP_REFUSED = 2,     // no step takes a gradient such as its own
+  TAMP_STEP_STALE = 3,       // it is not as its stamp says: its master has to be renewed
+  TAMP_STEP_INCOMPLETE = 4,  // some of its state has to be made
+};
 
-// Makes the gradients of those of `count` parameters that are bf16 or fp16 f32: what is there is converted, and what
-// comes is added up in f32.
-void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
+// Steps those of `count` parameters that have gradients, each by the options that it names, and takes new stamps of them.
+// Writes one of the above to each of `answers`. Returns zero, with nothing changed, if one of them is none of the first
+// two. Checks all parameters, and allocates what it needs, before it changes any. Waits for a device only to bring what `scale` names from there to parameters on the CPU. The gradients of
+// parameters on the CPU stay as they are; libtorch's kernels for other devices unscale them.
+uint8_t tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
+                        const tamp_optim_scale *scale, uint8_t *answers, char **err) TAMP_NOEXCEPT;
 
 // The f32 number of each element of a bf16 parameter and its remainder.
 tamp_tensor *tamp_master_join(const tamp_tensor *parameter, const tamp_tensor *remainder, char **err) TAMP_NOEXCEPT;
@@ -340,9 +351,6 @@ tamp_tensor *tamp_master_remainder_of(const tamp_tensor *master, const tamp_tens
 // rounded number is still the parameter's stays; a remainder becomes zero. Without memory for it none changes.
 void tamp_masters_renew(tamp_tensor *const *parameters, tamp_tensor *const *masters, size_t count,
                         char **err) TAMP_NOEXCEPT;
-
-// Drops the gradients of `count` parameters.
-void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
 
 // ----------------------------------------------------------------------------------------------------- optim_state.cpp
 

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "gradients.h"
+#include "arithmetic.h"
 #include "guarded.h"
 #include "memory.h"
 

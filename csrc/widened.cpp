@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "gradients.h"
+#include "arithmetic.h"
 
 namespace tamp {
 namespace {

@@ -4,7 +4,7 @@
 
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
-use tch_amp::{AmpOptimizer, GradScaler, Parameters, autocast};
+use tch_amp::{AmpOptimizer, GradScaler, Parameters, Step, autocast};
 
 struct SignSgd {
     params: Vec<Tensor>,
@@ -16,7 +16,7 @@ impl AmpOptimizer for SignSgd {
         self.params.as_slice().into()
     }
 
-    fn step(&mut self) -> tch_amp::Result<()> {
+    fn update(&mut self, _step: &Step<'_>) -> tch_amp::Result<()> {
         tch::no_grad(|| self.params.iter_mut().for_each(|p| *p -= p.grad().sign() * self.lr));
         Ok(())
     }

@@ -8,6 +8,7 @@ mod error;
 mod ffi;
 pub mod function;
 mod gradcheck;
+mod gradients;
 pub mod half;
 pub mod loss_scale;
 mod messages;
@@ -27,13 +28,13 @@ pub use buffers::{BufferSnapshot, check_buffers_finite};
 pub use error::{Error, Result};
 pub use function::{Function, function};
 pub use gradcheck::{GradCheck, gradcheck, gradgradcheck};
+pub use gradients::{NonFiniteGradient, Parameters};
 pub use loss_scale::{
     DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale, all_finite, select_tree,
 };
-pub use optim::{AmpOptimizer, AmpScaling, Parameters, ScaledStep};
+pub use optim::{AmpOptimizer, Step};
 pub use policy::{OptLevel, Policy};
 pub use scaler::{
-    GradScaler, GradScalerConfig, GradScalerState, NonFiniteGradient, PerLossScalers, StepOutcome,
-    Unscaled,
+    GradScaler, GradScalerConfig, GradScalerState, PerLossScalers, StepOutcome, Unscaled,
 };
 pub use tree::Tree;

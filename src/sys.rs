@@ -137,10 +137,12 @@ pub(crate) struct OptimParameter {
     pub(crate) second: *mut Tensor,
     pub(crate) third: *mut Tensor,
     pub(crate) master: *mut Tensor,
+    pub(crate) stamp: *mut Stamp,
     pub(crate) seed: u64,
     pub(crate) options: u32,
     pub(crate) masters: u8,
     pub(crate) first_step: u8,
+    pub(crate) complete: u8,
 }
 
 #[repr(C)]
@@ -149,6 +151,12 @@ pub(crate) struct OptimScale {
     pub(crate) clip: *mut Tensor,
     pub(crate) found_inf: *mut Tensor,
 }
+
+pub(crate) const STEP_TAKEN: u8 = 0;
+pub(crate) const STEP_LEFT_OUT: u8 = 1;
+pub(crate) const STEP_REFUSED: u8 = 2;
+pub(crate) const STEP_STALE: u8 = 3;
+pub(crate) const STEP_INCOMPLETE: u8 = 4;
 
 /// A custom function's place in the graph of autograd.
 #[repr(C)]
@@ -249,10 +257,16 @@ unsafe extern "C" {
     pub(crate) fn tamp_gradients_inspect(
         parameters: *const *mut Tensor,
         count: usize,
+        hold: u8,
         gradients: *mut Gradient,
         err: *mut *mut c_char,
     );
-    pub(crate) fn tamp_gradient_drop(parameter: *mut Tensor, err: *mut *mut c_char);
+    pub(crate) fn tamp_gradients_release(gradients: *const Gradient, count: usize);
+    pub(crate) fn tamp_gradients_drop(
+        parameters: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    );
     pub(crate) fn tamp_gradients_take(
         parameters: *const *mut Tensor,
         count: usize,
@@ -266,6 +280,11 @@ unsafe extern "C" {
         count: usize,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_gradients_widen(
+        parameters: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    );
 
     pub(crate) fn tamp_sizes(
         tensor: *const Tensor,
@@ -273,13 +292,6 @@ unsafe extern "C" {
         room: usize,
         err: *mut *mut c_char,
     ) -> usize;
-    pub(crate) fn tamp_gradients_hold(
-        parameters: *const *mut Tensor,
-        count: usize,
-        gradients: *const Gradient,
-        err: *mut *mut c_char,
-    );
-    pub(crate) fn tamp_memory_release(memory: usize);
     pub(crate) fn tamp_stamps_compare(
         parameters: *const *mut Tensor,
         count: usize,
@@ -293,6 +305,7 @@ unsafe extern "C" {
         stamps: *mut Stamp,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_memory_release(memory: usize);
 
     pub(crate) fn tamp_gradients_unscale(
         parameters: *const *mut Tensor,
@@ -378,13 +391,9 @@ unsafe extern "C" {
         count: usize,
         options: *const OptimOptions,
         scale: *const OptimScale,
+        answers: *mut u8,
         err: *mut *mut c_char,
-    );
-    pub(crate) fn tamp_gradients_widen(
-        parameters: *const *mut Tensor,
-        count: usize,
-        err: *mut *mut c_char,
-    );
+    ) -> u8;
     pub(crate) fn tamp_master_join(
         parameter: *const Tensor,
         remainder: *const Tensor,
@@ -398,11 +407,6 @@ unsafe extern "C" {
     pub(crate) fn tamp_masters_renew(
         parameters: *const *mut Tensor,
         masters: *const *mut Tensor,
-        count: usize,
-        err: *mut *mut c_char,
-    );
-    pub(crate) fn tamp_gradients_drop(
-        parameters: *const *mut Tensor,
         count: usize,
         err: *mut *mut c_char,
     );

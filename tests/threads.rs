@@ -16,7 +16,7 @@ use tch_amp::policy::{KeepF32, KeptInF32, KeptInF32T, PolicyModule, PolicyModule
 use tch_amp::{
     Autocast, AutocastGuard, AutocastState, BufferSnapshot, DynamicLossScale, Error, GradCheck,
     GradScaler, GradScalerConfig, GradScalerState, NoOpLossScale, NonFiniteGradient, OptLevel,
-    Parameters, PerLossScalers, Policy, ScaledStep, StaticLossScale, StepOutcome, Unscaled,
+    Parameters, PerLossScalers, Policy, StaticLossScale, Step, StepOutcome, Unscaled,
 };
 
 /// Asserts that a type is `Send` and `Sync`.
@@ -114,7 +114,7 @@ only_send!(
 
 // They borrow tensors, or what holds tensors, which another thread must not share.
 stays!(BackwardContext<'static>, GradOutputs<'static>, Parameters<'static>, Restore<'static>);
-stays!(ScaledStep<'static>, Unscaled<'static>);
+stays!(Step<'static>, Unscaled<'static>);
 
 // The state of autocast is the thread's: a guard that is dropped on another one would end a region there.
 stays!(AutocastGuard);

@@ -1,11 +1,9 @@
 //! What tells memory from other memory that lies, or lay, in the same place.
 
-use std::ops::Deref;
-
 use tch::Tensor;
 
-use super::{call, gradients_inspect, pointer, pointers};
-use crate::error::{Error, Result};
+use super::{call, pointer, pointers};
+use crate::error::Result;
 use crate::sys;
 
 /// The shape of a tensor; an error for one that has none, where tch panics.
@@ -22,54 +20,6 @@ pub(crate) fn sizes(tensor: &Tensor) -> Result<Vec<i64>> {
     }
 }
 
-/// Gradients as they were. Nobody else is given their memory while this lives, so that a gradient with the same memory
-/// is the same one.
-#[derive(Debug, Default)]
-pub(crate) struct HeldGradients(Vec<sys::Gradient>);
-
-impl HeldGradients {
-    /// Holds the gradients of the parameters, which `gradients` describe.
-    pub(crate) fn new(parameters: &[Tensor], gradients: Vec<sys::Gradient>) -> Result<Self> {
-        let tensors = pointers(parameters);
-        if tensors.len() != gradients.len() {
-            return Err(Error::Torch(
-                "a parameter was added while gradients were looked at".into(),
-            ));
-        }
-        let (array, count, known) = (tensors.as_ptr(), tensors.len(), gradients.as_ptr());
-        // SAFETY: both arrays have `count` elements, and the borrow keeps the parameters alive.
-        call(|err| unsafe { sys::tamp_gradients_hold(array, count, known, err) })?;
-        Ok(Self(gradients))
-    }
-
-    /// Looks at the gradients of the parameters and holds them.
-    pub(crate) fn of(parameters: &[Tensor]) -> Result<Self> {
-        Self::new(parameters, gradients_inspect(parameters)?)
-    }
-
-    /// Exchanges the gradients in one place of two lists.
-    pub(crate) fn exchange(&mut self, other: &mut Self, index: usize) {
-        std::mem::swap(&mut self.0[index], &mut other.0[index]);
-    }
-}
-
-impl Deref for HeldGradients {
-    type Target = [sys::Gradient];
-
-    fn deref(&self) -> &[sys::Gradient] {
-        &self.0
-    }
-}
-
-impl Drop for HeldGradients {
-    fn drop(&mut self) {
-        for gradient in &self.0 {
-            // SAFETY: `new` has held it, and it is released nowhere else.
-            unsafe { sys::tamp_memory_release(gradient.memory) }
-        }
-    }
-}
-
 /// How parameters were at some time: which memory they had, which nobody else is given meanwhile, and how often it had
 /// been written to.
 #[derive(Debug, Default)]
@@ -79,7 +29,7 @@ impl Stamps {
     /// Tells which of the parameters are not as they were. One that has no stamp is not.
     pub(crate) fn compare(&mut self, parameters: &[Tensor]) -> Result<Vec<bool>> {
         let tensors = pointers(parameters);
-        self.0.resize_with(tensors.len(), sys::Stamp::default);
+        self.0.resize_with(self.0.len().max(tensors.len()), sys::Stamp::default);
         let mut changed = vec![0u8; tensors.len()];
         let (array, count, out) = (tensors.as_ptr(), tensors.len(), changed.as_mut_ptr());
         // SAFETY: all arrays have `count` elements, and the borrow keeps the tensors alive.
@@ -92,10 +42,16 @@ impl Stamps {
     /// Has the stamps say how the parameters are now.
     pub(crate) fn take(&mut self, parameters: &[Tensor]) -> Result<()> {
         let tensors = pointers(parameters);
-        self.0.resize_with(tensors.len(), sys::Stamp::default);
+        self.0.resize_with(self.0.len().max(tensors.len()), sys::Stamp::default);
         let (array, count, stamps) = (tensors.as_ptr(), tensors.len(), self.0.as_mut_ptr());
         // SAFETY: both arrays have `count` elements, and the borrow keeps the tensors alive.
         call(|err| unsafe { sys::tamp_stamps_take(array, count, stamps, err) })
+    }
+
+    /// The stamps of the first `count` parameters.
+    pub(super) fn of_each(&mut self, count: usize) -> impl Iterator<Item = *mut sys::Stamp> {
+        self.0.resize_with(self.0.len().max(count), sys::Stamp::default);
+        self.0.iter_mut().map(std::ptr::from_mut)
     }
 
     /// Has one stamp say how its parameter is now.

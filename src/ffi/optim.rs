@@ -1,119 +1,182 @@
-//! Clipping, the fused optimizers, and answers on their way from a device.
+//! The fused optimizers and their master weights.
 
 use std::ptr;
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
-use super::{call, given, pointer, pointers};
-use crate::device::dtype_code;
+use super::{Stamps, call, given, pointer, pointers};
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// Clips the gradients of the parameters to a common norm and returns the norm before; `None` without gradients. Only
-/// with `error_if_nonfinite` the host waits, and fails for an infinite or NaN norm before anything is clipped.
-pub(crate) fn clip_grad_norm(
-    parameters: &[Tensor],
-    max_norm: f64,
-    error_if_nonfinite: bool,
-) -> Result<Option<Tensor>> {
-    let tensors = pointers(parameters);
-    let (array, count) = (tensors.as_ptr(), tensors.len());
-    let mut finite = 1;
-    // SAFETY: the array has `count` elements, `parameters` keeps the tensors alive, and `finite` is valid for a write.
-    let norm = call(|err| unsafe {
-        let check = error_if_nonfinite.into();
-        sys::tamp_clip_grad_norm(array, count, max_norm, check, &mut finite, err)
-    })?;
-    if norm.is_null() {
-        return Ok(None);
+/// What an optimizer computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum OptimAlgorithm {
+    #[default]
+    Adam,
+    AdamW,
+    Sgd,
+    Adagrad,
+}
+
+/// The options of a parameter group, by PyTorch's names. An algorithm looks at its own only.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct OptimOptions {
+    pub(crate) algorithm: OptimAlgorithm,
+    pub(crate) lr: f64,
+    pub(crate) betas: (f64, f64),
+    pub(crate) eps: f64,
+    pub(crate) weight_decay: f64,
+    pub(crate) momentum: f64,
+    pub(crate) dampening: f64,
+    pub(crate) lr_decay: f64,
+    pub(crate) amsgrad: bool,
+    pub(crate) nesterov: bool,
+    pub(crate) maximize: bool,
+}
+
+impl OptimOptions {
+    fn raw(&self) -> sys::OptimOptions {
+        let algorithm = match self.algorithm {
+            OptimAlgorithm::Adam => sys::OPTIM_ADAM,
+            OptimAlgorithm::AdamW => sys::OPTIM_ADAMW,
+            OptimAlgorithm::Sgd => sys::OPTIM_SGD,
+            OptimAlgorithm::Adagrad => sys::OPTIM_ADAGRAD,
+        };
+        let flags = u8::from(self.amsgrad) * sys::OPTIM_AMSGRAD
+            + u8::from(self.nesterov) * sys::OPTIM_NESTEROV
+            + u8::from(self.maximize) * sys::OPTIM_MAXIMIZE;
+        sys::OptimOptions {
+            lr: self.lr,
+            beta1: self.betas.0,
+            beta2: self.betas.1,
+            eps: self.eps,
+            weight_decay: self.weight_decay,
+            momentum: self.momentum,
+            dampening: self.dampening,
+            lr_decay: self.lr_decay,
+            algorithm,
+            flags,
+        }
     }
-    let norm = given(norm)?;
-    match finite {
-        0 => Err(Error::NonFiniteNorm { norm: norm.f_double_value(&[])? }),
-        _ => Ok(Some(norm)),
+}
+
+/// What a parameter in half precision is updated from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Master {
+    None,
+    Float,
+    Remainder,
+    Stochastic { seed: u64 },
+}
+
+impl Master {
+    fn code(self) -> u8 {
+        match self {
+            Self::None => sys::MASTER_NONE,
+            Self::Float => sys::MASTER_FLOAT,
+            Self::Remainder => sys::MASTER_REMAINDER,
+            Self::Stochastic { .. } => sys::MASTER_STOCHASTIC,
+        }
+    }
+
+    fn seed(self) -> u64 {
+        match self {
+            Self::Stochastic { seed } => seed,
+            _ => 0,
+        }
     }
 }
 
-/// The factor by which gradients of a norm are to be multiplied, on its device.
-pub(crate) fn clip_factor(norm: &Tensor, max_norm: f64) -> Result<Tensor> {
-    // SAFETY: `norm` is a live tensor, and `err` is valid for a write.
-    given(call(|err| unsafe { sys::tamp_clip_factor(norm.as_ptr(), max_norm, err) })?)
-}
-
-/// Clamps every element of the gradients of the parameters to `-max..=max`.
-pub(crate) fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
-    let tensors = pointers(parameters);
-    // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.
-    call(|err| unsafe { sys::tamp_clip_grad_value(tensors.as_ptr(), tensors.len(), max, err) })
-}
-
-/// Drops the gradients of the parameters.
-pub(crate) fn gradients_drop(parameters: &[Tensor]) -> Result<()> {
-    let tensors = pointers(parameters);
-    // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.
-    call(|err| unsafe { sys::tamp_gradients_drop(tensors.as_ptr(), tensors.len(), err) })
-}
-
-/// A parameter that has a gradient, and its state.
+/// A parameter and its state.
 #[derive(Debug)]
 pub(crate) struct OptimParameter<'a> {
     pub(crate) parameter: &'a Tensor,
     pub(crate) step: Option<&'a Tensor>,
     /// exp_avg, momentum_buffer or sum; exp_avg_sq; max_exp_avg_sq.
     pub(crate) states: [Option<&'a Tensor>; 3],
-    pub(crate) master: Option<&'a Tensor>,
-    /// One of `sys::MASTER_*`.
-    pub(crate) masters: u8,
-    pub(crate) seed: u64,
+    pub(crate) kept: Option<&'a Tensor>,
+    pub(crate) master: Master,
     /// The index of its options.
     pub(crate) options: usize,
     pub(crate) first_step: bool,
+    /// All of the state that its options ask for is there.
+    pub(crate) complete: bool,
 }
 
-/// Steps all parameters, or changes nothing where `found_inf` is not zero.
+/// How the gradients become those that the update takes, and whether it is taken.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct OptimScale<'a> {
+    pub(crate) grad_scale: Option<&'a Tensor>,
+    pub(crate) clip: Option<&'a Tensor>,
+    pub(crate) found_inf: Option<&'a Tensor>,
+}
+
+/// What a step does with a parameter, or why the whole step is not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StepAnswer {
+    Taken,
+    /// It has no gradient, or is frozen.
+    LeftOut,
+    /// No step takes a gradient such as its own.
+    Refused,
+    /// It was written to since its stamp was taken.
+    Stale,
+    /// Some of its state has to be made.
+    Incomplete,
+}
+
+impl StepAnswer {
+    fn of(answer: u8) -> Result<Self> {
+        Ok(match answer {
+            sys::STEP_TAKEN => Self::Taken,
+            sys::STEP_LEFT_OUT => Self::LeftOut,
+            sys::STEP_REFUSED => Self::Refused,
+            sys::STEP_STALE => Self::Stale,
+            sys::STEP_INCOMPLETE => Self::Incomplete,
+            other => return Err(Error::Torch(format!("a step answered {other}"))),
+        })
+    }
+}
+
+/// Steps the parameters that have gradients, and takes new stamps of those with masters. Changes nothing where an answer
+/// is neither `Taken` nor `LeftOut`, nor where `found_inf` is not zero.
 pub(crate) fn optim_step(
     parameters: &[OptimParameter<'_>],
-    options: &[sys::OptimOptions],
-    grad_scale: Option<&Tensor>,
-    clip: Option<&Tensor>,
-    found_inf: Option<&Tensor>,
-) -> Result<()> {
-    let optional = |tensor: Option<&Tensor>| tensor.map_or(ptr::null_mut(), pointer);
-    let raw: Vec<_> = parameters
-        .iter()
-        .map(|given| sys::OptimParameter {
-            parameter: pointer(given.parameter),
-            step: optional(given.step),
-            first: optional(given.states[0]),
-            second: optional(given.states[1]),
-            third: optional(given.states[2]),
-            master: optional(given.master),
-            seed: given.seed,
-            options: u32::try_from(given.options).unwrap_or(u32::MAX),
-            masters: given.masters,
-            first_step: given.first_step.into(),
-        })
-        .collect();
+    options: &[OptimOptions],
+    scale: OptimScale<'_>,
+    stamps: &mut Stamps,
+) -> Result<Vec<StepAnswer>> {
     assert!(parameters.iter().all(|given| given.options < options.len()), "an index of options");
+    let optional = |tensor: Option<&Tensor>| tensor.map_or(ptr::null_mut(), pointer);
+    let raw = parameters.iter().zip(stamps.of_each(parameters.len()));
+    let raw = raw.map(|(given, stamp)| sys::OptimParameter {
+        parameter: pointer(given.parameter),
+        step: optional(given.step),
+        first: optional(given.states[0]),
+        second: optional(given.states[1]),
+        third: optional(given.states[2]),
+        master: optional(given.kept),
+        stamp,
+        seed: given.master.seed(),
+        options: u32::try_from(given.options).unwrap_or(u32::MAX),
+        masters: given.master.code(),
+        first_step: given.first_step.into(),
+        complete: given.complete.into(),
+    });
+    let raw: Vec<_> = raw.collect();
+    let options: Vec<_> = options.iter().map(OptimOptions::raw).collect();
     let scale = sys::OptimScale {
-        grad_scale: optional(grad_scale),
-        clip: optional(clip),
-        found_inf: optional(found_inf),
+        grad_scale: optional(scale.grad_scale),
+        clip: optional(scale.clip),
+        found_inf: optional(scale.found_inf),
     };
-    let (array, count) = (raw.as_ptr(), raw.len());
-    // SAFETY: the array has `count` elements, each of which names options that exist; the borrows keep every tensor
-    // alive, and tensors are changed in place only through libtorch's own handles, which alias freely.
-    call(|err| unsafe { sys::tamp_optim_step(array, count, options.as_ptr(), &scale, err) })
-}
-
-/// The number of `c10::ScalarType` for i16.
-const SHORT: i8 = 2;
-
-/// Has the gradients of half parameters be f32: those there are converted.
-pub(crate) fn gradients_widen(parameters: &[Tensor]) -> Result<()> {
-    let tensors = pointers(parameters);
-    // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.
-    call(|err| unsafe { sys::tamp_gradients_widen(tensors.as_ptr(), tensors.len(), err) })
+    let mut answers = vec![sys::STEP_LEFT_OUT; raw.len()];
+    let (array, count, out) = (raw.as_ptr(), raw.len(), answers.as_mut_ptr());
+    // SAFETY: both arrays have `count` elements, each parameter names options that exist and a stamp of its own; the
+    // borrows keep every tensor alive, and tensors are changed in place only through libtorch's own handles, which alias
+    // freely.
+    call(|err| unsafe { sys::tamp_optim_step(array, count, options.as_ptr(), &scale, out, err) })?;
+    answers.into_iter().map(StepAnswer::of).collect()
 }
 
 /// The f32 numbers of a bf16 parameter and its remainder.
@@ -139,68 +202,4 @@ pub(crate) fn masters_renew(parameters: &[&Tensor], masters: &[&Tensor]) -> Resu
     // SAFETY: both arrays have `count` elements, and the borrows keep the tensors alive; the masters are changed in
     // place through libtorch's own handles, which alias freely.
     call(|err| unsafe { sys::tamp_masters_renew(tensors.as_ptr(), kept.as_ptr(), count, err) })
-}
-
-/// Makes a tensor like each of the parameters, of another dtype if one is given, filled with a value.
-pub(crate) fn optim_states_new(
-    parameters: &[&Tensor],
-    kind: Option<Kind>,
-    value: f64,
-) -> Result<Vec<Tensor>> {
-    let dtype = match kind {
-        None => -1,
-        Some(Kind::Int16) => SHORT,
-        Some(kind) => {
-            dtype_code(kind).ok_or_else(|| Error::Torch(format!("no state is {kind:?}")))?
-        }
-    };
-    let tensors = pointers(parameters.iter().copied());
-    let mut states = vec![ptr::null_mut(); tensors.len()];
-    let (array, count, out) = (tensors.as_ptr(), tensors.len(), states.as_mut_ptr());
-    // SAFETY: both arrays have `count` elements, and `parameters` keeps the tensors alive.
-    call(|err| unsafe { sys::tamp_optim_states_new(array, count, dtype, value, out, err) })?;
-    states.into_iter().map(given).collect()
-}
-
-/// Makes an f32 copy of each of the parameters.
-pub(crate) fn masters_new(parameters: &[&Tensor]) -> Result<Vec<Tensor>> {
-    let tensors = pointers(parameters.iter().copied());
-    let mut masters = vec![ptr::null_mut(); tensors.len()];
-    let (array, count, out) = (tensors.as_ptr(), tensors.len(), masters.as_mut_ptr());
-    // SAFETY: both arrays have `count` elements, and `parameters` keeps the tensors alive.
-    call(|err| unsafe { sys::tamp_masters_new(array, count, out, err) })?;
-    masters.into_iter().map(given).collect()
-}
-
-/// A number on its way from a device to the host.
-#[derive(Debug)]
-pub(crate) struct Arrival(*mut sys::Arrival);
-
-// SAFETY: it owns a tensor and an event of libtorch, which belong to no thread.
-unsafe impl Send for Arrival {}
-
-impl Arrival {
-    /// Sends an f32 tensor of one element to the host without waiting for it.
-    pub(crate) fn new(flag: &Tensor) -> Result<Self> {
-        // SAFETY: `flag` is a live tensor, and `err` is valid for a write.
-        call(|err| unsafe { sys::tamp_arrival_new(flag.as_ptr(), err) }).map(Self)
-    }
-
-    /// Whether the number is not zero, once it is there. Never waits.
-    pub(crate) fn poll(&self) -> Result<Option<bool>> {
-        // SAFETY: the pointer came from `tamp_arrival_new`, which succeeded, and is freed in `drop` only.
-        match call(|err| unsafe { sys::tamp_arrival_poll(self.0, err) })? {
-            sys::PENDING => Ok(None),
-            sys::ZERO => Ok(Some(false)),
-            sys::NONZERO => Ok(Some(true)),
-            other => Err(Error::Torch(format!("the arrival of a number answered {other}"))),
-        }
-    }
-}
-
-impl Drop for Arrival {
-    fn drop(&mut self) {
-        // SAFETY: the pointer came from `tamp_arrival_new`, and nobody uses it any more.
-        unsafe { sys::tamp_arrival_free(self.0) }
-    }
 }

@@ -6,12 +6,11 @@ use tch::{Device, Kind, Tensor};
 
 use crate::device::check_usable;
 use crate::error::{Error, Result};
-use crate::ffi::{self, ScaleUpdate};
+use crate::ffi::{self, ScaleRule, ScaleUpdate};
 use crate::loss_scale::finite::{GRADS_FINITE, flag};
 use crate::loss_scale::fixed::tensor;
 use crate::loss_scale::{DynamicLossScaleState, LossScale, LossScaleState};
 use crate::scaler::config::LARGEST;
-use crate::sys;
 
 /// Grows while gradients are finite and shrinks when they are not. The twin of `jmp.DynamicLossScale`, with its
 /// defaults:
@@ -105,8 +104,8 @@ impl DynamicLossScale {
         })
     }
 
-    fn rule(&self) -> sys::ScaleRule {
-        sys::ScaleRule {
+    fn rule(&self) -> ScaleRule {
+        ScaleRule {
             growth_factor: self.factor,
             backoff_factor: 1.0 / self.factor,
             growth_interval: self.period,
@@ -114,7 +113,7 @@ impl DynamicLossScale {
             max_scale: LARGEST,
             hysteresis: 1,
             tolerance: 0.0,
-            consecutive: 1,
+            consecutive: true,
         }
     }
 }

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::{Result, ensure};
+use crate::ffi::{OptimAlgorithm, OptimOptions};
 use crate::optim::{IntoParameters, MasterWeights, Optimizer};
-use crate::sys::{self, OptimOptions};
 
 /// AdamW: Adam whose weight decay acts on the weights and not on their gradients. The twin of `torch.optim.AdamW` with
 /// `fused=True`.
@@ -247,43 +247,48 @@ impl Algorithm {
         }
     }
 
-    /// The options as the shim takes them.
+    /// The options for a step.
     pub(crate) fn options(&self, lr: f64) -> OptimOptions {
-        let adam = |algorithm, (beta1, beta2), eps, weight_decay, amsgrad, maximize| OptimOptions {
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            algorithm,
-            flags: flags(amsgrad, false, maximize),
-            ..Default::default()
-        };
         match *self {
-            Self::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize }) => {
-                adam(sys::OPTIM_ADAMW, betas, eps, weight_decay, amsgrad, maximize)
-            }
-            Self::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) => {
-                adam(sys::OPTIM_ADAM, betas, eps, weight_decay, amsgrad, maximize)
-            }
+            Self::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize }) => OptimOptions {
+                algorithm: OptimAlgorithm::AdamW,
+                lr,
+                betas,
+                eps,
+                weight_decay,
+                amsgrad,
+                maximize,
+                ..Default::default()
+            },
+            Self::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) => OptimOptions {
+                algorithm: OptimAlgorithm::Adam,
+                lr,
+                betas,
+                eps,
+                weight_decay,
+                amsgrad,
+                maximize,
+                ..Default::default()
+            },
             Self::Sgd(Sgd { momentum, dampening, weight_decay, nesterov, maximize }) => {
                 OptimOptions {
+                    algorithm: OptimAlgorithm::Sgd,
                     lr,
                     momentum,
                     dampening,
                     weight_decay,
-                    algorithm: sys::OPTIM_SGD,
-                    flags: flags(false, nesterov, maximize),
+                    nesterov,
+                    maximize,
                     ..Default::default()
                 }
             }
             Self::Adagrad(Adagrad { lr_decay, weight_decay, eps, maximize, .. }) => OptimOptions {
+                algorithm: OptimAlgorithm::Adagrad,
                 lr,
                 lr_decay,
                 weight_decay,
                 eps,
-                algorithm: sys::OPTIM_ADAGRAD,
-                flags: flags(false, false, maximize),
+                maximize,
                 ..Default::default()
             },
         }
@@ -307,10 +312,4 @@ impl Algorithm {
             Self::Adagrad(_) => None,
         }
     }
-}
-
-fn flags(amsgrad: bool, nesterov: bool, maximize: bool) -> u8 {
-    u8::from(amsgrad) * sys::OPTIM_AMSGRAD
-        + u8::from(nesterov) * sys::OPTIM_NESTEROV
-        + u8::from(maximize) * sys::OPTIM_MAXIMIZE
 }

@@ -7,9 +7,9 @@ use std::collections::{BTreeMap, HashSet};
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, Master};
 use crate::messages::Number;
-use crate::optim::masters::{MASTER, Master};
+use crate::optim::masters::MASTER;
 use crate::optim::state::{
     FirstStep, KEPT, STEP, State, Wanted, complete, counts_steps, keys, used_keys,
 };

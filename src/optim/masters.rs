@@ -1,14 +1,11 @@
 //! Master weights: what parameters in half precision are updated from.
 
-#![forbid(unsafe_code)]
-
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, Master};
 use crate::optim::Optimizer;
 use crate::optim::state::State;
-use crate::sys;
 
 /// What an optimizer updates bf16 and fp16 parameters from. In every mode but `None` it computes in f32, its state is
 /// f32, and gradients become f32 before they are unscaled, so that unscaling loses nothing. f32 and f64 parameters need
@@ -74,15 +71,6 @@ pub enum MasterWeights {
     },
 }
 
-/// What one parameter has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Master {
-    None,
-    Float,
-    Remainder,
-    Stochastic { seed: u64 },
-}
-
 /// The name of a master in a state, as f32 in every mode. TransformerEngine's.
 pub(crate) const MASTER: &str = "master_param";
 
@@ -102,22 +90,6 @@ impl MasterWeights {
 }
 
 impl Master {
-    pub(crate) fn code(self) -> u8 {
-        match self {
-            Self::None => sys::MASTER_NONE,
-            Self::Float => sys::MASTER_FLOAT,
-            Self::Remainder => sys::MASTER_REMAINDER,
-            Self::Stochastic { .. } => sys::MASTER_STOCHASTIC,
-        }
-    }
-
-    pub(crate) fn seed(self) -> u64 {
-        match self {
-            Self::Stochastic { seed } => seed,
-            _ => 0,
-        }
-    }
-
     /// The dtype of the tensor that is kept, if one is.
     pub(crate) fn kind(self) -> Option<Kind> {
         match self {

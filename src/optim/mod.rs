@@ -19,8 +19,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-#![forbid(unsafe_code)]
-
 mod clip;
 mod config;
 mod dict;
@@ -30,81 +28,83 @@ mod load;
 mod masters;
 mod optimizer;
 mod parameters;
-mod scaled;
 mod stamps;
 mod state;
+mod step;
 mod taken;
 mod update;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-pub(crate) use clip::{check_limit, explained};
-pub use clip::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
 pub use config::{Adagrad, Adam, AdamW, Algorithm, Sgd};
 pub use dict::{OptimizerState, ParamGroupState};
 pub use groups::ParamGroup;
 pub(crate) use load::{Loaded, Saved};
 pub use masters::MasterWeights;
 pub use optimizer::Optimizer;
-pub use parameters::{IntoParameters, Parameters};
-pub use scaled::{AmpScaling, ScaledStep};
+pub use parameters::IntoParameters;
+pub use step::Step;
 pub use taken::TakenSteps;
 
 use crate::error::{Error, Result};
+pub use crate::gradients::{
+    Parameters, clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value,
+};
 use crate::panics;
 
-/// An optimizer that a [`GradScaler`](crate::GradScaler) can step: it names its parameters and takes a step. In
-/// PyTorch, `torch.optim.Optimizer` is that.
+/// An optimizer that a [`GradScaler`](crate::GradScaler) can step: it names its parameters and updates them. In PyTorch
+/// that is a `torch.optim.Optimizer`.
 ///
-/// Implemented for the fused [`Optimizer`] and for [`tch::nn::Optimizer`]. Your own takes a few lines:
+/// It is implemented for the fused [`Optimizer`] and for [`tch::nn::Optimizer`]. An optimizer of your own takes a few
+/// lines:
 ///
 /// ```
 /// use tch::Tensor;
-/// use tch_amp::{AmpOptimizer, Parameters, Result};
+/// use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 ///
 /// struct SignSgd { weights: Vec<Tensor>, lr: f64 }
 ///
 /// impl AmpOptimizer for SignSgd {
 ///     fn parameters(&self) -> Parameters<'_> { self.weights.as_slice().into() }
-///     fn step(&mut self) -> Result<()> {
+///     fn update(&mut self, _step: &Step<'_>) -> tch_amp::Result<()> {
 ///         tch::no_grad(|| for w in &mut self.weights { let g = w.grad(); *w -= g.sign() * self.lr; });
 ///         Ok(())
 ///     }
 /// }
 /// ```
 pub trait AmpOptimizer {
-    /// Returns every tensor that [`step`](Self::step) may change, always in the same order. The scaler recognises an
+    /// Returns every tensor that [`update`](Self::update) may change, always in the same order. The scaler recognizes an
     /// optimizer by them, so it may be moved freely.
     fn parameters(&self) -> Parameters<'_>;
 
-    /// Changes the parameters by their gradients, which are finite and unscaled. The scaler calls it only for a step
-    /// that is taken.
+    /// Changes the parameters by their gradients.
+    ///
+    /// The scaler calls it only for a step that is taken, with finite and unscaled gradients, and clears the autocast
+    /// weight cache afterwards. An optimizer that [takes scaled gradients](Self::takes_scaled_gradients) is called for
+    /// every step instead: it divides the gradients by [`grad_scale`](Step::grad_scale), multiplies them by
+    /// [`clip_factor`](Step::clip_factor), and changes nothing at all if [`found_inf`](Step::found_inf) is not zero.
     ///
     /// # Errors
     ///
-    /// Whatever went wrong, for instance as [`Error::Optimizer`]; the scaler hands it on.
-    fn step(&mut self) -> Result<()>;
+    /// Whatever went wrong, for instance as [`Error::Optimizer`]; the scaler passes it on.
+    fn update(&mut self, step: &Step<'_>) -> Result<()>;
 
-    /// Returns the name of the parameter at `index`, for messages, where the optimizer knows it. It must not use the
-    /// scaler, which is at work.
+    /// Returns whether [`update`](Self::update) unscales, clips and skips by itself, on the device. The host then does
+    /// not wait to learn whether a gradient is infinite. It is `_step_supports_amp_scaling` of an optimizer in PyTorch.
+    /// Defaults to `false`.
+    fn takes_scaled_gradients(&self) -> bool {
+        false
+    }
+
+    /// Returns whether the gradients of bf16 and fp16 parameters become f32 before they are unscaled in place, so that
+    /// unscaling loses nothing: for an optimizer that updates such parameters in f32. Defaults to `false`.
+    fn wants_f32_gradients(&self) -> bool {
+        false
+    }
+
+    /// Returns the name of the parameter at `index`, for messages, if the optimizer knows it. It must not use the
+    /// scaler, which is at work. Defaults to `None`.
     fn parameter_name(&self, _index: usize) -> Option<String> {
-        None
-    }
-
-    /// Called before the gradients are unscaled in place: an optimizer that updates half parameters in f32 makes their
-    /// gradients f32 here, so that unscaling loses nothing. It may be called again when they have been unscaled, and must
-    /// leave them as they are then.
-    ///
-    /// # Errors
-    ///
-    /// Whatever went wrong; the scaler hands it on.
-    fn prepare_unscale(&mut self) -> Result<()> {
-        Ok(())
-    }
-
-    /// Returns the optimizer as one that unscales and skips on the device, where it can. The scaler then leaves
-    /// [`step`](Self::step) alone and does not wait for the device.
-    fn amp_scaling(&mut self) -> Option<&mut dyn AmpScaling> {
         None
     }
 }
@@ -116,9 +116,9 @@ impl AmpOptimizer for tch::nn::Optimizer {
         self.trainable_variables().into()
     }
 
-    fn step(&mut self) -> Result<()> {
-        // tch's own `step` has no fallible twin and panics with libtorch's message.
-        catch_unwind(AssertUnwindSafe(|| tch::nn::Optimizer::step(self)))
+    fn update(&mut self, _step: &Step<'_>) -> Result<()> {
+        // tch's own `step` has no fallible counterpart and panics with libtorch's message.
+        catch_unwind(AssertUnwindSafe(|| self.step()))
             .map_err(|panic| Error::Optimizer(panics::into_message(panic).into()))
     }
 }

@@ -1,7 +1,5 @@
 //! The fused optimizers at work.
 
-#![forbid(unsafe_code)]
-
 use std::collections::HashSet;
 
 use tch::Tensor;
@@ -10,10 +8,10 @@ use crate::autocast;
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::optim::groups::Rule;
-use crate::optim::parameters::{Named, Origin, Parameters, Store};
+use crate::optim::parameters::{Named, Origin, Store};
 use crate::optim::state::State;
 use crate::optim::{
-    Algorithm, AmpOptimizer, AmpScaling, IntoParameters, MasterWeights, ParamGroup, ScaledStep,
+    Algorithm, AmpOptimizer, IntoParameters, MasterWeights, ParamGroup, Parameters, Step,
 };
 
 /// An optimizer whose step is one call for all parameters, made by [`AdamW`](crate::optim::AdamW),
@@ -166,7 +164,7 @@ impl Optimizer {
     ///
     /// [`Error::Torch`] if libtorch fails.
     pub fn zero_grad(&mut self) -> Result<()> {
-        ffi::gradients_drop(&self.parameters())
+        ffi::gradients_drop(self.parameters().iter())
     }
 
     /// Changes the parameters by their gradients, which stay as they are. Parameters without a gradient are left out,
@@ -178,7 +176,7 @@ impl Optimizer {
     /// and cannot be taken up; [`Error::Torch`] for a parameter whose dtype or device changed, and for lack of memory on
     /// a GPU. Nothing is changed then, on any device, and the step can be tried again.
     pub fn step(&mut self) -> Result<()> {
-        autocast::forgetting_casts(|| self.run(&ScaledStep::default()))
+        autocast::forgetting_casts(|| self.run(&Step::default()))
     }
 
     /// Drops the gradients, runs the loss's backward, and steps.
@@ -233,28 +231,19 @@ impl AmpOptimizer for Optimizer {
         }
     }
 
-    fn step(&mut self) -> Result<()> {
-        self.run(&ScaledStep::default())
+    fn update(&mut self, step: &Step<'_>) -> Result<()> {
+        self.run(step)
+    }
+
+    fn takes_scaled_gradients(&self) -> bool {
+        true
+    }
+
+    fn wants_f32_gradients(&self) -> bool {
+        self.masters != MasterWeights::None
     }
 
     fn parameter_name(&self, index: usize) -> Option<String> {
         self.slots.get(index).map(|slot| slot.name.clone())
-    }
-
-    fn prepare_unscale(&mut self) -> Result<()> {
-        match self.masters {
-            MasterWeights::None => Ok(()),
-            _ => ffi::gradients_widen(&self.parameters()),
-        }
-    }
-
-    fn amp_scaling(&mut self) -> Option<&mut dyn AmpScaling> {
-        Some(self)
-    }
-}
-
-impl AmpScaling for Optimizer {
-    fn step_scaled(&mut self, step: &ScaledStep<'_>) -> Result<()> {
-        self.run(step)
     }
 }

@@ -1,9 +1,6 @@
 //! What an optimizer is built from and what it owns.
 
-#![forbid(unsafe_code)]
-
 use std::collections::HashMap;
-use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
@@ -11,49 +8,6 @@ use tch::nn::{VarStore, Variables};
 
 use crate::error::Result;
 use crate::ffi;
-
-/// The parameters of an optimizer: its own list, or one made for the occasion.
-#[derive(Debug)]
-pub struct Parameters<'a>(List<'a>);
-
-#[derive(Debug)]
-enum List<'a> {
-    Borrowed(&'a [Tensor]),
-    Owned(Vec<Tensor>),
-}
-
-impl Parameters<'_> {
-    /// The list as one that outlives the optimizer's borrow. Clones handles, not numbers.
-    pub(crate) fn into_owned(self) -> Vec<Tensor> {
-        match self.0 {
-            List::Borrowed(tensors) => tensors.iter().map(Tensor::shallow_clone).collect(),
-            List::Owned(tensors) => tensors,
-        }
-    }
-}
-
-impl<'a> From<&'a [Tensor]> for Parameters<'a> {
-    fn from(tensors: &'a [Tensor]) -> Self {
-        Self(List::Borrowed(tensors))
-    }
-}
-
-impl From<Vec<Tensor>> for Parameters<'_> {
-    fn from(tensors: Vec<Tensor>) -> Self {
-        Self(List::Owned(tensors))
-    }
-}
-
-impl Deref for Parameters<'_> {
-    type Target = [Tensor];
-
-    fn deref(&self) -> &[Tensor] {
-        match &self.0 {
-            List::Borrowed(tensors) => tensors,
-            List::Owned(tensors) => tensors,
-        }
-    }
-}
 
 /// What a fused optimizer can be built from: a VarStore, a list of tensors, or one of tensors with their names, such as
 /// [`VarStore::variables`] gives.

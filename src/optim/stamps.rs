@@ -1,7 +1,5 @@
 //! Masters of parameters that somebody else has written to.
 
-#![forbid(unsafe_code)]
-
 use tch::Tensor;
 
 use crate::error::{Error, Result};
@@ -13,7 +11,8 @@ impl Optimizer {
     /// Brings the masters into line with parameters that were written to since the last step, or are others than those
     /// that a loaded state belongs to: all of them, or none.
     pub(crate) fn renew_masters(&mut self) -> Result<()> {
-        self.renew(|_, _| true)
+        self.renew(|_, _| true)?;
+        self.stamps.take(&self.parameters)
     }
 
     /// Brings the masters into line that have fitted their parameters once. A state that was just loaded may be waiting
@@ -85,10 +84,7 @@ impl Optimizer {
     /// Makes what the slots at these indices, in their order, need and do not have yet, masters included.
     pub(crate) fn complete(&mut self, wanted: &[usize]) -> Result<()> {
         let bare = |index: &usize| self.slots[*index].state.master.is_none();
-        let bare: Vec<_> = match self.has_masters() {
-            true => wanted.iter().copied().filter(bare).collect(),
-            false => Vec::new(),
-        };
+        let bare: Vec<_> = wanted.iter().copied().filter(bare).collect();
         let mut wanted = wanted.iter().peekable();
         let (groups, masters) = (&self.groups, self.masters);
         let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
@@ -105,11 +101,6 @@ impl Optimizer {
             }
         }
         Ok(())
-    }
-
-    /// Notes that the parameters are what their masters say.
-    pub(crate) fn stamp_masters(&mut self) -> Result<()> {
-        if self.has_masters() { self.stamps.take(&self.parameters) } else { Ok(()) }
     }
 
     fn has_masters(&self) -> bool {

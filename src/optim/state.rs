@@ -1,14 +1,11 @@
 //! What an optimizer remembers of a parameter.
 
-#![forbid(unsafe_code)]
-
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
-use crate::ffi;
-use crate::optim::masters::Master;
+use crate::ffi::{self, Master};
 use crate::optim::{Adagrad, Adam, AdamW, Algorithm};
 
 /// The state of one parameter. Empty until its first gradient.
@@ -93,6 +90,14 @@ pub(crate) fn used_keys(algorithm: &Algorithm) -> &'static [&'static str] {
 /// Whether the steps of a parameter are counted.
 pub(crate) fn counts_steps(algorithm: &Algorithm, master: Master) -> bool {
     !matches!(algorithm, Algorithm::Sgd(_)) || matches!(master, Master::Stochastic { .. })
+}
+
+/// Whether there is all that a step of the parameter needs.
+pub(crate) fn is_complete(state: &State, algorithm: &Algorithm, master: Master) -> bool {
+    let used = &state.tensors[..used_keys(algorithm).len()];
+    used.iter().all(Option::is_some)
+        && (state.step.is_some() || !counts_steps(algorithm, master))
+        && (state.master.is_some() || master.kind().is_none())
 }
 
 /// A state, and what it has to have.

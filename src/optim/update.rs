@@ -1,97 +1,95 @@
 //! One step of a fused optimizer.
 
-#![forbid(unsafe_code)]
-
 use std::sync::{Arc, Mutex};
 
 use tch::Kind;
 
-use crate::device::dtype_code;
 use crate::error::{Error, Result};
-use crate::ffi::{self, OptimParameter};
-use crate::optim::masters::Master;
+use crate::ffi::{self, Gradient, Master, OptimParameter, StepAnswer};
 use crate::optim::optimizer::Slot;
-use crate::optim::state::{FirstStep, Skipped, used_keys};
-use crate::optim::{Algorithm, Optimizer, ScaledStep};
-use crate::sys::{self, Gradient, OptimOptions};
+use crate::optim::state::{FirstStep, Skipped, is_complete, used_keys};
+use crate::optim::{Algorithm, Optimizer, Step};
 
 impl Optimizer {
-    /// Takes the step that `scaled` describes.
-    pub(crate) fn run(&mut self, scaled: &ScaledStep<'_>) -> Result<()> {
+    /// Takes a step. The shim says what is missing for it: at the first step the states, later nothing, unless a
+    /// parameter was written to from outside.
+    pub(crate) fn run(&mut self, step: &Step<'_>) -> Result<()> {
         self.take_added()?;
-        let gradients = ffi::gradients_inspect(&self.parameters)?;
-        let stepped = self.stepped(&gradients)?;
-        if stepped.is_empty() {
-            return Ok(());
+        let answers = self.launch(step)?;
+        let answers = if answers.iter().all(|answer| is_settled(*answer)) {
+            answers
+        } else {
+            self.repair(&answers)?;
+            self.launch(step)?
+        };
+        if !answers.iter().all(|answer| is_settled(*answer)) {
+            let changed = "the parameters or their gradients changed while a step was prepared";
+            return Err(Error::Torch(changed.into()));
         }
-        self.renew_masters()?;
-        self.complete(&stepped)?;
-        self.launch(&stepped, scaled)?;
-        self.note_first_steps(&stepped, scaled);
-        self.stamp_masters()
+        self.note_first_steps(&answers, step);
+        Ok(())
     }
 
-    /// The parameters that a step changes, or the first whose gradient it cannot take.
-    fn stepped(&self, gradients: &[Gradient]) -> Result<Vec<usize>> {
-        let mut stepped = Vec::with_capacity(gradients.len());
-        for (index, gradient) in gradients.iter().enumerate() {
-            let frozen = gradient.flags & sys::GRADIENT_REQUIRES_GRAD == 0;
-            if gradient.gradient == 0 || frozen {
-                continue;
-            }
-            if let Some(problem) = self.problem(index, gradient) {
-                let parameter = format!("parameter `{}`", self.slots[index].name);
-                return Err(Error::Gradient { parameter, problem });
-            }
-            stepped.push(index);
+    /// Makes what a step lacks, or says which gradient it cannot take.
+    fn repair(&mut self, answers: &[StepAnswer]) -> Result<()> {
+        if answers.contains(&StepAnswer::Refused) {
+            return Err(self.refusal()?);
         }
-        Ok(stepped)
+        if answers.contains(&StepAnswer::Stale) {
+            self.renew_masters()?;
+        }
+        let used = |index: &usize| answers[*index] != StepAnswer::LeftOut;
+        let used: Vec<_> = (0..answers.len()).filter(used).collect();
+        self.complete(&used)
+    }
+
+    /// Names the first gradient that no step takes.
+    fn refusal(&self) -> Result<Error> {
+        let gradients = ffi::gradients_inspect(&self.parameters)?;
+        let problem = |(index, gradient)| Some((index, self.problem(index, gradient)?));
+        let refused = gradients.iter().enumerate().filter(|(_, gradient)| gradient.is_used());
+        Ok(match refused.into_iter().find_map(problem) {
+            Some((index, problem)) => {
+                let parameter = format!("parameter `{}`", self.slots[index].name);
+                Error::Gradient { parameter, problem }
+            }
+            None => Error::Torch("a gradient changed while a step was prepared".into()),
+        })
     }
 
     /// Why a gradient cannot be taken by the step of its parameter.
     fn problem(&self, index: usize, gradient: &Gradient) -> Option<&'static str> {
-        let has = |flag| gradient.flags & flag != 0;
-        if has(sys::GRADIENT_SPARSE) {
+        if gradient.is_sparse() {
             return Some(
                 "is sparse, which the fused optimizers do not take; make it dense with `to_dense`, or give the parameter to \
                  another optimizer",
             );
         }
-        if !has(sys::GRADIENT_STRIDED) {
+        if !gradient.is_strided() {
             return Some("is neither strided nor COO sparse, or holds no data; convert it first");
         }
-        if has(sys::GRADIENT_OTHER_SHAPE) {
+        if gradient.has_other_shape() {
             return Some(
                 "does not have the shape and device of its parameter; drop it with `zero_grad` and run backward again",
             );
         }
         let widened = self.masters.of(&self.parameters[index], index) != Master::None
-            && Some(gradient.dtype) == dtype_code(Kind::Float);
-        (has(sys::GRADIENT_OTHER_DTYPE) && !widened).then_some(
+            && gradient.is(Kind::Float);
+        (gradient.has_other_dtype() && !widened).then_some(
             "has another dtype than its parameter; drop it with `zero_grad` and run backward again",
         )
     }
 
-    fn launch(&mut self, stepped: &[usize], scaled: &ScaledStep<'_>) -> Result<()> {
-        let mut first_steps = Vec::with_capacity(stepped.len());
-        for &index in stepped {
-            let slot = &mut self.slots[index];
-            first_steps.push(match self.groups[slot.group].algorithm {
-                Algorithm::Sgd(sgd) if sgd.momentum == 0.0 => false,
-                // A buffer of zeros is as good as none where the gradient enters undamped.
-                Algorithm::Sgd(sgd) if sgd.dampening == 0.0 => {
-                    matches!(slot.state.first_step, FirstStep::Ahead)
-                }
-                Algorithm::Sgd(_) => slot.state.first_step.is_ahead()?,
-                _ => false,
-            });
-        }
-        let options: Vec<OptimOptions> =
+    fn launch(&mut self, step: &Step<'_>) -> Result<Vec<StepAnswer>> {
+        let first_steps = self.first_steps()?;
+        let options: Vec<_> =
             self.groups.iter().map(|group| group.algorithm.options(group.lr)).collect();
-        let parameters = stepped.iter().zip(first_steps).map(|(&index, first_step)| {
-            let Slot { group, state, .. } = &self.slots[index];
+        let parameters = self.slots.iter().zip(first_steps).enumerate();
+        let parameters = parameters.map(|(index, (slot, first_step))| {
+            let Slot { group, state, .. } = slot;
+            let algorithm = &self.groups[*group].algorithm;
             // What an option that was switched off left behind stays out.
-            let used = used_keys(&self.groups[*group].algorithm).len();
+            let used = used_keys(algorithm).len();
             let mut states = state.tensors.each_ref().map(Option::as_ref);
             states[used..].fill(None);
             let parameter = &self.parameters[index];
@@ -100,25 +98,40 @@ impl Optimizer {
                 parameter,
                 step: state.step.as_ref(),
                 states,
-                master: state.master.as_ref(),
-                masters: master.code(),
-                seed: master.seed(),
+                kept: state.master.as_ref(),
+                master,
                 options: *group,
                 first_step,
+                complete: is_complete(state, algorithm, master),
             }
         });
         let parameters: Vec<_> = parameters.collect();
-        let ScaledStep { grad_scale, clip, found_inf } = *scaled;
-        ffi::optim_step(&parameters, &options, grad_scale, clip, found_inf)
+        ffi::optim_step(&parameters, &options, step.scale(), &mut self.stamps)
+    }
+
+    /// Whether the momentum buffer of each parameter starts with its gradient.
+    fn first_steps(&mut self) -> Result<Vec<bool>> {
+        let groups = &self.groups;
+        let first = |slot: &mut Slot| match groups[slot.group].algorithm {
+            Algorithm::Sgd(sgd) if sgd.momentum == 0.0 => Ok(false),
+            // A buffer of zeros is as good as none where the gradient enters undamped.
+            Algorithm::Sgd(sgd) if sgd.dampening == 0.0 => {
+                Ok(matches!(slot.state.first_step, FirstStep::Ahead))
+            }
+            Algorithm::Sgd(_) => slot.state.first_step.is_ahead(),
+            _ => Ok(false),
+        };
+        self.slots.iter_mut().map(first).collect()
     }
 
     /// Notes that momentum buffers have been started.
-    fn note_first_steps(&mut self, stepped: &[usize], scaled: &ScaledStep<'_>) {
-        let skipped = scaled
-            .found_inf
+    fn note_first_steps(&mut self, answers: &[StepAnswer], step: &Step<'_>) {
+        let skipped = step
+            .found_inf()
             .map(|found_inf| Arc::new(Mutex::new(Skipped::Unknown(found_inf.shallow_clone()))));
-        for &index in stepped {
-            let Slot { group, state, .. } = &mut self.slots[index];
+        let taken = self.slots.iter_mut().zip(answers);
+        for (slot, _) in taken.filter(|(_, answer)| **answer == StepAnswer::Taken) {
+            let Slot { group, state, .. } = slot;
             let Algorithm::Sgd(sgd) = self.groups[*group].algorithm else {
                 continue;
             };
@@ -131,4 +144,9 @@ impl Optimizer {
             };
         }
     }
+}
+
+/// Whether a step was taken or can do without the parameter.
+fn is_settled(answer: StepAnswer) -> bool {
+    matches!(answer, StepAnswer::Taken | StepAnswer::LeftOut)
 }

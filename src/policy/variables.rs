@@ -106,7 +106,7 @@ fn cast_in_place(variable: &mut Tensor, from: Kind, to: Kind) -> Result<()> {
     }
     no_grad(|| variable.f_set_data(&variable.f_to_kind(to)?))?;
     // Its gradient has the old kind, which neither backward nor an optimizer could take.
-    ffi::gradient_drop(variable)
+    ffi::gradients_drop([&*variable])
 }
 
 impl KeepF32<'_> {

@@ -7,8 +7,8 @@ use tch::Device;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::{Result, ensure};
+use crate::ffi::ScaleRule;
 use crate::scaler::GradScaler;
-use crate::sys;
 
 /// The smallest scale whose reciprocal is finite in f32: 2^-126.
 pub(crate) const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
@@ -136,8 +136,8 @@ impl GradScalerConfig {
     }
 
     /// How an iteration changes the scale.
-    pub(crate) fn rule(&self) -> sys::ScaleRule {
-        sys::ScaleRule {
+    pub(crate) fn rule(&self) -> ScaleRule {
+        ScaleRule {
             growth_factor: self.growth_factor,
             backoff_factor: self.backoff_factor,
             growth_interval: self.growth_interval,
@@ -145,7 +145,7 @@ impl GradScalerConfig {
             max_scale: self.max_scale,
             hysteresis: self.hysteresis.into(),
             tolerance: self.tolerance,
-            consecutive: self.consecutive_hysteresis.into(),
+            consecutive: self.consecutive_hysteresis,
         }
     }
 

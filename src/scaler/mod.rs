@@ -1,22 +1,16 @@
 //! Gradient scaling: a loss is multiplied by a large number before backward, so that small fp16 gradients do not
 //! vanish, and the gradients are divided by it again before the optimizer sees them.
 
-#![forbid(unsafe_code)]
-
-mod addresses;
+mod clip;
 pub(crate) mod config;
-mod found;
-mod gradients;
 mod iteration;
-mod non_finite;
 mod outcome;
 mod patience;
 mod per_loss;
 mod scale;
-mod scaled;
 pub(crate) mod state;
 mod step;
-mod unscaled;
+mod transaction;
 mod update;
 
 use std::borrow::Borrow;
@@ -26,12 +20,10 @@ use std::collections::HashMap;
 use tch::{Device, Kind, Tensor};
 
 pub use config::GradScalerConfig;
-pub(crate) use gradients::{describe, refuse_sparse};
-pub use non_finite::NonFiniteGradient;
 pub use outcome::StepOutcome;
 pub use per_loss::PerLossScalers;
 pub use state::GradScalerState;
-pub use unscaled::Unscaled;
+pub use transaction::Unscaled;
 
 use crate::device::check_usable;
 use crate::error::{Error, Result};

@@ -1,7 +1,5 @@
 //! What a step did.
 
-#![forbid(unsafe_code)]
-
 use std::cell::{Cell, OnceCell};
 
 use tch::Tensor;
@@ -32,12 +30,12 @@ pub struct StepOutcome {
 
 #[derive(Debug)]
 enum Answer {
-    Known(Step),
+    Known(Taken),
     OnDevice(Pending),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum Taken {
     Stepped,
     Skipped,
     NoGradients,
@@ -78,8 +76,8 @@ impl Pending {
 }
 
 impl StepOutcome {
-    pub(crate) fn known(step: Step) -> Self {
-        Self { answer: Answer::Known(step), total_norm: None }
+    pub(crate) fn known(taken: Taken) -> Self {
+        Self { answer: Answer::Known(taken), total_norm: None }
     }
 
     /// One that is skipped if `found_inf`, f32 on a device, is not zero.
@@ -92,11 +90,11 @@ impl StepOutcome {
         Self { total_norm, ..self }
     }
 
-    fn step(&self) -> Result<Step> {
+    fn taken(&self) -> Result<Taken> {
         match &self.answer {
-            Answer::Known(step) => Ok(*step),
-            Answer::OnDevice(pending) if pending.wait()? => Ok(Step::Skipped),
-            Answer::OnDevice(_) => Ok(Step::Stepped),
+            Answer::Known(taken) => Ok(*taken),
+            Answer::OnDevice(pending) if pending.wait()? => Ok(Taken::Skipped),
+            Answer::OnDevice(_) => Ok(Taken::Stepped),
         }
     }
 
@@ -106,7 +104,7 @@ impl StepOutcome {
     ///
     /// [`Error::Torch`](crate::Error::Torch) if an answer on a device cannot be read.
     pub fn is_stepped(&self) -> Result<bool> {
-        Ok(self.step()? == Step::Stepped)
+        Ok(self.taken()? == Taken::Stepped)
     }
 
     /// Tells whether the step was left out because a gradient was infinite or NaN. Then nothing was changed. Waits as
@@ -116,7 +114,7 @@ impl StepOutcome {
     ///
     /// As [`is_stepped`](Self::is_stepped).
     pub fn is_skipped(&self) -> Result<bool> {
-        Ok(self.step()? == Step::Skipped)
+        Ok(self.taken()? == Taken::Skipped)
     }
 
     /// Tells whether the optimizer was stepped, or `None` as long as only the device knows. Never waits. Count with
@@ -127,14 +125,14 @@ impl StepOutcome {
     /// As [`is_stepped`](Self::is_stepped).
     pub fn poll(&self) -> Result<Option<bool>> {
         match &self.answer {
-            Answer::Known(step) => Ok(Some(*step == Step::Stepped)),
+            Answer::Known(taken) => Ok(Some(*taken == Taken::Stepped)),
             Answer::OnDevice(pending) => Ok(pending.poll()?.map(|skipped| !skipped)),
         }
     }
 
     /// Tells whether the step was left out because no parameter had a gradient. PyTorch fails there. Never waits.
     pub fn has_no_gradients(&self) -> bool {
-        matches!(self.answer, Answer::Known(Step::NoGradients))
+        matches!(self.answer, Answer::Known(Taken::NoGradients))
     }
 
     /// Returns the 2-norm of the unscaled gradients before clipping, as

@@ -1,10 +1,9 @@
 //! Which overflows the scale puts up with, as `csrc/scale.cpp` counts them on the device.
 
-#![forbid(unsafe_code)]
-
 use tch::{Device, Tensor};
 
 use crate::error::Result;
+use crate::ffi::ScaleRule;
 use crate::scaler::config::GradScalerConfig;
 use crate::sys;
 
@@ -20,7 +19,7 @@ pub(crate) struct Patience {
 }
 
 /// Whether the overflow that has been counted leaves the scale as it is.
-pub(crate) fn tolerates(counted: &Patience, rule: &sys::ScaleRule) -> bool {
+pub(crate) fn tolerates(counted: &Patience, rule: &ScaleRule) -> bool {
     let share = counted.overflows as f64 / counted.iterations as f64;
     counted.hysteresis > 0 || share < rule.tolerance
 }
@@ -59,13 +58,13 @@ impl Patience {
     }
 
     /// After an iteration without overflow that does not let the scale grow.
-    pub(crate) fn carry_on(self, rule: &sys::ScaleRule) -> Self {
-        let restored = rule.consecutive != 0;
+    pub(crate) fn carry_on(self, rule: &ScaleRule) -> Self {
+        let restored = rule.consecutive;
         Self { hysteresis: if restored { rule.hysteresis } else { self.hysteresis }, ..self }
     }
 
     /// After the scale has backed off, or could grow.
-    pub(crate) fn begin(self, grown: bool, rule: &sys::ScaleRule) -> Self {
+    pub(crate) fn begin(self, grown: bool, rule: &ScaleRule) -> Self {
         let hysteresis = if grown { rule.hysteresis } else { self.hysteresis };
         Self { hysteresis, ..Self::default() }
     }

@@ -1,17 +1,14 @@
 //! The scale itself: tensors on a device, with a copy of their values on the host where those are known.
 
-#![forbid(unsafe_code)]
-
 use std::cell::Cell;
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::ffi::{self, ScaleUpdate};
+use crate::ffi::{self, ScaleRule, ScaleUpdate, Unscaling};
 use crate::scaler::config::GradScalerConfig;
 use crate::scaler::patience::{Patience, tolerates};
 use crate::scaler::state::clamp_tracker;
-use crate::sys;
 
 /// The value on the host. It follows libtorch's kernel step by step and saves a transfer per question.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -66,14 +63,14 @@ impl Scale {
         Ok(mirror)
     }
 
-    /// Whether the scale is one and stays so.
-    pub(crate) fn is_one(&self) -> bool {
-        self.is_one
+    /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never waits.
+    fn may_enlarge(&self) -> bool {
+        !self.is_one && self.mirror.get().is_none_or(|mirror| mirror.scale < 1.0)
     }
 
-    /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never waits.
-    pub(crate) fn may_enlarge(&self) -> bool {
-        !self.is_one && self.mirror.get().is_none_or(|mirror| mirror.scale < 1.0)
+    /// How gradients are unscaled by it.
+    pub(crate) fn unscaling(&self) -> Unscaling {
+        Unscaling { check_only: self.is_one, recheck: self.may_enlarge(), ..Default::default() }
     }
 
     /// Whether the host knows that the reciprocal is more than 1. Never waits.
@@ -120,7 +117,7 @@ impl Scale {
     pub(crate) fn change<'a>(
         &'a self,
         found_infs: &'a [&'a Tensor],
-        rule: sys::ScaleRule,
+        rule: ScaleRule,
     ) -> ScaleUpdate<'a> {
         let (scale, tracker) = (&self.tensor, &self.tracker);
         ScaleUpdate { scale, tracker, patience: self.patience.as_ref(), found_infs, rule }
@@ -132,12 +129,7 @@ impl Scale {
     }
 
     /// Knows what has become of `before`, unless only the devices know whether there was an overflow.
-    pub(crate) fn follow(
-        &self,
-        before: Option<Mirror>,
-        overflow: Option<bool>,
-        rule: &sys::ScaleRule,
-    ) {
+    pub(crate) fn follow(&self, before: Option<Mirror>, overflow: Option<bool>, rule: &ScaleRule) {
         let next = |(before, overflow)| next(before, overflow, rule);
         self.mirror.set(before.zip(overflow).map(next));
     }
@@ -153,7 +145,7 @@ pub(crate) struct Prepared {
 
 /// The arithmetic of `_amp_update_scale_` with the bounds after it: products in f64, rounded to f32, and growth to
 /// infinity left out.
-fn next(before: Mirror, overflow: bool, rule: &sys::ScaleRule) -> Mirror {
+fn next(before: Mirror, overflow: bool, rule: &ScaleRule) -> Mirror {
     let times = |factor: f64| (f64::from(before.scale) * factor) as f32;
     let clamp = |scale: f32| scale.max(rule.min_scale as f32).min(rule.max_scale as f32);
     let counted = before.patience.count(overflow);
@@ -176,7 +168,7 @@ fn next(before: Mirror, overflow: bool, rule: &sys::ScaleRule) -> Mirror {
 
 impl Mirror {
     /// Whether an overflow finds the scale at its lower bound, so that it cannot back off as it should.
-    pub(crate) fn is_stuck(self, rule: &sys::ScaleRule) -> bool {
+    pub(crate) fn is_stuck(self, rule: &ScaleRule) -> bool {
         self.scale <= rule.min_scale as f32 && !tolerates(&self.patience.count(true), rule)
     }
 }

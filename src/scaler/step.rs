@@ -1,27 +1,17 @@
 //! Unscaling and stepping an optimizer.
 
-#![forbid(unsafe_code)]
-
 use tch::Tensor;
 use tch::nn::VarStore;
 
 use crate::autocast;
 use crate::error::{Error, Result};
-use crate::ffi::{self, HeldGradients};
-use crate::optim::AmpOptimizer;
-use crate::scaler::gradients::{self, Plan};
-use crate::scaler::iteration::{Iteration, Look, Owner, Stage};
-use crate::scaler::outcome::Step;
+use crate::ffi::{self, Snapshot};
+use crate::gradients::{Gradients, Look, NonFiniteGradient, Plan};
+use crate::optim::{AmpOptimizer, Step};
+use crate::scaler::iteration::{Iteration, Owner, Stage, Verdict};
+use crate::scaler::outcome::Taken;
 use crate::scaler::scale::Scale;
-use crate::scaler::{GradScaler, StepOutcome, Unscaled, refuse_sparse};
-use crate::sys::Gradient;
-
-/// The gradients of an optimizer that has a record.
-struct Claimed<'a> {
-    parameters: &'a [Tensor],
-    now: Vec<Gradient>,
-    describe: &'a dyn Fn(usize) -> String,
-}
+use crate::scaler::{GradScaler, StepOutcome, Unscaled};
 
 fn appeared(parameter: String) -> Error {
     let how = "appeared";
@@ -37,8 +27,8 @@ pub(crate) fn due(stage: Stage) -> Result<()> {
     }
 }
 
-fn take_step(optimizer: &mut dyn AmpOptimizer) -> Result<()> {
-    autocast::forgetting_casts(|| optimizer.step())
+fn update(optimizer: &mut dyn AmpOptimizer, step: &Step<'_>) -> Result<()> {
+    autocast::forgetting_casts(|| optimizer.update(step))
 }
 
 impl GradScaler {
@@ -91,51 +81,104 @@ impl GradScaler {
     }
 
     pub(crate) fn step_shared(&self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
-        if self.scale.is_none() {
-            take_step(optimizer)?;
-            return Ok(StepOutcome::known(Step::Stepped));
+        let Some(scale) = &self.scale else {
+            update(optimizer, &Step::default())?;
+            return Ok(StepOutcome::known(Taken::Stepped));
+        };
+        if optimizer.takes_scaled_gradients() {
+            return self.step_scaled(optimizer, scale, None);
         }
-        if optimizer.amp_scaling().is_some() {
-            return self.step_scaled(optimizer, None);
-        }
-        self.prepare_unscale(optimizer)?;
         match self.claim_for_step(optimizer, Look::Unscale)? {
-            Some(record) => self.finish(record, optimizer),
-            None => Ok(StepOutcome::known(Step::NoGradients)),
+            Some(record) => self.step_unscaled(record, optimizer),
+            None => Ok(StepOutcome::known(Taken::NoGradients)),
         }
+    }
+
+    /// Takes the step that the record allows. Waits to know whether it does.
+    fn step_unscaled(
+        &self,
+        record: usize,
+        optimizer: &mut dyn AmpOptimizer,
+    ) -> Result<StepOutcome> {
+        let found_inf = self.iteration.borrow_mut().found_inf(record)?;
+        let taken = if found_inf {
+            Taken::Skipped
+        } else {
+            // Nothing is borrowed meanwhile: the optimizer may use the scaler.
+            update(optimizer, &Step::default())?;
+            Taken::Stepped
+        };
+        self.iteration.borrow_mut().set_stage(record, Stage::Stepped);
+        Ok(StepOutcome::known(taken))
+    }
+
+    /// Steps an optimizer that unscales and skips by itself, and clips where there is a limit. Does not wait.
+    pub(crate) fn step_scaled(
+        &self,
+        optimizer: &mut dyn AmpOptimizer,
+        scale: &Scale,
+        max_norm: Option<f64>,
+    ) -> Result<StepOutcome> {
+        // Where unscaling can overflow, the norm of what it makes of the gradients tells.
+        let with_norm = max_norm.is_some() || scale.enlarges();
+        let look = if with_norm { Look::Norm } else { Look::Check };
+        let Some(record) = self.claim_for_step(optimizer, look)? else {
+            return Ok(StepOutcome::known(Taken::NoGradients));
+        };
+        let scaled = self.iteration.borrow().stage(record) == Stage::Looked;
+        let grad_scale = scaled.then(|| scale.tensor());
+        let outcome = self.update_scaled(record, optimizer, grad_scale, max_norm);
+        let mut iteration = self.iteration.borrow_mut();
+        match outcome {
+            Ok(_) => iteration.set_stage(record, Stage::Stepped),
+            // Where nothing was changed the step can be tried again. On a GPU the kernels may have unscaled some of the
+            // gradients.
+            Err(_) if scaled && iteration.is_untouched(record) => iteration.abandon(record),
+            Err(_) if scaled => iteration.set_broken(record),
+            Err(_) => {}
+        }
+        outcome
+    }
+
+    /// Has the optimizer take its step, unless the host knows that it is skipped.
+    fn update_scaled(
+        &self,
+        record: usize,
+        optimizer: &mut dyn AmpOptimizer,
+        grad_scale: Option<&Tensor>,
+        max_norm: Option<f64>,
+    ) -> Result<StepOutcome> {
+        let (verdict, norm) = {
+            let mut iteration = self.iteration.borrow_mut();
+            (iteration.verdict(record)?, iteration.norm(record))
+        };
+        let factor = match max_norm.zip(norm.as_ref()) {
+            Some((max_norm, norm)) => Some(ffi::clip_factor(norm, max_norm)?),
+            None => None,
+        };
+        let mut step = Step::default();
+        step = grad_scale.map_or(step, |scale| step.with_grad_scale(scale));
+        step = factor.as_ref().map_or(step, |factor| step.with_clip_factor(factor));
+        let outcome = match verdict {
+            Verdict::Known(false) => StepOutcome::known(Taken::Skipped),
+            Verdict::Known(true) => {
+                update(optimizer, &step)?;
+                StepOutcome::known(Taken::Stepped)
+            }
+            Verdict::Unless(flag) => {
+                update(optimizer, &step.with_found_inf(&flag))?;
+                StepOutcome::on_device(flag)
+            }
+        };
+        Ok(outcome.with_norm(norm.filter(|_| max_norm.is_some())))
     }
 
     /// Finds the record whose step is due, or makes one by a look at the gradients.
-    pub(crate) fn claim_for_step(
-        &self,
-        optimizer: &dyn AmpOptimizer,
-        look: Look,
-    ) -> Result<Option<usize>> {
-        self.claim(optimizer, look, |iteration, record, scale, claimed| {
+    fn claim_for_step(&self, optimizer: &dyn AmpOptimizer, look: Look) -> Result<Option<usize>> {
+        self.claim(optimizer, look, |iteration, record, scale, gradients| {
             due(iteration.stage(record))?;
-            let Claimed { parameters, now, describe } = claimed;
-            iteration.verify(record, parameters, now, scale.tensor(), describe)
+            iteration.verify(record, gradients, scale.tensor())
         })
-    }
-
-    /// Takes the step that the record allows.
-    fn finish(&self, record: usize, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
-        let found_inf = self.iteration.borrow_mut().found_inf(record)?;
-        let step = if found_inf {
-            Step::Skipped
-        } else {
-            // Nothing is borrowed meanwhile: the optimizer may use the scaler.
-            take_step(optimizer)?;
-            Step::Stepped
-        };
-        let mut iteration = self.iteration.borrow_mut();
-        iteration.set_stage(record, Stage::Stepped);
-        Ok(StepOutcome::known(step))
-    }
-
-    /// Lets the optimizer prepare its gradients.
-    pub(crate) fn prepare_unscale(&self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
-        if self.scale.is_some() { optimizer.prepare_unscale() } else { Ok(()) }
     }
 
     /// Finds the record of an optimizer that has been unscaled or stepped since the last update.
@@ -145,8 +188,7 @@ impl GradScaler {
     }
 
     /// Unscales and returns the record; `None` when there is nothing to record.
-    pub(crate) fn open(&self, optimizer: &mut dyn AmpOptimizer) -> Result<Option<usize>> {
-        self.prepare_unscale(optimizer)?;
+    pub(crate) fn open(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
         self.claim(optimizer, Look::Unscale, |iteration, record, _, _| {
             Err(match iteration.stage(record) {
                 Stage::Broken => Error::UnscaleFailed,
@@ -162,34 +204,44 @@ impl GradScaler {
         &self,
         optimizer: &dyn AmpOptimizer,
         look: Look,
-        known: impl FnOnce(&mut Iteration, usize, &Scale, Claimed<'_>) -> Result<()>,
+        known: impl FnOnce(&mut Iteration, usize, &Scale, Gradients<'_>) -> Result<()>,
     ) -> Result<Option<usize>> {
         let Some(scale) = &self.scale else {
             return Ok(None);
         };
-        let parameters = optimizer.parameters();
-        let describe = |index| self.describe(optimizer, &parameters, index);
-        let now = ffi::gradients_inspect(&parameters)?;
+        // What is unscaled, or would be, and normed has the dtype that the optimizer updates in.
+        if look != Look::Check && optimizer.wants_f32_gradients() {
+            ffi::gradients_widen(&optimizer.parameters())?;
+        }
+        let gradients = self.gradients(optimizer)?;
         let mut iteration = self.iteration.borrow_mut();
-        match iteration.owner(&now) {
-            Owner::Shared(index) => Err(Error::SharedParameter { parameter: describe(index) }),
+        match iteration.owner(gradients.snapshot()) {
+            Owner::Shared(index) => {
+                Err(Error::SharedParameter { parameter: gradients.describe(index) })
+            }
             Owner::Record(record) => {
-                let (parameters, describe) = (&*parameters, &describe);
-                let claimed = Claimed { parameters, now, describe };
-                known(&mut iteration, record, scale, claimed).map(|()| Some(record))
+                known(&mut iteration, record, scale, gradients).map(|()| Some(record))
             }
             Owner::Nobody => {
                 // Where nothing is written back, no small value is lost.
                 let writes = look == Look::Unscale && !self.config.is_one();
                 let allow_fp16 = self.config.allow_fp16_gradients || !writes;
-                let plan = Plan::new(&now, allow_fp16, &describe)?;
+                let plan = Plan::new(&gradients, allow_fp16)?;
                 if look == Look::Norm {
-                    refuse_sparse(&now, &describe)?;
+                    gradients.refuse_sparse()?;
                 }
-                let held = HeldGradients::new(&parameters, now)?;
-                iteration.open(parameters.into_owned(), held, &plan, scale, look)
+                iteration.open(gradients, &plan, scale, look)
             }
         }
+    }
+
+    /// Inspects the gradients of an optimizer.
+    fn gradients<'a>(&'a self, optimizer: &'a dyn AmpOptimizer) -> Result<Gradients<'a>> {
+        let name = move |index, identity| {
+            let known = || self.names.get(&identity).map(|(name, _)| name.clone());
+            optimizer.parameter_name(index).or_else(known)
+        };
+        Gradients::of(optimizer.parameters(), Box::new(name))
     }
 
     /// Changes the gradients of an unscaled optimizer and remembers that it was us. `look_again` if that can make one
@@ -201,19 +253,18 @@ impl GradScaler {
         look_again: bool,
         change: impl FnOnce(&[Tensor]) -> Result<T>,
     ) -> Result<T> {
-        let parameters = optimizer.parameters();
-        let describe = |index| self.describe(optimizer, &parameters, index);
-        let now = ffi::gradients_inspect(&parameters)?;
+        let gradients = self.gradients(optimizer)?;
         let Some(record) = record else {
-            return match now.iter().position(|g| g.gradient != 0 && self.is_enabled()) {
-                Some(index) => Err(appeared(describe(index))),
-                None => change(&parameters),
+            let mut now = gradients.snapshot().iter();
+            return match now.position(|gradient| gradient.exists() && self.is_enabled()) {
+                Some(index) => Err(appeared(gradients.describe(index))),
+                None => change(gradients.parameters()),
             };
         };
         let mut iteration = self.iteration.borrow_mut();
-        iteration.compare(record, &now, &describe)?;
-        let changed = change(&parameters)?;
-        iteration.accept(record, HeldGradients::of(&parameters)?, look_again);
+        iteration.compare(record, &gradients)?;
+        let changed = change(gradients.parameters())?;
+        iteration.accept(record, Snapshot::of(gradients.parameters())?, look_again);
         Ok(changed)
     }
 
@@ -254,16 +305,36 @@ impl GradScaler {
         Ok(())
     }
 
-    pub(crate) fn describe(
+    /// Tells which gradients of an optimizer hold infinities or NaNs, and how many: after a skipped step, and before
+    /// the gradients are zeroed, it says where to look. Waits for the device. PyTorch has no counterpart.
+    ///
+    /// Names are those of a fused optimizer or of [`name_parameters`](Self::name_parameters).
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor, nn, nn::OptimizerConfig};
+    /// use tch_amp::GradScaler;
+    ///
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let w = vs.root().var("w", &[3], nn::Init::Const(1.0));
+    /// let mut opt = nn::Sgd::default().build(&vs, 0.1)?;
+    /// let mut scaler = GradScaler::skip_only(Device::Cpu)?;
+    /// scaler.name_parameters(&vs)?;
+    /// scaler.backward(&(&w * Tensor::from_slice(&[1.0, f64::INFINITY, f64::NAN])).sum(Kind::Float))?;
+    /// if scaler.step(&mut opt)?.is_skipped()? {
+    ///     let found = scaler.non_finite_gradients(&opt)?;
+    ///     assert_eq!(found[0].to_string(), "parameter `w` [3]: 1 infinite, 1 NaN");
+    /// }
+    /// scaler.update()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if a gradient cannot be read.
+    pub fn non_finite_gradients(
         &self,
         optimizer: &dyn AmpOptimizer,
-        all: &[Tensor],
-        index: usize,
-    ) -> String {
-        let known = || {
-            let identity = *ffi::identities(&all[index..=index]).ok()?.first()?;
-            self.names.get(&identity).map(|(name, _)| name.clone())
-        };
-        gradients::describe(index, &all[index], optimizer.parameter_name(index).or_else(known))
+    ) -> Result<Vec<NonFiniteGradient>> {
+        self.gradients(optimizer)?.non_finite()
     }
 }

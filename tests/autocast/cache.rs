@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use rstest::rstest;
 use tch::nn::OptimizerConfig;
 use tch::{Device, Kind, Tensor, nn, no_grad};
-use tch_amp::optim::{self, AmpOptimizer, AmpScaling, Parameters, ScaledStep};
+use tch_amp::optim::{self, AmpOptimizer, Parameters, Step};
 use tch_amp::{
     Autocast, AutocastGuard, GradScaler, GradScalerConfig, checkpoint::Checkpoint,
     clear_autocast_cache,
@@ -140,30 +140,18 @@ struct Panics {
     scales: bool,
 }
 
-impl Panics {
-    fn panics(&mut self) -> tch_amp::Result<()> {
-        add_one(&mut self.w[0]);
-        resume_unwind(Box::new("a planted panic"));
-    }
-}
-
 impl AmpOptimizer for Panics {
     fn parameters(&self) -> Parameters<'_> {
         self.w.as_slice().into()
     }
 
-    fn step(&mut self) -> tch_amp::Result<()> {
-        self.panics()
+    fn update(&mut self, _: &Step<'_>) -> tch_amp::Result<()> {
+        add_one(&mut self.w[0]);
+        resume_unwind(Box::new("a planted panic"));
     }
 
-    fn amp_scaling(&mut self) -> Option<&mut dyn AmpScaling> {
-        if self.scales { Some(self) } else { None }
-    }
-}
-
-impl AmpScaling for Panics {
-    fn step_scaled(&mut self, _: &ScaledStep<'_>) -> tch_amp::Result<()> {
-        self.panics()
+    fn takes_scaled_gradients(&self) -> bool {
+        self.scales
     }
 }
 

@@ -1,7 +1,7 @@
 //! An optimizer of somebody else's.
 
 use tch::{Tensor, no_grad};
-use tch_amp::{AmpOptimizer, Parameters, Result};
+use tch_amp::{AmpOptimizer, Parameters, Result, Step};
 
 /// Plain gradient descent with a learning rate of 1 on a list of tensors.
 pub struct Descent(pub Vec<Tensor>);
@@ -11,7 +11,7 @@ impl AmpOptimizer for Descent {
         self.0.as_slice().into()
     }
 
-    fn step(&mut self) -> Result<()> {
+    fn update(&mut self, _step: &Step<'_>) -> Result<()> {
         no_grad(|| {
             for w in &mut self.0 {
                 let gradient = w.f_grad()?;

@@ -3,9 +3,7 @@
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{AdamW, Optimizer, Sgd, TakenSteps};
-use tch_amp::{
-    AmpOptimizer, AmpScaling, Error, GradScaler, GradScalerConfig, Parameters, Result, ScaledStep,
-};
+use tch_amp::{AmpOptimizer, Error, GradScaler, GradScalerConfig, Parameters, Result, Step};
 
 use crate::common::simulation::{is_simulated, let_answers_come};
 use crate::common::{cuda_or_skip, for_each_device, skipped};
@@ -198,21 +196,15 @@ impl AmpOptimizer for Own {
         self.0.as_slice().into()
     }
 
-    fn step(&mut self) -> Result<()> {
-        panic!("the scaler calls step_scaled")
+    fn takes_scaled_gradients(&self) -> bool {
+        true
     }
 
-    fn amp_scaling(&mut self) -> Option<&mut dyn AmpScaling> {
-        Some(self)
-    }
-}
-
-impl AmpScaling for Own {
-    fn step_scaled(&mut self, step: &ScaledStep<'_>) -> Result<()> {
+    fn update(&mut self, step: &Step<'_>) -> Result<()> {
         for w in &mut self.0 {
-            let g = step.grad_scale.map_or_else(|| w.grad(), |scale| w.grad() / scale);
-            let g = step.clip.map_or_else(|| g.shallow_clone(), |clip| &g * clip);
-            let keep = step.found_inf.map(|found| found.eq(0.0));
+            let g = step.grad_scale().map_or_else(|| w.grad(), |scale| w.grad() / scale);
+            let g = step.clip_factor().map_or_else(|| g.shallow_clone(), |clip| &g * clip);
+            let keep = step.found_inf().map(|found| found.eq(0.0));
             let g = keep.map_or(g.shallow_clone(), |keep| g.where_self(&keep, &g.zeros_like()));
             tch::no_grad(|| *w -= g);
         }
@@ -241,19 +233,14 @@ fn a_step_that_fails_can_be_tried_again() {
         fn parameters(&self) -> Parameters<'_> {
             self.0.parameters()
         }
-        fn step(&mut self) -> Result<()> {
-            self.0.step()
+        fn takes_scaled_gradients(&self) -> bool {
+            true
         }
-        fn amp_scaling(&mut self) -> Option<&mut dyn AmpScaling> {
-            Some(self)
-        }
-    }
-    impl AmpScaling for Fails {
-        fn step_scaled(&mut self, step: &ScaledStep<'_>) -> Result<()> {
+        fn update(&mut self, step: &Step<'_>) -> Result<()> {
             if std::mem::take(&mut self.1) {
                 return Err(Error::Optimizer("not now".into()));
             }
-            self.0.step_scaled(step)
+            self.0.update(step)
         }
     }
     let w = leaf(&[1.0; 2], Kind::Float, Device::Cpu);

@@ -3,7 +3,7 @@
 use tch::nn::OptimizerConfig as _;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::{AdamW, Sgd};
-use tch_amp::{AmpOptimizer, Error, GradScaler, PerLossScalers};
+use tch_amp::{AmpOptimizer, Error, GradScaler, PerLossScalers, Step};
 
 use crate::common::for_each_device;
 use crate::{Descent, INF, loss, model, scaler};
@@ -131,7 +131,7 @@ fn a_gradient_of_another_shape_or_dtype_is_named() {
             scaler.backward(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
             no_grad(|| w.grad().set_data(&new));
             for error in
-                [scaler.step(&mut opt).unwrap_err(), AmpOptimizer::step(&mut opt).unwrap_err()]
+                [scaler.step(&mut opt).unwrap_err(), opt.update(&Step::default()).unwrap_err()]
             {
                 assert!(matches!(error, Error::Gradient { .. }), "{error}");
                 let text = error.to_string();

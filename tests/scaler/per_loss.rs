@@ -6,7 +6,7 @@ use rstest::rstest;
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{MasterWeights, Sgd};
-use tch_amp::{AmpOptimizer, Error, GradScalerConfig, PerLossScalers};
+use tch_amp::{AmpOptimizer, Error, GradScalerConfig, PerLossScalers, Step};
 
 use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, leaf, loss, model};
@@ -90,7 +90,7 @@ fn train(device: Device, fused: bool, scalers: Option<&mut PerLossScalers>) -> V
             None => {
                 // tch cannot keep a graph for a second backward.
                 losses.iter().for_each(|loss| add_gradients(&vs, loss));
-                opt.step().unwrap();
+                opt.update(&Step::default()).unwrap();
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::{AmpOptimizer, Error, GradScaler, Parameters, Result};
+use tch_amp::{AmpOptimizer, Error, GradScaler, Parameters, Result, Step};
 
 use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, NAN, leaf, loss, model, ones, scaler};
@@ -235,7 +235,7 @@ impl AmpOptimizer for Failing {
         vec![self.0.shallow_clone()].into()
     }
 
-    fn step(&mut self) -> Result<()> {
+    fn update(&mut self, _step: &Step<'_>) -> Result<()> {
         Err(Error::Optimizer("no space left".into()))
     }
 }

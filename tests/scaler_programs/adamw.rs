@@ -6,7 +6,7 @@
 //! the kernel does not round in between.
 
 use tch::{Kind, Tensor, no_grad};
-use tch_amp::{AmpOptimizer, Parameters, Result};
+use tch_amp::{AmpOptimizer, Parameters, Result, Step};
 
 #[derive(Debug)]
 pub struct AdamW {
@@ -63,7 +63,7 @@ impl AmpOptimizer for AdamW {
         self.params.as_slice().into()
     }
 
-    fn step(&mut self) -> Result<()> {
+    fn update(&mut self, _step: &Step<'_>) -> Result<()> {
         no_grad(|| (0..self.params.len()).for_each(|index| self.step_one(index)));
         Ok(())
     }

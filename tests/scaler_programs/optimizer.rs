@@ -2,7 +2,7 @@
 
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{COptimizer, Device, Kind, Tensor};
-use tch_amp::{AmpOptimizer, Parameters, Result};
+use tch_amp::{AmpOptimizer, Parameters, Result, Step};
 
 use crate::adamw::AdamW;
 use crate::program::{Dtype, OptimizerSpec, ParamSpec, Rule, from_eighths};
@@ -86,11 +86,11 @@ impl AmpOptimizer for Optimizer {
         }
     }
 
-    fn step(&mut self) -> Result<()> {
+    fn update(&mut self, step: &Step<'_>) -> Result<()> {
         self.calls += 1;
         match &mut self.kind {
-            OptimizerKind::Tch(optimizer) => AmpOptimizer::step(optimizer),
-            OptimizerKind::AdamW(optimizer) => optimizer.step(),
+            OptimizerKind::Tch(optimizer) => optimizer.update(step),
+            OptimizerKind::AdamW(optimizer) => optimizer.update(step),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Steps of the fused optimizers that a failing allocation ends: they change everything or nothing.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Algorithm, AmpScaling, MasterWeights, ScaledStep};
-use tch_amp::{Error, GradScaler, GradScalerConfig, Result};
+use tch_amp::optim::{Algorithm, MasterWeights};
+use tch_amp::{AmpOptimizer, Error, GradScaler, GradScalerConfig, Result, Step};
 
 use crate::common::simulation::Simulation;
 use crate::training::{GPUS, MODES, Training, algorithms};
@@ -23,11 +23,11 @@ enum How {
 
 fn step(training: &mut Training, how: How, numbers: &[Tensor; 3]) -> Result<()> {
     let [scale, clip, found_inf] = numbers;
-    let mut step = ScaledStep::default();
-    (step.grad_scale, step.clip, step.found_inf) = (Some(scale), Some(clip), Some(found_inf));
+    let step = Step::default();
+    let step = step.with_grad_scale(scale).with_clip_factor(clip).with_found_inf(found_inf);
     match how {
         How::Plain => training.opt.step(),
-        How::Scaled => training.opt.step_scaled(&step),
+        How::Scaled => training.opt.update(&step),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use tch::{Device, Kind, Tensor};
-use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, Parameters, Result, autocast};
+use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, Parameters, Result, Step, autocast};
 
 use crate::common::simulation::Simulation;
 use crate::common::to_f64;
@@ -15,7 +15,7 @@ impl AmpOptimizer for Nothing {
         self.0.as_slice().into()
     }
 
-    fn step(&mut self) -> Result<()> {
+    fn update(&mut self, _step: &Step<'_>) -> Result<()> {
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! What a step of a fused optimizer asks of a GPU: launches, memory, and no wait. And that it computes what a CPU does.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AdamW, AmpScaling, MasterWeights, ScaledStep, Sgd};
+use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Sgd, Step};
 
 use crate::common::simulation::{Counts, Simulation};
 use crate::common::to_f64;
@@ -28,9 +28,9 @@ fn small(count: i64) -> Vec<Vec<i64>> {
 fn scaled_step(training: &mut Training) {
     let number = |value: f64| Tensor::from(value as f32).to_device(training.parameters[0].device());
     let (scale, clip, found_inf) = (number(1.0), number(0.5), number(0.0));
-    let mut step = ScaledStep::default();
-    (step.grad_scale, step.clip, step.found_inf) = (Some(&scale), Some(&clip), Some(&found_inf));
-    training.opt.step_scaled(&step).unwrap();
+    let step = Step::default();
+    let step = step.with_grad_scale(&scale).with_clip_factor(&clip).with_found_inf(&found_inf);
+    training.opt.update(&step).unwrap();
 }
 
 #[test]

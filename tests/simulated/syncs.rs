@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::loss_scale::LossScale;
 use tch_amp::optim::{MasterWeights, Optimizer, TakenSteps};
 use tch_amp::{
-    AmpOptimizer, DynamicLossScale, GradScaler, GradScalerConfig, Result, StaticLossScale,
+    AmpOptimizer, DynamicLossScale, GradScaler, GradScalerConfig, Result, StaticLossScale, Step,
     all_finite, select_tree,
 };
 
@@ -125,7 +125,7 @@ fn an_optimizer_that_is_stepped_on_the_host_waits_once_for_two_devices() {
         fn parameters(&self) -> tch_amp::Parameters<'_> {
             self.0.as_slice().into()
         }
-        fn step(&mut self) -> Result<()> {
+        fn update(&mut self, _step: &Step<'_>) -> Result<()> {
             Ok(())
         }
     }

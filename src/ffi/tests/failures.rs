@@ -143,7 +143,7 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
             assert!(error.contains(text), "{error}");
         };
         fails(&|| ffi::cuda_initialize());
-        fails(&|| ffi::gradient_drop(&w));
+        fails(&|| ffi::gradients_drop([&w]));
         fails(&|| ffi::all_finite(&[&w]).map(drop));
         fails(&|| ffi::any_nonzero(&[&found]).map(drop));
         assert!(!ffi::any_nonzero(&[&found]).unwrap());

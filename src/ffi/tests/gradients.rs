@@ -2,8 +2,9 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::ffi::{ScaleUpdate, gradients_unscale, scales_update};
-use crate::sys;
+use crate::ffi::{ScaleRule, ScaleUpdate, Unscaling, gradients_unscale, scales_update};
+
+const GENERIC: Unscaling = Unscaling { check_only: false, recheck: false, generic: true };
 
 fn with_gradient(values: &[f64], kind: Kind) -> Tensor {
     let factors = Tensor::from_slice(values).to_kind(kind);
@@ -12,10 +13,10 @@ fn with_gradient(values: &[f64], kind: Kind) -> Tensor {
     w
 }
 
-fn unscale(w: &Tensor, scale: f32, options: u8) -> (Option<bool>, Vec<f64>) {
+fn unscale(w: &Tensor, scale: f32, unscaling: Unscaling) -> (Option<bool>, Vec<f64>) {
     let found_inf = Tensor::from(7f32);
     let flags = [found_inf.shallow_clone()];
-    let answers = gradients_unscale([w], &Tensor::from(scale), &flags, options).unwrap();
+    let answers = gradients_unscale([w], &Tensor::from(scale), &flags, unscaling).unwrap();
     let found = answers[0];
     let flag = found_inf.double_value(&[]);
     assert_eq!(Some(flag == 1.0), found, "the tensor and the answer agree, whatever was in it");
@@ -31,8 +32,8 @@ fn plain_operations_give_the_kernels_numbers() {
             let mut values = values.clone();
             values[500] = bad.unwrap_or(values[500]);
             let make = || with_gradient(&values, kind);
-            let (found, got) = unscale(&make(), 3.0, sys::UNSCALE_GENERIC);
-            let (want_found, want) = unscale(&make(), 3.0, 0);
+            let (found, got) = unscale(&make(), 3.0, GENERIC);
+            let (want_found, want) = unscale(&make(), 3.0, Unscaling::default());
             assert_eq!((found, found), (want_found, Some(bad.is_some())), "{kind:?} {bad:?}");
             // What a NaN looks like is nobody's business.
             let bits = |all: Vec<f64>| {
@@ -47,20 +48,22 @@ fn plain_operations_give_the_kernels_numbers() {
 #[test]
 fn plain_operations_find_what_only_the_multiplication_made_infinite() {
     let tiny = 2f32.powi(-100);
-    for (options, want) in [(0, false), (sys::UNSCALE_RECHECK, true)] {
-        for generic in [0, sys::UNSCALE_GENERIC] {
+    for recheck in [false, true] {
+        for generic in [false, true] {
             let w = with_gradient(&[2f64.powi(40)], Kind::Float);
-            assert_eq!(unscale(&w, tiny, options | generic).0, Some(want));
+            let unscaling = Unscaling { recheck, generic, ..Default::default() };
+            assert_eq!(unscale(&w, tiny, unscaling).0, Some(recheck));
         }
     }
 }
 
 #[test]
 fn an_empty_gradient_passes_every_path() {
-    for options in [0, sys::UNSCALE_GENERIC, sys::UNSCALE_RECHECK] {
+    let recheck = Unscaling { recheck: true, ..Default::default() };
+    for unscaling in [Unscaling::default(), GENERIC, recheck] {
         let w = Tensor::zeros([0], (Kind::Float, Device::Cpu)).set_requires_grad(true);
         w.sum(None).backward();
-        assert_eq!(unscale(&w, 2.0, options), (Some(false), vec![]));
+        assert_eq!(unscale(&w, 2.0, unscaling), (Some(false), vec![]));
     }
 }
 
@@ -76,9 +79,9 @@ fn libtorchs_message_comes_without_its_backtrace() {
     assert!(!error.contains("frame #"), "{error}");
 }
 
-fn rule() -> sys::ScaleRule {
+fn rule() -> ScaleRule {
     let (growth_factor, backoff_factor, growth_interval) = (2.0, 0.5, 1);
-    sys::ScaleRule {
+    ScaleRule {
         growth_factor,
         backoff_factor,
         growth_interval,
@@ -86,6 +89,6 @@ fn rule() -> sys::ScaleRule {
         max_scale: 2.0,
         hysteresis: 1,
         tolerance: 0.0,
-        consecutive: 1,
+        consecutive: true,
     }
 }

@@ -6,9 +6,9 @@ use tch::Tensor;
 
 use crate::error::Result;
 use crate::ffi;
+use crate::gradients::{FoundInf, overflow};
 use crate::optim::AmpOptimizer;
 use crate::scaler::GradScaler;
-use crate::scaler::found::{FoundInf, overflow};
 use crate::scaler::update::End;
 
 /// A loss and its scaler, whose iteration has no records: what was found is here.

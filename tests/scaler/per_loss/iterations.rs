@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::{AmpOptimizer, Error, GradScalerConfig, PerLossScalers};
+use tch_amp::{AmpOptimizer, Error, GradScalerConfig, PerLossScalers, Step};
 
 use super::{scales, two};
 use crate::common::{for_each_device, to_f64};
@@ -33,13 +33,16 @@ impl AmpOptimizer for Moody {
         self.inner.parameters()
     }
 
-    fn prepare_unscale(&mut self) -> tch_amp::Result<()> {
+    fn wants_f32_gradients(&self) -> bool {
         assert!(!self.panics, "in a bad mood");
-        Ok(())
+        false
     }
 
-    fn step(&mut self) -> tch_amp::Result<()> {
-        if self.fails { Err(Error::Optimizer("in a bad mood".into())) } else { self.inner.step() }
+    fn update(&mut self, step: &Step<'_>) -> tch_amp::Result<()> {
+        match self.fails {
+            true => Err(Error::Optimizer("in a bad mood".into())),
+            false => self.inner.update(step),
+        }
     }
 }
 

@@ -1,18 +1,16 @@
 //! Maps by the identities of tensors.
 
-#![forbid(unsafe_code)]
-
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// Something for each of some tensor identities.
-pub(crate) type AddressMap<T> = HashMap<usize, T, BuildHasherDefault<AddressHasher>>;
+pub(crate) type IdentityMap<T> = HashMap<usize, T, BuildHasherDefault<IdentityHasher>>;
 
-/// Spreads addresses over a hash table; they need no protection against an attacker.
+/// Spreads identities, which are addresses, over a hash table; they need no protection against an attacker.
 #[derive(Debug, Default)]
-pub(crate) struct AddressHasher(u64);
+pub(crate) struct IdentityHasher(u64);
 
-impl Hasher for AddressHasher {
+impl Hasher for IdentityHasher {
     fn finish(&self) -> u64 {
         self.0
     }

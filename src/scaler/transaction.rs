@@ -1,14 +1,13 @@
 //! The transaction between unscaling and stepping.
 
-#![forbid(unsafe_code)]
-
 use tch::{Device, Kind, Tensor};
 
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
 use crate::ffi;
-use crate::optim::{AmpOptimizer, check_limit, explained};
+use crate::gradients::{check_limit, explained};
+use crate::optim::AmpOptimizer;
 use crate::scaler::{GradScaler, StepOutcome};
 
 /// An optimizer whose gradients have been unscaled: clip them, then step. Dropping it leaves the step out. PyTorch has

@@ -1,0 +1,45 @@
+//! Clipping.
+
+use tch::Tensor;
+
+use super::{call, given, pointers};
+use crate::error::{Error, Result};
+use crate::sys;
+
+/// Clips the gradients of the parameters to a common norm and returns the norm before; `None` without gradients. Only
+/// with `error_if_nonfinite` the host waits, and fails for an infinite or NaN norm before anything is clipped.
+pub(crate) fn clip_grad_norm(
+    parameters: &[Tensor],
+    max_norm: f64,
+    error_if_nonfinite: bool,
+) -> Result<Option<Tensor>> {
+    let tensors = pointers(parameters);
+    let (array, count) = (tensors.as_ptr(), tensors.len());
+    let mut finite = 1;
+    // SAFETY: the array has `count` elements, `parameters` keeps the tensors alive, and `finite` is valid for a write.
+    let norm = call(|err| unsafe {
+        let check = error_if_nonfinite.into();
+        sys::tamp_clip_grad_norm(array, count, max_norm, check, &mut finite, err)
+    })?;
+    if norm.is_null() {
+        return Ok(None);
+    }
+    let norm = given(norm)?;
+    match finite {
+        0 => Err(Error::NonFiniteNorm { norm: norm.f_double_value(&[])? }),
+        _ => Ok(Some(norm)),
+    }
+}
+
+/// The factor by which gradients of a norm are to be multiplied, on its device.
+pub(crate) fn clip_factor(norm: &Tensor, max_norm: f64) -> Result<Tensor> {
+    // SAFETY: `norm` is a live tensor, and `err` is valid for a write.
+    given(call(|err| unsafe { sys::tamp_clip_factor(norm.as_ptr(), max_norm, err) })?)
+}
+
+/// Clamps every element of the gradients of the parameters to `-max..=max`.
+pub(crate) fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
+    let tensors = pointers(parameters);
+    // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.
+    call(|err| unsafe { sys::tamp_clip_grad_value(tensors.as_ptr(), tensors.len(), max, err) })
+}

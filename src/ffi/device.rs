@@ -1,0 +1,52 @@
+//! What devices there are, and numbers on their way from them.
+
+use tch::Tensor;
+
+use super::call;
+use crate::error::{Error, Result};
+use crate::sys;
+
+/// Whether libtorch_cuda is linked into this program.
+pub(crate) fn cuda_is_linked() -> bool {
+    // SAFETY: takes nothing and reads a constant.
+    unsafe { sys::tamp_cuda_is_linked() != 0 }
+}
+
+/// Initialises CUDA, or says in libtorch's words why it cannot.
+pub(crate) fn cuda_initialize() -> Result<()> {
+    // SAFETY: `err` is valid for a write.
+    call(|err| unsafe { sys::tamp_cuda_initialize(err) })
+}
+
+/// A number on its way from a device to the host.
+#[derive(Debug)]
+pub(crate) struct Arrival(*mut sys::Arrival);
+
+// SAFETY: it owns a tensor and an event of libtorch, which belong to no thread.
+unsafe impl Send for Arrival {}
+
+impl Arrival {
+    /// Sends an f32 tensor of one element to the host without waiting for it.
+    pub(crate) fn new(flag: &Tensor) -> Result<Self> {
+        // SAFETY: `flag` is a live tensor, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_arrival_new(flag.as_ptr(), err) }).map(Self)
+    }
+
+    /// Whether the number is not zero, once it is there. Never waits.
+    pub(crate) fn poll(&self) -> Result<Option<bool>> {
+        // SAFETY: the pointer came from `tamp_arrival_new`, which succeeded, and is freed in `drop` only.
+        match call(|err| unsafe { sys::tamp_arrival_poll(self.0, err) })? {
+            sys::PENDING => Ok(None),
+            sys::ZERO => Ok(Some(false)),
+            sys::NONZERO => Ok(Some(true)),
+            other => Err(Error::Torch(format!("the arrival of a number answered {other}"))),
+        }
+    }
+}
+
+impl Drop for Arrival {
+    fn drop(&mut self) {
+        // SAFETY: the pointer came from `tamp_arrival_new`, and nobody uses it any more.
+        unsafe { sys::tamp_arrival_free(self.0) }
+    }
+}

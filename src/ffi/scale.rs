@@ -1,0 +1,80 @@
+//! The scale, and the flags that it depends on.
+
+use std::ptr;
+
+use tch::Tensor;
+
+use super::{call, given, pointer, pointers};
+use crate::error::Result;
+use crate::sys;
+
+/// Whether any of the one-element tensors is not zero. Waits for their devices, once.
+pub(crate) fn any_nonzero(tensors: &[&Tensor]) -> Result<bool> {
+    let tensors = pointers(tensors.iter().copied());
+    // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.
+    call(|err| unsafe { sys::tamp_any_nonzero(tensors.as_ptr(), tensors.len(), err) })
+        .map(|any| any != 0)
+}
+
+/// One flag that is 1 when any of the flags is, on the first GPU that one lies on; of one flag, that itself.
+pub(crate) fn flags_join<'a>(flags: impl IntoIterator<Item = &'a Tensor>) -> Result<Tensor> {
+    let tensors = pointers(flags);
+    // SAFETY: the array has `tensors.len()` elements, and the caller's borrows keep the tensors alive.
+    given(call(|err| unsafe { sys::tamp_flags_join(tensors.as_ptr(), tensors.len(), err) })?)
+}
+
+/// How an iteration changes a scale. The last three count only where there is a tensor of tolerance.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct ScaleRule {
+    pub(crate) growth_factor: f64,
+    pub(crate) backoff_factor: f64,
+    pub(crate) growth_interval: i64,
+    pub(crate) min_scale: f64,
+    pub(crate) max_scale: f64,
+    pub(crate) hysteresis: i64,
+    pub(crate) tolerance: f64,
+    pub(crate) consecutive: bool,
+}
+
+impl ScaleRule {
+    fn raw(&self) -> sys::ScaleRule {
+        sys::ScaleRule {
+            growth_factor: self.growth_factor,
+            backoff_factor: self.backoff_factor,
+            growth_interval: self.growth_interval,
+            min_scale: self.min_scale,
+            max_scale: self.max_scale,
+            hysteresis: self.hysteresis,
+            tolerance: self.tolerance,
+            consecutive: self.consecutive.into(),
+        }
+    }
+}
+
+/// A scale at the end of an iteration, and what was found in its gradients.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ScaleUpdate<'a> {
+    pub(crate) scale: &'a Tensor,
+    pub(crate) tracker: &'a Tensor,
+    pub(crate) patience: Option<&'a Tensor>,
+    pub(crate) found_infs: &'a [&'a Tensor],
+    pub(crate) rule: ScaleRule,
+}
+
+/// Grows or backs off scales and counts in their trackers and patience, in place: all of them or none.
+pub(crate) fn scales_update(updates: &[ScaleUpdate<'_>]) -> Result<()> {
+    let flags = |update: &ScaleUpdate<'_>| pointers(update.found_infs.iter().copied());
+    let flags: Vec<_> = updates.iter().map(flags).collect();
+    let raw = updates.iter().zip(&flags).map(|(update, flags)| sys::ScaleUpdate {
+        scale: pointer(update.scale),
+        tracker: pointer(update.tracker),
+        patience: update.patience.map_or(ptr::null_mut(), pointer),
+        found_infs: flags.as_ptr(),
+        count: flags.len(),
+        rule: update.rule.raw(),
+    });
+    let raw: Vec<_> = raw.collect();
+    // SAFETY: the array has `raw.len()` elements of the shim's layout, each of which names an array in `flags` and its
+    // length; the borrows keep every tensor alive, and `patience` is one of them or null.
+    call(|err| unsafe { sys::tamp_scales_update(raw.as_ptr(), raw.len(), err) })
+}

@@ -1,0 +1,74 @@
+//! Clipping gradients.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::ffi;
+use crate::gradients::Gradients;
+
+/// Scales the gradients of some parameters down in place so that their common 2-norm is at most `max_norm`, and returns
+/// the norm from before: a 0-dim tensor on the device of the first gradient, zero without any. It is f64 if all gradients
+/// are, or if it is on the CPU and too large for f32, and else f32. As `torch.nn.utils.clip_grad_norm_`.
+///
+/// The squares are added up in f64 on the CPU, so the norm may be nearer to the true one than PyTorch's in its last
+/// bit. Waits for the device only where gradients on a GPU and on the CPU meet.
+///
+/// ```
+/// # use tch::{Device, Kind, Tensor};
+/// let w = Tensor::zeros([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+/// (&w * Tensor::from_slice(&[3f32, 4.0])).sum(Kind::Float).backward();
+/// let norm = tch_amp::optim::clip_grad_norm(&[w.shallow_clone()], 1.0)?;
+/// assert_eq!(norm.double_value(&[]), 5.0);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+///
+/// # Errors
+///
+/// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::Gradient`] for a sparse gradient.
+pub fn clip_grad_norm(parameters: &[Tensor], max_norm: f64) -> Result<Tensor> {
+    clip(parameters, max_norm, false)
+}
+
+/// Clips as [`clip_grad_norm`], unless the norm is infinite or NaN. Waits for the device to know. As
+/// `torch.nn.utils.clip_grad_norm_` with `error_if_nonfinite=True`.
+///
+/// # Errors
+///
+/// [`Error::NonFiniteNorm`], with the gradients as they were; else as [`clip_grad_norm`].
+pub fn clip_grad_norm_error_if_nonfinite(parameters: &[Tensor], max_norm: f64) -> Result<Tensor> {
+    clip(parameters, max_norm, true)
+}
+
+/// Clamps every element of the gradients of some parameters to `-max..=max`, in place. As
+/// `torch.nn.utils.clip_grad_value_`.
+///
+/// # Errors
+///
+/// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::Gradient`] for a sparse gradient.
+pub fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
+    check_limit("max", max)?;
+    ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
+}
+
+/// The error by name, where a sparse gradient is the reason.
+pub(crate) fn explained(parameters: &[Tensor], error: Error) -> Error {
+    match Gradients::of(parameters.into(), Box::new(|_, _| None)) {
+        Ok(gradients) => gradients.refuse_sparse().err().unwrap_or(error),
+        Err(_) => error,
+    }
+}
+
+fn clip(parameters: &[Tensor], max_norm: f64, error_if_nonfinite: bool) -> Result<Tensor> {
+    check_limit("max_norm", max_norm)?;
+    let norm = ffi::clip_grad_norm(parameters, max_norm, error_if_nonfinite);
+    let norm = norm.map_err(|error| explained(parameters, error))?;
+    norm.map_or_else(|| Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?), Ok)
+}
+
+pub(crate) fn check_limit(field: &'static str, value: f64) -> Result<()> {
+    if value >= 0.0 {
+        return Ok(());
+    }
+    let rule = "at least 0";
+    Err(Error::InvalidValue { field, value, rule })
+}

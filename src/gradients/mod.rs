@@ -1,0 +1,76 @@
+//! The gradients of a list of parameters, and the way that they take to every step: they are inspected, looked at or
+//! unscaled, clipped, and then handed to the optimizer.
+
+mod change;
+mod clip;
+mod found_inf;
+mod identity;
+mod look;
+mod non_finite;
+mod parameters;
+mod plan;
+
+use tch::Tensor;
+
+use crate::error::Result;
+use crate::ffi::{self, Snapshot};
+
+pub(crate) use change::{Change, change};
+pub(crate) use clip::{check_limit, explained};
+pub use clip::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
+pub(crate) use found_inf::{FoundInf, Spare, overflow};
+pub(crate) use identity::IdentityMap;
+pub(crate) use look::{Findings, Look};
+pub use non_finite::NonFiniteGradient;
+pub use parameters::Parameters;
+pub(crate) use plan::Plan;
+
+/// What a parameter is called, by its place in the list and its identity, where that is known.
+pub(crate) type Names<'a> = Box<dyn Fn(usize, usize) -> Option<String> + 'a>;
+
+/// The parameters of an optimizer, what to call them, and their gradients as they were when this was made.
+pub(crate) struct Gradients<'a> {
+    parameters: Parameters<'a>,
+    names: Names<'a>,
+    snapshot: Snapshot,
+}
+
+impl<'a> Gradients<'a> {
+    /// Inspects the gradients.
+    pub(crate) fn of(parameters: Parameters<'a>, names: Names<'a>) -> Result<Self> {
+        let snapshot = Snapshot::of(&parameters)?;
+        Ok(Self { parameters, names, snapshot })
+    }
+
+    pub(crate) fn parameters(&self) -> &[Tensor] {
+        &self.parameters
+    }
+
+    pub(crate) fn snapshot(&self) -> &Snapshot {
+        &self.snapshot
+    }
+
+    /// What a message calls a parameter.
+    pub(crate) fn describe(&self, index: usize) -> String {
+        let name = (self.names)(index, self.snapshot[index].parameter());
+        describe(index, &self.parameters[index], name)
+    }
+
+    pub(crate) fn into_snapshot(self) -> Snapshot {
+        self.snapshot
+    }
+
+    /// The parameters, as a list of its own, and the snapshot.
+    pub(crate) fn into_parts(self) -> (Vec<Tensor>, Snapshot) {
+        (self.parameters.into_owned(), self.snapshot)
+    }
+}
+
+/// What a message calls a parameter.
+fn describe(index: usize, tensor: &Tensor, name: Option<String>) -> String {
+    let shape = ffi::sizes(tensor).unwrap_or_default();
+    match name {
+        Some(name) => format!("parameter `{name}` {shape:?}"),
+        None => format!("parameter {index} {shape:?}"),
+    }
+}

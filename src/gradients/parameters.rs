@@ -1,0 +1,48 @@
+//! A list of parameters.
+
+use std::ops::Deref;
+
+use tch::Tensor;
+
+/// The parameters of an optimizer: its own list, or one made for the occasion.
+#[derive(Debug)]
+pub struct Parameters<'a>(List<'a>);
+
+#[derive(Debug)]
+enum List<'a> {
+    Borrowed(&'a [Tensor]),
+    Owned(Vec<Tensor>),
+}
+
+impl Parameters<'_> {
+    /// The list as one that outlives the optimizer's borrow. Clones handles, not numbers.
+    pub(crate) fn into_owned(self) -> Vec<Tensor> {
+        match self.0 {
+            List::Borrowed(tensors) => tensors.iter().map(Tensor::shallow_clone).collect(),
+            List::Owned(tensors) => tensors,
+        }
+    }
+}
+
+impl<'a> From<&'a [Tensor]> for Parameters<'a> {
+    fn from(tensors: &'a [Tensor]) -> Self {
+        Self(List::Borrowed(tensors))
+    }
+}
+
+impl From<Vec<Tensor>> for Parameters<'_> {
+    fn from(tensors: Vec<Tensor>) -> Self {
+        Self(List::Owned(tensors))
+    }
+}
+
+impl Deref for Parameters<'_> {
+    type Target = [Tensor];
+
+    fn deref(&self) -> &[Tensor] {
+        match &self.0 {
+            List::Borrowed(tensors) => tensors,
+            List::Owned(tensors) => tensors,
+        }
+    }
+}

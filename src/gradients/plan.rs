@@ -1,0 +1,78 @@
+//! Which gradients can be unscaled. Everything is looked at before anything is changed.
+
+use crate::error::{Error, Result};
+use crate::ffi::{Gradient, Place};
+use crate::gradients::{Gradients, IdentityMap};
+
+/// What to do with the gradients of one optimizer.
+#[derive(Debug, Default)]
+pub(crate) struct Plan {
+    /// Indices of the parameters whose gradients are to be unscaled, by device.
+    pub(crate) groups: Vec<(Place, Vec<usize>)>,
+    /// Indices of frozen parameters that still carry a gradient, which no optimizer may apply.
+    pub(crate) frozen: Vec<usize>,
+}
+
+impl Plan {
+    /// Sorts the gradients, or names the first that cannot be unscaled.
+    pub(crate) fn new(gradients: &Gradients<'_>, allow_fp16: bool) -> Result<Self> {
+        let mut plan = Self::default();
+        let mut seen = IdentityMap::default();
+        for (index, gradient) in gradients.snapshot().iter().enumerate() {
+            let refuse =
+                |problem| Error::Gradient { parameter: gradients.describe(index), problem };
+            if gradient.parameter() == 0 {
+                return Err(refuse("cannot exist: the parameter is an undefined tensor"));
+            }
+            // A parameter that stands in two groups is unscaled once.
+            if !gradient.exists() || seen.insert(gradient.parameter(), ()).is_some() {
+                continue;
+            }
+            if gradient.is_frozen() {
+                plan.frozen.push(index);
+                continue;
+            }
+            if let Some(problem) = problem(gradient, allow_fp16) {
+                return Err(refuse(problem));
+            }
+            plan.add(gradient.place(), index);
+        }
+        Ok(plan)
+    }
+
+    fn add(&mut self, place: Place, index: usize) {
+        match self.groups.iter_mut().find(|(known, _)| *known == place) {
+            Some((_, indices)) => indices.push(index),
+            None => self.groups.push((place, vec![index])),
+        }
+    }
+}
+
+impl Gradients<'_> {
+    /// Names the first gradient whose norm cannot be taken.
+    pub(crate) fn refuse_sparse(&self) -> Result<()> {
+        let sparse = |gradient: &Gradient| gradient.is_used() && !gradient.is_strided();
+        let problem = "is sparse, and has no norm in libtorch; make it dense with `to_dense` first";
+        match self.snapshot().iter().position(sparse) {
+            Some(index) => Err(Error::Gradient { parameter: self.describe(index), problem }),
+            None => Ok(()),
+        }
+    }
+}
+
+fn problem(gradient: &Gradient, allow_fp16: bool) -> Option<&'static str> {
+    if gradient.is_fp16() && !allow_fp16 {
+        return Some(
+            "is fp16, in which small values are lost: keep parameters in f32 and let autocast do the casts, or set allow_fp16_gradients",
+        );
+    }
+    if !gradient.is_floating_or_complex() {
+        return Some("is neither floating nor complex and cannot be unscaled");
+    }
+    if !gradient.is_strided() && !gradient.is_sparse() {
+        return Some("is neither strided nor COO sparse, or holds no data; convert it first");
+    }
+    gradient.overlaps().then_some(
+        "has elements that share memory (an expanded tensor) and would be unscaled more than once; copy it first",
+    )
+}

@@ -1,0 +1,81 @@
+//! Clipping and stepping in one call.
+
+use tch::Tensor;
+
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::ffi;
+use crate::gradients::{check_limit, explained};
+use crate::optim::AmpOptimizer;
+use crate::scaler::step::due;
+use crate::scaler::{GradScaler, StepOutcome};
+
+impl GradScaler {
+    /// Clips the unscaled gradients to a common 2-norm of at most `max_norm` and steps, if all are finite. Waits as
+    /// [`step`](Self::step). Short for [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_norm_` and
+    /// [`step`](Self::step) in PyTorch.
+    ///
+    /// The outcome has the [norm](StepOutcome::total_norm). For a fused [`Optimizer`](crate::optim::Optimizer) one pass
+    /// over the gradients finds the norm and what is not finite, and the update unscales and clips on its way: the
+    /// gradients themselves stay scaled. On a GPU a norm that overflows f32 before it is unscaled counts as an infinite
+    /// gradient.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] for a negative or NaN limit, and as [`step`](Self::step). After an error of the optimizer's
+    /// own the gradients may be clipped.
+    pub fn step_clip_norm(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        max_norm: f64,
+    ) -> Result<StepOutcome> {
+        self.check_whole("step_clip_norm")?;
+        check_limit("max_norm", max_norm)?;
+        let record = self.record_due(optimizer)?;
+        let takes_scaled = optimizer.takes_scaled_gradients();
+        if let (None, Some(scale), true) = (record, &self.scale, takes_scaled) {
+            return self.step_scaled(optimizer, scale, Some(max_norm));
+        }
+        let record = record.map_or_else(|| self.open(optimizer), |record| Ok(Some(record)))?;
+        if let Some(record) = record.filter(|_| !takes_scaled) {
+            // Asked before the gradients are clipped, since asking can fail: another try would clip them again.
+            self.iteration.borrow_mut().found_inf(record)?;
+        }
+        let clip = |parameters: &[Tensor]| ffi::clip_grad_norm(parameters, max_norm, false);
+        let norm = self.change_gradients(record, optimizer, !max_norm.is_finite(), clip)?;
+        Ok(self.step_shared(optimizer)?.with_norm(norm))
+    }
+
+    /// Clamps every element of the unscaled gradients to `-max..=max` and steps, if all were finite before. Waits as
+    /// [`step`](Self::step). Short for [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_value_` and
+    /// [`step`](Self::step) in PyTorch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::Gradient`] for a sparse gradient; and as
+    /// [`step`](Self::step).
+    pub fn step_clip_value(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        max: f64,
+    ) -> Result<StepOutcome> {
+        self.check_whole("step_clip_value")?;
+        check_limit("max", max)?;
+        let record = self.record_due(optimizer)?;
+        let record = record.map_or_else(|| self.open(optimizer), |record| Ok(Some(record)))?;
+        // An infinite gradient was found before it was clamped to a finite one.
+        let clamp = |parameters: &[Tensor]| {
+            ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
+        };
+        self.change_gradients(record, optimizer, false, clamp)?;
+        self.step_shared(optimizer)
+    }
+
+    /// Finds the record of an optimizer that has been unscaled and whose step is due.
+    fn record_due(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
+        let record = self.record(optimizer)?;
+        record.map_or(Ok(()), |record| due(self.iteration.borrow().stage(record)))?;
+        Ok(record)
+    }
+}
