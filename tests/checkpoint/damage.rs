@@ -152,6 +152,8 @@ fn hostile_headers_are_refused() {
         ))
     };
     let deep = "[".repeat(100_000);
+    // Alone it would be refused for its version.
+    let newer = r#""tch_amp":"{\"format\":2}""#;
     let hostile = [
         ("overlapping", object(&[good.clone(), tensor("b", "[2]", 4, 12)]), 12),
         ("a hole", object(&[good.clone(), tensor("b", "[2]", 12, 20)]), 20),
@@ -174,6 +176,7 @@ fn hostile_headers_are_refused() {
         ("a part without its fields", part(r#"{"kind":"optimizer"}"#), 0),
         ("a long manifest", ours(&" ".repeat(40 << 20)), 0),
         ("an old format without fields", ours(r#"{"format":1}"#), 0),
+        ("two manifests", object(&[format!(r#""__metadata__":{{{newer},{newer}}}"#)]), 0),
         ("a checksum that is none", ours(r#"{"format":1,"checksum":"zz"}"#), 0),
     ];
     for (what, header, data) in hostile {

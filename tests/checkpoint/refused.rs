@@ -2,9 +2,9 @@
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored, SaveError};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored, SaveError, rng_state};
 use tch_amp::optim::Sgd;
-use tch_amp::{Error, GradScaler};
+use tch_amp::{Error, GradScaler, PerLossScalers};
 
 use crate::Run;
 use crate::common::bits::bits;
@@ -240,4 +240,28 @@ fn complex_state_does_not_become_real() {
     state.state.insert("w".to_owned(), [("momentum_buffer".to_owned(), complex)].into());
     let refused = opt.load_state_dict(&state).unwrap_err().to_string();
     assert!(refused.contains("complex"), "{refused}");
+}
+
+#[test]
+fn a_generator_is_as_before_where_a_later_one_cannot_be_restored() {
+    let (_folder, whole) = saved(|checkpoint| {
+        checkpoint.add_rng("rng", Device::Cpu).unwrap();
+        checkpoint.add_tensor("wrong", &Tensor::zeros([3], (Kind::Uint8, Device::Cpu))).unwrap();
+    });
+    // Other tests only move it further on.
+    let _drawn = Tensor::rand([1], (Kind::Float, Device::Cpu));
+    let restore = whole.restore().rng("rng", Device::Cpu).rng("wrong", Device::Cpu);
+    assert!(matches!(restore.apply(), Err(Error::Torch(_))));
+    assert_ne!(rng_state(Device::Cpu).unwrap(), whole.tensor("rng").unwrap());
+}
+
+#[test]
+fn the_scalers_of_losses_take_no_name_that_is_taken() {
+    let scalers = PerLossScalers::new(Device::Cpu, 2).unwrap();
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("scaler.1", &7).unwrap();
+    let error = checkpoint.add_scalers("scaler", &scalers).unwrap_err().to_string();
+    assert!(error.contains("already"), "{error}");
+    assert!(!checkpoint.contains("scaler.0"));
+    assert_eq!(checkpoint.value::<i32>("scaler.1").unwrap(), 7);
 }

@@ -320,3 +320,34 @@ fn indexing_a_missing_gradient_says_so() {
         assert!(error.contains("there is no output 2: the function has 2"), "{error}");
     });
 }
+
+#[test]
+fn later_marks_replace_earlier_ones() {
+    for_each_device(|device| {
+        let x = leaf(device, &[2.0]);
+        let forward = |ctx: &mut tch_amp::function::ForwardContext, x: &[&Tensor]| {
+            let [one, other] = [1.0, 2.0].map(|factor| x[0] * factor);
+            ctx.mark_non_differentiable(&[&one]);
+            ctx.mark_non_differentiable(&[&other]);
+            ctx.mark_dirty(x);
+            ctx.mark_dirty::<&Tensor>(&[]);
+            Ok([one, other])
+        };
+        let [one, other] = apply(&[&x], forward, |_, g| Ok(&g[0] * 1.0)).unwrap();
+        assert!(one.requires_grad() && !other.requires_grad());
+    });
+}
+
+#[test]
+fn an_input_that_was_changed_in_place_can_be_marked_as_not_differentiable() {
+    for_each_device(|device| {
+        let forward = |ctx: &mut tch_amp::function::ForwardContext, x: &[&Tensor]| {
+            ctx.mark_dirty(x);
+            ctx.mark_non_differentiable(x);
+            Ok(x[0].shallow_clone().f_mul_scalar_(2.0)?)
+        };
+        let x = &leaf(device, &[3.0]) * 1.0;
+        let y = apply(&[&x], forward, |_, g| Ok(&g[0] * 2.0)).unwrap();
+        assert_eq!((to_f64(&y), y.requires_grad()), (vec![6.0], false));
+    });
+}

@@ -284,3 +284,21 @@ fn errors_of_the_function_come_through() {
         assert!(matches!(error, Error::FunctionMisuse { .. }), "{error}");
     });
 }
+
+#[test]
+fn a_wrong_second_derivative_of_a_later_output_is_found() {
+    for_each_device(|device| {
+        let hidden = function(
+            |ctx, x| {
+                ctx.save_value(x[0].detach());
+                Ok(x[0].square())
+            },
+            |ctx, g| Ok(&g[0] * ctx.saved_value::<Tensor>()? * 2.0),
+        );
+        let x = leaf(device, &[1.0, 2.0]);
+        let f = |x: &[&Tensor]| Ok::<_, Error>([x[0].f_sin()?, hidden.apply(x)?]);
+        gradcheck(f, &[&x]).unwrap();
+        let error = gradgradcheck(f, &[&x]).unwrap_err();
+        assert!(matches!(error, Error::GradCheck { .. }), "{error}");
+    });
+}

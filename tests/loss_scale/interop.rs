@@ -139,3 +139,20 @@ fn a_state_without_a_key_is_refused() {
     let part = DynamicLossScaleState::try_from(&parse(r#"{"scale": 2.0, "growth_factor": 2.0}"#));
     assert!(matches!(part, Err(Error::MissingKey { key: "backoff_factor" })));
 }
+
+#[test]
+fn a_scaler_that_loads_a_loss_scale_has_none_of_the_options_that_this_lacks() {
+    let config = GradScalerConfig {
+        max_scale: 65536.0,
+        hysteresis: 3,
+        tolerance: 0.5,
+        error_at_min_scale: true,
+        ..Default::default()
+    };
+    let mut scaler = config.build(Device::Cpu).unwrap();
+    let state = DynamicLossScaleState::default();
+    scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
+    let saved = scaler.state_dict().unwrap();
+    assert_eq!((saved.max_scale, saved.hysteresis), (None, None));
+    assert_eq!((saved.tolerance, saved.error_at_min_scale), (None, None));
+}

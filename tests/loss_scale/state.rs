@@ -150,3 +150,12 @@ fn a_device_that_is_not_there_is_refused() {
     }
     assert!(LossScaleState::NoOp.build(nowhere).is_ok());
 }
+
+#[test]
+fn a_static_scale_that_is_loaded_leaves_tensors_and_clones_alone() {
+    let mut scale = StaticLossScale::new(Device::Cpu, 8.0).unwrap();
+    let (clone, held) = (scale.clone(), scale.loss_scale().unwrap().shallow_clone());
+    scale.load_state_dict(&LossScaleState::Static { loss_scale: 4.0 }).unwrap();
+    assert_eq!(scale.value().unwrap(), 4.0);
+    assert_eq!((clone.value().unwrap(), held.double_value(&[])), (8.0, 8.0));
+}

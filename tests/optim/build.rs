@@ -186,3 +186,17 @@ fn tchs_configurations_go_on() {
     let sgd = Sgd { momentum: 0.9, weight_decay: 0.5, nesterov: true, ..Sgd::default() };
     assert_eq!(Sgd::from(nn::sgd(0.9, 0.0, 0.5, true)), sgd);
 }
+
+/// A variable that no step has taken up yet belongs to the optimizer all the same.
+#[test]
+fn variables_that_are_added_later_are_zeroed_and_clipped_before_the_first_step() {
+    let vs = VarStore::new(Device::Cpu);
+    let w = vs.root().ones("w", &[2]);
+    let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
+    let late = vs.root().ones("late", &[2]);
+    set_grad(&w, &[0.0; 2]);
+    set_grad(&late, &[3.0, 4.0]);
+    assert_eq!(opt.clip_grad_norm(1.0).unwrap().double_value(&[]), 5.0);
+    opt.zero_grad().unwrap();
+    assert!(!w.grad().defined() && !late.grad().defined());
+}

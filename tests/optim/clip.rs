@@ -294,3 +294,28 @@ fn the_total_norm_is_unscaled_on_every_path() {
         }
     });
 }
+
+#[test]
+fn a_step_that_clips_by_norm_takes_the_gradients_of_its_loss_alone() {
+    let w = leaf(&[0.0], Kind::Float, Device::Cpu);
+    let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
+    set_grad(&w, &[100.0]);
+    opt.backward_step_clip_norm(&(&w * 0.5).sum(Kind::Float), 1.0).unwrap();
+    assert_eq!(to_f64(&w), [-0.5]);
+}
+
+/// A graph that has saved a gradient must not go on with other numbers. On a GPU libtorch sees to it.
+#[test]
+fn clipping_is_a_change_in_place_that_autograd_sees() {
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+        let w = leaf(&[1.0; 2], kind, Device::Cpu);
+        set_grad(&w, &[3.0, 4.0]);
+        let version = || w.grad().f_internal_version().unwrap();
+        let before = version();
+        drop(clip_grad_norm(&[w.shallow_clone()], 1.0).unwrap());
+        assert!(version() > before, "the norm, {kind:?}");
+        let before = version();
+        clip_grad_value(&[w.shallow_clone()], 0.25).unwrap();
+        assert!(version() > before, "the values, {kind:?}");
+    }
+}

@@ -91,3 +91,18 @@ fn variables_that_are_added_have_f32_gradients_too() {
         assert_eq!(w.grad().kind(), Kind::Float);
     }
 }
+
+#[test]
+fn a_variable_that_is_added_later_is_unscaled_in_f32_before_its_first_step() {
+    let mut vs = tch::nn::VarStore::new(Device::Cpu);
+    let _first = vs.root().ones("first", &[2]);
+    vs.bfloat16();
+    let sgd = Sgd::default();
+    let mut opt = sgd.build_with_master_weights(&vs, 1.0, MasterWeights::Float).unwrap();
+    let late = vs.root().ones("late", &[2]);
+    tch::no_grad(|| late.shallow_clone().set_data(&late.to_kind(Kind::BFloat16)));
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    scaler.backward(&late.sum(Kind::Float)).unwrap();
+    scaler.unscale_(&mut opt).unwrap();
+    assert_eq!(late.grad().kind(), Kind::Float);
+}

@@ -155,3 +155,44 @@ fn the_defaults_are_pytorchs() {
     let (decay, start) = (adagrad.lr_decay, adagrad.initial_accumulator_value);
     assert_eq!((decay, start, adagrad.weight_decay, adagrad.eps), (0.0, 0.0, 0.0, 1e-10));
 }
+
+#[test]
+fn a_choice_counts_those_that_were_in_the_group_before() {
+    let mut opt = AdamW::default().build(weights(&["a.bias", "b.bias", "w"]), 0.1).unwrap();
+    assert_eq!(opt.assign_group(1, &["a.*"]).unwrap(), 1);
+    assert_eq!(opt.assign_group(1, &["*.bias"]).unwrap(), 2);
+}
+
+/// An option that one of the groups refuses changes none of them.
+#[test]
+fn a_value_that_a_later_group_refuses_changes_no_earlier_one() {
+    let sgd = Sgd { momentum: 0.9, ..Sgd::default() };
+    let mut opt = sgd.build(weights(&["a", "b"]), 0.1).unwrap();
+    opt.assign_group(1, &["b"]).unwrap();
+    let group = *opt.param_group(1).unwrap();
+    let nesterov = Sgd { nesterov: true, ..sgd };
+    opt.set_param_group(1, ParamGroup { algorithm: nesterov.into(), ..group }).unwrap();
+    assert!(matches!(opt.set_momentum(0.0), Err(Error::InvalidValue { field: "momentum", .. })));
+    let Algorithm::Sgd(first) = opt.param_group(0).unwrap().algorithm else {
+        panic!("an SGD stays one");
+    };
+    assert_eq!(first.momentum, 0.9);
+}
+
+/// The groups' betas are their own, and so are the corrections of their moving averages.
+#[test]
+fn groups_with_other_betas_have_other_corrections() {
+    let all = weights(&["a", "b"]);
+    let tensors: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).collect();
+    let mut opt = Adam::default().build(all, 0.5).unwrap();
+    opt.assign_group(1, &["b"]).unwrap();
+    let group = *opt.param_group(1).unwrap();
+    let other = Adam { betas: (0.25, 0.5), ..Adam::default() };
+    opt.set_param_group(1, ParamGroup { algorithm: other.into(), ..group }).unwrap();
+    tensors.iter().for_each(|w| set_grad(w, &[2.0]));
+    opt.step().unwrap();
+    for w in &tensors {
+        // Corrected, the averages of the first step are the gradient and its square.
+        assert!((to_f64(w)[0] - 0.5).abs() < 1e-6, "{w:?}");
+    }
+}

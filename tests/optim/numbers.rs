@@ -217,3 +217,30 @@ fn momentum_can_be_switched_off() {
         assert_eq!(to_f64(&w), [want]);
     }
 }
+
+/// The state comes back from a copy in one order, also what is kept where the gradients sink.
+#[test]
+fn a_gradient_in_another_order_of_memory_belongs_to_the_same_elements() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            let values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
+            let plain = leaf(&values, Kind::Float, device).detach().view([2, 3]);
+            let turned = plain.tr().contiguous().tr();
+            let all = [plain, turned].map(|w| w.set_requires_grad(true));
+            let mut opt = build(algorithm, &all, 0.1);
+            for factor in [8.0, 0.25, 0.25] {
+                all.iter().for_each(|w| set_grad(w, &values.map(|value| value * factor)));
+                let mut gradient = all[1].grad();
+                let ordered = gradient.contiguous();
+                tch::no_grad(|| gradient.set_data(&ordered));
+                assert_ne!(all[1].grad().stride(), all[1].stride());
+                opt.step().unwrap();
+            }
+            assert_eq!(to_f64(&all[0]), to_f64(&all[1]), "{algorithm:?} on {device:?}");
+            let state = opt.state_dict().unwrap().state;
+            for (key, tensor) in state.get("0").into_iter().flatten() {
+                assert_eq!(to_f64(tensor), to_f64(&state["1"][key]), "{key}, {algorithm:?}");
+            }
+        }
+    });
+}

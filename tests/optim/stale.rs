@@ -274,3 +274,62 @@ fn masters_that_were_forgotten_are_made_anew() {
         assert_eq!(to_f64(&master(&opt)), rounded, "{kind:?} {masters:?}");
     }
 }
+
+/// A state that is loaded over a running optimizer, whose parameters nobody writes to.
+#[test]
+fn a_state_that_is_loaded_back_counts_where_it_fits_the_parameters() {
+    for_each_device(|device| {
+        for (kind, masters) in with_masters() {
+            let context = format!("{kind:?} {masters:?} on {device:?}");
+            let [(w, mut opt), (twin, mut other)] =
+                [(); 2].map(|()| stepped(kind, masters, device));
+            let saved = opt.state_dict().unwrap();
+            opt.load_state_dict(&saved).unwrap();
+            for (w, opt) in [(&w, &mut opt), (&twin, &mut other)] {
+                set_grad(w, &[1.0, -1.0, 0.5]);
+                opt.step().unwrap();
+            }
+            assert_eq!(bits(&w), bits(&twin), "{context}");
+            assert_eq!(bits(&master(&opt)), bits(&master(&other)), "{context}");
+            let mut saved = opt.state_dict().unwrap();
+            let strange = Tensor::from_slice(&[9f32; 3]);
+            saved.state.get_mut("0").unwrap().insert("master_param".into(), strange);
+            opt.load_state_dict(&saved).unwrap();
+            opt.set_lr(0.0).unwrap();
+            opt.step().unwrap();
+            assert_eq!(bits(&w), bits(&twin), "{context}");
+            assert_eq!(to_f64(&master(&opt)), to_f64(&w), "{context}");
+        }
+    });
+}
+
+/// What bf16 cannot tell apart is not the same in fp16.
+#[test]
+fn a_written_fp16_parameter_is_gone_on_from_beside_a_bf16_one() {
+    for_each_device(|device| {
+        let all = [Kind::BFloat16, Kind::Half].map(|kind| leaf(&[1.0, 2.0], kind, device));
+        let sgd = Sgd::default();
+        let mut opt = sgd.build_with_master_weights(&all, 0.0, MasterWeights::Float).unwrap();
+        all.iter().for_each(|w| set_grad(w, &[1.0; 2]));
+        opt.step().unwrap();
+        let near = 1.0 + 2f64.powi(-10);
+        no_grad(|| all.iter().for_each(|w| drop(w.get(0).fill_(near))));
+        opt.step().unwrap();
+        assert_eq!(to_f64(&all[1]), [near, 2.0]);
+        assert_eq!(to_f64(&opt.master_weight(1).unwrap().unwrap()), [near, 2.0]);
+    });
+}
+
+#[test]
+fn masters_that_were_loaded_can_be_forgotten() {
+    for masters in [MasterWeights::Float, MasterWeights::Remainder] {
+        let (w, mut opt) = stepped(Kind::BFloat16, masters, Device::Cpu);
+        let saved = opt.state_dict().unwrap();
+        opt.load_state_dict(&saved).unwrap();
+        opt.reset_master_weights();
+        assert!(opt.master_weight(0).unwrap().is_none(), "{masters:?}");
+        opt.set_lr(0.0).unwrap();
+        opt.step().unwrap();
+        assert_eq!(to_f64(&master(&opt)), to_f64(&w), "{masters:?}");
+    }
+}

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::optim::{AdamW, Optimizer, OptimizerState, Sgd};
+use tch_amp::optim::{AdamW, MasterWeights, Optimizer, OptimizerState, ParamGroup, Sgd};
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
@@ -192,4 +192,39 @@ fn groups_survive_json() {
     assert_eq!(json[1]["params"], serde_json::json!(["b"]));
     let back: Vec<tch_amp::optim::ParamGroupState> = serde_json::from_value(json).unwrap();
     assert_eq!(back, groups);
+}
+
+#[test]
+fn a_state_knows_a_variable_that_the_optimizer_has_not_taken_up_yet() {
+    let vs = tch::nn::VarStore::new(Device::Cpu);
+    let _w = vs.root().ones("w", &[2]);
+    let mut opt = Sgd::default().build(&vs, 0.1).unwrap();
+    let _late = vs.root().ones("late", &[2]);
+    let mut source = Sgd::default().build(&vs, 0.2).unwrap();
+    opt.load_state_dict(&source.state_dict().unwrap()).unwrap();
+    assert_eq!(opt.lr(0).unwrap(), 0.2);
+    assert_eq!(opt.state_dict().unwrap().param_groups[0].params, ["w", "late"]);
+}
+
+/// A run without momentum has left masters but no buffer: the first is the undamped gradient.
+#[test]
+fn a_momentum_that_begins_after_a_load_starts_its_buffer_undamped() {
+    let run = |load: bool| {
+        let w = leaf(&[1.0, 2.0], Kind::BFloat16, Device::Cpu);
+        let masters = MasterWeights::Float;
+        let list = vec![w.shallow_clone()];
+        let mut opt = Sgd::default().build_with_master_weights(list, 0.1, masters).unwrap();
+        set_grad(&w, &[1.0; 2]);
+        opt.step().unwrap();
+        if load {
+            let saved = opt.state_dict().unwrap();
+            opt.load_state_dict(&saved).unwrap();
+        }
+        let group = *opt.param_group(0).unwrap();
+        let damped = Sgd { momentum: 0.9, dampening: 0.5, ..Sgd::default() };
+        opt.set_param_group(0, ParamGroup { algorithm: damped.into(), ..group }).unwrap();
+        opt.step().unwrap();
+        to_f64(&opt.state_dict().unwrap().state["0"]["momentum_buffer"])
+    };
+    assert_eq!((run(true), run(false)), (vec![1.0; 2], vec![1.0; 2]));
 }

@@ -1,7 +1,7 @@
 //! The variables of a VarStore.
 
 use tch::nn::{self, ModuleT, VarStore};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::Sgd;
 use tch_amp::policy::KeepF32;
 use tch_amp::{Error, Policy};
@@ -166,4 +166,14 @@ fn an_impossible_kind_changes_nothing() {
     let error = policy.cast_variables(&mut vs, KeepF32::Norms).unwrap_err();
     assert!(matches!(error, Error::PolicyDtype { field: "param", kind: Kind::Int64 }));
     assert!(vs.variables().values().all(|variable| variable.kind() == Kind::Float));
+}
+
+#[test]
+fn what_is_not_floating_is_neither_cast_nor_named() {
+    let mut vs = VarStore::new(Device::Cpu);
+    let mut steps = vs.root().zeros_no_train("steps", &[1]);
+    let _weight = vs.root().ones("weight", &[1]);
+    no_grad(|| steps.set_data(&steps.to_kind(Kind::Int64)));
+    let kept = Policy::BF16.cast_variables(&mut vs, KeepF32::Names(&["*"])).unwrap();
+    assert_eq!((kept, steps.kind()), (vec!["weight".to_owned()], Kind::Int64));
 }

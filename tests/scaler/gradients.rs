@@ -340,3 +340,28 @@ fn a_gradient_in_complex_half_is_refused_as_one_in_fp16() {
     assert!(matches!(error, Error::Gradient { .. }), "{error}");
     assert!(error.to_string().contains("is fp16"), "{error}");
 }
+
+#[test]
+fn the_names_of_several_stores_are_known_side_by_side() {
+    let mut stores = [(); 2].map(|()| tch::nn::VarStore::new(Device::Cpu));
+    let names = ["first", "second"];
+    let ws: Vec<_> =
+        stores.iter().zip(names).map(|(vs, name)| vs.root().ones(name, &[3])).collect();
+    stores.iter_mut().for_each(tch::nn::VarStore::half);
+    let mut alone = scaler(Device::Cpu);
+    let mut scalers = PerLossScalers::new(Device::Cpu, 2).unwrap();
+    for vs in &stores {
+        alone.name_parameters(vs).unwrap();
+        scalers.name_parameters(vs).unwrap();
+    }
+    for (name, w) in names.iter().zip(&ws) {
+        let wanted = format!("parameter `{name}` [3]");
+        let mut opt = Descent(vec![w.shallow_clone()]);
+        // Each loss looks at its own gradients.
+        let error = scalers.backward(1, &loss(w, &[1.0; 3]), &mut opt).unwrap_err().to_string();
+        assert!(error.contains(&wanted), "{error}");
+        alone.backward(&loss(w, &[1.0; 3])).unwrap();
+        let error = alone.step(&mut opt).unwrap_err().to_string();
+        assert!(error.contains(&wanted), "{error}");
+    }
+}

@@ -321,3 +321,18 @@ fn an_optimizer_that_was_stepped_cannot_be_abandoned() {
     scaler.update().unwrap();
     assert_eq!(scaler.get_scale().unwrap(), 4.0);
 }
+
+/// Giving up one optimizer leaves what is known of the others.
+#[test]
+fn abandoning_one_optimizer_keeps_the_parameters_of_another_from_being_unscaled_again() {
+    let w = [(); 3].map(|()| ones(Kind::Float, Device::Cpu));
+    let list = |places: &[usize]| Descent(places.iter().map(|&i| w[i].shallow_clone()).collect());
+    let mut scaler = scaler(Device::Cpu);
+    w.iter().for_each(|w| scaler.backward(&loss(w, &[1.0; 3])).unwrap());
+    scaler.unscale_(&mut list(&[0])).unwrap();
+    scaler.unscale_(&mut list(&[1])).unwrap();
+    scaler.abandon(&mut list(&[0])).unwrap();
+    let shared = scaler.unscale_(&mut list(&[2, 1]));
+    assert!(matches!(shared, Err(Error::SharedParameter { .. })), "{shared:?}");
+    assert_eq!(to_f64(&w[1].grad()), [1.0; 3]);
+}

@@ -1,10 +1,11 @@
 //! How the scale grows, backs off and stays within its bounds.
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::Sgd;
 use tch_amp::{Error, GradScaler, GradScalerConfig};
 
 use crate::common::{for_each_device, to_f64};
-use crate::{INF, NAN, loss, model};
+use crate::{Descent, INF, NAN, leaf, loss, model};
 
 /// Runs one iteration, overflowing or not, and returns what `update` said.
 fn iterate(scaler: &mut GradScaler, device: Device, overflow: bool) -> tch_amp::Result<()> {
@@ -167,5 +168,41 @@ fn too_many_skips_are_an_error_and_end_the_iteration() {
         );
         iterate(&mut scaler, device, false).unwrap();
         iterate(&mut scaler, device, true).unwrap();
+    });
+}
+
+#[test]
+fn a_scale_that_is_set_neither_counts_a_skip_nor_forgets_those_before() {
+    for_each_device(|device| {
+        let limit = Some(2);
+        let config = GradScalerConfig { max_consecutive_skips: limit, ..Default::default() };
+        let mut scaler = config.build(device).unwrap();
+        iterate(&mut scaler, device, true).unwrap();
+        scaler.update_with(8.0).unwrap();
+        assert_eq!(scaler.state_dict().unwrap().consecutive_skips, Some(1));
+        let error = iterate(&mut scaler, device, true).unwrap_err();
+        assert!(matches!(error, Error::TooManySkips { skips: 2, .. }), "{error}");
+        // Beyond the limit every overflow is an error.
+        let error = iterate(&mut scaler, device, true).unwrap_err();
+        assert!(matches!(error, Error::TooManySkips { skips: 3, .. }), "{error}");
+    });
+}
+
+/// After a fused step on a GPU only that knows the scale, and whether unscaling enlarges.
+#[test]
+fn what_unscaling_makes_infinite_is_found_where_only_the_device_knows_the_scale() {
+    for_each_device(|device| {
+        let config = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
+        let mut scaler = config.build(device).unwrap();
+        let leaves = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, device));
+        let [fused, other] = &leaves;
+        let mut opt = Sgd::default().build(vec![fused.shallow_clone()], 1.0).unwrap();
+        scaler.backward(&loss(fused, &[1.0; 3])).unwrap();
+        let _outcome = scaler.step(&mut opt).unwrap();
+        scaler.update().unwrap();
+        loss(other, &[2f64.powi(30); 3]).backward();
+        let outcome = scaler.step(&mut Descent(vec![other.shallow_clone()])).unwrap();
+        assert!(outcome.is_skipped().unwrap());
+        assert_eq!(to_f64(other), [1.0; 3]);
     });
 }

@@ -158,3 +158,18 @@ fn fp16_gradients_are_looked_at_as_they_are() {
     assert_eq!(to_f64(&w.grad()), [2f64.powi(-24)]);
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
 }
+
+/// Though nothing is scaled, a backward after `unscale_` adds numbers that no clipping has seen.
+#[test]
+fn a_backward_between_unscale_and_step_is_refused_at_a_scale_of_one() {
+    for_each_device(|device| {
+        let (_vs, w, mut opt) = model(device);
+        let mut scaler = GradScaler::skip_only(device).unwrap();
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+        scaler.unscale_(&mut opt).unwrap();
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+        let error = scaler.step(&mut opt).unwrap_err().to_string();
+        assert!(error.contains("changed after another loss was scaled"), "{error}");
+        assert_eq!(to_f64(&w), [1.0; 3]);
+    });
+}

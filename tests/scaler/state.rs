@@ -259,3 +259,22 @@ fn a_loaded_patience_is_at_most_the_hysteresis() {
         }
     });
 }
+
+/// What the device counts is what was loaded, too, and not only what the host believes.
+#[test]
+fn a_loaded_patience_takes_the_place_of_one_that_is_used_up() {
+    for_each_device(|device| {
+        let config = GradScalerConfig { hysteresis: 2, init_scale: 8.0, ..Default::default() };
+        let mut scaler = config.build(device).unwrap();
+        let fresh = scaler.state_dict().unwrap();
+        let (_vs, w, mut opt) = model(device);
+        for want in [8.0, 8.0] {
+            scaler.load_state_dict(&fresh).unwrap();
+            opt.zero_grad();
+            scaler.backward(&loss(&w, &[INF; 3])).unwrap();
+            let _outcome = scaler.step(&mut opt).unwrap();
+            scaler.update().unwrap();
+            assert_eq!(on_device(&scaler, device), want);
+        }
+    });
+}

@@ -254,3 +254,18 @@ fn a_scaler_can_move_to_another_thread() {
     let scale = std::thread::spawn(move || scaler.get_scale());
     assert_eq!(scale.join().unwrap().unwrap(), 8.0);
 }
+
+/// As in PyTorch: what was found counts, whatever the gradient is by then.
+#[test]
+fn an_infinity_that_is_overwritten_after_unscaling_skips_the_step_all_the_same() {
+    for_each_device(|device| {
+        let (_vs, w, mut opt) = model(device);
+        let mut scaler = scaler(device);
+        scaler.backward(&loss(&w, &[1.0, INF, 1.0])).unwrap();
+        scaler.unscale_(&mut opt).unwrap();
+        let _filled = w.grad().fill_(1.0);
+        assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
+        scaler.update().unwrap();
+        assert_eq!((to_f64(&w), scaler.get_scale().unwrap()), (vec![1.0; 3], 4.0));
+    });
+}

@@ -141,3 +141,14 @@ fn a_new_scale_of_several_elements_is_refused() {
     assert!(scaler.update_with_tensor(&Tensor::new()).is_err());
     assert_eq!(scaler.get_scale().unwrap(), 65536.0);
 }
+
+#[test]
+fn an_interval_that_is_refused_leaves_the_growth_tracker_alone() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.update().unwrap();
+    assert!(scaler.set_growth_interval(0).is_err());
+    assert_eq!(scaler.get_growth_tracker().unwrap(), 1);
+}

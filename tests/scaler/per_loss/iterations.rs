@@ -177,3 +177,46 @@ fn a_checkpoint_carries_all_of_them() {
     assert_eq!(loaded.state_dict().unwrap(), scalers.state_dict().unwrap());
     assert_eq!(scales(&loaded), [8.0, 512.0]);
 }
+
+#[test]
+fn one_disabled_loss_disables_all() {
+    let configs = [true, false].map(|enabled| GradScalerConfig { enabled, ..Default::default() });
+    let scalers = PerLossScalers::with_configs(Device::Cpu, &configs).unwrap();
+    assert!(!scalers.is_enabled());
+    assert!([0, 1].iter().all(|&loss| !scalers.scaler(loss).unwrap().is_enabled()));
+}
+
+/// Giving up one optimizer ends the iteration of a loss only where no other has a part in it.
+#[test]
+fn giving_up_one_of_two_optimizers_leaves_the_iteration_open() {
+    let ws = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, Device::Cpu));
+    let mut opts = ws.each_ref().map(|w| Descent(vec![w.shallow_clone()]));
+    let mut scalers = two(Device::Cpu);
+    for (w, opt) in ws.iter().zip(&mut opts) {
+        scalers.backward(0, &loss(w, &[1.0; 3]), opt).unwrap();
+    }
+    for (opt, is_open) in opts.iter_mut().zip([true, false]) {
+        scalers.abandon(opt).unwrap();
+        let state = scalers.scaler(0).unwrap().state_dict();
+        assert_eq!(matches!(state, Err(Error::IterationOpen { .. })), is_open, "{state:?}");
+    }
+}
+
+#[test]
+fn the_first_of_two_losses_that_give_up_is_the_one_that_tells() {
+    let scales = [8.0, 1024.0];
+    let limit = Some(1);
+    let config = |init_scale| GradScalerConfig {
+        init_scale,
+        max_consecutive_skips: limit,
+        ..Default::default()
+    };
+    let mut scalers = PerLossScalers::with_configs(Device::Cpu, &scales.map(config)).unwrap();
+    let (w, mut opt) = moody(Device::Cpu);
+    for id in [0, 1] {
+        scalers.backward(id, &loss(&w, &[INF; 3]), &mut opt).unwrap();
+    }
+    drop(scalers.step(&mut opt).unwrap());
+    let error = scalers.update().unwrap_err();
+    assert!(matches!(error, Error::TooManySkips { scale, .. } if scale == 4.0), "{error}");
+}
