@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::checkpoint::archive::Archive;
 use crate::checkpoint::source::Source;
-use crate::checkpoint::{Checkpoint, safetensors, torch};
+use crate::checkpoint::{Checkpoint, safetensors, torch, zip};
 use crate::error::Result;
 
 const NEITHER: &str = "it is neither safetensors nor a zip file of torch.save; if PyTorch before 1.6 wrote it, \
@@ -60,8 +60,8 @@ fn open(source: Arc<Source>) -> Result<Archive> {
     source.read_at(0, &mut start[..len])?;
     if safetensors::is_safetensors(&start[..len]) {
         safetensors::read(source)
-    } else if torch::is_zip(&start[..len]) {
-        torch::parts::read(source)
+    } else if zip::is_zip(&start[..len]) {
+        torch::read(source)
     } else {
         Err(source.damaged(NEITHER).into())
     }

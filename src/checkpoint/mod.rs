@@ -40,12 +40,15 @@ mod add;
 mod archive;
 mod atomic;
 mod checksum;
+mod convert;
 mod entry;
 mod error;
 mod folder;
 mod format;
 mod load;
+mod malformed;
 mod part;
+mod pickle;
 mod plain;
 mod restore;
 mod rng;
@@ -53,6 +56,7 @@ mod safetensors;
 mod save;
 mod source;
 mod torch;
+mod zip;
 
 use std::collections::BTreeMap;
 

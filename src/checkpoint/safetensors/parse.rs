@@ -12,9 +12,9 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use tch::Kind;
 
+use crate::checkpoint::pickle::MAX_DIMS;
 use crate::checkpoint::safetensors::header::KEY;
 use crate::checkpoint::safetensors::{MAX_TENSORS, kind};
-use crate::checkpoint::torch::MAX_DIMS;
 
 /// What a header says.
 pub(super) struct Header {

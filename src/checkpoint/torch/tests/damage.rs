@@ -52,7 +52,7 @@ fn damaged_pickles_never_panic() {
         (text("w"), Value::from(tensor("0", 1, &[3], &[1]))),
         (text("n"), Value::Tuple(vec![Value::Int(1 << 40), Value::Float(0.5), Value::None])),
     ]);
-    let pickle = crate::checkpoint::torch::write::pickle(&root, &[("0".to_owned(), 16)]).unwrap();
+    let pickle = crate::checkpoint::pickle::write(&root, &[("0".to_owned(), 16)]).unwrap();
     assert!(opened(&with_pickle(&pickle)).is_ok());
     for at in 0..pickle.len() {
         assert!(opened(&with_pickle(&pickle[..at])).is_err());

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use super::{KEY, plain};
 use crate::checkpoint::entry::{Entry, Location};
 use crate::checkpoint::part::Part;
+use crate::checkpoint::pickle::{TensorRef, Value, get};
 use crate::checkpoint::plain::Plain;
 use crate::checkpoint::source::Source;
-use crate::checkpoint::torch::{TensorRef, Value, get};
 
 pub(super) type Items = [(Value, Value)];
 type Parts = BTreeMap<String, Part>;
@@ -20,14 +20,14 @@ pub(super) type Problem = String;
 
 /// Where the storages lie.
 #[derive(Debug)]
-pub(super) struct Reader<'a> {
-    pub(super) source: &'a Arc<Source>,
-    pub(super) offsets: BTreeMap<String, u64>,
+pub(crate) struct Reader<'a> {
+    pub(crate) source: &'a Arc<Source>,
+    pub(crate) offsets: BTreeMap<String, u64>,
 }
 
 impl Reader<'_> {
     /// A dict of tensors is the model `model`; any other has its parts under their names.
-    pub(super) fn parts(&self, root: &Value) -> Result<Parts, Problem> {
+    pub(crate) fn parts(&self, root: &Value) -> Result<Parts, Problem> {
         let Value::Dict(items) = root else {
             return Err("it holds no dict, so that nothing in it has a name".to_owned());
         };
