@@ -20,7 +20,7 @@ impl Checkpoint {
     /// its size plus 256 MiB.
     ///
     /// A file of nothing but tensors is the model `model`. In a dict of PyTorch's each part has the key that Python
-    /// gave it, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the state dicts are recognised by
+    /// gave it, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the state dicts are recognized by
     /// their keys.
     ///
     /// An optimizer that Python built from `model.named_parameters()` (PyTorch 2.6) is restored by names. Any other is

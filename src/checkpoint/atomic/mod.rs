@@ -97,7 +97,7 @@ fn write<D: Disk>(
     fill: &mut Fill<'_>,
 ) -> Result<(), SaveError> {
     if let Some(permissions) = &place.permissions {
-        // First: nobody should be able to read what they could not read before.
+        // First: what a user could not read before stays unreadable.
         let set = file.set_permissions(permissions);
         set.map_err(cannot("set the permissions of", temporary))?;
     }

@@ -17,7 +17,7 @@ impl Machine<'_> {
         let made = match (function, &args[..]) {
             (Global::Other(what), _) => Node::Opaque(what),
             (Global::Counter, []) => Node::Dict(Vec::new()),
-            // The same dict: a counter is one, and nobody else has it.
+            // The same dict: a counter is one, and nothing else refers to it.
             (Global::Counter, &[counts]) if matches!(self.nodes[counts], Node::Dict(_)) => {
                 return self.push_id(counts);
             }

@@ -1,4 +1,4 @@
-//! Reading the header of a safetensors file, which anybody may have made: what it takes is bounded while it is read.
+//! Reading the header of a safetensors file, which may be hostile: what it takes is bounded while it is read.
 //!
 //! The safetensors crate reads headers, too, but takes some twenty times their memory, and takes the last of two
 //! tensors of one name, where other readers take the first.

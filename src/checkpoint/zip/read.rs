@@ -52,7 +52,7 @@ pub(crate) fn records<R: Read + Seek>(
             return Err(refuse("is encrypted"));
         }
         if entry.compression() != CompressionMethod::Stored {
-            // TorchScript compresses its code, which nobody here reads.
+            // TorchScript compresses its code, which is not read here.
             if rest.starts_with("code/") {
                 continue;
             }

@@ -35,7 +35,7 @@ fn damaged_files_are_refused_or_right() {
         for at in 0..bytes.len() {
             let mut damaged = bytes.clone();
             damaged[at] ^= flip;
-            // Bytes that nobody reads may change.
+            // Bytes that are not read may change.
             if let Some(found) = content(&damaged) {
                 assert_eq!(Some(found), right, "byte {at} by {flip}");
                 accepted += 1;
