@@ -10,7 +10,7 @@ use super::{KEY, groups, plain};
 use crate::checkpoint::WRITER;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::error::unsaveable;
-use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
 use crate::checkpoint::pickle::{TensorRef, Value};
 use crate::checkpoint::plain::Plain;
 use crate::error::Result;
@@ -67,6 +67,7 @@ impl<'a> Layout<'a> {
                     Plain::of(state).map_err(|error| unsaveable(name, error.to_string()))?;
                 (Some("scaler"), plain::to_python(&state))
             }
+            Part::State(part) => (Some("state"), self.state(part)),
             Part::Tensor(entry) => (Some("tensor"), self.tensor(entry)),
             Part::Value(value) => (Some("value"), plain::to_python(value)),
             Part::Empty => (None, Value::Dict(Vec::new())),
@@ -78,6 +79,18 @@ impl<'a> Layout<'a> {
     fn model(&mut self, tensors: &'a BTreeMap<String, Entry>) -> Value {
         let items = tensors.iter().map(|(name, entry)| (name.as_str().into(), self.tensor(entry)));
         Value::Dict(items.collect())
+    }
+
+    /// The values and the tensors in one dict.
+    fn state(&mut self, StatePart { tensors, values }: &'a StatePart) -> Value {
+        let mut items = match plain::to_python(values) {
+            Value::Dict(items) => items,
+            _ => Vec::new(),
+        };
+        let tensors =
+            tensors.iter().map(|(name, entry)| (name.as_str().into(), self.tensor(entry)));
+        items.extend(tensors);
+        Value::Dict(items)
     }
 
     /// PyTorch numbers the parameters through all groups. Their names stand at the root: beside the numbers they would

@@ -13,7 +13,7 @@ use crate::checkpoint::atomic::Target;
 use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::error::unsaveable;
-use crate::checkpoint::part::{OptimizerPart, Part, problem_of_name};
+use crate::checkpoint::part::{OptimizerPart, Part, StatePart, problem_of_name};
 use crate::checkpoint::plain::Plain;
 use crate::checkpoint::safetensors::header::{KEY, Manifest, PartManifest, VERSION, of_header};
 use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, MAX_TENSORS, dtype, too_much};
@@ -170,6 +170,9 @@ fn manifest(part: &Part) -> PartManifest {
             }
         }
         Part::Scaler(state) => PartManifest::Scaler { state: state.clone() },
+        Part::State(StatePart { tensors: _, values }) => {
+            PartManifest::State { value: values.clone(), non_finite: values.non_finite() }
+        }
         Part::Tensor(_) => PartManifest::Tensor,
         Part::Value(value) => {
             PartManifest::Value { value: value.clone(), non_finite: value.non_finite() }
