@@ -6,7 +6,7 @@ mod common;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, rng_state};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng, rng_state};
 use tch_amp::optim::{Adagrad, AdamW, Algorithm, Optimizer, Sgd};
 use tch_amp::{Error, GradScaler, GradScalerConfig};
 
@@ -63,7 +63,7 @@ impl Shuffled {
         checkpoint.add_model("model", &self.vs).unwrap();
         checkpoint.add_optimizer("optimizer", &mut self.opt).unwrap();
         checkpoint.add_scaler("scaler", &self.scaler).unwrap();
-        checkpoint.add_rng("rng", Device::Cpu).unwrap();
+        checkpoint.add("rng", &mut Rng(Device::Cpu)).unwrap();
         if self.vs.device() != Device::Cpu {
             checkpoint.add_rng("rng_device", self.vs.device()).unwrap();
         }
@@ -74,12 +74,13 @@ impl Shuffled {
     fn load(&mut self, path: &std::path::Path) {
         let checkpoint = Checkpoint::load(path).unwrap();
         self.step = checkpoint.value("step").unwrap();
+        let mut rng = Rng(Device::Cpu);
         let mut restore = checkpoint
             .restore()
             .model("model", &self.vs)
             .optimizer("optimizer", &mut self.opt)
             .scaler("scaler", &mut self.scaler)
-            .rng("rng", Device::Cpu);
+            .add("rng", &mut rng);
         if self.vs.device() != Device::Cpu {
             restore = restore.rng("rng_device", self.vs.device());
         }

@@ -3,8 +3,8 @@
 
 use tch::nn::{BatchNorm, Linear};
 use tch_amp::checkpoint::{
-    Better, Checkpoint, CheckpointError, CheckpointFile, CheckpointFolder, Format, Found, Restore,
-    Restored, SaveError, Start,
+    Better, Checkpoint, CheckpointError, CheckpointFile, CheckpointFolder, Format, Found, Prepared,
+    Restore, Restored, Rng, SaveError, SaveState, SavedState, Start,
 };
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
 use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
@@ -85,6 +85,7 @@ send_and_sync!(
     ParamGroupState,
     Policy,
     Restored,
+    Rng,
     Sgd,
     Start,
 );
@@ -107,6 +108,7 @@ only_send!(
     PerLossScalers,
     PolicyModule<Linear>,
     PolicyModuleT<BatchNorm>,
+    SaveState<'static>,
     StaticLossScale,
     StepOutcome,
     TakenSteps,
@@ -114,7 +116,7 @@ only_send!(
 
 // They borrow tensors, or what holds tensors, which another thread must not share.
 stays!(BackwardContext<'static>, GradOutputs<'static>, Parameters<'static>, Restore<'static>);
-stays!(Step<'static>, Unscaled<'static>);
+stays!(Prepared<'static>, SavedState<'static>, Step<'static>, Unscaled<'static>);
 
 // The state of autocast is the thread's: a guard that is dropped on another one would end a region there.
 stays!(AutocastGuard);

@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::part::Part;
 use crate::checkpoint::source::Source;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// What a file holds, and the checksums to verify it by.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ impl Archive {
             let for_all = |take: &mut dyn FnMut(&[u8])| {
                 self.source.read_chunks(*offset, *len, &mut |bytes| {
                     take(bytes);
-                    Ok(())
+                    Ok::<_, Error>(())
                 })
             };
             let same = match check {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint::source::{CHUNK, Source};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi;
 use crate::optim::Saved;
 
@@ -63,7 +63,10 @@ impl Entry {
     }
 
     /// Calls `take` with the bytes of the elements in row-major order, in chunks.
-    pub(crate) fn read(&self, take: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    pub(crate) fn read<E: From<Error>>(
+        &self,
+        take: &mut dyn FnMut(&[u8]) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
         match &self.data {
             Data::Memory(tensor) => read_tensor(tensor, self.len(), take),
             Data::File(Location { source, offset, stride: None }) => {
@@ -137,17 +140,23 @@ fn fill(to: &mut Tensor, len: usize, source: &Source, offset: u64) -> Result<()>
     source.read_chunks(offset, len as u64, &mut |bytes| {
         ffi::elements_write(to, first, bytes)?;
         first += (bytes.len() / width) as i64;
-        Ok(())
+        Ok::<_, Error>(())
     })
 }
 
-fn read_tensor(
-    tensor: &Tensor,
-    len: usize,
-    take: &mut dyn FnMut(&[u8]) -> Result<()>,
-) -> Result<()> {
+/// The numbers of a tensor in order, and the bytes of each.
+fn plain(tensor: &Tensor) -> Result<(Tensor, usize)> {
     let tensor = tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous()?;
     let width = tensor.f_kind()?.elt_size_in_bytes();
+    Ok((tensor, width))
+}
+
+fn read_tensor<E: From<Error>>(
+    tensor: &Tensor,
+    len: usize,
+    take: &mut dyn FnMut(&[u8]) -> std::result::Result<(), E>,
+) -> std::result::Result<(), E> {
+    let (tensor, width) = plain(tensor)?;
     let mut buffer = vec![0; CHUNK.min(len)];
     let mut done = 0;
     while done < len {

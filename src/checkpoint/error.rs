@@ -141,10 +141,10 @@ pub enum CheckpointError {
         cause: serde_json::Error,
     },
 
-    /// Reading or copying failed after everything had been checked: models and scalers may be half restored. Restore
-    /// again before they are used.
+    /// Reading or copying failed after everything had been checked: models, scalers and states of your own may be half
+    /// restored. Restore again before they are used.
     #[error(
-        "restoring stopped midway, and models and scalers may be half restored; do it again: {cause}"
+        "restoring stopped midway, and models, scalers and other states may be half restored; do it again: {cause}"
     )]
     Interrupted {
         /// What happened.

@@ -4,6 +4,9 @@
 
 use std::path::Path;
 
+#[cfg(doc)]
+use crate::checkpoint::Stateful;
+
 /// How a checkpoint is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -15,11 +18,12 @@ pub enum Format {
     /// | model | `NAME/VARIABLE` | `kind` |
     /// | optimizer | `NAME/PARAMETER/exp_avg` and so on | `param_groups`: options, `algorithm` and `params`, the names |
     /// | scaler | – | `state`, for `GradScaler.load_state_dict` |
+    /// | your own [`Stateful`] | `NAME/TENSOR` | `value`: a map of its values, as below |
     /// | tensor, random numbers | `NAME` | `kind` |
-    /// | value | – | `value`; an infinite number or NaN is the text `inf`, `-inf` or `nan`, and `non_finite` lists where |
+    /// | value, loss scale | – | `value`; an infinite number or NaN is the text `inf`, `-inf` or `nan`, and `non_finite` lists where |
     Safetensors,
     /// A file that Python's `torch.load(path, weights_only=True)` reads: a dict of the parts, each as its
-    /// `state_dict()` returns it.
+    /// `state_dict()` returns it. Your own [`Stateful`] is a dict of its values and tensors.
     ///
     /// PyTorch numbers the parameters of an optimizer, here in the order of the Rust optimizer. That differs from
     /// `module.parameters()` where tch makes variables in another order, as `nn::linear` does its bias and weight, and

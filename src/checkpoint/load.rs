@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::checkpoint::archive::Archive;
 use crate::checkpoint::source::Source;
-use crate::checkpoint::{Checkpoint, safetensors, torch};
+use crate::checkpoint::{Checkpoint, safetensors, torch, zip};
 use crate::error::Result;
 
 const NEITHER: &str = "it is neither safetensors nor a zip file of torch.save; if PyTorch before 1.6 wrote it, \
@@ -20,7 +20,7 @@ impl Checkpoint {
     /// its size plus 256 MiB.
     ///
     /// A file of nothing but tensors is the model `model`. In a dict of PyTorch's each part has the key that Python
-    /// gave it, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the state dicts are recognised by
+    /// gave it, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the state dicts are recognized by
     /// their keys.
     ///
     /// An optimizer that Python built from `model.named_parameters()` (PyTorch 2.6) is restored by names. Any other is
@@ -60,8 +60,8 @@ fn open(source: Arc<Source>) -> Result<Archive> {
     source.read_at(0, &mut start[..len])?;
     if safetensors::is_safetensors(&start[..len]) {
         safetensors::read(source)
-    } else if torch::is_zip(&start[..len]) {
-        torch::parts::read(source)
+    } else if zip::is_zip(&start[..len]) {
+        torch::read(source)
     } else {
         Err(source.damaged(NEITHER).into())
     }

@@ -1,6 +1,7 @@
 //! Model, optimizer and scaler in one file that survives a crash: a run goes on from it as if it had not stopped.
 //!
-//! [`Checkpoint`] is what one file holds. [`CheckpointFolder`] keeps the files of a run.
+//! [`Checkpoint`] is what one file holds. [`CheckpointFolder`] keeps the files of a run. [`Stateful`] is what goes into
+//! it: models, optimizers, scalers, loss scales, random numbers and types of your own.
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor, nn};
@@ -40,19 +41,23 @@ mod add;
 mod archive;
 mod atomic;
 mod checksum;
+mod convert;
 mod entry;
 mod error;
 mod folder;
 mod format;
 mod load;
+mod malformed;
 mod part;
+mod pickle;
 mod plain;
 mod restore;
-mod rng;
 mod safetensors;
 mod save;
 mod source;
+mod stateful;
 mod torch;
+mod zip;
 
 use std::collections::BTreeMap;
 
@@ -68,7 +73,7 @@ pub use error::CheckpointError;
 pub use folder::{Better, CheckpointFile, CheckpointFolder, Found, Start};
 pub use format::Format;
 pub use restore::{Restore, Restored};
-pub use rng::{rng_state, set_rng_state};
+pub use stateful::{Prepared, Rng, SaveState, SavedState, Stateful, rng_state, set_rng_state};
 
 /// The most values that a file may hold beside its tensors: many small ones take the most memory for their bytes.
 const MAX_VALUES: u64 = 2_000_000;

@@ -15,6 +15,7 @@ pub(crate) enum Part {
     Model(BTreeMap<String, Entry>),
     Optimizer(OptimizerPart),
     Scaler(GradScalerState),
+    State(StatePart),
     Tensor(Entry),
     Value(Plain),
     /// An empty dict of a Python program: a model without parameters, a value, or the state of a disabled scaler.
@@ -34,6 +35,14 @@ pub(crate) struct OptimizerPart {
     pub(crate) adam_or_adamw: bool,
 }
 
+/// The state of anything else, which has tensors.
+#[derive(Debug)]
+pub(crate) struct StatePart {
+    pub(crate) tensors: BTreeMap<String, Entry>,
+    /// A map.
+    pub(crate) values: Plain,
+}
+
 impl Part {
     /// With an article, for messages.
     pub(crate) fn describe(&self) -> String {
@@ -41,6 +50,7 @@ impl Part {
             Self::Model(_) => "a model",
             Self::Optimizer(_) => "an optimizer",
             Self::Scaler(_) => "a scaler",
+            Self::State(_) => "a state",
             Self::Tensor(_) => "a tensor",
             Self::Value(_) => "a value",
             Self::Empty => "empty",
@@ -52,7 +62,9 @@ impl Part {
     /// Every tensor with its name within the part, the only one of a [`Part::Tensor`] without.
     pub(crate) fn tensors(&self) -> Box<dyn Iterator<Item = (String, &Entry)> + '_> {
         match self {
-            Self::Model(tensors) => Box::new(tensors.iter().map(|(n, entry)| (n.clone(), entry))),
+            Self::Model(tensors) | Self::State(StatePart { tensors, .. }) => {
+                Box::new(tensors.iter().map(|(n, entry)| (n.clone(), entry)))
+            }
             Self::Optimizer(part) => {
                 Box::new(part.state.iter().flat_map(|(parameter, entries)| {
                     entries.iter().map(move |(key, entry)| (format!("{parameter}/{key}"), entry))

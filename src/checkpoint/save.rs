@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::Part;
@@ -40,43 +40,57 @@ impl Checkpoint {
             let problem = "it was not understood when it was loaded; make a new checkpoint of the parts that you need";
             return Err(unsaveable(name, problem).into());
         }
-        let mut failure = None;
-        let mut failed = |error| into_io(error, &mut failure);
+        let mut tensor = None;
+        let mut note = |failure: Failure| failure.note(&mut tensor);
         let replaced = match format {
             Format::Safetensors => {
                 let mut plan = safetensors::Plan::new(&self.parts)?;
                 atomic::replace(path.as_ref(), &mut |out| {
-                    safetensors::write(&mut plan, out).map_err(&mut failed)
+                    safetensors::write(&mut plan, out).map_err(&mut note)
                 })
             }
             Format::Torch => {
-                let plan = torch::parts::Plan::new(&self.parts)?;
-                atomic::replace(path.as_ref(), &mut |out| {
-                    torch::parts::write(&plan, out, &mut failed)
-                })
+                let layout = torch::plan(&self.parts)?;
+                atomic::replace(path.as_ref(), &mut |out| torch::write(&layout, out, &mut note))
             }
         };
-        match (failure, replaced) {
+        match (tensor, replaced) {
             (Some(error), Err(_)) => Err(error),
             (_, replaced) => Ok(replaced.map_err(CheckpointError::from)?),
         }
     }
 }
 
-/// What a write into the temporary file has met. [`atomic::replace`] has seen it itself and knows where.
-pub(super) fn interrupted(cause: io::Error) -> Error {
-    CheckpointError::Io { action: WRITE, path: PathBuf::new(), cause }.into()
+/// Why the content of a checkpoint could not be written.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// The system refused. [`atomic::replace`] adds which file it is.
+    File(io::Error),
+    /// A tensor could not be read.
+    Tensor(Error),
 }
 
-const WRITE: &str = "write";
-
-/// Hands the system's errors on, and keeps any other for the caller.
-fn into_io(error: Error, failure: &mut Option<Error>) -> io::Error {
-    match error {
-        Error::Checkpoint(CheckpointError::Io { action: WRITE, cause, .. }) => cause,
-        other => {
-            *failure = Some(other);
-            io::Error::other("a tensor could not be read")
+impl Failure {
+    /// Hands the system's errors on, and keeps any other for the caller.
+    fn note(self, tensor: &mut Option<Error>) -> io::Error {
+        match self {
+            Self::File(error) => error,
+            Self::Tensor(error) => {
+                *tensor = Some(error);
+                io::Error::other("a tensor could not be read")
+            }
         }
+    }
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::File(error)
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Tensor(error)
     }
 }

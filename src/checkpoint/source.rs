@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use crate::checkpoint::CheckpointError;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Bytes that are read or written at once: they stay in the cache of a core. A multiple of every element's size.
 pub(crate) const CHUNK: usize = 1 << 18;
@@ -82,12 +82,12 @@ impl Source {
     }
 
     /// Calls `take` with these bytes, in order and in chunks.
-    pub(crate) fn read_chunks(
+    pub(crate) fn read_chunks<E: From<Error>>(
         &self,
         mut offset: u64,
         len: u64,
-        take: &mut dyn FnMut(&[u8]) -> Result<()>,
-    ) -> Result<()> {
+        take: &mut dyn FnMut(&[u8]) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
         let mut buffer = vec![0; CHUNK.min(usize::try_from(len).unwrap_or(CHUNK))];
         let end = offset + len;
         while offset < end {

@@ -266,15 +266,6 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Fails as [`load_state_dict`](Self::load_state_dict) would.
-    pub(crate) fn check_state_dict(&self, state: &GradScalerState) -> Result<()> {
-        if self.scale.is_some() {
-            self.check_closed("load_state_dict")?;
-            state.load(&self.config)?;
-        }
-        Ok(())
-    }
-
     fn check_closed(&self, call: &'static str) -> Result<()> {
         if self.iteration.borrow().is_open() { Err(Error::IterationOpen { call }) } else { Ok(()) }
     }

@@ -7,11 +7,14 @@ mod common;
 mod damage;
 mod folder;
 mod golden;
+mod kinds;
 mod memory;
 mod names;
+mod own;
 mod python;
 mod refused;
 mod round_trip;
+mod stateful;
 mod values;
 
 use tch::nn::{self, VarStore};

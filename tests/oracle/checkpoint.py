@@ -4,6 +4,8 @@ save FOLDER: trains a little and writes FOLDER/ALGORITHM.pt for each optimizer, 
 next steps as hexadecimal floats.
 resume FOLDER: loads each FOLDER/ALGORITHM.pt as this crate wrote it, into model, optimizer and scaler, for optimizers
 that are built in several ways, and prints some values and the next losses.
+state FOLDER: reads FOLDER/rust.pt, which has states of the program's own, prints them, and writes FOLDER/python.pt with
+others.
 save_norm FILE, load_norm FILE: a model with a norm, whose running variances are printed.
 golden FILE: writes what tests/checkpoint/golden.rs expects.
 odd FOLDER: writes files with what Python programs save besides.
@@ -110,6 +112,16 @@ def resume_one(path, name, way):
     print(*values, end=": ")
     print(*train(net, opt, scale, STEPS, overflow=(1,)))
     opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def state(folder):
+    saved = torch.load(f"{folder}/rust.pt", weights_only=True)
+    print({**saved["ema"], "w": saved["ema"]["w"].tolist()}, saved["decay"], saved["loss_scale"])
+    net = model()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD(net.parameters(), lr=0.5), 0.5)
+    ema = {"updates": 4, "w": torch.tensor([0.25, 0.5])}
+    decay = {"lr": schedule.get_last_lr()[0], "epoch": schedule.state_dict()["last_epoch"]}
+    torch.save({"ema": ema, "decay": decay, "schedule": schedule.state_dict()}, f"{folder}/python.pt")
 
 
 def norm():
@@ -222,5 +234,5 @@ def version():
 
 
 if __name__ == "__main__":
-    commands = [save, resume, save_norm, load_norm, golden, odd, version, safe]
+    commands = [save, resume, state, save_norm, load_norm, golden, odd, version, safe]
     {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

@@ -26,8 +26,6 @@ pub(crate) trait Target: Write + Seek {}
 /// Writes the content of a file.
 type Fill<'a> = dyn FnMut(&mut dyn Target) -> io::Result<()> + 'a;
 
-const RENAME: &str = "rename";
-
 /// How many taken names are passed over: in a container the process ID is the same at every start.
 const MAX_TEMPORARY_TRIES: usize = 1000;
 
@@ -59,13 +57,12 @@ pub(crate) fn replace_on<D: Disk>(
     let folder = disk.open_folder(&place.folder);
     let folder = folder.map_err(cannot("open the folder", &place.folder))?;
     let (temporary, file) = create(disk, place)?;
-    let written = write(disk, file, place, &temporary.path, fill);
-    let renamed = written.and_then(|()| {
-        disk.rename(&temporary.path, &place.path).map_err(cannot(RENAME, &place.path))
-    });
-    match renamed {
+    if let Err(error) = write(disk, file, place, &temporary.path, fill) {
+        return Err(temporary.discard(error));
+    }
+    match disk.rename(&temporary.path, &place.path) {
         Ok(()) => temporary.keep(),
-        Err(error) => return Err(temporary.discard(error)),
+        Err(cause) => return Err(temporary.not_renamed(&place.path, cause)),
     }
     let action = "sync the folder";
     let path = || place.path.clone();
@@ -100,7 +97,7 @@ fn write<D: Disk>(
     fill: &mut Fill<'_>,
 ) -> Result<(), SaveError> {
     if let Some(permissions) = &place.permissions {
-        // First: nobody should be able to read what they could not read before.
+        // First: what a user could not read before stays unreadable.
         let set = file.set_permissions(permissions);
         set.map_err(cannot("set the permissions of", temporary))?;
     }
@@ -124,21 +121,34 @@ impl<D: Disk> Temporary<'_, D> {
 
     /// Removes the file after an error, and says so where that fails.
     fn discard(mut self, error: SaveError) -> SaveError {
-        self.ours = false;
-        match (self.disk.remove(&self.path), error) {
-            (Ok(()), error) => error,
-            (Err(removal), error) if removal.kind() == ErrorKind::NotFound => match error {
-                // A network file system may lose the answer and ask again for what has been done.
-                SaveError::Io { action: RENAME, path, cause } => {
-                    SaveError::Indeterminate { action: RENAME, path, cause }
-                }
-                error => error,
-            },
-            (Err(removal), error) => {
-                let path = self.path.clone();
-                SaveError::Leftover { path, removal, cause: Box::new(error) }
-            }
+        match self.remove() {
+            Ok(_) => error,
+            Err(removal) => self.leftover(removal, error),
         }
+    }
+
+    /// Discards the file that could not be renamed.
+    fn not_renamed(mut self, to: &Path, cause: io::Error) -> SaveError {
+        const ACTION: &str = "rename";
+        match self.remove() {
+            // A network file system may lose the answer and ask again for what has been done.
+            Ok(false) => SaveError::Indeterminate { action: ACTION, path: to.to_owned(), cause },
+            Ok(true) => cannot(ACTION, to)(cause),
+            Err(removal) => self.leftover(removal, cannot(ACTION, to)(cause)),
+        }
+    }
+
+    /// Removes the file, and says whether it was there.
+    fn remove(&mut self) -> io::Result<bool> {
+        self.ours = false;
+        match self.disk.remove(&self.path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+            removed => removed.map(|()| true),
+        }
+    }
+
+    fn leftover(&self, removal: io::Error, cause: SaveError) -> SaveError {
+        SaveError::Leftover { path: self.path.clone(), removal, cause: Box::new(cause) }
     }
 }
 

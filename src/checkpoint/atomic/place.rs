@@ -94,8 +94,8 @@ fn replaced(name: &OsStr) -> Option<&str> {
     (!name.is_empty() && is_number(process) && is_number(counter)).then_some(name)
 }
 
-/// Removes the temporary files of a folder that nobody has written to for that long, and says how many there were. Only
-/// those that were to replace a file `of` such a name.
+/// Removes the temporary files of a folder that have not been written to for that long, and says how many there were.
+/// Only those that were to replace a file `of` such a name.
 ///
 /// A file that is being written is never old, but one may wait for its data to be synced: minutes are too short an age.
 pub(crate) fn remove_leftovers(

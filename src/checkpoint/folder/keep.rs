@@ -15,7 +15,7 @@ use crate::error::Result;
 /// A save writes more often than this: an older temporary file was left by a killed one.
 const LEFTOVER_AGE: Duration = Duration::from_secs(3600);
 
-/// Which score is the better one. As `mode` of Lightning's `ModelCheckpoint`.
+/// Which score is the better one. Lightning's counterpart is the `mode` of a `ModelCheckpoint`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Better {
     /// The lower score, as with a loss.

@@ -31,7 +31,7 @@ pub(super) fn parse(name: &str) -> Option<(u64, Option<f64>)> {
             None => (stem, None),
         };
         let step = step.strip_prefix(STEP)?.parse().ok()?;
-        // Only what we would write: a copy under a similar name is somebody's own.
+        // Only what we would write: a copy under a similar name belongs to the user.
         (of(step, score, format) == name).then_some((step, score))
     })
 }

@@ -2,94 +2,83 @@
 
 #![forbid(unsafe_code)]
 
-mod model;
 pub(super) mod names;
-mod optimizer;
+mod restored;
 
+use std::fmt;
+
+use tch::Device;
 use tch::nn::VarStore;
-use tch::{Device, Tensor};
 
-use crate::checkpoint::part::Part;
-use crate::checkpoint::restore::model::Variable;
 use crate::checkpoint::restore::names::Names;
-use crate::checkpoint::{Checkpoint, CheckpointError, other_part, rng_state, set_rng_state};
+use crate::checkpoint::stateful::{Model, Prepared};
+use crate::checkpoint::{Checkpoint, CheckpointError, Rng, SavedState, Stateful};
 use crate::error::Result;
-use crate::optim::{Loaded, Optimizer};
+use crate::optim::Optimizer;
 use crate::{GradScaler, PerLossScalers};
+
+pub use restored::Restored;
 
 /// Picks the parts of a checkpoint that are to be restored, and what they go into; then [`apply`](Self::apply) does it.
 ///
 /// The devices may be others than those at save time. By default the names and shapes must be the same, and a model's
 /// dtypes too; an optimizer's state is converted to the dtypes of its parameters, as in PyTorch.
-#[derive(Debug)]
 #[must_use = "nothing is restored before `apply`"]
 pub struct Restore<'a> {
     checkpoint: &'a Checkpoint,
-    strict: bool,
-    cast: bool,
-    names: Names,
-    models: Vec<(String, &'a VarStore)>,
-    optimizers: Vec<(String, &'a mut Optimizer)>,
-    scalers: Vec<(String, &'a mut GradScaler)>,
-    rngs: Vec<(String, Device)>,
+    options: Options,
+    targets: Vec<(String, Box<dyn Stateful + 'a>)>,
 }
 
-/// What a restore left out, as `part/name`. As the result of PyTorch's `load_state_dict`, with `skipped_keys` besides.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Restored {
-    /// Names that the checkpoint lacks; they keep their values. Empty unless [`strict`](Restore::strict) is false.
-    pub missing_keys: Vec<String>,
-    /// Names that only the checkpoint has, as it has them. Empty unless [`strict`](Restore::strict) is false.
-    pub unexpected_keys: Vec<String>,
-    /// Names that [`skip`](Restore::skip) has left as they are.
-    pub skipped_keys: Vec<String>,
+/// How to restore.
+#[derive(Debug)]
+pub(crate) struct Options {
+    pub(crate) strict: bool,
+    pub(crate) cast: bool,
+    pub(crate) names: Names,
 }
 
 impl<'a> Restore<'a> {
     pub(crate) fn new(checkpoint: &'a Checkpoint) -> Self {
-        Self {
-            checkpoint,
-            strict: true,
-            cast: false,
-            names: Names::default(),
-            models: Vec::new(),
-            optimizers: Vec::new(),
-            scalers: Vec::new(),
-            rngs: Vec::new(),
-        }
+        let options = Options { strict: true, cast: false, names: Names::default() };
+        Self { checkpoint, options, targets: Vec::new() }
+    }
+
+    /// Restores anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random numbers, and types of
+    /// your own.
+    pub fn add(self, name: &str, target: &'a mut dyn Stateful) -> Self {
+        self.target(name, target)
+    }
+
+    fn target(mut self, name: &str, target: impl Stateful + 'a) -> Self {
+        self.targets.push((name.to_owned(), Box::new(target)));
+        self
     }
 
     /// Restores the variables of a VarStore, in place.
-    pub fn model(mut self, name: &str, model: &'a VarStore) -> Self {
-        self.models.push((name.to_owned(), model));
-        self
+    pub fn model(self, name: &str, model: &'a VarStore) -> Self {
+        self.target(name, Model(model))
     }
 
     /// Restores an optimizer: the state of every parameter, and the groups with their options, which replace those that
     /// `optimizer` has, the learning rate included.
-    pub fn optimizer(mut self, name: &str, optimizer: &'a mut Optimizer) -> Self {
-        self.optimizers.push((name.to_owned(), optimizer));
-        self
+    pub fn optimizer(self, name: &str, optimizer: &'a mut Optimizer) -> Self {
+        self.target(name, optimizer)
     }
 
     /// Restores a scaler. A disabled one stays as it is.
-    pub fn scaler(mut self, name: &str, scaler: &'a mut GradScaler) -> Self {
-        self.scalers.push((name.to_owned(), scaler));
-        self
+    pub fn scaler(self, name: &str, scaler: &'a mut GradScaler) -> Self {
+        self.target(name, scaler)
     }
 
     /// Restores the scalers of several losses, which [`Checkpoint::add_scalers`] added.
-    pub fn scalers(mut self, name: &str, scalers: &'a mut PerLossScalers) -> Self {
-        let named = |(loss_id, scaler)| (format!("{name}.{loss_id}"), scaler);
-        self.scalers.extend(scalers.scalers_mut().enumerate().map(named));
-        self
+    pub fn scalers(self, name: &str, scalers: &'a mut PerLossScalers) -> Self {
+        self.target(name, scalers)
     }
 
     /// Restores the state of a device's default random number generator.
-    pub fn rng(mut self, name: &str, device: Device) -> Self {
-        self.rngs.push((name.to_owned(), device));
-        self
+    pub fn rng(self, name: &str, device: Device) -> Self {
+        self.target(name, Rng(device))
     }
 
     /// Sets whether names that are missing or unexpected are errors. True by default; otherwise [`Restored`] lists
@@ -102,7 +91,7 @@ impl<'a> Restore<'a> {
     /// The batches that Python's norms count, as `num_batches_tracked`, are never missing or unexpected: tch's norms do
     /// not count them.
     pub fn strict(mut self, strict: bool) -> Self {
-        self.strict = strict;
+        self.options.strict = strict;
         self
     }
 
@@ -136,7 +125,7 @@ impl<'a> Restore<'a> {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn rename_prefix(mut self, from: &str, to: &str) -> Self {
-        self.names.rename_prefix(from, to);
+        self.options.names.rename_prefix(from, to);
         self
     }
 
@@ -146,112 +135,56 @@ impl<'a> Restore<'a> {
     ///
     /// The names are those of the VarStore, after [`rename_prefix`](Self::rename_prefix).
     pub fn skip(mut self, patterns: &[impl AsRef<str>]) -> Self {
-        self.names.skip(patterns);
+        self.options.names.skip(patterns);
         self
     }
 
     /// Sets whether a model's tensors of another dtype are converted. False by default: it is an error.
     pub fn cast(mut self, cast: bool) -> Self {
-        self.cast = cast;
+        self.options.cast = cast;
         self
     }
 
     /// Restores all that was picked, or changes nothing. Waits for the devices.
     ///
-    /// Until all is read, the optimizers keep their old state beside the new one: it needs memory for a second one.
+    /// Everything is checked first, and what needs memory is made; then the tensors are read into their places, and then
+    /// all the rest is taken over. Until then the optimizers keep their old state beside the new one: it needs memory for
+    /// a second one.
     ///
     /// # Errors
     ///
     /// [`CheckpointError::NoPart`], [`CheckpointError::OtherPart`], [`CheckpointError::Keys`] and
-    /// [`CheckpointError::Tensor`]; [`Error::OptimizerState`](crate::Error::OptimizerState) and the others of
-    /// [`Optimizer::load_state_dict`]; those of [`GradScaler::load_state_dict`] and [`set_rng_state`].
-    /// [`CheckpointError::Interrupted`] when the file can no longer be read though it was: only then models and scalers
-    /// may be half restored.
+    /// [`CheckpointError::Tensor`]; those of [`Stateful::prepare_restore`], among them
+    /// [`Error::OptimizerState`](crate::Error::OptimizerState) and the others of [`Optimizer::load_state_dict`], and
+    /// those of [`GradScaler::load_state_dict`] and [`set_rng_state`](crate::checkpoint::set_rng_state).
+    /// [`CheckpointError::Interrupted`] when the file can no longer be read though it was: only then models, scalers and
+    /// states of your own may be half restored.
     pub fn apply(self) -> Result<Restored> {
+        let Self { checkpoint, options, mut targets } = self;
         let mut restored = Restored::default();
-        let mut models = Vec::with_capacity(self.models.len());
-        for (name, model) in &self.models {
-            models.push(self.check_model(name, model, &mut restored)?);
+        let mut all = Prepared::default();
+        for (name, target) in &mut targets {
+            let saved = SavedState::new(checkpoint, name, &options);
+            let prepared = target.prepare_restore(&saved)?;
+            saved.finish(&mut restored)?;
+            prepared.check(options.cast)?;
+            all = all.and(prepared);
         }
-        let scalers = self.scaler_states()?;
-        for ((_, scaler), state) in self.scalers.iter().zip(&scalers) {
-            scaler.check_state_dict(state)?;
-        }
-        let rngs = self.rng_states()?;
-        let (checkpoint, strict, names) = (self.checkpoint, self.strict, &self.names);
-        let mut optimizers: Vec<(&mut Optimizer, Loaded)> = Vec::new();
-        for (name, optimizer) in self.optimizers {
-            let loaded =
-                optimizer::prepare(checkpoint, &name, optimizer, (names, strict), &mut restored)?;
-            optimizers.push((optimizer, loaded));
-        }
-        let before = set_rngs(&rngs)?;
         // Also when it stops midway.
         crate::clear_autocast_cache();
-        let mut variables = models.iter().flatten();
-        let mut scalers = self.scalers.into_iter().zip(&scalers);
-        let copied = variables.try_for_each(Variable::copy).and_then(|()| {
-            scalers.try_for_each(|((_, scaler), state)| scaler.load_state_dict(state))
-        });
-        if let Err(cause) = copied {
-            reset_rngs(&before);
-            return Err(CheckpointError::Interrupted { cause: Box::new(cause) }.into());
-        }
-        for (optimizer, loaded) in optimizers {
-            optimizer.finish_load(loaded);
-        }
+        all.commit().map_err(|cause| CheckpointError::Interrupted { cause: Box::new(cause) })?;
         Ok(restored)
     }
-
-    fn scaler_states(&self) -> Result<Vec<crate::GradScalerState>> {
-        let state = |(name, _): &(String, _)| match self.checkpoint.part(name)? {
-            Part::Scaler(state) => Ok(state.clone()),
-            Part::Empty => Ok(crate::GradScalerState::default()),
-            other => Err(other_part(name, "a scaler", other)),
-        };
-        self.scalers.iter().map(state).collect()
-    }
-
-    fn rng_states(&self) -> Result<RngStates> {
-        let state = |(name, device): &(String, _)| Ok((*device, self.checkpoint.tensor(name)?));
-        self.rngs.iter().map(state).collect()
-    }
-
-    /// Refuses names that do not fit, or notes them.
-    fn judge(
-        part: &str,
-        strict: bool,
-        missing: Vec<String>,
-        unexpected: Vec<String>,
-        restored: &mut Restored,
-    ) -> Result<()> {
-        if strict && !(missing.is_empty() && unexpected.is_empty()) {
-            let part = part.to_owned();
-            return Err(CheckpointError::Keys { part, missing, unexpected }.into());
-        }
-        let full = |name| format!("{part}/{name}");
-        restored.missing_keys.extend(missing.into_iter().map(full));
-        restored.unexpected_keys.extend(unexpected.into_iter().map(full));
-        Ok(())
-    }
 }
 
-type RngStates = Vec<(Device, Tensor)>;
-
-/// Sets all states, or none. Returns those before.
-fn set_rngs(states: &RngStates) -> Result<RngStates> {
-    let before = |(device, _): &(Device, _)| Ok((*device, rng_state(*device)?));
-    let before = states.iter().map(before).collect::<Result<RngStates>>()?;
-    let set = states.iter().try_for_each(|(device, state)| set_rng_state(*device, state));
-    if set.is_err() {
-        reset_rngs(&before);
-    }
-    set.map(|()| before)
-}
-
-fn reset_rngs(states: &RngStates) {
-    for (device, state) in states {
-        // What went wrong before is the error to be seen.
-        drop(set_rng_state(*device, state));
+impl fmt::Debug for Restore<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<_> = self.targets.iter().map(|(name, _)| name).collect();
+        let Self { checkpoint, options, .. } = self;
+        f.debug_struct("Restore")
+            .field("checkpoint", checkpoint)
+            .field("options", options)
+            .field("targets", &names)
+            .finish()
     }
 }

@@ -46,6 +46,11 @@ pub(crate) enum PartManifest {
     Scaler {
         state: GradScalerState,
     },
+    State {
+        value: Plain,
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        non_finite: Vec<String>,
+    },
     Tensor,
     Value {
         value: Plain,
@@ -95,10 +100,14 @@ impl TryFrom<Fields> for PartManifest {
             }
             "scaler" => Self::Scaler { state: state.ok_or_else(|| missing("state"))? },
             "tensor" => Self::Tensor,
-            "value" => {
+            "value" | "state" => {
                 let value = value.with_non_finite(&non_finite);
                 let value = value.ok_or("a value has no float where it should have one")?;
-                Self::Value { value, non_finite }
+                match (kind.as_str(), &value) {
+                    ("value", _) => Self::Value { value, non_finite },
+                    (_, Plain::Map(_)) => Self::State { value, non_finite },
+                    _ => return Err("a state is no map of values".to_owned()),
+                }
             }
             "empty" => Self::Empty,
             _ => return Err(format!("a part is of the unknown kind {kind}")),

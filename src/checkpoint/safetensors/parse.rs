@@ -1,4 +1,4 @@
-//! Reading the header of a safetensors file, which anybody may have made: what it takes is bounded while it is read.
+//! Reading the header of a safetensors file, which may be hostile: what it takes is bounded while it is read.
 //!
 //! The safetensors crate reads headers, too, but takes some twenty times their memory, and takes the last of two
 //! tensors of one name, where other readers take the first.
@@ -12,9 +12,9 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use tch::Kind;
 
+use crate::checkpoint::pickle::MAX_DIMS;
 use crate::checkpoint::safetensors::header::KEY;
 use crate::checkpoint::safetensors::{MAX_TENSORS, kind};
-use crate::checkpoint::torch::MAX_DIMS;
 
 /// What a header says.
 pub(super) struct Header {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
 use crate::checkpoint::entry::{Entry, Location};
-use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
 use crate::checkpoint::safetensors::header::{Manifest, PartManifest, VERSION, Version, of_header};
 use crate::checkpoint::safetensors::parse::{self, Header};
 use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, too_much};
@@ -45,7 +45,7 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     });
     match manifest {
         Some(manifest) => with_manifest(&source, manifest, entries.collect()),
-        // Anybody's file: a model, without checksums.
+        // A file of another program: a model, without checksums.
         None => {
             let tensors = entries.map(|(name, _, entry)| (name, entry)).collect();
             let parts = BTreeMap::from([("model".to_owned(), Part::Model(tensors))]);
@@ -136,6 +136,9 @@ fn empty(part: PartManifest) -> Option<Part> {
         PartManifest::Scaler { state } => Part::Scaler(state),
         PartManifest::Value { value, .. } => Part::Value(value),
         PartManifest::Empty => Part::Empty,
+        PartManifest::State { value: values, .. } => {
+            Part::State(StatePart { tensors: BTreeMap::new(), values })
+        }
         PartManifest::Tensor => return None,
     })
 }
@@ -146,7 +149,9 @@ fn give(parts: &mut BTreeMap<String, Part>, name: &str, entry: Entry) -> bool {
         return parts.insert(name.to_owned(), Part::Tensor(entry)).is_none();
     };
     match parts.get_mut(part) {
-        Some(Part::Model(tensors)) => tensors.insert(rest.to_owned(), entry).is_none(),
+        Some(Part::Model(tensors) | Part::State(StatePart { tensors, .. })) => {
+            tensors.insert(rest.to_owned(), entry).is_none()
+        }
         Some(Part::Optimizer(optimizer)) => match rest.rsplit_once('/') {
             Some((parameter, key)) => {
                 let entries = optimizer.state.entry(parameter.to_owned()).or_default();

@@ -13,11 +13,11 @@ use crate::checkpoint::atomic::Target;
 use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::error::unsaveable;
-use crate::checkpoint::part::{OptimizerPart, Part, problem_of_name};
+use crate::checkpoint::part::{OptimizerPart, Part, StatePart, problem_of_name};
 use crate::checkpoint::plain::Plain;
 use crate::checkpoint::safetensors::header::{KEY, Manifest, PartManifest, VERSION, of_header};
 use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, MAX_TENSORS, dtype, too_much};
-use crate::checkpoint::save::interrupted;
+use crate::checkpoint::save::Failure;
 use crate::error::Result;
 
 type Parts = BTreeMap<String, Part>;
@@ -61,6 +61,14 @@ impl<'a> Plan<'a> {
         Ok(plan)
     }
 
+    /// Takes the checksum of the header, when those of the tensors are there.
+    fn sign(&mut self) -> Result<()> {
+        let own = of_header(&self.header()?, self.manifest.checksum);
+        let none = || unsaveable(WHOLE, "its header has no checksum");
+        self.manifest.checksum = own.ok_or_else(none)?;
+        Ok(())
+    }
+
     /// The header with the checksums as they are now. Its length does not depend on them.
     fn header(&self) -> Result<Vec<u8>> {
         let refuse = |error: serde_json::Error| unsaveable(WHOLE, error.to_string());
@@ -94,27 +102,22 @@ fn read_again(name: &str, part: &PartManifest) -> Result<()> {
 }
 
 /// Writes the tensors and their checksums, which are taken on the way.
-pub(crate) fn write(plan: &mut Plan<'_>, out: &mut dyn Target) -> Result<()> {
+pub(crate) fn write(plan: &mut Plan<'_>, out: &mut dyn Target) -> std::result::Result<(), Failure> {
     let blank = vec![b' '; 8 + plan.header_len];
-    put(out, &blank)?;
+    out.write_all(&blank)?;
     for (index, (_, _, entry)) in plan.tensors.iter().enumerate() {
         let mut hash = Xxh3Default::new();
         entry.read(&mut |bytes| {
             hash.update(bytes);
-            put(out, bytes)
+            Ok::<_, Failure>(out.write_all(bytes)?)
         })?;
         plan.manifest.checksums[index] = Checksum(hash.digest());
     }
-    let own = of_header(&plan.header()?, plan.manifest.checksum);
-    plan.manifest.checksum = own.ok_or_else(|| unsaveable(WHOLE, "its header has no checksum"))?;
+    plan.sign()?;
     let header = plan.header()?;
-    out.seek(SeekFrom::Start(0)).map_err(interrupted)?;
-    put(out, &(header.len() as u64).to_le_bytes())?;
-    put(out, &header)
-}
-
-fn put(out: &mut dyn Target, bytes: &[u8]) -> Result<()> {
-    out.write_all(bytes).map_err(interrupted)
+    out.seek(SeekFrom::Start(0))?;
+    out.write_all(&(header.len() as u64).to_le_bytes())?;
+    Ok(out.write_all(&header)?)
 }
 
 /// Gives every tensor its place: the widest elements first, so that all are aligned, and then by name.
@@ -167,6 +170,9 @@ fn manifest(part: &Part) -> PartManifest {
             }
         }
         Part::Scaler(state) => PartManifest::Scaler { state: state.clone() },
+        Part::State(StatePart { tensors: _, values }) => {
+            PartManifest::State { value: values.clone(), non_finite: values.non_finite() }
+        }
         Part::Tensor(_) => PartManifest::Tensor,
         Part::Value(value) => {
             PartManifest::Value { value: value.clone(), non_finite: value.non_finite() }

@@ -35,7 +35,7 @@ fn damaged_files_are_refused_or_right() {
         for at in 0..bytes.len() {
             let mut damaged = bytes.clone();
             damaged[at] ^= flip;
-            // Bytes that nobody reads may change.
+            // Bytes that are not read may change.
             if let Some(found) = content(&damaged) {
                 assert_eq!(Some(found), right, "byte {at} by {flip}");
                 accepted += 1;
@@ -52,7 +52,7 @@ fn damaged_pickles_never_panic() {
         (text("w"), Value::from(tensor("0", 1, &[3], &[1]))),
         (text("n"), Value::Tuple(vec![Value::Int(1 << 40), Value::Float(0.5), Value::None])),
     ]);
-    let pickle = crate::checkpoint::torch::write::pickle(&root, &[("0".to_owned(), 16)]).unwrap();
+    let pickle = crate::checkpoint::pickle::write(&root, &[("0".to_owned(), 16)]).unwrap();
     assert!(opened(&with_pickle(&pickle)).is_ok());
     for at in 0..pickle.len() {
         assert!(opened(&with_pickle(&pickle[..at])).is_err());

@@ -1,4 +1,4 @@
-//! Pickles that somebody made to harm are refused.
+//! Pickles that were made to harm are refused.
 
 use super::*;
 
@@ -208,7 +208,7 @@ fn tensors_cannot_reach_out_of_their_storage() {
 #[test]
 fn other_tensors_are_refused() {
     let args = b"K\x00K\x04\x85K\x01\x85";
-    let hooks = b"\x89}K\x01Ns"; // Somebody's hooks.
+    let hooks = b"\x89}K\x01Ns"; // Hooks.
     let conjugated = b"\x89}}X\x04\0\0\0conj\x88stR";
     for extras in [&[hooks.as_slice(), b"tR"].concat()[..], conjugated] {
         let opened = opened(&with_tensor(&[args, extras].concat())).unwrap();

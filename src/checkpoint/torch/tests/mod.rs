@@ -17,7 +17,9 @@ use ::zip::{CompressionMethod, ZipWriter};
 
 use tch::Kind;
 
-use super::{Limits, Malformed, Opened, TensorRef, Value, open, save};
+use super::{Opened, open, save};
+use crate::checkpoint::malformed::Malformed;
+use crate::checkpoint::pickle::{Limits, TensorRef, Value};
 
 /// Every dtype that a file can have.
 pub(super) const KINDS: [Kind; 17] = [

@@ -8,7 +8,7 @@ use std::process::Command;
 use tch::Kind;
 
 use super::*;
-use crate::checkpoint::torch::globals::names;
+use crate::checkpoint::pickle::globals::names;
 
 /// A value as oracle.py writes it.
 #[derive(Default)]

@@ -3,7 +3,7 @@
 use tch::Kind;
 
 use super::*;
-use crate::checkpoint::torch::is_zip;
+use crate::checkpoint::zip::is_zip;
 
 fn everything() -> Value {
     let ints = [0, 1, -1, 255, 256, 65_535, 65_536, -129, i64::MAX, i64::MIN, 1 << 40];

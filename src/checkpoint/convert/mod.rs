@@ -4,13 +4,12 @@
 
 mod from;
 mod groups;
-mod load;
 mod optimizer;
 mod plain;
-mod store;
+mod to;
 
-pub(crate) use load::read;
-pub(crate) use store::{Plan, write};
+pub(crate) use from::Reader;
+pub(crate) use to::Layout;
 
 /// Beside the parts, under this name, stands what PyTorch's layout cannot tell: which kind each of them is.
-pub(crate) const KEY: &str = "tch_amp";
+const KEY: &str = "tch_amp";

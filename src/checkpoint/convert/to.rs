@@ -1,40 +1,38 @@
-//! Writing a file of PyTorch's.
+//! From the parts of a checkpoint to PyTorch's values.
 
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
-use std::io::{self, BufWriter};
 
 use tch::Device;
 
 use super::{KEY, groups, plain};
 use crate::checkpoint::WRITER;
-use crate::checkpoint::atomic::Target;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::error::unsaveable;
-use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
+use crate::checkpoint::pickle::{TensorRef, Value};
 use crate::checkpoint::plain::Plain;
-use crate::checkpoint::save::interrupted;
-use crate::checkpoint::torch::{self, TensorRef, Value, save};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::optim::{Algorithm, ParamGroupState, Saved as _};
 
-/// What is going to be written.
+/// The parts as Python is to have them.
 #[derive(Debug)]
-pub(crate) struct Plan<'a> {
-    root: Value,
-    storages: Vec<&'a Entry>,
+pub(crate) struct Layout<'a> {
+    pub(crate) root: Value,
+    /// The tensor of each storage, in the order of their keys.
+    pub(crate) storages: Vec<&'a Entry>,
 }
 
-impl<'a> Plan<'a> {
-    /// Refuses what Python cannot have, and what could not be loaded again.
+impl<'a> Layout<'a> {
+    /// Refuses what Python cannot have.
     pub(crate) fn new(parts: &'a BTreeMap<String, Part>) -> Result<Self> {
-        let mut plan = Self { root: Value::None, storages: Vec::new() };
+        let mut layout = Self { root: Value::None, storages: Vec::new() };
         let mut root = Vec::with_capacity(parts.len() + 1);
         let mut kinds = Vec::new();
         let mut names = Vec::new();
         for (name, part) in parts {
-            let (kind, value) = plan.part(name, part)?;
+            let (kind, value) = layout.part(name, part)?;
             root.push((name.as_str().into(), value));
             if let Some(kind) = kind {
                 kinds.push((name.as_str().into(), kind.into()));
@@ -49,16 +47,12 @@ impl<'a> Plan<'a> {
             ("writer".into(), WRITER.into()),
         ];
         root.push((KEY.into(), Value::Dict(ours)));
-        plan.root = Value::Dict(root);
-        if let Err(problem) = torch::check(&plan.root, &plan.lengths()) {
-            let problem = format!("{problem}; save long values as tensors");
-            return Err(unsaveable("the checkpoint", problem).into());
-        }
-        Ok(plan)
+        layout.root = Value::Dict(root);
+        Ok(layout)
     }
 
     /// The keys and bytes of the storages.
-    fn lengths(&self) -> Vec<(String, u64)> {
+    pub(crate) fn lengths(&self) -> Vec<(String, u64)> {
         let key = |(index, entry): (usize, &&Entry)| (index.to_string(), entry.len() as u64);
         self.storages.iter().enumerate().map(key).collect()
     }
@@ -73,6 +67,7 @@ impl<'a> Plan<'a> {
                     Plain::of(state).map_err(|error| unsaveable(name, error.to_string()))?;
                 (Some("scaler"), plain::to_python(&state))
             }
+            Part::State(part) => (Some("state"), self.state(part)),
             Part::Tensor(entry) => (Some("tensor"), self.tensor(entry)),
             Part::Value(value) => (Some("value"), plain::to_python(value)),
             Part::Empty => (None, Value::Dict(Vec::new())),
@@ -84,6 +79,18 @@ impl<'a> Plan<'a> {
     fn model(&mut self, tensors: &'a BTreeMap<String, Entry>) -> Value {
         let items = tensors.iter().map(|(name, entry)| (name.as_str().into(), self.tensor(entry)));
         Value::Dict(items.collect())
+    }
+
+    /// The values and the tensors in one dict.
+    fn state(&mut self, StatePart { tensors, values }: &'a StatePart) -> Value {
+        let mut items = match plain::to_python(values) {
+            Value::Dict(items) => items,
+            _ => Vec::new(),
+        };
+        let tensors =
+            tensors.iter().map(|(name, entry)| (name.as_str().into(), self.tensor(entry)));
+        items.extend(tensors);
+        Value::Dict(items)
     }
 
     /// PyTorch numbers the parameters through all groups. Their names stand at the root: beside the numbers they would
@@ -143,18 +150,4 @@ fn has_fused_kernels(part: &OptimizerPart, group: &ParamGroupState) -> bool {
     let states = group.params.iter().filter_map(|name| part.state.get(name));
     let mut entries = states.flat_map(BTreeMap::values);
     entries.all(|entry| !entry.is_complex() && (anywhere || entry.device() == Device::Cpu))
-}
-
-/// Writes the archive.
-pub(crate) fn write(
-    plan: &Plan<'_>,
-    out: &mut dyn Target,
-    failed: &mut dyn FnMut(Error) -> io::Error,
-) -> io::Result<()> {
-    let out = save(BufWriter::new(out), &plan.root, &plan.lengths(), &mut |index, out| {
-        let read =
-            plan.storages[index].read(&mut |bytes| out.write_all(bytes).map_err(interrupted));
-        read.map_err(&mut *failed)
-    })?;
-    out.into_inner().map_err(io::IntoInnerError::into_error)?.flush()
 }

@@ -2,8 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use crate::checkpoint::pickle::Value;
 use crate::checkpoint::plain::Plain;
-use crate::checkpoint::torch::Value;
 
 /// The Python value.
 pub(super) fn to_python(value: &Plain) -> Value {

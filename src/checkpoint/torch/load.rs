@@ -6,11 +6,13 @@ use std::collections::BTreeMap;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::sync::Arc;
 
-use super::from::Reader;
+use super::{Opened, open};
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
+use crate::checkpoint::convert::Reader;
+use crate::checkpoint::malformed::Malformed;
+use crate::checkpoint::pickle::Limits;
 use crate::checkpoint::source::Source;
-use crate::checkpoint::torch::{Limits, Malformed, Opened, open};
 use crate::error::Result;
 
 /// Reads the structure of a file. The storages stay where they are.

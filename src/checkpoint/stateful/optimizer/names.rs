@@ -1,82 +1,17 @@
-//! Restoring optimizers.
+//! The names of an optimizer's parameters, here and in the checkpoint.
 
 #![forbid(unsafe_code)]
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::CheckpointError;
+use crate::checkpoint::restore::Restored;
 use crate::checkpoint::restore::names::Names;
-use crate::checkpoint::restore::{Restore, Restored};
-use crate::checkpoint::{Checkpoint, CheckpointError, other_part};
-use crate::error::{Error, Result};
-use crate::optim::{Adam, AdamW, Algorithm, AmpOptimizer, Loaded, Optimizer, ParamGroupState};
-
-/// Checks a part against an optimizer and makes copies of it. The optimizer does not change, except that it takes up
-/// variables that were added to its VarStore.
-pub(crate) fn prepare(
-    checkpoint: &Checkpoint,
-    name: &str,
-    optimizer: &mut Optimizer,
-    (renames, strict): (&Names, bool),
-    restored: &mut Restored,
-) -> Result<Loaded> {
-    let part = match checkpoint.part(name)? {
-        Part::Optimizer(part) => part,
-        other => return Err(other_part(name, "an optimizer", other)),
-    };
-    optimizer.take_added()?;
-    let OptimizerPart { state, param_groups, params_are_numbers, adam_or_adamw } = part;
-    if !params_are_numbers && !adam_or_adamw && strict && renames.is_empty() {
-        return optimizer.prepare_load(state, param_groups);
-    }
-    let mut param_groups = param_groups.clone();
-    if *adam_or_adamw && matches!(optimizer.param_group(0)?.algorithm, Algorithm::AdamW(_)) {
-        as_adamw(&mut param_groups);
-    }
-    let names = if *params_are_numbers {
-        by_place(name, optimizer, &mut param_groups)?
-    } else {
-        by_prefix(name, &mut param_groups, renames)?
-    };
-    let renamed = |name: &String| names.get(name).unwrap_or(name).clone();
-    let mut state: BTreeMap<_, BTreeMap<_, _>> = state
-        .iter()
-        .map(|(name, entries)| {
-            let entries = entries.iter().map(|(key, entry)| (key.clone(), entry));
-            (renamed(name), entries.collect())
-        })
-        .collect();
-    skip(name, optimizer, renames, &mut state, &mut param_groups, restored);
-    if !strict {
-        leave_out(name, optimizer, &mut state, &mut param_groups, restored)?;
-    }
-    let prepared = optimizer.prepare_load(&state, &param_groups);
-    prepared.map_err(|error| match error {
-        Error::OptimizerState { parameter, problem } if *params_are_numbers => {
-            let problem = format!("{problem} ({BY_PLACE})");
-            Error::OptimizerState { parameter, problem }
-        }
-        error => error,
-    })
-}
-
-const BY_PLACE: &str = "the file has no parameter names, and was matched by place: build the optimizer from a list in \
-                        Python's order, or in Python from `model.named_parameters()`";
-
-/// Takes an Adam for an AdamW.
-fn as_adamw(groups: &mut [ParamGroupState]) {
-    for ParamGroupState { options, .. } in groups {
-        if let Algorithm::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) =
-            options.algorithm
-        {
-            options.algorithm =
-                Algorithm::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize });
-        }
-    }
-}
+use crate::error::Result;
+use crate::optim::{AmpOptimizer, Optimizer, ParamGroupState};
 
 /// Gives PyTorch's numbers the names of the parameters in the same places.
-fn by_place(
+pub(super) fn by_place(
     part: &str,
     optimizer: &mut Optimizer,
     groups: &mut [ParamGroupState],
@@ -102,7 +37,7 @@ fn by_place(
 }
 
 /// Gives the parameters the names that they have here.
-fn by_prefix(
+pub(super) fn by_prefix(
     part: &str,
     groups: &mut [ParamGroupState],
     renames: &Names,
@@ -116,7 +51,7 @@ fn by_prefix(
 }
 
 /// Takes out the state of what is left as it is. It stays in its saved group or joins the first one, unstepped.
-fn skip<T>(
+pub(super) fn skip<T>(
     part: &str,
     optimizer: &Optimizer,
     renames: &Names,
@@ -140,7 +75,7 @@ fn skip<T>(
             groups.iter_mut().take(1).for_each(|first| first.params.push(name.clone()));
         }
     }
-    restored.skipped_keys.extend(skipped.into_iter().map(|name| format!("{part}/{name}")));
+    restored.skip(part, skipped);
 }
 
 /// The names of an optimizer's parameters.
@@ -150,7 +85,7 @@ fn known(optimizer: &Optimizer) -> Vec<String> {
 }
 
 /// Takes out what the optimizer does not have, and notes what it has alone; that joins the first group, unstepped.
-fn leave_out<T>(
+pub(super) fn leave_out<T>(
     part: &str,
     optimizer: &Optimizer,
     state: &mut BTreeMap<String, T>,
@@ -172,5 +107,5 @@ fn leave_out<T>(
     if let Some(first) = groups.first_mut() {
         first.params.extend(missing.iter().cloned());
     }
-    Restore::judge(part, false, missing, unexpected, restored)
+    restored.judge(part, false, missing, unexpected)
 }

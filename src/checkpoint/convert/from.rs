@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use super::{KEY, plain};
 use crate::checkpoint::entry::{Entry, Location};
-use crate::checkpoint::part::Part;
+use crate::checkpoint::part::{Part, StatePart};
+use crate::checkpoint::pickle::{TensorRef, Value, get};
 use crate::checkpoint::plain::Plain;
 use crate::checkpoint::source::Source;
-use crate::checkpoint::torch::{TensorRef, Value, get};
 
 pub(super) type Items = [(Value, Value)];
 type Parts = BTreeMap<String, Part>;
@@ -20,14 +20,14 @@ pub(super) type Problem = String;
 
 /// Where the storages lie.
 #[derive(Debug)]
-pub(super) struct Reader<'a> {
-    pub(super) source: &'a Arc<Source>,
-    pub(super) offsets: BTreeMap<String, u64>,
+pub(crate) struct Reader<'a> {
+    pub(crate) source: &'a Arc<Source>,
+    pub(crate) offsets: BTreeMap<String, u64>,
 }
 
 impl Reader<'_> {
     /// A dict of tensors is the model `model`; any other has its parts under their names.
-    pub(super) fn parts(&self, root: &Value) -> Result<Parts, Problem> {
+    pub(crate) fn parts(&self, root: &Value) -> Result<Parts, Problem> {
         let Value::Dict(items) = root else {
             return Err("it holds no dict, so that nothing in it has a name".to_owned());
         };
@@ -59,6 +59,7 @@ impl Reader<'_> {
             ("model", Value::Dict(items)) => self.model(items),
             ("optimizer", Value::Dict(items)) => return self.optimizer(items, names),
             ("scaler", value) => scaler(value),
+            ("state", Value::Dict(items)) => self.dict(items),
             ("tensor", Value::Tensor(tensor)) => self.entry(tensor).map(Part::Tensor),
             ("value", value) => plain::from_python(value).map(Part::Value),
             _ => None,
@@ -77,7 +78,7 @@ impl Reader<'_> {
             Value::Dict(items) if items.is_empty() => Some(Part::Empty),
             Value::Dict(items) if has(items, "growth_factor") => scaler(value),
             Value::Dict(items) if is_model(items) => self.model(items),
-            value => plain::from_python(value).map(Part::Value),
+            value => plain::from_python(value).map(Part::Value).or_else(|| self.mixed(value)),
         };
         part.unwrap_or_else(|| Part::Unknown("neither tensors nor JSON".to_owned()))
     }
@@ -94,6 +95,26 @@ impl Reader<'_> {
             }
         }
         Some(Part::Model(tensors))
+    }
+
+    fn mixed(&self, value: &Value) -> Option<Part> {
+        match value {
+            Value::Dict(items) => self.dict(items),
+            _ => None,
+        }
+    }
+
+    /// A dict of tensors and of values.
+    fn dict(&self, items: &Items) -> Option<Part> {
+        let (mut tensors, mut values) = (BTreeMap::new(), Vec::new());
+        for (key, value) in items {
+            let name = plain::text(key)?;
+            match value {
+                Value::Tensor(tensor) => drop(tensors.insert(name, self.entry(tensor)?)),
+                value => values.push((name, plain::from_python(value)?)),
+            }
+        }
+        Some(Part::State(StatePart { tensors, values: Plain::map(values) }))
     }
 
     pub(super) fn entry(&self, tensor: &TensorRef) -> Option<Entry> {

@@ -70,7 +70,7 @@ const NAMES: [(Kind, &str, Option<&str>); 17] = [
 ];
 
 /// The name of a dtype, and that of its storage if it has one of its own.
-pub(super) fn names(kind: Kind) -> Option<(&'static str, Option<&'static str>)> {
+pub(crate) fn names(kind: Kind) -> Option<(&'static str, Option<&'static str>)> {
     let found = NAMES.iter().find(|(named, ..)| *named == kind);
     found.map(|&(_, dtype, storage)| (dtype, storage))
 }

@@ -5,7 +5,8 @@
 use super::globals::{self, Global};
 use super::machine::{Id, Machine, Node, Step};
 use super::value::check_keys;
-use super::{Limits, Malformed, TensorRef, Value};
+use super::{Limits, TensorRef, Value};
+use crate::checkpoint::malformed::Malformed;
 
 /// What is left of the limits. The arena has each node once, but a node may be in many places of the tree.
 struct Tree<'a> {
@@ -110,7 +111,7 @@ impl Tree<'_> {
     fn tensor(&mut self, tensor: &TensorRef) -> Step<TensorRef> {
         self.spend(2 * tensor.size.len())?;
         let storage = self.text(&tensor.storage)?;
-        let len = self.machine.storages.get(&storage).map_or(0, |record| record.len);
+        let len = (self.machine.storages)(&storage).unwrap_or(0);
         // Checked already: what is new is that it counts wherever it is mentioned.
         let expanded = tensor.check(len).unwrap_or(u64::MAX);
         let limit = self.machine.limits.max_expanded_bytes;

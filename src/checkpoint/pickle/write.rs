@@ -9,6 +9,7 @@ use tch::Kind;
 
 use super::value::{check_keys, element_bytes};
 use super::{Limits, TensorRef, Value, globals, opcodes as op};
+use crate::checkpoint::malformed::invalid;
 
 struct Pickler<'a> {
     out: Vec<u8>,
@@ -19,13 +20,8 @@ struct Pickler<'a> {
     memo: Vec<(&'static str, &'static str)>,
 }
 
-/// A value that PyTorch, or [`open`](super::open), would not read again.
-pub(super) fn invalid(problem: impl Into<String>) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, problem.into())
-}
-
 /// Writes a pickle of the value, whose storages have these keys and bytes.
-pub(super) fn pickle(root: &Value, storages: &[(String, u64)]) -> io::Result<Vec<u8>> {
+pub(crate) fn write(root: &Value, storages: &[(String, u64)]) -> io::Result<Vec<u8>> {
     let mut pickler = Pickler {
         out: vec![op::PROTO, 2],
         storages: storages.iter().map(|(key, bytes)| (key.as_str(), *bytes)).collect(),

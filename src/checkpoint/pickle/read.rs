@@ -2,21 +2,16 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::BTreeMap;
-
 use super::machine::{Id, Machine, Node, Step};
 use super::opcodes as op;
-use super::{Limits, Malformed, Record, Value, globals, shown, tree};
+use super::{Limits, Storages, Value, globals, tree};
+use crate::checkpoint::malformed::{Malformed, shown};
 
 /// Of a class or a function.
 const MAX_NAME_BYTES: usize = 512;
 
 /// Reads a pickle.
-pub(super) fn read(
-    bytes: &[u8],
-    storages: &BTreeMap<String, Record>,
-    limits: &Limits,
-) -> Step<Value> {
+pub(crate) fn read(bytes: &[u8], storages: &Storages<'_>, limits: &Limits) -> Step<Value> {
     let mut machine = Machine::new(bytes, storages, limits);
     machine.proto()?;
     while !machine.step()? {}

@@ -9,8 +9,8 @@ use std::rc::Rc;
 use ::zip::write::SimpleFileOptions;
 use ::zip::{CompressionMethod, DateTime, System, ZipWriter};
 
-use super::zip::split;
-use super::{Value, write};
+use super::split;
+use crate::checkpoint::malformed::invalid;
 
 /// The folder of the records, as `torch.save` calls it where it does not know the file's name.
 const FOLDER: &str = "archive";
@@ -19,20 +19,20 @@ const ALIGNMENT: u16 = 64;
 /// From which size on a record may need the sizes of zip64, with room for the headers.
 const LARGE: u64 = 0xfff0_0000;
 
-/// Writes the archive. `storage` is called once for each storage in order and must write exactly its bytes.
+/// Writes the archive of a pickle and its storages, which have these keys and bytes. `storage` is called once for each
+/// storage in order and must write exactly its bytes.
 ///
 /// The same values make the same bytes. After an error what has been written is not a checkpoint.
-pub(crate) fn save<W: Write + Seek>(
+pub(crate) fn write<W: Write + Seek>(
     out: W,
-    root: &Value,
+    pickle: &[u8],
     storages: &[(String, u64)],
     storage: &mut dyn FnMut(usize, &mut dyn Write) -> io::Result<()>,
 ) -> io::Result<W> {
-    let pickle = write::pickle(root, storages)?;
     let failed = Rc::new(Cell::new(false));
     let output = Output { out, end: 0, failed: Rc::clone(&failed) };
     let mut archive = ZipWriter::new(output);
-    let written = records(&mut archive, &pickle, storages, storage);
+    let written = records(&mut archive, pickle, storages, storage);
     if written.is_err() {
         // Before the archive is dropped, which would complete it.
         failed.set(true);
@@ -67,7 +67,7 @@ fn record<W: Write + Seek>(
 ) -> io::Result<()> {
     let name = format!("{FOLDER}/{name}");
     if split(&name).is_none() {
-        return Err(write::invalid(format!("{name:?} cannot be the name of a record")));
+        return Err(invalid(format!("{name:?} cannot be the name of a record")));
     }
     // Everything that the zip crate would take from the system is set.
     let options = SimpleFileOptions::default()
@@ -82,7 +82,7 @@ fn record<W: Write + Seek>(
     fill(&mut counted)?;
     match counted.left {
         0 => Ok(()),
-        left => Err(write::invalid(format!("{left} bytes are missing in {name}"))),
+        left => Err(invalid(format!("{left} bytes are missing in {name}"))),
     }
 }
 
@@ -95,7 +95,7 @@ struct Counted<'a, W> {
 impl<W: Write> Write for Counted<'_, W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if bytes.len() as u64 > self.left {
-            return Err(write::invalid("a storage has more bytes than were announced"));
+            return Err(invalid("a storage has more bytes than were announced"));
         }
         let written = self.out.write(bytes)?;
         self.left = self.left.saturating_sub(written as u64);

@@ -1,4 +1,4 @@
-//! The container: a zip archive whose records are stored as they are.
+//! Finding and reading the records of an archive.
 
 #![forbid(unsafe_code)]
 
@@ -8,28 +8,8 @@ use std::io::{self, Read, Seek, SeekFrom};
 use ::zip::result::ZipError;
 use ::zip::{CompressionMethod, ZipArchive};
 
-use super::{Limits, Malformed, shown};
-
-/// Where a record's bytes lie in the file.
-#[derive(Clone, Debug)]
-pub(crate) struct Record {
-    /// Its name, with the folder.
-    pub name: String,
-    pub offset: u64,
-    pub len: u64,
-    pub crc32: u32,
-}
-
-impl Record {
-    pub(super) fn refuse(&self, problem: String) -> Malformed {
-        Malformed::Record { name: shown(&self.name), problem }
-    }
-}
-
-/// Whether a file that begins with these bytes is a zip archive.
-pub(crate) fn is_zip(first_bytes: &[u8]) -> bool {
-    first_bytes.starts_with(b"PK\x03\x04")
-}
+use super::{Record, split};
+use crate::checkpoint::malformed::{Malformed, shown};
 
 impl From<ZipError> for Malformed {
     fn from(error: ZipError) -> Self {
@@ -41,13 +21,13 @@ impl From<ZipError> for Malformed {
 }
 
 /// Finds the records, by their names without the one folder that they are in.
-pub(super) fn records<R: Read + Seek>(
+pub(crate) fn records<R: Read + Seek>(
     mut file: R,
-    limits: &Limits,
+    max_records: usize,
 ) -> Result<(R, BTreeMap<String, Record>), Malformed> {
-    check_count(&mut file, limits.max_records)?;
+    check_count(&mut file, max_records)?;
     let mut archive = ZipArchive::new(file)?;
-    check_limit(archive.len() as u64, limits.max_records)?;
+    check_limit(archive.len() as u64, max_records)?;
     if archive.has_duplicate_names() {
         return Err(Malformed::Archive("two of its records have the same name".to_owned()));
     }
@@ -72,7 +52,7 @@ pub(super) fn records<R: Read + Seek>(
             return Err(refuse("is encrypted"));
         }
         if entry.compression() != CompressionMethod::Stored {
-            // TorchScript compresses its code, which nobody here reads.
+            // TorchScript compresses its code, which is not read here.
             if rest.starts_with("code/") {
                 continue;
             }
@@ -89,13 +69,6 @@ pub(super) fn records<R: Read + Seek>(
         records.insert(rest, Record { name, offset, len, crc32 });
     }
     Ok((archive.into_inner(), records))
-}
-
-/// The folder and the rest of a name that leads nowhere else.
-pub(super) fn split(name: &str) -> Option<(&str, &str)> {
-    let plain = |part: &str| !matches!(part, "" | "." | "..");
-    let fine = !name.contains(['\\', '\0']) && name.split('/').all(plain);
-    name.split_once('/').filter(|_| fine)
 }
 
 fn check_limit(count: u64, max_records: usize) -> Result<(), Malformed> {
@@ -139,7 +112,7 @@ fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
 }
 
 /// Reads a record of at most `limit` bytes and verifies its checksum.
-pub(super) fn read<R: Read + Seek>(
+pub(crate) fn read<R: Read + Seek>(
     file: &mut R,
     record: &Record,
     limit: u64,

@@ -2,13 +2,14 @@
 
 #![forbid(unsafe_code)]
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::ops::Range;
 
 use tch::Kind;
 
 use super::globals::Global;
-use super::{Limits, Malformed, Record, TensorRef, tree};
+use super::{Limits, Storages, TensorRef, tree};
+use crate::checkpoint::malformed::Malformed;
 
 /// The place of a node in the arena. What a pickle mentions often is there once.
 pub(super) type Id = usize;
@@ -49,7 +50,7 @@ pub(super) struct Storage {
 pub(super) struct Machine<'a> {
     pub bytes: &'a [u8],
     pub nodes: Vec<Node>,
-    pub storages: &'a BTreeMap<String, Record>,
+    pub storages: &'a Storages<'a>,
     /// The dtype that each storage was declared with.
     pub kinds: HashMap<&'a [u8], Option<Kind>>,
     pub limits: &'a Limits,
@@ -69,11 +70,7 @@ pub(super) type Step<T = ()> = Result<T, Malformed>;
 const MARKS_OF_A_TENSOR: usize = 8;
 
 impl<'a> Machine<'a> {
-    pub fn new(
-        bytes: &'a [u8],
-        storages: &'a BTreeMap<String, Record>,
-        limits: &'a Limits,
-    ) -> Self {
+    pub fn new(bytes: &'a [u8], storages: &'a Storages<'a>, limits: &'a Limits) -> Self {
         Self {
             bytes,
             nodes: Vec::new(),

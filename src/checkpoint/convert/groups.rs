@@ -3,8 +3,8 @@
 #![forbid(unsafe_code)]
 
 use super::plain;
+use crate::checkpoint::pickle::{Value, get};
 use crate::checkpoint::plain::Plain;
-use crate::checkpoint::torch::{Value, get};
 use crate::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
 
 type Items = Vec<(Value, Value)>;

@@ -76,7 +76,7 @@ impl TensorRef {
             let (Ok(size), Ok(stride)) = (u64::try_from(size), u64::try_from(stride)) else {
                 return Err("has a negative size or stride");
             };
-            // Without the zeros: nobody's product may overflow, in whatever order it is taken.
+            // Without the zeros: no product may overflow, in whatever order it is taken.
             numel = numel.and_then(|numel| numel.checked_mul(size.max(1)));
             let reach = size.saturating_sub(1).checked_mul(stride);
             last = last.and_then(|last| last.checked_add(reach?));
@@ -148,7 +148,7 @@ pub(super) fn check_keys(items: &[(Value, Value)]) -> Result<(), String> {
             return Err("has a dict with a key that is not a string, a number or None".to_owned());
         };
         if !seen.insert(known) {
-            let key = super::shown(&format!("{key:?}"));
+            let key = crate::checkpoint::malformed::shown(&format!("{key:?}"));
             return Err(format!("has a dict with the key {key} twice"));
         }
     }

@@ -10,8 +10,8 @@ use super::from::{Items, Problem, Reader};
 use super::{groups, plain};
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::pickle::{TensorRef, Value, get};
 use crate::checkpoint::plain::Plain;
-use crate::checkpoint::torch::{TensorRef, Value, get};
 use crate::optim::{ParamGroup, ParamGroupState, Saved as _};
 
 /// A parameter group of PyTorch's.

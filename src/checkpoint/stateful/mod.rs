@@ -1,0 +1,115 @@
+//! What a checkpoint can hold: one trait for everything that is saved and restored.
+
+#![forbid(unsafe_code)]
+
+mod dict;
+mod loss_scale;
+mod model;
+mod optimizer;
+mod prepared;
+mod rng;
+mod save;
+mod saved;
+mod scaler;
+
+use crate::error::Result;
+
+pub(crate) use model::{Model, save_model};
+pub use prepared::Prepared;
+pub use rng::{Rng, rng_state, set_rng_state};
+pub use save::SaveState;
+pub(crate) use save::{entry, plain};
+pub use saved::SavedState;
+pub(crate) use scaler::{save_scaler, save_scalers};
+
+/// Something whose state goes into a checkpoint and comes back: the counterpart of PyTorch's `state_dict` and
+/// `load_state_dict`, with a restore in two phases.
+///
+/// [`Checkpoint::add`](crate::checkpoint::Checkpoint::add) saves it and
+/// [`Restore::add`](crate::checkpoint::Restore::add) restores it. Implemented for [`VarStore`](tch::nn::VarStore),
+/// [`Optimizer`](crate::optim::Optimizer), [`GradScaler`](crate::GradScaler),
+/// [`PerLossScalers`](crate::PerLossScalers), the loss scales and a `Box` of any of them, and [`Rng`].
+///
+/// Your own type takes a few lines. It is saved as a dict of its tensors and values, which Python reads from a `.pt`
+/// with `weights_only=True`:
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::Result;
+/// use tch_amp::checkpoint::{Checkpoint, Prepared, SaveState, SavedState, Stateful};
+///
+/// /// A learning rate that decays.
+/// struct Decay { lr: f64, epoch: u64 }
+///
+/// impl Stateful for Decay {
+///     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+///         state.value("lr", &self.lr)?;
+///         state.value("epoch", &self.epoch)
+///     }
+///
+///     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+///         let loaded = Decay { lr: saved.value("lr")?, epoch: saved.value("epoch")? };
+///         Ok(Prepared::new(move || *self = loaded))
+///     }
+/// }
+///
+/// /// An exponential moving average of a model's weights.
+/// struct Ema { updates: u64, weights: BTreeMap<String, Tensor> }
+///
+/// impl Stateful for Ema {
+///     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+///         state.value("updates", &self.updates)?;
+///         state.tensors(&self.weights)
+///     }
+///
+///     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+///         let updates = saved.value("updates")?;
+///         Ok(saved.copy_to(&self.weights)?.then(move || self.updates = updates))
+///     }
+/// }
+///
+/// # let ones = |value: f64| Tensor::ones([2], (Kind::Float, Device::Cpu)) * value;
+/// let mut decay = Decay { lr: 0.1, epoch: 7 };
+/// let mut ema = Ema { updates: 3, weights: BTreeMap::from([("w".to_owned(), ones(0.5))]) };
+/// let mut checkpoint = Checkpoint::new();
+/// checkpoint.add("decay", &mut decay)?;
+/// checkpoint.add("ema", &mut ema)?;
+///
+/// let mut new_decay = Decay { lr: 1.0, epoch: 0 };
+/// let mut new_ema = Ema { updates: 0, weights: BTreeMap::from([("w".to_owned(), ones(0.0))]) };
+/// checkpoint.restore().add("decay", &mut new_decay).add("ema", &mut new_ema).apply()?;
+/// assert_eq!((new_decay.lr, new_decay.epoch, new_ema.updates), (0.1, 7, 3));
+/// assert_eq!(new_ema.weights["w"], ones(0.5));
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+pub trait Stateful {
+    /// Records the state by names: tensors, which are not copied, and values.
+    ///
+    /// # Errors
+    ///
+    /// Whatever went wrong; [`Checkpoint::add`](crate::checkpoint::Checkpoint::add) hands it on, and the checkpoint stays
+    /// as it was.
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()>;
+
+    /// Checks a saved state, makes whatever taking it over needs, and returns the rest as a [`Prepared`], which cannot
+    /// be refused any more. Nothing may change yet: another part of the restore may be refused after this one.
+    ///
+    /// A state that has names which were not asked for is refused, unless the restore is not
+    /// [`strict`](crate::checkpoint::Restore::strict).
+    ///
+    /// # Errors
+    ///
+    /// Whatever does not fit; [`Restore::apply`](crate::checkpoint::Restore::apply) hands it on, and nothing changes.
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>>;
+}
+
+impl<S: Stateful + ?Sized> Stateful for &mut S {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        (**self).save_state(state)
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        (**self).prepare_restore(saved)
+    }
+}

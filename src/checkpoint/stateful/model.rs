@@ -1,0 +1,64 @@
+//! Models.
+
+#![forbid(unsafe_code)]
+
+use std::collections::HashSet;
+
+use tch::Tensor;
+use tch::nn::VarStore;
+
+use crate::checkpoint::entry::Entry;
+use crate::checkpoint::other_part;
+use crate::checkpoint::part::Part;
+use crate::checkpoint::restore::names::batch_counts;
+use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
+use crate::error::Result;
+
+/// A VarStore that others look at, too: restoring writes to its tensors and not to itself.
+#[derive(Debug)]
+pub(crate) struct Model<'m>(pub(crate) &'m VarStore);
+
+/// Records all variables, and the counts of batches that Python's norms have.
+pub(crate) fn save_model(model: &VarStore, state: &mut SaveState<'_>) -> Result<()> {
+    let variables = model.variables();
+    state.tensors(&variables)?;
+    let known: HashSet<_> = variables.keys().map(String::as_str).collect();
+    let mut tensors = state.take_tensors();
+    for name in batch_counts(&known) {
+        tensors.insert(name, Entry::in_memory(&Tensor::from(0i64))?);
+    }
+    state.whole(Part::Model(tensors));
+    Ok(())
+}
+
+fn prepare<'a>(model: &VarStore, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+    match saved.checkpoint.part(saved.name)? {
+        Part::Model(_) | Part::Empty => {}
+        other => return Err(other_part(saved.name, "a model", other)),
+    }
+    let variables = model.variables();
+    let mut sorted: Vec<_> = variables.iter().collect();
+    sorted.sort_by_key(|(name, _)| *name);
+    saved.copy(sorted, "in the model")
+}
+
+impl Stateful for Model<'_> {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        save_model(self.0, state)
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        prepare(self.0, saved)
+    }
+}
+
+/// All variables, those that are not trainable included.
+impl Stateful for VarStore {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        save_model(self, state)
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        prepare(self, saved)
+    }
+}

@@ -1,0 +1,112 @@
+//! Optimizers.
+
+#![forbid(unsafe_code)]
+
+mod names;
+
+use std::collections::BTreeMap;
+
+use crate::checkpoint::other_part;
+use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::restore::{Options, Restored};
+use crate::checkpoint::stateful::save::entry;
+use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
+use crate::error::{Error, Result};
+use crate::optim::{Adam, AdamW, Algorithm, Loaded, Optimizer, OptimizerState, ParamGroupState};
+
+/// The state of every parameter, and the groups with their options.
+impl Stateful for Optimizer {
+    /// Records the state. May wait as [`Optimizer::state_dict`].
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        let OptimizerState { state: tensors, param_groups } = self.state_dict()?;
+        let mut entries = BTreeMap::new();
+        for (parameter, tensors) in tensors {
+            let tensors = tensors.into_iter().map(|(key, tensor)| {
+                let entry = entry(&parameter, &tensor)?;
+                Ok((key, entry))
+            });
+            let tensors = tensors.collect::<Result<_>>()?;
+            entries.insert(parameter, tensors);
+        }
+        state.whole(Part::Optimizer(OptimizerPart {
+            state: entries,
+            param_groups,
+            params_are_numbers: false,
+            adam_or_adamw: false,
+        }));
+        Ok(())
+    }
+
+    /// Prepares to take over a state. Variables that were added to the VarStore are taken up already.
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let part = match saved.whole()? {
+            Part::Optimizer(part) => part,
+            other => return Err(other_part(saved.name, "an optimizer", other)),
+        };
+        let mut restored = Restored::default();
+        let loaded = prepare(part, saved.name, self, saved.options, &mut restored)?;
+        saved.report(restored);
+        Ok(Prepared::new(move || self.finish_load(loaded)))
+    }
+}
+
+/// Checks a part against an optimizer and makes copies of it. The optimizer does not change, except that it takes up
+/// variables that were added to its VarStore.
+fn prepare(
+    part: &OptimizerPart,
+    name: &str,
+    optimizer: &mut Optimizer,
+    options: &Options,
+    restored: &mut Restored,
+) -> Result<Loaded> {
+    optimizer.take_added()?;
+    let OptimizerPart { state, param_groups, params_are_numbers, adam_or_adamw } = part;
+    let Options { strict, names: renames, .. } = options;
+    if !params_are_numbers && !adam_or_adamw && *strict && renames.is_empty() {
+        return optimizer.prepare_load(state, param_groups);
+    }
+    let mut param_groups = param_groups.clone();
+    if *adam_or_adamw && matches!(optimizer.param_group(0)?.algorithm, Algorithm::AdamW(_)) {
+        as_adamw(&mut param_groups);
+    }
+    let here = if *params_are_numbers {
+        names::by_place(name, optimizer, &mut param_groups)?
+    } else {
+        names::by_prefix(name, &mut param_groups, renames)?
+    };
+    let renamed = |name: &String| here.get(name).unwrap_or(name).clone();
+    let mut state: BTreeMap<_, BTreeMap<_, _>> = state
+        .iter()
+        .map(|(name, entries)| {
+            let entries = entries.iter().map(|(key, entry)| (key.clone(), entry));
+            (renamed(name), entries.collect())
+        })
+        .collect();
+    names::skip(name, optimizer, renames, &mut state, &mut param_groups, restored);
+    if !*strict {
+        names::leave_out(name, optimizer, &mut state, &mut param_groups, restored)?;
+    }
+    let prepared = optimizer.prepare_load(&state, &param_groups);
+    prepared.map_err(|error| match error {
+        Error::OptimizerState { parameter, problem } if *params_are_numbers => {
+            let problem = format!("{problem} ({BY_PLACE})");
+            Error::OptimizerState { parameter, problem }
+        }
+        error => error,
+    })
+}
+
+const BY_PLACE: &str = "the file has no parameter names, and was matched by place: build the optimizer from a list in \
+                        Python's order, or in Python from `model.named_parameters()`";
+
+/// Takes an Adam for an AdamW.
+fn as_adamw(groups: &mut [ParamGroupState]) {
+    for ParamGroupState { options, .. } in groups {
+        if let Algorithm::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) =
+            options.algorithm
+        {
+            options.algorithm =
+                Algorithm::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize });
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! What is recorded of a state that is being saved.
+
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+use tch::{Kind, Tensor};
+
+use crate::checkpoint::CheckpointError;
+use crate::checkpoint::entry::Entry;
+use crate::checkpoint::error::unsaveable;
+use crate::checkpoint::part::{Part, StatePart};
+use crate::checkpoint::plain::Plain;
+use crate::error::Result;
+
+/// A state on its way into a checkpoint: what [`Stateful::save_state`](crate::checkpoint::Stateful::save_state) records
+/// its tensors and values in.
+#[derive(Debug)]
+pub struct SaveState<'a> {
+    name: &'a str,
+    tensors: BTreeMap<String, Entry>,
+    values: BTreeMap<String, Plain>,
+    /// Parts of kinds that have a layout of their own, in place of the tensors and values.
+    parts: Vec<(String, Part)>,
+}
+
+impl<'a> SaveState<'a> {
+    /// Begins a part of that name.
+    pub(crate) fn new(name: &'a str) -> Self {
+        Self { name, tensors: BTreeMap::new(), values: BTreeMap::new(), parts: Vec::new() }
+    }
+
+    /// Records a tensor: dense, of any dtype but the quantized ones, on any device. It is not copied.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Unsaveable`] for a name that is taken within this state, and for a tensor that is undefined,
+    /// sparse or quantized.
+    pub fn tensor(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
+        self.check_name(name)?;
+        self.tensors.insert(name.to_owned(), entry(name, tensor)?);
+        Ok(())
+    }
+
+    /// Records several tensors with their names, such as those of a map.
+    ///
+    /// # Errors
+    ///
+    /// As [`tensor`](Self::tensor).
+    pub fn tensors<'t, N: AsRef<str>>(
+        &mut self,
+        tensors: impl IntoIterator<Item = (N, &'t Tensor)>,
+    ) -> Result<()> {
+        tensors.into_iter().try_for_each(|(name, tensor)| self.tensor(name.as_ref(), tensor))
+    }
+
+    /// Records a small value, as [`Checkpoint::add_value`](crate::checkpoint::Checkpoint::add_value) does: whatever
+    /// serde makes JSON of, infinite numbers and NaN included.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Unsaveable`] for a name that is taken within this state, and [`CheckpointError::Value`] for
+    /// what JSON cannot hold, such as a map whose keys are not strings.
+    pub fn value(&mut self, name: &str, value: &(impl Serialize + ?Sized)) -> Result<()> {
+        self.check_name(name)?;
+        self.values.insert(name.to_owned(), plain(&format!("{}/{name}", self.name), value)?);
+        Ok(())
+    }
+
+    fn check_name(&self, name: &str) -> Result<()> {
+        if self.tensors.contains_key(name) || self.values.contains_key(name) {
+            let name = format!("{}/{name}", self.name);
+            return Err(unsaveable(&name, "the state has that name already").into());
+        }
+        Ok(())
+    }
+
+    /// Records the whole as a part with a layout of its own.
+    pub(super) fn whole(&mut self, part: Part) {
+        self.parts.push((self.name.to_owned(), part));
+    }
+
+    /// Records a part beside others, as `name.id`.
+    pub(super) fn numbered(&mut self, id: usize, part: Part) {
+        self.parts.push((format!("{}.{id}", self.name), part));
+    }
+
+    /// The tensors that were recorded.
+    pub(super) fn take_tensors(&mut self) -> BTreeMap<String, Entry> {
+        std::mem::take(&mut self.tensors)
+    }
+
+    /// The parts with their names. Without tensors a state is nothing but a value.
+    pub(crate) fn finish(self) -> Vec<(String, Part)> {
+        let Self { name, tensors, values, mut parts } = self;
+        let values = Plain::map(values.into_iter().collect());
+        if parts.is_empty() {
+            let part = match tensors.is_empty() {
+                true => Part::Value(values),
+                false => Part::State(StatePart { tensors, values }),
+            };
+            parts.push((name.to_owned(), part));
+        }
+        parts
+    }
+}
+
+/// A value by the name that a refusal tells.
+pub(crate) fn plain(name: &str, value: &(impl Serialize + ?Sized)) -> Result<Plain> {
+    let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
+    Ok(Plain::of(value).map_err(wrong)?)
+}
+
+/// A tensor by the name that a refusal tells.
+pub(crate) fn entry(name: &str, tensor: &Tensor) -> Result<Entry> {
+    let quantized = |kind| matches!(kind, Kind::QInt8 | Kind::QInt32 | Kind::QUInt8);
+    if !tensor.defined() {
+        return Err(unsaveable(name, "it is an undefined tensor").into());
+    }
+    if tensor.is_sparse() || quantized(tensor.f_kind()?) {
+        let problem =
+            "only dense, unquantized tensors can be saved; use `to_dense` or `dequantize`";
+        return Err(unsaveable(name, problem).into());
+    }
+    Entry::in_memory(tensor)
+}

@@ -1,0 +1,184 @@
+//! A state that is being restored.
+
+#![forbid(unsafe_code)]
+
+use std::cell::{OnceCell, RefCell};
+use std::collections::{BTreeSet, HashSet};
+
+use serde::de::DeserializeOwned;
+use tch::Tensor;
+
+use crate::checkpoint::part::Part;
+use crate::checkpoint::restore::names::is_batch_count;
+use crate::checkpoint::restore::{Options, Restored};
+use crate::checkpoint::stateful::Prepared;
+use crate::checkpoint::stateful::dict::Dict;
+use crate::checkpoint::stateful::prepared::Copy;
+use crate::checkpoint::{Checkpoint, CheckpointError, read_value};
+use crate::error::{Error, Result};
+
+/// A state as a checkpoint holds it: what [`Stateful::prepare_restore`](crate::checkpoint::Stateful::prepare_restore)
+/// reads.
+///
+/// It may come from Python, too: any dict of tensors and plain values, such as the `state_dict()` of a learning-rate
+/// scheduler.
+#[derive(Debug)]
+pub struct SavedState<'a> {
+    pub(super) checkpoint: &'a Checkpoint,
+    pub(super) name: &'a str,
+    pub(super) options: &'a Options,
+    dict: OnceCell<Dict<'a>>,
+    notes: RefCell<Notes>,
+}
+
+/// What has become of the names.
+#[derive(Debug, Default)]
+struct Notes {
+    /// Whether they are none of the dict's.
+    whole: bool,
+    used: BTreeSet<String>,
+    missing: Vec<String>,
+    skipped: Vec<String>,
+    /// What was left out of a part that is no dict.
+    report: Restored,
+}
+
+impl<'a> SavedState<'a> {
+    pub(crate) fn new(checkpoint: &'a Checkpoint, name: &'a str, options: &'a Options) -> Self {
+        let (dict, notes) = (OnceCell::new(), RefCell::default());
+        Self { checkpoint, name, options, dict, notes }
+    }
+
+    /// Returns a value. What may be missing is asked for with [`contains`](Self::contains) first.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Keys`] where the state has none of that name, also in a restore that is not
+    /// [`strict`](crate::checkpoint::Restore::strict), and [`CheckpointError::Value`] for a value of
+    /// another type. [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`], as any other method here.
+    pub fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
+        let value = self.dict()?.value(name).ok_or_else(|| self.missing(name))?;
+        self.use_up(name);
+        read_value(&format!("{}/{name}", self.name), value)
+    }
+
+    /// Returns a tensor, as a new one on the CPU in its saved shape and dtype.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Keys`] where the state has none of that name; [`CheckpointError::Io`],
+    /// [`CheckpointError::Damaged`] and [`Error::Torch`] when it cannot be read any more.
+    pub fn tensor(&self, name: &str) -> Result<Tensor> {
+        let (_, entry) = self.dict()?.tensors.get(name).ok_or_else(|| self.missing(name))?;
+        self.use_up(name);
+        entry.to_tensor()
+    }
+
+    /// Whether the state has a tensor or a value of that name.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`].
+    pub fn contains(&self, name: &str) -> Result<bool> {
+        let dict = self.dict()?;
+        Ok(dict.tensors.contains_key(name) || dict.value(name).is_some())
+    }
+
+    /// Prepares to overwrite tensors, on whatever devices, with those of the same names: needs no memory for a second
+    /// set of them. They are restored as the variables of a model are: names, shapes and dtypes must be the same, unless
+    /// [`strict(false)`](crate::checkpoint::Restore::strict), [`cast`](crate::checkpoint::Restore::cast),
+    /// [`rename_prefix`](crate::checkpoint::Restore::rename_prefix) and [`skip`](crate::checkpoint::Restore::skip) say
+    /// otherwise.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`]. What does not fit shows when all names of the state
+    /// are known, in [`Restore::apply`](crate::checkpoint::Restore::apply).
+    pub fn copy_to<'t, N: AsRef<str>>(
+        &self,
+        tensors: impl IntoIterator<Item = (N, &'t Tensor)>,
+    ) -> Result<Prepared<'a>> {
+        self.copy(tensors, "here")
+    }
+
+    /// As [`copy_to`](Self::copy_to), with the place of the tensors for messages.
+    pub(super) fn copy<'t, N: AsRef<str>>(
+        &self,
+        tensors: impl IntoIterator<Item = (N, &'t Tensor)>,
+        place: &'static str,
+    ) -> Result<Prepared<'a>> {
+        let saved = &self.dict()?.tensors;
+        let tensors: Vec<_> = tensors.into_iter().collect();
+        let known: HashSet<_> = tensors.iter().map(|(name, _)| name.as_ref()).collect();
+        let mut notes = self.notes.borrow_mut();
+        let mut copies = Vec::with_capacity(tensors.len());
+        for (name, tensor) in &tensors {
+            let name = name.as_ref().to_owned();
+            if self.options.names.skips(&name) {
+                notes.skipped.push(name.clone());
+            } else if let Some(&(saved, entry)) = saved.get(&name) {
+                let (part, saved) = (self.name.to_owned(), saved.to_owned());
+                let (name, tensor) = (name.clone(), tensor.shallow_clone());
+                copies.push(Copy { part, name, saved, tensor, entry, place });
+            } else if !is_batch_count(&name, &known) {
+                notes.missing.push(name.clone());
+            }
+            notes.used.insert(name);
+        }
+        let counts = saved.keys().filter(|name| is_batch_count(name, &known)).cloned();
+        notes.used.extend(counts);
+        Ok(Prepared::of_copies(copies))
+    }
+
+    /// Takes the part as it is, and not as a dict.
+    pub(super) fn whole(&self) -> Result<&'a Part> {
+        self.take_whole();
+        self.checkpoint.part(self.name)
+    }
+
+    /// Leaves the names of the part alone.
+    pub(super) fn take_whole(&self) {
+        self.notes.borrow_mut().whole = true;
+    }
+
+    /// Tells what was left out of a part that was taken whole.
+    pub(super) fn report(&self, report: Restored) {
+        self.notes.borrow_mut().report = report;
+    }
+
+    /// Judges the names that were not asked for and those that were missing.
+    pub(crate) fn finish(self, restored: &mut Restored) -> Result<()> {
+        let Notes { whole, used, missing, mut skipped, report } = self.notes.take();
+        if whole {
+            restored.extend(report);
+            return Ok(());
+        }
+        let names = self.dict()?.names();
+        let left = names.filter(|(here, _)| !used.contains(*here));
+        let (skips, unexpected): (Vec<_>, Vec<_>) =
+            left.partition(|(here, _)| self.options.names.skips(here));
+        let unexpected = unexpected.into_iter().map(|(_, saved)| saved.to_owned()).collect();
+        restored.judge(self.name, self.options.strict, missing, unexpected)?;
+        skipped.extend(skips.into_iter().map(|(here, _)| here.to_owned()));
+        skipped.sort();
+        restored.skip(self.name, skipped);
+        Ok(())
+    }
+
+    fn use_up(&self, name: &str) {
+        self.notes.borrow_mut().used.insert(name.to_owned());
+    }
+
+    fn missing(&self, name: &str) -> Error {
+        let (part, missing) = (self.name.to_owned(), vec![name.to_owned()]);
+        CheckpointError::Keys { part, missing, unexpected: Vec::new() }.into()
+    }
+
+    fn dict(&self) -> Result<&Dict<'a>> {
+        if let Some(dict) = self.dict.get() {
+            return Ok(dict);
+        }
+        let dict = Dict::of(self.checkpoint, self.name, self.options)?;
+        Ok(self.dict.get_or_init(|| dict))
+    }
+}

@@ -1,0 +1,37 @@
+//! Writing a file of PyTorch's.
+
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::io::{self, BufWriter};
+
+use super::{check, save};
+use crate::checkpoint::atomic::Target;
+use crate::checkpoint::convert::Layout;
+use crate::checkpoint::error::unsaveable;
+use crate::checkpoint::part::Part;
+use crate::checkpoint::save::Failure;
+use crate::error::Result;
+
+/// Lays the parts out. Refuses what Python cannot have, and what could not be loaded again.
+pub(crate) fn plan(parts: &BTreeMap<String, Part>) -> Result<Layout<'_>> {
+    let layout = Layout::new(parts)?;
+    if let Err(problem) = check(&layout.root, &layout.lengths()) {
+        let problem = format!("{problem}; save long values as tensors");
+        return Err(unsaveable("the checkpoint", problem).into());
+    }
+    Ok(layout)
+}
+
+/// Writes the archive. `note` keeps a failure that is none of the system's.
+pub(crate) fn write(
+    layout: &Layout<'_>,
+    out: &mut dyn Target,
+    note: &mut dyn FnMut(Failure) -> io::Error,
+) -> io::Result<()> {
+    let out = save(BufWriter::new(out), &layout.root, &layout.lengths(), &mut |index, out| {
+        let read = layout.storages[index].read(&mut |bytes| Ok(out.write_all(bytes)?));
+        read.map_err(&mut *note)
+    })?;
+    out.into_inner().map_err(io::IntoInnerError::into_error)?.flush()
+}

@@ -1,0 +1,39 @@
+//! The container of PyTorch's files: a zip archive whose records are stored as they are.
+
+#![forbid(unsafe_code)]
+
+mod read;
+mod write;
+
+pub(crate) use read::{read, records};
+pub(crate) use write::write;
+
+use crate::checkpoint::malformed::{Malformed, shown};
+
+/// Where a record's bytes lie in the file.
+#[derive(Clone, Debug)]
+pub(crate) struct Record {
+    /// Its name, with the folder.
+    pub name: String,
+    pub offset: u64,
+    pub len: u64,
+    pub crc32: u32,
+}
+
+impl Record {
+    pub(crate) fn refuse(&self, problem: String) -> Malformed {
+        Malformed::Record { name: shown(&self.name), problem }
+    }
+}
+
+/// Whether a file that begins with these bytes is a zip archive.
+pub(crate) fn is_zip(first_bytes: &[u8]) -> bool {
+    first_bytes.starts_with(b"PK\x03\x04")
+}
+
+/// The folder and the rest of a name that leads nowhere else.
+fn split(name: &str) -> Option<(&str, &str)> {
+    let plain = |part: &str| !matches!(part, "" | "." | "..");
+    let fine = !name.contains(['\\', '\0']) && name.split('/').all(plain);
+    name.split_once('/').filter(|_| fine)
+}
