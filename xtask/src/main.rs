@@ -18,6 +18,7 @@ mod fuzz;
 mod gpu;
 mod libtorch;
 mod links;
+mod minimal;
 mod msrv;
 mod on_simulation;
 mod oracle;
@@ -91,7 +92,10 @@ fn dispatch() -> Result<ExitCode> {
         "doctor" => return doctor::run(args),
         "bundle" => bundle::run(args)?,
         "fuzz" => fuzz::run(args)?,
-        "lock" => shadow::rewrite_locks(args)?,
+        "lock" => {
+            shadow::rewrite_locks(args)?;
+            minimal::rewrite(&package::packed()?)?;
+        }
         "package" => package::rewrite_list(args)?,
         "fmt" => tools::format(args)?,
         "ci" => test::run_all(args)?,

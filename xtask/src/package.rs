@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::args::Args;
-use crate::{process, workspace};
+use crate::{minimal, process, workspace};
 
 const NAME: &str = "tch-amp";
 
@@ -46,11 +46,19 @@ pub(crate) fn check_contents() -> Result<()> {
     Ok(())
 }
 
-/// Packs the crate, and checks and documents what was packed, without libtorch and the C++, as docs.rs does.
+/// Packs the crate, and checks and documents what was packed, without libtorch and the C++, as docs.rs does, and with the
+/// oldest dependencies.
 ///
 /// The C++ is not compiled again, which takes minutes: the files of `csrc/` are those that every other build compiles.
 pub(crate) fn check_builds() -> Result<()> {
-    let target = workspace::target();
+    let unpacked = packed()?;
+    minimal::apply(&unpacked)?;
+    process::run(doc_only(&unpacked, "check").arg("--lib"))?;
+    process::run(doc_only(&unpacked, "doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
+}
+
+/// Packs the crate and unpacks it elsewhere.
+pub(crate) fn packed() -> Result<PathBuf> {
     let mut package = process::cargo();
     package.args([
         "package",
@@ -62,9 +70,7 @@ pub(crate) fn check_builds() -> Result<()> {
         "--quiet",
     ]);
     process::run(package.current_dir(workspace::root()))?;
-    let unpacked = unpack(&target)?;
-    process::run(doc_only(&unpacked, "check").arg("--lib"))?;
-    process::run(doc_only(&unpacked, "doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
+    unpack(&workspace::target())
 }
 
 /// What cargo would pack, sorted. Files that git does not know yet are part of it.
@@ -133,7 +139,7 @@ fn version() -> Result<String> {
 /// `cargo <command>` in `dir`, without libtorch. What it builds has a folder of its own, because the feature changes tch.
 fn doc_only(dir: &Path, command: &str) -> Command {
     let mut cargo = process::cargo();
-    cargo.args([command, "--locked", "--offline", "--features", "doc-only"]).current_dir(dir);
+    cargo.args([command, "--locked", "--features", "doc-only"]).current_dir(dir);
     for name in ["LIBTORCH", "LIBTORCH_USE_PYTORCH", "LIBTORCH_INCLUDE", "LIBTORCH_LIB"] {
         cargo.env_remove(name);
     }
