@@ -151,7 +151,6 @@ fn on_cuda(answers: &Answers, op: &str) -> &'static str {
     if let Some((_, heading)) = NOT_SHOWN_ON_CUDA.iter().find(|(name, _)| *name == op) {
         return heading;
     }
-    // Operations with named dimensions are in no table of the tests.
     match cuda::list(answers, op).unwrap_or_else(|| panic!("{op} is on no list of CUDA")) {
         List::LowerPrecisionFp => HALF,
         List::Fp32 => F32,
