@@ -1,3 +1,5 @@
+// The definitions of links come first and win over those at the end of the README, which lead to files.
+#![doc = include_str!("guide/links.md")]
 #![doc = include_str!("../README.md")]
 
 mod autocast;
@@ -9,6 +11,7 @@ mod ffi;
 pub mod function;
 mod gradcheck;
 mod gradients;
+pub mod guide;
 pub mod half;
 pub mod loss_scale;
 mod messages;

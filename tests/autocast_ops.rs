@@ -21,6 +21,8 @@ mod matrix;
 mod not_in_tch;
 #[path = "autocast_ops/oracle.rs"]
 mod oracle;
+#[path = "autocast_ops/page.rs"]
+mod page;
 #[path = "autocast_ops/pointwise.rs"]
 mod pointwise;
 #[path = "autocast_ops/pooling.rs"]

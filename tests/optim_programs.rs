@@ -111,7 +111,7 @@ fn training_is_pythons_bit_by_bit() {
     }
 }
 
-/// The rows of the README's table, from PyTorch's side; ours is asserted in `tests/optim/`.
+/// The rows of docs/differences.md, from PyTorch's side; ours is asserted in `tests/optim/`.
 #[test]
 fn pytorch_differs_as_the_readme_says() {
     if let Some(oracle) = Oracle::find("optim_deviations.py") {

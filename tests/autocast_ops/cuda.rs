@@ -14,7 +14,7 @@ use crate::{called, difference, not_in_tch, table, told};
 
 /// What a list does to the arguments of its ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum List {
+pub enum List {
     LowerPrecisionFp,
     Fp32,
     /// Asks the op for f32 where the caller asks for no dtype.
@@ -39,7 +39,7 @@ const NOT_SIMULATED: [(&str, &str); 2] = [
 ];
 
 /// The list of `op` on CUDA.
-fn list(answers: &Answers, op: &str) -> Option<List> {
+pub fn list(answers: &Answers, op: &str) -> Option<List> {
     let without = WITHOUT_A_MACRO.iter().find(|(name, _)| *name == op).map(|(_, list)| *list);
     let name = answers.cuda_lists.get(op).map(String::as_str);
     without.or_else(|| {

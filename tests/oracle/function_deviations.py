@@ -1,4 +1,4 @@
-"""Asserts PyTorch's side of the differences that the README lists for custom functions."""
+"""Asserts PyTorch's side of the differences that docs/differences.md lists for custom functions."""
 
 import torch
 from torch.amp import autocast, custom_bwd, custom_fwd

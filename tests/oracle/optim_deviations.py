@@ -1,4 +1,4 @@
-"""What PyTorch's fused optimizers do where this crate does otherwise, so that the README's table stays true."""
+"""What PyTorch's fused optimizers do where this crate does otherwise, so that docs/differences.md stays true."""
 
 import torch
 

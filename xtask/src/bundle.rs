@@ -15,7 +15,7 @@ use crate::workspace::{self, Workspace};
 const RUN: &str = include_str!("run.sh");
 
 /// What the programs may read when they run: oracles, data, and the sources that tests look at.
-const READ: [&str; 6] = ["README.md", "benches", "csrc", "examples", "src", "tests"];
+const READ: [&str; 7] = ["README.md", "benches", "csrc", "docs", "examples", "src", "tests"];
 
 const MAX_MIB: u64 = 60;
 

@@ -17,9 +17,12 @@ mod doctor;
 mod fuzz;
 mod gpu;
 mod libtorch;
+mod links;
+mod minimal;
 mod msrv;
 mod on_simulation;
 mod oracle;
+mod package;
 mod process;
 mod release;
 mod sanitize;
@@ -37,8 +40,8 @@ const USAGE: &str = "\
 usage: cargo xtask <command>
 
   demo [--tch V] [args...]           trains on handwritten digits with and without mixed precision
-  test [--tch V | --all-versions]    format, lints, documentation, minimum Rust version, then every test
-                                     on the CPU and on simulated GPUs
+  test [--tch V | --all-versions]    format, lints, documentation, package, minimum Rust version, then every
+                                     test on the CPU and on simulated GPUs
   simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them
   sanitize [args…]                   runs tests with the C++ under address and undefined-behaviour
                                      sanitizers, after planted faults were found; args are those of cargo test
@@ -49,6 +52,7 @@ usage: cargo xtask <command>
   fuzz [seconds]                     feeds damaged files to the checkpoint readers, for a minute by default
   fmt                                formats the Rust and the C++
   lock                               rewrites xtask/lock from Cargo.lock
+  package                            rewrites xtask/package.txt, the list of the package's files
   ci                                 what .ci/run runs: test --all-versions
 
 V is a supported version of tch, such as 0.24. The default is the one in Cargo.lock.
@@ -88,7 +92,11 @@ fn dispatch() -> Result<ExitCode> {
         "doctor" => return doctor::run(args),
         "bundle" => bundle::run(args)?,
         "fuzz" => fuzz::run(args)?,
-        "lock" => shadow::rewrite_locks(args)?,
+        "lock" => {
+            shadow::rewrite_locks(args)?;
+            minimal::rewrite(&package::packed()?)?;
+        }
+        "package" => package::rewrite_list(args)?,
         "fmt" => tools::format(args)?,
         "ci" => test::run_all(args)?,
         unknown => bail!("there is no command `{unknown}`\n\n{USAGE}"),

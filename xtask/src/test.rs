@@ -7,7 +7,7 @@ use crate::process::run as show;
 use crate::steps::Steps;
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::{self, Workspace};
-use crate::{fuzz, msrv, on_simulation, sanitize, tools};
+use crate::{fuzz, links, msrv, on_simulation, package, sanitize, tools};
 
 const FUZZ_SECONDS: u32 = 10;
 
@@ -48,7 +48,13 @@ fn test_only(steps: &mut Steps, pair: Pair) -> Result<()> {
 fn check_and_test(steps: &mut Steps) -> Result<()> {
     steps.run("format", tools::check_rust_format)?;
     steps.run("format of the C++", tools::check_cxx_format)?;
+    steps.run("links between the pages", links::check)?;
     steps.run("minimum Rust version", msrv::check)?;
+    steps.run("contents of the package", package::check_contents)?;
+    steps.run(
+        "the packed crate with the oldest dependencies, and its documentation",
+        package::check_builds,
+    )?;
     let workspace = steps.run("libtorch", || Workspace::announced(None))?;
     steps.run("C++ without warnings", || sanitize::compile(&workspace))?;
     steps.run("tests under sanitizers", || sanitize::sanitize(&workspace))?;

@@ -1,0 +1,188 @@
+//! The links between the Markdown pages of the repository, and those that the documentation makes of them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::workspace;
+
+/// Where the documentation has its own targets for the links of the pages that it shows.
+const TARGETS: &str = "src/guide/links.md";
+
+/// Folders that hold no pages of ours.
+const SKIPPED: [&str; 2] = [".git", "target"];
+
+/// Fails where a link leads nowhere, or would lead nowhere on the pages of the documentation.
+pub(crate) fn check() -> Result<()> {
+    let root = workspace::root();
+    let mut pages = Vec::new();
+    find(&root, &mut pages)?;
+    pages.sort();
+    let targets = labels(&read(&root.join(TARGETS))?);
+    let mut broken = Vec::new();
+    for page in &pages {
+        let text = read(page)?;
+        let name = page.strip_prefix(&root).unwrap_or(page).display().to_string();
+        let links = links(&text);
+        broken.extend(
+            links
+                .iter()
+                .filter(|link| link.is_relative() && !link.exists(page))
+                .map(|link| format!("{name}: there is no {}", link.target)),
+        );
+        if is_shown(&name) {
+            broken.extend(
+                links.iter().filter(|link| link.is_relative() && !link.is_among(&targets)).map(
+                    |link| {
+                        format!(
+                            "{name}: {} is not in {TARGETS}, as the documentation wants",
+                            link.target
+                        )
+                    },
+                ),
+            );
+        }
+    }
+    let examples = examples(&root)?;
+    let readme = read(&root.join("README.md"))?;
+    let missing = examples.iter().filter(|example| !readme.contains(*example));
+    broken.extend(missing.map(|example| format!("README.md: it does not link to {example}")));
+    ensure!(broken.is_empty(), "{}", broken.join("\n"));
+    println!("{} pages", pages.len());
+    Ok(())
+}
+
+/// Whether rustdoc shows the page: the README and the pages of the guide.
+fn is_shown(page: &str) -> bool {
+    let mut parts = page.split('/');
+    page == "README.md" || (parts.next() == Some("docs") && parts.count() == 1)
+}
+
+fn read(page: &Path) -> Result<String> {
+    fs::read_to_string(page).with_context(|| format!("{} cannot be read", page.display()))
+}
+
+/// Adds the Markdown files in a folder and below. Links to folders are not followed.
+fn find(folder: &Path, pages: &mut Vec<PathBuf>) -> Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let path = entry.path();
+        if entry.file_type()?.is_dir() {
+            if !SKIPPED.iter().any(|name| entry.file_name() == *name) {
+                find(&path, pages)?;
+            }
+        } else if path.extension().is_some_and(|kind| kind == "md") {
+            pages.push(path);
+        }
+    }
+    Ok(())
+}
+
+fn examples(root: &Path) -> Result<Vec<String>> {
+    let entries = fs::read_dir(root.join("examples"))?;
+    let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    Ok(names.filter(|name| name.ends_with(".rs")).map(|name| format!("examples/{name}")).collect())
+}
+
+/// One link of a page.
+#[derive(Debug, PartialEq, Eq)]
+struct Link {
+    /// What a definition defines; none for a link in the text.
+    label: Option<String>,
+    target: String,
+}
+
+impl Link {
+    fn is_relative(&self) -> bool {
+        !self.target.contains("://") && !self.target.contains("::")
+    }
+
+    fn exists(&self, page: &Path) -> bool {
+        let (file, heading) = self.target.split_once('#').unwrap_or((&self.target, ""));
+        let folder = page.parent().unwrap_or(page);
+        let path = if file.is_empty() { page.to_owned() } else { folder.join(file) };
+        path.exists() && (heading.is_empty() || has_heading(&path, heading))
+    }
+
+    fn is_among(&self, labels: &[String]) -> bool {
+        self.label.as_ref().is_some_and(|label| labels.contains(label))
+    }
+}
+
+fn has_heading(page: &Path, wanted: &str) -> bool {
+    let text = fs::read_to_string(page).unwrap_or_default();
+    prose(&text).filter_map(|line| line.strip_prefix('#')).any(|line| anchor(line) == wanted)
+}
+
+/// The anchor of a heading, as rustdoc and the hosts of repositories make it.
+fn anchor(heading: &str) -> String {
+    let words = heading.trim_start_matches('#').trim().to_lowercase();
+    let kept = words.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+/// The lines outside of code blocks.
+fn prose(text: &str) -> impl Iterator<Item = &str> {
+    let mut is_code = false;
+    text.lines().filter(move |line| {
+        let fence = line.trim_start().starts_with("```");
+        is_code ^= fence;
+        !fence && !is_code
+    })
+}
+
+/// The labels that a page defines.
+fn labels(text: &str) -> Vec<String> {
+    links(text).into_iter().filter_map(|link| link.label).collect()
+}
+
+/// The definitions `[label]: target`, and the links `[text](target)`.
+fn links(text: &str) -> Vec<Link> {
+    let mut links = Vec::new();
+    for line in prose(text) {
+        let definition = line.strip_prefix('[').and_then(|rest| rest.split_once("]: "));
+        if let Some((label, target)) = definition {
+            links
+                .push(Link { label: Some(label.to_lowercase()), target: target.trim().to_owned() });
+            continue;
+        }
+        let rests = line.match_indices("](").map(|(at, mark)| &line[at + mark.len()..]);
+        let targets = rests.filter_map(|rest| rest.split_once(')')).map(|(target, _)| target);
+        links.extend(targets.map(|target| Link { label: None, target: target.to_owned() }));
+    }
+    links
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_and_definitions_are_found_outside_of_code() {
+        let text = "See [a](b.md#c) and [`D`].\n```text\n[no](link)\n```\n[`D`]: ../d.rs\n";
+        let inline = Link { label: None, target: "b.md#c".into() };
+        let defined = Link { label: Some("`d`".into()), target: "../d.rs".into() };
+        assert_eq!(links(text), [inline, defined]);
+    }
+
+    #[test]
+    fn an_anchor_is_the_heading_in_small_letters() {
+        assert_eq!(anchor("## What to watch for"), "what-to-watch-for");
+        assert_eq!(
+            anchor("# In-place operations and `out=` variants"),
+            "in-place-operations-and-out-variants"
+        );
+    }
+
+    #[test]
+    fn the_documentation_shows_the_readme_and_the_guide() {
+        assert!(is_shown("README.md") && is_shown("docs/errors.md"));
+        assert!(!is_shown("docs/measurements/cpu.md") && !is_shown("CONTRIBUTING.md"));
+    }
+
+    #[test]
+    fn every_link_leads_somewhere() {
+        check().unwrap();
+    }
+}

@@ -1,0 +1,171 @@
+//! The package: what is in it, and that it builds and documents itself without the repository around it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::args::Args;
+use crate::{minimal, process, workspace};
+
+const NAME: &str = "tch-amp";
+
+/// The committed list of the package's files.
+const LIST: &str = "xtask/package.txt";
+
+const REFRESH: &str = "if that is right, run `cargo xtask package` and commit the list";
+
+/// `cargo xtask package`: rewrites the list.
+pub(crate) fn rewrite_list(args: Args) -> Result<()> {
+    args.end()?;
+    let list = workspace::root().join(LIST);
+    fs::write(&list, lines(&files()?)).with_context(|| format!("{LIST} cannot be written"))?;
+    println!("wrote {LIST}");
+    Ok(())
+}
+
+/// Fails where the package's files are not those of the list, or one has no place there.
+pub(crate) fn check_contents() -> Result<()> {
+    let listed = fs::read_to_string(workspace::root().join(LIST))
+        .with_context(|| format!("{LIST} is missing: {REFRESH}"))?;
+    let files = files()?;
+    let stray: Vec<_> = files.iter().filter(|file| is_of_tests(file)).collect();
+    ensure!(
+        stray.is_empty(),
+        "tests are in the package, against `include` in Cargo.toml: {stray:?}"
+    );
+    let changes = changes(&listed, &lines(&files));
+    ensure!(
+        changes.is_empty(),
+        "the package is not as {LIST} says: {}: {REFRESH}",
+        changes.join(", ")
+    );
+    println!("{} files, as {LIST} says", files.len());
+    Ok(())
+}
+
+/// Packs the crate, and checks and documents what was packed, without libtorch and the C++, as docs.rs does, and with the
+/// oldest dependencies.
+///
+/// The C++ is not compiled again, which takes minutes: the files of `csrc/` are those that every other build compiles.
+pub(crate) fn check_builds() -> Result<()> {
+    let unpacked = packed()?;
+    minimal::apply(&unpacked)?;
+    process::run(doc_only(&unpacked, "check").arg("--lib"))?;
+    process::run(doc_only(&unpacked, "doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
+}
+
+/// Packs the crate and unpacks it elsewhere.
+pub(crate) fn packed() -> Result<PathBuf> {
+    let mut package = process::cargo();
+    package.args([
+        "package",
+        "--package",
+        NAME,
+        "--no-verify",
+        "--allow-dirty",
+        "--offline",
+        "--quiet",
+    ]);
+    process::run(package.current_dir(workspace::root()))?;
+    unpack(&workspace::target())
+}
+
+/// What cargo would pack, sorted. Files that git does not know yet are part of it.
+fn files() -> Result<Vec<String>> {
+    let mut list = process::cargo();
+    list.args(["package", "--package", NAME, "--list", "--allow-dirty", "--offline"]);
+    let printed = process::read(list.current_dir(workspace::root()))?;
+    // Without a git repository cargo leaves this one out.
+    let files = printed.lines().filter(|file| *file != ".cargo_vcs_info.json");
+    let mut files: Vec<_> = files.map(str::to_owned).collect();
+    files.sort();
+    Ok(files)
+}
+
+fn lines(files: &[String]) -> String {
+    files.iter().map(|file| format!("{file}\n")).collect()
+}
+
+/// Whether a file is one of the tests or the programs that they compare with.
+fn is_of_tests(file: &str) -> bool {
+    let mut parts = file.split('/');
+    parts.any(|part| ["tests", "tests.rs", "oracle"].contains(&part)) || file.ends_with(".py")
+}
+
+/// What is in one list and not in the other.
+fn changes(listed: &str, found: &str) -> Vec<String> {
+    let lacks = |list: &str, file: &str| !list.lines().any(|line| line == file);
+    let new = found.lines().filter(|file| lacks(listed, file)).map(|file| format!("{file} is new"));
+    let gone =
+        listed.lines().filter(|file| lacks(found, file)).map(|file| format!("{file} is gone"));
+    new.chain(gone).collect()
+}
+
+/// Unpacks the package below `target`, as a workspace of its own.
+fn unpack(target: &Path) -> Result<PathBuf> {
+    let name = format!("{NAME}-{}", version()?);
+    let folder = target.join("packed");
+    if folder.exists() {
+        fs::remove_dir_all(&folder)?;
+    }
+    fs::create_dir_all(&folder)?;
+    let archive = target.join("package").join(format!("{name}.crate"));
+    let mut tar = Command::new("tar");
+    process::run(tar.arg("-xzf").arg(archive).arg("-C").arg(&folder))?;
+    let unpacked = folder.join(name);
+    // It lies in the folder of another workspace, and is no part of that.
+    let manifest = unpacked.join("Cargo.toml");
+    let text = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
+    fs::write(manifest, format!("{text}\n[workspace]\n"))?;
+    Ok(unpacked)
+}
+
+fn version() -> Result<String> {
+    let mut metadata = process::cargo();
+    metadata.args(["metadata", "--no-deps", "--offline", "--format-version", "1"]);
+    let printed = process::read(metadata.current_dir(workspace::root()))?;
+    let metadata: Value =
+        serde_json::from_str(&printed).context("cargo metadata prints no JSON")?;
+    let packages = metadata["packages"].as_array().into_iter().flatten();
+    let mut versions =
+        packages.filter(|package| package["name"] == NAME).map(|package| &package["version"]);
+    let version = versions.next().and_then(Value::as_str);
+    Ok(version.with_context(|| format!("the workspace has no {NAME}"))?.to_owned())
+}
+
+/// `cargo <command>` in `dir`, without libtorch. What it builds has a folder of its own, because the feature changes tch.
+fn doc_only(dir: &Path, command: &str) -> Command {
+    let mut cargo = process::cargo();
+    cargo.args([command, "--locked", "--features", "doc-only"]).current_dir(dir);
+    for name in ["LIBTORCH", "LIBTORCH_USE_PYTORCH", "LIBTORCH_INCLUDE", "LIBTORCH_LIB"] {
+        cargo.env_remove(name);
+    }
+    cargo.env("CARGO_TARGET_DIR", workspace::target().join("doc-only"));
+    cargo
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn new_and_missing_files_are_named() {
+        assert_eq!(changes("a\nb\n", "b\nc\n"), ["c is new", "a is gone"]);
+        assert!(changes("a\n", "a\n").is_empty());
+    }
+
+    #[test]
+    fn tests_and_oracles_have_no_place_in_the_package() {
+        for file in
+            ["tests/abi.rs", "src/ffi/tests/mod.rs", "src/a/tests.rs", "benches/oracle/a.py"]
+        {
+            assert!(is_of_tests(file), "{file}");
+        }
+        for file in ["src/lib.rs", "csrc/testing.cpp", "docs/guarantees.md"] {
+            assert!(!is_of_tests(file), "{file}");
+        }
+    }
+}
