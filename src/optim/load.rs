@@ -9,10 +9,9 @@ use tch::{Kind, Tensor};
 use crate::error::{Error, Result};
 use crate::ffi::{self, Master};
 use crate::messages::Number;
+use crate::optim::first_step::FirstStep;
 use crate::optim::masters::MASTER;
-use crate::optim::state::{
-    FirstStep, KEPT, STEP, State, Wanted, complete, counts_steps, keys, used_keys,
-};
+use crate::optim::state::{KEPT, STEP, State, Wanted, complete, counts_steps, keys, used_keys};
 use crate::optim::{
     Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup, ParamGroupState,
 };

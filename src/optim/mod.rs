@@ -23,6 +23,7 @@ mod clip;
 mod config;
 mod dict;
 mod fields;
+mod first_step;
 mod groups;
 mod load;
 mod masters;

@@ -1,11 +1,10 @@
 //! What an optimizer remembers of a parameter.
 
-use std::sync::{Arc, Mutex, PoisonError};
-
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::ffi::{self, Master};
+use crate::optim::first_step::FirstStep;
 use crate::optim::{Adagrad, Adam, AdamW, Algorithm};
 
 /// The state of one parameter. Empty until its first gradient.
@@ -20,45 +19,6 @@ pub(crate) struct State {
     /// is known that it remains of.
     pub(crate) loaded: Option<Tensor>,
     pub(crate) first_step: FirstStep,
-}
-
-/// Whether a momentum buffer starts with the next gradient.
-#[derive(Debug, Default)]
-pub(crate) enum FirstStep {
-    #[default]
-    Ahead,
-    /// It was taken unless that step was skipped.
-    Unless(Arc<Mutex<Skipped>>),
-    Taken,
-}
-
-/// Whether a step was skipped, as only a device knows until it is asked. Many parameters share one.
-#[derive(Debug)]
-pub(crate) enum Skipped {
-    Unknown(Tensor),
-    Known(bool),
-}
-
-impl Skipped {
-    fn ask(&mut self) -> Result<bool> {
-        let skipped = match self {
-            Self::Known(skipped) => return Ok(*skipped),
-            Self::Unknown(found_inf) => found_inf.f_reshape([1i64])?.f_double_value(&[0])? != 0.0,
-        };
-        *self = Self::Known(skipped);
-        Ok(skipped)
-    }
-}
-
-impl FirstStep {
-    /// Whether it is ahead. Waits for the device where only that knows.
-    pub(crate) fn is_ahead(&mut self) -> Result<bool> {
-        if let Self::Unless(skipped) = self {
-            let skipped = skipped.lock().unwrap_or_else(PoisonError::into_inner).ask()?;
-            *self = if skipped { Self::Ahead } else { Self::Taken };
-        }
-        Ok(matches!(self, Self::Ahead))
-    }
 }
 
 /// PyTorch's name of the number of steps.

@@ -1,13 +1,12 @@
 //! One step of a fused optimizer.
 
-use std::sync::{Arc, Mutex};
-
 use tch::Kind;
 
 use crate::error::{Error, Result};
 use crate::ffi::{self, Gradient, Master, OptimParameter, StepAnswer};
+use crate::optim::first_step::{FirstStep, Launched};
 use crate::optim::optimizer::Slot;
-use crate::optim::state::{FirstStep, Skipped, is_complete, used_keys};
+use crate::optim::state::{is_complete, used_keys};
 use crate::optim::{Algorithm, Optimizer, Step};
 
 impl Optimizer {
@@ -126,22 +125,15 @@ impl Optimizer {
 
     /// Notes that momentum buffers have been started.
     fn note_first_steps(&mut self, answers: &[StepAnswer], step: &Step<'_>) {
-        let skipped = step
-            .found_inf()
-            .map(|found_inf| Arc::new(Mutex::new(Skipped::Unknown(found_inf.shallow_clone()))));
+        let mut launched = Launched::new(step.found_inf());
         let taken = self.slots.iter_mut().zip(answers);
         for (slot, _) in taken.filter(|(_, answer)| **answer == StepAnswer::Taken) {
-            let Slot { group, state, .. } = slot;
-            let Algorithm::Sgd(sgd) = self.groups[*group].algorithm else {
-                continue;
-            };
-            if sgd.momentum == 0.0 {
-                continue;
+            match self.groups[slot.group].algorithm {
+                Algorithm::Sgd(sgd) if sgd.momentum != 0.0 => {
+                    launched.note(&mut slot.state.first_step);
+                }
+                _ => {}
             }
-            state.first_step = match (&state.first_step, &skipped) {
-                (FirstStep::Ahead, Some(skipped)) => FirstStep::Unless(Arc::clone(skipped)),
-                _ => FirstStep::Taken,
-            };
         }
     }
 }

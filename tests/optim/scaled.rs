@@ -1,5 +1,7 @@
 //! Fused optimizers with a scaler.
 
+use std::collections::BTreeMap;
+
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{AdamW, Optimizer, Sgd, TakenSteps};
@@ -283,4 +285,27 @@ fn a_count_that_begins_at_its_end_stays_there() {
         scaler.update().unwrap();
     }
     assert_eq!(taken.count().unwrap(), u64::MAX);
+}
+
+#[test]
+fn momentum_begins_with_the_first_step_that_was_taken() {
+    for_each_device(|device| {
+        for skipped in 0..4 {
+            let w = leaf(&[1.0; 2], Kind::Float, device);
+            let sgd = Sgd { momentum: 0.9, ..Sgd::default() };
+            let mut opt = sgd.build(vec![("w", w.shallow_clone())], 0.1).unwrap();
+            let mut scaler = GradScaler::new(device).unwrap();
+            let mut step = |gradient| {
+                set_grad(&w, &[gradient, 1.0]);
+                let _outcome = scaler.step(&mut opt).unwrap();
+                scaler.update().unwrap();
+                let has_buffer = |state: &BTreeMap<_, _>| state.contains_key("momentum_buffer");
+                opt.state_dict().unwrap().state.get("w").is_some_and(has_buffer)
+            };
+            for _ in 0..skipped {
+                assert!(!step(INF), "a skipped step has begun a buffer");
+            }
+            assert!(step(1.0), "after {skipped} skipped steps");
+        }
+    });
 }
