@@ -36,7 +36,7 @@ use machine::Machine;
 use tch::Device;
 
 /// A million operations: about 70 s of one core for the oracle, beside which the Rust side runs.
-const PROGRAMS: u64 = 20_000;
+const PROGRAMS: u64 = 10_000;
 
 /// So many, from the first on, run on each GPU and on both together.
 const ON_GPUS: u64 = 400;

@@ -14,7 +14,7 @@ pub(crate) struct Interrupted {
 }
 
 /// How gradients are looked at.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Unscaling {
     /// They stay as they are.
     pub(crate) check_only: bool,
@@ -26,6 +26,15 @@ pub(crate) struct Unscaling {
 }
 
 impl Unscaling {
+    pub(crate) fn new(check_only: bool, recheck: bool) -> Self {
+        Self {
+            check_only,
+            recheck,
+            #[cfg(test)]
+            generic: false,
+        }
+    }
+
     fn code(self) -> u8 {
         let code = u8::from(self.check_only) * sys::UNSCALE_CHECK_ONLY
             + u8::from(self.recheck) * sys::UNSCALE_RECHECK;

@@ -51,7 +51,7 @@ impl Plan {
         scale: &Tensor,
         spare: &mut Spare,
     ) -> Result<Findings> {
-        let unscaling = Unscaling { check_only: true, ..Default::default() };
+        let unscaling = Unscaling::new(true, false);
         let found = self.unscale(parameters, scale, unscaling, spare);
         found.map_err(|interrupted| interrupted.error)
     }

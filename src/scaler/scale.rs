@@ -70,7 +70,7 @@ impl Scale {
 
     /// How gradients are unscaled by it.
     pub(crate) fn unscaling(&self) -> Unscaling {
-        Unscaling { check_only: self.is_one, recheck: self.may_enlarge(), ..Default::default() }
+        Unscaling::new(self.is_one, self.may_enlarge())
     }
 
     /// Whether the host knows that the reciprocal is more than 1. Never waits.

@@ -33,7 +33,7 @@ fn plain_operations_give_the_kernels_numbers() {
             values[500] = bad.unwrap_or(values[500]);
             let make = || with_gradient(&values, kind);
             let (found, got) = unscale(&make(), 3.0, GENERIC);
-            let (want_found, want) = unscale(&make(), 3.0, Unscaling::default());
+            let (want_found, want) = unscale(&make(), 3.0, Unscaling::new(false, false));
             assert_eq!((found, found), (want_found, Some(bad.is_some())), "{kind:?} {bad:?}");
             // What a NaN looks like is nobody's business.
             let bits = |all: Vec<f64>| {
@@ -51,7 +51,7 @@ fn plain_operations_find_what_only_the_multiplication_made_infinite() {
     for recheck in [false, true] {
         for generic in [false, true] {
             let w = with_gradient(&[2f64.powi(40)], Kind::Float);
-            let unscaling = Unscaling { recheck, generic, ..Default::default() };
+            let unscaling = Unscaling { generic, ..Unscaling::new(false, recheck) };
             assert_eq!(unscale(&w, tiny, unscaling).0, Some(recheck));
         }
     }
@@ -59,8 +59,8 @@ fn plain_operations_find_what_only_the_multiplication_made_infinite() {
 
 #[test]
 fn an_empty_gradient_passes_every_path() {
-    let recheck = Unscaling { recheck: true, ..Default::default() };
-    for unscaling in [Unscaling::default(), GENERIC, recheck] {
+    let recheck = Unscaling::new(false, true);
+    for unscaling in [Unscaling::new(false, false), GENERIC, recheck] {
         let w = Tensor::zeros([0], (Kind::Float, Device::Cpu)).set_requires_grad(true);
         w.sum(None).backward();
         assert_eq!(unscale(&w, 2.0, unscaling), (Some(false), vec![]));
