@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::ffi::Arrival;
@@ -28,10 +28,11 @@ pub(crate) enum Skipped {
 }
 
 impl Skipped {
-    fn new(flag: Tensor) -> Shared {
-        // Without an arrival the answer comes when it is asked for.
-        let arrival = Arrival::new(&flag).ok();
-        Arc::new(Mutex::new(Self::Unknown { flag, arrival }))
+    fn new(flag: Tensor) -> Result<Shared> {
+        // On the CPU it is there.
+        let arrives = flag.device() != Device::Cpu;
+        let arrival = arrives.then(|| Arrival::new(&flag)).transpose()?;
+        Ok(Arc::new(Mutex::new(Self::Unknown { flag, arrival })))
     }
 
     /// The answer. Waits for the device where only that knows.
@@ -48,7 +49,8 @@ impl Skipped {
     fn poll(&mut self) -> Option<bool> {
         let skipped = match self {
             Self::Known(skipped) => return Some(*skipped),
-            Self::Unknown { arrival, .. } => arrival.as_ref()?.poll().ok()??,
+            Self::Unknown { arrival: Some(arrival), .. } => arrival.poll().ok()??,
+            Self::Unknown { arrival: None, .. } => return self.ask().ok(),
         };
         *self = Self::Known(skipped);
         Some(skipped)
@@ -70,53 +72,71 @@ impl FirstStep {
     }
 }
 
-/// A step that was launched and that the device skips if `found_inf` is not zero.
-pub(crate) struct Launched<'a> {
+/// A step that the device skips if `found_inf` is not zero.
+pub(crate) struct Launch<'a> {
     found_inf: Option<&'a Tensor>,
-    /// What was made of what was unknown before.
-    joined: Vec<(Option<Shared>, Shared)>,
+    /// Whether it and the steps before it, of which nothing is known, are skipped.
+    flags: Vec<(Option<Shared>, Shared)>,
 }
 
-impl<'a> Launched<'a> {
+impl<'a> Launch<'a> {
     pub(crate) fn new(found_inf: Option<&'a Tensor>) -> Self {
-        Self { found_inf, joined: Vec::new() }
+        Self { found_inf, flags: Vec::new() }
+    }
+
+    /// Makes what `note` takes, before the step changes anything.
+    pub(crate) fn prepare(&mut self, first_step: &FirstStep) -> Result<()> {
+        let (Some(found_inf), Some(before)) = (self.found_inf, unknown(first_step)) else {
+            return Ok(());
+        };
+        if self.flag(before.as_ref()).is_some() {
+            return Ok(());
+        }
+        let flag = match before.as_ref().map(lock).as_deref() {
+            Some(Skipped::Unknown { flag, .. }) => {
+                let here = found_inf.f_to_device_(flag.device(), Kind::Float, true, false)?;
+                flag.f_minimum(&here)?
+            }
+            _ => found_inf.shallow_clone(),
+        };
+        self.flags.push((before, Skipped::new(flag)?));
+        Ok(())
     }
 
     /// Notes in a parameter's state that it was stepped.
-    pub(crate) fn note(&mut self, first_step: &mut FirstStep) {
-        let before = match first_step {
-            FirstStep::Ahead => None,
-            FirstStep::Taken => return,
-            FirstStep::Unless(skipped) => {
-                let known = lock(skipped).poll();
-                match known {
-                    Some(false) => return *first_step = FirstStep::Taken,
-                    Some(true) => None,
-                    None => Some(Arc::clone(skipped)),
-                }
-            }
+    pub(crate) fn note(&self, first_step: &mut FirstStep) {
+        let prepared = match first_step {
+            // The answer may have come since.
+            FirstStep::Unless(skipped) => self.flag(Some(skipped)),
+            _ => None,
         };
-        // Without memory for another flag it counts as taken: a buffer of zeros does no harm.
-        *first_step = self.join(before).map_or(FirstStep::Taken, FirstStep::Unless);
+        let known_now = || self.flag(unknown(first_step)?.as_ref());
+        let flag = prepared.or_else(known_now);
+        *first_step = flag.map_or(FirstStep::Taken, FirstStep::Unless);
     }
 
-    /// Whether this step was skipped and those before were, too; `None` if it was taken for certain.
-    fn join(&mut self, before: Option<Shared>) -> Option<Shared> {
-        let found_inf = self.found_inf?;
-        let same = |(known, _): &&(Option<Shared>, Shared)| match (known, &before) {
+    fn flag(&self, before: Option<&Shared>) -> Option<Shared> {
+        let same = |(known, _): &&(Option<Shared>, Shared)| match (known, before) {
             (None, None) => true,
             (Some(known), Some(before)) => Arc::ptr_eq(known, before),
             _ => false,
         };
-        if let Some((_, joined)) = self.joined.iter().find(same) {
-            return Some(Arc::clone(joined));
+        self.flags.iter().find(same).map(|(_, flag)| Arc::clone(flag))
+    }
+}
+
+/// What is not known of the steps before: `None` if one was taken, and nothing if all were skipped.
+fn unknown(first_step: &FirstStep) -> Option<Option<Shared>> {
+    match first_step {
+        FirstStep::Taken => None,
+        FirstStep::Ahead => Some(None),
+        FirstStep::Unless(skipped) => {
+            let known = lock(skipped).poll();
+            match known {
+                Some(false) => None,
+                Some(true) => Some(None),
+                None => Some(Some(Arc::clone(skipped))),
+            }
         }
-        let flag = match before.as_ref().map(lock).as_deref() {
-            Some(Skipped::Unknown { flag, .. }) => flag.f_minimum(found_inf).ok()?,
-            _ => found_inf.shallow_clone(),
-        };
-        let joined = Skipped::new(flag);
-        self.joined.push((before, Arc::clone(&joined)));
-        Some(joined)
     }
 }

@@ -4,7 +4,7 @@ use tch::Kind;
 
 use crate::error::{Error, Result};
 use crate::ffi::{self, Gradient, Master, OptimParameter, StepAnswer};
-use crate::optim::first_step::{FirstStep, Launched};
+use crate::optim::first_step::{FirstStep, Launch};
 use crate::optim::optimizer::Slot;
 use crate::optim::state::{is_complete, used_keys};
 use crate::optim::{Algorithm, Optimizer, Step};
@@ -14,6 +14,7 @@ impl Optimizer {
     /// parameter was written to from outside.
     pub(crate) fn run(&mut self, step: &Step<'_>) -> Result<()> {
         self.take_added()?;
+        let first_steps = self.prepare_first_steps(step)?;
         let answers = self.launch(step)?;
         let answers = if answers.iter().all(|answer| is_settled(*answer)) {
             answers
@@ -25,7 +26,12 @@ impl Optimizer {
             let changed = "the parameters or their gradients changed while a step was prepared";
             return Err(Error::Torch(changed.into()));
         }
-        self.note_first_steps(&answers, step);
+        let taken = self.slots.iter_mut().zip(answers);
+        for (slot, _) in taken.filter(|(_, answer)| *answer == StepAnswer::Taken) {
+            if has_momentum(&self.groups[slot.group].algorithm) {
+                first_steps.note(&mut slot.state.first_step);
+            }
+        }
         Ok(())
     }
 
@@ -123,19 +129,20 @@ impl Optimizer {
         self.slots.iter_mut().map(first).collect()
     }
 
-    /// Notes that momentum buffers have been started.
-    fn note_first_steps(&mut self, answers: &[StepAnswer], step: &Step<'_>) {
-        let mut launched = Launched::new(step.found_inf());
-        let taken = self.slots.iter_mut().zip(answers);
-        for (slot, _) in taken.filter(|(_, answer)| **answer == StepAnswer::Taken) {
-            match self.groups[slot.group].algorithm {
-                Algorithm::Sgd(sgd) if sgd.momentum != 0.0 => {
-                    launched.note(&mut slot.state.first_step);
-                }
-                _ => {}
+    /// Makes what it takes to note that momentum buffers have been started, where only the device will know.
+    fn prepare_first_steps<'a>(&self, step: &Step<'a>) -> Result<Launch<'a>> {
+        let mut launch = Launch::new(step.found_inf());
+        for slot in &self.slots {
+            if has_momentum(&self.groups[slot.group].algorithm) {
+                launch.prepare(&slot.state.first_step)?;
             }
         }
+        Ok(launch)
     }
+}
+
+fn has_momentum(algorithm: &Algorithm) -> bool {
+    matches!(algorithm, Algorithm::Sgd(sgd) if sgd.momentum != 0.0)
 }
 
 /// Whether a step was taken or can do without the parameter.
