@@ -134,13 +134,13 @@ bool tamp::optim::are_alike(const Tensor &one, const Tensor &other) {
 
 extern "C" {
 
-uint8_t tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
-                        const tamp_optim_scale *scale, uint8_t *answers, char **err) noexcept {
-  return tamp::guarded(err, [&]() -> uint8_t {
+void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
+                     const tamp_optim_scale *scale, uint8_t *answers, char **err) noexcept {
+  tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     std::transform(parameters, parameters + count, answers, answer);
     const auto stops = [](uint8_t answer) { return answer != TAMP_STEP_TAKEN && answer != TAMP_STEP_LEFT_OUT; };
-    if (std::any_of(answers, answers + count, stops)) return 0;
+    if (std::any_of(answers, answers + count, stops)) return;
     check_flag(scale->found_inf);
     std::vector<Entry> cpu, other;
     cpu.reserve(count);
@@ -159,7 +159,6 @@ uint8_t tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, co
         tamp::take_stamp(tamp::tensor(given.parameter), *given.stamp);
       }
     }
-    return 1;
   });
 }
 

@@ -308,7 +308,7 @@ typedef struct tamp_optim_parameter {
   tamp_tensor *second;  // exp_avg_sq; null unless Adam or AdamW
   tamp_tensor *third;   // max_exp_avg_sq; null without AMSGrad
   tamp_tensor *master;  // f32, or the remainder as int16; null otherwise
-  tamp_stamp *stamp;    // how the parameter was when it was last what its master says; null without a master
+  tamp_stamp *stamp;    // how the parameter was when it was last what its master says; unused without a master
   uint64_t seed;        // of this parameter's random numbers, which depend on its step as well
   uint32_t options;     // an index
   uint8_t masters;
@@ -333,12 +333,13 @@ enum {
   TAMP_STEP_INCOMPLETE = 4,  // some of its state has to be made
 };
 
-// Steps those of `count` parameters that have gradients, each by the options that it names, and takes new stamps of them.
-// Writes one of the above to each of `answers`. Returns zero, with nothing changed, if one of them is none of the first
-// two. Checks all parameters, and allocates what it needs, before it changes any. Waits for a device only to bring what `scale` names from there to parameters on the CPU. The gradients of
-// parameters on the CPU stay as they are; libtorch's kernels for other devices unscale them.
-uint8_t tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
-                        const tamp_optim_scale *scale, uint8_t *answers, char **err) TAMP_NOEXCEPT;
+// Steps those of `count` parameters that have gradients, each by the options that it names, and takes new stamps of those
+// with masters. Writes one of the above to each of `answers`, and changes nothing if one of them is neither of the first
+// two. Checks all parameters, and allocates what it needs, before it changes any. Waits for a device only to bring what
+// `scale` names from there to parameters on the CPU. The gradients of parameters on the CPU stay as they are; libtorch's
+// kernels for other devices unscale them.
+void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
+                     const tamp_optim_scale *scale, uint8_t *answers, char **err) TAMP_NOEXCEPT;
 
 // The f32 number of each element of a bf16 parameter and its remainder.
 tamp_tensor *tamp_master_join(const tamp_tensor *parameter, const tamp_tensor *remainder, char **err) TAMP_NOEXCEPT;

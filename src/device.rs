@@ -1,7 +1,5 @@
 //! Which devices can be used here, and why not.
 
-#![forbid(unsafe_code)]
-
 use lazy_static::lazy_static;
 use tch::{Cuda, Device, Kind};
 

@@ -1,7 +1,5 @@
 //! What can go wrong, and what to do about it.
 
-#![forbid(unsafe_code)]
-
 use tch::{Device, Kind};
 
 use crate::messages::{Number, chain, text};

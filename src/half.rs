@@ -14,8 +14,6 @@
 //! # Ok::<(), tch_amp::Error>(())
 //! ```
 
-#![forbid(unsafe_code)]
-
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};

@@ -1,12 +1,14 @@
 // The definitions of links come first and win over those at the end of the README, which lead to files.
 #![doc = include_str!("guide/links.md")]
 #![doc = include_str!("../README.md")]
+#![deny(unsafe_code)]
 
 mod autocast;
 mod buffers;
 pub mod checkpoint;
 mod device;
 mod error;
+#[allow(unsafe_code, reason = "it calls the shim, and says for each call why that is sound")]
 mod ffi;
 pub mod function;
 mod gradcheck;
@@ -20,6 +22,7 @@ pub mod optim;
 mod panics;
 pub mod policy;
 mod scaler;
+#[allow(unsafe_code, reason = "it declares the shim's functions")]
 mod sys;
 mod tree;
 

@@ -1,7 +1,5 @@
 //! The texts of errors and panics, without what says nothing to a Rust program.
 
-#![forbid(unsafe_code)]
-
 /// How many causes of an error are told. An error of the user's may be its own cause.
 const MOST_CAUSES: usize = 64;
 

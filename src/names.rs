@@ -1,7 +1,5 @@
 //! Names of variables, and patterns that choose among them.
 
-#![forbid(unsafe_code)]
-
 /// Whether a name fits one of the patterns.
 pub(crate) fn matches_any<P: AsRef<str>>(patterns: &[P], name: &str) -> bool {
     patterns.iter().any(|pattern| matches(pattern.as_ref(), name))

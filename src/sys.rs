@@ -393,7 +393,7 @@ unsafe extern "C" {
         scale: *const OptimScale,
         answers: *mut u8,
         err: *mut *mut c_char,
-    ) -> u8;
+    );
     pub(crate) fn tamp_master_join(
         parameter: *const Tensor,
         remainder: *const Tensor,

@@ -5,8 +5,6 @@
 //! what is opened inside of a callback ends with it, and what was open around it ends after it, once libtorch has
 //! restored the state.
 
-#![forbid(unsafe_code)]
-
 use std::cell::RefCell;
 
 use crate::error::{Error, Result};

@@ -1,7 +1,5 @@
 //! The autocast state of a thread: asked for, and captured to be entered elsewhere.
 
-#![forbid(unsafe_code)]
-
 use tch::{Device, Kind};
 
 use crate::device::{check_usable, device_type, dtype_kind};

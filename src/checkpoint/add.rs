@@ -1,7 +1,5 @@
 //! Putting things into a checkpoint.
 
-#![forbid(unsafe_code)]
-
 use serde::Serialize;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};

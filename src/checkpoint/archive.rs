@@ -1,7 +1,5 @@
 //! A checkpoint file that has been opened.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

@@ -1,7 +1,5 @@
 //! The checksums of a safetensors checkpoint.
 
-#![forbid(unsafe_code)]
-
 use std::fmt;
 
 use serde::de::Error as _;

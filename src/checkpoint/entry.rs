@@ -1,7 +1,5 @@
 //! A tensor of a checkpoint: in memory while it is being saved, in the file after it has been loaded.
 
-#![forbid(unsafe_code)]
-
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};

@@ -1,7 +1,5 @@
 //! Why a checkpoint could not be saved, loaded or restored.
 
-#![forbid(unsafe_code)]
-
 use std::io;
 use std::path::{Path, PathBuf};
 

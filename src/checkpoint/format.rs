@@ -1,7 +1,5 @@
 //! The formats of a checkpoint.
 
-#![forbid(unsafe_code)]
-
 use std::path::Path;
 
 #[cfg(doc)]

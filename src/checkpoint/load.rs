@@ -1,7 +1,5 @@
 //! Loading a checkpoint.
 
-#![forbid(unsafe_code)]
-
 use std::path::Path;
 use std::sync::Arc;
 

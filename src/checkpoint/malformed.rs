@@ -1,7 +1,5 @@
 //! Why a file of PyTorch's is not read.
 
-#![forbid(unsafe_code)]
-
 use std::io;
 
 /// Why a file of PyTorch's is not read.

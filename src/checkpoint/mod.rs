@@ -35,8 +35,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-#![forbid(unsafe_code)]
-
 mod add;
 mod archive;
 mod atomic;

@@ -1,7 +1,5 @@
 //! What a checkpoint consists of.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 
 use crate::checkpoint::entry::Entry;

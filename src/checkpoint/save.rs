@@ -1,7 +1,5 @@
 //! Saving a checkpoint.
 
-#![forbid(unsafe_code)]
-
 use std::io;
 use std::path::Path;
 

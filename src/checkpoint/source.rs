@@ -1,7 +1,5 @@
 //! Where a checkpoint was loaded from.
 
-#![forbid(unsafe_code)]
-
 use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};

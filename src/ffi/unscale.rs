@@ -26,7 +26,10 @@ pub(crate) struct Unscaling {
 }
 
 impl Unscaling {
-    pub(crate) fn new(check_only: bool, recheck: bool) -> Self {
+    /// The gradients stay as they are.
+    pub(crate) const CHECK_ONLY: Self = Self::new(true, false);
+
+    pub(crate) const fn new(check_only: bool, recheck: bool) -> Self {
         Self {
             check_only,
             recheck,

@@ -1,7 +1,5 @@
 //! One application of a function: its forward, and what stays of it for backward.
 
-#![forbid(unsafe_code)]
-
 use std::mem;
 
 use tch::{Kind, Tensor, no_grad_guard};

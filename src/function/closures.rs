@@ -1,7 +1,5 @@
 //! Functions made of two closures.
 
-#![forbid(unsafe_code)]
-
 use std::borrow::Borrow;
 
 use tch::{Device, Kind, Tensor};

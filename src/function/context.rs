@@ -1,7 +1,5 @@
 //! What a forward tells its backward.
 
-#![forbid(unsafe_code)]
-
 use std::any::{Any, type_name};
 use std::borrow::Borrow;
 use std::ops::Index;

@@ -1,7 +1,5 @@
 //! The types in which a function may return its outputs and gradients.
 
-#![forbid(unsafe_code)]
-
 use tch::Tensor;
 
 pub(super) use private::{GradientList, OutputList};

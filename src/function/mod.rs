@@ -129,8 +129,6 @@
 //! [`gradcheck`](crate::gradcheck()) compares it with finite differences, and [`gradgradcheck`](crate::gradgradcheck())
 //! does so with the second derivative.
 
-#![forbid(unsafe_code)]
-
 mod apply;
 mod closures;
 mod context;

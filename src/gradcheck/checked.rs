@@ -1,7 +1,5 @@
 //! What is checked: the user's function and its inputs, as lists of tensors, and what they must be.
 
-#![forbid(unsafe_code)]
-
 use std::borrow::Borrow;
 
 use tch::{Kind, Tensor};

@@ -1,7 +1,5 @@
 //! One gradient beside the other.
 
-#![forbid(unsafe_code)]
-
 use tch::Tensor;
 
 use crate::error::{Error, Result, ensure};

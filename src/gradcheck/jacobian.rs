@@ -1,7 +1,5 @@
 //! The derivatives of a function's outputs with respect to its inputs, by backward and by finite differences.
 
-#![forbid(unsafe_code)]
-
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};

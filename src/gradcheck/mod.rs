@@ -1,7 +1,5 @@
 //! Derivatives against finite differences.
 
-#![forbid(unsafe_code)]
-
 mod checked;
 mod compare;
 mod jacobian;

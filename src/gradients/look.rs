@@ -51,8 +51,7 @@ impl Plan {
         scale: &Tensor,
         spare: &mut Spare,
     ) -> Result<Findings> {
-        let unscaling = Unscaling::new(true, false);
-        let found = self.unscale(parameters, scale, unscaling, spare);
+        let found = self.unscale(parameters, scale, Unscaling::CHECK_ONLY, spare);
         found.map_err(|interrupted| interrupted.error)
     }
 

@@ -1,7 +1,5 @@
 //! The loss scale that adapts.
 
-#![forbid(unsafe_code)]
-
 use tch::{Device, Kind, Tensor};
 
 use crate::device::check_usable;

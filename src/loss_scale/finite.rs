@@ -1,7 +1,5 @@
 //! Whether gradients are finite, and the choice that follows.
 
-#![forbid(unsafe_code)]
-
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};

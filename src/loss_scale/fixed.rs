@@ -1,7 +1,5 @@
 //! Loss scales that never change.
 
-#![forbid(unsafe_code)]
-
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 

@@ -1,7 +1,5 @@
 //! Dynamic loss scales and gradient scalers from each other's states.
 
-#![forbid(unsafe_code)]
-
 use crate::error::{Error, Result, ensure};
 use crate::loss_scale::DynamicLossScaleState;
 use crate::scaler::GradScalerState;

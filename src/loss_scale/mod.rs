@@ -5,8 +5,6 @@
 //! nothing waits for it. The vocabulary is that of [jmp](https://github.com/google-deepmind/jmp), and so are the
 //! numbers, but for the last bits of a [`DynamicLossScale`] whose factor is no f32.
 
-#![forbid(unsafe_code)]
-
 mod dynamic;
 mod finite;
 mod fixed;

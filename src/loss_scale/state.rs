@@ -1,7 +1,5 @@
 //! What loss scales save, load and start from.
 
-#![forbid(unsafe_code)]
-
 use serde::{Deserialize, Serialize};
 use tch::Device;
 

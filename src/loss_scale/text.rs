@@ -1,7 +1,5 @@
 //! Loss scales as people write them.
 
-#![forbid(unsafe_code)]
-
 use std::fmt;
 use std::str::FromStr;
 

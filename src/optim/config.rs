@@ -1,7 +1,5 @@
 //! The configurations of the fused optimizers.
 
-#![forbid(unsafe_code)]
-
 use serde::{Deserialize, Serialize};
 
 #[cfg(doc)]
@@ -249,27 +247,23 @@ impl Algorithm {
 
     /// The options for a step.
     pub(crate) fn options(&self, lr: f64) -> OptimOptions {
+        let adam = |algorithm, betas, eps, weight_decay, amsgrad, maximize| OptimOptions {
+            algorithm,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize,
+            ..Default::default()
+        };
         match *self {
-            Self::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize }) => OptimOptions {
-                algorithm: OptimAlgorithm::AdamW,
-                lr,
-                betas,
-                eps,
-                weight_decay,
-                amsgrad,
-                maximize,
-                ..Default::default()
-            },
-            Self::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) => OptimOptions {
-                algorithm: OptimAlgorithm::Adam,
-                lr,
-                betas,
-                eps,
-                weight_decay,
-                amsgrad,
-                maximize,
-                ..Default::default()
-            },
+            Self::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize }) => {
+                adam(OptimAlgorithm::AdamW, betas, eps, weight_decay, amsgrad, maximize)
+            }
+            Self::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) => {
+                adam(OptimAlgorithm::Adam, betas, eps, weight_decay, amsgrad, maximize)
+            }
             Self::Sgd(Sgd { momentum, dampening, weight_decay, nesterov, maximize }) => {
                 OptimOptions {
                     algorithm: OptimAlgorithm::Sgd,

@@ -1,7 +1,5 @@
 //! The state of an optimizer, as it is saved.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 
 use serde::Serialize;

@@ -3,8 +3,6 @@
 //! By hand: what serde derives for tagged and flattened fields keeps numbers in between, and cannot read them again
 //! where some crate of the program has asked for serde_json's `arbitrary_precision`.
 
-#![forbid(unsafe_code)]
-
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};

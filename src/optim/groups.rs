@@ -1,7 +1,5 @@
 //! Parameter groups and their options.
 
-#![forbid(unsafe_code)]
-
 use serde::Serialize;
 
 use crate::error::{Error, Result};

@@ -1,7 +1,5 @@
 //! Loading the state of an optimizer.
 
-#![forbid(unsafe_code)]
-
 use std::collections::{BTreeMap, HashSet};
 
 use tch::{Kind, Tensor};

@@ -77,8 +77,11 @@ pub(crate) const MASTER: &str = "master_param";
 impl MasterWeights {
     /// What the parameter in this place has.
     pub(crate) fn of(self, parameter: &Tensor, place: usize) -> Master {
+        if self == Self::None {
+            // Asking tch for a dtype is a call across the border for each parameter.
+            return Master::None;
+        }
         match (self, parameter.kind()) {
-            (Self::None, _) => Master::None,
             (Self::Remainder, Kind::BFloat16) => Master::Remainder,
             (Self::StochasticRounding { seed }, Kind::BFloat16) => {
                 Master::Stochastic { seed: spread(seed ^ spread(place as u64)) }

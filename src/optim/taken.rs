@@ -1,7 +1,5 @@
 //! Counting the steps that were taken.
 
-#![forbid(unsafe_code)]
-
 use std::collections::VecDeque;
 
 use crate::StepOutcome;

@@ -1,7 +1,5 @@
 //! The kinds that policies cast to, their names, and the cast.
 
-#![forbid(unsafe_code)]
-
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;

@@ -1,7 +1,5 @@
 //! The levels O0 to O3.
 
-#![forbid(unsafe_code)]
-
 use std::fmt;
 use std::str::FromStr;
 

@@ -6,8 +6,6 @@
 //! `"params=float32,compute=bfloat16,output=float32"`, `"half"`, `"O1"`. The vocabulary is that of
 //! [jmp](https://github.com/google-deepmind/jmp).
 
-#![forbid(unsafe_code)]
-
 mod kinds;
 mod level;
 mod module;

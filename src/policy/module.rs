@@ -1,7 +1,5 @@
 //! Modules under a policy, and layers that stay in f32.
 
-#![forbid(unsafe_code)]
-
 use tch::Tensor;
 use tch::nn::{Module, ModuleT};
 

@@ -1,7 +1,5 @@
 //! What kinds and what autocast state modules and closures run in.
 
-#![forbid(unsafe_code)]
-
 use tch::{Device, Kind, Tensor};
 
 use crate::autocast::{Autocast, is_autocast_enabled};

@@ -1,7 +1,5 @@
 //! Casting the variables of a VarStore.
 
-#![forbid(unsafe_code)]
-
 use std::collections::HashSet;
 
 use tch::nn::VarStore;

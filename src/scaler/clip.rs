@@ -37,7 +37,7 @@ impl GradScaler {
         if let (None, Some(scale), true) = (record, &self.scale, takes_scaled) {
             return self.step_scaled(optimizer, scale, Some(max_norm));
         }
-        let record = record.map_or_else(|| self.open(optimizer), |record| Ok(Some(record)))?;
+        let record = self.or_open(record, optimizer)?;
         if let Some(record) = record.filter(|_| !takes_scaled) {
             // Asked before the gradients are clipped, since asking can fail: another try would clip them again.
             self.iteration.borrow_mut().found_inf(record)?;
@@ -62,14 +62,22 @@ impl GradScaler {
     ) -> Result<StepOutcome> {
         self.check_whole("step_clip_value")?;
         check_limit("max", max)?;
-        let record = self.record_due(optimizer)?;
-        let record = record.map_or_else(|| self.open(optimizer), |record| Ok(Some(record)))?;
+        let record = self.or_open(self.record_due(optimizer)?, optimizer)?;
         // An infinite gradient was found before it was clamped to a finite one.
         let clamp = |parameters: &[Tensor]| {
             ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
         };
         self.change_gradients(record, optimizer, false, clamp)?;
         self.step_shared(optimizer)
+    }
+
+    /// Returns the record, or unscales and makes one.
+    fn or_open(
+        &self,
+        record: Option<usize>,
+        optimizer: &dyn AmpOptimizer,
+    ) -> Result<Option<usize>> {
+        record.map_or_else(|| self.open(optimizer), |record| Ok(Some(record)))
     }
 
     /// Finds the record of an optimizer that has been unscaled and whose step is due.

@@ -1,7 +1,5 @@
 //! The numbers that steer a scaler, and the rules they keep.
 
-#![forbid(unsafe_code)]
-
 use tch::Device;
 
 #[cfg(doc)]

@@ -1,7 +1,5 @@
 //! What a scaler saves and loads.
 
-#![forbid(unsafe_code)]
-
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result, ensure};

@@ -1,7 +1,5 @@
 //! Ending an iteration.
 
-#![forbid(unsafe_code)]
-
 use tch::Tensor;
 
 use crate::error::{Error, Result};

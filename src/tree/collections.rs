@@ -1,7 +1,5 @@
 //! Lists, options and maps of trees.
 
-#![forbid(unsafe_code)]
-
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Debug;
 use std::hash::{BuildHasher, Hash};

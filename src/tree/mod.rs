@@ -1,7 +1,5 @@
 //! Trees of tensors: one tensor, or tuples, lists, options and maps of trees.
 
-#![forbid(unsafe_code)]
-
 mod collections;
 mod tuples;
 

@@ -1,7 +1,5 @@
 //! Tuples, references and boxes of trees.
 
-#![forbid(unsafe_code)]
-
 use tch::Tensor;
 
 use crate::error::Result;

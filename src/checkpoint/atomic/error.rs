@@ -1,7 +1,5 @@
 //! What can go wrong while a file is replaced.
 
-#![forbid(unsafe_code)]
-
 use std::io;
 use std::path::{Path, PathBuf};
 

@@ -1,7 +1,5 @@
 //! Creating a folder so that it stays.
 
-#![forbid(unsafe_code)]
-
 use std::fs;
 use std::path::{self, Path};
 

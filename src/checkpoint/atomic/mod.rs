@@ -1,7 +1,5 @@
 //! Replaces a file as a whole or not at all.
 
-#![forbid(unsafe_code)]
-
 pub(crate) mod disk;
 mod error;
 pub(crate) mod folder;

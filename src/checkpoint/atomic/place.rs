@@ -1,7 +1,5 @@
 //! Which file is to be replaced, and the names of temporary files.
 
-#![forbid(unsafe_code)]
-
 use std::ffi::OsStr;
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind};

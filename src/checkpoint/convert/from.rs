@@ -1,7 +1,5 @@
 //! From PyTorch's values to the parts of a checkpoint.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

@@ -1,7 +1,5 @@
 //! Parameter groups as PyTorch's optimizers keep them.
 
-#![forbid(unsafe_code)]
-
 use super::plain;
 use crate::checkpoint::pickle::{Value, get};
 use crate::checkpoint::plain::Plain;

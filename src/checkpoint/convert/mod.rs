@@ -1,7 +1,5 @@
 //! The parts of a checkpoint as PyTorch lays them out: a dict of state dicts.
 
-#![forbid(unsafe_code)]
-
 mod from;
 mod groups;
 mod optimizer;

@@ -1,7 +1,5 @@
 //! From PyTorch's optimizers to ours.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 
 use tch::Tensor;

@@ -1,7 +1,5 @@
 //! Small values between this crate and Python.
 
-#![forbid(unsafe_code)]
-
 use crate::checkpoint::pickle::Value;
 use crate::checkpoint::plain::Plain;
 

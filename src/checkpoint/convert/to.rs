@@ -1,7 +1,5 @@
 //! From the parts of a checkpoint to PyTorch's values.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 
 use tch::Device;

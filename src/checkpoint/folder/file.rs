@@ -1,7 +1,5 @@
 //! The files of a folder.
 
-#![forbid(unsafe_code)]
-
 use std::path::{Path, PathBuf};
 
 use crate::checkpoint::folder::name;

@@ -1,7 +1,5 @@
 //! What a folder keeps.
 
-#![forbid(unsafe_code)]
-
 use std::cmp::Ordering;
 use std::fs;
 use std::io::ErrorKind;

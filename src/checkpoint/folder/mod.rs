@@ -1,7 +1,5 @@
 //! The checkpoints of a run in a folder: the last ones, the best ones, and where to go on.
 
-#![forbid(unsafe_code)]
-
 mod file;
 mod keep;
 mod name;

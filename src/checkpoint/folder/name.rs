@@ -1,7 +1,5 @@
 //! Names of checkpoints, which say their step and score.
 
-#![forbid(unsafe_code)]
-
 use crate::checkpoint::Format;
 
 const STEP: &str = "step-";

@@ -1,7 +1,5 @@
 //! The values that a pickle builds from plain opcodes.
 
-#![forbid(unsafe_code)]
-
 use super::machine::{Id, Machine, Node, Step};
 
 impl Machine<'_> {

@@ -1,7 +1,5 @@
 //! The only classes and functions that a pickle may name, and PyTorch's names of the dtypes.
 
-#![forbid(unsafe_code)]
-
 use tch::Kind;
 
 /// What a pickle may name.

@@ -1,7 +1,5 @@
 //! What a file of PyTorch's may ask for.
 
-#![forbid(unsafe_code)]
-
 use crate::checkpoint::MAX_VALUES;
 
 /// How much a file may ask for before it is refused.

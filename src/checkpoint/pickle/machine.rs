@@ -1,7 +1,5 @@
 //! The state of the pickle machine: an arena of nodes, a stack with marks, and a memo.
 
-#![forbid(unsafe_code)]
-
 use std::collections::HashMap;
 use std::ops::Range;
 

@@ -1,7 +1,5 @@
 //! What the pickle machine does instead of calling Python.
 
-#![forbid(unsafe_code)]
-
 use super::globals::Global;
 use super::machine::{Id, Machine, Node, Step};
 

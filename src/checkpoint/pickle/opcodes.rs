@@ -1,7 +1,5 @@
 //! The opcodes of pickle that checkpoints are made of.
 
-#![forbid(unsafe_code)]
-
 pub(super) const MARK: u8 = b'(';
 pub(super) const STOP: u8 = b'.';
 pub(super) const NONE: u8 = b'N';

@@ -1,7 +1,5 @@
 //! Reading a pickle. Nothing is executed: what the opcodes may build are the nodes of an arena.
 
-#![forbid(unsafe_code)]
-
 use super::machine::{Id, Machine, Node, Step};
 use super::opcodes as op;
 use super::{Limits, Storages, Value, globals, tree};

@@ -1,7 +1,5 @@
 //! The tensors that a pickle rebuilds, and their storages.
 
-#![forbid(unsafe_code)]
-
 use tch::Kind;
 
 use super::TensorRef;

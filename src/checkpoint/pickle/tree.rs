@@ -1,7 +1,5 @@
 //! From the arena of a pickle to the values.
 
-#![forbid(unsafe_code)]
-
 use super::globals::{self, Global};
 use super::machine::{Id, Machine, Node, Step};
 use super::value::check_keys;

@@ -1,7 +1,5 @@
 //! The values that a checkpoint can hold.
 
-#![forbid(unsafe_code)]
-
 use tch::Kind;
 
 /// A Python object of the kinds that checkpoints are made of.

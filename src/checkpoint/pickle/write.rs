@@ -1,7 +1,5 @@
 //! The pickle that PyTorch reads with `weights_only=True`: protocol 2, with what `torch.save` uses of it.
 
-#![forbid(unsafe_code)]
-
 use std::collections::HashMap;
 use std::io;
 

@@ -1,7 +1,5 @@
 //! From small values to the types of a program. As `serde_json::from_value`, but for infinite numbers and NaN.
 
-#![forbid(unsafe_code)]
-
 use serde::de::value::{
     BorrowedStrDeserializer, MapAccessDeserializer, MapDeserializer, SeqDeserializer,
 };

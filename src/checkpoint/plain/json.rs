@@ -1,8 +1,6 @@
 //! Small values as JSON, which has no infinite numbers and no NaN: they are texts there, and beside the JSON stands
 //! where.
 
-#![forbid(unsafe_code)]
-
 use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};

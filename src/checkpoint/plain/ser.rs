@@ -1,7 +1,5 @@
 //! From the types of a program to small values. As `serde_json::to_value`, but for infinite numbers and NaN.
 
-#![forbid(unsafe_code)]
-
 use serde::ser::{self, Error as _, Serialize, Serializer};
 
 use super::{Error, Plain};

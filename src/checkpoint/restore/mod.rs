@@ -1,7 +1,5 @@
 //! Restoring what a checkpoint holds, all of it or nothing.
 
-#![forbid(unsafe_code)]
-
 pub(super) mod names;
 mod restored;
 

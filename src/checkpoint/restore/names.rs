@@ -1,7 +1,5 @@
 //! Which names of a file stand for which of a model or an optimizer, and which are left out.
 
-#![forbid(unsafe_code)]
-
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 

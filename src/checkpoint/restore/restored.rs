@@ -1,7 +1,5 @@
 //! What a restore left out.
 
-#![forbid(unsafe_code)]
-
 use crate::checkpoint::CheckpointError;
 #[cfg(doc)]
 use crate::checkpoint::Restore;

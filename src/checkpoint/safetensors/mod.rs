@@ -1,7 +1,5 @@
 //! Checkpoints as safetensors files.
 
-#![forbid(unsafe_code)]
-
 mod header;
 mod parse;
 mod read;

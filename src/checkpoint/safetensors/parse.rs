@@ -3,8 +3,6 @@
 //! The safetensors crate reads headers, too, but takes some twenty times their memory, and takes the last of two
 //! tensors of one name, where other readers take the first.
 
-#![forbid(unsafe_code)]
-
 use std::fmt;
 
 use safetensors::Dtype;

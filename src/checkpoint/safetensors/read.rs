@@ -1,7 +1,5 @@
 //! Reading a safetensors file.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

@@ -1,7 +1,5 @@
 //! Writing a safetensors file.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 use std::io::SeekFrom;
 

@@ -1,7 +1,5 @@
 //! A part of a checkpoint as a dict.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 
 use crate::checkpoint::entry::Entry;

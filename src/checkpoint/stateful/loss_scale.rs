@@ -1,7 +1,5 @@
 //! Loss scales, each as the value that its `state_dict` makes.
 
-#![forbid(unsafe_code)]
-
 use tch::{Device, Tensor};
 
 use crate::checkpoint::part::Part;

@@ -1,7 +1,5 @@
 //! Models.
 
-#![forbid(unsafe_code)]
-
 use std::collections::HashSet;
 
 use tch::Tensor;

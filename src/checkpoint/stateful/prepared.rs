@@ -1,7 +1,5 @@
 //! What is left to do when a state has been checked.
 
-#![forbid(unsafe_code)]
-
 use std::fmt;
 
 use tch::Tensor;

@@ -1,7 +1,5 @@
 //! The states of libtorch's random number generators.
 
-#![forbid(unsafe_code)]
-
 use tch::{Device, Tensor};
 
 use crate::checkpoint::part::Part;

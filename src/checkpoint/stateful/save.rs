@@ -1,7 +1,5 @@
 //! What is recorded of a state that is being saved.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 
 use serde::Serialize;

@@ -1,7 +1,5 @@
 //! A state that is being restored.
 
-#![forbid(unsafe_code)]
-
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeSet, HashSet};
 

@@ -1,7 +1,5 @@
 //! Scalers.
 
-#![forbid(unsafe_code)]
-
 use crate::checkpoint::part::Part;
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::checkpoint::{Checkpoint, other_part};

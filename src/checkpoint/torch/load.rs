@@ -1,7 +1,5 @@
 //! Opening a file of PyTorch's.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::sync::Arc;

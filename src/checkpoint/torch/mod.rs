@@ -1,7 +1,5 @@
 //! PyTorch's checkpoint files: the zip archives with a pickle that `torch.save` writes, and tch's own.
 
-#![forbid(unsafe_code)]
-
 mod load;
 mod store;
 #[cfg(test)]

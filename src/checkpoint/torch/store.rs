@@ -1,7 +1,5 @@
 //! Writing a file of PyTorch's.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 use std::io::{self, BufWriter};
 

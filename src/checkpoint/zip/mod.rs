@@ -1,7 +1,5 @@
 //! The container of PyTorch's files: a zip archive whose records are stored as they are.
 
-#![forbid(unsafe_code)]
-
 mod read;
 mod write;
 

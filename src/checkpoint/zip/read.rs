@@ -1,7 +1,5 @@
 //! Finding and reading the records of an archive.
 
-#![forbid(unsafe_code)]
-
 use std::collections::BTreeMap;
 use std::io::{self, Read, Seek, SeekFrom};
 

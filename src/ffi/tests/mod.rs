@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a test fails by panicking")]
 
 #[cfg(tamp_testing)]
+mod border;
+#[cfg(tamp_testing)]
 mod failures;
 mod gradients;
 #[cfg(tamp_testing)]

@@ -1,7 +1,5 @@
 //! One of several losses.
 
-#![forbid(unsafe_code)]
-
 use tch::Tensor;
 
 use crate::error::Result;

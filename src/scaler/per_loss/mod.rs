@@ -1,7 +1,5 @@
 //! One scale for each loss.
 
-#![forbid(unsafe_code)]
-
 mod loss;
 
 use tch::nn::VarStore;

@@ -1,7 +1,5 @@
 //! Optimizers.
 
-#![forbid(unsafe_code)]
-
 mod names;
 
 use std::collections::BTreeMap;

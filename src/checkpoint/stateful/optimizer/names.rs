@@ -1,7 +1,5 @@
 //! The names of an optimizer's parameters, here and in the checkpoint.
 
-#![forbid(unsafe_code)]
-
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::checkpoint::CheckpointError;
