@@ -118,6 +118,8 @@ impl Libtorch {
     fn build(&self) -> Result<()> {
         let out = env::var("OUT_DIR").context("cargo sets OUT_DIR")?;
         let abi = variable("LIBTORCH_CXX11_ABI").unwrap_or_else(|| "1".to_owned());
+        // For `cargo xtask sanitize`.
+        let sanitized = variable("TCH_AMP_SANITIZE").is_some();
         let mut shim = cc::Build::new();
         shim.cpp(true)
             .std("c++17")
@@ -125,7 +127,9 @@ impl Libtorch {
             .cargo_metadata(false)
             .warnings(true)
             .extra_warnings(true)
-            .opt_level(3)
+            // Half of the compiler's time otherwise: only the sanitizers' reports name lines.
+            .debug(sanitized)
+            .opt_level(if sanitized { 1 } else { 3 })
             .warnings_into_errors(variable("TCH_AMP_DENY_WARNINGS").is_some())
             .define("_GLIBCXX_USE_CXX11_ABI", abi.as_str());
         // System headers: their warnings are not ours.
@@ -145,8 +149,6 @@ impl Libtorch {
             shim.define("TAMP_TESTING", None);
             println!("cargo:rustc-cfg=tamp_testing");
         }
-        // For `cargo xtask sanitize`.
-        let sanitized = variable("TCH_AMP_SANITIZE").is_some();
         if sanitized {
             SANITIZE.iter().for_each(|flag| {
                 shim.flag(flag);

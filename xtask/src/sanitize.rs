@@ -1,16 +1,16 @@
 //! `cargo xtask sanitize`: the C++ with AddressSanitizer and UndefinedBehaviorSanitizer, under the tests.
 
-use std::env;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
+use std::{env, fs};
 
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::args::Args;
 use crate::process;
-use crate::workspace::Workspace;
+use crate::workspace::{self, Workspace};
 
 /// Tests that pass raw pointers to the shim, and take no Python.
 const TESTS: [&str; 4] = ["--lib", "--test=tensors", "--test=optim", "--test=scaler"];
@@ -58,10 +58,15 @@ pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
     let sources: Vec<_> = files?.into_iter().filter(is_source).collect();
     let threads = thread::available_parallelism().map_or(1, NonZero::get);
     let parts = sources.chunks(sources.len().div_ceil(threads).max(1));
-    thread::scope(|scope| {
-        let include = &include;
+    let header = precompile(&include)?;
+    let done = thread::scope(|scope| {
+        let (include, header) = (&include, &header);
         let check = move |part: &[PathBuf]| {
-            part.iter().try_for_each(|source| process::run(&mut syntax(include, source)))
+            part.iter().try_for_each(|source| {
+                let mut command = clang(include);
+                command.args(["-fsyntax-only", "-include-pch"]).arg(header).arg(source);
+                process::run(&mut command)
+            })
         };
         let running: Vec<_> = parts.map(|part| scope.spawn(move || check(part))).collect();
         let done = running.into_iter().map(|part| match part.join() {
@@ -69,14 +74,27 @@ pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
             Err(_) => bail!("a thread that compiles panicked"),
         });
         done.collect()
-    })
+    });
+    fs::remove_file(&header).with_context(|| format!("{} cannot be removed", header.display()))?;
+    done
 }
 
-fn syntax(include: &Path, source: &Path) -> Command {
+/// Parses ATen.h once for all sources.
+fn precompile(include: &Path) -> Result<PathBuf> {
+    let folder = workspace::target();
+    fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
+    let precompiled = folder.join("clang.pch");
+    let mut command = clang(include);
+    command.args(["-x", "c++-header"]).arg(include.join("ATen/ATen.h"));
+    process::run(command.arg("-o").arg(&precompiled))?;
+    Ok(precompiled)
+}
+
+fn clang(include: &Path) -> Command {
     let mut command = Command::new("clang++");
-    command.args(["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]);
-    command.args(["-DTAMP_TESTING", "-DTAMP_WITH_CUDA", "-isystem"]).arg(include);
-    command.arg("-isystem").arg(include.join("torch/csrc/api/include")).arg(source);
+    command.args(["-std=c++17", "-Wall", "-Wextra", "-Werror", "-DTAMP_TESTING"]);
+    command.args(["-DTAMP_WITH_CUDA", "-isystem"]).arg(include);
+    command.arg("-isystem").arg(include.join("torch/csrc/api/include"));
     command
 }
 

@@ -42,7 +42,10 @@ fn test_only(steps: &mut Steps, pair: Pair) -> Result<()> {
     let workspace = steps.run(&name, || Workspace::announced(Some(pair)))?;
     let with = format!("with tch {}", pair.tch);
     steps.run(&format!("tests {with} on simulated GPUs"), || on_simulation::test(&workspace))?;
-    steps.run(&format!("cargo test {with}"), || test(&workspace))
+    steps.run(&format!("cargo test {with}"), || {
+        workspace.warn_without_python();
+        show(workspace.cargo("test").env("TCH_AMP_SHORT", "1"))
+    })
 }
 
 fn check_and_test(steps: &mut Steps) -> Result<()> {
@@ -70,11 +73,9 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
         steps.run("fuzzing, briefly", || fuzz::fuzz(&workspace, FUZZ_SECONDS))?;
     }
     steps.run("tests on simulated GPUs", || on_simulation::test(&workspace))?;
-    steps.run("cargo test", || test(&workspace))
-}
-
-/// The tests, documentation tests last.
-fn test(workspace: &Workspace) -> Result<()> {
-    workspace.warn_without_python();
-    show(&mut workspace.cargo("test"))
+    // Documentation tests come last.
+    steps.run("cargo test", || {
+        workspace.warn_without_python();
+        show(&mut workspace.cargo("test"))
+    })
 }
