@@ -7,7 +7,8 @@ use std::hint::black_box;
 
 use common::{Rounds, Twin, nanoseconds, print_ratio, print_table, rounds};
 use tch::{Device, Kind, Tensor};
-use tch_amp::{Autocast, AutocastGuard, autocast, autocast_dtype, is_autocast_enabled};
+use tch_amp::autocast::{AutocastGuard, autocast_dtype, is_autocast_enabled};
+use tch_amp::{Autocast, autocast};
 
 const REGIONS: usize = 10_000;
 

@@ -5,9 +5,8 @@ mod common;
 
 use common::{Rounds, Twin, nanoseconds, print_ratio, print_table, rounds};
 use tch::Tensor;
-use tch_amp::function::{
-    BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs, function,
-};
+use tch_amp::function;
+use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
 const CALLS: usize = 2_000;
 

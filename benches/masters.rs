@@ -13,8 +13,9 @@ mod memory;
 use common::{Rounds, Twin, median, nanoseconds, print_ratio, print_table, rounds, values};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::GradScaler;
 use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
-use tch_amp::{GradScaler, GradScalerConfig};
+use tch_amp::scaler::GradScalerConfig;
 
 /// The steps that are compared bit by bit.
 const CHECKED: usize = 20;

@@ -11,8 +11,8 @@ use common::{
 };
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::optim::{AdamW, Optimizer};
-use tch_amp::{AmpOptimizer, GradScaler};
+use tch_amp::GradScaler;
+use tch_amp::optim::{AdamW, AmpOptimizer, Optimizer};
 
 /// The steps that are compared bit by bit, and the one among them that overflows.
 const CHECKED: usize = 20;

@@ -177,21 +177,21 @@ enum {
 enum { TAMP_FINITE = 0, TAMP_NON_FINITE = 1, TAMP_ON_DEVICE = 2 };
 
 // Multiplies the gradients of `count` parameters, all strided or COO, by 1/scale, in place. They lie on `devices`
-// devices, each of which has one of `found_infs` (f32, one element). Sets that to one when an element there is infinite
-// or NaN, else to zero, and writes to its place in `answers` TAMP_FINITE or TAMP_NON_FINITE where the answer is in host
-// memory and TAMP_ON_DEVICE elsewhere. What it takes is allocated on all devices before the first gradient changes:
-// after a failure `begun` tells whether any may have. Waits for the device only when `scale` lies on a GPU and gradients
-// on the CPU.
+// devices. For each of these, in the order of their first gradients, writes to `found_infs` a new f32 tensor of no
+// dimensions, which is one when an element there is infinite or NaN and else zero, and to `answers` TAMP_FINITE or
+// TAMP_NON_FINITE where the answer is in host memory and TAMP_ON_DEVICE elsewhere. What it takes is allocated on all
+// devices before the first gradient changes: after a failure `begun` tells whether any may have changed, and no tensor
+// is returned. Synchronizes only when `scale` lies on a GPU and gradients on the CPU.
 void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
-                            tamp_tensor *const *found_infs, uint8_t *answers, size_t devices, uint8_t options,
+                            tamp_tensor **found_infs, uint8_t *answers, size_t devices, uint8_t options,
                             uint8_t *begun, char **err) TAMP_NOEXCEPT;
 
-// The common 2-norm of the gradients of `count` parameters times 1/scale, which stay as they are: a 0-dim tensor on the
-// device of `found_inf`, where they all lie; f64 when they all are or, on the CPU, when f32 cannot hold it, else f32.
-// Sets `found_inf` to whether the norm is infinite or NaN, as it is when a gradient is, and `answer` to what
-// tamp_gradients_unscale answers. Waits as that.
+// Returns the common 2-norm of the gradients of `count` parameters, at least one, times 1/scale: a 0-dim tensor on the
+// device where they all lie; f64 when they all are or, on the CPU, when f32 cannot hold it, else f32. The gradients stay
+// as they are. Writes to `found_inf` a new tensor that says whether the norm is infinite or NaN, as it is when a
+// gradient is, and to `answer` as tamp_gradients_unscale does. Synchronizes where that does.
 tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
-                                 tamp_tensor *found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
+                                 tamp_tensor **found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
 
 // --------------------------------------------------------------------------------------------------------- numbers.cpp
 

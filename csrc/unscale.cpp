@@ -5,6 +5,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -31,7 +32,10 @@ struct Options {
 
 // The gradients of one device, and all that unscaling them takes beside them.
 struct Group {
-  Tensor found_inf;
+  explicit Group(at::Device where) : device(where) {}
+
+  at::Device device;
+  std::unique_ptr<Tensor> found_inf;
   std::vector<Tensor> looped, kernel, generic;
   float inverse = 1.0F;  // for the loops
   Tensor factor;         // for the others: on the device
@@ -47,30 +51,32 @@ bool has_kernel(const Tensor &t) {
 
 using Groups = c10::SmallVector<Group, 1>;
 
-Groups groups(tamp_tensor *const *parameters, size_t count, tamp_tensor *const *found_infs, size_t devices,
-              const Options &options) {
+// In the order of their first gradients.
+Groups groups(tamp_tensor *const *parameters, size_t count, size_t devices, const Options &options) {
   Groups out;
-  out.resize(devices);
-  for (size_t i = 0; i < devices; ++i) out[i].found_inf = tamp::tensor(found_infs[i]);
-  if (devices == 1 && out[0].found_inf.is_cpu()) out[0].looped.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     Tensor t = tamp::numbers(tamp::tensor(parameters[i]));
     size_t place = 0;
-    while (place < devices && out[place].found_inf.device() != t.device()) ++place;
-    TORCH_CHECK(place < devices, "no found_inf tensor lies on ", t.device());
+    while (place < out.size() && out[place].device != t.device()) ++place;
+    if (place == out.size()) {
+      out.emplace_back(t.device());
+      if (devices == 1 && t.is_cpu()) out[0].looped.reserve(count);
+    }
     Group &group = out[place];
     auto &list = options.generic || !has_kernel(t) ? group.generic : (tamp::has_loop(t) ? group.looped : group.kernel);
     list.push_back(std::move(t));
   }
+  TORCH_CHECK(out.size() == devices, "the gradients lie on ", out.size(), " devices, not on ", devices);
   return out;
 }
 
-void zero(Tensor &t) {
-  if (t.is_cpu() && t.scalar_type() == at::kFloat) {
-    *t.mutable_data_ptr<float>() = 0.0F;
-  } else {
-    t.zero_();
-  }
+// A flag that says that every number is finite.
+std::unique_ptr<Tensor> new_flag(at::Device device) {
+  const auto number = at::TensorOptions().dtype(at::kFloat).device(device);
+  if (!device.is_cpu()) return std::make_unique<Tensor>(at::zeros({}, number));
+  auto flag = std::make_unique<Tensor>(at::empty({}, number));
+  *flag->mutable_data_ptr<float>() = 0.0F;
+  return flag;
 }
 
 // Sets `found_inf` where an element is infinite or NaN, or becomes so when it is multiplied by `factor`.
@@ -95,7 +101,7 @@ void prepare_generic(Group &group, const Options &options) {
   for (auto &t : group.generic) {
     if (t.numel() > 0) filled.push_back(std::move(t));
   }
-  mark_non_finite(filled, options.recheck ? group.factor : Tensor(), group.found_inf);
+  mark_non_finite(filled, options.recheck ? group.factor : Tensor(), *group.found_inf);
   if (options.check_only) return;
   for (auto &t : filled) {
     // At least f32, as the kernels compute.
@@ -108,9 +114,9 @@ void prepare_generic(Group &group, const Options &options) {
 // Allocates what the changes of a group take, so that they cannot fail for want of memory. `inverse` is 1/scale on the
 // scale's device, made by the first that needs it.
 void prepare(Group &group, const Tensor &scale, const Options &options, Tensor &inverse) {
-  const at::Device device = group.found_inf.device();
+  const at::Device device = group.device;
   const auto number = at::TensorOptions().dtype(at::kFloat).device(device);
-  zero(group.found_inf);
+  group.found_inf = new_flag(device);
   if (device.is_cpu() && !options.check_only) group.inverse = host_reciprocal(scale);
   const bool plain = group.kernel.empty() && group.generic.empty();
   if (plain || (group.kernel.empty() && options.check_only)) {
@@ -132,17 +138,17 @@ uint8_t run(Group &group, const Options &options) {
   const bool bad = tamp::unscale_in_loops(group.looped, group.inverse, options.recheck);
   tamp::fail_point();
   if (!group.kernel.empty()) {
-    at::_amp_foreach_non_finite_check_and_unscale_(group.kernel, group.found_inf, group.factor);
+    at::_amp_foreach_non_finite_check_and_unscale_(group.kernel, *group.found_inf, group.factor);
     // A second look at the results, which a scale of one leaves as they are.
     if (group.one.defined()) {
-      at::_amp_foreach_non_finite_check_and_unscale_(group.kernel, group.found_inf, group.one);
+      at::_amp_foreach_non_finite_check_and_unscale_(group.kernel, *group.found_inf, group.one);
     }
     if (!options.check_only) std::for_each(group.kernel.begin(), group.kernel.end(), tamp::bump_version);
   }
   for (const auto &alike : tamp::by_dtype(group.full_width)) at::_foreach_mul_(alike, group.factor);
   group.widened.multiply(group.factor);
-  if (!group.found_inf.is_cpu()) return TAMP_ON_DEVICE;
-  float &flag = *group.found_inf.mutable_data_ptr<float>();
+  if (!group.device.is_cpu()) return TAMP_ON_DEVICE;
+  float &flag = *group.found_inf->mutable_data_ptr<float>();
   if (bad) flag = 1.0F;
   return flag != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
 }
@@ -152,25 +158,26 @@ uint8_t run(Group &group, const Options &options) {
 extern "C" {
 
 void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
-                            tamp_tensor *const *found_infs, uint8_t *answers, size_t devices, uint8_t options,
+                            tamp_tensor **found_infs, uint8_t *answers, size_t devices, uint8_t options,
                             uint8_t *begun, char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     const Options chosen = {(options & TAMP_UNSCALE_RECHECK) != 0, (options & TAMP_UNSCALE_CHECK_ONLY) != 0,
                             (options & TAMP_UNSCALE_GENERIC) != 0};
-    Groups all = groups(parameters, count, found_infs, devices, chosen);
+    Groups all = groups(parameters, count, devices, chosen);
     Tensor inverse;
     for (auto &group : all) prepare(group, tamp::tensor(scale), chosen, inverse);
     *begun = chosen.check_only ? 0 : 1;
     for (size_t i = 0; i < devices; ++i) answers[i] = run(all[i], chosen);
+    for (size_t i = 0; i < devices; ++i) found_infs[i] = tamp::give(std::move(all[i].found_inf));
   });
 }
 
 tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
-                                 tamp_tensor *found_inf, uint8_t *answer, char **err) noexcept {
+                                 tamp_tensor **found_inf, uint8_t *answer, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    Tensor &found = tamp::tensor(found_inf);
+    TORCH_CHECK(count > 0, "there is no gradient to take the norm of");
     std::vector<Tensor> gradients;
     for (size_t i = 0; i < count; ++i) {
       const Tensor &parameter = tamp::tensor(parameters[i]);
@@ -178,12 +185,13 @@ tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, c
                   "the norm of a sparse gradient cannot be taken; make it dense first");
       gradients.push_back(tamp::numbers(parameter));
     }
-    const Tensor factor = tamp::on_device(inverse_of(tamp::tensor(scale)), found.device());
-    const Tensor norm = tamp::norm(gradients, factor);
-    found.copy_(at::isfinite(norm).logical_not());
+    const Tensor factor = tamp::on_device(inverse_of(tamp::tensor(scale)), gradients.front().device());
+    auto norm = std::make_unique<Tensor>(tamp::norm(gradients, factor));
+    auto flag = std::make_unique<Tensor>(at::isfinite(*norm).logical_not().to(at::kFloat));
     *answer = TAMP_ON_DEVICE;
-    if (found.is_cpu()) *answer = *found.const_data_ptr<float>() != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
-    return tamp::give(norm);
+    if (flag->is_cpu()) *answer = *flag->const_data_ptr<float>() != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
+    *found_inf = tamp::give(std::move(flag));
+    return tamp::give(std::move(norm));
   });
 }
 

@@ -4,7 +4,8 @@
 
 use tch::nn::{self, Module, OptimizerConfig};
 use tch::{Device, Kind, Reduction, Tensor};
-use tch_amp::{GradScalerConfig, autocast};
+use tch_amp::autocast;
+use tch_amp::scaler::GradScalerConfig;
 
 const MAX_NORM: f64 = 0.5;
 

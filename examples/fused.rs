@@ -6,7 +6,8 @@
 use anyhow::Result;
 use tch::nn::{self, Module as _};
 use tch::{Device, Kind, Reduction, Tensor};
-use tch_amp::optim::{AdamW, TakenSteps};
+use tch_amp::optim::AdamW;
+use tch_amp::scaler::StepCounter;
 use tch_amp::{GradScaler, autocast};
 
 const STEPS: usize = 200;
@@ -28,7 +29,7 @@ pub fn main() -> Result<()> {
     opt.set_weight_decay_group(1, 0.0)?;
 
     let mut scaler = GradScaler::new(device)?;
-    let mut taken = TakenSteps::default();
+    let mut taken = StepCounter::default();
     for step in 0..STEPS {
         // Warm up, then decay; a skipped step does not count.
         let progress = taken.count()? as f64 / STEPS as f64;

@@ -4,7 +4,8 @@
 
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
-use tch_amp::{AmpOptimizer, GradScaler, Parameters, Step, autocast};
+use tch_amp::optim::{AmpOptimizer, Parameters, Step};
+use tch_amp::{GradScaler, autocast};
 
 struct SignSgd {
     params: Vec<Tensor>,

@@ -8,9 +8,10 @@
 
 use anyhow::{Result, bail, ensure};
 use tch::{Device, Kind, Reduction, Tensor, no_grad};
-use tch_amp::loss_scale::LossScaleState;
+use tch_amp::Policy;
+use tch_amp::loss_scale::{LossScale, LossScaleState, all_finite, select_tree};
 use tch_amp::optim::MasterWeights;
-use tch_amp::{LossScale, OptLevel, Policy, all_finite, select_tree};
+use tch_amp::policy::OptLevel;
 
 const USAGE: &str = "usage: policy [POLICY [LOSS_SCALE]]
 

@@ -11,7 +11,8 @@ use anyhow::{Result, ensure};
 use tch::nn::{self, ModuleT};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
-use tch_amp::{GradScaler, GradScalerConfig, autocast, optim};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{GradScaler, autocast, optim};
 
 const STEPS: u64 = 1000;
 /// Steps from one checkpoint to the next.

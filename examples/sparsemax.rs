@@ -7,8 +7,9 @@
 
 use anyhow::{Result, ensure};
 use tch::{Device, Kind, Tensor};
+use tch_amp::autocast;
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
-use tch_amp::{autocast, gradcheck, gradgradcheck};
+use tch_amp::gradcheck::{gradcheck, gradgradcheck};
 
 /// Sparsemax along the last dimension.
 struct Sparsemax;

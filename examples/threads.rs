@@ -5,7 +5,8 @@
 use std::thread;
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::{Autocast, AutocastState};
+use tch_amp::Autocast;
+use tch_amp::autocast::AutocastState;
 
 /// The kind in which a matrix product of two f32 matrices comes out here.
 fn matmul_kind(xs: &Tensor) -> Kind {

@@ -7,14 +7,15 @@ use std::collections::HashSet;
 use tch::nn::VarStore;
 use tch::{Tensor, no_grad};
 
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::ffi;
 
 /// A copy of a model's buffers, to be put back after a skipped step. PyTorch has no twin.
 ///
 /// ```no_run
 /// # use tch::{Tensor, nn};
-/// # use tch_amp::{BufferSnapshot, GradScaler, Result};
+/// # use tch_amp::{GradScaler, Result};
+/// # use tch_amp::buffers::BufferSnapshot;
 /// # fn train(scaler: &mut GradScaler, opt: &mut nn::Optimizer, vs: &nn::VarStore, loss: &dyn Fn() -> Tensor) -> Result<()> {
 /// let mut buffers = BufferSnapshot::new(vs)?;
 /// for _ in 0..1000 {
@@ -78,12 +79,12 @@ impl BufferSnapshot {
 ///
 /// # Errors
 ///
-/// [`Error::NonFiniteBuffer`] with the name of the first such buffer.
+/// [`CheckpointError::NonFiniteBuffer`] with the name of the first such buffer.
 pub fn check_buffers_finite(vs: &VarStore) -> Result<()> {
     for (name, buffer) in buffers(vs)? {
         let finite = buffer.f_isfinite()?.f_all()?;
         if finite.f_int64_value(&[])? == 0 {
-            return Err(Error::NonFiniteBuffer { name });
+            return Err(Error::Checkpoint(CheckpointError::NonFiniteBuffer { name }));
         }
     }
     Ok(())

@@ -48,11 +48,15 @@ pub fn from_slice<T: HalfElement>(numbers: &[T]) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// [`Error::ElementKind`] for a tensor of another dtype, and [`Error::Torch`] for one that is not dense.
+/// [`Error::InvalidArgument`] for a tensor of another dtype, and [`Error::Torch`] for one that is not dense.
 pub fn to_vec<T: HalfElement>(tensor: &Tensor) -> Result<Vec<T>> {
     let found = tensor.f_kind()?;
     if found != T::KIND {
-        return Err(Error::ElementKind { expected: T::KIND, found });
+        let expected = T::KIND;
+        let problem = format!(
+            "is {found:?}, and these numbers are {expected:?}; convert it with to_kind({expected:?})"
+        );
+        return Err(Error::InvalidArgument { name: "the tensor", problem });
     }
     let plain = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_resolve_neg()?.f_contiguous()?;
     let bits = Vec::<i16>::try_from(plain.f_view_dtype(Kind::Int16)?.f_view([-1])?)?;

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::messages::without_backtrace;
+use crate::error::without_backtrace;
 
 /// The message of a panic, without a C++ backtrace. Its payload is dropped, also where that panics.
 pub(crate) fn into_message(payload: Box<dyn Any + Send>) -> String {

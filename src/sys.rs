@@ -311,7 +311,7 @@ unsafe extern "C" {
         parameters: *const *mut Tensor,
         count: usize,
         scale: *const Tensor,
-        found_infs: *const *mut Tensor,
+        found_infs: *mut *mut Tensor,
         answers: *mut u8,
         devices: usize,
         options: u8,
@@ -322,7 +322,7 @@ unsafe extern "C" {
         parameters: *const *mut Tensor,
         count: usize,
         scale: *const Tensor,
-        found_inf: *mut Tensor,
+        found_inf: *mut *mut Tensor,
         answer: *mut u8,
         err: *mut *mut c_char,
     ) -> *mut Tensor;

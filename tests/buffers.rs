@@ -6,7 +6,9 @@ mod common;
 use common::{for_each_device, to_f64};
 use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::{BufferSnapshot, Error, GradScaler, check_buffers_finite};
+use tch_amp::buffers::{BufferSnapshot, check_buffers_finite};
+use tch_amp::checkpoint::CheckpointError;
+use tch_amp::{Error, GradScaler};
 
 fn batch_norm(device: Device) -> (VarStore, nn::BatchNorm) {
     let vs = VarStore::new(device);
@@ -65,7 +67,9 @@ fn a_buffer_that_is_not_finite_is_named() {
         check_buffers_finite(&vs).unwrap();
         let _filled = vs.variables().remove("norm.running_var").unwrap().get(1).fill_(f64::NAN);
         match check_buffers_finite(&vs) {
-            Err(Error::NonFiniteBuffer { name }) => assert_eq!(name, "norm.running_var"),
+            Err(Error::Checkpoint(CheckpointError::NonFiniteBuffer { name })) => {
+                assert_eq!(name, "norm.running_var")
+            }
             other => panic!("{other:?}"),
         }
     });

@@ -8,7 +8,8 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng, rng_state};
 use tch_amp::optim::{Adagrad, AdamW, Algorithm, Optimizer, Sgd};
-use tch_amp::{Error, GradScaler, GradScalerConfig};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Error, GradScaler};
 
 use common::bits::bits;
 use common::files::Folder;

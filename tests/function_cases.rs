@@ -7,7 +7,8 @@ mod common;
 
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
-use tch_amp::{Autocast, Function, autocast, function};
+use tch_amp::function::Function;
+use tch_amp::{Autocast, autocast, function};
 
 use common::bits::{bits, kind_named};
 use common::functions::MyMm;

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use tch::Device;
-use tch_amp::is_autocast_enabled;
+use tch_amp::autocast::is_autocast_enabled;
 
 /// The shared libraries that are mapped into this process.
 fn loaded() -> BTreeSet<PathBuf> {

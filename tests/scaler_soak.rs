@@ -5,7 +5,8 @@ mod common;
 
 use tch::nn::{self, Module as _, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::{GradScaler, GradScalerConfig, autocast};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{GradScaler, autocast};
 
 use common::rng::Rng;
 use common::{is_set, resident_bytes, skipped};

@@ -2,22 +2,27 @@
 //! it does not: a type that loses or gains either is a change of the interface.
 
 use tch::nn::{BatchNorm, Linear};
+use tch_amp::autocast::{AutocastGuard, AutocastState};
+use tch_amp::buffers::BufferSnapshot;
 use tch_amp::checkpoint::{
     Better, Checkpoint, CheckpointError, CheckpointFile, CheckpointFolder, Format, Found, Prepared,
     Restore, Restored, Rng, SaveError, SaveState, SavedState, Start,
 };
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
-use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
+use tch_amp::gradcheck::GradCheck;
+use tch_amp::gradients::NonFiniteGradient;
+use tch_amp::loss_scale::{
+    DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
+};
 use tch_amp::optim::{
     Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup,
-    ParamGroupState, Sgd, TakenSteps,
+    ParamGroupState, Parameters, Sgd, Step,
 };
-use tch_amp::policy::{KeepF32, KeptInF32, KeptInF32T, PolicyModule, PolicyModuleT};
-use tch_amp::{
-    Autocast, AutocastGuard, AutocastState, BufferSnapshot, DynamicLossScale, Error, GradCheck,
-    GradScaler, GradScalerConfig, GradScalerState, NoOpLossScale, NonFiniteGradient, OptLevel,
-    Parameters, PerLossScalers, Policy, StaticLossScale, Step, StepOutcome, Unscaled,
+use tch_amp::policy::{KeepF32, KeptInF32, KeptInF32T, OptLevel, PolicyModule, PolicyModuleT};
+use tch_amp::scaler::{
+    GradScalerConfig, GradScalerState, PerLossScalers, StepCounter, StepOutcome, Unscaled,
 };
+use tch_amp::{Autocast, Error, GradScaler, Policy};
 
 /// Asserts that a type is `Send` and `Sync`.
 macro_rules! send_and_sync {
@@ -111,7 +116,7 @@ only_send!(
     SaveState<'static>,
     StaticLossScale,
     StepOutcome,
-    TakenSteps,
+    StepCounter,
 );
 
 // They borrow tensors, or what holds tensors, which another thread must not share.

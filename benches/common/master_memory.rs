@@ -3,8 +3,8 @@
 #![allow(clippy::expect_used, reason = "a benchmark and a test fail by panicking")]
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::GradScalerConfig;
 use tch_amp::optim::{AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
+use tch_amp::scaler::GradScalerConfig;
 
 use crate::memory::{anonymous, peak};
 

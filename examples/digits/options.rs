@@ -80,7 +80,8 @@ impl Options {
 
     /// The device to train on.
     pub fn device(&self) -> Result<Device> {
-        let usable = Cuda::is_available() && tch_amp::is_autocast_available(Device::Cuda(0));
+        let usable =
+            Cuda::is_available() && tch_amp::autocast::is_autocast_available(Device::Cuda(0));
         match self.device {
             Some(Device::Cuda(_)) if !usable => bail!("CUDA is not usable here"),
             Some(device) => Ok(device),

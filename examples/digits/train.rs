@@ -11,7 +11,8 @@ use std::time::Instant;
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{AdamW, Optimizer};
-use tch_amp::{Autocast, GradScaler, GradScalerConfig};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Autocast, GradScaler};
 
 const LEARNING_RATE: f64 = 3e-3;
 

@@ -3,10 +3,12 @@
 use tch::{Device, Kind};
 
 use crate::device::{check_usable, device_type, dtype_kind};
+#[cfg(doc)]
+use crate::error::AutocastError;
 use crate::error::Result;
 use crate::{ffi, sys};
 
-use super::{AutocastGuard, regions};
+use crate::autocast::{AutocastGuard, stack};
 
 /// Tells whether a region on `device` can be enabled in this process.
 ///
@@ -41,7 +43,7 @@ pub(super) fn read(device: Device) -> Result<sys::AutocastState> {
 
 /// Reads the calling thread's state for the devices that `state` names.
 fn fill(state: &mut sys::AutocastState) -> Result<()> {
-    regions::settle();
+    stack::settle();
     ffi::autocast_read(state)
 }
 
@@ -83,7 +85,7 @@ pub(crate) fn forgetting_casts<T>(f: impl FnOnce() -> T) -> T {
 ///
 /// ```
 /// use tch::Device;
-/// use tch_amp::{AutocastGuard, AutocastState, is_autocast_enabled};
+/// use tch_amp::autocast::{AutocastGuard, AutocastState, is_autocast_enabled};
 ///
 /// let _guard = AutocastGuard::new(Device::Cpu)?;
 /// let state = AutocastState::current()?;
@@ -118,7 +120,7 @@ impl AutocastState {
     ///
     /// # Errors
     ///
-    /// [`Error::ThreadEnding`](crate::Error::ThreadEnding) inside a destructor of a thread-local value.
+    /// [`AutocastError::ThreadEnding`] inside a destructor of a thread-local value.
     pub fn enter(&self) -> Result<AutocastGuard> {
         AutocastGuard::open(self.here()?, self.0)
     }
@@ -129,7 +131,7 @@ impl AutocastState {
     ///
     /// As [`enter`](Self::enter); then `f` is not run.
     pub fn run<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
-        regions::within(self.here()?, self.0, f)
+        stack::within(self.here()?, self.0, f)
     }
 
     /// Tells whether autocast is enabled on the device, as [`is_autocast_enabled`] does of the calling thread.
@@ -171,7 +173,7 @@ impl AutocastState {
     /// Runs `f` in this state: in a region, or as things are where the thread is in it already.
     pub(crate) fn restore<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
         let here = self.here()?;
-        if here == self.0 { Ok(f()) } else { regions::within(here, self.0, f) }
+        if here == self.0 { Ok(f()) } else { stack::within(here, self.0, f) }
     }
 
     fn of(&self, device: Device) -> Option<&sys::AutocastDevice> {

@@ -4,15 +4,17 @@ use serde::Serialize;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
+use crate::GradScaler;
 #[cfg(doc)]
 use crate::checkpoint::CheckpointError;
-use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::{Part, problem_of_name};
 use crate::checkpoint::stateful::{entry, plain, save_model, save_scaler, save_scalers};
 use crate::checkpoint::{Checkpoint, Rng, SaveState, Stateful};
-use crate::error::Result;
+#[cfg(doc)]
+use crate::error::ScalerError;
+use crate::error::{Result, unsaveable};
 use crate::optim::Optimizer;
-use crate::{GradScaler, PerLossScalers};
+use crate::scaler::PerLossScalers;
 
 impl Checkpoint {
     /// Adds anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random numbers, and types of your
@@ -54,7 +56,7 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// As [`add_model`](Self::add_model), and [`Error::IterationOpen`](crate::Error::IterationOpen) before `update`.
+    /// As [`add_model`](Self::add_model), and [`ScalerError::IterationOpen`] before `update`.
     pub fn add_scaler(&mut self, name: &str, scaler: &GradScaler) -> Result<()> {
         self.add_by(name, |state| save_scaler(scaler, state))
     }

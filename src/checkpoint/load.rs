@@ -6,6 +6,8 @@ use std::sync::Arc;
 use crate::checkpoint::archive::Archive;
 use crate::checkpoint::source::Source;
 use crate::checkpoint::{Checkpoint, safetensors, torch, zip};
+#[cfg(doc)]
+use crate::error::CheckpointError;
 use crate::error::Result;
 
 const NEITHER: &str = "it is neither safetensors nor a zip file of torch.save; if PyTorch before 1.6 wrote it, \
@@ -31,7 +33,7 @@ impl Checkpoint {
     /// # Errors
     ///
     /// [`Io`](crate::checkpoint::CheckpointError::Io), [`Damaged`](crate::checkpoint::CheckpointError::Damaged) and
-    /// [`Newer`](crate::checkpoint::CheckpointError::Newer) of [`CheckpointError`](crate::checkpoint::CheckpointError).
+    /// [`Newer`](crate::checkpoint::CheckpointError::Newer) of [`CheckpointError`].
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
         Self::read(Source::open(path.as_ref())?)
     }

@@ -5,7 +5,8 @@
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor, nn};
-//! use tch_amp::{GradScaler, checkpoint::Checkpoint, optim};
+//! use tch_amp::{GradScaler, optim};
+//! use tch_amp::checkpoint::Checkpoint;
 //!
 //! let vs = nn::VarStore::new(Device::Cpu);
 //! let net = nn::linear(vs.root(), 4, 1, Default::default());
@@ -37,11 +38,11 @@
 
 mod add;
 mod archive;
-mod atomic;
+
 mod checksum;
 mod convert;
 mod entry;
-mod error;
+
 mod folder;
 mod format;
 mod load;
@@ -66,8 +67,8 @@ use crate::checkpoint::part::Part;
 use crate::checkpoint::plain::Plain;
 use crate::error::{Error, Result};
 
-pub use atomic::SaveError;
-pub use error::CheckpointError;
+pub use crate::atomic::SaveError;
+pub use crate::error::CheckpointError;
 pub use folder::{Better, CheckpointFile, CheckpointFolder, Found, Start};
 pub use format::Format;
 pub use restore::{Restore, Restored};

@@ -3,10 +3,10 @@
 use std::io;
 use std::path::Path;
 
-use crate::checkpoint::error::unsaveable;
+use crate::atomic;
 use crate::checkpoint::part::Part;
-use crate::checkpoint::{Checkpoint, CheckpointError, Format, atomic, safetensors, torch};
-use crate::error::{Error, Result};
+use crate::checkpoint::{Checkpoint, CheckpointError, Format, safetensors, torch};
+use crate::error::{Error, Result, unsaveable};
 
 impl Checkpoint {
     /// Saves to a file, in the [`Format`] that its name asks for. A crash at any point leaves the old file or the new

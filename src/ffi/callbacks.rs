@@ -9,7 +9,7 @@ use std::{ptr, slice};
 
 use tch::Tensor;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, FunctionError, Result};
 use crate::{panics, sys};
 
 use super::{FunctionCall, call};
@@ -62,7 +62,7 @@ impl Node<'_> {
     /// Whether the gradient of the input is wanted.
     pub(crate) fn needs_input_grad(&self, input: usize) -> Result<bool> {
         if input >= self.inputs {
-            return Err(Error::NoSuchInput { input, inputs: self.inputs });
+            return Err(Error::Function(FunctionError::NoSuchInput { input, inputs: self.inputs }));
         }
         // SAFETY: a `Node` exists only while its backward runs, and the shim checks the index as well.
         call(|err| unsafe { sys::tamp_function_needs_input_grad(self.raw, input, err) })

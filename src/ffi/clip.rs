@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::{call, given, pointers};
-use crate::error::{Error, Result};
+use crate::error::{Error, GradientError, Result};
 use crate::sys;
 
 /// Clips the gradients of the parameters to a common norm and returns the norm before; `None` without gradients. Only
@@ -26,7 +26,7 @@ pub(crate) fn clip_grad_norm(
     }
     let norm = given(norm)?;
     match finite {
-        0 => Err(Error::NonFiniteNorm { norm: norm.f_double_value(&[])? }),
+        0 => Err(Error::Gradient(GradientError::NonFiniteNorm { norm: norm.f_double_value(&[])? })),
         _ => Ok(Some(norm)),
     }
 }

@@ -23,7 +23,39 @@ pub(crate) fn flags_join<'a>(flags: impl IntoIterator<Item = &'a Tensor>) -> Res
     given(call(|err| unsafe { sys::tamp_flags_join(tensors.as_ptr(), tensors.len(), err) })?)
 }
 
-/// How an iteration changes a scale. The last three count only where there is a tensor of tolerance.
+/// What is counted where the scale tolerates some overflows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct OverflowCounts {
+    /// Overflows until the hysteresis is used up.
+    pub(crate) hysteresis: i64,
+    /// Iterations since the scale last backed off or could grow.
+    pub(crate) iterations: i64,
+    /// Overflows among them.
+    pub(crate) overflows: i64,
+}
+
+impl OverflowCounts {
+    /// The elements of the shim's tensor.
+    pub(crate) fn to_numbers(self) -> [i64; 3] {
+        let mut numbers = [0; 3];
+        numbers[sys::PATIENCE_HYSTERESIS] = self.hysteresis;
+        numbers[sys::PATIENCE_ITERATIONS] = self.iterations;
+        numbers[sys::PATIENCE_OVERFLOWS] = self.overflows;
+        numbers
+    }
+
+    /// From the elements of the shim's tensor, which are exact up to 2^53; all zero if there is no such tensor.
+    pub(crate) fn from_numbers(numbers: &[f64]) -> Self {
+        let number = |place: usize| numbers.get(place).map_or(0, |number| *number as i64);
+        Self {
+            hysteresis: number(sys::PATIENCE_HYSTERESIS),
+            iterations: number(sys::PATIENCE_ITERATIONS),
+            overflows: number(sys::PATIENCE_OVERFLOWS),
+        }
+    }
+}
+
+/// How an iteration changes a scale. The last three apply only to a scale with counts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ScaleRule {
     pub(crate) growth_factor: f64,
@@ -56,25 +88,25 @@ impl ScaleRule {
 pub(crate) struct ScaleUpdate<'a> {
     pub(crate) scale: &'a Tensor,
     pub(crate) tracker: &'a Tensor,
-    pub(crate) patience: Option<&'a Tensor>,
+    pub(crate) counts: Option<&'a Tensor>,
     pub(crate) found_infs: &'a [&'a Tensor],
     pub(crate) rule: ScaleRule,
 }
 
-/// Grows or backs off scales and counts in their trackers and patience, in place: all of them or none.
+/// Grows or backs off scales and counts in their trackers and counts, in place: all of them or none.
 pub(crate) fn scales_update(updates: &[ScaleUpdate<'_>]) -> Result<()> {
     let flags = |update: &ScaleUpdate<'_>| pointers(update.found_infs.iter().copied());
     let flags: Vec<_> = updates.iter().map(flags).collect();
     let raw = updates.iter().zip(&flags).map(|(update, flags)| sys::ScaleUpdate {
         scale: pointer(update.scale),
         tracker: pointer(update.tracker),
-        patience: update.patience.map_or(ptr::null_mut(), pointer),
+        patience: update.counts.map_or(ptr::null_mut(), pointer),
         found_infs: flags.as_ptr(),
         count: flags.len(),
         rule: update.rule.raw(),
     });
     let raw: Vec<_> = raw.collect();
     // SAFETY: the array has `raw.len()` elements of the shim's layout, each of which names an array in `flags` and its
-    // length; the borrows keep every tensor alive, and `patience` is one of them or null.
+    // length; the borrows keep every tensor alive, and `counts` is one of them or null.
     call(|err| unsafe { sys::tamp_scales_update(raw.as_ptr(), raw.len(), err) })
 }

@@ -1,8 +1,10 @@
 //! Looking at gradients, and unscaling them.
 
+use std::ptr;
+
 use tch::Tensor;
 
-use super::{call, given, pointer, pointers};
+use super::{call, given, pointers};
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -47,45 +49,67 @@ impl Unscaling {
     }
 }
 
-/// Unscales the gradients of `parameters`, each of which lies on the device of one of `found_infs`, and tells for each
-/// of these whether a gradient there was infinite or NaN; `None` where the answer lies on the device.
+/// Whether the gradients of one device held an infinity or a NaN.
+#[derive(Debug)]
+pub(crate) struct FoundInf {
+    /// One where they did and else zero, on their device.
+    pub(crate) tensor: Tensor,
+    /// The answer, where the host has it.
+    pub(crate) host: Option<bool>,
+}
+
+impl FoundInf {
+    fn new(tensor: *mut sys::Tensor, answer: u8) -> Result<Self> {
+        let tensor = given(tensor)?;
+        Ok(Self { tensor, host: known(answer)? })
+    }
+
+    pub(crate) fn shallow_clone(&self) -> Self {
+        Self { tensor: self.tensor.shallow_clone(), host: self.host }
+    }
+}
+
+/// Unscales the gradients of `parameters`, which lie on `devices` devices, and tells for each of these, in the order of
+/// their first gradients, whether one was infinite or NaN.
 pub(crate) fn gradients_unscale<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
     scale: &Tensor,
-    found_infs: &[Tensor],
+    devices: usize,
     unscaling: Unscaling,
-) -> std::result::Result<Vec<Option<bool>>, Interrupted> {
-    let (tensors, flags) = (pointers(parameters), pointers(found_infs));
+) -> std::result::Result<Vec<FoundInf>, Interrupted> {
+    let tensors = pointers(parameters);
     let (array, count, scale) = (tensors.as_ptr(), tensors.len(), scale.as_ptr());
-    let mut answers = vec![sys::ON_DEVICE; flags.len()];
-    let (flags, devices, out) = (flags.as_ptr(), flags.len(), answers.as_mut_ptr());
+    let mut flags = vec![ptr::null_mut(); devices];
+    let mut answers = vec![sys::ON_DEVICE; devices];
+    let (found, out) = (flags.as_mut_ptr(), answers.as_mut_ptr());
     let (options, mut begun) = (unscaling.code(), 0);
     // SAFETY: the arrays have `count` and `devices` elements, the borrows keep every tensor alive, `begun` is valid for a
     // write, and tensors are changed in place only through libtorch's own handles, which alias freely.
     let done = call(|err| unsafe {
         let begun = &mut begun;
-        sys::tamp_gradients_unscale(array, count, scale, flags, out, devices, options, begun, err)
+        sys::tamp_gradients_unscale(array, count, scale, found, out, devices, options, begun, err)
     });
-    let known = done.and_then(|()| answers.into_iter().map(known).collect());
-    known.map_err(|error| Interrupted { error, begun: begun != 0 })
+    let found = done.and_then(|()| {
+        flags.into_iter().zip(answers).map(|(flag, answer)| FoundInf::new(flag, answer)).collect()
+    });
+    found.map_err(|error| Interrupted { error, begun: begun != 0 })
 }
 
-/// The norm of the gradients of `parameters`, all of `found_inf`'s device, divided by `scale`, and whether it is
-/// infinite or NaN; `None` where the answer lies on the device. The gradients stay as they are.
-pub(crate) fn gradients_norm(
-    parameters: &[&Tensor],
+/// The norm of the gradients of `parameters`, which lie on one device, divided by `scale`, and whether it is infinite or
+/// NaN. The gradients stay as they are.
+pub(crate) fn gradients_norm<'a>(
+    parameters: impl IntoIterator<Item = &'a Tensor>,
     scale: &Tensor,
-    found_inf: &Tensor,
-) -> Result<(Tensor, Option<bool>)> {
-    let tensors = pointers(parameters.iter().copied());
-    let (array, count) = (tensors.as_ptr(), tensors.len());
-    let (scale, found_inf) = (scale.as_ptr(), pointer(found_inf));
-    let mut answer = 0;
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `answer` is valid for a write.
+) -> Result<(Tensor, FoundInf)> {
+    let tensors = pointers(parameters);
+    let (array, count, scale) = (tensors.as_ptr(), tensors.len(), scale.as_ptr());
+    let (mut flag, mut answer) = (ptr::null_mut(), sys::ON_DEVICE);
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `flag` and `answer` are valid for
+    // a write.
     let norm = call(|err| unsafe {
-        sys::tamp_gradients_norm(array, count, scale, found_inf, &mut answer, err)
+        sys::tamp_gradients_norm(array, count, scale, &mut flag, &mut answer, err)
     })?;
-    Ok((given(norm)?, known(answer)?))
+    Ok((given(norm)?, FoundInf::new(flag, answer)?))
 }
 
 /// An answer of the shim, where the host has it.

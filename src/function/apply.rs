@@ -6,9 +6,8 @@ use tch::{Kind, Tensor, no_grad_guard};
 
 use crate::autocast::{AutocastState, callback};
 use crate::device::{device_type, dtype_code};
-use crate::error::{Error, Result};
+use crate::error::{Error, FunctionError, Result, chain};
 use crate::ffi::Values;
-use crate::messages::chain;
 use crate::{ffi, panics, sys};
 
 use super::lists::{GradientList as _, OutputList as _};
@@ -29,7 +28,7 @@ pub(super) fn apply<F: Function>(function: F, inputs: &[&Tensor]) -> Result<F::O
 }
 
 fn misuse<F: Function>(function: &F, problem: String) -> Error {
-    Error::FunctionMisuse { name: function.name().to_owned(), problem }
+    Error::Function(FunctionError::Misuse { name: function.name().to_owned(), problem })
 }
 
 /// A type that holds another number of gradients than there are inputs can only be wrong.
@@ -103,7 +102,7 @@ fn run<F: Function>(
     let name = function.name().to_owned();
     let mut outputs = match forward {
         Ok(outputs) => outputs,
-        Err(cause) => return Err(Error::Function { name, cause }),
+        Err(cause) => return Err(Error::Function(FunctionError::Forward { name, cause })),
     };
     let ended = ffi::FunctionCall {
         name: &name,
@@ -118,7 +117,7 @@ fn run<F: Function>(
     let applied = Applied { function, autocast, saved: ctx.saved.len(), values: ctx.values };
     match ffi::function_record(Box::new(applied), &ended, outputs.as_mut_slice()) {
         Ok(()) => Ok(outputs),
-        Err(Error::Torch(problem)) => Err(Error::FunctionMisuse { name, problem }),
+        Err(Error::Torch(problem)) => Err(Error::Function(FunctionError::Misuse { name, problem })),
         Err(other) => Err(other),
     }
 }

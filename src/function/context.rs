@@ -6,7 +6,7 @@ use std::ops::Index;
 
 use tch::Tensor;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, FunctionError, Result};
 use crate::ffi::Values;
 use crate::{ffi, sys};
 
@@ -56,10 +56,13 @@ impl ForwardContext {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchInput`] for an index without an input.
+    /// [`FunctionError::NoSuchInput`] for an index without an input.
     pub fn needs_input_grad(&self, input: usize) -> Result<bool> {
         let inputs = self.infos.len();
-        let info = self.infos.get(input).ok_or(Error::NoSuchInput { input, inputs })?;
+        let info = self
+            .infos
+            .get(input)
+            .ok_or(Error::Function(FunctionError::NoSuchInput { input, inputs }))?;
         Ok(info.requires_grad != 0)
     }
 
@@ -110,11 +113,13 @@ impl BackwardContext<'_> {
     ///
     /// # Errors
     ///
-    /// [`Error::NotSaved`] if another number was saved; else as [`saved_tensors_vec`](Self::saved_tensors_vec).
+    /// [`FunctionError::NotSaved`] if another number was saved; else as [`saved_tensors_vec`](Self::saved_tensors_vec).
     pub fn saved_tensors<const N: usize>(&self) -> Result<[Tensor; N]> {
-        self.saved_tensors_vec()?.try_into().map_err(|saved: Vec<_>| Error::NotSaved {
-            wanted: format!("{N} tensors"),
-            saved: saved.len().to_string(),
+        self.saved_tensors_vec()?.try_into().map_err(|saved: Vec<_>| {
+            Error::Function(FunctionError::NotSaved {
+                wanted: format!("{N} tensors"),
+                saved: saved.len().to_string(),
+            })
         })
     }
 
@@ -131,12 +136,14 @@ impl BackwardContext<'_> {
     ///
     /// # Errors
     ///
-    /// [`Error::NotSaved`] if it saved none.
+    /// [`FunctionError::NotSaved`] if it saved none.
     pub fn saved_value<T: Any>(&self) -> Result<&T> {
         let value = self.values.iter().find_map(|value| value.downcast_ref());
-        value.ok_or_else(|| Error::NotSaved {
-            wanted: format!("a value of type {}", type_name::<T>()),
-            saved: "none of that type".to_owned(),
+        value.ok_or_else(|| {
+            Error::Function(FunctionError::NotSaved {
+                wanted: format!("a value of type {}", type_name::<T>()),
+                saved: "none of that type".to_owned(),
+            })
         })
     }
 
@@ -145,7 +152,7 @@ impl BackwardContext<'_> {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchInput`] for an index without an input.
+    /// [`FunctionError::NoSuchInput`] for an index without an input.
     pub fn needs_input_grad(&self, input: usize) -> Result<bool> {
         self.node.needs_input_grad(input)
     }

@@ -36,7 +36,7 @@
 //!
 //! # Two closures
 //!
-//! [`function`] makes one of two closures; it suits what fits in a line or two:
+//! [`function()`](crate::function()) makes one of two closures; it suits what fits in a line or two:
 //!
 //! ```
 //! use tch::Tensor;
@@ -77,7 +77,7 @@
 //!
 //! ## Errors and panics
 //!
-//! An `Err` of the forward comes back as [`Error::Function`](crate::Error::Function), its panic as the same panic. An
+//! An `Err` of the forward comes back as [`FunctionError::Forward`], its panic as the same panic. An
 //! `Err` or a panic of the backward becomes an error of the `backward()` that ran it, which tch reports as `f_backward`
 //! or `backward` do, with the function's name, from whichever thread. The grad mode and the autocast state are as
 //! before, and what the error did not reach can be used again.
@@ -126,11 +126,11 @@
 //!
 //! # Checking a derivative
 //!
-//! [`gradcheck`](crate::gradcheck()) compares it with finite differences, and [`gradgradcheck`](crate::gradgradcheck())
+//! [`gradcheck`](crate::gradcheck::gradcheck()) compares it with finite differences, and [`gradgradcheck`](crate::gradcheck::gradgradcheck())
 //! does so with the second derivative.
 
 mod apply;
-mod closures;
+pub(crate) mod closures;
 mod context;
 mod lists;
 
@@ -140,7 +140,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{BoxError, Result};
 
-pub use closures::{Closures, function};
+pub use crate::error::FunctionError;
+pub use closures::Closures;
 pub use context::{BackwardContext, ForwardContext, GradOutputs};
 pub use lists::{Gradients, Outputs};
 
@@ -169,7 +170,7 @@ pub trait Function: Send + Sized + 'static {
     ///
     /// # Errors
     ///
-    /// Whatever went wrong; [`apply`](Self::apply) returns it as [`Error::Function`](crate::Error::Function).
+    /// Whatever went wrong; [`apply`](Self::apply) returns it as [`FunctionError::Forward`].
     fn forward(
         &self,
         ctx: &mut ForwardContext,
@@ -216,8 +217,8 @@ pub trait Function: Send + Sized + 'static {
     ///
     /// # Errors
     ///
-    /// [`Error::Function`](crate::Error::Function) if forward fails;
-    /// [`Error::FunctionMisuse`](crate::Error::FunctionMisuse) for what the context was told wrongly, such as a tensor
+    /// [`FunctionError::Forward`] if forward fails;
+    /// [`FunctionError::Misuse`] for what the context was told wrongly, such as a tensor
     /// marked dirty that is not an input, for a type of `Gradients` whose length is not that of the inputs, and for
     /// what libtorch refuses to record.
     ///

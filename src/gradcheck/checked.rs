@@ -4,7 +4,7 @@ use std::borrow::Borrow;
 
 use tch::{Kind, Tensor};
 
-use crate::error::{BoxError, Error, Result};
+use crate::error::{BoxError, Error, FunctionError, Result};
 use crate::function::Outputs;
 
 /// A function whose derivatives are checked.
@@ -39,7 +39,10 @@ where
 {
     let ours = |error: E| match error.into().downcast() {
         Ok(ours) => *ours,
-        Err(cause) => Error::Function { name: "the checked function".to_owned(), cause },
+        Err(cause) => Error::Function(FunctionError::Forward {
+            name: "the checked function".to_owned(),
+            cause,
+        }),
     };
     let mut outputs = f(inputs).map_err(ours)?;
     let outputs: Vec<Tensor> = outputs.as_mut_slice().iter().map(Tensor::shallow_clone).collect();
@@ -48,7 +51,7 @@ where
         Some(output) => {
             let kind = outputs[output].kind();
             let problem = format!("output {output} is {kind:?}; finite differences need f64");
-            Err(Error::NotCheckable { problem })
+            Err(Error::Function(FunctionError::NotCheckable { problem }))
         }
         None => Ok(outputs),
     }
@@ -70,12 +73,12 @@ pub(super) fn check_inputs(inputs: &[Tensor]) -> Result<()> {
     let mut wanted = inputs.iter().enumerate().filter(|(_, input)| requires_grad(input)).peekable();
     if wanted.peek().is_none() {
         let problem = "none of the inputs requires one; call set_requires_grad(true)".to_owned();
-        return Err(Error::NotCheckable { problem });
+        return Err(Error::Function(FunctionError::NotCheckable { problem }));
     }
     if let Some((input, tensor)) = wanted.find(|(_, tensor)| tensor.kind() != Kind::Double) {
         let kind = tensor.kind();
         let problem = format!("input {input} is {kind:?}; finite differences need f64");
-        return Err(Error::NotCheckable { problem });
+        return Err(Error::Function(FunctionError::NotCheckable { problem }));
     }
     Ok(())
 }

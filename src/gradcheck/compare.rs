@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, FunctionError, Result, ensure};
 
 use super::GradCheck;
 use super::checked::{Checked, check_inputs, requires_grad};
@@ -67,6 +67,13 @@ impl Difference {
     fn into_error(self, input_index: Vec<i64>, output_size: &[i64]) -> Error {
         let Self { place: Place { input, output, row, .. }, analytic, numeric } = self;
         let output_index = unravel(row, output_size);
-        Error::GradCheck { input, input_index, output, output_index, analytic, numeric }
+        Error::Function(FunctionError::GradientMismatch {
+            input,
+            input_index,
+            output,
+            output_index,
+            analytic,
+            numeric,
+        })
     }
 }

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, FunctionError, Result};
 use crate::ffi;
 
 use super::checked::{Checked, requires_grad};
@@ -47,7 +47,7 @@ impl Analytic {
         let again: Vec<Output> = outputs.iter().map(all).collect::<Result<_>>()?;
         for (output, (first, again)) in first.iter().zip(&again).enumerate() {
             if first.bits() != again.bits() {
-                return Err(Error::NondeterministicBackward { output });
+                return Err(Error::Function(FunctionError::NondeterministicBackward { output }));
             }
         }
         Ok(Self { outputs: first })

@@ -8,6 +8,8 @@ use std::borrow::Borrow;
 
 use tch::{Tensor, no_grad_guard, with_grad};
 
+#[cfg(doc)]
+use crate::error::FunctionError;
 use crate::error::{BoxError, Result};
 use crate::function::Outputs;
 
@@ -16,12 +18,14 @@ use checked::{copies, first_gradients, outputs, requires_grad};
 /// Checks the gradients of `f` against finite differences, with PyTorch's tolerances; [`GradCheck`] has them as
 /// options. The twin of `torch.autograd.gradcheck`.
 ///
-/// `f` may be anything that autograd records, not only a [`Function`](crate::Function), and gets copies of the inputs.
+/// `f` may be anything that autograd records, not only a [`Function`](crate::function::Function), and gets copies of the inputs.
 /// At least one of them requires a gradient, and those that do are f64, of any shape. Waits for the device.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
-/// use tch_amp::{Error, Function, function, gradcheck};
+/// use tch_amp::{Error, function};
+/// use tch_amp::function::Function;
+/// use tch_amp::gradcheck::gradcheck;
 ///
 /// let x = Tensor::linspace(0.5, 2.0, 4, (Kind::Double, Device::Cpu)).set_requires_grad(true);
 /// let square = |factor: f64| function(
@@ -30,16 +34,16 @@ use checked::{copies, first_gradients, outputs, requires_grad};
 /// );
 /// gradcheck(|x| square(2.0).apply(x), &[&x])?;
 /// let wrong = gradcheck(|x| square(3.0).apply(x), &[&x]);
-/// assert!(matches!(wrong, Err(Error::GradCheck { input: 0, .. })));
+/// assert!(matches!(wrong, Err(Error::Function(FunctionError::GradientMismatch { input: 0, .. }))));
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 ///
 /// # Errors
 ///
-/// [`Error::GradCheck`](crate::Error::GradCheck) with the first element whose two gradients differ, and both;
-/// [`Error::NotCheckable`](crate::Error::NotCheckable) for inputs or outputs that are not f64 and for inputs of which
-/// none requires a gradient; [`Error::NondeterministicBackward`](crate::Error::NondeterministicBackward) for a backward
-/// that answers differently when it is run again; [`Error::InvalidValue`](crate::Error::InvalidValue) for options of
+/// [`FunctionError::GradientMismatch`] with the first element whose two gradients differ, and both;
+/// [`FunctionError::NotCheckable`] for inputs or outputs that are not f64 and for inputs of which
+/// none requires a gradient; [`FunctionError::NondeterministicBackward`] for a backward
+/// that answers differently when it is run again; [`Error::InvalidArgument`](crate::Error::InvalidArgument) for options of
 /// [`GradCheck`] that are outside of their ranges; and what `f` itself fails with.
 pub fn gradcheck<T, O, E>(
     f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
@@ -58,7 +62,7 @@ where
 ///
 /// # Errors
 ///
-/// As [`gradcheck`]; the inputs that [`Error::GradCheck`](crate::Error::GradCheck) counts are those of `f` and after
+/// As [`gradcheck`]; the inputs that [`FunctionError::GradientMismatch`] counts are those of `f` and after
 /// them the gradients of its outputs, and the outputs are the gradients of its inputs that require one.
 pub fn gradgradcheck<T, O, E>(
     f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
@@ -77,7 +81,7 @@ where
 ///
 /// ```
 /// # use tch::{Device, Kind, Tensor};
-/// use tch_amp::GradCheck;
+/// use tch_amp::gradcheck::GradCheck;
 ///
 /// let x = Tensor::ones([3], (Kind::Double, Device::Cpu)).set_requires_grad(true);
 /// GradCheck { atol: 1e-8, rtol: 1e-7, ..Default::default() }.gradcheck(|x| x[0].f_tanh(), &[x])?;

@@ -2,6 +2,8 @@
 
 use tch::{Device, Kind, Tensor};
 
+#[cfg(doc)]
+use crate::error::GradientError;
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::gradients::Gradients;
@@ -17,14 +19,14 @@ use crate::gradients::Gradients;
 /// # use tch::{Device, Kind, Tensor};
 /// let w = Tensor::zeros([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
 /// (&w * Tensor::from_slice(&[3f32, 4.0])).sum(Kind::Float).backward();
-/// let norm = tch_amp::optim::clip_grad_norm(&[w.shallow_clone()], 1.0)?;
+/// let norm = tch_amp::gradients::clip_grad_norm(&[w.shallow_clone()], 1.0)?;
 /// assert_eq!(norm.double_value(&[]), 5.0);
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 ///
 /// # Errors
 ///
-/// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::Gradient`] for a sparse gradient.
+/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient.
 pub fn clip_grad_norm(parameters: &[Tensor], max_norm: f64) -> Result<Tensor> {
     clip(parameters, max_norm, false)
 }
@@ -34,7 +36,7 @@ pub fn clip_grad_norm(parameters: &[Tensor], max_norm: f64) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// [`Error::NonFiniteNorm`], with the gradients as they were; else as [`clip_grad_norm`].
+/// [`GradientError::NonFiniteNorm`], with the gradients as they were; else as [`clip_grad_norm`].
 pub fn clip_grad_norm_error_if_nonfinite(parameters: &[Tensor], max_norm: f64) -> Result<Tensor> {
     clip(parameters, max_norm, true)
 }
@@ -44,7 +46,7 @@ pub fn clip_grad_norm_error_if_nonfinite(parameters: &[Tensor], max_norm: f64) -
 ///
 /// # Errors
 ///
-/// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::Gradient`] for a sparse gradient.
+/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient.
 pub fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
     check_limit("max", max)?;
     ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
@@ -70,5 +72,5 @@ pub(crate) fn check_limit(field: &'static str, value: f64) -> Result<()> {
         return Ok(());
     }
     let rule = "at least 0";
-    Err(Error::InvalidValue { field, value, rule })
+    Err(Error::out_of_range(field, value, rule))
 }

@@ -3,8 +3,8 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
-use crate::ffi::{self, Interrupted, Unscaling};
-use crate::gradients::{FoundInf, Plan, Spare};
+use crate::ffi::{self, FoundInf, Interrupted, Unscaling};
+use crate::gradients::Plan;
 
 /// How the gradients of an optimizer are looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,50 +26,31 @@ pub(crate) struct Findings {
 }
 
 impl Plan {
-    /// Runs the kernels over all groups, in one call.
+    /// Unscales the gradients of all groups, in one call.
     pub(crate) fn unscale(
         &self,
         parameters: &[Tensor],
         scale: &Tensor,
         unscaling: Unscaling,
-        spare: &mut Spare,
-    ) -> std::result::Result<Findings, Interrupted> {
-        let firsts = self.groups.iter().map(|(_, indices)| &parameters[indices[0]]);
-        let tensors: Result<Vec<_>> = firsts.map(|first| spare.take(first)).collect();
-        let tensors = tensors.map_err(|error| Interrupted { error, begun: false })?;
+    ) -> std::result::Result<Vec<FoundInf>, Interrupted> {
         let all = self.groups.iter().flat_map(|(_, indices)| indices).map(|&i| &parameters[i]);
-        let answers = ffi::gradients_unscale(all, scale, &tensors, unscaling)?;
-        let found = tensors.into_iter().zip(answers);
-        let found = found.map(|(tensor, host)| FoundInf { tensor, host, lent: false }).collect();
-        Ok(Findings { found, norm: None })
+        ffi::gradients_unscale(all, scale, self.groups.len(), unscaling)
     }
 
     /// Looks at the gradients and leaves them as they are.
-    pub(crate) fn check(
-        &self,
-        parameters: &[Tensor],
-        scale: &Tensor,
-        spare: &mut Spare,
-    ) -> Result<Findings> {
-        let found = self.unscale(parameters, scale, Unscaling::CHECK_ONLY, spare);
-        found.map_err(|interrupted| interrupted.error)
+    pub(crate) fn check(&self, parameters: &[Tensor], scale: &Tensor) -> Result<Findings> {
+        let found = self.unscale(parameters, scale, Unscaling::CHECK_ONLY);
+        let found = found.map_err(|interrupted| interrupted.error)?;
+        Ok(Findings { found, norm: None })
     }
 
     /// Takes the norm of what unscaling would make of the gradients, over all groups, and leaves them as they are.
-    pub(crate) fn norm(
-        &self,
-        parameters: &[Tensor],
-        scale: &Tensor,
-        spare: &mut Spare,
-    ) -> Result<Findings> {
-        let (mut found, mut norms) = (Vec::new(), Vec::new());
-        for (_, indices) in &self.groups {
-            let group: Vec<&Tensor> = indices.iter().map(|&i| &parameters[i]).collect();
-            let tensor = spare.take(group[0])?;
-            let (norm, host) = ffi::gradients_norm(&group, scale, &tensor)?;
-            found.push(FoundInf { tensor, host, lent: false });
-            norms.push(norm);
-        }
+    pub(crate) fn norm(&self, parameters: &[Tensor], scale: &Tensor) -> Result<Findings> {
+        let norm_of = |(_, indices): &(_, Vec<usize>)| {
+            ffi::gradients_norm(indices.iter().map(|&i| &parameters[i]), scale)
+        };
+        let norms: Result<Vec<_>> = self.groups.iter().map(norm_of).collect();
+        let (norms, found) = norms?.into_iter().unzip();
         Ok(Findings { found, norm: Some(common_norm(norms)?) })
     }
 }

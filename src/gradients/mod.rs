@@ -7,7 +7,7 @@ mod found_inf;
 mod identity;
 mod look;
 mod non_finite;
-mod parameters;
+pub(crate) mod parameters;
 mod plan;
 
 use tch::Tensor;
@@ -15,14 +15,15 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::ffi::{self, Snapshot};
 
+pub use crate::error::GradientError;
 pub(crate) use change::{Change, change};
 pub(crate) use clip::{check_limit, explained};
 pub use clip::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
-pub(crate) use found_inf::{FoundInf, Spare, overflow};
+pub(crate) use found_inf::overflow;
 pub(crate) use identity::IdentityMap;
 pub(crate) use look::{Findings, Look};
 pub use non_finite::NonFiniteGradient;
-pub use parameters::Parameters;
+pub(crate) use parameters::Parameters;
 pub(crate) use plan::Plan;
 
 /// What a parameter is called, by its place in the list and its identity, where that is known.

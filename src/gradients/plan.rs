@@ -1,7 +1,9 @@
 //! Which gradients can be unscaled. Everything is looked at before anything is changed.
 
-use crate::error::{Error, Result};
-use crate::ffi::{Gradient, Place};
+use tch::Tensor;
+
+use crate::error::{Error, GradientError, Result};
+use crate::ffi::{self, Gradient, Place};
 use crate::gradients::{Gradients, IdentityMap};
 
 /// What to do with the gradients of one optimizer.
@@ -10,7 +12,7 @@ pub(crate) struct Plan {
     /// Indices of the parameters whose gradients are to be unscaled, by device.
     pub(crate) groups: Vec<(Place, Vec<usize>)>,
     /// Indices of frozen parameters that still carry a gradient, which no optimizer may apply.
-    pub(crate) frozen: Vec<usize>,
+    frozen: Vec<usize>,
 }
 
 impl Plan {
@@ -19,8 +21,12 @@ impl Plan {
         let mut plan = Self::default();
         let mut seen = IdentityMap::default();
         for (index, gradient) in gradients.snapshot().iter().enumerate() {
-            let refuse =
-                |problem| Error::Gradient { parameter: gradients.describe(index), problem };
+            let refuse = |problem| {
+                Error::Gradient(GradientError::Unsupported {
+                    parameter: gradients.describe(index),
+                    problem,
+                })
+            };
             if gradient.parameter() == 0 {
                 return Err(refuse("cannot exist: the parameter is an undefined tensor"));
             }
@@ -40,6 +46,14 @@ impl Plan {
         Ok(plan)
     }
 
+    /// Drops the gradients of frozen parameters.
+    pub(crate) fn drop_frozen(&self, parameters: &[Tensor]) -> Result<()> {
+        if self.frozen.is_empty() {
+            return Ok(());
+        }
+        ffi::gradients_drop(self.frozen.iter().map(|&index| &parameters[index]))
+    }
+
     fn add(&mut self, place: Place, index: usize) {
         match self.groups.iter_mut().find(|(known, _)| *known == place) {
             Some((_, indices)) => indices.push(index),
@@ -54,7 +68,10 @@ impl Gradients<'_> {
         let sparse = |gradient: &Gradient| gradient.is_used() && !gradient.is_strided();
         let problem = "is sparse, and has no norm in libtorch; make it dense with `to_dense` first";
         match self.snapshot().iter().position(sparse) {
-            Some(index) => Err(Error::Gradient { parameter: self.describe(index), problem }),
+            Some(index) => Err(Error::Gradient(GradientError::Unsupported {
+                parameter: self.describe(index),
+                problem,
+            })),
             None => Ok(()),
         }
     }

@@ -3,12 +3,13 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::device::check_usable;
-use crate::error::{Error, Result};
-use crate::ffi::{self, ScaleRule, ScaleUpdate};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::ffi::{OverflowCounts, ScaleRule};
 use crate::loss_scale::finite::{GRADS_FINITE, flag};
-use crate::loss_scale::fixed::tensor;
 use crate::loss_scale::{DynamicLossScaleState, LossScale, LossScaleState};
-use crate::scaler::config::LARGEST;
+use crate::scale::{LARGEST, Mirror, Number};
 
 /// Grows while gradients are finite and shrinks when they are not. The twin of `jmp.DynamicLossScale`, with its
 /// defaults:
@@ -36,7 +37,8 @@ use crate::scaler::config::LARGEST;
 /// ```
 /// use tch::Device;
 /// use tch_amp::loss_scale::DynamicLossScaleState;
-/// use tch_amp::{GradScaler, GradScalerState};
+/// use tch_amp::GradScaler;
+/// use tch_amp::scaler::GradScalerState;
 ///
 /// let mut scaler = GradScaler::new(Device::Cpu)?;
 /// let state = DynamicLossScaleState::try_from(&scaler.state_dict()?)?;
@@ -48,8 +50,7 @@ use crate::scaler::config::LARGEST;
 /// ```
 #[derive(Debug)]
 pub struct DynamicLossScale {
-    scale: Tensor,
-    counter: Tensor,
+    number: Number,
     period: i64,
     factor: f64,
     min_loss_scale: f64,
@@ -70,13 +71,10 @@ impl DynamicLossScale {
         let state = state.checked()?;
         check_usable(device)?;
         let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = state;
-        Ok(Self {
-            scale: tensor(loss_scale, device)?,
-            counter: ffi::number_new(counter as f64, Kind::Int, device)?,
-            period,
-            factor,
-            min_loss_scale,
-        })
+        let (scale, tracker) = (loss_scale as f32, counter as i32);
+        let value = Mirror { scale, tracker, counts: OverflowCounts::default() };
+        let number = Number::new(device, value, false, false)?;
+        Ok(Self { number, period, factor, min_loss_scale })
     }
 
     /// Returns the whole state. Waits for the device. [`state_dict`](LossScale::state_dict) is the same for any loss
@@ -87,15 +85,11 @@ impl DynamicLossScale {
     /// [`Error::Torch`] if the device cannot be read.
     pub fn state(&self) -> Result<DynamicLossScaleState> {
         // Whole, so that a new field does not compile until it is saved.
-        let Self { scale, counter, period, factor, min_loss_scale } = self;
-        // In one transfer.
-        let read = ffi::numbers_read(&[scale, counter])?;
-        let [loss_scale, counter] = *read else {
-            return Err(Error::Torch(format!("a loss scale was read as {} numbers", read.len())));
-        };
+        let Self { number, period, factor, min_loss_scale } = self;
+        let Mirror { scale, tracker, counts: _ } = number.value()?;
         Ok(DynamicLossScaleState {
-            loss_scale,
-            counter: counter as i64,
+            loss_scale: scale.into(),
+            counter: tracker.into(),
             period: *period,
             factor: *factor,
             min_loss_scale: *min_loss_scale,
@@ -119,29 +113,20 @@ impl DynamicLossScale {
 impl Clone for DynamicLossScale {
     /// Copies the loss scale: what happens to the one does not happen to the other.
     fn clone(&self) -> Self {
-        let (scale, counter) = (self.scale.shallow_clone(), self.counter.shallow_clone());
-        Self { scale, counter, ..*self }
+        Self { number: self.number.shallow_clone(), ..*self }
     }
 }
 
 impl LossScale for DynamicLossScale {
     fn loss_scale(&self) -> Option<&Tensor> {
-        Some(&self.scale)
+        Some(self.number.tensor())
     }
 
     fn adjust(&mut self, grads_finite: &Tensor) -> Result<()> {
         let found_inf = flag(GRADS_FINITE, grads_finite)?.f_logical_not()?;
         let found_inf = found_inf.f_to_kind(Kind::Float)?;
-        // The kernel writes to copies: graphs, clones and whoever asked hold the tensors from before.
-        let (scale, counter) = (self.scale.f_detach_copy()?, self.counter.f_detach_copy()?);
-        ffi::scales_update(&[ScaleUpdate {
-            scale: &scale,
-            tracker: &counter,
-            patience: None,
-            found_infs: &[&found_inf],
-            rule: self.rule(),
-        }])?;
-        (self.scale, self.counter) = (scale, counter);
+        // A new number: graphs, clones and whoever asked hold the tensors from before.
+        self.number = self.number.changed(&found_inf, self.rule())?;
         Ok(())
     }
 
@@ -153,7 +138,7 @@ impl LossScale for DynamicLossScale {
         let LossScaleState::Dynamic(state) = *state else {
             return Err(state.is_not("Dynamic"));
         };
-        *self = Self::from_state(self.scale.device(), state)?;
+        *self = Self::from_state(self.number.tensor().device(), state)?;
         Ok(())
     }
 }

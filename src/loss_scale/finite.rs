@@ -2,6 +2,8 @@
 
 use tch::{Kind, Tensor};
 
+#[cfg(doc)]
+use crate::error::PolicyError;
 use crate::error::{Error, Result};
 use crate::ffi;
 use crate::tree::{Tree, floating_kind, kind, leaves, mismatch};
@@ -24,7 +26,7 @@ pub(super) fn number_kind(tensor: &Tensor) -> Option<Kind> {
 ///
 /// ```
 /// use tch::Tensor;
-/// use tch_amp::all_finite;
+/// use tch_amp::loss_scale::all_finite;
 ///
 /// let (fine, broken) = (Tensor::from(1f32), Tensor::from(f32::NAN));
 /// assert!(bool::try_from(all_finite(&[&fine, &fine])?)?);
@@ -50,7 +52,7 @@ pub fn all_finite<T: Tree + ?Sized>(tree: &T) -> Result<Tensor> {
 ///
 /// ```
 /// use tch::Tensor;
-/// use tch_amp::{all_finite, select_tree};
+/// use tch_amp::loss_scale::{all_finite, select_tree};
 ///
 /// let (old, new) = (Tensor::from(1f32), Tensor::from(f32::INFINITY));
 /// let chosen = select_tree(&all_finite(&new)?, &new, &old)?;
@@ -60,8 +62,8 @@ pub fn all_finite<T: Tree + ?Sized>(tree: &T) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// [`Error::TreeMismatch`] where the trees differ in structure, or two tensors in shape, kind or device;
-/// [`Error::InvalidValue`] when `pred` has not one element.
+/// [`PolicyError::TreeMismatch`] where the trees differ in structure, or two tensors in shape, kind or device;
+/// [`Error::InvalidArgument`] when `pred` has not one element.
 pub fn select_tree<T: Tree + ?Sized>(pred: &Tensor, new: &T, old: &T) -> Result<T::Output> {
     // One for each device.
     let mut preds = vec![flag("the number of elements of pred", pred)?];
@@ -88,7 +90,7 @@ pub(super) const GRADS_FINITE: &str = "the number of elements of grads_finite";
 pub(super) fn flag(field: &'static str, tensor: &Tensor) -> Result<Tensor> {
     let elements: i64 = ffi::sizes(tensor).map_or(0, |sizes| sizes.iter().product());
     if elements != 1 {
-        return Err(Error::InvalidValue { field, value: elements as f64, rule: "1" });
+        return Err(Error::out_of_range(field, elements as f64, "1"));
     }
     let tensor = tensor.f_detach()?.f_reshape([0i64; 0])?;
     Ok(tensor.f_to_kind(Kind::Bool)?)

@@ -8,11 +8,9 @@ use crate::device::check_usable;
 use crate::error::Error;
 use crate::error::{Result, ensure};
 use crate::ffi;
-use crate::loss_scale::{
-    LossScale, LossScaleState,
-    finite::{GRADS_FINITE, flag},
-};
-use crate::scaler::config::{LARGEST, SMALLEST};
+use crate::loss_scale::finite::{GRADS_FINITE, flag};
+use crate::loss_scale::{LossScale, LossScaleState};
+use crate::scale::{LARGEST, SMALLEST};
 
 /// A scale as an f32 on a device.
 pub(super) fn tensor(scale: f64, device: Device) -> Result<Tensor> {
@@ -48,7 +46,7 @@ impl LossScale for NoOpLossScale {
 ///
 /// ```
 /// use tch::{Device, Tensor};
-/// use tch_amp::{LossScale, StaticLossScale};
+/// use tch_amp::loss_scale::{LossScale, StaticLossScale};
 ///
 /// let loss_scale = StaticLossScale::new(Device::Cpu, 1024.0)?;
 /// let scaled = loss_scale.scale(&Tensor::from(3f32))?;
@@ -66,7 +64,7 @@ impl StaticLossScale {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] unless it is from 2^-126, below which its reciprocal is infinite, to the largest f32;
+    /// [`Error::InvalidArgument`] unless it is from 2^-126, below which its reciprocal is infinite, to the largest f32;
     /// [`Error::DeviceUnavailable`] when the device cannot be used here, with the reason.
     pub fn new(device: Device, loss_scale: f64) -> Result<Self> {
         check_static(loss_scale)?;

@@ -1,10 +1,8 @@
 //! Dynamic loss scales and gradient scalers from each other's states.
 
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, Result, ScalerError, ensure};
 use crate::loss_scale::DynamicLossScaleState;
-use crate::scaler::GradScalerState;
-use crate::scaler::config::{LARGEST, SMALLEST};
-use crate::scaler::state::required;
+use crate::scale::{GradScalerState, LARGEST, SMALLEST, required};
 
 impl From<&DynamicLossScaleState> for GradScalerState {
     /// The state that makes any [`GradScaler`](crate::GradScaler) choose its scales in the same way. Options for which
@@ -34,18 +32,18 @@ impl From<&DynamicLossScaleState> for GradScalerState {
 impl TryFrom<&GradScalerState> for DynamicLossScaleState {
     type Error = Error;
 
-    /// The state of a [`DynamicLossScale`](crate::DynamicLossScale) that does the same. A state without a lower bound
+    /// The state of a [`DynamicLossScale`](crate::loss_scale::DynamicLossScale) that does the same. A state without a lower bound
     /// gives a scaler's, 2^-126, and not jmp's.
     ///
     /// # Errors
     ///
-    /// [`Error::EmptyState`] and [`Error::MissingKey`] for a state that no enabled scaler saved;
-    /// [`Error::InvalidValue`] for what a dynamic loss scale does not have: a `backoff_factor` other than
+    /// [`ScalerError::EmptyState`] and [`ScalerError::MissingKey`] for a state that no enabled scaler saved;
+    /// [`Error::InvalidArgument`] for what a dynamic loss scale does not have: a `backoff_factor` other than
     /// 1/`growth_factor`, a `max_scale`, a `hysteresis`, a `tolerance` or an option that gives up; and for values outside
     /// their range.
     fn try_from(state: &GradScalerState) -> Result<Self> {
         if *state == GradScalerState::default() {
-            return Err(Error::EmptyState);
+            return Err(Error::Scaler(ScalerError::EmptyState));
         }
         // Whole, so that a new option does not compile until it is carried over or refused.
         let GradScalerState {

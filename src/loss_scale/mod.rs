@@ -22,6 +22,8 @@ pub use fixed::{NoOpLossScale, StaticLossScale};
 pub use state::{DynamicLossScaleState, LossScaleState};
 
 use crate::error::Result;
+#[cfg(doc)]
+use crate::error::ScalerError;
 use crate::tree::Tree;
 
 /// A scale for losses: [`NoOpLossScale`], [`StaticLossScale`] or [`DynamicLossScale`]. The twin of `jmp.LossScale`.
@@ -31,7 +33,8 @@ use crate::tree::Tree;
 ///
 /// ```
 /// use tch::{Kind, Tensor};
-/// use tch_amp::{DynamicLossScale, LossScale, Policy, all_finite, select_tree};
+/// use tch_amp::Policy;
+/// use tch_amp::loss_scale::{DynamicLossScale, LossScale, all_finite, select_tree};
 ///
 /// # let cpu = tch::Device::Cpu;
 /// let mut loss_scale: Box<dyn LossScale> = Box::new(DynamicLossScale::new(cpu)?);
@@ -63,7 +66,7 @@ pub trait LossScale: Debug + Send {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a tensor that has not one element; nothing changes then.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a tensor that has not one element; nothing changes then.
     fn adjust(&mut self, grads_finite: &Tensor) -> Result<()>;
 
     /// Returns the whole state, to be saved. Waits for the device.
@@ -77,8 +80,8 @@ pub trait LossScale: Debug + Send {
     ///
     /// # Errors
     ///
-    /// [`Error::OtherLossScale`](crate::Error::OtherLossScale) for the state of another kind of loss scale;
-    /// [`Error::InvalidValue`](crate::Error::InvalidValue) for a value outside its range. Nothing changes then.
+    /// [`ScalerError::OtherLossScale`] for the state of another kind of loss scale;
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a value outside its range. Nothing changes then.
     fn load_state_dict(&mut self, state: &LossScaleState) -> Result<()>;
 
     /// Multiplies the floating and complex tensors of a tree, the losses, by the scale; others come back as they are.

@@ -3,9 +3,9 @@
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
-use crate::error::{Error, Result, ensure};
+use crate::error::{Error, Result, ScalerError, ensure};
 use crate::loss_scale::{DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale};
-use crate::scaler::config::{LARGEST, SMALLEST, check_interval};
+use crate::scale::{LARGEST, SMALLEST, check_interval};
 
 /// The state of any loss scale.
 ///
@@ -55,7 +55,7 @@ impl LossScaleState {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] for a value outside its range; [`Error::DeviceUnavailable`] when the device cannot be
+    /// [`Error::InvalidArgument`] for a value outside its range; [`Error::DeviceUnavailable`] when the device cannot be
     /// used here, with the reason.
     pub fn build(self, device: Device) -> Result<Box<dyn LossScale>> {
         Ok(match self {
@@ -72,7 +72,7 @@ impl LossScaleState {
             Self::Static { .. } => "Static",
             Self::Dynamic(_) => "Dynamic",
         };
-        Error::OtherLossScale { expected, found }
+        Error::Scaler(ScalerError::OtherLossScale { expected, found })
     }
 }
 
@@ -116,7 +116,7 @@ impl DynamicLossScaleState {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] for a field outside its range; [`Error::DeviceUnavailable`] when the device cannot be
+    /// [`Error::InvalidArgument`] for a field outside its range; [`Error::DeviceUnavailable`] when the device cannot be
     /// used here, with the reason.
     pub fn build(self, device: Device) -> Result<DynamicLossScale> {
         DynamicLossScale::from_state(device, self)

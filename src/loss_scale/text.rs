@@ -3,10 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Number, Result, ScalerError};
 use crate::loss_scale::fixed::check_static;
 use crate::loss_scale::{DynamicLossScaleState, LossScaleState};
-use crate::messages::Number;
 
 /// What was read, or what is wrong.
 type Read<T> = std::result::Result<T, String>;
@@ -17,8 +16,9 @@ impl FromStr for LossScaleState {
     /// Reads a loss scale; the grammar is that of the [type](LossScaleState#as-text).
     fn from_str(text: &str) -> Result<Self> {
         let small = text.to_ascii_lowercase();
-        read(small.trim())
-            .map_err(|problem| Error::LossScaleText { text: text.to_owned(), problem })
+        read(small.trim()).map_err(|problem| {
+            Error::Scaler(ScalerError::LossScaleText { text: text.to_owned(), problem })
+        })
     }
 }
 

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 #[cfg(doc)]
-use crate::error::Error;
+use crate::error::{Error, OptimizerError};
 use crate::error::{Result, ensure};
 use crate::ffi::{OptimAlgorithm, OptimOptions};
 use crate::optim::{IntoParameters, MasterWeights, Optimizer};
@@ -140,8 +140,8 @@ macro_rules! build {
             ///
             /// # Errors
             ///
-            /// [`Error::InvalidValue`] for an option or a learning rate outside its range; [`Error::Parameter`] for a
-            /// tensor that is no floating one, or is there twice; [`Error::NoParameters`] for an empty list.
+            /// [`Error::InvalidArgument`] for an option or a learning rate outside its range; [`OptimizerError::Parameter`] for a
+            /// tensor that is no floating one, or is there twice; [`OptimizerError::NoParameters`] for an empty list.
             pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
                 self.build_with_master_weights(parameters, lr, MasterWeights::None)
             }

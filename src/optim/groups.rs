@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, OptimizerError, Result};
 use crate::names::matches_any;
 use crate::optim::{Algorithm, Optimizer};
 
@@ -34,10 +34,12 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`].
+    /// [`OptimizerError::NoSuchGroup`].
     pub fn param_group(&self, group: usize) -> Result<&ParamGroup> {
         let groups = self.groups.len();
-        self.groups.get(group).ok_or(Error::NoSuchGroup { group, groups })
+        self.groups
+            .get(group)
+            .ok_or(Error::Optimizer(OptimizerError::NoSuchGroup { group, groups }))
     }
 
     /// Returns the number of groups, at least 1.
@@ -49,7 +51,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`]; [`Error::InvalidValue`] for a value outside its range; [`Error::OtherAlgorithm`]. The
+    /// [`OptimizerError::NoSuchGroup`]; [`Error::InvalidArgument`] for a value outside its range; [`OptimizerError::OtherAlgorithm`]. The
     /// old options stay then.
     pub fn set_param_group(&mut self, group: usize, options: ParamGroup) -> Result<()> {
         self.change(Some(group), |old| {
@@ -77,11 +79,11 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`] when `group` is more than the number of groups.
+    /// [`OptimizerError::NoSuchGroup`] when `group` is more than the number of groups.
     pub fn assign_group(&mut self, group: usize, patterns: &[&str]) -> Result<usize> {
         let groups = self.groups.len();
         if group > groups {
-            return Err(Error::NoSuchGroup { group, groups });
+            return Err(Error::Optimizer(OptimizerError::NoSuchGroup { group, groups }));
         }
         self.make_groups(group);
         let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
@@ -105,7 +107,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`].
+    /// [`OptimizerError::NoSuchGroup`].
     pub fn lr(&self, group: usize) -> Result<f64> {
         Ok(self.param_group(group)?.lr)
     }
@@ -114,7 +116,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] unless it is finite and at least 0; the old one stays then.
+    /// [`Error::InvalidArgument`] unless it is finite and at least 0; the old one stays then.
     pub fn set_lr(&mut self, lr: f64) -> Result<()> {
         self.change(None, |options| set(&mut options.lr, lr))
     }
@@ -123,7 +125,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`], and as [`set_lr`](Self::set_lr).
+    /// [`OptimizerError::NoSuchGroup`], and as [`set_lr`](Self::set_lr).
     pub fn set_lr_group(&mut self, group: usize, lr: f64) -> Result<()> {
         self.change(Some(group), |options| set(&mut options.lr, lr))
     }
@@ -132,7 +134,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchOption`] for Adagrad; [`Error::InvalidValue`] for a value outside its range. The old one stays
+    /// [`OptimizerError::NoSuchOption`] for Adagrad; [`Error::InvalidArgument`] for a value outside its range. The old one stays
     /// then.
     pub fn set_momentum(&mut self, momentum: f64) -> Result<()> {
         self.change(None, |options| set_momentum(options, momentum))
@@ -142,7 +144,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`], and as [`set_momentum`](Self::set_momentum).
+    /// [`OptimizerError::NoSuchGroup`], and as [`set_momentum`](Self::set_momentum).
     pub fn set_momentum_group(&mut self, group: usize, momentum: f64) -> Result<()> {
         self.change(Some(group), |options| set_momentum(options, momentum))
     }
@@ -151,7 +153,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] unless it is finite and at least 0; the old one stays then.
+    /// [`Error::InvalidArgument`] unless it is finite and at least 0; the old one stays then.
     pub fn set_weight_decay(&mut self, weight_decay: f64) -> Result<()> {
         self.change(None, |options| set(options.algorithm.weight_decay_mut(), weight_decay))
     }
@@ -160,7 +162,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchGroup`], and as [`set_weight_decay`](Self::set_weight_decay).
+    /// [`OptimizerError::NoSuchGroup`], and as [`set_weight_decay`](Self::set_weight_decay).
     pub fn set_weight_decay_group(&mut self, group: usize, weight_decay: f64) -> Result<()> {
         self.change(Some(group), |options| set(options.algorithm.weight_decay_mut(), weight_decay))
     }
@@ -182,7 +184,10 @@ impl Optimizer {
                 options.algorithm.check(options.lr)?;
                 let given = options.algorithm.name();
                 if given != algorithm {
-                    return Err(Error::OtherAlgorithm { algorithm, given });
+                    return Err(Error::Optimizer(OptimizerError::OtherAlgorithm {
+                        algorithm,
+                        given,
+                    }));
                 }
             }
         }
@@ -198,6 +203,6 @@ fn set(option: &mut f64, value: f64) -> Result<()> {
 
 fn set_momentum(options: &mut ParamGroup, momentum: f64) -> Result<()> {
     let algorithm = options.algorithm.name();
-    let missing = Error::NoSuchOption { option: "momentum", algorithm };
+    let missing = Error::Optimizer(OptimizerError::NoSuchOption { option: "momentum", algorithm });
     set(options.algorithm.momentum_mut().ok_or(missing)?, momentum)
 }

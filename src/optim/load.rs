@@ -4,9 +4,8 @@ use std::collections::{BTreeMap, HashSet};
 
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Number, OptimizerError, Result};
 use crate::ffi::{self, Master};
-use crate::messages::Number;
 use crate::optim::first_step::FirstStep;
 use crate::optim::masters::MASTER;
 use crate::optim::state::{KEPT, STEP, State, Wanted, complete, counts_steps, keys, used_keys};
@@ -90,8 +89,8 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::OptimizerState`] for parameters or tensors that are missing, too many or of another shape;
-    /// [`Error::OtherAlgorithm`]; [`Error::InvalidValue`] for an option outside its range. Nothing changes then.
+    /// [`OptimizerError::State`] for parameters or tensors that are missing, too many or of another shape;
+    /// [`OptimizerError::OtherAlgorithm`]; [`Error::InvalidArgument`] for an option outside its range. Nothing changes then.
     pub fn load_state_dict(&mut self, loaded: &OptimizerState) -> Result<()> {
         let loaded = self.prepare_load(&loaded.state, &loaded.param_groups)?;
         self.finish_load(loaded);
@@ -111,7 +110,7 @@ impl Optimizer {
         for options in &groups {
             let given = options.algorithm.name();
             if given != algorithm {
-                return Err(Error::OtherAlgorithm { algorithm, given });
+                return Err(Error::Optimizer(OptimizerError::OtherAlgorithm { algorithm, given }));
             }
             options.algorithm.check(options.lr)?;
         }
@@ -119,8 +118,9 @@ impl Optimizer {
         self.check_names(&members, state)?;
         let mut slots = Vec::with_capacity(self.slots.len());
         for (index, (slot, parameter)) in self.slots.iter().zip(&self.parameters).enumerate() {
-            let refuse =
-                |problem: String| Error::OptimizerState { parameter: slot.name.clone(), problem };
+            let refuse = |problem: String| {
+                Error::Optimizer(OptimizerError::State { parameter: slot.name.clone(), problem })
+            };
             let group = *members
                 .get(slot.name.as_str())
                 .ok_or_else(|| refuse("is in no group of the state".to_owned()))?;
@@ -156,12 +156,12 @@ impl Optimizer {
         let known: HashSet<_> = self.slots.iter().map(|slot| slot.name.as_str()).collect();
         let named = members.keys().copied().chain(state.keys().map(String::as_str));
         match named.into_iter().find(|name| !known.contains(name)) {
-            Some(name) => Err(Error::OptimizerState {
+            Some(name) => Err(Error::Optimizer(OptimizerError::State {
                 parameter: name.to_owned(),
                 problem: "is not a parameter of this optimizer; one that is built from a list without names knows `0`, `1` and \
                           so on"
                     .to_owned(),
-            }),
+            })),
             None => Ok(()),
         }
     }
@@ -174,13 +174,16 @@ fn members(param_groups: &[ParamGroupState]) -> Result<BTreeMap<&str, usize>> {
         for name in &group.params {
             if members.insert(name.as_str(), index).is_some() {
                 let problem = "is in two groups of the state".to_owned();
-                return Err(Error::OptimizerState { parameter: name.clone(), problem });
+                return Err(Error::Optimizer(OptimizerError::State {
+                    parameter: name.clone(),
+                    problem,
+                }));
             }
         }
     }
     if param_groups.is_empty() {
         let (parameter, problem) = ("param_groups".to_owned(), "is empty".to_owned());
-        return Err(Error::OptimizerState { parameter, problem });
+        return Err(Error::Optimizer(OptimizerError::State { parameter, problem }));
     }
     Ok(members)
 }

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, OptimizerError, Result};
 use crate::ffi::{self, Master};
 use crate::optim::Optimizer;
 use crate::optim::state::State;
@@ -166,13 +166,17 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::NoMasterWeights`] for half parameters without; [`Error::Torch`] if libtorch fails.
+    /// [`OptimizerError::NoMasterWeights`] for half parameters without; [`Error::Torch`] if libtorch fails.
     pub fn accumulate_in_f32(&mut self) -> Result<()> {
         self.take_added()?;
         let half = |w: &Tensor| matches!(w.f_kind(), Ok(Kind::Half | Kind::BFloat16));
         if self.masters == MasterWeights::None {
             let needed = self.parameters.iter().any(half);
-            return if needed { Err(Error::NoMasterWeights) } else { Ok(()) };
+            return if needed {
+                Err(Error::Optimizer(OptimizerError::NoMasterWeights))
+            } else {
+                Ok(())
+            };
         }
         ffi::gradients_widen(&self.parameters)?;
         self.f32_gradients = true;

@@ -32,7 +32,6 @@ mod parameters;
 mod stamps;
 mod state;
 mod step;
-mod taken;
 mod update;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -45,12 +44,10 @@ pub use masters::MasterWeights;
 pub use optimizer::Optimizer;
 pub use parameters::IntoParameters;
 pub use step::Step;
-pub use taken::TakenSteps;
 
+pub use crate::error::OptimizerError;
 use crate::error::{Error, Result};
-pub use crate::gradients::{
-    Parameters, clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value,
-};
+pub use crate::gradients::parameters::Parameters;
 use crate::panics;
 
 /// An optimizer that a [`GradScaler`](crate::GradScaler) can step: it names its parameters and updates them. In PyTorch
@@ -87,7 +84,7 @@ pub trait AmpOptimizer {
     ///
     /// # Errors
     ///
-    /// Whatever went wrong, for instance as [`Error::Optimizer`]; the scaler passes it on.
+    /// Whatever went wrong, for instance as [`OptimizerError::Step`]; the scaler passes it on.
     fn update(&mut self, step: &Step<'_>) -> Result<()>;
 
     /// Returns whether [`update`](Self::update) unscales, clips and skips by itself, on the device. The host then does
@@ -119,7 +116,8 @@ impl AmpOptimizer for tch::nn::Optimizer {
 
     fn update(&mut self, _step: &Step<'_>) -> Result<()> {
         // tch's own `step` has no fallible counterpart and panics with libtorch's message.
-        catch_unwind(AssertUnwindSafe(|| self.step()))
-            .map_err(|panic| Error::Optimizer(panics::into_message(panic).into()))
+        catch_unwind(AssertUnwindSafe(|| self.step())).map_err(|panic| {
+            Error::Optimizer(OptimizerError::Step(panics::into_message(panic).into()))
+        })
     }
 }

@@ -4,15 +4,16 @@ use std::collections::HashSet;
 
 use tch::Tensor;
 
-use crate::autocast;
-use crate::error::{Error, Result};
-use crate::ffi;
+#[cfg(doc)]
+use crate::error::GradientError;
+use crate::error::{Error, OptimizerError, Result};
 use crate::optim::groups::Rule;
 use crate::optim::parameters::{Named, Origin, Store};
 use crate::optim::state::State;
 use crate::optim::{
     Algorithm, AmpOptimizer, IntoParameters, MasterWeights, ParamGroup, Parameters, Step,
 };
+use crate::{autocast, ffi};
 
 /// An optimizer whose step is one call for all parameters, made by [`AdamW`](crate::optim::AdamW),
 /// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd) or [`Adagrad`](crate::optim::Adagrad). The twin of
@@ -74,7 +75,9 @@ impl Optimizer {
                 optimizer.store = Some(store);
                 optimizer.take_added()?;
             }
-            Origin::List(list) if list.is_empty() => return Err(Error::NoParameters),
+            Origin::List(list) if list.is_empty() => {
+                return Err(Error::Optimizer(OptimizerError::NoParameters));
+            }
             Origin::List(list) => optimizer.add(in_group(0, list))?,
         }
         Ok(optimizer)
@@ -85,7 +88,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`] for a tensor that is no floating one, or is there already; then none is added.
+    /// [`OptimizerError::Parameter`] for a tensor that is no floating one, or is there already; then none is added.
     pub fn add_param_group(&mut self, parameters: impl IntoParameters) -> Result<usize> {
         let group = self.groups.len();
         let list = match parameters.into_parameters().0 {
@@ -133,7 +136,10 @@ impl Optimizer {
                 None
             };
             if let Some(problem) = problem {
-                return Err(Error::Parameter { parameter: name, problem });
+                return Err(Error::Optimizer(OptimizerError::Parameter {
+                    parameter: name,
+                    problem,
+                }));
             }
             added.push((name, named.tensor, named.group));
         }
@@ -172,7 +178,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::Gradient`] for a sparse gradient; [`Error::Parameter`] for a variable that was added to the VarStore
+    /// [`GradientError::Unsupported`] for a sparse gradient; [`OptimizerError::Parameter`] for a variable that was added to the VarStore
     /// and cannot be taken up; [`Error::Torch`] for a parameter whose dtype or device changed, and for lack of memory on
     /// a GPU. Nothing is changed then, on any device, and the step can be tried again.
     pub fn step(&mut self) -> Result<()> {

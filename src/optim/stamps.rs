@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, OptimizerError, Result};
 use crate::ffi;
 use crate::optim::state::{Wanted, complete};
 use crate::optim::{MasterWeights, Optimizer};
@@ -53,7 +53,7 @@ impl Optimizer {
                 let parameter = slot.name.clone();
                 let problem = "has another dtype than when its master weight was made; build the optimizer after the \
                                model has its dtype, or cast the model back";
-                return Err(Error::Parameter { parameter, problem });
+                return Err(Error::Optimizer(OptimizerError::Parameter { parameter, problem }));
             }
         }
         Ok(())

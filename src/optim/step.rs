@@ -7,7 +7,7 @@ use crate::ffi::OptimScale;
 /// One step: what the gradients still need before they are applied, and whether they may be applied at all.
 ///
 /// The default is an ordinary step, by the gradients as they are. Only an optimizer that
-/// [takes scaled gradients](crate::AmpOptimizer::takes_scaled_gradients) is given any other. PyTorch sets the same
+/// [takes scaled gradients](crate::optim::AmpOptimizer::takes_scaled_gradients) is given any other. PyTorch sets the same
 /// things on an optimizer, as its attributes `grad_scale` and `found_inf`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Step<'a>(OptimScale<'a>);

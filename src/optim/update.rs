@@ -2,7 +2,7 @@
 
 use tch::Kind;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, GradientError, Result};
 use crate::ffi::{self, Gradient, Master, OptimParameter, StepAnswer};
 use crate::optim::first_step::{FirstStep, Launch};
 use crate::optim::optimizer::Slot;
@@ -56,7 +56,7 @@ impl Optimizer {
         Ok(match refused.into_iter().find_map(problem) {
             Some((index, problem)) => {
                 let parameter = format!("parameter `{}`", self.slots[index].name);
-                Error::Gradient { parameter, problem }
+                Error::Gradient(GradientError::Unsupported { parameter, problem })
             }
             None => Error::Torch("a gradient changed while a step was prepared".into()),
         })

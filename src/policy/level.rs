@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, PolicyError, Result};
 use crate::optim::MasterWeights;
 use crate::policy::{KeepF32, Policy, half_dtype};
 use crate::scaler::GradScaler;
@@ -31,7 +31,8 @@ use crate::scaler::GradScaler;
 /// use tch::{Device, Kind, Tensor};
 /// use tch_amp::optim::AdamW;
 /// use tch_amp::policy::keep_in_f32;
-/// use tch_amp::{OptLevel, Policy};
+/// use tch_amp::Policy;
+/// use tch_amp::policy::OptLevel;
 ///
 /// let level: OptLevel = "O2".parse()?;
 /// let policy = level.policy(Device::Cpu);
@@ -118,7 +119,7 @@ impl FromStr for OptLevel {
     /// Reads `O0` to `O3`, with a capital or a small letter.
     fn from_str(text: &str) -> Result<Self> {
         let fits = |level: &Self| text.trim().eq_ignore_ascii_case(&level.to_string());
-        let unknown = || Error::OptLevelText { text: text.to_owned() };
+        let unknown = || Error::Policy(PolicyError::LevelText { text: text.to_owned() });
         Self::ALL.into_iter().find(fits).ok_or_else(unknown)
     }
 }

@@ -4,10 +4,10 @@ use tch::Tensor;
 use tch::nn::{Module, ModuleT};
 
 #[cfg(doc)]
-use crate::autocast::Autocast;
-#[cfg(doc)]
-use crate::error::Error;
+use crate::Autocast;
 use crate::error::Result;
+#[cfg(doc)]
+use crate::error::{Error, PolicyError};
 use crate::policy::Policy;
 use crate::policy::run::{Run, in_f32};
 use crate::tree::Tree;
@@ -76,8 +76,8 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`Error::PolicyModule`] when the two kinds differ and autocast cannot bring the one to the other: it computes in
-    /// fp16 and bf16 over parameters of f32, fp16 or bf16. [`Error::PolicyDtype`] for a field that is no kind to cast
+    /// [`PolicyError::Module`] when the two kinds differ and autocast cannot bring the one to the other: it computes in
+    /// fp16 and bf16 over parameters of f32, fp16 or bf16. [`PolicyError::Dtype`] for a field that is no kind to cast
     /// to.
     pub fn apply_to<M: Module>(&self, module: M) -> Result<PolicyModule<M>> {
         Ok(PolicyModule { module, run: Run::new(*self)? })

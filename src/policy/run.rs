@@ -2,9 +2,11 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::autocast::{Autocast, is_autocast_enabled};
-use crate::error::{Error, Result};
-use crate::policy::{Policy, kinds::cast};
+use crate::Autocast;
+use crate::autocast::is_autocast_enabled;
+use crate::error::{Error, PolicyError, Result};
+use crate::policy::Policy;
+use crate::policy::kinds::cast;
 use crate::tree::{Tree, floating_kind, leaves};
 
 /// Runs `f` on the input in f32, if it is half, and casts what comes out to the kind that came in.
@@ -40,7 +42,7 @@ impl Run {
         if param == compute || casts {
             Ok(Self(policy))
         } else {
-            Err(Error::PolicyModule { param, compute })
+            Err(Error::Policy(PolicyError::Module { param, compute }))
         }
     }
 

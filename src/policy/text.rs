@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 use tch::{Device, Kind};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, PolicyError, Result};
 use crate::policy::kinds::{allowed, name, named};
 use crate::policy::{OptLevel, Policy};
 
@@ -29,7 +29,7 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`Error::PolicyText`] with what is wrong, what is allowed, and examples.
+    /// [`PolicyError::Text`] with what is wrong, what is allowed, and examples.
     pub fn parse(text: &str, device: Device) -> Result<Self> {
         let small = text.to_ascii_lowercase();
         let read = if small.trim().is_empty() {
@@ -41,7 +41,7 @@ impl Policy {
         } else {
             one_kind(small.trim(), device)
         };
-        read.map_err(|problem| Error::PolicyText { text: text.to_owned(), problem })
+        read.map_err(|problem| Error::Policy(PolicyError::Text { text: text.to_owned(), problem }))
     }
 }
 

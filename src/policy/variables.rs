@@ -5,12 +5,13 @@ use std::collections::HashSet;
 use tch::nn::VarStore;
 use tch::{Kind, Tensor, no_grad};
 
-#[cfg(doc)]
-use crate::error::Error;
 use crate::error::Result;
+#[cfg(doc)]
+use crate::error::{Error, PolicyError};
 use crate::ffi;
 use crate::names::matches_any;
-use crate::policy::{Policy, check};
+use crate::policy::Policy;
+use crate::policy::precision::check;
 use crate::tree::floating_kind;
 
 /// Which variables of a model stay in f32 when the others become half.
@@ -76,7 +77,7 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`Error::PolicyDtype`], before anything is cast; [`Error::Torch`] when there is no memory for the next variable.
+    /// [`PolicyError::Dtype`], before anything is cast; [`Error::Torch`] when there is no memory for the next variable.
     pub fn cast_variables(&self, vs: &mut VarStore, keep: KeepF32<'_>) -> Result<Vec<String>> {
         check("param", self.param)?;
         let mut variables: Vec<_> = vs.variables().into_iter().collect();

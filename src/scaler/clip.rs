@@ -2,9 +2,9 @@
 
 use tch::Tensor;
 
-#[cfg(doc)]
-use crate::error::Error;
 use crate::error::Result;
+#[cfg(doc)]
+use crate::error::{Error, GradientError};
 use crate::ffi;
 use crate::gradients::{check_limit, explained};
 use crate::optim::AmpOptimizer;
@@ -23,18 +23,17 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] for a negative or NaN limit, and as [`step`](Self::step). After an error of the optimizer's
+    /// [`Error::InvalidArgument`] for a negative or NaN limit, and as [`step`](Self::step). After an error of the optimizer's
     /// own the gradients may be clipped.
     pub fn step_clip_norm(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
         max_norm: f64,
     ) -> Result<StepOutcome> {
-        self.check_whole("step_clip_norm")?;
         check_limit("max_norm", max_norm)?;
         let record = self.record_due(optimizer)?;
         let takes_scaled = optimizer.takes_scaled_gradients();
-        if let (None, Some(scale), true) = (record, &self.scale, takes_scaled) {
+        if let (None, Some(scale), true) = (record, self.scale.number(), takes_scaled) {
             return self.step_scaled(optimizer, scale, Some(max_norm));
         }
         let record = self.or_open(record, optimizer)?;
@@ -53,14 +52,13 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::Gradient`] for a sparse gradient; and as
+    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient; and as
     /// [`step`](Self::step).
     pub fn step_clip_value(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
         max: f64,
     ) -> Result<StepOutcome> {
-        self.check_whole("step_clip_value")?;
         check_limit("max", max)?;
         let record = self.or_open(self.record_due(optimizer)?, optimizer)?;
         // An infinite gradient was found before it was clamped to a finite one.

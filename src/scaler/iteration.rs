@@ -2,12 +2,10 @@
 
 use tch::Tensor;
 
-use crate::error::{Error, Result};
-use crate::ffi::{self, Gradient, Interrupted, Snapshot};
-use crate::gradients::{
-    Change, Findings, FoundInf, Gradients, IdentityMap, Look, Plan, Spare, change, overflow,
-};
-use crate::scaler::scale::Scale;
+use crate::error::{Error, GradientError, Result, ScalerError};
+use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot};
+use crate::gradients::{Change, Findings, Gradients, IdentityMap, Look, Plan, change, overflow};
+use crate::scale::Number;
 
 /// How far an optimizer has come in this iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,14 +58,11 @@ pub(crate) struct Iteration {
     records: Vec<Record>,
     /// The gradients that have been unscaled, and what holds their numbers, by parameter.
     unscaled: IdentityMap<(usize, usize)>,
-    /// Flags of records were taken: the iteration is open without them.
-    taken: bool,
-    spare: Spare,
 }
 
 impl Iteration {
     pub(crate) fn is_open(&self) -> bool {
-        self.taken || !self.records.is_empty()
+        !self.records.is_empty()
     }
 
     pub(crate) fn stage(&self, record: usize) -> Stage {
@@ -114,12 +109,10 @@ impl Iteration {
         &mut self,
         gradients: Gradients<'_>,
         plan: &Plan,
-        scale: &Scale,
+        scale: &Number,
         look: Look,
     ) -> Result<Option<usize>> {
-        if !plan.frozen.is_empty() {
-            ffi::gradients_drop(plan.frozen.iter().map(|&index| &gradients.parameters()[index]))?;
-        }
+        plan.drop_frozen(gradients.parameters())?;
         if plan.groups.is_empty() {
             return Ok(None);
         }
@@ -135,11 +128,11 @@ impl Iteration {
 
     /// Unscales the gradients of a new record. If that fails before it has changed any there is no record; if it fails
     /// midway the record stays broken.
-    fn unscale(&mut self, index: usize, plan: &Plan, scale: &Scale) -> Result<()> {
+    fn unscale(&mut self, index: usize, plan: &Plan, scale: &Number) -> Result<()> {
         let record = &mut self.records[index];
         let unscaling = scale.unscaling();
-        match plan.unscale(&record.parameters, scale.tensor(), unscaling, &mut self.spare) {
-            Ok(Findings { found, .. }) => {
+        match plan.unscale(&record.parameters, scale.tensor(), unscaling) {
+            Ok(found) => {
                 if !unscaling.check_only {
                     record.snapshot = Snapshot::of(&record.parameters)?;
                 }
@@ -158,10 +151,10 @@ impl Iteration {
     }
 
     /// Looks at the gradients of a new record and leaves them as they are. If that fails there is no record.
-    fn look(&mut self, index: usize, plan: &Plan, scale: &Scale, with_norm: bool) -> Result<()> {
+    fn look(&mut self, index: usize, plan: &Plan, scale: &Number, with_norm: bool) -> Result<()> {
         let record = &mut self.records[index];
         let look = if with_norm { Plan::norm } else { Plan::check };
-        match look(plan, &record.parameters, scale.tensor(), &mut self.spare) {
+        match look(plan, &record.parameters, scale.tensor()) {
             Ok(Findings { found, norm }) => {
                 (record.stage, record.found, record.norm) = (Stage::Looked, found, norm);
                 Ok(())
@@ -188,7 +181,7 @@ impl Iteration {
         let compared = self.records[record].compare(gradients.snapshot());
         compared.map_err(|(index, how)| {
             let parameter = gradients.describe(index);
-            Error::GradientChanged { parameter, how }
+            Error::Gradient(GradientError::Changed { parameter, how })
         })
     }
 
@@ -228,7 +221,7 @@ impl Iteration {
                 now.exists() && change(Some(known), now) == Change::None
             };
             if record.snapshot.iter().zip(&now).any(kept) {
-                return Err(Error::UnscaleFailed);
+                return Err(Error::Scaler(ScalerError::UnscaleFailed));
             }
             any = true;
         }
@@ -236,16 +229,12 @@ impl Iteration {
     }
 
     /// Whether the record allows a step. Does not wait: where only devices know, the answer is a flag on one of them.
-    pub(crate) fn verdict(&mut self, record: usize) -> Result<Verdict> {
-        let record = &mut self.records[record];
+    pub(crate) fn verdict(&self, record: usize) -> Result<Verdict> {
+        let record = &self.records[record];
         if let Some(found) = overflow(&record.found) {
             return Ok(Verdict::Known(!found));
         }
-        let flag = ffi::flags_join(record.found.iter().map(|flag| &flag.tensor))?;
-        if let [only] = record.found.as_mut_slice() {
-            only.lent = true;
-        }
-        Ok(Verdict::Unless(flag))
+        Ok(Verdict::Unless(ffi::flags_join(record.found.iter().map(|flag| &flag.tensor))?))
     }
 
     /// Compares as [`compare`](Self::compare), and looks again at gradients with other numbers.
@@ -261,7 +250,7 @@ impl Iteration {
             return Ok(());
         }
         let plan = Plan::new(&gradients, true)?;
-        let findings = plan.check(gradients.parameters(), scale, &mut self.spare)?;
+        let findings = plan.check(gradients.parameters(), scale)?;
         record.found.extend(findings.found);
         record.snapshot = gradients.into_snapshot();
         record.dirty = false;
@@ -288,10 +277,9 @@ impl Iteration {
         Ok(found)
     }
 
-    /// All found_inf tensors, and their sum where the host knows it.
-    pub(crate) fn found_infs(&self) -> (Vec<&Tensor>, Option<bool>) {
-        let found = || self.records.iter().flat_map(|record| &record.found);
-        (found().map(|flag| &flag.tensor).collect(), overflow(found()))
+    /// What was found in the gradients of all records.
+    pub(crate) fn found(&self) -> impl Iterator<Item = &FoundInf> {
+        self.records.iter().flat_map(|record| &record.found)
     }
 
     /// Has the step of a record depend on another look, too.
@@ -299,27 +287,9 @@ impl Iteration {
         self.records[record].found.push(found);
     }
 
-    /// Forgets a record and returns what was found in its gradients, which stay unscaled.
-    pub(crate) fn take_found(&mut self, record: usize) -> Vec<FoundInf> {
-        let found = std::mem::take(&mut self.records[record].found);
-        self.abandon(record);
-        found
-    }
-
-    pub(crate) fn set_taken(&mut self, taken: bool) {
-        self.taken = taken;
-    }
-
-    /// Takes back what `take_found` gave, at the end of the iteration.
-    pub(crate) fn recycle(&mut self, found: impl IntoIterator<Item = FoundInf>) {
-        self.spare.recycle(found);
-        self.taken = false;
-    }
-
     /// Forgets a record. Its gradients stay unscaled.
     pub(crate) fn abandon(&mut self, record: usize) {
         let record = self.records.remove(record);
-        self.spare.recycle(record.found);
         for gradient in record.snapshot.iter() {
             self.unscaled.remove(&gradient.parameter());
         }
@@ -327,7 +297,7 @@ impl Iteration {
 
     /// Ends the iteration.
     pub(crate) fn close(&mut self) {
-        self.spare.recycle(self.records.drain(..).flat_map(|record| record.found));
+        self.records.clear();
         self.unscaled.clear();
     }
 }

@@ -118,7 +118,7 @@ impl StepOutcome {
     }
 
     /// Tells whether the optimizer was stepped, or `None` as long as only the device knows. Never waits. Count with
-    /// [`TakenSteps`](crate::optim::TakenSteps).
+    /// [`StepCounter`](crate::scaler::StepCounter).
     ///
     /// # Errors
     ///

@@ -4,25 +4,25 @@ use tch::Tensor;
 use tch::nn::VarStore;
 
 use crate::autocast;
-use crate::error::{Error, Result};
+use crate::error::{Error, GradientError, Result, ScalerError};
 use crate::ffi::{self, Snapshot};
 use crate::gradients::{Gradients, Look, NonFiniteGradient, Plan};
 use crate::optim::{AmpOptimizer, Step};
+use crate::scale::Number;
 use crate::scaler::iteration::{Iteration, Owner, Stage, Verdict};
 use crate::scaler::outcome::Taken;
-use crate::scaler::scale::Scale;
 use crate::scaler::{GradScaler, StepOutcome, Unscaled};
 
 fn appeared(parameter: String) -> Error {
     let how = "appeared";
-    Error::GradientChanged { parameter, how }
+    Error::Gradient(GradientError::Changed { parameter, how })
 }
 
 /// Whether a step is the next to come.
 pub(crate) fn due(stage: Stage) -> Result<()> {
     match stage {
-        Stage::Broken => Err(Error::UnscaleFailed),
-        Stage::Looked | Stage::Stepped => Err(Error::AlreadyStepped),
+        Stage::Broken => Err(Error::Scaler(ScalerError::UnscaleFailed)),
+        Stage::Looked | Stage::Stepped => Err(Error::Scaler(ScalerError::AlreadyStepped)),
         Stage::Unscaled => Ok(()),
     }
 }
@@ -42,11 +42,10 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::AlreadyUnscaled`], [`Error::UnscaleAfterStep`], [`Error::SharedParameter`] and [`Error::Gradient`]; no
+    /// [`ScalerError::AlreadyUnscaled`], [`ScalerError::UnscaleAfterStep`], [`GradientError::Shared`] and [`GradientError::Unsupported`]; no
     /// gradient is touched then. [`Error::Torch`] when libtorch itself fails: all gradients are as before where memory ran
-    /// out, and the call can be made again; where it fails midway, [`Error::UnscaleFailed`] follows.
+    /// out, and the call can be made again; where it fails midway, [`ScalerError::UnscaleFailed`] follows.
     pub fn unscale_(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
-        self.check_whole("backward")?;
         self.open(optimizer)?;
         Ok(())
     }
@@ -58,7 +57,6 @@ impl GradScaler {
     ///
     /// As [`unscale_`](Self::unscale_).
     pub fn unscale<'a>(&'a self, optimizer: &'a mut dyn AmpOptimizer) -> Result<Unscaled<'a>> {
-        self.check_whole("backward")?;
         let record = self.open(optimizer)?;
         Ok(Unscaled::new(self, optimizer, record))
     }
@@ -72,16 +70,15 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::AlreadyStepped`]; [`Error::GradientChanged`] when a gradient is not the one that was unscaled, because
+    /// [`ScalerError::AlreadyStepped`]; [`GradientError::Changed`] when a gradient is not the one that was unscaled, because
     /// it appeared, was replaced, or changed after another loss was scaled; those of [`unscale_`](Self::unscale_); and
     /// what the optimizer's own step returns.
     pub fn step(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
-        self.check_whole("step")?;
         self.step_shared(optimizer)
     }
 
     pub(crate) fn step_shared(&self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
-        let Some(scale) = &self.scale else {
+        let Some(scale) = self.scale.number() else {
             update(optimizer, &Step::default())?;
             return Ok(StepOutcome::known(Taken::Stepped));
         };
@@ -116,7 +113,7 @@ impl GradScaler {
     pub(crate) fn step_scaled(
         &self,
         optimizer: &mut dyn AmpOptimizer,
-        scale: &Scale,
+        scale: &Number,
         max_norm: Option<f64>,
     ) -> Result<StepOutcome> {
         // Where unscaling can overflow, the norm of what it makes of the gradients tells.
@@ -149,7 +146,7 @@ impl GradScaler {
         max_norm: Option<f64>,
     ) -> Result<StepOutcome> {
         let (verdict, norm) = {
-            let mut iteration = self.iteration.borrow_mut();
+            let iteration = self.iteration.borrow();
             (iteration.verdict(record)?, iteration.norm(record))
         };
         let factor = match max_norm.zip(norm.as_ref()) {
@@ -191,9 +188,9 @@ impl GradScaler {
     pub(crate) fn open(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
         self.claim(optimizer, Look::Unscale, |iteration, record, _, _| {
             Err(match iteration.stage(record) {
-                Stage::Broken => Error::UnscaleFailed,
-                Stage::Unscaled => Error::AlreadyUnscaled,
-                Stage::Looked | Stage::Stepped => Error::UnscaleAfterStep,
+                Stage::Broken => Error::Scaler(ScalerError::UnscaleFailed),
+                Stage::Unscaled => Error::Scaler(ScalerError::AlreadyUnscaled),
+                Stage::Looked | Stage::Stepped => Error::Scaler(ScalerError::UnscaleAfterStep),
             })
         })
     }
@@ -204,9 +201,9 @@ impl GradScaler {
         &self,
         optimizer: &dyn AmpOptimizer,
         look: Look,
-        known: impl FnOnce(&mut Iteration, usize, &Scale, Gradients<'_>) -> Result<()>,
+        known: impl FnOnce(&mut Iteration, usize, &Number, Gradients<'_>) -> Result<()>,
     ) -> Result<Option<usize>> {
-        let Some(scale) = &self.scale else {
+        let Some(scale) = self.scale.number() else {
             return Ok(None);
         };
         // What is unscaled, or would be, and normed has the dtype that the optimizer updates in.
@@ -217,15 +214,14 @@ impl GradScaler {
         let mut iteration = self.iteration.borrow_mut();
         match iteration.owner(gradients.snapshot()) {
             Owner::Shared(index) => {
-                Err(Error::SharedParameter { parameter: gradients.describe(index) })
+                Err(Error::Gradient(GradientError::Shared { parameter: gradients.describe(index) }))
             }
             Owner::Record(record) => {
                 known(&mut iteration, record, scale, gradients).map(|()| Some(record))
             }
             Owner::Nobody => {
-                // Where nothing is written back, no small value is lost.
-                let writes = look == Look::Unscale && !self.config.is_one();
-                let allow_fp16 = self.config.allow_fp16_gradients || !writes;
+                // A look that writes nothing back loses no small value.
+                let allow_fp16 = look != Look::Unscale || self.scale.config().may_unscale_fp16();
                 let plan = Plan::new(&gradients, allow_fp16)?;
                 if look == Look::Norm {
                     gradients.refuse_sparse()?;
@@ -236,7 +232,10 @@ impl GradScaler {
     }
 
     /// Inspects the gradients of an optimizer.
-    fn gradients<'a>(&'a self, optimizer: &'a dyn AmpOptimizer) -> Result<Gradients<'a>> {
+    pub(crate) fn gradients<'a>(
+        &'a self,
+        optimizer: &'a dyn AmpOptimizer,
+    ) -> Result<Gradients<'a>> {
         let name = move |index, identity| {
             let known = || self.names.get(&identity).map(|(name, _)| name.clone());
             optimizer.parameter_name(index).or_else(known)
@@ -277,12 +276,14 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::AlreadyStepped`] when its step was taken or skipped; [`Error::Torch`] if its parameters cannot be read.
+    /// [`ScalerError::AlreadyStepped`] when its step was taken or skipped; [`Error::Torch`] if its parameters cannot be read.
     pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         let now = ffi::gradients_inspect(&optimizer.parameters())?;
         let iteration = self.iteration.get_mut();
         match iteration.find(&now) {
-            Some(record) if iteration.stage(record) == Stage::Stepped => Err(Error::AlreadyStepped),
+            Some(record) if iteration.stage(record) == Stage::Stepped => {
+                Err(Error::Scaler(ScalerError::AlreadyStepped))
+            }
             Some(record) => {
                 iteration.abandon(record);
                 Ok(())

@@ -2,9 +2,9 @@
 
 use tch::{Device, Kind, Tensor};
 
-#[cfg(doc)]
-use crate::error::Error;
 use crate::error::Result;
+#[cfg(doc)]
+use crate::error::{Error, GradientError};
 use crate::ffi;
 use crate::gradients::{check_limit, explained};
 use crate::optim::AmpOptimizer;
@@ -53,8 +53,8 @@ impl<'a> Unscaled<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::GradientChanged`] as in [`GradScaler::step`];
-    /// [`Error::Gradient`] for a sparse gradient.
+    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Changed`] as in [`GradScaler::step`];
+    /// [`GradientError::Unsupported`] for a sparse gradient.
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
         self.clip(max_norm, false)
     }
@@ -64,7 +64,7 @@ impl<'a> Unscaled<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::NonFiniteNorm`], with the gradients as they were; else as [`clip_grad_norm`](Self::clip_grad_norm).
+    /// [`GradientError::NonFiniteNorm`], with the gradients as they were; else as [`clip_grad_norm`](Self::clip_grad_norm).
     pub fn clip_grad_norm_error_if_nonfinite(&mut self, max_norm: f64) -> Result<Tensor> {
         self.clip(max_norm, true)
     }
@@ -84,8 +84,8 @@ impl<'a> Unscaled<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] for a negative or NaN limit; [`Error::GradientChanged`] as in [`GradScaler::step`];
-    /// [`Error::Gradient`] for a sparse gradient, [`Error::Torch`] for a complex one.
+    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Changed`] as in [`GradScaler::step`];
+    /// [`GradientError::Unsupported`] for a sparse gradient, [`Error::Torch`] for a complex one.
     pub fn clip_grad_value(&mut self, max: f64) -> Result<()> {
         check_limit("max", max)?;
         self.change(false, |all| {

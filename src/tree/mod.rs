@@ -5,16 +5,17 @@ mod tuples;
 
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, PolicyError, Result};
 
-/// What a [`Policy`](crate::Policy) casts and a [`LossScale`](crate::LossScale) scales: a tensor, or a tuple, slice,
+/// What a [`Policy`](crate::Policy) casts and a [`LossScale`](crate::loss_scale::LossScale) scales: a tensor, or a tuple, slice,
 /// array, `Vec`, `Option`, `Box` or map of such. The twin of a pytree in JAX.
 ///
 /// A structure of your own joins in by naming its parts:
 ///
 /// ```
 /// use tch::Tensor;
-/// use tch_amp::{Policy, Result, Tree};
+/// use tch_amp::{Policy, Result};
+/// use tch_amp::tree::Tree;
 ///
 /// struct Layer {
 ///     weight: Tensor,
@@ -65,7 +66,7 @@ pub trait Tree {
     ///
     /// # Errors
     ///
-    /// [`Error::TreeMismatch`] where the structures differ, and the first error of `f`.
+    /// [`PolicyError::TreeMismatch`] where the structures differ, and the first error of `f`.
     fn try_zip(
         &self,
         other: &Self,
@@ -90,8 +91,8 @@ pub(crate) fn leaves<T: Tree + ?Sized>(tree: &T) -> Vec<&Tensor> {
 /// A mismatch one step further from the root: `step` leads to where it was found.
 fn at<T>(result: Result<T>, step: impl FnOnce() -> String) -> Result<T> {
     result.map_err(|error| match error {
-        Error::TreeMismatch { place, problem } => {
-            Error::TreeMismatch { place: step() + &place, problem }
+        Error::Policy(PolicyError::TreeMismatch { place, problem }) => {
+            Error::Policy(PolicyError::TreeMismatch { place: step() + &place, problem })
         }
         other => other,
     })
@@ -99,7 +100,7 @@ fn at<T>(result: Result<T>, step: impl FnOnce() -> String) -> Result<T> {
 
 /// A mismatch here.
 pub(crate) fn mismatch(problem: String) -> Error {
-    Error::TreeMismatch { place: String::new(), problem }
+    Error::Policy(PolicyError::TreeMismatch { place: String::new(), problem })
 }
 
 /// A tensor's kind. Undefined tensors have none, nor do those of kinds that tch does not know.

@@ -5,11 +5,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use rstest::rstest;
 use tch::nn::OptimizerConfig;
 use tch::{Device, Kind, Tensor, nn, no_grad};
-use tch_amp::optim::{self, AmpOptimizer, Parameters, Step};
-use tch_amp::{
-    Autocast, AutocastGuard, GradScaler, GradScalerConfig, checkpoint::Checkpoint,
-    clear_autocast_cache,
-};
+use tch_amp::autocast::{AutocastGuard, clear_autocast_cache};
+use tch_amp::checkpoint::Checkpoint;
+use tch_amp::optim::{AmpOptimizer, Parameters, Step};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Autocast, GradScaler, optim};
 
 use crate::alone;
 use crate::common::files::Folder;

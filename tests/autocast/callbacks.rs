@@ -7,8 +7,9 @@ use std::sync::mpsc::{Sender, channel};
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor, with_grad};
+use tch_amp::autocast::AutocastGuard;
 use tch_amp::function::{BackwardContext, ForwardContext, GradOutputs};
-use tch_amp::{Autocast, AutocastGuard, function};
+use tch_amp::{Autocast, function};
 
 use crate::common::for_each_device;
 use crate::common::rng::Rng;

@@ -6,7 +6,8 @@ use std::sync::mpsc::{Sender, channel};
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
-use tch_amp::{Autocast, AutocastGuard, Error, autocast};
+use tch_amp::autocast::{AutocastError, AutocastGuard};
+use tch_amp::{Autocast, Error, autocast};
 
 use crate::common::rng::Rng;
 use crate::{OUTSIDE, Seen, alone, seen};
@@ -161,7 +162,9 @@ fn a_guard_kept_until_the_thread_ends_is_harmless(#[values(false, true)] first: 
     match told.recv().unwrap() {
         (before, after, Ok(())) => assert_eq!((before, after), (inside, OUTSIDE)),
         // The regions of the thread are gone already, and its state goes with it.
-        (before, after, Err(Error::ThreadEnding)) => assert_eq!((before, after), (inside, inside)),
+        (before, after, Err(Error::Autocast(AutocastError::ThreadEnding))) => {
+            assert_eq!((before, after), (inside, inside))
+        }
         (_, _, Err(error)) => panic!("{error}"),
     }
     assert_eq!((seen(), std::thread::spawn(seen).join().unwrap()), (OUTSIDE, OUTSIDE));

@@ -14,7 +14,7 @@ mod threads;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::{Device, Kind};
-use tch_amp::{autocast_dtype, is_autocast_enabled, is_cache_enabled};
+use tch_amp::autocast::{autocast_dtype, is_autocast_enabled, is_cache_enabled};
 
 /// What a thread's autocast state on the CPU is: enabled, dtype, cache.
 type Seen = (bool, Kind, bool);

@@ -2,10 +2,10 @@
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
-use tch_amp::{
-    Autocast, AutocastGuard, Error, autocast, autocast_dtype, is_autocast_available,
-    is_autocast_enabled,
+use tch_amp::autocast::{
+    AutocastError, AutocastGuard, autocast_dtype, is_autocast_available, is_autocast_enabled,
 };
+use tch_amp::{Autocast, Error, autocast};
 
 use crate::common::{cuda_or_skip, for_each_device, gpus, skipped};
 use crate::{OUTSIDE, alone, seen};
@@ -74,7 +74,7 @@ fn another_dtype_is_refused_and_changes_nothing(#[case] dtype: Kind) {
     let _alone = alone();
     for_each_device(|device| {
         let error = Autocast::new(device).dtype(dtype).enter().unwrap_err();
-        assert!(matches!(error, Error::AutocastDtype { .. }), "{error}");
+        assert!(matches!(error, Error::Autocast(AutocastError::Dtype { .. })), "{error}");
         assert!(error.to_string().contains("BFloat16"), "{error}");
         assert_eq!(seen(), OUTSIDE);
     });

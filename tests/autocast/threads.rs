@@ -3,7 +3,8 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tch::{Device, Kind};
-use tch_amp::{Autocast, AutocastGuard, AutocastState, is_cache_enabled};
+use tch_amp::Autocast;
+use tch_amp::autocast::{AutocastGuard, AutocastState, is_cache_enabled};
 
 use crate::common::resident_bytes;
 use crate::common::rng::Rng;

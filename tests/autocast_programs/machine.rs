@@ -1,7 +1,8 @@
 //! Runs a program with this crate, and reads what the oracle says about it.
 
 use tch::{Device, Kind, NoGradGuard, TchError, Tensor};
-use tch_amp::{Autocast, AutocastGuard};
+use tch_amp::Autocast;
+use tch_amp::autocast::AutocastGuard;
 
 use crate::common::bits::{bits, canonical, from_hex};
 use crate::program::{Function, Op, kind_called, kind_name};
@@ -43,9 +44,9 @@ impl Answer {
 
     fn now(device: Device, outcome: Outcome) -> Self {
         Self {
-            enabled: tch_amp::is_autocast_enabled(device),
-            cache: tch_amp::is_cache_enabled(),
-            dtype: tch_amp::autocast_dtype(device).expect("the device has autocast"),
+            enabled: tch_amp::autocast::is_autocast_enabled(device),
+            cache: tch_amp::autocast::is_cache_enabled(),
+            dtype: tch_amp::autocast::autocast_dtype(device).expect("the device has autocast"),
             outcome,
         }
     }

@@ -2,10 +2,12 @@
 
 use tch::{Device, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng, Stateful};
-use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
-use tch_amp::{
-    DynamicLossScale, Error, LossScale, NoOpLossScale, PerLossScalers, Result, StaticLossScale,
+use tch_amp::loss_scale::{
+    DynamicLossScale, DynamicLossScaleState, LossScale, LossScaleState, NoOpLossScale,
+    StaticLossScale,
 };
+use tch_amp::scaler::{PerLossScalers, ScalerError};
+use tch_amp::{Error, Result};
 
 use crate::Run;
 use crate::common::bits::bits;
@@ -50,7 +52,8 @@ fn all_kinds_are_restored_by_the_trait() {
     let checkpoint = Checkpoint::load(folder.file("x.pt")).unwrap();
     let mut other = Run::new(CPU);
     let mut other_scalers =
-        PerLossScalers::with_configs(CPU, &[tch_amp::GradScalerConfig::default(); 2]).unwrap();
+        PerLossScalers::with_configs(CPU, &[tch_amp::scaler::GradScalerConfig::default(); 2])
+            .unwrap();
     let Run { vs, opt, scaler, .. } = &mut other;
     let restore = checkpoint.restore().add("model", vs).add("optimizer", opt).add("scaler", scaler);
     let restore = restore.add("scalers", &mut other_scalers);
@@ -126,9 +129,15 @@ fn loss_scales_come_back_and_stay_what_they_are() {
     through(&mut boxed, &mut dynamic).unwrap();
     // Another kind is refused, alone and in a box.
     for target in [&mut fixed as &mut dyn Stateful, &mut NoOpLossScale] {
-        assert!(matches!(through(&mut boxed, target), Err(Error::OtherLossScale { .. })));
+        assert!(matches!(
+            through(&mut boxed, target),
+            Err(Error::Scaler(ScalerError::OtherLossScale { .. }))
+        ));
     }
     let refused = through(&mut fixed, &mut boxed);
-    assert!(matches!(refused, Err(Error::OtherLossScale { .. })), "{refused:?}");
+    assert!(
+        matches!(refused, Err(Error::Scaler(ScalerError::OtherLossScale { .. }))),
+        "{refused:?}"
+    );
     assert_eq!(boxed.state_dict().unwrap(), LossScaleState::Dynamic(state));
 }

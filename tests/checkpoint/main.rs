@@ -19,9 +19,10 @@ mod values;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
+use tch_amp::GradScaler;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, Optimizer};
-use tch_amp::{GradScaler, GradScalerConfig};
+use tch_amp::scaler::GradScalerConfig;
 
 /// A small model in training.
 struct Run {

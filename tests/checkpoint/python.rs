@@ -6,7 +6,8 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format, Restored};
 use tch_amp::optim::{Adagrad, Adam, AdamW, Optimizer, Sgd};
-use tch_amp::{Error, GradScaler, GradScalerConfig};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Error, GradScaler};
 
 use crate::Run;
 use crate::common::files::Folder;

@@ -3,8 +3,9 @@
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored, SaveError, rng_state};
-use tch_amp::optim::Sgd;
-use tch_amp::{Error, GradScaler, PerLossScalers};
+use tch_amp::optim::{OptimizerError, Sgd};
+use tch_amp::scaler::{PerLossScalers, ScalerError};
+use tch_amp::{Error, GradScaler};
 
 use crate::Run;
 use crate::common::bits::bits;
@@ -81,9 +82,9 @@ fn an_open_iteration_is_not_saved_and_not_overwritten() {
     run.scaler.backward(&loss).unwrap();
     run.scaler.unscale_(&mut run.opt).unwrap();
     let refused = Checkpoint::new().add_scaler("scaler", &run.scaler);
-    assert!(matches!(refused, Err(Error::IterationOpen { .. })));
+    assert!(matches!(refused, Err(Error::Scaler(ScalerError::IterationOpen { .. }))));
     let before = bits(&run.net.ws);
-    assert!(matches!(run.restore(&whole), Err(Error::IterationOpen { .. })));
+    assert!(matches!(run.restore(&whole), Err(Error::Scaler(ScalerError::IterationOpen { .. }))));
     assert_eq!(bits(&run.net.ws), before);
 }
 
@@ -114,7 +115,7 @@ fn names_are_compared_unless_told_otherwise() {
     assert_eq!((missing, unexpected), (vec!["c".to_owned()], vec!["a".to_owned()]));
     let mut opt = Sgd { momentum: 0.9, ..Sgd::default() }.build(&target, 0.1).unwrap();
     let refused = whole.restore().optimizer("opt", &mut opt).apply();
-    assert!(matches!(refused, Err(Error::OptimizerState { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Optimizer(OptimizerError::State { .. }))), "{refused:?}");
     let restore = whole.restore().model("model", &target).optimizer("opt", &mut opt);
     let restored = restore.strict(false).apply().unwrap();
     assert_eq!(restored.missing_keys, ["model/c", "opt/c"]);

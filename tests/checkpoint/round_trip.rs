@@ -6,6 +6,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{MasterWeights, Optimizer};
+use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler};
 
 use crate::Run;
@@ -212,7 +213,7 @@ fn a_disabled_scaler_is_saved_and_restored() {
     loaded.restore().scaler("scaler", &mut GradScaler::disabled()).apply().unwrap();
     let mut enabled = GradScaler::new(Device::Cpu).unwrap();
     let refused = loaded.restore().scaler("scaler", &mut enabled).apply();
-    assert!(matches!(refused, Err(Error::EmptyState)), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Scaler(ScalerError::EmptyState))), "{refused:?}");
 }
 
 #[test]

@@ -176,7 +176,7 @@ fn own_types_go_to_python_and_back() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
     let mut source = Ema::new(3, &[("w", &[1.0, 2.0])]);
     let (folder, mut checkpoint) = saved("x.pt", &DECAY, &mut source);
-    let mut loss_scale = tch_amp::StaticLossScale::new(Device::Cpu, 256.0).unwrap();
+    let mut loss_scale = tch_amp::loss_scale::StaticLossScale::new(Device::Cpu, 256.0).unwrap();
     checkpoint.add("loss_scale", &mut loss_scale).unwrap();
     checkpoint.save(folder.file("rust.pt")).unwrap();
     let printed = python.run(&["state", folder.0.to_str().unwrap()], "");

@@ -10,7 +10,7 @@ use super::log::{Call, Fault, When, names};
 use super::loss::outcomes;
 use super::memory::Memory;
 use super::{content, fill_with, place};
-use crate::checkpoint::atomic::{SaveError, Target, replace_on};
+use crate::atomic::{SaveError, Target, replace_on};
 
 const EINTR: i32 = 4;
 const EIO: i32 = 5;

@@ -8,11 +8,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::{Folder, content, fill_with};
-use crate::checkpoint::atomic::disk::{Disk, Real};
-use crate::checkpoint::atomic::folder::create_folder_on;
-use crate::checkpoint::atomic::place::Place;
-use crate::checkpoint::atomic::place::is_temporary;
-use crate::checkpoint::atomic::{SaveError, create_folder, remove_leftovers, replace};
+use crate::atomic::disk::{Disk, Real};
+use crate::atomic::folder::create_folder_on;
+use crate::atomic::place::{Place, is_temporary};
+use crate::atomic::{SaveError, create_folder, remove_leftovers, replace};
 
 /// Replaces a file by a text.
 pub(super) fn write(path: &Path, text: &str) -> Result<(), SaveError> {

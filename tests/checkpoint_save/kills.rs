@@ -8,9 +8,9 @@ use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::{Folder, content, fill_with, place};
-use crate::checkpoint::atomic::disk::Real;
-use crate::checkpoint::atomic::place::is_temporary;
-use crate::checkpoint::atomic::{SaveError, remove_leftovers, replace, replace_on};
+use crate::atomic::disk::Real;
+use crate::atomic::place::is_temporary;
+use crate::atomic::{SaveError, remove_leftovers, replace, replace_on};
 
 pub(super) const LENGTH: usize = 1 << 20;
 /// A file that is looked for before the system calls that matter.

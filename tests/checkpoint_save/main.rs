@@ -3,10 +3,8 @@
 //! The code is part of this program, which does not link libtorch: there would be too many system calls to try each.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "../../src/checkpoint"]
-mod checkpoint {
-    pub(crate) mod atomic;
-}
+#[path = "../../src/atomic/mod.rs"]
+pub(crate) mod atomic;
 
 mod faults;
 mod files;
@@ -26,8 +24,8 @@ use std::io::{self, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::checkpoint::atomic::Target;
-use crate::checkpoint::atomic::place::Place;
+use crate::atomic::Target;
+use crate::atomic::place::Place;
 
 /// A folder that is removed at the end.
 struct Folder(PathBuf);

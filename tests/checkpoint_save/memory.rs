@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::log::{Call, Fault, Op, State, When, names};
-use crate::checkpoint::atomic::disk::{Disk, DiskFile};
+use crate::atomic::disk::{Disk, DiskFile};
 
 /// The disk.
 #[derive(Clone)]

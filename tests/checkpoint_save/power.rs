@@ -8,9 +8,9 @@ use super::log::Call;
 use super::loss::outcomes;
 use super::memory::Memory;
 use super::{content, fill_with, place};
-use crate::checkpoint::atomic::disk::{Disk, DiskFile};
-use crate::checkpoint::atomic::place::is_temporary;
-use crate::checkpoint::atomic::replace_on;
+use crate::atomic::disk::{Disk, DiskFile};
+use crate::atomic::place::is_temporary;
+use crate::atomic::replace_on;
 
 const PIECE: usize = 1300;
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::kills::LENGTH;
 use super::traced::{Traced, at_each_call, available, run};
 use super::{content, fill_with};
-use crate::checkpoint::atomic::replace;
+use crate::atomic::replace;
 
 #[test]
 fn killed_before_any_system_call() {

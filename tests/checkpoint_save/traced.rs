@@ -10,7 +10,7 @@ use std::thread;
 
 use super::kills::{LENGTH, MARKER, child};
 use super::{Folder, content};
-use crate::checkpoint::atomic::place::is_temporary;
+use crate::atomic::place::is_temporary;
 
 /// A `?` is before what not every architecture has.
 const CALLS: &str = "openat,write,pwrite64,lseek,fsync,fdatasync,fchmod,close,?statx,?rename,renameat,renameat2,?unlink,unlinkat";

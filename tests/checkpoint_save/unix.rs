@@ -7,8 +7,8 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 
 use super::Folder;
 use super::files::{refused, write};
-use crate::checkpoint::atomic::place::is_temporary;
-use crate::checkpoint::atomic::{Target, replace};
+use crate::atomic::place::is_temporary;
+use crate::atomic::{Target, replace};
 
 #[test]
 fn a_link_stays_and_its_file_is_replaced() {

@@ -1,7 +1,8 @@
 //! An optimizer of somebody else's.
 
 use tch::{Tensor, no_grad};
-use tch_amp::{AmpOptimizer, Parameters, Result, Step};
+use tch_amp::Result;
+use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 
 /// Plain gradient descent with a learning rate of 1 on a list of tensors.
 pub struct Descent(pub Vec<Tensor>);

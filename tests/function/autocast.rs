@@ -3,8 +3,9 @@
 use std::sync::mpsc::{Sender, channel};
 
 use tch::{Device, Kind, Tensor};
+use tch_amp::autocast::{AutocastGuard, AutocastState, is_autocast_enabled};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
-use tch_amp::{Autocast, AutocastGuard, AutocastState, autocast, function, is_autocast_enabled};
+use tch_amp::{Autocast, autocast, function};
 
 use crate::common::for_each_device;
 use crate::{MyMm, backward_below, double_, leaf_on};

@@ -2,6 +2,7 @@
 
 use tch::{Tensor, no_grad};
 use tch_amp::Error;
+use tch_amp::function::FunctionError;
 
 use crate::common::for_each_device;
 use crate::{apply, double_, leaf, message, square, to_f64};
@@ -202,7 +203,7 @@ fn a_leaf_that_requires_a_gradient_cannot_be_dirty() {
     for_each_device(|device| {
         let error = double_(&leaf(device, &[1.0]), None).unwrap_err();
         assert!(
-            matches!(&error, Error::FunctionMisuse { name, problem }
+            matches!(&error, Error::Function(FunctionError::Misuse { name, problem })
         if name == "function" && problem.contains("leaf")),
             "{error}"
         );

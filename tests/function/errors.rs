@@ -4,8 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs};
-use tch_amp::{Error, Function};
+use tch_amp::Error;
+use tch_amp::function::{
+    BackwardContext, ForwardContext, Function, FunctionError, FunctionResult, GradOutputs,
+};
+use tch_amp::optim::OptimizerError;
 
 use crate::common::for_each_device;
 use crate::{apply, common, leaf, leaf_on, message, to_f64};
@@ -26,7 +29,9 @@ fn an_error_of_the_forward_comes_back_with_its_cause() {
         assert_eq!(error.to_string(), "Thermo: forward failed: the input is too hot: 451");
         // A report that prints the sources as well does not say it twice.
         assert!(std::error::Error::source(&error).is_none());
-        let Error::Function { name, cause } = error else { panic!("another error") };
+        let Error::Function(FunctionError::Forward { name, cause }) = error else {
+            panic!("another error")
+        };
         assert_eq!(name, "Thermo");
         assert_eq!(cause.downcast::<TooHot>().unwrap().0, 451);
     });
@@ -46,7 +51,9 @@ fn libtorchs_and_other_errors_pass_through_the_question_mark() {
         };
         let error = apply(&[&x], anyhow, |_, _| Ok(None)).unwrap_err();
         assert_eq!(error.to_string(), "function: forward failed: the effect: the cause");
-        let optimizer = Error::Optimizer(anyhow::anyhow!("the cause").context("the effect").into());
+        let optimizer = Error::Optimizer(OptimizerError::Step(
+            anyhow::anyhow!("the cause").context("the effect").into(),
+        ));
         let report = format!("{:#}", anyhow::Error::from(optimizer));
         assert_eq!(report, "the optimizer's step failed: the effect: the cause");
     });

@@ -5,7 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tch::{Device, Kind, Tensor, no_grad_guard};
-use tch_amp::{Error, Function, GradCheck, function, gradcheck, gradgradcheck};
+use tch_amp::function::{Function, FunctionError};
+use tch_amp::gradcheck::{GradCheck, gradcheck, gradgradcheck};
+use tch_amp::{Error, function};
 
 use crate::common::for_each_device;
 use crate::{MyMm, leaf, leaf_on};
@@ -102,14 +104,14 @@ fn a_wrong_derivative_is_named() {
         );
         let a = leaf(device, &[1.0, 2.0, 3.0, 4.0]).view([2, 2]).detach().set_requires_grad(true);
         let error = gradcheck(|x| wrong.apply(x), &[&a, &a]).unwrap_err();
-        let Error::GradCheck {
+        let Error::Function(FunctionError::GradientMismatch {
             input,
             ref input_index,
             output,
             ref output_index,
             analytic,
             numeric,
-        } = error
+        }) = error
         else {
             panic!("{error}")
         };
@@ -137,7 +139,13 @@ fn a_wrong_second_derivative_is_found() {
         let x = leaf(device, &[1.0, 2.0]);
         gradcheck(|x| hidden.apply(x), &[&x]).unwrap();
         let error = gradgradcheck(|x| hidden.apply(x), &[&x]).unwrap_err();
-        assert!(matches!(error, Error::GradCheck { input: 0, analytic: 0.0, .. }), "{error}");
+        assert!(
+            matches!(
+                error,
+                Error::Function(FunctionError::GradientMismatch { input: 0, analytic: 0.0, .. })
+            ),
+            "{error}"
+        );
         let once = hidden.once_differentiable();
         let error = gradgradcheck(|x| once.apply(x), &[&x]).unwrap_err();
         assert!(error.to_string().contains("once differentiable"), "{error}");
@@ -149,10 +157,16 @@ fn a_dependence_that_backward_denies_is_found() {
     for_each_device(|device| {
         let constant = function(|_, x| Ok(x[0] * 2.0), |_, _| Ok(None));
         let error = gradcheck(|x| constant.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
-        assert!(matches!(error, Error::GradCheck { analytic: 0.0, .. }), "{error}");
+        assert!(
+            matches!(error, Error::Function(FunctionError::GradientMismatch { analytic: 0.0, .. })),
+            "{error}"
+        );
         // An output that takes no part in autograd must not depend on the input.
         let error = gradcheck(|x| x[0].detach().f_exp(), &[leaf(device, &[1.0])]).unwrap_err();
-        assert!(matches!(error, Error::GradCheck { analytic: 0.0, .. }), "{error}");
+        assert!(
+            matches!(error, Error::Function(FunctionError::GradientMismatch { analytic: 0.0, .. })),
+            "{error}"
+        );
     });
 }
 
@@ -191,7 +205,10 @@ fn nan_is_never_close() {
     for_each_device(|device| {
         let nan = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * f64::NAN));
         let error = gradcheck(|x| nan.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
-        assert!(matches!(error, Error::GradCheck { analytic, .. } if analytic.is_nan()), "{error}");
+        assert!(
+            matches!(error, Error::Function(FunctionError::GradientMismatch { analytic, .. }) if analytic.is_nan()),
+            "{error}"
+        );
     });
 }
 
@@ -218,7 +235,7 @@ fn tolerances_outside_of_their_ranges_are_refused() {
             check.gradgradcheck(never, &[leaf(Device::Cpu, &[1.0])]).unwrap_err(),
         ] {
             assert!(
-                matches!(error, Error::InvalidValue { field: known, .. } if known == field),
+                matches!(error, Error::InvalidArgument { name: known, .. } if known == field),
                 "{error}"
             );
         }
@@ -266,7 +283,10 @@ fn a_backward_that_changes_its_mind_is_found() {
         );
         let error = gradcheck(|x| fickle.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
         assert_eq!(CALLS.load(Ordering::SeqCst), 2, "the first answers already differ");
-        assert!(matches!(error, Error::NondeterministicBackward { output: 0 }), "{error}");
+        assert!(
+            matches!(error, Error::Function(FunctionError::NondeterministicBackward { output: 0 })),
+            "{error}"
+        );
         assert!(error.to_string().contains("answered differently"), "{error}");
     });
 }
@@ -281,7 +301,7 @@ fn errors_of_the_function_come_through() {
             |_, g| Ok([g[0].shallow_clone(), g[0].shallow_clone()]),
         );
         let error = gradcheck(|x| refused.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
-        assert!(matches!(error, Error::FunctionMisuse { .. }), "{error}");
+        assert!(matches!(error, Error::Function(FunctionError::Misuse { .. })), "{error}");
     });
 }
 
@@ -299,6 +319,9 @@ fn a_wrong_second_derivative_of_a_later_output_is_found() {
         let f = |x: &[&Tensor]| Ok::<_, Error>([x[0].f_sin()?, hidden.apply(x)?]);
         gradcheck(f, &[&x]).unwrap();
         let error = gradgradcheck(f, &[&x]).unwrap_err();
-        assert!(matches!(error, Error::GradCheck { .. }), "{error}");
+        assert!(
+            matches!(error, Error::Function(FunctionError::GradientMismatch { .. })),
+            "{error}"
+        );
     });
 }

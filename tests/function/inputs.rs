@@ -2,6 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
+use tch_amp::function::FunctionError;
 
 use crate::common::for_each_device;
 use crate::{apply, leaf, to_f64};
@@ -114,7 +115,10 @@ fn a_gradient_is_cast_and_reduced_to_its_input() {
 
 fn no_such_input(answer: tch_amp::Result<bool>) {
     let error = answer.unwrap_err();
-    assert!(matches!(error, Error::NoSuchInput { input: 3, inputs: 3 }), "{error}");
+    assert!(
+        matches!(error, Error::Function(FunctionError::NoSuchInput { input: 3, inputs: 3 })),
+        "{error}"
+    );
     assert_eq!(error.to_string(), "there is no input 3: the function was given 3");
 }
 

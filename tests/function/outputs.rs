@@ -1,7 +1,7 @@
 //! What a function returns, and how it takes part in autograd.
 
 use tch::{Kind, Tensor, no_grad};
-use tch_amp::Function;
+use tch_amp::function::Function;
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;

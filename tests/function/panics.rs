@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tch::{Device, Kind, Tensor, with_grad};
+use tch_amp::Autocast;
+use tch_amp::autocast::{autocast_dtype, is_autocast_enabled, is_cache_enabled};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
-use tch_amp::{Autocast, autocast_dtype, is_autocast_enabled, is_cache_enabled};
 
 use crate::common::for_each_device;
 use crate::{Counted, Owning, apply, leaf, message, to_f64};

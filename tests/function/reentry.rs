@@ -4,8 +4,8 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
 use tch::{Device, Kind, Tensor, with_grad};
+use tch_amp::autocast::{AutocastGuard, clear_autocast_cache};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
-use tch_amp::{AutocastGuard, clear_autocast_cache};
 
 use crate::common::for_each_device;
 use crate::{apply, backward_below, in_time, leaf, message, square, to_f64};
@@ -188,7 +188,7 @@ fn a_destructor_that_runs_while_the_cache_is_cleared_may_use_it() {
             let last = send;
             dropped_with_the_cache(device, move || {
                 let inner = AutocastGuard::new(device).unwrap();
-                last.send(tch_amp::autocast_dtype(device).unwrap()).unwrap();
+                last.send(tch_amp::autocast::autocast_dtype(device).unwrap()).unwrap();
                 drop(inner);
                 clear_autocast_cache();
             });

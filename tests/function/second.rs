@@ -1,7 +1,8 @@
 //! Derivatives of derivatives.
 
 use tch::{Kind, Tensor};
-use tch_amp::{Function, autocast, function};
+use tch_amp::function::Function;
+use tch_amp::{autocast, function};
 
 use crate::common::for_each_device;
 use crate::{MyMm, leaf, message, square, to_f64};

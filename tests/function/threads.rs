@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
 
 use tch::Tensor;
-use tch_amp::Function;
+use tch_amp::function::Function;
 
 use crate::common::for_each_device;
 use crate::{Counted, MyMm, apply, leaf, square, to_f64};

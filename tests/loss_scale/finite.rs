@@ -2,7 +2,8 @@
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
-use tch_amp::{Policy, all_finite};
+use tch_amp::Policy;
+use tch_amp::loss_scale::all_finite;
 
 use crate::common::rng::Rng;
 use crate::common::{devices, for_each_device, to_f64};

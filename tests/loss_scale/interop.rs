@@ -3,8 +3,9 @@
 use rstest::rstest;
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::loss_scale::DynamicLossScaleState;
-use tch_amp::{Error, GradScaler, GradScalerConfig, GradScalerState, LossScale};
+use tch_amp::loss_scale::{DynamicLossScaleState, LossScale};
+use tch_amp::scaler::{GradScalerConfig, GradScalerState, ScalerError};
+use tch_amp::{Error, GradScaler};
 
 use crate::common::for_each_device;
 use crate::common::rng::Rng;
@@ -129,15 +130,18 @@ fn what_a_loss_scale_cannot_keep_is_refused(#[case] name: &str, #[case] change: 
         state[key] = value.clone();
     }
     let error = DynamicLossScaleState::try_from(&parse(&state.to_string())).unwrap_err();
-    assert!(matches!(error, Error::InvalidValue { field, .. } if field == name), "{error}");
+    assert!(
+        matches!(error, Error::InvalidArgument { name: field, .. } if field == name),
+        "{error}"
+    );
 }
 
 #[test]
 fn a_state_without_a_key_is_refused() {
     let empty = DynamicLossScaleState::try_from(&GradScalerState::default());
-    assert!(matches!(empty, Err(Error::EmptyState)));
+    assert!(matches!(empty, Err(Error::Scaler(ScalerError::EmptyState))));
     let part = DynamicLossScaleState::try_from(&parse(r#"{"scale": 2.0, "growth_factor": 2.0}"#));
-    assert!(matches!(part, Err(Error::MissingKey { key: "backoff_factor" })));
+    assert!(matches!(part, Err(Error::Scaler(ScalerError::MissingKey { key: "backoff_factor" }))));
 }
 
 #[test]

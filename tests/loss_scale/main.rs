@@ -14,8 +14,9 @@ mod text;
 mod training;
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::loss_scale::DynamicLossScaleState;
-use tch_amp::{DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale};
+use tch_amp::loss_scale::{
+    DynamicLossScale, DynamicLossScaleState, LossScale, NoOpLossScale, StaticLossScale,
+};
 
 const INF: f64 = f64::INFINITY;
 const NAN: f64 = f64::NAN;

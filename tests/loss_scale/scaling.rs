@@ -2,7 +2,8 @@
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
-use tch_amp::{Error, LossScale, NoOpLossScale, StaticLossScale};
+use tch_amp::Error;
+use tch_amp::loss_scale::{LossScale, NoOpLossScale, StaticLossScale};
 
 use crate::common::rng::Rng;
 use crate::common::{for_each_device, to_f64};
@@ -129,5 +130,5 @@ fn a_tensor_of_another_device_is_scaled_where_it_lies() {
 #[case(f64::INFINITY)]
 fn impossible_scales_are_refused(#[case] scale: f64) {
     let error = StaticLossScale::new(Device::Cpu, scale).unwrap_err();
-    assert!(matches!(error, Error::InvalidValue { field: "loss_scale", .. }), "{error}");
+    assert!(matches!(error, Error::InvalidArgument { name: "loss_scale", .. }), "{error}");
 }

@@ -2,8 +2,9 @@
 
 use rstest::rstest;
 use tch::{Device, Tensor};
-use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
-use tch_amp::{Error, GradScaler, GradScalerState, LossScale, StaticLossScale};
+use tch_amp::loss_scale::{DynamicLossScaleState, LossScale, LossScaleState, StaticLossScale};
+use tch_amp::scaler::{GradScalerState, ScalerError};
+use tch_amp::{Error, GradScaler};
 
 use crate::all_three;
 use crate::common::for_each_device;
@@ -83,7 +84,9 @@ fn the_state_of_another_kind_is_refused() {
         for (j, state) in states.iter().enumerate() {
             match loss_scale.load_state_dict(state) {
                 Ok(()) => assert_eq!(i, j),
-                Err(Error::OtherLossScale { expected, found }) => assert_ne!(expected, found),
+                Err(Error::Scaler(ScalerError::OtherLossScale { expected, found })) => {
+                    assert_ne!(expected, found)
+                }
                 Err(error) => panic!("{error}"),
             }
         }
@@ -121,7 +124,10 @@ fn impossible_states_are_refused(#[case] name: &str, #[case] state: DynamicLossS
     let loaded = loss_scale.load_state_dict(&LossScaleState::Dynamic(state));
     for result in [state.build(Device::Cpu).map(drop), loaded] {
         let error = result.unwrap_err();
-        assert!(matches!(error, Error::InvalidValue { field, .. } if field == name), "{error}");
+        assert!(
+            matches!(error, Error::InvalidArgument { name: field, .. } if field == name),
+            "{error}"
+        );
     }
     assert_eq!(loss_scale.state().unwrap(), STATE);
 }
@@ -131,7 +137,7 @@ fn a_static_scale_is_loaded_or_refused() {
     let mut loss_scale = StaticLossScale::new(Device::Cpu, 4.0).unwrap();
     loss_scale.load_state_dict(&LossScaleState::Static { loss_scale: 16.0 }).unwrap();
     let error = loss_scale.load_state_dict(&LossScaleState::Static { loss_scale: 0.0 });
-    assert!(matches!(error, Err(Error::InvalidValue { field: "loss_scale", .. })));
+    assert!(matches!(error, Err(Error::InvalidArgument { name: "loss_scale", .. })));
     assert_eq!(loss_scale.clone().value().unwrap(), 16.0);
 }
 

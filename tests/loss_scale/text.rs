@@ -3,6 +3,7 @@
 use rstest::rstest;
 use tch_amp::Error;
 use tch_amp::loss_scale::{DynamicLossScaleState, LossScaleState};
+use tch_amp::scaler::ScalerError;
 
 fn dynamic(loss_scale: f64) -> LossScaleState {
     LossScaleState::Dynamic(DynamicLossScaleState { loss_scale, ..Default::default() })
@@ -51,7 +52,9 @@ fn the_shortest_text_is_printed() {
 #[case("dynamic:0.5", "a dynamic one starts at 1 or more, up to the largest f32")]
 fn what_cannot_be_read_is_named_with_what_can(#[case] text: &str, #[case] problem: &str) {
     let error = text.parse::<LossScaleState>().unwrap_err();
-    assert!(matches!(&error, Error::LossScaleText { text: t, .. } if t == text));
+    assert!(
+        matches!(&error, Error::Scaler(ScalerError::LossScaleText { text: t, .. }) if t == text)
+    );
     let message = error.to_string();
     let start = format!("cannot read the loss scale `{text}`: {problem}");
     assert!(message.starts_with(&start), "{message}");

@@ -1,8 +1,9 @@
 //! One loop with any of the three loss scales.
 
 use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::Policy;
+use tch_amp::loss_scale::{LossScale, all_finite, select_tree};
 use tch_amp::policy::half_dtype;
-use tch_amp::{LossScale, Policy, all_finite, select_tree};
 
 use crate::common::{for_each_device, to_f64};
 use crate::{all_three, answer, of};
@@ -38,7 +39,7 @@ fn train(loss_scale: &mut dyn LossScale, policy: Policy, device: Device, own: bo
 fn the_three_train_alike_with_gradients_of_both_origins() {
     for_each_device(|device| {
         for policy in [Policy::FULL, Policy::FULL.with_compute(half_dtype(device)).unwrap()] {
-            let want = train(&mut tch_amp::NoOpLossScale, policy, device, true);
+            let want = train(&mut tch_amp::loss_scale::NoOpLossScale, policy, device, true);
             assert!(want.iter().all(|w| w.is_finite() && *w != 0.0));
             for own in [true, false] {
                 for mut loss_scale in all_three(device) {

@@ -5,8 +5,9 @@ mod bound;
 mod python;
 
 use tch::{Device, Kind, Tensor};
+use tch_amp::GradScaler;
 use tch_amp::optim::{Adam, AdamW, MasterWeights, Optimizer};
-use tch_amp::{GradScaler, GradScalerConfig};
+use tch_amp::scaler::GradScalerConfig;
 
 use crate::common::bits::bits;
 use crate::common::python::Oracle;

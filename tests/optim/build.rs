@@ -2,8 +2,8 @@
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Sgd};
-use tch_amp::{AmpOptimizer, Error, GradScaler};
+use tch_amp::optim::{Adagrad, Adam, AdamW, AmpOptimizer, OptimizerError, Sgd};
+use tch_amp::{Error, GradScaler};
 
 use crate::{NAN, algorithms, build, leaf, set_grad, to_f64};
 
@@ -73,7 +73,10 @@ fn a_list_will_do_with_names_or_without() {
     let c = leaf(&[1.0], Kind::Float, Device::Cpu);
     assert_eq!(named.add_param_group(vec![("c", c.shallow_clone())]).unwrap(), 1);
     assert_eq!(named.parameters().len(), 3);
-    assert!(matches!(named.add_param_group(vec![("again", c)]), Err(Error::Parameter { .. })));
+    assert!(matches!(
+        named.add_param_group(vec![("again", c)]),
+        Err(Error::Optimizer(OptimizerError::Parameter { .. }))
+    ));
     assert_eq!((named.parameters().len(), named.param_group_count()), (3, 2));
 }
 
@@ -111,7 +114,7 @@ fn options_outside_their_range_are_refused_by_their_names() {
     ];
     for (result, field) in refused {
         let error = result.unwrap_err();
-        assert!(matches!(error, Error::InvalidValue { field: f, .. } if f == field), "{error}");
+        assert!(matches!(error, Error::InvalidArgument { name: f, .. } if f == field), "{error}");
     }
 }
 
@@ -152,7 +155,7 @@ fn names_are_unique_and_those_without_one_get_their_place() {
 #[test]
 fn an_empty_list_is_refused_and_an_empty_store_is_not() {
     let refused = AdamW::default().build(Vec::<Tensor>::new(), 0.1);
-    assert!(matches!(refused, Err(Error::NoParameters)));
+    assert!(matches!(refused, Err(Error::Optimizer(OptimizerError::NoParameters))));
     AdamW::default().build(&VarStore::new(Device::Cpu), 0.1).unwrap();
 }
 

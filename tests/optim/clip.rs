@@ -2,8 +2,12 @@
 
 use tch::nn::{self, OptimizerConfig as _};
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::optim::{Sgd, clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
-use tch_amp::{AmpOptimizer, Error, GradScaler, GradScalerConfig};
+use tch_amp::gradients::{
+    GradientError, clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value,
+};
+use tch_amp::optim::{AmpOptimizer, Sgd};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Error, GradScaler};
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
@@ -53,7 +57,9 @@ fn an_infinite_norm_is_an_error_where_it_is_asked_for() {
             let all = [w.shallow_clone()];
             set_grad(&w, &[1.0, bad, 2.0]);
             let error = clip_grad_norm_error_if_nonfinite(&all, 1.0).unwrap_err();
-            assert!(matches!(error, Error::NonFiniteNorm { norm } if !norm.is_finite()));
+            assert!(
+                matches!(error, Error::Gradient(GradientError::NonFiniteNorm { norm }) if !norm.is_finite())
+            );
             assert_eq!(to_f64(&w.grad())[2], 2.0, "not clipped");
             let norm = clip_grad_norm(&all, 1.0).unwrap();
             assert!(!norm.double_value(&[]).is_finite());
@@ -72,7 +78,7 @@ fn a_transaction_can_refuse_an_infinite_norm() {
     set_grad(&w, &[INF, 65536.0]);
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     let error = unscaled.clip_grad_norm_error_if_nonfinite(1.0).unwrap_err();
-    assert!(matches!(error, Error::NonFiniteNorm { .. }));
+    assert!(matches!(error, Error::Gradient(GradientError::NonFiniteNorm { .. })));
     assert!(unscaled.step().unwrap().is_skipped().unwrap());
 }
 
@@ -111,8 +117,8 @@ fn limits_and_layouts_that_make_no_sense_are_refused() {
     let all = [w.shallow_clone()];
     set_grad(&w, &[1.0, 2.0]);
     for limit in [-1.0, NAN] {
-        assert!(matches!(clip_grad_norm(&all, limit), Err(Error::InvalidValue { .. })));
-        assert!(matches!(clip_grad_value(&all, limit), Err(Error::InvalidValue { .. })));
+        assert!(matches!(clip_grad_norm(&all, limit), Err(Error::InvalidArgument { .. })));
+        assert!(matches!(clip_grad_value(&all, limit), Err(Error::InvalidArgument { .. })));
     }
     assert_eq!(to_f64(&w.grad()), [1.0, 2.0]);
     assert_eq!(clip_grad_norm(&[], 1.0).unwrap().double_value(&[]), 0.0);
@@ -239,7 +245,10 @@ fn a_step_that_clips_by_value_is_its_three_parts() {
         }
         let mut opt = Sgd::default().build(vec![leaf(&[1.0], Kind::Float, device)], 1.0).unwrap();
         let mut scaler = GradScaler::new(device).unwrap();
-        assert!(matches!(scaler.step_clip_value(&mut opt, NAN), Err(Error::InvalidValue { .. })));
+        assert!(matches!(
+            scaler.step_clip_value(&mut opt, NAN),
+            Err(Error::InvalidArgument { .. })
+        ));
     });
 }
 

@@ -1,7 +1,7 @@
 //! Gradients of half parameters that become f32.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{MasterWeights, Sgd};
+use tch_amp::optim::{MasterWeights, OptimizerError, Sgd};
 use tch_amp::{Error, GradScaler};
 
 use crate::leaf;
@@ -25,7 +25,10 @@ fn gradients_add_up_in_f32() {
     micro();
     assert_eq!(w.grad().kind(), Kind::Float);
     let mut plain = Sgd::default().build(&list, 1.0).unwrap();
-    assert!(matches!(plain.accumulate_in_f32(), Err(Error::NoMasterWeights)));
+    assert!(matches!(
+        plain.accumulate_in_f32(),
+        Err(Error::Optimizer(OptimizerError::NoMasterWeights))
+    ));
 }
 
 /// What unscaling makes of small fp16 gradients would be zero in fp16.

@@ -3,7 +3,7 @@
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, OptimizerError, ParamGroup, Sgd};
 
 use crate::{leaf, set_grad, to_f64};
 
@@ -94,7 +94,10 @@ fn groups_that_are_not_there_are_refused() {
         opt.param_group(1).map(|_| ()),
     ];
     for result in refused {
-        assert!(matches!(result, Err(Error::NoSuchGroup { groups: 1, .. })));
+        assert!(matches!(
+            result,
+            Err(Error::Optimizer(OptimizerError::NoSuchGroup { groups: 1, .. }))
+        ));
     }
 }
 
@@ -120,13 +123,19 @@ fn a_loaded_state_ends_the_choices_of_groups_it_does_not_have() {
 fn a_refused_value_leaves_the_old_one() {
     let mut opt = AdamW::default().build(weights(&["w"]), 0.1).unwrap();
     let before = *opt.param_group(0).unwrap();
-    assert!(matches!(opt.set_lr(-1.0), Err(Error::InvalidValue { field: "lr", .. })));
-    assert!(matches!(opt.set_momentum(1.0), Err(Error::InvalidValue { field: "betas", .. })));
+    assert!(matches!(opt.set_lr(-1.0), Err(Error::InvalidArgument { name: "lr", .. })));
+    assert!(matches!(opt.set_momentum(1.0), Err(Error::InvalidArgument { name: "betas", .. })));
     let other = ParamGroup { algorithm: Sgd::default().into(), ..before };
-    assert!(matches!(opt.set_param_group(0, other), Err(Error::OtherAlgorithm { .. })));
+    assert!(matches!(
+        opt.set_param_group(0, other),
+        Err(Error::Optimizer(OptimizerError::OtherAlgorithm { .. }))
+    ));
     assert_eq!(*opt.param_group(0).unwrap(), before);
     let mut adagrad = Adagrad::default().build(weights(&["w"]), 0.1).unwrap();
-    assert!(matches!(adagrad.set_momentum(0.5), Err(Error::NoSuchOption { .. })));
+    assert!(matches!(
+        adagrad.set_momentum(0.5),
+        Err(Error::Optimizer(OptimizerError::NoSuchOption { .. }))
+    ));
 }
 
 #[test]
@@ -172,7 +181,7 @@ fn a_value_that_a_later_group_refuses_changes_no_earlier_one() {
     let group = *opt.param_group(1).unwrap();
     let nesterov = Sgd { nesterov: true, ..sgd };
     opt.set_param_group(1, ParamGroup { algorithm: nesterov.into(), ..group }).unwrap();
-    assert!(matches!(opt.set_momentum(0.0), Err(Error::InvalidValue { field: "momentum", .. })));
+    assert!(matches!(opt.set_momentum(0.0), Err(Error::InvalidArgument { name: "momentum", .. })));
     let Algorithm::Sgd(first) = opt.param_group(0).unwrap().algorithm else {
         panic!("an SGD stays one");
     };

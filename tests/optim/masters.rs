@@ -2,8 +2,9 @@
 //! `optim_programs.rs` compares with PyTorch's bit by bit.
 
 use tch::{Device, Kind, Tensor};
+use tch_amp::GradScaler;
 use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
-use tch_amp::{GradScaler, GradScalerConfig};
+use tch_amp::scaler::GradScalerConfig;
 
 use crate::algorithms;
 use crate::common::bits::bits;

@@ -4,7 +4,8 @@
 
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, OptimizerState, Sgd};
-use tch_amp::{GradScaler, GradScalerConfig, Result};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{GradScaler, Result};
 
 use crate::common::descent::Descent;
 use crate::common::rng::Rng;

@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AdamW, Optimizer, Sgd, TakenSteps};
-use tch_amp::{AmpOptimizer, Error, GradScaler, GradScalerConfig, Parameters, Result, Step};
+use tch_amp::gradients::GradientError;
+use tch_amp::optim::{AdamW, AmpOptimizer, Optimizer, OptimizerError, Parameters, Sgd, Step};
+use tch_amp::scaler::{GradScalerConfig, ScalerError, StepCounter};
+use tch_amp::{Error, GradScaler, Result};
 
 use crate::common::simulation::{is_simulated, let_answers_come};
 use crate::common::{cuda_or_skip, for_each_device, skipped};
@@ -47,9 +49,12 @@ fn a_step_comes_once_in_an_iteration() {
     let (w, mut opt, mut scaler) = training(Device::Cpu);
     set_grad(&w, &[8.0; 3]);
     drop(scaler.step(&mut opt).unwrap());
-    assert!(matches!(scaler.step(&mut opt), Err(Error::AlreadyStepped)));
-    assert!(matches!(scaler.step_clip_norm(&mut opt, 1.0), Err(Error::AlreadyStepped)));
-    assert!(matches!(scaler.unscale_(&mut opt), Err(Error::UnscaleAfterStep)));
+    assert!(matches!(scaler.step(&mut opt), Err(Error::Scaler(ScalerError::AlreadyStepped))));
+    assert!(matches!(
+        scaler.step_clip_norm(&mut opt, 1.0),
+        Err(Error::Scaler(ScalerError::AlreadyStepped))
+    ));
+    assert!(matches!(scaler.unscale_(&mut opt), Err(Error::Scaler(ScalerError::UnscaleAfterStep))));
     assert_eq!(to_f64(&w), [0.0; 3]);
     assert_eq!(to_f64(&w.grad()), [8.0; 3], "nothing was clipped");
     scaler.update().unwrap();
@@ -79,7 +84,7 @@ fn without_gradients_nothing_is_stepped() {
     assert!(scaler.step(&mut opt).unwrap().has_no_gradients());
     let outcome = scaler.step_clip_norm(&mut opt, 1.0).unwrap();
     assert!(outcome.has_no_gradients() && outcome.total_norm().is_none());
-    assert!(matches!(scaler.update(), Err(Error::NoInfChecks)));
+    assert!(matches!(scaler.update(), Err(Error::Scaler(ScalerError::NoInfChecks))));
 }
 
 #[test]
@@ -105,7 +110,10 @@ fn fp16_gradients_need_no_leave_where_nothing_is_written_back() {
         assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
         assert_eq!(to_f64(&w), [0.75; 3]);
         scaler.update().unwrap();
-        assert!(matches!(scaler.unscale_(&mut opt), Err(Error::Gradient { .. })));
+        assert!(matches!(
+            scaler.unscale_(&mut opt),
+            Err(Error::Gradient(GradientError::Unsupported { .. }))
+        ));
     });
 }
 
@@ -121,7 +129,7 @@ fn a_sparse_gradient_is_refused_by_name_and_nothing_changes() {
     (rows.sum(None) * &other).sum(None).backward();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     for error in [opt.step().unwrap_err(), scaler.step(&mut opt).unwrap_err()] {
-        assert!(matches!(error, Error::Gradient { .. }), "{error}");
+        assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
         assert!(error.to_string().contains("`table.weight`"), "{error}");
     }
     let refused = [
@@ -130,7 +138,10 @@ fn a_sparse_gradient_is_refused_by_name_and_nothing_changes() {
         opt.clip_grad_value(1.0),
     ];
     for refused in refused {
-        assert!(matches!(refused, Err(Error::Gradient { .. })), "{refused:?}");
+        assert!(
+            matches!(refused, Err(Error::Gradient(GradientError::Unsupported { .. }))),
+            "{refused:?}"
+        );
     }
     assert_eq!((to_f64(&table.ws), to_f64(&other)), (before, vec![1.0]));
 }
@@ -143,7 +154,7 @@ fn drop_ok<T>(result: tch_amp::Result<T>) -> tch_amp::Result<()> {
 fn the_host_learns_of_a_step_without_waiting() {
     for_each_device(|device| {
         let (w, mut opt, mut scaler) = training(device);
-        let mut taken = TakenSteps::default();
+        let mut taken = StepCounter::default();
         for step in 0..6 {
             set_grad(&w, if step % 3 == 1 { &[INF; 3] } else { &[1.0; 3] });
             taken.record(scaler.step(&mut opt).unwrap());
@@ -240,7 +251,7 @@ fn a_step_that_fails_can_be_tried_again() {
         }
         fn update(&mut self, step: &Step<'_>) -> Result<()> {
             if std::mem::take(&mut self.1) {
-                return Err(Error::Optimizer("not now".into()));
+                return Err(Error::Optimizer(OptimizerError::Step("not now".into())));
             }
             self.0.update(step)
         }
@@ -250,7 +261,7 @@ fn a_step_that_fails_can_be_tried_again() {
     let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     set_grad(&w, &[8.0; 2]);
-    assert!(matches!(scaler.step(&mut opt), Err(Error::Optimizer(_))));
+    assert!(matches!(scaler.step(&mut opt), Err(Error::Optimizer(OptimizerError::Step(_)))));
     assert_eq!(to_f64(&w), [1.0; 2]);
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
     assert_eq!(to_f64(&w), [0.0; 2]);
@@ -278,7 +289,7 @@ fn a_count_that_begins_at_its_end_stays_there() {
     let w = vs.root().ones("w", &[2]);
     let mut opt = Sgd::default().build(&vs, 0.1).unwrap();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    let mut taken = TakenSteps::starting_at(u64::MAX);
+    let mut taken = StepCounter::starting_at(u64::MAX);
     for _ in 0..2 {
         scaler.backward(&w.sum(Kind::Float)).unwrap();
         taken.record(scaler.step(&mut opt).unwrap());

@@ -5,7 +5,7 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::Error;
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, Sgd};
+use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, OptimizerError, Sgd};
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
@@ -103,7 +103,7 @@ fn a_parameter_that_has_become_f32_is_an_error() {
     no_grad(|| w.shallow_clone().set_data(&w.to_kind(Kind::Float)));
     set_grad_anew(&w);
     let error = opt.step().unwrap_err();
-    assert!(matches!(error, Error::Parameter { .. }), "{error}");
+    assert!(matches!(error, Error::Optimizer(OptimizerError::Parameter { .. })), "{error}");
     assert!(error.to_string().contains("another dtype than when its master weight was made"));
 }
 
@@ -132,7 +132,10 @@ fn f32_gradients_are_no_matter_where_no_parameter_is_half() {
     opt.accumulate_in_f32().unwrap();
     let w = leaf(&[1.0], Kind::Half, Device::Cpu);
     let mut opt = Sgd::default().build(vec![w], 1.0).unwrap();
-    assert!(matches!(opt.accumulate_in_f32(), Err(Error::NoMasterWeights)));
+    assert!(matches!(
+        opt.accumulate_in_f32(),
+        Err(Error::Optimizer(OptimizerError::NoMasterWeights))
+    ));
 }
 
 /// Everything that has f32 copies, or what takes their place.

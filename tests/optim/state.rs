@@ -2,7 +2,9 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::optim::{AdamW, MasterWeights, Optimizer, OptimizerState, ParamGroup, Sgd};
+use tch_amp::optim::{
+    AdamW, MasterWeights, Optimizer, OptimizerError, OptimizerState, ParamGroup, Sgd,
+};
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
@@ -163,7 +165,7 @@ fn a_state_that_does_not_fit_changes_nothing() {
         train(&mut opt, 0, 1);
         let before = opt.state_dict().unwrap().state["a"]["exp_avg"].copy();
         let error = opt.load_state_dict(&state).unwrap_err();
-        assert!(matches!(error, Error::OptimizerState { .. }), "{error}");
+        assert!(matches!(error, Error::Optimizer(OptimizerError::State { .. })), "{error}");
         assert!(error.to_string().contains(text), "{text}: {error}");
         let after = opt.state_dict().unwrap();
         assert_eq!(to_f64(&after.state["a"]["exp_avg"]), to_f64(&before));
@@ -176,9 +178,12 @@ fn another_algorithm_or_a_bad_option_is_refused() {
     let mut opt = AdamW::default().build(named(Device::Cpu), 0.1).unwrap();
     let mut sgd = Sgd::default().build(named(Device::Cpu), 0.1).unwrap();
     let mut state = sgd.state_dict().unwrap();
-    assert!(matches!(opt.load_state_dict(&state), Err(Error::OtherAlgorithm { .. })));
+    assert!(matches!(
+        opt.load_state_dict(&state),
+        Err(Error::Optimizer(OptimizerError::OtherAlgorithm { .. }))
+    ));
     state.param_groups[0].options.lr = -1.0;
-    assert!(matches!(sgd.load_state_dict(&state), Err(Error::InvalidValue { field: "lr", .. })));
+    assert!(matches!(sgd.load_state_dict(&state), Err(Error::InvalidArgument { name: "lr", .. })));
     assert_eq!(sgd.lr(0).unwrap(), 0.1);
 }
 

@@ -1,8 +1,9 @@
 //! Runs a program with this crate.
 
 use tch::{Device, Kind, Tensor};
+use tch_amp::GradScaler;
 use tch_amp::optim::{Algorithm, Optimizer};
-use tch_amp::{GradScaler, GradScalerConfig};
+use tch_amp::scaler::GradScalerConfig;
 
 use crate::common::bits::bits;
 use crate::generate::{Layout, Mode, Parameter, Program, Step};

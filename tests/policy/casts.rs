@@ -1,7 +1,7 @@
 //! What is cast, and to what.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::policy::{cast_to_full, cast_to_half, half_dtype};
+use tch_amp::policy::{PolicyError, cast_to_full, cast_to_half, half_dtype};
 use tch_amp::{Error, Policy};
 
 use crate::common::rng::Rng;
@@ -77,7 +77,11 @@ fn gradients_go_back_through_a_cast() {
 #[test]
 fn half_is_the_dtype_of_autocast() {
     for device in [Device::Cpu, Device::Cuda(0), Device::Mps] {
-        assert_eq!(half_dtype(device), tch_amp::autocast_dtype(device).unwrap(), "{device:?}");
+        assert_eq!(
+            half_dtype(device),
+            tch_amp::autocast::autocast_dtype(device).unwrap(),
+            "{device:?}"
+        );
     }
 }
 
@@ -104,14 +108,14 @@ fn a_policy_has_floating_kinds_only() {
         for (result, field) in refused.into_iter().zip(["param", "param", "compute", "output"]) {
             let error = result.unwrap_err();
             assert!(
-                matches!(error, Error::PolicyDtype { field: f, kind: k } if (f, k) == (field, kind)),
+                matches!(error, Error::Policy(PolicyError::Dtype { field: f, kind: k }) if (f, k) == (field, kind)),
                 "{error}"
             );
         }
         // The fields are public, so the casts look, too.
         let policy = Policy { compute: kind, ..Policy::FULL };
         let error = policy.cast_to_compute(&Tensor::from(1f32)).unwrap_err();
-        assert!(matches!(error, Error::PolicyDtype { field: "compute", .. }));
+        assert!(matches!(error, Error::Policy(PolicyError::Dtype { field: "compute", .. })));
     }
     let text = Policy::FULL.with_output(Kind::Int64).unwrap_err().to_string();
     assert_eq!(

@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex};
 use rstest::rstest;
 use tch::nn::{self, Module, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::policy::{half_dtype, keep_in_f32, keep_in_f32_t};
-use tch_amp::{Autocast, Error, Policy, autocast, is_autocast_enabled};
+use tch_amp::autocast::is_autocast_enabled;
+use tch_amp::policy::{PolicyError, half_dtype, keep_in_f32, keep_in_f32_t};
+use tch_amp::{Autocast, Error, Policy, autocast};
 
 use crate::POLICY_KINDS;
 use crate::common::{for_each_device, to_f64};
@@ -60,11 +61,11 @@ fn a_policy_that_autocast_cannot_follow_is_refused() {
             assert_eq!(result.is_ok(), possible, "{policy}");
             if let Err(error) = result {
                 assert!(
-                    matches!(error, Error::PolicyModule { param: p, compute: c } if (p, c) == (param, compute))
+                    matches!(error, Error::Policy(PolicyError::Module { param: p, compute: c }) if (p, c) == (param, compute))
                 );
             }
             let net = Policy { param: Kind::Bool, ..policy }.apply_to_t(nn::func(Tensor::relu));
-            assert!(matches!(net, Err(Error::PolicyDtype { field: "param", .. })));
+            assert!(matches!(net, Err(Error::Policy(PolicyError::Dtype { field: "param", .. }))));
         }
     }
 }

@@ -2,8 +2,9 @@
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::policy::half_dtype;
-use tch_amp::{Autocast, Error, Policy, autocast, is_autocast_enabled};
+use tch_amp::autocast::is_autocast_enabled;
+use tch_amp::policy::{PolicyError, half_dtype};
+use tch_amp::{Autocast, Error, Policy, autocast};
 
 use crate::common::{for_each_device, to_f64};
 
@@ -84,6 +85,9 @@ fn a_closure_is_not_run_under_a_policy_that_autocast_cannot_follow() {
     let mut ran = false;
     let policy = Policy::DOUBLE.with_compute(Kind::Half).unwrap();
     let error = policy.run(&ones(Kind::Float, Device::Cpu), |_| ran = true).unwrap_err();
-    assert!(matches!(error, Error::PolicyModule { param: Kind::Double, compute: Kind::Half }));
+    assert!(matches!(
+        error,
+        Error::Policy(PolicyError::Module { param: Kind::Double, compute: Kind::Half })
+    ));
     assert!(!ran);
 }

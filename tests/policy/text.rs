@@ -5,8 +5,8 @@ use tch::Kind::{BFloat16, Double, Float, Half};
 use tch::nn::VarStore;
 use tch::{Device, Kind};
 use tch_amp::optim::{MasterWeights, Sgd};
-use tch_amp::policy::KeepF32;
-use tch_amp::{Error, OptLevel, Policy};
+use tch_amp::policy::{KeepF32, OptLevel, PolicyError};
+use tch_amp::{Error, Policy};
 
 use crate::POLICY_KINDS;
 use crate::common::{gpus, to_f64};
@@ -92,7 +92,7 @@ fn levels_devices_capitals_and_long_names_are_read_too(
 #[case("p=f32 c=f16", "`f32 c=f16` is no kind for params; separate assignments by commas")]
 fn what_cannot_be_read_is_named_with_what_can(#[case] text: &str, #[case] problem: &str) {
     let error = Policy::parse(text, GPU).unwrap_err();
-    assert!(matches!(&error, Error::PolicyText { text: t, .. } if t == text));
+    assert!(matches!(&error, Error::Policy(PolicyError::Text { text: t, .. }) if t == text));
     let message = error.to_string();
     assert!(
         message.starts_with(&format!("cannot read the policy `{text}`: {problem}")),

@@ -3,9 +3,9 @@
 use rstest::rstest;
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
+use tch_amp::Policy;
 use tch_amp::optim::AdamW;
-use tch_amp::policy::{KeepF32, keep_in_f32, keep_in_f32_t};
-use tch_amp::{OptLevel, Policy};
+use tch_amp::policy::{KeepF32, OptLevel, keep_in_f32, keep_in_f32_t};
 
 use crate::common::for_each_device;
 

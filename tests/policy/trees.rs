@@ -4,7 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 
 use rstest::rstest;
 use tch::{Kind, Tensor};
-use tch_amp::{Error, Policy, Tree, select_tree};
+use tch_amp::loss_scale::select_tree;
+use tch_amp::scaler::ScalerError;
+use tch_amp::tree::Tree;
+use tch_amp::{Error, Policy};
 
 fn x() -> Tensor {
     Tensor::from_slice(&[1f32, 2.0])
@@ -53,9 +56,9 @@ fn the_first_error_of_a_map_comes_back() {
     let mut seen = 0;
     let error = vec![x(), x(), x()].try_map(&mut |_| {
         seen += 1;
-        if seen == 2 { Err(Error::EmptyState) } else { Ok(x()) }
+        if seen == 2 { Err(Error::Scaler(ScalerError::EmptyState)) } else { Ok(x()) }
     });
-    assert!(matches!(error, Err(Error::EmptyState)));
+    assert!(matches!(error, Err(Error::Scaler(ScalerError::EmptyState))));
     assert_eq!(seen, 2);
 }
 

@@ -3,7 +3,7 @@
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::Sgd;
-use tch_amp::policy::KeepF32;
+use tch_amp::policy::{KeepF32, PolicyError};
 use tch_amp::{Error, Policy};
 
 use crate::common::{for_each_device, to_f64};
@@ -164,7 +164,10 @@ fn an_impossible_kind_changes_nothing() {
     let mut vs = store(Device::Cpu);
     let policy = Policy { param: Kind::Int64, ..Policy::FULL };
     let error = policy.cast_variables(&mut vs, KeepF32::Norms).unwrap_err();
-    assert!(matches!(error, Error::PolicyDtype { field: "param", kind: Kind::Int64 }));
+    assert!(matches!(
+        error,
+        Error::Policy(PolicyError::Dtype { field: "param", kind: Kind::Int64 })
+    ));
     assert!(vs.variables().values().all(|variable| variable.kind() == Kind::Float));
 }
 

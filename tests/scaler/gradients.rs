@@ -3,7 +3,9 @@
 use half::{bf16, f16};
 use rstest::rstest;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::{Error, GradScaler, GradScalerConfig, PerLossScalers};
+use tch_amp::gradients::GradientError;
+use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
+use tch_amp::{Error, GradScaler};
 
 use crate::common::{devices, for_each_device, to_f64};
 use crate::{Descent, INF, NAN, leaf, loss, model, ones, scaler};
@@ -203,7 +205,7 @@ fn an_integer_gradient_is_refused() {
     let w = ones(Kind::Float, Device::Cpu);
     force_gradient(&w, &Tensor::ones([3], (Kind::Int64, Device::Cpu)));
     let error = scaler(Device::Cpu).unscale_(&mut Descent(vec![w.shallow_clone()])).unwrap_err();
-    assert!(matches!(error, Error::Gradient { .. }), "{error}");
+    assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
 }
 
 #[test]
@@ -337,7 +339,7 @@ fn a_gradient_in_complex_half_is_refused_as_one_in_fp16() {
     let half = w.grad().to_kind(Kind::ComplexHalf);
     no_grad(|| w.grad().set_data(&half));
     let error = scaler.unscale_(&mut opt).unwrap_err();
-    assert!(matches!(error, Error::Gradient { .. }), "{error}");
+    assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
     assert!(error.to_string().contains("is fp16"), "{error}");
 }
 

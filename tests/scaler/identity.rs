@@ -2,8 +2,10 @@
 
 use tch::nn::OptimizerConfig as _;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::optim::{AdamW, Sgd};
-use tch_amp::{AmpOptimizer, Error, GradScaler, PerLossScalers, Step};
+use tch_amp::gradients::GradientError;
+use tch_amp::optim::{AdamW, AmpOptimizer, Sgd, Step};
+use tch_amp::scaler::PerLossScalers;
+use tch_amp::{Error, GradScaler};
 
 use crate::common::for_each_device;
 use crate::{Descent, INF, loss, model, scaler};
@@ -22,7 +24,7 @@ fn replaced(attack: impl Fn(&Tensor)) {
                 scaler.unscale_(&mut opt).unwrap();
                 attack(&w);
                 let error = scaler.step(&mut opt).unwrap_err();
-                let how = matches!(error, Error::GradientChanged { .. });
+                let how = matches!(error, Error::Gradient(GradientError::Changed { .. }));
                 assert!(how, "run {run} on {device:?}: {error}");
             }
         }
@@ -113,7 +115,10 @@ fn a_gradient_that_vanished_has_appeared_when_it_is_back() {
         let second = scaler.scale(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
         second.backward();
         let error = scaler.step(&mut opt).unwrap_err();
-        assert!(matches!(error, Error::GradientChanged { how: "appeared", .. }), "{error}");
+        assert!(
+            matches!(error, Error::Gradient(GradientError::Changed { how: "appeared", .. })),
+            "{error}"
+        );
     });
 }
 
@@ -133,7 +138,10 @@ fn a_gradient_of_another_shape_or_dtype_is_named() {
             for error in
                 [scaler.step(&mut opt).unwrap_err(), opt.update(&Step::default()).unwrap_err()]
             {
-                assert!(matches!(error, Error::Gradient { .. }), "{error}");
+                assert!(
+                    matches!(error, Error::Gradient(GradientError::Unsupported { .. })),
+                    "{error}"
+                );
                 let text = error.to_string();
                 assert!(text.contains("`layer.w`") && text.contains(problem), "{text}");
             }

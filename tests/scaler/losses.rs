@@ -2,6 +2,7 @@
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
+use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler, autocast};
 
 use crate::common::{devices, for_each_device, to_f64};
@@ -30,7 +31,10 @@ fn a_loss_of_one_is_scaled_to_65536_in_every_shape(#[case] kind: Kind, #[case] w
 fn a_loss_that_is_not_floating_is_refused(#[case] kind: Kind) {
     let scaler = GradScaler::new(Device::Cpu).unwrap();
     let error = scaler.scale(&Tensor::ones([1], (kind, Device::Cpu))).unwrap_err();
-    assert!(matches!(error, Error::ScaleDtype { dtype: refused } if refused == kind), "{error}");
+    assert!(
+        matches!(error, Error::Scaler(ScalerError::Dtype { dtype: refused }) if refused == kind),
+        "{error}"
+    );
 }
 
 #[test]

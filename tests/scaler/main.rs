@@ -18,7 +18,8 @@ mod values;
 
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::{GradScaler, GradScalerConfig};
+use tch_amp::GradScaler;
+use tch_amp::scaler::GradScalerConfig;
 
 use common::descent::Descent;
 

@@ -4,7 +4,8 @@ mod systems;
 
 use rstest::rstest;
 use tch::{Device, Tensor};
-use tch_amp::{Error, GradScaler, GradScalerConfig};
+use tch_amp::scaler::{GradScalerConfig, ScalerError};
+use tch_amp::{Error, GradScaler};
 
 use crate::common::for_each_device;
 use crate::common::rng::Rng;
@@ -157,10 +158,13 @@ fn an_overflow_at_the_smallest_scale_is_an_error_that_ends_the_iteration() {
         end(true).unwrap();
         end(true).unwrap();
         let error = end(true).unwrap_err();
-        assert!(matches!(error, Error::ScaleAtMinimum { scale: 1.0 }), "{error}");
+        assert!(
+            matches!(error, Error::Scaler(ScalerError::ScaleAtMinimum { scale: 1.0 })),
+            "{error}"
+        );
         end(false).unwrap();
         end(true).unwrap();
-        assert!(matches!(end(true), Err(Error::ScaleAtMinimum { .. })));
+        assert!(matches!(end(true), Err(Error::Scaler(ScalerError::ScaleAtMinimum { .. }))));
         // Without overflow it grows again, as it does after an error.
         end(false).unwrap();
         end(false).unwrap();
@@ -179,6 +183,6 @@ fn the_limit_of_skips_comes_before_the_smallest_scale() {
     };
     let mut scaler = config.build(Device::Cpu).unwrap();
     let mut end = || iterate(&mut scaler, Device::Cpu, true).unwrap_err();
-    assert!(matches!(end(), Error::ScaleAtMinimum { .. }));
-    assert!(matches!(end(), Error::TooManySkips { skips: 2, .. }));
+    assert!(matches!(end(), Error::Scaler(ScalerError::ScaleAtMinimum { .. })));
+    assert!(matches!(end(), Error::Scaler(ScalerError::TooManySkips { skips: 2, .. })));
 }

@@ -5,8 +5,10 @@ mod iterations;
 use rstest::rstest;
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{MasterWeights, Sgd};
-use tch_amp::{AmpOptimizer, Error, GradScalerConfig, PerLossScalers, Step};
+use tch_amp::Error;
+use tch_amp::gradients::GradientError;
+use tch_amp::optim::{AmpOptimizer, MasterWeights, Sgd, Step};
+use tch_amp::scaler::{GradScalerConfig, GradScalerState, PerLossScalers, ScalerError};
 
 use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, leaf, loss, model};
@@ -22,7 +24,7 @@ fn two(device: Device) -> PerLossScalers {
 }
 
 fn scales(scalers: &PerLossScalers) -> [f64; 2] {
-    [0, 1].map(|loss| scalers.scaler(loss).unwrap().get_scale().unwrap())
+    [0, 1].map(|loss| scalers.get_scale(loss).unwrap())
 }
 
 #[test]
@@ -125,7 +127,7 @@ fn the_loss_that_overflowed_backs_off_alone(#[values(false, true)] fused: bool) 
         assert!(scalers.step(opt).unwrap().is_skipped().unwrap());
         scalers.update().unwrap();
         assert_eq!(scales(&scalers), [8.0, 512.0]);
-        assert_eq!(scalers.scaler(0).unwrap().get_growth_tracker().unwrap(), 1);
+        assert_eq!(scalers.get_growth_tracker(0).unwrap(), 1);
         assert_eq!(to_f64(&w), [1.0; 3]);
     });
 }
@@ -177,12 +179,12 @@ fn each_optimizer_is_skipped_for_its_own_losses() {
 fn a_loss_without_a_backward_keeps_its_scale_and_tracker() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scalers = two(Device::Cpu);
-    assert!(matches!(scalers.update(), Err(Error::NoInfChecks)));
+    assert!(matches!(scalers.update(), Err(Error::Scaler(ScalerError::NoInfChecks))));
     scalers.backward(1, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
     drop(scalers.step(&mut opt).unwrap());
-    assert!(matches!(scalers.step(&mut opt), Err(Error::AlreadyStepped)));
+    assert!(matches!(scalers.step(&mut opt), Err(Error::Scaler(ScalerError::AlreadyStepped))));
     scalers.update().unwrap();
-    let tracker = |loss| scalers.scaler(loss).unwrap().get_growth_tracker().unwrap();
+    let tracker = |loss| scalers.get_growth_tracker(loss).unwrap();
     assert_eq!([tracker(0), tracker(1)], [0, 1]);
 }
 
@@ -214,7 +216,7 @@ fn a_gradient_that_cannot_be_unscaled_is_refused_and_those_from_before_stay() {
     let mut scalers = two(Device::Cpu);
     loss(&w, &[3.0, 4.0]).backward();
     let error = scalers.backward(0, &loss(&w, &[1.0, 1.0]), &mut opt).unwrap_err();
-    assert!(matches!(error, Error::Gradient { .. }), "{error}");
+    assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
     assert_eq!(to_f64(&w.grad()), [3.0, 4.0]);
     assert!(scalers.state_dict().is_ok(), "no iteration was begun");
 }
@@ -228,7 +230,7 @@ fn a_later_gradient_that_cannot_be_unscaled_leaves_the_sums_of_the_earlier_ones(
     scalers.backward(0, &loss(&first, &[3.0, 4.0]), &mut opt).unwrap();
     let both = loss(&first, &[1.0, 1.0]) + loss(&second, &[1.0, 1.0]);
     let error = scalers.backward(1, &both, &mut opt).unwrap_err();
-    assert!(matches!(error, Error::Gradient { .. }), "{error}");
+    assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
     assert_eq!(to_f64(&first.grad()), [3.0, 4.0]);
     assert!(!second.grad().defined());
     // What was begun goes on.
@@ -303,15 +305,15 @@ fn states_come_back_in_order() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scalers = two(Device::Cpu);
     scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
-    assert!(matches!(scalers.state_dict(), Err(Error::IterationOpen { .. })));
-    let alone = scalers.scaler(0).unwrap().state_dict();
-    assert!(matches!(alone, Err(Error::IterationOpen { .. })), "a checkpoint takes it alone");
-    assert!(scalers.scaler(1).unwrap().state_dict().is_ok());
+    assert!(matches!(scalers.state_dict(), Err(Error::Scaler(ScalerError::IterationOpen { .. }))));
+    let loading =
+        scalers.load_state_dict(&[GradScalerState::default(), GradScalerState::default()]);
+    assert!(matches!(loading, Err(Error::Scaler(ScalerError::IterationOpen { .. }))));
     drop(scalers.step(&mut opt).unwrap());
     scalers.update().unwrap();
     let states = scalers.state_dict().unwrap();
     let mut loaded = PerLossScalers::new(Device::Cpu, 2).unwrap();
-    assert!(matches!(loaded.load_state_dict(&states[..1]), Err(Error::InvalidValue { .. })));
+    assert!(matches!(loaded.load_state_dict(&states[..1]), Err(Error::InvalidArgument { .. })));
     let mut broken = states.clone();
     broken[1].scale = Some(-1.0);
     assert!(loaded.load_state_dict(&broken).is_err());
@@ -322,9 +324,12 @@ fn states_come_back_in_order() {
 
 #[test]
 fn there_must_be_a_loss_and_no_more_than_said() {
-    assert!(matches!(PerLossScalers::new(Device::Cpu, 0), Err(Error::InvalidValue { .. })));
+    assert!(matches!(PerLossScalers::new(Device::Cpu, 0), Err(Error::InvalidArgument { .. })));
     let mut scalers = two(Device::Cpu);
     assert_eq!(scalers.loss_count(), 2);
-    let error = scalers.scaler_mut(2).unwrap_err();
-    assert!(matches!(error, Error::NoSuchLoss { loss_id: 2, losses: 2 }), "{error}");
+    let error = scalers.set_growth_interval(2, 5).unwrap_err();
+    assert!(
+        matches!(error, Error::Scaler(ScalerError::NoSuchLoss { loss_id: 2, losses: 2 })),
+        "{error}"
+    );
 }

@@ -2,7 +2,10 @@
 
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::{AmpOptimizer, Error, GradScaler, Parameters, Result, Step};
+use tch_amp::gradients::GradientError;
+use tch_amp::optim::{AmpOptimizer, OptimizerError, Parameters, Step};
+use tch_amp::scaler::ScalerError;
+use tch_amp::{Error, GradScaler, Result};
 
 use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, NAN, leaf, loss, model, ones, scaler};
@@ -43,7 +46,7 @@ fn unscaling_twice_is_refused_and_the_gradient_stays() {
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0, 2.0, 3.0])).unwrap();
     scaler.unscale_(&mut opt).unwrap();
-    assert!(matches!(scaler.unscale_(&mut opt), Err(Error::AlreadyUnscaled)));
+    assert!(matches!(scaler.unscale_(&mut opt), Err(Error::Scaler(ScalerError::AlreadyUnscaled))));
     assert_eq!(to_f64(&w.grad()), [1.0, 2.0, 3.0]);
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
 }
@@ -54,8 +57,8 @@ fn unscaling_or_stepping_after_a_step_is_refused_and_nothing_changes() {
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     let _outcome = scaler.step(&mut opt).unwrap();
-    assert!(matches!(scaler.unscale_(&mut opt), Err(Error::UnscaleAfterStep)));
-    assert!(matches!(scaler.step(&mut opt), Err(Error::AlreadyStepped)));
+    assert!(matches!(scaler.unscale_(&mut opt), Err(Error::Scaler(ScalerError::UnscaleAfterStep))));
+    assert!(matches!(scaler.step(&mut opt), Err(Error::Scaler(ScalerError::AlreadyStepped))));
     assert_eq!((to_f64(&w), to_f64(&w.grad())), (vec![0.0; 3], vec![1.0; 3]));
     scaler.update().unwrap();
 }
@@ -63,7 +66,7 @@ fn unscaling_or_stepping_after_a_step_is_refused_and_nothing_changes() {
 #[test]
 fn update_without_a_check_is_refused_and_the_scale_stays() {
     let mut scaler = scaler(Device::Cpu);
-    assert!(matches!(scaler.update(), Err(Error::NoInfChecks)));
+    assert!(matches!(scaler.update(), Err(Error::Scaler(ScalerError::NoInfChecks))));
     assert_eq!((scaler.get_scale().unwrap(), scaler.get_growth_tracker().unwrap()), (8.0, 0));
 }
 
@@ -74,10 +77,10 @@ fn an_optimizer_without_gradients_is_not_stepped_and_not_counted() {
     let outcome = scaler.step(&mut opt).unwrap();
     assert!(outcome.has_no_gradients() && !outcome.is_stepped().unwrap());
     assert!(!outcome.is_skipped().unwrap());
-    assert!(matches!(scaler.update(), Err(Error::NoInfChecks)));
+    assert!(matches!(scaler.update(), Err(Error::Scaler(ScalerError::NoInfChecks))));
     assert_eq!(to_f64(&w), [1.0; 3]);
     scaler.unscale_(&mut opt).unwrap();
-    assert!(matches!(scaler.update(), Err(Error::NoInfChecks)));
+    assert!(matches!(scaler.update(), Err(Error::Scaler(ScalerError::NoInfChecks))));
     // Nothing is left behind: the next iteration is like any other.
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
@@ -132,7 +135,10 @@ fn an_optimizer_moved_between_unscale_and_step_is_still_known() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     scaler.unscale_(&mut opt).unwrap();
     let mut moved = Box::new(opt);
-    assert!(matches!(scaler.unscale_(&mut *moved), Err(Error::AlreadyUnscaled)));
+    assert!(matches!(
+        scaler.unscale_(&mut *moved),
+        Err(Error::Scaler(ScalerError::AlreadyUnscaled))
+    ));
     assert!(scaler.step(&mut *moved).unwrap().is_stepped().unwrap());
     assert_eq!(to_f64(&w), [0.0; 3]);
 }
@@ -158,7 +164,7 @@ fn a_parameter_of_two_optimizers_is_unscaled_once() {
     scaler.backward(&(loss(&w, &[1.0; 3]) + loss(&other, &[1.0; 3]))).unwrap();
     scaler.unscale_(&mut first).unwrap();
     let error = scaler.unscale_(&mut second).unwrap_err();
-    assert!(matches!(error, Error::SharedParameter { .. }), "{error}");
+    assert!(matches!(error, Error::Gradient(GradientError::Shared { .. })), "{error}");
     assert!(error.to_string().contains("parameter 1 [3]"), "{error}");
     assert!(scaler.step(&mut second).is_err());
     assert_eq!((to_f64(&w.grad()), to_f64(&other.grad())), (vec![1.0; 3], vec![8.0; 3]));
@@ -172,8 +178,11 @@ fn a_parameter_of_two_optimizers_is_unscaled_once_in_either_order() {
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&(loss(&w, &[1.0; 3]) + loss(&other, &[1.0; 3]))).unwrap();
     assert!(scaler.step(&mut first).unwrap().is_stepped().unwrap());
-    assert!(matches!(scaler.step(&mut second), Err(Error::SharedParameter { .. })));
-    assert!(matches!(scaler.unscale_(&mut second), Err(Error::SharedParameter { .. })));
+    assert!(matches!(scaler.step(&mut second), Err(Error::Gradient(GradientError::Shared { .. }))));
+    assert!(matches!(
+        scaler.unscale_(&mut second),
+        Err(Error::Gradient(GradientError::Shared { .. }))
+    ));
     assert_eq!((to_f64(&w), to_f64(&other)), (vec![0.0; 3], vec![1.0; 3]));
 }
 
@@ -236,7 +245,7 @@ impl AmpOptimizer for Failing {
     }
 
     fn update(&mut self, _step: &Step<'_>) -> Result<()> {
-        Err(Error::Optimizer("no space left".into()))
+        Err(Error::Optimizer(OptimizerError::Step("no space left".into())))
     }
 }
 
@@ -261,7 +270,7 @@ fn tchs_own_failure_becomes_an_error() {
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&rows.sum(Kind::Float)).unwrap();
     let error = scaler.step(&mut opt).unwrap_err();
-    assert!(matches!(error, Error::Optimizer(_)), "{error}");
+    assert!(matches!(error, Error::Optimizer(OptimizerError::Step(_))), "{error}");
     assert!(error.to_string().contains("sparse"), "{error}");
 }
 
@@ -291,7 +300,7 @@ fn a_gradient_made_anew_between_unscale_and_step_is_refused() {
     opt.zero_grad();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    assert!(matches!(scaler.step(&mut opt), Err(Error::GradientChanged { .. })));
+    assert!(matches!(scaler.step(&mut opt), Err(Error::Gradient(GradientError::Changed { .. }))));
     assert_eq!(to_f64(&w), [1.0; 3]);
 }
 
@@ -317,7 +326,7 @@ fn an_optimizer_that_was_stepped_cannot_be_abandoned() {
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[INF; 3])).unwrap();
     let _skipped = scaler.step(&mut opt).unwrap();
-    assert!(matches!(scaler.abandon(&mut opt), Err(Error::AlreadyStepped)));
+    assert!(matches!(scaler.abandon(&mut opt), Err(Error::Scaler(ScalerError::AlreadyStepped))));
     scaler.update().unwrap();
     assert_eq!(scaler.get_scale().unwrap(), 4.0);
 }
@@ -333,6 +342,6 @@ fn abandoning_one_optimizer_keeps_the_parameters_of_another_from_being_unscaled_
     scaler.unscale_(&mut list(&[1])).unwrap();
     scaler.abandon(&mut list(&[0])).unwrap();
     let shared = scaler.unscale_(&mut list(&[2, 1]));
-    assert!(matches!(shared, Err(Error::SharedParameter { .. })), "{shared:?}");
+    assert!(matches!(shared, Err(Error::Gradient(GradientError::Shared { .. }))), "{shared:?}");
     assert_eq!(to_f64(&w[1].grad()), [1.0; 3]);
 }

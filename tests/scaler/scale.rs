@@ -2,7 +2,8 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::Sgd;
-use tch_amp::{Error, GradScaler, GradScalerConfig};
+use tch_amp::scaler::{GradScalerConfig, ScalerError};
+use tch_amp::{Error, GradScaler};
 
 use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, NAN, leaf, loss, model};
@@ -163,7 +164,7 @@ fn too_many_skips_are_an_error_and_end_the_iteration() {
         iterate(&mut scaler, device, true).unwrap();
         let error = iterate(&mut scaler, device, true).unwrap_err();
         assert!(
-            matches!(error, Error::TooManySkips { skips: 3, limit: 3, scale } if scale == 1.0),
+            matches!(error, Error::Scaler(ScalerError::TooManySkips { skips: 3, limit: 3, scale }) if scale == 1.0),
             "{error}"
         );
         iterate(&mut scaler, device, false).unwrap();
@@ -181,10 +182,16 @@ fn a_scale_that_is_set_neither_counts_a_skip_nor_forgets_those_before() {
         scaler.update_with(8.0).unwrap();
         assert_eq!(scaler.state_dict().unwrap().consecutive_skips, Some(1));
         let error = iterate(&mut scaler, device, true).unwrap_err();
-        assert!(matches!(error, Error::TooManySkips { skips: 2, .. }), "{error}");
+        assert!(
+            matches!(error, Error::Scaler(ScalerError::TooManySkips { skips: 2, .. })),
+            "{error}"
+        );
         // Beyond the limit every overflow is an error.
         let error = iterate(&mut scaler, device, true).unwrap_err();
-        assert!(matches!(error, Error::TooManySkips { skips: 3, .. }), "{error}");
+        assert!(
+            matches!(error, Error::Scaler(ScalerError::TooManySkips { skips: 3, .. })),
+            "{error}"
+        );
     });
 }
 

@@ -3,7 +3,8 @@
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
-use tch_amp::optim::{AdamW, MasterWeights, Sgd, TakenSteps};
+use tch_amp::optim::{AdamW, MasterWeights, Sgd};
+use tch_amp::scaler::StepCounter;
 
 use crate::common::{for_each_device, to_f64};
 use crate::{INF, NAN, leaf, loss, model};
@@ -77,7 +78,7 @@ fn taken_and_skipped_steps_are_counted_and_reported() {
         let mut scaler = GradScaler::skip_only(device).unwrap();
         let w = leaf(&[0.0], Kind::Float, device);
         let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
-        let mut steps = TakenSteps::default();
+        let mut steps = StepCounter::default();
         // A step without any gradient is neither.
         steps.record(scaler.step(&mut opt).unwrap());
         let mut rows = Vec::new();
@@ -93,7 +94,7 @@ fn taken_and_skipped_steps_are_counted_and_reported() {
         assert_eq!(rows, [0, 1, 0, 1, 2, 3, 0, 1]);
         assert_eq!((steps.count().unwrap(), steps.skipped().unwrap()), (3, 5));
         assert_eq!(steps.to_string(), "3 steps taken, 5 skipped (at most 3 in a row)");
-        assert_eq!(TakenSteps::default().to_string(), "0 steps taken, 0 skipped");
+        assert_eq!(StepCounter::default().to_string(), "0 steps taken, 0 skipped");
     });
 }
 

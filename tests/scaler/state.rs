@@ -2,7 +2,8 @@
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
-use tch_amp::{Error, GradScaler, GradScalerConfig, GradScalerState};
+use tch_amp::scaler::{GradScalerConfig, GradScalerState, ScalerError};
+use tch_amp::{Error, GradScaler};
 
 use crate::common::for_each_device;
 use crate::common::python::Oracle;
@@ -124,7 +125,7 @@ fn the_empty_state_of_a_disabled_scaler_is_refused_by_an_enabled_one() {
     let empty = GradScaler::disabled().state_dict().unwrap();
     assert_eq!(serde_json::to_string(&empty).unwrap(), "{}");
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    assert!(matches!(scaler.load_state_dict(&empty), Err(Error::EmptyState)));
+    assert!(matches!(scaler.load_state_dict(&empty), Err(Error::Scaler(ScalerError::EmptyState))));
     GradScaler::disabled().load_state_dict(&parse(PYTHONS)).unwrap();
 }
 
@@ -165,7 +166,7 @@ fn a_scale_of_one_gives_way_to_the_scale_of_a_state() {
                 assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
             }
             Err(error) => {
-                assert!(matches!(error, Error::InvalidValue { .. }), "{error}");
+                assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
                 assert_eq!(on_device(&scaler, device), 1.0);
             }
         }
@@ -184,7 +185,8 @@ fn a_limit_of_skips_survives_a_load() {
             opt.zero_grad();
             scaler.backward(&loss(&w, &[INF; 3])).unwrap();
             let _outcome = scaler.step(&mut opt).unwrap();
-            given_up |= matches!(scaler.update(), Err(Error::TooManySkips { .. }));
+            given_up |=
+                matches!(scaler.update(), Err(Error::Scaler(ScalerError::TooManySkips { .. })));
         }
         assert!(given_up);
     });
@@ -197,7 +199,10 @@ fn the_state_cannot_be_saved_or_loaded_in_the_middle_of_an_iteration() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     scaler.state_dict().unwrap();
     scaler.unscale_(&mut opt).unwrap();
-    assert!(matches!(scaler.state_dict(), Err(Error::IterationOpen { call: "state_dict" })));
+    assert!(matches!(
+        scaler.state_dict(),
+        Err(Error::Scaler(ScalerError::IterationOpen { call: "state_dict" }))
+    ));
     assert!(scaler.load_state_dict(&parse(PYTHONS)).is_err());
     let _outcome = scaler.step(&mut opt).unwrap();
     assert!(scaler.state_dict().is_err());

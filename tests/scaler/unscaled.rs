@@ -1,7 +1,10 @@
 //! Between unscaling and stepping: clipping, and changes that must not go unnoticed.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::{AmpOptimizer, Error, GradScaler};
+use tch_amp::gradients::GradientError;
+use tch_amp::optim::AmpOptimizer;
+use tch_amp::scaler::ScalerError;
+use tch_amp::{Error, GradScaler};
 
 use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, NAN, loss, model, ones, scaler};
@@ -44,7 +47,7 @@ fn a_scaled_backward_between_unscale_and_step_is_refused() {
     scaler.unscale_(&mut opt).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     let error = scaler.step(&mut opt).unwrap_err();
-    assert!(matches!(error, Error::GradientChanged { .. }), "{error}");
+    assert!(matches!(error, Error::Gradient(GradientError::Changed { .. })), "{error}");
     assert_eq!(to_f64(&w), [1.0; 3], "9 would have been applied in place of 2");
 }
 
@@ -84,7 +87,7 @@ fn a_variable_with_a_gradient_added_between_unscale_and_step_is_refused() {
     scaler.unscale_(&mut opt).unwrap();
     let late = vs.root().ones("late", &[3]);
     scaler.backward(&loss(&late, &[1.0; 3])).unwrap();
-    assert!(matches!(scaler.step(&mut opt), Err(Error::SharedParameter { .. })));
+    assert!(matches!(scaler.step(&mut opt), Err(Error::Gradient(GradientError::Shared { .. }))));
     assert_eq!((to_f64(&w), to_f64(&late)), (vec![1.0; 3], vec![1.0; 3]));
 }
 
@@ -148,7 +151,7 @@ fn a_dropped_transaction_leaves_the_step_out_and_counts_its_check() {
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[INF; 3])).unwrap();
     drop(scaler.unscale(&mut opt).unwrap());
-    assert!(matches!(scaler.unscale(&mut opt), Err(Error::AlreadyUnscaled)));
+    assert!(matches!(scaler.unscale(&mut opt), Err(Error::Scaler(ScalerError::AlreadyUnscaled))));
     scaler.update().unwrap();
     assert_eq!((to_f64(&w), scaler.get_scale().unwrap()), (vec![1.0; 3], 4.0));
 }
@@ -190,9 +193,12 @@ fn clipping_in_a_transaction_does_not_hide_a_scaled_backward() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    assert!(matches!(unscaled.clip_grad_norm(1.0), Err(Error::GradientChanged { .. })));
+    assert!(matches!(
+        unscaled.clip_grad_norm(1.0),
+        Err(Error::Gradient(GradientError::Changed { .. }))
+    ));
     assert_eq!(to_f64(&w.grad()), [9.0; 3], "a refused clip changes nothing");
-    assert!(matches!(unscaled.step(), Err(Error::GradientChanged { .. })));
+    assert!(matches!(unscaled.step(), Err(Error::Gradient(GradientError::Changed { .. }))));
     assert_eq!(to_f64(&w), [1.0; 3]);
 }
 
@@ -215,8 +221,8 @@ fn a_limit_that_is_none_is_refused_and_the_gradients_stay() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     for limit in [-1.0, NAN] {
-        assert!(matches!(unscaled.clip_grad_norm(limit), Err(Error::InvalidValue { .. })));
-        assert!(matches!(unscaled.clip_grad_value(limit), Err(Error::InvalidValue { .. })));
+        assert!(matches!(unscaled.clip_grad_norm(limit), Err(Error::InvalidArgument { .. })));
+        assert!(matches!(unscaled.clip_grad_value(limit), Err(Error::InvalidArgument { .. })));
     }
     assert_eq!(to_f64(&w.grad()), [1.0; 3]);
 }
@@ -243,7 +249,10 @@ fn a_gradient_that_appears_in_a_transaction_is_not_clipped_while_it_is_scaled() 
     let scaler = scaler(Device::Cpu);
     let mut unscaled = scaler.unscale(&mut opt).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
-    assert!(matches!(unscaled.clip_grad_value(1.0), Err(Error::GradientChanged { .. })));
+    assert!(matches!(
+        unscaled.clip_grad_value(1.0),
+        Err(Error::Gradient(GradientError::Changed { .. }))
+    ));
     assert!(unscaled.step().unwrap().is_stepped().unwrap());
     assert_eq!(to_f64(&w), [0.0; 3]);
 }

@@ -2,7 +2,8 @@
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
-use tch_amp::{Error, GradScaler, GradScalerConfig};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Error, GradScaler};
 
 use crate::{INF, NAN, loss, model};
 
@@ -40,7 +41,7 @@ fn a_configuration_outside_its_range_is_refused(
     #[case] config: GradScalerConfig,
 ) {
     match config.build(Device::Cpu) {
-        Err(Error::InvalidValue { field: named, .. }) => assert_eq!(named, field),
+        Err(Error::InvalidArgument { name: named, .. }) => assert_eq!(named, field),
         other => panic!("{other:?}"),
     }
 }
@@ -128,7 +129,7 @@ fn a_new_scale_ends_the_iteration() {
 #[case(1e39)]
 fn a_new_scale_that_is_none_is_refused(#[case] new_scale: f64) {
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-    assert!(matches!(scaler.update_with(new_scale), Err(Error::InvalidValue { .. })));
+    assert!(matches!(scaler.update_with(new_scale), Err(Error::InvalidArgument { .. })));
     assert!(scaler.update_with_tensor(&Tensor::from(new_scale)).is_err());
     assert_eq!(scaler.get_scale().unwrap(), 65536.0);
 }

@@ -6,7 +6,8 @@
 //! the kernel does not round in between.
 
 use tch::{Kind, Tensor, no_grad};
-use tch_amp::{AmpOptimizer, Parameters, Result, Step};
+use tch_amp::Result;
+use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 
 #[derive(Debug)]
 pub struct AdamW {

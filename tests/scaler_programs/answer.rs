@@ -4,7 +4,8 @@ use std::fmt::Write as _;
 
 use crate::common::bits::canonical;
 use tch::Tensor;
-use tch_amp::{Error, Result, StepOutcome};
+use tch_amp::scaler::{ScalerError, StepOutcome};
+use tch_amp::{Error, Result};
 
 pub fn told(outcome: &StepOutcome) -> Result<String> {
     assert_ne!(outcome.is_stepped()?, outcome.is_skipped()? || outcome.has_no_gradients());
@@ -21,11 +22,11 @@ pub fn told(outcome: &StepOutcome) -> Result<String> {
 /// The word that the oracle has for PyTorch's message.
 pub fn word(error: &Error) -> String {
     match error {
-        Error::AlreadyUnscaled => "unscaled-twice".to_owned(),
-        Error::UnscaleAfterStep => "unscaled-after-step".to_owned(),
-        Error::AlreadyStepped => "stepped-twice".to_owned(),
-        Error::NoInfChecks => "no-inf-checks".to_owned(),
-        Error::IterationOpen { .. } => "iteration-open".to_owned(),
+        Error::Scaler(ScalerError::AlreadyUnscaled) => "unscaled-twice".to_owned(),
+        Error::Scaler(ScalerError::UnscaleAfterStep) => "unscaled-after-step".to_owned(),
+        Error::Scaler(ScalerError::AlreadyStepped) => "stepped-twice".to_owned(),
+        Error::Scaler(ScalerError::NoInfChecks) => "no-inf-checks".to_owned(),
+        Error::Scaler(ScalerError::IterationOpen { .. }) => "iteration-open".to_owned(),
         other => format!("error: {other}"),
     }
 }

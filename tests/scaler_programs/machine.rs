@@ -3,7 +3,8 @@
 use std::fmt::Write as _;
 
 use tch::{Device, Tensor, no_grad};
-use tch_amp::{GradScaler, GradScalerConfig, GradScalerState, Result, Unscaled};
+use tch_amp::scaler::{GradScalerConfig, GradScalerState, Unscaled};
+use tch_amp::{GradScaler, Result};
 
 use crate::answer::{told, word, write_bits, write_hex};
 use crate::optimizer::{Optimizer, drop_gradient};

@@ -2,7 +2,8 @@
 
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{COptimizer, Device, Kind, Tensor};
-use tch_amp::{AmpOptimizer, Parameters, Result, Step};
+use tch_amp::Result;
+use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 
 use crate::adamw::AdamW;
 use crate::program::{Dtype, OptimizerSpec, ParamSpec, Rule, from_eighths};

@@ -84,7 +84,7 @@ impl Writer {
         }
     }
 
-    /// Nothing is added to an unscaled gradient: a backward between `unscale_` and `step` is Error::GradientChanged
+    /// Nothing is added to an unscaled gradient: a backward between `unscale_` and `step` is Error::Gradient(GradientError::Changed)
     /// here, while PyTorch goes on with a mixture of scaled and unscaled gradients.
     fn may_accumulate(&self, param: usize) -> bool {
         !self.enabled || self.stages[self.owner(param)] != Stage::Unscaled

@@ -2,10 +2,9 @@
 
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{self, MasterWeights, Optimizer};
-use tch_amp::{
-    AmpOptimizer, Error, GradScaler, GradScalerConfig, GradScalerState, PerLossScalers, Result,
-};
+use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, OptimizerError};
+use tch_amp::scaler::{GradScalerConfig, GradScalerState, PerLossScalers, ScalerError};
+use tch_amp::{Error, GradScaler, Result, optim};
 
 use crate::common::bits::bits;
 use crate::common::descent::Descent;
@@ -187,8 +186,8 @@ fn step(way: &str, opt: &mut Opt, scaler: &mut GradScaler, attempt: Attempt<'_>)
     }
     let all = opt.parameters();
     match way {
-        "clip norm" => attempt(&mut || optim::clip_grad_norm(&all, 0.1).map(drop))?,
-        "clip value" => attempt(&mut || optim::clip_grad_value(&all, 0.01))?,
+        "clip norm" => attempt(&mut || tch_amp::gradients::clip_grad_norm(&all, 0.1).map(drop))?,
+        "clip value" => attempt(&mut || tch_amp::gradients::clip_grad_value(&all, 0.01))?,
         // Numbers that somebody else has changed are looked at again in the step.
         "two looks" => all.iter().for_each(|w| drop(w.grad().neg_())),
         "step_clip_norm" => {
@@ -261,7 +260,9 @@ fn what_failed_for_want_of_memory_can_be_tried_again() {
                 assert_eq!(left, 0, "{what}: {error}");
                 match error {
                     Error::Torch(text) => assert!(text.contains("memory"), "{what}: {text}"),
-                    Error::Optimizer(_) if !model.steps_whole() => in_step = true,
+                    Error::Optimizer(OptimizerError::Step(_)) if !model.steps_whole() => {
+                        in_step = true
+                    }
                     other => panic!("{what}: {other}"),
                 }
                 let again = call();
@@ -300,16 +301,28 @@ fn an_iteration_that_is_given_up_is_followed_by_another() {
                 done.unwrap();
                 break;
             }
-            assert!(matches!(done, Err(Error::Torch(_) | Error::Optimizer(_))), "{what}");
+            assert!(
+                matches!(done, Err(Error::Torch(_) | Error::Optimizer(OptimizerError::Step(_)))),
+                "{what}"
+            );
             training.opts.iter_mut().for_each(Opt::zero_grad);
             if abandons {
                 for opt in &mut training.opts {
                     let abandoned = training.scaler.abandon(opt.amp());
-                    assert!(matches!(abandoned, Ok(()) | Err(Error::AlreadyStepped)), "{what}");
+                    assert!(
+                        matches!(
+                            abandoned,
+                            Ok(()) | Err(Error::Scaler(ScalerError::AlreadyStepped))
+                        ),
+                        "{what}"
+                    );
                 }
             }
             let ended = training.scaler.update();
-            assert!(matches!(ended, Ok(()) | Err(Error::NoInfChecks)), "{what}: {ended:?}");
+            assert!(
+                matches!(ended, Ok(()) | Err(Error::Scaler(ScalerError::NoInfChecks))),
+                "{what}: {ended:?}"
+            );
             let before = training.bits().0;
             let losses = training.losses(0.25);
             training.iteration(way, &losses, &mut |call| call()).unwrap();
@@ -349,7 +362,7 @@ fn per_loss_scalers_end_an_iteration_for_all_losses_or_none() {
             }
             if scalers.update().is_err() {
                 assert_eq!(simulation.fail_allocation(0), 0);
-                let scale = |id| scalers.scaler(id).unwrap().get_scale().unwrap();
+                let scale = |id| scalers.get_scale(id).unwrap();
                 assert_eq!([0, 1, 2].map(scale), [8.0; 3], "allocation {n}");
                 scalers.update().unwrap();
             }
@@ -396,8 +409,8 @@ fn states_of_several_scalers_are_loaded_all_or_none() {
 /// Making scalers and loss scales, and setting what they hold, fails with an error.
 #[test]
 fn numbers_are_made_and_set_or_an_error_is_told() {
+    use tch_amp::loss_scale::{DynamicLossScale, StaticLossScale};
     use tch_amp::loss_scale::{DynamicLossScaleState, LossScale};
-    use tch_amp::{DynamicLossScale, StaticLossScale};
     let Some(simulation) = Simulation::find() else { return };
     let cuda = Device::Cuda(0);
     let config = GradScalerConfig { hysteresis: 2, ..Default::default() };

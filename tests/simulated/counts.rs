@@ -61,7 +61,7 @@ fn a_list_shares_a_launch_where_its_tensors_are_alike() {
         leaf
     };
     let launches = |leaves: &[Tensor]| {
-        simulation.count(|| tch_amp::optim::clip_grad_value(leaves, 1.0).unwrap()).1.launches
+        simulation.count(|| tch_amp::gradients::clip_grad_value(leaves, 1.0).unwrap()).1.launches
     };
     let one = launches(&[leaf(Kind::Float, 0)]);
     assert_eq!(launches(&[leaf(Kind::Float, 0), leaf(Kind::Float, 0)]), one);

@@ -1,8 +1,9 @@
 //! Steps of the fused optimizers that a failing allocation ends: they change everything or nothing.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Algorithm, MasterWeights};
-use tch_amp::{AmpOptimizer, Error, GradScaler, GradScalerConfig, Result, Step};
+use tch_amp::optim::{Algorithm, AmpOptimizer, MasterWeights, Step};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Error, GradScaler, Result};
 
 use crate::common::simulation::Simulation;
 use crate::training::{GPUS, MODES, Training, algorithms};

@@ -2,7 +2,8 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Sgd};
-use tch_amp::{GradScaler, GradScalerConfig, Result, autocast};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{GradScaler, Result, autocast};
 
 pub const ONE: &[Device] = &[Device::Cuda(0)];
 pub const TWO: &[Device] = &[Device::Cuda(0), Device::Cuda(1)];

@@ -1,8 +1,9 @@
 //! How many kernels the scaler starts: as many for a large model as for a small one.
 
 use tch::{Kind, Tensor};
-use tch_amp::optim::{self, MasterWeights, Optimizer};
-use tch_amp::{GradScaler, all_finite};
+use tch_amp::loss_scale::all_finite;
+use tch_amp::optim::{MasterWeights, Optimizer};
+use tch_amp::GradScaler;
 
 use crate::common::simulation::Simulation;
 use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
@@ -38,10 +39,10 @@ const PARTS: [Part; 8] = [
     ("step after unscale_", unscale, step),
     ("update", step, |training| training.scaler.update().unwrap()),
     ("clip_grad_norm", unscale, |training| {
-        let _norm = optim::clip_grad_norm(&training.all, 0.1).unwrap();
+        let _norm = tch_amp::gradients::clip_grad_norm(&training.all, 0.1).unwrap();
     }),
     ("clip_grad_value", unscale, |training| {
-        optim::clip_grad_value(&training.all, 0.1).unwrap();
+        tch_amp::gradients::clip_grad_value(&training.all, 0.1).unwrap();
     }),
     ("all_finite", nothing, |training| {
         let gradients: Vec<_> = training.all.iter().map(Tensor::grad).collect();

@@ -2,7 +2,9 @@
 
 use half::bf16;
 use tch::{Device, Kind, Tensor};
-use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, Parameters, Result, Step, autocast};
+use tch_amp::optim::{AmpOptimizer, Parameters, Step};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{GradScaler, Result, autocast};
 
 use crate::common::simulation::Simulation;
 use crate::common::to_f64;

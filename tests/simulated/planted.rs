@@ -4,6 +4,7 @@ use std::process::Command;
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::AdamW;
+use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler};
 
 use crate::common::simulation::Simulation;
@@ -43,8 +44,8 @@ fn a_step_fails_half_way() {
     let error = scaler.step(&mut opt).unwrap_err().to_string();
     assert!(error.contains("a planted failure half way"), "{error}");
     // They are unscaled by now, which another step would do again.
-    assert!(matches!(scaler.step(&mut opt), Err(Error::UnscaleFailed)));
-    assert!(matches!(scaler.update(), Err(Error::UnscaleFailed)));
+    assert!(matches!(scaler.step(&mut opt), Err(Error::Scaler(ScalerError::UnscaleFailed))));
+    assert!(matches!(scaler.update(), Err(Error::Scaler(ScalerError::UnscaleFailed))));
     opt.zero_grad().unwrap();
     scaler.update().unwrap();
 }

@@ -1,7 +1,8 @@
 //! Steps that only the devices know to be skipped.
 
 use tch::{Cuda, Kind};
-use tch_amp::optim::{MasterWeights, TakenSteps};
+use tch_amp::optim::MasterWeights;
+use tch_amp::scaler::StepCounter;
 
 use crate::common::simulation::Simulation;
 use crate::common::to_f64;
@@ -16,7 +17,7 @@ fn steps_are_counted_right_however_late_the_answers_come() {
     let all = parameters(TWO, Kind::Float, 1);
     let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
     let mut scaler = scaler();
-    let mut counted = TakenSteps::default();
+    let mut counted = StepCounter::default();
     let (mut taken, mut skipped) = (0, 0);
     for factor in [0.5, INF, 0.5, 0.5, INF, INF, 0.5] {
         opt.zero_grad().unwrap();

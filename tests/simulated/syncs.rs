@@ -2,12 +2,10 @@
 
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::loss_scale::LossScale;
-use tch_amp::optim::{MasterWeights, Optimizer, TakenSteps};
-use tch_amp::{
-    AmpOptimizer, DynamicLossScale, GradScaler, GradScalerConfig, Result, StaticLossScale, Step,
-    all_finite, select_tree,
-};
+use tch_amp::loss_scale::{DynamicLossScale, LossScale, StaticLossScale, all_finite, select_tree};
+use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer, Step};
+use tch_amp::scaler::{GradScalerConfig, StepCounter};
+use tch_amp::{GradScaler, Result};
 
 use crate::common::simulation::Simulation;
 use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
@@ -122,7 +120,7 @@ fn an_optimizer_that_is_stepped_on_the_host_waits_once_for_two_devices() {
     let Some(simulation) = Simulation::find() else { return };
     struct Host(Vec<Tensor>);
     impl AmpOptimizer for Host {
-        fn parameters(&self) -> tch_amp::Parameters<'_> {
+        fn parameters(&self) -> tch_amp::optim::Parameters<'_> {
             self.0.as_slice().into()
         }
         fn update(&mut self, _step: &Step<'_>) -> Result<()> {
@@ -189,7 +187,7 @@ fn counting_steps_does_not_wait() {
     let all = parameters(TWO, Kind::Float, 1);
     let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
     let mut scaler = scaler();
-    let mut taken = TakenSteps::default();
+    let mut taken = StepCounter::default();
     for factor in [0.5, f64::INFINITY, 0.5] {
         opt.zero_grad().unwrap();
         backward(&scaler, &losses(&all, TWO, factor)).unwrap();

@@ -1,7 +1,8 @@
 //! Custom functions and the checks of their derivatives.
 
 use tch::{Kind, Tensor};
-use tch_amp::{function, gradcheck, gradgradcheck};
+use tch_amp::function;
+use tch_amp::gradcheck::{gradcheck, gradgradcheck};
 
 use crate::{assert_takes, with_each_kind};
 

@@ -3,10 +3,12 @@
 use std::collections::BTreeMap;
 
 use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::gradients::{clip_grad_norm, clip_grad_value};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd, clip_grad_norm, clip_grad_value,
+    Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, MasterWeights, Optimizer, Sgd,
 };
-use tch_amp::{AmpOptimizer, GradScaler, GradScalerConfig, PerLossScalers, Result};
+use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
+use tch_amp::{GradScaler, Result};
 
 use crate::common::descent::Descent;
 use crate::{assert_takes, numbers, with_each_kind, witness};

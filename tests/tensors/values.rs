@@ -3,12 +3,14 @@
 use ::half::{bf16, f16};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::buffers::{BufferSnapshot, check_buffers_finite};
 use tch_amp::checkpoint::{Checkpoint, Format};
-use tch_amp::policy::{KeepF32, cast_to_full, cast_to_half, keep_in_f32};
-use tch_amp::{
-    BufferSnapshot, DynamicLossScale, GradScaler, LossScale as _, NoOpLossScale, Policy,
-    StaticLossScale, all_finite, check_buffers_finite, half, select_tree,
+use tch_amp::loss_scale::LossScale as _;
+use tch_amp::loss_scale::{
+    DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite, select_tree,
 };
+use tch_amp::policy::{KeepF32, cast_to_full, cast_to_half, keep_in_f32};
+use tch_amp::{GradScaler, Policy, half};
 
 use crate::{assert_takes, with_each_kind};
 

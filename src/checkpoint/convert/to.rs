@@ -7,11 +7,11 @@ use tch::Device;
 use super::{KEY, groups, plain};
 use crate::checkpoint::WRITER;
 use crate::checkpoint::entry::Entry;
-use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
 use crate::checkpoint::pickle::{TensorRef, Value};
 use crate::checkpoint::plain::Plain;
 use crate::error::Result;
+use crate::error::unsaveable;
 use crate::optim::{Algorithm, ParamGroupState, Saved as _};
 
 /// The parts as Python is to have them.

@@ -6,8 +6,9 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::time::Duration;
 
+use crate::atomic;
+use crate::checkpoint::CheckpointError;
 use crate::checkpoint::folder::{CheckpointFile, CheckpointFolder, name};
-use crate::checkpoint::{CheckpointError, atomic};
 use crate::error::Result;
 
 /// A save writes more often than this: an older temporary file was left by a killed one.

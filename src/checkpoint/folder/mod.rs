@@ -10,8 +10,9 @@ use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
+use crate::atomic;
 use crate::checkpoint::folder::keep::best_first;
-use crate::checkpoint::{Checkpoint, CheckpointError, Format, atomic};
+use crate::checkpoint::{Checkpoint, CheckpointError, Format};
 use crate::error::{Error, Result};
 
 pub use file::{CheckpointFile, Found, Start};

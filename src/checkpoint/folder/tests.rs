@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+use crate::error::CheckpointError;
 use std::cell::Cell;
 use std::fs;
 

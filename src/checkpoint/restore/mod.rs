@@ -8,12 +8,15 @@ use std::fmt;
 use tch::Device;
 use tch::nn::VarStore;
 
+use crate::GradScaler;
 use crate::checkpoint::restore::names::Names;
 use crate::checkpoint::stateful::{Model, Prepared};
 use crate::checkpoint::{Checkpoint, CheckpointError, Rng, SavedState, Stateful};
+#[cfg(doc)]
+use crate::error::OptimizerError;
 use crate::error::Result;
 use crate::optim::Optimizer;
-use crate::{GradScaler, PerLossScalers};
+use crate::scaler::PerLossScalers;
 
 pub use restored::Restored;
 
@@ -153,7 +156,7 @@ impl<'a> Restore<'a> {
     ///
     /// [`CheckpointError::NoPart`], [`CheckpointError::OtherPart`], [`CheckpointError::Keys`] and
     /// [`CheckpointError::Tensor`]; those of [`Stateful::prepare_restore`], among them
-    /// [`Error::OptimizerState`](crate::Error::OptimizerState) and the others of [`Optimizer::load_state_dict`], and
+    /// [`OptimizerError::State`] and the others of [`Optimizer::load_state_dict`], and
     /// those of [`GradScaler::load_state_dict`] and [`set_rng_state`](crate::checkpoint::set_rng_state).
     /// [`CheckpointError::Interrupted`] when the file can no longer be read though it was: only then models, scalers and
     /// states of your own may be half restored.
@@ -169,7 +172,7 @@ impl<'a> Restore<'a> {
             all = all.and(prepared);
         }
         // Also when it stops midway.
-        crate::clear_autocast_cache();
+        crate::autocast::clear_autocast_cache();
         all.commit().map_err(|cause| CheckpointError::Interrupted { cause: Box::new(cause) })?;
         Ok(restored)
     }

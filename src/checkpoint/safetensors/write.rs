@@ -6,17 +6,16 @@ use std::io::SeekFrom;
 use safetensors::tensor::{Metadata, TensorInfo};
 use xxhash_rust::xxh3::Xxh3Default;
 
+use crate::atomic::Target;
 use crate::checkpoint::WRITER;
-use crate::checkpoint::atomic::Target;
 use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::entry::Entry;
-use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::{OptimizerPart, Part, StatePart, problem_of_name};
 use crate::checkpoint::plain::Plain;
 use crate::checkpoint::safetensors::header::{KEY, Manifest, PartManifest, VERSION, of_header};
 use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, MAX_TENSORS, dtype, too_much};
 use crate::checkpoint::save::Failure;
-use crate::error::Result;
+use crate::error::{Result, unsaveable};
 
 type Parts = BTreeMap<String, Part>;
 

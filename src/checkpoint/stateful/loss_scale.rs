@@ -6,8 +6,9 @@ use crate::checkpoint::part::Part;
 use crate::checkpoint::stateful::save::plain;
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::Result;
-use crate::loss_scale::LossScaleState;
-use crate::{DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale};
+use crate::loss_scale::{
+    DynamicLossScale, LossScale, LossScaleState, NoOpLossScale, StaticLossScale,
+};
 
 impl SaveState<'_> {
     fn loss_scale(&mut self, state: LossScaleState) -> Result<()> {

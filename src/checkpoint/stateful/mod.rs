@@ -26,7 +26,7 @@ pub(crate) use scaler::{save_scaler, save_scalers};
 /// [`Checkpoint::add`](crate::checkpoint::Checkpoint::add) saves it and
 /// [`Restore::add`](crate::checkpoint::Restore::add) restores it. Implemented for [`VarStore`](tch::nn::VarStore),
 /// [`Optimizer`](crate::optim::Optimizer), [`GradScaler`](crate::GradScaler),
-/// [`PerLossScalers`](crate::PerLossScalers), the loss scales and a `Box` of any of them, and [`Rng`].
+/// [`PerLossScalers`](crate::scaler::PerLossScalers), the loss scales and a `Box` of any of them, and [`Rng`].
 ///
 /// Your own type takes a few lines. It is saved as a dict of its tensors and values, which Python reads from a `.pt`
 /// with `weights_only=True`:

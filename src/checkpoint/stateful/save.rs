@@ -7,10 +7,9 @@ use tch::{Kind, Tensor};
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::Entry;
-use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::{Part, StatePart};
 use crate::checkpoint::plain::Plain;
-use crate::error::Result;
+use crate::error::{Result, unsaveable};
 
 /// A state on its way into a checkpoint: what [`Stateful::save_state`](crate::checkpoint::Stateful::save_state) records
 /// its tensors and values in.

@@ -1,10 +1,11 @@
 //! Scalers.
 
+use crate::GradScaler;
 use crate::checkpoint::part::Part;
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::checkpoint::{Checkpoint, other_part};
 use crate::error::Result;
-use crate::{GradScaler, GradScalerState, PerLossScalers};
+use crate::scaler::{GradScalerState, PerLossScalers};
 
 pub(crate) fn save_scaler(scaler: &GradScaler, state: &mut SaveState<'_>) -> Result<()> {
     state.whole(Part::Scaler(scaler.state_dict()?));
@@ -18,20 +19,13 @@ pub(crate) fn save_scalers(scalers: &PerLossScalers, state: &mut SaveState<'_>) 
     Ok(())
 }
 
-/// Checks the part of that name against a scaler.
-fn prepare<'a>(
-    scaler: &'a mut GradScaler,
-    checkpoint: &Checkpoint,
-    name: &str,
-) -> Result<Prepared<'a>> {
-    let loaded = match checkpoint.part(name)? {
-        Part::Scaler(state) => scaler.prepare_state(state)?,
-        Part::Empty => scaler.prepare_state(&GradScalerState::default())?,
-        other => return Err(other_part(name, "a scaler", other)),
-    };
-    // A disabled one stays as it is.
-    Ok(loaded
-        .map_or_else(Prepared::default, |loaded| Prepared::step(move || scaler.set_state(loaded))))
+/// The state in the part of that name: the empty one if a disabled scaler saved it.
+fn state(checkpoint: &Checkpoint, name: &str) -> Result<GradScalerState> {
+    match checkpoint.part(name)? {
+        Part::Scaler(state) => Ok(state.clone()),
+        Part::Empty => Ok(GradScalerState::default()),
+        other => Err(other_part(name, "a scaler", other)),
+    }
 }
 
 impl Stateful for GradScaler {
@@ -42,7 +36,9 @@ impl Stateful for GradScaler {
     /// Prepares to take over a state. A disabled scaler stays as it is.
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         saved.take_whole();
-        prepare(self, saved.checkpoint, saved.name)
+        let loaded = self.prepare_state(&state(saved.checkpoint, saved.name)?)?;
+        let set = |loaded| Prepared::step(move || self.set_state(loaded));
+        Ok(loaded.map_or_else(Prepared::default, set))
     }
 }
 
@@ -54,10 +50,9 @@ impl Stateful for PerLossScalers {
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         saved.take_whole();
-        let mut all = Prepared::default();
-        for (id, scaler) in self.scalers_mut().enumerate() {
-            all = all.and(prepare(scaler, saved.checkpoint, &format!("{}.{id}", saved.name))?);
-        }
-        Ok(all)
+        let name = |loss| format!("{}.{loss}", saved.name);
+        let states = (0..self.loss_count()).map(|loss| state(saved.checkpoint, &name(loss)));
+        let loaded = self.prepare_states(&states.collect::<Result<Vec<_>>>()?)?;
+        Ok(Prepared::step(move || self.set_states(loaded)))
     }
 }

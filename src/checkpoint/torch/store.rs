@@ -4,12 +4,11 @@ use std::collections::BTreeMap;
 use std::io::{self, BufWriter};
 
 use super::{check, save};
-use crate::checkpoint::atomic::Target;
+use crate::atomic::Target;
 use crate::checkpoint::convert::Layout;
-use crate::checkpoint::error::unsaveable;
 use crate::checkpoint::part::Part;
 use crate::checkpoint::save::Failure;
-use crate::error::Result;
+use crate::error::{Result, unsaveable};
 
 /// Lays the parts out. Refuses what Python cannot have, and what could not be loaded again.
 pub(crate) fn plan(parts: &BTreeMap<String, Part>) -> Result<Layout<'_>> {

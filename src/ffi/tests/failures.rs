@@ -3,10 +3,11 @@
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::{
-    Autocast, AutocastState, Error, Function, GradScaler, GradScalerConfig, PerLossScalers, Result,
-    autocast, autocast_dtype, ffi, function, optim, sys,
-};
+use crate::autocast::{AutocastState, autocast_dtype};
+use crate::error::ScalerError;
+use crate::function::Function;
+use crate::scaler::{GradScalerConfig, PerLossScalers};
+use crate::{Autocast, Error, GradScaler, Result, autocast, ffi, function, optim, sys};
 
 const KINDS: [(u8, &str); 3] = [
     (sys::TESTING_TORCH_ERROR, "a planted failure"),
@@ -182,7 +183,10 @@ fn a_failed_unscale_goes_on_as_its_error_says() {
                 scaler.step_clip_norm(&mut opt, 1.0).map(drop),
                 scaler.update(),
             ] {
-                assert!(matches!(refused, Err(Error::UnscaleFailed)), "{refused:?}");
+                assert!(
+                    matches!(refused, Err(Error::Scaler(ScalerError::UnscaleFailed))),
+                    "{refused:?}"
+                );
             }
             match advice {
                 "zeros and update" => w.zero_grad(),
@@ -210,7 +214,7 @@ fn an_update_after_a_failed_unscale_counts_what_was_found_elsewhere() {
     let mut stepped = optim::Sgd::default().build(vec![other.shallow_clone()], 1.0).unwrap();
     scaler.backward(&(&other * f64::INFINITY)).unwrap();
     assert!(scaler.step(&mut stepped).unwrap().is_skipped().unwrap());
-    assert!(matches!(scaler.update(), Err(Error::UnscaleFailed)));
+    assert!(matches!(scaler.update(), Err(Error::Scaler(ScalerError::UnscaleFailed))));
     opt.zero_grad().unwrap();
     scaler.update().unwrap();
     assert_eq!(scaler.get_scale().unwrap(), 4.0);

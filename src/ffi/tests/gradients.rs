@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::ffi::{ScaleRule, ScaleUpdate, Unscaling, gradients_unscale, scales_update};
+use crate::ffi::{FoundInf, ScaleRule, ScaleUpdate, Unscaling, gradients_unscale, scales_update};
 
 const GENERIC: Unscaling = Unscaling { check_only: false, recheck: false, generic: true };
 
@@ -14,12 +14,9 @@ fn with_gradient(values: &[f64], kind: Kind) -> Tensor {
 }
 
 fn unscale(w: &Tensor, scale: f32, unscaling: Unscaling) -> (Option<bool>, Vec<f64>) {
-    let found_inf = Tensor::from(7f32);
-    let flags = [found_inf.shallow_clone()];
-    let answers = gradients_unscale([w], &Tensor::from(scale), &flags, unscaling).unwrap();
-    let found = answers[0];
-    let flag = found_inf.double_value(&[]);
-    assert_eq!(Some(flag == 1.0), found, "the tensor and the answer agree, whatever was in it");
+    let found = gradients_unscale([w], &Tensor::from(scale), 1, unscaling).unwrap();
+    let [FoundInf { tensor, host: found }] = found.try_into().unwrap();
+    assert_eq!(Some(tensor.double_value(&[]) == 1.0), found, "the tensor and the answer agree");
     (found, Vec::try_from(w.grad().to_kind(Kind::Double)).unwrap())
 }
 
@@ -71,7 +68,7 @@ fn an_empty_gradient_passes_every_path() {
 fn libtorchs_message_comes_without_its_backtrace() {
     let update = |found_infs: &[&Tensor]| {
         let (scale, tracker) = (&Tensor::new(), &Tensor::new());
-        let update = ScaleUpdate { scale, tracker, patience: None, found_infs, rule: rule() };
+        let update = ScaleUpdate { scale, tracker, counts: None, found_infs, rule: rule() };
         scales_update(&[update]).unwrap_err().to_string()
     };
     assert_eq!(update(&[]), "libtorch: no found_inf tensor");

@@ -3,17 +3,16 @@
 use tch::Tensor;
 
 use crate::error::Result;
-use crate::ffi;
-use crate::gradients::{FoundInf, overflow};
+use crate::ffi::{self, FoundInf};
+use crate::gradients::{Gradients, Plan, overflow};
 use crate::optim::AmpOptimizer;
+use crate::scale::{AdaptiveScale, End};
 use crate::scaler::GradScaler;
-use crate::scaler::update::End;
 
-/// A loss and its scaler, whose iteration has no records: what was found is here.
+/// A loss, its scale, and what was found in its gradients since the last update.
 #[derive(Debug)]
 pub(super) struct Loss {
-    pub(super) scaler: GradScaler,
-    /// What was found in its gradients since the last update.
+    pub(super) scale: AdaptiveScale,
     found: Vec<Found>,
 }
 
@@ -85,13 +84,17 @@ impl Drop for Before {
 }
 
 impl Loss {
-    pub(super) fn new(scaler: GradScaler) -> Self {
-        Self { scaler: GradScaler { is_part: true, ..scaler }, found: Vec::new() }
+    pub(super) fn new(scale: AdaptiveScale) -> Self {
+        Self { scale, found: Vec::new() }
     }
 
     /// Whether there was no backward since the last update.
     pub(super) fn is_closed(&self) -> bool {
         self.found.is_empty()
+    }
+
+    fn flags(&self) -> impl Iterator<Item = &FoundInf> {
+        self.found.iter().map(|found| &found.flag)
     }
 
     /// What the step of an optimizer depends on.
@@ -100,70 +103,66 @@ impl Loss {
         self.found.iter().filter(its).map(|found| &found.flag)
     }
 
-    /// Adds the unscaled gradients of the loss to those of the optimizer's parameters.
-    pub(super) fn add(
+    /// Scales the loss, runs its backward, and adds the unscaled gradients to those that the optimizer's parameters have.
+    /// `sums` names the parameters in an error.
+    pub(super) fn backward(
         &mut self,
         loss: &Tensor,
         optimizer: &mut dyn AmpOptimizer,
         retain_graph: bool,
+        sums: &GradScaler,
     ) -> Result<()> {
-        if !self.scaler.is_enabled() {
+        if !self.scale.is_enabled() {
             return ffi::backward(loss, retain_graph);
         }
         let mut before = Before::take(optimizer.parameters().into_owned())?;
-        let found = self.backward(loss, optimizer, retain_graph)?;
+        let identity = Identity::of(optimizer)?;
+        ffi::backward(&self.scale.apply(loss)?, retain_graph)?;
+        if optimizer.wants_f32_gradients() {
+            ffi::gradients_widen(&optimizer.parameters())?;
+        }
+        let flags = self.unscale(&sums.gradients(optimizer)?)?;
         before.add()?;
-        self.found.extend(found);
-        self.scaler.iteration.get_mut().set_taken(!self.found.is_empty());
+        let found = |flag| Found { optimizer: identity.clone(), flag };
+        self.found.extend(flags.into_iter().map(found));
         Ok(())
     }
 
-    /// Whether any of its gradients was infinite or NaN. Waits for the device where only that knows.
+    /// Unscales the gradients, those of this loss alone.
+    fn unscale(&self, gradients: &Gradients<'_>) -> Result<Vec<FoundInf>> {
+        let Some(scale) = self.scale.number() else {
+            return Ok(Vec::new());
+        };
+        let plan = Plan::new(gradients, self.scale.config().may_unscale_fp16())?;
+        plan.drop_frozen(gradients.parameters())?;
+        if plan.groups.is_empty() {
+            return Ok(Vec::new());
+        }
+        let found = plan.unscale(gradients.parameters(), scale.tensor(), scale.unscaling());
+        found.map_err(|interrupted| interrupted.error)
+    }
+
+    /// Whether any of its gradients was infinite or NaN. Synchronizes where only the device knows.
     pub(super) fn overflowed(&self) -> Result<bool> {
-        let flags = || self.found.iter().map(|found| &found.flag);
-        match overflow(flags()) {
+        match overflow(self.flags()) {
             Some(known) => Ok(known),
-            None => ffi::any_nonzero(&flags().map(|flag| &flag.tensor).collect::<Vec<_>>()),
+            None => ffi::any_nonzero(&self.flags().map(|flag| &flag.tensor).collect::<Vec<_>>()),
         }
     }
 
     /// Forgets what was found in the gradients of an optimizer.
     pub(super) fn abandon(&mut self, optimizer: &Identity) {
         self.found.retain(|found| found.optimizer != *optimizer);
-        self.scaler.iteration.get_mut().set_taken(!self.found.is_empty());
-    }
-
-    /// Leaves the unscaled gradients of the loss alone in the parameters.
-    fn backward(
-        &mut self,
-        loss: &Tensor,
-        optimizer: &mut dyn AmpOptimizer,
-        retain_graph: bool,
-    ) -> Result<Vec<Found>> {
-        let identity = Identity::of(optimizer)?;
-        ffi::backward(&self.scaler.scale(loss)?, retain_graph)?;
-        let record = self.scaler.open(optimizer);
-        let iteration = self.scaler.iteration.get_mut();
-        let Some(record) = record.inspect_err(|_| iteration.close())? else {
-            return Ok(Vec::new());
-        };
-        let flags = iteration.take_found(record);
-        let found = |flag| Found { optimizer: identity.clone(), flag };
-        Ok(flags.into_iter().map(found).collect())
     }
 
     /// The end of its iteration; `None` where it has had no backward.
-    pub(super) fn end(&mut self) -> Option<Result<End<'_>>> {
-        let GradScaler { config, scale, skips, .. } = &mut self.scaler;
-        let scale = scale.as_mut().filter(|_| !self.found.is_empty())?;
-        let flags = || self.found.iter().map(|found| &found.flag);
-        let tensors = flags().map(|flag| &flag.tensor).collect();
-        Some(End::new(scale, config, skips, tensors, overflow(flags())))
+    pub(super) fn end(&mut self) -> Result<Option<End<'_>>> {
+        let Self { scale, found } = self;
+        if found.is_empty() { Ok(None) } else { scale.end(found.iter().map(|found| &found.flag)) }
     }
 
     /// Forgets what the iteration has found.
     pub(super) fn close(&mut self) {
-        let found = self.found.drain(..).map(|found| found.flag);
-        self.scaler.iteration.get_mut().recycle(found);
+        self.found.clear();
     }
 }

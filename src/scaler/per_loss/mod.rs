@@ -5,10 +5,10 @@ mod loss;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ScalerError, ensure};
 use crate::optim::AmpOptimizer;
+use crate::scale::{AdaptiveScale, LoadedState, end_all};
 use crate::scaler::iteration::Stage;
-use crate::scaler::update::end_all;
 use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome};
 use loss::{Identity, Loss};
 
@@ -22,7 +22,8 @@ use loss::{Identity, Loss};
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn};
-/// use tch_amp::{PerLossScalers, optim::AdamW};
+/// use tch_amp::optim::AdamW;
+/// use tch_amp::scaler::PerLossScalers;
 ///
 /// let vs = nn::VarStore::new(Device::Cpu);
 /// let net = nn::linear(vs.root(), 4, 2, Default::default());
@@ -60,18 +61,17 @@ impl PerLossScalers {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] without any loss; as [`GradScalerConfig::build`].
+    /// [`Error::InvalidArgument`] without any loss; as [`GradScalerConfig::build`].
     pub fn with_configs(device: Device, configs: &[GradScalerConfig]) -> Result<Self> {
         if configs.is_empty() {
-            let field = "the number of losses";
-            return Err(Error::InvalidValue { field, value: 0.0, rule: "at least 1" });
+            return Err(Error::out_of_range("the number of losses", 0.0, "at least 1"));
         }
         let enabled = configs.iter().all(|config| config.enabled);
-        let build = |config: &GradScalerConfig| {
-            let scaler = GradScalerConfig { enabled, ..*config }.build(device)?;
-            Ok(Loss::new(scaler))
+        let new = |config: &GradScalerConfig| {
+            let config = GradScalerConfig { enabled, ..*config };
+            Ok(Loss::new(AdaptiveScale::new(device, config)?))
         };
-        let losses = configs.iter().map(build).collect::<Result<_>>()?;
+        let losses = configs.iter().map(new).collect::<Result<_>>()?;
         let sums = if enabled { GradScaler::skip_only(device)? } else { GradScaler::disabled() };
         Ok(Self { losses, sums })
     }
@@ -86,32 +86,70 @@ impl PerLossScalers {
         self.losses.len()
     }
 
-    /// Returns the scaler of a loss, to ask for its scale, say, or to save it in a checkpoint between iterations.
+    /// Returns the scale of a loss, as [`GradScaler::get_scale`] does; 1 if the scalers are disabled. Waits as that.
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchLoss`].
-    pub fn scaler(&self, loss_id: usize) -> Result<&GradScaler> {
+    /// [`ScalerError::NoSuchLoss`]; as [`GradScaler::get_scale`].
+    pub fn get_scale(&self, loss_id: usize) -> Result<f64> {
+        Ok(self.loss(loss_id)?.scale.value()?.map_or(1.0, |value| value.scale.into()))
+    }
+
+    /// Returns the number of iterations in a row in which a loss had a backward and no overflow, as
+    /// [`GradScaler::get_growth_tracker`] does; 0 if the scalers are disabled. Waits as that.
+    ///
+    /// # Errors
+    ///
+    /// As [`get_scale`](Self::get_scale).
+    pub fn get_growth_tracker(&self, loss_id: usize) -> Result<i64> {
+        Ok(self.loss(loss_id)?.scale.value()?.map_or(0, |value| value.tracker.into()))
+    }
+
+    /// Returns the options of the scaler of a loss as they are now.
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::NoSuchLoss`].
+    pub fn config(&self, loss_id: usize) -> Result<&GradScalerConfig> {
+        Ok(self.loss(loss_id)?.scale.config())
+    }
+
+    /// Sets what the scale of a loss is multiplied by when it grows, as [`GradScaler::set_growth_factor`].
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::NoSuchLoss`]; as [`GradScaler::set_growth_factor`].
+    pub fn set_growth_factor(&mut self, loss_id: usize, growth_factor: f64) -> Result<()> {
+        self.loss_mut(loss_id)?.scale.set_growth_factor(growth_factor)
+    }
+
+    /// Sets what the scale of a loss is multiplied by when it backs off, as [`GradScaler::set_backoff_factor`].
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::NoSuchLoss`]; as [`GradScaler::set_backoff_factor`].
+    pub fn set_backoff_factor(&mut self, loss_id: usize, backoff_factor: f64) -> Result<()> {
+        self.loss_mut(loss_id)?.scale.set_backoff_factor(backoff_factor)
+    }
+
+    /// Sets the number of iterations without overflow before the scale of a loss grows, as
+    /// [`GradScaler::set_growth_interval`].
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::NoSuchLoss`]; as [`GradScaler::set_growth_interval`].
+    pub fn set_growth_interval(&mut self, loss_id: usize, growth_interval: i64) -> Result<()> {
+        self.loss_mut(loss_id)?.scale.set_growth_interval(growth_interval)
+    }
+
+    fn loss(&self, loss_id: usize) -> Result<&Loss> {
         let losses = self.losses.len();
-        Ok(&self.losses.get(loss_id).ok_or(Error::NoSuchLoss { loss_id, losses })?.scaler)
-    }
-
-    /// Returns the scaler of a loss, to change its settings or to load its state.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::NoSuchLoss`].
-    pub fn scaler_mut(&mut self, loss_id: usize) -> Result<&mut GradScaler> {
-        Ok(&mut self.loss_mut(loss_id)?.scaler)
-    }
-
-    pub(crate) fn scalers_mut(&mut self) -> impl Iterator<Item = &mut GradScaler> {
-        self.losses.iter_mut().map(|loss| &mut loss.scaler)
+        Ok(self.losses.get(loss_id).ok_or(ScalerError::NoSuchLoss { loss_id, losses })?)
     }
 
     fn loss_mut(&mut self, loss_id: usize) -> Result<&mut Loss> {
         let losses = self.losses.len();
-        self.losses.get_mut(loss_id).ok_or(Error::NoSuchLoss { loss_id, losses })
+        Ok(self.losses.get_mut(loss_id).ok_or(ScalerError::NoSuchLoss { loss_id, losses })?)
     }
 
     /// Takes the names of a VarStore's variables, as [`GradScaler::name_parameters`].
@@ -120,8 +158,7 @@ impl PerLossScalers {
     ///
     /// As [`GradScaler::name_parameters`].
     pub fn name_parameters(&mut self, vs: &VarStore) -> Result<()> {
-        self.sums.name_parameters(vs)?;
-        self.scalers_mut().try_for_each(|scaler| scaler.name_parameters(vs))
+        self.sums.name_parameters(vs)
     }
 
     /// Scales a loss, runs its backward, unscales the gradients of the optimizer's parameters and adds them to those
@@ -133,7 +170,7 @@ impl PerLossScalers {
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchLoss`]; [`Error::AlreadyStepped`] before `update`; as [`GradScaler::backward`] and
+    /// [`ScalerError::NoSuchLoss`]; [`ScalerError::AlreadyStepped`] before `update`; as [`GradScaler::backward`] and
     /// [`GradScaler::unscale_`]. The optimizer's gradients are those from before then, after a panic, too.
     pub fn backward(
         &mut self,
@@ -169,12 +206,16 @@ impl PerLossScalers {
         self.loss_mut(loss_id)?;
         if let Some(record) = self.sums.record(optimizer)? {
             if self.sums.iteration.get_mut().stage(record) == Stage::Stepped {
-                return Err(Error::AlreadyStepped);
+                return Err(Error::Scaler(ScalerError::AlreadyStepped));
             }
             // A step has failed; the next one looks at the new sums.
             self.sums.abandon(optimizer)?;
         }
-        self.loss_mut(loss_id)?.add(loss, optimizer, retain_graph)
+        let Self { losses, sums } = self;
+        let count = losses.len();
+        let its = losses.get_mut(loss_id);
+        let its = its.ok_or(ScalerError::NoSuchLoss { loss_id, losses: count })?;
+        its.backward(loss, optimizer, retain_graph, sums)
     }
 
     /// Steps the optimizer if the gradients of all losses, and their sums, are finite. Waits as [`GradScaler::step`].
@@ -228,7 +269,7 @@ impl PerLossScalers {
         };
         let iteration = self.sums.iteration.get_mut();
         for flag in self.losses.iter().flat_map(|loss| loss.found(&identity)) {
-            iteration.add_found(record, flag.lend());
+            iteration.add_found(record, flag.shallow_clone());
         }
         Ok(())
     }
@@ -238,9 +279,9 @@ impl PerLossScalers {
     ///
     /// # Errors
     ///
-    /// [`Error::NoInfChecks`] when there was neither a backward with gradients nor a step since the last update, and
-    /// [`Error::UnscaleFailed`] as from [`GradScaler::update`]; nothing changes then.
-    /// [`Error::TooManySkips`] and [`Error::ScaleAtMinimum`] as from [`GradScaler::update`], the first of them; the
+    /// [`ScalerError::NoInfChecks`] when there was neither a backward with gradients nor a step since the last update, and
+    /// [`ScalerError::UnscaleFailed`] as from [`GradScaler::update`]; nothing changes then.
+    /// [`ScalerError::TooManySkips`] and [`ScalerError::ScaleAtMinimum`] as from [`GradScaler::update`], the first of them; the
     /// iteration has been ended for all losses then.
     pub fn update(&mut self) -> Result<()> {
         if !self.is_enabled() {
@@ -248,10 +289,11 @@ impl PerLossScalers {
         }
         let sums = self.sums.iteration.get_mut();
         if !sums.is_open() && self.losses.iter().all(Loss::is_closed) {
-            return Err(Error::NoInfChecks);
+            return Err(Error::Scaler(ScalerError::NoInfChecks));
         }
         sums.check_broken()?;
-        let ends: Result<Vec<_>> = self.losses.iter_mut().filter_map(Loss::end).collect();
+        let ends: Result<Vec<_>> =
+            self.losses.iter_mut().filter_map(|loss| loss.end().transpose()).collect();
         let given_up = end_all(&mut ends?)?;
         sums.close();
         self.losses.iter_mut().for_each(Loss::close);
@@ -284,27 +326,45 @@ impl PerLossScalers {
     ///
     /// # Errors
     ///
-    /// [`Error::IterationOpen`] between `backward` and `update`.
+    /// [`ScalerError::IterationOpen`] between `backward` and `update`.
     pub fn state_dict(&self) -> Result<Vec<GradScalerState>> {
-        self.losses.iter().map(|loss| loss.scaler.state_dict()).collect()
+        self.check_closed("state_dict")?;
+        self.losses.iter().map(|loss| loss.scale.state_dict()).collect()
     }
 
     /// Takes over saved states.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidValue`] for another number of states than losses; as [`GradScaler::load_state_dict`]. Nothing
+    /// [`Error::InvalidArgument`] for another number of states than losses; as [`GradScaler::load_state_dict`]. Nothing
     /// changes then.
     pub fn load_state_dict(&mut self, states: &[GradScalerState]) -> Result<()> {
-        let (field, value) = ("the number of states", states.len() as f64);
-        if states.len() != self.losses.len() {
-            return Err(Error::InvalidValue { field, value, rule: "that of the losses" });
-        }
+        let loaded = self.prepare_states(states)?;
+        self.set_states(loaded)
+    }
+
+    /// Checks states and makes what loading them takes; `None` for each if the scalers are disabled.
+    pub(crate) fn prepare_states(
+        &self,
+        states: &[GradScalerState],
+    ) -> Result<Vec<Option<LoadedState>>> {
+        let (name, value) = ("the number of states", states.len() as f64);
+        ensure(name, value, states.len() == self.losses.len(), "that of the losses")?;
+        self.check_closed("load_state_dict")?;
         let both = self.losses.iter().zip(states);
-        let loaded: Result<Vec<_>> =
-            both.map(|(loss, state)| loss.scaler.prepare_state(state)).collect();
-        let both = self.losses.iter_mut().zip(loaded?);
-        let both = both.filter_map(|(loss, loaded)| Some((loss, loaded?)));
-        both.into_iter().try_for_each(|(loss, loaded)| loss.scaler.set_state(loaded))
+        both.map(|(loss, state)| loss.scale.prepare_state(state)).collect()
+    }
+
+    pub(crate) fn set_states(&mut self, loaded: Vec<Option<LoadedState>>) -> Result<()> {
+        let both = self.losses.iter_mut().zip(loaded);
+        let mut both = both.filter_map(|(loss, loaded)| Some((loss, loaded?)));
+        both.try_for_each(|(loss, loaded)| loss.scale.set_state(loaded))
+    }
+
+    fn check_closed(&self, call: &'static str) -> Result<()> {
+        if self.losses.iter().all(Loss::is_closed) {
+            return Ok(());
+        }
+        Err(ScalerError::IterationOpen { call }.into())
     }
 }

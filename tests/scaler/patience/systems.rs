@@ -1,6 +1,6 @@
 //! What an iteration makes of the scale in other systems, in plain loops.
 
-use tch_amp::GradScalerConfig;
+use tch_amp::scaler::GradScalerConfig;
 
 /// A rule of another system: what an iteration makes of the scale.
 pub trait Reference {

@@ -1,8 +1,10 @@
 //! Iterations that fail, are given up, or take another way.
 
 use tch::{Device, Kind, Tensor};
+use tch_amp::Error;
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::{AmpOptimizer, Error, GradScalerConfig, PerLossScalers, Step};
+use tch_amp::optim::{AmpOptimizer, OptimizerError, Step};
+use tch_amp::scaler::{GradScalerConfig, PerLossScalers, ScalerError};
 
 use super::{scales, two};
 use crate::common::{for_each_device, to_f64};
@@ -29,7 +31,7 @@ struct Moody {
 }
 
 impl AmpOptimizer for Moody {
-    fn parameters(&self) -> tch_amp::Parameters<'_> {
+    fn parameters(&self) -> tch_amp::optim::Parameters<'_> {
         self.inner.parameters()
     }
 
@@ -40,7 +42,7 @@ impl AmpOptimizer for Moody {
 
     fn update(&mut self, step: &Step<'_>) -> tch_amp::Result<()> {
         match self.fails {
-            true => Err(Error::Optimizer("in a bad mood".into())),
+            true => Err(Error::Optimizer(OptimizerError::Step("in a bad mood".into()))),
             false => self.inner.update(step),
         }
     }
@@ -78,7 +80,7 @@ fn a_backward_after_the_step_is_refused_and_nothing_is_taken() {
     scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
     drop(scalers.step(&mut opt).unwrap());
     let late = scalers.backward(1, &loss(&w, &[1.0; 3]), &mut opt);
-    assert!(matches!(late, Err(Error::AlreadyStepped)));
+    assert!(matches!(late, Err(Error::Scaler(ScalerError::AlreadyStepped))));
     assert_eq!(to_f64(&w.grad()), [1.0; 3]);
 }
 
@@ -101,7 +103,7 @@ fn gradients_of_no_loss_are_stepped_and_the_iteration_ends() {
     loss(&w, &[1.0; 3]).backward();
     drop(scalers.step(&mut opt).unwrap());
     scalers.update().unwrap();
-    assert!(matches!(scalers.update(), Err(Error::NoInfChecks)));
+    assert!(matches!(scalers.update(), Err(Error::Scaler(ScalerError::NoInfChecks))));
     scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
     assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap());
 }
@@ -124,23 +126,25 @@ fn an_iteration_that_is_given_up_is_forgotten() {
 }
 
 #[test]
-fn a_part_is_stepped_by_the_whole_alone() {
+fn each_loss_has_options_of_its_own() {
     let (w, mut opt) = moody(Device::Cpu);
     let mut scalers = two(Device::Cpu);
+    scalers.set_growth_factor(0, 4.0).unwrap();
+    scalers.set_growth_interval(0, 1).unwrap();
+    scalers.set_backoff_factor(1, 0.25).unwrap();
+    assert!(matches!(scalers.set_growth_factor(0, 1.0), Err(Error::InvalidArgument { .. })));
+    assert!(matches!(scalers.set_backoff_factor(1, 1.0), Err(Error::InvalidArgument { .. })));
+    assert!(matches!(scalers.set_growth_interval(0, 0), Err(Error::InvalidArgument { .. })));
+    let options = [0, 1].map(|loss| {
+        let config = scalers.config(loss).unwrap();
+        (config.growth_factor, config.backoff_factor, config.growth_interval)
+    });
+    assert_eq!(options, [(4.0, 0.5, 1), (2.0, 0.25, 3)]);
     scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
-    let part = scalers.scaler_mut(0).unwrap();
-    for result in [
-        part.unscale_(&mut opt),
-        part.step(&mut opt).map(drop),
-        part.step_clip_norm(&mut opt, 1.0).map(drop),
-        part.update(),
-        part.update_with(2.0),
-    ] {
-        assert!(matches!(result, Err(Error::PartOfScalers { .. })));
-    }
-    assert!(matches!(part.unscale(&mut opt), Err(Error::PartOfScalers { .. })));
-    assert_eq!((to_f64(&w), to_f64(&w.grad())), (vec![1.0; 3], vec![1.0; 3]));
-    assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap());
+    scalers.backward(1, &loss(&w, &[INF; 3]), &mut opt).unwrap();
+    assert!(scalers.step(&mut opt).unwrap().is_skipped().unwrap());
+    scalers.update().unwrap();
+    assert_eq!(scales(&scalers), [32.0, 256.0]);
 }
 
 #[test]
@@ -183,7 +187,9 @@ fn one_disabled_loss_disables_all() {
     let configs = [true, false].map(|enabled| GradScalerConfig { enabled, ..Default::default() });
     let scalers = PerLossScalers::with_configs(Device::Cpu, &configs).unwrap();
     assert!(!scalers.is_enabled());
-    assert!([0, 1].iter().all(|&loss| !scalers.scaler(loss).unwrap().is_enabled()));
+    assert!([0, 1].iter().all(|&loss| !scalers.config(loss).unwrap().enabled));
+    assert_eq!([0, 1].map(|loss| scalers.get_scale(loss).unwrap()), [1.0; 2]);
+    assert_eq!([0, 1].map(|loss| scalers.get_growth_tracker(loss).unwrap()), [0; 2]);
 }
 
 /// Giving up one optimizer ends the iteration of a loss only where no other has a part in it.
@@ -197,8 +203,12 @@ fn giving_up_one_of_two_optimizers_leaves_the_iteration_open() {
     }
     for (opt, is_open) in opts.iter_mut().zip([true, false]) {
         scalers.abandon(opt).unwrap();
-        let state = scalers.scaler(0).unwrap().state_dict();
-        assert_eq!(matches!(state, Err(Error::IterationOpen { .. })), is_open, "{state:?}");
+        let state = scalers.state_dict();
+        assert_eq!(
+            matches!(state, Err(Error::Scaler(ScalerError::IterationOpen { .. }))),
+            is_open,
+            "{state:?}"
+        );
     }
 }
 
@@ -218,5 +228,8 @@ fn the_first_of_two_losses_that_give_up_is_the_one_that_tells() {
     }
     drop(scalers.step(&mut opt).unwrap());
     let error = scalers.update().unwrap_err();
-    assert!(matches!(error, Error::TooManySkips { scale, .. } if scale == 4.0), "{error}");
+    assert!(
+        matches!(error, Error::Scaler(ScalerError::TooManySkips { scale, .. }) if scale == 4.0),
+        "{error}"
+    );
 }

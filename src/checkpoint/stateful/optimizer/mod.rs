@@ -9,7 +9,7 @@ use crate::checkpoint::part::{OptimizerPart, Part};
 use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::save::entry;
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
-use crate::error::{Error, Result};
+use crate::error::{Error, OptimizerError, Result};
 use crate::optim::{Adam, AdamW, Algorithm, Loaded, Optimizer, OptimizerState, ParamGroupState};
 
 /// The state of every parameter, and the groups with their options.
@@ -86,9 +86,9 @@ fn prepare(
     }
     let prepared = optimizer.prepare_load(&state, &param_groups);
     prepared.map_err(|error| match error {
-        Error::OptimizerState { parameter, problem } if *params_are_numbers => {
+        Error::Optimizer(OptimizerError::State { parameter, problem }) if *params_are_numbers => {
             let problem = format!("{problem} ({BY_PLACE})");
-            Error::OptimizerState { parameter, problem }
+            Error::Optimizer(OptimizerError::State { parameter, problem })
         }
         error => error,
     })

@@ -2,8 +2,8 @@
 
 use std::collections::VecDeque;
 
-use crate::StepOutcome;
 use crate::error::Result;
+use crate::scaler::StepOutcome;
 
 /// Counts the steps that were taken and not skipped, without ever waiting for a device. For a learning-rate schedule:
 /// PyTorch can only ask the scaler whether its scale has sunk, and waits for it.
@@ -12,9 +12,11 @@ use crate::error::Result;
 /// exact. Printed it is a report, such as `998 steps taken, 2 skipped (at most 1 in a row)`.
 ///
 /// ```no_run
-/// # use tch_amp::{GradScaler, optim::{Optimizer, TakenSteps}};
+/// # use tch_amp::GradScaler;
+/// # use tch_amp::optim::Optimizer;
+/// # use tch_amp::scaler::StepCounter;
 /// # fn train(scaler: &mut GradScaler, opt: &mut Optimizer) -> tch_amp::Result<()> {
-/// let mut taken = TakenSteps::default();
+/// let mut taken = StepCounter::default();
 /// for _ in 0..1000 {
 ///     // forward, backward …
 ///     taken.record(scaler.step(opt)?);
@@ -24,7 +26,7 @@ use crate::error::Result;
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Default)]
-pub struct TakenSteps {
+pub struct StepCounter {
     taken: u64,
     skipped: u64,
     /// Skipped since the last step that was taken.
@@ -33,7 +35,7 @@ pub struct TakenSteps {
     open: VecDeque<StepOutcome>,
 }
 
-impl TakenSteps {
+impl StepCounter {
     /// Goes on from a saved [`count`](Self::count).
     pub fn starting_at(taken: u64) -> Self {
         Self { taken, ..Self::default() }
@@ -68,7 +70,7 @@ impl TakenSteps {
     }
 
     /// Returns how many steps in a row are known to have been skipped up to now. Never waits: a loop can stop at a
-    /// limit of its own without [`max_consecutive_skips`](crate::GradScalerConfig::max_consecutive_skips).
+    /// limit of its own without [`max_consecutive_skips`](crate::scaler::GradScalerConfig::max_consecutive_skips).
     ///
     /// # Errors
     ///
@@ -104,7 +106,7 @@ impl TakenSteps {
 }
 
 /// As of the last count.
-impl std::fmt::Display for TakenSteps {
+impl std::fmt::Display for StepCounter {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} steps taken, {} skipped", self.taken, self.skipped)?;
         if self.skipped > 0 {

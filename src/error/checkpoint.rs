@@ -1,9 +1,10 @@
-//! Why a checkpoint could not be saved, loaded or restored.
+//! Errors of checkpoints.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::checkpoint::SaveError;
+use crate::atomic::SaveError;
+use crate::error::BoxError;
 
 /// Why a checkpoint could not be saved, loaded or restored. Unless a variant says otherwise, the file of a save is as
 /// it was before, and what was to be restored is untouched. The messages hold the causes, which `source()` does not
@@ -58,7 +59,7 @@ pub enum CheckpointError {
         /// What was saved.
         saved: PathBuf,
         /// Why the others could not be removed.
-        cause: Box<crate::Error>,
+        cause: BoxError,
     },
 
     /// All checkpoints of a folder that could have been taken are damaged.
@@ -139,6 +140,15 @@ pub enum CheckpointError {
         cause: serde_json::Error,
     },
 
+    /// A buffer of the model (such as a running mean) holds an infinity or a NaN.
+    #[error(
+        "the buffer {name} holds an infinity or a NaN; restore it before the model is saved (see BufferSnapshot)"
+    )]
+    NonFiniteBuffer {
+        /// Its name in the VarStore.
+        name: String,
+    },
+
     /// Reading or copying failed after everything had been checked: models, scalers and states of your own may be half
     /// restored. Restore again before they are used.
     #[error(
@@ -146,7 +156,7 @@ pub enum CheckpointError {
     )]
     Interrupted {
         /// What happened.
-        cause: Box<crate::Error>,
+        cause: BoxError,
     },
 }
 

@@ -2,10 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result, ensure};
-use crate::scaler::patience::Patience;
-use crate::scaler::scale::{Mirror, Prepared};
-use crate::scaler::{GradScaler, GradScalerConfig};
+use crate::error::{Error, Result, ScalerError, ensure};
+use crate::ffi::OverflowCounts;
+use crate::scale::GradScalerConfig;
+use crate::scale::rule::{Mirror, clamp_tracker};
 
 /// The state of a [`GradScaler`](crate::GradScaler): serialised, PyTorch's five keys `scale`, `growth_factor`,
 /// `backoff_factor`, `growth_interval` and `_growth_tracker`.
@@ -17,7 +17,8 @@ use crate::scaler::{GradScaler, GradScalerConfig};
 ///
 /// ```
 /// use tch::Device;
-/// use tch_amp::{GradScaler, GradScalerState};
+/// use tch_amp::GradScaler;
+/// use tch_amp::scaler::GradScalerState;
 ///
 /// let saved = r#"{"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5,
 ///                 "growth_interval": 2000, "_growth_tracker": 7}"#;
@@ -110,10 +111,10 @@ impl GradScalerState {
             error_at_min_scale,
             allow_fp16_gradients,
         } = *config;
-        let Progress { mirror: Mirror { scale, tracker, patience }, skips } = progress;
-        let Patience { hysteresis: left, iterations, overflows } = patience;
+        let Progress { mirror: Mirror { scale, tracker, counts }, skips } = progress;
+        let OverflowCounts { hysteresis: left, iterations, overflows } = counts;
         let usual = GradScalerConfig::default();
-        let patient = |count| config.is_patient().then_some(count);
+        let counted = |count| config.tolerates_overflows().then_some(count);
         Self {
             scale: Some(scale.into()),
             growth_factor: Some(growth_factor),
@@ -129,16 +130,16 @@ impl GradScalerState {
             error_at_min_scale: unless(error_at_min_scale, usual.error_at_min_scale),
             allow_fp16_gradients: unless(allow_fp16_gradients, usual.allow_fp16_gradients),
             consecutive_skips: unless(skips, 0),
-            hysteresis_tracker: patient(left),
-            iterations_since_rescale: patient(iterations),
-            overflows_since_rescale: patient(overflows),
+            hysteresis_tracker: counted(left),
+            iterations_since_rescale: counted(iterations),
+            overflows_since_rescale: counted(overflows),
         }
     }
 
     /// The configuration and progress that this state asks of a scaler with `config`.
     pub(crate) fn load(&self, config: &GradScalerConfig) -> Result<(GradScalerConfig, Progress)> {
         if *self == Self::default() {
-            return Err(Error::EmptyState);
+            return Err(Error::Scaler(ScalerError::EmptyState));
         }
         let scale = required("scale", self.scale)?;
         let tracker = required("_growth_tracker", self.growth_tracker)?;
@@ -165,16 +166,16 @@ impl GradScalerState {
         let tracker = i32::try_from(tracker)
             .ok()
             .filter(|tracker| *tracker >= 0)
-            .ok_or(Error::InvalidValue { field: "_growth_tracker", value: tracker as f64, rule })?;
+            .ok_or(Error::out_of_range("_growth_tracker", tracker as f64, rule))?;
         let tracker = clamp_tracker(tracker, loaded.growth_interval);
-        let mirror = Mirror { scale: scale as f32, tracker, patience: self.patience(&loaded)? };
+        let mirror = Mirror { scale: scale as f32, tracker, counts: self.counts(&loaded)? };
         let progress = Progress { mirror, skips: self.consecutive_skips.unwrap_or(0) };
         let config = GradScalerConfig { init_scale: config.init_scale, ..loaded };
         Ok((config, progress))
     }
 
-    /// The patience of a scaler with `config`: a full one where the state has none.
-    fn patience(&self, config: &GradScalerConfig) -> Result<Patience> {
+    /// The counts of a scaler with `config`: those of a new one if the state has none.
+    fn counts(&self, config: &GradScalerConfig) -> Result<OverflowCounts> {
         let full = config.hysteresis.into();
         // JSON's numbers are exact up to there.
         let (most, rule) = (1 << 53, "from 0 to 2^53");
@@ -186,7 +187,7 @@ impl GradScalerState {
         let rule = "from 0 to _iterations_since_rescale";
         count("_overflows_since_rescale", overflows, iterations, rule)?;
         // More than a smaller hysteresis allows is all of it.
-        Ok(Patience { hysteresis: left.min(full), iterations, overflows })
+        Ok(OverflowCounts { hysteresis: left.min(full), iterations, overflows })
     }
 }
 
@@ -195,76 +196,10 @@ fn count(key: &'static str, value: i64, most: i64, rule: &'static str) -> Result
     ensure(key, value as f64, (0..=most).contains(&value), rule)
 }
 
-/// libtorch grows the scale when the tracker *equals* the interval. A tracker beyond it would never grow again, so it
-/// is brought to the last place before.
-pub(crate) fn clamp_tracker(tracker: i32, growth_interval: i64) -> i32 {
-    i64::from(tracker).min(growth_interval - 1) as i32
-}
-
 pub(crate) fn required<T>(key: &'static str, value: Option<T>) -> Result<T> {
-    value.ok_or(Error::MissingKey { key })
+    value.ok_or(Error::Scaler(ScalerError::MissingKey { key }))
 }
 
 fn unless<T: PartialEq>(value: T, usual: T) -> Option<T> {
     (value != usual).then_some(value)
-}
-
-/// A state that a scaler can take over.
-#[derive(Debug)]
-pub(crate) struct LoadedState {
-    scale: Prepared,
-    config: GradScalerConfig,
-    skips: u32,
-}
-
-impl GradScaler {
-    /// Returns the state to save: the empty one for a disabled scaler. Waits as [`get_scale`](Self::get_scale).
-    ///
-    /// # Errors
-    ///
-    /// [`Error::IterationOpen`] between `unscale_` or `step` and `update`, where a part of the state is in the
-    /// gradients.
-    pub fn state_dict(&self) -> Result<GradScalerState> {
-        let Some(scale) = &self.scale else {
-            return Ok(GradScalerState::default());
-        };
-        self.check_closed("state_dict")?;
-        let progress = Progress { mirror: scale.value()?, skips: self.skips };
-        Ok(GradScalerState::save(&self.config, progress))
-    }
-
-    /// Takes over a saved state. Nothing happens to a disabled scaler.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::EmptyState`], [`Error::MissingKey`] and [`Error::InvalidValue`] for a state that no scaler can have
-    /// saved, and [`Error::IterationOpen`]; nothing changes then.
-    pub fn load_state_dict(&mut self, state: &GradScalerState) -> Result<()> {
-        match self.prepare_state(state)? {
-            Some(loaded) => self.set_state(loaded),
-            None => Ok(()),
-        }
-    }
-
-    /// Checks a state and makes what loading it takes; `None` for a disabled scaler, which loads nothing.
-    pub(crate) fn prepare_state(&self, state: &GradScalerState) -> Result<Option<LoadedState>> {
-        let Some(scale) = &self.scale else {
-            return Ok(None);
-        };
-        self.check_closed("load_state_dict")?;
-        let (config, Progress { mirror, skips }) = state.load(&self.config)?;
-        Ok(Some(LoadedState { scale: scale.prepare(mirror, &config)?, config, skips }))
-    }
-
-    pub(crate) fn set_state(&mut self, loaded: LoadedState) -> Result<()> {
-        if let Some(scale) = &mut self.scale {
-            scale.set(loaded.scale)?;
-        }
-        (self.config, self.skips) = (loaded.config, loaded.skips);
-        Ok(())
-    }
-
-    fn check_closed(&self, call: &'static str) -> Result<()> {
-        if self.iteration.borrow().is_open() { Err(Error::IterationOpen { call }) } else { Ok(()) }
-    }
 }

@@ -5,41 +5,29 @@ use std::cell::Cell;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::ffi::{self, ScaleRule, ScaleUpdate, Unscaling};
-use crate::scaler::config::GradScalerConfig;
-use crate::scaler::patience::{Patience, tolerates};
-use crate::scaler::state::clamp_tracker;
+use crate::ffi::{self, OverflowCounts, ScaleRule, ScaleUpdate, Unscaling};
+use crate::scale::rule::{Mirror, clamp_tracker, next};
 
-/// The value on the host. It follows libtorch's kernel step by step and saves a transfer per question.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Mirror {
-    pub(crate) scale: f32,
-    pub(crate) tracker: i32,
-    pub(crate) patience: Patience,
-}
-
-/// The scale, the growth tracker, and the patience where not every overflow backs the scale off. The first two tensors
-/// are made once and then only written to.
+/// The scale, the growth tracker, and the counts where the scale tolerates some overflows.
 #[derive(Debug)]
-pub(crate) struct Scale {
+pub(crate) struct Number {
     tensor: Tensor,
     tracker: Tensor,
-    patience: Option<Tensor>,
+    counts: Option<Tensor>,
     /// The scale stays one.
     is_one: bool,
     mirror: Cell<Option<Mirror>>,
 }
 
-impl Scale {
-    pub(crate) fn new(device: Device, config: &GradScalerConfig) -> Result<Self> {
-        let scale = config.init_scale as f32;
-        let patience = Patience::full(config);
+impl Number {
+    /// Makes the tensors. `counted` if some overflows are tolerated; `is_one` if the scale is one and stays so.
+    pub(crate) fn new(device: Device, value: Mirror, counted: bool, is_one: bool) -> Result<Self> {
         Ok(Self {
-            tensor: ffi::number_new(f64::from(scale), Kind::Float, device)?,
-            tracker: ffi::number_new(0.0, Kind::Int, device)?,
-            patience: config.is_patient().then(|| patience.tensor(device)).transpose()?,
-            is_one: config.is_one(),
-            mirror: Cell::new(Some(Mirror { scale, tracker: 0, patience })),
+            tensor: ffi::number_new(f64::from(value.scale), Kind::Float, device)?,
+            tracker: ffi::number_new(f64::from(value.tracker), Kind::Int, device)?,
+            counts: counted.then(|| counts_on(value.counts, device)).transpose()?,
+            is_one,
+            mirror: Cell::new(Some(value)),
         })
     }
 
@@ -52,13 +40,13 @@ impl Scale {
         if let Some(mirror) = self.mirror.get() {
             return Ok(mirror);
         }
-        let tensors = [&self.tensor, &self.tracker].into_iter().chain(&self.patience);
+        let tensors = [&self.tensor, &self.tracker].into_iter().chain(&self.counts);
         let read = ffi::numbers_read(&tensors.collect::<Vec<_>>())?;
         let [scale, tracker, counts @ ..] = read.as_slice() else {
             return Err(Error::Torch(format!("a scale was read as {} numbers", read.len())));
         };
-        let patience = Patience::from_counts(counts);
-        let mirror = Mirror { scale: *scale as f32, tracker: *tracker as i32, patience };
+        let counts = OverflowCounts::from_numbers(counts);
+        let mirror = Mirror { scale: *scale as f32, tracker: *tracker as i32, counts };
         self.mirror.set(Some(mirror));
         Ok(mirror)
     }
@@ -86,19 +74,19 @@ impl Scale {
         Ok(())
     }
 
-    /// All that setting everything takes, for a scaler with `config`: the one part of it that can run out of memory.
-    pub(crate) fn prepare(&self, value: Mirror, config: &GradScalerConfig) -> Result<Prepared> {
+    /// Makes what setting everything takes: the one part of it that can run out of memory.
+    pub(crate) fn prepare(&self, value: Mirror, counted: bool, is_one: bool) -> Result<Prepared> {
         let device = self.tensor.device();
-        let patience = config.is_patient().then(|| value.patience.tensor(device)).transpose()?;
-        Ok(Prepared { value, patience, is_one: config.is_one() })
+        let counts = counted.then(|| counts_on(value.counts, device)).transpose()?;
+        Ok(Prepared { value, counts, is_one })
     }
 
     /// Sets everything.
     pub(crate) fn set(&mut self, prepared: Prepared) -> Result<()> {
-        let Prepared { value, patience, is_one } = prepared;
+        let Prepared { value, counts, is_one } = prepared;
         // Unknown in between, in case the second write fails.
         self.mirror.set(None);
-        (self.patience, self.is_one) = (patience, is_one);
+        (self.counts, self.is_one) = (counts, is_one);
         ffi::number_set(&self.tensor, f64::from(value.scale))?;
         ffi::number_set(&self.tracker, f64::from(value.tracker))?;
         self.mirror.set(Some(value));
@@ -120,7 +108,32 @@ impl Scale {
         rule: ScaleRule,
     ) -> ScaleUpdate<'a> {
         let (scale, tracker) = (&self.tensor, &self.tracker);
-        ScaleUpdate { scale, tracker, patience: self.patience.as_ref(), found_infs, rule }
+        ScaleUpdate { scale, tracker, counts: self.counts.as_ref(), found_infs, rule }
+    }
+
+    /// Another number, as the end of an iteration makes it of this one, which stays as it is.
+    pub(crate) fn changed(&self, found_inf: &Tensor, rule: ScaleRule) -> Result<Self> {
+        let copy = |tensor: &Tensor| tensor.f_detach_copy();
+        let next = Self {
+            tensor: copy(&self.tensor)?,
+            tracker: copy(&self.tracker)?,
+            counts: self.counts.as_ref().map(copy).transpose()?,
+            is_one: self.is_one,
+            mirror: Cell::new(None),
+        };
+        ffi::scales_update(&[next.change(&[found_inf], rule)])?;
+        Ok(next)
+    }
+
+    /// The same tensors.
+    pub(crate) fn shallow_clone(&self) -> Self {
+        Self {
+            tensor: self.tensor.shallow_clone(),
+            tracker: self.tracker.shallow_clone(),
+            counts: self.counts.as_ref().map(Tensor::shallow_clone),
+            is_one: self.is_one,
+            mirror: self.mirror.clone(),
+        }
     }
 
     /// Forgets what the host knows, which is returned: the tensors are about to change.
@@ -139,38 +152,12 @@ impl Scale {
 #[derive(Debug)]
 pub(crate) struct Prepared {
     value: Mirror,
-    patience: Option<Tensor>,
+    counts: Option<Tensor>,
     is_one: bool,
 }
 
-/// The arithmetic of `_amp_update_scale_` with the bounds after it: products in f64, rounded to f32, and growth to
-/// infinity left out.
-fn next(before: Mirror, overflow: bool, rule: &ScaleRule) -> Mirror {
-    let times = |factor: f64| (f64::from(before.scale) * factor) as f32;
-    let clamp = |scale: f32| scale.max(rule.min_scale as f32).min(rule.max_scale as f32);
-    let counted = before.patience.count(overflow);
-    if overflow && tolerates(&counted, rule) {
-        return Mirror { tracker: 0, patience: counted, ..before };
-    }
-    if overflow {
-        let scale = clamp(times(rule.backoff_factor));
-        return Mirror { scale, tracker: 0, patience: counted.begin(false, rule) };
-    }
-    let tracker = before.tracker + 1;
-    if i64::from(tracker) < rule.growth_interval {
-        let patience = counted.carry_on(rule);
-        return Mirror { scale: clamp(before.scale), tracker, patience };
-    }
-    let grown = times(rule.growth_factor);
-    let scale = clamp(if grown.is_finite() { grown } else { before.scale });
-    Mirror { scale, tracker: 0, patience: counted.begin(true, rule) }
-}
-
-impl Mirror {
-    /// Whether an overflow finds the scale at its lower bound, so that it cannot back off as it should.
-    pub(crate) fn is_stuck(self, rule: &ScaleRule) -> bool {
-        self.scale <= rule.min_scale as f32 && !tolerates(&self.patience.count(true), rule)
-    }
+fn counts_on(counts: OverflowCounts, device: Device) -> Result<Tensor> {
+    Ok(Tensor::f_from_slice(&counts.to_numbers())?.f_to_device(device)?)
 }
 
 #[cfg(test)]
@@ -178,6 +165,12 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
     use super::*;
+    use crate::scale::GradScalerConfig;
+
+    fn number(config: &GradScalerConfig) -> Number {
+        let (value, counted) = (Mirror::new(config), config.tolerates_overflows());
+        Number::new(Device::Cpu, value, counted, config.is_one()).unwrap()
+    }
 
     /// What the host computes from answers that it has is what the tensors hold.
     #[test]
@@ -199,7 +192,7 @@ mod tests {
                 tolerance: below(4) as f64 / 5.0,
                 ..Default::default()
             };
-            let [host, device] = [0; 2].map(|_| Scale::new(Device::Cpu, &config).unwrap());
+            let [host, device] = [0; 2].map(|_| number(&config));
             for step in 0..40 {
                 let overflow = below(3) == 0;
                 let found = Tensor::from(f32::from(u8::from(overflow)));
@@ -209,9 +202,9 @@ mod tests {
                     scale.follow(before, overflow, &config.rule());
                 }
                 let (mut host, mut device) = (host.value().unwrap(), device.value().unwrap());
-                if !config.is_patient() {
-                    // Nobody reads it.
-                    (host.patience, device.patience) = Default::default();
+                if !config.tolerates_overflows() {
+                    // They are not used.
+                    (host.counts, device.counts) = Default::default();
                 }
                 assert_eq!(host, device, "step {step} of {config:?}");
             }

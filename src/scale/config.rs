@@ -1,23 +1,18 @@
-//! The numbers that steer a scaler, and the rules they keep.
+//! The options of a scale that adapts, and the values that they may have.
 
-use tch::Device;
-
-#[cfg(doc)]
-use crate::error::Error;
 use crate::error::{Result, ensure};
 use crate::ffi::ScaleRule;
+use crate::scale::rule::{LARGEST, SMALLEST, check_interval};
+#[cfg(doc)]
 use crate::scaler::GradScaler;
 
-/// The smallest scale whose reciprocal is finite in f32: 2^-126.
-pub(crate) const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
-pub(crate) const LARGEST: f64 = f32::MAX as f64;
 const INF: f64 = f64::INFINITY;
 
 /// How a [`GradScaler`] starts, grows, backs off and gives up. The defaults are PyTorch's.
 ///
 /// ```
 /// use tch::Device;
-/// use tch_amp::GradScalerConfig;
+/// use tch_amp::scaler::GradScalerConfig;
 ///
 /// let scaler = GradScalerConfig { growth_interval: 100, ..Default::default() }.build(Device::Cpu)?;
 /// assert_eq!(scaler.get_growth_interval(), 100);
@@ -98,23 +93,7 @@ impl Default for GradScalerConfig {
     }
 }
 
-/// Refuses a number of iterations that the shim's tracker cannot count to.
-pub(crate) fn check_interval(field: &'static str, iterations: i64) -> Result<()> {
-    let counts = (1..=i64::from(i32::MAX)).contains(&iterations);
-    ensure(field, iterations as f64, counts, "from 1 to 2^31 - 1")
-}
-
 impl GradScalerConfig {
-    /// Makes a scaler whose scale lies on `device`: the device of the loss.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidValue`] for a field outside its range; [`Error::DeviceUnavailable`] for an enabled scaler on a
-    /// device that cannot be used here, with the reason.
-    pub fn build(self, device: Device) -> Result<GradScaler> {
-        GradScaler::with_config(device, self)
-    }
-
     pub(crate) fn check(&self) -> Result<()> {
         let (low, high) = (self.min_scale, self.max_scale);
         let (growth, backoff) = (self.growth_factor, self.backoff_factor);
@@ -147,6 +126,16 @@ impl GradScalerConfig {
         }
     }
 
+    /// Whether the scale may stay as it is after an overflow.
+    pub(crate) fn tolerates_overflows(&self) -> bool {
+        self.hysteresis > 1 || self.tolerance > 0.0
+    }
+
+    /// Whether fp16 gradients may be unscaled. A scale of one writes nothing back, so that no small value is lost.
+    pub(crate) fn may_unscale_fp16(&self) -> bool {
+        self.allow_fp16_gradients || self.is_one()
+    }
+
     /// Whether the scale is one and stays so.
     pub(crate) fn is_one(&self) -> bool {
         self.min_scale == 1.0 && self.max_scale == 1.0
@@ -157,60 +146,5 @@ impl GradScalerConfig {
         let bounds = self.min_scale as f32..=self.max_scale as f32;
         let inside = scale.is_finite() && bounds.contains(&(scale as f32));
         ensure(field, scale, inside, "a number from min_scale to max_scale")
-    }
-}
-
-/// The settings of a scaler at work.
-impl GradScaler {
-    /// Returns what the scale is multiplied by when it grows.
-    pub fn get_growth_factor(&self) -> f64 {
-        self.config.growth_factor
-    }
-
-    /// Sets what the scale is multiplied by when it grows.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidValue`] unless it is finite and more than 1; the old value stays then.
-    pub fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
-        self.reconfigure(GradScalerConfig { growth_factor, ..self.config })
-    }
-
-    /// Returns what the scale is multiplied by when it backs off.
-    pub fn get_backoff_factor(&self) -> f64 {
-        self.config.backoff_factor
-    }
-
-    /// Sets what the scale is multiplied by when it backs off.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidValue`] unless it is between 0 and 1; the old value stays then.
-    pub fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
-        self.reconfigure(GradScalerConfig { backoff_factor, ..self.config })
-    }
-
-    /// Returns the number of iterations without overflow before the scale grows.
-    pub fn get_growth_interval(&self) -> i64 {
-        self.config.growth_interval
-    }
-
-    /// Sets the number of iterations without overflow before the scale grows. With more than that behind it already,
-    /// the scale grows at the next one; in PyTorch it would never grow again.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidValue`] unless it is from 1 to 2^31 - 1; the old value stays then.
-    pub fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
-        let config = GradScalerConfig { growth_interval, ..self.config };
-        config.check()?;
-        self.scale.as_mut().map_or(Ok(()), |scale| scale.clamp_tracker(growth_interval))?;
-        self.reconfigure(config)
-    }
-
-    fn reconfigure(&mut self, config: GradScalerConfig) -> Result<()> {
-        config.check()?;
-        self.config = config;
-        Ok(())
     }
 }

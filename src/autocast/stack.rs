@@ -7,7 +7,7 @@
 
 use std::cell::RefCell;
 
-use crate::error::{Error, Result};
+use crate::error::{AutocastError, Error, Result};
 use crate::{ffi, panics, sys};
 
 struct Scope {
@@ -92,7 +92,7 @@ fn end_while(ends: impl Fn(&Scope) -> bool) {
 /// Opens a region, which replaces `previous` by `next`, and returns the number that closes it.
 pub(super) fn open(previous: sys::AutocastState, next: sys::AutocastState) -> Result<u64> {
     let push = |stack: &mut Stack| (stack.is_outside(), stack.push(Kind::Region(previous)));
-    let (outermost, id) = with(push).ok_or(Error::ThreadEnding)?;
+    let (outermost, id) = with(push).ok_or(Error::Autocast(AutocastError::ThreadEnding))?;
     let entered = ffi::autocast_enter(&next, outermost);
     if entered.is_err() {
         with(|stack| stack.pop_if(|scope| scope.id == id));

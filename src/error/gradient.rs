@@ -1,0 +1,44 @@
+//! Errors about gradients.
+
+use crate::error::text::Number;
+
+/// Why gradients were not unscaled, clipped or handed to an optimizer. Unless a variant says otherwise, none was changed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GradientError {
+    /// A gradient that the scaler cannot unscale. No gradient was touched.
+    #[error("the gradient of {parameter} {problem}")]
+    Unsupported {
+        /// The parameter: its name where it is known, else its place and shape.
+        parameter: String,
+        /// What is wrong with its gradient, and what to do.
+        problem: &'static str,
+    },
+
+    /// A gradient is not the one that was unscaled. The optimizer was not stepped.
+    #[error(
+        "the gradient of {parameter} {how} between unscale_ and step; run every backward first, and clip before another loss is scaled"
+    )]
+    Changed {
+        /// The parameter: its name where it is known, else its place and shape.
+        parameter: String,
+        /// What happened to it.
+        how: &'static str,
+    },
+
+    /// The gradient of a parameter has been unscaled for another list of parameters and would be unscaled twice.
+    #[error(
+        "{parameter} has already been unscaled with another list of parameters: give it to one optimizer, and add variables before unscale_"
+    )]
+    Shared {
+        /// The parameter: its name where it is known, else its place and shape.
+        parameter: String,
+    },
+
+    /// The norm of the gradients is infinite or NaN. They were not clipped.
+    #[error("the norm of the gradients is {}: look for an infinite or NaN loss", Number(*norm))]
+    NonFiniteNorm {
+        /// The norm.
+        norm: f64,
+    },
+}

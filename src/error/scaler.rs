@@ -1,0 +1,120 @@
+//! Errors of gradient scalers and loss scales.
+
+use tch::Kind;
+
+use crate::error::text::Number;
+
+/// Why a gradient scaler or a loss scale refused a call. Unless a variant says otherwise, nothing was changed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ScalerError {
+    /// Only floating outputs can be scaled.
+    #[error("a {dtype:?} tensor cannot be scaled; scale a floating loss (convert it with to_kind)")]
+    Dtype {
+        /// The dtype of the tensor.
+        dtype: Kind,
+    },
+
+    /// `unscale_` was called twice for an optimizer.
+    #[error(
+        "unscale_ has already been called on these parameters; call it once between two update()s"
+    )]
+    AlreadyUnscaled,
+
+    /// `unscale_` was called after `step` for an optimizer.
+    #[error("unscale_ is being called after step on these parameters; call update() first")]
+    UnscaleAfterStep,
+
+    /// `step` was called twice for an optimizer.
+    #[error("step has already been called on these parameters; call update() first")]
+    AlreadyStepped,
+
+    /// libtorch failed while the gradients of an optimizer were being unscaled: some of them are, and some are not. Not
+    /// for want of memory: what unscaling takes is allocated before the first gradient changes.
+    #[error(
+        "libtorch failed while these gradients were being unscaled: zero them, then call abandon or update"
+    )]
+    UnscaleFailed,
+
+    /// `update` was called though no gradient was checked since the last one.
+    #[error(
+        "no inf checks were recorded before update(): call step or unscale_ with an optimizer whose parameters have gradients and are not frozen"
+    )]
+    NoInfChecks,
+
+    /// A call that is only possible between iterations.
+    #[error("{call} is only possible between iterations: call update() first")]
+    IterationOpen {
+        /// The method.
+        call: &'static str,
+    },
+
+    /// Too many iterations in a row overflowed. The iteration was ended as usual: the scale has backed off.
+    #[error(
+        "{skips} iterations in a row overflowed (the limit is {limit}) and the scale is down to {}: look for a diverging loss or an infinite input",
+        Number(*scale)
+    )]
+    TooManySkips {
+        /// How many so far.
+        skips: u32,
+        /// `max_consecutive_skips`.
+        limit: u32,
+        /// The scale after the last of them.
+        scale: f64,
+    },
+
+    /// An iteration overflowed while the scale was at `min_scale`, and `error_at_min_scale` is set. The iteration was
+    /// ended as usual.
+    #[error(
+        "an iteration overflowed at the smallest scale, {}, which cannot back off: look for a diverging loss or an infinite input, or lower min_scale",
+        Number(*scale)
+    )]
+    ScaleAtMinimum {
+        /// The scale.
+        scale: f64,
+    },
+
+    /// There are fewer losses.
+    #[error("there is no loss {loss_id}: these scalers were made for {losses}, counted from 0")]
+    NoSuchLoss {
+        /// The loss asked for.
+        loss_id: usize,
+        /// How many there are.
+        losses: usize,
+    },
+
+    /// A disabled scaler saved an empty state, which an enabled one cannot load.
+    #[error(
+        "the scaler state is empty, possibly because a disabled GradScaler saved it; start with a new scaler"
+    )]
+    EmptyState,
+
+    /// A scaler state lacks one of its five keys.
+    #[error("the scaler state has no {key}; load one that state_dict() of tch-amp or PyTorch made")]
+    MissingKey {
+        /// The key.
+        key: &'static str,
+    },
+
+    /// The text of a loss scale that cannot be read.
+    #[error(
+        "cannot read the loss scale `{text}`: {problem}; write `none`, a number such as `1024`, `dynamic`, or `dynamic:65536` for one that starts there"
+    )]
+    LossScaleText {
+        /// The text.
+        text: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+
+    /// A loss scale was given the state of another kind of loss scale.
+    #[error(
+        "this is a {expected} loss scale, and the state is that of a {found} one; make a loss scale from the state instead, with build"
+    )]
+    OtherLossScale {
+        /// The loss scale's kind.
+        expected: &'static str,
+        /// The state's kind.
+        found: &'static str,
+    },
+}

@@ -1,0 +1,160 @@
+//! A scale for losses, and how it adapts to iterations that overflow. What happens inside an iteration is the scaler's.
+
+mod config;
+mod end;
+mod number;
+mod rule;
+mod state;
+mod tolerance;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::device::check_usable;
+use crate::error::{Result, ScalerError};
+
+pub use config::GradScalerConfig;
+pub(crate) use end::{End, end_all};
+pub(crate) use number::{Number, Prepared};
+pub(crate) use rule::{LARGEST, Mirror, SMALLEST, check_interval};
+pub use state::GradScalerState;
+pub(crate) use state::{Progress, required};
+
+/// A scale, its options, and how many iterations in a row have overflowed.
+#[derive(Debug)]
+pub(crate) struct AdaptiveScale {
+    config: GradScalerConfig,
+    /// `None` where it is disabled.
+    number: Option<Number>,
+    /// Iterations in a row with overflow; counted where the host knows.
+    skips: u32,
+}
+
+/// A state that a scale can take over without failing for want of memory.
+#[derive(Debug)]
+pub(crate) struct LoadedState {
+    number: Prepared,
+    config: GradScalerConfig,
+    skips: u32,
+}
+
+/// An output times a scale, which may lie on another device.
+fn product(output: &Tensor, scale: &Tensor) -> Result<Tensor> {
+    let device = output.device();
+    if scale.device() == device {
+        return Ok(output.f_mul(scale)?);
+    }
+    // A copy to the host that was not waited for could be read before it is there.
+    let non_blocking = device != Device::Cpu;
+    let scale = scale.f_to_device_(device, Kind::Float, non_blocking, false)?;
+    Ok(output.f_mul(&scale)?)
+}
+
+impl AdaptiveScale {
+    pub(crate) fn new(device: Device, config: GradScalerConfig) -> Result<Self> {
+        config.check()?;
+        let number = if config.enabled {
+            check_usable(device)?;
+            let (value, counted) = (Mirror::new(&config), config.tolerates_overflows());
+            Some(Number::new(device, value, counted, config.is_one())?)
+        } else {
+            None
+        };
+        Ok(Self { config, number, skips: 0 })
+    }
+
+    /// One that does nothing.
+    pub(crate) fn disabled() -> Self {
+        let config = GradScalerConfig { enabled: false, ..GradScalerConfig::default() };
+        Self { config, number: None, skips: 0 }
+    }
+
+    pub(crate) fn config(&self) -> &GradScalerConfig {
+        &self.config
+    }
+
+    /// The scale itself; `None` where it is disabled.
+    pub(crate) fn number(&self) -> Option<&Number> {
+        self.number.as_ref()
+    }
+
+    pub(crate) fn is_enabled(&self) -> bool {
+        self.number.is_some()
+    }
+
+    /// The number on the host. Synchronizes where only the device knows it.
+    pub(crate) fn value(&self) -> Result<Option<Mirror>> {
+        self.number.as_ref().map(Number::value).transpose()
+    }
+
+    /// An output times the scale.
+    pub(crate) fn apply(&self, output: &Tensor) -> Result<Tensor> {
+        let Some(number) = &self.number else {
+            return Ok(output.shallow_clone());
+        };
+        let output = match output.f_kind()? {
+            Kind::Float | Kind::Double => output.shallow_clone(),
+            Kind::Half | Kind::BFloat16 if self.config.is_one() => output.shallow_clone(),
+            Kind::Half | Kind::BFloat16 => output.f_to_kind(Kind::Float)?,
+            kind => return Err(ScalerError::Dtype { dtype: kind }.into()),
+        };
+        if self.config.is_one() { Ok(output) } else { product(&output, number.tensor()) }
+    }
+
+    /// Sets the scale alone.
+    pub(crate) fn set_scale(&mut self, new_scale: f64) -> Result<()> {
+        let Some(number) = &mut self.number else {
+            return Ok(());
+        };
+        self.config.check_scale("new_scale", new_scale)?;
+        number.set_scale(new_scale as f32)
+    }
+
+    pub(crate) fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
+        self.reconfigure(GradScalerConfig { growth_factor, ..self.config })
+    }
+
+    pub(crate) fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
+        self.reconfigure(GradScalerConfig { backoff_factor, ..self.config })
+    }
+
+    pub(crate) fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
+        let config = GradScalerConfig { growth_interval, ..self.config };
+        config.check()?;
+        self.number.as_mut().map_or(Ok(()), |number| number.clamp_tracker(growth_interval))?;
+        self.reconfigure(config)
+    }
+
+    fn reconfigure(&mut self, config: GradScalerConfig) -> Result<()> {
+        config.check()?;
+        self.config = config;
+        Ok(())
+    }
+
+    /// The state to save: the empty one where it is disabled.
+    pub(crate) fn state_dict(&self) -> Result<GradScalerState> {
+        Ok(match self.value()? {
+            Some(mirror) => {
+                GradScalerState::save(&self.config, Progress { mirror, skips: self.skips })
+            }
+            None => GradScalerState::default(),
+        })
+    }
+
+    /// Checks a state and makes what loading it takes; `None` where it is disabled and loads nothing.
+    pub(crate) fn prepare_state(&self, state: &GradScalerState) -> Result<Option<LoadedState>> {
+        let Some(number) = &self.number else {
+            return Ok(None);
+        };
+        let (config, Progress { mirror, skips }) = state.load(&self.config)?;
+        let number = number.prepare(mirror, config.tolerates_overflows(), config.is_one())?;
+        Ok(Some(LoadedState { number, config, skips }))
+    }
+
+    pub(crate) fn set_state(&mut self, loaded: LoadedState) -> Result<()> {
+        if let Some(number) = &mut self.number {
+            number.set(loaded.number)?;
+        }
+        (self.config, self.skips) = (loaded.config, loaded.skips);
+        Ok(())
+    }
+}
