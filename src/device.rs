@@ -1,7 +1,7 @@
 //! Which devices can be used here, and why not.
 
 use lazy_static::lazy_static;
-use tch::{Cuda, Device, Kind};
+use tch::{Cuda, Device};
 
 use crate::error::{Error, Result};
 use crate::ffi;
@@ -41,36 +41,7 @@ pub(crate) fn check_usable(device: Device) -> Result<()> {
         },
         Device::Mps if tch::utils::has_mps() => return Ok(()),
         Device::Mps => "this libtorch has no MPS; use the CPU or CUDA".to_owned(),
-        Device::Vulkan => "libtorch has no autocast for Vulkan; use the CPU or CUDA".to_owned(),
+        Device::Vulkan => return ffi::device_type(device).map(drop),
     };
     Err(Error::DeviceUnavailable { device, reason })
-}
-
-/// The number of `c10::DeviceType` for the devices that have autocast.
-pub(crate) fn device_type(device: Device) -> Result<i8> {
-    match device {
-        Device::Cpu => Ok(0),
-        Device::Cuda(_) => Ok(1),
-        Device::Mps => Ok(13),
-        Device::Vulkan => check_usable(device).map(|()| 10),
-    }
-}
-
-/// The number of `c10::ScalarType` for the floating kinds.
-pub(crate) fn dtype_code(kind: Kind) -> Option<i8> {
-    match kind {
-        Kind::Half => Some(5),
-        Kind::Float => Some(6),
-        Kind::Double => Some(7),
-        Kind::BFloat16 => Some(15),
-        _ => None,
-    }
-}
-
-/// The floating kind with a number of `c10::ScalarType`.
-pub(crate) fn dtype_kind(code: i8) -> Result<Kind> {
-    [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16]
-        .into_iter()
-        .find(|kind| dtype_code(*kind) == Some(code))
-        .ok_or_else(|| Error::Torch(format!("autocast has the unknown dtype {code}")))
 }

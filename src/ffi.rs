@@ -4,6 +4,7 @@ mod autocast;
 mod callbacks;
 mod checkpoint;
 mod clip;
+mod codes;
 mod device;
 mod function;
 mod gradients;
@@ -24,7 +25,6 @@ use std::ptr;
 
 use tch::{Device, Tensor};
 
-use crate::device::device_type;
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -32,8 +32,9 @@ pub(crate) use autocast::*;
 pub(crate) use callbacks::{Borrowed, Node, Recorded, Values};
 pub(crate) use checkpoint::*;
 pub(crate) use clip::*;
+pub(crate) use codes::{device_type, dtype_code};
 pub(crate) use device::*;
-pub(crate) use function::{FunctionCall, function_begin, function_record};
+pub(crate) use function::{FunctionCall, FunctionInput, function_begin, function_record};
 pub(crate) use gradients::*;
 pub(crate) use loss_scale::*;
 pub(crate) use memory::{Stamps, sizes};

@@ -6,9 +6,9 @@ use tch::{Device, Kind};
 
 use crate::autocast::stack;
 use crate::autocast::state::read;
-use crate::device::{check_usable, dtype_code, dtype_kind};
-use crate::error::{AutocastError, Error, Result};
-use crate::sys;
+use crate::device::check_usable;
+use crate::error::{AutocastError, Result};
+use crate::ffi::AutocastState;
 
 /// An autocast region to be opened: the device it applies to, its dtype and two switches.
 ///
@@ -90,31 +90,25 @@ impl Autocast {
     }
 
     /// The thread's state before the region and inside of it.
-    fn states(self) -> Result<(sys::AutocastState, sys::AutocastState)> {
+    fn states(self) -> Result<(AutocastState, AutocastState)> {
+        let device = self.device;
         if self.enabled {
-            check_usable(self.device)?;
+            check_usable(device)?;
         }
-        let previous = read(self.device)?;
+        let previous = read(&[device])?;
         let mut next = previous;
         if let Some(cache) = self.cache {
-            next.cache_enabled = cache.into();
+            next.set_cache_enabled(cache);
         }
-        let device = &mut next.devices[0];
-        device.enabled = self.enabled.into();
-        device.dtype = self.allowed_dtype(device.dtype)?;
-        Ok((previous, next))
-    }
-
-    /// The dtype that was asked for, else the one that the thread has, if autocast can run in it.
-    fn allowed_dtype(self, inherited: i8) -> Result<i8> {
-        let dtype = self.dtype.map_or_else(|| dtype_kind(inherited), Ok)?;
-        let allowed = match dtype {
-            Kind::BFloat16 | Kind::Half => true,
-            // The dtype of a region that is off is never used, and PyTorch takes any; an integer is a mistake.
-            _ => !self.enabled,
-        };
-        let refused = Error::Autocast(AutocastError::Dtype { device: self.device, dtype });
-        dtype_code(dtype).filter(|_| allowed).ok_or(refused)
+        next.set_enabled(device, self.enabled);
+        let dtype = self.dtype.map_or_else(|| previous.dtype(device), Ok)?;
+        // The dtype of a region that is off is never used, and PyTorch takes any; an integer is a mistake.
+        let allowed = !self.enabled || matches!(dtype, Kind::BFloat16 | Kind::Half);
+        if allowed && next.set_dtype(device, dtype) {
+            Ok((previous, next))
+        } else {
+            Err(AutocastError::Dtype { device, dtype }.into())
+        }
     }
 }
 
@@ -166,7 +160,7 @@ impl AutocastGuard {
         Autocast::new(device).enter()
     }
 
-    pub(super) fn open(previous: sys::AutocastState, next: sys::AutocastState) -> Result<Self> {
+    pub(super) fn open(previous: AutocastState, next: AutocastState) -> Result<Self> {
         Ok(Self { id: stack::open(previous, next)?, _not_send: PhantomData })
     }
 }

@@ -8,7 +8,8 @@
 use std::cell::RefCell;
 
 use crate::error::{AutocastError, Error, Result};
-use crate::{ffi, panics, sys};
+use crate::ffi::AutocastState;
+use crate::{ffi, panics};
 
 struct Scope {
     id: u64,
@@ -19,7 +20,7 @@ struct Scope {
 
 enum Kind {
     /// A region, and what it replaced.
-    Region(sys::AutocastState),
+    Region(AutocastState),
     /// A callback, and the number of the backward that runs it.
     Callback(i64),
 }
@@ -84,16 +85,16 @@ fn end_while(ends: impl Fn(&Scope) -> bool) {
     let pop = |stack: &mut Stack| Some((stack.pop_if(&ends)?, stack.is_outside()));
     while let Some((kind, outermost)) = with(pop).flatten() {
         if let Kind::Region(previous) = kind {
-            ffi::autocast_exit(&previous, outermost);
+            previous.exit_to(outermost);
         }
     }
 }
 
 /// Opens a region, which replaces `previous` by `next`, and returns the number that closes it.
-pub(super) fn open(previous: sys::AutocastState, next: sys::AutocastState) -> Result<u64> {
+pub(super) fn open(previous: AutocastState, next: AutocastState) -> Result<u64> {
     let push = |stack: &mut Stack| (stack.is_outside(), stack.push(Kind::Region(previous)));
     let (outermost, id) = with(push).ok_or(Error::Autocast(AutocastError::ThreadEnding))?;
-    let entered = ffi::autocast_enter(&next, outermost);
+    let entered = next.enter(outermost);
     if entered.is_err() {
         with(|stack| stack.pop_if(|scope| scope.id == id));
     }
@@ -113,8 +114,8 @@ pub(super) fn settle() {
 
 /// Runs `f` in a region that ends with it, together with everything opened inside.
 pub(super) fn within<T>(
-    previous: sys::AutocastState,
-    next: sys::AutocastState,
+    previous: AutocastState,
+    next: AutocastState,
     f: impl FnOnce() -> T,
 ) -> Result<T> {
     let id = open(previous, next)?;

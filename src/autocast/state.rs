@@ -2,11 +2,11 @@
 
 use tch::{Device, Kind};
 
-use crate::device::{check_usable, device_type, dtype_kind};
+use crate::device::check_usable;
 #[cfg(doc)]
 use crate::error::AutocastError;
 use crate::error::Result;
-use crate::{ffi, sys};
+use crate::ffi::{self, AUTOCAST_DEVICES};
 
 use crate::autocast::{AutocastGuard, stack};
 
@@ -20,7 +20,7 @@ pub fn is_autocast_available(device: Device) -> bool {
 
 /// Tells whether the calling thread is in an enabled region on `device`, as `torch.is_autocast_enabled`.
 pub fn is_autocast_enabled(device: Device) -> bool {
-    read(device).is_ok_and(|state| state.devices[0].enabled != 0)
+    read(&[device]).is_ok_and(|state| state.is_enabled(device))
 }
 
 /// Returns the dtype of the calling thread's regions on `device`, as `torch.get_autocast_dtype`; outside of a region,
@@ -30,28 +30,19 @@ pub fn is_autocast_enabled(device: Device) -> bool {
 ///
 /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable) for a device without autocast.
 pub fn autocast_dtype(device: Device) -> Result<Kind> {
-    dtype_kind(read(device)?.devices[0].dtype)
+    read(&[device])?.dtype(device)
 }
 
-/// The calling thread's state for one device, and its cache flag.
-pub(super) fn read(device: Device) -> Result<sys::AutocastState> {
-    let mut state = sys::AutocastState { count: 1, ..Default::default() };
-    state.devices[0].device_type = device_type(device)?;
-    fill(&mut state)?;
-    Ok(state)
-}
-
-/// Reads the calling thread's state for the devices that `state` names.
-fn fill(state: &mut sys::AutocastState) -> Result<()> {
+/// The calling thread's state for some devices, and its cache flag.
+pub(super) fn read(devices: &[Device]) -> Result<ffi::AutocastState> {
     stack::settle();
-    ffi::autocast_read(state)
+    ffi::AutocastState::read(devices)
 }
 
 /// Tells whether the calling thread keeps casts of weights, as `torch.is_autocast_cache_enabled`.
 pub fn is_cache_enabled() -> bool {
-    let mut state = sys::AutocastState::default();
     // Reading the flag of no device cannot fail; libtorch's default stands in for the impossible.
-    fill(&mut state).map_or(true, |()| state.cache_enabled != 0)
+    read(&[]).map_or(true, |state| state.is_cache_enabled())
 }
 
 /// Forgets every cached cast of a weight, in all threads, as `torch.clear_autocast_cache`.
@@ -96,10 +87,7 @@ pub(crate) fn forgetting_casts<T>(f: impl FnOnce() -> T) -> T {
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AutocastState(sys::AutocastState);
-
-/// The types of devices with autocast.
-const DEVICES: [Device; sys::AUTOCAST_DEVICES] = [Device::Cpu, Device::Cuda(0), Device::Mps];
+pub struct AutocastState(ffi::AutocastState);
 
 impl AutocastState {
     /// Captures the state of the calling thread.
@@ -108,12 +96,7 @@ impl AutocastState {
     ///
     /// [`Error::Torch`](crate::Error::Torch) if libtorch cannot read it, which a supported version can.
     pub fn current() -> Result<Self> {
-        let mut state = sys::AutocastState::default();
-        for device in DEVICES {
-            state.devices[usize::from(state.count)].device_type = device_type(device)?;
-            state.count += 1;
-        }
-        Self(state).here().map(Self)
+        read(&AUTOCAST_DEVICES).map(Self)
     }
 
     /// Opens a region in which the calling thread has this state.
@@ -136,7 +119,7 @@ impl AutocastState {
 
     /// Tells whether autocast is enabled on the device, as [`is_autocast_enabled`] does of the calling thread.
     pub fn is_enabled(&self, device: Device) -> bool {
-        self.of(device).is_some_and(|state| state.enabled != 0)
+        self.0.is_enabled(device)
     }
 
     /// Returns the dtype of regions on the device, as [`autocast_dtype`] does of the calling thread.
@@ -145,29 +128,23 @@ impl AutocastState {
     ///
     /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable) for a device without autocast.
     pub fn dtype(&self, device: Device) -> Result<Kind> {
-        device_type(device)?;
-        let state = self.of(device).copied().unwrap_or_default();
-        dtype_kind(state.dtype)
+        self.0.dtype(device)
     }
 
     /// Tells whether casts of weights are kept, as [`is_cache_enabled`] does of the calling thread.
     pub fn is_cache_enabled(&self) -> bool {
-        self.0.cache_enabled != 0
+        self.0.is_cache_enabled()
     }
 
     /// The types of devices on which autocast is enabled.
     pub(crate) fn enabled_devices(&self) -> impl Iterator<Item = Device> + use<> {
         let state = *self;
-        DEVICES.into_iter().filter(move |device| state.is_enabled(*device))
+        AUTOCAST_DEVICES.into_iter().filter(move |device| state.is_enabled(*device))
     }
 
     /// Switches autocast off on the device.
     pub(crate) fn disable(&mut self, device: Device) {
-        let code = device_type(device).ok();
-        let devices = self.0.devices.iter_mut();
-        for state in devices.filter(|state| Some(state.device_type) == code) {
-            state.enabled = 0;
-        }
+        self.0.set_enabled(device, false);
     }
 
     /// Runs `f` in this state: in a region, or as things are where the thread is in it already.
@@ -176,15 +153,9 @@ impl AutocastState {
         if here == self.0 { Ok(f()) } else { stack::within(here, self.0, f) }
     }
 
-    fn of(&self, device: Device) -> Option<&sys::AutocastDevice> {
-        let code = device_type(device).ok()?;
-        self.0.devices.iter().find(|state| state.device_type == code)
-    }
-
     /// The calling thread's state of the same devices.
-    fn here(&self) -> Result<sys::AutocastState> {
-        let mut state = self.0;
-        fill(&mut state)?;
-        Ok(state)
+    fn here(&self) -> Result<ffi::AutocastState> {
+        stack::settle();
+        self.0.here()
     }
 }

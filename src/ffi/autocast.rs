@@ -1,27 +1,97 @@
 //! The autocast state of a thread.
 
+use tch::{Device, Kind};
+
 use super::call;
+use super::codes::{device_type, dtype_code, dtype_kind};
 use crate::error::Result;
 use crate::sys;
 
-/// Reads the autocast state of the device types that `state` names.
-pub(crate) fn autocast_read(state: &mut sys::AutocastState) -> Result<()> {
-    assert!(usize::from(state.count) <= sys::AUTOCAST_DEVICES);
-    // SAFETY: `state` is a whole struct of the shim's layout, and `count` stays within its array.
-    call(|err| unsafe { sys::tamp_autocast_read(state, err) })
-}
+/// The types of devices with autocast.
+pub(crate) const AUTOCAST_DEVICES: [Device; sys::AUTOCAST_DEVICES] =
+    [Device::Cpu, Device::Cuda(0), Device::Mps];
 
-/// Opens a region: the state is `next`.
-pub(crate) fn autocast_enter(next: &sys::AutocastState, outermost: bool) -> Result<()> {
-    assert!(usize::from(next.count) <= sys::AUTOCAST_DEVICES);
-    // SAFETY: `next` has the shim's layout and outlives the call, and `count` stays within its array.
-    call(|err| unsafe { sys::tamp_autocast_enter(next, outermost.into(), err) })
-}
+/// The autocast state of a thread for some types of devices, and whether it keeps casts of weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[repr(transparent)]
+pub(crate) struct AutocastState(sys::AutocastState);
 
-/// Closes a region: the state is `previous` again.
-pub(crate) fn autocast_exit(previous: &sys::AutocastState, outermost: bool) {
-    // SAFETY: `previous` is a whole struct that `autocast_read` filled.
-    unsafe { sys::tamp_autocast_exit(previous, outermost.into()) }
+impl AutocastState {
+    /// Reads the calling thread's state for devices of different types.
+    pub(crate) fn read(devices: &[Device]) -> Result<Self> {
+        let mut state = sys::AutocastState::default();
+        for (entry, device) in state.devices.iter_mut().zip(devices) {
+            entry.device_type = device_type(*device)?;
+            state.count += 1;
+        }
+        Self(state).here()
+    }
+
+    /// Reads the calling thread's state for the same devices.
+    pub(crate) fn here(&self) -> Result<Self> {
+        let mut state = self.0;
+        assert!(usize::from(state.count) <= sys::AUTOCAST_DEVICES);
+        // SAFETY: `state` is a whole struct of the shim's layout, and `count` stays within its array.
+        call(|err| unsafe { sys::tamp_autocast_read(&mut state, err) })?;
+        Ok(Self(state))
+    }
+
+    /// Opens a region: this becomes the calling thread's state.
+    pub(crate) fn enter(&self, outermost: bool) -> Result<()> {
+        assert!(usize::from(self.0.count) <= sys::AUTOCAST_DEVICES);
+        // SAFETY: the state has the shim's layout and outlives the call, and `count` stays within its array.
+        call(|err| unsafe { sys::tamp_autocast_enter(&self.0, outermost.into(), err) })
+    }
+
+    /// Closes a region: this, which was the calling thread's state before, is so again.
+    pub(crate) fn exit_to(&self, outermost: bool) {
+        // SAFETY: the state is a whole struct, which the shim filled.
+        unsafe { sys::tamp_autocast_exit(&self.0, outermost.into()) }
+    }
+
+    pub(crate) fn is_cache_enabled(&self) -> bool {
+        self.0.cache_enabled != 0
+    }
+
+    pub(crate) fn set_cache_enabled(&mut self, enabled: bool) {
+        self.0.cache_enabled = enabled.into();
+    }
+
+    /// Whether autocast is enabled on devices of this type.
+    pub(crate) fn is_enabled(&self, device: Device) -> bool {
+        self.of(device).is_some_and(|state| state.enabled != 0)
+    }
+
+    /// The dtype of regions on devices of this type.
+    pub(crate) fn dtype(&self, device: Device) -> Result<Kind> {
+        device_type(device)?;
+        dtype_kind(self.of(device).copied().unwrap_or_default().dtype)
+    }
+
+    pub(crate) fn set_enabled(&mut self, device: Device, enabled: bool) {
+        if let Some(state) = self.of_mut(device) {
+            state.enabled = enabled.into();
+        }
+    }
+
+    /// Sets the dtype for devices of this type. Returns whether there is such a dtype, which is a floating one.
+    pub(crate) fn set_dtype(&mut self, device: Device, dtype: Kind) -> bool {
+        let code = dtype_code(dtype);
+        if let (Some(state), Some(code)) = (self.of_mut(device), code) {
+            state.dtype = code;
+        }
+        code.is_some()
+    }
+
+    fn of(&self, device: Device) -> Option<&sys::AutocastDevice> {
+        let code = device_type(device).ok()?;
+        self.0.devices.iter().find(|state| state.device_type == code)
+    }
+
+    fn of_mut(&mut self, device: Device) -> Option<&mut sys::AutocastDevice> {
+        let code = device_type(device).ok()?;
+        self.0.devices.iter_mut().find(|state| state.device_type == code)
+    }
 }
 
 /// Forgets every cached cast of a weight.

@@ -80,7 +80,7 @@ pub(super) fn raw_function<R: Recorded>(state: Box<R>, ended: &FunctionCall<'_>)
         drop: function_drop::<R>,
         name: ended.name.as_ptr().cast(),
         name_length: ended.name.len(),
-        flags: ended.flags,
+        flags: ended.flags(),
     }
 }
 

@@ -8,12 +8,24 @@ use crate::sys;
 use super::callbacks::{Recorded, raw_function};
 use super::{call, pointers};
 
+/// What the shim wants to know of an input afterwards.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(transparent)]
+pub(crate) struct FunctionInput(sys::FunctionInput);
+
+impl FunctionInput {
+    /// Whether the input requires a gradient and the call is recorded.
+    pub(crate) fn requires_grad(&self) -> bool {
+        self.0.requires_grad != 0
+    }
+}
+
 /// Whether autograd will record a call with these inputs, and what the shim wants to know of them afterwards.
-pub(crate) fn function_begin(inputs: &[&Tensor]) -> Result<(bool, Vec<sys::FunctionInput>)> {
+pub(crate) fn function_begin(inputs: &[&Tensor]) -> Result<(bool, Vec<FunctionInput>)> {
     let tensors = pointers(inputs.iter().copied());
-    let mut infos = vec![sys::FunctionInput::default(); tensors.len()];
-    let out = infos.as_mut_ptr();
-    // SAFETY: both arrays have `tensors.len()` elements, and `inputs` keeps the tensors alive.
+    let mut infos = vec![FunctionInput::default(); tensors.len()];
+    let out = infos.as_mut_ptr().cast::<sys::FunctionInput>();
+    // SAFETY: both arrays have `tensors.len()` elements, a `FunctionInput` is laid out as the struct inside, and `inputs` keeps the tensors alive.
     let recorded =
         call(|err| unsafe { sys::tamp_function_begin(tensors.as_ptr(), tensors.len(), out, err) })?;
     Ok((recorded != 0, infos))
@@ -24,13 +36,26 @@ pub(crate) fn function_begin(inputs: &[&Tensor]) -> Result<(bool, Vec<sys::Funct
 pub(crate) struct FunctionCall<'a> {
     /// The function's name, for messages.
     pub(crate) name: &'a str,
-    pub(crate) flags: u8,
+    /// Whether backward gets zeros for outputs without a gradient.
+    pub(crate) materialize_grads: bool,
+    /// Whether its backward cannot be differentiated.
+    pub(crate) once_differentiable: bool,
+    /// Whether values besides tensors were saved.
+    pub(crate) saves_values: bool,
     pub(crate) inputs: &'a [&'a Tensor],
-    pub(crate) infos: &'a [sys::FunctionInput],
+    pub(crate) infos: &'a [FunctionInput],
     pub(crate) saved: &'a [Tensor],
     pub(crate) dirty: &'a [Tensor],
     pub(crate) non_differentiable: &'a [Tensor],
     pub(crate) recorded: bool,
+}
+
+impl FunctionCall<'_> {
+    pub(super) fn flags(&self) -> u8 {
+        u8::from(self.materialize_grads) * sys::FUNCTION_MATERIALIZE_GRADS
+            + u8::from(self.once_differentiable) * sys::FUNCTION_ONCE_DIFFERENTIABLE
+            + u8::from(self.saves_values) * sys::FUNCTION_SAVES_VALUES
+    }
 }
 
 /// Makes the raw outputs of forward those of an operation of autograd, and gives `state` to it.
@@ -54,7 +79,7 @@ pub(crate) fn function_record<R: Recorded>(
     };
     let raw = sys::FunctionCall {
         inputs: list(ended.inputs.len()),
-        infos: ended.infos.as_ptr(),
+        infos: ended.infos.as_ptr().cast(),
         saved: list(ended.saved.len()),
         dirty: list(ended.dirty.len()),
         non_differentiable: list(ended.non_differentiable.len()),

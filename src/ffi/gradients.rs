@@ -5,8 +5,8 @@ use std::ptr;
 
 use tch::{Kind, Tensor};
 
+use super::codes::dtype_code;
 use super::{call, given, pointers};
-use crate::device::dtype_code;
 use crate::error::Result;
 use crate::sys;
 

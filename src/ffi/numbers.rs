@@ -2,8 +2,8 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::codes::dtype_code;
 use super::{call, given, place, pointer, pointers};
-use crate::device::dtype_code;
 use crate::error::{Error, Result};
 use crate::sys;
 

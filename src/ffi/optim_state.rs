@@ -4,8 +4,8 @@ use std::ptr;
 
 use tch::{Kind, Tensor};
 
+use super::codes::dtype_code;
 use super::{call, given, pointers};
-use crate::device::dtype_code;
 use crate::error::{Error, Result};
 use crate::sys;
 

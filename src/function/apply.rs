@@ -5,10 +5,9 @@ use std::mem;
 use tch::{Kind, Tensor, no_grad_guard};
 
 use crate::autocast::{AutocastState, callback};
-use crate::device::{device_type, dtype_code};
 use crate::error::{Error, FunctionError, Result, chain};
-use crate::ffi::Values;
-use crate::{ffi, panics, sys};
+use crate::ffi::{Values, device_type, dtype_code};
+use crate::{ffi, panics};
 
 use super::lists::{GradientList as _, OutputList as _};
 use super::{BackwardContext, ForwardContext, Function, GradOutputs};
@@ -106,7 +105,9 @@ fn run<F: Function>(
     };
     let ended = ffi::FunctionCall {
         name: &name,
-        flags: flags(&function, &ctx),
+        materialize_grads: ctx.materialize_grads,
+        once_differentiable: function.once_differentiable(),
+        saves_values: !ctx.values.is_empty(),
         inputs,
         infos: &ctx.infos,
         saved: &ctx.saved,
@@ -120,13 +121,6 @@ fn run<F: Function>(
         Err(Error::Torch(problem)) => Err(Error::Function(FunctionError::Misuse { name, problem })),
         Err(other) => Err(other),
     }
-}
-
-fn flags<F: Function>(function: &F, ctx: &ForwardContext) -> u8 {
-    let set = |flag: u8, holds: bool| if holds { flag } else { 0 };
-    set(sys::FUNCTION_MATERIALIZE_GRADS, ctx.materialize_grads)
-        | set(sys::FUNCTION_ONCE_DIFFERENTIABLE, function.once_differentiable())
-        | set(sys::FUNCTION_SAVES_VALUES, !ctx.values.is_empty())
 }
 
 /// A function after its forward: what libtorch's graph holds.

@@ -7,13 +7,12 @@ use std::ops::Index;
 use tch::Tensor;
 
 use crate::error::{Error, FunctionError, Result};
-use crate::ffi::Values;
-use crate::{ffi, sys};
+use crate::ffi::{self, FunctionInput, Values};
 
 /// What a forward tells autograd and its own backward. The twin of `ctx` in `forward`.
 #[derive(Debug)]
 pub struct ForwardContext {
-    pub(super) infos: Vec<sys::FunctionInput>,
+    pub(super) infos: Vec<FunctionInput>,
     pub(super) saved: Vec<Tensor>,
     /// Each of another type.
     pub(super) values: Values,
@@ -23,7 +22,7 @@ pub struct ForwardContext {
 }
 
 impl ForwardContext {
-    pub(super) fn new(infos: Vec<sys::FunctionInput>) -> Self {
+    pub(super) fn new(infos: Vec<FunctionInput>) -> Self {
         Self {
             infos,
             saved: Vec::new(),
@@ -63,7 +62,7 @@ impl ForwardContext {
             .infos
             .get(input)
             .ok_or(Error::Function(FunctionError::NoSuchInput { input, inputs }))?;
-        Ok(info.requires_grad != 0)
+        Ok(info.requires_grad())
     }
 
     /// Marks inputs that forward has changed in place. Each must be returned as an output, and must not be kept but by

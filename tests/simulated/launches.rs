@@ -1,9 +1,9 @@
 //! How many kernels the scaler starts: as many for a large model as for a small one.
 
 use tch::{Kind, Tensor};
+use tch_amp::GradScaler;
 use tch_amp::loss_scale::all_finite;
 use tch_amp::optim::{MasterWeights, Optimizer};
-use tch_amp::GradScaler;
 
 use crate::common::simulation::Simulation;
 use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
