@@ -91,14 +91,14 @@ impl Training {
             (0..160).map(|i| vs.root().add("w", values(i, numbers, 3), true)).collect();
         vs.bfloat16();
         let adam = AdamW::default();
-        let optimizer = adam.build_with_master_weights(&vs, 1e-3, masters).unwrap();
+        let optimizer = adam.master_weights(masters).build(&vs, 1e-3).unwrap();
         let fresh = (values(1, numbers, 5) * SCALE).to_kind(Kind::BFloat16);
         for param in &params {
             (param * &fresh).sum(Kind::BFloat16).backward();
         }
         let grads = params.iter().map(Tensor::grad).collect();
         let loss = Tensor::from(1f32).set_requires_grad(true);
-        let config = GradScalerConfig { init_scale: SCALE, ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(SCALE);
         let scaler = config.build(Device::Cpu).unwrap();
         Self { loss, params, grads, fresh, optimizer, scaler }
     }

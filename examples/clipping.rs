@@ -22,7 +22,7 @@ pub fn main() -> anyhow::Result<()> {
     let net = nn::linear(vs.root(), 8, 1, Default::default());
     let mut opt = nn::Sgd::default().build(&vs, 1e-2)?;
     // Fits at once: none of the few steps here is spent on finding the scale.
-    let config = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
+    let config = GradScalerConfig::default().init_scale(1024.0);
     let mut scaler = config.build(device)?;
     let xs = Tensor::randn([32, 8], (Kind::Float, device));
     let ys = xs.sum_dim_intlist(1, true, Kind::Float);

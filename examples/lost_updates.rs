@@ -76,7 +76,7 @@ impl Run {
     fn train(&self) -> Result<(Vec<Tensor>, Option<Tensor>)> {
         let w = Tensor::ones([WEIGHTS], (self.kind, Device::Cpu)).set_requires_grad(true);
         let weights = [w.shallow_clone()];
-        let mut opt = Adam::default().build_with_master_weights(&weights, LR, self.masters)?;
+        let mut opt = Adam::default().master_weights(self.masters).build(&weights, LR)?;
         let mut seen = vec![w.detach().to_kind(Kind::Double)];
         for _ in 0..STEPS {
             opt.zero_grad()?;

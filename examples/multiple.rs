@@ -16,7 +16,7 @@ pub fn main() -> anyhow::Result<()> {
     let mut opt_a = nn::Sgd::default().build(&vs_a, 1e-2)?;
     let mut opt_b = nn::Adam::default().build(&vs_b, 1e-2)?;
     // Fits at once: none of the few steps here is spent on finding the scale.
-    let config = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
+    let config = GradScalerConfig::default().init_scale(1024.0);
     let mut scaler = config.build(device)?;
 
     let xs = Tensor::randn([32, 8], (Kind::Float, device));

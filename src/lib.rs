@@ -6,6 +6,7 @@
 mod atomic;
 pub mod autocast;
 pub mod buffers;
+mod builder;
 pub mod checkpoint;
 mod device;
 mod error;

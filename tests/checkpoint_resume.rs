@@ -35,8 +35,7 @@ impl Shuffled {
             Algorithm::Adagrad(config) => config.build(&vs, 0.1),
             other => panic!("not in these tests: {other:?}"),
         };
-        let config =
-            GradScalerConfig { init_scale: 64.0, growth_interval: 2, ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(64.0).growth_interval(2);
         let scaler = config.build(device).unwrap();
         let data = Tensor::arange(32, (Kind::Float, device)).view([8, 4]) / 32.0;
         Self { vs, net, opt: opt.unwrap(), scaler, data, step: 0 }
@@ -119,9 +118,9 @@ fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
     let folder = Folder::new();
     let path = folder.file("x.safetensors");
     let algorithms: [Algorithm; 4] = [
-        AdamW { amsgrad: true, ..AdamW::default() }.into(),
-        Sgd { momentum: 0.9, ..Sgd::default() }.into(),
-        Sgd { momentum: 0.9, dampening: 0.5, ..Sgd::default() }.into(),
+        AdamW::default().amsgrad(true).into(),
+        Sgd::default().momentum(0.9).into(),
+        Sgd::default().momentum(0.9).dampening(0.5).into(),
         Adagrad::default().into(),
     ];
     for_each_device(|device| {

@@ -69,7 +69,7 @@ impl Training {
         let net = nn::linear(vs.root(), 4, 2, Default::default());
         let optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&vs, 1e-3).unwrap();
         // Grows as often as the overflows back it off, so that the scale stays in the usual range.
-        let config = GradScalerConfig { growth_interval: 8, ..Default::default() };
+        let config = GradScalerConfig::default().growth_interval(8);
         let scaler = config.build(Device::Cpu).unwrap();
         Self { rng: Rng::new(13), net, optimizer, scaler, stepped: 0, skipped: 0 }
     }

@@ -45,8 +45,8 @@ pub fn setups() -> Vec<Setup> {
     let (none, float, remainder) =
         (MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder);
     let adamw = Algorithm::from(AdamW::default());
-    let amsgrad = AdamW { amsgrad: true, ..AdamW::default() }.into();
-    let sgd = Sgd { momentum: 0.9, ..Sgd::default() }.into();
+    let amsgrad = AdamW::default().amsgrad(true).into();
+    let sgd = Sgd::default().momentum(0.9).into();
     let setup = |name, kind, masters, algorithm, wide, stated| Setup {
         name,
         kind,
@@ -80,8 +80,8 @@ impl Setup {
 
 fn build(setup: &Setup, weights: &[Tensor]) -> Optimizer {
     let mut opt = match setup.algorithm {
-        Algorithm::AdamW(config) => config.build_with_master_weights(weights, 1e-3, setup.masters),
-        Algorithm::Sgd(config) => config.build_with_master_weights(weights, 1e-3, setup.masters),
+        Algorithm::AdamW(config) => config.master_weights(setup.masters).build(weights, 1e-3),
+        Algorithm::Sgd(config) => config.master_weights(setup.masters).build(weights, 1e-3),
         other => panic!("nothing is measured of {other:?}"),
     }
     .expect("the weights can be trained");
@@ -110,7 +110,7 @@ pub fn measure(setup: &Setup) -> Option<Held> {
     train(&mut opt, &weights);
     let held = (anonymous()? - before) / each;
     let step = peak(|| opt.step().expect("a step is taken")) / each;
-    let config = GradScalerConfig { init_scale: 2.0, ..Default::default() };
+    let config = GradScalerConfig::default().init_scale(2.0);
     let mut scaler = config.build(Device::Cpu).expect("a scaler can be made");
     drop(scaler.scale(&Tensor::from(1f32)).expect("a loss is scaled"));
     let unscaling = peak(|| {

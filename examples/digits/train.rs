@@ -57,8 +57,7 @@ impl Precision {
         match self {
             Self::Fp32 | Self::Bf16 => Ok(GradScaler::disabled()),
             Self::Fp16 => {
-                GradScalerConfig { growth_interval: GROWTH_INTERVAL, ..Default::default() }
-                    .build(device)
+                GradScalerConfig::default().growth_interval(GROWTH_INTERVAL).build(device)
             }
         }
     }

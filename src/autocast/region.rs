@@ -7,6 +7,8 @@ use tch::{Device, Kind};
 use crate::autocast::stack;
 use crate::autocast::state::read;
 use crate::device::check_usable;
+#[cfg(doc)]
+use crate::error::Error;
 use crate::error::{AutocastError, Result};
 use crate::ffi::AutocastState;
 

@@ -15,7 +15,7 @@ pub enum OptimizerError {
 
     /// Only an optimizer with master weights can do that.
     #[error(
-        "the optimizer has no master weights: build it with `build_with_master_weights` and other than MasterWeights::None"
+        "the optimizer has no master weights: build it with `master_weights` and other than MasterWeights::None"
     )]
     NoMasterWeights,
 

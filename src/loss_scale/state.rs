@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use tch::Device;
 
+use crate::builder::builder;
 use crate::error::{Error, Result, ScalerError, ensure};
 use crate::loss_scale::{DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale};
 use crate::scale::{LARGEST, SMALLEST, check_interval};
@@ -85,12 +86,13 @@ impl LossScaleState {
 /// use tch::Device;
 /// use tch_amp::loss_scale::DynamicLossScaleState;
 ///
-/// let loss_scale = DynamicLossScaleState { period: 500, ..Default::default() }.build(Device::Cpu)?;
+/// let loss_scale = DynamicLossScaleState::default().period(500).build(Device::Cpu)?;
 /// assert_eq!(loss_scale.state()?.loss_scale, 32768.0);
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
+#[non_exhaustive]
 pub struct DynamicLossScaleState {
     /// The scale. Defaults to 2^15.
     pub loss_scale: f64,
@@ -104,6 +106,14 @@ pub struct DynamicLossScaleState {
     /// The scale never sinks below this, rounded to f32; at least 2^-126. Defaults to 1.
     pub min_loss_scale: f64,
 }
+
+builder!(DynamicLossScaleState {
+    loss_scale: f64,
+    counter: i64,
+    period: i64,
+    factor: f64,
+    min_loss_scale: f64
+});
 
 impl Default for DynamicLossScaleState {
     fn default() -> Self {

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::builder::builder;
 #[cfg(doc)]
 use crate::error::{Error, OptimizerError};
 use crate::error::{Result, ensure};
@@ -14,6 +15,7 @@ use crate::optim::{IntoParameters, MasterWeights, Optimizer};
 /// Source: Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, <https://arxiv.org/abs/1711.05101>.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
+#[non_exhaustive]
 pub struct AdamW {
     /// How much of the moving averages of the gradient and of its square stays in a step. From 0 to below 1. Default
     /// (0.9, 0.999).
@@ -29,11 +31,14 @@ pub struct AdamW {
     pub maximize: bool,
 }
 
+builder!(AdamW { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, maximize: bool });
+
 /// Adam, with weight decay added to the gradients. The twin of `torch.optim.Adam` with `fused=True`.
 ///
 /// Source: Kingma and Ba, *Adam: A Method for Stochastic Optimization*, <https://arxiv.org/abs/1412.6980>.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
+#[non_exhaustive]
 pub struct Adam {
     /// How much of the moving averages of the gradient and of its square stays in a step. From 0 to below 1. Default
     /// (0.9, 0.999).
@@ -49,12 +54,15 @@ pub struct Adam {
     pub maximize: bool,
 }
 
+builder!(Adam { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, maximize: bool });
+
 /// Stochastic gradient descent, with or without momentum. The twin of `torch.optim.SGD` with `fused=True`.
 ///
 /// Source: Sutskever et al., *On the importance of initialization and momentum in deep learning*, in PyTorch's form,
 /// where the learning rate multiplies the momentum buffer, too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
+#[non_exhaustive]
 pub struct Sgd {
     /// How much of the momentum buffer stays in a step. At least 0. Default 0, which keeps no buffer.
     pub momentum: f64,
@@ -68,11 +76,14 @@ pub struct Sgd {
     pub maximize: bool,
 }
 
+builder!(Sgd { momentum: f64, dampening: f64, weight_decay: f64, nesterov: bool, maximize: bool });
+
 /// Adagrad. The twin of `torch.optim.Adagrad` with `fused=True`, on GPUs, too, where libtorch has the kernel.
 ///
 /// Source: Duchi et al., *Adaptive Subgradient Methods for Online Learning and Stochastic Optimization*.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
+#[non_exhaustive]
 pub struct Adagrad {
     /// The learning rate of step t is divided by 1 + (t - 1) * lr_decay. At least 0. Default 0.
     pub lr_decay: f64,
@@ -85,6 +96,14 @@ pub struct Adagrad {
     /// Whether to climb: the step goes along the gradient. Default false.
     pub maximize: bool,
 }
+
+builder!(Adagrad {
+    lr_decay: f64,
+    weight_decay: f64,
+    initial_accumulator_value: f64,
+    eps: f64,
+    maximize: bool
+});
 
 impl Default for AdamW {
     fn default() -> Self {
@@ -143,21 +162,12 @@ macro_rules! build {
             /// [`Error::InvalidArgument`] for an option or a learning rate outside its range; [`OptimizerError::Parameter`] for a
             /// tensor that is no floating one, or is there twice; [`OptimizerError::NoParameters`] for an empty list.
             pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
-                self.build_with_master_weights(parameters, lr, MasterWeights::None)
+                Algorithm::from(self).build(parameters, lr)
             }
 
-            /// Makes an optimizer as [`build`](Self::build) that updates half parameters in f32.
-            ///
-            /// # Errors
-            ///
-            /// As [`build`](Self::build).
-            pub fn build_with_master_weights(
-                self,
-                parameters: impl IntoParameters,
-                lr: f64,
-                masters: MasterWeights,
-            ) -> Result<Optimizer> {
-                Optimizer::new(Algorithm::$config(self), parameters, lr, masters)
+            /// Has the optimizer update half-precision parameters in f32.
+            pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
+                Algorithm::from(self).master_weights(masters)
             }
         }
 
@@ -180,6 +190,46 @@ macro_rules! from_tch {
             }
         }
     )*};
+}
+
+/// What an optimizer is built with beside the options of its [`Algorithm`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[must_use = "an optimizer is made by `build`"]
+pub struct OptimizerBuilder {
+    algorithm: Algorithm,
+    masters: MasterWeights,
+}
+
+impl OptimizerBuilder {
+    /// Has the optimizer update half-precision parameters in f32.
+    pub fn master_weights(self, masters: MasterWeights) -> Self {
+        Self { masters, ..self }
+    }
+
+    /// Makes the optimizer, as [`AdamW::build`] does.
+    ///
+    /// # Errors
+    ///
+    /// As [`AdamW::build`].
+    pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
+        Optimizer::new(self.algorithm, parameters, lr, self.masters)
+    }
+}
+
+impl Algorithm {
+    /// Makes an optimizer without master weights, as [`AdamW::build`] does.
+    ///
+    /// # Errors
+    ///
+    /// As [`AdamW::build`].
+    pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
+        self.master_weights(MasterWeights::None).build(parameters, lr)
+    }
+
+    /// Has the optimizer update half-precision parameters in f32.
+    pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
+        OptimizerBuilder { algorithm: self, masters }
+    }
 }
 
 from_tch!(AdamW Adam);

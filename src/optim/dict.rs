@@ -13,6 +13,7 @@ use crate::optim::{Algorithm, Optimizer, ParamGroup};
 /// Everything an optimizer needs to go on as if it had not been interrupted. The twin of what PyTorch's `state_dict`
 /// returns, by parameter names instead of numbers.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct OptimizerState {
     /// For each parameter that has been stepped (with Adagrad, for all) its tensors, by PyTorch's keys: `step` (f32, no
     /// dimensions) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq`, or `momentum_buffer`,
@@ -24,6 +25,7 @@ pub struct OptimizerState {
 
 /// A parameter group as it is saved.
 #[derive(Clone, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct ParamGroupState {
     /// Its options.
     #[serde(flatten)]

@@ -2,18 +2,29 @@
 
 use serde::Serialize;
 
+use crate::builder::builder;
 use crate::error::{Error, OptimizerError, Result};
 use crate::names::matches_any;
 use crate::optim::{Algorithm, Optimizer};
 
 /// The options of the parameters of one group.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[non_exhaustive]
 pub struct ParamGroup {
     /// The learning rate.
     pub lr: f64,
     /// The algorithm, which is the same for all groups, and its options.
     #[serde(flatten)]
     pub algorithm: Algorithm,
+}
+
+builder!(ParamGroup { lr: f64, algorithm: Algorithm });
+
+impl ParamGroup {
+    /// Makes the options of a group, for example from an [`AdamW`](crate::optim::AdamW).
+    pub fn new(lr: f64, algorithm: impl Into<Algorithm>) -> Self {
+        Self { lr, algorithm: algorithm.into() }
+    }
 }
 
 /// Parameters whose names match one of the patterns belong to a group.

@@ -215,7 +215,7 @@ fn check<'a, T: Saved>(
     if let Some(key) = entries.keys().find(|key| !wanted().any(|wanted| wanted == key.as_str())) {
         let name = algorithm.name();
         return Err(refuse(match key.as_str() {
-            MASTER => format!("has {MASTER}: build this optimizer with build_with_master_weights"),
+            MASTER => format!("has {MASTER}: build this optimizer with `master_weights`"),
             key => format!("has {key}, which {name} does not keep"),
         }));
     }

@@ -36,7 +36,7 @@ mod update;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-pub use config::{Adagrad, Adam, AdamW, Algorithm, Sgd};
+pub use config::{Adagrad, Adam, AdamW, Algorithm, OptimizerBuilder, Sgd};
 pub use dict::{OptimizerState, ParamGroupState};
 pub use groups::ParamGroup;
 pub(crate) use load::{Loaded, Saved};

@@ -45,7 +45,7 @@ use crate::scaler::GradScaler;
 /// assert_eq!(kept, ["norm.bias", "norm.weight"]);
 ///
 /// let net = policy.apply_to(nn::seq().add(keep_in_f32(norm)).add(out))?;
-/// let mut opt = AdamW::default().build_with_master_weights(&vs, 1e-3, level.master_weights())?;
+/// let mut opt = AdamW::default().master_weights(level.master_weights()).build(&vs, 1e-3)?;
 /// let mut scaler = level.grad_scaler(vs.device())?;
 /// scaler.backward(&net.forward(&Tensor::ones([8, 4], (Kind::Float, Device::Cpu))).square().mean(None))?;
 /// assert!(scaler.step(&mut opt)?.is_stepped()?);
@@ -85,8 +85,7 @@ impl OptLevel {
     }
 
     /// Returns what the optimizer is to update the parameters from, for
-    /// [`build_with_master_weights`](crate::optim::AdamW::build_with_master_weights): f32 copies in `O2`, else nothing
-    /// of its own.
+    /// [`master_weights`](crate::optim::AdamW::master_weights): f32 copies in `O2`, else nothing of its own.
     pub fn master_weights(self) -> MasterWeights {
         if self == Self::O2 { MasterWeights::Float } else { MasterWeights::None }
     }

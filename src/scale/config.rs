@@ -1,5 +1,6 @@
 //! The options of a scale that adapts, and the values that they may have.
 
+use crate::builder::builder;
 use crate::error::{Result, ensure};
 use crate::ffi::ScaleRule;
 use crate::scale::rule::{LARGEST, SMALLEST, check_interval};
@@ -14,23 +15,17 @@ const INF: f64 = f64::INFINITY;
 /// use tch::Device;
 /// use tch_amp::scaler::GradScalerConfig;
 ///
-/// let scaler = GradScalerConfig { growth_interval: 100, ..Default::default() }.build(Device::Cpu)?;
+/// let scaler = GradScalerConfig::default().growth_interval(100).build(Device::Cpu)?;
 /// assert_eq!(scaler.get_growth_interval(), 100);
 ///
 /// // DeepSpeed's defaults.
-/// let deepspeed = GradScalerConfig {
-///     growth_interval: 1000,
-///     hysteresis: 2,
-///     consecutive_hysteresis: false,
-///     min_scale: 1.0,
-///     error_at_min_scale: true,
-///     ..Default::default()
-/// };
+/// let deepspeed = GradScalerConfig::default().growth_interval(1000).hysteresis(2).consecutive_hysteresis(false).min_scale(1.0).error_at_min_scale(true);
 /// let scaler = deepspeed.build(Device::Cpu)?;
 /// # assert!(scaler.is_enabled());
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct GradScalerConfig {
     /// The first scale. Defaults to 65536.
     pub init_scale: f64,
@@ -72,6 +67,8 @@ pub struct GradScalerConfig {
     /// PyTorch refuses them. Defaults to `false`.
     pub allow_fp16_gradients: bool,
 }
+
+builder!(GradScalerConfig { init_scale: f64, growth_factor: f64, backoff_factor: f64, growth_interval: i64, enabled: bool, min_scale: f64, max_scale: f64, hysteresis: u32, consecutive_hysteresis: bool, tolerance: f64, max_consecutive_skips: Option<u32>, error_at_min_scale: bool, allow_fp16_gradients: bool });
 
 impl Default for GradScalerConfig {
     fn default() -> Self {

@@ -106,13 +106,8 @@ fn through(saved: &mut dyn Stateful, restored: &mut dyn Stateful) -> Result<()> 
 
 #[test]
 fn loss_scales_come_back_and_stay_what_they_are() {
-    let state = DynamicLossScaleState {
-        loss_scale: 0.1f32.into(),
-        counter: 3,
-        period: 5,
-        ..Default::default()
-    };
-    let state = DynamicLossScaleState { min_loss_scale: 0.01, ..state };
+    let state = DynamicLossScaleState::default().loss_scale(0.1f32.into()).counter(3).period(5);
+    let state = state.min_loss_scale(0.01);
     let mut saved = state.build(CPU).unwrap();
     let mut dynamic = DynamicLossScale::new(CPU).unwrap();
     let before = dynamic.loss_scale().unwrap().shallow_clone();

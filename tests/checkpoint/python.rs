@@ -30,20 +30,19 @@ impl Twin {
             ("bias", net.bs.as_ref().unwrap().shallow_clone()),
         ];
         let opt = match algorithm {
-            "adamw" => AdamW { amsgrad: true, ..AdamW::default() }.build(parameters, 0.05),
-            "adam" => Adam { weight_decay: 0.1, ..Adam::default() }.build(parameters, 0.05),
+            "adamw" => AdamW::default().amsgrad(true).build(parameters, 0.05),
+            "adam" => Adam::default().weight_decay(0.1).build(parameters, 0.05),
             "sgd" => {
-                let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Sgd::default() };
+                let sgd = Sgd::default().momentum(0.9).weight_decay(0.1);
                 sgd.build(parameters, 0.05)
             }
             "plain" => Sgd::default().build(parameters, 0.05),
-            _ => Adagrad { lr_decay: 0.1, ..Adagrad::default() }.build(parameters, 0.05),
+            _ => Adagrad::default().lr_decay(0.1).build(parameters, 0.05),
         };
         let mut opt = opt.unwrap();
         opt.assign_group(1, &["bias"]).unwrap();
         opt.set_weight_decay_group(1, 0.0).unwrap();
-        let config =
-            GradScalerConfig { init_scale: 16.0, growth_interval: 3, ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(16.0).growth_interval(3);
         Self { vs, net, opt, scaler: config.build(Device::Cpu).unwrap() }
     }
 
@@ -187,7 +186,7 @@ fn parameters_without_names_keep_their_groups() {
         let tensors: Vec<_> = (0..3)
             .map(|n| Tensor::full([2], n, (Kind::Float, Device::Cpu)).set_requires_grad(true))
             .collect();
-        let mut opt = Sgd { momentum: 0.5, ..Sgd::default() }.build(&tensors, 0.1).unwrap();
+        let mut opt = Sgd::default().momentum(0.5).build(&tensors, 0.1).unwrap();
         opt.assign_group(1, &[group]).unwrap();
         opt.set_lr_group(1, 0.7).unwrap();
         (tensors, opt)

@@ -243,7 +243,7 @@ fn master_weights_come_back() {
         let w = vs.root().randn_standard("w", &[50]);
         vs.bfloat16();
         let adam = tch_amp::optim::AdamW::default();
-        let opt = adam.build_with_master_weights(&vs, 0.01, MasterWeights::Remainder).unwrap();
+        let opt = adam.master_weights(MasterWeights::Remainder).build(&vs, 0.01).unwrap();
         (vs, w, opt)
     };
     let step = |w: &Tensor, opt: &mut Optimizer| {

@@ -49,8 +49,12 @@ fn the_scale_adapts_as_jmps(#[case] options: [f64; 4], #[case] program: &str) {
     let [loss_scale, period, factor, min_loss_scale] = options;
     for_each_device(|device| {
         let period = period as i64;
-        let state =
-            DynamicLossScaleState { loss_scale, counter: 0, period, factor, min_loss_scale };
+        let state = DynamicLossScaleState::default()
+            .loss_scale(loss_scale)
+            .counter(0)
+            .period(period)
+            .factor(factor)
+            .min_loss_scale(min_loss_scale);
         let mut loss_scale = state.build(device).unwrap();
         for step in program.split(',') {
             let [finite, scale, counter] = *step.split_whitespace().collect::<Vec<_>>() else {
@@ -85,13 +89,12 @@ fn long_random_runs_are_those_of_the_pseudo_code() {
     for_each_device(|device| {
         for seed in 0..30 {
             let mut rng = Rng::new(seed);
-            let mut want = DynamicLossScaleState {
-                loss_scale: f64::from(1.0 + rng.below(1 << 20) as f32 / 3.0),
-                counter: 0,
-                period: 1 + rng.below(6) as i64,
-                factor: [2.0, 3.0, 4.0, 10.0][rng.below(4)],
-                min_loss_scale: [1.0, 0.5, 1e-3f32.into()][rng.below(3)],
-            };
+            let mut want = DynamicLossScaleState::default()
+                .loss_scale(f64::from(1.0 + rng.below(1 << 20) as f32 / 3.0))
+                .counter(0)
+                .period(1 + rng.below(6) as i64)
+                .factor([2.0, 3.0, 4.0, 10.0][rng.below(4)])
+                .min_loss_scale([1.0, 0.5, 1e-3f32.into()][rng.below(3)]);
             let mut loss_scale = want.build(device).unwrap();
             let rare = 1 + rng.below(8);
             for step in 0..300 {
@@ -108,7 +111,7 @@ fn long_random_runs_are_those_of_the_pseudo_code() {
 #[test]
 fn a_factor_that_is_no_f32_is_multiplied_in_f64_and_rounded_once() {
     for_each_device(|device| {
-        let state = DynamicLossScaleState { factor: 1.1, period: 1, ..Default::default() };
+        let state = DynamicLossScaleState::default().factor(1.1).period(1);
         let (mut loss_scale, mut jmp) = (state.build(device).unwrap(), state);
         let mut want = state.loss_scale;
         for finite in [[true; 50], [false; 50]].concat() {
@@ -126,7 +129,7 @@ fn a_factor_that_is_no_f32_is_multiplied_in_f64_and_rounded_once() {
 #[test]
 fn the_defaults_are_jmps() {
     let state = DynamicLossScale::new(Device::Cpu).unwrap().state().unwrap();
-    let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = state;
+    let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale, .. } = state;
     assert_eq!((loss_scale, counter, min_loss_scale), (32768.0, 0, 1.0));
     assert_eq!((period, factor), (2000, 2.0));
 }
@@ -168,7 +171,7 @@ fn other_tensors_are_refused_and_change_nothing() {
 #[test]
 fn an_adjustment_leaves_tensors_clones_and_graphs_alone() {
     for_each_device(|device| {
-        let state = DynamicLossScaleState { loss_scale: 8.0, period: 1, ..Default::default() };
+        let state = DynamicLossScaleState::default().loss_scale(8.0).period(1);
         let mut loss_scale = state.build(device).unwrap();
         let before = loss_scale.loss_scale().unwrap().shallow_clone();
         let clone = loss_scale.clone();

@@ -30,14 +30,12 @@ fn a_scaler_and_a_loss_scale_made_from_it_do_the_same() {
         for seed in 0..10 {
             let mut rng = Rng::new(seed);
             let factor = *rng.pick(&[2.0, 3.0, 10.0]);
-            let config = GradScalerConfig {
-                init_scale: 1.0 + rng.below(1000) as f64,
-                growth_factor: factor,
-                backoff_factor: 1.0 / factor,
-                growth_interval: 1 + rng.below(4) as i64,
-                min_scale: 0.5,
-                ..Default::default()
-            };
+            let config = GradScalerConfig::default()
+                .init_scale(1.0 + rng.below(1000) as f64)
+                .growth_factor(factor)
+                .backoff_factor(1.0 / factor)
+                .growth_interval(1 + rng.below(4) as i64)
+                .min_scale(0.5);
             let mut scaler = config.build(device).unwrap();
             let state = DynamicLossScaleState::try_from(&scaler.state_dict().unwrap()).unwrap();
             let mut loss_scale = state.build(device).unwrap();
@@ -61,7 +59,7 @@ fn a_scaler_and_a_loss_scale_made_from_it_do_the_same() {
 
 #[test]
 fn a_loss_scale_goes_on_as_a_scaler() {
-    let state = DynamicLossScaleState { counter: 3, period: 4, ..Default::default() };
+    let state = DynamicLossScaleState::default().counter(3).period(4);
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
     iterate(&mut scaler, Device::Cpu, true);
@@ -72,21 +70,19 @@ fn a_loss_scale_goes_on_as_a_scaler() {
     }
     assert_eq!(scaler.get_scale().unwrap(), 1.0);
     let back = DynamicLossScaleState::try_from(&scaler.state_dict().unwrap()).unwrap();
-    assert_eq!(back, DynamicLossScaleState { loss_scale: 1.0, counter: 0, ..state });
+    assert_eq!(back, state.loss_scale(1.0).counter(0));
 }
 
 /// The loading scaler has options that a loss scale has not: they are switched off.
 #[test]
 fn a_scaler_of_any_options_goes_on_as_the_loss_scale_did() {
-    let config = GradScalerConfig {
-        max_scale: 65536.0,
-        hysteresis: 3,
-        tolerance: 0.5,
-        error_at_min_scale: true,
-        ..Default::default()
-    };
+    let config = GradScalerConfig::default()
+        .max_scale(65536.0)
+        .hysteresis(3)
+        .tolerance(0.5)
+        .error_at_min_scale(true);
     let mut scaler = config.build(Device::Cpu).unwrap();
-    let state = DynamicLossScaleState { period: 1, loss_scale: 65536.0, ..Default::default() };
+    let state = DynamicLossScaleState::default().period(1).loss_scale(65536.0);
     let mut loss_scale = state.build(Device::Cpu).unwrap();
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
     for finite in [[true; 20], [false; 20]].concat() {
@@ -102,12 +98,10 @@ fn a_state_of_pythons_becomes_a_loss_scale() {
         r#"{"scale": 131072.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}"#,
     );
     let state = DynamicLossScaleState::try_from(&python).unwrap();
-    let want = DynamicLossScaleState {
-        loss_scale: 131072.0,
-        counter: 3,
-        min_loss_scale: f32::MIN_POSITIVE.into(),
-        ..Default::default()
-    };
+    let want = DynamicLossScaleState::default()
+        .loss_scale(131072.0)
+        .counter(3)
+        .min_loss_scale(f32::MIN_POSITIVE.into());
     assert_eq!(state, want);
 }
 
@@ -146,13 +140,11 @@ fn a_state_without_a_key_is_refused() {
 
 #[test]
 fn a_scaler_that_loads_a_loss_scale_has_none_of_the_options_that_this_lacks() {
-    let config = GradScalerConfig {
-        max_scale: 65536.0,
-        hysteresis: 3,
-        tolerance: 0.5,
-        error_at_min_scale: true,
-        ..Default::default()
-    };
+    let config = GradScalerConfig::default()
+        .max_scale(65536.0)
+        .hysteresis(3)
+        .tolerance(0.5)
+        .error_at_min_scale(true);
     let mut scaler = config.build(Device::Cpu).unwrap();
     let state = DynamicLossScaleState::default();
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();

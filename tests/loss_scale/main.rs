@@ -32,7 +32,7 @@ fn answer(flag: &Tensor) -> bool {
 
 /// One of each, with a scale of 8.
 fn all_three(device: Device) -> [Box<dyn LossScale>; 3] {
-    let dynamic = DynamicLossScaleState { loss_scale: 8.0, ..Default::default() };
+    let dynamic = DynamicLossScaleState::default().loss_scale(8.0);
     [
         Box::new(NoOpLossScale),
         Box::new(StaticLossScale::new(device, 8.0).unwrap()),

@@ -9,29 +9,30 @@ use tch_amp::{Error, GradScaler};
 use crate::all_three;
 use crate::common::for_each_device;
 
-const STATE: DynamicLossScaleState = DynamicLossScaleState {
-    loss_scale: 1234.5,
-    counter: 7,
-    period: 11,
-    factor: 3.5,
-    min_loss_scale: 0.25,
-};
+fn saved() -> DynamicLossScaleState {
+    DynamicLossScaleState::default()
+        .loss_scale(1234.5)
+        .counter(7)
+        .period(11)
+        .factor(3.5)
+        .min_loss_scale(0.25)
+}
 
 /// jmp itself loses `min_loss_scale` here.
 #[test]
 fn every_field_survives_the_round_trip() {
     for_each_device(|device| {
-        let loss_scale = STATE.build(device).unwrap();
+        let loss_scale = saved().build(device).unwrap();
         let json = serde_json::to_string(&loss_scale.state_dict().unwrap()).unwrap();
         assert_eq!(
             json,
             r#"{"kind":"Dynamic","loss_scale":1234.5,"counter":7,"period":11,"factor":3.5,"min_loss_scale":0.25}"#
         );
         let state: LossScaleState = serde_json::from_str(&json).unwrap();
-        assert_eq!(state, LossScaleState::Dynamic(STATE));
+        assert_eq!(state, LossScaleState::Dynamic(saved()));
         let mut other = DynamicLossScaleState::default().build(device).unwrap();
         other.load_state_dict(&state).unwrap();
-        assert_eq!(other.state().unwrap(), STATE);
+        assert_eq!(other.state().unwrap(), saved());
         assert_eq!(other.loss_scale().unwrap().device(), device);
     });
 }
@@ -43,8 +44,7 @@ fn every_field_survives_the_round_trip() {
 #[case(0.1, 0.1)]
 #[case(8.0, 1e-4)]
 fn a_scale_that_sank_to_its_bound_is_saved_and_loaded(#[case] start: f64, #[case] min: f64) {
-    let state =
-        DynamicLossScaleState { loss_scale: start, min_loss_scale: min, ..Default::default() };
+    let state = DynamicLossScaleState::default().loss_scale(start).min_loss_scale(min);
     let mut loss_scale = state.build(Device::Cpu).unwrap();
     for _ in 0..20 {
         let saved = loss_scale.state_dict().unwrap();
@@ -96,12 +96,12 @@ fn the_state_of_another_kind_is_refused() {
 #[test]
 fn absent_fields_have_the_defaults() {
     let state: DynamicLossScaleState = serde_json::from_str(r#"{"period": 5}"#).unwrap();
-    assert_eq!(state, DynamicLossScaleState { period: 5, ..Default::default() });
+    assert_eq!(state, DynamicLossScaleState::default().period(5));
 }
 
 #[test]
 fn a_counter_beyond_a_shorter_period_grows_at_the_next_step() {
-    let state = DynamicLossScaleState { period: 5, ..STATE };
+    let state = saved().period(5);
     let mut loss_scale = state.build(Device::Cpu).unwrap();
     assert_eq!(loss_scale.state().unwrap().counter, 4);
     loss_scale.adjust(&Tensor::from(true)).unwrap();
@@ -109,18 +109,18 @@ fn a_counter_beyond_a_shorter_period_grows_at_the_next_step() {
 }
 
 #[rstest]
-#[case("loss_scale", DynamicLossScaleState { loss_scale: 0.1, ..STATE })]
-#[case("loss_scale", DynamicLossScaleState { loss_scale: f64::NAN, ..STATE })]
-#[case("loss_scale", DynamicLossScaleState { loss_scale: f64::INFINITY, ..STATE })]
-#[case("counter", DynamicLossScaleState { counter: -1, ..STATE })]
-#[case("period", DynamicLossScaleState { period: 0, ..STATE })]
-#[case("period", DynamicLossScaleState { period: 1 << 31, ..STATE })]
-#[case("factor", DynamicLossScaleState { factor: 1.0, ..STATE })]
-#[case("factor", DynamicLossScaleState { factor: f64::INFINITY, ..STATE })]
-#[case("min_loss_scale", DynamicLossScaleState { min_loss_scale: 0.0, ..STATE })]
-#[case("min_loss_scale", DynamicLossScaleState { min_loss_scale: f64::NAN, ..STATE })]
+#[case("loss_scale", saved().loss_scale(0.1))]
+#[case("loss_scale", saved().loss_scale(f64::NAN))]
+#[case("loss_scale", saved().loss_scale(f64::INFINITY))]
+#[case("counter", saved().counter(-1))]
+#[case("period", saved().period(0))]
+#[case("period", saved().period(1 << 31))]
+#[case("factor", saved().factor(1.0))]
+#[case("factor", saved().factor(f64::INFINITY))]
+#[case("min_loss_scale", saved().min_loss_scale(0.0))]
+#[case("min_loss_scale", saved().min_loss_scale(f64::NAN))]
 fn impossible_states_are_refused(#[case] name: &str, #[case] state: DynamicLossScaleState) {
-    let mut loss_scale = STATE.build(Device::Cpu).unwrap();
+    let mut loss_scale = saved().build(Device::Cpu).unwrap();
     let loaded = loss_scale.load_state_dict(&LossScaleState::Dynamic(state));
     for result in [state.build(Device::Cpu).map(drop), loaded] {
         let error = result.unwrap_err();
@@ -129,7 +129,7 @@ fn impossible_states_are_refused(#[case] name: &str, #[case] state: DynamicLossS
             "{error}"
         );
     }
-    assert_eq!(loss_scale.state().unwrap(), STATE);
+    assert_eq!(loss_scale.state().unwrap(), saved());
 }
 
 #[test]
@@ -145,9 +145,9 @@ fn a_static_scale_is_loaded_or_refused() {
 fn a_device_that_is_not_there_is_refused() {
     let nowhere = Device::Cuda(1000);
     let results = [
-        STATE.build(nowhere).map(drop),
+        saved().build(nowhere).map(drop),
         StaticLossScale::new(nowhere, 2.0).map(drop),
-        LossScaleState::Dynamic(STATE).build(nowhere).map(drop),
+        LossScaleState::Dynamic(saved()).build(nowhere).map(drop),
     ];
     for result in results {
         assert!(

@@ -97,20 +97,19 @@ fn what_cannot_be_optimized_is_refused() {
 fn options_outside_their_range_are_refused_by_their_names() {
     let none = || Vec::<Tensor>::new();
     let refused = [
-        (AdamW { betas: (1.0, 0.9), ..Default::default() }.build(none(), 0.1), "betas"),
-        (AdamW { betas: (0.9, -0.1), ..Default::default() }.build(none(), 0.1), "betas"),
-        (Adam { eps: -1.0, ..Default::default() }.build(none(), 0.1), "eps"),
-        (Adam { weight_decay: NAN, ..Default::default() }.build(none(), 0.1), "weight_decay"),
+        (AdamW::default().betas((1.0, 0.9)).build(none(), 0.1), "betas"),
+        (AdamW::default().betas((0.9, -0.1)).build(none(), 0.1), "betas"),
+        (Adam::default().eps(-1.0).build(none(), 0.1), "eps"),
+        (Adam::default().weight_decay(NAN).build(none(), 0.1), "weight_decay"),
         (Adam::default().build(none(), -0.1), "lr"),
         (Adam::default().build(none(), f64::INFINITY), "lr"),
-        (Sgd { momentum: -0.5, ..Default::default() }.build(none(), 0.1), "momentum"),
-        (Sgd { nesterov: true, ..Default::default() }.build(none(), 0.1), "momentum"),
+        (Sgd::default().momentum(-0.5).build(none(), 0.1), "momentum"),
+        (Sgd::default().nesterov(true).build(none(), 0.1), "momentum"),
         (
-            Sgd { nesterov: true, momentum: 0.9, dampening: 0.1, ..Default::default() }
-                .build(none(), 0.1),
+            Sgd::default().nesterov(true).momentum(0.9).dampening(0.1).build(none(), 0.1),
             "dampening",
         ),
-        (Adagrad { lr_decay: -1.0, ..Default::default() }.build(none(), 0.1), "lr_decay"),
+        (Adagrad::default().lr_decay(-1.0).build(none(), 0.1), "lr_decay"),
     ];
     for (result, field) in refused {
         let error = result.unwrap_err();
@@ -182,11 +181,15 @@ fn every_form_of_a_list_is_taken() {
 #[test]
 fn tchs_configurations_go_on() {
     let adam = nn::AdamW::default().beta1(0.8).wd(0.1).eps(1e-6).amsgrad(true);
-    let want =
-        AdamW { betas: (0.8, 0.999), weight_decay: 0.1, eps: 1e-6, amsgrad: true, maximize: false };
+    let want = AdamW::default()
+        .betas((0.8, 0.999))
+        .weight_decay(0.1)
+        .eps(1e-6)
+        .amsgrad(true)
+        .maximize(false);
     assert_eq!(AdamW::from(adam), want);
     assert_eq!(Adam::from(nn::Adam::default()), Adam::default());
-    let sgd = Sgd { momentum: 0.9, weight_decay: 0.5, nesterov: true, ..Sgd::default() };
+    let sgd = Sgd::default().momentum(0.9).weight_decay(0.5).nesterov(true);
     assert_eq!(Sgd::from(nn::sgd(0.9, 0.0, 0.5, true)), sgd);
 }
 

@@ -192,8 +192,7 @@ fn a_norm_that_f32_cannot_hold_is_no_infinite_one() {
             let list = vec![w.shallow_clone()];
             let lr = if clip.is_some() { 1.0 } else { 1e-38 };
             let mut opt = Sgd::default().build(list, lr).unwrap();
-            let config =
-                GradScalerConfig { init_scale: scale, min_scale: 0.5, ..Default::default() };
+            let config = GradScalerConfig::default().init_scale(scale).min_scale(0.5);
             let mut scaler = config.build(Device::Cpu).unwrap();
             let outcome = match clip {
                 Some(max) => scaler.step_clip_norm(&mut opt, max).unwrap(),
@@ -209,7 +208,7 @@ fn a_norm_that_f32_cannot_hold_is_no_infinite_one() {
         }
         // 4e38 is infinite in f32, which is what unscaled gradients are.
         let mut opt = Sgd::default().build(vec![made()], 1.0).unwrap();
-        let config = GradScalerConfig { init_scale: 0.75, min_scale: 0.5, ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(0.75).min_scale(0.5);
         let mut scaler = config.build(Device::Cpu).unwrap();
         assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
     }
@@ -261,11 +260,9 @@ fn the_norm_that_is_folded_in_rounds_the_last_elements_as_the_others() {
                 let w = leaf(&vec![1.0; count], kind, Device::Cpu);
                 let mut opt = Sgd::default().build(vec![w.shallow_clone()], 0.0).unwrap();
                 let allow_fp16_gradients = true;
-                let config = GradScalerConfig {
-                    init_scale: 3.0,
-                    allow_fp16_gradients,
-                    ..Default::default()
-                };
+                let config = GradScalerConfig::default()
+                    .init_scale(3.0)
+                    .allow_fp16_gradients(allow_fp16_gradients);
                 let mut scaler = config.build(Device::Cpu).unwrap();
                 set_grad(&w, &(0..count).map(|i| i as f64 / 7.0 + 0.1).collect::<Vec<_>>());
                 if folded {
@@ -293,7 +290,7 @@ fn the_total_norm_is_unscaled_on_every_path() {
                 no_grad(|| w.grad().set_data(&wide));
             }
             let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
-            let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+            let config = GradScalerConfig::default().init_scale(8.0);
             let mut scaler = config.build(device).unwrap();
             let outcome = scaler.step_clip_norm(&mut opt, 1.0).unwrap();
             let norm = outcome.total_norm().unwrap().double_value(&[]);

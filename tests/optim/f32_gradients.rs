@@ -11,8 +11,7 @@ use crate::leaf;
 fn gradients_add_up_in_f32() {
     let w = leaf(&[0.0; 3], Kind::BFloat16, Device::Cpu);
     let list = [w.shallow_clone()];
-    let mut opt =
-        Sgd::default().build_with_master_weights(&list, 1.0, MasterWeights::Float).unwrap();
+    let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(&list, 1.0).unwrap();
     let micro = || (&w * 1.0).sum(Kind::BFloat16).backward();
     micro();
     opt.accumulate_in_f32().unwrap();
@@ -36,8 +35,7 @@ fn gradients_add_up_in_f32() {
 fn unscaling_does_not_underflow() {
     let w = leaf(&[0.0], Kind::Half, Device::Cpu);
     let list = [w.shallow_clone()];
-    let mut opt =
-        Sgd::default().build_with_master_weights(&list, 1.0, MasterWeights::Float).unwrap();
+    let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(&list, 1.0).unwrap();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     (&w * 2f64.powi(-20)).sum(Kind::Half).backward();
     drop(scaler.scale(&Tensor::from(1f32)).unwrap());
@@ -53,7 +51,7 @@ fn gradients_stay_f32_once_they_have_been_unscaled_before_a_step() {
         let w = leaf(&[0.0], Kind::BFloat16, Device::Cpu);
         let list = [w.shallow_clone()];
         let mut opt =
-            Sgd::default().build_with_master_weights(&list, 1.0, MasterWeights::Float).unwrap();
+            Sgd::default().master_weights(MasterWeights::Float).build(&list, 1.0).unwrap();
         let mut scaler = GradScaler::new(Device::Cpu).unwrap();
         for iteration in 0..2 {
             opt.zero_grad().unwrap();
@@ -80,7 +78,7 @@ fn variables_that_are_added_have_f32_gradients_too() {
     let _first = vs.root().ones("first", &[2]);
     vs.bfloat16();
     let sgd = Sgd::default();
-    let mut opt = sgd.build_with_master_weights(&vs, 1.0, MasterWeights::Float).unwrap();
+    let mut opt = sgd.master_weights(MasterWeights::Float).build(&vs, 1.0).unwrap();
     let init = tch::nn::Init::Const(1.0);
     let before = vs.root().f_var("before", &[2], init).unwrap();
     tch::no_grad(|| before.shallow_clone().set_data(&before.to_kind(Kind::BFloat16)));
@@ -101,7 +99,7 @@ fn a_variable_that_is_added_later_is_unscaled_in_f32_before_its_first_step() {
     let _first = vs.root().ones("first", &[2]);
     vs.bfloat16();
     let sgd = Sgd::default();
-    let mut opt = sgd.build_with_master_weights(&vs, 1.0, MasterWeights::Float).unwrap();
+    let mut opt = sgd.master_weights(MasterWeights::Float).build(&vs, 1.0).unwrap();
     let late = vs.root().ones("late", &[2]);
     tch::no_grad(|| late.shallow_clone().set_data(&late.to_kind(Kind::BFloat16)));
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();

@@ -3,7 +3,7 @@
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, OptimizerError, ParamGroup, Sgd};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, OptimizerError, Sgd};
 
 use crate::{leaf, set_grad, to_f64};
 
@@ -35,7 +35,7 @@ fn the_groups_of_tchs_paths_are_honoured() {
 fn names_choose_a_group_and_the_last_choice_counts() {
     let all = weights(&["l1.weight", "l1.bias", "norm.weight", "norm.bias"]);
     let tensors: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).collect();
-    let mut opt = Sgd { weight_decay: 0.5, ..Sgd::default() }.build(all, 1.0).unwrap();
+    let mut opt = Sgd::default().weight_decay(0.5).build(all, 1.0).unwrap();
     assert_eq!(opt.assign_group(1, &["*.bias", "norm.*"]).unwrap(), 3);
     opt.set_weight_decay_group(1, 0.0).unwrap();
     opt.assign_group(2, &["norm.bias"]).unwrap();
@@ -69,12 +69,12 @@ fn a_later_parameter_that_two_choices_match_goes_with_the_last() {
 fn every_group_starts_with_its_own_accumulator() {
     let all = weights(&["a", "b"]);
     let tensors: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).collect();
-    let adagrad = Adagrad { initial_accumulator_value: 0.5, ..Adagrad::default() };
+    let adagrad = Adagrad::default().initial_accumulator_value(0.5);
     let mut opt = adagrad.build(all, 1.0).unwrap();
     opt.assign_group(1, &["b"]).unwrap();
-    let other = Adagrad { initial_accumulator_value: 2.0, ..adagrad };
+    let other = adagrad.initial_accumulator_value(2.0);
     let group = *opt.param_group(1).unwrap();
-    opt.set_param_group(1, ParamGroup { algorithm: other.into(), ..group }).unwrap();
+    opt.set_param_group(1, group.algorithm(other.into())).unwrap();
     for w in &tensors {
         set_grad(w, &[1.0]);
     }
@@ -125,7 +125,7 @@ fn a_refused_value_leaves_the_old_one() {
     let before = *opt.param_group(0).unwrap();
     assert!(matches!(opt.set_lr(-1.0), Err(Error::InvalidArgument { name: "lr", .. })));
     assert!(matches!(opt.set_momentum(1.0), Err(Error::InvalidArgument { name: "betas", .. })));
-    let other = ParamGroup { algorithm: Sgd::default().into(), ..before };
+    let other = before.algorithm(Sgd::default().into());
     assert!(matches!(
         opt.set_param_group(0, other),
         Err(Error::Optimizer(OptimizerError::OtherAlgorithm { .. }))
@@ -175,12 +175,12 @@ fn a_choice_counts_those_that_were_in_the_group_before() {
 /// An option that one of the groups refuses changes none of them.
 #[test]
 fn a_value_that_a_later_group_refuses_changes_no_earlier_one() {
-    let sgd = Sgd { momentum: 0.9, ..Sgd::default() };
+    let sgd = Sgd::default().momentum(0.9);
     let mut opt = sgd.build(weights(&["a", "b"]), 0.1).unwrap();
     opt.assign_group(1, &["b"]).unwrap();
     let group = *opt.param_group(1).unwrap();
-    let nesterov = Sgd { nesterov: true, ..sgd };
-    opt.set_param_group(1, ParamGroup { algorithm: nesterov.into(), ..group }).unwrap();
+    let nesterov = sgd.nesterov(true);
+    opt.set_param_group(1, group.algorithm(nesterov.into())).unwrap();
     assert!(matches!(opt.set_momentum(0.0), Err(Error::InvalidArgument { name: "momentum", .. })));
     let Algorithm::Sgd(first) = opt.param_group(0).unwrap().algorithm else {
         panic!("an SGD stays one");
@@ -196,8 +196,8 @@ fn groups_with_other_betas_have_other_corrections() {
     let mut opt = Adam::default().build(all, 0.5).unwrap();
     opt.assign_group(1, &["b"]).unwrap();
     let group = *opt.param_group(1).unwrap();
-    let other = Adam { betas: (0.25, 0.5), ..Adam::default() };
-    opt.set_param_group(1, ParamGroup { algorithm: other.into(), ..group }).unwrap();
+    let other = Adam::default().betas((0.25, 0.5));
+    opt.set_param_group(1, group.algorithm(other.into())).unwrap();
     tensors.iter().for_each(|w| set_grad(w, &[2.0]));
     opt.step().unwrap();
     for w in &tensors {

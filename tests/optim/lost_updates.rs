@@ -13,7 +13,7 @@ fn ones(count: i64, kind: Kind) -> Tensor {
 fn train(kind: Kind, lr: f64, masters: MasterWeights) -> Vec<Tensor> {
     let w = ones(3, kind);
     let list = [w.shallow_clone()];
-    let mut opt = Adam::default().build_with_master_weights(&list, lr, masters).unwrap();
+    let mut opt = Adam::default().master_weights(masters).build(&list, lr).unwrap();
     let mut step = || {
         opt.zero_grad().unwrap();
         (-&w).sum(kind).backward();
@@ -50,8 +50,7 @@ fn small_updates_add_up() {
         let train = |masters: MasterWeights| {
             let w = ones(64, kind);
             let sgd = Sgd::default();
-            let mut opt =
-                sgd.build_with_master_weights(&[w.shallow_clone()], update, masters).unwrap();
+            let mut opt = sgd.master_weights(masters).build(&[w.shallow_clone()], update).unwrap();
             for _ in 0..1000 {
                 opt.zero_grad().unwrap();
                 (-&w).sum(kind).backward();

@@ -24,18 +24,18 @@ use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, IntoParameters, Optimizer,
 
 /// One of each algorithm, with every option that its arithmetic knows.
 fn algorithms() -> Vec<Algorithm> {
-    let adam = Adam { weight_decay: 0.1, ..Adam::default() };
-    let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Sgd::default() };
+    let adam = Adam::default().weight_decay(0.1);
+    let sgd = Sgd::default().momentum(0.9).weight_decay(0.1);
     vec![
         AdamW::default().into(),
-        AdamW { amsgrad: true, maximize: true, betas: (0.4, 0.9), ..AdamW::default() }.into(),
+        AdamW::default().amsgrad(true).maximize(true).betas((0.4, 0.9)).into(),
         adam.into(),
-        Adam { amsgrad: true, ..adam }.into(),
-        Sgd { weight_decay: 0.1, maximize: true, ..Sgd::default() }.into(),
+        adam.amsgrad(true).into(),
+        Sgd::default().weight_decay(0.1).maximize(true).into(),
         sgd.into(),
-        Sgd { dampening: 0.3, ..sgd }.into(),
-        Sgd { nesterov: true, ..sgd }.into(),
-        Adagrad { initial_accumulator_value: 0.5, lr_decay: 0.1, ..Adagrad::default() }.into(),
+        sgd.dampening(0.3).into(),
+        sgd.nesterov(true).into(),
+        Adagrad::default().initial_accumulator_value(0.5).lr_decay(0.1).into(),
     ]
 }
 

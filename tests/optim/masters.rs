@@ -14,10 +14,10 @@ const SIZES: [&[i64]; 5] = [&[], &[7], &[3, 1030], &[5, 4], &[0]];
 
 fn build(algorithm: Algorithm, parameters: &[Tensor], masters: MasterWeights) -> Optimizer {
     match algorithm {
-        Algorithm::AdamW(config) => config.build_with_master_weights(parameters, 0.01, masters),
-        Algorithm::Adam(config) => config.build_with_master_weights(parameters, 0.01, masters),
-        Algorithm::Sgd(config) => config.build_with_master_weights(parameters, 0.01, masters),
-        Algorithm::Adagrad(config) => config.build_with_master_weights(parameters, 0.01, masters),
+        Algorithm::AdamW(config) => config.master_weights(masters).build(parameters, 0.01),
+        Algorithm::Adam(config) => config.master_weights(masters).build(parameters, 0.01),
+        Algorithm::Sgd(config) => config.master_weights(masters).build(parameters, 0.01),
+        Algorithm::Adagrad(config) => config.master_weights(masters).build(parameters, 0.01),
         other => panic!("the tests know no {other:?}"),
     }
     .unwrap()
@@ -104,7 +104,7 @@ fn a_scaler_steps_the_masters() {
                 let config = AdamW::default().into();
                 let mut opt = build(config, &parameters, MasterWeights::Float);
                 let mut twin = build(config, &twins, MasterWeights::None);
-                let scale = GradScalerConfig { init_scale: 1024.0, ..Default::default() };
+                let scale = GradScalerConfig::default().init_scale(1024.0);
                 let [mut scaler, mut other] = [0, 1].map(|_| scale.build(device).unwrap());
                 for step in 0..3 {
                     let gradients = random_gradients(&parameters);
@@ -147,8 +147,7 @@ fn a_scaler_steps_the_masters() {
 fn rounded(start: f64, update: f64, count: i64, seed: u64) -> Tensor {
     let w = leaf(&Tensor::full([count], start, (Kind::BFloat16, Device::Cpu)));
     let masters = MasterWeights::StochasticRounding { seed };
-    let mut opt =
-        Sgd::default().build_with_master_weights(&[w.shallow_clone()], 1.0, masters).unwrap();
+    let mut opt = Sgd::default().master_weights(masters).build(&[w.shallow_clone()], 1.0).unwrap();
     opt.accumulate_in_f32().unwrap();
     (&w * 0.0).sum(Kind::BFloat16).backward();
     drop(tch::no_grad(|| w.grad().fill_(-update)));
@@ -193,7 +192,7 @@ fn rounding_at_random_follows_its_seed() {
     // Each parameter and each step has numbers of its own.
     let parameters = [0, 1].map(|_| leaf(&Tensor::ones([5000], (Kind::BFloat16, Device::Cpu))));
     let masters = MasterWeights::StochasticRounding { seed: 1 };
-    let mut opt = Sgd::default().build_with_master_weights(&parameters, 0.003, masters).unwrap();
+    let mut opt = Sgd::default().master_weights(masters).build(&parameters, 0.003).unwrap();
     let mut seen = Vec::new();
     for _ in 0..2 {
         for parameter in &parameters {
@@ -253,7 +252,7 @@ fn masters_forget_on_request() {
     let w = leaf(&Tensor::ones([2], (Kind::BFloat16, Device::Cpu)));
     let list = [w.shallow_clone()];
     let adam = Adam::default();
-    let mut opt = adam.build_with_master_weights(&list, 0.5, MasterWeights::Float).unwrap();
+    let mut opt = adam.master_weights(MasterWeights::Float).build(&list, 0.5).unwrap();
     let step = |opt: &mut Optimizer| {
         opt.zero_grad().unwrap();
         (&w * 1.0).sum(Kind::BFloat16).backward();
@@ -275,7 +274,7 @@ fn frozen_parameters_are_left_alone() {
     let frozen = frozen.set_requires_grad(false);
     let list = [&w, &frozen, &idle].map(Tensor::shallow_clone);
     let adam = Adam::default();
-    let mut opt = adam.build_with_master_weights(&list, 0.5, MasterWeights::Float).unwrap();
+    let mut opt = adam.master_weights(MasterWeights::Float).build(&list, 0.5).unwrap();
     opt.accumulate_in_f32().unwrap();
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     scaler.backward(&(&w * &frozen).sum(Kind::BFloat16).to_kind(Kind::Float)).unwrap();
@@ -295,7 +294,7 @@ fn a_nan_of_any_bits_makes_the_weight_nan() {
             for (_, masters) in half_modes() {
                 let w = crate::leaf(&[1.0, 2.0], Kind::BFloat16, device);
                 let list = vec![w.shallow_clone()];
-                let mut opt = Sgd::default().build_with_master_weights(list, 1.0, masters).unwrap();
+                let mut opt = Sgd::default().master_weights(masters).build(list, 1.0).unwrap();
                 opt.accumulate_in_f32().unwrap();
                 w.sum(Kind::BFloat16).backward();
                 let gradient = Tensor::from_slice(&[f32::from_bits(word), 0.5]).to_device(device);

@@ -22,16 +22,18 @@ impl Element {
     fn step(&mut self, algorithm: &Algorithm, lr: f64, gradient: f64) {
         self.step += 1.0;
         match *algorithm {
-            Algorithm::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize }) => {
+            Algorithm::AdamW(AdamW { betas, eps, weight_decay, amsgrad, maximize, .. }) => {
                 self.value *= 1.0 - lr * weight_decay;
                 let gradient = if maximize { -gradient } else { gradient };
                 self.adam(gradient, lr, betas, eps, amsgrad);
             }
-            Algorithm::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) => {
+            Algorithm::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize, .. }) => {
                 let gradient = if maximize { -gradient } else { gradient };
                 self.adam(gradient + weight_decay * self.value, lr, betas, eps, amsgrad);
             }
-            Algorithm::Sgd(Sgd { momentum, dampening, weight_decay, nesterov, maximize }) => {
+            Algorithm::Sgd(Sgd {
+                momentum, dampening, weight_decay, nesterov, maximize, ..
+            }) => {
                 let gradient = if maximize { -gradient } else { gradient };
                 let gradient = gradient + weight_decay * self.value;
                 let buffer =
@@ -46,6 +48,7 @@ impl Element {
                 initial_accumulator_value,
                 eps,
                 maximize,
+                ..
             }) => {
                 let gradient = if maximize { -gradient } else { gradient };
                 let gradient = gradient + weight_decay * self.value;
@@ -208,7 +211,7 @@ fn a_gradient_with_a_negative_bit_is_what_it_says() {
 #[test]
 fn momentum_can_be_switched_off() {
     let w = leaf(&[1.0], Kind::Double, Device::Cpu);
-    let sgd = Sgd { momentum: 0.5, ..Sgd::default() };
+    let sgd = Sgd::default().momentum(0.5);
     let mut opt = build(sgd.into(), vec![w.shallow_clone()], 1.0);
     for (momentum, want) in [(0.5, 0.0), (0.5, -1.5), (0.0, -2.5)] {
         opt.set_momentum(momentum).unwrap();

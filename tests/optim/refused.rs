@@ -142,8 +142,8 @@ fn memory_in_any_order_gives_the_same_numbers() {
             let made = |w: &Tensor| {
                 let second = leaf(&[1.0, 2.0], Kind::BFloat16, Device::Cpu);
                 let list = vec![w.shallow_clone(), second.shallow_clone()];
-                let adamw = AdamW { amsgrad: true, ..AdamW::default() };
-                (adamw.build_with_master_weights(list, 1e-2, masters).unwrap(), second)
+                let adamw = AdamW::default().amsgrad(true);
+                (adamw.master_weights(masters).build(list, 1e-2).unwrap(), second)
             };
             let (mut one, first) = made(&dense);
             let (mut two, second) = made(&other);

@@ -30,9 +30,9 @@ fn build(rng: &mut Rng, list: &[Tensor]) -> Optimizer {
     let masters = *rng.pick(&modes);
     let list: Vec<_> = list.iter().map(Tensor::shallow_clone).collect();
     let built = match rng.below(3) {
-        0 => AdamW::default().build_with_master_weights(list, 0.01, masters),
-        1 => Sgd { momentum: 0.9, ..Sgd::default() }.build_with_master_weights(list, 0.01, masters),
-        _ => Adagrad::default().build_with_master_weights(list, 0.01, masters),
+        0 => AdamW::default().master_weights(masters).build(list, 0.01),
+        1 => Sgd::default().momentum(0.9).master_weights(masters).build(list, 0.01),
+        _ => Adagrad::default().master_weights(masters).build(list, 0.01),
     };
     built.unwrap()
 }
@@ -48,7 +48,7 @@ impl World {
         let parameters: Vec<_> =
             kinds.into_iter().map(|kind| values(rng, kind).set_requires_grad(true)).collect();
         let init_scale = *rng.pick(&[1.0, 8.0]);
-        let config = GradScalerConfig { init_scale, ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(init_scale);
         let scaler = config.build(Device::Cpu).unwrap();
         let fused = build(rng, &parameters);
         let kept = keeps.then(Vec::new);

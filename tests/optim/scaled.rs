@@ -17,7 +17,7 @@ use crate::{INF, leaf, set_grad, to_f64};
 fn training(device: Device) -> (Tensor, Optimizer, GradScaler) {
     let w = leaf(&[1.0; 3], Kind::Float, device);
     let opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
-    let scaler = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+    let scaler = GradScalerConfig::default().init_scale(8.0);
     (w, opt, scaler.build(device).unwrap())
 }
 
@@ -104,7 +104,7 @@ fn fp16_gradients_need_no_leave_where_nothing_is_written_back() {
         let w = leaf(&[1.0; 3], Kind::Half, device);
         let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
         // More than fp16 can hold: libtorch's kernels must not round it either.
-        let config = GradScalerConfig { init_scale: 2f64.powi(17), ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(2f64.powi(17));
         let mut scaler = config.build(device).unwrap();
         set_grad(&w, &[32768.0; 3]);
         assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
@@ -230,7 +230,7 @@ fn ones_own_optimizer_can_do_the_same() {
     for_each_device(|device| {
         let w = leaf(&[1.0; 2], Kind::Float, device);
         let mut opt = Own(vec![w.shallow_clone()]);
-        let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(8.0);
         let mut scaler = config.build(device).unwrap();
         set_grad(&w, &[24.0, 32.0]);
         let outcome = scaler.step_clip_norm(&mut opt, 2.5).unwrap();
@@ -258,7 +258,7 @@ fn a_step_that_fails_can_be_tried_again() {
     }
     let w = leaf(&[1.0; 2], Kind::Float, Device::Cpu);
     let mut opt = Fails(Own(vec![w.shallow_clone()]), true);
-    let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+    let config = GradScalerConfig::default().init_scale(8.0);
     let mut scaler = config.build(Device::Cpu).unwrap();
     set_grad(&w, &[8.0; 2]);
     assert!(matches!(scaler.step(&mut opt), Err(Error::Optimizer(OptimizerError::Step(_)))));
@@ -273,7 +273,7 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
     for_each_device(|device| {
         let w = leaf(&[1.0; 3], Kind::Float, device);
         let mut opt = AdamW::default().build(vec![w.shallow_clone()], 0.1).unwrap();
-        let config = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(2f64.powi(-100));
         let mut scaler = config.build(device).unwrap();
         set_grad(&w, &[2f64.powi(30); 3]);
         let outcome = scaler.step(&mut opt).unwrap();
@@ -303,7 +303,7 @@ fn momentum_begins_with_the_first_step_that_was_taken() {
     for_each_device(|device| {
         for skipped in 0..4 {
             let w = leaf(&[1.0; 2], Kind::Float, device);
-            let sgd = Sgd { momentum: 0.9, ..Sgd::default() };
+            let sgd = Sgd::default().momentum(0.9);
             let mut opt = sgd.build(vec![("w", w.shallow_clone())], 0.1).unwrap();
             let mut scaler = GradScaler::new(device).unwrap();
             let mut step = |gradient| {

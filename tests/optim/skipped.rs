@@ -23,7 +23,7 @@ fn all(opt: &mut Optimizer) -> Vec<Vec<u8>> {
 fn training(algorithm: Algorithm, device: Device) -> (Tensor, Optimizer, GradScaler) {
     let w = leaf(&[1.0, -2.0, 3.0], Kind::Float, device);
     let opt = build(algorithm, vec![w.shallow_clone()], 0.1);
-    let scaler = GradScalerConfig { init_scale: 8.0, growth_interval: 1000, ..Default::default() };
+    let scaler = GradScalerConfig::default().init_scale(8.0).growth_interval(1000);
     (w, opt, scaler.build(device).unwrap())
 }
 

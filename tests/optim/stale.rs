@@ -15,7 +15,7 @@ use crate::{leaf, set_grad, to_f64};
 fn trained(device: Device, masters: MasterWeights) -> (Tensor, Optimizer) {
     let w = leaf(&[1.0, 2.0, 3.0], Kind::BFloat16, device);
     let adamw = AdamW::default();
-    let mut opt = adamw.build_with_master_weights(vec![w.shallow_clone()], 1e-3, masters).unwrap();
+    let mut opt = adamw.master_weights(masters).build(vec![w.shallow_clone()], 1e-3).unwrap();
     for _ in 0..3 {
         set_grad(&w, &[1.0, -1.0, 0.5]);
         opt.step().unwrap();
@@ -70,7 +70,7 @@ fn a_model_that_is_restored_without_its_optimizer_is_what_training_goes_on_from(
     let mut vs = vs;
     vs.bfloat16();
     other.bfloat16();
-    let mut opt = Sgd::default().build_with_master_weights(&vs, 1e-3, masters).unwrap();
+    let mut opt = Sgd::default().master_weights(masters).build(&vs, 1e-3).unwrap();
     let w = vs.trainable_variables().remove(0);
     set_grad(&w, &[1.0; 40]);
     opt.step().unwrap();
@@ -118,7 +118,8 @@ fn set_grad_anew(w: &Tensor) {
 fn masters_that_a_state_made_before_any_step_follow_the_parameter_too() {
     let w = leaf(&[1.0], Kind::BFloat16, Device::Cpu);
     let mut opt = Adagrad::default()
-        .build_with_master_weights(vec![w.shallow_clone()], 1e-3, MasterWeights::Float)
+        .master_weights(MasterWeights::Float)
+        .build(vec![w.shallow_clone()], 1e-3)
         .unwrap();
     drop(opt.state_dict().unwrap());
     let _filled = no_grad(|| w.shallow_clone().fill_(5.0));
@@ -150,8 +151,8 @@ fn with_masters() -> Vec<(Kind, MasterWeights)> {
 /// Three numbers that were stepped with other gradients than 1.
 fn stepped(kind: Kind, masters: MasterWeights, device: Device) -> (Tensor, Optimizer) {
     let w = leaf(&[1.0, 2.0, 3.0], kind, device);
-    let sgd = Sgd { momentum: 0.5, ..Sgd::default() };
-    let mut opt = sgd.build_with_master_weights(vec![w.shallow_clone()], 1e-4, masters).unwrap();
+    let sgd = Sgd::default().momentum(0.5);
+    let mut opt = sgd.master_weights(masters).build(vec![w.shallow_clone()], 1e-4).unwrap();
     for _ in 0..3 {
         set_grad(&w, &[1.0, -1.0, 0.5]);
         opt.step().unwrap();
@@ -184,9 +185,9 @@ fn a_state_may_be_loaded_before_its_model() {
             let (w, mut opt) = stepped(kind, masters, device);
             let saved = opt.state_dict().unwrap();
             let other = leaf(&[9.0, 9.0, 9.0], kind, device);
-            let sgd = Sgd { momentum: 0.5, ..Sgd::default() };
+            let sgd = Sgd::default().momentum(0.5);
             let list = vec![other.shallow_clone()];
-            let mut again = sgd.build_with_master_weights(list, 1e-4, masters).unwrap();
+            let mut again = sgd.master_weights(masters).build(list, 1e-4).unwrap();
             again.load_state_dict(&saved).unwrap();
             // A state that is asked for meanwhile is the loaded one.
             let meanwhile = again.state_dict().unwrap().state["0"]["master_param"].copy();
@@ -212,7 +213,7 @@ fn a_master_that_lies_between_two_numbers_fits_both() {
     let w = leaf(&[larger], Kind::BFloat16, Device::Cpu);
     let list = vec![w.shallow_clone()];
     let sgd = Sgd::default();
-    let mut opt = sgd.build_with_master_weights(list, 0.0, MasterWeights::Float).unwrap();
+    let mut opt = sgd.master_weights(MasterWeights::Float).build(list, 0.0).unwrap();
     set_grad(&w, &[1.0]);
     opt.step().unwrap();
     let mut saved = opt.state_dict().unwrap();
@@ -220,7 +221,7 @@ fn a_master_that_lies_between_two_numbers_fits_both() {
     saved.state.get_mut("0").unwrap().insert("master_param".into(), master_param);
     for masters in [MasterWeights::Float, MasterWeights::Remainder] {
         let list = vec![w.shallow_clone()];
-        let mut opt = sgd.build_with_master_weights(list, 0.0, masters).unwrap();
+        let mut opt = sgd.master_weights(masters).build(list, 0.0).unwrap();
         opt.load_state_dict(&saved).unwrap();
         let _written = no_grad(|| w.shallow_clone().fill_(larger));
         opt.step().unwrap();
@@ -252,8 +253,7 @@ fn a_transposed_parameter_is_noticed() {
     let w = leaf(&values, Kind::BFloat16, Device::Cpu).detach().view([2, 2]);
     let w = w.set_requires_grad(true);
     let list = vec![w.shallow_clone()];
-    let mut opt =
-        Sgd::default().build_with_master_weights(list, 0.0, MasterWeights::Float).unwrap();
+    let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(list, 0.0).unwrap();
     w.sum(Kind::BFloat16).backward();
     opt.step().unwrap();
     no_grad(|| w.shallow_clone().set_data(&w.detach().tr().contiguous()));
@@ -312,7 +312,7 @@ fn a_written_fp16_parameter_is_gone_on_from_beside_a_bf16_one() {
     for_each_device(|device| {
         let all = [Kind::BFloat16, Kind::Half].map(|kind| leaf(&[1.0, 2.0], kind, device));
         let sgd = Sgd::default();
-        let mut opt = sgd.build_with_master_weights(&all, 0.0, MasterWeights::Float).unwrap();
+        let mut opt = sgd.master_weights(MasterWeights::Float).build(&all, 0.0).unwrap();
         all.iter().for_each(|w| set_grad(w, &[1.0; 2]));
         opt.step().unwrap();
         let near = 1.0 + 2f64.powi(-10);

@@ -2,9 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::optim::{
-    AdamW, MasterWeights, Optimizer, OptimizerError, OptimizerState, ParamGroup, Sgd,
-};
+use tch_amp::optim::{AdamW, MasterWeights, Optimizer, OptimizerError, OptimizerState, Sgd};
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
@@ -99,7 +97,7 @@ fn loading_copies_into_the_dtype_of_the_parameters() {
 
 #[test]
 fn what_a_switched_off_option_left_is_saved_and_loaded() {
-    let sgd = Sgd { momentum: 0.9, ..Sgd::default() };
+    let sgd = Sgd::default().momentum(0.9);
     let mut opt = sgd.build(named(Device::Cpu), 0.1).unwrap();
     train(&mut opt, 0, 2);
     opt.set_momentum(0.0).unwrap();
@@ -218,7 +216,7 @@ fn a_momentum_that_begins_after_a_load_starts_its_buffer_undamped() {
         let w = leaf(&[1.0, 2.0], Kind::BFloat16, Device::Cpu);
         let masters = MasterWeights::Float;
         let list = vec![w.shallow_clone()];
-        let mut opt = Sgd::default().build_with_master_weights(list, 0.1, masters).unwrap();
+        let mut opt = Sgd::default().master_weights(masters).build(list, 0.1).unwrap();
         set_grad(&w, &[1.0; 2]);
         opt.step().unwrap();
         if load {
@@ -226,8 +224,8 @@ fn a_momentum_that_begins_after_a_load_starts_its_buffer_undamped() {
             opt.load_state_dict(&saved).unwrap();
         }
         let group = *opt.param_group(0).unwrap();
-        let damped = Sgd { momentum: 0.9, dampening: 0.5, ..Sgd::default() };
-        opt.set_param_group(0, ParamGroup { algorithm: damped.into(), ..group }).unwrap();
+        let damped = Sgd::default().momentum(0.9).dampening(0.5);
+        opt.set_param_group(0, group.algorithm(damped.into())).unwrap();
         opt.step().unwrap();
         to_f64(&opt.state_dict().unwrap().state["0"]["momentum_buffer"])
     };

@@ -63,7 +63,7 @@ pub fn program(seed: u64) -> Program {
     let which = rng.below(4);
     let initial = *rng.pick(&[0.0, 0.5]);
     let groups: Vec<_> = (0..=rng.below(3))
-        .map(|_| ParamGroup { lr: magnitude(rng, -1.0), algorithm: algorithm(which, initial, rng) })
+        .map(|_| ParamGroup::new(magnitude(rng, -1.0), algorithm(which, initial, rng)))
         .collect();
     let scale = *rng.pick(&[1.0, 2.0, 65536.0, 1000.0, 3.7, 0.4]);
     let params: Vec<_> =
@@ -87,10 +87,34 @@ fn algorithm(which: usize, initial_accumulator_value: f64, rng: &mut Rng) -> Alg
     let dampening = if nesterov { 0.0 } else { *rng.pick(&[0.0, 0.3]) };
     let lr_decay = *rng.pick(&[0.0, 0.1]);
     match which {
-        0 => AdamW { betas, eps, weight_decay, amsgrad, maximize }.into(),
-        1 => Adam { betas, eps, weight_decay, amsgrad, maximize }.into(),
-        2 => Sgd { momentum, dampening, weight_decay, nesterov, maximize }.into(),
-        _ => Adagrad { lr_decay, weight_decay, initial_accumulator_value, eps, maximize }.into(),
+        0 => AdamW::default()
+            .betas(betas)
+            .eps(eps)
+            .weight_decay(weight_decay)
+            .amsgrad(amsgrad)
+            .maximize(maximize)
+            .into(),
+        1 => Adam::default()
+            .betas(betas)
+            .eps(eps)
+            .weight_decay(weight_decay)
+            .amsgrad(amsgrad)
+            .maximize(maximize)
+            .into(),
+        2 => Sgd::default()
+            .momentum(momentum)
+            .dampening(dampening)
+            .weight_decay(weight_decay)
+            .nesterov(nesterov)
+            .maximize(maximize)
+            .into(),
+        _ => Adagrad::default()
+            .lr_decay(lr_decay)
+            .weight_decay(weight_decay)
+            .initial_accumulator_value(initial_accumulator_value)
+            .eps(eps)
+            .maximize(maximize)
+            .into(),
     }
 }
 

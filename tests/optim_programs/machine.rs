@@ -59,8 +59,7 @@ impl<'a> Machine<'a> {
         let params: Vec<_> = params.collect();
         let optimizer = optimizer(program, &params);
         let enabled = program.mode != Mode::Plain;
-        let config =
-            GradScalerConfig { init_scale: program.scale, enabled, ..GradScalerConfig::default() };
+        let config = GradScalerConfig::default().init_scale(program.scale).enabled(enabled);
         let scaler = config.build(devices[0]).unwrap();
         Self { program, params, optimizer, scaler }
     }

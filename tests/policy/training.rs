@@ -58,7 +58,7 @@ fn train(level: OptLevel, device: Device) -> Vec<f64> {
     assert_eq!(kept.len(), if policy.param == Kind::Float { 0 } else { 6 });
     let net = policy.apply_to_t(net).unwrap();
     let masters = level.master_weights();
-    let mut opt = AdamW::default().build_with_master_weights(&vs, 0.02, masters).unwrap();
+    let mut opt = AdamW::default().master_weights(masters).build(&vs, 0.02).unwrap();
     let mut scaler = level.grad_scaler(device).unwrap();
 
     let xs = numbers(&[64, 4], device);

@@ -53,7 +53,7 @@ fn one_bad_element_anywhere_is_found(#[case] kind: Kind, #[case] n: i64) {
 fn unscaling_rounds_as_a_plain_loop_does() {
     for_each_device(|device| {
         let values: Vec<f32> = (1..=1000).map(|i| 0.37 * i as f32).collect();
-        let config = GradScalerConfig { init_scale: 3.0, ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(3.0);
         let inverse = (1.0 / 3.0) as f32;
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
             let w = Tensor::zeros([1000], (kind, device)).set_requires_grad(true);
@@ -104,8 +104,7 @@ fn a_named_parameter_is_named() {
 #[test]
 fn fp16_gradients_are_unscaled_when_that_is_asked_for() {
     for_each_device(|device| {
-        let config =
-            GradScalerConfig { init_scale: 8.0, allow_fp16_gradients: true, ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(8.0).allow_fp16_gradients(true);
         let mut scaler = config.build(device).unwrap();
         let w = ones(Kind::Half, device);
         let mut opt = Descent(vec![w.shallow_clone()]);
@@ -133,8 +132,7 @@ fn sparse_gradients_are_unscaled_with_their_duplicates() {
 
 #[test]
 fn fp16_duplicates_that_add_up_to_infinity_are_found() {
-    let config =
-        GradScalerConfig { init_scale: 1.0, allow_fp16_gradients: true, ..Default::default() };
+    let config = GradScalerConfig::default().init_scale(1.0).allow_fp16_gradients(true);
     let mut scaler = config.build(Device::Cpu).unwrap();
     let table = Tensor::ones([2, 1], (Kind::Half, Device::Cpu)).set_requires_grad(true);
     let indices = Tensor::from_slice(&[1i64, 1]);
@@ -317,7 +315,7 @@ fn sparse_gradients_of_several_losses_are_looked_at_as_the_sum_that_they_are() {
     for_each_device(|device| {
         let w = Tensor::zeros([3, 1], (Kind::Float, device)).set_requires_grad(true);
         let mut opt = Descent(vec![w.shallow_clone()]);
-        let config = GradScalerConfig { init_scale: 1.0, ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(1.0);
         let mut scalers = PerLossScalers::with_configs(device, &[config, config]).unwrap();
         let rows = Tensor::from_slice(&[1i64]).to_device(device);
         for id in 0..2 {

@@ -25,7 +25,7 @@ use common::descent::Descent;
 
 /// A scaler with a scale of 8, which no test's arithmetic can round.
 fn scaler(device: Device) -> GradScaler {
-    GradScalerConfig { init_scale: 8.0, ..Default::default() }.build(device).unwrap()
+    GradScalerConfig::default().init_scale(8.0).build(device).unwrap()
 }
 
 /// One weight of ones in a VarStore, and an SGD with a learning rate of 1.

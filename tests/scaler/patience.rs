@@ -37,14 +37,12 @@ fn the_scale_goes_the_way_of_other_systems(
         let mut rng = Rng::new(11);
         let mut changes = 0;
         for program in 0..20 {
-            let config = GradScalerConfig {
-                growth_interval: 1 + rng.below(6) as i64,
-                hysteresis: if tolerance > 0.0 { 1 } else { 1 + rng.below(4) as u32 },
-                min_scale: 2.0,
-                consecutive_hysteresis,
-                tolerance,
-                ..Default::default()
-            };
+            let config = GradScalerConfig::default()
+                .growth_interval(1 + rng.below(6) as i64)
+                .hysteresis(if tolerance > 0.0 { 1 } else { 1 + rng.below(4) as u32 })
+                .min_scale(2.0)
+                .consecutive_hysteresis(consecutive_hysteresis)
+                .tolerance(tolerance);
             let mut want = reference(system, config);
             let mut scaler = config.build(device).unwrap();
             let often = 2 + rng.below(5);
@@ -67,13 +65,11 @@ fn the_scale_goes_the_way_of_other_systems(
 
 #[test]
 fn both_options_must_be_used_up() {
-    let config = GradScalerConfig {
-        init_scale: 8.0,
-        hysteresis: 2,
-        consecutive_hysteresis: false,
-        tolerance: 0.5,
-        ..Default::default()
-    };
+    let config = GradScalerConfig::default()
+        .init_scale(8.0)
+        .hysteresis(2)
+        .consecutive_hysteresis(false)
+        .tolerance(0.5);
     let mut scaler = config.build(Device::Cpu).unwrap();
     // One good iteration; then a second overflow is needed for the hysteresis, and makes two of three.
     let scales = [false, true, true, false, false, true].map(|overflow| {
@@ -86,14 +82,12 @@ fn both_options_must_be_used_up() {
 #[test]
 fn a_patient_scaler_goes_on_from_its_state() {
     for_each_device(|device| {
-        let config = GradScalerConfig {
-            hysteresis: 3,
-            consecutive_hysteresis: false,
-            tolerance: 0.2,
-            growth_interval: 7,
-            error_at_min_scale: true,
-            ..Default::default()
-        };
+        let config = GradScalerConfig::default()
+            .hysteresis(3)
+            .consecutive_hysteresis(false)
+            .tolerance(0.2)
+            .growth_interval(7)
+            .error_at_min_scale(true);
         let mut rng = Rng::new(3);
         let mut whole = config.build(device).unwrap();
         let mut parts = config.build(device).unwrap();
@@ -115,7 +109,7 @@ fn a_patient_scaler_goes_on_from_its_state() {
 #[test]
 fn a_state_without_patience_starts_with_a_full_one() {
     let usual = GradScaler::new(Device::Cpu).unwrap().state_dict().unwrap();
-    let config = GradScalerConfig { hysteresis: 2, init_scale: 16.0, ..Default::default() };
+    let config = GradScalerConfig::default().hysteresis(2).init_scale(16.0);
     let mut scaler = config.build(Device::Cpu).unwrap();
     iterate(&mut scaler, Device::Cpu, true).unwrap();
     scaler.load_state_dict(&usual).unwrap();
@@ -130,7 +124,7 @@ fn a_state_without_patience_starts_with_a_full_one() {
 #[case("_iterations_since_rescale", -1)]
 #[case("_overflows_since_rescale", 5)]
 fn impossible_counts_are_refused(#[case] key: &str, #[case] value: i64) {
-    let config = GradScalerConfig { hysteresis: 3, ..Default::default() };
+    let config = GradScalerConfig::default().hysteresis(3);
     let mut scaler = config.build(Device::Cpu).unwrap();
     let before = scaler.state_dict().unwrap();
     let mut json = serde_json::to_value(&before).unwrap();
@@ -144,14 +138,12 @@ fn impossible_counts_are_refused(#[case] key: &str, #[case] value: i64) {
 #[test]
 fn an_overflow_at_the_smallest_scale_is_an_error_that_ends_the_iteration() {
     for_each_device(|device| {
-        let config = GradScalerConfig {
-            init_scale: 2.0,
-            min_scale: 1.0,
-            hysteresis: 2,
-            growth_interval: 2,
-            error_at_min_scale: true,
-            ..Default::default()
-        };
+        let config = GradScalerConfig::default()
+            .init_scale(2.0)
+            .min_scale(1.0)
+            .hysteresis(2)
+            .growth_interval(2)
+            .error_at_min_scale(true);
         let mut scaler = config.build(device).unwrap();
         let mut end = |overflow| iterate(&mut scaler, device, overflow).map(drop);
         // Tolerated; backs off to 1; cannot back off; restores the hysteresis; tolerated; cannot back off.
@@ -174,13 +166,11 @@ fn an_overflow_at_the_smallest_scale_is_an_error_that_ends_the_iteration() {
 
 #[test]
 fn the_limit_of_skips_comes_before_the_smallest_scale() {
-    let config = GradScalerConfig {
-        init_scale: 1.0,
-        min_scale: 1.0,
-        max_consecutive_skips: Some(2),
-        error_at_min_scale: true,
-        ..Default::default()
-    };
+    let config = GradScalerConfig::default()
+        .init_scale(1.0)
+        .min_scale(1.0)
+        .max_consecutive_skips(Some(2))
+        .error_at_min_scale(true);
     let mut scaler = config.build(Device::Cpu).unwrap();
     let mut end = || iterate(&mut scaler, Device::Cpu, true).unwrap_err();
     assert!(matches!(end(), Error::Scaler(ScalerError::ScaleAtMinimum { .. })));

@@ -15,11 +15,8 @@ use crate::{Descent, INF, leaf, loss, model};
 
 /// Two losses with scales of 8 and 1024.
 fn two(device: Device) -> PerLossScalers {
-    let configs = [8.0, 1024.0].map(|init_scale| GradScalerConfig {
-        init_scale,
-        growth_interval: 3,
-        ..Default::default()
-    });
+    let configs = [8.0, 1024.0]
+        .map(|init_scale| GradScalerConfig::default().init_scale(init_scale).growth_interval(3));
     PerLossScalers::with_configs(device, &configs).unwrap()
 }
 
@@ -73,7 +70,7 @@ fn train(device: Device, fused: bool, scalers: Option<&mut PerLossScalers>) -> V
         tch::no_grad(|| w.shallow_clone().copy_(&numbers));
     }
     let mut plain = nn::Sgd { momentum: 0.9, ..Default::default() }.build(&vs, 0.05).unwrap();
-    let mut own = Sgd { momentum: 0.9, ..Sgd::default() }.build(&vs, 0.05).unwrap();
+    let mut own = Sgd::default().momentum(0.9).build(&vs, 0.05).unwrap();
     let mut scalers = scalers;
     for step in 0..10 {
         let xs = wild(&[4, 6], 100 + step, device);
@@ -109,7 +106,7 @@ fn training_is_that_without_scales(#[values(false, true)] fused: bool) {
         let scaled = train(device, fused, Some(&mut scalers));
         assert_eq!(scaled, train(device, fused, None));
         assert_eq!(scales(&scalers), [64.0, 8192.0], "three growths in ten iterations");
-        let disabled = GradScalerConfig { enabled: false, ..Default::default() };
+        let disabled = GradScalerConfig::default().enabled(false);
         let mut scalers = PerLossScalers::with_configs(device, &[disabled; 2]).unwrap();
         assert_eq!(scaled, train(device, fused, Some(&mut scalers)));
     });
@@ -149,7 +146,7 @@ fn an_overflow_that_was_clamped_away_is_skipped_all_the_same() {
 fn sums_that_overflow_are_skipped_and_back_no_scale_off() {
     for_each_device(|device| {
         let (_vs, w, mut opt) = model(device);
-        let one = GradScalerConfig { init_scale: 1.0, ..Default::default() };
+        let one = GradScalerConfig::default().init_scale(1.0);
         let mut scalers = PerLossScalers::with_configs(device, &[one; 2]).unwrap();
         for index in 0..2 {
             scalers.backward(index, &loss(&w, &[3e38; 3]), &mut opt).unwrap();
@@ -285,9 +282,8 @@ fn half_parameters_with_masters_take_both_losses_in_f32(#[case] kind: Kind) {
     for_each_device(|device| {
         let w = leaf(&[1.0, 1.0], kind, device);
         let masters = MasterWeights::Float;
-        let mut opt = Sgd::default()
-            .build_with_master_weights(vec![w.shallow_clone()], 1.0, masters)
-            .unwrap();
+        let mut opt =
+            Sgd::default().master_weights(masters).build(vec![w.shallow_clone()], 1.0).unwrap();
         opt.accumulate_in_f32().unwrap();
         let mut scalers = two(device);
         let small = 2f64.powi(-20);

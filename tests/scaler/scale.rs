@@ -27,7 +27,7 @@ fn scales(config: GradScalerConfig, device: Device, program: &str) -> Vec<f64> {
 }
 
 const SMALL: fn() -> GradScalerConfig =
-    || GradScalerConfig { init_scale: 8.0, growth_interval: 2, ..Default::default() };
+    || GradScalerConfig::default().init_scale(8.0).growth_interval(2);
 
 #[test]
 fn the_scale_grows_after_the_interval_and_backs_off_at_once() {
@@ -40,7 +40,7 @@ fn the_scale_grows_after_the_interval_and_backs_off_at_once() {
 #[test]
 fn factors_that_do_not_divide_round_as_libtorchs_kernel() {
     for_each_device(|device| {
-        let config = GradScalerConfig { growth_factor: 1.37, backoff_factor: 0.3, ..SMALL() };
+        let config = SMALL().growth_factor(1.37).backoff_factor(0.3);
         let mut scaler = config.build(device).unwrap();
         let (mut want, mut tracker) = (8.0f32, 0);
         for i in 0..60 {
@@ -63,7 +63,7 @@ fn factors_that_do_not_divide_round_as_libtorchs_kernel() {
 #[test]
 fn the_scale_that_is_reported_is_the_scale_that_is_applied() {
     for_each_device(|device| {
-        let mut scaler = GradScalerConfig { growth_factor: 1.7, ..SMALL() }.build(device).unwrap();
+        let mut scaler = SMALL().growth_factor(1.7).build(device).unwrap();
         for i in 0..40 {
             iterate(&mut scaler, device, i % 7 == 5).unwrap();
             let applied = scaler.scale(&Tensor::from(1.0f32).to_device(device)).unwrap();
@@ -113,7 +113,7 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
         for size in [3, 70_000] {
             let w = Tensor::ones([size], (tch::Kind::Float, device)).set_requires_grad(true);
             let mut opt = crate::Descent(vec![w.shallow_clone()]);
-            let config = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
+            let config = GradScalerConfig::default().init_scale(2f64.powi(-100));
             let mut scaler = config.build(device).unwrap();
             (&w * 2f64.powi(30)).sum(None).backward();
             assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
@@ -125,7 +125,7 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
 #[test]
 fn the_bounds_hold_the_scale() {
     for_each_device(|device| {
-        let config = GradScalerConfig { min_scale: 4.0, max_scale: 16.0, ..SMALL() };
+        let config = SMALL().min_scale(4.0).max_scale(16.0);
         assert_eq!(scales(config, device, "......")[5], 16.0);
         assert_eq!(scales(config, device, "!!!!")[3], 4.0);
     });
@@ -135,7 +135,7 @@ fn the_bounds_hold_the_scale() {
 fn growth_stops_before_infinity() {
     for_each_device(|device| {
         let top = 2f64.powi(127);
-        let config = GradScalerConfig { init_scale: top, growth_interval: 1, ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(top).growth_interval(1);
         assert_eq!(scales(config, device, "...")[2], top);
     });
 }
@@ -143,7 +143,7 @@ fn growth_stops_before_infinity() {
 #[test]
 fn hysteresis_tolerates_overflows_in_a_row() {
     for_each_device(|device| {
-        let config = GradScalerConfig { hysteresis: 3, ..SMALL() };
+        let config = SMALL().hysteresis(3);
         let got = scales(config, device, "!!.!!!!.!!");
         assert_eq!(got, [8.0, 8.0, 8.0, 8.0, 8.0, 4.0, 2.0, 2.0, 2.0, 2.0]);
     });
@@ -151,14 +151,14 @@ fn hysteresis_tolerates_overflows_in_a_row() {
 
 #[test]
 fn a_tolerated_overflow_still_resets_the_growth_tracker() {
-    let config = GradScalerConfig { hysteresis: 2, ..SMALL() };
+    let config = SMALL().hysteresis(2);
     assert_eq!(scales(config, Device::Cpu, ".!.."), [8.0, 8.0, 8.0, 16.0]);
 }
 
 #[test]
 fn too_many_skips_are_an_error_and_end_the_iteration() {
     for_each_device(|device| {
-        let config = GradScalerConfig { max_consecutive_skips: Some(3), ..SMALL() };
+        let config = SMALL().max_consecutive_skips(Some(3));
         let mut scaler = config.build(device).unwrap();
         iterate(&mut scaler, device, true).unwrap();
         iterate(&mut scaler, device, true).unwrap();
@@ -176,7 +176,7 @@ fn too_many_skips_are_an_error_and_end_the_iteration() {
 fn a_scale_that_is_set_neither_counts_a_skip_nor_forgets_those_before() {
     for_each_device(|device| {
         let limit = Some(2);
-        let config = GradScalerConfig { max_consecutive_skips: limit, ..Default::default() };
+        let config = GradScalerConfig::default().max_consecutive_skips(limit);
         let mut scaler = config.build(device).unwrap();
         iterate(&mut scaler, device, true).unwrap();
         scaler.update_with(8.0).unwrap();
@@ -199,7 +199,7 @@ fn a_scale_that_is_set_neither_counts_a_skip_nor_forgets_those_before() {
 #[test]
 fn what_unscaling_makes_infinite_is_found_where_only_the_device_knows_the_scale() {
     for_each_device(|device| {
-        let config = GradScalerConfig { init_scale: 2f64.powi(-100), ..Default::default() };
+        let config = GradScalerConfig::default().init_scale(2f64.powi(-100));
         let mut scaler = config.build(device).unwrap();
         let leaves = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, device));
         let [fused, other] = &leaves;

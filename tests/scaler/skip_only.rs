@@ -58,9 +58,8 @@ fn bf16_weights_with_masters_survive_a_bad_batch() {
     for_each_device(|device| {
         let w = leaf(&[1.0, -2.0, 3.0], Kind::BFloat16, device);
         let masters = MasterWeights::Float;
-        let mut opt = AdamW::default()
-            .build_with_master_weights(vec![w.shallow_clone()], 0.1, masters)
-            .unwrap();
+        let mut opt =
+            AdamW::default().master_weights(masters).build(vec![w.shallow_clone()], 0.1).unwrap();
         let mut scaler = GradScaler::skip_only(device).unwrap();
         set_grad(&w, &[1.0, INF, 1.0]);
         assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());

@@ -10,7 +10,7 @@ use crate::{INF, NAN, loss, model};
 /// The default configuration with one field changed.
 macro_rules! config {
     ($($field:ident: $value:expr),+) => {
-        GradScalerConfig { $($field: $value,)+ ..Default::default() }
+        GradScalerConfig::default()$(.$field($value))+
     };
 }
 
@@ -66,7 +66,7 @@ fn a_device_that_cannot_be_used_is_refused_unless_the_scaler_is_disabled() {
     let beyond = Device::Cuda(4096);
     let error = GradScaler::new(beyond).unwrap_err();
     assert!(matches!(error, Error::DeviceUnavailable { .. }), "{error}");
-    let config = GradScalerConfig { enabled: false, ..Default::default() };
+    let config = GradScalerConfig::default().enabled(false);
     assert!(!config.build(beyond).unwrap().is_enabled());
 }
 

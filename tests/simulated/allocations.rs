@@ -123,7 +123,7 @@ type Attempt<'a> = &'a mut dyn FnMut(&mut dyn FnMut() -> Result<()>) -> Result<(
 impl Training {
     /// After a first iteration, in which states are made.
     fn new(model: Model, config: GradScalerConfig) -> Self {
-        let config = GradScalerConfig { init_scale: 8.0, ..config };
+        let config = config.init_scale(8.0);
         let scaler = config.build(Device::Cuda(0)).unwrap();
         let mut training = Self { opts: model.build(), scaler, devices: model.devices() };
         let losses = training.losses(0.25);
@@ -202,8 +202,8 @@ fn configs() -> [GradScalerConfig; 3] {
     let usual = GradScalerConfig::default();
     [
         usual,
-        GradScalerConfig { hysteresis: 2, tolerance: 0.25, growth_interval: 2, ..usual },
-        GradScalerConfig { max_consecutive_skips: Some(9), error_at_min_scale: true, ..usual },
+        usual.hysteresis(2).tolerance(0.25).growth_interval(2),
+        usual.max_consecutive_skips(Some(9)).error_at_min_scale(true),
     ]
 }
 
@@ -335,8 +335,8 @@ fn an_iteration_that_is_given_up_is_followed_by_another() {
 #[test]
 fn per_loss_scalers_end_an_iteration_for_all_losses_or_none() {
     let Some(simulation) = Simulation::find() else { return };
-    let patient = GradScalerConfig { init_scale: 8.0, hysteresis: 2, ..Default::default() };
-    let usual = GradScalerConfig { hysteresis: 1, ..patient };
+    let patient = GradScalerConfig::default().init_scale(8.0).hysteresis(2);
+    let usual = patient.hysteresis(1);
     for devices in [ONE, TWO] {
         let run = |n: i64| {
             let all = parameters(devices, Kind::Float, 2);
@@ -387,9 +387,9 @@ fn per_loss_scalers_end_an_iteration_for_all_losses_or_none() {
 #[test]
 fn states_of_several_scalers_are_loaded_all_or_none() {
     let Some(simulation) = Simulation::find() else { return };
-    let patient = GradScalerConfig { init_scale: 8.0, hysteresis: 2, ..Default::default() };
+    let patient = GradScalerConfig::default().init_scale(8.0).hysteresis(2);
     let configs = [patient; 3];
-    let other = GradScalerConfig { init_scale: 32.0, ..patient };
+    let other = patient.init_scale(32.0);
     let saved = PerLossScalers::with_configs(Device::Cuda(0), &[other; 3]).unwrap();
     let saved = saved.state_dict().unwrap();
     for n in 1.. {
@@ -413,7 +413,7 @@ fn numbers_are_made_and_set_or_an_error_is_told() {
     use tch_amp::loss_scale::{DynamicLossScaleState, LossScale};
     let Some(simulation) = Simulation::find() else { return };
     let cuda = Device::Cuda(0);
-    let config = GradScalerConfig { hysteresis: 2, ..Default::default() };
+    let config = GradScalerConfig::default().hysteresis(2);
     let calls: [&dyn Fn() -> Result<()>; 4] = [
         &|| GradScaler::new(cuda).map(drop),
         &|| config.build(cuda).map(drop),

@@ -121,7 +121,7 @@ fn a_step_of_a_scaler_whose_memory_runs_out_leaves_the_optimizer_as_it_was() {
                 let mut training = training(algorithm, mode, &GPUS);
                 training.step();
                 training.backward();
-                let config = GradScalerConfig { init_scale: 4.0, ..Default::default() };
+                let config = GradScalerConfig::default().init_scale(4.0);
                 let scaler = config.build(GPUS[0]).unwrap();
                 drop(scaler.scale(&Tensor::from(1f32).to_device(GPUS[0])).unwrap());
                 (training, scaler)

@@ -19,7 +19,7 @@ pub fn parameters(devices: &[Device], kind: Kind, count: usize) -> Vec<Tensor> {
 
 /// A scaler that starts with 8, which rounds nothing.
 pub fn scaler() -> GradScaler {
-    let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+    let config = GradScalerConfig::default().init_scale(8.0);
     config.build(Device::Cuda(0)).unwrap()
 }
 
@@ -29,7 +29,7 @@ pub fn algorithms() -> Vec<(&'static str, Algorithm)> {
         ("AdamW", AdamW::default().into()),
         ("Adam", Adam::default().into()),
         ("Sgd", Sgd::default().into()),
-        ("Sgd with momentum", Sgd { momentum: 0.9, ..Sgd::default() }.into()),
+        ("Sgd with momentum", Sgd::default().momentum(0.9).into()),
         ("Adagrad", Adagrad::default().into()),
     ]
 }

@@ -102,7 +102,7 @@ fn a_step_of_a_large_model_needs_at_most_four_bytes_for_each_number() {
 fn chunks_compute_what_a_cpu_does() {
     let Some(_simulation) = Simulation::find() else { return };
     let sizes = [vec![700_001], vec![0], vec![7, 5], vec![1_500_000], vec![], vec![300]];
-    for algorithm in [AdamW::default().into(), Sgd { momentum: 0.9, ..Sgd::default() }.into()] {
+    for algorithm in [AdamW::default().into(), Sgd::default().momentum(0.9).into()] {
         for mode in MODES.into_iter().filter(|mode| *mode != (Kind::BFloat16, MasterWeights::None))
         {
             for wide in [false, true] {

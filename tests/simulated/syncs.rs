@@ -140,7 +140,7 @@ fn an_optimizer_that_is_stepped_on_the_host_waits_once_for_two_devices() {
 
 /// A scaler whose scale only the device knows.
 fn unknown(config: GradScalerConfig) -> GradScaler {
-    let mut scaler = GradScalerConfig { init_scale: 8.0, ..config }.build(Device::Cuda(0)).unwrap();
+    let mut scaler = config.init_scale(8.0).build(Device::Cuda(0)).unwrap();
     let all = parameters(ONE, Kind::Float, 1);
     let mut opt = build(algorithms()[2].1, &all, MasterWeights::None);
     backward(&scaler, &losses(&all, ONE, f64::INFINITY)).unwrap();
@@ -154,8 +154,8 @@ fn the_scale_and_all_that_goes_with_it_come_in_one_transfer() {
     let Some(simulation) = Simulation::find() else { return };
     for config in [
         GradScalerConfig::default(),
-        GradScalerConfig { hysteresis: 2, ..Default::default() },
-        GradScalerConfig { tolerance: 0.5, ..Default::default() },
+        GradScalerConfig::default().hysteresis(2),
+        GradScalerConfig::default().tolerance(0.5),
     ] {
         let want = if config.hysteresis == 2 { 8.0 } else { 4.0 };
         let scaler = unknown(config);

@@ -11,15 +11,15 @@ use crate::common::bits::bits;
 pub const GPUS: [Device; 2] = [Device::Cuda(0), Device::Cuda(1)];
 
 pub fn algorithms() -> Vec<Algorithm> {
-    let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, ..Sgd::default() };
+    let sgd = Sgd::default().momentum(0.9).weight_decay(0.1);
     vec![
-        Adam { weight_decay: 0.1, ..Adam::default() }.into(),
-        Adam { amsgrad: true, ..Adam::default() }.into(),
+        Adam::default().weight_decay(0.1).into(),
+        Adam::default().amsgrad(true).into(),
         AdamW::default().into(),
-        AdamW { amsgrad: true, ..AdamW::default() }.into(),
+        AdamW::default().amsgrad(true).into(),
         Sgd::default().into(),
         sgd.into(),
-        Sgd { nesterov: true, ..sgd }.into(),
+        sgd.nesterov(true).into(),
         Adagrad::default().into(),
     ]
 }
@@ -44,10 +44,10 @@ pub struct Training {
 /// A fused optimizer with a learning rate of 0.01.
 pub fn build(algorithm: Algorithm, list: &[Tensor], masters: MasterWeights) -> Optimizer {
     match algorithm {
-        Algorithm::AdamW(config) => config.build_with_master_weights(list, 0.01, masters),
-        Algorithm::Adam(config) => config.build_with_master_weights(list, 0.01, masters),
-        Algorithm::Sgd(config) => config.build_with_master_weights(list, 0.01, masters),
-        Algorithm::Adagrad(config) => config.build_with_master_weights(list, 0.01, masters),
+        Algorithm::AdamW(config) => config.master_weights(masters).build(list, 0.01),
+        Algorithm::Adam(config) => config.master_weights(masters).build(list, 0.01),
+        Algorithm::Sgd(config) => config.master_weights(masters).build(list, 0.01),
+        Algorithm::Adagrad(config) => config.master_weights(masters).build(list, 0.01),
         other => panic!("the tests know no {other:?}"),
     }
     .unwrap()

@@ -17,11 +17,10 @@ const ALGORITHMS: usize = 4;
 
 fn build(algorithm: usize, list: Vec<Tensor>, masters: MasterWeights) -> Result<Optimizer> {
     match algorithm {
-        0 => AdamW { amsgrad: true, ..AdamW::default() }
-            .build_with_master_weights(list, 0.1, masters),
-        1 => Adam::default().build_with_master_weights(list, 0.1, masters),
-        2 => Sgd { momentum: 0.9, ..Sgd::default() }.build_with_master_weights(list, 0.1, masters),
-        _ => Adagrad::default().build_with_master_weights(list, 0.1, masters),
+        0 => AdamW::default().amsgrad(true).master_weights(masters).build(list, 0.1),
+        1 => Adam::default().master_weights(masters).build(list, 0.1),
+        2 => Sgd::default().momentum(0.9).master_weights(masters).build(list, 0.1),
+        _ => Adagrad::default().master_weights(masters).build(list, 0.1),
     }
 }
 
@@ -62,8 +61,7 @@ fn ways() -> [(&'static str, Way); 5] {
 }
 
 fn scaler() -> GradScaler {
-    let config =
-        GradScalerConfig { init_scale: 4.0, allow_fp16_gradients: true, ..Default::default() };
+    let config = GradScalerConfig::default().init_scale(4.0).allow_fp16_gradients(true);
     config.build(Device::Cpu).unwrap()
 }
 

@@ -34,7 +34,7 @@ fn a_fused_step_calls_the_shim_four_times() {
         for count in [1, 20] {
             let weights = weights(count, Kind::BFloat16);
             let adam = AdamW::default();
-            let mut opt = adam.build_with_master_weights(&weights, 0.1, masters).unwrap();
+            let mut opt = adam.master_weights(masters).build(&weights, 0.1).unwrap();
             let mut scaler = GradScaler::new(Device::Cpu).unwrap();
             for first in [true, false] {
                 opt.zero_grad().unwrap();
