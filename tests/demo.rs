@@ -6,7 +6,7 @@ mod common;
 mod digits;
 
 use common::files::Folder;
-use digits::machine::Facts;
+use digits::computer::Facts;
 use digits::options::Options;
 use digits::train::{GROWTH_INTERVAL, Precision, RunResult};
 use digits::{report, table};

@@ -11,7 +11,7 @@ mod digits;
 
 use anyhow::{Context, Result};
 use digits::options::{Options, USAGE};
-use digits::{machine::Facts, report, table};
+use digits::{computer::Facts, report, table};
 
 fn main() -> Result<()> {
     let Some(options) = Options::parse(std::env::args().skip(1))? else {

@@ -2,8 +2,8 @@
 
 pub mod axis;
 pub mod checkpoint;
+pub mod computer;
 pub mod data;
-pub mod machine;
 pub mod model;
 pub mod options;
 pub mod plot;

@@ -1,7 +1,7 @@
 //! The report: one HTML file that needs nothing else.
 
 use super::axis::{Axis, Spacing};
-use super::machine::Facts;
+use super::computer::Facts;
 use super::plot::{Plot, Series, smooth};
 use super::table::{Table, verdict};
 use super::train::{GROWTH_INTERVAL, RunResult};

@@ -4,7 +4,7 @@ use super::checkpoint::Saves;
 use super::data::{Digits, Split};
 use super::options::Options;
 use super::progress::Progress;
-use super::{machine, model};
+use super::{computer, model};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
@@ -170,7 +170,7 @@ pub fn train(
     let (done, mut steps) = saves.resume(&mut trainer)?;
     ensure!(done <= options.epochs, "{done} epochs are done; ask for more with --epochs");
     progress.resumed(done, steps.len());
-    let memory = machine::PeakMemory::start(device);
+    let memory = computer::PeakMemory::start(device);
     for epoch in done + 1..=options.epochs {
         for (images, labels) in digits.train.shuffled(device) {
             let step = trainer.step(&images, &labels)?;

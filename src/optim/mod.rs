@@ -21,28 +21,25 @@
 
 mod clip;
 mod config;
-mod dict;
-mod fields;
 mod first_step;
 mod groups;
-mod load;
 mod masters;
 mod optimizer;
 mod parameters;
-mod stamps;
 mod state;
+mod state_dict;
 mod step;
 mod update;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 pub use config::{Adagrad, Adam, AdamW, Algorithm, OptimizerBuilder, Sgd};
-pub use dict::{OptimizerState, ParamGroupState};
 pub use groups::ParamGroup;
-pub(crate) use load::{Loaded, Saved};
 pub use masters::MasterWeights;
 pub use optimizer::Optimizer;
 pub use parameters::IntoParameters;
+pub(crate) use state_dict::{Loaded, Saved};
+pub use state_dict::{OptimizerState, ParamGroupState};
 pub use step::Step;
 
 pub use crate::error::OptimizerError;

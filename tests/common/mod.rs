@@ -9,6 +9,7 @@ pub mod functions;
 pub mod python;
 pub mod rng;
 pub mod simulation;
+pub mod tensors;
 
 use std::io::Write;
 use std::sync::Once;

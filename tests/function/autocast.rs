@@ -8,7 +8,7 @@ use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResul
 use tch_amp::{Autocast, autocast, function};
 
 use crate::common::for_each_device;
-use crate::{MyMm, backward_below, double_, leaf_on};
+use crate::{MyMm, backward_below, double_, random_leaf};
 
 /// Tells what autocast is in its forward and in its backward.
 struct Probe {
@@ -62,7 +62,7 @@ fn check_state(
     depth: usize,
 ) {
     let (seen, receive) = channel();
-    let x = leaf_on(device, Kind::Float, &[1]);
+    let x = random_leaf(device, Kind::Float, &[1]);
     let before = AutocastState::current().unwrap();
     let (expected, y) = {
         let _region = forward.map(|region| region.enter().unwrap());
@@ -111,7 +111,7 @@ fn custom_enabled() {
 
     for_each_device(|device| {
         for dtype in [Kind::BFloat16, Kind::Half] {
-            let [x, y] = [(); 2].map(|()| leaf_on(device, Kind::Float, &[8, 8]));
+            let [x, y] = [(); 2].map(|()| random_leaf(device, Kind::Float, &[8, 8]));
             let region = Autocast::new(device).dtype(dtype);
             let out = region.run(|| Enabled.apply(&[&x, &y])).unwrap().unwrap();
             assert_eq!(out.kind(), dtype);
@@ -145,7 +145,7 @@ fn custom_cast_inputs() {
             )
             .cast_inputs(Kind::Float)
         };
-        let half = || leaf_on(device, Kind::BFloat16, &[8, 8]);
+        let half = || random_leaf(device, Kind::BFloat16, &[8, 8]);
         let double = Tensor::ones([2], (Kind::Double, device));
         let (x, y, integer) = (half(), half(), Tensor::ones([2], (Kind::Int64, device)));
         let inputs = [&x, &y, &double, &integer];
@@ -198,7 +198,7 @@ fn only_the_devices_that_are_named_are_cast() {
             |_, g| Ok(&g[0] * 2.0),
         )
     };
-    let x = leaf_on(Device::Cpu, Kind::BFloat16, &[2]);
+    let x = random_leaf(Device::Cpu, Kind::BFloat16, &[2]);
     let cast = cpu_only(Kind::Float).cast_inputs_on(Device::Cpu, Kind::Float);
     drop(autocast(Device::Cpu, || cast.apply(&[&x])).unwrap().unwrap());
     let not = cpu_only(Kind::BFloat16).cast_inputs_on(Device::Cuda(1), Kind::Float);
@@ -224,7 +224,7 @@ fn check_casts(gpu: Device) {
         )
         .cast_inputs_on(Device::Cpu, Kind::Float)
     };
-    let inputs = [Device::Cpu, gpu].map(|device| leaf_on(device, Kind::Half, &[2]));
+    let inputs = [Device::Cpu, gpu].map(|device| random_leaf(device, Kind::Half, &[2]));
     let _cpu = AutocastGuard::new(Device::Cpu).unwrap();
     let _cuda = AutocastGuard::new(gpu).unwrap();
     drop(both([Kind::Float, Kind::Half]).apply(&inputs).unwrap());
@@ -247,7 +247,7 @@ fn an_input_that_needs_no_cast_is_the_input_itself() {
 #[test]
 fn functions_mix_with_operations_in_a_region() {
     for_each_device(|device| {
-        let leaves = [(); 3].map(|()| leaf_on(device, Kind::Float, &[4, 4]));
+        let leaves = [(); 3].map(|()| random_leaf(device, Kind::Float, &[4, 4]));
         let copies = leaves.each_ref().map(|t| t.detach().set_requires_grad(true));
         let region = Autocast::new(device).dtype(Kind::BFloat16);
         let run = |[x, w, v]: &[Tensor; 3], mm: &dyn Fn(&Tensor, &Tensor) -> Tensor| {

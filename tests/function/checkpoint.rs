@@ -7,7 +7,7 @@ use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResul
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::leaf_on;
+use crate::random_leaf;
 
 /// Layers whose activations are computed again when their gradients are wanted.
 struct Checkpoint {
@@ -62,8 +62,8 @@ fn gradients(
 fn a_checkpoint_computes_again_what_forward_computed() {
     for_each_device(|device| {
         for (dtype, input) in [(Kind::BFloat16, Kind::BFloat16), (Kind::Half, Kind::Float)] {
-            let mut leaves = vec![leaf_on(device, input, &[4, 8])];
-            leaves.extend((0..4).map(|_| leaf_on(device, Kind::Float, &[8, 8])));
+            let mut leaves = vec![random_leaf(device, input, &[4, 8])];
+            leaves.extend((0..4).map(|_| random_leaf(device, Kind::Float, &[8, 8])));
             let plain = gradients(device, dtype, &leaves, layers);
             let checkpointed = gradients(device, dtype, &leaves, |x, weights| {
                 weights.chunks(2).fold(x.shallow_clone(), |x, weights| {

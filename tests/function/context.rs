@@ -1,16 +1,17 @@
 //! What a forward tells autograd and its backward.
 
-use tch::{Tensor, no_grad};
+use tch::{Kind, Tensor, no_grad};
 use tch_amp::Error;
 use tch_amp::function::FunctionError;
 
 use crate::common::for_each_device;
-use crate::{apply, double_, leaf, message, square, to_f64};
+use crate::common::tensors::leaf;
+use crate::{apply, double_, message, square, to_f64};
 
 #[test]
 fn inputs_outputs_and_others_can_be_saved() {
     for_each_device(|device| {
-        let x = leaf(device, &[0.5, 1.0]);
+        let x = leaf(&[0.5, 1.0], Kind::Double, device);
         let y = apply(
             &[&x],
             |ctx, x| {
@@ -41,7 +42,7 @@ fn inputs_outputs_and_others_can_be_saved() {
 #[test]
 fn a_later_list_replaces_an_earlier_one() {
     for_each_device(|device| {
-        let x = leaf(device, &[2.0]);
+        let x = leaf(&[2.0], Kind::Double, device);
         let y = apply(
             &[&x],
             |ctx, x| {
@@ -65,7 +66,7 @@ fn a_later_list_replaces_an_earlier_one() {
 #[test]
 fn values_of_any_type_can_be_saved() {
     for_each_device(|device| {
-        let x = leaf(device, &[2.0]);
+        let x = leaf(&[2.0], Kind::Double, device);
         let y = apply(
             &[&x],
             |ctx, x| {
@@ -92,7 +93,7 @@ fn values_of_any_type_can_be_saved() {
 #[test]
 fn a_saved_tensor_that_was_changed_in_place_is_refused() {
     for_each_device(|device| {
-        let x = leaf(device, &[2.0]);
+        let x = leaf(&[2.0], Kind::Double, device);
         let mut z = &x * 1.0;
         let y = square(&z).unwrap();
         z += 1.0;
@@ -121,7 +122,7 @@ fn a_saved_tensor_that_was_changed_in_place_is_refused() {
 #[test]
 fn a_second_backward_needs_a_kept_graph() {
     for_each_device(|device| {
-        let x = leaf(device, &[2.0]);
+        let x = leaf(&[2.0], Kind::Double, device);
         let y = square(&x).unwrap();
         Tensor::f_run_backward(&[&y], &[&x], true, false).unwrap();
         y.backward();
@@ -134,7 +135,7 @@ fn a_second_backward_needs_a_kept_graph() {
 #[test]
 fn saved_values_count_as_much_as_saved_tensors() {
     for_each_device(|device| {
-        let x = leaf(device, &[2.0]);
+        let x = leaf(&[2.0], Kind::Double, device);
         let y = apply(
             &[&x],
             |ctx, x| {
@@ -153,7 +154,7 @@ fn saved_values_count_as_much_as_saved_tensors() {
 #[test]
 fn a_function_that_saves_nothing_can_run_backward_again() {
     for_each_device(|device| {
-        let x = leaf(device, &[2.0]);
+        let x = leaf(&[2.0], Kind::Double, device);
         let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.0)).unwrap();
         y.backward();
         y.backward();
@@ -164,7 +165,7 @@ fn a_function_that_saves_nothing_can_run_backward_again() {
 #[test]
 fn an_input_can_be_changed_in_place() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let z = &x * 3.0;
         let y = double_(&z, None).unwrap();
         assert_eq!(to_f64(&z), [6.0, 12.0]);
@@ -178,7 +179,7 @@ fn an_input_can_be_changed_in_place() {
 #[test]
 fn a_change_in_place_is_seen_by_those_who_saved_the_tensor() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let z = &x * 3.0;
         let squared = z.square();
         drop(double_(&z, None).unwrap());
@@ -190,7 +191,7 @@ fn a_change_in_place_is_seen_by_those_who_saved_the_tensor() {
 #[test]
 fn a_view_can_be_changed_in_place() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let z = &x * 3.0;
         drop(double_(&z.narrow(0, 0, 1), None).unwrap());
         z.sum(None).backward();
@@ -201,14 +202,14 @@ fn a_view_can_be_changed_in_place() {
 #[test]
 fn a_leaf_that_requires_a_gradient_cannot_be_dirty() {
     for_each_device(|device| {
-        let error = double_(&leaf(device, &[1.0]), None).unwrap_err();
+        let error = double_(&leaf(&[1.0], Kind::Double, device), None).unwrap_err();
         assert!(
             matches!(&error, Error::Function(FunctionError::Misuse { name, problem })
         if name == "function" && problem.contains("leaf")),
             "{error}"
         );
         // Without a gradient nothing is wrong with it.
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         drop(no_grad(|| double_(&x, None)).unwrap());
         assert_eq!(to_f64(&x), [2.0]);
     });
@@ -217,7 +218,7 @@ fn a_leaf_that_requires_a_gradient_cannot_be_dirty() {
 #[test]
 fn wrong_marks_are_refused() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let try_marks = |mark: fn(&mut tch_amp::function::ForwardContext, &Tensor, &Tensor)| {
             let forward = move |ctx: &mut _, x: &[&Tensor]| {
                 let y = x[0] * 2.0;
@@ -251,7 +252,7 @@ fn wrong_marks_are_refused() {
 #[test]
 fn outputs_can_be_marked_as_not_differentiable() {
     for_each_device(|device| {
-        let x = leaf(device, &[3.0, 1.0, 2.0]);
+        let x = leaf(&[3.0, 1.0, 2.0], Kind::Double, device);
         let [sorted, ranks] = apply(
             &[&x],
             |ctx, x| {
@@ -269,7 +270,7 @@ fn outputs_can_be_marked_as_not_differentiable() {
         )
         .unwrap();
         assert!(sorted.requires_grad() && !ranks.requires_grad());
-        (sorted * leaf(device, &[1.0, 10.0, 100.0])).sum(None).backward();
+        (sorted * leaf(&[1.0, 10.0, 100.0], Kind::Double, device)).sum(None).backward();
         assert_eq!(to_f64(&x.grad()), [100.0, 1.0, 10.0]);
     });
 }
@@ -277,7 +278,7 @@ fn outputs_can_be_marked_as_not_differentiable() {
 #[test]
 fn missing_gradients_are_none_without_materialization() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let [_, b] = apply(
             &[&x],
             |ctx, x| {
@@ -302,7 +303,7 @@ fn indexing_a_missing_gradient_says_so() {
     for_each_device(|device| {
         let index = |index: usize| {
             let [_, b] = apply(
-                &[&leaf(device, &[1.0])],
+                &[&leaf(&[1.0], Kind::Double, device)],
                 |ctx, x| {
                     ctx.set_materialize_grads(false);
                     Ok([x[0] * 2.0, x[0] * 3.0])
@@ -325,7 +326,7 @@ fn indexing_a_missing_gradient_says_so() {
 #[test]
 fn later_marks_replace_earlier_ones() {
     for_each_device(|device| {
-        let x = leaf(device, &[2.0]);
+        let x = leaf(&[2.0], Kind::Double, device);
         let forward = |ctx: &mut tch_amp::function::ForwardContext, x: &[&Tensor]| {
             let [one, other] = [1.0, 2.0].map(|factor| x[0] * factor);
             ctx.mark_non_differentiable(&[&one]);
@@ -347,7 +348,7 @@ fn an_input_that_was_changed_in_place_can_be_marked_as_not_differentiable() {
             ctx.mark_non_differentiable(x);
             Ok(x[0].shallow_clone().f_mul_scalar_(2.0)?)
         };
-        let x = &leaf(device, &[3.0]) * 1.0;
+        let x = &leaf(&[3.0], Kind::Double, device) * 1.0;
         let y = apply(&[&x], forward, |_, g| Ok(&g[0] * 2.0)).unwrap();
         assert_eq!((to_f64(&y), y.requires_grad()), (vec![6.0], false));
     });

@@ -11,7 +11,8 @@ use tch_amp::function::{
 use tch_amp::optim::OptimizerError;
 
 use crate::common::for_each_device;
-use crate::{apply, common, leaf, leaf_on, message, to_f64};
+use crate::common::tensors::leaf;
+use crate::{apply, common, message, random_leaf, to_f64};
 
 #[test]
 fn an_error_of_the_forward_comes_back_with_its_cause() {
@@ -25,7 +26,8 @@ fn an_error_of_the_forward_comes_back_with_its_cause() {
         };
         let function =
             tch_amp::function(forward, |_, g: &GradOutputs<'_>| Ok(g[0].shallow_clone()));
-        let error = function.name("Thermo").apply(&[leaf(device, &[1.0])]).unwrap_err();
+        let error =
+            function.name("Thermo").apply(&[leaf(&[1.0], Kind::Double, device)]).unwrap_err();
         assert_eq!(error.to_string(), "Thermo: forward failed: the input is too hot: 451");
         // A report that prints the sources as well does not say it twice.
         assert!(std::error::Error::source(&error).is_none());
@@ -40,7 +42,7 @@ fn an_error_of_the_forward_comes_back_with_its_cause() {
 #[test]
 fn libtorchs_and_other_errors_pass_through_the_question_mark() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let error = apply(&[&x], |_, x| Ok(x[0].f_reshape([7])?), |_, _| Ok(None)).unwrap_err();
         assert_eq!(
             error.to_string(),
@@ -62,7 +64,7 @@ fn libtorchs_and_other_errors_pass_through_the_question_mark() {
 #[test]
 fn an_error_of_the_backward_comes_out_of_backward() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let failing = || {
             let backward =
                 |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
@@ -95,7 +97,7 @@ fn refused<G: tch_amp::function::Gradients>(
 #[test]
 fn a_wrong_number_of_gradients_names_the_function_and_both_numbers() {
     for_each_device(|device| {
-        let (x, y) = (leaf(device, &[1.0, 2.0]), leaf(device, &[1.0]));
+        let (x, y) = (leaf(&[1.0, 2.0], Kind::Double, device), leaf(&[1.0], Kind::Double, device));
         for count in [0, 1, 3] {
             let error = refused(&[&x, &y], move |g| {
                 (0..count).map(|_| g.shallow_clone()).collect::<Vec<_>>()
@@ -114,7 +116,7 @@ fn a_type_with_a_wrong_number_of_gradients_is_refused_before_forward_runs() {
     let three =
         |_: &BackwardContext<'_>, g: &GradOutputs<'_>| Ok([0, 1, 2].map(|_| g[0].shallow_clone()));
     let error = tch_amp::function(never, three)
-        .apply(&[leaf(Device::Cpu, &[1.0]), leaf(Device::Cpu, &[1.0])])
+        .apply(&[leaf(&[1.0], Kind::Double, Device::Cpu), leaf(&[1.0], Kind::Double, Device::Cpu)])
         .unwrap_err();
     assert_eq!(
         error.to_string(),
@@ -125,7 +127,8 @@ fn a_type_with_a_wrong_number_of_gradients_is_refused_before_forward_runs() {
 #[test]
 fn a_wrong_shape_names_the_function_and_the_index() {
     for_each_device(|device| {
-        let (x, y) = (leaf(device, &[1.0, 2.0]), leaf(device, &[1.0, 2.0]));
+        let (x, y) =
+            (leaf(&[1.0, 2.0], Kind::Double, device), leaf(&[1.0, 2.0], Kind::Double, device));
         let error = refused(&[&x, &y], |g| [g.shallow_clone(), g.repeat([2]).narrow(0, 0, 3)]);
         assert!(
             error.contains("Function WrongBackward returned an invalid gradient at index 1"),
@@ -138,7 +141,8 @@ fn a_wrong_shape_names_the_function_and_the_index() {
 #[test]
 fn a_wrong_dtype_names_the_function_and_the_index() {
     for_each_device(|device| {
-        let (x, y) = (leaf(device, &[1.0, 2.0]), leaf(device, &[1.0, 2.0]));
+        let (x, y) =
+            (leaf(&[1.0, 2.0], Kind::Double, device), leaf(&[1.0, 2.0], Kind::Double, device));
         let error = refused(&[&x, &y], |g| [g.shallow_clone(), g.to_kind(Kind::Int64)]);
         assert!(
             error.contains("Function WrongBackward returned an invalid gradient at index 1"),
@@ -153,7 +157,7 @@ fn a_wrong_dtype_names_the_function_and_the_index() {
 #[test]
 fn a_wrong_device_names_the_function_and_the_index() {
     for (index, device) in common::gpus().into_iter().enumerate() {
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let error = refused(&[&x], |g| g.to_device(Device::Cpu));
         assert!(
             error.contains("Function WrongBackward returned an invalid gradient at index 0"),
@@ -167,7 +171,7 @@ fn a_wrong_device_names_the_function_and_the_index() {
 #[test]
 fn a_failing_backward_on_any_device_is_an_error_and_training_goes_on() {
     for_each_device(|device| {
-        let x = leaf_on(device, Kind::Float, &[3]);
+        let x = random_leaf(device, Kind::Float, &[3]);
         for panics in [false, true] {
             let backward =
                 move |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
@@ -189,7 +193,7 @@ fn a_failing_backward_on_any_device_is_an_error_and_training_goes_on() {
 #[test]
 fn a_gradient_for_an_input_that_has_none_is_ignored() {
     for_each_device(|device| {
-        let (x, none) = (leaf(device, &[1.0]), Tensor::new());
+        let (x, none) = (leaf(&[1.0], Kind::Double, device), Tensor::new());
         let forward = |_: &mut ForwardContext, x: &[&Tensor]| Ok(x[0] * 2.0);
         let backward = |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
             Ok([&g[0] * 2.0, g[0].ones_like(), g[0].to_kind(Kind::Int64)])
@@ -207,7 +211,7 @@ fn casting_to_an_integer_is_refused() {
     for_each_device(|device| {
         let double = tch_amp::function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.0));
         let double = double.cast_inputs(Kind::Int64);
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         drop(double.apply(&[&x]).unwrap());
         let error = tch_amp::autocast(device, || double.apply(&[&x])).unwrap().unwrap_err();
         assert_eq!(
@@ -235,7 +239,7 @@ fn the_name_is_that_of_the_type() {
     }
 
     let generic = Generic(std::marker::PhantomData::<Arc<str>>);
-    let error = generic.apply(&[leaf(Device::Cpu, &[1.0])]).unwrap_err();
+    let error = generic.apply(&[leaf(&[1.0], Kind::Double, Device::Cpu)]).unwrap_err();
     assert_eq!(error.to_string(), "Generic: forward failed: no");
 }
 
@@ -268,7 +272,9 @@ fn the_name_is_asked_for_by_apply_and_never_again() {
     }
 
     let asked = Arc::new(AtomicUsize::new(0));
-    let y = Shy { asked: Arc::clone(&asked) }.apply(&[leaf(Device::Cpu, &[1.0])]).unwrap();
+    let y = Shy { asked: Arc::clone(&asked) }
+        .apply(&[leaf(&[1.0], Kind::Double, Device::Cpu)])
+        .unwrap();
     assert_eq!(asked.load(Ordering::SeqCst), 1);
     let error = message(y.f_backward());
     assert!(error.contains("Shy one: backward returned 0 gradients for 1 inputs"), "{error}");

@@ -5,12 +5,13 @@ use tch_amp::Error;
 use tch_amp::function::FunctionError;
 
 use crate::common::for_each_device;
-use crate::{apply, leaf, to_f64};
+use crate::common::tensors::leaf;
+use crate::{apply, to_f64};
 
 #[test]
 fn state_is_the_functions_own() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let (factor, name) = (3.0, String::from("any value that is Send"));
         let y = apply(
             &[&x],
@@ -28,7 +29,7 @@ fn state_is_the_functions_own() {
 #[test]
 fn undefined_inputs_are_allowed_anywhere() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let none = Tensor::new();
         for inputs in [[&none, &x, &none], [&x, &none, &none], [&none, &none, &x]] {
             let place = inputs.iter().position(|t| t.defined()).unwrap();
@@ -71,7 +72,7 @@ fn a_function_without_inputs_is_not_recorded() {
 #[test]
 fn one_tensor_may_be_several_inputs() {
     for_each_device(|device| {
-        let x = leaf(device, &[3.0]);
+        let x = leaf(&[3.0], Kind::Double, device);
         let y = apply(
             &[&x, &x],
             |ctx, x| {
@@ -91,7 +92,7 @@ fn one_tensor_may_be_several_inputs() {
 #[test]
 fn a_missing_gradient_is_none() {
     for_each_device(|device| {
-        let (x, y) = (leaf(device, &[1.0]), leaf(device, &[1.0]));
+        let (x, y) = (leaf(&[1.0], Kind::Double, device), leaf(&[1.0], Kind::Double, device));
         let z =
             apply(&[&x, &y], |_, x| Ok(x[0] + x[1]), |_, g| Ok([Some(g[0].shallow_clone()), None]));
         z.unwrap().backward();
@@ -125,7 +126,11 @@ fn no_such_input(answer: tch_amp::Result<bool>) {
 #[test]
 fn backward_knows_which_gradients_are_asked_for() {
     for_each_device(|device| {
-        let (x, y, z) = (leaf(device, &[1.0]), leaf(device, &[1.0]), leaf(device, &[1.0]).detach());
+        let (x, y, z) = (
+            leaf(&[1.0], Kind::Double, device),
+            leaf(&[1.0], Kind::Double, device),
+            leaf(&[1.0], Kind::Double, device).detach(),
+        );
         let needs = |wanted: &[&Tensor]| {
             let (send, receive) = std::sync::mpsc::channel();
             let out = apply(

@@ -10,7 +10,6 @@ mod autocast;
 mod checkpoint;
 mod context;
 mod errors;
-mod gradcheck;
 mod inputs;
 mod memory;
 mod outputs;
@@ -24,10 +23,11 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tch::{Device, Kind, Tensor, with_grad};
+use tch::{Kind, Tensor, with_grad};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs, Outputs};
 
 use common::functions::MyMm;
+use common::tensors::{leaf, random_leaf};
 use common::to_f64;
 
 /// x², whose derivative is made of differentiable operations.
@@ -62,7 +62,7 @@ fn backward_below(depth: usize, y: Tensor) -> FunctionResult<()> {
     if depth == 0 {
         return Ok(y.f_backward()?);
     }
-    let x = leaf(y.device(), &[1.0]);
+    let x = leaf(&[1.0], Kind::Double, y.device());
     let y = Mutex::new(y);
     let outer = with_grad(|| {
         apply(
@@ -114,14 +114,6 @@ fn in_time<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
             panic!("{:?}", thread.join().expect_err("it panicked"));
         }
     }
-}
-
-fn leaf(device: Device, values: &[f64]) -> Tensor {
-    Tensor::from_slice(values).to_device(device).set_requires_grad(true)
-}
-
-fn leaf_on(device: Device, kind: Kind, size: &[i64]) -> Tensor {
-    Tensor::randn(size, (Kind::Float, device)).to_kind(kind).set_requires_grad(true)
 }
 
 fn message(result: Result<(), tch::TchError>) -> String {

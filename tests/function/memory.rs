@@ -3,11 +3,12 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 use tch_amp::function::{BackwardContext, ForwardContext, FunctionResult, GradOutputs};
 
 use crate::common::for_each_device;
-use crate::{Counted, Owning, apply, leaf, to_f64};
+use crate::common::tensors::leaf;
+use crate::{Counted, Owning, apply, to_f64};
 
 /// The values left after the forward, or the forward and the backward, of a function that keeps things by `keep`.
 fn left(
@@ -19,7 +20,7 @@ fn left(
     [false, true].map(|backward| {
         let (keep, inner, counted) =
             (Arc::clone(&keep), Arc::clone(&count), Owning(Counted::new(&count)));
-        let x = leaf(device, &[0.5]);
+        let x = leaf(&[0.5], Kind::Double, device);
         let y = apply(
             &[&(&x * 1.0)],
             move |ctx, x| {
@@ -78,7 +79,7 @@ fn a_cell_of_the_functions_own_may_hold_its_output() {
         let count = Arc::new(AtomicUsize::new(0));
         let counted = Owning(Counted::new(&count));
         let cell: Mutex<Option<Tensor>> = Mutex::new(None);
-        let x = leaf(device, &[0.5]);
+        let x = leaf(&[0.5], Kind::Double, device);
         let y = apply(
             &[&x],
             move |_, x| {
@@ -99,7 +100,7 @@ fn a_cell_of_the_functions_own_may_hold_its_output() {
 #[test]
 fn a_dirty_input_that_forward_keeps_is_refused() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let keeps = |keep: fn(&mut ForwardContext, &Tensor)| {
             let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
                 let y = x[0].shallow_clone().f_mul_scalar_(2.0)?;
@@ -128,7 +129,7 @@ fn what_forward_saved_is_freed_by_the_backward_that_ends_the_graph() {
     for_each_device(|device| {
         let count = Arc::new(AtomicUsize::new(0));
         let inner = Arc::clone(&count);
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
             ctx.save_value(Counted::new(&inner));
             Ok(x[0] * 2.0)
@@ -147,7 +148,7 @@ fn a_failed_backward_frees_everything() {
         let count = Arc::new(AtomicUsize::new(0));
         for _ in 0..100 {
             let counted = Owning(Counted::new(&count));
-            let x = leaf(device, &[1.0]);
+            let x = leaf(&[1.0], Kind::Double, device);
             let backward =
                 move |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
                     counted.hold();
@@ -165,7 +166,7 @@ fn long_chain(
     keep: impl Fn(&mut ForwardContext, &Tensor, &Tensor) + Copy + Send + 'static,
 ) -> Tensor {
     // On the CPU alone: what is dropped is a graph, which lies in the memory of the host in any case.
-    let x = leaf(Device::Cpu, &[1.0]);
+    let x = leaf(&[1.0], Kind::Double, Device::Cpu);
     let mut y = &x * 1.0;
     for _ in 0..100_000 {
         let last = Mutex::new(Some(y.shallow_clone()));
@@ -189,7 +190,7 @@ fn a_long_chain_is_dropped_without_recursion() {
 
 /// A chain of calls whose closures hold the output of the one before, with or without an edge to it.
 fn chain_of_closures(edges: bool, drop_it: impl FnOnce(Tensor)) {
-    let x = leaf(Device::Cpu, &[1.0]);
+    let x = leaf(&[1.0], Kind::Double, Device::Cpu);
     let mut y = x.shallow_clone();
     for _ in 0..100_000 {
         let (held, input) = (Owning(y), x.shallow_clone());
@@ -230,7 +231,7 @@ fn what_a_destructor_drops_is_freed_before_it_goes_on() {
     }
 
     let (count, left) = (Arc::default(), Arc::<Mutex<Vec<_>>>::default());
-    let x = leaf(Device::Cpu, &[1.0]);
+    let x = leaf(&[1.0], Kind::Double, Device::Cpu);
     let mut y = None;
     for number in 0..4 {
         let counted = Owning(Counted::new(&count));

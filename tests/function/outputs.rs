@@ -5,13 +5,14 @@ use tch_amp::function::Function;
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::{MyMm, apply, leaf, leaf_on, message, square, to_f64};
+use crate::common::tensors::leaf;
+use crate::{MyMm, apply, message, random_leaf, square, to_f64};
 
 #[test]
 fn a_function_computes_what_the_operation_does() {
     for_each_device(|device| {
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
-            let [a, b] = [leaf_on(device, kind, &[3, 4]), leaf_on(device, kind, &[4, 2])];
+            let [a, b] = [random_leaf(device, kind, &[3, 4]), random_leaf(device, kind, &[4, 2])];
             let [c, d] = [&a, &b].map(|t| t.detach().set_requires_grad(true));
             let (ours, builtin) = (MyMm::default().apply(&[&a, &b]).unwrap(), c.mm(&d));
             assert_eq!(bits(&ours), bits(&builtin));
@@ -26,7 +27,7 @@ fn a_function_computes_what_the_operation_does() {
 #[test]
 fn several_outputs_have_a_gradient_each_and_zeros_stand_for_a_missing_one() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let [double, triple] = apply(
             &[&x],
             |_, x| Ok([x[0] * 2.0, x[0] * 3.0]),
@@ -47,7 +48,7 @@ fn several_outputs_have_a_gradient_each_and_zeros_stand_for_a_missing_one() {
 fn a_list_of_outputs_may_have_any_length() {
     for_each_device(|device| {
         for count in 0..4 {
-            let x = leaf(device, &[1.0]);
+            let x = leaf(&[1.0], Kind::Double, device);
             let out: Vec<Tensor> = apply(
                 &[&x],
                 move |_, x| Ok((0..count).map(|i| x[0] * f64::from(i)).collect::<Vec<_>>()),
@@ -70,7 +71,7 @@ fn a_list_of_outputs_may_have_any_length() {
 #[test]
 fn an_input_that_is_returned_comes_back_as_a_view() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let y = apply(&[&x], |_, x| Ok(x[0].shallow_clone()), |_, g| Ok(&g[0] * 5.0)).unwrap();
         assert_eq!(y.data_ptr(), x.data_ptr());
         assert!(x.is_leaf() && !y.is_leaf());
@@ -82,7 +83,7 @@ fn an_input_that_is_returned_comes_back_as_a_view() {
 #[test]
 fn a_view_that_is_returned_cannot_be_changed_in_place() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let refused = |of: fn(&Tensor) -> Tensor| {
             let mut y = apply(&[&(&x * 1.0)], move |_, x| Ok(of(x[0])), |_, _| Ok(None)).unwrap();
             let error = message(y.f_mul_(&Tensor::from(2.0)).map(drop));
@@ -98,7 +99,7 @@ fn a_view_that_is_returned_cannot_be_changed_in_place() {
 #[test]
 fn an_output_may_be_changed_in_place() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let mut y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.0)).unwrap();
         y *= 3.0;
         y.sum(None).backward();
@@ -109,7 +110,7 @@ fn an_output_may_be_changed_in_place() {
 #[test]
 fn an_output_that_is_returned_twice_is_two_outputs() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let [a, b] = apply(
             &[&x],
             |_, x| {
@@ -127,7 +128,7 @@ fn an_output_that_is_returned_twice_is_two_outputs() {
 #[test]
 fn integer_outputs_are_not_differentiable() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0, 3.0]);
+        let x = leaf(&[1.0, 3.0], Kind::Double, device);
         let [double, index] = apply(
             &[&x],
             |_, x| Ok([x[0] * 2.0, x[0].argmax(0, false)]),
@@ -147,7 +148,7 @@ fn integer_outputs_are_not_differentiable() {
 #[test]
 fn an_undefined_output_stays_undefined() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let [none, some] = apply(
             &[&x],
             |_, x| Ok([Tensor::new(), x[0] * 2.0]),
@@ -166,9 +167,9 @@ fn an_undefined_output_stays_undefined() {
 #[test]
 fn a_tensor_of_the_functions_own_keeps_its_history_when_it_is_returned() {
     for_each_device(|device| {
-        let constant = leaf(device, &[7.0]);
+        let constant = leaf(&[7.0], Kind::Double, device);
         let mine = constant.shallow_clone();
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let y = apply(&[&x], move |_, _| Ok(mine.shallow_clone()), |_, g| Ok(&g[0] * 4.0)).unwrap();
         assert!(constant.is_leaf(), "the caller's tensor is not made an output");
         y.backward();
@@ -180,7 +181,7 @@ fn a_tensor_of_the_functions_own_keeps_its_history_when_it_is_returned() {
 #[test]
 fn nothing_is_recorded_where_no_gradient_is_wanted() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let double = tch_amp::function(
             |ctx, x| {
                 assert!(!ctx.needs_input_grad(0)?);
@@ -201,7 +202,7 @@ fn nothing_is_recorded_where_no_gradient_is_wanted() {
 #[test]
 fn a_function_may_apply_another_one() {
     for_each_device(|device| {
-        let x = leaf(device, &[3.0]);
+        let x = leaf(&[3.0], Kind::Double, device);
         // The outer one hides the inner one, whose forward runs without a graph, and says its derivative itself.
         let y = apply(
             &[&x],

@@ -11,7 +11,8 @@ use tch_amp::autocast::{autocast_dtype, is_autocast_enabled, is_cache_enabled};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
 use crate::common::for_each_device;
-use crate::{Counted, Owning, apply, leaf, message, to_f64};
+use crate::common::tensors::leaf;
+use crate::{Counted, Owning, apply, message, to_f64};
 
 /// libtorch runs backwards that are nested more deeply than this on threads of a pool.
 const SAME_THREAD: usize = 60;
@@ -94,7 +95,7 @@ impl Function for Nest {
             with_grad(|| blow(self.payload));
         }
         let device = g[0].device();
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let inner = Nest::new(self.depth - 1, self.payload, &self.count, &self.threads);
         let _region = Autocast::new(device).dtype(Kind::Half).cache(false).enter()?;
         let y = with_grad(|| inner.apply(&[&x]))?;
@@ -104,7 +105,7 @@ impl Function for Nest {
 }
 
 fn state(device: Device) -> (bool, bool, Kind, bool) {
-    let x = leaf(device, &[1.0]);
+    let x = leaf(&[1.0], Kind::Double, device);
     let grad_mode = (&x * 2.0).requires_grad();
     let dtype = autocast_dtype(device).unwrap();
     (grad_mode, is_autocast_enabled(device), dtype, is_cache_enabled())
@@ -123,7 +124,7 @@ fn sweep(device: Device, first_payload: usize) {
         let payload = PAYLOADS[(first_payload + depth) % PAYLOADS.len()];
         let threads = Arc::new(AtomicUsize::new(0));
         let before = state(device);
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let y = Nest::new(depth, payload, &count, &threads).apply(&[&x]).unwrap();
         let error = message(y.f_backward());
         assert!(error.contains("Nest: backward panicked: "), "{error}");
@@ -179,7 +180,7 @@ fn a_panic_in_forward_is_the_callers() {
                     let _region = Autocast::new(device).dtype(Kind::Half).enter()?;
                     blow(payload)
                 };
-            let x = leaf(device, &[1.0]);
+            let x = leaf(&[1.0], Kind::Double, device);
             let apply = || apply(&[&x], forward, |_, g| Ok(g[0].shallow_clone()));
             let panic = catch_unwind(AssertUnwindSafe(apply)).expect_err("it panics");
             match payload {
@@ -207,7 +208,7 @@ fn a_panic_in_a_destructor_goes_no_further() {
         for payload in PAYLOADS {
             // With the function, and with the value that it saved.
             let fragile = Owning(Fragile(payload));
-            let x = leaf(device, &[1.0]);
+            let x = leaf(&[1.0], Kind::Double, device);
             let y = apply(
                 &[&x],
                 move |ctx, x| {
@@ -244,7 +245,7 @@ fn a_panic_in_a_destructor_goes_no_further() {
 #[test]
 fn a_panic_of_tchs_own_operations_says_what_libtorch_said() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(g[0].reshape([7]))).unwrap();
         let error = message(y.f_backward());
         assert!(error.contains("function: backward panicked: shape '[7]' is invalid"), "{error}");
@@ -255,7 +256,7 @@ fn a_panic_of_tchs_own_operations_says_what_libtorch_said() {
 #[test]
 fn an_error_with_a_nul_in_its_message_is_reported_whole() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let backward = |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {
             Err("one\0two".into())
         };

@@ -8,7 +8,8 @@ use tch_amp::autocast::{AutocastGuard, clear_autocast_cache};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
 use crate::common::for_each_device;
-use crate::{apply, backward_below, in_time, leaf, message, square, to_f64};
+use crate::common::tensors::leaf;
+use crate::{apply, backward_below, in_time, message, square, to_f64};
 
 /// x², whose backward finds its answer by another backward, `depth` of them inside each other.
 #[derive(Clone, Copy)]
@@ -41,7 +42,7 @@ impl Function for Nested {
 fn a_backward_may_run_another_at_any_depth() {
     for_each_device(|device| {
         for depth in [0, 1, 59, 60, 61, 130] {
-            let x = leaf(device, &[3.0, -1.0]);
+            let x = leaf(&[3.0, -1.0], Kind::Double, device);
             Nested { depth }.apply(&[&x]).unwrap().sum(None).backward();
             assert_eq!(to_f64(&x.grad()), [6.0, -2.0], "depth {depth}");
         }
@@ -54,7 +55,7 @@ type Cell = Arc<Mutex<Option<Tensor>>>;
 /// A function whose backward runs a backward from its own output, `depth` others in between.
 fn through_itself(device: Device, depth: usize) -> String {
     let cell: Cell = Arc::default();
-    let x = leaf(device, &[1.0]);
+    let x = leaf(&[1.0], Kind::Double, device);
     let inside = Arc::clone(&cell);
     let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {
         let output = inside.lock().unwrap().as_ref().map(Tensor::shallow_clone);
@@ -85,7 +86,7 @@ fn a_backward_through_itself_is_an_error() {
 #[test]
 fn an_inner_backward_may_run_through_other_nodes_of_the_same_graph() {
     for_each_device(|device| {
-        let x = leaf(device, &[2.0]);
+        let x = leaf(&[2.0], Kind::Double, device);
         let middle = square(&x).unwrap();
         let y = apply(
             &[&middle],
@@ -110,7 +111,7 @@ fn an_inner_backward_may_run_through_other_nodes_of_the_same_graph() {
 fn after_the_error_the_function_works_again() {
     for_each_device(|device| {
         assert!(in_time(move || through_itself(device, 0)).contains("Ouroboros"));
-        let x = leaf(device, &[3.0]);
+        let x = leaf(&[3.0], Kind::Double, device);
         Nested { depth: 70 }.apply(&[&x]).unwrap().backward();
         assert_eq!(to_f64(&x.grad()), [6.0]);
     });
@@ -140,7 +141,9 @@ fn a_destructor_of_a_saved_value_may_run_a_backward_through_its_own_call() {
                 }));
                 Ok(x[0] * 2.0)
             };
-            let y = apply(&[leaf(device, &[1.0])].each_ref(), forward, |_, g| Ok(&g[0] * 2.0));
+            let y = apply(&[leaf(&[1.0], Kind::Double, device)].each_ref(), forward, |_, g| {
+                Ok(&g[0] * 2.0)
+            });
             let y = y.unwrap();
             *cell.lock().unwrap() = Some(y.shallow_clone());
             y.backward();

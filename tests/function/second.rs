@@ -5,7 +5,8 @@ use tch_amp::function::Function;
 use tch_amp::{autocast, function};
 
 use crate::common::for_each_device;
-use crate::{MyMm, leaf, message, square, to_f64};
+use crate::common::tensors::leaf;
+use crate::{MyMm, message, square, to_f64};
 
 /// The gradient of `y` with respect to `x`, which can be differentiated itself.
 fn gradient(y: &Tensor, x: &Tensor) -> Tensor {
@@ -16,8 +17,8 @@ fn gradient(y: &Tensor, x: &Tensor) -> Tensor {
 fn a_gradient_penalty_goes_through_a_function() {
     for_each_device(|device| {
         let penalty = |mm: &dyn Fn(&Tensor, &Tensor) -> Tensor| {
-            let a = leaf(device, &[1.0, 2.0, 3.0, 4.0]);
-            let b = leaf(device, &[0.5, -1.0, 2.0, 1.5]);
+            let a = leaf(&[1.0, 2.0, 3.0, 4.0], Kind::Double, device);
+            let b = leaf(&[0.5, -1.0, 2.0, 1.5], Kind::Double, device);
             let [left, right] = [&a, &b].map(|t| t.view([2, 2]));
             let y = mm(&left, &right).square();
             let grads = Tensor::run_backward(&[y.sum(None)], &[&a, &b], true, true);
@@ -32,7 +33,7 @@ fn a_gradient_penalty_goes_through_a_function() {
 #[test]
 fn third_derivatives_work_as_well() {
     for_each_device(|device| {
-        let x = leaf(device, &[2.0]);
+        let x = leaf(&[2.0], Kind::Double, device);
         let cube = function(
             |ctx, x| {
                 ctx.save_for_backward(x);
@@ -55,7 +56,7 @@ fn a_saved_output_keeps_its_history() {
     for_each_device(|device| {
         // Also one that forward holds in another way, so that the caller gets a tensor of its own.
         for held in [false, true] {
-            let x = leaf(device, &[0.5]);
+            let x = leaf(&[0.5], Kind::Double, device);
             let exp = function(
                 move |ctx, x| {
                     let y = x[0].exp();
@@ -94,7 +95,7 @@ fn once_square(x: &Tensor) -> Tensor {
 #[test]
 fn a_once_differentiable_function_refuses_its_second_derivative() {
     for_each_device(|device| {
-        let x = leaf(device, &[3.0]);
+        let x = leaf(&[3.0], Kind::Double, device);
         let first = gradient(&once_square(&x), &x);
         assert_eq!(to_f64(&first), [6.0]);
         let error = message(first.f_backward());
@@ -104,7 +105,7 @@ fn a_once_differentiable_function_refuses_its_second_derivative() {
         assert!(error.contains("Square is once differentiable"), "{error}");
         assert_eq!(to_f64(&gradient(&gradient(&square(&x).unwrap(), &x), &x)), [2.0]);
         // Nor can the gradient be differentiated with respect to the one that came in, on which it depends as well.
-        let weight = leaf(device, &[5.0]);
+        let weight = leaf(&[5.0], Kind::Double, device);
         let first = gradient(&(once_square(&x) * &weight), &x);
         assert_eq!(to_f64(&first), [30.0]);
         let second = Tensor::f_run_backward(&[first.sum(None)], &[&weight], true, false);
@@ -116,7 +117,7 @@ fn a_once_differentiable_function_refuses_its_second_derivative() {
 #[test]
 fn once_is_enough_without_create_graph() {
     for_each_device(|device| {
-        let x = leaf(device, &[3.0]);
+        let x = leaf(&[3.0], Kind::Double, device);
         once_square(&x).backward();
         assert_eq!(to_f64(&x.grad()), [6.0]);
         assert!(!x.grad().requires_grad());

@@ -3,11 +3,12 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 use tch_amp::function::Function;
 
 use crate::common::for_each_device;
-use crate::{Counted, MyMm, apply, leaf, square, to_f64};
+use crate::common::tensors::leaf;
+use crate::{Counted, MyMm, apply, square, to_f64};
 
 #[test]
 fn one_function_runs_in_many_threads_at_once() {
@@ -15,7 +16,7 @@ fn one_function_runs_in_many_threads_at_once() {
         let run = move |seed: f64| {
             for i in 0..200 {
                 let factor = seed + f64::from(i);
-                let a = leaf(device, &[factor, 1.0, 0.0, 2.0]);
+                let a = leaf(&[factor, 1.0, 0.0, 2.0], Kind::Double, device);
                 let square = a.view([2, 2]);
                 MyMm::default().apply(&[&square, &square]).unwrap().sum(None).backward();
                 let want = a.detach().set_requires_grad(true);
@@ -36,7 +37,7 @@ fn one_call_is_never_run_twice_at_once() {
     for_each_device(|device| {
         let running = Arc::new(AtomicBool::new(false));
         let runs = Arc::new(AtomicUsize::new(0));
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let (inside, counted) = (Arc::clone(&running), Arc::clone(&runs));
         let y = apply(
             &[&x],
@@ -72,7 +73,7 @@ fn one_call_is_never_run_twice_at_once() {
 fn a_graph_may_be_dropped_on_another_thread() {
     for_each_device(|device| {
         let count = Arc::new(AtomicUsize::new(0));
-        let x = leaf(device, &[1.0]);
+        let x = leaf(&[1.0], Kind::Double, device);
         let counted = Counted::new(&count);
         let y = apply(
             &[&x],
@@ -91,7 +92,7 @@ fn a_graph_may_be_dropped_on_another_thread() {
 #[test]
 fn a_graph_may_be_run_on_another_thread() {
     for_each_device(|device| {
-        let x = leaf(device, &[3.0]);
+        let x = leaf(&[3.0], Kind::Double, device);
         let y = square(&x).unwrap();
         std::thread::spawn(move || y.backward()).join().unwrap();
         assert_eq!(to_f64(&x.grad()), [6.0]);

@@ -5,7 +5,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adagrad, Adam, AdamW, AmpOptimizer, OptimizerError, Sgd};
 use tch_amp::{Error, GradScaler};
 
-use crate::{NAN, algorithms, build, leaf, set_grad, to_f64};
+use crate::common::tensors::leaf;
+use crate::{NAN, algorithms, build, set_grad, to_f64};
 
 #[test]
 fn the_import_is_all_that_changes() {

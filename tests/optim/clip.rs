@@ -11,7 +11,8 @@ use tch_amp::{Error, GradScaler};
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::{INF, NAN, leaf, set_grad, to_f64};
+use crate::common::tensors::leaf;
+use crate::{INF, NAN, set_grad, to_f64};
 
 #[test]
 fn the_norm_is_that_of_an_f64_loop() {

@@ -4,7 +4,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{MasterWeights, OptimizerError, Sgd};
 use tch_amp::{Error, GradScaler};
 
-use crate::leaf;
+use crate::common::tensors::leaf;
 
 /// Sums of micro-batches in bf16 stop growing; in f32 they do not.
 #[test]

@@ -5,7 +5,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, OptimizerError, Sgd};
 
-use crate::{leaf, set_grad, to_f64};
+use crate::common::tensors::leaf;
+use crate::{set_grad, to_f64};
 
 fn weights(names: &[&str]) -> Vec<(String, Tensor)> {
     let weight = || leaf(&[1.0], Kind::Float, Device::Cpu);

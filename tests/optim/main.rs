@@ -1,4 +1,4 @@
-//! The rules of the fused optimizers, one test each. Random programs against PyTorch are in `optim_programs.rs`.
+//! The rules of the fused optimizers, one test each. Random programs against PyTorch are in `optim_programs/`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
@@ -48,11 +48,6 @@ fn build(algorithm: Algorithm, parameters: impl IntoParameters, lr: f64) -> Opti
         other => panic!("the tests know no {other:?}"),
     }
     .unwrap()
-}
-
-/// A leaf that takes part in training.
-fn leaf(values: &[f64], kind: Kind, device: Device) -> Tensor {
-    Tensor::from_slice(values).to_kind(kind).to_device(device).set_requires_grad(true)
 }
 
 /// Gives `w` the gradient `values`, in place of what it had.

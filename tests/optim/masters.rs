@@ -1,5 +1,5 @@
 //! Half parameters that are updated in f32. The oracle is the optimizer itself over f32 parameters, which
-//! `optim_programs.rs` compares with PyTorch's bit by bit.
+//! `optim_programs/` compares with PyTorch's bit by bit.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
@@ -292,7 +292,7 @@ fn a_nan_of_any_bits_makes_the_weight_nan() {
     for_each_device(|device| {
         for word in [0x7fff_ffffu32, 0x7f80_0001, 0xffff_ffff, 0x7fc0_0000] {
             for (_, masters) in half_modes() {
-                let w = crate::leaf(&[1.0, 2.0], Kind::BFloat16, device);
+                let w = crate::common::tensors::leaf(&[1.0, 2.0], Kind::BFloat16, device);
                 let list = vec![w.shallow_clone()];
                 let mut opt = Sgd::default().master_weights(masters).build(list, 1.0).unwrap();
                 opt.accumulate_in_f32().unwrap();

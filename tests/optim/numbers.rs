@@ -6,7 +6,8 @@ use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Sgd};
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::{algorithms, build, leaf, set_grad, to_f64};
+use crate::common::tensors::leaf;
+use crate::{algorithms, build, set_grad, to_f64};
 
 /// One element and its state, as the papers and PyTorch's documentation have it.
 #[derive(Clone, Debug, Default)]

@@ -5,7 +5,8 @@ use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::{algorithms, build, leaf, set_grad, to_f64};
+use crate::common::tensors::leaf;
+use crate::{algorithms, build, set_grad, to_f64};
 
 /// The numbers of all parameters, states and masters.
 fn all(opt: &mut Optimizer) -> Vec<Vec<f64>> {

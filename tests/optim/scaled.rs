@@ -10,8 +10,9 @@ use tch_amp::scaler::{GradScalerConfig, ScalerError, StepCounter};
 use tch_amp::{Error, GradScaler, Result};
 
 use crate::common::simulation::{is_simulated, let_answers_come};
+use crate::common::tensors::leaf;
 use crate::common::{cuda_or_skip, for_each_device, skipped};
-use crate::{INF, leaf, set_grad, to_f64};
+use crate::{INF, set_grad, to_f64};
 
 /// A weight of ones, an SGD with a learning rate of 1, and a scaler with a scale of 8.
 fn training(device: Device) -> (Tensor, Optimizer, GradScaler) {

@@ -7,7 +7,8 @@ use tch_amp::scaler::GradScalerConfig;
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::{INF, NAN, algorithms, build, leaf, set_grad};
+use crate::common::tensors::leaf;
+use crate::{INF, NAN, algorithms, build, set_grad};
 
 /// The bits of everything that a step can change; of a state that has not been used nothing.
 fn all(opt: &mut Optimizer) -> Vec<Vec<u8>> {

@@ -9,7 +9,8 @@ use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, OptimizerError, S
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::{leaf, set_grad, to_f64};
+use crate::common::tensors::leaf;
+use crate::{set_grad, to_f64};
 
 /// A bf16 weight of three numbers, stepped so often that its masters have bits that it lacks.
 fn trained(device: Device, masters: MasterWeights) -> (Tensor, Optimizer) {

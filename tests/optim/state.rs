@@ -6,7 +6,8 @@ use tch_amp::optim::{AdamW, MasterWeights, Optimizer, OptimizerError, OptimizerS
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::{algorithms, build, leaf, set_grad, to_f64};
+use crate::common::tensors::leaf;
+use crate::{algorithms, build, set_grad, to_f64};
 
 fn named(device: Device) -> Vec<(&'static str, Tensor)> {
     let leaf = |values: &[f64]| leaf(values, Kind::Float, device);

@@ -1,6 +1,6 @@
 """Trains with torch.optim and fused=True: a JSON program a line on stdin, a line of bits for each of its steps on stdout.
 
-tests/optim_programs.rs writes the programs. All is computed on the CPU. Where a GPU rounds otherwise, in clipping and
+tests/optim_programs writes the programs. All is computed on the CPU. Where a GPU rounds otherwise, in clipping and
 in the update of halves, the same is done here for a program on GPUs.
 """
 

@@ -9,7 +9,6 @@ mod modules;
 mod run;
 mod text;
 mod training;
-mod trees;
 mod variables;
 
 use tch::Kind;

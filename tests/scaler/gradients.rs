@@ -7,8 +7,9 @@ use tch_amp::gradients::GradientError;
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
 use tch_amp::{Error, GradScaler};
 
+use crate::common::tensors::leaf;
 use crate::common::{devices, for_each_device, to_f64};
-use crate::{Descent, INF, NAN, leaf, loss, model, ones, scaler};
+use crate::{Descent, INF, NAN, loss, model, ones, scaler};
 
 #[rstest]
 #[case(Kind::Float)]

@@ -1,4 +1,4 @@
-//! The scaler's rules, one test each. Random programs against PyTorch are in `scaler_programs.rs`.
+//! The scaler's rules, one test each. Random programs against PyTorch are in `scaler_programs/`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
@@ -22,6 +22,7 @@ use tch_amp::GradScaler;
 use tch_amp::scaler::GradScalerConfig;
 
 use common::descent::Descent;
+use common::tensors::leaf;
 
 /// A scaler with a scale of 8, which no test's arithmetic can round.
 fn scaler(device: Device) -> GradScaler {
@@ -44,11 +45,6 @@ fn loss(w: &Tensor, values: &[f64]) -> Tensor {
 
 const INF: f64 = f64::INFINITY;
 const NAN: f64 = f64::NAN;
-
-/// A leaf that takes part in training.
-fn leaf(values: &[f64], kind: Kind, device: Device) -> Tensor {
-    Tensor::from_slice(values).to_kind(kind).to_device(device).set_requires_grad(true)
-}
 
 /// The values 1, 1, … as a trained weight.
 fn ones(kind: Kind, device: Device) -> Tensor {

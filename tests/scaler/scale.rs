@@ -5,8 +5,9 @@ use tch_amp::optim::Sgd;
 use tch_amp::scaler::{GradScalerConfig, ScalerError};
 use tch_amp::{Error, GradScaler};
 
+use crate::common::tensors::leaf;
 use crate::common::{for_each_device, to_f64};
-use crate::{Descent, INF, NAN, leaf, loss, model};
+use crate::{Descent, INF, NAN, loss, model};
 
 /// Runs one iteration, overflowing or not, and returns what `update` said.
 fn iterate(scaler: &mut GradScaler, device: Device, overflow: bool) -> tch_amp::Result<()> {

@@ -6,8 +6,9 @@ use tch_amp::GradScaler;
 use tch_amp::optim::{AdamW, MasterWeights, Sgd};
 use tch_amp::scaler::StepCounter;
 
+use crate::common::tensors::leaf;
 use crate::common::{for_each_device, to_f64};
-use crate::{INF, NAN, leaf, loss, model};
+use crate::{INF, NAN, loss, model};
 
 fn set_grad(w: &Tensor, values: &[f64]) {
     let mut old = w.grad();

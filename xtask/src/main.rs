@@ -30,6 +30,7 @@ mod shadow;
 mod simulate;
 mod simulation;
 mod steps;
+mod surface;
 mod test;
 mod tools;
 mod venv;
@@ -52,6 +53,7 @@ usage: cargo xtask <command>
   fuzz [seconds]                     feeds damaged files to the checkpoint readers, for a minute by default
   fmt                                formats the Rust and the C++
   lock                               rewrites xtask/lock from Cargo.lock
+  surface                            rewrites xtask/surface.txt, the list of the public items, fields and methods
   package                            rewrites xtask/package.txt, the list of the package's files
   ci                                 what .ci/run runs: test --all-versions
 
@@ -97,6 +99,7 @@ fn dispatch() -> Result<ExitCode> {
             minimal::rewrite(&package::packed()?)?;
         }
         "package" => package::rewrite_list(args)?,
+        "surface" => surface::rewrite_list(args)?,
         "fmt" => tools::format(args)?,
         "ci" => test::run_all(args)?,
         unknown => bail!("there is no command `{unknown}`\n\n{USAGE}"),

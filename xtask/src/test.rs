@@ -7,7 +7,7 @@ use crate::process::run as show;
 use crate::steps::Steps;
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::{self, Workspace};
-use crate::{fuzz, links, msrv, on_simulation, package, sanitize, tools};
+use crate::{fuzz, links, msrv, on_simulation, package, sanitize, surface, tools};
 
 const FUZZ_SECONDS: u32 = 10;
 
@@ -65,9 +65,7 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
         let mut clippy = workspace.cargo("clippy");
         show(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
     })?;
-    steps.run("documentation", || {
-        show(workspace.cargo("doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
-    })?;
+    steps.run("documentation, and the surface that it shows", || surface::check(&workspace))?;
     steps.run("tests of xtask", || show(workspace.cargo("test").args(["--package", "xtask"])))?;
     if cfg!(target_os = "linux") {
         steps.run("fuzzing, briefly", || fuzz::fuzz(&workspace, FUZZ_SECONDS))?;

@@ -1,6 +1,6 @@
 //! The values that a pickle builds from plain opcodes.
 
-use super::machine::{Id, Machine, Node, Step};
+use super::arena::{Id, Machine, Node, Step};
 
 impl Machine<'_> {
     pub fn tuple(&mut self, len: usize) -> Step {

@@ -3,10 +3,10 @@
 //! Reading executes nothing: the pickle may only build the values of [`Value`], and everything is bounded by
 //! [`Limits`].
 
+mod arena;
 mod build;
 pub(crate) mod globals;
 mod limits;
-mod machine;
 mod objects;
 mod opcodes;
 mod read;

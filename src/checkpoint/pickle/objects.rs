@@ -1,7 +1,7 @@
 //! What the pickle machine does instead of calling Python.
 
+use super::arena::{Id, Machine, Node, Step};
 use super::globals::Global;
-use super::machine::{Id, Machine, Node, Step};
 
 impl Machine<'_> {
     /// `REDUCE`: calls a function with a tuple of arguments.

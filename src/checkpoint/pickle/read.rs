@@ -1,6 +1,6 @@
 //! Reading a pickle. Nothing is executed: what the opcodes may build are the nodes of an arena.
 
-use super::machine::{Id, Machine, Node, Step};
+use super::arena::{Id, Machine, Node, Step};
 use super::opcodes as op;
 use super::{Limits, Storages, Value, globals, tree};
 use crate::checkpoint::malformed::{Malformed, shown};

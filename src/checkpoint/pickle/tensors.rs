@@ -3,8 +3,8 @@
 use tch::Kind;
 
 use super::TensorRef;
+use super::arena::{Id, Machine, Node, Step, Storage};
 use super::globals::Global;
-use super::machine::{Id, Machine, Node, Step, Storage};
 use super::value::element_bytes;
 use crate::checkpoint::malformed::{Malformed, shown};
 

@@ -1,7 +1,7 @@
 //! From the arena of a pickle to the values.
 
+use super::arena::{Id, Machine, Node, Step};
 use super::globals::{self, Global};
-use super::machine::{Id, Machine, Node, Step};
 use super::value::check_keys;
 use super::{Limits, TensorRef, Value};
 use crate::checkpoint::malformed::Malformed;

@@ -7,8 +7,9 @@ use tch_amp::optim::{AmpOptimizer, OptimizerError, Step};
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers, ScalerError};
 
 use super::{scales, two};
+use crate::common::tensors::leaf;
 use crate::common::{for_each_device, to_f64};
-use crate::{Descent, INF, leaf, loss};
+use crate::{Descent, INF, loss};
 
 #[test]
 fn fp16_gradients_are_taken_where_both_losses_allow_them() {

@@ -4,16 +4,15 @@
 //! Environment: `TCH_AMP_OPTIM_PROGRAMS` is how many, `TCH_AMP_SEED` runs one.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+#[path = "../common/mod.rs"]
 mod common;
-#[path = "optim_programs/generate.rs"]
 mod generate;
-#[path = "optim_programs/machine.rs"]
-mod machine;
+mod run;
 
 use common::gpus_that_round_as_the_cpu;
 use common::python::Oracle;
 use generate::Program;
-use machine::Machine;
+use run::Machine;
 use tch::Device;
 
 const PROGRAMS: u64 = 3000;

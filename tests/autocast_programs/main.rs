@@ -8,13 +8,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
+#[path = "../common/mod.rs"]
 mod common;
-#[path = "autocast_programs/generate.rs"]
 mod generate;
-#[path = "autocast_programs/machine.rs"]
-mod machine;
-#[path = "autocast_programs/program.rs"]
 mod program;
+mod run;
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -22,8 +20,8 @@ use std::ops::Range;
 
 use common::gpus_that_round_as_the_cpu;
 use common::python::Oracle;
-use machine::{Answer, Machine, Outcome, describe};
 use program::{Function, Op};
+use run::{Answer, Machine, Outcome, describe};
 use tch::{Device, Kind};
 
 const PROGRAMS: u64 = 2_000;

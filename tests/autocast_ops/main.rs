@@ -4,38 +4,23 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
-#[path = "autocast_ops/args.rs"]
 mod args;
+#[path = "../common/mod.rs"]
 mod common;
-#[path = "autocast_ops/convolution.rs"]
 mod convolution;
-#[path = "autocast_ops/cuda.rs"]
 mod cuda;
-#[path = "autocast_ops/factorisation.rs"]
 mod factorisation;
-#[path = "autocast_ops/loss.rs"]
 mod loss;
-#[path = "autocast_ops/matrix.rs"]
 mod matrix;
-#[path = "autocast_ops/not_in_tch.rs"]
 mod not_in_tch;
-#[path = "autocast_ops/oracle.rs"]
 mod oracle;
-#[path = "autocast_ops/page.rs"]
 mod page;
-#[path = "autocast_ops/pointwise.rs"]
 mod pointwise;
-#[path = "autocast_ops/pooling.rs"]
 mod pooling;
-#[path = "autocast_ops/recurrent.rs"]
 mod recurrent;
-#[path = "autocast_ops/reduction.rs"]
 mod reduction;
-#[path = "autocast_ops/spectral.rs"]
 mod spectral;
-#[path = "autocast_ops/table.rs"]
 mod table;
-#[path = "autocast_ops/upsampling.rs"]
 mod upsampling;
 
 use std::collections::BTreeSet;

@@ -1,5 +1,8 @@
 //! The state of an optimizer, as it is saved.
 
+mod fields;
+mod load;
+
 use std::collections::BTreeMap;
 
 use serde::Serialize;
@@ -9,6 +12,8 @@ use crate::error::Result;
 use crate::optim::masters::MASTER;
 use crate::optim::state::{STEP, State, keys};
 use crate::optim::{Algorithm, Optimizer, ParamGroup};
+
+pub(crate) use load::{Loaded, Saved};
 
 /// Everything an optimizer needs to go on as if it had not been interrupted. The twin of what PyTorch's `state_dict`
 /// returns, by parameter names instead of numbers.

@@ -1,5 +1,7 @@
 //! Master weights: what parameters in half precision are updated from.
 
+mod renew;
+
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, OptimizerError, Result};

@@ -6,22 +6,15 @@
 //! `TCH_AMP_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` runs the one program of a failure again.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[path = "scaler_programs/adamw.rs"]
 mod adamw;
-#[path = "scaler_programs/answer.rs"]
 mod answer;
+#[path = "../common/mod.rs"]
 mod common;
-#[path = "scaler_programs/generate.rs"]
 mod generate;
-#[path = "scaler_programs/machine.rs"]
-mod machine;
-#[path = "scaler_programs/optimizer.rs"]
 mod optimizer;
-#[path = "scaler_programs/program.rs"]
 mod program;
-#[path = "scaler_programs/text.rs"]
+mod run;
 mod text;
-#[path = "scaler_programs/writer.rs"]
 mod writer;
 
 use std::collections::BTreeMap;
@@ -32,7 +25,7 @@ use std::str::FromStr;
 
 use common::gpus_that_round_as_the_cpu;
 use common::python::Oracle;
-use machine::Machine;
+use run::Machine;
 use tch::Device;
 
 /// A million operations: about 70 s of one core for the oracle, beside which the Rust side runs.

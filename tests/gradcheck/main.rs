@@ -1,4 +1,8 @@
 //! The checks that users have for their derivatives.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[path = "../common/mod.rs"]
+mod common;
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -9,8 +13,9 @@ use tch_amp::function::{Function, FunctionError};
 use tch_amp::gradcheck::{GradCheck, gradcheck, gradgradcheck};
 use tch_amp::{Error, function};
 
-use crate::common::for_each_device;
-use crate::{MyMm, leaf, leaf_on};
+use common::for_each_device;
+use common::functions::MyMm;
+use common::tensors::{leaf, random_leaf};
 
 fn matrix(device: Device, rows: i64, columns: i64) -> Tensor {
     Tensor::randn([rows, columns], (Kind::Double, device)).set_requires_grad(true)
@@ -52,7 +57,7 @@ fn the_inputs_are_left_as_they_are() {
 #[test]
 fn only_one_element_is_moved_at_a_time() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0, 2.0, 3.0]);
+        let x = leaf(&[1.0, 2.0, 3.0], Kind::Double, device);
         let moved = Cell::new(0);
         let f = |inputs: &[&Tensor]| {
             let count = inputs[0].detach().ne_tensor(&x.detach()).sum(None).int64_value(&[]);
@@ -67,8 +72,8 @@ fn only_one_element_is_moved_at_a_time() {
 
 #[test]
 fn the_grad_mode_is_as_before_also_after_a_panic() {
-    let records = || (leaf(Device::Cpu, &[1.0]) * 2.0).requires_grad();
-    let x = leaf(Device::Cpu, &[1.0]);
+    let records = || (leaf(&[1.0], Kind::Double, Device::Cpu) * 2.0).requires_grad();
+    let x = leaf(&[1.0], Kind::Double, Device::Cpu);
     let check = |panics: bool| {
         let f = |x: &[&Tensor]| {
             if panics {
@@ -98,11 +103,15 @@ fn a_wrong_derivative_is_named() {
             },
             |ctx, g| {
                 let [a, b] = ctx.saved_tensors()?;
-                let sign = leaf(a.device(), &[1.0, 1.0, -1.0, 1.0]).detach().view([2, 2]);
+                let sign =
+                    leaf(&[1.0, 1.0, -1.0, 1.0], Kind::Double, a.device()).detach().view([2, 2]);
                 Ok([&g[0] * b, &g[0] * a * sign])
             },
         );
-        let a = leaf(device, &[1.0, 2.0, 3.0, 4.0]).view([2, 2]).detach().set_requires_grad(true);
+        let a = leaf(&[1.0, 2.0, 3.0, 4.0], Kind::Double, device)
+            .view([2, 2])
+            .detach()
+            .set_requires_grad(true);
         let error = gradcheck(|x| wrong.apply(x), &[&a, &a]).unwrap_err();
         let Error::Function(FunctionError::GradientMismatch {
             input,
@@ -136,7 +145,7 @@ fn a_wrong_second_derivative_is_found() {
             },
             |ctx, g| Ok(&g[0] * ctx.saved_value::<Tensor>()? * 2.0),
         );
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         gradcheck(|x| hidden.apply(x), &[&x]).unwrap();
         let error = gradgradcheck(|x| hidden.apply(x), &[&x]).unwrap_err();
         assert!(
@@ -156,13 +165,15 @@ fn a_wrong_second_derivative_is_found() {
 fn a_dependence_that_backward_denies_is_found() {
     for_each_device(|device| {
         let constant = function(|_, x| Ok(x[0] * 2.0), |_, _| Ok(None));
-        let error = gradcheck(|x| constant.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
+        let error =
+            gradcheck(|x| constant.apply(x), &[leaf(&[1.0], Kind::Double, device)]).unwrap_err();
         assert!(
             matches!(error, Error::Function(FunctionError::GradientMismatch { analytic: 0.0, .. })),
             "{error}"
         );
         // An output that takes no part in autograd must not depend on the input.
-        let error = gradcheck(|x| x[0].detach().f_exp(), &[leaf(device, &[1.0])]).unwrap_err();
+        let error = gradcheck(|x| x[0].detach().f_exp(), &[leaf(&[1.0], Kind::Double, device)])
+            .unwrap_err();
         assert!(
             matches!(error, Error::Function(FunctionError::GradientMismatch { analytic: 0.0, .. })),
             "{error}"
@@ -181,20 +192,20 @@ fn outputs_beside_the_differentiable_ones_are_not_compared() {
             },
             |_, g| Ok(&g[0] * 2.0),
         );
-        gradcheck(|x| with_norm.apply(x), &[leaf(device, &[1.0, 2.0])]).unwrap();
-        gradgradcheck(|x| with_norm.apply(x), &[leaf(device, &[1.0, 2.0])]).unwrap();
+        gradcheck(|x| with_norm.apply(x), &[leaf(&[1.0, 2.0], Kind::Double, device)]).unwrap();
+        gradgradcheck(|x| with_norm.apply(x), &[leaf(&[1.0, 2.0], Kind::Double, device)]).unwrap();
     });
 }
 
 #[test]
 fn empty_inputs_and_outputs_pass() {
     for_each_device(|device| {
-        let x = leaf(device, &[1.0]).narrow(0, 0, 0).detach().set_requires_grad(true);
+        let x = leaf(&[1.0], Kind::Double, device).narrow(0, 0, 0).detach().set_requires_grad(true);
         gradcheck(|x| x[0].f_exp(), &[&x]).unwrap();
         gradgradcheck(|x| x[0].f_exp(), &[&x]).unwrap();
         gradcheck(
             |x| Ok::<_, tch::TchError>([x[0].f_exp()?, x[1].f_exp()?]),
-            &[&x, &leaf(device, &[1.0])],
+            &[&x, &leaf(&[1.0], Kind::Double, device)],
         )
         .unwrap();
     });
@@ -204,7 +215,7 @@ fn empty_inputs_and_outputs_pass() {
 fn nan_is_never_close() {
     for_each_device(|device| {
         let nan = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * f64::NAN));
-        let error = gradcheck(|x| nan.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
+        let error = gradcheck(|x| nan.apply(x), &[leaf(&[1.0], Kind::Double, device)]).unwrap_err();
         assert!(
             matches!(error, Error::Function(FunctionError::GradientMismatch { analytic, .. }) if analytic.is_nan()),
             "{error}"
@@ -216,7 +227,7 @@ fn nan_is_never_close() {
 fn the_tolerances_are_the_callers() {
     for_each_device(|device| {
         let off = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.01));
-        let x = [leaf(device, &[1.0])];
+        let x = [leaf(&[1.0], Kind::Double, device)];
         assert!(gradcheck(|x| off.apply(x), &x).is_err());
         GradCheck::default().rtol(0.01).gradcheck(|x| off.apply(x), &x).unwrap();
         GradCheck::default().atol(0.011).gradcheck(|x| off.apply(x), &x).unwrap();
@@ -229,8 +240,8 @@ fn tolerances_outside_of_their_ranges_are_refused() {
     let refused = |check: GradCheck, field: &str| {
         let never = |_: &[&Tensor]| -> tch_amp::Result<Tensor> { panic!("it must not run") };
         for error in [
-            check.gradcheck(never, &[leaf(Device::Cpu, &[1.0])]).unwrap_err(),
-            check.gradgradcheck(never, &[leaf(Device::Cpu, &[1.0])]).unwrap_err(),
+            check.gradcheck(never, &[leaf(&[1.0], Kind::Double, Device::Cpu)]).unwrap_err(),
+            check.gradgradcheck(never, &[leaf(&[1.0], Kind::Double, Device::Cpu)]).unwrap_err(),
         ] {
             assert!(
                 matches!(error, Error::InvalidArgument { name: known, .. } if known == field),
@@ -246,22 +257,26 @@ fn tolerances_outside_of_their_ranges_are_refused() {
     }
     refused(default().eps(0.0), "eps");
     let exact = GradCheck::default().eps(0.5).atol(0.0).rtol(0.0);
-    exact.gradcheck(|x| x[0].f_mul_scalar(2.0), &[leaf(Device::Cpu, &[1.0])]).unwrap();
+    exact
+        .gradcheck(|x| x[0].f_mul_scalar(2.0), &[leaf(&[1.0], Kind::Double, Device::Cpu)])
+        .unwrap();
 }
 
 #[test]
 fn inputs_that_cannot_be_checked_are_refused() {
     for_each_device(|device| {
-        let single = leaf_on(device, Kind::Float, &[1]);
+        let single = random_leaf(device, Kind::Float, &[1]);
         let error = gradcheck(|x| x[0].f_exp(), &[single]).unwrap_err().to_string();
         assert_eq!(
             error,
             "cannot check the gradient: input 0 is Float; finite differences need f64"
         );
-        let error =
-            gradcheck(|x| x[0].f_exp(), &[leaf(device, &[1.0]).detach()]).unwrap_err().to_string();
+        let error = gradcheck(|x| x[0].f_exp(), &[leaf(&[1.0], Kind::Double, device).detach()])
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("none of the inputs requires one"), "{error}");
-        let to_single = gradcheck(|x| x[0].f_to_kind(Kind::Float), &[leaf(device, &[1.0])]);
+        let to_single =
+            gradcheck(|x| x[0].f_to_kind(Kind::Float), &[leaf(&[1.0], Kind::Double, device)]);
         let error = to_single.unwrap_err().to_string();
         assert!(error.contains("output 0 is Float"), "{error}");
     });
@@ -279,7 +294,8 @@ fn a_backward_that_changes_its_mind_is_found() {
                 Ok(&g[0] * (2.0 + 1e-9 * call as f64))
             },
         );
-        let error = gradcheck(|x| fickle.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
+        let error =
+            gradcheck(|x| fickle.apply(x), &[leaf(&[1.0], Kind::Double, device)]).unwrap_err();
         assert_eq!(CALLS.load(Ordering::SeqCst), 2, "the first answers already differ");
         assert!(
             matches!(error, Error::Function(FunctionError::NondeterministicBackward { output: 0 })),
@@ -292,13 +308,15 @@ fn a_backward_that_changes_its_mind_is_found() {
 #[test]
 fn errors_of_the_function_come_through() {
     for_each_device(|device| {
-        let error = gradcheck(|x| x[0].f_reshape([7]), &[leaf(device, &[1.0])]).unwrap_err();
+        let error =
+            gradcheck(|x| x[0].f_reshape([7]), &[leaf(&[1.0], Kind::Double, device)]).unwrap_err();
         assert!(error.to_string().contains("shape '[7]'"), "{error}");
         let refused = function(
             |_, x| Ok(x[0] * 2.0),
             |_, g| Ok([g[0].shallow_clone(), g[0].shallow_clone()]),
         );
-        let error = gradcheck(|x| refused.apply(x), &[leaf(device, &[1.0])]).unwrap_err();
+        let error =
+            gradcheck(|x| refused.apply(x), &[leaf(&[1.0], Kind::Double, device)]).unwrap_err();
         assert!(matches!(error, Error::Function(FunctionError::Misuse { .. })), "{error}");
     });
 }
@@ -313,7 +331,7 @@ fn a_wrong_second_derivative_of_a_later_output_is_found() {
             },
             |ctx, g| Ok(&g[0] * ctx.saved_value::<Tensor>()? * 2.0),
         );
-        let x = leaf(device, &[1.0, 2.0]);
+        let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let f = |x: &[&Tensor]| Ok::<_, Error>([x[0].f_sin()?, hidden.apply(x)?]);
         gradcheck(f, &[&x]).unwrap();
         let error = gradgradcheck(f, &[&x]).unwrap_err();

@@ -1,4 +1,5 @@
 //! The trees that a policy casts, and how two of them differ.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::collections::{BTreeMap, HashMap};
 
