@@ -56,8 +56,8 @@ pub(crate) enum Owner {
 #[derive(Debug, Default)]
 pub(crate) struct Iteration {
     records: Vec<Record>,
-    /// The gradients that have been unscaled, and what holds their numbers, by parameter.
-    unscaled: IdentityMap<(usize, usize)>,
+    /// The parameters of all records.
+    known: IdentityMap<()>,
 }
 
 impl Iteration {
@@ -89,8 +89,8 @@ impl Iteration {
             return Owner::Record(record);
         }
         let shared = |gradient: &Gradient| {
-            gradient.exists()
-                && self.unscaled.get(&gradient.parameter()) == Some(&gradient.identity())
+            self.known.contains_key(&gradient.parameter())
+                && self.records.iter().any(|record| record.has(gradient))
         };
         gradients.iter().position(shared).map_or(Owner::Nobody, Owner::Shared)
     }
@@ -122,7 +122,7 @@ impl Iteration {
             Look::Unscale => self.unscale(index, plan, scale)?,
             Look::Check | Look::Norm => self.look(index, plan, scale, look == Look::Norm)?,
         }
-        self.unscaled.extend(self.records[index].unscaled());
+        self.known.extend(self.records[index].snapshot.iter().map(|known| (known.parameter(), ())));
         Ok(Some(index))
     }
 
@@ -289,16 +289,15 @@ impl Iteration {
 
     /// Forgets a record. Its gradients stay unscaled.
     pub(crate) fn abandon(&mut self, record: usize) {
-        let record = self.records.remove(record);
-        for gradient in record.snapshot.iter() {
-            self.unscaled.remove(&gradient.parameter());
-        }
+        self.records.remove(record);
+        let left = self.records.iter().flat_map(|record| record.snapshot.iter());
+        self.known = left.map(|known| (known.parameter(), ())).collect();
     }
 
     /// Ends the iteration.
     pub(crate) fn close(&mut self) {
         self.records.clear();
-        self.unscaled.clear();
+        self.known.clear();
     }
 }
 
@@ -325,9 +324,12 @@ impl Record {
         }
     }
 
-    /// The gradients, and what holds their numbers, by parameter.
-    fn unscaled(&self) -> impl Iterator<Item = (usize, (usize, usize))> {
-        self.snapshot.iter().map(|gradient| (gradient.parameter(), gradient.identity()))
+    /// Whether this is one of the record's gradients. The snapshot holds them, so that no other has their identity.
+    fn has(&self, gradient: &Gradient) -> bool {
+        let same = |known: &Gradient| {
+            known.parameter() == gradient.parameter() && known.identity() == gradient.identity()
+        };
+        gradient.exists() && self.snapshot.iter().any(same)
     }
 
     /// Notes which gradients have other numbers; fails at the first that is not the one that was unscaled.
