@@ -65,25 +65,6 @@ fn a_gradient_with_new_data_is_no_unscaled_one() {
 
 /// Where it is the same address again, `update` must not take the new gradients for half-unscaled ones, nor a second
 /// optimizer's parameter for the first one's.
-/// A gradient that is gone is forgotten when the next loss is scaled, and its memory may then be used again.
-#[test]
-fn a_new_gradient_is_not_taken_for_one_that_another_optimizer_unscaled() {
-    for_each_device(|device| {
-        for run in 0..200 {
-            let (_vs, w, mut opt) = model(device);
-            let mut other =
-                Descent(vec![Tensor::zeros([1], (Kind::Float, device)), w.shallow_clone()]);
-            let mut scaler = scaler(device);
-            scaler.backward(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
-            scaler.unscale_(&mut opt).unwrap();
-            drop_gradient(&w);
-            scaler.backward(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
-            let stepped = scaler.step(&mut other);
-            assert!(stepped.is_ok(), "run {run} on {device:?}: {stepped:?}");
-        }
-    });
-}
-
 #[test]
 fn optimizers_come_and_go_within_an_iteration() {
     for_each_device(|device| {
