@@ -89,9 +89,9 @@ TAMP_INLINE void adam(const AdamNumbers<Wide<T>> c, const Scaling<Wide<T>> s, co
   using W = Wide<T>;
   T *__restrict parameters = x.parameter;
   const T *__restrict gradients = x.gradient;
-  T *__restrict exp_avgs = x.first;
-  T *__restrict exp_avg_sqs = x.second;
-  T *__restrict max_exp_avg_sqs = x.third;
+  T *__restrict exp_avgs = x.states[kExpAvg];
+  T *__restrict exp_avg_sqs = x.states[kExpAvgSq];
+  T *__restrict max_exp_avg_sqs = x.states[kMaxExpAvgSq];
   TAMP_INDEPENDENT
   for (int64_t i = begin; i < end; ++i) {
     const W old = widen(parameters[i]);
@@ -142,7 +142,7 @@ TAMP_INLINE void sgd(const SgdNumbers<Wide<T>> c, const Scaling<Wide<T>> s, cons
   using W = Wide<T>;
   T *__restrict parameters = x.parameter;
   const T *__restrict gradients = x.gradient;
-  T *__restrict buffers = x.first;
+  T *__restrict buffers = x.states[kMomentumBuffer];
   TAMP_INDEPENDENT
   for (int64_t i = begin; i < end; ++i) {
     const W old = widen(parameters[i]);
@@ -178,7 +178,7 @@ TAMP_INLINE void adagrad(const AdagradNumbers<Wide<T>> c, const Scaling<Wide<T>>
   using W = Wide<T>;
   T *__restrict parameters = x.parameter;
   const T *__restrict gradients = x.gradient;
-  T *__restrict sums = x.first;
+  T *__restrict sums = x.states[kSum];
   TAMP_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
     const W old = widen(parameters[i]);

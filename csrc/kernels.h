@@ -10,6 +10,22 @@
 
 #include <cstdint>
 
+#include "shim.h"
+
+namespace tamp {
+
+// The places of the states in tamp_optim_parameter::states, which the algorithms use differently.
+enum StatePlace {
+  kExpAvg = 0,          // Adam and AdamW
+  kExpAvgSq = 1,        // Adam and AdamW
+  kMaxExpAvgSq = 2,     // Adam and AdamW, with AMSGrad
+  kMomentumBuffer = 0,  // SGD with momentum
+  kSum = 0,             // Adagrad
+  kStates = TAMP_OPTIM_STATES,
+};
+
+}  // namespace tamp
+
 namespace tamp::kernels {
 
 // Whether any of `n` values is infinite or NaN.
@@ -36,15 +52,18 @@ struct GradientScale {
   double clip = 1;    // and the factor of clipping
 };
 
+// The options of Adam and AdamW, and what follows from the number of steps.
 struct Adam {
   double lr, beta1, beta2, eps, weight_decay;
-  double correction1, correction2;  // 1 - beta^step
-  bool amsgrad, maximize, decoupled;
+  double correction1, correction2;  // 1 - beta1^step and 1 - beta2^step
+  bool amsgrad, maximize;
+  bool decoupled;  // the weight decay of AdamW
 };
 
 struct Sgd {
   double lr, momentum, dampening, weight_decay;
-  bool nesterov, maximize, first_step;
+  bool nesterov, maximize;
+  bool first_step;  // initializes the momentum buffer with the gradient
 };
 
 struct Adagrad {
@@ -57,9 +76,7 @@ template <typename T>
 struct Slice {
   T *parameter;
   const T *gradient;
-  T *first;   // exp_avg, momentum_buffer or sum
-  T *second;  // exp_avg_sq
-  T *third;   // max_exp_avg_sq
+  T *states[kStates];
   int64_t n;
 };
 
@@ -77,6 +94,7 @@ void split(const float *from, c10::BFloat16 *high, int16_t *low, int64_t n);
 // distance of the two. The random numbers depend on `seed` and the index, the first of which is `first`.
 void round_at_random(const float *from, c10::BFloat16 *to, int64_t n, uint64_t seed, int64_t first);
 
+// Updates a parameter and its state in place. The gradient is only read.
 template <typename T>
 void update(const Adam &options, const GradientScale &scale, const Slice<T> &slice);
 template <typename T>

@@ -17,8 +17,8 @@
 namespace {
 
 using at::Tensor;
+using tamp::kStates;
 using tamp::optim::Entry;
-using tamp::optim::kStates;
 
 bool is_on_cpu(const Tensor &t) { return t.is_cpu() && !tamp::cpu_is_other_device(); }
 
@@ -85,10 +85,9 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
   TORCH_CHECK(tamp::with_floating(out.parameter.scalar_type(), [](auto *) {}), "a parameter that is ",
               out.parameter.scalar_type(), " cannot be stepped");
   if (given.step != nullptr) out.step = tamp::tensor(given.step);
-  tamp_tensor *const states[kStates] = {given.first, given.second, given.third};
   for (int i = 0; i < kStates; ++i) {
-    if (states[i] == nullptr) continue;
-    out.states[i] = tamp::tensor(states[i]);
+    if (given.states[i] == nullptr) continue;
+    out.states[i] = tamp::tensor(given.states[i]);
     check_memory(out.states[i], "the optimizer's state");
     check_state(out.parameter, out.states[i], out.dtype());
   }

@@ -5,21 +5,21 @@
 
 #include <vector>
 
+#include "kernels.h"
 #include "masters.h"
 #include "shim.h"
 
 namespace tamp::optim {
 
-enum State { kFirst, kSecond, kThird, kStates };
-
 // A parameter with what its update reads and writes.
 struct Entry {
   const tamp_optim_options *options;
   bool first_step;
-  at::Tensor parameter, gradient, step, states[kStates];
+  at::Tensor parameter, gradient, step;
+  at::Tensor states[kStates];  // by StatePlace; undefined where an algorithm has none
   Master master;
 
-  // In which the update is computed and the state is kept.
+  // The dtype of the update's arithmetic and of the state.
   at::ScalarType dtype() const { return master.kind == TAMP_MASTER_NONE ? parameter.scalar_type() : at::kFloat; }
 };
 

@@ -59,26 +59,30 @@ void launch(const Batch &b, const std::optional<Tensor> &grad_scale, const std::
   const bool amsgrad = (o.flags & TAMP_OPTIM_AMSGRAD) != 0;
   switch (o.algorithm) {
     case TAMP_OPTIM_SGD:
-      at::_fused_sgd_(b.parameters, b.gradients, b.states[kFirst], o.weight_decay, o.momentum, o.lr, o.dampening,
-                      (o.flags & TAMP_OPTIM_NESTEROV) != 0, maximize, b.first_step, grad_scale, found_inf);
+      at::_fused_sgd_(b.parameters, b.gradients, b.states[kMomentumBuffer], o.weight_decay, o.momentum, o.lr,
+                      o.dampening, (o.flags & TAMP_OPTIM_NESTEROV) != 0, maximize, b.first_step, grad_scale, found_inf);
       break;
     case TAMP_OPTIM_ADAGRAD:
-      at::_fused_adagrad_(b.parameters, b.gradients, b.states[kFirst], b.steps, o.lr, o.lr_decay, o.weight_decay, o.eps,
+      at::_fused_adagrad_(b.parameters, b.gradients, b.states[kSum], b.steps, o.lr, o.lr_decay, o.weight_decay, o.eps,
                           maximize, grad_scale, found_inf);
       break;
     case TAMP_OPTIM_ADAM:
-      at::_fused_adam_(b.parameters, b.gradients, b.states[kFirst], b.states[kSecond], b.states[kThird], b.steps, o.lr,
-                       o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale, found_inf);
+      at::_fused_adam_(b.parameters, b.gradients, b.states[kExpAvg], b.states[kExpAvgSq], b.states[kMaxExpAvgSq],
+                       b.steps, o.lr, o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale,
+                       found_inf);
       break;
     default:
-      at::_fused_adamw_(b.parameters, b.gradients, b.states[kFirst], b.states[kSecond], b.states[kThird], b.steps, o.lr,
-                        o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale, found_inf);
+      at::_fused_adamw_(b.parameters, b.gradients, b.states[kExpAvg], b.states[kExpAvgSq], b.states[kMaxExpAvgSq],
+                        b.steps, o.lr, o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale,
+                        found_inf);
   }
-  for (const auto *written : {&b.parameters, &b.gradients, &b.states[kFirst], &b.states[kSecond], &b.states[kThird]}) {
-    // Gradients are written where they are unscaled.
-    if (written == &b.gradients && !grad_scale) continue;
-    for (const auto &t : *written) tamp::bump_version(t);
-  }
+  const auto bump_versions = [](const std::vector<Tensor> &written) {
+    for (const auto &t : written) tamp::bump_version(t);
+  };
+  bump_versions(b.parameters);
+  // The kernels write to the gradients only to unscale them.
+  if (grad_scale) bump_versions(b.gradients);
+  for (const auto &states : b.states) bump_versions(states);
 }
 
 }  // namespace

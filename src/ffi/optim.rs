@@ -92,8 +92,8 @@ impl Master {
 pub(crate) struct OptimParameter<'a> {
     pub(crate) parameter: &'a Tensor,
     pub(crate) step: Option<&'a Tensor>,
-    /// exp_avg, momentum_buffer or sum; exp_avg_sq; max_exp_avg_sq.
-    pub(crate) states: [Option<&'a Tensor>; 3],
+    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq; for SGD momentum_buffer; for Adagrad sum.
+    pub(crate) states: [Option<&'a Tensor>; sys::OPTIM_STATES],
     pub(crate) kept: Option<&'a Tensor>,
     pub(crate) master: Master,
     /// The index of its options.
@@ -152,9 +152,7 @@ pub(crate) fn optim_step(
     let raw = raw.map(|(given, stamp)| sys::OptimParameter {
         parameter: pointer(given.parameter),
         step: optional(given.step),
-        first: optional(given.states[0]),
-        second: optional(given.states[1]),
-        third: optional(given.states[2]),
+        states: given.states.map(optional),
         master: optional(given.kept),
         stamp,
         seed: given.master.seed(),
@@ -179,7 +177,7 @@ pub(crate) fn optim_step(
     answers.into_iter().map(StepAnswer::of).collect()
 }
 
-/// The f32 numbers of a bf16 parameter and its remainder.
+/// Returns the f32 numbers that a bf16 parameter and its remainder stand for.
 pub(crate) fn master_join(parameter: &Tensor, remainder: &Tensor) -> Result<Tensor> {
     // SAFETY: both are live tensors, and `err` is valid for a write.
     given(call(|err| unsafe {
@@ -187,14 +185,14 @@ pub(crate) fn master_join(parameter: &Tensor, remainder: &Tensor) -> Result<Tens
     })?)
 }
 
-/// The remainders of f32 numbers that round to a bf16 parameter, and zero for those that do not.
+/// Returns the remainders of f32 numbers that round to a bf16 parameter, and zero for those that do not.
 pub(crate) fn master_remainder_of(master: &Tensor, parameter: &Tensor) -> Result<Tensor> {
     let (master, parameter) = (master.as_ptr(), parameter.as_ptr());
     // SAFETY: both are live tensors, and `err` is valid for a write.
     given(call(|err| unsafe { sys::tamp_master_remainder_of(master, parameter, err) })?)
 }
 
-/// Brings masters into line with parameters that somebody else has written to: all of them or, on failure, none.
+/// Renews masters after other code has written to their parameters: all of them or, on failure, none.
 pub(crate) fn masters_renew(parameters: &[&Tensor], masters: &[&Tensor]) -> Result<()> {
     assert_eq!(parameters.len(), masters.len(), "one master for each parameter");
     let (tensors, kept) = (pointers(parameters.iter().copied()), pointers(masters.iter().copied()));

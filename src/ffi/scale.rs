@@ -8,7 +8,7 @@ use super::{call, given, pointer, pointers};
 use crate::error::Result;
 use crate::sys;
 
-/// Whether any of the one-element tensors is not zero. Waits for their devices, once.
+/// Whether any of the one-element tensors is not zero. Synchronizes with their devices, once.
 pub(crate) fn any_nonzero(tensors: &[&Tensor]) -> Result<bool> {
     let tensors = pointers(tensors.iter().copied());
     // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.
@@ -23,7 +23,7 @@ pub(crate) fn flags_join<'a>(flags: impl IntoIterator<Item = &'a Tensor>) -> Res
     given(call(|err| unsafe { sys::tamp_flags_join(tensors.as_ptr(), tensors.len(), err) })?)
 }
 
-/// How an iteration changes a scale. The last three count only where there is a tensor of tolerance.
+/// How an iteration changes a scale. The last three fields are used only where there are tolerance counts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ScaleRule {
     pub(crate) growth_factor: f64,
@@ -56,25 +56,25 @@ impl ScaleRule {
 pub(crate) struct ScaleUpdate<'a> {
     pub(crate) scale: &'a Tensor,
     pub(crate) tracker: &'a Tensor,
-    pub(crate) patience: Option<&'a Tensor>,
+    pub(crate) tolerance_counts: Option<&'a Tensor>,
     pub(crate) found_infs: &'a [&'a Tensor],
     pub(crate) rule: ScaleRule,
 }
 
-/// Grows or backs off scales and counts in their trackers and patience, in place: all of them or none.
+/// Grows scales, backs them off or leaves them, and updates their trackers and tolerance counts: all of them or none.
 pub(crate) fn scales_update(updates: &[ScaleUpdate<'_>]) -> Result<()> {
     let flags = |update: &ScaleUpdate<'_>| pointers(update.found_infs.iter().copied());
     let flags: Vec<_> = updates.iter().map(flags).collect();
     let raw = updates.iter().zip(&flags).map(|(update, flags)| sys::ScaleUpdate {
         scale: pointer(update.scale),
         tracker: pointer(update.tracker),
-        patience: update.patience.map_or(ptr::null_mut(), pointer),
+        tolerance_counts: update.tolerance_counts.map_or(ptr::null_mut(), pointer),
         found_infs: flags.as_ptr(),
         count: flags.len(),
         rule: update.rule.raw(),
     });
     let raw: Vec<_> = raw.collect();
     // SAFETY: the array has `raw.len()` elements of the shim's layout, each of which names an array in `flags` and its
-    // length; the borrows keep every tensor alive, and `patience` is one of them or null.
+    // length; the borrows keep every tensor alive, and `tolerance_counts` is one of them or null.
     call(|err| unsafe { sys::tamp_scales_update(raw.as_ptr(), raw.len(), err) })
 }

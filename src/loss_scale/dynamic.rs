@@ -137,7 +137,7 @@ impl LossScale for DynamicLossScale {
         ffi::scales_update(&[ScaleUpdate {
             scale: &scale,
             tracker: &counter,
-            patience: None,
+            tolerance_counts: None,
             found_infs: &[&found_inf],
             rule: self.rule(),
         }])?;

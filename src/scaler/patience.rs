@@ -32,9 +32,9 @@ impl Patience {
 
     pub(crate) fn tensor(self, device: Device) -> Result<Tensor> {
         let mut counts = [0; 3];
-        counts[sys::PATIENCE_HYSTERESIS] = self.hysteresis;
-        counts[sys::PATIENCE_ITERATIONS] = self.iterations;
-        counts[sys::PATIENCE_OVERFLOWS] = self.overflows;
+        counts[sys::TOLERANCE_HYSTERESIS] = self.hysteresis;
+        counts[sys::TOLERANCE_ITERATIONS] = self.iterations;
+        counts[sys::TOLERANCE_OVERFLOWS] = self.overflows;
         Ok(Tensor::f_from_slice(&counts)?.f_to_device(device)?)
     }
 
@@ -42,9 +42,9 @@ impl Patience {
     pub(crate) fn from_counts(counts: &[f64]) -> Self {
         let at = |place: usize| counts.get(place).map_or(0, |count| *count as i64);
         Self {
-            hysteresis: at(sys::PATIENCE_HYSTERESIS),
-            iterations: at(sys::PATIENCE_ITERATIONS),
-            overflows: at(sys::PATIENCE_OVERFLOWS),
+            hysteresis: at(sys::TOLERANCE_HYSTERESIS),
+            iterations: at(sys::TOLERANCE_ITERATIONS),
+            overflows: at(sys::TOLERANCE_OVERFLOWS),
         }
     }
 

@@ -120,7 +120,7 @@ impl Scale {
         rule: ScaleRule,
     ) -> ScaleUpdate<'a> {
         let (scale, tracker) = (&self.tensor, &self.tracker);
-        ScaleUpdate { scale, tracker, patience: self.patience.as_ref(), found_infs, rule }
+        ScaleUpdate { scale, tracker, tolerance_counts: self.patience.as_ref(), found_infs, rule }
     }
 
     /// Forgets what the host knows, which is returned: the tensors are about to change.

@@ -71,7 +71,8 @@ fn an_empty_gradient_passes_every_path() {
 fn libtorchs_message_comes_without_its_backtrace() {
     let update = |found_infs: &[&Tensor]| {
         let (scale, tracker) = (&Tensor::new(), &Tensor::new());
-        let update = ScaleUpdate { scale, tracker, patience: None, found_infs, rule: rule() };
+        let update =
+            ScaleUpdate { scale, tracker, tolerance_counts: None, found_infs, rule: rule() };
         scales_update(&[update]).unwrap_err().to_string()
     };
     assert_eq!(update(&[]), "libtorch: no found_inf tensor");
