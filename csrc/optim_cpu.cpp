@@ -22,7 +22,7 @@ namespace {
 using at::Tensor;
 using tamp::kernels::GradientScale;
 
-// Whether one index goes over the memory of the parameter, its gradient and its state alike.
+// Whether one index goes over the memory of the parameter, its gradient, its state and its master.
 bool is_aligned(const Entry &e) {
   const auto all = [&](const auto &fits) {
     const auto fits_or_missing = [&](const Tensor &t) { return !t.defined() || fits(t); };
@@ -34,7 +34,7 @@ bool is_aligned(const Entry &e) {
   return all([&](const Tensor &t) { return t.strides() == e.parameter.strides(); });
 }
 
-// The same entry in contiguous memory, where it is not so already.
+// Returns the entry in contiguous memory, with copies of the tensors that are not contiguous.
 Entry contiguous(const Entry &e) {
   Entry out = e;
   out.parameter = e.parameter.contiguous();
@@ -123,7 +123,7 @@ void apply(const Update &update, const GradientScale &scale, const tamp::kernels
   std::visit([&](const auto &options) { tamp::kernels::update(options, scale, x); }, update);
 }
 
-// Updates a parameter in half precision in f32, in blocks that stay in the first cache.
+// Updates a half-precision parameter in f32, in blocks that stay in the first-level cache.
 template <typename Half>
 void run_in_blocks(const Entry &e, const Update &update, const GradientScale &scale, const tamp::Chunk &chunk) {
   namespace kernels = tamp::kernels;
@@ -174,7 +174,7 @@ void run(const Entry &e, const Update &update, const GradientScale &scale, const
   });
 }
 
-// Parallel loops only read the pointers: memory that is copied on its first write is copied here.
+// Copies copy-on-write memory, which must not happen inside a parallel loop. The loops only read the pointers.
 void materialize(const Entry &e) {
   e.parameter.mutable_data_ptr();
   if (e.master.tensor.defined()) e.master.tensor.mutable_data_ptr();
@@ -199,7 +199,7 @@ GradientScale scale_of(const tamp_optim_scale &scale) {
 
 void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
   const GradientScale scale = scale_of(given);
-  std::vector<std::pair<size_t, Entry>> originals;  // of those whose memory is not in one order
+  std::vector<std::pair<size_t, Entry>> originals;  // the entries that are not aligned, with their places in `work`
   std::vector<int64_t> sizes;
   std::vector<Update> updates;
   Corrections corrections;
@@ -209,7 +209,7 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
     if (!is_aligned(work[i])) {
       originals.emplace_back(i, work[i]);
       work[i] = contiguous(work[i]);
-      // What cannot be copied back is found out here, before any number changes.
+      // This copies the same numbers back, so that a tensor that cannot be copied to fails before any number changes.
       copy_back(originals.back().second, work[i]);
     }
     materialize(work[i]);

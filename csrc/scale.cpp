@@ -44,8 +44,8 @@ Tolerance count(const Tensor &counts, const Tensor &found, const tamp_scale_rule
   return {at::stack({left, iterations, overflows}), found.logical_and(backs_off.logical_not())};
 }
 
-// The counts for the next iteration. Those of iterations and overflows start again when the scale has backed off or could
-// grow.
+// The counts for the next iteration. Those of iterations and overflows start again when the scale has backed off or
+// could grow.
 Tensor renew(const Tolerance &tolerance, const Tensor &found, const Tensor &tracker, const tamp_scale_rule &rule) {
   const Tensor good = found.logical_not();
   const Tensor grown = good.logical_and(tracker.reshape({}).eq(0));

@@ -53,7 +53,7 @@ enum { TAMP_PENDING = 0, TAMP_ZERO = 1, TAMP_NONZERO = 2 };
 // Starts to copy `flag`, an f32 tensor of one element on a GPU, to the host.
 tamp_arrival *tamp_arrival_new(const tamp_tensor *flag, char **err) TAMP_NOEXCEPT;
 
-// Returns TAMP_PENDING until the copy is complete, and then whether the number is zero.
+// Returns TAMP_PENDING until the copy is complete, and then TAMP_ZERO or TAMP_NONZERO.
 uint8_t tamp_arrival_poll(const tamp_arrival *arrival, char **err) TAMP_NOEXCEPT;
 
 // Frees the copy, complete or not.
@@ -196,10 +196,10 @@ enum { TAMP_FINITE = 0, TAMP_NON_FINITE = 1, TAMP_ON_DEVICE = 2 };
 
 // Multiplies the gradients of `count` parameters, all of them strided or COO, by 1/scale in place, and checks them.
 //
-// `found_infs` has one tensor (f32, one element) for each of the `devices` devices that the gradients are on. It
-// becomes one if a gradient there has a non-finite element, and zero if not. The device's place in `answers` gets
-// TAMP_FINITE or TAMP_NON_FINITE if the answer is in host memory, and otherwise TAMP_ON_DEVICE. `options` is a sum of
-// TAMP_UNSCALE_….
+// `found_infs` has one tensor (f32, one element) for each of the `devices` devices that the gradients are on. This
+// tensor becomes one if a gradient there has a non-finite element, and zero if not. The device's place in `answers`
+// gets TAMP_FINITE or TAMP_NON_FINITE if the answer is in host memory, and otherwise TAMP_ON_DEVICE. `options` is a sum
+// of TAMP_UNSCALE_….
 //
 // All memory is allocated on all devices before the first gradient changes. After a failure `begun` tells whether a
 // gradient may have changed. Synchronizes only if `scale` is on a GPU and gradients are on the CPU.
@@ -307,7 +307,7 @@ enum { TAMP_OPTIM_ADAM = 0, TAMP_OPTIM_ADAMW = 1, TAMP_OPTIM_SGD = 2, TAMP_OPTIM
 
 enum { TAMP_OPTIM_AMSGRAD = 1, TAMP_OPTIM_NESTEROV = 2, TAMP_OPTIM_MAXIMIZE = 4 };
 
-// The most states that an algorithm has for a parameter.
+// The largest number of states that an algorithm has for a parameter.
 enum { TAMP_OPTIM_STATES = 3 };
 
 // The options of a parameter group, by PyTorch's names. Each algorithm reads its own options only.

@@ -18,7 +18,7 @@ pub(crate) enum OptimAlgorithm {
     Adagrad,
 }
 
-/// The options of a parameter group, by PyTorch's names. An algorithm looks at its own only.
+/// The options of a parameter group, by PyTorch's names. Each algorithm reads its own options only.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct OptimOptions {
     pub(crate) algorithm: OptimAlgorithm,
@@ -60,7 +60,7 @@ impl OptimOptions {
     }
 }
 
-/// What a parameter in half precision is updated from.
+/// What a half-precision parameter is updated from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Master {
     None,
@@ -99,11 +99,11 @@ pub(crate) struct OptimParameter<'a> {
     /// The index of its options.
     pub(crate) options: usize,
     pub(crate) first_step: bool,
-    /// All of the state that its options ask for is there.
+    /// Whether all of the state exists that its options require.
     pub(crate) complete: bool,
 }
 
-/// How the gradients become those that the update takes, and whether it is taken.
+/// How the gradients are unscaled before the update, and whether there is one.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct OptimScale<'a> {
     pub(crate) grad_scale: Option<&'a Tensor>,
@@ -117,11 +117,11 @@ pub(crate) enum StepAnswer {
     Taken,
     /// It has no gradient, or is frozen.
     LeftOut,
-    /// No step takes a gradient such as its own.
+    /// No step can take such a gradient.
     Refused,
-    /// It was written to since its stamp was taken.
+    /// It was written to after its stamp was taken.
     Stale,
-    /// Some of its state has to be made.
+    /// Some of its state has to be made first.
     Incomplete,
 }
 
@@ -138,8 +138,8 @@ impl StepAnswer {
     }
 }
 
-/// Steps the parameters that have gradients, and takes new stamps of those with masters. Changes nothing where an answer
-/// is neither `Taken` nor `LeftOut`, nor where `found_inf` is not zero.
+/// Steps the parameters that have gradients, and takes new stamps of those with masters. Changes nothing where an
+/// answer is neither `Taken` nor `LeftOut`, nor where `found_inf` is not zero.
 pub(crate) fn optim_step(
     parameters: &[OptimParameter<'_>],
     options: &[OptimOptions],
@@ -171,8 +171,8 @@ pub(crate) fn optim_step(
     let mut answers = vec![sys::STEP_LEFT_OUT; raw.len()];
     let (array, count, out) = (raw.as_ptr(), raw.len(), answers.as_mut_ptr());
     // SAFETY: both arrays have `count` elements, each parameter names options that exist and a stamp of its own; the
-    // borrows keep every tensor alive, and tensors are changed in place only through libtorch's own handles, which alias
-    // freely.
+    // borrows keep every tensor alive, and tensors are changed in place only through libtorch's own handles, which
+    // alias freely.
     call(|err| unsafe { sys::tamp_optim_step(array, count, options.as_ptr(), &scale, out, err) })?;
     answers.into_iter().map(StepAnswer::of).collect()
 }
