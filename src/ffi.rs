@@ -55,12 +55,12 @@ fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
     }
     // SAFETY: the shim writes nothing but NUL-terminated strings to `err`, and `err` is not null.
     let message = unsafe { CStr::from_ptr(err) }.to_string_lossy().into_owned();
-    // SAFETY: the string came from malloc, and nobody uses it any more.
+    // SAFETY: the string came from malloc, and nothing uses it any more.
     unsafe { sys::tamp_string_free(err) };
     Err(Error::Torch(message))
 }
 
-/// A device as the shim counts: its type and its index.
+/// A device as the shim names it: by its type and its index.
 fn place(device: Device) -> Result<(i8, i8)> {
     let index = match device {
         Device::Cuda(index) => i8::try_from(index)
@@ -70,7 +70,7 @@ fn place(device: Device) -> Result<(i8, i8)> {
     Ok((device_type(device)?, index))
 }
 
-/// The pointer that the shim borrows for the length of one call.
+/// The pointer to a tensor that the shim borrows for the length of one call.
 fn pointer(tensor: &Tensor) -> *mut sys::Tensor {
     tensor.as_ptr().cast_mut()
 }

@@ -70,7 +70,7 @@ impl Node<'_> {
     }
 }
 
-/// The function with its callbacks. Whoever gets it owns the state.
+/// The function with its callbacks. Its receiver owns the state.
 pub(super) fn raw_function<R: Recorded>(state: Box<R>, ended: &FunctionCall<'_>) -> sys::Function {
     sys::Function {
         state: Box::into_raw(state).cast(),

@@ -6,8 +6,8 @@ use super::{call, given, pointers};
 use crate::error::{Error, GradientError, Result};
 use crate::sys;
 
-/// Clips the gradients of the parameters to a common norm and returns the norm before; `None` without gradients. Only
-/// with `error_if_nonfinite` the host waits, and fails for an infinite or NaN norm before anything is clipped.
+/// Clips the gradients of the parameters to a common norm and returns the norm before; `None` without gradients. With
+/// `error_if_nonfinite` it synchronizes, and fails for a non-finite norm before anything is clipped.
 pub(crate) fn clip_grad_norm(
     parameters: &[Tensor],
     max_norm: f64,

@@ -1,4 +1,4 @@
-//! What devices there are, and numbers on their way from them.
+//! CUDA in this libtorch, and asynchronous copies of numbers to the host.
 
 use tch::Tensor;
 
@@ -12,13 +12,13 @@ pub(crate) fn cuda_is_linked() -> bool {
     unsafe { sys::tamp_cuda_is_linked() != 0 }
 }
 
-/// Initialises CUDA, or says in libtorch's words why it cannot.
+/// Initializes CUDA, or fails with libtorch's own message.
 pub(crate) fn cuda_initialize() -> Result<()> {
     // SAFETY: `err` is valid for a write.
     call(|err| unsafe { sys::tamp_cuda_initialize(err) })
 }
 
-/// A number on its way from a device to the host.
+/// An asynchronous copy of a number from a device to the host.
 #[derive(Debug)]
 pub(crate) struct Arrival(*mut sys::Arrival);
 
@@ -26,13 +26,13 @@ pub(crate) struct Arrival(*mut sys::Arrival);
 unsafe impl Send for Arrival {}
 
 impl Arrival {
-    /// Sends an f32 tensor of one element to the host without waiting for it.
+    /// Starts to copy an f32 tensor of one element to the host.
     pub(crate) fn new(flag: &Tensor) -> Result<Self> {
         // SAFETY: `flag` is a live tensor, and `err` is valid for a write.
         call(|err| unsafe { sys::tamp_arrival_new(flag.as_ptr(), err) }).map(Self)
     }
 
-    /// Whether the number is not zero, once it is there. Never waits.
+    /// Whether the number is not zero, or `None` while it is still being copied. Never synchronizes.
     pub(crate) fn poll(&self) -> Result<Option<bool>> {
         // SAFETY: the pointer came from `tamp_arrival_new`, which succeeded, and is freed in `drop` only.
         match call(|err| unsafe { sys::tamp_arrival_poll(self.0, err) })? {
@@ -46,7 +46,7 @@ impl Arrival {
 
 impl Drop for Arrival {
     fn drop(&mut self) {
-        // SAFETY: the pointer came from `tamp_arrival_new`, and nobody uses it any more.
+        // SAFETY: the pointer came from `tamp_arrival_new`, and nothing uses it any more.
         unsafe { sys::tamp_arrival_free(self.0) }
     }
 }

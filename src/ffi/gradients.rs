@@ -23,8 +23,8 @@ const COMPLEX_HALF: i8 = 8;
 const COMPLEX: [i8; 2] = [9, 10];
 
 impl Gradient {
-    /// The identity of the parameter: the same number for every handle of one tensor, as long as one of them lives. Zero
-    /// for an undefined tensor.
+    /// The identity of the parameter: the same number for every handle of one tensor, as long as one of them lives.
+    /// Zero for an undefined tensor.
     pub(crate) fn parameter(&self) -> usize {
         self.0.parameter
     }
@@ -120,8 +120,8 @@ fn inspect(parameters: &[Tensor], hold: bool) -> Result<Vec<Gradient>> {
     Ok(gradients)
 }
 
-/// Gradients as they were at one time. While this lives, their memory is not given to another tensor, so that a gradient
-/// with the same memory is the same one.
+/// Gradients as they were at one time. While this lives, their memory is not given to another tensor, so that a
+/// gradient with the same memory is the same one.
 #[derive(Debug, Default)]
 pub(crate) struct Snapshot(Vec<Gradient>);
 
@@ -197,7 +197,7 @@ pub(crate) fn gradients_add(parameters: &[Tensor], taken: &[Option<Tensor>]) -> 
     call(|err| unsafe { sys::tamp_gradients_add(array, taken.as_ptr(), count, err) })
 }
 
-/// Has the gradients of half parameters be f32: those there are converted.
+/// Makes the gradients of half-precision parameters f32, existing and later ones.
 pub(crate) fn gradients_widen(parameters: &[Tensor]) -> Result<()> {
     let tensors = pointers(parameters);
     // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.

@@ -20,13 +20,13 @@ pub(crate) fn sizes(tensor: &Tensor) -> Result<Vec<i64>> {
     }
 }
 
-/// How parameters were at some time: which memory they had, which nobody else is given meanwhile, and how often it had
-/// been written to.
+/// The contents of parameters at some time: which memory they had, which no other tensor gets meanwhile, and how often
+/// it had been written to.
 #[derive(Debug, Default)]
 pub(crate) struct Stamps(Vec<sys::Stamp>);
 
 impl Stamps {
-    /// Tells which of the parameters are not as they were. One that has no stamp is not.
+    /// Tells which of the parameters no longer fit their stamps. One without a stamp never fits.
     pub(crate) fn compare(&mut self, parameters: &[Tensor]) -> Result<Vec<bool>> {
         let tensors = pointers(parameters);
         self.0.resize_with(self.0.len().max(tensors.len()), sys::Stamp::default);
@@ -39,7 +39,7 @@ impl Stamps {
         Ok(changed.into_iter().map(|changed| changed != 0).collect())
     }
 
-    /// Has the stamps say how the parameters are now.
+    /// Sets the stamps to the present contents of the parameters.
     pub(crate) fn take(&mut self, parameters: &[Tensor]) -> Result<()> {
         let tensors = pointers(parameters);
         self.0.resize_with(self.0.len().max(tensors.len()), sys::Stamp::default);
@@ -54,7 +54,7 @@ impl Stamps {
         self.0.iter_mut().map(std::ptr::from_mut)
     }
 
-    /// Has one stamp say how its parameter is now.
+    /// Sets one stamp to the present contents of its parameter.
     pub(crate) fn take_one(&mut self, index: usize, parameter: &Tensor) -> Result<()> {
         let needed = self.0.len().max(index + 1);
         self.0.resize_with(needed, sys::Stamp::default);
@@ -84,6 +84,6 @@ impl Drop for Stamps {
 
 fn release(stamp: &mut sys::Stamp) {
     let memory = std::mem::take(stamp).memory;
-    // SAFETY: only `tamp_stamps_take` writes it, which has held it, and nobody else knows it any more.
+    // SAFETY: only `tamp_stamps_take` writes it, which has held it, and nothing else knows it any more.
     unsafe { sys::tamp_memory_release(memory) }
 }

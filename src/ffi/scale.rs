@@ -8,7 +8,7 @@ use super::{call, given, pointer, pointers};
 use crate::error::Result;
 use crate::sys;
 
-/// Whether any of the one-element tensors is not zero. Waits for their devices, once.
+/// Whether any of the one-element tensors is not zero. Synchronizes with their devices, once.
 pub(crate) fn any_nonzero(tensors: &[&Tensor]) -> Result<bool> {
     let tensors = pointers(tensors.iter().copied());
     // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.
@@ -38,9 +38,9 @@ impl OverflowCounts {
     /// The elements of the shim's tensor.
     pub(crate) fn to_numbers(self) -> [i64; 3] {
         let mut numbers = [0; 3];
-        numbers[sys::PATIENCE_HYSTERESIS] = self.hysteresis;
-        numbers[sys::PATIENCE_ITERATIONS] = self.iterations;
-        numbers[sys::PATIENCE_OVERFLOWS] = self.overflows;
+        numbers[sys::TOLERANCE_HYSTERESIS] = self.hysteresis;
+        numbers[sys::TOLERANCE_ITERATIONS] = self.iterations;
+        numbers[sys::TOLERANCE_OVERFLOWS] = self.overflows;
         numbers
     }
 
@@ -48,14 +48,14 @@ impl OverflowCounts {
     pub(crate) fn from_numbers(numbers: &[f64]) -> Self {
         let number = |place: usize| numbers.get(place).map_or(0, |number| *number as i64);
         Self {
-            hysteresis: number(sys::PATIENCE_HYSTERESIS),
-            iterations: number(sys::PATIENCE_ITERATIONS),
-            overflows: number(sys::PATIENCE_OVERFLOWS),
+            hysteresis: number(sys::TOLERANCE_HYSTERESIS),
+            iterations: number(sys::TOLERANCE_ITERATIONS),
+            overflows: number(sys::TOLERANCE_OVERFLOWS),
         }
     }
 }
 
-/// How an iteration changes a scale. The last three apply only to a scale with counts.
+/// How an iteration changes a scale. The last three fields are used only for a scale with counts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ScaleRule {
     pub(crate) growth_factor: f64,
@@ -93,14 +93,14 @@ pub(crate) struct ScaleUpdate<'a> {
     pub(crate) rule: ScaleRule,
 }
 
-/// Grows or backs off scales and counts in their trackers and counts, in place: all of them or none.
+/// Grows scales, backs them off or leaves them, and updates their trackers and counts: all of them or none.
 pub(crate) fn scales_update(updates: &[ScaleUpdate<'_>]) -> Result<()> {
     let flags = |update: &ScaleUpdate<'_>| pointers(update.found_infs.iter().copied());
     let flags: Vec<_> = updates.iter().map(flags).collect();
     let raw = updates.iter().zip(&flags).map(|(update, flags)| sys::ScaleUpdate {
         scale: pointer(update.scale),
         tracker: pointer(update.tracker),
-        patience: update.counts.map_or(ptr::null_mut(), pointer),
+        tolerance_counts: update.counts.map_or(ptr::null_mut(), pointer),
         found_infs: flags.as_ptr(),
         count: flags.len(),
         rule: update.rule.raw(),
