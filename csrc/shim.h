@@ -217,6 +217,12 @@ void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const 
 tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
                                  tamp_tensor **found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
 
+// ------------------------------------------------------------------------------------------------------------ heap.cpp
+// This function changes how the process allocates.
+
+// Has the C library keep freed memory in the process. Returns whether it can, which glibc can.
+uint8_t tamp_heap_keep(void) TAMP_NOEXCEPT;
+
 // --------------------------------------------------------------------------------------------------------- numbers.cpp
 // These functions make, write and read tensors of one number.
 

@@ -18,6 +18,7 @@ pub mod gradients;
 pub mod guide;
 pub mod half;
 pub mod loss_scale;
+pub mod memory;
 mod names;
 pub mod optim;
 mod panics;

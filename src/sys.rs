@@ -327,6 +327,8 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     ) -> *mut Tensor;
 
+    pub(crate) fn tamp_heap_keep() -> u8;
+
     pub(crate) fn tamp_number_new(
         value: f64,
         dtype: i8,

@@ -60,8 +60,7 @@ impl Shape {
 }
 
 /// The names of the models, in the order of the tables.
-pub const NAMES: [&str; 7] =
-    ["mlp_6x32", "mlp_6x256", "mlp_4x1024", "gpt", "conv", "bert", "lstm"];
+pub const NAMES: [&str; 7] = ["mlp_6x32", "mlp_6x256", "mlp_4x1024", "gpt", "conv", "bert", "lstm"];
 
 /// Makes a model with variables under `path`.
 pub fn model(name: &str, path: &Path<'_>) -> Model {
@@ -126,7 +125,8 @@ impl Block {
         let qkv = qkv.permute([2, 0, 3, 1, 4]);
         let [q, k, v] = [0, 1, 2].map(|i| qkv.get(i));
         let none = None::<Tensor>;
-        let ys = Tensor::scaled_dot_product_attention(&q, &k, &v, none, 0.0, self.causal, None, false);
+        let ys =
+            Tensor::scaled_dot_product_attention(&q, &k, &v, none, 0.0, self.causal, None, false);
         self.out.forward(&ys.transpose(1, 2).reshape([rows, length, width]))
     }
 }
@@ -136,7 +136,8 @@ fn gpt(path: &Path<'_>) -> Model {
     let (width, length, vocabulary) = (384, 128, 256);
     let embedding = nn::embedding(path / "embedding", vocabulary, width, Default::default());
     let places = nn::embedding(path / "places", length, width, Default::default());
-    let blocks: Vec<_> = (0..6).map(|i| Block::new(&(path / "blocks" / i), width, 6, true)).collect();
+    let blocks: Vec<_> =
+        (0..6).map(|i| Block::new(&(path / "blocks" / i), width, 6, true)).collect();
     let norm = nn::layer_norm(path / "norm", vec![width], Default::default());
     let head = nn::linear(path / "head", width, vocabulary, Default::default());
     let loss = move |batch: &Batch| {
@@ -155,7 +156,8 @@ fn bert(path: &Path<'_>) -> Model {
     let embedding = nn::embedding(path / "embedding", vocabulary, width, Default::default());
     let places = nn::embedding(path / "places", length, width, Default::default());
     let norm = nn::layer_norm(path / "norm", vec![width], Default::default());
-    let blocks: Vec<_> = (0..4).map(|i| Block::new(&(path / "blocks" / i), width, 4, false)).collect();
+    let blocks: Vec<_> =
+        (0..4).map(|i| Block::new(&(path / "blocks" / i), width, 4, false)).collect();
     let head = nn::linear(path / "head", width, classes, Default::default());
     let loss = move |batch: &Batch| {
         let place = Tensor::arange(length, (Kind::Int64, CPU));
@@ -172,7 +174,10 @@ fn conv(path: &Path<'_>) -> Model {
     let layer = |name: String, from, to, stride| {
         let config = nn::ConvConfig { stride, padding: 1, bias: false, ..Default::default() };
         let path = path / name;
-        (nn::conv2d(&path / "conv", from, to, 3, config), nn::batch_norm2d(&path / "norm", to, Default::default()))
+        (
+            nn::conv2d(&path / "conv", from, to, 3, config),
+            nn::batch_norm2d(&path / "norm", to, Default::default()),
+        )
     };
     let mut layers = vec![layer("stem".into(), 3, 64, 1)];
     for (i, (from, to)) in [(64, 64), (64, 128), (128, 256)].into_iter().enumerate() {
