@@ -27,7 +27,9 @@ void join(const c10::BFloat16 *high, const int16_t *low, float *to, int64_t n) {
       const uint32_t rest = static_cast<uint16_t>(low[i]);
       // `split` has rounded numbers with a remainder from 0x8000 on away from zero, which the subtraction reverses.
       const uint32_t bits = ((static_cast<uint32_t>(high[i].x) - (rest >> 15)) << 16) | rest;
-      std::memcpy(to + i, &bits, sizeof bits);
+      float out;  // compilers do not vectorize a copy of `bits` to memory
+      std::memcpy(&out, &bits, sizeof out);
+      to[i] = out;
     }
   });
 }
