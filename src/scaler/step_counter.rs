@@ -70,9 +70,9 @@ impl StepCounter {
         Ok(self.skipped)
     }
 
-    /// Returns how many of the last steps known were skipped in a row. Never synchronizes, so a loop can stop at a
-    /// limit of its own without the synchronization of
-    /// [`max_consecutive_skips`](crate::scaler::GradScalerConfig::max_consecutive_skips).
+    /// Returns the number of consecutive skips up to the latest step whose outcome is known. Never synchronizes, so a
+    /// loop can stop at a limit of its own without the synchronization that
+    /// [`max_consecutive_skips`](crate::scaler::GradScalerConfig::max_consecutive_skips) needs.
     ///
     /// # Errors
     ///

@@ -308,8 +308,8 @@ impl PerLossScalers {
         given_up.map_or(Ok(()), Err)
     }
 
-    /// Returns for each loss whether its gradients have been infinite or NaN anywhere since the last update.
-    /// Synchronizes if only the device has the answer.
+    /// Returns for each loss whether any of its gradients has been infinite or NaN since the last update. Synchronizes
+    /// if only the device has the answer.
     ///
     /// # Errors
     ///
