@@ -9,7 +9,9 @@ use crate::error::text::Number;
 #[non_exhaustive]
 pub enum ScalerError {
     /// A tensor with an integer, boolean or complex dtype was given to be scaled.
-    #[error("a {dtype:?} tensor cannot be scaled; scale a floating-point loss (convert it with to_kind)")]
+    #[error(
+        "a {dtype:?} tensor cannot be scaled; scale a floating-point loss (convert it with to_kind)"
+    )]
     Dtype {
         /// The dtype of the tensor.
         dtype: Kind,
