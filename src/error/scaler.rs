@@ -27,8 +27,8 @@ pub enum ScalerError {
     #[error("unscale_ is being called after step on these parameters; call update() first")]
     UnscaleAfterStep,
 
-    /// `step` was called for an optimizer whose step in this iteration has already been taken or skipped. Calls that
-    /// have to precede a step return this error, too.
+    /// `step`, `abandon` or a backward of several losses was called for an optimizer whose step in this iteration has
+    /// already been taken or skipped.
     #[error("step has already been called on these parameters; call update() first")]
     AlreadyStepped,
 

@@ -49,7 +49,8 @@ pub fn clip_grad_norm_error_if_nonfinite(parameters: &[Tensor], max_norm: f64) -
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient.
+/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient, and
+/// [`Error::Torch`] for a complex one.
 pub fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
     check_limit("max", max)?;
     ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))

@@ -8,7 +8,7 @@ use crate::error::{Error, Result, ScalerError, ensure};
 use crate::loss_scale::{DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale};
 use crate::scale::{LARGEST, SMALLEST, check_interval};
 
-/// The state of any loss scale, which is also the way to build one by value or from text.
+/// The state of any loss scale. [`build`](Self::build) makes a loss scale from it, and it can be parsed from text.
 ///
 /// Its serialized form has the kind under the key `kind`, beside the fields. Enable serde_json's feature
 /// `float_roundtrip` if a scale that is not a power of two has to survive JSON to the last bit.

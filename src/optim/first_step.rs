@@ -1,4 +1,4 @@
-//! Tracks whether a momentum buffer has been started, if only a device has the answer which steps were taken.
+//! Tracks whether a momentum buffer has been started, also while only a device has recorded which steps were taken.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -20,7 +20,7 @@ pub(crate) enum FirstStep {
 /// Shared by many parameters.
 type Shared = Arc<Mutex<Skipped>>;
 
-/// Whether all of some steps were skipped, which only a device has the answer to until it has arrived.
+/// Whether all of some steps were skipped. Only a device has the answer until it has arrived on the host.
 #[derive(Debug)]
 pub(crate) enum Skipped {
     Unknown { flag: Tensor, arrival: Option<Arrival> },

@@ -129,7 +129,7 @@ impl Optimizer {
         self.slots.iter_mut().map(first).collect()
     }
 
-    /// Prepares to record that momentum buffers have been started, if only the device will have the answer.
+    /// Prepares to record that momentum buffers have been started, if the device decides whether they are.
     fn prepare_first_steps<'a>(&self, step: &Step<'a>) -> Result<Launch<'a>> {
         let mut launch = Launch::new(step.found_inf());
         for slot in &self.slots {

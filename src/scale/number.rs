@@ -172,7 +172,7 @@ mod tests {
         Number::new(Device::Cpu, value, counted, config.is_one()).unwrap()
     }
 
-    /// What the host computes from answers that it has is what the tensors hold.
+    /// The host's copy, computed from known flags, equals the tensors.
     #[test]
     fn the_host_follows_the_device() {
         let mut random = 7u64;
@@ -203,7 +203,7 @@ mod tests {
                 }
                 let (mut host, mut device) = (host.value().unwrap(), device.value().unwrap());
                 if !config.tolerates_overflows() {
-                    // They are not used.
+                    // The counts are not used.
                     (host.counts, device.counts) = Default::default();
                 }
                 assert_eq!(host, device, "step {step} of {config:?}");

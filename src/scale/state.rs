@@ -10,8 +10,8 @@ use crate::scale::rule::{Mirror, clamp_tracker};
 /// The state of a [`GradScaler`](crate::GradScaler). It is serialized under PyTorch's five keys `scale`,
 /// `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`, all of which are required to load it.
 ///
-/// Options that PyTorch lacks follow under keys of their own if they differ from their defaults; PyTorch ignores them.
-/// When they are absent, the loading scaler keeps its own. A disabled scaler has the empty state `{}`. Enable
+/// Options that PyTorch lacks follow under keys of their own if they differ from their defaults; PyTorch ignores these
+/// keys. The loading scaler keeps its own value of an absent option. A disabled scaler has the empty state `{}`. Enable
 /// serde_json's feature `float_roundtrip` if a scale that is not a power of two has to survive JSON to the last bit.
 /// The JSON of a Python `scaler.state_dict()` loads here, and the other way round:
 ///

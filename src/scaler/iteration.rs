@@ -228,8 +228,8 @@ impl Iteration {
         Ok(any)
     }
 
-    /// Whether the record allows a step. Does not synchronize: where only devices have the answer, it is a flag on one
-    /// of them.
+    /// Whether the record allows a step. Does not synchronize: the verdict is a flag on a device if the host has not
+    /// read the answer.
     pub(crate) fn verdict(&self, record: usize) -> Result<Verdict> {
         let record = &self.records[record];
         if let Some(found) = overflow(&record.found) {

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::scaler::StepOutcome;
 
 /// Counts the steps that were taken and those that were skipped, without ever synchronizing. Meant for learning-rate
-/// schedules: in PyTorch the only way to learn of a skipped step is to compare the scale before and after, which
+/// schedules: in PyTorch a loop has to compare the scale before and after `update` to notice a skipped step, which
 /// synchronizes.
 ///
 /// On a GPU the counts lag by the steps still in flight; each is counted eventually. On a CPU they are exact. `Display`

@@ -78,7 +78,7 @@ impl<'a> Unscaled<'a> {
             let norm = ffi::clip_grad_norm(all, max_norm, error_if_nonfinite);
             norm.map_err(|error| explained(all, error))
         };
-        // The factor is NaN only if both the limit and the norm are infinite.
+        // For finite gradients, the factor is NaN only if the limit is infinite and the norm overflows to infinity.
         let norm = self.change(!max_norm.is_finite(), clip)?;
         norm.map_or_else(|| Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?), Ok)
     }

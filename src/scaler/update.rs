@@ -14,9 +14,9 @@ impl GradScaler {
     ///
     /// The scale does not change if unscaling broke off and nothing else was checked.
     ///
-    /// Synchronizes only with `error_at_min_scale` or `max_consecutive_skips`, if only a GPU has the answer whether an
-    /// iteration overflowed, as after the step of a fused optimizer; and if the scale is on the CPU and the answer on a
-    /// GPU.
+    /// Synchronizes only where the host has not read whether an iteration overflowed, because the optimizer was fused
+    /// or not stepped, and either `error_at_min_scale` or `max_consecutive_skips` is set, or the scale is on the CPU
+    /// and the gradients are on a GPU.
     ///
     /// # Errors
     ///

@@ -16,7 +16,7 @@ use crate::optim::state::State;
 /// Bytes per bf16 parameter under AdamW, with its gradient in bf16, measured on a CPU (a test compares the memory that
 /// a process holds with the totals):
 ///
-/// | | parameter | master | moments | gradient | in all |
+/// | | parameter | master | moments | gradient | total |
 /// |---|---|---|---|---|---|
 /// | f32 training, for comparison | 4 | – | 8 | 4 | 16 |
 /// | `None` | 2 | – | 4 | 2 | 8 |
@@ -39,7 +39,7 @@ use crate::optim::state::State;
 /// memory changes nothing. The number of kernel launches does not depend on the number of parameters, except where
 /// libtorch itself splits a list. The counts are for one parameter group on simulated GPUs:
 ///
-/// | | scratch memory | launches | for each further 2^20 numbers |
+/// | | scratch memory | launches | for each further 2^20 elements |
 /// |---|---|---|---|
 /// | `None` | – | at most 5 | – |
 /// | `Float` | 4 MiB, or none if gradients are f32 | at most 6 | 2, or none |
