@@ -1,4 +1,4 @@
-//! What has happened to which optimizer since the last `update`.
+//! The state of each optimizer since the last `update`.
 
 use tch::Tensor;
 
@@ -7,12 +7,12 @@ use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot};
 use crate::gradients::{Change, Findings, Gradients, IdentityMap, Look, Plan, change, overflow};
 use crate::scale::Number;
 
-/// How far an optimizer has come in this iteration.
+/// How far an optimizer is in this iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Some gradients may be unscaled and some not: libtorch failed in between.
+    /// libtorch failed midway: some gradients may be unscaled and some not.
     Broken,
-    /// They were looked at and are still scaled: a step is under way.
+    /// The gradients were checked and are still scaled: a step is in progress.
     Looked,
     Unscaled,
     Stepped,
@@ -22,7 +22,7 @@ pub(crate) enum Stage {
 #[derive(Debug)]
 pub(crate) enum Verdict {
     Known(bool),
-    /// Not if this flag, on a device, is not zero.
+    /// Skipped if this flag, on a device, is not zero.
     Unless(Tensor),
 }
 
@@ -35,15 +35,15 @@ pub(crate) struct Record {
     /// The parameters, kept alive so that their identities stay theirs until the iteration ends.
     parameters: Vec<Tensor>,
     found: Vec<FoundInf>,
-    /// Numbers changed since unscaling, so that they have to be looked at again.
+    /// Values changed since unscaling, so they have to be checked again.
     dirty: bool,
-    /// A loss was scaled since unscaling, so that a change may come from its backward.
+    /// A loss was scaled since unscaling, so a change may come from its backward.
     rescaled: bool,
     /// The norm of the unscaled gradients, where it was taken.
     norm: Option<Tensor>,
 }
 
-/// Whose a list of parameters is.
+/// The optimizer to which a list of parameters belongs.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
     Nobody,
@@ -73,13 +73,13 @@ impl Iteration {
         self.records[record].stage = stage;
     }
 
-    /// Notes that some gradients may be unscaled by now and some not.
+    /// Records that unscaling may have stopped midway.
     pub(crate) fn set_broken(&mut self, record: usize) {
         self.records[record].set_broken();
     }
 
-    /// Finds whose parameters these are. An optimizer that has gained some since is still the same, as long as those
-    /// have no gradients, which nobody has unscaled.
+    /// Finds the optimizer to which these parameters belong. One that has gained parameters is still the same as long
+    /// as the new ones have no gradients, which would not have been unscaled.
     pub(crate) fn owner(&self, gradients: &[Gradient]) -> Owner {
         let gained_none = |record: &usize| {
             let known = self.records[*record].snapshot.len();
@@ -104,7 +104,7 @@ impl Iteration {
         })
     }
 
-    /// Looks at what `plan` lists and opens a record; without any gradient there is nothing to record.
+    /// Unscales or checks the gradients that `plan` lists and opens a record; `None` if there are none.
     pub(crate) fn open(
         &mut self,
         gradients: Gradients<'_>,
@@ -126,8 +126,8 @@ impl Iteration {
         Ok(Some(index))
     }
 
-    /// Unscales the gradients of a new record. If that fails before it has changed any there is no record; if it fails
-    /// midway the record stays broken.
+    /// Unscales the gradients of a new record. A failure before the first change removes the record; one midway leaves
+    /// it broken.
     fn unscale(&mut self, index: usize, plan: &Plan, scale: &Number) -> Result<()> {
         let record = &mut self.records[index];
         let unscaling = scale.unscaling();
@@ -150,7 +150,7 @@ impl Iteration {
         }
     }
 
-    /// Looks at the gradients of a new record and leaves them as they are. If that fails there is no record.
+    /// Checks the gradients of a new record without changing them. A failure removes the record.
     fn look(&mut self, index: usize, plan: &Plan, scale: &Number, with_norm: bool) -> Result<()> {
         let record = &mut self.records[index];
         let look = if with_norm { Plan::norm } else { Plan::check };
@@ -166,7 +166,7 @@ impl Iteration {
         }
     }
 
-    /// Notes that a loss is being scaled: from here on, a change of an unscaled gradient may be its backward.
+    /// Records that a loss is being scaled: from here on, a change of an unscaled gradient may come from its backward.
     pub(crate) fn note_scale(&mut self) -> Result<()> {
         for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
             let now = Snapshot::of(&record.parameters)?;
@@ -176,7 +176,7 @@ impl Iteration {
         Ok(())
     }
 
-    /// Compares the gradients with those that were unscaled; those with other numbers will be looked at again.
+    /// Compares the gradients with those that were unscaled, and marks the record for another check if values changed.
     pub(crate) fn compare(&mut self, record: usize, gradients: &Gradients<'_>) -> Result<()> {
         let compared = self.records[record].compare(gradients.snapshot());
         compared.map_err(|(index, how)| {
@@ -185,8 +185,8 @@ impl Iteration {
         })
     }
 
-    /// Takes over the gradients as they are now, after a change of our own. They are looked at again only if it can
-    /// have made one infinite or NaN.
+    /// Accepts the gradients after a change by this crate. They are checked again only if the change can have made one
+    /// non-finite.
     pub(crate) fn accept(&mut self, record: usize, now: Snapshot, look_again: bool) {
         let record = &mut self.records[record];
         record.snapshot = now;
@@ -198,7 +198,7 @@ impl Iteration {
         self.records[record].norm.as_ref().map(Tensor::shallow_clone)
     }
 
-    /// Whether a step that failed has left the gradients as they were. Those on the CPU it never changes.
+    /// Whether a failed step left the gradients as they were. On the CPU it never changes them.
     pub(crate) fn is_untouched(&self, record: usize) -> bool {
         let record = &self.records[record];
         if overflow(&record.found).is_some() {
@@ -211,7 +211,7 @@ impl Iteration {
         }
     }
 
-    /// Tells whether there are broken records; fails as long as the gradients of one are still those that were left half
+    /// Returns whether there are broken records; fails while the gradients of one are still those that were left half
     /// unscaled.
     pub(crate) fn check_broken(&self) -> Result<bool> {
         let mut any = false;
@@ -228,7 +228,8 @@ impl Iteration {
         Ok(any)
     }
 
-    /// Whether the record allows a step. Does not wait: where only devices know, the answer is a flag on one of them.
+    /// Whether the record allows a step. Does not synchronize: the verdict is a flag on a device if the host has not
+    /// read the answer.
     pub(crate) fn verdict(&self, record: usize) -> Result<Verdict> {
         let record = &self.records[record];
         if let Some(found) = overflow(&record.found) {
@@ -237,7 +238,7 @@ impl Iteration {
         Ok(Verdict::Unless(ffi::flags_join(record.found.iter().map(|flag| &flag.tensor))?))
     }
 
-    /// Compares as [`compare`](Self::compare), and looks again at gradients with other numbers.
+    /// Compares like [`compare`](Self::compare), and checks gradients whose values changed.
     pub(crate) fn verify(
         &mut self,
         record: usize,
@@ -257,7 +258,7 @@ impl Iteration {
         Ok(())
     }
 
-    /// Whether a gradient of the record was infinite or NaN. Waits for the devices when only they know, once.
+    /// Whether a gradient of the record was non-finite. Synchronizes, once, if only devices have the answer.
     pub(crate) fn found_inf(&mut self, record: usize) -> Result<bool> {
         let record = &mut self.records[record];
         let host = overflow(&record.found);
@@ -270,19 +271,19 @@ impl Iteration {
         };
         if host.is_none() {
             for flag in &mut record.found {
-                // Their sum is what counts, and the sum is known now.
+                // Only the sum of the flags matters, and it is known now.
                 flag.host = Some(found);
             }
         }
         Ok(found)
     }
 
-    /// What was found in the gradients of all records.
+    /// The flags of all records.
     pub(crate) fn found(&self) -> impl Iterator<Item = &FoundInf> {
         self.records.iter().flat_map(|record| &record.found)
     }
 
-    /// Has the step of a record depend on another look, too.
+    /// Makes the step of a record depend on another flag, too.
     pub(crate) fn add_found(&mut self, record: usize, found: FoundInf) {
         self.records[record].found.push(found);
     }
@@ -302,7 +303,7 @@ impl Iteration {
 }
 
 impl Record {
-    /// A record of gradients that nothing is known of yet.
+    /// A record of gradients that have not been checked yet.
     fn new(gradients: Gradients<'_>) -> Self {
         let (parameters, snapshot) = gradients.into_parts();
         Self {
@@ -318,7 +319,7 @@ impl Record {
 
     fn set_broken(&mut self) {
         self.stage = Stage::Broken;
-        // What `update` will find changed once they are zeroed.
+        // `update` compares with this to see whether they were zeroed.
         if let Ok(now) = Snapshot::of(&self.parameters) {
             self.snapshot = now;
         }
@@ -332,7 +333,7 @@ impl Record {
         gradient.exists() && self.snapshot.iter().any(same)
     }
 
-    /// Notes which gradients have other numbers; fails at the first that is not the one that was unscaled.
+    /// Marks the record if values changed; fails at the first gradient that is not the one that was unscaled.
     fn compare(&mut self, now: &[Gradient]) -> std::result::Result<(), (usize, &'static str)> {
         for (index, gradient) in now.iter().enumerate() {
             match change(self.snapshot.get(index), gradient) {
@@ -347,7 +348,7 @@ impl Record {
         Ok(())
     }
 
-    /// Takes over new numbers, but neither new tensors nor new gradients: the step will refuse those.
+    /// Accepts new values, but neither replaced nor new gradients: the step refuses those.
     fn accept(&mut self, mut now: Snapshot) {
         for index in 0..self.snapshot.len().min(now.len()) {
             let numbers = change(self.snapshot.get(index), &now[index]) == Change::Numbers;

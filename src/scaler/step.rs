@@ -18,7 +18,7 @@ fn appeared(parameter: String) -> Error {
     Error::Gradient(GradientError::Changed { parameter, how })
 }
 
-/// Whether a step is the next to come.
+/// Fails unless a step is the next call that is due.
 pub(crate) fn due(stage: Stage) -> Result<()> {
     match stage {
         Stage::Broken => Err(Error::Scaler(ScalerError::UnscaleFailed)),
@@ -33,46 +33,51 @@ fn update(optimizer: &mut dyn AmpOptimizer, step: &Step<'_>) -> Result<()> {
 
 impl GradScaler {
     /// Divides the gradients of an optimizer's parameters by the scale, in place, and records whether any is infinite
-    /// or NaN. As `unscale_` in PyTorch; [`unscale`](Self::unscale) returns a transaction besides. Waits for the device
-    /// only where gradients on the CPU meet a scale on a GPU.
+    /// or NaN. The counterpart of `unscale_`; [`unscale`](Self::unscale) also returns a transaction. Synchronizes only
+    /// where gradients on the CPU meet a scale on a GPU.
     ///
-    /// Needed only to look at or change gradients before [`step`](Self::step), which does it otherwise. Gradients may
-    /// be f32, f64, bf16 or complex, dense in any layout or COO sparse, on several devices; missing ones are left out,
-    /// and a gradient that a frozen parameter still carries is dropped. Clip before the next loss is scaled.
+    /// Only needed to inspect or change gradients before [`step`](Self::step), which otherwise unscales them itself.
+    /// Gradients may be f32, f64, bf16 or complex (fp16 with
+    /// [`allow_fp16_gradients`](crate::scaler::GradScalerConfig::allow_fp16_gradients)), dense in any memory format or
+    /// COO sparse, and on several devices. Parameters without a gradient are ignored, and a gradient that a frozen
+    /// parameter still has is dropped. Clip before the next loss is scaled.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyUnscaled`], [`ScalerError::UnscaleAfterStep`], [`GradientError::Shared`] and [`GradientError::Unsupported`]; no
-    /// gradient is touched then. [`Error::Torch`] when libtorch itself fails: all gradients are as before where memory ran
-    /// out, and the call can be made again; where it fails midway, [`ScalerError::UnscaleFailed`] follows.
+    /// [`ScalerError::AlreadyUnscaled`], [`ScalerError::UnscaleAfterStep`], [`GradientError::Shared`] and
+    /// [`GradientError::Unsupported`]; no gradient is changed then. [`Error::Torch`] if libtorch fails. If memory ran
+    /// out, all gradients are as before and the call can be repeated; if libtorch failed midway, later calls return
+    /// [`ScalerError::UnscaleFailed`].
     pub fn unscale_(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         self.open(optimizer)?;
         Ok(())
     }
 
-    /// Unscales in place as [`unscale_`](Self::unscale_) and returns a transaction that clips and steps. PyTorch has no
-    /// twin. The scaler is shared, so that several optimizers can be in transactions at once.
+    /// Unscales in place like [`unscale_`](Self::unscale_) and returns a transaction that clips and steps. It borrows
+    /// the scaler shared, so that several optimizers can be in transactions at once. PyTorch has no counterpart.
     ///
     /// # Errors
     ///
-    /// As [`unscale_`](Self::unscale_).
+    /// The same as [`unscale_`](Self::unscale_).
     pub fn unscale<'a>(&'a self, optimizer: &'a mut dyn AmpOptimizer) -> Result<Unscaled<'a>> {
         let record = self.open(optimizer)?;
         Ok(Unscaled::new(self, optimizer, record))
     }
 
-    /// Steps the optimizer if all its gradients are finite, and unscales them first unless that was done.
+    /// Steps the optimizer if all its gradients are finite, and unscales them first unless that was done. The
+    /// counterpart of `step`.
     ///
-    /// A fused [`Optimizer`](crate::optim::Optimizer) unscales and skips on the device, and nobody waits; its gradients
-    /// stay scaled, unless libtorch's kernel for the device writes them back. For other optimizers with gradients on a
-    /// GPU the host waits for the answer, in one transfer for all parameters and devices. Numbers that changed since
-    /// `unscale_`, as clipping changes them, are checked again. After a step the autocast weight cache is cleared.
+    /// A fused [`Optimizer`](crate::optim::Optimizer) unscales and skips on the device, without synchronizing; its
+    /// gradients stay scaled, unless libtorch's kernel for the device writes them back. For a host optimizer with
+    /// gradients on GPUs, the call synchronizes: the flags for non-finite gradients of all parameters and devices are
+    /// read in one transfer. Gradients whose values changed since `unscale_`, for instance by clipping, are checked
+    /// again. After a step the autocast weight cache is cleared.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyStepped`]; [`GradientError::Changed`] when a gradient is not the one that was unscaled, because
-    /// it appeared, was replaced, or changed after another loss was scaled; those of [`unscale_`](Self::unscale_); and
-    /// what the optimizer's own step returns.
+    /// [`ScalerError::AlreadyStepped`]; [`GradientError::Changed`] if a gradient is not the one that was unscaled,
+    /// because it appeared, was replaced, or changed after another loss was scaled; the errors of
+    /// [`unscale_`](Self::unscale_); and any error of the optimizer's own step.
     pub fn step(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
         self.step_shared(optimizer)
     }
@@ -91,7 +96,7 @@ impl GradScaler {
         }
     }
 
-    /// Takes the step that the record allows. Waits to know whether it does.
+    /// Takes the step if the record allows it. Synchronizes to find out whether it does.
     fn step_unscaled(
         &self,
         record: usize,
@@ -101,7 +106,7 @@ impl GradScaler {
         let taken = if found_inf {
             Taken::Skipped
         } else {
-            // Nothing is borrowed meanwhile: the optimizer may use the scaler.
+            // The iteration is not borrowed meanwhile: the optimizer may use the scaler.
             update(optimizer, &Step::default())?;
             Taken::Stepped
         };
@@ -109,14 +114,16 @@ impl GradScaler {
         Ok(StepOutcome::known(taken))
     }
 
-    /// Steps an optimizer that unscales and skips by itself, and clips where there is a limit. Does not wait.
+    /// Steps an optimizer that unscales and skips by itself, clipping to `max_norm` if there is one. Does not
+    /// synchronize.
     pub(crate) fn step_scaled(
         &self,
         optimizer: &mut dyn AmpOptimizer,
         scale: &Number,
         max_norm: Option<f64>,
     ) -> Result<StepOutcome> {
-        // Where unscaling can overflow, the norm of what it makes of the gradients tells.
+        // If the reciprocal of the scale is more than 1, unscaling can overflow, which only the norm of the unscaled
+        // gradients shows.
         let with_norm = max_norm.is_some() || scale.enlarges();
         let look = if with_norm { Look::Norm } else { Look::Check };
         let Some(record) = self.claim_for_step(optimizer, look)? else {
@@ -128,7 +135,7 @@ impl GradScaler {
         let mut iteration = self.iteration.borrow_mut();
         match outcome {
             Ok(_) => iteration.set_stage(record, Stage::Stepped),
-            // Where nothing was changed the step can be tried again. On a GPU the kernels may have unscaled some of the
+            // If nothing was changed, the step can be tried again. On a GPU the kernels may have unscaled some of the
             // gradients.
             Err(_) if scaled && iteration.is_untouched(record) => iteration.abandon(record),
             Err(_) if scaled => iteration.set_broken(record),
@@ -137,7 +144,7 @@ impl GradScaler {
         outcome
     }
 
-    /// Has the optimizer take its step, unless the host knows that it is skipped.
+    /// Lets the optimizer take its step, unless the host knows that it is skipped.
     fn update_scaled(
         &self,
         record: usize,
@@ -170,7 +177,7 @@ impl GradScaler {
         Ok(outcome.with_norm(norm.filter(|_| max_norm.is_some())))
     }
 
-    /// Finds the record whose step is due, or makes one by a look at the gradients.
+    /// Finds the record whose step is due, or opens one.
     fn claim_for_step(&self, optimizer: &dyn AmpOptimizer, look: Look) -> Result<Option<usize>> {
         self.claim(optimizer, look, |iteration, record, scale, gradients| {
             due(iteration.stage(record))?;
@@ -184,7 +191,7 @@ impl GradScaler {
         Ok(self.iteration.borrow().find(&now))
     }
 
-    /// Unscales and returns the record; `None` when there is nothing to record.
+    /// Unscales the gradients and returns their record; `None` if there is nothing to record.
     pub(crate) fn open(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
         self.claim(optimizer, Look::Unscale, |iteration, record, _, _| {
             Err(match iteration.stage(record) {
@@ -195,8 +202,7 @@ impl GradScaler {
         })
     }
 
-    /// Returns the record of the optimizer's parameters: a new one, by a look at the gradients, or what `known` says of
-    /// an old one.
+    /// Returns the record of the optimizer's parameters: a new one, or the old one if `known` accepts it.
     fn claim(
         &self,
         optimizer: &dyn AmpOptimizer,
@@ -206,7 +212,7 @@ impl GradScaler {
         let Some(scale) = self.scale.number() else {
             return Ok(None);
         };
-        // What is unscaled, or would be, and normed has the dtype that the optimizer updates in.
+        // Gradients that are unscaled, or whose unscaled norm is taken, need the dtype that the optimizer updates in.
         if look != Look::Check && optimizer.wants_f32_gradients() {
             ffi::gradients_widen(&optimizer.parameters())?;
         }
@@ -220,7 +226,7 @@ impl GradScaler {
                 known(&mut iteration, record, scale, gradients).map(|()| Some(record))
             }
             Owner::Nobody => {
-                // A look that writes nothing back loses no small value.
+                // Only writing unscaled fp16 gradients back can lose small values.
                 let allow_fp16 = look != Look::Unscale || self.scale.config().may_unscale_fp16();
                 let plan = Plan::new(&gradients, allow_fp16)?;
                 if look == Look::Norm {
@@ -243,8 +249,8 @@ impl GradScaler {
         Gradients::of(optimizer.parameters(), Box::new(name))
     }
 
-    /// Changes the gradients of an unscaled optimizer and remembers that it was us. `look_again` if that can make one
-    /// infinite or NaN.
+    /// Changes the gradients of an unscaled optimizer and records that the change was the scaler's own. `look_again` if
+    /// it can make one non-finite.
     pub(crate) fn change_gradients<T>(
         &self,
         record: Option<usize>,
@@ -267,16 +273,17 @@ impl GradScaler {
         Ok(changed)
     }
 
-    /// Forgets that an optimizer was unscaled in this iteration, for a loop that decides not to step it and not to
-    /// call `update` either. Its gradients stay as they are: zero them before the next backward. PyTorch has no twin.
+    /// Removes an optimizer from this iteration, for a loop that neither steps it nor calls `update` after unscaling
+    /// it. Its gradients stay as they are: zero them before the next backward. PyTorch has no counterpart.
     ///
-    /// An overflow that was found is forgotten, too: where it is the reason, call `update` instead, or the scale will
-    /// never sink. An optimizer that is dropped counts until `update`, unless it is abandoned before. Nothing happens
-    /// to one that was not unscaled.
+    /// A recorded overflow is discarded, too: if it is the reason for not stepping, call `update` instead, or the scale
+    /// will never back off. An optimizer that was dropped counts until `update`, unless it was abandoned before. An
+    /// optimizer that was not unscaled is ignored.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyStepped`] when its step was taken or skipped; [`Error::Torch`] if its parameters cannot be read.
+    /// [`ScalerError::AlreadyStepped`] if its step was taken or skipped; [`Error::Torch`] if its parameters cannot be
+    /// read.
     pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         let now = ffi::gradients_inspect(&optimizer.parameters())?;
         let iteration = self.iteration.get_mut();
@@ -292,8 +299,8 @@ impl GradScaler {
         }
     }
 
-    /// Takes the names of a VarStore's variables, for messages about their gradients, and keeps handles to them as long
-    /// as the scaler lives. Variables that are added later need another call. PyTorch has no twin.
+    /// Uses the names of a `VarStore`'s variables in messages about their gradients. The scaler keeps handles to the
+    /// variables as long as it lives. Call it again for variables that are added later. PyTorch has no counterpart.
     ///
     /// # Errors
     ///
@@ -306,10 +313,11 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Tells which gradients of an optimizer hold infinities or NaNs, and how many: after a skipped step, and before
-    /// the gradients are zeroed, it says where to look. Waits for the device. PyTorch has no counterpart.
+    /// Returns the parameters of an optimizer whose gradients are infinite or NaN somewhere, with the number of such
+    /// elements. Call it after a skipped step and before the gradients are zeroed, to find the source of an overflow.
+    /// Synchronizes. PyTorch has no counterpart.
     ///
-    /// Names are those of a fused optimizer or of [`name_parameters`](Self::name_parameters).
+    /// The names come from a fused optimizer or from [`name_parameters`](Self::name_parameters).
     ///
     /// ```
     /// use tch::{Device, Kind, Tensor, nn, nn::OptimizerConfig};
