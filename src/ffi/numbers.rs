@@ -44,3 +44,9 @@ pub(crate) fn numbers_read(numbers: &[&Tensor]) -> Result<Vec<f64>> {
     call(|err| unsafe { sys::tamp_numbers_read(array, count, out, len, err) })?;
     Ok(values)
 }
+
+/// Returns a number on another device. Synchronizes only if that is the host, where a copy in flight could be read too
+/// early.
+pub(crate) fn number_on(number: &Tensor, device: Device, kind: Kind) -> Result<Tensor> {
+    Ok(number.f_to_device_(device, kind, device != Device::Cpu, false)?)
+}

@@ -63,7 +63,8 @@ fn common_norm(mut norms: Vec<Tensor>) -> Result<Tensor> {
     let device = norms.first().map_or(Device::Cpu, Tensor::device);
     // In f64 on the CPU, so that a norm too large for f32 does not become infinite. Other devices may lack f64.
     let kind = if device == Device::Cpu { Kind::Double } else { Kind::Float };
-    let norms: Vec<_> = norms.iter().map(|norm| to(norm, device, kind)).collect::<Result<_>>()?;
+    let norms: Vec<_> =
+        norms.iter().map(|norm| ffi::number_on(norm, device, kind)).collect::<Result<_>>()?;
     let norm = Tensor::f_stack(&norms, 0)?.f_norm()?;
     if kind == Kind::Double {
         let value = norm.f_double_value(&[])?;
@@ -71,9 +72,4 @@ fn common_norm(mut norms: Vec<Tensor>) -> Result<Tensor> {
         return if fits { Ok(norm.f_to_kind(Kind::Float)?) } else { Ok(norm) };
     }
     Ok(norm)
-}
-
-/// Moves a number to a device. A non-blocking copy to the host could be read before it has arrived.
-fn to(number: &Tensor, device: Device, kind: Kind) -> Result<Tensor> {
-    Ok(number.f_to_device_(device, kind, device != Device::Cpu, false)?)
 }

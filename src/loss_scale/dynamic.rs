@@ -78,7 +78,7 @@ impl DynamicLossScale {
         Ok(Self { number, period, factor, min_loss_scale })
     }
 
-    /// Returns the complete state. Synchronizes. [`state_dict`](LossScale::state_dict) is the equivalent for any loss
+    /// Returns the complete state. Synchronizes once after each adjustment. [`state_dict`](LossScale::state_dict) is the equivalent for any loss
     /// scale.
     ///
     /// # Errors
@@ -129,6 +129,10 @@ impl LossScale for DynamicLossScale {
         // A new number, since graphs, clones and callers hold the old tensors.
         self.number = self.number.changed(&found_inf, self.rule())?;
         Ok(())
+    }
+
+    fn value(&self) -> Result<f64> {
+        Ok(self.number.value()?.scale.into())
     }
 
     fn state_dict(&self) -> Result<LossScaleState> {

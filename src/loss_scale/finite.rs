@@ -47,9 +47,9 @@ pub fn all_finite<T: Tree + ?Sized>(tree: &T) -> Result<Tensor> {
 /// Chooses between two trees: returns `new` if `pred`, a tensor with one element, is true (not zero), and otherwise
 /// `old`. The counterpart of `jmp.select_tree`.
 ///
-/// The choice is made on the device of each tensor. Synchronizes only where one of `pred` and a tensor is on a GPU and
-/// the other on the CPU. Tensors of all kinds are supported. The choice is differentiable; the tree that is not chosen
-/// gets gradients of zeros.
+/// The choice is made on the device of each tensor. Synchronizes only where `pred` is on a GPU and a tensor on the
+/// CPU. Tensors of all kinds are supported. The choice is differentiable; the tree that is not chosen gets gradients of
+/// zeros.
 ///
 /// ```
 /// use tch::Tensor;
@@ -77,7 +77,7 @@ pub fn select_tree<T: Tree + ?Sized>(pred: &Tensor, new: &T, old: &T) -> Result<
         let place = match preds.iter().position(|pred| pred.device() == device) {
             Some(place) => place,
             None => {
-                preds.push(preds[0].f_to_device(device)?);
+                preds.push(ffi::number_on(&preds[0], device, Kind::Bool)?);
                 preds.len() - 1
             }
         };

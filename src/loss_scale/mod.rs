@@ -24,6 +24,7 @@ pub use state::{DynamicLossScaleState, LossScaleState};
 use crate::error::Result;
 #[cfg(doc)]
 use crate::error::ScalerError;
+use crate::ffi;
 use crate::tree::Tree;
 
 /// A scale for losses: [`NoOpLossScale`], [`StaticLossScale`] or [`DynamicLossScale`]. The counterpart of
@@ -92,7 +93,7 @@ pub trait LossScale: Debug + Send {
     ///
     /// Half-precision tensors become f32, as in jmp, since the product could overflow fp16; a [`NoOpLossScale`] leaves
     /// them in half precision. A tensor on another device than the scale is multiplied on its own device. Synchronizes
-    /// only where one of the two is on a GPU and the other on the CPU.
+    /// only where the scale is on a GPU and a tensor on the CPU.
     ///
     /// # Errors
     ///
@@ -121,7 +122,7 @@ pub trait LossScale: Debug + Send {
         divide(tree, self.loss_scale())
     }
 
-    /// Returns the scale as a number; 1 for a [`NoOpLossScale`]. Synchronizes.
+    /// Returns the scale as a number; 1 for a [`NoOpLossScale`]. Synchronizes, unless the host already has the number.
     ///
     /// # Errors
     ///
@@ -136,6 +137,10 @@ macro_rules! forward {
         impl<L: LossScale + ?Sized> LossScale for $pointer {
             fn loss_scale(&self) -> Option<&Tensor> {
                 (**self).loss_scale()
+            }
+
+            fn value(&self) -> Result<f64> {
+                (**self).value()
             }
 
             fn adjust(&mut self, grads_finite: &Tensor) -> Result<()> {
@@ -181,5 +186,5 @@ fn product(tensor: &Tensor, factor: &Tensor) -> Result<Tensor> {
     if device == factor.device() {
         return Ok(tensor.f_mul(factor)?);
     }
-    Ok(tensor.f_mul(&factor.f_to_device(device)?)?)
+    Ok(tensor.f_mul(&ffi::number_on(factor, device, Kind::Float)?)?)
 }

@@ -11,6 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::device::check_usable;
 use crate::error::{Result, ScalerError};
+use crate::ffi;
 
 pub use config::GradScalerConfig;
 pub(crate) use end::{End, end_all};
@@ -43,10 +44,7 @@ fn product(output: &Tensor, scale: &Tensor) -> Result<Tensor> {
     if scale.device() == device {
         return Ok(output.f_mul(scale)?);
     }
-    // A non-blocking copy to the host could be read before it has arrived.
-    let non_blocking = device != Device::Cpu;
-    let scale = scale.f_to_device_(device, Kind::Float, non_blocking, false)?;
-    Ok(output.f_mul(&scale)?)
+    Ok(output.f_mul(&ffi::number_on(scale, device, Kind::Float)?)?)
 }
 
 impl AdaptiveScale {

@@ -43,7 +43,10 @@ impl GradScaler {
             // Read before the gradients are clipped: reading can fail, and the retry would clip them again.
             self.iteration.borrow_mut().found_inf(record)?;
         }
-        let clip = |parameters: &[Tensor]| ffi::clip_grad_norm(parameters, max_norm, false);
+        let clip = |parameters: &[Tensor]| {
+            ffi::clip_grad_norm(parameters, max_norm, false)
+                .map_err(|error| explained(parameters, error))
+        };
         let norm = self.change_gradients(record, optimizer, !max_norm.is_finite(), clip)?;
         Ok(self.step_shared(optimizer)?.with_norm(norm))
     }

@@ -6,17 +6,7 @@ use crate::error::{Error, GradientError, Result, ScalerError};
 use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot};
 use crate::gradients::{Change, Findings, Gradients, IdentityMap, Look, Plan, change, overflow};
 use crate::scale::Number;
-
-/// How far an optimizer is in this iteration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stage {
-    /// libtorch failed midway: some gradients may be unscaled and some not.
-    Broken,
-    /// The gradients were checked and are still scaled: a step is in progress.
-    Looked,
-    Unscaled,
-    Stepped,
-}
+use crate::scaler::record::{Record, Stage};
 
 /// Whether a step can be taken.
 #[derive(Debug)]
@@ -26,27 +16,10 @@ pub(crate) enum Verdict {
     Unless(Tensor),
 }
 
-/// An optimizer, recognised by its parameters.
-#[derive(Debug)]
-pub(crate) struct Record {
-    pub(crate) stage: Stage,
-    /// The gradients as unscaling left them, in the order of the parameters.
-    snapshot: Snapshot,
-    /// The parameters, kept alive so that their identities stay theirs until the iteration ends.
-    parameters: Vec<Tensor>,
-    found: Vec<FoundInf>,
-    /// Values changed since unscaling, so they have to be checked again.
-    dirty: bool,
-    /// A loss was scaled since unscaling, so a change may come from its backward.
-    rescaled: bool,
-    /// The norm of the unscaled gradients, where it was taken.
-    norm: Option<Tensor>,
-}
-
 /// The optimizer to which a list of parameters belongs.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
-    Nobody,
+    None,
     Record(usize),
     /// The gradient of the parameter at this index has been unscaled for another optimizer.
     Shared(usize),
@@ -56,8 +29,6 @@ pub(crate) enum Owner {
 #[derive(Debug, Default)]
 pub(crate) struct Iteration {
     records: Vec<Record>,
-    /// The parameters of all records.
-    known: IdentityMap<()>,
 }
 
 impl Iteration {
@@ -85,14 +56,19 @@ impl Iteration {
             let known = self.records[*record].snapshot.len();
             gradients[known..].iter().all(|gradient| !gradient.exists())
         };
+        if self.records.is_empty() {
+            return Owner::None;
+        }
         if let Some(record) = self.find(gradients).filter(gained_none) {
             return Owner::Record(record);
         }
+        let known = self.records.iter().flat_map(|record| record.snapshot.iter());
+        let known: IdentityMap<()> = known.map(|gradient| (gradient.parameter(), ())).collect();
         let shared = |gradient: &Gradient| {
-            self.known.contains_key(&gradient.parameter())
+            known.contains_key(&gradient.parameter())
                 && self.records.iter().any(|record| record.has(gradient))
         };
-        gradients.iter().position(shared).map_or(Owner::Nobody, Owner::Shared)
+        gradients.iter().position(shared).map_or(Owner::None, Owner::Shared)
     }
 
     /// Finds the record whose parameters these begin with.
@@ -122,7 +98,6 @@ impl Iteration {
             Look::Unscale => self.unscale(index, plan, scale)?,
             Look::Check | Look::Norm => self.look(index, plan, scale, look == Look::Norm)?,
         }
-        self.known.extend(self.records[index].snapshot.iter().map(|known| (known.parameter(), ())));
         Ok(Some(index))
     }
 
@@ -198,17 +173,9 @@ impl Iteration {
         self.records[record].norm.as_ref().map(Tensor::shallow_clone)
     }
 
-    /// Whether a failed step left the gradients as they were. On the CPU it never changes them.
+    /// Whether a failed step left the gradients as they were.
     pub(crate) fn is_untouched(&self, record: usize) -> bool {
-        let record = &self.records[record];
-        if overflow(&record.found).is_some() {
-            return true;
-        }
-        let same = |(known, now): (_, &Gradient)| change(Some(known), now) == Change::None;
-        match ffi::gradients_inspect(&record.parameters) {
-            Ok(now) => record.snapshot.iter().zip(&now).all(same),
-            Err(_) => false,
-        }
+        self.records[record].is_untouched()
     }
 
     /// Returns whether there are broken records; fails while the gradients of one are still those that were left half
@@ -260,22 +227,7 @@ impl Iteration {
 
     /// Whether a gradient of the record was non-finite. Synchronizes, once, if only devices have the answer.
     pub(crate) fn found_inf(&mut self, record: usize) -> Result<bool> {
-        let record = &mut self.records[record];
-        let host = overflow(&record.found);
-        let found = match host {
-            Some(found) => found,
-            None => {
-                let flags: Vec<_> = record.found.iter().map(|flag| &flag.tensor).collect();
-                ffi::any_nonzero(&flags)?
-            }
-        };
-        if host.is_none() {
-            for flag in &mut record.found {
-                // Only the sum of the flags matters, and it is known now.
-                flag.host = Some(found);
-            }
-        }
-        Ok(found)
+        self.records[record].found_inf()
     }
 
     /// The flags of all records.
@@ -291,71 +243,10 @@ impl Iteration {
     /// Forgets a record. Its gradients stay unscaled.
     pub(crate) fn abandon(&mut self, record: usize) {
         self.records.remove(record);
-        let left = self.records.iter().flat_map(|record| record.snapshot.iter());
-        self.known = left.map(|known| (known.parameter(), ())).collect();
     }
 
     /// Ends the iteration.
     pub(crate) fn close(&mut self) {
         self.records.clear();
-        self.known.clear();
-    }
-}
-
-impl Record {
-    /// A record of gradients that have not been checked yet.
-    fn new(gradients: Gradients<'_>) -> Self {
-        let (parameters, snapshot) = gradients.into_parts();
-        Self {
-            stage: Stage::Broken,
-            snapshot,
-            parameters,
-            found: Vec::new(),
-            dirty: false,
-            rescaled: false,
-            norm: None,
-        }
-    }
-
-    fn set_broken(&mut self) {
-        self.stage = Stage::Broken;
-        // `update` compares with this to see whether they were zeroed.
-        if let Ok(now) = Snapshot::of(&self.parameters) {
-            self.snapshot = now;
-        }
-    }
-
-    /// Whether this is one of the record's gradients. The snapshot holds them, so that no other has their identity.
-    fn has(&self, gradient: &Gradient) -> bool {
-        let same = |known: &Gradient| {
-            known.parameter() == gradient.parameter() && known.identity() == gradient.identity()
-        };
-        gradient.exists() && self.snapshot.iter().any(same)
-    }
-
-    /// Marks the record if values changed; fails at the first gradient that is not the one that was unscaled.
-    fn compare(&mut self, now: &[Gradient]) -> std::result::Result<(), (usize, &'static str)> {
-        for (index, gradient) in now.iter().enumerate() {
-            match change(self.snapshot.get(index), gradient) {
-                Change::None => {}
-                Change::Numbers if self.rescaled => {
-                    return Err((index, "changed after another loss was scaled"));
-                }
-                Change::Numbers => self.dirty = true,
-                Change::Replaced(how) => return Err((index, how)),
-            }
-        }
-        Ok(())
-    }
-
-    /// Accepts new values, but neither replaced nor new gradients: the step refuses those.
-    fn accept(&mut self, mut now: Snapshot) {
-        for index in 0..self.snapshot.len().min(now.len()) {
-            let numbers = change(self.snapshot.get(index), &now[index]) == Change::Numbers;
-            self.dirty |= numbers;
-            if numbers || !now[index].exists() {
-                self.snapshot.exchange(&mut now, index);
-            }
-        }
     }
 }

@@ -4,11 +4,14 @@
 //! [`GradScaler`] does this. The module also has its options, its state, the types that its methods return, and
 //! [`PerLossScalers`] for several losses.
 
+mod claim;
 mod clip;
 pub(crate) mod grad_scaler;
 mod iteration;
+mod names;
 mod outcome;
 mod per_loss;
+mod record;
 mod settings;
 mod step;
 mod step_counter;

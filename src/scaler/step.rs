@@ -1,22 +1,19 @@
 //! Unscaling and stepping an optimizer.
 
 use tch::Tensor;
-use tch::nn::VarStore;
 
 use crate::autocast;
-use crate::error::{Error, GradientError, Result, ScalerError};
-use crate::ffi::{self, Snapshot};
-use crate::gradients::{Gradients, Look, NonFiniteGradient, Plan};
+#[cfg(doc)]
+use crate::error::GradientError;
+use crate::error::{Error, Result, ScalerError};
+use crate::ffi;
+use crate::gradients::Look;
 use crate::optim::{AmpOptimizer, Step};
 use crate::scale::Number;
-use crate::scaler::iteration::{Iteration, Owner, Stage, Verdict};
+use crate::scaler::iteration::Verdict;
 use crate::scaler::outcome::Taken;
+use crate::scaler::record::Stage;
 use crate::scaler::{GradScaler, StepOutcome, Unscaled};
-
-fn appeared(parameter: String) -> Error {
-    let how = "appeared";
-    Error::Gradient(GradientError::Changed { parameter, how })
-}
 
 /// Fails unless a step is the next call that is due.
 pub(crate) fn due(stage: Stage) -> Result<()> {
@@ -183,167 +180,5 @@ impl GradScaler {
             due(iteration.stage(record))?;
             iteration.verify(record, gradients, scale.tensor())
         })
-    }
-
-    /// Finds the record of an optimizer that has been unscaled or stepped since the last update.
-    pub(crate) fn record(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
-        let now = ffi::gradients_inspect(&optimizer.parameters())?;
-        Ok(self.iteration.borrow().find(&now))
-    }
-
-    /// Unscales the gradients and returns their record; `None` if there is nothing to record.
-    pub(crate) fn open(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
-        self.claim(optimizer, Look::Unscale, |iteration, record, _, _| {
-            Err(match iteration.stage(record) {
-                Stage::Broken => Error::Scaler(ScalerError::UnscaleFailed),
-                Stage::Unscaled => Error::Scaler(ScalerError::AlreadyUnscaled),
-                Stage::Looked | Stage::Stepped => Error::Scaler(ScalerError::UnscaleAfterStep),
-            })
-        })
-    }
-
-    /// Returns the record of the optimizer's parameters: a new one, or the old one if `known` accepts it.
-    fn claim(
-        &self,
-        optimizer: &dyn AmpOptimizer,
-        look: Look,
-        known: impl FnOnce(&mut Iteration, usize, &Number, Gradients<'_>) -> Result<()>,
-    ) -> Result<Option<usize>> {
-        let Some(scale) = self.scale.number() else {
-            return Ok(None);
-        };
-        // Gradients that are unscaled, or whose unscaled norm is taken, need the dtype that the optimizer updates in.
-        if look != Look::Check && optimizer.wants_f32_gradients() {
-            ffi::gradients_widen(&optimizer.parameters())?;
-        }
-        let gradients = self.gradients(optimizer)?;
-        let mut iteration = self.iteration.borrow_mut();
-        match iteration.owner(gradients.snapshot()) {
-            Owner::Shared(index) => {
-                Err(Error::Gradient(GradientError::Shared { parameter: gradients.describe(index) }))
-            }
-            Owner::Record(record) => {
-                known(&mut iteration, record, scale, gradients).map(|()| Some(record))
-            }
-            Owner::Nobody => {
-                // Only writing unscaled fp16 gradients back can lose small values.
-                let allow_fp16 = look != Look::Unscale || self.scale.config().may_unscale_fp16();
-                let plan = Plan::new(&gradients, allow_fp16)?;
-                if look == Look::Norm {
-                    gradients.refuse_sparse()?;
-                }
-                iteration.open(gradients, &plan, scale, look)
-            }
-        }
-    }
-
-    /// Inspects the gradients of an optimizer.
-    pub(crate) fn gradients<'a>(
-        &'a self,
-        optimizer: &'a dyn AmpOptimizer,
-    ) -> Result<Gradients<'a>> {
-        let name = move |index, identity| {
-            let known = || self.names.get(&identity).map(|(name, _)| name.clone());
-            optimizer.parameter_name(index).or_else(known)
-        };
-        Gradients::of(optimizer.parameters(), Box::new(name))
-    }
-
-    /// Changes the gradients of an unscaled optimizer and records that the change was the scaler's own. `look_again` if
-    /// it can make one non-finite.
-    pub(crate) fn change_gradients<T>(
-        &self,
-        record: Option<usize>,
-        optimizer: &dyn AmpOptimizer,
-        look_again: bool,
-        change: impl FnOnce(&[Tensor]) -> Result<T>,
-    ) -> Result<T> {
-        let gradients = self.gradients(optimizer)?;
-        let Some(record) = record else {
-            let mut now = gradients.snapshot().iter();
-            return match now.position(|gradient| gradient.exists() && self.is_enabled()) {
-                Some(index) => Err(appeared(gradients.describe(index))),
-                None => change(gradients.parameters()),
-            };
-        };
-        let mut iteration = self.iteration.borrow_mut();
-        iteration.compare(record, &gradients)?;
-        let changed = change(gradients.parameters())?;
-        iteration.accept(record, Snapshot::of(gradients.parameters())?, look_again);
-        Ok(changed)
-    }
-
-    /// Removes an optimizer from this iteration, for a loop that neither steps it nor calls `update` after unscaling
-    /// it. Its gradients stay as they are: zero them before the next backward. PyTorch has no counterpart.
-    ///
-    /// A recorded overflow is discarded, too: if it is the reason for not stepping, call `update` instead, or the scale
-    /// will never back off. An optimizer that was dropped counts until `update`, unless it was abandoned before. An
-    /// optimizer that was not unscaled is ignored.
-    ///
-    /// # Errors
-    ///
-    /// [`ScalerError::AlreadyStepped`] if its step was taken or skipped; [`Error::Torch`] if its parameters cannot be
-    /// read.
-    pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
-        let now = ffi::gradients_inspect(&optimizer.parameters())?;
-        let iteration = self.iteration.get_mut();
-        match iteration.find(&now) {
-            Some(record) if iteration.stage(record) == Stage::Stepped => {
-                Err(Error::Scaler(ScalerError::AlreadyStepped))
-            }
-            Some(record) => {
-                iteration.abandon(record);
-                Ok(())
-            }
-            None => Ok(()),
-        }
-    }
-
-    /// Uses the names of a `VarStore`'s variables in messages about their gradients. The scaler keeps handles to the
-    /// variables as long as it lives. Call it again for variables that are added later. PyTorch has no counterpart.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Torch`] if the variables cannot be read.
-    pub fn name_parameters(&mut self, vs: &VarStore) -> Result<()> {
-        let (names, tensors): (Vec<_>, Vec<_>) = vs.variables().into_iter().unzip();
-        let identities = ffi::identities(&tensors)?;
-        let named = names.into_iter().zip(tensors);
-        self.names.extend(identities.into_iter().zip(named));
-        Ok(())
-    }
-
-    /// Returns the parameters of an optimizer whose gradients are infinite or NaN somewhere, with the number of such
-    /// elements. Call it after a skipped step and before the gradients are zeroed, to find the source of an overflow.
-    /// Synchronizes. PyTorch has no counterpart.
-    ///
-    /// The names come from a fused optimizer or from [`name_parameters`](Self::name_parameters).
-    ///
-    /// ```
-    /// use tch::{Device, Kind, Tensor, nn, nn::OptimizerConfig};
-    /// use tch_amp::GradScaler;
-    ///
-    /// let vs = nn::VarStore::new(Device::Cpu);
-    /// let w = vs.root().var("w", &[3], nn::Init::Const(1.0));
-    /// let mut opt = nn::Sgd::default().build(&vs, 0.1)?;
-    /// let mut scaler = GradScaler::skip_only(Device::Cpu)?;
-    /// scaler.name_parameters(&vs)?;
-    /// scaler.backward(&(&w * Tensor::from_slice(&[1.0, f64::INFINITY, f64::NAN])).sum(Kind::Float))?;
-    /// if scaler.step(&mut opt)?.is_skipped()? {
-    ///     let found = scaler.non_finite_gradients(&opt)?;
-    ///     assert_eq!(found[0].to_string(), "parameter `w` [3]: 1 infinite, 1 NaN");
-    /// }
-    /// scaler.update()?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Torch`] if a gradient cannot be read.
-    pub fn non_finite_gradients(
-        &self,
-        optimizer: &dyn AmpOptimizer,
-    ) -> Result<Vec<NonFiniteGradient>> {
-        self.gradients(optimizer)?.non_finite()
     }
 }

@@ -8,7 +8,7 @@ use tch::{Device, Tensor};
 use crate::error::{Error, Result, ScalerError, ensure};
 use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, LoadedState, end_all};
-use crate::scaler::iteration::Stage;
+use crate::scaler::record::Stage;
 use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome};
 use loss::{Identity, Loss};
 
