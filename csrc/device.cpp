@@ -44,6 +44,14 @@ void tamp_cuda_initialize(char **err) noexcept {
   tamp::guarded(err, [] { at::globalContext().lazyInitDevice(c10::DeviceType::CUDA); });
 }
 
+uint8_t tamp_allow_tf32(uint8_t allow, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    const bool before = at::globalContext().allowTF32CuBLAS();
+    at::globalContext().setAllowTF32CuBLAS(allow != 0);
+    return before ? 1 : 0;
+  });
+}
+
 tamp_arrival *tamp_arrival_new(const tamp_tensor *flag, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const at::Tensor &number = tamp::tensor(flag);

@@ -46,6 +46,9 @@ uint8_t tamp_cuda_is_linked(void) TAMP_NOEXCEPT;
 void tamp_cuda_initialize(char **err) TAMP_NOEXCEPT;
 
 // An asynchronous copy of a number from a device to the host.
+// Sets whether f32 matrix products on CUDA devices may use TensorFloat-32, in all threads. Returns whether they could.
+uint8_t tamp_allow_tf32(uint8_t allow, char **err) TAMP_NOEXCEPT;
+
 typedef struct tamp_arrival tamp_arrival;
 
 enum { TAMP_PENDING = 0, TAMP_ZERO = 1, TAMP_NONZERO = 2 };

@@ -23,6 +23,7 @@ mod names;
 pub mod optim;
 mod panics;
 pub mod policy;
+pub mod precision;
 mod scale;
 pub mod scaler;
 #[allow(unsafe_code, reason = "it declares the shim's functions")]

@@ -239,6 +239,7 @@ unsafe extern "C" {
     pub(crate) fn tamp_cuda_is_linked() -> u8;
     pub(crate) fn tamp_cuda_initialize(err: *mut *mut c_char);
 
+    pub(crate) fn tamp_allow_tf32(allow: u8, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_arrival_new(flag: *const Tensor, err: *mut *mut c_char) -> *mut Arrival;
     pub(crate) fn tamp_arrival_poll(arrival: *const Arrival, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_arrival_free(arrival: *mut Arrival);

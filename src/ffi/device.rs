@@ -18,6 +18,12 @@ pub(crate) fn cuda_initialize() -> Result<()> {
     call(|err| unsafe { sys::tamp_cuda_initialize(err) })
 }
 
+/// Sets whether f32 matrix products on CUDA devices may use TensorFloat-32. Returns whether they could before.
+pub(crate) fn allow_tf32(allow: bool) -> Result<bool> {
+    // SAFETY: `err` is valid for a write.
+    call(|err| unsafe { sys::tamp_allow_tf32(allow.into(), err) }).map(|before| before != 0)
+}
+
 /// An asynchronous copy of a number from a device to the host.
 #[derive(Debug)]
 pub(crate) struct Arrival(*mut sys::Arrival);
