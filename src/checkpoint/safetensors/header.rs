@@ -59,8 +59,8 @@ pub(crate) enum PartManifest {
     Empty,
 }
 
-/// The fields of all kinds. serde's derived code for a tagged enum buffers its content, and does not read all numbers
-/// back correctly; see `optim/state_dict/fields.rs`.
+/// The fields of all kinds. serde's derived code for a tagged enum buffers the content, and cannot read numbers back
+/// from the buffer if serde_json's `arbitrary_precision` is enabled; see `optim/state_dict/fields.rs`.
 #[derive(Deserialize)]
 struct Fields {
     kind: String,
