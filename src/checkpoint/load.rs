@@ -25,10 +25,11 @@ impl Checkpoint {
     /// key in Python as its name, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the kind of a state
     /// dict is recognized by its keys.
     ///
-    /// The state of an optimizer that Python built from `model.named_parameters()` (PyTorch 2.6) is matched by name.
-    /// Any other is matched by position, and then parameters of equal shapes in another order go unnoticed: build your
-    /// optimizer from a list of named tensors in Python's order, because tch's layers may create their variables in
-    /// another order, such as `nn::linear`, which creates the bias first.
+    /// The parameters of an optimizer are matched by name if this crate saved the file, or if Python built the
+    /// optimizer from `model.named_parameters()` (PyTorch 2.6 or later). Otherwise they are matched by position, and
+    /// parameters of equal shapes in another order go unnoticed: build your optimizer from a list of named tensors in
+    /// Python's order, because tch's layers may create their variables in another order, such as `nn::linear`, which
+    /// creates the bias first.
     ///
     /// The file must not be modified in place as long as the checkpoint exists. Another save to the same path is fine,
     /// because it replaces the file.

@@ -114,14 +114,14 @@ fn inspect(parameters: &[Tensor], hold: bool) -> Result<Vec<Gradient>> {
     let mut gradients = vec![Gradient::default(); tensors.len()];
     let (array, count) = (tensors.as_ptr(), tensors.len());
     let out = gradients.as_mut_ptr().cast::<sys::Gradient>();
-    // SAFETY: both arrays have `count` elements, a `Gradient` is laid out like the struct inside, and `parameters` keeps
-    // the tensors alive.
+    // SAFETY: both arrays have `count` elements, a `Gradient` is laid out like the struct inside, and `parameters`
+    // keeps the tensors alive.
     call(|err| unsafe { sys::tamp_gradients_inspect(array, count, hold.into(), out, err) })?;
     Ok(gradients)
 }
 
-/// Gradients as they were at one time. While the snapshot is alive, their memory is not reused for another tensor, and
-/// so a gradient with the same memory is the same gradient.
+/// Gradients as they were at one time. While the snapshot is alive, no other memory gets the same identity, and so a
+/// gradient with the same memory is the same gradient.
 #[derive(Debug, Default)]
 pub(crate) struct Snapshot(Vec<Gradient>);
 

@@ -173,8 +173,8 @@ pub(crate) fn optim_step(
     let mut answers = vec![sys::STEP_LEFT_OUT; raw.len()];
     let (array, count, out) = (raw.as_ptr(), raw.len(), answers.as_mut_ptr());
     // SAFETY: both arrays have `count` elements, each parameter names options that exist and a stamp of its own; the
-    // borrows keep every tensor alive, and tensors are changed in place only through libtorch's own handles, which alias
-    // freely.
+    // borrows keep every tensor alive, and tensors are changed in place only through libtorch's own handles, which
+    // alias freely.
     call(|err| unsafe { sys::tamp_optim_step(array, count, options.as_ptr(), &scale, out, err) })?;
     answers.into_iter().map(StepAnswer::of).collect()
 }

@@ -83,8 +83,8 @@ pub(crate) fn gradients_unscale<'a>(
     let mut answers = vec![sys::ON_DEVICE; devices];
     let (found, out) = (flags.as_mut_ptr(), answers.as_mut_ptr());
     let (options, mut begun) = (unscaling.code(), 0);
-    // SAFETY: the arrays have `count` and `devices` elements, the borrows keep every tensor alive, `begun` is valid for a
-    // write, and tensors are changed in place only through libtorch's own handles, which alias freely.
+    // SAFETY: the arrays have `count` and `devices` elements, the borrows keep every tensor alive, `begun` is valid for
+    // a write, and tensors are changed in place only through libtorch's own handles, which alias freely.
     let done = call(|err| unsafe {
         let begun = &mut begun;
         sys::tamp_gradients_unscale(array, count, scale, found, out, devices, options, begun, err)
@@ -104,8 +104,8 @@ pub(crate) fn gradients_norm<'a>(
     let tensors = pointers(parameters);
     let (array, count, scale) = (tensors.as_ptr(), tensors.len(), scale.as_ptr());
     let (mut flag, mut answer) = (ptr::null_mut(), sys::ON_DEVICE);
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `flag` and `answer` are valid for
-    // a write.
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `flag` and `answer` are valid
+    // for a write.
     let norm = call(|err| unsafe {
         sys::tamp_gradients_norm(array, count, scale, &mut flag, &mut answer, err)
     })?;

@@ -95,8 +95,8 @@ fn prepare(
     })
 }
 
-const BY_PLACE: &str = "the file has no parameter names, and was matched by place: build the optimizer from a list in \
-                        Python's order, or in Python from `model.named_parameters()`";
+const BY_PLACE: &str = "the file has no parameter names, so parameters were matched by position: build the \
+                        optimizer from a list in Python's order, or in Python from `model.named_parameters()`";
 
 /// Turns groups of Adam into groups of AdamW.
 fn as_adamw(groups: &mut [ParamGroupState]) {
