@@ -18,7 +18,7 @@ pub enum Format {
     /// | scaler | – | `state`, for `GradScaler.load_state_dict` |
     /// | your own [`Stateful`] | `NAME/TENSOR` | `value`: a map of its values, as below |
     /// | tensor, random numbers | `NAME` | `kind` |
-    /// | value, loss scale | – | `value`; an infinite number or NaN is the text `inf`, `-inf` or `nan`, and `non_finite` lists where |
+    /// | value, loss scale | – | `value`; a non-finite float is the text `inf`, `-inf` or `nan`, and `non_finite` lists the places |
     Safetensors,
     /// A file that Python reads with `torch.load(path, weights_only=True)`: a dict of the parts, each as its
     /// `state_dict()` returns it. Your own [`Stateful`] becomes a dict of its values and tensors.
