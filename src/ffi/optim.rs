@@ -8,7 +8,7 @@ use super::{Stamps, call, given, pointer, pointers};
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// What an optimizer computes.
+/// The algorithm of an optimizer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum OptimAlgorithm {
     #[default]
@@ -18,7 +18,7 @@ pub(crate) enum OptimAlgorithm {
     Adagrad,
 }
 
-/// The options of a parameter group, by PyTorch's names. Each algorithm reads its own options only.
+/// The options of a parameter group, by their names in PyTorch. An algorithm ignores those of others.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct OptimOptions {
     pub(crate) algorithm: OptimAlgorithm,
@@ -60,7 +60,7 @@ impl OptimOptions {
     }
 }
 
-/// What a half-precision parameter is updated from.
+/// The kind of master weights of a half-precision parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Master {
     None,
@@ -96,14 +96,14 @@ pub(crate) struct OptimParameter<'a> {
     pub(crate) states: [Option<&'a Tensor>; sys::OPTIM_STATES],
     pub(crate) kept: Option<&'a Tensor>,
     pub(crate) master: Master,
-    /// The index of its options.
+    /// The index of the parameter's options.
     pub(crate) options: usize,
     pub(crate) first_step: bool,
-    /// Whether all of the state exists that its options require.
+    /// Whether all of the state that its options need exists.
     pub(crate) complete: bool,
 }
 
-/// How the gradients are unscaled before the update, and whether there is one.
+/// How the gradients are unscaled and clipped for the update, and the flag that skips it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct OptimScale<'a> {
     pub(crate) grad_scale: Option<&'a Tensor>,
@@ -111,17 +111,17 @@ pub(crate) struct OptimScale<'a> {
     pub(crate) found_inf: Option<&'a Tensor>,
 }
 
-/// What a step does with a parameter, or why the whole step is not taken.
+/// What a step did with a parameter, or why the whole step was not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StepAnswer {
     Taken,
-    /// It has no gradient, or is frozen.
+    /// The parameter has no gradient, or is frozen.
     LeftOut,
-    /// No step can take such a gradient.
+    /// The gradient is of a kind that cannot be stepped with.
     Refused,
-    /// It was written to after its stamp was taken.
+    /// The parameter was written to since its stamp was taken.
     Stale,
-    /// Some of its state has to be made first.
+    /// Some of the parameter's state must be allocated first.
     Incomplete,
 }
 
@@ -138,8 +138,8 @@ impl StepAnswer {
     }
 }
 
-/// Steps the parameters that have gradients, and takes new stamps of those with masters. Changes nothing where an
-/// answer is neither `Taken` nor `LeftOut`, nor where `found_inf` is not zero.
+/// Steps the parameters that have gradients, and takes new stamps of those with master weights. Changes nothing if any
+/// answer is neither `Taken` nor `LeftOut`, or if `found_inf` is not zero.
 pub(crate) fn optim_step(
     parameters: &[OptimParameter<'_>],
     options: &[OptimOptions],
@@ -177,7 +177,7 @@ pub(crate) fn optim_step(
     answers.into_iter().map(StepAnswer::of).collect()
 }
 
-/// Returns the f32 numbers that a bf16 parameter and its remainder stand for.
+/// Returns the f32 numbers that consist of a bf16 parameter and its remainder.
 pub(crate) fn master_join(parameter: &Tensor, remainder: &Tensor) -> Result<Tensor> {
     // SAFETY: both are live tensors, and `err` is valid for a write.
     given(call(|err| unsafe {
@@ -185,14 +185,14 @@ pub(crate) fn master_join(parameter: &Tensor, remainder: &Tensor) -> Result<Tens
     })?)
 }
 
-/// Returns the remainders of f32 numbers that round to a bf16 parameter, and zero for those that do not.
+/// Returns the remainders of f32 numbers that round to a bf16 parameter, and zero for numbers that do not.
 pub(crate) fn master_remainder_of(master: &Tensor, parameter: &Tensor) -> Result<Tensor> {
     let (master, parameter) = (master.as_ptr(), parameter.as_ptr());
     // SAFETY: both are live tensors, and `err` is valid for a write.
     given(call(|err| unsafe { sys::tamp_master_remainder_of(master, parameter, err) })?)
 }
 
-/// Renews masters after other code has written to their parameters: all of them or, on failure, none.
+/// Updates master weights from parameters that other code has written to: all of them or, on failure, none.
 pub(crate) fn masters_renew(parameters: &[&Tensor], masters: &[&Tensor]) -> Result<()> {
     assert_eq!(parameters.len(), masters.len(), "one master for each parameter");
     let (tensors, kept) = (pointers(parameters.iter().copied()), pointers(masters.iter().copied()));
