@@ -37,9 +37,9 @@ impl ForwardContext {
     /// Saves tensors for the backward: inputs, outputs or others, including undefined ones. A further call replaces the
     /// list. Corresponds to `ctx.save_for_backward` in PyTorch.
     ///
-    /// A backward fails if a saved tensor was changed in place in the meantime, or if the saved tensors have been freed.
-    /// Tensors that reach the backward in another way, such as [`save_value`](Self::save_value), are not checked and
-    /// have no history for second derivatives.
+    /// A backward fails if a saved tensor was changed in place in the meantime, or if the saved tensors have been
+    /// freed. Tensors that reach the backward in another way, such as [`save_value`](Self::save_value), are not checked
+    /// and have no history for second derivatives.
     pub fn save_for_backward<T: Borrow<Tensor>>(&mut self, tensors: &[T]) {
         self.saved = handles(tensors);
     }
@@ -68,8 +68,8 @@ impl ForwardContext {
         Ok(info.requires_grad())
     }
 
-    /// Marks inputs that the forward has changed in place. Each must be returned as an output, and may be kept only with
-    /// [`save_for_backward`](Self::save_for_backward). A further call replaces the list. Corresponds to
+    /// Marks inputs that the forward has changed in place. Each must be returned as an output, and may be kept only
+    /// with [`save_for_backward`](Self::save_for_backward). A further call replaces the list. Corresponds to
     /// `ctx.mark_dirty` in PyTorch.
     pub fn mark_dirty<T: Borrow<Tensor>>(&mut self, inputs: &[T]) {
         self.dirty = handles(inputs);

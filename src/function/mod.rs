@@ -78,10 +78,10 @@
 //!
 //! ## Errors and panics
 //!
-//! If the forward returns an error, `apply` returns it as [`FunctionError::Forward`]; a panic of the forward propagates.
-//! If the backward returns an error or panics, on any thread, the `backward()` that runs it fails with a message that
-//! contains the function's name: `Tensor::f_backward` returns it and `Tensor::backward` panics with it. In all cases
-//! the grad mode and the autocast state are restored.
+//! If the forward returns an error, `apply` returns it as [`FunctionError::Forward`]; a panic of the forward
+//! propagates. If the backward returns an error or panics, on any thread, the `backward()` that runs it fails with a
+//! message that contains the function's name: `Tensor::f_backward` returns it and `Tensor::backward` panics with it. In
+//! all cases the grad mode and the autocast state are restored.
 //!
 //! ## Inputs and outputs
 //!
@@ -212,9 +212,9 @@ pub trait Function: Send + Sized + 'static {
         None
     }
 
-    /// Returns whether the backward cannot be differentiated. If `true`, differentiating its results is an error instead
-    /// of a wrong number. The counterpart of `torch.autograd.function.once_differentiable`, which detects this only if
-    /// an incoming gradient requires a gradient.
+    /// Returns whether the backward cannot be differentiated. If `true`, differentiating its results is an error
+    /// instead of a wrong number. The counterpart of `torch.autograd.function.once_differentiable`, which detects this
+    /// only if an incoming gradient requires a gradient.
     fn once_differentiable(&self) -> bool {
         false
     }

@@ -82,8 +82,8 @@ where
 
 /// The step and the tolerances of [`gradcheck`].
 ///
-/// A gradient passes if |analytic - numeric| ≤ `atol` + `rtol` · |numeric| for every element, where the numeric gradient
-/// is (f(x + `eps`) - f(x - `eps`)) / (2 `eps`).
+/// A gradient passes if |analytic - numeric| ≤ `atol` + `rtol` · |numeric| for every element, where the numeric
+/// gradient is (f(x + `eps`) - f(x - `eps`)) / (2 `eps`).
 ///
 /// ```
 /// # use tch::{Device, Kind, Tensor};

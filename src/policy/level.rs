@@ -20,8 +20,8 @@ use crate::scaler::GradScaler;
 /// | `O2` | half | half | f32 | kept in f32 | yes, in the optimizer | dynamic for fp16; bf16 only skips steps |
 /// | `O3` | half | half | half | half | no | none |
 ///
-/// In the table, *half* is the [`half_dtype`] of the device. Start with `O1`, which corresponds to `torch.autocast`. The
-/// same training loop works for `O0` to `O2`. For `O3`, where norms are in half precision, leave
+/// In the table, *half* is the [`half_dtype`] of the device. Start with `O1`, which corresponds to `torch.autocast`.
+/// The same training loop works for `O0` to `O2`. For `O3`, where norms are in half precision, leave
 /// [`keep_in_f32`](crate::policy::keep_in_f32) out. In apex the outputs of `O3` are f32.
 ///
 /// ```

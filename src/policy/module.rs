@@ -58,9 +58,9 @@ impl Policy {
     ///
     /// If `param` and `compute` differ, the module runs in an [`Autocast`] region of the dtype `compute`. Where jmp
     /// casts all parameters, autocast casts those of the operations on its list of half precision, such as matrix
-    /// products and convolutions; operations on its list of f32, such as losses, run in f32
-    /// ([all lists](crate::guide::operations)). If `param` and `compute` are the same, the module runs without autocast,
-    /// even inside an enclosing region, and its variables must have that dtype (see
+    /// products and convolutions; operations on its list of f32, such as losses, run in f32 ([all
+    /// lists](crate::guide::operations)). If `param` and `compute` are the same, the module runs without autocast, even
+    /// inside an enclosing region, and its variables must have that dtype (see
     /// [`cast_variables`](Self::cast_variables)).
     ///
     /// ```
@@ -185,9 +185,9 @@ impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
 /// Wraps a layer so that it runs in f32 inside a half-precision model: a half-precision input is cast to f32, the layer
 /// runs without autocast, and its output is cast back to the input's dtype.
 ///
-/// The layer's variables must be f32: wrap exactly the layers whose variables [`KeepF32`](crate::policy::KeepF32) keeps,
-/// which are those that [`cast_variables`](Policy::cast_variables) returns. A layer to which only one of the two applies
-/// fails, or runs with an input and weights of different dtypes.
+/// The layer's variables must be f32: wrap exactly the layers whose variables [`KeepF32`](crate::policy::KeepF32)
+/// keeps, which are those that [`cast_variables`](Policy::cast_variables) returns. A layer to which only one of the two
+/// applies fails, or runs with an input and weights of different dtypes.
 ///
 /// On the CPU libtorch's `batch_norm`, `layer_norm` and `group_norm` accept half-precision inputs with f32 weights and
 /// compute in f32. Do not rely on that on other devices; a wrapped norm does not need it:

@@ -102,7 +102,8 @@ impl Policy {
         Self { output, ..self }.checked()
     }
 
-    /// Casts the floating-point tensors of a tree to the dtype of the parameters. Corresponds to `cast_to_param` in jmp.
+    /// Casts the floating-point tensors of a tree to the dtype of the parameters. Corresponds to `cast_to_param` in
+    /// jmp.
     ///
     /// Other tensors (integer, boolean, complex, quantized and undefined ones) and tensors that already have the dtype
     /// are returned as new handles of the same memory. Gradients flow through the casts.

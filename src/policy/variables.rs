@@ -28,8 +28,8 @@ use crate::tree::floating_kind;
 ///   underscore and anything else: `layer1.bn2.weight`, `h.3.ln_1.bias`, `ln_f.weight`, `gn.weight`, but not
 ///   `gnn.weight`.
 ///
-/// Case does not matter. Names are only a heuristic: print what [`cast_variables`](Policy::cast_variables) returns once,
-/// and correct it with patterns, in which `*` matches any characters. As in
+/// Case does not matter. Names are only a heuristic: print what [`cast_variables`](Policy::cast_variables) returns
+/// once, and correct it with patterns, in which `*` matches any characters. As in
 /// [`assign_group`](crate::optim::Optimizer::assign_group), a pattern that matches no variable is not an error.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]

@@ -8,8 +8,8 @@ use tch::{Kind, Tensor};
 use crate::error::{Error, PolicyError, Result};
 
 /// A structure of tensors that a [`Policy`](crate::Policy) can cast and a [`LossScale`](crate::loss_scale::LossScale)
-/// can scale: a tensor, or a tuple, slice, array, `Vec`, `Option`, `Box` or map of trees. The counterpart of a pytree in
-/// JAX.
+/// can scale: a tensor, or a tuple, slice, array, `Vec`, `Option`, `Box` or map of trees. The counterpart of a pytree
+/// in JAX.
 ///
 /// Implement it for your own types by delegating to a tuple of their fields:
 ///
