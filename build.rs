@@ -19,6 +19,7 @@ const SOURCES: &[&str] = &[
     "clip.cpp",
     "device.cpp",
     "gradients.cpp",
+    "heap.cpp",
     "kernel_gradients.cpp",
     "kernel_masters.cpp",
     "loss_scale.cpp",

@@ -5,7 +5,7 @@ mod common;
 
 use std::hint::black_box;
 
-use common::{Rounds, Twin, nanoseconds, print_ratio, print_table, rounds};
+use common::{Python, Rounds, nanoseconds, print_ratio, print_table, rounds};
 use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::{AutocastGuard, autocast_dtype, is_autocast_enabled};
 use tch_amp::{Autocast, autocast};
@@ -13,17 +13,17 @@ use tch_amp::{Autocast, autocast};
 const REGIONS: usize = 10_000;
 
 fn main() {
-    let Some(mut twin) = Twin::start("autocast.py") else {
+    let Some(mut python) = Python::start("autocast.py") else {
         return;
     };
     tch::set_num_threads(1);
-    assert_eq!(states(), twin.ask("states"), "both sides report and compute the same");
+    assert_eq!(states(), python.ask("states"), "both sides report and compute the same");
     let count = rounds(150);
     let ours = || vec![a_new_object(), a_guard(), a_closure(), a_reused_object(), nested()];
     let python = || {
-        let new = twin.time(&format!("new {REGIONS}"))[0];
-        let reused = twin.time(&format!("reused {REGIONS}"))[0];
-        vec![new, new, new, reused, twin.time(&format!("nested {REGIONS}"))[0]]
+        let new = python.time(&format!("new {REGIONS}"))[0];
+        let reused = python.time(&format!("reused {REGIONS}"))[0];
+        vec![new, new, new, reused, python.time(&format!("nested {REGIONS}"))[0]]
     };
     let times = Rounds::run(count, ours, python);
     let new = times.row("Autocast::new(Cpu).enter()", 0);
@@ -66,7 +66,7 @@ fn nested() -> f64 {
     })
 }
 
-/// The state and a product before, inside, nested and after: what the twin answers to `states`.
+/// The state and a product before, inside, nested and after: what Python answers to `states`.
 fn states() -> String {
     let mut out = vec![state()];
     {

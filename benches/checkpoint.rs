@@ -18,7 +18,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use common::{Rounds, Twin, is_quick, nanoseconds, print_ratio, rounds};
+use common::{Python, Rounds, is_quick, nanoseconds, print_ratio, rounds};
 use folder::Folder;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -36,26 +36,26 @@ const PYTHON: &str = "python.pt";
 const ROUNDS: usize = 7;
 
 fn main() {
-    let Some(mut twin) = Twin::start("checkpoint.py") else {
+    let Some(mut python) = Python::start("checkpoint.py") else {
         return;
     };
     tch::set_num_threads(1);
     tch::manual_seed(1);
     let numbers = parameters() / TENSORS;
-    assert_eq!(twin.ask(&format!("{TENSORS} {numbers}")), "ready");
+    assert_eq!(python.ask(&format!("{TENSORS} {numbers}")), "ready");
     let folder = Folder::new();
     let mut training = Training::new(numbers);
     training.step();
-    check(&mut training, &mut twin, &folder);
+    check(&mut training, &mut python, &folder);
 
     let bytes = training.bytes();
     let count = rounds(ROUNDS).max(3);
     println!("{:.2} GB of tensors in {}, {count} rounds", bytes / 1e9, folder.0.display());
-    let saves = measure(count, &mut twin, &folder, "save", |path| training.save(path));
+    let saves = measure(count, &mut python, &folder, "save", |path| training.save(path));
     report("save", ["checkpoint_save", "checkpoint_save_pt"], &saves, bytes, 0.0);
     println!("loading with a warm page cache, into an optimizer without state:");
     let state = 2.0 * bytes / 3.0;
-    let loads = measure(count, &mut twin, &folder, "load", |path| training.load(path));
+    let loads = measure(count, &mut python, &folder, "load", |path| training.load(path));
     report("load", ["checkpoint_load", "checkpoint_load_pt"], &loads, bytes, state);
 }
 
@@ -66,7 +66,7 @@ fn parameters() -> i64 {
 }
 
 /// Both sides have the same numbers in the end, by way of files of both.
-fn check(training: &mut Training, twin: &mut Twin, folder: &Folder) {
+fn check(training: &mut Training, python: &mut Python, folder: &Folder) {
     let saved = training.sums();
     for file in [OURS, OURS_PT] {
         training.save(&folder.file(file));
@@ -75,9 +75,9 @@ fn check(training: &mut Training, twin: &mut Twin, folder: &Folder) {
         training.load(&folder.file(file));
         assert_eq!(training.sums(), saved, "{file} holds what was saved");
     }
-    drop(twin.ask(&format!("load {}", folder.text(OURS_PT))));
-    assert_eq!(twin.ask("sums"), saved, "Python reads what was saved");
-    drop(twin.ask(&format!("save {}", folder.text(PYTHON))));
+    drop(python.ask(&format!("load {}", folder.text(OURS_PT))));
+    assert_eq!(python.ask("sums"), saved, "Python reads what was saved");
+    drop(python.ask(&format!("save {}", folder.text(PYTHON))));
     training.clear();
     training.load(&folder.file(PYTHON));
     assert_eq!(training.sums(), saved, "this crate reads what Python saved");
@@ -86,7 +86,7 @@ fn check(training: &mut Training, twin: &mut Twin, folder: &Folder) {
 /// Rounds of one action: time and peak of ours as safetensors, of ours as `.pt`, and of Python's twice.
 fn measure(
     count: usize,
-    twin: &mut Twin,
+    python: &mut Python,
     folder: &Folder,
     action: &str,
     mut work: impl FnMut(&Path) -> [f64; 2],
@@ -95,7 +95,7 @@ fn measure(
     Rounds::run(
         count,
         || [OURS, OURS_PT].iter().flat_map(|file| work(&folder.file(file))).collect(),
-        || twin.time(&request).repeat(2),
+        || python.time(&request).repeat(2),
     )
 }
 
@@ -186,7 +186,7 @@ impl Training {
         12.0 * numbers as f64
     }
 
-    /// For each parameter the sums of the bits of it and of its state, and at the end the scale; as the twin's.
+    /// For each parameter the sums of the bits of it and of its state, and at the end the scale; as Python's.
     fn sums(&mut self) -> String {
         let state = self.optimizer.state_dict().unwrap().state;
         let variables = self.vs.variables();

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Rounds, Twin, nanoseconds, print_ratio, print_table, rounds};
+use common::{Python, Rounds, nanoseconds, print_ratio, print_table, rounds};
 use tch::Tensor;
 use tch_amp::function;
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
@@ -57,12 +57,12 @@ impl Function for Product {
 }
 
 fn main() {
-    let Some(mut twin) = Twin::start("function.py") else {
+    let Some(mut python) = Python::start("function.py") else {
         return;
     };
     tch::set_num_threads(1);
     let ours = [values(Scale, false), values(Scale, false), values(Product, true)].join(";");
-    assert_eq!(ours, twin.ask("values scale amp_scale product"), "both sides compute the same");
+    assert_eq!(ours, python.ask("values scale amp_scale product"), "both sides compute the same");
     let count = rounds(150);
     let ours = || {
         let scale = round_trip(|a, b| Scale.apply(&[a, b]).unwrap(), false);
@@ -70,7 +70,7 @@ fn main() {
         vec![scale, scale, closures(), both(), forward(), round_trip(|a, b| a * b, false)]
     };
     let python = || {
-        let mut time = |request: &str| twin.time(&format!("{request} {CALLS}"))[0];
+        let mut time = |request: &str| python.time(&format!("{request} {CALLS}"))[0];
         let scale = time("both scale");
         let rest = ["both product", "forward scale", "both builtin"].map(&mut time);
         [vec![scale, time("both amp_scale"), scale], rest.to_vec()].concat()
@@ -94,7 +94,7 @@ fn inputs(both: bool) -> [Tensor; 2] {
     [leaf(1.25).set_requires_grad(true), leaf(-0.3).set_requires_grad(both)]
 }
 
-/// The output and the gradients, as the twin answers them.
+/// The output and the gradients, as Python answers them.
 fn values<F: Function<Outputs = Tensor>>(function: F, both: bool) -> String {
     let [a, b] = inputs(both);
     let out = function.apply(&[&a, &b]).unwrap();
@@ -105,7 +105,7 @@ fn values<F: Function<Outputs = Tensor>>(function: F, both: bool) -> String {
     values.map(|value| format!("{:016x}", value.to_bits())).join(" ")
 }
 
-/// The time of one call, after some that warm the processor up, as in the twin.
+/// The time of one call, after some that warm the processor up, as in Python.
 fn timed(mut call: impl FnMut()) -> f64 {
     (0..CALLS / 2).for_each(|_| call());
     nanoseconds(|| (0..CALLS).for_each(|_| call())) / CALLS as f64

@@ -10,7 +10,7 @@ mod held;
 #[path = "common/memory.rs"]
 mod memory;
 
-use common::{Rounds, Twin, median, nanoseconds, print_ratio, print_table, rounds, values};
+use common::{Python, Rounds, median, nanoseconds, print_ratio, print_table, rounds, values};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::GradScaler;
@@ -25,12 +25,12 @@ const SCALE: f64 = 1024.0;
 fn main() {
     tch::set_num_threads(1);
     print_memory();
-    let Some(mut twin) = Twin::start("masters.py") else {
+    let Some(mut python) = Python::start("masters.py") else {
         return;
     };
-    assert_eq!(check(), twin.ask(&format!("check {CHECKED}")), "both sides compute the same");
-    measure(&mut twin, 16, rounds(150), 10, "master_weights_step_160x16");
-    measure(&mut twin, 65536, rounds(40), 5, "master_weights_step_160x65536");
+    assert_eq!(check(), python.ask(&format!("check {CHECKED}")), "both sides compute the same");
+    measure(&mut python, 16, rounds(150), 10, "master_weights_step_160x16");
+    measure(&mut python, 65536, rounds(40), 5, "master_weights_step_160x65536");
 }
 
 /// Bytes for each number; nothing where the system does not tell.
@@ -50,7 +50,7 @@ fn print_memory() {
     println!();
 }
 
-fn measure(twin: &mut Twin, numbers: i64, count: usize, steps: usize, name: &str) {
+fn measure(python: &mut Python, numbers: i64, count: usize, steps: usize, name: &str) {
     let modes = [
         MasterWeights::Float,
         MasterWeights::Remainder,
@@ -61,7 +61,7 @@ fn measure(twin: &mut Twin, numbers: i64, count: usize, steps: usize, name: &str
         count,
         || trainings.iter_mut().map(|training| training.round(steps)).collect(),
         || {
-            let time = twin.time(&format!("round 160 {numbers} {steps}"))[0];
+            let time = python.time(&format!("round 160 {numbers} {steps}"))[0];
             vec![time; 3]
         },
     );

@@ -7,7 +7,8 @@
 mod common;
 
 use common::{
-    Rounds, Row, Twin, median, microseconds, nanoseconds, print_ratio, print_table, rounds, values,
+    Python, Rounds, Row, median, microseconds, nanoseconds, print_ratio, print_table, rounds,
+    values,
 };
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
@@ -21,31 +22,31 @@ const OVERFLOW: usize = 7;
 const MAX_NORM: f64 = 1.0;
 
 fn main() {
-    let Some(mut twin) = Twin::start("optim.py") else {
+    let Some(mut python) = Python::start("optim.py") else {
         return;
     };
     tch::set_num_threads(1);
-    let theirs = twin.ask(&format!("check {CHECKED} {OVERFLOW}"));
+    let theirs = python.ask(&format!("check {CHECKED} {OVERFLOW}"));
     assert_eq!(check(), theirs, "both sides compute the same");
-    small(&mut twin, 160, ["amp_step_160x16", "amp_step_clip_160x16"]);
-    small(&mut twin, 400, ["amp_step_400x16", "amp_step_clip_400x16"]);
-    large(&mut twin);
+    small(&mut python, 160, ["amp_step_160x16", "amp_step_clip_160x16"]);
+    small(&mut python, 400, ["amp_step_400x16", "amp_step_clip_400x16"]);
+    large(&mut python);
     against_tch();
 }
 
 /// Host cost.
-fn small(twin: &mut Twin, parameters: i64, names: [&str; 2]) {
-    let rows = measure(twin, parameters, 16, rounds(150), 10);
+fn small(python: &mut Python, parameters: i64, names: [&str; 2]) {
+    let rows = measure(python, parameters, 16, rounds(150), 10);
     print_ratio(names[0], rows[0]);
     print_ratio(names[1], rows[1]);
     println!();
 }
 
 /// Memory traffic.
-fn large(twin: &mut Twin) {
+fn large(python: &mut Python) {
     const PARAMETERS: i64 = 160;
     const NUMBERS: i64 = 65536;
-    let rows = measure(twin, PARAMETERS, NUMBERS, rounds(40), 5);
+    let rows = measure(python, PARAMETERS, NUMBERS, rounds(40), 5);
     print_ratio("amp_step_160x65536", rows[0]);
     print_ratio("amp_step_clip_160x65536", rows[1]);
     let numbers = (PARAMETERS * NUMBERS) as f64;
@@ -71,7 +72,13 @@ fn copy_bandwidth(numbers: i64) -> f64 {
     8.0 * numbers as f64 / median(times.collect())
 }
 
-fn measure(twin: &mut Twin, parameters: i64, numbers: i64, count: usize, steps: usize) -> Vec<Row> {
+fn measure(
+    python: &mut Python,
+    parameters: i64,
+    numbers: i64,
+    count: usize,
+    steps: usize,
+) -> Vec<Row> {
     let mut plain = Training::new(parameters, numbers, fused);
     let mut clip = Training::new(parameters, numbers, fused);
     let mut transaction = Training::new(parameters, numbers, fused);
@@ -84,7 +91,7 @@ fn measure(twin: &mut Twin, parameters: i64, numbers: i64, count: usize, steps: 
                 transaction.round(steps, Way::Transaction),
             ]
         },
-        || twin.time(&format!("round {parameters} {numbers} {steps}")),
+        || python.time(&format!("round {parameters} {numbers} {steps}")),
     );
     let rows = vec![
         times.row("scale, step, update", 0),

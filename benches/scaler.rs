@@ -8,7 +8,7 @@
 mod common;
 
 use common::{
-    Rounds, Row, Twin, median, microseconds, nanoseconds, print_ratio, print_table, rounds,
+    Python, Rounds, Row, median, microseconds, nanoseconds, print_ratio, print_table, rounds,
 };
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
@@ -23,19 +23,19 @@ const CHECKED: usize = 20;
 const OVERFLOW: usize = 7;
 
 fn main() {
-    let Some(mut twin) = Twin::start("scaler.py") else {
+    let Some(mut python) = Python::start("scaler.py") else {
         return;
     };
     tch::set_num_threads(1);
     assert_eq!(
         check(),
-        twin.ask(&format!("check {CHECKED} {OVERFLOW}")),
+        python.ask(&format!("check {CHECKED} {OVERFLOW}")),
         "both sides compute the same"
     );
     let count = rounds(200);
     let mut training = Training::new();
     let times =
-        Rounds::run(count, || training.round(), || twin.time(&format!("round {ITERATIONS}")));
+        Rounds::run(count, || training.round(), || python.time(&format!("round {ITERATIONS}")));
     let added = times.row("added by scaling", ADDED);
     let rows = [times.row("plain step", PLAIN), times.row("iteration with scaling", SCALED), added];
     print_table(&format!("{PARAMETERS} x {NUMBERS} numbers, SGD, {count} rounds"), &rows);
@@ -43,7 +43,7 @@ fn main() {
     print_ratio("scaler_overhead_160", added);
 }
 
-/// Indices into the times of a round, here and in the twin.
+/// Indices into the times of a round, here and in Python.
 const PLAIN: usize = 0;
 const SCALED: usize = 1;
 const ADDED: usize = 2;
@@ -117,7 +117,7 @@ fn fill(grads: &mut [Tensor], values: &[Tensor]) {
     no_grad(|| grads.iter_mut().zip(values).for_each(|(grad, value)| grad.copy_(value)));
 }
 
-/// Multiples of 1/8, the same in the twin.
+/// Multiples of 1/8, the same in Python.
 fn numbers(parameter: i64, factor: i64) -> Tensor {
     let values = (0..NUMBERS)
         .map(|j| ((parameter * factor + j * 11) % 64 - 32) as f32 / 8.0)

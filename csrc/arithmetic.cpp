@@ -27,8 +27,8 @@ std::vector<Chunk> chunks_of(const std::vector<Tensor> &tensors) {
 
 enum class Access { kRead, kWrite };
 
-// Where the memory of the tensors begins. Memory that is copied on its first write is copied here: a parallel loop must
-// not be the first to ask for it.
+// Returns where the memory of each tensor begins. For kWrite it copies copy-on-write memory, which must not happen
+// inside a parallel loop.
 std::vector<void *> memory_of(const std::vector<Tensor> &tensors, Access access) {
   std::vector<void *> out;
   out.reserve(tensors.size());
@@ -38,7 +38,7 @@ std::vector<void *> memory_of(const std::vector<Tensor> &tensors, Access access)
   return out;
 }
 
-// Calls `f(pointer, n, i)` for each chunk i of the memory of the tensors, which all have a loop.
+// Calls `f(pointer, n, i)` for each chunk `i` of tensors that have a loop.
 template <typename F>
 void over(const std::vector<Tensor> &tensors, const std::vector<Chunk> &chunks, Access access, const F &f) {
   const auto memory = memory_of(tensors, access);
@@ -61,7 +61,8 @@ double sum_of_squares(const std::vector<Tensor> &tensors, float factor) {
   return total;
 }
 
-// Tensors on the CPU, in f64. Those without a loop are copied, one after the other.
+// The norm of tensors on the CPU, which is summed up in f64. Tensors without a loop are copied to contiguous memory,
+// one at a time.
 Tensor norm_on_cpu(const std::vector<Tensor> &tensors, float factor) {
   std::vector<Tensor> plain, other;
   for (const auto &t : tensors) (has_loop(t) ? plain : other).push_back(t);
@@ -70,8 +71,9 @@ Tensor norm_on_cpu(const std::vector<Tensor> &tensors, float factor) {
   return at::scalar_tensor(std::isnan(total) ? std::nan("") : std::sqrt(total), at::kDouble);
 }
 
-// As libtorch takes it, one launch for all tensors of a dtype: f64 ones in f64, and all others in f32, since a norm in
-// their own dtype would overflow or be coarse. The result is f64 if all are.
+// The norm of tensors on another device, by libtorch, with one launch for all tensors of a dtype. Norms of f64 tensors
+// are computed in f64 and all others in f32, since a norm in half precision would overflow or be inexact. The result is
+// f64 only if all tensors are.
 Tensor norm_on_device(const std::vector<Tensor> &tensors, const Tensor &factor) {
   std::vector<Tensor> wide, narrow, norms;
   for (const auto &t : tensors) (t.scalar_type() == at::kDouble ? wide : narrow).push_back(t);
@@ -91,7 +93,8 @@ Tensor numbers(const Tensor &parameter) {
   Tensor &gradient = parameter.mutable_grad();
   if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf) gradient = gradient.coalesce();
   Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
-  // Whatever it is multiplied by, it stays zero.
+  // A zero tensor has no memory, so a copy takes its place. The gradient itself stays zero, whatever the copy is
+  // multiplied by.
   if (values._is_zerotensor()) values = with_own_numbers(values);
   if (!values.is_complex()) return values;
   return at::view_as_real(values.is_conj() ? values.conj() : values);
@@ -109,7 +112,8 @@ std::vector<std::vector<Tensor>> by_dtype(const std::vector<Tensor> &tensors) {
 }
 
 Tensor largest(const std::vector<Tensor> &tensors) {
-  // Inside a region autocast would stack the norms, and refuses to stack those of another half kind than its own.
+  // Inside a region, autocast would handle the stacking of the norms, and it refuses half-precision tensors whose dtype
+  // is not the region's.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   // The infinity norm of a tensor with a NaN is NaN.
   const double infinity = std::numeric_limits<double>::infinity();
@@ -137,7 +141,7 @@ bool unscale_in_loops(const std::vector<Tensor> &tensors, float factor, bool rec
 Tensor norm(const std::vector<Tensor> &tensors, const Tensor &factor) {
   const bool in_f64 =
       std::all_of(tensors.begin(), tensors.end(), [](const Tensor &t) { return t.scalar_type() == at::kDouble; });
-  // They are all on one device.
+  // All tensors are on one device, so the first one decides.
   const Tensor total = tensors.empty() || tensors.front().is_cpu() ? norm_on_cpu(tensors, factor.item<float>())
                                                                    : norm_on_device(tensors, factor);
   return in_f64 ? total.to(at::kDouble) : narrowed(total);
@@ -150,7 +154,8 @@ Tensor narrowed(const Tensor &norm) {
 }
 
 Tensor clip_factor(const Tensor &norm, double max_norm) {
-  // Python divides a number by a tensor as reciprocal times number, which rounds otherwise than C++'s division.
+  // In Python, a number divided by a tensor is the tensor's reciprocal times the number, which rounds differently from
+  // a division in C++.
   return (norm + 1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
 }
 
@@ -158,8 +163,8 @@ Product::Product(const std::vector<Tensor> &tensors, const Tensor &factor) {
   std::vector<Tensor> other;
   for (const auto &t : tensors) (has_loop(t) ? looped_ : other).push_back(t);
   if (!looped_.empty()) value_ = factor.item<double>();
-  // libtorch's product of a list and a number is one launch where both have the same dtype. Elsewhere it rounds the
-  // number to the dtype of the tensors as well, one by one.
+  // libtorch multiplies a list by a tensor in one launch only if both have the same dtype. Otherwise it rounds the
+  // factor to the dtype of the tensors as well, but multiplies them one by one.
   for (auto &alike : by_dtype(other)) {
     const Tensor rounded = on_device(factor, alike.front().device()).to(alike.front().scalar_type());
     lists_.push_back({std::move(alike), rounded});

@@ -1,4 +1,4 @@
-// The arithmetic of gradients: what unscaling, clipping and the optimizers share.
+// Arithmetic on lists of tensors that unscaling, clipping and the loss scales share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,37 +10,39 @@
 
 namespace tamp {
 
-// The dense real tensor that holds the numbers of a gradient. An fp16 sparse gradient is coalesced first: duplicate
-// indices can add up to infinity.
+// Returns the dense real tensor that holds the numbers of a parameter's gradient. Coalesces a sparse fp16 gradient
+// first, because the values of duplicate indices can add up to infinity.
 at::Tensor numbers(const at::Tensor &parameter);
 
-// The tensors by dtype, in their order: libtorch takes a list in one launch where all are alike.
+// Groups tensors by dtype and keeps their order within a group. libtorch processes a list in one launch only if all
+// dtypes are the same.
 std::vector<std::vector<at::Tensor>> by_dtype(const std::vector<at::Tensor> &tensors);
 
-// The largest absolute value in tensors of one device and dtype, none of which is empty: a tensor of no dimensions
-// there. It is not finite where an element is not.
+// Returns the largest absolute value in tensors of one device and dtype, none of which is empty, as a 0-dim tensor on
+// that device. It is non-finite if an element is.
 at::Tensor largest(const std::vector<at::Tensor> &tensors);
 
-// Whether a multiplication or a look at `tensors` takes a loop of kernels.h rather than libtorch.
+// Whether `t` is multiplied and checked by a loop of kernels.h instead of by libtorch.
 bool has_loop(const at::Tensor &t);
 
-// Whether any element of tensors that have a loop is infinite or NaN; multiplies them by `factor` unless it is 1.
+// Multiplies tensors that have a loop by `factor`, unless it is 1. Returns whether an element was non-finite before or,
+// with `recheck`, after the multiplication.
 bool unscale_in_loops(const std::vector<at::Tensor> &tensors, float factor, bool recheck);
 
-// The 2-norm of tensors of one device, each element times `factor`, a 0-dim tensor there: f64 if all of them are, else
-// narrowed. It is not finite where an element is not.
+// Returns the 2-norm of tensors of one device, multiplied by `factor`, as a 0-dim tensor there. It is f64 if all of
+// them are, and otherwise it has passed through `narrowed`. It is non-finite if an element is.
 at::Tensor norm(const std::vector<at::Tensor> &tensors, const at::Tensor &factor);
 
-// A norm in f32, or in f64 where it is there and too large for f32.
+// Converts a norm to f32, unless it is a finite f64 number on the CPU that is too large for f32.
 at::Tensor narrowed(const at::Tensor &norm);
 
-// The factor that brings a norm down to `max_norm`, at most one, on the norm's device.
+// Returns the factor, at most one, that reduces a norm to `max_norm`, on the norm's device.
 at::Tensor clip_factor(const at::Tensor &norm, double max_norm);
 
-// Tensors of one device that are multiplied by one number.
+// The multiplication of tensors of one device by one number.
 class Product {
  public:
-  // `factor` has no dimensions and lies on any device. All that the product takes is made here.
+  // `factor` is a 0-dim tensor on any device. The constructor allocates everything that `run` needs.
   Product(const std::vector<at::Tensor> &tensors, const at::Tensor &factor);
 
   void run() const;
@@ -48,21 +50,21 @@ class Product {
  private:
   std::vector<at::Tensor> looped_;
   double value_ = 1;
-  std::vector<std::pair<std::vector<at::Tensor>, at::Tensor>> lists_;  // of one dtype each, and the number
+  std::vector<std::pair<std::vector<at::Tensor>, at::Tensor>> lists_;  // tensors of one dtype, and the factor
 };
 
-// bf16 and fp16 tensors of one device that are multiplied in f32 and rounded once. The f32 numbers have memory for all
-// of them, or 64 MiB if that is less, or what the largest takes.
+// The multiplication of half-precision tensors of one device in f32, with one rounding. Its f32 buffer has room for all
+// of them but is at most 64 MiB large, unless the largest tensor needs more.
 class Widened {
  public:
   Widened() = default;
   explicit Widened(const std::vector<at::Tensor> &tensors);
 
-  // Allocates nothing on the device.
+  // Multiplies the tensors in place. Allocates nothing on the device.
   void multiply(const at::Tensor &factor) const;
 
  private:
-  // Tensors that are f32 at the same time, and the memory of their numbers.
+  // Tensors that are converted at the same time, their f32 counterparts, and the part of the buffer that these fill.
   struct Part {
     std::vector<at::Tensor> tensors, wide;
     at::Tensor memory;

@@ -1,4 +1,5 @@
-// Autocast regions of the calling thread: at::autocast keeps the state, these functions change it as one.
+// The autocast state of the calling thread. at::autocast keeps it in several variables, which these functions read and
+// write together.
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -45,20 +46,22 @@ bool changes_dtype(const tamp_autocast_state &to) {
   return false;
 }
 
-// libtorch frees the casts under its lock, and with them whole graphs: the functions in those may use the cache.
+// Clears the weight cache. libtorch frees the cached casts, and whole graphs with them, while it holds the cache's
+// lock. The destructors of custom functions in these graphs may use the cache, so they are postponed.
 void clear_cache() {
   const tamp::Postponement after_the_lock;
   autocast::clear_cache();
 }
 
-// The cache is keyed by weight alone, so a cast to another dtype must not survive in it.
+// Sets the state. The cache is keyed by the weight alone, so it is cleared when a dtype changes: it would return casts
+// to the old one.
 void change(const tamp_autocast_state &to, bool outermost) {
   const bool clear = outermost || changes_dtype(to);
   write(to);
   if (clear) clear_cache();
 }
 
-// Calls `settle` when it is destroyed, on the thread that made it.
+// Calls `settle` when it is destroyed, if that happens on the thread that made it.
 class Settlement {
  public:
   explicit Settlement(tamp_autocast_settle settle) : settle_(settle) {}
@@ -83,7 +86,7 @@ void tamp_autocast_read(tamp_autocast_state *state, char **err) noexcept {
 
 void tamp_autocast_enter(const tamp_autocast_state *next, uint8_t outermost, char **err) noexcept {
   tamp::guarded(err, [&] {
-    // First, so that regions that the destructors of old casts open and close are nested ones.
+    // This comes first, so that regions that destructors of old casts open and close count as nested.
     autocast::increment_nesting();
     try {
       change(*next, outermost != 0);
@@ -112,8 +115,9 @@ int64_t tamp_autocast_backward() noexcept { return torch::autograd::get_current_
 void tamp_autocast_after_backward(tamp_autocast_settle settle) noexcept {
   char *err = nullptr;
   tamp::contained(&err, [&] {
-    // libtorch calls what is queued here before it restores the thread's state, and not at all when a node fails. What
-    // the callback owns is destroyed in any case, with the backward's task, by which time the state is restored.
+    // libtorch calls queued callbacks before it restores the state of the thread, and does not call them at all if a
+    // node fails. What a callback owns is destroyed in either case, with the task of the backward pass, and by then the
+    // state has been restored.
     auto settlement = std::make_shared<Settlement>(settle);
     torch::autograd::Engine::get_default_engine().queue_callback([settlement] {});
   });

@@ -1,4 +1,4 @@
-// What a checkpoint reads and writes: the bytes of tensors, and the states of random number generators.
+// Access to what checkpoints contain: the bytes of tensors, and the states of random number generators.
 
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
@@ -16,7 +16,7 @@ namespace {
 
 using at::Tensor;
 
-// The elements of a tensor that `len` bytes hold, from `first` on, as one dimension.
+// Returns a one-dimensional view of the elements from `first` on that fill `len` bytes.
 Tensor range(const Tensor &t, int64_t first, size_t len) {
   TORCH_CHECK(tamp::has_own_numbers(t) && t.is_contiguous(),
               "only the bytes of a contiguous tensor can be read or written");
@@ -61,7 +61,7 @@ void tamp_elements_write(tamp_tensor *to, int64_t first, const uint8_t *from, si
     const c10::NoGradGuard no_grad;
     if (len == 0) return;
     Tensor elements = range(tamp::tensor(to), first, len);
-    elements.copy_(over(const_cast<uint8_t *>(from), elements));  // only read
+    elements.copy_(over(const_cast<uint8_t *>(from), elements));  // the memory is only read
   });
 }
 

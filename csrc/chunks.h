@@ -1,4 +1,4 @@
-// Work on several CPU tensors at once, spread over libtorch's threads.
+// Loops over several CPU tensors, distributed over libtorch's threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -17,8 +17,8 @@ struct Chunk {
   int64_t begin, end;
 };
 
-// The tensors, whose sizes are given, in chunks of at most 64 Ki elements. They do not depend on the number of threads,
-// so that sums over chunks do not either.
+// Divides tensors, whose sizes are given, into chunks of at most 64 Ki elements. The chunks do not depend on the number
+// of threads, so that sums over them do not either.
 inline std::vector<Chunk> chunks(const std::vector<int64_t> &sizes) {
   constexpr int64_t kElements = 65536;
   std::vector<Chunk> out;
@@ -31,8 +31,8 @@ inline std::vector<Chunk> chunks(const std::vector<int64_t> &sizes) {
   return out;
 }
 
-// Calls `f(i)` for every i below `count`, in any order. at::parallel_for is a template that runs in parallel only where
-// OpenMP is compiled in; a TensorIterator runs on the threads of libtorch itself.
+// Calls `f(i)` for every i below `count`, in any order. It uses a TensorIterator, which runs on libtorch's own threads:
+// at::parallel_for is a template and runs in parallel only if this crate is compiled with OpenMP.
 template <typename F>
 void in_parallel(int64_t count, const F &f) {
   if (count == 0) return;
@@ -49,11 +49,12 @@ void in_parallel(int64_t count, const F &f) {
       /*grain_size=*/1);
 }
 
-// Where a pass on one thread begins. Backward makes the gradients of the first parameters last, so that a look at them
-// finds those in the cache if it begins there, and leaves those at the end to the pass after it.
+// Where a pass on a single thread begins. A backward pass computes the gradients of the first parameters last, so a
+// check that begins at the start finds them in the cache. It leaves those at the end in the cache, and the next pass
+// begins there.
 enum class From { kStart, kEnd };
 
-// Calls `f(i)` for every chunk. Few elements are not worth the threads.
+// Calls `f(i)` for every chunk, in parallel if there are enough elements to make up for the cost of threads.
 template <typename F>
 void for_each(const std::vector<Chunk> &chunks, From from, const F &f) {
   constexpr int64_t kWorthThreads = 32768;
@@ -67,7 +68,8 @@ void for_each(const std::vector<Chunk> &chunks, From from, const F &f) {
   }
 }
 
-// Calls `f` with a null pointer of the C++ type of a floating dtype; returns whether there is one.
+// Calls `f` with a null pointer to the C++ type of a floating-point dtype. For another dtype it returns false and does
+// not call `f`.
 template <typename F>
 bool with_floating(at::ScalarType dtype, const F &f) {
   switch (dtype) {

@@ -1,4 +1,4 @@
-// What happens to gradients between unscaling and the optimizer's step.
+// Clipping of gradients, between unscaling and the optimizer's step.
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -22,7 +22,7 @@ struct Group {
 
 std::vector<Group> groups(tamp_tensor *const *parameters, size_t count) {
   std::vector<Group> out;
-  std::unordered_set<const void *> seen;  // a parameter that is there twice has one gradient
+  std::unordered_set<const void *> seen;  // a parameter that is listed twice has one gradient
   for (size_t i = 0; i < count; ++i) {
     const Tensor &parameter = tamp::tensor(parameters[i]);
     if (!tamp::gradient(parameter).defined()) continue;
@@ -46,7 +46,7 @@ Tensor common_norm(const std::vector<Group> &groups) {
     norms.push_back(tamp::on_device(tamp::norm(group.gradients, one), first));
   }
   if (norms.size() == 1) return norms.front();
-  // Other devices may have no f64.
+  // Devices other than the CPU may not support f64.
   const auto dtype = first.is_cpu() ? at::kDouble : at::kFloat;
   for (auto &norm : norms) norm = norm.to(dtype);
   return tamp::narrowed(at::linalg_vector_norm(at::stack(norms), 2));
@@ -57,7 +57,7 @@ void check_clamped(const Tensor &gradient) {
   TORCH_CHECK(!gradient.is_complex(), "a complex gradient cannot be clamped: complex numbers have no order");
 }
 
-// Tensors of one device and dtype each.
+// Groups tensors by device and dtype.
 std::vector<std::vector<Tensor>> alike(const std::vector<Tensor> &tensors) {
   std::vector<std::vector<Tensor>> by_device;
   for (const auto &t : tensors) {
@@ -73,7 +73,7 @@ std::vector<std::vector<Tensor>> alike(const std::vector<Tensor> &tensors) {
   return out;
 }
 
-// In two launches for all, as PyTorch does it. A NaN stays one.
+// Clamps gradients of one device and dtype in two launches, like PyTorch. A NaN stays a NaN.
 void clamp(const std::vector<Tensor> &gradients, double max) {
   at::_foreach_clamp_min_(gradients, -max);
   at::_foreach_clamp_max_(gradients, max);
@@ -93,7 +93,7 @@ tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, d
     *is_finite = error_if_nonfinite == 0 || at::isfinite(norm).item<bool>();
     if (*is_finite != 0) {
       const Tensor factor = tamp::clip_factor(norm, max_norm);
-      // All that the products take is there before the first of them.
+      // All memory is allocated before the first multiplication.
       std::vector<tamp::Product> products;
       for (const auto &group : found) products.emplace_back(group.gradients, factor);
       for (const auto &product : products) product.run();
@@ -117,7 +117,7 @@ void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double m
       const Tensor &gradient = tamp::gradient(tamp::tensor(parameters[i]));
       if (!gradient.defined()) continue;
       check_clamped(gradient);
-      // One pass over the memory of the CPU takes less time than two.
+      // On the CPU, one pass over a gradient takes less time than the two of `clamp`.
       (gradient.is_cpu() || gradient.is_neg() ? single : lists).push_back(gradient);
     }
     for (auto &gradient : single) gradient.clamp_(-max, max);

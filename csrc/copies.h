@@ -9,8 +9,8 @@
 
 namespace tamp {
 
-// Copies between tensors that lie in memory alike, on one device each: one launch for all of that device and of the same
-// two dtypes.
+// Copies between pairs of tensors that have the same device and memory layout. One launch copies all pairs of a device
+// that have the same two dtypes.
 class Copies {
  public:
   void add(at::Tensor to, at::Tensor from) {

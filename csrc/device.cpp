@@ -1,4 +1,4 @@
-// What this libtorch can run on.
+// CUDA in this libtorch, and asynchronous copies of numbers to the host.
 
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
@@ -17,8 +17,9 @@ namespace at::cuda {
 int warp_size();
 }
 
-// The linker drops a library that nothing refers to, and then a program built against a CUDA libtorch has no CUDA. A
-// constructor is never dropped, and this one names a symbol that only libtorch_cuda defines. It calls nothing.
+// Keeps libtorch_cuda linked. The linker drops a library that nothing refers to, and then a program that was built
+// against a CUDA libtorch has no CUDA. It never drops a constructor, and this one refers to a symbol that only
+// libtorch_cuda defines, without calling it.
 __attribute__((constructor)) static void tamp_keep_cuda() {
   int (*volatile symbol)() = &at::cuda::warp_size;
   (void)symbol;
@@ -41,6 +42,14 @@ uint8_t tamp_cuda_is_linked(void) noexcept {
 
 void tamp_cuda_initialize(char **err) noexcept {
   tamp::guarded(err, [] { at::globalContext().lazyInitDevice(c10::DeviceType::CUDA); });
+}
+
+uint8_t tamp_allow_tf32(uint8_t allow, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    const bool before = at::globalContext().allowTF32CuBLAS();
+    at::globalContext().setAllowTF32CuBLAS(allow != 0);
+    return before ? 1 : 0;
+  });
 }
 
 tamp_arrival *tamp_arrival_new(const tamp_tensor *flag, char **err) noexcept {

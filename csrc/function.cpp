@@ -1,4 +1,4 @@
-// Custom autograd functions: what libtorch has to know before and after forward, and during backward.
+// Custom autograd functions: the calls before and after forward, and during backward.
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -18,8 +18,9 @@ using tamp::FunctionNode;
 using tamp::NodePtr;
 using torch::autograd::variable_list;
 
-// A tensor of its own over the memory of `t`, for an output that somebody else holds as well, such as a value that
-// forward saved. With the node in its history that value would keep the node alive, and the node the value.
+// Returns another tensor over the memory of `t`, for an output that is also held elsewhere, for example in a value that
+// forward saved. If the node became the history of that same tensor, the value would keep the node alive, and the node
+// the value.
 at::Tensor separate(const at::Tensor &t) {
   at::AutoGradMode no_grad(false);
   if (t.is_view()) return t.view_as(t);
@@ -28,7 +29,7 @@ at::Tensor separate(const at::Tensor &t) {
   return at::Tensor(std::move(impl));
 }
 
-// How one call of forward ended: its tensors, and what the context was told about them.
+// A finished call of forward: its tensors, and what the context was told about them.
 class Call {
  public:
   Call(const tamp_function_call &call, tamp_tensor *const *outputs, size_t count)
@@ -42,14 +43,15 @@ class Call {
 
   bool recorded() const { return recorded_; }
 
-  // Refuses what the context was told wrongly, before anything is changed.
+  // Fails if the context was told something wrong, before anything changes.
   void check_marks() const {
     for (size_t i = 0; i < dirty_.count; ++i) {
       const auto *t = impl(dirty_, i);
       TORCH_CHECK(count(inputs_, t) != 0, "mark_dirty was given a tensor that is not an input");
       TORCH_CHECK(count(outputs_, t) == 1, "an input that is marked dirty must be returned, and only once");
       for (size_t j = 0; recorded_ && j < inputs_.count; ++j) {
-        // Its history will hold the node, so nothing that the node holds may hold it.
+        // The history of the input will own the node, so nothing that the node owns may own the input: such a cycle
+        // would never be freed.
         TORCH_CHECK(impl(inputs_, j) != t || tensor(inputs_, j).use_count() <= infos_[j].uses + own_handles(t),
                     "input ", j,
                     " is marked dirty and kept by forward, and would never be freed; keep it with "
@@ -72,7 +74,7 @@ class Call {
     return out;
   }
 
-  // The outputs as they go to the caller, with `node` in their history if there is one, which then saves its tensors.
+  // Returns the outputs for the caller. If there is a `node`, it becomes their history and saves its tensors.
   variable_list finish(const NodePtr<FunctionNode> &node) const {
     const auto raw = raw_outputs();
     auto out = is_plain(raw) ? plain(raw, node) : wrap(raw, node);
@@ -90,12 +92,13 @@ class Call {
     return found;
   }
 
-  // How many handles this call itself holds, its inputs' not counted.
+  // The number of handles of `t` that this call itself holds, apart from those of the inputs.
   size_t own_handles(const at::TensorImpl *t) const {
     return count(saved_, t) + count(dirty_, t) + count(non_differentiable_, t) + count(outputs_, t);
   }
 
-  // Nothing that needs libtorch's care for views, changes in place and forward-mode gradients: the usual case.
+  // Whether this is the usual case, in which nothing requires libtorch's handling of views, changes in place and
+  // forward-mode gradients.
   bool is_plain(const std::vector<std::optional<at::Tensor>> &raw) const {
     for (size_t i = 0; i < inputs_.count; ++i) {
       const auto &t = tensor(inputs_, i);
@@ -174,7 +177,7 @@ class Call {
     return out;
   }
 
-  // Saves what forward asked for: of an output, the tensor that goes to the caller.
+  // Saves the tensors that forward asked for. For an output this is the tensor that the caller gets.
   void save(const variable_list &results, FunctionNode &node) const {
     node.reserve_saved(saved_.count);
     for (size_t i = 0; i < saved_.count; ++i) {
@@ -216,7 +219,7 @@ uint8_t tamp_function_begin(tamp_tensor *const *inputs, size_t count, tamp_funct
 
 void tamp_function_record(const tamp_function *function, const tamp_function_call *call, tamp_tensor *const *outputs,
                           size_t count, char **err) noexcept {
-  tamp::State state(*function);  // ours, whatever fails
+  tamp::State state(*function);  // owned here, whatever fails
   tamp::guarded(err, [&] {
     const Call ended(*call, outputs, count);
     ended.check_marks();

@@ -1,4 +1,4 @@
-// The node of a custom function in libtorch's graph: its backward is a callback.
+// The node of a custom function in autograd's graph, whose backward is a callback.
 #pragma once
 
 #include <ATen/core/grad_mode.h>
@@ -27,7 +27,7 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using torch::autograd::VariableInfo;
 
-// libtorch 2.13 counts the references of a node in the node, older ones beside it.
+// From libtorch 2.13 on, nodes are held by intrusive pointers. In older versions they are held by shared pointers.
 #if __has_include(<torch/csrc/autograd/node.h>)
 template <typename T>
 using NodePtr = c10::intrusive_ptr<T>;
@@ -49,12 +49,12 @@ NodePtr<T> make_node(Args &&...args) {
   return NodePtr<T>(new T(std::forward<Args>(args)...), torch::autograd::deleteNode);
 }
 
-// Any number that libtorch does not use itself.
+// An arbitrary number that libtorch does not use itself.
 inline constexpr auto kFrame = static_cast<c10::DebugInfoKind>(0xa3);
 #endif
 
-// One run of a function's backward. libtorch hands these on to the threads of a backward that is started inside of it,
-// and so a node knows whether it is being run from within itself.
+// A running backward of a function. libtorch passes this information on to the threads of a backward pass that is
+// started inside it, so that a node recognizes when it is run from within itself.
 struct Frame : c10::DebugInfoBase {
   Frame(const Node *node, const Frame *outer) : node(node), outer(outer), keep(c10::ThreadLocalDebugInfo::current()) {}
 
@@ -65,13 +65,14 @@ struct Frame : c10::DebugInfoBase {
   std::shared_ptr<c10::ThreadLocalDebugInfo> keep;  // owns `outer`
 };
 
-// The function value on the other side of the border.
+// The function value of the Rust side, which is dropped with this object.
 class State {
  public:
-  // The delegation makes this a whole State before the name is copied, so that a copy that throws drops the function.
+  // The delegated constructor completes the object before the name is copied, so that the destructor drops the function
+  // if the copy throws.
   explicit State(const tamp_function &function) : State(function, std::string()) {
     name_.assign(function.name, function.name_length);
-    std::replace(name_.begin(), name_.end(), '\0', ' ');  // which would end a message early
+    std::replace(name_.begin(), name_.end(), '\0', ' ');  // a NUL would end a message early
   }
   State(State &&other) noexcept : function_(other.function_), name_(std::move(other.name_)) {
     other.function_.state = nullptr;
@@ -81,10 +82,10 @@ class State {
   State &operator=(State &&) = delete;
   ~State() { destroy({take()}); }
 
-  // The state, which is gone afterwards.
+  // Removes the state and returns it.
   Owned take() { return Owned(std::exchange(function_.state, nullptr), function_.drop); }
 
-  // The values that forward saved, which are gone afterwards.
+  // Removes the values that forward saved and returns them.
   Owned take_values() {
     void *values = function_.state == nullptr ? nullptr : function_.take_saved(function_.state);
     return Owned(values, function_.free_saved);
@@ -92,7 +93,8 @@ class State {
 
   const tamp_function &function() const { return function_; }
 
-  // A copy, because libtorch asks a node for its name on any thread, also while the function runs on another.
+  // The name is a copy, because libtorch may ask a node for it on any thread, even while the function runs on another
+  // one.
   const std::string &name() const { return name_; }
 
   bool has(uint8_t flag) const { return (function_.flags & flag) != 0; }
@@ -120,7 +122,8 @@ class FunctionNode final : public Node {
     }
   }
 
-  // Not needed where all outputs are differentiable: then the node knows enough of them.
+  // Describes the outputs, so that zeros can take the place of missing gradients. This is unnecessary if all outputs
+  // are differentiable, because then libtorch has described them in the node.
   void describe_outputs(const variable_list &outputs) {
     outputs_.reserve(outputs.size());
     for (const auto &t : outputs) outputs_.push_back(t.defined() ? VariableInfo(t) : VariableInfo());
@@ -140,7 +143,7 @@ class FunctionNode final : public Node {
       remains.values = state_.take_values();
       remains.saved.swap(saved_);
     }
-    // Without the lock: a destructor may run a backward that leads here again.
+    // The lock is released first, because a destructor may run a backward pass that leads here again.
     destroy(std::move(remains));
   }
 
@@ -165,7 +168,7 @@ class FunctionNode final : public Node {
     materialize(grads, device_guard);
     const bool once = state_.has(TAMP_FUNCTION_ONCE_DIFFERENTIABLE) && at::GradMode::is_enabled();
     auto out = [&] {
-      // Also restores what the callback may leave behind.
+      // The guards also restore what the callback may leave behind.
       at::AutoGradMode mode(at::GradMode::is_enabled() && !once);
       c10::DebugInfoGuard frame(kFrame, std::make_shared<Frame>(this, outer));
       return call_back(grads);
@@ -213,8 +216,8 @@ class FunctionNode final : public Node {
     return out;
   }
 
-  // The engine checks shapes and devices and casts between floating dtypes. It would cast integers as well, and it
-  // does not say which gradient is complex.
+  // Checks the dtype of a gradient. The engine checks shapes and devices, and casts between floating-point dtypes. It
+  // would cast integers as well, though, and its message does not say which gradient is complex.
   void check_dtype(const at::Tensor &grad, size_t index) const {
     const auto &edge = next_edge(index);
     if (!grad.defined() || !edge.is_valid()) return;
@@ -228,8 +231,8 @@ class FunctionNode final : public Node {
     }
   }
 
-  // Makes the gradients look differentiable, and fail when they are differentiated. Their history leads to all that
-  // they depend on, so that no question after a derivative passes the failure by.
+  // Gives the gradients a history that fails when they are differentiated. It leads to everything that they depend on,
+  // so that every derivative of them runs into the failure.
   void refuse_second_derivative(variable_list &grads, const variable_list &grad_outputs) const {
     auto edges = next_edges();
     for (const auto &grad : grad_outputs) {

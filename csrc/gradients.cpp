@@ -1,4 +1,4 @@
-// Gradients of a list of parameters: what is known of them, and how they are taken, dropped and added up.
+// The gradients of a list of parameters: describing, taking, dropping and adding them.
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -42,7 +42,7 @@ tamp_gradient inspect(const Tensor &parameter) {
     if (overlaps(gradient._values())) out.flags |= TAMP_GRADIENT_OVERLAPS;
   } else if (gradient.layout() == at::kStrided) {
     out.flags |= TAMP_GRADIENT_STRIDED;
-    // A zero without memory has none to share.
+    // A zero tensor has no memory that its elements could share.
     if (!gradient._is_zerotensor() && overlaps(gradient)) out.flags |= TAMP_GRADIENT_OVERLAPS;
   }
   return out;
@@ -98,18 +98,18 @@ void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *grad
                         char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    std::vector<Tensor> sums, parts;  // dense, for one launch
+    std::vector<Tensor> sums, parts;  // dense gradients, which are added in one launch
     for (size_t i = 0; i < count; ++i) {
       Tensor &gradient = tamp::tensor(parameters[i]).mutable_grad();
       const Tensor &more = tamp::tensor(gradients[i]);
       if (!gradient.defined()) {
         gradient = more;
       } else if (gradient.is_sparse() && !more.is_sparse()) {
-        gradient = more + gradient;  // the other order is not implemented
+        gradient = more + gradient;  // libtorch does not implement the other order
       } else if (gradient.scalar_type() != at::result_type(gradient, more)) {
         gradient = gradient + more;
       } else if (gradient.is_sparse()) {
-        gradient = (gradient + more).coalesce();  // duplicates could add up to infinity later
+        gradient = (gradient + more).coalesce();  // the values of duplicate indices could add up to infinity later
       } else if (more.is_sparse()) {
         gradient.add_(more);
       } else {

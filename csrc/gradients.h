@@ -1,4 +1,4 @@
-// What is known of a gradient before anything is done to it.
+// The description of a gradient, by which a step decides how to treat it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,7 +7,7 @@
 
 namespace tamp {
 
-// Describes the gradient of a parameter; see tamp_gradient.
+// Describes a parameter and its gradient; see tamp_gradient.
 tamp_gradient inspect(const at::Tensor &parameter);
 
 }  // namespace tamp

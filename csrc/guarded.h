@@ -1,4 +1,5 @@
-// A C++ exception becomes a message: none leaves the shim.
+// The border between Rust and C++: exceptions become messages, so that none leaves the shim, and pointers become
+// tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +15,8 @@
 
 namespace tamp {
 
-// A message for the other side. Without memory for it the failure would look like a success, so that is the end.
+// Returns a message for the Rust side. Aborts if there is no memory for it, because the failure would look like a
+// success.
 inline char *message(const char *text) {
   char *copy = strdup(text);
   if (copy == nullptr) std::abort();
@@ -22,7 +24,7 @@ inline char *message(const char *text) {
 }
 
 #ifdef TAMP_TESTING
-// Throws when a test has asked for it (csrc/testing.cpp).
+// Throws if a test asked for it; see testing.cpp.
 void fail_point();
 // Whether a test wants the CPU to be treated as another device.
 bool cpu_is_other_device();
@@ -34,13 +36,13 @@ inline bool cpu_is_other_device() { return false; }
 inline bool planted(const char *) { return false; }
 #endif
 
-// Runs `body`; when it throws, writes the message to `err` and returns zero, null or nothing.
+// Runs `body`. If it throws, writes the message to `err` and returns zero, null or nothing.
 template <typename F>
 auto contained(char **err, F &&body) noexcept -> decltype(body()) {
   try {
     return body();
   } catch (const c10::Error &e) {
-    // what() would symbolise a C++ backtrace, which takes milliseconds and says nothing to a Rust program.
+    // what() would symbolize a C++ backtrace, which takes milliseconds and is of no use to a Rust program.
     *err = message(e.what_without_backtrace());
   } catch (const std::exception &e) {
     *err = message(e.what());
@@ -50,7 +52,7 @@ auto contained(char **err, F &&body) noexcept -> decltype(body()) {
   return decltype(body())();
 }
 
-// The body of a function that can fail.
+// Runs the body of a function that can fail. Tests make it fail here.
 template <typename F>
 auto guarded(char **err, F &&body) noexcept -> decltype(body()) {
   return contained(err, [&]() -> decltype(body()) {
@@ -69,7 +71,7 @@ inline const at::Tensor &tensor(const tamp_tensor *t) {
   return *reinterpret_cast<const at::Tensor *>(t);
 }
 
-// The gradient of a parameter, perhaps undefined, read without a trace: mutable_grad() would make room for one.
+// Returns the gradient of a parameter, which may be undefined. mutable_grad() would allocate room for one.
 inline const at::Tensor &gradient(const at::Tensor &parameter) {
   return static_cast<const c10::TensorImpl *>(parameter.unsafeGetTensorImpl())->grad();
 }
@@ -80,14 +82,14 @@ inline tamp_tensor *give(std::unique_ptr<at::Tensor> t) noexcept {
 
 inline tamp_tensor *give(at::Tensor t) { return give(std::make_unique<at::Tensor>(std::move(t))); }
 
-// What the other side gave, as one of ours again.
+// Takes ownership of a tensor that the Rust side gave away.
 inline at::Tensor take(tamp_tensor *t) {
   const std::unique_ptr<at::Tensor> given(reinterpret_cast<at::Tensor *>(t));
   return std::move(*given);
 }
 
-// A tensor on `device`. The host waits only when it is going to read the copy: one that is still on its way to host
-// memory looks like any other there.
+// Returns a tensor on `device`. Synchronizes only when it copies to host memory, because an asynchronous copy there
+// could be read before it is complete.
 inline at::Tensor on_device(const at::Tensor &t, at::Device device) {
   return t.to(device, /*non_blocking=*/!device.is_cpu());
 }

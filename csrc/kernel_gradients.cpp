@@ -1,4 +1,4 @@
-// The passes over gradients.
+// The loops that check, multiply and sum up gradients.
 
 #include <algorithm>
 
@@ -6,8 +6,9 @@
 
 namespace tamp::kernels {
 
-// Calls `f(i)` for every multiple of `step` below `n`. At the start of each page it asks for the next one: prefetchers
-// end at the border of a page, and finding it takes as long as reading a good part of it.
+// Calls `f(i)` for every multiple of `step` below `n`, and prefetches the next page at the start of each one. Hardware
+// prefetchers stop at the end of a page, and the first access to the next one would take as long as reading a good part
+// of it.
 template <typename T, typename F>
 TAMP_INLINE void by_pages(const T *memory, int64_t n, int64_t step, const F &f) {
   constexpr int64_t kPage = 4096 / sizeof(T);
@@ -21,7 +22,8 @@ TAMP_INLINE void by_pages(const T *memory, int64_t n, int64_t step, const F &f) 
 template <typename T>
 bool any_non_finite(const T *values, int64_t n) {
   using Bits = decltype(non_finite(values[0]));
-  // Written in vectors: the compiler's own loop takes one at a time and does not keep the memory busy.
+  // The loop processes four vectors at a time. The compiler's own loop would process one, which does not use the full
+  // bandwidth of the memory.
   typedef Bits Block __attribute__((vector_size(32)));
   constexpr int64_t kBlock = 32 / sizeof(Bits);
   Bits exponent = kExponent<T>, bad = 0;
@@ -66,12 +68,12 @@ bool unscale(T *values, int64_t n, float factor, bool recheck) {
 
 template <typename T>
 double sum_of_squares(const T *values, int64_t n, float factor) {
-  // Four sums that need not wait for each other.
+  // Several sums are independent of each other, so that their additions overlap.
   typedef double Sums __attribute__((vector_size(4 * sizeof(double))));
   typedef Wide<T> Block __attribute__((vector_size(4 * sizeof(Wide<T>))));
   double sum = 0;
-  // A power of two can wait: all products with it are exact. One that enlarges must not, since a number that overflows
-  // its dtype makes the sum infinite.
+  // A power of two can be applied to the sum, because all products with it are exact. One that enlarges must be applied
+  // to each number, because a product that overflows its dtype makes the sum infinite.
   const double later = is_power_of_two(factor) && factor <= 1 ? factor : 1;
   const auto wide_factor = static_cast<Wide<T>>(factor / later);
   run([&](auto) TAMP_INLINE_LAMBDA {

@@ -1,13 +1,14 @@
-// The updates of the optimizers.
+// The loops that update parameters and the state of the optimizers.
 
 #include "loops.h"
 
 namespace tamp::kernels {
 namespace {
 
-// a / d for a finite d and its rounded reciprocal, in the time of three multiplications: the remainder of the first
-// guess is exact, and adding it once gives the rounded quotient (Markstein 1990; for a d whose digits are all ones,
-// which his proof leaves out, by trying every a). An infinite guess is the quotient already.
+// Returns a / d, correctly rounded, for a finite `d` and its rounded reciprocal, in the time of three multiplications.
+// The remainder of the first guess is exact, and one correction by it gives the rounded quotient (Markstein 1990; for a
+// `d` whose digits are all ones, which his proof excludes, every `a` was tried). An infinite guess is the quotient
+// already.
 TAMP_INLINE float quotient(float a, float d, float reciprocal) {
   const float guess = a * reciprocal;
   const float remainder = __builtin_fmaf(-guess, d, a);
@@ -15,7 +16,7 @@ TAMP_INLINE float quotient(float a, float d, float reciprocal) {
   return guess == __builtin_inff() ? guess : better;
 }
 
-// Calls `f` with the flag as a type.
+// Calls `f` with the flag as a type, so that a loop is compiled for each value of it.
 template <typename F>
 void with(bool flag, const F &f) {
   if (flag) {
@@ -25,7 +26,8 @@ void with(bool flag, const F &f) {
   }
 }
 
-// Runs `loop` over what libtorch does in vectors and over the rest, for which its compiler contracted other products.
+// Runs `loop` over the elements that libtorch processes in vectors, and then over the rest, for which its compiler has
+// contracted other products into multiply-adds.
 template <typename T, typename Loop>
 void run_split(const Slice<T> &x, const Loop &loop) {
   const int64_t split = x.n - x.n % static_cast<int64_t>(32 / sizeof(T));
@@ -35,13 +37,13 @@ void run_split(const Slice<T> &x, const Loop &loop) {
   });
 }
 
-// a * b + c * d: libtorch rounds c * d first in its vectors and a * b first in its scalar loops.
+// Returns a * b + c * d. libtorch rounds the product c * d in its vectors, and a * b in its scalar loops.
 template <bool kFma, bool kTail, typename W>
 TAMP_INLINE W sum_of_products(W a, W b, W c, W d) {
   return kTail ? fma<kFma>(c, d, a * b) : fma<kFma>(a, b, c * d);
 }
 
-// ---- the gradient on its way into an update
+// ---- unscaling the gradient
 
 template <typename W>
 struct Scaling {
@@ -51,7 +53,8 @@ struct Scaling {
   Scaling(const GradientScale &scale, bool maximize)
       : divisor(scale.divisor), factor(scale.factor), clip(static_cast<W>(scale.clip)), sign(maximize ? -1 : 1) {
     divides = scale.divisor != 1 && !is_power_of_two(scale.divisor);
-    if (scale.divisor != 1 && !divides) factor = 1 / divisor;  // exact, and so is every product with it
+    // The reciprocal of a power of two is exact, and so is every product with it.
+    if (scale.divisor != 1 && !divides) factor = 1 / divisor;
   }
 };
 
@@ -65,7 +68,7 @@ TAMP_INLINE W scaled(const Scaling<W> &s, W gradient) {
 template <typename W>
 struct AdamNumbers {
   W beta2, one_minus_beta2, lerp, rest, keep, root_correction, reciprocal, eps, minus_step_size, weight_decay;
-  bool near;  // whether the moving average is nearer to the old one than to the gradient
+  bool near;  // whether the new moving average is nearer to the old one than to the gradient
 
   explicit AdamNumbers(const Adam &o) {
     const W weight = static_cast<W>(1 - o.beta1);
@@ -89,9 +92,9 @@ TAMP_INLINE void adam(const AdamNumbers<Wide<T>> c, const Scaling<Wide<T>> s, co
   using W = Wide<T>;
   T *__restrict parameters = x.parameter;
   const T *__restrict gradients = x.gradient;
-  T *__restrict exp_avgs = x.first;
-  T *__restrict exp_avg_sqs = x.second;
-  T *__restrict max_exp_avg_sqs = x.third;
+  T *__restrict exp_avgs = x.states[kExpAvg];
+  T *__restrict exp_avg_sqs = x.states[kExpAvgSq];
+  T *__restrict max_exp_avg_sqs = x.states[kMaxExpAvgSq];
   TAMP_INDEPENDENT
   for (int64_t i = begin; i < end; ++i) {
     const W old = widen(parameters[i]);
@@ -99,7 +102,7 @@ TAMP_INLINE void adam(const AdamNumbers<Wide<T>> c, const Scaling<Wide<T>> s, co
     if (kDecays) g = fma<kFma>(old, c.weight_decay, g);
     const W old_exp_avg = widen(exp_avgs[i]);
     const W away = g - old_exp_avg;
-    // The same number in vectors and scalar loops, but perhaps not the same zero.
+    // libtorch's vectors and scalar loops compute the same number here, but a zero may have another sign.
     const W exp_avg = kNear ? fma<kFma>(c.lerp, away, old_exp_avg)
                             : (kTail ? fma<kFma>(-away, c.rest, g) : fma<kFma>(c.lerp, away, g));
     const W exp_avg_sq = sum_of_products<kFma, kTail>(c.one_minus_beta2 * g, g, W(widen(exp_avg_sqs[i])), c.beta2);
@@ -142,7 +145,7 @@ TAMP_INLINE void sgd(const SgdNumbers<Wide<T>> c, const Scaling<Wide<T>> s, cons
   using W = Wide<T>;
   T *__restrict parameters = x.parameter;
   const T *__restrict gradients = x.gradient;
-  T *__restrict buffers = x.first;
+  T *__restrict buffers = x.states[kMomentumBuffer];
   TAMP_INDEPENDENT
   for (int64_t i = begin; i < end; ++i) {
     const W old = widen(parameters[i]);
@@ -178,7 +181,7 @@ TAMP_INLINE void adagrad(const AdagradNumbers<Wide<T>> c, const Scaling<Wide<T>>
   using W = Wide<T>;
   T *__restrict parameters = x.parameter;
   const T *__restrict gradients = x.gradient;
-  T *__restrict sums = x.first;
+  T *__restrict sums = x.states[kSum];
   TAMP_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
     const W old = widen(parameters[i]);

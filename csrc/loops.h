@@ -1,4 +1,4 @@
-// What the loops of the kernels are written with: dispatch by what the CPU can, and arithmetic that rounds as libtorch's.
+// The basis of the kernels' loops: dispatch by the capabilities of the CPU, and arithmetic that rounds like libtorch's.
 #pragma once
 
 #include <ATen/Version.h>
@@ -12,8 +12,8 @@
 
 #include "kernels.h"
 
-// A loop is compiled once for any CPU of the architecture and once for CPUs with fused multiply-add, which libtorch's
-// kernels round with. Everything that a loop calls is inlined into it.
+// A loop is compiled twice: for every CPU of the architecture, and for CPUs with fused multiply-add, which libtorch's
+// kernels use there. Everything that a loop calls is inlined into it, so that it is compiled twice as well.
 #define TAMP_INLINE inline __attribute__((always_inline))
 #define TAMP_INLINE_LAMBDA __attribute__((always_inline))
 #if defined(__x86_64__)
@@ -22,7 +22,8 @@
 #define TAMP_FMA
 #endif
 
-// The iterations of the next loop do not depend on each other: a parameter, its gradient and its state never overlap.
+// Declares the iterations of the next loop independent of each other: a parameter, its gradient and its state never
+// overlap.
 #if defined(__clang__)
 #define TAMP_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -33,7 +34,7 @@ namespace tamp::kernels {
 
 inline bool detect_fma() {
 #if defined(__x86_64__)
-  // What libtorch's own kernels go by, ATEN_CPU_CAPABILITY included.
+  // libtorch chooses its own kernels by this, and takes ATEN_CPU_CAPABILITY into account.
   const std::string capability = at::get_cpu_capability();
   return capability.rfind("AVX", 0) == 0;
 #elif defined(__FP_FAST_FMAF)
@@ -87,7 +88,8 @@ TAMP_INLINE void narrow(float x, c10::BFloat16 &out) {
 }
 TAMP_INLINE void narrow(float x, c10::Half &out) { out = c10::Half(x); }
 
-// The bits that are all set in an infinity or a NaN, and nowhere else. No compiler can reason them away.
+// The exponent bits, which are all set only in an infinity or a NaN. Unlike a comparison of numbers, a test of these
+// bits cannot be optimized away.
 template <typename T>
 constexpr std::conditional_t<sizeof(T) == 8, uint64_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>
     kExponent = std::is_same_v<T, double>          ? 0x7ff0000000000000U
@@ -102,7 +104,7 @@ TAMP_INLINE auto non_finite(const T &value) {
   return static_cast<decltype(bits)>((bits & kExponent<T>) == kExponent<T>);
 }
 
-// a * b + c, rounded once where the CPU can.
+// Returns a * b + c, rounded once if the CPU supports it.
 template <bool kFma>
 TAMP_INLINE float fma(float a, float b, float c) {
   return kFma ? __builtin_fmaf(a, b, c) : a * b + c;
@@ -114,7 +116,7 @@ TAMP_INLINE double fma(double a, double b, double c) {
 TAMP_INLINE float root(float x) { return __builtin_sqrtf(x); }
 TAMP_INLINE double root(double x) { return __builtin_sqrt(x); }
 
-// Whether a product with it, or with its reciprocal, is exact.
+// Whether products with `x` and with its reciprocal are exact.
 inline bool is_power_of_two(float x) {
   int exponent = 0;
   return std::frexp(x, &exponent) == 0.5F && std::abs(exponent) < 120;

@@ -1,4 +1,4 @@
-// Whether numbers are finite, for functional loss scales: one answer on the device, and nothing is changed.
+// The check for non-finite numbers for functional loss scales. It gives one answer on the device and changes nothing.
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -15,14 +15,15 @@ namespace {
 
 using at::Tensor;
 
-// Tensors of one device and dtype, which libtorch takes the norms of in one launch.
+// Tensors of one device and dtype, whose norms libtorch computes in one launch.
 struct Group {
   at::Device device;
   at::ScalarType dtype;
   std::vector<Tensor> tensors;
 };
 
-// A real dense tensor that holds the numbers of `t`. Duplicate indices of a sparse tensor can add up to infinity.
+// Returns a real dense tensor that holds the numbers of `t`. Coalesces a sparse tensor first, because the values of
+// duplicate indices can add up to infinity.
 Tensor numbers(const Tensor &t) {
   TORCH_CHECK(!t.is_nested(), "a nested tensor is not supported; take its parts with unbind");
   Tensor values = t;
@@ -33,7 +34,7 @@ Tensor numbers(const Tensor &t) {
   }
   if (values.is_complex()) values = at::view_as_real(values.resolve_conj());
   values = tamp::with_own_numbers(values);
-  // libtorch takes no norm of the 8-bit kinds.
+  // libtorch does not implement norms of the 8-bit dtypes.
   return values.element_size() == 1 ? values.to(at::kFloat) : values;
 }
 
@@ -54,7 +55,8 @@ extern "C" {
 tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    // Inside a region autocast would stack the norms, and refuses to stack those of another half kind than its own.
+    // Inside a region, autocast would handle the stacking of the norms, and it refuses half-precision tensors whose
+    // dtype is not the region's.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     std::vector<Tensor> looped;
     std::vector<Group> groups;
@@ -70,7 +72,7 @@ tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **e
         add(groups, std::move(values));
       }
     }
-    // A factor of one only looks.
+    // With a factor of one the tensors are only checked.
     const bool bad = !looped.empty() && tamp::unscale_in_loops(looped, 1.0F, false);
     Tensor finite = at::full({}, !bad, at::TensorOptions().dtype(at::kBool).device(device));
     for (const auto &group : groups) {

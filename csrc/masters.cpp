@@ -1,3 +1,5 @@
+// Conversions of parameters, gradients and master weights between half precision and f32.
+
 #include "masters.h"
 
 #include <ATen/ATen.h>
@@ -14,21 +16,21 @@ namespace {
 
 using at::Tensor;
 
-// The bits of f32 numbers as i32. One NaN stands for all.
+// Returns the bits of f32 numbers as i32. All NaNs become the same one.
 Tensor bits(const Tensor &numbers) { return numbers.view(at::kInt).masked_fill(numbers.isnan(), 0x7fc00000); }
 
 bool is_half(const Tensor &t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
 
-// The f32 gradient of a parameter, which autograd adds to from now on.
+// Sets the f32 gradient of a parameter, to which autograd adds from now on.
 void set_wide(const Tensor &parameter, Tensor wide) {
-  // libtorch does not change the dtype of a gradient that is there.
+  // libtorch does not change the dtype while there is a gradient.
   parameter.mutable_grad().reset();
   parameter.set_grad_dtype(at::kFloat);
   parameter.mutable_grad() = std::move(wide);
 }
 
-// Makes half gradients f32. Memory for those on devices is allocated before any changes; on the CPU one after the other
-// is there twice.
+// Converts half-precision gradients to f32. On devices other than the CPU all of them are converted before the first is
+// replaced, so that none has changed if memory runs out. On the CPU they are converted one at a time, to save memory.
 void widen_gradients(const std::vector<Tensor> &parameters) {
   std::vector<Tensor> wide(parameters.size());
   tamp::Copies copies;

@@ -1,4 +1,4 @@
-// Parameters in half precision that are updated in f32: what they are updated from.
+// Master weights: what half-precision parameters are updated from in f32.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,19 +9,23 @@
 
 namespace tamp {
 
-// What belongs to a parameter with masters.
+// The master weights of one parameter.
 struct Master {
   uint8_t kind = TAMP_MASTER_NONE;
-  at::Tensor tensor;  // f32, or the remainder
+  at::Tensor tensor;  // the f32 copy, or the remainder; undefined for other kinds
   uint64_t seed = 0;
 };
 
-// The seed of a parameter's random numbers in a step (SplitMix64's finalizer; Steele, Lea and Flood 2014).
+// Returns the seed of a parameter's random numbers in a step. It is computed by the finalizer of SplitMix64 (Steele,
+// Lea and Flood 2014), whose constants these are.
 constexpr uint64_t kSeedStep = 0x9e3779b97f4a7c15, kSeedFirst = 0xbf58476d1ce4e5b9, kSeedSecond = 0x94d049bb133111eb;
 uint64_t seed_of_step(uint64_t seed, uint64_t step);
 
-// The f32 numbers of a bf16 parameter and its remainder, and the remainder of f32 numbers.
+// Returns the f32 numbers that a bf16 parameter and its remainder stand for.
 at::Tensor join(const at::Tensor &parameter, const at::Tensor &remainder);
+
+// Returns the lower 16 bits of f32 numbers: the remainders of the bf16 numbers that they round to, with ties away from
+// zero.
 at::Tensor remainder(const at::Tensor &master);
 
 }  // namespace tamp

@@ -1,3 +1,5 @@
+// Shapes and identities of tensors, and stamps of their contents.
+
 #include "memory.h"
 
 #include <ATen/ATen.h>
@@ -26,7 +28,7 @@ uintptr_t address(c10::intrusive_ptr_target *target) { return reinterpret_cast<u
 
 void mix(uint64_t &hash, uint64_t value) { hash = (hash ^ value) * 0x9e3779b97f4a7c15U; }
 
-// Which numbers of its memory a tensor has, and in which order.
+// Returns a hash that says which elements of its memory a tensor has, and in which order.
 uint64_t view_of(const Tensor &t) {
   uint64_t hash = 0;
   if (t.layout() != at::kStrided || !t.has_storage() || t.is_nested()) return hash;

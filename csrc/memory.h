@@ -1,4 +1,4 @@
-// The memory of tensors: whether a loop may walk it, and what tells it from all other memory.
+// The memory of tensors: whether a loop can run over it, and what identifies it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,8 +9,8 @@
 
 namespace tamp {
 
-// Whether the numbers of `t` are those that its memory says, one by one. A negative or conjugate view has others, a zero
-// tensor has none, and a nested tensor has no sizes.
+// Whether the numbers of `t` are exactly those in its memory. A negative or conjugate view has other numbers, a zero
+// tensor has no memory, and a nested tensor has no sizes.
 inline bool has_own_numbers(const at::Tensor &t) {
   return t.layout() == at::kStrided && t.has_storage() && !t.is_nested() && !t.is_neg() && !t.is_conj() &&
          !t._is_zerotensor();
@@ -24,31 +24,34 @@ inline bool is_plain_memory(const at::Tensor &t) {
   return t.numel() == 0 || end <= t.unsafeGetTensorImpl()->unsafe_storage().nbytes();
 }
 
-// Whether two elements of a strided tensor can share memory. Exact for the layouts that libtorch makes; a tensor whose
-// dimensions interleave counts as overlapping, since changing an element twice is worse than refusing it.
+// Whether two elements of a strided tensor can share memory. The answer is exact for the layouts that libtorch makes. A
+// tensor whose dimensions interleave counts as overlapping, since it is worse to change an element twice than to refuse
+// a tensor.
 bool overlaps(const at::Tensor &t);
 
-// A tensor with the numbers of `t`, which may be a negative view or a zero without memory: `t` itself where it is
-// neither. Fails for a nested tensor.
+// Returns a tensor whose memory holds the numbers of `t`: a copy of a negative view or of a zero tensor, and otherwise
+// `t` itself. Fails for a nested tensor.
 at::Tensor with_own_numbers(const at::Tensor &t);
 
-// Tells autograd that a tensor was changed in place. libtorch's AMP and fused kernels do not.
+// Increases the version of a tensor, which tells autograd that it was changed in place. libtorch's AMP and fused
+// kernels do not do that. Does nothing for an undefined tensor.
 void bump_version(const at::Tensor &t);
 
-// What holds the numbers of a tensor: its storage or, where it has none, the tensor itself. Null for an undefined one.
+// Returns the identity of what holds the numbers of a tensor: its storage or, if it has none, the tensor itself. It is
+// zero for an undefined tensor.
 uintptr_t memory_of(const at::Tensor &t);
 
-// Takes a weak reference to that and returns it: the numbers are freed when they are no longer needed elsewhere, but
-// their address is not given to other memory until the reference is released.
+// Takes a weak reference to the same and returns its identity. The numbers are freed when nothing else holds them, but
+// no other memory gets their identity until the reference is released.
 uintptr_t hold(const at::Tensor &t);
 
-// Releases what `hold` returned. Nothing happens for null.
+// Releases a reference that `hold` took. Does nothing for zero.
 void release(uintptr_t memory);
 
-// Whether a parameter is as its stamp says.
+// Whether a parameter still fits its stamp.
 bool is_as_stamped(const at::Tensor &t, const tamp_stamp &stamp);
 
-// Has a stamp say how a parameter is now.
+// Sets a stamp to the present contents of a parameter.
 void take_stamp(const at::Tensor &t, tamp_stamp &stamp);
 
 }  // namespace tamp

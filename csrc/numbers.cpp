@@ -1,4 +1,4 @@
-// Tensors of one number: how they are made, written and read.
+// Making, writing and reading tensors of one number.
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-// Tensors of one device as f64 in host memory, in one transfer.
+// Brings tensors of one device to host memory as f64, in one transfer.
 Tensor on_host(const std::vector<Tensor> &numbers) {
   std::vector<Tensor> parts;
   parts.reserve(numbers.size());
@@ -47,7 +47,7 @@ void tamp_number_limit(tamp_tensor *number, double most, char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     Tensor &t = tamp::tensor(number);
-    // An integer is no f64 to libtorch, which would have to round it.
+    // libtorch refuses to clamp integers in place by a number that is not an integer.
     const bool is_integer = at::isIntegralType(t.scalar_type(), /*includeBool=*/false);
     t.clamp_max_(is_integer ? at::Scalar(static_cast<int64_t>(most)) : at::Scalar(most));
   });

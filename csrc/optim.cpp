@@ -1,4 +1,4 @@
-// The fused optimizers: one call for all parameters.
+// The step of the fused optimizers, in one call for all parameters.
 
 #include "optim.h"
 
@@ -17,8 +17,8 @@
 namespace {
 
 using at::Tensor;
+using tamp::kStates;
 using tamp::optim::Entry;
-using tamp::optim::kStates;
 
 bool is_on_cpu(const Tensor &t) { return t.is_cpu() && !tamp::cpu_is_other_device(); }
 
@@ -30,7 +30,8 @@ void check_state(const Tensor &parameter, const Tensor &state, at::ScalarType dt
       " by now; build the optimizer after the model has its dtype and device");
 }
 
-// What a loop is to walk, or libtorch to copy back. Nothing is changed before all of it was looked at.
+// Checks a tensor that a loop will write to, or libtorch will copy back to. All of them are checked before the first
+// one changes.
 void check_memory(const Tensor &t, const char *what) {
   TORCH_CHECK(tamp::has_own_numbers(t), what,
               " is a negative view, a zero without memory or a nested tensor, which "
@@ -59,7 +60,8 @@ void check_master(const Entry &e) {
   check_state(e.parameter, e.master.tensor, is_float ? at::kFloat : at::kShort);
 }
 
-// Kernels of other devices walk the memory of a parameter and of its state with one index.
+// Checks that a parameter and its state have the same layout, because the kernels of devices other than the CPU go over
+// their memory with one index.
 void check_layout(const Entry &e) {
   if (is_on_cpu(e.parameter)) return;
   TORCH_CHECK(e.parameter.is_non_overlapping_and_dense(),
@@ -85,10 +87,9 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
   TORCH_CHECK(tamp::with_floating(out.parameter.scalar_type(), [](auto *) {}), "a parameter that is ",
               out.parameter.scalar_type(), " cannot be stepped");
   if (given.step != nullptr) out.step = tamp::tensor(given.step);
-  tamp_tensor *const states[kStates] = {given.first, given.second, given.third};
   for (int i = 0; i < kStates; ++i) {
-    if (states[i] == nullptr) continue;
-    out.states[i] = tamp::tensor(states[i]);
+    if (given.states[i] == nullptr) continue;
+    out.states[i] = tamp::tensor(given.states[i]);
     check_memory(out.states[i], "the optimizer's state");
     check_state(out.parameter, out.states[i], out.dtype());
   }
@@ -97,7 +98,7 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
   return out;
 }
 
-// The kernels of a GPU read one f32 and compare it with 1.
+// Checks that a flag is one f32 number, which the kernels of a GPU compare with 1.
 void check_flag(const tamp_tensor *found_inf) {
   if (found_inf == nullptr) return;
   const Tensor &flag = tamp::tensor(found_inf);
@@ -105,7 +106,7 @@ void check_flag(const tamp_tensor *found_inf) {
               "found_inf must be one f32, but is ", flag.scalar_type(), " ", flag.sizes());
 }
 
-// What a step will do with a parameter: TAMP_STEP_TAKEN, or why not.
+// Returns what a step will do with a parameter: TAMP_STEP_TAKEN, or the reason why it is not taken.
 uint8_t answer(const tamp_optim_parameter &given) {
   const Tensor &parameter = tamp::tensor(given.parameter);
   const tamp_gradient gradient = tamp::inspect(parameter);
@@ -149,7 +150,7 @@ void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const
       Entry e = entry(parameters[i], options);
       (is_on_cpu(e.parameter) ? cpu : other).push_back(std::move(e));
     }
-    // The CPU's part first: only that can still fail, and changes nothing then.
+    // The CPU comes first, because only its part can still fail, and then it has changed nothing.
     const tamp::optim::DeviceStep devices(other, *scale);
     if (!cpu.empty() && !is_skipped(*scale)) tamp::optim::step_on_cpu(std::move(cpu), *scale);
     devices.run();

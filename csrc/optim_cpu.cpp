@@ -4,13 +4,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "chunks.h"
 #include "guarded.h"
 #include "kernels.h"
+#include "memory.h"
 #include "optim.h"
 
 namespace tamp::optim {
@@ -19,20 +22,19 @@ namespace {
 using at::Tensor;
 using tamp::kernels::GradientScale;
 
-// Whether one index goes over the memory of the parameter, its gradient and its state alike.
+// Whether one index goes over the memory of the parameter, its gradient, its state and its master.
 bool is_aligned(const Entry &e) {
-  const auto contiguous = [](const Tensor &t) { return !t.defined() || t.is_contiguous(); };
-  if (e.parameter.is_contiguous() && contiguous(e.gradient) && contiguous(e.states[kFirst]) &&
-      contiguous(e.states[kSecond]) && contiguous(e.states[kThird]) && contiguous(e.master.tensor)) {
-    return true;
-  }
+  const auto all = [&](const auto &fits) {
+    const auto fits_or_missing = [&](const Tensor &t) { return !t.defined() || fits(t); };
+    return fits(e.gradient) && std::all_of(std::begin(e.states), std::end(e.states), fits_or_missing) &&
+           fits_or_missing(e.master.tensor);
+  };
+  if (e.parameter.is_contiguous() && all([](const Tensor &t) { return t.is_contiguous(); })) return true;
   if (!e.parameter.is_non_overlapping_and_dense()) return false;
-  const auto alike = [&](const Tensor &t) { return !t.defined() || t.strides() == e.parameter.strides(); };
-  return alike(e.gradient) && alike(e.states[kFirst]) && alike(e.states[kSecond]) && alike(e.states[kThird]) &&
-         alike(e.master.tensor);
+  return all([&](const Tensor &t) { return t.strides() == e.parameter.strides(); });
 }
 
-// The same entry in contiguous memory, where it is not so already.
+// Returns the entry in contiguous memory, with copies of the tensors that are not contiguous.
 Entry contiguous(const Entry &e) {
   Entry out = e;
   out.parameter = e.parameter.contiguous();
@@ -55,7 +57,7 @@ void copy_back(const Entry &to, const Entry &from) {
 
 float &step_of(const Entry &e) { return *e.step.mutable_data_ptr<float>(); }
 
-// 1 - beta^step, remembered: most parameters share it.
+// Computes 1 - beta^step, and remembers the last one, since most parameters share it.
 class Correction {
  public:
   double operator()(double beta, double step) {
@@ -68,69 +70,60 @@ class Correction {
 };
 
 struct Corrections {
-  Correction first, second;
+  Correction beta1, beta2;
 };
 
-// What an update takes besides memory.
-struct Update {
-  tamp::kernels::Adam adam;
-  tamp::kernels::Sgd sgd;
-  tamp::kernels::Adagrad adagrad;
-};
+// What an update takes besides memory: the options of its algorithm.
+using Update = std::variant<tamp::kernels::Adam, tamp::kernels::Sgd, tamp::kernels::Adagrad>;
 
 Update update_of(const Entry &e, Corrections &corrections) {
   const tamp_optim_options &o = *e.options;
   const bool maximize = (o.flags & TAMP_OPTIM_MAXIMIZE) != 0;
   const double step = e.step.defined() ? step_of(e) + 1.0 : 1.0;
-  Update out = {};
-  if (o.algorithm == TAMP_OPTIM_SGD) {
-    const bool nesterov = (o.flags & TAMP_OPTIM_NESTEROV) != 0;
-    out.sgd = {o.lr, o.momentum, o.dampening, o.weight_decay, nesterov, maximize, e.first_step};
-  } else if (o.algorithm == TAMP_OPTIM_ADAGRAD) {
-    out.adagrad = {o.lr, o.lr_decay, o.eps, o.weight_decay, step, maximize};
-  } else {
-    const bool amsgrad = (o.flags & TAMP_OPTIM_AMSGRAD) != 0;
-    const bool decoupled = o.algorithm == TAMP_OPTIM_ADAMW;
-    out.adam = {o.lr,
-                o.beta1,
-                o.beta2,
-                o.eps,
-                o.weight_decay,
-                corrections.first(o.beta1, step),
-                corrections.second(o.beta2, step),
-                amsgrad,
-                maximize,
-                decoupled};
+  switch (o.algorithm) {
+    case TAMP_OPTIM_SGD: {
+      const bool nesterov = (o.flags & TAMP_OPTIM_NESTEROV) != 0;
+      return tamp::kernels::Sgd{o.lr, o.momentum, o.dampening, o.weight_decay, nesterov, maximize, e.first_step};
+    }
+    case TAMP_OPTIM_ADAGRAD:
+      return tamp::kernels::Adagrad{o.lr, o.lr_decay, o.eps, o.weight_decay, step, maximize};
+    default: {
+      tamp::kernels::Adam adam = {};
+      adam.lr = o.lr;
+      adam.beta1 = o.beta1;
+      adam.beta2 = o.beta2;
+      adam.eps = o.eps;
+      adam.weight_decay = o.weight_decay;
+      adam.correction1 = corrections.beta1(o.beta1, step);
+      adam.correction2 = corrections.beta2(o.beta2, step);
+      adam.amsgrad = (o.flags & TAMP_OPTIM_AMSGRAD) != 0;
+      adam.maximize = maximize;
+      adam.decoupled = o.algorithm == TAMP_OPTIM_ADAMW;
+      return adam;
+    }
   }
-  return out;
 }
 
-// The memory of `t` from an element on; null for none.
+// The memory of `t` from element `begin` on, or null for an undefined tensor.
 template <typename T>
-T *at(const Tensor &t, int64_t begin) {
+T *memory_from(const Tensor &t, int64_t begin) {
   return t.defined() ? static_cast<T *>(t.data_ptr()) + begin : nullptr;
 }
 
-// A range of the state, and of the parameter and the gradient, wherever those are.
+// `n` elements from `begin` on. The parameter's numbers and the gradient may be in buffers instead of their tensors.
 template <typename T>
 tamp::kernels::Slice<T> slice(const Entry &e, T *parameter, const T *gradient, int64_t begin, int64_t n) {
-  const auto state = [&](State i) { return at<T>(e.states[i], begin); };
-  return {parameter, gradient, state(kFirst), state(kSecond), state(kThird), n};
+  tamp::kernels::Slice<T> out = {parameter, gradient, {}, n};
+  for (int i = 0; i < kStates; ++i) out.states[i] = memory_from<T>(e.states[i], begin);
+  return out;
 }
 
 template <typename T>
-void apply(const Entry &e, const Update &update, const GradientScale &scale, const tamp::kernels::Slice<T> &x) {
-  switch (e.options->algorithm) {
-    case TAMP_OPTIM_SGD:
-      return tamp::kernels::update(update.sgd, scale, x);
-    case TAMP_OPTIM_ADAGRAD:
-      return tamp::kernels::update(update.adagrad, scale, x);
-    default:
-      return tamp::kernels::update(update.adam, scale, x);
-  }
+void apply(const Update &update, const GradientScale &scale, const tamp::kernels::Slice<T> &x) {
+  std::visit([&](const auto &options) { tamp::kernels::update(options, scale, x); }, update);
 }
 
-// Updates a parameter in half precision in f32, in blocks that stay in the first cache.
+// Updates a half-precision parameter in f32, in blocks that stay in the first-level cache.
 template <typename Half>
 void run_in_blocks(const Entry &e, const Update &update, const GradientScale &scale, const tamp::Chunk &chunk) {
   namespace kernels = tamp::kernels;
@@ -143,11 +136,11 @@ void run_in_blocks(const Entry &e, const Update &update, const GradientScale &sc
           : 0;
   for (int64_t begin = chunk.begin; begin < chunk.end; begin += kBlock) {
     const int64_t n = std::min(kBlock, chunk.end - begin);
-    Half *parameter = at<Half>(e.parameter, begin);
-    int16_t *rest = remains ? at<int16_t>(e.master.tensor, begin) : nullptr;
+    Half *parameter = memory_from<Half>(e.parameter, begin);
+    int16_t *rest = remains ? memory_from<int16_t>(e.master.tensor, begin) : nullptr;
     float *number = numbers;
     if (e.master.kind == TAMP_MASTER_FLOAT) {
-      number = at<float>(e.master.tensor, begin);
+      number = memory_from<float>(e.master.tensor, begin);
     } else if constexpr (std::is_same_v<Half, c10::BFloat16>) {
       remains ? kernels::join(parameter, rest, numbers, n) : kernels::widen(parameter, numbers, n);
     }
@@ -157,7 +150,7 @@ void run_in_blocks(const Entry &e, const Update &update, const GradientScale &sc
     } else {
       kernels::widen(e.gradient.const_data_ptr<Half>() + begin, gradients, n);
     }
-    apply(e, update, scale, slice<float>(e, number, gradient, begin, n));
+    apply(update, scale, slice<float>(e, number, gradient, begin, n));
     if (e.master.kind == TAMP_MASTER_FLOAT) {
       kernels::narrow(number, parameter, n);
     } else if constexpr (std::is_same_v<Half, c10::BFloat16>) {
@@ -177,21 +170,17 @@ void run(const Entry &e, const Update &update, const GradientScale &scale, const
     using T = std::remove_pointer_t<decltype(type)>;
     const auto *gradient = static_cast<const T *>(e.gradient.const_data_ptr()) + chunk.begin;
     const int64_t n = chunk.end - chunk.begin;
-    apply(e, update, scale, slice<T>(e, at<T>(e.parameter, chunk.begin), gradient, chunk.begin, n));
+    apply(update, scale, slice<T>(e, memory_from<T>(e.parameter, chunk.begin), gradient, chunk.begin, n));
   });
 }
 
-// Parallel loops only read the pointers: memory that is copied on its first write is copied here.
+// Copies copy-on-write memory, which must not happen inside a parallel loop. The loops only read the pointers.
 void materialize(const Entry &e) {
   e.parameter.mutable_data_ptr();
   if (e.master.tensor.defined()) e.master.tensor.mutable_data_ptr();
   for (const auto &state : e.states) {
     if (state.defined()) state.mutable_data_ptr();
   }
-}
-
-void bump(const Tensor &t) {
-  if (t.defined() && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
 GradientScale scale_of(const tamp_optim_scale &scale) {
@@ -210,7 +199,7 @@ GradientScale scale_of(const tamp_optim_scale &scale) {
 
 void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
   const GradientScale scale = scale_of(given);
-  std::vector<std::pair<size_t, Entry>> originals;  // of those whose memory is not in one order
+  std::vector<std::pair<size_t, Entry>> originals;  // the entries that are not aligned, with their places in `work`
   std::vector<int64_t> sizes;
   std::vector<Update> updates;
   Corrections corrections;
@@ -220,7 +209,7 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
     if (!is_aligned(work[i])) {
       originals.emplace_back(i, work[i]);
       work[i] = contiguous(work[i]);
-      // What cannot be copied back is found out here, before any number changes.
+      // This copies the same numbers back, so that a tensor that cannot be copied to fails before any number changes.
       copy_back(originals.back().second, work[i]);
     }
     materialize(work[i]);
@@ -235,9 +224,9 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
   for (const auto &[i, original] : originals) copy_back(original, work[i]);
   for (const auto &e : work) {
     if (e.step.defined()) step_of(e) += 1;
-    bump(e.parameter);
-    bump(e.master.tensor);
-    for (const auto &state : e.states) bump(state);
+    tamp::bump_version(e.parameter);
+    tamp::bump_version(e.master.tensor);
+    for (const auto &state : e.states) tamp::bump_version(state);
   }
 }
 

@@ -1,4 +1,4 @@
-// The step of an optimizer on devices other than the CPU: libtorch's kernels.
+// The step of an optimizer on devices other than the CPU, with libtorch's kernels.
 
 #include <ATen/ATen.h>
 
@@ -16,7 +16,7 @@ namespace {
 
 using at::Tensor;
 
-// Entries that one call of libtorch takes.
+// Entries that one call of libtorch steps.
 struct Batch {
   const tamp_optim_options *options;
   at::ScalarType dtype;
@@ -59,26 +59,30 @@ void launch(const Batch &b, const std::optional<Tensor> &grad_scale, const std::
   const bool amsgrad = (o.flags & TAMP_OPTIM_AMSGRAD) != 0;
   switch (o.algorithm) {
     case TAMP_OPTIM_SGD:
-      at::_fused_sgd_(b.parameters, b.gradients, b.states[kFirst], o.weight_decay, o.momentum, o.lr, o.dampening,
-                      (o.flags & TAMP_OPTIM_NESTEROV) != 0, maximize, b.first_step, grad_scale, found_inf);
+      at::_fused_sgd_(b.parameters, b.gradients, b.states[kMomentumBuffer], o.weight_decay, o.momentum, o.lr,
+                      o.dampening, (o.flags & TAMP_OPTIM_NESTEROV) != 0, maximize, b.first_step, grad_scale, found_inf);
       break;
     case TAMP_OPTIM_ADAGRAD:
-      at::_fused_adagrad_(b.parameters, b.gradients, b.states[kFirst], b.steps, o.lr, o.lr_decay, o.weight_decay, o.eps,
+      at::_fused_adagrad_(b.parameters, b.gradients, b.states[kSum], b.steps, o.lr, o.lr_decay, o.weight_decay, o.eps,
                           maximize, grad_scale, found_inf);
       break;
     case TAMP_OPTIM_ADAM:
-      at::_fused_adam_(b.parameters, b.gradients, b.states[kFirst], b.states[kSecond], b.states[kThird], b.steps, o.lr,
-                       o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale, found_inf);
+      at::_fused_adam_(b.parameters, b.gradients, b.states[kExpAvg], b.states[kExpAvgSq], b.states[kMaxExpAvgSq],
+                       b.steps, o.lr, o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale,
+                       found_inf);
       break;
     default:
-      at::_fused_adamw_(b.parameters, b.gradients, b.states[kFirst], b.states[kSecond], b.states[kThird], b.steps, o.lr,
-                        o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale, found_inf);
+      at::_fused_adamw_(b.parameters, b.gradients, b.states[kExpAvg], b.states[kExpAvgSq], b.states[kMaxExpAvgSq],
+                        b.steps, o.lr, o.beta1, o.beta2, o.weight_decay, o.eps, amsgrad, maximize, grad_scale,
+                        found_inf);
   }
-  for (const auto *written : {&b.parameters, &b.gradients, &b.states[kFirst], &b.states[kSecond], &b.states[kThird]}) {
-    // Gradients are written where they are unscaled.
-    if (written == &b.gradients && !grad_scale) continue;
-    for (const auto &t : *written) tamp::bump_version(t);
-  }
+  const auto bump_versions = [](const std::vector<Tensor> &written) {
+    for (const auto &t : written) tamp::bump_version(t);
+  };
+  bump_versions(b.parameters);
+  // The kernels write to the gradients only to unscale them.
+  if (grad_scale) bump_versions(b.gradients);
+  for (const auto &states : b.states) bump_versions(states);
 }
 
 }  // namespace
@@ -91,7 +95,7 @@ class OneDevice {
     std::vector<Entry> direct, indirect;
     for (auto &e : entries) {
       if (e.step.defined()) steps_.push_back(e.step);
-      // The kernels walk the memory of both with one index.
+      // The kernels go over the memory of both with one index.
       if (!are_alike(e.gradient, e.parameter)) {
         e.gradient = at::empty_like(e.parameter, e.gradient.scalar_type()).copy_(e.gradient);
       }
@@ -116,7 +120,7 @@ class OneDevice {
     try {
       update();
     } catch (...) {
-      // A kernel that a device lacks is missed before anything else changes.
+      // A device that lacks a kernel fails before anything else has changed.
       if (!steps_.empty()) at::_foreach_sub_(steps_, 1);
       throw;
     }
@@ -128,7 +132,7 @@ class OneDevice {
     grad_scale_ = on_device(scale.grad_scale, device);
     found_inf_ = on_device(scale.found_inf, device);
     const auto clip = on_device(scale.clip, device);
-    // The kernels divide by this one number.
+    // The kernels divide by a single number, which has to include the clipping.
     if (clip) grad_scale_ = (grad_scale_ ? *grad_scale_ : at::ones_like(*clip, at::kFloat)) / clip->to(at::kFloat);
   }
 
@@ -145,10 +149,10 @@ class OneDevice {
 
   std::optional<Tensor> grad_scale_, found_inf_;
   std::vector<Tensor> steps_, flags_;
-  std::vector<Batch> direct_;  // what the kernels update in its place
+  std::vector<Batch> direct_;  // what the kernels update directly
   std::optional<tamp::optim::StandIns> stand_ins_;
-  std::vector<std::vector<Batch>> chunks_;  // and what stands in for the others
-  tamp::Copies rounded_;                    // parameters, and the f32 copies that these are rounded from
+  std::vector<std::vector<Batch>> chunks_;  // the stand-ins of the others, by chunk
+  tamp::Copies rounded_;                    // parameters, and the f32 copies that they are rounded from
 };
 
 DeviceStep::DeviceStep(const std::vector<Entry> &entries, const tamp_optim_scale &scale) {

@@ -1,4 +1,4 @@
-// The state of the fused optimizers.
+// Allocation of the state of the fused optimizers.
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -21,8 +21,8 @@ namespace {
 using at::Tensor;
 
 #ifdef __linux__
-// Asks for huge pages: a pass over parameters, gradients and state in small pages spends a tenth of its time on finding
-// them. A refusal does not matter.
+// Asks for huge pages, because a pass over parameters, gradients and state in small pages spends a tenth of its time on
+// address translation. A refusal does no harm.
 void advise(const Tensor &buffer) {
   constexpr uintptr_t kPage = uintptr_t{1} << 21;
   const auto begin = reinterpret_cast<uintptr_t>(buffer.data_ptr());
@@ -34,10 +34,12 @@ void advise(const Tensor &buffer) {
 void advise(const Tensor &) {}
 #endif
 
-// Tensors like the parameters, all of one dtype and device, one behind the other in one buffer. Filled with `value`.
+// Makes tensors like the parameters, all of one dtype and device, one after the other in one buffer. Fills the buffer
+// with `value`, if there is one.
 std::vector<Tensor> in_one_buffer(const std::vector<Tensor> &parameters, at::ScalarType dtype,
                                   std::optional<double> value) {
-  // Odd distances in cache lines, or the loops would walk through memory that falls into the same places of the cache.
+  // Each tensor is padded by an odd number of cache lines. Otherwise the loops would go through several tensors at
+  // addresses that fall into the same sets of the cache.
   const auto room = [&](const Tensor &t) {
     const int64_t line = 64 / static_cast<int64_t>(c10::elementSize(dtype));
     return (t.numel() + line - 1) / line * line + 5 * line;
@@ -58,13 +60,14 @@ std::vector<Tensor> in_one_buffer(const std::vector<Tensor> &parameters, at::Sca
   return out;
 }
 
-// Parameters whose states lie in one buffer.
+// Parameters whose states are parts of one buffer.
 struct List {
   std::vector<Tensor> parameters;
   std::vector<size_t> places;
   int64_t numbers = 0;
 
-  // A device may have no piece of memory that is as large as all the state.
+  // The size of a buffer is limited on devices other than the CPU, which may have no free block as large as all of the
+  // state.
   bool takes(const Tensor &p) const {
     constexpr int64_t kNumbers = int64_t{1} << 24;
     const Tensor &first = parameters.front();
@@ -96,7 +99,7 @@ std::vector<Tensor> states_like(tamp_tensor *const *parameters, size_t count, st
   return out;
 }
 
-// Gives all of them, or none.
+// Gives all tensors to the caller or, if memory runs out, none.
 void give_all(std::vector<Tensor> made, tamp_tensor **out) {
   std::vector<std::unique_ptr<Tensor>> given;
   for (auto &t : made) given.push_back(std::make_unique<Tensor>(std::move(t)));

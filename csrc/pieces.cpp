@@ -1,3 +1,5 @@
+// Division of tensors into chunks that fit into scratch memory.
+
 #include "pieces.h"
 
 #include <ATen/ops/as_strided.h>

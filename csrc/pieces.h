@@ -1,4 +1,5 @@
-// Tensors in chunks of scratch memory on a device: many small ones, or a part of a large one, at a time.
+// Division of tensors into chunks that fit into scratch memory on a device: many small tensors, or a part of a large
+// one, at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,10 +9,10 @@
 
 namespace tamp {
 
-// The numbers of a chunk at most.
+// The largest number of elements in a chunk.
 constexpr int64_t kChunk = int64_t{1} << 20;
 
-// A piece begins at a multiple of this many numbers, in scratch memory and in its tensor.
+// A piece begins at a multiple of this many elements, both in scratch memory and in its tensor.
 constexpr int64_t kRow = 64;
 
 // A part of the memory of a dense tensor, and its place in scratch memory.
@@ -20,20 +21,20 @@ struct Piece {
   int64_t begin, count, place;
   bool is_whole;
 
-  // The part of the tensor, or of another that lies in memory as it does.
+  // Returns this part of the tensor, or of another one with the same memory layout.
   at::Tensor of(const at::Tensor &tensor) const;
 
-  // The place in scratch memory, in the shape of the part of `like`.
+  // Returns the place in scratch memory, in the shape that this part of `like` has.
   at::Tensor in(const at::Tensor &scratch, const at::Tensor &like) const;
 };
 
 struct Pieces {
   std::vector<Piece> list;
-  int64_t numbers = 0;  // with the gaps between them
+  int64_t numbers = 0;  // including the gaps between pieces
 };
 
-// Cuts tensors, whose sizes are given, into pieces that fill chunks. The upper 32 bits of the indices of a piece's
-// numbers are the same.
+// Divides tensors, whose sizes are given, into pieces that fill chunks. The indices of all elements of a piece have the
+// same upper 32 bits.
 std::vector<Pieces> cut(const std::vector<int64_t> &sizes);
 
 }  // namespace tamp

@@ -1,7 +1,7 @@
-// What custom functions leave behind, and when it is destroyed: not too deep in the stack, nor under a lock of libtorch's.
+// Destruction of what custom functions leave behind: neither too deep in the stack nor while libtorch holds a lock.
 //
-// Destroying a function runs code of its user's, who may use everything again, and often frees the function before it,
-// which does the same.
+// Destroying a function runs user code, which may use everything in this crate, and often frees the previous function
+// of the graph, which does the same.
 #pragma once
 
 #include <torch/csrc/autograd/saved_variable.h>
@@ -15,7 +15,7 @@
 
 namespace tamp {
 
-// A value of the other side, with the callback that frees it.
+// A value of the Rust side, with the callback that frees it.
 using Owned = std::unique_ptr<void, tamp_function_free>;
 
 struct Remains {
@@ -26,13 +26,14 @@ struct Remains {
   bool is_empty() const { return state == nullptr && values == nullptr && saved.empty(); }
 };
 
-// What waits on a thread to be destroyed.
+// An element of a thread's list of what is still to be destroyed.
 struct Waiting {
   Remains remains;
   Waiting *next;
 };
 
-// No destructor, so that it is there for those of the thread's other values.
+// The state of destruction on a thread. It has no destructor itself, so that the destructors of other thread-local
+// values can use it.
 struct Remaining {
   int depth = 0;
   int postponed = 0;
@@ -41,10 +42,11 @@ struct Remaining {
 
 inline thread_local Remaining remaining;
 
-// How many destructors may run inside of each other. Up to here what a destructor drops is gone when it goes on.
+// How many destructors may be nested. Up to this depth, what a destructor drops is destroyed before the destructor
+// continues.
 inline constexpr int kDeepest = 8;
 
-// Destroys what waits, one after the other.
+// Destroys what is in the list, one after the other.
 inline void destroy_waiting() noexcept {
   ++remaining.depth;
   while (remaining.postponed == 0 && remaining.first != nullptr) {
@@ -54,7 +56,8 @@ inline void destroy_waiting() noexcept {
   --remaining.depth;
 }
 
-// Destroys `remains`: at once, or when the destructors end that it would nest too deeply in, or the postponement.
+// Destroys `remains` at once, or later if destructors are nested too deeply or destruction is postponed: then when
+// those destructors or the postponement end.
 inline void destroy(Remains remains) noexcept {
   if (remains.is_empty()) return;
   if (remaining.postponed > 0 || remaining.depth >= kDeepest) {
@@ -72,7 +75,7 @@ inline void destroy(Remains remains) noexcept {
   if (remaining.first != nullptr) destroy_waiting();
 }
 
-// While it exists, nothing is destroyed on this thread.
+// Postpones destruction on this thread while it exists.
 class Postponement {
  public:
   Postponement() { ++remaining.postponed; }

@@ -1,4 +1,4 @@
-// Masters of parameters that somebody else has written to.
+// Renewal of master weights after other code has written to their parameters.
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -16,7 +16,8 @@ namespace {
 
 using at::Tensor;
 
-// f32 masters of one device, with parameters of one dtype, a chunk at a time. All memory is allocated when it is made.
+// The renewal of f32 masters on one device whose parameters have one dtype, a chunk at a time. The constructor
+// allocates all memory.
 class Renewal {
  public:
   Renewal(const std::vector<Tensor> &parameters, const std::vector<Tensor> &masters) {
@@ -33,35 +34,36 @@ class Renewal {
     differs_ = at::empty({numbers}, half.dtype(at::kBool));
     if (half.dtype() == at::kBFloat16) {
       carry_ = at::empty({numbers}, half.dtype(at::kInt));
-      larger_ = at::empty({numbers}, half.dtype(at::kShort));
-      differs_too_ = at::empty_like(differs_);
+      away_ = at::empty({numbers}, half.dtype(at::kShort));
+      differs_away_ = at::empty_like(differs_);
     }
     for (const auto &pieces : cuts) list(pieces, parameters, masters);
   }
 
-  // Masters whose rounded number is no longer the parameter's become it.
+  // Sets every master that no longer rounds to its parameter to the parameter's number.
   void run() const {
     for (const auto &chunk : chunks_) {
       const auto part = [&](const Tensor &t) { return t.narrow(0, 0, chunk.numbers); };
       chunk.in.run();
       Tensor differs = part(differs_), kept = part(kept_);
       at::ne_out(differs, part(now_half_), part(kept_half_));
-      if (carry_.defined()) except_ties(chunk.numbers, differs);
+      if (carry_.defined()) keep_ties_away(chunk.numbers, differs);
       at::where_out(kept, differs, part(now_), kept);
       chunk.out.run();
     }
   }
 
  private:
-  // Of two bf16 that are equally near a remainder's parameter is the larger, which a state may come from.
-  void except_ties(int64_t count, Tensor &differs) const {
+  // Also keeps masters that round to their parameters only with ties away from zero. Parameters with remainders are
+  // rounded this way, and a loaded state may come from such parameters.
+  void keep_ties_away(int64_t count, Tensor &differs) const {
     const auto part = [&](const Tensor &t) { return t.narrow(0, 0, count); };
-    Tensor carry = part(carry_), larger = part(larger_), differs_too = part(differs_too_);
+    Tensor carry = part(carry_), away = part(away_), differs_away = part(differs_away_);
     at::add_out(carry, part(kept_).view(at::kInt), at::scalar_tensor(0x8000, carry.options()));
     carry.bitwise_right_shift_(16);
-    larger.copy_(carry);
-    at::ne_out(differs_too, part(now_half_).view(at::kShort), larger);
-    differs.logical_and_(differs_too);
+    away.copy_(carry);
+    at::ne_out(differs_away, part(now_half_).view(at::kShort), away);
+    differs.logical_and_(differs_away);
   }
 
   struct Chunk {
@@ -85,7 +87,7 @@ class Renewal {
 
   std::vector<Chunk> chunks_;
   Tensor now_half_, kept_half_, now_, kept_, differs_;
-  Tensor carry_, larger_, differs_too_;  // of bf16
+  Tensor carry_, away_, differs_away_;  // for bf16 only
 };
 
 struct Group {

@@ -1,3 +1,5 @@
+// Rounding of f32 numbers to bf16 parameters on devices other than the CPU.
+
 #include "rounding.h"
 
 #include <ATen/ATen.h>
@@ -15,18 +17,18 @@ using at::Tensor;
 
 constexpr int64_t kNaN = 0x7fc00000;
 
-// The columns of a Randoms table.
+// The columns of the table of Randoms.
 enum Column { kKey, kOther, kFirst, kPage, kColumns };
 
 int64_t rows_of(int64_t numbers) { return (numbers + kRow - 1) / kRow; }
 
-// One NaN stands for all: another could round to zero.
+// Replaces every NaN by the same one, because rounding could turn another one into zero.
 void unite_nans(const Tensor &numbers, Tensor mask) {
   at::ne_out(mask, numbers, numbers);
   numbers.view(at::kInt).masked_fill_(mask, kNaN);
 }
 
-// to = x ^ (x >> by), for unsigned x.
+// Computes to = x ^ (x >> by) for unsigned x.
 void fold(Tensor to, const Tensor &x, Tensor spare, int64_t by) {
   const int64_t width = 8 * static_cast<int64_t>(x.element_size());
   at::bitwise_right_shift_out(spare, x, by);
@@ -34,13 +36,14 @@ void fold(Tensor to, const Tensor &x, Tensor spare, int64_t by) {
   at::bitwise_xor_out(to, x, spare);
 }
 
-// x ^= x >> 16, for unsigned i32: the upper halves meet the lower ones, which come first in memory.
+// Computes x ^= x >> 16 for unsigned 32-bit x: combines the lower halves, which come first in memory, with the upper
+// ones.
 void fold_halves(const Tensor &x) {
   const Tensor halves = x.view(at::kShort).view({-1, 2});
   halves.select(1, 0).bitwise_xor_(halves.select(1, 1));
 }
 
-// `mixed` of kernel_masters.cpp, but for its last fold, which leaves the upper halves as they are.
+// Computes `mixed` of kernel_masters.cpp without its last fold, which does not change the upper halves.
 void mix(const Tensor &x, const Tensor &spare) {
   fold_halves(x);
   x.mul_(static_cast<int64_t>(static_cast<int32_t>(0x85ebca6bU)));
@@ -55,7 +58,8 @@ void join(const Tensor &high, const Tensor &low) { low.add_(high, 0x10000); }
 void split(const Tensor &numbers, const Tensor &high, const Tensor &mask) {
   unite_nans(numbers, mask);
   Tensor out = high;
-  // A tensor on the CPU: the operation with a number for it would allocate its result.
+  // The bits are a sign and a magnitude, so this rounds ties away from zero. The addend is a tensor on the CPU, because
+  // the overload for a number would allocate its result.
   at::add_out(out, numbers.view(at::kInt), at::scalar_tensor(0x8000, at::kInt));
   out.bitwise_right_shift_(16);
 }
@@ -82,7 +86,7 @@ Randoms::Randoms(const std::vector<std::vector<Range>> &chunks, const Tensor &me
   advance_seeds(chunks);
 }
 
-// Brings what the host knows to the device in one copy, for which nobody waits.
+// Brings what the host knows to the device in one copy, without synchronizing.
 void Randoms::upload(const std::vector<std::vector<Range>> &chunks) {
   const auto options = at::TensorOptions(at::kInt).pinned_memory(memory_.is_cuda());
   const Tensor host = at::empty({ranges_ * (kColumns + 1)}, options);
@@ -105,7 +109,7 @@ void Randoms::upload(const std::vector<std::vector<Range>> &chunks) {
   ends_ = there.narrow(0, ranges_ * kColumns, ranges_);
 }
 
-// `seed_of_step` where only the device knows the steps.
+// Computes `seed_of_step` on the device, because only the device knows the steps.
 void Randoms::advance_seeds(const std::vector<std::vector<Range>> &chunks) {
   std::vector<Tensor> steps;
   for (const auto &chunk : chunks) {
@@ -129,7 +133,8 @@ Tensor Randoms::draw(size_t chunk) const {
   at::bucketize_out(range, places_.narrow(0, 0, part.rows), ends_.narrow(0, part.first, part.ranges),
                     /*out_int32=*/true, /*right=*/true);
   at::index_select_out(row, table_.narrow(0, part.first, part.ranges), 0, range);
-  // The numbers' words, and one more for each row: the second half of its seed, to be mixed along with them.
+  // The words of the numbers are followed by one for each row: the second half of its seed, which is mixed along with
+  // them.
   const Tensor words = memory_.narrow(0, 0, n + part.rows), spare = spare_.narrow(0, 0, n + part.rows);
   const Tensor flat = words.narrow(0, 0, n);
   Tensor numbers = flat.view({part.rows, kRow}), pages = words.narrow(0, n, part.rows);

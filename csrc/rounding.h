@@ -1,6 +1,6 @@
-// The bits of f32 numbers on devices other than the CPU: libtorch's operations compute there what kernel_masters.cpp does
-// in loops. All of it happens in scratch memory that was allocated before; nothing here allocates once a step changes
-// something, so that nothing fails there for lack of memory.
+// Conversions between f32 numbers and bf16 parameters on devices other than the CPU. libtorch's operations compute
+// there what the loops of kernel_masters.cpp compute on the CPU. They work in scratch memory that is allocated
+// beforehand. Nothing is allocated once a step has begun to change tensors, so that it cannot fail for lack of memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,33 +10,33 @@
 
 namespace tamp::rounding {
 
-// Makes the words of f32 numbers from bf16 numbers and their remainders, both as i32. They take the place of `low`.
+// Joins bf16 numbers and their remainders, both as i32, to the bits of f32 numbers, which replace `low`.
 void join(const at::Tensor &high, const at::Tensor &low);
 
-// Rounds f32 numbers to the nearest bf16, the larger of two. `high` becomes these, as i32; the lower halves of `numbers`
-// become the remainders. `mask` has as many booleans.
+// Rounds f32 numbers to the nearest bf16 numbers, with ties away from zero. Writes the bits of these to `high`, as i32,
+// and leaves the remainders in the lower halves of `numbers`. `mask` is scratch memory of as many booleans.
 void split(const at::Tensor &numbers, const at::Tensor &high, const at::Tensor &mask);
 
-// Rounds f32 numbers to one of the two bf16 around them. Their words become these, as i32. `random` has 16 random bits
-// for each, as i32; `mask` has as many booleans.
+// Rounds f32 numbers stochastically to one of the two neighbouring bf16 numbers, whose bits replace them, as i32.
+// `random` has 16 random bits for each number, as i32. `mask` is scratch memory of as many booleans.
 void round_at_random(const at::Tensor &numbers, const at::Tensor &random, const at::Tensor &mask);
 
-// Numbers of a parameter that lie one behind the other in scratch memory.
+// Consecutive numbers of a parameter in scratch memory.
 struct Range {
-  uint64_t seed;    // the parameter's
-  at::Tensor step;  // before this step
-  int64_t first;    // the index of the first number in its parameter, whose last has the same upper 32 bits
+  uint64_t seed;    // of the parameter
+  at::Tensor step;  // the number of steps before this one
+  int64_t first;    // the index of the first number in the parameter; all indices have the same upper 32 bits
   int64_t place;    // in scratch memory
   int64_t count;
 };
 
-// The random bits that kernels::round_at_random draws, for ranges that fill chunks of scratch memory.
+// Draws the random bits of kernels::round_at_random, for ranges that fill chunks of scratch memory.
 class Randoms {
  public:
-  // `memory` takes the results: i32, with room for the numbers of a chunk and one more for each row.
+  // `memory` receives the results. It is i32 and has room for the numbers of a chunk and one more for each row.
   Randoms(const std::vector<std::vector<Range>> &chunks, const at::Tensor &memory);
 
-  // Returns 16 bits for each number of a chunk. They stay until the next are drawn or the memory is used otherwise.
+  // Returns 16 bits for each number of a chunk. They are valid until the next call or any other use of the memory.
   at::Tensor draw(size_t chunk) const;
 
  private:
@@ -50,11 +50,11 @@ class Randoms {
   std::vector<Part> parts_;
   int64_t ranges_ = 0;
   at::Tensor memory_, spare_;
-  at::Tensor table_;   // for each range the two halves of its seed, the lower half of its first index, the upper half
-  at::Tensor ends_;    // for each range the row behind its last
+  at::Tensor table_;   // for each range: both halves of its seed, then both halves of its first index
+  at::Tensor ends_;    // for each range: the row after its last one
   at::Tensor places_;  // 0, 1, 2 …
-  at::Tensor range_;   // for each row of a chunk the range that it belongs to
-  at::Tensor rows_;    // for each row of a chunk what the table says of its range
+  at::Tensor range_;   // for each row of a chunk: the range that it belongs to
+  at::Tensor rows_;    // for each row of a chunk: the table's row for its range
 };
 
 }  // namespace tamp::rounding

@@ -1,12 +1,20 @@
-// The whole C ABI of tch-amp. src/sys.rs mirrors it declaration by declaration; tests/abi.rs compares the two.
+// The C ABI of tch-amp. src/sys.rs repeats every declaration in the same order, and tests/abi.rs compares the two
+// files.
 //
-// The contract, once for all functions:
-// - Nothing throws: every function is noexcept.
-// - A function that can fail takes `char **err` last. On failure it writes a malloc'd message there, which the caller
-//   frees with tamp_string_free, and returns zero or null; on success it leaves *err alone.
-// - Tensors are borrowed. A tensor that a function returns belongs to the caller.
-// - Booleans are uint8_t, zero or one. Device types are c10::DeviceType and dtypes c10::ScalarType, both as int8_t.
-// - C types only.
+// This holds for all functions:
+//
+// - No function throws: all of them are noexcept.
+// - A function that can fail takes `char **err` as its last argument. On failure it writes a message there, which was
+//   allocated with malloc and which the caller frees with tamp_string_free, and returns zero or null. On success it
+//   leaves *err unchanged.
+// - Tensors are borrowed for the length of the call. They may be null or undefined only where a comment says so. A
+//   tensor that a function returns, or writes to an array of results, belongs to the caller.
+// - `count` is the length of every array without a length of its own.
+// - Booleans are uint8_t and are zero or one. Device types are c10::DeviceType and dtypes are c10::ScalarType, both as
+//   int8_t.
+// - A function synchronizes only where its comment says so: then the host stops until the device has finished.
+//   libtorch's operations on sparse tensors may synchronize in addition.
+// - Only C types cross the border.
 #pragma once
 
 #include <stddef.h>
@@ -19,48 +27,55 @@ extern "C" {
 #define TAMP_NOEXCEPT
 #endif
 
-// An at::Tensor. The pointers are the ones that tch hands out.
+// An at::Tensor, behind the pointers that tch uses.
 typedef struct tamp_tensor tamp_tensor;
 
 // Frees a message that a function wrote to `err`. Null is allowed.
 void tamp_string_free(char *text) TAMP_NOEXCEPT;
 
-// A copy of `text` for a callback to write to its `err`.
+// Returns a copy of `text`, which a callback writes to its `err`.
 char *tamp_string_new(const char *text) TAMP_NOEXCEPT;
 
 // ---------------------------------------------------------------------------------------------------------- device.cpp
+// These functions initialize CUDA, and bring a flag from a device to the host without synchronizing.
 
-// Whether this libtorch has its CUDA library linked in.
+// Returns whether this libtorch has its CUDA library linked in.
 uint8_t tamp_cuda_is_linked(void) TAMP_NOEXCEPT;
 
-// Initialises CUDA, which fails with libtorch's own reason where it cannot be used.
+// Initializes CUDA. Fails with libtorch's own message where CUDA cannot be used.
 void tamp_cuda_initialize(char **err) TAMP_NOEXCEPT;
 
-// A number on its way from a device to the host.
+// An asynchronous copy of a number from a device to the host.
+// Sets whether f32 matrix products on CUDA devices may use TensorFloat-32, in all threads. Returns whether they could.
+uint8_t tamp_allow_tf32(uint8_t allow, char **err) TAMP_NOEXCEPT;
+
 typedef struct tamp_arrival tamp_arrival;
 
 enum { TAMP_PENDING = 0, TAMP_ZERO = 1, TAMP_NONZERO = 2 };
 
-// Sends `flag`, an f32 of one element on a GPU, to the host without waiting for it.
+// Starts to copy `flag`, an f32 tensor of one element on a GPU, to the host.
 tamp_arrival *tamp_arrival_new(const tamp_tensor *flag, char **err) TAMP_NOEXCEPT;
 
-// Whether it is there and zero. Never waits.
+// Returns TAMP_PENDING until the copy is complete, and then TAMP_ZERO or TAMP_NONZERO.
 uint8_t tamp_arrival_poll(const tamp_arrival *arrival, char **err) TAMP_NOEXCEPT;
 
+// Frees the copy, complete or not.
 void tamp_arrival_free(tamp_arrival *arrival) TAMP_NOEXCEPT;
 
 // -------------------------------------------------------------------------------------------------------- autocast.cpp
+// These functions read and change the autocast state of the calling thread.
 
 enum { TAMP_AUTOCAST_DEVICES = 3 };
 
-// The autocast state of one device type on the calling thread.
+// The autocast state of one device type.
 typedef struct tamp_autocast_device {
   int8_t device_type;
   int8_t dtype;
   uint8_t enabled;
 } tamp_autocast_device;
 
-// The autocast state of the first `count` device types and the thread's cache flag.
+// The autocast state of a thread: that of the first `count` elements of `devices`, and whether casts of weights are
+// cached.
 typedef struct tamp_autocast_state {
   tamp_autocast_device devices[TAMP_AUTOCAST_DEVICES];
   uint8_t count;
@@ -70,214 +85,242 @@ typedef struct tamp_autocast_state {
 // Reads the state of the device types that `state` names.
 void tamp_autocast_read(tamp_autocast_state *state, char **err) TAMP_NOEXCEPT;
 
-// Opens a region: sets `next`. Clears the weight cache when the region is the outermost or changes a dtype. What was
-// read of the same devices before is what closes it.
+// Opens a region by setting the state to `next`. Clears the weight cache if the region is the outermost one or changes
+// a dtype. The caller first reads the state of the same devices, and closes the region with it.
 void tamp_autocast_enter(const tamp_autocast_state *next, uint8_t outermost, char **err) TAMP_NOEXCEPT;
 
-// Closes a region: sets `previous`, the state from before it. Clears the cache as on entry. It cannot fail, because
-// every value was read from the same devices.
+// Closes a region by setting the state to `previous`, which was read before the region was opened. Clears the weight
+// cache under the same conditions. Cannot fail, because every value was read from the same devices.
 void tamp_autocast_exit(const tamp_autocast_state *previous, uint8_t outermost) TAMP_NOEXCEPT;
 
-// Forgets every cached cast of a weight, in all threads.
+// Clears the weight cache, which all threads share.
 void tamp_autocast_clear_cache(char **err) TAMP_NOEXCEPT;
 
-// The number of the backward that runs on the calling thread, the innermost of several; -1 where none does.
+// Returns the number of the backward pass that runs on the calling thread, the innermost one of several, or -1 if none
+// does.
 int64_t tamp_autocast_backward(void) TAMP_NOEXCEPT;
 
-// Like the other callbacks it neither throws nor unwinds.
+// A callback, which neither throws nor unwinds.
 typedef void (*tamp_autocast_settle)(void);
 
-// Has `settle` called on the calling thread when the backward that runs there has ended, whether or not it failed, and
-// libtorch has restored the state of the thread. Without memory for that, or where another thread ends the backward,
-// `settle` is not called.
+// Has `settle` called on the calling thread once the backward pass that runs there has ended, successfully or not, and
+// libtorch has restored the state of the thread. `settle` is not called if there is no memory to register it, or if the
+// backward pass ends on another thread.
 void tamp_autocast_after_backward(tamp_autocast_settle settle) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------- gradients.cpp
+// These functions inspect, compute, move, add and convert the gradients of a list of parameters.
 
 enum {
-  TAMP_GRADIENT_REQUIRES_GRAD = 1,  // the parameter takes part in training
-  TAMP_GRADIENT_STRIDED = 2,        // dense memory with strides
-  TAMP_GRADIENT_SPARSE = 4,         // COO
-  TAMP_GRADIENT_OVERLAPS = 8,       // some of its elements share memory
-  TAMP_GRADIENT_OTHER_SHAPE = 16,   // not the parameter's shape and device
-  TAMP_GRADIENT_OTHER_DTYPE = 32,   // not the parameter's dtype
+  TAMP_GRADIENT_REQUIRES_GRAD = 1,  // the parameter is not frozen
+  TAMP_GRADIENT_STRIDED = 2,        // the gradient is dense
+  TAMP_GRADIENT_SPARSE = 4,         // the gradient is in COO format
+  TAMP_GRADIENT_OVERLAPS = 8,       // some elements of the gradient share memory
+  TAMP_GRADIENT_OTHER_SHAPE = 16,   // the gradient has another shape or device than the parameter
+  TAMP_GRADIENT_OTHER_DTYPE = 32,   // the gradient has another dtype than the parameter
 };
 
-// What is known of one parameter and its gradient.
+// A description of one parameter and its gradient.
 typedef struct tamp_gradient {
-  uintptr_t parameter;  // identity of the parameter; zero when the tensor is undefined
-  uintptr_t gradient;   // identity of the gradient; zero when there is none
-  uintptr_t memory;     // identity of what holds its numbers
-  uint32_t version;     // of the gradient, raised by libtorch at every in-place change
+  uintptr_t parameter;  // identity of the parameter; zero if the tensor is undefined
+  uintptr_t gradient;   // identity of the gradient; zero if there is none
+  uintptr_t memory;     // identity of the memory that holds the gradient's numbers
+  uint32_t version;     // the gradient's version, which libtorch increases with every change in place
   int8_t device_type;   // of the gradient, like the two below
   int8_t device_index;
   int8_t dtype;
-  uint8_t flags;
+  uint8_t flags;  // a sum of TAMP_GRADIENT_…
 } tamp_gradient;
 
-// Describes the gradients of `count` parameters. With `hold` it holds the memory of each weakly, and until
-// tamp_gradients_release none of the numbers in `memory` is given to other memory. On failure none is held.
+// Describes the gradients of `count` parameters, which may be undefined. With `hold` it takes a weak reference to the
+// memory of each gradient, so that no other memory gets one of the identities in `memory` before
+// tamp_gradients_release. On failure it holds nothing.
 void tamp_gradients_inspect(tamp_tensor *const *parameters, size_t count, uint8_t hold, tamp_gradient *gradients,
                             char **err) TAMP_NOEXCEPT;
 
-// Releases what tamp_gradients_inspect has held, once for each time.
+// Releases the references that one call of tamp_gradients_inspect with `hold` took.
 void tamp_gradients_release(const tamp_gradient *gradients, size_t count) TAMP_NOEXCEPT;
 
-// Drops the gradients of `count` parameters, so that no optimizer can apply them.
+// Removes the gradients of `count` parameters, so that no optimizer can apply them.
 void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
 
-// Moves the gradients of `count` parameters to `gradients`, an array of nulls, and leaves the parameters without. After
-// a failure those that were moved are in `gradients`.
+// Moves the gradients of `count` parameters to `gradients`, which is an array of nulls before the call. A null stays
+// where a parameter has no gradient. On failure, `gradients` holds those that were moved.
 void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tensor **gradients,
                          char **err) TAMP_NOEXCEPT;
 
-// Runs the backward of a tensor of one element into the gradients of its leaves. With `retain_graph` another backward
-// can lead through the same graph.
+// Runs the backward pass of `loss`, a tensor of one element, and accumulates the gradients of its leaves. With
+// `retain_graph` the graph can be used by another backward pass.
 void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) TAMP_NOEXCEPT;
 
-// Adds `gradients`, in which a null stands for none, to those of `count` parameters, in place where the dtypes allow it.
-// A parameter without gets its tensor itself. After a failure some are added, and `gradients` are what they were.
+// Adds `gradients` to the gradients of `count` parameters, in place where the dtypes allow it. A parameter without a
+// gradient gets the tensor itself. On failure some have been added, and the tensors in `gradients` have not changed.
 void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *gradients, size_t count,
                         char **err) TAMP_NOEXCEPT;
 
-// Makes the gradients of those of `count` parameters that are bf16 or fp16 f32: what is there is converted, and what
-// comes is added up in f32.
+// Makes the gradients f32 of those of `count` parameters that are bf16 or fp16: converts existing gradients, and has
+// autograd accumulate later ones in f32.
 void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
 
 // ---------------------------------------------------------------------------------------------------------- memory.cpp
+// These functions tell the shape of a tensor, and whether parameters were written to since their stamps were taken.
 
-// Returns the number of dimensions of a tensor and, if there is room for so many, their sizes. Fails for a nested one.
+// Returns the number of dimensions of a tensor, and writes their sizes to `sizes` if there are at most `room`. Fails
+// for a nested tensor.
 size_t tamp_sizes(const tamp_tensor *tensor, int64_t *sizes, size_t room, char **err) TAMP_NOEXCEPT;
 
-// Which memory a parameter has, what of it, and how often that was changed. All zeros say nothing of any parameter.
+// What identifies the contents of a parameter. A stamp of zeros fits no parameter.
 typedef struct tamp_stamp {
-  uintptr_t memory;  // held weakly; to be released
-  uint64_t view;
-  uint64_t version;
+  uintptr_t memory;  // identity of the memory, with a weak reference to it, which has to be released
+  uint64_t view;     // which elements of the memory belong to the parameter
+  uint64_t version;  // the parameter's version, which libtorch increases with every change in place
 } tamp_stamp;
 
-// Tells of `count` parameters which are not as their stamps say.
+// Writes to `changed` which of `count` parameters no longer fit their stamps.
 void tamp_stamps_compare(tamp_tensor *const *parameters, size_t count, const tamp_stamp *stamps, uint8_t *changed,
                          char **err) TAMP_NOEXCEPT;
 
-// Has the stamps say how `count` parameters are now. Each holds the memory of its parameter weakly.
+// Sets the stamps of `count` parameters to their present contents. Each stamp takes a weak reference to its memory.
 void tamp_stamps_take(tamp_tensor *const *parameters, size_t count, tamp_stamp *stamps, char **err) TAMP_NOEXCEPT;
 
-// Releases the `memory` of a stamp that is no longer used. Nothing happens for zero.
+// Releases the `memory` of a stamp that is no longer used. Does nothing if it is zero.
 void tamp_memory_release(uintptr_t memory) TAMP_NOEXCEPT;
 
 // --------------------------------------------------------------------------------------------------------- unscale.cpp
+// These functions divide gradients by the loss scale, and check them for non-finite elements.
 
 enum {
-  TAMP_UNSCALE_RECHECK = 1,     // look for values that only the multiplication made infinite
-  TAMP_UNSCALE_CHECK_ONLY = 2,  // as if the scale were one, so that no number changes
-  TAMP_UNSCALE_GENERIC = 4,     // plain operations in place of the AMP kernels
+  TAMP_UNSCALE_RECHECK = 1,     // also find elements that only the multiplication made non-finite
+  TAMP_UNSCALE_CHECK_ONLY = 2,  // only check: the scale counts as one, and no gradient changes
+  TAMP_UNSCALE_GENERIC = 4,     // use libtorch's generic operations instead of loops and AMP kernels
 };
 
 enum { TAMP_FINITE = 0, TAMP_NON_FINITE = 1, TAMP_ON_DEVICE = 2 };
 
-// Multiplies the gradients of `count` parameters, all strided or COO, by 1/scale, in place. They lie on `devices`
-// devices. For each of these, in the order of their first gradients, writes to `found_infs` a new f32 tensor of no
-// dimensions, which is one when an element there is infinite or NaN and else zero, and to `answers` TAMP_FINITE or
-// TAMP_NON_FINITE where the answer is in host memory and TAMP_ON_DEVICE elsewhere. What it takes is allocated on all
-// devices before the first gradient changes: after a failure `begun` tells whether any may have changed, and no tensor
-// is returned. Synchronizes only when `scale` lies on a GPU and gradients on the CPU.
+// Multiplies the gradients of `count` parameters, all of them strided or COO, by 1/scale in place, and checks them. They
+// are on `devices` devices.
+//
+// For each device, in the order of their first gradients, `found_infs` gets a new 0-dim f32 tensor: one if a gradient
+// there has a non-finite element, and zero if not. The device's place in `answers` gets TAMP_FINITE or TAMP_NON_FINITE
+// if the answer is in host memory, and otherwise TAMP_ON_DEVICE. `options` is a sum of TAMP_UNSCALE_….
+//
+// All memory is allocated on all devices before the first gradient changes. After a failure `begun` tells whether a
+// gradient may have changed, and no tensor is returned. Synchronizes only if `scale` is on a GPU and gradients are on
+// the CPU.
 void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
-                            tamp_tensor **found_infs, uint8_t *answers, size_t devices, uint8_t options,
-                            uint8_t *begun, char **err) TAMP_NOEXCEPT;
+                            tamp_tensor **found_infs, uint8_t *answers, size_t devices, uint8_t options, uint8_t *begun,
+                            char **err) TAMP_NOEXCEPT;
 
-// Returns the common 2-norm of the gradients of `count` parameters, at least one, times 1/scale: a 0-dim tensor on the
-// device where they all lie; f64 when they all are or, on the CPU, when f32 cannot hold it, else f32. The gradients stay
-// as they are. Writes to `found_inf` a new tensor that says whether the norm is infinite or NaN, as it is when a
-// gradient is, and to `answer` as tamp_gradients_unscale does. Synchronizes where that does.
+// Returns the common 2-norm of the gradients of `count` parameters, at least one, multiplied by 1/scale: a 0-dim tensor.
+// The gradients are on one device, like the result, and do not change.
+//
+// The norm is f64 if all gradients are or if, on the CPU, it is finite but too large for f32. Otherwise it is f32.
+// `found_inf` gets a new tensor: one if the norm is non-finite, which it is if a gradient is, and zero otherwise.
+// `answer` means the same as in tamp_gradients_unscale. Synchronizes under the same condition.
 tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
                                  tamp_tensor **found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
 
-// --------------------------------------------------------------------------------------------------------- numbers.cpp
+// ------------------------------------------------------------------------------------------------------------ heap.cpp
+// This function changes how the process allocates.
 
-// A tensor of no dimensions that holds `value`.
+// Has the C library keep freed memory in the process. Returns whether it can, which glibc can.
+uint8_t tamp_heap_keep(void) TAMP_NOEXCEPT;
+
+// --------------------------------------------------------------------------------------------------------- numbers.cpp
+// These functions make, write and read tensors of one number.
+
+// Returns a 0-dim tensor that holds `value`. A `device_index` of -1 stands for a device type's current device.
 tamp_tensor *tamp_number_new(double value, int8_t dtype, int8_t device_type, int8_t device_index,
                              char **err) TAMP_NOEXCEPT;
 
-// Writes `value` to a tensor. Does not wait.
+// Writes `value` to a tensor.
 void tamp_number_set(tamp_tensor *number, double value, char **err) TAMP_NOEXCEPT;
 
-// Lowers a tensor of one number to `most`, if it is more. Does not wait.
+// Lowers the number in a tensor to `most` if it is larger.
 void tamp_number_limit(tamp_tensor *number, double most, char **err) TAMP_NOEXCEPT;
 
-// Copies the `len` elements of `count` real tensors of one device, one tensor after the other, to `values`. Waits for
-// the device, once.
+// Copies the elements of `count` real tensors of one device, one tensor after the other, to `values`, which has room
+// for exactly these `len` elements. Synchronizes once.
 void tamp_numbers_read(tamp_tensor *const *tensors, size_t count, double *values, size_t len, char **err) TAMP_NOEXCEPT;
 
 // ----------------------------------------------------------------------------------------------------------- scale.cpp
+// These functions update the loss scale of a scaler, and evaluate the flags that it depends on.
 
-// Whether any of the one-element tensors is not zero. Waits for their devices, in one transfer.
+// Returns whether any of `count` one-element tensors is not zero. Synchronizes with their devices, in one transfer to
+// the host.
 uint8_t tamp_any_nonzero(tamp_tensor *const *tensors, size_t count, char **err) TAMP_NOEXCEPT;
 
-// One flag that is one when any of `count` flags (f32, one element, zero or one) is, and else zero: on the first GPU that
-// one of them lies on, or else on the CPU. Of one flag it is that itself.
+// Returns a flag that is one if any of `count` flags is one, and zero if not. The flags are f32 tensors of one element,
+// which is zero or one. The result is on the first GPU that one of them is on, or on the CPU if none is on a GPU. The
+// result for a single flag is that flag itself.
 tamp_tensor *tamp_flags_join(tamp_tensor *const *flags, size_t count, char **err) TAMP_NOEXCEPT;
 
-// How an iteration changes the scale. The last three count only where there is a tensor of patience.
+// How an iteration changes the scale. The last three fields are used only if there is a tensor of tolerance counts.
 typedef struct tamp_scale_rule {
   double growth_factor;
   double backoff_factor;
   int64_t growth_interval;
   double min_scale;
   double max_scale;
-  int64_t hysteresis;   // overflows that it takes for the scale to back off
-  double tolerance;     // the share of overflowing iterations below which it does not
-  uint8_t consecutive;  // an iteration without overflow restores the hysteresis; otherwise growth does
+  int64_t hysteresis;   // the number of overflows after which the scale backs off
+  double tolerance;     // the share of iterations with an overflow below which the scale does not back off
+  uint8_t consecutive;  // restores the hysteresis after every iteration without overflow, not only after growth
 } tamp_scale_rule;
 
-// The elements of a tensor of patience: what is left of the hysteresis, and the iterations and overflows since the scale
-// last backed off or could grow.
-enum { TAMP_PATIENCE_HYSTERESIS = 0, TAMP_PATIENCE_ITERATIONS = 1, TAMP_PATIENCE_OVERFLOWS = 2 };
+// The elements of a tensor of tolerance counts: what is left of the hysteresis, and the numbers of iterations and of
+// overflows since the scale last backed off or could grow.
+enum { TAMP_TOLERANCE_HYSTERESIS = 0, TAMP_TOLERANCE_ITERATIONS = 1, TAMP_TOLERANCE_OVERFLOWS = 2 };
 
-// A scale at the end of an iteration: `scale` (f32), `tracker` (i32) and `patience` (i64, or null), and what was found in
-// the gradients, in `count` found_inf tensors, which may lie on several devices.
+// A scale at the end of an iteration.
 typedef struct tamp_scale_update {
-  tamp_tensor *scale;
-  tamp_tensor *tracker;
-  tamp_tensor *patience;
-  tamp_tensor *const *found_infs;
+  tamp_tensor *scale;              // f32
+  tamp_tensor *tracker;            // i32, how many iterations without overflow count towards the next growth
+  tamp_tensor *tolerance_counts;   // i64; null if the scale backs off at every overflow
+  tamp_tensor *const *found_infs;  // `count` flags of the iteration, which may be on several devices
   size_t count;
   tamp_scale_rule rule;
 } tamp_scale_update;
 
-// Ends an iteration: grows or backs off each of `count` scales and counts in its tracker and its patience, all in place.
-// Without patience every overflow backs a scale off. What it takes is allocated for all scales before the first changes.
-// Never waits for a device that a scale lies on.
+// Ends an iteration: grows each of `count` scales, backs it off or leaves it, and updates its tracker and its tolerance
+// counts, all in place. All memory is allocated before the first scale changes. Never synchronizes with a device that a
+// scale is on.
 void tamp_scales_update(const tamp_scale_update *updates, size_t count, char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------ loss_scale.cpp
+// This function checks gradients for functional loss scales.
 
-// Whether the numbers of `count` floating or complex tensors are all finite: a bool of no dimensions on the device of
-// the first. Waits only to bring the answer of a GPU to the CPU where the first tensor lies there.
+// Returns whether all elements of `count` floating-point or complex tensors are finite: a 0-dim bool tensor on the
+// device of the first one. Synchronizes only if the first tensor is on the CPU and others are on a GPU.
 tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------------ clip.cpp
+// These functions clip gradients.
 
-// Scales the gradients of `count` parameters down in place so that their common 2-norm is at most `max_norm`.
-// Returns the norm before that, a 0-dim tensor on the first gradient's device; null without any gradient. With
-// `error_if_nonfinite` it waits for the device to write to `is_finite` whether the norm is finite, and leaves the
-// gradients alone when it is not.
+// Multiplies the gradients of `count` parameters in place so that their common 2-norm is at most `max_norm`. Returns
+// the norm before that, a 0-dim tensor on the device of the first gradient, or null if there are no gradients.
+//
+// With `error_if_nonfinite` it synchronizes, writes to `is_finite` whether the norm is finite, and changes nothing if
+// it is not. Otherwise it synchronizes only if gradients are on the CPU and on other devices as well.
 tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, double max_norm,
                                  uint8_t error_if_nonfinite, uint8_t *is_finite, char **err) TAMP_NOEXCEPT;
 
-// The factor by which gradients of a common 2-norm come down to `max_norm`: at most one, on the norm's device.
+// Returns the factor, at most one, that reduces gradients of a common 2-norm to `max_norm`, on the norm's device.
 tamp_tensor *tamp_clip_factor(const tamp_tensor *norm, double max_norm, char **err) TAMP_NOEXCEPT;
 
-// Clamps every element of the gradients of `count` parameters to [-max, max], in place.
+// Clamps every element of the gradients of `count` parameters to [-max, max] in place.
 void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double max, char **err) TAMP_NOEXCEPT;
 
 // ----------------------------------------------------------------------------------------------------------- optim.cpp
+// These functions take the steps of the fused optimizers, and convert and renew master weights.
 
 enum { TAMP_OPTIM_ADAM = 0, TAMP_OPTIM_ADAMW = 1, TAMP_OPTIM_SGD = 2, TAMP_OPTIM_ADAGRAD = 3 };
 
 enum { TAMP_OPTIM_AMSGRAD = 1, TAMP_OPTIM_NESTEROV = 2, TAMP_OPTIM_MAXIMIZE = 4 };
 
-// The options of a parameter group, by PyTorch's names. An algorithm looks at its own only.
+// The largest number of states that an algorithm has for a parameter.
+enum { TAMP_OPTIM_STATES = 3 };
+
+// The options of a parameter group, by PyTorch's names. Each algorithm reads its own options only.
 typedef struct tamp_optim_options {
   double lr;
   double beta1;
@@ -287,123 +330,130 @@ typedef struct tamp_optim_options {
   double momentum;
   double dampening;
   double lr_decay;
-  uint8_t algorithm;
-  uint8_t flags;
+  uint8_t algorithm;  // TAMP_OPTIM_ADAM to TAMP_OPTIM_ADAGRAD
+  uint8_t flags;      // a sum of TAMP_OPTIM_AMSGRAD, TAMP_OPTIM_NESTEROV and TAMP_OPTIM_MAXIMIZE
 } tamp_optim_options;
 
-// What a parameter in half precision is updated from, in f32 each time.
+// What a parameter is updated from. Every kind of master weights computes the update in f32.
 enum {
-  TAMP_MASTER_NONE = 0,        // itself, and its state has its dtype
-  TAMP_MASTER_FLOAT = 1,       // an f32 copy
-  TAMP_MASTER_REMAINDER = 2,   // itself, bf16, and the 16 bits that it lacks of an f32
-  TAMP_MASTER_STOCHASTIC = 3,  // itself, bf16, and the result is rounded at random
+  TAMP_MASTER_NONE = 0,        // from the parameter itself; its state has its dtype
+  TAMP_MASTER_FLOAT = 1,       // from an f32 copy
+  TAMP_MASTER_REMAINDER = 2,   // from the bf16 parameter and the 16 bits that complete it to an f32
+  TAMP_MASTER_STOCHASTIC = 3,  // from the bf16 parameter; the result is rounded stochastically
 };
 
-// A parameter and its state: tensors of its shape, dtype and device, and its f32 step count. With masters the state is
-// f32, and the gradient has the parameter's dtype or is f32.
+// A parameter and its state. The states have its shape, dtype and device; with master weights they are f32, and the
+// gradient has the parameter's dtype or is f32.
 typedef struct tamp_optim_parameter {
   tamp_tensor *parameter;
-  tamp_tensor *step;    // null for SGD, unless it is rounded at random
-  tamp_tensor *first;   // exp_avg, momentum_buffer or sum; null for SGD without momentum
-  tamp_tensor *second;  // exp_avg_sq; null unless Adam or AdamW
-  tamp_tensor *third;   // max_exp_avg_sq; null without AMSGrad
-  tamp_tensor *master;  // f32, or the remainder as int16; null otherwise
-  tamp_stamp *stamp;    // how the parameter was when it was last what its master says; unused without a master
-  uint64_t seed;        // of this parameter's random numbers, which depend on its step as well
-  uint32_t options;     // an index
-  uint8_t masters;
-  uint8_t first_step;  // the momentum buffer starts with the gradient
-  uint8_t complete;    // all of the state that its options ask for is there
+  tamp_tensor *step;  // the number of steps, an f32 of one element; null for SGD without stochastic rounding
+  // For Adam and AdamW exp_avg, exp_avg_sq and, with AMSGrad, max_exp_avg_sq; for SGD with momentum the
+  // momentum_buffer; for Adagrad the sum. The others are null.
+  tamp_tensor *states[TAMP_OPTIM_STATES];
+  tamp_tensor *master;  // the f32 copy, or the remainder as i16; null for the other kinds
+  tamp_stamp *stamp;    // of the parameter when it last agreed with `master`; not used without one
+  uint64_t seed;        // for stochastic rounding; the random numbers depend on `step` as well
+  uint32_t options;     // an index into the array of options
+  uint8_t masters;      // TAMP_MASTER_…
+  uint8_t first_step;   // initializes the momentum buffer with the gradient
+  uint8_t complete;     // whether all of the state exists that the options require
 } tamp_optim_parameter;
 
-// How the gradients become those that the update takes: divided by `grad_scale`, or times its reciprocal and `clip`.
-// Null for what does not apply. Where `found_inf` is not zero nothing changes at all.
+// How the gradients are unscaled before the update, and whether there is one. Each tensor may be null.
 typedef struct tamp_optim_scale {
-  tamp_tensor *grad_scale;
-  tamp_tensor *clip;
-  tamp_tensor *found_inf;
+  tamp_tensor *grad_scale;  // the gradients are divided by this or, with `clip`, multiplied by its reciprocal
+  tamp_tensor *clip;        // the gradients are multiplied by this
+  tamp_tensor *found_inf;   // the step is skipped if this is not zero
 } tamp_optim_scale;
 
-// What a step does with a parameter, or why the whole step is not taken.
+// What a step does with a parameter, or why the whole step cannot be taken.
 enum {
   TAMP_STEP_TAKEN = 0,
-  TAMP_STEP_LEFT_OUT = 1,    // it has no gradient, or is frozen
-  TAMP_STEP_REFUSED = 2,     // no step takes a gradient such as its own
-  TAMP_STEP_STALE = 3,       // it is not as its stamp says: its master has to be renewed
-  TAMP_STEP_INCOMPLETE = 4,  // some of its state has to be made
+  TAMP_STEP_LEFT_OUT = 1,    // the parameter has no gradient or is frozen
+  TAMP_STEP_REFUSED = 2,     // no step can take such a gradient
+  TAMP_STEP_STALE = 3,       // the parameter does not fit its stamp: its master has to be renewed first
+  TAMP_STEP_INCOMPLETE = 4,  // some of the parameter's state has to be made first
 };
 
-// Steps those of `count` parameters that have gradients, each by the options that it names, and takes new stamps of those
-// with masters. Writes one of the above to each of `answers`, and changes nothing if one of them is neither of the first
-// two. Checks all parameters, and allocates what it needs, before it changes any. Waits for a device only to bring what
-// `scale` names from there to parameters on the CPU. The gradients of parameters on the CPU stay as they are; libtorch's
-// kernels for other devices unscale them.
+// Steps those of `count` parameters that have gradients, each with the options that it names, and takes new stamps of
+// those with masters.
+//
+// Writes TAMP_STEP_… to `answers` for each parameter. Changes nothing if one of them is neither TAMP_STEP_TAKEN nor
+// TAMP_STEP_LEFT_OUT. Checks all parameters and allocates all memory before it changes any of them. On the CPU the
+// gradients do not change; libtorch's kernels for other devices unscale them in place. Synchronizes only if a tensor of
+// `scale` is on a GPU and parameters are on the CPU.
 void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const tamp_optim_options *options,
                      const tamp_optim_scale *scale, uint8_t *answers, char **err) TAMP_NOEXCEPT;
 
-// The f32 number of each element of a bf16 parameter and its remainder.
+// Returns the f32 numbers that a bf16 parameter and its remainder stand for.
 tamp_tensor *tamp_master_join(const tamp_tensor *parameter, const tamp_tensor *remainder, char **err) TAMP_NOEXCEPT;
 
-// The remainder of each f32 number in `master` that rounds to the bf16 in `parameter`, and zero for the others.
+// Returns the remainders of f32 numbers: for each number in `master` that rounds to the bf16 number in `parameter`,
+// with ties away from zero, the 16 bits that complete the latter, and zero for all others.
 tamp_tensor *tamp_master_remainder_of(const tamp_tensor *master, const tamp_tensor *parameter,
                                       char **err) TAMP_NOEXCEPT;
 
-// Brings `count` masters, f32 or remainders, into line with parameters that somebody else has written to. An f32 whose
-// rounded number is still the parameter's stays; a remainder becomes zero. Without memory for it none changes.
+// Renews `count` masters, f32 copies or remainders, after other code has written to their parameters. An f32 number
+// that still rounds to its parameter is kept and any other becomes the parameter's; a remainder becomes zero. Changes
+// nothing if it runs out of memory.
 void tamp_masters_renew(tamp_tensor *const *parameters, tamp_tensor *const *masters, size_t count,
                         char **err) TAMP_NOEXCEPT;
 
 // ----------------------------------------------------------------------------------------------------- optim_state.cpp
+// These functions make the state of the fused optimizers.
 
-// Makes a tensor like each of `count` parameters, of another dtype unless `dtype` is -1, filled with `value`, without
-// history. Those of one dtype lie in one buffer on the CPU, and in few on another device. On failure none is made.
+// Makes a tensor like each of `count` parameters, filled with `value` and outside of autograd. Its dtype is `dtype`, or
+// the parameter's if that is -1. The tensors of one dtype are parts of one buffer on the CPU, and of a few on other
+// devices. On failure it makes none.
 void tamp_optim_states_new(tamp_tensor *const *parameters, size_t count, int8_t dtype, double value,
                            tamp_tensor **states, char **err) TAMP_NOEXCEPT;
 
-// Makes an f32 copy of each of `count` parameters, as above.
+// Makes an f32 copy of each of `count` parameters. The copies are parts of buffers as well. On failure it makes none.
 void tamp_masters_new(tamp_tensor *const *parameters, size_t count, tamp_tensor **masters, char **err) TAMP_NOEXCEPT;
 
-// --------------------------------------------------------------------------------------------------------- function.cpp
+// -------------------------------------------------------------------------------------------------------- function.cpp
+// These functions put custom functions, whose backward pass is a callback, into the graph of autograd.
 
-// A custom function's place in the graph of autograd.
+// The node of a custom function in autograd's graph.
 typedef struct tamp_node tamp_node;
 
-// Runs backward. `grad_outputs` borrows one tensor for each output, null for a missing gradient; `grad_inputs` takes
-// one for each input, given away, null for none. On failure it writes a message of tamp_string_new to `err`, without
-// the function's name, and no tensor. Like the other callbacks it neither throws nor unwinds, and no two callbacks of
-// one state run at once.
+// The backward pass of a function. `grad_outputs` borrows a tensor for each output, or null for a missing gradient. The
+// callback writes a tensor for each input to `grad_inputs`, or null for none, and gives them away.
+//
+// On failure it writes a message from tamp_string_new, without the function's name, to `err`, and no tensor. Like the
+// other callbacks it neither throws nor unwinds. No two callbacks of one state run at the same time.
 typedef void (*tamp_function_backward)(void *state, const tamp_node *node, tamp_tensor *const *grad_outputs,
                                        size_t outputs, tamp_tensor **grad_inputs, size_t inputs, char **err);
 
-// Takes out of a state what forward saved, for `free_saved` to free; null where it saved nothing. It runs no code of the
-// user's: a lock is held meanwhile.
+// Removes from a state the values that forward saved, and returns them for `free_saved`, or null if there are none. It
+// must not run user code, because a lock is held.
 typedef void *(*tamp_function_take)(void *state);
 
-// Frees a state, or what was taken out of one, on any thread. That may run any code of the user's.
+// Frees a state, or the values that were removed from one. It may be called on any thread and run any user code.
 typedef void (*tamp_function_free)(void *what);
 
 enum {
-  TAMP_FUNCTION_MATERIALIZE_GRADS = 1,    // a missing gradient of an output is made zeros
-  TAMP_FUNCTION_ONCE_DIFFERENTIABLE = 2,  // what backward returns cannot be differentiated
-  TAMP_FUNCTION_SAVES_VALUES = 4,         // the state holds values that `take_saved` takes
+  TAMP_FUNCTION_MATERIALIZE_GRADS = 1,    // backward gets zeros for the missing gradient of an output
+  TAMP_FUNCTION_ONCE_DIFFERENTIABLE = 2,  // the gradients that backward returns cannot be differentiated
+  TAMP_FUNCTION_SAVES_VALUES = 4,         // the state holds values that `take_saved` removes
 };
 
-// A function value, and how to use it.
+// A function value and its callbacks.
 typedef struct tamp_function {
   void *state;
   tamp_function_backward backward;
-  tamp_function_take take_saved;  // backward has run and will not again
+  tamp_function_take take_saved;  // called when backward has run and will not run again
   tamp_function_free free_saved;
   tamp_function_free drop;  // frees the state
-  const char *name;         // for messages; copied, `name_length` bytes of it
+  const char *name;         // for messages: `name_length` bytes, which are copied
   size_t name_length;
   uint8_t flags;
 } tamp_function;
 
-// What is to be known of an input before forward runs.
+// What has to be known of an input before forward runs.
 typedef struct tamp_function_input {
-  size_t uses;            // the handles that exist of the tensor
-  uint8_t requires_grad;  // zero also where nothing is recorded
+  size_t uses;            // the number of handles of the tensor
+  uint8_t requires_grad;  // zero if gradients are disabled
 } tamp_function_input;
 
 typedef struct tamp_tensors {
@@ -411,62 +461,66 @@ typedef struct tamp_tensors {
   size_t count;
 } tamp_tensors;
 
-// A call of forward that has ended: its inputs, and what the context was told.
+// A finished call of forward: its inputs and what it told its context.
 typedef struct tamp_function_call {
-  tamp_tensors inputs;
-  const tamp_function_input *infos;  // one for each input
-  tamp_tensors saved;                // undefined ones allowed
+  tamp_tensors inputs;               // may be undefined
+  const tamp_function_input *infos;  // one for each input, from tamp_function_begin
+  tamp_tensors saved;                // may be undefined
   tamp_tensors dirty;
   tamp_tensors non_differentiable;
   uint8_t recorded;  // the answer of tamp_function_begin
 } tamp_function_call;
 
-// Describes the `count` inputs, undefined ones allowed. Returns whether autograd will record the call.
+// Describes the `count` inputs, which may be undefined. Returns whether autograd will record the call.
 uint8_t tamp_function_begin(tamp_tensor *const *inputs, size_t count, tamp_function_input *infos,
                             char **err) TAMP_NOEXCEPT;
 
-// Makes the `count` raw outputs of forward, in place, those of an operation of autograd. Takes the state in any case
-// and drops it at once where nothing is recorded. On failure the outputs are as before.
+// Makes the `count` outputs of forward the outputs of an autograd operation, in place. Always takes ownership of the
+// state, and drops it at once if the call is not recorded. On failure the outputs do not change.
 void tamp_function_record(const tamp_function *function, const tamp_function_call *call, tamp_tensor *const *outputs,
                           size_t count, char **err) TAMP_NOEXCEPT;
 
-// The first `count` tensors that forward saved, undefined ones included. Only while backward runs.
+// Returns the first `count` tensors that forward saved, undefined ones included. To be called during backward only.
 void tamp_function_saved_tensors(const tamp_node *node, tamp_tensor **saved, size_t count, char **err) TAMP_NOEXCEPT;
 
-// Whether the gradient of an input is wanted. Only while backward runs.
+// Returns whether the gradient of an input is needed. To be called during backward only.
 uint8_t tamp_function_needs_input_grad(const tamp_node *node, size_t input, char **err) TAMP_NOEXCEPT;
 
-// ------------------------------------------------------------------------------------------------------- checkpoint.cpp
+// ------------------------------------------------------------------------------------------------------ checkpoint.cpp
+// These functions read and write what checkpoints contain: the bytes of tensors, and the states of random number
+// generators.
 
-// Copies `len` bytes of a contiguous tensor's elements, from the `first` on, to host memory. Waits for the device.
+// Copies `len` bytes of the elements of a contiguous tensor to host memory, beginning with element `first`.
+// Synchronizes.
 void tamp_elements_read(const tamp_tensor *from, int64_t first, uint8_t *to, size_t len, char **err) TAMP_NOEXCEPT;
 
-// Overwrites the elements of a contiguous tensor from the `first` on with `len` bytes. Waits for the device.
+// Overwrites the elements of a contiguous tensor with `len` bytes, beginning with element `first`. Synchronizes.
 void tamp_elements_write(tamp_tensor *to, int64_t first, const uint8_t *from, size_t len, char **err) TAMP_NOEXCEPT;
 
-// The state of a device's default generator of random numbers: uint8, one dimension. Waits for the device.
+// Returns the state of a device's default random number generator, a one-dimensional uint8 tensor. May synchronize.
 tamp_tensor *tamp_rng_state(int8_t device_type, int8_t index, char **err) TAMP_NOEXCEPT;
 
-// Makes a device's default generator go on from a state. It stays as it was where that is none of its kind.
+// Sets the state of a device's default random number generator. Fails, and changes nothing, if `state` is not a state
+// of such a generator.
 void tamp_rng_set_state(int8_t device_type, int8_t index, const tamp_tensor *state, char **err) TAMP_NOEXCEPT;
 
-// ---------------------------------------------------------------------------------------------------------- testing.cpp
-
-// Debug builds only, for this crate's own tests.
+// --------------------------------------------------------------------------------------------------------- testing.cpp
+// These functions serve the crate's own tests, and exist in debug builds only.
 #ifdef TAMP_TESTING
 
 enum { TAMP_TESTING_TORCH_ERROR = 0, TAMP_TESTING_BAD_ALLOC = 1, TAMP_TESTING_INT = 2 };
 
-// Makes the calling thread's `call`-th function from now on that can fail do so, by an exception of the given kind.
-// Zero calls it off. Returns what was left of the last one: zero if it has failed.
+// Makes the calling thread's `call`-th call from now on of a function that can fail throw an exception of the given
+// kind. Zero cancels this. Returns what was left of the previous countdown, which is zero if that call has failed.
 int64_t tamp_testing_fail_at(int64_t call, uint8_t kind) TAMP_NOEXCEPT;
 
 enum { TAMP_TESTING_OVERFLOW = 0, TAMP_TESTING_FREED = 1, TAMP_TESTING_UNDEFINED = 2, TAMP_TESTING_LEAK = 3 };
 
-// Does what a sanitizer has to find: writes behind memory or to freed memory, overflows an integer, or loses memory.
+// Commits a fault that a sanitizer has to find: writes past the end of memory or to freed memory, overflows an integer,
+// or leaks memory.
 void tamp_testing_fault(uint8_t kind) TAMP_NOEXCEPT;
 
-// Makes the optimizers of the calling thread treat the CPU as they do other devices.
+// Makes the optimizers of the calling thread treat the CPU like other devices.
 void tamp_testing_as_other_device(uint8_t enabled) TAMP_NOEXCEPT;
 
 // Enters or leaves libtorch's inference mode on the calling thread.

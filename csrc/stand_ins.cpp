@@ -1,3 +1,5 @@
+// f32 tensors that stand in for half-precision parameters while libtorch's kernels update them.
+
 #include "stand_ins.h"
 
 #include <ATen/ATen.h>
@@ -29,7 +31,7 @@ bool StandIns::are_needed(const Entry &e) {
 }
 
 StandIns::StandIns(const std::vector<Entry> &entries) {
-  std::vector<List> lists;  // one for each kind
+  std::vector<List> lists;  // one for each kind of master weights
   for (const auto &e : entries) {
     size_t i = 0;
     while (i < lists.size() && kind_of(lists[i]) != e.master.kind) ++i;
@@ -67,7 +69,7 @@ void StandIns::allocate(const std::vector<List> &lists, const std::vector<std::v
   if (!random.empty()) randoms_.emplace(random, words_);
 }
 
-// What a kernel updates for a piece: f32 numbers, by f32 gradients.
+// Returns what a kernel updates for a piece: f32 numbers, with f32 gradients.
 Entry StandIns::entry(const Entry &whole, const Piece &piece, Copies &widened) const {
   const bool is_float = whole.master.kind == TAMP_MASTER_FLOAT;
   Entry out = whole;
@@ -84,7 +86,7 @@ Entry StandIns::entry(const Entry &whole, const Piece &piece, Copies &widened) c
   return out;
 }
 
-// Adds a chunk: lists what is copied and updated in it.
+// Adds a chunk, and lists what is copied and updated in it.
 void StandIns::add(const List &list, const Pieces &pieces) {
   Chunk &chunk = chunks_.emplace_back();
   chunk.kind = kind_of(list);
@@ -93,7 +95,7 @@ void StandIns::add(const List &list, const Pieces &pieces) {
   if (is_random) chunk.random = random_++;
   for (const auto &piece : pieces.list) {
     const Entry &whole = *list[piece.tensor];
-    // Where words are the upper halves of numbers first, gradients come into their place later.
+    // With remainders, `words_` holds the upper halves of numbers first, so the gradients are copied there later.
     chunk.entries.push_back(entry(whole, piece, is_random ? chunk.in : chunk.gradients));
     if (chunk.kind == TAMP_MASTER_FLOAT) continue;
     const Tensor half = piece.of(whole.parameter), high = half.view(at::kShort);

@@ -1,4 +1,4 @@
-// The f32 numbers of half parameters while libtorch's kernels update these, on devices other than the CPU.
+// Stand-ins for half-precision parameters while libtorch's kernels update them, on devices other than the CPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,21 +14,22 @@
 
 namespace tamp::optim {
 
-// f32 tensors in the place of half parameters and their gradients, for kernels that know nothing of masters. They lie in
-// the scratch memory of a chunk, all of which is allocated when they are made: for each of its numbers 4 bytes with f32
-// copies, 9 with remainders, and 18 for parameters that are rounded at random.
+// f32 tensors in place of half-precision parameters and their gradients, for kernels that do not support master
+// weights. They are in scratch memory for one chunk, which the constructor allocates: for each number of a chunk 4
+// bytes with f32 copies, 9 with remainders, and 18 with stochastic rounding.
 class StandIns {
  public:
-  // Whether an entry needs one: kernels update an f32 copy itself, if its gradient is f32.
+  // Whether an entry needs a stand-in. Kernels update an f32 copy directly if its gradient is f32.
   static bool are_needed(const Entry &e);
 
-  // For entries of one device that need them.
+  // Takes entries of one device, all of which need stand-ins.
   explicit StandIns(const std::vector<Entry> &entries);
 
   size_t chunks() const { return chunks_.size(); }
 
-  // What is to be updated in a chunk between `fill` and `write_back`, which writes the results to the parameters and
-  // remainders. f32 copies are updated themselves, and write back nothing. Without an update nothing changes.
+  // Returns what is to be updated in a chunk between `fill` and `write_back`, which writes the results to the
+  // parameters and remainders. f32 copies are updated directly, and nothing is written back for them. Without an update
+  // in between, nothing changes.
   const std::vector<Entry> &entries(size_t chunk) const { return chunks_[chunk].entries; }
   void fill(size_t chunk) const;
   void write_back(size_t chunk) const;
@@ -37,7 +38,7 @@ class StandIns {
   struct Chunk {
     uint8_t kind = TAMP_MASTER_NONE;
     int64_t numbers = 0;
-    size_t random = 0;  // its place among those that are rounded at random, if it is one
+    size_t random = 0;  // its place among the chunks with stochastic rounding, if it is one of them
     std::vector<Entry> entries;
     Copies in, gradients, out;
   };
@@ -48,9 +49,9 @@ class StandIns {
   Entry entry(const Entry &whole, const Piece &piece, Copies &widened) const;
 
   std::vector<Chunk> chunks_;
-  size_t random_ = 0;   // how many of them are rounded at random
+  size_t random_ = 0;   // how many of them have stochastic rounding
   at::Tensor numbers_;  // f32
-  at::Tensor words_;    // i32: what numbers are made of, then their gradients, then what they are rounded to
+  at::Tensor words_;    // i32: in turn the upper halves of numbers, their gradients, and random bits or rounded numbers
   at::Tensor mask_;
   std::optional<rounding::Randoms> randoms_;
 };

@@ -1,4 +1,4 @@
-// What only the tests of debug builds use: failures where none can be had otherwise.
+// Failures that cannot be provoked otherwise, for the crate's own tests in debug builds.
 
 #ifdef TAMP_TESTING
 
@@ -54,7 +54,7 @@ void tamp_testing_fault(uint8_t kind) noexcept {
   volatile int zero = 0;
   if (kind == TAMP_TESTING_OVERFLOW) {
     const std::unique_ptr<char[]> memory(new char[8]);
-    char *volatile unknown = memory.get();  // a compiler that knew its size would say so itself
+    char *volatile unknown = memory.get();  // a compiler that knew the size would warn about the next line
     unknown[8 + zero] = 1;
   } else if (kind == TAMP_TESTING_FREED) {
     const at::Tensor tensor = at::zeros({4});

@@ -1,4 +1,5 @@
-// Unscaling gradients and looking at them: the AMP kernels of libtorch, and what they leave out.
+// Unscaling and checking gradients, with loops on the CPU, with libtorch's AMP kernels, and with generic operations for
+// what these do not support.
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -19,7 +20,7 @@ using at::Tensor;
 
 float host_reciprocal(const Tensor &scale) { return static_cast<float>(1.0 / scale.item<double>()); }
 
-// 1/scale as f32 on its device, rounded as the host rounds it.
+// Returns 1/scale as f32 on the scale's device, rounded as on the host.
 Tensor inverse_of(const Tensor &scale) {
   if (scale.is_cpu()) return at::scalar_tensor(host_reciprocal(scale), scale.options());
   if (scale.device().is_mps()) return scale.reciprocal();  // MPS has no f64
@@ -30,7 +31,7 @@ struct Options {
   bool recheck, check_only, generic;
 };
 
-// The gradients of one device, and all that unscaling them takes beside them.
+// The gradients of one device, and everything else that unscaling them needs.
 struct Group {
   explicit Group(at::Device where) : device(where) {}
 
@@ -38,8 +39,8 @@ struct Group {
   std::unique_ptr<Tensor> found_inf;
   std::vector<Tensor> looped, kernel, generic;
   float inverse = 1.0F;  // for the loops
-  Tensor factor;         // for the others: on the device
-  Tensor one;            // for a second look at what the kernel made
+  Tensor factor;         // for the others, on the device
+  Tensor one;            // for a second check, of the kernel's results
   std::vector<Tensor> full_width;
   tamp::Widened widened;
 };
@@ -79,13 +80,14 @@ std::unique_ptr<Tensor> new_flag(at::Device device) {
   return flag;
 }
 
-// Sets `found_inf` where an element is infinite or NaN, or becomes so when it is multiplied by `factor`.
+// Sets `found_inf` if an element is non-finite or, with a defined `factor`, becomes non-finite when it is multiplied by
+// that.
 void mark_non_finite(const std::vector<Tensor> &tensors, const Tensor &factor, Tensor &found_inf) {
   for (const auto &alike : tamp::by_dtype(tensors)) {
     const Tensor largest = tamp::largest(alike);
     Tensor finite = at::isfinite(largest);
     if (factor.defined()) {
-      // A product and its rounding keep the order of numbers, so that the largest tells of all.
+      // Multiplication and rounding are monotonic, so that the product of the largest element decides for all.
       const auto wide = largest.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
       const Tensor product = largest.to(wide).mul(factor).to(largest.scalar_type());
       finite = finite.logical_and(at::isfinite(product));
@@ -95,7 +97,8 @@ void mark_non_finite(const std::vector<Tensor> &tensors, const Tensor &factor, T
   }
 }
 
-// For dtypes without an AMP kernel, such as bf16 on CUDA: all that it looks at, and the memory to multiply in.
+// Prepares gradients without an AMP kernel, such as bf16 on CUDA: checks them, and allocates the memory to multiply
+// them in.
 void prepare_generic(Group &group, const Options &options) {
   std::vector<Tensor> filled, narrow;
   for (auto &t : group.generic) {
@@ -104,15 +107,15 @@ void prepare_generic(Group &group, const Options &options) {
   mark_non_finite(filled, options.recheck ? group.factor : Tensor(), *group.found_inf);
   if (options.check_only) return;
   for (auto &t : filled) {
-    // At least f32, as the kernels compute.
+    // As in the kernels, half precision is multiplied in f32.
     auto &list = t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf ? narrow : group.full_width;
     list.push_back(std::move(t));
   }
   group.widened = tamp::Widened(narrow);
 }
 
-// Allocates what the changes of a group take, so that they cannot fail for want of memory. `inverse` is 1/scale on the
-// scale's device, made by the first that needs it.
+// Allocates everything that changing a group needs, so that it cannot fail for lack of memory. `inverse` is 1/scale on
+// the scale's device, which the first group that needs it computes.
 void prepare(Group &group, const Tensor &scale, const Options &options, Tensor &inverse) {
   const at::Device device = group.device;
   const auto number = at::TensorOptions().dtype(at::kFloat).device(device);
@@ -139,7 +142,7 @@ uint8_t run(Group &group, const Options &options) {
   tamp::fail_point();
   if (!group.kernel.empty()) {
     at::_amp_foreach_non_finite_check_and_unscale_(group.kernel, *group.found_inf, group.factor);
-    // A second look at the results, which a scale of one leaves as they are.
+    // Checks the results as well, with a factor of one, which does not change them.
     if (group.one.defined()) {
       at::_amp_foreach_non_finite_check_and_unscale_(group.kernel, *group.found_inf, group.one);
     }
@@ -158,8 +161,8 @@ uint8_t run(Group &group, const Options &options) {
 extern "C" {
 
 void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
-                            tamp_tensor **found_infs, uint8_t *answers, size_t devices, uint8_t options,
-                            uint8_t *begun, char **err) noexcept {
+                            tamp_tensor **found_infs, uint8_t *answers, size_t devices, uint8_t options, uint8_t *begun,
+                            char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     const Options chosen = {(options & TAMP_UNSCALE_RECHECK) != 0, (options & TAMP_UNSCALE_CHECK_ONLY) != 0,

@@ -1,4 +1,4 @@
-// bf16 and fp16 tensors that are multiplied in f32.
+// Multiplication of half-precision tensors in f32.
 
 #include <ATen/ATen.h>
 
@@ -11,10 +11,11 @@ namespace {
 
 using at::Tensor;
 
-// Elements that are f32 at a time: 64 MiB of memory, in which a launch is long enough.
+// The number of elements that are converted at a time. As f32 they take 64 MiB, which is enough to make launches
+// efficient.
 constexpr int64_t kElements = int64_t{1} << 24;
 
-// A part of `memory` for the elements of `t`, in their order where there are no gaps between them: then libtorch copies
+// Returns a part of `memory` for the elements of `t`, with the strides of `t` if that is dense, so that libtorch copies
 // a list in one launch.
 Tensor place(const Tensor &memory, int64_t begin, const Tensor &t) {
   const Tensor part = memory.narrow(0, begin, t.numel());

@@ -1,6 +1,8 @@
-//! Buffers: the variables of a model that are not trained, such as the running statistics of BatchNorm.
+//! Saves and restores a model's buffers: its variables that are not trained, such as the running statistics of
+//! BatchNorm.
 //!
-//! A forward that overflows writes infinities into them, and skipping the step does not take those back.
+//! A forward pass that overflows writes non-finite numbers into the running statistics, and skipping the step does not
+//! undo that.
 
 use std::collections::HashSet;
 
@@ -10,7 +12,7 @@ use tch::{Tensor, no_grad};
 use crate::error::{CheckpointError, Error, Result};
 use crate::ffi;
 
-/// A copy of a model's buffers, to be put back after a skipped step. PyTorch has no twin.
+/// A copy of a model's buffers, to be restored after a skipped step. PyTorch has no counterpart.
 ///
 /// ```no_run
 /// # use tch::{Tensor, nn};
@@ -35,11 +37,12 @@ pub struct BufferSnapshot {
 }
 
 impl BufferSnapshot {
-    /// Copies the buffers of `vs`: its variables that are not trainable. Variables added later are not in it.
+    /// Copies the buffers of `vs`, that is, its variables that are not trainable. Variables that are added to `vs`
+    /// later are not included. Does not synchronize.
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if there is no memory for the copies.
+    /// [`Error::Torch`] if the copies cannot be allocated.
     pub fn new(vs: &VarStore) -> Result<Self> {
         let copy = |(_, buffer): (String, Tensor)| Ok((buffer.f_detach_copy()?, buffer));
         let pairs = buffers(vs)?.into_iter().map(copy);
@@ -47,11 +50,11 @@ impl BufferSnapshot {
         Ok(Self { pairs: pairs.collect::<Result<_>>()? })
     }
 
-    /// Copies the buffers as they are now, into the memory of the last copy. Does not wait for the device.
+    /// Copies the buffers as they are now, into the memory of the previous copy. Does not synchronize.
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if a buffer has changed its shape.
+    /// [`Error::Torch`] if the shape of a buffer has changed.
     pub fn save(&mut self) -> Result<()> {
         for (buffer, copy) in &mut self.pairs {
             copy.f_copy_(buffer)?;
@@ -59,11 +62,11 @@ impl BufferSnapshot {
         Ok(())
     }
 
-    /// Puts the last copy back. Does not wait for the device.
+    /// Restores the buffers from the last copy, in place. Does not synchronize.
     ///
     /// # Errors
     ///
-    /// As [`save`](Self::save).
+    /// The same as [`save`](Self::save).
     pub fn restore(&mut self) -> Result<()> {
         no_grad(|| {
             for (buffer, copy) in &mut self.pairs {
@@ -74,12 +77,13 @@ impl BufferSnapshot {
     }
 }
 
-/// Fails if a buffer of `vs` holds an infinity or a NaN: a check for before a model is saved. Waits for the device.
-/// PyTorch has no twin.
+/// Returns an error if a buffer of `vs` has a non-finite element. Call it before you save a model. Synchronizes, once
+/// for each buffer. PyTorch has no counterpart.
 ///
 /// # Errors
 ///
-/// [`CheckpointError::NonFiniteBuffer`] with the name of the first such buffer.
+/// [`CheckpointError::NonFiniteBuffer`] with the name of the first such buffer in alphabetical order; [`Error::Torch`]
+/// if libtorch fails.
 pub fn check_buffers_finite(vs: &VarStore) -> Result<()> {
     for (name, buffer) in buffers(vs)? {
         let finite = buffer.f_isfinite()?.f_all()?;
@@ -90,7 +94,7 @@ pub fn check_buffers_finite(vs: &VarStore) -> Result<()> {
     Ok(())
 }
 
-/// The variables that are not trainable, by name.
+/// Returns the variables that are not trainable, sorted by name.
 fn buffers(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
     let trainable: HashSet<_> = ffi::identities(&vs.trainable_variables())?.into_iter().collect();
     let (names, tensors): (Vec<_>, Vec<_>) = vs.variables().into_iter().unzip();

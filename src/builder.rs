@@ -1,6 +1,6 @@
-//! One builder style for everything with options: a method named after each field.
+//! The builder style of all structs of options: a method for each field, of the same name.
 
-/// Adds to a struct of options a method for each field, which sets it and returns the struct.
+/// Implements for a struct of options a method for each field, which sets the field and returns the struct.
 macro_rules! builder {
     ($options:ident { $($field:ident: $kind:ty),* $(,)? }) => {
         impl $options {$(

@@ -1,4 +1,4 @@
-//! Which devices can be used here, and why not.
+//! Which devices can be used in this process, and why others cannot.
 
 use lazy_static::lazy_static;
 use tch::{Cuda, Device};
@@ -7,7 +7,8 @@ use crate::error::{Error, Result};
 use crate::ffi;
 
 lazy_static! {
-    /// Why CUDA cannot be used in this process, asked once: a driver does not come and go.
+    /// Why CUDA cannot be used in this process. Determined once, since a driver does not appear or vanish while a
+    /// process runs.
     static ref CUDA_PROBLEM: Option<String> = cuda_problem();
 }
 
@@ -27,7 +28,7 @@ fn cuda_problem() -> Option<String> {
     Some("libtorch finds no CUDA device; check the driver with nvidia-smi".to_owned())
 }
 
-/// Refuses a device that cannot be used in this process, with the reason.
+/// Returns an error, with the reason, if a device cannot be used in this process.
 pub(crate) fn check_usable(device: Device) -> Result<()> {
     let reason = match device {
         Device::Cpu => return Ok(()),

@@ -1,4 +1,4 @@
-//! One safe function for each function of the shim. With `sys.rs`, the only home of `unsafe` in this crate.
+//! One safe function for each function of the shim. `unsafe` is allowed only here and in `sys.rs`.
 
 mod autocast;
 mod callbacks;
@@ -8,6 +8,7 @@ mod codes;
 mod device;
 mod function;
 mod gradients;
+mod heap;
 mod loss_scale;
 mod memory;
 mod numbers;
@@ -36,6 +37,7 @@ pub(crate) use codes::{device_type, dtype_code};
 pub(crate) use device::*;
 pub(crate) use function::{FunctionCall, FunctionInput, function_begin, function_record};
 pub(crate) use gradients::*;
+pub(crate) use heap::heap_keep;
 pub(crate) use loss_scale::*;
 pub(crate) use memory::{Stamps, sizes};
 pub(crate) use numbers::*;
@@ -46,7 +48,7 @@ pub(crate) use scale::*;
 pub(crate) use testing::*;
 pub(crate) use unscale::*;
 
-/// Calls a function of the shim with `err` as its last argument and turns a message into an error.
+/// Calls a function of the shim with `err` as its last argument, and returns a message in it as an error.
 fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
     let mut err = ptr::null_mut();
     let out = function(&mut err);
@@ -55,12 +57,12 @@ fn call<T>(function: impl FnOnce(*mut *mut c_char) -> T) -> Result<T> {
     }
     // SAFETY: the shim writes nothing but NUL-terminated strings to `err`, and `err` is not null.
     let message = unsafe { CStr::from_ptr(err) }.to_string_lossy().into_owned();
-    // SAFETY: the string came from malloc, and nobody uses it any more.
+    // SAFETY: the string came from malloc, and is not used any more.
     unsafe { sys::tamp_string_free(err) };
     Err(Error::Torch(message))
 }
 
-/// A device as the shim counts: its type and its index.
+/// Returns the type and the index of a device as the shim expects them.
 fn place(device: Device) -> Result<(i8, i8)> {
     let index = match device {
         Device::Cuda(index) => i8::try_from(index)
@@ -70,7 +72,7 @@ fn place(device: Device) -> Result<(i8, i8)> {
     Ok((device_type(device)?, index))
 }
 
-/// The pointer that the shim borrows for the length of one call.
+/// Returns the pointer that the shim borrows for the duration of a call.
 fn pointer(tensor: &Tensor) -> *mut sys::Tensor {
     tensor.as_ptr().cast_mut()
 }
@@ -79,11 +81,11 @@ fn pointers<'a>(tensors: impl IntoIterator<Item = &'a Tensor>) -> Vec<*mut sys::
     tensors.into_iter().map(pointer).collect()
 }
 
-/// A tensor that the shim returned.
+/// Takes ownership of a tensor that the shim returned.
 fn given(tensor: *mut sys::Tensor) -> Result<Tensor> {
     if tensor.is_null() {
         return Err(Error::Torch("the shim returned no tensor".to_owned()));
     }
-    // SAFETY: a pointer of the shim's that is not null is a new tensor, which it gave to us alone.
+    // SAFETY: a non-null pointer from the shim is a new tensor that is owned by the caller alone.
     Ok(unsafe { Tensor::from_ptr(tensor) })
 }

@@ -1,7 +1,8 @@
-//! Tensors of fp16 and bf16 from numbers of the crate [`half`](https://docs.rs/half), and back.
+//! Conversions between fp16 and bf16 tensors and the numbers of the crate [`half`](https://docs.rs/half).
 //!
-//! In tch up to 0.26 `Tensor::from_slice` and `Vec::try_from` take `half::bf16` for fp16: the tensor has
-//! `Kind::Half`, and its numbers are others. These functions do for both types what those do for the rest.
+//! In tch up to 0.26, `Tensor::from_slice` and `Vec::try_from` treat `half::bf16` as fp16: the tensor gets
+//! `Kind::Half`, and so its numbers are wrong. The functions here are the counterparts of those two and handle both
+//! types correctly.
 //!
 //! ```
 //! use half::bf16;
@@ -18,9 +19,9 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 
-/// A number of 16 bits: `half::f16` or `half::bf16`.
+/// A half-precision number: `half::f16` or `half::bf16`.
 pub trait HalfElement: Copy + sealed::Bits {
-    /// The dtype of its tensors.
+    /// The dtype of tensors of such numbers.
     const KIND: Kind;
 }
 
@@ -32,29 +33,30 @@ impl HalfElement for ::half::bf16 {
     const KIND: Kind = Kind::BFloat16;
 }
 
-/// Makes a tensor of one dimension on the CPU. As `Tensor::from_slice` for the other types.
+/// Creates a one-dimensional tensor on the CPU, like `Tensor::from_slice` does for other types.
 ///
 /// # Errors
 ///
-/// [`Error::Torch`] if there is no memory for it.
+/// [`Error::Torch`] if the tensor cannot be allocated.
 pub fn from_slice<T: HalfElement>(numbers: &[T]) -> Result<Tensor> {
-    // tch takes these 16 bits for what they are.
+    // tch handles `i16` correctly, so the bits are passed as such.
     let bits: Vec<i16> = numbers.iter().map(|number| number.to_bits()).collect();
     Ok(Tensor::f_from_slice(&bits)?.f_view_dtype(T::KIND)?)
 }
 
-/// Returns the numbers of a tensor of any shape, in row-major order. Waits for the device. As `Vec::try_from` for the
-/// other types, which converts other dtypes; here that would hide which of the two a tensor is.
+/// Returns the numbers of a tensor of any shape, in row-major order. Synchronizes if the tensor is on a GPU. Unlike
+/// `Vec::try_from` for other types, it does not convert other dtypes, because that would hide which of the two dtypes a
+/// tensor has.
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] for a tensor of another dtype, and [`Error::Torch`] for one that is not dense.
+/// [`Error::InvalidArgument`] for a tensor of another dtype, and [`Error::Torch`] for a tensor that is not dense.
 pub fn to_vec<T: HalfElement>(tensor: &Tensor) -> Result<Vec<T>> {
     let found = tensor.f_kind()?;
     if found != T::KIND {
         let expected = T::KIND;
         let problem = format!(
-            "is {found:?}, and these numbers are {expected:?}; convert it with to_kind({expected:?})"
+            "is {found:?}, but must be {expected:?}; convert it with to_kind({expected:?})"
         );
         return Err(Error::InvalidArgument { name: "the tensor", problem });
     }
@@ -63,7 +65,7 @@ pub fn to_vec<T: HalfElement>(tensor: &Tensor) -> Result<Vec<T>> {
     Ok(bits.into_iter().map(T::from_bits).collect())
 }
 
-/// The numbers as their bits. No other crate's types have 16 of them in a tensor.
+/// Converts numbers to and from their bits. Sealed, because a tensor has no other 16-bit floating dtypes.
 mod sealed {
     pub trait Bits {
         fn to_bits(self) -> i16;

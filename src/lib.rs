@@ -18,10 +18,12 @@ pub mod gradients;
 pub mod guide;
 pub mod half;
 pub mod loss_scale;
+pub mod memory;
 mod names;
 pub mod optim;
 mod panics;
 pub mod policy;
+pub mod precision;
 mod scale;
 pub mod scaler;
 #[allow(unsafe_code, reason = "it declares the shim's functions")]

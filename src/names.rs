@@ -1,11 +1,11 @@
-//! Names of variables, and patterns that choose among them.
+//! Patterns for the names of variables.
 
-/// Whether a name fits one of the patterns.
+/// Whether a name matches one of the patterns.
 pub(crate) fn matches_any<P: AsRef<str>>(patterns: &[P], name: &str) -> bool {
     patterns.iter().any(|pattern| matches(pattern.as_ref(), name))
 }
 
-/// Whether a name fits a pattern, in which each `*` stands for any characters.
+/// Whether a name matches a pattern, in which each `*` stands for any characters.
 fn matches(pattern: &str, name: &str) -> bool {
     let Some((start, rest)) = pattern.split_once('*') else {
         return pattern == name;

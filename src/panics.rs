@@ -1,4 +1,4 @@
-//! What to do with a panic that must not go on.
+//! Handling of panics that must not unwind any further.
 
 use std::any::Any;
 use std::mem;
@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::error::without_backtrace;
 
-/// The message of a panic, without a C++ backtrace. Its payload is dropped, also where that panics.
+/// Returns the message of a panic, without a C++ backtrace. Drops the payload, and catches a panic of its destructor.
 pub(crate) fn into_message(payload: Box<dyn Any + Send>) -> String {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
@@ -15,10 +15,10 @@ pub(crate) fn into_message(payload: Box<dyn Any + Send>) -> String {
     text
 }
 
-/// Runs `f`; a panic has been reported by the hook and goes no further.
+/// Runs `f`, and catches its panic, which the panic hook has already reported.
 pub(crate) fn swallow(f: impl FnOnce()) {
     if let Err(payload) = catch_unwind(AssertUnwindSafe(f)) {
-        // Its destructor may panic as well, and somewhere that has to end.
+        // The payload's destructor may panic as well. The payload of that panic is leaked, so that this ends.
         let inner = catch_unwind(AssertUnwindSafe(|| drop(payload)));
         inner.unwrap_or_else(mem::forget);
     }

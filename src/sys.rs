@@ -1,12 +1,12 @@
-//! The C ABI of the shim: one declaration for each in `csrc/shim.h`, in the same order. `tests/abi.rs` compares the
-//! two.
+//! The C ABI of the shim: every declaration of `csrc/shim.h`, in the same order. What the functions and fields mean is
+//! documented there. `tests/abi.rs` compares the two files.
 
 use std::ffi::{c_char, c_void};
 
-/// A tensor behind the pointers that tch hands out.
+/// An `at::Tensor`, behind the pointers that tch uses.
 pub(crate) use torch_sys::C_tensor as Tensor;
 
-/// A number on its way from a device to the host.
+/// An asynchronous copy of a number from a device to the host.
 #[repr(C)]
 pub(crate) struct Arrival {
     _opaque: [u8; 0],
@@ -86,15 +86,15 @@ pub(crate) struct ScaleRule {
     pub(crate) consecutive: u8,
 }
 
-pub(crate) const PATIENCE_HYSTERESIS: usize = 0;
-pub(crate) const PATIENCE_ITERATIONS: usize = 1;
-pub(crate) const PATIENCE_OVERFLOWS: usize = 2;
+pub(crate) const TOLERANCE_HYSTERESIS: usize = 0;
+pub(crate) const TOLERANCE_ITERATIONS: usize = 1;
+pub(crate) const TOLERANCE_OVERFLOWS: usize = 2;
 
 #[repr(C)]
 pub(crate) struct ScaleUpdate {
     pub(crate) scale: *mut Tensor,
     pub(crate) tracker: *mut Tensor,
-    pub(crate) patience: *mut Tensor,
+    pub(crate) tolerance_counts: *mut Tensor,
     pub(crate) found_infs: *const *mut Tensor,
     pub(crate) count: usize,
     pub(crate) rule: ScaleRule,
@@ -108,6 +108,8 @@ pub(crate) const OPTIM_ADAGRAD: u8 = 3;
 pub(crate) const OPTIM_AMSGRAD: u8 = 1;
 pub(crate) const OPTIM_NESTEROV: u8 = 2;
 pub(crate) const OPTIM_MAXIMIZE: u8 = 4;
+
+pub(crate) const OPTIM_STATES: usize = 3;
 
 pub(crate) const MASTER_NONE: u8 = 0;
 pub(crate) const MASTER_FLOAT: u8 = 1;
@@ -133,9 +135,7 @@ pub(crate) struct OptimOptions {
 pub(crate) struct OptimParameter {
     pub(crate) parameter: *mut Tensor,
     pub(crate) step: *mut Tensor,
-    pub(crate) first: *mut Tensor,
-    pub(crate) second: *mut Tensor,
-    pub(crate) third: *mut Tensor,
+    pub(crate) states: [*mut Tensor; OPTIM_STATES],
     pub(crate) master: *mut Tensor,
     pub(crate) stamp: *mut Stamp,
     pub(crate) seed: u64,
@@ -158,7 +158,7 @@ pub(crate) const STEP_REFUSED: u8 = 2;
 pub(crate) const STEP_STALE: u8 = 3;
 pub(crate) const STEP_INCOMPLETE: u8 = 4;
 
-/// A custom function's place in the graph of autograd.
+/// The node of a custom function in autograd's graph.
 #[repr(C)]
 pub(crate) struct Node {
     _opaque: [u8; 0],
@@ -239,6 +239,7 @@ unsafe extern "C" {
     pub(crate) fn tamp_cuda_is_linked() -> u8;
     pub(crate) fn tamp_cuda_initialize(err: *mut *mut c_char);
 
+    pub(crate) fn tamp_allow_tf32(allow: u8, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_arrival_new(flag: *const Tensor, err: *mut *mut c_char) -> *mut Arrival;
     pub(crate) fn tamp_arrival_poll(arrival: *const Arrival, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_arrival_free(arrival: *mut Arrival);
@@ -326,6 +327,8 @@ unsafe extern "C" {
         answer: *mut u8,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
+
+    pub(crate) fn tamp_heap_keep() -> u8;
 
     pub(crate) fn tamp_number_new(
         value: f64,

@@ -53,16 +53,13 @@ fn another_dtype_is_refused() {
     let tensor = Tensor::zeros([2], (Kind::Half, Device::Cpu));
     match to_vec::<bf16>(&tensor) {
         Err(Error::InvalidArgument { name: "the tensor", problem }) => {
-            assert!(problem.starts_with("is Half, and these numbers are BFloat16"), "{problem}");
+            assert!(problem.starts_with("is Half, but must be BFloat16"), "{problem}");
         }
         other => panic!("{other:?}"),
     }
     let float = tensor.to_kind(Kind::Float);
     let error = to_vec::<f16>(&float).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "the tensor is Float, and these numbers are Half; convert it with to_kind(Half)"
-    );
+    assert_eq!(error, "the tensor is Float, but must be Half; convert it with to_kind(Half)");
 }
 
 /// What these functions are for. Where this fails, tch has been mended: take out the warnings then.

@@ -1,4 +1,4 @@
-//! What the benchmarks share: the Python twin that runs the same rounds, medians, and the printed table.
+//! What the benchmarks share: the Python process that runs the same rounds, medians, and the printed table.
 //!
 //! A round of ours and a round of Python's alternate, so that noise of the machine hits both. Timings decide nothing;
 //! a benchmark fails only when the two sides do not compute the same.
@@ -14,15 +14,20 @@ use tch::{Device, Kind, Tensor};
 
 /// A Python process that runs `benches/oracle/<name>` and answers one line for each request.
 #[derive(Debug)]
-pub struct Twin {
+pub struct Python {
     child: Child,
     requests: ChildStdin,
     answers: BufReader<ChildStdout>,
 }
 
-impl Twin {
-    /// Starts the twin, or tells why not and returns `None`.
+impl Python {
+    /// Starts the process, or prints why not and returns `None`.
     pub fn start(name: &str) -> Option<Self> {
+        Self::start_with(name, &[])
+    }
+
+    /// Starts the process with these environment variables, or prints why not and returns `None`.
+    pub fn start_with(name: &str, variables: &[(&str, &str)]) -> Option<Self> {
         let Some(python) = std::env::var_os("TCH_AMP_PYTHON") else {
             assert!(
                 !is_set("TCH_AMP_REQUIRE_PYTHON"),
@@ -39,6 +44,7 @@ impl Twin {
             .arg(root.join("benches/oracle").join(name))
             .env_remove("LD_LIBRARY_PATH")
             .env("PYTHONWARNINGS", "ignore")
+            .envs(variables.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -50,10 +56,10 @@ impl Twin {
 
     /// The answer to one request.
     pub fn ask(&mut self, request: &str) -> String {
-        writeln!(self.requests, "{request}").expect("the twin reads");
+        writeln!(self.requests, "{request}").expect("Python reads");
         let mut answer = String::new();
-        self.answers.read_line(&mut answer).expect("the twin prints UTF-8");
-        assert!(answer.ends_with('\n'), "the twin ended at {request:?}");
+        self.answers.read_line(&mut answer).expect("Python prints UTF-8");
+        assert!(answer.ends_with('\n'), "Python ended at {request:?}");
         answer.truncate(answer.trim_end().len());
         answer
     }
@@ -61,13 +67,13 @@ impl Twin {
     /// The answer to one request, as nanoseconds.
     pub fn time(&mut self, request: &str) -> Vec<f64> {
         let answer = self.ask(request);
-        answer.split(' ').map(|number| number.parse().expect("the twin answers numbers")).collect()
+        answer.split(' ').map(|number| number.parse().expect("Python answers numbers")).collect()
     }
 }
 
-impl Drop for Twin {
+impl Drop for Python {
     fn drop(&mut self) {
-        // The twin ends at the end of its input, which it would otherwise still wait for.
+        // It would end at the end of its input, which has not come.
         drop(self.child.kill());
         drop(self.child.wait());
     }
@@ -169,7 +175,7 @@ pub fn microseconds(nanoseconds: f64) -> String {
     format!("{:.3} us", nanoseconds / 1e3)
 }
 
-/// Multiples of 1/8, the same in the twin, with none that is zero.
+/// Multiples of 1/8, the same in Python, with none that is zero.
 pub fn values(parameter: i64, numbers: i64, factor: i64) -> Tensor {
     let places = Tensor::arange(numbers, (Kind::Int64, Device::Cpu));
     let values = (places * 11 + parameter * factor).remainder(64) - 32;

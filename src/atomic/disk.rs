@@ -1,4 +1,5 @@
-//! The steps of a replacement, as the tests need them: one by one, so that each can fail or be lost.
+//! The file system operations of a replacement, as a trait, so that tests can make each of them fail or lose its
+//! effect.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Seek, Write};
@@ -15,10 +16,10 @@ pub(crate) trait Disk {
     fn create_new(&self, path: &Path) -> io::Result<Self::File>;
     /// Renames a file over another one.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Waits until the names in a folder would survive a power loss.
+    /// Syncs a folder, so that the names in it survive a power loss.
     fn sync_folder(&self, folder: &Self::Folder) -> io::Result<()>;
     fn remove(&self, path: &Path) -> io::Result<()>;
-    /// After how many bytes the data are synced while more are being written.
+    /// After how many written bytes the data is synced in the background.
     fn sync_every(&self) -> u64;
 }
 
@@ -26,11 +27,11 @@ pub(crate) trait Disk {
 pub(crate) trait DiskFile: Write + Seek + Send + Sized + 'static {
     /// A second handle, for another thread.
     fn try_clone(&self) -> io::Result<Self>;
-    /// Waits until the data would survive a power loss.
+    /// Syncs the data, so that it survives a power loss.
     fn sync_data(&self) -> io::Result<()>;
-    /// Waits until the data and all that is needed to find them would survive a power loss.
+    /// Syncs the data and the metadata that is needed to find it, so that both survive a power loss.
     fn sync_all(&self) -> io::Result<()>;
-    /// Makes the permissions these, unless they are already.
+    /// Sets the permissions, unless they are the same already.
     fn set_permissions(&self, permissions: &Permissions) -> io::Result<()>;
 }
 
@@ -47,7 +48,7 @@ impl Default for Real {
 
 impl Disk for Real {
     type File = File;
-    /// None where a folder cannot be synced.
+    /// `None` on systems on which a folder cannot be synced.
     type Folder = Option<File>;
 
     fn open_folder(&self, folder: &Path) -> io::Result<Option<File>> {
@@ -67,7 +68,7 @@ impl Disk for Real {
 
     fn sync_folder(&self, folder: &Option<File>) -> io::Result<()> {
         match folder.as_ref().map_or(Ok(()), File::sync_all) {
-            // What file systems answer that cannot sync a folder. A failed sync is EIO or the like.
+            // The answers of file systems that cannot sync a folder. A sync that failed returns EIO or the like.
             Err(error) if cannot_sync(error.kind()) => Ok(()),
             result => result,
         }
@@ -100,7 +101,7 @@ impl DiskFile for File {
     }
 
     fn set_permissions(&self, permissions: &Permissions) -> io::Result<()> {
-        // File systems without permissions refuse to set them, but give all files the same.
+        // File systems without permissions refuse to set them, but report the same ones for all files.
         if self.metadata()?.permissions() == *permissions {
             return Ok(());
         }

@@ -1,39 +1,39 @@
-//! What can go wrong while a file is replaced.
+//! The errors of replacing a file.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a file was not replaced, or not for certain. A file that was there before is never left half written.
+/// Why a file could not be replaced, or why this is uncertain. An existing file is never left partly written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {
-    /// The file was not replaced: what was there before still is.
+    /// The file was not replaced, and an existing file is unchanged.
     #[error("cannot {action} {path}: {cause}")]
     Io {
-        /// What could not be done: `"replace"`, `"open the folder"`, `"create"`, `"set the permissions of"`, `"write"`,
-        /// `"sync"`, `"rename"` or, when leftovers are removed, `"list"`, `"inspect"` or `"remove"`.
+        /// The operation that failed: `"replace"`, `"open the folder"`, `"create"`, `"set the permissions of"`,
+        /// `"write"`, `"sync"`, `"rename"` or, when leftovers are removed, `"list"`, `"inspect"` or `"remove"`.
         action: &'static str,
-        /// The file or folder that it was to be done to.
+        /// The file or folder of the operation.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         cause: io::Error,
     },
 
-    /// The new file is in place, but a power loss may bring the old one back: the folder could not be synced. Or, with
-    /// a network file system, the rename was reported as failed though the temporary file is gone.
+    /// The new file is in place, but a power loss may bring the old one back, because the folder could not be synced.
+    /// Or, on a network file system, the rename was reported as failed although the temporary file is gone.
     #[error(
         "{path} is whole, but after a power loss it may be the old file: cannot {action}: {cause}"
     )]
     Indeterminate {
-        /// What could not be done: `"sync the folder"` or `"rename"`.
+        /// The operation that failed: `"sync the folder"` or `"rename"`.
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the operating system.
         cause: io::Error,
     },
 
-    /// The file was not replaced, and the temporary file could not be removed either.
+    /// The file was not replaced, and the temporary file could not be removed.
     #[error("{cause}; and the temporary file {path} is left: {removal}")]
     Leftover {
         /// The temporary file.
@@ -45,7 +45,7 @@ pub enum SaveError {
     },
 }
 
-/// Makes an [`SaveError::Io`] of an error.
+/// Returns a function that makes a [`SaveError::Io`] of an I/O error.
 pub(super) fn cannot(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> SaveError {
     move |cause| SaveError::Io { action, path: path.to_owned(), cause }
 }

@@ -1,4 +1,4 @@
-//! Creating a folder so that it stays.
+//! Creating a folder that survives a power loss.
 
 use std::fs;
 use std::path::{self, Path};
@@ -6,16 +6,16 @@ use std::path::{self, Path};
 use super::disk::{Disk, Real};
 use super::error::{SaveError, cannot};
 
-/// Creates a folder, and those above it, where there is none. What is created survives a power loss.
+/// Creates a folder and its missing parents, so that they survive a power loss. Does nothing if the folder exists.
 ///
 /// # Errors
 ///
-/// [`SaveError::Io`], also where something else has the name.
+/// [`SaveError::Io`], also if a file of this name exists.
 pub(crate) fn create_folder(folder: &Path) -> Result<(), SaveError> {
     create_folder_on(&Real::default(), folder)
 }
 
-/// As [`create_folder`], on a disk that syncs in its own way.
+/// Does the work of [`create_folder`], with the syncing of any disk.
 pub(crate) fn create_folder_on<D: Disk>(disk: &D, folder: &Path) -> Result<(), SaveError> {
     let whole = path::absolute(folder).map_err(cannot("create", folder))?;
     let missing = whole.ancestors().take_while(|folder| !folder.exists());

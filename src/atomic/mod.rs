@@ -1,4 +1,4 @@
-//! Replaces a file as a whole or not at all.
+//! Replaces files atomically: a file is replaced as a whole or not at all.
 
 pub(crate) mod disk;
 mod error;
@@ -18,40 +18,42 @@ pub use error::SaveError;
 pub(crate) use folder::create_folder;
 pub(crate) use place::remove_leftovers;
 
-/// What a file is written through. Not buffered: large pieces are fastest.
+/// Where the content of a file is written to. Writes are not buffered, so large ones are fastest.
 pub(crate) trait Target: Write + Seek {}
 
 /// Writes the content of a file.
 type Fill<'a> = dyn FnMut(&mut dyn Target) -> io::Result<()> + 'a;
 
-/// How many taken names are passed over: in a container the process ID is the same at every start.
+/// How many names that already exist are skipped. In a container the process ID is the same at every start, and so
+/// names of leftovers recur.
 const MAX_TEMPORARY_TRIES: usize = 1000;
 
-/// Writes `path` through `fill` so that a crash at any point leaves the old file or the new one, whole.
+/// Replaces the file at `path` with what `fill` writes, so that a crash at any point leaves either the old file or the
+/// complete new one.
 ///
-/// The content goes to a temporary file in the same folder, which then takes the name: while this runs, the disk holds
-/// both. After a failure or a panic of `fill` the temporary file is removed; a killed process leaves it behind, see
-/// [`remove_leftovers`]. An error that `fill` gets from its target and does not return counts as well.
+/// The content is written to a temporary file in the same folder, which is then renamed; meanwhile the disk holds both
+/// files. If `fill` fails or panics, the temporary file is removed; a killed process leaves it behind, see
+/// [`remove_leftovers`]. An error that `fill` gets from its target fails the call even if `fill` does not return it.
 ///
-/// A symbolic link stays: the file that it points to is replaced, or created. The new file has the permissions of the
-/// old one, but the owner is the caller, extended attributes are gone, and other hard links keep the old content.
-/// A read-only file is not replaced, nor is anything but a regular file.
+/// If `path` is a symbolic link, the file that it points to is replaced or created. The new file has the permissions of
+/// the old one, but it is owned by the caller, extended attributes are lost, and other hard links keep the old content.
+/// A read-only file is not replaced, and neither is anything other than a regular file.
 ///
 /// # Errors
 ///
-/// [`SaveError`]. The old file is there as before, unless it is [`SaveError::Indeterminate`].
+/// [`SaveError`]. Unless it is [`SaveError::Indeterminate`], the old file is unchanged.
 pub(crate) fn replace(path: &Path, fill: &mut Fill<'_>) -> Result<(), SaveError> {
     let place = Place::find(path).map_err(cannot("replace", path))?;
     replace_on(&Real::default(), &place, fill)
 }
 
-/// As [`replace`], on any disk.
+/// Does the work of [`replace`] on any disk.
 pub(crate) fn replace_on<D: Disk>(
     disk: &D,
     place: &Place,
     fill: &mut Fill<'_>,
 ) -> Result<(), SaveError> {
-    // Opened first, so that a folder that cannot be synced is noticed before a long write.
+    // Opened first, so that a folder that cannot be opened for syncing is noticed before a long write.
     let folder = disk.open_folder(&place.folder);
     let folder = folder.map_err(cannot("open the folder", &place.folder))?;
     let (temporary, file) = create(disk, place)?;
@@ -86,7 +88,7 @@ fn create<'a, D: Disk>(
     }
 }
 
-/// Fills the temporary file, syncs and closes it.
+/// Fills the temporary file, and syncs and closes it.
 fn write<D: Disk>(
     disk: &D,
     file: D::File,
@@ -95,7 +97,7 @@ fn write<D: Disk>(
     fill: &mut Fill<'_>,
 ) -> Result<(), SaveError> {
     if let Some(permissions) = &place.permissions {
-        // First: what a user could not read before stays unreadable.
+        // Before the content is written, so that it is never readable by users who could not read the old file.
         let set = file.set_permissions(permissions);
         set.map_err(cannot("set the permissions of", temporary))?;
     }
@@ -105,7 +107,7 @@ fn write<D: Disk>(
     writer.sync().map_err(cannot("sync", &place.path))
 }
 
-/// Removes the temporary file, unless it is kept.
+/// The temporary file, which is removed on drop unless it is kept.
 struct Temporary<'a, D: Disk> {
     disk: &'a D,
     path: PathBuf,
@@ -117,7 +119,7 @@ impl<D: Disk> Temporary<'_, D> {
         self.ours = false;
     }
 
-    /// Removes the file after an error, and says so where that fails.
+    /// Removes the file after an error, and adds to the error if that fails.
     fn discard(mut self, error: SaveError) -> SaveError {
         match self.remove() {
             Ok(_) => error,
@@ -125,18 +127,19 @@ impl<D: Disk> Temporary<'_, D> {
         }
     }
 
-    /// Discards the file that could not be renamed.
+    /// Removes the file after its rename failed.
     fn not_renamed(mut self, to: &Path, cause: io::Error) -> SaveError {
         const ACTION: &str = "rename";
         match self.remove() {
-            // A network file system may lose the answer and ask again for what has been done.
+            // On a network file system the reply to the rename may have been lost, and the retry fails because the
+            // rename was already done.
             Ok(false) => SaveError::Indeterminate { action: ACTION, path: to.to_owned(), cause },
             Ok(true) => cannot(ACTION, to)(cause),
             Err(removal) => self.leftover(removal, cannot(ACTION, to)(cause)),
         }
     }
 
-    /// Removes the file, and says whether it was there.
+    /// Removes the file. Returns whether it existed.
     fn remove(&mut self) -> io::Result<bool> {
         self.ours = false;
         match self.disk.remove(&self.path) {
@@ -153,7 +156,7 @@ impl<D: Disk> Temporary<'_, D> {
 impl<D: Disk> Drop for Temporary<'_, D> {
     fn drop(&mut self) {
         if self.ours {
-            // `fill` panicked: that is the error to be seen.
+            // `fill` panicked, and that panic matters more than an error here.
             drop(self.disk.remove(&self.path));
         }
     }

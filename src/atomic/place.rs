@@ -1,4 +1,4 @@
-//! Which file is to be replaced, and the names of temporary files.
+//! Finding the file to be replaced, and the names of temporary files.
 
 use std::ffi::OsStr;
 use std::fs::{self, Permissions};
@@ -10,10 +10,11 @@ use std::time::Duration;
 
 use super::error::{SaveError, cannot};
 
-/// As many as Linux follows.
+/// The limit of Linux.
 const MAX_SYMLINKS: usize = 40;
 
-/// How much of a file's name its temporary file has: the whole must fit where names are short.
+/// How much of a file's name its temporary file's name includes. The whole name must stay within the limit of file
+/// systems with short names.
 const MAX_NAME_BYTES: usize = 100;
 
 /// A file that is to be replaced, or that does not exist yet.
@@ -21,13 +22,13 @@ const MAX_NAME_BYTES: usize = 100;
 pub(crate) struct Place {
     pub(crate) path: PathBuf,
     pub(crate) folder: PathBuf,
-    /// Those of the file, where there is one.
+    /// The permissions of the file, if it exists.
     pub(crate) permissions: Option<Permissions>,
 }
 
 impl Place {
-    /// Follows symbolic links, also to a file that does not exist yet. Refuses what is not a regular file, or
-    /// read-only.
+    /// Follows symbolic links, also to a file that does not exist yet. Returns an error if the file is read-only or not
+    /// a regular file.
     pub(crate) fn find(path: &Path) -> io::Result<Self> {
         let refuse = |kind, problem| Err(io::Error::new(kind, problem));
         // The working directory may change while the file is being written.
@@ -58,7 +59,7 @@ impl Place {
                 return refuse(ErrorKind::InvalidInput, "it is not a regular file");
             }
             let permissions = found.permissions();
-            // A rename would not ask.
+            // A rename ignores the permissions of the file that it replaces.
             if permissions.readonly() {
                 return refuse(ErrorKind::PermissionDenied, "the file is read-only");
             }
@@ -67,7 +68,7 @@ impl Place {
         refuse(ErrorKind::InvalidInput, "too many symbolic links")
     }
 
-    /// A path that no other call in this process gets.
+    /// Returns a path that no other call in this process returns.
     pub(crate) fn temporary(&self) -> PathBuf {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
         let name = self.path.file_name().unwrap_or_default().to_string_lossy();
@@ -78,12 +79,13 @@ impl Place {
     }
 }
 
-/// Whether a file has the name of a temporary file, that a killed process may have left behind.
+/// Whether a name is that of a temporary file.
 pub(crate) fn is_temporary(name: &OsStr) -> bool {
     replaced(name).is_some()
 }
 
-/// The name of the file, or its beginning, that a temporary file was to replace. None of any other file.
+/// Returns the name, or its beginning, of the file that a temporary file was to replace; `None` if `name` is not that
+/// of a temporary file.
 fn replaced(name: &OsStr) -> Option<&str> {
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let inner = name.to_str()?.strip_prefix('.')?.strip_suffix(".tmp")?;
@@ -92,10 +94,11 @@ fn replaced(name: &OsStr) -> Option<&str> {
     (!name.is_empty() && is_number(process) && is_number(counter)).then_some(name)
 }
 
-/// Removes the temporary files of a folder that have not been written to for that long, and says how many there were.
-/// Only those that were to replace a file `of` such a name.
+/// Removes the temporary files in a folder that were last written to at least `age` ago, and returns how many there
+/// were. Only those are removed for which `of` accepts the name of the file that they were to replace.
 ///
-/// A file that is being written is never old, but one may wait for its data to be synced: minutes are too short an age.
+/// A file that is being written is never old, but one whose data is being synced can be: an age of minutes is too
+/// short.
 pub(crate) fn remove_leftovers(
     folder: &Path,
     age: Duration,
@@ -112,14 +115,14 @@ pub(crate) fn remove_leftovers(
 }
 
 fn remove_if_old(path: &Path, age: Duration) -> Result<bool, SaveError> {
-    // Its process may rename or remove it at any time.
+    // The process that writes it may rename or remove it at any time.
     let gone = |error: &io::Error| error.kind() == ErrorKind::NotFound;
     let modified = match fs::symlink_metadata(path) {
         Ok(found) if found.is_file() => found.modified().map_err(cannot("inspect", path))?,
         Err(error) if !gone(&error) => return Err(cannot("inspect", path)(error)),
         _ => return Ok(false),
     };
-    // A time in the future is not old.
+    // A time in the future does not count as old.
     if !modified.elapsed().is_ok_and(|elapsed| elapsed >= age) {
         return Ok(false);
     }

@@ -1,4 +1,4 @@
-//! What a file is written through: it forgets no error, and keeps the disk busy.
+//! The writer of a temporary file. It keeps the first error, and syncs in the background to keep the disk busy.
 
 use std::io::{self, ErrorKind, Seek, SeekFrom, Write};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
@@ -11,7 +11,7 @@ use super::disk::DiskFile;
 pub(super) struct Writer<F> {
     background: Background,
     file: F,
-    /// The first error. The caller may have lost it: a `BufWriter` that is dropped does.
+    /// The first error. The caller may lose it, as a `BufWriter` does that is dropped.
     failed: Option<io::Error>,
 }
 
@@ -21,14 +21,14 @@ impl<F: DiskFile> Writer<F> {
         Self { background, file, failed: None }
     }
 
-    /// The first error of a write.
+    /// Returns the first error of a write.
     pub(super) fn check(&mut self) -> io::Result<()> {
         self.failed.take().map_or(Ok(()), Err)
     }
 
-    /// Waits for the disk.
+    /// Syncs the file to the disk.
     pub(super) fn sync(mut self) -> io::Result<()> {
-        // Linux reports a failed sync once: `sync_all` would not know of one that the thread has seen.
+        // Linux reports a failed sync only once, so `sync_all` would not report one that the thread has already seen.
         self.background.finish()?;
         self.file.sync_all()
     }
@@ -77,16 +77,16 @@ fn copy(error: &io::Error) -> io::Error {
     error.raw_os_error().map_or_else(kept, io::Error::from_raw_os_error)
 }
 
-/// Syncs what has been written while more is being written, in a thread of its own.
+/// Syncs in a thread of its own what has been written, while more is being written.
 struct Background {
     every: u64,
-    /// Bytes since the thread was last told.
+    /// The bytes written since the thread was last notified.
     unsynced: u64,
     thread: Thread,
 }
 
 enum Thread {
-    /// Not enough has been written.
+    /// Not enough has been written yet to start the thread.
     Waiting,
     Running {
         orders: SyncSender<()>,
@@ -103,14 +103,14 @@ impl Background {
         }
         self.unsynced = 0;
         if matches!(self.thread, Thread::Waiting) {
-            // Without the thread a save only takes longer.
+            // If the thread cannot be started, a save only takes longer.
             self.thread = start(file).unwrap_or(Thread::Ended);
         }
         let Thread::Running { orders, .. } = &self.thread else {
             return Ok(());
         };
         match orders.try_send(()) {
-            // If it is full, the order in it has not been begun, and covers these bytes as well.
+            // If the channel is full, the order in it has not started, and so covers these bytes as well.
             Ok(()) | Err(TrySendError::Full(())) => Ok(()),
             Err(TrySendError::Disconnected(())) => self.finish(),
         }
@@ -129,7 +129,7 @@ impl Background {
 
 impl Drop for Background {
     fn drop(&mut self) {
-        // After a failure or a panic of the caller: what the thread says does not matter any more.
+        // The caller failed or panicked, so the result of the thread no longer matters.
         drop(self.finish());
     }
 }

@@ -1,4 +1,4 @@
-//! Putting things into a checkpoint.
+//! Adding parts to a checkpoint.
 
 use serde::Serialize;
 use tch::nn::VarStore;
@@ -17,88 +17,91 @@ use crate::optim::Optimizer;
 use crate::scaler::PerLossScalers;
 
 impl Checkpoint {
-    /// Adds anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random numbers, and types of your
-    /// own. [`Restore::add`](crate::checkpoint::Restore::add) restores it.
+    /// Adds the state of anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random number
+    /// generators and types of your own. [`Restore::add`](crate::checkpoint::Restore::add) restores it.
     ///
-    /// The other methods that add are short forms for one type each; those for models and scalers borrow them shared.
+    /// The other `add_` methods for states are short forms for one type each. Those for models and scalers take a
+    /// shared reference.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unsaveable`] for a name that is taken, empty, `__metadata__` or `tch_amp` or has a `/`; those
-    /// of [`Stateful::save_state`]. Nothing is added then.
+    /// [`CheckpointError::Unsaveable`] for a name that is taken, is empty, is `__metadata__` or `tch_amp`, or contains
+    /// a `/`; and those of [`Stateful::save_state`]. Nothing is added then.
     pub fn add(&mut self, name: &str, what: &mut dyn Stateful) -> Result<()> {
         self.add_by(name, |state| what.save_state(state))
     }
 
-    /// Adds all variables of a VarStore, those that are not trainable included. PyTorch's counterpart is
-    /// `model.state_dict()`, which has a `num_batches_tracked` for each norm with running statistics: tch does not count
-    /// batches, and 0 is saved.
+    /// Adds all variables of a `VarStore`, including those that are not trainable. The counterpart of
+    /// `model.state_dict()`. For each norm with running statistics, PyTorch's also has a `num_batches_tracked`: tch
+    /// does not count batches, and so 0 is saved.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unsaveable`] for a name that is taken, empty, `__metadata__` or `tch_amp` or has a `/`, and
-    /// for a sparse or quantized tensor.
+    /// [`CheckpointError::Unsaveable`] for a name that is taken, is empty, is `__metadata__` or `tch_amp`, or contains
+    /// a `/`; and for an undefined, sparse or quantized tensor.
     pub fn add_model(&mut self, name: &str, model: &VarStore) -> Result<()> {
         self.add_by(name, |state| save_model(model, state))
     }
 
-    /// Adds the state of an optimizer: PyTorch's counterpart is `optimizer.state_dict()`. May wait as
-    /// [`Optimizer::state_dict`].
+    /// Adds the state of an optimizer. The counterpart of `optimizer.state_dict()`. Synchronizes in the rare cases in
+    /// which [`Optimizer::state_dict`] does.
     ///
     /// # Errors
     ///
-    /// As [`add_model`](Self::add_model) and [`Optimizer::state_dict`].
+    /// See [`add_model`](Self::add_model) and [`Optimizer::state_dict`].
     pub fn add_optimizer(&mut self, name: &str, optimizer: &mut Optimizer) -> Result<()> {
         self.add(name, optimizer)
     }
 
-    /// Adds the state of a scaler. Waits as [`GradScaler::state_dict`].
+    /// Adds the state of a scaler. Synchronizes like [`GradScaler::state_dict`].
     ///
     /// # Errors
     ///
-    /// As [`add_model`](Self::add_model), and [`ScalerError::IterationOpen`] before `update`.
+    /// See [`add_model`](Self::add_model); and [`ScalerError::IterationOpen`] between `unscale_` or `step` and
+    /// `update`.
     pub fn add_scaler(&mut self, name: &str, scaler: &GradScaler) -> Result<()> {
         self.add_by(name, |state| save_scaler(scaler, state))
     }
 
-    /// Adds the states of the scalers of several losses, under `name.0`, `name.1` and so on. Waits as
+    /// Adds the states of the scalers of several losses, as parts `name.0`, `name.1` and so on. Synchronizes like
     /// [`GradScaler::state_dict`].
     ///
     /// # Errors
     ///
-    /// As [`add_scaler`](Self::add_scaler); none is added then.
+    /// The same as [`add_scaler`](Self::add_scaler). None of the states is added then.
     pub fn add_scalers(&mut self, name: &str, scalers: &PerLossScalers) -> Result<()> {
         self.add_by(name, |state| save_scalers(scalers, state))
     }
 
-    /// Adds a tensor: dense, of any dtype but the quantized ones, on any device.
+    /// Adds a tensor. It must be dense, and may be on any device and of any dtype except the quantized ones.
     ///
     /// # Errors
     ///
-    /// As [`add_model`](Self::add_model).
+    /// See [`add_model`](Self::add_model).
     pub fn add_tensor(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
         self.insert(vec![(name.to_owned(), Part::Tensor(entry(name, tensor)?))])
     }
 
-    /// Adds a small value, such as a step, an epoch, the best loss or a configuration: whatever serde makes JSON of, and
-    /// infinite numbers and NaN as well, wherever they stand.
+    /// Adds a small value, such as a step, an epoch, the best loss or a configuration. It can be anything that serde
+    /// can write as JSON, and in addition may contain infinite and NaN floats.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unsaveable`] as in [`add_model`](Self::add_model), and [`CheckpointError::Value`] for what
-    /// JSON cannot hold, such as a map whose keys are not strings.
+    /// [`CheckpointError::Unsaveable`] for the name, as in [`add_model`](Self::add_model); [`CheckpointError::Value`]
+    /// for a value that JSON cannot represent, such as a map whose keys are lists.
     pub fn add_value(&mut self, name: &str, value: &impl Serialize) -> Result<()> {
         self.insert(vec![(name.to_owned(), Part::Value(plain(name, value)?))])
     }
 
-    /// Adds the state of a device's default random number generator, which `torch.get_rng_state()` returns in PyTorch.
+    /// Adds the state of a device's default random number generator, as [`rng_state`](crate::checkpoint::rng_state)
+    /// returns it.
     ///
-    /// When training on a GPU save both devices' under two names: dropout draws from the GPU's generator, and shuffling
-    /// on the CPU from the CPU's.
+    /// When you train on a GPU, save the states of both generators under two names: dropout draws from the GPU's
+    /// generator, and shuffling on the CPU from the CPU's.
     ///
     /// # Errors
     ///
-    /// As [`add_model`](Self::add_model), and [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable).
+    /// See [`add_model`](Self::add_model); and [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable).
     pub fn add_rng(&mut self, name: &str, device: Device) -> Result<()> {
         self.add(name, &mut Rng(device))
     }
@@ -113,7 +116,7 @@ impl Checkpoint {
         self.insert(state.finish())
     }
 
-    /// All of them, or none.
+    /// Inserts all of the parts, or none of them.
     fn insert(&mut self, parts: Vec<(String, Part)>) -> Result<()> {
         parts.iter().try_for_each(|(name, _)| self.check_name(name))?;
         self.parts.extend(parts);

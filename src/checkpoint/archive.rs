@@ -10,7 +10,7 @@ use crate::checkpoint::part::Part;
 use crate::checkpoint::source::Source;
 use crate::error::{Error, Result};
 
-/// What a file holds, and the checksums to verify it by.
+/// The content of a file, and the checksums to verify it.
 #[derive(Debug)]
 pub(crate) struct Archive {
     pub(crate) source: Arc<Source>,
@@ -18,7 +18,7 @@ pub(crate) struct Archive {
     pub(crate) regions: Vec<Region>,
 }
 
-/// Bytes with a checksum.
+/// A range of bytes with a checksum.
 #[derive(Debug)]
 pub(crate) struct Region {
     pub(crate) name: String,
@@ -34,7 +34,7 @@ pub(crate) enum Check {
 }
 
 impl Archive {
-    /// Reads every byte once and compares the checksums.
+    /// Reads the bytes of all regions once and compares their checksums.
     pub(crate) fn verify(&self) -> Result<()> {
         for Region { name, offset, len, check } in &self.regions {
             let for_all = |take: &mut dyn FnMut(&[u8])| {
@@ -57,7 +57,7 @@ impl Archive {
             };
             // A fuzzer cannot guess checksums.
             if !same && !cfg!(fuzzing) {
-                let problem = format!("`{name}` does not have the checksum that it had");
+                let problem = format!("the checksum of `{name}` does not match");
                 return Err(self.source.damaged(problem).into());
             }
         }

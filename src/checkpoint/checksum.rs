@@ -5,7 +5,8 @@ use std::fmt;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// XXH3, 64 bits. Written as 16 hexadecimal digits, so that a header keeps its length when they are filled in.
+/// A 64-bit XXH3 checksum. It is written as 16 hexadecimal digits, so that the length of a header does not depend on
+/// it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Checksum(pub(crate) u64);
 
@@ -26,7 +27,8 @@ impl<'de> Deserialize<'de> for Checksum {
         let digits = String::deserialize(deserializer)?;
         let number = u64::from_str_radix(&digits, 16).map_err(D::Error::custom)?;
         let checksum = Self(number);
-        // One way to write it, or the bytes under the checksum would not be those that were read.
+        // Only the spelling that this crate writes is accepted, because the header's own checksum is located in the
+        // header by it.
         if checksum.to_string() == digits {
             Ok(checksum)
         } else {

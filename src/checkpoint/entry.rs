@@ -1,4 +1,4 @@
-//! A tensor of a checkpoint: in memory while it is being saved, in the file after it has been loaded.
+//! A tensor of a checkpoint: in memory while it is being saved, and in the file after the checkpoint was loaded.
 
 use std::sync::Arc;
 
@@ -22,13 +22,13 @@ enum Data {
     File(Location),
 }
 
-/// Where the numbers of a tensor lie in a file.
+/// Where the elements of a tensor are in a file.
 #[derive(Clone, Debug)]
 pub(crate) struct Location {
     pub(crate) source: Arc<Source>,
-    /// The first byte of the first element.
+    /// The position of the first byte of the first element.
     pub(crate) offset: u64,
-    /// In elements; `None` where they lie in order.
+    /// In elements; `None` if the elements are in row-major order without gaps.
     pub(crate) stride: Option<Vec<i64>>,
 }
 
@@ -38,12 +38,12 @@ impl Entry {
         Ok(Self { kind: tensor.f_kind()?, size: ffi::sizes(tensor)?, data })
     }
 
-    /// The location must have been checked against the file.
+    /// Makes an entry for a tensor in a file. The caller has checked the location against the file.
     pub(crate) fn in_file(kind: Kind, size: Vec<i64>, location: Location) -> Self {
         Self { kind, size, data: Data::File(location) }
     }
 
-    /// Where it is now.
+    /// The device that the tensor is on; the CPU for one in a file.
     pub(crate) fn device(&self) -> Device {
         match &self.data {
             Data::Memory(tensor) => tensor.device(),
@@ -55,7 +55,7 @@ impl Entry {
         self.size.iter().map(|&n| usize::try_from(n).unwrap_or(0)).product()
     }
 
-    /// Bytes.
+    /// The size in bytes.
     pub(crate) fn len(&self) -> usize {
         self.numel() * self.kind.elt_size_in_bytes()
     }
@@ -74,7 +74,7 @@ impl Entry {
         }
     }
 
-    /// Makes a new tensor on the CPU.
+    /// Copies or reads the elements into a new tensor on the CPU.
     pub(crate) fn to_tensor(&self) -> Result<Tensor> {
         match &self.data {
             Data::Memory(tensor) => Ok(tensor.f_to_device_(Device::Cpu, self.kind, false, true)?),
@@ -117,7 +117,7 @@ impl Saved for Entry {
     }
 }
 
-/// The elements from the first to the last in memory.
+/// Returns how many elements lie between the first and the last one in memory, including both.
 fn extent(size: &[i64], stride: &[i64]) -> i64 {
     if size.contains(&0) {
         return 0;
@@ -142,7 +142,7 @@ fn fill(to: &mut Tensor, len: usize, source: &Source, offset: u64) -> Result<()>
     })
 }
 
-/// The numbers of a tensor in order, and the bytes of each.
+/// Returns a contiguous version of a tensor, and the size of an element in bytes.
 fn plain(tensor: &Tensor) -> Result<(Tensor, usize)> {
     let tensor = tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous()?;
     let width = tensor.f_kind()?.elt_size_in_bytes();

@@ -5,11 +5,11 @@ use std::path::Path;
 #[cfg(doc)]
 use crate::checkpoint::Stateful;
 
-/// How a checkpoint is written.
+/// The file format of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Format {
-    /// A safetensors file with checksums, for weights and for going on in Rust.
+    /// A safetensors file with checksums, for weights and for resuming in Rust.
     ///
     /// | part | tensors | in the JSON of the metadata entry `tch_amp`, under `parts.NAME` |
     /// |---|---|---|
@@ -18,14 +18,15 @@ pub enum Format {
     /// | scaler | – | `state`, for `GradScaler.load_state_dict` |
     /// | your own [`Stateful`] | `NAME/TENSOR` | `value`: a map of its values, as below |
     /// | tensor, random numbers | `NAME` | `kind` |
-    /// | value, loss scale | – | `value`; an infinite number or NaN is the text `inf`, `-inf` or `nan`, and `non_finite` lists where |
+    /// | value, loss scale | – | `value`; a non-finite float is the text `inf`, `-inf` or `nan`, and `non_finite` lists the places |
     Safetensors,
-    /// A file that Python's `torch.load(path, weights_only=True)` reads: a dict of the parts, each as its
-    /// `state_dict()` returns it. Your own [`Stateful`] is a dict of its values and tensors.
+    /// A file that Python reads with `torch.load(path, weights_only=True)`: a dict of the parts, each as its
+    /// `state_dict()` returns it. Your own [`Stateful`] becomes a dict of its values and tensors.
     ///
-    /// PyTorch numbers the parameters of an optimizer, here in the order of the Rust optimizer. That differs from
-    /// `module.parameters()` where tch makes variables in another order, as `nn::linear` does its bias and weight, and
-    /// `load_state_dict` does not notice where shapes agree. The names in order are beside it:
+    /// PyTorch refers to the parameters of an optimizer by number, here in the order of the Rust optimizer. That order
+    /// can differ from `module.parameters()`, because tch creates some variables in another order: `nn::linear` creates
+    /// the bias before the weight. `load_state_dict` does not notice the difference where the shapes agree. The names,
+    /// in order, are therefore saved as well:
     ///
     /// ```python
     /// saved = torch.load("run.pt", weights_only=True)
@@ -35,17 +36,17 @@ pub enum Format {
     /// optimizer.load_state_dict(saved["optimizer"])
     /// ```
     ///
-    /// The groups have PyTorch's options and no others. They say that they are `fused`, except for complex parameters and
-    /// for Adagrad on a GPU: PyTorch takes that over from the file, and a group that is not fused would fail in an
-    /// optimizer that was built with `fused=True` and meets a scaler. Where PyTorch's fused kernels do not apply, as
-    /// with sparse gradients, set `group["fused"] = None` after `load_state_dict`. Make a learning-rate scheduler that
+    /// The groups have PyTorch's options and no others. Their `fused` is true, except for complex parameters and for
+    /// Adagrad on a GPU: PyTorch takes this option from the file, and an optimizer that was built with `fused=True`
+    /// fails with a scaler if a group is not fused. Where PyTorch's fused kernels do not apply, as with sparse
+    /// gradients, set `group["fused"] = None` after `load_state_dict`. Likewise, create a learning-rate scheduler that
     /// keeps values in the groups, as `OneCycleLR` keeps its `initial_lr`, after `load_state_dict`.
     Torch,
 }
 
 impl Format {
-    /// Returns the format that a path asks for: `Torch` for `.pt`, `.pth`, `.bin`, `.ckpt` and `.ot`, else
-    /// `Safetensors`.
+    /// Returns the format for a path, by its extension: `Torch` for `.pt`, `.pth`, `.bin`, `.ckpt` and `.ot`, and
+    /// `Safetensors` for any other.
     pub fn from_path(path: &Path) -> Self {
         let ending = path.extension().and_then(|ending| ending.to_str());
         match ending {

@@ -14,21 +14,25 @@ const NEITHER: &str = "it is neither safetensors nor a zip file of torch.save; i
                        load it in Python and save it again";
 
 impl Checkpoint {
-    /// Loads a file of [`save`](Self::save), of Python's `torch.save`, or of tch's `VarStore::save`, whatever its name.
-    /// Nothing in it is executed. Every byte is read and every checksum compared; safetensors files from elsewhere have
-    /// no checksums. Only names, shapes and values are kept in memory. Loading a hostile file takes at most three times
-    /// its size plus 256 MiB.
+    /// Loads a file that was written by [`save`](Self::save), by `torch.save` in Python, or by `VarStore::save` in tch.
+    /// Its name does not matter: the format is detected from the content.
     ///
-    /// A file of nothing but tensors is the model `model`. In a dict of PyTorch's each part has the key that Python
-    /// gave it, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the state dicts are recognized by
-    /// their keys.
+    /// Nothing in the file is executed. All checksums are verified; safetensors files from other programs have none.
+    /// Only names, shapes and values are kept in memory, and even for a hostile file loading takes at most three times
+    /// the file's size plus 256 MiB.
     ///
-    /// An optimizer that Python built from `model.named_parameters()` (PyTorch 2.6) is restored by names. Any other is
-    /// restored by places, and equal shapes in another order are not noticed: build yours from a list of named tensors
-    /// in Python's order, because tch's layers may make their variables in another one, `nn::linear` the bias first.
+    /// A file that holds only tensors is loaded as a model named `model`. In a dict saved by PyTorch each part has its
+    /// key in Python as its name, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the kind of a state
+    /// dict is recognized by its keys.
     ///
-    /// The file must not be written to as long as the checkpoint lives; another save to the same path replaces it and
-    /// does no harm.
+    /// The parameters of an optimizer are matched by name if this crate saved the file, or if Python built the
+    /// optimizer from `model.named_parameters()` (PyTorch 2.6 or later). Otherwise they are matched by position, and
+    /// parameters of equal shapes in another order go unnoticed: build your optimizer from a list of named tensors in
+    /// Python's order, because tch's layers may create their variables in another order, such as `nn::linear`, which
+    /// creates the bias first.
+    ///
+    /// The file must not be modified in place as long as the checkpoint exists. Another save to the same path is fine,
+    /// because it replaces the file.
     ///
     /// # Errors
     ///
@@ -38,11 +42,12 @@ impl Checkpoint {
         Self::read(Source::open(path.as_ref())?)
     }
 
-    /// Loads as [`load`](Self::load) from the bytes of a file, which the checkpoint keeps in memory.
+    /// Loads a checkpoint from the bytes of a file, which it keeps in memory. Otherwise the same as
+    /// [`load`](Self::load).
     ///
     /// # Errors
     ///
-    /// As [`load`](Self::load).
+    /// The same as [`load`](Self::load).
     pub fn from_bytes(bytes: Vec<u8>) -> Result<Self> {
         Self::read(Source::in_memory(bytes))
     }

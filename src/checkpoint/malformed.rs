@@ -1,19 +1,19 @@
-//! Why a file of PyTorch's is not read.
+//! The errors of reading a file in PyTorch's format.
 
 use std::io;
 
-/// Why a file of PyTorch's is not read.
+/// Why a file in PyTorch's format cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Malformed {
-    /// The system refused, or the file ends where it should not.
+    /// The operating system returned an error, or the file ends too early.
     #[error("cannot read the checkpoint: {0}")]
     Io(#[from] io::Error),
 
-    /// The archive as a whole.
+    /// The archive as a whole is malformed.
     #[error("the checkpoint is not a zip archive that PyTorch writes: {0}")]
     Archive(String),
 
-    /// One record of the archive.
+    /// A record of the archive is malformed.
     #[error("the record {name} of the checkpoint {problem}")]
     Record {
         /// Its name.
@@ -22,14 +22,14 @@ pub(crate) enum Malformed {
         problem: String,
     },
 
-    /// The pickle names a class or a function that no checkpoint needs.
+    /// The pickle refers to a class or a function that no checkpoint needs.
     #[error(
         "the checkpoint needs {name} (byte {at} of its pickle): save only tensors, dicts, lists, tuples, strings and numbers"
     )]
     Global {
-        /// Module and name.
+        /// The module and the name.
         name: String,
-        /// The place of the opcode.
+        /// The position of the opcode.
         at: usize,
     },
 
@@ -40,20 +40,20 @@ pub(crate) enum Malformed {
     Opcode {
         /// The opcode.
         opcode: u8,
-        /// Its place.
+        /// The position of the opcode.
         at: usize,
     },
 
-    /// The pickle is damaged, or does what no checkpoint needs.
+    /// The pickle is damaged, or does something that no checkpoint needs.
     #[error("the pickle of the checkpoint {problem} at byte {at}")]
     Pickle {
         /// What is wrong.
         problem: String,
-        /// The place of the opcode.
+        /// The position of the opcode.
         at: usize,
     },
 
-    /// A tensor that does not fit its storage.
+    /// A tensor does not fit its storage.
     #[error("a tensor of the checkpoint in the storage {storage} {problem}")]
     Tensor {
         /// The storage's key.
@@ -62,11 +62,11 @@ pub(crate) enum Malformed {
         problem: String,
     },
 
-    /// The values are not ones that a checkpoint has.
+    /// The values are not those of a checkpoint.
     #[error("the checkpoint {0}")]
     Content(String),
 
-    /// More than [`Limits`](crate::checkpoint::pickle::Limits) allows.
+    /// The file exceeds one of the [`Limits`](crate::checkpoint::pickle::Limits).
     #[error("the checkpoint has more than {limit} {what}")]
     TooMuch {
         /// What there is too much of.
@@ -76,7 +76,7 @@ pub(crate) enum Malformed {
     },
 }
 
-/// A text from the file as a message may show it: short, and without control characters.
+/// Shortens a text from a file and escapes its control characters, so that a message can include it.
 pub(crate) fn shown(text: &str) -> String {
     const MAX_CHARS: usize = 80;
     let mut shown: String = text.chars().take(MAX_CHARS).flat_map(char::escape_debug).collect();
@@ -86,7 +86,7 @@ pub(crate) fn shown(text: &str) -> String {
     shown
 }
 
-/// The error of a writer whose file PyTorch, or this crate, would not read again.
+/// Makes the error of a writer whose file PyTorch or this crate could not read.
 pub(crate) fn invalid(problem: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, problem.into())
 }

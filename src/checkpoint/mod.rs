@@ -1,7 +1,9 @@
-//! Model, optimizer and scaler in one file that survives a crash: a run goes on from it as if it had not stopped.
+//! Saves model, optimizer and scaler in one file that survives a crash, so that a run can resume from it as if it had
+//! never stopped.
 //!
-//! [`Checkpoint`] is what one file holds. [`CheckpointFolder`] keeps the files of a run. [`Stateful`] is what goes into
-//! it: models, optimizers, scalers, loss scales, random numbers and types of your own.
+//! A [`Checkpoint`] is the content of one file, and a [`CheckpointFolder`] manages the files of a run. Everything that
+//! implements [`Stateful`] can be saved: models, optimizers, scalers, loss scales, random number generators and types
+//! of your own.
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor, nn};
@@ -74,39 +76,40 @@ pub use format::Format;
 pub use restore::{Restore, Restored};
 pub use stateful::{Prepared, Rng, SaveState, SavedState, Stateful, rng_state, set_rng_state};
 
-/// The most values that a file may hold beside its tensors: many small ones take the most memory for their bytes.
+/// The most values that a file may hold besides its tensors. Many small values take the most memory for their size in
+/// the file.
 const MAX_VALUES: u64 = 2_000_000;
 
-/// What this crate writes into its files about itself.
+/// The name and version of this crate, as written into its files.
 const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
 
-/// Named models, optimizers, scalers, tensors and values, to be saved as one file or loaded from one.
+/// Named models, optimizers, scalers, tensors and values, to be saved to one file or loaded from one.
 ///
-/// What is added is not copied: save before the next step changes it. What is loaded stays in the file, with its
-/// checksums verified, until it is restored. Neither saving nor loading needs memory for more than the largest tensor;
-/// for restoring see [`Restore::apply`].
+/// Added tensors are not copied: save the checkpoint before the next step changes them. Loading verifies the checksums
+/// but leaves the tensors in the file until they are restored. Saving and loading need additional memory for at most
+/// the largest tensor; for restoring see [`Restore::apply`].
 #[derive(Debug, Default)]
 pub struct Checkpoint {
     parts: BTreeMap<String, Part>,
 }
 
 impl Checkpoint {
-    /// Makes an empty checkpoint.
+    /// Creates an empty checkpoint.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Begins to restore parts of the checkpoint; see [`Restore`].
+    /// Starts a restore of parts of the checkpoint; see [`Restore`].
     pub fn restore(&self) -> Restore<'_> {
         Restore::new(self)
     }
 
-    /// Returns a value.
+    /// Returns a value, converted to `T` by serde.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::NoPart`], [`CheckpointError::OtherPart`], and [`CheckpointError::Value`] for a value of
-    /// another type.
+    /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`]; [`CheckpointError::Value`] if the value is not a
+    /// `T`.
     pub fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
         match self.part(name)? {
             Part::Value(value) => read_value(name, value),
@@ -115,12 +118,12 @@ impl Checkpoint {
         }
     }
 
-    /// Returns a tensor that was added by itself, as a new one on the CPU in its saved shape and dtype.
+    /// Returns a tensor that was added by itself, as a new tensor on the CPU with the saved shape and dtype.
     ///
     /// # Errors
     ///
     /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`]; [`CheckpointError::Io`],
-    /// [`CheckpointError::Damaged`] and [`Error::Torch`] when it cannot be read any more.
+    /// [`CheckpointError::Damaged`] and [`Error::Torch`] if the tensor can no longer be read.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         match self.part(name)? {
             Part::Tensor(entry) => entry.to_tensor(),
@@ -133,7 +136,7 @@ impl Checkpoint {
         self.parts.keys().map(String::as_str)
     }
 
-    /// Whether there is such a part.
+    /// Returns whether the checkpoint has a part of this name.
     pub fn contains(&self, name: &str) -> bool {
         self.parts.contains_key(name)
     }

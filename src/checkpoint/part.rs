@@ -1,4 +1,4 @@
-//! What a checkpoint consists of.
+//! The parts of a checkpoint.
 
 use std::collections::BTreeMap;
 
@@ -16,33 +16,34 @@ pub(crate) enum Part {
     State(StatePart),
     Tensor(Entry),
     Value(Plain),
-    /// An empty dict of a Python program: a model without parameters, a value, or the state of a disabled scaler.
+    /// An empty dict from a Python program, which may be a model without parameters, a value, or the state of a
+    /// disabled scaler.
     Empty,
-    /// Something of a Python program that this crate does not understand, and why.
+    /// A part from a Python program that this crate does not support, with the reason.
     Unknown(String),
 }
 
-/// The state of an optimizer, as [`OptimizerState`](crate::optim::OptimizerState) has it.
+/// The state of an optimizer, with the content of an [`OptimizerState`](crate::optim::OptimizerState).
 #[derive(Debug)]
 pub(crate) struct OptimizerPart {
     pub(crate) state: BTreeMap<String, BTreeMap<String, Entry>>,
     pub(crate) param_groups: Vec<ParamGroupState>,
-    /// Whether the names are PyTorch's numbers, to be replaced by place.
+    /// Whether the names are PyTorch's numbers, which are to be matched by position.
     pub(crate) params_are_numbers: bool,
-    /// Whether an `Adam` may as well be an `AdamW`: PyTorch before 2.7 does not say.
+    /// Whether an `Adam` may in fact be an `AdamW`: files from PyTorch before 2.7 do not tell them apart.
     pub(crate) adam_or_adamw: bool,
 }
 
-/// The state of anything else, which has tensors.
+/// The state of any other type that has tensors.
 #[derive(Debug)]
 pub(crate) struct StatePart {
     pub(crate) tensors: BTreeMap<String, Entry>,
-    /// A map.
+    /// Always a map.
     pub(crate) values: Plain,
 }
 
 impl Part {
-    /// With an article, for messages.
+    /// Names the kind of the part, with an article, for messages.
     pub(crate) fn describe(&self) -> String {
         let kind = match self {
             Self::Model(_) => "a model",
@@ -57,7 +58,7 @@ impl Part {
         kind.to_owned()
     }
 
-    /// Every tensor with its name within the part, the only one of a [`Part::Tensor`] without.
+    /// Returns every tensor with its name within the part. The name is empty for a [`Part::Tensor`].
     pub(crate) fn tensors(&self) -> Box<dyn Iterator<Item = (String, &Entry)> + '_> {
         match self {
             Self::Model(tensors) | Self::State(StatePart { tensors, .. }) => {
@@ -76,7 +77,7 @@ impl Part {
     }
 }
 
-/// Why a part cannot have that name.
+/// Returns why a part cannot have this name, or `None` if it can.
 pub(crate) fn problem_of_name(name: &str) -> Option<&'static str> {
     let reserved = ["", "__metadata__", "tch_amp"].contains(&name);
     (reserved || name.contains('/')).then_some(

@@ -9,33 +9,34 @@ use crate::checkpoint::{Checkpoint, CheckpointError, Format, safetensors, torch}
 use crate::error::{Error, Result, unsaveable};
 
 impl Checkpoint {
-    /// Saves to a file, in the [`Format`] that its name asks for. A crash at any point leaves the old file or the new
-    /// one, whole. Waits for the devices.
+    /// Saves to a file, in the [`Format`] that belongs to its name. A crash at any point leaves either the old file or
+    /// the complete new one. Synchronizes if tensors are on a GPU.
     ///
-    /// The content goes to a temporary file in the same folder, which must exist and have room for both; it is synced
-    /// and renamed, and the folder is synced. A symbolic link stays and its target is replaced, permissions stay, and a
-    /// read-only file is refused. A killed process may leave a `.NAME.PID-N.tmp` behind;
-    /// [`CheckpointFolder`](crate::checkpoint::CheckpointFolder) removes its own after an hour.
+    /// The content is written to a temporary file in the same folder, which must exist and have room for both files.
+    /// The temporary file is synced to the disk and renamed, and then the folder is synced. If the path is a symbolic
+    /// link, its target is replaced. The permissions of the old file are kept, and a read-only file is refused. A
+    /// killed process may leave a `.NAME.PID-N.tmp` behind; later saves of a
+    /// [`CheckpointFolder`](crate::checkpoint::CheckpointFolder) remove those of its files once they are an hour old.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Save`]; with [`SaveError::Indeterminate`](crate::checkpoint::SaveError::Indeterminate) the
-    /// new file is there, but may not survive a power loss. [`CheckpointError::Unsaveable`]; [`Error::Torch`] if a
-    /// tensor cannot be read.
+    /// [`CheckpointError::Save`]; if it is a [`SaveError::Indeterminate`](crate::checkpoint::SaveError::Indeterminate),
+    /// the new file is in place, but may not survive a power loss. [`CheckpointError::Unsaveable`]; and
+    /// [`Error::Torch`] if a tensor cannot be read.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         self.save_as(path, Format::from_path(path))
     }
 
-    /// Saves as [`save`](Self::save) in a format of your choice.
+    /// Saves to a file in the given format, whatever its name. Otherwise the same as [`save`](Self::save).
     ///
     /// # Errors
     ///
-    /// As [`save`](Self::save).
+    /// The same as [`save`](Self::save).
     pub fn save_as(&self, path: impl AsRef<Path>, format: Format) -> Result<()> {
         let unknown = self.parts.iter().find(|(_, part)| matches!(part, Part::Unknown(_)));
         if let Some((name, _)) = unknown {
-            let problem = "it was not understood when it was loaded; make a new checkpoint of the parts that you need";
+            let problem = "it was not recognized when it was loaded; make a new checkpoint of the parts that you need";
             return Err(unsaveable(name, problem).into());
         }
         let mut tensor = None;
@@ -62,14 +63,14 @@ impl Checkpoint {
 /// Why the content of a checkpoint could not be written.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The system refused. [`atomic::replace`] adds which file it is.
+    /// The operating system returned an error, to which [`atomic::replace`] adds the path.
     File(io::Error),
     /// A tensor could not be read.
     Tensor(Error),
 }
 
 impl Failure {
-    /// Hands the system's errors on, and keeps any other for the caller.
+    /// Returns an I/O error as it is, and keeps any other error for the caller in `tensor`.
     fn note(self, tensor: &mut Option<Error>) -> io::Error {
         match self {
             Self::File(error) => error,

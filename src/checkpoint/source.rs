@@ -9,10 +9,11 @@ use std::sync::{Mutex, PoisonError};
 use crate::checkpoint::CheckpointError;
 use crate::error::{Error, Result};
 
-/// Bytes that are read or written at once: they stay in the cache of a core. A multiple of every element's size.
+/// How many bytes are read or written at a time: few enough to stay in the cache of a core, and a multiple of the size
+/// of every element.
 pub(crate) const CHUNK: usize = 1 << 18;
 
-/// An open file. A save never changes a file in place, so that what was checked is what is read later.
+/// An open file. Saves never modify a file in place, so what is read later is what was verified.
 #[derive(Debug)]
 pub(crate) struct Source {
     path: PathBuf,
@@ -26,7 +27,7 @@ enum Store {
     Memory(Memory),
 }
 
-/// Bytes that a message does not show.
+/// Bytes whose debug form is only their number.
 struct Memory(Vec<u8>);
 
 impl fmt::Debug for Memory {
@@ -38,7 +39,7 @@ impl fmt::Debug for Memory {
 impl Source {
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let failed = CheckpointError::io("open", path);
-        // Before it is opened: a pipe would wait for a writer.
+        // Checked before the file is opened, because opening a pipe would block until there is a writer.
         if !fs::metadata(path).map_err(&failed)?.is_file() {
             let problem = "it is not a regular file";
             return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, problem)).into());
@@ -61,7 +62,7 @@ impl Source {
         self.len
     }
 
-    /// Reads exactly these bytes.
+    /// Fills the buffer with the bytes from `offset` on.
     pub(crate) fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         let read = match &self.store {
             Store::File(file) => {
@@ -79,7 +80,7 @@ impl Source {
         })
     }
 
-    /// Calls `take` with these bytes, in order and in chunks.
+    /// Calls `take` with `len` bytes from `offset` on, in order and in chunks.
     pub(crate) fn read_chunks<E: From<Error>>(
         &self,
         mut offset: u64,

@@ -6,65 +6,65 @@ use std::path::{Path, PathBuf};
 use crate::atomic::SaveError;
 use crate::error::BoxError;
 
-/// Why a checkpoint could not be saved, loaded or restored. Unless a variant says otherwise, the file of a save is as
-/// it was before, and what was to be restored is untouched. The messages hold the causes, which `source()` does not
-/// return again.
+/// Why a checkpoint could not be saved, loaded or restored. Unless a variant says otherwise, a failed save leaves the
+/// file as it was, and a failed restore leaves its targets as they were. The messages include the causes, and so
+/// `source()` does not return them.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// The file could not be replaced, or not for certain.
+    /// The file could not be replaced, or it is uncertain whether the new file survives a power loss.
     #[error(transparent)]
     Save(#[from] SaveError),
 
-    /// The system refused to read, to list or to remove.
+    /// The operating system could not open, read, list or remove a file.
     #[error("cannot {action} `{}`: {cause}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         action: &'static str,
-        /// Where.
+        /// The file or folder.
         path: PathBuf,
-        /// The system's reason.
+        /// The error of the operating system.
         cause: io::Error,
     },
 
-    /// The file is not a checkpoint, or not what was saved. Load an older one.
+    /// The file is not a checkpoint, or it was damaged after it was saved. Load an older one.
     #[error("`{}` is damaged or not a checkpoint: {problem}", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What does not fit.
+        /// What is wrong with it.
         problem: String,
     },
 
     /// The file was written by a later version of this crate.
     #[error(
-        "{} has version {found} of the format, and this version of tch-amp reads up to {supported}; update it",
+        "{} has version {found} of the format, and this version of tch-amp reads up to {supported}; update tch-amp",
         path.display()
     )]
     Newer {
         /// The file.
         path: PathBuf,
-        /// Its version of the format.
+        /// The version of its format.
         found: u32,
-        /// The newest known here.
+        /// The newest version that this crate reads.
         supported: u32,
     },
 
-    /// The checkpoint is saved, but older ones that are not to be kept could not be removed. Training may go on.
+    /// The checkpoint was saved, but older ones that should not be kept could not be removed. Training can continue.
     #[error(
         "{} is saved, but older checkpoints could not be removed; do so by hand before the disk is full: {cause}",
         saved.display()
     )]
     NotRemoved {
-        /// What was saved.
+        /// The checkpoint that was saved.
         saved: PathBuf,
-        /// Why the others could not be removed.
+        /// Why the older ones could not be removed.
         cause: BoxError,
     },
 
-    /// All checkpoints of a folder that could have been taken are damaged.
+    /// Every checkpoint of the folder that was tried is damaged.
     #[error(
-        "none of the {} checkpoints tried in {} is whole; move them away to start anew. The first: {}",
+        "none of the {} checkpoints tried in {} is intact; move them away to start a new run. The first: {}",
         damaged.len(),
         folder.display(),
         first(damaged)
@@ -72,102 +72,102 @@ pub enum CheckpointError {
     AllDamaged {
         /// The folder.
         folder: PathBuf,
-        /// What is wrong with each, in the order in which they were tried.
+        /// What is wrong with each of them, in the order in which they were tried.
         damaged: Vec<CheckpointError>,
     },
 
-    /// Something that cannot be put into a checkpoint.
+    /// A part or a tensor cannot be put into a checkpoint.
     #[error("`{name}` cannot be saved: {problem}")]
     Unsaveable {
-        /// The part, or the tensor.
+        /// The part or the tensor.
         name: String,
         /// Why, and what to do.
         problem: String,
     },
 
-    /// There is no such part.
+    /// The checkpoint has no part of this name.
     #[error("the checkpoint has no `{name}`; it has {}", list(there))]
     NoPart {
-        /// The part asked for.
+        /// The name that was requested.
         name: String,
-        /// The parts that are there.
+        /// The names of the parts that the checkpoint has.
         there: Vec<String>,
     },
 
-    /// The part is of another kind.
+    /// The part is of another kind than the one requested.
     #[error("`{name}` in the checkpoint is {found}, not {wanted}")]
     OtherPart {
         /// The part.
         name: String,
-        /// What was asked for.
+        /// The kind that was requested.
         wanted: &'static str,
-        /// What is there.
+        /// The kind that the checkpoint holds.
         found: String,
     },
 
-    /// A part does not have the names of what is to be restored.
+    /// The names in a part are not those of the target to be restored.
     #[error(
-        "`{part}` does not fit: missing in the checkpoint: {}; unexpected: {}; `rename_prefix` renames, `skip` and `strict(false)` leave out",
+        "`{part}` does not fit: missing in the checkpoint: {}; unexpected: {}; use `rename_prefix` to rename, or `skip` or `strict(false)` to leave out",
         list(missing),
         list(unexpected)
     )]
     Keys {
         /// The part.
         part: String,
-        /// The names that the checkpoint lacks.
+        /// The names that are missing in the checkpoint.
         missing: Vec<String>,
         /// The names that only the checkpoint has.
         unexpected: Vec<String>,
     },
 
-    /// A tensor is not like the one that it is for.
+    /// A saved tensor does not match its target, in shape or dtype for instance.
     #[error("`{tensor}` in `{part}` {problem}")]
     Tensor {
         /// The part.
         part: String,
         /// The tensor.
         tensor: String,
-        /// How it differs, and what to do.
+        /// How they differ, and what to do.
         problem: String,
     },
 
-    /// A value is not of the type asked for, or JSON cannot hold it.
+    /// A value is not of the requested type, or cannot be represented as JSON.
     #[error("the value `{name}` does not fit: {cause}")]
     Value {
         /// The value.
         name: String,
-        /// What serde says.
+        /// serde's error.
         cause: serde_json::Error,
     },
 
-    /// A buffer of the model (such as a running mean) holds an infinity or a NaN.
+    /// A buffer of the model, such as a running mean, has a non-finite element.
     #[error(
-        "the buffer {name} holds an infinity or a NaN; restore it before the model is saved (see BufferSnapshot)"
+        "the buffer {name} has an infinite or NaN element; restore it before the model is saved (see BufferSnapshot)"
     )]
     NonFiniteBuffer {
-        /// Its name in the VarStore.
+        /// Its name in the `VarStore`.
         name: String,
     },
 
-    /// Reading or copying failed after everything had been checked: models, scalers and states of your own may be half
-    /// restored. Restore again before they are used.
+    /// Reading or copying failed after everything had been checked, and models, scalers and states of your own may be
+    /// partly restored. Restore them again before you use them.
     #[error(
-        "restoring stopped midway, and models, scalers and other states may be half restored; do it again: {cause}"
+        "the restore stopped midway; models, scalers and other states may be partly restored, so restore them again: {cause}"
     )]
     Interrupted {
-        /// What happened.
+        /// Why it stopped.
         cause: BoxError,
     },
 }
 
 impl CheckpointError {
-    /// Makes a [`CheckpointError::Io`] of an error.
+    /// Returns a function that makes a [`CheckpointError::Io`] of an I/O error.
     pub(crate) fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> Self {
         move |cause| Self::Io { action, path: path.to_owned(), cause }
     }
 }
 
-/// The name may be a part's, a tensor's, or `the checkpoint`.
+/// Makes a [`CheckpointError::Unsaveable`]. `name` is that of a part or a tensor, or `the checkpoint`.
 pub(crate) fn unsaveable(name: &str, problem: impl Into<String>) -> CheckpointError {
     CheckpointError::Unsaveable { name: name.to_owned(), problem: problem.into() }
 }

@@ -2,14 +2,15 @@
 
 use crate::error::text::Number;
 
-/// Why gradients were not unscaled, clipped or handed to an optimizer. Unless a variant says otherwise, none was changed.
+/// Why gradients were not unscaled, clipped or passed to an optimizer. Unless a variant says otherwise, no gradient was
+/// changed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GradientError {
-    /// A gradient that the scaler cannot unscale. No gradient was touched.
+    /// A gradient cannot be unscaled, clipped or used by the optimizer. No gradient was changed.
     #[error("the gradient of {parameter} {problem}")]
     Unsupported {
-        /// The parameter: its name where it is known, else its place and shape.
+        /// The parameter: its name if it is known, or else its index, and its shape.
         parameter: String,
         /// What is wrong with its gradient, and what to do.
         problem: &'static str,
@@ -20,18 +21,19 @@ pub enum GradientError {
         "the gradient of {parameter} {how} between unscale_ and step; run every backward first, and clip before another loss is scaled"
     )]
     Changed {
-        /// The parameter: its name where it is known, else its place and shape.
+        /// The parameter: its name if it is known, or else its index, and its shape.
         parameter: String,
         /// What happened to it.
         how: &'static str,
     },
 
-    /// The gradient of a parameter has been unscaled for another list of parameters and would be unscaled twice.
+    /// The gradient of a parameter has already been unscaled with another list of parameters and would be unscaled
+    /// twice.
     #[error(
         "{parameter} has already been unscaled with another list of parameters: give it to one optimizer, and add variables before unscale_"
     )]
     Shared {
-        /// The parameter: its name where it is known, else its place and shape.
+        /// The parameter: its name if it is known, or else its index, and its shape.
         parameter: String,
     },
 

@@ -1,7 +1,7 @@
-//! What can go wrong, and what to do about it.
+//! The errors of this crate.
 //!
-//! Each subject has an error of its own, which its module re-exports. They stand together, below every module that
-//! returns them.
+//! Each domain has an error type of its own, which its module re-exports. The types are defined here together because
+//! the modules that return them are layered above this one.
 
 mod autocast;
 mod checkpoint;
@@ -25,18 +25,19 @@ pub use policy::PolicyError;
 pub use scaler::ScalerError;
 pub(crate) use text::{Number, chain, text, without_backtrace};
 
-/// The result of every fallible call of this crate.
+/// The result type of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Any error, of the user's own code for instance.
+/// Any error, such as one returned by the user's code.
 pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Why a call was refused: an error of the call's subject, or one that any call can return. Unless a variant says
-/// otherwise, nothing was changed; [`Error::Torch`] may come midway.
+/// The error of every fallible function of this crate: an error of one domain, or one that any function can return. A
+/// call that fails has changed nothing, unless its documentation or that of the variant says otherwise.
+/// [`Error::Torch`] is the exception: libtorch may fail midway through a call.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An autocast region was not opened.
+    /// An autocast region could not be opened.
     #[error(transparent)]
     Autocast(#[from] AutocastError),
 
@@ -44,57 +45,57 @@ pub enum Error {
     #[error(transparent)]
     Gradient(#[from] GradientError),
 
-    /// A gradient scaler or a loss scale refused a call.
+    /// A call to a gradient scaler or a loss scale was refused.
     #[error(transparent)]
     Scaler(#[from] ScalerError),
 
-    /// An optimizer was not built, changed, loaded or stepped.
+    /// An optimizer could not be built, changed, loaded or stepped.
     #[error(transparent)]
     Optimizer(#[from] OptimizerError),
 
-    /// A custom autograd function was not applied, or did not pass its check.
+    /// A custom autograd function could not be applied, or failed its gradient check.
     #[error(transparent)]
     Function(#[from] FunctionError),
 
-    /// A precision policy was refused, or does not fit.
+    /// A precision policy is invalid, or does not fit the model.
     #[error(transparent)]
     Policy(#[from] PolicyError),
 
-    /// A checkpoint was not saved, loaded or restored.
+    /// A checkpoint could not be saved, loaded or restored.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
 
-    /// The device cannot run autocast or hold a scaler here.
+    /// The device is not available in this process, or libtorch has no autocast for it.
     #[error("{device:?} cannot be used: {reason}")]
     DeviceUnavailable {
-        /// The device asked for.
+        /// The requested device.
         device: Device,
         /// Why, and what to do.
         reason: String,
     },
 
-    /// An argument, a field of a configuration or a value in a loaded state is not one of those allowed.
+    /// An argument, a field of a configuration or a value in a loaded state is out of range or otherwise not allowed.
     #[error("{name} {problem}")]
     InvalidArgument {
-        /// The argument, under its PyTorch name where it has one.
+        /// The argument, by its name in PyTorch where it has one.
         name: &'static str,
         /// What is wrong with it, and what is allowed.
         problem: String,
     },
 
-    /// libtorch refused, in its own words, or answered what this crate does not know.
+    /// libtorch failed, with its own message, or returned something that this crate does not recognize.
     #[error("libtorch: {0}")]
     Torch(String),
 }
 
 impl Error {
-    /// An argument that is a number outside its range.
+    /// Makes an [`Error::InvalidArgument`] for a number outside its range.
     pub(crate) fn out_of_range(name: &'static str, value: f64, rule: &'static str) -> Self {
         Self::InvalidArgument { name, problem: format!("is {}, but must be {rule}", Number(value)) }
     }
 }
 
-/// Refuses a value that is outside of its range.
+/// Returns an error for `value` unless `holds`.
 pub(crate) fn ensure(
     name: &'static str,
     value: f64,

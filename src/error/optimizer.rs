@@ -9,17 +9,17 @@ use crate::error::text::chain;
 pub enum OptimizerError {
     /// A list of parameters is empty.
     #[error(
-        "the optimizer got an empty list of parameters; a VarStore may be empty, its variables are taken up when they come"
+        "the list of parameters is empty; only a VarStore may be empty, since the optimizer takes variables that are added to it later"
     )]
     NoParameters,
 
-    /// Only an optimizer with master weights can do that.
+    /// The call needs an optimizer with master weights.
     #[error(
-        "the optimizer has no master weights: build it with `master_weights` and other than MasterWeights::None"
+        "the optimizer has no master weights: build it with `master_weights` and a mode other than MasterWeights::None"
     )]
     NoMasterWeights,
 
-    /// A parameter that a fused optimizer cannot take.
+    /// A fused optimizer cannot take a parameter.
     #[error("the parameter {parameter} {problem}")]
     Parameter {
         /// The parameter's name.
@@ -28,16 +28,16 @@ pub enum OptimizerError {
         problem: &'static str,
     },
 
-    /// An optimizer has no such parameter group.
+    /// The optimizer has no parameter group with this number.
     #[error("there is no parameter group {group}: this optimizer has {groups}, counted from 0")]
     NoSuchGroup {
-        /// The number asked for.
+        /// The requested group.
         group: usize,
-        /// How many groups there are.
+        /// The number of groups.
         groups: usize,
     },
 
-    /// The algorithm of an optimizer has no such option.
+    /// The algorithm of the optimizer does not have this option.
     #[error("{algorithm} has no {option}")]
     NoSuchOption {
         /// The option, under its PyTorch name.
@@ -46,28 +46,28 @@ pub enum OptimizerError {
         algorithm: &'static str,
     },
 
-    /// Options or a state of one algorithm for an optimizer of another.
+    /// The options or the state are for another algorithm than the optimizer's.
     #[error(
-        "this optimizer is {algorithm} in all its groups, and the options or the state are those of {given}: build that one"
+        "this optimizer computes {algorithm}, but the options or the state are for {given}: build a {given} optimizer for them"
     )]
     OtherAlgorithm {
         /// The optimizer's algorithm.
         algorithm: &'static str,
-        /// The one of the options.
+        /// The algorithm of the options or the state.
         given: &'static str,
     },
 
-    /// An optimizer state that does not fit the optimizer that is to load it.
+    /// An optimizer state does not fit the optimizer that loads it.
     #[error("the optimizer state does not fit: {parameter}: {problem}")]
     State {
         /// The parameter's name.
         parameter: String,
-        /// What is missing, too much or of another shape.
+        /// What is missing, unexpected or of a wrong shape.
         problem: String,
     },
 
-    /// The optimizer's own step failed. It may have changed some of its parameters. The message holds the causes, which
-    /// `source()` does not return again.
+    /// The optimizer's own step failed. It may have changed some of its parameters. The message includes the causes, so
+    /// `source()` returns none.
     #[error("the optimizer's step failed: {}", chain(&**.0))]
     Step(BoxError),
 }

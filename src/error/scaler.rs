@@ -8,56 +8,60 @@ use crate::error::text::Number;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScalerError {
-    /// Only floating outputs can be scaled.
-    #[error("a {dtype:?} tensor cannot be scaled; scale a floating loss (convert it with to_kind)")]
+    /// A tensor with an integer, boolean or complex dtype was given to be scaled.
+    #[error(
+        "a {dtype:?} tensor cannot be scaled; scale a floating-point loss (convert it with to_kind)"
+    )]
     Dtype {
         /// The dtype of the tensor.
         dtype: Kind,
     },
 
-    /// `unscale_` was called twice for an optimizer.
+    /// `unscale_` was called twice for an optimizer in one iteration.
     #[error(
         "unscale_ has already been called on these parameters; call it once between two update()s"
     )]
     AlreadyUnscaled,
 
-    /// `unscale_` was called after `step` for an optimizer.
+    /// `unscale_` was called after `step` for an optimizer in one iteration.
     #[error("unscale_ is being called after step on these parameters; call update() first")]
     UnscaleAfterStep,
 
-    /// `step` was called twice for an optimizer.
+    /// `step`, `abandon` or a backward of several losses was called for an optimizer whose step in this iteration has
+    /// already been taken or skipped.
     #[error("step has already been called on these parameters; call update() first")]
     AlreadyStepped,
 
-    /// libtorch failed while the gradients of an optimizer were being unscaled: some of them are, and some are not. Not
-    /// for want of memory: what unscaling takes is allocated before the first gradient changes.
+    /// libtorch failed while the gradients of an optimizer were being unscaled, so that some are unscaled and some are
+    /// not. Running out of memory does not cause this: all that unscaling needs is allocated before the first gradient
+    /// changes.
     #[error(
         "libtorch failed while these gradients were being unscaled: zero them, then call abandon or update"
     )]
     UnscaleFailed,
 
-    /// `update` was called though no gradient was checked since the last one.
+    /// `update` was called, but no gradient was checked since the last call.
     #[error(
         "no inf checks were recorded before update(): call step or unscale_ with an optimizer whose parameters have gradients and are not frozen"
     )]
     NoInfChecks,
 
-    /// A call that is only possible between iterations.
+    /// The call is only possible between iterations.
     #[error("{call} is only possible between iterations: call update() first")]
     IterationOpen {
-        /// The method.
+        /// The name of the method.
         call: &'static str,
     },
 
-    /// Too many iterations in a row overflowed. The iteration was ended as usual: the scale has backed off.
+    /// Too many consecutive iterations overflowed. The iteration was ended as usual: the scale has backed off.
     #[error(
         "{skips} iterations in a row overflowed (the limit is {limit}) and the scale is down to {}: look for a diverging loss or an infinite input",
         Number(*scale)
     )]
     TooManySkips {
-        /// How many so far.
+        /// The number of consecutive iterations that overflowed.
         skips: u32,
-        /// `max_consecutive_skips`.
+        /// The value of `max_consecutive_skips`.
         limit: u32,
         /// The scale after the last of them.
         scale: f64,
@@ -74,29 +78,29 @@ pub enum ScalerError {
         scale: f64,
     },
 
-    /// There are fewer losses.
+    /// There is no loss with this number.
     #[error("there is no loss {loss_id}: these scalers were made for {losses}, counted from 0")]
     NoSuchLoss {
-        /// The loss asked for.
+        /// The requested loss.
         loss_id: usize,
-        /// How many there are.
+        /// The number of losses.
         losses: usize,
     },
 
-    /// A disabled scaler saved an empty state, which an enabled one cannot load.
+    /// The state is empty, like that of a disabled scaler, which an enabled one cannot load.
     #[error(
         "the scaler state is empty, possibly because a disabled GradScaler saved it; start with a new scaler"
     )]
     EmptyState,
 
-    /// A scaler state lacks one of its five keys.
+    /// A scaler state lacks one of its five required keys.
     #[error("the scaler state has no {key}; load one that state_dict() of tch-amp or PyTorch made")]
     MissingKey {
         /// The key.
         key: &'static str,
     },
 
-    /// The text of a loss scale that cannot be read.
+    /// The text of a loss scale cannot be parsed.
     #[error(
         "cannot read the loss scale `{text}`: {problem}; write `none`, a number such as `1024`, `dynamic`, or `dynamic:65536` for one that starts there"
     )]
@@ -109,7 +113,7 @@ pub enum ScalerError {
 
     /// A loss scale was given the state of another kind of loss scale.
     #[error(
-        "this is a {expected} loss scale, and the state is that of a {found} one; make a loss scale from the state instead, with build"
+        "a {expected} loss scale cannot load the state of a {found} one; make a loss scale of that kind with the state's `build`"
     )]
     OtherLossScale {
         /// The loss scale's kind.

@@ -1,9 +1,9 @@
-//! The texts of errors and panics, without what says nothing to a Rust program.
+//! The texts of errors and panics, without C++ backtraces.
 
-/// How many causes of an error are told. An error of the user's may be its own cause.
+/// How many causes of an error its text includes. The limit ends the loop for a user's error that is its own cause.
 const MOST_CAUSES: usize = 64;
 
-/// A number as an error shows it: with an exponent where it would have very many digits.
+/// A number as errors show it: with an exponent if it would have very many digits.
 pub(crate) struct Number(pub(crate) f64);
 
 impl std::fmt::Display for Number {
@@ -15,7 +15,7 @@ impl std::fmt::Display for Number {
     }
 }
 
-/// An error and its causes, but for those that it quotes itself.
+/// Returns the messages of an error and its causes, without those causes that the text contains already.
 pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     let causes = std::iter::successors(error.source(), |error| error.source());
     causes.take(MOST_CAUSES).map(text).fold(text(error), |all, why| {
@@ -23,7 +23,7 @@ pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     })
 }
 
-/// The message of an error; of tch's, libtorch's own words.
+/// Returns the message of an error, and for one of tch's only libtorch's own message.
 pub(crate) fn text(error: &(dyn std::error::Error + 'static)) -> String {
     match error.downcast_ref::<tch::TchError>() {
         Some(tch::TchError::Torch(message)) => without_backtrace(message).to_owned(),
@@ -31,16 +31,16 @@ pub(crate) fn text(error: &(dyn std::error::Error + 'static)) -> String {
     }
 }
 
-/// libtorch's message without the C++ backtrace that tch's errors, and panics with them, carry.
+/// Returns libtorch's message without the C++ backtrace that the errors and panics of tch include.
 pub(crate) fn without_backtrace(text: &str) -> &str {
     let text = unwrapped(text).unwrap_or(text);
-    // A panic shows the error in its debug form, with its newlines escaped.
+    // A panic shows the error in its debug form, in which newlines are escaped.
     let starts = ["\nException raised from", "\\nException raised from"];
     let end = starts.iter().filter_map(|start| text.find(start)).min();
     &text[..end.unwrap_or(text.len())]
 }
 
-/// What libtorch said, if `text` is that of a panic of tch's.
+/// Returns libtorch's message if `text` is that of a panic in tch.
 fn unwrapped(text: &str) -> Option<&str> {
     let start = "called `Result::unwrap()` on an `Err` value: Torch(\"";
     text.strip_prefix(start)?.strip_suffix("\")")

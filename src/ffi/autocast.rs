@@ -7,11 +7,11 @@ use super::codes::{device_type, dtype_code, dtype_kind};
 use crate::error::Result;
 use crate::sys;
 
-/// The types of devices with autocast.
+/// The types of devices that have autocast.
 pub(crate) const AUTOCAST_DEVICES: [Device; sys::AUTOCAST_DEVICES] =
     [Device::Cpu, Device::Cuda(0), Device::Mps];
 
-/// The autocast state of a thread for some types of devices, and whether it keeps casts of weights.
+/// The autocast state of a thread for some types of devices, and whether its cache of casts is enabled.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(transparent)]
 pub(crate) struct AutocastState(sys::AutocastState);
@@ -36,14 +36,14 @@ impl AutocastState {
         Ok(Self(state))
     }
 
-    /// Opens a region: this becomes the calling thread's state.
+    /// Opens a region, by making this the calling thread's state.
     pub(crate) fn enter(&self, outermost: bool) -> Result<()> {
         assert!(usize::from(self.0.count) <= sys::AUTOCAST_DEVICES);
         // SAFETY: the state has the shim's layout and outlives the call, and `count` stays within its array.
         call(|err| unsafe { sys::tamp_autocast_enter(&self.0, outermost.into(), err) })
     }
 
-    /// Closes a region: this, which was the calling thread's state before, is so again.
+    /// Closes a region, by making this, the state from before the region, the calling thread's state again.
     pub(crate) fn exit_to(&self, outermost: bool) {
         // SAFETY: the state is a whole struct, which the shim filled.
         unsafe { sys::tamp_autocast_exit(&self.0, outermost.into()) }
@@ -74,7 +74,7 @@ impl AutocastState {
         }
     }
 
-    /// Sets the dtype for devices of this type. Returns whether there is such a dtype, which is a floating one.
+    /// Sets the dtype for devices of this type. Returns whether it is a dtype of autocast, which are the floating ones.
     pub(crate) fn set_dtype(&mut self, device: Device, dtype: Kind) -> bool {
         let code = dtype_code(dtype);
         if let (Some(state), Some(code)) = (self.of_mut(device), code) {
@@ -94,20 +94,21 @@ impl AutocastState {
     }
 }
 
-/// Forgets every cached cast of a weight.
+/// Clears the cache of casts.
 pub(crate) fn autocast_clear_cache() -> Result<()> {
     // SAFETY: `err` is valid for a write.
     call(|err| unsafe { sys::tamp_autocast_clear_cache(err) })
 }
 
-/// The number of the backward that runs on this thread, the innermost of several; -1 where none does.
+/// Returns the number of the backward pass that runs on this thread, of the innermost one if several do; -1 if none
+/// does.
 pub(crate) fn autocast_backward() -> i64 {
     // SAFETY: takes nothing and reads a number of the calling thread.
     unsafe { sys::tamp_autocast_backward() }
 }
 
-/// Has `settle` called on this thread when the backward that runs here has ended and libtorch has restored the thread's
-/// state. It must not unwind.
+/// Registers `settle` to be called on this thread once the backward pass that runs here has ended and libtorch has
+/// restored the thread's state. `settle` must not unwind.
 pub(crate) fn autocast_after_backward(settle: extern "C" fn()) {
     // SAFETY: `settle` is a safe function without parameters, which may be called at any time.
     unsafe { sys::tamp_autocast_after_backward(settle) }

@@ -1,4 +1,4 @@
-//! Custom autograd functions: what libtorch calls back, and what may be asked of a node meanwhile.
+//! Custom autograd functions: the callbacks from libtorch, and access to the node during them.
 
 use std::any::Any;
 use std::ffi::{CString, c_char, c_void};
@@ -14,20 +14,20 @@ use crate::{panics, sys};
 
 use super::{FunctionCall, call};
 
-/// What a custom function does once its forward has been recorded. libtorch calls it from any thread, but never twice
-/// at once.
+/// The callbacks of a custom function whose forward has been recorded. libtorch calls them from any thread, but never
+/// two at once.
 pub(crate) trait Recorded: Send + 'static {
-    /// Returns a gradient or `None` for each input, or the message of the failure.
+    /// Computes a gradient or `None` for each input, or returns the message of a failure.
     fn backward(
         &self,
         node: &Node<'_>,
         grad_outputs: &[Borrowed],
     ) -> std::result::Result<Vec<Option<Tensor>>, String>;
 
-    /// Takes out the values that only backward needed: it has run and will not again. It runs no code of the user's.
+    /// Takes out the values that only backward needed, after it has run for the last time. Runs no code of the user.
     fn take_saved(&mut self) -> Values;
 
-    /// Drops values that were taken out. They are the user's, as all that their destructors do.
+    /// Drops values that were taken out. Their destructors are code of the user, and may do anything.
     fn free_saved(values: Values);
 
     /// Drops the state.
@@ -37,10 +37,10 @@ pub(crate) trait Recorded: Send + 'static {
 /// Values that a forward saved.
 pub(crate) type Values = Vec<Box<dyn Any + Send>>;
 
-/// A tensor that libtorch lends for the length of a callback, or none.
+/// A tensor that libtorch lends for the duration of a callback, or none.
 pub(crate) type Borrowed = Option<ManuallyDrop<Tensor>>;
 
-/// A custom function's place in the graph, while its backward runs.
+/// The node of a custom function in the graph, while its backward runs.
 #[derive(Debug)]
 pub(crate) struct Node<'a> {
     raw: *const sys::Node,
@@ -49,17 +49,17 @@ pub(crate) struct Node<'a> {
 }
 
 impl Node<'_> {
-    /// The first `count` tensors that forward saved.
+    /// Returns the first `count` tensors that forward saved.
     pub(crate) fn saved_tensors(&self, count: usize) -> Result<Vec<Tensor>> {
         let mut saved = vec![ptr::null_mut(); count];
         let out = saved.as_mut_ptr();
         // SAFETY: the array has `count` elements, and a `Node` exists only while its backward runs.
         call(|err| unsafe { sys::tamp_function_saved_tensors(self.raw, out, count, err) })?;
-        // SAFETY: on success each pointer is a new tensor, which the shim gave to us alone.
+        // SAFETY: on success each pointer is a new tensor that is owned by the caller alone.
         Ok(saved.into_iter().map(|tensor| unsafe { Tensor::from_ptr(tensor) }).collect())
     }
 
-    /// Whether the gradient of the input is wanted.
+    /// Returns whether the gradient of an input is needed.
     pub(crate) fn needs_input_grad(&self, input: usize) -> Result<bool> {
         if input >= self.inputs {
             return Err(Error::Function(FunctionError::NoSuchInput { input, inputs: self.inputs }));
@@ -70,7 +70,7 @@ impl Node<'_> {
     }
 }
 
-/// The function with its callbacks. Whoever gets it owns the state.
+/// Makes the function with its callbacks for the shim, including ownership of the state.
 pub(super) fn raw_function<R: Recorded>(state: Box<R>, ended: &FunctionCall<'_>) -> sys::Function {
     sys::Function {
         state: Box::into_raw(state).cast(),
@@ -84,7 +84,7 @@ pub(super) fn raw_function<R: Recorded>(state: Box<R>, ended: &FunctionCall<'_>)
     }
 }
 
-/// Runs the backward of the state behind a node. A panic ends here, as a message.
+/// Runs the backward of a node's state. A panic is caught and becomes a message.
 unsafe extern "C" fn function_backward<R: Recorded>(
     state: *mut c_void,
     node: *const sys::Node,
@@ -134,15 +134,15 @@ fn one_for_each(
     }
 }
 
-/// A copy of the text for the shim to free.
+/// Copies a text to a string that the shim frees.
 fn string_new(text: &str) -> *mut c_char {
-    // A NUL would end the text early: a space says as little.
+    // A NUL would end the text early, so it is replaced by a space.
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
     // SAFETY: the text is NUL-terminated.
     unsafe { sys::tamp_string_new(text.as_ptr()) }
 }
 
-/// Gives the tensor away.
+/// Gives up ownership of a tensor.
 fn into_pointer(tensor: Tensor) -> *mut sys::Tensor {
     ManuallyDrop::new(tensor).as_mut_ptr()
 }

@@ -1,4 +1,4 @@
-//! Clipping.
+//! Gradient clipping.
 
 use tch::Tensor;
 
@@ -6,8 +6,9 @@ use super::{call, given, pointers};
 use crate::error::{Error, GradientError, Result};
 use crate::sys;
 
-/// Clips the gradients of the parameters to a common norm and returns the norm before; `None` without gradients. Only
-/// with `error_if_nonfinite` the host waits, and fails for an infinite or NaN norm before anything is clipped.
+/// Clips the gradients of the parameters to a total norm, and returns the norm from before; `None` if there are no
+/// gradients. Synchronizes only with `error_if_nonfinite`, and then returns an error for a non-finite norm, before
+/// anything is clipped.
 pub(crate) fn clip_grad_norm(
     parameters: &[Tensor],
     max_norm: f64,
@@ -31,13 +32,13 @@ pub(crate) fn clip_grad_norm(
     }
 }
 
-/// The factor by which gradients of a norm are to be multiplied, on its device.
+/// Computes the factor by which gradients with this norm are to be multiplied, on the device of `norm`.
 pub(crate) fn clip_factor(norm: &Tensor, max_norm: f64) -> Result<Tensor> {
     // SAFETY: `norm` is a live tensor, and `err` is valid for a write.
     given(call(|err| unsafe { sys::tamp_clip_factor(norm.as_ptr(), max_norm, err) })?)
 }
 
-/// Clamps every element of the gradients of the parameters to `-max..=max`.
+/// Clamps every element of the parameters' gradients to `-max..=max`.
 pub(crate) fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
     let tensors = pointers(parameters);
     // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.

@@ -1,10 +1,10 @@
-//! The numbers that libtorch gives to types of devices and dtypes.
+//! libtorch's numbers for types of devices and for dtypes.
 
 use tch::{Device, Kind};
 
 use crate::error::{Error, Result};
 
-/// The number of `c10::DeviceType` for the devices that have autocast; an error for others.
+/// Returns the number of `c10::DeviceType` for a device that has autocast, and an error for others.
 pub(crate) fn device_type(device: Device) -> Result<i8> {
     match device {
         Device::Cpu => Ok(0),
@@ -17,7 +17,7 @@ pub(crate) fn device_type(device: Device) -> Result<i8> {
     }
 }
 
-/// The number of `c10::ScalarType` for the floating kinds.
+/// Returns the number of `c10::ScalarType` for a floating dtype.
 pub(crate) fn dtype_code(kind: Kind) -> Option<i8> {
     match kind {
         Kind::Half => Some(5),
@@ -28,7 +28,7 @@ pub(crate) fn dtype_code(kind: Kind) -> Option<i8> {
     }
 }
 
-/// The floating kind with a number of `c10::ScalarType`.
+/// Returns the floating dtype for a number of `c10::ScalarType`.
 pub(crate) fn dtype_kind(code: i8) -> Result<Kind> {
     [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16]
         .into_iter()

@@ -8,7 +8,7 @@ use crate::sys;
 use super::callbacks::{Recorded, raw_function};
 use super::{call, pointers};
 
-/// What the shim wants to know of an input afterwards.
+/// The shim's description of an input before forward runs.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(transparent)]
 pub(crate) struct FunctionInput(sys::FunctionInput);
@@ -20,27 +20,28 @@ impl FunctionInput {
     }
 }
 
-/// Whether autograd will record a call with these inputs, and what the shim wants to know of them afterwards.
+/// Returns whether autograd will record a call with these inputs, and the shim's description of each of them.
 pub(crate) fn function_begin(inputs: &[&Tensor]) -> Result<(bool, Vec<FunctionInput>)> {
     let tensors = pointers(inputs.iter().copied());
     let mut infos = vec![FunctionInput::default(); tensors.len()];
     let out = infos.as_mut_ptr().cast::<sys::FunctionInput>();
-    // SAFETY: both arrays have `tensors.len()` elements, a `FunctionInput` is laid out as the struct inside, and `inputs` keeps the tensors alive.
+    // SAFETY: both arrays have `tensors.len()` elements, a `FunctionInput` is laid out like the struct inside, and
+    // `inputs` keeps the tensors alive.
     let recorded =
         call(|err| unsafe { sys::tamp_function_begin(tensors.as_ptr(), tensors.len(), out, err) })?;
     Ok((recorded != 0, infos))
 }
 
-/// A call of forward that has ended.
+/// A call of forward that has returned.
 #[derive(Debug)]
 pub(crate) struct FunctionCall<'a> {
     /// The function's name, for messages.
     pub(crate) name: &'a str,
-    /// Whether backward gets zeros for outputs without a gradient.
+    /// Whether backward gets zeros for outputs without gradients.
     pub(crate) materialize_grads: bool,
-    /// Whether its backward cannot be differentiated.
+    /// Whether backward cannot be differentiated again.
     pub(crate) once_differentiable: bool,
-    /// Whether values besides tensors were saved.
+    /// Whether values other than tensors were saved.
     pub(crate) saves_values: bool,
     pub(crate) inputs: &'a [&'a Tensor],
     pub(crate) infos: &'a [FunctionInput],
@@ -58,14 +59,14 @@ impl FunctionCall<'_> {
     }
 }
 
-/// Makes the raw outputs of forward those of an operation of autograd, and gives `state` to it.
+/// Records a call: turns the raw outputs of forward into those of a new autograd node, which owns `state`.
 pub(crate) fn function_record<R: Recorded>(
     state: Box<R>,
     ended: &FunctionCall<'_>,
     outputs: &mut [Tensor],
 ) -> Result<()> {
     assert_eq!(ended.inputs.len(), ended.infos.len());
-    // One array of pointers for all the lists.
+    // All lists share one array of pointers.
     let lists = [ended.saved, ended.dirty, ended.non_differentiable];
     let inputs = ended.inputs.iter().copied();
     let mut all = pointers(inputs.chain(lists.into_iter().flatten()));
@@ -87,8 +88,8 @@ pub(crate) fn function_record<R: Recorded>(
     };
     let function = raw_function(state, ended);
     let (out, count) = (all[given..].as_ptr(), outputs.len());
-    // SAFETY: every array has the length beside it, the borrows keep their tensors and the name alive, the shim changes
-    // `outputs` only through libtorch's own handles, and it takes the state in any case: the callbacks get it back as
-    // what it is.
+    // SAFETY: every array has the length beside it, the borrows keep their tensors and the name alive, and the shim
+    // changes `outputs` only through libtorch's own handles. It takes ownership of the state even if it fails, and
+    // passes it only to the callbacks, which have its type.
     call(|err| unsafe { sys::tamp_function_record(&function, &raw, out, count, err) })
 }

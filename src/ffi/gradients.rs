@@ -10,10 +10,10 @@ use super::{call, given, pointers};
 use crate::error::Result;
 use crate::sys;
 
-/// A device as libtorch numbers it: type and index.
+/// The type and the index of a device, as numbered by libtorch.
 pub(crate) type Place = (i8, i8);
 
-/// What is known of one parameter and its gradient.
+/// The description of a parameter and its gradient.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(transparent)]
 pub(crate) struct Gradient(sys::Gradient);
@@ -23,38 +23,38 @@ const COMPLEX_HALF: i8 = 8;
 const COMPLEX: [i8; 2] = [9, 10];
 
 impl Gradient {
-    /// The identity of the parameter: the same number for every handle of one tensor, as long as one of them lives. Zero
-    /// for an undefined tensor.
+    /// Returns the identity of the parameter, which is the same number for every handle of a tensor, as long as one of
+    /// them is alive. Zero for an undefined tensor.
     pub(crate) fn parameter(&self) -> usize {
         self.0.parameter
     }
 
-    /// Whether there is a gradient.
+    /// Whether the parameter has a gradient.
     pub(crate) fn exists(&self) -> bool {
         self.0.gradient != 0
     }
 
-    /// Whether there is a gradient, of a parameter that is not frozen.
+    /// Whether the parameter has a gradient and is not frozen.
     pub(crate) fn is_used(&self) -> bool {
         self.exists() && !self.is_frozen()
     }
 
-    /// Whether the parameter takes no part in training.
+    /// Whether the parameter does not require a gradient.
     pub(crate) fn is_frozen(&self) -> bool {
         !self.has(sys::GRADIENT_REQUIRES_GRAD)
     }
 
-    /// The identities of the gradient and of what holds its numbers.
+    /// Returns the identities of the gradient and of its memory.
     pub(crate) fn identity(&self) -> (usize, usize) {
         (self.0.gradient, self.0.memory)
     }
 
-    /// How often the gradient was changed in place.
+    /// Returns how often the gradient was changed in place.
     pub(crate) fn version(&self) -> u32 {
         self.0.version
     }
 
-    /// The device of the gradient.
+    /// Returns the device of the gradient.
     pub(crate) fn place(&self) -> Place {
         (self.0.device_type, self.0.device_index)
     }
@@ -68,17 +68,17 @@ impl Gradient {
         self.has(sys::GRADIENT_SPARSE)
     }
 
-    /// Whether some of its elements share memory.
+    /// Whether some elements of the gradient share memory.
     pub(crate) fn overlaps(&self) -> bool {
         self.has(sys::GRADIENT_OVERLAPS)
     }
 
-    /// Whether its shape or device is not the parameter's.
+    /// Whether the shape or the device of the gradient differs from the parameter's.
     pub(crate) fn has_other_shape(&self) -> bool {
         self.has(sys::GRADIENT_OTHER_SHAPE)
     }
 
-    /// Whether its dtype is not the parameter's.
+    /// Whether the dtype of the gradient differs from the parameter's.
     pub(crate) fn has_other_dtype(&self) -> bool {
         self.has(sys::GRADIENT_OTHER_DTYPE)
     }
@@ -87,7 +87,7 @@ impl Gradient {
         dtype_code(kind) == Some(self.0.dtype)
     }
 
-    /// Whether its numbers are fp16, or complex numbers of two fp16.
+    /// Whether the elements of the gradient are fp16, or complex numbers of two fp16.
     pub(crate) fn is_fp16(&self) -> bool {
         self.is(Kind::Half) || self.0.dtype == COMPLEX_HALF
     }
@@ -104,7 +104,7 @@ impl Gradient {
     }
 }
 
-/// Describes the gradients of the parameters, in their order.
+/// Describes the gradients of the parameters, in the order of the parameters.
 pub(crate) fn gradients_inspect(parameters: &[Tensor]) -> Result<Vec<Gradient>> {
     inspect(parameters, false)
 }
@@ -114,24 +114,24 @@ fn inspect(parameters: &[Tensor], hold: bool) -> Result<Vec<Gradient>> {
     let mut gradients = vec![Gradient::default(); tensors.len()];
     let (array, count) = (tensors.as_ptr(), tensors.len());
     let out = gradients.as_mut_ptr().cast::<sys::Gradient>();
-    // SAFETY: both arrays have `count` elements, a `Gradient` is laid out as the struct inside, and `parameters` keeps
-    // the tensors alive.
+    // SAFETY: both arrays have `count` elements, a `Gradient` is laid out like the struct inside, and `parameters`
+    // keeps the tensors alive.
     call(|err| unsafe { sys::tamp_gradients_inspect(array, count, hold.into(), out, err) })?;
     Ok(gradients)
 }
 
-/// Gradients as they were at one time. While this lives, their memory is not given to another tensor, so that a gradient
-/// with the same memory is the same one.
+/// Gradients as they were at one time. While the snapshot is alive, no other memory gets the same identity, and so a
+/// gradient with the same memory is the same gradient.
 #[derive(Debug, Default)]
 pub(crate) struct Snapshot(Vec<Gradient>);
 
 impl Snapshot {
-    /// Takes one of the gradients of the parameters, in their order.
+    /// Takes a snapshot of the gradients, in the order of the parameters.
     pub(crate) fn of(parameters: &[Tensor]) -> Result<Self> {
         inspect(parameters, true).map(Self)
     }
 
-    /// Exchanges the gradients in one place of two snapshots.
+    /// Swaps the gradients at one index of two snapshots.
     pub(crate) fn exchange(&mut self, other: &mut Self, index: usize) {
         std::mem::swap(&mut self.0[index], &mut other.0[index]);
     }
@@ -148,13 +148,13 @@ impl Deref for Snapshot {
 impl Drop for Snapshot {
     fn drop(&mut self) {
         let (gradients, count) = (self.0.as_ptr().cast::<sys::Gradient>(), self.0.len());
-        // SAFETY: the array has `count` elements, a `Gradient` is laid out as the struct inside, and `inspect` has held
-        // each of them, which are released nowhere else.
+        // SAFETY: the array has `count` elements, a `Gradient` is laid out like the struct inside, and `inspect` has
+        // taken hold of each of them, which are released only here.
         unsafe { sys::tamp_gradients_release(gradients, count) }
     }
 }
 
-/// What tells tensors apart: the same number for every handle of one tensor, as long as one of them lives.
+/// Returns the identities of tensors: the same number for every handle of a tensor, as long as one of them is alive.
 pub(crate) fn identities(tensors: &[Tensor]) -> Result<Vec<usize>> {
     let known = gradients_inspect(tensors)?;
     Ok(known.iter().map(|gradient| gradient.parameter()).collect())
@@ -167,25 +167,25 @@ pub(crate) fn gradients_drop<'a>(parameters: impl IntoIterator<Item = &'a Tensor
     call(|err| unsafe { sys::tamp_gradients_drop(tensors.as_ptr(), tensors.len(), err) })
 }
 
-/// Takes the gradients of the parameters away from them; `None` where there is none.
+/// Takes the gradients from the parameters; `None` for a parameter without one.
 pub(crate) fn gradients_take(parameters: &[Tensor]) -> Result<Vec<Option<Tensor>>> {
     let tensors = pointers(parameters);
     let mut out = vec![ptr::null_mut(); tensors.len()];
     let (array, count, to) = (tensors.as_ptr(), tensors.len(), out.as_mut_ptr());
-    // SAFETY: both arrays have `count` elements, `out` is all null, the borrow keeps the parameters alive, and what the
-    // shim writes to `out` is ours, after a failure, too.
+    // SAFETY: both arrays have `count` elements, `out` is all null, the borrow keeps the parameters alive, and the
+    // tensors that the shim writes to `out` are owned by the caller, even after a failure.
     let taken = call(|err| unsafe { sys::tamp_gradients_take(array, count, to, err) });
     let owned = |tensor: *mut sys::Tensor| (!tensor.is_null()).then(|| given(tensor)).transpose();
     let gradients: Vec<_> = out.into_iter().map(owned).collect::<Result<_>>()?;
     if let Err(error) = taken {
-        // A failure on the way loses none.
+        // The gradients that were taken before the failure are put back.
         gradients_add(parameters, &gradients)?;
         return Err(error);
     }
     Ok(gradients)
 }
 
-/// Adds what `gradients_take` has taken to the gradients that there are now.
+/// Adds the gradients that `gradients_take` has taken to the current ones.
 pub(crate) fn gradients_add(parameters: &[Tensor], taken: &[Option<Tensor>]) -> Result<()> {
     assert_eq!(parameters.len(), taken.len());
     let both = parameters.iter().zip(taken);
@@ -197,14 +197,14 @@ pub(crate) fn gradients_add(parameters: &[Tensor], taken: &[Option<Tensor>]) -> 
     call(|err| unsafe { sys::tamp_gradients_add(array, taken.as_ptr(), count, err) })
 }
 
-/// Has the gradients of half parameters be f32: those there are converted.
+/// Makes the gradients of half-precision parameters f32, and converts those that exist.
 pub(crate) fn gradients_widen(parameters: &[Tensor]) -> Result<()> {
     let tensors = pointers(parameters);
     // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.
     call(|err| unsafe { sys::tamp_gradients_widen(tensors.as_ptr(), tensors.len(), err) })
 }
 
-/// Runs the backward of a tensor of one element.
+/// Runs the backward pass from a tensor of one element.
 pub(crate) fn backward(loss: &Tensor, retain_graph: bool) -> Result<()> {
     // SAFETY: `loss` is a live tensor; gradients are written through libtorch's own handles, which alias freely.
     call(|err| unsafe { sys::tamp_backward(loss.as_ptr(), retain_graph.into(), err) })

@@ -1,4 +1,4 @@
-//! What functional loss scales ask of gradients.
+//! The check of gradients for functional loss scales.
 
 use tch::Tensor;
 
@@ -6,7 +6,8 @@ use super::{call, given, pointers};
 use crate::error::Result;
 use crate::sys;
 
-/// Whether all elements of floating or complex tensors are finite: a bool on the device of the first.
+/// Returns whether all elements of floating or complex tensors are finite, as a bool tensor on the device of the first
+/// one.
 pub(crate) fn all_finite(tensors: &[&Tensor]) -> Result<Tensor> {
     let tensors = pointers(tensors.iter().copied());
     // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.

@@ -1,4 +1,4 @@
-//! What tells memory from other memory that lies, or lay, in the same place.
+//! Shapes of tensors, and stamps that detect writes to parameters.
 
 use tch::Tensor;
 
@@ -6,7 +6,7 @@ use super::{call, pointer, pointers};
 use crate::error::Result;
 use crate::sys;
 
-/// The shape of a tensor; an error for one that has none, where tch panics.
+/// Returns the shape of a tensor. For a tensor without one it returns an error, where tch panics.
 pub(crate) fn sizes(tensor: &Tensor) -> Result<Vec<i64>> {
     let mut sizes = vec![0; 8];
     loop {
@@ -20,13 +20,14 @@ pub(crate) fn sizes(tensor: &Tensor) -> Result<Vec<i64>> {
     }
 }
 
-/// How parameters were at some time: which memory they had, which nobody else is given meanwhile, and how often it had
-/// been written to.
+/// The identity of the memory that parameters had at some time, and how often it had been written to. While a stamp is
+/// alive, no other memory gets the same identity.
 #[derive(Debug, Default)]
 pub(crate) struct Stamps(Vec<sys::Stamp>);
 
 impl Stamps {
-    /// Tells which of the parameters are not as they were. One that has no stamp is not.
+    /// Returns for each parameter whether it has changed since its stamp was taken. A parameter without a stamp counts
+    /// as changed.
     pub(crate) fn compare(&mut self, parameters: &[Tensor]) -> Result<Vec<bool>> {
         let tensors = pointers(parameters);
         self.0.resize_with(self.0.len().max(tensors.len()), sys::Stamp::default);
@@ -39,7 +40,7 @@ impl Stamps {
         Ok(changed.into_iter().map(|changed| changed != 0).collect())
     }
 
-    /// Has the stamps say how the parameters are now.
+    /// Takes new stamps of the parameters.
     pub(crate) fn take(&mut self, parameters: &[Tensor]) -> Result<()> {
         let tensors = pointers(parameters);
         self.0.resize_with(self.0.len().max(tensors.len()), sys::Stamp::default);
@@ -48,13 +49,13 @@ impl Stamps {
         call(|err| unsafe { sys::tamp_stamps_take(array, count, stamps, err) })
     }
 
-    /// The stamps of the first `count` parameters.
+    /// Returns the stamps of the first `count` parameters.
     pub(super) fn of_each(&mut self, count: usize) -> impl Iterator<Item = *mut sys::Stamp> {
         self.0.resize_with(self.0.len().max(count), sys::Stamp::default);
         self.0.iter_mut().map(std::ptr::from_mut)
     }
 
-    /// Has one stamp say how its parameter is now.
+    /// Takes a new stamp of one parameter.
     pub(crate) fn take_one(&mut self, index: usize, parameter: &Tensor) -> Result<()> {
         let needed = self.0.len().max(index + 1);
         self.0.resize_with(needed, sys::Stamp::default);
@@ -84,6 +85,6 @@ impl Drop for Stamps {
 
 fn release(stamp: &mut sys::Stamp) {
     let memory = std::mem::take(stamp).memory;
-    // SAFETY: only `tamp_stamps_take` writes it, which has held it, and nobody else knows it any more.
+    // SAFETY: only the shim writes it, which has taken hold of the memory, and the stamp no longer refers to it.
     unsafe { sys::tamp_memory_release(memory) }
 }

@@ -1,4 +1,4 @@
-//! Tensors of one number. tch's functions that take a number panic when libtorch fails, and these do not.
+//! Tensors of one number. tch's functions that take a number panic if libtorch fails; these return errors.
 
 use tch::{Device, Kind, Tensor};
 
@@ -10,7 +10,7 @@ use crate::sys;
 /// The number of `c10::ScalarType` for i32.
 const INT: i8 = 3;
 
-/// Makes a tensor of no dimensions that holds a value.
+/// Creates a tensor without dimensions that holds a value.
 pub(crate) fn number_new(value: f64, kind: Kind, device: Device) -> Result<Tensor> {
     let dtype = match kind {
         Kind::Int => INT,
@@ -21,26 +21,32 @@ pub(crate) fn number_new(value: f64, kind: Kind, device: Device) -> Result<Tenso
     given(call(|err| unsafe { sys::tamp_number_new(value, dtype, device_type, index, err) })?)
 }
 
-/// Writes a value to a tensor. Does not wait.
+/// Writes a value to a tensor. Does not synchronize.
 pub(crate) fn number_set(number: &Tensor, value: f64) -> Result<()> {
     // SAFETY: `number` is a live tensor, which is changed in place through libtorch's own handle, which aliases freely.
     call(|err| unsafe { sys::tamp_number_set(pointer(number), value, err) })
 }
 
-/// Lowers a tensor of one number to `most`, if it is more. Does not wait.
+/// Lowers the number in a tensor to `most` if it is larger. Does not synchronize.
 pub(crate) fn number_limit(number: &Tensor, most: f64) -> Result<()> {
     // SAFETY: as in `number_set`.
     call(|err| unsafe { sys::tamp_number_limit(pointer(number), most, err) })
 }
 
-/// The elements of real tensors of one device, one tensor after the other. Waits for the device, once.
+/// Returns the elements of real tensors on one device, one tensor after the other. Synchronizes once.
 pub(crate) fn numbers_read(numbers: &[&Tensor]) -> Result<Vec<f64>> {
     let mut values = vec![0.0; numbers.iter().map(|number| number.numel()).sum()];
     let tensors = pointers(numbers.iter().copied());
     let (array, count) = (tensors.as_ptr(), tensors.len());
     let (out, len) = (values.as_mut_ptr(), values.len());
-    // SAFETY: the array has `count` elements, the borrows keep the tensors alive, and `values` is valid for `len` writes,
-    // which the shim compares with what there is.
+    // SAFETY: the array has `count` elements, the borrows keep the tensors alive, and `values` is valid for `len`
+    // writes, which the shim checks against the number of elements.
     call(|err| unsafe { sys::tamp_numbers_read(array, count, out, len, err) })?;
     Ok(values)
+}
+
+/// Returns a number on another device. Synchronizes only if that is the host, where a copy in flight could be read too
+/// early.
+pub(crate) fn number_on(number: &Tensor, device: Device, kind: Kind) -> Result<Tensor> {
+    Ok(number.f_to_device_(device, kind, device != Device::Cpu, false)?)
 }

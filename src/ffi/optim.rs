@@ -8,7 +8,7 @@ use super::{Stamps, call, given, pointer, pointers};
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// What an optimizer computes.
+/// The algorithm of an optimizer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum OptimAlgorithm {
     #[default]
@@ -18,7 +18,7 @@ pub(crate) enum OptimAlgorithm {
     Adagrad,
 }
 
-/// The options of a parameter group, by PyTorch's names. An algorithm looks at its own only.
+/// The options of a parameter group, by their names in PyTorch. An algorithm ignores those of others.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct OptimOptions {
     pub(crate) algorithm: OptimAlgorithm,
@@ -60,7 +60,7 @@ impl OptimOptions {
     }
 }
 
-/// What a parameter in half precision is updated from.
+/// The kind of master weights of a half-precision parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Master {
     None,
@@ -92,18 +92,18 @@ impl Master {
 pub(crate) struct OptimParameter<'a> {
     pub(crate) parameter: &'a Tensor,
     pub(crate) step: Option<&'a Tensor>,
-    /// exp_avg, momentum_buffer or sum; exp_avg_sq; max_exp_avg_sq.
-    pub(crate) states: [Option<&'a Tensor>; 3],
+    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq; for SGD momentum_buffer; for Adagrad sum.
+    pub(crate) states: [Option<&'a Tensor>; sys::OPTIM_STATES],
     pub(crate) kept: Option<&'a Tensor>,
     pub(crate) master: Master,
-    /// The index of its options.
+    /// The index of the parameter's options.
     pub(crate) options: usize,
     pub(crate) first_step: bool,
-    /// All of the state that its options ask for is there.
+    /// Whether all of the state that its options need exists.
     pub(crate) complete: bool,
 }
 
-/// How the gradients become those that the update takes, and whether it is taken.
+/// How the gradients are unscaled and clipped for the update, and the flag that skips it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct OptimScale<'a> {
     pub(crate) grad_scale: Option<&'a Tensor>,
@@ -111,17 +111,17 @@ pub(crate) struct OptimScale<'a> {
     pub(crate) found_inf: Option<&'a Tensor>,
 }
 
-/// What a step does with a parameter, or why the whole step is not taken.
+/// What a step did with a parameter, or why the whole step was not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StepAnswer {
     Taken,
-    /// It has no gradient, or is frozen.
+    /// The parameter has no gradient, or is frozen.
     LeftOut,
-    /// No step takes a gradient such as its own.
+    /// The gradient is of a kind that cannot be stepped with.
     Refused,
-    /// It was written to since its stamp was taken.
+    /// The parameter was written to since its stamp was taken.
     Stale,
-    /// Some of its state has to be made.
+    /// Some of the parameter's state must be allocated first.
     Incomplete,
 }
 
@@ -138,8 +138,8 @@ impl StepAnswer {
     }
 }
 
-/// Steps the parameters that have gradients, and takes new stamps of those with masters. Changes nothing where an answer
-/// is neither `Taken` nor `LeftOut`, nor where `found_inf` is not zero.
+/// Steps the parameters that have gradients, and takes new stamps of those with master weights. Changes nothing if any
+/// answer is neither `Taken` nor `LeftOut`, or if `found_inf` is not zero.
 pub(crate) fn optim_step(
     parameters: &[OptimParameter<'_>],
     options: &[OptimOptions],
@@ -152,9 +152,7 @@ pub(crate) fn optim_step(
     let raw = raw.map(|(given, stamp)| sys::OptimParameter {
         parameter: pointer(given.parameter),
         step: optional(given.step),
-        first: optional(given.states[0]),
-        second: optional(given.states[1]),
-        third: optional(given.states[2]),
+        states: given.states.map(optional),
         master: optional(given.kept),
         stamp,
         seed: given.master.seed(),
@@ -173,13 +171,13 @@ pub(crate) fn optim_step(
     let mut answers = vec![sys::STEP_LEFT_OUT; raw.len()];
     let (array, count, out) = (raw.as_ptr(), raw.len(), answers.as_mut_ptr());
     // SAFETY: both arrays have `count` elements, each parameter names options that exist and a stamp of its own; the
-    // borrows keep every tensor alive, and tensors are changed in place only through libtorch's own handles, which alias
-    // freely.
+    // borrows keep every tensor alive, and tensors are changed in place only through libtorch's own handles, which
+    // alias freely.
     call(|err| unsafe { sys::tamp_optim_step(array, count, options.as_ptr(), &scale, out, err) })?;
     answers.into_iter().map(StepAnswer::of).collect()
 }
 
-/// The f32 numbers of a bf16 parameter and its remainder.
+/// Returns the f32 numbers that consist of a bf16 parameter and its remainder.
 pub(crate) fn master_join(parameter: &Tensor, remainder: &Tensor) -> Result<Tensor> {
     // SAFETY: both are live tensors, and `err` is valid for a write.
     given(call(|err| unsafe {
@@ -187,14 +185,14 @@ pub(crate) fn master_join(parameter: &Tensor, remainder: &Tensor) -> Result<Tens
     })?)
 }
 
-/// The remainders of f32 numbers that round to a bf16 parameter, and zero for those that do not.
+/// Returns the remainders of f32 numbers that round to a bf16 parameter, and zero for numbers that do not.
 pub(crate) fn master_remainder_of(master: &Tensor, parameter: &Tensor) -> Result<Tensor> {
     let (master, parameter) = (master.as_ptr(), parameter.as_ptr());
     // SAFETY: both are live tensors, and `err` is valid for a write.
     given(call(|err| unsafe { sys::tamp_master_remainder_of(master, parameter, err) })?)
 }
 
-/// Brings masters into line with parameters that somebody else has written to: all of them or, on failure, none.
+/// Updates master weights from parameters that other code has written to: all of them or, on failure, none.
 pub(crate) fn masters_renew(parameters: &[&Tensor], masters: &[&Tensor]) -> Result<()> {
     assert_eq!(parameters.len(), masters.len(), "one master for each parameter");
     let (tensors, kept) = (pointers(parameters.iter().copied()), pointers(masters.iter().copied()));

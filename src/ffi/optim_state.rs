@@ -1,4 +1,4 @@
-//! Making the state of an optimizer.
+//! Allocation of the state of an optimizer.
 
 use std::ptr;
 
@@ -12,7 +12,7 @@ use crate::sys;
 /// The number of `c10::ScalarType` for i16.
 const SHORT: i8 = 2;
 
-/// Makes a tensor like each of the parameters, of another dtype if one is given, filled with a value.
+/// Creates a tensor like each of the parameters, with the given dtype if any, filled with a value.
 pub(crate) fn optim_states_new(
     parameters: &[&Tensor],
     kind: Option<Kind>,
@@ -33,7 +33,7 @@ pub(crate) fn optim_states_new(
     states.into_iter().map(given).collect()
 }
 
-/// Makes an f32 copy of each of the parameters.
+/// Creates an f32 copy of each of the parameters.
 pub(crate) fn masters_new(parameters: &[&Tensor]) -> Result<Vec<Tensor>> {
     let tensors = pointers(parameters.iter().copied());
     let mut masters = vec![ptr::null_mut(); tensors.len()];

@@ -1,4 +1,4 @@
-//! The scale, and the flags that it depends on.
+//! The update of the scale, and the flags that it depends on.
 
 use std::ptr;
 
@@ -8,7 +8,7 @@ use super::{call, given, pointer, pointers};
 use crate::error::Result;
 use crate::sys;
 
-/// Whether any of the one-element tensors is not zero. Waits for their devices, once.
+/// Returns whether any of the one-element tensors is not zero. Synchronizes once.
 pub(crate) fn any_nonzero(tensors: &[&Tensor]) -> Result<bool> {
     let tensors = pointers(tensors.iter().copied());
     // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.
@@ -16,46 +16,48 @@ pub(crate) fn any_nonzero(tensors: &[&Tensor]) -> Result<bool> {
         .map(|any| any != 0)
 }
 
-/// One flag that is 1 when any of the flags is, on the first GPU that one lies on; of one flag, that itself.
+/// Returns a flag that is 1 if any of the flags is, on the first GPU among their devices. A single flag is returned
+/// itself.
 pub(crate) fn flags_join<'a>(flags: impl IntoIterator<Item = &'a Tensor>) -> Result<Tensor> {
     let tensors = pointers(flags);
     // SAFETY: the array has `tensors.len()` elements, and the caller's borrows keep the tensors alive.
     given(call(|err| unsafe { sys::tamp_flags_join(tensors.as_ptr(), tensors.len(), err) })?)
 }
 
-/// What is counted where the scale tolerates some overflows.
+/// The counts of a scale that tolerates some overflows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct OverflowCounts {
-    /// Overflows until the hysteresis is used up.
+    /// How many overflows are left until the hysteresis is used up.
     pub(crate) hysteresis: i64,
-    /// Iterations since the scale last backed off or could grow.
+    /// The iterations since the scale last backed off or could grow.
     pub(crate) iterations: i64,
-    /// Overflows among them.
+    /// The overflows among these iterations.
     pub(crate) overflows: i64,
 }
 
 impl OverflowCounts {
-    /// The elements of the shim's tensor.
+    /// Returns the elements of the shim's tensor.
     pub(crate) fn to_numbers(self) -> [i64; 3] {
         let mut numbers = [0; 3];
-        numbers[sys::PATIENCE_HYSTERESIS] = self.hysteresis;
-        numbers[sys::PATIENCE_ITERATIONS] = self.iterations;
-        numbers[sys::PATIENCE_OVERFLOWS] = self.overflows;
+        numbers[sys::TOLERANCE_HYSTERESIS] = self.hysteresis;
+        numbers[sys::TOLERANCE_ITERATIONS] = self.iterations;
+        numbers[sys::TOLERANCE_OVERFLOWS] = self.overflows;
         numbers
     }
 
-    /// From the elements of the shim's tensor, which are exact up to 2^53; all zero if there is no such tensor.
+    /// Makes the counts from the elements of the shim's tensor, which are exact up to 2^53. All are zero if there is no
+    /// such tensor.
     pub(crate) fn from_numbers(numbers: &[f64]) -> Self {
         let number = |place: usize| numbers.get(place).map_or(0, |number| *number as i64);
         Self {
-            hysteresis: number(sys::PATIENCE_HYSTERESIS),
-            iterations: number(sys::PATIENCE_ITERATIONS),
-            overflows: number(sys::PATIENCE_OVERFLOWS),
+            hysteresis: number(sys::TOLERANCE_HYSTERESIS),
+            iterations: number(sys::TOLERANCE_ITERATIONS),
+            overflows: number(sys::TOLERANCE_OVERFLOWS),
         }
     }
 }
 
-/// How an iteration changes a scale. The last three apply only to a scale with counts.
+/// How an iteration changes a scale. The last three fields apply only to a scale with counts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ScaleRule {
     pub(crate) growth_factor: f64,
@@ -83,7 +85,7 @@ impl ScaleRule {
     }
 }
 
-/// A scale at the end of an iteration, and what was found in its gradients.
+/// A scale at the end of an iteration, with the flags for non-finite gradients.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ScaleUpdate<'a> {
     pub(crate) scale: &'a Tensor,
@@ -93,20 +95,20 @@ pub(crate) struct ScaleUpdate<'a> {
     pub(crate) rule: ScaleRule,
 }
 
-/// Grows or backs off scales and counts in their trackers and counts, in place: all of them or none.
+/// Grows or backs off scales, and updates their trackers and counts, in place: all of them or none.
 pub(crate) fn scales_update(updates: &[ScaleUpdate<'_>]) -> Result<()> {
     let flags = |update: &ScaleUpdate<'_>| pointers(update.found_infs.iter().copied());
     let flags: Vec<_> = updates.iter().map(flags).collect();
     let raw = updates.iter().zip(&flags).map(|(update, flags)| sys::ScaleUpdate {
         scale: pointer(update.scale),
         tracker: pointer(update.tracker),
-        patience: update.counts.map_or(ptr::null_mut(), pointer),
+        tolerance_counts: update.counts.map_or(ptr::null_mut(), pointer),
         found_infs: flags.as_ptr(),
         count: flags.len(),
         rule: update.rule.raw(),
     });
     let raw: Vec<_> = raw.collect();
-    // SAFETY: the array has `raw.len()` elements of the shim's layout, each of which names an array in `flags` and its
-    // length; the borrows keep every tensor alive, and `counts` is one of them or null.
+    // SAFETY: the array has `raw.len()` elements of the shim's layout, each of which refers to an array in `flags` with
+    // its length; the borrows keep every tensor alive, and `counts` is one of them or null.
     call(|err| unsafe { sys::tamp_scales_update(raw.as_ptr(), raw.len(), err) })
 }

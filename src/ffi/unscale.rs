@@ -1,4 +1,4 @@
-//! Looking at gradients, and unscaling them.
+//! Checking and unscaling gradients.
 
 use std::ptr;
 
@@ -8,27 +8,27 @@ use super::{call, given, pointers};
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// Why gradients were not unscaled, and whether some of them may have been.
+/// Why gradients could not be unscaled, and whether some of them may have been.
 #[derive(Debug)]
 pub(crate) struct Interrupted {
     pub(crate) error: Error,
     pub(crate) begun: bool,
 }
 
-/// How gradients are looked at.
+/// How gradients are checked and unscaled.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Unscaling {
-    /// They stay as they are.
+    /// The gradients are only checked and stay as they are.
     pub(crate) check_only: bool,
-    /// What became of them is looked at, too: where the scale is less than one, unscaling can overflow.
+    /// The unscaled gradients are checked as well: unscaling can overflow if the scale is less than one.
     pub(crate) recheck: bool,
-    /// By libtorch's generic operations even where there is a kernel.
+    /// libtorch's generic operations are used even where there is a kernel.
     #[cfg(test)]
     pub(crate) generic: bool,
 }
 
 impl Unscaling {
-    /// The gradients stay as they are.
+    /// Only checks the gradients.
     pub(crate) const CHECK_ONLY: Self = Self::new(true, false);
 
     pub(crate) const fn new(check_only: bool, recheck: bool) -> Self {
@@ -49,12 +49,12 @@ impl Unscaling {
     }
 }
 
-/// Whether the gradients of one device held an infinity or a NaN.
+/// Whether gradients on one device were non-finite.
 #[derive(Debug)]
 pub(crate) struct FoundInf {
-    /// One where they did and else zero, on their device.
+    /// 1 if some were non-finite and 0 otherwise, on their device.
     pub(crate) tensor: Tensor,
-    /// The answer, where the host has it.
+    /// The same, if the host has it.
     pub(crate) host: Option<bool>,
 }
 
@@ -69,8 +69,8 @@ impl FoundInf {
     }
 }
 
-/// Unscales the gradients of `parameters`, which lie on `devices` devices, and tells for each of these, in the order of
-/// their first gradients, whether one was infinite or NaN.
+/// Unscales the gradients of `parameters`, which are on `devices` devices, and returns for each device, in the order of
+/// their first gradients, whether any gradient was non-finite.
 pub(crate) fn gradients_unscale<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
     scale: &Tensor,
@@ -83,8 +83,8 @@ pub(crate) fn gradients_unscale<'a>(
     let mut answers = vec![sys::ON_DEVICE; devices];
     let (found, out) = (flags.as_mut_ptr(), answers.as_mut_ptr());
     let (options, mut begun) = (unscaling.code(), 0);
-    // SAFETY: the arrays have `count` and `devices` elements, the borrows keep every tensor alive, `begun` is valid for a
-    // write, and tensors are changed in place only through libtorch's own handles, which alias freely.
+    // SAFETY: the arrays have `count` and `devices` elements, the borrows keep every tensor alive, `begun` is valid for
+    // a write, and tensors are changed in place only through libtorch's own handles, which alias freely.
     let done = call(|err| unsafe {
         let begun = &mut begun;
         sys::tamp_gradients_unscale(array, count, scale, found, out, devices, options, begun, err)
@@ -95,8 +95,8 @@ pub(crate) fn gradients_unscale<'a>(
     found.map_err(|error| Interrupted { error, begun: begun != 0 })
 }
 
-/// The norm of the gradients of `parameters`, which lie on one device, divided by `scale`, and whether it is infinite or
-/// NaN. The gradients stay as they are.
+/// Returns the norm of the gradients of `parameters`, which are on one device, divided by `scale`, and whether that
+/// norm is non-finite, as it is if any gradient is. The gradients stay as they are.
 pub(crate) fn gradients_norm<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
     scale: &Tensor,
@@ -104,15 +104,15 @@ pub(crate) fn gradients_norm<'a>(
     let tensors = pointers(parameters);
     let (array, count, scale) = (tensors.as_ptr(), tensors.len(), scale.as_ptr());
     let (mut flag, mut answer) = (ptr::null_mut(), sys::ON_DEVICE);
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `flag` and `answer` are valid for
-    // a write.
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `flag` and `answer` are valid
+    // for a write.
     let norm = call(|err| unsafe {
         sys::tamp_gradients_norm(array, count, scale, &mut flag, &mut answer, err)
     })?;
     Ok((given(norm)?, FoundInf::new(flag, answer)?))
 }
 
-/// An answer of the shim, where the host has it.
+/// Decodes an answer of the shim, which is `None` if only the device has it.
 fn known(answer: u8) -> Result<Option<bool>> {
     match answer {
         sys::FINITE => Ok(Some(false)),

@@ -1,4 +1,4 @@
-//! How gradients differ from what they were.
+//! Detecting changes of gradients.
 
 use crate::ffi::Gradient;
 
@@ -6,9 +6,9 @@ use crate::ffi::Gradient;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
     None,
-    /// The same tensor with other numbers: clipping does that, and so does a backward.
+    /// The same tensor with other values, as after clipping or a backward.
     Numbers,
-    /// Another tensor, or one where there was none.
+    /// Another tensor, or one where there was none; the text says which.
     Replaced(&'static str),
 }
 
@@ -16,7 +16,7 @@ pub(crate) enum Change {
 pub(crate) fn change(before: Option<&Gradient>, now: &Gradient) -> Change {
     let before = before.copied().unwrap_or_default();
     if !now.exists() {
-        // No step applies a gradient that is gone.
+        // No step applies a missing gradient.
         Change::None
     } else if !before.exists() {
         Change::Replaced("appeared")

@@ -9,11 +9,14 @@ use crate::ffi;
 use crate::gradients::Gradients;
 
 /// Scales the gradients of some parameters down in place so that their common 2-norm is at most `max_norm`, and returns
-/// the norm from before: a 0-dim tensor on the device of the first gradient, zero without any. It is f64 if all gradients
-/// are, or if it is on the CPU and too large for f32, and else f32. As `torch.nn.utils.clip_grad_norm_`.
+/// the norm before clipping. The counterpart of `torch.nn.utils.clip_grad_norm_`.
 ///
-/// The squares are added up in f64 on the CPU, so the norm may be nearer to the true one than PyTorch's in its last
-/// bit. Waits for the device only where gradients on a GPU and on the CPU meet.
+/// The gradients are multiplied by min(1, max_norm / (norm + 1e-6)). The norm is a 0-dim tensor on the device of the
+/// first gradient, or zero if there are no gradients. Its dtype is f64 if all gradients are f64, or if it is on the CPU
+/// and too large for f32; otherwise f32. If it is not finite, the gradients become zero or NaN, as in PyTorch.
+///
+/// On the CPU the squares are added up in f64, so the last bit of the norm may be more accurate than PyTorch's.
+/// Synchronizes only where gradients on a GPU and on the CPU are clipped together.
 ///
 /// ```
 /// # use tch::{Device, Kind, Tensor};
@@ -31,28 +34,29 @@ pub fn clip_grad_norm(parameters: &[Tensor], max_norm: f64) -> Result<Tensor> {
     clip(parameters, max_norm, false)
 }
 
-/// Clips as [`clip_grad_norm`], unless the norm is infinite or NaN. Waits for the device to know. As
+/// Clips like [`clip_grad_norm`], but fails if the norm is infinite or NaN. Synchronizes to find out. Corresponds to
 /// `torch.nn.utils.clip_grad_norm_` with `error_if_nonfinite=True`.
 ///
 /// # Errors
 ///
-/// [`GradientError::NonFiniteNorm`], with the gradients as they were; else as [`clip_grad_norm`].
+/// [`GradientError::NonFiniteNorm`], which leaves the gradients unchanged; otherwise the same as [`clip_grad_norm`].
 pub fn clip_grad_norm_error_if_nonfinite(parameters: &[Tensor], max_norm: f64) -> Result<Tensor> {
     clip(parameters, max_norm, true)
 }
 
-/// Clamps every element of the gradients of some parameters to `-max..=max`, in place. As
+/// Clamps every element of the gradients of some parameters to `-max..=max`, in place. The counterpart of
 /// `torch.nn.utils.clip_grad_value_`.
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient.
+/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient, and
+/// [`Error::Torch`] for a complex one.
 pub fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
     check_limit("max", max)?;
     ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
 }
 
-/// The error by name, where a sparse gradient is the reason.
+/// Replaces an error by one that names the parameter, if a sparse gradient is the cause.
 pub(crate) fn explained(parameters: &[Tensor], error: Error) -> Error {
     match Gradients::of(parameters.into(), Box::new(|_, _| None)) {
         Ok(gradients) => gradients.refuse_sparse().err().unwrap_or(error),

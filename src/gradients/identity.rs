@@ -1,12 +1,12 @@
-//! Maps by the identities of tensors.
+//! Maps whose keys are tensor identities.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// Something for each of some tensor identities.
+/// A map from tensor identities.
 pub(crate) type IdentityMap<T> = HashMap<usize, T, BuildHasherDefault<IdentityHasher>>;
 
-/// Spreads identities, which are addresses, over a hash table; they need no protection against an attacker.
+/// Hashes identities, which are addresses and need no protection against an attacker.
 #[derive(Debug, Default)]
 pub(crate) struct IdentityHasher(u64);
 
@@ -22,7 +22,7 @@ impl Hasher for IdentityHasher {
     }
 
     fn write_usize(&mut self, address: usize) {
-        // Fibonacci hashing (Knuth): the golden ratio spreads multiples of an alignment.
+        // Fibonacci hashing (Knuth): the golden ratio spreads the multiples of an alignment.
         self.0 = (self.0 ^ address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
     }
 }

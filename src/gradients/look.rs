@@ -1,4 +1,4 @@
-//! Looking at gradients: whether one is infinite or NaN, and what their norm is. Unscaling is a look that changes them.
+//! Checking gradients for infinities and NaNs, and taking their norm. Unscaling checks them as well.
 
 use tch::{Device, Kind, Tensor};
 
@@ -6,22 +6,22 @@ use crate::error::Result;
 use crate::ffi::{self, FoundInf, Interrupted, Unscaling};
 use crate::gradients::Plan;
 
-/// How the gradients of an optimizer are looked at.
+/// How the gradients of an optimizer are checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Look {
     /// They are unscaled in place.
     Unscale,
-    /// They are left scaled, for an optimizer that unscales them.
+    /// They stay scaled, for an optimizer that unscales them.
     Check,
-    /// As `Check`, and their norm is taken.
+    /// Like `Check`, and their norm is taken.
     Norm,
 }
 
-/// What a look has found.
+/// The result of a check.
 #[derive(Debug, Default)]
 pub(crate) struct Findings {
     pub(crate) found: Vec<FoundInf>,
-    /// The norm of the unscaled gradients, where it was taken.
+    /// The norm of the unscaled gradients, if it was taken.
     pub(crate) norm: Option<Tensor>,
 }
 
@@ -37,14 +37,14 @@ impl Plan {
         ffi::gradients_unscale(all, scale, self.groups.len(), unscaling)
     }
 
-    /// Looks at the gradients and leaves them as they are.
+    /// Checks the gradients and leaves them unchanged.
     pub(crate) fn check(&self, parameters: &[Tensor], scale: &Tensor) -> Result<Findings> {
         let found = self.unscale(parameters, scale, Unscaling::CHECK_ONLY);
         let found = found.map_err(|interrupted| interrupted.error)?;
         Ok(Findings { found, norm: None })
     }
 
-    /// Takes the norm of what unscaling would make of the gradients, over all groups, and leaves them as they are.
+    /// Takes the norm that the gradients would have after unscaling, over all groups, and leaves them unchanged.
     pub(crate) fn norm(&self, parameters: &[Tensor], scale: &Tensor) -> Result<Findings> {
         let norm_of = |(_, indices): &(_, Vec<usize>)| {
             ffi::gradients_norm(indices.iter().map(|&i| &parameters[i]), scale)
@@ -61,9 +61,10 @@ fn common_norm(mut norms: Vec<Tensor>) -> Result<Tensor> {
         return Ok(norms.swap_remove(0));
     }
     let device = norms.first().map_or(Device::Cpu, Tensor::device);
-    // On the CPU in f64: a norm too large for f32 is no infinite one. Other devices may have no f64.
+    // In f64 on the CPU, so that a norm too large for f32 does not become infinite. Other devices may lack f64.
     let kind = if device == Device::Cpu { Kind::Double } else { Kind::Float };
-    let norms: Vec<_> = norms.iter().map(|norm| to(norm, device, kind)).collect::<Result<_>>()?;
+    let norms: Vec<_> =
+        norms.iter().map(|norm| ffi::number_on(norm, device, kind)).collect::<Result<_>>()?;
     let norm = Tensor::f_stack(&norms, 0)?.f_norm()?;
     if kind == Kind::Double {
         let value = norm.f_double_value(&[])?;
@@ -71,9 +72,4 @@ fn common_norm(mut norms: Vec<Tensor>) -> Result<Tensor> {
         return if fits { Ok(norm.f_to_kind(Kind::Float)?) } else { Ok(norm) };
     }
     Ok(norm)
-}
-
-/// A number on a device. A copy to the host that was not waited for could be read before it is there.
-fn to(number: &Tensor, device: Device, kind: Kind) -> Result<Tensor> {
-    Ok(number.f_to_device_(device, kind, device != Device::Cpu, false)?)
 }

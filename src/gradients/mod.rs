@@ -1,5 +1,5 @@
-//! The gradients of a list of parameters, and the way that they take to every step: they are inspected, looked at or
-//! unscaled, clipped, and then handed to the optimizer.
+//! The gradients of a list of parameters. Before every step they are inspected, checked or unscaled, clipped, and
+//! passed to the optimizer.
 
 mod change;
 mod clip;
@@ -26,10 +26,10 @@ pub use non_finite::NonFiniteGradient;
 pub(crate) use parameters::Parameters;
 pub(crate) use plan::Plan;
 
-/// What a parameter is called, by its place in the list and its identity, where that is known.
+/// Returns the name of a parameter by its index and its identity, if it is known.
 pub(crate) type Names<'a> = Box<dyn Fn(usize, usize) -> Option<String> + 'a>;
 
-/// The parameters of an optimizer, what to call them, and their gradients as they were when this was made.
+/// The parameters of an optimizer, their names, and their gradients as they were when this was made.
 pub(crate) struct Gradients<'a> {
     parameters: Parameters<'a>,
     names: Names<'a>,
@@ -51,7 +51,7 @@ impl<'a> Gradients<'a> {
         &self.snapshot
     }
 
-    /// What a message calls a parameter.
+    /// How a message refers to a parameter.
     pub(crate) fn describe(&self, index: usize) -> String {
         let name = (self.names)(index, self.snapshot[index].parameter());
         describe(index, &self.parameters[index], name)
@@ -61,13 +61,13 @@ impl<'a> Gradients<'a> {
         self.snapshot
     }
 
-    /// The parameters, as a list of its own, and the snapshot.
+    /// The parameters as an owned list, and the snapshot.
     pub(crate) fn into_parts(self) -> (Vec<Tensor>, Snapshot) {
         (self.parameters.into_owned(), self.snapshot)
     }
 }
 
-/// What a message calls a parameter.
+/// How a message refers to a parameter.
 fn describe(index: usize, tensor: &Tensor, name: Option<String>) -> String {
     let shape = ffi::sizes(tensor).unwrap_or_default();
     match name {

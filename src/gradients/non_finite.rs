@@ -1,4 +1,4 @@
-//! Which gradients are infinite or NaN.
+//! Finding the gradients that are infinite or NaN.
 
 use std::collections::HashSet;
 
@@ -7,15 +7,15 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Result;
 use crate::gradients::Gradients;
 
-/// A parameter whose gradient holds infinities or NaNs.
+/// A parameter whose gradient has infinite or NaN elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NonFiniteGradient {
-    /// The parameter: its shape, and its name where it is known, else its place.
+    /// The parameter: its name if it is known, or else its index, and its shape.
     pub parameter: String,
-    /// How many elements are infinite.
+    /// The number of infinite elements.
     pub infinite: i64,
-    /// How many elements are NaN.
+    /// The number of NaN elements.
     pub nan: i64,
 }
 
@@ -26,7 +26,7 @@ impl std::fmt::Display for NonFiniteGradient {
     }
 }
 
-/// How many elements of a gradient are infinite, and how many NaN: on its device.
+/// Counts the infinite and the NaN elements of a gradient, on its device.
 fn count(gradient: &Tensor) -> Result<Tensor> {
     let values = match gradient.is_sparse() {
         // Duplicate indices can add up to infinity.
@@ -40,13 +40,13 @@ fn count(gradient: &Tensor) -> Result<Tensor> {
 }
 
 impl Gradients<'_> {
-    /// Which gradients that a step would take hold infinities or NaNs. Waits for the device.
+    /// The gradients with infinite or NaN elements among those that a step would use. Synchronizes.
     pub(crate) fn non_finite(&self) -> Result<Vec<NonFiniteGradient>> {
         let mut seen = HashSet::new();
-        // Each once, and none of a frozen parameter.
+        // Each parameter once, and no frozen ones.
         let taken = self.snapshot().iter().enumerate();
         let taken = taken.filter(|(_, g)| g.is_used() && seen.insert(g.parameter()));
-        // All counts set out before the first is read.
+        // All counts are launched before the first is read.
         let counts =
             taken.map(|(index, _)| Ok((index, count(&self.parameters()[index].f_grad()?)?)));
         let counts: Vec<_> = counts.collect::<Result<_>>()?;

@@ -4,7 +4,7 @@ use std::ops::Deref;
 
 use tch::Tensor;
 
-/// The parameters of an optimizer: its own list, or one made for the occasion.
+/// The parameters of an optimizer, borrowed from it or collected for the call.
 #[derive(Debug)]
 pub struct Parameters<'a>(List<'a>);
 
@@ -15,7 +15,7 @@ enum List<'a> {
 }
 
 impl Parameters<'_> {
-    /// The list as one that outlives the optimizer's borrow. Clones handles, not numbers.
+    /// The list as an owned one. Clones handles, not data.
     pub(crate) fn into_owned(self) -> Vec<Tensor> {
         match self.0 {
             List::Borrowed(tensors) => tensors.iter().map(Tensor::shallow_clone).collect(),

@@ -1,4 +1,4 @@
-//! Which gradients can be unscaled. Everything is looked at before anything is changed.
+//! Selecting the gradients to unscale. All are checked before any is changed.
 
 use tch::Tensor;
 
@@ -6,17 +6,17 @@ use crate::error::{Error, GradientError, Result};
 use crate::ffi::{self, Gradient, Place};
 use crate::gradients::{Gradients, IdentityMap};
 
-/// What to do with the gradients of one optimizer.
+/// The gradients of one optimizer, sorted by what is done with them.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     /// Indices of the parameters whose gradients are to be unscaled, by device.
     pub(crate) groups: Vec<(Place, Vec<usize>)>,
-    /// Indices of frozen parameters that still carry a gradient, which no optimizer may apply.
+    /// Indices of frozen parameters that still have a gradient, which no optimizer may apply.
     frozen: Vec<usize>,
 }
 
 impl Plan {
-    /// Sorts the gradients, or names the first that cannot be unscaled.
+    /// Sorts the gradients, or returns an error that names the first that cannot be unscaled.
     pub(crate) fn new(gradients: &Gradients<'_>, allow_fp16: bool) -> Result<Self> {
         let mut plan = Self::default();
         let mut seen = IdentityMap::default();
@@ -30,7 +30,7 @@ impl Plan {
             if gradient.parameter() == 0 {
                 return Err(refuse("cannot exist: the parameter is an undefined tensor"));
             }
-            // A parameter that stands in two groups is unscaled once.
+            // A parameter in two groups is unscaled once.
             if !gradient.exists() || seen.insert(gradient.parameter(), ()).is_some() {
                 continue;
             }
@@ -63,10 +63,10 @@ impl Plan {
 }
 
 impl Gradients<'_> {
-    /// Names the first gradient whose norm cannot be taken.
+    /// Returns an error that names the first gradient that cannot be clipped because it is sparse.
     pub(crate) fn refuse_sparse(&self) -> Result<()> {
         let sparse = |gradient: &Gradient| gradient.is_used() && !gradient.is_strided();
-        let problem = "is sparse, and has no norm in libtorch; make it dense with `to_dense` first";
+        let problem = "is sparse, and sparse gradients can be neither normed nor clipped; make it dense with `to_dense` first";
         match self.snapshot().iter().position(sparse) {
             Some(index) => Err(Error::Gradient(GradientError::Unsupported {
                 parameter: self.describe(index),

@@ -1,4 +1,4 @@
-//! The loss scale that adapts.
+//! The adaptive loss scale.
 
 use tch::{Device, Kind, Tensor};
 
@@ -11,8 +11,8 @@ use crate::loss_scale::finite::{GRADS_FINITE, flag};
 use crate::loss_scale::{DynamicLossScaleState, LossScale, LossScaleState};
 use crate::scale::{LARGEST, Mirror, Number};
 
-/// Grows while gradients are finite and shrinks when they are not. The twin of `jmp.DynamicLossScale`, with its
-/// defaults:
+/// Multiplies the scale by `factor` after `period` consecutive finite adjustments and divides it by `factor` when
+/// gradients are not finite. The counterpart of `jmp.DynamicLossScale`, with its defaults:
 ///
 /// ```text
 /// loss_scale = 2^15, counter = 0, period = 2000, factor = 2, min_loss_scale = 1
@@ -28,11 +28,12 @@ use crate::scale::{LARGEST, Mirror, Number};
 ///         loss_scale = max(min_loss_scale, loss_scale / factor)
 /// ```
 ///
-/// Products are taken in f64 and rounded to f32 once, as PyTorch's scaler does; jmp multiplies f32s. For a factor that
-/// is an f32, such as 2 or 3, that gives the same numbers; for others, such as 1.1, the last bits can differ.
+/// Products are computed in f64 and rounded to f32 once, as in PyTorch's scaler; jmp multiplies f32s. For a factor that
+/// is exact in f32, such as 2 or 3, the results are the same; for others, such as 1.1, the last bits can differ.
 ///
-/// This is what a [`GradScaler`](crate::GradScaler) with `growth_factor = factor`, `backoff_factor = 1 / factor` and
-/// `growth_interval = period` does, and it runs the same kernel. Each can be made from the other's state:
+/// A [`GradScaler`](crate::GradScaler) with `growth_factor = factor`, `backoff_factor = 1 / factor` and
+/// `growth_interval = period` behaves in the same way and runs the same kernel. Each can be made from the other's
+/// state:
 ///
 /// ```
 /// use tch::Device;
@@ -57,12 +58,12 @@ pub struct DynamicLossScale {
 }
 
 impl DynamicLossScale {
-    /// Makes a loss scale with jmp's defaults on `device`: the device of the loss. [`DynamicLossScaleState`] has the
-    /// options.
+    /// Makes a loss scale with jmp's defaults on `device`, which should be the device of the loss. For other options
+    /// use [`DynamicLossScaleState`].
     ///
     /// # Errors
     ///
-    /// [`Error::DeviceUnavailable`] when the device cannot be used here, with the reason.
+    /// [`Error::DeviceUnavailable`], with the reason, if the device cannot be used here.
     pub fn new(device: Device) -> Result<Self> {
         DynamicLossScaleState::default().build(device)
     }
@@ -77,14 +78,14 @@ impl DynamicLossScale {
         Ok(Self { number, period, factor, min_loss_scale })
     }
 
-    /// Returns the whole state. Waits for the device. [`state_dict`](LossScale::state_dict) is the same for any loss
+    /// Returns the complete state. Synchronizes once after each adjustment. [`state_dict`](LossScale::state_dict) is the equivalent for any loss
     /// scale.
     ///
     /// # Errors
     ///
     /// [`Error::Torch`] if the device cannot be read.
     pub fn state(&self) -> Result<DynamicLossScaleState> {
-        // Whole, so that a new field does not compile until it is saved.
+        // Destructured exhaustively, so that a new field does not compile until it is saved.
         let Self { number, period, factor, min_loss_scale } = self;
         let Mirror { scale, tracker, counts: _ } = number.value()?;
         Ok(DynamicLossScaleState {
@@ -111,7 +112,7 @@ impl DynamicLossScale {
 }
 
 impl Clone for DynamicLossScale {
-    /// Copies the loss scale: what happens to the one does not happen to the other.
+    /// Copies the loss scale. Adjusting one of the two does not change the other.
     fn clone(&self) -> Self {
         Self { number: self.number.shallow_clone(), ..*self }
     }
@@ -125,9 +126,13 @@ impl LossScale for DynamicLossScale {
     fn adjust(&mut self, grads_finite: &Tensor) -> Result<()> {
         let found_inf = flag(GRADS_FINITE, grads_finite)?.f_logical_not()?;
         let found_inf = found_inf.f_to_kind(Kind::Float)?;
-        // A new number: graphs, clones and whoever asked hold the tensors from before.
+        // A new number, since graphs, clones and callers hold the old tensors.
         self.number = self.number.changed(&found_inf, self.rule())?;
         Ok(())
+    }
+
+    fn value(&self) -> Result<f64> {
+        Ok(self.number.value()?.scale.into())
     }
 
     fn state_dict(&self) -> Result<LossScaleState> {

@@ -1,4 +1,4 @@
-//! Whether gradients are finite, and the choice that follows.
+//! Checking gradients, and choosing parameters by the result.
 
 use tch::{Kind, Tensor};
 
@@ -17,12 +17,13 @@ pub(super) fn number_kind(tensor: &Tensor) -> Option<Kind> {
     })
 }
 
-/// Tells whether all elements of all floating and complex tensors of a tree are finite: a bool tensor of no dimensions
-/// on the device of the first of them; true on the CPU for none. Other tensors and undefined ones do not count. As
-/// `jmp.all_finite`.
+/// Returns whether all elements of all floating-point and complex tensors of a tree are finite, as a 0-dim bool tensor
+/// on the device of the first of these tensors, or on the CPU (and true) if there are none. Other tensors and undefined
+/// ones are ignored. The counterpart of `jmp.all_finite`.
 ///
-/// Reads each tensor once, in one call for all, and changes nothing; a sparse tensor is coalesced, since its duplicates
-/// can add up to infinity. Does not wait, unless the first tensor lies on the CPU and others on a GPU.
+/// Reads each tensor once, in one call for all, and changes nothing. A sparse tensor is coalesced, since its duplicates
+/// can add up to infinity. Synchronizes only where the first tensor is on the CPU and others are on a GPU, and to
+/// coalesce on a GPU.
 ///
 /// ```
 /// use tch::Tensor;
@@ -36,18 +37,18 @@ pub(super) fn number_kind(tensor: &Tensor) -> Option<Kind> {
 ///
 /// # Errors
 ///
-/// [`Error::Torch`] for a tensor whose numbers libtorch cannot read, such as one of MKLDNN's layout.
+/// [`Error::Torch`] for a tensor whose elements libtorch cannot read, such as one with the MKLDNN layout.
 pub fn all_finite<T: Tree + ?Sized>(tree: &T) -> Result<Tensor> {
     let mut numbers = leaves(tree);
     numbers.retain(|tensor| number_kind(tensor).is_some());
     ffi::all_finite(&numbers)
 }
 
-/// Chooses between two trees: `new` where `pred`, a tensor of one element, is true (not zero), and else `old`. As
-/// `jmp.select_tree`.
+/// Chooses between two trees: returns `new` if `pred`, a tensor with one element, is true (not zero), and otherwise
+/// `old`. The counterpart of `jmp.select_tree`.
 ///
-/// The choice is made on the device of each tensor, and nothing waits, unless `pred` lies on a GPU and a tensor on the
-/// CPU. Tensors of all kinds are chosen, and autograd goes through the choice; what is not chosen gets a gradient of
+/// The choice is made on the device of each tensor. Synchronizes only where `pred` is on a GPU and a tensor on the
+/// CPU. Tensors of all kinds are supported. The choice is differentiable; the tree that is not chosen gets gradients of
 /// zeros.
 ///
 /// ```
@@ -62,10 +63,10 @@ pub fn all_finite<T: Tree + ?Sized>(tree: &T) -> Result<Tensor> {
 ///
 /// # Errors
 ///
-/// [`PolicyError::TreeMismatch`] where the trees differ in structure, or two tensors in shape, kind or device;
-/// [`Error::InvalidArgument`] when `pred` has not one element.
+/// [`PolicyError::TreeMismatch`] if the trees differ in structure, or two tensors in shape, kind or device;
+/// [`Error::InvalidArgument`] if `pred` does not have exactly one element.
 pub fn select_tree<T: Tree + ?Sized>(pred: &Tensor, new: &T, old: &T) -> Result<T::Output> {
-    // One for each device.
+    // One copy of the flag for each device.
     let mut preds = vec![flag("the number of elements of pred", pred)?];
     new.try_zip(old, &mut |new, old| {
         if !new.defined() && !old.defined() {
@@ -76,7 +77,7 @@ pub fn select_tree<T: Tree + ?Sized>(pred: &Tensor, new: &T, old: &T) -> Result<
         let place = match preds.iter().position(|pred| pred.device() == device) {
             Some(place) => place,
             None => {
-                preds.push(preds[0].f_to_device(device)?);
+                preds.push(ffi::number_on(&preds[0], device, Kind::Bool)?);
                 preds.len() - 1
             }
         };
@@ -86,7 +87,7 @@ pub fn select_tree<T: Tree + ?Sized>(pred: &Tensor, new: &T, old: &T) -> Result<
 
 pub(super) const GRADS_FINITE: &str = "the number of elements of grads_finite";
 
-/// A one-element tensor as a bool of no dimensions. `field` is what an error calls the number of its elements.
+/// Converts a one-element tensor to a 0-dim bool tensor. `field` names the number of its elements in errors.
 pub(super) fn flag(field: &'static str, tensor: &Tensor) -> Result<Tensor> {
     let elements: i64 = ffi::sizes(tensor).map_or(0, |sizes| sizes.iter().product());
     if elements != 1 {
@@ -116,7 +117,7 @@ fn check_alike(new: &Tensor, old: &Tensor) -> Result<()> {
     }
     let advice = match (kind(new), kind(old)) {
         (Some(new), Some(old)) if new != old => {
-            "; cast one of them, with Policy::cast_to_param say"
+            "; cast one of them, for instance with Policy::cast_to_param"
         }
         _ => "",
     };

@@ -12,12 +12,13 @@ use crate::loss_scale::finite::{GRADS_FINITE, flag};
 use crate::loss_scale::{LossScale, LossScaleState};
 use crate::scale::{LARGEST, SMALLEST};
 
-/// A scale as an f32 on a device.
+/// Makes an f32 tensor of a scale on a device.
 pub(super) fn tensor(scale: f64, device: Device) -> Result<Tensor> {
     ffi::number_new(scale, Kind::Float, device)
 }
 
-/// Leaves losses and gradients as they are, so that one loop serves bf16, too. The twin of `jmp.NoOpLossScale`.
+/// Leaves losses and gradients unchanged, so that a loop written for a loss scale also runs without one, for instance
+/// in bf16. The counterpart of `jmp.NoOpLossScale`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NoOpLossScale;
 
@@ -42,7 +43,7 @@ impl LossScale for NoOpLossScale {
     }
 }
 
-/// Scales by a constant. The twin of `jmp.StaticLossScale`.
+/// Scales by a constant. The counterpart of `jmp.StaticLossScale`.
 ///
 /// ```
 /// use tch::{Device, Tensor};
@@ -60,12 +61,12 @@ pub struct StaticLossScale {
 }
 
 impl StaticLossScale {
-    /// Makes a loss scale of `loss_scale`, rounded to f32, on `device`: the device of the loss.
+    /// Makes a loss scale of `loss_scale`, rounded to f32, on `device`, which should be the device of the loss.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] unless it is from 2^-126, below which its reciprocal is infinite, to the largest f32;
-    /// [`Error::DeviceUnavailable`] when the device cannot be used here, with the reason.
+    /// [`Error::InvalidArgument`] unless `loss_scale` is from 2^-126, the smallest normal f32, to the largest f32;
+    /// [`Error::DeviceUnavailable`], with the reason, if the device cannot be used here.
     pub fn new(device: Device, loss_scale: f64) -> Result<Self> {
         check_static(loss_scale)?;
         check_usable(device)?;
@@ -94,7 +95,7 @@ impl LossScale for StaticLossScale {
     }
 
     fn state_dict(&self) -> Result<LossScaleState> {
-        // Whole, so that a new field does not compile until it is saved.
+        // Destructured exhaustively, so that a new field does not compile until it is saved.
         let Self { scale } = self;
         Ok(LossScaleState::Static { loss_scale: scale.f_double_value(&[])? })
     }

@@ -1,19 +1,19 @@
-//! Dynamic loss scales and gradient scalers from each other's states.
+//! Conversions between the states of dynamic loss scales and gradient scalers.
 
 use crate::error::{Error, Result, ScalerError, ensure};
 use crate::loss_scale::DynamicLossScaleState;
 use crate::scale::{GradScalerState, LARGEST, SMALLEST, required};
 
 impl From<&DynamicLossScaleState> for GradScalerState {
-    /// The state that makes any [`GradScaler`](crate::GradScaler) choose its scales in the same way. Options for which
-    /// a loss scale has no counterpart are set to what switches them off; only `max_consecutive_skips` and
-    /// `allow_fp16_gradients`, which change no scale, stay those of the scaler that loads it. PyTorch ignores all keys
-    /// that it does not know, the lower bound among them.
+    /// Returns a state with which any [`GradScaler`](crate::GradScaler) chooses its scales in the same way. Options
+    /// without a counterpart in a loss scale are set to the values that disable them, except for
+    /// `max_consecutive_skips` and `allow_fp16_gradients`, which do not affect the scale: the loading scaler keeps its
+    /// own. PyTorch ignores the keys that it does not have, including the lower bound.
     fn from(state: &DynamicLossScaleState) -> Self {
-        // Whole, so that a new field does not compile until it is carried over.
+        // Destructured exhaustively, so that a new field does not compile until it is carried over.
         let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = *state;
         Self {
-            // As f32s, which is what both compute with: a scale at its lower bound is one to a scaler, too.
+            // Rounded to f32, in which both compute: a scale at its lower bound must be at the bound for a scaler, too.
             scale: Some((loss_scale as f32).into()),
             growth_factor: Some(factor),
             backoff_factor: Some(1.0 / factor),
@@ -32,20 +32,20 @@ impl From<&DynamicLossScaleState> for GradScalerState {
 impl TryFrom<&GradScalerState> for DynamicLossScaleState {
     type Error = Error;
 
-    /// The state of a [`DynamicLossScale`](crate::loss_scale::DynamicLossScale) that does the same. A state without a lower bound
-    /// gives a scaler's, 2^-126, and not jmp's.
+    /// Returns the state of a [`DynamicLossScale`](crate::loss_scale::DynamicLossScale) that behaves in the same way. A
+    /// state without a lower bound gets a scaler's default, 2^-126, not jmp's.
     ///
     /// # Errors
     ///
     /// [`ScalerError::EmptyState`] and [`ScalerError::MissingKey`] for a state that no enabled scaler saved;
-    /// [`Error::InvalidArgument`] for what a dynamic loss scale does not have: a `backoff_factor` other than
-    /// 1/`growth_factor`, a `max_scale`, a `hysteresis`, a `tolerance` or an option that gives up; and for values outside
-    /// their range.
+    /// [`Error::InvalidArgument`] for options that a dynamic loss scale does not have, namely a `backoff_factor` other
+    /// than 1/`growth_factor`, a `max_scale`, a `hysteresis`, a `tolerance`, `max_consecutive_skips` or
+    /// `error_at_min_scale`, and for values outside their range.
     fn try_from(state: &GradScalerState) -> Result<Self> {
         if *state == GradScalerState::default() {
             return Err(Error::Scaler(ScalerError::EmptyState));
         }
-        // Whole, so that a new option does not compile until it is carried over or refused.
+        // Destructured exhaustively, so that a new option does not compile until it is carried over or refused.
         let GradScalerState {
             scale,
             growth_factor,
@@ -55,14 +55,14 @@ impl TryFrom<&GradScalerState> for DynamicLossScaleState {
             min_scale,
             max_scale,
             hysteresis,
-            // Nothing without a hysteresis.
+            // Has no effect without a hysteresis.
             consecutive_hysteresis: _,
             tolerance,
             max_consecutive_skips,
             error_at_min_scale,
-            // What a scaler does to gradients; a loss scale takes all.
+            // Concerns unscaling by a scaler; a loss scale accepts all gradients.
             allow_fp16_gradients: _,
-            // Counts for the options that are refused.
+            // Counts of the options that are refused.
             consecutive_skips: _,
             hysteresis_tracker: _,
             iterations_since_rescale: _,
@@ -93,7 +93,7 @@ impl TryFrom<&GradScalerState> for DynamicLossScaleState {
 
 fn check_backoff(backoff: f64, factor: f64) -> Result<()> {
     let rule = "1/growth_factor: a dynamic loss scale has one factor";
-    // The quotient of the one may be rounded where the other was typed in.
+    // 1/growth_factor may be rounded, or either may have been typed in.
     ensure("backoff_factor", backoff, (backoff * factor - 1.0).abs() < 1e-6, rule)
 }
 

@@ -1,9 +1,9 @@
-//! Functional loss scales: a [`GradScaler`](crate::GradScaler) in its parts, for loops that compute their own updates.
+//! Functional loss scales: the parts of a [`GradScaler`](crate::GradScaler), for loops that compute their own updates.
 //!
-//! A loss scale multiplies losses, divides gradients, and adapts to whether they were finite; [`all_finite`] and
-//! [`select_tree`] say so and choose between the new parameters and the old. All of it happens on the device, and
-//! nothing waits for it. The vocabulary is that of [jmp](https://github.com/google-deepmind/jmp), and so are the
-//! numbers, but for the last bits of a [`DynamicLossScale`] whose factor is no f32.
+//! A loss scale multiplies losses, divides gradients, and adapts to whether the gradients were finite. [`all_finite`]
+//! checks that, and [`select_tree`] chooses between the new parameters and the old. If everything is on one device,
+//! nothing synchronizes. The names and the arithmetic are those of [jmp](https://github.com/google-deepmind/jmp),
+//! except for the last bits of a [`DynamicLossScale`] whose factor is not exact in f32.
 
 mod dynamic;
 mod finite;
@@ -24,12 +24,14 @@ pub use state::{DynamicLossScaleState, LossScaleState};
 use crate::error::Result;
 #[cfg(doc)]
 use crate::error::ScalerError;
+use crate::ffi;
 use crate::tree::Tree;
 
-/// A scale for losses: [`NoOpLossScale`], [`StaticLossScale`] or [`DynamicLossScale`]. The twin of `jmp.LossScale`.
+/// A scale for losses: [`NoOpLossScale`], [`StaticLossScale`] or [`DynamicLossScale`]. The counterpart of
+/// `jmp.LossScale`.
 ///
-/// One loop serves all of them, also behind `Box<dyn LossScale>` and `&mut dyn LossScale`, and whatever kind parameters
-/// have. (A `&dyn LossScale` has no `scale` and `unscale`, which are generic: take `&impl LossScale` instead.)
+/// The same loop works with each of them, also behind `Box<dyn LossScale>` and `&mut dyn LossScale`, and for parameters
+/// of any kind. (A `&dyn LossScale` lacks `scale` and `unscale`, which are generic: take `&impl LossScale` instead.)
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -47,7 +49,7 @@ use crate::tree::Tree;
 ///     let gradients = loss_scale.unscale(&gradients)?;
 ///     // Clipping and regularisation go here: after unscaling.
 ///     let finite = all_finite(&gradients)?;
-///     // Unscaled gradients of half parameters are f32, and so is what is computed with them.
+///     // Unscaled gradients of half-precision parameters are f32, and so are the updates.
 ///     let new = policy.cast_to_param(&tch::no_grad(|| &w - 0.1 * &gradients[0]))?;
 ///     w = select_tree(&finite, &new, &w.detach())?.set_requires_grad(true);
 ///     loss_scale.adjust(&finite)?;
@@ -56,43 +58,46 @@ use crate::tree::Tree;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait LossScale: Debug + Send {
-    /// Returns the scale, an f32 tensor of no dimensions on the loss scale's device, or `None` for one that does
-    /// nothing. The tensor never changes: [`adjust`](Self::adjust) makes another. As `loss_scale` in jmp.
+    /// Returns the scale, a 0-dim f32 tensor on the loss scale's device, or `None` for a loss scale that does nothing.
+    /// The tensor never changes: [`adjust`](Self::adjust) makes another one. The counterpart of `loss_scale` in jmp.
     fn loss_scale(&self) -> Option<&Tensor>;
 
-    /// Adapts the scale to whether the gradients were finite: a tensor with one element, as [`all_finite`] makes it, on
-    /// any device; zero is false. Does not wait, unless the tensor lies on a GPU and the scale on the CPU. As in jmp,
-    /// where it returns the next loss scale.
+    /// Adapts the scale to whether the gradients were finite. `grads_finite` is a tensor with one element on any
+    /// device, such as the result of [`all_finite`]; zero means false. Synchronizes only where it is on a GPU and the
+    /// scale on the CPU. The counterpart of `adjust` in jmp, which returns the next loss scale instead.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a tensor that has not one element; nothing changes then.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a tensor that does not have exactly one element;
+    /// nothing is changed then.
     fn adjust(&mut self, grads_finite: &Tensor) -> Result<()>;
 
-    /// Returns the whole state, to be saved. Waits for the device.
+    /// Returns the complete state, to be saved. Synchronizes.
     ///
     /// # Errors
     ///
     /// [`Error::Torch`](crate::Error::Torch) if the device cannot be read.
     fn state_dict(&self) -> Result<LossScaleState>;
 
-    /// Takes over a saved state. The loss scale stays on its device.
+    /// Loads a saved state. The loss scale stays on its device.
     ///
     /// # Errors
     ///
     /// [`ScalerError::OtherLossScale`] for the state of another kind of loss scale;
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a value outside its range. Nothing changes then.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a value outside its range. Nothing is changed
+    /// then.
     fn load_state_dict(&mut self, state: &LossScaleState) -> Result<()>;
 
-    /// Multiplies the floating and complex tensors of a tree, the losses, by the scale; others come back as they are.
+    /// Multiplies the floating-point and complex tensors of a tree, the losses, by the scale; other tensors are
+    /// returned unchanged.
     ///
-    /// Half tensors become f32, as in jmp, since the scale would overflow fp16; a [`NoOpLossScale`] leaves them half. A
-    /// tensor on another device than the scale is multiplied where it lies. Does not wait, unless the scale lies on a
-    /// GPU and a tensor on the CPU.
+    /// Half-precision tensors become f32, as in jmp, since the product could overflow fp16; a [`NoOpLossScale`] leaves
+    /// them in half precision. A tensor on another device than the scale is multiplied on its own device. Synchronizes
+    /// only where the scale is on a GPU and a tensor on the CPU.
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch), when there is no memory, say.
+    /// [`Error::Torch`](crate::Error::Torch) if libtorch fails, for instance for lack of memory.
     fn scale<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output>
     where
         Self: Sized,
@@ -100,16 +105,16 @@ pub trait LossScale: Debug + Send {
         multiply(tree, self.loss_scale())
     }
 
-    /// Divides the floating and complex tensors of a tree, the gradients, by the scale: multiplies them by its
-    /// reciprocal. Undefined tensors, the gradients of unused parameters, come back as they are, as others do.
+    /// Divides the floating-point and complex tensors of a tree, the gradients, by the scale, as multiplication by its
+    /// reciprocal. Other tensors are returned unchanged, as are undefined ones, the gradients of unused parameters.
     ///
-    /// Half gradients become f32, as in jmp, since the small ones, which scaling saves, would vanish in half again.
-    /// [`Policy::cast_to_param`](crate::Policy::cast_to_param) casts them back where that is wanted. Waits as
-    /// [`scale`](Self::scale).
+    /// Half-precision gradients become f32, as in jmp, since the small values that scaling preserves would underflow
+    /// again. [`Policy::cast_to_param`](crate::Policy::cast_to_param) casts them back where that is wanted.
+    /// Synchronizes like [`scale`](Self::scale).
     ///
     /// # Errors
     ///
-    /// As [`scale`](Self::scale).
+    /// The same as [`scale`](Self::scale).
     fn unscale<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output>
     where
         Self: Sized,
@@ -117,7 +122,7 @@ pub trait LossScale: Debug + Send {
         divide(tree, self.loss_scale())
     }
 
-    /// Returns the scale as a number; 1 for a [`NoOpLossScale`]. Waits for the device.
+    /// Returns the scale as a number; 1 for a [`NoOpLossScale`]. Synchronizes, unless the host already has the number.
     ///
     /// # Errors
     ///
@@ -132,6 +137,10 @@ macro_rules! forward {
         impl<L: LossScale + ?Sized> LossScale for $pointer {
             fn loss_scale(&self) -> Option<&Tensor> {
                 (**self).loss_scale()
+            }
+
+            fn value(&self) -> Result<f64> {
+                (**self).value()
             }
 
             fn adjust(&mut self, grads_finite: &Tensor) -> Result<()> {
@@ -177,5 +186,5 @@ fn product(tensor: &Tensor, factor: &Tensor) -> Result<Tensor> {
     if device == factor.device() {
         return Ok(tensor.f_mul(factor)?);
     }
-    Ok(tensor.f_mul(&factor.f_to_device(device)?)?)
+    Ok(tensor.f_mul(&ffi::number_on(factor, device, Kind::Float)?)?)
 }

@@ -1,4 +1,4 @@
-//! What loss scales save, load and start from.
+//! The states of loss scales, which are also their options.
 
 use serde::{Deserialize, Serialize};
 use tch::Device;
@@ -8,10 +8,10 @@ use crate::error::{Error, Result, ScalerError, ensure};
 use crate::loss_scale::{DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale};
 use crate::scale::{LARGEST, SMALLEST, check_interval};
 
-/// The state of any loss scale.
+/// The state of any loss scale. [`build`](Self::build) makes a loss scale from it, and it can be parsed from text.
 ///
-/// Serialised, the kind is under the key `kind`, beside the fields. Read JSON with serde_json's feature
-/// `float_roundtrip` where a scale that is no power of two must come back to the last bit.
+/// Its serialized form has the kind under the key `kind`, beside the fields. Enable serde_json's feature
+/// `float_roundtrip` if a scale that is not a power of two has to survive JSON to the last bit.
 ///
 /// ```
 /// use tch::Device;
@@ -25,9 +25,9 @@ use crate::scale::{LARGEST, SMALLEST, check_interval};
 /// ```
 /// # As text
 ///
-/// A loss scale is read from `none` (or `noop`), a number or `static:1024`, `dynamic`, or `dynamic:65536` for one that
-/// starts there. Capitals and spaces do not matter. It prints in the same way, without the other options of a dynamic
-/// one.
+/// A loss scale is parsed from `none` (or `noop`), a number or `static:1024`, `dynamic`, or `dynamic:65536` for a
+/// dynamic one that starts at that scale. Case and surrounding spaces do not matter. `Display` prints the same form,
+/// without the other options of a dynamic loss scale.
 ///
 /// ```
 /// use tch_amp::loss_scale::LossScaleState;
@@ -40,24 +40,24 @@ use crate::scale::{LARGEST, SMALLEST, check_interval};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind")]
 pub enum LossScaleState {
-    /// Of a [`NoOpLossScale`].
+    /// The state of a [`NoOpLossScale`].
     NoOp,
-    /// Of a [`StaticLossScale`].
+    /// The state of a [`StaticLossScale`].
     Static {
         /// The scale.
         loss_scale: f64,
     },
-    /// Of a [`DynamicLossScale`].
+    /// The state of a [`DynamicLossScale`].
     Dynamic(DynamicLossScaleState),
 }
 
 impl LossScaleState {
-    /// Makes the loss scale, on `device`: the device of the loss.
+    /// Makes the loss scale on `device`, which should be the device of the loss.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a value outside its range; [`Error::DeviceUnavailable`] when the device cannot be
-    /// used here, with the reason.
+    /// [`Error::InvalidArgument`] for a value outside its range; [`Error::DeviceUnavailable`], with the reason, if the
+    /// device cannot be used here.
     pub fn build(self, device: Device) -> Result<Box<dyn LossScale>> {
         Ok(match self {
             Self::NoOp => Box::new(NoOpLossScale),
@@ -77,10 +77,11 @@ impl LossScaleState {
     }
 }
 
-/// How a [`DynamicLossScale`] starts, and where it stands: all of it. The defaults are jmp's, with the first scale of
-/// its documentation.
+/// The options and the complete state of a [`DynamicLossScale`]. The defaults are jmp's, with the initial scale of
+/// jmp's documentation.
 ///
-/// jmp itself drops `min_loss_scale` when its loss scale is taken apart and put together again.
+/// Unlike this state, jmp's pytree of a loss scale does not include `min_loss_scale`, which is reset to its default
+/// when the pytree is flattened and unflattened.
 ///
 /// ```
 /// use tch::Device;
@@ -96,14 +97,14 @@ impl LossScaleState {
 pub struct DynamicLossScaleState {
     /// The scale. Defaults to 2^15.
     pub loss_scale: f64,
-    /// Adjustments in a row with finite gradients since the scale last changed. Defaults to 0.
+    /// Number of consecutive finite adjustments since the scale last changed or could grow. Defaults to 0.
     pub counter: i64,
-    /// Adjustments in a row with finite gradients before the scale grows; at least 1. Defaults to 2000.
+    /// Number of consecutive finite adjustments after which the scale grows; at least 1. Defaults to 2000.
     pub period: i64,
-    /// What the scale is multiplied by when it grows, and divided by when gradients are not finite; more than 1.
+    /// Factor by which the scale is multiplied when it grows, and divided when gradients are not finite; more than 1.
     /// Defaults to 2.
     pub factor: f64,
-    /// The scale never sinks below this, rounded to f32; at least 2^-126. Defaults to 1.
+    /// Lower bound of the scale, rounded to f32; at least 2^-126. Defaults to 1.
     pub min_loss_scale: f64,
 }
 
@@ -122,18 +123,17 @@ impl Default for DynamicLossScaleState {
 }
 
 impl DynamicLossScaleState {
-    /// Makes the loss scale, on `device`: the device of the loss.
+    /// Makes the loss scale on `device`, which should be the device of the loss.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a field outside its range; [`Error::DeviceUnavailable`] when the device cannot be
-    /// used here, with the reason.
+    /// [`Error::InvalidArgument`] for a field outside its range; [`Error::DeviceUnavailable`], with the reason, if the
+    /// device cannot be used here.
     pub fn build(self, device: Device) -> Result<DynamicLossScale> {
         DynamicLossScale::from_state(device, self)
     }
 
-    /// The state, with a counter beyond a shortened period brought to its last place, or why there can be no such
-    /// state.
+    /// Returns the state, with its counter clamped to less than the period, or an error for an invalid state.
     pub(super) fn checked(self) -> Result<Self> {
         let Self { loss_scale, counter, period, factor, min_loss_scale: min } = self;
         check_interval("period", period)?;
@@ -144,7 +144,7 @@ impl DynamicLossScaleState {
         let rule = "a number from 2^-126 to the largest f32";
         ensure("min_loss_scale", min, (SMALLEST..=LARGEST).contains(&min), rule)?;
         let rule = "a number from min_loss_scale to the largest f32";
-        // As f32s, which scales are: one that sank to the bound is the bound, rounded, and may lie below it.
+        // Compared as f32: a scale that sank to the bound equals the rounded bound, which may be below the f64 one.
         let holds = loss_scale as f32 >= min as f32 && loss_scale <= LARGEST;
         ensure("loss_scale", loss_scale, holds, rule)?;
         Ok(Self { counter: counter.min(period - 1), ..self })

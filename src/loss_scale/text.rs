@@ -1,4 +1,4 @@
-//! Loss scales as people write them.
+//! Loss scales as text.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,13 +7,13 @@ use crate::error::{Error, Number, Result, ScalerError};
 use crate::loss_scale::fixed::check_static;
 use crate::loss_scale::{DynamicLossScaleState, LossScaleState};
 
-/// What was read, or what is wrong.
+/// The result of parsing, or the problem.
 type Read<T> = std::result::Result<T, String>;
 
 impl FromStr for LossScaleState {
     type Err = Error;
 
-    /// Reads a loss scale; the grammar is that of the [type](LossScaleState#as-text).
+    /// Parses a loss scale; see the [type](LossScaleState#as-text) for the grammar.
     fn from_str(text: &str) -> Result<Self> {
         let small = text.to_ascii_lowercase();
         read(small.trim()).map_err(|problem| {
@@ -56,7 +56,7 @@ fn dynamic(start: Option<&str>) -> Read<LossScaleState> {
 }
 
 fn number(text: &str) -> Read<f64> {
-    text.parse().map_err(|_| format!("`{text}` is no number"))
+    text.parse().map_err(|_| format!("`{text}` is not a number"))
 }
 
 impl fmt::Display for LossScaleState {

@@ -1,4 +1,4 @@
-//! The configurations of the fused optimizers.
+//! The options of the fused optimizers.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,91 +9,95 @@ use crate::error::{Result, ensure};
 use crate::ffi::{OptimAlgorithm, OptimOptions};
 use crate::optim::{IntoParameters, MasterWeights, Optimizer};
 
-/// AdamW: Adam whose weight decay acts on the weights and not on their gradients. The twin of `torch.optim.AdamW` with
-/// `fused=True`.
+/// AdamW: Adam with weight decay that acts on the weights directly, not through their gradients. The counterpart of
+/// `torch.optim.AdamW` with `fused=True`.
 ///
 /// Source: Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, <https://arxiv.org/abs/1711.05101>.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
 pub struct AdamW {
-    /// How much of the moving averages of the gradient and of its square stays in a step. From 0 to below 1. Default
-    /// (0.9, 0.999).
+    /// Coefficients used for computing running averages of the gradient and its square; at least 0 and less than 1.
+    /// Defaults to (0.9, 0.999).
     pub betas: (f64, f64),
-    /// What is added to the root of the second average. At least 0. Default 1e-8.
+    /// Term added to the denominator to improve numerical stability; at least 0. Defaults to 1e-8.
     pub eps: f64,
-    /// The share of a weight that a step takes away, in units of the learning rate. At least 0. Default 0.01.
+    /// Decoupled weight decay: each step first multiplies a weight by 1 - lr * weight_decay. At least 0. Defaults to
+    /// 0.01.
     pub weight_decay: f64,
-    /// Whether to divide by the largest second average so far (<https://openreview.net/forum?id=ryQu7f-RZ>). Default
-    /// false.
+    /// Whether to use the AMSGrad variant, which divides by the maximum of all second averages so far
+    /// (<https://openreview.net/forum?id=ryQu7f-RZ>). Defaults to `false`.
     pub amsgrad: bool,
-    /// Whether to climb: the step goes along the gradient. Default false.
+    /// Maximize the objective instead of minimizing it. Defaults to `false`.
     pub maximize: bool,
 }
 
 builder!(AdamW { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, maximize: bool });
 
-/// Adam, with weight decay added to the gradients. The twin of `torch.optim.Adam` with `fused=True`.
+/// Adam, whose weight decay is added to the gradients. The counterpart of `torch.optim.Adam` with `fused=True`.
 ///
 /// Source: Kingma and Ba, *Adam: A Method for Stochastic Optimization*, <https://arxiv.org/abs/1412.6980>.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
 pub struct Adam {
-    /// How much of the moving averages of the gradient and of its square stays in a step. From 0 to below 1. Default
-    /// (0.9, 0.999).
+    /// Coefficients used for computing running averages of the gradient and its square; at least 0 and less than 1.
+    /// Defaults to (0.9, 0.999).
     pub betas: (f64, f64),
-    /// What is added to the root of the second average. At least 0. Default 1e-8.
+    /// Term added to the denominator to improve numerical stability; at least 0. Defaults to 1e-8.
     pub eps: f64,
-    /// The multiple of a weight that is added to its gradient. At least 0. Default 0.
+    /// Weight decay (L2 penalty): this multiple of a weight is added to its gradient. At least 0. Defaults to 0.
     pub weight_decay: f64,
-    /// Whether to divide by the largest second average so far (<https://openreview.net/forum?id=ryQu7f-RZ>). Default
-    /// false.
+    /// Whether to use the AMSGrad variant, which divides by the maximum of all second averages so far
+    /// (<https://openreview.net/forum?id=ryQu7f-RZ>). Defaults to `false`.
     pub amsgrad: bool,
-    /// Whether to climb: the step goes along the gradient. Default false.
+    /// Maximize the objective instead of minimizing it. Defaults to `false`.
     pub maximize: bool,
 }
 
 builder!(Adam { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, maximize: bool });
 
-/// Stochastic gradient descent, with or without momentum. The twin of `torch.optim.SGD` with `fused=True`.
+/// Stochastic gradient descent, optionally with momentum. The counterpart of `torch.optim.SGD` with `fused=True`.
 ///
-/// Source: Sutskever et al., *On the importance of initialization and momentum in deep learning*, in PyTorch's form,
-/// where the learning rate multiplies the momentum buffer, too.
+/// Source: Sutskever et al., *On the importance of initialization and momentum in deep learning*. As in PyTorch, the
+/// learning rate multiplies the whole momentum buffer at each step, not each gradient as it enters the buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
 pub struct Sgd {
-    /// How much of the momentum buffer stays in a step. At least 0. Default 0, which keeps no buffer.
+    /// Momentum factor, by which each step multiplies the momentum buffer; at least 0. Defaults to 0, which keeps no
+    /// buffer.
     pub momentum: f64,
-    /// The share of the gradient that does not enter the momentum buffer. Default 0.
+    /// Dampening for momentum: all gradients but the first enter the momentum buffer multiplied by 1 - dampening.
+    /// Defaults to 0.
     pub dampening: f64,
-    /// The multiple of a weight that is added to its gradient. At least 0. Default 0.
+    /// Weight decay (L2 penalty): this multiple of a weight is added to its gradient. At least 0. Defaults to 0.
     pub weight_decay: f64,
-    /// Whether to step by Nesterov's momentum, which needs momentum and no dampening. Default false.
+    /// Whether to use Nesterov momentum, which requires momentum and no dampening. Defaults to `false`.
     pub nesterov: bool,
-    /// Whether to climb: the step goes along the gradient. Default false.
+    /// Maximize the objective instead of minimizing it. Defaults to `false`.
     pub maximize: bool,
 }
 
 builder!(Sgd { momentum: f64, dampening: f64, weight_decay: f64, nesterov: bool, maximize: bool });
 
-/// Adagrad. The twin of `torch.optim.Adagrad` with `fused=True`, on GPUs, too, where libtorch has the kernel.
+/// Adagrad. The counterpart of `torch.optim.Adagrad` with `fused=True`; it also runs on GPUs if libtorch has the kernel
+/// for them.
 ///
 /// Source: Duchi et al., *Adaptive Subgradient Methods for Online Learning and Stochastic Optimization*.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
 pub struct Adagrad {
-    /// The learning rate of step t is divided by 1 + (t - 1) * lr_decay. At least 0. Default 0.
+    /// Learning rate decay: step t uses lr / (1 + (t - 1) * lr_decay). At least 0. Defaults to 0.
     pub lr_decay: f64,
-    /// The multiple of a weight that is added to its gradient. At least 0. Default 0.
+    /// Weight decay (L2 penalty): this multiple of a weight is added to its gradient. At least 0. Defaults to 0.
     pub weight_decay: f64,
-    /// What the sums of squares start with. At least 0. Default 0.
+    /// Initial value of the sums of squared gradients; at least 0. Defaults to 0.
     pub initial_accumulator_value: f64,
-    /// What is added to the root of the sum of squares. At least 0. Default 1e-10.
+    /// Term added to the denominator to improve numerical stability; at least 0. Defaults to 1e-10.
     pub eps: f64,
-    /// Whether to climb: the step goes along the gradient. Default false.
+    /// Maximize the objective instead of minimizing it. Defaults to `false`.
     pub maximize: bool,
 }
 
@@ -131,7 +135,7 @@ impl Default for Adagrad {
     }
 }
 
-/// What a fused optimizer computes, with its options.
+/// The algorithm of a fused optimizer, with its options.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "algorithm")]
 #[non_exhaustive]
@@ -149,23 +153,24 @@ pub enum Algorithm {
 macro_rules! build {
     ($($config:ident)*) => {$(
         impl $config {
-            /// Makes an optimizer for the trainable variables of a VarStore, or for a plain list of tensors, named or
-            /// not, in any of the forms of [`IntoParameters`].
+            /// Makes an optimizer with the learning rate `lr` for the trainable variables of a `VarStore`, or for a
+            /// list of tensors with or without names, in any of the forms of [`IntoParameters`].
             ///
-            /// Tensors of a list that do not require a gradient are kept and left alone, as frozen ones are.
+            /// Tensors of a list that do not require a gradient are kept but not updated, like frozen parameters.
             ///
-            /// The variables of a VarStore come in the groups that their paths were given
-            /// ([`set_group`](tch::nn::Path::set_group)), and those that are added to it later are taken up.
+            /// The variables of a `VarStore` belong to the groups that their paths were given
+            /// ([`set_group`](tch::nn::Path::set_group)). Variables that are added to it later are taken up as well.
             ///
             /// # Errors
             ///
-            /// [`Error::InvalidArgument`] for an option or a learning rate outside its range; [`OptimizerError::Parameter`] for a
-            /// tensor that is no floating one, or is there twice; [`OptimizerError::NoParameters`] for an empty list.
+            /// [`Error::InvalidArgument`] for an option or a learning rate outside its range;
+            /// [`OptimizerError::Parameter`] for a tensor that is not a floating-point tensor or is listed twice;
+            /// [`OptimizerError::NoParameters`] for an empty list.
             pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
                 Algorithm::from(self).build(parameters, lr)
             }
 
-            /// Has the optimizer update half-precision parameters in f32.
+            /// Makes the optimizer update half-precision parameters in f32, in the given mode.
             pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
                 Algorithm::from(self).master_weights(masters)
             }
@@ -192,7 +197,7 @@ macro_rules! from_tch {
     )*};
 }
 
-/// What an optimizer is built with beside the options of its [`Algorithm`].
+/// Builds an optimizer with further options than those of its [`Algorithm`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use = "an optimizer is made by `build`"]
 pub struct OptimizerBuilder {
@@ -201,32 +206,32 @@ pub struct OptimizerBuilder {
 }
 
 impl OptimizerBuilder {
-    /// Has the optimizer update half-precision parameters in f32.
+    /// Makes the optimizer update half-precision parameters in f32, in the given mode.
     pub fn master_weights(self, masters: MasterWeights) -> Self {
         Self { masters, ..self }
     }
 
-    /// Makes the optimizer, as [`AdamW::build`] does.
+    /// Makes the optimizer, like [`AdamW::build`].
     ///
     /// # Errors
     ///
-    /// As [`AdamW::build`].
+    /// The same as [`AdamW::build`].
     pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
         Optimizer::new(self.algorithm, parameters, lr, self.masters)
     }
 }
 
 impl Algorithm {
-    /// Makes an optimizer without master weights, as [`AdamW::build`] does.
+    /// Makes an optimizer without master weights, like [`AdamW::build`].
     ///
     /// # Errors
     ///
-    /// As [`AdamW::build`].
+    /// The same as [`AdamW::build`].
     pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
         self.master_weights(MasterWeights::None).build(parameters, lr)
     }
 
-    /// Has the optimizer update half-precision parameters in f32.
+    /// Makes the optimizer update half-precision parameters in f32, in the given mode.
     pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
         OptimizerBuilder { algorithm: self, masters }
     }
@@ -295,7 +300,7 @@ impl Algorithm {
         }
     }
 
-    /// The options for a step.
+    /// The options of a step, as the shim takes them.
     pub(crate) fn options(&self, lr: f64) -> OptimOptions {
         let adam = |algorithm, betas, eps, weight_decay, amsgrad, maximize| OptimOptions {
             algorithm,
@@ -347,7 +352,7 @@ impl Algorithm {
         }
     }
 
-    /// The momentum; for Adam the first beta, as in tch.
+    /// The momentum; for Adam and AdamW the first beta, as in tch.
     pub(crate) fn momentum_mut(&mut self) -> Option<&mut f64> {
         match self {
             Self::AdamW(config) => Some(&mut config.betas.0),

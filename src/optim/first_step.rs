@@ -1,4 +1,4 @@
-//! Whether a momentum buffer has been started, where only a device knows which steps were taken.
+//! Tracks whether a momentum buffer has been started, also while only a device has recorded which steps were taken.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -17,10 +17,10 @@ pub(crate) enum FirstStep {
     Taken,
 }
 
-/// Many parameters share one.
+/// Shared by many parameters.
 type Shared = Arc<Mutex<Skipped>>;
 
-/// Whether some steps were skipped, all of them, as only a device knows until the answer has come.
+/// Whether all of some steps were skipped. Only a device has the answer until it has arrived on the host.
 #[derive(Debug)]
 pub(crate) enum Skipped {
     Unknown { flag: Tensor, arrival: Option<Arrival> },
@@ -29,13 +29,13 @@ pub(crate) enum Skipped {
 
 impl Skipped {
     fn new(flag: Tensor) -> Result<Shared> {
-        // On the CPU it is there.
+        // On the CPU the flag can be read at once.
         let arrives = flag.device() != Device::Cpu;
         let arrival = arrives.then(|| Arrival::new(&flag)).transpose()?;
         Ok(Arc::new(Mutex::new(Self::Unknown { flag, arrival })))
     }
 
-    /// The answer. Waits for the device where only that knows.
+    /// The answer. Synchronizes if only the device has it.
     fn ask(&mut self) -> Result<bool> {
         let skipped = match self {
             Self::Known(skipped) => return Ok(*skipped),
@@ -45,7 +45,7 @@ impl Skipped {
         Ok(skipped)
     }
 
-    /// The answer, if it has come. Never waits.
+    /// The answer, if it has arrived. Never synchronizes.
     fn poll(&mut self) -> Option<bool> {
         let skipped = match self {
             Self::Known(skipped) => return Some(*skipped),
@@ -62,7 +62,7 @@ fn lock(skipped: &Shared) -> MutexGuard<'_, Skipped> {
 }
 
 impl FirstStep {
-    /// Whether it is ahead. Waits for the device where only that knows.
+    /// Whether the first step is still ahead. Synchronizes if only the device has the answer.
     pub(crate) fn is_ahead(&mut self) -> Result<bool> {
         if let Self::Unless(skipped) = self {
             let skipped = lock(skipped).ask()?;
@@ -75,7 +75,7 @@ impl FirstStep {
 /// A step that the device skips if `found_inf` is not zero.
 pub(crate) struct Launch<'a> {
     found_inf: Option<&'a Tensor>,
-    /// Whether it and the steps before it, of which nothing is known, are skipped.
+    /// For the unknown steps before this one, a flag whether these and this one are all skipped.
     flags: Vec<(Option<Shared>, Shared)>,
 }
 
@@ -84,7 +84,7 @@ impl<'a> Launch<'a> {
         Self { found_inf, flags: Vec::new() }
     }
 
-    /// Makes what `note` takes, before the step changes anything.
+    /// Allocates what `note` needs, before the step changes anything.
     pub(crate) fn prepare(&mut self, first_step: &FirstStep) -> Result<()> {
         let (Some(found_inf), Some(before)) = (self.found_inf, unknown(first_step)) else {
             return Ok(());
@@ -103,10 +103,10 @@ impl<'a> Launch<'a> {
         Ok(())
     }
 
-    /// Notes in a parameter's state that it was stepped.
+    /// Records in a parameter's state that it was stepped.
     pub(crate) fn note(&self, first_step: &mut FirstStep) {
         let prepared = match first_step {
-            // The answer may have come since.
+            // The answer may have arrived since.
             FirstStep::Unless(skipped) => self.flag(Some(skipped)),
             _ => None,
         };
@@ -125,7 +125,7 @@ impl<'a> Launch<'a> {
     }
 }
 
-/// What is not known of the steps before: `None` if one was taken, and nothing if all were skipped.
+/// The unknown steps before: `None` if one was taken, and `Some(None)` if all were skipped.
 fn unknown(first_step: &FirstStep) -> Option<Option<Shared>> {
     match first_step {
         FirstStep::Taken => None,

@@ -7,7 +7,7 @@ use crate::error::{Error, OptimizerError, Result};
 use crate::names::matches_any;
 use crate::optim::{Algorithm, Optimizer};
 
-/// The options of the parameters of one group.
+/// The options of a parameter group.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ParamGroup {
@@ -27,7 +27,7 @@ impl ParamGroup {
     }
 }
 
-/// Parameters whose names match one of the patterns belong to a group.
+/// Assigns the parameters whose names match one of the patterns to a group.
 #[derive(Debug)]
 pub(crate) struct Rule {
     patterns: Vec<String>,
@@ -41,7 +41,7 @@ impl Rule {
 }
 
 impl Optimizer {
-    /// Returns the options of a group. As `optimizer.param_groups[group]` in PyTorch.
+    /// Returns the options of a group. Corresponds to `optimizer.param_groups[group]` in PyTorch.
     ///
     /// # Errors
     ///
@@ -62,8 +62,8 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::NoSuchGroup`]; [`Error::InvalidArgument`] for a value outside its range; [`OptimizerError::OtherAlgorithm`]. The
-    /// old options stay then.
+    /// [`OptimizerError::NoSuchGroup`]; [`Error::InvalidArgument`] for a value outside its range;
+    /// [`OptimizerError::OtherAlgorithm`]. The old options are kept then.
     pub fn set_param_group(&mut self, group: usize, options: ParamGroup) -> Result<()> {
         self.change(Some(group), |old| {
             *old = options;
@@ -71,10 +71,10 @@ impl Optimizer {
         })
     }
 
-    /// Moves the parameters whose names match one of the patterns to a group, those that are added later included, and
-    /// returns how many there are now. Where there is no such group it is made, with the options of group 0. A `*`
-    /// stands for any characters; of several calls the last that matches counts. Parameters from a list without names
-    /// are called `"0"`, `"1"` and so on.
+    /// Moves the parameters whose names match one of the patterns to a group, including those that are added later, and
+    /// returns how many match now. If `group` is the number of groups, a new one is made with the options of group 0. A
+    /// `*` matches any characters. If several calls match a parameter, the last one counts. Parameters from a list
+    /// without names are called `"0"`, `"1"` and so on.
     ///
     /// ```
     /// use tch::{Device, nn};
@@ -90,7 +90,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::NoSuchGroup`] when `group` is more than the number of groups.
+    /// [`OptimizerError::NoSuchGroup`] if `group` is more than the number of groups.
     pub fn assign_group(&mut self, group: usize, patterns: &[&str]) -> Result<usize> {
         let groups = self.groups.len();
         if group > groups {
@@ -127,7 +127,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] unless it is finite and at least 0; the old one stays then.
+    /// [`Error::InvalidArgument`] unless it is finite and at least 0; the old value is kept then.
     pub fn set_lr(&mut self, lr: f64) -> Result<()> {
         self.change(None, |options| set(&mut options.lr, lr))
     }
@@ -136,7 +136,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::NoSuchGroup`], and as [`set_lr`](Self::set_lr).
+    /// [`OptimizerError::NoSuchGroup`]; otherwise the same as [`set_lr`](Self::set_lr).
     pub fn set_lr_group(&mut self, group: usize, lr: f64) -> Result<()> {
         self.change(Some(group), |options| set(&mut options.lr, lr))
     }
@@ -145,8 +145,8 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::NoSuchOption`] for Adagrad; [`Error::InvalidArgument`] for a value outside its range. The old one stays
-    /// then.
+    /// [`OptimizerError::NoSuchOption`] for Adagrad; [`Error::InvalidArgument`] for a value outside its range. The old
+    /// value is kept then.
     pub fn set_momentum(&mut self, momentum: f64) -> Result<()> {
         self.change(None, |options| set_momentum(options, momentum))
     }
@@ -155,7 +155,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::NoSuchGroup`], and as [`set_momentum`](Self::set_momentum).
+    /// [`OptimizerError::NoSuchGroup`]; otherwise the same as [`set_momentum`](Self::set_momentum).
     pub fn set_momentum_group(&mut self, group: usize, momentum: f64) -> Result<()> {
         self.change(Some(group), |options| set_momentum(options, momentum))
     }
@@ -164,7 +164,7 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] unless it is finite and at least 0; the old one stays then.
+    /// [`Error::InvalidArgument`] unless it is finite and at least 0; the old value is kept then.
     pub fn set_weight_decay(&mut self, weight_decay: f64) -> Result<()> {
         self.change(None, |options| set(options.algorithm.weight_decay_mut(), weight_decay))
     }
@@ -173,12 +173,12 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::NoSuchGroup`], and as [`set_weight_decay`](Self::set_weight_decay).
+    /// [`OptimizerError::NoSuchGroup`]; otherwise the same as [`set_weight_decay`](Self::set_weight_decay).
     pub fn set_weight_decay_group(&mut self, group: usize, weight_decay: f64) -> Result<()> {
         self.change(Some(group), |options| set(options.algorithm.weight_decay_mut(), weight_decay))
     }
 
-    /// Changes one group or all, or none if a value is refused.
+    /// Changes one group or all of them; none if a value is refused.
     fn change(
         &mut self,
         group: Option<usize>,

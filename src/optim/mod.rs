@@ -1,5 +1,5 @@
-//! Optimizers that step all parameters in one call and never wait for the device, clipping, and the trait that a scaler
-//! steps through.
+//! Fused optimizers, which step all parameters in one call without synchronizing, and the trait through which a scaler
+//! steps an optimizer.
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor, nn};
@@ -47,11 +47,11 @@ use crate::error::{Error, Result};
 pub use crate::gradients::parameters::Parameters;
 use crate::panics;
 
-/// An optimizer that a [`GradScaler`](crate::GradScaler) can step: it names its parameters and updates them. In PyTorch
-/// that is a `torch.optim.Optimizer`.
+/// An optimizer that a [`GradScaler`](crate::GradScaler) can step. The counterpart of `torch.optim.Optimizer`, reduced
+/// to what a scaler needs.
 ///
-/// It is implemented for the fused [`Optimizer`] and for [`tch::nn::Optimizer`]. An optimizer of your own takes a few
-/// lines:
+/// It is implemented for the fused [`Optimizer`] and for [`tch::nn::Optimizer`]. Implementing it for another optimizer
+/// takes a few lines:
 ///
 /// ```
 /// use tch::Tensor;
@@ -68,45 +68,48 @@ use crate::panics;
 /// }
 /// ```
 pub trait AmpOptimizer {
-    /// Returns every tensor that [`update`](Self::update) may change, always in the same order. The scaler recognizes an
-    /// optimizer by them, so it may be moved freely.
+    /// Returns every tensor that [`update`](Self::update) may change, always in the same order. The scaler recognizes
+    /// an optimizer by these tensors, so the optimizer itself may be moved.
     fn parameters(&self) -> Parameters<'_>;
 
-    /// Changes the parameters by their gradients.
+    /// Updates the parameters from their gradients.
     ///
     /// The scaler calls it only for a step that is taken, with finite and unscaled gradients, and clears the autocast
-    /// weight cache afterwards. An optimizer that [takes scaled gradients](Self::takes_scaled_gradients) is called for
-    /// every step instead: it divides the gradients by [`grad_scale`](Step::grad_scale), multiplies them by
-    /// [`clip_factor`](Step::clip_factor), and changes nothing at all if [`found_inf`](Step::found_inf) is not zero.
+    /// weight cache afterwards. (A disabled scaler calls it for every step, with the gradients as they are.)
+    ///
+    /// An optimizer that [takes scaled gradients](Self::takes_scaled_gradients) is called for every step that the host
+    /// does not know to be skipped. Of the fields of `step` that are set, it divides the gradients by
+    /// [`grad_scale`](Step::grad_scale), multiplies them by [`clip_factor`](Step::clip_factor), and changes nothing at
+    /// all if [`found_inf`](Step::found_inf) is not zero.
     ///
     /// # Errors
     ///
-    /// Whatever went wrong, for instance as [`OptimizerError::Step`]; the scaler passes it on.
+    /// Any error, for instance an [`OptimizerError::Step`]; the scaler returns it to its caller.
     fn update(&mut self, step: &Step<'_>) -> Result<()>;
 
     /// Returns whether [`update`](Self::update) unscales, clips and skips by itself, on the device. The host then does
-    /// not wait to learn whether a gradient is infinite. It is `_step_supports_amp_scaling` of an optimizer in PyTorch.
-    /// Defaults to `false`.
+    /// not synchronize to find out whether a gradient is non-finite. Corresponds to `_step_supports_amp_scaling` of an
+    /// optimizer in PyTorch. Defaults to `false`.
     fn takes_scaled_gradients(&self) -> bool {
         false
     }
 
     /// Returns whether the gradients of bf16 and fp16 parameters become f32 before they are unscaled in place, so that
-    /// unscaling loses nothing: for an optimizer that updates such parameters in f32. Defaults to `false`.
+    /// unscaling loses no precision. Meant for optimizers that update such parameters in f32. Defaults to `false`.
     fn wants_f32_gradients(&self) -> bool {
         false
     }
 
-    /// Returns the name of the parameter at `index`, for messages, if the optimizer knows it. It must not use the
-    /// scaler, which is at work. Defaults to `None`.
+    /// Returns the name of the parameter at `index` for messages, if it has one. The implementation must not use the
+    /// scaler, which is borrowed during the call. Defaults to `None`.
     fn parameter_name(&self, _index: usize) -> Option<String> {
         None
     }
 }
 
 impl AmpOptimizer for tch::nn::Optimizer {
-    /// Returns the trainable variables of the VarStore, those that were added after the optimizer was built included:
-    /// its step takes them up, too.
+    /// Returns the trainable variables of the `VarStore`, including those that were added after the optimizer was
+    /// built: its step takes them up, too.
     fn parameters(&self) -> Parameters<'_> {
         self.trainable_variables().into()
     }

@@ -1,4 +1,4 @@
-//! The fused optimizers at work.
+//! The fused optimizer.
 
 use std::collections::HashSet;
 
@@ -15,14 +15,14 @@ use crate::optim::{
 };
 use crate::{autocast, ffi};
 
-/// An optimizer whose step is one call for all parameters, made by [`AdamW`](crate::optim::AdamW),
-/// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd) or [`Adagrad`](crate::optim::Adagrad). The twin of
-/// `torch.optim.Optimizer`, with the methods of [`tch::nn::Optimizer`].
+/// An optimizer whose step is one call for all parameters. It is built by [`AdamW`](crate::optim::AdamW),
+/// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd) or [`Adagrad`](crate::optim::Adagrad). The counterpart of
+/// `torch.optim.Optimizer` with `fused=True`, with the methods of [`tch::nn::Optimizer`].
 ///
-/// Parameters may be f32, f64, bf16 or fp16, on any device; the state of a parameter has its dtype, save for the f32
-/// `step`, unless [`MasterWeights`] keep it in f32. No method waits for the device, unless its own documentation says
-/// so. Only an SGD with momentum and dampening that a scaler steps on a GPU does in a step, until the first of its
-/// steps is known to have been taken.
+/// Parameters may be f32, f64, bf16 or fp16, on any device. The state of a parameter has the parameter's dtype, except
+/// for `step`, which is f32, and unless [`MasterWeights`] keep the state in f32. Methods that synchronize say so. In
+/// addition, the step of an SGD with momentum and dampening that a scaler steps on a GPU synchronizes until the first
+/// of its steps is known to have been taken.
 #[derive(Debug)]
 pub struct Optimizer {
     pub(crate) groups: Vec<ParamGroup>,
@@ -34,16 +34,16 @@ pub struct Optimizer {
     /// The identities of the parameters.
     known: HashSet<usize>,
     pub(crate) masters: MasterWeights,
-    /// How the parameters were when they were last what their masters say.
+    /// The versions of the parameters when their masters last matched them.
     pub(crate) stamps: ffi::Stamps,
-    /// Whether the gradients of half parameters are f32.
+    /// Whether the gradients of half-precision parameters are f32.
     pub(crate) f32_gradients: bool,
 }
 
-/// Groups are a list, so that their numbers should be small.
+/// Groups are kept in a list, so their numbers have to be small.
 const LARGEST_GROUP: usize = 65535;
 
-/// What belongs to a parameter.
+/// The name, the group and the state of a parameter.
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub(crate) name: String,
@@ -83,12 +83,13 @@ impl Optimizer {
         Ok(optimizer)
     }
 
-    /// Adds parameters in a group of their own and returns its number; its options are those of group 0. Variables that
-    /// are added to the VarStore come by themselves.
+    /// Adds parameters in a new group with the options of group 0, and returns the number of the group. Variables that
+    /// are added to the optimizer's `VarStore` need no call. The counterpart of `add_param_group`.
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::Parameter`] for a tensor that is no floating one, or is there already; then none is added.
+    /// [`OptimizerError::Parameter`] for a tensor that is not a floating-point tensor or that the optimizer already
+    /// has; then none is added.
     pub fn add_param_group(&mut self, parameters: impl IntoParameters) -> Result<usize> {
         let group = self.groups.len();
         let list = match parameters.into_parameters().0 {
@@ -100,7 +101,7 @@ impl Optimizer {
         Ok(group)
     }
 
-    /// Takes up what was added to the VarStore.
+    /// Takes up the variables that were added to the `VarStore`.
     pub(crate) fn take_added(&mut self) -> Result<()> {
         let added = match &self.store {
             Some(store) if store.has_more() => store.added()?,
@@ -114,7 +115,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Adds all of these, or none.
+    /// Adds all of these parameters, or none.
     fn add(&mut self, list: Vec<Named>) -> Result<()> {
         let tensors: Vec<_> = list.iter().map(|named| named.tensor.shallow_clone()).collect();
         let identities = ffi::identities(&tensors)?;
@@ -125,13 +126,15 @@ impl Optimizer {
             let place = self.slots.len() + added.len();
             let name = named.name.unwrap_or_else(|| place.to_string());
             let problem = if identity == 0 || !named.tensor.is_floating_point() {
-                Some("is no floating tensor, and only such can be optimized")
+                Some("is not a floating-point tensor, and only those can be optimized")
             } else if named.group > LARGEST_GROUP {
                 Some("is in a group whose number is more than 65535")
             } else if !known.insert(identity) {
                 Some("is in the optimizer twice; a parameter belongs to one group")
             } else if !names.insert(name.clone()) {
-                Some("has the name of another one; a state is saved by names")
+                Some(
+                    "has the name of another one; names must differ, because a state is saved by names",
+                )
             } else {
                 None
             };
@@ -159,12 +162,12 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Returns the parameters, those that were added to the VarStore since the last call included.
+    /// Returns the parameters, including those that were added to the `VarStore` since the last call.
     pub fn trainable_variables(&self) -> Vec<Tensor> {
         self.parameters().into_owned()
     }
 
-    /// Drops the gradients of all parameters. As `zero_grad(set_to_none=True)` in PyTorch, its default.
+    /// Drops the gradients of all parameters. Corresponds to `zero_grad(set_to_none=True)` in PyTorch, its default.
     ///
     /// # Errors
     ///
@@ -173,34 +176,38 @@ impl Optimizer {
         ffi::gradients_drop(self.parameters().iter())
     }
 
-    /// Changes the parameters by their gradients, which stay as they are. Parameters without a gradient are left out,
-    /// as are frozen ones. With a scaler, call [`GradScaler::step`](crate::GradScaler::step) instead.
+    /// Updates the parameters from their gradients, which stay unchanged. Parameters without a gradient and frozen ones
+    /// are left out. The counterpart of `step`. With a scaler, call [`GradScaler::step`](crate::GradScaler::step)
+    /// instead.
     ///
     /// # Errors
     ///
-    /// [`GradientError::Unsupported`] for a sparse gradient; [`OptimizerError::Parameter`] for a variable that was added to the VarStore
-    /// and cannot be taken up; [`Error::Torch`] for a parameter whose dtype or device changed, and for lack of memory on
-    /// a GPU. Nothing is changed then, on any device, and the step can be tried again.
+    /// [`GradientError::Unsupported`] for a sparse gradient, or one that lacks its parameter's shape, device or dtype;
+    /// [`OptimizerError::Parameter`] for a variable that was added to the `VarStore` and cannot be taken up, or whose
+    /// dtype changed since its master weight was made; [`Error::Torch`] for another parameter whose dtype or device
+    /// changed, and if a GPU runs out of memory. Nothing is changed then, on any device, and the step can be tried
+    /// again.
     pub fn step(&mut self) -> Result<()> {
         autocast::forgetting_casts(|| self.run(&Step::default()))
     }
 
-    /// Drops the gradients, runs the loss's backward, and steps.
+    /// Drops the gradients, runs backward on the loss, and steps.
     ///
     /// # Errors
     ///
-    /// As [`step`](Self::step), and [`Error::Torch`] when backward fails.
+    /// The same as [`step`](Self::step), and [`Error::Torch`] if backward fails.
     pub fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
         self.zero_grad()?;
         loss.f_backward()?;
         self.step()
     }
 
-    /// Drops the gradients, runs the loss's backward, clamps every element of the gradients to `-max..=max`, and steps.
+    /// Drops the gradients, runs backward on the loss, clamps every element of the gradients to `-max..=max`, and
+    /// steps.
     ///
     /// # Errors
     ///
-    /// As [`backward_step`](Self::backward_step) and [`clip_grad_value`](Self::clip_grad_value).
+    /// The same as [`backward_step`](Self::backward_step) and [`clip_grad_value`](Self::clip_grad_value).
     pub fn backward_step_clip(&mut self, loss: &Tensor, max: f64) -> Result<()> {
         self.zero_grad()?;
         loss.f_backward()?;
@@ -208,11 +215,12 @@ impl Optimizer {
         self.step()
     }
 
-    /// Drops the gradients, runs the loss's backward, clips the gradients to a common 2-norm of `max`, and steps.
+    /// Drops the gradients, runs backward on the loss, clips the gradients to a common 2-norm of at most `max`, and
+    /// steps.
     ///
     /// # Errors
     ///
-    /// As [`backward_step`](Self::backward_step) and [`clip_grad_norm`](Self::clip_grad_norm).
+    /// The same as [`backward_step`](Self::backward_step) and [`clip_grad_norm`](Self::clip_grad_norm).
     pub fn backward_step_clip_norm(&mut self, loss: &Tensor, max: f64) -> Result<()> {
         self.zero_grad()?;
         loss.f_backward()?;
@@ -226,7 +234,7 @@ fn in_group(group: usize, list: Vec<(Option<String>, Tensor)>) -> Vec<Named> {
 }
 
 impl AmpOptimizer for Optimizer {
-    /// Returns all parameters, those that were added to the VarStore since the last step included.
+    /// Returns all parameters, including those that were added to the `VarStore` since the last step.
     fn parameters(&self) -> Parameters<'_> {
         match &self.store {
             Some(store) if store.has_more() => {

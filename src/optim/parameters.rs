@@ -1,4 +1,4 @@
-//! What an optimizer is built from and what it owns.
+//! The parameters from which an optimizer is built.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,10 +9,10 @@ use tch::nn::{VarStore, Variables};
 use crate::error::Result;
 use crate::ffi;
 
-/// What a fused optimizer can be built from: a VarStore, a list of tensors, or one of tensors with their names, such as
-/// [`VarStore::variables`] gives.
+/// The forms in which parameters are given to a fused optimizer: a `VarStore`, a list of tensors, or a list or map of
+/// tensors with names, such as [`VarStore::variables`] returns.
 ///
-/// Tensors without names are called by their place in the optimizer, `"0"`, `"1"` and so on, as PyTorch numbers them in
+/// Tensors without names are called by their index in the optimizer, `"0"`, `"1"` and so on, as PyTorch numbers them in
 /// a `state_dict`.
 pub trait IntoParameters: sealed::Sealed {
     #[doc(hidden)]
@@ -49,7 +49,7 @@ impl IntoParameters for &Vec<Tensor> {
     }
 }
 
-/// In the order of the names.
+/// The parameters are in the order of their names.
 impl IntoParameters for HashMap<String, Tensor> {
     fn into_parameters(self) -> Source {
         let mut named: Vec<_> = self.into_iter().collect();
@@ -77,7 +77,7 @@ mod sealed {
     impl<N: Into<String>> Sealed for Vec<(N, Tensor)> {}
 }
 
-/// Where the parameters of an optimizer come from.
+/// The source of an optimizer's parameters.
 #[derive(Debug)]
 pub struct Source(pub(crate) Origin);
 
@@ -87,17 +87,17 @@ pub(crate) enum Origin {
     List(Vec<(Option<String>, Tensor)>),
 }
 
-/// A parameter on its way into an optimizer.
+/// A parameter that is being added to an optimizer.
 #[derive(Debug)]
 pub(crate) struct Named {
-    /// `None` for its place in the optimizer.
+    /// `None` if it is called by its index in the optimizer.
     pub(crate) name: Option<String>,
     pub(crate) tensor: Tensor,
-    /// The group that tch's path was given.
+    /// The group of its path in tch.
     pub(crate) group: usize,
 }
 
-/// The variables of a VarStore, and how many of them have been taken.
+/// The variables of a `VarStore`, and the number of those that were taken.
 #[derive(Debug)]
 pub(crate) struct Store {
     variables: Arc<Mutex<Variables>>,
@@ -106,7 +106,7 @@ pub(crate) struct Store {
 
 impl Store {
     fn lock(&self) -> MutexGuard<'_, Variables> {
-        // A panic elsewhere leaves a map and a list, both of them whole.
+        // A panic elsewhere leaves the map and the list valid.
         self.variables.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -139,7 +139,7 @@ impl Store {
         Ok(added.collect())
     }
 
-    /// Notes that `count` more variables are in the optimizer.
+    /// Records that `count` more variables are in the optimizer.
     pub(crate) fn taken(&mut self, count: usize) {
         self.taken += count;
     }

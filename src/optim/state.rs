@@ -1,4 +1,4 @@
-//! What an optimizer remembers of a parameter.
+//! The state of a parameter.
 
 use tch::{Device, Kind, Tensor};
 
@@ -7,27 +7,27 @@ use crate::ffi::{self, Master};
 use crate::optim::first_step::FirstStep;
 use crate::optim::{Adagrad, Adam, AdamW, Algorithm};
 
-/// The state of one parameter. Empty until its first gradient.
+/// The state of one parameter; empty until its first gradient.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) step: Option<Tensor>,
     /// In the order of [`keys`].
     pub(crate) tensors: [Option<Tensor>; KEPT],
-    /// f32, or a remainder.
+    /// The master weight: f32, or a remainder.
     pub(crate) master: Option<Tensor>,
-    /// The f32 numbers of a state that was loaded, where the master is a remainder. It is made of them when the parameter
-    /// is known that it remains of.
+    /// The f32 master of a loaded state whose mode keeps remainders. The remainder is computed once the parameter is
+    /// known.
     pub(crate) loaded: Option<Tensor>,
     pub(crate) first_step: FirstStep,
 }
 
-/// PyTorch's name of the number of steps.
+/// PyTorch's key for the number of steps.
 pub(crate) const STEP: &str = "step";
 
-/// How many tensors are kept for a parameter at most, its step aside.
+/// The largest number of tensors that are kept for a parameter, without its step.
 pub(crate) const KEPT: usize = 3;
 
-/// PyTorch's names of the tensors that an algorithm may keep for each parameter, `step` aside.
+/// PyTorch's keys for the tensors that an algorithm may keep for each parameter, without `step`.
 pub(crate) fn keys(algorithm: &Algorithm) -> &'static [&'static str] {
     match algorithm {
         Algorithm::AdamW(_) | Algorithm::Adam(_) => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
@@ -36,7 +36,7 @@ pub(crate) fn keys(algorithm: &Algorithm) -> &'static [&'static str] {
     }
 }
 
-/// Those of them that its options make it use.
+/// The keys that the algorithm uses with its options.
 pub(crate) fn used_keys(algorithm: &Algorithm) -> &'static [&'static str] {
     let keys = keys(algorithm);
     let unused = match algorithm {
@@ -52,7 +52,7 @@ pub(crate) fn counts_steps(algorithm: &Algorithm, master: Master) -> bool {
     !matches!(algorithm, Algorithm::Sgd(_)) || matches!(master, Master::Stochastic { .. })
 }
 
-/// Whether there is all that a step of the parameter needs.
+/// Whether the state has everything that a step of the parameter needs.
 pub(crate) fn is_complete(state: &State, algorithm: &Algorithm, master: Master) -> bool {
     let used = &state.tensors[..used_keys(algorithm).len()];
     used.iter().all(Option::is_some)
@@ -60,7 +60,7 @@ pub(crate) fn is_complete(state: &State, algorithm: &Algorithm, master: Master) 
         && (state.master.is_some() || master.kind().is_none())
 }
 
-/// A state, and what it has to have.
+/// A state to complete, and what determines its tensors.
 pub(crate) struct Wanted<'a> {
     pub(crate) state: &'a mut State,
     pub(crate) algorithm: &'a Algorithm,
@@ -68,20 +68,20 @@ pub(crate) struct Wanted<'a> {
     pub(crate) master: Master,
 }
 
-/// A tensor that is to be made like a parameter.
+/// A tensor to be made in the shape of a parameter.
 struct Missing<'a> {
     place: &'a mut Option<Tensor>,
-    /// `None` for the parameter's.
+    /// `None` for the parameter's dtype.
     kind: Option<Kind>,
     value: f64,
     parameter: &'a Tensor,
 }
 
-/// A tensor and where it belongs.
+/// A tensor and the place where it belongs.
 type Made<'a> = (&'a mut Option<Tensor>, Tensor);
 
-/// Makes what the algorithms need and is not there yet: all of it or, on failure, nothing. Tensors that are alike are
-/// made together, so that those of one kind lie in one buffer.
+/// Makes the tensors that the algorithms need and that do not exist yet: all of them or, on failure, none. Tensors of
+/// one kind are made together, so that they share one buffer.
 pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Result<()> {
     let (mut steps, mut missing, mut copies) = (Vec::new(), Vec::new(), Vec::new());
     for Wanted { state, algorithm, parameter, master } in wanted {
@@ -99,7 +99,7 @@ pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Resu
             if master == Master::Float {
                 copies.push((place, parameter));
             } else {
-                // A remainder of zeros makes the parameter itself.
+                // With a remainder of zeros, the master equals the parameter.
                 missing.push(Missing { place, kind: Some(kind), value: 0.0, parameter });
             }
         }
@@ -115,7 +115,7 @@ pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Resu
     Ok(())
 }
 
-/// Makes numbers of steps, those of a device in one buffer.
+/// Makes step counts of zero, in one buffer for each device.
 fn zeros(mut places: Vec<(&mut Option<Tensor>, Device)>) -> Result<Vec<Made<'_>>> {
     let mut made = Vec::with_capacity(places.len());
     while let Some(&(_, device)) = places.first() {
@@ -130,7 +130,7 @@ fn zeros(mut places: Vec<(&mut Option<Tensor>, Device)>) -> Result<Vec<Made<'_>>
     Ok(made)
 }
 
-/// Makes tensors that are full of a value, those alike in one call.
+/// Makes tensors that are filled with a value, with one call for each kind.
 fn filled(mut missing: Vec<Missing<'_>>) -> Result<Vec<Made<'_>>> {
     let mut made = Vec::with_capacity(missing.len());
     while let Some(&Missing { kind, value, .. }) = missing.first() {
@@ -144,7 +144,7 @@ fn filled(mut missing: Vec<Missing<'_>>) -> Result<Vec<Made<'_>>> {
     Ok(made)
 }
 
-/// What the elements of a state tensor start with.
+/// The initial value of a state tensor's elements.
 fn initial(algorithm: &Algorithm) -> f64 {
     match algorithm {
         Algorithm::Adagrad(Adagrad { initial_accumulator_value: value, .. }) => *value,

@@ -1,4 +1,4 @@
-//! One step of a fused optimizer.
+//! The step of a fused optimizer.
 
 use tch::Kind;
 
@@ -10,7 +10,7 @@ use crate::optim::state::{is_complete, used_keys};
 use crate::optim::{Algorithm, Optimizer, Step};
 
 impl Optimizer {
-    /// Takes a step. The shim says what is missing for it: at the first step the states, later nothing, unless a
+    /// Takes a step. The shim reports what is missing for it: the states at the first step, and later nothing, unless a
     /// parameter was written to from outside.
     pub(crate) fn run(&mut self, step: &Step<'_>) -> Result<()> {
         self.take_added()?;
@@ -35,7 +35,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Makes what a step lacks, or says which gradient it cannot take.
+    /// Makes what a step lacks, or returns an error that names the gradient it cannot take.
     fn repair(&mut self, answers: &[StepAnswer]) -> Result<()> {
         if answers.contains(&StepAnswer::Refused) {
             return Err(self.refusal()?);
@@ -48,7 +48,7 @@ impl Optimizer {
         self.complete(&used)
     }
 
-    /// Names the first gradient that no step takes.
+    /// Returns the error that names the first gradient that no step takes.
     fn refusal(&self) -> Result<Error> {
         let gradients = ffi::gradients_inspect(&self.parameters)?;
         let problem = |(index, gradient)| Some((index, self.problem(index, gradient)?));
@@ -62,7 +62,7 @@ impl Optimizer {
         })
     }
 
-    /// Why a gradient cannot be taken by the step of its parameter.
+    /// The reason why a step cannot take a gradient, if there is one.
     fn problem(&self, index: usize, gradient: &Gradient) -> Option<&'static str> {
         if gradient.is_sparse() {
             return Some(
@@ -93,7 +93,7 @@ impl Optimizer {
         let parameters = parameters.map(|(index, (slot, first_step))| {
             let Slot { group, state, .. } = slot;
             let algorithm = &self.groups[*group].algorithm;
-            // What an option that was switched off left behind stays out.
+            // Tensors that are no longer used, since an option was switched off, are left out.
             let used = used_keys(algorithm).len();
             let mut states = state.tensors.each_ref().map(Option::as_ref);
             states[used..].fill(None);
@@ -119,7 +119,7 @@ impl Optimizer {
         let groups = &self.groups;
         let first = |slot: &mut Slot| match groups[slot.group].algorithm {
             Algorithm::Sgd(sgd) if sgd.momentum == 0.0 => Ok(false),
-            // A buffer of zeros is as good as none where the gradient enters undamped.
+            // Without dampening, a buffer of zeros is equivalent to none.
             Algorithm::Sgd(sgd) if sgd.dampening == 0.0 => {
                 Ok(matches!(slot.state.first_step, FirstStep::Ahead))
             }
@@ -129,7 +129,7 @@ impl Optimizer {
         self.slots.iter_mut().map(first).collect()
     }
 
-    /// Makes what it takes to note that momentum buffers have been started, where only the device will know.
+    /// Prepares to record that momentum buffers have been started, if the device decides whether they are.
     fn prepare_first_steps<'a>(&self, step: &Step<'a>) -> Result<Launch<'a>> {
         let mut launch = Launch::new(step.found_inf());
         for slot in &self.slots {
@@ -145,7 +145,7 @@ fn has_momentum(algorithm: &Algorithm) -> bool {
     matches!(algorithm, Algorithm::Sgd(sgd) if sgd.momentum != 0.0)
 }
 
-/// Whether a step was taken or can do without the parameter.
+/// Whether the parameter was stepped or left out.
 fn is_settled(answer: StepAnswer) -> bool {
     matches!(answer, StepAnswer::Taken | StepAnswer::LeftOut)
 }

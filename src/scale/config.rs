@@ -1,4 +1,4 @@
-//! The options of a scale that adapts, and the values that they may have.
+//! The options of an adaptive scale, and their ranges.
 
 use crate::builder::builder;
 use crate::error::{Result, ensure};
@@ -9,7 +9,8 @@ use crate::scaler::GradScaler;
 
 const INF: f64 = f64::INFINITY;
 
-/// How a [`GradScaler`] starts, grows, backs off and gives up. The defaults are PyTorch's.
+/// The options of a [`GradScaler`]: its first scale, when the scale grows and backs off, and when `update` gives up.
+/// The defaults are PyTorch's.
 ///
 /// ```
 /// use tch::Device;
@@ -27,44 +28,47 @@ const INF: f64 = f64::INFINITY;
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct GradScalerConfig {
-    /// The first scale. Defaults to 65536.
+    /// The initial scale. Defaults to 65536.
     pub init_scale: f64,
-    /// What the scale is multiplied by after `growth_interval` iterations in a row without overflow; more than 1.
-    /// Defaults to 2.
+    /// Factor by which the scale is multiplied after `growth_interval` consecutive iterations without overflow; more
+    /// than 1. Defaults to 2.
     pub growth_factor: f64,
-    /// What the scale is multiplied by when an iteration overflowed; between 0 and 1. Defaults to 0.5.
+    /// Factor by which the scale is multiplied when an iteration overflows; between 0 and 1, both excluded. Defaults to
+    /// 0.5.
     pub backoff_factor: f64,
-    /// Iterations without overflow before the scale grows; at least 1. Defaults to 2000.
+    /// Number of consecutive iterations without overflow after which the scale grows; at least 1. Defaults to 2000.
     pub growth_interval: i64,
-    /// Whether the scaler does anything. Defaults to `true`; see [`GradScaler::disabled`].
+    /// Whether the scaler is enabled. Defaults to `true`; see [`GradScaler::disabled`].
     pub enabled: bool,
-    /// The scale never sinks below this; at least 2^-126, the default, below which 1/scale would overflow and turn
-    /// finite gradients into NaN. PyTorch has no such bound.
+    /// Lower bound of the scale. At least 2^-126, the default, which is the smallest normal f32: a subnormal scale may
+    /// be flushed to zero, and at 2^-128 and below its reciprocal overflows, which would turn gradients of zero into
+    /// NaN. PyTorch has no such bound.
     pub min_scale: f64,
-    /// The scale never grows above this. Defaults to the largest f32, as in PyTorch. Equal to `min_scale` it makes the
-    /// scale constant.
+    /// Upper bound of the scale. Defaults to the largest f32, as in PyTorch. If it equals `min_scale`, the scale is
+    /// constant.
     pub max_scale: f64,
-    /// Overflowing iterations that it takes for the scale to back off; further ones back it off, too. Defaults to 1, as
-    /// in PyTorch. As `hysteresis` in Megatron-LM and DeepSpeed, which start with 2.
+    /// Number of overflowing iterations after which the scale backs off; each further one backs it off again until the
+    /// hysteresis is restored. Defaults to 1, as in PyTorch. Corresponds to `hysteresis` in Megatron-LM and DeepSpeed,
+    /// where the default is 2.
     pub hysteresis: u32,
-    /// Whether an iteration without overflow restores the hysteresis, so that only overflows in a row count; with
-    /// `false` only growth does. Defaults to `true`. As `consecutive_hysteresis` in DeepSpeed, where `false` is the
-    /// default; Megatron-LM does as with `false`.
+    /// Whether an iteration without overflow restores the hysteresis, so that only consecutive overflows count; with
+    /// `false` only growth does. Defaults to `true`. Corresponds to `consecutive_hysteresis` in DeepSpeed, where the
+    /// default is `false`; Megatron-LM behaves as with `false`.
     pub consecutive_hysteresis: bool,
-    /// The scale does not back off while the share of overflowing iterations is below this; from 0 to 1. Counted since
-    /// it last backed off or could grow. Defaults to 0: every overflow counts. As `tolerance` in fairseq, which goes on
-    /// counting the overflows from before a growth.
+    /// Share of overflowing iterations below which the scale does not back off; from 0 to 1. The share is counted since
+    /// the scale last backed off or could grow. Defaults to 0: every overflow counts. Corresponds to `tolerance` in
+    /// fairseq, except that fairseq keeps counting the overflows from before a growth.
     pub tolerance: f64,
-    /// Overflowing iterations in a row at which `update` becomes an error. Defaults to `None`: never, as in PyTorch.
-    /// A limit makes `update` wait for the device where no `step` did.
+    /// Number of consecutive overflowing iterations at which `update` returns an error. Defaults to `None`: never, as
+    /// in PyTorch. With a limit, `update` synchronizes if no `step` did.
     pub max_consecutive_skips: Option<u32>,
-    /// Whether `update` becomes an error when an overflow should back the scale off and it is at `min_scale` already.
-    /// Set `min_scale`, too: 2^-126, its default, is some 140 overflows away. Defaults to `false`, as in PyTorch. `true`
-    /// makes `update` wait for the device where no `step` did. As
-    /// `raise_error_at_min_scale` in DeepSpeed, whose `min_scale` is 1.
+    /// Whether `update` returns an error if an overflow should back the scale off while it is at `min_scale`. Set
+    /// `min_scale`, too: its default, 2^-126, is about 140 overflows away from the initial scale. Defaults to `false`,
+    /// as in PyTorch. With `true`, `update` synchronizes if no `step` did. Corresponds to `raise_error_at_min_scale` in
+    /// DeepSpeed, whose `min_scale` is 1.
     pub error_at_min_scale: bool,
-    /// Whether fp16 gradients may be unscaled; they come from fp16 parameters and lose small values, which is why
-    /// PyTorch refuses them. Defaults to `false`.
+    /// Whether fp16 gradients, which belong to fp16 parameters, may be unscaled. Unscaling in fp16 loses small values,
+    /// which is why PyTorch refuses it. Defaults to `false`.
     pub allow_fp16_gradients: bool,
 }
 
@@ -109,7 +113,7 @@ impl GradScalerConfig {
         ensure("max_consecutive_skips", f64::from(limit), limit > 0, "at least 1, or None")
     }
 
-    /// How an iteration changes the scale.
+    /// The rule by which an iteration changes the scale.
     pub(crate) fn rule(&self) -> ScaleRule {
         ScaleRule {
             growth_factor: self.growth_factor,
@@ -123,22 +127,22 @@ impl GradScalerConfig {
         }
     }
 
-    /// Whether the scale may stay as it is after an overflow.
+    /// Whether the scale may stay unchanged after an overflow.
     pub(crate) fn tolerates_overflows(&self) -> bool {
         self.hysteresis > 1 || self.tolerance > 0.0
     }
 
-    /// Whether fp16 gradients may be unscaled. A scale of one writes nothing back, so that no small value is lost.
+    /// Whether fp16 gradients may be unscaled. With a scale of 1 nothing is written back, so no small value is lost.
     pub(crate) fn may_unscale_fp16(&self) -> bool {
         self.allow_fp16_gradients || self.is_one()
     }
 
-    /// Whether the scale is one and stays so.
+    /// Whether the scale is fixed at 1.
     pub(crate) fn is_one(&self) -> bool {
         self.min_scale == 1.0 && self.max_scale == 1.0
     }
 
-    /// Refuses a scale that is not between the bounds; NaN is not. The scale and its bounds are f32 where they meet.
+    /// Refuses a scale outside the bounds, such as NaN. The scale and its bounds are compared as f32.
     pub(crate) fn check_scale(&self, field: &'static str, scale: f64) -> Result<()> {
         let bounds = self.min_scale as f32..=self.max_scale as f32;
         let inside = scale.is_finite() && bounds.contains(&(scale as f32));

@@ -15,13 +15,12 @@ pub(crate) struct End<'a> {
     skips: &'a mut u32,
     found_infs: Vec<&'a Tensor>,
     overflow: Option<bool>,
-    /// Whether the scale cannot back off as it should.
+    /// Whether the scale should back off but is at its lower bound.
     is_stuck: bool,
 }
 
 impl AdaptiveScale {
-    /// Learns what it takes to end an iteration in which this was found, and changes nothing; `None` where the scale is
-    /// disabled.
+    /// Prepares the end of an iteration with these flags, and changes nothing; `None` if the scale is disabled.
     pub(crate) fn end<'a>(
         &'a mut self,
         found: impl IntoIterator<Item = &'a FoundInf>,
@@ -39,7 +38,7 @@ impl AdaptiveScale {
         if overflow.is_none() && gives_up {
             overflow = Some(ffi::any_nonzero(&found_infs)?);
         }
-        // What an error will tell has to be known before anything changes.
+        // The contents of an error have to be read before anything changes.
         let known = if gives_up && overflow == Some(true) { Some(number.value()?) } else { None };
         let is_stuck = known.is_some_and(|known| known.is_stuck(&config.rule()));
         let is_stuck = config.error_at_min_scale && is_stuck;
@@ -52,7 +51,8 @@ impl End<'_> {
         self.number.change(&self.found_infs, self.config.rule())
     }
 
-    /// Counts, once the tensors have changed, and returns the error to tell when the iteration is closed.
+    /// Counts the iteration after the tensors have changed, and returns the error to report once the iteration is
+    /// closed.
     fn finish(&mut self, before: Option<Mirror>) -> Result<Option<Error>> {
         self.number.follow(before, self.overflow, &self.config.rule());
         let skips = if self.overflow == Some(true) { self.skips.saturating_add(1) } else { 0 };
@@ -61,7 +61,7 @@ impl End<'_> {
         if limit.is_none() && !self.is_stuck {
             return Ok(None);
         }
-        // The host knows it: it knew the scale from before, and of the overflow.
+        // Does not synchronize: with a limit or stuck, the host had read the scale and the overflow before.
         let scale = self.number.value()?.scale.into();
         Ok(Some(match limit {
             Some(limit) => Error::Scaler(ScalerError::TooManySkips { skips, limit, scale }),
@@ -70,8 +70,8 @@ impl End<'_> {
     }
 }
 
-/// Ends the iteration of some scales: of all, or after an error of none. Returns the first error to tell once they are
-/// closed.
+/// Ends the iterations of some scales, all of them or, after an error, none. Returns the first error to report once
+/// they are closed.
 pub(crate) fn end_all(ends: &mut [End<'_>]) -> Result<Option<Error>> {
     let before: Vec<_> = ends.iter().map(|end| end.number.forget()).collect();
     let changes: Vec<_> = ends.iter().map(|end| end.change()).collect();

@@ -1,4 +1,4 @@
-//! A scale for losses, and how it adapts to iterations that overflow. What happens inside an iteration is the scaler's.
+//! The scale of losses, and how it adapts to overflows. The course of an iteration is the subject of `scaler`.
 
 mod config;
 mod end;
@@ -11,6 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::device::check_usable;
 use crate::error::{Result, ScalerError};
+use crate::ffi;
 
 pub use config::GradScalerConfig;
 pub(crate) use end::{End, end_all};
@@ -19,17 +20,17 @@ pub(crate) use rule::{LARGEST, Mirror, SMALLEST, check_interval};
 pub use state::GradScalerState;
 pub(crate) use state::{Progress, required};
 
-/// A scale, its options, and how many iterations in a row have overflowed.
+/// A scale, its options, and the number of consecutive overflowing iterations.
 #[derive(Debug)]
 pub(crate) struct AdaptiveScale {
     config: GradScalerConfig,
-    /// `None` where it is disabled.
+    /// `None` if it is disabled.
     number: Option<Number>,
-    /// Iterations in a row with overflow; counted where the host knows.
+    /// Consecutive iterations with overflow; counted if the host has the answer.
     skips: u32,
 }
 
-/// A state that a scale can take over without failing for want of memory.
+/// A checked state with all memory allocated, so that loading it cannot run out of memory.
 #[derive(Debug)]
 pub(crate) struct LoadedState {
     number: Prepared,
@@ -37,16 +38,13 @@ pub(crate) struct LoadedState {
     skips: u32,
 }
 
-/// An output times a scale, which may lie on another device.
+/// Multiplies an output by a scale, which may be on another device.
 fn product(output: &Tensor, scale: &Tensor) -> Result<Tensor> {
     let device = output.device();
     if scale.device() == device {
         return Ok(output.f_mul(scale)?);
     }
-    // A copy to the host that was not waited for could be read before it is there.
-    let non_blocking = device != Device::Cpu;
-    let scale = scale.f_to_device_(device, Kind::Float, non_blocking, false)?;
-    Ok(output.f_mul(&scale)?)
+    Ok(output.f_mul(&ffi::number_on(scale, device, Kind::Float)?)?)
 }
 
 impl AdaptiveScale {
@@ -62,7 +60,7 @@ impl AdaptiveScale {
         Ok(Self { config, number, skips: 0 })
     }
 
-    /// One that does nothing.
+    /// A scale that does nothing.
     pub(crate) fn disabled() -> Self {
         let config = GradScalerConfig { enabled: false, ..GradScalerConfig::default() };
         Self { config, number: None, skips: 0 }
@@ -72,7 +70,7 @@ impl AdaptiveScale {
         &self.config
     }
 
-    /// The scale itself; `None` where it is disabled.
+    /// The scale itself; `None` if it is disabled.
     pub(crate) fn number(&self) -> Option<&Number> {
         self.number.as_ref()
     }
@@ -81,12 +79,12 @@ impl AdaptiveScale {
         self.number.is_some()
     }
 
-    /// The number on the host. Synchronizes where only the device knows it.
+    /// The value on the host. Synchronizes if only the device has it.
     pub(crate) fn value(&self) -> Result<Option<Mirror>> {
         self.number.as_ref().map(Number::value).transpose()
     }
 
-    /// An output times the scale.
+    /// Multiplies an output by the scale.
     pub(crate) fn apply(&self, output: &Tensor) -> Result<Tensor> {
         let Some(number) = &self.number else {
             return Ok(output.shallow_clone());
@@ -100,7 +98,7 @@ impl AdaptiveScale {
         if self.config.is_one() { Ok(output) } else { product(&output, number.tensor()) }
     }
 
-    /// Sets the scale alone.
+    /// Sets the scale and keeps the tracker.
     pub(crate) fn set_scale(&mut self, new_scale: f64) -> Result<()> {
         let Some(number) = &mut self.number else {
             return Ok(());
@@ -130,7 +128,7 @@ impl AdaptiveScale {
         Ok(())
     }
 
-    /// The state to save: the empty one where it is disabled.
+    /// The state to save; empty if it is disabled.
     pub(crate) fn state_dict(&self) -> Result<GradScalerState> {
         Ok(match self.value()? {
             Some(mirror) => {
@@ -140,7 +138,7 @@ impl AdaptiveScale {
         })
     }
 
-    /// Checks a state and makes what loading it takes; `None` where it is disabled and loads nothing.
+    /// Checks a state and allocates what loading it needs; `None` if the scale is disabled and loads nothing.
     pub(crate) fn prepare_state(&self, state: &GradScalerState) -> Result<Option<LoadedState>> {
         let Some(number) = &self.number else {
             return Ok(None);

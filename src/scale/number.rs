@@ -1,4 +1,4 @@
-//! The scale itself: tensors on a device, with a copy of their values on the host where those are known.
+//! The scale itself: tensors on a device, with a copy of their values on the host while those are known.
 
 use std::cell::Cell;
 
@@ -8,19 +8,19 @@ use crate::error::{Error, Result};
 use crate::ffi::{self, OverflowCounts, ScaleRule, ScaleUpdate, Unscaling};
 use crate::scale::rule::{Mirror, clamp_tracker, next};
 
-/// The scale, the growth tracker, and the counts where the scale tolerates some overflows.
+/// The scale, the growth tracker, and the counts of overflows if the scale tolerates some.
 #[derive(Debug)]
 pub(crate) struct Number {
     tensor: Tensor,
     tracker: Tensor,
     counts: Option<Tensor>,
-    /// The scale stays one.
+    /// The scale is fixed at 1.
     is_one: bool,
     mirror: Cell<Option<Mirror>>,
 }
 
 impl Number {
-    /// Makes the tensors. `counted` if some overflows are tolerated; `is_one` if the scale is one and stays so.
+    /// Makes the tensors. `counted` if some overflows are tolerated; `is_one` if the scale is fixed at 1.
     pub(crate) fn new(device: Device, value: Mirror, counted: bool, is_one: bool) -> Result<Self> {
         Ok(Self {
             tensor: ffi::number_new(f64::from(value.scale), Kind::Float, device)?,
@@ -35,7 +35,7 @@ impl Number {
         &self.tensor
     }
 
-    /// The value on the host. Waits for the device when only the device knows it, in one transfer.
+    /// The value on the host. Synchronizes, in one transfer, if only the device has it.
     pub(crate) fn value(&self) -> Result<Mirror> {
         if let Some(mirror) = self.mirror.get() {
             return Ok(mirror);
@@ -51,22 +51,22 @@ impl Number {
         Ok(mirror)
     }
 
-    /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never waits.
+    /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never synchronizes.
     fn may_enlarge(&self) -> bool {
         !self.is_one && self.mirror.get().is_none_or(|mirror| mirror.scale < 1.0)
     }
 
-    /// How gradients are unscaled by it.
+    /// How gradients are unscaled by this scale.
     pub(crate) fn unscaling(&self) -> Unscaling {
         Unscaling::new(self.is_one, self.may_enlarge())
     }
 
-    /// Whether the host knows that the reciprocal is more than 1. Never waits.
+    /// Whether the host knows that the reciprocal is more than 1. Never synchronizes.
     pub(crate) fn enlarges(&self) -> bool {
         self.mirror.get().is_some_and(|mirror| mirror.scale < 1.0)
     }
 
-    /// Sets the scale alone. Does not wait.
+    /// Sets the scale and keeps the tracker. Does not synchronize.
     pub(crate) fn set_scale(&mut self, scale: f32) -> Result<()> {
         let mirror = self.mirror.take();
         ffi::number_set(&self.tensor, f64::from(scale))?;
@@ -74,17 +74,17 @@ impl Number {
         Ok(())
     }
 
-    /// Makes what setting everything takes: the one part of it that can run out of memory.
+    /// Allocates what `set` needs, the only part of it that can run out of memory.
     pub(crate) fn prepare(&self, value: Mirror, counted: bool, is_one: bool) -> Result<Prepared> {
         let device = self.tensor.device();
         let counts = counted.then(|| counts_on(value.counts, device)).transpose()?;
         Ok(Prepared { value, counts, is_one })
     }
 
-    /// Sets everything.
+    /// Sets the scale, the tracker and the counts.
     pub(crate) fn set(&mut self, prepared: Prepared) -> Result<()> {
         let Prepared { value, counts, is_one } = prepared;
-        // Unknown in between, in case the second write fails.
+        // Unknown in between, since the second write can fail.
         self.mirror.set(None);
         (self.counts, self.is_one) = (counts, is_one);
         ffi::number_set(&self.tensor, f64::from(value.scale))?;
@@ -93,7 +93,7 @@ impl Number {
         Ok(())
     }
 
-    /// Makes sure that a tracker beyond a new interval still grows the scale. Does not wait.
+    /// Clamps the tracker so that it still reaches a new interval. Does not synchronize.
     pub(crate) fn clamp_tracker(&mut self, growth_interval: i64) -> Result<()> {
         ffi::number_limit(&self.tracker, (growth_interval - 1) as f64)?;
         let clamp = |m: Mirror| Mirror { tracker: clamp_tracker(m.tracker, growth_interval), ..m };
@@ -101,7 +101,7 @@ impl Number {
         Ok(())
     }
 
-    /// What the end of an iteration does to the tensors.
+    /// The update of the tensors at the end of an iteration.
     pub(crate) fn change<'a>(
         &'a self,
         found_infs: &'a [&'a Tensor],
@@ -111,7 +111,7 @@ impl Number {
         ScaleUpdate { scale, tracker, counts: self.counts.as_ref(), found_infs, rule }
     }
 
-    /// Another number, as the end of an iteration makes it of this one, which stays as it is.
+    /// A new number as the end of an iteration makes it from this one, which stays unchanged.
     pub(crate) fn changed(&self, found_inf: &Tensor, rule: ScaleRule) -> Result<Self> {
         let copy = |tensor: &Tensor| tensor.f_detach_copy();
         let next = Self {
@@ -125,7 +125,7 @@ impl Number {
         Ok(next)
     }
 
-    /// The same tensors.
+    /// Another handle to the same tensors.
     pub(crate) fn shallow_clone(&self) -> Self {
         Self {
             tensor: self.tensor.shallow_clone(),
@@ -136,19 +136,19 @@ impl Number {
         }
     }
 
-    /// Forgets what the host knows, which is returned: the tensors are about to change.
+    /// Takes the host's copy out: the tensors are about to change.
     pub(crate) fn forget(&self) -> Option<Mirror> {
         self.mirror.take()
     }
 
-    /// Knows what has become of `before`, unless only the devices know whether there was an overflow.
+    /// Computes the host's new copy from the one of `before`, unless the host does not have the overflow flag.
     pub(crate) fn follow(&self, before: Option<Mirror>, overflow: Option<bool>, rule: &ScaleRule) {
         let next = |(before, overflow)| next(before, overflow, rule);
         self.mirror.set(before.zip(overflow).map(next));
     }
 }
 
-/// A value for a scale, with the tensor that it takes.
+/// A value for a scale, with its allocated tensor.
 #[derive(Debug)]
 pub(crate) struct Prepared {
     value: Mirror,
@@ -172,7 +172,7 @@ mod tests {
         Number::new(Device::Cpu, value, counted, config.is_one()).unwrap()
     }
 
-    /// What the host computes from answers that it has is what the tensors hold.
+    /// The host's copy, computed from known flags, equals the tensors.
     #[test]
     fn the_host_follows_the_device() {
         let mut random = 7u64;
@@ -203,7 +203,7 @@ mod tests {
                 }
                 let (mut host, mut device) = (host.value().unwrap(), device.value().unwrap());
                 if !config.tolerates_overflows() {
-                    // They are not used.
+                    // The counts are not used.
                     (host.counts, device.counts) = Default::default();
                 }
                 assert_eq!(host, device, "step {step} of {config:?}");

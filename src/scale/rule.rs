@@ -1,14 +1,14 @@
-//! How an iteration changes a scale: the host's copy of what libtorch's kernel and `csrc/scale.cpp` do.
+//! How an iteration changes a scale: the host's version of libtorch's kernel and `csrc/scale.cpp`.
 
 use crate::error::{Result, ensure};
 use crate::ffi::{OverflowCounts, ScaleRule};
 use crate::scale::GradScalerConfig;
 
-/// The smallest scale whose reciprocal is finite in f32: 2^-126.
+/// The smallest normal f32, 2^-126, whose reciprocal is finite. Subnormal scales may be flushed to zero.
 pub(crate) const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
 pub(crate) const LARGEST: f64 = f32::MAX as f64;
 
-/// The value of a scale on the host. It follows libtorch's kernel step by step and saves a transfer per question.
+/// The value of a scale on the host. It repeats the arithmetic of libtorch's kernel, which saves transfers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Mirror {
     pub(crate) scale: f32,
@@ -17,20 +17,20 @@ pub(crate) struct Mirror {
 }
 
 impl Mirror {
-    /// The value that a scale starts with.
+    /// The initial value of a scale.
     pub(crate) fn new(config: &GradScalerConfig) -> Self {
         let counts = OverflowCounts::new(config);
         Self { scale: config.init_scale as f32, tracker: 0, counts }
     }
 
-    /// Whether an overflow finds the scale at its lower bound, so that it cannot back off as it should.
+    /// Whether an overflow should back the scale off while it is at its lower bound.
     pub(crate) fn is_stuck(self, rule: &ScaleRule) -> bool {
         self.scale <= rule.min_scale as f32 && !self.counts.count(true).tolerate(rule)
     }
 }
 
-/// The arithmetic of `_amp_update_scale_` with the bounds after it: products in f64, rounded to f32, and growth to
-/// infinity left out.
+/// The arithmetic of `_amp_update_scale_`, followed by the bounds: products in f64, rounded to f32, without growth to
+/// infinity.
 pub(crate) fn next(before: Mirror, overflow: bool, rule: &ScaleRule) -> Mirror {
     let times = |factor: f64| (f64::from(before.scale) * factor) as f32;
     let clamp = |scale: f32| scale.max(rule.min_scale as f32).min(rule.max_scale as f32);
@@ -52,14 +52,14 @@ pub(crate) fn next(before: Mirror, overflow: bool, rule: &ScaleRule) -> Mirror {
     Mirror { scale, tracker: 0, counts: counted.restart(true, rule) }
 }
 
-/// Refuses a number of iterations that the shim's tracker cannot count to.
+/// Refuses an interval beyond the range of the i32 tracker.
 pub(crate) fn check_interval(name: &'static str, iterations: i64) -> Result<()> {
     let counts = (1..=i64::from(i32::MAX)).contains(&iterations);
     ensure(name, iterations as f64, counts, "from 1 to 2^31 - 1")
 }
 
-/// libtorch grows the scale when the tracker *equals* the interval. A tracker beyond it would never grow again, so it
-/// is brought to the last place before.
+/// libtorch grows the scale when the tracker *equals* the interval. A tracker beyond the interval would not let the
+/// scale grow until an overflow resets it, so it is clamped to one less than the interval.
 pub(crate) fn clamp_tracker(tracker: i32, growth_interval: i64) -> i32 {
     i64::from(tracker).min(growth_interval - 1) as i32
 }

@@ -1,4 +1,4 @@
-//! What a scaler saves and loads.
+//! The saved state of a scaler.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,13 +7,13 @@ use crate::ffi::OverflowCounts;
 use crate::scale::GradScalerConfig;
 use crate::scale::rule::{Mirror, clamp_tracker};
 
-/// The state of a [`GradScaler`](crate::GradScaler): serialised, PyTorch's five keys `scale`, `growth_factor`,
-/// `backoff_factor`, `growth_interval` and `_growth_tracker`.
+/// The state of a [`GradScaler`](crate::GradScaler). It is serialized under PyTorch's five keys `scale`,
+/// `growth_factor`, `backoff_factor`, `growth_interval` and `_growth_tracker`, all of which are required to load it.
 ///
-/// An option that is absent leaves the loading scaler's own as it is. The options that PyTorch lacks follow under keys
-/// of their own where they differ from their defaults; PyTorch ignores them. A disabled scaler has the empty state
-/// `{}`. Read JSON with serde_json's feature `float_roundtrip` where a scale that is no power of two must come back to
-/// the last bit. The JSON of a Python `scaler.state_dict()` loads here, and the other way round:
+/// Options that PyTorch lacks follow under keys of their own if they differ from their defaults; PyTorch ignores these
+/// keys. The loading scaler keeps its own value of an absent option. A disabled scaler has the empty state `{}`. Enable
+/// serde_json's feature `float_roundtrip` if a scale that is not a power of two has to survive JSON to the last bit.
+/// The JSON of a Python `scaler.state_dict()` loads here, and the other way round:
 ///
 /// ```
 /// use tch::Device;
@@ -45,7 +45,7 @@ pub struct GradScalerState {
     /// See [`GradScalerConfig::growth_interval`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub growth_interval: Option<i64>,
-    /// Iterations in a row without overflow.
+    /// Number of consecutive iterations without overflow.
     #[serde(rename = "_growth_tracker", skip_serializing_if = "Option::is_none")]
     pub growth_tracker: Option<i64>,
     /// See [`GradScalerConfig::min_scale`].
@@ -72,21 +72,21 @@ pub struct GradScalerState {
     /// See [`GradScalerConfig::allow_fp16_gradients`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allow_fp16_gradients: Option<bool>,
-    /// Iterations in a row with overflow.
+    /// Number of consecutive iterations with overflow.
     #[serde(rename = "_consecutive_skips", skip_serializing_if = "Option::is_none")]
     pub consecutive_skips: Option<u32>,
-    /// Overflows until the hysteresis is used up.
+    /// Number of overflows until the hysteresis is used up.
     #[serde(rename = "_hysteresis_tracker", skip_serializing_if = "Option::is_none")]
     pub hysteresis_tracker: Option<i64>,
-    /// Iterations since the scale last backed off or could grow.
+    /// Number of iterations since the scale last backed off or could grow.
     #[serde(rename = "_iterations_since_rescale", skip_serializing_if = "Option::is_none")]
     pub iterations_since_rescale: Option<i64>,
-    /// Overflows among them.
+    /// Number of overflows among these iterations.
     #[serde(rename = "_overflows_since_rescale", skip_serializing_if = "Option::is_none")]
     pub overflows_since_rescale: Option<i64>,
 }
 
-/// What changes from one iteration to the next.
+/// The part of the state that changes from one iteration to the next.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Progress {
     pub(crate) mirror: Mirror,
@@ -95,7 +95,7 @@ pub(crate) struct Progress {
 
 impl GradScalerState {
     pub(crate) fn save(config: &GradScalerConfig, progress: Progress) -> Self {
-        // Whole, so that a new field does not compile until it is saved.
+        // Destructured exhaustively, so that a new field does not compile until it is saved.
         let GradScalerConfig {
             init_scale: _,
             growth_factor,
@@ -136,7 +136,7 @@ impl GradScalerState {
         }
     }
 
-    /// The configuration and progress that this state asks of a scaler with `config`.
+    /// The configuration and progress of a scaler with `config` after loading this state.
     pub(crate) fn load(&self, config: &GradScalerConfig) -> Result<(GradScalerConfig, Progress)> {
         if *self == Self::default() {
             return Err(Error::Scaler(ScalerError::EmptyState));
@@ -174,10 +174,10 @@ impl GradScalerState {
         Ok((config, progress))
     }
 
-    /// The counts of a scaler with `config`: those of a new one if the state has none.
+    /// The counts for a scaler with `config`: those of a new one if the state has none.
     fn counts(&self, config: &GradScalerConfig) -> Result<OverflowCounts> {
         let full = config.hysteresis.into();
-        // JSON's numbers are exact up to there.
+        // JSON readers hold integers exactly up to 2^53.
         let (most, rule) = (1 << 53, "from 0 to 2^53");
         let left = self.hysteresis_tracker.unwrap_or(full);
         count("_hysteresis_tracker", left, u32::MAX.into(), "from 0 to 2^32 - 1")?;
@@ -186,12 +186,12 @@ impl GradScalerState {
         let overflows = self.overflows_since_rescale.unwrap_or(0);
         let rule = "from 0 to _iterations_since_rescale";
         count("_overflows_since_rescale", overflows, iterations, rule)?;
-        // More than a smaller hysteresis allows is all of it.
+        // A count beyond a smaller hysteresis is the whole hysteresis.
         Ok(OverflowCounts { hysteresis: left.min(full), iterations, overflows })
     }
 }
 
-/// Refuses what no count can have come to.
+/// Refuses a value that no count can have reached.
 fn count(key: &'static str, value: i64, most: i64, rule: &'static str) -> Result<()> {
     ensure(key, value as f64, (0..=most).contains(&value), rule)
 }

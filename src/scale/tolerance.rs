@@ -1,15 +1,15 @@
-//! Which overflows leave the scale as it is. `csrc/scale.cpp` counts in the same way on the device.
+//! The overflows that leave the scale unchanged. `csrc/scale.cpp` counts in the same way on the device.
 
 use crate::ffi::{OverflowCounts, ScaleRule};
 use crate::scale::GradScalerConfig;
 
 impl OverflowCounts {
-    /// Those of a scale from the start.
+    /// The counts of a new scale.
     pub(crate) fn new(config: &GradScalerConfig) -> Self {
         Self { hysteresis: config.hysteresis.into(), ..Self::default() }
     }
 
-    /// Whether an overflow that has been counted leaves the scale as it is.
+    /// Whether an overflow that has been counted leaves the scale unchanged.
     pub(crate) fn tolerate(&self, rule: &ScaleRule) -> bool {
         let share = self.overflows as f64 / self.iterations as f64;
         self.hysteresis > 0 || share < rule.tolerance
@@ -25,13 +25,13 @@ impl OverflowCounts {
         }
     }
 
-    /// After an iteration without overflow that does not let the scale grow.
+    /// The counts after an iteration without overflow that does not let the scale grow.
     pub(crate) fn carry_on(self, rule: &ScaleRule) -> Self {
         let restored = rule.consecutive;
         Self { hysteresis: if restored { rule.hysteresis } else { self.hysteresis }, ..self }
     }
 
-    /// After the scale has backed off, or could grow.
+    /// The counts after the scale has backed off, or could grow.
     pub(crate) fn restart(self, grown: bool, rule: &ScaleRule) -> Self {
         let hysteresis = if grown { rule.hysteresis } else { self.hysteresis };
         Self { hysteresis, ..Self::default() }

@@ -12,19 +12,21 @@ use crate::scaler::step::due;
 use crate::scaler::{GradScaler, StepOutcome};
 
 impl GradScaler {
-    /// Clips the unscaled gradients to a common 2-norm of at most `max_norm` and steps, if all are finite. Waits as
-    /// [`step`](Self::step). Short for [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_norm_` and
-    /// [`step`](Self::step) in PyTorch.
+    /// Clips the unscaled gradients to a common 2-norm of at most `max_norm` and steps the optimizer if all of them are
+    /// finite. Unscales first unless that was done, and synchronizes like [`step`](Self::step). Corresponds to
+    /// [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_norm_` and [`step`](Self::step) in PyTorch.
     ///
-    /// The outcome has the [norm](StepOutcome::total_norm). For a fused [`Optimizer`](crate::optim::Optimizer) one pass
-    /// over the gradients finds the norm and what is not finite, and the update unscales and clips on its way: the
-    /// gradients themselves stay scaled. On a GPU a norm that overflows f32 before it is unscaled counts as an infinite
-    /// gradient.
+    /// The gradients are multiplied by min(1, max_norm / (norm + 1e-6)); [`StepOutcome::total_norm`] returns the norm.
+    ///
+    /// With a fused [`Optimizer`](crate::optim::Optimizer) that was not unscaled before, one pass over the gradients
+    /// takes the norm and finds non-finite values, and the update itself unscales and clips: the gradients stay scaled.
+    /// On a GPU, a norm that overflows f32 before it is unscaled counts as an infinite gradient.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a negative or NaN limit, and as [`step`](Self::step). After an error of the optimizer's
-    /// own the gradients may be clipped.
+    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] or, with a host
+    /// optimizer, [`Error::Torch`] for a sparse gradient; and the errors of [`step`](Self::step). If the optimizer's
+    /// own step fails, the gradients may already be clipped.
     pub fn step_clip_norm(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
@@ -38,22 +40,25 @@ impl GradScaler {
         }
         let record = self.or_open(record, optimizer)?;
         if let Some(record) = record.filter(|_| !takes_scaled) {
-            // Asked before the gradients are clipped, since asking can fail: another try would clip them again.
+            // Read before the gradients are clipped: reading can fail, and the retry would clip them again.
             self.iteration.borrow_mut().found_inf(record)?;
         }
-        let clip = |parameters: &[Tensor]| ffi::clip_grad_norm(parameters, max_norm, false);
+        let clip = |parameters: &[Tensor]| {
+            ffi::clip_grad_norm(parameters, max_norm, false)
+                .map_err(|error| explained(parameters, error))
+        };
         let norm = self.change_gradients(record, optimizer, !max_norm.is_finite(), clip)?;
         Ok(self.step_shared(optimizer)?.with_norm(norm))
     }
 
-    /// Clamps every element of the unscaled gradients to `-max..=max` and steps, if all were finite before. Waits as
-    /// [`step`](Self::step). Short for [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_value_` and
-    /// [`step`](Self::step) in PyTorch.
+    /// Clamps every element of the unscaled gradients to `-max..=max` and steps the optimizer if all of them were
+    /// finite before. Unscales first unless that was done, and synchronizes like [`step`](Self::step). Corresponds to
+    /// [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_value_` and [`step`](Self::step) in PyTorch.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient; and as
-    /// [`step`](Self::step).
+    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient and
+    /// [`Error::Torch`] for a complex one; and the errors of [`step`](Self::step).
     pub fn step_clip_value(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
@@ -61,7 +66,7 @@ impl GradScaler {
     ) -> Result<StepOutcome> {
         check_limit("max", max)?;
         let record = self.or_open(self.record_due(optimizer)?, optimizer)?;
-        // An infinite gradient was found before it was clamped to a finite one.
+        // Infinite gradients are found before clamping makes them finite.
         let clamp = |parameters: &[Tensor]| {
             ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
         };
@@ -69,7 +74,7 @@ impl GradScaler {
         self.step_shared(optimizer)
     }
 
-    /// Returns the record, or unscales and makes one.
+    /// Returns the record, or unscales and opens one.
     fn or_open(
         &self,
         record: Option<usize>,
@@ -78,7 +83,7 @@ impl GradScaler {
         record.map_or_else(|| self.open(optimizer), |record| Ok(Some(record)))
     }
 
-    /// Finds the record of an optimizer that has been unscaled and whose step is due.
+    /// Finds the record of an optimizer that has been unscaled and not stepped yet.
     fn record_due(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
         let record = self.record(optimizer)?;
         record.map_or(Ok(()), |record| due(self.iteration.borrow().stage(record)))?;

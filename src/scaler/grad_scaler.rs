@@ -15,10 +15,10 @@ use crate::scaler::GradScalerConfig;
 use crate::scaler::iteration::Iteration;
 
 /// Scales losses, unscales gradients, skips the steps whose gradients are infinite or NaN, and adapts the scale. The
-/// twin of `torch.amp.GradScaler`, with its defaults and its arithmetic, bit by bit.
+/// counterpart of `torch.amp.GradScaler`, with the same defaults and, bit for bit, the same arithmetic.
 ///
-/// An iteration is: [`scale`](Self::scale) or [`backward`](Self::backward), for each optimizer optionally
-/// [`unscale_`](Self::unscale_), then [`step`](Self::step), and one [`update`](Self::update) at the end.
+/// In each iteration call [`scale`](Self::scale) or [`backward`](Self::backward); for each optimizer, optionally
+/// [`unscale_`](Self::unscale_) and then [`step`](Self::step); and at the end [`update`](Self::update) once.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn, nn::OptimizerConfig};
@@ -41,49 +41,51 @@ use crate::scaler::iteration::Iteration;
 #[derive(Debug)]
 pub struct GradScaler {
     pub(super) scale: AdaptiveScale,
-    /// Shared, so that several transactions can be open at once.
+    /// A `RefCell`, so that several transactions can be open at once.
     pub(super) iteration: RefCell<Iteration>,
-    /// By identity; the tensors keep the identities from being given to others.
+    /// The names of parameters by identity. The tensors are kept so that no other tensor gets their identity.
     pub(super) names: HashMap<usize, (String, Tensor)>,
 }
 
 impl GradScalerConfig {
-    /// Makes a scaler whose scale lies on `device`: the device of the loss.
+    /// Makes a scaler whose scale is on `device`, which should be the device of the loss.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a field outside its range; [`Error::DeviceUnavailable`] for an enabled scaler on a
-    /// device that cannot be used here, with the reason.
+    /// [`Error::InvalidArgument`] for a field outside its range; [`Error::DeviceUnavailable`], with the reason, for an
+    /// enabled scaler on a device that cannot be used here.
     pub fn build(self, device: Device) -> Result<GradScaler> {
         Ok(GradScaler::from_scale(AdaptiveScale::new(device, self)?))
     }
 }
 
 impl GradScaler {
-    /// Makes a scaler with PyTorch's defaults, whose scale lies on `device`: the device of the loss.
+    /// Makes a scaler with PyTorch's defaults, whose scale is on `device`, which should be the device of the loss.
     ///
     /// # Errors
     ///
-    /// [`Error::DeviceUnavailable`] when the device cannot be used here, with the reason. PyTorch warns and disables
-    /// itself.
+    /// [`Error::DeviceUnavailable`], with the reason, if the device cannot be used here. PyTorch warns instead and
+    /// disables the scaler.
     pub fn new(device: Device) -> Result<Self> {
         GradScalerConfig::default().build(device)
     }
 
-    /// Makes a scaler that does nothing, so that one loop serves both: losses and gradients stay as they are, `step`
-    /// always steps, and the scale is 1. As `enabled=False` in PyTorch.
+    /// Makes a scaler that does nothing, so that the same loop runs with and without scaling: losses and gradients stay
+    /// as they are, `step` always steps, and the scale is 1. Corresponds to `enabled=False` in PyTorch.
     pub fn disabled() -> Self {
         Self::from_scale(AdaptiveScale::disabled())
     }
 
-    /// Makes a scaler that scales nothing and skips the steps whose gradients are infinite or NaN: for bf16, which has
-    /// the range of f32, so that gradients do not vanish, and a bad batch would spoil the weights all the same. Losses
-    /// stay as they are, and [`step`](Self::step) says what was skipped;
-    /// [`StepCounter`](crate::scaler::StepCounter) counts it. As `check_grad_overflow` of bf16 in DeepSpeed, which does not tell.
+    /// Makes a scaler that leaves losses as they are and skips the steps whose gradients are infinite or NaN. It is
+    /// meant for bf16, which has f32's exponent range, so that gradients do not underflow, but one bad batch can still
+    /// ruin the weights.
+    ///
+    /// [`step`](Self::step) reports what was skipped, and [`StepCounter`](crate::scaler::StepCounter) counts it. Like
+    /// `check_grad_overflow` for bf16 in DeepSpeed, except that skips are reported.
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new).
+    /// The same as [`new`](Self::new).
     pub fn skip_only(device: Device) -> Result<Self> {
         let (init_scale, min_scale, max_scale) = (1.0, 1.0, 1.0);
         GradScalerConfig { init_scale, min_scale, max_scale, ..Default::default() }.build(device)
@@ -93,61 +95,61 @@ impl GradScaler {
         Self { scale, iteration: RefCell::default(), names: HashMap::new() }
     }
 
-    /// Tells whether the scaler does anything, as `is_enabled` in PyTorch.
+    /// Returns whether the scaler is enabled. The counterpart of `is_enabled`.
     pub fn is_enabled(&self) -> bool {
         self.scale.is_enabled()
     }
 
-    /// Multiplies a loss, or any output that is going to be differentiated, by the scale.
+    /// Multiplies a loss, or any other output that is going to be differentiated, by the scale.
     ///
-    /// The result has the output's shape and device. fp16 and bf16 outputs of any shape become f32 first, because 65536
-    /// is infinite in fp16, unless the scale is fixed at one; PyTorch does so for 0-dim outputs only. Backward brings the scale back into the output's
-    /// dtype all the same, so take the loss in f32: `xs.mean(Kind::Float)` rather than `xs.mean(None)`. Waits for the
-    /// device only to bring a scale from a GPU to an output on the CPU.
+    /// The result has the output's shape and device. fp16 and bf16 outputs become f32 first, because 65536 is infinite
+    /// in fp16, unless the scale is fixed at 1; PyTorch widens only 0-dim outputs. Backward casts the scaled gradient
+    /// back to the output's dtype all the same, so compute the loss in f32: `xs.mean(Kind::Float)` rather than
+    /// `xs.mean(None)`. Synchronizes only where the scale is on a GPU and the output on the CPU.
     ///
     /// # Errors
     ///
     /// [`ScalerError::Dtype`] for an integer, boolean or complex tensor.
     pub fn scale(&self, output: &Tensor) -> Result<Tensor> {
         let scaled = self.scale.apply(output)?;
-        // Last: where scaling fails, no backward follows.
+        // After scaling: if that fails, no backward follows.
         self.iteration.borrow_mut().note_scale()?;
         Ok(scaled)
     }
 
-    /// Multiplies several outputs by the scale, each on its own device. Waits as [`scale`](Self::scale). As
-    /// `scale` with a list in PyTorch.
+    /// Multiplies several outputs by the scale, each on its own device. Synchronizes like [`scale`](Self::scale).
+    /// Corresponds to `scale` with a list in PyTorch.
     ///
     /// # Errors
     ///
-    /// As [`scale`](Self::scale).
+    /// The same as [`scale`](Self::scale).
     pub fn scale_all<T: Borrow<Tensor>>(&self, outputs: &[T]) -> Result<Vec<Tensor>> {
         outputs.iter().map(|output| self.scale(output.borrow())).collect()
     }
 
-    /// Scales a loss and runs its backward: short for `scaler.scale(&loss)?.f_backward()?`.
+    /// Scales a loss and runs backward on it: short for `scaler.scale(&loss)?.f_backward()?`.
     ///
     /// # Errors
     ///
-    /// As [`scale`](Self::scale), and [`Error::Torch`] when backward fails.
+    /// The same as [`scale`](Self::scale), and [`Error::Torch`] if backward fails.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         Ok(self.scale(loss)?.f_backward()?)
     }
 
-    /// Scales a loss, runs its backward and keeps the graph, for another backward through a part of it. As
+    /// Scales a loss, runs backward on it and keeps the graph for another backward through a part of it. Corresponds to
     /// `scaler.scale(loss).backward(retain_graph=True)` in PyTorch; tch has no counterpart.
     ///
     /// # Errors
     ///
-    /// As [`backward`](Self::backward).
+    /// The same as [`backward`](Self::backward).
     pub fn backward_retain_graph(&self, loss: &Tensor) -> Result<()> {
         ffi::backward(&self.scale(loss)?, true)
     }
 
     /// Returns the scale; 1 for a disabled scaler.
     ///
-    /// Waits for the device, once, only when a fused optimizer was stepped there, or any was unscaled and not stepped,
-    /// since the scale was last known.
+    /// Synchronizes, once, only if a fused optimizer was stepped on the device, or any optimizer was unscaled there and
+    /// not stepped, since the scale was last read.
     ///
     /// # Errors
     ///
@@ -156,12 +158,12 @@ impl GradScaler {
         Ok(self.scale.value()?.map_or(1.0, |value| value.scale.into()))
     }
 
-    /// Returns the number of iterations in a row without overflow; 0 for a disabled scaler. Waits as
-    /// [`get_scale`](Self::get_scale). As `_get_growth_tracker` in PyTorch.
+    /// Returns the number of consecutive iterations without overflow; 0 for a disabled scaler. Synchronizes like
+    /// [`get_scale`](Self::get_scale). The counterpart of `_get_growth_tracker`.
     ///
     /// # Errors
     ///
-    /// As [`get_scale`](Self::get_scale).
+    /// The same as [`get_scale`](Self::get_scale).
     pub fn get_growth_tracker(&self) -> Result<i64> {
         Ok(self.scale.value()?.map_or(0, |value| value.tracker.into()))
     }

@@ -1,4 +1,4 @@
-//! What has happened to which optimizer since the last `update`.
+//! The state of each optimizer since the last `update`.
 
 use tch::Tensor;
 
@@ -6,47 +6,20 @@ use crate::error::{Error, GradientError, Result, ScalerError};
 use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot};
 use crate::gradients::{Change, Findings, Gradients, IdentityMap, Look, Plan, change, overflow};
 use crate::scale::Number;
-
-/// How far an optimizer has come in this iteration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stage {
-    /// Some gradients may be unscaled and some not: libtorch failed in between.
-    Broken,
-    /// They were looked at and are still scaled: a step is under way.
-    Looked,
-    Unscaled,
-    Stepped,
-}
+use crate::scaler::record::{Record, Stage};
 
 /// Whether a step can be taken.
 #[derive(Debug)]
 pub(crate) enum Verdict {
     Known(bool),
-    /// Not if this flag, on a device, is not zero.
+    /// Skipped if this flag, on a device, is not zero.
     Unless(Tensor),
 }
 
-/// An optimizer, recognised by its parameters.
-#[derive(Debug)]
-pub(crate) struct Record {
-    pub(crate) stage: Stage,
-    /// The gradients as unscaling left them, in the order of the parameters.
-    snapshot: Snapshot,
-    /// The parameters, kept alive so that their identities stay theirs until the iteration ends.
-    parameters: Vec<Tensor>,
-    found: Vec<FoundInf>,
-    /// Numbers changed since unscaling, so that they have to be looked at again.
-    dirty: bool,
-    /// A loss was scaled since unscaling, so that a change may come from its backward.
-    rescaled: bool,
-    /// The norm of the unscaled gradients, where it was taken.
-    norm: Option<Tensor>,
-}
-
-/// Whose a list of parameters is.
+/// The optimizer to which a list of parameters belongs.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
-    Nobody,
+    None,
     Record(usize),
     /// The gradient of the parameter at this index has been unscaled for another optimizer.
     Shared(usize),
@@ -56,8 +29,6 @@ pub(crate) enum Owner {
 #[derive(Debug, Default)]
 pub(crate) struct Iteration {
     records: Vec<Record>,
-    /// The gradients that have been unscaled, and what holds their numbers, by parameter.
-    unscaled: IdentityMap<(usize, usize)>,
 }
 
 impl Iteration {
@@ -73,26 +44,31 @@ impl Iteration {
         self.records[record].stage = stage;
     }
 
-    /// Notes that some gradients may be unscaled by now and some not.
+    /// Records that unscaling may have stopped midway.
     pub(crate) fn set_broken(&mut self, record: usize) {
         self.records[record].set_broken();
     }
 
-    /// Finds whose parameters these are. An optimizer that has gained some since is still the same, as long as those
-    /// have no gradients, which nobody has unscaled.
+    /// Finds the optimizer to which these parameters belong. One that has gained parameters is still the same as long
+    /// as the new ones have no gradients, which would not have been unscaled.
     pub(crate) fn owner(&self, gradients: &[Gradient]) -> Owner {
         let gained_none = |record: &usize| {
             let known = self.records[*record].snapshot.len();
             gradients[known..].iter().all(|gradient| !gradient.exists())
         };
+        if self.records.is_empty() {
+            return Owner::None;
+        }
         if let Some(record) = self.find(gradients).filter(gained_none) {
             return Owner::Record(record);
         }
+        let known = self.records.iter().flat_map(|record| record.snapshot.iter());
+        let known: IdentityMap<()> = known.map(|gradient| (gradient.parameter(), ())).collect();
         let shared = |gradient: &Gradient| {
-            gradient.exists()
-                && self.unscaled.get(&gradient.parameter()) == Some(&gradient.identity())
+            known.contains_key(&gradient.parameter())
+                && self.records.iter().any(|record| record.has(gradient))
         };
-        gradients.iter().position(shared).map_or(Owner::Nobody, Owner::Shared)
+        gradients.iter().position(shared).map_or(Owner::None, Owner::Shared)
     }
 
     /// Finds the record whose parameters these begin with.
@@ -104,7 +80,7 @@ impl Iteration {
         })
     }
 
-    /// Looks at what `plan` lists and opens a record; without any gradient there is nothing to record.
+    /// Unscales or checks the gradients that `plan` lists and opens a record; `None` if there are none.
     pub(crate) fn open(
         &mut self,
         gradients: Gradients<'_>,
@@ -122,12 +98,11 @@ impl Iteration {
             Look::Unscale => self.unscale(index, plan, scale)?,
             Look::Check | Look::Norm => self.look(index, plan, scale, look == Look::Norm)?,
         }
-        self.unscaled.extend(self.records[index].unscaled());
         Ok(Some(index))
     }
 
-    /// Unscales the gradients of a new record. If that fails before it has changed any there is no record; if it fails
-    /// midway the record stays broken.
+    /// Unscales the gradients of a new record. A failure before the first change removes the record; one midway leaves
+    /// it broken.
     fn unscale(&mut self, index: usize, plan: &Plan, scale: &Number) -> Result<()> {
         let record = &mut self.records[index];
         let unscaling = scale.unscaling();
@@ -150,7 +125,7 @@ impl Iteration {
         }
     }
 
-    /// Looks at the gradients of a new record and leaves them as they are. If that fails there is no record.
+    /// Checks the gradients of a new record without changing them. A failure removes the record.
     fn look(&mut self, index: usize, plan: &Plan, scale: &Number, with_norm: bool) -> Result<()> {
         let record = &mut self.records[index];
         let look = if with_norm { Plan::norm } else { Plan::check };
@@ -166,7 +141,7 @@ impl Iteration {
         }
     }
 
-    /// Notes that a loss is being scaled: from here on, a change of an unscaled gradient may be its backward.
+    /// Records that a loss is being scaled: from here on, a change of an unscaled gradient may come from its backward.
     pub(crate) fn note_scale(&mut self) -> Result<()> {
         for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
             let now = Snapshot::of(&record.parameters)?;
@@ -176,7 +151,7 @@ impl Iteration {
         Ok(())
     }
 
-    /// Compares the gradients with those that were unscaled; those with other numbers will be looked at again.
+    /// Compares the gradients with those that were unscaled, and marks the record for another check if values changed.
     pub(crate) fn compare(&mut self, record: usize, gradients: &Gradients<'_>) -> Result<()> {
         let compared = self.records[record].compare(gradients.snapshot());
         compared.map_err(|(index, how)| {
@@ -185,8 +160,8 @@ impl Iteration {
         })
     }
 
-    /// Takes over the gradients as they are now, after a change of our own. They are looked at again only if it can
-    /// have made one infinite or NaN.
+    /// Accepts the gradients after a change by this crate. They are checked again only if the change can have made one
+    /// non-finite.
     pub(crate) fn accept(&mut self, record: usize, now: Snapshot, look_again: bool) {
         let record = &mut self.records[record];
         record.snapshot = now;
@@ -198,20 +173,12 @@ impl Iteration {
         self.records[record].norm.as_ref().map(Tensor::shallow_clone)
     }
 
-    /// Whether a step that failed has left the gradients as they were. Those on the CPU it never changes.
+    /// Whether a failed step left the gradients as they were.
     pub(crate) fn is_untouched(&self, record: usize) -> bool {
-        let record = &self.records[record];
-        if overflow(&record.found).is_some() {
-            return true;
-        }
-        let same = |(known, now): (_, &Gradient)| change(Some(known), now) == Change::None;
-        match ffi::gradients_inspect(&record.parameters) {
-            Ok(now) => record.snapshot.iter().zip(&now).all(same),
-            Err(_) => false,
-        }
+        self.records[record].is_untouched()
     }
 
-    /// Tells whether there are broken records; fails as long as the gradients of one are still those that were left half
+    /// Returns whether there are broken records; fails while the gradients of one are still those that were left half
     /// unscaled.
     pub(crate) fn check_broken(&self) -> Result<bool> {
         let mut any = false;
@@ -228,7 +195,8 @@ impl Iteration {
         Ok(any)
     }
 
-    /// Whether the record allows a step. Does not wait: where only devices know, the answer is a flag on one of them.
+    /// Whether the record allows a step. Does not synchronize: the verdict is a flag on a device if the host has not
+    /// read the answer.
     pub(crate) fn verdict(&self, record: usize) -> Result<Verdict> {
         let record = &self.records[record];
         if let Some(found) = overflow(&record.found) {
@@ -237,7 +205,7 @@ impl Iteration {
         Ok(Verdict::Unless(ffi::flags_join(record.found.iter().map(|flag| &flag.tensor))?))
     }
 
-    /// Compares as [`compare`](Self::compare), and looks again at gradients with other numbers.
+    /// Compares like [`compare`](Self::compare), and checks gradients whose values changed.
     pub(crate) fn verify(
         &mut self,
         record: usize,
@@ -257,102 +225,28 @@ impl Iteration {
         Ok(())
     }
 
-    /// Whether a gradient of the record was infinite or NaN. Waits for the devices when only they know, once.
+    /// Whether a gradient of the record was non-finite. Synchronizes, once, if only devices have the answer.
     pub(crate) fn found_inf(&mut self, record: usize) -> Result<bool> {
-        let record = &mut self.records[record];
-        let host = overflow(&record.found);
-        let found = match host {
-            Some(found) => found,
-            None => {
-                let flags: Vec<_> = record.found.iter().map(|flag| &flag.tensor).collect();
-                ffi::any_nonzero(&flags)?
-            }
-        };
-        if host.is_none() {
-            for flag in &mut record.found {
-                // Their sum is what counts, and the sum is known now.
-                flag.host = Some(found);
-            }
-        }
-        Ok(found)
+        self.records[record].found_inf()
     }
 
-    /// What was found in the gradients of all records.
+    /// The flags of all records.
     pub(crate) fn found(&self) -> impl Iterator<Item = &FoundInf> {
         self.records.iter().flat_map(|record| &record.found)
     }
 
-    /// Has the step of a record depend on another look, too.
+    /// Makes the step of a record depend on another flag, too.
     pub(crate) fn add_found(&mut self, record: usize, found: FoundInf) {
         self.records[record].found.push(found);
     }
 
     /// Forgets a record. Its gradients stay unscaled.
     pub(crate) fn abandon(&mut self, record: usize) {
-        let record = self.records.remove(record);
-        for gradient in record.snapshot.iter() {
-            self.unscaled.remove(&gradient.parameter());
-        }
+        self.records.remove(record);
     }
 
     /// Ends the iteration.
     pub(crate) fn close(&mut self) {
         self.records.clear();
-        self.unscaled.clear();
-    }
-}
-
-impl Record {
-    /// A record of gradients that nothing is known of yet.
-    fn new(gradients: Gradients<'_>) -> Self {
-        let (parameters, snapshot) = gradients.into_parts();
-        Self {
-            stage: Stage::Broken,
-            snapshot,
-            parameters,
-            found: Vec::new(),
-            dirty: false,
-            rescaled: false,
-            norm: None,
-        }
-    }
-
-    fn set_broken(&mut self) {
-        self.stage = Stage::Broken;
-        // What `update` will find changed once they are zeroed.
-        if let Ok(now) = Snapshot::of(&self.parameters) {
-            self.snapshot = now;
-        }
-    }
-
-    /// The gradients, and what holds their numbers, by parameter.
-    fn unscaled(&self) -> impl Iterator<Item = (usize, (usize, usize))> {
-        self.snapshot.iter().map(|gradient| (gradient.parameter(), gradient.identity()))
-    }
-
-    /// Notes which gradients have other numbers; fails at the first that is not the one that was unscaled.
-    fn compare(&mut self, now: &[Gradient]) -> std::result::Result<(), (usize, &'static str)> {
-        for (index, gradient) in now.iter().enumerate() {
-            match change(self.snapshot.get(index), gradient) {
-                Change::None => {}
-                Change::Numbers if self.rescaled => {
-                    return Err((index, "changed after another loss was scaled"));
-                }
-                Change::Numbers => self.dirty = true,
-                Change::Replaced(how) => return Err((index, how)),
-            }
-        }
-        Ok(())
-    }
-
-    /// Takes over new numbers, but neither new tensors nor new gradients: the step will refuse those.
-    fn accept(&mut self, mut now: Snapshot) {
-        for index in 0..self.snapshot.len().min(now.len()) {
-            let numbers = change(self.snapshot.get(index), &now[index]) == Change::Numbers;
-            self.dirty |= numbers;
-            if numbers || !now[index].exists() {
-                self.snapshot.exchange(&mut now, index);
-            }
-        }
     }
 }

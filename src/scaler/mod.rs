@@ -1,14 +1,17 @@
-//! Gradient scaling: a loss is multiplied by a large number before backward, so that small fp16 gradients do not
-//! vanish, and the gradients are divided by it again before the optimizer sees them.
+//! Gradient scaling: the loss is multiplied by a large number before backward, so that small fp16 gradients do not
+//! underflow, and the gradients are divided by it before the optimizer uses them.
 //!
-//! [`GradScaler`] does so. This module has its options, its state and what its methods return, and
+//! [`GradScaler`] does this. The module also has its options, its state, the types that its methods return, and
 //! [`PerLossScalers`] for several losses.
 
+mod claim;
 mod clip;
 pub(crate) mod grad_scaler;
 mod iteration;
+mod names;
 mod outcome;
 mod per_loss;
+mod record;
 mod settings;
 mod step;
 mod step_counter;

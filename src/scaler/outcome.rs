@@ -7,12 +7,12 @@ use tch::Tensor;
 use crate::error::Result;
 use crate::ffi::Arrival;
 
-/// What [`GradScaler::step`](crate::GradScaler::step) did to its optimizer. PyTorch's `step` returns the optimizer's
-/// own value, or `None`, which may mean either.
+/// Reports whether [`GradScaler::step`](crate::GradScaler::step) stepped its optimizer. PyTorch's `step` returns the
+/// optimizer's own return value, or `None`, which can mean either.
 ///
-/// After a step of a fused optimizer on a GPU the answer lies there, and asking waits for it, once;
-/// [`poll`](Self::poll) never waits. Everywhere else it is at hand. A learning-rate scheduler should advance only when
-/// the step was taken:
+/// After a step of a fused optimizer on a GPU the answer is on the GPU, and reading it synchronizes, once;
+/// [`poll`](Self::poll) never does. In all other cases the host has the answer already. Advance a learning-rate
+/// scheduler only when the step was taken:
 ///
 /// ```no_run
 /// # fn train(scaler: &mut tch_amp::GradScaler, opt: &mut tch::nn::Optimizer, lr: f64) -> tch_amp::Result<()> {
@@ -22,7 +22,7 @@ use crate::ffi::Arrival;
 /// # Ok(()) }
 /// ```
 #[derive(Debug)]
-#[must_use = "a skipped step is silent otherwise; `let _outcome = …` says that you do not care"]
+#[must_use = "a skipped step is silent otherwise; bind it to `_outcome` to ignore it"]
 pub struct StepOutcome {
     answer: Answer,
     total_norm: Option<Tensor>,
@@ -50,7 +50,7 @@ struct Pending {
 }
 
 impl Pending {
-    /// Waits for the device.
+    /// Reads the answer. Synchronizes.
     fn wait(&self) -> Result<bool> {
         if let Some(skipped) = self.skipped.get() {
             return Ok(skipped);
@@ -80,7 +80,7 @@ impl StepOutcome {
         Self { answer: Answer::Known(taken), total_norm: None }
     }
 
-    /// One that is skipped if `found_inf`, f32 on a device, is not zero.
+    /// An outcome that is skipped if `found_inf`, an f32 tensor on a device, is not zero.
     pub(crate) fn on_device(found_inf: Tensor) -> Self {
         let pending = Pending { found_inf, arrival: OnceCell::new(), skipped: Cell::new(None) };
         Self { answer: Answer::OnDevice(pending), total_norm: None }
@@ -98,7 +98,7 @@ impl StepOutcome {
         }
     }
 
-    /// Tells whether the optimizer was stepped. Waits for the device where only that knows.
+    /// Returns whether the optimizer was stepped. Synchronizes if only the device has the answer.
     ///
     /// # Errors
     ///
@@ -107,22 +107,22 @@ impl StepOutcome {
         Ok(self.taken()? == Taken::Stepped)
     }
 
-    /// Tells whether the step was left out because a gradient was infinite or NaN. Then nothing was changed. Waits as
-    /// [`is_stepped`](Self::is_stepped).
+    /// Returns whether the step was skipped because a gradient was infinite or NaN; nothing was changed then.
+    /// Synchronizes like [`is_stepped`](Self::is_stepped).
     ///
     /// # Errors
     ///
-    /// As [`is_stepped`](Self::is_stepped).
+    /// The same as [`is_stepped`](Self::is_stepped).
     pub fn is_skipped(&self) -> Result<bool> {
         Ok(self.taken()? == Taken::Skipped)
     }
 
-    /// Tells whether the optimizer was stepped, or `None` as long as only the device knows. Never waits. Count with
-    /// [`StepCounter`](crate::scaler::StepCounter).
+    /// Returns whether the optimizer was stepped, or `None` while only the device has the answer. Never synchronizes.
+    /// [`StepCounter`](crate::scaler::StepCounter) uses this to count steps.
     ///
     /// # Errors
     ///
-    /// As [`is_stepped`](Self::is_stepped).
+    /// The same as [`is_stepped`](Self::is_stepped).
     pub fn poll(&self) -> Result<Option<bool>> {
         match &self.answer {
             Answer::Known(taken) => Ok(Some(*taken == Taken::Stepped)),
@@ -130,14 +130,15 @@ impl StepOutcome {
         }
     }
 
-    /// Tells whether the step was left out because no parameter had a gradient. PyTorch fails there. Never waits.
+    /// Returns whether the step was omitted because no parameter had a gradient. PyTorch raises an error in that case.
+    /// Never synchronizes.
     pub fn has_no_gradients(&self) -> bool {
         matches!(self.answer, Answer::Known(Taken::NoGradients))
     }
 
-    /// Returns the 2-norm of the unscaled gradients before clipping, as
-    /// [`step_clip_norm`](crate::GradScaler::step_clip_norm) took it: a 0-dim tensor on the device of the first
-    /// gradient. `None` after [`step`](crate::GradScaler::step), and without gradients.
+    /// Returns the 2-norm of the unscaled gradients before clipping, as computed by
+    /// [`step_clip_norm`](crate::GradScaler::step_clip_norm): a 0-dim tensor on the device of the first gradient.
+    /// `None` after [`step`](crate::GradScaler::step), and if there were no gradients.
     pub fn total_norm(&self) -> Option<&Tensor> {
         self.total_norm.as_ref()
     }

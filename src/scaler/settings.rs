@@ -1,4 +1,4 @@
-//! The settings and the state of a scaler at work.
+//! Getters and setters of a scaler, and its state.
 
 #[cfg(doc)]
 use crate::error::Error;
@@ -7,66 +7,67 @@ use crate::scale::LoadedState;
 use crate::scaler::{GradScaler, GradScalerState};
 
 impl GradScaler {
-    /// Returns what the scale is multiplied by when it grows.
+    /// Returns the factor by which the scale is multiplied when it grows.
     pub fn get_growth_factor(&self) -> f64 {
         self.scale.config().growth_factor
     }
 
-    /// Sets what the scale is multiplied by when it grows.
+    /// Sets the factor by which the scale is multiplied when it grows.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] unless it is finite and more than 1; the old value stays then.
+    /// [`Error::InvalidArgument`] unless it is finite and more than 1; the old value is kept then.
     pub fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
         self.scale.set_growth_factor(growth_factor)
     }
 
-    /// Returns what the scale is multiplied by when it backs off.
+    /// Returns the factor by which the scale is multiplied when it backs off.
     pub fn get_backoff_factor(&self) -> f64 {
         self.scale.config().backoff_factor
     }
 
-    /// Sets what the scale is multiplied by when it backs off.
+    /// Sets the factor by which the scale is multiplied when it backs off.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] unless it is between 0 and 1; the old value stays then.
+    /// [`Error::InvalidArgument`] unless it is between 0 and 1; the old value is kept then.
     pub fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
         self.scale.set_backoff_factor(backoff_factor)
     }
 
-    /// Returns the number of iterations without overflow before the scale grows.
+    /// Returns the number of consecutive iterations without overflow after which the scale grows.
     pub fn get_growth_interval(&self) -> i64 {
         self.scale.config().growth_interval
     }
 
-    /// Sets the number of iterations without overflow before the scale grows. With more than that behind it already,
-    /// the scale grows at the next one; in PyTorch it would never grow again.
+    /// Sets the number of consecutive iterations without overflow after which the scale grows. If that many are already
+    /// counted, the scale grows after the next one; in PyTorch it does not grow until an overflow has reset the count.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] unless it is from 1 to 2^31 - 1; the old value stays then.
+    /// [`Error::InvalidArgument`] unless it is from 1 to 2^31 - 1; the old value is kept then.
     pub fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
         self.scale.set_growth_interval(growth_interval)
     }
 
-    /// Returns the state to save: the empty one for a disabled scaler. Waits as [`get_scale`](Self::get_scale).
+    /// Returns the state to save; it is empty for a disabled scaler. Synchronizes like [`get_scale`](Self::get_scale).
     ///
     /// # Errors
     ///
-    /// [`ScalerError::IterationOpen`] between `unscale_` or `step` and `update`, where a part of the state is in the
-    /// gradients.
+    /// [`ScalerError::IterationOpen`] between `unscale_` or `step` and `update`, when a part of the state is in the
+    /// gradients; [`Error::Torch`] if the device cannot be read.
     pub fn state_dict(&self) -> Result<GradScalerState> {
         self.check_closed("state_dict")?;
         self.scale.state_dict()
     }
 
-    /// Takes over a saved state. Nothing happens to a disabled scaler.
+    /// Loads a saved state. A disabled scaler ignores it.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::EmptyState`], [`ScalerError::MissingKey`] and [`Error::InvalidArgument`] for a state that no scaler
-    /// can have saved, and [`ScalerError::IterationOpen`]; nothing changes then.
+    /// [`ScalerError::EmptyState`], [`ScalerError::MissingKey`] and [`Error::InvalidArgument`] for a state that no
+    /// scaler can have saved; [`ScalerError::IterationOpen`] between `unscale_` or `step` and `update`. Nothing is
+    /// changed then.
     pub fn load_state_dict(&mut self, state: &GradScalerState) -> Result<()> {
         match self.prepare_state(state)? {
             Some(loaded) => self.set_state(loaded),
@@ -74,7 +75,7 @@ impl GradScaler {
         }
     }
 
-    /// Checks a state and makes what loading it takes; `None` for a disabled scaler, which loads nothing.
+    /// Checks a state and allocates what loading it needs; `None` for a disabled scaler, which loads nothing.
     pub(crate) fn prepare_state(&self, state: &GradScalerState) -> Result<Option<LoadedState>> {
         self.check_closed("load_state_dict")?;
         self.scale.prepare_state(state)

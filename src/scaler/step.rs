@@ -1,24 +1,21 @@
 //! Unscaling and stepping an optimizer.
 
 use tch::Tensor;
-use tch::nn::VarStore;
 
 use crate::autocast;
-use crate::error::{Error, GradientError, Result, ScalerError};
-use crate::ffi::{self, Snapshot};
-use crate::gradients::{Gradients, Look, NonFiniteGradient, Plan};
+#[cfg(doc)]
+use crate::error::GradientError;
+use crate::error::{Error, Result, ScalerError};
+use crate::ffi;
+use crate::gradients::Look;
 use crate::optim::{AmpOptimizer, Step};
 use crate::scale::Number;
-use crate::scaler::iteration::{Iteration, Owner, Stage, Verdict};
+use crate::scaler::iteration::Verdict;
 use crate::scaler::outcome::Taken;
+use crate::scaler::record::Stage;
 use crate::scaler::{GradScaler, StepOutcome, Unscaled};
 
-fn appeared(parameter: String) -> Error {
-    let how = "appeared";
-    Error::Gradient(GradientError::Changed { parameter, how })
-}
-
-/// Whether a step is the next to come.
+/// Fails unless a step is the next call that is due.
 pub(crate) fn due(stage: Stage) -> Result<()> {
     match stage {
         Stage::Broken => Err(Error::Scaler(ScalerError::UnscaleFailed)),
@@ -33,46 +30,51 @@ fn update(optimizer: &mut dyn AmpOptimizer, step: &Step<'_>) -> Result<()> {
 
 impl GradScaler {
     /// Divides the gradients of an optimizer's parameters by the scale, in place, and records whether any is infinite
-    /// or NaN. As `unscale_` in PyTorch; [`unscale`](Self::unscale) returns a transaction besides. Waits for the device
-    /// only where gradients on the CPU meet a scale on a GPU.
+    /// or NaN. The counterpart of `unscale_`; [`unscale`](Self::unscale) also returns a transaction. Synchronizes only
+    /// where gradients on the CPU meet a scale on a GPU.
     ///
-    /// Needed only to look at or change gradients before [`step`](Self::step), which does it otherwise. Gradients may
-    /// be f32, f64, bf16 or complex, dense in any layout or COO sparse, on several devices; missing ones are left out,
-    /// and a gradient that a frozen parameter still carries is dropped. Clip before the next loss is scaled.
+    /// Only needed to inspect or change gradients before [`step`](Self::step), which otherwise unscales them itself.
+    /// Gradients may be f32, f64, bf16 or complex (fp16 with
+    /// [`allow_fp16_gradients`](crate::scaler::GradScalerConfig::allow_fp16_gradients)), dense in any memory format or
+    /// COO sparse, and on several devices. Parameters without a gradient are ignored, and a gradient that a frozen
+    /// parameter still has is dropped. Clip before the next loss is scaled.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyUnscaled`], [`ScalerError::UnscaleAfterStep`], [`GradientError::Shared`] and [`GradientError::Unsupported`]; no
-    /// gradient is touched then. [`Error::Torch`] when libtorch itself fails: all gradients are as before where memory ran
-    /// out, and the call can be made again; where it fails midway, [`ScalerError::UnscaleFailed`] follows.
+    /// [`ScalerError::AlreadyUnscaled`], [`ScalerError::UnscaleAfterStep`], [`GradientError::Shared`] and
+    /// [`GradientError::Unsupported`]; no gradient is changed then. [`Error::Torch`] if libtorch fails. If memory ran
+    /// out, all gradients are as before and the call can be repeated; if libtorch failed midway, later calls return
+    /// [`ScalerError::UnscaleFailed`].
     pub fn unscale_(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         self.open(optimizer)?;
         Ok(())
     }
 
-    /// Unscales in place as [`unscale_`](Self::unscale_) and returns a transaction that clips and steps. PyTorch has no
-    /// twin. The scaler is shared, so that several optimizers can be in transactions at once.
+    /// Unscales in place like [`unscale_`](Self::unscale_) and returns a transaction that clips and steps. It borrows
+    /// the scaler shared, so that several optimizers can be in transactions at once. PyTorch has no counterpart.
     ///
     /// # Errors
     ///
-    /// As [`unscale_`](Self::unscale_).
+    /// The same as [`unscale_`](Self::unscale_).
     pub fn unscale<'a>(&'a self, optimizer: &'a mut dyn AmpOptimizer) -> Result<Unscaled<'a>> {
         let record = self.open(optimizer)?;
         Ok(Unscaled::new(self, optimizer, record))
     }
 
-    /// Steps the optimizer if all its gradients are finite, and unscales them first unless that was done.
+    /// Steps the optimizer if all its gradients are finite, and unscales them first unless that was done. The
+    /// counterpart of `step`.
     ///
-    /// A fused [`Optimizer`](crate::optim::Optimizer) unscales and skips on the device, and nobody waits; its gradients
-    /// stay scaled, unless libtorch's kernel for the device writes them back. For other optimizers with gradients on a
-    /// GPU the host waits for the answer, in one transfer for all parameters and devices. Numbers that changed since
-    /// `unscale_`, as clipping changes them, are checked again. After a step the autocast weight cache is cleared.
+    /// A fused [`Optimizer`](crate::optim::Optimizer) unscales and skips on the device, without synchronizing; its
+    /// gradients stay scaled, unless libtorch's kernel for the device writes them back. For a host optimizer with
+    /// gradients on GPUs, the call synchronizes: the flags for non-finite gradients of all parameters and devices are
+    /// read in one transfer. Gradients whose values changed since `unscale_`, for instance by clipping, are checked
+    /// again. After a step the autocast weight cache is cleared.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyStepped`]; [`GradientError::Changed`] when a gradient is not the one that was unscaled, because
-    /// it appeared, was replaced, or changed after another loss was scaled; those of [`unscale_`](Self::unscale_); and
-    /// what the optimizer's own step returns.
+    /// [`ScalerError::AlreadyStepped`]; [`GradientError::Changed`] if a gradient is not the one that was unscaled,
+    /// because it appeared, was replaced, or changed after another loss was scaled; the errors of
+    /// [`unscale_`](Self::unscale_); and any error of the optimizer's own step.
     pub fn step(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
         self.step_shared(optimizer)
     }
@@ -91,7 +93,7 @@ impl GradScaler {
         }
     }
 
-    /// Takes the step that the record allows. Waits to know whether it does.
+    /// Takes the step if the record allows it. Synchronizes to find out whether it does.
     fn step_unscaled(
         &self,
         record: usize,
@@ -101,7 +103,7 @@ impl GradScaler {
         let taken = if found_inf {
             Taken::Skipped
         } else {
-            // Nothing is borrowed meanwhile: the optimizer may use the scaler.
+            // The iteration is not borrowed meanwhile: the optimizer may use the scaler.
             update(optimizer, &Step::default())?;
             Taken::Stepped
         };
@@ -109,14 +111,16 @@ impl GradScaler {
         Ok(StepOutcome::known(taken))
     }
 
-    /// Steps an optimizer that unscales and skips by itself, and clips where there is a limit. Does not wait.
+    /// Steps an optimizer that unscales and skips by itself, clipping to `max_norm` if there is one. Does not
+    /// synchronize.
     pub(crate) fn step_scaled(
         &self,
         optimizer: &mut dyn AmpOptimizer,
         scale: &Number,
         max_norm: Option<f64>,
     ) -> Result<StepOutcome> {
-        // Where unscaling can overflow, the norm of what it makes of the gradients tells.
+        // If the reciprocal of the scale is more than 1, unscaling can overflow, which only the norm of the unscaled
+        // gradients shows.
         let with_norm = max_norm.is_some() || scale.enlarges();
         let look = if with_norm { Look::Norm } else { Look::Check };
         let Some(record) = self.claim_for_step(optimizer, look)? else {
@@ -128,7 +132,7 @@ impl GradScaler {
         let mut iteration = self.iteration.borrow_mut();
         match outcome {
             Ok(_) => iteration.set_stage(record, Stage::Stepped),
-            // Where nothing was changed the step can be tried again. On a GPU the kernels may have unscaled some of the
+            // If nothing was changed, the step can be tried again. On a GPU the kernels may have unscaled some of the
             // gradients.
             Err(_) if scaled && iteration.is_untouched(record) => iteration.abandon(record),
             Err(_) if scaled => iteration.set_broken(record),
@@ -137,7 +141,7 @@ impl GradScaler {
         outcome
     }
 
-    /// Has the optimizer take its step, unless the host knows that it is skipped.
+    /// Lets the optimizer take its step, unless the host knows that it is skipped.
     fn update_scaled(
         &self,
         record: usize,
@@ -170,172 +174,11 @@ impl GradScaler {
         Ok(outcome.with_norm(norm.filter(|_| max_norm.is_some())))
     }
 
-    /// Finds the record whose step is due, or makes one by a look at the gradients.
+    /// Finds the record whose step is due, or opens one.
     fn claim_for_step(&self, optimizer: &dyn AmpOptimizer, look: Look) -> Result<Option<usize>> {
         self.claim(optimizer, look, |iteration, record, scale, gradients| {
             due(iteration.stage(record))?;
             iteration.verify(record, gradients, scale.tensor())
         })
-    }
-
-    /// Finds the record of an optimizer that has been unscaled or stepped since the last update.
-    pub(crate) fn record(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
-        let now = ffi::gradients_inspect(&optimizer.parameters())?;
-        Ok(self.iteration.borrow().find(&now))
-    }
-
-    /// Unscales and returns the record; `None` when there is nothing to record.
-    pub(crate) fn open(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
-        self.claim(optimizer, Look::Unscale, |iteration, record, _, _| {
-            Err(match iteration.stage(record) {
-                Stage::Broken => Error::Scaler(ScalerError::UnscaleFailed),
-                Stage::Unscaled => Error::Scaler(ScalerError::AlreadyUnscaled),
-                Stage::Looked | Stage::Stepped => Error::Scaler(ScalerError::UnscaleAfterStep),
-            })
-        })
-    }
-
-    /// Returns the record of the optimizer's parameters: a new one, by a look at the gradients, or what `known` says of
-    /// an old one.
-    fn claim(
-        &self,
-        optimizer: &dyn AmpOptimizer,
-        look: Look,
-        known: impl FnOnce(&mut Iteration, usize, &Number, Gradients<'_>) -> Result<()>,
-    ) -> Result<Option<usize>> {
-        let Some(scale) = self.scale.number() else {
-            return Ok(None);
-        };
-        // What is unscaled, or would be, and normed has the dtype that the optimizer updates in.
-        if look != Look::Check && optimizer.wants_f32_gradients() {
-            ffi::gradients_widen(&optimizer.parameters())?;
-        }
-        let gradients = self.gradients(optimizer)?;
-        let mut iteration = self.iteration.borrow_mut();
-        match iteration.owner(gradients.snapshot()) {
-            Owner::Shared(index) => {
-                Err(Error::Gradient(GradientError::Shared { parameter: gradients.describe(index) }))
-            }
-            Owner::Record(record) => {
-                known(&mut iteration, record, scale, gradients).map(|()| Some(record))
-            }
-            Owner::Nobody => {
-                // A look that writes nothing back loses no small value.
-                let allow_fp16 = look != Look::Unscale || self.scale.config().may_unscale_fp16();
-                let plan = Plan::new(&gradients, allow_fp16)?;
-                if look == Look::Norm {
-                    gradients.refuse_sparse()?;
-                }
-                iteration.open(gradients, &plan, scale, look)
-            }
-        }
-    }
-
-    /// Inspects the gradients of an optimizer.
-    pub(crate) fn gradients<'a>(
-        &'a self,
-        optimizer: &'a dyn AmpOptimizer,
-    ) -> Result<Gradients<'a>> {
-        let name = move |index, identity| {
-            let known = || self.names.get(&identity).map(|(name, _)| name.clone());
-            optimizer.parameter_name(index).or_else(known)
-        };
-        Gradients::of(optimizer.parameters(), Box::new(name))
-    }
-
-    /// Changes the gradients of an unscaled optimizer and remembers that it was us. `look_again` if that can make one
-    /// infinite or NaN.
-    pub(crate) fn change_gradients<T>(
-        &self,
-        record: Option<usize>,
-        optimizer: &dyn AmpOptimizer,
-        look_again: bool,
-        change: impl FnOnce(&[Tensor]) -> Result<T>,
-    ) -> Result<T> {
-        let gradients = self.gradients(optimizer)?;
-        let Some(record) = record else {
-            let mut now = gradients.snapshot().iter();
-            return match now.position(|gradient| gradient.exists() && self.is_enabled()) {
-                Some(index) => Err(appeared(gradients.describe(index))),
-                None => change(gradients.parameters()),
-            };
-        };
-        let mut iteration = self.iteration.borrow_mut();
-        iteration.compare(record, &gradients)?;
-        let changed = change(gradients.parameters())?;
-        iteration.accept(record, Snapshot::of(gradients.parameters())?, look_again);
-        Ok(changed)
-    }
-
-    /// Forgets that an optimizer was unscaled in this iteration, for a loop that decides not to step it and not to
-    /// call `update` either. Its gradients stay as they are: zero them before the next backward. PyTorch has no twin.
-    ///
-    /// An overflow that was found is forgotten, too: where it is the reason, call `update` instead, or the scale will
-    /// never sink. An optimizer that is dropped counts until `update`, unless it is abandoned before. Nothing happens
-    /// to one that was not unscaled.
-    ///
-    /// # Errors
-    ///
-    /// [`ScalerError::AlreadyStepped`] when its step was taken or skipped; [`Error::Torch`] if its parameters cannot be read.
-    pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
-        let now = ffi::gradients_inspect(&optimizer.parameters())?;
-        let iteration = self.iteration.get_mut();
-        match iteration.find(&now) {
-            Some(record) if iteration.stage(record) == Stage::Stepped => {
-                Err(Error::Scaler(ScalerError::AlreadyStepped))
-            }
-            Some(record) => {
-                iteration.abandon(record);
-                Ok(())
-            }
-            None => Ok(()),
-        }
-    }
-
-    /// Takes the names of a VarStore's variables, for messages about their gradients, and keeps handles to them as long
-    /// as the scaler lives. Variables that are added later need another call. PyTorch has no twin.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Torch`] if the variables cannot be read.
-    pub fn name_parameters(&mut self, vs: &VarStore) -> Result<()> {
-        let (names, tensors): (Vec<_>, Vec<_>) = vs.variables().into_iter().unzip();
-        let identities = ffi::identities(&tensors)?;
-        let named = names.into_iter().zip(tensors);
-        self.names.extend(identities.into_iter().zip(named));
-        Ok(())
-    }
-
-    /// Tells which gradients of an optimizer hold infinities or NaNs, and how many: after a skipped step, and before
-    /// the gradients are zeroed, it says where to look. Waits for the device. PyTorch has no counterpart.
-    ///
-    /// Names are those of a fused optimizer or of [`name_parameters`](Self::name_parameters).
-    ///
-    /// ```
-    /// use tch::{Device, Kind, Tensor, nn, nn::OptimizerConfig};
-    /// use tch_amp::GradScaler;
-    ///
-    /// let vs = nn::VarStore::new(Device::Cpu);
-    /// let w = vs.root().var("w", &[3], nn::Init::Const(1.0));
-    /// let mut opt = nn::Sgd::default().build(&vs, 0.1)?;
-    /// let mut scaler = GradScaler::skip_only(Device::Cpu)?;
-    /// scaler.name_parameters(&vs)?;
-    /// scaler.backward(&(&w * Tensor::from_slice(&[1.0, f64::INFINITY, f64::NAN])).sum(Kind::Float))?;
-    /// if scaler.step(&mut opt)?.is_skipped()? {
-    ///     let found = scaler.non_finite_gradients(&opt)?;
-    ///     assert_eq!(found[0].to_string(), "parameter `w` [3]: 1 infinite, 1 NaN");
-    /// }
-    /// scaler.update()?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Torch`] if a gradient cannot be read.
-    pub fn non_finite_gradients(
-        &self,
-        optimizer: &dyn AmpOptimizer,
-    ) -> Result<Vec<NonFiniteGradient>> {
-        self.gradients(optimizer)?.non_finite()
     }
 }

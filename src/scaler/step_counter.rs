@@ -1,15 +1,16 @@
-//! Counting the steps that were taken.
+//! Counting the steps that were taken and skipped.
 
 use std::collections::VecDeque;
 
 use crate::error::Result;
 use crate::scaler::StepOutcome;
 
-/// Counts the steps that were taken and not skipped, without ever waiting for a device. For a learning-rate schedule:
-/// PyTorch can only ask the scaler whether its scale has sunk, and waits for it.
+/// Counts the steps that were taken and those that were skipped, without ever synchronizing. Meant for learning-rate
+/// schedules: in PyTorch a loop has to compare the scale before and after `update` to notice a skipped step, which
+/// synchronizes.
 ///
-/// On a GPU the counts lag behind by the steps that the device has not come to; nothing is lost. On a CPU they are
-/// exact. Printed it is a report, such as `998 steps taken, 2 skipped (at most 1 in a row)`.
+/// On a GPU the counts lag by the steps still in flight; each is counted eventually. On a CPU they are exact. `Display`
+/// prints a report such as `998 steps taken, 2 skipped (at most 1 in a row)`.
 ///
 /// ```no_run
 /// # use tch_amp::GradScaler;
@@ -29,27 +30,27 @@ use crate::scaler::StepOutcome;
 pub struct StepCounter {
     taken: u64,
     skipped: u64,
-    /// Skipped since the last step that was taken.
+    /// Steps skipped since the last one that was taken.
     in_a_row: u64,
     longest_row: u64,
     open: VecDeque<StepOutcome>,
 }
 
 impl StepCounter {
-    /// Goes on from a saved [`count`](Self::count).
+    /// Makes a counter that continues from a saved [`count`](Self::count).
     pub fn starting_at(taken: u64) -> Self {
         Self { taken, ..Self::default() }
     }
 
-    /// Takes up what a step did. A step without gradients counts neither as taken nor as skipped.
+    /// Records the outcome of a step. A step without gradients counts neither as taken nor as skipped.
     pub fn record(&mut self, outcome: StepOutcome) {
-        // The answer sets out now; an error will come again when it is counted.
+        // Starts the transfer of the answer; an error will occur again when the step is counted.
         drop(outcome.poll());
         self.open.push_back(outcome);
         drop(self.poll());
     }
 
-    /// Returns how many of the recorded steps are known to have been taken. Never waits.
+    /// Returns how many of the recorded steps are known to have been taken. Never synchronizes.
     ///
     /// # Errors
     ///
@@ -59,28 +60,29 @@ impl StepCounter {
         Ok(self.taken)
     }
 
-    /// Returns how many of the recorded steps are known to have been skipped. Never waits.
+    /// Returns how many of the recorded steps are known to have been skipped. Never synchronizes.
     ///
     /// # Errors
     ///
-    /// As [`count`](Self::count).
+    /// The same as [`count`](Self::count).
     pub fn skipped(&mut self) -> Result<u64> {
         self.poll()?;
         Ok(self.skipped)
     }
 
-    /// Returns how many steps in a row are known to have been skipped up to now. Never waits: a loop can stop at a
-    /// limit of its own without [`max_consecutive_skips`](crate::scaler::GradScalerConfig::max_consecutive_skips).
+    /// Returns the number of consecutive skips up to the latest step whose outcome is known. Never synchronizes, so a
+    /// loop can stop at a limit of its own without the synchronization that
+    /// [`max_consecutive_skips`](crate::scaler::GradScalerConfig::max_consecutive_skips) needs.
     ///
     /// # Errors
     ///
-    /// As [`count`](Self::count).
+    /// The same as [`count`](Self::count).
     pub fn consecutive_skips(&mut self) -> Result<u64> {
         self.poll()?;
         Ok(self.in_a_row)
     }
 
-    /// Returns how many recorded steps nothing is known of yet, as of the last count.
+    /// Returns how many recorded steps were still unknown at the last count.
     pub fn pending(&self) -> usize {
         self.open.len()
     }
@@ -91,7 +93,7 @@ impl StepCounter {
                 break;
             };
             if taken {
-                // A count that was loaded may be any number.
+                // A loaded count may be any number.
                 self.taken = self.taken.saturating_add(1);
                 self.in_a_row = 0;
             } else if !outcome.has_no_gradients() {
@@ -105,7 +107,7 @@ impl StepCounter {
     }
 }
 
-/// As of the last count.
+/// Prints the counts as of the last count.
 impl std::fmt::Display for StepCounter {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} steps taken, {} skipped", self.taken, self.skipped)?;

@@ -10,10 +10,11 @@ use crate::gradients::{check_limit, explained};
 use crate::optim::AmpOptimizer;
 use crate::scaler::{GradScaler, StepOutcome};
 
-/// An optimizer whose gradients have been unscaled: clip them, then step. Dropping it leaves the step out. PyTorch has
-/// no twin.
+/// An optimizer whose gradients have been unscaled: clip them, then step. Dropping it omits the step. PyTorch has no
+/// counterpart.
 ///
-/// It borrows both sides, so that clipping before unscaling, unscaling twice and stepping twice do not compile:
+/// It borrows the scaler and the optimizer, so that clipping before unscaling, unscaling twice and stepping twice do
+/// not compile:
 ///
 /// ```compile_fail,E0382
 /// # fn twice(scaler: &tch_amp::GradScaler, opt: &mut tch::nn::Optimizer) -> tch_amp::Result<()> {
@@ -30,11 +31,11 @@ use crate::scaler::{GradScaler, StepOutcome};
 /// let _outcome = first.step()?;
 /// # Ok(()) }
 /// ```
-#[must_use = "dropping this leaves the optimizer's step out; call `step`"]
+#[must_use = "dropping this omits the optimizer's step; call `step`"]
 pub struct Unscaled<'a> {
     scaler: &'a GradScaler,
     optimizer: &'a mut dyn AmpOptimizer,
-    /// `None` when the scaler is disabled or there was no gradient.
+    /// `None` if the scaler is disabled or there was no gradient.
     record: Option<usize>,
 }
 
@@ -47,9 +48,10 @@ impl<'a> Unscaled<'a> {
         Self { scaler, optimizer, record }
     }
 
-    /// Scales the gradients down in place so that their common 2-norm is at most `max_norm`, and returns the norm from
-    /// before: a 0-dim tensor on the device of the first gradient; zero without any. Waits for the device only where
-    /// gradients on a GPU and on the CPU meet. As `torch.nn.utils.clip_grad_norm_`.
+    /// Scales the gradients down in place so that their common 2-norm is at most `max_norm`, and returns the norm
+    /// before clipping: a 0-dim tensor on the device of the first gradient, or zero if there are no gradients.
+    /// Synchronizes only where gradients on a GPU and on the CPU are clipped together. The counterpart of
+    /// `torch.nn.utils.clip_grad_norm_`.
     ///
     /// # Errors
     ///
@@ -59,12 +61,13 @@ impl<'a> Unscaled<'a> {
         self.clip(max_norm, false)
     }
 
-    /// Clips as [`clip_grad_norm`](Self::clip_grad_norm), unless the norm is infinite or NaN. Waits for the device to
-    /// know. As `torch.nn.utils.clip_grad_norm_` with `error_if_nonfinite=True`.
+    /// Clips like [`clip_grad_norm`](Self::clip_grad_norm), but fails if the norm is infinite or NaN. Synchronizes to
+    /// find out. Corresponds to `torch.nn.utils.clip_grad_norm_` with `error_if_nonfinite=True`.
     ///
     /// # Errors
     ///
-    /// [`GradientError::NonFiniteNorm`], with the gradients as they were; else as [`clip_grad_norm`](Self::clip_grad_norm).
+    /// [`GradientError::NonFiniteNorm`], which leaves the gradients unchanged; otherwise the same as
+    /// [`clip_grad_norm`](Self::clip_grad_norm).
     pub fn clip_grad_norm_error_if_nonfinite(&mut self, max_norm: f64) -> Result<Tensor> {
         self.clip(max_norm, true)
     }
@@ -75,12 +78,13 @@ impl<'a> Unscaled<'a> {
             let norm = ffi::clip_grad_norm(all, max_norm, error_if_nonfinite);
             norm.map_err(|error| explained(all, error))
         };
-        // The factor is not a number only where the limit and the norm are infinite.
+        // For finite gradients, the factor is NaN only if the limit is infinite and the norm overflows to infinity.
         let norm = self.change(!max_norm.is_finite(), clip)?;
         norm.map_or_else(|| Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?), Ok)
     }
 
-    /// Clamps every element of the gradients to `-max..=max`, in place. As `torch.nn.utils.clip_grad_value_`.
+    /// Clamps every element of the gradients to `-max..=max`, in place. The counterpart of
+    /// `torch.nn.utils.clip_grad_value_`.
     ///
     /// # Errors
     ///
@@ -102,11 +106,11 @@ impl<'a> Unscaled<'a> {
         self.scaler.change_gradients(record, optimizer, look_again, change)
     }
 
-    /// Steps the optimizer if all its gradients are finite. Waits as [`GradScaler::step`].
+    /// Steps the optimizer if all its gradients are finite. Synchronizes like [`GradScaler::step`].
     ///
     /// # Errors
     ///
-    /// As [`GradScaler::step`].
+    /// The same as [`GradScaler::step`].
     pub fn step(self) -> Result<StepOutcome> {
         self.scaler.step_shared(self.optimizer)
     }

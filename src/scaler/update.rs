@@ -9,19 +9,21 @@ use crate::scale::end_all;
 use crate::scaler::GradScaler;
 
 impl GradScaler {
-    /// Ends the iteration: backs the scale off if any optimizer's gradients overflowed, or counts towards its growth.
+    /// Ends the iteration: backs the scale off if the gradients of any optimizer overflowed, and otherwise counts the
+    /// iteration towards growth. The counterpart of `update`.
     ///
-    /// The scale stays as it is where unscaling broke off and nothing else was checked.
+    /// The scale does not change if unscaling broke off and nothing else was checked.
     ///
-    /// Waits for the device only with `error_at_min_scale` or `max_consecutive_skips` where an overflow is known on a GPU
-    /// only, as that of a fused optimizer is, or where the scale is on the CPU and the overflow is not.
+    /// Synchronizes only where the host has not read whether an iteration overflowed, because the optimizer was fused
+    /// or not stepped, and either `error_at_min_scale` or `max_consecutive_skips` is set, or the scale is on the CPU
+    /// and the gradients are on a GPU.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::NoInfChecks`] when no gradient was checked since the last update, and [`ScalerError::UnscaleFailed`] when
-    /// unscaling broke off and the gradients were not zeroed since; nothing changes then.
-    /// [`ScalerError::TooManySkips`] at the configured limit, and [`ScalerError::ScaleAtMinimum`] with `error_at_min_scale`; the
-    /// iteration has been ended as usual then.
+    /// [`ScalerError::NoInfChecks`] if no gradient was checked since the last update, and
+    /// [`ScalerError::UnscaleFailed`] if unscaling broke off and the gradients were not zeroed since; nothing is
+    /// changed then. [`ScalerError::TooManySkips`] at the configured limit, and [`ScalerError::ScaleAtMinimum`] with
+    /// `error_at_min_scale`; the iteration has been ended as usual then.
     pub fn update(&mut self) -> Result<()> {
         if !self.is_enabled() {
             return Ok(());
@@ -38,25 +40,26 @@ impl GradScaler {
         given_up.map_or(Ok(()), Err)
     }
 
-    /// Ends the iteration with a given scale. The growth tracker and the count of skips stay. Does not wait for the
-    /// device. As `update(new_scale)` with a number.
+    /// Ends the iteration and sets the scale to a given value. The growth tracker and the count of skips do not change.
+    /// Does not synchronize. Corresponds to `update(new_scale)` with a number in PyTorch.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] unless `new_scale` is from `min_scale` to `max_scale`; nothing changes then.
+    /// [`Error::InvalidArgument`] unless `new_scale` is from `min_scale` to `max_scale`; nothing is changed then.
     pub fn update_with(&mut self, new_scale: f64) -> Result<()> {
         self.scale.set_scale(new_scale)?;
         self.iteration.get_mut().close();
         Ok(())
     }
 
-    /// Ends the iteration with the scale in a one-element tensor. Waits for the tensor's device, because a scale that
-    /// is not finite must not get through. As `update(new_scale)` with a tensor.
+    /// Ends the iteration and sets the scale to the value of a one-element tensor. Synchronizes with the tensor's
+    /// device, because a non-finite scale has to be refused. Corresponds to `update(new_scale)` with a tensor in
+    /// PyTorch.
     ///
     /// # Errors
     ///
-    /// As [`update_with`](Self::update_with), also for a tensor that has not one element; [`Error::Torch`] for an
-    /// undefined one.
+    /// The same as [`update_with`](Self::update_with), also for a tensor that does not have exactly one element;
+    /// [`Error::Torch`] for an undefined one.
     pub fn update_with_tensor(&mut self, new_scale: &Tensor) -> Result<()> {
         let value = new_scale.f_view(-1)?.f_detach()?;
         if value.numel() != 1 {

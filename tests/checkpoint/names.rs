@@ -65,7 +65,7 @@ fn a_prefix_is_renamed_in_models_and_optimizers() {
         let CheckpointError::Keys { missing, unexpected, .. } = &error else { panic!("{error}") };
         assert_eq!(missing, &["a.weight", "module.b"]);
         assert_eq!(unexpected, &["module.a.weight", "module.module.b"]);
-        assert!(error.to_string().contains("`rename_prefix` renames"), "{error}");
+        assert!(error.to_string().contains("use `rename_prefix`"), "{error}");
         let restore = checkpoint.restore().model("model", &vs).optimizer("opt", &mut opt);
         let restored = restore.rename_prefix("module.", "").apply().unwrap();
         assert_eq!(restored, Default::default());

@@ -109,7 +109,7 @@ fn trees_of_differing_kinds_are_refused_with_what_to_do() {
     let error = select_tree(&Tensor::from(true), &of(Kind::Float), &of(Kind::Half)).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the trees differ at `root[0]`: Float [] on Cpu in the first and Half [] on Cpu in the second; cast one of them, with Policy::cast_to_param say"
+        "the trees differ at `root[0]`: Float [] on Cpu in the first and Half [] on Cpu in the second; cast one of them, for instance with Policy::cast_to_param"
     );
     let (long, short) = (Tensor::from_slice(&[1f32, 2.0]), Tensor::from_slice(&[1f32]));
     let error = select_tree(&Tensor::from(true), &long, &short).unwrap_err().to_string();

@@ -40,10 +40,10 @@ fn the_shortest_text_is_printed() {
 
 #[rstest]
 #[case("", "it is empty")]
-#[case("adaptive", "`adaptive` is no number")]
+#[case("adaptive", "`adaptive` is not a number")]
 #[case("static", "`static` takes a number")]
-#[case("static:", "`` is no number")]
-#[case("dynamic:big", "`big` is no number")]
+#[case("static:", "`` is not a number")]
+#[case("dynamic:big", "`big` is not a number")]
 #[case("none:2", "`none` takes no number")]
 #[case("adaptive:2", "there is no `adaptive` loss scale")]
 #[case("0", "loss_scale is 0, but must be a number from 2^-126 to the largest f32")]

@@ -89,7 +89,7 @@ fn what_cannot_be_optimized_is_refused() {
     for kind in [Kind::Int64, Kind::Bool, Kind::ComplexFloat] {
         let tensor = Tensor::ones([2], (kind, Device::Cpu));
         let error = Sgd::default().build(vec![("w", tensor)], 0.1).unwrap_err();
-        assert!(error.to_string().contains("w is no floating tensor"), "{error}");
+        assert!(error.to_string().contains("w is not a floating-point tensor"), "{error}");
     }
     assert!(Sgd::default().build(vec![Tensor::new()], 0.1).is_err());
 }

@@ -7,12 +7,12 @@ mod common;
 mod gradients;
 mod identity;
 mod losses;
-mod patience;
 mod per_loss;
 mod protocol;
 mod scale;
 mod skip_only;
 mod state;
+mod tolerance;
 mod unscaled;
 mod values;
 

@@ -244,9 +244,9 @@ fn a_scaler_at_its_bounds_can_be_saved_and_loaded(
     loaded.update_with(loaded.get_scale().unwrap()).unwrap();
 }
 
-/// More patience than a smaller hysteresis has is all of that.
+/// A count beyond a smaller hysteresis is limited to it.
 #[test]
-fn a_loaded_patience_is_at_most_the_hysteresis() {
+fn a_loaded_count_is_at_most_the_hysteresis() {
     for_each_device(|device| {
         let config = GradScalerConfig::default().hysteresis(2).init_scale(8.0);
         let mut state = config.build(device).unwrap().state_dict().unwrap();
@@ -266,7 +266,7 @@ fn a_loaded_patience_is_at_most_the_hysteresis() {
 
 /// What the device counts is what was loaded, too, and not only what the host believes.
 #[test]
-fn a_loaded_patience_takes_the_place_of_one_that_is_used_up() {
+fn a_loaded_count_replaces_one_that_is_used_up() {
     for_each_device(|device| {
         let config = GradScalerConfig::default().hysteresis(2).init_scale(8.0);
         let mut scaler = config.build(device).unwrap();

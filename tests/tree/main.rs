@@ -76,7 +76,7 @@ fn map(keys: &[&str]) -> BTreeMap<String, Tensor> {
 #[case(
     differ(&vec![(map(&["a"]), [x()])], &vec![(map(&["a"]), [x().to_kind(Kind::Half)])]),
     "root[0].1[0]",
-    "Float [2] on Cpu in the first and Half [2] on Cpu in the second; cast one of them, with Policy::cast_to_param say"
+    "Float [2] on Cpu in the first and Half [2] on Cpu in the second; cast one of them, for instance with Policy::cast_to_param"
 )]
 #[case(
     differ(&HashMap::from([("k".to_owned(), x())]), &HashMap::from([("k".to_owned(), x().unsqueeze(0))])),

@@ -13,6 +13,7 @@ use crate::versions::{Pair, locked};
 use crate::{cache, process, shadow, tools, workspace};
 
 mod cuda;
+mod speed;
 
 /// What stops `demo` and `test` from working.
 type Problems = Vec<Error>;
@@ -35,6 +36,10 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let gpus = cuda::examine(libtorch.as_ref());
     let cpu = cpu();
     println!("\n{}", advice(&cpu, &gpus));
+    let python = libtorch.as_ref().and_then(|libtorch| libtorch.python.as_ref());
+    if let Some(measured) = python.and_then(|python| speed::advice(python)) {
+        println!("\nMeasured on the CPU, by matrix products:\n{measured}");
+    }
     Ok(verdict(&problems))
 }
 

@@ -16,6 +16,7 @@ mod demo;
 mod doctor;
 mod fuzz;
 mod gpu;
+mod layers;
 mod libtorch;
 mod links;
 mod minimal;

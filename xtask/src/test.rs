@@ -7,7 +7,7 @@ use crate::process::run as show;
 use crate::steps::Steps;
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::{self, Workspace};
-use crate::{fuzz, links, msrv, on_simulation, package, sanitize, surface, tools};
+use crate::{fuzz, layers, links, msrv, on_simulation, package, sanitize, surface, tools};
 
 const FUZZ_SECONDS: u32 = 10;
 
@@ -52,6 +52,7 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
     steps.run("format", tools::check_rust_format)?;
     steps.run("format of the C++", tools::check_cxx_format)?;
     steps.run("links between the pages", links::check)?;
+    steps.run("layers of the source", layers::check)?;
     steps.run("minimum Rust version", msrv::check)?;
     steps.run("contents of the package", package::check_contents)?;
     steps.run(

@@ -1,4 +1,4 @@
-//! From PyTorch's values to the parts of a checkpoint.
+//! Converts PyTorch's values to the parts of a checkpoint.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ type Parts = BTreeMap<String, Part>;
 /// Why the values are not a checkpoint.
 pub(super) type Problem = String;
 
-/// Where the storages lie.
+/// Converts values, given where the storages are in the file.
 #[derive(Debug)]
 pub(crate) struct Reader<'a> {
     pub(crate) source: &'a Arc<Source>,
@@ -24,10 +24,11 @@ pub(crate) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// A dict of tensors is the model `model`; any other has its parts under their names.
+    /// Converts the saved object. A dict of tensors becomes a model named `model`; any other dict has a part under each
+    /// key.
     pub(crate) fn parts(&self, root: &Value) -> Result<Parts, Problem> {
         let Value::Dict(items) = root else {
-            return Err("it holds no dict, so that nothing in it has a name".to_owned());
+            return Err("it does not hold a dict, so nothing in it has a name".to_owned());
         };
         let ours = get(items, KEY).and_then(plain::from_python);
         if ours.is_none() && is_model(items) {
@@ -51,7 +52,7 @@ impl Reader<'_> {
         Ok(parts)
     }
 
-    /// A part whose kind this crate has noted.
+    /// Converts a part whose kind this crate has recorded in the file.
     fn part_of(&self, kind: &str, value: &Value, names: Option<&Plain>) -> Result<Part, Problem> {
         let part = match (kind, value) {
             ("model", Value::Dict(items)) => self.model(items),
@@ -62,10 +63,11 @@ impl Reader<'_> {
             ("value", value) => plain::from_python(value).map(Part::Value),
             _ => None,
         };
-        part.ok_or_else(|| format!("is not the {kind} that it says it is"))
+        part.ok_or_else(|| format!("is recorded as a part of the kind {kind}, but is not one"))
     }
 
-    /// A part of a Python program's. What is none of the kinds here does not keep the others from being read.
+    /// Converts a part from a Python program, whose kind is guessed. A part of an unsupported kind does not prevent the
+    /// others from being read.
     fn guess(&self, value: &Value) -> Part {
         let has = |items: &Items, key: &str| get(items, key).is_some();
         let part = match value {
@@ -78,7 +80,7 @@ impl Reader<'_> {
             Value::Dict(items) if is_model(items) => self.model(items),
             value => plain::from_python(value).map(Part::Value).or_else(|| self.mixed(value)),
         };
-        part.unwrap_or_else(|| Part::Unknown("neither tensors nor JSON".to_owned()))
+        part.unwrap_or_else(|| Part::Unknown("neither tensors nor JSON values".to_owned()))
     }
 
     fn model(&self, items: &Items) -> Option<Part> {
@@ -102,7 +104,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A dict of tensors and of values.
+    /// Converts a dict of tensors and values.
     fn dict(&self, items: &Items) -> Option<Part> {
         let (mut tensors, mut values) = (BTreeMap::new(), Vec::new());
         for (key, value) in items {
@@ -125,7 +127,7 @@ impl Reader<'_> {
     }
 }
 
-/// Whether a dict is the state of a module: tensors, and perhaps extra states that are `None`.
+/// Whether a dict is the state of a module: it holds tensors, and possibly extra states that are `None`.
 fn is_model(items: &Items) -> bool {
     let is_tensor = |value: &Value| matches!(value, Value::Tensor(_));
     items.iter().any(|(_, value)| is_tensor(value))
@@ -136,7 +138,7 @@ fn scaler(value: &Value) -> Option<Part> {
     plain::from_python(value)?.read().ok().map(Part::Scaler)
 }
 
-/// Whether the elements lie in row-major order without gaps.
+/// Whether the elements are in row-major order without gaps.
 fn is_in_order(size: &[i64], stride: &[i64]) -> bool {
     let mut expected = 1;
     size.contains(&0)

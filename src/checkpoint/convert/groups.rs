@@ -1,4 +1,4 @@
-//! Parameter groups as PyTorch's optimizers keep them.
+//! Conversion of the parameter groups of PyTorch's optimizers.
 
 use super::plain;
 use crate::checkpoint::pickle::{Value, get};
@@ -7,13 +7,13 @@ use crate::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
 
 type Items = Vec<(Value, Value)>;
 
-/// Reads the options of a group; which algorithm they are of follows from their names.
+/// Reads the options of a group, and infers the algorithm from their names.
 pub(super) fn from_python(group: &[(Value, Value)]) -> Result<ParamGroup, String> {
     let has = |name: &str| get(group, name).is_some();
     let is_true = |name: &str| get(group, name) == Some(&Value::Bool(true));
     let algorithm = match () {
         () if has("lr_decay") => "Adagrad",
-        // NAdam and RAdam have all the rest.
+        // NAdam and RAdam have `decoupled_weight_decay`, too, but no `amsgrad`.
         () if has("amsgrad") && is_true("decoupled_weight_decay") => "AdamW",
         () if has("amsgrad") => "Adam",
         () if has("momentum") && has("dampening") => "Sgd",
@@ -30,17 +30,18 @@ pub(super) fn from_python(group: &[(Value, Value)]) -> Result<ParamGroup, String
     Plain::map(options).read().map_err(|error| error.to_string())
 }
 
-/// Whether a group of Adam's may be one of AdamW's. Before 2.7 PyTorch's had the same options.
+/// Whether a group of Adam may in fact be one of AdamW. Before PyTorch 2.7 both had the same options.
 pub(super) fn may_be_adamw(items: &[(Value, Value)]) -> bool {
     let has = |name: &str| get(items, name).is_some();
     has("amsgrad") && !has("decoupled_weight_decay")
 }
 
-/// The options of a group, those that only PyTorch has included.
+/// Returns the options of a group, including those that only PyTorch has.
 ///
-/// PyTorch takes over all of them from the file, `fused` as well, and fails then where an optimizer that was built with
-/// `fused=True` meets a scaler and a group that is not fused. The other way round goes on, with the fused kernels, as
-/// with a file that `fused=True` has saved in Python: so a group says that it is fused wherever there are the kernels.
+/// PyTorch loads all options from the file, including `fused`. An optimizer that was built with `fused=True` then fails
+/// with a scaler if a group is not fused. Conversely, an optimizer without `fused=True` works and uses the fused
+/// kernels, as with any file saved by a fused optimizer in Python. Therefore `fused` is true wherever the kernels
+/// exist.
 pub(super) fn to_python(group: &ParamGroup, has_fused_kernels: bool) -> Items {
     let ParamGroup { lr, algorithm } = *group;
     let mut items = vec![float("lr", lr)];

@@ -1,4 +1,4 @@
-//! The parts of a checkpoint as PyTorch lays them out: a dict of state dicts.
+//! Conversion between the parts of a checkpoint and PyTorch's layout, a dict of state dicts.
 
 mod from;
 mod groups;
@@ -9,5 +9,6 @@ mod to;
 pub(crate) use from::Reader;
 pub(crate) use to::Layout;
 
-/// Beside the parts, under this name, stands what PyTorch's layout cannot tell: which kind each of them is.
+/// The key, next to those of the parts, of what PyTorch's layout does not hold: the kind of each part, and the names of
+/// parameters.
 const KEY: &str = "tch_amp";

@@ -1,4 +1,4 @@
-//! From PyTorch's optimizers to ours.
+//! Converts the states of PyTorch's optimizers.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::checkpoint::pickle::{TensorRef, Value, get};
 use crate::checkpoint::plain::Plain;
 use crate::optim::{ParamGroup, ParamGroupState, Saved as _};
 
-/// A parameter group of PyTorch's.
+/// A parameter group in PyTorch's layout.
 struct Group {
     options: ParamGroup,
     numbers: Vec<i64>,
@@ -21,7 +21,8 @@ struct Group {
     may_be_adamw: bool,
 }
 
-/// The names of the parameters in each group, noted by this crate or kept by PyTorch beside the numbers.
+/// Returns the names of the parameters in each group, which this crate or PyTorch has saved in addition to the numbers;
+/// `None` if there are none, or their counts are not those of the groups.
 fn names_of(groups: &[Group], noted: Option<&Plain>) -> Option<Vec<Vec<String>>> {
     let noted = noted.and_then(|names| names.read().ok());
     let beside = || groups.iter().map(|group| group.names.clone()).collect();
@@ -32,7 +33,7 @@ fn names_of(groups: &[Group], noted: Option<&Plain>) -> Option<Vec<Vec<String>>>
 }
 
 impl Reader<'_> {
-    /// `names` are those of the parameters in each group, if this crate has noted them.
+    /// Converts an optimizer. `names` are those of the parameters in each group, if this crate has recorded them.
     pub(super) fn optimizer(&self, items: &Items, names: Option<&Plain>) -> Result<Part, Problem> {
         let (Some(Value::Dict(state)), Some(Value::List(groups))) =
             (get(items, "state"), get(items, "param_groups"))
@@ -87,7 +88,7 @@ impl Reader<'_> {
         let numbers = numbers.collect::<Result<Vec<_>, _>>()?;
         let names = list("param_names");
         let names = names.and_then(|names| names.iter().map(plain::text).collect());
-        // Learning rates that `torch.compile` should not take for constants are tensors.
+        // A learning rate can be a tensor, so that `torch.compile` does not treat it as a constant.
         let plain = items.iter().map(|(key, value)| (key.clone(), self.number(value)));
         let plain: Vec<_> = plain.collect();
         let options =
@@ -95,7 +96,7 @@ impl Reader<'_> {
         Ok(Group { options, numbers, names, may_be_adamw: groups::may_be_adamw(items) })
     }
 
-    /// The number in a tensor that has one, or the value as it is.
+    /// Returns the number in a tensor of one element, and any other value as it is.
     fn number(&self, value: &Value) -> Value {
         let number = |tensor: &TensorRef| {
             let single = tensor.size.iter().all(|&size| size == 1);
@@ -107,7 +108,7 @@ impl Reader<'_> {
         }
     }
 
-    /// The state of one parameter. What is not there yet is `None` in PyTorch.
+    /// Converts the state of one parameter. Tensors that do not exist yet are `None` in PyTorch.
     fn state(&self, tensors: &Items) -> Result<BTreeMap<String, Entry>, Problem> {
         let mut entries = BTreeMap::new();
         for (key, value) in tensors {
@@ -115,7 +116,7 @@ impl Reader<'_> {
             let entry = match value {
                 Value::None => continue,
                 Value::Tensor(tensor) => self.entry(tensor),
-                // Older versions of PyTorch count steps like that.
+                // Older versions of PyTorch keep the step as a number.
                 Value::Int(value) => number(*value as f64),
                 Value::Float(value) => number(*value),
                 _ => None,

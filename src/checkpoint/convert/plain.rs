@@ -1,9 +1,9 @@
-//! Small values between this crate and Python.
+//! Conversion of small values to and from Python's.
 
 use crate::checkpoint::pickle::Value;
 use crate::checkpoint::plain::Plain;
 
-/// The Python value.
+/// Returns the value as a Python value.
 pub(super) fn to_python(value: &Plain) -> Value {
     match value {
         Plain::None => Value::None,
@@ -20,7 +20,8 @@ pub(super) fn to_python(value: &Plain) -> Value {
     }
 }
 
-/// The value of a Python one; `None` for what has something else in it, such as a tensor. Numbers as keys become text.
+/// Converts a Python value. Returns `None` if it contains anything else, such as a tensor. Keys that are numbers become
+/// text.
 pub(super) fn from_python(value: &Value) -> Option<Plain> {
     Some(match value {
         Value::None => Plain::None,
@@ -40,7 +41,7 @@ pub(super) fn from_python(value: &Value) -> Option<Plain> {
     })
 }
 
-/// A key as text.
+/// Returns a key as text.
 pub(super) fn text(key: &Value) -> Option<String> {
     Some(match key {
         Value::Str(text) => text.clone(),

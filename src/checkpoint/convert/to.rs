@@ -1,4 +1,4 @@
-//! From the parts of a checkpoint to PyTorch's values.
+//! Converts the parts of a checkpoint to PyTorch's values.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::error::unsaveable;
 use crate::optim::{Algorithm, ParamGroupState, Saved as _};
 
-/// The parts as Python is to have them.
+/// The parts in PyTorch's layout.
 #[derive(Debug)]
 pub(crate) struct Layout<'a> {
     pub(crate) root: Value,
@@ -23,7 +23,7 @@ pub(crate) struct Layout<'a> {
 }
 
 impl<'a> Layout<'a> {
-    /// Refuses what Python cannot have.
+    /// Converts the parts. Returns an error for a part that cannot be represented in Python.
     pub(crate) fn new(parts: &'a BTreeMap<String, Part>) -> Result<Self> {
         let mut layout = Self { root: Value::None, storages: Vec::new() };
         let mut root = Vec::with_capacity(parts.len() + 1);
@@ -49,13 +49,13 @@ impl<'a> Layout<'a> {
         Ok(layout)
     }
 
-    /// The keys and bytes of the storages.
+    /// Returns the key and the size in bytes of each storage.
     pub(crate) fn lengths(&self) -> Vec<(String, u64)> {
         let key = |(index, entry): (usize, &&Entry)| (index.to_string(), entry.len() as u64);
         self.storages.iter().enumerate().map(key).collect()
     }
 
-    /// What the part is and its value.
+    /// Returns the kind of a part and its value.
     fn part(&mut self, name: &str, part: &'a Part) -> Result<(Option<&'static str>, Value)> {
         Ok(match part {
             Part::Model(tensors) => (Some("model"), self.model(tensors)),
@@ -69,7 +69,7 @@ impl<'a> Layout<'a> {
             Part::Tensor(entry) => (Some("tensor"), self.tensor(entry)),
             Part::Value(value) => (Some("value"), plain::to_python(value)),
             Part::Empty => (None, Value::Dict(Vec::new())),
-            // Refused in `save_as`.
+            // Unreachable, because `save_as` refuses such parts.
             Part::Unknown(why) => return Err(unsaveable(name, why.as_str()).into()),
         })
     }
@@ -79,7 +79,7 @@ impl<'a> Layout<'a> {
         Value::Dict(items.collect())
     }
 
-    /// The values and the tensors in one dict.
+    /// Converts the values and the tensors to one dict.
     fn state(&mut self, StatePart { tensors, values }: &'a StatePart) -> Value {
         let mut items = match plain::to_python(values) {
             Value::Dict(items) => items,
@@ -91,8 +91,8 @@ impl<'a> Layout<'a> {
         Value::Dict(items)
     }
 
-    /// PyTorch numbers the parameters through all groups. Their names stand at the root: beside the numbers they would
-    /// keep Python from adding groups without names.
+    /// PyTorch numbers the parameters consecutively through all groups. Their names are stored at the root: next to the
+    /// numbers, as `param_names`, they would prevent Python from adding groups without names.
     fn optimizer(&mut self, part: &'a OptimizerPart) -> Value {
         let mut state = Vec::new();
         let mut param_groups = Vec::new();
@@ -119,7 +119,7 @@ impl<'a> Layout<'a> {
         ])
     }
 
-    /// Each tensor has a storage of its own.
+    /// Converts a tensor. Each gets a storage of its own.
     fn tensor(&mut self, entry: &'a Entry) -> Value {
         let storage = self.storages.len().to_string();
         self.storages.push(entry);
@@ -133,7 +133,7 @@ impl<'a> Layout<'a> {
     }
 }
 
-/// The names of an optimizer's parameters in the order of their numbers.
+/// Returns the names of an optimizer's parameters in the order of their numbers.
 fn names_of(groups: &[ParamGroupState]) -> Value {
     let names = |group: &ParamGroupState| {
         Value::List(group.params.iter().map(|name| name.as_str().into()).collect())
@@ -141,9 +141,10 @@ fn names_of(groups: &[ParamGroupState]) -> Value {
     Value::List(groups.iter().map(names).collect())
 }
 
-/// Whether PyTorch's fused kernels can step the parameters of a group, as far as their state tells.
+/// Whether PyTorch's fused kernels can step the parameters of a group, judging by the dtypes and devices of their
+/// states.
 fn has_fused_kernels(part: &OptimizerPart, group: &ParamGroupState) -> bool {
-    // That of Adagrad came to the GPU after PyTorch 2.11.
+    // PyTorch up to 2.11 has no fused Adagrad for GPUs.
     let anywhere = !matches!(group.options.algorithm, Algorithm::Adagrad(_));
     let states = group.params.iter().filter_map(|name| part.state.get(name));
     let mut entries = states.flat_map(BTreeMap::values);

@@ -1,4 +1,4 @@
-//! What a folder keeps.
+//! Which files a folder keeps.
 
 use std::cmp::Ordering;
 use std::fs;
@@ -11,20 +11,20 @@ use crate::checkpoint::CheckpointError;
 use crate::checkpoint::folder::{CheckpointFile, CheckpointFolder, name};
 use crate::error::Result;
 
-/// A save writes more often than this: an older temporary file was left by a killed one.
+/// A running save writes more often than this, so an older temporary file was left behind by a killed process.
 const LEFTOVER_AGE: Duration = Duration::from_secs(3600);
 
-/// Which score is the better one. Lightning's counterpart is the `mode` of a `ModelCheckpoint`.
+/// Which of two scores is better. The counterpart of the `mode` of Lightning's `ModelCheckpoint`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Better {
-    /// The lower score, as with a loss.
+    /// The lower score is better, such as a loss.
     Lower,
-    /// The higher score, as with an accuracy.
+    /// The higher score is better, such as an accuracy.
     Higher,
 }
 
 impl CheckpointFolder {
-    /// Removes what the checkpoint that has just been saved makes superfluous.
+    /// Removes the files that are no longer needed after a checkpoint was saved.
     pub(super) fn remove_others(&self, step: u64, saved: &Path) -> Result<()> {
         let removed = self.superfluous(step, saved).and_then(|files| {
             for file in files {
@@ -65,11 +65,11 @@ impl CheckpointFolder {
     }
 }
 
-/// Sorts those with a score, the best first, and leaves out the others.
+/// Sorts the files by score, the best first, and drops those without a score.
 pub(super) fn best_first(files: &mut Vec<CheckpointFile>, better: Better) {
     let key = |file: &CheckpointFile| {
         let score = file.score.filter(|score| !score.is_nan())?;
-        // The larger the better. Adding 0 makes -0 a 0.
+        // A larger key is better. Adding 0 turns -0 into 0.
         Some(if better == Better::Lower { -score } else { score } + 0.0)
     };
     files.retain(|file| file.score.is_some());

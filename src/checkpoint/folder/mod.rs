@@ -1,4 +1,4 @@
-//! The checkpoints of a run in a folder: the last ones, the best ones, and where to go on.
+//! The checkpoints of a run in a folder: keeping the last and the best ones, and finding the one to resume from.
 
 mod file;
 mod keep;
@@ -18,19 +18,19 @@ use crate::error::{Error, Result};
 pub use file::{CheckpointFile, Found, Start};
 pub use keep::Better;
 
-/// How often a folder is listed again because a file has vanished meanwhile.
+/// How often a folder is listed again because a file vanished before it could be loaded.
 const MAX_LISTINGS: usize = 100;
 
-/// How many listings without a file make an empty folder: while files come and go, one may show neither the old ones
-/// nor the new.
+/// How many listings must be empty before the folder counts as empty: while another process replaces files, a listing
+/// may show neither the old nor the new ones.
 const EMPTY_LISTINGS: usize = 3;
 
-/// A folder of checkpoints that are named after their steps: it keeps the last ones and the best ones, and finds the
-/// one to go on from.
+/// A folder of checkpoints that are named after their steps. It keeps the last and the best of them, and finds the one
+/// to resume from.
 ///
-/// The names say all, such as `step-00000100.safetensors` and `step-00000100-score-0.25.safetensors`, so that there is
-/// no index to lose. Other files in the folder are left alone. One process at a time may save to
-/// it; others may read.
+/// The file names hold the step and the score, as in `step-00000100.safetensors` and
+/// `step-00000100-score-0.25.safetensors`, so there is no index that could be lost. Other files in the folder are left
+/// alone. Only one process at a time may save to the folder; others may read from it meanwhile.
 ///
 /// ```
 /// use tch::{Device, nn};
@@ -65,56 +65,59 @@ pub struct CheckpointFolder {
 }
 
 impl CheckpointFolder {
-    /// Opens a folder, and creates it where there is none. All checkpoints are kept, as safetensors. A new run needs a
-    /// folder of its own. Whether files can be written shows at the first save.
+    /// Opens a folder, and creates it if it does not exist. By default all checkpoints are kept, and saved as
+    /// safetensors. Use a separate folder for each run. Whether the folder is writable is not checked before the first
+    /// save.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Save`] if it cannot be created.
+    /// [`CheckpointError::Save`] if the folder cannot be created.
     pub fn new(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         atomic::create_folder(&path).map_err(CheckpointError::from)?;
         Ok(Self { path, format: Format::Safetensors, last: usize::MAX, best: None })
     }
 
-    /// Keeps the `count` checkpoints of the highest steps, at least one. A save removes the older ones after it is
-    /// done, so that the disk holds one more for a while.
+    /// Keeps the `count` checkpoints with the highest steps, and at least one. A save removes older ones only after it
+    /// has succeeded, so that for a short time the disk holds one more.
     pub fn keep_last(mut self, count: usize) -> Self {
         self.last = count.max(1);
         self
     }
 
-    /// Keeps the `count` checkpoints of the best scores as well, however old. Of equal ones the later is better, and
-    /// NaN is worse than any number.
+    /// Also keeps the `count` checkpoints with the best scores, however old they are. Of two equal scores the later one
+    /// is better, and NaN is worse than any number.
     pub fn keep_best(mut self, count: usize, better: Better) -> Self {
         self.best = Some((count, better));
         self
     }
 
-    /// Sets the format of the next saves. Those there are found in either.
+    /// Sets the format of later saves. Existing checkpoints are found in any format.
     pub fn format(mut self, format: Format) -> Self {
         self.format = format;
         self
     }
 
-    /// Saves as [`Checkpoint::save`] under the name of a step, in place of another checkpoint of that step, and removes
-    /// those that are not to be kept. Returns the path.
+    /// Saves a checkpoint under the name of a step, and removes those that should not be kept, including another
+    /// checkpoint of the same step. Returns the path. Saves like [`Checkpoint::save`].
     ///
-    /// Files of higher steps than this one, left over when a run goes back, are neither counted nor removed.
+    /// Checkpoints of higher steps, which are left when a run resumes from an earlier one, are neither counted nor
+    /// removed.
     ///
     /// # Errors
     ///
-    /// As [`Checkpoint::save`]; [`CheckpointError::NotRemoved`] when it is saved, but others could not be removed: then
-    /// training may go on.
+    /// See [`Checkpoint::save`]; and [`CheckpointError::NotRemoved`] if the checkpoint was saved, but others could not
+    /// be removed. Training can continue after that.
     pub fn save(&self, step: u64, checkpoint: &Checkpoint) -> Result<PathBuf> {
         self.save_named(step, None, checkpoint)
     }
 
-    /// Saves as [`save`](Self::save), with a score for [`keep_best`](Self::keep_best) such as the validation loss.
+    /// Saves a checkpoint with a score for [`keep_best`](Self::keep_best), such as the validation loss. Otherwise the
+    /// same as [`save`](Self::save).
     ///
     /// # Errors
     ///
-    /// As [`save`](Self::save).
+    /// The same as [`save`](Self::save).
     pub fn save_scored(&self, step: u64, score: f64, checkpoint: &Checkpoint) -> Result<PathBuf> {
         self.save_named(step, Some(score), checkpoint)
     }
@@ -131,7 +134,8 @@ impl CheckpointFolder {
         Ok(path)
     }
 
-    /// Returns the checkpoints in the folder by their names, those of lower steps first. Nothing is loaded.
+    /// Returns the checkpoints in the folder, sorted by step. They are recognized by their file names, and nothing is
+    /// loaded.
     ///
     /// # Errors
     ///
@@ -148,32 +152,33 @@ impl CheckpointFolder {
         Ok(files)
     }
 
-    /// Loads the checkpoint of the highest step that is not damaged; `None` when the folder has none at all.
+    /// Loads the checkpoint with the highest step that is not damaged. Returns `None` if the folder has no checkpoints.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::AllDamaged`]; [`CheckpointError::Newer`] and [`CheckpointError::Io`] of a file that comes
-    /// before a valid one: it may be whole.
+    /// [`CheckpointError::AllDamaged`]; [`CheckpointError::Newer`] or [`CheckpointError::Io`] for a file that is tried
+    /// before an intact one is found, because that file may be intact itself.
     pub fn latest(&self) -> Result<Option<Found>> {
         self.first_valid(|files| files.reverse(), |path| Checkpoint::load(path))
     }
 
-    /// Loads the checkpoint of the best score that is not damaged; `None` when none has a score.
+    /// Loads the checkpoint with the best score that is not damaged. Returns `None` if no checkpoint has a score.
     ///
     /// # Errors
     ///
-    /// As [`latest`](Self::latest).
+    /// The same as [`latest`](Self::latest).
     pub fn best(&self, better: Better) -> Result<Option<Found>> {
         self.first_valid(|files| best_first(files, better), |path| Checkpoint::load(path))
     }
 
-    /// Goes on from the newest checkpoint that is not damaged, which `resume` restores, or starts anew where there is
-    /// none. For errors of other kinds use [`latest`](Self::latest).
+    /// Resumes from the checkpoint with the highest step that is not damaged, by passing it to `resume`, or starts a
+    /// new run if the folder has no checkpoints. If `resume` needs another error type, use [`latest`](Self::latest)
+    /// instead.
     ///
     /// # Errors
     ///
-    /// Those of [`latest`](Self::latest) and of `resume`. A folder of nothing but damaged checkpoints is an error, not
-    /// a new run.
+    /// Those of [`latest`](Self::latest) and of `resume`. A folder in which every checkpoint is damaged is an error,
+    /// not a new run.
     pub fn resume_or_start(&self, resume: impl FnOnce(&Checkpoint) -> Result<()>) -> Result<Start> {
         let Some(Found { file, checkpoint, damaged }) = self.latest()? else {
             return Ok(Start::default());
@@ -182,7 +187,7 @@ impl CheckpointFolder {
         Ok(Start { step: file.step, from: Some(file.path), damaged })
     }
 
-    /// Loads the first of the files, in the order that `sort` gives them, that is not damaged.
+    /// Loads the first file that is not damaged, in the order of `sort`.
     fn first_valid(
         &self,
         sort: impl Fn(&mut Vec<CheckpointFile>),
@@ -211,7 +216,7 @@ impl CheckpointFolder {
                     Err(error) => return Err(error),
                 }
             }
-            // Where one is gone, another process has saved a newer one before it removed it.
+            // If a file is gone, another process has removed it after it had saved a newer one.
             if !gone && !damaged.is_empty() {
                 let folder = self.path.clone();
                 return Err(CheckpointError::AllDamaged { folder, damaged }.into());

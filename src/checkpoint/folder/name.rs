@@ -1,14 +1,16 @@
-//! Names of checkpoints, which say their step and score.
+//! The file names of checkpoints, which hold their step and score.
 
 use crate::checkpoint::Format;
 
 const STEP: &str = "step-";
 const SCORE: &str = "-score-";
 
-/// The longest score that is written without an exponent: with it every number takes at most 24 characters.
+/// The longest score, in characters, that is written without an exponent. With an exponent every number takes at most
+/// 24 characters.
 const MAX_DIGITS: usize = 20;
 
-/// Names sort as their steps do, up to eight digits. A score is written so that it reads as the same number.
+/// Returns the name of a checkpoint. Names sort by step up to eight digits, and a score parses back to exactly the same
+/// number.
 pub(super) fn of(step: u64, score: Option<f64>, format: Format) -> String {
     let score = score.map(|score| {
         let plain = score.to_string();
@@ -19,7 +21,7 @@ pub(super) fn of(step: u64, score: Option<f64>, format: Format) -> String {
     format!("{STEP}{step:08}{}.{ending}", score.unwrap_or_default())
 }
 
-/// The step and the score of a name. None of any other file.
+/// Returns the step and the score in a name, or `None` if it is not the name of a checkpoint.
 pub(super) fn parse(name: &str) -> Option<(u64, Option<f64>)> {
     let formats = [Format::Safetensors, Format::Torch];
     formats.into_iter().find_map(|format| {
@@ -29,7 +31,7 @@ pub(super) fn parse(name: &str) -> Option<(u64, Option<f64>)> {
             None => (stem, None),
         };
         let step = step.strip_prefix(STEP)?.parse().ok()?;
-        // Only what we would write: a copy under a similar name belongs to the user.
+        // Only names exactly as this crate writes them: a copy under a similar name belongs to the user.
         (of(step, score, format) == name).then_some((step, score))
     })
 }

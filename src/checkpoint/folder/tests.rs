@@ -1,4 +1,4 @@
-//! What a folder does while another process saves to it.
+//! Tests of loading from a folder while another process saves to it.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -14,8 +14,8 @@ fn folder(name: &str) -> (PathBuf, CheckpointFolder) {
     (path.clone(), CheckpointFolder::new(path).unwrap())
 }
 
-/// A damaged newest one, and an older one that vanishes when it is about to be loaded, because its process has saved a
-/// newer one: that is not a folder of damaged ones.
+/// The newest file is damaged, and an older one vanishes when it is about to be loaded, because another process has
+/// saved a newer one. That is not a folder in which all files are damaged.
 #[test]
 fn a_file_that_is_gone_beside_a_damaged_one_is_looked_for_again() {
     let (path, folder) = folder("gone");
@@ -34,7 +34,7 @@ fn a_file_that_is_gone_beside_a_damaged_one_is_looked_for_again() {
     };
     let found = folder.first_valid(|files| files.reverse(), load).unwrap().unwrap();
     assert_eq!((found.file.step, loads.get()), (3, 3));
-    // What was found at the second listing.
+    // At the second listing the newest file comes first.
     assert!(found.damaged.is_empty());
     fs::remove_dir_all(path).unwrap();
 }

@@ -9,18 +9,18 @@ use super::globals::Global;
 use super::{Limits, Storages, TensorRef, tree};
 use crate::checkpoint::malformed::Malformed;
 
-/// The place of a node in the arena. What a pickle mentions often is there once.
+/// The index of a node in the arena. A value that a pickle refers to several times is stored once.
 pub(super) type Id = usize;
 
-/// What the pickle has built.
+/// A value that the pickle has built.
 pub(super) enum Node {
     None,
     Bool(bool),
     Int(i64),
-    /// More than an `i64` holds.
+    /// Only for numbers that an `i64` cannot hold.
     Uint(u64),
     Float(f64),
-    /// UTF-8 in the pickle.
+    /// A range of the pickle that is valid UTF-8.
     Text(Range<usize>),
     List(Vec<Id>),
     Tuple(Box<[Id]>),
@@ -30,18 +30,18 @@ pub(super) enum Node {
     Device(String),
     Storage(Storage),
     Tensor(Box<TensorRef>),
-    /// A TorchScript module, before and after it got the dict of its attributes.
+    /// A TorchScript module, with the dict of its attributes once it was set.
     Module(Option<Id>),
-    /// Something that a checkpoint here cannot hold, and what.
+    /// A value that a checkpoint cannot hold, with a description.
     Opaque(&'static str),
 }
 
-/// A storage as the pickle declares it, which fits its record.
+/// A storage as the pickle declares it, which was checked against its record.
 #[derive(Clone)]
 pub(super) struct Storage {
     pub key: Range<usize>,
     pub bytes: u64,
-    /// None for one that leaves it to its tensors.
+    /// `None` for an untyped storage, whose tensors have dtypes of their own.
     pub kind: Option<Kind>,
 }
 
@@ -53,10 +53,10 @@ pub(super) struct Machine<'a> {
     pub kinds: HashMap<&'a [u8], Option<Kind>>,
     pub limits: &'a Limits,
     pub at: usize,
-    /// Where the current opcode stands.
+    /// The position of the current opcode.
     pub opcode_at: usize,
     pub stack: Vec<Id>,
-    /// The heights of the stack where marks are.
+    /// The heights of the stack at which the marks were set.
     pub marks: Vec<usize>,
     pub memo: HashMap<u32, Id>,
     spent: u64,
@@ -64,7 +64,7 @@ pub(super) struct Machine<'a> {
 
 pub(super) type Step<T = ()> = Result<T, Malformed>;
 
-/// Marks that a value needs besides one for each container around it.
+/// How many marks a tensor needs in addition to one for each container around it.
 const MARKS_OF_A_TENSOR: usize = 8;
 
 impl<'a> Machine<'a> {
@@ -111,7 +111,7 @@ impl<'a> Machine<'a> {
         Ok(u32::from_le_bytes(self.take()?))
     }
 
-    /// Counts values against the limit.
+    /// Counts values against the limit on them.
     pub fn spend(&mut self, values: u64) -> Step {
         self.spent = self.spent.saturating_add(values);
         let limit = self.limits.max_values;
@@ -131,7 +131,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// What lies under the last mark is out of reach.
+    /// Returns where the topmost `count` values start. Values below the last mark are out of reach.
     pub fn above(&self, count: usize) -> Step<usize> {
         let floor = self.marks.last().copied().unwrap_or(0);
         let start = self.stack.len().checked_sub(count).filter(|&start| start >= floor);
@@ -149,7 +149,7 @@ impl<'a> Machine<'a> {
         Ok(self.stack[self.above(1)?])
     }
 
-    /// Takes everything above the last mark, and the mark.
+    /// Removes the last mark and everything above it, and returns the values.
     pub fn pop_mark(&mut self) -> Step<Vec<Id>> {
         match self.marks.pop() {
             Some(mark) => Ok(self.stack.split_off(mark)),
@@ -166,7 +166,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// The text that a node is.
+    /// Returns the text of a node, if it is one.
     pub fn text(&self, id: Id) -> Option<&'a str> {
         match &self.nodes[id] {
             Node::Text(range) => std::str::from_utf8(self.bytes.get(range.clone())?).ok(),

@@ -1,4 +1,4 @@
-//! The values that a pickle builds from plain opcodes.
+//! The opcodes that build plain values.
 
 use super::arena::{Id, Machine, Node, Step};
 

@@ -1,8 +1,8 @@
-//! The only classes and functions that a pickle may name, and PyTorch's names of the dtypes.
+//! The only classes and functions that a pickle may refer to, and PyTorch's names of the dtypes.
 
 use tch::Kind;
 
-/// What a pickle may name.
+/// A class or a function that a pickle may refer to.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Global {
     OrderedDict,
@@ -15,14 +15,14 @@ pub(super) enum Global {
     Dtype(Kind),
     Size,
     Device,
-    /// A TorchScript module, of whatever class.
+    /// A TorchScript module of any class.
     Module,
     Counter,
-    /// What `weights_only=True` allows and a checkpoint here cannot hold.
+    /// A class or a function that `weights_only=True` allows, but whose values a checkpoint cannot hold.
     Other(&'static str),
 }
 
-/// Their names. In protocol 2 `builtins` is `__builtin__`.
+/// Module, name and description of each [`Global::Other`]. In protocol 2 `builtins` is called `__builtin__`.
 const OTHERS: [(&str, &str, &str); 20] = [
     ("_codecs", "encode", "bytes"),
     ("__builtin__", "bytearray", "a bytearray"),
@@ -46,7 +46,8 @@ const OTHERS: [(&str, &str, &str); 20] = [
     ("torch", "QInt32Storage", "a quantized storage"),
 ];
 
-/// The dtype's name, and the storage's if it has one: newer dtypes have none, and quantized tensors are not supported.
+/// The name of each dtype, and of its storage class if it has one. Newer dtypes have none. Quantized dtypes are
+/// missing, because quantized tensors are not supported.
 const NAMES: [(Kind, &str, Option<&str>); 17] = [
     (Kind::Uint8, "uint8", Some("ByteStorage")),
     (Kind::Int8, "int8", Some("CharStorage")),
@@ -67,13 +68,13 @@ const NAMES: [(Kind, &str, Option<&str>); 17] = [
     (Kind::Float8e4m3fnuz, "float8_e4m3fnuz", None),
 ];
 
-/// The name of a dtype, and that of its storage if it has one of its own.
+/// Returns the name of a dtype, and that of its storage class if it has one of its own.
 pub(crate) fn names(kind: Kind) -> Option<(&'static str, Option<&'static str>)> {
     let found = NAMES.iter().find(|(named, ..)| *named == kind);
     found.map(|&(_, dtype, storage)| (dtype, storage))
 }
 
-/// What a pickle may mean by a name, if it is one of the allowed.
+/// Returns what a name refers to, if it is one of those that are allowed.
 pub(super) fn find(module: &str, name: &str) -> Option<Global> {
     Some(match (module, name) {
         ("collections", "OrderedDict") => Global::OrderedDict,

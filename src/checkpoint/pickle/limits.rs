@@ -1,21 +1,23 @@
-//! What a file of PyTorch's may ask for.
+//! The limits on a file in PyTorch's format.
 
 use crate::checkpoint::MAX_VALUES;
 
-/// How much a file may ask for before it is refused.
+/// The limits beyond which a file is refused.
 #[derive(Clone, Debug)]
 pub(crate) struct Limits {
-    /// Bytes of the pickle.
+    /// The size of the pickle in bytes.
     pub max_pickle_bytes: u64,
-    /// Bytes of all strings together for each byte of the pickle, which may repeat them, and a megabyte besides.
+    /// The total size of all strings as a multiple of the size of the pickle, which can refer to a string repeatedly. A
+    /// MiB is always allowed in addition.
     pub max_text_factor: u64,
-    /// Values in the result, and those that the pickle makes on the way. A tensor counts its dimensions, too.
+    /// The number of values in the result, and likewise of those that the pickle makes on the way. Of a tensor the
+    /// dimensions count as well.
     pub max_values: u64,
-    /// Containers inside of each other.
+    /// The depth of nested containers.
     pub max_depth: usize,
-    /// Records of the archive.
+    /// The number of records in the archive.
     pub max_records: usize,
-    /// Bytes of all tensors together that have more elements than their storages, as expanded ones have.
+    /// The total size in bytes of all tensors that have more elements than their storages, as expanded tensors do.
     pub max_expanded_bytes: u64,
 }
 

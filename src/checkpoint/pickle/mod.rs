@@ -1,7 +1,6 @@
-//! The pickle in a file of PyTorch's: a small machine that builds values, and the bytes that build them.
+//! The pickle in a file in PyTorch's format: a small machine that reads it, and a writer.
 //!
-//! Reading executes nothing: the pickle may only build the values of [`Value`], and everything is bounded by
-//! [`Limits`].
+//! Reading executes nothing: the pickle can only build a [`Value`], and its size is bounded by [`Limits`].
 
 mod arena;
 mod build;
@@ -20,5 +19,5 @@ pub(crate) use read::read;
 pub(crate) use value::{MAX_DIMS, TensorRef, Value, get};
 pub(crate) use write::write;
 
-/// The bytes of the storage with a key, if there is one.
+/// Returns the size in bytes of the storage with a key, if there is one.
 pub(crate) type Storages<'a> = dyn Fn(&str) -> Option<u64> + 'a;

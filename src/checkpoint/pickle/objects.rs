@@ -1,4 +1,4 @@
-//! What the pickle machine does instead of calling Python.
+//! What the pickle machine does where Python would call a function.
 
 use super::arena::{Id, Machine, Node, Step};
 use super::globals::Global;
@@ -15,7 +15,7 @@ impl Machine<'_> {
         let made = match (function, &args[..]) {
             (Global::Other(what), _) => Node::Opaque(what),
             (Global::Counter, []) => Node::Dict(Vec::new()),
-            // The same dict: a counter is one, and nothing else refers to it.
+            // A counter is a dict, and nothing else refers to this one, so it is used itself.
             (Global::Counter, &[counts]) if matches!(self.nodes[counts], Node::Dict(_)) => {
                 return self.push_id(counts);
             }
@@ -34,7 +34,7 @@ impl Machine<'_> {
             (Global::TensorV3, [args @ .., hooks, dtype, metadata]) if args.len() == 5 => {
                 self.tensor(args, Some(*dtype), &[*hooks, *metadata])?
             }
-            // The state of a parameter is what Python code has set as attributes.
+            // The fourth argument holds attributes that Python code has set on the parameter, which are ignored.
             (Global::Parameter, &[data, requires_grad, hooks])
             | (Global::ParameterWithState, &[data, requires_grad, hooks, _]) => {
                 self.parameter(data, requires_grad, hooks)?
@@ -47,7 +47,8 @@ impl Machine<'_> {
         self.push(made)
     }
 
-    /// Whether hooks and metadata are empty: a view that is conjugated or negated has other elements than its storage.
+    /// Whether hooks and metadata are empty. Metadata marks conjugated and negated views, whose elements differ from
+    /// those of the storage.
     pub(super) fn is_plain(&self, extras: &[Id]) -> bool {
         extras.iter().all(|&id| match &self.nodes[id] {
             Node::None => true,
@@ -83,14 +84,14 @@ impl Machine<'_> {
 
     pub(super) fn ints(&self, tuple: Id) -> Option<Vec<i64>> {
         let items = self.items(tuple)?;
-        // Checked before a long tuple is copied, which a pickle could ask for again and again.
+        // Checked before the tuple is copied: a pickle could refer to a long one again and again.
         if items.len() > 64 {
             return None;
         }
         items.iter().map(|&id| self.int(id)).collect()
     }
 
-    /// `torch.Size`, which is a tuple.
+    /// `torch.Size`, which becomes a tuple.
     fn size(&mut self, sizes: Id) -> Step<Node> {
         if self.ints(sizes).is_none() {
             return Err(self.refuse("has a size that is not made of at most 64 integers"));
@@ -100,7 +101,7 @@ impl Machine<'_> {
         Ok(Node::Tuple(items))
     }
 
-    /// `torch.device`, as the text that makes it again.
+    /// `torch.device`, which becomes the text that `torch.device` accepts.
     fn device(&self, name: Id, index: &[Id]) -> Step<Node> {
         let index = match index {
             [] => Some(String::new()),
@@ -113,7 +114,7 @@ impl Machine<'_> {
         }
     }
 
-    /// `NEWOBJ`: TorchScript's modules only, which [`build`](Self::build) fills.
+    /// `NEWOBJ`: makes an object. Only TorchScript's modules are allowed, whose attributes [`build`](Self::build) sets.
     pub fn new_object(&mut self) -> Step {
         let (args, class) = (self.pop()?, self.pop()?);
         match (&self.nodes[class], self.items(args)) {
@@ -125,7 +126,7 @@ impl Machine<'_> {
     /// `BUILD`: gives an object its attributes.
     pub fn build(&mut self, object: Id, state: Id) -> Step {
         match (&self.nodes[object], &self.nodes[state]) {
-            // The `_metadata` that a module's state_dict carries: versions of its layers.
+            // The `_metadata` of a module's `state_dict`, which holds the versions of its layers, is ignored.
             (Node::OrderedDict(_), Node::Dict(_)) | (Node::Opaque(_), _) => {}
             (Node::Module(None), Node::Dict(_)) => self.nodes[object] = Node::Module(Some(state)),
             _ => return Err(self.refuse("gives attributes to what has none")),

@@ -1,4 +1,4 @@
-//! The opcodes of pickle that checkpoints are made of.
+//! The pickle opcodes that occur in checkpoints.
 
 pub(super) const MARK: u8 = b'(';
 pub(super) const STOP: u8 = b'.';

@@ -1,11 +1,11 @@
-//! Reading a pickle. Nothing is executed: what the opcodes may build are the nodes of an arena.
+//! Reading a pickle. Nothing is executed: the opcodes can only build the nodes of an arena.
 
 use super::arena::{Id, Machine, Node, Step};
 use super::opcodes as op;
 use super::{Limits, Storages, Value, globals, tree};
 use crate::checkpoint::malformed::{Malformed, shown};
 
-/// Of a class or a function.
+/// The longest name of a class or a function.
 const MAX_NAME_BYTES: usize = 512;
 
 /// Reads a pickle.
@@ -47,7 +47,7 @@ impl<'a> Machine<'a> {
     }
 
     fn global(&mut self, module: &str, name: &str) -> Step {
-        // Names are compared for each use; a long one could be used again and again.
+        // Names are compared at each use, and a pickle could use a long one again and again.
         let short = module.len().max(name.len()) <= MAX_NAME_BYTES;
         match globals::find(module, name).filter(|_| short) {
             Some(global) => self.push(Node::Global(global)),
@@ -80,7 +80,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Does what the next opcode says. Returns whether that was to stop.
+    /// Executes the next opcode. Returns whether it was `STOP`.
     fn step(&mut self) -> Step<bool> {
         self.opcode_at = self.at;
         match self.byte()? {
@@ -129,7 +129,7 @@ impl<'a> Machine<'a> {
         Ok(false)
     }
 
-    /// The opcodes that only push a value.
+    /// Executes an opcode that only pushes a value.
     fn push_opcode(&mut self, opcode: u8) -> Step {
         match opcode {
             op::NONE => self.push(Node::None),

@@ -1,4 +1,4 @@
-//! The tensors that a pickle rebuilds, and their storages.
+//! The tensors in a pickle, and their storages.
 
 use tch::Kind;
 
@@ -8,13 +8,14 @@ use super::globals::Global;
 use super::value::element_bytes;
 use crate::checkpoint::malformed::{Malformed, shown};
 
-/// PyTorch counts its storages. Each tensor has a copy of the key.
+/// The longest key of a storage in bytes. PyTorch uses numbers, and each tensor holds a copy of the key.
 const LONGEST_KEY: usize = 64;
 
 const NOT_PLAIN: &str = "a tensor with hooks, or a conjugated or negated one";
 
 impl Machine<'_> {
-    /// The first five arguments of both ways to rebuild a tensor, and the dtype of the second.
+    /// Makes a tensor. `args` are the first five arguments of `_rebuild_tensor_v2` and `_rebuild_tensor_v3`, and
+    /// `dtype` is that of the latter.
     pub(super) fn tensor(&self, args: &[Id], dtype: Option<Id>, extras: &[Id]) -> Step<Node> {
         if !self.is_plain(extras) {
             return Ok(Node::Opaque(NOT_PLAIN));
@@ -66,7 +67,7 @@ impl Machine<'_> {
         }
     }
 
-    /// `BINPERSID`: a storage, which has to be in the archive.
+    /// `BINPERSID`: declares a storage, which must be in the archive.
     pub fn storage(&mut self) -> Step {
         let id = self.pop()?;
         let Some(&[tag, class, key, _location, numel]) = self.items(id) else {
@@ -96,7 +97,7 @@ impl Machine<'_> {
         if len != bytes {
             return Err(refuse(format!("should have {bytes} bytes, but its record has {len}")));
         }
-        // PyTorch gives all tensors of a storage the dtype that comes first.
+        // PyTorch would give all tensors of a storage the dtype that it was first declared with.
         if *self.kinds.entry(name.as_bytes()).or_insert(kind) != kind {
             return Err(refuse("is declared with two dtypes".to_owned()));
         }

@@ -1,4 +1,4 @@
-//! From the arena of a pickle to the values.
+//! Converts the arena of a pickle to values.
 
 use super::arena::{Id, Machine, Node, Step};
 use super::globals::{self, Global};
@@ -6,7 +6,7 @@ use super::value::check_keys;
 use super::{Limits, TensorRef, Value};
 use crate::checkpoint::malformed::Malformed;
 
-/// What is left of the limits. The arena has each node once, but a node may be in many places of the tree.
+/// What remains of the limits. The arena holds each node once, but a node can be in many places of the tree.
 struct Tree<'a> {
     machine: &'a Machine<'a>,
     values: u64,
@@ -14,7 +14,7 @@ struct Tree<'a> {
     expanded_bytes: u64,
 }
 
-/// The value of a node.
+/// Converts a node to a value.
 pub(super) fn value(machine: &Machine<'_>, root: Id) -> Step<Value> {
     let limits = machine.limits;
     let mut tree = Tree {
@@ -27,7 +27,7 @@ pub(super) fn value(machine: &Machine<'_>, root: Id) -> Step<Value> {
     tree.value(root, limits.max_depth)
 }
 
-/// The bytes of all strings together: files repeat the names of what they hold, but not without end.
+/// Returns the limit on the total size of all strings. Files repeat names, but only so often.
 fn text_limit(machine: &Machine<'_>) -> u64 {
     let Limits { max_pickle_bytes, max_text_factor, .. } = *machine.limits;
     let pickle = machine.bytes.len() as u64;
@@ -47,7 +47,7 @@ fn spend(left: &mut u64, amount: u64, what: &'static str, limit: u64) -> Step {
 }
 
 impl Tree<'_> {
-    /// Counts values before they are made.
+    /// Counts values before they are allocated.
     fn spend(&mut self, values: usize) -> Step {
         spend(&mut self.values, values as u64, "values", self.machine.limits.max_values)
     }
@@ -58,7 +58,7 @@ impl Tree<'_> {
         Ok(text.to_owned())
     }
 
-    /// `depth` is how many more containers may be inside of each other. Whoever calls has paid for the value.
+    /// Converts a node. `depth` is how many more containers may be nested. The caller has counted the value itself.
     fn value(&mut self, id: Id, depth: usize) -> Step<Value> {
         let machine = self.machine;
         Ok(match &machine.nodes[id] {
@@ -110,14 +110,15 @@ impl Tree<'_> {
         self.spend(2 * tensor.size.len())?;
         let storage = self.text(&tensor.storage)?;
         let len = (self.machine.storages)(&storage).unwrap_or(0);
-        // Checked already: what is new is that it counts wherever it is mentioned.
+        // The tensor was checked before. Here it counts once for each place that it is in.
         let expanded = tensor.check(len).unwrap_or(u64::MAX);
         let limit = self.machine.limits.max_expanded_bytes;
         spend(&mut self.expanded_bytes, expanded, "bytes of expanded tensors", limit)?;
         Ok(TensorRef { storage, ..tensor.clone() })
     }
 
-    /// A TorchScript module's attributes. C++ writes `|` for the dots of their names, which Python could not have.
+    /// Converts a TorchScript module to a dict of its attributes. In their names tch writes `|` instead of dots, which
+    /// attributes cannot have.
     fn module(&mut self, state: Id, depth: usize) -> Step<Value> {
         let machine = self.machine;
         let (Node::Dict(entries) | Node::OrderedDict(entries)) = &machine.nodes[state] else {
@@ -130,12 +131,12 @@ impl Tree<'_> {
                 _ => return Err(Malformed::Content("has an attribute without a name".to_owned())),
             }
         }
-        // The names with dots may have been there already.
+        // The names with dots may have existed already.
         check_keys(&attributes).map_err(Malformed::Content)?;
         Ok(Value::Dict(attributes))
     }
 
-    /// What only has a meaning as a part of something else, except a dtype.
+    /// Converts a node that is meaningful only as part of another one, which is an error except for a dtype.
     fn bare(&mut self, id: Id) -> Step<Value> {
         let what = match self.machine.nodes[id] {
             Node::Global(Global::Dtype(kind)) => {

@@ -8,17 +8,17 @@ pub(crate) enum Value {
     None,
     Bool(bool),
     Int(i64),
-    /// More than an `i64` holds.
+    /// Only for numbers that an `i64` cannot hold.
     Uint(u64),
     Float(f64),
     Str(String),
     List(Vec<Value>),
     Tuple(Vec<Value>),
-    /// Without two equal keys. The keys are none, bools, numbers and strings.
+    /// Has no two equal keys. Each key is none, a bool, a number or a string.
     Dict(Vec<(Value, Value)>),
-    /// In a box: the other values are much smaller, and there may be millions.
+    /// Boxed, because the other values are much smaller, and there may be millions of them.
     Tensor(Box<TensorRef>),
-    /// Something of Python's that is only known by its kind. Cannot be written.
+    /// A Python object of which only the kind is known. It cannot be written.
     Opaque(&'static str),
 }
 
@@ -34,7 +34,7 @@ impl From<&str> for Value {
     }
 }
 
-/// The value of a key in the items of a dict.
+/// Returns the value of a key in the items of a dict.
 pub(crate) fn get<'a>(items: &'a [(Value, Value)], key: &str) -> Option<&'a Value> {
     let is = |other: &Value| matches!(other, Value::Str(other) if other == key);
     items.iter().find(|(other, _)| is(other)).map(|(_, value)| value)
@@ -46,7 +46,7 @@ pub(crate) struct TensorRef {
     /// The key of its storage.
     pub storage: String,
     pub kind: Kind,
-    /// Where it begins, in elements.
+    /// The offset of the first element, in elements.
     pub offset: u64,
     pub size: Vec<i64>,
     /// In elements.
@@ -54,12 +54,12 @@ pub(crate) struct TensorRef {
     pub requires_grad: bool,
 }
 
-/// More are unknown to libtorch's kernels.
+/// The most dimensions that libtorch's kernels support.
 pub(crate) const MAX_DIMS: usize = 64;
 
 impl TensorRef {
-    /// Refuses a tensor that reaches outside of its storage of so many bytes. Returns the bytes of its elements if they
-    /// are more than the storage has, as an expanded tensor's are, else zero.
+    /// Checks that the tensor stays within a storage of `storage_bytes` bytes. Returns the size of its elements in
+    /// bytes if it has more elements than the storage, like an expanded tensor, and zero otherwise.
     pub(super) fn check(&self, storage_bytes: u64) -> Result<u64, &'static str> {
         let element = element_bytes(self.kind);
         let available = storage_bytes / element;
@@ -74,7 +74,7 @@ impl TensorRef {
             let (Ok(size), Ok(stride)) = (u64::try_from(size), u64::try_from(stride)) else {
                 return Err("has a negative size or stride");
             };
-            // Without the zeros: no product may overflow, in whatever order it is taken.
+            // Sizes of zero count as one, so that no product overflows in any order of multiplication.
             numel = numel.and_then(|numel| numel.checked_mul(size.max(1)));
             let reach = size.saturating_sub(1).checked_mul(stride);
             last = last.and_then(|last| last.checked_add(reach?));
@@ -97,12 +97,12 @@ impl TensorRef {
     }
 }
 
-/// The bytes of one element.
+/// Returns the size of an element in bytes.
 pub(super) fn element_bytes(kind: Kind) -> u64 {
     kind.elt_size_in_bytes() as u64
 }
 
-/// A key of a dict, equal where Python's are.
+/// A key of a dict. Two keys are equal if they are equal in Python.
 #[derive(PartialEq, Eq, Hash)]
 pub(super) enum Key<'a> {
     None,
@@ -113,7 +113,7 @@ pub(super) enum Key<'a> {
 }
 
 impl<'a> Key<'a> {
-    /// The key that a value makes, or none if a checkpoint has no such keys.
+    /// Returns the key for a value, or `None` if checkpoints have no such keys.
     pub(super) fn of(value: &'a Value) -> Option<Self> {
         Some(match value {
             Value::None => Self::None,
@@ -128,7 +128,7 @@ impl<'a> Key<'a> {
     }
 }
 
-/// 1.0 is the key 1 in Python, and -0.0 is 0.
+/// In Python 1.0 is the same key as 1, and -0.0 the same as 0.
 fn float_key(value: f64) -> Key<'static> {
     const TOO_BIG: f64 = 9_223_372_036_854_775_808.0;
     if value.fract() == 0.0 && (-TOO_BIG..TOO_BIG).contains(&value) {
@@ -138,7 +138,7 @@ fn float_key(value: f64) -> Key<'static> {
     Key::Float(value.to_bits())
 }
 
-/// Refuses two equal keys in a dict, and keys that a checkpoint does not have.
+/// Returns an error if a dict has two equal keys, or a key of a type that checkpoints do not have.
 pub(super) fn check_keys(items: &[(Value, Value)]) -> Result<(), String> {
     let mut seen = std::collections::HashSet::with_capacity(items.len());
     for (key, _) in items {

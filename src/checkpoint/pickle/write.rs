@@ -1,4 +1,4 @@
-//! The pickle that PyTorch reads with `weights_only=True`: protocol 2, with what `torch.save` uses of it.
+//! Writing a pickle that PyTorch reads with `weights_only=True`: protocol 2, with the opcodes that `torch.save` uses.
 
 use std::collections::HashMap;
 use std::io;
@@ -12,13 +12,14 @@ use crate::checkpoint::malformed::invalid;
 struct Pickler<'a> {
     out: Vec<u8>,
     storages: HashMap<&'a str, u64>,
-    /// The class that each storage was declared with: PyTorch gives all of its tensors the dtype of the first.
+    /// The class that each storage was declared with. PyTorch would give all tensors of a storage the dtype that it was
+    /// first declared with.
     classes: HashMap<&'a str, &'static str>,
-    /// Names that were written before, in the order of their places in the memo.
+    /// The names that are in the memo, by their index there.
     memo: Vec<(&'static str, &'static str)>,
 }
 
-/// Writes a pickle of the value, whose storages have these keys and bytes.
+/// Writes a pickle of a value. `storages` has the key and the size in bytes of each storage.
 pub(crate) fn write(root: &Value, storages: &[(String, u64)]) -> io::Result<Vec<u8>> {
     let mut pickler = Pickler {
         out: vec![op::PROTO, 2],
@@ -37,14 +38,14 @@ impl<'a> Pickler<'a> {
         self.out.extend_from_slice(argument);
     }
 
-    /// `depth` is how many more containers may be inside of each other.
+    /// Writes a value. `depth` is how many more containers may be nested.
     fn value(&mut self, value: &'a Value, depth: usize) -> io::Result<()> {
         match value {
             Value::None => self.out.push(op::NONE),
             Value::Bool(value) => self.bool(*value),
             Value::Int(value) => self.int(*value),
             Value::Uint(value) => {
-                // A ninth byte, or it would be negative.
+                // Without a ninth byte the number would be negative.
                 self.opcode(op::LONG1, &[9]);
                 self.out.extend_from_slice(&value.to_le_bytes());
                 self.out.push(0);
@@ -126,10 +127,10 @@ impl<'a> Pickler<'a> {
         self.out.push(op::TUPLE);
     }
 
-    /// A class or a function.
+    /// Writes a class or a function.
     fn global(&mut self, module: &'static str, name: &'static str) {
         let known = self.memo.iter().position(|&known| known == (module, name));
-        // There are not as many names as would not fit.
+        // There are far fewer names than a byte can count.
         if let Some(index) = known.and_then(|index| u8::try_from(index).ok()) {
             self.opcode(op::BINGET, &[index]);
             return;
@@ -141,7 +142,7 @@ impl<'a> Pickler<'a> {
         }
     }
 
-    /// As `Tensor.__reduce_ex__` does: dtypes without a class of storages go with an untyped one.
+    /// Writes a tensor like `Tensor.__reduce_ex__`: a dtype without a storage class of its own gets an untyped storage.
     fn tensor(&mut self, tensor: &'a TensorRef) -> io::Result<()> {
         let key = tensor.storage.as_str();
         let refuse = |problem: &str| invalid(format!("a tensor in the storage {key} {problem}"));
@@ -176,7 +177,7 @@ impl<'a> Pickler<'a> {
         self.ints(&tensor.size);
         self.ints(&tensor.stride);
         self.bool(tensor.requires_grad);
-        // The hooks, of which there are none.
+        // No hooks.
         self.global("collections", "OrderedDict");
         self.out.extend([op::EMPTY_TUPLE, op::REDUCE]);
         if class.is_none() {

@@ -1,4 +1,5 @@
-//! From small values to the types of a program. As `serde_json::from_value`, but for infinite numbers and NaN.
+//! Deserializes small values to the types of a program, like `serde_json::from_value`, but with infinite and NaN
+//! floats.
 
 use serde::de::value::{
     BorrowedStrDeserializer, MapAccessDeserializer, MapDeserializer, SeqDeserializer,
@@ -91,7 +92,7 @@ fn access(
     MapDeserializer::new(fields.iter().map(|(key, value)| (Key(key), value)))
 }
 
-/// A key: text, in which a program's type may want a number.
+/// The key of a map, which is text but may be deserialized as a number.
 struct Key<'de>(&'de str);
 
 impl<'de> IntoDeserializer<'de, Error> for Key<'de> {

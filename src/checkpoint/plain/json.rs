@@ -1,5 +1,5 @@
-//! Small values as JSON, which has no infinite numbers and no NaN: they are texts there, and beside the JSON stands
-//! where.
+//! Small values as JSON. JSON has no infinite numbers and no NaN: they are written as texts, and a list of JSON
+//! pointers says where they are.
 
 use std::fmt;
 
@@ -8,11 +8,11 @@ use serde::ser::{Serialize, SerializeMap as _, Serializer};
 
 use super::Plain;
 
-/// The key of the map that serde_json makes of a number where a crate of the program has asked for its
+/// The key of the map as which serde_json presents a number if some crate of the program enables its feature
 /// `arbitrary_precision`.
 const NUMBER: &str = "$serde_json::private::Number";
 
-/// What a float is called that JSON lacks: as Python's `float` reads it.
+/// Returns the text for a non-finite float, which Python's `float` can parse.
 fn name_of(number: f64) -> &'static str {
     match number {
         f64::INFINITY => "inf",
@@ -58,7 +58,7 @@ impl<'de> Deserialize<'de> for Plain {
     }
 }
 
-/// Makes the values of JSON. Not by way of serde_json's own, whose smallest map takes 600 bytes.
+/// Deserializes values from JSON directly: serde_json's own `Value` would take 600 bytes for the smallest map.
 struct Json;
 
 impl<'de> Visitor<'de> for Json {
@@ -126,7 +126,7 @@ fn number(digits: &str) -> Option<Plain> {
 }
 
 impl Plain {
-    /// JSON pointers (RFC 6901) to all floats that JSON lacks.
+    /// Returns JSON pointers (RFC 6901) to all non-finite floats.
     pub(crate) fn non_finite(&self) -> Vec<String> {
         let mut pointers = Vec::new();
         self.point(&mut String::new(), &mut pointers);
@@ -156,7 +156,8 @@ impl Plain {
         }
     }
 
-    /// Makes floats again of the texts at these places; `None` where another value stands, or nothing.
+    /// Converts the texts at these places back to floats. Returns `None` if a place does not exist or holds anything
+    /// else.
     pub(crate) fn with_non_finite(mut self, pointers: &[String]) -> Option<Self> {
         for pointer in pointers {
             let value = self.at(pointer)?;
@@ -167,7 +168,7 @@ impl Plain {
 
     fn at(&mut self, pointer: &str) -> Option<&mut Self> {
         let mut keys = pointer.split('/');
-        // What stands before the first slash.
+        // The part before the first slash must be empty.
         keys.next().filter(|start| start.is_empty())?;
         keys.try_fold(self, |value, key| match value {
             Self::List(items) => items.get_mut(key.parse::<usize>().ok()?),

@@ -1,4 +1,4 @@
-//! Small values: what serde makes of the types of a program, as JSON would hold them, and the floats that JSON lacks.
+//! Small values: what serde makes of the types of a program, with the data model of JSON plus infinite and NaN floats.
 
 mod de;
 mod json;
@@ -16,43 +16,43 @@ pub(crate) enum Plain {
     None,
     Bool(bool),
     Int(i64),
-    /// More than an `i64` holds.
+    /// Only for numbers that an `i64` cannot hold.
     Uint(u64),
-    /// Infinite numbers and NaN included.
+    /// May be infinite or NaN.
     Float(f64),
     Text(String),
     List(Vec<Plain>),
-    /// Sorted by the keys, of which no two are equal; made by [`Plain::map`].
+    /// Sorted by key, without duplicates; made by [`Plain::map`].
     Map(Vec<(String, Plain)>),
 }
 
-/// The one error that serde's traits and the public one of a value share.
+/// The error of serde's traits here, which is the cause in the public error for values.
 type Error = serde_json::Error;
 
 impl Plain {
-    /// The value that serde makes.
+    /// Serializes a value of the program.
     pub(crate) fn of(value: &(impl Serialize + ?Sized)) -> Result<Self, Error> {
         value.serialize(ser::ToPlain)
     }
 
-    /// A value of a type of the program.
+    /// Deserializes to a type of the program.
     pub(crate) fn read<T: DeserializeOwned>(&self) -> Result<T, Error> {
         T::deserialize(self)
     }
 
-    /// A map. Of two equal keys the last counts.
+    /// Makes a map. Of two equal keys the last one counts.
     pub(crate) fn map(mut fields: Vec<(String, Self)>) -> Self {
-        // Sorted, so that the bytes of a file do not depend on the order of a hash map.
+        // Sorted, so that the bytes of a file do not depend on the iteration order of a hash map.
         fields.sort_by(|(one, _), (other, _)| one.cmp(other));
         fields.reverse();
         fields.dedup_by(|(later, _), (kept, _)| later == kept);
         fields.reverse();
-        // There may be millions of small ones.
+        // There may be millions of small maps.
         fields.shrink_to_fit();
         Self::Map(fields)
     }
 
-    /// The value of a key, if this is a map that has it.
+    /// Returns the value of a key, if this is a map that has it.
     pub(crate) fn get(&self, key: &str) -> Option<&Self> {
         let Self::Map(fields) = self else {
             return None;
@@ -61,7 +61,7 @@ impl Plain {
         found.ok().map(|at| &fields[at].1)
     }
 
-    /// The text, if this is one.
+    /// Returns the text, if this is one.
     pub(crate) fn text(&self) -> Option<&str> {
         match self {
             Self::Text(text) => Some(text),

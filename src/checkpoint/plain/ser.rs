@@ -1,22 +1,22 @@
-//! From the types of a program to small values. As `serde_json::to_value`, but for infinite numbers and NaN.
+//! Serializes the types of a program to small values, like `serde_json::to_value`, but with infinite and NaN floats.
 
 use serde::ser::{self, Error as _, Serialize, Serializer};
 
 use super::{Error, Plain};
 
-/// How the names of serde_json's own types begin that stand for JSON text.
+/// The prefix of the names of serde_json's own types that hold JSON text.
 const TEXT_OF_JSON: &str = "$serde_json::private::";
 
-/// Makes values.
+/// The serializer.
 pub(super) struct ToPlain;
 
-/// The items of a sequence.
+/// Collects the items of a sequence.
 pub(super) struct Items {
     items: Vec<Plain>,
     variant: Option<&'static str>,
 }
 
-/// The fields of a map or a struct.
+/// Collects the fields of a map or a struct.
 pub(super) struct Fields {
     fields: Vec<(String, Plain)>,
     key: Option<String>,
@@ -26,7 +26,7 @@ pub(super) struct Fields {
 
 type Result<T = Plain> = std::result::Result<T, Error>;
 
-/// The value within the variant of an enum, as serde tags it by default.
+/// Wraps the value of an enum variant in a map from the variant's name, serde's default representation.
 fn tagged(variant: Option<&'static str>, value: Plain) -> Plain {
     match variant {
         Some(variant) => Plain::Map(vec![(variant.to_owned(), value)]),
@@ -42,7 +42,7 @@ fn items(len: usize, variant: Option<&'static str>) -> Items {
     Items { items: Vec::with_capacity(len), variant }
 }
 
-/// The text of a key, as JSON has it.
+/// Returns a key as text, as serde_json writes it.
 fn key_of(key: Plain) -> Result<String> {
     Ok(match key {
         Plain::Text(text) => text,

@@ -1,4 +1,4 @@
-//! Small values are those that serde_json makes, and floats are all that there are.
+//! Tests that small values are those of serde_json, and that all floats round-trip.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -44,7 +44,7 @@ struct Flat {
     more: BTreeMap<String, f64>,
 }
 
-/// Whether a value is the same after serde, after both sides of the JSON, and as the JSON that serde_json makes.
+/// Checks that a value survives serde and a round trip through JSON, and that the JSON is that of serde_json.
 fn round_trip<T: Serialize + DeserializeOwned + Debug>(value: &T) {
     let plain = Plain::of(value).unwrap();
     let shown = format!("{value:?}");
@@ -90,7 +90,7 @@ fn every_float_comes_back() {
         round_trip(&vec![(1.0, Meters(number)), (number, Meters(0.0))]);
         round_trip(&Shape::Box { width: number, height: Some(number as f32) });
         round_trip(&[Shape::Circle(number), Shape::Line(number, 1)]);
-        // Types that take a value before they know which it is.
+        // Untagged and tagged types, for which serde buffers a value before its type is known.
         round_trip(&[Either::Number(number), Either::Text("inf".to_owned())]);
         round_trip(&Tagged::Best { loss: number });
         round_trip(&Flat {
@@ -99,7 +99,7 @@ fn every_float_comes_back() {
     }
 }
 
-/// Where a crate of the program asks for serde_json's `arbitrary_precision`, its numbers come and go like this.
+/// If some crate of the program enables serde_json's `arbitrary_precision`, its numbers are serialized like this.
 #[test]
 fn numbers_that_serde_json_keeps_as_text_are_numbers() {
     #[derive(Serialize)]

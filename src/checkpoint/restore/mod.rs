@@ -1,4 +1,4 @@
-//! Restoring what a checkpoint holds, all of it or nothing.
+//! Restoring the parts of a checkpoint, all of them or none.
 
 pub(super) mod names;
 mod restored;
@@ -20,10 +20,10 @@ use crate::scaler::PerLossScalers;
 
 pub use restored::Restored;
 
-/// Picks the parts of a checkpoint that are to be restored, and what they go into; then [`apply`](Self::apply) does it.
+/// Selects the parts of a checkpoint to restore and their targets; [`apply`](Self::apply) then restores them.
 ///
-/// The devices may be others than those at save time. By default the names and shapes must be the same, and a model's
-/// dtypes too; an optimizer's state is converted to the dtypes of its parameters, as in PyTorch.
+/// The devices may differ from those at the time of the save. By default the names, the shapes and a model's dtypes
+/// must be the same. As in PyTorch, an optimizer's state is converted to the dtypes of its parameters.
 #[must_use = "nothing is restored before `apply`"]
 pub struct Restore<'a> {
     checkpoint: &'a Checkpoint,
@@ -31,7 +31,7 @@ pub struct Restore<'a> {
     targets: Vec<(String, Box<dyn Stateful + 'a>)>,
 }
 
-/// How to restore.
+/// The options of a restore.
 #[derive(Debug)]
 pub(crate) struct Options {
     pub(crate) strict: bool,
@@ -45,8 +45,8 @@ impl<'a> Restore<'a> {
         Self { checkpoint, options, targets: Vec::new() }
     }
 
-    /// Restores anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random numbers, and types of
-    /// your own.
+    /// Restores anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random number generators and
+    /// types of your own.
     pub fn add(self, name: &str, target: &'a mut dyn Stateful) -> Self {
         self.target(name, target)
     }
@@ -56,23 +56,23 @@ impl<'a> Restore<'a> {
         self
     }
 
-    /// Restores the variables of a VarStore, in place.
+    /// Restores the variables of a `VarStore`, in place.
     pub fn model(self, name: &str, model: &'a VarStore) -> Self {
         self.target(name, Model(model))
     }
 
-    /// Restores an optimizer: the state of every parameter, and the groups with their options, which replace those that
-    /// `optimizer` has, the learning rate included.
+    /// Restores an optimizer: the state of every parameter, and the parameter groups with their options, including the
+    /// learning rate. They replace those of `optimizer`.
     pub fn optimizer(self, name: &str, optimizer: &'a mut Optimizer) -> Self {
         self.target(name, optimizer)
     }
 
-    /// Restores a scaler. A disabled one stays as it is.
+    /// Restores a scaler. A disabled scaler is left as it is.
     pub fn scaler(self, name: &str, scaler: &'a mut GradScaler) -> Self {
         self.target(name, scaler)
     }
 
-    /// Restores the scalers of several losses, which [`Checkpoint::add_scalers`] added.
+    /// Restores the scalers of several losses, which [`Checkpoint::add_scalers`] has saved.
     pub fn scalers(self, name: &str, scalers: &'a mut PerLossScalers) -> Self {
         self.target(name, scalers)
     }
@@ -82,25 +82,26 @@ impl<'a> Restore<'a> {
         self.target(name, Rng(device))
     }
 
-    /// Sets whether names that are missing or unexpected are errors. True by default; otherwise [`Restored`] lists
-    /// them.
+    /// Sets whether missing and unexpected names are errors. True by default; if false, [`Restored`] lists them
+    /// instead.
     ///
-    /// A part that is missing altogether is an error all the same, and so is a tensor of another shape, as in PyTorch:
-    /// [`skip`](Self::skip) a new head. If no name fits at all, that is no error: look at [`Restored`]. A parameter that
-    /// the saved optimizer lacks joins the first group and counts as not stepped.
+    /// Even if false, it is an error if a whole part is missing, or, as in PyTorch, if a tensor has another shape: use
+    /// [`skip`](Self::skip) for a new head. It is not an error if no name matches at all, so check [`Restored`]. A
+    /// parameter that the saved optimizer lacks joins the first group and counts as not yet stepped.
     ///
-    /// The batches that Python's norms count, as `num_batches_tracked`, are never missing or unexpected: tch's norms do
-    /// not count them.
+    /// The `num_batches_tracked` of PyTorch's norms is never missing or unexpected, because tch's norms do not count
+    /// batches.
     pub fn strict(mut self, strict: bool) -> Self {
         self.options.strict = strict;
         self
     }
 
-    /// Restores names of the checkpoint that begin with `from` as names that begin with `to` instead, in models and in
-    /// optimizers that have names. Of several calls the first that fits a name counts.
+    /// Renames the names in the checkpoint that begin with `from` so that they begin with `to` instead, in models, in
+    /// the tensors of your own states, and in optimizers whose parameters have names. If it is called several times,
+    /// the first prefix that matches a name applies.
     ///
-    /// A model that Python had wrapped in `DistributedDataParallel` needs `rename_prefix("module.", "")`, as
-    /// `consume_prefix_in_state_dict_if_present` does it in PyTorch, and one of `torch.compile`
+    /// A model that was wrapped in `DistributedDataParallel` in Python needs `rename_prefix("module.", "")`, the
+    /// counterpart of `consume_prefix_in_state_dict_if_present`. A model from `torch.compile` needs
     /// `rename_prefix("_orig_mod.", "")`.
     ///
     /// ```
@@ -130,36 +131,38 @@ impl<'a> Restore<'a> {
         self
     }
 
-    /// Leaves variables and the state of parameters as they are whose names fit one of the patterns, in which each `*`
-    /// stands for any characters, whatever the checkpoint has under those names. In an optimizer such a parameter has
-    /// not been stepped, and it is in its saved group or, without one, in the first. [`Restored`] lists the names.
+    /// Excludes the names that match one of the patterns, in which each `*` stands for any characters. The variables of
+    /// a model with such names keep their values. In an optimizer the state of such a parameter is reset, as if it had
+    /// not been stepped yet; it is in its saved group or, if the checkpoint lacks it, in the first. [`Restored`] lists
+    /// the names.
     ///
-    /// The names are those of the VarStore, after [`rename_prefix`](Self::rename_prefix).
+    /// The patterns apply to the names in the `VarStore`, that is, after [`rename_prefix`](Self::rename_prefix).
     pub fn skip(mut self, patterns: &[impl AsRef<str>]) -> Self {
         self.options.names.skip(patterns);
         self
     }
 
-    /// Sets whether a model's tensors of another dtype are converted. False by default: it is an error.
+    /// Sets whether tensors of a model that have another dtype are converted. False by default: another dtype is an
+    /// error.
     pub fn cast(mut self, cast: bool) -> Self {
         self.options.cast = cast;
         self
     }
 
-    /// Restores all that was picked, or changes nothing. Waits for the devices.
+    /// Restores everything that was selected, or changes nothing. Synchronizes if targets are on a GPU.
     ///
-    /// Everything is checked first, and what needs memory is made; then the tensors are read into their places, and then
-    /// all the rest is taken over. Until then the optimizers keep their old state beside the new one: it needs memory for
-    /// a second one.
+    /// First everything is checked and all memory is allocated; then the tensors of models are read into their places;
+    /// then all other states are replaced. Until then the optimizers keep their old states besides the new ones, so a
+    /// restore needs memory for a second state of each optimizer.
     ///
     /// # Errors
     ///
     /// [`CheckpointError::NoPart`], [`CheckpointError::OtherPart`], [`CheckpointError::Keys`] and
-    /// [`CheckpointError::Tensor`]; those of [`Stateful::prepare_restore`], among them
-    /// [`OptimizerError::State`] and the others of [`Optimizer::load_state_dict`], and
-    /// those of [`GradScaler::load_state_dict`] and [`set_rng_state`](crate::checkpoint::set_rng_state).
-    /// [`CheckpointError::Interrupted`] when the file can no longer be read though it was: only then models, scalers and
-    /// states of your own may be half restored.
+    /// [`CheckpointError::Tensor`]; those of [`Stateful::prepare_restore`], among them [`OptimizerError::State`] and
+    /// the others of [`Optimizer::load_state_dict`], and those of [`GradScaler::load_state_dict`] and
+    /// [`set_rng_state`](crate::checkpoint::set_rng_state). [`CheckpointError::Interrupted`] if the file can no longer
+    /// be read, or a device fails, after everything was checked: only then may models, scalers and states of your own
+    /// be partly restored.
     pub fn apply(self) -> Result<Restored> {
         let Self { checkpoint, options, mut targets } = self;
         let mut restored = Restored::default();
@@ -171,7 +174,7 @@ impl<'a> Restore<'a> {
             prepared.check(options.cast)?;
             all = all.and(prepared);
         }
-        // Also when it stops midway.
+        // Cleared before the weights change, because a commit that stops midway changes some of them, too.
         crate::autocast::clear_autocast_cache();
         all.commit().map_err(|cause| CheckpointError::Interrupted { cause: Box::new(cause) })?;
         Ok(restored)

@@ -1,4 +1,4 @@
-//! Which names of a file stand for which of a model or an optimizer, and which are left out.
+//! Matching the names in a file with those of the target, and skipping some of them.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
@@ -6,12 +6,12 @@ use std::collections::{BTreeMap, HashSet};
 use crate::checkpoint::CheckpointError;
 use crate::names;
 
-/// What was asked for.
+/// The renames and skips of a restore.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Names {
-    /// Beginnings in the file, and those here.
+    /// Each prefix in the file, with the prefix that replaces it.
     prefixes: Vec<(String, String)>,
-    /// Patterns of names here.
+    /// Patterns for names in the target.
     skipped: Vec<String>,
 }
 
@@ -24,12 +24,12 @@ impl Names {
         self.skipped.extend(patterns.iter().map(|pattern| pattern.as_ref().to_owned()));
     }
 
-    /// Whether nothing was asked for.
+    /// Whether there are neither renames nor skips.
     pub(crate) fn is_empty(&self) -> bool {
         self.prefixes.is_empty() && self.skipped.is_empty()
     }
 
-    /// What a name of the file is here: the first prefix that fits is replaced.
+    /// Returns the name in the target for a name in the file. The first prefix that matches is replaced.
     pub(crate) fn of<'n>(&self, name: &'n str) -> Cow<'n, str> {
         let renamed = self.prefixes.iter().find_map(|(from, to)| {
             let rest = name.strip_prefix(from.as_str())?;
@@ -38,12 +38,12 @@ impl Names {
         renamed.unwrap_or(Cow::Borrowed(name))
     }
 
-    /// Whether a name here is left as it is.
+    /// Whether a name in the target is skipped.
     pub(crate) fn skips(&self, name: &str) -> bool {
         names::matches_any(&self.skipped, name)
     }
 
-    /// The names of a part by what they are here. Refuses two that become one.
+    /// Returns the names of a part, each by its name in the target. It is an error if two names become equal.
     pub(crate) fn renamed<'n>(
         &self,
         part: &str,
@@ -65,7 +65,7 @@ impl Names {
     }
 }
 
-/// Whether a name is that of the batches that a norm of Python's has counted, which tch's do not count.
+/// Whether a name is that of the batch count of a PyTorch norm. tch's norms do not count batches.
 pub(crate) fn is_batch_count(name: &str, known: &HashSet<&str>) -> bool {
     let Some(module) = name.strip_suffix(BATCH_COUNT) else {
         return false;
@@ -76,7 +76,7 @@ pub(crate) fn is_batch_count(name: &str, known: &HashSet<&str>) -> bool {
             .all(|statistic| known.contains(format!("{module}{statistic}").as_str()))
 }
 
-/// The names of the counts of batches that a model of Python's has beside the names of a VarStore.
+/// Returns the names of the batch counts that the model has in PyTorch in addition to the names in its `VarStore`.
 pub(crate) fn batch_counts(known: &HashSet<&str>) -> Vec<String> {
     let modules = known.iter().filter_map(|name| name.strip_suffix(STATISTICS[0]));
     let counts = modules.map(|module| format!("{module}{BATCH_COUNT}"));

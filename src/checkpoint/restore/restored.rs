@@ -1,25 +1,27 @@
-//! What a restore left out.
+//! The result of a restore: the names that it left out.
 
 use crate::checkpoint::CheckpointError;
 #[cfg(doc)]
 use crate::checkpoint::Restore;
 use crate::error::Result;
 
-/// What a restore left out, as `part/name`. PyTorch's counterpart is the result of `load_state_dict`, which has no
-/// `skipped_keys`.
+/// The names that a restore left out, each as `part/name`. The counterpart of the result of `load_state_dict`, which
+/// has no `skipped_keys`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Restored {
-    /// Names that the checkpoint lacks; they keep their values. Empty unless [`strict`](Restore::strict) is false.
+    /// The names that the checkpoint lacks. Their targets keep their values. Empty unless [`strict`](Restore::strict)
+    /// is false.
     pub missing_keys: Vec<String>,
-    /// Names that only the checkpoint has, as it has them. Empty unless [`strict`](Restore::strict) is false.
+    /// The names that only the checkpoint has, as they are in the checkpoint. Empty unless [`strict`](Restore::strict)
+    /// is false.
     pub unexpected_keys: Vec<String>,
-    /// Names that [`skip`](Restore::skip) has left as they are.
+    /// The names that [`skip`](Restore::skip) excluded.
     pub skipped_keys: Vec<String>,
 }
 
 impl Restored {
-    /// Refuses names of a part that do not fit, or notes them.
+    /// Returns an error for missing or unexpected names of a part if `strict`, and records them otherwise.
     pub(crate) fn judge(
         &mut self,
         part: &str,
@@ -36,12 +38,12 @@ impl Restored {
         Ok(())
     }
 
-    /// Notes names of a part that were skipped.
+    /// Records names of a part that were skipped.
     pub(crate) fn skip(&mut self, part: &str, skipped: Vec<String>) {
         self.skipped_keys.extend(full(part, skipped));
     }
 
-    /// Adds all that another one has.
+    /// Adds the names of another one.
     pub(crate) fn extend(&mut self, other: Self) {
         let Self { missing_keys, unexpected_keys, skipped_keys } = other;
         self.missing_keys.extend(missing_keys);

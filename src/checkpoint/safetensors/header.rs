@@ -13,23 +13,23 @@ use crate::scaler::GradScalerState;
 /// The only entry of `__metadata__`, so that the bytes of a file do not depend on the order of a hash map.
 pub(crate) const KEY: &str = "tch_amp";
 
-/// The newest version of the format. A reader refuses later ones and reads all earlier ones.
+/// The version of the format that is written. Later versions are refused, and all earlier ones are read.
 pub(crate) const VERSION: u32 = 1;
 
-/// What this crate writes beside the tensors.
+/// What this crate writes in addition to the tensors.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Manifest {
     pub(crate) format: u32,
-    /// The version of this crate, for people.
+    /// The version of this crate, for information only.
     pub(crate) writer: String,
-    /// Of the header, with zeros in its own place.
+    /// The checksum of the header, with zeros in place of the checksum itself.
     pub(crate) checksum: Checksum,
-    /// Of each tensor's bytes, in the order of the file.
+    /// The checksum of each tensor's bytes, in the order of the file.
     pub(crate) checksums: Vec<Checksum>,
     pub(crate) parts: BTreeMap<String, PartManifest>,
 }
 
-/// What is known of a part besides its tensors, which are named `part/…`.
+/// A part without its tensors, which are named `part/…`.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase", try_from = "Fields")]
 pub(crate) enum PartManifest {
@@ -52,15 +52,15 @@ pub(crate) enum PartManifest {
     Tensor,
     Value {
         value: Plain,
-        /// JSON pointers to those texts in the value that are floats which JSON lacks.
+        /// JSON pointers to the texts in the value that stand for non-finite floats.
         #[serde(skip_serializing_if = "Vec::is_empty")]
         non_finite: Vec<String>,
     },
     Empty,
 }
 
-/// The fields of all kinds. What serde derives for a tag reads everything twice, and numbers not always; see
-/// `optim/fields.rs`.
+/// The fields of all kinds. serde's derived code for a tagged enum buffers the content, and cannot read numbers back
+/// from the buffer if serde_json's `arbitrary_precision` is enabled; see `optim/state_dict/fields.rs`.
 #[derive(Deserialize)]
 struct Fields {
     kind: String,
@@ -100,31 +100,32 @@ impl TryFrom<Fields> for PartManifest {
             "tensor" => Self::Tensor,
             "value" | "state" => {
                 let value = value.with_non_finite(&non_finite);
-                let value = value.ok_or("a value has no float where it should have one")?;
+                let value =
+                    value.ok_or("a value has no non-finite float where `non_finite` says so")?;
                 match (kind.as_str(), &value) {
                     ("value", _) => Self::Value { value, non_finite },
                     (_, Plain::Map(_)) => Self::State { value, non_finite },
-                    _ => return Err("a state is no map of values".to_owned()),
+                    _ => return Err("a state is not a map of values".to_owned()),
                 }
             }
             "empty" => Self::Empty,
-            _ => return Err(format!("a part is of the unknown kind {kind}")),
+            _ => return Err(format!("a part has the unknown kind {kind}")),
         })
     }
 }
 
-/// The version of a manifest alone: a later one may have other fields.
+/// Only the version of a manifest, since a later version may have other fields.
 #[derive(Deserialize)]
 pub(crate) struct Version {
     pub(crate) format: u32,
 }
 
-/// The checksum of a header whose own checksum reads `own`; `None` when that does not stand there.
+/// Computes the checksum of a header that contains `own` as its checksum. Returns `None` if it does not contain it.
 pub(crate) fn of_header(header: &[u8], own: Checksum) -> Option<Checksum> {
     // The manifest is a JSON string within JSON.
     let field = |checksum: Checksum| format!("\\\"checksum\\\":\\\"{checksum}\\\"").into_bytes();
     let (written, blank) = (field(own), field(Checksum::default()));
-    // The first: names and values, which may look the same, come after it.
+    // The first occurrence is the right one: names and values, which may look the same, come after it.
     let place = header.windows(written.len()).position(|window| window == written)?;
     let mut hash = Xxh3Default::new();
     for bytes in [&header[..place], &blank, &header[place + blank.len()..]] {

@@ -12,26 +12,26 @@ pub(crate) use write::{Plan, write};
 
 use crate::checkpoint::MAX_VALUES;
 
-/// The largest header that is read, as in other readers of the format.
+/// The size in bytes of the largest header that is read, the same as in other readers of the format.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The largest JSON of all that is not a tensor.
+/// The largest size in bytes of the manifest's JSON.
 const MAX_MANIFEST_BYTES: usize = 32 << 20;
 
-/// The most tensors that a file may have, as in the other format.
+/// The most tensors that a file may have, the same as in PyTorch's format.
 const MAX_TENSORS: usize = 1 << 18;
 
-/// Whether the JSON of all that is not a tensor would take too much memory: how much of what there is.
+/// Returns a problem if the manifest's JSON would take too much memory, and `None` otherwise.
 fn too_much(manifest: &str) -> Option<String> {
     if manifest.len() > MAX_MANIFEST_BYTES {
         return Some(format!("has {} bytes, more than {MAX_MANIFEST_BYTES}", manifest.len()));
     }
     let values = most_values(manifest.as_bytes());
     (values > MAX_VALUES)
-        .then(|| format!("has some {values} names and values, more than {MAX_VALUES}"))
+        .then(|| format!("has about {values} names and values, more than {MAX_VALUES}"))
 }
 
-/// How many values a JSON text has at most: as many as there are bytes around and between them.
+/// Returns an upper bound of the number of values in a JSON text, by counting the bytes that start or separate values.
 fn most_values(json: &[u8]) -> u64 {
     let (mut count, mut in_text, mut escaped) = (1, false, false);
     for &byte in json {

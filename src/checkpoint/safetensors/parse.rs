@@ -1,7 +1,7 @@
-//! Reading the header of a safetensors file, which may be hostile: what it takes is bounded while it is read.
+//! Reading the header of a safetensors file, which may be hostile: its memory is bounded while it is read.
 //!
-//! The safetensors crate reads headers, too, but takes some twenty times their memory, and takes the last of two
-//! tensors of one name, where other readers take the first.
+//! The safetensors crate can read headers as well, but it takes about twenty times their size in memory, and of two
+//! tensors with the same name it takes the last, where other readers take the first.
 
 use std::fmt;
 
@@ -14,32 +14,32 @@ use crate::checkpoint::pickle::MAX_DIMS;
 use crate::checkpoint::safetensors::header::KEY;
 use crate::checkpoint::safetensors::{MAX_TENSORS, kind};
 
-/// What a header says.
+/// The content of a header.
 pub(super) struct Header {
-    /// What this crate has written.
+    /// The manifest, if this crate has written the file.
     pub(super) manifest: Option<String>,
     /// In the order of the file.
     pub(super) tensors: Vec<(String, Info)>,
-    /// The bytes of all tensors.
+    /// The size of all tensors in bytes.
     pub(super) data_len: u64,
 }
 
-/// A tensor that tch can have.
+/// A tensor with a dtype and shape that tch supports.
 pub(super) struct Info {
     pub(super) kind: Kind,
     pub(super) size: Vec<i64>,
-    /// Its first byte behind the header.
+    /// The position of its first byte, relative to the end of the header.
     pub(super) start: u64,
 }
 
-/// Reads a header, and checks that its tensors fill the file without gaps.
+/// Reads a header, and checks that its tensors follow each other without gaps.
 pub(super) fn header(json: &[u8]) -> Result<Header, String> {
     let Entries { manifest, mut tensors } =
         serde_json::from_slice(json).map_err(|error| error.to_string())?;
     tensors.sort_by(|(one, _), (other, _)| one.cmp(other));
-    // Readers differ in which of the two they take.
+    // Readers differ in which of two tensors with the same name they take.
     if let Some(twice) = tensors.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-        return Err(format!("`{}` stands there twice", twice[0].0));
+        return Err(format!("`{}` occurs twice", twice[0].0));
     }
     tensors.sort_by_key(|(_, entry)| entry.data_offsets);
     let mut data_len = 0;
@@ -47,10 +47,12 @@ pub(super) fn header(json: &[u8]) -> Result<Header, String> {
     for (name, entry) in tensors {
         let (start, end) = entry.data_offsets;
         let Some((kind, bytes)) = entry.layout() else {
-            return Err(format!("`{name}` has a dtype or shape that tch does not"));
+            return Err(format!("`{name}` has a dtype or shape that tch does not support"));
         };
         if start != data_len || start.checked_add(bytes) != Some(end) {
-            return Err(format!("`{name}` does not lie where its shape and the others leave it"));
+            return Err(format!(
+                "the offsets of `{name}` do not fit its shape and the other tensors"
+            ));
         }
         data_len = end;
         infos.push((name, Info { kind, size: entry.shape.0, start }));
@@ -58,7 +60,7 @@ pub(super) fn header(json: &[u8]) -> Result<Header, String> {
     Ok(Header { manifest, tensors: infos, data_len })
 }
 
-/// The header as it stands there.
+/// The header as written in the file.
 struct Entries {
     manifest: Option<String>,
     tensors: Vec<(String, Entry)>,
@@ -72,7 +74,8 @@ struct Entry {
 }
 
 impl Entry {
-    /// The dtype and the bytes, if libtorch can have such a tensor: without the zeros, too, no product may overflow.
+    /// Returns the dtype and the size in bytes, if libtorch supports such a tensor. The product of the sizes must not
+    /// overflow even if sizes of zero count as one.
     fn layout(&self) -> Option<(Kind, u64)> {
         let kind = kind(self.dtype)?;
         let product = |least: i64| {
@@ -84,7 +87,7 @@ impl Entry {
     }
 }
 
-/// Sizes, none of them negative and not more than libtorch can have.
+/// Sizes that are not negative, and not more of them than libtorch supports.
 struct Shape(Vec<i64>);
 
 impl<'de> Deserialize<'de> for Shape {
@@ -125,7 +128,7 @@ impl<'de> Deserialize<'de> for Entries {
                     if name == "__metadata__" {
                         let found = map.next_value::<Option<Metadata>>()?;
                         if metadata.replace(found).is_some() {
-                            return Err(A::Error::custom("`__metadata__` stands there twice"));
+                            return Err(A::Error::custom("`__metadata__` occurs twice"));
                         }
                         continue;
                     }
@@ -143,7 +146,7 @@ impl<'de> Deserialize<'de> for Entries {
     }
 }
 
-/// Texts by their names, of which only ours is kept.
+/// The metadata, of which only the entry of this crate is kept.
 struct Metadata(Option<String>);
 
 impl<'de> Deserialize<'de> for Metadata {
@@ -160,7 +163,7 @@ impl<'de> Deserialize<'de> for Metadata {
                     if name != KEY {
                         let IgnoredAny = map.next_value()?;
                     } else if ours.replace(map.next_value()?).is_some() {
-                        return Err(A::Error::custom(format!("`{KEY}` stands there twice")));
+                        return Err(A::Error::custom(format!("`{KEY}` occurs twice")));
                     }
                 }
                 Ok(Metadata(ours))

@@ -13,12 +13,12 @@ use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, too_much};
 use crate::checkpoint::source::Source;
 use crate::error::Result;
 
-/// Whether a file that begins so can be one: a length, and JSON.
+/// Whether a file that begins with these bytes can be a safetensors file: a length, followed by JSON.
 pub(crate) fn is_safetensors(start: &[u8]) -> bool {
     start.get(8) == Some(&b'{')
 }
 
-/// Reads the header and checks it against the file's length. The tensors stay where they are.
+/// Reads the header, and checks it against the length of the file. The tensors are not read.
 pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     let header = read_header(&source)?;
     let Header { manifest, tensors, data_len } = parse::header(&header)
@@ -27,12 +27,12 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     if start.checked_add(data_len) != Some(source.len()) {
         let (len, wanted) = (source.len(), start.saturating_add(data_len));
         return Err(source
-            .damaged(format!("it has {len} bytes, but its header asks for {wanted}"))
+            .damaged(format!("it has {len} bytes, but by its header it should have {wanted}"))
             .into());
     }
-    // The key itself may be what is damaged.
+    // The damage may be in the key of the manifest itself.
     if manifest.is_none() && is_ours(&header) {
-        return Err(source.damaged("its metadata has lost its name").into());
+        return Err(source.damaged("the key of its metadata is damaged").into());
     }
     let manifest = manifest.map(|text| manifest_of(&source, &header, &text)).transpose()?;
     drop(header);
@@ -43,7 +43,7 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     });
     match manifest {
         Some(manifest) => with_manifest(&source, manifest, entries.collect()),
-        // A file of another program: a model, without checksums.
+        // A file from another program is a model without checksums.
         None => {
             let tensors = entries.map(|(name, _, entry)| (name, entry)).collect();
             let parts = BTreeMap::from([("model".to_owned(), Part::Model(tensors))]);
@@ -56,7 +56,7 @@ fn read_header(source: &Source) -> Result<Vec<u8>> {
     let mut len = [0; 8];
     source.read_at(0, &mut len)?;
     let len = u64::from_le_bytes(len);
-    // Before anything of that size is asked of the memory.
+    // Checked before the memory is allocated.
     if len > MAX_HEADER_BYTES || len > source.len().saturating_sub(8) {
         return Err(source
             .damaged(format!(
@@ -70,13 +70,13 @@ fn read_header(source: &Source) -> Result<Vec<u8>> {
     Ok(header)
 }
 
-/// Whether a header holds a manifest, under whatever name.
+/// Whether a header contains a manifest, under any name.
 fn is_ours(header: &[u8]) -> bool {
     let marks: [&[u8]; 2] = [br#"{\"format\":"#, br#"\"writer\":\"tch-amp "#];
     marks.iter().any(|mark| header.windows(mark.len()).any(|window| window == *mark))
 }
 
-/// Reads what this crate has written into the header, and checks the header by it.
+/// Reads the manifest, and verifies the checksum of the header with it.
 fn manifest_of(source: &Source, header: &[u8], text: &str) -> Result<Manifest> {
     if let Some(problem) = too_much(text) {
         return Err(source.damaged(format!("its metadata {problem}")).into());
@@ -90,12 +90,12 @@ fn manifest_of(source: &Source, header: &[u8], text: &str) -> Result<Manifest> {
     let manifest: Manifest = serde_json::from_str(text).map_err(damaged)?;
     let same = of_header(header, manifest.checksum) == Some(manifest.checksum);
     if !same && !cfg!(fuzzing) {
-        return Err(source.damaged("its header does not have the checksum that it had").into());
+        return Err(source.damaged("the checksum of its header does not match").into());
     }
     Ok(manifest)
 }
 
-/// Gives every tensor to its part.
+/// Assigns every tensor to its part.
 fn with_manifest(
     source: &Arc<Source>,
     manifest: Manifest,
@@ -118,7 +118,7 @@ fn with_manifest(
     Ok(Archive { source: Arc::clone(source), parts: built, regions })
 }
 
-/// The part without its tensors; a tensor comes whole.
+/// Makes a part without its tensors; `None` for a part that is a single tensor.
 fn empty(part: PartManifest) -> Option<Part> {
     Some(match part {
         PartManifest::Model => Part::Model(BTreeMap::new()),
@@ -141,7 +141,7 @@ fn empty(part: PartManifest) -> Option<Part> {
     })
 }
 
-/// Puts a tensor into its part; `false` if there is none that takes it.
+/// Adds a tensor to its part. Returns `false` if no part can take it.
 fn give(parts: &mut BTreeMap<String, Part>, name: &str, entry: Entry) -> bool {
     let Some((part, rest)) = name.split_once('/') else {
         return parts.insert(name.to_owned(), Part::Tensor(entry)).is_none();

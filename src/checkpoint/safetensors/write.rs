@@ -19,10 +19,10 @@ use crate::error::{Result, unsaveable};
 
 type Parts = BTreeMap<String, Part>;
 
-/// What a refusal names where no part is to blame.
+/// What an error names if it does not concern one part.
 const WHOLE: &str = "the checkpoint";
 
-/// What is going to be written: the tensors in the order of the file, and all of the header but the checksums.
+/// The layout of a file: the tensors in the order of the file, and the header except for the checksums.
 #[derive(Debug)]
 pub(crate) struct Plan<'a> {
     tensors: Vec<(TensorInfo, String, &'a Entry)>,
@@ -31,7 +31,7 @@ pub(crate) struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// Refuses what the format cannot hold.
+    /// Lays out the parts. Returns an error for anything that the format cannot hold.
     pub(crate) fn new(parts: &'a Parts) -> Result<Self> {
         let tensors = place(parts)?;
         if tensors.len() > MAX_TENSORS {
@@ -58,7 +58,7 @@ impl<'a> Plan<'a> {
         Ok(plan)
     }
 
-    /// Takes the checksum of the header, when those of the tensors are there.
+    /// Computes the checksum of the header, once those of the tensors are known.
     fn sign(&mut self) -> Result<()> {
         let own = of_header(&self.header()?, self.manifest.checksum);
         let none = || unsaveable(WHOLE, "its header has no checksum");
@@ -66,7 +66,7 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// The header with the checksums as they are now. Its length does not depend on them.
+    /// Returns the header with the current checksums. Its length does not depend on them.
     fn header(&self) -> Result<Vec<u8>> {
         let refuse = |error: serde_json::Error| unsaveable(WHOLE, error.to_string());
         let manifest = serde_json::to_string(&self.manifest).map_err(refuse)?;
@@ -74,31 +74,32 @@ impl<'a> Plan<'a> {
             let problem = format!("its metadata {problem}; save long values as tensors");
             return Err(unsaveable(WHOLE, problem).into());
         }
-        // Which kind of hash map this is depends on the features that others ask for.
+        // The type of this hash map depends on the features that other crates enable.
         let metadata = [(KEY.to_owned(), manifest)].into_iter().collect();
         let infos = self.tensors.iter().map(|(info, name, _)| (name.clone(), info.clone()));
         let metadata = Metadata::new(Some(metadata), infos.collect())
             .map_err(|error| unsaveable(WHOLE, error.to_string()))?;
         let mut header = serde_json::to_vec(&metadata).map_err(refuse)?;
-        // Spaces, so that the numbers are aligned.
+        // Padding with spaces aligns the tensors.
         header.resize(header.len().next_multiple_of(8), b' ');
         Ok(header)
     }
 }
 
-/// Refuses what could not be loaded: names that a Python program gave, and values that are nested too deep.
+/// Returns an error for a part that could not be loaded again: one with a name from a Python program that is not
+/// allowed, or with values that are nested too deep.
 fn read_again(name: &str, part: &PartManifest) -> Result<()> {
     if let Some(problem) = problem_of_name(name) {
         return Err(unsaveable(name, problem).into());
     }
-    // The levels around it count.
+    // Wrapped in two more levels, because those around it in the file count as well.
     let text = serde_json::to_string(&[[part]]);
     let read = text.and_then(|text| serde_json::from_str::<[[PartManifest; 1]; 1]>(&text));
     read.map_err(|error| unsaveable(name, error.to_string()))?;
     Ok(())
 }
 
-/// Writes the tensors and their checksums, which are taken on the way.
+/// Writes the tensors and then the header, with the checksums computed on the way.
 pub(crate) fn write(plan: &mut Plan<'_>, out: &mut dyn Target) -> std::result::Result<(), Failure> {
     let blank = vec![b' '; 8 + plan.header_len];
     out.write_all(&blank)?;
@@ -117,7 +118,8 @@ pub(crate) fn write(plan: &mut Plan<'_>, out: &mut dyn Target) -> std::result::R
     Ok(out.write_all(&header)?)
 }
 
-/// Gives every tensor its place: the widest elements first, so that all are aligned, and then by name.
+/// Assigns every tensor its place in the file. Tensors with the widest elements come first, so that all are aligned;
+/// otherwise they are sorted by name.
 fn place(parts: &Parts) -> Result<Vec<(TensorInfo, String, &Entry)>> {
     let mut named = Vec::new();
     for (part_name, part) in parts {
@@ -142,7 +144,8 @@ fn place(parts: &Parts) -> Result<Vec<(TensorInfo, String, &Entry)>> {
     Ok(placed.collect())
 }
 
-/// The name of a tensor in the file. A slash tells those of a part, whatever they are called, from a part of its own.
+/// Returns the name of a tensor in the file. The slash distinguishes a tensor within a part from a part that is a
+/// tensor.
 fn full_name(name: &str, part: &Part, tensor: &str) -> String {
     match part {
         Part::Tensor(_) => name.to_owned(),
@@ -175,7 +178,7 @@ fn manifest(part: &Part) -> PartManifest {
             PartManifest::Value { value: value.clone(), non_finite: value.non_finite() }
         }
         Part::Empty => PartManifest::Empty,
-        // Refused in `save_as`.
+        // Unreachable, because `save_as` refuses such parts.
         Part::Unknown(_) => PartManifest::Value { value: Plain::None, non_finite: Vec::new() },
     }
 }

@@ -9,17 +9,17 @@ use crate::checkpoint::restore::Options;
 use crate::checkpoint::{Checkpoint, other_part};
 use crate::error::Result;
 
-/// The tensors and the values of a part.
+/// The tensors and values of a part.
 #[derive(Debug)]
 pub(super) struct Dict<'a> {
-    /// By their names here, with those in the checkpoint.
+    /// By their names in the target, each with its name in the checkpoint.
     pub(super) tensors: BTreeMap<String, (&'a str, &'a Entry)>,
-    /// Sorted.
+    /// Sorted by name.
     values: &'a [(String, Plain)],
 }
 
 impl<'a> Dict<'a> {
-    /// Refuses a part that is none.
+    /// Reads a part as a dict, and returns an error if it is not one.
     pub(super) fn of(checkpoint: &'a Checkpoint, name: &str, options: &Options) -> Result<Self> {
         const NONE: &BTreeMap<String, Entry> = &BTreeMap::new();
         let (entries, values): (_, &[_]) = match checkpoint.part(name)? {
@@ -39,7 +39,7 @@ impl<'a> Dict<'a> {
         found.ok().map(|at| &self.values[at].1)
     }
 
-    /// All names here, with those in the checkpoint.
+    /// All names in the target, each with the name in the checkpoint.
     pub(super) fn names(&self) -> impl Iterator<Item = (&str, &str)> {
         let tensors = self.tensors.iter().map(|(here, (saved, _))| (here.as_str(), *saved));
         tensors.chain(self.values.iter().map(|(name, _)| (name.as_str(), name.as_str())))

@@ -1,4 +1,4 @@
-//! Loss scales, each as the value that its `state_dict` makes.
+//! Loss scales, each saved as the value that its `state_dict` returns.
 
 use tch::{Device, Tensor};
 
@@ -33,7 +33,7 @@ macro_rules! stateful {
             }
 
             fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
-                // Loading replaces the tensors that a clone shares.
+                // Loading replaces the tensors of the clone, which it shared, and leaves those of `self` alone.
                 let mut loaded = self.clone();
                 loaded.load_state_dict(&saved.loss_scale()?)?;
                 Ok(Prepared::new(move || *self = loaded))
@@ -51,7 +51,7 @@ impl Stateful for Box<dyn LossScale> {
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         let state = saved.loss_scale()?;
-        // One of the same kind, which may be refused: what is in the box can be neither cloned nor replaced.
+        // The boxed loss scale can be neither cloned nor replaced, so a new one of the same kind checks the state.
         let device = LossScale::loss_scale(self).map_or(Device::Cpu, Tensor::device);
         self.state_dict()?.build(device)?.load_state_dict(&state)?;
         Ok(Prepared::step(move || self.load_state_dict(&state)))

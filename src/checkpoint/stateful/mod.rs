@@ -1,4 +1,4 @@
-//! What a checkpoint can hold: one trait for everything that is saved and restored.
+//! The trait of everything that a checkpoint saves and restores, and its implementations.
 
 mod dict;
 mod loss_scale;
@@ -20,16 +20,17 @@ pub(crate) use save::{entry, plain};
 pub use saved::SavedState;
 pub(crate) use scaler::{save_scaler, save_scalers};
 
-/// Something whose state goes into a checkpoint and comes back: the counterpart of PyTorch's `state_dict` and
-/// `load_state_dict`, with a restore in two phases.
+/// A type whose state can be saved in a checkpoint and restored from it. The counterpart of `state_dict` and
+/// `load_state_dict`, except that a restore has two phases: first every state is checked, and then all are replaced.
 ///
-/// [`Checkpoint::add`](crate::checkpoint::Checkpoint::add) saves it and
-/// [`Restore::add`](crate::checkpoint::Restore::add) restores it. Implemented for [`VarStore`](tch::nn::VarStore),
-/// [`Optimizer`](crate::optim::Optimizer), [`GradScaler`](crate::GradScaler),
-/// [`PerLossScalers`](crate::scaler::PerLossScalers), the loss scales and a `Box` of any of them, and [`Rng`].
+/// [`Checkpoint::add`](crate::checkpoint::Checkpoint::add) saves the state and
+/// [`Restore::add`](crate::checkpoint::Restore::add) restores it. The trait is implemented for
+/// [`VarStore`](tch::nn::VarStore), [`Optimizer`](crate::optim::Optimizer), [`GradScaler`](crate::GradScaler),
+/// [`PerLossScalers`](crate::scaler::PerLossScalers), the loss scales, a `Box<dyn LossScale>`, [`Rng`], and mutable
+/// references to any of these.
 ///
-/// Your own type takes a few lines. It is saved as a dict of its tensors and values, which Python reads from a `.pt`
-/// with `weights_only=True`:
+/// To save your own type, implement the trait. The state is saved as a dict of its tensors and values, which Python
+/// reads from a `.pt` file with `weights_only=True`:
 ///
 /// ```
 /// use std::collections::BTreeMap;
@@ -82,23 +83,24 @@ pub(crate) use scaler::{save_scaler, save_scalers};
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 pub trait Stateful {
-    /// Records the state by names: tensors, which are not copied, and values.
+    /// Records the state as named tensors, which are not copied, and named values.
     ///
     /// # Errors
     ///
-    /// Whatever went wrong; [`Checkpoint::add`](crate::checkpoint::Checkpoint::add) hands it on, and the checkpoint stays
-    /// as it was.
+    /// Any error. [`Checkpoint::add`](crate::checkpoint::Checkpoint::add) returns it and leaves the checkpoint as it
+    /// was.
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()>;
 
-    /// Checks a saved state, makes whatever taking it over needs, and returns the rest as a [`Prepared`], which cannot
-    /// be refused any more. Nothing may change yet: another part of the restore may be refused after this one.
+    /// Checks a saved state, allocates what is needed to load it, and returns the remaining work as a [`Prepared`].
+    /// `self` must not change yet, because another part of the same restore may still be refused.
     ///
-    /// A state that has names which were not asked for is refused, unless the restore is not
-    /// [`strict`](crate::checkpoint::Restore::strict).
+    /// In a [`strict`](crate::checkpoint::Restore::strict) restore, it is an error if the state has a name that this
+    /// method did not read.
     ///
     /// # Errors
     ///
-    /// Whatever does not fit; [`Restore::apply`](crate::checkpoint::Restore::apply) hands it on, and nothing changes.
+    /// Any error, such as for a state that does not fit. [`Restore::apply`](crate::checkpoint::Restore::apply) returns
+    /// it, and nothing changes.
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>>;
 }
 

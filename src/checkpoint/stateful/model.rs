@@ -12,11 +12,12 @@ use crate::checkpoint::restore::names::batch_counts;
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::Result;
 
-/// A VarStore that others look at, too: restoring writes to its tensors and not to itself.
+/// A borrowed `VarStore`. A shared reference is enough, because restoring writes to its tensors and not to the
+/// `VarStore`.
 #[derive(Debug)]
 pub(crate) struct Model<'m>(pub(crate) &'m VarStore);
 
-/// Records all variables, and the counts of batches that Python's norms have.
+/// Records all variables, and the batch counts that PyTorch's norms have.
 pub(crate) fn save_model(model: &VarStore, state: &mut SaveState<'_>) -> Result<()> {
     let variables = model.variables();
     state.tensors(&variables)?;
@@ -50,7 +51,7 @@ impl Stateful for Model<'_> {
     }
 }
 
-/// All variables, those that are not trainable included.
+/// Saves and restores all variables, including those that are not trainable.
 impl Stateful for VarStore {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
         save_model(self, state)

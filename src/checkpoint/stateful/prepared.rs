@@ -1,4 +1,4 @@
-//! What is left to do when a state has been checked.
+//! The work that remains after a state has been checked.
 
 use std::fmt;
 
@@ -10,8 +10,8 @@ use crate::error::Result;
 use crate::ffi;
 use crate::optim::Saved as _;
 
-/// The second phase of a restore: what [`Stateful::prepare_restore`](crate::checkpoint::Stateful::prepare_restore) has
-/// checked and made ready, and what is done when all parts of the restore are.
+/// The second phase of a restore. [`Stateful::prepare_restore`](crate::checkpoint::Stateful::prepare_restore) has
+/// checked and prepared it, and it runs once all parts of the restore are prepared.
 #[derive(Default)]
 #[must_use = "nothing is restored unless it is returned"]
 pub struct Prepared<'a> {
@@ -21,19 +21,20 @@ pub struct Prepared<'a> {
 }
 
 impl<'a> Prepared<'a> {
-    /// Makes a second phase of a closure, which takes over what was loaded and neither fails nor allocates much:
-    /// whatever can go wrong belongs before it.
+    /// Creates a second phase that runs a closure. The closure stores what was loaded; everything that can fail or that
+    /// allocates much belongs before it, in the first phase.
     pub fn new(commit: impl FnOnce() + 'a) -> Self {
         Self::default().then(commit)
     }
 
-    /// Adds a closure as that of [`new`](Self::new), which runs after the tensors have been copied.
+    /// Adds a closure like that of [`new`](Self::new). It runs after the tensors of
+    /// [`SavedState::copy_to`](crate::checkpoint::SavedState::copy_to) have been copied.
     pub fn then(mut self, commit: impl FnOnce() + 'a) -> Self {
         self.commits.push(Box::new(commit));
         self
     }
 
-    /// Adds all of another second phase.
+    /// Adds the work of another second phase.
     pub fn and(mut self, other: Self) -> Self {
         let Self { copies, steps, commits } = other;
         self.copies.extend(copies);
@@ -42,7 +43,7 @@ impl<'a> Prepared<'a> {
         self
     }
 
-    /// A step that only the device can refuse.
+    /// Creates a second phase of a step that fails only if the device does.
     pub(super) fn step(step: impl FnOnce() -> Result<()> + 'a) -> Self {
         Self { steps: vec![Box::new(step)], ..Self::default() }
     }
@@ -51,16 +52,16 @@ impl<'a> Prepared<'a> {
         Self { copies, ..Self::default() }
     }
 
-    /// Refuses tensors that are not like those which they are for.
+    /// Returns an error if a tensor does not match its target in shape or, unless `cast`, in dtype.
     pub(crate) fn check(&self, cast: bool) -> Result<()> {
         self.copies.iter().try_for_each(|copy| copy.check(cast))
     }
 
-    /// Does all of it: what can fail first.
+    /// Does all of the work, with everything that can fail first.
     ///
     /// # Errors
     ///
-    /// Those of reading and copying. Some tensors may have been overwritten then.
+    /// Those of reading and copying. Some tensors may have been overwritten by then.
     pub(crate) fn commit(self) -> Result<()> {
         let Self { copies, steps, commits } = self;
         copies.iter().try_for_each(Copy::run)?;
@@ -81,17 +82,17 @@ impl fmt::Debug for Prepared<'_> {
     }
 }
 
-/// A tensor that is going to be overwritten, and by what.
+/// A tensor that is to be overwritten, and the saved one to overwrite it with.
 #[derive(Debug)]
 pub(super) struct Copy<'a> {
     pub(super) part: String,
-    /// Its name here.
+    /// Its name in the target.
     pub(super) name: String,
     /// Its name in the checkpoint.
     pub(super) saved: String,
     pub(super) tensor: Tensor,
     pub(super) entry: &'a Entry,
-    /// Where the tensor is, for messages.
+    /// Where the target is, for messages.
     pub(super) place: &'static str,
 }
 

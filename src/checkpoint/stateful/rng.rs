@@ -9,9 +9,9 @@ use crate::device::check_usable;
 use crate::error::Result;
 use crate::ffi;
 
-/// Returns the state of a device's default random number generator, which dropout, `randn` and `randperm` use: uint8,
-/// on the CPU. Waits for the device. PyTorch's counterparts are `torch.get_rng_state()` and
-/// `torch.cuda.get_rng_state()`.
+/// Returns the state of a device's default random number generator, which dropout, `randn` and `randperm` use. The
+/// state is a one-dimensional uint8 tensor on the CPU. Does not synchronize, because libtorch keeps the states of all
+/// generators on the host. The counterpart of `torch.get_rng_state()` and `torch.cuda.get_rng_state()`.
 ///
 /// # Errors
 ///
@@ -22,20 +22,20 @@ pub fn rng_state(device: Device) -> Result<Tensor> {
     ffi::rng_state(device)
 }
 
-/// Makes a device's default random number generator go on from a state. PyTorch's counterparts are
-/// `torch.set_rng_state()` and `torch.cuda.set_rng_state()`.
+/// Sets the state of a device's default random number generator. The counterpart of `torch.set_rng_state()` and
+/// `torch.cuda.set_rng_state()`.
 ///
 /// # Errors
 ///
 /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable), and [`Error::Torch`](crate::Error::Torch) if `state`
-/// is not a state of that device's generator.
+/// is not a state of such a generator; the generator keeps its state then.
 pub fn set_rng_state(device: Device, state: &Tensor) -> Result<()> {
     check_usable(device)?;
     ffi::rng_set_state(device, state)
 }
 
-/// The default random number generator of a device, which dropout, `randn` and `randperm` use, as something that a
-/// checkpoint holds. The counterpart of `torch.default_generator`.
+/// The default random number generator of a device, which dropout, `randn` and `randperm` use, as a part of a
+/// checkpoint. The counterpart of `torch.default_generator` and `torch.cuda.default_generators`.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -62,7 +62,7 @@ impl Stateful for Rng {
         saved.take_whole();
         let state = saved.checkpoint.tensor(saved.name)?;
         let device = self.0;
-        // Whether a generator takes a state shows only when it does.
+        // Whether a generator accepts a state can only be found out by setting it.
         let before = rng_state(device)?;
         let taken = set_rng_state(device, &state);
         set_rng_state(device, &before)?;

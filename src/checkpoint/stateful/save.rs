@@ -1,4 +1,4 @@
-//! What is recorded of a state that is being saved.
+//! The state that is being saved.
 
 use std::collections::BTreeMap;
 
@@ -11,40 +11,41 @@ use crate::checkpoint::part::{Part, StatePart};
 use crate::checkpoint::plain::Plain;
 use crate::error::{Result, unsaveable};
 
-/// A state on its way into a checkpoint: what [`Stateful::save_state`](crate::checkpoint::Stateful::save_state) records
-/// its tensors and values in.
+/// Collects the tensors and values of a state that is being saved.
+/// [`Stateful::save_state`](crate::checkpoint::Stateful::save_state) records them here.
 #[derive(Debug)]
 pub struct SaveState<'a> {
     name: &'a str,
     tensors: BTreeMap<String, Entry>,
     values: BTreeMap<String, Plain>,
-    /// Parts of kinds that have a layout of their own, in place of the tensors and values.
+    /// Parts of a kind with a layout of its own, which replace the tensors and values.
     parts: Vec<(String, Part)>,
 }
 
 impl<'a> SaveState<'a> {
-    /// Begins a part of that name.
+    /// Starts a part of this name.
     pub(crate) fn new(name: &'a str) -> Self {
         Self { name, tensors: BTreeMap::new(), values: BTreeMap::new(), parts: Vec::new() }
     }
 
-    /// Records a tensor: dense, of any dtype but the quantized ones, on any device. It is not copied.
+    /// Records a tensor, without copying it. It must be dense, and may be on any device and of any dtype except the
+    /// quantized ones.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unsaveable`] for a name that is taken within this state, and for a tensor that is undefined,
-    /// sparse or quantized.
+    /// [`CheckpointError::Unsaveable`] for a name that this state already has, and for an undefined, sparse or
+    /// quantized tensor.
     pub fn tensor(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
         self.check_name(name)?;
         self.tensors.insert(name.to_owned(), entry(name, tensor)?);
         Ok(())
     }
 
-    /// Records several tensors with their names, such as those of a map.
+    /// Records several named tensors, such as those of a map.
     ///
     /// # Errors
     ///
-    /// As [`tensor`](Self::tensor).
+    /// The same as [`tensor`](Self::tensor).
     pub fn tensors<'t, N: AsRef<str>>(
         &mut self,
         tensors: impl IntoIterator<Item = (N, &'t Tensor)>,
@@ -52,13 +53,13 @@ impl<'a> SaveState<'a> {
         tensors.into_iter().try_for_each(|(name, tensor)| self.tensor(name.as_ref(), tensor))
     }
 
-    /// Records a small value, as [`Checkpoint::add_value`](crate::checkpoint::Checkpoint::add_value) does: whatever
-    /// serde makes JSON of, infinite numbers and NaN included.
+    /// Records a small value: anything that serde can write as JSON, and in addition infinite and NaN floats, as in
+    /// [`Checkpoint::add_value`](crate::checkpoint::Checkpoint::add_value).
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unsaveable`] for a name that is taken within this state, and [`CheckpointError::Value`] for
-    /// what JSON cannot hold, such as a map whose keys are not strings.
+    /// [`CheckpointError::Unsaveable`] for a name that this state already has, and [`CheckpointError::Value`] for a
+    /// value that JSON cannot represent, such as a map whose keys are lists.
     pub fn value(&mut self, name: &str, value: &(impl Serialize + ?Sized)) -> Result<()> {
         self.check_name(name)?;
         self.values.insert(name.to_owned(), plain(&format!("{}/{name}", self.name), value)?);
@@ -73,22 +74,22 @@ impl<'a> SaveState<'a> {
         Ok(())
     }
 
-    /// Records the whole as a part with a layout of its own.
+    /// Records the whole state as a part with a layout of its own.
     pub(super) fn whole(&mut self, part: Part) {
         self.parts.push((self.name.to_owned(), part));
     }
 
-    /// Records a part beside others, as `name.id`.
+    /// Records one of several parts, under the name `name.id`.
     pub(super) fn numbered(&mut self, id: usize, part: Part) {
         self.parts.push((format!("{}.{id}", self.name), part));
     }
 
-    /// The tensors that were recorded.
+    /// Takes the tensors that were recorded.
     pub(super) fn take_tensors(&mut self) -> BTreeMap<String, Entry> {
         std::mem::take(&mut self.tensors)
     }
 
-    /// The parts with their names. Without tensors a state is nothing but a value.
+    /// Returns the parts with their names. A state without tensors becomes a value.
     pub(crate) fn finish(self) -> Vec<(String, Part)> {
         let Self { name, tensors, values, mut parts } = self;
         let values = Plain::map(values.into_iter().collect());
@@ -103,13 +104,13 @@ impl<'a> SaveState<'a> {
     }
 }
 
-/// A value by the name that a refusal tells.
+/// Converts a value. `name` is for errors.
 pub(crate) fn plain(name: &str, value: &(impl Serialize + ?Sized)) -> Result<Plain> {
     let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
     Ok(Plain::of(value).map_err(wrong)?)
 }
 
-/// A tensor by the name that a refusal tells.
+/// Checks a tensor and makes an entry of it. `name` is for errors.
 pub(crate) fn entry(name: &str, tensor: &Tensor) -> Result<Entry> {
     let quantized = |kind| matches!(kind, Kind::QInt8 | Kind::QInt32 | Kind::QUInt8);
     if !tensor.defined() {

@@ -1,4 +1,4 @@
-//! A state that is being restored.
+//! The state that is being restored.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeSet, HashSet};
@@ -15,11 +15,10 @@ use crate::checkpoint::stateful::prepared::Copy;
 use crate::checkpoint::{Checkpoint, CheckpointError, read_value};
 use crate::error::{Error, Result};
 
-/// A state as a checkpoint holds it: what [`Stateful::prepare_restore`](crate::checkpoint::Stateful::prepare_restore)
-/// reads.
+/// A state in a checkpoint, which [`Stateful::prepare_restore`](crate::checkpoint::Stateful::prepare_restore) reads.
 ///
-/// It may come from Python, too: any dict of tensors and plain values, such as the `state_dict()` of a learning-rate
-/// scheduler.
+/// It may also come from Python: any dict of tensors and plain values can be read, such as the `state_dict()` of a
+/// learning-rate scheduler.
 #[derive(Debug)]
 pub struct SavedState<'a> {
     pub(super) checkpoint: &'a Checkpoint,
@@ -29,15 +28,15 @@ pub struct SavedState<'a> {
     notes: RefCell<Notes>,
 }
 
-/// What has become of the names.
+/// Which names were read, missing or skipped.
 #[derive(Debug, Default)]
 struct Notes {
-    /// Whether they are none of the dict's.
+    /// Whether the part was taken as a whole instead of by names.
     whole: bool,
     used: BTreeSet<String>,
     missing: Vec<String>,
     skipped: Vec<String>,
-    /// What was left out of a part that is no dict.
+    /// What was left out of a part that was taken as a whole.
     report: Restored,
 }
 
@@ -47,32 +46,33 @@ impl<'a> SavedState<'a> {
         Self { checkpoint, name, options, dict, notes }
     }
 
-    /// Returns a value. What may be missing is asked for with [`contains`](Self::contains) first.
+    /// Returns a value, converted to `T` by serde. If it may be missing, check with [`contains`](Self::contains) first.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Keys`] where the state has none of that name, also in a restore that is not
-    /// [`strict`](crate::checkpoint::Restore::strict), and [`CheckpointError::Value`] for a value of
-    /// another type. [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`], as any other method here.
+    /// [`CheckpointError::Keys`] if the state has no value of this name, even if the restore is not
+    /// [`strict`](crate::checkpoint::Restore::strict); [`CheckpointError::Value`] if the value is not a `T`;
+    /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`].
     pub fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
         let value = self.dict()?.value(name).ok_or_else(|| self.missing(name))?;
         self.use_up(name);
         read_value(&format!("{}/{name}", self.name), value)
     }
 
-    /// Returns a tensor, as a new one on the CPU in its saved shape and dtype.
+    /// Returns a tensor, as a new tensor on the CPU with the saved shape and dtype.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Keys`] where the state has none of that name; [`CheckpointError::Io`],
-    /// [`CheckpointError::Damaged`] and [`Error::Torch`] when it cannot be read any more.
+    /// [`CheckpointError::Keys`] if the state has no tensor of this name; [`CheckpointError::Io`],
+    /// [`CheckpointError::Damaged`] and [`Error::Torch`] if it can no longer be read; [`CheckpointError::NoPart`] and
+    /// [`CheckpointError::OtherPart`].
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         let (_, entry) = self.dict()?.tensors.get(name).ok_or_else(|| self.missing(name))?;
         self.use_up(name);
         entry.to_tensor()
     }
 
-    /// Whether the state has a tensor or a value of that name.
+    /// Returns whether the state has a tensor or a value of this name.
     ///
     /// # Errors
     ///
@@ -82,16 +82,17 @@ impl<'a> SavedState<'a> {
         Ok(dict.tensors.contains_key(name) || dict.value(name).is_some())
     }
 
-    /// Prepares to overwrite tensors, on whatever devices, with those of the same names: needs no memory for a second
-    /// set of them. They are restored as the variables of a model are: names, shapes and dtypes must be the same, unless
-    /// [`strict(false)`](crate::checkpoint::Restore::strict), [`cast`](crate::checkpoint::Restore::cast),
-    /// [`rename_prefix`](crate::checkpoint::Restore::rename_prefix) and [`skip`](crate::checkpoint::Restore::skip) say
-    /// otherwise.
+    /// Prepares to overwrite tensors, on any devices, with the saved tensors of the same names. This needs no memory
+    /// for a second set of them. The tensors are restored like the variables of a model: names, shapes and dtypes must
+    /// be the same, except as allowed by [`strict(false)`](crate::checkpoint::Restore::strict),
+    /// [`cast`](crate::checkpoint::Restore::cast), [`rename_prefix`](crate::checkpoint::Restore::rename_prefix) and
+    /// [`skip`](crate::checkpoint::Restore::skip).
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`]. What does not fit shows when all names of the state
-    /// are known, in [`Restore::apply`](crate::checkpoint::Restore::apply).
+    /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`]. Names, shapes and dtypes that do not match are
+    /// errors of [`Restore::apply`](crate::checkpoint::Restore::apply), because they can be compared only when all
+    /// names that the state should have are known.
     pub fn copy_to<'t, N: AsRef<str>>(
         &self,
         tensors: impl IntoIterator<Item = (N, &'t Tensor)>,
@@ -99,7 +100,7 @@ impl<'a> SavedState<'a> {
         self.copy(tensors, "here")
     }
 
-    /// As [`copy_to`](Self::copy_to), with the place of the tensors for messages.
+    /// Does the work of [`copy_to`](Self::copy_to). `place` says in messages where the tensors are.
     pub(super) fn copy<'t, N: AsRef<str>>(
         &self,
         tensors: impl IntoIterator<Item = (N, &'t Tensor)>,
@@ -128,23 +129,23 @@ impl<'a> SavedState<'a> {
         Ok(Prepared::of_copies(copies))
     }
 
-    /// Takes the part as it is, and not as a dict.
+    /// Returns the part as a whole instead of as a dict.
     pub(super) fn whole(&self) -> Result<&'a Part> {
         self.take_whole();
         self.checkpoint.part(self.name)
     }
 
-    /// Leaves the names of the part alone.
+    /// Marks the part as taken as a whole, so that its names are not checked.
     pub(super) fn take_whole(&self) {
         self.notes.borrow_mut().whole = true;
     }
 
-    /// Tells what was left out of a part that was taken whole.
+    /// Records what was left out of a part that was taken as a whole.
     pub(super) fn report(&self, report: Restored) {
         self.notes.borrow_mut().report = report;
     }
 
-    /// Judges the names that were not asked for and those that were missing.
+    /// Checks for names that were missing or were never read.
     pub(crate) fn finish(self, restored: &mut Restored) -> Result<()> {
         let Notes { whole, used, missing, mut skipped, report } = self.notes.take();
         if whole {

@@ -19,7 +19,7 @@ pub(crate) fn save_scalers(scalers: &PerLossScalers, state: &mut SaveState<'_>) 
     Ok(())
 }
 
-/// The state in the part of that name: the empty one if a disabled scaler saved it.
+/// Returns the state in the part of this name, which is empty if it is that of a disabled scaler.
 fn state(checkpoint: &Checkpoint, name: &str) -> Result<GradScalerState> {
     match checkpoint.part(name)? {
         Part::Scaler(state) => Ok(state.clone()),
@@ -33,7 +33,7 @@ impl Stateful for GradScaler {
         save_scaler(self, state)
     }
 
-    /// Prepares to take over a state. A disabled scaler stays as it is.
+    /// Prepares to load a state. A disabled scaler is left as it is.
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         saved.take_whole();
         let loaded = self.prepare_state(&state(saved.checkpoint, saved.name)?)?;
@@ -42,7 +42,7 @@ impl Stateful for GradScaler {
     }
 }
 
-/// One part for each loss: `name.0`, `name.1` and so on.
+/// Saves one part for each loss: `name.0`, `name.1` and so on.
 impl Stateful for PerLossScalers {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
         save_scalers(self, state)

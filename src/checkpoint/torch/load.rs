@@ -1,4 +1,4 @@
-//! Opening a file of PyTorch's.
+//! Opening a file in PyTorch's format.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -13,7 +13,7 @@ use crate::checkpoint::pickle::Limits;
 use crate::checkpoint::source::Source;
 use crate::error::Result;
 
-/// Reads the structure of a file. The storages stay where they are.
+/// Reads the structure of a file. The storages are not read.
 pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     let opened = open(Cursor { source: &source, at: 0 }, &Limits::default());
     let Opened { root, storages, others } = opened.map_err(|error| match error {
@@ -36,7 +36,7 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     Ok(Archive { source, parts, regions })
 }
 
-/// A position in the file.
+/// A reader with a position in the file.
 struct Cursor<'a> {
     source: &'a Source,
     at: u64,

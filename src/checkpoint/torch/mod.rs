@@ -1,4 +1,4 @@
-//! PyTorch's checkpoint files: the zip archives with a pickle that `torch.save` writes, and tch's own.
+//! Checkpoint files in PyTorch's format: the zip archives with a pickle that `torch.save` and `VarStore::save` write.
 
 mod load;
 mod store;
@@ -15,21 +15,21 @@ use crate::checkpoint::zip::{self, Record};
 pub(crate) use load::read;
 pub(crate) use store::{plan, write};
 
-/// Besides one for each storage.
+/// An upper bound of the number of records besides one for each storage.
 const OTHER_RECORDS: usize = 8;
 
-/// What a file holds.
+/// The content of a file.
 #[derive(Debug)]
 pub(crate) struct Opened {
     /// The saved object.
     pub root: Value,
-    /// Where the storages lie, by their keys.
+    /// The records of the storages, by key.
     pub storages: BTreeMap<String, Record>,
-    /// The other records. Compressed ones, as the code of a TorchScript archive, are left out.
+    /// The other records, except compressed ones such as the code in a TorchScript archive.
     pub others: Vec<Record>,
 }
 
-/// Reads everything but the storages, whose checksums the caller has to verify.
+/// Reads everything except the storages, whose checksums the caller must verify.
 pub(crate) fn open<R: Read + Seek>(file: R, limits: &Limits) -> Result<Opened, Malformed> {
     let (mut file, mut records) = zip::records(BufReader::new(file), limits.max_records)?;
     if let Some(record) = records.get("byteorder") {
@@ -45,7 +45,7 @@ pub(crate) fn open<R: Read + Seek>(file: R, limits: &Limits) -> Result<Opened, M
     let bytes = zip::read(&mut file, pickle, limits.max_pickle_bytes)?;
     let mut storages = BTreeMap::new();
     let mut others = Vec::new();
-    // Where a storage lies follows from its key alone.
+    // A storage is found by its key, in the folder `data`.
     while let Some((name, record)) = records.pop_first() {
         match name.strip_prefix("data/") {
             Some(key) => drop(storages.insert(key.to_owned(), record)),
@@ -56,9 +56,9 @@ pub(crate) fn open<R: Read + Seek>(file: R, limits: &Limits) -> Result<Opened, M
     Ok(Opened { root, storages, others })
 }
 
-/// Writes a file. `storage` is called once for each storage in order and must write exactly its bytes.
+/// Writes a file. `storage` is called once for each storage, in order, and must write exactly its bytes.
 ///
-/// The same values make the same bytes. After an error what has been written is not a checkpoint.
+/// The same values always give the same bytes. After an error the output is not a valid checkpoint.
 pub(crate) fn save<W: Write + Seek>(
     out: W,
     root: &Value,
@@ -69,7 +69,7 @@ pub(crate) fn save<W: Write + Seek>(
     zip::write(out, &pickle, storages, storage)
 }
 
-/// Refuses values that [`save`] or, later, [`open`] would refuse.
+/// Returns an error for values that [`save`] or, later, [`open`] would refuse.
 pub(crate) fn check(root: &Value, storages: &[(String, u64)]) -> Result<(), String> {
     let limits = Limits::default();
     let pickle = pickle::write(root, storages).map_err(|error| error.to_string())?;

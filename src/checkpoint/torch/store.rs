@@ -1,4 +1,4 @@
-//! Writing a file of PyTorch's.
+//! Writing a file in PyTorch's format.
 
 use std::collections::BTreeMap;
 use std::io::{self, BufWriter};
@@ -10,7 +10,7 @@ use crate::checkpoint::part::Part;
 use crate::checkpoint::save::Failure;
 use crate::error::{Result, unsaveable};
 
-/// Lays the parts out. Refuses what Python cannot have, and what could not be loaded again.
+/// Lays out the parts. Returns an error for a part that cannot be represented in Python or could not be loaded again.
 pub(crate) fn plan(parts: &BTreeMap<String, Part>) -> Result<Layout<'_>> {
     let layout = Layout::new(parts)?;
     if let Err(problem) = check(&layout.root, &layout.lengths()) {
@@ -20,7 +20,7 @@ pub(crate) fn plan(parts: &BTreeMap<String, Part>) -> Result<Layout<'_>> {
     Ok(layout)
 }
 
-/// Writes the archive. `note` keeps a failure that is none of the system's.
+/// Writes the archive. `note` keeps a failure that is not an I/O error.
 pub(crate) fn write(
     layout: &Layout<'_>,
     out: &mut dyn Target,

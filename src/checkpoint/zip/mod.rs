@@ -1,4 +1,4 @@
-//! The container of PyTorch's files: a zip archive whose records are stored as they are.
+//! The container of PyTorch's files: a zip archive whose records are not compressed.
 
 mod read;
 mod write;
@@ -8,10 +8,10 @@ pub(crate) use write::write;
 
 use crate::checkpoint::malformed::{Malformed, shown};
 
-/// Where a record's bytes lie in the file.
+/// The position and the checksum of a record in the file.
 #[derive(Clone, Debug)]
 pub(crate) struct Record {
-    /// Its name, with the folder.
+    /// The name, including the folder.
     pub name: String,
     pub offset: u64,
     pub len: u64,
@@ -29,7 +29,7 @@ pub(crate) fn is_zip(first_bytes: &[u8]) -> bool {
     first_bytes.starts_with(b"PK\x03\x04")
 }
 
-/// The folder and the rest of a name that leads nowhere else.
+/// Splits a name into the folder and the rest. Returns `None` for a name that could lead outside of the folder.
 fn split(name: &str) -> Option<(&str, &str)> {
     let plain = |part: &str| !matches!(part, "" | "." | "..");
     let fine = !name.contains(['\\', '\0']) && name.split('/').all(plain);

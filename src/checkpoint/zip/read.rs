@@ -18,7 +18,7 @@ impl From<ZipError> for Malformed {
     }
 }
 
-/// Finds the records, by their names without the one folder that they are in.
+/// Finds the records. Returns them by their names, without the folder that all of them are in.
 pub(crate) fn records<R: Read + Seek>(
     mut file: R,
     max_records: usize,
@@ -50,7 +50,7 @@ pub(crate) fn records<R: Read + Seek>(
             return Err(refuse("is encrypted"));
         }
         if entry.compression() != CompressionMethod::Stored {
-            // TorchScript compresses its code, which is not read here.
+            // TorchScript compresses its code, which this crate does not read.
             if rest.starts_with("code/") {
                 continue;
             }
@@ -74,15 +74,16 @@ fn check_limit(count: u64, max_records: usize) -> Result<(), Malformed> {
     if count > limit { Err(Malformed::TooMuch { what: "records", limit }) } else { Ok(()) }
 }
 
-/// Refuses an archive that claims more records than allowed, before anything is allocated for them.
+/// Checks the number of records that an archive claims to have, before anything is allocated for them.
 ///
-/// A zip64 archive's claim stands before its last record, and only there if the two lie where all writers put them. The
-/// others cannot claim more than 65535.
+/// A zip64 archive has the number in its zip64 end record, right before the locator and the end record, where all
+/// writers put them; it is an error if they are elsewhere. Other archives cannot claim more than 65535 records.
 fn check_count<R: Read + Seek>(file: &mut R, max_records: usize) -> Result<(), Malformed> {
     const END: usize = 22;
     const LOCATOR: usize = 20;
     const END64: usize = 56;
-    // The end, its comment of up to 64 KiB, what the zip crate searches beyond that, and what stands before it.
+    // The end record, its comment of up to 64 KiB, the few bytes more that the zip crate searches, and the two zip64
+    // records.
     const TAIL: u64 = 22 + (1 << 16) + 4 + 20 + 56;
     let len = file.seek(SeekFrom::End(0))?;
     let start = len.saturating_sub(TAIL);
@@ -109,14 +110,16 @@ fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
     bytes.get(at..)?.first_chunk().copied().map(u64::from_le_bytes)
 }
 
-/// Reads a record of at most `limit` bytes and verifies its checksum.
+/// Reads a record of at most `limit` bytes, and verifies its checksum.
 pub(crate) fn read<R: Read + Seek>(
     file: &mut R,
     record: &Record,
     limit: u64,
 ) -> Result<Vec<u8>, Malformed> {
     if record.len > limit {
-        return Err(record.refuse(format!("has {} bytes, but at most {limit} may be", record.len)));
+        return Err(
+            record.refuse(format!("has {} bytes, but at most {limit} are allowed", record.len))
+        );
     }
     file.seek(SeekFrom::Start(record.offset))?;
     let mut bytes = Vec::new();
@@ -126,7 +129,7 @@ pub(crate) fn read<R: Read + Seek>(
     }
     // A fuzzer cannot guess checksums.
     if crc32fast::hash(&bytes) != record.crc32 && !cfg!(fuzzing) {
-        return Err(record.refuse("is damaged: its checksum is another".to_owned()));
+        return Err(record.refuse("is damaged: its checksum does not match".to_owned()));
     }
     Ok(bytes)
 }

@@ -1,4 +1,4 @@
-//! Writing the archive as PyTorch does: records as they are, the data of the storages aligned.
+//! Writing an archive like PyTorch: the records are not compressed, and the data of storages is aligned.
 
 use std::cell::Cell;
 use std::io::{self, Seek, SeekFrom, Write};
@@ -10,17 +10,18 @@ use ::zip::{CompressionMethod, DateTime, System, ZipWriter};
 use super::split;
 use crate::checkpoint::malformed::invalid;
 
-/// The folder of the records, as `torch.save` calls it where it does not know the file's name.
+/// The folder of the records, which `torch.save` uses if it has no file name.
 const FOLDER: &str = "archive";
-/// What PyTorch aligns storages to, so that they can be mapped into memory.
+/// PyTorch's alignment of storages in bytes, so that they can be mapped into memory.
 const ALIGNMENT: u16 = 64;
-/// From which size on a record may need the sizes of zip64, with room for the headers.
+/// The size in bytes from which on a record is written with zip64 sizes, a little below 4 GiB to leave room for the
+/// headers.
 const LARGE: u64 = 0xfff0_0000;
 
-/// Writes the archive of a pickle and its storages, which have these keys and bytes. `storage` is called once for each
-/// storage in order and must write exactly its bytes.
+/// Writes an archive of a pickle and its storages, given the key and the size in bytes of each. `storage` is called
+/// once for each storage, in order, and must write exactly that many bytes.
 ///
-/// The same values make the same bytes. After an error what has been written is not a checkpoint.
+/// The same content always gives the same bytes. After an error the output is not a valid archive.
 pub(crate) fn write<W: Write + Seek>(
     out: W,
     pickle: &[u8],
@@ -32,7 +33,7 @@ pub(crate) fn write<W: Write + Seek>(
     let mut archive = ZipWriter::new(output);
     let written = records(&mut archive, pickle, storages, storage);
     if written.is_err() {
-        // Before the archive is dropped, which would complete it.
+        // Set before the archive is dropped, which would otherwise complete it.
         failed.set(true);
     }
     written?;
@@ -67,7 +68,7 @@ fn record<W: Write + Seek>(
     if split(&name).is_none() {
         return Err(invalid(format!("{name:?} cannot be the name of a record")));
     }
-    // Everything that the zip crate would take from the system is set.
+    // Everything that the zip crate would otherwise take from the system is set.
     let options = SimpleFileOptions::default()
         .compression_method(CompressionMethod::Stored)
         .last_modified_time(DateTime::default())
@@ -84,7 +85,7 @@ fn record<W: Write + Seek>(
     }
 }
 
-/// Takes as many bytes as were announced.
+/// Accepts only as many bytes as were announced.
 struct Counted<'a, W> {
     out: &'a mut W,
     left: u64,
@@ -105,8 +106,8 @@ impl<W: Write> Write for Counted<'_, W> {
     }
 }
 
-/// Where the archive goes, until something fails: a `ZipWriter` that is dropped would complete the archive, and print
-/// where it cannot. What it writes then goes nowhere, and it is always at the end.
+/// The output of a `ZipWriter`, which discards all writes after a failure. A `ZipWriter` that is dropped would
+/// otherwise complete the archive, and print an error if it cannot. After a failure the position is always at the end.
 struct Output<W> {
     out: W,
     end: u64,
@@ -115,7 +116,7 @@ struct Output<W> {
 
 impl<W> Output<W> {
     fn note<T>(&self, result: io::Result<T>) -> io::Result<T> {
-        // What was interrupted is tried again.
+        // An interrupted write is retried.
         if result.as_ref().is_err_and(|error| error.kind() != io::ErrorKind::Interrupted) {
             self.failed.set(true);
         }

@@ -1,4 +1,4 @@
-//! How often a step crosses the C border. Functions of the shim that cannot fail are not counted.
+//! Tests of how often a step calls the shim. Functions that cannot fail are not counted.
 
 use tch::{Device, Kind, Tensor};
 
@@ -8,7 +8,8 @@ use crate::{GradScaler, ffi, sys};
 /// All gradients are on one device.
 const DEVICES: i64 = 1;
 
-/// Counts the places where the shim can fail: one for each call, and one for each device whose gradients are unscaled.
+/// Counts the points at which the shim can fail: one for each call, and one for each device whose gradients are
+/// unscaled.
 fn fail_points(f: impl FnOnce()) -> i64 {
     let many = 1_000_000;
     ffi::testing_fail_at(many, sys::TESTING_TORCH_ERROR);
@@ -26,8 +27,8 @@ fn backward(scaler: &GradScaler, weights: &[Tensor]) {
     scaler.backward(&loss).unwrap();
 }
 
-/// It inspects and holds the gradients, checks them, steps, and clears the cache of casts: with many parameters as with
-/// one, and with master weights as without.
+/// A step inspects and holds the gradients, checks them, steps, and clears the cache of casts. It takes as many calls
+/// for many parameters as for one, and with master weights as without.
 #[test]
 fn a_fused_step_calls_the_shim_four_times() {
     for masters in [MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder] {
@@ -49,7 +50,7 @@ fn a_fused_step_calls_the_shim_four_times() {
     }
 }
 
-/// Without a scaler it steps and clears the cache of casts.
+/// Without a scaler, a step only steps and clears the cache of casts.
 #[test]
 fn a_fused_step_without_a_scaler_calls_the_shim_twice() {
     let weights = weights(20, Kind::Float);

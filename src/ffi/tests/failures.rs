@@ -1,4 +1,4 @@
-//! Every function of the shim fails once, by every kind of C++ exception.
+//! Tests in which every function of the shim fails once, with every kind of C++ exception.
 
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -15,7 +15,7 @@ const KINDS: [(u8, &str); 3] = [
     (sys::TESTING_INT, "unknown C++ exception"),
 ];
 
-/// What stays of a training program when one of its calls fails.
+/// The state of a training program, one of whose calls fails.
 struct Program {
     vs: VarStore,
     net: nn::Linear,
@@ -34,14 +34,14 @@ impl Program {
         Self { vs, net, optimizer, fused, scaler: config.build(Device::Cpu).unwrap() }
     }
 
-    /// One of everything.
+    /// Trains with each way to step once.
     fn run(&mut self) -> Result<()> {
         for way in 0..6 {
             self.optimizer.zero_grad();
             let x = Tensor::ones([4, 3], (Kind::Float, Device::Cpu)).set_requires_grad(true);
             let output = autocast(Device::Cpu, || self.function().apply(&[&x, &self.net.ws]))??;
-            // Its gradients are the same for all weights, so that every iteration makes the same calls: clipping writes
-            // only where it has to, and what it has written is looked at again.
+            // The gradients of this loss do not depend on the weights, so that every iteration makes the same calls:
+            // clipping writes only if it must, and gradients that were written are checked again.
             let loss = output.mean(Kind::Float);
             self.scaler.scale(&loss)?.f_backward()?;
             match way {
@@ -70,7 +70,7 @@ impl Program {
         Ok(())
     }
 
-    /// A product that asks its context for everything.
+    /// A product that uses every method of its context.
     fn function(&self) -> impl Function<Outputs = Tensor> + use<> {
         function(
             |ctx, x| {
@@ -87,7 +87,7 @@ impl Program {
     }
 }
 
-/// What must be as before: the autocast state and the grad mode.
+/// Returns the state that must be unchanged: the autocast state and the grad mode.
 fn state() -> (AutocastState, bool) {
     let x = Tensor::from(1.0).set_requires_grad(true);
     (AutocastState::current().unwrap(), (x * 2.0).requires_grad())
@@ -112,7 +112,7 @@ fn every_function_of_the_shim_fails_once_and_nothing_is_left_behind() {
                 Ok(()) => swallowed += 1,
             }
             assert_eq!(state(), before, "after failure {failed}");
-            // The same program goes on once the iteration that failed is given up.
+            // The same program continues once the failed iteration is abandoned.
             program.optimizer.zero_grad();
             program.scaler.abandon(&mut program.optimizer).ok();
             drop(program.scaler.update());
@@ -126,12 +126,12 @@ fn every_function_of_the_shim_fails_once_and_nothing_is_left_behind() {
             );
         }
         assert!(failed > 40, "only {failed} calls were reached");
-        // A cache that cannot be cleared after a step is no reason to lose the step.
+        // A step succeeds even if the cache cannot be cleared after it.
         assert_eq!(swallowed, 6, "calls whose failure is not reported");
     }
 }
 
-/// What the program above does not reach on a CPU.
+/// Tests the functions that the program above does not reach on a CPU.
 #[test]
 fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
     let w = Tensor::from(1.0).set_requires_grad(true);
@@ -151,14 +151,15 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
     }
 }
 
-/// An iteration whose gradients are half unscaled, as far as anybody knows, and its scale of 8.
+/// Returns an iteration in which unscaling failed midway, so that its gradients may be partly unscaled. The scale is 8.
 fn half_unscaled(kind: u8) -> (Tensor, optim::Optimizer, GradScaler) {
     let w = Tensor::from(2f32).set_requires_grad(true);
     let mut opt = optim::Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
     let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
     let mut scaler = config.build(Device::Cpu).unwrap();
     scaler.backward(&(&w * 3.0)).unwrap();
-    // Until the call fails that has changed them, it changes nothing and can be made again.
+    // Calls that fail before the gradients change can be repeated. The loop ends with the first failure after they have
+    // changed.
     for call in 1.. {
         ffi::testing_fail_at(call, kind);
         let error = scaler.unscale_(&mut opt).unwrap_err();
@@ -206,7 +207,7 @@ fn a_failed_unscale_goes_on_as_its_error_says() {
     }
 }
 
-/// Another optimizer's overflow counts all the same.
+/// An overflow of another optimizer still counts.
 #[test]
 fn an_update_after_a_failed_unscale_counts_what_was_found_elsewhere() {
     let (_w, mut opt, mut scaler) = half_unscaled(sys::TESTING_TORCH_ERROR);

@@ -1,4 +1,4 @@
-//! The paths of unscaling that no public call reaches as such.
+//! Tests of paths of unscaling that the public interface does not reach on its own.
 
 use tch::{Device, Kind, Tensor};
 
@@ -20,7 +20,7 @@ fn unscale(w: &Tensor, scale: f32, unscaling: Unscaling) -> (Option<bool>, Vec<f
     (found, Vec::try_from(w.grad().to_kind(Kind::Double)).unwrap())
 }
 
-/// The path for devices and dtypes without a kernel, against the kernel.
+/// Compares the path for devices and dtypes without a kernel with the kernel.
 #[test]
 fn plain_operations_give_the_kernels_numbers() {
     let values: Vec<f64> = (0..1000).map(|i| 0.37 * f64::from(i) - 100.0).collect();
@@ -32,7 +32,7 @@ fn plain_operations_give_the_kernels_numbers() {
             let (found, got) = unscale(&make(), 3.0, GENERIC);
             let (want_found, want) = unscale(&make(), 3.0, Unscaling::new(false, false));
             assert_eq!((found, found), (want_found, Some(bad.is_some())), "{kind:?} {bad:?}");
-            // What a NaN looks like is nobody's business.
+            // The bits of a NaN do not matter.
             let bits = |all: Vec<f64>| {
                 let all = all.into_iter().map(|x| if x.is_nan() { f64::NAN } else { x });
                 all.map(f64::to_bits).collect::<Vec<_>>()

@@ -1,4 +1,4 @@
-//! Custom functions in libtorch's inference mode, which tch cannot enter.
+//! Tests of custom functions in libtorch's inference mode, which tch does not bind.
 
 use tch::Tensor;
 
@@ -30,7 +30,7 @@ fn nothing_is_recorded_in_inference_mode() {
     ffi::testing_inference_mode(false);
     assert!(!y.requires_grad() && !z.requires_grad() && !same.requires_grad());
     assert_eq!(Vec::<f64>::try_from(z.shallow_clone()).unwrap(), [4.0, 8.0]);
-    // Outside again, libtorch refuses to save what was made in there.
+    // Outside of inference mode, libtorch refuses to save a tensor that was created in it.
     let x = Tensor::from_slice(&[1.0, 2.0]).set_requires_grad(true);
     let product = function(
         |ctx, x| {

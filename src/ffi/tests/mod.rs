@@ -1,4 +1,4 @@
-//! The functions of the shim where no public call reaches them as such.
+//! Tests of the shim's functions that cannot be made through the public interface.
 #![allow(clippy::unwrap_used, clippy::disallowed_methods, reason = "a test fails by panicking")]
 
 #[cfg(tamp_testing)]

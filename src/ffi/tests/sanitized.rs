@@ -1,4 +1,4 @@
-//! Faults that `cargo xtask sanitize` must find, each of them in a process of its own.
+//! Faults that `cargo xtask sanitize` must find, each in a process of its own.
 
 use crate::{ffi, sys};
 

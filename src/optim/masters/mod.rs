@@ -1,4 +1,4 @@
-//! Master weights: what parameters in half precision are updated from.
+//! Master weights, from which half-precision parameters are updated.
 
 mod renew;
 
@@ -9,14 +9,14 @@ use crate::ffi::{self, Master};
 use crate::optim::Optimizer;
 use crate::optim::state::State;
 
-/// What an optimizer updates bf16 and fp16 parameters from. In every mode but `None` it computes in f32, its state is
-/// f32, and gradients become f32 before they are unscaled, so that unscaling loses nothing. f32 and f64 parameters need
-/// none of it and are updated as they are.
+/// The mode in which an optimizer updates bf16 and fp16 parameters. In every mode but `None` it computes in f32, keeps
+/// its state in f32, and converts gradients to f32 before they are unscaled in place, so that unscaling loses no
+/// precision. f32 and f64 parameters are not affected.
 ///
-/// Bytes for each bf16 parameter under AdamW, with its gradient in bf16, as measured on a CPU (a test compares the
-/// memory that a process holds with the sums):
+/// Bytes per bf16 parameter under AdamW, with its gradient in bf16, measured on a CPU (a test compares the memory that
+/// a process holds with the totals):
 ///
-/// | | parameter | master | moments | gradient | in all |
+/// | | parameter | master | moments | gradient | total |
 /// |---|---|---|---|---|---|
 /// | f32 training, for comparison | 4 | – | 8 | 4 | 16 |
 /// | `None` | 2 | – | 4 | 2 | 8 |
@@ -29,58 +29,60 @@ use crate::optim::state::State;
 /// | `Float` with amsgrad | 2 | 4 | 12 | 2 | 20 |
 /// | `Float`, SGD with momentum | 2 | 4 | 4 | 2 | 12 |
 ///
-/// Gradients are f32 after [`accumulate_in_f32`](Optimizer::accumulate_in_f32), and from the first time on that a
-/// scaler unscales them before the step: for `unscale_`, a transaction, or a norm. On a CPU a step needs no memory
-/// beside that; while they become f32, one tensor's gradient is there twice.
+/// Gradients are f32 after [`accumulate_in_f32`](Optimizer::accumulate_in_f32), and from the first time that a scaler
+/// unscales them before the step, which it does for `unscale_`, for a transaction, and to compute a norm. On a CPU a
+/// step needs no further memory; the conversion to f32 holds two copies of one gradient at a time.
 ///
-/// On a GPU many small parameters, or a part of a large one, are updated at a time: at most 2^20 numbers, where each
-/// parameter counts as a multiple of 64. While a step runs these need scratch memory on each GPU, and a larger model
-/// needs no more. All of it is allocated before anything changes, so a step that runs out of memory changes nothing. The
-/// number of launches does not depend on the number of parameters, except where libtorch splits a list of its own
-/// accord. The counts are those of one parameter group on simulated GPUs:
+/// On a GPU the step works on many small parameters, or a part of a large one, at a time: at most 2^20 elements, where
+/// the size of each parameter is rounded up to a multiple of 64. This needs scratch memory on each GPU while the step
+/// runs, and a larger model needs no more. All of it is allocated before anything changes, so a step that runs out of
+/// memory changes nothing. The number of kernel launches does not depend on the number of parameters, except where
+/// libtorch itself splits a list. The counts are for one parameter group on simulated GPUs:
 ///
-/// | | scratch memory | launches | for each further 2^20 numbers |
+/// | | scratch memory | launches | for each further 2^20 elements |
 /// |---|---|---|---|
 /// | `None` | – | at most 5 | – |
 /// | `Float` | 4 MiB, or none if gradients are f32 | at most 6 | 2, or none |
 /// | `Remainder` | 9 MiB | at most 12 | 9 |
 /// | `StochasticRounding` | 18 MiB | at most 46 | 28 |
 ///
-/// A gradient that lies in memory in another order than its parameter is copied besides. While gradients on GPUs become
-/// f32, all of them are there twice.
+/// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are
+/// converted to f32, all of them exist twice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MasterWeights {
-    /// None: what a parameter's dtype cannot hold of an update is lost, as with PyTorch's optimizers. bf16 has 8 bits,
-    /// so that updates of less than a 256th of a weight vanish. In fp16 `exp_avg_sq` of Adam stays zero for gradients
-    /// below 0.005, and its updates are far too large then.
+    /// No master weights: the part of an update that the parameter's dtype cannot hold is lost, as with PyTorch's
+    /// optimizers. bf16 has 8 significant bits, so an update of less than 1/512 of a weight is always lost, and one of
+    /// less than 1/256 often is. In fp16, Adam's `exp_avg_sq` stays zero for gradients below 0.005 with the default
+    /// betas, which makes the updates far too large.
     #[default]
     None,
-    /// An f32 copy of each. As `master_weights=True` of apex's `FusedAdam`, and `AdamFP16` of labml_nn.
+    /// An f32 copy of each parameter. Corresponds to `master_weights=True` of apex's `FusedAdam`, and to `AdamFP16` of
+    /// labml_nn.
     Float,
-    /// The 16 bits that a bf16 lacks of an f32, beside it: the same numbers as `Float` in half the memory. The
-    /// parameter is the master rounded to nearest, the larger one of two that are equally near (elsewhere it is the
-    /// even one). fp16 parameters have f32 copies. As `store_param_remainders` of TransformerEngine's `FusedAdam`.
+    /// The 16 bits by which an f32 is longer than the bf16 parameter: the same master weights as `Float` in half the
+    /// memory. The parameter is the master rounded to nearest, with ties away from zero (elsewhere, ties go to even).
+    /// fp16 parameters have f32 copies. Corresponds to `store_param_remainders` of TransformerEngine's `FusedAdam`.
     Remainder,
-    /// No copy: bf16 results are rounded up or down at random, with probabilities that make the rounding right on
-    /// average. The variance of a rounding is at most a quarter of the squared distance of two neighbouring bf16, about
-    /// 2^-18 of the squared weight, so that small updates add up, with noise. Reproducible: the random numbers follow
-    /// from the seed, the parameter's place and its step. fp16 parameters have f32 copies. As
-    /// `bf16_stochastic_round=True` in torchao.
+    /// No copy: bf16 results are rounded up or down at random, with probabilities that make the result right on
+    /// average, so that small updates add up, with noise. The variance of one rounding is at most a quarter of the
+    /// squared distance of two neighbouring bf16 values, and so at most 2^-16 of the squared weight. The random numbers
+    /// are reproducible: they depend on the seed, the index of the parameter and its step count. fp16 parameters have
+    /// f32 copies. Corresponds to `bf16_stochastic_round=True` in torchao.
     StochasticRounding {
-        /// Runs with the same seed are the same.
+        /// The seed of the random numbers. Runs with the same seed are the same.
         seed: u64,
     },
 }
 
-/// The name of a master in a state, as f32 in every mode. TransformerEngine's.
+/// The key of a master weight in a state, as in TransformerEngine. It is f32 in every mode.
 pub(crate) const MASTER: &str = "master_param";
 
 impl MasterWeights {
-    /// What the parameter in this place has.
+    /// The master weight of the parameter with this index.
     pub(crate) fn of(self, parameter: &Tensor, place: usize) -> Master {
         if self == Self::None {
-            // Asking tch for a dtype is a call across the border for each parameter.
+            // Reading a dtype from tch is a call into C++ for each parameter.
             return Master::None;
         }
         match (self, parameter.kind()) {
@@ -95,7 +97,7 @@ impl MasterWeights {
 }
 
 impl Master {
-    /// The dtype of the tensor that is kept, if one is.
+    /// The dtype of the tensor that is kept, if there is one.
     pub(crate) fn kind(self) -> Option<Kind> {
         match self {
             Self::Float => Some(Kind::Float),
@@ -109,7 +111,7 @@ impl Master {
         (self != Self::None).then_some(Kind::Float)
     }
 
-    /// What is kept, as f32.
+    /// The master weight as f32.
     pub(crate) fn numbers(self, parameter: &Tensor, state: &State) -> Result<Option<Tensor>> {
         match (&state.loaded, &state.master) {
             (Some(loaded), _) => Ok(Some(loaded.shallow_clone())),
@@ -121,7 +123,7 @@ impl Master {
     }
 }
 
-/// Makes seeds that are near each other far apart (SplitMix64; Steele, Lea and Flood 2014).
+/// Spreads neighbouring seeds over all numbers (SplitMix64; Steele, Lea and Flood 2014).
 fn spread(seed: u64) -> u64 {
     let x = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -130,16 +132,17 @@ fn spread(seed: u64) -> u64 {
 }
 
 impl Optimizer {
-    /// Returns what half parameters are updated from.
+    /// Returns the mode in which half-precision parameters are updated.
     pub fn master_weights(&self) -> MasterWeights {
         self.masters
     }
 
-    /// Returns the f32 number behind each element of the parameter at `index`; `None` where there is none, or before
-    /// its first step, which makes it from the parameter as it is then. With [`MasterWeights::Float`] it is the
-    /// optimizer's own tensor: what is written there counts in the next step, but not between a load and the step after
-    /// it, in which a master that differs from its parameter is made anew. By names they are in
-    /// [`state_dict`](Self::state_dict), as `master_param`.
+    /// Returns the f32 master weight of the parameter at `index`; `None` if it has none, or before its first step,
+    /// which makes the master from the parameter.
+    ///
+    /// With [`MasterWeights::Float`] it is the optimizer's own tensor: values that are written to it are used in the
+    /// next step. The exception is the time between loading a state and the next step, which makes a master anew if it
+    /// does not round to its parameter. [`state_dict`](Self::state_dict) has the masters by name, as `master_param`.
     ///
     /// # Errors
     ///
@@ -152,23 +155,24 @@ impl Optimizer {
         master.numbers(parameter, &slot.state)
     }
 
-    /// Forgets the masters, to be made anew from the parameters in the next step. Not needed where somebody else has
-    /// written to parameters, as loading them does: that is noticed, and the masters of those numbers that changed are
-    /// made anew (with [`MasterWeights::Remainder`] those of the whole parameter).
+    /// Discards the master weights, so that the next step makes them anew from the parameters. This is not needed after
+    /// parameters were written to from outside, for instance by loading them: the optimizer detects that and makes the
+    /// masters of the elements that changed anew (with [`MasterWeights::Remainder`] those of the whole parameter).
     pub fn reset_master_weights(&mut self) {
         for slot in &mut self.slots {
             (slot.state.master, slot.state.loaded) = (None, None);
         }
     }
 
-    /// Makes autograd add up the gradients of half parameters in f32 from now on, over the micro-batches of a step too;
-    /// those that are there are converted. Costs 4 bytes for each parameter instead of 2, and does nothing to f32
-    /// parameters. No part of a saved state: call it again after a restart. As setting `grad_dtype` of the parameters in
-    /// PyTorch, or `accumulate_allreduce_grads_in_fp32` in Megatron-LM.
+    /// Makes autograd accumulate the gradients of half-precision parameters in f32 from now on, also over the
+    /// micro-batches of a step; existing gradients are converted. Costs 4 bytes per parameter instead of 2. f32
+    /// parameters are not affected. It is not part of a saved state: call it again after a restart. Corresponds to
+    /// setting `grad_dtype` of the parameters in PyTorch, and to `accumulate_allreduce_grads_in_fp32` in Megatron-LM.
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::NoMasterWeights`] for half parameters without; [`Error::Torch`] if libtorch fails.
+    /// [`OptimizerError::NoMasterWeights`] if there are half-precision parameters but no master weights;
+    /// [`Error::Torch`] if libtorch fails.
     pub fn accumulate_in_f32(&mut self) -> Result<()> {
         self.take_added()?;
         let half = |w: &Tensor| matches!(w.f_kind(), Ok(Kind::Half | Kind::BFloat16));
@@ -201,14 +205,14 @@ mod tests {
         Vec::try_from(words).unwrap()
     }
 
-    /// Trains two tensors and tells their bits and those of all state.
+    /// Trains two tensors and returns their bits and those of the whole state.
     fn train(
         algorithm: Algorithm,
         kind: Kind,
         masters: MasterWeights,
         other: bool,
     ) -> Vec<Vec<i64>> {
-        // Not of the generator, which other tests draw from meanwhile.
+        // Does not use tch's generator, from which other tests draw at the same time.
         let drawn = std::cell::Cell::new(0.0);
         let random = |size: &[i64]| {
             drawn.set(drawn.get() + 1.0);
@@ -235,7 +239,7 @@ mod tests {
         leaves.iter().chain(tensors).map(bits).collect()
     }
 
-    /// What runs on a GPU, with the tensors of a CPU: libtorch's own operations instead of the loops.
+    /// Runs the code for GPUs on CPU tensors: libtorch's own operations instead of the loops.
     #[test]
     fn other_devices_compute_the_same() {
         let algorithms: [Algorithm; 3] = [

@@ -1,4 +1,4 @@
-//! Masters of parameters that somebody else has written to.
+//! Renewing the master weights of parameters that were written to from outside.
 
 use tch::Tensor;
 
@@ -8,15 +8,15 @@ use crate::optim::state::{Wanted, complete};
 use crate::optim::{MasterWeights, Optimizer};
 
 impl Optimizer {
-    /// Brings the masters into line with parameters that were written to since the last step, or are others than those
-    /// that a loaded state belongs to: all of them, or none.
+    /// Renews the masters of parameters that were written to since the last step, or that differ from those that a
+    /// loaded state belongs to: all of them, or none.
     pub(crate) fn renew_masters(&mut self) -> Result<()> {
         self.renew(|_, _| true)?;
         self.stamps.take(&self.parameters)
     }
 
-    /// Brings the masters into line that have fitted their parameters once. A state that was just loaded may be waiting
-    /// for its model.
+    /// Renews only masters that have matched their parameters before. A state that was just loaded may precede its
+    /// model.
     pub(crate) fn renew_known_masters(&mut self) -> Result<()> {
         self.renew(ffi::Stamps::has)
     }
@@ -59,7 +59,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// What remains of loaded numbers beside their parameters, with the indices of these.
+    /// The remainders of loaded masters beside their parameters, with the indices of the parameters.
     fn loaded_remainders(&self, stale: &[usize]) -> Result<Vec<(usize, Tensor)>> {
         let loaded = stale.iter().filter_map(|&index| {
             Some((index, self.slots[index].state.loaded.as_ref()?, &self.parameters[index]))
@@ -81,7 +81,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Makes what the slots at these indices, in their order, need and do not have yet, masters included.
+    /// Makes the tensors that the slots at these ascending indices lack, masters included.
     pub(crate) fn complete(&mut self, wanted: &[usize]) -> Result<()> {
         let bare = |index: &usize| self.slots[*index].state.master.is_none();
         let bare: Vec<_> = wanted.iter().copied().filter(bare).collect();

@@ -1,7 +1,7 @@
-//! Reading options and groups from JSON.
+//! Deserializing options and groups.
 //!
-//! By hand: what serde derives for tagged and flattened fields keeps numbers in between, and cannot read them again
-//! where some crate of the program has asked for serde_json's `arbitrary_precision`.
+//! Implemented by hand: serde's derive for tagged and flattened fields buffers numbers, and cannot read them again if
+//! any crate of the program enables serde_json's feature `arbitrary_precision`.
 
 use serde::de::{DeserializeOwned, Error};
 use serde::{Deserialize, Deserializer};

@@ -13,19 +13,19 @@ use crate::optim::{
     Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup, ParamGroupState,
 };
 
-/// For each parameter its tensors.
+/// The tensors of each parameter.
 pub(crate) type SavedState<T> = BTreeMap<String, BTreeMap<String, T>>;
 
-/// A tensor of a saved state, wherever it is.
+/// A tensor of a saved state, in memory or in a file.
 pub(crate) trait Saved {
     fn shape(&self) -> Vec<i64>;
 
     fn is_complex(&self) -> bool;
 
-    /// The only element.
+    /// Returns the only element.
     fn item(&self) -> Result<f64>;
 
-    /// Overwrites a tensor with as many elements.
+    /// Overwrites a tensor that has as many elements.
     fn copy_to(&self, to: &mut Tensor) -> Result<()>;
 }
 
@@ -49,7 +49,7 @@ impl<T: Saved> Saved for &T {
 
 impl Saved for Tensor {
     fn shape(&self) -> Vec<i64> {
-        // One that no parameter has, for a tensor that has none.
+        // A tensor without a shape gets one that no parameter has.
         ffi::sizes(self).unwrap_or_else(|_| vec![-1])
     }
 
@@ -68,37 +68,38 @@ impl Saved for Tensor {
     }
 }
 
-/// A state on its way into an optimizer.
+/// A checked state that is ready to be loaded into an optimizer.
 #[derive(Debug)]
 pub(crate) struct Loaded {
     groups: Vec<ParamGroup>,
-    /// For each parameter its group and its state.
+    /// The group and the state of each parameter.
     slots: Vec<(usize, State)>,
 }
 
 impl Optimizer {
-    /// Loads a state: copies its tensors, in the dtypes and to the devices of the parameters, and takes over its groups
-    /// and their options. As `load_state_dict` in PyTorch, by names.
+    /// Loads a state: copies its tensors, converted to the dtypes and devices of the parameters, and takes over its
+    /// groups and their options. The counterpart of `load_state_dict`, except that parameters are matched by name.
+    /// Synchronizes with the devices of the loaded tensors.
     ///
-    /// A parameter without tensors has not been stepped yet. Master weights that the state lacks are made from the
-    /// parameters in the next step. Those that it has count where they round to the parameter as it is in that step;
-    /// where it was changed meanwhile, the parameter counts, so that a model may be loaded before or after its optimizer,
-    /// and nothing that is written to it is lost. The patterns of [`assign_group`](Self::assign_group) are
-    /// no part of a state; those of groups that it does not have are forgotten. Waits for the devices of the loaded
-    /// tensors.
+    /// A parameter without tensors in the state counts as not stepped yet. The model may be loaded before or after its
+    /// optimizer: a loaded master weight is used if it rounds to its parameter at the next step; otherwise, and if the
+    /// state has none, the master is made from the parameter in that step, so that no value written to the parameter is
+    /// lost. The patterns of [`assign_group`](Self::assign_group) are not part of a state; those for groups that the
+    /// state does not have are discarded.
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::State`] for parameters or tensors that are missing, too many or of another shape;
-    /// [`OptimizerError::OtherAlgorithm`]; [`Error::InvalidArgument`] for an option outside its range. Nothing changes then.
+    /// [`OptimizerError::State`] for parameters or tensors that are missing, unexpected or of another shape;
+    /// [`OptimizerError::OtherAlgorithm`]; [`Error::InvalidArgument`] for an option outside its range. Nothing is
+    /// changed then.
     pub fn load_state_dict(&mut self, loaded: &OptimizerState) -> Result<()> {
         let loaded = self.prepare_load(&loaded.state, &loaded.param_groups)?;
         self.finish_load(loaded);
         Ok(())
     }
 
-    /// Checks a state and makes copies of it. The optimizer does not change, except that it takes up variables that
-    /// were added to its VarStore.
+    /// Checks a state and copies it. The optimizer does not change, except that it takes up variables that were added
+    /// to its `VarStore`.
     pub(crate) fn prepare_load<T: Saved>(
         &mut self,
         state: &SavedState<T>,
@@ -138,15 +139,15 @@ impl Optimizer {
         Ok(Loaded { groups, slots })
     }
 
-    /// Takes over what was prepared from this optimizer as it is.
+    /// Takes over a state that was prepared from this optimizer, which has not changed since.
     pub(crate) fn finish_load(&mut self, loaded: Loaded) {
         let Loaded { groups, slots } = loaded;
         self.rules.retain(|rule| rule.group < groups.len());
         self.groups = groups;
         for (index, (slot, (group, state))) in self.slots.iter_mut().zip(slots).enumerate() {
             (slot.group, slot.state) = (group, state);
-            // The model may be loaded before or after it. In the next step a master counts where it rounds to the
-            // parameter.
+            // The model may be loaded before or after the optimizer: the next step keeps a master only if it rounds to
+            // the parameter.
             self.stamps.forget(index);
         }
     }
@@ -158,8 +159,8 @@ impl Optimizer {
         match named.into_iter().find(|name| !known.contains(name)) {
             Some(name) => Err(Error::Optimizer(OptimizerError::State {
                 parameter: name.to_owned(),
-                problem: "is not a parameter of this optimizer; one that is built from a list without names knows `0`, `1` and \
-                          so on"
+                problem: "is not a parameter of this optimizer; an optimizer that is built from a list without names calls \
+                          its parameters `0`, `1` and so on"
                     .to_owned(),
             })),
             None => Ok(()),
@@ -194,12 +195,12 @@ struct Entries<'a, T> {
     step: Option<&'a T>,
     /// In the order of [`keys`].
     tensors: [Option<&'a T>; KEPT],
-    /// f32 in every mode. Without it the parameter is what is gone on from.
+    /// The f32 master weight, in every mode. If absent, training resumes from the parameter itself.
     master: Option<&'a T>,
 }
 
-/// Finds the tensors that the algorithm keeps, of the parameter's shape, and no others. Those that it uses must be
-/// there.
+/// Finds the tensors that the algorithm keeps and checks their shapes. Unknown tensors are refused, and the ones that
+/// the algorithm uses are required.
 fn check<'a, T: Saved>(
     entries: &'a BTreeMap<String, T>,
     algorithm: &Algorithm,
@@ -209,7 +210,7 @@ fn check<'a, T: Saved>(
 ) -> Result<Entries<'a, T>> {
     let keys = keys(algorithm);
     let step = counts_steps(algorithm, master).then_some(STEP);
-    // From a run in another mode.
+    // A run in another mode may have saved these.
     let others = [MASTER, STEP].into_iter().filter(|_| master != Master::None);
     let wanted = || keys.iter().copied().chain(step).chain(others.clone());
     if let Some(key) = entries.keys().find(|key| !wanted().any(|wanted| wanted == key.as_str())) {
@@ -303,12 +304,12 @@ fn copy<T: Saved>(
             loaded.copy_to(kept)?;
         }
     }
-    // Without one it is made in the next step, from the parameter as it will be then.
+    // If absent, the next step makes it from the parameter.
     match entries.master {
         Some(loaded) => load_master(state, loaded, master)?,
         None => state.master = None,
     }
-    // Without a buffer there is none to go on with.
+    // Without a momentum buffer, the next gradient starts one.
     let started = entries.tensors.iter().any(Option::is_some);
     state.first_step = if started { FirstStep::Taken } else { FirstStep::Ahead };
     Ok(())

@@ -1,4 +1,4 @@
-//! The state of an optimizer, as it is saved.
+//! Saving and loading the state of an optimizer.
 
 mod fields;
 mod load;
@@ -15,24 +15,24 @@ use crate::optim::{Algorithm, Optimizer, ParamGroup};
 
 pub(crate) use load::{Loaded, Saved};
 
-/// Everything an optimizer needs to go on as if it had not been interrupted. The twin of what PyTorch's `state_dict`
-/// returns, by parameter names instead of numbers.
+/// The complete state of an optimizer, from which training resumes as if it had not been interrupted. The counterpart
+/// of what PyTorch's `state_dict` returns, with parameter names instead of numbers.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct OptimizerState {
-    /// For each parameter that has been stepped (with Adagrad, for all) its tensors, by PyTorch's keys: `step` (f32, no
-    /// dimensions) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq`, or `momentum_buffer`,
-    /// or `sum`; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32.
+    /// The tensors of each parameter that has been stepped (with Adagrad, of all parameters), under PyTorch's keys:
+    /// `step` (f32, 0-dim) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq`, or
+    /// `momentum_buffer`, or `sum`; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32.
     pub state: BTreeMap<String, BTreeMap<String, Tensor>>,
     /// The groups, in order.
     pub param_groups: Vec<ParamGroupState>,
 }
 
-/// A parameter group as it is saved.
+/// The saved form of a parameter group.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ParamGroupState {
-    /// Its options.
+    /// The options of the group.
     #[serde(flatten)]
     pub options: ParamGroup,
     /// The names of its parameters.
@@ -49,13 +49,13 @@ impl Optimizer {
         names
     }
 
-    /// Returns the state.
+    /// Returns the state. The counterpart of `state_dict`.
     ///
     /// The tensors are the optimizer's own, not copies: later steps change them, as in PyTorch. Save or copy them
-    /// before.
+    /// before the next step.
     ///
-    /// What an option that was switched off does not use any more is there, too. Waits for the device
-    /// only for an SGD with momentum whose first step on a GPU may have been skipped.
+    /// Tensors that are no longer used, such as `max_exp_avg_sq` after `amsgrad` was switched off, are included.
+    /// Synchronizes only for an SGD with momentum whose first step on a GPU may have been skipped.
     ///
     /// # Errors
     ///
@@ -63,7 +63,7 @@ impl Optimizer {
     pub fn state_dict(&mut self) -> Result<OptimizerState> {
         self.renew_known_masters()?;
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
-            // PyTorch makes it with the optimizer, and expects it of every parameter.
+            // PyTorch makes the sums with the optimizer, and requires them for every parameter.
             self.complete(&(0..self.slots.len()).collect::<Vec<_>>())?;
         }
         let groups = self.groups.iter().map(|&options| ParamGroupState { options, params: vec![] });
@@ -72,7 +72,7 @@ impl Optimizer {
         for (index, slot) in self.slots.iter_mut().enumerate() {
             param_groups[slot.group].params.push(slot.name.clone());
             let algorithm = self.groups[slot.group].algorithm;
-            // A momentum buffer that is not in use yet is none.
+            // A momentum buffer that is not in use yet is not saved.
             let unused =
                 matches!(algorithm, Algorithm::Sgd(_)) && slot.state.first_step.is_ahead()?;
             let parameter = &self.parameters[index];

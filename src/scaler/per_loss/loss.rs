@@ -9,7 +9,7 @@ use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, End};
 use crate::scaler::GradScaler;
 
-/// A loss, its scale, and what was found in its gradients since the last update.
+/// A loss, its scale, and the flags for its gradients since the last update.
 #[derive(Debug)]
 pub(super) struct Loss {
     pub(super) scale: AdaptiveScale,
@@ -18,12 +18,12 @@ pub(super) struct Loss {
 
 #[derive(Debug)]
 struct Found {
-    /// Whose step depends on it.
+    /// The optimizer whose step depends on it.
     optimizer: Identity,
     flag: FoundInf,
 }
 
-/// An optimizer, told from others by its first parameter, which is kept alive so that no other takes its place.
+/// An optimizer, identified by its first parameter, which is kept alive so that no other tensor gets its identity.
 #[derive(Debug)]
 pub(super) struct Identity {
     first: Option<Tensor>,
@@ -52,7 +52,7 @@ impl Clone for Identity {
     }
 }
 
-/// The gradients from before a backward. They come back when it fails or panics.
+/// The gradients from before a backward, which are restored if it fails or panics.
 struct Before {
     parameters: Vec<Tensor>,
     gradients: Vec<Option<Tensor>>,
@@ -65,7 +65,7 @@ impl Before {
         Ok(Self { parameters, gradients, added: false })
     }
 
-    /// Adds them to those that there are now.
+    /// Adds them to the present gradients.
     fn add(&mut self) -> Result<()> {
         ffi::gradients_add(&self.parameters, &self.gradients)?;
         self.added = true;
@@ -76,7 +76,7 @@ impl Before {
 impl Drop for Before {
     fn drop(&mut self) {
         if !self.added {
-            // What a backward has left is a part, or scaled. Nobody is there to be told of another failure.
+            // What the failed backward left is incomplete or scaled. Errors cannot be returned from here.
             let _part = ffi::gradients_take(&self.parameters);
             let _failed = ffi::gradients_add(&self.parameters, &self.gradients);
         }
@@ -97,14 +97,14 @@ impl Loss {
         self.found.iter().map(|found| &found.flag)
     }
 
-    /// What the step of an optimizer depends on.
+    /// The flags on which the step of an optimizer depends.
     pub(super) fn found(&self, optimizer: &Identity) -> impl Iterator<Item = &FoundInf> {
         let its = move |found: &&Found| found.optimizer == *optimizer;
         self.found.iter().filter(its).map(|found| &found.flag)
     }
 
-    /// Scales the loss, runs its backward, and adds the unscaled gradients to those that the optimizer's parameters have.
-    /// `sums` names the parameters in an error.
+    /// Scales the loss, runs backward on it, and adds the unscaled gradients to those of the optimizer's parameters.
+    /// `sums` names the parameters in errors.
     pub(super) fn backward(
         &mut self,
         loss: &Tensor,
@@ -142,7 +142,7 @@ impl Loss {
         found.map_err(|interrupted| interrupted.error)
     }
 
-    /// Whether any of its gradients was infinite or NaN. Synchronizes where only the device knows.
+    /// Whether any of its gradients was non-finite. Synchronizes if only the device has the answer.
     pub(super) fn overflowed(&self) -> Result<bool> {
         match overflow(self.flags()) {
             Some(known) => Ok(known),
@@ -150,18 +150,18 @@ impl Loss {
         }
     }
 
-    /// Forgets what was found in the gradients of an optimizer.
+    /// Removes the flags of an optimizer.
     pub(super) fn abandon(&mut self, optimizer: &Identity) {
         self.found.retain(|found| found.optimizer != *optimizer);
     }
 
-    /// The end of its iteration; `None` where it has had no backward.
+    /// Prepares the end of its iteration; `None` if there was no backward.
     pub(super) fn end(&mut self) -> Result<Option<End<'_>>> {
         let Self { scale, found } = self;
         if found.is_empty() { Ok(None) } else { scale.end(found.iter().map(|found| &found.flag)) }
     }
 
-    /// Forgets what the iteration has found.
+    /// Removes all flags.
     pub(super) fn close(&mut self) {
         self.found.clear();
     }

@@ -8,17 +8,18 @@ use tch::{Device, Tensor};
 use crate::error::{Error, Result, ScalerError, ensure};
 use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, LoadedState, end_all};
-use crate::scaler::iteration::Stage;
+use crate::scaler::record::Stage;
 use crate::scaler::{GradScaler, GradScalerConfig, GradScalerState, StepOutcome};
 use loss::{Identity, Loss};
 
-/// A scaler for each of several losses, whose gradients add up to one step: a loss that overflows often then does not
-/// lower the scale of the others. As `num_losses` of `apex.amp.initialize`. PyTorch has no twin.
+/// Scales each of several losses by a scale of its own, so that a loss that overflows often does not lower the scale of
+/// the others. The gradients of all losses add up to one step. The counterpart of `num_losses` of
+/// `apex.amp.initialize`; PyTorch has none.
 ///
-/// [`backward`](Self::backward) unscales the gradients of its loss and adds them to those of the losses before, so that
-/// between it and [`step`](Self::step) the gradients are unscaled: clip there. A step is skipped when any loss
-/// overflowed, and [`update`](Self::update) backs off the scales of those alone. A
-/// [`Checkpoint`](crate::checkpoint::Checkpoint) takes all of them with `add_scalers`.
+/// [`backward`](Self::backward) unscales the gradients of its loss and adds them to those of the previous losses.
+/// Between it and [`step`](Self::step) the gradients are therefore unscaled and can be clipped. A step is skipped if
+/// any loss overflowed, and [`update`](Self::update) backs off the scales of the overflowed losses only.
+/// [`Checkpoint`](crate::checkpoint::Checkpoint) saves all of them with `add_scalers`.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn};
@@ -43,25 +44,26 @@ use loss::{Identity, Loss};
 #[derive(Debug)]
 pub struct PerLossScalers {
     losses: Vec<Loss>,
-    /// Looks at the sums of the unscaled gradients, and steps.
+    /// Checks the sums of the unscaled gradients, and steps.
     sums: GradScaler,
 }
 
 impl PerLossScalers {
-    /// Makes `losses` scalers with PyTorch's defaults, whose scales lie on `device`: the device of the losses.
+    /// Makes scalers for `losses` losses with PyTorch's defaults, whose scales are on `device`, which should be the
+    /// device of the losses.
     ///
     /// # Errors
     ///
-    /// As [`with_configs`](Self::with_configs).
+    /// The same as [`with_configs`](Self::with_configs).
     pub fn new(device: Device, losses: usize) -> Result<Self> {
         Self::with_configs(device, &vec![GradScalerConfig::default(); losses])
     }
 
-    /// Makes a scaler for each loss. When one is not enabled, none is.
+    /// Makes a scaler for each loss with its own options. If one of them is disabled, all are.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] without any loss; as [`GradScalerConfig::build`].
+    /// [`Error::InvalidArgument`] if `configs` is empty; otherwise the same as [`GradScalerConfig::build`].
     pub fn with_configs(device: Device, configs: &[GradScalerConfig]) -> Result<Self> {
         if configs.is_empty() {
             return Err(Error::out_of_range("the number of losses", 0.0, "at least 1"));
@@ -76,7 +78,7 @@ impl PerLossScalers {
         Ok(Self { losses, sums })
     }
 
-    /// Tells whether the scalers do anything.
+    /// Returns whether the scalers are enabled.
     pub fn is_enabled(&self) -> bool {
         self.sums.is_enabled()
     }
@@ -86,26 +88,26 @@ impl PerLossScalers {
         self.losses.len()
     }
 
-    /// Returns the scale of a loss, as [`GradScaler::get_scale`] does; 1 if the scalers are disabled. Waits as that.
+    /// Returns the scale of a loss; 1 if the scalers are disabled. Synchronizes like [`GradScaler::get_scale`].
     ///
     /// # Errors
     ///
-    /// [`ScalerError::NoSuchLoss`]; as [`GradScaler::get_scale`].
+    /// [`ScalerError::NoSuchLoss`]; otherwise the same as [`GradScaler::get_scale`].
     pub fn get_scale(&self, loss_id: usize) -> Result<f64> {
         Ok(self.loss(loss_id)?.scale.value()?.map_or(1.0, |value| value.scale.into()))
     }
 
-    /// Returns the number of iterations in a row in which a loss had a backward and no overflow, as
-    /// [`GradScaler::get_growth_tracker`] does; 0 if the scalers are disabled. Waits as that.
+    /// Returns the number of consecutive iterations in which a loss had a backward and no overflow; 0 if the scalers
+    /// are disabled. Synchronizes like [`GradScaler::get_growth_tracker`].
     ///
     /// # Errors
     ///
-    /// As [`get_scale`](Self::get_scale).
+    /// The same as [`get_scale`](Self::get_scale).
     pub fn get_growth_tracker(&self, loss_id: usize) -> Result<i64> {
         Ok(self.loss(loss_id)?.scale.value()?.map_or(0, |value| value.tracker.into()))
     }
 
-    /// Returns the options of the scaler of a loss as they are now.
+    /// Returns the current options of the scaler of a loss.
     ///
     /// # Errors
     ///
@@ -114,30 +116,32 @@ impl PerLossScalers {
         Ok(self.loss(loss_id)?.scale.config())
     }
 
-    /// Sets what the scale of a loss is multiplied by when it grows, as [`GradScaler::set_growth_factor`].
+    /// Sets the factor by which the scale of a loss is multiplied when it grows, like
+    /// [`GradScaler::set_growth_factor`].
     ///
     /// # Errors
     ///
-    /// [`ScalerError::NoSuchLoss`]; as [`GradScaler::set_growth_factor`].
+    /// [`ScalerError::NoSuchLoss`]; otherwise the same as [`GradScaler::set_growth_factor`].
     pub fn set_growth_factor(&mut self, loss_id: usize, growth_factor: f64) -> Result<()> {
         self.loss_mut(loss_id)?.scale.set_growth_factor(growth_factor)
     }
 
-    /// Sets what the scale of a loss is multiplied by when it backs off, as [`GradScaler::set_backoff_factor`].
+    /// Sets the factor by which the scale of a loss is multiplied when it backs off, like
+    /// [`GradScaler::set_backoff_factor`].
     ///
     /// # Errors
     ///
-    /// [`ScalerError::NoSuchLoss`]; as [`GradScaler::set_backoff_factor`].
+    /// [`ScalerError::NoSuchLoss`]; otherwise the same as [`GradScaler::set_backoff_factor`].
     pub fn set_backoff_factor(&mut self, loss_id: usize, backoff_factor: f64) -> Result<()> {
         self.loss_mut(loss_id)?.scale.set_backoff_factor(backoff_factor)
     }
 
-    /// Sets the number of iterations without overflow before the scale of a loss grows, as
+    /// Sets the number of consecutive iterations without overflow after which the scale of a loss grows, like
     /// [`GradScaler::set_growth_interval`].
     ///
     /// # Errors
     ///
-    /// [`ScalerError::NoSuchLoss`]; as [`GradScaler::set_growth_interval`].
+    /// [`ScalerError::NoSuchLoss`]; otherwise the same as [`GradScaler::set_growth_interval`].
     pub fn set_growth_interval(&mut self, loss_id: usize, growth_interval: i64) -> Result<()> {
         self.loss_mut(loss_id)?.scale.set_growth_interval(growth_interval)
     }
@@ -152,26 +156,28 @@ impl PerLossScalers {
         Ok(self.losses.get_mut(loss_id).ok_or(ScalerError::NoSuchLoss { loss_id, losses })?)
     }
 
-    /// Takes the names of a VarStore's variables, as [`GradScaler::name_parameters`].
+    /// Uses the names of a `VarStore`'s variables in messages, like [`GradScaler::name_parameters`].
     ///
     /// # Errors
     ///
-    /// As [`GradScaler::name_parameters`].
+    /// The same as [`GradScaler::name_parameters`].
     pub fn name_parameters(&mut self, vs: &VarStore) -> Result<()> {
         self.sums.name_parameters(vs)
     }
 
-    /// Scales a loss, runs its backward, unscales the gradients of the optimizer's parameters and adds them to those
-    /// that these have. Call it once for each loss, or several times for one loss of several micro-batches. Waits as
-    /// [`GradScaler::unscale_`].
+    /// Scales a loss, runs backward on it, unscales the gradients of the optimizer's parameters and adds them to the
+    /// gradients that these had before. Call it once for each loss, or several times for one loss of several
+    /// micro-batches. Synchronizes like [`GradScaler::unscale_`].
     ///
-    /// Parameters of the graph that are not the optimizer's get scaled gradients: detach them, or zero those, and do
-    /// not keep what a loss leaves in another optimizer. Needs the memory of a second set of gradients meanwhile.
+    /// Parameters in the graph that do not belong to the optimizer get scaled gradients: detach them or zero those
+    /// gradients, and do not use the gradients that a loss leaves in another optimizer. During the call it needs memory
+    /// for a second set of gradients.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::NoSuchLoss`]; [`ScalerError::AlreadyStepped`] before `update`; as [`GradScaler::backward`] and
-    /// [`GradScaler::unscale_`]. The optimizer's gradients are those from before then, after a panic, too.
+    /// [`ScalerError::NoSuchLoss`]; [`ScalerError::AlreadyStepped`] between `step` and `update`; the errors of
+    /// [`GradScaler::backward`] and [`GradScaler::unscale_`]. After an error or a panic the optimizer's gradients are
+    /// those from before the call.
     pub fn backward(
         &mut self,
         loss_id: usize,
@@ -181,12 +187,12 @@ impl PerLossScalers {
         self.add(loss_id, loss, optimizer, false)
     }
 
-    /// Does as [`backward`](Self::backward) and keeps the graph, for another loss that has a part of it in common. As
-    /// `backward(retain_graph=True)` in PyTorch; tch has no twin.
+    /// Runs [`backward`](Self::backward) and keeps the graph for another loss that shares a part of it. Corresponds to
+    /// `backward(retain_graph=True)` in PyTorch; tch has no counterpart.
     ///
     /// # Errors
     ///
-    /// As [`backward`](Self::backward).
+    /// The same as [`backward`](Self::backward).
     pub fn backward_retain_graph(
         &mut self,
         loss_id: usize,
@@ -208,7 +214,7 @@ impl PerLossScalers {
             if self.sums.iteration.get_mut().stage(record) == Stage::Stepped {
                 return Err(Error::Scaler(ScalerError::AlreadyStepped));
             }
-            // A step has failed; the next one looks at the new sums.
+            // A step has failed. The next one checks the new sums.
             self.sums.abandon(optimizer)?;
         }
         let Self { losses, sums } = self;
@@ -218,21 +224,22 @@ impl PerLossScalers {
         its.backward(loss, optimizer, retain_graph, sums)
     }
 
-    /// Steps the optimizer if the gradients of all losses, and their sums, are finite. Waits as [`GradScaler::step`].
+    /// Steps the optimizer if the gradients of all losses and their sums are finite. Synchronizes like
+    /// [`GradScaler::step`].
     ///
     /// # Errors
     ///
-    /// As [`GradScaler::step`].
+    /// The same as [`GradScaler::step`].
     pub fn step(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
         self.look(optimizer)?;
         self.sums.step(optimizer)
     }
 
-    /// Clips the gradients to a common 2-norm and steps, as [`GradScaler::step_clip_norm`].
+    /// Clips the gradients to a common 2-norm and steps, like [`GradScaler::step_clip_norm`].
     ///
     /// # Errors
     ///
-    /// As [`GradScaler::step_clip_norm`].
+    /// The same as [`GradScaler::step_clip_norm`].
     pub fn step_clip_norm(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
@@ -242,12 +249,12 @@ impl PerLossScalers {
         self.sums.step_clip_norm(optimizer, max_norm)
     }
 
-    /// Clamps every element of the sums and steps, as [`GradScaler::step_clip_value`], if all gradients of all losses
-    /// are finite.
+    /// Clamps every element of the summed gradients and steps if the gradients of all losses are finite, like
+    /// [`GradScaler::step_clip_value`].
     ///
     /// # Errors
     ///
-    /// As [`GradScaler::step_clip_value`].
+    /// The same as [`GradScaler::step_clip_value`].
     pub fn step_clip_value(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
@@ -257,10 +264,10 @@ impl PerLossScalers {
         self.sums.step_clip_value(optimizer, max)
     }
 
-    /// Looks at the sums, and has the step depend on what was found in their parts, too.
+    /// Checks the sums, and makes the step depend on the flags of the losses, too.
     fn look(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         if self.sums.record(optimizer)?.is_some() {
-            // A second step: an error, or another try after one.
+            // A second step fails in the scaler, and a retry after a failed one has been checked.
             return Ok(());
         }
         let identity = Identity::of(optimizer)?;
@@ -274,15 +281,16 @@ impl PerLossScalers {
         Ok(())
     }
 
-    /// Ends the iteration: backs off the scales of the losses whose gradients overflowed, and counts towards the growth
-    /// of those that had a backward. The others stay as they are. Waits as [`GradScaler::update`].
+    /// Ends the iteration: backs off the scales of the losses whose gradients overflowed, and counts the iteration
+    /// towards the growth of the others that had a backward. Losses without a backward keep their state. Synchronizes
+    /// like [`GradScaler::update`].
     ///
     /// # Errors
     ///
-    /// [`ScalerError::NoInfChecks`] when there was neither a backward with gradients nor a step since the last update, and
-    /// [`ScalerError::UnscaleFailed`] as from [`GradScaler::update`]; nothing changes then.
-    /// [`ScalerError::TooManySkips`] and [`ScalerError::ScaleAtMinimum`] as from [`GradScaler::update`], the first of them; the
-    /// iteration has been ended for all losses then.
+    /// [`ScalerError::NoInfChecks`] if there was neither a backward with gradients nor a step since the last update,
+    /// and [`ScalerError::UnscaleFailed`] as from [`GradScaler::update`]; nothing is changed then.
+    /// [`ScalerError::TooManySkips`] and [`ScalerError::ScaleAtMinimum`] as from [`GradScaler::update`], for the first
+    /// loss concerned; the iteration has been ended for all losses then.
     pub fn update(&mut self) -> Result<()> {
         if !self.is_enabled() {
             return Ok(());
@@ -300,8 +308,8 @@ impl PerLossScalers {
         given_up.map_or(Ok(()), Err)
     }
 
-    /// Tells for each loss whether its gradients have held an infinity or a NaN since the last update. Waits for the
-    /// device where only that knows.
+    /// Returns for each loss whether any of its gradients has been infinite or NaN since the last update. Synchronizes
+    /// if only the device has the answer.
     ///
     /// # Errors
     ///
@@ -310,11 +318,11 @@ impl PerLossScalers {
         self.losses.iter().map(Loss::overflowed).collect()
     }
 
-    /// Forgets what was found in an optimizer's gradients in this iteration, as [`GradScaler::abandon`].
+    /// Removes an optimizer from this iteration, like [`GradScaler::abandon`].
     ///
     /// # Errors
     ///
-    /// As [`GradScaler::abandon`].
+    /// The same as [`GradScaler::abandon`].
     pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         let identity = Identity::of(optimizer)?;
         self.sums.abandon(optimizer)?;
@@ -322,28 +330,29 @@ impl PerLossScalers {
         Ok(())
     }
 
-    /// Returns the state of each scaler, in the order of the losses. Waits as [`GradScaler::state_dict`].
+    /// Returns the state of each scaler, in the order of the losses. Synchronizes like [`GradScaler::state_dict`].
     ///
     /// # Errors
     ///
-    /// [`ScalerError::IterationOpen`] between `backward` and `update`.
+    /// [`ScalerError::IterationOpen`] between `backward` and `update`; otherwise the same as
+    /// [`GradScaler::state_dict`].
     pub fn state_dict(&self) -> Result<Vec<GradScalerState>> {
         self.check_closed("state_dict")?;
         self.losses.iter().map(|loss| loss.scale.state_dict()).collect()
     }
 
-    /// Takes over saved states.
+    /// Loads saved states.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for another number of states than losses; as [`GradScaler::load_state_dict`]. Nothing
-    /// changes then.
+    /// [`Error::InvalidArgument`] if the number of states is not that of the losses; otherwise the same as
+    /// [`GradScaler::load_state_dict`]. Nothing is changed then.
     pub fn load_state_dict(&mut self, states: &[GradScalerState]) -> Result<()> {
         let loaded = self.prepare_states(states)?;
         self.set_states(loaded)
     }
 
-    /// Checks states and makes what loading them takes; `None` for each if the scalers are disabled.
+    /// Checks states and allocates what loading them needs; `None` for each if the scalers are disabled.
     pub(crate) fn prepare_states(
         &self,
         states: &[GradScalerState],

@@ -12,9 +12,9 @@ use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, OptimizerError, Result};
 use crate::optim::{Adam, AdamW, Algorithm, Loaded, Optimizer, OptimizerState, ParamGroupState};
 
-/// The state of every parameter, and the groups with their options.
+/// Saves and restores the state of every parameter, and the groups with their options.
 impl Stateful for Optimizer {
-    /// Records the state. May wait as [`Optimizer::state_dict`].
+    /// Records the state. Synchronizes in the rare cases in which [`Optimizer::state_dict`] does.
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
         let OptimizerState { state: tensors, param_groups } = self.state_dict()?;
         let mut entries = BTreeMap::new();
@@ -35,7 +35,8 @@ impl Stateful for Optimizer {
         Ok(())
     }
 
-    /// Prepares to take over a state. Variables that were added to the VarStore are taken up already.
+    /// Prepares to load a state. Variables that were added to the `VarStore` since are registered with the optimizer
+    /// right away.
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         let part = match saved.whole()? {
             Part::Optimizer(part) => part,
@@ -48,8 +49,8 @@ impl Stateful for Optimizer {
     }
 }
 
-/// Checks a part against an optimizer and makes copies of it. The optimizer does not change, except that it takes up
-/// variables that were added to its VarStore.
+/// Checks a part against an optimizer and copies its tensors. The optimizer does not change, except that it registers
+/// variables that were added to its `VarStore`.
 fn prepare(
     part: &OptimizerPart,
     name: &str,
@@ -94,10 +95,10 @@ fn prepare(
     })
 }
 
-const BY_PLACE: &str = "the file has no parameter names, and was matched by place: build the optimizer from a list in \
-                        Python's order, or in Python from `model.named_parameters()`";
+const BY_PLACE: &str = "the file has no parameter names, so parameters were matched by position: build the \
+                        optimizer from a list in Python's order, or in Python from `model.named_parameters()`";
 
-/// Takes an Adam for an AdamW.
+/// Turns groups of Adam into groups of AdamW.
 fn as_adamw(groups: &mut [ParamGroupState]) {
     for ParamGroupState { options, .. } in groups {
         if let Algorithm::Adam(Adam { betas, eps, weight_decay, amsgrad, maximize }) =

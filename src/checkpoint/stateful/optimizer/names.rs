@@ -1,4 +1,4 @@
-//! The names of an optimizer's parameters, here and in the checkpoint.
+//! The names of an optimizer's parameters, in the target and in the checkpoint.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -8,7 +8,7 @@ use crate::checkpoint::restore::names::Names;
 use crate::error::Result;
 use crate::optim::{AmpOptimizer, Optimizer, ParamGroupState};
 
-/// Gives PyTorch's numbers the names of the parameters in the same places.
+/// Replaces PyTorch's numbers by the names of the parameters in the same positions. Returns the name for each number.
 pub(super) fn by_place(
     part: &str,
     optimizer: &mut Optimizer,
@@ -34,7 +34,7 @@ pub(super) fn by_place(
     Ok(pairs.collect())
 }
 
-/// Gives the parameters the names that they have here.
+/// Renames the parameters to their names in the target. Returns the new name for each old one.
 pub(super) fn by_prefix(
     part: &str,
     groups: &mut [ParamGroupState],
@@ -48,7 +48,8 @@ pub(super) fn by_prefix(
     Ok(pairs)
 }
 
-/// Takes out the state of what is left as it is. It stays in its saved group or joins the first one, unstepped.
+/// Removes the state of skipped parameters, which then count as not yet stepped. They stay in their saved group, or
+/// join the first one.
 pub(super) fn skip<T>(
     part: &str,
     optimizer: &Optimizer,
@@ -76,13 +77,14 @@ pub(super) fn skip<T>(
     restored.skip(part, skipped);
 }
 
-/// The names of an optimizer's parameters.
+/// Returns the names of an optimizer's parameters.
 fn known(optimizer: &Optimizer) -> Vec<String> {
     let count = optimizer.parameters().len();
     (0..count).filter_map(|index| optimizer.parameter_name(index)).collect()
 }
 
-/// Takes out what the optimizer does not have, and notes what it has alone; that joins the first group, unstepped.
+/// Removes the parameters that the optimizer lacks. Those that only the optimizer has join the first group, and count
+/// as not yet stepped.
 pub(super) fn leave_out<T>(
     part: &str,
     optimizer: &Optimizer,

@@ -1,4 +1,4 @@
-//! Hostile archives are refused.
+//! Tests that hostile archives are refused.
 
 use super::*;
 
@@ -34,7 +34,7 @@ fn archives_with_a_name_twice_are_refused() {
     assert!(refused(&bytes).contains("the same name"));
 }
 
-/// Finds the central header of a record, and changes it.
+/// Makes an archive in which the central header of a record is changed.
 fn with_central(name: &[u8], change: impl FnOnce(&mut [u8])) -> Vec<u8> {
     let mut bytes = archive(&[("a/data.pkl", b"\x80\x02N."), ("a/data/0", &[7; 100])]);
     let at =
@@ -57,7 +57,7 @@ fn records_that_are_not_stored_as_they_are_are_refused() {
             }),
             "overlap",
         ),
-        // A bomb's claim: 4 GiB less 2 bytes in 100.
+        // The claim of a zip bomb: 4 GiB less 2 bytes in 100 bytes.
         (
             with_central(name, |header| {
                 header[20..28].copy_from_slice(&[254, 255, 255, 255, 254, 255, 255, 255])
@@ -84,7 +84,7 @@ fn torch_scripts_code_may_be_compressed() {
     assert_eq!(opened.others.len(), 1, "data.pkl only");
 }
 
-/// What the zip crate tolerates, as Python's own zipfile does.
+/// The zip crate tolerates this, like Python's `zipfile`.
 #[test]
 fn junk_around_the_archive_is_tolerated() {
     let bytes = small();

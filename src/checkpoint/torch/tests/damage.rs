@@ -1,4 +1,4 @@
-//! Damaged files are refused, or right.
+//! Tests that damaged files are refused, unless their content is still right.
 
 use super::*;
 
@@ -11,10 +11,11 @@ fn cut_files_are_refused() {
     }
 }
 
-/// The bytes of the storages by their keys.
+/// The bytes of the storages, each with its key.
 type Storages = Vec<(String, Vec<u8>)>;
 
-/// The content: the values, and the storages by their keys. `None` where the caller's checksums refuse it.
+/// Returns the content, that is, the values and the storages. `None` if a checksum, which the caller verifies, does not
+/// match.
 fn content(bytes: &[u8]) -> Option<(Value, Storages)> {
     let Opened { root, storages, others: _ } = opened(bytes).ok()?;
     let storages = storages.into_iter().map(|(key, record)| {
@@ -35,7 +36,7 @@ fn damaged_files_are_refused_or_right() {
         for at in 0..bytes.len() {
             let mut damaged = bytes.clone();
             damaged[at] ^= flip;
-            // Bytes that are not read may change.
+            // Bytes that are not read may be damaged.
             if let Some(found) = content(&damaged) {
                 assert_eq!(Some(found), right, "byte {at} by {flip}");
                 accepted += 1;
@@ -45,7 +46,7 @@ fn damaged_files_are_refused_or_right() {
     assert!(accepted > 0 && accepted < 2 * bytes.len(), "{accepted}");
 }
 
-/// The same within the pickle, where the checksum would have found it.
+/// The same for damage within the pickle, in archives whose checksums match.
 #[test]
 fn damaged_pickles_never_panic() {
     let root = Value::Dict(vec![

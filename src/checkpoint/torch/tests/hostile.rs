@@ -1,16 +1,16 @@
-//! Pickles that were made to harm are refused.
+//! Tests that malicious pickles are refused.
 
 use super::*;
 
-/// A tensor in the storage 0 with these arguments after the storage.
+/// Makes a tensor in the storage 0, with the given arguments after the storage.
 fn with_tensor(args: &[u8]) -> Vec<u8> {
     with_pickle(&pickle(&[STORAGE, args]))
 }
 
-/// Up to the storage, which has four floats.
+/// The start of a tensor, up to its storage of four floats.
 const STORAGE: &[u8] =
     b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x04tQ";
-/// The end of a tensor's arguments: no gradient, no hooks.
+/// The end of a tensor's arguments: `requires_grad` is false, and there are no hooks.
 const REST: &[u8] = b"\x89ccollections\nOrderedDict\n)RtR";
 
 /// Offset, sizes and strides.

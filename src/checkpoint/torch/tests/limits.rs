@@ -1,4 +1,4 @@
-//! Everything that a file can ask for is bounded.
+//! Tests that everything that a file can ask for is bounded.
 
 use super::*;
 
@@ -6,14 +6,14 @@ fn limited(bytes: &[u8], limits: &Limits) -> String {
     open(Cursor::new(bytes), limits).expect_err("it is refused").to_string()
 }
 
-/// Lists in lists, each of which has the one before ten times.
+/// Nested lists, each of which contains the previous one ten times.
 fn bomb(levels: u8) -> Vec<u8> {
     let mut parts: Vec<Vec<u8>> = vec![b"]q\x00".to_vec()];
     for level in 0..levels {
         let tenfold = [b'h', level].repeat(10);
         parts.push([b"](".as_slice(), &tenfold, b"eq", &[level + 1]].concat());
     }
-    // All of them, so that one value is left.
+    // A tuple of all lists, so that one value remains on the stack.
     let count = parts.len();
     parts.insert(0, b"(".to_vec());
     parts.push(b"t".to_vec());
@@ -36,7 +36,7 @@ fn text_that_multiplies_is_refused() {
     let limits = Limits { max_pickle_bytes: 50_000, ..Limits::default() };
     assert!(limited(&with_pickle(&bytes), &limits).contains("more than 50000 bytes of text"));
     assert!(opened(&with_pickle(&bytes)).is_ok());
-    // However little the pickle is, the text is a multiple of it.
+    // However small the pickle is, the text must not exceed a multiple of it.
     let text =
         [b"X".as_slice(), &1_000_000u32.to_le_bytes(), &[b'x'; 1_000_000], b"q\x000"].concat();
     let text = &text[..text.len() - 1];
@@ -55,7 +55,7 @@ fn depth_is_bounded() {
     }
     let marks = pickle(&[&b"(".repeat(1_000_000), &b"t".repeat(1_000_000)]);
     assert!(refused(&with_pickle(&marks)).contains("deeper than 64 levels"));
-    // Marks that nothing takes: each would be kept until the end.
+    // Marks that are never removed, each of which would be kept until the end.
     let marks = refused(&with_pickle(&pickle(&[&b"(".repeat(1000)])));
     assert!(marks.contains("deeper than 64 levels"), "{marks}");
     let dicts = pickle(&[&b"}K\x00".repeat(100_000), b"N", &b"s".repeat(100_000)]);
@@ -82,7 +82,7 @@ fn long_pickles_many_values_and_many_records_are_refused() {
 
 #[test]
 fn a_claim_of_many_records_is_refused_before_it_is_believed() {
-    // Zip64, which the crate writes for many records only: by hand.
+    // A zip64 archive, written by hand because the zip crate writes one only for many records.
     let mut bytes = archive(&[("a/data.pkl", b"\x80\x02N.")]);
     let end = bytes.len() - 22;
     let mut tail = bytes.split_off(end);
@@ -103,12 +103,12 @@ fn a_claim_of_many_records_is_refused_before_it_is_believed() {
     tail[8..12].fill(0xff);
     bytes.extend(&tail);
     assert!(refused(&bytes).contains("more than 262144 records"));
-    // With the true count the same file is fine.
+    // The same file with the true count is accepted.
     for at in [end + 24, end + 32] {
         bytes[at..at + 8].copy_from_slice(&1u64.to_le_bytes());
     }
     assert_eq!(opened(&bytes).unwrap().root, Value::None);
-    // And the claim has to be where it is looked for.
+    // The claim must be at the expected position.
     let locator = bytes.len() - 42;
     bytes[locator + 8] ^= 1;
     assert!(refused(&bytes).contains("zip64 end"));
@@ -124,7 +124,7 @@ fn expanded_tensors_are_bounded_together() {
     assert!(refused(&saved(&many)).contains("bytes of expanded tensors"));
 }
 
-/// The most that the limits let a file of 100 MB cost.
+/// The largest cost that the limits allow a file of 100 MB to cause.
 #[test]
 #[ignore = "slow"]
 fn the_worst_files_are_bearable() {

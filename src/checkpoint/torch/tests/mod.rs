@@ -1,4 +1,4 @@
-//! Tests of the checkpoint files.
+//! Tests of checkpoint files in PyTorch's format.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -68,7 +68,7 @@ pub(super) fn opened(bytes: &[u8]) -> Result<Opened, Malformed> {
     open(Cursor::new(bytes), &Limits::default())
 }
 
-/// An archive with these records.
+/// Makes an archive with the given records.
 pub(super) fn archive(records: &[(&str, &[u8])]) -> Vec<u8> {
     let mut zip = ZipWriter::new(Cursor::new(Vec::new()));
     let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
@@ -79,12 +79,12 @@ pub(super) fn archive(records: &[(&str, &[u8])]) -> Vec<u8> {
     zip.finish().unwrap().into_inner()
 }
 
-/// A checkpoint with this pickle and one storage of four floats.
+/// Makes a checkpoint with the given pickle and one storage of four floats.
 pub(super) fn with_pickle(pickle: &[u8]) -> Vec<u8> {
     archive(&[("a/data.pkl", pickle), ("a/data/0", &[1; 16])])
 }
 
-/// A pickle of protocol 2 that ends with a stop.
+/// Makes a pickle of protocol 2 with a `STOP` at its end.
 pub(super) fn pickle(parts: &[&[u8]]) -> Vec<u8> {
     [b"\x80\x02", parts.concat().as_slice(), b"."].concat()
 }
@@ -93,7 +93,7 @@ pub(super) fn refused(bytes: &[u8]) -> String {
     opened(bytes).expect_err("it is refused").to_string()
 }
 
-/// A checkpoint with a bit of everything.
+/// Makes a checkpoint with values of every kind.
 pub(super) fn small() -> Vec<u8> {
     let root = Value::Dict(vec![
         (text("w"), Value::from(tensor("0", 1, &[3], &[1]))),

@@ -1,4 +1,4 @@
-//! Names of parameters beside PyTorch's numbers count only where they fit; and which groups are said to be fused.
+//! Tests that the names of parameters are used only if they fit PyTorch's numbers, and of which groups are `fused`.
 
 use super::*;
 use crate::checkpoint::Checkpoint;
@@ -13,8 +13,8 @@ fn list(names: &[&str]) -> Value {
     Value::List(names.iter().map(|name| text(name)).collect())
 }
 
-/// An optimizer of two groups, with names beside the numbers and at the root. Returns the names of the parameters in
-/// the groups and in the state, and whether they are numbers.
+/// Reads an optimizer with two groups, with names next to the numbers and at the root. Returns the names of the
+/// parameters in the groups and in the state, and whether they are numbers.
 fn read(beside: &[&str], at_root: Option<Value>) -> (Vec<Vec<String>>, Vec<String>, bool) {
     let group = |numbers: &[i64], names: &[&str]| {
         let numbers = numbers.iter().map(|&number| Value::Int(number)).collect();
@@ -78,7 +78,7 @@ fn names_that_do_not_fit_are_not_taken() {
     let groups =
         |names: &[&[&str]]| Some(Value::List(names.iter().map(|names| list(names)).collect()));
     let wrong = [
-        // One too few, one too many, in another group, in too few or too many groups, or no names at all.
+        // One name too few, one too many, one in another group, too few or too many groups, or no names at all.
         (&["a"][..], None),
         (&["a", "b", "c"], None),
         (&[], None),
@@ -98,7 +98,7 @@ fn names_that_do_not_fit_are_not_taken() {
     }
 }
 
-/// As Python has it after a checkpoint with one optimizer of one group was saved here.
+/// Returns the group as Python reads it after this crate has saved a checkpoint with one optimizer of one group.
 fn fused(options: Vec<(&str, Value)>, state: &str, kind: Kind) -> Option<Value> {
     let zero = ("weight_decay", Value::Float(0.0));
     let group = [
@@ -147,6 +147,6 @@ fn groups_are_fused_where_pytorch_has_the_kernels() {
     };
     assert_eq!(fused(sgd(), "momentum_buffer", Kind::Float), Some(Value::Bool(true)));
     assert_eq!(fused(adagrad(), "sum", Kind::Float), Some(Value::Bool(true)));
-    // No fused kernel steps complex parameters.
+    // There is no fused kernel for complex parameters.
     assert_eq!(fused(sgd(), "momentum_buffer", Kind::ComplexFloat), Some(Value::None));
 }

@@ -1,4 +1,4 @@
-//! Against PyTorch: what it saves is read, and what is saved it reads.
+//! Tests against PyTorch: this crate reads the files that PyTorch saves, and PyTorch reads those of this crate.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -10,7 +10,7 @@ use tch::Kind;
 use super::*;
 use crate::checkpoint::pickle::globals::names;
 
-/// A value as oracle.py writes it.
+/// Writes a value like `oracle.py` does.
 #[derive(Default)]
 struct Dump<'a> {
     file: &'a [u8],
@@ -86,7 +86,7 @@ fn dumped(file: &[u8]) -> String {
     Dump { file, ..Dump::default() }.value(&opened.root, &opened)
 }
 
-/// The Python to ask. `TCH_AMP_REQUIRE_PYTHON=1` makes it a failure that there is none.
+/// Returns the Python to compare with. With `TCH_AMP_REQUIRE_PYTHON=1` it is a failure if there is none.
 fn python() -> Option<std::path::PathBuf> {
     let set = std::env::var_os("TCH_AMP_PYTHON").map(std::path::PathBuf::from);
     let required = std::env::var_os("TCH_AMP_REQUIRE_PYTHON").is_some_and(|value| value == "1");
@@ -183,7 +183,7 @@ fn pytorch_reads_a_bare_tensor() {
     assert_pytorch_reads(&root, &[("0", vec![0; 8])], "bare");
 }
 
-/// Takes 5 GB of the disk, and a minute.
+/// Needs 5 GB of disk space and a minute.
 #[test]
 #[ignore = "big"]
 fn zip64_is_written_and_read() {

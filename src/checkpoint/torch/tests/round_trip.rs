@@ -1,4 +1,4 @@
-//! What is saved comes back, and the same values make the same bytes.
+//! Tests that values round-trip, and that the same values give the same bytes.
 
 use tch::Kind;
 
@@ -113,7 +113,7 @@ fn a_storage_of_another_length_is_an_error() {
     }
 }
 
-/// Takes some bytes, then none.
+/// Accepts some bytes, and then fails.
 struct Full(Cursor<Vec<u8>>, usize);
 
 impl Write for Full {
@@ -152,7 +152,8 @@ fn a_full_disk_is_an_error_wherever_it_comes() {
     }
 }
 
-/// What `VarStore::save` writes: a TorchScript module, whose attributes have `|` for the dots of their names.
+/// Makes a file like `VarStore::save`: a TorchScript module whose attributes have `|` instead of the dots in their
+/// names.
 #[test]
 fn a_file_of_tch_is_a_dict() {
     let tensor_of = |name: &[u8], more: &[u8]| {
@@ -181,7 +182,7 @@ fn a_file_of_tch_is_a_dict() {
     assert_eq!(opened(&archive(&records)).unwrap().root, Value::Dict(expected.to_vec()));
 }
 
-/// Files that other programs have written, where some are named: each is read and saved again.
+/// Reads files that other programs have written and saves them again, if the environment names any.
 #[test]
 fn named_files_are_read() {
     for path in std::env::var("TCH_AMP_TORCH_FILES").unwrap_or_default().split_whitespace() {

@@ -107,7 +107,7 @@ fn a_patient_scaler_goes_on_from_its_state() {
 }
 
 #[test]
-fn a_state_without_patience_starts_with_a_full_one() {
+fn a_state_without_counts_starts_with_the_whole_hysteresis() {
     let usual = GradScaler::new(Device::Cpu).unwrap().state_dict().unwrap();
     let config = GradScalerConfig::default().hysteresis(2).init_scale(16.0);
     let mut scaler = config.build(Device::Cpu).unwrap();

@@ -1,0 +1,198 @@
+"""The Python side of benches/training.rs: answers a line for each line.
+
+`model NAME FILE` makes a model and saves its weights; `run NAME PRECISION ITERATIONS` trains it and answers with the
+nanoseconds of each iteration; `losses NAME PRECISION ITERATIONS` answers with the losses, from the saved weights.
+"""
+
+import sys
+from time import perf_counter_ns
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Mlp(nn.Module):
+    def __init__(self, layers, width, rows):
+        super().__init__()
+        for i in range(layers):
+            self.add_module(str(i), nn.Linear(width, width))
+        self.shape = (rows, width)
+
+    def batch(self):
+        return torch.randn(self.shape), torch.randn(self.shape)
+
+    def loss(self, xs, ys):
+        for layer in self.children():
+            xs = F.gelu(layer(xs))
+        return F.mse_loss(xs.float(), ys)
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, causal):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads, self.causal = heads, causal
+
+    def attention(self, xs):
+        rows, length, width = xs.shape
+        qkv = self.qkv(xs).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        ys = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=self.causal)
+        return self.out(ys.transpose(1, 2).reshape(rows, length, width))
+
+    def forward(self, xs):
+        xs = xs + self.attention(self.norm1(xs))
+        return xs + self.down(F.gelu(self.up(self.norm2(xs))))
+
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        width, self.length, self.vocabulary = 384, 128, 256
+        self.embedding = nn.Embedding(self.vocabulary, width)
+        self.places = nn.Embedding(self.length, width)
+        self.blocks = nn.ModuleList(Block(width, 6, True) for _ in range(6))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.vocabulary)
+
+    def batch(self):
+        tokens = torch.randint(self.vocabulary, (4, self.length + 1))
+        return tokens[:, :-1], tokens[:, 1:].contiguous()
+
+    def loss(self, xs, ys):
+        xs = self.embedding(xs) + self.places(torch.arange(self.length))
+        for block in self.blocks:
+            xs = block(xs)
+        ys_ = self.head(self.norm(xs)).float()
+        return F.cross_entropy(ys_.view(-1, self.vocabulary), ys.view(-1))
+
+
+class Bert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        width, self.length, self.vocabulary, self.classes = 256, 128, 8192, 4
+        self.embedding = nn.Embedding(self.vocabulary, width)
+        self.places = nn.Embedding(self.length, width)
+        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(Block(width, 4, False) for _ in range(4))
+        self.head = nn.Linear(width, self.classes)
+
+    def batch(self):
+        return torch.randint(self.vocabulary, (8, self.length)), torch.randint(self.classes, (8,))
+
+    def loss(self, xs, ys):
+        xs = self.norm(self.embedding(xs) + self.places(torch.arange(self.length)))
+        for block in self.blocks:
+            xs = block(xs)
+        return F.cross_entropy(self.head(xs[:, 0]).float(), ys)
+
+
+class Layer(nn.Module):
+    def __init__(self, start, to, stride):
+        super().__init__()
+        self.conv = nn.Conv2d(start, to, 3, stride=stride, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(to)
+
+    def forward(self, xs):
+        return self.norm(self.conv(xs))
+
+
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = Layer(3, 64, 1)
+        for i, (start, to) in enumerate([(64, 64), (64, 128), (128, 256)]):
+            self.add_module(f"down{i}", Layer(start, to, 1 if i == 0 else 2))
+            self.add_module(f"same{i}", Layer(to, to, 1))
+        self.head = nn.Linear(256, 10)
+
+    def batch(self):
+        return torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
+
+    def loss(self, xs, ys):
+        for name, layer in self.named_children():
+            if name == "head":
+                continue
+            out = layer(xs)
+            xs = F.relu(out + xs) if out.shape == xs.shape else F.relu(out)
+        return F.cross_entropy(self.head(xs.mean((2, 3))).float(), ys)
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(256, 256, batch_first=True), nn.Linear(256, 256)
+
+    def batch(self):
+        return torch.randn(32, 32, 256), torch.randn(32, 32, 256)
+
+    def loss(self, xs, ys):
+        return F.mse_loss(self.head(self.lstm(xs)[0]).float(), ys)
+
+
+MODELS = {
+    "mlp_6x32": lambda: Mlp(6, 32, 16),
+    "mlp_6x256": lambda: Mlp(6, 256, 64),
+    "mlp_4x1024": lambda: Mlp(4, 1024, 256),
+    "gpt": Gpt,
+    "conv": Conv,
+    "bert": Bert,
+    "lstm": Lstm,
+}
+
+
+class Training:
+    def __init__(self, name, weights, amp):
+        self.model = MODELS[name]()
+        self.model.load_state_dict(weights)
+        self.amp = amp
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=amp)
+        torch.manual_seed(1)
+        self.data = self.model.batch()
+
+    def iterate(self):
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.amp):
+            loss = self.model.loss(*self.data)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+    def time(self, iterations):
+        times = []
+        for _ in range(iterations):
+            start = perf_counter_ns()
+            self.iterate()
+            times.append(str(perf_counter_ns() - start))
+        return " ".join(times)
+
+
+def main():
+    weights, running = {}, {}
+    for line in sys.stdin:
+        command, name, *rest = line.split()
+        if command == "model":
+            torch.manual_seed(0)
+            weights[name] = MODELS[name]().state_dict()
+            torch.save({"model": weights[name]}, rest[0])
+            answer = "saved"
+        elif command == "losses":
+            training = Training(name, weights[name], rest[0] == "bf16")
+            answer = " ".join(str(training.iterate().item()) for _ in range(int(rest[1])))
+        elif command == "run":
+            key = (name, rest[0])
+            if key not in running:
+                running.clear()
+                running[key] = Training(name, weights[name], rest[0] == "bf16")
+            answer = running[key].time(int(rest[1]))
+        else:
+            torch.set_num_threads(int(name))
+            answer = "set"
+        print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+//! Whole training iterations in f32 and in bf16, beside Python's `torch.amp` of the same libtorch.
+//!
+//! An iteration zeroes the gradients, computes the loss (in bf16 inside of a region), runs the backward pass of the
+//! scaled loss, steps a fused AdamW and updates the scaler. Both sides start from the same weights, train on the same
+//! batch, and their losses are compared first. Python runs twice: as it is installed, and with the environment variables
+//! that have glibc keep freed memory, as [`keep_freed_memory`](tch_amp::memory::keep_freed_memory) does here; the better
+//! of the two counts.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
+
+mod common;
+#[path = "common/folder.rs"]
+mod folder;
+#[path = "training/models.rs"]
+mod models;
+
+use common::{Python, is_quick, median, nanoseconds};
+use folder::Folder;
+use models::{Batch, Model, NAMES, model};
+use tch::nn::VarStore;
+use tch::{Device, Kind};
+use tch_amp::checkpoint::Checkpoint;
+use tch_amp::optim::{AdamW, Optimizer};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Autocast, GradScaler, memory};
+
+/// The iterations whose losses are compared.
+const CHECKED: usize = 5;
+
+struct Training {
+    _vs: VarStore,
+    model: Model,
+    batch: Batch,
+    amp: bool,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+}
+
+impl Training {
+    fn new(name: &str, weights: &Checkpoint, amp: bool) -> Self {
+        let mut vs = VarStore::new(Device::Cpu);
+        let model = model(name, &vs.root());
+        weights.restore().model("model", &mut vs).apply().unwrap();
+        let optimizer = AdamW::default().build(&vs, 1e-4).unwrap();
+        let scaler = GradScalerConfig::default().enabled(amp).build(Device::Cpu).unwrap();
+        tch::manual_seed(1);
+        let batch = model.batch.batch();
+        Self { _vs: vs, model, batch, amp, optimizer, scaler }
+    }
+
+    fn iterate(&mut self) -> tch::Tensor {
+        self.optimizer.zero_grad().unwrap();
+        let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16).enabled(self.amp);
+        let loss = region.run(|| (self.model.loss)(&self.batch)).unwrap();
+        self.scaler.backward(&loss).unwrap();
+        drop(self.scaler.step(&mut self.optimizer).unwrap());
+        self.scaler.update().unwrap();
+        loss
+    }
+}
+
+/// The losses of both sides agree: they differ only where libtorch adds in another order.
+fn check(name: &str, weights: &Checkpoint, python: &mut Python) {
+    for (amp, precision, tolerance) in [(false, "fp32", 1e-4), (true, "bf16", 1e-2)] {
+        let mut training = Training::new(name, weights, amp);
+        let ours: Vec<f64> = (0..CHECKED).map(|_| training.iterate().double_value(&[])).collect();
+        let theirs = python.ask(&format!("losses {name} {precision} {CHECKED}"));
+        let theirs: Vec<f64> = theirs.split(' ').map(|loss| loss.parse().unwrap()).collect();
+        for (ours, theirs) in ours.iter().zip(&theirs) {
+            let far = (ours - theirs).abs() > tolerance * theirs.abs();
+            assert!(!far, "{name} in {precision}: losses {ours:?} here and {theirs:?} in Python");
+        }
+    }
+}
+
+/// The medians of an iteration in nanoseconds: ours in f32 and bf16, and Python's.
+struct Times {
+    ours: [f64; 2],
+    python: [f64; 2],
+}
+
+fn time(name: &str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> Times {
+    let (rounds, iterations) =
+        if is_quick() { (1, 1) } else { (7, if name.starts_with("mlp_6") { 60 } else { 3 }) };
+    let mut times = Times { ours: [0.0; 2], python: [f64::INFINITY; 2] };
+    for (i, (amp, precision)) in [(false, "fp32"), (true, "bf16")].into_iter().enumerate() {
+        let mut training = Training::new(name, weights, amp);
+        let (mut ours, mut theirs) = (Vec::new(), [Vec::new(), Vec::new()]);
+        // The first round warms up.
+        for round in 0..=rounds {
+            let mine: Vec<_> =
+                (0..iterations).map(|_| nanoseconds(|| drop(training.iterate()))).collect();
+            let others = pythons
+                .each_mut()
+                .map(|python| python.time(&format!("run {name} {precision} {iterations}")));
+            if round > 0 {
+                ours.extend(mine);
+                for (all, new) in theirs.iter_mut().zip(others) {
+                    all.extend(new);
+                }
+            }
+        }
+        times.ours[i] = median(ours);
+        times.python[i] = theirs.map(median).into_iter().fold(f64::INFINITY, f64::min);
+    }
+    times
+}
+
+fn main() {
+    // As Python's own variables would: -1 keeps all that is freed, and no block is mapped on its own.
+    let kept = [("MALLOC_TRIM_THRESHOLD_", "-1"), ("MALLOC_MMAP_MAX_", "0")];
+    let Some(plain) = Python::start("training.py") else {
+        return;
+    };
+    let Some(keeping) = Python::start_with("training.py", &kept) else {
+        return;
+    };
+    let mut pythons = [plain, keeping];
+    let threads =
+        std::env::var("TCH_AMP_BENCH_THREADS").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
+    tch::set_num_threads(threads);
+    for python in &mut pythons {
+        python.ask(&format!("threads {threads}"));
+    }
+    println!("freed memory is kept: {}", memory::keep_freed_memory());
+    let folder = Folder::new();
+    println!(
+        "{:<12} {:>12} {:>12} {:>12} {:>12} {:>8} {:>8}",
+        "ms/iteration", "fp32", "bf16", "Python fp32", "Python bf16", "train", "gain"
+    );
+    let chosen: Vec<_> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
+    let mut ratios = Vec::new();
+    for name in NAMES {
+        if !chosen.is_empty() && !chosen.iter().any(|part| name.contains(part.as_str())) {
+            continue;
+        }
+        let file = folder.text(name);
+        for python in &mut pythons {
+            python.ask(&format!("model {name} {file}"));
+        }
+        let weights = Checkpoint::load(&file).unwrap();
+        check(name, &weights, &mut pythons[0]);
+        let Times { ours, python } = time(name, &weights, &mut pythons);
+        let (train, gain) = (python[1] / ours[1], ours[0] / ours[1]);
+        let ms = [ours[0], ours[1], python[0], python[1]].map(|ns| ns / 1e6);
+        println!(
+            "{name:<12} {:>12.3} {:>12.3} {:>12.3} {:>12.3} {train:>8.2} {gain:>8.2}",
+            ms[0], ms[1], ms[2], ms[3]
+        );
+        ratios.push((name, train, gain));
+    }
+    for (name, train, gain) in ratios {
+        println!("ratio train_{name} {train:.2}\nratio gain_{name} {gain:.2}");
+    }
+}

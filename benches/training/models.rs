@@ -1,0 +1,209 @@
+//! The models of the training benchmark. `benches/oracle/training.py` has the same, with the same names of parameters.
+
+use tch::nn::{self, Module as _, ModuleT as _, Path, RNN as _};
+use tch::{Device, Kind, Tensor};
+
+/// A model with its loss.
+pub struct Model {
+    /// The loss on a batch.
+    pub loss: Box<dyn Fn(&Batch) -> Tensor>,
+    /// A batch of random inputs and targets, the same in Python for the same seed.
+    pub batch: Shape,
+}
+
+/// The inputs and targets of one iteration.
+pub struct Batch {
+    pub xs: Tensor,
+    pub ys: Tensor,
+}
+
+/// What a batch looks like.
+#[derive(Clone, Copy)]
+pub enum Shape {
+    /// Normal inputs and targets of the same shape.
+    Dense { rows: i64, width: i64 },
+    /// Normal images, and a class for each.
+    Images { count: i64, size: i64, classes: i64 },
+    /// Tokens, and the same ones moved by one place as targets.
+    Tokens { rows: i64, length: i64, vocabulary: i64 },
+    /// Tokens, and a class for each row.
+    Sentences { rows: i64, length: i64, vocabulary: i64, classes: i64 },
+    /// Normal sequences and targets of the same shape.
+    Sequences { rows: i64, length: i64, width: i64 },
+}
+
+const CPU: Device = Device::Cpu;
+
+impl Shape {
+    /// A batch from the generator's present state.
+    pub fn batch(self) -> Batch {
+        let normal = |size: &[i64]| Tensor::randn(size, (Kind::Float, CPU));
+        let below = |n: i64, size: &[i64]| Tensor::randint(n, size, (Kind::Int64, CPU));
+        let (xs, ys) = match self {
+            Self::Dense { rows, width } => (normal(&[rows, width]), normal(&[rows, width])),
+            Self::Images { count, size, classes } => {
+                (normal(&[count, 3, size, size]), below(classes, &[count]))
+            }
+            Self::Tokens { rows, length, vocabulary } => {
+                let tokens = below(vocabulary, &[rows, length + 1]);
+                (tokens.narrow(1, 0, length), tokens.narrow(1, 1, length).contiguous())
+            }
+            Self::Sentences { rows, length, vocabulary, classes } => {
+                (below(vocabulary, &[rows, length]), below(classes, &[rows]))
+            }
+            Self::Sequences { rows, length, width } => {
+                (normal(&[rows, length, width]), normal(&[rows, length, width]))
+            }
+        };
+        Batch { xs, ys }
+    }
+}
+
+/// The names of the models, in the order of the tables.
+pub const NAMES: [&str; 7] = ["mlp_6x32", "mlp_6x256", "mlp_4x1024", "gpt", "conv", "bert", "lstm"];
+
+/// Makes a model with variables under `path`.
+pub fn model(name: &str, path: &Path<'_>) -> Model {
+    match name {
+        "mlp_6x32" => mlp(path, 6, 32, 16),
+        "mlp_6x256" => mlp(path, 6, 256, 64),
+        "mlp_4x1024" => mlp(path, 4, 1024, 256),
+        "gpt" => gpt(path),
+        "conv" => conv(path),
+        "bert" => bert(path),
+        "lstm" => lstm(path),
+        other => panic!("there is no model {other}"),
+    }
+}
+
+fn mlp(path: &Path<'_>, layers: i64, width: i64, rows: i64) -> Model {
+    let layer = |i| nn::linear(path / i, width, width, Default::default());
+    let layers: Vec<_> = (0..layers).map(layer).collect();
+    let loss = move |batch: &Batch| {
+        let ys = layers.iter().fold(batch.xs.shallow_clone(), |xs, l| l.forward(&xs).gelu("none"));
+        ys.to_kind(Kind::Float).mse_loss(&batch.ys, tch::Reduction::Mean)
+    };
+    Model { loss: Box::new(loss), batch: Shape::Dense { rows, width } }
+}
+
+/// Attention and a feed-forward network, each after a layer norm.
+struct Block {
+    norms: [nn::LayerNorm; 2],
+    qkv: nn::Linear,
+    out: nn::Linear,
+    up: nn::Linear,
+    down: nn::Linear,
+    heads: i64,
+    causal: bool,
+}
+
+impl Block {
+    fn new(path: &Path<'_>, width: i64, heads: i64, causal: bool) -> Self {
+        let linear = |name: &str, from, to| nn::linear(path / name, from, to, Default::default());
+        let norm = |name: &str| nn::layer_norm(path / name, vec![width], Default::default());
+        Self {
+            norms: [norm("norm1"), norm("norm2")],
+            qkv: linear("qkv", width, 3 * width),
+            out: linear("out", width, width),
+            up: linear("up", width, 4 * width),
+            down: linear("down", 4 * width, width),
+            heads,
+            causal,
+        }
+    }
+
+    fn forward(&self, xs: &Tensor) -> Tensor {
+        let [first, second] = &self.norms;
+        let xs = xs + self.attention(&first.forward(xs));
+        let hidden = self.up.forward(&second.forward(&xs)).gelu("none");
+        &xs + self.down.forward(&hidden)
+    }
+
+    fn attention(&self, xs: &Tensor) -> Tensor {
+        let (rows, length, width) = xs.size3().unwrap();
+        let qkv = self.qkv.forward(xs).view([rows, length, 3, self.heads, width / self.heads]);
+        let qkv = qkv.permute([2, 0, 3, 1, 4]);
+        let [q, k, v] = [0, 1, 2].map(|i| qkv.get(i));
+        let none = None::<Tensor>;
+        let ys =
+            Tensor::scaled_dot_product_attention(&q, &k, &v, none, 0.0, self.causal, None, false);
+        self.out.forward(&ys.transpose(1, 2).reshape([rows, length, width]))
+    }
+}
+
+/// A language model over bytes, with about ten million parameters.
+fn gpt(path: &Path<'_>) -> Model {
+    let (width, length, vocabulary) = (384, 128, 256);
+    let embedding = nn::embedding(path / "embedding", vocabulary, width, Default::default());
+    let places = nn::embedding(path / "places", length, width, Default::default());
+    let blocks: Vec<_> =
+        (0..6).map(|i| Block::new(&(path / "blocks" / i), width, 6, true)).collect();
+    let norm = nn::layer_norm(path / "norm", vec![width], Default::default());
+    let head = nn::linear(path / "head", width, vocabulary, Default::default());
+    let loss = move |batch: &Batch| {
+        let place = Tensor::arange(length, (Kind::Int64, CPU));
+        let xs = embedding.forward(&batch.xs) + places.forward(&place);
+        let xs = blocks.iter().fold(xs, |xs, block| block.forward(&xs));
+        let ys = head.forward(&norm.forward(&xs)).to_kind(Kind::Float);
+        ys.view([-1, vocabulary]).cross_entropy_for_logits(&batch.ys.view([-1]))
+    };
+    Model { loss: Box::new(loss), batch: Shape::Tokens { rows: 4, length, vocabulary } }
+}
+
+/// An encoder in the shape of a small BERT, and a classifier over the first token.
+fn bert(path: &Path<'_>) -> Model {
+    let (width, length, vocabulary, classes) = (256, 128, 8192, 4);
+    let embedding = nn::embedding(path / "embedding", vocabulary, width, Default::default());
+    let places = nn::embedding(path / "places", length, width, Default::default());
+    let norm = nn::layer_norm(path / "norm", vec![width], Default::default());
+    let blocks: Vec<_> =
+        (0..4).map(|i| Block::new(&(path / "blocks" / i), width, 4, false)).collect();
+    let head = nn::linear(path / "head", width, classes, Default::default());
+    let loss = move |batch: &Batch| {
+        let place = Tensor::arange(length, (Kind::Int64, CPU));
+        let xs = norm.forward(&(embedding.forward(&batch.xs) + places.forward(&place)));
+        let xs = blocks.iter().fold(xs, |xs, block| block.forward(&xs));
+        let ys = head.forward(&xs.select(1, 0)).to_kind(Kind::Float);
+        ys.cross_entropy_for_logits(&batch.ys)
+    };
+    Model { loss: Box::new(loss), batch: Shape::Sentences { rows: 8, length, vocabulary, classes } }
+}
+
+/// A residual network with batch norms.
+fn conv(path: &Path<'_>) -> Model {
+    let layer = |name: String, from, to, stride| {
+        let config = nn::ConvConfig { stride, padding: 1, bias: false, ..Default::default() };
+        let path = path / name;
+        (
+            nn::conv2d(&path / "conv", from, to, 3, config),
+            nn::batch_norm2d(&path / "norm", to, Default::default()),
+        )
+    };
+    let mut layers = vec![layer("stem".into(), 3, 64, 1)];
+    for (i, (from, to)) in [(64, 64), (64, 128), (128, 256)].into_iter().enumerate() {
+        layers.push(layer(format!("down{i}"), from, to, if i == 0 { 1 } else { 2 }));
+        layers.push(layer(format!("same{i}"), to, to, 1));
+    }
+    let head = nn::linear(path / "head", 256, 10, Default::default());
+    let loss = move |batch: &Batch| {
+        let mut xs = batch.xs.shallow_clone();
+        for (conv, norm) in &layers {
+            let ys = norm.forward_t(&conv.forward(&xs), true);
+            xs = if ys.size() == xs.size() { (ys + xs).relu() } else { ys.relu() };
+        }
+        let ys = head.forward(&xs.mean_dim([2i64, 3].as_slice(), false, None)).to_kind(Kind::Float);
+        ys.cross_entropy_for_logits(&batch.ys)
+    };
+    Model { loss: Box::new(loss), batch: Shape::Images { count: 32, size: 32, classes: 10 } }
+}
+
+fn lstm(path: &Path<'_>) -> Model {
+    let (width, length) = (256, 32);
+    let lstm = nn::lstm(path / "lstm", width, width, nn::RNNConfig::default());
+    let head = nn::linear(path / "head", width, width, Default::default());
+    let loss = move |batch: &Batch| {
+        let (ys, _) = lstm.seq(&batch.xs);
+        head.forward(&ys).to_kind(Kind::Float).mse_loss(&batch.ys, tch::Reduction::Mean)
+    };
+    Model { loss: Box::new(loss), batch: Shape::Sequences { rows: 32, length, width } }
+}

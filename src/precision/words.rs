@@ -1,0 +1,118 @@
+//! What measured speeds mean, in words. Only numbers go in, so that `cargo xtask doctor`, which does not link libtorch,
+//! says the same.
+
+/// The speed of square matrix products of one size, in GFLOP/s.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct MatmulSpeed {
+    /// The number of rows and of columns.
+    pub size: i64,
+    /// In f32.
+    pub f32: f64,
+    /// In f32 with TensorFloat-32 inside; `None` on a device without it.
+    pub tf32: Option<f64>,
+    /// In bf16.
+    pub bf16: Option<f64>,
+    /// In fp16; `None` if it was too slow to be measured.
+    pub fp16: Option<f64>,
+}
+
+impl MatmulSpeed {
+    /// Makes one of its numbers.
+    pub fn new(
+        size: i64,
+        f32: f64,
+        tf32: Option<f64>,
+        bf16: Option<f64>,
+        fp16: Option<f64>,
+    ) -> Self {
+        Self { size, f32, tf32, bf16, fp16 }
+    }
+}
+
+/// What makes a dtype worth using: matrix products are a part of an iteration, and casts cost time.
+const WORTH: f64 = 1.5;
+
+/// One sentence for each dtype, for example "bf16: 4.3x as fast as f32 at 1024, 1.1x at 64: use it for layers wider
+/// than about 128."
+pub fn advice(speeds: &[MatmulSpeed]) -> String {
+    let dtypes: [(&str, fn(&MatmulSpeed) -> Option<f64>); 3] =
+        [("tf32", |speed| speed.tf32), ("bf16", |speed| speed.bf16), ("fp16", |speed| speed.fp16)];
+    let sentences = dtypes.into_iter().filter_map(|(name, of)| {
+        let ratio = |speed: &MatmulSpeed| Some((speed.size, of(speed)? / speed.f32));
+        let ratios: Vec<_> = speeds.iter().filter_map(ratio).collect();
+        (!ratios.is_empty()).then(|| sentence(name, &ratios))
+    });
+    sentences.collect::<Vec<_>>().join("\n")
+}
+
+fn sentence(name: &str, ratios: &[(i64, f64)]) -> String {
+    let (small, large) = (ratios[0], ratios[ratios.len() - 1]);
+    let speeds = if ratios.len() == 1 {
+        format!("{name}: {} as fast as f32 at {}", times(large.1), large.0)
+    } else {
+        let (large_ratio, small_ratio) = (times(large.1), times(small.1));
+        format!("{name}: {large_ratio} as fast as f32 at {}, {small_ratio} at {}", large.0, small.0)
+    };
+    match ratios.iter().position(|(_, ratio)| *ratio >= WORTH) {
+        None => format!("{speeds}: do not use it here for its speed."),
+        Some(0) => format!("{speeds}: use it for layers of every width."),
+        Some(first) => {
+            format!("{speeds}: use it for layers wider than about {}.", ratios[first - 1].0)
+        }
+    }
+}
+
+fn times(ratio: f64) -> String {
+    if ratio >= 0.095 { format!("{ratio:.1}x") } else { format!("{ratio:.2}x") }
+}
+
+/// What sizes that tensor cores cannot use cost, and what to do; `None` if both sizes of the layer are multiples of 8.
+pub fn advice_for_layer(inputs: i64, outputs: i64) -> Option<String> {
+    let padded = |size: i64| (size + 7) / 8 * 8;
+    let (ins, outs) = (padded(inputs), padded(outputs));
+    if (ins, outs) == (inputs, outputs) {
+        return None;
+    }
+    Some(format!(
+        "a layer from {inputs} to {outputs} has a size that is no multiple of 8, which the tensor cores of GPUs cannot \
+         use in half precision: pad it to {ins} and {outs}"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn speeds(bf16: [f64; 3]) -> Vec<MatmulSpeed> {
+        let sizes = [64, 256, 1024].into_iter().zip(bf16);
+        sizes.map(|(size, bf16)| MatmulSpeed::new(size, 100.0, None, Some(bf16), None)).collect()
+    }
+
+    #[test]
+    fn the_advice_says_from_which_width_on_a_dtype_pays() {
+        assert_eq!(
+            advice(&speeds([110.0, 300.0, 430.0])),
+            "bf16: 4.3x as fast as f32 at 1024, 1.1x at 64: use it for layers wider than about 64."
+        );
+        assert_eq!(
+            advice(&speeds([200.0, 300.0, 430.0])),
+            "bf16: 4.3x as fast as f32 at 1024, 2.0x at 64: use it for layers of every width."
+        );
+        let mut slow = speeds([50.0, 40.0, 4.0]);
+        slow[0].fp16 = Some(5.0);
+        slow[1].fp16 = Some(5.0);
+        assert_eq!(
+            advice(&slow),
+            "bf16: 0.04x as fast as f32 at 1024, 0.5x at 64: do not use it here for its speed.\n\
+             fp16: 0.05x as fast as f32 at 256, 0.05x at 64: do not use it here for its speed."
+        );
+    }
+
+    #[test]
+    fn sizes_for_tensor_cores_are_multiples_of_eight() {
+        assert_eq!(advice_for_layer(64, 8), None);
+        let advice = advice_for_layer(64, 10).unwrap_or_default();
+        assert!(advice.ends_with("pad it to 64 and 16"), "{advice}");
+    }
+}

@@ -1,0 +1,133 @@
+//! Which record an optimizer has in this iteration, and changes of its gradients.
+
+use tch::Tensor;
+
+use crate::error::{Error, GradientError, Result, ScalerError};
+use crate::ffi::{self, Snapshot};
+use crate::gradients::{Gradients, Look, Plan};
+use crate::optim::AmpOptimizer;
+use crate::scale::Number;
+use crate::scaler::GradScaler;
+use crate::scaler::iteration::{Iteration, Owner};
+use crate::scaler::record::Stage;
+
+fn appeared(parameter: String) -> Error {
+    let how = "appeared";
+    Error::Gradient(GradientError::Changed { parameter, how })
+}
+
+impl GradScaler {
+    /// Finds the record of an optimizer that has been unscaled or stepped since the last update.
+    pub(crate) fn record(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
+        let now = ffi::gradients_inspect(&optimizer.parameters())?;
+        Ok(self.iteration.borrow().find(&now))
+    }
+
+    /// Unscales the gradients and returns their record; `None` if there is nothing to record.
+    pub(crate) fn open(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
+        self.claim(optimizer, Look::Unscale, |iteration, record, _, _| {
+            Err(match iteration.stage(record) {
+                Stage::Broken => Error::Scaler(ScalerError::UnscaleFailed),
+                Stage::Unscaled => Error::Scaler(ScalerError::AlreadyUnscaled),
+                Stage::Looked | Stage::Stepped => Error::Scaler(ScalerError::UnscaleAfterStep),
+            })
+        })
+    }
+
+    /// Returns the record of the optimizer's parameters: a new one, or the old one if `known` accepts it.
+    pub(super) fn claim(
+        &self,
+        optimizer: &dyn AmpOptimizer,
+        look: Look,
+        known: impl FnOnce(&mut Iteration, usize, &Number, Gradients<'_>) -> Result<()>,
+    ) -> Result<Option<usize>> {
+        let Some(scale) = self.scale.number() else {
+            return Ok(None);
+        };
+        // Gradients that are unscaled, or whose unscaled norm is taken, need the dtype that the optimizer updates in.
+        if look != Look::Check && optimizer.wants_f32_gradients() {
+            ffi::gradients_widen(&optimizer.parameters())?;
+        }
+        let gradients = self.gradients(optimizer)?;
+        let mut iteration = self.iteration.borrow_mut();
+        match iteration.owner(gradients.snapshot()) {
+            Owner::Shared(index) => {
+                Err(Error::Gradient(GradientError::Shared { parameter: gradients.describe(index) }))
+            }
+            Owner::Record(record) => {
+                known(&mut iteration, record, scale, gradients).map(|()| Some(record))
+            }
+            Owner::None => {
+                // Only writing unscaled fp16 gradients back can lose small values.
+                let allow_fp16 = look != Look::Unscale || self.scale.config().may_unscale_fp16();
+                let plan = Plan::new(&gradients, allow_fp16)?;
+                if look == Look::Norm {
+                    gradients.refuse_sparse()?;
+                }
+                iteration.open(gradients, &plan, scale, look)
+            }
+        }
+    }
+
+    /// Inspects the gradients of an optimizer.
+    pub(crate) fn gradients<'a>(
+        &'a self,
+        optimizer: &'a dyn AmpOptimizer,
+    ) -> Result<Gradients<'a>> {
+        let name = move |index, identity| {
+            let known = || self.names.get(&identity).map(|(name, _)| name.clone());
+            optimizer.parameter_name(index).or_else(known)
+        };
+        Gradients::of(optimizer.parameters(), Box::new(name))
+    }
+
+    /// Changes the gradients of an unscaled optimizer and records that the change was the scaler's own. `look_again` if
+    /// it can make one non-finite.
+    pub(crate) fn change_gradients<T>(
+        &self,
+        record: Option<usize>,
+        optimizer: &dyn AmpOptimizer,
+        look_again: bool,
+        change: impl FnOnce(&[Tensor]) -> Result<T>,
+    ) -> Result<T> {
+        let gradients = self.gradients(optimizer)?;
+        let Some(record) = record else {
+            let mut now = gradients.snapshot().iter();
+            return match now.position(|gradient| gradient.exists() && self.is_enabled()) {
+                Some(index) => Err(appeared(gradients.describe(index))),
+                None => change(gradients.parameters()),
+            };
+        };
+        let mut iteration = self.iteration.borrow_mut();
+        iteration.compare(record, &gradients)?;
+        let changed = change(gradients.parameters())?;
+        iteration.accept(record, Snapshot::of(gradients.parameters())?, look_again);
+        Ok(changed)
+    }
+
+    /// Removes an optimizer from this iteration, for a loop that neither steps it nor calls `update` after unscaling
+    /// it. Its gradients stay as they are: zero them before the next backward. PyTorch has no counterpart.
+    ///
+    /// A recorded overflow is discarded, too: if it is the reason for not stepping, call `update` instead, or the scale
+    /// will never back off. An optimizer that was dropped counts until `update`, unless it was abandoned before. An
+    /// optimizer that was not unscaled is ignored.
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::AlreadyStepped`] if its step was taken or skipped; [`Error::Torch`] if its parameters cannot be
+    /// read.
+    pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
+        let now = ffi::gradients_inspect(&optimizer.parameters())?;
+        let iteration = self.iteration.get_mut();
+        match iteration.find(&now) {
+            Some(record) if iteration.stage(record) == Stage::Stepped => {
+                Err(Error::Scaler(ScalerError::AlreadyStepped))
+            }
+            Some(record) => {
+                iteration.abandon(record);
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+}

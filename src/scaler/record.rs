@@ -1,0 +1,122 @@
+//! What is known of one optimizer since the last `update`.
+
+use tch::Tensor;
+
+use crate::error::Result;
+use crate::ffi::{self, FoundInf, Gradient, Snapshot};
+use crate::gradients::{Change, Gradients, change, overflow};
+
+/// How far an optimizer is in this iteration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// libtorch failed midway: some gradients may be unscaled and some not.
+    Broken,
+    /// The gradients were checked and are still scaled: a step is in progress.
+    Looked,
+    Unscaled,
+    Stepped,
+}
+
+/// An optimizer, recognised by its parameters.
+#[derive(Debug)]
+pub(crate) struct Record {
+    pub(super) stage: Stage,
+    /// The gradients as unscaling left them, in the order of the parameters.
+    pub(super) snapshot: Snapshot,
+    /// The parameters, kept alive so that their identities stay theirs until the iteration ends.
+    pub(super) parameters: Vec<Tensor>,
+    pub(super) found: Vec<FoundInf>,
+    /// Values changed since unscaling, so they have to be checked again.
+    pub(super) dirty: bool,
+    /// A loss was scaled since unscaling, so a change may come from its backward.
+    pub(super) rescaled: bool,
+    /// The norm of the unscaled gradients, where it was taken.
+    pub(super) norm: Option<Tensor>,
+}
+
+impl Record {
+    /// A record of gradients that have not been checked yet.
+    pub(super) fn new(gradients: Gradients<'_>) -> Self {
+        let (parameters, snapshot) = gradients.into_parts();
+        Self {
+            stage: Stage::Broken,
+            snapshot,
+            parameters,
+            found: Vec::new(),
+            dirty: false,
+            rescaled: false,
+            norm: None,
+        }
+    }
+
+    pub(super) fn set_broken(&mut self) {
+        self.stage = Stage::Broken;
+        // `update` compares with this to see whether they were zeroed.
+        if let Ok(now) = Snapshot::of(&self.parameters) {
+            self.snapshot = now;
+        }
+    }
+
+    /// Whether this is one of the record's gradients. The snapshot holds them, so that no other has their identity.
+    pub(super) fn has(&self, gradient: &Gradient) -> bool {
+        let same = |known: &Gradient| {
+            known.parameter() == gradient.parameter() && known.identity() == gradient.identity()
+        };
+        gradient.exists() && self.snapshot.iter().any(same)
+    }
+
+    /// Marks the record if values changed; fails at the first gradient that is not the one that was unscaled.
+    pub(super) fn compare(
+        &mut self,
+        now: &[Gradient],
+    ) -> std::result::Result<(), (usize, &'static str)> {
+        for (index, gradient) in now.iter().enumerate() {
+            match change(self.snapshot.get(index), gradient) {
+                Change::None => {}
+                Change::Numbers if self.rescaled => {
+                    return Err((index, "changed after another loss was scaled"));
+                }
+                Change::Numbers => self.dirty = true,
+                Change::Replaced(how) => return Err((index, how)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Accepts new values, but neither replaced nor new gradients: the step refuses those.
+    pub(super) fn accept(&mut self, mut now: Snapshot) {
+        for index in 0..self.snapshot.len().min(now.len()) {
+            let numbers = change(self.snapshot.get(index), &now[index]) == Change::Numbers;
+            self.dirty |= numbers;
+            if numbers || !now[index].exists() {
+                self.snapshot.exchange(&mut now, index);
+            }
+        }
+    }
+
+    /// Whether a failed step left the gradients as they were. On the CPU it never changes them.
+    pub(super) fn is_untouched(&self) -> bool {
+        if overflow(&self.found).is_some() {
+            return true;
+        }
+        let same = |(known, now): (_, &Gradient)| change(Some(known), now) == Change::None;
+        match ffi::gradients_inspect(&self.parameters) {
+            Ok(now) => self.snapshot.iter().zip(&now).all(same),
+            Err(_) => false,
+        }
+    }
+
+    /// Whether a gradient was non-finite. Synchronizes, once, if only devices have the answer.
+    pub(super) fn found_inf(&mut self) -> Result<bool> {
+        if let Some(found) = overflow(&self.found) {
+            return Ok(found);
+        }
+        let flags: Vec<_> = self.found.iter().map(|flag| &flag.tensor).collect();
+        let found = ffi::any_nonzero(&flags)?;
+        for flag in &mut self.found {
+            // Only the sum of the flags matters, and it is known now.
+            flag.host = Some(found);
+        }
+        Ok(found)
+    }
+}

@@ -1,0 +1,34 @@
+//! Freed memory that stays in the process. A program of its own, since it changes the allocator of the whole process.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::memory::keep_freed_memory;
+
+use common::{resident_bytes, skipped};
+
+const MIB: i64 = 1 << 20;
+
+/// How much more is resident after a tensor of 64 MiB has come and gone.
+fn left_behind() -> Option<i64> {
+    let before = resident_bytes()?;
+    drop(Tensor::ones([16 * MIB], (Kind::Float, Device::Cpu)));
+    Some(resident_bytes()? as i64 - before as i64)
+}
+
+#[test]
+fn freed_memory_stays_in_the_process_once_that_was_asked_for() {
+    let Some(given_back) = left_behind() else {
+        return;
+    };
+    if !keep_freed_memory() {
+        return skipped("this C library cannot keep freed memory");
+    }
+    assert!(given_back < 8 * MIB, "{given_back} bytes were kept before");
+    let kept = left_behind().unwrap();
+    assert!(kept > 56 * MIB, "only {kept} bytes are kept");
+    let again = left_behind().unwrap();
+    assert!(again < 8 * MIB, "{again} more bytes the second time, though the first ones are free");
+    assert!(keep_freed_memory(), "it may be asked for again");
+}

@@ -1,0 +1,39 @@
+//! What a device is measured to be good at.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use tch::{Device, Kind, Tensor, with_grad};
+use tch_amp::Error;
+use tch_amp::precision::Precision;
+
+use common::for_each_device;
+
+#[test]
+fn every_size_is_measured_once_a_process() {
+    for_each_device(|device| {
+        let precision = Precision::measure(device).unwrap();
+        let speeds = precision.speeds();
+        let sizes: Vec<_> = speeds.iter().map(|speed| speed.size).collect();
+        assert!(sizes.starts_with(&[64, 128, 256, 512, 1024]) && sizes.is_sorted(), "{sizes:?}");
+        let gpu = device != Device::Cpu;
+        for speed in speeds {
+            assert!(speed.f32 > 0.0 && speed.tf32.is_some() == gpu, "{speed:?}");
+            assert!([speed.tf32, speed.bf16, speed.fp16].into_iter().flatten().all(|s| s > 0.0));
+        }
+        assert!(speeds[0].bf16.is_some() && speeds[0].fp16.is_some());
+        let text = precision.to_string();
+        assert!(text.contains("bf16: ") && text.contains(" as fast as f32 at "), "{text}");
+        // A second measurement would hardly give the same numbers.
+        assert_eq!(Precision::measure(device).unwrap(), precision);
+        // Nothing is left behind.
+        let x = Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true);
+        assert!(with_grad(|| x.mm(&x)).requires_grad());
+    });
+}
+
+#[test]
+fn a_device_that_is_not_there_is_refused() {
+    let refused = Precision::measure(Device::Vulkan);
+    assert!(matches!(refused, Err(Error::DeviceUnavailable { .. })));
+}
