@@ -1,18 +1,18 @@
-//! The guide: what to do, what to expect, and what went wrong. The pages are those of `docs/` in the repository, and
-//! their code is compiled and run.
+//! The guide: how to train in mixed precision, which results to expect, and how to resolve errors.
+//!
+//! The pages are those of the folder `docs/` in the repository. Their code is compiled and run as tests.
 
-// The links of a page, and of the README on the front page of this documentation, are made once for all of them, in
-// guide/links.md. Its definitions come first and therefore win over those at the end of a page, which lead to the files
-// of the repository.
+// guide/links.md defines the links of all pages and of the README. It is included first, so that its definitions take
+// precedence over those at the end of a page, which link to files of the repository.
 
 #[doc = include_str!("guide/links.md")]
-/// The training loop: clipping, accumulation, several losses, threads, and what to watch for.
+/// The training loop: gradient clipping, gradient accumulation, several losses, threads, and pitfalls.
 #[doc = ""]
 #[doc = include_str!("../docs/training.md")]
 pub mod training {}
 
 #[doc = include_str!("guide/links.md")]
-/// Fused optimizers: parameter groups, clipping in the step, schedules.
+/// Fused optimizers: parameter groups, clipping in the step, and learning-rate schedules.
 #[doc = ""]
 #[doc = include_str!("../docs/optimizers.md")]
 pub mod optimizers {}
@@ -24,19 +24,19 @@ pub mod optimizers {}
 pub mod half_parameters {}
 
 #[doc = include_str!("guide/links.md")]
-/// Policies, levels and functional loss scales.
+/// Precision policies, the levels `O0` to `O3`, and functional loss scales.
 #[doc = ""]
 #[doc = include_str!("../docs/policies.md")]
 pub mod policies {}
 
 #[doc = include_str!("guide/links.md")]
-/// Saving and resuming a run, and files shared with Python.
+/// Saving and resuming a training run, and exchanging files with Python.
 #[doc = ""]
 #[doc = include_str!("../docs/checkpoints.md")]
 pub mod checkpoints {}
 
 #[doc = include_str!("guide/links.md")]
-/// Operations with a forward and a backward of your own.
+/// Custom autograd functions: operations with a forward and a backward of your own.
 #[doc = ""]
 #[doc = include_str!("../docs/functions.md")]
 pub mod functions {}
@@ -54,19 +54,19 @@ pub mod operations {}
 pub mod number_formats {}
 
 #[doc = include_str!("guide/links.md")]
-/// libtorch's and this crate's messages, their causes and their remedies.
+/// Error messages of libtorch and of this crate, with their causes and remedies.
 #[doc = ""]
 #[doc = include_str!("../docs/errors.md")]
 pub mod errors {}
 
 #[doc = include_str!("guide/links.md")]
-/// Where the crate differs from PyTorch, from jmp and from tch's own `autocast`.
+/// The differences from PyTorch, from jmp and from tch's own `autocast`.
 #[doc = ""]
 #[doc = include_str!("../docs/differences.md")]
 pub mod differences {}
 
 #[doc = include_str!("guide/links.md")]
-/// What the crate guarantees, and how it is tested.
+/// The guarantees of the crate, and how they are tested.
 #[doc = ""]
 #[doc = include_str!("../docs/guarantees.md")]
 pub mod guarantees {}

@@ -1,4 +1,4 @@
-// The definitions of links come first and win over those at the end of the README, which lead to files.
+// These link definitions come first and take precedence over those at the end of the README, which link to files.
 #![doc = include_str!("guide/links.md")]
 #![doc = include_str!("../README.md")]
 #![deny(unsafe_code)]
@@ -10,7 +10,7 @@ mod builder;
 pub mod checkpoint;
 mod device;
 mod error;
-#[allow(unsafe_code, reason = "it calls the shim, and says for each call why that is sound")]
+#[allow(unsafe_code, reason = "it calls the shim, with a safety comment for each call")]
 mod ffi;
 pub mod function;
 pub mod gradcheck;

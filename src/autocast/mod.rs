@@ -1,10 +1,10 @@
-//! Autocast regions: inside one, libtorch runs the operations that are safe in low precision in bf16 or fp16.
+//! Autocast regions, inside which libtorch runs the operations that are safe in low precision in bf16 or fp16.
 //!
 //! A region is opened with [`autocast()`](crate::autocast()) or, with options, with [`Autocast`](crate::Autocast). This
-//! module has its guard, the state of a thread, and the functions that ask for it.
+//! module has the guard of a region, the autocast state of a thread, and the functions that read it.
 //!
-//! The state is the thread's. Every region that this module opens stands on a per-thread stack, so that guards may be
-//! dropped in any order and a panic leaves nothing behind.
+//! The autocast state belongs to a thread. Every region is recorded on a stack of its thread, so that guards may be
+//! dropped in any order, and the previous state is restored after a panic, too.
 
 pub(crate) mod region;
 mod stack;

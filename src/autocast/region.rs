@@ -12,10 +12,11 @@ use crate::error::Error;
 use crate::error::{AutocastError, Result};
 use crate::ffi::AutocastState;
 
-/// An autocast region to be opened: the device it applies to, its dtype and two switches.
+/// The options of an autocast region: its device, its dtype, whether it is enabled, and whether it caches weights.
 ///
 /// Only operations on tensors of that device's type are affected; the index of a CUDA device does not matter. Regions
-/// nest, of the same device or of several. The twin of `torch.autocast(device_type, dtype, enabled, cache_enabled)`.
+/// nest, for the same device or for several. The counterpart of
+/// `torch.autocast(device_type, dtype, enabled, cache_enabled)`.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -36,62 +37,65 @@ pub struct Autocast {
 }
 
 impl Autocast {
-    /// A region on `device` with PyTorch's defaults: enabled, with the dtype and the weight cache as the thread has
-    /// them. Outside of other regions that is bf16 on the CPU, fp16 on CUDA and MPS, and the cache on.
+    /// Creates a region on `device` with PyTorch's defaults: enabled, with the dtype and the cache flag that the thread
+    /// has when the region is opened. Outside of other regions these are bf16 on the CPU, fp16 on CUDA and MPS, and a
+    /// cache that is on.
     pub fn new(device: Device) -> Self {
         Self { device, dtype: None, enabled: true, cache: None }
     }
 
-    /// Sets the dtype of the region: [`Kind::BFloat16`] or [`Kind::Half`]. Defaults to that of the region around it.
+    /// Sets the dtype of the region: [`Kind::BFloat16`] or [`Kind::Half`]. Defaults to that of the enclosing region.
     ///
-    /// On a CPU take bf16. libtorch has few fast kernels for fp16 there, so that a region in fp16 takes 2 to 25 times as
-    /// long as one in f32, and an LSTM fails in it.
+    /// On a CPU use bf16. libtorch has few fast fp16 kernels there: a region in fp16 takes several times to tens of
+    /// times as long as one in f32, depending on the CPU, and an LSTM fails in it on CPUs without fp16 instructions.
     pub fn dtype(mut self, dtype: Kind) -> Self {
         self.dtype = Some(dtype);
         self
     }
 
-    /// Switches autocast on (the default) or off. A region that is off inside one that is on runs in full precision,
-    /// and one on a device that cannot be used here is allowed when it is off.
+    /// Switches autocast on (the default) or off inside the region. A disabled region inside an enabled one runs its
+    /// operations in the dtypes of their inputs. A disabled region may name a device that cannot be used.
     pub fn enabled(mut self, enabled: bool) -> Self {
         self.enabled = enabled;
         self
     }
 
-    /// Sets whether the cast of a weight is kept for its next use in the region. Defaults to the thread's flag, which
-    /// is on at first. Switch it off where two threads use the same weights in regions of different dtypes at once: the
-    /// cache is the process's and knows no dtype.
+    /// Sets whether the cast of a weight is cached for its next use in the region. Defaults to the thread's flag, which
+    /// is initially on. All threads share one cache, which does not distinguish dtypes: switch it off where two threads
+    /// use the same weights in regions of different dtypes at the same time.
     pub fn cache(mut self, cache: bool) -> Self {
         self.cache = Some(cache);
         self
     }
 
-    /// Opens the region and returns the guard that closes it, as `__enter__` of `torch.autocast`.
+    /// Opens the region and returns the guard that closes it. Corresponds to `torch.autocast.__enter__`.
     ///
     /// # Errors
     ///
-    /// [`Error::DeviceUnavailable`] when the region is enabled and the device cannot be used here, with the reason;
-    /// [`AutocastError::Dtype`] for a dtype that autocast does not have. Where PyTorch warns and goes on in full
-    /// precision, this fails.
+    /// - [`Error::DeviceUnavailable`], with the reason, if the region is enabled and the device cannot be used; PyTorch
+    ///   warns and continues in full precision.
+    /// - [`AutocastError::Dtype`] for a dtype that autocast does not support; PyTorch warns on the CPU and does not
+    ///   check on CUDA.
+    /// - [`AutocastError::ThreadEnding`] inside a destructor of a thread-local value.
     pub fn enter(self) -> Result<AutocastGuard> {
         let (previous, next) = self.states()?;
         AutocastGuard::open(previous, next)
     }
 
-    /// Runs `f` inside the region; the state from before is back when it returns or panics. As a function decorated
-    /// with `torch.autocast`.
+    /// Runs `f` inside the region and restores the previous state when `f` returns or panics. Corresponds to a function
+    /// that is decorated with `torch.autocast`.
     ///
-    /// Guards that `f` opened and leaked are closed, too.
+    /// Regions whose guards `f` leaked are closed, too.
     ///
     /// # Errors
     ///
-    /// As [`enter`](Self::enter); then `f` is not run.
+    /// The same as [`enter`](Self::enter); then `f` is not run.
     pub fn run<T>(self, f: impl FnOnce() -> T) -> Result<T> {
         let (previous, next) = self.states()?;
         stack::within(previous, next, f)
     }
 
-    /// The thread's state before the region and inside of it.
+    /// Returns the thread's state before the region and the state inside it.
     fn states(self) -> Result<(AutocastState, AutocastState)> {
         let device = self.device;
         if self.enabled {
@@ -104,7 +108,8 @@ impl Autocast {
         }
         next.set_enabled(device, self.enabled);
         let dtype = self.dtype.map_or_else(|| previous.dtype(device), Ok)?;
-        // The dtype of a region that is off is never used, and PyTorch takes any; an integer is a mistake.
+        // The dtype of a disabled region is never used, and PyTorch accepts any. `set_dtype` still refuses those that
+        // are not floating, which can only be mistakes.
         let allowed = !self.enabled || matches!(dtype, Kind::BFloat16 | Kind::Half);
         if allowed && next.set_dtype(device, dtype) {
             Ok((previous, next))
@@ -114,32 +119,32 @@ impl Autocast {
     }
 }
 
-/// Closes its autocast region when it is dropped. The twin of the `with` statement around `torch.autocast`.
+/// Closes its autocast region when dropped. The counterpart of the `with` statement around `torch.autocast`.
 ///
-/// Guards may be dropped in any order: a region that others were opened inside of closes with the last of them, and
-/// then the thread is as it was before the first. A guard that is forgotten (`std::mem::forget`) leaves its region
-/// open until the closure form around it ends; one that is returned from a closure form is closed with it.
+/// Guards may be dropped in any order: a region that contains others closes with the last of them, and the thread then
+/// has the state from before the first. If a guard is leaked (`std::mem::forget`), its region stays open until the
+/// closure of an enclosing [`Autocast::run`] ends. A guard that is returned from such a closure is already closed.
 ///
-/// The backward of a [custom function](mod@crate::function) and the destructors of what a graph holds are like closure
-/// forms: every region that they open ends with them. A guard from outside that one of them drops closes its region
-/// when the `backward()` that runs there returns, because libtorch restores the thread's state until then.
+/// The backward of a [custom function](mod@crate::function) and the destructors of what a graph holds behave like such
+/// closures: every region that they open ends with them. If one of them drops a guard that was created outside, that
+/// region closes when the running `backward()` returns, because until then libtorch restores the thread's state.
 ///
 /// # A guard around a whole training loop
 ///
-/// Inside a region libtorch casts a weight once, and uses the cast until the region ends. A guard that is opened before
-/// the loop therefore needs the casts to be forgotten after every step. [`GradScaler::step`](crate::GradScaler::step)
-/// and the [fused optimizers](crate::optim) do that; an optimizer of tch's whose own `step` is called does not, and then
-/// **training stops without any error**: the weights change, and the model goes on computing with the first ones. Open
-/// the region around the forward pass and the loss of each step, or call
-/// [`clear_autocast_cache`](crate::autocast::clear_autocast_cache) after it.
+/// Inside a region libtorch casts a weight once and uses the cast until the region ends. If a guard is opened before
+/// the loop, the cached casts must therefore be cleared after every step. [`GradScaler::step`](crate::GradScaler::step)
+/// and the [fused optimizers](crate::optim) do that. The `step` of tch's own optimizers does not, and then **training
+/// stops without any error**: the weights change, but the model keeps computing with the first casts. Open the region
+/// around the forward pass and the loss of each step, or call
+/// [`clear_autocast_cache`](crate::autocast::clear_autocast_cache) after each step.
 ///
 /// # Thread pools
 ///
-/// A thread that waits may be given other work: a worker of rayon's that waits inside a region (in `join`, `scope` or a
-/// parallel iterator) runs jobs of others meanwhile, and they run inside the region. Open regions inside the jobs, and
-/// not around what waits for jobs; [`AutocastState`](crate::autocast::AutocastState) takes the caller's state into them.
+/// A rayon worker that blocks inside a region (in `join`, `scope` or a parallel iterator) runs other jobs meanwhile,
+/// and they run inside the region, too. Open regions inside the jobs instead of around the call that blocks;
+/// [`AutocastState`](crate::autocast::AutocastState) carries the caller's state into them.
 ///
-/// The guard stays on its thread, as the state does:
+/// The guard cannot leave its thread:
 ///
 /// ```compile_fail,E0277
 /// fn assert_send<T: Send>() {}
@@ -157,7 +162,7 @@ impl AutocastGuard {
     ///
     /// # Errors
     ///
-    /// As [`Autocast::enter`].
+    /// The same as [`Autocast::enter`].
     pub fn new(device: Device) -> Result<Self> {
         Autocast::new(device).enter()
     }
@@ -173,14 +178,14 @@ impl Drop for AutocastGuard {
     }
 }
 
-/// Runs `f` under autocast on `device` with PyTorch's defaults; the state from before is back when it returns or
-/// panics. [`Autocast`] has the options. The twin of `with torch.autocast(device_type):`.
+/// Runs `f` under autocast on `device` with PyTorch's defaults, and restores the previous state when `f` returns or
+/// panics. [`Autocast`] has the options. The counterpart of `with torch.autocast(device_type):`.
 ///
-/// What [`AutocastGuard`] says of whole training loops and of thread pools holds for closures as well.
+/// The notes of [`AutocastGuard`] on training loops and thread pools apply here as well.
 ///
 /// # Errors
 ///
-/// As [`Autocast::enter`]; then `f` is not run.
+/// The same as [`Autocast::enter`]; then `f` is not run.
 pub fn autocast<T>(device: Device, f: impl FnOnce() -> T) -> Result<T> {
     Autocast::new(device).run(f)
 }

@@ -1,8 +1,8 @@
-//! The autocast regions that are open on a thread, innermost last.
+//! The stack of the autocast regions that are open on a thread, innermost last.
 //!
-//! Whether autocast is enabled is part of what libtorch restores by itself after each node of a backward, without a word
-//! to anybody. The callbacks that nodes run stand on the stack, too, so that regions never end across their borders:
-//! what is opened inside of a callback ends with it, and what was open around it ends after it, once libtorch has
+//! libtorch saves and restores the enabled flags around each node of a backward by itself. The callbacks that run
+//! inside nodes are therefore on the stack as well, and regions never end across the border of a callback: a region
+//! that is opened inside a callback ends with it, and one that was open before ends afterwards, once libtorch has
 //! restored the state.
 
 use std::cell::RefCell;
@@ -14,14 +14,14 @@ use crate::{ffi, panics};
 struct Scope {
     id: u64,
     kind: Kind,
-    /// Its guard is gone, but scopes inside of it are still open, or were when it went.
+    /// Its guard was dropped while scopes inside it were still open.
     closed: bool,
 }
 
 enum Kind {
-    /// A region, and what it replaced.
+    /// A region, with the state that it replaced.
     Region(AutocastState),
-    /// A callback, and the number of the backward that runs it.
+    /// A callback, with the number of the backward that runs it.
     Callback(i64),
 }
 
@@ -42,29 +42,29 @@ impl Stack {
         id
     }
 
-    /// Takes off the innermost scope if it ends now.
+    /// Removes the innermost scope if `ends` holds for it.
     fn pop_if(&mut self, ends: impl FnOnce(&Scope) -> bool) -> Option<Kind> {
         self.scopes.pop_if(|scope| ends(scope)).map(|scope| scope.kind)
     }
 
     fn close(&mut self, id: u64) {
-        // From the end: guards are nearly always dropped in reverse order.
+        // The search starts at the end because guards are nearly always dropped in reverse order.
         if let Some(scope) = self.scopes.iter_mut().rev().find(|scope| scope.id == id) {
             scope.closed = true;
         }
     }
 
-    /// Whether the next region will be the outermost. Callbacks are few, so that the answer is found at once.
+    /// Whether no region is open on the thread.
     fn is_outside(&self) -> bool {
         !self.scopes.iter().any(|scope| matches!(scope.kind, Kind::Region(_)))
     }
 
-    /// Whether the innermost scope is a region that was closed within a callback inside of it.
+    /// Whether the innermost scope is a region that was closed from within a callback inside it.
     fn is_late(&self) -> bool {
         self.scopes.last().is_some_and(|scope| scope.closed)
     }
 
-    /// The number of the backward that runs the innermost callback; -1 outside of them, as libtorch counts.
+    /// The number of the backward that runs the innermost callback; outside of callbacks -1, as in libtorch.
     fn backward(&self) -> i64 {
         let backward = |scope: &Scope| match scope.kind {
             Kind::Callback(backward) => Some(backward),
@@ -74,13 +74,13 @@ impl Stack {
     }
 }
 
-/// Borrows the thread's stack; `None` where the thread is ending, and its autocast state with it. `f` only looks and
-/// notes: whatever goes to libtorch may run destructors of the user's, which come back here.
+/// Borrows the thread's stack; `None` if the thread is ending. `f` must not call libtorch: that may run the user's
+/// destructors, which borrow the stack again.
 fn with<T>(f: impl FnOnce(&mut Stack) -> T) -> Option<T> {
     STACK.try_with(|stack| f(&mut stack.borrow_mut())).ok()
 }
 
-/// Ends the innermost scopes for as long as they are such.
+/// Ends the innermost scope repeatedly, as long as `ends` holds for it.
 fn end_while(ends: impl Fn(&Scope) -> bool) {
     let pop = |stack: &mut Stack| Some((stack.pop_if(&ends)?, stack.is_outside()));
     while let Some((kind, outermost)) = with(pop).flatten() {
@@ -101,18 +101,18 @@ pub(super) fn open(previous: AutocastState, next: AutocastState) -> Result<u64> 
     entered.map(|()| id)
 }
 
-/// Closes the region `id`, at once if it is the innermost, else with the last scope inside of it.
+/// Closes the region `id`: at once if it is the innermost, otherwise with the last scope inside it.
 pub(super) fn close(id: u64) {
     with(|stack| stack.close(id));
     settle();
 }
 
-/// Ends the regions that were closed and have nothing open inside of them any more.
+/// Ends the closed regions that no longer contain an open scope.
 pub(super) fn settle() {
     end_while(|scope| scope.closed);
 }
 
-/// Runs `f` in a region that ends with it, together with everything opened inside.
+/// Runs `f` in a region that ends with it, as do all regions opened inside.
 pub(super) fn within<T>(
     previous: AutocastState,
     next: AutocastState,
@@ -126,8 +126,8 @@ pub(super) fn within<T>(
     Ok(f())
 }
 
-/// Runs `f`, which libtorch has called back: regions opened inside end with it, and others that are closed inside end
-/// when libtorch has restored what the thread's state was before.
+/// Runs `f` as a callback from libtorch: regions opened inside end with it, and outer regions that are closed inside
+/// end once libtorch has restored the thread's state.
 pub(crate) fn callback<T>(f: impl FnOnce() -> T) -> T {
     let backward = ffi::autocast_backward();
     let id = with(|stack| stack.push(Kind::Callback(backward)));
@@ -140,7 +140,7 @@ fn end_callback(id: u64) {
     let late = |stack: &mut Stack| stack.is_late().then(|| stack.backward());
     match with(late).flatten() {
         None => {}
-        // Where a destructor runs without a node around it, nothing will be restored.
+        // A destructor that does not run inside a node: libtorch will restore nothing afterwards.
         Some(around) if around == ffi::autocast_backward() => settle(),
         Some(_) => ffi::autocast_after_backward(settle_after_backward),
     }

@@ -1,4 +1,4 @@
-//! The autocast state of a thread: asked for, and captured to be entered elsewhere.
+//! The autocast state of a thread: reading it, and capturing it to enter it on another thread.
 
 use tch::{Device, Kind};
 
@@ -10,21 +10,21 @@ use crate::ffi::{self, AUTOCAST_DEVICES};
 
 use crate::autocast::{AutocastGuard, stack};
 
-/// Tells whether a region on `device` can be enabled in this process.
+/// Returns whether a region on `device` can be enabled in this process.
 ///
-/// `torch.amp.is_autocast_available` asks only whether PyTorch knows the device type; this is also `false` for CUDA
-/// where it is not linked or has no usable device.
+/// Corresponds to `torch.amp.is_autocast_available`, which only checks whether PyTorch supports the device type. This
+/// function is also `false` if CUDA is not linked or the device is not usable.
 pub fn is_autocast_available(device: Device) -> bool {
     check_usable(device).is_ok()
 }
 
-/// Tells whether the calling thread is in an enabled region on `device`, as `torch.is_autocast_enabled`.
+/// Returns whether the calling thread is in an enabled region on `device`. Corresponds to `torch.is_autocast_enabled`.
 pub fn is_autocast_enabled(device: Device) -> bool {
     read(&[device]).is_ok_and(|state| state.is_enabled(device))
 }
 
-/// Returns the dtype of the calling thread's regions on `device`, as `torch.get_autocast_dtype`; outside of a region,
-/// the dtype that one would have by default.
+/// Returns the autocast dtype of the calling thread on `device`. Outside of regions this is the default dtype of a
+/// region. Corresponds to `torch.get_autocast_dtype`.
 ///
 /// # Errors
 ///
@@ -33,30 +33,31 @@ pub fn autocast_dtype(device: Device) -> Result<Kind> {
     read(&[device])?.dtype(device)
 }
 
-/// The calling thread's state for some devices, and its cache flag.
+/// Reads the calling thread's state for some devices, and its cache flag.
 pub(super) fn read(devices: &[Device]) -> Result<ffi::AutocastState> {
     stack::settle();
     ffi::AutocastState::read(devices)
 }
 
-/// Tells whether the calling thread keeps casts of weights, as `torch.is_autocast_cache_enabled`.
+/// Returns whether the calling thread caches the casts of weights. Corresponds to `torch.is_autocast_cache_enabled`.
 pub fn is_cache_enabled() -> bool {
-    // Reading the flag of no device cannot fail; libtorch's default stands in for the impossible.
+    // Reading the state of no device cannot fail; the fallback is libtorch's default.
     read(&[]).map_or(true, |state| state.is_cache_enabled())
 }
 
-/// Forgets every cached cast of a weight, in all threads, as `torch.clear_autocast_cache`.
+/// Clears the cached casts of weights, of all threads. Corresponds to `torch.clear_autocast_cache`.
 ///
-/// This happens by itself when a thread's outermost region opens or closes, when a nested region changes the dtype,
-/// and after a [`GradScaler`](crate::GradScaler) stepped an optimizer. It is needed after weights were changed in
-/// place inside a region by other means, such as copying an average of them.
+/// This happens automatically when a thread's outermost region opens or closes, when a nested region changes the dtype,
+/// after a [`GradScaler`](crate::GradScaler) or a [fused optimizer](crate::optim) has stepped, and after a checkpoint
+/// was restored. Call it after weights were changed in place inside a region by other means, such as copying an average
+/// into them.
 pub fn clear_autocast_cache() {
-    // Clearing can fail only when a lock is broken, and then there is nothing better to do than to go on.
+    // Clearing fails only if libtorch cannot take its lock, which the caller could do nothing about.
     drop(ffi::autocast_clear_cache());
 }
 
-/// Runs `f`, which changes weights, and forgets their casts when it returns or panics: inside a region the cache would
-/// go on serving the old ones.
+/// Runs `f`, which changes weights, and clears their casts when it returns or panics: inside a region the cache would
+/// otherwise keep returning the casts of the old weights.
 pub(crate) fn forgetting_casts<T>(f: impl FnOnce() -> T) -> T {
     struct ClearOnDrop;
     impl Drop for ClearOnDrop {
@@ -68,11 +69,11 @@ pub(crate) fn forgetting_casts<T>(f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// The autocast state of a thread, to be re-entered on the same or another one. PyTorch has no public twin; its
-/// checkpointing does the same inside.
+/// The autocast state of a thread, which can be entered again on the same or on another thread.
 ///
-/// It holds whether autocast is enabled and in which dtype, for the CPU, CUDA and MPS, and the cache flag. A new
-/// thread starts outside of all regions:
+/// It consists of the enabled flag and the dtype for each of the CPU, CUDA and MPS, and of the cache flag. PyTorch has
+/// no public counterpart; its activation checkpointing does the same internally. A new thread starts outside of all
+/// regions:
 ///
 /// ```
 /// use tch::Device;
@@ -94,12 +95,12 @@ impl AutocastState {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch) if libtorch cannot read it, which a supported version can.
+    /// [`Error::Torch`](crate::Error::Torch) if libtorch cannot read the state. No supported version is known to fail.
     pub fn current() -> Result<Self> {
         read(&AUTOCAST_DEVICES).map(Self)
     }
 
-    /// Opens a region in which the calling thread has this state.
+    /// Opens a region in which the calling thread has this state, and returns the guard that closes it.
     ///
     /// # Errors
     ///
@@ -108,21 +109,21 @@ impl AutocastState {
         AutocastGuard::open(self.here()?, self.0)
     }
 
-    /// Runs `f` in this state; the thread's own is back when it returns or panics.
+    /// Runs `f` in this state and restores the thread's own when `f` returns or panics.
     ///
     /// # Errors
     ///
-    /// As [`enter`](Self::enter); then `f` is not run.
+    /// The same as [`enter`](Self::enter); then `f` is not run.
     pub fn run<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
         stack::within(self.here()?, self.0, f)
     }
 
-    /// Tells whether autocast is enabled on the device, as [`is_autocast_enabled`] does of the calling thread.
+    /// Returns whether autocast is enabled on the device, like [`is_autocast_enabled`] for the calling thread.
     pub fn is_enabled(&self, device: Device) -> bool {
         self.0.is_enabled(device)
     }
 
-    /// Returns the dtype of regions on the device, as [`autocast_dtype`] does of the calling thread.
+    /// Returns the autocast dtype on the device, like [`autocast_dtype`] for the calling thread.
     ///
     /// # Errors
     ///
@@ -131,12 +132,12 @@ impl AutocastState {
         self.0.dtype(device)
     }
 
-    /// Tells whether casts of weights are kept, as [`is_cache_enabled`] does of the calling thread.
+    /// Returns whether the casts of weights are cached, like [`is_cache_enabled`] for the calling thread.
     pub fn is_cache_enabled(&self) -> bool {
         self.0.is_cache_enabled()
     }
 
-    /// The types of devices on which autocast is enabled.
+    /// Returns the types of devices on which autocast is enabled.
     pub(crate) fn enabled_devices(&self) -> impl Iterator<Item = Device> + use<> {
         let state = *self;
         AUTOCAST_DEVICES.into_iter().filter(move |device| state.is_enabled(*device))
@@ -147,13 +148,13 @@ impl AutocastState {
         self.0.set_enabled(device, false);
     }
 
-    /// Runs `f` in this state: in a region, or as things are where the thread is in it already.
+    /// Runs `f` in this state, without opening a region if the thread has that state already.
     pub(crate) fn restore<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
         let here = self.here()?;
         if here == self.0 { Ok(f()) } else { stack::within(here, self.0, f) }
     }
 
-    /// The calling thread's state of the same devices.
+    /// Reads the calling thread's state for the same devices.
     fn here(&self) -> Result<ffi::AutocastState> {
         stack::settle();
         self.0.here()

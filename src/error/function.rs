@@ -3,22 +3,22 @@
 use crate::error::BoxError;
 use crate::error::text::{Number, chain};
 
-/// Why a custom autograd function was not applied, or did not pass its check.
+/// The errors of custom autograd functions and of their checks.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FunctionError {
-    /// The forward of a custom function failed. The message holds the causes, which `source()` does not return again.
+    /// The forward of a custom function failed. The message contains the causes, which `source()` therefore does not
+    /// return.
     #[error("{name}: forward failed: {}", chain(&**cause))]
     Forward {
         /// The function.
         name: String,
-        /// What forward returned.
+        /// The error that the forward returned.
         cause: BoxError,
     },
 
-    /// A custom function does not fit what it was applied to, or told its context what is not so, or libtorch refused
-    /// to record it. Its forward has run, unless the number of gradients or the dtype of `cast_inputs` is what is
-    /// wrong.
+    /// A custom function does not fit its inputs, misused its context, or was refused by libtorch. Its forward has
+    /// already run, unless the number of gradients or the dtype of `cast_inputs` is wrong.
     #[error("{name}: {problem}")]
     Misuse {
         /// The function.
@@ -27,25 +27,25 @@ pub enum FunctionError {
         problem: String,
     },
 
-    /// A function has no such input.
+    /// The function has no input of this index.
     #[error("there is no input {input}: the function was given {inputs}")]
     NoSuchInput {
-        /// The index that was asked for.
+        /// The index.
         input: usize,
-        /// How many inputs there are.
+        /// The number of inputs.
         inputs: usize,
     },
 
-    /// A backward asked for what its forward did not save.
+    /// A backward asked for something that its forward did not save.
     #[error("backward asked for {wanted}, but forward saved {saved}")]
     NotSaved {
-        /// What backward asked for.
+        /// What the backward asked for.
         wanted: String,
-        /// What there is of it.
+        /// What the forward saved instead.
         saved: String,
     },
 
-    /// The gradient that backward computes is not that of finite differences.
+    /// The gradient that the backward computes differs from that of finite differences.
     #[error(
         "the gradient of output {output} {output_index:?} with respect to input {input} {input_index:?} is {} by backward and {} by finite differences: correct the backward, or loosen atol and rtol",
         Number(*analytic),
@@ -60,22 +60,22 @@ pub enum FunctionError {
         output: usize,
         /// The element of the output.
         output_index: Vec<i64>,
-        /// What backward computed.
+        /// The gradient of the backward.
         analytic: f64,
-        /// What finite differences say.
+        /// The gradient of finite differences.
         numeric: f64,
     },
 
-    /// A function cannot be checked with these inputs, or not at all.
+    /// The function cannot be checked with these inputs, or not at all.
     #[error("cannot check the gradient: {problem}")]
     NotCheckable {
-        /// What is in the way.
+        /// The reason, and what to do.
         problem: String,
     },
 
-    /// A backward gave another gradient when it was run again on the same graph.
+    /// The backward returned other gradients when it was run again on the same graph.
     #[error(
-        "backward answered differently when it was run again for output {output}: only a deterministic one can be checked"
+        "backward is nondeterministic: it returned other gradients for output {output} when it was run again, and cannot be checked"
     )]
     NondeterministicBackward {
         /// The output.

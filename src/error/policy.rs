@@ -1,19 +1,19 @@
-//! Errors of precision policies and trees of tensors.
+//! The errors of precision policies and trees of tensors.
 
 use tch::Kind;
 
-/// Why a precision policy was refused, or does not fit what it was applied to.
+/// The errors of precision policies and trees of tensors.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PolicyError {
-    /// There is no such level of mixed precision.
+    /// The text is not the name of a level of mixed precision.
     #[error("there is no level `{text}`: write O0, O1, O2 or O3")]
     LevelText {
         /// The text.
         text: String,
     },
 
-    /// The text of a policy that cannot be read.
+    /// The text cannot be parsed as a policy.
     #[error(
         "cannot read the policy `{text}`: {problem}; write for example `params=float32,compute=bfloat16,output=float32`, `p=f32,c=f16`, `bf16`, `half` or `O1`"
     )]
@@ -24,34 +24,34 @@ pub enum PolicyError {
         problem: String,
     },
 
-    /// A policy casts floating tensors to floating kinds only.
+    /// A field of the policy is not one of the dtypes that a policy can cast to: f32, fp16, bf16 and f64.
     #[error(
-        "the {field} kind of a policy cannot be {kind:?}: use Kind::Float, Kind::Half, Kind::BFloat16 or Kind::Double, for example Policy::MIXED_BF16"
+        "the {field} dtype of a policy cannot be {kind:?}: use Kind::Float, Kind::Half, Kind::BFloat16 or Kind::Double, for example Policy::MIXED_BF16"
     )]
     Dtype {
         /// The field of the policy: param, compute or output.
         field: &'static str,
-        /// The kind that was given.
+        /// The dtype.
         kind: Kind,
     },
 
-    /// A module whose parameters have one kind cannot compute in another with autocast.
+    /// Autocast cannot compute in the policy's compute dtype over parameters of its parameter dtype.
     #[error(
-        "a module with {param:?} parameters cannot compute in {compute:?}: autocast computes in Half or BFloat16 only, over Float, Half or BFloat16; give the policy one kind for both, for example `params=float32,compute=float32`, and cast the variables to it with cast_variables"
+        "a module with {param:?} parameters cannot compute in {compute:?}: autocast computes in Half or BFloat16 only, over Float, Half or BFloat16 parameters; use one dtype for both, for example `params=float32,compute=float32`, and cast the variables to it with cast_variables"
     )]
     Module {
-        /// The kind of the parameters.
+        /// The dtype of the parameters.
         param: Kind,
-        /// The kind to compute in.
+        /// The dtype of the computation.
         compute: Kind,
     },
 
-    /// Two trees of tensors that must have the same structure, shapes and kinds differ.
+    /// Two trees of tensors that must have the same structure, shapes and dtypes differ.
     #[error("the trees differ at `root{place}`: {problem}")]
     TreeMismatch {
-        /// The way from the root, such as `.0["weight"][2]`; empty for the root.
+        /// The path from the root, such as `.0["weight"][2]`; empty for the root itself.
         place: String,
-        /// What stands there in the one and in the other.
+        /// What the first and the second tree have there.
         problem: String,
     },
 }

@@ -1,4 +1,4 @@
-//! One application of a function: its forward, and what stays of it for backward.
+//! One application of a function: its forward, and what is kept of it for the backward.
 
 use std::mem;
 
@@ -30,7 +30,7 @@ fn misuse<F: Function>(function: &F, problem: String) -> Error {
     Error::Function(FunctionError::Misuse { name: function.name().to_owned(), problem })
 }
 
-/// A type that holds another number of gradients than there are inputs can only be wrong.
+/// Refuses a type of gradients with a fixed length that is not the number of inputs.
 fn check_gradient_count<F: Function>(function: &F, inputs: usize) -> Result<()> {
     let count = F::Gradients::COUNT.unwrap_or(inputs);
     if count == inputs {
@@ -42,16 +42,16 @@ fn check_gradient_count<F: Function>(function: &F, inputs: usize) -> Result<()> 
     Err(misuse(function, problem))
 }
 
-/// What [`Function::cast_inputs`] asks for in the open regions.
+/// The casts that [`Function::cast_inputs`] asks for in the open regions.
 struct Cast {
     /// The dtype for the inputs on each device type.
     dtypes: Vec<(i8, Kind)>,
-    /// The thread's state, but with autocast off there.
+    /// The thread's state with autocast off on those device types.
     state: AutocastState,
 }
 
 impl Cast {
-    /// `None` where nothing is to be cast.
+    /// Returns `None` if nothing is to be cast.
     fn new<F: Function>(function: &F, mut state: AutocastState) -> Result<Option<Self>> {
         let mut dtypes = Vec::new();
         for device in state.enabled_devices() {
@@ -67,7 +67,7 @@ impl Cast {
         Ok((!dtypes.is_empty()).then_some(Self { dtypes, state }))
     }
 
-    /// The inputs as forward sees them. Autograd records the casts.
+    /// Returns the inputs of the forward. Autograd records the casts.
     fn inputs(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         let cast = |input: &&Tensor| match self.dtype_for(input)? {
             Some(dtype) => Ok(input.f_to_kind(dtype)?),
@@ -85,7 +85,7 @@ impl Cast {
     }
 }
 
-/// Runs forward on the inputs as they are and records it.
+/// Runs the forward on the inputs as they are and records the backward.
 fn run<F: Function>(
     function: F,
     inputs: &[&Tensor],
@@ -97,7 +97,7 @@ fn run<F: Function>(
         let _no_grad = no_grad_guard();
         function.forward(&mut ctx, inputs)
     };
-    // The function is about to be given away, and its name may be wanted afterwards.
+    // `function` moves into the graph below, and an error after that needs the name.
     let name = function.name().to_owned();
     let mut outputs = match forward {
         Ok(outputs) => outputs,
@@ -123,12 +123,12 @@ fn run<F: Function>(
     }
 }
 
-/// A function after its forward: what libtorch's graph holds.
+/// A function after its forward, as libtorch's graph holds it.
 struct Applied<F> {
     function: F,
-    /// The state in which forward ran.
+    /// The state that the forward ran in.
     autocast: AutocastState,
-    /// How many tensors it saved.
+    /// The number of tensors that the forward saved.
     saved: usize,
     values: Values,
 }
@@ -165,7 +165,7 @@ impl<F: Function> ffi::Recorded for Applied<F> {
     }
 }
 
-/// Drops the values one by one: a second panic while the first unwinds would end the process.
+/// Drops the values one by one, because a second panic during unwinding would abort the process.
 fn drop_each(values: Values) {
     values.into_iter().for_each(|value| panics::swallow(|| drop(value)));
 }

@@ -10,9 +10,11 @@ use super::{
     BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs, Gradients, Outputs,
 };
 
-/// Makes a custom function of a forward and a backward, with the arguments that those of [`Function`] have.
+/// Creates a custom function from a forward and a backward, which take the same arguments as the methods of
+/// [`Function`].
 ///
-/// Its options are methods of [`Closures`]; where the closures are `Copy`, so is it. See the [module](super).
+/// The options are methods of [`Closures`], which is `Copy` if both closures are. See the
+/// [module](mod@crate::function) for examples.
 pub fn function<F, B, O, G>(forward: F, backward: B) -> Closures<F, B>
 where
     F: Fn(&mut ForwardContext, &[&Tensor]) -> FunctionResult<O> + Send + 'static,
@@ -49,25 +51,27 @@ struct Casts {
 }
 
 impl<F, B> Closures<F, B> {
-    /// Sets the name in messages.
+    /// Sets the function's name in messages. Defaults to `function`.
     pub fn name(mut self, name: &'static str) -> Self {
         self.name = name;
         self
     }
 
-    /// Has the inputs cast, and autocast off, inside regions on any device; see [`Function::cast_inputs`].
+    /// Casts the inputs to `dtype` and runs with autocast off inside regions on any device type; see
+    /// [`Function::cast_inputs`].
     pub fn cast_inputs(mut self, dtype: Kind) -> Self {
         self.casts = Casts { cpu: Some(dtype), cuda: Some(dtype), mps: Some(dtype) };
         self
     }
 
-    /// Has the inputs cast, and autocast off, inside regions on this type of device.
+    /// Casts the inputs to `dtype` and runs with autocast off inside regions on this device type; see
+    /// [`Function::cast_inputs`].
     pub fn cast_inputs_on(mut self, device: Device, dtype: Kind) -> Self {
         match device {
             Device::Cpu => self.casts.cpu = Some(dtype),
             Device::Cuda(_) => self.casts.cuda = Some(dtype),
             Device::Mps => self.casts.mps = Some(dtype),
-            Device::Vulkan => {} // has no autocast, and so no region
+            Device::Vulkan => {} // has no autocast
         }
         self
     }
@@ -83,15 +87,16 @@ impl<F, B> Closures<F, B>
 where
     Self: Function,
 {
-    /// Runs forward on the inputs and records it; [`Function::apply`] without the trait in scope.
+    /// Runs the forward on the inputs and records the backward. The same as [`Function::apply`], which needs the trait
+    /// in scope.
     ///
     /// # Errors
     ///
-    /// As [`Function::apply`].
+    /// The same as [`Function::apply`].
     ///
     /// # Panics
     ///
-    /// As forward does.
+    /// If the forward panics.
     pub fn apply<T: Borrow<Tensor>>(self, inputs: &[T]) -> Result<<Self as Function>::Outputs> {
         Function::apply(self, inputs)
     }

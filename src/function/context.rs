@@ -1,4 +1,4 @@
-//! What a forward tells its backward.
+//! The contexts of a forward and a backward.
 
 use std::any::{Any, type_name};
 use std::borrow::Borrow;
@@ -9,12 +9,13 @@ use tch::Tensor;
 use crate::error::{Error, FunctionError, Result};
 use crate::ffi::{self, FunctionInput, Values};
 
-/// What a forward tells autograd and its own backward. The twin of `ctx` in `forward`.
+/// The context of a forward: saves tensors and values for the backward, and marks inputs and outputs. The counterpart
+/// of `ctx` in `torch.autograd.Function.forward`.
 #[derive(Debug)]
 pub struct ForwardContext {
     pub(super) infos: Vec<FunctionInput>,
     pub(super) saved: Vec<Tensor>,
-    /// Each of another type.
+    /// At most one of each type.
     pub(super) values: Values,
     pub(super) dirty: Vec<Tensor>,
     pub(super) non_differentiable: Vec<Tensor>,
@@ -33,29 +34,31 @@ impl ForwardContext {
         }
     }
 
-    /// Saves tensors for backward: inputs, outputs, or others, undefined ones included. Called again, it replaces the
-    /// list.
+    /// Saves tensors for the backward: inputs, outputs or others, including undefined ones. A further call replaces the
+    /// list. Corresponds to `ctx.save_for_backward` in PyTorch.
     ///
-    /// libtorch then fails a backward whose saved tensor has been changed in place, and one through a graph whose
-    /// saved tensors have been freed. A tensor that goes to backward in another way, such as
-    /// [`save_value`](Self::save_value), has neither check and no history.
+    /// A backward fails if a saved tensor was changed in place in the meantime, or if the saved tensors have been
+    /// freed. Tensors that reach the backward in another way, such as [`save_value`](Self::save_value), are not checked
+    /// and have no history for second derivatives.
     pub fn save_for_backward<T: Borrow<Tensor>>(&mut self, tensors: &[T]) {
         self.saved = handles(tensors);
     }
 
-    /// Saves a value for backward, one of each type: a second one of the same type replaces the first. As saved
-    /// tensors, it is freed by the first backward that does not keep the graph. In PyTorch, an attribute of `ctx`.
+    /// Saves a value for the backward. One value of each type is kept: a second one replaces the first. Like saved
+    /// tensors, it is freed by the first backward that does not keep the graph. Corresponds to an attribute of `ctx` in
+    /// PyTorch.
     pub fn save_value<T: Any + Send>(&mut self, value: T) {
         self.values.retain(|known| !known.is::<T>());
         self.values.push(Box::new(value));
     }
 
-    /// Tells whether a backward may want the gradient of the input: where the input requires one and the call is
-    /// recorded. Under `tch::no_grad` it is not, and PyTorch's answer is `true` all the same.
+    /// Returns whether a backward may need the gradient of the input, that is, whether the input requires a gradient
+    /// and the call is recorded. Under `tch::no_grad` this is `false`, where `ctx.needs_input_grad` in PyTorch is
+    /// `true`.
     ///
     /// # Errors
     ///
-    /// [`FunctionError::NoSuchInput`] for an index without an input.
+    /// [`FunctionError::NoSuchInput`] if there is no input of that index.
     pub fn needs_input_grad(&self, input: usize) -> Result<bool> {
         let inputs = self.infos.len();
         let info = self
@@ -65,19 +68,21 @@ impl ForwardContext {
         Ok(info.requires_grad())
     }
 
-    /// Marks inputs that forward has changed in place. Each must be returned as an output, and must not be kept but by
-    /// [`save_for_backward`](Self::save_for_backward). Called again, it replaces the list.
+    /// Marks inputs that the forward has changed in place. Each must be returned as an output, and may be kept only
+    /// with [`save_for_backward`](Self::save_for_backward). A further call replaces the list. Corresponds to
+    /// `ctx.mark_dirty` in PyTorch.
     pub fn mark_dirty<T: Borrow<Tensor>>(&mut self, inputs: &[T]) {
         self.dirty = handles(inputs);
     }
 
-    /// Marks outputs that have no derivative. Called again, it replaces the list. Integer outputs need no mark.
+    /// Marks outputs that have no derivative. Integer outputs need no mark. A further call replaces the list.
+    /// Corresponds to `ctx.mark_non_differentiable` in PyTorch.
     pub fn mark_non_differentiable<T: Borrow<Tensor>>(&mut self, outputs: &[T]) {
         self.non_differentiable = handles(outputs);
     }
 
-    /// Sets whether a missing gradient of an output is made zeros before backward sees it (the default), or is `None`
-    /// there.
+    /// Sets whether the backward receives zeros for an output without a gradient (the default), or no gradient.
+    /// Corresponds to `ctx.set_materialize_grads` in PyTorch.
     pub fn set_materialize_grads(&mut self, materialize: bool) {
         self.materialize_grads = materialize;
     }
@@ -87,7 +92,8 @@ fn handles<T: Borrow<Tensor>>(tensors: &[T]) -> Vec<Tensor> {
     tensors.iter().map(|tensor| tensor.borrow().shallow_clone()).collect()
 }
 
-/// What a backward finds of its forward. The twin of `ctx` in `backward`.
+/// The context of a backward: returns what the forward has saved. The counterpart of `ctx` in
+/// `torch.autograd.Function.backward`.
 #[derive(Debug)]
 pub struct BackwardContext<'a> {
     pub(super) node: &'a ffi::Node<'a>,
@@ -96,7 +102,7 @@ pub struct BackwardContext<'a> {
 }
 
 impl BackwardContext<'_> {
-    /// Returns the tensors that forward saved, in an array of their number.
+    /// Returns the tensors that the forward saved, as an array.
     ///
     /// ```
     /// # use tch::{Device, Kind, Tensor};
@@ -112,7 +118,8 @@ impl BackwardContext<'_> {
     ///
     /// # Errors
     ///
-    /// [`FunctionError::NotSaved`] if another number was saved; else as [`saved_tensors_vec`](Self::saved_tensors_vec).
+    /// [`FunctionError::NotSaved`] if the forward saved another number of tensors, and those of
+    /// [`saved_tensors_vec`](Self::saved_tensors_vec).
     pub fn saved_tensors<const N: usize>(&self) -> Result<[Tensor; N]> {
         self.saved_tensors_vec()?.try_into().map_err(|saved: Vec<_>| {
             Error::Function(FunctionError::NotSaved {
@@ -122,20 +129,20 @@ impl BackwardContext<'_> {
         })
     }
 
-    /// Returns the tensors that forward saved, however many.
+    /// Returns the tensors that the forward saved, as a `Vec`.
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if one of them has been changed in place since.
+    /// [`Error::Torch`] if one of them was changed in place after it was saved.
     pub fn saved_tensors_vec(&self) -> Result<Vec<Tensor>> {
         self.node.saved_tensors(self.saved)
     }
 
-    /// Returns the value of this type that forward saved.
+    /// Returns the value of this type that the forward saved.
     ///
     /// # Errors
     ///
-    /// [`FunctionError::NotSaved`] if it saved none.
+    /// [`FunctionError::NotSaved`] if the forward saved none.
     pub fn saved_value<T: Any>(&self) -> Result<&T> {
         let value = self.values.iter().find_map(|value| value.downcast_ref());
         value.ok_or_else(|| {
@@ -146,12 +153,13 @@ impl BackwardContext<'_> {
         })
     }
 
-    /// Tells whether this backward wants the gradient of the input: where the input requires one, and is among those
-    /// that were asked for (`Tensor::run_backward`).
+    /// Returns whether this backward needs the gradient of the input: the input must require one and, if the backward
+    /// computes the gradients of chosen tensors only (`Tensor::run_backward`), lead to one of them. Corresponds to
+    /// `ctx.needs_input_grad` in PyTorch.
     ///
     /// # Errors
     ///
-    /// [`FunctionError::NoSuchInput`] for an index without an input.
+    /// [`FunctionError::NoSuchInput`] if there is no input of that index.
     pub fn needs_input_grad(&self, input: usize) -> Result<bool> {
         self.node.needs_input_grad(input)
     }
@@ -159,19 +167,19 @@ impl BackwardContext<'_> {
 
 /// The gradients of a function's outputs, as its backward receives them.
 ///
-/// `grads[0]` is the first. Indexing panics where there is none: of an output that is undefined, and without
-/// [materialized gradients](ForwardContext::set_materialize_grads) of each that the backward did not reach.
-/// [`get`](Self::get) tells.
+/// `grads[0]` is the gradient of the first output. Indexing panics if an output has no gradient: if the output is
+/// undefined or, without [materialized gradients](ForwardContext::set_materialize_grads), if the running backward did
+/// not reach it. [`get`](Self::get) returns `None` instead.
 #[derive(Debug)]
 pub struct GradOutputs<'a>(pub(super) &'a [ffi::Borrowed]);
 
 impl GradOutputs<'_> {
-    /// Returns the gradient of an output, or `None` where there is none.
+    /// Returns the gradient of an output, or `None` if it has none.
     pub fn get(&self, output: usize) -> Option<&Tensor> {
         self.0.get(output)?.as_deref()
     }
 
-    /// Returns the gradients of all outputs, in their order.
+    /// Returns an iterator over the gradients of all outputs, in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Option<&Tensor>> {
         self.0.iter().map(Option::as_deref)
     }

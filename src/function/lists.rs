@@ -1,4 +1,4 @@
-//! The types in which a function may return its outputs and gradients.
+//! The types that a function may return its outputs and gradients in.
 
 use tch::Tensor;
 
@@ -32,7 +32,7 @@ impl<const N: usize> Gradients for [Option<Tensor>; N] {}
 impl Gradients for Vec<Tensor> {}
 impl Gradients for Vec<Option<Tensor>> {}
 
-/// What the crate does with the lists: nobody else can implement these, nor the traits above.
+/// The sealed traits behind those above, which only this crate can implement.
 mod private {
     use super::Tensor;
 
@@ -59,7 +59,7 @@ mod private {
     }
 
     pub trait GradientList: Sized {
-        /// How many there are, where the type says it.
+        /// The number of gradients, if the type fixes it.
         const COUNT: Option<usize>;
 
         fn into_vec(self) -> Vec<Option<Tensor>>;

@@ -1,7 +1,8 @@
-//! Custom autograd functions: a forward and a backward of your own, as one operation of libtorch's autograd.
+//! Custom autograd functions: a forward and a backward of your own, as one operation in libtorch's autograd graph.
 //!
-//! A [`Function`] is a value with a `forward` and a `backward`; [`apply`](Function::apply) runs the forward and puts
-//! the backward into the graph. The twin of `torch.autograd.Function` with `torch.amp.custom_fwd` and `custom_bwd`.
+//! A [`Function`] is a value with a `forward` and a `backward`; [`apply`](Function::apply) runs the forward and records
+//! the backward in the graph. The counterpart of `torch.autograd.Function` with `torch.amp.custom_fwd` and
+//! `custom_bwd`.
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor};
@@ -36,7 +37,7 @@
 //!
 //! # Two closures
 //!
-//! [`function()`](crate::function()) makes one of two closures; it suits what fits in a line or two:
+//! [`function()`](crate::function()) creates one from two closures, which suits short functions:
 //!
 //! ```
 //! use tch::Tensor;
@@ -51,11 +52,11 @@
 //!
 //! # Autocast
 //!
-//! The backward runs in the autocast state that the forward ran in: enabled or not, the dtype and the cache flag, on
-//! every device type and on whichever thread the engine uses. Without that a backward runs in the state of the thread
-//! that called `backward()`, as a rule outside of every region, and mixes dtypes. A function that is right in one
-//! precision only says so with [`cast_inputs`](Function::cast_inputs): then, inside a region, its floating inputs are
-//! cast and it runs, forward and backward, with autocast off.
+//! The backward runs in the autocast state of the forward: the enabled flags, the dtypes and the cache flag, for every
+//! device type and on any thread that the engine uses. Otherwise it would run in the state of the thread that calls
+//! `backward()`, which is usually outside of all regions, and would mix dtypes. For a function that is correct in one
+//! precision only, set [`cast_inputs`](Function::cast_inputs): inside a region its floating-point inputs are then cast,
+//! and its forward and backward run with autocast off.
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor};
@@ -77,57 +78,60 @@
 //!
 //! ## Errors and panics
 //!
-//! An `Err` of the forward comes back as [`FunctionError::Forward`], its panic as the same panic. An
-//! `Err` or a panic of the backward becomes an error of the `backward()` that ran it, which tch reports as `f_backward`
-//! or `backward` do, with the function's name, from whichever thread. The grad mode and the autocast state are as
-//! before, and what the error did not reach can be used again.
+//! If the forward returns an error, `apply` returns it as [`FunctionError::Forward`]; a panic of the forward
+//! propagates. If the backward returns an error or panics, on any thread, the `backward()` that runs it fails with a
+//! message that contains the function's name: `Tensor::f_backward` returns it and `Tensor::backward` panics with it. In
+//! all cases the grad mode and the autocast state are restored.
 //!
 //! ## Inputs and outputs
 //!
-//! - **No input requires a gradient**, or the call stands in `tch::no_grad` or in inference mode: forward runs, nothing
-//!   is recorded, and everything it saved is dropped at once.
-//! - **An undefined input** (`Tensor::new()`) reaches the forward as it is.
-//! - **An input that is returned as it is** comes out as a view of it.
-//! - **Views** of inputs may be returned, but not changed in place afterwards, which libtorch refuses.
+//! - **No input requires a gradient**, or the call is made under `tch::no_grad` or in inference mode: the forward runs,
+//!   nothing is recorded, and everything that it saved is dropped at once.
+//! - **An undefined input** (`Tensor::new()`) is passed to the forward unchanged.
+//! - **An input that is returned as an output** is returned to the caller as a view of it.
+//! - **Views** of inputs may be returned. libtorch refuses to change them in place afterwards.
 //! - **Integer outputs** are not differentiable.
-//! - **An output that is returned twice** becomes two outputs.
-//! - **The grad mode** is off in forward and, unless the gradient itself is to be differentiated (`create_graph`), in
-//!   backward; `tch::with_grad` switches it on.
+//! - **A tensor that is returned twice** becomes two outputs.
+//! - **The grad mode** is off in the forward. It is off in the backward, too, unless the gradient itself is to be
+//!   differentiated (`create_graph`). `tch::with_grad` switches it on.
 //!
 //! ## Gradients
 //!
-//! The gradient of an input has the input's shape (libtorch sums one that broadcasts to it), its device, and a floating
-//! dtype (or a complex one, for a complex input), which libtorch casts to the input's. Anything else is an error with
-//! the function's name and the index, and so is a wrong number of gradients; an array type whose length is not that of
-//! the inputs is refused by `apply`. A gradient is ignored where the input is undefined or requires none.
+//! The gradient of an input must be on the input's device, and have a floating-point dtype (or a complex one, for a
+//! complex input), which libtorch casts to the input's. It must have the input's shape, or a shape that libtorch can
+//! reduce to it by summing over broadcast dimensions. Anything else is an error with the function's name and the index,
+//! and so is a wrong number of gradients; if the type of the gradients fixes their number, `apply` checks it. The
+//! gradient of an input that is undefined or requires none is ignored.
 //!
 //! ## A backward more than once
 //!
-//! - **Second derivatives** work where the backward is made of differentiable operations on what
-//!   [`save_for_backward`](ForwardContext::save_for_backward) saved, on gradients and on constants; else declare
+//! - **Second derivatives** work if the backward consists of differentiable operations on the tensors of
+//!   [`save_for_backward`](ForwardContext::save_for_backward), on gradients and on constants. Otherwise declare
 //!   [`once_differentiable`](Function::once_differentiable).
-//! - **A second backward** through the same graph fails unless the first was told to keep it, if forward saved
-//!   anything.
-//! - **A backward inside the backward** is allowed. One that leads through the very call it runs in is an error, as it
-//!   could never end. A *thread* that a backward starts and waits for is beyond that check, and must not do it; nor may
-//!   two threads run backwards that each lead through the function in which the other one is.
+//! - **A second backward** through the same graph fails if the forward saved anything, unless the first one kept the
+//!   graph.
+//! - **A backward inside the backward** is allowed. If it leads through the call that it runs in, it is an error,
+//!   because it would deadlock. This check does not cover other threads: a *thread* that a backward starts and joins
+//!   must not run such a backward, and two threads must not each run one that leads through the function that the other
+//!   is executing.
 //!
 //! ## Threads and memory
 //!
-//! libtorch may run the backward and drop the function on any thread, but never runs one call's backward twice at once:
-//! the function is `Send` and need not be `Sync`.
+//! libtorch may run the backward and drop the function on any thread, but never runs the backward of one call on two
+//! threads at once. A function must therefore be `Send`, and need not be `Sync`.
 //!
-//! A value that forward captures never holds the graph, outputs included. Only a cell that is shared with the caller,
-//! and into which the caller puts an output of `apply`, can, as `Rc` can.
+//! Values that a forward captures or saves, outputs included, do not keep the graph alive. The one exception is a
+//! reference cycle that the caller builds, as with `Rc`: a cell that the function shares with the caller, into which
+//! the caller puts an output of `apply`.
 //!
-//! Destructors may do anything, run backwards and open autocast regions included. A long chain of calls, each of which
-//! holds the output of the one before, is freed without recursion: a destructor that would run inside of eight others
-//! waits until one of these returns.
+//! Destructors may do anything, including running a backward and opening autocast regions. A long chain of calls, each
+//! of which holds the output of the previous one, is freed without deep recursion: at most eight destructors are
+//! nested, and further ones are deferred until one of these returns.
 //!
 //! # Checking a derivative
 //!
-//! [`gradcheck`](crate::gradcheck::gradcheck()) compares it with finite differences, and [`gradgradcheck`](crate::gradcheck::gradgradcheck())
-//! does so with the second derivative.
+//! [`gradcheck`](crate::gradcheck::gradcheck()) compares the first derivative with finite differences, and
+//! [`gradgradcheck`](crate::gradcheck::gradgradcheck()) the second.
 
 mod apply;
 pub(crate) mod closures;
@@ -145,14 +149,14 @@ pub use closures::Closures;
 pub use context::{BackwardContext, ForwardContext, GradOutputs};
 pub use lists::{Gradients, Outputs};
 
-/// What a forward and a backward return: any error will do, by `?` or by `"text".into()`.
+/// The result of a forward or a backward. Any error type converts with `?`, and a text with `"text".into()`.
 pub type FunctionResult<T> = std::result::Result<T, BoxError>;
 
-/// An operation with a derivative of your own. The twin of `torch.autograd.Function`, and of `custom_fwd` and
-/// `custom_bwd`, whose semantics every function has; see the [module](self) for an example.
+/// An operation with a derivative of your own. The counterpart of `torch.autograd.Function`, always with the semantics
+/// of `custom_fwd` and `custom_bwd`. See the [module](self) for an example.
 ///
-/// What the function needs beside its inputs are its fields. They are `Send`, because libtorch's threads run the
-/// backward:
+/// Arguments other than tensors are fields of the implementing type. It must be `Send`, because the backward may run on
+/// a thread of libtorch's:
 ///
 /// ```compile_fail,E0277
 /// use std::rc::Rc;
@@ -160,71 +164,74 @@ pub type FunctionResult<T> = std::result::Result<T, BoxError>;
 /// let scale = tch_amp::function(|_, x| Ok(x[0] * 2.0), move |_, g| Ok(&g[0] * *factor));
 /// ```
 pub trait Function: Send + Sized + 'static {
-    /// What forward returns and [`apply`](Self::apply) gives: a `Tensor`, `[Tensor; N]` or `Vec<Tensor>`.
+    /// The outputs of the forward, which [`apply`](Self::apply) returns: a `Tensor`, `[Tensor; N]` or `Vec<Tensor>`.
     type Outputs: Outputs;
 
-    /// What backward returns, one for each input: a `Tensor`, an `Option<Tensor>`, or an array or a `Vec` of either.
+    /// The gradients that the backward returns, one for each input: a `Tensor`, an `Option<Tensor>`, or an array or a
+    /// `Vec` of either.
     type Gradients: Gradients;
 
-    /// Computes the outputs. Runs on the caller's thread, in its autocast state and with gradients off.
+    /// Computes the outputs. Runs on the caller's thread, in its autocast state and with the grad mode off.
     ///
     /// # Errors
     ///
-    /// Whatever went wrong; [`apply`](Self::apply) returns it as [`FunctionError::Forward`].
+    /// Any error; [`apply`](Self::apply) returns it as [`FunctionError::Forward`].
     fn forward(
         &self,
         ctx: &mut ForwardContext,
         inputs: &[&Tensor],
     ) -> FunctionResult<Self::Outputs>;
 
-    /// Computes the gradients of the inputs from those of the outputs. Runs on any thread, in forward's autocast state.
+    /// Computes the gradients of the inputs from those of the outputs. Runs on any thread, in the autocast state of the
+    /// forward.
     ///
     /// # Errors
     ///
-    /// Whatever went wrong; the `backward()` that runs it reports its message.
+    /// Any error; the `backward()` that runs it fails with its message.
     fn backward(
         &self,
         ctx: &BackwardContext<'_>,
         grad_outputs: &GradOutputs<'_>,
     ) -> FunctionResult<Self::Gradients>;
 
-    /// Returns the name in messages: by default that of the type. [`apply`](Self::apply) asks for it.
+    /// Returns the function's name in messages. Defaults to the name of the type.
     fn name(&self) -> &str {
         let path = std::any::type_name::<Self>();
         let path = &path[..path.find('<').unwrap_or(path.len())];
         &path[path.rfind(':').map_or(0, |colon| colon + 1)..]
     }
 
-    /// Returns the dtype to which the inputs are cast inside a region on this type of device; the function then runs,
-    /// forward and backward, with autocast off there. `None`, the default, leaves both as they are. Outside of a region
-    /// it has no effect.
+    /// Returns the dtype that the inputs are cast to inside a region on this type of device. The forward and the
+    /// backward then run with autocast off on that device type. `None`, the default, changes nothing. Outside of a
+    /// region the method has no effect.
     ///
-    /// Floating tensors are cast, f64 excepted. Autograd records the casts, so that a second derivative reaches the
-    /// inputs (in PyTorch it does not). [`apply`](Self::apply) asks once for every type of device with an enabled
-    /// region; the index of the device means nothing. The twin of `custom_fwd(device_type=…, cast_inputs=…)`.
+    /// Floating-point tensors are cast, except f64. Autograd records the casts, so that second derivatives reach the
+    /// inputs (in PyTorch they do not). [`apply`](Self::apply) calls this once for every device type with an enabled
+    /// region; ignore the index of the device. Corresponds to `custom_fwd(device_type=…, cast_inputs=…)`.
     fn cast_inputs(&self, _device: Device) -> Option<Kind> {
         None
     }
 
-    /// Tells that the backward cannot be differentiated. Differentiating what it returned is then an error, and never
-    /// a wrong number. The twin of `once_differentiable`, which misses it where no incoming gradient requires one.
+    /// Returns whether the backward cannot be differentiated. If `true`, differentiating its results is an error
+    /// instead of a wrong number. The counterpart of `torch.autograd.function.once_differentiable`, which detects this
+    /// only if an incoming gradient requires a gradient.
     fn once_differentiable(&self) -> bool {
         false
     }
 
-    /// Runs forward on the inputs and records the call in the graph, so that backward answers for it. The twin of
-    /// `apply` in `torch.autograd.Function`.
+    /// Runs the forward on the inputs and records the backward in the graph. Corresponds to
+    /// `torch.autograd.Function.apply`.
     ///
     /// # Errors
     ///
-    /// [`FunctionError::Forward`] if forward fails;
-    /// [`FunctionError::Misuse`] for what the context was told wrongly, such as a tensor
-    /// marked dirty that is not an input, for a type of `Gradients` whose length is not that of the inputs, and for
-    /// what libtorch refuses to record.
+    /// - [`FunctionError::Forward`] if the forward fails.
+    /// - [`FunctionError::Misuse`] if the context was misused, for instance if a tensor was marked dirty that is not an
+    ///   input; if the length of `Gradients` is not the number of inputs; if `cast_inputs` returns a dtype that is not
+    ///   floating-point; and if libtorch refuses to record the call.
     ///
     /// # Panics
     ///
-    /// As forward does.
+    /// If the forward panics.
     fn apply<T: Borrow<Tensor>>(self, inputs: &[T]) -> Result<Self::Outputs> {
         let inputs: Vec<&Tensor> = inputs.iter().map(Borrow::borrow).collect();
         apply::apply(self, &inputs)

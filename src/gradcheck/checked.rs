@@ -1,4 +1,4 @@
-//! What is checked: the user's function and its inputs, as lists of tensors, and what they must be.
+//! The function that is checked and its inputs, as lists of tensors, and the conditions on them.
 
 use std::borrow::Borrow;
 
@@ -28,7 +28,7 @@ pub(super) fn first_gradients(
     found.into_iter().zip(&wanted).map(gradient).collect()
 }
 
-/// What `f` returns, as a list; its own error where it is one of ours.
+/// Runs `f` and returns its outputs as a list. An error of this crate is returned as it is.
 pub(super) fn outputs<O, E>(
     f: &impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
     inputs: &[&Tensor],
@@ -57,7 +57,7 @@ where
     }
 }
 
-/// Leaves with the values, layouts and requirements of the inputs.
+/// Copies the inputs into leaves with the same layouts and `requires_grad`.
 pub(super) fn copies<T: Borrow<Tensor>>(inputs: &[T]) -> Result<Vec<Tensor>> {
     let copy = |input: &T| {
         let input = input.borrow();

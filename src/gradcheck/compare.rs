@@ -1,4 +1,4 @@
-//! One gradient beside the other.
+//! The comparison of the two gradients.
 
 use tch::Tensor;
 
@@ -9,7 +9,7 @@ use super::checked::{Checked, check_inputs, requires_grad};
 use super::jacobian::{Analytic, Place, numeric, unravel};
 
 impl GradCheck {
-    /// With other numbers every gradient would pass, or none.
+    /// Refuses tolerances with which every gradient would pass, or none.
     pub(super) fn check_tolerances(&self) -> Result<()> {
         let Self { eps, atol, rtol } = *self;
         ensure("eps", eps, eps.is_finite() && eps > 0.0, "finite and more than 0")?;
@@ -35,8 +35,8 @@ impl GradCheck {
         Ok(())
     }
 
-    /// The first place where the gradients with respect to an element of an input differ; those without an analytic one
-    /// are not looked at.
+    /// Finds the first place where the gradients with respect to an element of an input differ. Places without an
+    /// analytic gradient are skipped.
     fn first_difference(
         &self,
         analytic: &Analytic,
@@ -49,7 +49,7 @@ impl GradCheck {
                 let place = Place { input, element, output, row };
                 let analytic = analytic.gradient(place)?;
                 let close = (analytic - numeric).abs() <= self.atol + self.rtol * numeric.abs();
-                // Negated, and not `>`, which a NaN would pass.
+                // Not `>`, which a NaN would pass.
                 (!close).then_some(Difference { place, analytic, numeric })
             })
         })

@@ -7,8 +7,8 @@ use crate::ffi;
 
 use super::checked::{Checked, requires_grad};
 
-/// One of the derivatives: of an element of an output with respect to an element of an input, both counted in row-major
-/// order.
+/// The place of one derivative: that of an element of an output with respect to an element of an input, both counted in
+/// row-major order.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub(super) input: usize,
@@ -17,21 +17,22 @@ pub(super) struct Place {
     pub(super) row: usize,
 }
 
-/// The gradients of every output by backward.
+/// The gradients of every output, computed by backward.
 pub(super) struct Analytic {
     outputs: Vec<Output>,
 }
 
 struct Output {
     size: Vec<i64>,
-    /// For each of its elements and each input, the gradient; none where there is no dependence.
+    /// The gradient of each of its elements with respect to each input; `None` if it does not depend on the input.
     gradients: Vec<Vec<Option<Vec<f64>>>>,
-    /// Whether it is compared: outputs that take no part in autograd may depend on the inputs, unless all do not.
+    /// Whether it is compared. An output that takes no part in autograd is not, because it may depend on the inputs all
+    /// the same, unless no output takes part.
     is_checked: bool,
 }
 
 impl Analytic {
-    /// Runs backward for each element of each output, twice, which must give the same.
+    /// Runs backward twice for each element of each output. Both runs must return the same bits.
     pub(super) fn new(f: Checked<'_>, inputs: &[&Tensor]) -> Result<Self> {
         let outputs = f(inputs)?;
         let none = !outputs.iter().any(requires_grad);
@@ -53,7 +54,7 @@ impl Analytic {
         Ok(Self { outputs: first })
     }
 
-    /// The gradient there; `None` where it is not to be compared.
+    /// Returns the gradient at a place; `None` if it is not to be compared.
     pub(super) fn gradient(&self, place: Place) -> Option<f64> {
         let output = &self.outputs[place.output];
         let known = output.gradients.get(place.row).and_then(|inputs| inputs[place.input].as_ref());
@@ -72,7 +73,7 @@ impl Output {
     }
 }
 
-/// The gradients of one element of an output with respect to all inputs.
+/// Computes the gradients of one element of an output with respect to all inputs.
 fn gradients(output: &Tensor, row: usize, inputs: &[&Tensor]) -> Result<Vec<Option<Vec<f64>>>> {
     let element = output.f_reshape([-1])?.f_select(0, as_index(row))?;
     let wanted: Vec<&Tensor> = inputs.iter().copied().filter(|t| requires_grad(t)).collect();
@@ -84,7 +85,8 @@ fn gradients(output: &Tensor, row: usize, inputs: &[&Tensor]) -> Result<Vec<Opti
     inputs.iter().map(gradient).collect()
 }
 
-/// The derivatives of every element of every output with respect to one element of one input, by central differences.
+/// Computes the derivatives of every element of every output with respect to one element of one input, by central
+/// differences.
 pub(super) fn numeric(
     f: Checked<'_>,
     inputs: &[&Tensor],
@@ -107,7 +109,7 @@ pub(super) fn numeric(
     Ok(after?.into_iter().zip(before?).map(slopes).collect())
 }
 
-/// The elements in row-major order.
+/// Returns the elements in row-major order, as f64.
 fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     if !tensor.defined() {
         return Ok(Vec::new());
@@ -116,7 +118,7 @@ fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     Ok(Vec::try_from(flat.f_reshape([-1])?)?)
 }
 
-/// The index of the element with this number in row-major order.
+/// Returns the index of the element with this number in row-major order.
 pub(super) fn unravel(mut element: usize, size: &[i64]) -> Vec<i64> {
     let mut index = vec![0; size.len()];
     for (place, length) in index.iter_mut().zip(size).rev() {
@@ -128,6 +130,6 @@ pub(super) fn unravel(mut element: usize, size: &[i64]) -> Vec<i64> {
 }
 
 fn as_index(element: usize) -> i64 {
-    // An element of a tensor: libtorch counts them in i64 itself.
+    // It always fits: libtorch counts elements in i64 itself.
     i64::try_from(element).unwrap_or(i64::MAX)
 }

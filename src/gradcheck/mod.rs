@@ -1,4 +1,4 @@
-//! Derivatives against finite differences.
+//! Checks of derivatives against finite differences.
 
 mod checked;
 mod compare;
@@ -16,16 +16,17 @@ use crate::function::Outputs;
 
 use checked::{copies, first_gradients, outputs, requires_grad};
 
-/// Checks the gradients of `f` against finite differences, with PyTorch's tolerances; [`GradCheck`] has them as
-/// options. The twin of `torch.autograd.gradcheck`.
+/// Compares the gradients of `f` with finite differences, with PyTorch's default tolerances. [`GradCheck`] sets others.
+/// The counterpart of `torch.autograd.gradcheck`.
 ///
-/// `f` may be anything that autograd records, not only a [`Function`](crate::function::Function), and gets copies of the inputs.
-/// At least one of them requires a gradient, and those that do are f64, of any shape. Waits for the device.
+/// `f` may be anything that autograd records, not only a [`Function`](crate::function::Function). It is called with
+/// copies of the inputs. At least one input must require a gradient, and those that do must be f64, of any shape.
+/// Synchronizes.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
 /// use tch_amp::{Error, function};
-/// use tch_amp::function::Function;
+/// use tch_amp::function::{Function, FunctionError};
 /// use tch_amp::gradcheck::gradcheck;
 ///
 /// let x = Tensor::linspace(0.5, 2.0, 4, (Kind::Double, Device::Cpu)).set_requires_grad(true);
@@ -41,11 +42,12 @@ use checked::{copies, first_gradients, outputs, requires_grad};
 ///
 /// # Errors
 ///
-/// [`FunctionError::GradientMismatch`] with the first element whose two gradients differ, and both;
-/// [`FunctionError::NotCheckable`] for inputs or outputs that are not f64 and for inputs of which
-/// none requires a gradient; [`FunctionError::NondeterministicBackward`] for a backward
-/// that answers differently when it is run again; [`Error::InvalidArgument`](crate::Error::InvalidArgument) for options of
-/// [`GradCheck`] that are outside of their ranges; and what `f` itself fails with.
+/// - [`FunctionError::GradientMismatch`] for the first element whose two gradients differ, with both values.
+/// - [`FunctionError::NotCheckable`] if an input or an output that requires a gradient is not f64, or if no input
+///   requires one.
+/// - [`FunctionError::NondeterministicBackward`] if the backward returns other gradients when it is run again.
+/// - [`Error::InvalidArgument`](crate::Error::InvalidArgument) if an option of [`GradCheck`] is outside of its range.
+/// - The errors of `f`: those of this crate unchanged, others as [`FunctionError::Forward`].
 pub fn gradcheck<T, O, E>(
     f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
     inputs: &[T],
@@ -58,13 +60,14 @@ where
     GradCheck::default().gradcheck(f, inputs)
 }
 
-/// Checks the second derivatives of `f`: those of its backward, with respect to the inputs and to the gradients of the
-/// outputs, which are drawn at random. The twin of `torch.autograd.gradgradcheck`. Waits for the device.
+/// Compares the second derivatives of `f` with finite differences: the derivatives of its backward with respect to the
+/// inputs and to the gradients of the outputs, which are drawn at random. The counterpart of
+/// `torch.autograd.gradgradcheck`. Synchronizes.
 ///
 /// # Errors
 ///
-/// As [`gradcheck`]; the inputs that [`FunctionError::GradientMismatch`] counts are those of `f` and after
-/// them the gradients of its outputs, and the outputs are the gradients of its inputs that require one.
+/// The same as [`gradcheck`]. In [`FunctionError::GradientMismatch`], the inputs are those of `f` followed by the
+/// gradients of its outputs, and the outputs are the gradients of those inputs of `f` that require one.
 pub fn gradgradcheck<T, O, E>(
     f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
     inputs: &[T],
@@ -77,8 +80,10 @@ where
     GradCheck::default().gradgradcheck(f, inputs)
 }
 
-/// The tolerances of [`gradcheck`]: a gradient passes if |analytic - numeric| ≤ `atol` + `rtol` · |numeric|, where the
-/// numeric one is (f(x + `eps`) - f(x - `eps`)) / (2 `eps`), element by element.
+/// The step and the tolerances of [`gradcheck`].
+///
+/// A gradient passes if |analytic - numeric| ≤ `atol` + `rtol` · |numeric| for every element, where the numeric
+/// gradient is (f(x + `eps`) - f(x - `eps`)) / (2 `eps`).
 ///
 /// ```
 /// # use tch::{Device, Kind, Tensor};
@@ -91,7 +96,7 @@ where
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct GradCheck {
-    /// The step of the finite difference, finite and more than 0. Defaults to 1e-6.
+    /// The step of the finite differences, finite and more than 0. Defaults to 1e-6.
     pub eps: f64,
     /// The absolute tolerance, finite and at least 0. Defaults to 1e-5.
     pub atol: f64,
@@ -108,11 +113,11 @@ impl Default for GradCheck {
 }
 
 impl GradCheck {
-    /// Checks the gradients of `f`; see [`gradcheck`].
+    /// Compares the gradients of `f` with finite differences; see [`gradcheck`].
     ///
     /// # Errors
     ///
-    /// As [`gradcheck`].
+    /// The same as [`gradcheck`].
     pub fn gradcheck<T, O, E>(
         &self,
         f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
@@ -127,11 +132,11 @@ impl GradCheck {
         with_gradients(|| self.check(&|inputs| outputs(&f, inputs), &copies(inputs)?))
     }
 
-    /// Checks the second derivatives of `f`; see [`gradgradcheck`].
+    /// Compares the second derivatives of `f` with finite differences; see [`gradgradcheck`].
     ///
     /// # Errors
     ///
-    /// As [`gradgradcheck`].
+    /// The same as [`gradgradcheck`].
     pub fn gradgradcheck<T, O, E>(
         &self,
         f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
@@ -157,7 +162,7 @@ impl GradCheck {
     }
 }
 
-/// Runs `f` with gradients on; the mode is as before when it returns or panics.
+/// Runs `f` with the grad mode on, and restores the mode when `f` returns or panics.
 fn with_gradients<T>(f: impl FnOnce() -> T) -> T {
     let _restore = no_grad_guard();
     with_grad(f)

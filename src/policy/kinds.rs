@@ -1,11 +1,11 @@
-//! The kinds that policies cast to, their names, and the cast.
+//! The dtypes that policies cast to, their names, and the cast.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::tree::{Tree, floating_kind};
 
-/// The kinds and their names, the one that is printed first.
+/// The dtypes and their names. The first name of each is the one that is printed.
 const NAMES: [(Kind, &[&str]); 4] = [
     (Kind::Float, &["float32", "f32", "fp32", "float", "full"]),
     (Kind::Half, &["float16", "f16", "fp16"]),
@@ -13,19 +13,19 @@ const NAMES: [(Kind, &[&str]); 4] = [
     (Kind::Double, &["float64", "f64", "fp64", "double"]),
 ];
 
-/// What a message says about [`NAMES`].
+/// Lists [`NAMES`] for a message.
 pub(super) fn allowed() -> String {
     let one = |names: &[&str]| format!("{} ({})", names[0], names[1..].join(", "));
     let all: Vec<_> = NAMES.iter().map(|(_, names)| one(names)).collect();
     format!("{} and half", all.join(", "))
 }
 
-/// The name that a kind is printed under; `None` for one that no policy has.
+/// Returns the name that a dtype is printed under; `None` for one that no policy can have.
 pub(super) fn name(kind: Kind) -> Option<&'static str> {
     NAMES.iter().find(|(known, _)| *known == kind).and_then(|(_, names)| names.first().copied())
 }
 
-/// The kind with a name, in small letters, on a device.
+/// Returns the dtype with a name, in lower case, on a device.
 pub(super) fn named(name: &str, device: Device) -> Option<Kind> {
     if name == "half" {
         return Some(half_dtype(device));
@@ -33,8 +33,9 @@ pub(super) fn named(name: &str, device: Device) -> Option<Kind> {
     NAMES.iter().find(|(_, names)| names.contains(&name)).map(|(kind, _)| *kind)
 }
 
-/// Returns the right half kind for a device: fp16 on CUDA and MPS, and bf16 on the CPU, where fp16 is slow. It is the
-/// dtype of autocast regions there, too. As `jmp.half_dtype()`, which is bf16 on TPUs and fp16 elsewhere.
+/// Returns the half-precision dtype of a device: fp16 on CUDA and MPS, and bf16 on the CPU, where fp16 is slow. It is
+/// also the default dtype of autocast regions there. Corresponds to `jmp.half_dtype()`, which is bf16 on TPUs and fp16
+/// elsewhere.
 pub fn half_dtype(device: Device) -> Kind {
     match device {
         Device::Cpu => Kind::BFloat16,
@@ -42,22 +43,22 @@ pub fn half_dtype(device: Device) -> Kind {
     }
 }
 
-/// Casts the floating tensors of a tree to f32, as [`Policy::cast_to_param`](crate::Policy::cast_to_param) casts. As
-/// `jmp.cast_to_full`.
+/// Casts the floating-point tensors of a tree to f32, with the rules of
+/// [`Policy::cast_to_param`](crate::Policy::cast_to_param). Corresponds to `jmp.cast_to_full`.
 ///
 /// # Errors
 ///
-/// [`Error::Torch`](crate::Error::Torch) when a cast fails.
+/// [`Error::Torch`](crate::Error::Torch) if a cast fails.
 pub fn cast_to_full<T: Tree + ?Sized>(tree: &T) -> Result<T::Output> {
     tree.try_map(&mut |tensor| cast(tensor, Kind::Float))
 }
 
-/// Casts each floating tensor of a tree to the right half kind for its device (see [`half_dtype`]), as
-/// [`Policy::cast_to_param`](crate::Policy::cast_to_param) casts. As `jmp.cast_to_half`.
+/// Casts each floating-point tensor of a tree to the [`half_dtype`] of its device, with the rules of
+/// [`Policy::cast_to_param`](crate::Policy::cast_to_param). Corresponds to `jmp.cast_to_half`.
 ///
 /// # Errors
 ///
-/// [`Error::Torch`](crate::Error::Torch) when a cast fails.
+/// [`Error::Torch`](crate::Error::Torch) if a cast fails.
 pub fn cast_to_half<T: Tree + ?Sized>(tree: &T) -> Result<T::Output> {
     tree.try_map(&mut |tensor| match floating_kind(tensor) {
         Some(_) => cast(tensor, half_dtype(tensor.device())),
@@ -65,7 +66,7 @@ pub fn cast_to_half<T: Tree + ?Sized>(tree: &T) -> Result<T::Output> {
     })
 }
 
-/// The tensor in another floating kind, if it has one.
+/// Casts a floating-point tensor to `kind`; returns others as they are.
 pub(super) fn cast(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
     match floating_kind(tensor) {
         Some(from) if from != kind => Ok(tensor.f_to_kind(kind)?),

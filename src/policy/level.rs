@@ -11,20 +11,18 @@ use crate::optim::MasterWeights;
 use crate::policy::{KeepF32, Policy, half_dtype};
 use crate::scaler::GradScaler;
 
-/// The four usual ways to train, under the names that NVIDIA's apex gave them.
+/// The four levels of mixed precision, with the names of NVIDIA's apex.
 ///
 /// | | parameters | computation | outputs | norms | f32 master weights | loss scale |
 /// |---|---|---|---|---|---|---|
 /// | `O0` | f32 | f32 | f32 | f32 | no | none |
-/// | `O1` | f32 | half, by autocast | f32 | f32 | no: the parameters are f32 | dynamic for fp16; bf16 skips bad steps |
-/// | `O2` | half | half | f32 | kept in f32 | yes, in the optimizer | dynamic for fp16; bf16 skips bad steps |
+/// | `O1` | f32 | half, by autocast | f32 | f32 | no: the parameters are f32 | dynamic for fp16; bf16 only skips steps |
+/// | `O2` | half | half | f32 | kept in f32 | yes, in the optimizer | dynamic for fp16; bf16 only skips steps |
 /// | `O3` | half | half | half | half | no | none |
 ///
-/// One loop serves `O0` to `O2`; at `O3` leave [`keep_in_f32`](crate::policy::keep_in_f32) out, since norms are half
-/// there.
-///
-/// `O1` is what `torch.autocast` does and the one to begin with. `half` is [`half_dtype`] of the device. In apex outputs
-/// of `O3` are f32.
+/// In the table, *half* is the [`half_dtype`] of the device. Start with `O1`, which corresponds to `torch.autocast`.
+/// The same training loop works for `O0` to `O2`. For `O3`, where norms are in half precision, leave
+/// [`keep_in_f32`](crate::policy::keep_in_f32) out. In apex the outputs of `O3` are f32.
 ///
 /// ```
 /// use tch::nn::{self, Module};
@@ -54,21 +52,21 @@ use crate::scaler::GradScaler;
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum OptLevel {
-    /// Plain f32 training.
+    /// Training in f32.
     #[default]
     O0,
-    /// Parameters in f32; autocast computes in half where that is safe.
+    /// Parameters in f32. Autocast computes in half precision where that is safe.
     O1,
-    /// Parameters in half, but for norms, with f32 copies of them in the optimizer.
+    /// Parameters in half precision, except for norms, with f32 master weights in the optimizer.
     O2,
-    /// Everything in half.
+    /// Everything in half precision.
     O3,
 }
 
 impl OptLevel {
     const ALL: [Self; 4] = [Self::O0, Self::O1, Self::O2, Self::O3];
 
-    /// Returns the kinds of the level on a device.
+    /// Returns the policy of the level on a device.
     pub fn policy(self, device: Device) -> Policy {
         let half = half_dtype(device);
         match self {
@@ -79,24 +77,25 @@ impl OptLevel {
         }
     }
 
-    /// Returns which variables stay in f32 when the others are [cast](Policy::cast_variables): norms, but in `O3`.
+    /// Returns which variables stay in f32 when the others are [cast](Policy::cast_variables): the norms, except at
+    /// `O3`.
     pub fn keep_f32(self) -> KeepF32<'static> {
         if self == Self::O3 { KeepF32::Nothing } else { KeepF32::Norms }
     }
 
-    /// Returns what the optimizer is to update the parameters from, for
-    /// [`master_weights`](crate::optim::AdamW::master_weights): f32 copies in `O2`, else nothing of its own.
+    /// Returns the level's option [`master_weights`](crate::optim::AdamW::master_weights) of an optimizer:
+    /// [`MasterWeights::Float`] at `O2`, otherwise [`MasterWeights::None`].
     pub fn master_weights(self) -> MasterWeights {
         if self == Self::O2 { MasterWeights::Float } else { MasterWeights::None }
     }
 
-    /// Makes the scaler of the level, so that one loop serves all: in `O1` and `O2` a [dynamic](GradScaler::new) one
-    /// for fp16, and for bf16 one that [only skips](GradScaler::skip_only) the steps whose gradients are not finite; in
-    /// `O0` and `O3` a [disabled](GradScaler::disabled) one.
+    /// Creates the scaler of the level. At `O1` and `O2` it is a [dynamic](GradScaler::new) one for fp16, and for bf16
+    /// one that [only skips](GradScaler::skip_only) the steps whose gradients are non-finite; at `O0` and `O3` it is
+    /// [disabled](GradScaler::disabled).
     ///
     /// # Errors
     ///
-    /// As [`GradScaler::new`].
+    /// The same as [`GradScaler::new`].
     pub fn grad_scaler(self, device: Device) -> Result<GradScaler> {
         match (self, half_dtype(device)) {
             (Self::O0 | Self::O3, _) => Ok(GradScaler::disabled()),
@@ -115,7 +114,7 @@ impl fmt::Display for OptLevel {
 impl FromStr for OptLevel {
     type Err = Error;
 
-    /// Reads `O0` to `O3`, with a capital or a small letter.
+    /// Parses `O0` to `O3`, in upper or lower case.
     fn from_str(text: &str) -> Result<Self> {
         let fits = |level: &Self| text.trim().eq_ignore_ascii_case(&level.to_string());
         let unknown = || Error::Policy(PolicyError::LevelText { text: text.to_owned() });

@@ -1,9 +1,9 @@
-//! Precision policies: which kinds parameters are kept in, a model computes in, and its outputs have.
+//! Precision policies: the dtypes of a model's parameters, of its computation, and of its outputs.
 //!
-//! A [`Policy`] is three kinds. It casts [trees](crate::tree::Tree) of tensors, the variables of a
-//! [`VarStore`](crate::Policy::cast_variables) and the inputs and outputs of [modules](crate::Policy::apply_to) and
-//! [closures](crate::Policy::run), and it is what people write on a command line:
-//! `"params=float32,compute=bfloat16,output=float32"`, `"half"`, `"O1"`. The vocabulary is that of
+//! A [`Policy`] casts [trees](crate::tree::Tree) of tensors, the variables of a
+//! [`VarStore`](crate::Policy::cast_variables), and the inputs and outputs of [modules](crate::Policy::apply_to) and
+//! [closures](crate::Policy::run). It is parsed from text, for instance from a command line:
+//! `"params=float32,compute=bfloat16,output=float32"`, `"half"`, `"O1"`. The names are those of
 //! [jmp](https://github.com/google-deepmind/jmp).
 
 mod kinds;

@@ -22,12 +22,12 @@ macro_rules! wrapper {
         }
 
         impl<M> $name<M> {
-            /// Returns the module inside.
+            /// Returns the wrapped module.
             pub fn module(&self) -> &M {
                 &self.module
             }
 
-            /// Takes the module out.
+            /// Returns the wrapped module by value.
             pub fn into_inner(self) -> M {
                 self.module
             }
@@ -36,30 +36,31 @@ macro_rules! wrapper {
 }
 
 wrapper!(
-    /// A [`Module`] under a [`Policy`]: made by [`Policy::apply_to`].
+    /// A [`Module`] wrapped in a [`Policy`]; see [`Policy::apply_to`].
     PolicyModule, run: Run
 );
 wrapper!(
-    /// A [`ModuleT`] under a [`Policy`]: made by [`Policy::apply_to_t`].
+    /// A [`ModuleT`] wrapped in a [`Policy`]; see [`Policy::apply_to_t`].
     PolicyModuleT, run: Run
 );
 wrapper!(
-    /// A [`Module`] that computes in f32: made by [`keep_in_f32`].
+    /// A [`Module`] that computes in f32; see [`keep_in_f32`].
     KeptInF32
 );
 wrapper!(
-    /// A [`ModuleT`] that computes in f32: made by [`keep_in_f32_t`].
+    /// A [`ModuleT`] that computes in f32; see [`keep_in_f32_t`].
     KeptInF32T
 );
 
 impl Policy {
-    /// Puts a module under the policy: its input is cast to the kind to compute in, and its output to that of outputs.
-    /// The twin of what apex does to a model's `forward`.
+    /// Wraps a [`Module`] in this policy: its input is cast to `compute`, and its output to `output`. apex patches a
+    /// model's `forward` in the same way.
     ///
-    /// With different kinds to compute in and for parameters the module runs in an [`Autocast`] region of the kind to
-    /// compute in: what jmp does by casting the parameters, autocast does to those of the operations that it runs in
-    /// half. The operations that need f32, such as softmax and losses, run in f32 then. With one kind for both it runs
-    /// without autocast, also inside of a region; its variables must have that kind (see
+    /// If `param` and `compute` differ, the module runs in an [`Autocast`] region of the dtype `compute`. Where jmp
+    /// casts all parameters, autocast casts those of the operations on its list of half precision, such as matrix
+    /// products and convolutions; operations on its list of f32, such as losses, run in f32 ([all
+    /// lists](crate::guide::operations)). If `param` and `compute` are the same, the module runs without autocast, even
+    /// inside an enclosing region, and its variables must have that dtype (see
     /// [`cast_variables`](Self::cast_variables)).
     ///
     /// ```
@@ -76,27 +77,27 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`PolicyError::Module`] when the two kinds differ and autocast cannot bring the one to the other: it computes in
-    /// fp16 and bf16 over parameters of f32, fp16 or bf16. [`PolicyError::Dtype`] for a field that is no kind to cast
-    /// to.
+    /// - [`PolicyError::Module`] if `param` and `compute` differ and autocast does not support the pair: `compute` must
+    ///   be fp16 or bf16, and `param` f32, fp16 or bf16.
+    /// - [`PolicyError::Dtype`] if a field is not f32, fp16, bf16 or f64.
     pub fn apply_to<M: Module>(&self, module: M) -> Result<PolicyModule<M>> {
         Ok(PolicyModule { module, run: Run::new(*self)? })
     }
 
-    /// Puts a module that is told whether it trains under the policy, as [`apply_to`](Self::apply_to) does.
+    /// Wraps a [`ModuleT`] in this policy, like [`apply_to`](Self::apply_to) for a [`Module`].
     ///
     /// # Errors
     ///
-    /// As [`apply_to`](Self::apply_to).
+    /// The same as [`apply_to`](Self::apply_to).
     pub fn apply_to_t<M: ModuleT>(&self, module: M) -> Result<PolicyModuleT<M>> {
         Ok(PolicyModuleT { module, run: Run::new(*self)? })
     }
 
-    /// Runs a closure under the policy, as [`apply_to`](Self::apply_to) runs modules: for models of several inputs or
-    /// outputs. The floating tensors of the inputs are cast to the kind to compute in, and those that the closure
-    /// returns to that of outputs.
+    /// Runs a closure under the policy, like [`apply_to`](Self::apply_to) for a module. It suits models with several
+    /// inputs or outputs. The floating-point tensors of the inputs are cast to `compute`, and those that the closure
+    /// returns to `output`.
     ///
-    /// Autocast is on, or off, for the device of the first tensor of the inputs; for the CPU where there is none.
+    /// The region is one for the device of the first tensor of the inputs, or for the CPU if there is no tensor.
     ///
     /// ```
     /// use tch::{Device, Kind, Tensor, nn};
@@ -116,11 +117,11 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// As [`apply_to`](Self::apply_to) and [`PolicyModule::f_forward`].
+    /// The same as [`apply_to`](Self::apply_to) and [`PolicyModule::f_forward`].
     ///
     /// # Panics
     ///
-    /// Where the closure does, as it does when the variables have other kinds than the policy's: call
+    /// If the closure panics, for instance because the variables do not have the policy's dtype: call
     /// [`cast_variables`](Self::cast_variables) first.
     pub fn run<T: Tree + ?Sized, U: Tree>(
         &self,
@@ -136,11 +137,11 @@ impl<M: Module> PolicyModule<M> {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] when a cast fails; what [`Autocast::run`] says of the device of the input.
+    /// [`Error::Torch`] if a cast fails, and the errors of [`Autocast::run`] for the device of the input.
     ///
     /// # Panics
     ///
-    /// Where the module inside does, as it does when its variables have other kinds than the policy's: call
+    /// If the wrapped module panics, for instance because its variables do not have the policy's dtype: call
     /// [`cast_variables`](Policy::cast_variables) first.
     pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.run.run(xs, |xs| self.module.forward(&xs))
@@ -152,44 +153,44 @@ impl<M: ModuleT> PolicyModuleT<M> {
     ///
     /// # Errors
     ///
-    /// As [`PolicyModule::f_forward`].
+    /// The same as [`PolicyModule::f_forward`].
     ///
     /// # Panics
     ///
-    /// As [`PolicyModule::f_forward`].
+    /// The same as [`PolicyModule::f_forward`].
     pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         self.run.run(xs, |xs| self.module.forward_t(&xs, train))
     }
 }
 
-/// Panics with an error, as tch's own modules do: the trait leaves no other way.
+/// Panics with an error, as tch's own modules do, because [`Module`] has no other way to report it.
 fn or_panic(result: Result<Tensor>) -> Tensor {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
 
 impl<M: Module> Module for PolicyModule<M> {
-    /// Runs the module under the policy. Panics where [`f_forward`](PolicyModule::f_forward) fails.
+    /// Runs the module under the policy. Panics if [`f_forward`](PolicyModule::f_forward) fails.
     fn forward(&self, xs: &Tensor) -> Tensor {
         or_panic(self.f_forward(xs))
     }
 }
 
 impl<M: ModuleT> ModuleT for PolicyModuleT<M> {
-    /// Runs the module under the policy. Panics where [`f_forward_t`](PolicyModuleT::f_forward_t) fails.
+    /// Runs the module under the policy. Panics if [`f_forward_t`](PolicyModuleT::f_forward_t) fails.
     fn forward_t(&self, xs: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_t(xs, train))
     }
 }
 
-/// Keeps a layer in f32 in a half model: its input is cast up, it runs without autocast, and its output is cast back to
-/// the kind that came in.
+/// Wraps a layer so that it runs in f32 inside a half-precision model: a half-precision input is cast to f32, the layer
+/// runs without autocast, and its output is cast back to the input's dtype.
 ///
-/// The layer's variables must be f32. Which layers are wrapped and which names [`KeepF32`](crate::policy::KeepF32)
-/// keeps are two lists that must agree: a layer on one of them only fails, or runs with an input and weights of
-/// different kinds. [`cast_variables`](Policy::cast_variables) returns the second.
+/// The layer's variables must be f32: wrap exactly the layers whose variables [`KeepF32`](crate::policy::KeepF32)
+/// keeps, which are those that [`cast_variables`](Policy::cast_variables) returns. A layer to which only one of the two
+/// applies fails, or runs with an input and weights of different dtypes.
 ///
-/// On the CPU libtorch's `batch_norm`, `layer_norm` and `group_norm` take half inputs with f32 weights as they are, and
-/// compute in f32. On other devices do not rely on that. A wrapped layer norm does not need it:
+/// On the CPU libtorch's `batch_norm`, `layer_norm` and `group_norm` accept half-precision inputs with f32 weights and
+/// compute in f32. Do not rely on that on other devices; a wrapped norm does not need it:
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn};
@@ -214,7 +215,7 @@ pub fn keep_in_f32<M: Module>(layer: M) -> KeptInF32<M> {
     KeptInF32 { module: layer }
 }
 
-/// Keeps a layer that is told whether it trains, such as a batch norm, in f32, as [`keep_in_f32`] does.
+/// Wraps a [`ModuleT`], such as a batch norm, so that it runs in f32, like [`keep_in_f32`] for a [`Module`].
 pub fn keep_in_f32_t<M: ModuleT>(layer: M) -> KeptInF32T<M> {
     KeptInF32T { module: layer }
 }
@@ -224,11 +225,11 @@ impl<M: Module> KeptInF32<M> {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] when a cast fails.
+    /// [`Error::Torch`] if a cast fails.
     ///
     /// # Panics
     ///
-    /// Where the layer inside does.
+    /// If the wrapped layer panics.
     pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
         in_f32(xs, |xs| self.module.forward(xs))
     }
@@ -239,25 +240,25 @@ impl<M: ModuleT> KeptInF32T<M> {
     ///
     /// # Errors
     ///
-    /// As [`KeptInF32::f_forward`].
+    /// The same as [`KeptInF32::f_forward`].
     ///
     /// # Panics
     ///
-    /// Where the layer inside does.
+    /// If the wrapped layer panics.
     pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         in_f32(xs, |xs| self.module.forward_t(xs, train))
     }
 }
 
 impl<M: Module> Module for KeptInF32<M> {
-    /// Runs the layer in f32. Panics where [`f_forward`](KeptInF32::f_forward) fails, as tch's modules do.
+    /// Runs the layer in f32. Panics if [`f_forward`](KeptInF32::f_forward) fails.
     fn forward(&self, xs: &Tensor) -> Tensor {
         or_panic(self.f_forward(xs))
     }
 }
 
 impl<M: ModuleT> ModuleT for KeptInF32T<M> {
-    /// Runs the layer in f32. Panics where [`f_forward_t`](KeptInF32T::f_forward_t) fails, as tch's modules do.
+    /// Runs the layer in f32. Panics if [`f_forward_t`](KeptInF32T::f_forward_t) fails.
     fn forward_t(&self, xs: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_t(xs, train))
     }

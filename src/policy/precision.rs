@@ -1,4 +1,4 @@
-//! The policy itself.
+//! The type [`Policy`].
 
 use tch::{Kind, Tensor};
 
@@ -6,7 +6,7 @@ use crate::error::{Error, PolicyError, Result};
 use crate::policy::kinds::{cast, name};
 use crate::tree::Tree;
 
-/// The kinds of parameters, computation and outputs. The twin of `jmp.Policy`.
+/// The dtypes of a model's parameters, of its computation, and of its outputs. The counterpart of `jmp.Policy`.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -24,27 +24,27 @@ use crate::tree::Tree;
 ///
 /// # As text
 ///
-/// A policy is read from
+/// A policy is parsed from one of these:
 ///
-/// - assignments to `params` (or `p`), `compute` (`c`) and `output` (`o`), separated by commas: params default to
-///   `float32`, compute to params and output to compute, as in jmp;
-/// - one kind, which is that of all three;
+/// - assignments to `params` (or `p`), `compute` (`c`) and `output` (`o`), separated by commas. As in jmp, `params`
+///   defaults to `float32`, `compute` to `params`, and `output` to `compute`;
+/// - one dtype, which all three get;
 /// - the name of an [`OptLevel`](crate::policy::OptLevel), `O0` to `O3`.
 ///
-/// Kinds are `float32` (or `f32`, `fp32`, `float`, `full`), `float16` (`f16`, `fp16`), `bfloat16` (`bf16`), `float64`
-/// (`f64`, `fp64`, `double`) and `half`, which is the right half kind for a device (see [`half_dtype`](crate::policy::half_dtype)). Capitals and
-/// spaces do not matter. [`parse`](Self::parse) takes the device; [`str::parse`] takes CUDA where it is available and
-/// else the CPU, as [`Device::cuda_if_available`](tch::Device::cuda_if_available) does and jmp with JAX's default
-/// device.
+/// The dtypes are `float32` (or `f32`, `fp32`, `float`, `full`), `float16` (`f16`, `fp16`), `bfloat16` (`bf16`),
+/// `float64` (`f64`, `fp64`, `double`) and `half`, the [`half_dtype`](crate::policy::half_dtype) of a device. Case and
+/// spaces around names do not matter. [`parse`](Self::parse) takes the device as an argument; [`str::parse`] uses
+/// [`Device::cuda_if_available`](tch::Device::cuda_if_available), as jmp uses JAX's default device.
 ///
-/// It prints in the long form, with the kinds that `half` and `O1` stood for, and is serialised as that text.
+/// The text form of a policy, which is also its serialized form, has the long names and the dtypes that `half` and `O1`
+/// stood for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Policy {
-    /// The kind that parameters are kept and updated in.
+    /// The dtype of the parameters.
     pub param: Kind,
-    /// The kind of inputs and of the computation.
+    /// The dtype of the inputs and of the computation.
     pub compute: Kind,
-    /// The kind of outputs.
+    /// The dtype of the outputs.
     pub output: Kind,
 }
 
@@ -66,78 +66,79 @@ impl Policy {
         Self { param: kind, compute: kind, output: kind }
     }
 
-    /// Makes a policy of three kinds.
+    /// Creates a policy from three dtypes.
     ///
     /// # Errors
     ///
-    /// [`PolicyError::Dtype`] for a kind that is not one of f32, fp16, bf16 and f64.
+    /// [`PolicyError::Dtype`] for a dtype other than f32, fp16, bf16 and f64.
     pub fn new(param: Kind, compute: Kind, output: Kind) -> Result<Self> {
         Self { param, compute, output }.checked()
     }
 
-    /// Returns the same policy with another kind of parameters.
+    /// Returns the same policy with another dtype of the parameters.
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new).
+    /// The same as [`new`](Self::new).
     pub fn with_param(self, param: Kind) -> Result<Self> {
         Self { param, ..self }.checked()
     }
 
-    /// Returns the same policy with another kind to compute in.
+    /// Returns the same policy with another dtype of the computation.
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new).
+    /// The same as [`new`](Self::new).
     pub fn with_compute(self, compute: Kind) -> Result<Self> {
         Self { compute, ..self }.checked()
     }
 
-    /// Returns the same policy with another kind of outputs. As `with_output_dtype` in jmp.
+    /// Returns the same policy with another dtype of the outputs. Corresponds to `with_output_dtype` in jmp.
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new).
+    /// The same as [`new`](Self::new).
     pub fn with_output(self, output: Kind) -> Result<Self> {
         Self { output, ..self }.checked()
     }
 
-    /// Casts the floating tensors of a tree to the kind of parameters. As jmp's method of that name.
+    /// Casts the floating-point tensors of a tree to the dtype of the parameters. Corresponds to `cast_to_param` in
+    /// jmp.
     ///
-    /// Other tensors (integers, booleans, complex, quantized and undefined ones) and those that have the kind already
-    /// come back as they are, as new handles of the same memory. Autograd goes through the casts.
+    /// Other tensors (integer, boolean, complex, quantized and undefined ones) and tensors that already have the dtype
+    /// are returned as new handles of the same memory. Gradients flow through the casts.
     ///
-    /// The variables of a `VarStore` are cast in place, by [`cast_variables`](Self::cast_variables).
+    /// To cast the variables of a `VarStore` in place, use [`cast_variables`](Self::cast_variables).
     ///
     /// # Errors
     ///
-    /// [`PolicyError::Dtype`] when the field was set to another kind than f32, fp16, bf16 and f64; [`Error::Torch`] when
-    /// a cast fails for want of memory, say.
+    /// [`PolicyError::Dtype`] if the field was set to a dtype other than f32, fp16, bf16 and f64; [`Error::Torch`] if a
+    /// cast fails, for instance because memory runs out.
     pub fn cast_to_param<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output> {
         cast_tree(tree, "param", self.param)
     }
 
-    /// Casts the floating tensors of a tree to the kind to compute in, as [`cast_to_param`](Self::cast_to_param) does
-    /// to that of parameters. As jmp's method of that name.
+    /// Casts the floating-point tensors of a tree to the dtype of the computation, with the rules of
+    /// [`cast_to_param`](Self::cast_to_param). Corresponds to `cast_to_compute` in jmp.
     ///
     /// # Errors
     ///
-    /// As [`cast_to_param`](Self::cast_to_param).
+    /// The same as [`cast_to_param`](Self::cast_to_param).
     pub fn cast_to_compute<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output> {
         cast_tree(tree, "compute", self.compute)
     }
 
-    /// Casts the floating tensors of a tree to the kind of outputs, as [`cast_to_param`](Self::cast_to_param) does to
-    /// that of parameters. As jmp's method of that name.
+    /// Casts the floating-point tensors of a tree to the dtype of the outputs, with the rules of
+    /// [`cast_to_param`](Self::cast_to_param). Corresponds to `cast_to_output` in jmp.
     ///
     /// # Errors
     ///
-    /// As [`cast_to_param`](Self::cast_to_param).
+    /// The same as [`cast_to_param`](Self::cast_to_param).
     pub fn cast_to_output<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output> {
         cast_tree(tree, "output", self.output)
     }
 
-    /// The policy, unless a field is no kind to cast to: the fields are public.
+    /// Returns the policy, or an error if one of its public fields was set to a dtype that it cannot cast to.
     pub(super) fn checked(self) -> Result<Self> {
         check("param", self.param)?;
         check("compute", self.compute)?;

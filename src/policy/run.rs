@@ -1,4 +1,4 @@
-//! What kinds and what autocast state modules and closures run in.
+//! The casts and the autocast state that modules and closures run in under a policy.
 
 use tch::{Device, Kind, Tensor};
 
@@ -9,7 +9,7 @@ use crate::policy::Policy;
 use crate::policy::kinds::cast;
 use crate::tree::{Tree, floating_kind, leaves};
 
-/// Runs `f` on the input in f32, if it is half, and casts what comes out to the kind that came in.
+/// Runs `f` without autocast on the input, which is cast to f32 if it is in half precision, and the output back.
 pub(super) fn in_f32(xs: &Tensor, f: impl FnOnce(&Tensor) -> Tensor) -> Result<Tensor> {
     let device = device_of(xs);
     match floating_kind(xs) {
@@ -22,7 +22,7 @@ pub(super) fn in_f32(xs: &Tensor, f: impl FnOnce(&Tensor) -> Tensor) -> Result<T
     }
 }
 
-/// The device of the first tensor, or the CPU where there is none.
+/// Returns the device of the first tensor, or the CPU if there is none.
 fn device_of<T: Tree + ?Sized>(inputs: &T) -> Device {
     leaves(inputs).first().map_or(Device::Cpu, |tensor| tensor.device())
 }
@@ -31,7 +31,7 @@ fn without_autocast<R>(device: Device, f: impl FnOnce() -> R) -> Result<R> {
     if is_autocast_enabled(device) { Autocast::new(device).enabled(false).run(f) } else { Ok(f()) }
 }
 
-/// How modules and closures run under a policy, which has been looked at.
+/// A checked policy, under which modules and closures run.
 #[derive(Debug)]
 pub(super) struct Run(Policy);
 

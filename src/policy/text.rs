@@ -1,4 +1,4 @@
-//! Policies as people write them.
+//! Policies as text.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,12 +10,12 @@ use crate::error::{Error, PolicyError, Result};
 use crate::policy::kinds::{allowed, name, named};
 use crate::policy::{OptLevel, Policy};
 
-/// What was read, or what is wrong.
+/// The value, or what is wrong with the text.
 type Read<T> = std::result::Result<T, String>;
 
 impl Policy {
-    /// Reads a policy in which `half` and `O1` to `O3` stand for what is right on `device`. The grammar is that of the
-    /// [type](Policy#as-text). As `jmp.get_policy`.
+    /// Parses a policy, in which `half` and the levels `O1` to `O3` stand for the [`half_dtype`](super::half_dtype) of
+    /// `device`. The [type](Policy#as-text) documents the grammar. Corresponds to `jmp.get_policy`.
     ///
     /// ```
     /// use tch::{Device, Kind};
@@ -46,18 +46,22 @@ impl Policy {
 }
 
 fn one_kind(text: &str, device: Device) -> Read<Policy> {
-    let unknown =
-        || format!("`{text}` is no kind and no level; kinds are {}, levels O0 to O3", allowed());
+    let unknown = || {
+        format!(
+            "`{text}` is neither a dtype nor a level; dtypes are {}, levels O0 to O3",
+            allowed()
+        )
+    };
     named(text, device).map(Policy::all).ok_or_else(unknown)
 }
 
 fn assignments(text: &str, device: Device) -> Read<Policy> {
-    // What is given for params, compute and output.
+    // The values of params, compute and output.
     let mut given: [Option<Kind>; 3] = [None; 3];
     for part in text.split(',') {
         let (field, kind) = assignment(part, device)?;
         if given[field].replace(kind).is_some() {
-            return Err(format!("it gives {} twice", FIELDS[field].0));
+            return Err(format!("it sets {} twice", FIELDS[field].0));
         }
     }
     let [param, compute, output] = given;
@@ -70,10 +74,13 @@ const FIELDS: [(&str, &str); 3] = [("params", "p"), ("compute", "c"), ("output",
 
 fn assignment(part: &str, device: Device) -> Read<(usize, Kind)> {
     if part.trim().is_empty() {
-        return Err("it has a comma with nothing before or behind it".to_owned());
+        return Err("it has a comma with nothing before or after it".to_owned());
     }
     let (key, value) = part.split_once('=').ok_or_else(|| {
-        format!("`{}` is no assignment; write params=, compute= or output= before it", part.trim())
+        format!(
+            "`{}` is not an assignment; write params=, compute= or output= before it",
+            part.trim()
+        )
     })?;
     let (key, value) = (key.trim(), value.trim());
     let fits = |(long, short): &(&str, &str)| [*long, *short].contains(&key);
@@ -85,17 +92,17 @@ fn assignment(part: &str, device: Device) -> Read<(usize, Kind)> {
 }
 
 fn no_kind(value: &str, field: &str) -> String {
-    let start = format!("`{value}` is no kind for {field}");
+    let start = format!("`{value}` is not a dtype for {field}");
     if value.contains('=') {
         return format!("{start}; separate assignments by commas");
     }
-    format!("{start}; kinds are {}", allowed())
+    format!("{start}; dtypes are {}", allowed())
 }
 
 impl FromStr for Policy {
     type Err = Error;
 
-    /// Reads a policy as [`parse`](Policy::parse) does, for CUDA where it is available and else for the CPU.
+    /// Parses a policy, like [`parse`](Policy::parse), for CUDA if it is available, otherwise for the CPU.
     fn from_str(text: &str) -> Result<Self> {
         Self::parse(text, Device::cuda_if_available())
     }

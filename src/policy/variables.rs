@@ -14,52 +14,53 @@ use crate::policy::Policy;
 use crate::policy::precision::check;
 use crate::tree::floating_kind;
 
-/// Which variables of a model stay in f32 when the others become half.
+/// Which variables of a model stay in f32 when the others are cast to half precision.
 ///
-/// tch's VarStore knows names and not layers, so norms are told by these:
+/// A `VarStore` of tch has names but no layers, so norms are recognized by name. A variable belongs to a norm if one of
+/// these holds:
 ///
-/// - `weight`, `bias`, `running_mean` and `running_var` beside a `running_mean`: a batch norm, whatever it is called;
-/// - a part of the name, the last one included, has a word that ends in `norm` or `norms`, where words end at
-///   underscores and digits: `norm1.weight`, `blocks.0.layer_norm.bias`, `RMSNorm_0.scale`, `norm_weight`, `head.norm`,
-///   but not `normal_head.weight` or `normalize.weight`;
-/// - a layer, which is a part but for the last, is `bn`, `ln`, `gn` or `rms`, perhaps with a number or with more after
-///   an underscore: `layer1.bn2.weight`, `h.3.ln_1.bias`, `ln_f.weight`, `gn.weight`, but not `gnn.weight`.
+/// - It is a `weight`, `bias`, `running_mean` or `running_var`, and there is a `running_mean` beside it: a batch norm,
+///   whatever its name is.
+/// - A part of its name, the last one included, has a word that ends in `norm` or `norms`, where underscores and digits
+///   separate words: `norm1.weight`, `blocks.0.layer_norm.bias`, `RMSNorm_0.scale`, `norm_weight`, `head.norm`, but not
+///   `normal_head.weight` or `normalize.weight`.
+/// - A part of its name other than the last is `bn`, `ln`, `gn` or `rms`, optionally followed by a number or by an
+///   underscore and anything else: `layer1.bn2.weight`, `h.3.ln_1.bias`, `ln_f.weight`, `gn.weight`, but not
+///   `gnn.weight`.
 ///
-/// Capitals do not matter. Names only hint at what a layer is: print what [`cast_variables`](Policy::cast_variables)
-/// returns once, and correct it with patterns. One that fits no variable is no error, as in
-/// [`assign_group`](crate::optim::Optimizer::assign_group), and shows there only.
-///
-/// In patterns `*` stands for any characters, as in [`assign_group`](crate::optim::Optimizer::assign_group).
+/// Case does not matter. Names are only a heuristic: print what [`cast_variables`](Policy::cast_variables) returns
+/// once, and correct it with patterns, in which `*` matches any characters. As in
+/// [`assign_group`](crate::optim::Optimizer::assign_group), a pattern that matches no variable is not an error.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KeepF32<'a> {
     /// The norms.
     #[default]
     Norms,
-    /// Nothing.
+    /// No variables.
     Nothing,
-    /// What one of the patterns fits.
+    /// The variables that match one of the patterns.
     Names(&'a [&'a str]),
-    /// The norms, and what one of the patterns fits.
+    /// The norms, and the variables that match one of the patterns.
     NormsAnd(&'a [&'a str]),
-    /// The norms, but for what one of the patterns fits.
+    /// The norms, except for the variables that match one of the patterns.
     NormsExcept(&'a [&'a str]),
 }
 
 impl Policy {
-    /// Casts the floating variables of a VarStore to the kind of parameters, in place, and returns the names of those
-    /// that stay in f32, sorted. The twin of `model.half()` with `keep_batchnorm_fp32` of apex.
+    /// Casts the floating-point variables of a `VarStore` to the dtype of the parameters, in place, and returns the
+    /// sorted names of those that stay in f32. Corresponds to `model.half()` with apex's `keep_batchnorm_fp32`.
     ///
-    /// The layers hold the same tensors, so the model has the new kinds at once. The order is:
+    /// The layers of the model share these tensors, so they have the new dtypes at once. Proceed in this order:
     ///
-    /// 1. load pretrained weights, because [`VarStore::load`] gives variables the kinds of the file; a
-    ///    [`Checkpoint`](crate::checkpoint::Checkpoint) can be restored afterwards, too, with `cast(true)`;
-    /// 2. cast;
-    /// 3. build the optimizer, whose state has the kinds of the parameters.
+    /// 1. Load pretrained weights: [`VarStore::load`] gives variables the dtypes of the file. A
+    ///    [`Checkpoint`](crate::checkpoint::Checkpoint) can be restored after the cast as well, with `cast(true)`.
+    /// 2. Cast.
+    /// 3. Build the optimizer, whose state depends on the dtypes of the parameters.
     ///
-    /// Gradients that the cast variables have are dropped. Buffers, such as the running statistics of a batch norm, are
-    /// variables in tch and go with their layer. With parameters of f32 or f64 nothing is kept back; variables made
-    /// later have the kind that the VarStore had.
+    /// The gradients of the cast variables are dropped. Buffers, such as the running statistics of a batch norm, are
+    /// variables in tch and are treated like the others of their layer. If the parameters are f32 or f64, `keep` has no
+    /// effect. Variables that are created later have the dtype of the `VarStore`, which does not change.
     ///
     /// ```
     /// use tch::{Device, Kind, nn};
@@ -77,7 +78,8 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`PolicyError::Dtype`], before anything is cast; [`Error::Torch`] when there is no memory for the next variable.
+    /// [`PolicyError::Dtype`], before anything is cast; [`Error::Torch`] if there is no memory for the next variable,
+    /// with those before it cast.
     pub fn cast_variables(&self, vs: &mut VarStore, keep: KeepF32<'_>) -> Result<Vec<String>> {
         check("param", self.param)?;
         let mut variables: Vec<_> = vs.variables().into_iter().collect();
@@ -98,13 +100,13 @@ impl Policy {
     }
 }
 
-/// The tensor stays the same one, for all who hold it, and gets new data.
+/// Casts a variable in place: the tensor stays the same one for its other handles, and gets new data.
 fn cast_in_place(variable: &mut Tensor, from: Kind, to: Kind) -> Result<()> {
     if from == to {
         return Ok(());
     }
     no_grad(|| variable.f_set_data(&variable.f_to_kind(to)?))?;
-    // Its gradient has the old kind, which neither backward nor an optimizer could take.
+    // Neither a backward nor an optimizer accepts a gradient of the old dtype.
     ffi::gradients_drop([&*variable])
 }
 
@@ -121,20 +123,20 @@ impl KeepF32<'_> {
     }
 }
 
-/// The layers that have running statistics.
+/// Returns the layers that have running statistics.
 fn batch_norms<'a>(names: impl Iterator<Item = &'a str>) -> HashSet<String> {
     let layers = names.map(split).filter(|(_, name)| *name == "running_mean");
     layers.map(|(layer, _)| layer.to_owned()).collect()
 }
 
-/// Whether a variable is one of a layer's that has running statistics. Others may stand beside it: all of a model's,
-/// where that layer is at the root.
+/// Whether a variable belongs to a layer with running statistics. Only four names count, because other variables may
+/// have the same prefix: all of the model, if the layer is at the root.
 fn is_batch_norm(name: &str, layers: &HashSet<String>) -> bool {
     let (layer, name) = split(name);
     ["weight", "bias", "running_mean", "running_var"].contains(&name) && layers.contains(layer)
 }
 
-/// The layer of a variable, which is empty at the root, and its name there.
+/// Splits a name into the layer, which is empty at the root, and the variable's name there.
 fn split(name: &str) -> (&str, &str) {
     name.rsplit_once('.').unwrap_or(("", name))
 }
@@ -146,16 +148,16 @@ fn is_norm(name: &str) -> bool {
         || layer.split('.').any(|part| SHORT.iter().any(|short| is_short(part, short)))
 }
 
-/// Whether a word of the part ends in norm, or norms, as a list of them may be called.
+/// Whether a word of the part ends in `norm` or, as for a list of norms, in `norms`.
 fn says_norm(part: &str) -> bool {
     let mut words = part.split(|c: char| c == '_' || c.is_ascii_digit());
     words.any(|word| word.ends_with("norm") || word.ends_with("norms"))
 }
 
-/// What people call norms for short.
+/// Common abbreviations for norms.
 const SHORT: [&str; 4] = ["bn", "ln", "gn", "rms"];
 
-/// Whether `part` is the short name, perhaps with a number or more after an underscore.
+/// Whether `part` is the abbreviation, optionally followed by a number or by an underscore and anything else.
 fn is_short(part: &str, short: &str) -> bool {
     let number = |rest: &str| rest.bytes().all(|byte| byte.is_ascii_digit());
     part.strip_prefix(short).is_some_and(|rest| rest.starts_with('_') || number(rest))

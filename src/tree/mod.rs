@@ -1,4 +1,4 @@
-//! Trees of tensors: one tensor, or tuples, lists, options and maps of trees.
+//! Trees of tensors: a tensor, or a tuple, list, option or map of trees.
 
 mod collections;
 mod tuples;
@@ -7,10 +7,11 @@ use tch::{Kind, Tensor};
 
 use crate::error::{Error, PolicyError, Result};
 
-/// What a [`Policy`](crate::Policy) casts and a [`LossScale`](crate::loss_scale::LossScale) scales: a tensor, or a tuple, slice,
-/// array, `Vec`, `Option`, `Box` or map of such. The twin of a pytree in JAX.
+/// A structure of tensors that a [`Policy`](crate::Policy) can cast and a [`LossScale`](crate::loss_scale::LossScale)
+/// can scale: a tensor, or a tuple, slice, array, `Vec`, `Option`, `Box` or map of trees. The counterpart of a pytree
+/// in JAX.
 ///
-/// A structure of your own joins in by naming its parts:
+/// Implement it for your own types by delegating to a tuple of their fields:
 ///
 /// ```
 /// use tch::Tensor;
@@ -52,32 +53,32 @@ use crate::error::{Error, PolicyError, Result};
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 pub trait Tree {
-    /// The owned tree of the same structure that a map makes: `Vec<Tensor>` for `[Tensor]`, for instance.
+    /// The owned tree of the same structure, for instance `Vec<Tensor>` for `[Tensor]`.
     type Output;
 
-    /// Makes a tree of the same structure of what `f` makes of each tensor.
+    /// Applies `f` to each tensor and returns a tree of the results with the same structure.
     ///
     /// # Errors
     ///
     /// The first error of `f`.
     fn try_map(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self::Output>;
 
-    /// Makes a tree of what `f` makes of each two tensors that stand in the same place.
+    /// Applies `f` to each pair of tensors at the same place of two trees and returns a tree of the results.
     ///
     /// # Errors
     ///
-    /// [`PolicyError::TreeMismatch`] where the structures differ, and the first error of `f`.
+    /// [`PolicyError::TreeMismatch`] if the structures differ, and the first error of `f`.
     fn try_zip(
         &self,
         other: &Self,
         f: &mut dyn FnMut(&Tensor, &Tensor) -> Result<Tensor>,
     ) -> Result<Self::Output>;
 
-    /// Shows each tensor to `f`.
+    /// Calls `f` with each tensor.
     fn visit<'a>(&'a self, f: &mut dyn FnMut(&'a Tensor));
 }
 
-/// The tensors of a tree, but for undefined ones, such as the gradient of a parameter that was not used.
+/// Returns the tensors of a tree, without undefined ones such as the gradient of an unused parameter.
 pub(crate) fn leaves<T: Tree + ?Sized>(tree: &T) -> Vec<&Tensor> {
     let mut leaves = Vec::new();
     tree.visit(&mut |tensor| {
@@ -88,7 +89,7 @@ pub(crate) fn leaves<T: Tree + ?Sized>(tree: &T) -> Vec<&Tensor> {
     leaves
 }
 
-/// A mismatch one step further from the root: `step` leads to where it was found.
+/// Prepends a step to the place of a mismatch, which was found one level below.
 fn at<T>(result: Result<T>, step: impl FnOnce() -> String) -> Result<T> {
     result.map_err(|error| match error {
         Error::Policy(PolicyError::TreeMismatch { place, problem }) => {
@@ -98,17 +99,17 @@ fn at<T>(result: Result<T>, step: impl FnOnce() -> String) -> Result<T> {
     })
 }
 
-/// A mismatch here.
+/// Creates a mismatch at the current place.
 pub(crate) fn mismatch(problem: String) -> Error {
     Error::Policy(PolicyError::TreeMismatch { place: String::new(), problem })
 }
 
-/// A tensor's kind. Undefined tensors have none, nor do those of kinds that tch does not know.
+/// Returns a tensor's kind; `None` if it is undefined or if tch does not support its kind.
 pub(crate) fn kind(tensor: &Tensor) -> Option<Kind> {
     tensor.defined().then(|| tensor.f_kind().ok()).flatten()
 }
 
-/// A tensor's floating kind, where it has one.
+/// Returns a tensor's kind if it is a floating-point one.
 pub(crate) fn floating_kind(tensor: &Tensor) -> Option<Kind> {
     let kind = kind(tensor)?;
     let floating = matches!(

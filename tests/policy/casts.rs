@@ -120,7 +120,7 @@ fn a_policy_has_floating_kinds_only() {
     let text = Policy::FULL.with_output(Kind::Int64).unwrap_err().to_string();
     assert_eq!(
         text,
-        "the output kind of a policy cannot be Int64: use Kind::Float, Kind::Half, Kind::BFloat16 or Kind::Double, for example Policy::MIXED_BF16"
+        "the output dtype of a policy cannot be Int64: use Kind::Float, Kind::Half, Kind::BFloat16 or Kind::Double, for example Policy::MIXED_BF16"
     );
 }
 

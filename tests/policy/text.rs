@@ -72,24 +72,24 @@ fn levels_devices_capitals_and_long_names_are_read_too(
 #[rstest]
 #[case("", "it is empty; write for example `params=")]
 #[case("  ", "it is empty")]
-#[case("float8", "`float8` is no kind and no level; kinds are float32 (f32")]
-#[case("O4", "`o4` is no kind and no level; kinds are float32")]
-#[case("p=", "`` is no kind for params; kinds are float32")]
+#[case("float8", "`float8` is neither a dtype nor a level; dtypes are float32 (f32")]
+#[case("O4", "`o4` is neither a dtype nor a level; dtypes are float32")]
+#[case("p=", "`` is not a dtype for params; dtypes are float32")]
 #[case("q=f16", "`q` cannot be set; set params (p), compute (c) and output (o)")]
-#[case("p=f16,", "it has a comma with nothing before or behind it")]
-#[case("p=f16,,c=f16", "it has a comma with nothing before or behind it")]
-#[case(" ,p=f16", "it has a comma with nothing before or behind it")]
-#[case("p=f16,f32", "`f32` is no assignment; write params=")]
-#[case("f32,c=f16", "`f32` is no assignment; write params=")]
-#[case("c=int8", "`int8` is no kind for compute; kinds are float32")]
-#[case("c=O1", "`o1` is no kind for compute")]
-#[case("p=f32,params=f16", "it gives params twice")]
-#[case("p=f32=f16", "`f32=f16` is no kind for params; separate assignments by commas")]
+#[case("p=f16,", "it has a comma with nothing before or after it")]
+#[case("p=f16,,c=f16", "it has a comma with nothing before or after it")]
+#[case(" ,p=f16", "it has a comma with nothing before or after it")]
+#[case("p=f16,f32", "`f32` is not an assignment; write params=")]
+#[case("f32,c=f16", "`f32` is not an assignment; write params=")]
+#[case("c=int8", "`int8` is not a dtype for compute; dtypes are float32")]
+#[case("c=O1", "`o1` is not a dtype for compute")]
+#[case("p=f32,params=f16", "it sets params twice")]
+#[case("p=f32=f16", "`f32=f16` is not a dtype for params; separate assignments by commas")]
 #[case(
     "params=f32;compute=f16",
-    "`f32;compute=f16` is no kind for params; separate assignments by commas"
+    "`f32;compute=f16` is not a dtype for params; separate assignments by commas"
 )]
-#[case("p=f32 c=f16", "`f32 c=f16` is no kind for params; separate assignments by commas")]
+#[case("p=f32 c=f16", "`f32 c=f16` is not a dtype for params; separate assignments by commas")]
 fn what_cannot_be_read_is_named_with_what_can(#[case] text: &str, #[case] problem: &str) {
     let error = Policy::parse(text, GPU).unwrap_err();
     assert!(matches!(&error, Error::Policy(PolicyError::Text { text: t, .. }) if t == text));
