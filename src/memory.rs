@@ -6,11 +6,12 @@ use crate::ffi;
 /// kernel again. Returns whether the C library can do so.
 ///
 /// On a CPU, libtorch frees every activation, and glibc gives blocks of 128 KiB or more back to the kernel at once.
-/// Getting them back costs page faults. Call this once, at the start of a program that trains on a CPU.
+/// Getting them back costs page faults. Call this at the start of `main` in a program that trains on a CPU: threads that
+/// have allocated memory before keep heaps of their own, to which it does not apply.
 ///
 /// It applies to the whole process and cannot be undone. Resident memory then stays at its peak: what is freed is used
-/// again by this process, but not by others. It sets `M_TRIM_THRESHOLD`, `M_MMAP_MAX` and `M_TOP_PAD` of glibc's
-/// `mallopt`, and does nothing with other C libraries or allocators, nor for the memory of GPUs, which libtorch keeps by
+/// again by this process, but not by others. It sets `M_TRIM_THRESHOLD`, `M_MMAP_MAX`, `M_TOP_PAD` and
+/// `M_ARENA_MAX` of glibc's `mallopt`, and does nothing with other C libraries or allocators, nor for the memory of GPUs, which libtorch keeps by
 /// itself. The environment variables `MALLOC_TRIM_THRESHOLD_=-1` and `MALLOC_MMAP_MAX_=0` do the same for any program.
 ///
 /// ```
