@@ -1,4 +1,4 @@
-//! Gradient accumulation: each loss counts `1/n`, and unscale, step and update run every `n` batches.
+//! Gradient accumulation: each loss is divided by `n`, and `step` and `update` run after every `n` batches.
 //!
 //! `cargo run --example accumulation`
 
@@ -8,7 +8,7 @@ use tch_amp::{GradScaler, autocast};
 
 const ACCUMULATE: usize = 4;
 
-/// Takes one step per four batches.
+/// Takes one step for every four batches.
 pub fn main() -> anyhow::Result<()> {
     let device = Device::cuda_if_available();
     let vs = nn::VarStore::new(device);
@@ -25,7 +25,7 @@ pub fn main() -> anyhow::Result<()> {
     for _ in 0..50 {
         for (i, (xs, ys)) in xs.chunk(8, 0).iter().zip(ys.chunk(8, 0)).enumerate() {
             let loss = autocast(device, || loss_of(xs, &ys) / ACCUMULATE as f64)?;
-            // The scale must not change while gradients add up: no `update` in between.
+            // The scale must not change while gradients accumulate: no `update` in between.
             scaler.backward(&loss)?;
             if (i + 1) % ACCUMULATE == 0 {
                 steps += usize::from(scaler.step(&mut opt)?.is_stepped()?);

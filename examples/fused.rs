@@ -1,5 +1,5 @@
 //! A fused AdamW without weight decay for biases and norms, clipping in the step, and a schedule that counts the steps
-//! taken: nothing in the loop waits for a GPU.
+//! taken. Except for the printed lines, the loop does not synchronize.
 //!
 //! `cargo run --example fused`
 
@@ -12,7 +12,7 @@ use tch_amp::{GradScaler, autocast};
 
 const STEPS: usize = 200;
 
-/// Trains a network on a sum's sine.
+/// Trains a network on the sine of a sum.
 pub fn main() -> Result<()> {
     tch::manual_seed(1);
     let device = Device::cuda_if_available();
@@ -31,7 +31,7 @@ pub fn main() -> Result<()> {
     let mut scaler = GradScaler::new(device)?;
     let mut taken = StepCounter::default();
     for step in 0..STEPS {
-        // Warm up, then decay; a skipped step does not count.
+        // Warmup, then decay. Skipped steps do not count.
         let progress = taken.count()? as f64 / STEPS as f64;
         opt.set_lr(1e-2 * (10.0 * progress).min(1.0) * (1.0 - progress))?;
 
@@ -42,7 +42,7 @@ pub fn main() -> Result<()> {
         scaler.backward(&loss)?;
         let outcome = scaler.step_clip_norm(&mut opt, 1.0)?;
         if step % 50 == 0 {
-            // Printing is what waits here.
+            // Reading the numbers to print them synchronizes.
             let norm = outcome.total_norm().map_or(0.0, |norm| norm.double_value(&[]));
             println!("step {step}: loss {:.3}, gradient norm {norm:.3}", loss.double_value(&[]));
         }

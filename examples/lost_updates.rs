@@ -1,5 +1,5 @@
-//! Weights of 1 that Adam moves by 0.0001 a step: in fp16 and bf16 they stay at 1 for ever, with master weights they go
-//! where f32 weights go. Prints a table and draws a picture.
+//! Weights of 1 that Adam changes by 0.0001 in each step: in fp16 and bf16 they stay at 1, and with master weights they
+//! follow f32 weights. Prints a table and draws a plot.
 //!
 //! `cargo run --example lost_updates -- lost-updates.svg`
 
@@ -21,7 +21,7 @@ use plot::{Plot, Series};
 
 const STEPS: i64 = 500;
 const LR: f64 = 1e-4;
-/// So many that the noise of rounding at random is small in their mean.
+/// Enough weights that the noise of stochastic rounding is small in their mean.
 const WEIGHTS: i64 = 256;
 
 const STYLE: &str = "
@@ -39,12 +39,12 @@ text { fill: var(--soft); font: 12px system-ui, -apple-system, 'Segoe UI', 'Libe
 .grid { stroke: var(--rule); } .axis { stroke: var(--soft); fill: none; }
 .curve { stroke: var(--line); fill: none; stroke-width: 2; }
 .raw { stroke: var(--line); fill: none; stroke-width: 1; opacity: .4; }
-/* These lie on one another: each lower line is wider than the next one. */
+/* These lines coincide: each is wider than the one drawn over it. */
 .curve.f32 { stroke-width: 7; stroke-opacity: .3; }
 .curve.fp16 { stroke-width: 6; } .curve.bf16 { stroke-width: 3; stroke-dasharray: 9 7; }
 ";
 
-/// One training.
+/// One training run.
 struct Run {
     name: &'static str,
     label: &'static str,
@@ -56,7 +56,7 @@ const RUNS: [Run; 6] = [
     Run::new("f32", "f32", Kind::Float, MasterWeights::None),
     Run::new("fp16", "fp16", Kind::Half, MasterWeights::None),
     Run::new("bf16", "bf16", Kind::BFloat16, MasterWeights::None),
-    Run::new("random", "bf16, rounded at random", Kind::BFloat16, RANDOM),
+    Run::new("random", "bf16, stochastic rounding", Kind::BFloat16, RANDOM),
     Run::new("remainders", "bf16, 16-bit remainders", Kind::BFloat16, MasterWeights::Remainder),
     Run::new("copies", "fp16, f32 copies", Kind::Half, MasterWeights::Float),
 ];
@@ -72,7 +72,7 @@ impl Run {
         Self { name, label, kind, masters }
     }
 
-    /// The weights before the first step and after each one, as f64, and the last masters, where there are any.
+    /// Trains, and returns the weights before the first step and after each one, as f64, and the last masters, if any.
     fn train(&self) -> Result<(Vec<Tensor>, Option<Tensor>)> {
         let w = Tensor::ones([WEIGHTS], (self.kind, Device::Cpu)).set_requires_grad(true);
         let weights = [w.shallow_clone()];
@@ -80,28 +80,28 @@ impl Run {
         let mut seen = vec![w.detach().to_kind(Kind::Double)];
         for _ in 0..STEPS {
             opt.zero_grad()?;
-            // A gradient of -1 always: each of Adam's steps is the learning rate.
+            // The gradient is always -1, so that each step of Adam adds the learning rate.
             (-&w).sum(self.kind).backward();
             opt.step()?;
-            // A copy: an f64 is never the weight itself.
+            // The cast to f64 makes a copy.
             seen.push(w.detach().to_kind(Kind::Double));
         }
         Ok((seen, opt.master_weight(0)?))
     }
 }
 
-/// Writes the picture where the command line says, or to `target/` of a checkout.
+/// Writes the plot to the path of the command line, or to `target/` of a checkout.
 pub fn main() -> Result<()> {
     let folder = if Path::new("target").is_dir() { "target" } else { "" };
     let path = std::env::args_os().nth(1).map(PathBuf::from);
     run(&path.unwrap_or_else(|| Path::new(folder).join("lost-updates.svg")))
 }
 
-/// Trains in every way and writes the picture.
+/// Trains in every mode and writes the plot.
 ///
 /// # Errors
 ///
-/// If the file cannot be written, or weights are not where they should be.
+/// If the file cannot be written, or the weights do not have the expected values.
 pub fn run(path: &Path) -> Result<()> {
     for kind in [Kind::Half, Kind::BFloat16] {
         let sum = Tensor::from(1.0 + LR).to_kind(kind).double_value(&[]);
@@ -115,14 +115,16 @@ pub fn run(path: &Path) -> Result<()> {
         let master = master.as_ref().map_or("-".into(), |master| format!("{:.5}", mean(master)));
         println!("{:<26} {:.5}  {master}", run.label, mean(last(steps)?));
     }
-    println!("A weight is its master, rounded to the nearest; the next update goes to the master.");
+    println!(
+        "A weight is its master rounded to nearest; the next update is applied to the master."
+    );
     check(&seen)?;
     for master in masters.iter().flatten() {
-        ensure!(goes_all_the_way(master), "masters go where f32 weights go");
+        ensure!(goes_all_the_way(master), "masters follow f32 weights");
     }
-    let failed = || format!("cannot write the picture to {}", path.display());
+    let failed = || format!("cannot write the plot to {}", path.display());
     std::fs::write(path, picture(&seen)).with_context(failed)?;
-    println!("\nthe picture is {}", path.display());
+    println!("\nthe plot is in {}", path.display());
     Ok(())
 }
 
@@ -138,19 +140,19 @@ fn goal() -> f64 {
     1.0 + LR * STEPS as f64
 }
 
-/// Whether f32 numbers are where the updates lead. Each step rounds to f32, below 2 by 2^-24 at most; what Adam rounds
-/// before is a tenth of that.
+/// Whether the mean is the sum of all updates, up to rounding. Each step rounds to f32, which below 2 changes a number
+/// by at most 2^-24; the rounding inside Adam is a tenth of that.
 fn goes_all_the_way(numbers: &Tensor) -> bool {
     (mean(numbers) - goal()).abs() < 1.1 * STEPS as f64 * 2f64.powi(-24)
 }
 
-/// Claims what the picture shows.
+/// Checks what the plot shows.
 fn check(seen: &[Vec<Tensor>]) -> Result<()> {
     let [float, half, bfloat, random, remainders, copies] = seen else {
         anyhow::bail!("each run has its place");
     };
     let all = |weights: &Tensor, value: f64| weights.eq(value).all().int64_value(&[]) == 1;
-    ensure!(goes_all_the_way(last(float)?), "f32 goes all the way");
+    ensure!(goes_all_the_way(last(float)?), "f32 weights have all updates");
     for steps in [half, bfloat] {
         ensure!(steps.iter().all(|weights| all(weights, 1.0)), "without masters they stay at 1");
     }
@@ -159,17 +161,17 @@ fn check(seen: &[Vec<Tensor>]) -> Result<()> {
         ensure!(weights.equal(&rounded), "fp16 weights with copies are the f32 ones, rounded");
     }
     for (weights, float) in remainders.iter().zip(float) {
-        // Neighbours in bf16 are 2^-7 apart here.
+        // Between 1 and 2, neighbouring bf16 numbers are 2^-7 apart.
         let off = (weights - float).abs().max().double_value(&[]);
         ensure!(off <= 2f64.powi(-8), "bf16 weights with remainders are the f32 ones, rounded");
     }
-    // A step goes up to the next neighbour with the probability that its length is of the gap: four standard
-    // deviations of the mean of so many sums.
+    // A step rounds up with a probability of its length divided by the gap between neighbours. The bound is four
+    // standard deviations of the mean.
     let (gap, probability) = (2f64.powi(-7), LR * 128.0);
     let sums = STEPS as f64 / WEIGHTS as f64;
     let deviation = gap * (sums * probability * (1.0 - probability)).sqrt();
     let off = (mean(last(random)?) - goal()).abs();
-    ensure!(off < 4.0 * deviation, "rounding at random is right on average, but {off} off");
+    ensure!(off < 4.0 * deviation, "the mean of stochastic rounding is off by {off}");
     Ok(())
 }
 
@@ -177,10 +179,10 @@ fn series(run: &Run, steps: &[Tensor]) -> Series {
     let points = |value: &dyn Fn(&Tensor) -> f64| {
         steps.iter().enumerate().map(|(step, weights)| (step as f64, value(weights))).collect()
     };
-    // Of those that are rounded at random one alone, too.
+    // With stochastic rounding, a single weight is drawn as well.
     let (raw, label) = match run.masters {
         RANDOM => {
-            (points(&|w| w.double_value(&[0])), "bf16, rounded at random (thin line: one weight)")
+            (points(&|w| w.double_value(&[0])), "bf16, stochastic rounding (thin line: one weight)")
         }
         _ => (Vec::new(), run.label),
     };
@@ -195,7 +197,8 @@ fn picture(seen: &[Vec<Tensor>]) -> String {
         points().map(|point| point.0)
     });
     let y = Axis::over("mean of 256 weights", Spacing::Linear, points().map(|point| point.1));
-    let description = "Weights of 1 under small updates: plain fp16 and bf16 stay, the others move";
+    let description =
+        "Weights of 1 under small updates: plain fp16 and bf16 stay at 1, the others change";
     let svg = Plot { description, x, y, series, mark_name: "" }.svg();
     let (opening, rest) = svg.split_once('>').unwrap_or((&svg, ""));
     let namespace = "xmlns=\"http://www.w3.org/2000/svg\"";

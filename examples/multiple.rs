@@ -1,4 +1,4 @@
-//! Two models, two losses, two optimizers: one scaler, and one `update` for all of them.
+//! Two models with a loss and an optimizer each, trained with one scaler and one `update` for both.
 //!
 //! `cargo run --example multiple`
 
@@ -7,7 +7,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 use tch_amp::autocast;
 use tch_amp::scaler::GradScalerConfig;
 
-/// Trains two models, one of which overflows once.
+/// Trains two models, of which one overflows once.
 pub fn main() -> anyhow::Result<()> {
     let device = Device::cuda_if_available();
     let (vs_a, vs_b) = (nn::VarStore::new(device), nn::VarStore::new(device));
@@ -15,7 +15,7 @@ pub fn main() -> anyhow::Result<()> {
     let net_b = nn::linear(vs_b.root(), 8, 1, Default::default());
     let mut opt_a = nn::Sgd::default().build(&vs_a, 1e-2)?;
     let mut opt_b = nn::Adam::default().build(&vs_b, 1e-2)?;
-    // Fits at once: none of the few steps here is spent on finding the scale.
+    // A smaller scale than the default, so that only the planted overflow skips a step.
     let config = GradScalerConfig::default().init_scale(1024.0);
     let mut scaler = config.build(device)?;
 
@@ -34,11 +34,11 @@ pub fn main() -> anyhow::Result<()> {
             [loss(&net_a, &xs), loss(&net_b, xs_b)]
         })?;
 
-        // Losses which share a graph go backward together: tch frees the graph after one pass.
+        // One backward for both losses: tch frees the graph after it, which losses may share.
         let scaled = scaler.scale_all(&losses)?;
         (&scaled[0] + &scaled[1]).f_backward()?;
 
-        scaler.unscale_(&mut opt_a)?; // only what is clipped has to be unscaled by hand
+        scaler.unscale_(&mut opt_a)?; // needed only before clipping
         opt_a.clip_grad_norm(1.0);
         steps_a += i32::from(scaler.step(&mut opt_a)?.is_stepped()?);
         steps_b += i32::from(scaler.step(&mut opt_b)?.is_stepped()?);

@@ -1,4 +1,4 @@
-//! The scaler steps any optimizer which names its parameters: signed gradient descent as an example.
+//! An optimizer of your own with the scaler: signed gradient descent, which implements `AmpOptimizer`.
 //!
 //! `cargo run --example own_optimizer`
 

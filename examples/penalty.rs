@@ -1,4 +1,4 @@
-//! A gradient penalty: the loss contains the norm of its own gradients, which must be the true ones.
+//! A gradient penalty: the loss contains the norm of its own gradients, which must be unscaled for that.
 //!
 //! `cargo run --example penalty`
 
@@ -25,8 +25,8 @@ pub fn main() -> anyhow::Result<()> {
         opt.zero_grad();
         let loss = autocast(device, || net.forward(&xs).mse_loss(&ys, Reduction::Mean))?;
 
-        // Gradients of the scaled loss, part of the graph. They belong to no optimizer, so
-        // `unscale_` does not see them: divide by hand, outside autocast.
+        // The gradients of the scaled loss, as part of the graph. `unscale_` only unscales the gradients of an
+        // optimizer's parameters, so divide these by the scale here, outside of the region.
         let scaled = scaler.scale(&loss)?;
         let grads = Tensor::f_run_backward(&[scaled], &params, true, true)?;
         let scale = scaler.get_scale()?;

@@ -1,10 +1,10 @@
-//! One training loop for any policy and any loss scale, both from the command line, with updates computed by hand: what
-//! jmp's users write.
+//! A training loop for any policy and any loss scale, both from the command line, with updates computed by hand, as in
+//! programs that use jmp.
 //!
 //! `cargo run --example policy -- p=f32,c=half,o=f32 dynamic`
 //!
-//! The policy may be anything that [`Policy`] reads, such as `full`, `O1` or `p=f32,c=bf16`; the loss scale anything
-//! that [`LossScaleState`] reads: `none`, a number, `dynamic` or `dynamic:65536`.
+//! The policy may be anything that [`Policy`] parses, such as `full`, `O1` or `p=f32,c=bf16`. The loss scale may be
+//! anything that [`LossScaleState`] parses: `none`, a number, `dynamic` or `dynamic:65536`.
 
 use anyhow::{Result, bail, ensure};
 use tch::{Device, Kind, Reduction, Tensor, no_grad};
@@ -21,7 +21,7 @@ const USAGE: &str = "usage: policy [POLICY [LOSS_SCALE]]
 /// The parameters of two layers.
 type Params = Vec<Tensor>;
 
-/// Trains with what the command line asks for.
+/// Trains with the policy and the loss scale of the command line.
 pub fn main() -> Result<()> {
     let args: Vec<_> = std::env::args().skip(1).collect();
     let args: Vec<_> = args.iter().map(String::as_str).collect();
@@ -37,11 +37,11 @@ pub fn main() -> Result<()> {
     }
 }
 
-/// Trains with a policy and a loss scale as they are written.
+/// Trains with a policy and a loss scale, both as text.
 ///
 /// # Errors
 ///
-/// If either cannot be read, or the loss did not fall.
+/// If either cannot be parsed, or the loss did not fall.
 pub fn run(policy: &str, loss_scale: &str) -> Result<()> {
     tch::manual_seed(1);
     let device = Device::cuda_if_available();
@@ -53,18 +53,18 @@ pub fn run(policy: &str, loss_scale: &str) -> Result<()> {
     train(policy, &mut *loss_scale.build(device)?, device)
 }
 
-/// What this loop leaves out of a level.
+/// Returns a note on the parts of a level that this loop does not apply.
 fn note(policy: &str) -> Option<String> {
     let level: OptLevel = policy.parse().ok()?;
     (level.master_weights() != MasterWeights::None).then(|| {
         format!(
-            "note: {level} keeps norms in f32, and f32 master weights. Those are Policy::cast_variables' and the \
-             optimizer's part: this loop has neither, only the kinds of {level}."
+            "note: {level} also keeps norms in f32 (Policy::cast_variables) and f32 master weights (in the \
+             optimizer). This loop has neither and applies only the dtypes of {level}."
         )
     })
 }
 
-/// Two layers, in whatever kind they come.
+/// Computes two layers in the dtype of the parameters.
 fn forward(xs: &Tensor, params: &[Tensor]) -> Tensor {
     xs.matmul(&params[0]).relu().matmul(&params[1])
 }
@@ -85,7 +85,7 @@ fn train(policy: Policy, loss_scale: &mut dyn LossScale, device: Device) -> Resu
 
         let gradients = Tensor::f_run_backward(&[loss_scale.scale(&loss)?], &leaves, false, false)?;
         let gradients = loss_scale.unscale(&gradients)?;
-        // Clipping and weight decay go here: after unscaling.
+        // Clipping and weight decay go here, after unscaling.
         let finite = all_finite(&gradients)?;
         let new: Params = no_grad(|| {
             let descend = |(w, g): (&Tensor, &Tensor)| w - 0.02 * g;

@@ -1,4 +1,4 @@
-//! A training run is killed, goes on from its newest checkpoint, and has the same losses as one that was left alone.
+//! A training run that is killed and resumes from its newest checkpoint, with the same losses as an uninterrupted run.
 //!
 //! `cargo run --example resume`
 
@@ -15,13 +15,13 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, autocast, optim};
 
 const STEPS: u64 = 1000;
-/// Steps from one checkpoint to the next.
+/// The number of steps from one checkpoint to the next.
 const INTERVAL: u64 = 10;
 const KILLED_AFTER: u64 = 50;
-/// Tells a child of this program where to train.
+/// The environment variable that makes a child of this program train in a folder.
 const FOLDER: &str = "TCH_AMP_EXAMPLE_FOLDER";
 
-/// All that a run consists of.
+/// The whole state of a run.
 struct Run {
     vs: nn::VarStore,
     net: nn::SequentialT,
@@ -41,12 +41,12 @@ impl Run {
             .add_fn_t(|xs, train| xs.dropout(0.1, train))
             .add(nn::linear(&root / "out", 32, 1, Default::default()));
         let opt = optim::AdamW::default().build(&vs, 1e-3)?;
-        // A short interval, so that the scale moves.
+        // A short interval, so that the scale changes during the run.
         let config = GradScalerConfig::default().growth_interval(50);
         Ok(Self { vs, net, opt, scaler: config.build(device)?, losses: Vec::new() })
     }
 
-    /// Trains on a batch of random numbers.
+    /// Trains on one batch of random numbers.
     fn step(&mut self) -> Result<()> {
         let xs = Tensor::randn([32, 8], (Kind::Float, self.vs.device()));
         let ys = xs.sum_dim_intlist(1, true, Kind::Float).sin();
@@ -84,10 +84,10 @@ impl Run {
     }
 }
 
-/// The training program: started again, it goes on where it was.
+/// The training program. When it is started again, it resumes from its newest checkpoint.
 fn train(path: &Path) -> Result<()> {
     let folder = CheckpointFolder::new(path)?.keep_last(2);
-    // The network is too small for more.
+    // The network is too small for several threads.
     tch::set_num_threads(1);
     let mut run = Run::new(Device::cuda_if_available())?;
     let start = folder.resume_or_start(|checkpoint| run.restore(checkpoint))?;
@@ -102,13 +102,13 @@ fn train(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Kills a run as soon as it has come so far, and returns the step that is in the newest checkpoint then.
+/// Kills a run once it has saved step `KILLED_AFTER`, and returns the step of its newest checkpoint.
 fn kill(mut child: Child, folder: &CheckpointFolder) -> Result<u64> {
     let newest = || -> Result<u64> { Ok(folder.files()?.last().map_or(0, |file| file.step)) };
     while newest()? < KILLED_AFTER && child.try_wait()?.is_none() {
         std::thread::sleep(Duration::from_millis(1));
     }
-    // SIGKILL on Unix: it has no chance to tidy up.
+    // On Unix this is SIGKILL, so the process cannot clean up.
     child.kill()?;
     ensure!(!child.wait()?.success(), "the run ended before it could be killed");
     newest()
@@ -119,7 +119,7 @@ fn losses(folder: &CheckpointFolder) -> Result<Vec<f64>> {
     Ok(found.map_or(Ok(Vec::new()), |found| found.checkpoint.value("losses"))?)
 }
 
-/// Runs the training program three times, with the arguments that make this program come here again.
+/// Runs the training program three times, as children of this program with `arguments`, and compares the losses.
 ///
 /// # Errors
 ///
@@ -134,19 +134,19 @@ pub fn run(arguments: &[&str]) -> Result<()> {
         Ok(command.args(arguments).env(FOLDER, path).spawn()?)
     };
     let (calm, killed) = (temporary.0.join("left-alone"), temporary.0.join("killed"));
-    ensure!(start(&calm)?.wait()?.success(), "the run that was left alone failed");
+    ensure!(start(&calm)?.wait()?.success(), "the uninterrupted run failed");
 
     let folder = CheckpointFolder::new(&killed)?;
     let at = kill(start(&killed)?, &folder)?;
     println!("killed after the checkpoint of step {at}");
     ensure!((KILLED_AFTER..STEPS).contains(&at), "killed at step {at} of {STEPS}");
-    ensure!(start(&killed)?.wait()?.success(), "the run that went on failed");
+    ensure!(start(&killed)?.wait()?.success(), "the resumed run failed");
 
     let (expected, got) = (losses(&CheckpointFolder::new(&calm)?)?, losses(&folder)?);
-    println!("{:>8} {:>12} {:>12}", "step", "left alone", "killed");
+    println!("{:>8} {:>13} {:>12}", "step", "uninterrupted", "resumed");
     for step in [1, at, at + 1, at + 2, STEPS] {
         let index = step as usize - 1;
-        println!("{step:>8} {:>12.9} {:>12.9}", expected[index], got[index]);
+        println!("{step:>8} {:>13.9} {:>12.9}", expected[index], got[index]);
     }
     ensure!(expected.len() as u64 == STEPS && got == expected, "the losses differ");
     println!("All {STEPS} losses are the same, bit by bit.");
@@ -158,7 +158,7 @@ fn main() -> Result<()> {
     run(&[])
 }
 
-/// A folder that is removed at the end.
+/// A folder that is removed when this is dropped.
 struct Temporary(PathBuf);
 
 impl Drop for Temporary {

@@ -1,9 +1,10 @@
-//! An operation that libtorch lacks, with a derivative of your own: sparsemax, a softmax that gives exact zeros.
+//! A custom autograd function for an operation that libtorch lacks: sparsemax, a softmax whose outputs can be exactly
+//! zero.
 //!
 //! `cargo run --example sparsemax`
 //!
-//! The formulas are those of Martins and Astudillo, "From Softmax to Sparsemax: A Sparse Model of Attention and
-//! Multi-Label Classification" (2016): the projection onto the simplex, and its Jacobian.
+//! Source of the formulas, the projection onto the simplex and its Jacobian: Martins and Astudillo, "From Softmax to
+//! Sparsemax: A Sparse Model of Attention and Multi-Label Classification" (2016).
 
 use anyhow::{Result, ensure};
 use tch::{Device, Kind, Tensor};
@@ -21,7 +22,7 @@ impl Function for Sparsemax {
     fn forward(&self, ctx: &mut ForwardContext, inputs: &[&Tensor]) -> FunctionResult<Tensor> {
         let z = inputs[0];
         let length = z.size().last().copied().ok_or("sparsemax needs a dimension")?;
-        // Sorted, the support is a prefix: as far as 1 + k z_k exceeds the sum of the k largest.
+        // In descending order, the support is the prefix in which 1 + k z_k exceeds the sum of the k largest.
         let (sorted, _) = z.f_sort(-1, true)?;
         let sums = sorted.f_cumsum(-1, z.kind())?;
         let k = Tensor::arange_start(1, length + 1, (z.kind(), z.device()));
@@ -39,14 +40,14 @@ impl Function for Sparsemax {
         grads: &GradOutputs<'_>,
     ) -> FunctionResult<Tensor> {
         let [p] = ctx.saved_tensors()?;
-        // On the support: the gradient less its mean there.
+        // On the support, the gradient minus its mean over the support; zero elsewhere.
         let support = p.gt(0.0).to_kind(p.kind());
         let count = support.sum_dim_intlist(-1, true, p.kind());
         let mean = (&grads[0] * &support).sum_dim_intlist(-1, true, p.kind()) / count;
         Ok((&grads[0] - mean) * support)
     }
 
-    /// Sums of many small terms are not for bf16.
+    /// The cumulative sums need f32.
     fn cast_inputs(&self, _: Device) -> Option<Kind> {
         Some(Kind::Float)
     }
@@ -61,13 +62,13 @@ pub fn main() -> Result<()> {
     let sum = p.sum(Kind::Double).double_value(&[]);
     ensure!((sum - 1.0).abs() < 1e-12, "the outputs sum to one, not to {sum}");
 
-    // Both derivatives against finite differences.
+    // Compare both derivatives with finite differences.
     let batch = Tensor::randn([3, 5], (Kind::Double, Device::Cpu)).set_requires_grad(true);
     gradcheck(|x| Sparsemax.apply(x), &[&batch])?;
     gradgradcheck(|x| Sparsemax.apply(x), &[&batch])?;
     println!("gradcheck and gradgradcheck: ok");
 
-    // Under autocast the input is bf16; the function takes f32, and the gradient comes back through the cast.
+    // Under autocast the input is bf16. The function runs in f32, and the gradient flows back through the cast.
     let w = Tensor::randn([5, 5], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let x = Tensor::randn([3, 5], (Kind::Float, Device::Cpu));
     let p = autocast(Device::Cpu, || Sparsemax.apply(&[x.matmul(&w)]))??;

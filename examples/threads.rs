@@ -1,4 +1,5 @@
-//! Autocast is a state of one thread. A worker enters what its parent captured.
+//! Autocast in worker threads. The autocast state belongs to a thread: a worker enters the state that its parent has
+//! captured.
 //!
 //! `cargo run --example threads`
 
@@ -8,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::Autocast;
 use tch_amp::autocast::AutocastState;
 
-/// The kind in which a matrix product of two f32 matrices comes out here.
+/// Returns the dtype of a matrix product of two f32 matrices on this thread.
 fn matmul_kind(xs: &Tensor) -> Kind {
     xs.matmul(xs).kind()
 }

@@ -1,4 +1,4 @@
-//! A plain tch training loop with mixed precision: the lines that differ are marked `amp`.
+//! A tch training loop with mixed precision. The lines that differ from plain tch are marked `amp`.
 //!
 //! `cargo run --example train`
 

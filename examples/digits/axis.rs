@@ -1,13 +1,13 @@
-//! Axes of the plots: where a value lies, and which values get a tick.
+//! The axes of the plots: the positions of values, and the ticks.
 
-/// How values lie along an axis, and which of them get a tick.
+/// The spacing of values along an axis, which determines the ticks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Spacing {
-    /// Evenly; ticks at 1, 2 or 5 times a power of ten.
+    /// Linear, with ticks at 1, 2 or 5 times a power of ten.
     Linear,
-    /// By their logarithm; ticks at powers of ten.
+    /// Logarithmic, with ticks at powers of ten.
     Log10,
-    /// By their logarithm; ticks at powers of two.
+    /// Logarithmic, with ticks at powers of two.
     Log2,
 }
 
@@ -26,7 +26,7 @@ pub struct Axis {
 pub struct Tick {
     /// The value it marks.
     pub value: f64,
-    /// How the value is written.
+    /// The text of the value.
     pub label: String,
 }
 
@@ -49,7 +49,7 @@ impl Axis {
         Self { label, spacing, min, max }
     }
 
-    /// Where `value` lies, from 0 at the low end to 1 at the high end; outside values go to the nearer end.
+    /// The position of `value`, from 0 at the low end to 1 at the high end. Values outside are moved to the nearer end.
     pub fn position(&self, value: f64) -> f64 {
         let fraction = match self.spacing {
             Spacing::Linear => (value - self.min) / (self.max - self.min),
@@ -73,7 +73,7 @@ impl Spacing {
     }
 }
 
-/// Exponents are rounded where they are whole but for the last bits of the logarithm.
+/// Exponents are rounded if they differ from a whole number only by the rounding of the logarithm.
 fn exponent(base: f64, value: f64) -> f64 {
     let exponent = value.ln() / base.ln();
     if (exponent - exponent.round()).abs() < 1e-9 { exponent.round() } else { exponent }

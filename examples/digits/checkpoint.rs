@@ -1,4 +1,4 @@
-//! Saves a run after every epoch, and goes on from there.
+//! Saves a run after every epoch, and resumes it.
 
 use super::options::Options;
 use super::train::{Precision, Step, Trainer};
@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use tch::Device;
 use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
 
-/// Where a run is saved; nowhere without a folder.
+/// The folder that a run is saved to, if there is one.
 #[derive(Debug)]
 pub struct Saves {
     folder: Option<CheckpointFolder>,
@@ -14,7 +14,7 @@ pub struct Saves {
 }
 
 impl Saves {
-    /// Opens the run's folder, and empties it unless the run is to go on.
+    /// Opens the run's folder, and empties it unless the run is to be resumed.
     pub fn open(options: &Options, precision: Precision) -> Result<Self> {
         let open = |path: &std::path::PathBuf| CheckpointFolder::new(path.join(precision.name()));
         let folder = options.checkpoints.as_ref().map(open).transpose()?;
@@ -28,7 +28,7 @@ impl Saves {
         Ok(Self { folder, seed: options.seed })
     }
 
-    /// Saves all that the next epoch depends on, and what has happened for the report.
+    /// Saves everything that the next epoch depends on, and the steps so far for the report.
     pub fn save<M>(&self, epoch: usize, trainer: &mut Trainer<M>, steps: &[Step]) -> Result<()> {
         let Some(folder) = &self.folder else { return Ok(()) };
         let mut checkpoint = Checkpoint::new();
@@ -43,7 +43,7 @@ impl Saves {
         Ok(())
     }
 
-    /// Restores the newest checkpoint, if there is one, and returns the epochs done and their steps.
+    /// Restores the newest checkpoint, if there is one, and returns the number of finished epochs and their steps.
     pub fn resume<M>(&self, trainer: &mut Trainer<M>) -> Result<(usize, Vec<Step>)> {
         let Some(found) = self.folder.as_ref().map_or(Ok(None), CheckpointFolder::latest)? else {
             return Ok((0, Vec::new()));
@@ -51,7 +51,7 @@ impl Saves {
         let seed: i64 = found.checkpoint.value("seed")?;
         ensure!(
             seed == self.seed,
-            "{} was trained with --seed {seed}: give that seed, or leave out --resume to start anew",
+            "{} was trained with --seed {seed}: use that seed, or start a new run without --resume",
             found.file.path.display()
         );
         found

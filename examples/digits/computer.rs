@@ -1,4 +1,4 @@
-//! What the run ran on: facts for the report, and peak memory where the system tells it.
+//! The computer of a run: facts for the report, and the peak memory if the system reports it.
 
 use super::options::Options;
 use anyhow::Result;
@@ -6,23 +6,23 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use tch::Device;
 
-/// What the report says about the run besides its results.
+/// Facts about the run, for the report.
 #[derive(Clone, Debug)]
 pub struct Facts {
     /// The device, in words.
     pub device: String,
-    /// Threads that libtorch computes with on the CPU.
+    /// The number of CPU threads that libtorch uses.
     pub threads: i32,
-    /// The version of the loaded libtorch, where it can be found out.
+    /// The version of the loaded libtorch, if it is known.
     pub torch: Option<String>,
-    /// As given on the command line.
+    /// The seed of the command line.
     pub seed: i64,
-    /// As given on the command line.
+    /// The value of the command line.
     pub epochs: usize,
 }
 
 impl Facts {
-    /// Looks around.
+    /// Collects the facts.
     pub fn gather(options: &Options) -> Result<Self> {
         let device = match options.device()? {
             Device::Cpu => {
@@ -41,7 +41,7 @@ fn cpu_model() -> Option<String> {
     Some(line.split_once(':')?.1.trim().to_owned())
 }
 
-/// tch has no call for it, but the library lies beside a file that says it.
+/// Reads libtorch's version from a file beside the library, since tch has no call for it.
 fn torch_version() -> Option<String> {
     let root = loaded_libtorch()?.parent()?.parent()?.to_owned();
     let plain = fs::read_to_string(root.join("build-version")).ok();
@@ -60,12 +60,12 @@ fn loaded_libtorch() -> Option<PathBuf> {
     Some(line[line.find('/')?..].into())
 }
 
-/// The largest resident size of the process since `start`: libtorch itself and what earlier runs left included.
+/// The largest resident size of the process since `start`, including libtorch and memory left by earlier runs.
 #[derive(Debug)]
 pub struct PeakMemory(());
 
 impl PeakMemory {
-    /// Resets the high-water mark; `None` where that is not permitted or not the memory that counts.
+    /// Resets the high-water mark; `None` if that is not permitted, or if the run is not on the CPU.
     pub fn start(device: Device) -> Option<Self> {
         let reset = device == Device::Cpu && fs::write("/proc/self/clear_refs", "5").is_ok();
         reset.then_some(Self(()))

@@ -10,8 +10,8 @@ const DARKEST: u8 = 16;
 const BATCH: i64 = 64;
 const HELD_OUT: usize = 360;
 const IMAGES: i64 = 1797;
-/// Prime to the number of images and near its golden section: steps of this size visit every image once and
-/// spread any run of them evenly over the file, that is over its writers and digits.
+/// Coprime to the number of images and near its golden section: steps of this size visit every image once and spread
+/// consecutive images evenly over the file, and so over its writers and digits.
 const STRIDE: i64 = 1111;
 
 /// Images of shape `[n, 1, 8, 8]` with values in `0..=1`, and their digits.
@@ -24,12 +24,12 @@ pub struct Split {
 }
 
 impl Split {
-    /// Full batches in one pass.
+    /// The number of full batches in one pass.
     pub fn batches(&self) -> usize {
         (self.labels.numel() as i64 / BATCH) as usize
     }
 
-    /// One pass in a new random order.
+    /// Returns the batches of one pass, in a new random order.
     pub fn shuffled(&self, device: Device) -> Iter2 {
         let mut batches = Iter2::new(&self.images, &self.labels, BATCH);
         batches.shuffle().to_device(device);
@@ -37,12 +37,12 @@ impl Split {
     }
 }
 
-/// The data set, split once and for all.
+/// The data set, with a fixed split.
 #[derive(Debug)]
 pub struct Digits {
     /// 1,437 images.
     pub train: Split,
-    /// 360 images that training never sees.
+    /// 360 images that are not used in training.
     pub test: Split,
 }
 
@@ -66,7 +66,7 @@ impl Digits {
     }
 }
 
-/// Where the data lies: below `$TCH_AMP_ROOT` in a bundle, else in the repository.
+/// Returns the path of the data: below `$TCH_AMP_ROOT` in a bundle, otherwise in the repository.
 pub fn default_path() -> PathBuf {
     let root = std::env::var_os("TCH_AMP_ROOT")
         .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);

@@ -20,8 +20,8 @@ use train::{Precision, RunResult};
 /// Trains once per precision, from the same initial weights and over the same batches.
 pub fn run(options: &Options, progress: bool) -> Result<Vec<RunResult>> {
     let device = options.device()?;
-    // With one thread the results do not depend on the number of cores, and on a busy machine nothing waits for
-    // a thread that does not get its turn.
+    // With one thread the results do not depend on the number of cores, and on a busy machine no thread has to wait for
+    // another one that is not scheduled.
     tch::set_num_threads(1);
     let digits = data::Digits::load(&data::default_path())?;
     let mut runs = Vec::new();

@@ -11,27 +11,27 @@ Trains on handwritten digits in fp32, bf16 and fp16 and compares the runs.
 Usage: digits [--device cpu|cuda] [--epochs N] [--seed N] [--out FILE]
               [--checkpoints FOLDER] [--resume]
 
-  --device       default: CUDA where it is usable, else the CPU
+  --device       default: CUDA if it is usable, otherwise the CPU
   --epochs       passes over the training images, default 20
   --seed         initial weights and batch order, default 0
   --out          the HTML report, default target/digits-report.html
-  --checkpoints  where every epoch is saved, default target/digits-checkpoints
-  --resume       go on from what is saved there, with the same losses as if it had not stopped";
+  --checkpoints  the folder that every epoch is saved to, default target/digits-checkpoints
+  --resume       resume from that folder, with the same losses as an uninterrupted run";
 
-/// What the demo is asked to do.
+/// The options of the demo.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
-    /// `None`: the best one present.
+    /// `None`: CUDA if it is usable, otherwise the CPU.
     pub device: Option<Device>,
     /// Passes over the training images.
     pub epochs: usize,
-    /// Decides the initial weights and the order of the batches.
+    /// Determines the initial weights and the order of the batches.
     pub seed: i64,
-    /// Where the report goes; `None`: see [`Options::report_path`].
+    /// The path of the report; `None`: see [`Options::report_path`].
     pub out: Option<PathBuf>,
-    /// Where the runs are saved; `None`: nowhere.
+    /// The folder that the runs are saved to; `None`: they are not saved.
     pub checkpoints: Option<PathBuf>,
-    /// Goes on from what is saved there.
+    /// Whether to resume from that folder.
     pub resume: bool,
 }
 
@@ -42,7 +42,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Reads the arguments; `None` when they ask for help.
+    /// Parses the arguments; `None` if they ask for help.
     pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Option<Self>> {
         let checkpoints = Some(below_target("digits-checkpoints"));
         let mut options = Self { checkpoints, ..Self::default() };
@@ -90,13 +90,13 @@ impl Options {
         }
     }
 
-    /// The file of the report: `--out`, else `target/` of a checkout, else the current folder.
+    /// The path of the report: that of `--out`, or a file in `target/` of a checkout, or in the current folder.
     pub fn report_path(&self) -> PathBuf {
         self.out.clone().unwrap_or_else(|| below_target("digits-report.html"))
     }
 }
 
-/// In `target/` of a checkout, else in the current folder.
+/// Returns a path in `target/` of a checkout, otherwise in the current folder.
 fn below_target(name: &str) -> PathBuf {
     let bundled = std::env::var_os("TCH_AMP_ROOT").is_some();
     let folder = if !bundled && Path::new("target").is_dir() { "target" } else { "" };

@@ -1,6 +1,6 @@
-//! Line plots as inline SVG: one axis to the right, one upwards, and a legend above.
+//! Line plots as inline SVG: a horizontal axis, a vertical axis, and a legend above.
 //!
-//! Colours and fonts are the style sheet's: a series carries its name as its CSS class.
+//! The style sheet sets colours and fonts: the name of a series is its CSS class.
 
 use super::axis::{Axis, Tick};
 use std::fmt::Write;
@@ -32,13 +32,13 @@ pub struct Series {
 /// A plot, ready to be drawn.
 #[derive(Clone, Debug)]
 pub struct Plot {
-    /// Read out in place of the picture.
+    /// The text alternative of the plot.
     pub description: &'static str,
-    /// The axis to the right.
+    /// The horizontal axis.
     pub x: Axis,
-    /// The axis upwards.
+    /// The vertical axis.
     pub y: Axis,
-    /// The lines; later ones lie above earlier ones.
+    /// The lines; later ones are drawn over earlier ones.
     pub series: Vec<Series>,
     /// What a cross means, for the legend; empty without crosses.
     pub mark_name: &'static str,
@@ -62,11 +62,11 @@ impl Plot {
         TOP + self.legend().last().map_or(0.0, |(_, row)| row * ROW)
     }
 
-    /// Where each series stands in the legend, and then the crosses: how far to the right, and in which line.
+    /// The places in the legend of each series and then of the crosses: the horizontal position and the line.
     fn legend(&self) -> Vec<(f64, f64)> {
         let (mut x, mut row) = (LEFT + 8.0, 0.0);
         let place = |label: &str| {
-            // A line, gaps, and what a letter of this size takes.
+            // The width of a line, of the gaps, and of the letters.
             let width = 62.0 + 7.0 * label.chars().count() as f64;
             if x + width > WIDTH {
                 (x, row) = (LEFT + 8.0, row + 1.0);

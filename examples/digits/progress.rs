@@ -1,10 +1,10 @@
-//! What the user sees while a run trains.
+//! The progress that is shown during a run.
 
 use super::train::{Precision, Step};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Without a terminal: one line per this many epochs.
+/// Without a terminal, a line is printed after this many epochs.
 const LINE_EPOCHS: usize = 5;
 
 /// The progress of one run: a bar on a terminal, lines in a log, or nothing.
@@ -37,12 +37,12 @@ impl Progress {
         Self::Silent
     }
 
-    /// Called before the first step of a run that goes on after so many epochs.
+    /// Called before the first step of a run that resumes after some epochs.
     pub fn resumed(&self, epoch: usize, steps: usize) {
         match self {
             Self::Bar { bar, .. } => bar.set_position(steps as u64),
             Self::Lines { precision, epochs } if epoch > 0 => {
-                eprintln!("{}  goes on after epoch {epoch}/{epochs}", precision.name());
+                eprintln!("{}  resumes after epoch {epoch}/{epochs}", precision.name());
             }
             Self::Lines { .. } | Self::Silent => {}
         }

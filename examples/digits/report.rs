@@ -1,4 +1,4 @@
-//! The report: one HTML file that needs nothing else.
+//! The report: one self-contained HTML file.
 
 use super::axis::{Axis, Spacing};
 use super::computer::Facts;
@@ -39,7 +39,7 @@ fn table(table: &Table) -> String {
     format!("<table><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>")
 }
 
-/// The loss of every step and its moving average, one series per run.
+/// The loss of every step and its moving average, with one series for each run.
 pub fn loss_plot(results: &[RunResult]) -> Plot {
     let series: Vec<Series> = results.iter().map(loss_series).collect();
     let drawn = || series.iter().flat_map(|series| series.raw.iter().chain(&series.curve));
@@ -65,7 +65,7 @@ fn loss_series(run: &RunResult) -> Series {
     }
 }
 
-/// The scale over time, one series per run with a scaler; crosses mark the skipped steps.
+/// The scale over time, with one series for each run that has a scaler. Crosses mark the skipped steps.
 pub fn scale_plot(results: &[RunResult]) -> Plot {
     let series: Vec<Series> = results.iter().filter_map(scale_series).collect();
     let drawn = || series.iter().flat_map(|series| &series.curve);

@@ -3,7 +3,7 @@
 use super::train::{Precision, RunResult};
 use std::fmt;
 
-/// Medians closer than this ratio are not called different.
+/// Medians within this ratio of each other are not reported as different.
 const SAME_SPEED: f64 = 1.1;
 
 const HEADER: [&str; 7] = [
@@ -16,7 +16,7 @@ const HEADER: [&str; 7] = [
     "final scale",
 ];
 
-/// One row per run; `-` where there is nothing to tell.
+/// One row for each run, with `-` where a value does not apply.
 #[derive(Clone, Debug)]
 pub struct Table {
     /// The titles of the columns.
@@ -26,7 +26,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// Lays the results out.
+    /// Creates the table of the results.
     pub fn new(results: &[RunResult]) -> Self {
         Self { header: HEADER, rows: results.iter().map(row).collect() }
     }
@@ -68,7 +68,7 @@ fn line(f: &mut fmt::Formatter<'_>, cells: &[String; 7], widths: &[usize; 7]) ->
     writeln!(f)
 }
 
-/// One sentence that compares the runs with fp32: only what was measured.
+/// One sentence that compares the measurements of the runs with those of fp32.
 pub fn verdict(results: &[RunResult]) -> String {
     let (base, others): (Vec<_>, Vec<_>) =
         results.iter().partition(|run| run.precision == Precision::Fp32);
@@ -81,8 +81,8 @@ pub fn verdict(results: &[RunResult]) -> String {
         compare(&others, |run| speed(run, base)),
     );
     if others.iter().all(|run| speedup(run, base) <= 1.0) {
-        sentence += ": this network is small; autocast pays off on bigger layers, \
-                     on hardware that is fast in the narrower type";
+        sentence += ": this network is small; autocast pays off with bigger layers, \
+                     on hardware that is fast in half precision";
     }
     sentence + "."
 }
@@ -117,8 +117,8 @@ fn speed(run: &RunResult, base: &RunResult) -> String {
     }
 }
 
-/// The ratio of the median step times, or exactly 1 unless the middle halves of the times lie apart:
-/// other work on the machine shifts a median as easily as the precision does.
+/// The ratio of the median step times, or exactly 1 if the middle halves of the times overlap, because other work on
+/// the machine shifts a median as easily as the precision does.
 fn speedup(run: &RunResult, base: &RunResult) -> f64 {
     let ratio = base.step_ms(0.5) / run.step_ms(0.5);
     let faster = ratio >= SAME_SPEED && base.step_ms(0.25) > run.step_ms(0.75);

@@ -1,4 +1,4 @@
-//! Training in one precision. The three precisions share every line of the loop.
+//! Training in one precision. All three precisions use the same loop.
 
 use super::checkpoint::Saves;
 use super::data::{Digits, Split};
@@ -16,22 +16,22 @@ use tch_amp::{Autocast, GradScaler};
 
 const LEARNING_RATE: f64 = 3e-3;
 
-/// Clean steps before the scale doubles. PyTorch's 2000 would leave it where it starts in a run this short.
+/// Steps without overflow before the scale doubles. With PyTorch's 2000 it would not change in a run this short.
 pub const GROWTH_INTERVAL: i64 = 20;
 
-/// The type that the layers compute in.
+/// The dtype that the layers compute in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
     /// Plain f32, without autocast.
     Fp32,
-    /// bf16 autocast; its range is that of f32, so it needs no scaler.
+    /// bf16 autocast. bf16 has f32's exponent range and needs no scaler.
     Bf16,
     /// fp16 autocast with a gradient scaler.
     Fp16,
 }
 
 impl Precision {
-    /// In the order of the runs.
+    /// All precisions, in the order of the runs.
     pub const ALL: [Self; 3] = [Self::Fp32, Self::Bf16, Self::Fp16];
 
     /// The name in tables, plots and style sheets.
@@ -43,7 +43,7 @@ impl Precision {
         }
     }
 
-    /// The region in which the forward pass runs.
+    /// The region that the forward pass runs in.
     fn autocast(self, device: Device) -> Autocast {
         match self {
             Self::Fp32 => Autocast::new(device).enabled(false),
@@ -52,7 +52,7 @@ impl Precision {
         }
     }
 
-    /// A disabled scaler passes everything through, so the loop needs no `if`.
+    /// The scaler. A disabled one leaves losses and gradients unchanged, so the loop needs no `if`.
     fn scaler(self, device: Device) -> tch_amp::Result<GradScaler> {
         match self {
             Self::Fp32 | Self::Bf16 => Ok(GradScaler::disabled()),
@@ -70,7 +70,7 @@ pub struct Step {
     pub loss: f64,
     /// The scale that this iteration used; `None` without a scaler.
     pub scale: Option<f64>,
-    /// The gradients overflowed, so the weights stayed as they were.
+    /// Whether the step was skipped because the gradients overflowed.
     pub skipped: bool,
     /// Wall time.
     pub seconds: f64,
@@ -79,22 +79,22 @@ pub struct Step {
 /// One finished run.
 #[derive(Clone, Debug)]
 pub struct RunResult {
-    /// What it computed in.
+    /// The precision of the run.
     pub precision: Precision,
     /// Every iteration, in order.
     pub steps: Vec<Step>,
     /// Mean loss of the last epoch.
     pub final_loss: f64,
-    /// Per cent of the held-out images.
+    /// The accuracy on the held-out images, in per cent.
     pub accuracy: f64,
-    /// Bytes of the whole process at its largest during the run, where the system tells.
+    /// The peak memory of the process during the run, in bytes, if the system reports it.
     pub peak_memory: Option<u64>,
     /// The scale after the last iteration; `None` without a scaler.
     pub final_scale: Option<f64>,
 }
 
 impl RunResult {
-    /// Iterations that the scaler skipped.
+    /// The number of iterations that the scaler skipped.
     pub fn skipped(&self) -> usize {
         self.steps.iter().filter(|step| step.skipped).count()
     }
@@ -113,10 +113,10 @@ pub struct Trainer<M> {
     /// The weights.
     pub vs: VarStore,
     net: M,
-    /// Fused: it does not wait for the scaler's check.
+    /// A fused optimizer, which the scaler steps without synchronizing.
     pub optimizer: Optimizer,
     autocast: Autocast,
-    /// Disabled unless it is fp16.
+    /// Disabled unless the precision is fp16.
     pub scaler: GradScaler,
 }
 
@@ -133,7 +133,7 @@ impl<M: Module> Trainer<M> {
         let outcome = self.scaler.step(&mut self.optimizer)?;
         self.scaler.update()?;
 
-        // The demo records every step. Reading these waits for the device: a loop in a hurry reads them rarely.
+        // The demo records every step. Reading these numbers synchronizes, so a fast loop should do it rarely.
         let (loss, skipped) = (loss.double_value(&[]), outcome.is_skipped()?);
         Ok(Step { loss, scale, skipped, seconds: started.elapsed().as_secs_f64() })
     }
@@ -142,7 +142,7 @@ impl<M: Module> Trainer<M> {
         self.scaler.is_enabled().then(|| self.scaler.get_scale()).transpose()
     }
 
-    /// Per cent of the images that the network names rightly, in the precision it was trained in.
+    /// The share of images that are classified correctly, in per cent, computed in the precision of the training.
     fn accuracy(&self, split: &Split, device: Device) -> Result<f64> {
         let (images, labels) = (split.images.to_device(device), split.labels.to_device(device));
         let logits = tch::no_grad(|| self.autocast.run(|| self.net.forward(&images)))?;
@@ -150,7 +150,7 @@ impl<M: Module> Trainer<M> {
     }
 }
 
-/// Trains once. The seed alone decides the initial weights and the batches, whatever the precision.
+/// Trains once. The initial weights and the batches depend on the seed only, not on the precision.
 pub fn train(
     precision: Precision,
     digits: &Digits,
