@@ -1,27 +1,50 @@
-//! The digits demo, run short: it learns in every precision, and its report is well formed.
+//! The demo, run short: it learns in every precision, and its report is well formed.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
 #[path = "../examples/digits/mod.rs"]
 mod digits;
+#[path = "../examples/gpt/mod.rs"]
+mod gpt;
 
 use common::files::Folder;
 use digits::computer::Facts;
 use digits::options::Options;
 use digits::train::{GROWTH_INTERVAL, Precision, RunResult};
 use digits::{report, table};
+use gpt::data::Text;
+use gpt::train::{Options as GptOptions, Run};
 use std::path::PathBuf;
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Mutex};
 use tch::Device;
 
-static RUNS: LazyLock<Vec<RunResult>> = LazyLock::new(|| digits::run(&options(), false).unwrap());
+/// Held while random numbers are drawn, which are the process's.
+static RANDOM: Mutex<()> = Mutex::new(());
+
+static RUNS: LazyLock<Vec<RunResult>> = LazyLock::new(|| {
+    let _random = RANDOM.lock().unwrap();
+    digits::run(&options(), false).unwrap()
+});
+
+/// A text that repeats, so that a few steps learn something.
+static GPT: LazyLock<Vec<Run>> = LazyLock::new(|| {
+    let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
+    let text =
+        Text::new(line.repeat(200).as_bytes(), "one line <&> again and again".into()).unwrap();
+    let run = |precision| {
+        let options = GptOptions { precision, steps: 12, seed: 0, sample: 20 };
+        gpt::run(options, &text, Device::Cpu, false).unwrap()
+    };
+    let _random = RANDOM.lock().unwrap();
+    [gpt::Precision::Fp32, gpt::Precision::Bf16].map(run).into()
+});
 
 fn options() -> Options {
     Options { device: Some(Device::Cpu), epochs: 4, ..Options::default() }
 }
 
 fn html() -> String {
-    report::html(&RUNS, &Facts::gather(&options()).unwrap())
+    report::html(&RUNS, &Facts::gather(&options()).unwrap(), &GPT)
 }
 
 #[test]
@@ -39,8 +62,8 @@ fn every_run_learns() {
 
 #[test]
 fn a_run_that_goes_on_has_the_same_losses() {
-    // First: the random numbers are the process's.
     LazyLock::force(&RUNS);
+    let _random = RANDOM.lock().unwrap();
     let folder = Folder::new();
     let checkpoints = Some(folder.0.clone());
     let part = Options { epochs: 2, checkpoints, ..options() };
@@ -61,6 +84,38 @@ fn a_run_that_goes_on_has_the_same_losses() {
     }
     let anew = Options { resume: false, epochs: 1, ..rest };
     assert_eq!(digits::run(&anew, false).unwrap()[0].steps.len(), 22);
+}
+
+#[test]
+fn the_gpt_learns_the_same_in_both_precisions() {
+    let [fp32, bf16] = GPT.as_slice() else { panic!("two runs") };
+    assert_eq!((fp32.losses.len(), fp32.seconds.len(), fp32.sample.len() >= 31), (12, 10, true));
+    assert!((5.0..6.5).contains(&fp32.losses[0]), "bytes are guessed at first: {}", fp32.losses[0]);
+    for run in [fp32, bf16] {
+        assert!(run.losses[11] < run.losses[0] - 1.0, "{:?}", run.losses);
+    }
+    // Two units in the last place of bf16.
+    let error = bf16.losses[0] / fp32.losses[0] - 1.0;
+    assert!(error.abs() < 2.0 / 256.0, "{:?} and {:?}", fp32.losses, bf16.losses);
+    assert_ne!(fp32.losses, bf16.losses, "autocast computes in another dtype");
+    let verdict = gpt::report::verdict(fp32, bf16);
+    assert!(verdict.starts_with("bf16 is ") && verdict.contains("the loss is the same within"));
+    let rows = gpt::report::table(&GPT);
+    assert_eq!(rows.lines().map(|row| &row[..4]).collect::<Vec<_>>(), ["run ", "fp32", "bf16"]);
+    assert!(html().contains(&verdict) && html().contains("one line &lt;&amp;&gt; again"));
+}
+
+#[test]
+fn the_gpt_reads_the_sources_that_cargo_has() {
+    let text = Text::load().unwrap();
+    let _random = RANDOM.lock().unwrap();
+    let (tokens, targets) = text.batch(4, 64, Device::Cpu);
+    assert_eq!((tokens.size(), targets.size()), (vec![4, 64], vec![4, 64]));
+    // The targets are the same text, one byte on.
+    let moved =
+        |t: &tch::Tensor, from: i64| Vec::<i64>::try_from(t.narrow(1, from, 63).reshape([-1]));
+    assert_eq!(moved(&tokens, 1).unwrap(), moved(&targets, 0).unwrap());
+    assert!(text.origin.contains("Rust sources of t"), "{}", text.origin);
 }
 
 #[test]
@@ -145,6 +200,9 @@ fn the_report_closes_every_tag_and_fills_every_gap() {
     let open = unclosed_tags(&html);
     assert!(open.is_empty(), "{open:?}");
     let (_, body) = html.split_once("</style>").unwrap();
+    // What the model writes may be anything.
+    let (before, sample) = body.split_once("<pre>").unwrap();
+    let body = before.to_owned() + sample.split_once("</pre>").unwrap().1;
     assert!(!body.contains(['{', '}']) && !body.contains("NaN") && !body.contains("inf"));
     assert!(body.contains(&table::verdict(&RUNS)));
 }
@@ -183,5 +241,5 @@ fn unclosed_tags(html: &str) -> Vec<&str> {
 fn the_report_goes_where_it_is_told() {
     let options = Options { out: Some("elsewhere.html".into()), ..options() };
     assert_eq!(options.report_path(), PathBuf::from("elsewhere.html"));
-    assert!(Options::default().report_path().ends_with("digits-report.html"));
+    assert!(Options::default().report_path().ends_with("demo-report.html"));
 }

@@ -1,4 +1,4 @@
-//! The digits demo as a module, so that `main.rs` and `tests/demo.rs` run the same code.
+//! A small convolutional network on real handwritten digits. `examples/demo` and `tests/demo.rs` run it.
 
 pub mod axis;
 pub mod checkpoint;

@@ -6,16 +6,18 @@ use tch::{Cuda, Device};
 
 /// What `--help` prints.
 pub const USAGE: &str = "\
-Trains on handwritten digits in fp32, bf16 and fp16 and compares the runs.
+Trains a small GPT in fp32 and bf16, and a network for handwritten digits in
+fp32, bf16 and fp16, and compares the runs.
 
-Usage: digits [--device cpu|cuda] [--epochs N] [--seed N] [--out FILE]
-              [--checkpoints FOLDER] [--resume]
+Usage: demo [--gpt-steps N] [--device cpu|cuda] [--epochs N] [--seed N]
+            [--out FILE] [--checkpoints FOLDER] [--resume]
 
+  --gpt-steps    steps of the GPT, default 200; 0 leaves it out
   --device       default: CUDA if it is usable, otherwise the CPU
-  --epochs       passes over the training images, default 20
+  --epochs       passes over the digits, default 20
   --seed         initial weights and batch order, default 0
-  --out          the HTML report, default target/digits-report.html
-  --checkpoints  the folder that every epoch is saved to, default target/digits-checkpoints
+  --out          the HTML report, default target/demo-report.html
+  --checkpoints  the folder for every epoch of the digits, default target/digits-checkpoints
   --resume       resume from that folder, with the same losses as an uninterrupted run";
 
 /// The options of the demo.
@@ -92,7 +94,7 @@ impl Options {
 
     /// The path of the report: that of `--out`, or a file in `target/` of a checkout, or in the current folder.
     pub fn report_path(&self) -> PathBuf {
-        self.out.clone().unwrap_or_else(|| below_target("digits-report.html"))
+        self.out.clone().unwrap_or_else(|| below_target("demo-report.html"))
     }
 }
 

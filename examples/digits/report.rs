@@ -5,15 +5,19 @@ use super::computer::Facts;
 use super::plot::{Plot, Series, smooth};
 use super::table::{Table, verdict};
 use super::train::{GROWTH_INTERVAL, RunResult};
+use crate::gpt::report as gpt_report;
+use crate::gpt::train::Run;
 
 const SMOOTHING: f64 = 0.9;
 
-/// The whole page.
-pub fn html(results: &[RunResult], facts: &Facts) -> String {
+/// The whole page, with the runs of the GPT first, if there are any.
+pub fn html(results: &[RunResult], facts: &Facts, gpt: &[Run]) -> String {
     let steps = results.iter().map(|run| run.steps.len()).max().unwrap_or(0);
     format!(
         include_str!("report.html"),
         style = include_str!("report.css"),
+        lead = lead(gpt),
+        gpt = if gpt.is_empty() { String::new() } else { gpt_report::html(gpt) },
         verdict = escape(&verdict(results)),
         table = table(&Table::new(results)),
         loss = loss_plot(results).svg(),
@@ -26,6 +30,16 @@ pub fn html(results: &[RunResult], facts: &Facts) -> String {
         seed = facts.seed,
         epochs = facts.epochs,
     )
+}
+
+/// What bf16 gains, in one sentence.
+fn lead(gpt: &[Run]) -> String {
+    match gpt {
+        [fp32, bf16] => {
+            format!("<p><strong>{}</strong></p>", escape(&gpt_report::verdict(fp32, bf16)))
+        }
+        _ => String::new(),
+    }
 }
 
 fn table(table: &Table) -> String {

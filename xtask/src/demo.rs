@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: trains on handwritten digits.
+//! `cargo xtask demo`: trains a small GPT and a network for handwritten digits, and compares precisions.
 
 use anyhow::Result;
 
@@ -9,6 +9,6 @@ use crate::workspace::Workspace;
 /// `cargo xtask demo`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let workspace = Workspace::announced(args.tch()?)?;
-    let mut digits = workspace.cargo("run");
-    process::run(digits.args(["--example", "digits", "--"]).args(args.rest()))
+    let mut demo = workspace.cargo("run");
+    process::run(demo.args(["--example", "demo", "--"]).args(args.rest()))
 }

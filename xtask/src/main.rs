@@ -41,7 +41,8 @@ mod workspace;
 const USAGE: &str = "\
 usage: cargo xtask <command>
 
-  demo [--tch V] [args...]           trains on handwritten digits with and without mixed precision
+  demo [--tch V] [args...]           trains a small GPT and on handwritten digits with and without mixed
+                                     precision
   test [--tch V | --all-versions]    format, lints, documentation, package, minimum Rust version, then every
                                      test on the CPU and on simulated GPUs
   simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them

@@ -1,0 +1,102 @@
+//! Mixed precision on this computer: a small GPT in fp32 and bf16, and a network for handwritten digits in fp32, bf16 and
+//! fp16. It prints what bf16 gains and writes a report.
+//!
+//! ```text
+//! cargo run --example demo -- --gpt-steps 200 --device cpu --epochs 20 --seed 0 --out report.html
+//! ```
+//!
+//! Read `digits/train.rs` and `gpt/train.rs` first: they hold the training steps. Everything else is data, tables and
+//! plots.
+
+#[path = "../digits/mod.rs"]
+mod digits;
+#[path = "../gpt/mod.rs"]
+mod gpt;
+mod process;
+
+use anyhow::{Context, Result};
+use digits::computer::Facts;
+use digits::options::{Options, USAGE};
+use digits::{report, table};
+use gpt::Precision;
+use gpt::train::{Options as GptOptions, Run};
+use tch::{Device, Kind};
+use tch_amp::precision::Precision as Speeds;
+
+/// How many steps bf16 takes where it is slow: enough to tell how slow.
+const FEW: usize = 5;
+
+/// How many bytes the GPT writes.
+const SAMPLE: usize = 300;
+
+fn main() -> Result<()> {
+    let mut args: Vec<String> = std::env::args().skip(1).collect();
+    if args.first().is_some_and(|arg| arg == process::ARGUMENT) {
+        return gpt_run(&args[1..]);
+    }
+    let steps = take_steps(&mut args)?;
+    let Some(options) = Options::parse(args)? else {
+        println!("{USAGE}");
+        return Ok(());
+    };
+    let device = options.device()?;
+    let runs = if steps > 0 { compare(steps, device, options.seed)? } else { Vec::new() };
+    if let [fp32, bf16] = runs.as_slice() {
+        println!("\n{}\n{}\n", gpt::report::table(&runs), gpt::report::verdict(fp32, bf16));
+    }
+
+    let results = digits::run(&options, true)?;
+    println!("{}", table::Table::new(&results));
+    println!("{}", table::verdict(&results));
+
+    let html = report::html(&results, &Facts::gather(&options)?, &runs);
+    let path = options.report_path();
+    std::fs::write(&path, html).with_context(|| format!("cannot write {}", path.display()))?;
+    println!("Report: {}", path.display());
+    Ok(())
+}
+
+/// Removes `--gpt-steps N` from the arguments.
+fn take_steps(args: &mut Vec<String>) -> Result<usize> {
+    let Some(place) = args.iter().position(|arg| arg == "--gpt-steps") else {
+        return Ok(200);
+    };
+    let value = args.get(place + 1).context("--gpt-steps needs a value")?;
+    let steps = value.parse().with_context(|| format!("--gpt-steps {value}"))?;
+    args.drain(place..=place + 1);
+    Ok(steps)
+}
+
+/// Trains in fp32 and in bf16, each in a process of its own. Where bf16 is slow, that is said before, and it takes a few
+/// steps only.
+fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
+    let speeds = Speeds::measure(device)?;
+    println!("{speeds}");
+    let wide = speeds.speeds().iter().find(|speed| speed.size == gpt::train::SIZE.width);
+    let is_slow = wide.is_some_and(|speed| speed.bf16.is_none_or(|bf16| bf16 < speed.f32));
+    if is_slow {
+        println!("{:?} is slow here, so the GPT takes {FEW} steps only in it.", Kind::BFloat16);
+    }
+    let run =
+        |precision, steps, sample| process::run(GptOptions { precision, steps, seed, sample });
+    let (bf16_steps, fp32_sample) = if is_slow { (FEW, SAMPLE) } else { (steps, 0) };
+    let fp32 = run(Precision::Fp32, steps, fp32_sample)?;
+    Ok(vec![fp32, run(Precision::Bf16, bf16_steps, SAMPLE - fp32_sample)?])
+}
+
+/// One run in this process: prints it as JSON.
+fn gpt_run(args: &[String]) -> Result<()> {
+    let [precision, steps, seed, sample] = args else {
+        anyhow::bail!("{} takes a precision, steps, a seed and a sample", process::ARGUMENT);
+    };
+    let known = [Precision::Fp32, Precision::Bf16];
+    let precision = known.into_iter().find(|known| known.name() == precision);
+    let precision = precision.context("the precision is fp32 or bf16")?;
+    let (steps, seed, sample) = (steps.parse()?, seed.parse()?, sample.parse()?);
+    let options = GptOptions { precision, steps, seed, sample };
+    let device = Options::default().device()?;
+    let text = gpt::data::Text::load()?;
+    let run = gpt::run(options, &text, device, true)?;
+    println!("{}", serde_json::to_string(&run)?);
+    Ok(())
+}

@@ -1,0 +1,29 @@
+//! A run in a process of its own, so that its peak memory is its own, too.
+
+use crate::gpt::train::{Options, Run};
+use anyhow::{Context, Result, ensure};
+use std::env;
+use std::process::{Command, Stdio};
+
+/// The argument that makes this program such a process: the precision, the steps, the seed and the sample follow.
+pub const ARGUMENT: &str = "--gpt-run";
+
+/// Trains in another process of this program, whose progress is shown.
+pub fn run(options: Options) -> Result<Run> {
+    let Options { precision, steps, seed, sample } = options;
+    let program = env::current_exe().context("this program does not know where it is")?;
+    let child = Command::new(program)
+        .args([
+            ARGUMENT,
+            precision.name(),
+            &steps.to_string(),
+            &seed.to_string(),
+            &sample.to_string(),
+        ])
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cannot start another process of this program")?;
+    ensure!(child.status.success(), "the {} run failed ({})", precision.name(), child.status);
+    serde_json::from_slice(&child.stdout).context("the other process printed no run")
+}

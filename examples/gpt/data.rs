@@ -1,0 +1,90 @@
+//! The text: the Rust sources of tch and torch-sys, which cargo has wherever this example builds.
+
+use anyhow::{Context, Result, ensure};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+use tch::{Device, Kind, Tensor};
+
+/// A text as bytes.
+#[derive(Debug)]
+pub struct Text {
+    bytes: Tensor,
+    /// Where it is from, in words.
+    pub origin: String,
+}
+
+impl Text {
+    /// Reads every Rust file of tch and torch-sys in cargo's registry, or, where cargo cannot be asked, of this crate.
+    pub fn load() -> Result<Self> {
+        let (folders, origin) = match registry() {
+            Some(folders) => (folders, "the Rust sources of tch and torch-sys"),
+            None => (vec![own_sources()], "the Rust sources of tch-amp"),
+        };
+        let mut files = Vec::new();
+        folders.iter().try_for_each(|folder| collect(folder, &mut files))?;
+        files.sort();
+        let mut bytes = Vec::new();
+        for file in &files {
+            bytes
+                .extend(fs::read(file).with_context(|| format!("cannot read {}", file.display()))?);
+        }
+        let size = format!("{:.1} MB", bytes.len() as f64 / 1e6);
+        Self::new(&bytes, format!("{origin}, {size} in {} files", files.len()))
+    }
+
+    /// Takes a text.
+    pub fn new(bytes: &[u8], origin: String) -> Result<Self> {
+        ensure!(bytes.len() > 1000, "the text is too short: {} bytes", bytes.len());
+        Ok(Self { bytes: Tensor::from_slice(bytes), origin })
+    }
+
+    /// Random excerpts of `length` bytes, one for each row, and what follows each of their bytes. The random numbers are
+    /// libtorch's on the CPU.
+    pub fn batch(&self, rows: i64, length: i64, device: Device) -> (Tensor, Tensor) {
+        let last = self.bytes.size()[0] - length;
+        let starts = Tensor::randint(last, [rows, 1], (Kind::Int64, Device::Cpu));
+        let places = starts + Tensor::arange(length + 1, (Kind::Int64, Device::Cpu));
+        let excerpts = self.bytes.index_select(0, &places.view([-1])).view([rows, length + 1]);
+        let excerpts = excerpts.to_kind(Kind::Int64).to_device(device);
+        (excerpts.narrow(1, 0, length), excerpts.narrow(1, 1, length))
+    }
+}
+
+/// The folders of tch and torch-sys, as cargo knows them.
+fn registry() -> Option<Vec<PathBuf>> {
+    let cargo = env::var_os("CARGO")?;
+    let output = Command::new(cargo)
+        .args(["metadata", "--format-version", "1", "--offline"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .ok()?;
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
+    let packages = metadata["packages"].as_array()?.iter();
+    let ours = packages.filter(|p| p["name"] == "tch" || p["name"] == "torch-sys");
+    let folder = |package: &serde_json::Value| {
+        Some(Path::new(package["manifest_path"].as_str()?).parent()?.join("src"))
+    };
+    let folders: Option<Vec<_>> = ours.map(folder).collect();
+    folders.filter(|folders| folders.len() == 2)
+}
+
+fn own_sources() -> PathBuf {
+    let root = env::var_os("TCH_AMP_ROOT")
+        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
+    root.join("src")
+}
+
+fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
+    let entries =
+        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    for entry in entries {
+        let path = entry?.path();
+        if path.is_dir() {
+            collect(&path, files)?;
+        } else if path.extension().is_some_and(|end| end == "rs") {
+            files.push(path);
+        }
+    }
+    Ok(())
+}

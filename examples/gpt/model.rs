@@ -1,0 +1,117 @@
+//! The model: a stack of transformer blocks over bytes.
+
+use tch::nn::{self, Module, Path};
+use tch::{Device, Kind, Tensor};
+
+/// The number of different bytes.
+pub const VOCABULARY: i64 = 256;
+
+/// The size of a model.
+#[derive(Clone, Copy, Debug)]
+pub struct Size {
+    pub width: i64,
+    pub layers: i64,
+    pub heads: i64,
+    /// The largest number of bytes that it looks at.
+    pub length: i64,
+}
+
+/// A decoder-only transformer.
+#[derive(Debug)]
+pub struct Gpt {
+    embedding: nn::Embedding,
+    places: nn::Embedding,
+    blocks: Vec<Block>,
+    norm: nn::LayerNorm,
+    head: nn::Linear,
+}
+
+impl Gpt {
+    /// Makes the model with variables under `path`.
+    pub fn new(path: &Path<'_>, size: Size) -> Self {
+        let Size { width, layers, heads, length } = size;
+        let small = nn::EmbeddingConfig {
+            ws_init: nn::Init::Randn { mean: 0.0, stdev: 0.02 },
+            ..Default::default()
+        };
+        let blocks = (0..layers).map(|i| Block::new(&(path / "blocks" / i), width, heads));
+        Self {
+            embedding: nn::embedding(path / "embedding", VOCABULARY, width, small),
+            places: nn::embedding(path / "places", length, width, small),
+            blocks: blocks.collect(),
+            norm: nn::layer_norm(path / "norm", vec![width], Default::default()),
+            head: nn::linear(path / "head", width, VOCABULARY, Default::default()),
+        }
+    }
+
+    /// The mean loss of predicting `targets` from `tokens`, in nats per byte.
+    pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Tensor {
+        let logits = self.forward(tokens).to_kind(Kind::Float);
+        logits.view([-1, VOCABULARY]).cross_entropy_for_logits(&targets.reshape([-1]))
+    }
+
+    /// Continues a text by `count` bytes, drawn at a temperature of 0.7.
+    pub fn write(&self, prompt: &str, count: usize, size: Size, device: Device) -> String {
+        let mut bytes: Vec<i64> = prompt.bytes().map(i64::from).collect();
+        for _ in 0..count {
+            let from = bytes.len().saturating_sub(size.length as usize);
+            let tokens = Tensor::from_slice(&bytes[from..]).unsqueeze(0).to_device(device);
+            let logits = self.forward(&tokens).to_kind(Kind::Float).select(1, -1) / 0.7;
+            let byte = logits.softmax(-1, Kind::Float).multinomial(1, false).int64_value(&[0, 0]);
+            bytes.push(byte);
+        }
+        let bytes: Vec<u8> = bytes.into_iter().map(|byte| byte as u8).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+impl Module for Gpt {
+    fn forward(&self, tokens: &Tensor) -> Tensor {
+        let places = Tensor::arange(tokens.size()[1], (Kind::Int64, tokens.device()));
+        let xs = self.embedding.forward(tokens) + self.places.forward(&places);
+        let xs = self.blocks.iter().fold(xs, |xs, block| block.forward(&xs));
+        self.head.forward(&self.norm.forward(&xs))
+    }
+}
+
+/// Attention and a feed-forward network, each after a layer norm.
+#[derive(Debug)]
+struct Block {
+    norm1: nn::LayerNorm,
+    norm2: nn::LayerNorm,
+    qkv: nn::Linear,
+    out: nn::Linear,
+    up: nn::Linear,
+    down: nn::Linear,
+    heads: i64,
+}
+
+impl Block {
+    fn new(path: &Path<'_>, width: i64, heads: i64) -> Self {
+        let linear = |name: &str, from, to| nn::linear(path / name, from, to, Default::default());
+        let norm = |name: &str| nn::layer_norm(path / name, vec![width], Default::default());
+        Self {
+            norm1: norm("norm1"),
+            norm2: norm("norm2"),
+            qkv: linear("qkv", width, 3 * width),
+            out: linear("out", width, width),
+            up: linear("up", width, 4 * width),
+            down: linear("down", 4 * width, width),
+            heads,
+        }
+    }
+
+    fn attention(&self, xs: &Tensor) -> Tensor {
+        let [rows, length, width] = <[i64; 3]>::try_from(xs.size()).unwrap_or_default();
+        let qkv = self.qkv.forward(xs).view([rows, length, 3, self.heads, width / self.heads]);
+        let qkv = qkv.permute([2, 0, 3, 1, 4]);
+        let (q, k, v, mask) = (qkv.get(0), qkv.get(1), qkv.get(2), None::<Tensor>);
+        let ys = Tensor::scaled_dot_product_attention(&q, &k, &v, mask, 0.0, true, None, false);
+        self.out.forward(&ys.transpose(1, 2).reshape([rows, length, width]))
+    }
+
+    fn forward(&self, xs: &Tensor) -> Tensor {
+        let xs = xs + self.attention(&self.norm1.forward(xs));
+        &xs + self.down.forward(&self.up.forward(&self.norm2.forward(&xs)).gelu("none"))
+    }
+}
