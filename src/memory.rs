@@ -9,10 +9,11 @@ use crate::ffi;
 /// Getting them back costs page faults. Call this at the start of `main` in a program that trains on a CPU: threads that
 /// have allocated memory before keep heaps of their own, to which it does not apply.
 ///
-/// It applies to the whole process and cannot be undone. Resident memory then stays at its peak: what is freed is used
-/// again by this process, but not by others. It sets `M_TRIM_THRESHOLD`, `M_MMAP_MAX`, `M_TOP_PAD` and
-/// `M_ARENA_MAX` of glibc's `mallopt`, and does nothing with other C libraries or allocators, nor for the memory of GPUs, which libtorch keeps by
-/// itself. The environment variables `MALLOC_TRIM_THRESHOLD_=-1` and `MALLOC_MMAP_MAX_=0` do the same for any program.
+/// It applies to the whole process and cannot be undone. Resident memory then stays at its peak, or some blocks above
+/// it: what is freed is used again by this process, but not by others. It sets `M_TRIM_THRESHOLD`, `M_MMAP_MAX`,
+/// `M_TOP_PAD` and `M_ARENA_MAX` of glibc's `mallopt`, and does nothing with other C libraries or allocators, nor for
+/// the memory of GPUs, which libtorch keeps by itself. The environment variables `MALLOC_TRIM_THRESHOLD_=-1`,
+/// `MALLOC_MMAP_MAX_=0` and `MALLOC_ARENA_MAX=1` do the same for any program.
 ///
 /// ```
 /// if !tch_amp::memory::keep_freed_memory() {
