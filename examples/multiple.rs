@@ -34,7 +34,7 @@ pub fn main() -> anyhow::Result<()> {
             [loss(&net_a, &xs), loss(&net_b, xs_b)]
         })?;
 
-        // One backward for both losses: tch frees the graph after it, which losses may share.
+        // One backward pass for both losses, which may share a part of the graph.
         let scaled = scaler.scale_all(&losses)?;
         (&scaled[0] + &scaled[1]).f_backward()?;
 

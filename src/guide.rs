@@ -1,6 +1,6 @@
 //! The guide: how to train in mixed precision, which results to expect, and how to resolve errors.
 //!
-//! The pages are those of the folder `docs/` in the repository. Their code is compiled and run as tests.
+//! The pages are those of the folder `docs/` in the repository. Their code is compiled as tests, and most of it is run.
 
 // guide/links.md defines the links of all pages and of the README. It is included first, so that its definitions take
 // precedence over those at the end of a page, which link to files of the repository.

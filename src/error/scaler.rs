@@ -10,7 +10,7 @@ use crate::error::text::Number;
 pub enum ScalerError {
     /// A tensor with an integer, boolean or complex dtype was given to be scaled.
     #[error(
-        "a {dtype:?} tensor cannot be scaled; scale a floating-point loss (convert it with to_kind)"
+        "a tensor of dtype {dtype:?} cannot be scaled; scale a floating-point loss (convert it with to_kind)"
     )]
     Dtype {
         /// The dtype of the tensor.

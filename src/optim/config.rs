@@ -170,7 +170,8 @@ macro_rules! build {
                 Algorithm::from(self).build(parameters, lr)
             }
 
-            /// Makes the optimizer update half-precision parameters in f32, in the given mode.
+            /// Sets how the optimizer updates half-precision parameters. Set the options of the algorithm before: the
+            /// builder that is returned does not have them.
             pub fn master_weights(self, masters: MasterWeights) -> OptimizerBuilder {
                 Algorithm::from(self).master_weights(masters)
             }
@@ -197,7 +198,7 @@ macro_rules! from_tch {
     )*};
 }
 
-/// Builds an optimizer with further options than those of its [`Algorithm`].
+/// Builds an optimizer with options beyond those of its [`Algorithm`]: the mode of its master weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use = "an optimizer is made by `build`"]
 pub struct OptimizerBuilder {

@@ -193,6 +193,9 @@ impl Optimizer {
 
     /// Drops the gradients, runs backward on the loss, and steps.
     ///
+    /// It does not use a scaler: with one, call [`GradScaler::backward`](crate::GradScaler::backward) and
+    /// [`GradScaler::step`](crate::GradScaler::step) instead.
+    ///
     /// # Errors
     ///
     /// The same as [`step`](Self::step), and [`Error::Torch`] if backward fails.
@@ -204,6 +207,9 @@ impl Optimizer {
 
     /// Drops the gradients, runs backward on the loss, clamps every element of the gradients to `-max..=max`, and
     /// steps.
+    ///
+    /// It does not use a scaler: with one, call [`GradScaler::backward`](crate::GradScaler::backward) and
+    /// [`GradScaler::step`](crate::GradScaler::step) instead.
     ///
     /// # Errors
     ///
@@ -217,6 +223,9 @@ impl Optimizer {
 
     /// Drops the gradients, runs backward on the loss, clips the gradients to a common 2-norm of at most `max`, and
     /// steps.
+    ///
+    /// It does not use a scaler: with one, call [`GradScaler::backward`](crate::GradScaler::backward) and
+    /// [`GradScaler::step`](crate::GradScaler::step) instead.
     ///
     /// # Errors
     ///

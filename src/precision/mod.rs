@@ -1,6 +1,6 @@
 //! How fast a device computes in each precision.
 //!
-//! Nothing is measured unless a program asks. `cargo xtask doctor` prints the same for the machine it runs on.
+//! Nothing is measured unless a program asks. `cargo xtask doctor` prints the same for the CPU of its machine.
 
 mod words;
 

@@ -18,7 +18,7 @@ pub struct MatmulSpeed {
 }
 
 impl MatmulSpeed {
-    /// Makes one of its numbers.
+    /// Makes a speed from its numbers, in GFLOP/s.
     pub fn new(
         size: i64,
         f32: f64,
