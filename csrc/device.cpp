@@ -44,11 +44,15 @@ void tamp_cuda_initialize(char **err) noexcept {
   tamp::guarded(err, [] { at::globalContext().lazyInitDevice(c10::DeviceType::CUDA); });
 }
 
-uint8_t tamp_allow_tf32(uint8_t allow, char **err) noexcept {
+uint8_t tamp_matmul_precision(uint8_t precision, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
-    const bool before = at::globalContext().allowTF32CuBLAS();
-    at::globalContext().setAllowTF32CuBLAS(allow != 0);
-    return before ? 1 : 0;
+    const auto before = at::globalContext().float32MatmulPrecision();
+    const char *const names[] = {"highest", "high", "medium"};
+    TORCH_CHECK(precision <= TAMP_MATMUL_MEDIUM, "matrix products have no precision ", static_cast<int>(precision));
+    at::globalContext().setFloat32MatmulPrecision(names[precision]);
+    return before == at::Float32MatmulPrecision::HIGHEST ? TAMP_MATMUL_HIGHEST
+           : before == at::Float32MatmulPrecision::HIGH  ? TAMP_MATMUL_HIGH
+                                                         : TAMP_MATMUL_MEDIUM;
   });
 }
 

@@ -88,10 +88,10 @@ inline at::Tensor take(tamp_tensor *t) {
   return std::move(*given);
 }
 
-// Returns a tensor on `device`. Synchronizes only when it copies to host memory, because an asynchronous copy there
-// could be read before it is complete.
+// Returns a tensor on `device`. Does not synchronize for a CUDA device. A copy to host memory could be read before it is
+// complete, and other devices may read the memory of `t` later.
 inline at::Tensor on_device(const at::Tensor &t, at::Device device) {
-  return t.to(device, /*non_blocking=*/!device.is_cpu());
+  return t.to(device, /*non_blocking=*/device.is_cuda());
 }
 
 }  // namespace tamp

@@ -37,7 +37,8 @@ void tamp_string_free(char *text) TAMP_NOEXCEPT;
 char *tamp_string_new(const char *text) TAMP_NOEXCEPT;
 
 // ---------------------------------------------------------------------------------------------------------- device.cpp
-// These functions initialize CUDA, and bring a flag from a device to the host without synchronizing.
+// These functions initialize CUDA, choose the precision of f32 matrix products, and bring a flag from a device to the
+// host without synchronizing.
 
 // Returns whether this libtorch has its CUDA library linked in.
 uint8_t tamp_cuda_is_linked(void) TAMP_NOEXCEPT;
@@ -45,10 +46,13 @@ uint8_t tamp_cuda_is_linked(void) TAMP_NOEXCEPT;
 // Initializes CUDA. Fails with libtorch's own message where CUDA cannot be used.
 void tamp_cuda_initialize(char **err) TAMP_NOEXCEPT;
 
-// An asynchronous copy of a number from a device to the host.
-// Sets whether f32 matrix products on CUDA devices may use TensorFloat-32, in all threads. Returns whether they could.
-uint8_t tamp_allow_tf32(uint8_t allow, char **err) TAMP_NOEXCEPT;
+enum { TAMP_MATMUL_HIGHEST = 0, TAMP_MATMUL_HIGH = 1, TAMP_MATMUL_MEDIUM = 2 };
 
+// Sets how precise f32 matrix products are, in all threads: with TAMP_MATMUL_HIGH they may use TensorFloat-32 on GPUs
+// that have it. Returns how precise they were.
+uint8_t tamp_matmul_precision(uint8_t precision, char **err) TAMP_NOEXCEPT;
+
+// An asynchronous copy of a number from a device to the host.
 typedef struct tamp_arrival tamp_arrival;
 
 enum { TAMP_PENDING = 0, TAMP_ZERO = 1, TAMP_NONZERO = 2 };

@@ -13,7 +13,10 @@ use crate::ffi;
 /// it: what is freed is used again by this process, but not by others. It sets `M_TRIM_THRESHOLD`, `M_MMAP_MAX`,
 /// `M_TOP_PAD` and `M_ARENA_MAX` of glibc's `mallopt`, and does nothing with other C libraries or allocators, nor for
 /// the memory of GPUs, which libtorch keeps by itself. The environment variables `MALLOC_TRIM_THRESHOLD_=-1`,
-/// `MALLOC_MMAP_MAX_=0` and `MALLOC_ARENA_MAX=1` do the same for any program.
+/// `MALLOC_MMAP_MAX_=0`, `MALLOC_TOP_PAD_=67108864` and `MALLOC_ARENA_MAX=1` do the same for any program.
+///
+/// All threads share one heap, and wait for each other while they allocate: in a program whose threads allocate small
+/// blocks all the time, measure before you keep it.
 ///
 /// ```
 /// if !tch_amp::memory::keep_freed_memory() {

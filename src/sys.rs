@@ -36,6 +36,9 @@ pub(crate) struct AutocastState {
 
 pub(crate) type AutocastSettle = unsafe extern "C" fn();
 
+pub(crate) const MATMUL_HIGHEST: u8 = 0;
+pub(crate) const MATMUL_HIGH: u8 = 1;
+
 pub(crate) const GRADIENT_REQUIRES_GRAD: u8 = 1;
 pub(crate) const GRADIENT_STRIDED: u8 = 2;
 pub(crate) const GRADIENT_SPARSE: u8 = 4;
@@ -239,7 +242,7 @@ unsafe extern "C" {
     pub(crate) fn tamp_cuda_is_linked() -> u8;
     pub(crate) fn tamp_cuda_initialize(err: *mut *mut c_char);
 
-    pub(crate) fn tamp_allow_tf32(allow: u8, err: *mut *mut c_char) -> u8;
+    pub(crate) fn tamp_matmul_precision(precision: u8, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_arrival_new(flag: *const Tensor, err: *mut *mut c_char) -> *mut Arrival;
     pub(crate) fn tamp_arrival_poll(arrival: *const Arrival, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_arrival_free(arrival: *mut Arrival);

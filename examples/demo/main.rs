@@ -77,8 +77,9 @@ fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
     if is_slow {
         println!("{:?} is slow here, so the GPT takes {FEW} steps only in it.", Kind::BFloat16);
     }
-    let run =
-        |precision, steps, sample| process::run(GptOptions { precision, steps, seed, sample });
+    let run = |precision, steps, sample| {
+        process::run(GptOptions { precision, steps, seed, sample }, device)
+    };
     let (bf16_steps, fp32_sample) = if is_slow { (FEW, SAMPLE) } else { (steps, 0) };
     let fp32 = run(Precision::Fp32, steps, fp32_sample)?;
     Ok(vec![fp32, run(Precision::Bf16, bf16_steps, SAMPLE - fp32_sample)?])
@@ -86,15 +87,15 @@ fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
 
 /// One run in this process: prints it as JSON.
 fn gpt_run(args: &[String]) -> Result<()> {
-    let [precision, steps, seed, sample] = args else {
-        anyhow::bail!("{} takes a precision, steps, a seed and a sample", process::ARGUMENT);
+    let [precision, steps, seed, sample, device] = args else {
+        anyhow::bail!("{} takes a precision, steps, seed, sample and device", process::ARGUMENT);
     };
     let known = [Precision::Fp32, Precision::Bf16];
     let precision = known.into_iter().find(|known| known.name() == precision);
     let precision = precision.context("the precision is fp32 or bf16")?;
     let (steps, seed, sample) = (steps.parse()?, seed.parse()?, sample.parse()?);
     let options = GptOptions { precision, steps, seed, sample };
-    let device = Options::default().device()?;
+    let device = if device == "cpu" { Device::Cpu } else { Device::Cuda(0) };
     let text = gpt::data::Text::load()?;
     let run = gpt::run(options, &text, device, true)?;
     println!("{}", serde_json::to_string(&run)?);

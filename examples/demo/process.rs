@@ -4,13 +4,15 @@ use crate::gpt::train::{Options, Run};
 use anyhow::{Context, Result, ensure};
 use std::env;
 use std::process::{Command, Stdio};
+use tch::Device;
 
-/// The argument that makes this program such a process: the precision, the steps, the seed and the sample follow.
+/// The argument that makes this program such a process: the precision, the steps, the seed, the sample and the device follow.
 pub const ARGUMENT: &str = "--gpt-run";
 
 /// Trains in another process of this program, whose progress is shown.
-pub fn run(options: Options) -> Result<Run> {
+pub fn run(options: Options, device: Device) -> Result<Run> {
     let Options { precision, steps, seed, sample } = options;
+    let device = if device == Device::Cpu { "cpu" } else { "cuda" };
     let program = env::current_exe().context("this program does not know where it is")?;
     let child = Command::new(program)
         .args([
@@ -19,6 +21,7 @@ pub fn run(options: Options) -> Result<Run> {
             &steps.to_string(),
             &seed.to_string(),
             &sample.to_string(),
+            device,
         ])
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())

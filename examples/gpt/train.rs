@@ -95,9 +95,9 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
         scaler.update()?;
 
         let loss = loss.double_value(&[]);
-        if let Some(memory) = memory {
-            activations = memory.read();
-            // Only now: memory that is kept would have hidden what a step takes.
+        activations = memory.and_then(|memory| memory.read()).or(activations);
+        if step == 1 && device == Device::Cpu {
+            // Only now, though a program should begin with it: kept memory would have hidden what a step takes.
             keep_freed_memory();
         }
         // The first steps allocate what later ones use again.

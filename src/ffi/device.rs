@@ -18,10 +18,28 @@ pub(crate) fn cuda_initialize() -> Result<()> {
     call(|err| unsafe { sys::tamp_cuda_initialize(err) })
 }
 
-/// Sets whether f32 matrix products on CUDA devices may use TensorFloat-32. Returns whether they could before.
-pub(crate) fn allow_tf32(allow: bool) -> Result<bool> {
-    // SAFETY: `err` is valid for a write.
-    call(|err| unsafe { sys::tamp_allow_tf32(allow.into(), err) }).map(|before| before != 0)
+/// The precision of f32 matrix products, in all threads, as it was before this was made, which it becomes again when
+/// this is dropped.
+#[derive(Debug)]
+pub(crate) struct MatmulPrecision {
+    before: u8,
+}
+
+impl MatmulPrecision {
+    /// Lets products on GPUs use TensorFloat-32, or not.
+    pub(crate) fn with_tf32(allow: bool) -> Result<Self> {
+        let precision = if allow { sys::MATMUL_HIGH } else { sys::MATMUL_HIGHEST };
+        // SAFETY: `err` is valid for a write.
+        let before = call(|err| unsafe { sys::tamp_matmul_precision(precision, err) })?;
+        Ok(Self { before })
+    }
+}
+
+impl Drop for MatmulPrecision {
+    fn drop(&mut self) {
+        // SAFETY: `err` is valid for a write. The precision is one that libtorch had, so that it takes it again.
+        drop(call(|err| unsafe { sys::tamp_matmul_precision(self.before, err) }));
+    }
 }
 
 /// An asynchronous copy of a number from a device to the host.

@@ -45,8 +45,10 @@ pub(crate) fn numbers_read(numbers: &[&Tensor]) -> Result<Vec<f64>> {
     Ok(values)
 }
 
-/// Returns a number on another device. Synchronizes only if that is the host, where a copy in flight could be read too
-/// early.
+/// Returns a number on another device. Does not synchronize if that is a CUDA device; on the host, a copy in flight could
+/// be read too early.
 pub(crate) fn number_on(number: &Tensor, device: Device, kind: Kind) -> Result<Tensor> {
-    Ok(number.f_to_device_(device, kind, device != Device::Cpu, false)?)
+    // Other devices may read the number's own memory later.
+    let non_blocking = matches!(device, Device::Cuda(_));
+    Ok(number.f_to_device_(device, kind, non_blocking, false)?)
 }

@@ -59,7 +59,8 @@ use crate::tree::Tree;
 /// ```
 pub trait LossScale: Debug + Send {
     /// Returns the scale, a 0-dim f32 tensor on the loss scale's device, or `None` for a loss scale that does nothing.
-    /// The tensor never changes: [`adjust`](Self::adjust) makes another one. The counterpart of `loss_scale` in jmp.
+    /// The tensor never changes: [`adjust`](Self::adjust) makes another one, and a program must not write to it. The
+    /// counterpart of `loss_scale` in jmp.
     fn loss_scale(&self) -> Option<&Tensor>;
 
     /// Adapts the scale to whether the gradients were finite. `grads_finite` is a tensor with one element on any

@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 use lazy_static::lazy_static;
 use tch::{Cuda, Device, Kind, Tensor, no_grad};
 
+use crate::Autocast;
 use crate::device::check_usable;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi;
 
 pub use words::{MatmulSpeed, advice_for_layer};
@@ -52,7 +53,8 @@ impl Precision {
     /// Measures matrix products of several sizes on a device, on as many threads as libtorch uses. It takes up to about
     /// five seconds on a CPU; each device is measured once in a process. Synchronizes.
     ///
-    /// While it measures TensorFloat-32 on a GPU, the products of all threads may use it.
+    /// An autocast region around the call makes no difference. While it measures on a GPU, libtorch's setting of
+    /// TensorFloat-32, which is the process's, changes back and forth.
     ///
     /// # Errors
     ///
@@ -65,7 +67,9 @@ impl Precision {
         if let Some(known) = measured.get(&key) {
             return Ok(known.clone());
         }
-        let new = Self { speeds: no_grad(|| speeds(device))? };
+        // A region around the caller would cast every matrix to its own dtype.
+        let off = Autocast::new(device).enabled(false).cache(false);
+        let new = Self { speeds: off.run(|| no_grad(|| speeds(device)))?? };
         measured.insert(key, new.clone());
         Ok(new)
     }
@@ -90,10 +94,11 @@ fn speeds(device: Device) -> Result<Vec<MatmulSpeed>> {
     let mut speeds = Vec::new();
     for size in SIZES.into_iter().chain(large) {
         let gflops = |time: Duration| 2.0 * (size as f64).powi(3) / time.as_secs_f64() / 1e9;
-        let f32 = product(device, Kind::Float, size)?;
-        let tf32 = match device {
-            Device::Cuda(_) => Some(gflops(with_tf32(|| product(device, Kind::Float, size))?)),
-            _ => None,
+        let (f32, tf32) = match device {
+            Device::Cuda(_) => {
+                (with_tf32(false, device, size)?, Some(gflops(with_tf32(true, device, size)?)))
+            }
+            _ => (product(device, Kind::Float, size)?, None),
         };
         let mut half = [None; 2];
         for (i, kind) in [Kind::BFloat16, Kind::Half].into_iter().enumerate() {
@@ -108,12 +113,10 @@ fn speeds(device: Device) -> Result<Vec<MatmulSpeed>> {
     Ok(speeds)
 }
 
-/// Runs `f` while f32 products may use TensorFloat-32.
-fn with_tf32<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
-    let before = ffi::allow_tf32(true)?;
-    let result = f();
-    ffi::allow_tf32(before)?;
-    result
+/// The time of one f32 product that may use TensorFloat-32, or may not.
+fn with_tf32(allow: bool, device: Device, size: i64) -> Result<Duration> {
+    let _precision = ffi::MatmulPrecision::with_tf32(allow)?;
+    product(device, Kind::Float, size)
 }
 
 /// The time of one product: the shortest of several.
@@ -125,8 +128,11 @@ fn product(device: Device, kind: Kind, size: i64) -> Result<Duration> {
         let product = matrix.f_mm(&matrix)?;
         synchronize(device);
         let time = start.elapsed();
-        drop(product);
-        Ok(time)
+        let computed = product.f_kind()?;
+        if computed == kind {
+            return Ok(time);
+        }
+        Err(Error::Torch(format!("a product of {kind:?} matrices was computed in {computed:?}")))
     };
     // The first one also makes what later ones use again.
     let mut shortest = time()?;

@@ -9,7 +9,7 @@ pub struct MatmulSpeed {
     pub size: i64,
     /// In f32.
     pub f32: f64,
-    /// In f32 with TensorFloat-32 inside; `None` on a device without it.
+    /// In f32 where libtorch may use TensorFloat-32; `None` on the CPU. The same as `f32` on GPUs without it.
     pub tf32: Option<f64>,
     /// In bf16.
     pub bf16: Option<f64>,
@@ -54,12 +54,12 @@ fn sentence(name: &str, ratios: &[(i64, f64)]) -> String {
         let (large_ratio, small_ratio) = (times(large.1), times(small.1));
         format!("{name}: {large_ratio} as fast as f32 at {}, {small_ratio} at {}", large.0, small.0)
     };
-    match ratios.iter().position(|(_, ratio)| *ratio >= WORTH) {
-        None => format!("{speeds}: do not use it here for its speed."),
-        Some(0) => format!("{speeds}: use it for layers of every width."),
-        Some(first) => {
-            format!("{speeds}: use it for layers wider than about {}.", ratios[first - 1].0)
+    match ratios.iter().rposition(|(_, ratio)| *ratio < WORTH) {
+        None => format!("{speeds}: use it for layers of every width."),
+        Some(last) if last == ratios.len() - 1 => {
+            format!("{speeds}: do not use it here for its speed.")
         }
+        Some(last) => format!("{speeds}: use it for layers wider than about {}.", ratios[last].0),
     }
 }
 
@@ -99,6 +99,8 @@ mod tests {
             advice(&speeds([200.0, 300.0, 430.0])),
             "bf16: 4.3x as fast as f32 at 1024, 2.0x at 64: use it for layers of every width."
         );
+        let noise = advice(&speeds([200.0, 110.0, 430.0]));
+        assert!(noise.ends_with("use it for layers wider than about 256."), "{noise}");
         let mut slow = speeds([50.0, 40.0, 4.0]);
         slow[0].fp16 = Some(5.0);
         slow[1].fp16 = Some(5.0);

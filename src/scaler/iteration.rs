@@ -1,10 +1,12 @@
 //! The state of each optimizer since the last `update`.
 
+use std::collections::HashSet;
+
 use tch::Tensor;
 
 use crate::error::{Error, GradientError, Result, ScalerError};
 use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot};
-use crate::gradients::{Change, Findings, Gradients, IdentityMap, Look, Plan, change, overflow};
+use crate::gradients::{Change, Findings, Gradients, Look, Plan, change, overflow};
 use crate::scale::Number;
 use crate::scaler::record::{Record, Stage};
 
@@ -62,11 +64,12 @@ impl Iteration {
         if let Some(record) = self.find(gradients).filter(gained_none) {
             return Owner::Record(record);
         }
+        // The snapshots hold the gradients, so that no other has their identity.
         let known = self.records.iter().flat_map(|record| record.snapshot.iter());
-        let known: IdentityMap<()> = known.map(|gradient| (gradient.parameter(), ())).collect();
+        let known = known.filter(|known| known.exists());
+        let known: HashSet<_> = known.map(|known| (known.parameter(), known.identity())).collect();
         let shared = |gradient: &Gradient| {
-            known.contains_key(&gradient.parameter())
-                && self.records.iter().any(|record| record.has(gradient))
+            gradient.exists() && known.contains(&(gradient.parameter(), gradient.identity()))
         };
         gradients.iter().position(shared).map_or(Owner::None, Owner::Shared)
     }

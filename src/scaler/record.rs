@@ -57,14 +57,6 @@ impl Record {
         }
     }
 
-    /// Whether this is one of the record's gradients. The snapshot holds them, so that no other has their identity.
-    pub(super) fn has(&self, gradient: &Gradient) -> bool {
-        let same = |known: &Gradient| {
-            known.parameter() == gradient.parameter() && known.identity() == gradient.identity()
-        };
-        gradient.exists() && self.snapshot.iter().any(same)
-    }
-
     /// Marks the record if values changed; fails at the first gradient that is not the one that was unscaled.
     pub(super) fn compare(
         &mut self,

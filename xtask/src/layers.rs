@@ -70,7 +70,7 @@ fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()))
 }
 
-/// What follows `crate::` in a file, outside of comments, of what only the documentation uses, and of tests.
+/// What follows `crate::` in a file, whose lists have no lists inside, outside of comments, of what only the documentation uses, and of tests.
 fn named(source: &str) -> BTreeSet<String> {
     let source = source.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
     let mut code = String::new();

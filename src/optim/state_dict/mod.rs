@@ -39,6 +39,24 @@ pub struct ParamGroupState {
     pub params: Vec<String>,
 }
 
+impl OptimizerState {
+    /// Makes a state, for example of one in another format, to be loaded with
+    /// [`load_state_dict`](Optimizer::load_state_dict), which checks it.
+    pub fn new(
+        state: BTreeMap<String, BTreeMap<String, Tensor>>,
+        param_groups: Vec<ParamGroupState>,
+    ) -> Self {
+        Self { state, param_groups }
+    }
+}
+
+impl ParamGroupState {
+    /// Makes the saved form of a group.
+    pub fn new(options: ParamGroup, params: Vec<String>) -> Self {
+        Self { options, params }
+    }
+}
+
 impl Optimizer {
     /// The names of the parameters in each group, in order.
     pub(crate) fn state_names(&self) -> Vec<Vec<String>> {
