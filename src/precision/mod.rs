@@ -58,8 +58,8 @@ impl Precision {
     ///
     /// # Errors
     ///
-    /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable) if the device cannot be used here;
-    /// [`Error::Torch`](crate::Error::Torch) if libtorch fails, for instance for lack of memory.
+    /// [`Error::DeviceUnavailable`] if the device cannot be used here;
+    /// [`Error::Torch`] if libtorch fails, for instance for lack of memory.
     pub fn measure(device: Device) -> Result<Self> {
         check_usable(device)?;
         let key = format!("{device:?}");
