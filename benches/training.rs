@@ -37,9 +37,9 @@ struct Training {
 
 impl Training {
     fn new(name: &str, weights: &Checkpoint, amp: bool) -> Self {
-        let mut vs = VarStore::new(Device::Cpu);
+        let vs = VarStore::new(Device::Cpu);
         let model = model(name, &vs.root());
-        weights.restore().model("model", &mut vs).apply().unwrap();
+        weights.restore().model("model", &vs).apply().unwrap();
         let optimizer = AdamW::default().build(&vs, 1e-4).unwrap();
         let scaler = GradScalerConfig::default().enabled(amp).build(Device::Cpu).unwrap();
         tch::manual_seed(1);

@@ -36,9 +36,9 @@ const WORTH: f64 = 1.5;
 /// One sentence for each dtype, for example "bf16: 4.3x as fast as f32 at 1024, 1.1x at 64: use it for layers wider
 /// than about 128."
 pub fn advice(speeds: &[MatmulSpeed]) -> String {
-    let dtypes: [(&str, fn(&MatmulSpeed) -> Option<f64>); 3] =
-        [("tf32", |speed| speed.tf32), ("bf16", |speed| speed.bf16), ("fp16", |speed| speed.fp16)];
-    let sentences = dtypes.into_iter().filter_map(|(name, of)| {
+    let names = ["tf32", "bf16", "fp16"];
+    let sentences = names.into_iter().enumerate().filter_map(|(i, name)| {
+        let of = |speed: &MatmulSpeed| [speed.tf32, speed.bf16, speed.fp16][i];
         let ratio = |speed: &MatmulSpeed| Some((speed.size, of(speed)? / speed.f32));
         let ratios: Vec<_> = speeds.iter().filter_map(ratio).collect();
         (!ratios.is_empty()).then(|| sentence(name, &ratios))

@@ -1,5 +1,6 @@
 //! The checks that users have for their derivatives.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
 mod common;
