@@ -1,4 +1,4 @@
-//! What it costs to enter and leave an autocast region, beside Python.
+//! The cost of entering and leaving an autocast region, compared with Python.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -17,7 +17,7 @@ fn main() {
         return;
     };
     tch::set_num_threads(1);
-    assert_eq!(states(), python.ask("states"), "both sides report and compute the same");
+    assert_eq!(states(), python.ask("states"), "the two sides report or compute different results");
     let count = rounds(150);
     let ours = || vec![a_new_object(), a_guard(), a_closure(), a_reused_object(), nested()];
     let python = || {
@@ -66,7 +66,7 @@ fn nested() -> f64 {
     })
 }
 
-/// The state and a product before, inside, nested and after: what Python answers to `states`.
+/// The autocast state and a product before, inside, nested and after: the same text as Python's answer to `states`.
 fn states() -> String {
     let mut out = vec![state()];
     {

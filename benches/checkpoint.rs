@@ -1,10 +1,10 @@
-//! Saving and loading a model, the state of AdamW and a scaler beside Python's `torch.save` and `torch.load`.
+//! Saving and loading a model, the state of AdamW and a scaler, compared with Python's `torch.save` and `torch.load`.
 //!
-//! Both sides write to one folder, sync the file and the folder, and replace the file of the round before. Files are
-//! loaded while the page cache has them, which a read of the whole file before each load makes sure of on both sides, into
-//! a model that exists and an optimizer that has not stepped yet. The range of the rounds is printed beside the medians.
+//! Both sides write to one folder, sync the file and the folder, and replace the file of the previous round. Files are
+//! loaded from the page cache, into an existing model and an optimizer that has not stepped yet; on both sides, reading
+//! the whole file before each load makes sure that it is cached. The range of the rounds is printed beside the medians.
 //!
-//! `TCH_AMP_BENCH_PARAMETERS` is the number of parameters (100 000 000): each takes 12 bytes in each of up to four
+//! `TCH_AMP_BENCH_PARAMETERS` is the number of parameters (100 000 000). Each takes 12 bytes in each of up to four
 //! files, and 44 bytes of memory. `TCH_AMP_BENCH_FOLDER` is an existing folder for the files.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
@@ -32,7 +32,7 @@ const OURS: &str = "ours.safetensors";
 const OURS_PT: &str = "ours.pt";
 const PYTHON: &str = "python.pt";
 
-/// The usual number of rounds.
+/// The number of rounds unless this is a smoke run.
 const ROUNDS: usize = 7;
 
 fn main() {
@@ -62,28 +62,28 @@ fn main() {
 fn parameters() -> i64 {
     let usual = if is_quick() { 1_000_000 } else { 100_000_000 };
     let given = std::env::var("TCH_AMP_BENCH_PARAMETERS");
-    given.map_or(usual, |given| given.parse().expect("TCH_AMP_BENCH_PARAMETERS is a number"))
+    given.map_or(usual, |given| given.parse().expect("TCH_AMP_BENCH_PARAMETERS must be a number"))
 }
 
-/// Both sides have the same numbers in the end, by way of files of both.
+/// Checks that both sides end with the same numbers after exchanging files in both directions.
 fn check(training: &mut Training, python: &mut Python, folder: &Folder) {
     let saved = training.sums();
     for file in [OURS, OURS_PT] {
         training.save(&folder.file(file));
         training.clear();
-        assert_ne!(training.sums(), saved, "the numbers are gone");
+        assert_ne!(training.sums(), saved, "the numbers should have changed");
         training.load(&folder.file(file));
-        assert_eq!(training.sums(), saved, "{file} holds what was saved");
+        assert_eq!(training.sums(), saved, "{file} differs from what was saved");
     }
     drop(python.ask(&format!("load {}", folder.text(OURS_PT))));
-    assert_eq!(python.ask("sums"), saved, "Python reads what was saved");
+    assert_eq!(python.ask("sums"), saved, "Python has loaded other numbers");
     drop(python.ask(&format!("save {}", folder.text(PYTHON))));
     training.clear();
     training.load(&folder.file(PYTHON));
-    assert_eq!(training.sums(), saved, "this crate reads what Python saved");
+    assert_eq!(training.sums(), saved, "this crate has loaded other numbers than Python saved");
 }
 
-/// Rounds of one action: time and peak of ours as safetensors, of ours as `.pt`, and of Python's twice.
+/// Rounds of one action: time and peak memory of this crate's safetensors, of its `.pt`, and of Python's file twice.
 fn measure(
     count: usize,
     python: &mut Python,
@@ -117,7 +117,7 @@ fn report(action: &str, names: [&'static str; 2], rounds: &Rounds, bytes: f64, c
     println!();
 }
 
-/// The shortest and the longest of the rounds' times with this index.
+/// The shortest and the longest time of the rounds at this index.
 fn range(rounds: &[Vec<f64>], index: usize) -> String {
     let times = rounds.iter().map(|times| times[index] / 1e9);
     let (least, most) = times.fold((f64::MAX, 0f64), |(a, b), time| (a.min(time), b.max(time)));
@@ -141,7 +141,7 @@ impl Training {
         Self { vs, optimizer, scaler }
     }
 
-    /// Makes a state.
+    /// Takes a step, which creates the state.
     fn step(&mut self) {
         for parameter in self.optimizer.trainable_variables() {
             (&parameter * parameter.randn_like()).sum(Kind::Float).backward();
@@ -186,7 +186,8 @@ impl Training {
         12.0 * numbers as f64
     }
 
-    /// For each parameter the sums of the bits of it and of its state, and at the end the scale; as Python's.
+    /// For each parameter, the sums of the bits of its values and of its state, and finally the scale, as Python prints
+    /// them.
     fn sums(&mut self) -> String {
         let state = self.optimizer.state_dict().unwrap().state;
         let variables = self.vs.variables();
@@ -210,14 +211,14 @@ fn bits(tensor: &Tensor) -> i64 {
     tensor.detach().view_dtype(Kind::Int).sum(Kind::Int64).int64_value(&[])
 }
 
-/// Reads a file, so that the page cache has it: what was written since may have driven it out.
+/// Reads a file into the page cache, from which later writes may have evicted it.
 fn warm(path: &Path) {
     let mut file = File::open(path).unwrap();
     let mut buffer = vec![0; 1 << 20];
     while file.read(&mut buffer).unwrap() > 0 {}
 }
 
-/// Nanoseconds, and the bytes at the peak above those before.
+/// The time of `work` in nanoseconds, and the increase of memory at its peak in bytes.
 fn timed(work: impl FnOnce()) -> [f64; 2] {
     let mut time = 0.0;
     let peak = memory::peak(|| time = nanoseconds(work));

@@ -1,4 +1,4 @@
-//! What it costs to run a custom function forward and backward, beside Python.
+//! The cost of running a custom function forward and backward, compared with Python.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -10,7 +10,7 @@ use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResul
 
 const CALLS: usize = 2_000;
 
-/// One multiplication forward and one backward.
+/// One multiplication in forward and one in backward.
 #[derive(Clone, Copy)]
 struct Scale;
 
@@ -33,7 +33,7 @@ impl Function for Scale {
     }
 }
 
-/// One multiplication forward and one for each input backward.
+/// One multiplication in forward, and one for each input in backward.
 #[derive(Clone, Copy)]
 struct Product;
 
@@ -62,11 +62,15 @@ fn main() {
     };
     tch::set_num_threads(1);
     let ours = [values(Scale, false), values(Scale, false), values(Product, true)].join(";");
-    assert_eq!(ours, python.ask("values scale amp_scale product"), "both sides compute the same");
+    assert_eq!(
+        ours,
+        python.ask("values scale amp_scale product"),
+        "the two sides compute different results"
+    );
     let count = rounds(150);
     let ours = || {
         let scale = round_trip(|a, b| Scale.apply(&[a, b]).unwrap(), false);
-        // Every function of ours has what custom_fwd and custom_bwd add in Python: one time stands beside both.
+        // Every function here includes what custom_fwd and custom_bwd add in Python, so one time is compared with both.
         vec![scale, scale, closures(), both(), forward(), round_trip(|a, b| a * b, false)]
     };
     let python = || {
@@ -94,7 +98,7 @@ fn inputs(both: bool) -> [Tensor; 2] {
     [leaf(1.25).set_requires_grad(true), leaf(-0.3).set_requires_grad(both)]
 }
 
-/// The output and the gradients, as Python answers them.
+/// The output and the gradients, in the form of Python's answer.
 fn values<F: Function<Outputs = Tensor>>(function: F, both: bool) -> String {
     let [a, b] = inputs(both);
     let out = function.apply(&[&a, &b]).unwrap();
@@ -105,13 +109,13 @@ fn values<F: Function<Outputs = Tensor>>(function: F, both: bool) -> String {
     values.map(|value| format!("{:016x}", value.to_bits())).join(" ")
 }
 
-/// The time of one call, after some that warm the processor up, as in Python.
+/// The time of a call, measured after some calls that warm up the processor, as in Python.
 fn timed(mut call: impl FnMut()) -> f64 {
     (0..CALLS / 2).for_each(|_| call());
     nanoseconds(|| (0..CALLS).for_each(|_| call())) / CALLS as f64
 }
 
-/// Forward and backward, with fresh leaves each time: their gradients are stored, not added.
+/// Forward and backward with new leaves each time, so that gradients are stored and not accumulated.
 fn round_trip(apply: impl Fn(&Tensor, &Tensor) -> Tensor, both: bool) -> f64 {
     let [mut a, mut b] = inputs(both);
     timed(|| {

@@ -1,6 +1,8 @@
-//! A step of bf16 parameters with f32 master weights beside a Python loop that does the same by operations over lists.
+//! A step of bf16 parameters with f32 master weights, compared with a Python loop that does the same with operations
+//! over lists.
 //!
-//! Both sides check the gradients, unscale, update the masters by AdamW, write the parameters and update the scale. Each
+//! Both sides check the gradients, unscale them, update the master weights by AdamW, write the parameters and update
+//! the scale. Each step has new gradients. First, the benchmark prints the memory that each mode holds.
 //! step finds fresh gradients. Before that, the memory that each mode holds.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
@@ -17,7 +19,7 @@ use tch_amp::GradScaler;
 use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 
-/// The steps that are compared bit by bit.
+/// The number of steps that are compared bit by bit.
 const CHECKED: usize = 20;
 
 const SCALE: f64 = 1024.0;
@@ -28,14 +30,18 @@ fn main() {
     let Some(mut python) = Python::start("masters.py") else {
         return;
     };
-    assert_eq!(check(), python.ask(&format!("check {CHECKED}")), "both sides compute the same");
+    assert_eq!(
+        check(),
+        python.ask(&format!("check {CHECKED}")),
+        "the two sides compute different results"
+    );
     measure(&mut python, 16, rounds(150), 10, "master_weights_step_160x16");
     measure(&mut python, 65536, rounds(40), 5, "master_weights_step_160x65536");
 }
 
-/// Bytes for each number; nothing where the system does not tell.
+/// Prints the bytes per number, or nothing if the system does not report the memory.
 fn print_memory() {
-    // Once for whatever the first step makes for good.
+    // The first measurement allocates what the process then keeps.
     if held::measure(&held::setups()[0]).is_none() {
         return;
     }
@@ -103,7 +109,7 @@ impl Training {
         Self { loss, params, grads, fresh, optimizer, scaler }
     }
 
-    /// Fresh gradients, the last parameter's first, as backward makes them.
+    /// Sets new gradients, starting with the last parameter, like backward.
     fn fill(&mut self) {
         no_grad(|| self.grads.iter_mut().rev().for_each(|grad| grad.copy_(&self.fresh)));
     }

@@ -1,7 +1,7 @@
-//! A whole AMP step beside Python's GradScaler and fused AdamW, and beside tch's own AdamW.
+//! A whole AMP step, compared with Python's GradScaler and fused AdamW, and with tch's own AdamW.
 //!
-//! Forward and backward are the same work on both sides and are not timed; each step finds fresh gradients, since
-//! unscaling the same ones again and again would end at zero.
+//! Forward and backward are the same work on both sides and are not timed. Each step has new gradients, because
+//! unscaling the same ones repeatedly would end at zero.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -15,7 +15,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::GradScaler;
 use tch_amp::optim::{AdamW, AmpOptimizer, Optimizer};
 
-/// The steps that are compared bit by bit, and the one among them that overflows.
+/// The number of steps that are compared bit by bit, and the one among them that overflows.
 const CHECKED: usize = 20;
 const OVERFLOW: usize = 7;
 
@@ -27,14 +27,14 @@ fn main() {
     };
     tch::set_num_threads(1);
     let theirs = python.ask(&format!("check {CHECKED} {OVERFLOW}"));
-    assert_eq!(check(), theirs, "both sides compute the same");
+    assert_eq!(check(), theirs, "the two sides compute different results");
     small(&mut python, 160, ["amp_step_160x16", "amp_step_clip_160x16"]);
     small(&mut python, 400, ["amp_step_400x16", "amp_step_clip_400x16"]);
     large(&mut python);
     against_tch();
 }
 
-/// Host cost.
+/// Many small parameters: the cost on the host.
 fn small(python: &mut Python, parameters: i64, names: [&str; 2]) {
     let rows = measure(python, parameters, 16, rounds(150), 10);
     print_ratio(names[0], rows[0]);
@@ -42,7 +42,7 @@ fn small(python: &mut Python, parameters: i64, names: [&str; 2]) {
     println!();
 }
 
-/// Memory traffic.
+/// Large parameters: memory traffic.
 fn large(python: &mut Python) {
     const PARAMETERS: i64 = 160;
     const NUMBERS: i64 = 65536;
@@ -52,7 +52,7 @@ fn large(python: &mut Python) {
     let numbers = (PARAMETERS * NUMBERS) as f64;
     let copied = copy_bandwidth(PARAMETERS * NUMBERS);
     for (row, reads) in [(rows[0], 5.0), (rows[1], 5.0)] {
-        // One look at the gradient; parameter, gradient and two averages in, three of them out again.
+        // Reads: the gradient once for the check, then parameter, gradient and two averages. Writes: three of these.
         let bytes = 4.0 * (reads + 3.0);
         let bandwidth = numbers * bytes / row.ours;
         println!(
@@ -64,7 +64,7 @@ fn large(python: &mut Python) {
     println!();
 }
 
-/// GB/s of reading and writing in a copy of as many f32 numbers.
+/// The bandwidth of copying this many f32 numbers, in GB/s read and written.
 fn copy_bandwidth(numbers: i64) -> f64 {
     let from = Tensor::ones([numbers], (Kind::Float, Device::Cpu));
     let mut to = from.zeros_like();
@@ -102,7 +102,7 @@ fn measure(
     rows
 }
 
-/// tch's own AdamW with our scaler, which it has waiting for the answer.
+/// This crate's fused AdamW compared with tch's own, for which the scaler reads the overflow flag before each step.
 fn against_tch() {
     let mut ours = Training::new(160, 16, fused);
     let mut tchs = Training::new(160, 16, |vs| nn::AdamW::default().build(vs, 1e-3).unwrap());
@@ -155,7 +155,7 @@ impl<O: AmpOptimizer> Training<O> {
         Self { loss, params, grads, scaled, optimizer, scaler }
     }
 
-    /// Fresh gradients, the last parameter's first, as backward makes them.
+    /// Sets new gradients, starting with the last parameter, like backward.
     fn fill(&mut self) {
         no_grad(|| self.grads.iter_mut().rev().for_each(|grad| grad.copy_(&self.scaled)));
     }
@@ -186,7 +186,7 @@ impl<O: AmpOptimizer> Training<O> {
     }
 }
 
-/// The bits of the scale and the parameters after some steps without clipping.
+/// The bits of the scale and of the parameters after some steps without clipping.
 fn check() -> String {
     let mut training = Training::new(160, 16, fused);
     for step in 0..CHECKED {

@@ -1,8 +1,8 @@
-//! What gradient scaling adds to a training iteration, beside Python.
+//! The time that gradient scaling adds to a training iteration, compared with Python.
 //!
-//! The figure is the added time alone: an iteration with `scale`, `unscale_`, `step` and `update`, less the optimizer's
-//! plain step. Forward and backward are the same work on both sides and are not timed; each iteration finds fresh
-//! gradients, since unscaling the same ones again and again would end at zero.
+//! The result is only the added time: that of an iteration with `scale`, `unscale_`, `step` and `update`, minus that of
+//! the optimizer's plain step. Forward and backward are the same work on both sides and are not timed. Each iteration
+//! has new gradients, because unscaling the same ones repeatedly would end at zero.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -18,7 +18,7 @@ const PARAMETERS: i64 = 160;
 const NUMBERS: i64 = 16;
 const ITERATIONS: usize = 25;
 
-/// The iterations that are compared bit by bit, and the one among them that overflows.
+/// The number of iterations that are compared bit by bit, and the one among them that overflows.
 const CHECKED: usize = 20;
 const OVERFLOW: usize = 7;
 
@@ -30,7 +30,7 @@ fn main() {
     assert_eq!(
         check(),
         python.ask(&format!("check {CHECKED} {OVERFLOW}")),
-        "both sides compute the same"
+        "the two sides compute different results"
     );
     let count = rounds(200);
     let mut training = Training::new();
@@ -43,7 +43,7 @@ fn main() {
     print_ratio("scaler_overhead_160", added);
 }
 
-/// Indices into the times of a round, here and in Python.
+/// Indices into the times of a round, the same as in Python.
 const PLAIN: usize = 0;
 const SCALED: usize = 1;
 const ADDED: usize = 2;
@@ -117,7 +117,7 @@ fn fill(grads: &mut [Tensor], values: &[Tensor]) {
     no_grad(|| grads.iter_mut().zip(values).for_each(|(grad, value)| grad.copy_(value)));
 }
 
-/// Multiples of 1/8, the same in Python.
+/// Multiples of 1/8, the same as in Python.
 fn numbers(parameter: i64, factor: i64) -> Tensor {
     let values = (0..NUMBERS)
         .map(|j| ((parameter * factor + j * 11) % 64 - 32) as f32 / 8.0)
@@ -125,7 +125,7 @@ fn numbers(parameter: i64, factor: i64) -> Tensor {
     Tensor::from_slice(&values)
 }
 
-/// The bits of the scale and the parameters after some iterations, with and without an explicit `unscale_`.
+/// The bits of the scale and of the parameters after some iterations, with and without an explicit `unscale_`.
 fn check() -> String {
     let mut training = Training::new();
     for iteration in 0..CHECKED {

@@ -1,10 +1,10 @@
-//! Whole training iterations in f32 and in bf16, beside Python's `torch.amp` of the same libtorch.
+//! Whole training iterations in f32 and in bf16, compared with Python's `torch.amp` with the same libtorch.
 //!
-//! An iteration zeroes the gradients, computes the loss (in bf16 inside of a region), runs the backward pass of the
-//! scaled loss, steps a fused AdamW and updates the scaler. Both sides start from the same weights, train on the same
-//! batch, and their losses are compared first. Python runs twice: as it is installed, and with the environment variables
-//! that have glibc keep freed memory, as [`keep_freed_memory`](tch_amp::memory::keep_freed_memory) does here; the better
-//! of the two counts.
+//! An iteration zeroes the gradients, computes the loss (for bf16 inside of a region), runs the backward pass of the
+//! scaled loss, steps a fused AdamW and updates the scaler. Both sides start from the same weights and train on the
+//! same batch, and their losses are compared first. Python runs twice: with the default environment, and with the
+//! environment variables that make glibc keep freed memory, like
+//! [`keep_freed_memory`](tch_amp::memory::keep_freed_memory) here. The better of the two results is used.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -23,7 +23,7 @@ use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler, memory};
 
-/// The iterations whose losses are compared.
+/// The number of iterations whose losses are compared.
 const CHECKED: usize = 5;
 
 struct Training {
@@ -58,7 +58,7 @@ impl Training {
     }
 }
 
-/// The losses of both sides agree: they differ only where libtorch adds in another order.
+/// Checks that the losses of both sides agree. They differ only where libtorch sums in another order.
 fn check(name: &str, weights: &Checkpoint, python: &mut Python) {
     for (amp, precision, tolerance) in [(false, "fp32", 1e-4), (true, "bf16", 1e-2)] {
         let mut training = Training::new(name, weights, amp);
@@ -72,7 +72,7 @@ fn check(name: &str, weights: &Checkpoint, python: &mut Python) {
     }
 }
 
-/// The medians of an iteration in nanoseconds: ours in f32 and bf16, and Python's.
+/// The medians of an iteration in nanoseconds: this crate's in f32 and bf16, and Python's.
 struct Times {
     ours: [f64; 2],
     python: [f64; 2],
@@ -85,7 +85,7 @@ fn time(name: &str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> Times {
     for (i, (amp, precision)) in [(false, "fp32"), (true, "bf16")].into_iter().enumerate() {
         let mut training = Training::new(name, weights, amp);
         let (mut ours, mut theirs) = (Vec::new(), [Vec::new(), Vec::new()]);
-        // The first round warms up.
+        // The first round is a warm-up.
         for round in 0..=rounds {
             let mine: Vec<_> =
                 (0..iterations).map(|_| nanoseconds(|| drop(training.iterate()))).collect();

@@ -4,17 +4,17 @@
 mod common;
 
 fn read(name: &str) -> String {
-    std::fs::read_to_string(common::python::root().join(name)).expect("the source is there")
+    std::fs::read_to_string(common::python::root().join(name)).expect("the source is readable")
 }
 
-/// The text without comments and conditions, on one line.
+/// The text on one line, without comments and preprocessor conditions.
 fn flat(text: &str) -> String {
     let lines = text.lines().filter(|line| !line.trim().starts_with('#'));
     let lines = lines.map(|line| line.split("//").next().unwrap_or_default());
     lines.collect::<Vec<_>>().join(" ").split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// A C type in Rust's words.
+/// The Rust equivalent of a C type.
 fn rust_type(c: &str) -> String {
     let c = c.trim();
     if let Some(inner) = c.strip_suffix("*const *") {
@@ -62,7 +62,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_function_input", "FunctionInput"),
     ];
     let found = known.iter().find(|(name, _)| *name == c);
-    found.unwrap_or_else(|| panic!("a C type that the test does not know: {c:?}")).1.to_owned()
+    found.unwrap_or_else(|| panic!("unknown C type: {c:?}")).1.to_owned()
 }
 
 /// Splits `type name` or `type *name`.
@@ -76,7 +76,7 @@ fn c_declaration(text: &str) -> (String, String) {
 fn c_functions() -> Vec<String> {
     let text = flat(&read("csrc/shim.h"));
     let body = text.split_once("extern \"C\" {").expect("the header opens extern C").1;
-    // Without the types of callbacks, which have a test of their own.
+    // Types of callbacks have a test of their own.
     let statements = body.split(';').filter(|statement| !statement.contains("(*"));
     let body = statements.collect::<Vec<_>>().join(";");
     let mut out = Vec::new();
@@ -114,7 +114,7 @@ fn rust_functions() -> Vec<String> {
 #[test]
 fn functions_are_the_same_in_the_same_order() {
     let (c, rust) = (c_functions(), rust_functions());
-    assert!(c.len() > 10, "the header was not understood: {c:#?}");
+    assert!(c.len() > 10, "the header was parsed incorrectly: {c:#?}");
     assert_eq!(c, rust);
 }
 
@@ -153,7 +153,7 @@ fn rust_callbacks() -> Vec<String> {
 #[test]
 fn callbacks_are_the_same_in_the_same_order() {
     let (c, rust) = (c_callbacks(), rust_callbacks());
-    assert_eq!(c.len(), 4, "the header was not understood: {c:#?}");
+    assert_eq!(c.len(), 4, "the header was parsed incorrectly: {c:#?}");
     assert_eq!(c, rust);
 }
 
@@ -202,11 +202,11 @@ fn rust_structs() -> Vec<String> {
 #[test]
 fn structs_have_the_same_fields_in_the_same_order() {
     let (c, rust) = (c_structs(), rust_structs());
-    assert!(c.len() >= 4, "the header was not understood: {c:#?}");
+    assert!(c.len() >= 4, "the header was parsed incorrectly: {c:#?}");
     assert_eq!(c, rust);
 }
 
-/// `NAME = value` for every constant; an array length counts.
+/// `NAME = value` for every constant. The length of an array is its value.
 fn constants(text: &str, prefix: &str) -> Vec<(String, String)> {
     let mut out = Vec::new();
     for part in text.split([',', ';', '{', '}']) {
@@ -226,9 +226,9 @@ fn constants(text: &str, prefix: &str) -> Vec<(String, String)> {
 #[test]
 fn constants_have_the_same_values() {
     let c = constants(&flat(&read("csrc/shim.h")), "TAMP_");
-    // Attributes stand on lines of their own, which `flat` leaves out.
+    // Attributes are on lines of their own, which `flat` leaves out.
     let rust = flat(&read("src/sys.rs"));
     let rust = constants(&rust, "");
-    assert!(rust.len() >= 9, "sys.rs was not understood: {rust:?}");
+    assert!(rust.len() >= 9, "sys.rs was parsed incorrectly: {rust:?}");
     assert_eq!(c, rust);
 }

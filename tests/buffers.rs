@@ -1,4 +1,4 @@
-//! Buffers of a model across skipped steps.
+//! The buffers of a model when steps are skipped.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;

@@ -1,5 +1,5 @@
-//! A run that is resumed takes the same steps as one that was never stopped. A program of its own: the random numbers
-//! that are saved here belong to the whole process.
+//! A resumed run takes the same steps as one that was never interrupted. These tests have a program of their own,
+//! because the random state that they save belongs to the whole process.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -15,7 +15,7 @@ use common::bits::bits;
 use common::files::Folder;
 use common::for_each_device;
 
-/// A model with dropout, trained on shuffled rows, with an overflow now and then.
+/// A model with dropout, trained on shuffled rows, with an occasional overflow.
 struct Shuffled {
     vs: VarStore,
     net: nn::Linear,
@@ -33,7 +33,7 @@ impl Shuffled {
             Algorithm::AdamW(config) => config.build(&vs, 0.1),
             Algorithm::Sgd(config) => config.build(&vs, 0.1),
             Algorithm::Adagrad(config) => config.build(&vs, 0.1),
-            other => panic!("not in these tests: {other:?}"),
+            other => panic!("the tests do not use {other:?}"),
         };
         let config = GradScalerConfig::default().init_scale(64.0).growth_interval(2);
         let scaler = config.build(device).unwrap();
@@ -88,7 +88,7 @@ impl Shuffled {
     }
 }
 
-/// A restore that fails, before anything is changed or midway, leaves the random numbers.
+/// A restore that fails, before any change or midway, leaves the state of the generator unchanged.
 fn refuse(folder: &Folder, vs: &VarStore) {
     let path = folder.file("refused.pt");
     let mut checkpoint = Checkpoint::new();
@@ -103,7 +103,7 @@ fn refuse(folder: &Folder, vs: &VarStore) {
     let twice = checkpoint.restore().rng("rng", Device::Cpu).rng("wrong", Device::Cpu);
     assert!(matches!(twice.apply(), Err(Error::Torch(_))));
     assert!(unchanged());
-    // What no save does: the open file gets shorter, within the weights.
+    // Unlike any save, this shortens the open file, within the weights.
     let bytes = std::fs::read(&path).unwrap();
     let end = bytes.windows(15).position(|window| window == b"archive/version").unwrap();
     let file = std::fs::File::options().write(true).open(&path).unwrap();
@@ -125,7 +125,7 @@ fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
     ];
     for_each_device(|device| {
         for algorithm in algorithms {
-            // Before anything, after a taken step, right before and right after a skipped one.
+            // Before the first step, after a taken step, and right before and after a skipped one.
             for before in [0, 1, 2, 3, 5] {
                 tch::manual_seed(7);
                 let mut whole = Shuffled::new(device, algorithm);
@@ -134,7 +134,7 @@ fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
                 let expected = whole.train(5);
                 tch::manual_seed(8);
                 let mut resumed = Shuffled::new(device, algorithm);
-                // The one that is overwritten has a past of its own.
+                // The run that is overwritten has a history of its own.
                 resumed.train(before % 2);
                 resumed.load(&path);
                 assert_eq!(resumed.train(5), expected, "{algorithm:?} after {before}");

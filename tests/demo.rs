@@ -1,4 +1,4 @@
-//! The demo, run short: it learns in every precision, and its report is well formed.
+//! A short run of the demo: it learns in every precision, and its report is well formed.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::sync::{LazyLock, Mutex};
 use tch::Device;
 
-/// Held while random numbers are drawn, which are the process's.
+/// Held while random numbers are drawn, because the generator belongs to the whole process.
 static RANDOM: Mutex<()> = Mutex::new(());
 
 static RUNS: LazyLock<Vec<RunResult>> = LazyLock::new(|| {
@@ -26,7 +26,7 @@ static RUNS: LazyLock<Vec<RunResult>> = LazyLock::new(|| {
     digits::run(&options(), false).unwrap()
 });
 
-/// A text that repeats, so that a few steps learn something.
+/// A repetitive text, of which a few steps learn something.
 static GPT: LazyLock<Vec<Run>> = LazyLock::new(|| {
     let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
     let text =
@@ -56,7 +56,7 @@ fn every_run_learns() {
         assert!(run.final_loss < first / 3.0, "{name}: {first} to {}", run.final_loss);
         assert!(run.accuracy > 85.0, "{name}: {}", run.accuracy);
         let ratio = run.final_loss / RUNS[0].final_loss;
-        assert!((0.9..1.1).contains(&ratio), "{name} loses sight of fp32: {ratio}");
+        assert!((0.9..1.1).contains(&ratio), "{name} differs too much from fp32: {ratio}");
     }
 }
 
@@ -88,16 +88,20 @@ fn a_run_that_goes_on_has_the_same_losses() {
 
 #[test]
 fn the_gpt_learns_the_same_in_both_precisions() {
-    let [fp32, bf16] = GPT.as_slice() else { panic!("two runs") };
+    let [fp32, bf16] = GPT.as_slice() else { panic!("there should be two runs") };
     assert_eq!((fp32.losses.len(), fp32.seconds.len(), fp32.sample.len() >= 31), (12, 10, true));
-    assert!((5.0..6.5).contains(&fp32.losses[0]), "bytes are guessed at first: {}", fp32.losses[0]);
+    assert!(
+        (5.0..6.5).contains(&fp32.losses[0]),
+        "an untrained model should guess bytes: {}",
+        fp32.losses[0]
+    );
     for run in [fp32, bf16] {
         assert!(run.losses[11] < run.losses[0] - 1.0, "{:?}", run.losses);
     }
     // Two units in the last place of bf16.
     let error = bf16.losses[0] / fp32.losses[0] - 1.0;
     assert!(error.abs() < 2.0 / 256.0, "{:?} and {:?}", fp32.losses, bf16.losses);
-    assert_ne!(fp32.losses, bf16.losses, "autocast computes in another dtype");
+    assert_ne!(fp32.losses, bf16.losses, "autocast should compute in another dtype");
     let verdict = gpt::report::verdict(fp32, bf16);
     assert!(verdict.starts_with("bf16 is ") && verdict.contains("the loss is the same within"));
     let rows = gpt::report::table(&GPT);
@@ -111,7 +115,7 @@ fn the_gpt_reads_the_sources_that_cargo_has() {
     let _random = RANDOM.lock().unwrap();
     let (tokens, targets) = text.batch(4, 64, Device::Cpu);
     assert_eq!((tokens.size(), targets.size()), (vec![4, 64], vec![4, 64]));
-    // The targets are the same text, one byte on.
+    // The targets are the same text, moved by one byte.
     let moved =
         |t: &tch::Tensor, from: i64| Vec::<i64>::try_from(t.narrow(1, from, 63).reshape([-1]));
     assert_eq!(moved(&tokens, 1).unwrap(), moved(&targets, 0).unwrap());
@@ -126,7 +130,10 @@ fn all_runs_start_from_the_same_weights_and_the_same_batch() {
     let error = |run: usize| (first[run] / first[0] - 1.0).abs();
     // Two units in the last place of bf16 (8 bits) and of fp16 (11 bits).
     assert!(error(1) < 2.0 / 256.0 && error(2) < 2.0 / 2048.0, "{first:?}");
-    assert!(error(1) > 0.0 && error(2) > 0.0, "autocast computes in another type: {first:?}");
+    assert!(
+        error(1) > 0.0 && error(2) > 0.0,
+        "autocast should compute in another dtype: {first:?}"
+    );
 }
 
 #[test]
@@ -151,7 +158,7 @@ fn the_scale_halves_at_every_skip_and_doubles_after_every_clean_interval() {
         }
     }
     assert_eq!(run.final_scale, Some(scale));
-    assert!(run.skipped() > 0, "the short run is long enough to overflow");
+    assert!(run.skipped() > 0, "the short run should be long enough to overflow");
 }
 
 #[test]
@@ -183,7 +190,7 @@ fn the_scale_plot_draws_the_fp16_run_and_marks_its_skips() {
     assert_eq!(svg.matches("skipped at scale").count(), run.skipped());
 }
 
-/// The points of the one polyline of this class; all of them lie inside the picture.
+/// The points of the only polyline of this class, all of which must be inside of the picture.
 fn polyline(svg: &str, class: &str) -> Vec<(f64, f64)> {
     let opening = format!(r#"<polyline class="{class}" points=""#);
     let (_, rest) = svg.split_once(&opening).unwrap();
@@ -202,7 +209,7 @@ fn the_report_closes_every_tag_and_fills_every_gap() {
     let open = unclosed_tags(&html);
     assert!(open.is_empty(), "{open:?}");
     let (_, body) = html.split_once("</style>").unwrap();
-    // What the model writes may be anything.
+    // The text that the model writes may contain anything.
     let (before, sample) = body.split_once("<pre>").unwrap();
     let body = before.to_owned() + sample.split_once("</pre>").unwrap().1;
     assert!(!body.contains(['{', '}']) && !body.contains("NaN") && !body.contains("inf"));
@@ -224,7 +231,7 @@ fn an_unbalanced_tag_is_found() {
     assert_eq!(unclosed_tags("<svg><line x='1'/></svg><p>"), ["p"]);
 }
 
-/// What is left on the stack of open tags; a closing tag that fits nothing stays on it too.
+/// The open tags that are never closed. A closing tag that matches none remains on the stack, too.
 fn unclosed_tags(html: &str) -> Vec<&str> {
     let mut open: Vec<&str> = Vec::new();
     for tag in html.split('<').skip(1).filter_map(|rest| rest.split('>').next()) {

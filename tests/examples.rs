@@ -1,4 +1,4 @@
-//! Every example runs, and what it asserts holds.
+//! Every example runs, and its assertions hold.
 
 #[path = "../examples/accumulation.rs"]
 mod accumulation;
@@ -8,7 +8,7 @@ mod common;
 #[path = "../examples/fused.rs"]
 mod fused;
 #[path = "../examples/lost_updates.rs"]
-#[allow(dead_code, reason = "the test says where the picture goes")]
+#[allow(dead_code, reason = "the test chooses the path of the picture")]
 mod lost_updates;
 #[path = "../examples/multiple.rs"]
 mod multiple;
@@ -17,7 +17,7 @@ mod own_optimizer;
 #[path = "../examples/penalty.rs"]
 mod penalty;
 #[path = "../examples/policy.rs"]
-#[allow(dead_code, reason = "the tests say what to run with")]
+#[allow(dead_code, reason = "the tests choose the options")]
 mod policy;
 #[path = "../examples/resume.rs"]
 mod resume;
@@ -56,7 +56,10 @@ fn lost_updates_runs() -> anyhow::Result<()> {
     let path = folder.file("lost-updates.svg");
     lost_updates::run(&path)?;
     let picture = std::fs::read_to_string(&path)?;
-    anyhow::ensure!(picture.matches("<polyline").count() == 7, "six means and one weight alone");
+    anyhow::ensure!(
+        picture.matches("<polyline").count() == 7,
+        "expected six means and a single weight"
+    );
     anyhow::ensure!(picture.starts_with("<svg ") && picture.trim_end().ends_with("</svg>"));
     anyhow::ensure!(!picture.contains("NaN") && !picture.contains("inf"));
     Ok(())
@@ -112,7 +115,7 @@ fn no_example_is_left_out() -> anyhow::Result<()> {
         let name = entry?.file_name().to_string_lossy().into_owned();
         if name.ends_with(".rs") {
             let path = format!("../examples/{name}");
-            anyhow::ensure!(this.contains(&path), "{name} is not run here");
+            anyhow::ensure!(this.contains(&path), "no test runs {name}");
         }
     }
     Ok(())

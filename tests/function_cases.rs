@@ -1,5 +1,6 @@
-//! Custom functions beside Python's: the same function written both ways, on the same random inputs, bit by bit. Python
-//! computes on the CPU; ours run there and on the simulated GPUs, where backward runs on a thread of the device's own.
+//! Custom functions compared with Python: the same functions in both languages, on the same random inputs, bit by bit.
+//! Python computes on the CPU. This crate's functions run there and on the simulated GPUs, where backward runs on a
+//! thread of the device.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
@@ -18,7 +19,7 @@ use common::{for_each_device, gpus_that_round_as_the_cpu};
 
 const ROUNDS: usize = 40;
 
-/// The outputs of a case, whose backward has run.
+/// Computes the outputs of a case from its inputs.
 type Case = Box<dyn Fn(&[Tensor]) -> Vec<Tensor>>;
 
 fn product(cast: bool, dtype: Kind, enabled: bool) -> Case {
@@ -57,7 +58,7 @@ fn penalty(inputs: &[Tensor]) -> Vec<Tensor> {
     vec![out, grad]
 }
 
-/// x σ(1.702 x), GELU's sigmoid approximation, with the output and an intermediate saved.
+/// x σ(1.702 x), the sigmoid approximation of GELU, which saves its output and an intermediate tensor.
 fn gelu(inputs: &[Tensor]) -> Vec<Tensor> {
     let gelu = function(
         |ctx, x| {
@@ -119,7 +120,7 @@ fn dirty(inputs: &[Tensor]) -> Vec<Tensor> {
     vec![first, second]
 }
 
-/// Without materialised gradients, and a missing gradient of its first input.
+/// Does not materialize gradients, and returns none for its first input.
 fn split(inputs: &[Tensor]) -> Vec<Tensor> {
     let split = function(
         |ctx, x| {
@@ -154,7 +155,7 @@ fn cases() -> Vec<(String, Case, Vec<&'static str>)> {
                     cases.push((name, product(cast, dtype, enabled), inputs.to_vec()));
                 }
             }
-            // A half and a single input fit together only once they are cast.
+            // A half-precision and an f32 input fit together only once they are cast.
             let mixed = vec![half, "float32"];
             cases.push((format!("product{kind}_{name}"), product(cast, dtype, true), mixed));
         }
@@ -217,7 +218,7 @@ fn functions_give_the_bits_of_pythons() {
     println!("{} calls give the bits of Python's on {devices:?}", calls.len());
 }
 
-/// Cast inputs take part in a second derivative, which they do not in PyTorch: beside the cast written out.
+/// Unlike in PyTorch, casts of inputs take part in second derivatives. The reference writes the cast out.
 #[test]
 fn a_penalty_goes_through_a_cast() {
     for_each_device(|device| {
@@ -244,7 +245,7 @@ fn matrix(rng: &mut Rng, kind: &str, size: i64) -> Tensor {
     matrix.set_requires_grad(true)
 }
 
-/// A leaf of its own with the numbers of `tensor`.
+/// A new leaf on `device` with the values of `tensor`.
 fn leaf_on(device: Device, tensor: &Tensor) -> Tensor {
     tensor.detach().copy().to_device(device).set_requires_grad(true)
 }

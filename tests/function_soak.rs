@@ -1,4 +1,5 @@
-//! Applications of a custom function keep the memory flat. A program of its own: other tests would be measured, too.
+//! Many applications of a custom function do not increase the memory. This is a program of its own, because the memory
+//! of other tests would be measured, too.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -8,7 +9,7 @@ use tch_amp::function;
 
 use common::{is_set, resident_bytes};
 
-/// A leak of six bytes an application shows in the short run.
+/// Even in the short run, a leak of six bytes per application exceeds this.
 const MAX_BYTES: u64 = 1 << 20;
 
 /// `TCH_AMP_LONG=1` runs a million applications.
@@ -28,7 +29,7 @@ fn applications_keep_memory_flat() {
     assert!(grown < MAX_BYTES, "{applications} applications left {grown} bytes");
 }
 
-/// Every third graph is run, every third is run twice, and every third is dropped as it is.
+/// Of every three graphs, one is run, one is run twice, and one is dropped without a backward.
 fn run(x: &Tensor, count: usize) {
     for i in 0..count {
         let exp = function(

@@ -1,4 +1,4 @@
-//! Numbers of 16 bits go into tensors and come back to the last bit, with every version of tch.
+//! 16-bit numbers are copied into tensors and back bit by bit, with every version of tch.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -10,7 +10,7 @@ use tch_amp::half::{from_slice, to_vec};
 
 use crate::common::for_each_device;
 
-/// Every number there is, NaNs with all their payloads included.
+/// All 65536 numbers, including NaNs with all their payloads.
 fn all<T>(from_bits: impl Fn(u16) -> T) -> Vec<T> {
     (0..=u16::MAX).map(from_bits).collect()
 }
@@ -28,7 +28,7 @@ fn every_number_is_itself_in_a_tensor_and_back() {
         let back: Vec<bf16> = to_vec(&tensor).unwrap();
         assert!(back.iter().map(|x| x.to_bits()).eq(0..=u16::MAX));
     });
-    // libtorch's own conversion to f32, which is exact, sees the same numbers.
+    // libtorch's own conversion to f32, which is exact, yields the same numbers.
     let seen = |tensor: Tensor| Vec::<f32>::try_from(tensor.to_kind(Kind::Float)).unwrap();
     let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
     let seen_short = seen(from_slice(&short).unwrap());
@@ -62,7 +62,8 @@ fn another_dtype_is_refused() {
     assert_eq!(error, "the tensor is Float, but must be Half; convert it with to_kind(Half)");
 }
 
-/// What these functions are for. Where this fails, tch has been mended: take out the warnings then.
+/// The defect that these functions work around. If this test fails, tch was fixed: remove the warnings from the
+/// documentation.
 #[test]
 fn tch_takes_bf16_for_fp16() {
     assert_eq!(Tensor::from_slice(&[bf16::from_f32(1.0)]).kind(), Kind::Half);

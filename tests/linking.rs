@@ -1,4 +1,4 @@
-//! A program that depends on this crate has CUDA when its libtorch has it.
+//! A program that depends on this crate has CUDA if its libtorch has it.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -25,7 +25,7 @@ fn named<'a>(libraries: &'a BTreeSet<PathBuf>, name: &str) -> Option<&'a Path> {
 
 #[test]
 fn libtorch_cuda_is_loaded_when_libtorch_has_it() {
-    // Any use of the crate; a program that names it nowhere is not linked to it.
+    // Any use of the crate: a program that uses none of its items is not linked to it.
     assert!(!is_autocast_enabled(Device::Cpu));
     let libraries = loaded();
     let cpu = named(&libraries, "libtorch_cpu.so").expect("libtorch is loaded");

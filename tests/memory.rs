@@ -1,5 +1,5 @@
-//! Freed memory that stays in the process. A program of its own, since it changes the allocator of the whole process, and
-//! without cargo's harness, whose threads have heaps of their own before a test begins.
+//! Freed memory that stays in the process. This is a program of its own, since it changes the allocator of the whole
+//! process. It does without cargo's harness, whose threads have heaps of their own before a test begins.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -11,7 +11,7 @@ use common::{resident_bytes, skipped};
 
 const MIB: i64 = 1 << 20;
 
-/// How much more is resident after a tensor of 64 MiB has come and gone.
+/// How much more memory is resident after a tensor of 64 MiB was created and dropped.
 fn left_behind() -> Option<i64> {
     let before = resident_bytes()?;
     drop(Tensor::ones([16 * MIB], (Kind::Float, Device::Cpu)));
@@ -19,7 +19,7 @@ fn left_behind() -> Option<i64> {
 }
 
 fn main() {
-    // What libtorch keeps of a first tensor is no matter.
+    // Do not count what libtorch keeps after the first tensor.
     drop(Tensor::ones([16], (Kind::Float, Device::Cpu)));
     let Some(given_back) = left_behind() else {
         return;
@@ -30,8 +30,8 @@ fn main() {
     assert!(given_back < 8 * MIB, "{given_back} bytes were kept before");
     let kept = left_behind().unwrap();
     assert!(kept > 56 * MIB, "only {kept} bytes are kept");
-    // glibc takes a little more than is asked for, to align it, and caches a few of the small pieces that are left over.
-    // As long as it does, a freed block is too short for the next tensor of its size.
+    // glibc takes a little more than is requested, to align it, and caches a few of the small pieces that are left
+    // over. As long as it does, a freed block is too short for the next tensor of its size.
     let rounds = |count: usize| (0..count).map(|_| left_behind().unwrap()).sum::<i64>();
     for place in ["here", "in a thread"] {
         let growth = move || (rounds(20), rounds(10));
@@ -39,9 +39,9 @@ fn main() {
             "here" => growth(),
             _ => std::thread::spawn(growth).join().unwrap(),
         };
-        assert!(first < 20 * 64 * MIB, "{place} no tensor was where another had been: {first}");
-        assert!(later < 8 * MIB, "{place} {later} more bytes, though {first} are free");
+        assert!(first < 20 * 64 * MIB, "{place} no tensor has reused another's memory: {first}");
+        assert!(later < 8 * MIB, "{place} {later} more bytes, although {first} are free");
     }
-    assert!(keep_freed_memory(), "it may be asked for again");
+    assert!(keep_freed_memory(), "a second call should succeed, too");
     println!("test freed memory stays in the process once that was asked for ... ok");
 }

@@ -1,4 +1,4 @@
-//! What a device is measured to be good at.
+//! The measured speed of a device in each precision.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -25,7 +25,7 @@ fn every_size_is_measured_once_a_process() {
         assert!(speeds[0].bf16.is_some() && speeds[0].fp16.is_some());
         let text = precision.to_string();
         assert!(text.contains("bf16: ") && text.contains(" as fast as f32 at "), "{text}");
-        // A second measurement would hardly give the same numbers.
+        // A second measurement would hardly give the same numbers, so the result is cached.
         assert_eq!(Precision::measure(device).unwrap(), precision);
     });
 }

@@ -11,12 +11,12 @@ use tch_amp::{GradScaler, autocast};
 use common::rng::Rng;
 use common::{is_set, resident_bytes, skipped};
 
-/// The heap settles slowly, in single pages: only then does a slope tell a leak from that.
+/// The heap grows slowly, in single pages, until it settles. Only then does the slope show a leak.
 const WARM_UP: u64 = 400_000;
 const ITERATIONS: u64 = 600_000;
 const SAMPLE_EVERY: u64 = 10_000;
 
-/// The slope at which a leak of a tenth of a byte an iteration shows.
+/// The slope that shows a leak of a tenth of a byte per iteration.
 const MAX_BYTES_PER_10_000: f64 = 1024.0;
 
 #[test]
@@ -44,10 +44,14 @@ fn training_for_a_million_iterations_keeps_memory_flat() {
     );
     assert!(
         training.skipped > ITERATIONS / 20,
-        "overflows are part of the soak: {}",
+        "the soak should include overflows: {}",
         training.skipped
     );
-    assert!(training.stepped > ITERATIONS / 2, "steps are part of the soak: {}", training.stepped);
+    assert!(
+        training.stepped > ITERATIONS / 2,
+        "the soak should include steps: {}",
+        training.stepped
+    );
     assert!(
         slope < MAX_BYTES_PER_10_000,
         "memory grows by {slope:.0} bytes per 10,000 iterations: {samples:?}"
@@ -68,13 +72,13 @@ impl Training {
         let vs = VarStore::new(Device::Cpu);
         let net = nn::linear(vs.root(), 4, 2, Default::default());
         let optimizer = nn::sgd(0.9, 0.0, 0.0, false).build(&vs, 1e-3).unwrap();
-        // Grows as often as the overflows back it off, so that the scale stays in the usual range.
+        // The scale grows as often as the overflows back it off, so it stays in the usual range.
         let config = GradScalerConfig::default().growth_interval(8);
         let scaler = config.build(Device::Cpu).unwrap();
         Self { rng: Rng::new(13), net, optimizer, scaler, stepped: 0, skipped: 0 }
     }
 
-    /// One iteration; every tenth overflows, and each way of unscaling has its turn.
+    /// One iteration. Every tenth overflows, and the ways of unscaling take turns.
     fn iterate(&mut self, iteration: u64) {
         let factor = if self.rng.one_in(10) { f64::INFINITY } else { 1.0 };
         let input = Tensor::from_slice(&[self.rng.eighth(), 1.0, 0.5, -0.25])

@@ -1,5 +1,5 @@
-//! Which public types may go to another thread (`Send`) and which may be used by several at once (`Sync`). It compiles, or
-//! it does not: a type that loses or gains either is a change of the interface.
+//! Which public types can be sent to another thread (`Send`) and which can be shared by several (`Sync`). The compiler
+//! checks it: gaining or losing either trait changes the public API.
 
 use tch::nn::{BatchNorm, Linear};
 use tch_amp::autocast::{AutocastGuard, AutocastState};
@@ -49,7 +49,8 @@ macro_rules! stays {
     };)* };
 }
 
-/// Asserts that a type lacks a trait: with it, two implementations of `Ambiguous` would fit, and none be chosen.
+/// Asserts that a type lacks a trait. If it had the trait, two implementations of `Ambiguous` would apply, and the call
+/// would not compile.
 macro_rules! not {
     ($type:ty, $trait:path) => {{
         trait Ambiguous<A> {
@@ -95,10 +96,11 @@ send_and_sync!(
     Start,
 );
 
-// Errors, which `anyhow` and `?` into a boxed error need to be both.
+// Errors must be both, so that `anyhow` and `?` into a boxed error accept them.
 send_and_sync!(CheckpointError, Error, SaveError);
 
-// They hold tensors. tch's are `Send` and not `Sync`: an operation of one thread may change what another one reads.
+// Types that hold tensors. tch's tensors are `Send`, but not `Sync`: an operation on one thread may change what another
+// thread reads.
 only_send!(
     BufferSnapshot,
     Checkpoint,
@@ -119,14 +121,14 @@ only_send!(
     StepCounter,
 );
 
-// They borrow tensors, or what holds tensors, which another thread must not share.
+// Types that borrow tensors, or borrow types that hold tensors, which threads must not share.
 stays!(BackwardContext<'static>, GradOutputs<'static>, Parameters<'static>, Restore<'static>);
 stays!(Prepared<'static>, SavedState<'static>, Step<'static>, Unscaled<'static>);
 
-// The state of autocast is the thread's: a guard that is dropped on another one would end a region there.
+// The autocast state belongs to the thread: a guard dropped on another thread would end a region there.
 stays!(AutocastGuard);
 
 #[test]
 fn types_cross_threads_as_documented() {
-    // The compiler has checked it.
+    // The compiler has checked everything.
 }

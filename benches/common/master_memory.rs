@@ -1,4 +1,4 @@
-//! The memory that a training holds for each of its numbers, by what the system has given this process.
+//! The memory that training holds for each number of the parameters, as the system reports it for this process.
 #![allow(dead_code, reason = "each user takes its own part")]
 #![allow(clippy::expect_used, reason = "a benchmark and a test fail by panicking")]
 
@@ -8,8 +8,8 @@ use tch_amp::scaler::GradScalerConfig;
 
 use crate::memory::{anonymous, peak};
 
-/// Two tensors, so that it shows what is done with one after the other. Even in 16 bits each has more than 32 MiB, and
-/// such memory allocators take from the system and give back at once.
+/// Two tensors, so that processing them one after the other shows. Even in 16 bits each is larger than 32 MiB, and
+/// allocators take such memory from the system and return it immediately.
 pub const TENSORS: usize = 2;
 const NUMBERS: i64 = 17 << 20;
 
@@ -20,26 +20,26 @@ pub struct Setup {
     kind: Kind,
     masters: MasterWeights,
     algorithm: Algorithm,
-    /// Whether gradients are added up in f32.
+    /// Whether gradients are accumulated in f32.
     wide: bool,
-    /// The bytes for each number, as the documentation of `MasterWeights` says.
+    /// The bytes per number that the documentation of `MasterWeights` states.
     pub stated: f64,
 }
 
-/// Bytes for each number.
+/// Bytes per number.
 #[derive(Clone, Copy, Debug)]
 pub struct Held {
-    /// What there is after two steps.
+    /// The memory after two steps.
     pub held: f64,
-    /// What a further step needs beside that while it runs.
+    /// The additional memory at the peak of a further step.
     pub step: f64,
-    /// What `unscale_` and a step need beside that while they run.
+    /// The additional memory at the peak of `unscale_` and a step.
     pub unscaling: f64,
-    /// What there is after a step that follows later, with gradients of its own.
+    /// The memory after a later step with new gradients.
     pub later: f64,
 }
 
-/// All of the table's.
+/// All rows of the table.
 pub fn setups() -> Vec<Setup> {
     let random = MasterWeights::StochasticRounding { seed: 1 };
     let (none, float, remainder) =
@@ -72,7 +72,7 @@ pub fn setups() -> Vec<Setup> {
 }
 
 impl Setup {
-    /// Whether `unscale_` makes gradients f32 that were not.
+    /// Whether `unscale_` converts gradients to f32.
     pub fn widens(&self) -> bool {
         self.masters != MasterWeights::None && !self.wide
     }
@@ -82,23 +82,23 @@ fn build(setup: &Setup, weights: &[Tensor]) -> Optimizer {
     let mut opt = match setup.algorithm {
         Algorithm::AdamW(config) => config.master_weights(setup.masters).build(weights, 1e-3),
         Algorithm::Sgd(config) => config.master_weights(setup.masters).build(weights, 1e-3),
-        other => panic!("nothing is measured of {other:?}"),
+        other => panic!("no measurement covers {other:?}"),
     }
     .expect("the weights can be trained");
     if setup.wide {
-        opt.accumulate_in_f32().expect("there are masters");
+        opt.accumulate_in_f32().expect("the optimizer has master weights");
     }
     opt
 }
 
-/// Takes a step with gradients of its own.
+/// Takes a step with new gradients.
 fn train(opt: &mut Optimizer, weights: &[Tensor]) {
     opt.zero_grad().expect("gradients can be dropped");
     weights.iter().for_each(|w| w.sum(w.kind()).backward());
     opt.step().expect("a step is taken");
 }
 
-/// Trains and measures; `None` where the system does not tell. A peak that it does not tell is NaN.
+/// Trains and measures. Returns `None` if the system does not report the memory. A peak that it does not report is NaN.
 pub fn measure(setup: &Setup) -> Option<Held> {
     let each = (TENSORS as i64 * NUMBERS) as f64;
     let before = anonymous()?;

@@ -1,7 +1,7 @@
 //! What the benchmarks share: the Python process that runs the same rounds, medians, and the printed table.
 //!
-//! A round of ours and a round of Python's alternate, so that noise of the machine hits both. Timings decide nothing;
-//! a benchmark fails only when the two sides do not compute the same.
+//! Rounds of this crate and of Python alternate, so that noise of the machine affects both. Timings never fail a
+//! benchmark; it fails only if the two sides compute different results.
 #![allow(dead_code, reason = "each benchmark uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
@@ -21,17 +21,18 @@ pub struct Python {
 }
 
 impl Python {
-    /// Starts the process, or prints why not and returns `None`.
+    /// Starts the process. If that is impossible, prints the reason and returns `None`.
     pub fn start(name: &str) -> Option<Self> {
         Self::start_with(name, &[])
     }
 
-    /// Starts the process with these environment variables, or prints why not and returns `None`.
+    /// Starts the process with these environment variables. If that is impossible, prints the reason and returns
+    /// `None`.
     pub fn start_with(name: &str, variables: &[(&str, &str)]) -> Option<Self> {
         let Some(python) = std::env::var_os("TCH_AMP_PYTHON") else {
             assert!(
                 !is_set("TCH_AMP_REQUIRE_PYTHON"),
-                "TCH_AMP_PYTHON names no Python, and it is required"
+                "TCH_AMP_REQUIRE_PYTHON is set, but TCH_AMP_PYTHON is not"
             );
             eprintln!(
                 "SKIPPED: set TCH_AMP_PYTHON to a Python with torch, or run `cargo xtask bench`"
@@ -54,7 +55,7 @@ impl Python {
         Some(Self { child, requests, answers })
     }
 
-    /// The answer to one request.
+    /// Sends a request and returns the answer.
     pub fn ask(&mut self, request: &str) -> String {
         writeln!(self.requests, "{request}").expect("Python reads");
         let mut answer = String::new();
@@ -64,16 +65,19 @@ impl Python {
         answer
     }
 
-    /// The answer to one request, as nanoseconds.
+    /// Sends a request and returns the answer's numbers, which are nanoseconds.
     pub fn time(&mut self, request: &str) -> Vec<f64> {
         let answer = self.ask(request);
-        answer.split(' ').map(|number| number.parse().expect("Python answers numbers")).collect()
+        answer
+            .split(' ')
+            .map(|number| number.parse().expect("Python answers with numbers"))
+            .collect()
     }
 }
 
 impl Drop for Python {
     fn drop(&mut self) {
-        // It would end at the end of its input, which has not come.
+        // It would exit only at the end of its input, which has not been reached.
         drop(self.child.kill());
         drop(self.child.wait());
     }
@@ -83,7 +87,7 @@ fn is_set(name: &str) -> bool {
     std::env::var(name).is_ok_and(|value| value == "1")
 }
 
-/// Whether this is a smoke run of a few seconds: asked for, or not started by `cargo bench`.
+/// Whether this is a smoke run of a few seconds: because it was requested, or because `cargo bench` has not started it.
 pub fn is_quick() -> bool {
     let mut args = std::env::args();
     is_set("TCH_AMP_BENCH_QUICK")
@@ -96,21 +100,21 @@ pub fn rounds(usual: usize) -> usize {
     if is_quick() { (usual / 50).max(3) } else { usual }
 }
 
-/// The nanoseconds that `work` takes.
+/// The time of `work` in nanoseconds.
 pub fn nanoseconds(work: impl FnOnce()) -> f64 {
     let start = Instant::now();
     work();
     Duration::as_secs_f64(&start.elapsed()) * 1e9
 }
 
-/// The middle one of the numbers.
+/// The median of the numbers.
 pub fn median(mut numbers: Vec<f64>) -> f64 {
-    assert!(!numbers.is_empty(), "no number has no median");
+    assert!(!numbers.is_empty(), "a median needs at least one number");
     numbers.sort_by(f64::total_cmp);
     numbers[numbers.len() / 2]
 }
 
-/// Rounds of ours and of Python's, each a list of times that belong together.
+/// Rounds of this crate and of Python, each with a list of corresponding times.
 #[derive(Debug, Default)]
 pub struct Rounds {
     pub ours: Vec<Vec<f64>>,
@@ -118,7 +122,7 @@ pub struct Rounds {
 }
 
 impl Rounds {
-    /// Runs `count` rounds of both sides in turns, after one of each that does not count.
+    /// Runs `count` rounds of both sides alternately, after one round of each that is not counted.
     pub fn run(
         count: usize,
         mut ours: impl FnMut() -> Vec<f64>,
@@ -135,7 +139,7 @@ impl Rounds {
         out
     }
 
-    /// The medians over all rounds of the times with this index.
+    /// The medians over all rounds of the times at this index.
     pub fn row(&self, name: &'static str, index: usize) -> Row {
         let of = |rounds: &[Vec<f64>]| median(rounds.iter().map(|times| times[index]).collect());
         Row { name, ours: of(&self.ours), python: of(&self.python) }
@@ -166,7 +170,7 @@ pub fn print_table(title: &str, rows: &[Row]) {
     println!();
 }
 
-/// Prints the line that `cargo xtask bench` looks for.
+/// Prints the line that `cargo xtask bench` parses.
 pub fn print_ratio(name: &str, row: Row) {
     println!("ratio {name} {:.2}", row.ratio());
 }
@@ -175,7 +179,7 @@ pub fn microseconds(nanoseconds: f64) -> String {
     format!("{:.3} us", nanoseconds / 1e3)
 }
 
-/// Multiples of 1/8, the same in Python, with none that is zero.
+/// Nonzero multiples of 1/8, the same as in Python.
 pub fn values(parameter: i64, numbers: i64, factor: i64) -> Tensor {
     let places = Tensor::arange(numbers, (Kind::Int64, Device::Cpu));
     let values = (places * 11 + parameter * factor).remainder(64) - 32;

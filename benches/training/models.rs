@@ -1,4 +1,5 @@
-//! The models of the training benchmark. `benches/oracle/training.py` has the same, with the same names of parameters.
+//! The models of the training benchmark. `benches/oracle/training.py` defines the same models with the same parameter
+//! names.
 
 use tch::nn::{self, Module as _, ModuleT as _, Path, RNN as _};
 use tch::{Device, Kind, Tensor};
@@ -17,14 +18,14 @@ pub struct Batch {
     pub ys: Tensor,
 }
 
-/// What a batch looks like.
+/// The shape of a batch.
 #[derive(Clone, Copy)]
 pub enum Shape {
     /// Normal inputs and targets of the same shape.
     Dense { rows: i64, width: i64 },
     /// Normal images, and a class for each.
     Images { count: i64, size: i64, classes: i64 },
-    /// Tokens, and the same ones moved by one place as targets.
+    /// Tokens, and the same tokens shifted by one place as targets.
     Tokens { rows: i64, length: i64, vocabulary: i64 },
     /// Tokens, and a class for each row.
     Sentences { rows: i64, length: i64, vocabulary: i64, classes: i64 },
@@ -35,7 +36,7 @@ pub enum Shape {
 const CPU: Device = Device::Cpu;
 
 impl Shape {
-    /// A batch from the generator's present state.
+    /// Generates a batch from the generator's current state.
     pub fn batch(self) -> Batch {
         let normal = |size: &[i64]| Tensor::randn(size, (Kind::Float, CPU));
         let below = |n: i64, size: &[i64]| Tensor::randint(n, size, (Kind::Int64, CPU));
@@ -62,7 +63,7 @@ impl Shape {
 /// The names of the models, in the order of the tables.
 pub const NAMES: [&str; 7] = ["mlp_6x32", "mlp_6x256", "mlp_4x1024", "gpt", "conv", "bert", "lstm"];
 
-/// Makes a model with variables under `path`.
+/// Creates a model with its variables under `path`.
 pub fn model(name: &str, path: &Path<'_>) -> Model {
     match name {
         "mlp_6x32" => mlp(path, 6, 32, 16),
@@ -150,7 +151,7 @@ fn gpt(path: &Path<'_>) -> Model {
     Model { loss: Box::new(loss), batch: Shape::Tokens { rows: 4, length, vocabulary } }
 }
 
-/// An encoder in the shape of a small BERT, and a classifier over the first token.
+/// An encoder with the structure of a small BERT, and a classifier for the first token.
 fn bert(path: &Path<'_>) -> Model {
     let (width, length, vocabulary, classes) = (256, 128, 8192, 4);
     let embedding = nn::embedding(path / "embedding", vocabulary, width, Default::default());

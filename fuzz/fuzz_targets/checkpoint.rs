@@ -1,7 +1,8 @@
-//! Whatever bytes a checkpoint has: it is refused, or restored in part or whole, and nothing else happens.
+//! Whatever bytes a checkpoint contains, it is refused, or restored in part or completely, and nothing else happens.
 //!
-//! The same bytes can be of either format, so that one target serves both readers; the folders `seeds/safetensors` and
-//! `seeds/torch` start it with each. Built by `cargo xtask fuzz`, checksums are taken but not compared.
+//! Either format can be in the bytes, so one target tests both readers. The folders `seeds/safetensors` and
+//! `seeds/torch` provide the initial inputs. When `cargo xtask fuzz` builds it, checksums are computed, but not
+//! compared.
 #![no_main]
 
 use std::cell::RefCell;
@@ -15,7 +16,7 @@ use tch_amp::optim::{AdamW, Optimizer, Sgd};
 
 const GOLDEN: &[u8] = include_bytes!("../../tests/checkpoint/golden/format-1.safetensors");
 
-/// What is restored, made once: the model of the seeds.
+/// The objects to restore, created once: those of the seeds.
 struct Target {
     vs: VarStore,
     optimizers: [Optimizer; 2],
@@ -34,7 +35,8 @@ impl Target {
         target
     }
 
-    /// A whole checkpoint is restored whole. Here serde_json keeps numbers as text, as any crate of a program may ask.
+    /// A valid checkpoint is restored completely. serde_json keeps numbers as text here, which any crate of a program
+    /// can enable.
     fn check(&mut self) {
         let checkpoint = Checkpoint::from_bytes(GOLDEN.to_vec()).expect("a checkpoint");
         let restore = checkpoint.restore().model("model", &self.vs);
@@ -42,7 +44,7 @@ impl Target {
         restore.scaler("scaler", &mut self.scaler).apply().expect("all of it");
     }
 
-    /// Parts by whatever names, refused or not.
+    /// Restores parts of all names, whether or not that is refused.
     fn restore(&mut self, checkpoint: &Checkpoint) {
         for name in checkpoint.names() {
             drop(checkpoint.restore().model(name, &self.vs).strict(false).cast(true).apply());

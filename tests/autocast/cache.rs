@@ -30,7 +30,7 @@ fn add_one(w: &mut Tensor) {
     });
 }
 
-/// The premise of the tests below: without it they could not fail.
+/// The premise of the tests below, which could not fail without it.
 #[test]
 fn libtorch_serves_a_stale_weight_inside_a_region() {
     let _alone = alone();
@@ -38,7 +38,11 @@ fn libtorch_serves_a_stale_weight_inside_a_region() {
     let _guard = AutocastGuard::new(Device::Cpu).unwrap();
     assert_eq!(sum_of_product(&w), 8.0);
     add_one(&mut w);
-    assert_eq!(sum_of_product(&w), 8.0, "libtorch checks the version now: the docs can say so");
+    assert_eq!(
+        sum_of_product(&w),
+        8.0,
+        "libtorch checks the version now: update the documentation"
+    );
     clear_autocast_cache();
     assert_eq!(sum_of_product(&w), 16.0);
 }
@@ -219,7 +223,7 @@ fn weights_used_in_regions_are_freed() {
     let before = resident_bytes();
     cycle(100);
     if let Some((before, after)) = before.zip(resident_bytes()) {
-        // A cast of 512 KiB kept for each weight would be 50 MiB.
+        // A 512 KiB cast kept for each weight would take 50 MiB.
         assert!(after.saturating_sub(before) < 8 << 20, "{before} -> {after}");
     }
 }

@@ -1,5 +1,5 @@
-//! Regions and guards in what libtorch calls back: custom backwards, and destructors of what a graph holds. After each
-//! node of a backward libtorch restores a part of the state itself, and knows nothing of guards.
+//! Regions and guards in code that libtorch calls: custom backwards, and destructors of what a graph holds. After each
+//! node of a backward, libtorch restores a part of the state itself, without regard to guards.
 
 use std::cell::RefCell;
 use std::panic::resume_unwind;
@@ -16,7 +16,7 @@ use crate::common::rng::Rng;
 use crate::{OUTSIDE, Seen, alone, seen};
 
 thread_local! {
-    /// Guards that a callback and the code around it both reach.
+    /// Guards that both a callback and the code around it can reach.
     static KEPT: RefCell<Vec<AutocastGuard>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -25,7 +25,7 @@ fn keep(region: Autocast) {
     KEPT.with_borrow_mut(|kept| kept.push(guard));
 }
 
-/// Drops the guard that was kept last.
+/// Drops the guard that was stored last.
 fn drop_kept() {
     drop(KEPT.with_borrow_mut(Vec::pop).expect("a guard was kept"));
 }
@@ -38,7 +38,7 @@ fn leaf(device: Device) -> Tensor {
     Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true)
 }
 
-/// What autocast makes of a product, asked of libtorch alone.
+/// The dtype that libtorch gives a product, without a call to the crate.
 fn product(device: Device) -> Kind {
     let ones = Tensor::ones([2, 2], (Kind::Float, device));
     ones.mm(&ones).kind()
@@ -50,7 +50,7 @@ fn calls(device: Device, inside: impl Fn() + Send + 'static) -> Tensor {
         inside();
         Ok(g[0].expand([2, 2], false))
     };
-    // Also inside of another backward, where gradients are off.
+    // Inside of another backward, where gradients are disabled, the function must be recorded as well.
     with_grad(|| function(|_, x| Ok(x[0].sum(None)), backward).apply(&[leaf(device)])).unwrap()
 }
 
@@ -85,7 +85,7 @@ fn a_guard_from_outside_that_a_backward_drops_ends_with_the_backward(
     keep(fp16());
     let y = before.unwrap_or_else(drops);
     assert_eq!(y.f_backward().is_err(), matches!(end, End::Panics));
-    assert_eq!(product(Device::Cpu), Kind::Float, "no guard is left");
+    assert_eq!(product(Device::Cpu), Kind::Float, "no region is open");
     assert_eq!(seen(), OUTSIDE);
 }
 
@@ -135,14 +135,14 @@ fn a_region_that_a_backward_leaks_ends_with_it(
         };
         assert_eq!(calls(device, leaks).f_backward().is_err(), matches!(end, End::Panics));
         assert_eq!((product(device), seen()), (Kind::Float, OUTSIDE));
-        // Each of the next regions is an outermost one again, and sees the weight as it is.
+        // Each of the next regions is an outermost one again, and uses the current weight.
         let mut w = leaf(device);
         for round in 1..4 {
             let region = || Autocast::new(device).run(|| sum_of_product(&w)).unwrap();
             assert_eq!(region(), 8.0 * f64::from(round));
             drop(tch::no_grad(|| w.f_add_scalar_(1.0).unwrap()));
         }
-        // Also on the thread that ran the backward.
+        // The same holds on the thread that ran the backward.
         let (send, receive) = channel();
         let inside = move || {
             let mut w = leaf(device);
@@ -155,7 +155,7 @@ fn a_region_that_a_backward_leaks_ends_with_it(
         calls(device, inside).backward();
         assert_eq!(receive.iter().collect::<Vec<_>>(), [8.0, 16.0]);
     });
-    // What was kept has been closed, and closes nothing else.
+    // The stored guards' regions have ended, so dropping the guards ends no other region.
     let _later = fp16().enter().unwrap();
     KEPT.with_borrow_mut(Vec::clear);
     assert_eq!(seen(), (true, Kind::Half, true));
@@ -170,7 +170,7 @@ impl<F: FnMut()> Drop for OnDrop<F> {
     }
 }
 
-/// A tensor whose graph runs `destructor` when it ends or, where it `saves`, when backward frees what was saved.
+/// A tensor whose graph runs `destructor` when it is freed or, if it `saves`, when backward frees what was saved.
 fn drops(saves: bool, destructor: impl FnMut() + Send + 'static) -> Tensor {
     let value = std::sync::Mutex::new(Some(OnDrop(destructor)));
     let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
@@ -188,7 +188,7 @@ fn a_destructor_may_drop_a_guard_from_outside(#[values(false, true)] saves: bool
     let _alone = alone();
     keep(fp16());
     drop(drops(saves, drop_kept));
-    assert_eq!(product(Device::Cpu), Kind::Float, "it ends at once: no backward runs");
+    assert_eq!(product(Device::Cpu), Kind::Float, "it ends immediately: no backward is running");
     assert_eq!(seen(), OUTSIDE);
     keep(fp16());
     let y = drops(saves, drop_kept);
@@ -216,11 +216,12 @@ fn a_region_that_a_destructor_leaks_ends_with_it(#[values(false, true)] saves: b
     assert_eq!((product(Device::Cpu), seen()), (Kind::Float, OUTSIDE));
 }
 
-/// The rule in plain Rust: a callback's regions end with it, and a region around it cannot end before it.
+/// The rule in plain Rust: a callback's regions end with it, and a region around the callback cannot end before it.
 #[derive(Default)]
 struct Model {
     next: usize,
-    /// What a thread is inside of each scope, its number, and whether its guard is gone; callbacks have a number, too.
+    /// For each scope: its number, the thread's state inside of it, and whether its guard was dropped. Callbacks have
+    /// numbers, too.
     scopes: Vec<(usize, Seen, bool)>,
 }
 
@@ -253,7 +254,7 @@ impl Model {
     }
 }
 
-/// A program whose backwards open, drop, forget and run further backwards, all at random.
+/// A program whose backwards open, drop and forget guards and run further backwards, all at random.
 struct Machine {
     rng: Rng,
     model: Model,
@@ -275,7 +276,7 @@ fn check(wrong: &Sender<String>, when: &str) {
     }
 }
 
-/// A random region, and what a thread is in it.
+/// A random region, and the thread's state inside of it.
 fn region(rng: &mut Rng) -> (Autocast, Seen) {
     let inside = (!rng.one_in(3), *rng.pick(&[Kind::BFloat16, Kind::Half]), rng.one_in(2));
     (Autocast::new(Device::Cpu).enabled(inside.0).dtype(inside.1).cache(inside.2), inside)
@@ -289,7 +290,7 @@ fn play(depth: usize, steps: usize, wrong: &Sender<String>) {
                 let guard = region.enter().unwrap();
                 machine(|machine| {
                     let id = machine.model.open(inside);
-                    // One in five is forgotten; a callback around it closes it.
+                    // One guard in five is forgotten; the callback around it ends its region.
                     if depth > 0 && machine.rng.one_in(5) {
                         std::mem::forget(guard);
                     } else {
@@ -325,7 +326,9 @@ fn play(depth: usize, steps: usize, wrong: &Sender<String>) {
                 machine(|machine| machine.model.settle());
                 let enabled = machine(|machine| machine.model.now()).0;
                 if (product(Device::Cpu) != Kind::Float) != enabled {
-                    wrong.send(format!("libtorch is not {enabled} after a backward")).unwrap();
+                    wrong
+                        .send(format!("libtorch's autocast should be {enabled} after a backward"))
+                        .unwrap();
                 }
             }
             _ => (),

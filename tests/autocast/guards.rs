@@ -1,4 +1,4 @@
-//! Guards in any order, panics, recursion and guards that are forgotten.
+//! Guards dropped in any order, panics, recursion and forgotten guards.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,7 +12,7 @@ use tch_amp::{Autocast, Error, autocast};
 use crate::common::rng::Rng;
 use crate::{OUTSIDE, Seen, alone, seen};
 
-/// A random region, and what a thread in the state `before` is in it.
+/// A random region, and the thread's state inside of it if the state before is `before`.
 fn region(rng: &mut Rng, before: Seen) -> (Autocast, Seen) {
     let (dtype, enabled) = (*rng.pick(&[Kind::BFloat16, Kind::Half]), !rng.one_in(3));
     let mut region = Autocast::new(Device::Cpu).enabled(enabled);
@@ -27,7 +27,7 @@ fn region(rng: &mut Rng, before: Seen) -> (Autocast, Seen) {
     (region, inside)
 }
 
-/// The rule in plain Rust: a region ends when its guard is gone and so are those of all regions inside of it.
+/// The rule in plain Rust: a region ends when its guard and those of all regions inside of it have been dropped.
 #[derive(Default)]
 struct Model {
     open: Vec<(usize, Seen, bool)>,
@@ -128,8 +128,8 @@ fn a_guard_that_leaves_its_closure_ends_with_it_and_drops_without_effect() {
     assert_eq!(seen(), (true, Kind::Half, true));
 }
 
-/// A guard, and what its thread is in when it is dropped with the thread's values and afterwards, and whether another
-/// one can be opened then.
+/// Holds a guard until the thread's values are dropped. Sends the thread's state before and after the guard is dropped,
+/// and whether another guard can be created then.
 struct Last {
     guard: Option<AutocastGuard>,
     tell: Sender<(Seen, Seen, Result<(), Error>)>,
@@ -150,7 +150,7 @@ fn a_guard_kept_until_the_thread_ends_is_harmless(#[values(false, true)] first: 
     thread_local! { static KEPT: RefCell<Option<Last>> = const { RefCell::new(None) }; }
     let (tell, told) = channel();
     let thread = std::thread::spawn(move || {
-        // What is used first on a thread is dropped last, or first: both orders are tried.
+        // A thread's values are dropped in the order of their first use or in the reverse order: both are tried.
         let early = first.then(|| AutocastGuard::new(Device::Cpu).unwrap());
         KEPT.with(|kept| {
             let guard = early.unwrap_or_else(|| AutocastGuard::new(Device::Cpu).unwrap());
@@ -161,7 +161,7 @@ fn a_guard_kept_until_the_thread_ends_is_harmless(#[values(false, true)] first: 
     let inside = (true, Kind::BFloat16, true);
     match told.recv().unwrap() {
         (before, after, Ok(())) => assert_eq!((before, after), (inside, OUTSIDE)),
-        // The regions of the thread are gone already, and its state goes with it.
+        // The thread's regions no longer exist, and its state ends with the thread.
         (before, after, Err(Error::Autocast(AutocastError::ThreadEnding))) => {
             assert_eq!((before, after), (inside, inside))
         }
@@ -178,8 +178,12 @@ fn a_guard_from_outside_that_is_dropped_in_a_closure_ends_with_it() {
         drop(outer);
         seen()
     });
-    assert_eq!(inside.unwrap(), (true, Kind::Half, false), "its region is inside of the other");
-    // Asked of libtorch alone: what asks the crate could end the region as well.
+    assert_eq!(
+        inside.unwrap(),
+        (true, Kind::Half, false),
+        "the guard's region contains the current one"
+    );
+    // Without a call to the crate, which could end the region as well.
     let ones = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
     assert_eq!(ones.mm(&ones).kind(), Kind::Float);
     assert_eq!(seen(), OUTSIDE);

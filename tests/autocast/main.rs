@@ -1,4 +1,4 @@
-//! Autocast regions: what they set, and that the thread is as it was when they are gone.
+//! Autocast regions: what they set, and that they restore the thread's state.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
@@ -16,7 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch::{Device, Kind};
 use tch_amp::autocast::{autocast_dtype, is_autocast_enabled, is_cache_enabled};
 
-/// What a thread's autocast state on the CPU is: enabled, dtype, cache.
+/// A thread's autocast state on the CPU: enabled, dtype, cache.
 type Seen = (bool, Kind, bool);
 
 fn seen() -> Seen {
@@ -24,10 +24,10 @@ fn seen() -> Seen {
     (is_autocast_enabled(Device::Cpu), dtype, is_cache_enabled())
 }
 
-/// The state of a thread that nobody has touched.
+/// The initial state of a thread.
 const OUTSIDE: Seen = (false, Kind::BFloat16, true);
 
-/// The weight cache belongs to the process: a test that looks at it must have it to itself.
+/// The weight cache belongs to the process: tests that depend on it must not run at the same time.
 fn alone() -> MutexGuard<'static, ()> {
     static CACHE: Mutex<()> = Mutex::new(());
     CACHE.lock().unwrap_or_else(PoisonError::into_inner)

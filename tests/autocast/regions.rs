@@ -36,7 +36,7 @@ fn operations_run_in_the_dtype_of_the_region(#[case] dtype: Kind) {
         let (low, high) =
             region.run(|| (square(device).mm(&square(device)), square(device).exp())).unwrap();
         assert_eq!(low.kind(), dtype);
-        // exp is one of libtorch's f32 operations on CUDA and none of autocast's on the CPU.
+        // exp is on CUDA's f32 list and on none of the CPU's lists.
         assert_eq!(high.kind(), Kind::Float);
         assert!(!is_autocast_enabled(device));
     });
@@ -119,7 +119,7 @@ fn cuda_that_cannot_be_used_is_refused_with_the_reason_and_allowed_when_disabled
     assert!(!is_autocast_available(device));
     let error = AutocastGuard::new(device).unwrap_err().to_string();
     assert!(error.contains("CUDA") || error.contains("NVIDIA"), "{error}");
-    // The switch of a loop that runs everywhere: `.enabled(use_amp)`.
+    // As in a loop that runs on any device with `.enabled(use_amp)`.
     assert_eq!(Autocast::new(device).enabled(false).run(|| 7).unwrap(), 7);
 }
 

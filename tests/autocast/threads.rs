@@ -1,4 +1,4 @@
-//! State per thread, capture and re-entry, and the volumes at which a leak would show.
+//! State per thread, captured states on other threads, and enough guards for a leak to show.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -63,11 +63,11 @@ fn a_million_guards_use_no_memory() {
     assert_eq!(seen(), OUTSIDE);
     if let Some((before, after)) = before.zip(resident_bytes()) {
         let grown = after.saturating_sub(before);
-        assert!(grown < 1 << 20, "a million guards grew memory by {grown} bytes");
+        assert!(grown < 1 << 20, "a million guards leaked {grown} bytes");
     }
 }
 
-/// Opens nested regions to a random depth, half of them as guards, and panics now and then.
+/// Opens nested regions to a random depth, half of them as guards, and sometimes panics.
 fn nest(rng: &mut Rng, depth: usize) {
     if depth == 0 {
         assert!(!rng.one_in(50), "planted");
@@ -85,7 +85,7 @@ fn nest(rng: &mut Rng, depth: usize) {
     }
 }
 
-/// Keeps planted panics off the screen; a real one is still counted.
+/// Suppresses the messages of planted panics; real ones are still counted.
 struct Quiet;
 
 impl Quiet {

@@ -22,7 +22,7 @@ impl Arg {
         match self {
             Arg::None => None,
             Arg::Tensor(tensor) => Some(tensor),
-            other => panic!("{other:?} is no tensor"),
+            other => panic!("{other:?} is not a tensor"),
         }
     }
 
@@ -80,7 +80,7 @@ fn read(value: &Value) -> Arg {
     }
 }
 
-/// Where an argument stands: by position, by name, or either.
+/// The place of an argument: a position, a name, or either.
 pub trait Place {
     fn find<'a>(&self, args: &'a Args) -> Option<&'a Arg>;
 }
@@ -103,9 +103,9 @@ impl Place for (usize, &str) {
     }
 }
 
-/// All arguments of a case. A missing one is as good as `None`, and stands for PyTorch's default.
+/// All arguments of a case. A missing argument is treated as `None`, and stands for PyTorch's default.
 ///
-/// An argument of another type than an op's entry in the table asks for is a fault of the table, and panics.
+/// An argument whose type differs from what the table expects is a mistake in the table, and panics.
 #[derive(Debug)]
 pub struct Args {
     positional: Vec<Arg>,
@@ -131,19 +131,19 @@ impl Args {
         tensors
     }
 
-    /// The arguments with each tensor replaced.
+    /// The arguments with each tensor replaced by its image.
     pub fn map(mut self, f: impl Fn(&Tensor) -> Tensor) -> Self {
         let args = self.positional.iter_mut().chain(self.named.iter_mut().map(|(_, arg)| arg));
         args.for_each(|arg| arg.replace(&f));
         self
     }
 
-    /// The arguments of a call that asks for a kind, where the op takes one.
+    /// The arguments of the same call with a dtype, if the op takes one.
     pub fn in_kind(self, kind: Kind) -> Self {
         Self { kind: Some(kind), ..self }
     }
 
-    /// The kind that is asked for; without one, an op keeps the kind that it computes in.
+    /// The requested dtype. Without one, an op returns the dtype in which it computes.
     pub fn kind(&self) -> Option<Kind> {
         self.kind
     }
@@ -169,7 +169,7 @@ impl Args {
     }
 
     pub fn ts(&self, place: impl Place) -> Vec<&Tensor> {
-        let Arg::List(items) = self.get(place) else { panic!("no list of tensors") };
+        let Arg::List(items) = self.get(place) else { panic!("not a list of tensors") };
         items.iter().map(|item| item.tensor().expect("a tensor")).collect()
     }
 
@@ -177,7 +177,7 @@ impl Args {
         match self.get(place) {
             Arg::None => None,
             Arg::Int(value) => Some(*value),
-            other => panic!("{other:?} is no integer"),
+            other => panic!("{other:?} is not an integer"),
         }
     }
 
@@ -186,7 +186,7 @@ impl Args {
             Arg::None => None,
             Arg::Float(value) => Some(*value),
             Arg::Int(value) => Some(*value as f64),
-            other => panic!("{other:?} is no number"),
+            other => panic!("{other:?} is not a number"),
         }
     }
 
@@ -194,26 +194,26 @@ impl Args {
         match self.get(place) {
             Arg::None => None,
             Arg::Bool(value) => Some(*value),
-            other => panic!("{other:?} is no flag"),
+            other => panic!("{other:?} is not a flag"),
         }
     }
 
     pub fn text(&self, place: impl Place) -> &str {
         match self.get(place) {
             Arg::Text(text) => text,
-            other => panic!("{other:?} is no text"),
+            other => panic!("{other:?} is not a text"),
         }
     }
 
     pub fn ints(&self, place: impl Place) -> Option<Vec<i64>> {
         let int = |item: &Arg| match item {
             Arg::Int(value) => *value,
-            other => panic!("{other:?} is no integer"),
+            other => panic!("{other:?} is not an integer"),
         };
         match self.get(place) {
             Arg::None => None,
             Arg::List(items) => Some(items.iter().map(int).collect()),
-            other => panic!("{other:?} is no list of integers"),
+            other => panic!("{other:?} is not a list of integers"),
         }
     }
 

@@ -1,4 +1,4 @@
-//! Convolutions, all of the lower-precision list.
+//! Convolutions, all of which are on the lower-precision list.
 
 use crate::args::Args;
 use crate::table::{Entry, Outputs, one};
@@ -8,7 +8,7 @@ fn geometry(a: &Args, n: usize) -> (Vec<i64>, Vec<i64>, Vec<i64>, i64) {
     (a.each(3, 1, n), a.each(4, 0, n), a.each(5, 1, n), a.int(6).unwrap_or(1))
 }
 
-/// Stride, dilation and groups of a convolution whose padding has a name.
+/// Stride, dilation and groups of a convolution whose padding is given by name.
 fn padded(a: &Args) -> (Vec<i64>, Vec<i64>, i64) {
     (a.ints(3).unwrap(), a.ints(5).unwrap(), a.int(6).unwrap())
 }
@@ -25,7 +25,7 @@ fn convolution(a: &Args) -> Outputs {
     let transposed = a.flag(6).unwrap();
     let (input, weight, bias) = (a.t(0), a.t(1), a.opt(2));
     let flag = |place: usize| a.flag(place).unwrap();
-    // How many arguments follow tells the overload: none is the public op.
+    // The number of arguments selects the overload; without further arguments it is the public op.
     one(match a.count() {
         9 => input.f_convolution(
             weight,

@@ -1,5 +1,5 @@
-//! The lists of CUDA: an op of theirs gives in a region on a GPU what it gives outside of one for inputs that were cast
-//! by hand as its list says.
+//! The lists of CUDA: in a region on a GPU, each op gives what it gives outside of one for inputs that were cast by
+//! hand as its list requires.
 
 use std::collections::BTreeSet;
 
@@ -12,12 +12,12 @@ use crate::common::simulation::is_simulated;
 use crate::oracle::{self, Answers, Case};
 use crate::{called, difference, not_in_tch, table, told};
 
-/// What a list does to the arguments of its ops.
+/// How a list changes the arguments of its ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum List {
     LowerPrecisionFp,
     Fp32,
-    /// Asks the op for f32 where the caller asks for no dtype.
+    /// Requests f32 unless the caller requests a dtype.
     Fp32SetOptDtype,
     /// Calls the overload that takes a dtype.
     Fp32AppendDtype,
@@ -34,8 +34,8 @@ const WITHOUT_A_MACRO: [(&str, List); 3] = [
 
 /// Ops that the simulated GPUs cannot run, and why.
 const NOT_SIMULATED: [(&str, &str); 2] = [
-    ("cudnn_convolution", "cuDNN is not there"),
-    ("cudnn_convolution_transpose", "cuDNN is not there"),
+    ("cudnn_convolution", "cuDNN is missing"),
+    ("cudnn_convolution_transpose", "cuDNN is missing"),
 ];
 
 /// The list of `op` on CUDA.
@@ -49,7 +49,7 @@ pub fn list(answers: &Answers, op: &str) -> Option<List> {
             "fp32_set_opt_dtype" => List::Fp32SetOptDtype,
             "fp32_append_dtype" => List::Fp32AppendDtype,
             "promote" => List::Promote,
-            other => panic!("nothing is known of the list {other}"),
+            other => panic!("unknown list {other}"),
         })
     })
 }
@@ -59,7 +59,8 @@ fn is_eligible(tensor: &Tensor) -> bool {
     matches!(tensor.kind(), Kind::Float | Kind::Half | Kind::BFloat16)
 }
 
-/// The widest kind of the arguments, in a region of `dtype`, but for f64; or the error, where one is the other half.
+/// The widest of the arguments' dtypes in a region of `dtype`, ignoring f64; an error if both half-precision dtypes
+/// occur.
 fn widest(args: &Args, dtype: Kind) -> Result<Kind, String> {
     let mut widest = dtype;
     for tensor in args.tensors().iter().filter(|tensor| is_eligible(tensor)) {
@@ -72,12 +73,12 @@ fn widest(args: &Args, dtype: Kind) -> Result<Kind, String> {
     Ok(widest)
 }
 
-/// The arguments for the same call outside of a region, and the kind that its result has.
+/// The arguments for the same call outside of a region, and the dtype of its result.
 fn by_hand(list: List, args: Args, dtype: Kind) -> Result<(Args, Kind), String> {
     let cast = |args: Args, kind| {
         args.map(|t| if is_eligible(t) { t.to_kind(kind) } else { t.shallow_clone() })
     };
-    let first = args.tensors().iter().map(is_eligible).next().expect("an op has a tensor");
+    let first = args.tensors().iter().map(is_eligible).next().expect("every op takes a tensor");
     Ok(match list {
         List::LowerPrecisionFp => (cast(args, dtype), dtype),
         List::Fp32 => (cast(args, Kind::Float), Kind::Float),
@@ -95,7 +96,7 @@ fn by_hand(list: List, args: Args, dtype: Kind) -> Result<(Args, Kind), String> 
     })
 }
 
-/// How the op in a region differs from the op by hand.
+/// How the op in a region differs from the op with inputs that were cast by hand.
 fn compare(
     device: Device,
     list: List,
@@ -115,7 +116,7 @@ fn compare(
     if inside == outside && is_runnable { Ok(()) } else { Err(difference(&inside, &outside)) }
 }
 
-/// Whether the outputs are on the device, and the first of them, if it is floating, of the kind.
+/// Checks that the outputs are on the device and that the first of them, if it is floating-point, has the dtype.
 fn check(outputs: &[Tensor], device: Device, kind: Option<Kind>) -> Result<(), String> {
     let defined = || outputs.iter().filter(|output| output.defined());
     if defined().any(|output| output.device() != device) {
@@ -123,13 +124,14 @@ fn check(outputs: &[Tensor], device: Device, kind: Option<Kind>) -> Result<(), S
     }
     match (defined().next(), kind) {
         (Some(first), Some(kind)) if first.is_floating_point() && first.kind() != kind => {
-            Err(format!("its result is {:?}, and its list makes it {kind:?}", first.kind()))
+            Err(format!("its result is {:?}, but its list requires {kind:?}", first.kind()))
         }
         _ => Ok(()),
     }
 }
 
-/// Whether autocast makes the error, or leaves alone an f64 that does. Any other is of an op that does not run here.
+/// Whether the error comes from autocast, or from an f64 that autocast leaves alone. Otherwise the op does not run
+/// here.
 fn is_of_autocast(error: &str) -> bool {
     error.contains("at::autocast::prioritize")
         || error.contains("are unsafe to autocast")
@@ -181,16 +183,13 @@ fn every_op_registered_for_autocast_on_cuda_is_compared_or_named_with_a_reason()
             println!("not compared: {op}: {}", missing.reason);
             continue;
         }
-        assert!(
-            list(answers, op).is_some(),
-            "{op} is registered, and no list of the header has it"
-        );
+        assert!(list(answers, op).is_some(), "{op} is registered, but on no list of the header");
         assert!(called.contains(op.as_str()), "the oracle has no case for {op}");
         assert!(table::find(op).is_some(), "{op} is not in the table");
     }
     let registered = &answers.registered_on_cuda;
     let names = answers.cuda_lists.keys().map(String::as_str);
     for op in names.chain(WITHOUT_A_MACRO.iter().map(|(op, _)| *op)) {
-        assert!(registered.iter().any(|name| name == op), "{op} is in a list and not registered");
+        assert!(registered.iter().any(|name| name == op), "{op} is on a list, but not registered");
     }
 }

@@ -1,4 +1,4 @@
-//! Factorisations of matrices, and what is computed from them.
+//! Matrix factorisations and functions that use them.
 
 use tch::Tensor;
 

@@ -1,6 +1,6 @@
 //! Every op of PyTorch's own autocast lists, and every op that the dispatcher registers for autocast on the CPU, gives
-//! under this crate's autocast what it gives under Python's: same kinds, same bits, same errors. Those that it registers
-//! for autocast on CUDA give there what they give outside for inputs that were cast by hand.
+//! the same dtypes, bits and errors under this crate's autocast as under Python's. The ops that it registers for
+//! autocast on CUDA give there what they give outside of a region for inputs that were cast by hand.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
@@ -29,7 +29,7 @@ use oracle::{Answers, Case, Output};
 use tch::{Device, TchError};
 use tch_amp::Autocast;
 
-/// What tch gives for the case, as the oracle writes it; `None` where tch cannot call the op.
+/// The result of the case in tch, in the oracle's form; `None` if tch cannot call the op.
 fn run(case: &Case) -> Option<Result<Vec<Output>, String>> {
     let (_, call) = table::find(case.op())?;
     let args = case.args();
@@ -38,7 +38,7 @@ fn run(case: &Case) -> Option<Result<Vec<Output>, String>> {
     Some(told(outputs))
 }
 
-/// What a call gave, as the oracle writes it.
+/// The result of a call, in the oracle's form.
 fn told(outputs: table::Outputs) -> Result<Vec<Output>, String> {
     outputs.map(|tensors| tensors.iter().map(oracle::output).collect()).map_err(first_line)
 }

@@ -1,4 +1,4 @@
-//! Products of matrices, and attention: the lower-precision list but for the convolutions.
+//! Products of matrices, and attention: the lower-precision list except for the convolutions.
 
 use tch::Tensor;
 
@@ -55,7 +55,7 @@ pub const OPS: &[Entry] = &[
     ("bilinear", |a| one(Tensor::f_bilinear(a.t(0), a.t(1), a.t(2), a.opt(3)))),
     ("bmm", |a| one(a.t(0).f_bmm(a.t(1)))),
     ("chain_matmul", |a| {
-        // One by one, as torch.chain_matmul has them, or as the dispatcher's list.
+        // As separate arguments, like torch.chain_matmul's, or as a list, like the dispatcher's.
         one(match a.is_tensor(0) {
             true => Tensor::f_chain_matmul(&(0..a.count()).map(|i| a.t(i)).collect::<Vec<_>>()),
             false => Tensor::f_chain_matmul(&a.ts(0)),

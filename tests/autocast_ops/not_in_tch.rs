@@ -1,14 +1,14 @@
 //! Ops of PyTorch's lists that tch cannot call.
 
-/// An op without a call in tch, and why there is none.
+/// An op that cannot be called through tch, and the reason.
 pub struct Missing {
     pub op: &'static str,
     pub reason: &'static str,
-    /// The torch versions that have it, where not all do.
+    /// The torch versions that have it, if not all do.
     pub only_in: Option<&'static str>,
 }
 
-/// All of them. An op that stands neither here nor in the table fails the test, and so does one here that PyTorch no
+/// All of them. The test fails for an op that is neither here nor in the table, and for an op here that PyTorch no
 /// longer has.
 pub const NOT_IN_TCH: &[Missing] = &[
     Missing {

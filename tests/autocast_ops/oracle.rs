@@ -1,4 +1,4 @@
-//! What Python's torch did: the cases with their arguments and results.
+//! The results of Python's torch: the cases with their arguments and results.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -10,7 +10,7 @@ use crate::args::{Args, tensor};
 use crate::common::bits::{bits, kind_named};
 use crate::common::python::Oracle;
 
-/// What the script printed.
+/// The output of the script.
 #[derive(Debug)]
 pub struct Answers {
     pub torch: String,
@@ -18,7 +18,7 @@ pub struct Answers {
     pub registered: Vec<String>,
     /// The same for AutocastCUDA.
     pub registered_on_cuda: Vec<String>,
-    /// The name of the list that an op is in on CUDA.
+    /// The list of each op on CUDA.
     pub cuda_lists: BTreeMap<String, String>,
     pub cases: Vec<Case>,
 }
@@ -27,10 +27,10 @@ pub struct Answers {
 #[derive(Debug)]
 pub struct Case(Value);
 
-/// What a call gave: kind, shape and bits of each output, `None` for an undefined one.
+/// The result of a call: dtype, shape and bits of each output, `None` for an undefined one.
 pub type Output = Option<(Kind, Vec<i64>, Vec<u8>)>;
 
-/// Kind, shape and bits of a tensor; a byte tensor is scratch memory that nobody wrote, and has no bits.
+/// Dtype, shape and bits of a tensor. A byte tensor is uninitialized scratch memory, whose bits are ignored.
 pub fn output(tensor: &tch::Tensor) -> Output {
     let written = |kind| {
         if kind == Kind::Uint8 { Vec::new() } else { bits(tensor) }
@@ -43,7 +43,7 @@ impl Case {
         self.text("op")
     }
 
-    /// The list, the op and the dtype: what a failure is reported under.
+    /// The list, the op and the dtype, for reports of failures.
     pub fn name(&self) -> String {
         format!("{} {} in {}", self.text("list"), self.op(), self.text("dtype"))
     }
@@ -71,7 +71,7 @@ impl Case {
     }
 }
 
-/// Runs the script, once for all tests; `None` where no Python is set.
+/// Runs the script once for all tests; `None` if no Python is set.
 pub fn answers() -> Option<&'static Answers> {
     static ANSWERS: OnceLock<Option<Answers>> = OnceLock::new();
     ANSWERS.get_or_init(|| Some(read(&Oracle::find("autocast_ops.py")?.run(&[], "")))).as_ref()
@@ -79,7 +79,7 @@ pub fn answers() -> Option<&'static Answers> {
 
 fn read(printed: &str) -> Answers {
     let mut lines = printed.lines().map(|line| serde_json::from_str(line).expect("a line of JSON"));
-    let first: Value = lines.next().expect("the oracle says what it is");
+    let first: Value = lines.next().expect("the oracle describes itself");
     let names = |value: &Value| {
         let names = value.as_array().expect("a list of ops").iter();
         names.map(|name| name.as_str().expect("a name").to_owned()).collect()

@@ -1,6 +1,6 @@
-//! `docs/operations.md`, the page of the guide with autocast's lists, says what PyTorch and libtorch do.
+//! Compares `docs/operations.md`, the page of the guide with autocast's lists, with PyTorch and libtorch.
 //!
-//! The page has the lists of every tested libtorch, and a run knows those of one. To write them into the page:
+//! The page has the lists of every tested libtorch, and a run compares those of one. To write them into the page:
 //!
 //! ```text
 //! TCH_AMP_BLESS=1 cargo xtask simulate cargo test --test autocast_ops page
@@ -19,7 +19,7 @@ use crate::oracle::{self, Answers, Case};
 const HOW: &str = "write it anew with `TCH_AMP_BLESS=1 cargo xtask simulate cargo test --test autocast_ops page`, and \
     with `cargo xtask simulate --tch V` for each other version of tch";
 
-/// The versions of libtorch that the page is about. An operation without a version behind it is on the list of all.
+/// The versions of libtorch that the page covers. An operation without a version behind it is on the list of all.
 const VERSIONS: [&str; 2] = ["2.11", "2.13"];
 
 const HALF: &str = "In the dtype of the region";
@@ -34,9 +34,9 @@ const HEADINGS: [&str; 5] = [HALF, F32, F32_UNLESS_ASKED, WIDEST, REFUSED];
 /// The two parts of the page.
 const DEVICES: [&str; 2] = ["cpu", "cuda"];
 
-/// Operations of the CPU whose results do not show their list, and their lists in libtorch's `autocast_mode.cpp`.
+/// Operations whose results on the CPU do not show their list, and their lists in libtorch's `autocast_mode.cpp`.
 const NOT_SHOWN_ON_CPU: [(&str, &str); 3] = [
-    // tch always names a driver, which only CUDA takes.
+    // tch always names a driver, which only CUDA accepts.
     ("linalg_svd", F32),
     ("linalg_svdvals", F32),
     // tch does not bind it.
@@ -62,10 +62,10 @@ fn page_has_the_lists_of_this_libtorch() {
     let version = minor(&answers.torch);
     assert!(
         VERSIONS.contains(&version.as_str()),
-        "the page is not about libtorch {version}: add it to VERSIONS"
+        "the page does not cover libtorch {version}: add it to VERSIONS"
     );
     let path = python::root().join("docs/operations.md");
-    let text = fs::read_to_string(&path).expect("the page is there");
+    let text = fs::read_to_string(&path).expect("the page is readable");
     let mut page = read(&text);
     let lists = lists(answers);
     let listed: BTreeSet<_> = page
@@ -94,12 +94,12 @@ fn minor(version: &str) -> String {
     version.split('.').take(2).collect::<Vec<_>>().join(".")
 }
 
-/// The operation without its overload.
+/// The name of the operation without its overload.
 fn name(op: &str) -> &str {
     op.split('.').next().unwrap_or(op)
 }
 
-/// The lists of this libtorch.
+/// The lists of the libtorch of this run.
 fn lists(answers: &Answers) -> BTreeSet<Entry> {
     let on_cpu = answers.registered.iter().map(|op| ("cpu", op, on_cpu(answers, op)));
     let on_cuda = answers.registered_on_cuda.iter().map(|op| ("cuda", op, on_cuda(answers, op)));
@@ -113,21 +113,21 @@ fn lists(answers: &Answers) -> BTreeSet<Entry> {
     on_cpu.chain(on_cuda).map(entry).collect()
 }
 
-/// The list of an operation on the CPU, as the results of Python show it.
+/// The list of an operation on the CPU, inferred from Python's results.
 fn on_cpu(answers: &Answers, op: &str) -> &'static str {
     if let Some((_, heading)) = NOT_SHOWN_ON_CPU.iter().find(|(name, _)| *name == op) {
         return heading;
     }
-    // Overloads are on one list, and a case of one of them may show more than that of another.
+    // Overloads are on the same list, and the cases of one may show more than those of another.
     let cases = answers.cases.iter().filter(|case| name(case.op()) == name(op));
     let shown: BTreeSet<_> = cases.filter_map(shows).collect();
-    // Inputs of both dtypes give f32 on the list of f32, too.
+    // Inputs of both dtypes give f32 on the f32 list, too.
     let heading = [F32, HALF, WIDEST].into_iter().find(|heading| shown.contains(heading));
     heading
         .unwrap_or_else(|| panic!("no case shows the list of {op}: add one to autocast_cases.py"))
 }
 
-/// What one case shows of the list.
+/// The list that one case implies.
 fn shows(case: &Case) -> Option<&'static str> {
     let args = case.args().tensors();
     let kinds: BTreeSet<_> = args
@@ -146,7 +146,7 @@ fn shows(case: &Case) -> Option<&'static str> {
     }
 }
 
-/// The list of an operation on CUDA, which libtorch's header names.
+/// The list of an operation on CUDA, from libtorch's header.
 fn on_cuda(answers: &Answers, op: &str) -> &'static str {
     if let Some((_, heading)) = NOT_SHOWN_ON_CUDA.iter().find(|(name, _)| *name == op) {
         return heading;
@@ -166,11 +166,11 @@ fn begin(device: &str) -> String {
 
 const END: &str = "<!-- end -->\n";
 
-/// What stands before, in and after the generated part of a device.
+/// The text before, in and after the generated part of a device.
 fn parts<'a>(text: &'a str, device: &str) -> [&'a str; 3] {
     let begin = begin(device);
-    let start = text.find(&begin).expect("the page has a mark for the device") + begin.len();
-    let end = start + text[start..].find(END).expect("the mark has an end");
+    let start = text.find(&begin).expect("the page has a marker for the device") + begin.len();
+    let end = start + text[start..].find(END).expect("the marker has an end");
     [&text[..start], &text[start..end], &text[end..]]
 }
 
@@ -183,7 +183,7 @@ fn read(text: &str) -> Page {
                 heading = title;
                 continue;
             }
-            // Every second piece is between backticks, and what follows it may hold versions.
+            // Every second piece is between backticks, and the text after it may name versions.
             let pieces: Vec<_> = line.split('`').collect();
             for pair in pieces[1..].chunks(2).filter(|pair| pair.len() == 2) {
                 let marked: BTreeSet<_> = VERSIONS

@@ -1,10 +1,10 @@
-//! Comparisons, functions of each element, and ops that put tensors together.
+//! Comparisons, functions of each element, and ops that combine tensors.
 
 use tch::Tensor;
 
 use crate::table::{Entry, one};
 
-/// Comparisons and arithmetic, which promote on their own.
+/// Comparisons and arithmetic, which promote dtypes themselves.
 pub const COMPARISONS: &[Entry] = &[
     ("eq", |a| one(a.t(0).f_eq_tensor(a.t(1)))),
     ("ge", |a| one(a.t(0).f_ge_tensor(a.t(1)))),
@@ -47,7 +47,7 @@ pub const UNARY: &[Entry] = &[
     ("view_as_complex", |a| one(a.t(0).f_view_as_complex())),
 ];
 
-/// The rest.
+/// The other ops.
 pub const OTHERS: &[Entry] = &[
     ("__pow__", |a| one(a.t(0).f_pow_tensor_scalar(a.float(1).unwrap()))),
     ("pow", |a| match a.is_tensor(1) {

@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::args::Args;
 use crate::table::{Entry, Outputs, one, three};
 
-/// `torch.norm`: with no dimension named, of all of the one that the lists' tensor has.
+/// `torch.norm`; without a dimension, over the only dimension of the lists' tensor.
 fn norm(a: &Args) -> Outputs {
     let (p, dim) = (a.float((1, "p")).unwrap_or(2.0), a.int((2, "dim")).unwrap_or(0));
     one(match a.kind() {
@@ -14,7 +14,7 @@ fn norm(a: &Args) -> Outputs {
     })
 }
 
-/// `norm.Scalar`, of all elements.
+/// `norm.Scalar`, over all elements.
 fn norm_of_all(a: &Args) -> Outputs {
     one(match a.kind() {
         None => a.t(0).f_norm(),

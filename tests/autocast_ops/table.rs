@@ -1,4 +1,4 @@
-//! From the name of an op, as PyTorch's lists or the dispatcher have it, to its call in tch.
+//! Maps the name of an op, as in PyTorch's lists or in the dispatcher, to its call in tch.
 
 use tch::{TchError, Tensor};
 
@@ -8,7 +8,7 @@ use crate::{
     upsampling,
 };
 
-/// What an op gives: its tensors, or its error.
+/// The result of an op: its tensors, or its error.
 pub type Outputs = Result<Vec<Tensor>, TchError>;
 
 /// A name and the call.
@@ -34,28 +34,28 @@ pub fn entries() -> impl Iterator<Item = &'static Entry> {
     TABLES.into_iter().flatten()
 }
 
-/// The entry of `op`: the one with its overload where there is one, else the one of its name.
+/// The entry of `op`: the one for its overload if there is one, otherwise the one for its name.
 pub fn find(op: &str) -> Option<&'static Entry> {
     let named = |name: &str| entries().find(|entry| entry.0 == name);
     named(op).or_else(|| named(op.split('.').next().unwrap_or(op)))
 }
 
-/// The output of an op that has one.
+/// The output of an op with one.
 pub fn one(output: Result<Tensor, TchError>) -> Outputs {
     Ok(vec![output?])
 }
 
-/// The outputs of an op that has two.
+/// The outputs of an op with two.
 pub fn two(outputs: Result<(Tensor, Tensor), TchError>) -> Outputs {
     outputs.map(|(a, b)| vec![a, b])
 }
 
-/// The outputs of an op that has three.
+/// The outputs of an op with three.
 pub fn three(outputs: Result<(Tensor, Tensor, Tensor), TchError>) -> Outputs {
     outputs.map(|(a, b, c)| vec![a, b, c])
 }
 
-/// The outputs of an op that has four.
+/// The outputs of an op with four.
 pub fn four(outputs: Result<(Tensor, Tensor, Tensor, Tensor), TchError>) -> Outputs {
     outputs.map(|(a, b, c, d)| vec![a, b, c, d])
 }

@@ -1,4 +1,4 @@
-//! Upsampling, all of CUDA's f32 list.
+//! Upsampling, all of which is on CUDA's f32 list.
 
 use crate::args::Args;
 use crate::table::{Entry, one};

@@ -1,11 +1,11 @@
-//! Random programs.
+//! Generates random programs.
 
 use tch::Kind;
 
 use crate::common::rng::Rng;
 use crate::program::{Function, Op};
 
-/// The tensors that every program starts with: one of each kind, then the weights, which are leaves.
+/// The tensors with which every program starts: one of each dtype, then the weights, which are leaves.
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
 const WEIGHTS: [usize; 2] = [4, 5];
 const MAX_DEPTH: usize = 4;
@@ -15,11 +15,11 @@ struct Writer {
     rng: Rng,
     ops: Vec<Op>,
     tensors: usize,
-    /// The dtypes of the open regions.
+    /// The dtypes of the open regions, outermost first.
     regions: Vec<Option<Kind>>,
 }
 
-/// The program that follows from `seed`.
+/// The program that is determined by `seed`.
 pub fn program(seed: u64) -> Vec<Op> {
     let mut writer =
         Writer { rng: Rng::new(seed), ops: vec![Op::Program], tensors: 0, regions: Vec::new() };
@@ -63,7 +63,7 @@ impl Writer {
     fn enter(&mut self) {
         let enabled = !self.rng.one_in(4);
         let mut dtypes = vec![Some(Kind::BFloat16), Some(Kind::Half)];
-        // Only a region that is off has another dtype, and only inside of one that is off can it be inherited.
+        // Only a disabled region can have another dtype, and it can be inherited only inside of a disabled region.
         let inherited = self.regions.iter().rev().find_map(|dtype| *dtype);
         if !enabled || inherited != Some(Kind::Float) {
             dtypes.push(None);
@@ -84,7 +84,7 @@ impl Writer {
         self.tensors += 1;
     }
 
-    /// Mostly a weight or something recent; an f64 tensor seldom, for it makes most operations fail.
+    /// Usually a weight or a recent tensor; rarely an f64 tensor, with which most operations fail.
     fn operand(&mut self) -> usize {
         match self.rng.below(10) {
             0..4 => *self.rng.pick(&WEIGHTS),

@@ -1,10 +1,10 @@
-//! Random programs of nested autocast regions, run here and by Python's torch: after every operation the autocast state
-//! and every bit of the result are the same, gradients included.
+//! Random programs of nested autocast regions, run by this crate and by Python's torch. After every operation, the
+//! autocast state and all bits of the result must be the same, including gradients.
 //!
-//! Ours run on the CPU and on the simulated GPUs, whose results have the bits of the CPU. Python computes on the CPU,
-//! for the GPUs by the lists of CUDA.
+//! This crate runs them on the CPU and on the simulated GPUs, whose results have the bits of the CPU. Python computes
+//! on the CPU, and for the GPUs it uses the lists of CUDA.
 //!
-//! `TCH_AMP_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` runs the one program of a failure again.
+//! `TCH_AMP_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` repeats the program of a failure.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
@@ -26,10 +26,10 @@ use tch::{Device, Kind};
 
 const PROGRAMS: u64 = 2_000;
 
-/// So many, from the first on, run on each GPU.
+/// The number of programs that run on each GPU, starting with the first.
 const ON_A_GPU: u64 = 400;
 
-/// How often each function worked, by the state it ran in.
+/// How often each function succeeded, by the autocast state in which it ran.
 type Seen = BTreeMap<(Function, &'static str), u32>;
 
 fn number(name: &str) -> Option<u64> {
@@ -51,28 +51,28 @@ fn region(answer: &Answer) -> &'static str {
     }
 }
 
-/// A program with the seed that it follows from.
+/// A program and its seed.
 type Seeded = (u64, Vec<Op>);
 
-/// What Python answers to the operations of all programs, one line each, by the lists of `cpu` or `cuda`.
+/// Python's answers to the operations of all programs, one line each, with the lists of `cpu` or `cuda`.
 fn answers(oracle: &Oracle, programs: &[Seeded], lists: &str) -> String {
     let lines: String =
         programs.iter().flat_map(|(_, ops)| ops).map(|op| format!("{op}\n")).collect();
     oracle.run(&[lists], &lines)
 }
 
-/// The program with the two answers to its operation `at`, for the one who has to find out.
+/// The program up to its operation `at`, with both answers, for debugging.
 fn report((seed, ops): &Seeded, at: usize, device: Device, both: [&Answer; 2]) -> String {
     let mut text = format!("TCH_AMP_SEED={seed}, operation {at}, on {device:?}:\n");
     for (i, op) in ops[..=at].iter().enumerate() {
-        writeln!(text, "{i:3} {op}").expect("a string takes all text");
+        writeln!(text, "{i:3} {op}").expect("writing to a string succeeds");
     }
     let [ours, theirs] = both.map(describe);
     text + &format!("tch-amp: {ours}\nPyTorch: {theirs}")
 }
 
-/// Runs the programs on `device` beside Python's answers. All of what they are to reach must come up where there are
-/// `enough` of them.
+/// Runs the programs on `device` and compares the results with Python's answers. With at least `enough` programs, all
+/// intended cases must have occurred.
 fn compare(device: Device, programs: &[Seeded], theirs: &str, enough: u64) {
     let mut theirs = theirs.lines().map(Answer::parse);
     let mut machine = Machine::new(device);

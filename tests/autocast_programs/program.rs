@@ -1,21 +1,21 @@
-//! The operations of a program and how they are written for the oracle.
+//! The operations of a program, and their text form for the oracle.
 
 use std::fmt;
 
 use tch::Kind;
 
-/// One step. Tensors are known by the order in which they came to be; all have four rows and columns.
+/// One operation. Tensors are numbered in the order of their creation; all have four rows and columns.
 #[derive(Clone, Debug)]
 pub enum Op {
-    /// Everything is closed and forgotten.
+    /// Starts a new program: closes all regions and forgets all tensors.
     Program,
     /// A new tensor; a leaf requires gradients.
     Tensor { kind: Kind, leaf: bool, values: Vec<f64> },
-    /// Opens a region; what is `None` is left at its default.
+    /// Opens a region; options that are `None` keep their defaults.
     Enter { dtype: Option<Kind>, enabled: bool, cache: Option<bool> },
     /// Closes the innermost region.
     Exit,
-    /// Switches the recording of gradients.
+    /// Enables or disables gradients.
     GradMode(bool),
     /// A new tensor from one or two others.
     Compute(Function, Vec<usize>),
@@ -27,15 +27,15 @@ pub enum Op {
     Grad(usize),
 }
 
-/// What can be computed.
+/// The functions that a program can compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Function {
     Mm,
     Linear,
-    /// The second tensor's upper left corner of three by three is the kernel.
+    /// A convolution with the upper left 3 x 3 corner of the second tensor as the kernel.
     Conv,
     Add,
-    /// The first four rows of the two, one below the other.
+    /// The first four rows of the concatenation of the two.
     Cat,
     Softmax,
     LayerNorm,
@@ -45,7 +45,7 @@ impl Function {
     pub const ALL: [Self; 7] =
         [Self::Mm, Self::Linear, Self::Conv, Self::Add, Self::Cat, Self::Softmax, Self::LayerNorm];
 
-    /// How many tensors it takes.
+    /// The number of operands.
     pub fn operands(self) -> usize {
         if matches!(self, Self::Softmax | Self::LayerNorm) { 1 } else { 2 }
     }
@@ -63,18 +63,18 @@ impl Function {
     }
 }
 
-/// The oracle's name of a kind.
+/// The oracle's name for a dtype.
 pub fn kind_name(kind: Kind) -> &'static str {
     match kind {
         Kind::Float => "f32",
         Kind::Double => "f64",
         Kind::BFloat16 => "bf16",
         Kind::Half => "f16",
-        _ => panic!("no program makes {kind:?}"),
+        _ => panic!("no program uses {kind:?}"),
     }
 }
 
-/// The kind that the oracle calls `name`.
+/// The dtype with the oracle's name `name`.
 pub fn kind_called(name: &str) -> Kind {
     let kinds = [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
     kinds.into_iter().find(|kind| kind_name(*kind) == name).expect("a kind of the oracle")

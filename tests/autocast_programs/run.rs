@@ -1,4 +1,4 @@
-//! Runs a program with this crate, and reads what the oracle says about it.
+//! Runs a program with this crate, and parses the oracle's answers.
 
 use tch::{Device, Kind, NoGradGuard, TchError, Tensor};
 use tch_amp::Autocast;
@@ -7,7 +7,7 @@ use tch_amp::autocast::AutocastGuard;
 use crate::common::bits::{bits, canonical, from_hex};
 use crate::program::{Function, Op, kind_called, kind_name};
 
-/// The autocast state of the device after an operation, and what the operation gave.
+/// The autocast state of the device after an operation, and the outcome of the operation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
     pub enabled: bool,
@@ -16,7 +16,7 @@ pub struct Answer {
     pub outcome: Outcome,
 }
 
-/// What an operation gave.
+/// The outcome of an operation.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
     Nothing,
@@ -26,7 +26,7 @@ pub enum Outcome {
 }
 
 impl Answer {
-    /// Reads a line of the oracle.
+    /// Parses a line of the oracle's output.
     pub fn parse(line: &str) -> Self {
         let mut fields = line.splitn(5, ' ');
         let mut field = || fields.next().expect("an answer of the oracle has a state");
@@ -52,7 +52,7 @@ impl Answer {
     }
 }
 
-/// The tensors of a program, all on one device, and the regions it has open.
+/// The tensors of a program, all on one device, and its open regions.
 pub struct Machine {
     device: Device,
     values: Vec<Tensor>,
@@ -70,7 +70,7 @@ impl Machine {
             Ok(None) => Outcome::Nothing,
             Ok(Some(tensor)) => Outcome::Tensor(tensor.kind(), bits(&tensor)),
             Err(TchError::Torch(message)) => {
-                // Of tensors on a simulated GPU its kernels, which are the CPU's, speak as of tensors on the CPU.
+                // The simulated GPU runs the kernels of the CPU, but some messages name the device.
                 Outcome::Error(message.lines().next().unwrap_or_default().replace("CUDA", "CPU"))
             }
             Err(error) => panic!("{error} is not from libtorch"),
@@ -80,10 +80,10 @@ impl Machine {
 
     fn step(&mut self, op: &Op) -> Result<Option<Tensor>, TchError> {
         match op {
-            // Drops the open regions first to last: the state must be back all the same.
+            // Drops the open regions first to last; the state must be restored all the same.
             Op::Program => *self = Self::new(self.device),
             Op::Tensor { kind, leaf, values } => {
-                // The change of kind comes last: its result is no view, and casts of views are not cached.
+                // The dtype is changed last: the result is not a view, and casts of views are not cached.
                 let values = Tensor::from_slice(values).to_device(self.device);
                 let tensor = values.reshape([4, 4]).to_kind(*kind);
                 return Ok(Some(self.keep(tensor.set_requires_grad(*leaf))));
@@ -91,7 +91,7 @@ impl Machine {
             Op::Enter { dtype, enabled, cache } => self.enter(*dtype, *enabled, *cache),
             Op::Exit => drop(self.regions.pop()),
             Op::GradMode(true) => self.no_grad = None,
-            // Not through a second guard: dropping the first would switch recording on again.
+            // Without a second guard: dropping the first would enable gradients again.
             Op::GradMode(false) => {
                 self.no_grad.get_or_insert_with(tch::no_grad_guard);
             }
@@ -130,7 +130,7 @@ impl Machine {
         match apply(function, &operands) {
             Ok(tensor) => Ok(self.keep(tensor)),
             Err(error) => {
-                // So that later operations have something under this number.
+                // So that later operations find a tensor with this number.
                 self.values.push(operands[0].shallow_clone());
                 Err(error)
             }
@@ -157,7 +157,7 @@ fn apply(function: Function, operands: &[Tensor]) -> Result<Tensor, TchError> {
     }
 }
 
-/// A short text for an answer: everything but the bits in full.
+/// A short form of an answer, without the bits.
 pub fn describe(answer: &Answer) -> String {
     let (enabled, cache) = (answer.enabled, answer.cache);
     let state = format!("enabled {enabled}, cache {cache}, {}", kind_name(answer.dtype));

@@ -1,4 +1,4 @@
-//! A file that is not what was saved is refused, quickly and without a panic.
+//! A file that differs from what was saved is refused quickly and without a panic.
 
 use std::path::Path;
 
@@ -30,7 +30,7 @@ fn load(path: &Path, bytes: &[u8]) -> Result<Checkpoint, CheckpointError> {
     std::fs::write(path, bytes).unwrap();
     Checkpoint::load(path).map_err(|error| match error {
         Error::Checkpoint(error) => error,
-        other => panic!("no error of a checkpoint: {other}"),
+        other => panic!("not an error of a checkpoint: {other}"),
     })
 }
 
@@ -52,7 +52,7 @@ fn every_flipped_byte_is_noticed() {
     }
 }
 
-/// A zip archive says some things twice, and readers look at one of the two.
+/// A zip archive states some facts twice, and a reader uses one of the two.
 #[test]
 fn a_flipped_or_cut_file_of_pytorchs_is_refused_or_right() {
     let folder = Folder::new();
@@ -65,7 +65,7 @@ fn a_flipped_or_cut_file_of_pytorchs_is_refused_or_right() {
         for flip in [0x01, 0xff] {
             bytes[place] ^= flip;
             match load(&path, &bytes) {
-                // A part may be gone by its name, and is then missed.
+                // A part may have another name now, and is then missing.
                 Ok(checkpoint) => {
                     if other.restore(&checkpoint).is_ok() {
                         assert_eq!(other.fingerprint(), right, "byte {place} by {flip}");
@@ -78,7 +78,7 @@ fn a_flipped_or_cut_file_of_pytorchs_is_refused_or_right() {
             bytes[place] ^= flip;
         }
     }
-    // Padding, times and the like: most of a small archive is neither data nor pickle.
+    // Flips in padding, timestamps and the like are accepted, but they are fewer than half of all.
     assert!(accepted < bytes.len(), "{accepted} of {}", bytes.len() * 2);
     for len in 0..bytes.len() {
         let error = load(&path, &bytes[..len]).expect_err("a cut file");
@@ -127,7 +127,7 @@ fn random_damage_is_noticed() {
     }
 }
 
-/// A safetensors file with this header.
+/// A safetensors file with this header and `data` bytes after it.
 fn with_header(header: &str, data: usize) -> Vec<u8> {
     let len = (header.len() as u64).to_le_bytes();
     [&len[..], header.as_bytes(), &vec![0; data]].concat()
@@ -152,7 +152,7 @@ fn hostile_headers_are_refused() {
         ))
     };
     let deep = "[".repeat(100_000);
-    // Alone it would be refused for its version.
+    // On its own it would be refused for its version.
     let newer = r#""tch_amp":"{\"format\":2}""#;
     let hostile = [
         ("overlapping", object(&[good.clone(), tensor("b", "[2]", 4, 12)]), 12),

@@ -1,4 +1,4 @@
-//! A folder of checkpoints: what is kept, and what a run goes on from.
+//! A folder of checkpoints: which are kept, and from which one a run resumes.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -64,7 +64,7 @@ fn the_best_are_kept_however_old() {
         for (step, score) in (1..).zip(scores) {
             folder.save_scored(step, sign * score, &checkpoint(step)).unwrap();
         }
-        // Of the two of 0.25 the later one.
+        // Of the two with a score of 0.25, the later one.
         assert_eq!(steps(&folder), [4, 5, 7]);
         let best = folder.best(better).unwrap().unwrap();
         assert_eq!((best.file.step, best.file.score), (4, Some(sign * 1e-7)));
@@ -100,7 +100,7 @@ fn a_run_goes_on_from_the_newest_that_is_whole() {
     File::create(&files[1].path).unwrap();
     assert_eq!(resume(&folder).unwrap(), (1, 2));
     damage(&files[0].path);
-    // Not a new run: days of training may be in there.
+    // The run must not start anew: the damaged files may contain days of training.
     match resume(&folder) {
         Err(Error::Checkpoint(CheckpointError::AllDamaged { folder, damaged })) => {
             assert_eq!((folder.as_path(), damaged.len()), (temporary.0.as_path(), 3));
@@ -130,7 +130,7 @@ fn a_run_that_went_back_keeps_its_new_checkpoints() {
     let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1);
     save_all(&folder, &[100]);
     damage(&folder.files().unwrap()[0].path);
-    // Steps that lead to 100 again.
+    // The run repeats the steps up to 100.
     save_all(&folder, &[60, 80]);
     assert_eq!(steps(&folder), [80, 100]);
     assert_eq!(resume(&folder).unwrap(), (80, 1));
@@ -181,7 +181,7 @@ fn a_save_that_fails_removes_nothing() {
     let temporary = Folder::new();
     let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1);
     save_all(&folder, &[1]);
-    // A folder is not replaced, nor taken for a checkpoint.
+    // A folder at a checkpoint's path is neither replaced nor taken for a checkpoint.
     fs::create_dir(temporary.file("step-00000002.safetensors")).unwrap();
     match folder.save(2, &checkpoint(2)) {
         Err(Error::Checkpoint(CheckpointError::Save(_))) => {}
@@ -200,7 +200,7 @@ fn a_reader_beside_a_writer_finds_a_checkpoint() {
         let writer = scope.spawn(|| (1..200).for_each(|step| save_all(&folder, &[step])));
         let mut newest = 0;
         while !writer.is_finished() {
-            let step = folder.latest().unwrap().expect("there always is one").file.step;
+            let step = folder.latest().unwrap().expect("there is always a checkpoint").file.step;
             assert!(step >= newest);
             newest = step;
         }

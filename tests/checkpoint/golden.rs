@@ -1,7 +1,7 @@
-//! Files of every format that was ever written here, and of PyTorch's, still load as what they are.
+//! Files of every format that this crate has ever written, and of PyTorch's, still load with their original content.
 //!
-//! A new format gets new files, with its number: `cargo test --test checkpoint golden -- --ignored` writes those that
-//! are missing. Those there never change.
+//! A new format gets new files with its number: `cargo test --test checkpoint golden -- --ignored` writes those that
+//! are missing. Existing files never change.
 
 use std::path::{Path, PathBuf};
 
@@ -27,7 +27,7 @@ fn ramp(start: f64, shape: &[i64]) -> Tensor {
     (Tensor::arange(count, (Kind::Float, Device::Cpu)) / 8 + start).view(shape)
 }
 
-/// What is in the files. Nothing of it is computed in a way that another processor may round otherwise.
+/// The content of the files. It is computed only in ways that every processor rounds alike.
 fn trained() -> Run {
     let mut run = Run::new(Device::Cpu);
     tch::no_grad(|| {

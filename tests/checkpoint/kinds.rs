@@ -1,4 +1,4 @@
-//! The kinds that this crate knows, through the one trait that all of them share.
+//! The crate's own kinds of parts, through the trait that all of them implement.
 
 use tch::{Device, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng, Stateful};
@@ -99,7 +99,7 @@ fn through(saved: &mut dyn Stateful, restored: &mut dyn Stateful) -> Result<()> 
     checkpoint.add("loss_scale", saved)?;
     checkpoint.save(folder.file("x.safetensors"))?;
     let checkpoint = Checkpoint::load(folder.file("x.safetensors"))?;
-    // As what they were before there was the trait.
+    // In the form that loss scales had before there was the trait.
     let _state: LossScaleState = checkpoint.value("loss_scale")?;
     checkpoint.restore().add("loss_scale", restored).apply().map(drop)
 }
@@ -122,7 +122,7 @@ fn loss_scales_come_back_and_stay_what_they_are() {
     through(&mut saved, &mut boxed).unwrap();
     assert_eq!(boxed.state_dict().unwrap(), LossScaleState::Dynamic(state));
     through(&mut boxed, &mut dynamic).unwrap();
-    // Another kind is refused, alone and in a box.
+    // Another kind is refused, also in a box.
     for target in [&mut fixed as &mut dyn Stateful, &mut NoOpLossScale] {
         assert!(matches!(
             through(&mut boxed, target),

@@ -24,7 +24,7 @@ use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 
-/// A small model in training.
+/// A small model with what trains it.
 struct Run {
     vs: VarStore,
     net: nn::Linear,
@@ -43,7 +43,7 @@ impl Run {
         Self { vs, net, opt, scaler: config.build(device).unwrap() }
     }
 
-    /// Takes some steps on random numbers and returns the losses.
+    /// Takes some steps on random data and returns the losses.
     fn train(&mut self, steps: usize) -> Vec<f64> {
         let step = |_| {
             let xs = Tensor::randn([4, 3], (Kind::Float, self.vs.device()));

@@ -1,7 +1,6 @@
-//! A file that somebody made to harm takes a small multiple of its size in memory, and no file more than there is.
+//! Loading a malicious file takes a small multiple of its size in memory, and no file exhausts the memory.
 //!
-//! Each file is loaded by a process of its own, which may only have so much address space; where it wants more, it is
-//! aborted.
+//! Each file is loaded by a process of its own with a limited address space. A process that exceeds it is aborted.
 #![cfg(target_os = "linux")]
 
 use std::fmt::Write as _;
@@ -18,8 +17,8 @@ use crate::common::files::Folder;
 
 const FILE: &str = "TCH_AMP_HOSTILE_FILE";
 
-/// What a process may have beyond what it has at its start: this many times the bytes of the file, and this besides,
-/// for the two million values that the smallest file may hold.
+/// The address space of a process, in addition to what it has at its start: this multiple of the file's size, and
+/// [`BESIDES`] for the two million values that the smallest file may hold.
 const FACTOR: u64 = 3;
 const BESIDES: u64 = 256 << 20;
 
@@ -40,21 +39,21 @@ fn load_one_file() {
     println!("peak {}", peak());
 }
 
-/// The bytes of address space that this process has had.
+/// The peak of this process's address space in bytes.
 fn peak() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmPeak:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
 }
 
-/// Loads a file in a process with this much address space. Returns what it says, and its peak.
+/// Loads a file in a process with this much address space. Returns the output of the process, and its peak.
 fn load(path: &Path, space: u64) -> (String, u64) {
     let output = Command::new("sh")
         .args(["-c", "ulimit -v $0 && exec \"$@\"", &(space / 1024).to_string()])
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", "memory::load_one_file", "--ignored", "--nocapture", "--test-threads=1"])
         .env(FILE, path)
-        // Each thread would reserve address space of its own.
+        // Otherwise each thread would reserve address space of its own.
         .env("MALLOC_ARENA_MAX", "1")
         .output()
         .unwrap();
@@ -69,7 +68,7 @@ fn load(path: &Path, space: u64) -> (String, u64) {
 /// Writes a file.
 type Write<'a> = &'a dyn Fn(&Path);
 
-/// Loads files one by one within the bound. `is_refused` says how it should end.
+/// Loads files one by one within the bound. `is_refused` is the expected outcome.
 fn check(is_refused: bool, files: &[(&str, Write<'_>)]) {
     let folder = Folder::new();
     let (_, start) = load(Path::new(""), 1 << 46);
@@ -91,7 +90,7 @@ fn header(path: &Path, header: &str) {
     file.write_all(header.as_bytes()).unwrap();
 }
 
-/// `unit` again and again, with its number for each `#`.
+/// `unit` repeated up to about `bytes` bytes, with a running number for each `#`.
 fn repeated(unit: &str, bytes: usize) -> String {
     let mut text = String::with_capacity(bytes + 2 * unit.len() + 20);
     for count in 0.. {
@@ -187,7 +186,7 @@ fn large_files_that_are_fine_take_a_small_multiple_as_well() {
     );
 }
 
-/// An archive with this pickle and so many empty records.
+/// An archive with this pickle and `count` empty records.
 fn records(path: &Path, pickle: &[u8], count: usize) {
     let mut zip = ZipWriter::new(std::io::BufWriter::new(File::create(path).unwrap()));
     let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
@@ -199,7 +198,7 @@ fn records(path: &Path, pickle: &[u8], count: usize) {
     drop(zip.finish().unwrap());
 }
 
-/// A pickle of a list of these pieces.
+/// A pickle of a list of about `bytes` bytes, made of repetitions of `unit`.
 fn list(path: &Path, unit: &[u8], bytes: usize) {
     let body = unit.repeat(bytes / unit.len());
     records(path, &[b"\x80\x02](", &body[..], b"e."].concat(), 0);

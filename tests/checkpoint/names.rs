@@ -1,4 +1,4 @@
-//! Names of a checkpoint that are others in the model, and what is left out of it.
+//! Names that differ between checkpoint and model, and parts of a model that are skipped.
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -8,7 +8,8 @@ use tch_amp::optim::{Optimizer, Sgd};
 
 use crate::common::files::Folder;
 
-/// A model of variables of these names and sizes, and an optimizer that has stepped once with gradients of `gradient`.
+/// A model of variables with these names and sizes, and an optimizer that has stepped once with gradients of
+/// `gradient`.
 fn model(names: &[(&str, i64)], value: f64, gradient: Option<f64>) -> (VarStore, Optimizer) {
     let vs = VarStore::new(Device::Cpu);
     for (name, size) in names {
@@ -60,7 +61,7 @@ fn a_prefix_is_renamed_in_models_and_optimizers() {
             model(&[("module.a.weight", 2), ("module.module.b", 3), ("c", 1)], 4.0, Some(2.0));
         let (_folder, checkpoint) = saved(&ddp, &mut ddp_opt, file);
         let (vs, mut opt) = model(&[("a.weight", 2), ("module.b", 3), ("c", 1)], 0.0, None);
-        // The names say what would fit, and nothing changes.
+        // The error names the keys that do not match, and nothing changes.
         let error = refused(checkpoint.restore().model("model", &vs).apply());
         let CheckpointError::Keys { missing, unexpected, .. } = &error else { panic!("{error}") };
         assert_eq!(missing, &["a.weight", "module.b"]);
@@ -113,7 +114,7 @@ fn what_is_skipped_stays_as_it_is() {
     source_opt.assign_group(1, &["*.b"]).unwrap();
     source_opt.set_lr_group(1, 0.125).unwrap();
     let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.safetensors");
-    // Another head, with one variable more and one less.
+    // Another head: one variable has another shape, one is missing and one is new.
     let (vs, mut opt) = model(&[("body.w", 2), ("head.w", 3), ("head.scale", 3)], 9.0, Some(8.0));
     let renamed = || checkpoint.restore().rename_prefix("module.", "");
     let error = refused(renamed().model("model", &vs).strict(false).apply()).to_string();

@@ -1,4 +1,4 @@
-//! Types as a program has them, which implement the public trait.
+//! Types of a program, which implement the public trait.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ impl Stateful for Decay {
     }
 }
 
-/// A model's worth of tensors, and a number.
+/// A few named tensors, and a number.
 #[derive(Debug, PartialEq)]
 pub struct Ema {
     pub updates: u64,

@@ -1,4 +1,4 @@
-//! Files go between Python and Rust, and a run goes on on the other side.
+//! Files are exchanged between Python and Rust, and training continues on the other side.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use crate::Run;
 use crate::common::files::Folder;
 use crate::common::python::Oracle;
 
-/// The same training as tests/oracle/checkpoint.py has.
+/// The same training as in tests/oracle/checkpoint.py.
 struct Twin {
     vs: VarStore,
     net: nn::Linear,
@@ -72,7 +72,7 @@ impl Twin {
     }
 }
 
-/// What Python's `float.hex` writes.
+/// Parses the output of Python's `float.hex`.
 fn hex_float(text: &str) -> f32 {
     let (sign, text) = text.strip_prefix('-').map_or((1.0, text), |text| (-1.0, text));
     let (mantissa, exponent) = text.strip_prefix("0x").unwrap().split_once('p').unwrap();
@@ -120,7 +120,7 @@ fn a_run_of_pythons_goes_on_here() {
         let message = "`rmsprop` in the checkpoint is unsupported (its param_groups are not those \
                        of Adam, AdamW, SGD or Adagrad), not an optimizer";
         assert_eq!(unknown.to_string(), message);
-        // What is not understood is not lost in silence.
+        // What this crate cannot read is not silently dropped.
         assert!(checkpoint.save(folder.file("again.pt")).is_err());
     }
     assert_eq!(printed.lines().count(), ALGORITHMS.len());
@@ -160,7 +160,7 @@ fn what_python_saves_besides_is_in_nobodys_way() {
     for name in ["12:30:00", "extra"] {
         load(name).restore().model("model", &twin.vs).apply().unwrap();
     }
-    // Safetensors could not tell such a name from a tensor of a part.
+    // In safetensors, such a name could not be distinguished from a tensor of a part.
     let slash = load("slash");
     assert!(slash.save(folder.file("again.safetensors")).is_err());
     slash.save(folder.file("again.pt")).unwrap();
@@ -178,7 +178,7 @@ fn what_python_saves_besides_is_in_nobodys_way() {
     assert_eq!(opt.state_dict().unwrap().state["weight"]["step"].double_value(&[]), 3.0);
 }
 
-/// Parameters without names are known by their places, which look like PyTorch's numbers.
+/// Parameters without names are identified by their places, which look like PyTorch's numbers.
 #[test]
 fn parameters_without_names_keep_their_groups() {
     let folder = Folder::new();
@@ -236,7 +236,8 @@ fn a_run_of_ours_goes_on_in_python() {
     }
     let printed = python.run(&["resume", folder.0.to_str().unwrap()], "");
     let lines: Vec<_> = printed.lines().collect();
-    // Optimizers that are fused, plain, foreach, and fused by no means, all from the same file.
+    // An optimizer that is fused, one with PyTorch's default, one with foreach and one that is explicitly not fused
+    // load the same file.
     assert_eq!(lines.len(), 4 * ALGORITHMS.len());
     for ((lines, expected), name) in lines.chunks(4).zip(expected).zip(ALGORITHMS) {
         let expected: Vec<_> = expected.iter().map(|x| x.to_bits()).collect();
@@ -268,7 +269,7 @@ fn python_reads_our_safetensors() {
     assert!(printed.contains(&format!("model/linear.weight F32 [2, 3] {bytes}")), "{printed}");
 }
 
-/// Norms count batches in Python and not in tch; neither minds.
+/// Norms have a counter of batches in Python and not in tch; both sides accept the difference.
 #[test]
 fn norms_go_both_ways_strictly() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
@@ -296,7 +297,7 @@ fn norms_go_both_ways_strictly() {
     }
     let printed = python.run(&["load_norm", folder.file("rust.pt").to_str().unwrap()], "");
     assert_eq!(printed.trim(), numbers(&norm.running_var));
-    // Without running statistics of that name it is a name like any other.
+    // Without running statistics beside it, the counter is a name like any other.
     let plain = VarStore::new(Device::Cpu);
     drop(plain.root().sub("features").sub("norm").zeros("running_mean", &[2]));
     let checkpoint = Checkpoint::load(folder.file("python.pt")).unwrap();
@@ -321,7 +322,7 @@ fn both_formats_hold_the_same() {
         other.train(1);
         other.restore(&Checkpoint::load(folder.file(name)).unwrap()).unwrap();
         assert_eq!(other.fingerprint(), run.fingerprint(), "{name}");
-        // The content says which format it is, not the name.
+        // The content determines the format, not the name of the file.
         let renamed = folder.file("renamed");
         std::fs::rename(folder.file(name), &renamed).unwrap();
         assert!(loads(&renamed));

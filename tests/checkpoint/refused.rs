@@ -11,7 +11,7 @@ use crate::Run;
 use crate::common::bits::bits;
 use crate::common::files::{Folder, names_in};
 
-/// A checkpoint in a file, which the folder keeps.
+/// A checkpoint that was loaded from a file, and the folder that holds the file.
 fn saved(fill: impl FnOnce(&mut Checkpoint)) -> (Folder, Checkpoint) {
     let folder = Folder::new();
     let mut checkpoint = Checkpoint::new();
@@ -190,7 +190,7 @@ fn a_restore_that_stops_midway_says_so() {
     let path = folder.file("x.safetensors");
     source.checkpoint().save(&path).unwrap();
     let checkpoint = Checkpoint::load(&path).unwrap();
-    // What no save does: the open file gets shorter.
+    // Unlike any save, this shortens the open file.
     std::fs::File::options().write(true).open(&path).unwrap().set_len(400).unwrap();
     let target = Run::new(Device::Cpu);
     match checkpoint.restore().model("model", &target.vs).apply() {
@@ -199,7 +199,7 @@ fn a_restore_that_stops_midway_says_so() {
         }
         other => panic!("{other:?}"),
     }
-    // An optimizer is read whole before anything changes.
+    // An optimizer is read completely before anything changes.
     let mut run = Run::new(Device::Cpu);
     let before = run.fingerprint();
     assert!(matches!(
@@ -209,7 +209,7 @@ fn a_restore_that_stops_midway_says_so() {
     assert_eq!(run.fingerprint(), before);
 }
 
-/// What could not be loaded again must not take the place of what can.
+/// A checkpoint that could not be loaded again must not replace an existing file.
 #[test]
 fn a_save_refuses_what_would_not_load() {
     let folder = Folder::new();
@@ -249,7 +249,7 @@ fn a_generator_is_as_before_where_a_later_one_cannot_be_restored() {
         checkpoint.add_rng("rng", Device::Cpu).unwrap();
         checkpoint.add_tensor("wrong", &Tensor::zeros([3], (Kind::Uint8, Device::Cpu))).unwrap();
     });
-    // Other tests only move it further on.
+    // Other tests may only advance the generator further.
     let _drawn = Tensor::rand([1], (Kind::Float, Device::Cpu));
     let restore = whole.restore().rng("rng", Device::Cpu).rng("wrong", Device::Cpu);
     assert!(matches!(restore.apply(), Err(Error::Torch(_))));

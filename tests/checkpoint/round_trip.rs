@@ -1,4 +1,4 @@
-//! What is saved comes back to the last bit.
+//! What is saved is restored bit by bit.
 
 use std::collections::BTreeMap;
 
@@ -31,7 +31,7 @@ const KINDS: [Kind; 14] = [
     Kind::Float8e4m3fnuz,
 ];
 
-/// Random bytes as a tensor: NaNs with payloads, infinities and subnormal numbers among them.
+/// Random bytes as a tensor, including NaNs with payloads, infinities and subnormal numbers.
 fn noise(kind: Kind, size: &[i64]) -> Tensor {
     let bytes = size.iter().product::<i64>() * kind.elt_size_in_bytes() as i64;
     let high = if kind == Kind::Bool { 2 } else { 256 };
@@ -126,7 +126,7 @@ fn a_loaded_checkpoint_can_be_saved_again() {
     run.checkpoint().save(&first).unwrap();
     Checkpoint::load(&first).unwrap().save(&second).unwrap();
     assert_eq!(std::fs::read(&first).unwrap(), std::fs::read(&second).unwrap());
-    // Over the file that it is read from, too.
+    // A checkpoint can also be saved over the file from which it is read.
     Checkpoint::load(&second).unwrap().save(&second).unwrap();
     assert_eq!(std::fs::read(&first).unwrap(), std::fs::read(&second).unwrap());
 }

@@ -1,4 +1,4 @@
-//! Types of a program's own in a checkpoint, through nothing but the public trait.
+//! A program's own types in a checkpoint, through nothing but the public trait.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{
@@ -40,7 +40,7 @@ fn own_types_come_back_in_both_formats() {
         assert_eq!((&decay, ema.updates), (&DECAY, 3), "{name}");
         assert_eq!(kept, source.weights["w"], "in place");
         assert!(ema.weights["/"].double_value(&[0]).is_nan());
-        // Loaded, it can be saved again, in either format.
+        // Once loaded, it can be saved again, in either format.
         for again in ["again.pt", "again.safetensors"] {
             checkpoint.save(folder.file(again)).unwrap();
             let mut decay = ZERO;
@@ -72,7 +72,7 @@ fn what_does_not_fit_is_told_by_its_type() {
     let mut decay = ZERO;
     let mut refuse = |part: &str| refused(checkpoint.restore().add(part, &mut decay).apply());
     assert!(matches!(refuse("nothing"), CheckpointError::NoPart { .. }));
-    // It has neither value, and names that were not asked for.
+    // It lacks both values, and has names that were not requested.
     assert!(matches!(refuse("ema"), CheckpointError::Keys { .. }));
     let mut other = Checkpoint::new();
     other.add_value("decay", &serde_json::json!({"lr": "high", "epoch": 1})).unwrap();
@@ -92,7 +92,7 @@ fn all_of_it_is_restored_or_nothing() {
     checkpoint.add_model("model", &run.vs).unwrap();
     let zero = || Ema::new(0, &[("w", &[0.0, 0.0])]);
     let before = run.fingerprint();
-    // In whatever order: what is refused comes first or last.
+    // The part that is refused comes first or last.
     for last in [false, true] {
         let (mut decay, mut ema, mut bad) = (ZERO, zero(), ZERO);
         let mut restore = checkpoint.restore();
@@ -140,7 +140,7 @@ fn tensors_obey_what_the_restore_was_told() {
     assert_eq!(ema.weights["head"].size(), [3]);
 }
 
-/// Has the same name twice.
+/// A type that saves the same name twice.
 struct Twice;
 
 impl Stateful for Twice {
@@ -190,7 +190,7 @@ fn own_types_go_to_python_and_back() {
     restore.apply().unwrap();
     assert_eq!(source, Ema::new(4, &[("w", &[0.25, 0.5])]));
     assert_eq!(decay, Decay { lr: 0.5, epoch: 0 });
-    // A scheduler has other names.
+    // A scheduler's state has other names.
     let error = refused(checkpoint.restore().add("schedule", &mut decay).apply());
     assert!(matches!(error, CheckpointError::Keys { .. }));
 }

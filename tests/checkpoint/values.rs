@@ -1,4 +1,4 @@
-//! Small values come back, the floats that JSON lacks as well, from both formats.
+//! Small values are restored from both formats, including the floats that JSON lacks.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -8,7 +8,7 @@ use tch_amp::checkpoint::Checkpoint;
 
 use crate::common::files::Folder;
 
-/// What a training program keeps: the bests so far, which begin at infinity.
+/// Values that a training program keeps: the best results so far, which start at infinity.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Progress {
     epoch: u64,
@@ -62,7 +62,7 @@ fn floats_that_json_lacks_come_back() {
         checkpoint.add_value("none", &None::<f64>).unwrap();
         checkpoint.add_value("progress", &progress()).unwrap();
         checkpoint.add_value("plain", &Schedule::Constant).unwrap();
-        // Without a file, too.
+        // The same without a file.
         let from = |checkpoint: &Checkpoint| {
             assert_eq!(checkpoint.value::<f64>("best").unwrap(), f64::INFINITY, "{name}");
             assert_eq!(checkpoint.value::<f32>("worst").unwrap(), f32::NEG_INFINITY, "{name}");
@@ -78,7 +78,7 @@ fn floats_that_json_lacks_come_back() {
         checkpoint.save(folder.file(name)).unwrap();
         let loaded = Checkpoint::load(folder.file(name)).unwrap();
         from(&loaded);
-        // And from the other format.
+        // And through the other format.
         for other in ["y.safetensors", "y.pt"] {
             loaded.save(folder.file(other)).unwrap();
             from(&Checkpoint::load(folder.file(other)).unwrap());
@@ -86,7 +86,7 @@ fn floats_that_json_lacks_come_back() {
     }
 }
 
-/// What neither format could load again is refused when it is saved.
+/// A value that neither format could load again is refused when it is saved.
 #[test]
 fn too_many_values_are_refused_by_both_formats() {
     let folder = Folder::new();

@@ -1,4 +1,4 @@
-//! Errors of the disk at each call: either there is an error and the old file, or none and the new one.
+//! Errors of the disk at each call: the result is either an error and the old file, or success and the new file.
 
 use std::io::{self, BufWriter, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,7 +20,7 @@ const PATH: &str = "/folder/model.bin";
 
 type Outcome = Result<(), SaveError>;
 
-/// Replaces a file on a disk with a fault. Returns the outcome and how many calls there were.
+/// Replaces a file on a disk with a fault. Returns the outcome and the number of calls.
 fn save(when: When, fault: Fault, sync_every: u64) -> (Outcome, usize) {
     let path = Path::new(PATH);
     let (old, new) = (content(1, 3000), content(2, 4100));
@@ -39,7 +39,7 @@ fn save(when: When, fault: Fault, sync_every: u64) -> (Outcome, usize) {
         }
         Err(_) => assert!(in_place.iter().all(|found| found[path] == old), "{context}"),
     }
-    // A file that was created though there was an error may be another's: it stays, empty.
+    // A file whose creation reported an error may belong to another process, so it is kept, empty.
     let created = matches!((state.calls.last(), fault), (Some(Call::Create), Fault::Late(_)));
     let reported = matches!(outcome, Err(SaveError::Leftover { .. }));
     assert_eq!(left, usize::from(reported || created), "{context}");
@@ -94,7 +94,7 @@ fn each_error_is_named() {
         format!("{PATH} is whole, but after a power loss it may be the old file: cannot {action}")
     };
     assert_eq!(fails(Call::SyncFolder, never), unsure("sync the folder"));
-    // The thread's error comes with a later write or, if there is none, with the sync.
+    // The error of the thread is reported by a later write or, if there is none, by the sync.
     let thread = fails(Call::SyncData, 1000);
     assert!(thread == format!("cannot write {PATH}") || thread == format!("cannot sync {PATH}"));
     let last = fails(Call::SyncData, 4100);
@@ -143,7 +143,7 @@ fn an_error_that_fill_loses_counts() {
     for call in [Call::Write, Call::SyncData] {
         let disk = Memory::with(path, Some(b"old"), 1);
         disk.state().fault = Some((When::Every(call), Fault::Fails(EIO)));
-        // A BufWriter that is dropped writes, and says nothing about it.
+        // A BufWriter that is dropped writes its buffer and ignores errors.
         let mut fill = |target: &mut dyn Target| BufWriter::new(target).write_all(&new);
         let outcome = replace_on(&disk, &place(path), &mut fill).unwrap_err();
         assert!(matches!(outcome, SaveError::Io { .. }), "{outcome}");

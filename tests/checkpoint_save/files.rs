@@ -1,4 +1,4 @@
-//! What is replaced on a real disk: links, permissions, names.
+//! Replacing files on a real disk: links, permissions, names.
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -13,12 +13,12 @@ use crate::atomic::folder::create_folder_on;
 use crate::atomic::place::{Place, is_temporary};
 use crate::atomic::{SaveError, create_folder, remove_leftovers, replace};
 
-/// Replaces a file by a text.
+/// Replaces a file with a text.
 pub(super) fn write(path: &Path, text: &str) -> Result<(), SaveError> {
     replace(path, &mut |target| target.write_all(text.as_bytes()))
 }
 
-/// Why a path is refused, and with which message.
+/// Why a path is refused: the kind of error and the message.
 pub(super) fn refused(path: &Path) -> (ErrorKind, String) {
     match write(path, "new") {
         Err(SaveError::Io { action: "replace", cause, .. }) => (cause.kind(), cause.to_string()),
@@ -38,7 +38,7 @@ fn a_file_is_created_and_replaced() {
     }
 }
 
-/// The disk, and which folders were synced on it.
+/// A real disk, and the folders that were synced on it.
 #[derive(Default)]
 struct Noted(Real, RefCell<Vec<PathBuf>>);
 
@@ -72,7 +72,7 @@ impl Disk for Noted {
     }
 }
 
-/// The name of a folder is in the one above it, which a power loss may bring back as it was.
+/// The name of a folder is stored in its parent, which a power loss may reset to an older state.
 #[test]
 fn the_parents_of_created_folders_are_synced_and_no_others() {
     let folder = Folder::new("parents");

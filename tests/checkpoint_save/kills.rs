@@ -1,4 +1,4 @@
-//! A process that is killed at random while it replaces a file again and again.
+//! A process that is killed at random times while it replaces a file repeatedly.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Seek, Write};
@@ -13,17 +13,17 @@ use crate::atomic::place::is_temporary;
 use crate::atomic::{SaveError, remove_leftovers, replace, replace_on};
 
 pub(super) const LENGTH: usize = 1 << 20;
-/// A file that is looked for before the system calls that matter.
+/// A file that is opened right before the system calls under test.
 pub(super) const MARKER: &str = "MARKER";
 const PIECE: usize = 128 << 10;
-/// What this process is to do as a child of a test.
+/// The role of this process as a child of a test.
 const ROLE: &str = "TCH_AMP_ATOMIC_CHILD";
-/// Where it is to do it.
+/// The folder for its files.
 const FOLDER: &str = "TCH_AMP_ATOMIC_FOLDER";
-/// How many system calls of each kind it is to make before.
+/// How many system calls of each kind it makes first.
 const BEFORE: &str = "TCH_AMP_ATOMIC_BEFORE";
 
-/// The arguments with which this program runs as a child only.
+/// Arguments with which this program runs only as a child.
 pub(super) fn child(role: &str, folder: &Folder, before: usize, command: &mut Command) {
     let (_, module) = module_path!().split_once("::").unwrap();
     command.arg(format!("{module}::as_a_child"));
@@ -31,7 +31,7 @@ pub(super) fn child(role: &str, folder: &Folder, before: usize, command: &mut Co
     command.env(ROLE, role).env(FOLDER, &folder.0).env(BEFORE, before.to_string());
 }
 
-/// Not a test, unless another one has started this process.
+/// Does nothing unless another test has started this process.
 #[test]
 fn as_a_child() {
     let Some(folder) = std::env::var_os(FOLDER).map(PathBuf::from) else { return };
@@ -56,7 +56,7 @@ fn as_a_child() {
     })
 }
 
-/// Tells where the system calls of the replacement begin. They should have higher numbers than those of other threads.
+/// Marks where the system calls of the replacement begin. Their numbers should be higher than those of other threads.
 fn mark(folder: &Path) {
     for _ in 0..std::env::var(BEFORE).unwrap().parse().unwrap() {
         let mut file = fs::OpenOptions::new().write(true).open("/dev/null").unwrap();
@@ -65,7 +65,7 @@ fn mark(folder: &Path) {
     drop(fs::File::open(folder.join(MARKER)));
 }
 
-/// Tells of each version that is there.
+/// Replaces the file with ever new versions, and prints each version that was saved.
 fn again_and_again(path: &Path) -> Result<(), SaveError> {
     for version in version(path) + 1.. {
         replace(path, &mut fill_with(&content(version, LENGTH), PIECE))?;
@@ -75,12 +75,12 @@ fn again_and_again(path: &Path) -> Result<(), SaveError> {
     Ok(())
 }
 
-/// The version of a file that must be whole.
+/// The version of a file, which must be complete.
 fn version(path: &Path) -> u64 {
     let found = fs::read(path).unwrap();
     let start = u32::from_be_bytes(found[..4].try_into().unwrap());
     let version = u64::from(start) - 1;
-    assert!(found == content(version, LENGTH), "version {version} is not whole");
+    assert!(found == content(version, LENGTH), "version {version} is incomplete");
     version
 }
 

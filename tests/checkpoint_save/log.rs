@@ -1,9 +1,9 @@
-//! What was done to a disk in memory, and what is to go wrong.
+//! The log of a disk in memory, and the faults to inject.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// One thing that was done to the disk. Files are numbered.
+/// One operation on the disk. Files are numbered.
 #[derive(Clone, Debug)]
 pub(super) enum Op {
     Create { path: PathBuf, file: usize },
@@ -28,14 +28,14 @@ pub(super) enum Call {
     Remove,
 }
 
-/// What goes wrong with a call.
+/// How a call goes wrong.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Fault {
-    /// Nothing happens but the error.
+    /// The call does nothing and fails.
     Fails(i32),
-    /// It happens, and yet there is an error.
+    /// The call succeeds, but reports an error.
     Late(i32),
-    /// Half is written.
+    /// Only half is written.
     Short,
 }
 
@@ -47,7 +47,7 @@ pub(super) enum When {
     Every(Call),
 }
 
-/// What was done, and what is to go wrong.
+/// The operations so far, and the faults to inject.
 #[derive(Default)]
 pub(super) struct State {
     pub(super) ops: Vec<Op>,
@@ -59,7 +59,7 @@ pub(super) struct State {
     pub(super) files: usize,
 }
 
-/// The names of files after all of these.
+/// The names of files after all of these operations.
 pub(super) fn names<'a>(ops: impl IntoIterator<Item = &'a Op>) -> BTreeMap<PathBuf, usize> {
     let mut names = BTreeMap::new();
     for op in ops {

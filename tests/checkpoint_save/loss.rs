@@ -1,7 +1,7 @@
-//! What a power loss can leave of what was done to a disk.
+//! The states in which a power loss can leave a disk.
 //!
-//! Of the data that were not synced any sector of 512 bytes may be there or not, and of the names any change since the
-//! folder was synced. A rename alone is whole.
+//! For data that were not synced, any sector of 512 bytes may or may not have been written. Of the changes to names
+//! since the folder was synced, any may have happened. A single rename is atomic.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,13 +10,14 @@ use super::log::{Op, names};
 
 const SECTOR: usize = 512;
 
-/// What is in the folder after a power loss.
+/// The content of the folder after a power loss.
 pub(super) type Found = BTreeMap<PathBuf, Vec<u8>>;
 
-/// How much of what a file was given has reached the disk: of each sector which version, and the length of which.
+/// How much of what was written to a file has reached the disk: the version of each sector, and the version of the
+/// length.
 type Reached = (Box<dyn Fn(usize) -> usize>, usize);
 
-/// All the ways in which writes after number `synced` can be lost.
+/// The ways in which writes after number `synced` can be lost.
 fn reached(writes: &[(usize, &[u8])], synced: usize) -> Vec<Reached> {
     let last = writes.len();
     if synced == last {
@@ -25,14 +26,14 @@ fn reached(writes: &[(usize, &[u8])], synced: usize) -> Vec<Reached> {
     let mut all: Vec<Reached> = vec![
         (Box::new(move |_| synced), synced),
         (Box::new(move |_| last), last),
-        // The length is known, the data are not there.
+        // The length was written, but not the data.
         (Box::new(move |_| synced), last),
     ];
     let (start, data) = writes[last - 1];
     for sector in start / SECTOR..=(start + data.len()) / SECTOR {
         for length in [last - 1, last] {
             all.push((Box::new(move |s| if s < sector { last } else { last - 1 }), length));
-            // The other end first.
+            // In the reverse order.
             all.push((Box::new(move |s| if s < sector { last - 1 } else { last }), length));
         }
     }
@@ -46,7 +47,7 @@ fn reached(writes: &[(usize, &[u8])], synced: usize) -> Vec<Reached> {
     all
 }
 
-/// The content of a file of which that much has reached the disk.
+/// The content of a file of which this much has reached the disk.
 fn read(writes: &[(usize, &[u8])], (version, length): &Reached) -> Vec<u8> {
     let ends = writes[..*length].iter().map(|(at, data)| at + data.len());
     let mut content = vec![0; ends.max().unwrap_or(0)];
@@ -58,7 +59,7 @@ fn read(writes: &[(usize, &[u8])], (version, length): &Reached) -> Vec<u8> {
     content
 }
 
-/// What was written to a file, and how many of these writes were synced.
+/// The writes to a file, and how many of them were synced.
 fn writes(ops: &[Op], file: usize) -> (Vec<(usize, &[u8])>, usize) {
     let (mut writes, mut synced) = (vec![], 0);
     for op in ops {

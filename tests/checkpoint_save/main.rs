@@ -1,6 +1,8 @@
-//! How a file is replaced: on a simulated disk that fails or loses power, on a real one, and by killed processes.
+//! How a file is replaced: on a simulated disk that fails or loses power, on a real one, and by processes that are
+//! killed.
 //!
-//! The code is part of this program, which does not link libtorch: there would be too many system calls to try each.
+//! The code under test is compiled into this program, which does not link libtorch: otherwise there would be too many
+//! system calls to try each.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../../src/atomic/mod.rs"]
@@ -27,7 +29,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::atomic::Target;
 use crate::atomic::place::Place;
 
-/// A folder that is removed at the end.
+/// A folder that is removed when it is dropped.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -44,7 +46,7 @@ impl Folder {
         self.0.join(name)
     }
 
-    /// The sorted names in it.
+    /// The sorted names of its entries.
     fn names(&self) -> Vec<String> {
         let names = std::fs::read_dir(&self.0).unwrap();
         let mut names: Vec<_> =
@@ -60,7 +62,7 @@ impl Drop for Folder {
     }
 }
 
-/// Writes pieces as a checkpoint does: the start again at the end, when the offsets are known.
+/// Writes pieces in the order of a checkpoint: the start is rewritten at the end, when the offsets are known.
 fn fill_with(content: &[u8], piece: usize) -> impl FnMut(&mut dyn Target) -> io::Result<()> {
     move |target| {
         target.write_all(&vec![0; 8.min(content.len())])?;
@@ -73,13 +75,13 @@ fn fill_with(content: &[u8], piece: usize) -> impl FnMut(&mut dyn Target) -> io:
     }
 }
 
-/// Bytes that differ from place to place and from version to version: no word is 0 or another's.
+/// Bytes that differ from place to place and from version to version: every word is nonzero and unique.
 fn content(version: u64, length: usize) -> Vec<u8> {
     let words = (1..).flat_map(|place: u64| (((version + 1) << 32) | place).to_be_bytes());
     words.take(length).collect()
 }
 
-/// A place without an existing file's permissions.
+/// The place of a file, without the permissions of an existing one.
 fn place(path: &Path) -> Place {
     let folder = path.parent().unwrap().to_owned();
     Place { path: path.to_owned(), folder, permissions: None }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use super::log::{Call, Fault, Op, State, When, names};
 use crate::atomic::disk::{Disk, DiskFile};
 
-/// The disk.
+/// The disk in memory.
 #[derive(Clone)]
 pub(super) struct Memory {
     state: Arc<Mutex<State>>,
@@ -22,7 +22,7 @@ pub(super) struct MemoryFile {
 }
 
 impl Memory {
-    /// A disk with a file that would survive a power loss.
+    /// A disk with a file that was synced and would survive a power loss.
     pub(super) fn with(path: &Path, old: Option<&[u8]>, sync_every: u64) -> Self {
         let disk = Self { state: Arc::default(), sync_every };
         if let Some(old) = old {
@@ -39,14 +39,14 @@ impl Memory {
         self.state.lock().unwrap()
     }
 
-    /// The file that has a name now.
+    /// Opens the file that has this name now.
     pub(super) fn open(&self, path: &Path) -> io::Result<MemoryFile> {
         let file = names(&self.state().ops).get(path).copied();
         let file = file.ok_or(io::ErrorKind::NotFound)?;
         Ok(MemoryFile { disk: self.clone(), file, at: 0 })
     }
 
-    /// Does `op`, unless the call goes wrong. Returns what is to be returned.
+    /// Performs `op` unless a fault is injected. Returns the result of the call.
     fn call(&self, call: Call, op: Option<Op>) -> io::Result<()> {
         let mut state = self.state();
         let count = state.calls.len();

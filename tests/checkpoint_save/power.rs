@@ -1,4 +1,4 @@
-//! Every state that a power loss at any point could leave behind. The same check finds the mutants.
+//! Every state that a power loss at any point could leave behind. The same check finds incorrect implementations.
 
 use std::collections::BTreeSet;
 use std::io::{self, Write};
@@ -14,7 +14,7 @@ use crate::atomic::replace_on;
 
 const PIECE: usize = 1300;
 
-/// Loses the power after each operation that `save` does, in each way. Says how many states it saw, or which was wrong.
+/// Simulates each power loss after each operation of `save`. Returns the number of states, or the one that is wrong.
 fn check(
     old: Option<&[u8]>,
     new: &[u8],
@@ -42,7 +42,7 @@ fn check(
             states.insert(is_new);
         }
     }
-    assert_eq!(states.len(), 2, "neither the old nor the new file alone: {states:?}");
+    assert_eq!(states.len(), 2, "both the old and the new file should occur: {states:?}");
     Ok(seen)
 }
 

@@ -1,4 +1,4 @@
-//! The same with real system calls: killed before each of them, or with an error instead of each.
+//! The same with real system calls: killed before each of them, or with an error injected into each.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ fn killed_before_any_system_call() {
             *covered.entry(name.to_owned()).or_default() += usize::from(killed.injected);
             old += usize::from(!killed.is_new(context));
             left += killed.leftovers();
-            // A leftover is in nobody's way.
+            // A leftover does not prevent the next save.
             let path = killed.folder.join("model.bin");
             replace(&path, &mut fill_with(&content(2, LENGTH), LENGTH)).unwrap();
             assert!(killed.is_new(context));
@@ -40,7 +40,7 @@ fn an_error_of_any_system_call() {
                 let is_new = failed.is_new(context);
                 match failed.code {
                     Some(0) => {
-                        // Rust's close has no error. What could be lost has been synced by then.
+                        // Rust's close reports no error. By then, all data have been synced.
                         let may = name == "close" || error == "EINTR" || !failed.injected;
                         assert!(is_new && may, "{context}");
                     }

@@ -1,4 +1,4 @@
-//! Runs this program under strace, which can kill it at a system call or let the call fail.
+//! Runs this program under strace, which can kill it at a system call or make the call fail.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,14 +12,14 @@ use super::kills::{LENGTH, MARKER, child};
 use super::{Folder, content};
 use crate::atomic::place::is_temporary;
 
-/// A `?` is before what not every architecture has.
+/// A `?` marks calls that not every architecture has.
 const CALLS: &str = "openat,write,pwrite64,lseek,fsync,fdatasync,fchmod,close,?statx,?rename,renameat,renameat2,?unlink,unlinkat";
 
 /// A system call of the child after its marker.
 pub(super) struct Traced {
     thread: String,
     pub(super) name: String,
-    /// Which of its name it is, counted from the start of its thread.
+    /// Its number among the calls of the same name, counted from the start of its thread.
     number: usize,
     pub(super) line: String,
 }
@@ -29,13 +29,13 @@ pub(super) struct Run {
     pub(super) folder: Folder,
     pub(super) code: Option<i32>,
     pub(super) calls: Vec<Traced>,
-    /// The most calls of a kind before the marker.
+    /// The highest number of calls of one name before the marker.
     before: usize,
-    /// Whether what was to be injected was, after the marker.
+    /// Whether the fault was injected, after the marker.
     pub(super) injected: bool,
 }
 
-/// Whether strace works here: a sandbox may not let it trace. Says why not, unless it must.
+/// Whether strace works here: a sandbox may forbid tracing. Prints the reason if not, unless strace is required.
 pub(super) fn available() -> bool {
     let tried = Command::new("strace")
         .args(["-f", "-e", "inject=exit_group:signal=SIGKILL", "true"])
@@ -51,25 +51,25 @@ pub(super) fn available() -> bool {
     false
 }
 
-/// Says on the terminal what is not tested. `println!` would be caught by the test runner.
+/// Prints to the terminal what is not tested. The test runner would capture the output of `println!`.
 fn skipped(what: &str) {
     let test = thread::current();
     let line = format!("SKIPPED {}: {what}\n", test.name().unwrap_or_default());
     std::io::stderr().write_all(line.as_bytes()).unwrap();
 }
 
-/// Replaces a file in a child. `inject` is as strace's option.
+/// Replaces a file in a child process. `inject` is strace's option.
 pub(super) fn run(role: &str, before: usize, inject: Option<&str>) -> Run {
     let mut folder = Folder::new(role);
-    // As strace shows it.
+    // The path as strace shows it.
     folder.0 = fs::canonicalize(&folder.0).unwrap();
     let path = folder.join("model.bin");
     fs::write(&path, content(1, LENGTH)).unwrap();
-    // Others than those of a new file, so that they must be set.
+    // Permissions that differ from a new file's, so that they must be set.
     fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
     let log = Folder::new("strace");
     let mut command = Command::new("strace");
-    // With -y each descriptor is shown with its path. With --seccomp-bpf no signal would be sent.
+    // With -y, each descriptor is shown with its path. With --seccomp-bpf, no signal would be sent.
     command.args(["-f", "-y", "-s", "8", "-e", &format!("trace={CALLS}")]);
     if let Some(inject) = inject {
         command.args(["-e", &format!("inject={inject}")]);
@@ -80,18 +80,18 @@ pub(super) fn run(role: &str, before: usize, inject: Option<&str>) -> Run {
     let log = fs::read_to_string(log.join("log")).unwrap();
     let (before, calls) = parse(&log, folder.0.to_str().unwrap());
     let after = log.split_once(MARKER).map_or("", |(_, after)| after);
-    // Not only in the lines of `calls`: one that was interrupted has its result in another line.
+    // Not only in the lines of `calls`: the result of an interrupted call is in another line.
     let injected = ["(INJECTED)", "killed by SIGKILL"].iter().any(|found| after.contains(found));
     Run { folder, code, calls, before, injected }
 }
 
-/// The most calls of a kind before the marker, and those after it that are of files in a folder.
+/// The highest number of calls of one name before the marker, and the calls after it that concern files in a folder.
 fn parse(log: &str, folder: &str) -> (usize, Vec<Traced>) {
     let mut counts = BTreeMap::new();
     let mut count = |line: &str| {
         let (thread, call) = line.split_once(' ')?;
         let (name, _) = call.trim_start().split_once('(')?;
-        // The second half of a call that was interrupted has none.
+        // The second half of an interrupted call has no name.
         if !name.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
             return None;
         }
@@ -104,7 +104,8 @@ fn parse(log: &str, folder: &str) -> (usize, Vec<Traced>) {
     let start: Vec<_> = start.lines().filter_map(&mut count).collect();
     let before = start.iter().map(|call| call.number).max().unwrap();
     let thread = &start.last().unwrap().thread;
-    // A number in the second thread is one in the first as well, but only the second has an fdatasync.
+    // A number injected in the second thread also applies to the first, except for fdatasync, which only the second
+    // calls.
     let known = |call: &Traced| call.thread == *thread || call.name == "fdatasync";
     let calls = after.lines().skip(1).filter_map(&mut count);
     (before, calls.filter(|call| call.line.contains(folder) && known(call)).collect())
@@ -115,11 +116,14 @@ impl Run {
     pub(super) fn is_new(&self, context: &str) -> bool {
         let found = fs::read(self.folder.join("model.bin")).unwrap();
         let is_new = found == content(2, LENGTH);
-        assert!(is_new || found == content(1, LENGTH), "{context}: the file is not whole");
+        assert!(
+            is_new || found == content(1, LENGTH),
+            "{context}: the file is neither the old nor the new one"
+        );
         is_new
     }
 
-    /// How many temporary files there are, and nothing else.
+    /// The number of temporary files. There must be no other files.
     pub(super) fn leftovers(&self) -> usize {
         let names = self.folder.names();
         let others = names.iter().filter(|name| *name != "model.bin");
@@ -127,10 +131,10 @@ impl Run {
     }
 }
 
-/// Runs a child once for each of its calls, with something injected there. `check` gets the call's name and what to say
-/// of it.
+/// Runs a child once for each of its calls and injects a fault there. `check` gets the name of the call and a context
+/// for messages.
 pub(super) fn at_each_call(role: &str, what: &str, mut check: impl FnMut(&str, &str, Run)) {
-    // A call is chosen by its number in its thread, and the program's start is in another one.
+    // A call is identified by its number in its thread, and the start of the program is in another thread.
     let before = run(role, 0, None).before;
     let plain = run(role, before, None);
     assert_eq!(plain.code, Some(0));
@@ -138,7 +142,7 @@ pub(super) fn at_each_call(role: &str, what: &str, mut check: impl FnMut(&str, &
     for Traced { name, number, .. } in &plain.calls {
         let run = run(role, before, Some(&format!("{name}:{what}:when={number}")));
         let context = format!("{role}: {what} at {name} {number}: exit code {:?}", run.code);
-        // The second thread may have had one order less.
+        // The second thread may have received one request less.
         assert!(run.injected || name == "fdatasync", "{context}: not reached");
         check(name, &context, run);
     }

@@ -1,4 +1,4 @@
-//! Links, permissions and names that only Unix has.
+//! Links, permissions and names that exist only on Unix.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -37,7 +37,7 @@ fn the_permissions_stay() {
     for mode in [0o600, 0o640, 0o666, 0o751] {
         fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
         let mut fill = |target: &mut dyn Target| {
-            // From the start.
+            // The temporary file has the permissions before anything is written to it.
             let temporary = folder.names().into_iter().find(|name| name.starts_with('.'));
             let temporary = fs::metadata(folder.join(&temporary.unwrap())).unwrap();
             assert_eq!(temporary.permissions().mode() & 0o7777, mode);

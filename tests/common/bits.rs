@@ -1,8 +1,8 @@
-//! Tensors as bits: equality of these is bitwise equality, whatever the payload of a NaN.
+//! Tensors as bits: two tensors whose bits are equal are bitwise equal, whatever the payloads of their NaNs.
 
 use tch::{Kind, Tensor};
 
-/// The elements in row-major order as little-endian bytes, every NaN as the same one.
+/// The elements in row-major order as little-endian bytes, with every NaN replaced by the same one.
 pub fn bits(tensor: &Tensor) -> Vec<u8> {
     let plain = tensor.detach().resolve_conj().resolve_neg().contiguous();
     let mut bytes = vec![0; plain.numel() * plain.kind().elt_size_in_bytes()];
@@ -30,7 +30,7 @@ pub fn canonical(kind: Kind, mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// The bits of a tensor as `from_hex` reads them.
+/// The bits of a tensor in the form that [`from_hex`] reads.
 pub fn hex(tensor: &Tensor) -> String {
     bits(tensor).iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -39,7 +39,7 @@ pub fn hex(tensor: &Tensor) -> String {
 pub fn from_hex(hex: &str) -> Vec<u8> {
     let digit = |c: u8| (c as char).to_digit(16).expect("a hexadecimal digit") as u8;
     let pairs = hex.as_bytes().chunks_exact(2);
-    assert!(pairs.remainder().is_empty(), "hexadecimal bytes have two digits each");
+    assert!(pairs.remainder().is_empty(), "each hexadecimal byte has two digits");
     pairs.map(|pair| digit(pair[0]) << 4 | digit(pair[1])).collect()
 }
 

@@ -1,4 +1,4 @@
-//! An optimizer of somebody else's.
+//! An optimizer that is not part of the crate.
 
 use tch::{Tensor, no_grad};
 use tch_amp::Result;

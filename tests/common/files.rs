@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// An empty folder of its own, removed at the end.
+/// An empty temporary folder, which is removed when it is dropped.
 #[derive(Debug)]
 pub struct Folder(pub PathBuf);
 
 impl Folder {
-    /// Makes it.
+    /// Creates the folder.
     pub fn new() -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -18,7 +18,7 @@ impl Folder {
         Self(path)
     }
 
-    /// The path of a file in it.
+    /// The path of a file in the folder.
     pub fn file(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
@@ -30,7 +30,7 @@ impl Drop for Folder {
     }
 }
 
-/// The names of what is in a folder.
+/// The names of the entries of a folder.
 pub fn names_in(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).unwrap();
     entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
-/// The matrix product of PyTorch's own tests of `custom_fwd`, with or without `cast_inputs`.
+/// The matrix product that PyTorch's own tests of `custom_fwd` use, with or without `cast_inputs`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MyMm {
     pub cast: Option<Kind>,

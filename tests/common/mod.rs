@@ -1,4 +1,4 @@
-//! What every integration test shares: devices, the Python oracle, reproducible random numbers.
+//! What the integration tests share: devices, the Python oracle, reproducible random numbers.
 #![allow(dead_code, reason = "each test file uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -16,7 +16,7 @@ use std::sync::Once;
 
 use tch::{Cuda, Device, Kind, Tensor};
 
-/// Runs `test` on each of the [`devices`], and says on which of them it failed.
+/// Runs `test` on each of the [`devices`], and prints the device on which it failed.
 pub fn for_each_device(test: impl Fn(Device)) {
     for device in devices() {
         let _on = On(device);
@@ -24,7 +24,7 @@ pub fn for_each_device(test: impl Fn(Device)) {
     }
 }
 
-/// The device of a test that is running.
+/// The device on which a test is running; prints it if the test panics.
 struct On(Device);
 
 impl Drop for On {
@@ -37,15 +37,15 @@ impl Drop for On {
 
 /// The CPU and, where CUDA is usable, the first two CUDA devices.
 ///
-/// Device 0 is the current one all the while: what takes the current device for the one of its tensors works on device
-/// 0, and fails on device 1. Without CUDA the skip is printed; `TCH_AMP_REQUIRE_CUDA=1` turns it into a failure.
+/// Device 0 is always the current one, so code that uses the current device instead of that of its tensors fails on
+/// device 1. Without CUDA, the skip is printed; `TCH_AMP_REQUIRE_CUDA=1` turns it into a failure.
 pub fn devices() -> Vec<Device> {
     let mut devices = vec![Device::Cpu];
     devices.extend(gpus());
     devices
 }
 
-/// The first two CUDA devices, or as many as there are, which is said where it is fewer.
+/// The first two CUDA devices. If there is only one, a message says that tests on a second device are skipped.
 pub fn gpus() -> Vec<Device> {
     if !cuda_or_skip() {
         return Vec::new();
@@ -58,10 +58,11 @@ pub fn gpus() -> Vec<Device> {
     vec![Device::Cuda(0), Device::Cuda(1)]
 }
 
-/// The simulated CUDA devices; none, with a printed reason, on a real GPU, whose kernels round in their own way.
+/// The simulated CUDA devices. On a real GPU, whose kernels round differently, the list is empty and the reason is
+/// printed.
 ///
-/// The simulation computes with the kernels of the CPU, so that what runs there can be compared bit by bit with what
-/// Python computes on the CPU.
+/// The simulation computes with the kernels of the CPU, so its results can be compared bit by bit with what Python
+/// computes on the CPU.
 pub fn gpus_that_round_as_the_cpu() -> Vec<Device> {
     let gpus = gpus();
     if gpus.is_empty() || simulation::is_simulated() {
@@ -71,37 +72,40 @@ pub fn gpus_that_round_as_the_cpu() -> Vec<Device> {
     Vec::new()
 }
 
-/// Tells whether CUDA tests can run here, and says so loudly when they cannot.
+/// Whether CUDA tests can run here; prints a message if they cannot.
 pub fn cuda_or_skip() -> bool {
     let available = Cuda::is_available();
     if !available {
-        assert!(!is_set("TCH_AMP_REQUIRE_CUDA"), "CUDA is required here and not usable");
-        // Once a program, not once a test.
+        assert!(
+            !is_set("TCH_AMP_REQUIRE_CUDA"),
+            "CUDA is required (TCH_AMP_REQUIRE_CUDA), but not usable"
+        );
+        // Once per program, not once per test.
         static SAID: Once = Once::new();
         SAID.call_once(|| skipped("and others, on CUDA: no usable CUDA device"));
     }
     available
 }
 
-/// Says on the terminal what is not tested. `eprintln!` would be caught by the test runner.
+/// Prints to the terminal what is not tested. The test runner would capture the output of `eprintln!`.
 pub fn skipped(what: &str) {
     let test = std::thread::current();
     let line = format!("SKIPPED {}: {what}\n", test.name().unwrap_or_default());
-    std::io::stderr().write_all(line.as_bytes()).expect("stderr takes a line");
+    std::io::stderr().write_all(line.as_bytes()).expect("stderr is writable");
 }
 
-/// Tells whether the environment variable `name` is 1.
+/// Whether the environment variable `name` is 1.
 pub fn is_set(name: &str) -> bool {
     std::env::var(name).is_ok_and(|value| value == "1")
 }
 
-/// The elements of a floating tensor as `f64`, in row-major order.
+/// The elements of a floating-point tensor as `f64`, in row-major order.
 pub fn to_f64(tensor: &Tensor) -> Vec<f64> {
     let flat = tensor.detach().to_device(Device::Cpu).to_kind(Kind::Double).contiguous().view(-1);
     Vec::<f64>::try_from(flat).expect("a flat f64 tensor is a vector")
 }
 
-/// The memory of this process in RAM, in bytes; `None`, with a printed reason, where there is no `/proc`.
+/// The resident memory of this process in bytes. Where there is no `/proc`, returns `None` and prints the reason.
 pub fn resident_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok();
     let kib = status.as_deref().and_then(|status| {
@@ -109,7 +113,7 @@ pub fn resident_bytes() -> Option<u64> {
         line.trim().strip_suffix(" kB")?.parse::<u64>().ok()
     });
     if kib.is_none() {
-        skipped("memory is measured where /proc/self/status is");
+        skipped("measuring memory needs /proc/self/status");
     }
     kib.map(|kib| kib << 10)
 }

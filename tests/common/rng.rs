@@ -1,11 +1,11 @@
 //! Reproducible random numbers, the same on every platform.
 
-/// SplitMix64 (Steele, Lea and Flood, 2014): small, seedable and good enough to pick test programs.
+/// SplitMix64 (Steele, Lea and Flood, 2014): small, seedable and good enough to choose test programs.
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// A generator whose whole sequence follows from `seed`.
+    /// A generator whose whole sequence is determined by `seed`.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -21,7 +21,7 @@ impl Rng {
 
     /// A number in `0..n`.
     pub fn below(&mut self, n: usize) -> usize {
-        assert!(n > 0, "an empty range has no number");
+        assert!(n > 0, "n must be positive");
         (self.next() % n as u64) as usize
     }
 

@@ -1,9 +1,9 @@
-//! What the simulated GPUs of `tests/simulated_cuda/` count, and the failures that can be planted in them.
+//! The counters of the simulated GPUs of `tests/simulated_cuda/`, and the failures that can be planted in them.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The simulated GPUs, held by one test at a time because they count for the whole process.
+/// The simulated GPUs. One test at a time holds them, because the counters are those of the whole process.
 #[derive(Debug)]
 pub struct Simulation {
     counter: extern "C" fn(i32, i32) -> i64,
@@ -12,16 +12,16 @@ pub struct Simulation {
     _alone: MutexGuard<'static, ()>,
 }
 
-/// What happened on the devices between two points.
+/// What the devices did between two points.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Kernels, copies between devices included.
+    /// Kernel launches, including copies between devices.
     pub launches: i64,
-    /// Times that the host waited for a device.
+    /// Synchronizations: how often the host waited for a device.
     pub host_syncs: i64,
     /// Allocations of device memory.
     pub allocations: i64,
-    /// Bytes that were held at once, beyond those that were held at the start.
+    /// The peak of the allocated bytes, minus those that were allocated at the start.
     pub peak_bytes: i64,
 }
 
@@ -31,25 +31,25 @@ const ALLOCATIONS: i32 = 2;
 const BYTES: i32 = 3;
 const PEAK_BYTES: i32 = 4;
 
-/// All devices together, in the place of one.
+/// Stands for all devices together.
 const ALL: i32 = -1;
 
 unsafe extern "C" {
     fn dlsym(handle: *mut c_void, symbol: *const c_char) -> *mut c_void;
 }
 
-/// The address of a function of the simulation; null where the real libtorch_cuda, or none, is loaded.
+/// The address of a function of the simulation; null if the real libtorch_cuda, or none, is loaded.
 fn symbol(name: &CStr) -> *mut c_void {
-    // SAFETY: the name ends with a NUL, and a null handle, RTLD_DEFAULT, searches all that is loaded.
+    // SAFETY: the name ends with a NUL, and a null handle, RTLD_DEFAULT, searches all loaded libraries.
     unsafe { dlsym(std::ptr::null_mut(), name.as_ptr()) }
 }
 
-/// Tells whether `Device::Cuda` is simulated in this process.
+/// Whether `Device::Cuda` is simulated in this process.
 pub fn is_simulated() -> bool {
     cfg!(target_os = "linux") && !symbol(c"simulated_cuda_counter").is_null()
 }
 
-/// Waits for the device where an answer comes only to a host that waits, before a loop that asks until it is there.
+/// Synchronizes with the device if copies arrive only then. To be called before a loop that polls for an answer.
 pub fn let_answers_come(device: tch::Device) {
     let is_late = std::env::var("SIMULATED_CUDA_LAG").is_ok_and(|lag| lag == "never");
     if let (tch::Device::Cuda(index), true) = (device, is_late) {
@@ -58,18 +58,23 @@ pub fn let_answers_come(device: tch::Device) {
 }
 
 impl Simulation {
-    /// The simulated GPUs, for the calling test alone; `None`, with a printed reason, where there are none.
+    /// The simulated GPUs, for the calling test alone. If there are none, returns `None` and prints the reason.
     pub fn find() -> Option<Self> {
         static ALONE: Mutex<()> = Mutex::new(());
         if !is_simulated() {
             let required = super::is_set("TCH_AMP_REQUIRE_SIMULATION");
-            assert!(!required, "simulated GPUs are required here and this CUDA is another");
-            super::skipped("counts need the simulated GPUs: run `cargo xtask simulate cargo test`");
+            assert!(
+                !required,
+                "simulated GPUs are required (TCH_AMP_REQUIRE_SIMULATION), but CUDA is not simulated"
+            );
+            super::skipped(
+                "counting needs the simulated GPUs: run `cargo xtask simulate cargo test`",
+            );
             return None;
         }
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the symbols are those of tests/simulated_cuda/simulated_cuda.h, which declares these types for them;
-        // all three are defined in one library, which is there because the first was found.
+        // SAFETY: the symbols are those of tests/simulated_cuda/simulated_cuda.h, which declares them with these types.
+        // All three are defined in one library, which is loaded because the first was found.
         let simulation = unsafe {
             use std::mem::transmute;
             Self {
@@ -87,7 +92,7 @@ impl Simulation {
         Some(simulation)
     }
 
-    /// Runs `f` and tells what it did to all devices.
+    /// Runs `f` and counts what it made all devices do.
     pub fn count<T>(&self, f: impl FnOnce() -> T) -> (T, Counts) {
         (self.reset)();
         let read = |counter| (self.counter)(ALL, counter);
@@ -102,8 +107,9 @@ impl Simulation {
         (out, counts)
     }
 
-    /// Makes the `n`-th allocation of device memory from now on fail, on any device and any thread; zero calls it off.
-    /// Returns how many were still to come before the last planted one: zero if that has failed.
+    /// Makes the `n`-th allocation of device memory from now on fail, on any device and any thread; zero cancels the
+    /// planted failure. Returns how many allocations were left before the last planted failure: zero if it has
+    /// happened.
     pub fn fail_allocation(&self, n: i64) -> i64 {
         (self.fail_allocation)(n)
     }

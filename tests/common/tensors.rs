@@ -1,4 +1,4 @@
-//! Small tensors that take part in training.
+//! Small tensors that require gradients.
 
 use tch::{Device, Kind, Tensor};
 

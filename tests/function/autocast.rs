@@ -1,4 +1,4 @@
-//! What `custom_fwd` and `custom_bwd` do in PyTorch: the autocast state of a function.
+//! The counterpart of PyTorch's `custom_fwd` and `custom_bwd`: the autocast state of a function.
 
 use std::sync::mpsc::{Sender, channel};
 
@@ -10,7 +10,7 @@ use tch_amp::{Autocast, autocast, function};
 use crate::common::for_each_device;
 use crate::{MyMm, backward_below, double_, random_leaf};
 
-/// Tells what autocast is in its forward and in its backward.
+/// Records the autocast state of its forward and of its backward.
 struct Probe {
     seen: Sender<AutocastState>,
 }
@@ -54,7 +54,7 @@ fn backward_runs_in_the_state_of_forward() {
     });
 }
 
-/// Forward in one region, backward in another one and `depth` backwards further down.
+/// Runs forward in one region, and backward in another one inside of `depth` further backwards.
 fn check_state(
     device: Device,
     forward: Option<Autocast>,
@@ -157,14 +157,14 @@ fn custom_cast_inputs() {
         let out = product(Kind::BFloat16).apply(&inputs).unwrap();
         assert_eq!(out.kind(), Kind::BFloat16);
         out.sum(None).backward();
-        // Nor in one that is off.
+        // Nor in a region that is disabled.
         let region = Autocast::new(device).enabled(false);
         drop(region.run(|| product(Kind::BFloat16).apply(&inputs)).unwrap().unwrap());
     });
 }
 
-/// PyTorch's `test_cast_cache_is_global` asks for one cast of the weight; a new one is right as well, a stale one is
-/// not.
+/// PyTorch's `test_cast_cache_is_global` expects a single cast of the weight. Casting again is also correct; using a
+/// stale cast is not.
 #[test]
 fn a_weight_that_changed_is_cast_anew_in_backward() {
     for_each_device(|device| {
@@ -210,7 +210,7 @@ fn each_device_has_its_own_cast() {
     crate::common::gpus().into_iter().for_each(check_casts);
 }
 
-/// The casts of inputs on the CPU and on `gpu`.
+/// The dtypes to which inputs are cast on the CPU and on `gpu`.
 fn check_casts(gpu: Device) {
     let both = |expected: [Kind; 2]| {
         function(

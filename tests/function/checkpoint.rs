@@ -9,7 +9,7 @@ use crate::common::bits::bits;
 use crate::common::for_each_device;
 use crate::random_leaf;
 
-/// Layers whose activations are computed again when their gradients are wanted.
+/// Layers whose activations are recomputed in backward.
 struct Checkpoint {
     weights: Vec<Tensor>,
 }
@@ -31,7 +31,7 @@ impl Function for Checkpoint {
         let [x] = ctx.saved_tensors()?;
         let x = x.detach().set_requires_grad(true);
         let again = with_grad(|| (layers(&x, &self.weights) * &g[0]).sum(None));
-        // Reaches the weights as well, which are no inputs.
+        // Computes the gradients of the weights as well, which are not inputs.
         again.f_backward()?;
         Ok(x.grad())
     }

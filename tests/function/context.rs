@@ -1,4 +1,4 @@
-//! What a forward tells autograd and its backward.
+//! What a forward passes to autograd and to its backward.
 
 use tch::{Kind, Tensor, no_grad};
 use tch_amp::Error;
@@ -170,7 +170,7 @@ fn an_input_can_be_changed_in_place() {
         let y = double_(&z, None).unwrap();
         assert_eq!(to_f64(&z), [6.0, 12.0]);
         assert_eq!(y.data_ptr(), z.data_ptr());
-        // The changed tensor has the function in its history.
+        // The history of the changed tensor contains the function.
         (z.square()).sum(None).backward();
         assert_eq!(to_f64(&x.grad()), [72.0, 144.0]);
     });
@@ -208,7 +208,7 @@ fn a_leaf_that_requires_a_gradient_cannot_be_dirty() {
         if name == "function" && problem.contains("leaf")),
             "{error}"
         );
-        // Without a gradient nothing is wrong with it.
+        // Under `no_grad` it can be.
         let x = leaf(&[1.0], Kind::Double, device);
         drop(no_grad(|| double_(&x, None)).unwrap());
         assert_eq!(to_f64(&x), [2.0]);

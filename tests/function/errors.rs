@@ -1,4 +1,4 @@
-//! What goes wrong in a forward or a backward, and who hears of it.
+//! Errors in a forward or a backward, and where they are reported.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -29,7 +29,7 @@ fn an_error_of_the_forward_comes_back_with_its_cause() {
         let error =
             function.name("Thermo").apply(&[leaf(&[1.0], Kind::Double, device)]).unwrap_err();
         assert_eq!(error.to_string(), "Thermo: forward failed: the input is too hot: 451");
-        // A report that prints the sources as well does not say it twice.
+        // The error has no source, so a report that prints sources does not repeat the message.
         assert!(std::error::Error::source(&error).is_none());
         let Error::Function(FunctionError::Forward { name, cause }) = error else {
             panic!("another error")
@@ -77,13 +77,13 @@ fn an_error_of_the_backward_comes_out_of_backward() {
         let panic = std::panic::catch_unwind(|| failing().backward()).unwrap_err();
         assert!(panic.downcast_ref::<String>().unwrap().contains("Fails: backward failed"));
         assert!(!x.grad().defined());
-        // The rest of the graph, and the thread, go on.
+        // The rest of the graph and the thread can still be used.
         (&x * 2.0).backward();
         assert_eq!(to_f64(&x.grad()), [2.0]);
     });
 }
 
-/// What `backward` says when the function answers with these gradients.
+/// The error of `backward` if the function returns these gradients.
 fn refused<G: tch_amp::function::Gradients>(
     inputs: &[&Tensor],
     gradients: impl Fn(&Tensor) -> G + Send + 'static,
@@ -167,7 +167,7 @@ fn a_wrong_device_names_the_function_and_the_index() {
     }
 }
 
-/// On CUDA the backward runs on a thread of libtorch's.
+/// On CUDA, libtorch runs the backward on a thread of its own.
 #[test]
 fn a_failing_backward_on_any_device_is_an_error_and_training_goes_on() {
     for_each_device(|device| {

@@ -1,4 +1,4 @@
-//! What a function is given.
+//! The inputs of a function.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;

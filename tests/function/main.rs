@@ -1,5 +1,5 @@
-//! Custom autograd functions: what they compute, record, refuse, and leave behind. On a GPU their backwards run on a
-//! thread that libtorch has for the device, and not on the caller's.
+//! Custom autograd functions: what they compute, record, refuse, and leave behind. On a GPU, their backwards run on a
+//! thread that libtorch has for the device, not on the caller's.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
@@ -30,7 +30,7 @@ use common::functions::MyMm;
 use common::tensors::{leaf, random_leaf};
 use common::to_f64;
 
-/// x², whose derivative is made of differentiable operations.
+/// x², whose derivative consists of differentiable operations.
 fn square(x: &Tensor) -> tch_amp::Result<Tensor> {
     apply(
         &[x],
@@ -45,7 +45,7 @@ fn square(x: &Tensor) -> tch_amp::Result<Tensor> {
     )
 }
 
-/// Doubles its input in place; with `cast`, in that dtype inside a region.
+/// Doubles its input in place; with `cast`, in that dtype inside of a region.
 fn double_(x: &Tensor, cast: Option<Kind>) -> tch_amp::Result<Tensor> {
     let double = tch_amp::function(
         |ctx, x| {
@@ -77,7 +77,7 @@ fn backward_below(depth: usize, y: Tensor) -> FunctionResult<()> {
     Ok(outer.f_backward()?)
 }
 
-/// Counts the values of it that exist.
+/// Counts how many of its values exist.
 #[derive(Debug)]
 struct Counted(Arc<AtomicUsize>);
 
@@ -94,23 +94,23 @@ impl Drop for Counted {
     }
 }
 
-/// A value for a closure to own, and to do nothing else with.
+/// A value that a closure owns and does not use.
 #[derive(Debug)]
 struct Owning<T>(#[allow(dead_code, reason = "it is there to be dropped")] T);
 
 impl<T> Owning<T> {
-    /// Has the closure that says this take the value in.
+    /// Makes the closure that calls this capture the value.
     fn hold(&self) {}
 }
 
-/// Runs `test` on a thread of its own and fails when it takes a minute: what it tests would wait for ever.
+/// Runs `test` on a thread of its own and fails after a minute, because a failure would be a deadlock.
 fn in_time<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
     let (send, receive) = channel();
     let thread = std::thread::spawn(move || send.send(test()));
     match receive.recv_timeout(Duration::from_secs(60)) {
         Ok(answer) => answer,
         Err(_) => {
-            assert!(thread.is_finished(), "it waits for ever");
+            assert!(thread.is_finished(), "deadlock: not finished after a minute");
             panic!("{:?}", thread.join().expect_err("it panicked"));
         }
     }
@@ -120,7 +120,7 @@ fn message(result: Result<(), tch::TchError>) -> String {
     result.expect_err("it fails").to_string()
 }
 
-/// One call of a function of two closures, where the test does not care for its type.
+/// Applies a function made of two closures, for tests that do not need its type.
 fn apply<O, G>(
     inputs: &[&Tensor],
     forward: impl Fn(&mut ForwardContext, &[&Tensor]) -> FunctionResult<O> + Send + 'static,

@@ -10,7 +10,8 @@ use crate::common::for_each_device;
 use crate::common::tensors::leaf;
 use crate::{Counted, Owning, apply, to_f64};
 
-/// The values left after the forward, or the forward and the backward, of a function that keeps things by `keep`.
+/// The number of values left after the forward, and after forward and backward, of a function that keeps tensors with
+/// `keep`.
 fn left(
     device: Device,
     keep: impl Fn(&mut ForwardContext, &Tensor, &Tensor, Counted) + Send + 'static,
@@ -32,7 +33,7 @@ fn left(
             |_, g| Ok(&g[0] * 1.0),
         )
         .unwrap();
-        assert_eq!(count.load(Ordering::SeqCst), 2, "the function and what it saved live");
+        assert_eq!(count.load(Ordering::SeqCst), 2, "the function and its saved value exist");
         if backward {
             y.backward();
         }
@@ -136,9 +137,13 @@ fn what_forward_saved_is_freed_by_the_backward_that_ends_the_graph() {
         };
         let y = apply(&[&x], forward, |_, g| Ok(&g[0] * 2.0)).unwrap();
         Tensor::run_backward(&[&y], &[&x], true, false);
-        assert_eq!(count.load(Ordering::SeqCst), 1, "the graph is kept");
+        assert_eq!(count.load(Ordering::SeqCst), 1, "the graph is retained");
         y.backward();
-        assert_eq!(count.load(Ordering::SeqCst), 0, "the output still lives");
+        assert_eq!(
+            count.load(Ordering::SeqCst),
+            0,
+            "backward frees it, although the output still exists"
+        );
     });
 }
 
@@ -161,11 +166,11 @@ fn a_failed_backward_frees_everything() {
     });
 }
 
-/// A chain of 100,000 calls. `keep` has each hold the output of the one before in some way.
+/// A chain of 100,000 calls. `keep` makes each hold the output of the previous one in some way.
 fn long_chain(
     keep: impl Fn(&mut ForwardContext, &Tensor, &Tensor) + Copy + Send + 'static,
 ) -> Tensor {
-    // On the CPU alone: what is dropped is a graph, which lies in the memory of the host in any case.
+    // Only on the CPU: the graph that is dropped is in the host's memory in any case.
     let x = leaf(&[1.0], Kind::Double, Device::Cpu);
     let mut y = &x * 1.0;
     for _ in 0..100_000 {
@@ -188,7 +193,7 @@ fn a_long_chain_is_dropped_without_recursion() {
     drop(long_chain(|ctx, _, last| ctx.save_for_backward(&[tch::with_grad(|| last * 2.0)])));
 }
 
-/// A chain of calls whose closures hold the output of the one before, with or without an edge to it.
+/// A chain of calls whose closures hold the output of the previous one, with or without an edge to it.
 fn chain_of_closures(edges: bool, drop_it: impl FnOnce(Tensor)) {
     let x = leaf(&[1.0], Kind::Double, Device::Cpu);
     let mut y = x.shallow_clone();
@@ -248,6 +253,6 @@ fn what_a_destructor_drops_is_freed_before_it_goes_on() {
     assert_eq!(
         *left.lock().unwrap(),
         [(0, 4), (1, 3), (2, 2), (3, 1)],
-        "each sees the ones inside of it gone"
+        "each drops after those that it owns"
     );
 }

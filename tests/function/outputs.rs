@@ -1,4 +1,4 @@
-//! What a function returns, and how it takes part in autograd.
+//! The outputs of a function, and how they take part in autograd.
 
 use tch::{Kind, Tensor, no_grad};
 use tch_amp::function::Function;
@@ -90,7 +90,7 @@ fn a_view_that_is_returned_cannot_be_changed_in_place() {
             assert!(error.contains("is a view") && error.contains("custom"), "{error}");
         };
         refused(|x| x.narrow(0, 1, 1));
-        // Also of a tensor of the function's own, which has no history.
+        // The same holds for a view of a tensor that forward created, which has no history.
         refused(|x| (x * 2.0).narrow(0, 1, 1));
         refused(|x| x.detach().narrow(0, 1, 1));
     });
@@ -171,7 +171,7 @@ fn a_tensor_of_the_functions_own_keeps_its_history_when_it_is_returned() {
         let mine = constant.shallow_clone();
         let x = leaf(&[1.0], Kind::Double, device);
         let y = apply(&[&x], move |_, _| Ok(mine.shallow_clone()), |_, g| Ok(&g[0] * 4.0)).unwrap();
-        assert!(constant.is_leaf(), "the caller's tensor is not made an output");
+        assert!(constant.is_leaf(), "the caller's tensor does not become an output");
         y.backward();
         assert_eq!(to_f64(&x.grad()), [4.0]);
         assert!(!constant.grad().defined());
@@ -203,7 +203,8 @@ fn nothing_is_recorded_where_no_gradient_is_wanted() {
 fn a_function_may_apply_another_one() {
     for_each_device(|device| {
         let x = leaf(&[3.0], Kind::Double, device);
-        // The outer one hides the inner one, whose forward runs without a graph, and says its derivative itself.
+        // The outer function hides the inner one, whose forward runs without a graph, and computes the derivative
+        // itself.
         let y = apply(
             &[&x],
             move |ctx, x| {

@@ -1,4 +1,4 @@
-//! A panic in a forward, a backward or a destructor: on every thread, with every payload.
+//! Panics in a forward, a backward or a destructor, on every thread and with every payload.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -38,7 +38,7 @@ impl Drop for Bomb {
     }
 }
 
-/// Panics without the hook's message, which would fill the terminal.
+/// Panics without calling the panic hook, whose messages would fill the terminal.
 fn blow(payload: Payload) -> ! {
     match payload {
         Payload::Str => resume_unwind(Box::new("a planted panic")),
@@ -48,7 +48,7 @@ fn blow(payload: Payload) -> ! {
     }
 }
 
-/// A backward that runs another one inside, and so on, down to a panic.
+/// A backward that runs another one, and so on, until the innermost panics.
 struct Nest {
     depth: usize,
     payload: Payload,
@@ -91,7 +91,7 @@ impl Function for Nest {
             self.threads.fetch_add(1, Ordering::SeqCst);
         }
         if self.depth == 0 {
-            // A panic leaves the gradients switched on, which they were not.
+            // The panic leaves gradients enabled, which were disabled before.
             with_grad(|| blow(self.payload));
         }
         let device = g[0].device();
@@ -111,8 +111,8 @@ fn state(device: Device) -> (bool, bool, Kind, bool) {
     (grad_mode, is_autocast_enabled(device), dtype, is_cache_enabled())
 }
 
-/// Every depth, and so both sides of the border between the caller's thread, or the device's, and the pool's; on a GPU,
-/// where each depth takes longer, those around the border.
+/// Every depth, so that both sides of the border between the caller's or the device's thread and those of the pool are
+/// covered. On a GPU, where each depth takes longer, only the smallest depths, those around the border and a large one.
 fn depths(device: Device) -> Vec<usize> {
     let near = |depth: &usize| *depth < 4 || depth.abs_diff(SAME_THREAD) < 3 || *depth == 130;
     (0..=130).filter(|depth| device == Device::Cpu || near(depth)).collect()
@@ -132,14 +132,14 @@ fn sweep(device: Device, first_payload: usize) {
         assert_eq!(error.contains("a planted panic"), says, "{payload:?}: {error}");
         assert_eq!(error.contains("a panic without a message"), !says, "{payload:?}: {error}");
         let crossed = threads.load(Ordering::SeqCst) > 0;
-        // The thread of a GPU is never the caller's.
+        // A GPU's backward never runs on the caller's thread.
         assert_eq!(crossed, device.is_cuda() || depth > SAME_THREAD, "depth {depth}");
         assert_eq!(state(device), before, "depth {depth}");
-        // Training goes on.
+        // Training can continue.
         (&x * 3.0).backward();
         assert_eq!(to_f64(&x.grad()), [3.0]);
     }
-    // A thread of the pool drops its part after the caller has the error.
+    // A thread of the pool may drop its part only after the caller has received the error.
     let start = Instant::now();
     while count.load(Ordering::SeqCst) > 0 && start.elapsed() < Duration::from_secs(20) {
         std::thread::yield_now();
@@ -206,7 +206,7 @@ fn a_panic_in_a_destructor_goes_no_further() {
         }
 
         for payload in PAYLOADS {
-            // With the function, and with the value that it saved.
+            // Panics when the function and the value that it saved are dropped.
             let fragile = Owning(Fragile(payload));
             let x = leaf(&[1.0], Kind::Double, device);
             let y = apply(
@@ -222,7 +222,7 @@ fn a_panic_in_a_destructor_goes_no_further() {
             y.backward();
             drop(y);
             assert_eq!(to_f64(&x.grad()), [2.0]);
-            // All of them together, where no backward has freed any.
+            // Several values at once, if no backward has freed any.
             let fragile = Owning(Fragile(payload));
             let forward = move |ctx: &mut ForwardContext, x: &[&Tensor]| {
                 fragile.hold();
@@ -231,7 +231,7 @@ fn a_panic_in_a_destructor_goes_no_further() {
                 Ok(x[0] * 2.0)
             };
             drop(apply(&[&x], forward, |_, g| Ok(&g[0] * 2.0)).unwrap());
-            // And at once, where nothing is recorded.
+            // Immediately, if nothing is recorded.
             let fragile = Owning(Fragile(payload));
             let forward = move |_: &mut ForwardContext, x: &[&Tensor]| {
                 fragile.hold();

@@ -1,4 +1,4 @@
-//! A backward that runs a backward.
+//! Backwards that run another backward.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -11,7 +11,7 @@ use crate::common::for_each_device;
 use crate::common::tensors::leaf;
 use crate::{apply, backward_below, in_time, message, square, to_f64};
 
-/// x², whose backward finds its answer by another backward, `depth` of them inside each other.
+/// x², whose backward computes its result by another backward, nested `depth` times.
 #[derive(Clone, Copy)]
 struct Nested {
     depth: usize,
@@ -49,10 +49,10 @@ fn a_backward_may_run_another_at_any_depth() {
     });
 }
 
-/// Where a function's backward finds its own output.
+/// The place where a function's backward finds its own output.
 type Cell = Arc<Mutex<Option<Tensor>>>;
 
-/// A function whose backward runs a backward from its own output, `depth` others in between.
+/// A function whose backward runs a backward from its own output, nested in `depth` others.
 fn through_itself(device: Device, depth: usize) -> String {
     let cell: Cell = Arc::default();
     let x = leaf(&[1.0], Kind::Double, device);
@@ -66,14 +66,14 @@ fn through_itself(device: Device, depth: usize) -> String {
     let y = function.apply(&[&x]).unwrap();
     *cell.lock().unwrap() = Some(y.shallow_clone());
     let error = message(y.f_backward());
-    // The cell is the leak that the documentation speaks of, and this ends it.
+    // The cell is the reference cycle that the documentation warns about; this breaks it.
     *cell.lock().unwrap() = None;
     error
 }
 
 #[test]
 fn a_backward_through_itself_is_an_error() {
-    // Past 60 the inner backward runs on another thread, where a lock would wait for ever.
+    // Deeper than 60, the inner backward runs on another thread, where a lock would be a deadlock.
     for_each_device(|device| {
         for depth in [0, 1, 30, 59, 60, 61, 62, 100] {
             let error = in_time(move || through_itself(device, depth));
@@ -156,8 +156,8 @@ fn a_destructor_of_a_saved_value_may_run_a_backward_through_its_own_call() {
     });
 }
 
-/// A weight that its cached cast alone keeps alive, and whose gradient ends in a function: `destructor` runs when that
-/// is dropped, which is when the cache is cleared.
+/// A weight that only its cached cast keeps alive, and whose gradient's graph contains a function: `destructor` runs
+/// when that is dropped, which happens when the cache is cleared.
 fn dropped_with_the_cache(device: Device, destructor: impl FnMut() + Send + 'static) {
     let destructor = Mutex::new(OnDrop(destructor));
     let backward = move |_: &BackwardContext<'_>, g: &GradOutputs<'_>| {

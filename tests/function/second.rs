@@ -1,4 +1,4 @@
-//! Derivatives of derivatives.
+//! Higher derivatives.
 
 use tch::{Kind, Tensor};
 use tch_amp::function::Function;
@@ -8,7 +8,7 @@ use crate::common::for_each_device;
 use crate::common::tensors::leaf;
 use crate::{MyMm, message, square, to_f64};
 
-/// The gradient of `y` with respect to `x`, which can be differentiated itself.
+/// The gradient of `y` with respect to `x`, which can itself be differentiated.
 fn gradient(y: &Tensor, x: &Tensor) -> Tensor {
     Tensor::run_backward(&[y.sum(None)], &[x], true, true).remove(0)
 }
@@ -54,7 +54,7 @@ fn third_derivatives_work_as_well() {
 #[test]
 fn a_saved_output_keeps_its_history() {
     for_each_device(|device| {
-        // Also one that forward holds in another way, so that the caller gets a tensor of its own.
+        // Also an output of which forward keeps another copy, so that the caller gets a tensor of its own.
         for held in [false, true] {
             let x = leaf(&[0.5], Kind::Double, device);
             let exp = function(
@@ -100,11 +100,11 @@ fn a_once_differentiable_function_refuses_its_second_derivative() {
         assert_eq!(to_f64(&first), [6.0]);
         let error = message(first.f_backward());
         assert!(error.contains("Square is once differentiable"), "{error}");
-        // Also in a sum with parts that could be differentiated: no part is silently left out.
+        // The same in a sum with parts that can be differentiated: no part is silently left out.
         let error = message((gradient(&once_square(&x), &x) + x.square()).f_backward());
         assert!(error.contains("Square is once differentiable"), "{error}");
         assert_eq!(to_f64(&gradient(&gradient(&square(&x).unwrap(), &x), &x)), [2.0]);
-        // Nor can the gradient be differentiated with respect to the one that came in, on which it depends as well.
+        // The gradient also depends on the incoming gradient, and cannot be differentiated with respect to that either.
         let weight = leaf(&[5.0], Kind::Double, device);
         let first = gradient(&(once_square(&x) * &weight), &x);
         assert_eq!(to_f64(&first), [30.0]);

@@ -43,7 +43,10 @@ fn one_call_is_never_run_twice_at_once() {
             &[&x],
             |_, x| Ok(x[0] * 2.0),
             move |_, g| {
-                assert!(!inside.swap(true, Ordering::SeqCst), "two threads run it");
+                assert!(
+                    !inside.swap(true, Ordering::SeqCst),
+                    "two threads run the backward at once"
+                );
                 std::thread::sleep(std::time::Duration::from_millis(2));
                 counted.fetch_add(1, Ordering::SeqCst);
                 inside.store(false, Ordering::SeqCst);

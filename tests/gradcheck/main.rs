@@ -1,4 +1,4 @@
-//! The checks that users have for their derivatives.
+//! The checks of derivatives that the crate offers.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test fails by panicking")]
 
@@ -32,7 +32,7 @@ fn check_right_derivatives(device: Device) {
     let (a, b) = (matrix(device, 2, 3), matrix(device, 3, 4));
     gradcheck(|x| MyMm::default().apply(x), &[&a, &b]).unwrap();
     gradgradcheck(|x| MyMm::default().apply(x), &[&a, &b]).unwrap();
-    // Also of a plain operation, of what is not contiguous, of several outputs, and of inputs without a gradient.
+    // Also for plain operations, non-contiguous inputs, several outputs, and inputs that require no gradient.
     gradcheck(|x| x[0].f_softmax(1, Kind::Double), &[a.tr()]).unwrap();
     gradgradcheck(|x| x[0].f_tanh(), &[&b]).unwrap();
     let frozen = b.detach();
@@ -62,12 +62,12 @@ fn only_one_element_is_moved_at_a_time() {
         let moved = Cell::new(0);
         let f = |inputs: &[&Tensor]| {
             let count = inputs[0].detach().ne_tensor(&x.detach()).sum(None).int64_value(&[]);
-            assert!(count <= 1, "{count} elements are not what they were");
+            assert!(count <= 1, "{count} elements have moved at once");
             moved.set(moved.get() + count);
             inputs[0].f_square()
         };
         gradcheck(f, &[&x]).unwrap();
-        assert_eq!(moved.get(), 6, "each of three, up and down");
+        assert_eq!(moved.get(), 6, "each of three elements moves up and down");
     });
 }
 
@@ -138,7 +138,7 @@ fn a_wrong_derivative_is_named() {
 #[test]
 fn a_wrong_second_derivative_is_found() {
     for_each_device(|device| {
-        // Its backward hides x from autograd: the first derivative is right, the second is 0.
+        // The backward hides x from autograd: the first derivative is correct, but the second is 0.
         let hidden = function(
             |ctx, x| {
                 ctx.save_value(x[0].detach());
@@ -172,7 +172,7 @@ fn a_dependence_that_backward_denies_is_found() {
             matches!(error, Error::Function(FunctionError::GradientMismatch { analytic: 0.0, .. })),
             "{error}"
         );
-        // An output that takes no part in autograd must not depend on the input.
+        // An output that does not require a gradient must not depend on the input.
         let error = gradcheck(|x| x[0].detach().f_exp(), &[leaf(&[1.0], Kind::Double, device)])
             .unwrap_err();
         assert!(
@@ -297,7 +297,7 @@ fn a_backward_that_changes_its_mind_is_found() {
         );
         let error =
             gradcheck(|x| fickle.apply(x), &[leaf(&[1.0], Kind::Double, device)]).unwrap_err();
-        assert_eq!(CALLS.load(Ordering::SeqCst), 2, "the first answers already differ");
+        assert_eq!(CALLS.load(Ordering::SeqCst), 2, "the first two results already differ");
         assert!(
             matches!(error, Error::Function(FunctionError::NondeterministicBackward { output: 0 })),
             "{error}"

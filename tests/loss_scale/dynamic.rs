@@ -12,8 +12,8 @@ use crate::stands;
 /// The largest power of two in f32.
 const TOP: f64 = 1.7014118346046923e38;
 
-/// What jmp 0.0.4 (with JAX 0.10.2 on a CPU) answers: a dot is a step with finite gradients, `!` one without; behind each
-/// stand the scale and the counter.
+/// The results of jmp 0.0.4 (with JAX 0.10.2 on a CPU): a dot is a step with finite gradients, `!` one with non-finite
+/// gradients. Each is followed by the scale and the counter.
 #[rstest]
 #[case::defaults_but_the_period(
     [32768.0, 2.0, 2.0, 1.0],
@@ -67,7 +67,7 @@ fn the_scale_adapts_as_jmps(#[case] options: [f64; 4], #[case] program: &str) {
     });
 }
 
-/// The pseudo-code of the documentation, in f32 as jmp computes.
+/// The pseudo-code of the documentation, in f32 like jmp.
 fn naive(state: &mut DynamicLossScaleState, finite: bool) {
     let (scale, factor) = (state.loss_scale as f32, state.factor as f32);
     if !finite {
@@ -107,7 +107,7 @@ fn long_random_runs_are_those_of_the_pseudo_code() {
     });
 }
 
-/// Here f32 products, which are jmp's, come to other numbers.
+/// Products in f32, which jmp computes, would give other numbers.
 #[test]
 fn a_factor_that_is_no_f32_is_multiplied_in_f64_and_rounded_once() {
     for_each_device(|device| {
@@ -167,7 +167,7 @@ fn other_tensors_are_refused_and_change_nothing() {
     }
 }
 
-/// As in jmp, where an adjustment makes a new loss scale: nothing that was handed out changes.
+/// Like in jmp, where an adjustment creates a new loss scale, tensors that were handed out do not change.
 #[test]
 fn an_adjustment_leaves_tensors_clones_and_graphs_alone() {
     for_each_device(|device| {

@@ -1,4 +1,4 @@
-//! Whether numbers are finite.
+//! Checks whether numbers are finite.
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
@@ -19,7 +19,7 @@ const NUMBERS: [Kind; 7] = [
     Kind::ComplexDouble,
 ];
 
-/// Layouts that do not take libtorch's fast ways.
+/// Layouts for which libtorch does not use its fast paths.
 fn layouts(x: &Tensor) -> Vec<Tensor> {
     let n = x.numel() as i64;
     let wide = x.unsqueeze(1).repeat([1, 2]);
@@ -49,7 +49,7 @@ fn one_bad_element_anywhere_is_found_in_every_kind() {
     });
 }
 
-/// Against a plain loop over the same numbers, among them the largest of each kind, whose squares overflow.
+/// Compared with a plain loop over the same numbers, which include the largest of each dtype, whose squares overflow.
 #[test]
 fn random_trees_are_as_loops_say() {
     for_each_device(|device| {
@@ -138,7 +138,7 @@ fn the_answer_lies_on_the_first_device_and_nothing_is_changed() {
         let finite = all_finite(&[&w, &y]).unwrap();
         assert_eq!((finite.device(), finite.requires_grad()), (device, false));
         assert_eq!((to_f64(&w), w.requires_grad()), before);
-        // Nothing that backward needs has a new version.
+        // Fails if a tensor that backward needs was changed in place.
         y.backward();
     });
     let devices = devices();
@@ -157,7 +157,10 @@ fn gradients_of_both_origins_are_checked() {
         let unused = of(&[1.0], Kind::Float, device).set_requires_grad(true);
         let loss = || w.sqrt().sum(Kind::Float);
         let gradients = Tensor::run_backward(&[loss()], &[&w], false, false);
-        assert!(!answer(&all_finite(&gradients).unwrap()), "the root has no slope at zero");
+        assert!(
+            !answer(&all_finite(&gradients).unwrap()),
+            "the derivative of the root is infinite at zero"
+        );
         loss().backward();
         let gradients = [w.grad(), unused.grad()];
         assert!(!answer(&all_finite(&gradients).unwrap()));

@@ -1,4 +1,4 @@
-//! Dynamic loss scales and gradient scalers from each other's states.
+//! Dynamic loss scales and gradient scalers that are created from each other's states.
 
 use rstest::rstest;
 use tch::nn::{self, OptimizerConfig, VarStore};
@@ -14,7 +14,7 @@ fn parse(json: &str) -> GradScalerState {
     serde_json::from_str(json).unwrap()
 }
 
-/// One iteration of a scaler whose gradients are finite or not.
+/// One iteration of a scaler with finite or non-finite gradients.
 fn iterate(scaler: &mut GradScaler, device: Device, finite: bool) {
     let vs = VarStore::new(device);
     let w = vs.root().ones("w", &[2]);
@@ -47,7 +47,7 @@ fn a_scaler_and_a_loss_scale_made_from_it_do_the_same() {
                 let want = (scaler.get_scale().unwrap(), scaler.get_growth_tracker().unwrap());
                 assert_eq!((state.loss_scale, state.counter), want);
                 let mut want = scaler.state_dict().unwrap();
-                // `max_consecutive_skips` counts these; a loss scale has none.
+                // A scaler counts these for `max_consecutive_skips`; a loss scale has no such count.
                 want.consecutive_skips = None;
                 let mut other = GradScaler::new(device).unwrap();
                 other.load_state_dict(&GradScalerState::from(&state)).unwrap();
@@ -64,7 +64,7 @@ fn a_loss_scale_goes_on_as_a_scaler() {
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
     iterate(&mut scaler, Device::Cpu, true);
     assert_eq!(scaler.get_scale().unwrap(), 65536.0);
-    // The lower bound has come along, though PyTorch has none.
+    // The lower bound is loaded as well, although PyTorch has none.
     for _ in 0..20 {
         iterate(&mut scaler, Device::Cpu, false);
     }
@@ -73,7 +73,7 @@ fn a_loss_scale_goes_on_as_a_scaler() {
     assert_eq!(back, state.loss_scale(1.0).counter(0));
 }
 
-/// The loading scaler has options that a loss scale has not: they are switched off.
+/// Loading a loss scale disables the options that only scalers have.
 #[test]
 fn a_scaler_of_any_options_goes_on_as_the_loss_scale_did() {
     let config = GradScalerConfig::default()

@@ -30,7 +30,7 @@ fn answer(flag: &Tensor) -> bool {
     flag.int64_value(&[]) == 1
 }
 
-/// One of each, with a scale of 8.
+/// One loss scale of each kind, with a scale of 8 if it has one.
 fn all_three(device: Device) -> [Box<dyn LossScale>; 3] {
     let dynamic = DynamicLossScaleState::default().loss_scale(8.0);
     [

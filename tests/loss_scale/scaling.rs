@@ -1,4 +1,4 @@
-//! What is multiplied, and in which kind.
+//! What is multiplied, and in which dtype.
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
@@ -9,7 +9,7 @@ use crate::common::rng::Rng;
 use crate::common::{for_each_device, to_f64};
 use crate::{all_three, of};
 
-/// As jmp 0.0.4 promotes, but for integers and booleans, which jmp multiplies to f32.
+/// Promotes like jmp 0.0.4, except for integers and booleans, whose products are f32 in jmp.
 #[rstest]
 #[case(Kind::Half, Kind::Float)]
 #[case(Kind::BFloat16, Kind::Float)]
@@ -40,13 +40,13 @@ fn the_scale_does_not_overflow_a_half_loss() {
         let scale = StaticLossScale::new(device, 65536.0).unwrap();
         let loss = of(&[100.0], Kind::Half, device);
         assert_eq!(to_f64(&scale.scale(&loss).unwrap()), [6_553_600.0]);
-        // And a small half gradient is not lost again.
+        // A small half-precision gradient is not lost either.
         let gradient = of(&[0.0078125], Kind::Half, device);
         assert_eq!(to_f64(&scale.unscale(&gradient).unwrap()), [0.0078125 / 65536.0]);
     });
 }
 
-/// Against plain loops: a product of f32 is that of f64, rounded once; the reciprocal is rounded before.
+/// Compared with plain loops: a product in f32 is the product in f64, rounded once. The reciprocal is rounded first.
 #[test]
 fn random_numbers_are_multiplied_as_loops_multiply_them() {
     for_each_device(|device| {

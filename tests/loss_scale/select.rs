@@ -1,4 +1,4 @@
-//! Choosing between two trees.
+//! Selecting between two trees.
 
 use std::collections::BTreeMap;
 
@@ -113,7 +113,10 @@ fn trees_of_differing_kinds_are_refused_with_what_to_do() {
     );
     let (long, short) = (Tensor::from_slice(&[1f32, 2.0]), Tensor::from_slice(&[1f32]));
     let error = select_tree(&Tensor::from(true), &long, &short).unwrap_err().to_string();
-    assert!(error.ends_with("Float [1] on Cpu in the second"), "a cast does not help: {error}");
+    assert!(
+        error.ends_with("Float [1] on Cpu in the second"),
+        "the error should not suggest a cast: {error}"
+    );
 }
 
 #[test]

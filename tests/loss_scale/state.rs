@@ -1,4 +1,4 @@
-//! Saving and loading.
+//! Saving and loading the state of a loss scale.
 
 use rstest::rstest;
 use tch::{Device, Tensor};
@@ -18,7 +18,7 @@ fn saved() -> DynamicLossScaleState {
         .min_loss_scale(0.25)
 }
 
-/// jmp itself loses `min_loss_scale` here.
+/// Here jmp itself loses `min_loss_scale`.
 #[test]
 fn every_field_survives_the_round_trip() {
     for_each_device(|device| {
@@ -37,7 +37,7 @@ fn every_field_survives_the_round_trip() {
     });
 }
 
-/// The scale is an f32: at a bound that is none it lies beside it.
+/// The scale is an f32. At a bound that is not one, it differs from the bound.
 #[rstest]
 #[case(1e-4, 1e-4)]
 #[case(0.7, 0.7)]
@@ -53,7 +53,7 @@ fn a_scale_that_sank_to_its_bound_is_saved_and_loaded(#[case] start: f64, #[case
         loss_scale.adjust(&Tensor::from(false)).unwrap();
     }
     assert_eq!(loss_scale.value().unwrap(), f64::from(min as f32));
-    // And it goes on as a scaler, and back.
+    // The state can be loaded into a scaler and back.
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     scaler.load_state_dict(&GradScalerState::from(&loss_scale.state().unwrap())).unwrap();
     let back = DynamicLossScaleState::try_from(&scaler.state_dict().unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! One loop with any of the three loss scales.
+//! One training loop with each of the three loss scales.
 
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::Policy;
@@ -8,7 +8,7 @@ use tch_amp::policy::half_dtype;
 use crate::common::{for_each_device, to_f64};
 use crate::{all_three, answer, of};
 
-/// Fits w to minimise |xw - y|^2 by gradient descent; the inputs of step 3 are infinite. Returns the weights.
+/// Fits w to minimize |xw - y|^2 by gradient descent, where the inputs of step 3 are infinite. Returns the weights.
 fn train(loss_scale: &mut dyn LossScale, policy: Policy, device: Device, own: bool) -> Vec<f64> {
     let xs = of(&[1.0, 2.0, -1.0, 0.5], Kind::Float, device).reshape([2, 2]);
     let ys = of(&[3.0, 1.0], Kind::Float, device);
@@ -44,10 +44,14 @@ fn the_three_train_alike_with_gradients_of_both_origins() {
             for own in [true, false] {
                 for mut loss_scale in all_three(device) {
                     let dynamic = loss_scale.state_dict().unwrap();
-                    // A power of two scales without rounding.
+                    // Scaling by a power of two does not round.
                     assert_eq!(train(&mut *loss_scale, policy, device, own), want);
                     let changed = loss_scale.state_dict().unwrap() != dynamic;
-                    assert_eq!(changed, loss_scale.value().unwrap() == 4.0, "one skip halves 8");
+                    assert_eq!(
+                        changed,
+                        loss_scale.value().unwrap() == 4.0,
+                        "one skipped step halves 8"
+                    );
                 }
             }
         }

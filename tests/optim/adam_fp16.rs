@@ -1,5 +1,5 @@
-//! fp16 parameters with f32 masters beside the Adam for them in Python: the structure of labml's `AdamFP16`, with
-//! PyTorch's arithmetic bit by bit, and with labml's within a bound.
+//! fp16 parameters with f32 master weights, compared with Python's Adam for them: the structure of labml's `AdamFP16`,
+//! bit by bit with PyTorch's arithmetic, and within a bound with labml's.
 
 mod bound;
 mod python;
@@ -17,15 +17,15 @@ use bound::Bound;
 use python::theirs;
 
 const STEPS: usize = 20;
-/// The step in which one gradient is infinite.
+/// The step at which one gradient is infinite.
 const OVERFLOW: usize = 9;
 const LR: f64 = 1e-3;
 const BETAS: (f64, f64) = (0.9, 0.999);
-/// Whole vectors, rests, and no dimension at all.
+/// Whole vectors, remainders, and a tensor without dimensions.
 const SIZES: [&[i64]; 4] = [&[3, 32], &[35], &[7], &[]];
 const KEYS: [&str; 3] = ["master_param", "exp_avg", "exp_avg_sq"];
 
-/// One training, without its numbers.
+/// The options of one training run.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     scale: f64,
@@ -34,13 +34,13 @@ struct Case {
     eps: f64,
 }
 
-/// fp16 parameters, and for each step their fp16 gradients as backward leaves them: scaled.
+/// fp16 parameters, and for each step their scaled fp16 gradients, as backward leaves them.
 struct Data {
     params: Vec<Tensor>,
     grads: Vec<Vec<Tensor>>,
 }
 
-/// `size` fp16 numbers of either sign, with exponents from `low` to below `high`.
+/// `size` fp16 numbers of either sign, with exponents from `low` up to, but not including, `high`.
 fn halves(rng: &mut Rng, size: &[i64], low: i32, high: i32) -> Tensor {
     let mut number = || {
         let power = low + rng.below((high - low) as usize) as i32;
@@ -66,7 +66,7 @@ impl Data {
         Self { params, grads }
     }
 
-    /// How many gradients that are not zero unscaling would make zero in fp16.
+    /// How many nonzero gradients would become zero if they were unscaled in fp16.
     fn underflows(&self, scale: f64) -> i64 {
         let lost = |grad: &Tensor| {
             let unscaled = (grad.to_kind(Kind::Double) / scale).to_kind(Kind::Half);
@@ -119,7 +119,7 @@ fn ours(case: Case, data: &Data) -> Vec<Told> {
         for (param, grad) in params.iter().zip(grads) {
             (param * grad).sum(Kind::Half).backward();
         }
-        // In the step, or before it.
+        // Unscaled in the step, or before it.
         if index % 2 == 1 {
             scaler.unscale_(&mut opt).unwrap();
         }
@@ -142,7 +142,7 @@ fn told(opt: &mut Optimizer, params: &[Tensor], scaler: &GradScaler) -> Told {
     }
 }
 
-/// Trainings with two scales, three kinds of weight decay, and these epsilons.
+/// Training runs with two scales, three kinds of weight decay, and the given values of eps.
 fn runs(eps: &[f64]) -> Vec<(Case, Data)> {
     let mut runs = Vec::new();
     for scale in [1024.0, 65536.0] {
@@ -157,9 +157,9 @@ fn runs(eps: &[f64]) -> Vec<(Case, Data)> {
     runs
 }
 
-/// With PyTorch's arithmetic over the copies. One kernel for all (`fused=True`) has the same bits everywhere. The
-/// operations one by one have them in whole vectors; in what is left of a tensor, libtorch's scalar loops contract
-/// another product of the second moment, in its fused kernel and so here.
+/// PyTorch's arithmetic, applied to the f32 copies. One kernel for all (`fused=True`) gives the same bits everywhere.
+/// The operations one by one give them in whole vectors. In the remainder of a tensor, the scalar loops of libtorch's
+/// fused kernel, and so those of this crate, contract a different product of the second moment.
 #[test]
 fn masters_moments_and_parameters_are_those_of_pytorch_over_f32_copies() {
     let Some(oracle) = Oracle::find("adam_fp16.py") else {
@@ -189,7 +189,7 @@ fn masters_moments_and_parameters_are_those_of_pytorch_over_f32_copies() {
     }
 }
 
-/// The largest difference of two lists of masters over all steps, and its share of the bound at most.
+/// The largest difference between two lists of master weights over all steps, and its largest share of the bound.
 fn apart(case: Case, data: &Data, unit: f64, lists: [&[Told]; 2]) -> (f64, f64) {
     let (mut largest, mut share) = (0f64, 0f64);
     for place in 0..SIZES.len() {
@@ -206,7 +206,10 @@ fn apart(case: Case, data: &Data, unit: f64, lists: [&[Told]; 2]) -> (f64, f64) 
                 let bound = bounds[number].apart();
                 let context = format!("{case:?} step {index}: {:?}", bounds[number]);
                 assert!(difference <= bound, "{difference:e} > {bound:e} in {context}");
-                assert!(bound < LR / 10.0, "a missing step would pass in {context}");
+                assert!(
+                    bound < LR / 10.0,
+                    "the bound is so wide that a missing step would pass: {context}"
+                );
                 largest = largest.max(difference);
                 share = share.max(difference / bound);
             }
@@ -216,8 +219,8 @@ fn apart(case: Case, data: &Data, unit: f64, lists: [&[Told]; 2]) -> (f64, f64) 
     (largest, share)
 }
 
-/// labml puts the bias corrections into the step size. In f64 that is PyTorch's number but for the meaning of eps; in
-/// f32 it is rounded otherwise.
+/// labml moves the bias corrections into the step size. In f64 the result is PyTorch's, except for the meaning of eps;
+/// in f32 it is rounded differently.
 #[test]
 fn labmls_order_is_as_near_as_its_roundings_allow() {
     let Some(oracle) = Oracle::find("adam_fp16.py") else {
@@ -232,6 +235,6 @@ fn labmls_order_is_as_near_as_its_roundings_allow() {
         let ours = ours(*case, data);
         let narrow = apart(*case, data, 2f64.powi(-24), [&single[index], &ours]);
         println!("{case:?}: difference and share of the bound: f64 {wide:?}, f32 {narrow:?}");
-        assert!(narrow.0 > wide.0, "f32 rounds and f64 hardly does");
+        assert!(narrow.0 > wide.0, "f32 rounds much more than f64");
     }
 }

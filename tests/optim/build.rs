@@ -1,4 +1,4 @@
-//! What an optimizer is built from, and what it is refused.
+//! What an optimizer can be built from, and what is refused.
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -41,7 +41,7 @@ fn variables_that_are_added_later_are_taken_up() {
     drop(scaler.step(&mut opt).unwrap());
     assert_eq!((to_f64(&a), to_f64(&b)), (vec![0.0; 2], vec![0.0; 2]));
     assert_eq!(opt.parameter_name(1).as_deref(), Some("later.b"));
-    // With a scaler their gradients are checked before they have been taken up.
+    // With a scaler, their gradients are checked before the optimizer has adopted them.
     let c = vs.root().ones("c", &[2]);
     set_grad(&c, &[f64::INFINITY, 1.0]);
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
@@ -194,7 +194,7 @@ fn tchs_configurations_go_on() {
     assert_eq!(Sgd::from(nn::sgd(0.9, 0.0, 0.5, true)), sgd);
 }
 
-/// A variable that no step has taken up yet belongs to the optimizer all the same.
+/// A variable that has not been in any step yet belongs to the optimizer as well.
 #[test]
 fn variables_that_are_added_later_are_zeroed_and_clipped_before_the_first_step() {
     let vs = VarStore::new(Device::Cpu);

@@ -1,4 +1,4 @@
-//! Clipping.
+//! Clipping gradients by norm and by value.
 
 use tch::nn::{self, OptimizerConfig as _};
 use tch::{Device, Kind, Tensor, no_grad};
@@ -138,7 +138,7 @@ fn a_parameter_that_is_there_twice_counts_once() {
     assert!((got[0] - 1.5).abs() < 1e-5 && (got[1] - 2.0).abs() < 1e-5, "{got:?}");
 }
 
-/// Gradients that lie in memory with gaps are added up like all others.
+/// Gradients with gaps in memory are summed like all others.
 #[test]
 fn gaps_in_memory_do_not_change_the_norm() {
     let numbers = (0..400_000).map(|i| f64::from((i % 1009 * 7919) % 1009) * 1e-3 - 0.4);
@@ -187,7 +187,7 @@ fn a_norm_that_f32_cannot_hold_is_no_infinite_one() {
         let found = clip_grad_norm_error_if_nonfinite(&[w.shallow_clone()], 1.0).unwrap();
         assert!(close(found.double_value(&[]), norm), "{found:?}");
         assert!(close(to_f64(&w.grad())[0], 3e38 / norm), "{:?}", to_f64(&w.grad()));
-        // Steps whose update unscales and clips; a scale below one enlarges, so that the norm decides.
+        // Steps that unscale and clip in the update. A scale below one enlarges the gradients, so the norm decides.
         for (scale, clip) in [(1.0, Some(1.0)), (0.9, None), (0.9, Some(1.0))] {
             let w = made();
             let list = vec![w.shallow_clone()];
@@ -207,7 +207,7 @@ fn a_norm_that_f32_cannot_hold_is_no_infinite_one() {
                 "scale {scale}, clip {clip:?}: {found} {change}"
             );
         }
-        // 4e38 is infinite in f32, which is what unscaled gradients are.
+        // 4e38 is infinite in f32, the dtype of unscaled gradients.
         let mut opt = Sgd::default().build(vec![made()], 1.0).unwrap();
         let config = GradScalerConfig::default().init_scale(0.75).min_scale(0.5);
         let mut scaler = config.build(Device::Cpu).unwrap();
@@ -252,7 +252,7 @@ fn a_step_that_clips_by_value_is_its_three_parts() {
     });
 }
 
-/// Sizes that no vector divides, and a scale that is no power of two: every element is rounded alike.
+/// Sizes that are not multiples of a vector, and a scale that is not a power of two: every element is rounded alike.
 #[test]
 fn the_norm_that_is_folded_in_rounds_the_last_elements_as_the_others() {
     for kind in [Kind::BFloat16, Kind::Half, Kind::Float] {
@@ -278,7 +278,7 @@ fn the_norm_that_is_folded_in_rounds_the_last_elements_as_the_others() {
     }
 }
 
-/// The norm of gradients with gaps, too, is that of the unscaled ones.
+/// The norm of gradients with gaps is also that of the unscaled gradients.
 #[test]
 fn the_total_norm_is_unscaled_on_every_path() {
     for_each_device(|device| {
@@ -311,7 +311,7 @@ fn a_step_that_clips_by_norm_takes_the_gradients_of_its_loss_alone() {
     assert_eq!(to_f64(&w), [-0.5]);
 }
 
-/// A graph that has saved a gradient must not go on with other numbers. On a GPU libtorch sees to it.
+/// A graph that has saved a gradient must not continue with other numbers. On a GPU, libtorch detects the change.
 #[test]
 fn clipping_is_a_change_in_place_that_autograd_sees() {
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {

@@ -1,4 +1,4 @@
-//! Gradients of half parameters that become f32.
+//! Gradients of half-precision parameters that are accumulated in f32.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{MasterWeights, OptimizerError, Sgd};
@@ -6,7 +6,7 @@ use tch_amp::{Error, GradScaler};
 
 use crate::common::tensors::leaf;
 
-/// Sums of micro-batches in bf16 stop growing; in f32 they do not.
+/// Sums of micro-batches stop growing in bf16, but not in f32.
 #[test]
 fn gradients_add_up_in_f32() {
     let w = leaf(&[0.0; 3], Kind::BFloat16, Device::Cpu);
@@ -30,7 +30,7 @@ fn gradients_add_up_in_f32() {
     ));
 }
 
-/// What unscaling makes of small fp16 gradients would be zero in fp16.
+/// Small fp16 gradients that would become zero if they were unscaled in fp16.
 #[test]
 fn unscaling_does_not_underflow() {
     let w = leaf(&[0.0], Kind::Half, Device::Cpu);
@@ -44,7 +44,7 @@ fn unscaling_does_not_underflow() {
     assert_eq!((gradient.kind(), gradient.double_value(&[0])), (Kind::Float, 2f64.powi(-36)));
 }
 
-/// Where the scaler unscales in the step nothing is converted; where it unscales before, they are f32 from then on.
+/// If the scaler unscales in the step, nothing is converted. If it unscales before, the gradients are f32 from then on.
 #[test]
 fn gradients_stay_f32_once_they_have_been_unscaled_before_a_step() {
     for way in ["step", "unscale_", "clip", "transaction"] {
@@ -71,7 +71,7 @@ fn gradients_stay_f32_once_they_have_been_unscaled_before_a_step() {
     }
 }
 
-/// A bf16 variable that was there before the call, though the optimizer had not seen it yet, and one that comes after it.
+/// One bf16 variable existed before the call but was unknown to the optimizer; another is added after the call.
 #[test]
 fn variables_that_are_added_have_f32_gradients_too() {
     let mut vs = tch::nn::VarStore::new(Device::Cpu);

@@ -41,7 +41,7 @@ fn names_choose_a_group_and_the_last_choice_counts() {
     opt.set_weight_decay_group(1, 0.0).unwrap();
     opt.assign_group(2, &["norm.bias"]).unwrap();
     opt.set_lr_group(2, 0.25).unwrap();
-    // Parameters that come later are chosen, too.
+    // The rule also assigns parameters that are added later.
     let later = leaf(&[1.0], Kind::Float, Device::Cpu);
     opt.add_param_group(vec![("l2.bias", later.shallow_clone())]).unwrap();
     for w in tensors.iter().chain([&later]) {
@@ -49,7 +49,7 @@ fn names_choose_a_group_and_the_last_choice_counts() {
     }
     opt.step().unwrap();
     let got: Vec<_> = tensors.iter().chain([&later]).map(|w| to_f64(w)[0]).collect();
-    // Group 2 was made with the options of group 0, weight decay included.
+    // Group 2 was created with the options of group 0, including weight decay.
     assert_eq!(got, [-0.5, 0.0, 0.0, 0.625, 0.0]);
 }
 
@@ -111,7 +111,7 @@ fn a_loaded_state_ends_the_choices_of_groups_it_does_not_have() {
     opt.load_state_dict(&saved).unwrap();
     let later = leaf(&[1.0], Kind::Float, Device::Cpu);
     assert_eq!(opt.param_group_count(), 1);
-    // The rule of the second group, which is gone, would choose it for that.
+    // The rule of the second group, which was removed, would have assigned it to that group.
     opt.add_param_group(vec![("later.bias", later)]).unwrap();
     let groups = opt.state_dict().unwrap().param_groups;
     assert_eq!(
@@ -144,12 +144,12 @@ fn momentum_is_the_first_beta_of_adam() {
     let mut opt = Adam::default().build(weights(&["w"]), 0.1).unwrap();
     opt.set_momentum(0.5).unwrap();
     let Algorithm::Adam(config) = opt.param_group(0).unwrap().algorithm else {
-        panic!("an Adam stays one");
+        panic!("the algorithm of an Adam stays Adam");
     };
     assert_eq!(config.betas, (0.5, 0.999));
 }
 
-/// PyTorch's defaults, of which `torch.optim` is the source.
+/// The defaults in the source of `torch.optim`.
 #[test]
 fn the_defaults_are_pytorchs() {
     let adam = Adam::default();
@@ -184,12 +184,12 @@ fn a_value_that_a_later_group_refuses_changes_no_earlier_one() {
     opt.set_param_group(1, group.algorithm(nesterov.into())).unwrap();
     assert!(matches!(opt.set_momentum(0.0), Err(Error::InvalidArgument { name: "momentum", .. })));
     let Algorithm::Sgd(first) = opt.param_group(0).unwrap().algorithm else {
-        panic!("an SGD stays one");
+        panic!("the algorithm of an SGD stays SGD");
     };
     assert_eq!(first.momentum, 0.9);
 }
 
-/// The groups' betas are their own, and so are the corrections of their moving averages.
+/// Each group has its own betas, and so its own bias corrections.
 #[test]
 fn groups_with_other_betas_have_other_corrections() {
     let all = weights(&["a", "b"]);
@@ -202,7 +202,7 @@ fn groups_with_other_betas_have_other_corrections() {
     tensors.iter().for_each(|w| set_grad(w, &[2.0]));
     opt.step().unwrap();
     for w in &tensors {
-        // Corrected, the averages of the first step are the gradient and its square.
+        // With the correction, the averages of the first step are the gradient and its square.
         assert!((to_f64(w)[0] - 0.5).abs() < 1e-6, "{w:?}");
     }
 }

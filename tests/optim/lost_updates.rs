@@ -1,4 +1,4 @@
-//! The case that shows why there are master weights: 1 + 1e-4 is 1 in fp16, and in bf16 1 + 1e-3 is.
+//! The reason for master weights: 1 + 1e-4 is rounded to 1 in fp16, as is 1 + 1e-3 in bf16.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adam, MasterWeights, Sgd};
@@ -9,7 +9,7 @@ fn ones(count: i64, kind: Kind) -> Tensor {
     Tensor::ones([count], (kind, Device::Cpu)).set_requires_grad(true)
 }
 
-/// The bits of three weights of 1 after each of 100 steps by Adam, each of which is as long as `lr`.
+/// The bits of three weights of 1 after each of 100 steps of Adam, each of size `lr`.
 fn train(kind: Kind, lr: f64, masters: MasterWeights) -> Vec<Tensor> {
     let w = ones(3, kind);
     let list = [w.shallow_clone()];
@@ -32,7 +32,7 @@ fn fp16_and_bf16_weights_under_adam_stay_for_ever_and_with_masters_are_the_f32_o
         let plain = train(kind, lr, MasterWeights::None);
         let copies = train(kind, lr, MasterWeights::Float);
         for (step, w) in float.iter().enumerate() {
-            // The steps themselves are there: a hundredth is far more than f32 rounds off.
+            // The updates took effect: a hundredth is far more than the rounding errors of f32.
             let way = w.double_value(&[0]) - 1.0;
             let steps = (step + 1) as f64;
             assert!((way / (lr * steps) - 1.0).abs() < 0.01, "{way} after {steps} steps");
@@ -43,7 +43,7 @@ fn fp16_and_bf16_weights_under_adam_stay_for_ever_and_with_masters_are_the_f32_o
     }
 }
 
-/// Over a thousand steps, in every mode.
+/// After a thousand steps, with each kind of master weights.
 #[test]
 fn small_updates_add_up() {
     for (kind, update) in [(Kind::Half, 1e-4), (Kind::BFloat16, 1e-3)] {
@@ -61,7 +61,7 @@ fn small_updates_add_up() {
         let right = 1.0 + 1000.0 * update;
         assert_eq!(train(MasterWeights::None), 1.0);
         let error = |masters| (train(masters) - right).abs() / right;
-        // Half a unit in the last place of bf16, and what f32 loses over the steps.
+        // Half a unit in the last place of bf16, plus the rounding errors of f32 over the steps.
         assert!(error(MasterWeights::Float) < 0.5 / 128.0);
         assert!(error(MasterWeights::Remainder) < 0.5 / 128.0);
         // The noise of a thousand roundings, averaged over 64 weights: four standard deviations.

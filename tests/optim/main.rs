@@ -1,4 +1,4 @@
-//! The rules of the fused optimizers, one test each. Random programs against PyTorch are in `optim_programs/`.
+//! The rules of the fused optimizers, one test each. Random programs are compared with PyTorch in `optim_programs/`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
@@ -22,7 +22,7 @@ mod state;
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, IntoParameters, Optimizer, Sgd};
 
-/// One of each algorithm, with every option that its arithmetic knows.
+/// One of each algorithm, with all the options that affect its arithmetic.
 fn algorithms() -> Vec<Algorithm> {
     let adam = Adam::default().weight_decay(0.1);
     let sgd = Sgd::default().momentum(0.9).weight_decay(0.1);
@@ -50,7 +50,7 @@ fn build(algorithm: Algorithm, parameters: impl IntoParameters, lr: f64) -> Opti
     .unwrap()
 }
 
-/// Gives `w` the gradient `values`, in place of what it had.
+/// Replaces the gradient of `w` with `values`.
 fn set_grad(w: &Tensor, values: &[f64]) {
     w.grad().defined().then(|| w.grad().detach_().zero_());
     let factors = Tensor::from_slice(values).to_kind(w.kind()).to_device(w.device());

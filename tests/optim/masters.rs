@@ -1,5 +1,5 @@
-//! Half parameters that are updated in f32. The oracle is the optimizer itself over f32 parameters, which
-//! `optim_programs/` compares with PyTorch's bit by bit.
+//! Half-precision parameters that are updated in f32. The reference is the optimizer itself with f32 parameters, which
+//! `optim_programs/` compares with PyTorch bit by bit.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
@@ -27,7 +27,7 @@ fn leaf(values: &Tensor) -> Tensor {
     values.detach().copy().set_requires_grad(true)
 }
 
-/// Random half parameters, one of them transposed.
+/// Random half-precision parameters, one of them transposed.
 fn halves(kind: Kind, device: Device) -> Vec<Tensor> {
     let random = |size: &&[i64]| Tensor::randn(*size, (Kind::Float, device)).to_kind(kind);
     let mut all: Vec<_> = SIZES.iter().map(random).collect();
@@ -36,7 +36,7 @@ fn halves(kind: Kind, device: Device) -> Vec<Tensor> {
     all.iter().map(leaf).collect()
 }
 
-/// Gives each parameter a gradient by a backward of its own.
+/// Gives each parameter its gradient by a backward of its own.
 fn backward(parameters: &[Tensor], gradients: &[Tensor]) {
     for (parameter, gradient) in parameters.iter().zip(gradients) {
         (parameter * gradient.to_kind(parameter.kind())).sum(parameter.kind()).backward();
@@ -48,7 +48,7 @@ fn random_gradients(parameters: &[Tensor]) -> Vec<Tensor> {
     parameters.iter().map(random).collect()
 }
 
-/// Rounded to nearest, the larger of two: what a remainder makes of an f32.
+/// An f32 rounded to the nearest bf16, ties away from zero: the parameter that belongs to a remainder.
 fn half_up(master: &Tensor) -> Tensor {
     let words = master.view_dtype(Kind::Int) + 0x8000;
     words.bitwise_right_shift_tensor_scalar(16).to_kind(Kind::Int16).view_dtype(Kind::BFloat16)
@@ -92,7 +92,7 @@ fn the_masters_are_updated_as_f32_parameters_are() {
     });
 }
 
-/// With a scaler: what is unscaled is f32, a skipped step changes nothing, and clipping counts.
+/// With a scaler: gradients are unscaled in f32, a skipped step changes nothing, and clipping takes effect.
 #[test]
 fn a_scaler_steps_the_masters() {
     for_each_device(|device| {
@@ -113,7 +113,7 @@ fn a_scaler_steps_the_masters() {
                     let run = |opt: &mut Optimizer, scaler: &mut GradScaler, list: &[Tensor]| {
                         opt.zero_grad().unwrap();
                         for (p, gradient) in list.iter().zip(&gradients) {
-                            // Multiplied after the scale, as a gradient in half would be.
+                            // Multiplied after scaling, as a half-precision gradient would be.
                             let scaled = (gradient * 1024.0 * factor).to_kind(p.kind());
                             (p * scaled).sum(p.kind()).backward();
                         }
@@ -143,7 +143,7 @@ fn a_scaler_steps_the_masters() {
     });
 }
 
-/// Steps a bf16 tensor full of a number once, by SGD with lr 1.
+/// Steps a bf16 tensor filled with one number once, with SGD and a learning rate of 1.
 fn rounded(start: f64, update: f64, count: i64, seed: u64) -> Tensor {
     let w = leaf(&Tensor::full([count], start, (Kind::BFloat16, Device::Cpu)));
     let masters = MasterWeights::StochasticRounding { seed };
@@ -158,20 +158,20 @@ fn rounded(start: f64, update: f64, count: i64, seed: u64) -> Tensor {
 #[test]
 fn rounding_at_random_is_right_on_average() {
     const COUNT: i64 = 1 << 20;
-    // Between 1 and 2 neighbours are 1/128 apart.
+    // Between 1 and 2, neighbouring bf16 numbers are 1/128 apart.
     for share in [0.125, 0.5, 0.9] {
         let w = rounded(1.0, share / 128.0, COUNT, 7).to_kind(Kind::Double);
         let up = ((&w - 1.0) * 128.0).mean(Kind::Double).double_value(&[]);
         let deviation = (share * (1.0 - share) / COUNT as f64).sqrt();
         assert!((up - share).abs() < 5.0 * deviation, "{up} for {share}");
         assert!(w.eq(1.0).logical_or(&w.eq(1.0 + 1.0 / 128.0)).all().int64_value(&[]) == 1);
-        // Neighbours have nothing to do with each other: their correlation is that of chance.
+        // Neighbouring elements are rounded independently: their correlation is that of chance.
         let centred = (&w - w.mean(Kind::Double)) / w.std(true);
         let (a, b) = (centred.slice(0, 0, COUNT - 1, 1), centred.slice(0, 1, COUNT, 1));
         let correlation = (a * b).mean(Kind::Double).double_value(&[]);
         assert!(correlation.abs() < 5.0 / (COUNT as f64).sqrt(), "{correlation}");
     }
-    // A bf16 is rounded to itself, and what is not finite stays so.
+    // A bf16 number is rounded to itself, and non-finite values stay non-finite.
     assert_eq!(rounded(-1.5, 0.0, 1000, 3).unique_dim(0, false, false, false).0.numel(), 1);
     for special in [f64::INFINITY, f64::NAN] {
         let w = rounded(special, 1.0, 100, 3).to_kind(Kind::Double);
@@ -189,7 +189,7 @@ fn rounding_at_random_follows_its_seed() {
     let one = bits(&rounded(1.0, 0.003, 5000, 1));
     assert_eq!(one, bits(&rounded(1.0, 0.003, 5000, 1)));
     assert_ne!(one, bits(&rounded(1.0, 0.003, 5000, 2)));
-    // Each parameter and each step has numbers of its own.
+    // Each parameter and each step uses random numbers of its own.
     let parameters = [0, 1].map(|_| leaf(&Tensor::ones([5000], (Kind::BFloat16, Device::Cpu))));
     let masters = MasterWeights::StochasticRounding { seed: 1 };
     let mut opt = Sgd::default().master_weights(masters).build(&parameters, 0.003).unwrap();
@@ -236,7 +236,7 @@ fn masters_are_saved_and_made_anew() {
             for (one, other) in parameters.iter().zip(&copies) {
                 assert_eq!(bits(one), bits(other), "{algorithm:?} {masters:?}");
             }
-            // Without them the parameters are what is gone on from.
+            // Without master weights in the state, training resumes from the parameters.
             let mut state = opt.state_dict().unwrap();
             for tensors in state.state.values_mut() {
                 tensors.remove("master_param");
@@ -266,7 +266,7 @@ fn masters_forget_on_request() {
     assert_eq!(opt.master_weights(), MasterWeights::Float);
 }
 
-/// A VarStore has variables that do not train, and those without a gradient keep their numbers.
+/// A VarStore may contain variables that are not trained. They and variables without a gradient keep their values.
 #[test]
 fn frozen_parameters_are_left_alone() {
     let [w, frozen, idle] =
@@ -286,7 +286,7 @@ fn frozen_parameters_are_left_alone() {
     assert!(opt.master_weight(1).unwrap().is_none() && opt.master_weight(2).unwrap().is_none());
 }
 
-/// A NaN whose lower half says the most: what rounds it must not make an infinity or a number of it.
+/// NaNs with significant bits in the lower half: rounding must not turn them into infinities or numbers.
 #[test]
 fn a_nan_of_any_bits_makes_the_weight_nan() {
     for_each_device(|device| {

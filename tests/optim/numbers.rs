@@ -1,4 +1,4 @@
-//! The arithmetic, against plain loops in f64.
+//! The arithmetic, compared with plain loops in f64.
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
@@ -9,7 +9,7 @@ use crate::common::for_each_device;
 use crate::common::tensors::leaf;
 use crate::{algorithms, build, set_grad, to_f64};
 
-/// One element and its state, as the papers and PyTorch's documentation have it.
+/// One element and its state, as in the papers and in PyTorch's documentation.
 #[derive(Clone, Debug, Default)]
 struct Element {
     value: f64,
@@ -74,13 +74,13 @@ impl Element {
     }
 }
 
-/// None of them cancels the weight decay: where the sum is all rounding, Adam's step is, too.
+/// None of them cancels the weight decay: a sum that is mostly rounding error would make Adam's step one as well.
 fn gradients(count: usize, step: usize) -> Vec<f64> {
     (0..count).map(|i| ((i * 7 + step * 13) % 33) as f64 / 4.0 - 4.13).collect()
 }
 
-/// Every size around the width of a vector, and one that is worth several threads. A step may be off by the rounding of
-/// a few operations; over some steps of lr 0.1 that adds up to less than `tolerance`.
+/// Every size around the width of a vector, and one large enough for several threads. A step may be off by the rounding
+/// of a few operations; over a few steps with a learning rate of 0.1, the errors add up to less than `tolerance`.
 #[rstest]
 #[case(Kind::Double, 1e-14)]
 #[case(Kind::Float, 3e-6)]
@@ -147,7 +147,7 @@ impl CopyLeaf for Tensor {
     }
 }
 
-/// Layouts in which one index does not go over all memory alike.
+/// Layouts for which a single index does not traverse the memory of all tensors in the same order.
 #[test]
 fn the_layout_of_parameters_and_gradients_does_not_matter() {
     for algorithm in algorithms() {
@@ -166,11 +166,11 @@ fn the_layout_of_parameters_and_gradients_does_not_matter() {
         }
         assert_eq!(to_f64(&all[0]), to_f64(&all[1]), "{algorithm:?}");
         assert_eq!(to_f64(&all[0]), to_f64(&all[2]), "{algorithm:?}");
-        assert_eq!(to_f64(&wide.select(-1, 1)), values, "nothing else is written to");
+        assert_eq!(to_f64(&wide.select(-1, 1)), values, "the gaps are unchanged");
     }
 }
 
-/// A momentum buffer starts with the first gradient of its parameter, whenever that comes.
+/// A momentum buffer starts with the first gradient of its parameter, at whichever step that comes.
 #[test]
 fn a_parameter_that_joins_later_starts_its_own_state() {
     for algorithm in algorithms() {
@@ -222,7 +222,8 @@ fn momentum_can_be_switched_off() {
     }
 }
 
-/// The state comes back from a copy in one order, also what is kept where the gradients sink.
+/// The state is copied back from a contiguous copy, including the maximum that AMSGrad keeps while the gradients
+/// shrink.
 #[test]
 fn a_gradient_in_another_order_of_memory_belongs_to_the_same_elements() {
     for_each_device(|device| {

@@ -1,4 +1,4 @@
-//! What a step cannot take is refused before anything changes, however often it is tried.
+//! What a step cannot process is refused before anything changes, however often it is tried.
 
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
@@ -8,7 +8,7 @@ use crate::common::for_each_device;
 use crate::common::tensors::leaf;
 use crate::{algorithms, build, set_grad, to_f64};
 
-/// The numbers of all parameters, states and masters.
+/// The values of all parameters, states and master weights.
 fn all(opt: &mut Optimizer) -> Vec<Vec<f64>> {
     let state = opt.state_dict().unwrap().state;
     let tensors = state.values().flat_map(|tensors| tensors.values()).map(to_f64);
@@ -31,7 +31,7 @@ fn an_expanded_parameter_keeps_the_others_from_changing() {
                 assert_eq!(to_f64(&plain), [1.0, 2.0, 3.0], "{algorithm:?} on {device:?}");
                 assert_eq!(to_f64(&one), [1.0], "{algorithm:?} on {device:?}");
             }
-            // Nothing was counted either.
+            // The step counts are unchanged as well.
             let state = opt.state_dict().unwrap().state;
             let steps = state.values().filter_map(|tensors| tensors.get("step"));
             assert!(steps.into_iter().all(|step| to_f64(step) == [0.0]), "{algorithm:?}");
@@ -39,7 +39,7 @@ fn an_expanded_parameter_keeps_the_others_from_changing() {
     });
 }
 
-/// Inference mode makes tensors that nobody may change outside, which shows only when the result is copied back.
+/// Tensors made in inference mode must not be changed outside of it, which shows only when the result is copied back.
 #[test]
 fn a_state_that_cannot_be_written_is_found_out_before_the_first_update() {
     let plain = leaf(&[1.0, 2.0], Kind::Float, Device::Cpu);
@@ -62,7 +62,7 @@ fn a_state_that_cannot_be_written_is_found_out_before_the_first_update() {
     opt.step().unwrap();
 }
 
-/// The tensors of a state are the optimizer's own, and anybody can take their memory away.
+/// The tensors of a state belong to the optimizer, but callers can replace their memory.
 #[test]
 fn a_state_without_its_memory_is_an_error() {
     for_each_device(|device| {
@@ -95,7 +95,7 @@ fn a_state_without_its_memory_is_an_error() {
                 no_grad(|| tensor.shallow_clone().set_data(&kept));
                 opt.step().unwrap();
             }
-            // Without any memory at all.
+            // Without any memory.
             for tensor in tensors.values() {
                 let _emptied = no_grad(|| tensor.shallow_clone().set_());
             }
@@ -115,7 +115,7 @@ fn a_copy_on_write_parameter_leaves_its_original_alone() {
         for _ in 0..2 {
             set_grad(&w, &[1.0, -1.0, 0.5]);
             set_grad(&twin, &[1.0, -1.0, 0.5]);
-            // A gradient, too, may share its memory until somebody writes.
+            // A gradient may share its memory until the first write, too.
             let lazy = w.grad().internal_lazy_clone();
             no_grad(|| w.grad().set_data(&lazy));
             opt.step().unwrap();
@@ -126,7 +126,7 @@ fn a_copy_on_write_parameter_leaves_its_original_alone() {
     }
 }
 
-/// Memory in another order than the gradient's, or with gaps, is worked on in a copy that has to come back.
+/// Memory in another order than the gradient's, or with gaps, is processed in a copy that has to be copied back.
 #[test]
 fn memory_in_any_order_gives_the_same_numbers() {
     for masters in [MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder] {

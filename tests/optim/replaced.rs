@@ -1,6 +1,6 @@
-//! Random programs that replace, free and reallocate parameters, gradients, states and masters between any two calls.
-//! Their outcome must be that of the same program in a world where no memory is ever freed, so that nothing new can lie
-//! where something old lay.
+//! Random programs that replace, free and reallocate parameters, gradients, states and master weights between any two
+//! calls. The results must be those of the same program while all memory is kept, so that nothing new can occupy the
+//! address of something old.
 
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, OptimizerState, Sgd};
@@ -19,7 +19,7 @@ struct World {
     fused: Optimizer,
     scaler: GradScaler,
     saved: Option<OptimizerState>,
-    /// Everything that ever was, in the world where nothing is freed.
+    /// Everything that ever existed, if nothing is freed.
     kept: Option<Vec<Tensor>>,
     told: Vec<String>,
 }
@@ -55,7 +55,7 @@ impl World {
         Self { parameters, fused, scaler, saved: None, kept, told: Vec::new() }
     }
 
-    /// Holds all memory that there is, and every tensor that names it.
+    /// Keeps all memory that is in use, and every tensor that refers to it.
     fn keep(&mut self) {
         let Some(kept) = &mut self.kept else { return };
         let gradients = self.parameters.iter().map(Tensor::grad).filter(Tensor::defined);
@@ -69,7 +69,7 @@ impl World {
     }
 
     fn call(&mut self, rng: &mut Rng) {
-        // A state that is asked for makes what it lacks, in both worlds.
+        // Getting the state creates what it lacks, with and without freeing.
         drop(self.fused.state_dict().unwrap());
         self.keep();
         let index = rng.below(self.parameters.len());
@@ -133,7 +133,7 @@ impl World {
         Ok(String::new())
     }
 
-    /// Gives a tensor of the state new memory: with half its numbers.
+    /// Replaces the memory of a tensor of the state, halving its values.
     fn replace_state(&mut self, rng: &mut Rng) -> Result<String> {
         let state = self.fused.state_dict()?.state;
         let tensors: Vec<_> = state.values().flat_map(|tensors| tensors.iter()).collect();
@@ -148,7 +148,7 @@ impl World {
     }
 }
 
-/// The same numbers in memory of their own.
+/// The same values in memory of their own.
 fn copied(mut state: OptimizerState) -> OptimizerState {
     for tensors in state.state.values_mut() {
         tensors.values_mut().for_each(|tensor| *tensor = tensor.copy());

@@ -71,7 +71,7 @@ fn an_overflow_backs_the_scale_off() {
         scaler.update().unwrap();
         assert_eq!(scaler.get_scale().unwrap(), 4.0);
         assert!(outcome.is_skipped().unwrap());
-        // The flag is not used again for what comes later.
+        // The flag is not applied to later gradients.
         set_grad(&w, &[4.0; 3]);
         let later = scaler.step(&mut opt).unwrap();
         scaler.update().unwrap();
@@ -104,7 +104,7 @@ fn fp16_gradients_need_no_leave_where_nothing_is_written_back() {
     for_each_device(|device| {
         let w = leaf(&[1.0; 3], Kind::Half, device);
         let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
-        // More than fp16 can hold: libtorch's kernels must not round it either.
+        // More than fp16 can hold: libtorch's kernels must not round the scale to fp16 either.
         let config = GradScalerConfig::default().init_scale(2f64.powi(17));
         let mut scaler = config.build(device).unwrap();
         set_grad(&w, &[32768.0; 3]);
@@ -161,7 +161,7 @@ fn the_host_learns_of_a_step_without_waiting() {
             taken.record(scaler.step(&mut opt).unwrap());
             scaler.update().unwrap();
         }
-        // Only a GPU may still be at work.
+        // Only on a GPU can steps be in flight.
         assert!(device != Device::Cpu || taken.pending() == 0);
         let_answers_come(device);
         let mut count = taken.count().unwrap();
@@ -172,8 +172,8 @@ fn the_host_learns_of_a_step_without_waiting() {
     });
 }
 
-/// For real GPUs alone: it has work for seconds before it comes to the step, and whoever waited would find the answer
-/// there. On simulated ones `tests/simulated/syncs.rs` counts the waits.
+/// For real GPUs only. The device has seconds of work before it comes to the step, so a call that synchronized would
+/// find the answer. For simulated GPUs, `tests/simulated/syncs.rs` counts the synchronizations.
 #[test]
 fn an_iteration_does_not_wait_for_a_real_gpu() {
     if !cuda_or_skip() {
@@ -197,12 +197,12 @@ fn an_iteration_does_not_wait_for_a_real_gpu() {
         };
         let outcome = outcome.unwrap();
         scaler.update().unwrap();
-        assert_eq!(outcome.poll().unwrap(), None, "nobody has waited");
+        assert_eq!(outcome.poll().unwrap(), None, "no call has synchronized");
         assert!(outcome.is_stepped().unwrap());
     }
 }
 
-/// An optimizer of a user's own that unscales on the device.
+/// A user-defined optimizer that unscales on the device.
 struct Own(Vec<Tensor>);
 
 impl AmpOptimizer for Own {
@@ -283,7 +283,7 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
     });
 }
 
-/// A count that was loaded from a damaged file, for instance.
+/// Such a count can be loaded from a damaged file, for instance.
 #[test]
 fn a_count_that_begins_at_its_end_stays_there() {
     let vs = VarStore::new(Device::Cpu);
@@ -315,7 +315,7 @@ fn momentum_begins_with_the_first_step_that_was_taken() {
                 opt.state_dict().unwrap().state.get("w").is_some_and(has_buffer)
             };
             for _ in 0..skipped {
-                assert!(!step(INF), "a skipped step has begun a buffer");
+                assert!(!step(INF), "a skipped step has started a buffer");
             }
             assert!(step(1.0), "after {skipped} skipped steps");
         }

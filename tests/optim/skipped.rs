@@ -1,4 +1,4 @@
-//! A skipped step changes nothing at all.
+//! A skipped step changes nothing.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
@@ -10,7 +10,7 @@ use crate::common::for_each_device;
 use crate::common::tensors::leaf;
 use crate::{INF, NAN, algorithms, build, set_grad};
 
-/// The bits of everything that a step can change; of a state that has not been used nothing.
+/// The bits of everything that a step can change; empty for a state that is still unused.
 fn all(opt: &mut Optimizer) -> Vec<Vec<u8>> {
     let mut out: Vec<_> = opt.trainable_variables().iter().map(bits).collect();
     let saved = opt.state_dict().unwrap();
@@ -28,7 +28,7 @@ fn training(algorithm: Algorithm, device: Device) -> (Tensor, Optimizer, GradSca
     (w, opt, scaler.build(device).unwrap())
 }
 
-/// One batch; its gradient at the scale that the scaler has.
+/// Trains on one batch, whose gradient is multiplied by the scaler's scale.
 fn train(w: &Tensor, opt: &mut Optimizer, scaler: &mut GradScaler, gradient: [f64; 3]) -> bool {
     let scale = scaler.get_scale().unwrap();
     set_grad(w, &gradient.map(|g| g * scale));

@@ -1,4 +1,4 @@
-//! Parameters that somebody else writes to, and their masters.
+//! Parameters that other code writes to, and their master weights.
 
 use rstest::rstest;
 use tch::nn::VarStore;
@@ -12,7 +12,7 @@ use crate::common::for_each_device;
 use crate::common::tensors::leaf;
 use crate::{set_grad, to_f64};
 
-/// A bf16 weight of three numbers, stepped so often that its masters have bits that it lacks.
+/// A bf16 weight of three numbers after enough steps that its master weights have bits that bf16 lacks.
 fn trained(device: Device, masters: MasterWeights) -> (Tensor, Optimizer) {
     let w = leaf(&[1.0, 2.0, 3.0], Kind::BFloat16, device);
     let adamw = AdamW::default();
@@ -43,7 +43,7 @@ fn what_was_written_is_gone_on_from_and_the_rest_of_the_masters_stays(
             MasterWeights::Float => assert_eq!(renewed, [before[0], 7.0, before[2]]),
             _ => assert_eq!(renewed, to_f64(&w)),
         }
-        // Steps of an optimizer that got there by itself.
+        // The same steps, by an optimizer that resumed from the saved state.
         twin.load_state_dict(&saved).unwrap();
         let twins = twin.trainable_variables().remove(0);
         no_grad(|| twins.shallow_clone().copy_(&w));
@@ -92,7 +92,7 @@ fn a_loaded_master_counts_whatever_is_written_before_the_next_step() {
     let saved = opt.state_dict().unwrap();
     let want = to_f64(&saved.state["0"]["master_param"].copy());
     opt.load_state_dict(&saved).unwrap();
-    // As a model that is restored after its optimizer.
+    // Like a model that is restored after its optimizer.
     let copy = w.detach().copy();
     no_grad(|| w.shallow_clone().copy_(&copy));
     assert_eq!(to_f64(&opt.state_dict().unwrap().state["0"]["master_param"]), want);
@@ -140,7 +140,7 @@ fn f32_gradients_are_no_matter_where_no_parameter_is_half() {
     ));
 }
 
-/// Everything that has f32 copies, or what takes their place.
+/// Each combination that keeps f32 copies or an equivalent.
 fn with_masters() -> Vec<(Kind, MasterWeights)> {
     let random = MasterWeights::StochasticRounding { seed: 3 };
     let halves = [MasterWeights::Float, MasterWeights::Remainder, random];
@@ -149,7 +149,7 @@ fn with_masters() -> Vec<(Kind, MasterWeights)> {
     halves.into_iter().chain(bf16.map(|masters| (Kind::BFloat16, masters))).collect()
 }
 
-/// Three numbers that were stepped with other gradients than 1.
+/// Three numbers that were stepped with gradients other than 1.
 fn stepped(kind: Kind, masters: MasterWeights, device: Device) -> (Tensor, Optimizer) {
     let w = leaf(&[1.0, 2.0, 3.0], kind, device);
     let sgd = Sgd::default().momentum(0.5);
@@ -190,7 +190,7 @@ fn a_state_may_be_loaded_before_its_model() {
             let list = vec![other.shallow_clone()];
             let mut again = sgd.master_weights(masters).build(list, 1e-4).unwrap();
             again.load_state_dict(&saved).unwrap();
-            // A state that is asked for meanwhile is the loaded one.
+            // A state that is requested in between is the loaded one.
             let meanwhile = again.state_dict().unwrap().state["0"]["master_param"].copy();
             assert_eq!(bits(&meanwhile), bits(&saved.state["0"]["master_param"]));
             no_grad(|| other.shallow_clone().copy_(&w));
@@ -208,7 +208,8 @@ fn a_state_may_be_loaded_before_its_model() {
 
 #[test]
 fn a_master_that_lies_between_two_numbers_fits_both() {
-    // Its remainder of 0x8000 makes the larger one the parameter; rounding to even gives the smaller one.
+    // A remainder of 0x8000 is a tie, which rounds away from zero to the larger number; rounding to even gives the
+    // smaller.
     let number = f32::from_bits(0x3f80_8000);
     let larger = f64::from(f32::from_bits(0x3f81_0000));
     let w = leaf(&[larger], Kind::BFloat16, Device::Cpu);
@@ -230,7 +231,7 @@ fn a_master_that_lies_between_two_numbers_fits_both() {
     }
 }
 
-/// The memory of the old numbers is free when that of the new ones is asked for, and often becomes it.
+/// The old memory is free when the new memory is allocated, and is often reused for it.
 #[test]
 fn new_data_is_noticed_in_old_memory() {
     for run in 0..200 {
@@ -247,7 +248,7 @@ fn new_data_is_noticed_in_old_memory() {
     }
 }
 
-/// Another view of the same memory has other numbers.
+/// Another view of the same memory has other values.
 #[test]
 fn a_transposed_parameter_is_noticed() {
     let values = [1.0, 2.0, 3.0, 4.0];
@@ -279,7 +280,7 @@ fn masters_that_were_forgotten_are_made_anew() {
     }
 }
 
-/// A state that is loaded over a running optimizer, whose parameters nobody writes to.
+/// A state is loaded into a running optimizer while no other code writes to its parameters.
 #[test]
 fn a_state_that_is_loaded_back_counts_where_it_fits_the_parameters() {
     for_each_device(|device| {
@@ -307,7 +308,7 @@ fn a_state_that_is_loaded_back_counts_where_it_fits_the_parameters() {
     });
 }
 
-/// What bf16 cannot tell apart is not the same in fp16.
+/// Numbers that are equal in bf16 may differ in fp16.
 #[test]
 fn a_written_fp16_parameter_is_gone_on_from_beside_a_bf16_one() {
     for_each_device(|device| {

@@ -1,4 +1,4 @@
-//! Saving and loading.
+//! Saving and loading the state of an optimizer.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
@@ -93,7 +93,7 @@ fn loading_copies_into_the_dtype_of_the_parameters() {
     let loaded = other.state_dict().unwrap();
     let entries = &loaded.state["a"];
     assert_eq!((entries["exp_avg"].kind(), entries["step"].kind()), (Kind::Double, Kind::Float));
-    assert_eq!(to_f64(&entries["step"]), [2.0], "a copy does not follow the original");
+    assert_eq!(to_f64(&entries["step"]), [2.0], "a saved state does not follow the optimizer");
 }
 
 #[test]
@@ -210,7 +210,7 @@ fn a_state_knows_a_variable_that_the_optimizer_has_not_taken_up_yet() {
     assert_eq!(opt.state_dict().unwrap().param_groups[0].params, ["w", "late"]);
 }
 
-/// A run without momentum has left masters but no buffer: the first is the undamped gradient.
+/// A run without momentum has left master weights but no buffer, so the buffer starts as the undamped gradient.
 #[test]
 fn a_momentum_that_begins_after_a_load_starts_its_buffer_undamped() {
     let run = |load: bool| {

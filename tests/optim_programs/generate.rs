@@ -1,4 +1,4 @@
-//! Random programs: an algorithm with options, parameters in groups, and the gradients of each step.
+//! Generates random programs: an algorithm with options, parameters in groups, and the gradients of each step.
 
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -16,7 +16,7 @@ pub enum Layout {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Without a scaler's doing.
+    /// Without a scaler.
     Plain,
     /// `step`.
     Scaler,
@@ -43,7 +43,7 @@ pub struct Step {
     pub overflow: bool,
     pub lr: Option<f64>,
     pub max_norm: f64,
-    /// Save and load into a new optimizer before this step.
+    /// Saves the state and loads it into a new optimizer before this step.
     pub reload: bool,
 }
 
@@ -72,7 +72,7 @@ pub fn program(seed: u64) -> Program {
     Program { groups, params, mode, scale, steps }
 }
 
-/// A positive number of at most 10 to the power `highest`.
+/// A positive number of at most 10 to the power of `highest`.
 fn magnitude(rng: &mut Rng, highest: f64) -> f64 {
     10f64.powf(highest - rng.below(40) as f64 / 10.0)
 }
@@ -119,15 +119,15 @@ fn algorithm(which: usize, initial_accumulator_value: f64, rng: &mut Rng) -> Alg
 }
 
 fn parameter(rng: &mut Rng, groups: usize, which: usize, mode: Mode, first: bool) -> Parameter {
-    // libtorch's fused SGD and Adagrad round options to bf16 and f16, or miss elements; ours does not. Nor does ours
-    // round the gradient between unscaling and clipping.
+    // libtorch's fused SGD and Adagrad round options to bf16 and fp16, or skip elements; this crate's do neither. This
+    // crate does not round the gradient between unscaling and clipping either.
     let kinds = [Kind::Float, Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half];
     let allowed = match mode {
-        // An f64 norm depends on the order of its sum; one f32 gradient makes it f32.
+        // An f64 norm depends on the order of its sum. A single f32 gradient makes it f32.
         Mode::Clip | Mode::Transaction if first => 2,
         _ if which > 1 => 3,
         Mode::Clip => 3,
-        // PyTorch's `unscale_` refuses f16.
+        // PyTorch's `unscale_` refuses fp16 gradients.
         Mode::Unscale | Mode::Transaction => 4,
         Mode::Plain | Mode::Scaler => 5,
     };
@@ -146,7 +146,7 @@ fn parameter(rng: &mut Rng, groups: usize, which: usize, mode: Mode, first: bool
 
 fn step(rng: &mut Rng, params: &[Parameter], mode: Mode, scale: f64, which: usize) -> Step {
     let factor = if mode == Mode::Plain { 1.0 } else { scale };
-    // PyTorch's SGD fails where only some of its momentum buffers are there.
+    // PyTorch's SGD fails if only some of its momentum buffers exist.
     let missing = which != 2;
     let mut grads: Vec<_> = params
         .iter()
@@ -177,14 +177,14 @@ fn step(rng: &mut Rng, params: &[Parameter], mode: Mode, scale: f64, which: usiz
     Step { grads, overflow, lr, max_norm, reload: rng.one_in(5) }
 }
 
-/// Numbers of all signs, some of them zero.
+/// Numbers of both signs, some of them zero.
 fn numbers(rng: &mut Rng, shape: &[i64], kind: Kind, factor: f64) -> Tensor {
     let count: i64 = shape.iter().product();
     let one = |rng: &mut Rng| {
         let unit = rng.below(1 << 24) as f64 / f64::from(1 << 23) - 1.0;
         if rng.one_in(30) { 0.0 } else { unit }
     };
-    // A half must not overflow by itself.
+    // An fp16 number must not overflow by itself.
     let factor = if kind == Kind::Half { factor.min(1e4) } else { factor };
     let values: Vec<f64> = (0..count).map(|_| one(rng) * factor).collect();
     Tensor::from_slice(&values).reshape(shape).to_kind(kind).to_device(Device::Cpu)
@@ -197,7 +197,7 @@ impl Program {
         format!("{:?} {:?}\n{params:?} scale {}", self.mode, self.groups, self.scale)
     }
 
-    /// For the oracle; `gpus` is how many GPUs have the parameters by turns.
+    /// The text for the oracle, where `gpus` GPUs hold the parameters in turn.
     pub fn json(&self, gpus: usize) -> Value {
         let params = self.params.iter().map(|p| {
             let dtype = match p.kind {

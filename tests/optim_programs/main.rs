@@ -1,7 +1,7 @@
-//! Random training runs, beside `torch.optim` with `fused=True` and `torch.amp.GradScaler`, bit by bit. Python computes
-//! on the CPU; ours run there and on the simulated GPUs, alone and with parameters on both.
+//! Random training runs, compared bit by bit with `torch.optim` with `fused=True` and `torch.amp.GradScaler`. Python
+//! computes on the CPU. This crate runs there and on the simulated GPUs, each alone and with parameters on both.
 //!
-//! Environment: `TCH_AMP_OPTIM_PROGRAMS` is how many, `TCH_AMP_SEED` runs one.
+//! `TCH_AMP_OPTIM_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` repeats one.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
@@ -17,24 +17,24 @@ use tch::Device;
 
 const PROGRAMS: u64 = 3000;
 
-/// So many, from the first on, run on each GPU and on both together.
+/// The number of programs that run on each GPU and on both together, starting with the first.
 const ON_GPUS: usize = 300;
 
-/// A program with the seed that it follows from.
+/// A program and its seed.
 type Seeded = (u64, Program);
 
 fn number(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
-    Some(value.parse().unwrap_or_else(|_| panic!("{name} is a number, not {value:?}")))
+    Some(value.parse().unwrap_or_else(|_| panic!("{name} must be a number, not {value:?}")))
 }
 
-/// The programs for the oracle.
+/// The programs in the form that the oracle reads.
 fn lines(devices: &[Device], programs: &[Seeded]) -> String {
     let gpus = devices.iter().filter(|device| device.is_cuda()).count();
     programs.iter().map(|(_, program)| program.json(gpus).to_string() + "\n").collect()
 }
 
-/// The first tensor that differs: of a parameter, itself and then its state.
+/// The first tensor that differs. For each parameter, its own values come before its state.
 fn difference(ours: &str, theirs: &str) -> String {
     for (param, (ours, theirs)) in ours.split(' ').zip(theirs.split(' ')).enumerate() {
         let (ours, theirs): (Vec<_>, Vec<_>) =
@@ -48,10 +48,10 @@ fn difference(ours: &str, theirs: &str) -> String {
             }
         }
     }
-    "another number of parameters".to_owned()
+    "the numbers of parameters differ".to_owned()
 }
 
-/// Runs the programs with their parameters on these devices, by turns, beside Python's answers to their steps.
+/// Runs the programs with their parameters on these devices in turn, and compares the results with Python's.
 fn compare<'a>(
     devices: &[Device],
     programs: &[Seeded],
@@ -77,7 +77,10 @@ fn compare<'a>(
     }
     println!("{} programs on {devices:?}: {taken} steps taken, {skipped} skipped", programs.len());
     if programs.len() > 100 {
-        assert!(skipped > programs.len() / 4 && taken > programs.len(), "both kinds of step");
+        assert!(
+            skipped > programs.len() / 4 && taken > programs.len(),
+            "the programs should include taken and skipped steps"
+        );
     }
 }
 
@@ -86,7 +89,7 @@ fn training_is_pythons_bit_by_bit() {
     let Some(oracle) = Oracle::find("optim_programs.py") else {
         return;
     };
-    // With one thread: PyTorch's norms, not ours, depend on their number.
+    // PyTorch's norms, unlike this crate's, depend on the number of threads.
     tch::set_num_threads(1);
     let seeds = match number("TCH_AMP_SEED") {
         Some(seed) => seed..seed + 1,
@@ -110,10 +113,10 @@ fn training_is_pythons_bit_by_bit() {
     }
 }
 
-/// The rows of docs/differences.md, from PyTorch's side; ours is asserted in `tests/optim/`.
+/// The rows of docs/differences.md, from PyTorch's side; this crate's side is tested in `tests/optim/`.
 #[test]
 fn pytorch_differs_as_the_readme_says() {
     if let Some(oracle) = Oracle::find("optim_deviations.py") {
-        assert_eq!(oracle.run(&[], "").trim(), "as the table says");
+        assert_eq!(oracle.run(&[], "").trim(), "the deviations differ from the table");
     }
 }

@@ -18,7 +18,7 @@ pub struct Machine<'a> {
     scaler: GradScaler,
 }
 
-/// The numbers in the parameter's layout, on a device.
+/// The values in the layout of the parameter, on a device.
 fn laid_out(p: &Parameter, values: &Tensor, device: Device) -> Tensor {
     let values = values.to_device(device);
     match p.layout {
@@ -51,7 +51,7 @@ fn optimizer(program: &Program, params: &[Tensor]) -> Optimizer {
 }
 
 impl<'a> Machine<'a> {
-    /// Lays the parameters on the devices by turns. The scaler is on the first.
+    /// Assigns the parameters to the devices in turn. The scaler is on the first device.
     pub fn new(program: &'a Program, devices: &[Device]) -> Self {
         let placed = program.params.iter().zip(devices.iter().cycle());
         let params =
@@ -64,7 +64,7 @@ impl<'a> Machine<'a> {
         Self { program, params, optimizer, scaler }
     }
 
-    /// Takes a step and tells whether it was taken.
+    /// Runs a step and returns whether it was taken.
     pub fn step(&mut self, step: &Step) -> bool {
         if step.reload {
             let saved = self.optimizer.state_dict().unwrap();
@@ -99,7 +99,7 @@ impl<'a> Machine<'a> {
         outcome.is_stepped().unwrap()
     }
 
-    /// The bits of the parameters and their state, as the oracle prints them.
+    /// The bits of the parameters and of their state, in the oracle's form.
     pub fn told(&mut self) -> String {
         let saved = self.optimizer.state_dict().unwrap();
         let hex = |tensor: &Tensor| {

@@ -1,4 +1,4 @@
-//! What is cast, and to what.
+//! What a policy casts, and to which dtype.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::policy::{PolicyError, cast_to_full, cast_to_half, half_dtype};
@@ -51,7 +51,7 @@ fn a_tensor_that_has_the_kind_is_the_same_memory() {
     assert!(!undefined.defined());
 }
 
-/// The oracle is the `half` crate, which rounds to nearest even as IEEE 754 asks.
+/// The reference is the `half` crate, which rounds to nearest, ties to even, as in IEEE 754.
 #[test]
 fn numbers_are_rounded_to_the_nearest() {
     let mut rng = Rng::new(1);
@@ -112,7 +112,7 @@ fn a_policy_has_floating_kinds_only() {
                 "{error}"
             );
         }
-        // The fields are public, so the casts look, too.
+        // The fields are public, so the casts check them, too.
         let policy = Policy { compute: kind, ..Policy::FULL };
         let error = policy.cast_to_compute(&Tensor::from(1f32)).unwrap_err();
         assert!(matches!(error, Error::Policy(PolicyError::Dtype { field: "compute", .. })));

@@ -1,4 +1,4 @@
-//! Precision policies: what they cast, how they are written, and models under them.
+//! Precision policies: what they cast, their text form, and models under a policy.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
@@ -13,7 +13,7 @@ mod variables;
 
 use tch::Kind;
 
-/// All kinds that tch knows and libtorch can fill.
+/// All dtypes that tch has and that libtorch can fill.
 const KINDS: [Kind; 16] = [
     Kind::Uint8,
     Kind::Int8,
@@ -33,7 +33,7 @@ const KINDS: [Kind; 16] = [
     Kind::Float8e5m2fnuz,
 ];
 
-/// The kinds that a policy may have.
+/// The dtypes that a policy may have.
 const POLICY_KINDS: [Kind; 4] = [Kind::Half, Kind::BFloat16, Kind::Float, Kind::Double];
 
 fn is_floating(kind: Kind) -> bool {

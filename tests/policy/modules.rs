@@ -1,4 +1,4 @@
-//! Modules under a policy.
+//! Modules wrapped in a policy.
 
 use std::sync::{Arc, Mutex};
 
@@ -12,7 +12,7 @@ use tch_amp::{Autocast, Error, Policy, autocast};
 use crate::POLICY_KINDS;
 use crate::common::{for_each_device, to_f64};
 
-/// Notes the kind of its input and whether autocast is on.
+/// Records the dtype of its input and whether autocast is enabled.
 #[derive(Debug, Default)]
 struct Probe(Arc<Mutex<Vec<(Kind, bool)>>>);
 
@@ -41,7 +41,7 @@ fn inputs_and_outputs_are_cast_and_autocast_is_on_where_kinds_differ() {
         assert_eq!(seen(Policy::FULL, &xs), (Kind::Float, false, Kind::Float));
         let words = Tensor::ones([2, 2], (Kind::Int64, device));
         assert_eq!(seen(mixed, &words), (Kind::Int64, true, Kind::Int64));
-        // The policy decides, whatever is around it.
+        // The policy decides, whatever region it runs in.
         let inside = autocast(device, || seen(Policy::FULL, &xs)).unwrap();
         assert_eq!(inside, (Kind::Float, false, Kind::Float));
         let off = Autocast::new(device).enabled(false).run(|| seen(mixed, &xs)).unwrap();
@@ -70,7 +70,7 @@ fn a_policy_that_autocast_cannot_follow_is_refused() {
     }
 }
 
-/// Which layers take half inputs with f32 weights on the CPU, as the documentation of `keep_in_f32` says.
+/// The layers that accept half-precision inputs with f32 weights on the CPU, as documented for `keep_in_f32`.
 #[rstest]
 fn norms_take_half_inputs_on_the_cpu(#[values(Kind::BFloat16, Kind::Half)] half: Kind) {
     let vs = VarStore::new(Device::Cpu);
@@ -86,8 +86,9 @@ fn norms_take_half_inputs_on_the_cpu(#[values(Kind::BFloat16, Kind::Half)] half:
     for (plain, kept) in outputs {
         assert_eq!((plain.kind(), kept.kind()), (half, half));
         let far = to_f64(&(plain.to_kind(Kind::Float) - kept.to_kind(Kind::Float)).abs().max());
-        // Normalised values of n elements are below the root of n, so below 4 here, where neighbours in bf16 are 2^-6
-        // apart, and nearer in fp16; both computed in f32, they round to the same or to neighbours.
+        // Normalized values of n elements are below the square root of n, so below 4 here. There, neighbouring bf16
+        // numbers are 2^-6 apart, and fp16 numbers are closer. Both computations run in f32, so they round to the same
+        // number or to neighbours.
         assert!(far[0] <= 2f64.powi(-6), "{far:?}");
     }
 }
@@ -110,7 +111,7 @@ fn a_kept_layer_runs_in_f32_inside_of_a_region() {
     });
 }
 
-/// Products under a mixed policy are those of autocast.
+/// Products under a mixed policy equal those of autocast.
 #[test]
 fn a_mixed_policy_is_autocast() {
     for_each_device(|device| {

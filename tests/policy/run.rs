@@ -1,4 +1,4 @@
-//! Closures under a policy.
+//! Closures run under a policy.
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -40,7 +40,7 @@ fn a_closure_runs_with_autocast_where_kinds_differ_and_else_without() {
             assert_eq!(xs.unwrap().kind(), policy.output);
             on.unwrap()
         };
-        // The policy decides, whatever is around it.
+        // The policy decides, whatever region it runs in.
         for (policy, want) in [(Policy::MIXED_BF16, true), (Policy::BF16, false)] {
             assert_eq!(on(policy), want);
             assert_eq!(autocast(device, || on(policy)).unwrap(), want);
@@ -64,7 +64,11 @@ fn the_first_tensor_that_there_is_gives_the_device() {
         on = is_autocast_enabled(Device::Cpu);
         ones(Kind::Half, Device::Cpu)
     });
-    assert_eq!((ys.unwrap().kind(), on), (Kind::Float, true), "without inputs it is the CPU");
+    assert_eq!(
+        (ys.unwrap().kind(), on),
+        (Kind::Float, true),
+        "without inputs the device is the CPU"
+    );
 }
 
 #[test]

@@ -13,7 +13,7 @@ use crate::common::{gpus, to_f64};
 
 const GPU: Device = Device::Cuda(0);
 
-/// What `jmp.get_policy` of jmp 0.0.4 answers where half is fp16.
+/// The results of `jmp.get_policy` of jmp 0.0.4, where "half" is fp16.
 #[rstest]
 #[case("full", [Float, Float, Float])]
 #[case("half", [Half, Half, Half])]
@@ -161,7 +161,7 @@ fn scalers(device: Device) -> [(bool, f64); 4] {
 #[test]
 fn mixed_levels_scale_in_fp16_and_only_skip_in_bf16() {
     let skips = [(false, 1.0), (true, 1.0), (true, 1.0), (false, 1.0)];
-    assert_eq!(scalers(Device::Cpu), skips, "bf16 is the half of a CPU");
+    assert_eq!(scalers(Device::Cpu), skips, "half precision is bf16 on a CPU");
     for gpu in gpus() {
         let scales = [(false, 1.0), (true, 65536.0), (true, 65536.0), (false, 1.0)];
         assert_eq!(scalers(gpu), scales, "{gpu:?}");

@@ -1,4 +1,4 @@
-//! Models that train at each level.
+//! Models that are trained at each level.
 
 use rstest::rstest;
 use tch::nn::{self, ModuleT, VarStore};
@@ -9,7 +9,7 @@ use tch_amp::policy::{KeepF32, OptLevel, keep_in_f32, keep_in_f32_t};
 
 use crate::common::for_each_device;
 
-/// A network with norms; those that are wrapped work with half inputs everywhere.
+/// A network with norms, which are wrapped so that they accept half-precision inputs on every device.
 fn net(vs: &VarStore) -> nn::SequentialT {
     let root = vs.root();
     let relu = |xs: &Tensor| xs.relu();
@@ -21,7 +21,7 @@ fn net(vs: &VarStore) -> nn::SequentialT {
         .add(nn::linear(&root / "out", 8, 2, Default::default()))
 }
 
-/// What a trained model must have: norms in f32, all else in the kind of parameters, and gradients of the same kinds.
+/// Checks a trained model: norms are f32, the other variables have the dtype of parameters, and so have the gradients.
 fn check_kinds(vs: &VarStore, policy: Policy) {
     for (name, variable) in vs.variables() {
         let norm = name.starts_with("bn.") || name.starts_with("norm.");
@@ -33,13 +33,13 @@ fn check_kinds(vs: &VarStore, policy: Policy) {
     }
 }
 
-/// Numbers between -1 and 1 without an order, the same ones each time.
+/// Reproducible, unordered numbers between -1 and 1.
 fn numbers(size: &[i64], device: Device) -> Tensor {
     let count: i64 = size.iter().product();
     (Tensor::arange(count, (Kind::Float, device)) * 1.7).sin().view(size)
 }
 
-/// The loss at each step that is taken of a small regression, which begins with the same numbers at every level.
+/// The loss at each step that was taken, for a small regression that starts from the same values at every level.
 fn train(level: OptLevel, device: Device) -> Vec<f64> {
     let mut vs = VarStore::new(device);
     let net = net(&vs);
@@ -52,7 +52,7 @@ fn train(level: OptLevel, device: Device) -> Vec<f64> {
         tch::no_grad(|| variable.copy_(&start));
     }
     let policy = level.policy(device);
-    // The wrapped norms need f32 weights, so O3 keeps them here, too.
+    // The wrapped norms need f32 weights, so they keep them at O3, too.
     let keep = if level == OptLevel::O3 { KeepF32::Norms } else { level.keep_f32() };
     let kept = policy.cast_variables(&mut vs, keep).unwrap();
     assert_eq!(kept.len(), if policy.param == Kind::Float { 0 } else { 6 });
@@ -87,7 +87,7 @@ fn a_model_trains_at_every_level(
     for_each_device(|device| {
         let losses = train(level, device);
         let in_f32 = train(OptLevel::O0, device);
-        // Outputs have 8 bits or more, and errors of a model's steps add up: 8 units in the last place.
+        // Outputs have 8 bits or more, and the errors of a model's steps add up: 8 units in the last place.
         for (step, (loss, in_f32)) in losses.iter().zip(&in_f32).enumerate().take(15) {
             assert!((loss / in_f32 - 1.0).abs() < 1.0 / 32.0, "step {step}: {loss}, not {in_f32}");
         }

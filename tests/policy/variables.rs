@@ -8,7 +8,7 @@ use tch_amp::{Error, Policy};
 
 use crate::common::{for_each_device, to_f64};
 
-/// Names that make variables, each with whether it is a norm's.
+/// Paths of variables, and whether each belongs to a norm.
 const NAMES: [(&[&str], bool); 25] = [
     (&["linear", "weight"], false),
     (&["blocks", "0", "norm1", "bias"], true),
@@ -72,7 +72,7 @@ fn patterns_choose_beside_the_norms_or_alone() {
         (KeepF32::Names(&["*"]), vec!["bn.bias", "bn.running_mean", "gnn.weight", "head.w"]),
         (KeepF32::NormsAnd(&["head.*"]), vec!["bn.bias", "bn.running_mean", "head.w"]),
         (KeepF32::NormsExcept(&["*.bias"]), vec!["bn.running_mean"]),
-        // Patterns that fit nothing.
+        // Patterns that match nothing.
         (KeepF32::Names(&["tail.*"]), vec![]),
         (KeepF32::NormsAnd(&["tail.*"]), vec!["bn.bias", "bn.running_mean"]),
         (KeepF32::NormsExcept(&["tail.*"]), vec!["bn.bias", "bn.running_mean"]),
@@ -113,7 +113,7 @@ fn a_batch_norm_at_the_root_keeps_its_own_variables_alone() {
     assert_eq!(kept, ["bias", "running_mean", "running_var", "weight"]);
 }
 
-/// Layers, optimizers and the VarStore go on sharing one tensor.
+/// Layers, optimizers and the VarStore keep sharing one tensor.
 #[test]
 fn the_variables_stay_the_same_tensors() {
     for_each_device(|device| {
@@ -124,7 +124,7 @@ fn the_variables_stay_the_same_tensors() {
         assert!(Policy::BF16.cast_variables(&mut vs, KeepF32::Norms).unwrap().is_empty());
         assert_eq!(net.ws.kind(), Kind::BFloat16);
         assert!(net.ws.requires_grad() && net.ws.is_leaf());
-        assert!(!net.ws.grad().defined(), "a gradient of the old kind");
+        assert!(!net.ws.grad().defined(), "a gradient of the old dtype has remained");
         assert_eq!(vs.variables()["count"].kind(), Kind::Int64);
 
         let mut opt = Sgd::default().build(&vs, 1.0).unwrap();

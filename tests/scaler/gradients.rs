@@ -1,4 +1,4 @@
-//! Kinds and layouts of gradients.
+//! Dtypes and layouts of gradients.
 
 use half::{bf16, f16};
 use rstest::rstest;
@@ -49,7 +49,8 @@ fn one_bad_element_anywhere_is_found(#[case] kind: Kind, #[case] n: i64) {
     });
 }
 
-/// Odd scales make every product round; the reference is the plain loop with `half`'s rounding.
+/// With scales that are not powers of two, every product is rounded. The reference is a plain loop with `half`'s
+/// rounding.
 #[test]
 fn unscaling_rounds_as_a_plain_loop_does() {
     for_each_device(|device| {
@@ -179,7 +180,7 @@ fn gradients_of_any_layout_are_unscaled_where_they_are() {
     });
 }
 
-/// Gives `w` a gradient that backward would not make.
+/// Gives `w` a gradient that backward would not produce.
 fn force_gradient(w: &Tensor, gradient: &Tensor) {
     loss(w, &[1.0; 3]).backward();
     w.grad().set_data(gradient);
@@ -277,7 +278,7 @@ fn gradients_on_several_devices_decide_together() {
     }
 }
 
-/// Every second column: gaps, and no element twice.
+/// Every second column: a layout with gaps, in which no element occurs twice.
 #[test]
 fn a_gradient_with_gaps_is_unscaled() {
     for_each_device(|device| {
@@ -289,7 +290,11 @@ fn a_gradient_with_gaps_is_unscaled() {
         no_grad(|| w.grad().set_data(&wide.slice(1, 0, 5, 2)));
         assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
         assert_eq!(w.sum(Kind::Double).double_value(&[]), -6.0);
-        assert_eq!(wide.sum(Kind::Double).double_value(&[]), 6.0 + 4.0 * 8.0, "the gaps stay");
+        assert_eq!(
+            wide.sum(Kind::Double).double_value(&[]),
+            6.0 + 4.0 * 8.0,
+            "the gaps are unchanged"
+        );
     });
 }
 
@@ -310,7 +315,7 @@ fn unscaling_is_a_change_in_place_that_autograd_sees() {
     });
 }
 
-/// Two finite numbers for one row that are infinite together.
+/// Two finite numbers for one row whose sum is infinite.
 #[test]
 fn sparse_gradients_of_several_losses_are_looked_at_as_the_sum_that_they_are() {
     for_each_device(|device| {
@@ -328,7 +333,7 @@ fn sparse_gradients_of_several_losses_are_looked_at_as_the_sum_that_they_are() {
     });
 }
 
-/// fp16 in both parts, in which small values are lost as in fp16.
+/// Both parts of complex half are fp16, so small values are lost as in fp16.
 #[test]
 fn a_gradient_in_complex_half_is_refused_as_one_in_fp16() {
     let w = Tensor::ones([2], (Kind::ComplexFloat, Device::Cpu)).set_requires_grad(true);
@@ -358,7 +363,7 @@ fn the_names_of_several_stores_are_known_side_by_side() {
     for (name, w) in names.iter().zip(&ws) {
         let wanted = format!("parameter `{name}` [3]");
         let mut opt = Descent(vec![w.shallow_clone()]);
-        // Each loss looks at its own gradients.
+        // For each loss, its own gradients are checked.
         let error = scalers.backward(1, &loss(w, &[1.0; 3]), &mut opt).unwrap_err().to_string();
         assert!(error.contains(&wanted), "{error}");
         alone.backward(&loss(w, &[1.0; 3])).unwrap();

@@ -1,4 +1,4 @@
-//! Gradients, parameters and optimizers that go and leave their memory to others.
+//! Gradients, parameters and optimizers that are freed and whose memory is reused.
 
 use tch::nn::OptimizerConfig as _;
 use tch::{Device, Kind, Tensor, no_grad};
@@ -14,7 +14,7 @@ fn scalers(device: Device) -> [GradScaler; 2] {
     [GradScaler::skip_only(device).unwrap(), scaler(device)]
 }
 
-/// Runs `attack` between `unscale_` and `step`, so often that freed memory is used again.
+/// Runs `attack` between `unscale_` and `step`, often enough for freed memory to be reused.
 fn replaced(attack: impl Fn(&Tensor)) {
     for_each_device(|device| {
         for run in 0..100 {
@@ -41,7 +41,7 @@ fn a_gradient_that_was_made_anew_is_no_unscaled_one() {
     replaced(|w| {
         drop_gradient(w);
         loss(w, &[1.0, INF, 1.0]).backward();
-        // The version of the gradient that was unscaled by a multiplication in place.
+        // The multiplication in place gives the new gradient the version of the one that was unscaled.
         let _same = no_grad(|| w.grad().g_mul_scalar_(1.0));
     });
 }
@@ -63,8 +63,8 @@ fn a_gradient_with_new_data_is_no_unscaled_one() {
     });
 }
 
-/// Where it is the same address again, `update` must not take the new gradients for half-unscaled ones, nor a second
-/// optimizer's parameter for the first one's.
+/// If an address is reused, `update` must neither take the new gradients for unscaled ones nor a second optimizer's
+/// parameter for the first one's.
 #[test]
 fn optimizers_come_and_go_within_an_iteration() {
     for_each_device(|device| {
@@ -102,7 +102,7 @@ fn what_one_optimizer_overflowed_is_not_held_against_another_in_its_place() {
     });
 }
 
-/// A gradient that vanished and came again was not unscaled.
+/// A gradient that was removed and then computed again has not been unscaled.
 #[test]
 fn a_gradient_that_vanished_has_appeared_when_it_is_back() {
     for_each_device(|device| {
@@ -111,7 +111,7 @@ fn a_gradient_that_vanished_has_appeared_when_it_is_back() {
         scaler.backward(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
         scaler.unscale_(&mut opt).unwrap();
         drop_gradient(&w);
-        // A second loss that is scaled takes note of what is there.
+        // Scaling a second loss records which gradients exist.
         let second = scaler.scale(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
         second.backward();
         let error = scaler.step(&mut opt).unwrap_err();
@@ -146,7 +146,7 @@ fn a_gradient_of_another_shape_or_dtype_is_named() {
                 assert!(text.contains("`layer.w`") && text.contains(problem), "{text}");
             }
             assert_eq!(w.double_value(&[0]), 1.0);
-            // What the message advises.
+            // What the error message advises.
             opt.zero_grad().unwrap();
             scaler.abandon(&mut opt).unwrap();
             scaler.backward(&loss(&w, &[1.0, 1.0, 1.0])).unwrap();
@@ -166,7 +166,7 @@ fn a_graph_that_is_kept_can_be_run_again() {
         scaler.unscale_(&mut opt).unwrap();
         assert_eq!(w.grad().double_value(&[0]), 18.0);
         let mut twice = tch::nn::Sgd::default().build(&_vs, 1.0).unwrap();
-        assert!(scaler.backward(&common).is_err(), "its graph is gone");
+        assert!(scaler.backward(&common).is_err(), "its graph was freed");
         twice.zero_grad();
     });
 }

@@ -1,4 +1,4 @@
-//! What can be scaled.
+//! Which losses can be scaled.
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
@@ -55,7 +55,7 @@ fn a_loss_without_a_graph_is_an_error_in_backward() {
 fn a_low_precision_loss_keeps_its_graph() {
     for_each_device(|device| {
         let w = Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true);
-        // Backward comes through the dtype of the region, and fp16 ends at 65504.
+        // The gradient passes through the dtype of the region, and the largest fp16 number is 65504.
         let scaler = scaler(device);
         let loss = autocast(device, || w.detach().mm(&w).sum(None)).unwrap();
         scaler.backward(&loss).unwrap();

@@ -1,4 +1,4 @@
-//! The scaler's rules, one test each. Random programs against PyTorch are in `scaler_programs/`.
+//! The rules of the scaler, one test each. Random programs are compared with PyTorch in `scaler_programs/`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
@@ -24,12 +24,12 @@ use tch_amp::scaler::GradScalerConfig;
 use common::descent::Descent;
 use common::tensors::leaf;
 
-/// A scaler with a scale of 8, which no test's arithmetic can round.
+/// A scaler with a scale of 8, with which the arithmetic of no test rounds.
 fn scaler(device: Device) -> GradScaler {
     GradScalerConfig::default().init_scale(8.0).build(device).unwrap()
 }
 
-/// One weight of ones in a VarStore, and an SGD with a learning rate of 1.
+/// A weight of three ones in a VarStore, and an SGD with a learning rate of 1.
 fn model(device: Device) -> (VarStore, Tensor, nn::Optimizer) {
     let vs = VarStore::new(device);
     let w = vs.root().ones("w", &[3]);
@@ -37,7 +37,7 @@ fn model(device: Device) -> (VarStore, Tensor, nn::Optimizer) {
     (vs, w, opt)
 }
 
-/// A loss whose gradient is `values`, as many as the weight has.
+/// A loss whose gradient is `values`, one for each element of the weight.
 fn loss(w: &Tensor, values: &[f64]) -> Tensor {
     let factors = Tensor::from_slice(values).to_kind(w.kind()).to_device(w.device());
     (w * factors.view_as(w)).sum(None)
@@ -46,7 +46,7 @@ fn loss(w: &Tensor, values: &[f64]) -> Tensor {
 const INF: f64 = f64::INFINITY;
 const NAN: f64 = f64::NAN;
 
-/// The values 1, 1, … as a trained weight.
+/// A trainable weight of ones.
 fn ones(kind: Kind, device: Device) -> Tensor {
     leaf(&[1.0; 3], kind, device)
 }

@@ -1,4 +1,4 @@
-//! One scale for each loss, beside the same training without any scale.
+//! One scale for each loss, compared with the same training without scaling.
 
 mod iterations;
 
@@ -43,25 +43,25 @@ fn gradients_are_the_sum_of_the_unscaled_ones() {
     });
 }
 
-/// Adds the gradients of a loss to those of the variables, and keeps the graph.
+/// Adds the gradients of a loss to those of the variables, and retains the graph.
 fn add_gradients(vs: &VarStore, loss: &Tensor) {
     for w in vs.trainable_variables() {
         let part = Tensor::run_backward(&[loss], &[&w], true, false).remove(0);
         if part.defined() {
-            // The gradient of this is `part` itself.
+            // The gradient of this expression is `part` itself.
             (&w * part).sum(None).backward();
         }
     }
 }
 
-/// Numbers from -1 to 1, not of the generator, which other tests draw from meanwhile.
+/// Numbers from -1 to 1 that do not come from libtorch's generator, because other tests use it at the same time.
 fn wild(size: &[i64], seed: usize, device: Device) -> Tensor {
     let places = Tensor::arange(size.iter().product::<i64>(), (Kind::Double, Device::Cpu));
     let numbers = ((places + 1000.0 * seed as f64) * 12.9898).sin() * 43_758.545;
     numbers.sin().reshape(size).to_kind(Kind::Float).to_device(device)
 }
 
-/// Trains two layers by two losses; the scales are powers of two, so that not a bit may differ.
+/// Trains two layers with two losses. The scales are powers of two, so all bits must be equal.
 fn train(device: Device, fused: bool, scalers: Option<&mut PerLossScalers>) -> Vec<Vec<f64>> {
     let vs = VarStore::new(device);
     let first = nn::linear(vs.root() / "first", 6, 5, Default::default());
@@ -76,7 +76,7 @@ fn train(device: Device, fused: bool, scalers: Option<&mut PerLossScalers>) -> V
     for step in 0..10 {
         let xs = wild(&[4, 6], 100 + step, device);
         let hidden = xs.apply(&first);
-        // The second layer is unused by the second loss.
+        // The second loss does not use the second layer.
         let losses = [hidden.relu().apply(&second).square().mean(None), hidden.abs().mean(None)];
         let opt: &mut dyn AmpOptimizer = if fused { &mut own } else { &mut plain };
         vs.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
@@ -88,7 +88,7 @@ fn train(device: Device, fused: bool, scalers: Option<&mut PerLossScalers>) -> V
                 scalers.update().unwrap();
             }
             None => {
-                // tch cannot keep a graph for a second backward.
+                // tch cannot retain a graph for a second backward.
                 losses.iter().for_each(|loss| add_gradients(&vs, loss));
                 opt.update(&Step::default()).unwrap();
             }
@@ -106,7 +106,11 @@ fn training_is_that_without_scales(#[values(false, true)] fused: bool) {
         let mut scalers = two(device);
         let scaled = train(device, fused, Some(&mut scalers));
         assert_eq!(scaled, train(device, fused, None));
-        assert_eq!(scales(&scalers), [64.0, 8192.0], "three growths in ten iterations");
+        assert_eq!(
+            scales(&scalers),
+            [64.0, 8192.0],
+            "each scale grew three times in ten iterations"
+        );
         let disabled = GradScalerConfig::default().enabled(false);
         let mut scalers = PerLossScalers::with_configs(device, &[disabled; 2]).unwrap();
         assert_eq!(scaled, train(device, fused, Some(&mut scalers)));
@@ -130,7 +134,7 @@ fn the_loss_that_overflowed_backs_off_alone(#[values(false, true)] fused: bool) 
     });
 }
 
-/// An overflow that the caller has made finite again must not be trained on.
+/// An overflow that the caller has made finite again must not be stepped with.
 #[test]
 fn an_overflow_that_was_clamped_away_is_skipped_all_the_same() {
     for_each_device(|device| {
@@ -195,7 +199,7 @@ fn a_failed_backward_leaves_the_gradients_from_before() {
         let spent = loss(&w, &[5.0; 3]).square();
         spent.backward();
         tch::no_grad(|| w.grad().copy_(&Tensor::from_slice(&[1.0f32, 2.0, 3.0]).to_device(device)));
-        assert!(scalers.backward(1, &spent, &mut opt).is_err(), "its graph is gone");
+        assert!(scalers.backward(1, &spent, &mut opt).is_err(), "its graph was freed");
         assert_eq!(to_f64(&w.grad()), [1.0, 2.0, 3.0]);
         assert!(scalers.backward(1, &Tensor::ones([], (Kind::Int64, device)), &mut opt).is_err());
         assert!(scalers.backward(2, &loss(&w, &[1.0; 3]), &mut opt).is_err());
@@ -216,7 +220,7 @@ fn a_gradient_that_cannot_be_unscaled_is_refused_and_those_from_before_stay() {
     let error = scalers.backward(0, &loss(&w, &[1.0, 1.0]), &mut opt).unwrap_err();
     assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
     assert_eq!(to_f64(&w.grad()), [3.0, 4.0]);
-    assert!(scalers.state_dict().is_ok(), "no iteration was begun");
+    assert!(scalers.state_dict().is_ok(), "no iteration has begun");
 }
 
 #[test]
@@ -231,7 +235,7 @@ fn a_later_gradient_that_cannot_be_unscaled_leaves_the_sums_of_the_earlier_ones(
     assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
     assert_eq!(to_f64(&first.grad()), [3.0, 4.0]);
     assert!(!second.grad().defined());
-    // What was begun goes on.
+    // The open iteration continues.
     scalers.backward(1, &loss(&first, &[1.0, 1.0]), &mut opt).unwrap();
     assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap());
     assert_eq!(to_f64(&first), [-3.0, -4.0]);
@@ -288,7 +292,7 @@ fn half_parameters_with_masters_take_both_losses_in_f32(#[case] kind: Kind) {
         opt.accumulate_in_f32().unwrap();
         let mut scalers = two(device);
         let small = 2f64.powi(-20);
-        // 1 and 2^-20 together need more than the 8 or 11 bits of a half.
+        // The sum of 1 and 2^-20 needs more than the 8 or 11 significant bits of half precision.
         scalers.backward(0, &loss(&w, &[0.25, 0.25]), &mut opt).unwrap();
         scalers.backward(1, &loss(&w, &[small, small]), &mut opt).unwrap();
         assert!(scalers.step(&mut opt).unwrap().is_stepped().unwrap());
@@ -314,7 +318,7 @@ fn states_come_back_in_order() {
     let mut broken = states.clone();
     broken[1].scale = Some(-1.0);
     assert!(loaded.load_state_dict(&broken).is_err());
-    assert_eq!(scales(&loaded), [65536.0, 65536.0], "nothing changed");
+    assert_eq!(scales(&loaded), [65536.0, 65536.0], "nothing has changed");
     loaded.load_state_dict(&states).unwrap();
     assert_eq!(loaded.state_dict().unwrap(), states);
 }

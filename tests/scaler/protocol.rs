@@ -1,4 +1,4 @@
-//! The order of calls: what is refused, and that nothing changes then.
+//! The order of calls: which calls are refused, and that a refused call changes nothing.
 
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -82,7 +82,7 @@ fn an_optimizer_without_gradients_is_not_stepped_and_not_counted() {
     assert_eq!(to_f64(&w), [1.0; 3]);
     scaler.unscale_(&mut opt).unwrap();
     assert!(matches!(scaler.update(), Err(Error::Scaler(ScalerError::NoInfChecks))));
-    // Nothing is left behind: the next iteration is like any other.
+    // Nothing is left over: the next iteration is like any other.
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
     scaler.update().unwrap();
@@ -223,7 +223,7 @@ fn abandon_lets_the_next_iteration_begin_without_update() {
     assert_eq!((to_f64(&w.grad()), to_f64(&v.grad())), (vec![1.0; 3], vec![1.0; 3]));
     assert!(scaler.step(&mut kept).unwrap().is_stepped().unwrap());
     scaler.update().unwrap();
-    assert_eq!(scaler.get_growth_tracker().unwrap(), 1, "the abandoned overflow does not count");
+    assert_eq!(scaler.get_growth_tracker().unwrap(), 1, "the abandoned overflow is not counted");
 }
 
 #[test]
@@ -275,7 +275,7 @@ fn tchs_own_failure_becomes_an_error() {
     assert!(error.to_string().contains("sparse"), "{error}");
 }
 
-/// Memory is given out again at once: identities of what is gone must not be mistaken for what is new.
+/// Memory is reused at once: a new object must not be mistaken for one that was freed.
 #[test]
 fn models_that_come_and_go_within_an_iteration_are_told_apart() {
     let mut scaler = scaler(Device::Cpu);
@@ -332,7 +332,7 @@ fn an_optimizer_that_was_stepped_cannot_be_abandoned() {
     assert_eq!(scaler.get_scale().unwrap(), 4.0);
 }
 
-/// Giving up one optimizer leaves what is known of the others.
+/// Abandoning one optimizer keeps what is recorded of the others.
 #[test]
 fn abandoning_one_optimizer_keeps_the_parameters_of_another_from_being_unscaled_again() {
     let w = [(); 3].map(|()| ones(Kind::Float, Device::Cpu));

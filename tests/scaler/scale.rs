@@ -9,7 +9,7 @@ use crate::common::tensors::leaf;
 use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, NAN, loss, model};
 
-/// Runs one iteration, overflowing or not, and returns what `update` said.
+/// Runs one iteration, with or without an overflow, and returns the result of `update`.
 fn iterate(scaler: &mut GradScaler, device: Device, overflow: bool) -> tch_amp::Result<()> {
     let (_vs, w, mut opt) = model(device);
     loss(&w, &[if overflow { INF } else { 1.0 }; 3]).backward();
@@ -60,7 +60,7 @@ fn factors_that_do_not_divide_round_as_libtorchs_kernel() {
     });
 }
 
-/// The host's copy of the scale must be the device's, and reading it must not depend on which of them answers.
+/// The host's copy of the scale must equal the device's, and the result must not depend on which of them is read.
 #[test]
 fn the_scale_that_is_reported_is_the_scale_that_is_applied() {
     for_each_device(|device| {
@@ -101,7 +101,7 @@ fn two_hundred_overflows_cannot_turn_the_weights_into_nan() {
         }
         assert_eq!(scaler.get_scale().unwrap(), f64::from(f32::MIN_POSITIVE));
         opt.zero_grad();
-        // Exact at any scale: the gradient is the scale itself, and the scale is a power of two.
+        // Exact at any scale: the gradient is the scale itself, which is a power of two.
         scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
         assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
         assert_eq!(to_f64(&w), [0.0; 3]);
@@ -187,7 +187,7 @@ fn a_scale_that_is_set_neither_counts_a_skip_nor_forgets_those_before() {
             matches!(error, Error::Scaler(ScalerError::TooManySkips { skips: 2, .. })),
             "{error}"
         );
-        // Beyond the limit every overflow is an error.
+        // Beyond the limit, every overflow is an error.
         let error = iterate(&mut scaler, device, true).unwrap_err();
         assert!(
             matches!(error, Error::Scaler(ScalerError::TooManySkips { skips: 3, .. })),
@@ -196,7 +196,7 @@ fn a_scale_that_is_set_neither_counts_a_skip_nor_forgets_those_before() {
     });
 }
 
-/// After a fused step on a GPU only that knows the scale, and whether unscaling enlarges.
+/// After a fused step on a GPU, only the device has the scale and can tell whether unscaling enlarges the gradients.
 #[test]
 fn what_unscaling_makes_infinite_is_found_where_only_the_device_knows_the_scale() {
     for_each_device(|device| {

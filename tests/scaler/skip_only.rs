@@ -36,7 +36,7 @@ fn losses_stay_as_they_are_and_bad_steps_are_skipped() {
             scaler.update().unwrap();
             assert_eq!(scaler.get_scale().unwrap(), 1.0);
         }
-        assert_eq!(to_f64(&w), [-2.0, 1.0, 1.0], "the good steps were taken");
+        assert_eq!(to_f64(&w), [-2.0, 1.0, 1.0], "the finite steps were taken");
     });
 }
 
@@ -79,14 +79,14 @@ fn taken_and_skipped_steps_are_counted_and_reported() {
         let w = leaf(&[0.0], Kind::Float, device);
         let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
         let mut steps = StepCounter::default();
-        // A step without any gradient is neither.
+        // A step without any gradient is neither taken nor skipped.
         steps.record(scaler.step(&mut opt).unwrap());
         let mut rows = Vec::new();
         for value in [1.0, NAN, 1.0, INF, INF, INF, 1.0, NAN] {
             set_grad(&w, &[value]);
             steps.record(scaler.step(&mut opt).unwrap());
             scaler.update().unwrap();
-            // Has the device come to all of it, so that nothing is under way.
+            // Synchronizes, so that no step is in flight.
             let _reached = to_f64(&w);
             while steps.skipped().is_ok() && steps.pending() > 0 {}
             rows.push(steps.consecutive_skips().unwrap());
@@ -148,7 +148,7 @@ fn only_gradients_that_a_step_takes_are_named_and_each_once() {
     assert_eq!((found.len(), found[0].infinite), (1, 1));
 }
 
-/// They are not written to, so that no small value is lost.
+/// They are not written to, so no small value is lost.
 #[test]
 fn fp16_gradients_are_looked_at_as_they_are() {
     let w = leaf(&[1.0], Kind::Half, Device::Cpu);
@@ -160,7 +160,7 @@ fn fp16_gradients_are_looked_at_as_they_are() {
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
 }
 
-/// Though nothing is scaled, a backward after `unscale_` adds numbers that no clipping has seen.
+/// Although nothing is scaled, a backward after `unscale_` adds numbers that were not clipped.
 #[test]
 fn a_backward_between_unscale_and_step_is_refused_at_a_scale_of_one() {
     for_each_device(|device| {

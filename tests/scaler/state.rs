@@ -1,4 +1,4 @@
-//! Saving and loading.
+//! Saving and loading the state of a scaler.
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
@@ -44,7 +44,7 @@ fn python_loads_our_state_and_we_load_pythons() {
     let config = GradScalerConfig::default().hysteresis(2).max_scale(1e6);
     for ours in [GradScaler::new(Device::Cpu).unwrap(), config.build(Device::Cpu).unwrap()] {
         let sent = ours.state_dict().unwrap();
-        // Python loads it, takes three finite steps and one that overflows, and saves.
+        // Python loads it, takes three finite steps and one that overflows, and saves its state.
         let answer = oracle.run(&[], &serde_json::to_string(&sent).unwrap());
         let mut back = GradScaler::new(Device::Cpu).unwrap();
         back.load_state_dict(&parse(&answer)).unwrap();
@@ -80,7 +80,8 @@ fn every_option_survives_the_round_trip() {
     let mut loaded = GradScaler::new(Device::Cpu).unwrap();
     loaded.load_state_dict(&parse(&json)).unwrap();
     assert_eq!(loaded.state_dict().unwrap(), state);
-    // The third and fourth overflow in a row: one more is tolerated, as it would have been without the pause.
+    // The third and fourth overflow are consecutive: one more is tolerated, as it would have been without saving and
+    // loading.
     for want in [64.0, 16.0] {
         let _outcome = loaded.step(&mut opt).unwrap();
         loaded.update().unwrap();
@@ -144,7 +145,7 @@ fn a_tracker_beyond_the_interval_grows_the_scale_at_the_next_step() {
     });
 }
 
-/// The scale that losses are multiplied by, and not what the host believes it to be.
+/// The scale by which losses are multiplied on the device, which may differ from the host's copy.
 fn on_device(scaler: &GradScaler, device: Device) -> f64 {
     let one = Tensor::ones([1], (Kind::Float, device));
     scaler.scale(&one).unwrap().double_value(&[0])
@@ -159,7 +160,7 @@ fn a_scale_of_one_gives_way_to_the_scale_of_a_state() {
         match scaler.load_state_dict(&state) {
             Ok(()) => {
                 assert_eq!(on_device(&scaler, device), 2f64.powi(-100));
-                // Unscaling by it enlarges, which nobody looks for at a scale of one.
+                // A scale below one enlarges the gradients when unscaling, which is not checked at a scale of one.
                 let (_vs, w, mut opt) = model(device);
                 scaler.backward(&loss(&w, &[2f64.powi(130); 3])).unwrap();
                 assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
@@ -220,7 +221,7 @@ fn loading_before_the_first_scale_is_resuming() {
     assert_eq!(scaler.get_growth_tracker().unwrap(), 4);
 }
 
-/// The scale is clamped to a bound as an f32, which may lie on the other side of the bound.
+/// The scale is clamped to the bound rounded to f32, which may lie outside of the bound.
 #[rstest]
 #[case(GradScalerConfig::default().min_scale(1e-4).init_scale(2e-4), true)]
 #[case(GradScalerConfig::default().min_scale(0.7).init_scale(0.7), true)]
@@ -244,7 +245,7 @@ fn a_scaler_at_its_bounds_can_be_saved_and_loaded(
     loaded.update_with(loaded.get_scale().unwrap()).unwrap();
 }
 
-/// A count beyond a smaller hysteresis is limited to it.
+/// A count greater than a smaller hysteresis is limited to it.
 #[test]
 fn a_loaded_count_is_at_most_the_hysteresis() {
     for_each_device(|device| {
@@ -264,7 +265,7 @@ fn a_loaded_count_is_at_most_the_hysteresis() {
     });
 }
 
-/// What the device counts is what was loaded, too, and not only what the host believes.
+/// Loading replaces the count on the device, not only the host's copy.
 #[test]
 fn a_loaded_count_replaces_one_that_is_used_up() {
     for_each_device(|device| {

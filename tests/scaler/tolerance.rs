@@ -1,4 +1,4 @@
-//! Overflows that the scale puts up with, beside plain loops that count as other systems do.
+//! Overflows that the scale tolerates, compared with plain loops that count as other systems do.
 
 mod systems;
 
@@ -12,7 +12,7 @@ use crate::common::rng::Rng;
 use crate::{INF, loss, model};
 use systems::reference;
 
-/// One iteration, with an overflow or without; tells whether the step was skipped.
+/// Runs one iteration, with or without an overflow, and returns whether the step was skipped.
 fn iterate(scaler: &mut GradScaler, device: Device, overflow: bool) -> tch_amp::Result<bool> {
     let (_vs, w, mut opt) = model(device);
     loss(&w, &[if overflow { INF } else { 1.0 }; 3]).backward();
@@ -59,7 +59,7 @@ fn the_scale_goes_the_way_of_other_systems(
                 before = got;
             }
         }
-        assert!(changes > 20, "the scale backed off {changes} times only");
+        assert!(changes > 20, "the scale backed off only {changes} times");
     });
 }
 
@@ -71,7 +71,8 @@ fn both_options_must_be_used_up() {
         .consecutive_hysteresis(false)
         .tolerance(0.5);
     let mut scaler = config.build(Device::Cpu).unwrap();
-    // One good iteration; then a second overflow is needed for the hysteresis, and makes two of three.
+    // One finite iteration; then a second overflow exhausts the hysteresis, and two of three iterations have
+    // overflowed.
     let scales = [false, true, true, false, false, true].map(|overflow| {
         iterate(&mut scaler, Device::Cpu, overflow).unwrap();
         scaler.get_scale().unwrap()
@@ -157,7 +158,7 @@ fn an_overflow_at_the_smallest_scale_is_an_error_that_ends_the_iteration() {
         end(false).unwrap();
         end(true).unwrap();
         assert!(matches!(end(true), Err(Error::Scaler(ScalerError::ScaleAtMinimum { .. }))));
-        // Without overflow it grows again, as it does after an error.
+        // Without an overflow it grows again, also after an error.
         end(false).unwrap();
         end(false).unwrap();
         assert_eq!(scaler.get_scale().unwrap(), 2.0);

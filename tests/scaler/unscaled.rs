@@ -1,4 +1,4 @@
-//! Between unscaling and stepping: clipping, and changes that must not go unnoticed.
+//! Between unscaling and stepping: clipping, and changes that must be detected.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::gradients::GradientError;
@@ -48,7 +48,7 @@ fn a_scaled_backward_between_unscale_and_step_is_refused() {
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
     let error = scaler.step(&mut opt).unwrap_err();
     assert!(matches!(error, Error::Gradient(GradientError::Changed { .. })), "{error}");
-    assert_eq!(to_f64(&w), [1.0; 3], "9 would have been applied in place of 2");
+    assert_eq!(to_f64(&w), [1.0; 3], "9 would have been applied instead of 2");
 }
 
 #[test]
@@ -100,7 +100,8 @@ fn the_transaction_clips_to_the_norm_and_returns_the_norm_before() {
         let mut unscaled = scaler.unscale(&mut opt).unwrap();
         let norm = unscaled.clip_grad_norm(2.5).unwrap();
         assert_eq!((norm.device(), to_f64(&norm)), (device, vec![5.0]));
-        // In f32, as PyTorch: its 1e-6, and a number over a tensor is the number times the reciprocal.
+        // In f32, like PyTorch: 1e-6 is added to the norm, and a number divided by a tensor is the number times the
+        // reciprocal.
         let factor = 2.5f32 * (5.0f32 + 1e-6).recip();
         let want = [3.0f32, 0.0, 4.0].map(|g| f64::from(1.0 - g * factor));
         assert!(unscaled.step().unwrap().is_stepped().unwrap());
@@ -197,7 +198,7 @@ fn clipping_in_a_transaction_does_not_hide_a_scaled_backward() {
         unscaled.clip_grad_norm(1.0),
         Err(Error::Gradient(GradientError::Changed { .. }))
     ));
-    assert_eq!(to_f64(&w.grad()), [9.0; 3], "a refused clip changes nothing");
+    assert_eq!(to_f64(&w.grad()), [9.0; 3], "clipping that is refused changes nothing");
     assert!(matches!(unscaled.step(), Err(Error::Gradient(GradientError::Changed { .. }))));
     assert_eq!(to_f64(&w), [1.0; 3]);
 }
@@ -235,7 +236,7 @@ fn clipping_to_an_infinite_norm_cannot_write_nan() {
         scaler.backward(&loss(&w, &[1e30; 3])).unwrap();
         let mut unscaled = scaler.unscale(&mut opt).unwrap();
         let norm = to_f64(&unscaled.clip_grad_norm(INF).unwrap())[0];
-        // On the CPU the squares are added up in f64, where they fit.
+        // On the CPU the squares are summed in f64, which can hold them.
         let want = if device == Device::Cpu { f64::from(3f32.sqrt() * 1e30) } else { INF };
         assert!((norm / want - 1.0).abs() < 1e-6 || norm == want, "{norm} {want}");
         assert_eq!(unscaled.step().unwrap().is_skipped().unwrap(), norm == INF);
@@ -264,7 +265,7 @@ fn a_scaler_can_move_to_another_thread() {
     assert_eq!(scale.join().unwrap().unwrap(), 8.0);
 }
 
-/// As in PyTorch: what was found counts, whatever the gradient is by then.
+/// Like PyTorch: an overflow that was found counts, whatever the gradient is afterwards.
 #[test]
 fn an_infinity_that_is_overwritten_after_unscaling_skips_the_step_all_the_same() {
     for_each_device(|device| {

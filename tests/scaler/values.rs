@@ -62,7 +62,7 @@ fn a_value_of_many_digits_is_shown_with_an_exponent() {
 
 #[test]
 fn a_device_that_cannot_be_used_is_refused_unless_the_scaler_is_disabled() {
-    // No machine has so many GPUs.
+    // No machine has that many GPUs.
     let beyond = Device::Cuda(4096);
     let error = GradScaler::new(beyond).unwrap_err();
     assert!(matches!(error, Error::DeviceUnavailable { .. }), "{error}");

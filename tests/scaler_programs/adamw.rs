@@ -1,9 +1,9 @@
-//! AdamW with the operations of Python's `torch.optim.AdamW(foreach=False)`, in its order.
+//! AdamW with the operations of Python's `torch.optim.AdamW(foreach=False)`, in the same order.
 //!
-//! libtorch's C++ AdamW, which tch offers, rounds differently (it has `mul_` and `add_` where Python has `lerp_`), so
-//! that a bitwise comparison of parameters needs this one. tch leaves out the `value` of `addcmul_` and `addcdiv_`, by
-//! which their kernels multiply the first factor: doing so before is the same in f32 and f64, but not in bf16, where
-//! the kernel does not round in between.
+//! libtorch's C++ AdamW, which tch uses, rounds differently (it has `mul_` and `add_` where Python has `lerp_`), so a
+//! bitwise comparison of parameters needs this implementation. tch does not bind the `value` of `addcmul_` and
+//! `addcdiv_`, by which their kernels multiply the first factor. Multiplying beforehand gives the same in f32 and f64,
+//! but not in bf16, where the kernel does not round in between.
 
 use tch::{Kind, Tensor, no_grad};
 use tch_amp::Result;

@@ -1,4 +1,4 @@
-//! The words and bits of an answer, as the oracle prints them.
+//! The words and bits of an answer, in the oracle's form.
 
 use std::fmt::Write as _;
 
@@ -19,7 +19,7 @@ pub fn told(outcome: &StepOutcome) -> Result<String> {
     Ok(word.to_owned())
 }
 
-/// The word that the oracle has for PyTorch's message.
+/// The oracle's word for the counterpart of this error in PyTorch.
 pub fn word(error: &Error) -> String {
     match error {
         Error::Scaler(ScalerError::AlreadyUnscaled) => "unscaled-twice".to_owned(),

@@ -1,4 +1,4 @@
-//! Random programs, the same for the same seed.
+//! Generates random programs, determined by a seed.
 
 use crate::common::rng::Rng;
 use crate::program::{Config, Dtype, OptimizerSpec, ParamSpec, Program, Rule};
@@ -26,7 +26,7 @@ pub fn config(rng: &mut Rng) -> Config {
     }
 }
 
-/// Usual scales, scales that round when they multiply, and the ends of what an f32 can scale with.
+/// Usual scales, scales for which multiplication rounds, and the largest and smallest with which f32 can scale.
 pub fn scale(rng: &mut Rng) -> f64 {
     const USUAL: [f64; 6] = [65536.0, 65536.0, 1.0, 8.0, 1024.0, 16_777_216.0];
     const ODD: [f64; 6] = [3.0, 1000.7, 0.1, 12_345.678, 1e20, 7e-10];
@@ -44,7 +44,7 @@ fn optimizers(rng: &mut Rng) -> Vec<OptimizerSpec> {
     (0..count)
         .map(|_| {
             let rule = rule(rng);
-            // AdamW is compared on f32 and f64 alone: see adamw.rs.
+            // AdamW is compared only in f32 and f64: see adamw.rs.
             let narrow = matches!(rule, Rule::Sgd { .. });
             let params = (0..1 + rng.below(3 - count + 1)).map(|_| param(rng, narrow)).collect();
             OptimizerSpec { rule, params }
@@ -57,7 +57,7 @@ fn rule(rng: &mut Rng) -> Rule {
     if rng.one_in(5) {
         return Rule::AdamW { lr, beta1: 0.9, beta2: 0.999, weight_decay: *rng.pick(&[0.0, 0.01]) };
     }
-    // Exact in bf16: the C++ optimizer rounds the momentum to bf16 and Python's does not.
+    // Exact in bf16, because the C++ optimizer rounds the momentum to bf16 and Python's does not.
     let momentum = *rng.pick(&[0.0, 0.0, 0.875, 0.5]);
     let nesterov = momentum > 0.0 && rng.one_in(3);
     let dampening = if nesterov { 0.0 } else { *rng.pick(&[0.0, 0.0, 0.25]) };

@@ -1,9 +1,11 @@
-//! Random programs of scaler operations, run here and by PyTorch's GradScaler: the outcome of every operation and every
-//! bit of the state after it are the same. What differs on purpose stands in tests/oracle/scaler_deviations.py.
+//! Random programs of scaler operations, run by this crate and by PyTorch's GradScaler: the outcome of every operation
+//! and all bits of the state after it must be equal. Intended differences are listed in
+//! tests/oracle/scaler_deviations.py.
 //!
-//! Python computes on the CPU; ours run there and on the simulated GPUs, alone and with an optimizer on each.
+//! Python computes on the CPU. This crate runs there and on the simulated GPUs, each alone and with an optimizer on
+//! each.
 //!
-//! `TCH_AMP_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` runs the one program of a failure again.
+//! `TCH_AMP_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` repeats the program of a failure.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod adamw;
@@ -28,13 +30,13 @@ use common::python::Oracle;
 use run::Machine;
 use tch::Device;
 
-/// A million operations: about 70 s of one core for the oracle, beside which the Rust side runs.
+/// A million operations: about 70 s on one core for the oracle, in parallel to which the Rust side runs.
 const PROGRAMS: u64 = 10_000;
 
-/// So many, from the first on, run on each GPU and on both together.
+/// The number of programs that run on each GPU and on both together, starting with the first.
 const ON_GPUS: u64 = 400;
 
-/// Every answer that a program can get; enough programs get them all.
+/// All outcomes that an operation can have. Enough programs must produce all of them.
 const OUTCOMES: [&str; 9] = [
     "ok",
     "stepped",
@@ -49,7 +51,7 @@ const OUTCOMES: [&str; 9] = [
 
 type Outcomes = BTreeMap<String, u64>;
 
-/// Devices, and the seeds of the programs that run there.
+/// Devices, and the seeds of the programs that run on them.
 type Run = (Vec<Device>, Range<u64>);
 
 fn runs() -> Vec<Run> {
@@ -84,7 +86,7 @@ fn random_programs_answer_as_pytorch_bit_by_bit() {
     let mut python = start(&oracle);
     let mut stdin = python.stdin.take().expect("stdin is piped");
     let writing = runs.clone();
-    // A thread of its own: the oracle answers while it reads, and both pipes are small.
+    // On a thread of its own, because the oracle answers while it reads, and both pipes are small.
     let writer = std::thread::spawn(move || write(writing, &mut stdin));
     let mut answers = BufReader::new(python.stdout.take().expect("stdout is piped"));
     for (devices, seeds) in &runs {
@@ -100,8 +102,8 @@ fn random_programs_answer_as_pytorch_bit_by_bit() {
             }
         }
     }
-    writer.join().expect("the writer ends").expect("the oracle reads its input");
-    assert!(python.wait().expect("the oracle ends").success());
+    writer.join().expect("the writer does not panic").expect("the oracle reads its input");
+    assert!(python.wait().expect("the oracle exits").success());
 }
 
 fn seeds() -> Range<u64> {
@@ -113,7 +115,7 @@ fn seeds() -> Range<u64> {
 
 fn number(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
-    Some(u64::from_str(&value).unwrap_or_else(|_| panic!("{name} is a number, not {value:?}")))
+    Some(u64::from_str(&value).unwrap_or_else(|_| panic!("{name} must be a number, not {value:?}")))
 }
 
 fn start(oracle: &Oracle) -> Child {
@@ -125,8 +127,8 @@ fn start(oracle: &Oracle) -> Child {
         .expect("TCH_AMP_PYTHON starts")
 }
 
-/// Runs the program of `seed` against the oracle's answers, which follow the initial state in the order of its
-/// operations.
+/// Runs the program of `seed` and compares it with the oracle's answers: the initial state, and then one for each
+/// operation.
 fn compare(seed: u64, devices: &[Device], answers: &mut impl BufRead, outcomes: &mut Outcomes) {
     let program = generate::program(seed);
     let mut machine = Machine::new(&program, devices);

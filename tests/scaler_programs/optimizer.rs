@@ -1,4 +1,4 @@
-//! An optimizer of a program: tch's SGD or our AdamW.
+//! An optimizer of a program: tch's SGD or the AdamW of these tests.
 
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{COptimizer, Device, Kind, Tensor};
@@ -13,7 +13,7 @@ use crate::program::{Dtype, OptimizerSpec, ParamSpec, Rule, from_eighths};
 pub struct Optimizer {
     kind: OptimizerKind,
     pub owned: Vec<Tensor>,
-    /// How often the scaler took its step.
+    /// How many steps the scaler has taken with it.
     pub calls: usize,
 }
 
@@ -58,10 +58,10 @@ impl Optimizer {
         }
     }
 
-    /// tch's way to clip by norm; the oracle computes the same.
+    /// tch's clipping by norm, which the oracle computes in the same way.
     pub fn clip_grad_norm(&self, max: f64) {
         if self.has_no_grads() {
-            return; // tch panics there
+            return; // where tch would panic
         }
         match &self.kind {
             OptimizerKind::Tch(optimizer) => optimizer.clip_grad_norm(max),
@@ -116,7 +116,7 @@ fn values(param: &ParamSpec) -> Tensor {
     from_eighths(&param.eighths, kind)
 }
 
-/// tch can only drop all gradients of an optimizer: this makes one of a single parameter.
+/// Drops the gradient of one parameter: tch can only drop those of a whole optimizer, so this creates one for it.
 pub fn drop_gradient(param: &Tensor) {
     let mut optimizer = COptimizer::sgd(0.0, 0.0, 0.0, 0.0, false).unwrap();
     optimizer.add_parameters(param, 0).unwrap();

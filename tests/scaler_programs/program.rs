@@ -1,8 +1,8 @@
-//! What a program is.
+//! The parts of a program.
 
 use tch::{Kind, Tensor};
 
-/// A model with its optimizers, a scaler, and what is done to them.
+/// A model with its optimizers, a scaler, and operations on them.
 #[derive(Clone, Debug)]
 pub struct Program {
     pub enabled: bool,
@@ -11,7 +11,7 @@ pub struct Program {
     pub ops: Vec<Op>,
 }
 
-/// What a scaler is built with.
+/// The configuration of a scaler.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
     pub init_scale: f64,
@@ -71,7 +71,7 @@ pub enum How {
     Each,
 }
 
-/// One operation; numbers of parameters count through all optimizers.
+/// One operation. Parameters are numbered across all optimizers.
 #[derive(Clone, Debug)]
 pub enum Op {
     Backward {
@@ -117,7 +117,7 @@ pub enum Op {
     Reload(Config),
 }
 
-/// The numbers `eighths / 8`, exact in every kind.
+/// The numbers `eighths / 8`, exact in every dtype.
 pub fn from_eighths(eighths: &[i32], kind: Kind) -> Tensor {
     let values = eighths.iter().map(|&eighth| f64::from(eighth) / 8.0).collect::<Vec<_>>();
     Tensor::from_slice(&values).to_kind(kind)

@@ -1,4 +1,4 @@
-//! Runs programs on tch-amp and answers as the oracle does.
+//! Runs programs with tch-amp and answers in the oracle's form.
 
 use std::fmt::Write as _;
 
@@ -22,7 +22,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Lays the optimizers with their parameters on the devices by turns. The scaler is on the first.
+    /// Assigns the optimizers with their parameters to the devices in turn. The scaler is on the first device.
     pub fn new(program: &Program, devices: &[Device]) -> Self {
         let placed = program.optimizers.iter().zip(devices.iter().cycle());
         let optimizers = placed.map(|(spec, device)| Optimizer::new(spec, *device));
@@ -40,7 +40,7 @@ impl Machine {
         }
     }
 
-    /// Does `op` (without one: nothing) and tells the outcome, and the state where it changed.
+    /// Performs `op`, if any, and returns the outcome, and the state if it has changed.
     pub fn answer(&mut self, op: Option<&Op>) -> String {
         let outcome = match op.map_or(Ok(None), |op| self.run(op)) {
             Ok(outcome) => outcome.unwrap_or_else(|| "ok".to_owned()),
@@ -128,7 +128,7 @@ impl Machine {
     fn loss(&self, term: &Term) -> Tensor {
         let param = &self.params[term.param];
         let factors = from_eighths(&term.eighths, param.kind()).to_device(param.device());
-        // Losses are added up, which they can be on one device.
+        // Losses are summed, for which they must be on one device.
         (param * factors).sum(param.kind()).to_device(self.device)
     }
 
@@ -144,14 +144,14 @@ impl Machine {
     }
 
     fn move_optimizers(&mut self) {
-        // The new vector is there before the old one is freed, so that every address does change.
+        // The new vector is allocated before the old one is freed, so that every address changes.
         let mut moved = Vec::with_capacity(self.optimizers.len());
         moved.append(&mut self.optimizers);
         self.optimizers = moved;
     }
 
     fn reload(&mut self, config: Config) -> Result<()> {
-        // Not through text, from which serde_json without `float_roundtrip` reads some f64 with another last bit.
+        // Not through text: without `float_roundtrip`, serde_json reads some f64 numbers with another last bit.
         let saved = serde_json::to_value(self.scaler.state_dict()?).unwrap();
         let state: GradScalerState = serde_json::from_value(saved).unwrap();
         let mut scaler = scaler(config, self.enabled, self.device);

@@ -5,7 +5,7 @@ use std::fmt::{self, Display};
 use crate::program::{Clip, Config, Dtype, How, Op, OptimizerSpec, Program, Rule, Term};
 
 impl Program {
-    /// One line: the type of its devices and the scaler, the number of optimizers, the optimizers, the operations.
+    /// One line: the type of the devices, the scaler, the number of optimizers, the optimizers, and the operations.
     pub fn line(&self, on_gpus: bool) -> String {
         let device = if on_gpus { "cuda" } else { "cpu" };
         let mut fields = vec![format!("{device} {} {}", u8::from(self.enabled), self.config)];

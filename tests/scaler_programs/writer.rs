@@ -1,4 +1,4 @@
-//! Random operations that make some sense.
+//! Writes random operations that resemble a training loop.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ enum Stage {
     Stepped,
 }
 
-/// Writes operations, and follows what they do to the stages so that legal and illegal ones are both frequent.
+/// Writes operations, and tracks the stage of each optimizer so that both legal and illegal operations are frequent.
 pub struct Writer {
     rng: Rng,
     enabled: bool,
@@ -64,7 +64,7 @@ impl Writer {
         }
     }
 
-    /// What a training loop does next with this optimizer.
+    /// The next operation of a training loop for this optimizer.
     fn next_of_a_loop(&mut self, optimizer: usize) -> Op {
         match self.stages[optimizer] {
             Stage::Ready if !self.has_grads(optimizer) => {
@@ -84,13 +84,14 @@ impl Writer {
         }
     }
 
-    /// Nothing is added to an unscaled gradient: a backward between `unscale_` and `step` is Error::Gradient(GradientError::Changed)
-    /// here, while PyTorch goes on with a mixture of scaled and unscaled gradients.
+    /// No backward may add to an unscaled gradient: between `unscale_` and `step` it is `GradientError::Changed` here,
+    /// while PyTorch continues with a mixture of scaled and unscaled gradients.
     fn may_accumulate(&self, param: usize) -> bool {
         !self.enabled || self.stages[self.owner(param)] != Stage::Unscaled
     }
 
-    /// Once another loss was scaled, a change of an unscaled gradient counts as that loss's backward: the same error.
+    /// Once another loss was scaled, a change of an unscaled gradient counts as that loss's backward, with the same
+    /// error.
     fn may_change(&self, optimizer: usize) -> bool {
         !self.enabled || self.stages[optimizer] != Stage::Unscaled || !self.rescaled[optimizer]
     }
@@ -103,7 +104,7 @@ impl Writer {
     fn backward(&mut self) -> Option<Op> {
         let mut params =
             (0..self.lengths.len()).filter(|&p| self.may_accumulate(p)).collect::<Vec<_>>();
-        // A loss over a part of the parameters leaves the gradients of the others undefined.
+        // A loss of some of the parameters leaves the gradients of the others undefined.
         if self.rng.one_in(4) && !params.is_empty() {
             params.remove(self.rng.below(params.len()));
         }
@@ -123,7 +124,7 @@ impl Writer {
     }
 
     fn plant(&mut self) -> Option<Op> {
-        // 3e38 overflows when it is unscaled by a scale below one; 1e-40 is denormal.
+        // 3e38 overflows when it is unscaled with a scale below one; 1e-40 is subnormal.
         const VALUES: [f64; 8] =
             [f64::INFINITY, f64::NEG_INFINITY, f64::NAN, 3e38, -3e38, 1e-40, 0.0, 65504.0];
         let param = self.rng.below(self.lengths.len());
@@ -152,7 +153,7 @@ impl Writer {
         Op::Unscale { optimizer }
     }
 
-    /// Unscales, if that is possible: without a gradient nothing happens.
+    /// Unscales, if that is possible. Without a gradient, nothing happens.
     fn open(&mut self, optimizer: usize) {
         if self.stages[optimizer] == Stage::Ready && self.has_grads(optimizer) {
             self.stages[optimizer] = Stage::Unscaled;
@@ -187,7 +188,7 @@ impl Writer {
         let both = self.owned.len() == 2 && self.stages.iter().all(|&stage| stage == Stage::Ready);
         let optimizers = if both && self.rng.one_in(2) { vec![0, 1] } else { vec![optimizer] };
         for &optimizer in &optimizers {
-            // An illegal transaction fails when it opens, and changes nothing.
+            // An illegal transaction fails when it is opened, and changes nothing.
             if self.stages[optimizer] == Stage::Ready {
                 self.step(optimizer);
             }
@@ -205,7 +206,7 @@ impl Writer {
     }
 
     fn update(&mut self) -> Op {
-        // With nothing to close, it is an error, which changes nothing.
+        // Without a check to end, it is an error that changes nothing.
         self.stages.fill(Stage::Ready);
         Op::Update
     }

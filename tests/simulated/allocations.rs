@@ -1,4 +1,5 @@
-//! An iteration in which an allocation fails: all or nothing of each call has happened, and training goes on.
+//! Iterations in which an allocation fails: each call has taken effect completely or not at all, and training can
+//! continue.
 
 use tch::nn::{self, OptimizerConfig as _, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -40,13 +41,13 @@ impl Opt {
     }
 }
 
-/// Leaves a tensor without a gradient, by way of an optimizer, since tch has no call for it.
+/// Removes the gradient of a tensor through an optimizer, because tch has no function for it.
 fn drop_gradient(w: &Tensor) {
     let list = vec![w.shallow_clone()];
     optim::Sgd::default().build(list, 1.0).unwrap().zero_grad().unwrap();
 }
 
-/// Which optimizers there are, and what they train.
+/// The optimizers, and what they train.
 #[derive(Clone, Copy, Debug)]
 enum Model {
     Fused {
@@ -54,7 +55,7 @@ enum Model {
         kind: Kind,
         devices: &'static [Device],
     },
-    /// One optimizer of the test's own.
+    /// One optimizer that the test defines.
     Own {
         kind: Kind,
         devices: &'static [Device],
@@ -88,7 +89,7 @@ impl Model {
         }
     }
 
-    /// Whether the whole step of the optimizer is taken or none of it. tch's own Adam can stop midway.
+    /// Whether a step of the optimizer is all or nothing. tch's own Adam can stop midway.
     fn steps_whole(self) -> bool {
         match self {
             Self::Fused { .. } | Self::Own { .. } => true,
@@ -107,7 +108,7 @@ fn tch_optimizer(adam: bool, device: Device) -> Opt {
     Opt::Tch(opt.unwrap(), vs)
 }
 
-/// What comes between backward and update.
+/// The calls between backward and update.
 const WAYS: [&str; 7] =
     ["step", "unscale_", "clip norm", "clip value", "transaction", "step_clip_norm", "two looks"];
 
@@ -117,11 +118,11 @@ struct Training {
     devices: &'static [Device],
 }
 
-/// Calls what may fail, and perhaps once more when it has.
+/// Makes a call that may fail, and possibly makes it again after a failure.
 type Attempt<'a> = &'a mut dyn FnMut(&mut dyn FnMut() -> Result<()>) -> Result<()>;
 
 impl Training {
-    /// After a first iteration, in which states are made.
+    /// Runs a first iteration, which creates the states.
     fn new(model: Model, config: GradScalerConfig) -> Self {
         let config = config.init_scale(8.0);
         let scaler = config.build(Device::Cuda(0)).unwrap();
@@ -136,7 +137,8 @@ impl Training {
         losses(&all, self.devices, factor)
     }
 
-    /// Backward, in two parts, so that each can be tried again on its own.
+    /// Scales each loss, runs its backward, steps the optimizers and updates the scale. Each call can be retried
+    /// separately.
     fn iteration(&mut self, way: &str, losses: &[Tensor], attempt: Attempt<'_>) -> Result<()> {
         self.opts.iter_mut().for_each(Opt::zero_grad);
         for loss in losses {
@@ -150,7 +152,7 @@ impl Training {
         attempt(&mut || self.scaler.update())
     }
 
-    /// Everything that there is, for comparison.
+    /// The whole state, for comparison.
     fn bits(&mut self) -> (Vec<Vec<u8>>, GradScalerState) {
         let mut all = Vec::new();
         for opt in &mut self.opts {
@@ -173,7 +175,7 @@ fn step(way: &str, opt: &mut Opt, scaler: &mut GradScaler, attempt: Attempt<'_>)
             Ok(unscaled) => unscaled,
             Err(error) => {
                 let mut error = Some(error);
-                // Either it is told, or another try is due.
+                // The attempt either returns the error or retries.
                 attempt(&mut || error.take().map_or(Ok(()), Err))?;
                 scaler.unscale(opt.amp())?
             }
@@ -188,7 +190,7 @@ fn step(way: &str, opt: &mut Opt, scaler: &mut GradScaler, attempt: Attempt<'_>)
     match way {
         "clip norm" => attempt(&mut || tch_amp::gradients::clip_grad_norm(&all, 0.1).map(drop))?,
         "clip value" => attempt(&mut || tch_amp::gradients::clip_grad_value(&all, 0.01))?,
-        // Numbers that somebody else has changed are looked at again in the step.
+        // Gradients that were changed after unscaling are checked again in the step.
         "two looks" => all.iter().for_each(|w| drop(w.grad().neg_())),
         "step_clip_norm" => {
             return attempt(&mut || scaler.step_clip_norm(opt.amp(), 0.1).map(drop));
@@ -223,7 +225,7 @@ fn models() -> Vec<Model> {
 fn for_each_case(test: impl Fn(Model, GradScalerConfig, &str, f64)) {
     for model in models() {
         for way in WAYS {
-            // tch's own allocate much and can stop midway.
+            // tch's optimizers allocate much and can stop midway.
             if !matches!(model, Model::Tch { .. }) || way == "step" {
                 test(model, GradScalerConfig::default(), way, 0.25);
             }
@@ -238,8 +240,8 @@ fn for_each_case(test: impl Fn(Model, GradScalerConfig, &str, f64)) {
     }
 }
 
-/// The call that fails is made again, and all is as if it had not failed: no gradient is unscaled or clipped twice, no
-/// step taken twice, no count lost.
+/// The call that failed is made again, and the result is as if it had not failed: no gradient is unscaled or clipped
+/// twice, no step is taken twice, and no count is lost.
 #[test]
 fn what_failed_for_want_of_memory_can_be_tried_again() {
     let Some(simulation) = Simulation::find() else { return };
@@ -270,7 +272,7 @@ fn what_failed_for_want_of_memory_can_be_tried_again() {
                 again
             });
             let left = simulation.fail_allocation(0);
-            // A backward of autograd's own that fails is not the scaler's.
+            // An error of autograd's own backward is not the scaler's.
             if let Err(error) = done {
                 assert!(matches!(error, Error::Torch(_)) || in_step, "{what}: {error}");
                 continue;
@@ -285,7 +287,7 @@ fn what_failed_for_want_of_memory_can_be_tried_again() {
     });
 }
 
-/// The iteration is given up where it fails, and the next one is as any other.
+/// The iteration is abandoned where it fails, and the next one is like any other.
 #[test]
 fn an_iteration_that_is_given_up_is_followed_by_another() {
     let Some(simulation) = Simulation::find() else { return };
@@ -331,7 +333,7 @@ fn an_iteration_that_is_given_up_is_followed_by_another() {
     });
 }
 
-/// All scales change in an update, or none of them, and a backward that fails leaves the gradients from before.
+/// An update changes all scales or none, and a backward that fails leaves the previous gradients.
 #[test]
 fn per_loss_scalers_end_an_iteration_for_all_losses_or_none() {
     let Some(simulation) = Simulation::find() else { return };
@@ -383,7 +385,7 @@ fn per_loss_scalers_end_an_iteration_for_all_losses_or_none() {
     }
 }
 
-/// Loading states makes what it takes for all scalers first.
+/// Loading states first allocates what all scalers need.
 #[test]
 fn states_of_several_scalers_are_loaded_all_or_none() {
     let Some(simulation) = Simulation::find() else { return };
@@ -406,7 +408,7 @@ fn states_of_several_scalers_are_loaded_all_or_none() {
     }
 }
 
-/// Making scalers and loss scales, and setting what they hold, fails with an error.
+/// If an allocation fails, creating scalers and loss scales, and setting their values, returns an error.
 #[test]
 fn numbers_are_made_and_set_or_an_error_is_told() {
     use tch_amp::loss_scale::{DynamicLossScale, StaticLossScale};

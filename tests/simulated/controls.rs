@@ -1,4 +1,4 @@
-//! The simulation notices what it is there to notice.
+//! The simulation detects the faults that it exists to detect.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output};
@@ -10,7 +10,7 @@ use crate::common::to_f64;
 
 const SIGSEGV: i32 = 11;
 
-/// Runs a test of this program alone, in a process of its own.
+/// Runs one test of this program in a process of its own.
 fn run_alone(test: &str) -> Output {
     let program = std::env::current_exe().unwrap();
     let arguments = [test, "--exact", "--ignored", "--nocapture", "--test-threads=1"];
@@ -18,10 +18,10 @@ fn run_alone(test: &str) -> Output {
 }
 
 #[test]
-#[ignore = "it dies; a_host_read_of_device_memory_is_a_fault runs it"]
+#[ignore = "its process is killed; a_host_read_of_device_memory_is_a_fault runs it"]
 fn reads_device_memory() {
     let there = Tensor::ones([3], (Kind::Float, Device::Cuda(1)));
-    // SAFETY: none: the address is one of a device, and the read has to end the process.
+    // SAFETY: none. The address belongs to a simulated device, and the read must terminate the process.
     println!("read {}", unsafe { *there.data_ptr().cast::<f32>() });
 }
 
@@ -40,7 +40,7 @@ fn a_copy_that_nobody_waited_for_is_garbage() {
     let Some(_simulation) = Simulation::find() else { return };
     let there = Tensor::ones([3], (Kind::Float, Device::Cuda(0)));
     let here = there.to_device_(Device::Cpu, Kind::Float, true, false);
-    // Without a lag it is there at once.
+    // Without a lag, the copy is there immediately.
     let is_late = std::env::var("SIMULATED_CUDA_LAG").map_or(true, |lag| lag != "0");
     assert_eq!(to_f64(&here)[0].is_nan(), is_late);
     Cuda::synchronize(0);

@@ -1,4 +1,4 @@
-//! The counters themselves.
+//! The counters of the simulation.
 
 use tch::{Cuda, Device, Kind, Tensor};
 

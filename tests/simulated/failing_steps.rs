@@ -1,4 +1,4 @@
-//! Steps of the fused optimizers that a failing allocation ends: they change everything or nothing.
+//! Steps of the fused optimizers in which an allocation fails: they change everything or nothing.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Algorithm, AmpOptimizer, MasterWeights, Step};
@@ -18,7 +18,7 @@ fn training(algorithm: Algorithm, mode: (Kind, MasterWeights), devices: &[Device
 #[derive(Clone, Copy, Debug)]
 enum How {
     Plain,
-    /// With the three numbers that a scaler may give.
+    /// With the scale, the clipping factor and the overflow flag that a scaler may pass.
     Scaled,
 }
 
@@ -32,11 +32,11 @@ fn step(training: &mut Training, how: How, numbers: &[Tensor; 3]) -> Result<()> 
     }
 }
 
-/// The CPU between the GPUs.
+/// The GPUs, with the CPU between them.
 const ALL: [Device; 3] = [GPUS[0], Device::Cpu, GPUS[1]];
 
-/// What each of the allocations of a step leaves behind when it fails. `prepare` brings the training up to the step,
-/// and `compare_state` says whether it has state before it.
+/// Checks what a step leaves behind when each of its allocations fails. `prepare` brings the training up to the step,
+/// and `compare_state` is whether there is state before the step.
 fn fail_each(
     simulation: &Simulation,
     new: impl Fn() -> Training,
@@ -66,10 +66,13 @@ fn fail_each(
             other => panic!("{context}: {other:?}"),
         }
         let now = (training.values(), compare_state.then(|| training.state()));
-        assert!(now == before, "{context} left something behind");
+        assert!(now == before, "{context} changed something");
         step(&mut training, how, &numbers).unwrap();
-        assert!(training.values() == after, "{context} made the next step another one");
-        assert!(training.state() == want.state(), "{context} made the next state another one");
+        assert!(training.values() == after, "{context} changed the result of the next step");
+        assert!(
+            training.state() == want.state(),
+            "{context} changed the state after the next step"
+        );
     }
 }
 
@@ -106,7 +109,7 @@ fn a_first_step_whose_memory_runs_out_changes_nothing() {
     });
 }
 
-/// A scaler looks at the gradients before; what fails there or in the step, the optimizer is as before.
+/// A scaler first checks the gradients. If an allocation fails there or in the step, the optimizer is unchanged.
 #[test]
 fn a_step_of_a_scaler_whose_memory_runs_out_leaves_the_optimizer_as_it_was() {
     let Some(simulation) = Simulation::find() else { return };
@@ -141,17 +144,23 @@ fn a_step_of_a_scaler_whose_memory_runs_out_leaves_the_optimizer_as_it_was() {
                     format!("allocation {n} of {algorithm:?} {mode:?} clipped to {max_norm:?}");
                 assert!(result.is_err(), "{context}");
                 let now = (training.values(), training.state());
-                assert!(now == before, "{context} left something behind");
+                assert!(now == before, "{context} changed something");
                 scaler.abandon(&mut training.opt).unwrap();
                 drop(take(&mut training, &mut scaler).unwrap());
-                assert!(training.values() == want.values(), "{context}: another step");
-                assert!(training.state() == want.state(), "{context}: another state");
+                assert!(
+                    training.values() == want.values(),
+                    "{context} changed the result of the next step"
+                );
+                assert!(
+                    training.state() == want.state(),
+                    "{context} changed the state after the next step"
+                );
             }
         }
     }
 }
 
-/// State that a failed first step has made is none that a parameter's later numbers do not count for.
+/// Values that are written to a parameter after a failed first step must count, although the step has created state.
 #[test]
 fn a_failed_first_step_does_not_remember_the_parameters() {
     let Some(simulation) = Simulation::find() else { return };
@@ -189,7 +198,7 @@ fn gradients_become_f32_all_or_none() {
         let result = training.opt.accumulate_in_f32();
         if simulation.fail_allocation(0) > 0 {
             result.unwrap();
-            assert!(n > 5, "each gradient takes memory");
+            assert!(n > 5, "each gradient needs an allocation");
             break;
         }
         assert!(result.is_err() && training.values() == before, "allocation {n}");

@@ -1,4 +1,4 @@
-//! Whole iterations with a scaler, over parameters on the simulated GPUs.
+//! Whole iterations with a scaler, for parameters on the simulated GPUs.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Sgd};
@@ -17,13 +17,13 @@ pub fn parameters(devices: &[Device], kind: Kind, count: usize) -> Vec<Tensor> {
     (0..count * devices.len()).map(one).collect()
 }
 
-/// A scaler that starts with 8, which rounds nothing.
+/// A scaler with a scale of 8, which causes no rounding.
 pub fn scaler() -> GradScaler {
     let config = GradScalerConfig::default().init_scale(8.0);
     config.build(Device::Cuda(0)).unwrap()
 }
 
-/// Every fused algorithm, and how it is called.
+/// Every fused algorithm, with its name.
 pub fn algorithms() -> Vec<(&'static str, Algorithm)> {
     vec![
         ("AdamW", AdamW::default().into()),
@@ -34,7 +34,7 @@ pub fn algorithms() -> Vec<(&'static str, Algorithm)> {
     ]
 }
 
-/// A loss for each device, of its parameters; its gradients are about `factor`.
+/// A loss for each device, of the parameters there. Its gradients are about `factor`.
 pub fn losses(parameters: &[Tensor], devices: &[Device], factor: f64) -> Vec<Tensor> {
     let on = |device: &Device| {
         let mine = parameters.iter().filter(|w| w.device() == *device);

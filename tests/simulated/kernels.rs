@@ -1,4 +1,4 @@
-//! The kernels of the simulation are the CPU's; those that the CPU lacks compute the same numbers.
+//! The simulation uses the CPU's kernels. Those that the CPU lacks compute the same numbers.
 
 use tch::nn::{self, Module, RNN};
 use tch::{Device, Kind, Tensor};
@@ -7,13 +7,13 @@ use crate::common::bits::bits;
 use crate::common::simulation::Simulation;
 use crate::common::to_f64;
 
-/// Reproducible numbers between -1 and 1, no two of which are the same.
+/// Reproducible, distinct numbers between -1 and 1.
 fn numbers(size: &[i64], device: Device) -> Tensor {
     let places = Tensor::arange(size.iter().product::<i64>(), (Kind::Double, Device::Cpu));
     (places * 12.9898).sin().reshape(size).to_device(device)
 }
 
-/// Loss, and gradients of a small network with most of the operators that a training loop needs.
+/// The loss and the gradients of a small network with most of the operators that a training loop needs.
 fn train(device: Device) -> Vec<Vec<u8>> {
     let xs = numbers(&[8, 3, 6, 6], device).to_kind(Kind::Float);
     let weights = [numbers(&[4, 3, 3, 3], device), numbers(&[5, 4], device), numbers(&[5], device)]
@@ -38,7 +38,7 @@ fn a_network_has_the_bits_of_the_cpu() {
     }
 }
 
-/// What a recurrent layer gives, and the gradients of its input and its weights.
+/// The output of a recurrent layer, and the gradients of its input and its weights.
 fn recur(
     device: Device,
     make: impl Fn(&nn::Path<'_>) -> Box<dyn Fn(&Tensor) -> Tensor>,
@@ -62,7 +62,7 @@ fn assert_recurs_alike(make: impl Fn(&nn::Path<'_>) -> Box<dyn Fn(&Tensor) -> Te
     let (here, there) = (recur(Device::Cpu, &make), recur(Device::Cuda(1), &make));
     assert_eq!(here.len(), there.len());
     for (a, b) in here.iter().zip(&there) {
-        // The sums of the gates are taken in another order: some hundred roundings of numbers below 10.
+        // The gates are summed in another order: some hundred roundings of numbers below 10.
         assert!((a - b).abs() < 1e-12, "{a} and {b}");
     }
 }

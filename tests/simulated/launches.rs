@@ -1,4 +1,4 @@
-//! How many kernels the scaler starts: as many for a large model as for a small one.
+//! How many kernels the scaler launches: as many for a large model as for a small one.
 
 use tch::{Kind, Tensor};
 use tch_amp::GradScaler;
@@ -9,7 +9,7 @@ use crate::common::simulation::Simulation;
 use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
 use crate::training::build;
 
-/// A part of an iteration, after what is to come before it.
+/// A part of an iteration, with the calls that precede it.
 type Part = (&'static str, fn(&mut Training), fn(&mut Training));
 
 struct Training {
@@ -60,7 +60,7 @@ fn launches(simulation: &Simulation, count: usize, kinds: &[Kind], two: bool, pa
         training.opt.zero_grad().unwrap();
         backward(&training.scaler, &losses(&training.all, devices, 0.5)).unwrap();
     };
-    // The first step makes the state of each parameter.
+    // The first step creates the state of each parameter.
     prepare(&mut training);
     step(&mut training);
     training.scaler.update().unwrap();

@@ -1,4 +1,4 @@
-//! Gradients without an AMP kernel, bf16 on a GPU: a look only reads, and unscaling rounds once.
+//! bf16 gradients on a GPU, for which libtorch has no AMP kernel: checking them only reads, and unscaling rounds once.
 
 use half::bf16;
 use tch::{Device, Kind, Tensor};
@@ -50,8 +50,8 @@ fn a_look_at_bf16_gradients_only_reads() {
         };
         let known = versions(&opt);
         let ((), counts) = simulation.count(|| scaler.unscale_(&mut opt).unwrap());
-        assert_eq!(versions(&opt), known, "nothing was written");
-        assert!(counts.peak_bytes < 64 * 512, "no copy was made: {counts:?}");
+        assert_eq!(versions(&opt), known, "checking has written to a gradient");
+        assert!(counts.peak_bytes < 64 * 512, "checking has copied a gradient: {counts:?}");
         let after: Vec<_> = opt.0.iter().map(|w| to_f64(&w.grad())).map(bits).collect();
         assert_eq!(after, before);
         assert_eq!(scaler.step(&mut opt).unwrap().is_stepped().unwrap(), bad.is_none());
@@ -60,11 +60,11 @@ fn a_look_at_bf16_gradients_only_reads() {
 }
 
 fn bits(values: Vec<f64>) -> Vec<u64> {
-    // One NaN for all.
+    // All NaNs count as equal.
     values.into_iter().map(|x| if x.is_nan() { u64::MAX } else { x.to_bits() }).collect()
 }
 
-/// Shapes with and without gaps and of no elements, in one region of fp16, which would not stack bf16.
+/// Layouts with and without gaps and without elements, in an fp16 region, in which stacking would cast bf16 to fp16.
 #[test]
 fn bf16_gradients_are_multiplied_in_f32_and_rounded_once() {
     let Some(simulation) = Simulation::find() else { return };
@@ -78,7 +78,7 @@ fn bf16_gradients_are_multiplied_in_f32_and_rounded_once() {
     ];
     let weights: Vec<_> = gradients.iter().map(with_gradient).collect();
     for (w, gradient) in weights.iter().zip(&gradients) {
-        // The very layout, which backward does not keep.
+        // Sets the exact layout, which backward does not keep.
         w.grad().set_data(gradient);
     }
     let scaled: Vec<_> = weights.iter().map(|w| to_f64(&w.grad())).collect();
@@ -87,7 +87,7 @@ fn bf16_gradients_are_multiplied_in_f32_and_rounded_once() {
     let elements: usize = scaled.iter().map(Vec::len).sum();
     let unscale = || autocast(Device::Cuda(0), || scaler.unscale_(&mut opt)).unwrap().unwrap();
     let ((), counts) = simulation.count(unscale);
-    // Small tensors take 512 bytes each, whatever is in them.
+    // A small tensor takes 512 bytes, whatever its size.
     let most = 4 * elements + 64 * 512;
     assert!(counts.peak_bytes <= most as i64, "{counts:?} for {elements} elements");
     let inverse = (1.0 / 3.0) as f32;
@@ -98,7 +98,7 @@ fn bf16_gradients_are_multiplied_in_f32_and_rounded_once() {
     assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
 }
 
-/// More than there is room for at a time, and one that is larger than that alone.
+/// Together more than the scratch memory holds at a time, and one that alone is larger than it.
 #[test]
 fn large_bf16_gradients_are_widened_a_part_at_a_time() {
     let Some(simulation) = Simulation::find() else { return };
@@ -120,7 +120,7 @@ fn large_bf16_gradients_are_widened_a_part_at_a_time() {
     }
 }
 
-/// The rounding to bf16 makes infinities that f32 does not have.
+/// Rounding to bf16 yields infinities that f32 does not have.
 #[test]
 fn what_only_unscaling_makes_infinite_is_found_before_it_is_written() {
     let Some(_simulation) = Simulation::find() else { return };

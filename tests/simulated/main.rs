@@ -1,5 +1,6 @@
-//! What only the simulated GPUs can tell: how often the host waits, how many kernels run, how much memory they take, and
-//! what is left when an allocation fails. Without the simulation every test here says that it is skipped.
+//! What only the simulated GPUs can show: how often the host synchronizes, how many kernels are launched, how much
+//! memory is used, and the state after an allocation has failed. Without the simulation, every test here prints that it
+//! is skipped.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

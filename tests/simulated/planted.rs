@@ -1,4 +1,4 @@
-//! Faults that are planted in the shim of a debug build turn these tests red.
+//! Faults that are planted in the shim of a debug build make these tests fail.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ use tch_amp::{Error, GradScaler};
 
 use crate::common::simulation::Simulation;
 
-/// Faults by their names in csrc/, and a test of this program that has to notice each.
+/// The names of the faults in csrc/, each with a test of this program that has to detect it.
 const FAULTS: [(&str, &str); 7] = [
     ("wait", "syncs::an_iteration_of_a_fused_optimizer_does_not_wait"),
     ("launches", "steps::a_step_launches_as_often_for_many_small_parameters_as_for_few"),
@@ -32,7 +32,7 @@ fn passes(fault: &str, test: &str) -> bool {
     output.status.success()
 }
 
-/// Runs only where the kernels of a step have run and the step fails all the same.
+/// Runs only with the planted fault, with which the kernels of a step have run and the step fails nevertheless.
 #[test]
 #[ignore = "for the fault `half_way`; gradients_of_a_step_that_fails_half_way_are_broken runs it"]
 fn a_step_fails_half_way() {
@@ -43,7 +43,7 @@ fn a_step_fails_half_way() {
     scaler.backward(&w.sum(Kind::Float)).unwrap();
     let error = scaler.step(&mut opt).unwrap_err().to_string();
     assert!(error.contains("a planted failure half way"), "{error}");
-    // They are unscaled by now, which another step would do again.
+    // The gradients were already unscaled, and another step would unscale them again.
     assert!(matches!(scaler.step(&mut opt), Err(Error::Scaler(ScalerError::UnscaleFailed))));
     assert!(matches!(scaler.update(), Err(Error::Scaler(ScalerError::UnscaleFailed))));
     opt.zero_grad().unwrap();
@@ -65,11 +65,11 @@ fn gradients_of_a_step_that_fails_half_way_are_broken() {
 
 #[test]
 fn every_planted_fault_is_noticed() {
-    // Held in the child processes, not here: each of them has counters of its own.
+    // The child processes hold the simulation, not this test: each has counters of its own.
     if Simulation::find().is_none() {
         return;
     }
     for (fault, test) in FAULTS {
-        assert!(!passes(fault, test), "{test} does not notice the fault `{fault}`");
+        assert!(!passes(fault, test), "{test} does not detect the fault `{fault}`");
     }
 }

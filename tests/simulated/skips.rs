@@ -1,4 +1,4 @@
-//! Steps that only the devices know to be skipped.
+//! Steps whose outcome is known only on the devices.
 
 use tch::{Cuda, Kind};
 use tch_amp::optim::MasterWeights;
@@ -32,7 +32,7 @@ fn steps_are_counted_right_however_late_the_answers_come() {
     assert_eq!((taken, skipped, counted.pending()), (4, 3, 0));
 }
 
-/// libtorch's kernels compare the flag with 1, which the sum of two flags is not.
+/// libtorch's kernels compare the flag with 1, which the sum of two set flags is not.
 #[test]
 fn a_step_that_overflows_on_two_devices_is_skipped_on_both() {
     let Some(_simulation) = Simulation::find() else { return };

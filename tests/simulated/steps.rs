@@ -1,4 +1,5 @@
-//! What a step of a fused optimizer asks of a GPU: launches, memory, and no wait. And that it computes what a CPU does.
+//! What a step of a fused optimizer costs on a GPU: launches, memory, and no synchronization. Its results equal the
+//! CPU's.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{AdamW, AmpOptimizer, MasterWeights, Sgd, Step};
@@ -7,8 +8,8 @@ use crate::common::simulation::{Counts, Simulation};
 use crate::common::to_f64;
 use crate::training::{GPUS, MODES, Training, algorithms};
 
-/// The launches of a later step of one group with all that a scaler asks for, at most, and of each further 2^20 numbers.
-/// The table of `MasterWeights` in the documentation has them.
+/// The most launches of a later step of one group with everything that a scaler may pass, and of each further chunk of
+/// 2^20 numbers. The table in the documentation of `MasterWeights` states them.
 fn documented_launches((kind, masters): (Kind, MasterWeights)) -> (i64, i64) {
     match masters {
         MasterWeights::None => (5, 0),
@@ -24,7 +25,7 @@ fn small(count: i64) -> Vec<Vec<i64>> {
     (0..count).map(|index| vec![16 + (index * 37) % 285]).collect()
 }
 
-/// A step as a scaler takes it, with all that it can ask for.
+/// A step with everything that a scaler may pass.
 fn scaled_step(training: &mut Training) {
     let number = |value: f64| Tensor::from(value as f32).to_device(training.parameters[0].device());
     let (scale, clip, found_inf) = (number(1.0), number(0.5), number(0.0));
@@ -44,7 +45,7 @@ fn a_step_launches_as_often_for_many_small_parameters_as_for_few() {
                 let ((), plain) = simulation.count(|| training.opt.step().unwrap());
                 assert_eq!(plain.host_syncs, 0, "{algorithm:?} {mode:?}");
                 let ((), scaled) = simulation.count(|| scaled_step(&mut training));
-                // For the three numbers, which a scaler has on the device.
+                // For the three numbers created here, which a scaler already has on the device.
                 assert_eq!(scaled.host_syncs, 3, "{algorithm:?} {mode:?}");
                 (plain.launches, scaled.launches)
             });
@@ -71,7 +72,7 @@ fn each_further_chunk_launches_as_often_as_documented() {
     }
 }
 
-/// The scratch memory of a chunk, and its numbers.
+/// The bytes of scratch memory for a chunk.
 const MOST_SCRATCH: f64 = 18.0 * 1024.0 * 1024.0;
 
 fn peak(simulation: &Simulation, mode: (Kind, MasterWeights), sizes: &[Vec<i64>]) -> f64 {
@@ -97,7 +98,7 @@ fn a_step_of_a_large_model_needs_at_most_four_bytes_for_each_number() {
     }
 }
 
-/// Parameters that fill more than one chunk: some as parts of it, some in several parts, one in another order of memory.
+/// Parameters that fill more than one chunk: some are parts of one, some span several, and one is not contiguous.
 #[test]
 fn chunks_compute_what_a_cpu_does() {
     let Some(_simulation) = Simulation::find() else { return };
@@ -122,7 +123,7 @@ fn chunks_compute_what_a_cpu_does() {
     }
 }
 
-/// What somebody else has written to many parameters is gone on from, and the rest of their masters stays.
+/// Many parameters were written to: training resumes from the new values, and the other master weights are unchanged.
 #[test]
 fn stale_masters_are_renewed_together() {
     let Some(simulation) = Simulation::find() else { return };
@@ -155,7 +156,7 @@ fn stale_masters_are_renewed_together() {
     }
 }
 
-/// The masters that there are.
+/// The master weights that exist.
 fn masters(training: &Training) -> Vec<Vec<f64>> {
     let places = 0..training.parameters.len();
     let masters = places.filter_map(|index| training.opt.master_weight(index).unwrap());

@@ -1,4 +1,4 @@
-//! How often the host waits.
+//! How often the host synchronizes.
 
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -11,7 +11,7 @@ use crate::common::simulation::Simulation;
 use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
 use crate::training::build;
 
-/// What an iteration does between backward and update.
+/// The calls between backward and update.
 const WAYS: [&str; 8] = [
     "step",
     "unscale_ and step",
@@ -114,7 +114,7 @@ fn an_optimizer_that_is_stepped_on_the_host_waits_once() {
     }
 }
 
-/// Two devices are asked in one transfer.
+/// The flags of two devices are read in one transfer.
 #[test]
 fn an_optimizer_that_is_stepped_on_the_host_waits_once_for_two_devices() {
     let Some(simulation) = Simulation::find() else { return };
@@ -138,7 +138,7 @@ fn an_optimizer_that_is_stepped_on_the_host_waits_once_for_two_devices() {
     assert_eq!((stepped, counts.host_syncs), (true, 1));
 }
 
-/// A scaler whose scale only the device knows.
+/// A scaler whose current scale only the device has.
 fn unknown(config: GradScalerConfig) -> GradScaler {
     let mut scaler = config.init_scale(8.0).build(Device::Cuda(0)).unwrap();
     let all = parameters(ONE, Kind::Float, 1);
@@ -176,7 +176,7 @@ fn the_scale_and_all_that_goes_with_it_come_in_one_transfer() {
     let (state, counts) = simulation.count(|| scale.state().unwrap());
     assert_eq!((state.loss_scale, state.counter, counts.host_syncs), (32768.0, 1, 1));
     let (_, counts) = simulation.count(|| (scale.state_dict().unwrap(), scale.value().unwrap()));
-    assert_eq!(counts.host_syncs, 0, "the host has it by now");
+    assert_eq!(counts.host_syncs, 0, "the host already has the value");
 }
 
 #[test]
@@ -201,7 +201,7 @@ fn counting_steps_does_not_wait() {
     }
 }
 
-/// Asking for an outcome waits, once.
+/// Reading an outcome synchronizes, but only once.
 #[test]
 fn an_outcome_is_asked_for_once() {
     let Some(simulation) = Simulation::find() else { return };
@@ -239,5 +239,9 @@ fn functional_loss_scales_do_not_wait() {
         drop(here.unscale(&here.scale(&new).unwrap()).unwrap());
         select_tree(&finite, &new, &old).unwrap()
     });
-    assert_eq!((chosen.len(), counts.host_syncs), (4, 0), "a number on the host is sent");
+    assert_eq!(
+        (chosen.len(), counts.host_syncs),
+        (4, 0),
+        "a number on the host is sent without a synchronization"
+    );
 }

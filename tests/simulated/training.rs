@@ -1,4 +1,4 @@
-//! Parameters of every kind, trained by every fused optimizer.
+//! Parameters of every dtype, trained by every fused optimizer.
 
 use std::cell::Cell;
 
@@ -24,7 +24,7 @@ pub fn algorithms() -> Vec<Algorithm> {
     ]
 }
 
-/// A dtype and what it is updated from.
+/// A dtype, and the values from which it is updated.
 pub const MODES: [(Kind, MasterWeights); 6] = [
     (Kind::Float, MasterWeights::None),
     (Kind::BFloat16, MasterWeights::None),
@@ -54,7 +54,7 @@ pub fn build(algorithm: Algorithm, list: &[Tensor], masters: MasterWeights) -> O
 }
 
 impl Training {
-    /// Parameters of these sizes, dealt to the devices in turn.
+    /// Parameters of these sizes, assigned to the devices in turn.
     pub fn new(
         algorithm: Algorithm,
         (kind, masters): (Kind, MasterWeights),
@@ -90,14 +90,14 @@ impl Training {
         self.parameters.iter().map(|parameter| parameter.numel() as i64).sum()
     }
 
-    /// The bits of the parameters and of their gradients, these in f32.
+    /// The bits of the parameters, and of their gradients converted to f32.
     pub fn values(&self) -> Vec<Vec<u8>> {
         let gradients = self.parameters.iter().map(Tensor::grad).filter(Tensor::defined);
         let wide = gradients.map(|gradient| bits(&gradient.to_kind(Kind::Float)));
         self.parameters.iter().map(bits).chain(wide).collect()
     }
 
-    /// The bits of the state, by names.
+    /// The bits of the state, with their names.
     pub fn state(&mut self) -> Vec<(String, Vec<u8>)> {
         let state = self.opt.state_dict().unwrap().state;
         let named = state.iter().flat_map(|(parameter, tensors)| {
@@ -107,7 +107,7 @@ impl Training {
     }
 }
 
-/// Numbers between -1 and 1 that no other test's draws change.
+/// Numbers between -1 and 1 that do not depend on other tests.
 fn random(drawn: &Cell<f64>, size: &[i64]) -> Tensor {
     drawn.set(drawn.get() + 1.0);
     let places = Tensor::arange(size.iter().product::<i64>(), (Kind::Float, Device::Cpu));

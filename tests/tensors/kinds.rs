@@ -1,17 +1,17 @@
-//! One tensor of every kind that tch can make.
+//! One tensor of every kind that tch can create.
 
 use tch::{Device, Kind, Tensor, no_grad};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-/// A kind of tensor: what it is called, and how one is made. `None` where this libtorch cannot make it.
+/// A kind of tensor: its name, and how to create one. `None` if this libtorch cannot create it.
 pub struct TensorKind {
     pub name: &'static str,
     make: fn() -> Option<Tensor>,
 }
 
 impl TensorKind {
-    /// Makes one.
+    /// Creates a tensor of this kind.
     pub fn make(&self) -> Option<Tensor> {
         (self.make)()
     }

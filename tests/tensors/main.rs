@@ -1,5 +1,5 @@
-//! Every public function that takes tensors, with every kind of tensor that tch can make: it gives a result or a typed
-//! error, it does not panic, and an error leaves all other tensors as they were.
+//! Every public function that takes tensors, called with every kind of tensor that tch can create: it returns a result
+//! or a typed error, it does not panic, and an error leaves all other tensors unchanged.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
@@ -17,7 +17,7 @@ use tch::{Device, Kind, Tensor};
 
 use kinds::KINDS;
 
-/// Calls `function` with each kind of tensor; returns the names of those that were taken.
+/// Calls `function` with each kind of tensor, and returns the names of the kinds that it accepted.
 fn with_each_kind(
     what: &str,
     function: impl Fn(Tensor) -> tch_amp::Result<()>,
@@ -25,7 +25,7 @@ fn with_each_kind(
     let (mut taken, mut wrong) = (Vec::new(), Vec::new());
     for kind in KINDS {
         let Some(tensor) = kind.make() else {
-            println!("{what}: this libtorch makes no tensor that is {}", kind.name);
+            println!("{what}: this libtorch cannot create a tensor that is {}", kind.name);
             continue;
         };
         let called = catch_unwind(AssertUnwindSafe(|| function(tensor)));
@@ -49,14 +49,14 @@ fn message(panic: &(dyn Any + Send)) -> &str {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
 }
 
-/// Asserts that the kinds that every function has to take are among those that were.
+/// Asserts that the kinds that every function has to accept are among those that were accepted.
 fn assert_takes(what: &str, taken: &[&str], wanted: &[&str]) {
     for kind in wanted {
         assert!(taken.contains(kind), "{what} refused a tensor that is {kind}");
     }
 }
 
-/// A parameter beside the one in question, which no error may change.
+/// Another parameter beside the tensor under test, which no error may change.
 fn witness() -> Tensor {
     Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true)
 }

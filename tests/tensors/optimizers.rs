@@ -29,7 +29,7 @@ fn masters() -> [MasterWeights; 4] {
     [MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder, random]
 }
 
-/// Gives `w` a gradient, as a backward or somebody's own hand.
+/// Sets the gradient of `w`, as backward or other code might.
 fn give(w: &Tensor, gradient: &Tensor) -> Result<()> {
     let plain = w.f_sum(w.f_kind()?)?;
     plain.f_backward()?;
@@ -65,8 +65,8 @@ fn scaler() -> GradScaler {
     config.build(Device::Cpu).unwrap()
 }
 
-/// Runs `step` over a witness and a tensor. Where a step of this crate fails, the witness must not have changed; one of
-/// somebody else's may have got half way.
+/// Runs `step` with a witness and a tensor. If a step of this crate fails, the witness must be unchanged. A step of
+/// another optimizer may have stopped midway.
 fn beside_a_witness(
     tensor: &Tensor,
     fused: bool,
@@ -142,7 +142,7 @@ fn gradients() {
     }
 }
 
-/// A zero without memory and a view of other numbers are gradients like others.
+/// A zero tensor without memory and a view of other numbers are gradients like others.
 #[test]
 fn gradients_that_are_no_memory_count_by_their_numbers() {
     for (way, step) in ways() {

@@ -14,7 +14,7 @@ use tch_amp::{GradScaler, Policy, half};
 
 use crate::{assert_takes, with_each_kind};
 
-/// What has numbers in memory, in any order.
+/// The kinds whose numbers are in memory, in any order.
 const PLAIN: &[&str] = &[
     "f32",
     "f64",
@@ -49,7 +49,7 @@ fn finiteness() {
     });
     assert_takes("all_finite", &taken, PLAIN);
     assert_takes("all_finite", &taken, &["sparse COO", "complex64", "conjugate"]);
-    // Zeros are finite, and negative numbers are as finite as those that they are made of.
+    // Zeros are finite, and negative views are finite if the numbers that they negate are.
     let size = [2, 3];
     let zero = Tensor::internal_efficientzerotensor(size, (Kind::Float, Device::Cpu));
     assert!(all_finite(&zero).unwrap().is_nonzero());
@@ -147,7 +147,7 @@ fn functional_loss_scales() {
     assert_takes("adjust", &taken, &["of no dimensions"]);
 }
 
-/// The variables of a VarStore, whatever was put into their place.
+/// The variables of a VarStore, with any kind of tensor in their place.
 #[test]
 fn variables() {
     for trainable in [false, true] {
@@ -186,7 +186,7 @@ fn variables() {
 
 #[test]
 fn modules() {
-    // A layer of tch panics on an input that it cannot take; this one takes all that the policy hands on.
+    // A layer of tch panics on inputs that it does not support. This one accepts whatever the policy passes on.
     let layer = || nn::func(Tensor::shallow_clone);
     let policy = Policy::new(Kind::Float, Kind::BFloat16, Kind::Float).unwrap();
     let module = policy.apply_to(layer()).unwrap();

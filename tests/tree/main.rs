@@ -1,4 +1,4 @@
-//! The trees that a policy casts, and how two of them differ.
+//! The trees that a policy casts, and how two trees differ.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::collections::{BTreeMap, HashMap};
@@ -14,7 +14,7 @@ fn x() -> Tensor {
     Tensor::from_slice(&[1f32, 2.0])
 }
 
-/// The kinds of a tree's tensors after a cast to bf16, in order.
+/// The dtypes of a tree's tensors after a cast to bf16, in order.
 fn kinds<T: Tree + ?Sized>(tree: &T) -> Vec<Kind>
 where
     T::Output: Tree,

@@ -1,4 +1,4 @@
-//! Which precision suits a machine, in plain words.
+//! Recommends a precision for a machine, in plain words.
 
 use crate::cpu::Cpu;
 use crate::gpu::Gpu;

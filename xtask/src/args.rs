@@ -1,10 +1,10 @@
-//! The words after `cargo xtask`.
+//! The arguments of `cargo xtask`.
 
 use anyhow::{Context, Result, ensure};
 
 use crate::versions::Pair;
 
-/// The words that no one has taken yet, in order.
+/// The words that have not been parsed yet, in order.
 #[derive(Debug)]
 pub(crate) struct Args(Vec<String>);
 
@@ -13,18 +13,18 @@ impl Args {
         Self(words.into_iter().collect())
     }
 
-    /// Takes the first word.
+    /// Removes and returns the first word.
     pub(crate) fn next(&mut self) -> Option<String> {
         (!self.0.is_empty()).then(|| self.0.remove(0))
     }
 
-    /// Takes `name` and tells whether it was there.
+    /// Removes `name` and returns whether it was present.
     pub(crate) fn flag(&mut self, name: &str) -> bool {
         let found = self.own().iter().position(|word| word == name);
         found.map(|at| self.0.remove(at)).is_some()
     }
 
-    /// Takes `--tch V` or `--tch=V`.
+    /// Parses `--tch V` or `--tch=V`.
     pub(crate) fn tch(&mut self) -> Result<Option<Pair>> {
         let Some(at) = self.own().iter().position(|word| word.starts_with("--tch")) else {
             return Ok(None);
@@ -39,13 +39,13 @@ impl Args {
         Pair::of_tch(&version).map(Some)
     }
 
-    /// Takes `--tch V` or `--tch=V` where it comes first: what follows is another program's.
+    /// Parses `--tch V` or `--tch=V` if it comes first: later words belong to another program.
     pub(crate) fn leading_tch(&mut self) -> Result<Option<Pair>> {
         let leads = self.0.first().is_some_and(|word| word.starts_with("--tch"));
         if leads { self.tch() } else { Ok(None) }
     }
 
-    /// Takes the rest, for the program that is run.
+    /// Returns the remaining words, for the program to run.
     pub(crate) fn rest(mut self) -> Vec<String> {
         if self.0.first().is_some_and(|word| word == "--") {
             self.0.remove(0);
@@ -53,14 +53,14 @@ impl Args {
         self.0
     }
 
-    /// Fails when a word is left.
+    /// Fails if words remain.
     pub(crate) fn end(self) -> Result<()> {
         let Self(words) = self;
         ensure!(words.is_empty(), "unknown argument `{}`; see `cargo xtask help`", words.join(" "));
         Ok(())
     }
 
-    /// The words before `--`: those after it are never ours.
+    /// The words before `--`. Those after it belong to another program.
     fn own(&self) -> &[String] {
         let end = self.0.iter().position(|word| word == "--").unwrap_or(self.0.len());
         &self.0[..end]

@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: times this crate beside Python and plain tch, all on one core.
+//! `cargo xtask bench`: times this crate, Python and plain tch, all on one core.
 
 use std::fs;
 use std::path::Path;
@@ -13,13 +13,13 @@ use crate::workspace::{self, Workspace};
 /// `cargo xtask bench`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let pair = args.tch()?;
-    // What begins with a dash is for the benchmarks.
+    // Words that begin with a dash are for the benchmarks.
     let (options, filters): (Vec<_>, Vec<_>) =
         args.rest().into_iter().partition(|word| word.starts_with('-'));
     let chosen = choose(&names(&workspace::root())?, &filters)?;
     let workspace = Workspace::announced(pair)?;
     workspace.warn_without_python();
-    // On every core, as only the timing needs the one.
+    // Builds on every core, because only the timing needs a single one.
     process::run(benches(&workspace, &chosen).arg("--no-run"))?;
     let mut bench = benches(&workspace, &chosen);
     bench.arg("--").args(options);
@@ -29,7 +29,7 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     process::run(&mut pinned(bench))
 }
 
-/// The benchmarks that there are: one file each.
+/// The names of the benchmarks, each of which is a file.
 fn names(root: &Path) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(root.join("benches"))? {
@@ -42,7 +42,7 @@ fn names(root: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Those whose names have one of the filters in them, or all without any.
+/// The benchmarks whose names contain one of the filters, or all if there are no filters.
 fn choose(names: &[String], filters: &[String]) -> Result<Vec<String>> {
     let fits = |name: &&String| filters.iter().any(|filter| name.contains(filter.as_str()));
     let chosen: Vec<_> = names.iter().filter(fits).cloned().collect();
@@ -60,7 +60,7 @@ fn benches(workspace: &Workspace, names: &[String]) -> Command {
     bench
 }
 
-/// `command` on one core, where taskset is installed. What it starts stays there too.
+/// `command` on one core, if taskset is installed. The processes that it starts stay on that core, too.
 fn pinned(command: Command) -> Command {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let core = last_core(&status);
@@ -84,7 +84,7 @@ fn pinned(command: Command) -> Command {
     pinned
 }
 
-/// The last core that the text of /proc/self/status allows: the first ones serve the interrupts.
+/// The last core that the text of /proc/self/status allows. The first cores handle interrupts.
 fn last_core(status: &str) -> Option<String> {
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
     list.trim().rsplit([',', '-']).next().map(str::to_owned)

@@ -14,7 +14,7 @@ use crate::workspace::{self, Workspace};
 
 const RUN: &str = include_str!("run.sh");
 
-/// What the programs may read when they run: oracles, data, and the sources that tests look at.
+/// What the programs may read when they run: oracles, data, and the sources that some tests parse.
 const READ: [&str; 7] = ["README.md", "benches", "csrc", "docs", "examples", "src", "tests"];
 
 const MAX_MIB: u64 = 60;
@@ -77,7 +77,7 @@ fn programs(messages: &str) -> Vec<Program> {
     programs.collect()
 }
 
-/// Copies a file or a whole folder, if it is there.
+/// Copies a file or a whole folder, if it exists.
 fn copy(from: &Path, to: &Path) -> Result<()> {
     if from.is_dir() {
         fs::create_dir_all(to)?;
@@ -101,7 +101,7 @@ fn report(bundle: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The bytes of all files in a folder.
+/// The size of all files in a folder in bytes.
 fn size(dir: &Path) -> Result<u64> {
     let mut sum = 0;
     for entry in fs::read_dir(dir)? {

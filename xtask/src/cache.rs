@@ -1,4 +1,4 @@
-//! The folder of the user where everything that was downloaded is kept, and the room in it.
+//! The user's cache folder for everything that was downloaded, and its free space.
 
 use std::env;
 use std::fs::File;
@@ -10,7 +10,7 @@ use fs4::{FileExt, TryLockError};
 
 use crate::process;
 
-/// The folder under which everything of ours is kept.
+/// The folder that contains all files of xtask.
 pub(crate) fn dir() -> Result<PathBuf> {
     let set = |name| env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let user = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")));
@@ -18,7 +18,7 @@ pub(crate) fn dir() -> Result<PathBuf> {
     Ok(user.join("tch-amp"))
 }
 
-/// Waits until no other run has the lock. The kernel ends the wait when that run is killed.
+/// Locks the file, and waits while another run holds the lock. The kernel releases the lock of a run that is killed.
 pub(crate) fn lock(path: &Path) -> Result<File> {
     let file =
         File::create(path).with_context(|| format!("{} cannot be written", path.display()))?;
@@ -29,14 +29,14 @@ pub(crate) fn lock(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// The whole GB free where `path` is or will be.
+/// The free space in whole GB at `path`, which need not exist yet.
 pub(crate) fn free_gb(path: &Path) -> Result<u64> {
     let existing = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
     let table = process::read(Command::new("df").arg("-Pk").arg(existing))?;
     available_kb(&table).map(|kb| kb * 1024 / 1_000_000_000).context("`df -Pk` prints no number")
 }
 
-/// The fourth column of the last line that `df -Pk` prints.
+/// The fourth column of the last line of `df -Pk`.
 fn available_kb(table: &str) -> Option<u64> {
     table.lines().last()?.split_whitespace().nth(3)?.parse().ok()
 }

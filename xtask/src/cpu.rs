@@ -1,21 +1,21 @@
-//! What the CPU can do in low precision, from the text of /proc/cpuinfo.
+//! The CPU's support for low precision, from the text of /proc/cpuinfo.
 
-/// The CPU, as far as mixed precision goes.
+/// The properties of the CPU that matter for mixed precision.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Cpu {
     pub(crate) model: Option<String>,
-    /// The instructions that multiply in bf16: none means that it is emulated.
+    /// The instructions that multiply in bf16. Without any, bf16 is emulated.
     pub(crate) bf16: Vec<&'static str>,
     /// The same for fp16.
     pub(crate) fp16: Vec<&'static str>,
 }
 
-/// As x86 and Arm name them.
+/// The names that x86 and Arm use.
 const BF16: [&str; 3] = ["amx_bf16", "avx512_bf16", "bf16"];
 const FP16: [&str; 3] = ["amx_fp16", "avx512_fp16", "asimdhp"];
 
 impl Cpu {
-    /// The CPU that `cpuinfo` describes. Unknown text gives a CPU without a name and instructions.
+    /// The CPU that `cpuinfo` describes. Unknown text results in a CPU without a name and instructions.
     pub(crate) fn parse(cpuinfo: &str) -> Self {
         let flags = value(cpuinfo, "flags").or_else(|| value(cpuinfo, "Features"));
         let flags: Vec<_> = flags.unwrap_or_default().split_whitespace().collect();

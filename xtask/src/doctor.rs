@@ -1,4 +1,4 @@
-//! `cargo xtask doctor`: what is here, what is missing, and which precision suits this machine.
+//! `cargo xtask doctor`: what is installed, what is missing, and which precision suits this machine.
 
 use std::fs;
 use std::process::{Command, ExitCode};
@@ -15,10 +15,10 @@ use crate::{cache, process, shadow, tools, workspace};
 mod cuda;
 mod speed;
 
-/// What stops `demo` and `test` from working.
+/// Problems that prevent `demo` and `test` from working.
 type Problems = Vec<Error>;
 
-/// `cargo xtask doctor`. Downloads and compiles nothing. Exits with 1 where something is missing.
+/// `cargo xtask doctor`. Downloads and compiles nothing. Exits with 1 if something is missing.
 pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let asked = args.tch()?;
     args.end()?;
@@ -26,7 +26,7 @@ pub(crate) fn run(mut args: Args) -> Result<ExitCode> {
     let pair = asked.unwrap_or(default);
     let mut problems = Problems::new();
     say("tch", &format!("{}, which needs libtorch {}", tch_version(pair, default)?, pair.libtorch));
-    // Every supported version has it.
+    // Every supported version has this defect.
     say("", "its Tensor::from_slice takes half::bf16 for fp16: use tch_amp::half::from_slice");
     let libtorch = libtorch(pair, default, &mut problems);
     compiler(&mut problems);

@@ -1,4 +1,4 @@
-//! `cargo xtask fuzz`: feeds the checkpoint readers with whatever libFuzzer comes up with.
+//! `cargo xtask fuzz`: runs the checkpoint readers on the inputs that libFuzzer generates.
 
 use std::fs;
 use std::process::Command;
@@ -9,13 +9,13 @@ use crate::args::Args;
 use crate::process;
 use crate::workspace::{self, Workspace};
 
-/// The coverage that libFuzzer goes by, as cargo-fuzz asks for it; a stable compiler knows it, too.
+/// The coverage options that libFuzzer needs, the same as cargo-fuzz's. Stable compilers support them, too.
 const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
                      -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
                      -Cllvm-args=-sanitizer-coverage-pc-table \
                      -Cllvm-args=-sanitizer-coverage-trace-compares";
 
-/// What one input may take, in MB and seconds.
+/// The limits for one input, in MB, seconds and bytes.
 const LIMITS: [&str; 3] = ["-rss_limit_mb=4096", "-timeout=20", "-max_len=16384"];
 
 /// `cargo xtask fuzz [seconds]`.
@@ -28,13 +28,13 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     fuzz(&Workspace::announced(None)?, seconds)
 }
 
-/// Builds the target and runs it for so long.
+/// Builds the target and runs it for this time.
 pub(crate) fn fuzz(workspace: &Workspace, seconds: u32) -> Result<()> {
     let target = workspace::target().join("fuzz");
     let host = host()?;
     let mut build = workspace.cargo("build");
     build.args(["--release", "--manifest-path", "fuzz/Cargo.toml"]);
-    // With a target, so that build scripts and macros are built without the coverage.
+    // With an explicit target, build scripts and macros are built without the coverage options.
     build.args(["--target", &host]).env("CARGO_TARGET_DIR", &target).env("RUSTFLAGS", FLAGS);
     process::run(&mut build)?;
 

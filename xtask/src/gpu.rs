@@ -1,4 +1,4 @@
-//! The CUDA devices: asked of Python's torch where there is one, else of nvidia-smi.
+//! The CUDA devices: according to Python's torch if there is one, otherwise to nvidia-smi.
 
 use std::path::Path;
 use std::process::Command;
@@ -17,19 +17,18 @@ pub(crate) struct Gpu {
 }
 
 impl Gpu {
-    /// Tells whether tensor cores multiply in fp16.
+    /// Whether tensor cores multiply in fp16.
     pub(crate) fn has_fast_fp16(&self) -> bool {
         self.capability >= (7, 0)
     }
 
-    /// Tells whether tensor cores multiply in bf16.
+    /// Whether tensor cores multiply in bf16.
     pub(crate) fn has_fast_bf16(&self) -> bool {
         self.capability >= (8, 0)
     }
 }
 
-/// Prints the devices that torch can use, or why it can use none. The import alone never fails for
-/// want of a GPU.
+/// Prints the devices that torch can use, or why it can use none. Importing torch never fails for lack of a GPU.
 const PRINT_DEVICES: &str = r#"
 import json, torch
 devices, error = [], None
@@ -43,10 +42,10 @@ except Exception as problem:
 print(json.dumps({"devices": devices, "error": error}))
 "#;
 
-/// The devices that the torch of `python` can use. The error says why it can use none.
+/// The devices that the torch of `python` can use, or an error with the reason why it can use none.
 pub(crate) fn usable(python: &Path) -> Result<Vec<Gpu>> {
     let printed = process::read(Command::new(python).args(["-c", PRINT_DEVICES]))?;
-    // Warnings may stand before.
+    // Warnings may precede the report.
     let report = printed.lines().last().unwrap_or_default();
     let report = serde_json::from_str(report).context("Python prints no JSON")?;
     devices(&report)
@@ -71,7 +70,7 @@ pub(crate) fn listed() -> Option<Vec<Gpu>> {
     Some(table.lines().filter_map(row).collect())
 }
 
-/// A row `name, major.minor`.
+/// Parses a row `name, major.minor`.
 fn row(line: &str) -> Option<Gpu> {
     let (name, capability) = line.rsplit_once(',')?;
     let (major, minor) = capability.trim().split_once('.')?;

@@ -1,4 +1,4 @@
-//! The layers of `src/`: no module uses one that uses it, directly or through others.
+//! The layers of `src/`: no module uses a module that uses it, directly or through others.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -11,7 +11,7 @@ use crate::workspace;
 /// The modules that each module uses.
 type Uses = BTreeMap<String, BTreeSet<String>>;
 
-/// Fails where modules use one another in a circle, and names them.
+/// Fails if modules use one another in a circle, and names them.
 pub(crate) fn check() -> Result<()> {
     let source = workspace::root().join("src");
     let lib = read(&source.join("lib.rs"))?;
@@ -24,7 +24,7 @@ pub(crate) fn check() -> Result<()> {
     Ok(())
 }
 
-/// The items at the crate's root, and the modules that they are from.
+/// The items at the root of the crate, and the modules that define them.
 fn reexported(lib: &str) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     for line in lib.split(';').filter_map(|item| item.trim().strip_prefix("pub use ")) {
@@ -70,7 +70,8 @@ fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()))
 }
 
-/// What follows `crate::` in a file, whose lists have no lists inside, outside of comments, of what only the documentation uses, and of tests.
+/// The names after `crate::` in a file, without comments, tests, and items used only by the documentation. Lists have no
+/// lists inside.
 fn named(source: &str) -> BTreeSet<String> {
     let source = source.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
     let mut code = String::new();
@@ -97,7 +98,7 @@ fn first_name(text: &str) -> String {
     text.trim_start().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
 }
 
-/// The modules that are part of a circle, or above one.
+/// The modules that are part of a circle or above one.
 fn circle(uses: &Uses) -> Vec<String> {
     let mut left = uses.clone();
     while let Some(module) = lowest(&left) {

@@ -1,4 +1,4 @@
-//! Where libtorch is: what the user set, else the environment in the cache folder.
+//! Finds libtorch: the one that the user has set, or the one in the environment in the cache folder.
 
 use std::env;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ pub(crate) struct Libtorch {
     pub(crate) python: Option<PathBuf>,
 }
 
-/// The rule by which it was found.
+/// The rule by which a libtorch was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rule {
     Libtorch,
@@ -39,16 +39,16 @@ impl Rule {
     }
 }
 
-/// What a search ends with. `Absent` holds the environment still to be made.
+/// The result of a search. `Absent` holds the environment that would have to be created.
 #[derive(Debug)]
 pub(crate) enum Search {
     Found(Libtorch),
     Absent(Venv),
 }
 
-/// Looks for the libtorch of `pair` and makes nothing.
+/// Searches the libtorch of `pair` without creating anything.
 ///
-/// What the user set must serve the `locked` pair. For any other it is passed over, as one variable
+/// A libtorch that the user has set must fit the `locked` pair. For other pairs it is ignored, because one variable
 /// cannot name two libtorches.
 pub(crate) fn search(pair: Pair, locked: Pair) -> Result<Search> {
     if let Some(found) = set_by_user(pair)? {
@@ -71,12 +71,12 @@ pub(crate) fn search(pair: Pair, locked: Pair) -> Result<Search> {
     if venv.is_usable() { of_venv(&venv).map(Search::Found) } else { Ok(Search::Absent(venv)) }
 }
 
-/// Finds the libtorch of `pair`, or makes the environment that has it.
+/// Finds the libtorch of `pair`, or creates the environment that contains it.
 pub(crate) fn provide(pair: Pair, locked: Pair) -> Result<Libtorch> {
     match search(pair, locked)? {
         Search::Found(libtorch) => {
             if libtorch.rule == Rule::Cache {
-                // Marks an environment that was made some other way.
+                // Marks an environment that was created in another way.
                 Venv::torch(pair.libtorch)?.ensure()?;
             }
             Ok(libtorch)
@@ -97,12 +97,12 @@ impl Libtorch {
         moved.map_or_else(|| self.root.clone(), PathBuf::from).join("lib")
     }
 
-    /// Tells whether CUDA is built in.
+    /// Whether this libtorch was built with CUDA.
     pub(crate) fn has_cuda(&self) -> bool {
         self.lib().join("libtorch_cuda.so").exists()
     }
 
-    /// Lets a build started by `command` find this libtorch and no other.
+    /// Makes builds that `command` starts use this libtorch and no other.
     pub(crate) fn apply(&self, command: &mut Command) {
         if self.rule == Rule::Cache {
             for name in ["LIBTORCH_USE_PYTORCH", "LIBTORCH_INCLUDE", "LIBTORCH_LIB"] {
@@ -120,7 +120,7 @@ fn of_venv(venv: &Venv) -> Result<Libtorch> {
     Ok(Libtorch { root, version, rule: Rule::Cache, python })
 }
 
-/// In the order of torch-sys.
+/// Checks the variables in the order of torch-sys.
 fn set_by_user(pair: Pair) -> Result<Option<Libtorch>> {
     if env::var_os("LIBTORCH_USE_PYTORCH").is_some() {
         return of_python(pair.libtorch).map(Some);

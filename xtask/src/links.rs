@@ -1,4 +1,4 @@
-//! The links between the Markdown pages of the repository, and those that the documentation makes of them.
+//! The links between the Markdown pages of the repository, also as targets in the documentation.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,13 +7,13 @@ use anyhow::{Context, Result, ensure};
 
 use crate::workspace;
 
-/// Where the documentation has its own targets for the links of the pages that it shows.
+/// The page that defines the targets in the documentation for links of the pages that it shows.
 const TARGETS: &str = "src/guide/links.md";
 
-/// Folders that hold no pages of ours.
+/// Folders without pages of this repository.
 const SKIPPED: [&str; 2] = [".git", "target"];
 
-/// Fails where a link leads nowhere, or would lead nowhere on the pages of the documentation.
+/// Fails if a link leads nowhere, or would lead nowhere on the pages of the documentation.
 pub(crate) fn check() -> Result<()> {
     let root = workspace::root();
     let mut pages = Vec::new();
@@ -63,7 +63,7 @@ fn read(page: &Path) -> Result<String> {
     fs::read_to_string(page).with_context(|| format!("{} cannot be read", page.display()))
 }
 
-/// Adds the Markdown files in a folder and below. Links to folders are not followed.
+/// Adds the Markdown files in a folder and its subfolders. Symbolic links to folders are not followed.
 fn find(folder: &Path, pages: &mut Vec<PathBuf>) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -88,7 +88,7 @@ fn examples(root: &Path) -> Result<Vec<String>> {
 /// One link of a page.
 #[derive(Debug, PartialEq, Eq)]
 struct Link {
-    /// What a definition defines; none for a link in the text.
+    /// The label that a definition defines; `None` for a link in the text.
     label: Option<String>,
     target: String,
 }
@@ -115,7 +115,7 @@ fn has_heading(page: &Path, wanted: &str) -> bool {
     prose(&text).filter_map(|line| line.strip_prefix('#')).any(|line| anchor(line) == wanted)
 }
 
-/// The anchor of a heading, as rustdoc and the hosts of repositories make it.
+/// The anchor of a heading, in the form that rustdoc and hosts of repositories use.
 fn anchor(heading: &str) -> String {
     let words = heading.trim_start_matches('#').trim().to_lowercase();
     let kept = words.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));

@@ -63,7 +63,7 @@ V is a supported version of tch, such as 0.24. The default is the one in Cargo.l
 libtorch comes from LIBTORCH or LIBTORCH_USE_PYTORCH if set, else from PyPI into the user's cache folder.";
 
 fn main() -> ExitCode {
-    // One line, as for any error. A reader that is gone, such as `head`, needs none.
+    // Prints one line, like other errors. A broken pipe, for instance to `head`, needs no message.
     std::panic::set_hook(Box::new(|panic| {
         let message = panic.to_string();
         if !message.contains("Broken pipe") {

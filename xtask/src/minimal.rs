@@ -1,4 +1,4 @@
-//! The oldest dependencies that Cargo.toml allows: a lock with all of them, made and kept right without nightly cargo.
+//! The oldest dependencies that Cargo.toml allows: a lock with all of them, which is maintained without nightly cargo.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,19 +10,19 @@ use crate::{process, workspace};
 
 const REFRESH: &str = "run `cargo xtask lock` and commit it";
 
-/// The committed lock.
+/// The path of the committed lock.
 pub(crate) fn lock() -> PathBuf {
     workspace::root().join("xtask/lock/minimal.lock")
 }
 
-/// A dependency of the crate's own, and the oldest version that it may have.
+/// A direct dependency of the crate, and the oldest version that is allowed.
 #[derive(Debug, PartialEq, Eq)]
 struct Minimum {
     name: String,
     version: String,
 }
 
-/// Puts the committed lock into an unpacked package, if it has the oldest version of each dependency.
+/// Copies the committed lock to an unpacked package, if it has the oldest version of each dependency.
 pub(crate) fn apply(unpacked: &Path) -> Result<()> {
     let committed = lock();
     let text = fs::read_to_string(&committed)
@@ -37,8 +37,8 @@ pub(crate) fn apply(unpacked: &Path) -> Result<()> {
     fs::write(unpacked.join("Cargo.lock"), text).context("Cargo.lock cannot be written")
 }
 
-/// Makes the lock anew in an unpacked package, which is of no other use afterwards: its Cargo.toml asks for exactly the
-/// oldest versions then, so that cargo has no choice.
+/// Rewrites the lock by means of an unpacked package, which is of no other use afterwards: its Cargo.toml then requires
+/// exactly the oldest versions, which leaves cargo no choice.
 pub(crate) fn rewrite(unpacked: &Path) -> Result<()> {
     let manifest = unpacked.join("Cargo.toml");
     let text = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
@@ -88,7 +88,7 @@ fn of_metadata(metadata: &Value) -> Vec<Minimum> {
     minima.collect()
 }
 
-/// `1.5.0` of `^1.5` and of `>=1.5, <3`.
+/// The lower bound of a requirement: `1.5.0` for `^1.5` and for `>=1.5, <3`.
 fn oldest(asked: &str) -> String {
     let first = asked.split(',').next().unwrap_or(asked);
     let version = first.trim_start_matches(['^', '>', '=', ' ']);

@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::versions::{PAIRS, Pair, numbers};
 use crate::{process, shadow, workspace};
 
-/// Checks every lock, and compiles with the promised version where rustup has it.
+/// Checks every lock, and compiles with the promised version if rustup has it.
 pub(crate) fn check() -> Result<()> {
     let root = workspace::root();
     let locked = Pair::locked(&root)?;
@@ -21,7 +21,7 @@ pub(crate) fn check() -> Result<()> {
     compile(&ours)
 }
 
-/// Returns the version that the workspace in `dir` promises, if its dependencies keep the promise.
+/// Returns the version that the workspace in `dir` promises, if its dependencies fulfil the promise.
 fn check_dependencies(dir: &Path) -> Result<String> {
     let mut metadata = process::cargo();
     metadata.args(["metadata", "--locked", "--all-features", "--format-version", "1"]);
@@ -57,7 +57,7 @@ fn newer_than(ours: &str, metadata: &Value) -> Vec<String> {
     newer
 }
 
-/// Compiles all but the C++ with Rust `version`, if it is installed.
+/// Compiles everything except the C++ with Rust `version`, if it is installed.
 fn compile(version: &str) -> Result<()> {
     let Some(toolchain) = installed(version) else {
         println!(
@@ -68,12 +68,12 @@ fn compile(version: &str) -> Result<()> {
     let mut check = Command::new("rustup");
     check.args(["run", &toolchain, "cargo", "check", "--locked", "--workspace", "--all-targets"]);
     check.args(["--features", "doc-only"]).current_dir(workspace::root());
-    // Without the path of the newer cargo that runs us, which cargo would hand down.
+    // Without the path of the newer cargo that runs xtask, which cargo would otherwise inherit.
     check.env_remove("CARGO").env_remove("RUSTC").env("CARGO_TARGET_DIR", target());
     process::run(&mut check)
 }
 
-/// A folder of its own: the same outputs for two compilers would be built again each time.
+/// The folder of the outputs. If two compilers shared one, every run would build everything again.
 fn target() -> PathBuf {
     workspace::target().join("msrv")
 }

@@ -1,4 +1,4 @@
-//! The tests again, on simulated GPUs.
+//! Runs the tests again on simulated GPUs.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::process::run as show;
 use crate::simulation::{self, Simulation};
 use crate::workspace::{self, Workspace};
 
-/// Tests that touch no device, or for which a program must be alone with the CPU: its memory, its files, its signals.
+/// Tests that use no device, or that measure a process on the CPU: its memory, its files, its signals.
 const CPU_ONLY: [&str; 10] = [
     "abi",
     "checkpoint_save",
@@ -24,8 +24,8 @@ const CPU_ONLY: [&str; 10] = [
     "threads",
 ];
 
-/// Those whose answers travel from a device: they run with copies that arrive at once, and that arrive only when the
-/// host waits.
+/// The tests that depend on copies from a device run with copies that arrive immediately, and with copies that arrive
+/// only when the host synchronizes.
 const LAGS: [&str; 2] = ["0", "never"];
 const WITH_EVERY_LAG: [&str; 2] = ["optim", "scaler"];
 const ABOUT_LAGS: [&str; 5] = ["--test", "simulated", "--", "controls::", "skips::"];
@@ -62,7 +62,7 @@ fn cargo_test<'a>(
         tests.args(["--test", name]);
     }
     simulation.apply(&mut tests);
-    // What runs on the CPU has run there, or will.
+    // The full number of programs runs on the CPU.
     tests.env("TCH_AMP_PROGRAMS", "400").env("TCH_AMP_OPTIM_PROGRAMS", "300");
     tests.env("TCH_AMP_REQUIRE_CUDA", "1").env("TCH_AMP_REQUIRE_SIMULATION", "1");
     tests

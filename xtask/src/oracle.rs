@@ -1,4 +1,4 @@
-//! The Python whose torch the tests compare with.
+//! The Python whose torch is the reference of the tests.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -7,8 +7,7 @@ use std::process::Command;
 use crate::process;
 use crate::versions::without_build;
 
-/// A Python with torch of `version`: the one that owns the libtorch in `root`, or the user's choice,
-/// or the installed one.
+/// A Python with torch of `version`: the one that owns the libtorch in `root`, the user's choice, or the installed one.
 pub(crate) fn find(root: &Path, version: &str) -> Option<PathBuf> {
     let named = env::var_os("TCH_AMP_PYTHON").map(PathBuf::from);
     let others = named.into_iter().chain([PathBuf::from("python3")]);
@@ -16,7 +15,7 @@ pub(crate) fn find(root: &Path, version: &str) -> Option<PathBuf> {
     candidates.find(|python| has_torch(python, version))
 }
 
-/// Where the Python is if `root` is `<prefix>/lib/pythonX.Y/site-packages/torch`.
+/// The possible paths of the Python if `root` is `<prefix>/lib/pythonX.Y/site-packages/torch`.
 fn owners(root: &Path) -> Vec<PathBuf> {
     let mut above = root.ancestors().skip(1);
     let site = above.next().and_then(Path::file_name);

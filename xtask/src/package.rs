@@ -1,4 +1,4 @@
-//! The package: what is in it, and that it builds and documents itself without the repository around it.
+//! The package: its contents, and that it builds and documents itself outside of the repository.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ pub(crate) fn rewrite_list(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// Fails where the package's files are not those of the list, or one has no place there.
+/// Fails if the package's files differ from the list, or if one must not be in the package.
 pub(crate) fn check_contents() -> Result<()> {
     let listed = fs::read_to_string(workspace::root().join(LIST))
         .with_context(|| format!("{LIST} is missing: {REFRESH}"))?;
@@ -46,10 +46,10 @@ pub(crate) fn check_contents() -> Result<()> {
     Ok(())
 }
 
-/// Packs the crate, and checks and documents what was packed, without libtorch and the C++, as docs.rs does, and with the
+/// Packs the crate, and checks and documents the package, without libtorch and the C++ like docs.rs, and with the
 /// oldest dependencies.
 ///
-/// The C++ is not compiled again, which takes minutes: the files of `csrc/` are those that every other build compiles.
+/// The C++, which takes minutes, is not compiled again: every other build compiles the same files of `csrc/`.
 pub(crate) fn check_builds() -> Result<()> {
     let unpacked = packed()?;
     minimal::apply(&unpacked)?;
@@ -57,7 +57,7 @@ pub(crate) fn check_builds() -> Result<()> {
     process::run(doc_only(&unpacked, "doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
 }
 
-/// Packs the crate and unpacks it elsewhere.
+/// Packs the crate and unpacks it in another folder.
 pub(crate) fn packed() -> Result<PathBuf> {
     let mut package = process::cargo();
     package.args([
@@ -73,12 +73,12 @@ pub(crate) fn packed() -> Result<PathBuf> {
     unpack(&workspace::target())
 }
 
-/// What cargo would pack, sorted. Files that git does not know yet are part of it.
+/// The files that cargo would pack, sorted. New files that were not added to git are included.
 fn files() -> Result<Vec<String>> {
     let mut list = process::cargo();
     list.args(["package", "--package", NAME, "--list", "--allow-dirty", "--offline"]);
     let printed = process::read(list.current_dir(workspace::root()))?;
-    // Without a git repository cargo leaves this one out.
+    // Without a git repository, cargo leaves this file out.
     let files = printed.lines().filter(|file| *file != ".cargo_vcs_info.json");
     let mut files: Vec<_> = files.map(str::to_owned).collect();
     files.sort();
@@ -89,13 +89,13 @@ fn lines(files: &[String]) -> String {
     files.iter().map(|file| format!("{file}\n")).collect()
 }
 
-/// Whether a file is one of the tests or the programs that they compare with.
+/// Whether a file is a test or an oracle.
 fn is_of_tests(file: &str) -> bool {
     let mut parts = file.split('/');
     parts.any(|part| ["tests", "tests.rs", "oracle"].contains(&part)) || file.ends_with(".py")
 }
 
-/// What is in one list and not in the other.
+/// The differences between the lists.
 fn changes(listed: &str, found: &str) -> Vec<String> {
     let lacks = |list: &str, file: &str| !list.lines().any(|line| line == file);
     let new = found.lines().filter(|file| lacks(listed, file)).map(|file| format!("{file} is new"));
@@ -116,7 +116,7 @@ fn unpack(target: &Path) -> Result<PathBuf> {
     let mut tar = Command::new("tar");
     process::run(tar.arg("-xzf").arg(archive).arg("-C").arg(&folder))?;
     let unpacked = folder.join(name);
-    // It lies in the folder of another workspace, and is no part of that.
+    // The package is in the folder of another workspace, but is not part of it.
     let manifest = unpacked.join("Cargo.toml");
     let text = fs::read_to_string(&manifest).context("the package has no Cargo.toml")?;
     fs::write(manifest, format!("{text}\n[workspace]\n"))?;
@@ -136,7 +136,7 @@ fn version() -> Result<String> {
     Ok(version.with_context(|| format!("the workspace has no {NAME}"))?.to_owned())
 }
 
-/// `cargo <command>` in `dir`, without libtorch. What it builds has a folder of its own, because the feature changes tch.
+/// `cargo <command>` in `dir`, without libtorch. It has an output folder of its own, because the feature changes tch.
 fn doc_only(dir: &Path, command: &str) -> Command {
     let mut cargo = process::cargo();
     cargo.args([command, "--locked", "--features", "doc-only"]).current_dir(dir);

@@ -1,4 +1,4 @@
-//! Other programs, with errors that say what was run.
+//! Runs other programs, with errors that contain the command.
 
 use std::env;
 use std::io::ErrorKind;
@@ -7,29 +7,29 @@ use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 
 use anyhow::{Result, anyhow, bail, ensure};
 
-/// The cargo that runs us.
+/// The cargo that runs xtask.
 pub(crate) fn cargo() -> Command {
     Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
 }
 
-/// Runs `command` and shows what it prints.
+/// Runs `command` and shows its output.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let status = command.status().map_err(|error| not_started(command, &error))?;
     check(command, status)
 }
 
-/// Starts `command`, which shows what it prints.
+/// Starts `command` and shows its output.
 pub(crate) fn start(command: &mut Command) -> Result<Child> {
     command.spawn().map_err(|error| not_started(command, &error))
 }
 
-/// Fails where `command` has ended with another status than success.
+/// Fails if `command` has not ended with success.
 pub(crate) fn check(command: &Command, status: ExitStatus) -> Result<()> {
     ensure!(status.success(), "`{}` failed ({status})", line(command));
     Ok(())
 }
 
-/// Runs `command`, shows what it prints, and ends as it does. A signal that ended it is an error.
+/// Runs `command`, shows its output, and returns its exit code. A signal that ended it is an error.
 pub(crate) fn exit_code(command: &mut Command) -> Result<ExitCode> {
     let status = command.status().map_err(|error| not_started(command, &error))?;
     match status.code().and_then(|code| u8::try_from(code).ok()) {
@@ -38,7 +38,7 @@ pub(crate) fn exit_code(command: &mut Command) -> Result<ExitCode> {
     }
 }
 
-/// Runs `command` in silence and returns what it printed.
+/// Runs `command` silently and returns its output.
 pub(crate) fn read(command: &mut Command) -> Result<String> {
     let output =
         command.stdin(Stdio::null()).output().map_err(|error| not_started(command, &error))?;
@@ -49,7 +49,7 @@ pub(crate) fn read(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// Runs `command`, shows its errors and progress, and returns what it printed.
+/// Runs `command`, shows its errors and progress, and returns its output.
 pub(crate) fn read_showing_errors(command: &mut Command) -> Result<String> {
     let child = command.stdout(Stdio::piped()).spawn();
     let output = child
@@ -59,7 +59,7 @@ pub(crate) fn read_showing_errors(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The first line that `command` prints, or `None` where it cannot run.
+/// The first line of output of `command`, or `None` if it cannot run.
 pub(crate) fn first_line(command: &mut Command) -> Option<String> {
     let printed = read(command).ok()?;
     printed.lines().next().map(str::to_owned)
@@ -73,7 +73,7 @@ fn not_started(command: &Command, error: &std::io::Error) -> anyhow::Error {
     }
 }
 
-/// The command as one would type it: without the program's folder, and long arguments are cut.
+/// The command as a user would type it: without the folder of the program, and with long arguments cut.
 fn line(command: &Command) -> String {
     let program = command.get_program();
     let program = Path::new(program).file_name().unwrap_or(program);

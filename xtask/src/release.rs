@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 
 type Parse = fn(&str) -> Option<String>;
 
-/// The version that the files of a libtorch name.
+/// The version that the files of a libtorch state.
 pub(crate) fn of(root: &Path) -> Result<String> {
     let files: [(&str, Parse); 4] = [
         ("build-version", |text| Some(text.trim().to_owned())),

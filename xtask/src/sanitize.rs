@@ -1,4 +1,4 @@
-//! `cargo xtask sanitize`: the C++ with AddressSanitizer and UndefinedBehaviorSanitizer, under the tests.
+//! `cargo xtask sanitize`: runs tests with the C++ under AddressSanitizer and UndefinedBehaviorSanitizer.
 
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
@@ -12,10 +12,10 @@ use crate::args::Args;
 use crate::process;
 use crate::workspace::{self, Workspace};
 
-/// Tests that pass raw pointers to the shim, and take no Python.
+/// Tests that pass raw pointers to the shim, and need no Python.
 const TESTS: [&str; 4] = ["--lib", "--test=tensors", "--test=optim", "--test=scaler"];
 
-/// What the planted faults of `src/ffi/tests/sanitized.rs` have to be called.
+/// The reports that the planted faults of `src/ffi/tests/sanitized.rs` must cause.
 const PLANTED: [(&str, &str); 4] = [
     ("writes_behind_memory", "heap-buffer-overflow"),
     ("writes_to_freed_memory", "heap-use-after-free"),
@@ -34,7 +34,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     check(&workspace, true, &others)
 }
 
-/// The part for every run of the tests.
+/// The part that every run of the tests includes.
 pub(crate) fn sanitize(workspace: &Workspace) -> Result<()> {
     if !cfg!(target_os = "linux") {
         eprintln!("WARNING: the sanitizers are SKIPPED: they are set up for Linux only");
@@ -44,7 +44,7 @@ pub(crate) fn sanitize(workspace: &Workspace) -> Result<()> {
     check(workspace, leaks, &TESTS.map(String::from))
 }
 
-/// Compiles the C++ with clang++, too, and takes no warning: the builds are g++'s where nobody chose another compiler.
+/// Compiles the C++ with clang++ as well, with warnings as errors. Builds use g++ unless another compiler is set.
 pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
     let version = Command::new("clang++").arg("--version").stdout(Stdio::null()).status();
     if !version.is_ok_and(|status| status.success()) {
@@ -79,7 +79,7 @@ pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
     done
 }
 
-/// Parses ATen.h once for all sources.
+/// Precompiles ATen.h once for all sources.
 fn precompile(include: &Path) -> Result<PathBuf> {
     let folder = workspace::target();
     fs::create_dir_all(&folder).with_context(|| format!("{} cannot be made", folder.display()))?;
@@ -98,8 +98,8 @@ fn clang(include: &Path) -> Command {
     command
 }
 
-/// Each sanitizer finds what it is there for. Returns whether leaks can be looked for: that stops the program's threads
-/// as a debugger does, which some containers forbid.
+/// Checks that each sanitizer finds its planted fault. Returns whether leaks can be detected, for which the threads of
+/// the program are stopped as by a debugger; some containers forbid that.
 fn planted(workspace: &Workspace) -> Result<bool> {
     let mut leaks = true;
     for (test, finding) in PLANTED {
@@ -128,12 +128,12 @@ fn check(workspace: &Workspace, leaks: bool, tests: &[String]) -> Result<()> {
     process::run(cargo(workspace, leaks)?.args(tests))
 }
 
-/// `cargo test` with the C++ under sanitizers. Libtorch itself, which is built without them, is left alone by the options.
+/// `cargo test` with the C++ under sanitizers. The options exclude libtorch itself, which is built without them.
 fn cargo(workspace: &Workspace, leaks: bool) -> Result<Command> {
     let mut cargo = workspace.cargo("test");
     let leaks = u8::from(leaks);
     let options = format!("detect_leaks={leaks}:detect_odr_violation=0:alloc_dealloc_mismatch=0");
-    // Only what is run, and neither cargo nor a compiler, which the library would slow down.
+    // Only for the tests, not for cargo and compilers, which the libraries would slow down.
     let runner = format!(
         "env LD_PRELOAD={}:{} ASAN_OPTIONS={options} UBSAN_OPTIONS=print_stacktrace=1",
         library("libasan.so")?.display(),
@@ -141,12 +141,12 @@ fn cargo(workspace: &Workspace, leaks: bool) -> Result<Command> {
     );
     let target = format!("{}_UNKNOWN_LINUX_GNU", env::consts::ARCH.to_uppercase());
     cargo.env(format!("CARGO_TARGET_{target}_RUNNER"), runner).env("TCH_AMP_SANITIZE", "1");
-    // A Python that a test starts would be looked at, too.
+    // A Python that a test starts would be sanitized, too.
     cargo.env_remove("TCH_AMP_PYTHON").env_remove("TCH_AMP_REQUIRE_PYTHON");
     Ok(cargo)
 }
 
-/// Where the compiler has a library.
+/// The path of a library of the compiler.
 fn library(name: &str) -> Result<PathBuf> {
     let mut compiler = Command::new(env::var_os("CXX").unwrap_or_else(|| "c++".into()));
     let path = process::read(compiler.arg(format!("-print-file-name={name}")))?;

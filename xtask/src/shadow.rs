@@ -1,5 +1,5 @@
-//! A second workspace with the same files and another Cargo.lock, so that another tch can be built
-//! without touching the repository's own lock.
+//! A second workspace with the same files and another Cargo.lock, so that another tch can be built without changing the
+//! lock of the repository.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -11,7 +11,7 @@ use crate::args::Args;
 use crate::versions::{PAIRS, Pair};
 use crate::{process, workspace};
 
-/// Makes or refreshes the shadow for `pair` below `target`, with its committed lock.
+/// Creates or refreshes the shadow for `pair` below `target`, with its committed lock.
 pub(crate) fn make(target: &Path, pair: Pair) -> Result<PathBuf> {
     let dir = mirror(target, pair)?;
     let committed = committed_lock(pair);
@@ -31,7 +31,7 @@ pub(crate) fn rewrite_locks(args: Args) -> Result<()> {
         let lock = dir.join("Cargo.lock");
         fs::copy(root.join("Cargo.lock"), &lock).context("Cargo.lock cannot be copied")?;
         let version = format!("{}.0", pair.tch);
-        // tch asks for exactly its own torch-sys, which so changes with it.
+        // tch requires exactly its own torch-sys, which therefore changes with it.
         let mut update = process::cargo();
         update.args(["update", "--package", "tch", "--precise", &version]).current_dir(&dir);
         process::run(&mut update)?;
@@ -43,7 +43,7 @@ pub(crate) fn rewrite_locks(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// The lock of `pair` in the repository.
+/// The path of the lock of `pair` in the repository.
 pub(crate) fn committed_lock(pair: Pair) -> PathBuf {
     workspace::root().join(format!("xtask/lock/tch-{}.lock", pair.tch))
 }
@@ -52,7 +52,7 @@ fn refresh(lock: &Path, fault: &str) -> String {
     format!("{} {fault}: run `cargo xtask lock` and commit it", lock.display())
 }
 
-/// A folder with a link to everything at the root of the repository but its lock and its outputs.
+/// A folder with links to everything at the root of the repository except its lock and its outputs.
 fn mirror(target: &Path, pair: Pair) -> Result<PathBuf> {
     let dir = target.join(format!("tch-{}", pair.tch));
     fs::create_dir_all(&dir).with_context(|| format!("{} cannot be made", dir.display()))?;
@@ -73,7 +73,7 @@ fn mirror(target: &Path, pair: Pair) -> Result<PathBuf> {
     Ok(dir)
 }
 
-/// Links to `original` unless that is so already: a build may be reading through the link.
+/// Links to `original`, unless the link exists: a build may be reading through it.
 fn link(original: &Path, link: &Path) -> Result<()> {
     if fs::read_link(link).is_ok_and(|target| target == original) {
         return Ok(());
@@ -84,14 +84,14 @@ fn link(original: &Path, link: &Path) -> Result<()> {
     symlink(original, link).with_context(|| format!("{} cannot be linked", link.display()))
 }
 
-/// Fails where cargo would have to change the lock in `dir`.
+/// Fails if cargo would have to change the lock in `dir`.
 fn check_lock(dir: &Path) -> Result<()> {
     let mut metadata = process::cargo();
     metadata.args(["metadata", "--locked", "--format-version", "1"]).current_dir(dir);
     process::read(&mut metadata).map(drop)
 }
 
-/// Leaves the file, and so its time, alone where nothing changes.
+/// Writes the file only if its content changes, which preserves its time.
 fn write_if_changed(path: &Path, text: &str) -> Result<()> {
     if fs::read_to_string(path).is_ok_and(|old| old == text) {
         return Ok(());

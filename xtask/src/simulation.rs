@@ -1,4 +1,4 @@
-//! The simulated GPUs: `tests/simulated_cuda/` built into a library that takes the place of libtorch_cuda.
+//! The simulated GPUs: builds `tests/simulated_cuda/` as a library that replaces libtorch_cuda.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -13,12 +13,12 @@ use crate::libtorch::Libtorch;
 use crate::workspace::{self, Workspace};
 use crate::{cache, process, tools};
 
-/// Where the sources are, from the root of the repository.
+/// The path of the sources, relative to the root of the repository.
 pub(crate) const SOURCES: &str = "tests/simulated_cuda";
 
 const LIBRARY: &str = "libtorch_cuda.so";
 
-/// What decides how the sources compile, besides the headers of libtorch.
+/// The options that determine how the sources compile, besides the headers of libtorch.
 const FLAGS: [&str; 8] =
     ["-std=c++20", "-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-D_GLIBCXX_USE_CXX11_ABI=1", "-c"];
 
@@ -29,7 +29,7 @@ pub(crate) struct Simulation {
 }
 
 impl Simulation {
-    /// Builds the library for the libtorch of a workspace unless that was done before.
+    /// Builds the library for the libtorch of a workspace, unless that was done before.
     pub(crate) fn provide(workspace: &Workspace) -> Result<Self> {
         let libtorch = &workspace.libtorch;
         check_possible(libtorch)?;
@@ -48,16 +48,17 @@ impl Simulation {
         Ok(simulation)
     }
 
-    /// Has `command`, and what it starts, find the simulated GPUs in the place of real ones.
+    /// Makes `command` and the processes that it starts use the simulated GPUs instead of real ones.
     pub(crate) fn apply(&self, command: &mut Command) {
         let mut folders = vec![self.folder.clone()];
         folders.extend(env::split_paths(&env::var_os("LD_LIBRARY_PATH").unwrap_or_default()));
-        // A path that holds a colon cannot be written; the folder of a build holds none, or cargo would not run.
+        // A path that contains a colon cannot be in the list. A build folder never contains one, or cargo would not
+        // run.
         let joined = env::join_paths(folders).unwrap_or_else(|_| self.folder.clone().into());
         command.env("LD_LIBRARY_PATH", joined);
     }
 
-    /// Compiles what has changed, and links.
+    /// Compiles the sources that have changed, and links.
     fn build(&self, libtorch: &Libtorch) -> Result<()> {
         self.list_operators(libtorch)?;
         let mut objects = Vec::new();
@@ -83,7 +84,7 @@ impl Simulation {
         if env::var_os("CI").is_some() {
             compiler.arg("-Werror");
         }
-        // System headers: their warnings are not ours.
+        // As system headers, whose warnings are suppressed.
         for include in ["include", "include/torch/csrc/api/include"] {
             compiler.arg("-isystem").arg(libtorch.root.join(include));
         }
@@ -99,7 +100,7 @@ impl Simulation {
         process::run(script.arg(functions_of(libtorch)).arg(self.folder.join("operators.inc")))
     }
 
-    /// Where the object of a source is, under a name that changes with all that it depends on.
+    /// The path of a source's object, with a name that changes with everything that it depends on.
     fn object(&self, source: &Path, libtorch: &Libtorch) -> Result<PathBuf> {
         let mut parts = sources(".h")?;
         parts.push(self.folder.join("operators.inc"));
@@ -109,13 +110,13 @@ impl Simulation {
     }
 }
 
-/// The list of PyTorch's operators, which lies beside torch in the wheel.
+/// The list of PyTorch's operators, which the wheel contains beside torch.
 fn functions_of(libtorch: &Libtorch) -> PathBuf {
     let site = libtorch.root.parent().unwrap_or(&libtorch.root);
     site.join("torchgen/packaged/ATen/native/native_functions.yaml")
 }
 
-/// Fails, with the reason, where there cannot be simulated GPUs.
+/// Fails with the reason if GPUs cannot be simulated.
 pub(crate) fn check_possible(libtorch: &Libtorch) -> Result<()> {
     ensure!(cfg!(target_os = "linux"), "GPUs are simulated on Linux only");
     ensure!(
@@ -133,7 +134,7 @@ pub(crate) fn check_possible(libtorch: &Libtorch) -> Result<()> {
     Ok(())
 }
 
-/// Changes with the files, the compiler and the libtorch.
+/// A hash of the files, the compiler and the libtorch.
 fn stamp(files: &[PathBuf], libtorch: &Libtorch) -> Result<String> {
     let mut hasher = DefaultHasher::new();
     for file in files {
@@ -144,7 +145,7 @@ fn stamp(files: &[PathBuf], libtorch: &Libtorch) -> Result<String> {
     Ok(format!("{:016x}", hasher.finish()))
 }
 
-/// The files of the simulation whose names have this end, in order.
+/// The files of the simulation whose names end with `end`, sorted.
 fn sources(end: &str) -> Result<Vec<PathBuf>> {
     let folder = workspace::root().join(SOURCES);
     let entries =
@@ -160,7 +161,7 @@ fn sources(end: &str) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The C++ compiler, with the options that CXX may hold.
+/// The C++ compiler, with the options that CXX may contain.
 fn cxx() -> Command {
     let words = env::var("CXX").unwrap_or_else(|_| "c++".into());
     let mut words = words.split_whitespace().map(OsString::from);
@@ -169,7 +170,7 @@ fn cxx() -> Command {
     command
 }
 
-/// Runs the commands, as many at once as there are cores.
+/// Runs the commands in parallel, as many at once as there are cores.
 fn run_together(commands: Vec<Command>) -> Result<()> {
     let at_once = thread::available_parallelism().map_or(1, usize::from);
     let mut running: VecDeque<(Command, Child)> = VecDeque::new();

@@ -4,16 +4,16 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-/// Prints a heading for each step, with the time that the one before took.
+/// Prints a heading for each step, with the time that the previous step took.
 ///
-/// The last step has no line after it, so that a run ends with that step's own output.
+/// Nothing is printed after the last step, so a run ends with the output of that step.
 #[derive(Debug, Default)]
 pub(crate) struct Steps {
     current: Option<(String, Instant)>,
 }
 
 impl Steps {
-    /// Runs one step. Its error names it.
+    /// Runs one step and adds its name to errors.
     pub(crate) fn run<T>(&mut self, name: &str, step: impl FnOnce() -> Result<T>) -> Result<T> {
         match self.current.replace((name.to_owned(), Instant::now())) {
             Some((before, start)) => {

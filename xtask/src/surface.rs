@@ -1,5 +1,5 @@
-//! The public surface: every item, field and method of the documentation, compared with a committed list, so that no
-//! change of it goes unseen.
+//! The public API: every item, field and method of the documentation, compared with a committed list, so that no change
+//! is overlooked.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use crate::args::Args;
 use crate::workspace::Workspace;
 use crate::{process, workspace};
 
-/// The committed list. Its first line is the version of rustdoc whose wording it has.
+/// The committed list. Its first line is the version of rustdoc that wrote its text.
 const LIST: &str = "xtask/surface.txt";
 
 const REFRESH: &str =
@@ -26,7 +26,7 @@ pub(crate) fn rewrite_list(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// Makes the documentation, with every warning an error, and compares its items with the list.
+/// Builds the documentation, with warnings as errors, and compares its items with the list.
 pub(crate) fn check(workspace: &Workspace) -> Result<()> {
     document(workspace)?;
     let known = fs::read_to_string(workspace::root().join(LIST))
@@ -49,7 +49,7 @@ pub(crate) fn check(workspace: &Workspace) -> Result<()> {
 }
 
 fn document(workspace: &Workspace) -> Result<()> {
-    // Pages of items that are gone would stay.
+    // Pages of items that no longer exist would remain.
     let pages = workspace::target().join("doc/tch_amp");
     if pages.exists() {
         fs::remove_dir_all(&pages)
@@ -58,7 +58,7 @@ fn document(workspace: &Workspace) -> Result<()> {
     process::run(workspace.cargo("doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
 }
 
-/// The version of rustdoc, and the items, sorted.
+/// The version of rustdoc, followed by the sorted items.
 fn listed() -> Result<String> {
     let version = process::read(std::process::Command::new("rustdoc").arg("--version"))?;
     let root = workspace::target().join("doc/tch_amp");
@@ -91,8 +91,8 @@ fn pages(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The declaration of a page's item, and the headers of its methods and implementations, without those that the compiler
-/// or the standard library provides for every type.
+/// The declaration of a page's item, and the headers of its methods and implementations, except for those that the
+/// compiler or the standard library provides for every type.
 fn items(html: &str) -> Vec<String> {
     let own = ["id=\"synthetic-implementations\"", "id=\"blanket-implementations\""];
     let end = own.iter().filter_map(|id| html.find(id)).min().unwrap_or(html.len());
@@ -107,12 +107,12 @@ fn items(html: &str) -> Vec<String> {
     declared.chain(headers).collect()
 }
 
-/// The texts between the marks.
+/// The texts between two markers.
 fn between(html: &str, start: &str, end: &str) -> impl Iterator<Item = String> {
     html.split(start).skip(1).filter_map(move |rest| rest.split(end).next()).map(text)
 }
 
-/// HTML without its tags, on one line.
+/// The text of HTML without its tags, on one line.
 fn text(html: &str) -> String {
     let mut text = String::new();
     let mut in_tag = false;

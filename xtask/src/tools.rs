@@ -11,10 +11,10 @@ use crate::process;
 use crate::venv::Venv;
 use crate::{simulation, workspace};
 
-/// Releases of clang-format differ in how they format, so one is fixed.
+/// The format depends on the release of clang-format, so one release is fixed.
 const CLANG_FORMAT: &str = "20.1.8";
 
-/// The C++ compiler that the `cc` crate takes, and its version.
+/// The C++ compiler that the `cc` crate uses, and its version.
 pub(crate) fn cxx() -> Result<String> {
     let compiler = env::var("CXX").unwrap_or_else(|_| "c++".into());
     let mut words = compiler.split_whitespace();
@@ -35,12 +35,12 @@ pub(crate) fn format(args: Args) -> Result<()> {
     clang_format(&["-i"])
 }
 
-/// Fails where a Rust file is not formatted.
+/// Fails if a Rust file is not formatted.
 pub(crate) fn check_rust_format() -> Result<()> {
     rustfmt(&["--check"]).context("run `cargo xtask fmt`")
 }
 
-/// Fails where a C++ file is not formatted.
+/// Fails if a C++ file is not formatted.
 pub(crate) fn check_cxx_format() -> Result<()> {
     clang_format(&["--dry-run", "-Werror"]).context("run `cargo xtask fmt`")
 }
@@ -75,7 +75,7 @@ fn cxx_files() -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The installed clang-format if it is of the fixed release, else that release from PyPI.
+/// The installed clang-format if it is the fixed release; otherwise that release from PyPI.
 fn clang_format_program() -> Result<PathBuf> {
     let installed = process::first_line(Command::new("clang-format").arg("--version"));
     if installed.is_some_and(|version| version.contains(CLANG_FORMAT)) {

@@ -1,4 +1,4 @@
-//! Python environments in the user's cache folder, made once and shared by all clones.
+//! Python environments in the user's cache folder, created once and shared by all clones.
 
 use std::fs;
 use std::path::PathBuf;
@@ -9,18 +9,18 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::versions::without_build;
 use crate::{cache, process};
 
-/// One environment, which holds one package of one version.
+/// An environment with one package of one version.
 #[derive(Clone, Debug)]
 pub(crate) struct Venv {
     pub(crate) dir: PathBuf,
     package: &'static str,
     version: String,
-    /// GB that making it takes, downloads included.
+    /// The GB that creating it takes, including downloads.
     size: u64,
 }
 
 impl Venv {
-    /// The environment with PyTorch, and so libtorch, of `version`.
+    /// The environment with PyTorch, and therefore libtorch, of `version`.
     pub(crate) fn torch(version: &str) -> Result<Self> {
         Self::new("torch", version, 8)
     }
@@ -35,7 +35,7 @@ impl Venv {
         Ok(Self { dir, package, version: version.to_owned(), size })
     }
 
-    /// One of the environment's programs.
+    /// The path of a program in the environment.
     pub(crate) fn program(&self, name: &str) -> PathBuf {
         self.dir.join("bin").join(name)
     }
@@ -49,7 +49,7 @@ impl Venv {
         packages.next().with_context(|| format!("{} has no {}", libs.display(), self.package))
     }
 
-    /// Makes the environment unless it is there. Two runs at once make it once.
+    /// Creates the environment unless it exists. Two concurrent runs create it once.
     pub(crate) fn ensure(&self) -> Result<()> {
         if self.is_ready() {
             return Ok(());
@@ -67,17 +67,17 @@ impl Venv {
         fs::write(self.marker(), "").context("the cache folder cannot be written")
     }
 
-    /// Tells whether the environment is complete. Its Python may have gone since, with an upgrade.
+    /// Whether the environment is complete. Its Python may have been removed since, by an upgrade.
     pub(crate) fn is_ready(&self) -> bool {
         self.marker().exists() && process::read(self.python().args(["-c", ""])).is_ok()
     }
 
-    /// Tells whether the environment is complete or, slower, only lacks the mark that says so.
+    /// Whether the environment is complete, or, which takes longer to check, lacks only the marker.
     pub(crate) fn is_usable(&self) -> bool {
         self.is_ready() || self.holds_package()
     }
 
-    /// Fails, saying what to install, where the environment cannot be made.
+    /// Fails if the environment cannot be created, and states what to install.
     pub(crate) fn check_can_be_made(&self) -> Result<()> {
         self.check_python()?;
         let free = cache::free_gb(&self.dir)?;
@@ -123,7 +123,7 @@ impl Venv {
     }
 
     fn install(&self) -> Result<()> {
-        // Beside the environment: /tmp is often in memory, and too small for the wheels.
+        // Beside the environment, because /tmp is often in memory and too small for the wheels.
         let downloads = self.dir.join("downloads");
         fs::create_dir(&downloads).context("the cache folder cannot be written")?;
         let requirement = format!("{}=={}", self.package, self.version);
@@ -141,7 +141,7 @@ impl Venv {
         fs::remove_dir_all(&downloads).context("the downloads cannot be removed")
     }
 
-    /// Tells whether the package loads and has the version.
+    /// Whether the package can be imported and has the version.
     fn holds_package(&self) -> bool {
         let code = format!(
             "import {0}, importlib.metadata as m; print(m.version('{1}'))",

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, anyhow};
 
-/// A supported version of tch and torch-sys, and the libtorch that it is made for.
+/// A supported version of tch and torch-sys, and the libtorch for which it is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Pair {
     pub(crate) tch: &'static str,
@@ -26,7 +26,7 @@ impl Pair {
         })
     }
 
-    /// The pair that the repository's own Cargo.lock holds.
+    /// The pair in the repository's Cargo.lock.
     pub(crate) fn locked(root: &Path) -> Result<Self> {
         let path = root.join("Cargo.lock");
         let lock = fs::read_to_string(&path)
@@ -43,7 +43,7 @@ pub(crate) fn locked<'a>(lock: &'a str, package: &str) -> Option<&'a str> {
     lines.nth(1)?.strip_prefix("version = \"")?.strip_suffix('"')
 }
 
-/// `0.24` of `0.24.1`.
+/// The minor version: `0.24` for `0.24.1`.
 fn minor(version: &str) -> &str {
     match version.match_indices('.').nth(1) {
         Some((end, _)) => &version[..end],
@@ -51,12 +51,12 @@ fn minor(version: &str) -> &str {
     }
 }
 
-/// The version without what follows `+`, which names the build: `2.13.0` of `2.13.0+cu130`.
+/// The version without the build after `+`: `2.13.0` for `2.13.0+cu130`.
 pub(crate) fn without_build(version: &str) -> &str {
     version.split_once('+').map_or(version, |(release, _)| release)
 }
 
-/// The numbers of a version, for comparison: a missing one is 0.
+/// The numbers of a version, for comparison. A missing number is 0.
 pub(crate) fn numbers(version: &str) -> [u32; 3] {
     let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
     [(); 3].map(|()| parts.next().unwrap_or(0))

@@ -1,4 +1,4 @@
-//! A place to build in: the repository, or its shadow with another tch, and the libtorch for it.
+//! A folder to build in: the repository, or its shadow with another tch, and the libtorch for it.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -10,18 +10,18 @@ use crate::libtorch::{self, Libtorch};
 use crate::versions::Pair;
 use crate::{process, shadow, tools};
 
-/// Everything a build needs.
+/// Everything that a build needs.
 #[derive(Debug)]
 pub(crate) struct Workspace {
     pub(crate) dir: PathBuf,
     pub(crate) pair: Pair,
     pub(crate) libtorch: Libtorch,
-    /// Where a shadow keeps what it builds.
+    /// The output folder of a shadow.
     target: Option<PathBuf>,
 }
 
 impl Workspace {
-    /// The workspace for `pair`, or for what Cargo.lock holds, with everything that a build needs.
+    /// The workspace for `pair`, or for the versions in Cargo.lock, with everything that a build needs.
     pub(crate) fn new(pair: Option<Pair>) -> Result<Self> {
         let root = root();
         let locked = Pair::locked(&root)?;
@@ -35,7 +35,7 @@ impl Workspace {
         Ok(Self { target: Some(dir.join("target")), dir, pair, libtorch })
     }
 
-    /// Like [`Workspace::new`], and says which libtorch it is.
+    /// Like [`Workspace::new`], and prints which libtorch it uses.
     pub(crate) fn announced(pair: Option<Pair>) -> Result<Self> {
         let workspace = Self::new(pair)?;
         let Libtorch { root, version, rule, .. } = &workspace.libtorch;
@@ -51,8 +51,8 @@ impl Workspace {
         cargo
     }
 
-    /// Any program with this workspace's libtorch and Python, in the current folder; in that of the shadow where the
-    /// workspace is one, since the current folder builds with another tch.
+    /// Any program with this workspace's libtorch and Python, in the current folder. In a shadow it runs in the
+    /// shadow's folder, since the current folder builds with another tch.
     pub(crate) fn command(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         if self.target.is_some() {
@@ -69,7 +69,7 @@ impl Workspace {
         self.libtorch.apply(command);
         self.apply_python(command);
         if env::var_os("CI").is_some() {
-            // Elsewhere a compiler that nobody here has seen may warn of what it likes.
+            // Only there: an untested compiler may have warnings of its own.
             command.env("TCH_AMP_DENY_WARNINGS", "1");
         }
     }
@@ -86,7 +86,7 @@ impl Workspace {
         }
     }
 
-    /// Says loudly that there is nothing to compare with, where that is so.
+    /// Prints a warning if there is no Python to compare with.
     pub(crate) fn warn_without_python(&self) {
         if self.libtorch.python.is_none() {
             eprintln!(
@@ -104,7 +104,7 @@ pub(crate) fn root() -> PathBuf {
     xtask.parent().unwrap_or(xtask).to_owned()
 }
 
-/// Where cargo builds.
+/// The folder of cargo's outputs.
 pub(crate) fn target() -> PathBuf {
     root().join(env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()))
 }

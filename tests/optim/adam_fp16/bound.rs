@@ -1,14 +1,15 @@
-//! How far two trainings of a number by Adam may be apart that differ in the order of their operations alone.
+//! A bound for the difference between two Adam runs of one number that differ only in the order of their operations.
 
 use super::{BETAS, Case, LR};
 
-/// A number that is followed in f64, beside a bound of how far off a training of it is that rounds.
+/// A number that is followed in f64, together with a bound of the error of a run that rounds.
 ///
-/// To first order in the unit roundoff u, where a constant, a product and a sum are off by at most u of their size: the
-/// first moment of step t is off by at most 3tu of the average of the gradients' magnitudes (`reach`), the root of the
-/// second one by 2tu of itself, and the quotient by 7u more (root, correction, eps, step size, product, division, and
-/// one to spare). An error of the gradients themselves, which weight decay brings, enters either moment by at most the
-/// largest so far (`worst`): one is an average of the gradients, the other's root a norm of them.
+/// To first order in the unit roundoff u, a constant, a product and a sum have an error of at most u times their size.
+/// So the first moment of step t is off by at most 3tu times the average of the gradients' magnitudes (`reach`), the
+/// root of the second moment by 2tu times itself, and the quotient by another 7u (root, correction, eps, step size,
+/// product, division, and one to spare). An error of the gradients themselves, which weight decay causes, changes
+/// either moment by at most the largest such error so far (`worst`): the first moment is an average of the gradients,
+/// and the root of the second is a norm of them.
 #[derive(Clone, Copy, Debug)]
 pub struct Bound {
     case: Case,
@@ -20,7 +21,7 @@ pub struct Bound {
     second: f64,
     worst: f64,
     off: f64,
-    /// What it makes that eps is added to a root which is not corrected.
+    /// The effect of adding eps to a root that is not corrected.
     shift: f64,
 }
 
@@ -50,7 +51,7 @@ impl Bound {
         self.shift += step * self.case.eps * (1.0 / root_correction - 1.0) / root;
     }
 
-    /// Weight decay: a constant and a product are rounded, and beside a gradient the sum.
+    /// Weight decay: a constant and a product are rounded, and, if it is added to the gradient, the sum.
     fn decay(&mut self, gradient: f64) -> f64 {
         let Case { weight_decay, decoupled, .. } = self.case;
         let share = weight_decay * self.value;
@@ -66,8 +67,8 @@ impl Bound {
         gradient + share
     }
 
-    /// By how much two trainings may differ: each by its roundings, and what eps makes. A hundredth is for the terms of
-    /// higher order.
+    /// By how much two runs may differ: the rounding errors of each, and the effect of eps. A hundredth is added for
+    /// terms of higher order.
     pub fn apart(&self) -> f64 {
         1.01 * (2.0 * self.off + self.shift)
     }

@@ -1,4 +1,4 @@
-//! The trainings in Python.
+//! The same training runs in Python.
 
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
@@ -7,7 +7,7 @@ use super::{BETAS, Case, Data, KEYS, LR, SIZES, STEPS, Told};
 use crate::common::bits::{from_hex, hex};
 use crate::common::python::Oracle;
 
-/// What Python is asked to do.
+/// The request to Python.
 fn program(case: Case, data: &Data, order: &str, wide: Kind) -> Value {
     let all = |list: &Vec<Tensor>| list.iter().map(hex).collect::<Vec<_>>();
     json!({
@@ -24,7 +24,7 @@ fn program(case: Case, data: &Data, order: &str, wide: Kind) -> Value {
     })
 }
 
-/// The same trainings in Python, with an order of arithmetic in a width.
+/// The same training runs in Python, with an order of operations and a precision.
 pub fn theirs(oracle: &Oracle, runs: &[(Case, Data)], order: &str, wide: Kind) -> Vec<Vec<Told>> {
     let programs =
         runs.iter().map(|(case, data)| format!("{}\n", program(*case, data, order, wide)));

@@ -1,4 +1,4 @@
-//! Iterations that fail, are given up, or take another way.
+//! Iterations that fail, are abandoned, or combine several optimizers and losses.
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
@@ -23,7 +23,7 @@ fn fp16_gradients_are_taken_where_both_losses_allow_them() {
     assert_eq!(to_f64(&w), [-1.0, -3.0]);
 }
 
-/// An optimizer that fails or panics when it is told to.
+/// An optimizer that fails or panics on request.
 struct Moody {
     inner: Descent,
     fails: bool,
@@ -172,7 +172,7 @@ fn a_checkpoint_carries_all_of_them() {
     drop(scalers.step(&mut opt).unwrap());
     scalers.update().unwrap();
     checkpoint.add_value("scalers.1", &1).unwrap();
-    assert!(checkpoint.add_scalers("scalers", &scalers).is_err(), "the name is taken");
+    assert!(checkpoint.add_scalers("scalers", &scalers).is_err(), "the name is in use");
     assert_eq!(checkpoint.names().count(), 1, "nothing was added");
     let mut checkpoint = Checkpoint::new();
     checkpoint.add_scalers("scalers", &scalers).unwrap();
@@ -192,7 +192,7 @@ fn one_disabled_loss_disables_all() {
     assert_eq!([0, 1].map(|loss| scalers.get_growth_tracker(loss).unwrap()), [0; 2]);
 }
 
-/// Giving up one optimizer ends the iteration of a loss only where no other has a part in it.
+/// Abandoning one optimizer ends the iteration of a loss only if no other optimizer takes part in it.
 #[test]
 fn giving_up_one_of_two_optimizers_leaves_the_iteration_open() {
     let ws = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, Device::Cpu));

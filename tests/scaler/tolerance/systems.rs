@@ -1,13 +1,13 @@
-//! What an iteration makes of the scale in other systems, in plain loops.
+//! How an iteration changes the scale in other systems, as plain loops.
 
 use tch_amp::scaler::GradScalerConfig;
 
-/// A rule of another system: what an iteration makes of the scale.
+/// The rule by which another system changes the scale after an iteration.
 pub trait Reference {
     fn update(&mut self, overflow: bool) -> f64;
 }
 
-/// Megatron-LM's: the hysteresis is restored by growth alone.
+/// Megatron-LM: only growth restores the hysteresis.
 struct Megatron {
     config: GradScalerConfig,
     scale: f64,
@@ -34,7 +34,7 @@ impl Reference for Megatron {
     }
 }
 
-/// DeepSpeed's: the hysteresis stays at one when it is used up, and time is counted from the last overflow.
+/// DeepSpeed: the hysteresis stays at one once it is exhausted, and the interval is counted from the last overflow.
 struct DeepSpeed {
     config: GradScalerConfig,
     scale: f64,
@@ -67,7 +67,7 @@ impl Reference for DeepSpeed {
     }
 }
 
-/// fairseq's, but that a growth forgets the overflows before it.
+/// fairseq, except that a growth resets the count of earlier overflows.
 struct Fairseq {
     config: GradScalerConfig,
     scale: f64,
@@ -110,6 +110,6 @@ pub fn reference(system: &str, config: GradScalerConfig) -> Box<dyn Reference> {
             let (iteration, overflows) = (0, 0);
             Box::new(Fairseq { config, scale, iteration, last_overflow, last_rescale, overflows })
         }
-        other => panic!("{other} is none of the systems"),
+        other => panic!("{other} is not one of the systems"),
     }
 }

@@ -1,4 +1,4 @@
-//! What the doctor says of CUDA.
+//! The doctor's report about CUDA.
 
 use std::path::Path;
 
@@ -6,7 +6,7 @@ use super::say;
 use crate::gpu::{self, Gpu};
 use crate::libtorch::Libtorch;
 
-/// Says what there is of CUDA, and returns the devices that libtorch can use.
+/// Prints what is known about CUDA, and returns the devices that libtorch can use.
 pub(super) fn examine(libtorch: Option<&Libtorch>) -> Vec<Gpu> {
     let has_cuda = libtorch.map(Libtorch::has_cuda);
     match has_cuda {
@@ -37,7 +37,7 @@ fn usable(python: &Path) -> Vec<Gpu> {
     }
 }
 
-/// Without Python's torch only the driver can be asked, and not whether libtorch gets along with it.
+/// Without Python's torch, the devices are the driver's, and whether libtorch can use them is unknown.
 fn listed() {
     match gpu::listed() {
         Some(gpus) => {

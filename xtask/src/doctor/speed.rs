@@ -1,4 +1,4 @@
-//! How fast matrix products are on the CPU, measured by Python's torch, which needs nothing to be compiled.
+//! The speed of matrix products on the CPU, measured with Python's torch, so that nothing has to be compiled.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +9,7 @@ use crate::process;
 #[allow(dead_code, reason = "the crate uses all of it")]
 mod words;
 
-/// Prints a line for each size: the GFLOP/s in f32, bf16 and fp16, or `-` for what would take too long.
+/// Prints a line for each size: the GFLOP/s in f32, bf16 and fp16, or `-` for products that would take too long.
 const PROGRAM: &str = "
 import time, torch
 slow = set()
@@ -34,7 +34,7 @@ for size in (64, 128, 256, 512, 1024):
     print(' '.join(line))
 ";
 
-/// What the measured speeds mean; `None` if Python cannot tell.
+/// The advice that follows from the measured speeds; `None` if Python cannot measure them.
 pub(super) fn advice(python: &Path) -> Option<String> {
     let printed = process::read(Command::new(python).args(["-c", PROGRAM])).ok()?;
     let speeds: Option<Vec<_>> = printed.lines().map(speed).collect();
