@@ -17,7 +17,7 @@ use common::{Python, is_quick, median, nanoseconds};
 use folder::Folder;
 use models::{Batch, Model, NAMES, model};
 use tch::nn::VarStore;
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
@@ -25,6 +25,9 @@ use tch_amp::{Autocast, GradScaler, memory};
 
 /// The number of iterations whose losses are compared.
 const CHECKED: usize = 5;
+
+/// Forward pass, backward pass, and optimizer with scaler.
+const PHASES: usize = 3;
 
 struct Training {
     _vs: VarStore,
@@ -47,14 +50,20 @@ impl Training {
         Self { _vs: vs, model, batch, amp, optimizer, scaler }
     }
 
-    fn iterate(&mut self) -> tch::Tensor {
-        self.optimizer.zero_grad().unwrap();
-        let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16).enabled(self.amp);
-        let loss = region.run(|| (self.model.loss)(&self.batch)).unwrap();
-        self.scaler.backward(&loss).unwrap();
-        drop(self.scaler.step(&mut self.optimizer).unwrap());
-        self.scaler.update().unwrap();
-        loss
+    /// Returns the loss, and the nanoseconds of the forward pass, the backward pass, and the optimizer with the scaler.
+    fn iterate(&mut self) -> (Tensor, [f64; PHASES]) {
+        let mut loss = Tensor::new();
+        let forward = nanoseconds(|| {
+            self.optimizer.zero_grad().unwrap();
+            let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16).enabled(self.amp);
+            loss = region.run(|| (self.model.loss)(&self.batch)).unwrap();
+        });
+        let backward = nanoseconds(|| self.scaler.backward(&loss).unwrap());
+        let optimizer = nanoseconds(|| {
+            drop(self.scaler.step(&mut self.optimizer).unwrap());
+            self.scaler.update().unwrap();
+        });
+        (loss, [forward, backward, optimizer])
     }
 }
 
@@ -62,7 +71,7 @@ impl Training {
 fn check(name: &str, weights: &Checkpoint, python: &mut Python) {
     for (amp, precision, tolerance) in [(false, "fp32", 1e-4), (true, "bf16", 1e-2)] {
         let mut training = Training::new(name, weights, amp);
-        let ours: Vec<f64> = (0..CHECKED).map(|_| training.iterate().double_value(&[])).collect();
+        let ours: Vec<f64> = (0..CHECKED).map(|_| training.iterate().0.double_value(&[])).collect();
         let theirs = python.ask(&format!("losses {name} {precision} {CHECKED}"));
         let theirs: Vec<f64> = theirs.split(' ').map(|loss| loss.parse().unwrap()).collect();
         for (ours, theirs) in ours.iter().zip(&theirs) {
@@ -76,30 +85,40 @@ fn check(name: &str, weights: &Checkpoint, python: &mut Python) {
 struct Times {
     ours: [f64; 2],
     python: [f64; 2],
+    /// The phases of an iteration in bf16.
+    phases: [f64; PHASES],
 }
 
 fn time(name: &str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> Times {
     let (rounds, iterations) =
         if is_quick() { (1, 1) } else { (7, if name.starts_with("mlp_6") { 60 } else { 3 }) };
-    let mut times = Times { ours: [0.0; 2], python: [f64::INFINITY; 2] };
+    let mut times = Times { ours: [0.0; 2], python: [f64::INFINITY; 2], phases: [0.0; PHASES] };
     for (i, (amp, precision)) in [(false, "fp32"), (true, "bf16")].into_iter().enumerate() {
         let mut training = Training::new(name, weights, amp);
         let (mut ours, mut theirs) = (Vec::new(), [Vec::new(), Vec::new()]);
+        let mut phases: Vec<[f64; PHASES]> = Vec::new();
         // The first round is a warm-up.
         for round in 0..=rounds {
-            let mine: Vec<_> =
-                (0..iterations).map(|_| nanoseconds(|| drop(training.iterate()))).collect();
+            let mut iterate = |_| {
+                let mut in_phases = [0.0; PHASES];
+                let time = nanoseconds(|| in_phases = training.iterate().1);
+                (time, in_phases)
+            };
+            let (mine, in_phases): (Vec<_>, Vec<_>) = (0..iterations).map(&mut iterate).unzip();
             let others = pythons
                 .each_mut()
                 .map(|python| python.time(&format!("run {name} {precision} {iterations}")));
             if round > 0 {
                 ours.extend(mine);
+                phases.extend(in_phases);
                 for (all, new) in theirs.iter_mut().zip(others) {
                     all.extend(new);
                 }
             }
         }
         times.ours[i] = median(ours);
+        let of = |phase: usize| median(phases.iter().map(|times| times[phase]).collect());
+        times.phases = std::array::from_fn(of);
         times.python[i] = theirs.map(median).into_iter().fold(f64::INFINITY, f64::min);
     }
     times
@@ -144,12 +163,17 @@ fn main() {
         }
         let weights = Checkpoint::load(&file).unwrap();
         check(name, &weights, &mut pythons[0]);
-        let Times { ours, python } = time(name, &weights, &mut pythons);
+        let Times { ours, python, phases } = time(name, &weights, &mut pythons);
         let (train, gain) = (python[1] / ours[1], ours[0] / ours[1]);
         let ms = [ours[0], ours[1], python[0], python[1]].map(|ns| ns / 1e6);
         println!(
             "{name:<12} {:>12.3} {:>12.3} {:>12.3} {:>12.3} {train:>8.2} {gain:>8.2}",
             ms[0], ms[1], ms[2], ms[3]
+        );
+        let share = phases.map(|phase| 100.0 * phase / ours[1]);
+        println!(
+            "{:<12} in bf16: forward {:.0} %, backward {:.0} %, optimizer and scaler {:.0} %",
+            "", share[0], share[1], share[2]
         );
         ratios.push((name, train, gain));
     }
