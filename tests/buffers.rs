@@ -22,7 +22,7 @@ fn statistics(vs: &VarStore) -> Vec<f64> {
 }
 
 #[test]
-fn a_skipped_step_can_leave_the_statistics_as_they_were() {
+fn the_statistics_can_be_restored_after_a_skipped_step() {
     for_each_device(|device| {
         let (vs, norm) = batch_norm(device);
         let mut opt = nn::Sgd::default().build(&vs, 0.1).unwrap();
@@ -49,7 +49,7 @@ fn a_skipped_step_can_leave_the_statistics_as_they_were() {
 }
 
 #[test]
-fn restoring_leaves_trained_variables_alone() {
+fn restoring_leaves_trained_variables_unchanged() {
     let (vs, _norm) = batch_norm(Device::Cpu);
     let mut buffers = BufferSnapshot::new(&vs).unwrap();
     let mut weight = vs.variables().remove("norm.weight").unwrap();
@@ -61,7 +61,7 @@ fn restoring_leaves_trained_variables_alone() {
 }
 
 #[test]
-fn a_buffer_that_is_not_finite_is_named() {
+fn a_non_finite_buffer_is_named() {
     for_each_device(|device| {
         let (vs, _norm) = batch_norm(device);
         check_buffers_finite(&vs).unwrap();

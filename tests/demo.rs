@@ -61,7 +61,7 @@ fn every_run_learns() {
 }
 
 #[test]
-fn a_run_that_goes_on_has_the_same_losses() {
+fn a_resumed_run_has_the_same_losses() {
     LazyLock::force(&RUNS);
     let _random = RANDOM.lock().unwrap();
     let folder = Folder::new();
@@ -87,7 +87,7 @@ fn a_run_that_goes_on_has_the_same_losses() {
 }
 
 #[test]
-fn the_gpt_learns_the_same_in_both_precisions() {
+fn the_gpt_learns_equally_in_both_precisions() {
     let [fp32, bf16] = GPT.as_slice() else { panic!("there should be two runs") };
     assert_eq!((fp32.losses.len(), fp32.seconds.len(), fp32.sample.len() >= 31), (12, 10, true));
     assert!(
@@ -110,7 +110,7 @@ fn the_gpt_learns_the_same_in_both_precisions() {
 }
 
 #[test]
-fn the_gpt_reads_the_sources_that_cargo_has() {
+fn the_gpt_reads_the_available_rust_sources() {
     let text = Text::load().unwrap();
     let _random = RANDOM.lock().unwrap();
     let (tokens, targets) = text.batch(4, 64, Device::Cpu);
@@ -204,7 +204,7 @@ fn polyline(svg: &str, class: &str) -> Vec<(f64, f64)> {
 }
 
 #[test]
-fn the_report_closes_every_tag_and_fills_every_gap() {
+fn the_report_closes_every_tag_and_fills_every_placeholder() {
     let html = html();
     let open = unclosed_tags(&html);
     assert!(open.is_empty(), "{open:?}");
@@ -247,7 +247,7 @@ fn unclosed_tags(html: &str) -> Vec<&str> {
 }
 
 #[test]
-fn the_report_goes_where_it_is_told() {
+fn the_report_is_written_to_the_given_path() {
     let options = Options { out: Some("elsewhere.html".into()), ..options() };
     assert_eq!(options.report_path(), PathBuf::from("elsewhere.html"));
     assert!(Options::default().report_path().ends_with("demo-report.html"));

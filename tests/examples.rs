@@ -108,7 +108,7 @@ fn sparsemax_runs() -> anyhow::Result<()> {
 }
 
 #[test]
-fn no_example_is_left_out() -> anyhow::Result<()> {
+fn every_example_is_run() -> anyhow::Result<()> {
     let this = include_str!("examples.rs");
     for entry in std::fs::read_dir(common::python::root().join("examples"))? {
         // The digits demo is a folder with its own test, `tests/demo.rs`.

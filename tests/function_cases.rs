@@ -188,7 +188,7 @@ fn encode_all(tensors: &[Tensor]) -> Value {
 }
 
 #[test]
-fn functions_give_the_bits_of_pythons() {
+fn functions_give_pythons_bits() {
     let Some(oracle) = Oracle::find("function_cases.py") else {
         return;
     };
@@ -220,7 +220,7 @@ fn functions_give_the_bits_of_pythons() {
 
 /// Unlike in PyTorch, casts of inputs take part in second derivatives. The reference writes the cast out.
 #[test]
-fn a_penalty_goes_through_a_cast() {
+fn a_gradient_penalty_flows_through_a_cast() {
     for_each_device(|device| {
         let mut rng = Rng::new(31);
         for _ in 0..ROUNDS {
@@ -266,7 +266,7 @@ fn encode(tensor: &Tensor) -> Value {
 }
 
 #[test]
-fn pythons_side_of_the_differences_is_as_documented() {
+fn python_differs_as_documented() {
     if let Some(oracle) = Oracle::find("function_deviations.py") {
         assert_eq!(oracle.run(&[], "").trim(), "ok");
     }

@@ -16,7 +16,7 @@ fn all<T>(from_bits: impl Fn(u16) -> T) -> Vec<T> {
 }
 
 #[test]
-fn every_number_is_itself_in_a_tensor_and_back() {
+fn every_number_survives_the_round_trip_through_a_tensor() {
     let (short, brain) = (all(f16::from_bits), all(bf16::from_bits));
     for_each_device(|device| {
         let tensor = from_slice(&short).unwrap().to_device(device);
@@ -65,6 +65,6 @@ fn another_dtype_is_refused() {
 /// The defect that these functions work around. If this test fails, tch was fixed: remove the warnings from the
 /// documentation.
 #[test]
-fn tch_takes_bf16_for_fp16() {
+fn tch_mistakes_bf16_for_fp16() {
     assert_eq!(Tensor::from_slice(&[bf16::from_f32(1.0)]).kind(), Kind::Half);
 }

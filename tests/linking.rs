@@ -24,7 +24,7 @@ fn named<'a>(libraries: &'a BTreeSet<PathBuf>, name: &str) -> Option<&'a Path> {
 }
 
 #[test]
-fn libtorch_cuda_is_loaded_when_libtorch_has_it() {
+fn libtorch_cuda_is_loaded_if_libtorch_has_it() {
     // Any use of the crate: a program that uses none of its items is not linked to it.
     assert!(!is_autocast_enabled(Device::Cpu));
     let libraries = loaded();

@@ -20,7 +20,7 @@ const SLACK: f64 = 0.06;
 const PEAK_SLACK: f64 = 0.5;
 
 #[test]
-fn every_way_to_train_holds_the_bytes_that_the_documentation_says() {
+fn every_way_to_train_holds_the_documented_bytes() {
     tch::set_num_threads(1);
     // The first measurement allocates what the process then keeps.
     if measure(&setups()[0]).is_none() {

@@ -10,7 +10,7 @@ use tch_amp::{Error, autocast};
 use common::for_each_device;
 
 #[test]
-fn every_size_is_measured_once_a_process() {
+fn every_size_is_measured_once_per_process() {
     for_each_device(|device| {
         // A region, which would cast the matrices of f32, makes no difference.
         let precision = autocast(device, || Precision::measure(device)).unwrap().unwrap();
@@ -31,7 +31,7 @@ fn every_size_is_measured_once_a_process() {
 }
 
 #[test]
-fn a_device_that_is_not_there_is_refused() {
+fn a_missing_device_is_refused() {
     let refused = Precision::measure(Device::Vulkan);
     assert!(matches!(refused, Err(Error::DeviceUnavailable { .. })));
 }

@@ -48,7 +48,7 @@ fn libtorch_serves_a_stale_weight_inside_a_region() {
 }
 
 #[test]
-fn a_region_with_the_cache_off_sees_an_update() {
+fn a_region_with_the_cache_off_uses_the_updated_weight() {
     let _alone = alone();
     for_each_device(|device| {
         let mut w = weight(device);
@@ -60,7 +60,7 @@ fn a_region_with_the_cache_off_sees_an_update() {
 }
 
 #[test]
-fn leaving_the_outermost_region_forgets_the_casts() {
+fn leaving_the_outermost_region_clears_the_cache() {
     let _alone = alone();
     for_each_device(|device| {
         let mut w = weight(device);
@@ -92,7 +92,7 @@ fn a_step_inside_a_region_forgets_the_casts(#[case] enabled: bool) {
 }
 
 #[test]
-fn a_step_of_a_fused_optimizer_inside_a_region_forgets_the_casts() {
+fn a_step_of_a_fused_optimizer_inside_a_region_clears_the_cache() {
     let _alone = alone();
     for_each_device(|device| {
         let w = weight(device);
@@ -119,7 +119,7 @@ fn a_step_of_a_fused_optimizer_inside_a_region_forgets_the_casts() {
 }
 
 #[test]
-fn a_restore_inside_a_region_forgets_the_casts() {
+fn a_restore_inside_a_region_clears_the_cache() {
     let _alone = alone();
     for_each_device(|device| {
         let vs = nn::VarStore::new(device);
@@ -179,7 +179,7 @@ fn a_step_that_panics_inside_a_region_forgets_the_casts(
 }
 
 #[test]
-fn a_nested_region_of_another_dtype_casts_anew_in_both_directions() {
+fn a_nested_region_of_another_dtype_casts_again_in_both_directions() {
     let _alone = alone();
     for_each_device(|device| {
         let w = weight(device);

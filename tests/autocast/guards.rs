@@ -71,7 +71,7 @@ fn guards_in_any_order_follow_the_rule(#[values(1, 2, 3, 4, 5, 6, 7, 8)] seed: u
 }
 
 #[test]
-fn two_guards_crossed_leave_the_thread_as_it_was() {
+fn two_guards_dropped_in_creation_order_restore_the_state() {
     let _alone = alone();
     let outer = AutocastGuard::new(Device::Cpu).unwrap();
     let inner = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
@@ -190,7 +190,7 @@ fn a_guard_from_outside_that_is_dropped_in_a_closure_ends_with_it() {
 }
 
 #[test]
-fn a_refused_region_leaves_the_others_alone() {
+fn a_refused_region_leaves_the_others_unchanged() {
     let _alone = alone();
     let _outer = Autocast::new(Device::Cpu).dtype(Kind::Half).enter().unwrap();
     let before = seen();

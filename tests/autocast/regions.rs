@@ -15,7 +15,7 @@ fn square(device: Device) -> Tensor {
 }
 
 #[test]
-fn the_default_dtype_is_pytorchs() {
+fn the_default_dtype_equals_pytorchs() {
     let _alone = alone();
     for_each_device(|device| {
         let want = if device.is_cuda() { Kind::Half } else { Kind::BFloat16 };
@@ -136,7 +136,7 @@ fn regions_of_several_devices_are_independent() {
 }
 
 #[test]
-fn f64_integer_and_complex_tensors_are_left_alone() {
+fn f64_integer_and_complex_tensors_are_not_cast() {
     let _alone = alone();
     for kind in [Kind::Double, Kind::Int64, Kind::ComplexFloat] {
         let t = Tensor::ones([2, 2], (kind, Device::Cpu));
@@ -145,7 +145,7 @@ fn f64_integer_and_complex_tensors_are_left_alone() {
 }
 
 #[test]
-fn a_region_without_a_dtype_has_that_of_the_region_around_it() {
+fn a_region_without_a_dtype_inherits_that_of_the_enclosing_region() {
     let _alone = alone();
     for_each_device(|device| {
         for dtype in [Kind::Half, Kind::BFloat16] {

@@ -18,7 +18,7 @@ fn a_new_thread_is_outside_of_all_regions() {
 }
 
 #[test]
-fn a_captured_state_is_the_same_on_another_thread_and_ends_there() {
+fn a_captured_state_applies_on_another_thread_and_ends_there() {
     let _alone = alone();
     let region = Autocast::new(Device::Cpu).dtype(Kind::Half).cache(false);
     let (state, here) = region.run(|| (AutocastState::current().unwrap(), seen())).unwrap();
@@ -33,7 +33,7 @@ fn a_captured_state_is_the_same_on_another_thread_and_ends_there() {
 }
 
 #[test]
-fn a_state_captured_outside_switches_a_region_off() {
+fn a_state_captured_outside_of_regions_disables_autocast() {
     let _alone = alone();
     let outside = AutocastState::current().unwrap();
     let _guard = AutocastGuard::new(Device::Cpu).unwrap();
@@ -42,7 +42,7 @@ fn a_state_captured_outside_switches_a_region_off() {
 }
 
 #[test]
-fn a_state_tells_what_it_holds() {
+fn a_captured_state_can_be_inspected() {
     let _alone = alone();
     let region = Autocast::new(Device::Cpu).dtype(Kind::Half).cache(false);
     let state = region.run(AutocastState::current).unwrap().unwrap();
@@ -54,7 +54,7 @@ fn a_state_tells_what_it_holds() {
 }
 
 #[test]
-fn a_million_guards_use_no_memory() {
+fn a_million_guards_leak_no_memory() {
     let _alone = alone();
     let cycle = |n| (0..n).for_each(|_| drop(AutocastGuard::new(Device::Cpu).unwrap()));
     cycle(10_000);
@@ -104,7 +104,7 @@ impl Drop for Quiet {
 }
 
 #[test]
-fn sixty_four_threads_with_random_panics_stay_as_they_were() {
+fn sixty_four_threads_with_random_panics_restore_their_states() {
     let _alone = alone();
     let _quiet = Quiet::new();
     let threads: Vec<_> = (0..64)

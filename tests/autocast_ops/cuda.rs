@@ -139,7 +139,7 @@ fn is_of_autocast(error: &str) -> bool {
 }
 
 #[test]
-fn every_op_of_cudas_lists_gives_what_it_gives_for_inputs_that_were_cast_by_hand() {
+fn every_op_of_cudas_lists_gives_the_results_of_inputs_cast_by_hand() {
     let Some(answers) = oracle::answers() else {
         return;
     };

@@ -63,7 +63,7 @@ fn difference(ours: &Result<Vec<Output>, String>, theirs: &Result<Vec<Output>, S
 }
 
 #[test]
-fn every_op_of_the_lists_has_pytorchs_kinds_and_bits() {
+fn every_op_of_the_lists_has_pytorchs_dtypes_and_bits() {
     let Some(answers) = oracle::answers() else {
         return;
     };

@@ -55,7 +55,7 @@ type Page = BTreeMap<Entry, BTreeSet<String>>;
 const LINE: usize = 120;
 
 #[test]
-fn page_has_the_lists_of_this_libtorch() {
+fn the_page_has_the_lists_of_this_libtorch() {
     let Some(answers) = oracle::answers() else {
         return;
     };

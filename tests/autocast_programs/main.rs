@@ -104,7 +104,7 @@ fn compare(device: Device, programs: &[Seeded], theirs: &str, enough: u64) {
 }
 
 #[test]
-fn random_programs_of_nested_regions_answer_as_pytorch_bit_by_bit() {
+fn random_programs_of_nested_regions_equal_pytorch_bit_by_bit() {
     let Some(oracle) = Oracle::find("autocast_programs.py") else {
         return;
     };

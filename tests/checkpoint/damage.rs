@@ -35,7 +35,7 @@ fn load(path: &Path, bytes: &[u8]) -> Result<Checkpoint, CheckpointError> {
 }
 
 #[test]
-fn every_flipped_byte_is_noticed() {
+fn every_flipped_byte_is_detected() {
     let folder = Folder::new();
     let path = folder.file("x.safetensors");
     let mut bytes = bytes_of_a_checkpoint();
@@ -54,7 +54,7 @@ fn every_flipped_byte_is_noticed() {
 
 /// A zip archive states some facts twice, and a reader uses one of the two.
 #[test]
-fn a_flipped_or_cut_file_of_pytorchs_is_refused_or_right() {
+fn a_flipped_or_truncated_file_of_pytorch_is_refused_or_correct() {
     let folder = Folder::new();
     let path = folder.file("x.pt");
     let mut run = trained();
@@ -87,7 +87,7 @@ fn a_flipped_or_cut_file_of_pytorchs_is_refused_or_right() {
 }
 
 #[test]
-fn every_cut_is_noticed() {
+fn every_truncation_is_detected() {
     let folder = Folder::new();
     let path = folder.file("x.safetensors");
     let bytes = bytes_of_a_checkpoint();
@@ -100,7 +100,7 @@ fn every_cut_is_noticed() {
 }
 
 #[test]
-fn random_damage_is_noticed() {
+fn random_damage_is_detected() {
     let folder = Folder::new();
     let path = folder.file("x.safetensors");
     let bytes = bytes_of_a_checkpoint();
@@ -196,7 +196,7 @@ fn hostile_headers_are_refused() {
 }
 
 #[test]
-fn a_file_that_is_not_there_says_so() {
+fn opening_a_missing_file_is_an_error() {
     for path in [Path::new("/nowhere/x.safetensors"), &std::env::temp_dir()] {
         let refused = Checkpoint::load(path);
         let Err(Error::Checkpoint(CheckpointError::Io { action: "open", .. })) = refused else {

@@ -43,7 +43,7 @@ fn resume(folder: &CheckpointFolder) -> tch_amp::Result<(u64, usize)> {
 }
 
 #[test]
-fn the_last_are_kept() {
+fn the_last_checkpoints_are_kept() {
     let temporary = Folder::new();
     let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(2);
     save_all(&folder, &[1, 9, 10, 100]);
@@ -56,7 +56,7 @@ fn the_last_are_kept() {
 }
 
 #[test]
-fn the_best_are_kept_however_old() {
+fn the_best_checkpoints_are_kept_regardless_of_age() {
     for (better, sign) in [(Better::Lower, 1.0), (Better::Higher, -1.0)] {
         let temporary = Folder::new();
         let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1).keep_best(2, better);
@@ -89,7 +89,7 @@ fn a_score_of_nan_is_the_worst() {
 }
 
 #[test]
-fn a_run_goes_on_from_the_newest_that_is_whole() {
+fn training_resumes_from_the_newest_intact_checkpoint() {
     let temporary = Folder::new();
     let folder = CheckpointFolder::new(&temporary.0).unwrap();
     assert_eq!(resume(&folder).unwrap(), (0, 0));
@@ -110,7 +110,7 @@ fn a_run_goes_on_from_the_newest_that_is_whole() {
 }
 
 #[test]
-fn what_may_be_whole_is_not_passed_over() {
+fn a_checkpoint_of_a_newer_format_is_not_skipped() {
     let temporary = Folder::new();
     let folder = CheckpointFolder::new(&temporary.0).unwrap();
     save_all(&folder, &[1, 2]);
@@ -125,7 +125,7 @@ fn what_may_be_whole_is_not_passed_over() {
 }
 
 #[test]
-fn a_run_that_went_back_keeps_its_new_checkpoints() {
+fn a_run_that_resumed_from_an_older_checkpoint_keeps_its_new_ones() {
     let temporary = Folder::new();
     let folder = CheckpointFolder::new(&temporary.0).unwrap().keep_last(1);
     save_all(&folder, &[100]);
@@ -152,7 +152,7 @@ fn a_step_has_one_file() {
 }
 
 #[test]
-fn only_what_is_ours_is_removed() {
+fn foreign_files_are_not_removed() {
     let temporary = Folder::new();
     let old = SystemTime::now() - Duration::from_secs(7200);
     let foreign = [

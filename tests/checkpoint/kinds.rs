@@ -63,7 +63,7 @@ fn all_kinds_are_restored_by_the_trait() {
 }
 
 #[test]
-fn a_part_of_another_kind_is_refused_by_each() {
+fn each_kind_refuses_parts_of_other_kinds() {
     let mut run = Run::new(CPU);
     let mut checkpoint = run.checkpoint();
     checkpoint.add_tensor("tensor", &Tensor::from(1f32)).unwrap();
@@ -105,7 +105,7 @@ fn through(saved: &mut dyn Stateful, restored: &mut dyn Stateful) -> Result<()> 
 }
 
 #[test]
-fn loss_scales_come_back_and_stay_what_they_are() {
+fn loss_scales_are_restored_only_to_their_own_kind() {
     let state = DynamicLossScaleState::default().loss_scale(0.1f32.into()).counter(3).period(5);
     let state = state.min_loss_scale(0.01);
     let mut saved = state.build(CPU).unwrap();

@@ -127,7 +127,7 @@ fn tensors(path: &Path, shape: &str, bytes: usize) {
 }
 
 #[test]
-fn hostile_headers_of_safetensors_take_a_small_multiple() {
+fn hostile_safetensors_headers_take_a_small_multiple_of_memory() {
     let ones = repeated("1,", 80 * MB);
     let name = "x".repeat(80 * MB);
     check(
@@ -167,7 +167,7 @@ fn hostile_headers_of_safetensors_take_a_small_multiple() {
 }
 
 #[test]
-fn large_files_that_are_fine_take_a_small_multiple_as_well() {
+fn large_valid_files_take_a_small_multiple_of_memory() {
     let many: Vec<_> = (0..400_000).map(|n| (f64::from(n), Some(n % 2 == 0))).collect();
     let save = |path: &Path| {
         let mut checkpoint = Checkpoint::new();
@@ -205,7 +205,7 @@ fn list(path: &Path, unit: &[u8], bytes: usize) {
 }
 
 #[test]
-fn hostile_pickles_take_a_small_multiple() {
+fn hostile_pickles_take_a_small_multiple_of_memory() {
     let text = |len: usize| {
         let len_bytes = u32::try_from(len).unwrap().to_le_bytes();
         [b"X".as_slice(), &len_bytes, &vec![b'x'; len]].concat()

@@ -79,7 +79,7 @@ fn a_prefix_is_renamed_in_models_and_optimizers() {
 }
 
 #[test]
-fn of_several_prefixes_the_first_that_fits_counts() {
+fn the_first_prefix_that_matches_is_renamed() {
     let (source, mut source_opt) = model(&[("old.body.w", 2), ("old.head.w", 3)], 1.0, Some(4.0));
     let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.safetensors");
     let (vs, mut opt) = model(&[("encoder.w", 2), ("new.head.w", 3)], 5.0, None);
@@ -92,7 +92,7 @@ fn of_several_prefixes_the_first_that_fits_counts() {
 }
 
 #[test]
-fn two_names_that_become_one_are_refused() {
+fn two_names_that_become_equal_are_refused() {
     let (source, mut source_opt) = model(&[("module.w", 2), ("w", 2)], 1.0, Some(4.0));
     let (_folder, checkpoint) = saved(&source, &mut source_opt, "x.pt");
     let (vs, mut opt) = model(&[("w", 2)], 7.0, None);
@@ -108,7 +108,7 @@ fn two_names_that_become_one_are_refused() {
 }
 
 #[test]
-fn what_is_skipped_stays_as_it_is() {
+fn skipped_variables_are_unchanged() {
     let names = [("module.body.w", 2), ("module.head.w", 5), ("module.head.b", 5)];
     let (source, mut source_opt) = model(&names, 1.0, Some(4.0));
     source_opt.assign_group(1, &["*.b"]).unwrap();
@@ -150,7 +150,7 @@ fn what_is_skipped_stays_as_it_is() {
 }
 
 #[test]
-fn what_is_skipped_and_saved_keeps_its_saved_group() {
+fn skipped_variables_that_were_saved_keep_their_saved_group() {
     let names = [("a", 2), ("b", 2)];
     let (source, mut source_opt) = model(&names, 1.0, Some(4.0));
     source_opt.assign_group(1, &["b"]).unwrap();

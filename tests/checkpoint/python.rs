@@ -86,7 +86,7 @@ fn hex_float(text: &str) -> f32 {
 const ALGORITHMS: [&str; 5] = ["adamw", "adam", "sgd", "plain", "adagrad"];
 
 #[test]
-fn a_run_of_pythons_goes_on_here() {
+fn training_resumes_from_pythons_file() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
     let folder = Folder::new();
     let printed = python.run(&["save", folder.0.to_str().unwrap()], "");
@@ -131,7 +131,7 @@ fn a_run_of_pythons_goes_on_here() {
 }
 
 #[test]
-fn what_python_saves_besides_is_in_nobodys_way() {
+fn unsupported_objects_from_python_do_not_prevent_a_restore() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
     let folder = Folder::new();
     python.run(&["odd", folder.0.to_str().unwrap()], "");
@@ -213,7 +213,7 @@ fn parameters_without_names_keep_their_groups() {
 }
 
 #[test]
-fn a_run_of_ours_goes_on_in_python() {
+fn python_resumes_from_this_crates_file() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
     let folder = Folder::new();
     let mut expected = Vec::new();
@@ -251,7 +251,7 @@ fn a_run_of_ours_goes_on_in_python() {
 }
 
 #[test]
-fn python_reads_our_safetensors() {
+fn python_reads_this_crates_safetensors() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
     let folder = Folder::new();
     let path = folder.file("x.safetensors");
@@ -271,7 +271,7 @@ fn python_reads_our_safetensors() {
 
 /// Norms have a counter of batches in Python and not in tch; both sides accept the difference.
 #[test]
-fn norms_go_both_ways_strictly() {
+fn norms_are_exchanged_with_python_strictly() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
     let folder = Folder::new();
     let model = || {
@@ -312,7 +312,7 @@ fn loads(path: &Path) -> bool {
 }
 
 #[test]
-fn both_formats_hold_the_same() {
+fn both_formats_have_the_same_content() {
     let folder = Folder::new();
     let mut run = Run::new(Device::Cpu);
     run.train(4);
@@ -336,7 +336,7 @@ fn both_formats_hold_the_same() {
 }
 
 #[test]
-fn a_zip_of_tchs_loads_as_a_model() {
+fn a_zip_file_of_tch_loads_as_a_model() {
     let folder = Folder::new();
     let path = folder.file("tch.ot");
     let saved = Run::new(Device::Cpu);

@@ -30,7 +30,7 @@ fn checkpoint_error(result: tch_amp::Result<Restored>) -> CheckpointError {
 }
 
 #[test]
-fn one_part_that_does_not_fit_leaves_all_as_they_were() {
+fn one_part_that_does_not_fit_leaves_all_unchanged() {
     let mut source = Run::new(Device::Cpu);
     source.train(4);
     let other = VarStore::new(Device::Cpu);
@@ -89,7 +89,7 @@ fn an_open_iteration_is_not_saved_and_not_overwritten() {
 }
 
 #[test]
-fn names_are_compared_unless_told_otherwise() {
+fn names_are_compared_unless_strict_is_off() {
     let model = |names: &[&str]| {
         let vs = VarStore::new(Device::Cpu);
         for name in names {
@@ -143,7 +143,7 @@ fn another_dtype_is_converted_only_on_request() {
 }
 
 #[test]
-fn what_cannot_be_saved_is_named() {
+fn parts_that_cannot_be_saved_are_named() {
     let mut checkpoint = Checkpoint::new();
     let one = Tensor::from(1f32);
     checkpoint.add_tensor("one", &one).unwrap();
@@ -183,7 +183,7 @@ fn a_save_that_fails_leaves_the_old_file() {
 }
 
 #[test]
-fn a_restore_that_stops_midway_says_so() {
+fn a_restore_that_fails_midway_is_reported_as_partial() {
     let mut source = Run::new(Device::Cpu);
     source.train(2);
     let folder = Folder::new();
@@ -211,7 +211,7 @@ fn a_restore_that_stops_midway_says_so() {
 
 /// A checkpoint that could not be loaded again must not replace an existing file.
 #[test]
-fn a_save_refuses_what_would_not_load() {
+fn saving_refuses_values_that_would_not_load() {
     let folder = Folder::new();
     let mut deep = serde_json::json!(1);
     for _ in 0..130 {
@@ -232,7 +232,7 @@ fn a_save_refuses_what_would_not_load() {
 }
 
 #[test]
-fn complex_state_does_not_become_real() {
+fn complex_state_is_not_converted_to_real() {
     let vs = VarStore::new(Device::Cpu);
     let _w = vs.root().zeros("w", &[2]);
     let mut opt = Sgd::default().momentum(0.5).build(&vs, 0.1).unwrap();
@@ -244,7 +244,7 @@ fn complex_state_does_not_become_real() {
 }
 
 #[test]
-fn a_generator_is_as_before_where_a_later_one_cannot_be_restored() {
+fn a_generator_is_unchanged_if_a_later_one_cannot_be_restored() {
     let (_folder, whole) = saved(|checkpoint| {
         checkpoint.add_rng("rng", Device::Cpu).unwrap();
         checkpoint.add_tensor("wrong", &Tensor::zeros([3], (Kind::Uint8, Device::Cpu))).unwrap();
@@ -257,7 +257,7 @@ fn a_generator_is_as_before_where_a_later_one_cannot_be_restored() {
 }
 
 #[test]
-fn the_scalers_of_losses_take_no_name_that_is_taken() {
+fn the_scalers_of_losses_cannot_use_a_name_twice() {
     let scalers = PerLossScalers::new(Device::Cpu, 2).unwrap();
     let mut checkpoint = Checkpoint::new();
     checkpoint.add_value("scaler.1", &7).unwrap();

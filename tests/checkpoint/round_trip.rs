@@ -48,7 +48,7 @@ fn same(one: &Tensor, other: &Tensor) -> bool {
 }
 
 #[test]
-fn every_dtype_and_layout_comes_back() {
+fn every_dtype_and_layout_is_restored() {
     let folder = Folder::new();
     let path = folder.file("all.safetensors");
     for_each_device(|device| {
@@ -84,7 +84,7 @@ fn every_dtype_and_layout_comes_back() {
 }
 
 #[test]
-fn values_come_back() {
+fn values_are_restored() {
     let folder = Folder::new();
     let path = folder.file("values.safetensors");
     let mut checkpoint = Checkpoint::new();
@@ -103,7 +103,7 @@ fn values_come_back() {
 }
 
 #[test]
-fn the_same_content_makes_the_same_bytes_and_leaves_no_other_file() {
+fn equal_content_gives_equal_bytes_and_no_other_file() {
     let folder = Folder::new();
     let mut run = Run::new(Device::Cpu);
     run.train(3);
@@ -163,7 +163,7 @@ fn buffers_that_are_not_trained_are_saved_too() {
 }
 
 #[test]
-fn odd_names_stay_apart() {
+fn unusual_names_stay_distinct() {
     let folder = Folder::new();
     let names = ["", "a/b", "/", "step", "\"", "__metadata__"];
     let build = || {
@@ -217,7 +217,7 @@ fn a_disabled_scaler_is_saved_and_restored() {
 }
 
 #[test]
-fn restoring_goes_to_any_device_and_keeps_the_tensors() {
+fn restoring_works_on_any_device_and_keeps_the_tensors() {
     let folder = Folder::new();
     let path = folder.file("x.safetensors");
     for_each_device(|device| {
@@ -236,7 +236,7 @@ fn restoring_goes_to_any_device_and_keeps_the_tensors() {
 }
 
 #[test]
-fn master_weights_come_back() {
+fn master_weights_are_restored() {
     let folder = Folder::new();
     let build = || {
         let mut vs = VarStore::new(Device::Cpu);

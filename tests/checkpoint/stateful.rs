@@ -29,7 +29,7 @@ fn refused(result: Result<Restored>) -> CheckpointError {
 }
 
 #[test]
-fn own_types_come_back_in_both_formats() {
+fn user_types_are_restored_from_both_formats() {
     for name in ["x.safetensors", "x.pt"] {
         let mut source = Ema::new(3, &[("w", &[1.0, 2.0]), ("/", &[f32::NAN])]);
         let (folder, checkpoint) = saved(name, &DECAY, &mut source);
@@ -53,7 +53,7 @@ fn own_types_come_back_in_both_formats() {
 }
 
 #[test]
-fn what_does_not_fit_is_told_by_its_type() {
+fn parts_that_do_not_fit_are_typed_errors() {
     let (_folder, checkpoint) =
         saved("x.pt", &DECAY, &mut Ema::new(3, &[("w", &[1.0, 2.0]), ("x", &[1.0])]));
     let ema = |weights: &[(&str, &[f32])]| {
@@ -84,7 +84,7 @@ fn what_does_not_fit_is_told_by_its_type() {
 }
 
 #[test]
-fn all_of_it_is_restored_or_nothing() {
+fn a_restore_is_all_or_nothing() {
     let mut source = Ema::new(3, &[("w", &[1.0, 2.0])]);
     let (_folder, mut checkpoint) = saved("x.safetensors", &DECAY, &mut source);
     let mut run = Run::new(Device::Cpu);
@@ -109,7 +109,7 @@ fn all_of_it_is_restored_or_nothing() {
 }
 
 #[test]
-fn values_stay_when_reading_the_tensors_stops_midway() {
+fn values_are_unchanged_if_reading_the_tensors_fails_midway() {
     let (folder, checkpoint) =
         saved("x.safetensors", &DECAY, &mut Ema::new(3, &[("w", &[1.0; 2])]));
     let file = std::fs::File::options().write(true).open(folder.file("x.safetensors")).unwrap();
@@ -121,7 +121,7 @@ fn values_stay_when_reading_the_tensors_stops_midway() {
 }
 
 #[test]
-fn tensors_obey_what_the_restore_was_told() {
+fn tensors_follow_the_options_of_the_restore() {
     let mut source =
         Ema::new(3, &[("module.w", &[1.0, 2.0]), ("module.head", &[1.0]), ("old", &[1.0])]);
     let (_folder, checkpoint) = saved("x.safetensors", &DECAY, &mut source);
@@ -157,7 +157,7 @@ impl Stateful for Twice {
 }
 
 #[test]
-fn a_name_stands_for_one_thing() {
+fn a_name_can_be_used_only_once() {
     let mut checkpoint = Checkpoint::new();
     let refused = checkpoint.add("twice", &mut Twice).unwrap_err().to_string();
     assert!(refused.contains("`twice/x` cannot be saved"), "{refused}");
@@ -172,7 +172,7 @@ fn a_name_stands_for_one_thing() {
 }
 
 #[test]
-fn own_types_go_to_python_and_back() {
+fn user_types_are_exchanged_with_python() {
     let Some(python) = Oracle::find("checkpoint.py") else { return };
     let mut source = Ema::new(3, &[("w", &[1.0, 2.0])]);
     let (folder, mut checkpoint) = saved("x.pt", &DECAY, &mut source);

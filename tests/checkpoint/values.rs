@@ -52,7 +52,7 @@ fn progress() -> Progress {
 }
 
 #[test]
-fn floats_that_json_lacks_come_back() {
+fn floats_that_json_lacks_are_restored() {
     let folder = Folder::new();
     for name in ["x.safetensors", "x.pt"] {
         let mut checkpoint = Checkpoint::new();

@@ -104,7 +104,7 @@ fn each_error_is_named() {
 }
 
 #[test]
-fn a_failed_sync_ends_the_writing() {
+fn a_failed_sync_stops_the_writing() {
     let path = Path::new(PATH);
     let disk = Memory::with(path, Some(b"old"), 1);
     disk.state().fault = Some((When::Every(Call::SyncData), Fault::Fails(EIO)));
@@ -121,7 +121,7 @@ fn a_failed_sync_ends_the_writing() {
 }
 
 #[test]
-fn a_taken_temporary_name_is_passed_over() {
+fn an_existing_temporary_name_is_skipped() {
     let taken = Fault::Fails(EEXIST);
     save(When::At(1), taken, u64::MAX).0.unwrap();
     let (outcome, calls) = save(When::Every(Call::Create), taken, u64::MAX);
@@ -130,7 +130,7 @@ fn a_taken_temporary_name_is_passed_over() {
 }
 
 #[test]
-fn a_temporary_file_that_stays_is_named() {
+fn a_temporary_file_that_cannot_be_removed_is_named() {
     let outcome = save(When::From(3), Fault::Fails(EIO), u64::MAX).0.unwrap_err();
     let SaveError::Leftover { path, cause, .. } = &outcome else { panic!("{outcome}") };
     assert!(path.to_str().unwrap().starts_with("/folder/.model.bin."), "{outcome}");
@@ -138,7 +138,7 @@ fn a_temporary_file_that_stays_is_named() {
 }
 
 #[test]
-fn an_error_that_fill_loses_counts() {
+fn an_error_that_fill_ignores_is_reported() {
     let (path, new) = (Path::new(PATH), content(2, 100));
     for call in [Call::Write, Call::SyncData] {
         let disk = Memory::with(path, Some(b"old"), 1);

@@ -101,7 +101,7 @@ fn a_name_may_be_long_or_not_ascii() {
 }
 
 #[test]
-fn only_our_names_are_temporary() {
+fn only_names_of_this_crate_are_temporary() {
     for name in [".model.bin.12-0.tmp", ".a.1-18446744073709551615.tmp", ".ä.b.1-2.tmp"] {
         assert!(is_temporary(OsStr::new(name)), "{name}");
     }
@@ -114,7 +114,7 @@ fn only_our_names_are_temporary() {
 }
 
 #[test]
-fn what_is_no_file_is_refused() {
+fn paths_that_are_not_files_are_refused() {
     let folder = Folder::new("refused");
     fs::create_dir(folder.join("folder")).unwrap();
     let no_name = |path: &str| assert_eq!(refused(Path::new(path)).0, ErrorKind::InvalidInput);
@@ -146,14 +146,14 @@ fn a_missing_folder_is_named() {
 }
 
 #[test]
-fn a_relative_path_is_of_the_folder_at_the_start() {
+fn a_relative_path_refers_to_the_folder_at_the_start() {
     let place = Place::find(Path::new("model.bin")).unwrap();
     assert_eq!(place.folder, std::env::current_dir().unwrap());
     assert!(place.temporary().is_absolute());
 }
 
 #[test]
-fn two_threads_leave_one_whole_file() {
+fn two_threads_leave_one_complete_file() {
     let folder = Folder::new("threads");
     let path = folder.join("model.bin");
     std::thread::scope(|scope| {

@@ -85,7 +85,7 @@ fn version(path: &Path) -> u64 {
 }
 
 #[test]
-fn a_killed_process_leaves_a_whole_file() {
+fn a_killed_process_leaves_a_complete_file() {
     let kills: u32 = std::env::var("TCH_AMP_KILLS").map_or(40, |kills| kills.parse().unwrap());
     let folder = Folder::new("kills");
     let path = folder.join("model.bin");

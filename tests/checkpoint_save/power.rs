@@ -65,7 +65,7 @@ fn a_power_loss_leaves_the_old_or_the_new_file() {
 }
 
 #[test]
-fn the_check_finds_mutants() {
+fn the_check_finds_incorrect_implementations() {
     let (old, new) = (content(1, 3000), content(2, 4100));
     let found = |save: &dyn Fn(&Memory, &Path) -> io::Result<()>| {
         check(Some(&old), &new, u64::MAX, save).unwrap_err()

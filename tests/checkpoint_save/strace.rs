@@ -8,7 +8,7 @@ use super::{content, fill_with};
 use crate::atomic::replace;
 
 #[test]
-fn killed_before_any_system_call() {
+fn a_kill_before_any_system_call_leaves_a_complete_file() {
     if !available() {
         return;
     }
@@ -29,7 +29,7 @@ fn killed_before_any_system_call() {
 }
 
 #[test]
-fn an_error_of_any_system_call() {
+fn an_error_of_any_system_call_leaves_a_complete_file() {
     if !available() {
         return;
     }
@@ -61,7 +61,7 @@ fn an_error_of_any_system_call() {
 }
 
 #[test]
-fn the_calls_are_in_order() {
+fn the_system_calls_are_in_order() {
     if !available() {
         return;
     }

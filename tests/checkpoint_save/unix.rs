@@ -11,7 +11,7 @@ use crate::atomic::place::is_temporary;
 use crate::atomic::{Target, replace};
 
 #[test]
-fn a_link_stays_and_its_file_is_replaced() {
+fn a_link_is_preserved_and_its_file_is_replaced() {
     let folder = Folder::new("links");
     fs::create_dir(folder.join("data")).unwrap();
     fs::write(folder.join("data/real"), "old").unwrap();
@@ -30,7 +30,7 @@ fn a_link_stays_and_its_file_is_replaced() {
 }
 
 #[test]
-fn the_permissions_stay() {
+fn the_permissions_are_preserved() {
     let folder = Folder::new("permissions");
     let path = folder.join("model.bin");
     fs::write(&path, "old").unwrap();
@@ -49,7 +49,7 @@ fn the_permissions_stay() {
 }
 
 #[test]
-fn a_name_need_not_be_text() {
+fn a_name_need_not_be_unicode() {
     let folder = Folder::new("bytes");
     let path = folder.0.join(OsStr::from_bytes(b"model\xff.bin"));
     write(&path, "new").unwrap();

@@ -166,7 +166,7 @@ fn custom_cast_inputs() {
 /// PyTorch's `test_cast_cache_is_global` expects a single cast of the weight. Casting again is also correct; using a
 /// stale cast is not.
 #[test]
-fn a_weight_that_changed_is_cast_anew_in_backward() {
+fn a_weight_that_changed_is_cast_again_in_backward() {
     for_each_device(|device| {
         let w = Tensor::full([1, 1], 2, (Kind::Float, device)).set_requires_grad(true);
         let x = Tensor::ones([1, 1], (Kind::Float, device)).set_requires_grad(true);

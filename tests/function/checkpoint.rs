@@ -59,7 +59,7 @@ fn gradients(
 }
 
 #[test]
-fn a_checkpoint_computes_again_what_forward_computed() {
+fn a_checkpoint_recomputes_the_forward() {
     for_each_device(|device| {
         for (dtype, input) in [(Kind::BFloat16, Kind::BFloat16), (Kind::Half, Kind::Float)] {
             let mut leaves = vec![random_leaf(device, input, &[4, 8])];

@@ -9,7 +9,7 @@ use crate::common::tensors::leaf;
 use crate::{apply, double_, message, square, to_f64};
 
 #[test]
-fn inputs_outputs_and_others_can_be_saved() {
+fn inputs_outputs_and_other_tensors_can_be_saved() {
     for_each_device(|device| {
         let x = leaf(&[0.5, 1.0], Kind::Double, device);
         let y = apply(
@@ -133,7 +133,7 @@ fn a_second_backward_needs_a_kept_graph() {
 }
 
 #[test]
-fn saved_values_count_as_much_as_saved_tensors() {
+fn saved_values_are_freed_like_saved_tensors() {
     for_each_device(|device| {
         let x = leaf(&[2.0], Kind::Double, device);
         let y = apply(
@@ -177,7 +177,7 @@ fn an_input_can_be_changed_in_place() {
 }
 
 #[test]
-fn a_change_in_place_is_seen_by_those_who_saved_the_tensor() {
+fn a_change_in_place_is_detected_if_the_tensor_was_saved() {
     for_each_device(|device| {
         let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let z = &x * 3.0;
@@ -299,7 +299,7 @@ fn missing_gradients_are_none_without_materialization() {
 }
 
 #[test]
-fn indexing_a_missing_gradient_says_so() {
+fn indexing_a_missing_gradient_is_an_error() {
     for_each_device(|device| {
         let index = |index: usize| {
             let [_, b] = apply(

@@ -15,7 +15,7 @@ use crate::common::tensors::leaf;
 use crate::{apply, common, message, random_leaf, to_f64};
 
 #[test]
-fn an_error_of_the_forward_comes_back_with_its_cause() {
+fn an_error_of_the_forward_is_returned_with_its_cause() {
     for_each_device(|device| {
         #[derive(Debug, thiserror::Error)]
         #[error("the input is too hot: {0}")]
@@ -62,7 +62,7 @@ fn libtorchs_and_other_errors_pass_through_the_question_mark() {
 }
 
 #[test]
-fn an_error_of_the_backward_comes_out_of_backward() {
+fn an_error_of_the_backward_is_returned_by_backward() {
     for_each_device(|device| {
         let x = leaf(&[1.0], Kind::Double, device);
         let failing = || {
@@ -169,7 +169,7 @@ fn a_wrong_device_names_the_function_and_the_index() {
 
 /// On CUDA, libtorch runs the backward on a thread of its own.
 #[test]
-fn a_failing_backward_on_any_device_is_an_error_and_training_goes_on() {
+fn a_failing_backward_on_any_device_is_an_error_and_training_can_continue() {
     for_each_device(|device| {
         let x = random_leaf(device, Kind::Float, &[3]);
         for panics in [false, true] {
@@ -222,7 +222,7 @@ fn casting_to_an_integer_is_refused() {
 }
 
 #[test]
-fn the_name_is_that_of_the_type() {
+fn the_default_name_is_that_of_the_type() {
     struct Generic<T>(std::marker::PhantomData<T>);
 
     impl<T: Send + 'static> Function for Generic<T> {
@@ -244,7 +244,7 @@ fn the_name_is_that_of_the_type() {
 }
 
 #[test]
-fn the_name_is_asked_for_by_apply_and_never_again() {
+fn the_name_is_queried_only_by_apply() {
     struct Shy {
         asked: Arc<AtomicUsize>,
     }

@@ -9,7 +9,7 @@ use crate::common::tensors::leaf;
 use crate::{apply, to_f64};
 
 #[test]
-fn state_is_the_functions_own() {
+fn a_function_owns_its_state() {
     for_each_device(|device| {
         let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let (factor, name) = (3.0, String::from("any value that is Send"));
@@ -124,7 +124,7 @@ fn no_such_input(answer: tch_amp::Result<bool>) {
 }
 
 #[test]
-fn backward_knows_which_gradients_are_asked_for() {
+fn backward_can_query_which_gradients_are_needed() {
     for_each_device(|device| {
         let (x, y, z) = (
             leaf(&[1.0], Kind::Double, device),

@@ -75,7 +75,7 @@ fn a_saved_value_may_hold_anything() {
 }
 
 #[test]
-fn a_cell_of_the_functions_own_may_hold_its_output() {
+fn a_captured_cell_may_hold_the_output() {
     for_each_device(|device| {
         let count = Arc::new(AtomicUsize::new(0));
         let counted = Owning(Counted::new(&count));
@@ -126,7 +126,7 @@ fn a_dirty_input_that_forward_keeps_is_refused() {
 }
 
 #[test]
-fn what_forward_saved_is_freed_by_the_backward_that_ends_the_graph() {
+fn saved_values_are_freed_by_the_last_backward() {
     for_each_device(|device| {
         let count = Arc::new(AtomicUsize::new(0));
         let inner = Arc::clone(&count);
@@ -219,7 +219,7 @@ fn a_long_chain_of_closures_is_dropped_without_recursion() {
 }
 
 #[test]
-fn what_a_destructor_drops_is_freed_before_it_goes_on() {
+fn values_that_a_destructor_drops_are_freed_before_it_continues() {
     struct Watches {
         number: usize,
         y: Option<Tensor>,

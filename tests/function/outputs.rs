@@ -9,7 +9,7 @@ use crate::common::tensors::leaf;
 use crate::{MyMm, apply, message, random_leaf, square, to_f64};
 
 #[test]
-fn a_function_computes_what_the_operation_does() {
+fn a_function_computes_the_same_as_the_operation() {
     for_each_device(|device| {
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
             let [a, b] = [random_leaf(device, kind, &[3, 4]), random_leaf(device, kind, &[4, 2])];
@@ -69,7 +69,7 @@ fn a_list_of_outputs_may_have_any_length() {
 }
 
 #[test]
-fn an_input_that_is_returned_comes_back_as_a_view() {
+fn an_input_that_is_returned_becomes_a_view() {
     for_each_device(|device| {
         let x = leaf(&[1.0, 2.0], Kind::Double, device);
         let y = apply(&[&x], |_, x| Ok(x[0].shallow_clone()), |_, g| Ok(&g[0] * 5.0)).unwrap();
@@ -165,7 +165,7 @@ fn an_undefined_output_stays_undefined() {
 }
 
 #[test]
-fn a_tensor_of_the_functions_own_keeps_its_history_when_it_is_returned() {
+fn returning_a_captured_tensor_leaves_its_history_unchanged() {
     for_each_device(|device| {
         let constant = leaf(&[7.0], Kind::Double, device);
         let mine = constant.shallow_clone();
@@ -179,7 +179,7 @@ fn a_tensor_of_the_functions_own_keeps_its_history_when_it_is_returned() {
 }
 
 #[test]
-fn nothing_is_recorded_where_no_gradient_is_wanted() {
+fn nothing_is_recorded_if_no_gradient_is_needed() {
     for_each_device(|device| {
         let x = leaf(&[1.0], Kind::Double, device);
         let double = tch_amp::function(

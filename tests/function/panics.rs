@@ -167,7 +167,7 @@ fn a_panic_in_backward_is_an_error_in_two_threads_at_once() {
 }
 
 #[test]
-fn a_panic_in_forward_is_the_callers() {
+fn a_panic_in_forward_reaches_the_caller() {
     for_each_device(|device| {
         let before = state(device);
         for payload in [Payload::Str, Payload::String, Payload::Any] {
@@ -195,7 +195,7 @@ fn a_panic_in_forward_is_the_callers() {
 }
 
 #[test]
-fn a_panic_in_a_destructor_goes_no_further() {
+fn a_panic_in_a_destructor_is_contained() {
     for_each_device(|device| {
         struct Fragile(Payload);
 
@@ -243,7 +243,7 @@ fn a_panic_in_a_destructor_goes_no_further() {
 }
 
 #[test]
-fn a_panic_of_tchs_own_operations_says_what_libtorch_said() {
+fn a_panic_of_a_tch_operation_keeps_libtorchs_message() {
     for_each_device(|device| {
         let x = leaf(&[1.0], Kind::Double, device);
         let y = apply(&[&x], |_, x| Ok(x[0] * 2.0), |_, g| Ok(g[0].reshape([7]))).unwrap();
@@ -254,7 +254,7 @@ fn a_panic_of_tchs_own_operations_says_what_libtorch_said() {
 }
 
 #[test]
-fn an_error_with_a_nul_in_its_message_is_reported_whole() {
+fn an_error_with_a_nul_in_its_message_is_reported_completely() {
     for_each_device(|device| {
         let x = leaf(&[1.0], Kind::Double, device);
         let backward = |_: &BackwardContext<'_>, _: &GradOutputs<'_>| -> FunctionResult<Tensor> {

@@ -108,7 +108,7 @@ fn an_inner_backward_may_run_through_other_nodes_of_the_same_graph() {
 }
 
 #[test]
-fn after_the_error_the_function_works_again() {
+fn a_function_can_be_used_again_after_the_error() {
     for_each_device(|device| {
         assert!(in_time(move || through_itself(device, 0)).contains("Ouroboros"));
         let x = leaf(&[3.0], Kind::Double, device);

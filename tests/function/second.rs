@@ -14,7 +14,7 @@ fn gradient(y: &Tensor, x: &Tensor) -> Tensor {
 }
 
 #[test]
-fn a_gradient_penalty_goes_through_a_function() {
+fn a_gradient_penalty_can_use_a_function() {
     for_each_device(|device| {
         let penalty = |mm: &dyn Fn(&Tensor, &Tensor) -> Tensor| {
             let a = leaf(&[1.0, 2.0, 3.0, 4.0], Kind::Double, device);
@@ -31,7 +31,7 @@ fn a_gradient_penalty_goes_through_a_function() {
 }
 
 #[test]
-fn third_derivatives_work_as_well() {
+fn third_derivatives_are_correct() {
     for_each_device(|device| {
         let x = leaf(&[2.0], Kind::Double, device);
         let cube = function(
@@ -115,7 +115,7 @@ fn a_once_differentiable_function_refuses_its_second_derivative() {
 }
 
 #[test]
-fn once_is_enough_without_create_graph() {
+fn a_once_differentiable_function_has_first_derivatives() {
     for_each_device(|device| {
         let x = leaf(&[3.0], Kind::Double, device);
         once_square(&x).backward();
@@ -125,7 +125,7 @@ fn once_is_enough_without_create_graph() {
 }
 
 #[test]
-fn the_second_derivative_goes_through_a_cast() {
+fn second_derivatives_flow_through_a_cast() {
     for_each_device(|device| {
         let x = Tensor::from_slice(&[3f32]).to_device(device).set_requires_grad(true);
         let cube = function(

@@ -33,7 +33,7 @@ fn one_function_runs_in_many_threads_at_once() {
 }
 
 #[test]
-fn one_call_is_never_run_twice_at_once() {
+fn one_call_never_runs_twice_concurrently() {
     for_each_device(|device| {
         let running = Arc::new(AtomicBool::new(false));
         let runs = Arc::new(AtomicUsize::new(0));

@@ -23,7 +23,7 @@ fn matrix(device: Device, rows: i64, columns: i64) -> Tensor {
 }
 
 #[test]
-fn right_derivatives_pass() {
+fn correct_derivatives_pass() {
     for_each_device(check_right_derivatives);
 }
 
@@ -45,7 +45,7 @@ fn check_right_derivatives(device: Device) {
 }
 
 #[test]
-fn the_inputs_are_left_as_they_are() {
+fn the_inputs_are_unchanged() {
     for_each_device(|device| {
         let a = matrix(device, 2, 2);
         let before = a.detach_copy();
@@ -56,7 +56,7 @@ fn the_inputs_are_left_as_they_are() {
 }
 
 #[test]
-fn only_one_element_is_moved_at_a_time() {
+fn only_one_element_changes_at_a_time() {
     for_each_device(|device| {
         let x = leaf(&[1.0, 2.0, 3.0], Kind::Double, device);
         let moved = Cell::new(0);
@@ -72,7 +72,7 @@ fn only_one_element_is_moved_at_a_time() {
 }
 
 #[test]
-fn the_grad_mode_is_as_before_also_after_a_panic() {
+fn the_grad_mode_is_restored_even_after_a_panic() {
     let records = || (leaf(&[1.0], Kind::Double, Device::Cpu) * 2.0).requires_grad();
     let x = leaf(&[1.0], Kind::Double, Device::Cpu);
     let check = |panics: bool| {
@@ -163,7 +163,7 @@ fn a_wrong_second_derivative_is_found() {
 }
 
 #[test]
-fn a_dependence_that_backward_denies_is_found() {
+fn a_dependence_that_backward_omits_is_found() {
     for_each_device(|device| {
         let constant = function(|_, x| Ok(x[0] * 2.0), |_, _| Ok(None));
         let error =
@@ -183,7 +183,7 @@ fn a_dependence_that_backward_denies_is_found() {
 }
 
 #[test]
-fn outputs_beside_the_differentiable_ones_are_not_compared() {
+fn non_differentiable_outputs_are_not_compared() {
     for_each_device(|device| {
         let with_norm = function(
             |ctx, x| {
@@ -225,7 +225,7 @@ fn nan_is_never_close() {
 }
 
 #[test]
-fn the_tolerances_are_the_callers() {
+fn the_callers_tolerances_are_used() {
     for_each_device(|device| {
         let off = function(|_, x| Ok(x[0] * 2.0), |_, g| Ok(&g[0] * 2.01));
         let x = [leaf(&[1.0], Kind::Double, device)];
@@ -284,7 +284,7 @@ fn inputs_that_cannot_be_checked_are_refused() {
 }
 
 #[test]
-fn a_backward_that_changes_its_mind_is_found() {
+fn a_nondeterministic_backward_is_found() {
     for_each_device(|device| {
         static CALLS: AtomicUsize = AtomicUsize::new(0);
         CALLS.store(0, Ordering::SeqCst);
@@ -307,7 +307,7 @@ fn a_backward_that_changes_its_mind_is_found() {
 }
 
 #[test]
-fn errors_of_the_function_come_through() {
+fn errors_of_the_function_are_returned() {
     for_each_device(|device| {
         let error =
             gradcheck(|x| x[0].f_reshape([7]), &[leaf(&[1.0], Kind::Double, device)]).unwrap_err();

@@ -85,7 +85,7 @@ fn naive(state: &mut DynamicLossScaleState, finite: bool) {
 }
 
 #[test]
-fn long_random_runs_are_those_of_the_pseudo_code() {
+fn long_random_runs_match_the_pseudo_code() {
     for_each_device(|device| {
         for seed in 0..30 {
             let mut rng = Rng::new(seed);
@@ -109,7 +109,7 @@ fn long_random_runs_are_those_of_the_pseudo_code() {
 
 /// Products in f32, which jmp computes, would give other numbers.
 #[test]
-fn a_factor_that_is_no_f32_is_multiplied_in_f64_and_rounded_once() {
+fn a_factor_that_is_not_an_f32_is_multiplied_in_f64_and_rounded_once() {
     for_each_device(|device| {
         let state = DynamicLossScaleState::default().factor(1.1).period(1);
         let (mut loss_scale, mut jmp) = (state.build(device).unwrap(), state);
@@ -127,7 +127,7 @@ fn a_factor_that_is_no_f32_is_multiplied_in_f64_and_rounded_once() {
 }
 
 #[test]
-fn the_defaults_are_jmps() {
+fn the_defaults_equal_jmps() {
     let state = DynamicLossScale::new(Device::Cpu).unwrap().state().unwrap();
     let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale, .. } = state;
     assert_eq!((loss_scale, counter, min_loss_scale), (32768.0, 0, 1.0));
@@ -169,7 +169,7 @@ fn other_tensors_are_refused_and_change_nothing() {
 
 /// Like in jmp, where an adjustment creates a new loss scale, tensors that were handed out do not change.
 #[test]
-fn an_adjustment_leaves_tensors_clones_and_graphs_alone() {
+fn an_adjustment_leaves_tensors_clones_and_graphs_unchanged() {
     for_each_device(|device| {
         let state = DynamicLossScaleState::default().loss_scale(8.0).period(1);
         let mut loss_scale = state.build(device).unwrap();

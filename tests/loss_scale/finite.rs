@@ -27,7 +27,7 @@ fn layouts(x: &Tensor) -> Vec<Tensor> {
 }
 
 #[test]
-fn one_bad_element_anywhere_is_found_in_every_kind() {
+fn one_non_finite_element_anywhere_is_found_in_every_dtype() {
     for_each_device(|device| {
         let mut rng = Rng::new(5);
         for kind in NUMBERS {
@@ -51,7 +51,7 @@ fn one_bad_element_anywhere_is_found_in_every_kind() {
 
 /// Compared with a plain loop over the same numbers, which include the largest of each dtype, whose squares overflow.
 #[test]
-fn random_trees_are_as_loops_say() {
+fn random_trees_give_the_results_of_plain_loops() {
     for_each_device(|device| {
         let mut rng = Rng::new(11);
         for _ in 0..300 {
@@ -102,7 +102,7 @@ fn kinds_of_eight_bits_are_read(#[case] kind: Kind, #[case] has_infinity: bool) 
 }
 
 #[test]
-fn what_has_no_infinity_does_not_count() {
+fn dtypes_without_infinities_are_ignored() {
     let tree = (of(&[1.0], Kind::Int64, Device::Cpu), of(&[1.0], Kind::Bool, Device::Cpu));
     assert!(answer(&all_finite(&(tree, Tensor::new(), None::<Tensor>)).unwrap()));
     assert!(answer(&all_finite(&()).unwrap()));
@@ -110,7 +110,7 @@ fn what_has_no_infinity_does_not_count() {
 }
 
 #[test]
-fn sparse_gradients_are_added_up_first() {
+fn sparse_gradients_are_coalesced_first() {
     for_each_device(|device| {
         let sparse = |values: &[f64]| {
             let indices = Tensor::zeros([1, values.len() as i64], (Kind::Int64, device));
@@ -130,7 +130,7 @@ fn sparse_gradients_are_added_up_first() {
 }
 
 #[test]
-fn the_answer_lies_on_the_first_device_and_nothing_is_changed() {
+fn the_result_is_on_the_first_device_and_nothing_is_changed() {
     for_each_device(|device| {
         let w = of(&[1.0, 2.0], Kind::Float, device).set_requires_grad(true);
         let y = w.square().sum(Kind::Float);
@@ -151,7 +151,7 @@ fn the_answer_lies_on_the_first_device_and_nothing_is_changed() {
 }
 
 #[test]
-fn gradients_of_both_origins_are_checked() {
+fn returned_and_stored_gradients_are_checked() {
     for_each_device(|device| {
         let w = of(&[1.0, 0.0], Kind::Float, device).set_requires_grad(true);
         let unused = of(&[1.0], Kind::Float, device).set_requires_grad(true);
@@ -170,7 +170,7 @@ fn gradients_of_both_origins_are_checked() {
 }
 
 #[test]
-fn a_region_does_not_matter() {
+fn an_autocast_region_does_not_change_the_result() {
     for_each_device(|device| {
         let x = of(&[1.0, 65504.0], Kind::Half, device).set_requires_grad(true);
         assert!(answer(&tch_amp::autocast(device, || all_finite(&layouts(&x))).unwrap().unwrap()));

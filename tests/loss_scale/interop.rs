@@ -25,7 +25,7 @@ fn iterate(scaler: &mut GradScaler, device: Device, finite: bool) {
 }
 
 #[test]
-fn a_scaler_and_a_loss_scale_made_from_it_do_the_same() {
+fn a_loss_scale_built_from_a_scaler_behaves_like_it() {
     for_each_device(|device| {
         for seed in 0..10 {
             let mut rng = Rng::new(seed);
@@ -58,7 +58,7 @@ fn a_scaler_and_a_loss_scale_made_from_it_do_the_same() {
 }
 
 #[test]
-fn a_loss_scale_goes_on_as_a_scaler() {
+fn a_loss_scale_can_be_continued_as_a_scaler() {
     let state = DynamicLossScaleState::default().counter(3).period(4);
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     scaler.load_state_dict(&GradScalerState::from(&state)).unwrap();
@@ -75,7 +75,7 @@ fn a_loss_scale_goes_on_as_a_scaler() {
 
 /// Loading a loss scale disables the options that only scalers have.
 #[test]
-fn a_scaler_of_any_options_goes_on_as_the_loss_scale_did() {
+fn a_scaler_with_any_options_continues_like_the_loss_scale() {
     let config = GradScalerConfig::default()
         .max_scale(65536.0)
         .hysteresis(3)
@@ -93,7 +93,7 @@ fn a_scaler_of_any_options_goes_on_as_the_loss_scale_did() {
 }
 
 #[test]
-fn a_state_of_pythons_becomes_a_loss_scale() {
+fn a_state_from_python_becomes_a_loss_scale() {
     let python = parse(
         r#"{"scale": 131072.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 3}"#,
     );
@@ -139,7 +139,7 @@ fn a_state_without_a_key_is_refused() {
 }
 
 #[test]
-fn a_scaler_that_loads_a_loss_scale_has_none_of_the_options_that_this_lacks() {
+fn loading_a_loss_scale_disables_options_that_only_scalers_have() {
     let config = GradScalerConfig::default()
         .max_scale(65536.0)
         .hysteresis(3)

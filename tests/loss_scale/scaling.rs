@@ -35,7 +35,7 @@ fn products_have_at_least_f32(#[case] kind: Kind, #[case] want: Kind) {
 }
 
 #[test]
-fn the_scale_does_not_overflow_a_half_loss() {
+fn the_scale_does_not_overflow_a_half_precision_loss() {
     for_each_device(|device| {
         let scale = StaticLossScale::new(device, 65536.0).unwrap();
         let loss = of(&[100.0], Kind::Half, device);
@@ -48,7 +48,7 @@ fn the_scale_does_not_overflow_a_half_loss() {
 
 /// Compared with plain loops: a product in f32 is the product in f64, rounded once. The reciprocal is rounded first.
 #[test]
-fn random_numbers_are_multiplied_as_loops_multiply_them() {
+fn random_products_equal_those_of_plain_loops() {
     for_each_device(|device| {
         let mut rng = Rng::new(7);
         for _ in 0..20 {
@@ -67,7 +67,7 @@ fn random_numbers_are_multiplied_as_loops_multiply_them() {
 }
 
 #[test]
-fn nothing_happens_to_what_a_no_op_scales() {
+fn a_no_op_loss_scale_changes_nothing() {
     let x = of(&[1.0, 2.0], Kind::Half, Device::Cpu);
     let loss_scale = NoOpLossScale;
     for y in [loss_scale.scale(&x).unwrap(), loss_scale.unscale(&x).unwrap()] {
@@ -78,7 +78,7 @@ fn nothing_happens_to_what_a_no_op_scales() {
 }
 
 #[test]
-fn trees_are_scaled_with_any_of_the_three_behind_any_pointer() {
+fn trees_are_scaled_by_each_loss_scale_behind_any_pointer() {
     for_each_device(|device| {
         for mut loss_scale in all_three(device) {
             let value = loss_scale.value().unwrap();
@@ -103,14 +103,14 @@ fn trees_are_scaled_with_any_of_the_three_behind_any_pointer() {
 }
 
 #[test]
-fn undefined_gradients_come_back_undefined() {
+fn undefined_gradients_stay_undefined() {
     for loss_scale in all_three(Device::Cpu) {
         assert!(!loss_scale.unscale(&[Tensor::new()]).unwrap()[0].defined());
     }
 }
 
 #[test]
-fn a_tensor_of_another_device_is_scaled_where_it_lies() {
+fn a_tensor_on_another_device_is_scaled_on_its_device() {
     for_each_device(|device| {
         let scale = StaticLossScale::new(Device::Cpu, 8.0).unwrap();
         let y = scale.scale(&of(&[1.0], Kind::Float, device)).unwrap();

@@ -27,7 +27,7 @@ const KINDS: [Kind; 12] = [
 ];
 
 #[test]
-fn tensors_of_all_kinds_are_chosen_bit_by_bit() {
+fn tensors_of_all_dtypes_are_selected_bit_by_bit() {
     for_each_device(|device| {
         for kind in KINDS {
             let (new, old) = (of(&[1.0, 0.0], kind, device), of(&[0.0, 1.0], kind, device));
@@ -44,7 +44,7 @@ fn tensors_of_all_kinds_are_chosen_bit_by_bit() {
 }
 
 #[test]
-fn a_nan_that_is_not_chosen_leaves_no_trace() {
+fn a_nan_that_is_not_selected_has_no_effect() {
     for_each_device(|device| {
         let (new, old) = (of(&[NAN], Kind::Float, device), of(&[3.0], Kind::Float, device));
         let chosen = select_tree(&all_finite(&new).unwrap(), &new, &old).unwrap();
@@ -53,7 +53,7 @@ fn a_nan_that_is_not_chosen_leaves_no_trace() {
 }
 
 #[test]
-fn whole_trees_are_chosen() {
+fn whole_trees_are_selected() {
     for_each_device(|device| {
         let tree = |x: f64| {
             let leaf = || of(&[x], Kind::Float, device);
@@ -80,7 +80,7 @@ fn the_shape_does_not_depend_on_that_of_the_predicate() {
 }
 
 #[test]
-fn gradients_flow_to_what_is_chosen() {
+fn gradients_flow_to_the_selected_tree() {
     for_each_device(|device| {
         let new = of(&[1.0], Kind::Float, device).set_requires_grad(true);
         let old = of(&[2.0], Kind::Float, device).set_requires_grad(true);
@@ -104,7 +104,7 @@ fn a_predicate_of_several_elements_is_refused() {
 }
 
 #[test]
-fn trees_of_differing_kinds_are_refused_with_what_to_do() {
+fn trees_of_different_dtypes_are_refused_with_advice() {
     let of = |kind| vec![Tensor::from(1f32).to_kind(kind)];
     let error = select_tree(&Tensor::from(true), &of(Kind::Float), &of(Kind::Half)).unwrap_err();
     assert_eq!(
@@ -120,7 +120,7 @@ fn trees_of_differing_kinds_are_refused_with_what_to_do() {
 }
 
 #[test]
-fn each_tensor_is_chosen_on_its_device() {
+fn each_tensor_is_selected_on_its_device() {
     let devices = devices();
     let tree = |x: f64| {
         let tree = devices.iter().map(|device| of(&[x], Kind::Float, *device));

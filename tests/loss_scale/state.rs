@@ -61,7 +61,7 @@ fn a_scale_that_sank_to_its_bound_is_saved_and_loaded(#[case] start: f64, #[case
 }
 
 #[test]
-fn any_of_the_three_is_made_again_from_its_state() {
+fn each_loss_scale_is_restored_from_its_state() {
     for_each_device(|device| {
         for mut loss_scale in all_three(device) {
             for finite in [true, false, true] {
@@ -100,7 +100,7 @@ fn absent_fields_have_the_defaults() {
 }
 
 #[test]
-fn a_counter_beyond_a_shorter_period_grows_at_the_next_step() {
+fn a_counter_beyond_a_shorter_period_grows_the_scale_at_the_next_step() {
     let state = saved().period(5);
     let mut loss_scale = state.build(Device::Cpu).unwrap();
     assert_eq!(loss_scale.state().unwrap().counter, 4);
@@ -142,7 +142,7 @@ fn a_static_scale_is_loaded_or_refused() {
 }
 
 #[test]
-fn a_device_that_is_not_there_is_refused() {
+fn a_missing_device_is_refused() {
     let nowhere = Device::Cuda(1000);
     let results = [
         saved().build(nowhere).map(drop),
@@ -158,7 +158,7 @@ fn a_device_that_is_not_there_is_refused() {
 }
 
 #[test]
-fn a_static_scale_that_is_loaded_leaves_tensors_and_clones_alone() {
+fn loading_a_static_scale_leaves_tensors_and_clones_unchanged() {
     let mut scale = StaticLossScale::new(Device::Cpu, 8.0).unwrap();
     let (clone, held) = (scale.clone(), scale.loss_scale().unwrap().shallow_clone());
     scale.load_state_dict(&LossScaleState::Static { loss_scale: 4.0 }).unwrap();

@@ -36,7 +36,7 @@ fn train(loss_scale: &mut dyn LossScale, policy: Policy, device: Device, own: bo
 }
 
 #[test]
-fn the_three_train_alike_with_gradients_of_both_origins() {
+fn all_loss_scales_train_alike_with_returned_and_stored_gradients() {
     for_each_device(|device| {
         for policy in [Policy::FULL, Policy::FULL.with_compute(half_dtype(device)).unwrap()] {
             let want = train(&mut tch_amp::loss_scale::NoOpLossScale, policy, device, true);
@@ -59,7 +59,7 @@ fn the_three_train_alike_with_gradients_of_both_origins() {
 }
 
 #[test]
-fn a_loss_scale_can_go_to_another_thread() {
+fn a_loss_scale_can_be_sent_to_another_thread() {
     let mut loss_scale = all_three(Device::Cpu).into_iter().last().unwrap();
     let halved = std::thread::spawn(move || {
         loss_scale.adjust(&Tensor::from(false)).unwrap();

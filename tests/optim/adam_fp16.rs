@@ -161,7 +161,7 @@ fn runs(eps: &[f64]) -> Vec<(Case, Data)> {
 /// The operations one by one give them in whole vectors. In the remainder of a tensor, the scalar loops of libtorch's
 /// fused kernel, and so those of this crate, contract a different product of the second moment.
 #[test]
-fn masters_moments_and_parameters_are_those_of_pytorch_over_f32_copies() {
+fn masters_moments_and_parameters_equal_those_of_pytorch_with_f32_copies() {
     let Some(oracle) = Oracle::find("adam_fp16.py") else {
         return;
     };
@@ -222,7 +222,7 @@ fn apart(case: Case, data: &Data, unit: f64, lists: [&[Told]; 2]) -> (f64, f64) 
 /// labml moves the bias corrections into the step size. In f64 the result is PyTorch's, except for the meaning of eps;
 /// in f32 it is rounded differently.
 #[test]
-fn labmls_order_is_as_near_as_its_roundings_allow() {
+fn the_difference_from_labmls_order_is_within_the_rounding_bound() {
     let Some(oracle) = Oracle::find("adam_fp16.py") else {
         return;
     };

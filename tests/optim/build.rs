@@ -9,7 +9,7 @@ use crate::common::tensors::leaf;
 use crate::{NAN, algorithms, build, set_grad, to_f64};
 
 #[test]
-fn the_import_is_all_that_changes() {
+fn only_the_import_differs_from_tch() {
     let vs = VarStore::new(Device::Cpu);
     let net = nn::linear(vs.root(), 3, 1, Default::default());
     let mut opt = AdamW::default().build(&vs, 1e-3).unwrap();
@@ -30,7 +30,7 @@ fn the_import_is_all_that_changes() {
 }
 
 #[test]
-fn variables_that_are_added_later_are_taken_up() {
+fn variables_that_are_added_later_are_trained() {
     let vs = VarStore::new(Device::Cpu);
     let a = vs.root().ones("a", &[2]);
     let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
@@ -50,7 +50,7 @@ fn variables_that_are_added_later_are_taken_up() {
 }
 
 #[test]
-fn frozen_variables_stay() {
+fn frozen_variables_are_unchanged() {
     let mut vs = VarStore::new(Device::Cpu);
     let w = vs.root().ones("w", &[2]);
     let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
@@ -64,7 +64,7 @@ fn frozen_variables_stay() {
 }
 
 #[test]
-fn a_list_will_do_with_names_or_without() {
+fn a_list_is_accepted_with_and_without_names() {
     let (a, b) = (leaf(&[1.0], Kind::Float, Device::Cpu), leaf(&[1.0], Kind::Double, Device::Cpu));
     let plain = AdamW::default().build(vec![a.shallow_clone(), b.shallow_clone()], 0.1).unwrap();
     assert_eq!(plain.parameter_name(1).as_deref(), Some("1"));
@@ -82,7 +82,7 @@ fn a_list_will_do_with_names_or_without() {
 }
 
 #[test]
-fn what_cannot_be_optimized_is_refused() {
+fn tensors_that_cannot_be_optimized_are_refused() {
     let w = leaf(&[1.0], Kind::Float, Device::Cpu);
     let twice = AdamW::default().build(vec![w.shallow_clone(), w.shallow_clone()], 0.1);
     assert!(twice.unwrap_err().to_string().contains("twice"));
@@ -119,7 +119,7 @@ fn options_outside_their_range_are_refused_by_their_names() {
 }
 
 #[test]
-fn a_model_that_changes_its_dtype_later_is_refused_and_stays() {
+fn a_model_whose_dtype_changes_later_is_refused_and_unchanged() {
     for algorithm in algorithms() {
         let mut vs = VarStore::new(Device::Cpu);
         let w = vs.root().ones("w", &[3]);
@@ -142,7 +142,7 @@ fn a_model_that_changes_its_dtype_later_is_refused_and_stays() {
 }
 
 #[test]
-fn names_are_unique_and_those_without_one_get_their_place() {
+fn names_are_unique_and_unnamed_parameters_are_named_by_their_index() {
     let w = || leaf(&[1.0], Kind::Float, Device::Cpu);
     let mut opt = Sgd::default().build(vec![w(), w()], 0.1).unwrap();
     assert_eq!(opt.add_param_group(vec![w()]).unwrap(), 1);
@@ -160,7 +160,7 @@ fn an_empty_list_is_refused_and_an_empty_store_is_not() {
 }
 
 #[test]
-fn every_form_of_a_list_is_taken() {
+fn every_form_of_a_list_is_accepted() {
     let vs = VarStore::new(Device::Cpu);
     for name in ["b", "a"] {
         drop(vs.root().ones(name, &[1]));
@@ -180,7 +180,7 @@ fn every_form_of_a_list_is_taken() {
 }
 
 #[test]
-fn tchs_configurations_go_on() {
+fn tchs_configurations_are_accepted() {
     let adam = nn::AdamW::default().beta1(0.8).wd(0.1).eps(1e-6).amsgrad(true);
     let want = AdamW::default()
         .betas((0.8, 0.999))

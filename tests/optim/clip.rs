@@ -15,7 +15,7 @@ use crate::common::tensors::leaf;
 use crate::{INF, NAN, set_grad, to_f64};
 
 #[test]
-fn the_norm_is_that_of_an_f64_loop() {
+fn the_norm_equals_that_of_an_f64_loop() {
     for_each_device(|device| {
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
             for count in [1, 5, 16, 47, 200_000] {
@@ -41,7 +41,7 @@ fn the_norm_is_that_of_an_f64_loop() {
 }
 
 #[test]
-fn gradients_within_the_limit_stay() {
+fn gradients_within_the_limit_are_unchanged() {
     let w = leaf(&[0.0; 3], Kind::Float, Device::Cpu);
     set_grad(&w, &[0.1, 0.2, 0.3]);
     let before = to_f64(&w.grad());
@@ -51,7 +51,7 @@ fn gradients_within_the_limit_stay() {
 }
 
 #[test]
-fn an_infinite_norm_is_an_error_where_it_is_asked_for() {
+fn an_infinite_norm_is_an_error_on_request() {
     for_each_device(|device| {
         for bad in [INF, NAN] {
             let w = leaf(&[0.0; 3], Kind::Float, device);
@@ -84,7 +84,7 @@ fn a_transaction_can_refuse_an_infinite_norm() {
 }
 
 #[test]
-fn folded_clipping_steps_as_clipping_first_does() {
+fn clipping_in_the_step_equals_clipping_before_it() {
     for_each_device(|device| {
         let run = |folded: bool| {
             let w = leaf(&[1.0; 4], Kind::Float, device);
@@ -129,7 +129,7 @@ fn limits_and_layouts_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn a_parameter_that_is_there_twice_counts_once() {
+fn a_parameter_that_is_listed_twice_counts_once() {
     let w = leaf(&[0.0; 2], Kind::Float, Device::Cpu);
     set_grad(&w, &[3.0, 4.0]);
     let norm = clip_grad_norm(&[w.shallow_clone(), w.shallow_clone()], 2.5).unwrap();
@@ -168,7 +168,7 @@ fn gaps_in_memory_do_not_change_the_norm() {
 }
 
 #[test]
-fn a_norm_that_f32_cannot_hold_is_no_infinite_one() {
+fn a_norm_beyond_f32_is_not_infinite() {
     let values = [3e38, -3e38, 2e38, 3e38];
     let norm = (9e76f64 * 3.0 + 4e76).sqrt();
     for gapped in [false, true] {
@@ -216,7 +216,7 @@ fn a_norm_that_f32_cannot_hold_is_no_infinite_one() {
 }
 
 #[test]
-fn a_step_that_clips_by_value_is_its_three_parts() {
+fn step_clip_value_equals_its_three_parts() {
     for_each_device(|device| {
         for fused in [false, true] {
             let run = |short: bool, values: &[f64]| {
@@ -254,7 +254,7 @@ fn a_step_that_clips_by_value_is_its_three_parts() {
 
 /// Sizes that are not multiples of a vector, and a scale that is not a power of two: every element is rounded alike.
 #[test]
-fn the_norm_that_is_folded_in_rounds_the_last_elements_as_the_others() {
+fn the_norm_in_the_step_rounds_the_last_elements_like_the_others() {
     for kind in [Kind::BFloat16, Kind::Half, Kind::Float] {
         for count in [1, 3, 15, 17, 31, 1000, 1037] {
             let run = |folded: bool| {
@@ -303,7 +303,7 @@ fn the_total_norm_is_unscaled_on_every_path() {
 }
 
 #[test]
-fn a_step_that_clips_by_norm_takes_the_gradients_of_its_loss_alone() {
+fn backward_step_clip_norm_uses_only_the_gradients_of_its_loss() {
     let w = leaf(&[0.0], Kind::Float, Device::Cpu);
     let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
     set_grad(&w, &[100.0]);
@@ -311,9 +311,9 @@ fn a_step_that_clips_by_norm_takes_the_gradients_of_its_loss_alone() {
     assert_eq!(to_f64(&w), [-0.5]);
 }
 
-/// A graph that has saved a gradient must not continue with other numbers. On a GPU, libtorch detects the change.
+/// A graph that has saved a gradient must not continue with other numbers. On a GPU, libtorch increments the version.
 #[test]
-fn clipping_is_a_change_in_place_that_autograd_sees() {
+fn clipping_is_a_change_in_place_that_autograd_detects() {
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
         let w = leaf(&[1.0; 2], kind, Device::Cpu);
         set_grad(&w, &[3.0, 4.0]);

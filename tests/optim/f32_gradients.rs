@@ -8,7 +8,7 @@ use crate::common::tensors::leaf;
 
 /// Sums of micro-batches stop growing in bf16, but not in f32.
 #[test]
-fn gradients_add_up_in_f32() {
+fn gradients_accumulate_in_f32() {
     let w = leaf(&[0.0; 3], Kind::BFloat16, Device::Cpu);
     let list = [w.shallow_clone()];
     let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(&list, 1.0).unwrap();
@@ -46,7 +46,7 @@ fn unscaling_does_not_underflow() {
 
 /// If the scaler unscales in the step, nothing is converted. If it unscales before, the gradients are f32 from then on.
 #[test]
-fn gradients_stay_f32_once_they_have_been_unscaled_before_a_step() {
+fn gradients_that_were_unscaled_before_a_step_stay_f32() {
     for way in ["step", "unscale_", "clip", "transaction"] {
         let w = leaf(&[0.0], Kind::BFloat16, Device::Cpu);
         let list = [w.shallow_clone()];

@@ -14,7 +14,7 @@ fn weights(names: &[&str]) -> Vec<(String, Tensor)> {
 }
 
 #[test]
-fn the_groups_of_tchs_paths_are_honoured() {
+fn the_groups_of_tchs_paths_are_used() {
     let vs = VarStore::new(Device::Cpu);
     let a = vs.root().ones("a", &[1]);
     let b = vs.root().set_group(2).ones("b", &[1]);
@@ -33,7 +33,7 @@ fn the_groups_of_tchs_paths_are_honoured() {
 }
 
 #[test]
-fn names_choose_a_group_and_the_last_choice_counts() {
+fn names_assign_groups_and_the_last_rule_applies() {
     let all = weights(&["l1.weight", "l1.bias", "norm.weight", "norm.bias"]);
     let tensors: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).collect();
     let mut opt = Sgd::default().weight_decay(0.5).build(all, 1.0).unwrap();
@@ -54,7 +54,7 @@ fn names_choose_a_group_and_the_last_choice_counts() {
 }
 
 #[test]
-fn a_later_parameter_that_two_choices_match_goes_with_the_last() {
+fn the_last_matching_rule_applies_to_parameters_that_are_added_later() {
     let mut opt = AdamW::default().build(weights(&["norm.bias"]), 0.1).unwrap();
     opt.assign_group(1, &["*.bias"]).unwrap();
     opt.assign_group(2, &["norm.*"]).unwrap();
@@ -85,7 +85,7 @@ fn every_group_starts_with_its_own_accumulator() {
 }
 
 #[test]
-fn groups_that_are_not_there_are_refused() {
+fn missing_groups_are_refused() {
     let mut opt = AdamW::default().build(weights(&["w"]), 0.1).unwrap();
     let refused = [
         opt.set_lr_group(1, 0.1),
@@ -103,7 +103,7 @@ fn groups_that_are_not_there_are_refused() {
 }
 
 #[test]
-fn a_loaded_state_ends_the_choices_of_groups_it_does_not_have() {
+fn loading_a_state_removes_the_rules_of_groups_that_it_lacks() {
     let saved = AdamW::default().build(weights(&["bias"]), 0.1).unwrap().state_dict().unwrap();
     let mut opt = AdamW::default().build(weights(&["bias"]), 0.1).unwrap();
     assert_eq!(opt.assign_group(1, &["nothing"]).unwrap(), 0);
@@ -167,7 +167,7 @@ fn the_defaults_are_pytorchs() {
 }
 
 #[test]
-fn a_choice_counts_those_that_were_in_the_group_before() {
+fn assigning_a_group_counts_the_parameters_already_in_it() {
     let mut opt = AdamW::default().build(weights(&["a.bias", "b.bias", "w"]), 0.1).unwrap();
     assert_eq!(opt.assign_group(1, &["a.*"]).unwrap(), 1);
     assert_eq!(opt.assign_group(1, &["*.bias"]).unwrap(), 2);
@@ -175,7 +175,7 @@ fn a_choice_counts_those_that_were_in_the_group_before() {
 
 /// An option that one of the groups refuses changes none of them.
 #[test]
-fn a_value_that_a_later_group_refuses_changes_no_earlier_one() {
+fn a_value_that_a_later_group_refuses_changes_no_earlier_group() {
     let sgd = Sgd::default().momentum(0.9);
     let mut opt = sgd.build(weights(&["a", "b"]), 0.1).unwrap();
     opt.assign_group(1, &["b"]).unwrap();
@@ -191,7 +191,7 @@ fn a_value_that_a_later_group_refuses_changes_no_earlier_one() {
 
 /// Each group has its own betas, and so its own bias corrections.
 #[test]
-fn groups_with_other_betas_have_other_corrections() {
+fn each_group_has_the_bias_corrections_of_its_betas() {
     let all = weights(&["a", "b"]);
     let tensors: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).collect();
     let mut opt = Adam::default().build(all, 0.5).unwrap();

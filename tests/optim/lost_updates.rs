@@ -24,7 +24,7 @@ fn train(kind: Kind, lr: f64, masters: MasterWeights) -> Vec<Tensor> {
 }
 
 #[test]
-fn fp16_and_bf16_weights_under_adam_stay_for_ever_and_with_masters_are_the_f32_ones_rounded() {
+fn without_masters_small_updates_are_lost_and_with_masters_the_f32_weights_are_rounded() {
     for (kind, lr) in [(Kind::Half, 1e-4), (Kind::BFloat16, 1e-3)] {
         let one = Tensor::ones([1], (kind, Device::Cpu));
         assert_eq!(bits(&(&one + lr)), bits(&one), "the sum is rounded to 1");
@@ -45,7 +45,7 @@ fn fp16_and_bf16_weights_under_adam_stay_for_ever_and_with_masters_are_the_f32_o
 
 /// After a thousand steps, with each kind of master weights.
 #[test]
-fn small_updates_add_up() {
+fn with_masters_small_updates_add_up() {
     for (kind, update) in [(Kind::Half, 1e-4), (Kind::BFloat16, 1e-3)] {
         let train = |masters: MasterWeights| {
             let w = ones(64, kind);

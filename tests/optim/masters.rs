@@ -55,7 +55,7 @@ fn half_up(master: &Tensor) -> Tensor {
 }
 
 #[test]
-fn the_masters_are_updated_as_f32_parameters_are() {
+fn the_masters_are_updated_like_f32_parameters() {
     for_each_device(|device| {
         for algorithm in algorithms() {
             for (kind, masters) in [
@@ -156,7 +156,7 @@ fn rounded(start: f64, update: f64, count: i64, seed: u64) -> Tensor {
 }
 
 #[test]
-fn rounding_at_random_is_right_on_average() {
+fn stochastic_rounding_is_unbiased() {
     const COUNT: i64 = 1 << 20;
     // Between 1 and 2, neighbouring bf16 numbers are 1/128 apart.
     for share in [0.125, 0.5, 0.9] {
@@ -185,7 +185,7 @@ fn rounding_at_random_is_right_on_average() {
 }
 
 #[test]
-fn rounding_at_random_follows_its_seed() {
+fn stochastic_rounding_is_determined_by_its_seed() {
     let one = bits(&rounded(1.0, 0.003, 5000, 1));
     assert_eq!(one, bits(&rounded(1.0, 0.003, 5000, 1)));
     assert_ne!(one, bits(&rounded(1.0, 0.003, 5000, 2)));
@@ -210,7 +210,7 @@ fn rounding_at_random_follows_its_seed() {
 }
 
 #[test]
-fn masters_are_saved_and_made_anew() {
+fn masters_are_saved_and_recreated() {
     let algorithms: [Algorithm; 3] =
         [AdamW::default().into(), Sgd::default().into(), Adagrad::default().into()];
     for algorithm in algorithms {
@@ -248,7 +248,7 @@ fn masters_are_saved_and_made_anew() {
 }
 
 #[test]
-fn masters_forget_on_request() {
+fn masters_are_discarded_on_request() {
     let w = leaf(&Tensor::ones([2], (Kind::BFloat16, Device::Cpu)));
     let list = [w.shallow_clone()];
     let adam = Adam::default();
@@ -268,7 +268,7 @@ fn masters_forget_on_request() {
 
 /// A VarStore may contain variables that are not trained. They and variables without a gradient keep their values.
 #[test]
-fn frozen_parameters_are_left_alone() {
+fn frozen_parameters_are_unchanged() {
     let [w, frozen, idle] =
         [0, 1, 2].map(|_| leaf(&Tensor::ones([2], (Kind::BFloat16, Device::Cpu))));
     let frozen = frozen.set_requires_grad(false);

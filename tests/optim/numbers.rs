@@ -149,7 +149,7 @@ impl CopyLeaf for Tensor {
 
 /// Layouts for which a single index does not traverse the memory of all tensors in the same order.
 #[test]
-fn the_layout_of_parameters_and_gradients_does_not_matter() {
+fn the_layout_of_parameters_and_gradients_does_not_change_the_result() {
     for algorithm in algorithms() {
         let values: Vec<f64> = (0..24).map(|i| f64::from(i) / 8.0).collect();
         let plain = leaf(&values, Kind::Float, Device::Cpu);
@@ -172,7 +172,7 @@ fn the_layout_of_parameters_and_gradients_does_not_matter() {
 
 /// A momentum buffer starts with the first gradient of its parameter, at whichever step that comes.
 #[test]
-fn a_parameter_that_joins_later_starts_its_own_state() {
+fn a_parameter_that_is_added_later_starts_its_own_state() {
     for algorithm in algorithms() {
         let (a, b) = (
             leaf(&[1.0; 3], Kind::Double, Device::Cpu),
@@ -194,7 +194,7 @@ fn a_parameter_that_joins_later_starts_its_own_state() {
 
 /// A gradient whose minus sign is a bit of the tensor and not in its memory.
 #[test]
-fn a_gradient_with_a_negative_bit_is_what_it_says() {
+fn a_gradient_with_a_negative_bit_is_negated() {
     let run = |negative: bool| {
         let w = leaf(&[1.0, 2.0], Kind::Float, Device::Cpu);
         let view = move |t: &Tensor| if negative { t.internal_neg_view() } else { t.neg() };
@@ -210,7 +210,7 @@ fn a_gradient_with_a_negative_bit_is_what_it_says() {
 }
 
 #[test]
-fn momentum_can_be_switched_off() {
+fn momentum_can_be_disabled() {
     let w = leaf(&[1.0], Kind::Double, Device::Cpu);
     let sgd = Sgd::default().momentum(0.5);
     let mut opt = build(sgd.into(), vec![w.shallow_clone()], 1.0);

@@ -16,7 +16,7 @@ fn all(opt: &mut Optimizer) -> Vec<Vec<f64>> {
 }
 
 #[test]
-fn an_expanded_parameter_keeps_the_others_from_changing() {
+fn an_expanded_parameter_is_refused_and_no_other_changes() {
     for_each_device(|device| {
         for algorithm in algorithms() {
             let plain = leaf(&[1.0, 2.0, 3.0], Kind::Float, device);
@@ -41,7 +41,7 @@ fn an_expanded_parameter_keeps_the_others_from_changing() {
 
 /// Tensors made in inference mode must not be changed outside of it, which shows only when the result is copied back.
 #[test]
-fn a_state_that_cannot_be_written_is_found_out_before_the_first_update() {
+fn a_state_that_cannot_be_written_is_refused_before_any_update() {
     let plain = leaf(&[1.0, 2.0], Kind::Float, Device::Cpu);
     let gapped = leaf(&[1.0, 2.0, 3.0, 4.0], Kind::Float, Device::Cpu).detach();
     let gapped = gapped.view([2, 2]).slice(1, 0, 1, 1).set_requires_grad(true);
@@ -105,7 +105,7 @@ fn a_state_without_its_memory_is_an_error() {
 }
 
 #[test]
-fn a_copy_on_write_parameter_leaves_its_original_alone() {
+fn stepping_a_copy_on_write_parameter_leaves_its_original_unchanged() {
     for algorithm in algorithms() {
         let original = leaf(&[1.0, 2.0, 3.0], Kind::Float, Device::Cpu).detach();
         let twin = original.copy().set_requires_grad(true);

@@ -157,7 +157,7 @@ fn copied(mut state: OptimizerState) -> OptimizerState {
 }
 
 #[test]
-fn memory_that_is_used_again_is_taken_for_nothing_that_it_was() {
+fn reused_memory_is_not_mistaken_for_its_previous_content() {
     for seed in 0..PROGRAMS {
         let run = |keeps: bool| {
             let mut rng = Rng::new(seed);

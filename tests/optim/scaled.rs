@@ -23,7 +23,7 @@ fn training(device: Device) -> (Tensor, Optimizer, GradScaler) {
 }
 
 #[test]
-fn the_ways_to_step_take_the_same_step() {
+fn all_ways_to_step_take_the_same_step() {
     for_each_device(|device| {
         for way in 0..4 {
             let (w, mut opt, mut scaler) = training(device);
@@ -46,7 +46,7 @@ fn the_ways_to_step_take_the_same_step() {
 }
 
 #[test]
-fn a_step_comes_once_in_an_iteration() {
+fn a_second_step_in_an_iteration_is_refused() {
     let (w, mut opt, mut scaler) = training(Device::Cpu);
     set_grad(&w, &[8.0; 3]);
     drop(scaler.step(&mut opt).unwrap());
@@ -100,7 +100,7 @@ fn a_disabled_scaler_steps_by_the_gradients_as_they_are() {
 }
 
 #[test]
-fn fp16_gradients_need_no_leave_where_nothing_is_written_back() {
+fn fp16_gradients_need_no_permission_if_nothing_is_written_back() {
     for_each_device(|device| {
         let w = leaf(&[1.0; 3], Kind::Half, device);
         let mut opt = Sgd::default().build(vec![w.shallow_clone()], 1.0).unwrap();
@@ -152,7 +152,7 @@ fn drop_ok<T>(result: tch_amp::Result<T>) -> tch_amp::Result<()> {
 }
 
 #[test]
-fn the_host_learns_of_a_step_without_waiting() {
+fn a_step_is_counted_without_synchronizing() {
     for_each_device(|device| {
         let (w, mut opt, mut scaler) = training(device);
         let mut taken = StepCounter::default();
@@ -175,7 +175,7 @@ fn the_host_learns_of_a_step_without_waiting() {
 /// For real GPUs only. The device has seconds of work before it comes to the step, so a call that synchronized would
 /// find the answer. For simulated GPUs, `tests/simulated/syncs.rs` counts the synchronizations.
 #[test]
-fn an_iteration_does_not_wait_for_a_real_gpu() {
+fn an_iteration_does_not_synchronize_with_a_real_gpu() {
     if !cuda_or_skip() {
         return;
     }
@@ -227,7 +227,7 @@ impl AmpOptimizer for Own {
 }
 
 #[test]
-fn ones_own_optimizer_can_do_the_same() {
+fn a_user_defined_optimizer_can_do_the_same() {
     for_each_device(|device| {
         let w = leaf(&[1.0; 2], Kind::Float, device);
         let mut opt = Own(vec![w.shallow_clone()]);
@@ -241,7 +241,7 @@ fn ones_own_optimizer_can_do_the_same() {
 }
 
 #[test]
-fn a_step_that_fails_can_be_tried_again() {
+fn a_step_that_fails_can_be_retried() {
     struct Fails(Own, bool);
     impl AmpOptimizer for Fails {
         fn parameters(&self) -> Parameters<'_> {
@@ -285,7 +285,7 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
 
 /// Such a count can be loaded from a damaged file, for instance.
 #[test]
-fn a_count_that_begins_at_its_end_stays_there() {
+fn a_step_count_at_its_maximum_stays_there() {
     let vs = VarStore::new(Device::Cpu);
     let w = vs.root().ones("w", &[2]);
     let mut opt = Sgd::default().build(&vs, 0.1).unwrap();
@@ -300,7 +300,7 @@ fn a_count_that_begins_at_its_end_stays_there() {
 }
 
 #[test]
-fn momentum_begins_with_the_first_step_that_was_taken() {
+fn momentum_starts_with_the_first_step_that_was_taken() {
     for_each_device(|device| {
         for skipped in 0..4 {
             let w = leaf(&[1.0; 2], Kind::Float, device);

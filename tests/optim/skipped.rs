@@ -62,7 +62,7 @@ fn training_with_a_skipped_batch_equals_training_without_it() {
 }
 
 #[test]
-fn two_skipped_first_steps_leave_the_third_one_the_first() {
+fn after_two_skipped_first_steps_the_third_acts_as_the_first() {
     for_each_device(|device| {
         for algorithm in algorithms() {
             let (w, mut opt, mut scaler) = training(algorithm, device);
@@ -77,7 +77,7 @@ fn two_skipped_first_steps_leave_the_third_one_the_first() {
 }
 
 #[test]
-fn a_skipped_clipped_step_changes_nothing_either() {
+fn a_skipped_step_with_clipping_changes_nothing() {
     for_each_device(|device| {
         for algorithm in algorithms() {
             let (w, mut opt, mut scaler) = training(algorithm, device);

@@ -29,7 +29,7 @@ fn master(opt: &Optimizer) -> Tensor {
 }
 
 #[rstest]
-fn what_was_written_is_gone_on_from_and_the_rest_of_the_masters_stays(
+fn training_resumes_from_written_values_and_the_other_masters_stay(
     #[values(MasterWeights::Float, MasterWeights::Remainder)] masters: MasterWeights,
 ) {
     for_each_device(|device| {
@@ -60,7 +60,7 @@ fn what_was_written_is_gone_on_from_and_the_rest_of_the_masters_stays(
 }
 
 #[rstest]
-fn a_model_that_is_restored_without_its_optimizer_is_what_training_goes_on_from(
+fn training_resumes_from_a_model_that_is_restored_without_its_optimizer(
     #[values(MasterWeights::Float, MasterWeights::Remainder)] masters: MasterWeights,
 ) {
     let vs = VarStore::new(Device::Cpu);
@@ -87,7 +87,7 @@ fn a_model_that_is_restored_without_its_optimizer_is_what_training_goes_on_from(
 }
 
 #[test]
-fn a_loaded_master_counts_whatever_is_written_before_the_next_step() {
+fn a_loaded_master_is_used_whatever_is_written_before_the_next_step() {
     let (w, mut opt) = trained(Device::Cpu, MasterWeights::Float);
     let saved = opt.state_dict().unwrap();
     let want = to_f64(&saved.state["0"]["master_param"].copy());
@@ -128,7 +128,7 @@ fn masters_that_a_state_made_before_any_step_follow_the_parameter_too() {
 }
 
 #[test]
-fn f32_gradients_are_no_matter_where_no_parameter_is_half() {
+fn accumulating_in_f32_is_allowed_if_no_parameter_is_half_precision() {
     let w = leaf(&[1.0], Kind::Float, Device::Cpu);
     let mut opt = Sgd::default().build(vec![w], 1.0).unwrap();
     opt.accumulate_in_f32().unwrap();
@@ -162,7 +162,7 @@ fn stepped(kind: Kind, masters: MasterWeights, device: Device) -> (Tensor, Optim
 }
 
 #[test]
-fn what_is_written_after_a_state_was_loaded_is_gone_on_from() {
+fn training_resumes_from_values_written_after_a_state_was_loaded() {
     for_each_device(|device| {
         for (kind, masters) in with_masters() {
             let (w, mut opt) = stepped(kind, masters, device);
@@ -207,7 +207,7 @@ fn a_state_may_be_loaded_before_its_model() {
 }
 
 #[test]
-fn a_master_that_lies_between_two_numbers_fits_both() {
+fn a_master_halfway_between_two_numbers_fits_both() {
     // A remainder of 0x8000 is a tie, which rounds away from zero to the larger number; rounding to even gives the
     // smaller.
     let number = f32::from_bits(0x3f80_8000);
@@ -233,7 +233,7 @@ fn a_master_that_lies_between_two_numbers_fits_both() {
 
 /// The old memory is free when the new memory is allocated, and is often reused for it.
 #[test]
-fn new_data_is_noticed_in_old_memory() {
+fn new_data_in_reused_memory_is_detected() {
     for run in 0..200 {
         let (w, mut opt) = stepped(Kind::BFloat16, MasterWeights::Float, Device::Cpu);
         opt.set_lr(0.0).unwrap();
@@ -250,7 +250,7 @@ fn new_data_is_noticed_in_old_memory() {
 
 /// Another view of the same memory has other values.
 #[test]
-fn a_transposed_parameter_is_noticed() {
+fn a_transposed_parameter_is_detected() {
     let values = [1.0, 2.0, 3.0, 4.0];
     let w = leaf(&values, Kind::BFloat16, Device::Cpu).detach().view([2, 2]);
     let w = w.set_requires_grad(true);
@@ -266,7 +266,7 @@ fn a_transposed_parameter_is_noticed() {
 }
 
 #[test]
-fn masters_that_were_forgotten_are_made_anew() {
+fn masters_that_were_discarded_are_recreated() {
     for (kind, masters) in with_masters() {
         let (w, mut opt) = stepped(kind, masters, Device::Cpu);
         let before = master(&opt);
@@ -282,7 +282,7 @@ fn masters_that_were_forgotten_are_made_anew() {
 
 /// A state is loaded into a running optimizer while no other code writes to its parameters.
 #[test]
-fn a_state_that_is_loaded_back_counts_where_it_fits_the_parameters() {
+fn a_state_that_is_loaded_back_is_used_if_it_fits_the_parameters() {
     for_each_device(|device| {
         for (kind, masters) in with_masters() {
             let context = format!("{kind:?} {masters:?} on {device:?}");
@@ -310,7 +310,7 @@ fn a_state_that_is_loaded_back_counts_where_it_fits_the_parameters() {
 
 /// Numbers that are equal in bf16 may differ in fp16.
 #[test]
-fn a_written_fp16_parameter_is_gone_on_from_beside_a_bf16_one() {
+fn training_resumes_from_a_written_fp16_parameter_beside_a_bf16_one() {
     for_each_device(|device| {
         let all = [Kind::BFloat16, Kind::Half].map(|kind| leaf(&[1.0, 2.0], kind, device));
         let sgd = Sgd::default();
@@ -326,7 +326,7 @@ fn a_written_fp16_parameter_is_gone_on_from_beside_a_bf16_one() {
 }
 
 #[test]
-fn masters_that_were_loaded_can_be_forgotten() {
+fn loaded_masters_can_be_discarded() {
     for masters in [MasterWeights::Float, MasterWeights::Remainder] {
         let (w, mut opt) = stepped(Kind::BFloat16, masters, Device::Cpu);
         let saved = opt.state_dict().unwrap();

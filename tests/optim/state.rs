@@ -25,7 +25,7 @@ fn train(opt: &mut Optimizer, from: u8, to: u8) {
 }
 
 #[test]
-fn a_run_goes_on_from_its_state_bit_by_bit() {
+fn training_resumes_from_a_state_bit_by_bit() {
     for_each_device(|device| {
         for algorithm in algorithms() {
             let mut whole = build(algorithm, named(device), 0.1);
@@ -97,7 +97,7 @@ fn loading_copies_into_the_dtype_of_the_parameters() {
 }
 
 #[test]
-fn what_a_switched_off_option_left_is_saved_and_loaded() {
+fn the_state_of_a_disabled_option_is_saved_and_loaded() {
     let sgd = Sgd::default().momentum(0.9);
     let mut opt = sgd.build(named(Device::Cpu), 0.1).unwrap();
     train(&mut opt, 0, 2);
@@ -199,7 +199,7 @@ fn groups_survive_json() {
 }
 
 #[test]
-fn a_state_knows_a_variable_that_the_optimizer_has_not_taken_up_yet() {
+fn a_state_contains_variables_that_were_added_after_the_last_step() {
     let vs = tch::nn::VarStore::new(Device::Cpu);
     let _w = vs.root().ones("w", &[2]);
     let mut opt = Sgd::default().build(&vs, 0.1).unwrap();

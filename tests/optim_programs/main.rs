@@ -85,7 +85,7 @@ fn compare<'a>(
 }
 
 #[test]
-fn training_is_pythons_bit_by_bit() {
+fn training_equals_pythons_bit_by_bit() {
     let Some(oracle) = Oracle::find("optim_programs.py") else {
         return;
     };
@@ -115,7 +115,7 @@ fn training_is_pythons_bit_by_bit() {
 
 /// The rows of docs/differences.md, from PyTorch's side; this crate's side is tested in `tests/optim/`.
 #[test]
-fn pytorch_differs_as_the_readme_says() {
+fn pytorch_differs_as_documented() {
     if let Some(oracle) = Oracle::find("optim_deviations.py") {
         assert_eq!(oracle.run(&[], "").trim(), "the deviations differ from the table");
     }

@@ -34,7 +34,7 @@ fn floating_tensors_are_cast_and_others_pass_through() {
 }
 
 #[test]
-fn each_method_casts_to_its_own_kind() {
+fn each_method_casts_to_its_own_dtype() {
     let policy = Policy::new(Kind::Double, Kind::BFloat16, Kind::Half).unwrap();
     let x = Tensor::from(1f32);
     assert_eq!(policy.cast_to_param(&x).unwrap().kind(), Kind::Double);
@@ -43,7 +43,7 @@ fn each_method_casts_to_its_own_kind() {
 }
 
 #[test]
-fn a_tensor_that_has_the_kind_is_the_same_memory() {
+fn a_tensor_that_has_the_dtype_is_not_copied() {
     let x = Tensor::from_slice(&[1f32, 2.0]);
     let same = Policy::FULL.cast_to_param(&x).unwrap();
     assert_eq!(same.data_ptr(), x.data_ptr());
@@ -65,7 +65,7 @@ fn numbers_are_rounded_to_the_nearest() {
 }
 
 #[test]
-fn gradients_go_back_through_a_cast() {
+fn gradients_flow_through_a_cast() {
     for_each_device(|device| {
         let x = of(Kind::Float, device).set_requires_grad(true);
         let (y, _) = Policy::BF16.cast_to_compute(&(&x, of(Kind::Int64, device))).unwrap();
@@ -86,7 +86,7 @@ fn half_is_the_dtype_of_autocast() {
 }
 
 #[test]
-fn a_tree_is_cast_to_the_half_of_its_device_and_back() {
+fn a_tree_is_cast_to_the_half_precision_of_its_device_and_back() {
     for_each_device(|device| {
         let tree = (of(Kind::Double, device), of(Kind::Bool, device), Tensor::new());
         let (x, flags, undefined) = cast_to_half(&tree).unwrap();
@@ -97,7 +97,7 @@ fn a_tree_is_cast_to_the_half_of_its_device_and_back() {
 }
 
 #[test]
-fn a_policy_has_floating_kinds_only() {
+fn a_policy_has_only_floating_point_dtypes() {
     for kind in KINDS.into_iter().filter(|kind| !POLICY_KINDS.contains(kind)) {
         let refused = [
             Policy::new(kind, Kind::Float, Kind::Float),
@@ -125,7 +125,7 @@ fn a_policy_has_floating_kinds_only() {
 }
 
 #[test]
-fn the_constants_are_what_they_are_called() {
+fn the_constants_match_their_names() {
     let half = Policy::F16.with_param(Kind::Float).unwrap().with_output(Kind::Float).unwrap();
     assert_eq!(Policy::MIXED_F16, half);
     let full = Policy::MIXED_BF16.with_compute(Kind::Float).unwrap();

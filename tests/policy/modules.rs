@@ -32,7 +32,7 @@ fn seen(policy: Policy, xs: &Tensor) -> (Kind, bool, Kind) {
 }
 
 #[test]
-fn inputs_and_outputs_are_cast_and_autocast_is_on_where_kinds_differ() {
+fn inputs_and_outputs_are_cast_and_autocast_is_on_if_the_dtypes_differ() {
     for_each_device(|device| {
         let xs = Tensor::ones([2, 2], (Kind::Double, device));
         let mixed = Policy::MIXED_BF16;
@@ -113,7 +113,7 @@ fn a_kept_layer_runs_in_f32_inside_of_a_region() {
 
 /// Products under a mixed policy equal those of autocast.
 #[test]
-fn a_mixed_policy_is_autocast() {
+fn a_mixed_policy_equals_autocast() {
     for_each_device(|device| {
         let vs = VarStore::new(device);
         let linear = nn::linear(vs.root(), 8, 8, Default::default());

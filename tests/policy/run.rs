@@ -29,7 +29,7 @@ fn all_inputs_and_outputs_of_a_closure_are_cast() {
 }
 
 #[test]
-fn a_closure_runs_with_autocast_where_kinds_differ_and_else_without() {
+fn a_closure_runs_with_autocast_if_and_only_if_the_dtypes_differ() {
     for_each_device(|device| {
         let on = |policy: Policy| {
             let mut on = None;
@@ -52,7 +52,7 @@ fn a_closure_runs_with_autocast_where_kinds_differ_and_else_without() {
 }
 
 #[test]
-fn the_first_tensor_that_there_is_gives_the_device() {
+fn the_first_defined_tensor_determines_the_device() {
     for_each_device(|device| {
         let inputs = (Tensor::new(), [None, Some(ones(Kind::Float, device))]);
         let mut on = false;
@@ -72,7 +72,7 @@ fn the_first_tensor_that_there_is_gives_the_device() {
 }
 
 #[test]
-fn a_closure_computes_what_a_module_does() {
+fn a_closure_computes_the_same_as_a_module() {
     for_each_device(|device| {
         let vs = VarStore::new(device);
         let linear = nn::linear(vs.root(), 8, 8, Default::default());

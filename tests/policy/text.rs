@@ -102,7 +102,7 @@ fn what_cannot_be_read_is_named_with_what_can(#[case] text: &str, #[case] proble
 }
 
 #[test]
-fn what_is_printed_is_read_again() {
+fn printed_policies_parse_again() {
     for param in POLICY_KINDS {
         for compute in POLICY_KINDS {
             for output in POLICY_KINDS {
@@ -117,14 +117,14 @@ fn what_is_printed_is_read_again() {
 }
 
 #[test]
-fn serialisation_refuses_what_cannot_be_read_again() {
+fn serialization_refuses_policies_that_would_not_parse() {
     let policy = Policy { param: Kind::Int64, ..Policy::FULL };
     assert!(serde_json::to_string(&policy).unwrap_err().to_string().contains("Int64"));
     assert!(serde_json::from_str::<Policy>("\"p=f7\"").unwrap_err().to_string().contains("`f7`"));
 }
 
 #[test]
-fn a_plain_parse_takes_the_device_that_is_there() {
+fn parsing_without_a_device_uses_the_available_one() {
     let device = Device::cuda_if_available();
     for text in ["half", "O1", "O2", "O3", "c=half"] {
         assert_eq!(text.parse::<Policy>().unwrap(), Policy::parse(text, device).unwrap());
@@ -134,7 +134,7 @@ fn a_plain_parse_takes_the_device_that_is_there() {
 const LEVELS: [OptLevel; 4] = [OptLevel::O0, OptLevel::O1, OptLevel::O2, OptLevel::O3];
 
 #[test]
-fn levels_are_read_and_printed() {
+fn levels_are_parsed_and_printed() {
     for (text, level) in ["O0", "o1", " O2", "O3 "].into_iter().zip(LEVELS) {
         assert_eq!(text.parse::<OptLevel>().unwrap(), level);
         assert_eq!(level.to_string(), text.trim().to_uppercase());
@@ -169,7 +169,7 @@ fn mixed_levels_scale_in_fp16_and_only_skip_in_bf16() {
 }
 
 #[test]
-fn a_mixed_level_skips_a_bad_step_in_bf16() {
+fn a_mixed_level_skips_a_non_finite_step_in_bf16() {
     let vs = VarStore::new(Device::Cpu);
     let w = vs.root().ones("w", &[2]);
     let mut opt = Sgd::default().build(&vs, 1.0).unwrap();

@@ -49,7 +49,7 @@ fn store(device: Device) -> VarStore {
 }
 
 #[test]
-fn norms_are_kept_by_their_names() {
+fn norms_are_recognized_by_their_names() {
     for_each_device(|device| {
         let mut vs = store(device);
         let kept = Policy::BF16.cast_variables(&mut vs, KeepF32::Norms).unwrap();
@@ -65,7 +65,7 @@ fn norms_are_kept_by_their_names() {
 }
 
 #[test]
-fn patterns_choose_beside_the_norms_or_alone() {
+fn patterns_apply_with_or_without_the_norms() {
     for (keep, want) in [
         (KeepF32::Nothing, vec![]),
         (KeepF32::Names(&["head.*", "gnn*"]), vec!["gnn.weight", "head.w"]),
@@ -103,7 +103,7 @@ fn a_batch_norm_of_any_name_keeps_its_statistics() {
 }
 
 #[test]
-fn a_batch_norm_at_the_root_keeps_its_own_variables_alone() {
+fn a_batch_norm_at_the_root_keeps_only_its_own_variables() {
     let mut vs = VarStore::new(Device::Cpu);
     let root = vs.root();
     let _norm = nn::batch_norm1d(&root, 4, Default::default());
@@ -141,7 +141,7 @@ fn the_variables_stay_the_same_tensors() {
 }
 
 #[test]
-fn what_was_half_is_brought_up_to_f32_where_it_is_kept() {
+fn half_precision_variables_that_are_kept_become_f32() {
     let mut vs = store(Device::Cpu);
     Policy::BF16.cast_variables(&mut vs, KeepF32::Nothing).unwrap();
     assert!(vs.variables().values().all(|variable| variable.kind() == Kind::BFloat16));
@@ -151,7 +151,7 @@ fn what_was_half_is_brought_up_to_f32_where_it_is_kept() {
 }
 
 #[test]
-fn nothing_is_kept_back_from_full_precision() {
+fn full_precision_casts_everything() {
     for policy in [Policy::FULL, Policy::MIXED_F16, Policy::DOUBLE] {
         let mut vs = store(Device::Cpu);
         assert!(policy.cast_variables(&mut vs, KeepF32::NormsAnd(&["*"])).unwrap().is_empty());
@@ -160,7 +160,7 @@ fn nothing_is_kept_back_from_full_precision() {
 }
 
 #[test]
-fn an_impossible_kind_changes_nothing() {
+fn an_unsupported_dtype_changes_nothing() {
     let mut vs = store(Device::Cpu);
     let policy = Policy { param: Kind::Int64, ..Policy::FULL };
     let error = policy.cast_variables(&mut vs, KeepF32::Norms).unwrap_err();
@@ -172,7 +172,7 @@ fn an_impossible_kind_changes_nothing() {
 }
 
 #[test]
-fn what_is_not_floating_is_neither_cast_nor_named() {
+fn variables_that_are_not_floating_point_are_neither_cast_nor_named() {
     let mut vs = VarStore::new(Device::Cpu);
     let mut steps = vs.root().zeros_no_train("steps", &[1]);
     let _weight = vs.root().ones("weight", &[1]);

@@ -35,7 +35,7 @@ fn floating_gradients_are_unscaled(#[case] kind: Kind) {
 #[case(Kind::Float, 70_000)]
 #[case(Kind::Double, 70_000)]
 #[case(Kind::BFloat16, 70_000)]
-fn one_bad_element_anywhere_is_found(#[case] kind: Kind, #[case] n: i64) {
+fn one_non_finite_element_anywhere_is_found(#[case] kind: Kind, #[case] n: i64) {
     for_each_device(|device| {
         for (place, bad) in [(0, INF), (n / 2, NAN), (n - 1, -INF)] {
             let w = Tensor::ones([n], (kind, device)).set_requires_grad(true);
@@ -52,7 +52,7 @@ fn one_bad_element_anywhere_is_found(#[case] kind: Kind, #[case] n: i64) {
 /// With scales that are not powers of two, every product is rounded. The reference is a plain loop with `half`'s
 /// rounding.
 #[test]
-fn unscaling_rounds_as_a_plain_loop_does() {
+fn unscaling_rounds_like_a_plain_loop() {
     for_each_device(|device| {
         let values: Vec<f32> = (1..=1000).map(|i| 0.37 * i as f32).collect();
         let config = GradScalerConfig::default().init_scale(3.0);
@@ -104,7 +104,7 @@ fn a_named_parameter_is_named() {
 }
 
 #[test]
-fn fp16_gradients_are_unscaled_when_that_is_asked_for() {
+fn fp16_gradients_are_unscaled_on_request() {
     for_each_device(|device| {
         let config = GradScalerConfig::default().init_scale(8.0).allow_fp16_gradients(true);
         let mut scaler = config.build(device).unwrap();
@@ -164,7 +164,7 @@ fn complex_gradients_are_unscaled_and_checked() {
 }
 
 #[test]
-fn gradients_of_any_layout_are_unscaled_where_they_are() {
+fn gradients_of_any_layout_are_unscaled_in_place() {
     for_each_device(|device| {
         let base = Tensor::zeros([3, 4], (Kind::Float, device));
         let transposed = base.transpose(0, 1).set_requires_grad(true);
@@ -216,7 +216,7 @@ fn an_undefined_parameter_is_refused() {
 }
 
 #[test]
-fn missing_and_empty_gradients_are_no_obstacle() {
+fn missing_and_empty_gradients_are_accepted() {
     for_each_device(|device| {
         let (w, unused) = (ones(Kind::Float, device), ones(Kind::Float, device));
         let empty = Tensor::zeros([0], (Kind::Float, device)).set_requires_grad(true);
@@ -299,7 +299,7 @@ fn a_gradient_with_gaps_is_unscaled() {
 }
 
 #[test]
-fn unscaling_is_a_change_in_place_that_autograd_sees() {
+fn unscaling_is_a_change_in_place_that_autograd_detects() {
     for_each_device(|device| {
         let w = Tensor::ones([3], (Kind::Float, device)).set_requires_grad(true);
         let mut opt = Descent(vec![w.shallow_clone()]);
@@ -317,7 +317,7 @@ fn unscaling_is_a_change_in_place_that_autograd_sees() {
 
 /// Two finite numbers for one row whose sum is infinite.
 #[test]
-fn sparse_gradients_of_several_losses_are_looked_at_as_the_sum_that_they_are() {
+fn sparse_gradients_of_several_losses_are_checked_as_their_sum() {
     for_each_device(|device| {
         let w = Tensor::zeros([3, 1], (Kind::Float, device)).set_requires_grad(true);
         let mut opt = Descent(vec![w.shallow_clone()]);
@@ -335,7 +335,7 @@ fn sparse_gradients_of_several_losses_are_looked_at_as_the_sum_that_they_are() {
 
 /// Both parts of complex half are fp16, so small values are lost as in fp16.
 #[test]
-fn a_gradient_in_complex_half_is_refused_as_one_in_fp16() {
+fn a_complex_half_gradient_is_refused_like_an_fp16_gradient() {
     let w = Tensor::ones([2], (Kind::ComplexFloat, Device::Cpu)).set_requires_grad(true);
     let mut opt = Descent(vec![w.shallow_clone()]);
     let mut scaler = scaler(Device::Cpu);
@@ -348,7 +348,7 @@ fn a_gradient_in_complex_half_is_refused_as_one_in_fp16() {
 }
 
 #[test]
-fn the_names_of_several_stores_are_known_side_by_side() {
+fn parameters_of_several_stores_are_named() {
     let mut stores = [(); 2].map(|()| tch::nn::VarStore::new(Device::Cpu));
     let names = ["first", "second"];
     let ws: Vec<_> =

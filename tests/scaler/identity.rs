@@ -37,7 +37,7 @@ fn drop_gradient(w: &Tensor) {
 }
 
 #[test]
-fn a_gradient_that_was_made_anew_is_no_unscaled_one() {
+fn a_recreated_gradient_does_not_count_as_unscaled() {
     replaced(|w| {
         drop_gradient(w);
         loss(w, &[1.0, INF, 1.0]).backward();
@@ -47,7 +47,7 @@ fn a_gradient_that_was_made_anew_is_no_unscaled_one() {
 }
 
 #[test]
-fn nor_is_the_first_of_two_backwards() {
+fn gradients_of_two_later_backwards_do_not_count_as_unscaled() {
     replaced(|w| {
         drop_gradient(w);
         loss(w, &[1.0, 1.0, 1.0]).backward();
@@ -56,7 +56,7 @@ fn nor_is_the_first_of_two_backwards() {
 }
 
 #[test]
-fn a_gradient_with_new_data_is_no_unscaled_one() {
+fn a_gradient_with_new_data_does_not_count_as_unscaled() {
     replaced(|w| {
         let new = Tensor::from_slice(&[1.0f32, f32::INFINITY, 1.0]).to_device(w.device());
         no_grad(|| w.grad().set_data(&new));
@@ -66,7 +66,7 @@ fn a_gradient_with_new_data_is_no_unscaled_one() {
 /// If an address is reused, `update` must neither take the new gradients for unscaled ones nor a second optimizer's
 /// parameter for the first one's.
 #[test]
-fn optimizers_come_and_go_within_an_iteration() {
+fn optimizers_may_be_created_and_dropped_within_an_iteration() {
     for_each_device(|device| {
         for _ in 0..100 {
             let mut scaler = scaler(device);
@@ -84,7 +84,7 @@ fn optimizers_come_and_go_within_an_iteration() {
 }
 
 #[test]
-fn what_one_optimizer_overflowed_is_not_held_against_another_in_its_place() {
+fn an_overflow_is_not_attributed_to_another_optimizer_at_the_same_address() {
     for_each_device(|device| {
         for run in 0..100 {
             let mut scalers = PerLossScalers::new(device, 1).unwrap();
@@ -104,7 +104,7 @@ fn what_one_optimizer_overflowed_is_not_held_against_another_in_its_place() {
 
 /// A gradient that was removed and then computed again has not been unscaled.
 #[test]
-fn a_gradient_that_vanished_has_appeared_when_it_is_back() {
+fn a_gradient_that_is_removed_and_recomputed_counts_as_new() {
     for_each_device(|device| {
         let (_vs, w, mut opt) = model(device);
         let mut scaler = scaler(device);
@@ -156,7 +156,7 @@ fn a_gradient_of_another_shape_or_dtype_is_named() {
 }
 
 #[test]
-fn a_graph_that_is_kept_can_be_run_again() {
+fn a_retained_graph_can_be_run_again() {
     for_each_device(|device| {
         let (_vs, w, mut opt) = model(device);
         let mut scaler = scaler(device);

@@ -64,7 +64,7 @@ fn a_low_precision_loss_keeps_its_graph() {
 }
 
 #[test]
-fn losses_on_several_devices_are_scaled_where_they_are() {
+fn losses_on_several_devices_are_scaled_on_their_devices() {
     let devices = devices();
     for home in &devices {
         let scaler = GradScaler::new(*home).unwrap();

@@ -26,7 +26,7 @@ fn scales(scalers: &PerLossScalers) -> [f64; 2] {
 }
 
 #[test]
-fn gradients_are_the_sum_of_the_unscaled_ones() {
+fn gradients_are_the_sum_of_the_unscaled_gradients() {
     for_each_device(|device| {
         let (_vs, w, mut opt) = model(device);
         let mut scalers = two(device);
@@ -136,7 +136,7 @@ fn the_loss_that_overflowed_backs_off_alone(#[values(false, true)] fused: bool) 
 
 /// An overflow that the caller has made finite again must not be stepped with.
 #[test]
-fn an_overflow_that_was_clamped_away_is_skipped_all_the_same() {
+fn an_overflow_that_was_clamped_is_still_skipped() {
     for_each_device(|device| {
         let (_vs, w, mut opt) = model(device);
         let mut scalers = two(device);
@@ -191,7 +191,7 @@ fn a_loss_without_a_backward_keeps_its_scale_and_tracker() {
 }
 
 #[test]
-fn a_failed_backward_leaves_the_gradients_from_before() {
+fn a_failed_backward_leaves_the_previous_gradients() {
     for_each_device(|device| {
         let (_vs, w, mut opt) = model(device);
         let mut scalers = two(device);
@@ -212,7 +212,7 @@ fn a_failed_backward_leaves_the_gradients_from_before() {
 }
 
 #[test]
-fn a_gradient_that_cannot_be_unscaled_is_refused_and_those_from_before_stay() {
+fn a_gradient_that_cannot_be_unscaled_is_refused_and_the_previous_gradients_stay() {
     let w = leaf(&[1.0, 1.0], Kind::Half, Device::Cpu);
     let mut opt = Descent(vec![w.shallow_clone()]);
     let mut scalers = two(Device::Cpu);
@@ -302,7 +302,7 @@ fn half_parameters_with_masters_take_both_losses_in_f32(#[case] kind: Kind) {
 }
 
 #[test]
-fn states_come_back_in_order() {
+fn states_are_restored_in_order() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scalers = two(Device::Cpu);
     scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
@@ -324,7 +324,7 @@ fn states_come_back_in_order() {
 }
 
 #[test]
-fn there_must_be_a_loss_and_no_more_than_said() {
+fn invalid_loss_counts_and_ids_are_refused() {
     assert!(matches!(PerLossScalers::new(Device::Cpu, 0), Err(Error::InvalidArgument { .. })));
     let mut scalers = two(Device::Cpu);
     assert_eq!(scalers.loss_count(), 2);

@@ -42,7 +42,7 @@ fn an_infinite_or_nan_gradient_skips_the_step_and_halves_the_scale() {
 }
 
 #[test]
-fn unscaling_twice_is_refused_and_the_gradient_stays() {
+fn unscaling_twice_is_refused_and_the_gradient_is_unchanged() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0, 2.0, 3.0])).unwrap();
@@ -65,7 +65,7 @@ fn unscaling_or_stepping_after_a_step_is_refused_and_nothing_changes() {
 }
 
 #[test]
-fn update_without_a_check_is_refused_and_the_scale_stays() {
+fn update_without_a_check_is_refused_and_the_scale_is_unchanged() {
     let mut scaler = scaler(Device::Cpu);
     assert!(matches!(scaler.update(), Err(Error::Scaler(ScalerError::NoInfChecks))));
     assert_eq!((scaler.get_scale().unwrap(), scaler.get_growth_tracker().unwrap()), (8.0, 0));
@@ -90,7 +90,7 @@ fn an_optimizer_without_gradients_is_not_stepped_and_not_counted() {
 }
 
 #[test]
-fn an_optimizer_without_parameters_is_left_alone() {
+fn an_optimizer_without_parameters_is_ignored() {
     let mut empty = Descent(Vec::new());
     let mut scaler = scaler(Device::Cpu);
     scaler.unscale_(&mut empty).unwrap();
@@ -112,7 +112,7 @@ fn step_and_update_work_before_the_first_scale() {
 }
 
 #[test]
-fn two_optimizers_one_of_them_overflowing_share_the_backoff_only() {
+fn two_optimizers_of_which_one_overflows_share_only_the_backoff() {
     for_each_device(|device| {
         let (_a, wa, mut opt_a) = model(device);
         let (_b, wb, mut opt_b) = model(device);
@@ -130,7 +130,7 @@ fn two_optimizers_one_of_them_overflowing_share_the_backoff_only() {
 }
 
 #[test]
-fn an_optimizer_moved_between_unscale_and_step_is_still_known() {
+fn an_optimizer_that_moves_between_unscale_and_step_is_recognized() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
@@ -145,7 +145,7 @@ fn an_optimizer_moved_between_unscale_and_step_is_still_known() {
 }
 
 #[test]
-fn a_new_optimizer_in_the_place_of_an_old_one_is_a_new_one() {
+fn a_new_optimizer_at_the_address_of_an_old_one_is_distinguished() {
     let mut scaler = scaler(Device::Cpu);
     for _ in 0..50 {
         let (_vs, w, mut opt) = model(Device::Cpu);
@@ -227,7 +227,7 @@ fn abandon_lets_the_next_iteration_begin_without_update() {
 }
 
 #[test]
-fn a_skipped_gradient_left_in_place_skips_again_and_says_so() {
+fn a_non_finite_gradient_that_is_not_cleared_skips_again_and_is_reported() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[INF; 3])).unwrap();
@@ -251,7 +251,7 @@ impl AmpOptimizer for Failing {
 }
 
 #[test]
-fn a_failing_optimizer_hands_its_error_on_and_can_be_tried_again() {
+fn the_error_of_an_optimizer_is_returned_and_the_step_can_be_retried() {
     let w = leaf(&[1.0; 3], Kind::Float, Device::Cpu);
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
@@ -262,7 +262,7 @@ fn a_failing_optimizer_hands_its_error_on_and_can_be_tried_again() {
 }
 
 #[test]
-fn tchs_own_failure_becomes_an_error() {
+fn a_failure_of_tchs_optimizer_becomes_an_error() {
     let vs = VarStore::new(Device::Cpu);
     let table = vs.root().ones("table", &[4, 2]);
     let mut opt = nn::Adam::default().build(&vs, 0.1).unwrap();
@@ -277,7 +277,7 @@ fn tchs_own_failure_becomes_an_error() {
 
 /// Memory is reused at once: a new object must not be mistaken for one that was freed.
 #[test]
-fn models_that_come_and_go_within_an_iteration_are_told_apart() {
+fn models_created_and_dropped_within_an_iteration_are_distinguished() {
     let mut scaler = scaler(Device::Cpu);
     for _ in 0..50 {
         let (_vs, w, mut opt) = model(Device::Cpu);
@@ -293,7 +293,7 @@ fn models_that_come_and_go_within_an_iteration_are_told_apart() {
 }
 
 #[test]
-fn a_gradient_made_anew_between_unscale_and_step_is_refused() {
+fn a_gradient_recreated_between_unscale_and_step_is_refused() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();

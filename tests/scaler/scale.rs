@@ -39,7 +39,7 @@ fn the_scale_grows_after_the_interval_and_backs_off_at_once() {
 }
 
 #[test]
-fn factors_that_do_not_divide_round_as_libtorchs_kernel() {
+fn inexact_factors_round_like_libtorchs_kernel() {
     for_each_device(|device| {
         let config = SMALL().growth_factor(1.37).backoff_factor(0.3);
         let mut scaler = config.build(device).unwrap();
@@ -89,7 +89,7 @@ fn an_optimizer_that_was_unscaled_but_not_stepped_counts() {
 }
 
 #[test]
-fn two_hundred_overflows_cannot_turn_the_weights_into_nan() {
+fn two_hundred_overflows_do_not_turn_the_weights_into_nan() {
     for_each_device(|device| {
         let (_vs, w, mut opt) = model(device);
         let mut scaler = GradScaler::new(device).unwrap();
@@ -124,7 +124,7 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
 }
 
 #[test]
-fn the_bounds_hold_the_scale() {
+fn the_scale_stays_within_its_bounds() {
     for_each_device(|device| {
         let config = SMALL().min_scale(4.0).max_scale(16.0);
         assert_eq!(scales(config, device, "......")[5], 16.0);
@@ -142,7 +142,7 @@ fn growth_stops_before_infinity() {
 }
 
 #[test]
-fn hysteresis_tolerates_overflows_in_a_row() {
+fn hysteresis_tolerates_consecutive_overflows() {
     for_each_device(|device| {
         let config = SMALL().hysteresis(3);
         let got = scales(config, device, "!!.!!!!.!!");
@@ -174,7 +174,7 @@ fn too_many_skips_are_an_error_and_end_the_iteration() {
 }
 
 #[test]
-fn a_scale_that_is_set_neither_counts_a_skip_nor_forgets_those_before() {
+fn setting_the_scale_neither_counts_a_skip_nor_resets_the_count() {
     for_each_device(|device| {
         let limit = Some(2);
         let config = GradScalerConfig::default().max_consecutive_skips(limit);
@@ -198,7 +198,7 @@ fn a_scale_that_is_set_neither_counts_a_skip_nor_forgets_those_before() {
 
 /// After a fused step on a GPU, only the device has the scale and can tell whether unscaling enlarges the gradients.
 #[test]
-fn what_unscaling_makes_infinite_is_found_where_only_the_device_knows_the_scale() {
+fn an_overflow_in_unscaling_is_found_even_if_the_scale_is_only_on_the_device() {
     for_each_device(|device| {
         let config = GradScalerConfig::default().init_scale(2f64.powi(-100));
         let mut scaler = config.build(device).unwrap();

@@ -19,7 +19,7 @@ fn set_grad(w: &Tensor, values: &[f64]) {
 }
 
 #[test]
-fn losses_stay_as_they_are_and_bad_steps_are_skipped() {
+fn losses_are_unchanged_and_non_finite_steps_are_skipped() {
     for_each_device(|device| {
         let (_vs, w, mut opt) = model(device);
         let mut scaler = GradScaler::skip_only(device).unwrap();
@@ -41,7 +41,7 @@ fn losses_stay_as_they_are_and_bad_steps_are_skipped() {
 }
 
 #[test]
-fn the_scale_stays_one_for_ever() {
+fn the_scale_is_always_one() {
     let mut scaler = GradScaler::skip_only(Device::Cpu).unwrap();
     scaler.set_growth_interval(1).unwrap();
     let w = leaf(&[0.0], Kind::Float, Device::Cpu);
@@ -55,7 +55,7 @@ fn the_scale_stays_one_for_ever() {
 }
 
 #[test]
-fn bf16_weights_with_masters_survive_a_bad_batch() {
+fn bf16_weights_with_masters_survive_a_non_finite_batch() {
     for_each_device(|device| {
         let w = leaf(&[1.0, -2.0, 3.0], Kind::BFloat16, device);
         let masters = MasterWeights::Float;
@@ -99,7 +99,7 @@ fn taken_and_skipped_steps_are_counted_and_reported() {
 }
 
 #[test]
-fn the_gradients_that_are_not_finite_are_named_and_counted() {
+fn non_finite_gradients_are_named_and_counted() {
     for_each_device(|device| {
         let vs = VarStore::new(device);
         let good = vs.root().ones("good", &[2]);
@@ -136,7 +136,7 @@ fn a_sparse_gradient_that_adds_up_to_infinity_is_named() {
 }
 
 #[test]
-fn only_gradients_that_a_step_takes_are_named_and_each_once() {
+fn only_gradients_that_are_stepped_are_named_and_each_once() {
     let [bad, frozen] = [0, 1].map(|_| leaf(&[0.0], Kind::Float, Device::Cpu));
     for w in [&bad, &frozen] {
         set_grad(w, &[INF]);
@@ -150,7 +150,7 @@ fn only_gradients_that_a_step_takes_are_named_and_each_once() {
 
 /// They are not written to, so no small value is lost.
 #[test]
-fn fp16_gradients_are_looked_at_as_they_are() {
+fn fp16_gradients_are_checked_without_a_change() {
     let w = leaf(&[1.0], Kind::Half, Device::Cpu);
     let mut opt = crate::Descent(vec![w.shallow_clone()]);
     let mut scaler = GradScaler::skip_only(Device::Cpu).unwrap();

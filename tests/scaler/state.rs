@@ -26,7 +26,7 @@ fn the_state_has_pytorchs_five_keys() {
 }
 
 #[test]
-fn a_state_of_pythons_loads() {
+fn a_state_from_python_loads() {
     for_each_device(|device| {
         let mut scaler = GradScaler::new(device).unwrap();
         scaler.load_state_dict(&parse(PYTHONS)).unwrap();
@@ -37,7 +37,7 @@ fn a_state_of_pythons_loads() {
 }
 
 #[test]
-fn python_loads_our_state_and_we_load_pythons() {
+fn states_are_exchanged_with_python() {
     let Some(oracle) = Oracle::find("scaler_state.py") else {
         return;
     };
@@ -152,7 +152,7 @@ fn on_device(scaler: &GradScaler, device: Device) -> f64 {
 }
 
 #[test]
-fn a_scale_of_one_gives_way_to_the_scale_of_a_state() {
+fn a_loaded_scale_replaces_a_scale_of_one() {
     for_each_device(|device| {
         let mut scaler = GradScaler::skip_only(device).unwrap();
         let small = GradScalerConfig::default().init_scale(2f64.powi(-100));
@@ -211,7 +211,7 @@ fn the_state_cannot_be_saved_or_loaded_in_the_middle_of_an_iteration() {
 }
 
 #[test]
-fn loading_before_the_first_scale_is_resuming() {
+fn a_state_loaded_before_the_first_scale_is_resumed() {
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     scaler.load_state_dict(&parse(PYTHONS)).unwrap();
     let (_vs, w, mut opt) = model(Device::Cpu);
@@ -267,7 +267,7 @@ fn a_loaded_count_is_at_most_the_hysteresis() {
 
 /// Loading replaces the count on the device, not only the host's copy.
 #[test]
-fn a_loaded_count_replaces_one_that_is_used_up() {
+fn a_loaded_count_replaces_an_exhausted_one() {
     for_each_device(|device| {
         let config = GradScalerConfig::default().hysteresis(2).init_scale(8.0);
         let mut scaler = config.build(device).unwrap();

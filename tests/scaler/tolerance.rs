@@ -28,7 +28,7 @@ fn iterate(scaler: &mut GradScaler, device: Device, overflow: bool) -> tch_amp::
 #[case("fairseq", true, 0.05)]
 #[case("fairseq", true, 0.3)]
 #[case("fairseq", true, 1.0)]
-fn the_scale_goes_the_way_of_other_systems(
+fn the_scale_changes_as_in_other_systems(
     #[case] system: &str,
     #[case] consecutive_hysteresis: bool,
     #[case] tolerance: f64,
@@ -64,7 +64,7 @@ fn the_scale_goes_the_way_of_other_systems(
 }
 
 #[test]
-fn both_options_must_be_used_up() {
+fn both_options_must_be_exhausted() {
     let config = GradScalerConfig::default()
         .init_scale(8.0)
         .hysteresis(2)
@@ -81,7 +81,7 @@ fn both_options_must_be_used_up() {
 }
 
 #[test]
-fn a_patient_scaler_goes_on_from_its_state() {
+fn a_tolerant_scaler_resumes_from_its_state() {
     for_each_device(|device| {
         let config = GradScalerConfig::default()
             .hysteresis(3)
@@ -166,7 +166,7 @@ fn an_overflow_at_the_smallest_scale_is_an_error_that_ends_the_iteration() {
 }
 
 #[test]
-fn the_limit_of_skips_comes_before_the_smallest_scale() {
+fn the_limit_of_skips_takes_precedence_over_the_smallest_scale() {
     let config = GradScalerConfig::default()
         .init_scale(1.0)
         .min_scale(1.0)

@@ -147,7 +147,7 @@ fn two_transactions_are_open_at_once() {
 }
 
 #[test]
-fn a_dropped_transaction_leaves_the_step_out_and_counts_its_check() {
+fn a_dropped_transaction_takes_no_step_but_counts_its_check() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[INF; 3])).unwrap();
@@ -216,7 +216,7 @@ fn clipping_in_a_transaction_does_not_hide_an_infinity() {
 }
 
 #[test]
-fn a_limit_that_is_none_is_refused_and_the_gradients_stay() {
+fn an_invalid_limit_is_refused_and_the_gradients_are_unchanged() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let scaler = scaler(Device::Cpu);
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
@@ -259,7 +259,7 @@ fn a_gradient_that_appears_in_a_transaction_is_not_clipped_while_it_is_scaled() 
 }
 
 #[test]
-fn a_scaler_can_move_to_another_thread() {
+fn a_scaler_can_be_sent_to_another_thread() {
     let scaler = scaler(Device::Cpu);
     let scale = std::thread::spawn(move || scaler.get_scale());
     assert_eq!(scale.join().unwrap().unwrap(), 8.0);
@@ -267,7 +267,7 @@ fn a_scaler_can_move_to_another_thread() {
 
 /// Like PyTorch: an overflow that was found counts, whatever the gradient is afterwards.
 #[test]
-fn an_infinity_that_is_overwritten_after_unscaling_skips_the_step_all_the_same() {
+fn an_infinity_that_is_overwritten_after_unscaling_still_skips_the_step() {
     for_each_device(|device| {
         let (_vs, w, mut opt) = model(device);
         let mut scaler = scaler(device);

@@ -127,7 +127,7 @@ fn a_new_scale_ends_the_iteration() {
 #[case(NAN)]
 #[case(INF)]
 #[case(1e39)]
-fn a_new_scale_that_is_none_is_refused(#[case] new_scale: f64) {
+fn an_invalid_new_scale_is_refused(#[case] new_scale: f64) {
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     assert!(matches!(scaler.update_with(new_scale), Err(Error::InvalidArgument { .. })));
     assert!(scaler.update_with_tensor(&Tensor::from(new_scale)).is_err());
@@ -144,7 +144,7 @@ fn a_new_scale_of_several_elements_is_refused() {
 }
 
 #[test]
-fn an_interval_that_is_refused_leaves_the_growth_tracker_alone() {
+fn an_interval_that_is_refused_leaves_the_growth_tracker_unchanged() {
     let (_vs, w, mut opt) = model(Device::Cpu);
     let mut scaler = GradScaler::new(Device::Cpu).unwrap();
     scaler.backward(&loss(&w, &[1.0; 3])).unwrap();

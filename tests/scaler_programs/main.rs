@@ -77,7 +77,7 @@ fn write(runs: Vec<Run>, oracle: &mut impl Write) -> std::io::Result<()> {
 }
 
 #[test]
-fn random_programs_answer_as_pytorch_bit_by_bit() {
+fn random_programs_equal_pytorch_bit_by_bit() {
     let Some(oracle) = Oracle::find("scaler_programs.py") else {
         return;
     };

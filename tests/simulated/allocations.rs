@@ -243,7 +243,7 @@ fn for_each_case(test: impl Fn(Model, GradScalerConfig, &str, f64)) {
 /// The call that failed is made again, and the result is as if it had not failed: no gradient is unscaled or clipped
 /// twice, no step is taken twice, and no count is lost.
 #[test]
-fn what_failed_for_want_of_memory_can_be_tried_again() {
+fn calls_that_run_out_of_memory_can_be_retried() {
     let Some(simulation) = Simulation::find() else { return };
     for_each_case(|model, config, way, factor| {
         let mut twin = Training::new(model, config);
@@ -289,7 +289,7 @@ fn what_failed_for_want_of_memory_can_be_tried_again() {
 
 /// The iteration is abandoned where it fails, and the next one is like any other.
 #[test]
-fn an_iteration_that_is_given_up_is_followed_by_another() {
+fn an_abandoned_iteration_can_be_followed_by_another() {
     let Some(simulation) = Simulation::find() else { return };
     for_each_case(|model, config, way, factor| {
         for n in 1.. {
@@ -387,7 +387,7 @@ fn per_loss_scalers_end_an_iteration_for_all_losses_or_none() {
 
 /// Loading states first allocates what all scalers need.
 #[test]
-fn states_of_several_scalers_are_loaded_all_or_none() {
+fn either_all_states_of_several_scalers_are_loaded_or_none() {
     let Some(simulation) = Simulation::find() else { return };
     let patient = GradScalerConfig::default().init_scale(8.0).hysteresis(2);
     let configs = [patient; 3];
@@ -410,7 +410,7 @@ fn states_of_several_scalers_are_loaded_all_or_none() {
 
 /// If an allocation fails, creating scalers and loss scales, and setting their values, returns an error.
 #[test]
-fn numbers_are_made_and_set_or_an_error_is_told() {
+fn creating_and_setting_scales_succeeds_or_returns_an_error() {
     use tch_amp::loss_scale::{DynamicLossScale, StaticLossScale};
     use tch_amp::loss_scale::{DynamicLossScaleState, LossScale};
     let Some(simulation) = Simulation::find() else { return };

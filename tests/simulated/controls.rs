@@ -36,7 +36,7 @@ fn a_host_read_of_device_memory_is_a_fault() {
 }
 
 #[test]
-fn a_copy_that_nobody_waited_for_is_garbage() {
+fn a_copy_is_garbage_until_the_host_synchronizes() {
     let Some(_simulation) = Simulation::find() else { return };
     let there = Tensor::ones([3], (Kind::Float, Device::Cuda(0)));
     let here = there.to_device_(Device::Cpu, Kind::Float, true, false);
@@ -48,7 +48,7 @@ fn a_copy_that_nobody_waited_for_is_garbage() {
 }
 
 #[test]
-fn a_late_copy_brings_what_was_there_when_it_was_asked_for() {
+fn a_late_copy_has_the_values_from_when_it_was_launched() {
     let Some(_simulation) = Simulation::find() else { return };
     let mut there = Tensor::ones([3], (Kind::Float, Device::Cuda(0)));
     let here = there.to_device_(Device::Cpu, Kind::Float, true, false);
@@ -58,7 +58,7 @@ fn a_late_copy_brings_what_was_there_when_it_was_asked_for() {
 }
 
 #[test]
-fn memory_of_a_device_is_not_zero_when_it_is_new() {
+fn new_device_memory_is_not_zero() {
     let Some(_simulation) = Simulation::find() else { return };
     for _ in 0..2 {
         let fresh = Tensor::empty([300], (Kind::Float, Device::Cuda(0)));
@@ -77,7 +77,7 @@ fn an_operator_without_a_cuda_kernel_is_refused() {
 }
 
 #[test]
-fn tensors_of_two_devices_do_not_meet() {
+fn operations_on_tensors_of_two_devices_are_refused() {
     let Some(_simulation) = Simulation::find() else { return };
     let [here, there] = [0, 1].map(|i| Tensor::ones([2], (Kind::Float, Device::Cuda(i))));
     let error = here.f_mul(&there).unwrap_err().to_string();
@@ -87,7 +87,7 @@ fn tensors_of_two_devices_do_not_meet() {
 }
 
 #[test]
-fn the_allocation_that_was_planted_fails_and_no_other() {
+fn only_the_planted_allocation_fails() {
     let Some(simulation) = Simulation::find() else { return };
     let make = || Tensor::f_ones([2], (Kind::Float, Device::Cuda(1)));
     simulation.fail_allocation(2);

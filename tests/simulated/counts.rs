@@ -9,7 +9,7 @@ fn ones(size: &[i64], device: usize) -> Tensor {
 }
 
 #[test]
-fn an_item_is_one_wait_and_an_addition_one_launch() {
+fn an_item_is_one_synchronization_and_an_addition_one_launch() {
     let Some(simulation) = Simulation::find() else { return };
     let one = ones(&[], 0);
     let (sum, counts) = simulation.count(|| &one + &one);
@@ -20,7 +20,7 @@ fn an_item_is_one_wait_and_an_addition_one_launch() {
 }
 
 #[test]
-fn copies_that_block_are_waits_and_others_are_not() {
+fn only_blocking_copies_are_synchronizations() {
     let Some(simulation) = Simulation::find() else { return };
     let there = ones(&[4], 1);
     let syncs = |f: &dyn Fn() -> Tensor| simulation.count(f).1.host_syncs;
@@ -35,7 +35,7 @@ fn copies_that_block_are_waits_and_others_are_not() {
 }
 
 #[test]
-fn the_peak_is_what_is_held_at_once() {
+fn the_peak_is_the_most_memory_held_at_once() {
     let Some(simulation) = Simulation::find() else { return };
     let ((), counts) = simulation.count(|| {
         drop(ones(&[1 << 18], 0));
@@ -53,7 +53,7 @@ fn views_launch_nothing() {
 }
 
 #[test]
-fn a_list_shares_a_launch_where_its_tensors_are_alike() {
+fn tensors_of_a_list_share_a_launch_if_they_are_alike() {
     let Some(simulation) = Simulation::find() else { return };
     let leaf = |kind: Kind, device: usize| {
         let leaf = ones(&[4], device).to_kind(kind).set_requires_grad(true);

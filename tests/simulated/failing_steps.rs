@@ -88,7 +88,7 @@ fn for_every_setup(test: impl Fn(Algorithm, (Kind, MasterWeights), &[Device], Ho
 }
 
 #[test]
-fn a_step_whose_memory_runs_out_changes_nothing() {
+fn a_step_that_runs_out_of_memory_changes_nothing() {
     let Some(simulation) = Simulation::find() else { return };
     for_every_setup(|algorithm, mode, devices, how, context| {
         let prepare = |training: &mut Training| {
@@ -101,7 +101,7 @@ fn a_step_whose_memory_runs_out_changes_nothing() {
 }
 
 #[test]
-fn a_first_step_whose_memory_runs_out_changes_nothing() {
+fn a_first_step_that_runs_out_of_memory_changes_nothing() {
     let Some(simulation) = Simulation::find() else { return };
     for_every_setup(|algorithm, mode, devices, how, context| {
         let new = || training(algorithm, mode, devices);
@@ -111,7 +111,7 @@ fn a_first_step_whose_memory_runs_out_changes_nothing() {
 
 /// A scaler first checks the gradients. If an allocation fails there or in the step, the optimizer is unchanged.
 #[test]
-fn a_step_of_a_scaler_whose_memory_runs_out_leaves_the_optimizer_as_it_was() {
+fn a_scalers_step_that_runs_out_of_memory_leaves_the_optimizer_unchanged() {
     let Some(simulation) = Simulation::find() else { return };
     let some = algorithms().into_iter().skip(3).step_by(2);
     for (algorithm, mode) in some.flat_map(|algorithm| MODES.map(|mode| (algorithm, mode))) {
@@ -188,7 +188,7 @@ fn a_failed_first_step_does_not_remember_the_parameters() {
 }
 
 #[test]
-fn gradients_become_f32_all_or_none() {
+fn either_all_gradients_become_f32_or_none() {
     let Some(simulation) = Simulation::find() else { return };
     for n in 1.. {
         let mut training = training(algorithms()[2], MODES[2], &GPUS);

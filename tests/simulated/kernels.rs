@@ -30,7 +30,7 @@ fn train(device: Device) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn a_network_has_the_bits_of_the_cpu() {
+fn a_network_gives_the_bits_of_the_cpu() {
     let Some(_simulation) = Simulation::find() else { return };
     let here = train(Device::Cpu);
     for device in [Device::Cuda(0), Device::Cuda(1)] {
@@ -68,7 +68,7 @@ fn assert_recurs_alike(make: impl Fn(&nn::Path<'_>) -> Box<dyn Fn(&Tensor) -> Te
 }
 
 #[test]
-fn an_lstm_computes_what_that_of_the_cpu_does() {
+fn an_lstm_computes_the_same_as_on_the_cpu() {
     let Some(_simulation) = Simulation::find() else { return };
     assert_recurs_alike(|path| {
         let lstm = nn::lstm(path, 3, 4, Default::default());
@@ -77,7 +77,7 @@ fn an_lstm_computes_what_that_of_the_cpu_does() {
 }
 
 #[test]
-fn a_gru_computes_what_that_of_the_cpu_does() {
+fn a_gru_computes_the_same_as_on_the_cpu() {
     let Some(_simulation) = Simulation::find() else { return };
     assert_recurs_alike(|path| {
         let gru = nn::gru(path, 3, 4, Default::default());
@@ -86,7 +86,7 @@ fn a_gru_computes_what_that_of_the_cpu_does() {
 }
 
 #[test]
-fn random_numbers_follow_from_the_seed_of_their_device() {
+fn random_numbers_are_determined_by_the_seed_of_their_device() {
     let Some(_simulation) = Simulation::find() else { return };
     let draw = |device| {
         tch::manual_seed(7);

@@ -34,7 +34,7 @@ fn scaler(init_scale: f64) -> GradScaler {
 }
 
 #[test]
-fn a_look_at_bf16_gradients_only_reads() {
+fn checking_bf16_gradients_only_reads() {
     let Some(simulation) = Simulation::find() else { return };
     let cuda = (Kind::BFloat16, Device::Cuda(0));
     for bad in [None, Some(f64::NAN), Some(f64::NEG_INFINITY)] {
@@ -100,7 +100,7 @@ fn bf16_gradients_are_multiplied_in_f32_and_rounded_once() {
 
 /// Together more than the scratch memory holds at a time, and one that alone is larger than it.
 #[test]
-fn large_bf16_gradients_are_widened_a_part_at_a_time() {
+fn large_bf16_gradients_are_converted_in_parts() {
     let Some(simulation) = Simulation::find() else { return };
     let sizes = [9i64 << 20, 9 << 20, 17 << 20, 1 << 20];
     let cuda = (Kind::BFloat16, Device::Cuda(0));
@@ -122,7 +122,7 @@ fn large_bf16_gradients_are_widened_a_part_at_a_time() {
 
 /// Rounding to bf16 yields infinities that f32 does not have.
 #[test]
-fn what_only_unscaling_makes_infinite_is_found_before_it_is_written() {
+fn an_overflow_in_unscaling_is_found_before_it_is_written() {
     let Some(_simulation) = Simulation::find() else { return };
     let most = f64::from(f32::from_bits(0x7f7f_0000));
     for (gradient, scale, is_stepped) in

@@ -11,12 +11,12 @@ use crate::common::simulation::Simulation;
 
 /// The names of the faults in csrc/, each with a test of this program that has to detect it.
 const FAULTS: [(&str, &str); 7] = [
-    ("wait", "syncs::an_iteration_of_a_fused_optimizer_does_not_wait"),
+    ("wait", "syncs::an_iteration_of_a_fused_optimizer_does_not_synchronize"),
     ("launches", "steps::a_step_launches_as_often_for_many_small_parameters_as_for_few"),
     ("memory", "steps::a_step_of_a_large_model_needs_at_most_four_bytes_for_each_number"),
-    ("late_allocation", "failing_steps::a_step_whose_memory_runs_out_changes_nothing"),
-    ("host_read", "syncs::an_optimizer_that_is_stepped_on_the_host_waits_once"),
-    ("early_read", "skips::steps_are_counted_right_however_late_the_answers_come"),
+    ("late_allocation", "failing_steps::a_step_that_runs_out_of_memory_changes_nothing"),
+    ("host_read", "syncs::a_host_optimizer_synchronizes_once"),
+    ("early_read", "skips::steps_are_counted_correctly_however_late_the_flags_arrive"),
     ("two_for_true", "skips::a_step_that_overflows_on_two_devices_is_skipped_on_both"),
 ];
 
@@ -34,7 +34,7 @@ fn passes(fault: &str, test: &str) -> bool {
 
 /// Runs only with the planted fault, with which the kernels of a step have run and the step fails nevertheless.
 #[test]
-#[ignore = "for the fault `half_way`; gradients_of_a_step_that_fails_half_way_are_broken runs it"]
+#[ignore = "for the fault `half_way`; gradients_of_a_step_that_fails_midway_are_unusable runs it"]
 fn a_step_fails_half_way() {
     let Some(_simulation) = Simulation::find() else { return };
     let w = Tensor::ones([3], (Kind::Float, Device::Cuda(0))).set_requires_grad(true);
@@ -51,7 +51,7 @@ fn a_step_fails_half_way() {
 }
 
 #[test]
-fn gradients_of_a_step_that_fails_half_way_are_broken() {
+fn gradients_of_a_step_that_fails_midway_are_unusable() {
     if Simulation::find().is_none() {
         return;
     }
@@ -64,7 +64,7 @@ fn gradients_of_a_step_that_fails_half_way_are_broken() {
 }
 
 #[test]
-fn every_planted_fault_is_noticed() {
+fn every_planted_fault_is_detected() {
     // The child processes hold the simulation, not this test: each has counters of its own.
     if Simulation::find().is_none() {
         return;

@@ -12,7 +12,7 @@ use crate::training::build;
 const INF: f64 = f64::INFINITY;
 
 #[test]
-fn steps_are_counted_right_however_late_the_answers_come() {
+fn steps_are_counted_correctly_however_late_the_flags_arrive() {
     let Some(_simulation) = Simulation::find() else { return };
     let all = parameters(TWO, Kind::Float, 1);
     let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);

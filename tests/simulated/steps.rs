@@ -100,7 +100,7 @@ fn a_step_of_a_large_model_needs_at_most_four_bytes_for_each_number() {
 
 /// Parameters that fill more than one chunk: some are parts of one, some span several, and one is not contiguous.
 #[test]
-fn chunks_compute_what_a_cpu_does() {
+fn chunks_compute_the_same_as_the_cpu() {
     let Some(_simulation) = Simulation::find() else { return };
     let sizes = [vec![700_001], vec![0], vec![7, 5], vec![1_500_000], vec![], vec![300]];
     for algorithm in [AdamW::default().into(), Sgd::default().momentum(0.9).into()] {
@@ -125,7 +125,7 @@ fn chunks_compute_what_a_cpu_does() {
 
 /// Many parameters were written to: training resumes from the new values, and the other master weights are unchanged.
 #[test]
-fn stale_masters_are_renewed_together() {
+fn stale_masters_are_updated_together() {
     let Some(simulation) = Simulation::find() else { return };
     for mode in MODES.into_iter().filter(|mode| mode.1 != MasterWeights::None) {
         let launches = [4, 40].map(|count| {

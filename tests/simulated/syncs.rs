@@ -52,7 +52,7 @@ fn step(way: &str, opt: &mut Optimizer, scaler: &mut GradScaler) -> Result<()> {
 }
 
 #[test]
-fn an_iteration_of_a_fused_optimizer_does_not_wait() {
+fn an_iteration_of_a_fused_optimizer_does_not_synchronize() {
     let Some(simulation) = Simulation::find() else { return };
     let kinds = [
         (Kind::Float, MasterWeights::None),
@@ -87,7 +87,7 @@ fn an_iteration_of_a_fused_optimizer_does_not_wait() {
 }
 
 #[test]
-fn an_optimizer_that_is_stepped_on_the_host_waits_once() {
+fn a_host_optimizer_synchronizes_once() {
     let Some(simulation) = Simulation::find() else { return };
     let vs = VarStore::new(Device::Cuda(0));
     let w = vs.root().ones("w", &[3]);
@@ -116,7 +116,7 @@ fn an_optimizer_that_is_stepped_on_the_host_waits_once() {
 
 /// The flags of two devices are read in one transfer.
 #[test]
-fn an_optimizer_that_is_stepped_on_the_host_waits_once_for_two_devices() {
+fn a_host_optimizer_synchronizes_once_for_two_devices() {
     let Some(simulation) = Simulation::find() else { return };
     struct Host(Vec<Tensor>);
     impl AmpOptimizer for Host {
@@ -150,7 +150,7 @@ fn unknown(config: GradScalerConfig) -> GradScaler {
 }
 
 #[test]
-fn the_scale_and_all_that_goes_with_it_come_in_one_transfer() {
+fn the_scale_and_its_state_are_read_in_one_transfer() {
     let Some(simulation) = Simulation::find() else { return };
     for config in [
         GradScalerConfig::default(),
@@ -180,7 +180,7 @@ fn the_scale_and_all_that_goes_with_it_come_in_one_transfer() {
 }
 
 #[test]
-fn counting_steps_does_not_wait() {
+fn counting_steps_does_not_synchronize() {
     let Some(simulation) = Simulation::find() else { return };
     let all = parameters(TWO, Kind::Float, 1);
     let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
@@ -203,7 +203,7 @@ fn counting_steps_does_not_wait() {
 
 /// Reading an outcome synchronizes, but only once.
 #[test]
-fn an_outcome_is_asked_for_once() {
+fn an_outcome_is_read_once() {
     let Some(simulation) = Simulation::find() else { return };
     let all = parameters(TWO, Kind::Float, 1);
     let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
@@ -218,7 +218,7 @@ fn an_outcome_is_asked_for_once() {
 }
 
 #[test]
-fn functional_loss_scales_do_not_wait() {
+fn functional_loss_scales_do_not_synchronize() {
     let Some(simulation) = Simulation::find() else { return };
     let cuda = Device::Cuda(0);
     let mut adaptive = DynamicLossScale::new(cuda).unwrap();

@@ -144,7 +144,7 @@ fn gradients() {
 
 /// A zero tensor without memory and a view of other numbers are gradients like others.
 #[test]
-fn gradients_that_are_no_memory_count_by_their_numbers() {
+fn gradients_without_memory_of_their_own_count_by_their_values() {
     for (way, step) in ways() {
         for fused in [false, true] {
             for (gradient, change) in [

@@ -44,7 +44,7 @@ fn every_shape_of_tree_is_cast() {
 }
 
 #[test]
-fn the_structure_stays() {
+fn the_structure_is_preserved() {
     let tree = HashMap::from([("w".to_owned(), (x(), Some([Tensor::from(3i64), x()])))]);
     let mut cast = Policy::F16.cast_to_param(&tree).unwrap();
     let (w, rest) = cast.remove("w").unwrap();
@@ -53,7 +53,7 @@ fn the_structure_stays() {
 }
 
 #[test]
-fn the_first_error_of_a_map_comes_back() {
+fn the_first_error_of_a_map_is_returned() {
     let mut seen = 0;
     let error = vec![x(), x(), x()].try_map(&mut |_| {
         seen += 1;

@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_gpu_only_the_cpu_is_spoken_of() {
+    fn without_a_gpu_the_advice_is_only_about_the_cpu() {
         let text = advice(&cpu(true, false), &[]);
         assert!(text.contains("bf16 autocast should be faster than fp32"), "{text}");
         assert!(text.contains("fp16 is far slower"), "{text}");
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_cpu_is_kept_to_fp32() {
+    fn fp32_is_advised_on_an_old_cpu() {
         assert!(advice(&cpu(false, false), &[]).contains("stay with fp32"));
     }
 
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn volta_gets_fp16_and_pascal_neither() {
+    fn fp16_is_advised_on_volta_and_neither_on_pascal() {
         let cpu = cpu(true, true);
         assert!(advice(&cpu, &[gpu(7)]).starts_with("On CUDA fp16 autocast with a GradScaler"));
         assert!(advice(&cpu, &[gpu(6)]).starts_with("This GPU has no tensor cores"));

@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn both_spellings_of_tch_are_taken_wherever_they_stand() {
+    fn both_spellings_of_tch_are_accepted_anywhere() {
         for line in ["--tch 0.24 rest", "--tch=0.24 rest", "rest --tch 0.24"] {
             let mut args = args(line);
             assert_eq!(args.tch().unwrap().map(|pair| pair.tch), Some("0.24"), "{line}");
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_nobody_takes_is_an_error() {
+    fn an_unknown_argument_is_an_error() {
         let mut args = args("--all-versions --fast");
         assert!(args.flag("--all-versions"));
         let error = args.end().unwrap_err().to_string();

@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_allowed_core_is_taken() {
+    fn the_last_allowed_core_is_used() {
         for (list, core) in [("0-1", "1"), ("3", "3"), ("0,2-5,9-11", "11"), ("0-3,8", "8")] {
             let status = format!("Threads:\t1\nCpus_allowed_list:\t{list}\nMems_allowed:\t1\n");
             assert_eq!(last_core(&status).as_deref(), Some(core));

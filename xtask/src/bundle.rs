@@ -127,7 +127,7 @@ not JSON";
     }
 
     #[test]
-    fn a_folder_is_copied_whole_but_for_compiled_python() {
+    fn a_folder_is_copied_except_for_compiled_python() {
         let from = std::env::temp_dir().join(format!("xtask-copy-{}", std::process::id()));
         let to = from.with_extension("copied");
         fs::create_dir_all(from.join("a/__pycache__")).unwrap();
@@ -141,7 +141,7 @@ not JSON";
     }
 
     #[test]
-    fn the_script_is_told_its_torch_version() {
+    fn the_script_contains_its_torch_version() {
         assert!(RUN.contains("@TORCH@"));
     }
 }

@@ -55,7 +55,7 @@ Filesystem     1024-blocks     Used Available Capacity Mounted on
     }
 
     #[test]
-    fn free_space_is_found_for_a_folder_that_is_not_there_yet() {
+    fn free_space_is_found_for_a_folder_that_does_not_exist_yet() {
         assert!(free_gb(Path::new("/no/such/folder")).is_ok());
     }
 }

@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_text_promises_nothing() {
+    fn unknown_text_yields_no_support() {
         assert_eq!(Cpu::parse(""), Cpu::default());
         assert_eq!(Cpu::parse("flags fpu amx_bf16"), Cpu::default());
     }

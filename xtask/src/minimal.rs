@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_manifest_asks_for_exactly_the_oldest_versions() {
+    fn a_manifest_requires_exactly_the_oldest_versions() {
         let minima = [Minimum { name: "half".into(), version: "2.4.0".into() }];
         let text = "[package]\nversion = \"1\"\n[dependencies.half]\nversion = \"2.4\"\n";
         let wanted = "[package]\nversion = \"1\"\n[dependencies.half]\nversion = \"=2.4.0\"\n";

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_named_test_is_there() {
+    fn every_named_test_exists() {
         let names = integration_tests(&workspace::root().join("tests")).unwrap();
         for name in CPU_ONLY.iter().chain(&WITH_EVERY_LAG) {
             assert!(names.iter().any(|there| there == name), "{name}");

@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_owner_of_an_installed_torch_is_in_the_same_prefix() {
+    fn the_python_of_an_installed_torch_is_in_the_same_prefix() {
         let root = Path::new("/venv/lib/python3.11/site-packages/torch");
         assert_eq!(owners(root), ["/venv/bin/python3.11", "/venv/bin/python"].map(PathBuf::from));
     }

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn tests_and_oracles_have_no_place_in_the_package() {
+    fn tests_and_oracles_are_not_in_the_package() {
         for file in
             ["tests/abi.rs", "src/ffi/tests/mod.rs", "src/a/tests.rs", "benches/oracle/a.py"]
         {

@@ -176,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_environment_without_its_mark_is_not_ready() {
+    fn an_environment_without_its_marker_is_not_ready() {
         let dir = std::env::temp_dir().join("no-such-environment");
         let venv = Venv { dir, package: "torch", version: "2.13.0".into(), size: 1 };
         assert!(!venv.is_usable());

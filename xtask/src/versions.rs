@@ -82,7 +82,7 @@ version = \"0.24.1\"
 ";
 
     #[test]
-    fn the_locked_version_is_that_of_the_whole_name() {
+    fn the_locked_version_needs_the_whole_name() {
         assert_eq!(locked(LOCK, "tch"), Some("0.24.0"));
         assert_eq!(locked(LOCK, "torch-sys"), Some("0.24.1"));
         assert_eq!(locked(LOCK, "torch"), None);
@@ -106,7 +106,7 @@ version = \"0.24.1\"
     }
 
     #[test]
-    fn the_build_is_no_part_of_the_release() {
+    fn the_build_is_not_part_of_the_release() {
         assert_eq!(without_build("2.13.0+cu130"), "2.13.0");
         assert_eq!(without_build("2.13.0"), "2.13.0");
     }

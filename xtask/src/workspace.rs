@@ -69,12 +69,12 @@ impl Workspace {
         self.libtorch.apply(command);
         self.apply_python(command);
         if env::var_os("CI").is_some() {
-            // Only there: an untested compiler may have warnings of its own.
+            // Only in CI: elsewhere, an untested compiler may have warnings of its own.
             command.env("TCH_AMP_DENY_WARNINGS", "1");
         }
     }
 
-    /// Lets tests and benches find Python's torch, and fail without it where it is there.
+    /// Lets tests and benches find Python's torch. If it exists, they fail without it.
     fn apply_python(&self, command: &mut Command) {
         match &self.libtorch.python {
             Some(python) => {

@@ -12,7 +12,7 @@ use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, loss};
 
 #[test]
-fn fp16_gradients_are_taken_where_both_losses_allow_them() {
+fn fp16_gradients_are_accepted_if_both_losses_allow_them() {
     let w = leaf(&[1.0, 1.0], Kind::Half, Device::Cpu);
     let mut opt = Descent(vec![w.shallow_clone()]);
     let config = GradScalerConfig::default().init_scale(8.0).allow_fp16_gradients(true);
@@ -55,7 +55,7 @@ fn moody(device: Device) -> (Tensor, Moody) {
 }
 
 #[test]
-fn after_a_failed_step_further_losses_count_for_the_next_try() {
+fn after_a_failed_step_further_losses_count_for_the_retry() {
     for_each_device(|device| {
         for (value, want) in [(1.0, -1.0), (INF, 1.0)] {
             let (w, mut opt) = moody(device);
@@ -74,7 +74,7 @@ fn after_a_failed_step_further_losses_count_for_the_next_try() {
 }
 
 #[test]
-fn a_backward_after_the_step_is_refused_and_nothing_is_taken() {
+fn a_backward_after_the_step_is_refused_and_changes_nothing() {
     let (w, mut opt) = moody(Device::Cpu);
     let mut scalers = two(Device::Cpu);
     scalers.backward(0, &loss(&w, &[1.0; 3]), &mut opt).unwrap();
@@ -85,7 +85,7 @@ fn a_backward_after_the_step_is_refused_and_nothing_is_taken() {
 }
 
 #[test]
-fn a_panic_on_the_way_leaves_the_gradients_from_before() {
+fn a_panic_in_the_optimizer_leaves_the_previous_gradients() {
     let (w, mut opt) = moody(Device::Cpu);
     let mut scalers = two(Device::Cpu);
     scalers.backward(0, &loss(&w, &[3.0; 3]), &mut opt).unwrap();
@@ -109,7 +109,7 @@ fn gradients_of_no_loss_are_stepped_and_the_iteration_ends() {
 }
 
 #[test]
-fn an_iteration_that_is_given_up_is_forgotten() {
+fn an_abandoned_iteration_has_no_effect() {
     for_each_device(|device| {
         let (mut w, mut opt) = moody(device);
         let mut scalers = two(device);
@@ -163,7 +163,7 @@ fn duplicates_of_sparse_gradients_that_add_up_to_infinity_are_found() {
 }
 
 #[test]
-fn a_checkpoint_carries_all_of_them() {
+fn a_checkpoint_contains_all_scalers() {
     let (w, mut opt) = moody(Device::Cpu);
     let mut scalers = two(Device::Cpu);
     scalers.backward(1, &loss(&w, &[INF; 3]), &mut opt).unwrap();
@@ -194,7 +194,7 @@ fn one_disabled_loss_disables_all() {
 
 /// Abandoning one optimizer ends the iteration of a loss only if no other optimizer takes part in it.
 #[test]
-fn giving_up_one_of_two_optimizers_leaves_the_iteration_open() {
+fn abandoning_one_of_two_optimizers_leaves_the_iteration_open() {
     let ws = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, Device::Cpu));
     let mut opts = ws.each_ref().map(|w| Descent(vec![w.shallow_clone()]));
     let mut scalers = two(Device::Cpu);
@@ -213,7 +213,7 @@ fn giving_up_one_of_two_optimizers_leaves_the_iteration_open() {
 }
 
 #[test]
-fn the_first_of_two_losses_that_give_up_is_the_one_that_tells() {
+fn the_error_is_that_of_the_first_of_two_losses_that_exceed_their_limit() {
     let scales = [8.0, 1024.0];
     let limit = Some(1);
     let config = |init_scale| {
