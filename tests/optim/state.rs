@@ -2,7 +2,10 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::optim::{AdamW, MasterWeights, Optimizer, OptimizerError, OptimizerState, Sgd};
+use tch_amp::optim::{
+    AdamW, MasterWeights, Optimizer, OptimizerError, OptimizerState, ParamGroup, ParamGroupState,
+    Sgd,
+};
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
@@ -46,6 +49,22 @@ fn training_resumes_from_a_state_bit_by_bit() {
             assert_eq!(resumed.lr(1).unwrap(), 0.05);
         }
     });
+}
+
+/// A state from elsewhere, such as another format.
+#[test]
+fn a_state_that_a_program_makes_is_loaded() {
+    let mut opt = build(Sgd::default().momentum(0.9).into(), named(Device::Cpu), 0.1);
+    let buffer = Tensor::from_slice(&[1.0f32, -1.0]);
+    let state = [("a".to_owned(), [("momentum_buffer".to_owned(), buffer)].into())].into();
+    let options = ParamGroup::new(0.5, Sgd::default().momentum(0.5));
+    let params = ["a", "b", "never"].map(str::to_owned).into();
+    let state = OptimizerState::new(state, vec![ParamGroupState::new(options, params)]);
+    opt.load_state_dict(&state).unwrap();
+    set_grad(&opt.trainable_variables()[0], &[2.0, 2.0]);
+    opt.step().unwrap();
+    // The buffers are half of 1 and -1, and 2; the learning rate is 0.5.
+    assert_eq!(to_f64(&opt.trainable_variables()[0]), [1.0 - 1.25, 2.0 - 0.75]);
 }
 
 #[test]
