@@ -12,6 +12,11 @@ pub(crate) struct Arrival {
     _opaque: [u8; 0],
 }
 
+pub(crate) const MATMUL_HIGHEST: u8 = 0;
+pub(crate) const MATMUL_HIGH: u8 = 1;
+#[allow(dead_code, reason = "it is put back as it was, and never chosen")]
+pub(crate) const MATMUL_MEDIUM: u8 = 2;
+
 pub(crate) const PENDING: u8 = 0;
 pub(crate) const ZERO: u8 = 1;
 pub(crate) const NONZERO: u8 = 2;
@@ -35,9 +40,6 @@ pub(crate) struct AutocastState {
 }
 
 pub(crate) type AutocastSettle = unsafe extern "C" fn();
-
-pub(crate) const MATMUL_HIGHEST: u8 = 0;
-pub(crate) const MATMUL_HIGH: u8 = 1;
 
 pub(crate) const GRADIENT_REQUIRES_GRAD: u8 = 1;
 pub(crate) const GRADIENT_STRIDED: u8 = 2;
