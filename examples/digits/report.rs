@@ -68,13 +68,18 @@ pub fn loss_plot(results: &[RunResult]) -> Plot {
 
 fn loss_series(run: &RunResult) -> Series {
     let losses: Vec<f64> = run.steps.iter().map(|step| step.loss).collect();
+    smoothed(run.precision.name(), &losses, SMOOTHING)
+}
+
+/// The losses of a run: every step, and the moving average.
+pub fn smoothed(name: &'static str, losses: &[f64], smoothing: f64) -> Series {
     let numbered =
         |values: &[f64]| values.iter().enumerate().map(|(i, &v)| (i as f64, v)).collect();
     Series {
-        name: run.precision.name(),
-        label: run.precision.name(),
-        curve: numbered(&smooth(&losses, SMOOTHING)),
-        raw: numbered(&losses),
+        name,
+        label: name,
+        curve: numbered(&smooth(losses, smoothing)),
+        raw: numbered(losses),
         marks: Vec::new(),
     }
 }
@@ -106,6 +111,7 @@ fn scale_series(run: &RunResult) -> Option<Series> {
     Some(Series { name, label: name, curve, raw: Vec::new(), marks })
 }
 
-fn escape(text: &str) -> String {
+/// A text as HTML shows it.
+pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }

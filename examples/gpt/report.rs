@@ -2,7 +2,8 @@
 
 use super::train::Run;
 use crate::digits::axis::{Axis, Spacing};
-use crate::digits::plot::{Plot, Series, smooth};
+use crate::digits::plot::{Plot, Series};
+use crate::digits::report::{escape, smoothed};
 
 /// The steps over which a loss is averaged.
 const LAST: usize = 20;
@@ -93,7 +94,8 @@ if it is unknown.</p>
 
 /// The loss of every step and its moving average, with one series for each run.
 pub fn loss_plot(runs: &[Run]) -> Plot {
-    let series: Vec<Series> = runs.iter().map(series).collect();
+    let series: Vec<Series> =
+        runs.iter().map(|run| smoothed(run.precision.name(), &run.losses, 0.8)).collect();
     let drawn = || series.iter().flat_map(|series| series.raw.iter().chain(&series.curve));
     Plot {
         description: "Training loss per step of the GPT in both precisions",
@@ -102,21 +104,4 @@ pub fn loss_plot(runs: &[Run]) -> Plot {
         series,
         mark_name: "",
     }
-}
-
-fn series(run: &Run) -> Series {
-    let numbered =
-        |values: &[f64]| values.iter().enumerate().map(|(i, &v)| (i as f64, v)).collect();
-    let name = run.precision.name();
-    Series {
-        name,
-        label: name,
-        curve: numbered(&smooth(&run.losses, 0.8)),
-        raw: numbered(&run.losses),
-        marks: Vec::new(),
-    }
-}
-
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
