@@ -1,6 +1,18 @@
 // These link definitions come first and take precedence over those at the end of the README, which link to files.
 #![doc = include_str!("guide/links.md")]
 #![doc = include_str!("../README.md")]
+//!
+//! ## How the API is organized
+//!
+//! The root has what most programs begin with: `autocast()` and `Autocast`, `GradScaler`, `Policy`, `function()`,
+//! `Error` and `Result`. Every other item is in the module of its subject, and every item has exactly one path. Seven
+//! modules have an error type, for instance `scaler::ScalerError`, which a variant of [`Error`] wraps:
+//! `Error::Scaler(ScalerError::…)`. The other modules return these errors, too.
+//!
+//! Options are set by methods named after the fields: `GradScalerConfig::default().growth_interval(100).build(device)`.
+//! The options structs and the error enums are `#[non_exhaustive]`, because a minor version may add fields and
+//! variants. Other crates therefore cannot write such options as struct literals, and a `match` on an error needs a
+//! wildcard arm.
 #![deny(unsafe_code)]
 
 mod atomic;
