@@ -96,7 +96,9 @@ void split(const float *from, c10::BFloat16 *high, int16_t *low, int64_t n);
 
 // Rounds f32 numbers stochastically to one of the two neighbouring bf16 numbers. The probability of each falls linearly
 // with its distance, from one to zero, so that the rounding is right on average. The random numbers depend on `seed`
-// and on the index of a number, which begins with `first`.
+// and on the index of a number. The first index is `first`, a multiple of kRandomBlock: within a block, a number and the
+// one half a block later use the two halves of one random word.
+constexpr int64_t kRandomBlock = 32;
 void round_at_random(const float *from, c10::BFloat16 *to, int64_t n, uint64_t seed, int64_t first);
 
 // Updates a parameter and its state in place. The gradient is only read.

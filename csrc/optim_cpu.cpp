@@ -127,7 +127,7 @@ void apply(const Update &update, const GradientScale &scale, const tamp::kernels
 template <typename Half>
 void run_in_blocks(const Entry &e, const Update &update, const GradientScale &scale, const tamp::Chunk &chunk) {
   namespace kernels = tamp::kernels;
-  constexpr int64_t kBlock = 1024;
+  constexpr int64_t kBlock = 256;
   alignas(64) float numbers[kBlock], gradients[kBlock];
   const bool remains = e.master.kind == TAMP_MASTER_REMAINDER;
   const uint64_t seed =

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "guarded.h"
+#include "kernels.h"
 #include "masters.h"
 #include "pieces.h"
 
@@ -16,6 +17,10 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kNaN = 0x7fc00000;
+
+// The number of random words in a row.
+constexpr int64_t kWords = kRow / 2;
+static_assert(kRow % kernels::kRandomBlock == 0, "a row has whole blocks");
 
 // The columns of the table of Randoms.
 enum Column { kKey, kOther, kFirst, kPage, kColumns };
@@ -43,12 +48,15 @@ void fold_halves(const Tensor &x) {
   halves.select(1, 0).bitwise_xor_(halves.select(1, 1));
 }
 
-// Computes `mixed` of kernel_masters.cpp without its last fold, which does not change the upper halves.
-void mix(const Tensor &x, const Tensor &spare) {
+// Computes `first_round` and `second_round` of kernel_masters.cpp.
+void first_round(const Tensor &x, const Tensor &spare) {
   fold_halves(x);
   x.mul_(static_cast<int64_t>(static_cast<int32_t>(0x85ebca6bU)));
   fold(x, x, spare, 13);
+}
+void second_round(const Tensor &x) {
   x.mul_(static_cast<int64_t>(static_cast<int32_t>(0xc2b2ae35U)));
+  fold_halves(x);
 }
 
 }  // namespace
@@ -78,8 +86,9 @@ Randoms::Randoms(const std::vector<std::vector<Range>> &chunks, const Tensor &me
     ranges_ += parts_.back().ranges;
     rows = std::max(rows, end);
   }
-  spare_ = at::empty({rows * (kRow + 1)}, memory.options());
-  places_ = at::arange(rows * kRow, memory.options());
+  words_ = at::empty({rows * (kWords + 1)}, memory.options());
+  spare_ = at::empty({rows * (kWords + 1)}, memory.options());
+  places_ = at::arange(rows * kWords, memory.options());
   range_ = at::empty({rows}, memory.options());
   rows_ = at::empty({rows, kColumns}, memory.options());
   upload(chunks);
@@ -98,7 +107,7 @@ void Randoms::upload(const std::vector<std::vector<Range>> &chunks) {
       const auto first = static_cast<uint64_t>(range.first);
       row[kKey] = static_cast<uint32_t>(seed);
       row[kOther] = static_cast<uint32_t>(seed >> 32);
-      row[kFirst] = static_cast<uint32_t>(first) - static_cast<uint32_t>(range.place);
+      row[kFirst] = static_cast<uint32_t>(first) / 2 - static_cast<uint32_t>(range.place) / 2;
       row[kPage] = static_cast<uint32_t>(first >> 32);
       row += kColumns;
       *end++ = static_cast<uint32_t>(range.place / kRow + rows_of(range.count));
@@ -128,25 +137,36 @@ void Randoms::advance_seeds(const std::vector<std::vector<Range>> &chunks) {
 
 Tensor Randoms::draw(size_t chunk) const {
   const Part &part = parts_[chunk];
-  const int64_t n = part.rows * kRow;
+  const int64_t n = part.rows * kWords;
   Tensor range = range_.narrow(0, 0, part.rows), row = rows_.narrow(0, 0, part.rows);
   at::bucketize_out(range, places_.narrow(0, 0, part.rows), ends_.narrow(0, part.first, part.ranges),
                     /*out_int32=*/true, /*right=*/true);
   at::index_select_out(row, table_.narrow(0, part.first, part.ranges), 0, range);
-  // The words of the numbers are followed by one for each row: the second half of its seed, which is mixed along with
-  // them.
-  const Tensor words = memory_.narrow(0, 0, n + part.rows), spare = spare_.narrow(0, 0, n + part.rows);
-  const Tensor flat = words.narrow(0, 0, n);
-  Tensor numbers = flat.view({part.rows, kRow}), pages = words.narrow(0, n, part.rows);
-  at::add_out(numbers, places_.narrow(0, 0, n).view({part.rows, kRow}), row.narrow(1, kFirst, 1));
-  numbers.bitwise_xor_(row.narrow(1, kKey, 1));
-  at::bitwise_xor_out(pages, row.select(1, kOther), row.select(1, kPage));
-  mix(words, spare);
-  fold_halves(words);
-  numbers.add_(pages.unsqueeze(1));
-  mix(flat, spare.narrow(0, 0, n));
-  flat.bitwise_right_shift_(16).bitwise_and_(0xffff);
-  return flat;
+  // The words of the numbers are followed by one for each row, its page. The first round is the same for both.
+  const Tensor all = words_.narrow(0, 0, n + part.rows), spare = spare_.narrow(0, 0, n + part.rows);
+  const Tensor flat = words_.narrow(0, 0, n), pages = words_.narrow(0, n, part.rows);
+  Tensor words = flat.view({part.rows, kWords}), out = pages;
+  at::add_out(words, places_.narrow(0, 0, n).view({part.rows, kWords}), row.narrow(1, kFirst, 1));
+  words.bitwise_xor_(row.narrow(1, kKey, 1));
+  at::bitwise_xor_out(out, row.select(1, kOther), row.select(1, kPage));
+  first_round(all, spare);
+  second_round(pages);
+  words.add_(pages.unsqueeze(1));
+  fold(flat, flat, spare.narrow(0, 0, n), 15);
+  second_round(flat);
+  return halves(part.rows);
+}
+
+// Divides the words between the numbers of their blocks.
+Tensor Randoms::halves(int64_t rows) const {
+  constexpr int64_t kHalf = kernels::kRandomBlock / 2;
+  const Tensor words = words_.narrow(0, 0, rows * kWords).view({-1, kHalf});
+  const Tensor numbers = memory_.narrow(0, 0, rows * kRow), blocks = numbers.view({-1, 2, kHalf});
+  Tensor lower = blocks.select(1, 0), upper = blocks.select(1, 1);
+  at::bitwise_and_out(lower, words, 0xffff);
+  at::bitwise_right_shift_out(upper, words, 16);
+  upper.bitwise_and_(0xffff);
+  return numbers;
 }
 
 }  // namespace tamp::rounding

@@ -33,7 +33,7 @@ struct Range {
 // Draws the random bits of kernels::round_at_random, for ranges that fill chunks of scratch memory.
 class Randoms {
  public:
-  // `memory` receives the results. It is i32 and has room for the numbers of a chunk and one more for each row.
+  // `memory` receives the results. It is i32 and has room for the numbers of a chunk.
   Randoms(const std::vector<std::vector<Range>> &chunks, const at::Tensor &memory);
 
   // Returns 16 bits for each number of a chunk. They are valid until the next call or any other use of the memory.
@@ -46,13 +46,14 @@ class Randoms {
 
   void upload(const std::vector<std::vector<Range>> &chunks);
   void advance_seeds(const std::vector<std::vector<Range>> &chunks);
+  at::Tensor halves(int64_t rows) const;
 
   std::vector<Part> parts_;
   int64_t ranges_ = 0;
-  at::Tensor memory_, spare_;
+  at::Tensor memory_, words_, spare_;
   at::Tensor table_;   // for each range: both halves of its seed, then both halves of its first index
   at::Tensor ends_;    // for each range: the row after its last one
-  at::Tensor places_;  // 0, 1, 2 …
+  at::Tensor places_;  // 0, 1, 2 …, for each word
   at::Tensor range_;   // for each row of a chunk: the range that it belongs to
   at::Tensor rows_;    // for each row of a chunk: the table's row for its range
 };

@@ -56,9 +56,8 @@ void StandIns::allocate(const std::vector<List> &lists, const std::vector<std::v
   for (size_t i = 0; i < lists.size(); ++i) {
     const uint8_t kind = kind_of(lists[i]);
     for (const auto &pieces : cuts[i]) {
-      const bool is_random = kind == TAMP_MASTER_STOCHASTIC;
-      if (is_random) random.push_back(ranges(lists[i], pieces));
-      words = std::max(words, pieces.numbers + (is_random ? pieces.numbers / kRow : 0));
+      if (kind == TAMP_MASTER_STOCHASTIC) random.push_back(ranges(lists[i], pieces));
+      words = std::max(words, pieces.numbers);
       if (kind != TAMP_MASTER_FLOAT) numbers = std::max(numbers, pieces.numbers);
     }
   }

@@ -16,7 +16,7 @@ namespace tamp::optim {
 
 // f32 tensors in place of half-precision parameters and their gradients, for kernels that do not support master
 // weights. They are in scratch memory for one chunk, which the constructor allocates: for each number of a chunk 4
-// bytes with f32 copies, 9 with remainders, and 18 with stochastic rounding.
+// bytes with f32 copies, 9 with remainders, and 15 with stochastic rounding.
 class StandIns {
  public:
   // Whether an entry needs a stand-in. Kernels update an f32 copy directly if its gradient is f32.
