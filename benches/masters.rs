@@ -3,7 +3,6 @@
 //!
 //! Both sides check the gradients, unscale them, update the master weights by AdamW, write the parameters and update
 //! the scale. Each step has new gradients. First, the benchmark prints the memory that each mode holds.
-//! step finds fresh gradients. Before that, the memory that each mode holds.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;

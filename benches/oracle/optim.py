@@ -75,6 +75,9 @@ def answer(name, *args):
     args = [int(arg) for arg in args]
     if name == "check":
         return Training(160, 16).check(*args)
+    if name == "threads":
+        torch.set_num_threads(*args)
+        return "done"
     parameters, numbers, steps = args
     plain = training(parameters, numbers, False).round(steps, False)
     clipped = training(parameters, numbers, True).round(steps, True)
