@@ -3,8 +3,8 @@
 
 mod common;
 
-use tch::Device;
-use tch_amp::precision::Precision;
+use tch::{Device, Tensor, nn};
+use tch_amp::precision::{Precision, advice_for_model};
 use tch_amp::{Error, autocast};
 
 use common::for_each_device;
@@ -28,6 +28,34 @@ fn every_size_is_measured_once_per_process() {
         // A second measurement would hardly give the same numbers, so the result is cached.
         assert_eq!(Precision::measure(device).unwrap(), precision);
     });
+}
+
+#[test]
+fn layers_that_tensor_cores_compute_less_efficiently_are_named() {
+    for_each_device(|device| {
+        let vs = nn::VarStore::new(device);
+        let root = vs.root();
+        let _convolution = nn::conv2d(&root / "convolution", 3, 7, 3, Default::default());
+        let _fitting = nn::linear(&root / "fitting", 64, 128, Default::default());
+        let _outputs = nn::linear(&root / "outputs", 128, 10, Default::default());
+        let _words = nn::embedding(&root / "words", 50_257, 64, Default::default());
+        let advice = advice_for_model(&vs);
+        assert_eq!(advice.len(), 2, "{advice:?}");
+        assert!(advice[0].starts_with("outputs.weight: a layer from 128 to 10 "), "{advice:?}");
+        assert!(advice[0].ends_with("pad it to 128 and 16"), "{advice:?}");
+        assert!(advice[1].starts_with("words.weight: "), "{advice:?}");
+        assert!(advice[1].ends_with("pad it to 64 and 50264"), "{advice:?}");
+    });
+}
+
+#[test]
+fn undefined_variables_are_no_layers() {
+    let vs = nn::VarStore::new(Device::Cpu);
+    let _layer = nn::linear(vs.root() / "layer", 8, 3, Default::default());
+    for (_, mut variable) in vs.variables() {
+        variable.set_data(&Tensor::new());
+    }
+    assert_eq!(advice_for_model(&vs), Vec::<String>::new());
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //!
 //! Nothing is measured unless a program asks. `cargo xtask doctor` prints the same for the CPU of its machine.
 
+mod layers;
 mod words;
 
 use std::collections::HashMap;
@@ -17,6 +18,7 @@ use crate::device::check_usable;
 use crate::error::{Error, Result};
 use crate::ffi;
 
+pub use layers::advice_for_model;
 pub use words::{MatmulSpeed, advice_for_layer};
 
 lazy_static! {

@@ -67,7 +67,9 @@ fn times(ratio: f64) -> String {
     if ratio >= 0.095 { format!("{ratio:.1}x") } else { format!("{ratio:.2}x") }
 }
 
-/// What sizes that tensor cores cannot use cost, and what to do; `None` if both sizes of the layer are multiples of 8.
+/// Says how to pad a layer whose matrix product tensor cores compute less efficiently; `None` if both of its sizes are
+/// multiples of 8. From NVIDIA's "Matrix Multiplication Background User's Guide": before cuBLAS 11, tensor cores need
+/// such sizes in half precision, and since then they are most efficient with them.
 pub fn advice_for_layer(inputs: i64, outputs: i64) -> Option<String> {
     let padded = |size: i64| (size + 7) / 8 * 8;
     let (ins, outs) = (padded(inputs), padded(outputs));
@@ -75,8 +77,8 @@ pub fn advice_for_layer(inputs: i64, outputs: i64) -> Option<String> {
         return None;
     }
     Some(format!(
-        "a layer from {inputs} to {outputs} has a size that is no multiple of 8, which the tensor cores of GPUs cannot \
-         use in half precision: pad it to {ins} and {outs}"
+        "a layer from {inputs} to {outputs} has a size that is not a multiple of 8, which makes the tensor cores of \
+         GPUs slower in half precision: pad it to {ins} and {outs}"
     ))
 }
 
