@@ -14,6 +14,8 @@ use crate::ffi;
 
 /// A copy of a model's buffers, to be restored after a skipped step. PyTorch has no counterpart.
 ///
+/// # Examples
+///
 /// ```no_run
 /// # use tch::{Tensor, nn};
 /// # use tch_amp::{GradScaler, Result};

@@ -18,6 +18,8 @@ use crate::ffi;
 /// All threads share one heap, and wait for each other while they allocate: in a program whose threads allocate small
 /// blocks all the time, measure before you keep it.
 ///
+/// # Examples
+///
 /// ```
 /// if !tch_amp::memory::keep_freed_memory() {
 ///     eprintln!("freed memory goes back to the system");

@@ -18,6 +18,8 @@ use crate::ffi::AutocastState;
 /// nest, for the same device or for several. The counterpart of
 /// `torch.autocast(device_type, dtype, enabled, cache_enabled)`.
 ///
+/// # Examples
+///
 /// ```
 /// use tch::{Device, Kind, Tensor};
 /// use tch_amp::Autocast;

@@ -104,6 +104,13 @@ pub struct BackwardContext<'a> {
 impl BackwardContext<'_> {
     /// Returns the tensors that the forward saved, as an array.
     ///
+    /// # Errors
+    ///
+    /// [`FunctionError::NotSaved`] if the forward saved another number of tensors, and those of
+    /// [`saved_tensors_vec`](Self::saved_tensors_vec).
+    ///
+    /// # Examples
+    ///
     /// ```
     /// # use tch::{Device, Kind, Tensor};
     /// let product = tch_amp::function(
@@ -115,11 +122,6 @@ impl BackwardContext<'_> {
     /// # assert_eq!(x.grad().double_value(&[0]), 2.0);
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`FunctionError::NotSaved`] if the forward saved another number of tensors, and those of
-    /// [`saved_tensors_vec`](Self::saved_tensors_vec).
     pub fn saved_tensors<const N: usize>(&self) -> Result<[Tensor; N]> {
         self.saved_tensors_vec()?.try_into().map_err(|saved: Vec<_>| {
             Error::Function(FunctionError::NotSaved {

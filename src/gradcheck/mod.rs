@@ -23,6 +23,17 @@ use checked::{copies, first_gradients, outputs, requires_grad};
 /// copies of the inputs. At least one input must require a gradient, and those that do must be f64, of any shape.
 /// Synchronizes.
 ///
+/// # Errors
+///
+/// - [`FunctionError::GradientMismatch`] for the first element whose two gradients differ, with both values.
+/// - [`FunctionError::NotCheckable`] if an input or an output that requires a gradient is not f64, or if no input
+///   requires one.
+/// - [`FunctionError::NondeterministicBackward`] if the backward returns other gradients when it is run again.
+/// - [`Error::InvalidArgument`](crate::Error::InvalidArgument) if an option of [`GradCheck`] is outside of its range.
+/// - The errors of `f`: those of this crate unchanged, others as [`FunctionError::Forward`].
+///
+/// # Examples
+///
 /// ```
 /// use tch::{Device, Kind, Tensor};
 /// use tch_amp::{Error, function};
@@ -39,15 +50,6 @@ use checked::{copies, first_gradients, outputs, requires_grad};
 /// assert!(matches!(wrong, Err(Error::Function(FunctionError::GradientMismatch { input: 0, .. }))));
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
-///
-/// # Errors
-///
-/// - [`FunctionError::GradientMismatch`] for the first element whose two gradients differ, with both values.
-/// - [`FunctionError::NotCheckable`] if an input or an output that requires a gradient is not f64, or if no input
-///   requires one.
-/// - [`FunctionError::NondeterministicBackward`] if the backward returns other gradients when it is run again.
-/// - [`Error::InvalidArgument`](crate::Error::InvalidArgument) if an option of [`GradCheck`] is outside of its range.
-/// - The errors of `f`: those of this crate unchanged, others as [`FunctionError::Forward`].
 pub fn gradcheck<T, O, E>(
     f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
     inputs: &[T],
@@ -84,6 +86,8 @@ where
 ///
 /// A gradient passes if |analytic - numeric| ≤ `atol` + `rtol` · |numeric| for every element, where the numeric
 /// gradient is (f(x + `eps`) - f(x - `eps`)) / (2 `eps`).
+///
+/// # Examples
 ///
 /// ```
 /// # use tch::{Device, Kind, Tensor};

@@ -18,6 +18,12 @@ use crate::gradients::Gradients;
 /// On the CPU the squares are added up in f64, so the last bit of the norm may be more accurate than PyTorch's.
 /// Synchronizes only where gradients on a GPU and on the CPU are clipped together.
 ///
+/// # Errors
+///
+/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient.
+///
+/// # Examples
+///
 /// ```
 /// # use tch::{Device, Kind, Tensor};
 /// let w = Tensor::zeros([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
@@ -26,10 +32,6 @@ use crate::gradients::Gradients;
 /// assert_eq!(norm.double_value(&[]), 5.0);
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
-///
-/// # Errors
-///
-/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient.
 pub fn clip_grad_norm(parameters: &[Tensor], max_norm: f64) -> Result<Tensor> {
     clip(parameters, max_norm, false)
 }

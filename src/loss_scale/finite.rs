@@ -25,6 +25,12 @@ pub(super) fn number_kind(tensor: &Tensor) -> Option<Kind> {
 /// can add up to infinity. Synchronizes only where the first tensor is on the CPU and others are on a GPU, and to
 /// coalesce on a GPU.
 ///
+/// # Errors
+///
+/// [`Error::Torch`] for a tensor whose elements libtorch cannot read, such as one with the MKLDNN layout.
+///
+/// # Examples
+///
 /// ```
 /// use tch::Tensor;
 /// use tch_amp::loss_scale::all_finite;
@@ -34,10 +40,6 @@ pub(super) fn number_kind(tensor: &Tensor) -> Option<Kind> {
 /// assert!(!bool::try_from(all_finite(&(&fine, vec![&broken]))?)?);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-///
-/// # Errors
-///
-/// [`Error::Torch`] for a tensor whose elements libtorch cannot read, such as one with the MKLDNN layout.
 pub fn all_finite<T: Tree + ?Sized>(tree: &T) -> Result<Tensor> {
     let mut numbers = leaves(tree);
     numbers.retain(|tensor| number_kind(tensor).is_some());
@@ -51,6 +53,13 @@ pub fn all_finite<T: Tree + ?Sized>(tree: &T) -> Result<Tensor> {
 /// CPU. Tensors of all kinds are supported. The choice is differentiable; the tree that is not chosen gets gradients of
 /// zeros.
 ///
+/// # Errors
+///
+/// [`PolicyError::TreeMismatch`] if the trees differ in structure, or two tensors in shape, kind or device;
+/// [`Error::InvalidArgument`] if `pred` does not have exactly one element.
+///
+/// # Examples
+///
 /// ```
 /// use tch::Tensor;
 /// use tch_amp::loss_scale::{all_finite, select_tree};
@@ -60,11 +69,6 @@ pub fn all_finite<T: Tree + ?Sized>(tree: &T) -> Result<Tensor> {
 /// assert_eq!(f64::try_from(chosen)?, 1.0);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-///
-/// # Errors
-///
-/// [`PolicyError::TreeMismatch`] if the trees differ in structure, or two tensors in shape, kind or device;
-/// [`Error::InvalidArgument`] if `pred` does not have exactly one element.
 pub fn select_tree<T: Tree + ?Sized>(pred: &Tensor, new: &T, old: &T) -> Result<T::Output> {
     // One copy of the flag for each device.
     let mut preds = vec![flag("the number of elements of pred", pred)?];

@@ -45,6 +45,8 @@ impl LossScale for NoOpLossScale {
 
 /// Scales by a constant. The counterpart of `jmp.StaticLossScale`.
 ///
+/// # Examples
+///
 /// ```
 /// use tch::{Device, Tensor};
 /// use tch_amp::loss_scale::{LossScale, StaticLossScale};

@@ -33,6 +33,8 @@ use crate::tree::Tree;
 /// The same loop works with each of them, also behind `Box<dyn LossScale>` and `&mut dyn LossScale`, and for parameters
 /// of any kind. (A `&dyn LossScale` lacks `scale` and `unscale`, which are generic: take `&impl LossScale` instead.)
 ///
+/// # Examples
+///
 /// ```
 /// use tch::{Kind, Tensor};
 /// use tch_amp::Policy;

@@ -13,6 +13,8 @@ use crate::scale::{LARGEST, SMALLEST, check_interval};
 /// Its serialized form has the kind under the key `kind`, beside the fields. Enable serde_json's feature
 /// `float_roundtrip` if a scale that is not a power of two has to survive JSON to the last bit.
 ///
+/// # Examples
+///
 /// ```
 /// use tch::Device;
 /// use tch_amp::loss_scale::LossScaleState;
@@ -82,6 +84,8 @@ impl LossScaleState {
 ///
 /// Unlike this state, jmp's pytree of a loss scale does not include `min_loss_scale`, which is reset to its default
 /// when the pytree is flattened and unflattened.
+///
+/// # Examples
 ///
 /// ```
 /// use tch::Device;

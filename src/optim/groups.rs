@@ -76,6 +76,12 @@ impl Optimizer {
     /// `*` matches any characters. If several calls match a parameter, the last one counts. Parameters from a list
     /// without names are called `"0"`, `"1"` and so on.
     ///
+    /// # Errors
+    ///
+    /// [`OptimizerError::NoSuchGroup`] if `group` is more than the number of groups.
+    ///
+    /// # Examples
+    ///
     /// ```
     /// use tch::{Device, nn};
     /// use tch_amp::optim::AdamW;
@@ -87,10 +93,6 @@ impl Optimizer {
     /// opt.set_weight_decay_group(1, 0.0)?;
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`OptimizerError::NoSuchGroup`] if `group` is more than the number of groups.
     pub fn assign_group(&mut self, group: usize, patterns: &[&str]) -> Result<usize> {
         let groups = self.groups.len();
         if group > groups {

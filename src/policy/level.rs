@@ -24,6 +24,8 @@ use crate::scaler::GradScaler;
 /// The same training loop works for `O0` to `O2`. For `O3`, where norms are in half precision, leave
 /// [`keep_in_f32`](crate::policy::keep_in_f32) out. In apex the outputs of `O3` are f32.
 ///
+/// # Examples
+///
 /// ```
 /// use tch::nn::{self, Module};
 /// use tch::{Device, Kind, Tensor};

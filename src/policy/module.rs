@@ -63,6 +63,14 @@ impl Policy {
     /// inside an enclosing region, and its variables must have that dtype (see
     /// [`cast_variables`](Self::cast_variables)).
     ///
+    /// # Errors
+    ///
+    /// - [`PolicyError::Module`] if `param` and `compute` differ and autocast does not support the pair: `compute` must
+    ///   be fp16 or bf16, and `param` f32, fp16 or bf16.
+    /// - [`PolicyError::Dtype`] if a field is not f32, fp16, bf16 or f64.
+    ///
+    /// # Examples
+    ///
     /// ```
     /// use tch::{Device, Kind, Tensor, nn};
     /// use tch_amp::Policy;
@@ -74,12 +82,6 @@ impl Policy {
     /// assert_eq!((ys.kind(), net.module().ws.kind()), (Kind::Float, Kind::Float));
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
-    ///
-    /// # Errors
-    ///
-    /// - [`PolicyError::Module`] if `param` and `compute` differ and autocast does not support the pair: `compute` must
-    ///   be fp16 or bf16, and `param` f32, fp16 or bf16.
-    /// - [`PolicyError::Dtype`] if a field is not f32, fp16, bf16 or f64.
     pub fn apply_to<M: Module>(&self, module: M) -> Result<PolicyModule<M>> {
         Ok(PolicyModule { module, run: Run::new(*self)? })
     }
@@ -99,6 +101,17 @@ impl Policy {
     ///
     /// The region is one for the device of the first tensor of the inputs, or for the CPU if there is no tensor.
     ///
+    /// # Errors
+    ///
+    /// The same as [`apply_to`](Self::apply_to) and [`PolicyModule::f_forward`].
+    ///
+    /// # Panics
+    ///
+    /// If the closure panics, for instance because the variables do not have the policy's dtype: call
+    /// [`cast_variables`](Self::cast_variables) first.
+    ///
+    /// # Examples
+    ///
     /// ```
     /// use tch::{Device, Kind, Tensor, nn};
     /// use tch_amp::Policy;
@@ -114,15 +127,6 @@ impl Policy {
     /// assert_eq!((ys.kind(), ys.size()), (Kind::Float, vec![3, 2]));
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
-    ///
-    /// # Errors
-    ///
-    /// The same as [`apply_to`](Self::apply_to) and [`PolicyModule::f_forward`].
-    ///
-    /// # Panics
-    ///
-    /// If the closure panics, for instance because the variables do not have the policy's dtype: call
-    /// [`cast_variables`](Self::cast_variables) first.
     pub fn run<T: Tree + ?Sized, U: Tree>(
         &self,
         inputs: &T,

@@ -8,6 +8,8 @@ use crate::tree::Tree;
 
 /// The dtypes of a model's parameters, of its computation, and of its outputs. The counterpart of `jmp.Policy`.
 ///
+/// # Examples
+///
 /// ```
 /// use tch::{Kind, Tensor};
 /// use tch_amp::Policy;

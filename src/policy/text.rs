@@ -17,6 +17,12 @@ impl Policy {
     /// Parses a policy, in which `half` and the levels `O1` to `O3` stand for the [`half_dtype`](super::half_dtype) of
     /// `device`. The [type](Policy#as-text) documents the grammar. Corresponds to `jmp.get_policy`.
     ///
+    /// # Errors
+    ///
+    /// [`PolicyError::Text`] with what is wrong, what is allowed, and examples.
+    ///
+    /// # Examples
+    ///
     /// ```
     /// use tch::{Device, Kind};
     /// use tch_amp::Policy;
@@ -26,10 +32,6 @@ impl Policy {
     /// assert_eq!(Policy::parse("c=half", Device::Cpu)?.output, Kind::BFloat16);
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`PolicyError::Text`] with what is wrong, what is allowed, and examples.
     pub fn parse(text: &str, device: Device) -> Result<Self> {
         let small = text.to_ascii_lowercase();
         let read = if small.trim().is_empty() {

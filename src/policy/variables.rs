@@ -62,6 +62,13 @@ impl Policy {
     /// variables in tch and are treated like the others of their layer. If the parameters are f32 or f64, `keep` has no
     /// effect. Variables that are created later have the dtype of the `VarStore`, which does not change.
     ///
+    /// # Errors
+    ///
+    /// [`PolicyError::Dtype`], before anything is cast; [`Error::Torch`] if there is no memory for the next variable,
+    /// with those before it cast.
+    ///
+    /// # Examples
+    ///
     /// ```
     /// use tch::{Device, Kind, nn};
     /// use tch_amp::Policy;
@@ -75,11 +82,6 @@ impl Policy {
     /// assert_eq!(kept, ["head.bias", "head.weight"]);
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`PolicyError::Dtype`], before anything is cast; [`Error::Torch`] if there is no memory for the next variable,
-    /// with those before it cast.
     pub fn cast_variables(&self, vs: &mut VarStore, keep: KeepF32<'_>) -> Result<Vec<String>> {
         check("param", self.param)?;
         let mut variables: Vec<_> = vs.variables().into_iter().collect();

@@ -12,6 +12,8 @@ const INF: f64 = f64::INFINITY;
 /// The options of a [`GradScaler`]: its first scale, when the scale grows and backs off, and when `update` gives up.
 /// The defaults are PyTorch's.
 ///
+/// # Examples
+///
 /// ```
 /// use tch::Device;
 /// use tch_amp::scaler::GradScalerConfig;

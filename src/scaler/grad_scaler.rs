@@ -20,6 +20,8 @@ use crate::scaler::iteration::Iteration;
 /// In each iteration call [`scale`](Self::scale) or [`backward`](Self::backward); for each optimizer, optionally
 /// [`unscale_`](Self::unscale_) and then [`step`](Self::step); and at the end [`update`](Self::update) once.
 ///
+/// # Examples
+///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn, nn::OptimizerConfig};
 /// use tch_amp::{GradScaler, autocast};

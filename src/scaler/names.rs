@@ -31,6 +31,12 @@ impl GradScaler {
     ///
     /// The names come from a fused optimizer or from [`name_parameters`](Self::name_parameters).
     ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if a gradient cannot be read.
+    ///
+    /// # Examples
+    ///
     /// ```
     /// use tch::{Device, Kind, Tensor, nn, nn::OptimizerConfig};
     /// use tch_amp::GradScaler;
@@ -48,10 +54,6 @@ impl GradScaler {
     /// scaler.update()?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Torch`] if a gradient cannot be read.
     pub fn non_finite_gradients(
         &self,
         optimizer: &dyn AmpOptimizer,

@@ -12,6 +12,8 @@ use crate::scaler::StepOutcome;
 /// On a GPU the counts lag by the steps still in flight; each is counted eventually. On a CPU they are exact. `Display`
 /// prints a report such as `998 steps taken, 2 skipped (at most 1 in a row)`.
 ///
+/// # Examples
+///
 /// ```no_run
 /// # use tch_amp::GradScaler;
 /// # use tch_amp::optim::Optimizer;

@@ -32,6 +32,8 @@ const EMPTY_LISTINGS: usize = 3;
 /// `step-00000100-score-0.25.safetensors`, so there is no index that could be lost. Other files in the folder are left
 /// alone. Only one process at a time may save to the folder; others may read from it meanwhile.
 ///
+/// # Examples
+///
 /// ```
 /// use tch::{Device, nn};
 /// use tch_amp::checkpoint::{Better, Checkpoint, CheckpointFolder};

@@ -104,6 +104,8 @@ impl<'a> Restore<'a> {
     /// counterpart of `consume_prefix_in_state_dict_if_present`. A model from `torch.compile` needs
     /// `rename_prefix("_orig_mod.", "")`.
     ///
+    /// # Examples
+    ///
     /// ```
     /// # use tch::{Device, Kind, Tensor, nn};
     /// # use tch_amp::checkpoint::Checkpoint;

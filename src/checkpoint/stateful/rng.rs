@@ -37,6 +37,8 @@ pub fn set_rng_state(device: Device, state: &Tensor) -> Result<()> {
 /// The default random number generator of a device, which dropout, `randn` and `randperm` use, as a part of a
 /// checkpoint. The counterpart of `torch.default_generator` and `torch.cuda.default_generators`.
 ///
+/// # Examples
+///
 /// ```
 /// use tch::{Device, Kind, Tensor};
 /// use tch_amp::checkpoint::{Checkpoint, Rng};

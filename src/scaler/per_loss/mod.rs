@@ -21,6 +21,8 @@ use loss::{Identity, Loss};
 /// any loss overflowed, and [`update`](Self::update) backs off the scales of the overflowed losses only.
 /// [`Checkpoint`](crate::checkpoint::Checkpoint) saves all of them with `add_scalers`.
 ///
+/// # Examples
+///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn};
 /// use tch_amp::optim::AdamW;
