@@ -69,6 +69,22 @@ impl BufferSnapshot {
     /// # Errors
     ///
     /// The same as [`save`](Self::save).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, nn};
+    /// use tch_amp::buffers::BufferSnapshot;
+    ///
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let mut mean = vs.root().zeros_no_train("running_mean", &[2]);
+    /// let mut buffers = BufferSnapshot::new(&vs)?;
+    /// // A forward pass that overflows:
+    /// let _ = mean.fill_(f64::INFINITY);
+    /// buffers.restore()?;
+    /// assert_eq!(Vec::<f64>::try_from(&mean)?, [0.0, 0.0]);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn restore(&mut self) -> Result<()> {
         no_grad(|| {
             for (buffer, copy) in &mut self.pairs {
@@ -86,6 +102,21 @@ impl BufferSnapshot {
 ///
 /// [`CheckpointError::NonFiniteBuffer`] with the name of the first such buffer in alphabetical order; [`Error::Torch`]
 /// if libtorch fails.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, nn};
+/// use tch_amp::buffers::check_buffers_finite;
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let mut mean = vs.root().sub("norm").zeros_no_train("running_mean", &[2]);
+/// check_buffers_finite(&vs)?;
+/// let _ = mean.fill_(f64::NAN);
+/// let problem = check_buffers_finite(&vs).map_err(|error| error.to_string());
+/// assert!(problem.is_err_and(|problem| problem.starts_with("the buffer norm.running_mean has an infinite or NaN")));
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 pub fn check_buffers_finite(vs: &VarStore) -> Result<()> {
     for (name, buffer) in buffers(vs)? {
         let finite = buffer.f_isfinite()?.f_all()?;

@@ -51,6 +51,20 @@ pub fn from_slice<T: HalfElement>(numbers: &[T]) -> Result<Tensor> {
 /// # Errors
 ///
 /// [`Error::InvalidArgument`] for a tensor of another dtype, and [`Error::Torch`] for a tensor that is not dense.
+///
+/// # Examples
+///
+/// ```
+/// use half::{bf16, f16};
+/// use tch::{Kind, Tensor};
+/// use tch_amp::half::to_vec;
+///
+/// let tensor = Tensor::from_slice(&[0.5f32, 2.0]).to_kind(Kind::Half);
+/// assert_eq!(to_vec::<f16>(&tensor)?, [f16::from_f32(0.5), f16::from_f32(2.0)]);
+/// let other = to_vec::<bf16>(&tensor).map_err(|error| error.to_string());
+/// assert!(other.is_err_and(|error| error.ends_with("convert it with to_kind(BFloat16)")));
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 pub fn to_vec<T: HalfElement>(tensor: &Tensor) -> Result<Vec<T>> {
     let found = tensor.f_kind()?;
     if found != T::KIND {

@@ -4,6 +4,20 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// Why a file could not be replaced, or why this is uncertain. An existing file is never left partly written.
+///
+/// # Examples
+///
+/// ```
+/// use tch_amp::Error;
+/// use tch_amp::checkpoint::{Checkpoint, CheckpointError, SaveError};
+///
+/// match Checkpoint::new().save("no/such/folder/run.safetensors") {
+///     Err(Error::Checkpoint(CheckpointError::Save(SaveError::Indeterminate { path, .. }))) => {
+///         eprintln!("{} is saved, but a power loss may undo that", path.display());
+///     }
+///     saved => assert!(saved.is_err()),
+/// }
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SaveError {

@@ -57,6 +57,18 @@ impl Autocast {
 
     /// Switches autocast on (the default) or off inside the region. A disabled region inside an enabled one runs its
     /// operations in the dtypes of their inputs. A disabled region may name a device that cannot be used.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::{Autocast, autocast};
+    ///
+    /// let x = Tensor::eye(2, (Kind::Float, Device::Cpu));
+    /// let exact = autocast(Device::Cpu, || Autocast::new(Device::Cpu).enabled(false).run(|| x.matmul(&x)))??;
+    /// assert_eq!(exact.kind(), Kind::Float);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn enabled(mut self, enabled: bool) -> Self {
         self.enabled = enabled;
         self
@@ -79,6 +91,20 @@ impl Autocast {
     /// - [`AutocastError::Dtype`] for a dtype that autocast does not support; PyTorch warns on the CPU and does not
     ///   check on CUDA.
     /// - [`AutocastError::ThreadEnding`] inside a destructor of a thread-local value.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind};
+    /// use tch_amp::Autocast;
+    /// use tch_amp::autocast::autocast_dtype;
+    ///
+    /// let region = Autocast::new(Device::Cpu).dtype(Kind::Half).enter()?;
+    /// assert_eq!(autocast_dtype(Device::Cpu)?, Kind::Half);
+    /// drop(region);
+    /// assert_eq!(autocast_dtype(Device::Cpu)?, Kind::BFloat16);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn enter(self) -> Result<AutocastGuard> {
         let (previous, next) = self.states()?;
         AutocastGuard::open(previous, next)
@@ -188,6 +214,22 @@ impl Drop for AutocastGuard {
 /// # Errors
 ///
 /// The same as [`Autocast::enter`]; then `f` is not run.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Reduction, Tensor};
+/// use tch_amp::autocast;
+///
+/// let (xs, w) = (Tensor::ones([2, 2], (Kind::Float, Device::Cpu)), Tensor::eye(2, (Kind::Float, Device::Cpu)));
+/// let (ys, loss) = autocast(Device::Cpu, || {
+///     let ys = xs.matmul(&w);
+///     let loss = ys.mse_loss(&xs, Reduction::Mean);
+///     (ys, loss)
+/// })?;
+/// assert_eq!((ys.kind(), loss.kind()), (Kind::BFloat16, Kind::Float));
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 pub fn autocast<T>(device: Device, f: impl FnOnce() -> T) -> Result<T> {
     Autocast::new(device).run(f)
 }

@@ -51,6 +51,23 @@ pub fn is_cache_enabled() -> bool {
 /// after a [`GradScaler`](crate::GradScaler) or a [fused optimizer](crate::optim) has stepped, and after a checkpoint
 /// was restored. Call it after weights were changed in place inside a region by other means, such as copying an average
 /// into them.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, no_grad};
+/// use tch_amp::autocast::{AutocastGuard, clear_autocast_cache};
+///
+/// let mut w = Tensor::eye(1, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+/// let _region = AutocastGuard::new(Device::Cpu)?;
+/// assert_eq!(w.matmul(&w).double_value(&[0, 0]), 1.0);
+/// let _ = no_grad(|| w.fill_(3.0));
+/// // The cast of the old weight is still in use.
+/// assert_eq!(w.matmul(&w).double_value(&[0, 0]), 1.0);
+/// clear_autocast_cache();
+/// assert_eq!(w.matmul(&w).double_value(&[0, 0]), 9.0);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 pub fn clear_autocast_cache() {
     // Clearing fails only if libtorch cannot take its lock, which the caller could do nothing about.
     drop(ffi::autocast_clear_cache());

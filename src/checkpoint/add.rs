@@ -27,6 +27,24 @@ impl Checkpoint {
     ///
     /// [`CheckpointError::Unsaveable`] for a name that is taken, is empty, is `__metadata__` or `tch_amp`, or contains
     /// a `/`; and those of [`Stateful::save_state`]. Nothing is added then.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::checkpoint::Checkpoint;
+    /// use tch_amp::loss_scale::{DynamicLossScale, LossScale};
+    ///
+    /// let mut loss_scale = DynamicLossScale::new(Device::Cpu)?;
+    /// let mut checkpoint = Checkpoint::new();
+    /// checkpoint.add("loss_scale", &mut loss_scale)?;
+    ///
+    /// loss_scale.adjust(&Tensor::from(false))?;
+    /// assert_eq!(loss_scale.value()?, 16384.0);
+    /// checkpoint.restore().add("loss_scale", &mut loss_scale).apply()?;
+    /// assert_eq!(loss_scale.value()?, 32768.0);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn add(&mut self, name: &str, what: &mut dyn Stateful) -> Result<()> {
         self.add_by(name, |state| what.save_state(state))
     }
@@ -89,6 +107,22 @@ impl Checkpoint {
     ///
     /// [`CheckpointError::Unsaveable`] for the name, as in [`add_model`](Self::add_model); [`CheckpointError::Value`]
     /// for a value that JSON cannot represent, such as a map whose keys are lists.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use serde::{Deserialize, Serialize};
+    /// use tch_amp::checkpoint::Checkpoint;
+    ///
+    /// #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    /// struct Progress { epoch: u32, best_loss: f64 }
+    ///
+    /// let start = Progress { epoch: 0, best_loss: f64::INFINITY };
+    /// let mut checkpoint = Checkpoint::new();
+    /// checkpoint.add_value("progress", &start)?;
+    /// assert_eq!(checkpoint.value::<Progress>("progress")?, start);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn add_value(&mut self, name: &str, value: &impl Serialize) -> Result<()> {
         self.insert(vec![(name.to_owned(), Part::Value(plain(name, value)?))])
     }

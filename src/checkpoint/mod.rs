@@ -88,6 +88,21 @@ const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
 /// Added tensors are not copied: save the checkpoint before the next step changes them. Loading verifies the checksums
 /// but leaves the tensors in the file until they are restored. Saving and loading need additional memory for at most
 /// the largest tensor; for restoring see [`Restore::apply`].
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::checkpoint::Checkpoint;
+///
+/// let mut checkpoint = Checkpoint::new();
+/// checkpoint.add_value("step", &1000)?;
+/// checkpoint.add_tensor("mean", &Tensor::from_slice(&[0.5f32, 0.25]))?;
+/// assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["mean", "step"]);
+/// assert_eq!(checkpoint.value::<u64>("step")?, 1000);
+/// assert_eq!(checkpoint.tensor("mean")?, Tensor::from_slice(&[0.5f32, 0.25]));
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Debug, Default)]
 pub struct Checkpoint {
     parts: BTreeMap<String, Part>,

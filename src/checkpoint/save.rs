@@ -33,6 +33,21 @@ impl Checkpoint {
     /// # Errors
     ///
     /// The same as [`save`](Self::save).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch_amp::checkpoint::{Checkpoint, Format};
+    ///
+    /// # let path = std::env::temp_dir().join(format!("tch-amp-doc-save-as-{}.backup", std::process::id()));
+    /// let mut checkpoint = Checkpoint::new();
+    /// checkpoint.add_value("step", &7)?;
+    /// // Python reads it with torch.load(path, weights_only=True).
+    /// checkpoint.save_as(&path, Format::Torch)?;
+    /// assert_eq!(Checkpoint::load(&path)?.value::<u64>("step")?, 7);
+    /// # std::fs::remove_file(path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn save_as(&self, path: impl AsRef<Path>, format: Format) -> Result<()> {
         let unknown = self.parts.iter().find(|(_, part)| matches!(part, Part::Unknown(_)));
         if let Some((name, _)) = unknown {

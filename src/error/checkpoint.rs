@@ -9,6 +9,25 @@ use crate::error::BoxError;
 /// Why a checkpoint could not be saved, loaded or restored. Unless a variant says otherwise, a failed save leaves the
 /// file as it was, and a failed restore leaves its targets as they were. The messages include the causes, and so
 /// `source()` does not return them.
+///
+/// # Examples
+///
+/// ```
+/// use tch_amp::Error;
+/// use tch_amp::checkpoint::{Checkpoint, CheckpointError};
+///
+/// # let checkpoint = Checkpoint::new();
+/// // Checkpoints of the first runs have no `epoch`.
+/// let epoch = match checkpoint.value::<u64>("epoch") {
+///     Err(Error::Checkpoint(CheckpointError::NoPart { .. })) => 0,
+///     epoch => epoch?,
+/// };
+/// assert_eq!(epoch, 0);
+///
+/// let damaged = Checkpoint::from_bytes(b"half a file".to_vec());
+/// assert!(matches!(damaged, Err(Error::Checkpoint(CheckpointError::Damaged { .. }))));
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {

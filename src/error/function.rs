@@ -4,6 +4,22 @@ use crate::error::BoxError;
 use crate::error::text::{Number, chain};
 
 /// The errors of custom autograd functions and of their checks.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::function::FunctionError;
+/// use tch_amp::{Error, function};
+///
+/// let root = function(
+///     |_, x| if x[0].f_min()?.f_double_value(&[])? < 0.0 { Err("negative".into()) } else { Ok(x[0].f_sqrt()?) },
+///     |_, grads| Ok(grads[0].shallow_clone()),
+/// ).name("root");
+/// let failed = root.apply(&[Tensor::from_slice(&[4f32, -1.0])]);
+/// assert!(matches!(&failed, Err(Error::Function(FunctionError::Forward { name, .. })) if name == "root"));
+/// assert!(failed.is_err_and(|error| error.to_string() == "root: forward failed: negative"));
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FunctionError {

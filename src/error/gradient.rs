@@ -4,6 +4,19 @@ use crate::error::text::Number;
 
 /// Why gradients were not unscaled, clipped or passed to an optimizer. Unless a variant says otherwise, no gradient was
 /// changed.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::Error;
+/// use tch_amp::gradients::{GradientError, clip_grad_norm_error_if_nonfinite};
+///
+/// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+/// (&w * f64::INFINITY).sum(None).backward();
+/// let clipped = clip_grad_norm_error_if_nonfinite(&[w], 1.0);
+/// assert!(matches!(clipped, Err(Error::Gradient(GradientError::NonFiniteNorm { norm: f64::INFINITY }))));
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GradientError {

@@ -34,6 +34,23 @@ pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// The error of every fallible function of this crate: an error of one domain, or one that any function can return. A
 /// call that fails has changed nothing, unless its documentation or that of the variant says otherwise.
 /// [`Error::Torch`] is the exception: libtorch may fail midway through a call.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Device;
+/// use tch_amp::{Error, GradScaler};
+///
+/// let scaler = match GradScaler::new(Device::Cuda(1000)) {
+///     Err(Error::DeviceUnavailable { reason, .. }) => {
+///         eprintln!("{reason}; training on the CPU");
+///         GradScaler::new(Device::Cpu)?
+///     }
+///     scaler => scaler?,
+/// };
+/// assert!(scaler.is_enabled());
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

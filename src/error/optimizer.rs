@@ -4,6 +4,20 @@ use crate::error::BoxError;
 use crate::error::text::chain;
 
 /// Why an optimizer was not built, changed, loaded or stepped. Unless a variant says otherwise, nothing was changed.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::Error;
+/// use tch_amp::optim::{Adagrad, OptimizerError};
+///
+/// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+/// let mut opt = Adagrad::default().build(&[w], 1e-2)?;
+/// let set = opt.set_momentum(0.9);
+/// assert!(matches!(set, Err(Error::Optimizer(OptimizerError::NoSuchOption { option: "momentum", .. }))));
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptimizerError {

@@ -3,6 +3,18 @@
 use tch::Kind;
 
 /// The errors of precision policies and trees of tensors.
+///
+/// # Examples
+///
+/// ```
+/// use tch_amp::policy::PolicyError;
+/// use tch_amp::{Error, Policy};
+///
+/// let read = "compute=int8".parse::<Policy>();
+/// assert!(matches!(&read, Err(Error::Policy(PolicyError::Text { text, .. })) if text == "compute=int8"));
+/// // The message says what is allowed.
+/// assert!(read.is_err_and(|error| error.to_string().contains("dtypes are float32 (f32,")));
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PolicyError {

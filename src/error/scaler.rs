@@ -5,6 +5,29 @@ use tch::Kind;
 use crate::error::text::Number;
 
 /// Why a gradient scaler or a loss scale refused a call. Unless a variant says otherwise, nothing was changed.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Tensor};
+/// use tch_amp::Error;
+/// use tch_amp::optim::Sgd;
+/// use tch_amp::scaler::{GradScalerConfig, ScalerError};
+///
+/// # let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+/// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
+/// let mut scaler = GradScalerConfig::default().max_consecutive_skips(Some(2)).build(Device::Cpu)?;
+/// let mut train = || {
+///     opt.zero_grad()?;
+///     scaler.backward(&(&w * f64::NAN).sum(None))?;
+///     let _outcome = scaler.step(&mut opt)?;
+///     scaler.update()
+/// };
+/// train()?;
+/// let diverged = train();
+/// assert!(matches!(diverged, Err(Error::Scaler(ScalerError::TooManySkips { skips: 2, scale: 16384.0, .. }))));
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScalerError {

@@ -47,6 +47,25 @@ impl ForwardContext {
     /// Saves a value for the backward. One value of each type is kept: a second one replaces the first. Like saved
     /// tensors, it is freed by the first backward that does not keep the graph. Corresponds to an attribute of `ctx` in
     /// PyTorch.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_amp::function;
+    ///
+    /// let power = |n: i64| function(
+    ///     move |ctx, x| { ctx.save_for_backward(x); ctx.save_value(n); Ok(x[0].pow_tensor_scalar(n)) },
+    ///     |ctx, grads| {
+    ///         let ([x], n) = (ctx.saved_tensors()?, *ctx.saved_value::<i64>()?);
+    ///         Ok(&grads[0] * x.pow_tensor_scalar(n - 1) * n)
+    ///     },
+    /// );
+    /// let x = Tensor::from_slice(&[2f32]).set_requires_grad(true);
+    /// power(3).apply(&[&x])?.sum(None).backward();
+    /// assert_eq!(x.grad().double_value(&[0]), 12.0);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn save_value<T: Any + Send>(&mut self, value: T) {
         self.values.retain(|known| !known.is::<T>());
         self.values.push(Box::new(value));
@@ -71,12 +90,51 @@ impl ForwardContext {
     /// Marks inputs that the forward has changed in place. Each must be returned as an output, and may be kept only
     /// with [`save_for_backward`](Self::save_for_backward). A further call replaces the list. Corresponds to
     /// `ctx.mark_dirty` in PyTorch.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_amp::function;
+    ///
+    /// let negate_ = function(
+    ///     |ctx, x| { let x = x[0].shallow_clone().neg_(); ctx.mark_dirty(&[&x]); Ok(x) },
+    ///     |_, grads| Ok(-&grads[0]),
+    /// );
+    /// let w = Tensor::from_slice(&[1f32, -2.0]).set_requires_grad(true);
+    /// let x = &w * 2.0;
+    /// negate_.apply(&[&x])?.sum(None).backward();
+    /// assert_eq!(Vec::<f64>::try_from(&x)?, [-2.0, 4.0]);
+    /// assert_eq!(Vec::<f64>::try_from(w.grad())?, [-2.0, -2.0]);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn mark_dirty<T: Borrow<Tensor>>(&mut self, inputs: &[T]) {
         self.dirty = handles(inputs);
     }
 
     /// Marks outputs that have no derivative. Integer outputs need no mark. A further call replaces the list.
     /// Corresponds to `ctx.mark_non_differentiable` in PyTorch.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_amp::function;
+    ///
+    /// let round = function(
+    ///     |ctx, x| {
+    ///         let rounded = x[0].round();
+    ///         let error = x[0] - &rounded;
+    ///         ctx.mark_non_differentiable(&[&error]);
+    ///         Ok([rounded, error])
+    ///     },
+    ///     |_, grads| Ok(grads[0].shallow_clone()),
+    /// );
+    /// let x = Tensor::from_slice(&[1.25f32]).set_requires_grad(true);
+    /// let [rounded, error] = round.apply(&[&x])?;
+    /// assert_eq!((rounded.requires_grad(), error.requires_grad()), (true, false));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn mark_non_differentiable<T: Borrow<Tensor>>(&mut self, outputs: &[T]) {
         self.non_differentiable = handles(outputs);
     }
@@ -177,6 +235,26 @@ pub struct GradOutputs<'a>(pub(super) &'a [ffi::Borrowed]);
 
 impl GradOutputs<'_> {
     /// Returns the gradient of an output, or `None` if it has none.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_amp::function;
+    ///
+    /// let multiples = function(
+    ///     |ctx, x| { ctx.set_materialize_grads(false); Ok([x[0] * 2.0, x[0] * 3.0]) },
+    ///     |_, grads| {
+    ///         let parts = [2.0, 3.0].into_iter().zip(grads.iter());
+    ///         Ok(parts.filter_map(|(factor, grad)| Some(grad? * factor)).reduce(|a, b| a + b))
+    ///     },
+    /// );
+    /// let x = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// let [_, triple] = multiples.apply(&[&x])?;
+    /// triple.sum(None).backward();
+    /// assert_eq!(x.grad().double_value(&[0]), 3.0);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn get(&self, output: usize) -> Option<&Tensor> {
         self.0.get(output)?.as_deref()
     }

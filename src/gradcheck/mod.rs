@@ -70,6 +70,26 @@ where
 ///
 /// The same as [`gradcheck`]. In [`FunctionError::GradientMismatch`], the inputs are those of `f` followed by the
 /// gradients of its outputs, and the outputs are the gradients of those inputs of `f` that require one.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::function;
+/// use tch_amp::gradcheck::gradgradcheck;
+///
+/// let x = Tensor::linspace(0.5, 2.0, 3, (Kind::Double, Device::Cpu)).set_requires_grad(true);
+/// let square = |keeps_graph: bool| function(
+///     |ctx, x| { ctx.save_for_backward(x); Ok(x[0].square()) },
+///     move |ctx, g| {
+///         let [x] = ctx.saved_tensors()?;
+///         Ok(&g[0] * if keeps_graph { x } else { x.detach() } * 2.0)
+///     },
+/// );
+/// gradgradcheck(|x| square(true).apply(x), &[&x])?;
+/// assert!(gradgradcheck(|x| square(false).apply(x), &[&x]).is_err());
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 pub fn gradgradcheck<T, O, E>(
     f: impl Fn(&[&Tensor]) -> std::result::Result<O, E>,
     inputs: &[T],

@@ -49,6 +49,18 @@ pub fn half_dtype(device: Device) -> Kind {
 /// # Errors
 ///
 /// [`Error::Torch`](crate::Error::Torch) if a cast fails.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Kind, Tensor};
+/// use tch_amp::policy::cast_to_full;
+///
+/// let batch = (Tensor::from(0.5f32).to_kind(Kind::BFloat16), Tensor::from(3i64));
+/// let (image, label) = cast_to_full(&batch)?;
+/// assert_eq!((image.kind(), label.kind()), (Kind::Float, Kind::Int64));
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 pub fn cast_to_full<T: Tree + ?Sized>(tree: &T) -> Result<T::Output> {
     tree.try_map(&mut |tensor| cast(tensor, Kind::Float))
 }

@@ -98,6 +98,19 @@ impl OptLevel {
     /// # Errors
     ///
     /// The same as [`GradScaler::new`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::Device;
+    /// use tch_amp::policy::OptLevel;
+    ///
+    /// assert!(!OptLevel::O0.grad_scaler(Device::Cpu)?.is_enabled());
+    /// // On the CPU half precision is bf16, whose losses need no scale.
+    /// let scaler = OptLevel::O1.grad_scaler(Device::Cpu)?;
+    /// assert_eq!((scaler.is_enabled(), scaler.get_scale()?), (true, 1.0));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn grad_scaler(self, device: Device) -> Result<GradScaler> {
         match (self, half_dtype(device)) {
             (Self::O0 | Self::O3, _) => Ok(GradScaler::disabled()),

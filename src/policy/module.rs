@@ -91,6 +91,22 @@ impl Policy {
     /// # Errors
     ///
     /// The same as [`apply_to`](Self::apply_to).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor, nn};
+    /// use tch_amp::Policy;
+    ///
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let net = nn::seq_t()
+    ///     .add(nn::linear(vs.root(), 4, 2, Default::default()))
+    ///     .add_fn_t(|xs, train| xs.dropout(0.5, train));
+    /// let net = Policy::MIXED_BF16.with_output(Kind::BFloat16)?.apply_to_t(net)?;
+    /// let ys = net.f_forward_t(&Tensor::ones([3, 4], (Kind::Float, Device::Cpu)), false)?;
+    /// assert_eq!((ys.size(), ys.kind()), (vec![3, 2], Kind::BFloat16));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn apply_to_t<M: ModuleT>(&self, module: M) -> Result<PolicyModuleT<M>> {
         Ok(PolicyModuleT { module, run: Run::new(*self)? })
     }

@@ -100,6 +100,18 @@ impl Policy {
     /// # Errors
     ///
     /// The same as [`new`](Self::new).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::Kind;
+    /// use tch_amp::Policy;
+    ///
+    /// let policy = Policy::BF16.with_output(Kind::Float)?;
+    /// assert_eq!(policy.to_string(), "params=bfloat16,compute=bfloat16,output=float32");
+    /// assert!(policy.with_output(Kind::Int64).is_err());
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn with_output(self, output: Kind) -> Result<Self> {
         Self { output, ..self }.checked()
     }

@@ -31,6 +31,22 @@ use crate::tree::floating_kind;
 /// Case does not matter. Names are only a heuristic: print what [`cast_variables`](Policy::cast_variables) returns
 /// once, and correct it with patterns, in which `*` matches any characters. As in
 /// [`assign_group`](crate::optim::Optimizer::assign_group), a pattern that matches no variable is not an error.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, nn};
+/// use tch_amp::Policy;
+/// use tch_amp::policy::KeepF32;
+///
+/// let mut vs = nn::VarStore::new(Device::Cpu);
+/// let _norm = nn::layer_norm(vs.root() / "norm", vec![4], Default::default());
+/// let _scale = (vs.root() / "pixel_norm_scale").ones("weight", &[1]);
+/// assert_eq!(Policy::F16.cast_variables(&mut vs, KeepF32::Norms)?.len(), 3);
+/// let kept = Policy::F16.cast_variables(&mut vs, KeepF32::NormsExcept(&["pixel_*"]))?;
+/// assert_eq!(kept, ["norm.bias", "norm.weight"]);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KeepF32<'a> {

@@ -10,6 +10,8 @@ use super::words::advice_for_layer;
 /// `[outputs, inputs]`. Convolutions are left out: cuDNN pads their channels itself. The shapes alone decide, on any
 /// device, and nothing is measured.
 ///
+/// # Examples
+///
 /// ```
 /// use tch::{Device, nn};
 /// use tch_amp::precision::advice_for_model;

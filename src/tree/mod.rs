@@ -68,6 +68,21 @@ pub trait Tree {
     /// # Errors
     ///
     /// [`PolicyError::TreeMismatch`] if the structures differ, and the first error of `f`.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_amp::tree::Tree;
+    ///
+    /// let (weights, gradients) = ((Tensor::from(1f32), vec![Tensor::from(2f32)]), (Tensor::from(4f32), vec![]));
+    /// let step = &mut |w: &Tensor, g: &Tensor| Ok(w - g * 0.5);
+    /// let (a, b) = weights.try_zip(&weights, step)?;
+    /// assert_eq!((a, b[0].double_value(&[])), (Tensor::from(0.5f32), 1.0));
+    /// let other = weights.try_zip(&gradients, step).map_err(|error| error.to_string());
+    /// assert_eq!(other, Err("the trees differ at `root.1`: 1 elements in the first and 0 in the second".to_owned()));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     fn try_zip(
         &self,
         other: &Self,

@@ -89,6 +89,22 @@ impl CheckpointFolder {
 
     /// Also keeps the `count` checkpoints with the best scores, however old they are. Of two equal scores the later one
     /// is better, and NaN is worse than any number.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch_amp::checkpoint::{Better, Checkpoint, CheckpointFolder};
+    ///
+    /// # let path = std::env::temp_dir().join(format!("tch-amp-doc-keep-best-{}", std::process::id()));
+    /// let folder = CheckpointFolder::new(&path)?.keep_last(1).keep_best(1, Better::Higher);
+    /// for (epoch, accuracy) in [(1, 0.7), (2, 0.9), (3, 0.8), (4, 0.6)] {
+    ///     folder.save_scored(epoch, accuracy, &Checkpoint::new())?;
+    /// }
+    /// let kept: Vec<_> = folder.files()?.iter().map(|file| (file.step, file.score)).collect();
+    /// assert_eq!(kept, [(2, Some(0.9)), (4, Some(0.6))]);
+    /// # std::fs::remove_dir_all(path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn keep_best(mut self, count: usize, better: Better) -> Self {
         self.best = Some((count, better));
         self
@@ -160,6 +176,23 @@ impl CheckpointFolder {
     ///
     /// [`CheckpointError::AllDamaged`]; [`CheckpointError::Newer`] or [`CheckpointError::Io`] for a file that is tried
     /// before an intact one is found, because that file may be intact itself.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
+    ///
+    /// # let path = std::env::temp_dir().join(format!("tch-amp-doc-latest-{}", std::process::id()));
+    /// let folder = CheckpointFolder::new(&path)?;
+    /// folder.save(1, &Checkpoint::new())?;
+    /// let newest = folder.save(2, &Checkpoint::new())?;
+    /// std::fs::write(newest, "overwritten by another program")?;
+    ///
+    /// let found = folder.latest()?.ok_or("the folder is empty")?;
+    /// assert_eq!((found.file.step, found.damaged.len()), (1, 1));
+    /// # std::fs::remove_dir_all(path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn latest(&self) -> Result<Option<Found>> {
         self.first_valid(|files| files.reverse(), |path| Checkpoint::load(path))
     }

@@ -91,6 +91,27 @@ impl<'a> Restore<'a> {
     ///
     /// The `num_batches_tracked` of PyTorch's norms is never missing or unexpected, because tch's norms do not count
     /// batches.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, nn};
+    /// use tch_amp::checkpoint::Checkpoint;
+    ///
+    /// # let saved = nn::VarStore::new(Device::Cpu);
+    /// # drop(saved.root().ones("weight", &[2]));
+    /// # drop(saved.root().ones("scale", &[1]));
+    /// # let mut checkpoint = Checkpoint::new();
+    /// # checkpoint.add_model("model", &saved)?;
+    /// // The checkpoint has a `weight` and a `scale`.
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let (weight, _bias) = (vs.root().zeros("weight", &[2]), vs.root().zeros("bias", &[2]));
+    /// let restored = checkpoint.restore().model("model", &vs).strict(false).apply()?;
+    /// assert_eq!(restored.missing_keys, ["model/bias"]);
+    /// assert_eq!(restored.unexpected_keys, ["model/scale"]);
+    /// assert_eq!(Vec::<f64>::try_from(&weight)?, [1.0, 1.0]);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn strict(mut self, strict: bool) -> Self {
         self.options.strict = strict;
         self
@@ -146,6 +167,26 @@ impl<'a> Restore<'a> {
 
     /// Sets whether tensors of a model that have another dtype are converted. False by default: another dtype is an
     /// error.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, nn};
+    /// use tch_amp::checkpoint::Checkpoint;
+    ///
+    /// # let saved = nn::VarStore::new(Device::Cpu);
+    /// # drop(saved.root().ones("weight", &[2]));
+    /// # let mut checkpoint = Checkpoint::new();
+    /// # checkpoint.add_model("model", &saved)?;
+    /// // The checkpoint has an f32 `weight`.
+    /// let mut vs = nn::VarStore::new(Device::Cpu);
+    /// let weight = vs.root().zeros("weight", &[2]);
+    /// vs.bfloat16();
+    /// assert!(checkpoint.restore().model("model", &vs).apply().is_err());
+    /// checkpoint.restore().model("model", &vs).cast(true).apply()?;
+    /// assert_eq!((weight.kind(), weight.double_value(&[0])), (Kind::BFloat16, 1.0));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn cast(mut self, cast: bool) -> Self {
         self.options.cast = cast;
         self
@@ -165,6 +206,31 @@ impl<'a> Restore<'a> {
     /// [`set_rng_state`](crate::checkpoint::set_rng_state). [`CheckpointError::Interrupted`] if the file can no longer
     /// be read, or a device fails, after everything was checked: only then may models, scalers and states of your own
     /// be partly restored.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::checkpoint::Checkpoint;
+    ///
+    /// # let path = std::env::temp_dir().join(format!("tch-amp-doc-apply-{}.safetensors", std::process::id()));
+    /// # let vs = tch::nn::VarStore::new(tch::Device::Cpu);
+    /// # let mut weight = vs.root().ones("weight", &[1]);
+    /// # let mut checkpoint = Checkpoint::new();
+    /// # checkpoint.add_model("model", &vs)?;
+    /// # checkpoint.save(&path)?;
+    /// # let _ = tch::no_grad(|| weight.fill_(5.0));
+    /// # let mut scaler = GradScaler::new(tch::Device::Cpu)?;
+    /// // The file has a model with the weight 1, and no scaler.
+    /// let checkpoint = Checkpoint::load(&path)?;
+    /// let refused = checkpoint.restore().model("model", &vs).scaler("scaler", &mut scaler).apply();
+    /// assert!(refused.is_err());
+    /// assert_eq!(weight.double_value(&[0]), 5.0);
+    /// checkpoint.restore().model("model", &vs).apply()?;
+    /// assert_eq!(weight.double_value(&[0]), 1.0);
+    /// # std::fs::remove_file(path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub fn apply(self) -> Result<Restored> {
         let Self { checkpoint, options, mut targets } = self;
         let mut restored = Restored::default();

@@ -16,6 +16,19 @@ use crate::ffi;
 /// # Errors
 ///
 /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable).
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::checkpoint::{rng_state, set_rng_state};
+///
+/// let before = rng_state(Device::Cpu)?;
+/// let first = Tensor::rand([4], (Kind::Float, Device::Cpu));
+/// set_rng_state(Device::Cpu, &before)?;
+/// assert_eq!(first, Tensor::rand([4], (Kind::Float, Device::Cpu)));
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[doc(alias = "get_rng_state")]
 pub fn rng_state(device: Device) -> Result<Tensor> {
     check_usable(device)?;

@@ -77,6 +77,35 @@ impl<'a> SavedState<'a> {
     /// # Errors
     ///
     /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch_amp::Result;
+    /// use tch_amp::checkpoint::{Prepared, SaveState, SavedState, Stateful};
+    ///
+    /// struct Schedule { lr: f64, warmup: u64 }
+    ///
+    /// impl Stateful for Schedule {
+    /// #   fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+    /// #       state.value("lr", &self.lr)?;
+    /// #       state.value("warmup", &self.warmup)
+    /// #   }
+    ///     // save_state …
+    ///     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+    ///         let lr = saved.value("lr")?;
+    ///         // Older checkpoints have no `warmup`.
+    ///         let warmup = if saved.contains("warmup")? { saved.value("warmup")? } else { 0 };
+    ///         Ok(Prepared::new(move || *self = Schedule { lr, warmup }))
+    ///     }
+    /// }
+    /// # let mut checkpoint = tch_amp::checkpoint::Checkpoint::new();
+    /// # checkpoint.add_value("old", &std::collections::BTreeMap::from([("lr", 0.5)]))?;
+    /// let mut schedule = Schedule { lr: 0.1, warmup: 9 };
+    /// checkpoint.restore().add("old", &mut schedule).apply()?;
+    /// assert_eq!((schedule.lr, schedule.warmup), (0.5, 0));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn contains(&self, name: &str) -> Result<bool> {
         let dict = self.dict()?;
         Ok(dict.tensors.contains_key(name) || dict.value(name).is_some())
