@@ -53,6 +53,19 @@ pub fn clip_grad_norm_error_if_nonfinite(parameters: &[Tensor], max_norm: f64) -
 ///
 /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient, and
 /// [`Error::Torch`] for a complex one.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::gradients::clip_grad_value;
+///
+/// let w = Tensor::from_slice(&[0f32, 0.0]).set_requires_grad(true);
+/// (&w * Tensor::from_slice(&[3f32, -0.5])).sum(None).backward();
+/// clip_grad_value(&[w.shallow_clone()], 1.0)?;
+/// assert_eq!(Vec::<f64>::try_from(w.grad())?, [1.0, -0.5]);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 pub fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
     check_limit("max", max)?;
     ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))

@@ -73,6 +73,22 @@ pub trait LossScale: Debug + Send {
     ///
     /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a tensor that does not have exactly one element;
     /// nothing is changed then.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::loss_scale::{DynamicLossScaleState, LossScale};
+    ///
+    /// let mut loss_scale = DynamicLossScaleState::default().loss_scale(8.0).period(2).build(Device::Cpu)?;
+    /// let mut scales = Vec::new();
+    /// for finite in [true, true, false] {
+    ///     loss_scale.adjust(&Tensor::from(finite))?;
+    ///     scales.push(loss_scale.value()?);
+    /// }
+    /// assert_eq!(scales, [8.0, 16.0, 8.0]);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     fn adjust(&mut self, grads_finite: &Tensor) -> Result<()>;
 
     /// Returns the complete state, to be saved. Synchronizes.
@@ -118,6 +134,19 @@ pub trait LossScale: Debug + Send {
     /// # Errors
     ///
     /// The same as [`scale`](Self::scale).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::loss_scale::{LossScale, StaticLossScale};
+    ///
+    /// let loss_scale = StaticLossScale::new(Device::Cpu, 1024.0)?;
+    /// let scaled = (Tensor::from(2048f32), Tensor::from(512f32).to_kind(Kind::Half));
+    /// let (weight, bias) = loss_scale.unscale(&scaled)?;
+    /// assert_eq!((weight, bias), (Tensor::from(2f32), Tensor::from(0.5f32)));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     fn unscale<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output>
     where
         Self: Sized,

@@ -13,6 +13,20 @@ use crate::optim::{IntoParameters, MasterWeights, Optimizer};
 /// `torch.optim.AdamW` with `fused=True`.
 ///
 /// Source: Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, <https://arxiv.org/abs/1711.05101>.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::optim::AdamW;
+///
+/// let w = Tensor::from_slice(&[1f64]).set_requires_grad(true);
+/// let mut opt = AdamW::default().weight_decay(0.5).build(&[w.shallow_clone()], 0.1)?;
+/// opt.backward_step(&w.sum(None))?;
+/// // Decay multiplies the weight by 0.95, and the first update is lr for a gradient of any size.
+/// assert!((w.double_value(&[0]) - 0.85).abs() < 1e-6);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
@@ -37,6 +51,21 @@ builder!(AdamW { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, 
 /// Adam, whose weight decay is added to the gradients. The counterpart of `torch.optim.Adam` with `fused=True`.
 ///
 /// Source: Kingma and Ba, *Adam: A Method for Stochastic Optimization*, <https://arxiv.org/abs/1412.6980>.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::optim::Adam;
+///
+/// let w = Tensor::from_slice(&[1f64, 1.0]).set_requires_grad(true);
+/// let mut opt = Adam::default().betas((0.9, 0.95)).build(&[w.shallow_clone()], 0.25)?;
+/// opt.backward_step(&(&w * Tensor::from_slice(&[1000f64, -0.001])).sum(None))?;
+/// // The first update is lr for a gradient of any size.
+/// let [a, b] = [0, 1].map(|i| w.double_value(&[i]));
+/// assert!((a - 0.75).abs() < 1e-4 && (b - 1.25).abs() < 1e-4);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
@@ -61,6 +90,21 @@ builder!(Adam { betas: (f64, f64), eps: f64, weight_decay: f64, amsgrad: bool, m
 ///
 /// Source: Sutskever et al., *On the importance of initialization and momentum in deep learning*. As in PyTorch, the
 /// learning rate multiplies the whole momentum buffer at each step, not each gradient as it enters the buffer.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::optim::Sgd;
+///
+/// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+/// let mut opt = Sgd::default().momentum(0.5).build(&[w.shallow_clone()], 0.25)?;
+/// opt.backward_step(&w.sum(None))?;
+/// assert_eq!(w.double_value(&[0]), 0.75);
+/// opt.backward_step(&w.sum(None))?;
+/// assert_eq!(w.double_value(&[0]), 0.375);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
@@ -85,6 +129,20 @@ builder!(Sgd { momentum: f64, dampening: f64, weight_decay: f64, nesterov: bool,
 /// for them.
 ///
 /// Source: Duchi et al., *Adaptive Subgradient Methods for Online Learning and Stochastic Optimization*.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::optim::Adagrad;
+///
+/// let w = Tensor::from_slice(&[1f64]).set_requires_grad(true);
+/// let mut opt = Adagrad::default().initial_accumulator_value(3.0).build(&[w.shallow_clone()], 0.5)?;
+/// opt.backward_step(&w.sum(None))?;
+/// // The update is lr / (3 + 1).sqrt().
+/// assert!((w.double_value(&[0]) - 0.75).abs() < 1e-6);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 #[non_exhaustive]
@@ -136,6 +194,20 @@ impl Default for Adagrad {
 }
 
 /// The algorithm of a fused optimizer, with its options.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, nn};
+/// use tch_amp::optim::{AdamW, Algorithm};
+///
+/// let configured = r#"{"algorithm": "AdamW", "weight_decay": 0.1}"#;
+/// let algorithm: Algorithm = serde_json::from_str(configured)?;
+/// assert_eq!(algorithm, AdamW::default().weight_decay(0.1).into());
+/// let opt = algorithm.build(&nn::VarStore::new(Device::Cpu), 1e-3)?;
+/// assert_eq!(opt.param_group(0)?.algorithm, algorithm);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(tag = "algorithm")]
 #[non_exhaustive]

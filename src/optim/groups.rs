@@ -8,6 +8,19 @@ use crate::names::matches_any;
 use crate::optim::{Algorithm, Optimizer};
 
 /// The options of a parameter group.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, nn};
+/// use tch_amp::optim::{AdamW, ParamGroup};
+///
+/// let mut opt = AdamW::default().build(&nn::VarStore::new(Device::Cpu), 1e-3)?;
+/// let options = ParamGroup::new(1e-4, AdamW::default().weight_decay(0.1));
+/// opt.set_param_group(0, options)?;
+/// assert_eq!(opt.param_group(0)?, &options);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ParamGroup {

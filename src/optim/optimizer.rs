@@ -23,6 +23,23 @@ use crate::{autocast, ffi};
 /// for `step`, which is f32, and unless [`MasterWeights`] keep the state in f32. Methods that synchronize say so. In
 /// addition, the step of an SGD with momentum and dampening that a scaler steps on a GPU synchronizes until the first
 /// of its steps is known to have been taken.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, nn};
+/// use tch_amp::optim::Sgd;
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let w = vs.root().var("w", &[1], nn::Init::Const(4.0));
+/// let mut opt = Sgd::default().build(&vs, 0.25)?;
+/// for _ in 0..3 {
+///     let loss = w.square().sum(None);
+///     opt.backward_step(&loss)?;
+/// }
+/// assert_eq!(w.double_value(&[0]), 0.5);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Optimizer {
     pub(crate) groups: Vec<ParamGroup>,

@@ -14,6 +14,19 @@ use crate::ffi;
 ///
 /// Tensors without names are called by their index in the optimizer, `"0"`, `"1"` and so on, as PyTorch numbers them in
 /// a `state_dict`.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::optim::Sgd;
+///
+/// let [body, head] = [1f32, 2.0].map(|w| Tensor::from_slice(&[w]).set_requires_grad(true));
+/// let mut opt = Sgd::default().build(vec![("body.weight", body), ("head.weight", head)], 0.1)?;
+/// assert_eq!(opt.assign_group(1, &["head.*"])?, 1);
+/// assert_eq!(opt.state_dict()?.param_groups[1].params, ["head.weight"]);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 pub trait IntoParameters: sealed::Sealed {
     #[doc(hidden)]
     fn into_parameters(self) -> Source;

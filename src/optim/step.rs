@@ -10,6 +10,24 @@ use crate::ffi::OptimScale;
 /// The default is an ordinary step with the gradients as they are. Only an optimizer that
 /// [takes scaled gradients](crate::optim::AmpOptimizer::takes_scaled_gradients) is given anything else. In PyTorch the
 /// scaler sets the attributes `grad_scale` and `found_inf` of the optimizer instead.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_amp::optim::{AmpOptimizer, Sgd, Step};
+///
+/// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+/// let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.25)?;
+/// let (scale, found_inf) = (Tensor::from(1024f32), Tensor::from(1f32));
+/// (&w * &scale).sum(None).backward();
+/// let step = Step::default().with_grad_scale(&scale);
+/// opt.update(&step.with_found_inf(&found_inf))?;
+/// assert_eq!(w.double_value(&[0]), 1.0);
+/// opt.update(&step)?;
+/// assert_eq!(w.double_value(&[0]), 0.75);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Step<'a>(OptimScale<'a>);
 

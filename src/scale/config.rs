@@ -22,8 +22,8 @@ const INF: f64 = f64::INFINITY;
 /// assert_eq!(scaler.get_growth_interval(), 100);
 ///
 /// // DeepSpeed's defaults.
-/// let deepspeed = GradScalerConfig::default().growth_interval(1000).hysteresis(2).consecutive_hysteresis(false).min_scale(1.0).error_at_min_scale(true);
-/// let scaler = deepspeed.build(Device::Cpu)?;
+/// let deepspeed = GradScalerConfig::default().growth_interval(1000).hysteresis(2).consecutive_hysteresis(false);
+/// let scaler = deepspeed.min_scale(1.0).error_at_min_scale(true).build(Device::Cpu)?;
 /// # assert!(scaler.is_enabled());
 /// # Ok::<(), tch_amp::Error>(())
 /// ```

@@ -116,6 +116,28 @@ impl GradScaler {
     ///
     /// [`ScalerError::AlreadyStepped`] if its step was taken or skipped; [`Error::Torch`] if its parameters cannot be
     /// read.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// # let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.25)?;
+    /// let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// scaler.backward(&(&w * 1e6).sum(None))?;
+    /// scaler.unscale_(&mut opt)?;
+    /// // This batch is an outlier: leave it out.
+    /// scaler.abandon(&mut opt)?;
+    /// opt.zero_grad()?;
+    /// scaler.backward(&w.sum(None))?;
+    /// assert!(scaler.step(&mut opt)?.is_stepped()?);
+    /// scaler.update()?;
+    /// assert_eq!(w.double_value(&[0]), 0.75);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         let now = ffi::gradients_inspect(&optimizer.parameters())?;
         let iteration = self.iteration.get_mut();

@@ -27,6 +27,24 @@ impl GradScaler {
     /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] or, with a host
     /// optimizer, [`Error::Torch`] for a sparse gradient; and the errors of [`step`](Self::step). If the optimizer's
     /// own step fails, the gradients may already be clipped.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// # let w = Tensor::from_slice(&[0f32, 0.0]).set_requires_grad(true);
+    /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0)?;
+    /// # let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// scaler.backward(&(&w * Tensor::from_slice(&[3f32, 4.0])).sum(None))?;
+    /// let outcome = scaler.step_clip_norm(&mut opt, 1.0)?;
+    /// scaler.update()?;
+    /// assert_eq!(outcome.total_norm().map(|norm| norm.double_value(&[])), Some(5.0));
+    /// assert!((w.square().sum(None).double_value(&[]) - 1.0).abs() < 1e-5);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn step_clip_norm(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,

@@ -88,6 +88,26 @@ impl GradScaler {
     /// # Errors
     ///
     /// The same as [`new`](Self::new).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.25)?;
+    /// let mut scaler = GradScaler::skip_only(Device::Cpu)?;
+    /// for bad_batch in [true, false] {
+    ///     opt.zero_grad()?;
+    ///     scaler.backward(&(&w * if bad_batch { f64::NAN } else { 1.0 }).sum(None))?;
+    ///     assert_eq!(scaler.step(&mut opt)?.is_skipped()?, bad_batch);
+    ///     scaler.update()?;
+    /// }
+    /// assert_eq!(w.double_value(&[0]), 0.75);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn skip_only(device: Device) -> Result<Self> {
         let (init_scale, min_scale, max_scale) = (1.0, 1.0, 1.0);
         GradScalerConfig { init_scale, min_scale, max_scale, ..Default::default() }.build(device)
@@ -112,6 +132,18 @@ impl GradScaler {
     /// # Errors
     ///
     /// [`ScalerError::Dtype`] for an integer, boolean or complex tensor.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::GradScaler;
+    ///
+    /// let scaler = GradScaler::new(Device::Cpu)?;
+    /// let loss = Tensor::from(2f32).to_kind(Kind::Half);
+    /// assert_eq!(scaler.scale(&loss)?, Tensor::from(131072f32));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn scale(&self, output: &Tensor) -> Result<Tensor> {
         let scaled = self.scale.apply(output)?;
         // After scaling: if that fails, no backward follows.

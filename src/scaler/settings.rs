@@ -56,6 +56,24 @@ impl GradScaler {
     ///
     /// [`ScalerError::IterationOpen`] between `unscale_` or `step` and `update`, when a part of the state is in the
     /// gradients; [`Error::Torch`] if the device cannot be read.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// # let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
+    /// let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// scaler.backward(&w.sum(None))?;
+    /// let _outcome = scaler.step(&mut opt)?;
+    /// assert!(scaler.state_dict().is_err());
+    /// scaler.update()?;
+    /// assert_eq!(scaler.state_dict()?.growth_tracker, Some(1));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn state_dict(&self) -> Result<GradScalerState> {
         self.check_closed("state_dict")?;
         self.scale.state_dict()

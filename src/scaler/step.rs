@@ -56,6 +56,25 @@ impl GradScaler {
     /// # Errors
     ///
     /// The same as [`unscale_`](Self::unscale_).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// # let w = Tensor::from_slice(&[1f32, 1.0]).set_requires_grad(true);
+    /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.5)?;
+    /// # let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// scaler.backward(&(&w * Tensor::from_slice(&[3f32, 0.5])).sum(None))?;
+    /// let mut unscaled = scaler.unscale(&mut opt)?;
+    /// unscaled.clip_grad_value(1.0)?;
+    /// assert!(unscaled.step()?.is_stepped()?);
+    /// scaler.update()?;
+    /// assert_eq!(Vec::<f64>::try_from(&w)?, [0.5, 0.75]);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn unscale<'a>(&'a self, optimizer: &'a mut dyn AmpOptimizer) -> Result<Unscaled<'a>> {
         let record = self.open(optimizer)?;
         Ok(Unscaled::new(self, optimizer, record))
@@ -75,6 +94,23 @@ impl GradScaler {
     /// [`ScalerError::AlreadyStepped`]; [`GradientError::Changed`] if a gradient is not the one that was unscaled,
     /// because it appeared, was replaced, or changed after another loss was scaled; the errors of
     /// [`unscale_`](Self::unscale_); and any error of the optimizer's own step.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.25)?;
+    /// let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// scaler.backward(&(&w * f64::INFINITY).sum(None))?;
+    /// assert!(scaler.step(&mut opt)?.is_skipped()?);
+    /// scaler.update()?;
+    /// assert_eq!((w.double_value(&[0]), scaler.get_scale()?), (1.0, 32768.0));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn step(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
         self.step_shared(optimizer)
     }

@@ -40,6 +40,28 @@ pub struct StepCounter {
 
 impl StepCounter {
     /// Makes a counter that continues from a saved [`count`](Self::count).
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::optim::Sgd;
+    /// use tch_amp::scaler::StepCounter;
+    ///
+    /// # let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
+    /// # let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// let mut steps = StepCounter::starting_at(998);
+    /// for gradient in [1.0, f64::INFINITY, 1.0] {
+    ///     opt.zero_grad()?;
+    ///     scaler.backward(&(&w * gradient).sum(None))?;
+    ///     steps.record(scaler.step(&mut opt)?);
+    ///     scaler.update()?;
+    /// }
+    /// assert_eq!(steps.to_string(), "1000 steps taken, 1 skipped (at most 1 in a row)");
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn starting_at(taken: u64) -> Self {
         Self { taken, ..Self::default() }
     }

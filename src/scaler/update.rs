@@ -24,6 +24,28 @@ impl GradScaler {
     /// [`ScalerError::UnscaleFailed`] if unscaling broke off and the gradients were not zeroed since; nothing is
     /// changed then. [`ScalerError::TooManySkips`] at the configured limit, and [`ScalerError::ScaleAtMinimum`] with
     /// `error_at_min_scale`; the iteration has been ended as usual then.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::optim::Sgd;
+    /// use tch_amp::scaler::GradScalerConfig;
+    ///
+    /// # let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
+    /// let mut scaler = GradScalerConfig::default().init_scale(4.0).growth_interval(2).build(Device::Cpu)?;
+    /// let mut scales = Vec::new();
+    /// for gradient in [1.0, 1.0, f64::INFINITY] {
+    ///     opt.zero_grad()?;
+    ///     scaler.backward(&(&w * gradient).sum(None))?;
+    ///     let _outcome = scaler.step(&mut opt)?;
+    ///     scaler.update()?;
+    ///     scales.push(scaler.get_scale()?);
+    /// }
+    /// assert_eq!(scales, [4.0, 8.0, 4.0]);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn update(&mut self) -> Result<()> {
         if !self.is_enabled() {
             return Ok(());

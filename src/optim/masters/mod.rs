@@ -48,6 +48,26 @@ use crate::optim::state::State;
 ///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are
 /// converted to f32, all of them exist twice.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Kind, Tensor};
+/// use tch_amp::optim::{MasterWeights, Sgd};
+///
+/// let train = |masters| -> tch_amp::Result<f64> {
+///     let w = Tensor::from_slice(&[1f32]).to_kind(Kind::BFloat16).set_requires_grad(true);
+///     let lr = 1.0 / 1024.0;
+///     let mut opt = Sgd::default().master_weights(masters).build(&[w.shallow_clone()], lr)?;
+///     for _ in 0..64 {
+///         opt.backward_step(&w.sum(Kind::Float))?;
+///     }
+///     Ok(w.double_value(&[0]))
+/// };
+/// assert_eq!(train(MasterWeights::None)?, 1.0);
+/// assert_eq!(train(MasterWeights::Remainder)?, 0.9375);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MasterWeights {
@@ -173,6 +193,23 @@ impl Optimizer {
     ///
     /// [`OptimizerError::NoMasterWeights`] if there are half-precision parameters but no master weights;
     /// [`Error::Torch`] if libtorch fails.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_amp::optim::{MasterWeights, Sgd};
+    ///
+    /// let w = Tensor::from_slice(&[1f32]).to_kind(Kind::BFloat16).set_requires_grad(true);
+    /// let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(&[w.shallow_clone()], 0.1)?;
+    /// opt.accumulate_in_f32()?;
+    /// for _ in 0..300 {
+    ///     w.sum(Kind::Float).backward();
+    /// }
+    /// // In bf16 the sum would stay at 256.
+    /// assert_eq!(w.grad().double_value(&[0]), 300.0);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn accumulate_in_f32(&mut self) -> Result<()> {
         self.take_added()?;
         let half = |w: &Tensor| matches!(w.f_kind(), Ok(Kind::Half | Kind::BFloat16));

@@ -92,6 +92,25 @@ impl Optimizer {
     /// [`OptimizerError::State`] for parameters or tensors that are missing, unexpected or of another shape;
     /// [`OptimizerError::OtherAlgorithm`]; [`Error::InvalidArgument`] for an option outside its range. Nothing is
     /// changed then.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, nn};
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let w = vs.root().var("w", &[1], nn::Init::Const(1.0));
+    /// let mut opt = Sgd::default().momentum(0.5).build(&vs, 0.25)?;
+    /// opt.backward_step(&w.sum(None))?;
+    ///
+    /// let mut resumed = Sgd::default().build(&vs, 0.1)?;
+    /// resumed.load_state_dict(&opt.state_dict()?)?;
+    /// resumed.backward_step(&w.sum(None))?;
+    /// // The second update has momentum: 0.25 * (0.5 * 1 + 1).
+    /// assert_eq!(w.double_value(&[0]), 1.0 - 0.25 - 0.375);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn load_state_dict(&mut self, loaded: &OptimizerState) -> Result<()> {
         let loaded = self.prepare_load(&loaded.state, &loaded.param_groups)?;
         self.finish_load(loaded);

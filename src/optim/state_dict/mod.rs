@@ -78,6 +78,22 @@ impl Optimizer {
     /// # Errors
     ///
     /// [`Error::Torch`](crate::Error::Torch) if libtorch fails.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, nn};
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let w = vs.root().var("w", &[1], nn::Init::Const(4.0));
+    /// let mut opt = Sgd::default().momentum(0.9).build(&vs, 0.25)?;
+    /// opt.backward_step(&(&w * 3.0).sum(None))?;
+    /// let state = opt.state_dict()?;
+    /// assert_eq!(state.state["w"]["momentum_buffer"].double_value(&[0]), 3.0);
+    /// assert_eq!(state.param_groups[0].options.lr, 0.25);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn state_dict(&mut self) -> Result<OptimizerState> {
         self.renew_known_masters()?;
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {

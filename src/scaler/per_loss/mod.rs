@@ -316,6 +316,25 @@ impl PerLossScalers {
     /// # Errors
     ///
     /// [`Error::Torch`] if the device cannot be read.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::optim::Sgd;
+    /// use tch_amp::scaler::PerLossScalers;
+    ///
+    /// # let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
+    /// let mut scalers = PerLossScalers::new(Device::Cpu, 2)?;
+    /// scalers.backward(0, &w.sum(None), &mut opt)?;
+    /// scalers.backward(1, &(&w * f64::INFINITY).sum(None), &mut opt)?;
+    /// assert_eq!(scalers.overflowed()?, [false, true]);
+    /// assert!(scalers.step(&mut opt)?.is_skipped()?);
+    /// scalers.update()?;
+    /// assert_eq!((scalers.get_scale(0)?, scalers.get_scale(1)?), (65536.0, 32768.0));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
     pub fn overflowed(&self) -> Result<Vec<bool>> {
         self.losses.iter().map(Loss::overflowed).collect()
     }
