@@ -1,4 +1,6 @@
 //! Handling of panics that must not unwind any further.
+//!
+//! A panic must not cross the border to C++, and a second one would abort the process while the first unwinds.
 
 use std::any::Any;
 use std::mem;

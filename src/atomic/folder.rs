@@ -1,4 +1,7 @@
 //! Creating a folder that survives a power loss.
+//!
+//! A folder survives only if its name in the folder above was synced, so this syncs the parent of every folder that it
+//! creates.
 
 use std::fs;
 use std::path::{self, Path};

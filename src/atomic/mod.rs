@@ -1,4 +1,8 @@
 //! Replaces files atomically: a file is replaced as a whole or not at all.
+//!
+//! [`replace`] writes a temporary file in the same folder, syncs it, renames it over the old file and syncs the folder.
+//! `place` finds the file behind symbolic links and names the temporary one, `writer` fills and syncs it, and `folder`
+//! creates folders. What is done to a file goes through `disk`, whose operations tests make fail or lose their effect.
 
 pub(crate) mod disk;
 mod error;

@@ -1,4 +1,7 @@
 //! Finding the file to be replaced, and the names of temporary files.
+//!
+//! A temporary file is called `.NAME.PROCESS-COUNTER.tmp`, where `NAME` is the beginning of the name of the file that
+//! it replaces. By this name [`remove_leftovers`] recognizes the files that killed processes have left behind.
 
 use std::ffi::OsStr;
 use std::fs::{self, Permissions};

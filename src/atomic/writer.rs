@@ -1,4 +1,7 @@
 //! The writer of a temporary file. It keeps the first error, and syncs in the background to keep the disk busy.
+//!
+//! A thread syncs the data after every 64 MiB (`Disk::sync_every`) while more is being written, so that the last sync,
+//! which also covers the metadata, has little left to do.
 
 use std::io::{self, ErrorKind, Seek, SeekFrom, Write};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};

@@ -1,4 +1,7 @@
 //! A tensor of a checkpoint: in memory while it is being saved, and in the file after the checkpoint was loaded.
+//!
+//! While it is being saved it is a handle of the tensor, and afterwards the place of the elements in the file, from
+//! which they are read in chunks into their target.
 
 use std::sync::Arc;
 

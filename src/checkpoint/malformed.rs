@@ -1,4 +1,6 @@
 //! The errors of reading a file in PyTorch's format.
+//!
+//! `torch` turns them into the public errors: `Io` if the operating system failed, and `Damaged` for everything else.
 
 use std::io;
 

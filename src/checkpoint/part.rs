@@ -1,4 +1,7 @@
 //! The parts of a checkpoint.
+//!
+//! Parts are the common form of both file formats: `stateful` makes them of states and restores states from them,
+//! `safetensors` writes and reads them directly, and `convert` translates them to and from PyTorch's layout.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,7 @@
 //! Where a checkpoint was loaded from.
+//!
+//! All reads go through a [`Source`], a file or bytes in memory, and end as an error with the path if the file is too
+//! short.
 
 use std::fmt;
 use std::fs::{self, File};

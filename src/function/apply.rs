@@ -1,4 +1,7 @@
 //! One application of a function: its forward, and what is kept of it for the backward.
+//!
+//! The forward runs on the caller's thread with the grad mode off. The function and what it has saved then move into a
+//! node of libtorch's graph, whose backward restores the autocast state of the forward.
 
 use std::mem;
 

@@ -1,4 +1,8 @@
 //! The derivatives of a function's outputs with respect to its inputs, by backward and by finite differences.
+//!
+//! Backward gives the derivatives of one element of an output with respect to all inputs, a row of the Jacobian. The
+//! central difference (f(x + eps) - f(x - eps)) / (2 eps) gives those of all outputs with respect to one element of an
+//! input, a column.
 
 use tch::{Device, Kind, Tensor};
 

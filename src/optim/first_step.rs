@@ -1,4 +1,7 @@
 //! Tracks whether a momentum buffer has been started, also while only a device has recorded which steps were taken.
+//!
+//! With dampening, the first gradient enters the buffer in full and later ones do not. A step that a device may skip
+//! leaves open which gradient is the first: the flag of that step is kept until its value has arrived on the host.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

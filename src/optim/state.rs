@@ -1,4 +1,7 @@
 //! The state of a parameter.
+//!
+//! The tensors are saved under PyTorch's keys. They are made together by the first step that needs them, in a few large
+//! buffers instead of one allocation for each parameter.
 
 use tch::{Device, Kind, Tensor};
 

@@ -1,4 +1,7 @@
 //! The step of a fused optimizer.
+//!
+//! The shim takes the step in one call and answers for each parameter whether it was stepped, left out, or lacks
+//! something. What is lacking is made, and the call repeated: a step in the middle of training is a single call.
 
 use tch::Kind;
 

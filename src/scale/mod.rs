@@ -1,4 +1,8 @@
 //! The scale of losses, and how it adapts to overflows. The course of an iteration is the subject of `scaler`.
+//!
+//! `number` holds the tensors of a scale and its trackers. `end` updates them on the device with `config`'s rule;
+//! `rule` and `tolerance` compute the same on the host, so that reading a scale synchronizes only if the host lacks a
+//! flag. `state` saves all of it under PyTorch's keys.
 
 mod config;
 mod end;

@@ -1,4 +1,7 @@
 //! How an iteration changes a scale: the host's version of libtorch's kernel and `csrc/scale.cpp`.
+//!
+//! The formula is that of PyTorch's `_amp_update_scale_`: an overflow multiplies the scale by the backoff factor, and
+//! `growth_interval` iterations without one multiply it by the growth factor, unless the product is infinite.
 
 use crate::error::{Result, ensure};
 use crate::ffi::{OverflowCounts, ScaleRule};

@@ -1,4 +1,7 @@
 //! The overflows that leave the scale unchanged. `csrc/scale.cpp` counts in the same way on the device.
+//!
+//! An overflow is tolerated while the hysteresis, as in Megatron-LM and DeepSpeed, is not used up, or while the share
+//! of overflows since the last change is below `tolerance`, as in fairseq.
 
 use crate::ffi::{OverflowCounts, ScaleRule};
 use crate::scale::GradScalerConfig;

@@ -1,4 +1,8 @@
 //! Which record an optimizer has in this iteration, and changes of its gradients.
+//!
+//! An optimizer is recognized by the identities of its parameters, not by its address, so it may be moved between the
+//! calls of an iteration. A record also describes the gradients, by which the step notices that one was replaced or
+//! changed.
 
 use tch::Tensor;
 

@@ -1,4 +1,7 @@
 //! The state of each optimizer since the last `update`.
+//!
+//! Unscaling opens a [`Record`] for an optimizer, the step uses it, and `update` reads the flags of all records and
+//! closes them. The [`Stage`] of a record determines which calls are possible.
 
 use std::collections::HashSet;
 

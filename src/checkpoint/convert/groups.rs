@@ -1,4 +1,7 @@
 //! Conversion of the parameter groups of PyTorch's optimizers.
+//!
+//! PyTorch does not save the name of the algorithm, so it is inferred from the options: `lr_decay` makes Adagrad,
+//! `amsgrad` makes Adam or, with a true `decoupled_weight_decay`, AdamW, and `momentum` with `dampening` makes SGD.
 
 use super::plain;
 use crate::checkpoint::pickle::{Value, get};

@@ -1,4 +1,8 @@
 //! Converts the states of PyTorch's optimizers.
+//!
+//! PyTorch numbers the parameters through all groups. Names are taken from those that this crate has recorded, or from
+//! the `param_names` of a group; without either, the numbers remain and are matched by position when the state is
+//! restored.
 
 use std::collections::BTreeMap;
 

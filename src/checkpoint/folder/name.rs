@@ -1,4 +1,7 @@
 //! The file names of checkpoints, which hold their step and score.
+//!
+//! A name is `step-` and the step in at least eight digits, `-score-` and the score if there is one, and the ending of
+//! the format. There is no other index of a folder.
 
 use crate::checkpoint::Format;
 

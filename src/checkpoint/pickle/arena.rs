@@ -1,4 +1,7 @@
 //! The state of the pickle machine: an arena of nodes, a stack with marks, and a memo.
+//!
+//! A node is stored once and referred to by its index, as often as the pickle recalls it from the memo. Every value
+//! that is pushed counts against [`Limits`], and a value below the last mark cannot be taken.
 
 use std::collections::HashMap;
 use std::ops::Range;

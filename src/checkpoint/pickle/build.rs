@@ -1,4 +1,7 @@
 //! The opcodes that build plain values.
+//!
+//! A list and a dict are built in two steps, empty first and then filled, so that a pickle can memorize them before
+//! their items: such a container may contain itself, which `tree` refuses.
 
 use super::arena::{Id, Machine, Node, Step};
 

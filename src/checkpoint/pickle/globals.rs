@@ -1,4 +1,7 @@
 //! The only classes and functions that a pickle may refer to, and PyTorch's names of the dtypes.
+//!
+//! Any other name is an error. One whose values a checkpoint cannot hold, such as that of a sparse tensor, becomes an
+//! opaque value instead, so that the other parts of the file can still be read.
 
 use tch::Kind;
 

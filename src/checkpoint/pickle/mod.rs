@@ -1,6 +1,11 @@
 //! The pickle in a file in PyTorch's format: a small machine that reads it, and a writer.
 //!
 //! Reading executes nothing: the pickle can only build a [`Value`], and its size is bounded by [`Limits`].
+//!
+//! Protocols 2 to 5 of Python's `pickle` are read, and protocol 2 is written. `read` decodes the opcodes for the
+//! machine in `arena`: `build` makes plain values, and `objects` and `tensors` make what Python would by calling the
+//! functions that `globals` lists. `tree` then converts the result to a [`Value`], of which `write` makes a pickle
+//! again.
 
 mod arena;
 mod build;

@@ -1,4 +1,7 @@
 //! What the pickle machine does where Python would call a function.
+//!
+//! `REDUCE`, `NEWOBJ` and `BUILD` would call functions, make objects and set attributes. Here each of them accepts the
+//! few cases that occur in PyTorch's files, builds a node instead, and refuses everything else.
 
 use super::arena::{Id, Machine, Node, Step};
 use super::globals::Global;

@@ -1,4 +1,6 @@
 //! The pickle opcodes that occur in checkpoints.
+//!
+//! Those of protocol 4 are only read: files are written in protocol 2.
 
 pub(super) const MARK: u8 = b'(';
 pub(super) const STOP: u8 = b'.';

@@ -1,4 +1,7 @@
 //! The tensors in a pickle, and their storages.
+//!
+//! A pickle holds no elements. A persistent id declares a storage by its dtype, key and number of elements, which must
+//! agree with its record in the archive; a tensor is a view of a storage and must lie inside it.
 
 use tch::Kind;
 

@@ -1,4 +1,7 @@
 //! Converts the arena of a pickle to values.
+//!
+//! A node of the arena can be in many places of the tree, so that a small pickle could become a huge value. Values,
+//! text and expanded tensors are therefore counted once more here, for each place, before they are allocated.
 
 use super::arena::{Id, Machine, Node, Step};
 use super::globals::{self, Global};

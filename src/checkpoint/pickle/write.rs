@@ -1,4 +1,7 @@
 //! Writing a pickle that PyTorch reads with `weights_only=True`: protocol 2, with the opcodes that `torch.save` uses.
+//!
+//! Only the names of functions and classes are memorized. Before a file is saved, `torch` checks its pickle by reading
+//! it again.
 
 use std::collections::HashMap;
 use std::io;

@@ -1,4 +1,7 @@
 //! Small values: what serde makes of the types of a program, with the data model of JSON plus infinite and NaN floats.
+//!
+//! `ser` and `de` convert a program's types to and from a [`Plain`]. A safetensors file holds it as `json`, and a file
+//! in PyTorch's format as Python values, whose floats can be infinite and NaN.
 
 mod de;
 mod json;

@@ -1,4 +1,8 @@
 //! The trait of everything that a checkpoint saves and restores, and its implementations.
+//!
+//! A restore has two phases. In the first, every target checks its [`SavedState`] and allocates; in the second, which
+//! runs only if all of them succeeded, each [`Prepared`] is carried out. A state of a kind with a layout of its own,
+//! such as a model or an optimizer, becomes one part as a whole; any other is a dict of tensors and values.
 
 mod dict;
 mod loss_scale;

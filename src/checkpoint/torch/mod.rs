@@ -1,4 +1,7 @@
 //! Checkpoint files in PyTorch's format: the zip archives with a pickle that `torch.save` and `VarStore::save` write.
+//!
+//! The record `data.pkl` is a pickle of all values, and each record `data/KEY` holds the elements of one storage. `zip`
+//! handles the records, `pickle` the values and `convert` the parts; `load` and `store` combine them.
 
 mod load;
 mod store;

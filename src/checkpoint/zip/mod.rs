@@ -1,4 +1,7 @@
 //! The container of PyTorch's files: a zip archive whose records are not compressed.
+//!
+//! All records are in one folder. This crate writes `data.pkl`, `byteorder`, a `data/KEY` for each storage, and
+//! `version`, each with a CRC-32. Uncompressed records can be read straight from their place in the file.
 
 mod read;
 mod write;

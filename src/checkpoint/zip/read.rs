@@ -1,4 +1,7 @@
 //! Finding and reading the records of an archive.
+//!
+//! The directory is checked before a record is read: the number of records, their names, and that they neither overlap
+//! nor reach beyond the end of the file.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Seek, SeekFrom};

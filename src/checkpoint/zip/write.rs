@@ -1,4 +1,7 @@
 //! Writing an archive like PyTorch: the records are not compressed, and the data of storages is aligned.
+//!
+//! The bytes depend on the content alone, not on the time or the system. If a write fails, the archive is left without
+//! its end, because a `ZipWriter` that is dropped would complete it.
 
 use std::cell::Cell;
 use std::io::{self, Seek, SeekFrom, Write};

@@ -1,4 +1,7 @@
 //! Master weights, from which half-precision parameters are updated.
+//!
+//! A master is made from its parameter by the first step. `renew` makes it anew where the parameter was written to
+//! since, which the versions of the tensors show. In a saved state it is f32 in every mode.
 
 mod renew;
 

@@ -1,4 +1,7 @@
 //! One of several losses.
+//!
+//! A backward takes the optimizer's gradients away, runs, unscales the new ones by the scale of this loss, and adds
+//! those from before. If it fails, the gradients from before are put back.
 
 use tch::Tensor;
 
