@@ -40,6 +40,9 @@ const SOURCES: &[&str] = &[
     "widened.cpp",
 ];
 
+/// The sources of the feature `distributed`.
+const DISTRIBUTED: &[&str] = &["distributed_group.cpp", "distributed_store.cpp"];
+
 /// The loops of csrc/kernel_*.cpp become vector code only with these, and round as libtorch's only without contraction.
 const FLAGS: [&str; 4] =
     ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"];
@@ -155,7 +158,13 @@ impl Libtorch {
                 shim.flag(flag);
             });
         }
-        for source in SOURCES {
+        let mut sources = SOURCES.to_vec();
+        if env::var_os("CARGO_FEATURE_DISTRIBUTED").is_some() {
+            // After libtorch's own headers, among which a libtorch could have gloo's.
+            shim.flag("-isystem").flag("csrc/gloo_headers");
+            sources.extend(DISTRIBUTED);
+        }
+        for source in sources {
             shim.file(Path::new("csrc").join(source));
         }
         println!("cargo:rerun-if-changed=csrc");

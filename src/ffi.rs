@@ -6,6 +6,8 @@ mod checkpoint;
 mod clip;
 mod codes;
 mod device;
+#[cfg(feature = "distributed")]
+pub(crate) mod distributed;
 mod function;
 mod gradients;
 mod heap;

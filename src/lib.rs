@@ -21,6 +21,8 @@ pub mod buffers;
 mod builder;
 pub mod checkpoint;
 mod device;
+#[cfg(feature = "distributed")]
+pub mod distributed;
 mod error;
 #[allow(unsafe_code, reason = "it calls the shim, with a safety comment for each call")]
 mod ffi;

@@ -6,6 +6,9 @@ use std::ffi::{c_char, c_void};
 /// An `at::Tensor`, behind the pointers that tch uses.
 pub(crate) use torch_sys::C_tensor as Tensor;
 
+#[cfg(feature = "distributed")]
+pub(crate) mod distributed;
+
 /// An asynchronous copy of a number from a device to the host.
 #[repr(C)]
 pub(crate) struct Arrival {

@@ -1,10 +1,24 @@
-//! `csrc/shim.h` and `src/sys.rs` declare the same C ABI.
+//! `csrc/shim.h` and `src/sys.rs` declare the same C ABI, and so do `csrc/shim_distributed.h` and
+//! `src/sys/distributed.rs`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
 
 fn read(name: &str) -> String {
     std::fs::read_to_string(common::python::root().join(name)).expect("the source is readable")
+}
+
+/// The two headers, one after the other, and the Rust files.
+fn headers() -> String {
+    let bodies = ["csrc/shim.h", "csrc/shim_distributed.h"].map(|name| {
+        let text = flat(&read(name));
+        text.split_once("extern \"C\" {").expect("the header opens extern C").1.to_owned()
+    });
+    bodies.concat()
+}
+
+fn declarations() -> String {
+    ["src/sys.rs", "src/sys/distributed.rs"].map(|name| flat(&read(name))).concat()
 }
 
 /// The text on one line, without comments and preprocessor conditions.
@@ -60,6 +74,9 @@ fn rust_type(c: &str) -> String {
         ("tamp_function_take", "FunctionTake"),
         ("tamp_function_free", "FunctionFree"),
         ("tamp_function_input", "FunctionInput"),
+        ("tamp_store", "Store"),
+        ("tamp_group", "Group"),
+        ("tamp_group_options", "GroupOptions"),
     ];
     let found = known.iter().find(|(name, _)| *name == c);
     found.unwrap_or_else(|| panic!("unknown C type: {c:?}")).1.to_owned()
@@ -74,8 +91,7 @@ fn c_declaration(text: &str) -> (String, String) {
 
 /// `name(parameter: type, …) -> type` for every function of the header.
 fn c_functions() -> Vec<String> {
-    let text = flat(&read("csrc/shim.h"));
-    let body = text.split_once("extern \"C\" {").expect("the header opens extern C").1;
+    let body = headers();
     // Types of callbacks have a test of their own.
     let statements = body.split(';').filter(|statement| !statement.contains("(*"));
     let body = statements.collect::<Vec<_>>().join(";");
@@ -98,7 +114,7 @@ fn c_parameters(text: &str) -> String {
 }
 
 fn rust_functions() -> Vec<String> {
-    let text = flat(&read("src/sys.rs"));
+    let text = declarations();
     let mut out = Vec::new();
     for part in text.split("pub(crate) fn ").skip(1) {
         let declaration = part.split(';').next().expect("a declaration ends");
@@ -120,7 +136,7 @@ fn functions_are_the_same_in_the_same_order() {
 
 /// `name(parameter: type, …) -> type` for every type of callback.
 fn c_callbacks() -> Vec<String> {
-    let text = flat(&read("csrc/shim.h"));
+    let text = headers();
     let mut out = Vec::new();
     for part in text.split("typedef ").filter_map(|part| part.split_once("(*")) {
         let (name, rest) = part.1.split_once(")(").expect("a callback has parameters");
@@ -136,7 +152,7 @@ fn c_callbacks() -> Vec<String> {
 }
 
 fn rust_callbacks() -> Vec<String> {
-    let text = flat(&read("src/sys.rs"));
+    let text = declarations();
     let mut out = Vec::new();
     for part in text.split("pub(crate) type ").skip(1) {
         let (name, rest) =
@@ -159,7 +175,7 @@ fn callbacks_are_the_same_in_the_same_order() {
 
 /// `name { field: type, … }` for every struct.
 fn c_structs() -> Vec<String> {
-    let text = flat(&read("csrc/shim.h"));
+    let text = headers();
     let mut out = Vec::new();
     for part in text.split("typedef struct ").skip(1) {
         let Some((name, rest)) = part.split_once(" { ") else {
@@ -189,7 +205,7 @@ fn c_structs() -> Vec<String> {
 }
 
 fn rust_structs() -> Vec<String> {
-    let text = flat(&read("src/sys.rs")).replace("pub(crate) ", "");
+    let text = declarations().replace("pub(crate) ", "");
     let structs = text.split("struct ").skip(1).filter(|part| !part.contains("_opaque"));
     let structs = structs.map(|part| {
         let (name, rest) = part.split_once(" { ").expect("a struct has fields");
@@ -225,9 +241,9 @@ fn constants(text: &str, prefix: &str) -> Vec<(String, String)> {
 
 #[test]
 fn constants_have_the_same_values() {
-    let c = constants(&flat(&read("csrc/shim.h")), "TAMP_");
+    let c = constants(&headers(), "TAMP_");
     // Attributes are on lines of their own, which `flat` leaves out.
-    let rust = flat(&read("src/sys.rs"));
+    let rust = declarations();
     let rust = constants(&rust, "");
     assert!(rust.len() >= 9, "sys.rs was parsed incorrectly: {rust:?}");
     assert_eq!(c, rust);

@@ -5,11 +5,12 @@
 
 mod autocast;
 mod checkpoint;
+#[cfg(feature = "distributed")]
+mod distributed;
 mod function;
 mod gradient;
 mod optimizer;
 mod policy;
-
 mod scaler;
 mod text;
 
@@ -18,6 +19,8 @@ use tch::Device;
 pub use autocast::AutocastError;
 pub use checkpoint::CheckpointError;
 pub(crate) use checkpoint::unsaveable;
+#[cfg(feature = "distributed")]
+pub use distributed::DistributedError;
 pub use function::FunctionError;
 pub use gradient::GradientError;
 pub use optimizer::OptimizerError;
@@ -81,6 +84,11 @@ pub enum Error {
     /// A checkpoint could not be saved, loaded or restored.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+
+    /// Ranks could not form a group, or could not communicate.
+    #[cfg(feature = "distributed")]
+    #[error(transparent)]
+    Distributed(#[from] DistributedError),
 
     /// The device is not available in this process, or libtorch has no autocast for it.
     #[error("{device:?} cannot be used: {reason}")]

@@ -47,7 +47,7 @@ use crate::optim::state::State;
 /// | `None` | – | at most 5 | – |
 /// | `Float` | 4 MiB, or none if gradients are f32 | at most 6 | 2, or none |
 /// | `Remainder` | 9 MiB | at most 12 | 9 |
-/// | `StochasticRounding` | 18 MiB | at most 46 | 28 |
+/// | `StochasticRounding` | 16 MiB | at most 46 | 28 |
 ///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are
 /// converted to f32, all of them exist twice.

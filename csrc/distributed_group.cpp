@@ -1,0 +1,133 @@
+// Process groups and their collectives.
+
+// libtorch is built with gloo, whose headers it does not bring: see gloo_headers.
+#define USE_C10D_GLOO
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/headeronly/version.h>
+
+#include "distributed.h"
+
+namespace {
+
+using c10d::ProcessGroup;
+using c10d::ProcessGroupGloo;
+using std::chrono::milliseconds;
+using tamp::distributed::given;
+
+c10::intrusive_ptr<ProcessGroupGloo::Options> gloo_options(const tamp_group_options &o) {
+  auto options = c10::make_intrusive<ProcessGroupGloo::Options>(milliseconds(o.timeout_ms));
+  options->devices.push_back(o.interface != nullptr ? ProcessGroupGloo::createDeviceForInterface(o.interface)
+                             : o.host != nullptr    ? ProcessGroupGloo::createDeviceForHostname(o.host)
+                                                    : ProcessGroupGloo::createDefaultDevice());
+  return options;
+}
+
+// Blocks until a collective is complete.
+void finish(const c10::intrusive_ptr<c10d::Work> &work) { work->wait(); }
+
+c10d::ReduceOp reduction(uint8_t op) {
+  switch (op) {
+    case TAMP_REDUCE_SUM:
+      return c10d::ReduceOp::SUM;
+    case TAMP_REDUCE_MIN:
+      return c10d::ReduceOp::MIN;
+    case TAMP_REDUCE_MAX:
+      return c10d::ReduceOp::MAX;
+    default:
+      TORCH_CHECK(false, "unknown reduction");
+  }
+}
+
+// The tensor without its autograd history, which collectives do not record.
+at::Tensor plain(const at::Tensor &t) { return t.detach(); }
+
+void gather(const tamp_group *group, at::Tensor all, at::Tensor part) {
+#if TORCH_VERSION_MINOR >= 13
+  finish(given(group).group->all_gather_single(all, part));
+#else
+  finish(given(group).group->_allgather_base(all, part));
+#endif
+}
+
+void scatter_sum(const tamp_group *group, at::Tensor part, at::Tensor all) {
+#if TORCH_VERSION_MINOR >= 13
+  finish(given(group).group->reduce_scatter_single(part, all));
+#else
+  finish(given(group).group->_reduce_scatter_base(part, all));
+#endif
+}
+
+}  // namespace
+
+extern "C" {
+
+tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *options, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> tamp_group * {
+    const int rank = static_cast<int>(options->rank), size = static_cast<int>(options->size);
+    auto prefixed = c10::make_intrusive<c10d::PrefixStore>(options->prefix, given(store).store);
+    auto group = c10::make_intrusive<ProcessGroup>(prefixed, rank, size);
+    auto gloo = c10::make_intrusive<ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("gloo", prefixed), rank,
+                                                      size, gloo_options(*options));
+    group->setBackend(c10::kCPU, ProcessGroup::GLOO, gloo);
+    group->setDefaultBackend(ProcessGroup::GLOO);
+    group->setGroupName(options->prefix);
+    return new tamp_group{std::move(group)};
+  });
+}
+
+void tamp_group_free(tamp_group *group) noexcept {
+  char *err = nullptr;
+  tamp::contained(&err, [&] { delete group; });
+  tamp_string_free(err);
+}
+
+void tamp_group_gather_bytes(const tamp_group *group, const uint8_t *bytes, size_t len, uint8_t *all,
+                             char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const auto count = static_cast<int64_t>(len);
+    const at::Tensor part = at::empty({count}, at::kByte);
+    const at::Tensor everything = at::empty({count * given(group).group->getSize()}, at::kByte);
+    std::memcpy(part.mutable_data_ptr(), bytes, len);
+    gather(group, everything, part);
+    std::memcpy(all, everything.const_data_ptr(), static_cast<size_t>(everything.numel()));
+  });
+}
+
+void tamp_group_all_reduce(const tamp_group *group, tamp_tensor *t, uint8_t op, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    std::vector<at::Tensor> tensors{plain(tamp::tensor(t))};
+    c10d::AllreduceOptions options;
+    options.reduceOp = reduction(op);
+    finish(given(group).group->allreduce(tensors, options));
+  });
+}
+
+void tamp_group_broadcast(const tamp_group *group, tamp_tensor *t, int64_t root, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    std::vector<at::Tensor> tensors{plain(tamp::tensor(t))};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    finish(given(group).group->broadcast(tensors, options));
+  });
+}
+
+void tamp_group_all_gather(const tamp_group *group, tamp_tensor *all, const tamp_tensor *t, char **err) noexcept {
+  tamp::guarded(err, [&] { gather(group, plain(tamp::tensor(all)), plain(tamp::tensor(t))); });
+}
+
+void tamp_group_reduce_scatter(const tamp_group *group, tamp_tensor *part, const tamp_tensor *all,
+                               char **err) noexcept {
+  tamp::guarded(err, [&] { scatter_sum(group, plain(tamp::tensor(part)), plain(tamp::tensor(all))); });
+}
+
+void tamp_group_monitored_barrier(const tamp_group *group, int64_t timeout_ms, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    c10d::BarrierOptions options;
+    options.timeout = milliseconds(timeout_ms);
+    given(group).group->monitoredBarrier(options, /*wait_all_ranks=*/true);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,80 @@
+// The C ABI of the feature `distributed`, to which everything at the top of shim.h applies. src/sys/distributed.rs
+// repeats every declaration in the same order, and tests/abi.rs compares the two files.
+//
+// A function that communicates blocks the host until the other ranks have answered or the timeout of the group has
+// passed.
+#pragma once
+
+#include "shim.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ----------------------------------------------------------------------------------------------- distributed_store.cpp
+// These functions make and use c10d::Store, the dictionary through which ranks find each other.
+
+typedef struct tamp_store tamp_store;
+
+// Connects to the store that listens at a host and port, and with `serve` first starts it there. It serves on
+// `listener`, a listening socket of which it takes ownership, or, if that is -1, on the port on all interfaces.
+tamp_store *tamp_store_tcp(const char *host, uint32_t port, uint8_t serve, int64_t listener, int64_t timeout_ms,
+                           char **err) TAMP_NOEXCEPT;
+
+// Makes a store for the threads of this process.
+tamp_store *tamp_store_in_process(int64_t timeout_ms, char **err) TAMP_NOEXCEPT;
+
+// Sets a key to an empty value.
+void tamp_store_set(const tamp_store *store, const char *key, char **err) TAMP_NOEXCEPT;
+
+// Waits until a key is set, or fails after the given time.
+void tamp_store_wait(const tamp_store *store, const char *key, int64_t timeout_ms, char **err) TAMP_NOEXCEPT;
+
+void tamp_store_free(tamp_store *store) TAMP_NOEXCEPT;
+
+// ----------------------------------------------------------------------------------------------- distributed_group.cpp
+// These functions make c10d::ProcessGroup and run its collectives.
+
+typedef struct tamp_group tamp_group;
+
+typedef struct tamp_group_options {
+  const char *prefix;     // of the keys in the store; each group of a store needs another one
+  const char *interface;  // the network interface to use, or null
+  const char *host;       // the address to use if `interface` is null, or null for the one of this host's name
+  int64_t rank, size;
+  int64_t timeout_ms;
+} tamp_group_options;
+
+// Forms a group with the other ranks, which call this as well.
+tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *options, char **err) TAMP_NOEXCEPT;
+
+void tamp_group_free(tamp_group *group) TAMP_NOEXCEPT;
+
+// Gathers `len` bytes of each rank, in the order of the ranks. All ranks have the same `len`.
+void tamp_group_gather_bytes(const tamp_group *group, const uint8_t *bytes, size_t len, uint8_t *all,
+                             char **err) TAMP_NOEXCEPT;
+
+enum { TAMP_REDUCE_SUM = 0, TAMP_REDUCE_MIN = 1, TAMP_REDUCE_MAX = 2 };
+
+// The tensors of the following functions are dense and contiguous, and have the same shape and dtype on all ranks.
+// Otherwise gloo can abort the process.
+
+// Replaces a tensor by the result over all ranks.
+void tamp_group_all_reduce(const tamp_group *group, tamp_tensor *t, uint8_t op, char **err) TAMP_NOEXCEPT;
+
+// Replaces a tensor by the one of rank `root`.
+void tamp_group_broadcast(const tamp_group *group, tamp_tensor *t, int64_t root, char **err) TAMP_NOEXCEPT;
+
+// Writes the tensors of all ranks to `all`, whose first dimension is theirs times the number of ranks.
+void tamp_group_all_gather(const tamp_group *group, tamp_tensor *all, const tamp_tensor *t, char **err) TAMP_NOEXCEPT;
+
+// Writes this rank's part of the sum of `all` over the ranks to `part`.
+void tamp_group_reduce_scatter(const tamp_group *group, tamp_tensor *part, const tamp_tensor *all,
+                               char **err) TAMP_NOEXCEPT;
+
+// Waits for all ranks. On a failure the message names the ranks that are missing.
+void tamp_group_monitored_barrier(const tamp_group *group, int64_t timeout_ms, char **err) TAMP_NOEXCEPT;
+
+#ifdef __cplusplus
+}
+#endif

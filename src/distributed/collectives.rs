@@ -1,0 +1,217 @@
+//! The collectives of a group.
+
+use std::time::Duration;
+
+use tch::{Device, Kind, Tensor, no_grad};
+
+use crate::distributed::group::ProcessGroup;
+use crate::error::{Error, Result};
+use crate::ffi;
+use crate::ffi::distributed::Reduction;
+
+/// How the numbers of the ranks are combined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ReduceOp {
+    /// The sum.
+    Sum,
+    /// The sum divided by the number of ranks, for floating-point tensors.
+    Mean,
+    /// The smallest number. A NaN of any rank gives NaN; in PyTorch it can be lost.
+    Min,
+    /// The largest number. A NaN of any rank gives NaN; in PyTorch it can be lost.
+    Max,
+}
+
+impl ProcessGroup {
+    /// Replaces the tensor of every rank by the combination of all of them. Its shape and dtype are the same on all
+    /// ranks; half-precision tensors are added in their own dtype. Blocks until the ranks have answered. Corresponds to
+    /// `torch.distributed.all_reduce`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for a tensor that cannot be communicated, and for the mean of integers;
+    /// [`DistributedError::Mismatch`] if the ranks call something else;
+    /// [`DistributedError::Communication`] if a rank does not answer. The tensor is unchanged then.
+    ///
+    /// [`DistributedError::Mismatch`]: crate::distributed::DistributedError::Mismatch
+    /// [`DistributedError::Communication`]: crate::distributed::DistributedError::Communication
+    pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
+        const NAME: &str = "all_reduce";
+        check(tensor)?;
+        let kind = tensor.kind();
+        if op == ReduceOp::Mean && !is_floating(kind) {
+            return Err(unusable(format!("has dtype {kind:?}, but a mean needs floating point")));
+        }
+        self.compare(NAME, &format!("{NAME}({op:?}) of {}", described(tensor)))?;
+        self.in_place(tensor, |work| {
+            let reduce = |tensor: &Tensor, reduction| {
+                self.run(NAME, |group| group.all_reduce(tensor, reduction))
+            };
+            match op {
+                ReduceOp::Sum => reduce(work, Reduction::Sum),
+                ReduceOp::Mean => {
+                    reduce(work, Reduction::Sum)?;
+                    drop(work.f_divide_scalar_(self.size() as f64)?);
+                    Ok(())
+                }
+                ReduceOp::Min | ReduceOp::Max => {
+                    let by = if op == ReduceOp::Min { Reduction::Min } else { Reduction::Max };
+                    if !is_floating(kind) {
+                        return reduce(work, by);
+                    }
+                    // Comparisons with NaN are false, so that its place in the ring decides whether it is lost.
+                    let nan = work.f_isnan()?.f_to_kind(Kind::Uint8)?;
+                    reduce(&nan, Reduction::Max)?;
+                    reduce(work, by)?;
+                    let not = ffi::number_new(f64::NAN, kind, Device::Cpu)?;
+                    *work = not.f_where_self(&nan.f_to_kind(Kind::Bool)?, work)?;
+                    Ok(())
+                }
+            }
+        })
+    }
+
+    /// Replaces the tensor of every rank by that of rank `root`. Its shape and dtype are the same on all ranks. Blocks
+    /// until the ranks have answered. Corresponds to `torch.distributed.broadcast`.
+    ///
+    /// # Errors
+    ///
+    /// As for [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] if there is no such rank.
+    pub fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()> {
+        const NAME: &str = "broadcast";
+        check(tensor)?;
+        if root >= self.size() {
+            let problem = format!("is {root}, but there are {} ranks", self.size());
+            return Err(Error::InvalidArgument { name: "root", problem });
+        }
+        self.compare(NAME, &format!("{NAME} from {root} of {}", described(tensor)))?;
+        self.in_place(tensor, |work| self.run(NAME, |group| group.broadcast(work, root)))
+    }
+
+    /// Returns the tensors of all ranks, in the order of the ranks. Their shapes and dtypes are the same. Blocks until
+    /// the ranks have answered. Corresponds to `torch.distributed.all_gather`.
+    ///
+    /// # Errors
+    ///
+    /// As for [`all_reduce`](Self::all_reduce).
+    pub fn all_gather(&self, tensor: &Tensor) -> Result<Vec<Tensor>> {
+        const NAME: &str = "all_gather";
+        check(tensor)?;
+        self.compare(NAME, &format!("{NAME} of {}", described(tensor)))?;
+        no_grad(|| {
+            let part = tensor.f_detach()?.f_contiguous()?.f_view([-1])?;
+            let ranks = self.size() as i64;
+            let all = Tensor::f_empty([part.numel() as i64 * ranks], (part.kind(), part.device()))?;
+            if part.numel() > 0 {
+                self.run(NAME, |group| group.all_gather(&all, &part))?;
+            }
+            let all = all.f_view([&[ranks], &tensor.size()[..]].concat().as_slice())?;
+            Ok(all.f_unbind(0)?)
+        })
+    }
+
+    /// Returns this rank's part of the sum of all ranks' tensors: the rows that it has if the first dimension, whose
+    /// size is a multiple of the number of ranks, is divided among them in order. Blocks until the ranks have answered.
+    /// Corresponds to `torch.distributed.reduce_scatter_tensor`.
+    ///
+    /// # Errors
+    ///
+    /// As for [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] if the first dimension cannot be divided.
+    pub fn reduce_scatter(&self, tensor: &Tensor) -> Result<Tensor> {
+        const NAME: &str = "reduce_scatter";
+        check(tensor)?;
+        let (size, ranks) = (tensor.size(), self.size() as i64);
+        let rows = match size.first() {
+            Some(rows) if rows % ranks == 0 => rows / ranks,
+            _ => {
+                let problem = "but its first dimension must be a multiple of the number of ranks";
+                return Err(unusable(format!("is {size:?}, {problem}, {ranks}")));
+            }
+        };
+        self.compare(NAME, &format!("{NAME} of {}", described(tensor)))?;
+        no_grad(|| {
+            let all = tensor.f_detach()?.f_contiguous()?;
+            let part = all.f_narrow(0, 0, rows)?.f_empty_like()?;
+            if part.numel() > 0 {
+                self.run(NAME, |group| group.reduce_scatter(&part, &all))?;
+            }
+            Ok(part)
+        })
+    }
+
+    /// Blocks until all ranks have called this. Corresponds to `torch.distributed.barrier`.
+    ///
+    /// # Errors
+    ///
+    /// [`DistributedError::Communication`] if a rank does not come;
+    /// [`DistributedError::Mismatch`] if a rank calls something else.
+    ///
+    /// [`DistributedError::Mismatch`]: crate::distributed::DistributedError::Mismatch
+    /// [`DistributedError::Communication`]: crate::distributed::DistributedError::Communication
+    pub fn barrier(&self) -> Result<()> {
+        self.compare("barrier", "barrier")
+    }
+
+    /// Blocks until all ranks have called this, for at most `timeout`. The error's message names all ranks that have
+    /// not, which rank 0 finds out. It takes longer than [`barrier`](Self::barrier). Corresponds to
+    /// `torch.distributed.monitored_barrier(wait_all_ranks=True)`.
+    ///
+    /// # Errors
+    ///
+    /// As for [`barrier`](Self::barrier).
+    pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
+        self.run("monitored_barrier", |group| group.monitored_barrier(timeout))
+    }
+
+    /// Lets `work` change a contiguous tensor without history that is the given one, or is copied to it afterwards.
+    fn in_place(
+        &self,
+        tensor: &mut Tensor,
+        work: impl FnOnce(&mut Tensor) -> Result<()>,
+    ) -> Result<()> {
+        no_grad(|| {
+            if tensor.numel() == 0 {
+                return Ok(());
+            }
+            // A failure leaves the tensor as it is. Besides, gloo would write to its memory without raising its version.
+            let mut copy = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
+            copy.f_copy_(tensor)?;
+            work(&mut copy)?;
+            tensor.f_detach()?.f_copy_(&copy)?;
+            Ok(())
+        })
+    }
+}
+
+/// Returns an error for a tensor that a group cannot communicate.
+fn check(tensor: &Tensor) -> Result<()> {
+    if !tensor.defined() {
+        return Err(unusable("is undefined".to_owned()));
+    }
+    if tensor.is_sparse() || tensor.is_mkldnn() {
+        return Err(unusable("is not dense; convert it with to_dense".to_owned()));
+    }
+    let (device, kind) = (tensor.device(), tensor.kind());
+    if device != Device::Cpu {
+        return Err(unusable(format!("is on {device:?}, but this group communicates CPU tensors")));
+    }
+    let known =
+        matches!(kind, Kind::Uint8 | Kind::Int8 | Kind::Int | Kind::Int64) || is_floating(kind);
+    if known {
+        return Ok(());
+    }
+    Err(unusable(format!("has dtype {kind:?}, which Gloo cannot communicate; convert it first")))
+}
+
+fn is_floating(kind: Kind) -> bool {
+    matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16)
+}
+
+fn described(tensor: &Tensor) -> String {
+    format!("{:?} {:?}", tensor.kind(), tensor.size())
+}
+
+fn unusable(problem: String) -> Error {
+    Error::InvalidArgument { name: "tensor", problem }
+}

@@ -1,0 +1,22 @@
+//! Training on several devices or hosts, through c10d, libtorch's own library for distributed training.
+//!
+//! A *group* consists of *ranks*: processes, or threads of one process, each with a device of its own. They find each
+//! other through a [`Store`], and communicate by *collectives*, which every rank calls in the same order. The
+//! counterpart in PyTorch is `torch.distributed`.
+//!
+//! # Security
+//!
+//! A store and a group have no authentication and no encryption: whoever can connect can take part. The store of
+//! [`Store::serve`] listens on all interfaces of the host; [`Store::serve_locally`] listens on 127.0.0.1 only, and so
+//! does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others inside a private network.
+
+mod call;
+mod collectives;
+mod environment;
+mod group;
+mod store;
+
+pub use crate::error::DistributedError;
+pub use collectives::ReduceOp;
+pub use group::{GroupOptions, ProcessGroup};
+pub use store::Store;

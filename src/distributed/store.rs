@@ -1,0 +1,131 @@
+//! Stores.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, TcpListener, ToSocketAddrs};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::error::{DistributedError, Error, Result};
+use crate::ffi::distributed as ffi;
+
+/// How long a rank waits for the store, as in PyTorch.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(300);
+
+/// A dictionary that all ranks share, through which they find each other: c10d's `TCPStore` or `HashStore`.
+///
+/// Clones are the same store. One process serves it, usually that of rank 0, and has to live as long as the groups that
+/// were formed through it.
+#[derive(Clone, Debug)]
+pub struct Store(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    store: ffi::Store,
+    port: Option<u16>,
+    is_local: bool,
+    /// The number of unnamed groups that each rank has formed.
+    groups: Mutex<HashMap<usize, usize>>,
+}
+
+impl Store {
+    fn new(store: ffi::Store, port: Option<u16>, is_local: bool) -> Self {
+        Self(Arc::new(Shared { store, port, is_local, groups: Mutex::default() }))
+    }
+
+    /// Makes a store for ranks that are threads of this process. Corresponds to `HashStore`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if libtorch fails.
+    pub fn in_process() -> Result<Self> {
+        Ok(Self::new(ffi::Store::in_process(TIMEOUT)?, None, true))
+    }
+
+    /// Serves a store for processes of this machine, on 127.0.0.1 and a free port, which [`port`](Self::port) returns.
+    ///
+    /// # Errors
+    ///
+    /// [`DistributedError::Store`] if it cannot be served.
+    pub fn serve_locally() -> Result<Self> {
+        Self::serve_on_loopback(0)
+    }
+
+    /// Serves a store on 127.0.0.1 and this port, or a free one if it is 0.
+    pub(super) fn serve_on_loopback(port: u16) -> Result<Self> {
+        let address = ("127.0.0.1", port);
+        let bound = TcpListener::bind(address).and_then(|listener| {
+            let port = listener.local_addr()?.port();
+            Ok((listener, port))
+        });
+        let (listener, port) = bound.map_err(|error| unusable(address.0, port, &error))?;
+        let store = ffi::Store::serve_on(listener.into(), address.0, port, TIMEOUT)
+            .map_err(|error| unusable(address.0, port, &error))?;
+        Ok(Self::new(store, Some(port), true))
+    }
+
+    /// Serves a store on a port of all interfaces of this host, for ranks on several hosts. It has no authentication:
+    /// the port must not be reachable from outside a private network.
+    ///
+    /// # Errors
+    ///
+    /// [`DistributedError::Store`] if it cannot be served, for instance because the port is in use.
+    pub fn serve(port: u16) -> Result<Self> {
+        let host = "localhost";
+        let store =
+            ffi::Store::serve(host, port, TIMEOUT).map_err(|error| unusable(host, port, &error))?;
+        Ok(Self::new(store, Some(port), false))
+    }
+
+    /// Connects to the store that another process serves, and waits up to five minutes for it.
+    ///
+    /// # Errors
+    ///
+    /// [`DistributedError::Store`] if it cannot be reached.
+    pub fn connect(host: &str, port: u16) -> Result<Self> {
+        Self::connect_within(host, port, TIMEOUT)
+    }
+
+    pub(super) fn connect_within(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+        let store = ffi::Store::connect(host, port, timeout)
+            .map_err(|error| unusable(host, port, &error))?;
+        Ok(Self::new(store, Some(port), is_loopback(host)))
+    }
+
+    /// Returns the port, or `None` for a store without one.
+    pub fn port(&self) -> Option<u16> {
+        self.0.port
+    }
+
+    /// Whether only this machine can reach the store, so that all ranks are on it.
+    pub(super) fn is_local(&self) -> bool {
+        self.0.is_local
+    }
+
+    pub(super) fn handle(&self) -> &ffi::Store {
+        &self.0.store
+    }
+
+    /// Returns the name of the next group of this rank that has none. It is the same on all ranks, because all of them
+    /// form their groups in the same order.
+    pub(super) fn next_name(&self, rank: usize) -> String {
+        let mut groups = self.0.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = groups.entry(rank).or_default();
+        *count += 1;
+        format!("group {count}")
+    }
+}
+
+/// Whether a host is this machine under an address that no other one can reach.
+pub(super) fn is_loopback(host: &str) -> bool {
+    match host.parse::<IpAddr>() {
+        Ok(address) => address.is_loopback(),
+        Err(_) => (host, 0).to_socket_addrs().is_ok_and(|mut addresses| {
+            addresses.next().is_some_and(|first| first.ip().is_loopback())
+                && addresses.all(|address| address.ip().is_loopback())
+        }),
+    }
+}
+
+fn unusable(host: &str, port: u16, error: &dyn std::fmt::Display) -> Error {
+    DistributedError::Store { address: format!("{host}:{port}"), message: error.to_string() }.into()
+}

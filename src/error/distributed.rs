@@ -1,0 +1,83 @@
+//! Errors of groups of ranks.
+
+use std::fmt;
+
+/// Why ranks could not form a group, or could not communicate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DistributedError {
+    /// An environment variable that describes the group is not set, or has a value that cannot be used.
+    #[error("{variable} {problem}; torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")]
+    Environment {
+        /// The environment variable.
+        variable: &'static str,
+        /// What is wrong with it, and what is allowed.
+        problem: String,
+    },
+
+    /// The store, through which ranks find each other, could not be reached or served.
+    #[error("the store at {address} cannot be used: {message}")]
+    Store {
+        /// The address, as `host:port`.
+        address: String,
+        /// libtorch's or the system's message.
+        message: String,
+    },
+
+    /// An operation failed because ranks have ended, have left, or did not answer before the timeout. The group cannot
+    /// be used any more, on any rank. Form a new one, with another name if a rank has been restarted, and resume from
+    /// the last checkpoint.
+    #[error("{operation} failed on rank {rank} of {size}{}: {message}", Missing(missing))]
+    Communication {
+        /// What was called.
+        operation: &'static str,
+        /// This rank.
+        rank: usize,
+        /// The number of ranks.
+        size: usize,
+        /// The ranks that did not report a failure of their own within two seconds, so that they have probably ended or
+        /// hang.
+        missing: Vec<usize>,
+        /// libtorch's message.
+        message: String,
+    },
+
+    /// The ranks called different operations, or passed tensors of different shapes or dtypes. Nothing was
+    /// communicated, and the group can still be used.
+    #[error("the ranks disagree: {}", Calls(calls))]
+    Mismatch {
+        /// What each rank called, in the order of the ranks.
+        calls: Vec<String>,
+    },
+
+    /// The group cannot be used any more, because an operation has failed.
+    #[error("{operation} was called on a group that has failed: form a new group")]
+    Failed {
+        /// What was called.
+        operation: &'static str,
+    },
+}
+
+struct Missing<'a>(&'a [usize]);
+
+impl fmt::Display for Missing<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            [] => Ok(()),
+            [rank] => write!(f, " (rank {rank} does not answer)"),
+            ranks => write!(f, " (the ranks {ranks:?} do not answer)"),
+        }
+    }
+}
+
+struct Calls<'a>(&'a [String]);
+
+impl fmt::Display for Calls<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (rank, call) in self.0.iter().enumerate() {
+            let separator = if rank == 0 { "" } else { "; " };
+            write!(f, "{separator}rank {rank} calls {call}")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,207 @@
+//! Stores and process groups of c10d.
+
+use std::ffi::{CStr, CString};
+use std::os::fd::{IntoRawFd, OwnedFd};
+use std::ptr;
+use std::time::Duration;
+
+use tch::Tensor;
+
+use super::{call, pointer};
+use crate::error::{Error, Result};
+use crate::sys::distributed as sys;
+
+/// A `c10d::Store`.
+#[derive(Debug)]
+pub(crate) struct Store(*mut sys::Store);
+
+// SAFETY: c10d's stores are not bound to a thread.
+unsafe impl Send for Store {}
+// SAFETY: TCPStore and HashStore lock a mutex of their own in every call.
+unsafe impl Sync for Store {}
+
+impl Store {
+    /// Connects to the store at this address.
+    pub(crate) fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+        Self::tcp(host, port, None, false, timeout)
+    }
+
+    /// Serves a store on this port of all interfaces.
+    pub(crate) fn serve(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+        Self::tcp(host, port, None, true, timeout)
+    }
+
+    /// Serves a store on a listening socket, whose address is given.
+    pub(crate) fn serve_on(
+        listener: OwnedFd,
+        host: &str,
+        port: u16,
+        timeout: Duration,
+    ) -> Result<Self> {
+        Self::tcp(host, port, Some(listener), true, timeout)
+    }
+
+    fn tcp(
+        host: &str,
+        port: u16,
+        listener: Option<OwnedFd>,
+        serve: bool,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let (host, timeout) = (text("host", host)?, milliseconds(timeout));
+        let listener = listener.map_or(-1, |listener| i64::from(listener.into_raw_fd()));
+        // SAFETY: `host` is a C string that outlives the call, the shim takes ownership of the socket, which nothing
+        // else owns any more, and `err` is valid for a write.
+        let new = |err| unsafe {
+            sys::tamp_store_tcp(host.as_ptr(), port.into(), serve.into(), listener, timeout, err)
+        };
+        call(new).map(Self)
+    }
+
+    /// A store for the threads of this process.
+    pub(crate) fn in_process(timeout: Duration) -> Result<Self> {
+        // SAFETY: `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_store_in_process(milliseconds(timeout), err) }).map(Self)
+    }
+
+    /// Sets a key.
+    pub(crate) fn set(&self, key: &str) -> Result<()> {
+        let key = text("key", key)?;
+        // SAFETY: the store is alive, `key` is a C string, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_store_set(self.0, key.as_ptr(), err) })
+    }
+
+    /// Waits for a key.
+    pub(crate) fn wait(&self, key: &str, timeout: Duration) -> Result<()> {
+        let key = text("key", key)?;
+        // SAFETY: the store is alive, `key` is a C string, and `err` is valid for a write.
+        call(|err| unsafe {
+            sys::tamp_store_wait(self.0, key.as_ptr(), milliseconds(timeout), err)
+        })
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // SAFETY: the shim made the store, and it is not used any more.
+        unsafe { sys::tamp_store_free(self.0) };
+    }
+}
+
+/// How a reduction combines the numbers of the ranks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Reduction {
+    Sum,
+    Min,
+    Max,
+}
+
+impl Reduction {
+    fn code(self) -> u8 {
+        match self {
+            Self::Sum => sys::REDUCE_SUM,
+            Self::Min => sys::REDUCE_MIN,
+            Self::Max => sys::REDUCE_MAX,
+        }
+    }
+}
+
+/// A member of a group, and where it listens.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Member<'a> {
+    pub(crate) prefix: &'a str,
+    pub(crate) interface: Option<&'a str>,
+    pub(crate) host: Option<&'a str>,
+    pub(crate) rank: usize,
+    pub(crate) size: usize,
+    pub(crate) timeout: Duration,
+}
+
+/// A `c10d::ProcessGroup`.
+#[derive(Debug)]
+pub(crate) struct Group(*mut sys::Group);
+
+// SAFETY: process groups are not bound to a thread.
+unsafe impl Send for Group {}
+// SAFETY: libtorch calls them from the threads of its autograd engine, too: their queues have locks.
+unsafe impl Sync for Group {}
+
+impl Group {
+    /// Forms a group with the other ranks.
+    pub(crate) fn new(store: &Store, member: &Member<'_>) -> Result<Self> {
+        let prefix = text("name", member.prefix)?;
+        let interface = member.interface.map(|name| text("interface", name)).transpose()?;
+        let host = member.host.map(|host| text("host", host)).transpose()?;
+        let options = sys::GroupOptions {
+            prefix: prefix.as_ptr(),
+            interface: interface.as_deref().map_or(ptr::null(), CStr::as_ptr),
+            host: host.as_deref().map_or(ptr::null(), CStr::as_ptr),
+            rank: member.rank as i64,
+            size: member.size as i64,
+            timeout_ms: milliseconds(member.timeout),
+        };
+        // SAFETY: the store is alive, the options' strings outlive the call, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_group_new(store.0, &options, err) }).map(Self)
+    }
+
+    /// Returns the bytes of all ranks, one rank's after the other's.
+    pub(crate) fn gather_bytes(&self, bytes: &[u8], size: usize) -> Result<Vec<u8>> {
+        let mut all = vec![0; bytes.len() * size];
+        // SAFETY: both buffers are alive, and `all` has room for `bytes.len()` bytes of each of the `size` ranks.
+        call(|err| unsafe {
+            sys::tamp_group_gather_bytes(self.0, bytes.as_ptr(), bytes.len(), all.as_mut_ptr(), err)
+        })?;
+        Ok(all)
+    }
+
+    pub(crate) fn all_reduce(&self, tensor: &Tensor, reduction: Reduction) -> Result<()> {
+        // SAFETY: the group and the tensor are alive, and `err` is valid for a write.
+        call(|err| unsafe {
+            sys::tamp_group_all_reduce(self.0, pointer(tensor), reduction.code(), err)
+        })
+    }
+
+    pub(crate) fn broadcast(&self, tensor: &Tensor, root: usize) -> Result<()> {
+        // SAFETY: the group and the tensor are alive, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_group_broadcast(self.0, pointer(tensor), root as i64, err) })
+    }
+
+    pub(crate) fn all_gather(&self, all: &Tensor, tensor: &Tensor) -> Result<()> {
+        // SAFETY: the group and both tensors are alive, and `err` is valid for a write.
+        call(|err| unsafe {
+            sys::tamp_group_all_gather(self.0, pointer(all), pointer(tensor), err)
+        })
+    }
+
+    pub(crate) fn reduce_scatter(&self, part: &Tensor, all: &Tensor) -> Result<()> {
+        // SAFETY: the group and both tensors are alive, and `err` is valid for a write.
+        call(|err| unsafe {
+            sys::tamp_group_reduce_scatter(self.0, pointer(part), pointer(all), err)
+        })
+    }
+
+    pub(crate) fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
+        // SAFETY: the group is alive, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_group_monitored_barrier(self.0, milliseconds(timeout), err) })
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // SAFETY: the shim made the group, and it is not used any more.
+        unsafe { sys::tamp_group_free(self.0) };
+    }
+}
+
+fn text(name: &'static str, text: &str) -> Result<CString> {
+    CString::new(text).map_err(|_| Error::InvalidArgument {
+        name,
+        problem: format!("is {text:?}, but must have no NUL character"),
+    })
+}
+
+/// c10d takes whole milliseconds, and adds them to a point in time, so that very many would overflow.
+fn milliseconds(timeout: Duration) -> i64 {
+    const LONGEST: i64 = 1 << 40;
+    i64::try_from(timeout.as_millis()).map_or(LONGEST, |timeout| timeout.clamp(1, LONGEST))
+}

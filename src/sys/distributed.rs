@@ -1,0 +1,93 @@
+//! The C ABI of the feature `distributed`: every declaration of `csrc/shim_distributed.h`, in the same order.
+
+use std::ffi::c_char;
+
+use super::Tensor;
+
+#[repr(C)]
+pub(crate) struct Store {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub(crate) struct Group {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GroupOptions {
+    pub(crate) prefix: *const c_char,
+    pub(crate) interface: *const c_char,
+    pub(crate) host: *const c_char,
+    pub(crate) rank: i64,
+    pub(crate) size: i64,
+    pub(crate) timeout_ms: i64,
+}
+
+pub(crate) const REDUCE_SUM: u8 = 0;
+pub(crate) const REDUCE_MIN: u8 = 1;
+pub(crate) const REDUCE_MAX: u8 = 2;
+
+unsafe extern "C" {
+    pub(crate) fn tamp_store_tcp(
+        host: *const c_char,
+        port: u32,
+        serve: u8,
+        listener: i64,
+        timeout_ms: i64,
+        err: *mut *mut c_char,
+    ) -> *mut Store;
+    pub(crate) fn tamp_store_in_process(timeout_ms: i64, err: *mut *mut c_char) -> *mut Store;
+    pub(crate) fn tamp_store_set(store: *const Store, key: *const c_char, err: *mut *mut c_char);
+    pub(crate) fn tamp_store_wait(
+        store: *const Store,
+        key: *const c_char,
+        timeout_ms: i64,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_store_free(store: *mut Store);
+
+    pub(crate) fn tamp_group_new(
+        store: *const Store,
+        options: *const GroupOptions,
+        err: *mut *mut c_char,
+    ) -> *mut Group;
+    pub(crate) fn tamp_group_free(group: *mut Group);
+    pub(crate) fn tamp_group_gather_bytes(
+        group: *const Group,
+        bytes: *const u8,
+        len: usize,
+        all: *mut u8,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_group_all_reduce(
+        group: *const Group,
+        t: *mut Tensor,
+        op: u8,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_group_broadcast(
+        group: *const Group,
+        t: *mut Tensor,
+        root: i64,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_group_all_gather(
+        group: *const Group,
+        all: *mut Tensor,
+        t: *const Tensor,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_group_reduce_scatter(
+        group: *const Group,
+        part: *mut Tensor,
+        all: *const Tensor,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_group_monitored_barrier(
+        group: *const Group,
+        timeout_ms: i64,
+        err: *mut *mut c_char,
+    );
+}

@@ -1,0 +1,32 @@
+//! Groups of ranks, as threads of this process and as processes of their own.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![cfg(feature = "distributed")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod collectives;
+mod failures;
+mod processes;
+mod stores;
+
+use std::time::Duration;
+
+use tch_amp::distributed::{GroupOptions, ProcessGroup, Store};
+
+/// Long enough for a busy machine, and short enough for a test that fails.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Runs `rank` on threads that form a group, and returns the results in the order of the ranks.
+fn ranks<T: Send>(size: usize, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
+    let options = GroupOptions::default().timeout(TIMEOUT);
+    let store = Store::in_process().unwrap();
+    std::thread::scope(|scope| {
+        let spawn = |number| {
+            let (store, rank, options) = (&store, &rank, &options);
+            scope.spawn(move || rank(options.join(store, number, size).unwrap()))
+        };
+        let threads: Vec<_> = (0..size).map(spawn).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}

@@ -1,0 +1,132 @@
+//! Ranks that are processes, which find each other through the environment.
+
+use std::io::{BufRead, BufReader, Read};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tch::Tensor;
+use tch_amp::distributed::{GroupOptions, ReduceOp};
+
+/// What [`rank`] is to do.
+const TASK: &str = "TCH_AMP_TEST_TASK";
+
+/// This program again, as a rank.
+fn spawn(task: &str, variables: &[(&str, &str)]) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "processes::rank", "--ignored", "--nocapture"])
+        .env(TASK, task)
+        .envs(variables.iter().copied())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+fn spawn_rank(task: &str, rank: &str, size: &str, port: &str) -> Child {
+    let address = ("MASTER_ADDR", "localhost");
+    spawn(task, &[("RANK", rank), ("WORLD_SIZE", size), address, ("MASTER_PORT", port)])
+}
+
+fn free_port() -> String {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+}
+
+/// The lines that a rank printed after `rank: `.
+fn lines(child: &mut Child) -> impl Iterator<Item = String> + use<> {
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
+    // The first line can begin with the name of the test.
+    lines.filter_map(|line| line.split_once("rank: ").map(|(_, line)| line.to_owned()))
+}
+
+fn only_line(mut child: Child) -> String {
+    let line = lines(&mut child).next();
+    let mut errors = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
+    child.wait().unwrap();
+    line.unwrap_or_else(|| panic!("a rank printed nothing: {errors}"))
+}
+
+#[test]
+#[ignore = "a rank of the other tests"]
+fn rank() {
+    let Ok(task) = std::env::var(TASK) else { return };
+    let options = GroupOptions::default().timeout(Duration::from_secs(30));
+    let group = match options.from_env() {
+        Ok(group) => group,
+        Err(error) => return println!("rank: {error}"),
+    };
+    let mut sum = Tensor::from(group.rank() as i64 + 1);
+    match task.as_str() {
+        "sum" => {
+            group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            println!("rank: {} of {}", group.rank(), sum.int64_value(&[]));
+            group.barrier().unwrap();
+        }
+        _ => {
+            println!("rank: begins");
+            loop {
+                if let Err(error) = group.all_reduce(&mut sum, ReduceOp::Min) {
+                    return println!("rank: {error}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_environment_forms_a_group() {
+    let port = free_port();
+    let children: Vec<_> =
+        ["0", "1", "2"].map(|rank| spawn_rank("sum", rank, "3", &port)).into_iter().collect();
+    let lines: Vec<_> = children.into_iter().map(only_line).collect();
+    assert_eq!(lines, ["0 of 6", "1 of 6", "2 of 6"]);
+}
+
+#[test]
+fn a_killed_rank_is_named_at_once() {
+    for killed in [0, 1] {
+        let port = free_port();
+        let mut children = ["0", "1"].map(|rank| spawn_rank("spin", rank, "2", &port));
+        let mut output = children.each_mut().map(lines);
+        for lines in &mut output {
+            assert_eq!(lines.next().unwrap(), "begins");
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        let start = Instant::now();
+        children[killed].kill().unwrap();
+        let error = output[1 - killed].next().unwrap();
+        assert!(error.contains(&format!("rank {killed} does not answer")), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(20));
+        for child in &mut children {
+            child.wait().unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_wrong_environment_is_an_error_that_names_the_variable() {
+    let all =
+        [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")];
+    for (i, (name, _)) in all.iter().enumerate() {
+        let others: Vec<_> = all.iter().copied().filter(|(other, _)| other != name).collect();
+        let line = only_line(spawn("sum", &others));
+        assert!(line.starts_with(&format!("{name} is not set")), "{line}");
+        if *name != "MASTER_ADDR" {
+            let mut wrong = all;
+            wrong[i].1 = "x1";
+            let line = only_line(spawn("sum", &wrong));
+            assert!(line.starts_with(&format!("{name} is \"x1\"")), "{line}");
+        }
+    }
+    let line = only_line(spawn_rank("sum", "2", "2", "1"));
+    assert!(line.starts_with("RANK is 2, but must be less than WORLD_SIZE"), "{line}");
+}
+
+#[test]
+fn a_port_in_use_is_an_error_of_rank_0() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let line = only_line(spawn_rank("sum", "0", "1", &port.to_string()));
+    assert!(line.contains(&format!("127.0.0.1:{port} cannot be used")), "{line}");
+}
