@@ -3,9 +3,9 @@
 // libtorch is built with gloo, whose headers it does not bring: see gloo_headers.
 #define USE_C10D_GLOO
 
+#include <torch/headeronly/version.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/headeronly/version.h>
 
 #include "distributed.h"
 

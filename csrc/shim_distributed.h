@@ -41,7 +41,8 @@ typedef struct tamp_group_options {
   const char *prefix;     // of the keys in the store; each group of a store needs another one
   const char *interface;  // the network interface to use, or null
   const char *host;       // the address to use if `interface` is null, or null for the one of this host's name
-  int64_t rank, size;
+  int64_t rank;
+  int64_t size;
   int64_t timeout_ms;
 } tamp_group_options;
 
@@ -74,6 +75,47 @@ void tamp_group_reduce_scatter(const tamp_group *group, tamp_tensor *part, const
 
 // Waits for all ranks. On a failure the message names the ranks that are missing.
 void tamp_group_monitored_barrier(const tamp_group *group, int64_t timeout_ms, char **err) TAMP_NOEXCEPT;
+
+// --------------------------------------------------------------------------------------------- distributed_reducer.cpp
+// These functions average gradients over the ranks of a group while the backward pass runs, by c10d::Reducer.
+
+typedef struct tamp_reducer tamp_reducer;
+
+enum { TAMP_COMPRESS_NONE = 0, TAMP_COMPRESS_FP16 = 1, TAMP_COMPRESS_BF16 = 2 };
+
+typedef struct tamp_reducer_options {
+  int64_t bucket_bytes;  // the size of a bucket, or 0 for PyTorch's default: 1 MiB for the first one, 25 for the others
+  uint8_t compression;   // the dtype in which gradients are communicated
+  uint8_t divide_first;  // whether they are divided by the number of ranks before they are compressed
+  uint8_t find_unused_parameters;
+  uint8_t gradient_as_bucket_view;
+} tamp_reducer_options;
+
+// Lets the gradients of the `count` parameters be averaged. `names` has the name of each. All ranks call this with the
+// same parameters and options.
+tamp_reducer *tamp_reducer_new(const tamp_group *group, tamp_tensor *const *parameters, const char *const *names,
+                               size_t count, const tamp_reducer_options *options, char **err) TAMP_NOEXCEPT;
+
+void tamp_reducer_free(tamp_reducer *reducer) TAMP_NOEXCEPT;
+
+enum { TAMP_PARAMETERS_SAME = 0, TAMP_PARAMETERS_CAST = 1, TAMP_PARAMETERS_FROZEN = 2, TAMP_PARAMETERS_RESHAPED = 3 };
+
+// Returns what has happened to a parameter since the reducer was made, and its index.
+uint8_t tamp_reducer_parameters(const tamp_reducer *reducer, size_t *index, char **err) TAMP_NOEXCEPT;
+
+// To be called before a forward pass. `sync` is whether its gradients will be averaged. Returns whether autograd records
+// the forward pass.
+uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **err) TAMP_NOEXCEPT;
+
+// To be called before a backward pass whose gradients are averaged.
+void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss, char **err) TAMP_NOEXCEPT;
+
+// To be called after such a backward pass. Fails if parameters did not receive a gradient.
+void tamp_reducer_after_backward(tamp_reducer *reducer, char **err) TAMP_NOEXCEPT;
+
+// Overwrites the `count` tensors by those of rank 0, many at a time.
+void tamp_group_broadcast_all(const tamp_group *group, tamp_tensor *const *tensors, size_t count,
+                              char **err) TAMP_NOEXCEPT;
 
 #ifdef __cplusplus
 }

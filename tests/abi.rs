@@ -32,7 +32,10 @@ fn flat(text: &str) -> String {
 fn rust_type(c: &str) -> String {
     let c = c.trim();
     if let Some(inner) = c.strip_suffix("*const *") {
-        return format!("*const *mut {}", rust_type(inner));
+        return match inner.trim().strip_prefix("const ") {
+            Some(inner) => format!("*const *const {}", rust_type(inner)),
+            None => format!("*const *mut {}", rust_type(inner)),
+        };
     }
     if let Some(inner) = c.strip_suffix('*') {
         let inner = inner.trim().replace("void", "c_void");
@@ -77,6 +80,8 @@ fn rust_type(c: &str) -> String {
         ("tamp_store", "Store"),
         ("tamp_group", "Group"),
         ("tamp_group_options", "GroupOptions"),
+        ("tamp_reducer", "Reducer"),
+        ("tamp_reducer_options", "ReducerOptions"),
     ];
     let found = known.iter().find(|(name, _)| *name == c);
     found.unwrap_or_else(|| panic!("unknown C type: {c:?}")).1.to_owned()

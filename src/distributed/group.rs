@@ -185,6 +185,10 @@ impl ProcessGroup {
             return Err(DistributedError::Failed { operation }.into());
         }
         call(&self.0.handle).map_err(|error| {
+            // Other errors are those of a closure of the user's.
+            if !matches!(error, Error::Torch(_)) {
+                return error;
+            }
             self.0.failed.store(true, Ordering::Relaxed);
             self.0.place.failure(operation, &error)
         })

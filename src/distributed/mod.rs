@@ -12,11 +12,15 @@
 
 mod call;
 mod collectives;
+mod ddp;
 mod environment;
 mod group;
+mod scaler;
 mod store;
+mod texts;
 
 pub use crate::error::DistributedError;
 pub use collectives::ReduceOp;
+pub use ddp::{DdpOptions, DistributedDataParallel};
 pub use group::{GroupOptions, ProcessGroup};
 pub use store::Store;

@@ -50,6 +50,32 @@ pub enum DistributedError {
         calls: Vec<String>,
     },
 
+    /// A parameter is not as it was when the model was distributed. Make a new `DistributedDataParallel`, on all ranks.
+    #[error(
+        "{name} {problem} after the model was distributed: make a new DistributedDataParallel on all ranks"
+    )]
+    Parameter {
+        /// The name of the parameter in the `VarStore`.
+        name: String,
+        /// What has happened to it.
+        problem: &'static str,
+    },
+
+    /// The loss does not depend on parameters of the model, so that their gradients cannot be averaged. Freeze or remove
+    /// them, or set `find_unused_parameters`. The gradients of this iteration are unusable, and so is the
+    /// `DistributedDataParallel`: make a new one, on all ranks.
+    #[error(
+        "the loss of rank {rank} does not depend on the parameters {names:?}: freeze or remove them, or set find_unused_parameters"
+    )]
+    Unused {
+        /// This rank.
+        rank: usize,
+        /// The names of the parameters in the `VarStore`.
+        names: Vec<String>,
+        /// libtorch's message.
+        message: String,
+    },
+
     /// The group cannot be used any more, because an operation has failed.
     #[error("{operation} was called on a group that has failed: form a new group")]
     Failed {

@@ -50,6 +50,12 @@ pub enum GradientError {
         parameter: String,
     },
 
+    /// The gradients have been accumulated on this rank alone, and are not averaged over the ranks of a group yet.
+    #[error(
+        "the gradients of this rank have not been averaged over the ranks: run a backward outside of no_sync first"
+    )]
+    Unsynced,
+
     /// The norm of the gradients is infinite or NaN. They were not clipped.
     #[error("the norm of the gradients is {}: look for an infinite or NaN loss", Number(*norm))]
     NonFiniteNorm {

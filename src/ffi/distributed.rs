@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tch::Tensor;
 
-use super::{call, pointer};
+use super::{call, pointer, pointers};
 use crate::error::{Error, Result};
 use crate::sys::distributed as sys;
 
@@ -180,6 +180,15 @@ impl Group {
         })
     }
 
+    /// Overwrites all tensors by those of rank 0.
+    pub(crate) fn broadcast_all(&self, tensors: &[Tensor]) -> Result<()> {
+        let tensors = pointers(tensors);
+        // SAFETY: the group and the tensors are alive, and `err` is valid for a write.
+        call(|err| unsafe {
+            sys::tamp_group_broadcast_all(self.0, tensors.as_ptr(), tensors.len(), err)
+        })
+    }
+
     pub(crate) fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
         // SAFETY: the group is alive, and `err` is valid for a write.
         call(|err| unsafe { sys::tamp_group_monitored_barrier(self.0, milliseconds(timeout), err) })
@@ -190,6 +199,109 @@ impl Drop for Group {
     fn drop(&mut self) {
         // SAFETY: the shim made the group, and it is not used any more.
         unsafe { sys::tamp_group_free(self.0) };
+    }
+}
+
+/// The dtype in which gradients are communicated instead of their own.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Compression {
+    None,
+    Fp16,
+    Bf16,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ReducerOptions {
+    /// PyTorch's default if it is zero.
+    pub(crate) bucket_bytes: i64,
+    pub(crate) compression: Compression,
+    pub(crate) divide_first: bool,
+    pub(crate) find_unused_parameters: bool,
+    pub(crate) gradient_as_bucket_view: bool,
+}
+
+/// What has happened to a parameter whose gradient is averaged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Changed {
+    Cast,
+    Frozen,
+    Reshaped,
+}
+
+/// A `c10d::Reducer`.
+#[derive(Debug)]
+pub(crate) struct Reducer(*mut sys::Reducer);
+
+// SAFETY: c10d's reducer is not bound to a thread, and locks a mutex of its own where autograd's threads call it.
+unsafe impl Send for Reducer {}
+
+impl Reducer {
+    /// Has the gradients of the parameters averaged over a group.
+    pub(crate) fn new(
+        group: &Group,
+        parameters: &[(String, Tensor)],
+        options: &ReducerOptions,
+    ) -> Result<Self> {
+        let names: Vec<_> =
+            parameters.iter().map(|(name, _)| text("name", name)).collect::<Result<_>>()?;
+        let names: Vec<_> = names.iter().map(|name| name.as_ptr()).collect();
+        let tensors = pointers(parameters.iter().map(|(_, tensor)| tensor));
+        let options = sys::ReducerOptions {
+            bucket_bytes: options.bucket_bytes,
+            compression: match options.compression {
+                Compression::None => sys::COMPRESS_NONE,
+                Compression::Fp16 => sys::COMPRESS_FP16,
+                Compression::Bf16 => sys::COMPRESS_BF16,
+            },
+            divide_first: options.divide_first.into(),
+            find_unused_parameters: options.find_unused_parameters.into(),
+            gradient_as_bucket_view: options.gradient_as_bucket_view.into(),
+        };
+        // SAFETY: the group, the tensors and the names are alive, both arrays have as many elements as is said, and
+        // `err` is valid for a write.
+        call(|err| unsafe {
+            let (tensors, count) = (tensors.as_ptr(), tensors.len());
+            sys::tamp_reducer_new(group.0, tensors, names.as_ptr(), count, &options, err)
+        })
+        .map(Self)
+    }
+
+    /// Returns the first parameter that has changed, by its index.
+    pub(crate) fn changed(&self) -> Result<Option<(usize, Changed)>> {
+        let mut index = 0;
+        // SAFETY: the reducer is alive, and `index` and `err` are valid for a write.
+        let changed = call(|err| unsafe { sys::tamp_reducer_parameters(self.0, &mut index, err) })?;
+        Ok(match changed {
+            sys::PARAMETERS_SAME => None,
+            sys::PARAMETERS_CAST => Some((index, Changed::Cast)),
+            sys::PARAMETERS_FROZEN => Some((index, Changed::Frozen)),
+            sys::PARAMETERS_RESHAPED => Some((index, Changed::Reshaped)),
+            code => return Err(Error::Torch(format!("the shim returned {code}"))),
+        })
+    }
+
+    /// Returns whether autograd records the forward pass.
+    pub(crate) fn before_forward(&self, sync: bool) -> Result<bool> {
+        // SAFETY: the reducer is alive, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_reducer_before_forward(self.0, sync.into(), err) })
+            .map(|recorded| recorded != 0)
+    }
+
+    pub(crate) fn before_backward(&self, loss: &Tensor) -> Result<()> {
+        // SAFETY: the reducer and the tensor are alive, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_reducer_before_backward(self.0, loss.as_ptr(), err) })
+    }
+
+    pub(crate) fn after_backward(&self) -> Result<()> {
+        // SAFETY: the reducer is alive, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_reducer_after_backward(self.0, err) })
+    }
+}
+
+impl Drop for Reducer {
+    fn drop(&mut self) {
+        // SAFETY: the shim made the reducer, and it is not used any more.
+        unsafe { sys::tamp_reducer_free(self.0) };
     }
 }
 

@@ -4,6 +4,8 @@
 //! calls of an iteration. A record also describes the gradients, by which the step notices that one was replaced or
 //! changed.
 
+use std::sync::atomic::Ordering;
+
 use tch::Tensor;
 
 use crate::error::{Error, GradientError, Result, ScalerError};
@@ -45,6 +47,7 @@ impl GradScaler {
         look: Look,
         known: impl FnOnce(&mut Iteration, usize, &Number, Gradients<'_>) -> Result<()>,
     ) -> Result<Option<usize>> {
+        self.check_synced()?;
         let Some(scale) = self.scale.number() else {
             return Ok(None);
         };
@@ -70,6 +73,16 @@ impl GradScaler {
                 }
                 iteration.open(gradients, &plan, scale, look)
             }
+        }
+    }
+
+    /// Returns an error for gradients that this rank has accumulated alone.
+    pub(super) fn check_synced(&self) -> Result<()> {
+        match self.ranks.upgrade() {
+            Some(unsynced) if unsynced.load(Ordering::Relaxed) => {
+                Err(Error::Gradient(GradientError::Unsynced))
+            }
+            _ => Ok(()),
         }
     }
 

@@ -3,6 +3,8 @@
 use std::borrow::Borrow;
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::sync::Weak;
+use std::sync::atomic::AtomicBool;
 
 use tch::{Device, Tensor};
 
@@ -47,6 +49,9 @@ pub struct GradScaler {
     pub(super) iteration: RefCell<Iteration>,
     /// The names of parameters by identity. The tensors are kept so that no other tensor gets their identity.
     pub(super) names: HashMap<usize, (String, Tensor)>,
+    /// Whether the gradients that were last scaled are those of this rank alone. A `Weak` without a target if no model
+    /// is distributed.
+    pub(super) ranks: Weak<AtomicBool>,
 }
 
 impl GradScalerConfig {
@@ -114,7 +119,13 @@ impl GradScaler {
     }
 
     fn from_scale(scale: AdaptiveScale) -> Self {
-        Self { scale, iteration: RefCell::default(), names: HashMap::new() }
+        Self { scale, iteration: RefCell::default(), names: HashMap::new(), ranks: Weak::new() }
+    }
+
+    /// Has the scaler refuse to unscale or to step while the gradients are those of this rank alone.
+    #[cfg(feature = "distributed")]
+    pub(crate) fn note_ranks(&mut self, unsynced: &std::sync::Arc<AtomicBool>) {
+        self.ranks = std::sync::Arc::downgrade(unsynced);
     }
 
     /// Returns whether the scaler is enabled. The counterpart of `is_enabled`.

@@ -116,6 +116,7 @@ impl GradScaler {
     }
 
     pub(crate) fn step_shared(&self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
+        self.check_synced()?;
         let Some(scale) = self.scale.number() else {
             update(optimizer, &Step::default())?;
             return Ok(StepOutcome::known(Taken::Stepped));

@@ -29,6 +29,30 @@ pub(crate) const REDUCE_SUM: u8 = 0;
 pub(crate) const REDUCE_MIN: u8 = 1;
 pub(crate) const REDUCE_MAX: u8 = 2;
 
+#[repr(C)]
+pub(crate) struct Reducer {
+    _opaque: [u8; 0],
+}
+
+pub(crate) const COMPRESS_NONE: u8 = 0;
+pub(crate) const COMPRESS_FP16: u8 = 1;
+pub(crate) const COMPRESS_BF16: u8 = 2;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ReducerOptions {
+    pub(crate) bucket_bytes: i64,
+    pub(crate) compression: u8,
+    pub(crate) divide_first: u8,
+    pub(crate) find_unused_parameters: u8,
+    pub(crate) gradient_as_bucket_view: u8,
+}
+
+pub(crate) const PARAMETERS_SAME: u8 = 0;
+pub(crate) const PARAMETERS_CAST: u8 = 1;
+pub(crate) const PARAMETERS_FROZEN: u8 = 2;
+pub(crate) const PARAMETERS_RESHAPED: u8 = 3;
+
 unsafe extern "C" {
     pub(crate) fn tamp_store_tcp(
         host: *const c_char,
@@ -88,6 +112,38 @@ unsafe extern "C" {
     pub(crate) fn tamp_group_monitored_barrier(
         group: *const Group,
         timeout_ms: i64,
+        err: *mut *mut c_char,
+    );
+
+    pub(crate) fn tamp_reducer_new(
+        group: *const Group,
+        parameters: *const *mut Tensor,
+        names: *const *const c_char,
+        count: usize,
+        options: *const ReducerOptions,
+        err: *mut *mut c_char,
+    ) -> *mut Reducer;
+    pub(crate) fn tamp_reducer_free(reducer: *mut Reducer);
+    pub(crate) fn tamp_reducer_parameters(
+        reducer: *const Reducer,
+        index: *mut usize,
+        err: *mut *mut c_char,
+    ) -> u8;
+    pub(crate) fn tamp_reducer_before_forward(
+        reducer: *mut Reducer,
+        sync: u8,
+        err: *mut *mut c_char,
+    ) -> u8;
+    pub(crate) fn tamp_reducer_before_backward(
+        reducer: *mut Reducer,
+        loss: *const Tensor,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_reducer_after_backward(reducer: *mut Reducer, err: *mut *mut c_char);
+    pub(crate) fn tamp_group_broadcast_all(
+        group: *const Group,
+        tensors: *const *mut Tensor,
+        count: usize,
         err: *mut *mut c_char,
     );
 }

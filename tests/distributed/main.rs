@@ -6,9 +6,11 @@
 mod common;
 
 mod collectives;
+mod ddp;
 mod failures;
 mod processes;
 mod stores;
+mod training;
 
 use std::time::Duration;
 

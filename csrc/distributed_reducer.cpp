@@ -1,0 +1,184 @@
+// Averaging of gradients over ranks: what torch/nn/parallel/distributed.py does around c10d::Reducer.
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/distributed/c10d/debug.h>
+#include <torch/csrc/distributed/c10d/logger.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include <algorithm>
+#include <limits>
+#include <mutex>
+
+#include "distributed.h"
+
+struct tamp_reducer {
+  std::vector<at::Tensor> parameters;
+  std::vector<at::ScalarType> dtypes;
+  std::vector<std::vector<int64_t>> sizes;
+  bool finds_unused = false;
+  std::shared_ptr<c10d::Reducer> reducer;
+  std::shared_ptr<c10d::Logger> logger;
+};
+
+namespace {
+
+using tamp::distributed::given;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// As in torch/nn/parallel/distributed.py.
+constexpr size_t kBroadcastBytes = size_t{250} << 20;
+
+// Communicates a bucket in half precision, like fp16_compress_hook and bf16_compress_hook of Python's default_hooks.
+class Compression : public c10d::CppCommHookInterface<Group> {
+ public:
+  Compression(const Group &group, at::ScalarType dtype, bool divide_first)
+      : CppCommHookInterface<Group>(group), dtype_(dtype), divide_first_(divide_first) {}
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket &bucket) override {
+    const at::Tensor &buffer = bucket.getBufferRef();
+    const int64_t ranks = state_->getSize();
+    // Dividing first keeps what half precision cannot hold before the division.
+    std::vector<at::Tensor> small{divide_first_ ? buffer.div_(ranks).to(dtype_) : buffer.to(dtype_).div_(ranks)};
+    return state_->allreduce(small)->getFuture()->then(
+        [buffer](c10::ivalue::Future &done) {
+          const c10::IValue value = done.value();
+          buffer.copy_(value.isTensorList() ? value.toTensorVector()[0] : value.toTensor());
+          return c10::IValue(buffer);
+        },
+        c10::TensorType::get());
+  }
+
+ private:
+  at::ScalarType dtype_;
+  bool divide_first_;
+};
+
+// Owns an object whose destructor may throw, which nothing could handle.
+template <typename T>
+std::shared_ptr<T> owned(T *object) {
+  return std::shared_ptr<T>(object, [](T *last) {
+    try {
+      delete last;
+    } catch (const std::exception &) {
+    }
+  });
+}
+
+std::vector<at::Tensor> list(tamp_tensor *const *tensors, size_t count) {
+  std::vector<at::Tensor> out;
+  out.reserve(count);
+  for (size_t i = 0; i < count; ++i) out.push_back(tamp::tensor(tensors[i]));
+  return out;
+}
+
+// Divides the parameters into buckets, the last ones first, because backward computes their gradients first. Unless
+// unused parameters are looked for, all are in one bucket until the first backward has shown the order.
+std::vector<std::vector<size_t>> buckets(const std::vector<at::Tensor> &parameters, int64_t first, int64_t others,
+                                         bool finds_unused) {
+  std::vector<size_t> limits{static_cast<size_t>(others)};
+  if (!finds_unused) {
+    limits = {static_cast<size_t>(std::numeric_limits<int64_t>::max())};
+  } else if (first < others) {
+    limits.insert(limits.begin(), static_cast<size_t>(first));
+  }
+  const std::vector<bool> sparse(parameters.size(), false);
+  auto indices = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, limits, sparse));
+  std::reverse(indices.begin(), indices.end());
+  return indices;
+}
+
+void compress(c10d::Reducer &reducer, const Group &group, const tamp_reducer_options &o) {
+  if (o.compression == TAMP_COMPRESS_NONE) return;
+  const auto dtype = o.compression == TAMP_COMPRESS_FP16 ? at::kHalf : at::kBFloat16;
+  reducer.register_comm_hook(std::make_unique<Compression>(group, dtype, o.divide_first != 0));
+}
+
+}  // namespace
+
+extern "C" {
+
+tamp_reducer *tamp_reducer_new(const tamp_group *group, tamp_tensor *const *parameters, const char *const *names,
+                               size_t count, const tamp_reducer_options *options, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> tamp_reducer * {
+    // As Python does when it imports c10d; messages then name parameters if TORCH_DISTRIBUTED_DEBUG says so.
+    static std::once_flag once;
+    std::call_once(once, c10d::setDebugLevelFromEnvironment);
+    const Group &ranks = given(group).group;
+    auto out = std::make_unique<tamp_reducer>();
+    out->parameters = list(parameters, count);
+    out->finds_unused = options->find_unused_parameters != 0;
+    std::unordered_map<size_t, std::string> named;
+    for (size_t i = 0; i < count; ++i) {
+      out->dtypes.push_back(out->parameters[i].scalar_type());
+      out->sizes.push_back(out->parameters[i].sizes().vec());
+      named.emplace(i, names[i]);
+    }
+    const bool by_default = options->bucket_bytes == 0;
+    const int64_t others = by_default ? c10d::kDefaultBucketBytesCap : options->bucket_bytes;
+    const int64_t first = by_default ? c10d::kDefaultFirstBucketBytes : options->bucket_bytes;
+    out->reducer = owned(new c10d::Reducer(
+        out->parameters, buckets(out->parameters, first, others, out->finds_unused), ranks,
+        std::vector<bool>(count, false), others, out->finds_unused, options->gradient_as_bucket_view != 0,
+        std::move(named), first, /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
+        /*bucket_bytes_cap_list=*/std::vector<int64_t>{}));
+    out->logger = owned(new c10d::Logger(out->reducer));
+    out->reducer->set_logger(out->logger);
+    out->logger->set_construction_data_and_log("VarStore", {}, -1, false, false, false);
+    compress(*out->reducer, ranks, *options);
+    return out.release();
+  });
+}
+
+void tamp_reducer_free(tamp_reducer *reducer) noexcept {
+  delete reducer;
+}
+
+uint8_t tamp_reducer_parameters(const tamp_reducer *reducer, size_t *index, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    const tamp_reducer &r = given(reducer);
+    for (size_t i = 0; i < r.parameters.size(); ++i) {
+      const at::Tensor &parameter = r.parameters[i];
+      *index = i;
+      if (parameter.scalar_type() != r.dtypes[i]) return TAMP_PARAMETERS_CAST;
+      if (!parameter.requires_grad()) return TAMP_PARAMETERS_FROZEN;
+      if (parameter.sizes() != r.sizes[i]) return TAMP_PARAMETERS_RESHAPED;
+    }
+    return TAMP_PARAMETERS_SAME;
+  });
+}
+
+uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    tamp_reducer &r = given(reducer);
+    if (!at::GradMode::is_enabled()) return 0;
+    if (sync != 0) {
+      r.logger->set_runtime_stats_and_log();
+      r.reducer->prepare_for_forward();
+    }
+    r.reducer->rebuild_buckets();
+    return 1;
+  });
+}
+
+void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    tamp_reducer &r = given(reducer);
+    std::vector<at::Tensor> roots;
+    if (r.finds_unused) roots.push_back(tamp::tensor(loss));
+    r.reducer->prepare_for_backward(roots);
+  });
+}
+
+void tamp_reducer_after_backward(tamp_reducer *reducer, char **err) noexcept {
+  tamp::guarded(err, [&] { given(reducer).reducer->check_finalized(); });
+}
+
+void tamp_group_broadcast_all(const tamp_group *group, tamp_tensor *const *tensors, size_t count, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    std::vector<at::Tensor> plain;
+    for (const at::Tensor &t : list(tensors, count)) plain.push_back(t.detach());
+    c10d::broadcast_coalesced(given(group).group, plain, kBroadcastBytes, 0);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,252 @@
+//! Data-parallel training.
+
+mod model;
+mod options;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tch::nn::VarStore;
+use tch::{Device, Tensor, no_grad};
+
+use crate::distributed::group::ProcessGroup;
+use crate::error::{DistributedError, Error, Result};
+use crate::ffi::distributed::{Changed, Reducer};
+use crate::scaler::GradScaler;
+use model::Model;
+pub use options::DdpOptions;
+
+/// Averages the gradients of a model over the ranks of a group while the backward pass runs, so that all ranks train
+/// the same model on different data. Corresponds to `torch.nn.parallel.DistributedDataParallel`, and uses its engine,
+/// c10d's `Reducer`: the results are the same bit by bit.
+///
+/// Each rank makes its own model, loss and optimizer. Wrap the forward pass in [`forward`](Self::forward), and run the
+/// backward pass by [`backward`](Self::backward), or by [`backward_scaled`](Self::backward_scaled) with a scaler.
+/// Everything else stays as it is on one device. The gradients of an infinite or NaN batch are infinite or NaN on all
+/// ranks, so that the scalers of all ranks skip the same steps and keep the same scale.
+///
+/// # Examples
+///
+/// ```
+/// use tch::nn::{self, Module};
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::distributed::{DistributedDataParallel, ProcessGroup, Store};
+/// use tch_amp::optim::Sgd;
+/// use tch_amp::{GradScaler, autocast};
+///
+/// fn train(group: &ProcessGroup) -> tch_amp::Result<f64> {
+///     let vs = nn::VarStore::new(Device::Cpu);
+///     let net = nn::linear(vs.root(), 4, 1, Default::default());
+///     let mut ddp = DistributedDataParallel::new(group, &vs)?;
+///     let mut opt = Sgd::default().build(&vs, 0.1)?;
+///     let mut scaler = GradScaler::new(Device::Cpu)?;
+///     for _ in 0..3 {
+///         opt.zero_grad()?;
+///         let xs = Tensor::rand([8, 4], (Kind::Float, Device::Cpu)); // other data on each rank
+///         let loss = ddp.forward(|| autocast(Device::Cpu, || net.forward(&xs).square().mean(Kind::Float)))??;
+///         ddp.backward_scaled(&mut scaler, &loss)?;
+///         let _outcome = scaler.step(&mut opt)?;
+///         scaler.update()?;
+///     }
+///     Ok(net.ws.sum(Kind::Float).double_value(&[]))
+/// }
+///
+/// let store = Store::in_process()?;
+/// let weights: Vec<f64> = std::thread::scope(|scope| {
+///     let rank = |rank| {
+///         let store = &store;
+///         scope.spawn(move || train(&ProcessGroup::new(store, rank, 2).unwrap()).unwrap())
+///     };
+///     let ranks = [rank(0), rank(1)];
+///     ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+/// });
+/// assert_eq!(weights[0], weights[1]);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct DistributedDataParallel {
+    // Before the group, because it uses the group until it ends.
+    reducer: Reducer,
+    group: ProcessGroup,
+    model: Model,
+    broadcast_buffers: bool,
+    /// Whether the next backward pass averages the gradients.
+    syncs: bool,
+    /// Whether the last forward pass was one whose gradients are averaged, so that buffers are broadcast in the next.
+    synced_forward: bool,
+    /// Whether gradients of this rank alone have been accumulated.
+    unsynced: Arc<AtomicBool>,
+}
+
+impl DistributedDataParallel {
+    /// Wraps the variables of a `VarStore` with the default options: see [`DdpOptions::build`].
+    ///
+    /// # Errors
+    ///
+    /// As for [`DdpOptions::build`].
+    pub fn new(group: &ProcessGroup, vs: &VarStore) -> Result<Self> {
+        DdpOptions::default().build(group, vs)
+    }
+
+    fn with_options(group: &ProcessGroup, vs: &VarStore, options: &DdpOptions) -> Result<Self> {
+        const NAME: &str = "DistributedDataParallel";
+        let reducer_options = options.to_ffi()?;
+        let model = Model::new(vs)?;
+        if model.parameters.is_empty() {
+            let problem = "has no variable that requires gradients".to_owned();
+            return Err(Error::InvalidArgument { name: "vs", problem });
+        }
+        if vs.device() != Device::Cpu {
+            let problem = format!("is on {:?}, but groups communicate CPU tensors", vs.device());
+            return Err(Error::InvalidArgument { name: "vs", problem });
+        }
+        model.compare(group, options)?;
+        let all = model.parameters.iter().chain(&model.others);
+        let all: Vec<_> = all.map(|(_, tensor)| tensor.shallow_clone()).collect();
+        no_grad(|| group.run(NAME, |group| group.broadcast_all(&all)))?;
+        let make = |group: &_| Reducer::new(group, &model.parameters, &reducer_options);
+        Ok(Self {
+            reducer: group.run(NAME, make)?,
+            group: group.clone(),
+            broadcast_buffers: options.broadcast_buffers && !model.buffers.is_empty(),
+            model,
+            syncs: true,
+            synced_forward: true,
+            unsynced: Arc::default(),
+        })
+    }
+
+    /// Returns the group.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// Runs a forward pass, and returns what it returns. Before it, the buffers of all ranks become those of rank 0.
+    /// Without gradients, as under [`tch::no_grad`], nothing else is prepared, so that ranks may evaluate different
+    /// numbers of batches if the model has no buffers, or `broadcast_buffers` is off.
+    ///
+    /// # Errors
+    ///
+    /// [`DistributedError::Parameter`] if variables have been added, cast, frozen or resized since this was made;
+    /// [`DistributedError::Communication`] if a rank does not answer, or the previous backward pass has failed.
+    pub fn forward<T>(&mut self, forward: impl FnOnce() -> T) -> Result<T> {
+        const NAME: &str = "forward";
+        self.check_parameters()?;
+        let syncs = self.syncs;
+        let (reducer, buffers) = (&self.reducer, &self.model.buffers);
+        let broadcast = self.broadcast_buffers && self.synced_forward;
+        let recorded = self.group.run(NAME, |group| {
+            let recorded = reducer.before_forward(syncs)?;
+            if broadcast {
+                no_grad(|| group.broadcast_all(buffers))?;
+            }
+            Ok(recorded)
+        })?;
+        self.synced_forward = syncs && recorded;
+        Ok(forward())
+    }
+
+    /// Runs the backward pass of a loss, and averages the gradients. Returns when all are averaged.
+    ///
+    /// # Errors
+    ///
+    /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off;
+    /// [`DistributedError::Communication`] if a rank does not answer; [`Error::Torch`] if the backward pass fails.
+    pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        self.backward_by(loss, || Ok(loss.f_backward()?))
+    }
+
+    /// Runs the backward pass of a loss that a scaler scales, as [`GradScaler::backward`] does, and averages the
+    /// gradients.
+    ///
+    /// After a backward pass within [`no_sync`](Self::no_sync), the scaler refuses to unscale or to step until the
+    /// gradients have been averaged.
+    ///
+    /// # Errors
+    ///
+    /// As for [`backward`](Self::backward) and [`GradScaler::backward`].
+    pub fn backward_scaled(&mut self, scaler: &mut GradScaler, loss: &Tensor) -> Result<()> {
+        scaler.note_ranks(&self.unsynced);
+        self.backward_by(loss, || scaler.backward(loss))
+    }
+
+    /// Runs a backward pass of your own, such as that of several losses, from this loss.
+    ///
+    /// # Errors
+    ///
+    /// As for [`backward`](Self::backward), and the errors of `backward`.
+    pub fn backward_by(
+        &mut self,
+        loss: &Tensor,
+        backward: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        const NAME: &str = "backward";
+        if !self.syncs {
+            self.unsynced.store(true, Ordering::Relaxed);
+            return backward();
+        }
+        let reducer = &self.reducer;
+        self.unsynced.store(true, Ordering::Relaxed);
+        self.group.run(NAME, |_| {
+            reducer.before_backward(loss)?;
+            backward()
+        })?;
+        if let Err(error) = reducer.after_backward() {
+            return Err(self.unused(&error));
+        }
+        self.unsynced.store(false, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Runs `iteration`, whose backward passes accumulate the gradients of this rank alone. The next backward pass
+    /// outside averages the sum. The forward pass belongs inside, too. Corresponds to
+    /// `DistributedDataParallel.no_sync()`.
+    pub fn no_sync<T>(&mut self, iteration: impl FnOnce(&mut Self) -> T) -> T {
+        let was = std::mem::replace(&mut self.syncs, false);
+        let within = Within { ddp: self, was };
+        iteration(within.ddp)
+    }
+
+    fn check_parameters(&self) -> Result<()> {
+        let parameter = |name: &str, problem: &'static str| {
+            Err(DistributedError::Parameter { name: name.to_owned(), problem }.into())
+        };
+        if self.model.has_more() {
+            return parameter("a variable", "was added to the VarStore");
+        }
+        let Some((index, changed)) = self.reducer.changed()? else { return Ok(()) };
+        let name = self.model.parameters.get(index).map_or("a parameter", |(name, _)| name);
+        parameter(
+            name,
+            match changed {
+                Changed::Cast => "was cast to another dtype",
+                Changed::Frozen => "does not require gradients any more",
+                Changed::Reshaped => "has another shape",
+            },
+        )
+    }
+
+    /// The error for parameters without gradients, which libtorch's message names by their indices.
+    fn unused(&self, error: &Error) -> Error {
+        let message = error.to_string();
+        let list = message.split("did not receive grad for rank ").nth(1).unwrap_or_default();
+        let list = list.split_once(':').map_or("", |(_, list)| list);
+        let indices = list.split([' ', ',', '\n']).filter(|word| !word.is_empty());
+        let indices = indices.map_while(|word| word.trim_end_matches('.').parse::<usize>().ok());
+        let named = indices.filter_map(|index| self.model.parameters.get(index));
+        let names: Vec<_> = named.map(|(name, _)| name.clone()).collect();
+        DistributedError::Unused { rank: self.group.rank(), names, message }.into()
+    }
+}
+
+/// Ends [`DistributedDataParallel::no_sync`], after a panic as well.
+struct Within<'a> {
+    ddp: &'a mut DistributedDataParallel,
+    was: bool,
+}
+
+impl Drop for Within<'_> {
+    fn drop(&mut self) {
+        self.ddp.syncs = self.was;
+    }
+}

@@ -1,0 +1,99 @@
+//! The options of [`DistributedDataParallel`].
+
+use tch::Kind;
+use tch::nn::VarStore;
+
+use crate::builder::builder;
+use crate::distributed::ddp::DistributedDataParallel;
+use crate::distributed::group::ProcessGroup;
+use crate::error::{Error, Result};
+use crate::ffi::distributed as ffi;
+
+/// The options of [`DistributedDataParallel`], with PyTorch's defaults.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct DdpOptions {
+    /// Whether buffers, such as the statistics of BatchNorm, are overwritten by those of rank 0 before a forward pass;
+    /// `true` by default.
+    pub broadcast_buffers: bool,
+    /// The size in MiB of the buckets in which gradients are communicated; 25 by default, with a first one of 1 MiB.
+    pub bucket_cap_mb: Option<f64>,
+    /// Whether the loss may depend on other parameters in each iteration. Searching for those that it does not depend on
+    /// takes time in every iteration; `false` by default.
+    pub find_unused_parameters: bool,
+    /// Whether the gradients are views of the buckets, which saves the memory of the gradients, and a copy; `false` by
+    /// default.
+    pub gradient_as_bucket_view: bool,
+    /// The half-precision dtype in which gradients are communicated, which halves the traffic; `None` by default.
+    /// Corresponds to the communication hooks `fp16_compress_hook` and `bf16_compress_hook`.
+    pub compression: Option<Kind>,
+    /// Whether compressed gradients are divided by the number of ranks in their own dtype before they are converted.
+    /// PyTorch's hooks convert first, so that with a scale above 65504 / (gradient) fp16 overflows; `false` by default,
+    /// with the bits of PyTorch.
+    pub divide_first: bool,
+}
+
+builder!(DdpOptions {
+    broadcast_buffers: bool,
+    bucket_cap_mb: Option<f64>,
+    find_unused_parameters: bool,
+    gradient_as_bucket_view: bool,
+    compression: Option<Kind>,
+    divide_first: bool,
+});
+
+impl Default for DdpOptions {
+    fn default() -> Self {
+        Self {
+            broadcast_buffers: true,
+            bucket_cap_mb: None,
+            find_unused_parameters: false,
+            gradient_as_bucket_view: false,
+            compression: None,
+            divide_first: false,
+        }
+    }
+}
+
+impl DdpOptions {
+    /// Has the gradients of all variables of `vs` that require gradients averaged over the ranks, which all call this.
+    /// The parameters and buffers of all ranks become those of rank 0.
+    ///
+    /// # Errors
+    ///
+    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) if the ranks have other options,
+    /// or parameters with other names, shapes or dtypes, of which the first is named;
+    /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not
+    /// answer;
+    /// [`Error::InvalidArgument`] for an option that cannot be used, and for a `VarStore` without trainable variables.
+    pub fn build(&self, group: &ProcessGroup, vs: &VarStore) -> Result<DistributedDataParallel> {
+        DistributedDataParallel::with_options(group, vs, self)
+    }
+
+    pub(super) fn to_ffi(self) -> Result<ffi::ReducerOptions> {
+        let bucket_bytes = match self.bucket_cap_mb {
+            None => 0,
+            Some(size) if size > 0.0 && size <= 1e6 => ((size * 1048576.0) as i64).max(1),
+            Some(size) => {
+                let rule = "more than 0 and at most 1000000";
+                return Err(Error::out_of_range("bucket_cap_mb", size, rule));
+            }
+        };
+        let compression = match self.compression {
+            None => ffi::Compression::None,
+            Some(Kind::Half) => ffi::Compression::Fp16,
+            Some(Kind::BFloat16) => ffi::Compression::Bf16,
+            Some(kind) => {
+                let problem = format!("is {kind:?}, but must be Half or BFloat16");
+                return Err(Error::InvalidArgument { name: "compression", problem });
+            }
+        };
+        Ok(ffi::ReducerOptions {
+            bucket_bytes,
+            compression,
+            divide_first: self.divide_first,
+            find_unused_parameters: self.find_unused_parameters,
+            gradient_as_bucket_view: self.gradient_as_bucket_view,
+        })
+    }
+}

@@ -1,0 +1,253 @@
+//! What a distributed model checks.
+
+use tch::nn::{self, Module, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::distributed::{
+    DdpOptions, DistributedDataParallel, DistributedError, ProcessGroup, ReduceOp,
+};
+use tch_amp::gradients::GradientError;
+use tch_amp::optim::Sgd;
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Error, GradScaler, Result};
+
+use super::ranks;
+
+fn ones(shape: &[i64]) -> Tensor {
+    Tensor::ones(shape, (Kind::Float, Device::Cpu))
+}
+
+/// Two linear layers without anything random.
+fn model(vs: &VarStore) -> (nn::Linear, nn::Linear) {
+    let config = nn::LinearConfig { ws_init: nn::Init::Const(0.5), ..Default::default() };
+    let layer = |name| nn::linear(vs.root() / name, 2, 2, config);
+    (layer("one"), layer("two"))
+}
+
+/// The names in the calls of a mismatch.
+fn calls(error: Error) -> Vec<String> {
+    match error {
+        Error::Distributed(DistributedError::Mismatch { calls }) => calls,
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn different_models_are_refused_with_the_first_difference_on_every_rank() {
+    type Change = fn(&mut VarStore);
+    let changes: [(Change, &str); 5] = [
+        (|vs| drop(vs.root().ones("three", &[2])), "the parameter \"three\", Float [2]"),
+        (|vs| drop(vs.root().ones_no_train("three", &[2])), "the buffer \"three\", Float [2]"),
+        (|vs| vs.variables()["one.bias"].shallow_clone().set_data(&ones(&[3])), "Float [3]"),
+        (|vs| vs.bfloat16(), "BFloat16"),
+        (
+            |vs| drop(vs.variables()["two.bias"].set_requires_grad(false)),
+            "the parameter \"two.bias\"",
+        ),
+    ];
+    for (change, expected) in changes {
+        ranks(2, |group| {
+            let mut vs = VarStore::new(Device::Cpu);
+            let _model = model(&vs);
+            if group.rank() == 1 {
+                change(&mut vs);
+            }
+            let calls = calls(DistributedDataParallel::new(&group, &vs).unwrap_err());
+            assert!(calls.len() == 2 && calls.concat().contains(expected), "{calls:?}");
+            // The group can still be used, with models that are the same.
+            let vs = VarStore::new(Device::Cpu);
+            let _model = model(&vs);
+            drop(DistributedDataParallel::new(&group, &vs).unwrap());
+        });
+    }
+}
+
+#[test]
+fn models_whose_names_are_exchanged_are_refused() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let names = if group.rank() == 0 { ["a", "b"] } else { ["b", "a"] };
+        for name in names {
+            drop(vs.root().ones(name, &[3]));
+        }
+        let calls = calls(DistributedDataParallel::new(&group, &vs).unwrap_err());
+        assert!(calls[0].contains("\"a\"") && calls[1].contains("\"b\""), "{calls:?}");
+    });
+}
+
+#[test]
+fn different_options_and_unusable_ones_are_refused() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let _model = model(&vs);
+        let unused = DdpOptions::default().find_unused_parameters(group.rank() == 0);
+        let calls = calls(unused.build(&group, &vs).unwrap_err());
+        assert!(calls[0].contains("find_unused_parameters: true"), "{calls:?}");
+        for wrong in [
+            DdpOptions::default().compression(Some(Kind::Float)),
+            DdpOptions::default().bucket_cap_mb(Some(0.0)),
+            DdpOptions::default().bucket_cap_mb(Some(f64::NAN)),
+        ] {
+            let refused = wrong.build(&group, &vs).unwrap_err();
+            assert!(matches!(refused, Error::InvalidArgument { .. }), "{refused}");
+        }
+        let empty = DistributedDataParallel::new(&group, &VarStore::new(Device::Cpu)).unwrap_err();
+        assert!(matches!(empty, Error::InvalidArgument { name: "vs", .. }), "{empty}");
+    });
+}
+
+#[test]
+fn all_variables_become_those_of_rank_0_and_frozen_ones_stay() {
+    ranks(3, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let value = group.rank() as f64 + 1.0;
+        let root = vs.root();
+        let weight = root.var("weight", &[3], nn::Init::Const(value));
+        let frozen = root.var("frozen", &[3], nn::Init::Const(value)).set_requires_grad(false);
+        let mut buffer = root.ones_no_train("buffer", &[3]) * value;
+        tch::no_grad(|| vs.variables()["buffer"].shallow_clone().copy_(&buffer));
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        buffer = vs.variables()["buffer"].shallow_clone();
+        for tensor in [&weight, &frozen, &buffer] {
+            assert_eq!(tensor.double_value(&[2]), 1.0);
+        }
+        let loss = ddp.forward(|| (&weight * value + &frozen).sum(Kind::Float)).unwrap();
+        ddp.backward(&loss).unwrap();
+        // (1 + 2 + 3) / 3
+        assert_eq!(weight.grad().double_value(&[1]), 2.0);
+        assert!(!frozen.grad().defined());
+    });
+}
+
+#[test]
+fn parameters_that_change_afterwards_are_errors_that_name_them() {
+    type Change = fn(&mut VarStore);
+    let changes: [(Change, &str, &str); 4] = [
+        (|vs| drop(vs.root().ones("three", &[2])), "a variable", "was added to the VarStore"),
+        (|vs| vs.half(), "one.", "was cast"),
+        (|vs| drop(vs.variables()["two.bias"].set_requires_grad(false)), "two.bias", "gradients"),
+        (
+            |vs| vs.variables()["two.weight"].shallow_clone().set_data(&ones(&[1, 2])),
+            "two.weight",
+            "another shape",
+        ),
+    ];
+    for (change, who, what) in changes {
+        ranks(1, |group| {
+            let mut vs = VarStore::new(Device::Cpu);
+            let _model = model(&vs);
+            let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+            ddp.forward(|| ()).unwrap();
+            change(&mut vs);
+            let error = ddp.forward(|| unreachable!("it ran")).unwrap_err();
+            let Error::Distributed(DistributedError::Parameter { name, problem }) = &error else {
+                panic!("{error}");
+            };
+            assert!(name.starts_with(who) && problem.contains(what), "{error}");
+        });
+    }
+}
+
+#[test]
+fn an_unused_parameter_is_an_error_at_once_that_names_it() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let (one, two) = model(&vs);
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let loss = ddp.forward(|| one.forward(&ones(&[2, 2])).sum(Kind::Float)).unwrap();
+        let error = ddp.backward(&loss).unwrap_err();
+        let Error::Distributed(DistributedError::Unused { names, rank, .. }) = &error else {
+            panic!("{error}");
+        };
+        assert_eq!((names, *rank), (&vec!["two.bias".into(), "two.weight".into()], group.rank()));
+        drop((ddp, two));
+    });
+}
+
+fn step(
+    ddp: &mut DistributedDataParallel,
+    scaler: &mut GradScaler,
+    loss: impl FnOnce() -> Tensor,
+) -> Result<()> {
+    let loss = ddp.forward(loss)?;
+    ddp.backward_scaled(scaler, &loss)
+}
+
+#[test]
+fn gradients_of_one_rank_alone_are_neither_unscaled_nor_stepped() {
+    for enabled in [true, false] {
+        ranks(2, |group| {
+            let vs = VarStore::new(Device::Cpu);
+            let weight = vs.root().ones("weight", &[3]);
+            let rank = group.rank() as f64;
+            let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+            let mut opt = Sgd::default().build(&vs, 0.5).unwrap();
+            let config = GradScalerConfig::default().init_scale(8.0).enabled(enabled);
+            let mut scaler = config.build(Device::Cpu).unwrap();
+            let loss = || (&weight * (rank + 1.0)).sum(Kind::Float);
+            ddp.no_sync(|ddp| step(ddp, &mut scaler, loss)).unwrap();
+            for refused in [
+                scaler.unscale_(&mut opt).unwrap_err(),
+                scaler.step(&mut opt).unwrap_err(),
+                scaler.step_clip_norm(&mut opt, 1.0).unwrap_err(),
+                scaler.unscale(&mut opt).map(drop).unwrap_err(),
+            ] {
+                let is_unsynced = matches!(refused, Error::Gradient(GradientError::Unsynced));
+                assert!(is_unsynced, "{refused}");
+            }
+            step(&mut ddp, &mut scaler, loss).unwrap();
+            drop(scaler.step(&mut opt).unwrap());
+            scaler.update().unwrap();
+            // Both passes of both ranks: 1 - 0.5 * (1 + 2 + 1 + 2) / 2.
+            assert_eq!(weight.double_value(&[0]), -0.5);
+        });
+    }
+}
+
+#[test]
+fn no_sync_ends_with_a_panic() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let weight = vs.root().ones("weight", &[1]);
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let panics = std::panic::AssertUnwindSafe(|| ddp.no_sync(|_| panic!("on purpose")));
+        assert!(std::panic::catch_unwind(panics).is_err());
+        let loss = ddp.forward(|| &weight * (group.rank() as f64)).unwrap();
+        ddp.backward(&loss).unwrap();
+        assert_eq!(weight.grad().double_value(&[0]), 0.5);
+    });
+}
+
+#[test]
+fn dividing_first_keeps_what_fp16_cannot_hold() {
+    for divide_first in [false, true] {
+        ranks(4, |group| {
+            let vs = VarStore::new(Device::Cpu);
+            let weight = vs.root().ones("weight", &[1]);
+            let options = DdpOptions::default().compression(Some(Kind::Half));
+            let mut ddp = options.divide_first(divide_first).build(&group, &vs).unwrap();
+            let factor = if group.rank() == 0 { 80_000.0 } else { 0.0 };
+            let loss = ddp.forward(|| &weight * factor).unwrap();
+            ddp.backward(&loss).unwrap();
+            // fp16 ends at 65504.
+            let expected = if divide_first { 20_000.0 } else { f64::INFINITY };
+            assert_eq!(weight.grad().double_value(&[0]), expected);
+        });
+    }
+}
+
+#[test]
+fn scalers_become_that_of_rank_0() {
+    ranks(3, |group: ProcessGroup| {
+        let scale = [1024.0, 8.0, 16.0][group.rank()];
+        let config = GradScalerConfig::default().init_scale(scale).growth_interval(100);
+        let mut scaler = config.build(Device::Cpu).unwrap();
+        group.broadcast_scaler(&mut scaler).unwrap();
+        assert_eq!(scaler.get_scale().unwrap(), 1024.0);
+        let mut other = if group.rank() == 2 { GradScaler::disabled() } else { scaler };
+        let refused = group.broadcast_scaler(&mut other).unwrap_err();
+        assert_eq!(calls(refused).len(), 3);
+        let mut one = Tensor::from(1i64);
+        group.all_reduce(&mut one, ReduceOp::Sum).unwrap();
+        assert_eq!(one.int64_value(&[]), 3);
+    });
+}
