@@ -41,6 +41,13 @@ pub mod checkpoints {}
 #[doc = include_str!("../docs/functions.md")]
 pub mod functions {}
 
+#[cfg(feature = "distributed")]
+#[doc = include_str!("guide/links.md")]
+/// Data-parallel training on several devices, processes or threads.
+#[doc = ""]
+#[doc = include_str!("../docs/distributed.md")]
+pub mod distributed {}
+
 #[doc = include_str!("guide/links.md")]
 /// Which operation runs in which dtype, on the CPU and on CUDA.
 #[doc = ""]

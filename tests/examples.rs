@@ -5,6 +5,9 @@ mod accumulation;
 #[path = "../examples/clipping.rs"]
 mod clipping;
 mod common;
+#[cfg(feature = "distributed")]
+#[path = "../examples/distributed.rs"]
+mod distributed;
 #[path = "../examples/fused.rs"]
 mod fused;
 #[path = "../examples/lost_updates.rs"]
@@ -43,6 +46,12 @@ fn clipping_runs() -> anyhow::Result<()> {
 #[test]
 fn accumulation_runs() -> anyhow::Result<()> {
     accumulation::main()
+}
+
+#[cfg(feature = "distributed")]
+#[test]
+fn distributed_runs() -> anyhow::Result<()> {
+    distributed::main()
 }
 
 #[test]
