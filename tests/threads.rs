@@ -96,6 +96,18 @@ send_and_sync!(
     Start,
 );
 
+#[cfg(feature = "distributed")]
+mod distributed {
+    use tch_amp::distributed::{
+        DdpOptions, DistributedDataParallel, DistributedError, GroupOptions, ProcessGroup,
+        ReduceOp, Store,
+    };
+
+    // A store and a group have locks of their own.
+    send_and_sync!(DdpOptions, DistributedError, GroupOptions, ProcessGroup, ReduceOp, Store);
+    only_send!(DistributedDataParallel);
+}
+
 // Errors must be both, so that `anyhow` and `?` into a boxed error accept them.
 send_and_sync!(CheckpointError, Error, SaveError);
 

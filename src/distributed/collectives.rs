@@ -38,12 +38,12 @@ impl ProcessGroup {
     /// [`DistributedError::Communication`]: crate::distributed::DistributedError::Communication
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
         const NAME: &str = "all_reduce";
-        check(tensor)?;
+        let described = described(tensor)?;
         let kind = tensor.kind();
         if op == ReduceOp::Mean && !is_floating(kind) {
             return Err(unusable(format!("has dtype {kind:?}, but a mean needs floating point")));
         }
-        self.compare(NAME, &format!("{NAME}({op:?}) of {}", described(tensor)))?;
+        self.compare(NAME, &format!("{NAME}({op:?}) of {described}"))?;
         self.in_place(tensor, |work| {
             let reduce = |tensor: &Tensor, reduction| {
                 self.run(NAME, |group| group.all_reduce(tensor, reduction))
@@ -80,12 +80,12 @@ impl ProcessGroup {
     /// As for [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] if there is no such rank.
     pub fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()> {
         const NAME: &str = "broadcast";
-        check(tensor)?;
+        let described = described(tensor)?;
         if root >= self.size() {
             let problem = format!("is {root}, but there are {} ranks", self.size());
             return Err(Error::InvalidArgument { name: "root", problem });
         }
-        self.compare(NAME, &format!("{NAME} from {root} of {}", described(tensor)))?;
+        self.compare(NAME, &format!("{NAME} from {root} of {described}"))?;
         self.in_place(tensor, |work| self.run(NAME, |group| group.broadcast(work, root)))
     }
 
@@ -97,8 +97,8 @@ impl ProcessGroup {
     /// As for [`all_reduce`](Self::all_reduce).
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Vec<Tensor>> {
         const NAME: &str = "all_gather";
-        check(tensor)?;
-        self.compare(NAME, &format!("{NAME} of {}", described(tensor)))?;
+        let described = described(tensor)?;
+        self.compare(NAME, &format!("{NAME} of {described}"))?;
         no_grad(|| {
             let part = tensor.f_detach()?.f_contiguous()?.f_view([-1])?;
             let ranks = self.size() as i64;
@@ -120,8 +120,8 @@ impl ProcessGroup {
     /// As for [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] if the first dimension cannot be divided.
     pub fn reduce_scatter(&self, tensor: &Tensor) -> Result<Tensor> {
         const NAME: &str = "reduce_scatter";
-        check(tensor)?;
-        let (size, ranks) = (tensor.size(), self.size() as i64);
+        let described = described(tensor)?;
+        let (size, ranks) = (ffi::sizes(tensor)?, self.size() as i64);
         let rows = match size.first() {
             Some(rows) if rows % ranks == 0 => rows / ranks,
             _ => {
@@ -129,7 +129,7 @@ impl ProcessGroup {
                 return Err(unusable(format!("is {size:?}, {problem}, {ranks}")));
             }
         };
-        self.compare(NAME, &format!("{NAME} of {}", described(tensor)))?;
+        self.compare(NAME, &format!("{NAME} of {described}"))?;
         no_grad(|| {
             let all = tensor.f_detach()?.f_contiguous()?;
             let part = all.f_narrow(0, 0, rows)?.f_empty_like()?;
@@ -184,32 +184,28 @@ impl ProcessGroup {
     }
 }
 
-/// Returns an error for a tensor that a group cannot communicate.
-fn check(tensor: &Tensor) -> Result<()> {
+/// Returns the dtype and the shape of a tensor, or an error if a group cannot communicate it.
+fn described(tensor: &Tensor) -> Result<String> {
     if !tensor.defined() {
         return Err(unusable("is undefined".to_owned()));
     }
+    let sizes = ffi::sizes(tensor).map_err(|_| unusable("has no shape".to_owned()))?;
     if tensor.is_sparse() || tensor.is_mkldnn() {
         return Err(unusable("is not dense; convert it with to_dense".to_owned()));
     }
-    let (device, kind) = (tensor.device(), tensor.kind());
+    let (device, kind) = (tensor.device(), tensor.f_kind()?);
     if device != Device::Cpu {
         return Err(unusable(format!("is on {device:?}, but this group communicates CPU tensors")));
     }
-    let known =
-        matches!(kind, Kind::Uint8 | Kind::Int8 | Kind::Int | Kind::Int64) || is_floating(kind);
-    if known {
-        return Ok(());
+    let is_integer = matches!(kind, Kind::Uint8 | Kind::Int8 | Kind::Int | Kind::Int64);
+    if is_integer || is_floating(kind) {
+        return Ok(format!("{kind:?} {sizes:?}"));
     }
     Err(unusable(format!("has dtype {kind:?}, which Gloo cannot communicate; convert it first")))
 }
 
 fn is_floating(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16)
-}
-
-fn described(tensor: &Tensor) -> String {
-    format!("{:?} {:?}", tensor.kind(), tensor.size())
 }
 
 fn unusable(problem: String) -> Error {

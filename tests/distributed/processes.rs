@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 use tch::Tensor;
 use tch_amp::distributed::{GroupOptions, ReduceOp};
 
+use crate::common::python::Oracle;
+
 /// What [`rank`] is to do.
 const TASK: &str = "TCH_AMP_TEST_TASK";
 
@@ -62,6 +64,16 @@ fn rank() {
             group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
             println!("rank: {} of {}", group.rank(), sum.int64_value(&[]));
             group.barrier().unwrap();
+        }
+        "restart" => {
+            let is_first = std::env::var("TORCHELASTIC_RESTART_COUNT").unwrap() == "0";
+            group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            if is_first && group.rank() == 1 {
+                std::process::exit(3);
+            }
+            // At the first attempt, rank 1 has left.
+            group.barrier().unwrap();
+            println!("rank: {} of {}", group.rank(), sum.int64_value(&[]));
         }
         _ => {
             println!("rank: begins");
@@ -129,4 +141,26 @@ fn a_port_in_use_is_an_error_of_rank_0() {
     let port = taken.local_addr().unwrap().port();
     let line = only_line(spawn_rank("sum", "0", "1", &port.to_string()));
     assert!(line.contains(&format!("127.0.0.1:{port} cannot be used")), "{line}");
+}
+
+#[test]
+fn torchrun_starts_the_ranks_and_restarts_them_after_a_failure() {
+    let Some(oracle) = Oracle::find("distributed.py") else { return };
+    let mut command = Command::new(oracle.command().get_program());
+    let torchrun = ["-m", "torch.distributed.run", "--no-python", "--standalone"];
+    let output = command
+        .args(torchrun)
+        .args(["--nproc-per-node=2", "--max-restarts=1"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "processes::rank", "--ignored", "--nocapture"])
+        .env(TASK, "restart")
+        .env("OMP_NUM_THREADS", "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    for line in ["rank: 0 of 3", "rank: 1 of 3"] {
+        assert_eq!(text.matches(line).count(), 1, "{text}");
+    }
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
 }

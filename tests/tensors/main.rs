@@ -5,6 +5,8 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+#[cfg(feature = "distributed")]
+mod collectives;
 mod functions;
 mod kinds;
 mod optimizers;

@@ -11,10 +11,11 @@ use crate::simulation::{self, Simulation};
 use crate::workspace::{self, Workspace};
 
 /// Tests that use no device, or that measure a process on the CPU: its memory, its files, its signals.
-const CPU_ONLY: [&str; 10] = [
+const CPU_ONLY: [&str; 11] = [
     "abi",
     "checkpoint_save",
     "demo",
+    "distributed",
     "examples",
     "function_soak",
     "linking",

@@ -1,0 +1,182 @@
+//! Data-parallel iterations on two ranks, compared with Python's `DistributedDataParallel` with the same libtorch.
+//!
+//! The ranks are processes with one thread each, on both sides. `small` has 400 parameters of 16 numbers, and `large` 6
+//! of 1024 x 1024. Both sides train from the same weights on the same data, and the sums of their weights are compared
+//! first.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
+
+mod common;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdout, Command, Stdio};
+
+use common::{Python, is_quick, median, nanoseconds};
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+use tch_amp::distributed::{DistributedDataParallel, ProcessGroup, ReduceOp, Store};
+use tch_amp::optim::AdamW;
+
+const RANKS: usize = 2;
+
+/// Set for a rank: the port of the store that the first one serves.
+const PORT: &str = "TCH_AMP_BENCH_PORT";
+
+fn values(index: i64, shape: &[i64]) -> Tensor {
+    let count: i64 = shape.iter().product();
+    let values: Vec<f32> =
+        (0..count).map(|i| ((i * 11 + index * 3).rem_euclid(64) - 32) as f32 / 1024.0).collect();
+    Tensor::from_slice(&values).view(shape)
+}
+
+/// Trains a model, and returns the median of the times of an iteration, and the sum of all weights.
+fn train(name: &str, group: &ProcessGroup, iterations: usize) -> (f64, f64) {
+    let is_small = name == "small";
+    let vs = VarStore::new(Device::Cpu);
+    let (count, shape): (i64, &[i64]) = if is_small { (400, &[16]) } else { (6, &[1024, 1024]) };
+    let weights: Vec<_> =
+        (0..count).map(|i| vs.root().var_copy(&format!("w{i}"), &values(i, shape))).collect();
+    let mut ddp = DistributedDataParallel::new(group, &vs).unwrap();
+    let mut optimizer = AdamW::default().build(&vs, 1e-4).unwrap();
+    let xs = values(7 + group.rank() as i64, if is_small { &[16] } else { &[8, 1024] });
+    let forward = || {
+        let layer = |xs: Tensor, weight: &Tensor| {
+            if is_small { xs * (weight + 1.0) } else { xs.linear(weight, None::<&Tensor>).tanh() }
+        };
+        weights.iter().fold(xs.shallow_clone(), layer).square().mean(Kind::Float)
+    };
+    let times = (0..iterations).map(|_| {
+        nanoseconds(|| {
+            optimizer.zero_grad().unwrap();
+            let loss = ddp.forward(forward).unwrap();
+            ddp.backward(&loss).unwrap();
+            optimizer.step().unwrap();
+        })
+    });
+    let time = median(times.collect());
+    let sums = weights.iter().map(|w| w.detach().sum(Kind::Double).double_value(&[]));
+    (time, sums.sum())
+}
+
+/// A rank answers each line with the time and the sum of the weights.
+fn rank(port: &str) {
+    tch::set_num_threads(1);
+    let (store, rank) = match port {
+        "" => (Store::serve_locally().unwrap(), 0),
+        port => (Store::connect("127.0.0.1", port.parse().unwrap()).unwrap(), 1),
+    };
+    println!("port {}", store.port().unwrap());
+    let group = ProcessGroup::new(&store, rank, RANKS).unwrap();
+    for line in std::io::stdin().lines() {
+        let line = line.unwrap();
+        let (name, iterations) = line.split_once(' ').unwrap();
+        let (time, sum) = train(name, &group, iterations.parse().unwrap());
+        println!("answer {time} {sum:?}");
+        // The other one is still training, or waiting.
+        group.all_reduce(&mut Tensor::from(1i64), ReduceOp::Sum).unwrap();
+    }
+}
+
+struct Rank {
+    child: Child,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Rank {
+    fn start(port: &str) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .env(PORT, port)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let answers = BufReader::new(child.stdout.take().unwrap());
+        Self { child, answers }
+    }
+
+    fn send(&mut self, request: &str) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{request}").unwrap();
+    }
+
+    /// The next line that begins with this word, without it.
+    fn receive(&mut self, word: &str) -> String {
+        let mut line = String::new();
+        while !line.starts_with(word) {
+            line.clear();
+            assert!(self.answers.read_line(&mut line).unwrap() > 0, "a rank has ended");
+        }
+        line[word.len()..].trim().to_owned()
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+fn numbers(answer: &str) -> (f64, f64) {
+    let (time, sum) = answer.split_once(' ').unwrap();
+    (time.parse().unwrap(), sum.parse().unwrap())
+}
+
+/// The bytes that this machine has received from itself.
+fn loopback_bytes() -> Option<u64> {
+    let table = std::fs::read_to_string("/proc/net/dev").ok()?;
+    let line = table.lines().find_map(|line| line.trim().strip_prefix("lo:"))?;
+    line.split_whitespace().next()?.parse().ok()
+}
+
+fn main() {
+    if let Ok(port) = std::env::var(PORT) {
+        return rank(&port);
+    }
+    let Some(mut python) = Python::start("distributed.py") else { return };
+    let mut first = Rank::start("");
+    let port = first.receive("port");
+    let mut second = Rank::start(&port);
+    let mut ours = |name: &str, iterations: usize| {
+        let request = format!("{name} {iterations}");
+        first.send(&request);
+        second.send(&request);
+        let answer = numbers(&first.receive("answer"));
+        drop(second.receive("answer"));
+        answer
+    };
+    println!(
+        "{:<10} {:>12} {:>12} {:>8} {:>26}",
+        "ms/iteration", "tch-amp", "Python", "ratio", "bytes for each parameter"
+    );
+    for (name, iterations, parameters) in [("small", 40, 6400.0), ("large", 8, 6.0 * 1048576.0)] {
+        let (here, there) = (ours(name, 3), numbers(&python.ask(&format!("{name} 3"))));
+        let near = (here.1 - there.1).abs() <= 1e-9 * there.1.abs();
+        assert!(
+            near,
+            "{name}: the sums of the weights are {} here and {} in Python",
+            here.1, there.1
+        );
+        let (rounds, iterations) = if is_quick() { (1, 2) } else { (7, iterations) };
+        let (mut mine, mut theirs) = (Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            mine.push(ours(name, iterations).0);
+            theirs.push(numbers(&python.ask(&format!("{name} {iterations}"))).0);
+        }
+        // The difference of two runs leaves out what the start of a training communicates.
+        let bytes = |iterations| {
+            let before = loopback_bytes()?;
+            drop(ours(name, iterations));
+            Some(loopback_bytes()? - before)
+        };
+        let bytes =
+            bytes(2).zip(bytes(12)).map(|(few, many)| (many - few) as f64 / 10.0 / parameters);
+        let (mine, theirs) = (median(mine), median(theirs));
+        let bytes = bytes.map_or_else(|| "unknown".to_owned(), |bytes| format!("{bytes:.2}"));
+        println!(
+            "{name:<10} {:>14.3} {:>12.3} {:>8.2} {bytes:>26}",
+            mine / 1e6,
+            theirs / 1e6,
+            theirs / mine
+        );
+        println!("ratio ddp_{name} {:.2}", theirs / mine);
+    }
+}

@@ -1,0 +1,83 @@
+"""The Python side of benches/distributed.rs: two ranks, which are forked processes. Rank 0 answers a line for each line."""
+
+import os
+import sys
+import tempfile
+import time
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+RANKS = 2
+
+
+def values(index, shape):
+    count = 1
+    for size in shape:
+        count *= size
+    places = torch.arange(count, dtype=torch.int64)
+    return (((places * 11 + index * 3).remainder(64) - 32).float() / 1024).view(shape)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.is_small = name == "small"
+        shapes = [[16]] * 400 if self.is_small else [[1024, 1024]] * 6
+        self.weights = torch.nn.ParameterList([torch.nn.Parameter(values(i, s)) for i, s in enumerate(shapes)])
+
+    def forward(self, xs):
+        for weight in self.weights:
+            xs = xs * (weight + 1.0) if self.is_small else torch.nn.functional.linear(xs, weight).tanh()
+        return xs.square().mean()
+
+
+def lo_bytes():
+    with open("/proc/net/dev") as file:
+        line = next(line for line in file if line.strip().startswith("lo:"))
+    return int(line.split()[1])
+
+
+def train(name, rank, iterations):
+    model = Model(name)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    xs = values(7 + rank, [16] if name == "small" else [8, 1024])
+    times = []
+    for _ in range(iterations):
+        start = time.perf_counter_ns()
+        optimizer.zero_grad()
+        ddp(xs).backward()
+        optimizer.step()
+        times.append(time.perf_counter_ns() - start)
+    total = sum(weight.detach().double().sum().item() for weight in model.weights)
+    return median(times), total
+
+
+def rank_main(rank, folder, answers):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
+    while True:
+        request = [sys.stdin.readline() if rank == 0 else None]
+        dist.broadcast_object_list(request)
+        if not request[0]:
+            return
+        name, iterations = request[0].split()
+        time_, total = train(name, rank, int(iterations))
+        if rank == 0:
+            print(f"{time_} {total!r}", file=answers, flush=True)
+
+
+def main():
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        child = os.fork()
+        rank_main(1 if child == 0 else 0, folder, sys.stdout)
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+main()
