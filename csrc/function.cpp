@@ -166,10 +166,10 @@ class Call {
     for (size_t i = 0; i < outputs_.count; ++i) {
       const auto &t = tensor(outputs_, i);
       const bool is_ours = recorded_ && t.defined() && count(inputs_, impl(outputs_, i)) == 0;
+      // A tensor that was returned before has one more handle, in `out`, and so its outputs are separate as well.
       const bool is_held = is_ours && t.use_count() > own_handles(impl(outputs_, i));
-      const bool again = is_ours && count({outputs_.tensors, i}, impl(outputs_, i)) != 0;
       if (t.defined()) {
-        out.emplace_back(is_held || again ? separate(t) : t);
+        out.emplace_back(is_held ? separate(t) : t);
       } else {
         out.emplace_back();
       }
