@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "arithmetic.h"
+#include "chunks.h"
 #include "guarded.h"
 
 namespace {
@@ -20,6 +21,12 @@ struct Group {
   std::vector<Tensor> gradients;
 };
 
+// Fails for elements without arithmetic, such as Float8.
+void check_dtype(const Tensor &gradient) {
+  TORCH_CHECK(tamp::with_floating(c10::toRealValueType(gradient.scalar_type()), [](auto *) {}), "a gradient that is ",
+              gradient.scalar_type(), " can be neither normed nor clipped");
+}
+
 std::vector<Group> groups(tamp_tensor *const *parameters, size_t count) {
   std::vector<Group> out;
   std::unordered_set<const void *> seen;  // a parameter that is listed twice has one gradient
@@ -29,6 +36,7 @@ std::vector<Group> groups(tamp_tensor *const *parameters, size_t count) {
     if (!seen.insert(tamp::gradient(parameter).unsafeGetTensorImpl()).second) continue;
     TORCH_CHECK(tamp::gradient(parameter).layout() == at::kStrided,
                 "the norm of a sparse gradient cannot be taken; make it dense first");
+    check_dtype(tamp::gradient(parameter));
     Tensor gradient = tamp::numbers(parameter);
     size_t group = 0;
     while (group < out.size() && out[group].device != gradient.device()) ++group;
@@ -55,6 +63,7 @@ Tensor common_norm(const std::vector<Group> &groups) {
 void check_clamped(const Tensor &gradient) {
   TORCH_CHECK(gradient.layout() == at::kStrided, "a sparse gradient cannot be clamped; make it dense first");
   TORCH_CHECK(!gradient.is_complex(), "a complex gradient cannot be clamped: complex numbers have no order");
+  check_dtype(gradient);
 }
 
 // Groups tensors by device and dtype.

@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 #[cfg(doc)]
 use crate::error::GradientError;
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, Gradient};
 use crate::gradients::Gradients;
 
 /// Scales the gradients of some parameters down in place so that their common 2-norm is at most `max_norm`, and returns
@@ -20,7 +20,8 @@ use crate::gradients::Gradients;
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient.
+/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a gradient that is
+/// sparse, or of another dtype than fp16, bf16, f32, f64 and complex ones, such as Float8.
 ///
 /// # Examples
 ///
@@ -51,8 +52,8 @@ pub fn clip_grad_norm_error_if_nonfinite(parameters: &[Tensor], max_norm: f64) -
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient, and
-/// [`Error::Torch`] for a complex one.
+/// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a gradient that is
+/// sparse, or of another dtype than fp16, bf16, f32 and f64, such as Float8; and [`Error::Torch`] for a complex one.
 ///
 /// # Examples
 ///
@@ -71,10 +72,10 @@ pub fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
     ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
 }
 
-/// Replaces an error by one that names the parameter, if a sparse gradient is the cause.
+/// Replaces an error by one that names the parameter, if a gradient that cannot be clipped is the cause.
 pub(crate) fn explained(parameters: &[Tensor], error: Error) -> Error {
     match Gradients::of(parameters.into(), Box::new(|_, _| None)) {
-        Ok(gradients) => gradients.refuse_sparse().err().unwrap_or(error),
+        Ok(gradients) => gradients.refuse_unclippable(Gradient::exists).err().unwrap_or(error),
         Err(_) => error,
     }
 }

@@ -63,18 +63,28 @@ impl Plan {
 }
 
 impl Gradients<'_> {
-    /// Returns an error that names the first gradient that cannot be clipped because it is sparse.
-    pub(crate) fn refuse_sparse(&self) -> Result<()> {
-        let sparse = |gradient: &Gradient| gradient.is_used() && !gradient.is_strided();
-        let problem = "is sparse, and sparse gradients can be neither normed nor clipped; make it dense with `to_dense` first";
-        match self.snapshot().iter().position(sparse) {
-            Some(index) => Err(Error::Gradient(GradientError::Unsupported {
-                parameter: self.describe(index),
-                problem,
-            })),
-            None => Ok(()),
+    /// Returns an error that names the first gradient that can be neither normed nor clipped, of those that `which`
+    /// selects.
+    pub(crate) fn refuse_unclippable(&self, which: fn(&Gradient) -> bool) -> Result<()> {
+        for (index, gradient) in self.snapshot().iter().enumerate() {
+            if let Some(problem) = unclippable(gradient).filter(|_| which(gradient)) {
+                let parameter = self.describe(index);
+                return Err(Error::Gradient(GradientError::Unsupported { parameter, problem }));
+            }
         }
+        Ok(())
     }
+}
+
+fn unclippable(gradient: &Gradient) -> Option<&'static str> {
+    if !gradient.is_strided() {
+        return Some(
+            "is sparse, and sparse gradients can be neither normed nor clipped; make it dense with `to_dense` first",
+        );
+    }
+    (!gradient.is_floating_or_complex()).then_some(
+        "is neither fp16, bf16, f32, f64 nor complex, and can be neither normed nor clipped; convert it first",
+    )
 }
 
 fn problem(gradient: &Gradient, allow_fp16: bool) -> Option<&'static str> {

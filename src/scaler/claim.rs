@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use tch::Tensor;
 
 use crate::error::{Error, GradientError, Result, ScalerError};
-use crate::ffi::{self, Snapshot};
+use crate::ffi::{self, Gradient, Snapshot};
 use crate::gradients::{Gradients, Look, Plan};
 use crate::optim::AmpOptimizer;
 use crate::scale::Number;
@@ -69,7 +69,7 @@ impl GradScaler {
                 let allow_fp16 = look != Look::Unscale || self.scale.config().may_unscale_fp16();
                 let plan = Plan::new(&gradients, allow_fp16)?;
                 if look == Look::Norm {
-                    gradients.refuse_sparse()?;
+                    gradients.refuse_unclippable(Gradient::is_used)?;
                 }
                 iteration.open(gradients, &plan, scale, look)
             }

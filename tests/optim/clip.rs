@@ -1,5 +1,6 @@
 //! Clipping gradients by norm and by value.
 
+use rstest::rstest;
 use tch::nn::{self, OptimizerConfig as _};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::gradients::{
@@ -10,8 +11,8 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
 use crate::common::bits::bits;
-use crate::common::for_each_device;
 use crate::common::tensors::leaf;
+use crate::common::{for_each_device, gpus};
 use crate::{INF, NAN, set_grad, to_f64};
 
 #[test]
@@ -324,5 +325,98 @@ fn clipping_is_a_change_in_place_that_autograd_detects() {
         let before = version();
         clip_grad_value(&[w.shallow_clone()], 0.25).unwrap();
         assert!(version() > before, "the values, {kind:?}");
+    }
+}
+
+/// Parameters with gradients that can be neither normed nor clipped.
+fn unclippable(device: Device) -> Vec<Tensor> {
+    let sparse = || {
+        let table = Tensor::ones([4, 2], (Kind::Float, device)).set_requires_grad(true);
+        let rows = Tensor::from_slice(&[1i64]).to_device(device);
+        Tensor::embedding(&table, &rows, -1, false, true).sum(Kind::Float).backward();
+        table
+    };
+    let eight_bits = [Kind::Float8e4m3fn, Kind::Float8e5m2].map(|kind| {
+        let w = Tensor::ones([2], (Kind::Float, device)).to_kind(kind).set_requires_grad(true);
+        w.to_kind(Kind::Float).sum(Kind::Float).backward();
+        assert_eq!(w.grad().kind(), kind);
+        w
+    });
+    let frozen = sparse().set_requires_grad(false);
+    [sparse(), frozen].into_iter().chain(eight_bits).collect()
+}
+
+#[test]
+fn a_gradient_that_cannot_be_clipped_is_named_and_the_others_are_unchanged() {
+    for_each_device(|device| {
+        for bad in unclippable(device) {
+            let w = leaf(&[1.0; 2], Kind::Float, device);
+            set_grad(&w, &[30.0, 40.0]);
+            let all = [w.shallow_clone(), bad];
+            let refused = [
+                clip_grad_norm(&all, 1.0).map(drop),
+                clip_grad_norm_error_if_nonfinite(&all, 1.0).map(drop),
+                clip_grad_value(&all, 1.0),
+            ];
+            for result in refused {
+                let Err(Error::Gradient(GradientError::Unsupported { parameter, .. })) = &result
+                else {
+                    panic!("{result:?} for {:?}", all[1].grad());
+                };
+                assert!(parameter.starts_with("parameter 1 "), "{parameter}");
+            }
+            assert_eq!(to_f64(&w.grad()), [30.0, 40.0], "beside {:?}", all[1].grad());
+        }
+    });
+}
+
+#[test]
+fn a_complex_gradient_is_not_clamped_and_neither_are_those_before_it() {
+    let (w, complex) = (leaf(&[1.0; 2], Kind::Float, Device::Cpu), Tensor::from(1f32));
+    let complex = complex.to_kind(Kind::ComplexFloat).set_requires_grad(true);
+    complex.abs().backward();
+    set_grad(&w, &[30.0, 40.0]);
+    let refused = clip_grad_value(&[w.shallow_clone(), complex], 1.0);
+    assert!(matches!(refused, Err(Error::Torch(_))), "{refused:?}");
+    assert_eq!(to_f64(&w.grad()), [30.0, 40.0]);
+}
+
+#[rstest]
+#[case([Kind::Double, Kind::Double], Kind::Double)]
+#[case([Kind::Double, Kind::Float], Kind::Float)]
+#[case([Kind::Float, Kind::Double], Kind::Float)]
+#[case([Kind::BFloat16, Kind::Double], Kind::Float)]
+#[case([Kind::Half, Kind::BFloat16], Kind::Float)]
+fn the_norm_is_f64_only_if_all_gradients_are(#[case] kinds: [Kind; 2], #[case] want: Kind) {
+    for_each_device(|device| {
+        let all = kinds.map(|kind| leaf(&[0.0], kind, device));
+        set_grad(&all[0], &[3.0]);
+        set_grad(&all[1], &[4.0]);
+        let norm = clip_grad_norm(&all, INF).unwrap();
+        assert_eq!((norm.kind(), norm.double_value(&[])), (want, 5.0));
+    });
+}
+
+#[test]
+fn gradients_on_two_devices_have_one_norm() {
+    let devices: Vec<_> = gpus().into_iter().chain([Device::Cpu]).collect();
+    let pairs = devices.iter().flat_map(|one| devices.iter().map(move |other| [*one, *other]));
+    for on in pairs.filter(|[one, other]| one != other) {
+        let all = on.map(|device| leaf(&[0.0], Kind::Float, device));
+        let give = || [3.0, 4.0].iter().zip(&all).for_each(|(&g, w)| set_grad(w, &[g]));
+        let halved = |got: [f64; 2]| (got[0] - 1.5).abs() < 1e-5 && (got[1] - 2.0).abs() < 1e-5;
+        give();
+        let norm = clip_grad_norm(&all, 2.5).unwrap();
+        assert_eq!((norm.device(), norm.double_value(&[])), (on[0], 5.0));
+        let clipped = [0, 1].map(|i| to_f64(&all[i].grad())[0]);
+        assert!(halved(clipped), "{clipped:?} on {on:?}");
+        // The same in the step.
+        give();
+        let mut opt = Sgd::default().build(&all, 1.0).unwrap();
+        let config = GradScalerConfig::default().init_scale(1.0);
+        let outcome = config.build(on[0]).unwrap().step_clip_norm(&mut opt, 2.5).unwrap();
+        assert_eq!(outcome.total_norm().unwrap().double_value(&[]), 5.0, "on {on:?}");
+        let changes = [0, 1].map(|i| -to_f64(&all[i])[0]);
+        assert!(halved(changes), "{changes:?} on {on:?}");
     }
 }
