@@ -184,3 +184,21 @@ fn an_adjustment_leaves_tensors_clones_and_graphs_unchanged() {
         assert_eq!((stands(&clone).0, stands(&loss_scale).0), (8.0, 16.0));
     });
 }
+
+/// The scale and the counter of the last adjustment may not have been read yet when a clone is made.
+#[test]
+fn a_loss_scale_and_its_clone_are_adjusted_independently() {
+    for_each_device(|device| {
+        let state = DynamicLossScaleState::default().loss_scale(8.0);
+        let flag = |finite: bool| Tensor::from(finite).to_device(device);
+        for (finite, want) in [(true, (8.0, 2)), (false, (4.0, 0))] {
+            let mut one = state.build(device).unwrap();
+            one.adjust(&flag(true)).unwrap();
+            let mut two = one.clone();
+            one.adjust(&flag(finite)).unwrap();
+            assert_eq!((stands(&one), stands(&two)), (want, (8.0, 1)));
+            two.adjust(&flag(!finite)).unwrap();
+            assert_eq!(stands(&one), want);
+        }
+    });
+}

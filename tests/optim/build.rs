@@ -1,5 +1,6 @@
 //! What an optimizer can be built from, and what is refused.
 
+use rstest::rstest;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adagrad, Adam, AdamW, AmpOptimizer, OptimizerError, Sgd};
@@ -152,6 +153,36 @@ fn names_are_unique_and_unnamed_parameters_are_named_by_their_index() {
     assert_eq!(opt.parameters().len(), 3, "none is added");
 }
 
+#[rstest]
+#[case::an_integer_tensor("other", Tensor::from(1i64))]
+#[case::an_undefined_tensor("other", Tensor::new())]
+#[case::a_taken_name("w", leaf(&[1.0], Kind::Float, Device::Cpu))]
+fn a_parameter_can_be_added_after_it_was_refused_with_another(
+    #[case] name: &str,
+    #[case] bad: Tensor,
+) {
+    let [w, a] = [(); 2].map(|()| leaf(&[1.0], Kind::Float, Device::Cpu));
+    let mut opt = Sgd::default().build(vec![("w", w.shallow_clone())], 1.0).unwrap();
+    let a = || ("a", a.shallow_clone());
+    let lists = [
+        vec![a(), (name, bad)],
+        vec![a(), ("again", a().1)],
+        vec![a(), ("known", w.shallow_clone())],
+    ];
+    for list in lists {
+        let refused = opt.add_param_group(list);
+        assert!(
+            matches!(refused, Err(Error::Optimizer(OptimizerError::Parameter { .. }))),
+            "{refused:?}"
+        );
+        assert_eq!((opt.parameters().len(), opt.param_group_count()), (1, 1));
+    }
+    assert_eq!(opt.add_param_group(vec![a()]).unwrap(), 1);
+    set_grad(&a().1, &[1.0]);
+    opt.step().unwrap();
+    assert_eq!(to_f64(&a().1), [0.0]);
+}
+
 #[test]
 fn an_empty_list_is_refused_and_an_empty_store_is_not() {
     let refused = AdamW::default().build(Vec::<Tensor>::new(), 0.1);
@@ -181,17 +212,21 @@ fn every_form_of_a_list_is_accepted() {
 
 #[test]
 fn tchs_configurations_are_accepted() {
-    let adam = nn::AdamW::default().beta1(0.8).wd(0.1).eps(1e-6).amsgrad(true);
-    let want = AdamW::default()
-        .betas((0.8, 0.999))
-        .weight_decay(0.1)
-        .eps(1e-6)
-        .amsgrad(true)
-        .maximize(false);
-    assert_eq!(AdamW::from(adam), want);
+    // Each field has a value of its own, so that none is lost or taken for another.
+    for amsgrad in [true, false] {
+        let adam = nn::Adam { beta1: 0.8, beta2: 0.7, wd: 0.1, eps: 1e-6, amsgrad };
+        let want = Adam::default().betas((0.8, 0.7)).weight_decay(0.1).eps(1e-6).amsgrad(amsgrad);
+        assert_eq!(Adam::from(adam), want.maximize(false));
+        let adamw = nn::AdamW { beta1: 0.8, beta2: 0.7, wd: 0.1, eps: 1e-6, amsgrad };
+        let want = AdamW::default().betas((0.8, 0.7)).weight_decay(0.1).eps(1e-6).amsgrad(amsgrad);
+        assert_eq!(AdamW::from(adamw), want.maximize(false));
+    }
+    for nesterov in [true, false] {
+        let sgd = nn::Sgd { momentum: 0.9, dampening: 0.2, wd: 0.5, nesterov };
+        let want = Sgd::default().momentum(0.9).dampening(0.2).weight_decay(0.5).nesterov(nesterov);
+        assert_eq!(Sgd::from(sgd), want.maximize(false));
+    }
     assert_eq!(Adam::from(nn::Adam::default()), Adam::default());
-    let sgd = Sgd::default().momentum(0.9).weight_decay(0.5).nesterov(true);
-    assert_eq!(Sgd::from(nn::sgd(0.9, 0.0, 0.5, true)), sgd);
 }
 
 /// A variable that has not been in any step yet belongs to the optimizer as well.

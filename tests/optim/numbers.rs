@@ -2,10 +2,11 @@
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Sgd};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Sgd};
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
+use crate::common::simulation::is_simulated;
 use crate::common::tensors::leaf;
 use crate::{algorithms, build, set_grad, to_f64};
 
@@ -248,4 +249,91 @@ fn a_gradient_in_another_order_of_memory_belongs_to_the_same_elements() {
             }
         }
     });
+}
+
+/// A graph that has saved a parameter must not continue with other numbers.
+#[rstest]
+#[case(Kind::Float, MasterWeights::None)]
+#[case(Kind::Double, MasterWeights::None)]
+#[case(Kind::BFloat16, MasterWeights::None)]
+#[case(Kind::BFloat16, MasterWeights::Float)]
+#[case(Kind::BFloat16, MasterWeights::Remainder)]
+#[case(Kind::BFloat16, MasterWeights::StochasticRounding { seed: 1 })]
+#[case(Kind::Half, MasterWeights::Float)]
+fn a_step_is_a_change_in_place_that_autograd_detects(
+    #[case] kind: Kind,
+    #[case] masters: MasterWeights,
+) {
+    for_each_device(|device| {
+        // The kernel that rounds a master to the parameter increments the version on real GPUs only.
+        if device != Device::Cpu && masters != MasterWeights::None && is_simulated() {
+            return;
+        }
+        for algorithm in algorithms() {
+            let w = leaf(&[1.0, 2.0], kind, device);
+            let list = vec![w.shallow_clone()];
+            let mut opt = algorithm.master_weights(masters).build(list, 0.5).unwrap();
+            let product = (&w * &w).sum(kind);
+            set_grad(&w, &[1.0, -1.0]);
+            opt.step().unwrap();
+            let error = product.f_backward().unwrap_err().to_string();
+            assert!(error.contains("modified by an inplace operation"), "{algorithm:?}: {error}");
+        }
+    });
+}
+
+/// The algorithms divide by the root of an infinite sum of squares. The number of elements decides which of them are
+/// processed as vectors.
+#[rstest]
+#[case(Kind::Float, MasterWeights::None, 1e25)]
+#[case(Kind::Double, MasterWeights::None, 1e200)]
+#[case(Kind::BFloat16, MasterWeights::None, 1e25)]
+#[case(Kind::BFloat16, MasterWeights::Float, 1e25)]
+#[case(Kind::BFloat16, MasterWeights::Remainder, 1e25)]
+fn a_gradient_whose_square_is_infinite_changes_no_parameter(
+    #[case] kind: Kind,
+    #[case] masters: MasterWeights,
+    #[case] gradient: f64,
+    #[values(1, 8, 37)] count: usize,
+) {
+    let (adam, adamw) = (Adam::default(), AdamW::default().weight_decay(0.0));
+    let adams: [Algorithm; 4] =
+        [adam.into(), adam.amsgrad(true).into(), adamw.into(), adamw.maximize(true).into()];
+    for_each_device(|device| {
+        for algorithm in adams.into_iter().chain([Adagrad::default().into()]) {
+            let w = leaf(&vec![1.0; count], kind, device);
+            let list = vec![w.shallow_clone()];
+            let mut opt = algorithm.master_weights(masters).build(list, 0.1).unwrap();
+            for _ in 0..2 {
+                set_grad(&w, &vec![gradient; count]);
+                opt.step().unwrap();
+                assert_eq!(to_f64(&w), vec![1.0; count], "{algorithm:?}");
+            }
+        }
+    });
+}
+
+/// libtorch keeps the sign of such gradients, or all of their numbers, outside of their memory.
+#[test]
+fn gradients_whose_numbers_are_not_in_memory_are_those_of_plain_ones() {
+    let memory = || Tensor::from_slice(&[0.5f32, -0.25, 3.0]);
+    let complex = Tensor::complex(&memory(), &memory());
+    let options = (Kind::Float, Device::Cpu);
+    let gradients = [
+        (memory().internal_neg_view(), [-0.5, 0.25, -3.0]),
+        (complex.conj().imag(), [-0.5, 0.25, -3.0]),
+        (Tensor::internal_efficientzerotensor([3], options), [0.0; 3]),
+    ];
+    for (gradient, numbers) in gradients {
+        for algorithm in algorithms() {
+            let all = [(); 2].map(|()| leaf(&[1.0, 2.0, -3.0], Kind::Float, Device::Cpu));
+            let mut opt = build(algorithm, &all, 0.1);
+            for w in &all {
+                set_grad(w, &numbers);
+            }
+            tch::no_grad(|| all[0].grad().set_data(&gradient));
+            opt.step().unwrap();
+            assert_eq!(to_f64(&all[0]), to_f64(&all[1]), "{algorithm:?} {gradient:?}");
+        }
+    }
 }

@@ -152,6 +152,27 @@ fn drop_ok<T>(result: tch_amp::Result<T>) -> tch_amp::Result<()> {
 }
 
 #[test]
+fn a_sparse_gradient_of_a_frozen_parameter_does_not_prevent_clipping() {
+    for clips_the_norm in [true, false] {
+        let (w, _, mut scaler) = training(Device::Cpu);
+        let table = leaf(&[1.0; 4], Kind::Float, Device::Cpu).detach().view([2, 2]);
+        let table = table.set_requires_grad(true);
+        let list = vec![table.shallow_clone(), w.shallow_clone()];
+        let mut opt = Sgd::default().build(list, 1.0).unwrap();
+        let rows = Tensor::embedding(&table, &Tensor::from_slice(&[1i64]), -1, false, true);
+        scaler.backward(&(rows.sum(Kind::Float) + w.sum(Kind::Float))).unwrap();
+        assert!(table.grad().is_sparse());
+        let _frozen = table.set_requires_grad(false);
+        let outcome = match clips_the_norm {
+            true => scaler.step_clip_norm(&mut opt, 8.0),
+            false => scaler.step_clip_value(&mut opt, 8.0),
+        };
+        assert!(outcome.unwrap().is_stepped().unwrap(), "the norm: {clips_the_norm}");
+        assert_eq!((to_f64(&table), to_f64(&w)), (vec![1.0; 4], vec![0.0; 3]));
+    }
+}
+
+#[test]
 fn a_step_is_counted_without_synchronizing() {
     for_each_device(|device| {
         let (w, mut opt, mut scaler) = training(device);

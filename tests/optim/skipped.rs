@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
-use tch_amp::optim::{Algorithm, Optimizer};
+use tch_amp::optim::{Algorithm, AmpOptimizer as _, Optimizer, Step};
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::common::bits::bits;
@@ -88,6 +88,31 @@ fn a_skipped_step_with_clipping_changes_nothing() {
             assert!(outcome.is_skipped().unwrap());
             assert!(!outcome.total_norm().unwrap().double_value(&[]).is_finite());
             assert_eq!(all(&mut opt), before, "{algorithm:?}");
+        }
+    });
+}
+
+/// An update that is given the flag itself, as a scaler does on a GPU. Saving in between reads the flag.
+#[test]
+fn an_update_whose_flag_is_set_changes_nothing_and_the_next_acts_as_the_first() {
+    for_each_device(|device| {
+        let flag = Tensor::from(1f32).to_device(device);
+        for algorithm in algorithms() {
+            for saves in [true, false] {
+                let (w, mut opt, _) = training(algorithm, device);
+                let (v, mut other, _) = training(algorithm, device);
+                let before = all(&mut other);
+                for w in [&w, &v] {
+                    set_grad(w, &[1.0, -2.0, 0.5]);
+                }
+                opt.update(&Step::default().with_found_inf(&flag)).unwrap();
+                if saves {
+                    assert_eq!(all(&mut opt), before, "{algorithm:?}");
+                }
+                opt.step().unwrap();
+                other.step().unwrap();
+                assert_eq!(all(&mut opt), all(&mut other), "{algorithm:?}, saved: {saves}");
+            }
         }
     });
 }

@@ -265,6 +265,54 @@ fn a_transposed_parameter_is_detected() {
     assert_eq!(to_f64(&w), [1.0, 3.0, 2.0, 4.0]);
 }
 
+/// From another place in the same memory, or in another order, it has other values.
+#[rstest]
+#[case::another_offset(|memory: &Tensor| memory.get(1), [5.0, 6.0, 7.0, 8.0])]
+#[case::other_strides(|memory: &Tensor| memory.get(0).tr(), [1.0, 3.0, 2.0, 4.0])]
+#[case::both(|memory: &Tensor| memory.get(1).tr(), [5.0, 7.0, 6.0, 8.0])]
+fn a_parameter_that_moves_within_its_memory_is_detected(
+    #[case] place: fn(&Tensor) -> Tensor,
+    #[case] want: [f64; 4],
+) {
+    for_each_device(|device| {
+        for (kind, masters) in with_masters() {
+            let memory = leaf(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], kind, device);
+            let memory = memory.detach().view([2, 2, 2]);
+            let w = memory.get(0).set_requires_grad(true);
+            if device != Device::Cpu && place(&memory).stride() != w.stride() {
+                continue; // is refused
+            }
+            let list = vec![w.shallow_clone()];
+            let mut opt = Sgd::default().master_weights(masters).build(list, 0.0).unwrap();
+            set_grad(&w, &[1.0; 4]);
+            opt.step().unwrap();
+            no_grad(|| w.shallow_clone().set_data(&place(&memory)));
+            opt.step().unwrap();
+            assert_eq!(to_f64(&w), want, "{kind:?} {masters:?}");
+            assert_eq!(to_f64(&master(&opt)), want, "{kind:?} {masters:?}");
+        }
+    });
+}
+
+/// The bits of a bf16 number are another number in fp16.
+#[test]
+fn a_parameter_whose_memory_is_read_as_another_dtype_is_detected() {
+    for_each_device(|device| {
+        let memory = leaf(&[1.0, 2.0], Kind::BFloat16, device).detach();
+        let w = memory.view_dtype(Kind::BFloat16).set_requires_grad(true);
+        let list = vec![w.shallow_clone()];
+        let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(list, 0.0).unwrap();
+        set_grad(&w, &[1.0; 2]);
+        opt.step().unwrap();
+        let other = memory.view_dtype(Kind::Half);
+        let (want, gradient) = (to_f64(&other), w.grad().to_kind(Kind::Half));
+        no_grad(|| w.shallow_clone().set_data(&other));
+        no_grad(|| w.grad().set_data(&gradient));
+        opt.step().unwrap();
+        assert_eq!((to_f64(&w), to_f64(&master(&opt))), (want.clone(), want));
+    });
+}
+
 #[test]
 fn masters_that_were_discarded_are_recreated() {
     for (kind, masters) in with_masters() {

@@ -1,6 +1,6 @@
 //! How the scale grows, backs off and stays within its bounds.
 
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::Sgd;
 use tch_amp::scaler::{GradScalerConfig, ScalerError};
 use tch_amp::{Error, GradScaler};
@@ -119,6 +119,30 @@ fn a_finite_gradient_that_unscaling_makes_infinite_skips_the_step() {
             (&w * 2f64.powi(30)).sum(None).backward();
             assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
             assert_eq!((w.min().double_value(&[]), w.max().double_value(&[])), (1.0, 1.0));
+        }
+    });
+}
+
+/// Gradients in other layouts and dtypes are unscaled by other code.
+#[test]
+fn an_overflow_in_unscaling_is_found_in_every_layout() {
+    for_each_device(|device| {
+        let large = |count| Tensor::full([count], 1e38, (Kind::Float, device));
+        let gradients = [
+            large(4).slice(0, 0, 4, 2),
+            large(2).to_kind(Kind::ComplexFloat),
+            large(2).to_kind(Kind::ComplexFloat).conj(),
+            large(2).to_kind(Kind::BFloat16),
+        ];
+        for gradient in gradients {
+            let w = Tensor::ones([2], (gradient.kind(), device)).set_requires_grad(true);
+            w.abs().sum(None).backward();
+            no_grad(|| w.grad().set_data(&gradient));
+            let mut opt = Descent(vec![w.shallow_clone()]);
+            let config = GradScalerConfig::default().init_scale(2f64.powi(-4));
+            let mut scaler = config.build(device).unwrap();
+            assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap(), "{gradient:?}");
+            assert_eq!(to_f64(&w.abs()), [1.0; 2], "{gradient:?}");
         }
     });
 }

@@ -244,6 +244,28 @@ fn clipping_to_an_infinite_norm_cannot_write_nan() {
     });
 }
 
+/// The squares of these gradients are infinite even in f64, so the factor is infinity divided by infinity.
+#[test]
+fn a_step_is_skipped_if_clipping_to_an_infinite_norm_would_write_nan() {
+    for_each_device(|device| {
+        for in_transaction in [true, false] {
+            let w = ones(Kind::Double, device);
+            let mut opt = Descent(vec![w.shallow_clone()]);
+            let mut scaler = scaler(device);
+            scaler.backward(&loss(&w, &[1e200; 3])).unwrap();
+            let outcome = if in_transaction {
+                let mut unscaled = scaler.unscale(&mut opt).unwrap();
+                assert_eq!(to_f64(&unscaled.clip_grad_norm(INF).unwrap()), [INF]);
+                unscaled.step().unwrap()
+            } else {
+                scaler.step_clip_norm(&mut opt, INF).unwrap()
+            };
+            assert!(outcome.is_skipped().unwrap(), "in a transaction: {in_transaction}");
+            assert_eq!(to_f64(&w), [1.0; 3]);
+        }
+    });
+}
+
 #[test]
 fn a_gradient_that_appears_in_a_transaction_is_not_clipped_while_it_is_scaled() {
     let (_vs, w, mut opt) = model(Device::Cpu);
