@@ -48,6 +48,24 @@ fn any_layout_is_read_in_row_major_order() {
     assert!(to_vec::<f16>(&from_slice::<f16>(&[]).unwrap().view([0, 3])).unwrap().is_empty());
 }
 
+/// libtorch keeps the sign of such views outside of their memory.
+#[test]
+fn a_negative_view_is_read_with_its_sign() {
+    for_each_device(|device| {
+        let numbers = [1f32, -2.0, 0.5];
+        let short = from_slice(&numbers.map(f16::from_f32)).unwrap().to_device(device);
+        let brain = from_slice(&numbers.map(bf16::from_f32)).unwrap().to_device(device);
+        let want = numbers.map(|x| f16::from_f32(-x));
+        assert_eq!(to_vec::<f16>(&short.internal_neg_view()).unwrap(), want);
+        let want = numbers.map(|x| bf16::from_f32(-x));
+        assert_eq!(to_vec::<bf16>(&brain.internal_neg_view()).unwrap(), want);
+        // One complex number of two fp16.
+        let pair = from_slice(&[1f32, 2.0].map(f16::from_f32)).unwrap().to_device(device);
+        let imaginary = pair.view([1, 2]).view_as_complex().conj().imag();
+        assert_eq!(to_vec::<f16>(&imaginary).unwrap(), [f16::from_f32(-2.0)]);
+    });
+}
+
 #[test]
 fn another_dtype_is_refused() {
     let tensor = Tensor::zeros([2], (Kind::Half, Device::Cpu));

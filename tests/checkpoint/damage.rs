@@ -86,6 +86,31 @@ fn a_flipped_or_truncated_file_of_pytorch_is_refused_or_correct() {
     }
 }
 
+/// Including the records that only PyTorch reads, such as `version`.
+#[test]
+fn every_record_of_a_file_of_pytorch_is_checked() {
+    let folder = Folder::new();
+    let path = folder.file("x.pt");
+    let mut bytes = bytes_of(&mut trained(), "x.pt");
+    let mut archive = zip::ZipArchive::new(std::io::Cursor::new(bytes.clone())).unwrap();
+    let mut names = Vec::new();
+    for index in 0..archive.len() {
+        let record = archive.by_index_raw(index).unwrap();
+        let name = record.name().unwrap();
+        let (first, size) = (record.data_start().unwrap() as usize, record.size() as usize);
+        for place in [first, first + size / 2, first + size - 1] {
+            bytes[place] ^= 1;
+            let error = load(&path, &bytes).expect_err(&name);
+            assert!(matches!(error, CheckpointError::Damaged { .. }), "{name}: {error}");
+            bytes[place] ^= 1;
+        }
+        names.extend(name.rsplit('/').next().map(str::to_owned));
+    }
+    for name in ["data.pkl", "version", "byteorder", "0"] {
+        assert!(names.iter().any(|known| known == name), "{name} is not among {names:?}");
+    }
+}
+
 #[test]
 fn every_truncation_is_detected() {
     let folder = Folder::new();

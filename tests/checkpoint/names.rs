@@ -161,3 +161,25 @@ fn skipped_variables_that_were_saved_keep_their_saved_group() {
     assert_eq!((buffer(&mut opt, "a"), buffer(&mut opt, "b")), (Some(4.0), None));
     assert_eq!(opt.state_dict().unwrap().param_groups[1].params, ["b"]);
 }
+
+/// In PyTorch every norm has a batch count, so one that tch's model lacks is written beside the statistics.
+#[test]
+fn a_batch_count_of_the_models_own_is_restored() {
+    let names = [
+        ("counted.running_mean", 2),
+        ("counted.running_var", 2),
+        ("counted.num_batches_tracked", 1),
+        ("other.running_mean", 2),
+        ("other.running_var", 2),
+    ];
+    for file in ["x.safetensors", "x.pt"] {
+        let (source, mut source_opt) = model(&names, 7.0, None);
+        let (_folder, checkpoint) = saved(&source, &mut source_opt, file);
+        let (vs, _) = model(&names, 0.0, None);
+        let restored = checkpoint.restore().model("model", &vs).apply().unwrap();
+        assert_eq!(restored, Default::default(), "{file}");
+        for (name, variable) in vs.variables() {
+            assert_eq!(first(&variable), 7.0, "{name} of {file}");
+        }
+    }
+}

@@ -5,13 +5,14 @@ use std::path::Path;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format, Restored};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Optimizer, Sgd};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
 use crate::Run;
 use crate::common::files::Folder;
 use crate::common::python::Oracle;
+use crate::round_trip::{every_option, restored_options};
 
 /// The same training as in tests/oracle/checkpoint.py.
 struct Twin {
@@ -176,6 +177,59 @@ fn unsupported_objects_from_python_do_not_prevent_a_restore() {
     load("tensors").restore().optimizer("optimizer", &mut opt).apply().unwrap();
     assert_eq!(opt.lr(0).unwrap(), 0.25);
     assert_eq!(opt.state_dict().unwrap().state["weight"]["step"].double_value(&[]), 3.0);
+}
+
+/// NAdam and RAdam have `decoupled_weight_decay` as well, by which AdamW is recognized.
+#[test]
+fn pythons_other_optimizers_are_refused_by_name() {
+    let Some(python) = Oracle::find("checkpoint.py") else { return };
+    let folder = Folder::new();
+    let printed = python.run(&["others", folder.file("others.pt").to_str().unwrap()], "");
+    let checkpoint = Checkpoint::load(folder.file("others.pt")).unwrap();
+    for name in printed.lines() {
+        for algorithm in ALGORITHMS {
+            let mut opt = Twin::new(algorithm).opt;
+            let before = opt.state_dict().unwrap().param_groups;
+            let refused = checkpoint.restore().optimizer(name, &mut opt).apply().unwrap_err();
+            let message = format!(
+                "`{name}` in the checkpoint is unsupported (its param_groups are not those of \
+                 Adam, AdamW, SGD or Adagrad), not an optimizer"
+            );
+            assert_eq!(refused.to_string(), message);
+            assert_eq!(opt.state_dict().unwrap().param_groups, before);
+        }
+    }
+    assert_eq!(printed.lines().count(), 14, "{printed}");
+}
+
+/// The options of a file of this crate are given to Python's classes, whose state is then saved.
+#[test]
+fn every_option_survives_the_way_through_python() {
+    let Some(python) = Oracle::find("checkpoint.py") else { return };
+    let folder = Folder::new();
+    let mut checkpoint = Checkpoint::new();
+    for (index, algorithm) in every_option().into_iter().enumerate() {
+        let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let mut opt = algorithm.build(vec![("w", w)], 0.0625).unwrap();
+        checkpoint.add_optimizer(&format!("{} {index}", class(&algorithm)), &mut opt).unwrap();
+    }
+    checkpoint.save(folder.file("rust.pt")).unwrap();
+    python.run(&["options", folder.0.to_str().unwrap()], "");
+    let checkpoint = Checkpoint::load(folder.file("python.pt")).unwrap();
+    for (index, algorithm) in every_option().into_iter().enumerate() {
+        let part = format!("{} {index}", class(&algorithm));
+        assert_eq!(restored_options(&checkpoint, &part, algorithm), (0.0625, algorithm));
+    }
+}
+
+/// The name of PyTorch's class.
+fn class(algorithm: &Algorithm) -> &'static str {
+    match algorithm {
+        Algorithm::AdamW(_) => "AdamW",
+        Algorithm::Adam(_) => "Adam",
+        Algorithm::Sgd(_) => "SGD",
+        _ => "Adagrad",
+    }
 }
 
 /// Parameters without names are identified by their places, which look like PyTorch's numbers.

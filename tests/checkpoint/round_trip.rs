@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::optim::{MasterWeights, Optimizer};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
 use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler};
 
@@ -171,7 +171,7 @@ fn unusual_names_stay_distinct() {
         for name in names {
             drop(vs.root().zeros(name, &[2]));
         }
-        let opt = tch_amp::optim::AdamW::default().build(&vs, 0.1).unwrap();
+        let opt = AdamW::default().build(&vs, 0.1).unwrap();
         (vs, opt)
     };
     let (vs, mut opt) = build();
@@ -242,7 +242,7 @@ fn master_weights_are_restored() {
         let mut vs = VarStore::new(Device::Cpu);
         let w = vs.root().randn_standard("w", &[50]);
         vs.bfloat16();
-        let adam = tch_amp::optim::AdamW::default();
+        let adam = AdamW::default();
         let opt = adam.master_weights(MasterWeights::Remainder).build(&vs, 0.01).unwrap();
         (vs, w, opt)
     };
@@ -265,5 +265,63 @@ fn master_weights_are_restored() {
         step(&w, &mut opt);
         step(&other, &mut other_opt);
         assert_eq!(bits(&w), bits(&other), "{name}");
+    }
+}
+
+/// Algorithms with options other than the defaults. The numbers differ, so that none is taken for another, and each flag
+/// is set alone.
+pub(crate) fn every_option() -> Vec<Algorithm> {
+    let adam = Adam::default().betas((0.5, 0.75)).eps(0.125).weight_decay(0.25);
+    let adamw = AdamW::default().betas((0.5, 0.75)).eps(0.125).weight_decay(0.25);
+    let sgd = Sgd::default().momentum(0.5).weight_decay(0.25);
+    let adagrad = Adagrad::default().lr_decay(0.5).eps(0.125).weight_decay(0.25);
+    let adagrad = adagrad.initial_accumulator_value(0.75);
+    vec![
+        adam.into(),
+        adam.amsgrad(true).into(),
+        adam.maximize(true).into(),
+        adamw.into(),
+        adamw.amsgrad(true).into(),
+        adamw.maximize(true).into(),
+        sgd.dampening(0.125).into(),
+        sgd.nesterov(true).into(),
+        sgd.maximize(true).into(),
+        adagrad.into(),
+        adagrad.maximize(true).into(),
+    ]
+}
+
+/// Restores an optimizer that was built with the defaults, and returns its learning rate and options.
+pub(crate) fn restored_options(
+    checkpoint: &Checkpoint,
+    part: &str,
+    saved: Algorithm,
+) -> (f64, Algorithm) {
+    let defaults: Algorithm = match saved {
+        Algorithm::AdamW(_) => AdamW::default().into(),
+        Algorithm::Adam(_) => Adam::default().into(),
+        Algorithm::Sgd(_) => Sgd::default().into(),
+        _ => Adagrad::default().into(),
+    };
+    let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let mut opt = defaults.build(vec![("w", w)], 0.1).unwrap();
+    checkpoint.restore().optimizer(part, &mut opt).apply().unwrap();
+    let group = opt.param_group(0).unwrap();
+    (group.lr, group.algorithm)
+}
+
+#[test]
+fn every_option_of_every_algorithm_is_restored() {
+    let folder = Folder::new();
+    for algorithm in every_option() {
+        let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let mut opt = algorithm.build(vec![("w", w)], 0.0625).unwrap();
+        for name in ["x.safetensors", "x.pt"] {
+            let mut checkpoint = Checkpoint::new();
+            checkpoint.add_optimizer("opt", &mut opt).unwrap();
+            checkpoint.save(folder.file(name)).unwrap();
+            let loaded = Checkpoint::load(folder.file(name)).unwrap();
+            assert_eq!(restored_options(&loaded, "opt", algorithm), (0.0625, algorithm), "{name}");
+        }
     }
 }

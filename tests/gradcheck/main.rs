@@ -9,6 +9,7 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use rstest::rstest;
 use tch::{Device, Kind, Tensor, no_grad_guard};
 use tch_amp::function::{Function, FunctionError};
 use tch_amp::gradcheck::{GradCheck, gradcheck, gradgradcheck};
@@ -233,6 +234,24 @@ fn the_callers_tolerances_are_used() {
         GradCheck::default().rtol(0.01).gradcheck(|x| off.apply(x), &x).unwrap();
         GradCheck::default().atol(0.011).gradcheck(|x| off.apply(x), &x).unwrap();
         assert!(GradCheck::default().eps(1e-3).gradcheck(|x| off.apply(x), &x).is_err());
+    });
+}
+
+#[rstest]
+#[case(5.0, 10.0, false)]
+#[case(10.0, 5.0, true)]
+#[case(-5.0, -10.0, false)]
+#[case(-10.0, -5.0, true)]
+fn the_relative_tolerance_is_relative_to_the_numeric_gradient(
+    #[case] numeric: f64,
+    #[case] analytic: f64,
+    #[case] passes: bool,
+) {
+    for_each_device(|device| {
+        let off = function(move |_, x| Ok(x[0] * numeric), move |_, g| Ok(&g[0] * analytic));
+        let x = [leaf(&[1.0], Kind::Double, device)];
+        let checked = GradCheck::default().rtol(0.6).gradcheck(|x| off.apply(x), &x);
+        assert_eq!(checked.is_ok(), passes, "{checked:?}");
     });
 }
 

@@ -9,10 +9,14 @@ others.
 save_norm FILE, load_norm FILE: a model with a norm, whose running variances are printed.
 golden FILE: writes what tests/checkpoint/golden.rs expects.
 odd FOLDER: writes files with what Python programs save besides.
+others FILE: writes the states of all optimizers that this crate lacks, and prints their names.
+options FOLDER: gives the options of each optimizer in FOLDER/rust.pt to the class that its name begins with, and writes
+the states of the new optimizers to FOLDER/python.pt.
 version: prints PyTorch's.
 safe FILE: reads a safetensors file with nothing but its specification and prints what is in it.
 """
 
+import inspect
 import sys
 
 import torch
@@ -176,6 +180,33 @@ def odd(folder):
     torch.save({"optimizer": state}, f"{folder}/tensors.pt")
 
 
+def others(path):
+    weight = [nn.Parameter(torch.ones(2, 2))]
+    built = {}
+    for name in ["NAdam", "RAdam"]:
+        for decoupled in [False, True]:
+            cls = getattr(torch.optim, name)
+            built[f"{name} {decoupled}"] = cls(weight, weight_decay=0.1, decoupled_weight_decay=decoupled)
+    for name in ["Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "Muon", "RMSprop", "Rprop", "SparseAdam"]:
+        built[name] = getattr(torch.optim, name)(weight)
+    built["RMSprop with momentum"] = torch.optim.RMSprop(weight, momentum=0.9, centered=True)
+    torch.save({name: opt.state_dict() for name, opt in built.items()}, path)
+    print(*built, sep="\n")
+
+
+def options(folder):
+    states = {}
+    for name, state in torch.load(f"{folder}/rust.pt", weights_only=True).items():
+        if "param_groups" not in state:
+            continue
+        cls = getattr(torch.optim, name.split(" ")[0])
+        (group,) = state["param_groups"]
+        accepted = {key: group[key] for key in inspect.signature(cls).parameters if key in group and key != "params"}
+        opt = cls([("w", nn.Parameter(torch.ones(1)))], **accepted)
+        states[name] = opt.state_dict()
+    torch.save(states, f"{folder}/python.pt")
+
+
 def safe(path):
     import json
     import struct
@@ -234,5 +265,5 @@ def version():
 
 
 if __name__ == "__main__":
-    commands = [save, resume, state, save_norm, load_norm, golden, odd, version, safe]
+    commands = [save, resume, state, save_norm, load_norm, golden, odd, others, options, version, safe]
     {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

@@ -92,6 +92,23 @@ fn trees_that_differ_are_refused(#[case] error: Error, #[case] place: &str, #[ca
     assert_eq!(error.to_string(), format!("the trees differ at `{place}`: {problem}"));
 }
 
+#[rstest]
+#[case(differ_in(|t| vec![(x(), t)]), "root[0].1")]
+#[case(differ_in(|t| (x(), vec![x(), t])), "root.1[1]")]
+#[case(differ_in(|t| [vec![x()], vec![x(), t]]), "root[1][1]")]
+#[case(differ_in(|t| (x(), Some(Box::new((t, x()))))), "root.1.0")]
+#[case(differ_in(|t| BTreeMap::from([("k".to_owned(), (x(), t))])), "root[\"k\"].1")]
+#[case(differ_in(|t| (x(), vec![HashMap::from([("k", [x(), t])])])), "root.1[0][\"k\"][1]")]
+fn the_place_of_a_difference_is_read_from_the_root(#[case] error: Error, #[case] place: &str) {
+    let start = format!("the trees differ at `{place}`: ");
+    assert!(error.to_string().starts_with(&start), "{error}");
+}
+
+/// Two trees that differ in the shape of one tensor.
+fn differ_in<T: Tree>(tree: impl Fn(Tensor) -> T) -> Error {
+    differ(&tree(x()), &tree(x().unsqueeze(0)))
+}
+
 fn differ<T: Tree>(new: &T, old: &T) -> Error {
     let result = select_tree(&Tensor::from(true), new, old);
     result.err().expect("the trees differ")
