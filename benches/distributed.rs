@@ -162,9 +162,9 @@ fn main() {
             theirs.push(numbers(&python.ask(&format!("{name} {iterations}"))).0);
         }
         // The difference of two runs leaves out what the start of a training communicates.
-        let bytes = |iterations| {
+        let mut bytes = |iterations| {
             let before = loopback_bytes()?;
-            drop(ours(name, iterations));
+            let _trained = ours(name, iterations);
             Some(loopback_bytes()? - before)
         };
         let bytes =
