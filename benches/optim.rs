@@ -4,22 +4,20 @@
 //! unscaling the same ones repeatedly would end at zero.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
+#[path = "common/amp_step.rs"]
+mod amp_step;
 mod common;
 
+use amp_step::{Training, Way, fused};
 use common::{
     Python, Rounds, Row, median, microseconds, nanoseconds, print_ratio, print_table, rounds,
-    values,
 };
-use tch::nn::{self, OptimizerConfig as _, VarStore};
+use tch::nn::{self, OptimizerConfig as _};
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::GradScaler;
-use tch_amp::optim::{AdamW, AmpOptimizer, Optimizer};
 
 /// The number of steps that are compared bit by bit, and the one among them that overflows.
 const CHECKED: usize = 20;
 const OVERFLOW: usize = 7;
-
-const MAX_NORM: f64 = 1.0;
 
 fn main() {
     let Some(mut python) = Python::start("optim.py") else {
@@ -31,9 +29,6 @@ fn main() {
     small(&mut python, 160, ["amp_step_160x16", "amp_step_clip_160x16"]);
     small(&mut python, 400, ["amp_step_400x16", "amp_step_clip_400x16"]);
     large(&mut python);
-    for (numbers, steps) in [(16, 10), (1024, 10), (16384, 5), (65536, 5)] {
-        threads(&mut python, numbers, steps);
-    }
     against_tch();
 }
 
@@ -64,44 +59,6 @@ fn large(python: &mut Python) {
             100.0 * bandwidth / copied
         );
     }
-    println!();
-}
-
-/// A step on one thread and on all cores.
-fn threads(python: &mut Python, numbers: i64, steps: usize) {
-    const PARAMETERS: i64 = 160;
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut training = Training::new(PARAMETERS, numbers, fused);
-    let counts = [1, cores];
-    let times = Rounds::run(
-        rounds(30),
-        || {
-            let on = |threads: usize| {
-                tch::set_num_threads(threads as i32);
-                training.round(steps, Way::Step)
-            };
-            counts.map(on).to_vec()
-        },
-        || {
-            let mut on = |threads: usize| {
-                python.ask(&format!("threads {threads}"));
-                python.time(&format!("round {PARAMETERS} {numbers} {steps}"))[0]
-            };
-            counts.map(&mut on).to_vec()
-        },
-    );
-    tch::set_num_threads(1);
-    python.ask("threads 1");
-    let rows = [times.row("one thread", 0), times.row("all cores", 1)];
-    print_table(
-        &format!("{PARAMETERS} x {numbers} numbers, AdamW, on 1 and {cores} threads"),
-        &rows,
-    );
-    let [here, in_python] = [rows[0].ours / rows[1].ours, rows[0].python / rows[1].python];
-    println!(
-        "{cores} threads are {here:.2} times as fast as one, and in Python {in_python:.2} times"
-    );
-    print_ratio(&format!("threads_160x{numbers}"), rows[1]);
     println!();
 }
 
@@ -157,74 +114,6 @@ fn against_tch() {
         microseconds(row.python)
     );
     print_ratio("vs_tch_adamw_160x16", row);
-}
-
-fn fused(vs: &VarStore) -> Optimizer {
-    AdamW::default().build(vs, 1e-3).unwrap()
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Way {
-    Step,
-    Clip,
-    Transaction,
-}
-
-struct Training<O> {
-    loss: Tensor,
-    params: Vec<Tensor>,
-    grads: Vec<Tensor>,
-    scaled: Tensor,
-    optimizer: O,
-    scaler: GradScaler,
-}
-
-impl<O: AmpOptimizer> Training<O> {
-    fn new(parameters: i64, numbers: i64, optimizer: fn(&VarStore) -> O) -> Self {
-        let vs = VarStore::new(Device::Cpu);
-        let params: Vec<_> =
-            (0..parameters).map(|i| vs.root().add("w", values(i, numbers, 3), true)).collect();
-        let optimizer = optimizer(&vs);
-        let fresh = values(1, numbers, 5);
-        for param in &params {
-            (param * &fresh).sum(Kind::Float).backward();
-        }
-        let grads = params.iter().map(Tensor::grad).collect();
-        let scaled = fresh * 65536.0;
-        let loss = Tensor::from(1f32).set_requires_grad(true);
-        let scaler = GradScaler::new(Device::Cpu).unwrap();
-        Self { loss, params, grads, scaled, optimizer, scaler }
-    }
-
-    /// Sets new gradients, starting with the last parameter, like backward.
-    fn fill(&mut self) {
-        no_grad(|| self.grads.iter_mut().rev().for_each(|grad| grad.copy_(&self.scaled)));
-    }
-
-    /// The median time of some steps.
-    fn round(&mut self, steps: usize, way: Way) -> f64 {
-        let times = (0..steps).map(|_| {
-            self.fill();
-            nanoseconds(|| {
-                drop(self.scaler.scale(&self.loss).unwrap());
-                self.step(way);
-                self.scaler.update().unwrap();
-            })
-        });
-        median(times.collect())
-    }
-
-    fn step(&mut self, way: Way) {
-        drop(match way {
-            Way::Step => self.scaler.step(&mut self.optimizer).unwrap(),
-            Way::Clip => self.scaler.step_clip_norm(&mut self.optimizer, MAX_NORM).unwrap(),
-            Way::Transaction => {
-                let mut unscaled = self.scaler.unscale(&mut self.optimizer).unwrap();
-                drop(unscaled.clip_grad_norm(MAX_NORM).unwrap());
-                unscaled.step().unwrap()
-            }
-        });
-    }
 }
 
 /// The bits of the scale and of the parameters after some steps without clipping.

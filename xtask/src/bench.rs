@@ -1,4 +1,4 @@
-//! `cargo xtask bench`: times this crate, Python and plain tch, all on one core.
+//! `cargo xtask bench`: times this crate, Python and plain tch, all but those of parallel work on one core.
 
 use std::fs;
 use std::path::Path;
@@ -9,6 +9,9 @@ use anyhow::{Result, ensure};
 use crate::args::Args;
 use crate::process;
 use crate::workspace::{self, Workspace};
+
+/// Those that need several cores.
+const PARALLEL: [&str; 2] = ["distributed", "threads"];
 
 /// `cargo xtask bench`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
@@ -21,12 +24,20 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     workspace.warn_without_python();
     // Builds on every core, because only the timing needs a single one.
     process::run(benches(&workspace, &chosen).arg("--no-run"))?;
-    let mut bench = benches(&workspace, &chosen);
-    bench.arg("--").args(options);
-    for name in ["OMP_NUM_THREADS", "MKL_NUM_THREADS"] {
-        bench.env(name, "1");
+    let (parallel, single): (Vec<_>, Vec<_>) =
+        chosen.into_iter().partition(|name| PARALLEL.contains(&name.as_str()));
+    if !single.is_empty() {
+        let mut bench = benches(&workspace, &single);
+        bench.arg("--").args(&options);
+        for name in ["OMP_NUM_THREADS", "MKL_NUM_THREADS"] {
+            bench.env(name, "1");
+        }
+        process::run(&mut pinned(bench))?;
     }
-    process::run(&mut pinned(bench))
+    if !parallel.is_empty() {
+        process::run(benches(&workspace, &parallel).arg("--").args(&options))?;
+    }
+    Ok(())
 }
 
 /// The names of the benchmarks, each of which is a file.
@@ -114,7 +125,10 @@ mod tests {
         assert_eq!(choose(&["function"]).unwrap(), ["function"]);
         assert_eq!(choose(&["func", "check"]).unwrap(), ["checkpoint", "function"]);
         let error = choose(&["function", "nothing"]).unwrap_err().to_string();
-        assert!(error.contains("`nothing`") && error.contains("checkpoint, function"), "{error}");
+        assert!(
+            error.contains("`nothing`") && error.contains("checkpoint, distributed, function"),
+            "{error}"
+        );
     }
 
     #[test]
