@@ -43,6 +43,7 @@ impl ProcessGroup {
         if op == ReduceOp::Mean && !is_floating(kind) {
             return Err(unusable(format!("has dtype {kind:?}, but a mean needs floating point")));
         }
+        let _order = self.begin();
         self.compare(NAME, &format!("{NAME}({op:?}) of {described}"))?;
         self.in_place(tensor, |work| {
             let reduce = |tensor: &Tensor, reduction| {
@@ -85,6 +86,7 @@ impl ProcessGroup {
             let problem = format!("is {root}, but there are {} ranks", self.size());
             return Err(Error::InvalidArgument { name: "root", problem });
         }
+        let _order = self.begin();
         self.compare(NAME, &format!("{NAME} from {root} of {described}"))?;
         self.in_place(tensor, |work| self.run(NAME, |group| group.broadcast(work, root)))
     }
@@ -98,6 +100,7 @@ impl ProcessGroup {
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Vec<Tensor>> {
         const NAME: &str = "all_gather";
         let described = described(tensor)?;
+        let _order = self.begin();
         self.compare(NAME, &format!("{NAME} of {described}"))?;
         no_grad(|| {
             let part = tensor.f_detach()?.f_contiguous()?.f_view([-1])?;
@@ -111,7 +114,7 @@ impl ProcessGroup {
         })
     }
 
-    /// Returns this rank's part of the sum of all ranks' tensors: the rows that it has if the first dimension, whose
+    /// Returns this rank's rows of the sum of all ranks' tensors: those that it has if the first dimension, whose
     /// size is a multiple of the number of ranks, is divided among them in order. Blocks until the ranks have answered.
     /// Corresponds to `torch.distributed.reduce_scatter_tensor`.
     ///
@@ -129,6 +132,7 @@ impl ProcessGroup {
                 return Err(unusable(format!("is {size:?}, {problem}, {ranks}")));
             }
         };
+        let _order = self.begin();
         self.compare(NAME, &format!("{NAME} of {described}"))?;
         no_grad(|| {
             let all = tensor.f_detach()?.f_contiguous()?;
@@ -150,17 +154,20 @@ impl ProcessGroup {
     /// [`DistributedError::Mismatch`]: crate::distributed::DistributedError::Mismatch
     /// [`DistributedError::Communication`]: crate::distributed::DistributedError::Communication
     pub fn barrier(&self) -> Result<()> {
+        let _order = self.begin();
         self.compare("barrier", "barrier")
     }
 
     /// Blocks until all ranks have called this, for at most `timeout`. The error's message names all ranks that have
-    /// not, which rank 0 finds out. It takes longer than [`barrier`](Self::barrier). Corresponds to
-    /// `torch.distributed.monitored_barrier(wait_all_ranks=True)`.
+    /// not, which rank 0 finds out. It takes longer than [`barrier`](Self::barrier), and what the ranks call is not
+    /// compared. Corresponds to `torch.distributed.monitored_barrier(wait_all_ranks=True)`.
     ///
     /// # Errors
     ///
-    /// As for [`barrier`](Self::barrier).
+    /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not come
+    /// in time. The group cannot be used any more.
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
+        let _order = self.begin();
         self.run("monitored_barrier", |group| group.monitored_barrier(timeout))
     }
 

@@ -11,7 +11,9 @@ impl GroupOptions {
     /// `torchrun --no-python` sets them. Blocks until all ranks have called this. Corresponds to
     /// `init_process_group(init_method="env://")`.
     ///
-    /// Rank 0 serves the store, unless torchrun does, which `TORCHELASTIC_USE_AGENT_STORE` says.
+    /// Rank 0 serves the store, unless torchrun does, which `TORCHELASTIC_USE_AGENT_STORE` says. It listens on 127.0.0.1 if
+    /// `MASTER_ADDR` is `localhost` or `127.0.0.1`, and on all interfaces otherwise. Call this once for each process; form
+    /// further groups through [`ProcessGroup::store`].
     ///
     /// # Errors
     ///
@@ -31,6 +33,7 @@ impl GroupOptions {
             (true, true) => Store::serve_on_loopback(port)?,
             (true, false) => Store::serve(port)?,
         };
+        let store = if agent { store } else { store.of_rank(0) };
         self.attempt(agent).join(&store, rank, size)
     }
 
@@ -55,7 +58,8 @@ fn variable(name: &'static str) -> Result<String> {
 fn parsed<T: FromStr>(name: &'static str) -> Result<T> {
     let value = variable(name)?;
     value.parse().map_err(|_| {
-        let problem = format!("is {value:?}, but must be a number");
+        let most = if name == "MASTER_PORT" { " up to 65535" } else { "" };
+        let problem = format!("is {value:?}, but must be a number{most}");
         DistributedError::Environment { variable: name, problem }.into()
     })
 }

@@ -1,7 +1,6 @@
 //! Groups of ranks.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::builder::builder;
@@ -21,8 +20,8 @@ const GRACE: Duration = Duration::from_secs(2);
 pub struct GroupOptions {
     /// How long an operation waits for the other ranks before it fails; 30 minutes by default, as in PyTorch.
     pub timeout: Duration,
-    /// The network interface to communicate through, such as `eth0`. By default it is that of `GLOO_SOCKET_IFNAME`, or
-    /// the loopback interface if the store is only reachable from this machine, or else that of the host's name.
+    /// The network interface to communicate through, such as `eth0`. By default it is the loopback interface if the store
+    /// is only reachable from this machine, or else the first one of `GLOO_SOCKET_IFNAME`, or that of the host's name.
     pub interface: Option<String>,
     /// The name of the group, which has to be the same on all ranks and not yet used with this store. By default groups
     /// are numbered, so that the ranks have to form them in the same order.
@@ -50,8 +49,11 @@ impl GroupOptions {
             return Err(Error::InvalidArgument { name: "rank", problem });
         }
         let prefix = self.name.clone().unwrap_or_else(|| store.next_name(rank));
-        let from_env = std::env::var("GLOO_SOCKET_IFNAME").ok().filter(|name| !name.is_empty());
-        let interface = self.interface.clone().or(from_env);
+        let from_env = || {
+            let names = std::env::var("GLOO_SOCKET_IFNAME").ok().filter(|_| !store.is_local())?;
+            names.split(',').next().filter(|name| !name.is_empty()).map(str::to_owned)
+        };
+        let interface = self.interface.clone().or_else(from_env);
         let member = ffi::Member {
             prefix: &prefix,
             interface: interface.as_deref(),
@@ -61,24 +63,27 @@ impl GroupOptions {
             timeout: self.timeout,
         };
         let place = Place { store: store.clone(), prefix: prefix.clone(), rank, size };
-        let handle = ffi::Group::new(store.handle(), &member)
-            .map_err(|error| place.failure("forming the group", &error))?;
-        let timeout = self.timeout;
-        Ok(ProcessGroup(Arc::new(Shared {
-            handle,
-            place,
-            timeout,
-            failed: AtomicBool::new(false),
-        })))
+        let handle = ffi::Group::new(store.handle(), &member).map_err(|error| match error {
+            Error::Torch(message) => place.failure("forming the group", message),
+            other => other,
+        })?;
+        let (timeout, order) = (self.timeout, Mutex::default());
+        let handle = Mutex::new(Some(Arc::new(handle)));
+        Ok(ProcessGroup(Arc::new(Shared { handle, place, timeout, order })))
     }
 }
 
 /// Ranks that communicate by collectives. Clones are the same group. Corresponds to `torch.distributed.ProcessGroup`,
 /// with the backend Gloo.
 ///
-/// Every rank calls the same operations in the same order. What the ranks call is compared before anything is
-/// communicated, so that a mistake is an error on every rank. If a rank ends or hangs, the others get an error within
-/// the timeout, and the group cannot be used any more.
+/// Every rank calls the same operations in the same order. Which collective each rank calls is compared before anything
+/// else is communicated, so that a mistake is an error on every rank. The passes of a
+/// [`DistributedDataParallel`](crate::distributed::DistributedDataParallel) and
+/// [`monitored_barrier`](Self::monitored_barrier) are not compared. If a rank ends or hangs, the others get an error
+/// within the timeout, and the group cannot be used any more.
+///
+/// Threads may share a group: their collectives run one after the other. They have to come in the same order on all
+/// ranks, and not during the backward pass of a model that is distributed over the group.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -104,10 +109,12 @@ pub struct ProcessGroup(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    handle: ffi::Group,
+    /// `None` after a failure: the connections are closed, so that the ranks on the other side fail, too.
+    handle: Mutex<Option<Arc<ffi::Group>>>,
     place: Place,
     timeout: Duration,
-    failed: AtomicBool,
+    /// Held while a collective runs.
+    order: Mutex<()>,
 }
 
 /// Where a rank belongs.
@@ -122,22 +129,30 @@ struct Place {
 impl Place {
     /// Returns the error of a failed operation, with the ranks that have not noticed a failure as well: they have ended,
     /// or hang.
-    fn failure(&self, operation: &'static str, error: &Error) -> Error {
-        let key = |rank: usize| format!("{}/failed/{rank}", self.prefix);
-        let store = self.store.handle();
-        let end = Instant::now() + GRACE;
-        drop(store.set(&key(self.rank)));
-        let is_missing = |rank: &usize| {
-            let left = end.saturating_duration_since(Instant::now());
-            *rank != self.rank && store.wait(&key(*rank), left).is_err()
-        };
-        let missing = (0..self.size).filter(is_missing).collect();
-        let message = match error {
-            Error::Torch(message) => message.clone(),
-            other => other.to_string(),
-        };
+    fn failure(&self, operation: &'static str, message: String) -> Error {
+        let missing = self.missing();
         let (rank, size) = (self.rank, self.size);
         DistributedError::Communication { operation, rank, size, missing, message }.into()
+    }
+}
+
+impl Place {
+    /// The ranks that do not report a failure of their own. Without the store this cannot be found out, but then the rank
+    /// that served it is missing.
+    fn missing(&self) -> Vec<usize> {
+        let key = |rank: usize| format!("{}/failed/{rank}", self.prefix);
+        let store = self.store.handle();
+        if store.set(&key(self.rank)).is_err() {
+            return self.store.served_by().into_iter().collect();
+        }
+        let end = Instant::now() + GRACE;
+        let is_missing = |rank: &usize| {
+            // Enough for an answer, also for those after a missing one.
+            let left =
+                end.saturating_duration_since(Instant::now()).max(Duration::from_millis(200));
+            *rank != self.rank && store.wait(&key(*rank), left).is_err()
+        };
+        (0..self.size).filter(is_missing).collect()
     }
 }
 
@@ -175,22 +190,33 @@ impl ProcessGroup {
         self.0.timeout
     }
 
+    /// Returns the store through which the ranks have found each other, to form another group of them.
+    pub fn store(&self) -> &Store {
+        &self.0.place.store
+    }
+
+    /// Begins a collective, which ends with the guard.
+    pub(super) fn begin(&self) -> MutexGuard<'_, ()> {
+        self.0.order.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Runs an operation that communicates. After one has failed, the group cannot be used any more.
     pub(super) fn run<T>(
         &self,
         operation: &'static str,
         call: impl FnOnce(&ffi::Group) -> Result<T>,
     ) -> Result<T> {
-        if self.0.failed.load(Ordering::Relaxed) {
+        let lock = || self.0.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(handle) = lock().clone() else {
             return Err(DistributedError::Failed { operation }.into());
-        }
-        call(&self.0.handle).map_err(|error| {
-            // Other errors are those of a closure of the user's.
-            if !matches!(error, Error::Torch(_)) {
-                return error;
+        };
+        call(&handle).map_err(|error| match error {
+            Error::Torch(message) => {
+                drop((lock().take(), handle));
+                self.0.place.failure(operation, message)
             }
-            self.0.failed.store(true, Ordering::Relaxed);
-            self.0.place.failure(operation, &error)
+            // Other errors are those of a closure of the user's.
+            other => other,
         })
     }
 }

@@ -20,6 +20,7 @@ impl ProcessGroup {
         let state = scaler.state_dict()?;
         let text =
             serde_json::to_string(&state).map_err(|error| Error::Torch(error.to_string()))?;
+        let _order = self.begin();
         self.compare(NAME, &format!("{NAME} of an enabled scaler: {}", scaler.is_enabled()))?;
         let texts = self.gather_texts(NAME, &text)?;
         if !scaler.is_enabled() {

@@ -1,20 +1,21 @@
 //! Stores.
 
 use std::collections::HashMap;
-use std::net::{IpAddr, TcpListener, ToSocketAddrs};
+use std::net::TcpListener;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed as ffi;
 
-/// How long a rank waits for the store, as in PyTorch.
+/// How long a rank waits for a store, as in PyTorch.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A dictionary that all ranks share, through which they find each other: c10d's `TCPStore` or `HashStore`.
 ///
 /// Clones are the same store. One process serves it, usually that of rank 0, and has to live as long as the groups that
-/// were formed through it.
+/// were formed through it. Ranks that are threads of one process share a store of [`in_process`](Self::in_process); each
+/// one needs a connection of its own to any other store.
 #[derive(Clone, Debug)]
 pub struct Store(Arc<Shared>);
 
@@ -23,13 +24,16 @@ struct Shared {
     store: ffi::Store,
     port: Option<u16>,
     is_local: bool,
+    /// The rank that serves it, if that is known.
+    served_by: Option<usize>,
     /// The number of unnamed groups that each rank has formed.
     groups: Mutex<HashMap<usize, usize>>,
 }
 
 impl Store {
     fn new(store: ffi::Store, port: Option<u16>, is_local: bool) -> Self {
-        Self(Arc::new(Shared { store, port, is_local, groups: Mutex::default() }))
+        let (served_by, groups) = (None, Mutex::default());
+        Self(Arc::new(Shared { store, port, is_local, served_by, groups }))
     }
 
     /// Makes a store for ranks that are threads of this process. Corresponds to `HashStore`.
@@ -68,8 +72,13 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Store`] if it cannot be served, for instance because the port is in use.
+    /// [`Error::InvalidArgument`] for port 0; [`DistributedError::Store`] if it cannot be served, for instance because the
+    /// port is in use.
     pub fn serve(port: u16) -> Result<Self> {
+        if port == 0 {
+            let problem = "is 0, but the other ranks have to know it".to_owned();
+            return Err(Error::InvalidArgument { name: "port", problem });
+        }
         let host = "localhost";
         let store =
             ffi::Store::serve(host, port, TIMEOUT).map_err(|error| unusable(host, port, &error))?;
@@ -96,6 +105,18 @@ impl Store {
         self.0.port
     }
 
+    /// Notes that this rank serves the store. To be called before the store is cloned.
+    pub(super) fn of_rank(mut self, rank: usize) -> Self {
+        if let Some(shared) = Arc::get_mut(&mut self.0) {
+            shared.served_by = Some(rank);
+        }
+        self
+    }
+
+    pub(super) fn served_by(&self) -> Option<usize> {
+        self.0.served_by
+    }
+
     /// Whether only this machine can reach the store, so that all ranks are on it.
     pub(super) fn is_local(&self) -> bool {
         self.0.is_local
@@ -115,15 +136,10 @@ impl Store {
     }
 }
 
-/// Whether a host is this machine under an address that no other one can reach.
+/// Whether a host is this machine under the address that [`Store::serve_locally`] has. Other names are not resolved: that
+/// of the host itself often stands for a loopback address, which other hosts cannot reach.
 pub(super) fn is_loopback(host: &str) -> bool {
-    match host.parse::<IpAddr>() {
-        Ok(address) => address.is_loopback(),
-        Err(_) => (host, 0).to_socket_addrs().is_ok_and(|mut addresses| {
-            addresses.next().is_some_and(|first| first.ip().is_loopback())
-                && addresses.all(|address| address.ip().is_loopback())
-        }),
-    }
+    matches!(host, "localhost" | "127.0.0.1")
 }
 
 fn unusable(host: &str, port: u16, error: &dyn std::fmt::Display) -> Error {

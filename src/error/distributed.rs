@@ -25,8 +25,7 @@ pub enum DistributedError {
     },
 
     /// An operation failed because ranks have ended, have left, or did not answer before the timeout. The group cannot
-    /// be used any more, on any rank. Form a new one, with another name if a rank has been restarted, and resume from
-    /// the last checkpoint.
+    /// be used any more, on any rank. Form a new one with a new name, and resume from the last checkpoint.
     #[error("{operation} failed on rank {rank} of {size}{}: {message}", Missing(missing))]
     Communication {
         /// What was called.

@@ -312,8 +312,8 @@ fn text(name: &'static str, text: &str) -> Result<CString> {
     })
 }
 
-/// c10d takes whole milliseconds, and adds them to a point in time, so that very many would overflow.
+/// c10d takes whole milliseconds, and passes them on as a C `int`.
 fn milliseconds(timeout: Duration) -> i64 {
-    const LONGEST: i64 = 1 << 40;
+    const LONGEST: i64 = i32::MAX as i64;
     i64::try_from(timeout.as_millis()).map_or(LONGEST, |timeout| timeout.clamp(1, LONGEST))
 }

@@ -4,6 +4,7 @@
 //! calls of an iteration. A record also describes the gradients, by which the step notices that one was replaced or
 //! changed.
 
+use std::sync::Weak;
 use std::sync::atomic::Ordering;
 
 use tch::Tensor;
@@ -78,12 +79,11 @@ impl GradScaler {
 
     /// Returns an error for gradients that this rank has accumulated alone.
     pub(super) fn check_synced(&self) -> Result<()> {
-        match self.ranks.upgrade() {
-            Some(unsynced) if unsynced.load(Ordering::Relaxed) => {
-                Err(Error::Gradient(GradientError::Unsynced))
-            }
-            _ => Ok(()),
+        let mut models = self.ranks.iter().filter_map(Weak::upgrade);
+        if models.any(|unsynced| unsynced.load(Ordering::Relaxed)) {
+            return Err(Error::Gradient(GradientError::Unsynced));
         }
+        Ok(())
     }
 
     /// Inspects the gradients of an optimizer.

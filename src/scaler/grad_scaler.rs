@@ -49,9 +49,8 @@ pub struct GradScaler {
     pub(super) iteration: RefCell<Iteration>,
     /// The names of parameters by identity. The tensors are kept so that no other tensor gets their identity.
     pub(super) names: HashMap<usize, (String, Tensor)>,
-    /// Whether the gradients that were last scaled are those of this rank alone. A `Weak` without a target if no model
-    /// is distributed.
-    pub(super) ranks: Weak<AtomicBool>,
+    /// For each distributed model whose loss was scaled, whether its gradients are those of this rank alone.
+    pub(super) ranks: Vec<Weak<AtomicBool>>,
 }
 
 impl GradScalerConfig {
@@ -119,13 +118,15 @@ impl GradScaler {
     }
 
     fn from_scale(scale: AdaptiveScale) -> Self {
-        Self { scale, iteration: RefCell::default(), names: HashMap::new(), ranks: Weak::new() }
+        Self { scale, iteration: RefCell::default(), names: HashMap::new(), ranks: Vec::new() }
     }
 
     /// Has the scaler refuse to unscale or to step while the gradients are those of this rank alone.
     #[cfg(feature = "distributed")]
     pub(crate) fn note_ranks(&mut self, unsynced: &std::sync::Arc<AtomicBool>) {
-        self.ranks = std::sync::Arc::downgrade(unsynced);
+        let new = std::sync::Arc::downgrade(unsynced);
+        self.ranks.retain(|known| known.strong_count() > 0 && !known.ptr_eq(&new));
+        self.ranks.push(new);
     }
 
     /// Returns whether the scaler is enabled. The counterpart of `is_enabled`.

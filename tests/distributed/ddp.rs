@@ -121,9 +121,14 @@ fn all_variables_become_those_of_rank_0_and_frozen_ones_stay() {
 #[test]
 fn parameters_that_change_afterwards_are_errors_that_name_them() {
     type Change = fn(&mut VarStore);
-    let changes: [(Change, &str, &str); 4] = [
+    let changes: [(Change, &str, &str); 5] = [
         (|vs| drop(vs.root().ones("three", &[2])), "a variable", "was added to the VarStore"),
         (|vs| vs.half(), "one.", "was cast"),
+        (
+            |vs| drop(vs.variables()["frozen"].set_requires_grad(true)),
+            "frozen",
+            "requires gradients",
+        ),
         (|vs| drop(vs.variables()["two.bias"].set_requires_grad(false)), "two.bias", "gradients"),
         (
             |vs| vs.variables()["two.weight"].shallow_clone().set_data(&ones(&[1, 2])),
@@ -135,6 +140,7 @@ fn parameters_that_change_afterwards_are_errors_that_name_them() {
         ranks(1, |group| {
             let mut vs = VarStore::new(Device::Cpu);
             let _model = model(&vs);
+            let _frozen = vs.root().ones("frozen", &[2]).set_requires_grad(false);
             let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
             ddp.forward(|| ()).unwrap();
             change(&mut vs);
@@ -201,6 +207,25 @@ fn gradients_of_one_rank_alone_are_neither_unscaled_nor_stepped() {
             assert_eq!(weight.double_value(&[0]), -0.5);
         });
     }
+}
+
+#[test]
+fn a_scaler_of_two_models_steps_neither_while_one_is_not_averaged() {
+    ranks(2, |group| {
+        let stores = [0, 1].map(|_| VarStore::new(Device::Cpu));
+        let weights = stores.each_ref().map(|vs| vs.root().ones("weight", &[1]));
+        let mut ddps =
+            stores.each_ref().map(|vs| DistributedDataParallel::new(&group, vs).unwrap());
+        let mut opts = stores.each_ref().map(|vs| Sgd::default().build(vs, 0.5).unwrap());
+        let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+        ddps[0].no_sync(|ddp| step(ddp, &mut scaler, || &weights[0] * 1.0)).unwrap();
+        step(&mut ddps[1], &mut scaler, || &weights[1] * 1.0).unwrap();
+        let refused = scaler.step(&mut opts[0]).unwrap_err();
+        assert!(matches!(refused, Error::Gradient(GradientError::Unsynced)), "{refused}");
+        step(&mut ddps[0], &mut scaler, || &weights[0] * 1.0).unwrap();
+        assert!(scaler.step(&mut opts[0]).unwrap().is_stepped().unwrap());
+        assert!(scaler.step(&mut opts[1]).unwrap().is_stepped().unwrap());
+    });
 }
 
 #[test]

@@ -33,6 +33,28 @@ fn a_rank_that_leaves_is_named_on_every_rank() {
 }
 
 #[test]
+fn a_failure_reaches_the_ranks_that_are_not_neighbours() {
+    for size in [4, 5] {
+        let start = Instant::now();
+        let missing = ranks(size, |group| {
+            assert_eq!(sum(&group).unwrap(), size as i64);
+            if group.rank() == 2 {
+                return Vec::new();
+            }
+            let error = sum(&group).unwrap_err();
+            let Error::Distributed(DistributedError::Communication { missing, .. }) = error else {
+                panic!("{error}");
+            };
+            missing
+        });
+        for (rank, missing) in missing.into_iter().enumerate() {
+            assert_eq!(missing, if rank == 2 { vec![] } else { vec![2] }, "rank {rank} of {size}");
+        }
+        assert!(start.elapsed() < super::TIMEOUT / 2);
+    }
+}
+
+#[test]
 fn after_a_hang_a_new_group_goes_on() {
     let store = Store::in_process().unwrap();
     let short = GroupOptions::default().timeout(Duration::from_millis(1500));

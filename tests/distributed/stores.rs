@@ -46,9 +46,16 @@ fn a_port_in_use_is_an_error() {
 }
 
 #[test]
+fn a_port_that_the_other_ranks_cannot_know_is_refused() {
+    let refused = Store::serve(0).unwrap_err();
+    assert!(matches!(refused, Error::InvalidArgument { name: "port", .. }), "{refused}");
+}
+
+#[test]
 fn names_with_nul_are_refused() {
     let store = Store::in_process().unwrap();
     let options = GroupOptions::default().name(Some("a\0b".to_owned()));
-    assert!(options.join(&store, 0, 1).is_err());
+    let refused = options.join(&store, 0, 1).unwrap_err();
+    assert!(matches!(refused, Error::InvalidArgument { name: "name", .. }), "{refused}");
     assert!(Store::connect("local\0host", 1).is_err());
 }

@@ -127,7 +127,7 @@ impl DistributedDataParallel {
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Parameter`] if variables have been added, cast, frozen or resized since this was made;
+    /// [`DistributedError::Parameter`] if variables have been added, cast, frozen, unfrozen or resized since this was made;
     /// [`DistributedError::Communication`] if a rank does not answer, or the previous backward pass has failed.
     pub fn forward<T>(&mut self, forward: impl FnOnce() -> T) -> Result<T> {
         const NAME: &str = "forward";
@@ -151,7 +151,8 @@ impl DistributedDataParallel {
     /// # Errors
     ///
     /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off;
-    /// [`DistributedError::Communication`] if a rank does not answer; [`Error::Torch`] if the backward pass fails.
+    /// [`DistributedError::Communication`] if a rank does not answer, and if the backward pass fails, because the other
+    /// ranks then wait for this one.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.backward_by(loss, || Ok(loss.f_backward()?))
     }
@@ -160,7 +161,7 @@ impl DistributedDataParallel {
     /// gradients.
     ///
     /// After a backward pass within [`no_sync`](Self::no_sync), the scaler refuses to unscale or to step until the
-    /// gradients have been averaged.
+    /// gradients have been averaged. A plain [`GradScaler::backward`] averages nothing, which is not noticed.
     ///
     /// # Errors
     ///
@@ -170,7 +171,8 @@ impl DistributedDataParallel {
         self.backward_by(loss, || scaler.backward(loss))
     }
 
-    /// Runs a backward pass of your own, such as that of several losses, from this loss.
+    /// Runs exactly one backward pass of your own, from this loss. A second one in `backward` would add gradients of this
+    /// rank alone to the averaged ones: add several losses first.
     ///
     /// # Errors
     ///
@@ -214,6 +216,10 @@ impl DistributedDataParallel {
         if self.model.has_more() {
             return parameter("a variable", "was added to the VarStore");
         }
+        let unfrozen = self.model.others.iter().find(|(_, tensor)| tensor.requires_grad());
+        if let Some((name, _)) = unfrozen {
+            return parameter(name, "requires gradients, as it did not before,");
+        }
         let Some((index, changed)) = self.reducer.changed()? else { return Ok(()) };
         let name = self.model.parameters.get(index).map_or("a parameter", |(name, _)| name);
         parameter(
@@ -229,7 +235,8 @@ impl DistributedDataParallel {
     /// The error for parameters without gradients, which libtorch's message names by their indices.
     fn unused(&self, error: &Error) -> Error {
         let message = error.to_string();
-        let list = message.split("did not receive grad for rank ").nth(1).unwrap_or_default();
+        let begin = "Parameter indices which did not receive grad for rank ";
+        let list = message.split(begin).nth(1).unwrap_or_default();
         let list = list.split_once(':').map_or("", |(_, list)| list);
         let indices = list.split([' ', ',', '\n']).filter(|word| !word.is_empty());
         let indices = indices.map_while(|word| word.trim_end_matches('.').parse::<usize>().ok());

@@ -27,9 +27,8 @@ pub struct DdpOptions {
     /// The half-precision dtype in which gradients are communicated, which halves the traffic; `None` by default.
     /// Corresponds to the communication hooks `fp16_compress_hook` and `bf16_compress_hook`.
     pub compression: Option<Kind>,
-    /// Whether compressed gradients are divided by the number of ranks in their own dtype before they are converted.
-    /// PyTorch's hooks convert first, so that with a scale above 65504 / (gradient) fp16 overflows; `false` by default,
-    /// with the bits of PyTorch.
+    /// Whether gradients are divided by the number of ranks before they are converted. PyTorch's hooks convert first, so
+    /// that fp16 overflows if the scaled gradient of a rank exceeds 65504; `false` by default, which gives PyTorch's bits.
     pub divide_first: bool,
 }
 
