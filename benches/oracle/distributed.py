@@ -1,5 +1,6 @@
 """The Python side of benches/distributed.rs: two ranks, which are forked processes. Rank 0 answers a line for each line."""
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 RANKS = 2
+NAMES = ["small", "large"]
 
 
 def values(index, shape):
@@ -60,12 +62,15 @@ def rank_main(rank, folder, answers):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
     while True:
-        request = [sys.stdin.readline() if rank == 0 else None]
-        dist.broadcast_object_list(request)
-        if not request[0]:
+        request = torch.zeros(2, dtype=torch.int64)
+        if rank == 0 and (line := sys.stdin.readline()):
+            name, iterations = line.split()
+            request[0], request[1] = NAMES.index(name), int(iterations)
+        dist.broadcast(request, 0)
+        name, iterations = request.tolist()
+        if iterations == 0:
             return
-        name, iterations = request[0].split()
-        time_, total = train(name, rank, int(iterations))
+        time_, total = train(NAMES[name], rank, iterations)
         if rank == 0:
             print(f"{time_} {total!r}", file=answers, flush=True)
 
@@ -74,9 +79,12 @@ def main():
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
-        rank_main(1 if child == 0 else 0, folder, sys.stdout)
         if child == 0:
+            # The benchmark ends rank 0 at the end, which is an error of the other one.
+            with contextlib.suppress(RuntimeError):
+                rank_main(1, folder, sys.stdout)
             os._exit(0)
+        rank_main(0, folder, sys.stdout)
         os.waitpid(child, 0)
 
 
