@@ -116,11 +116,11 @@ tamp_reducer *tamp_reducer_new(const tamp_group *group, tamp_tensor *const *para
     const bool by_default = options->bucket_bytes == 0;
     const int64_t others = by_default ? c10d::kDefaultBucketBytesCap : options->bucket_bytes;
     const int64_t first = by_default ? c10d::kDefaultFirstBucketBytes : options->bucket_bytes;
-    out->reducer = owned(new c10d::Reducer(
-        out->parameters, buckets(out->parameters, first, others, out->finds_unused), ranks,
-        std::vector<bool>(count, false), others, out->finds_unused, options->gradient_as_bucket_view != 0,
-        std::move(named), first, /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
-        /*bucket_bytes_cap_list=*/std::vector<int64_t>{}));
+    out->reducer = owned(new c10d::Reducer(out->parameters, buckets(out->parameters, first, others, out->finds_unused),
+                                           ranks, std::vector<bool>(count, false), others, out->finds_unused,
+                                           options->gradient_as_bucket_view != 0, std::move(named), first,
+                                           /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
+                                           /*bucket_bytes_cap_list=*/std::vector<int64_t>{}));
     out->logger = owned(new c10d::Logger(out->reducer));
     out->reducer->set_logger(out->logger);
     out->logger->set_construction_data_and_log("VarStore", {}, -1, false, false, false);
@@ -129,9 +129,7 @@ tamp_reducer *tamp_reducer_new(const tamp_group *group, tamp_tensor *const *para
   });
 }
 
-void tamp_reducer_free(tamp_reducer *reducer) noexcept {
-  delete reducer;
-}
+void tamp_reducer_free(tamp_reducer *reducer) noexcept { delete reducer; }
 
 uint8_t tamp_reducer_parameters(const tamp_reducer *reducer, size_t *index, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {

@@ -24,7 +24,7 @@ tamp_store *tamp_store_tcp(const char *host, uint32_t port, uint8_t serve, int64
 // Makes a store for the threads of this process.
 tamp_store *tamp_store_in_process(int64_t timeout_ms, char **err) TAMP_NOEXCEPT;
 
-// Sets a key to an empty value.
+// Sets a key.
 void tamp_store_set(const tamp_store *store, const char *key, char **err) TAMP_NOEXCEPT;
 
 // Waits until a key is set, or fails after the given time.
