@@ -26,7 +26,9 @@ fn a_rank_that_leaves_is_named_on_every_rank() {
         else {
             panic!("{error}");
         };
-        assert_eq!((missing, rank, size), (vec![1], group.rank(), 3));
+        // On a busy machine the other rank may report later.
+        assert!(missing.contains(&1), "{missing:?}");
+        assert_eq!((rank, size), (group.rank(), 3));
         let again = sum(&group);
         assert!(matches!(again, Err(Error::Distributed(DistributedError::Failed { .. }))));
     });
@@ -48,7 +50,7 @@ fn a_failure_reaches_the_ranks_that_are_not_neighbours() {
             missing
         });
         for (rank, missing) in missing.into_iter().enumerate() {
-            assert_eq!(missing, if rank == 2 { vec![] } else { vec![2] }, "rank {rank} of {size}");
+            assert_eq!(missing.contains(&2), rank != 2, "rank {rank} of {size}: {missing:?}");
         }
         assert!(start.elapsed() < super::TIMEOUT / 2);
     }
@@ -65,12 +67,12 @@ fn after_a_hang_a_new_group_goes_on() {
             scope.spawn(move || {
                 let group = short.join(store, rank, 2).unwrap();
                 if rank == 1 {
-                    std::thread::sleep(Duration::from_secs(5));
+                    std::thread::sleep(Duration::from_secs(12));
                 }
                 let error = sum(&group).unwrap_err();
                 if rank == 0 {
                     assert!(error.to_string().contains("rank 1 does not answer"), "{error}");
-                    assert!(start.elapsed() < Duration::from_secs(5));
+                    assert!(start.elapsed() < Duration::from_secs(12));
                 }
                 drop(group);
                 let longer = GroupOptions::default().timeout(super::TIMEOUT);
