@@ -12,7 +12,7 @@ use crate::ffi::distributed as ffi;
 const TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// How long a rank waits after a failure for the others to report it, too.
-const GRACE: Duration = Duration::from_secs(2);
+const GRACE: Duration = Duration::from_secs(5);
 
 /// How a group is formed.
 #[derive(Clone, Debug)]

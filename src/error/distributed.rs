@@ -34,7 +34,7 @@ pub enum DistributedError {
         rank: usize,
         /// The number of ranks.
         size: usize,
-        /// The ranks that did not report a failure of their own within two seconds, so that they have probably ended or
+        /// The ranks that did not report a failure of their own within five seconds, so that they have probably ended or
         /// hang.
         missing: Vec<usize>,
         /// libtorch's message.
