@@ -159,15 +159,7 @@ impl Libtorch {
                 shim.flag(flag);
             });
         }
-        let mut sources = SOURCES.to_vec();
-        if env::var_os("CARGO_FEATURE_DISTRIBUTED").is_some() {
-            // After libtorch's own headers, among which a libtorch could have gloo's.
-            shim.flag("-isystem").flag("csrc/gloo_headers");
-            sources.extend(DISTRIBUTED);
-        }
-        for source in sources {
-            shim.file(Path::new("csrc").join(source));
-        }
+        add_sources(&mut shim);
         println!("cargo:rerun-if-changed=csrc");
         let precompiled = precompile(&mut shim, Path::new(&out));
         let compiled = shim.try_compile("tamp");
@@ -201,6 +193,16 @@ impl Libtorch {
         println!("cargo:rustc-link-arg=-Wl,-rpath,{}", self.lib.display());
         println!("cargo:libtorch_lib={}", self.lib.display());
     }
+}
+
+fn add_sources(shim: &mut cc::Build) {
+    let mut sources = SOURCES.to_vec();
+    if env::var_os("CARGO_FEATURE_DISTRIBUTED").is_some() {
+        // After libtorch's own headers, because some libtorch may have gloo's as well.
+        shim.flag("-isystem").flag("csrc/gloo_headers");
+        sources.extend(DISTRIBUTED);
+    }
+    shim.files(sources.iter().map(|source| Path::new("csrc").join(source)));
 }
 
 /// Compiles ATen.h once for all sources: parsing it takes three quarters of the time that compiling one of them does.

@@ -8,24 +8,19 @@
 mod amp_step;
 mod common;
 
-use amp_step::{Training, Way, fused};
+use amp_step::{Training, Way, check, fused};
 use common::{
     Python, Rounds, Row, median, microseconds, nanoseconds, print_ratio, print_table, rounds,
 };
 use tch::nn::{self, OptimizerConfig as _};
-use tch::{Device, Kind, Tensor, no_grad};
-
-/// The number of steps that are compared bit by bit, and the one among them that overflows.
-const CHECKED: usize = 20;
-const OVERFLOW: usize = 7;
+use tch::{Device, Kind, Tensor};
 
 fn main() {
     let Some(mut python) = Python::start("optim.py") else {
         return;
     };
     tch::set_num_threads(1);
-    let theirs = python.ask(&format!("check {CHECKED} {OVERFLOW}"));
-    assert_eq!(check(), theirs, "the two sides compute different results");
+    check(&mut python);
     small(&mut python, 160, ["amp_step_160x16", "amp_step_clip_160x16"]);
     small(&mut python, 400, ["amp_step_400x16", "amp_step_clip_400x16"]);
     large(&mut python);
@@ -114,21 +109,4 @@ fn against_tch() {
         microseconds(row.python)
     );
     print_ratio("vs_tch_adamw_160x16", row);
-}
-
-/// The bits of the scale and of the parameters after some steps without clipping.
-fn check() -> String {
-    let mut training = Training::new(160, 16, fused);
-    for step in 0..CHECKED {
-        training.fill();
-        if step == OVERFLOW {
-            no_grad(|| drop(training.grads[3].get(5).fill_(f64::INFINITY)));
-        }
-        training.step(Way::Step);
-        training.scaler.update().unwrap();
-    }
-    let all = Tensor::cat(&training.params.iter().map(Tensor::detach).collect::<Vec<_>>(), 0);
-    let values = Vec::<f32>::try_from(all).unwrap();
-    let scale = training.scaler.get_scale().unwrap() as f32;
-    std::iter::once(scale).chain(values).map(|value| format!("{:08x}", value.to_bits())).collect()
 }

@@ -5,14 +5,14 @@
 mod amp_step;
 mod common;
 
-use amp_step::{Training, Way, fused};
+use amp_step::{Training, Way, check, fused};
 use common::{Python, Rounds, print_ratio, print_table, rounds};
 
 fn main() {
-    // benches/optim.rs compares what both sides compute.
     let Some(mut python) = Python::start("optim.py") else {
         return;
     };
+    check(&mut python);
     for (numbers, steps) in [(16, 10), (1024, 10), (16384, 5), (65536, 5)] {
         threads(&mut python, numbers, steps);
     }

@@ -6,7 +6,11 @@ use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::GradScaler;
 use tch_amp::optim::{AdamW, AmpOptimizer, Optimizer};
 
-use super::common::{median, nanoseconds, values};
+use super::common::{Python, median, nanoseconds, values};
+
+/// The number of steps that are compared bit by bit, and the one among them that overflows.
+const CHECKED: usize = 20;
+const OVERFLOW: usize = 7;
 
 const MAX_NORM: f64 = 1.0;
 
@@ -23,11 +27,11 @@ pub enum Way {
 
 pub struct Training<O> {
     loss: Tensor,
-    pub params: Vec<Tensor>,
-    pub grads: Vec<Tensor>,
+    params: Vec<Tensor>,
+    grads: Vec<Tensor>,
     scaled: Tensor,
     optimizer: O,
-    pub scaler: GradScaler,
+    scaler: GradScaler,
 }
 
 impl<O: AmpOptimizer> Training<O> {
@@ -48,7 +52,7 @@ impl<O: AmpOptimizer> Training<O> {
     }
 
     /// Sets new gradients, starting with the last parameter, like backward.
-    pub fn fill(&mut self) {
+    fn fill(&mut self) {
         no_grad(|| self.grads.iter_mut().rev().for_each(|grad| grad.copy_(&self.scaled)));
     }
 
@@ -65,7 +69,7 @@ impl<O: AmpOptimizer> Training<O> {
         median(times.collect())
     }
 
-    pub fn step(&mut self, way: Way) {
+    fn step(&mut self, way: Way) {
         drop(match way {
             Way::Step => self.scaler.step(&mut self.optimizer).unwrap(),
             Way::Clip => self.scaler.step_clip_norm(&mut self.optimizer, MAX_NORM).unwrap(),
@@ -76,4 +80,27 @@ impl<O: AmpOptimizer> Training<O> {
             }
         });
     }
+}
+
+/// Compares the results of both sides bit by bit.
+pub fn check(python: &mut Python) {
+    let theirs = python.ask(&format!("check {CHECKED} {OVERFLOW}"));
+    assert_eq!(bits(), theirs, "the two sides compute different results");
+}
+
+/// The bits of the scale and of the parameters after some steps without clipping.
+fn bits() -> String {
+    let mut training = Training::new(160, 16, fused);
+    for step in 0..CHECKED {
+        training.fill();
+        if step == OVERFLOW {
+            no_grad(|| drop(training.grads[3].get(5).fill_(f64::INFINITY)));
+        }
+        training.step(Way::Step);
+        training.scaler.update().unwrap();
+    }
+    let all = Tensor::cat(&training.params.iter().map(Tensor::detach).collect::<Vec<_>>(), 0);
+    let values = Vec::<f32>::try_from(all).unwrap();
+    let scale = training.scaler.get_scale().unwrap() as f32;
+    std::iter::once(scale).chain(values).map(|value| format!("{:08x}", value.to_bits())).collect()
 }

@@ -171,7 +171,7 @@ impl ProcessGroup {
         self.run("monitored_barrier", |group| group.monitored_barrier(timeout))
     }
 
-    /// Lets `work` change a contiguous tensor without history that is the given one, or is copied to it afterwards.
+    /// Lets `work` change a contiguous copy of a tensor, which is copied back if it succeeds.
     fn in_place(
         &self,
         tensor: &mut Tensor,
@@ -181,7 +181,7 @@ impl ProcessGroup {
             if tensor.numel() == 0 {
                 return Ok(());
             }
-            // A failure leaves the tensor as it is. Besides, gloo would write to its memory without raising its version.
+            // A failure leaves the tensor unchanged. Gloo would also write to its memory without raising its version.
             let mut copy = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
             copy.f_copy_(tensor)?;
             work(&mut copy)?;

@@ -25,7 +25,7 @@ mod first_step;
 mod groups;
 mod masters;
 mod optimizer;
-mod parameters;
+pub(crate) mod parameters;
 mod state;
 mod state_dict;
 mod step;

@@ -34,7 +34,7 @@ pub trait IntoParameters: sealed::Sealed {
 
 impl IntoParameters for &VarStore {
     fn into_parameters(self) -> Source {
-        Source(Origin::Store(Store { variables: self.variables_.clone(), taken: 0 }))
+        Source(Origin::Store(Store::new(self)))
     }
 }
 
@@ -118,6 +118,10 @@ pub(crate) struct Store {
 }
 
 impl Store {
+    pub(crate) fn new(vs: &VarStore) -> Self {
+        Self { variables: vs.variables_.clone(), taken: 0 }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Variables> {
         // A panic elsewhere leaves the map and the list valid.
         self.variables.lock().unwrap_or_else(PoisonError::into_inner)

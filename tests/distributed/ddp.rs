@@ -36,7 +36,10 @@ fn different_models_are_refused_with_the_first_difference_on_every_rank() {
     type Change = fn(&mut VarStore);
     let changes: [(Change, &str); 5] = [
         (|vs| drop(vs.root().ones("three", &[2])), "the parameter \"three\", Float [2]"),
-        (|vs| drop(vs.root().ones_no_train("three", &[2])), "the buffer \"three\", Float [2]"),
+        (
+            |vs| drop(vs.root().ones_no_train("three", &[2])),
+            "the buffer or frozen parameter \"three\", Float [2]",
+        ),
         (|vs| vs.variables()["one.bias"].shallow_clone().set_data(&ones(&[3])), "Float [3]"),
         (|vs| vs.bfloat16(), "BFloat16"),
         (

@@ -100,6 +100,7 @@ impl DistributedDataParallel {
             let problem = format!("is on {:?}, but groups communicate CPU tensors", vs.device());
             return Err(Error::InvalidArgument { name: "vs", problem });
         }
+        let _order = group.begin();
         model.compare(group, options)?;
         let all = model.parameters.iter().chain(&model.others);
         let all: Vec<_> = all.map(|(_, tensor)| tensor.shallow_clone()).collect();

@@ -1,27 +1,22 @@
 //! The parameters and buffers of a model, and their comparison over the ranks.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
-
 use tch::Tensor;
-use tch::nn::{VarStore, Variables};
+use tch::nn::VarStore;
 
 use crate::distributed::ddp::DdpOptions;
 use crate::distributed::group::ProcessGroup;
-use crate::error::{DistributedError, Result};
-use crate::ffi;
+use crate::error::{DistributedError, Error, Result};
+use crate::optim::parameters::{Named, Store};
 
 const NAME: &str = "DistributedDataParallel";
 
 /// What the ranks have to agree on.
 #[derive(Debug)]
 pub(super) struct Model {
-    variables: Arc<Mutex<Variables>>,
-    /// The number of trainable variables, frozen ones included.
-    trainable: usize,
-    /// Those that require gradients, in the order in which they were added.
+    store: Store,
+    /// The variables that require gradients, in the order in which they were added.
     pub(super) parameters: Vec<(String, Tensor)>,
-    /// All others, in the order of their names. They are broadcast once.
+    /// All others: the frozen ones, and then the buffers in the order of their names. They are broadcast once.
     pub(super) others: Vec<(String, Tensor)>,
     /// The buffers among these, which are broadcast before each forward pass.
     pub(super) buffers: Vec<Tensor>,
@@ -29,43 +24,37 @@ pub(super) struct Model {
 
 impl Model {
     pub(super) fn new(vs: &VarStore) -> Result<Self> {
-        let shared = Arc::clone(&vs.variables_);
-        let variables = shared.lock().unwrap_or_else(PoisonError::into_inner);
-        let (names, named): (Vec<_>, Vec<_>) =
-            variables.named_variables.iter().map(|(n, t)| (n.clone(), t.shallow_clone())).unzip();
-        let identities = ffi::identities(&named)?;
-        let mut rest: HashMap<_, _> =
-            identities.into_iter().zip(names.into_iter().zip(named)).collect();
-        let trainable: Vec<_> =
-            variables.trainable_variables.iter().map(|var| var.tensor.shallow_clone()).collect();
-        drop(variables);
-        let (mut parameters, mut others, mut buffers) = (Vec::new(), Vec::new(), Vec::new());
-        for identity in ffi::identities(&trainable)? {
-            if let Some((name, tensor)) = rest.remove(&identity) {
-                let list = if tensor.requires_grad() { &mut parameters } else { &mut others };
-                list.push((name, tensor));
-            }
+        let mut store = Store::new(vs);
+        let added = store.added()?;
+        store.taken(added.len());
+        let mut rest = vs.variables();
+        let (mut parameters, mut others) = (Vec::new(), Vec::new());
+        for Named { name, tensor, .. } in added {
+            let name = name.unwrap_or_default();
+            drop(rest.remove(&name));
+            let list = if tensor.requires_grad() { &mut parameters } else { &mut others };
+            list.push((name, tensor));
         }
-        let mut rest: Vec<_> = rest.into_values().collect();
+        let mut rest: Vec<_> = rest.into_iter().collect();
         rest.sort_by(|(one, _), (other, _)| one.cmp(other));
-        buffers.extend(rest.iter().map(|(_, tensor)| tensor.shallow_clone()));
+        let buffers = rest.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
         others.extend(rest);
-        Ok(Self { variables: shared, trainable: trainable.len(), parameters, others, buffers })
+        Ok(Self { store, parameters, others, buffers })
     }
 
     /// Whether variables were added since.
     pub(super) fn has_more(&self) -> bool {
-        let variables = self.variables.lock().unwrap_or_else(PoisonError::into_inner);
-        variables.trainable_variables.len() > self.trainable
+        self.store.has_more()
     }
 
-    /// One line for each tensor. The addresses differ from rank to rank, and are left out.
+    /// One line for each variable.
     fn lines(&self) -> String {
         let line = |what: &str, (name, tensor): &(String, Tensor)| {
-            format!("the {what} {name:?}, {:?} {:?}\n", tensor.kind(), tensor.size())
+            format!("{what} {name:?}, {:?} {:?}\n", tensor.kind(), tensor.size())
         };
-        let parameters = self.parameters.iter().map(|named| line("parameter", named));
-        parameters.chain(self.others.iter().map(|named| line("buffer", named))).collect()
+        let parameters = self.parameters.iter().map(|named| line("the parameter", named));
+        let others = self.others.iter().map(|named| line("the buffer or frozen parameter", named));
+        parameters.chain(others).collect()
     }
 
     /// Returns an error unless all ranks have the same model and the same options. It names the first difference.
@@ -79,7 +68,7 @@ impl Model {
         else {
             return Ok(());
         };
-        if !matches!(different, crate::Error::Distributed(DistributedError::Mismatch { .. })) {
+        if !matches!(different, Error::Distributed(DistributedError::Mismatch { .. })) {
             return Err(different);
         }
         let all = group.gather_texts(NAME, &lines)?;
