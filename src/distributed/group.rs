@@ -24,7 +24,7 @@ pub struct GroupOptions {
     /// is only reachable from this machine, or else the first one of `GLOO_SOCKET_IFNAME`, or that of the host's name.
     pub interface: Option<String>,
     /// The name of the group, which has to be the same on all ranks and not yet used with this store. By default groups
-    /// are numbered, so that the ranks have to form them in the same order.
+    /// are numbered, and the ranks have to form them in the same order.
     pub name: Option<String>,
 }
 

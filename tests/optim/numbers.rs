@@ -265,7 +265,7 @@ fn a_step_is_a_change_in_place_that_autograd_detects(
     #[case] masters: MasterWeights,
 ) {
     for_each_device(|device| {
-        // The kernel that rounds a master to the parameter increments the version on real GPUs only.
+        // The copy of a list on the simulated GPUs does not increment versions, and rounds masters to the parameters.
         if device != Device::Cpu && masters != MasterWeights::None && is_simulated() {
             return;
         }

@@ -18,13 +18,13 @@ pub struct DdpOptions {
     pub broadcast_buffers: bool,
     /// The size in MiB of the buckets in which gradients are communicated; 25 by default, with a first one of 1 MiB.
     pub bucket_cap_mb: Option<f64>,
-    /// Whether the loss may depend on other parameters in each iteration. Searching for those that it does not depend on
+    /// Whether the loss may depend on different parameters in each iteration. Finding those that it does not depend on
     /// takes time in every iteration; `false` by default.
     pub find_unused_parameters: bool,
     /// Whether the gradients are views of the buckets, which saves the memory of the gradients, and a copy; `false` by
     /// default.
     pub gradient_as_bucket_view: bool,
-    /// The half-precision dtype in which gradients are communicated, which halves the traffic; `None` by default.
+    /// The half-precision dtype in which gradients are communicated, to halve the traffic; `None` by default.
     /// Corresponds to the communication hooks `fp16_compress_hook` and `bf16_compress_hook`.
     pub compression: Option<Kind>,
     /// Whether gradients are divided by the number of ranks before they are converted. PyTorch's hooks convert first, so
@@ -55,8 +55,8 @@ impl Default for DdpOptions {
 }
 
 impl DdpOptions {
-    /// Has the gradients of all variables of `vs` that require gradients averaged over the ranks, which all call this.
-    /// The parameters and buffers of all ranks become those of rank 0.
+    /// Distributes a model: from now on, the gradients of all variables of `vs` that require gradients are averaged over
+    /// the ranks, which all call this. The parameters and buffers of all ranks become those of rank 0.
     ///
     /// # Errors
     ///
