@@ -95,6 +95,7 @@ fn clang(include: &Path) -> Command {
     command.args(["-std=c++17", "-Wall", "-Wextra", "-Werror", "-DTAMP_TESTING"]);
     command.args(["-DTAMP_WITH_CUDA", "-isystem"]).arg(include);
     command.arg("-isystem").arg(include.join("torch/csrc/api/include"));
+    command.arg("-isystem").arg(workspace::root().join("csrc/gloo_headers"));
     command
 }
 
