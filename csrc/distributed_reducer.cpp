@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <limits>
 #include <mutex>
+#include <utility>
 
 #include "distributed.h"
 
@@ -16,6 +17,7 @@ struct tamp_reducer {
   std::vector<at::ScalarType> dtypes;
   std::vector<std::vector<int64_t>> sizes;
   bool finds_unused = false;
+  bool is_prepared = false;  // whether a backward pass would average its gradients
   std::shared_ptr<c10d::Reducer> reducer;
   std::shared_ptr<c10d::Logger> logger;
 };
@@ -87,6 +89,21 @@ std::vector<std::vector<size_t>> buckets(const std::vector<at::Tensor> &paramete
   return indices;
 }
 
+// Has autograd accumulate each gradient in its parameter's dtype, which is that of the buckets. Unscaling for an
+// optimizer with master weights has made it f32.
+void narrow(const std::vector<at::Tensor> &parameters) {
+  const at::NoGradGuard no_grad;
+  for (const at::Tensor &parameter : parameters) {
+    const at::ScalarType dtype = parameter.scalar_type();
+    if ((dtype != at::kBFloat16 && dtype != at::kHalf) || parameter.grad_dtype() == dtype) continue;
+    at::Tensor own = parameter.grad().defined() ? parameter.grad().to(dtype) : at::Tensor();
+    // libtorch does not change the dtype while there is a gradient.
+    parameter.mutable_grad().reset();
+    parameter.set_grad_dtype(dtype);
+    parameter.mutable_grad() = std::move(own);
+  }
+}
+
 void compress(c10d::Reducer &reducer, const Group &group, const tamp_reducer_options &o) {
   if (o.compression == TAMP_COMPRESS_NONE) return;
   const auto dtype = o.compression == TAMP_COMPRESS_FP16 ? at::kHalf : at::kBFloat16;
@@ -145,6 +162,12 @@ uint8_t tamp_reducer_parameters(const tamp_reducer *reducer, size_t *index, char
   });
 }
 
+uint8_t tamp_reducer_may_rebuild(const tamp_reducer *reducer, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    return at::GradMode::is_enabled() && given(reducer).reducer->should_rebuild_buckets() ? 1 : 0;
+  });
+}
+
 uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
     tamp_reducer &r = given(reducer);
@@ -154,6 +177,11 @@ uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **
       r.reducer->prepare_for_forward();
     }
     r.reducer->rebuild_buckets();
+    r.is_prepared = sync != 0 && !r.finds_unused;
+    if (r.is_prepared) {
+      narrow(r.parameters);
+      r.reducer->prepare_for_backward({});
+    }
     return 1;
   });
 }
@@ -161,6 +189,8 @@ uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **
 void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss, char **err) noexcept {
   tamp::guarded(err, [&] {
     tamp_reducer &r = given(reducer);
+    if (std::exchange(r.is_prepared, false)) return;
+    narrow(r.parameters);
     std::vector<at::Tensor> roots;
     if (r.finds_unused) roots.push_back(tamp::tensor(loss));
     r.reducer->prepare_for_backward(roots);
@@ -171,11 +201,12 @@ void tamp_reducer_after_backward(tamp_reducer *reducer, char **err) noexcept {
   tamp::guarded(err, [&] { given(reducer).reducer->check_finalized(); });
 }
 
-void tamp_group_broadcast_all(const tamp_group *group, tamp_tensor *const *tensors, size_t count, char **err) noexcept {
+void tamp_group_broadcast_all(const tamp_group *group, tamp_tensor *const *tensors, size_t count, int64_t root,
+                              char **err) noexcept {
   tamp::guarded(err, [&] {
     std::vector<at::Tensor> plain;
     for (const at::Tensor &t : list(tensors, count)) plain.push_back(t.detach());
-    c10d::broadcast_coalesced(given(group).group, plain, kBroadcastBytes, 0);
+    c10d::broadcast_coalesced(given(group).group, plain, kBroadcastBytes, static_cast<int>(root));
   });
 }
 

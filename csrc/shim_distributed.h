@@ -103,18 +103,22 @@ enum { TAMP_PARAMETERS_SAME = 0, TAMP_PARAMETERS_CAST = 1, TAMP_PARAMETERS_FROZE
 // Returns what has happened to a parameter since the reducer was made, and its index.
 uint8_t tamp_reducer_parameters(const tamp_reducer *reducer, size_t *index, char **err) TAMP_NOEXCEPT;
 
-// To be called before a forward pass. `sync` is whether its gradients will be averaged. Returns whether autograd records
-// the forward pass.
+// Returns whether the next forward pass may communicate, to put the parameters into buckets in the order in which their
+// gradients were computed.
+uint8_t tamp_reducer_may_rebuild(const tamp_reducer *reducer, char **err) TAMP_NOEXCEPT;
+
+// To be called before a forward pass. `sync` is whether its gradients will be averaged: by any backward pass, unless
+// unused parameters are looked for. Returns whether autograd records the forward pass.
 uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **err) TAMP_NOEXCEPT;
 
-// To be called before a backward pass whose gradients are averaged.
+// To be called before a backward pass whose gradients are averaged, also where its forward pass was without `sync`.
 void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss, char **err) TAMP_NOEXCEPT;
 
 // To be called after such a backward pass. Fails if parameters did not receive a gradient.
 void tamp_reducer_after_backward(tamp_reducer *reducer, char **err) TAMP_NOEXCEPT;
 
-// Overwrites the `count` tensors by those of rank 0, many at a time.
-void tamp_group_broadcast_all(const tamp_group *group, tamp_tensor *const *tensors, size_t count,
+// Overwrites the `count` tensors by those of rank `root`, many at a time.
+void tamp_group_broadcast_all(const tamp_group *group, tamp_tensor *const *tensors, size_t count, int64_t root,
                               char **err) TAMP_NOEXCEPT;
 
 #ifdef __cplusplus

@@ -38,13 +38,17 @@ impl ProcessGroup {
     /// [`DistributedError::Communication`]: crate::distributed::DistributedError::Communication
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
         const NAME: &str = "all_reduce";
-        let described = described(tensor)?;
-        let kind = tensor.kind();
-        if op == ReduceOp::Mean && !is_floating(kind) {
-            return Err(unusable(format!("has dtype {kind:?}, but a mean needs floating point")));
-        }
+        let checked = described(tensor).and_then(|described| {
+            let kind = tensor.f_kind()?;
+            if op == ReduceOp::Mean && !is_floating(kind) {
+                let problem = format!("has dtype {kind:?}, but a mean needs floating point");
+                return Err(unusable(problem));
+            }
+            Ok((described, kind))
+        });
         let _order = self.begin();
-        self.compare(NAME, &format!("{NAME}({op:?}) of {described}"))?;
+        let call = |(described, _): &(String, Kind)| format!("{NAME}({op:?}) of {described}");
+        let (_, kind) = self.compare_checked(NAME, checked, call)?;
         self.in_place(tensor, |work| {
             let reduce = |tensor: &Tensor, reduction| {
                 self.run(NAME, |group| group.all_reduce(tensor, reduction))
@@ -81,13 +85,16 @@ impl ProcessGroup {
     /// As for [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] if there is no such rank.
     pub fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()> {
         const NAME: &str = "broadcast";
-        let described = described(tensor)?;
-        if root >= self.size() {
-            let problem = format!("is {root}, but there are {} ranks", self.size());
-            return Err(Error::InvalidArgument { name: "root", problem });
-        }
+        let checked = described(tensor).and_then(|described| {
+            if root >= self.size() {
+                let problem = format!("is {root}, but there are {} ranks", self.size());
+                return Err(Error::InvalidArgument { name: "root", problem });
+            }
+            Ok(described)
+        });
         let _order = self.begin();
-        self.compare(NAME, &format!("{NAME} from {root} of {described}"))?;
+        let call = |described: &String| format!("{NAME} from {root} of {described}");
+        self.compare_checked(NAME, checked, call)?;
         self.in_place(tensor, |work| self.run(NAME, |group| group.broadcast(work, root)))
     }
 
@@ -99,9 +106,10 @@ impl ProcessGroup {
     /// As for [`all_reduce`](Self::all_reduce).
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Vec<Tensor>> {
         const NAME: &str = "all_gather";
-        let described = described(tensor)?;
         let _order = self.begin();
-        self.compare(NAME, &format!("{NAME} of {described}"))?;
+        self.compare_checked(NAME, described(tensor), |described| {
+            format!("{NAME} of {described}")
+        })?;
         no_grad(|| {
             let part = tensor.f_detach()?.f_contiguous()?.f_view([-1])?;
             let ranks = self.size() as i64;
@@ -123,17 +131,10 @@ impl ProcessGroup {
     /// As for [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] if the first dimension cannot be divided.
     pub fn reduce_scatter(&self, tensor: &Tensor) -> Result<Tensor> {
         const NAME: &str = "reduce_scatter";
-        let described = described(tensor)?;
-        let (size, ranks) = (ffi::sizes(tensor)?, self.size() as i64);
-        let rows = match size.first() {
-            Some(rows) if rows % ranks == 0 => rows / ranks,
-            _ => {
-                let problem = "but its first dimension must be a multiple of the number of ranks";
-                return Err(unusable(format!("is {size:?}, {problem}, {ranks}")));
-            }
-        };
+        let checked = described(tensor).and_then(|described| Ok((described, self.rows(tensor)?)));
         let _order = self.begin();
-        self.compare(NAME, &format!("{NAME} of {described}"))?;
+        let call = |(described, _): &(String, i64)| format!("{NAME} of {described}");
+        let (_, rows) = self.compare_checked(NAME, checked, call)?;
         no_grad(|| {
             let all = tensor.f_detach()?.f_contiguous()?;
             let part = all.f_narrow(0, 0, rows)?.f_empty_like()?;
@@ -142,6 +143,29 @@ impl ProcessGroup {
             }
             Ok(part)
         })
+    }
+
+    /// The rows of each rank's part of a tensor.
+    fn rows(&self, tensor: &Tensor) -> Result<i64> {
+        let (size, ranks) = (ffi::sizes(tensor)?, self.size() as i64);
+        match size.first() {
+            Some(rows) if rows % ranks == 0 => Ok(rows / ranks),
+            _ => {
+                let problem = "but its first dimension must be a multiple of the number of ranks";
+                Err(unusable(format!("is {size:?}, {problem}, {ranks}")))
+            }
+        }
+    }
+
+    /// Returns whether any rank passes `true`: a decision of one rank, such as to stop or to leave out a batch, becomes
+    /// that of all. Blocks until the ranks have answered.
+    ///
+    /// # Errors
+    ///
+    /// As for [`barrier`](Self::barrier).
+    pub fn any(&self, decision: bool) -> Result<bool> {
+        let _order = self.begin();
+        self.compare_with("any", "any", decision)
     }
 
     /// Blocks until all ranks have called this. Corresponds to `torch.distributed.barrier`.

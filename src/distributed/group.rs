@@ -1,5 +1,6 @@
 //! Groups of ranks.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -69,18 +70,17 @@ impl GroupOptions {
         })?;
         let (timeout, order) = (self.timeout, Mutex::default());
         let handle = Mutex::new(Some(Arc::new(handle)));
-        Ok(ProcessGroup(Arc::new(Shared { handle, place, timeout, order })))
+        let models = AtomicUsize::new(0);
+        Ok(ProcessGroup(Arc::new(Shared { handle, place, timeout, order, models })))
     }
 }
 
 /// Ranks that communicate by collectives. Clones are the same group. Corresponds to `torch.distributed.ProcessGroup`,
 /// with the backend Gloo.
 ///
-/// Every rank calls the same operations in the same order. Which collective each rank calls is compared before anything
-/// else is communicated, so that a mistake is an error on every rank. The passes of a
-/// [`DistributedDataParallel`](crate::distributed::DistributedDataParallel) and
-/// [`monitored_barrier`](Self::monitored_barrier) are not compared. If a rank ends or hangs, the others get an error
-/// within the timeout, and the group cannot be used any more.
+/// Every rank calls the same operations in the same order. What each rank calls is compared before anything else is
+/// communicated, so that a mistake is an error on every rank; only [`monitored_barrier`](Self::monitored_barrier) is not
+/// compared. If a rank ends or hangs, the others get an error within the timeout, and the group cannot be used any more.
 ///
 /// Threads may share a group: their collectives run one after the other. They have to come in the same order on all
 /// ranks, and not during the backward pass of a model that is distributed over the group.
@@ -115,6 +115,8 @@ struct Shared {
     timeout: Duration,
     /// Held while a collective runs.
     order: Mutex<()>,
+    /// The number of models that were distributed over the group, which is the same on all ranks.
+    models: AtomicUsize,
 }
 
 /// Where a rank belongs.
@@ -198,6 +200,11 @@ impl ProcessGroup {
     /// Begins a collective, which ends with the guard.
     pub(super) fn begin(&self) -> MutexGuard<'_, ()> {
         self.0.order.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the number of a new model that is distributed over the group.
+    pub(super) fn next_model(&self) -> usize {
+        self.0.models.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Runs an operation that communicates. After one has failed, the group cannot be used any more.

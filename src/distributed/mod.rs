@@ -15,6 +15,7 @@ mod collectives;
 mod ddp;
 mod environment;
 mod group;
+mod optimizer;
 mod scaler;
 mod store;
 mod texts;

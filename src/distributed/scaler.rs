@@ -1,8 +1,10 @@
 //! The same scale on all ranks.
 
+use std::sync::Arc;
+
 use crate::distributed::group::ProcessGroup;
 use crate::error::{Error, Result};
-use crate::scaler::GradScaler;
+use crate::scaler::{Agreement, GradScaler};
 
 impl ProcessGroup {
     /// Gives the scalers of all ranks the scale and the counts of rank 0's. Call it after a checkpoint was loaded, unless
@@ -29,5 +31,70 @@ impl ProcessGroup {
         let first = texts.first().map_or("", String::as_str);
         let state = serde_json::from_str(first).map_err(|error| Error::Torch(error.to_string()))?;
         scaler.load_state_dict(&state)
+    }
+}
+
+impl GradScaler {
+    /// Has the scaler skip a step on all ranks if any of them finds a non-finite gradient, and gives all ranks the scale
+    /// of rank 0 first.
+    ///
+    /// With a [`DistributedDataParallel`](crate::distributed::DistributedDataParallel) over all parameters this is not
+    /// needed, because the averaged gradients are the same on all ranks. It is needed where ranks have gradients of their
+    /// own: parameters that are divided among the ranks, or that only some of them have. From then on, each call that
+    /// unscales or steps communicates once, so all ranks have to make the same ones, also where one has no gradients. It
+    /// synchronizes. Clipping uses the norm of this rank's gradients.
+    ///
+    /// If such a call fails on one rank, it fails on all of them:
+    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) tells the others why, before any has
+    /// stepped. Gradients that were unscaled stay unscaled, and a step can be tried again.
+    ///
+    /// # Errors
+    ///
+    /// As for [`ProcessGroup::broadcast_scaler`].
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_amp::distributed::{ProcessGroup, Store};
+    /// use tch_amp::optim::Sgd;
+    /// use tch_amp::GradScaler;
+    ///
+    /// let store = Store::in_process()?;
+    /// std::thread::scope(|scope| {
+    ///     for rank in 0..2 {
+    ///         let store = &store;
+    ///         let train = move || -> tch_amp::Result<()> {
+    ///             let group = ProcessGroup::new(store, rank, 2)?;
+    ///             // A parameter of this rank alone.
+    ///             let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    ///             let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
+    ///             let mut scaler = GradScaler::new(tch::Device::Cpu)?;
+    ///             scaler.agree_over(&group)?;
+    ///             let factor = if rank == 0 { f64::INFINITY } else { 1.0 };
+    ///             scaler.backward(&(&w * factor).sum(None))?;
+    ///             assert!(scaler.step(&mut opt)?.is_skipped()?);
+    ///             scaler.update()
+    ///         };
+    ///         scope.spawn(move || train().unwrap());
+    ///     }
+    /// });
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn agree_over(&mut self, group: &ProcessGroup) -> Result<()> {
+        group.broadcast_scaler(self)?;
+        self.set_agreement(Arc::new(group.clone()));
+        Ok(())
+    }
+}
+
+impl Agreement for ProcessGroup {
+    fn any(&self, found: Result<bool>) -> Result<bool> {
+        const NAME: &str = "a step of GradScaler";
+        let _order = self.begin();
+        match found {
+            Ok(found) => self.compare_with(NAME, NAME, found),
+            Err(error) => Err(self.refuse(NAME, error)),
+        }
     }
 }

@@ -180,12 +180,13 @@ impl Group {
         })
     }
 
-    /// Overwrites all tensors by those of rank 0.
-    pub(crate) fn broadcast_all(&self, tensors: &[Tensor]) -> Result<()> {
+    /// Overwrites all tensors by those of one rank.
+    pub(crate) fn broadcast_all(&self, tensors: &[Tensor], root: usize) -> Result<()> {
         let tensors = pointers(tensors);
         // SAFETY: the group and the tensors are alive, and `err` is valid for a write.
         call(|err| unsafe {
-            sys::tamp_group_broadcast_all(self.0, tensors.as_ptr(), tensors.len(), err)
+            let (tensors, count) = (tensors.as_ptr(), tensors.len());
+            sys::tamp_group_broadcast_all(self.0, tensors, count, root as i64, err)
         })
     }
 
@@ -278,6 +279,12 @@ impl Reducer {
             sys::PARAMETERS_RESHAPED => Some((index, Changed::Reshaped)),
             code => return Err(Error::Torch(format!("the shim returned {code}"))),
         })
+    }
+
+    /// Whether the next forward pass may communicate.
+    pub(crate) fn may_rebuild(&self) -> Result<bool> {
+        // SAFETY: the reducer is alive, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_reducer_may_rebuild(self.0, err) }).map(|may| may != 0)
     }
 
     /// Returns whether autograd records the forward pass.

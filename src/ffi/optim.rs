@@ -101,6 +101,8 @@ pub(crate) struct OptimParameter<'a> {
     pub(crate) first_step: bool,
     /// Whether all of the state that its options need exists.
     pub(crate) complete: bool,
+    /// Whether another rank steps it, so that it is left out here.
+    pub(crate) elsewhere: bool,
 }
 
 /// How the gradients are unscaled and clipped for the update, and the flag that skips it.
@@ -115,7 +117,7 @@ pub(crate) struct OptimScale<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StepAnswer {
     Taken,
-    /// The parameter has no gradient, or is frozen.
+    /// The parameter has no gradient, is frozen, or is stepped by another rank.
     LeftOut,
     /// The gradient is of a kind that cannot be stepped with.
     Refused,
@@ -138,7 +140,7 @@ impl StepAnswer {
     }
 }
 
-/// Steps the parameters that have gradients, and takes new stamps of those with master weights. Changes nothing if any
+/// Steps the parameters that have gradients and that no other rank steps, and takes new stamps of those with master weights. Changes nothing if any
 /// answer is neither `Taken` nor `LeftOut`, or if `found_inf` is not zero.
 pub(crate) fn optim_step(
     parameters: &[OptimParameter<'_>],
@@ -149,6 +151,7 @@ pub(crate) fn optim_step(
     assert!(parameters.iter().all(|given| given.options < options.len()), "an index of options");
     let optional = |tensor: Option<&Tensor>| tensor.map_or(ptr::null_mut(), pointer);
     let raw = parameters.iter().zip(stamps.of_each(parameters.len()));
+    let raw = raw.filter(|(given, _)| !given.elsewhere);
     let raw = raw.map(|(given, stamp)| sys::OptimParameter {
         parameter: pointer(given.parameter),
         step: optional(given.step),
@@ -174,7 +177,14 @@ pub(crate) fn optim_step(
     // borrows keep every tensor alive, and tensors are changed in place only through libtorch's own handles, which
     // alias freely.
     call(|err| unsafe { sys::tamp_optim_step(array, count, options.as_ptr(), &scale, out, err) })?;
-    answers.into_iter().map(StepAnswer::of).collect()
+    let mut answers = answers.into_iter().map(StepAnswer::of);
+    let answer = |given: &OptimParameter<'_>| match given.elsewhere {
+        true => Ok(StepAnswer::LeftOut),
+        false => {
+            answers.next().unwrap_or_else(|| Err(Error::Torch("a step gave no answer".into())))
+        }
+    };
+    parameters.iter().map(answer).collect()
 }
 
 /// Returns the f32 numbers that consist of a bf16 parameter and its remainder.

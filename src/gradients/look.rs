@@ -57,8 +57,10 @@ impl Plan {
 
 /// The norm of several norms, on the device of the first.
 fn common_norm(mut norms: Vec<Tensor>) -> Result<Tensor> {
-    if norms.len() == 1 {
-        return Ok(norms.swap_remove(0));
+    match norms.len() {
+        0 => return ffi::number_new(0.0, Kind::Float, Device::Cpu),
+        1 => return Ok(norms.swap_remove(0)),
+        _ => {}
     }
     let device = norms.first().map_or(Device::Cpu, Tensor::device);
     // In f64 on the CPU, so that a norm too large for f32 does not become infinite. Other devices may lack f64.

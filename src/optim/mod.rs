@@ -26,6 +26,7 @@ mod groups;
 mod masters;
 mod optimizer;
 pub(crate) mod parameters;
+mod shards;
 mod state;
 mod state_dict;
 mod step;
@@ -38,6 +39,8 @@ pub use groups::ParamGroup;
 pub use masters::MasterWeights;
 pub use optimizer::Optimizer;
 pub use parameters::IntoParameters;
+#[cfg(feature = "distributed")]
+pub(crate) use shards::Ranks;
 pub(crate) use state_dict::{Loaded, Saved};
 pub use state_dict::{OptimizerState, ParamGroupState};
 pub use step::Step;

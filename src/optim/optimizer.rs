@@ -9,6 +9,7 @@ use crate::error::GradientError;
 use crate::error::{Error, OptimizerError, Result};
 use crate::optim::groups::Rule;
 use crate::optim::parameters::{Named, Origin, Store};
+use crate::optim::shards::Shards;
 use crate::optim::state::State;
 use crate::optim::{
     Algorithm, AmpOptimizer, IntoParameters, MasterWeights, ParamGroup, Parameters, Step,
@@ -55,6 +56,8 @@ pub struct Optimizer {
     pub(crate) stamps: ffi::Stamps,
     /// Whether the gradients of half-precision parameters are f32.
     pub(crate) f32_gradients: bool,
+    /// The ranks over which the state is divided.
+    pub(crate) shards: Option<Box<Shards>>,
 }
 
 /// Groups are kept in a list, so their numbers have to be small.
@@ -66,6 +69,8 @@ pub(crate) struct Slot {
     pub(crate) name: String,
     pub(crate) group: usize,
     pub(crate) state: State,
+    /// Whether another rank keeps the state and steps the parameter.
+    pub(crate) elsewhere: bool,
 }
 
 impl Optimizer {
@@ -86,6 +91,7 @@ impl Optimizer {
             masters,
             stamps: ffi::Stamps::default(),
             f32_gradients: false,
+            shards: None,
         };
         match parameters.into_parameters().0 {
             Origin::Store(store) => {
@@ -174,8 +180,9 @@ impl Optimizer {
             let group = ruled.map_or(group, |rule| rule.group);
             self.make_groups(group);
             self.parameters.push(tensor);
-            self.slots.push(Slot { name, group, state: State::default() });
+            self.slots.push(Slot { name, group, state: State::default(), elsewhere: false });
         }
+        self.divide();
         Ok(())
     }
 

@@ -9,15 +9,36 @@ use crate::error::{Error, GradientError, Result};
 use crate::ffi::{self, Gradient, Master, OptimParameter, StepAnswer};
 use crate::optim::first_step::{FirstStep, Launch};
 use crate::optim::optimizer::Slot;
+use crate::optim::shards::Shards;
 use crate::optim::state::{is_complete, used_keys};
 use crate::optim::{Algorithm, Optimizer, Step};
 
 impl Optimizer {
-    /// Takes a step. The shim reports what is missing for it: the states at the first step, and later nothing, unless a
-    /// parameter was written to from outside.
+    /// Takes a step, on all ranks if the state is divided among them.
     pub(crate) fn run(&mut self, step: &Step<'_>) -> Result<()> {
+        match self.shards.as_deref().map(Shards::ranks) {
+            Some(ranks) => self.run_shared(ranks.as_ref(), step),
+            None => self.run_here(step),
+        }
+    }
+
+    /// Takes a step of the parameters that no other rank steps.
+    pub(crate) fn run_here(&mut self, step: &Step<'_>) -> Result<()> {
         self.take_added()?;
         let first_steps = self.prepare_first_steps(step)?;
+        let answers = self.launch_complete(step)?;
+        let taken = self.slots.iter_mut().zip(answers);
+        for (slot, _) in taken.filter(|(_, answer)| *answer == StepAnswer::Taken) {
+            if has_momentum(&self.groups[slot.group].algorithm) {
+                first_steps.note(&mut slot.state.first_step);
+            }
+        }
+        Ok(())
+    }
+
+    /// Launches a step. The shim reports what is missing for it, which is then made: the states at the first step, and
+    /// later nothing, unless a parameter was written to from outside.
+    pub(crate) fn launch_complete(&mut self, step: &Step<'_>) -> Result<Vec<StepAnswer>> {
         let answers = self.launch(step)?;
         let answers = if answers.iter().all(|answer| is_settled(*answer)) {
             answers
@@ -29,13 +50,7 @@ impl Optimizer {
             let changed = "the parameters or their gradients changed while a step was prepared";
             return Err(Error::Torch(changed.into()));
         }
-        let taken = self.slots.iter_mut().zip(answers);
-        for (slot, _) in taken.filter(|(_, answer)| *answer == StepAnswer::Taken) {
-            if has_momentum(&self.groups[slot.group].algorithm) {
-                first_steps.note(&mut slot.state.first_step);
-            }
-        }
-        Ok(())
+        Ok(answers)
     }
 
     /// Makes what a step lacks, or returns an error that names the gradient it cannot take.
@@ -94,7 +109,7 @@ impl Optimizer {
             self.groups.iter().map(|group| group.algorithm.options(group.lr)).collect();
         let parameters = self.slots.iter().zip(first_steps).enumerate();
         let parameters = parameters.map(|(index, (slot, first_step))| {
-            let Slot { group, state, .. } = slot;
+            let Slot { group, state, elsewhere, .. } = slot;
             let algorithm = &self.groups[*group].algorithm;
             // Tensors that are no longer used, since an option was switched off, are left out.
             let used = used_keys(algorithm).len();
@@ -111,6 +126,7 @@ impl Optimizer {
                 options: *group,
                 first_step,
                 complete: is_complete(state, algorithm, master),
+                elsewhere: *elsewhere,
             }
         });
         let parameters: Vec<_> = parameters.collect();

@@ -41,8 +41,22 @@ impl GradScaler {
         })
     }
 
-    /// Returns the record of the optimizer's parameters: a new one, or the old one if `known` accepts it.
+    /// Returns the record of the optimizer's parameters, on which the ranks have agreed: a new one, or the old one if
+    /// `known` accepts it.
     pub(super) fn claim(
+        &self,
+        optimizer: &dyn AmpOptimizer,
+        look: Look,
+        known: impl FnOnce(&mut Iteration, usize, &Number, Gradients<'_>) -> Result<()>,
+    ) -> Result<Option<usize>> {
+        let claimed = self.claim_here(optimizer, look, known);
+        match &self.agreement {
+            Some(agreement) if self.is_enabled() => self.agree(agreement.as_ref(), claimed),
+            _ => claimed,
+        }
+    }
+
+    fn claim_here(
         &self,
         optimizer: &dyn AmpOptimizer,
         look: Look,
@@ -72,7 +86,8 @@ impl GradScaler {
                 if look == Look::Norm {
                     gradients.refuse_unclippable(Gradient::is_used)?;
                 }
-                iteration.open(gradients, &plan, scale, look)
+                let even_empty = self.agreement.is_some();
+                iteration.open(gradients, &plan, scale, look, even_empty)
             }
         }
     }

@@ -3,8 +3,8 @@
 use std::borrow::Borrow;
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::sync::Weak;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Weak};
 
 use tch::{Device, Tensor};
 
@@ -14,6 +14,7 @@ use crate::error::{Error, ScalerError};
 use crate::ffi;
 use crate::scale::AdaptiveScale;
 use crate::scaler::GradScalerConfig;
+use crate::scaler::agreement::Agreement;
 use crate::scaler::iteration::Iteration;
 
 /// Scales losses, unscales gradients, skips the steps whose gradients are infinite or NaN, and adapts the scale. The
@@ -51,6 +52,8 @@ pub struct GradScaler {
     pub(super) names: HashMap<usize, (String, Tensor)>,
     /// For each distributed model whose loss was scaled, whether its gradients are those of this rank alone.
     pub(super) ranks: Vec<Weak<AtomicBool>>,
+    /// The ranks that skip the same steps as this one.
+    pub(super) agreement: Option<Arc<dyn Agreement>>,
 }
 
 impl GradScalerConfig {
@@ -118,13 +121,20 @@ impl GradScaler {
     }
 
     fn from_scale(scale: AdaptiveScale) -> Self {
-        Self { scale, iteration: RefCell::default(), names: HashMap::new(), ranks: Vec::new() }
+        let (iteration, names, ranks) = (RefCell::default(), HashMap::new(), Vec::new());
+        Self { scale, iteration, names, ranks, agreement: None }
+    }
+
+    /// Has the scaler skip the same steps as those of other ranks.
+    #[cfg(feature = "distributed")]
+    pub(crate) fn set_agreement(&mut self, agreement: Arc<dyn Agreement>) {
+        self.agreement = Some(agreement);
     }
 
     /// Has the scaler refuse to unscale or to step while the gradients are those of this rank alone.
     #[cfg(feature = "distributed")]
-    pub(crate) fn note_ranks(&mut self, unsynced: &std::sync::Arc<AtomicBool>) {
-        let new = std::sync::Arc::downgrade(unsynced);
+    pub(crate) fn note_ranks(&mut self, unsynced: &Arc<AtomicBool>) {
+        let new = Arc::downgrade(unsynced);
         self.ranks.retain(|known| known.strong_count() > 0 && !known.ptr_eq(&new));
         self.ranks.push(new);
     }

@@ -86,16 +86,18 @@ impl Iteration {
         })
     }
 
-    /// Unscales or checks the gradients that `plan` lists and opens a record; `None` if there are none.
+    /// Unscales or checks the gradients that `plan` lists and opens a record; `None` if there are none, unless
+    /// `even_empty`.
     pub(crate) fn open(
         &mut self,
         gradients: Gradients<'_>,
         plan: &Plan,
         scale: &Number,
         look: Look,
+        even_empty: bool,
     ) -> Result<Option<usize>> {
         plan.drop_frozen(gradients.parameters())?;
-        if plan.groups.is_empty() {
+        if plan.groups.is_empty() && !even_empty {
             return Ok(None);
         }
         let index = self.records.len();

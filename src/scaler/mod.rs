@@ -4,6 +4,7 @@
 //! [`GradScaler`] does this. The module also has its options, its state, the types that its methods return, and
 //! [`PerLossScalers`] for several losses.
 
+mod agreement;
 mod claim;
 mod clip;
 pub(crate) mod grad_scaler;
@@ -20,6 +21,8 @@ mod update;
 
 pub use crate::error::ScalerError;
 pub use crate::scale::{GradScalerConfig, GradScalerState};
+#[cfg(feature = "distributed")]
+pub(crate) use agreement::Agreement;
 pub(crate) use grad_scaler::GradScaler;
 pub use outcome::StepOutcome;
 pub use per_loss::PerLossScalers;

@@ -129,6 +129,7 @@ unsafe extern "C" {
         index: *mut usize,
         err: *mut *mut c_char,
     ) -> u8;
+    pub(crate) fn tamp_reducer_may_rebuild(reducer: *const Reducer, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_reducer_before_forward(
         reducer: *mut Reducer,
         sync: u8,
@@ -144,6 +145,7 @@ unsafe extern "C" {
         group: *const Group,
         tensors: *const *mut Tensor,
         count: usize,
+        root: i64,
         err: *mut *mut c_char,
     );
 }

@@ -214,3 +214,30 @@ fn unusable_tensors_and_ranks_are_refused() {
         }
     });
 }
+
+#[test]
+fn a_rank_that_refuses_its_arguments_does_not_keep_the_others_waiting() {
+    ranks(2, |group| {
+        let sparse = Tensor::ones([3], (Kind::Float, Device::Cpu)).to_sparse_sparse_dim(1);
+        let dense = Tensor::ones([4], (Kind::Float, Device::Cpu));
+        let refuses = group.rank() == 1;
+        let mut tensor = if refuses { sparse } else { dense };
+        let root = if refuses { 7 } else { 0 };
+        let errors = [
+            group.all_reduce(&mut tensor, ReduceOp::Sum).unwrap_err(),
+            group.broadcast(&mut Tensor::from(1f32), root).unwrap_err(),
+            group.all_gather(&tensor).unwrap_err(),
+            group.reduce_scatter(&tensor).unwrap_err(),
+        ];
+        for error in errors {
+            let expected = if refuses {
+                matches!(error, Error::InvalidArgument { .. })
+            } else {
+                error.to_string().contains("rank 1 calls ")
+                    && error.to_string().contains("which fails there")
+            };
+            assert!(expected, "{error}");
+        }
+        group.barrier().unwrap();
+    });
+}

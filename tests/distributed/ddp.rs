@@ -279,3 +279,50 @@ fn scalers_become_that_of_rank_0() {
         assert_eq!(one.int64_value(&[]), 3);
     });
 }
+
+#[test]
+fn a_plain_backward_averages_the_gradients() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.0));
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let loss = |value: f64| (&weight * (value + group.rank() as f64)).sum(Kind::Float);
+        for step in 1..4 {
+            ddp.forward(|| loss(2.0)).unwrap().backward();
+            assert_eq!(weight.grad().double_value(&[2]), 2.5 * f64::from(step));
+        }
+        // Within no_sync it adds this rank's own gradient.
+        ddp.no_sync(|ddp| ddp.forward(|| loss(1.0)).unwrap().backward());
+        assert_eq!(weight.grad().double_value(&[2]), 8.5 + group.rank() as f64);
+    });
+}
+
+#[test]
+fn ranks_that_run_different_passes_get_an_error_that_names_them() {
+    ranks(2, |group| {
+        let stores = [VarStore::new(Device::Cpu), VarStore::new(Device::Cpu)];
+        let weights =
+            [0, 1].map(|i| stores[i].root().var("w", &[3 + 4 * i as i64], nn::Init::Const(1.0)));
+        let buffer = stores[1].root().ones_no_train("buffer", &[2]);
+        let mut models = [0, 1].map(|i| DistributedDataParallel::new(&group, &stores[i]).unwrap());
+        let mine = group.rank();
+        let mut backward = |model: usize| {
+            let loss = models[model].forward(|| weights[model].sum(Kind::Float))?;
+            models[model].backward(&loss)
+        };
+        // The second pass of a model communicates as well, to rebuild its buckets.
+        for model in [0, 1, 0, 1] {
+            backward(model).unwrap();
+        }
+        // Rank 0 runs the backward pass of the model without buffers, rank 1 the forward pass of the other.
+        let calls = calls(backward(mine).unwrap_err());
+        assert_eq!(calls[0], "the backward pass of DistributedDataParallel 0");
+        assert_eq!(calls[1], "the forward pass of DistributedDataParallel 1");
+        // Nothing was communicated, so that both go on.
+        for model in [0, 1] {
+            backward(model).unwrap();
+        }
+        assert_eq!(weights[1].grad().double_value(&[6]), 3.0);
+        drop(buffer);
+    });
+}

@@ -5,10 +5,13 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod agreement;
 mod collectives;
 mod ddp;
 mod failures;
 mod processes;
+mod random;
+mod sharded;
 mod stores;
 mod training;
 

@@ -26,6 +26,7 @@ struct Config {
     no_sync: bool,
     autocast: bool,
     scaled: bool,
+    zero: bool,
 }
 
 impl Config {
@@ -54,6 +55,8 @@ impl Config {
             Self { scaled: true, compression: Some(Kind::Half), no_sync: true, ..plain },
             everything,
             Self { unused: true, ..everything },
+            Self { zero: true, ..plain },
+            Self { zero: true, ..everything },
         ]
     }
 
@@ -65,6 +68,7 @@ impl Config {
         json!({
             "bucket_cap_mb": self.bucket_cap_mb, "bucket_view": self.bucket_view, "unused": self.unused,
             "compression": compression, "no_sync": self.no_sync, "autocast": self.autocast, "scaled": self.scaled,
+            "zero": self.zero,
         })
     }
 }
@@ -135,6 +139,9 @@ fn train(group: &ProcessGroup, config: Config) -> (f64, Vec<String>) {
         .build(Device::Cpu)
         .unwrap();
     let mut opt = Sgd::default().momentum(0.5).build(&net.vs, 0.0625).unwrap();
+    if config.zero {
+        opt.shard_over(group).unwrap();
+    }
     for step in 0..20 {
         opt.zero_grad().unwrap();
         let count = if config.no_sync { 3 } else { 1 };

@@ -13,6 +13,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,7 +65,11 @@ def train(rank, config):
     if config["compression"]:
         ddp.register_comm_hook(None, hooks[config["compression"]])
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=GROWTH_INTERVAL, enabled=config["scaled"])
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0625, momentum=0.5, fused=True)
+    options = {"lr": 0.0625, "momentum": 0.5, "fused": True}
+    if config["zero"]:
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, **options)
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), **options)
     for step in range(20):
         optimizer.zero_grad()
         count = 3 if config["no_sync"] else 1

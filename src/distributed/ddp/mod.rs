@@ -11,13 +11,14 @@ use tch::{Device, Tensor, no_grad};
 
 use crate::distributed::group::ProcessGroup;
 use crate::error::{DistributedError, Error, Result};
-use crate::ffi::distributed::{Changed, Reducer};
+use crate::ffi::distributed::{Changed, Reducer, ReducerOptions};
 use crate::scaler::GradScaler;
 use model::Model;
 pub use options::DdpOptions;
 
 /// Averages the gradients of a model over the ranks of a group while the backward pass runs, so that all ranks train
-/// the same model on different data. Corresponds to `torch.nn.parallel.DistributedDataParallel`, and uses its engine,
+/// the same model on different data. Gradients are averaged in the dtypes of their parameters, also those of
+/// half-precision parameters that an optimizer with master weights has converted to f32. Corresponds to `torch.nn.parallel.DistributedDataParallel`, and uses its engine,
 /// c10d's `Reducer`: the results are the same bit by bit.
 ///
 /// Each rank makes its own model, loss and optimizer. Wrap the forward pass in [`forward`](Self::forward), and run the
@@ -69,6 +70,9 @@ pub struct DistributedDataParallel {
     reducer: Reducer,
     group: ProcessGroup,
     model: Model,
+    /// The number of the model in the group.
+    number: usize,
+    compare_passes: bool,
     broadcast_buffers: bool,
     /// Whether the next backward pass averages the gradients.
     syncs: bool,
@@ -90,25 +94,20 @@ impl DistributedDataParallel {
 
     fn with_options(group: &ProcessGroup, vs: &VarStore, options: &DdpOptions) -> Result<Self> {
         const NAME: &str = "DistributedDataParallel";
-        let reducer_options = options.to_ffi()?;
-        let model = Model::new(vs)?;
-        if model.parameters.is_empty() {
-            let problem = "has no variable that requires gradients".to_owned();
-            return Err(Error::InvalidArgument { name: "vs", problem });
-        }
-        if vs.device() != Device::Cpu {
-            let problem = format!("is on {:?}, but groups communicate CPU tensors", vs.device());
-            return Err(Error::InvalidArgument { name: "vs", problem });
-        }
+        let prepared = prepared(vs, options);
         let _order = group.begin();
-        model.compare(group, options)?;
+        let call = |_: &_| format!("{NAME} with {options:?}");
+        let (reducer_options, model) = group.compare_checked(NAME, prepared, call)?;
+        model.compare(group)?;
         let all = model.parameters.iter().chain(&model.others);
         let all: Vec<_> = all.map(|(_, tensor)| tensor.shallow_clone()).collect();
-        no_grad(|| group.run(NAME, |group| group.broadcast_all(&all)))?;
+        no_grad(|| group.run(NAME, |group| group.broadcast_all(&all, 0)))?;
         let make = |group: &_| Reducer::new(group, &model.parameters, &reducer_options);
         Ok(Self {
             reducer: group.run(NAME, make)?,
             group: group.clone(),
+            number: group.next_model(),
+            compare_passes: options.compare_passes,
             broadcast_buffers: options.broadcast_buffers && !model.buffers.is_empty(),
             model,
             syncs: true,
@@ -129,6 +128,7 @@ impl DistributedDataParallel {
     /// # Errors
     ///
     /// [`DistributedError::Parameter`] if variables have been added, cast, frozen, unfrozen or resized since this was made;
+    /// [`DistributedError::Mismatch`] if the other ranks do something else, where the pass communicates;
     /// [`DistributedError::Communication`] if a rank does not answer, or the previous backward pass has failed.
     pub fn forward<T>(&mut self, forward: impl FnOnce() -> T) -> Result<T> {
         const NAME: &str = "forward";
@@ -136,10 +136,13 @@ impl DistributedDataParallel {
         let syncs = self.syncs;
         let (reducer, buffers) = (&self.reducer, &self.model.buffers);
         let broadcast = self.broadcast_buffers && self.synced_forward;
+        if broadcast || self.reducer.may_rebuild()? {
+            self.compare_pass(NAME)?;
+        }
         let recorded = self.group.run(NAME, |group| {
             let recorded = reducer.before_forward(syncs)?;
             if broadcast {
-                no_grad(|| group.broadcast_all(buffers))?;
+                no_grad(|| group.broadcast_all(buffers, 0))?;
             }
             Ok(recorded)
         })?;
@@ -149,9 +152,14 @@ impl DistributedDataParallel {
 
     /// Runs the backward pass of a loss, and averages the gradients. Returns when all are averaged.
     ///
+    /// As in PyTorch, a plain `loss.backward()` after [`forward`](Self::forward) averages them, too, unless
+    /// `find_unused_parameters` is on. But then tch panics if a rank does not answer, what the ranks do is not compared, and
+    /// a parameter that the loss does not depend on is only noticed by the next forward pass.
+    ///
     /// # Errors
     ///
     /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off;
+    /// [`DistributedError::Mismatch`] if the other ranks do something else;
     /// [`DistributedError::Communication`] if a rank does not answer, and if the backward pass fails, because the other
     /// ranks then wait for this one.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
@@ -162,7 +170,7 @@ impl DistributedDataParallel {
     /// gradients.
     ///
     /// After a backward pass within [`no_sync`](Self::no_sync), the scaler refuses to unscale or to step until the
-    /// gradients have been averaged. A plain [`GradScaler::backward`] averages nothing, which is not noticed.
+    /// gradients have been averaged.
     ///
     /// # Errors
     ///
@@ -188,6 +196,7 @@ impl DistributedDataParallel {
             self.unsynced.store(true, Ordering::Relaxed);
             return backward();
         }
+        self.compare_pass(NAME)?;
         let reducer = &self.reducer;
         self.unsynced.store(true, Ordering::Relaxed);
         self.group.run(NAME, |_| {
@@ -208,6 +217,16 @@ impl DistributedDataParallel {
         let was = std::mem::replace(&mut self.syncs, false);
         let within = Within { ddp: self, was };
         iteration(within.ddp)
+    }
+
+    /// Returns an error unless all ranks are about to run this pass.
+    fn compare_pass(&self, pass: &'static str) -> Result<()> {
+        if !self.compare_passes {
+            return Ok(());
+        }
+        let _order = self.group.begin();
+        let number = self.number;
+        self.group.compare(pass, &format!("the {pass} pass of DistributedDataParallel {number}"))
     }
 
     fn check_parameters(&self) -> Result<()> {
@@ -245,6 +264,20 @@ impl DistributedDataParallel {
         let names: Vec<_> = named.map(|(name, _)| name.clone()).collect();
         DistributedError::Unused { rank: self.group.rank(), names, message }.into()
     }
+}
+
+/// Checks the arguments of a distributed model.
+fn prepared(vs: &VarStore, options: &DdpOptions) -> Result<(ReducerOptions, Model)> {
+    let reducer_options = options.to_ffi()?;
+    let model = Model::new(vs)?;
+    let refuse = |problem| Err(Error::InvalidArgument { name: "vs", problem });
+    if model.parameters.is_empty() {
+        return refuse("has no variable that requires gradients".to_owned());
+    }
+    if vs.device() != Device::Cpu {
+        return refuse(format!("is on {:?}, but groups communicate CPU tensors", vs.device()));
+    }
+    Ok((reducer_options, model))
 }
 
 /// Ends [`DistributedDataParallel::no_sync`], after a panic as well.

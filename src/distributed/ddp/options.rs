@@ -30,6 +30,11 @@ pub struct DdpOptions {
     /// Whether gradients are divided by the number of ranks before they are converted. PyTorch's hooks convert first, so
     /// that fp16 overflows if the scaled gradient of a rank exceeds 65504; `false` by default, which gives PyTorch's bits.
     pub divide_first: bool,
+    /// Whether the ranks compare which model's pass they are about to run, before it communicates; `true` by default. If
+    /// they disagree, each gets an error; otherwise they would wait for each other, or gloo would abort the process. It
+    /// costs a message of 256 bytes in each backward pass, and in each forward pass that communicates. PyTorch
+    /// compares only with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+    pub compare_passes: bool,
 }
 
 builder!(DdpOptions {
@@ -39,6 +44,7 @@ builder!(DdpOptions {
     gradient_as_bucket_view: bool,
     compression: Option<Kind>,
     divide_first: bool,
+    compare_passes: bool,
 });
 
 impl Default for DdpOptions {
@@ -50,6 +56,7 @@ impl Default for DdpOptions {
             gradient_as_bucket_view: false,
             compression: None,
             divide_first: false,
+            compare_passes: true,
         }
     }
 }

@@ -151,7 +151,7 @@ impl Optimizer {
                 }
                 None => None,
             };
-            slots.push((group, entries));
+            slots.push((group, entries.filter(|_| !slot.elsewhere)));
         }
         let states = copies(&slots, &groups, &self.parameters, self.masters)?;
         let slots = slots.into_iter().map(|(group, _)| group).zip(states).collect();

@@ -10,6 +10,7 @@ use tch::Tensor;
 
 use crate::error::Result;
 use crate::optim::masters::MASTER;
+use crate::optim::shards::Shards;
 use crate::optim::state::{STEP, State, keys};
 use crate::optim::{Algorithm, Optimizer, ParamGroup};
 
@@ -75,6 +76,9 @@ impl Optimizer {
     /// Tensors that are no longer used, such as `max_exp_avg_sq` after `amsgrad` was switched off, are included.
     /// Synchronizes only for an SGD with momentum whose first step on a GPU may have been skipped.
     ///
+    /// If the state is divided among ranks, all of them call this. Rank 0 gets the complete state, which is the same
+    /// whatever the number of ranks, and the others get the tensors that they keep themselves.
+    ///
     /// # Errors
     ///
     /// [`Error::Torch`](crate::Error::Torch) if libtorch fails.
@@ -95,10 +99,20 @@ impl Optimizer {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn state_dict(&mut self) -> Result<OptimizerState> {
+        let state = self.state_here();
+        match self.shards.as_deref().map(Shards::ranks) {
+            Some(ranks) => ranks.gather_state(state),
+            None => state,
+        }
+    }
+
+    /// Returns the state, without the tensors that other ranks keep.
+    fn state_here(&mut self) -> Result<OptimizerState> {
         self.renew_known_masters()?;
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
             // PyTorch makes the sums with the optimizer, and requires them for every parameter.
-            self.complete(&(0..self.slots.len()).collect::<Vec<_>>())?;
+            let here = (0..self.slots.len()).filter(|&index| !self.slots[index].elsewhere);
+            self.complete(&here.collect::<Vec<_>>())?;
         }
         let groups = self.groups.iter().map(|&options| ParamGroupState { options, params: vec![] });
         let mut param_groups: Vec<_> = groups.collect();

@@ -1,0 +1,164 @@
+//! Optimizers whose state is divided among ranks.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor, no_grad};
+
+use crate::distributed::group::ProcessGroup;
+use crate::error::{Error, Result};
+use crate::optim::{Optimizer, OptimizerState, Ranks};
+
+const STATE: &str = "state_dict";
+
+impl Optimizer {
+    /// Divides the state of the optimizer among the ranks, which all call this with the same parameters and options: each
+    /// keeps the state, and the master weights, of a part of the parameters of about equal size in bytes, steps these, and
+    /// sends them to the others. The results are those of an optimizer that is not divided, bit by bit. Corresponds to
+    /// `torch.distributed.optim.ZeroRedundancyOptimizer`, and is known as ZeRO stage 1.
+    ///
+    /// Every rank needs the averaged gradients of all parameters, as
+    /// [`DistributedDataParallel`](crate::distributed::DistributedDataParallel) leaves them, and the same weights, which it
+    /// gives them: distribute the model first. A step is then taken on all ranks or, if it fails on one of them, on none,
+    /// unless communication fails midway; resume from the last checkpoint then. It blocks until the ranks have answered.
+    /// [`state_dict`](Self::state_dict) collects the state on rank 0, and all ranks call it. What it returns there is the
+    /// same as without ranks, so that a run resumes with another number of them:
+    /// [`load_state_dict`](Self::load_state_dict) takes the complete state on every rank, and keeps what belongs to it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] if the state is divided already;
+    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) if the ranks have other parameters;
+    /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not answer.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::nn::{self, Module};
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::distributed::{DistributedDataParallel, ProcessGroup, Store};
+    /// use tch_amp::optim::AdamW;
+    ///
+    /// fn train(group: &ProcessGroup) -> tch_amp::Result<usize> {
+    ///     let vs = nn::VarStore::new(Device::Cpu);
+    ///     let net = nn::linear(vs.root(), 4, 2, Default::default());
+    ///     let mut ddp = DistributedDataParallel::new(group, &vs)?;
+    ///     let mut opt = AdamW::default().build(&vs, 1e-3)?;
+    ///     opt.shard_over(group)?;
+    ///     let xs = Tensor::rand([8, 4], (Kind::Float, Device::Cpu));
+    ///     let loss = ddp.forward(|| net.forward(&xs).square().mean(Kind::Float))?;
+    ///     ddp.backward(&loss)?;
+    ///     opt.step()?;
+    ///     Ok(opt.state_dict()?.state.len())
+    /// }
+    ///
+    /// let store = Store::in_process()?;
+    /// std::thread::scope(|scope| {
+    ///     for rank in 0..2 {
+    ///         let store = &store;
+    ///         scope.spawn(move || {
+    ///             let parameters = train(&ProcessGroup::new(store, rank, 2).unwrap()).unwrap();
+    ///             assert_eq!(parameters, [2, 1][rank]);
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn shard_over(&mut self, group: &ProcessGroup) -> Result<()> {
+        self.shard(Arc::new(group.clone()))
+    }
+}
+
+/// A tensor of a state.
+#[derive(Debug, Serialize, Deserialize)]
+struct Entry {
+    parameter: String,
+    key: String,
+    kind: String,
+    shape: Vec<i64>,
+}
+
+/// The dtypes of an optimizer's state.
+const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
+
+impl Entry {
+    fn of(parameter: &str, key: &str, tensor: &Tensor) -> Result<Self> {
+        let (kind, shape) = (format!("{:?}", tensor.f_kind()?), tensor.size());
+        Ok(Self { parameter: parameter.to_owned(), key: key.to_owned(), kind, shape })
+    }
+
+    fn room(&self) -> Result<Tensor> {
+        let kind = KINDS.into_iter().find(|kind| format!("{kind:?}") == self.kind);
+        let kind = kind.ok_or_else(|| Error::Torch(format!("a state has dtype {}", self.kind)))?;
+        Ok(Tensor::f_empty(&self.shape, (kind, Device::Cpu))?)
+    }
+}
+
+impl Ranks for ProcessGroup {
+    fn rank(&self) -> usize {
+        self.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.size()
+    }
+
+    fn agree(&self, described: Result<String>) -> Result<()> {
+        let _order = self.begin();
+        self.compare_checked("a step", described, String::clone).map(drop)
+    }
+
+    fn share(&self, tensors: &[Tensor], owners: &[usize]) -> Result<()> {
+        let _order = self.begin();
+        for rank in 0..self.size() {
+            let owned = tensors.iter().zip(owners).filter(|(_, owner)| **owner == rank);
+            let owned: Vec<_> = owned.map(|(tensor, _)| tensor.shallow_clone()).collect();
+            if !owned.is_empty() {
+                no_grad(|| self.run("a step", |group| group.broadcast_all(&owned, rank)))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn gather_state(&self, state: Result<OptimizerState>) -> Result<OptimizerState> {
+        let _order = self.begin();
+        let listed = state.and_then(|state| Ok((listed(&state)?, state)));
+        let (list, mut state) =
+            self.compare_checked(STATE, listed, |_| "state_dict of an optimizer".to_owned())?;
+        let mine: Vec<_> = tensors(&state).map(|(_, _, tensor)| tensor.shallow_clone()).collect();
+        let lists = self.gather_texts(STATE, &list)?;
+        for (rank, list) in lists.iter().enumerate() {
+            let list: Vec<Entry> =
+                serde_json::from_str(list).map_err(|error| Error::Torch(error.to_string()))?;
+            let is_mine = rank == self.rank();
+            let room: Vec<_> = if is_mine {
+                mine.iter().map(Tensor::shallow_clone).collect()
+            } else {
+                list.iter().map(Entry::room).collect::<Result<_>>()?
+            };
+            if !room.is_empty() {
+                no_grad(|| self.run(STATE, |group| group.broadcast_all(&room, rank)))?;
+            }
+            if !is_mine && self.rank() == 0 {
+                for (Entry { parameter, key, .. }, tensor) in list.into_iter().zip(room) {
+                    state.state.entry(parameter).or_default().insert(key, tensor);
+                }
+            }
+        }
+        Ok(state)
+    }
+}
+
+/// The tensors of a state, in order.
+fn tensors(state: &OptimizerState) -> impl Iterator<Item = (&str, &str, &Tensor)> {
+    state.state.iter().flat_map(|(name, tensors)| {
+        tensors.iter().map(move |(key, tensor)| (name.as_str(), key.as_str(), tensor))
+    })
+}
+
+/// A list of the tensors of a state, as text.
+fn listed(state: &OptimizerState) -> Result<String> {
+    let entries = tensors(state).map(|(parameter, key, tensor)| Entry::of(parameter, key, tensor));
+    let entries: Vec<_> = entries.collect::<Result<_>>()?;
+    serde_json::to_string(&entries).map_err(|error| Error::Torch(error.to_string()))
+}

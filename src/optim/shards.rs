@@ -1,0 +1,174 @@
+//! State that is divided among ranks, each of which steps a part of the parameters. Known as ZeRO stage 1.
+//!
+//! Source: Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
+//! <https://arxiv.org/abs/1910.02054>.
+
+use std::cmp::Reverse;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::error::{Error, Result};
+use crate::ffi;
+use crate::optim::state::{State, used_keys};
+use crate::optim::{MasterWeights, Optimizer, OptimizerState, Step};
+
+/// The ranks that divide the state of an optimizer among them.
+pub(crate) trait Ranks: Debug + Send + Sync {
+    fn rank(&self) -> usize;
+
+    fn size(&self) -> usize;
+
+    /// Fails on all ranks if one of them passes an error, or another description.
+    fn agree(&self, described: Result<String>) -> Result<()>;
+
+    /// Overwrites each tensor by the one of its owner.
+    fn share(&self, tensors: &[Tensor], owners: &[usize]) -> Result<()>;
+
+    /// Adds the tensors of the other ranks to the state on rank 0, or fails on all ranks if one of them passes an error.
+    fn gather_state(&self, state: Result<OptimizerState>) -> Result<OptimizerState>;
+}
+
+/// Which rank steps each parameter.
+#[derive(Debug)]
+pub(crate) struct Shards {
+    ranks: Arc<dyn Ranks>,
+    owners: Vec<usize>,
+    /// The bytes of state that each rank keeps.
+    loads: Vec<u64>,
+}
+
+impl Shards {
+    fn new(ranks: Arc<dyn Ranks>) -> Self {
+        let loads = vec![0; ranks.size()];
+        Self { ranks, owners: Vec::new(), loads }
+    }
+
+    pub(crate) fn ranks(&self) -> Arc<dyn Ranks> {
+        self.ranks.clone()
+    }
+
+    /// Gives each of the parameters that begin at `first` to the rank that keeps least so far, the largest ones first.
+    fn assign(&mut self, first: usize, sizes: &[u64]) {
+        self.owners.resize(first + sizes.len(), 0);
+        let mut order: Vec<_> = (0..sizes.len()).collect();
+        order.sort_by_key(|&index| Reverse(sizes[index]));
+        for index in order {
+            // The first of equals, so that all ranks choose the same.
+            let owner = (0..self.loads.len()).min_by_key(|&rank| self.loads[rank]).unwrap_or(0);
+            self.owners[first + index] = owner;
+            self.loads[owner] += sizes[index];
+        }
+    }
+}
+
+impl Optimizer {
+    /// Divides the state among ranks. The tensors that others keep are dropped.
+    #[cfg(feature = "distributed")]
+    pub(crate) fn shard(&mut self, ranks: Arc<dyn Ranks>) -> Result<()> {
+        let described = self.take_added().and_then(|()| {
+            if self.shards.is_some() {
+                let problem = "has its state divided among ranks already; build a new one, and load the state".to_owned();
+                return Err(Error::InvalidArgument { name: "optimizer", problem });
+            }
+            let parameters = self.slots.iter().zip(&self.parameters);
+            let parameter = |(slot, tensor): (&super::optimizer::Slot, &Tensor)| {
+                format!("; {:?} in group {}, {:?} {:?}", slot.name, slot.group, tensor.kind(), tensor.size())
+            };
+            let parameters: String = parameters.map(parameter).collect();
+            Ok(format!("an optimizer with {:?}{parameters}", self.masters))
+        });
+        ranks.agree(described)?;
+        self.shards = Some(Box::new(Shards::new(ranks)));
+        self.divide();
+        Ok(())
+    }
+
+    /// Assigns the parameters that no rank has yet.
+    pub(crate) fn divide(&mut self) {
+        let Some(mut shards) = self.shards.take() else { return };
+        let first = shards.owners.len();
+        let sizes: Vec<_> =
+            (first..self.slots.len()).map(|index| self.state_bytes(index)).collect();
+        shards.assign(first, &sizes);
+        let here = shards.ranks.rank();
+        for (slot, owner) in self.slots.iter_mut().zip(&shards.owners).skip(first) {
+            slot.elsewhere = *owner != here;
+            if slot.elsewhere {
+                slot.state = State::default();
+            }
+        }
+        self.shards = Some(shards);
+    }
+
+    /// The bytes that the state of a parameter takes.
+    fn state_bytes(&self, index: usize) -> u64 {
+        let (slot, parameter) = (&self.slots[index], &self.parameters[index]);
+        let master = self.masters.of(parameter, index);
+        let bytes = |kind: Kind| kind.elt_size_in_bytes() as u64;
+        let moment = bytes(master.state_kind().unwrap_or_else(|| parameter.kind()));
+        let moments = used_keys(&self.groups[slot.group].algorithm).len() as u64;
+        parameter.numel() as u64 * (moments * moment + master.kind().map_or(0, bytes))
+    }
+
+    /// Steps the parameters of this rank and exchanges them. Nothing changes unless the step can be taken on all ranks.
+    pub(crate) fn run_shared(&mut self, ranks: &dyn Ranks, step: &Step<'_>) -> Result<()> {
+        // A step that is skipped makes all of the checks and what is lacking.
+        let skip = self.take_added().and_then(|()| ffi::number_new(1.0, Kind::Float, Device::Cpu));
+        let checked = skip.and_then(|skip| self.launch_complete(&step.with_found_inf(&skip)));
+        ranks.agree(checked.map(|_| {
+            format!("a step of {} parameters with {:?}", self.slots.len(), self.groups)
+        }))?;
+        self.run_here(step)?;
+        if let Some(shards) = &self.shards {
+            ranks.share(&self.parameters, &shards.owners)?;
+        }
+        // Receiving raises the versions of all parameters.
+        if self.masters == MasterWeights::None {
+            Ok(())
+        } else {
+            self.stamps.take(&self.parameters)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Four;
+
+    impl Ranks for Four {
+        fn rank(&self) -> usize {
+            0
+        }
+
+        fn size(&self) -> usize {
+            4
+        }
+
+        fn agree(&self, described: Result<String>) -> Result<()> {
+            described.map(drop)
+        }
+
+        fn share(&self, _: &[Tensor], _: &[usize]) -> Result<()> {
+            Ok(())
+        }
+
+        fn gather_state(&self, state: Result<OptimizerState>) -> Result<OptimizerState> {
+            state
+        }
+    }
+
+    #[test]
+    fn the_largest_parameters_go_first_to_the_rank_that_has_least() {
+        let mut shards = Shards::new(Arc::new(Four));
+        shards.assign(0, &[1, 9, 2, 8, 7, 3, 6]);
+        assert_eq!(shards.owners, [3, 0, 2, 1, 2, 3, 3]);
+        assert_eq!(shards.loads, [9, 8, 9, 10]);
+        shards.assign(7, &[5]);
+        assert_eq!((shards.owners[7], shards.loads[1]), (1, 13));
+    }
+}
