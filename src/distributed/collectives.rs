@@ -57,7 +57,11 @@ impl ProcessGroup {
                 ReduceOp::Sum => reduce(work, Reduction::Sum),
                 ReduceOp::Mean => {
                     reduce(work, Reduction::Sum)?;
-                    drop(work.f_divide_scalar_(self.size() as f64)?);
+                    // A number of ranks that the dtype cannot hold is not rounded.
+                    let sum =
+                        work.f_to_kind(if kind == Kind::Double { kind } else { Kind::Float })?;
+                    let size = ffi::number_new(self.size() as f64, sum.f_kind()?, Device::Cpu)?;
+                    work.f_copy_(&sum.f_div(&size)?)?;
                     Ok(())
                 }
                 ReduceOp::Min | ReduceOp::Max => {

@@ -18,6 +18,7 @@ mod group;
 mod optimizer;
 mod scaler;
 mod store;
+mod sync_batch_norm;
 mod texts;
 
 pub use crate::error::DistributedError;
@@ -25,3 +26,4 @@ pub use collectives::ReduceOp;
 pub use ddp::{DdpOptions, DistributedDataParallel};
 pub use group::{GroupOptions, ProcessGroup};
 pub use store::Store;
+pub use sync_batch_norm::SyncBatchNorm;

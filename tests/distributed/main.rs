@@ -13,6 +13,7 @@ mod processes;
 mod random;
 mod sharded;
 mod stores;
+mod sync_batch_norm;
 mod training;
 
 use std::time::Duration;

@@ -1,0 +1,246 @@
+//! Batch normalization over the batches of all ranks.
+
+use std::borrow::Borrow;
+
+use tch::nn::{self, BatchNormConfig, ModuleT, Path};
+use tch::{Kind, Tensor, no_grad};
+
+use crate::distributed::{ProcessGroup, ReduceOp};
+use crate::error::{Error, Result};
+use crate::ffi;
+use crate::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
+
+/// Batch normalization whose mean and variance are those of the batches of all ranks together, for training with small
+/// batches. The counterpart of `torch.nn.SyncBatchNorm`, which runs on GPUs only; this one runs on the CPU.
+///
+/// It takes the place of [`tch::nn::batch_norm2d`] and of its siblings for other dimensions, and its variables have the
+/// same names. The input has the shape `[N, C, ..]`, and the output has the same shape and dtype. The ranks may have batches
+/// of different sizes, also empty ones. Statistics are computed in f32, or in f64 for f64 inputs. In evaluation the running
+/// statistics are used, and nothing is communicated. A training pass communicates once in the forward and once in the
+/// backward pass, so all ranks run the same layers in the same order. It cannot be differentiated twice.
+///
+/// # Examples
+///
+/// ```
+/// use tch::nn::{self, ModuleT};
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::distributed::{ProcessGroup, Store, SyncBatchNorm};
+///
+/// let store = Store::in_process()?;
+/// std::thread::scope(|scope| {
+///     for rank in 0..2 {
+///         let store = &store;
+///         scope.spawn(move || {
+///             let group = ProcessGroup::new(store, rank, 2).unwrap();
+///             let vs = nn::VarStore::new(Device::Cpu);
+///             let bn = SyncBatchNorm::new(vs.root(), 1, Default::default(), &group);
+///             // One row on each rank: alone, each would be normalized to zero.
+///             let ys = bn.forward_t(&Tensor::from_slice(&[rank as f32]).view([1, 1]), true);
+///             let expected = if rank == 0 { -1.0 } else { 1.0 };
+///             assert!((ys.double_value(&[0, 0]) - expected).abs() < 1e-4);
+///         });
+///     }
+/// });
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct SyncBatchNorm {
+    /// The variables: the weight and the bias, if it is affine, and the running statistics.
+    pub bn: nn::BatchNorm,
+    eps: f64,
+    momentum: f64,
+    group: ProcessGroup,
+}
+
+impl SyncBatchNorm {
+    /// Makes the layer for `out_dim` channels, with the options of tch's batch normalization.
+    pub fn new<'a>(
+        vs: impl Borrow<Path<'a>>,
+        out_dim: i64,
+        config: BatchNormConfig,
+        group: &ProcessGroup,
+    ) -> Self {
+        let (eps, momentum) = (config.eps, config.momentum);
+        // The number of dimensions only matters for tch's own forward pass.
+        let bn = nn::batch_norm1d(vs, out_dim, config);
+        Self { bn, eps, momentum, group: group.clone() }
+    }
+
+    /// Normalizes the input: with the statistics of the batches of all ranks, and updates the running statistics, if
+    /// `train`, and else with the running statistics.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for an input that has not the layer's channels as its second dimension, and in training
+    /// for a single value per channel on all ranks together; the errors of [`ProcessGroup::all_gather`].
+    pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        let (mean, var) = (&self.bn.running_mean, &self.bn.running_var);
+        let size = xs.size();
+        let channels = mean.size();
+        if size.get(1) != channels.first() {
+            let problem = format!("has the shape {size:?}, but must have {channels:?} channels");
+            return Err(Error::InvalidArgument { name: "xs", problem });
+        }
+        let (weight, bias) = (self.bn.ws.as_ref(), self.bn.bs.as_ref());
+        if !train {
+            let (momentum, eps) = (self.momentum, self.eps);
+            let running = (Some(mean), Some(var));
+            let ys =
+                xs.f_batch_norm(weight, bias, running.0, running.1, false, momentum, eps, false)?;
+            return Ok(ys);
+        }
+        let dims: Vec<_> = (0..size.len() as i64).filter(|dim| *dim != 1).collect();
+        let normalize = Normalize { dims, eps: self.eps, group: self.group.clone() };
+        let nothing = Tensor::new();
+        let (weight, bias) = (weight.unwrap_or(&nothing), bias.unwrap_or(&nothing));
+        let [ys, mean, var] = normalize.apply(&[xs, weight, bias])?;
+        self.update(&mean, &var)?;
+        Ok(ys)
+    }
+
+    fn update(&self, mean: &Tensor, var: &Tensor) -> Result<()> {
+        for (running, new) in [(&self.bn.running_mean, mean), (&self.bn.running_var, var)] {
+            let new = new.f_to_kind(running.f_kind()?)?;
+            let step = new.f_sub(running)?.f_mul(&number(self.momentum, running)?)?;
+            drop(no_grad(|| running.shallow_clone().f_add_(&step))?);
+        }
+        Ok(())
+    }
+}
+
+impl ModuleT for SyncBatchNorm {
+    /// As [`f_forward_t`](SyncBatchNorm::f_forward_t), but panics where that returns an error, as tch's modules do.
+    fn forward_t(&self, xs: &Tensor, train: bool) -> Tensor {
+        match self.f_forward_t(xs, train) {
+            Ok(ys) => ys,
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// Normalizes by the statistics of all ranks. The outputs are the normalized numbers, the mean and the unbiased variance.
+struct Normalize {
+    /// All dimensions but that of the channels.
+    dims: Vec<i64>,
+    eps: f64,
+    group: ProcessGroup,
+}
+
+/// The mean, the sum of squared deviations and the count of numbers.
+struct Moments {
+    mean: Tensor,
+    squares: Tensor,
+    count: f64,
+}
+
+impl Normalize {
+    /// A view of one number per channel that broadcasts over the input.
+    fn spread(&self, channels: &Tensor) -> Result<Tensor> {
+        let mut shape = vec![1; self.dims.len() + 1];
+        shape[1] = -1;
+        Ok(channels.f_view(shape.as_slice())?)
+    }
+
+    fn sum(&self, numbers: &Tensor) -> Result<Tensor> {
+        Ok(numbers.f_sum_dim_intlist(self.dims.as_slice(), false, numbers.f_kind()?)?)
+    }
+
+    /// The moments of the batches of all ranks.
+    ///
+    /// Source: Chan, Golub and LeVeque, *Updating Formulae and a Pairwise Algorithm for Computing Sample Variances*, 1979.
+    fn moments(&self, xs: &Tensor) -> Result<Moments> {
+        let channels = xs.size()[1];
+        let count = xs.numel() as f64 / channels.max(1) as f64;
+        let mean = self.sum(xs)?.f_div(&number(count.max(1.0), xs)?)?;
+        let squares = self.sum(&xs.f_sub(&self.spread(&mean)?)?.f_square()?)?;
+        let counts = number(count, &mean)?.f_expand_as(&mean)?;
+        let all = self.group.all_gather(&Tensor::f_stack(&[mean, squares, counts], 0)?)?;
+        let all = Tensor::f_stack(&all, 0)?;
+        let [means, squares, counts] = [0, 1, 2].map(|row| all.f_select(1, row));
+        let (means, squares, counts) = (means?, squares?, counts?);
+        let total = counts.f_sum_dim_intlist([0i64].as_slice(), false, counts.f_kind()?)?;
+        let sum =
+            |numbers: Tensor| numbers.f_sum_dim_intlist([0i64].as_slice(), false, None::<Kind>);
+        let mean = sum(means.f_mul(&counts)?)?.f_div(&total)?;
+        let apart = means.f_sub(&mean)?.f_square()?.f_mul(&counts)?;
+        let squares = sum(squares.f_add(&apart)?)?;
+        let count = if channels == 0 { 0.0 } else { total.f_double_value(&[0])? };
+        Ok(Moments { mean, squares, count })
+    }
+}
+
+/// A number in the dtype of a tensor.
+fn number(value: f64, like: &Tensor) -> Result<Tensor> {
+    ffi::number_new(value, like.f_kind()?, like.device())
+}
+
+/// The dtype in which statistics are computed.
+fn wide(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+impl Function for Normalize {
+    type Outputs = [Tensor; 3];
+    type Gradients = [Option<Tensor>; 3];
+
+    fn forward(&self, ctx: &mut ForwardContext, inputs: &[&Tensor]) -> FunctionResult<[Tensor; 3]> {
+        let [input, weight, bias] = inputs else { return Err("three inputs".into()) };
+        let kind = input.f_kind()?;
+        let xs = input.f_to_kind(wide(kind))?;
+        let Moments { mean, squares, count } = self.moments(&xs)?;
+        if count < 2.0 {
+            let problem = "has less than two values per channel on all ranks together".to_owned();
+            return Err(Error::InvalidArgument { name: "xs", problem }.into());
+        }
+        let scale =
+            squares.f_div(&number(count, &xs)?)?.f_add(&number(self.eps, &xs)?)?.f_rsqrt()?;
+        let mut ys = xs.f_sub(&self.spread(&mean)?)?.f_mul(&self.spread(&scale)?)?;
+        if weight.defined() {
+            ys = ys.f_mul(&self.spread(&weight.f_to_kind(wide(kind))?)?)?;
+        }
+        if bias.defined() {
+            ys = ys.f_add(&self.spread(&bias.f_to_kind(wide(kind))?)?)?;
+        }
+        let var = squares.f_div(&number(count - 1.0, &xs)?)?;
+        ctx.save_for_backward(&[*input, *weight, &mean, &scale]);
+        ctx.save_value(count);
+        ctx.mark_non_differentiable(&[&mean, &var]);
+        Ok([ys.f_to_kind(kind)?, mean, var])
+    }
+
+    fn backward(
+        &self,
+        ctx: &BackwardContext<'_>,
+        grads: &GradOutputs<'_>,
+    ) -> FunctionResult<[Option<Tensor>; 3]> {
+        let [input, weight, mean, scale] = ctx.saved_tensors()?;
+        let count = *ctx.saved_value::<f64>()?;
+        let kind = wide(input.f_kind()?);
+        let dy = grads[0].f_to_kind(kind)?;
+        let scale = self.spread(&scale)?;
+        let normal = input.f_to_kind(kind)?.f_sub(&self.spread(&mean)?)?.f_mul(&scale)?;
+        let (sum, product) = (self.sum(&dy)?, self.sum(&dy.f_mul(&normal)?)?);
+        // The gradients of the weight and the bias are this rank's: they are averaged with those of all parameters.
+        let of_weight = weight.defined().then(|| product.shallow_clone());
+        let of_bias = Some(sum.shallow_clone());
+        if !ctx.needs_input_grad(0)? {
+            return Ok([None, of_weight, of_bias]);
+        }
+        let mut sums = Tensor::f_stack(&[sum, product], 0)?;
+        self.group.all_reduce(&mut sums, ReduceOp::Sum)?;
+        let means = sums.f_div(&number(count, &dy)?)?;
+        let (sum, product) = (self.spread(&means.f_get(0)?)?, self.spread(&means.f_get(1)?)?);
+        let dx = dy.f_sub(&sum)?.f_sub(&normal.f_mul(&product)?)?.f_mul(&scale)?;
+        let dx =
+            if weight.defined() { dx.f_mul(&self.spread(&weight.f_to_kind(kind)?)?)? } else { dx };
+        Ok([Some(dx), of_weight, of_bias])
+    }
+
+    fn once_differentiable(&self) -> bool {
+        true
+    }
+
+    fn name(&self) -> &'static str {
+        "SyncBatchNorm"
+    }
+}
