@@ -48,6 +48,13 @@ pub mod functions {}
 #[doc = include_str!("../docs/distributed.md")]
 pub mod distributed {}
 
+#[cfg(feature = "distributed")]
+#[doc = include_str!("guide/links.md")]
+/// What changes with 8, 64 and 1,000 ranks: bytes, memory and failures.
+#[doc = ""]
+#[doc = include_str!("../docs/many-ranks.md")]
+pub mod many_ranks {}
+
 #[doc = include_str!("guide/links.md")]
 /// Which operation runs in which dtype, on the CPU and on CUDA.
 #[doc = ""]

@@ -26,6 +26,10 @@ mod groups;
 mod masters;
 mod optimizer;
 pub(crate) mod parameters;
+#[cfg_attr(
+    not(feature = "distributed"),
+    expect(dead_code, reason = "there are no ranks without the feature")
+)]
 mod shards;
 mod state;
 mod state_dict;

@@ -65,7 +65,6 @@ impl Shards {
 
 impl Optimizer {
     /// Divides the state among ranks. The tensors that others keep are dropped.
-    #[cfg(feature = "distributed")]
     pub(crate) fn shard(&mut self, ranks: Arc<dyn Ranks>) -> Result<()> {
         let described = self.take_added().and_then(|()| {
             if self.shards.is_some() {
