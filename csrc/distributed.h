@@ -25,4 +25,8 @@ T &given(T *handle) {
   return *handle;
 }
 
+// Makes the backend for CUDA tensors. Fails without a GPU.
+c10::intrusive_ptr<c10d::Backend> nccl(const c10::intrusive_ptr<c10d::Store> &store, int rank, int size,
+                                       std::chrono::milliseconds timeout);
+
 }  // namespace tamp::distributed

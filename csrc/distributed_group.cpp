@@ -24,7 +24,7 @@ c10::intrusive_ptr<ProcessGroupGloo::Options> gloo_options(const tamp_group_opti
   return options;
 }
 
-// Blocks until a collective is complete.
+// Blocks until a collective is complete; on a GPU, has the current stream wait for it.
 void finish(const c10::intrusive_ptr<c10d::Work> &work) { work->wait(); }
 
 c10d::ReduceOp reduction(uint8_t op) {
@@ -72,6 +72,10 @@ tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *op
                                                       size, gloo_options(*options));
     group->setBackend(c10::kCPU, ProcessGroup::GLOO, gloo);
     group->setDefaultBackend(ProcessGroup::GLOO);
+    if (options->cuda != 0) {
+      group->setBackend(c10::kCUDA, ProcessGroup::NCCL,
+                        tamp::distributed::nccl(prefixed, rank, size, milliseconds(options->timeout_ms)));
+    }
     group->setGroupName(options->prefix);
     return new tamp_group{std::move(group)};
   });

@@ -2,7 +2,7 @@
 // repeats every declaration in the same order, and tests/abi.rs compares the two files.
 //
 // A function that communicates blocks the host until the other ranks have answered or the timeout of the group has
-// passed.
+// passed. With CUDA tensors only the current stream waits.
 #pragma once
 
 #include "shim.h"
@@ -44,6 +44,7 @@ typedef struct tamp_group_options {
   int64_t rank;
   int64_t size;
   int64_t timeout_ms;
+  uint8_t cuda;  // whether the group communicates CUDA tensors, too, by NCCL
 } tamp_group_options;
 
 // Forms a group with the other ranks, which call this as well.

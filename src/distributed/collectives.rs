@@ -38,7 +38,7 @@ impl ProcessGroup {
     /// [`DistributedError::Communication`]: crate::distributed::DistributedError::Communication
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
         const NAME: &str = "all_reduce";
-        let checked = described(tensor).and_then(|described| {
+        let checked = described(self, tensor).and_then(|described| {
             let kind = tensor.f_kind()?;
             if op == ReduceOp::Mean && !is_floating(kind) {
                 let problem = format!("has dtype {kind:?}, but a mean needs floating point");
@@ -89,7 +89,7 @@ impl ProcessGroup {
     /// As for [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] if there is no such rank.
     pub fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Result<()> {
         const NAME: &str = "broadcast";
-        let checked = described(tensor).and_then(|described| {
+        let checked = described(self, tensor).and_then(|described| {
             if root >= self.size() {
                 let problem = format!("is {root}, but there are {} ranks", self.size());
                 return Err(Error::InvalidArgument { name: "root", problem });
@@ -111,7 +111,7 @@ impl ProcessGroup {
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Vec<Tensor>> {
         const NAME: &str = "all_gather";
         let _order = self.begin();
-        self.compare_checked(NAME, described(tensor), |described| {
+        self.compare_checked(NAME, described(self, tensor), |described| {
             format!("{NAME} of {described}")
         })?;
         no_grad(|| {
@@ -135,7 +135,8 @@ impl ProcessGroup {
     /// As for [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] if the first dimension cannot be divided.
     pub fn reduce_scatter(&self, tensor: &Tensor) -> Result<Tensor> {
         const NAME: &str = "reduce_scatter";
-        let checked = described(tensor).and_then(|described| Ok((described, self.rows(tensor)?)));
+        let checked =
+            described(self, tensor).and_then(|described| Ok((described, self.rows(tensor)?)));
         let _order = self.begin();
         let call = |(described, _): &(String, i64)| format!("{NAME} of {described}");
         let (_, rows) = self.compare_checked(NAME, checked, call)?;
@@ -220,7 +221,7 @@ impl ProcessGroup {
 }
 
 /// Returns the dtype and the shape of a tensor, or an error if a group cannot communicate it.
-fn described(tensor: &Tensor) -> Result<String> {
+fn described(group: &ProcessGroup, tensor: &Tensor) -> Result<String> {
     if !tensor.defined() {
         return Err(unusable("is undefined".to_owned()));
     }
@@ -228,15 +229,16 @@ fn described(tensor: &Tensor) -> Result<String> {
     if tensor.is_sparse() || tensor.is_mkldnn() {
         return Err(unusable("is not dense; convert it with to_dense".to_owned()));
     }
-    let (device, kind) = (tensor.device(), tensor.f_kind()?);
-    if device != Device::Cpu {
-        return Err(unusable(format!("is on {device:?}, but this group communicates CPU tensors")));
+    let kind = tensor.f_kind()?;
+    if let Some(problem) = group.problem_of(tensor.device()) {
+        return Err(unusable(problem));
     }
     let is_integer = matches!(kind, Kind::Uint8 | Kind::Int8 | Kind::Int | Kind::Int64);
     if is_integer || is_floating(kind) {
-        return Ok(format!("{kind:?} {sizes:?}"));
+        let place = if tensor.device() == Device::Cpu { "" } else { " on CUDA" };
+        return Ok(format!("{kind:?} {sizes:?}{place}"));
     }
-    Err(unusable(format!("has dtype {kind:?}, which Gloo cannot communicate; convert it first")))
+    Err(unusable(format!("has dtype {kind:?}, which groups cannot communicate; convert it first")))
 }
 
 fn is_floating(kind: Kind) -> bool {

@@ -4,6 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use tch::{Cuda, Device};
+
 use crate::builder::builder;
 use crate::distributed::store::Store;
 use crate::error::{DistributedError, Error, Result};
@@ -62,6 +64,7 @@ impl GroupOptions {
             rank,
             size,
             timeout: self.timeout,
+            cuda: Cuda::is_available(),
         };
         let place = Place { store: store.clone(), prefix: prefix.clone(), rank, size };
         let handle = ffi::Group::new(store.handle(), &member).map_err(|error| match error {
@@ -70,13 +73,17 @@ impl GroupOptions {
         })?;
         let (timeout, order) = (self.timeout, Mutex::default());
         let handle = Mutex::new(Some(Arc::new(handle)));
-        let models = AtomicUsize::new(0);
-        Ok(ProcessGroup(Arc::new(Shared { handle, place, timeout, order, models })))
+        let (cuda, models) = (member.cuda, AtomicUsize::new(0));
+        Ok(ProcessGroup(Arc::new(Shared { handle, place, timeout, cuda, order, models })))
     }
 }
 
 /// Ranks that communicate by collectives. Clones are the same group. Corresponds to `torch.distributed.ProcessGroup`,
-/// with the backend Gloo.
+/// with the backend Gloo for CPU tensors and, where the process has a GPU, NCCL for CUDA tensors.
+///
+/// Each rank with CUDA tensors needs a GPU of its own. For these, a collective has the current stream wait, not the host.
+/// NCCL has only run on simulated GPUs yet. By PyTorch's default it ends the process if a rank does not answer before the
+/// timeout: see `TORCH_NCCL_ASYNC_ERROR_HANDLING` in PyTorch's documentation.
 ///
 /// Every rank calls the same operations in the same order. What each rank calls is compared before anything else is
 /// communicated, so that a mistake is an error on every rank; only [`monitored_barrier`](Self::monitored_barrier) is not
@@ -113,6 +120,8 @@ struct Shared {
     handle: Mutex<Option<Arc<ffi::Group>>>,
     place: Place,
     timeout: Duration,
+    /// Whether CUDA tensors can be communicated.
+    cuda: bool,
     /// Held while a collective runs.
     order: Mutex<()>,
     /// The number of models that were distributed over the group, which is the same on all ranks.
@@ -195,6 +204,18 @@ impl ProcessGroup {
     /// Returns the store through which the ranks have found each other, to form another group of them.
     pub fn store(&self) -> &Store {
         &self.0.place.store
+    }
+
+    /// Returns the reason why the group cannot communicate tensors on a device, if there is one.
+    pub(super) fn problem_of(&self, device: Device) -> Option<String> {
+        match device {
+            Device::Cpu => None,
+            Device::Cuda(_) if self.0.cuda => None,
+            Device::Cuda(_) => {
+                Some(format!("is on {device:?}, but the group was formed without a GPU"))
+            }
+            _ => Some(format!("is on {device:?}, but groups communicate CPU and CUDA tensors")),
+        }
     }
 
     /// Begins a collective, which ends with the guard.

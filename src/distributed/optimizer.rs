@@ -125,7 +125,8 @@ impl Ranks for ProcessGroup {
         let listed = state.and_then(|state| Ok((listed(&state)?, state)));
         let (list, mut state) =
             self.compare_checked(STATE, listed, |_| "state_dict of an optimizer".to_owned())?;
-        let mine: Vec<_> = tensors(&state).map(|(_, _, tensor)| tensor.shallow_clone()).collect();
+        let mine = tensors(&state).map(|(_, _, tensor)| tensor.f_to_device(Device::Cpu));
+        let mine = mine.collect::<std::result::Result<Vec<_>, _>>()?;
         let lists = self.gather_texts(STATE, &list)?;
         for (rank, list) in lists.iter().enumerate() {
             let list: Vec<Entry> =

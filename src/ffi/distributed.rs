@@ -115,6 +115,8 @@ pub(crate) struct Member<'a> {
     pub(crate) rank: usize,
     pub(crate) size: usize,
     pub(crate) timeout: Duration,
+    /// Whether the group communicates CUDA tensors, too.
+    pub(crate) cuda: bool,
 }
 
 /// A `c10d::ProcessGroup`.
@@ -139,6 +141,7 @@ impl Group {
             rank: member.rank as i64,
             size: member.size as i64,
             timeout_ms: milliseconds(member.timeout),
+            cuda: member.cuda.into(),
         };
         // SAFETY: the store is alive, the options' strings outlive the call, and `err` is valid for a write.
         call(|err| unsafe { sys::tamp_group_new(store.0, &options, err) }).map(Self)

@@ -23,6 +23,7 @@ pub(crate) struct GroupOptions {
     pub(crate) rank: i64,
     pub(crate) size: i64,
     pub(crate) timeout_ms: i64,
+    pub(crate) cuda: u8,
 }
 
 pub(crate) const REDUCE_SUM: u8 = 0;

@@ -10,6 +10,8 @@ mod common;
 mod allocations;
 mod controls;
 mod counts;
+#[cfg(feature = "distributed")]
+mod distributed;
 mod failing_steps;
 mod iteration;
 mod kernels;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tch::nn::VarStore;
-use tch::{Device, Tensor, no_grad};
+use tch::{Tensor, no_grad};
 
 use crate::distributed::group::ProcessGroup;
 use crate::error::{DistributedError, Error, Result};
@@ -94,7 +94,7 @@ impl DistributedDataParallel {
 
     fn with_options(group: &ProcessGroup, vs: &VarStore, options: &DdpOptions) -> Result<Self> {
         const NAME: &str = "DistributedDataParallel";
-        let prepared = prepared(vs, options);
+        let prepared = prepared(group, vs, options);
         let _order = group.begin();
         let call = |_: &_| format!("{NAME} with {options:?}");
         let (reducer_options, model) = group.compare_checked(NAME, prepared, call)?;
@@ -267,15 +267,19 @@ impl DistributedDataParallel {
 }
 
 /// Checks the arguments of a distributed model.
-fn prepared(vs: &VarStore, options: &DdpOptions) -> Result<(ReducerOptions, Model)> {
+fn prepared(
+    group: &ProcessGroup,
+    vs: &VarStore,
+    options: &DdpOptions,
+) -> Result<(ReducerOptions, Model)> {
     let reducer_options = options.to_ffi()?;
     let model = Model::new(vs)?;
     let refuse = |problem| Err(Error::InvalidArgument { name: "vs", problem });
     if model.parameters.is_empty() {
         return refuse("has no variable that requires gradients".to_owned());
     }
-    if vs.device() != Device::Cpu {
-        return refuse(format!("is on {:?}, but groups communicate CPU tensors", vs.device()));
+    if let Some(problem) = group.problem_of(vs.device()) {
+        return refuse(problem);
     }
     Ok((reducer_options, model))
 }

@@ -1,0 +1,188 @@
+//! Ranks with a GPU each.
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::distributed::{
+    DdpOptions, DistributedDataParallel, GroupOptions, ProcessGroup, ReduceOp, Store,
+};
+use tch_amp::optim::{AdamW, Optimizer};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Autocast, GradScaler};
+
+use crate::common::simulation::{Counts, Simulation};
+
+/// Runs two threads that form a group, each with a device.
+fn ranks<T: Send>(devices: [Device; 2], rank: impl Fn(ProcessGroup, Device) -> T + Sync) -> [T; 2] {
+    let options = GroupOptions::default().timeout(std::time::Duration::from_secs(60));
+    let store = Store::in_process().unwrap();
+    std::thread::scope(|scope| {
+        let threads = [0, 1].map(|number| {
+            let (store, rank, options) = (&store, &rank, &options);
+            scope.spawn(move || rank(options.join(store, number, 2).unwrap(), devices[number]))
+        });
+        threads.map(|thread| thread.join().unwrap())
+    })
+}
+
+const GPUS: [Device; 2] = [Device::Cuda(0), Device::Cuda(1)];
+const CPUS: [Device; 2] = [Device::Cpu; 2];
+
+#[test]
+fn collectives_on_gpus_give_the_numbers_of_the_cpu() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for kind in [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16, Kind::Int64] {
+        let run = |devices| {
+            ranks(devices, |group, device| {
+                let rank = group.rank() as i64;
+                let of_rank = || {
+                    let numbers = Tensor::arange(6, (Kind::Int64, Device::Cpu)) * (3 * rank + 1);
+                    numbers.to_kind(kind).to_device(device).view([2, 3])
+                };
+                let mut results = Vec::new();
+                for op in [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Min, ReduceOp::Max] {
+                    if op == ReduceOp::Mean && kind == Kind::Int64 {
+                        continue;
+                    }
+                    let mut tensor = of_rank();
+                    group.all_reduce(&mut tensor, op).unwrap();
+                    results.push(tensor);
+                }
+                let mut tensor = of_rank();
+                group.broadcast(&mut tensor, 1).unwrap();
+                results.push(tensor);
+                results.extend(group.all_gather(&of_rank()).unwrap());
+                results.push(group.reduce_scatter(&of_rank()).unwrap());
+                assert!(results.iter().all(|result| result.device() == device));
+                results.iter().map(|result| result.to_device(Device::Cpu)).collect::<Vec<_>>()
+            })
+        };
+        assert_eq!(run(GPUS), run(CPUS), "{kind:?}");
+    }
+}
+
+#[test]
+fn tensors_of_different_devices_are_not_communicated() {
+    let Some(_simulation) = Simulation::find() else { return };
+    ranks([Device::Cuda(0), Device::Cpu], |group, device| {
+        let error = group.all_gather(&Tensor::ones([2], (Kind::Float, device))).unwrap_err();
+        assert!(
+            error.to_string().contains("rank 0 calls all_gather of Float [2] on CUDA"),
+            "{error}"
+        );
+    });
+}
+
+struct Training {
+    vs: VarStore,
+    ddp: DistributedDataParallel,
+    opt: Optimizer,
+    scaler: GradScaler,
+    xs: Tensor,
+}
+
+impl Training {
+    fn new(group: &ProcessGroup, device: Device, options: DdpOptions, sharded: bool) -> Self {
+        let vs = VarStore::new(device);
+        for (i, shape) in [[8, 6], [8, 8], [1, 8]].iter().enumerate() {
+            // Other weights on each rank, which become those of rank 0.
+            let value = 0.125 / (i + group.rank() + 1) as f64;
+            drop(vs.root().var(&format!("w{i}"), shape, nn::Init::Const(value)));
+        }
+        let buffer = vs.root().ones_no_train("buffer", &[3]);
+        drop(buffer);
+        let ddp = options.build(group, &vs).unwrap();
+        let mut opt = AdamW::default().build(&vs, 0.01).unwrap();
+        if sharded {
+            opt.shard_over(group).unwrap();
+        }
+        let config = GradScalerConfig::default().init_scale(1024.0).growth_interval(2);
+        let scaler = config.build(device).unwrap();
+        let numbers = Tensor::arange(24, (Kind::Float, Device::Cpu)) * (group.rank() as f64 + 0.5);
+        let xs = numbers.sin().view([4, 6]).to_device(device);
+        Self { vs, ddp, opt, scaler, xs }
+    }
+
+    fn step(&mut self, factor: f64) {
+        self.opt.zero_grad().unwrap();
+        let weights = self.opt.trainable_variables();
+        let forward = || {
+            let region = Autocast::new(self.xs.device()).dtype(Kind::BFloat16);
+            let layer = |xs: Tensor, w: &Tensor| xs.linear(w, None::<&Tensor>).tanh();
+            region.run(|| weights.iter().fold(self.xs.shallow_clone(), layer)).unwrap()
+        };
+        let loss = self.ddp.forward(forward).unwrap().to_kind(Kind::Float).sum(Kind::Float);
+        self.ddp.backward_scaled(&mut self.scaler, &(loss * factor)).unwrap();
+        drop(self.scaler.step(&mut self.opt).unwrap());
+        self.scaler.update().unwrap();
+    }
+
+    fn weights(&self) -> Vec<Tensor> {
+        let weights = self.opt.trainable_variables();
+        weights.iter().map(|w| w.detach().to_device(Device::Cpu)).collect()
+    }
+}
+
+#[test]
+fn gpus_train_alike_and_as_the_cpu_does() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let options = DdpOptions::default().bucket_cap_mb(Some(0.0002));
+    for (options, sharded) in [
+        (options, false),
+        (options.compression(Some(Kind::BFloat16)), false),
+        (options.find_unused_parameters(true).gradient_as_bucket_view(true), false),
+        (options, true),
+    ] {
+        let run = |devices| {
+            ranks(devices, |group, device| {
+                let mut training = Training::new(&group, device, options, sharded);
+                for step in 0..6 {
+                    // Rank 1 overflows in one step, and both skip it.
+                    let overflows = step == 2 && group.rank() == 1;
+                    training.step(if overflows { f64::INFINITY } else { 1.0 });
+                }
+                let scale = training.scaler.get_scale().unwrap();
+                let state = training.opt.state_dict().unwrap().state.len();
+                assert_eq!(training.vs.device(), device);
+                (training.weights(), scale, state)
+            })
+        };
+        let (gpus, cpus) = (run(GPUS), run(CPUS));
+        assert_eq!(gpus[0].0, gpus[1].0, "{options:?}");
+        assert_eq!((gpus[0].1, gpus[1].1), (2048.0, 2048.0));
+        assert_eq!((gpus[0].2, gpus[1].2), (cpus[0].2, cpus[1].2));
+        for (gpu, cpu) in gpus[0].0.iter().zip(&cpus[0].0) {
+            assert!((gpu - cpu).abs().max().double_value(&[]) < 1e-6, "{options:?}");
+        }
+    }
+}
+
+#[test]
+fn an_iteration_does_not_synchronize_with_the_gpus() {
+    let Some(simulation) = Simulation::find() else { return };
+    let barrier = std::sync::Barrier::new(2);
+    let counts = ranks(GPUS, |group, device| {
+        let mut training = Training::new(&group, device, DdpOptions::default(), false);
+        for _ in 0..3 {
+            training.step(1.0);
+        }
+        // The counters are those of the process, and so of both ranks.
+        barrier.wait();
+        if group.rank() == 0 {
+            let ((), counts) = simulation.count(|| {
+                barrier.wait();
+                training.step(1.0);
+                barrier.wait();
+            });
+            counts
+        } else {
+            barrier.wait();
+            training.step(1.0);
+            barrier.wait();
+            Counts::default()
+        }
+    });
+    assert_eq!(counts[0].host_syncs, 0, "{counts:?}");
+    // One bucket: a collective for each of the two ranks, and copies into and out of it.
+    println!("launches of both ranks: {}", counts[0].launches);
+    assert!(counts[0].launches < 200, "{counts:?}");
+}
