@@ -8,7 +8,9 @@ mod common;
 mod collectives;
 mod ddp;
 mod failures;
+mod mean;
 mod processes;
+mod sampler;
 mod stores;
 mod training;
 
