@@ -18,6 +18,9 @@ extern "C" {
 // seed. The default generators are not used.
 tamp_tensor *tamp_random_permutation(int64_t n, uint64_t seed, char **err) TAMP_NOEXCEPT;
 
+// Seeds the default generator of one device.
+void tamp_random_seed(int8_t device_type, int8_t index, uint64_t seed, char **err) TAMP_NOEXCEPT;
+
 // ----------------------------------------------------------------------------------------------- distributed_store.cpp
 // These functions make and use c10d::Store, the dictionary through which ranks find each other.
 

@@ -16,6 +16,8 @@ mod ddp;
 mod environment;
 mod group;
 mod mean;
+mod random;
+mod rank_0;
 mod sampler;
 mod scaler;
 mod store;

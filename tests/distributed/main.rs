@@ -10,6 +10,8 @@ mod ddp;
 mod failures;
 mod mean;
 mod processes;
+mod rank_0;
+mod resuming;
 mod sampler;
 mod stores;
 mod training;

@@ -151,6 +151,7 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         #[cfg(feature = "distributed")]
         {
             fails(&|| ffi::random::permutation(3, 1).map(drop));
+            fails(&|| ffi::random::seed(Device::Cpu, 1));
         }
     }
 }
