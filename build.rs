@@ -44,6 +44,7 @@ const SOURCES: &[&str] = &[
 const DISTRIBUTED: &[&str] = &[
     "distributed_group.cpp",
     "distributed_nccl.cpp",
+    "distributed_random.cpp",
     "distributed_reducer.cpp",
     "distributed_store.cpp",
 ];

@@ -77,7 +77,9 @@ void tamp_rng_set_state(int8_t device_type, int8_t index, const tamp_tensor *sta
   tamp::guarded(err, [&] {
     at::Generator gen = generator(device_type, index);
     const std::lock_guard<std::mutex> lock(gen.mutex());
-    gen.set_state(tamp::tensor(state));
+    const Tensor &given = tamp::tensor(state);
+    // The CPU's generator counts the offset of a view in states instead of bytes, and reads outside of the memory.
+    gen.set_state(given.storage_offset() == 0 ? given : given.clone());
   });
 }
 

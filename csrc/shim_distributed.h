@@ -11,6 +11,16 @@
 extern "C" {
 #endif
 
+// ---------------------------------------------------------------------------------------------- distributed_random.cpp
+// These functions make random numbers that have to be the same on all ranks, or different on each.
+
+// Returns the numbers from 0 to n - 1, as int64 on the CPU, in the order of torch.randperm with a new generator of this
+// seed. The default generators are not used.
+tamp_tensor *tamp_random_permutation(int64_t n, uint64_t seed, char **err) TAMP_NOEXCEPT;
+
+// Seeds the default generator of one device.
+void tamp_random_seed(int8_t device_type, int8_t index, uint64_t seed, char **err) TAMP_NOEXCEPT;
+
 // ----------------------------------------------------------------------------------------------- distributed_store.cpp
 // These functions make and use c10d::Store, the dictionary through which ranks find each other.
 

@@ -6,7 +6,7 @@ mod common;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng, rng_state};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng, rng_state, set_rng_state};
 use tch_amp::optim::{Adagrad, AdamW, Algorithm, Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
@@ -110,6 +110,11 @@ fn refuse(folder: &Folder, vs: &VarStore) {
     file.set_len(end as u64 - 200).unwrap();
     let cut = checkpoint.restore().rng("rng", Device::Cpu).model("weights", vs).apply();
     assert!(matches!(cut, Err(Error::Checkpoint(CheckpointError::Interrupted { .. }))), "{cut:?}");
+    assert!(unchanged());
+    // A state may be a row of a tensor.
+    let state = rng_state(Device::Cpu).unwrap();
+    let rows = Tensor::stack(&[state.zeros_like(), state], 0);
+    set_rng_state(Device::Cpu, &rows.get(1)).unwrap();
     assert!(unchanged());
 }
 

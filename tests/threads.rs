@@ -99,13 +99,14 @@ send_and_sync!(
 #[cfg(feature = "distributed")]
 mod distributed {
     use tch_amp::distributed::{
-        DdpOptions, DistributedDataParallel, DistributedError, GroupOptions, ProcessGroup,
-        ReduceOp, Store,
+        DdpOptions, DistributedDataParallel, DistributedError, DistributedSampler, GroupOptions,
+        Mean, ProcessGroup, ReduceOp, SamplerOptions, Store,
     };
 
     // A store and a group have locks of their own.
     send_and_sync!(DdpOptions, DistributedError, GroupOptions, ProcessGroup, ReduceOp, Store);
-    only_send!(DistributedDataParallel);
+    send_and_sync!(DistributedSampler, SamplerOptions);
+    only_send!(DistributedDataParallel, Mean);
 }
 
 // Errors must be both, so that `anyhow` and `?` into a boxed error accept them.

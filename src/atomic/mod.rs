@@ -25,6 +25,10 @@ pub(crate) use place::remove_leftovers;
 /// Where the content of a file is written to. Writes are not buffered, so large ones are fastest.
 pub(crate) trait Target: Write + Seek {}
 
+/// A file that stays in memory.
+#[cfg(feature = "distributed")]
+impl Target for io::Cursor<Vec<u8>> {}
+
 /// Writes the content of a file.
 type Fill<'a> = dyn FnMut(&mut dyn Target) -> io::Result<()> + 'a;
 

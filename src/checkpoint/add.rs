@@ -154,6 +154,10 @@ impl Checkpoint {
     fn insert(&mut self, parts: Vec<(String, Part)>) -> Result<()> {
         parts.iter().try_for_each(|(name, _)| self.check_name(name))?;
         self.parts.extend(parts);
+        #[cfg(feature = "distributed")]
+        {
+            self.source = None;
+        }
         Ok(())
     }
 

@@ -55,7 +55,11 @@ impl Checkpoint {
     fn read(source: Source) -> Result<Self> {
         let archive = open(Arc::new(source))?;
         archive.verify()?;
-        Ok(Self { parts: archive.parts })
+        Ok(Self {
+            parts: archive.parts,
+            #[cfg(feature = "distributed")]
+            source: Some(archive.source),
+        })
     }
 }
 

@@ -52,6 +52,8 @@ mod malformed;
 mod part;
 mod pickle;
 mod plain;
+#[cfg(feature = "distributed")]
+mod ranks;
 mod restore;
 mod safetensors;
 mod save;
@@ -61,12 +63,16 @@ mod torch;
 mod zip;
 
 use std::collections::BTreeMap;
+#[cfg(feature = "distributed")]
+use std::sync::Arc;
 
 use serde::de::DeserializeOwned;
 use tch::Tensor;
 
 use crate::checkpoint::part::Part;
 use crate::checkpoint::plain::Plain;
+#[cfg(feature = "distributed")]
+use crate::checkpoint::source::Source;
 use crate::error::{Error, Result};
 
 pub use crate::atomic::SaveError;
@@ -106,6 +112,9 @@ const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
 #[derive(Debug, Default)]
 pub struct Checkpoint {
     parts: BTreeMap<String, Part>,
+    /// What the parts were loaded from, unless others have been added since.
+    #[cfg(feature = "distributed")]
+    source: Option<Arc<Source>>,
 }
 
 impl Checkpoint {

@@ -49,11 +49,7 @@ impl Checkpoint {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn save_as(&self, path: impl AsRef<Path>, format: Format) -> Result<()> {
-        let unknown = self.parts.iter().find(|(_, part)| matches!(part, Part::Unknown(_)));
-        if let Some((name, _)) = unknown {
-            let problem = "it was not recognized when it was loaded; make a new checkpoint of the parts that you need";
-            return Err(unsaveable(name, problem).into());
-        }
+        self.check_parts()?;
         let mut tensor = None;
         let mut note = |failure: Failure| failure.note(&mut tensor);
         let replaced = match format {
@@ -72,6 +68,28 @@ impl Checkpoint {
             (Some(error), Err(_)) => Err(error),
             (_, replaced) => Ok(replaced.map_err(CheckpointError::from)?),
         }
+    }
+
+    /// Returns the content of a safetensors file.
+    #[cfg(feature = "distributed")]
+    pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
+        self.check_parts()?;
+        let mut plan = safetensors::Plan::new(&self.parts)?;
+        let mut out = io::Cursor::new(Vec::new());
+        match safetensors::write(&mut plan, &mut out) {
+            Ok(()) => Ok(out.into_inner()),
+            Err(Failure::Tensor(error)) => Err(error),
+            Err(Failure::File(cause)) => {
+                Err(CheckpointError::io("write", Path::new("(memory)"))(cause).into())
+            }
+        }
+    }
+
+    fn check_parts(&self) -> Result<()> {
+        let unknown = self.parts.iter().find(|(_, part)| matches!(part, Part::Unknown(_)));
+        let Some((name, _)) = unknown else { return Ok(()) };
+        let problem = "it was not recognized when it was loaded; make a new checkpoint of the parts that you need";
+        Err(unsaveable(name, problem).into())
     }
 }
 

@@ -11,7 +11,7 @@ use crate::ffi;
 use crate::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
 /// Batch normalization whose mean and variance are those of the batches of all ranks together, for training with small
-/// batches. The counterpart of `torch.nn.SyncBatchNorm`, which runs on GPUs only; this one runs on the CPU.
+/// batches. The counterpart of `torch.nn.SyncBatchNorm`, which runs on GPUs only; this one runs on the CPU as well.
 ///
 /// It takes the place of [`tch::nn::batch_norm2d`] and of its siblings for other dimensions, and its variables have the
 /// same names. The input has the shape `[N, C, ..]`, and the output has the same shape and dtype. The ranks may have batches

@@ -49,6 +49,13 @@ pub enum DistributedError {
         calls: Vec<String>,
     },
 
+    /// Rank 0 could not do what the others wait for. The group can still be used.
+    #[error("rank 0 failed: {message}")]
+    Rank0 {
+        /// The message of its error.
+        message: String,
+    },
+
     /// A parameter is not as it was when the model was distributed. Make a new `DistributedDataParallel`, on all ranks.
     #[error(
         "{name} {problem} after the model was distributed: make a new DistributedDataParallel on all ranks"

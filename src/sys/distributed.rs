@@ -55,6 +55,9 @@ pub(crate) const PARAMETERS_FROZEN: u8 = 2;
 pub(crate) const PARAMETERS_RESHAPED: u8 = 3;
 
 unsafe extern "C" {
+    pub(crate) fn tamp_random_permutation(n: i64, seed: u64, err: *mut *mut c_char) -> *mut Tensor;
+    pub(crate) fn tamp_random_seed(device_type: i8, index: i8, seed: u64, err: *mut *mut c_char);
+
     pub(crate) fn tamp_store_tcp(
         host: *const c_char,
         port: u32,

@@ -25,12 +25,12 @@ fn spawn(task: &str, variables: &[(&str, &str)]) -> Child {
         .unwrap()
 }
 
-fn spawn_rank(task: &str, rank: &str, size: &str, port: &str) -> Child {
+pub fn spawn_rank(task: &str, rank: &str, size: &str, port: &str) -> Child {
     let address = ("MASTER_ADDR", "localhost");
     spawn(task, &[("RANK", rank), ("WORLD_SIZE", size), address, ("MASTER_PORT", port)])
 }
 
-fn free_port() -> String {
+pub fn free_port() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
 }
 
@@ -41,7 +41,7 @@ fn lines(child: &mut Child) -> impl Iterator<Item = String> + use<> {
     lines.filter_map(|line| line.split_once("rank: ").map(|(_, line)| line.to_owned()))
 }
 
-fn only_line(mut child: Child) -> String {
+pub fn only_line(mut child: Child) -> String {
     let line = lines(&mut child).next();
     let mut errors = String::new();
     child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
@@ -59,6 +59,9 @@ fn rank() {
         Err(error) => return println!("rank: {error}"),
     };
     let mut sum = Tensor::from(group.rank() as i64 + 1);
+    if let Some(line) = super::resuming::run(&group, &task) {
+        return println!("rank: {line}");
+    }
     match task.as_str() {
         "sum" => {
             group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();

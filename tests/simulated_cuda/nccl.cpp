@@ -6,6 +6,7 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include "counters.h"
 #include "mirror.h"
@@ -62,6 +63,13 @@ class Done : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// The times of an iteration, for the log of DistributedDataParallel. The simulated devices have none.
+class Timer : public c10d::Timer {
+ public:
+  explicit Timer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
 // Runs a collective of gloo on the memory of these tensors.
 template <typename Collective>
 Works run(std::vector<at::Tensor> tensors, const char *name, Collective collective) {
@@ -77,6 +85,10 @@ Works run(std::vector<at::Tensor> tensors, const char *name, Collective collecti
 }
 
 }  // namespace
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, ::Timer);
+}  // namespace c10d
 
 ProcessGroupNCCL::Options::Options(bool) : Backend::Options("nccl") {}
 ProcessGroupNCCL::Options::~Options() = default;

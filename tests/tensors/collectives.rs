@@ -1,8 +1,8 @@
-//! Collectives of a group of one rank.
+//! Collectives and means of a group of one rank.
 
 use std::time::Duration;
 
-use tch_amp::distributed::{GroupOptions, ReduceOp, Store};
+use tch_amp::distributed::{GroupOptions, Mean, ReduceOp, Store};
 
 use crate::{assert_takes, numbers, with_each_kind};
 
@@ -34,4 +34,17 @@ fn every_collective() {
     assert_takes("all_gather", &taken, &DENSE);
     let taken = with_each_kind("reduce_scatter", |tensor| group.reduce_scatter(&tensor).map(drop));
     assert_takes("reduce_scatter", &taken, &["f32", "f16", "i64", "with gaps", "negative"]);
+}
+
+#[test]
+fn every_mean() {
+    let taken = with_each_kind("Mean::add_values", |tensor| Mean::new().add_values(&tensor));
+    assert_takes("Mean::add_values", &taken, &DENSE);
+    let taken = with_each_kind("Mean::add", |tensor| {
+        let mut mean = Mean::new();
+        mean.add(&tensor, 3)?;
+        assert_eq!(mean.count(), 3);
+        mean.add(&tensor, 4)
+    });
+    assert_takes("Mean::add", &taken, &["of no dimensions"]);
 }

@@ -51,7 +51,7 @@ impl<'a> Restore<'a> {
         self.target(name, target)
     }
 
-    fn target(mut self, name: &str, target: impl Stateful + 'a) -> Self {
+    pub(super) fn target(mut self, name: &str, target: impl Stateful + 'a) -> Self {
         self.targets.push((name.to_owned(), Box::new(target)));
         self
     }

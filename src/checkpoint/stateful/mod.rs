@@ -10,6 +10,8 @@ mod model;
 mod optimizer;
 mod prepared;
 mod rng;
+#[cfg(feature = "distributed")]
+mod rngs;
 mod save;
 mod saved;
 mod scaler;
@@ -19,6 +21,8 @@ use crate::error::Result;
 pub(crate) use model::{Model, save_model};
 pub use prepared::Prepared;
 pub use rng::{Rng, rng_state, set_rng_state};
+#[cfg(feature = "distributed")]
+pub(crate) use rngs::Rngs;
 pub use save::SaveState;
 pub(crate) use save::{entry, plain};
 pub use saved::SavedState;

@@ -77,11 +77,16 @@ impl Stateful for Rng {
         saved.take_whole();
         let state = saved.checkpoint.tensor(saved.name)?;
         let device = self.0;
-        // Whether a generator accepts a state can only be found out by setting it.
-        let before = rng_state(device)?;
-        let taken = set_rng_state(device, &state);
-        set_rng_state(device, &before)?;
-        taken?;
+        check_state(device, &state)?;
         Ok(Prepared::step(move || set_rng_state(device, &state)))
     }
+}
+
+/// Returns an error unless the generator of the device accepts the state.
+pub(super) fn check_state(device: Device, state: &Tensor) -> Result<()> {
+    // Whether a generator accepts a state can only be found out by setting it.
+    let before = rng_state(device)?;
+    let taken = set_rng_state(device, state);
+    set_rng_state(device, &before)?;
+    taken
 }

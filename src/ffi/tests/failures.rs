@@ -148,6 +148,11 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         fails(&|| ffi::all_finite(&[&w]).map(drop));
         fails(&|| ffi::any_nonzero(&[&found]).map(drop));
         assert!(!ffi::any_nonzero(&[&found]).unwrap());
+        #[cfg(feature = "distributed")]
+        {
+            fails(&|| ffi::random::permutation(3, 1).map(drop));
+            fails(&|| ffi::random::seed(Device::Cpu, 1));
+        }
     }
 }
 

@@ -1,0 +1,85 @@
+//! What rank 0 does alone while the other ranks wait.
+
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use crate::distributed::group::ProcessGroup;
+use crate::error::{DistributedError, Error, Result};
+
+const NAME: &str = "on_rank_0";
+
+/// Precedes the message of an error.
+const FAILED: &str = "failed: ";
+
+impl ProcessGroup {
+    /// Runs `work` on rank 0 while the other ranks wait, and returns what it returns: `Some` on rank 0, and `None` on the
+    /// others. If it fails, every rank gets an error, and the group can still be used. Use it to save a checkpoint, for
+    /// instance, or to write a log.
+    ///
+    /// The other ranks wait for at most the [`timeout`](Self::timeout) of the group. If `work` panics, they get an error,
+    /// and the panic goes on. `work` must not use the group itself: a collective in it is a mismatch.
+    ///
+    /// # Errors
+    ///
+    /// The error of `work` on rank 0, and [`DistributedError::Rank0`] with its message on the others;
+    /// [`DistributedError::Mismatch`] if the ranks call something else, before `work` runs;
+    /// [`DistributedError::Communication`] if a rank does not answer, before or after `work`.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use std::fs;
+    /// use tch_amp::distributed::{ProcessGroup, Store};
+    ///
+    /// fn log(group: &ProcessGroup, line: &str) -> Result<(), Box<dyn std::error::Error>> {
+    ///     group.on_rank_0(|| {
+    ///         fs::write("/no/such/folder/log.txt", line)?;
+    ///         Ok::<_, Box<dyn std::error::Error>>(())
+    ///     })?;
+    ///     Ok(())
+    /// }
+    ///
+    /// let group = ProcessGroup::new(&Store::in_process()?, 0, 1)?;
+    /// assert!(log(&group, "epoch 1").is_err());
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn on_rank_0<T, E>(
+        &self,
+        work: impl FnOnce() -> std::result::Result<T, E>,
+    ) -> std::result::Result<Option<T>, E>
+    where
+        E: From<Error> + Display,
+    {
+        {
+            let _order = self.begin();
+            self.compare(NAME, NAME)?;
+        }
+        let work = || catch_unwind(AssertUnwindSafe(work));
+        let done = match (self.rank() == 0).then(work).transpose() {
+            Ok(done) => done.transpose(),
+            Err(panic) => {
+                drop(self.exchange(&format!("{FAILED}a panic")));
+                resume_unwind(panic)
+            }
+        };
+        let report = match &done {
+            Ok(_) => String::new(),
+            // With the causes, if it is an error of anyhow.
+            Err(error) => format!("{FAILED}{error:#}"),
+        };
+        let reports = self.exchange(&report);
+        let done = done?;
+        match reports?.first().and_then(|report| report.strip_prefix(FAILED)) {
+            Some(message) => {
+                Err(Error::from(DistributedError::Rank0 { message: message.to_owned() }).into())
+            }
+            None => Ok(done),
+        }
+    }
+
+    fn exchange(&self, report: &str) -> Result<Vec<String>> {
+        let _order = self.begin();
+        self.compare(NAME, "the end of on_rank_0")?;
+        self.gather_texts(NAME, report)
+    }
+}

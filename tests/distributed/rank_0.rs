@@ -1,0 +1,140 @@
+//! What rank 0 does for the others, and what they get if it fails.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError};
+use tch_amp::distributed::{DistributedError, ProcessGroup};
+use tch_amp::{Error, Result};
+
+use super::ranks;
+use crate::common::files::Folder;
+
+/// The message of the error that the other ranks get.
+fn message(error: Error) -> String {
+    match error {
+        Error::Distributed(DistributedError::Rank0 { message }) => message,
+        other => panic!("{other}"),
+    }
+}
+
+fn still_works(group: &ProcessGroup) {
+    assert_eq!(group.all_gather(&Tensor::from(1i64)).unwrap().len(), group.size());
+}
+
+#[test]
+fn rank_0_works_once_while_the_others_wait() {
+    let calls = AtomicUsize::new(0);
+    let results = ranks(3, |group| {
+        let work = || Ok::<_, Error>(calls.fetch_add(1, Ordering::SeqCst) + 10);
+        let done = group.on_rank_0(work).unwrap();
+        // The others have waited.
+        assert_eq!(calls.load(Ordering::SeqCst), 1);
+        done
+    });
+    assert_eq!(results, [Some(10), None, None]);
+}
+
+#[test]
+fn a_failed_save_is_an_error_on_every_rank() {
+    ranks(3, |group| {
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_value("step", &3).unwrap();
+        let error = group.on_rank_0(|| checkpoint.save("/no/such/folder/run.safetensors"));
+        let error = error.unwrap_err();
+        if group.rank() == 0 {
+            assert!(matches!(error, Error::Checkpoint(CheckpointError::Save(_))), "{error}");
+        } else {
+            assert!(message(error).contains("/no/such/folder"));
+        }
+        still_works(&group);
+        // Errors of other types.
+        let full =
+            || Err::<(), _>(anyhow::Error::from(io::Error::from(io::ErrorKind::StorageFull)));
+        let error = group.on_rank_0(full).unwrap_err();
+        assert!(format!("{error:#}").contains("no storage space"), "{error:#}");
+        assert_eq!(error.is::<io::Error>(), group.rank() == 0);
+        still_works(&group);
+    });
+}
+
+#[test]
+fn a_panic_of_rank_0_reaches_the_others_as_an_error() {
+    ranks(2, |group| {
+        let work = || -> Result<()> { panic!("planned") };
+        let done = catch_unwind(AssertUnwindSafe(|| group.on_rank_0(work)));
+        match group.rank() {
+            0 => assert_eq!(*done.unwrap_err().downcast::<&str>().unwrap(), "planned"),
+            _ => assert_eq!(message(done.unwrap().unwrap_err()), "a panic"),
+        }
+        still_works(&group);
+    });
+}
+
+#[test]
+fn nothing_is_done_if_the_ranks_disagree() {
+    ranks(2, |group| {
+        let refused = match group.rank() {
+            0 => group.on_rank_0(|| -> Result<()> { unreachable!("it ran") }).map(drop),
+            _ => group.barrier(),
+        };
+        let refused = refused.unwrap_err();
+        assert!(
+            matches!(&refused, Error::Distributed(DistributedError::Mismatch { calls }) if calls[0] == "on_rank_0"),
+            "{refused}"
+        );
+        still_works(&group);
+    });
+}
+
+#[test]
+fn all_ranks_get_the_checkpoint_of_rank_0() {
+    // More than is sent at a time.
+    let large = || Tensor::arange(2_500_000, (Kind::Float, Device::Cpu));
+    let folder = Folder::new();
+    for (name, in_memory) in [("run.safetensors", false), ("run.pt", false), ("", true)] {
+        let path = folder.file(name);
+        let fresh = || {
+            let mut checkpoint = Checkpoint::new();
+            checkpoint.add_tensor("large", &large()).unwrap();
+            checkpoint.add_value("step", &f64::INFINITY).unwrap();
+            checkpoint
+        };
+        if !in_memory {
+            fresh().save(&path).unwrap();
+        }
+        ranks(3, |group| {
+            let load = || {
+                assert_eq!(group.rank(), 0);
+                let mut checkpoint = if in_memory { fresh() } else { Checkpoint::load(&path)? };
+                if name == "run.pt" {
+                    checkpoint.add_value("later", &1)?;
+                }
+                Ok(Some(checkpoint))
+            };
+            let checkpoint = Checkpoint::from_rank_0(&group, load).unwrap().unwrap();
+            assert_eq!(checkpoint.value::<f64>("step").unwrap(), f64::INFINITY);
+            assert_eq!(checkpoint.contains("later"), name == "run.pt");
+            let tensor = checkpoint.tensor("large").unwrap();
+            assert_eq!(tensor, large());
+            still_works(&group);
+        });
+    }
+}
+
+#[test]
+fn no_checkpoint_and_a_failed_load_reach_every_rank() {
+    let folder = Folder::new();
+    ranks(2, |group| {
+        assert!(Checkpoint::from_rank_0(&group, || Ok(None)).unwrap().is_none());
+        let load = || Checkpoint::load(folder.file("missing.pt")).map(Some);
+        let error = Checkpoint::from_rank_0(&group, load).unwrap_err();
+        match group.rank() {
+            0 => assert!(matches!(error, Error::Checkpoint(CheckpointError::Io { .. }))),
+            _ => assert!(message(error).contains("missing.pt")),
+        }
+        still_works(&group);
+    });
+}
