@@ -13,8 +13,10 @@
 mod call;
 mod collectives;
 mod ddp;
+mod deadline;
 mod environment;
 mod group;
+mod place;
 mod scaler;
 mod store;
 mod texts;
