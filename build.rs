@@ -41,8 +41,12 @@ const SOURCES: &[&str] = &[
 ];
 
 /// The sources of the feature `distributed`.
-const DISTRIBUTED: &[&str] =
-    &["distributed_group.cpp", "distributed_reducer.cpp", "distributed_store.cpp"];
+const DISTRIBUTED: &[&str] = &[
+    "distributed_group.cpp",
+    "distributed_reducer.cpp",
+    "distributed_spawn.cpp",
+    "distributed_store.cpp",
+];
 
 /// The loops of csrc/kernel_*.cpp become vector code only with these, and round as libtorch's only without contraction.
 const FLAGS: [&str; 4] =

@@ -16,6 +16,8 @@ mod memory;
 mod numbers;
 mod optim;
 mod optim_state;
+#[cfg(feature = "distributed")]
+pub(crate) mod processes;
 mod scale;
 #[cfg(all(test, tamp_testing))]
 mod testing;

@@ -100,11 +100,12 @@ send_and_sync!(
 mod distributed {
     use tch_amp::distributed::{
         DdpOptions, DistributedDataParallel, DistributedError, GroupOptions, ProcessGroup,
-        ReduceOp, Store,
+        ReduceOp, SpawnOptions, Spawned, Store,
     };
 
     // A store and a group have locks of their own.
     send_and_sync!(DdpOptions, DistributedError, GroupOptions, ProcessGroup, ReduceOp, Store);
+    send_and_sync!(SpawnOptions, Spawned);
     only_send!(DistributedDataParallel);
 }
 

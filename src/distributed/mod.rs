@@ -7,8 +7,9 @@
 //! # Security
 //!
 //! A store and a group have no authentication and no encryption: whoever can connect can take part. The store of
-//! [`Store::serve`] listens on all interfaces of the host; [`Store::serve_locally`] listens on 127.0.0.1 only, and so
-//! does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others inside a private network.
+//! [`Store::serve`] listens on all interfaces of the host; [`Store::serve_locally`] and [`spawn`] listen on 127.0.0.1
+//! only, and so does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others inside a private
+//! network.
 
 mod call;
 mod collectives;
@@ -17,7 +18,9 @@ mod deadline;
 mod environment;
 mod group;
 mod place;
+mod processes;
 mod scaler;
+mod spawn;
 mod store;
 mod texts;
 
@@ -25,4 +28,5 @@ pub use crate::error::DistributedError;
 pub use collectives::ReduceOp;
 pub use ddp::{DdpOptions, DistributedDataParallel};
 pub use group::{GroupOptions, ProcessGroup};
+pub use spawn::{SpawnOptions, Spawned, spawn};
 pub use store::Store;

@@ -9,7 +9,12 @@ mod collectives;
 mod ddp;
 mod failures;
 mod processes;
+// These read in /proc which processes there are.
+#[cfg(target_os = "linux")]
+mod spawn;
 mod stores;
+#[cfg(target_os = "linux")]
+mod system;
 mod training;
 
 use std::time::Duration;
