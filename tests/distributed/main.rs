@@ -8,8 +8,10 @@ mod common;
 mod collectives;
 mod ddp;
 mod failures;
-mod processes;
 // These read in /proc which processes there are.
+#[cfg(target_os = "linux")]
+mod kills;
+mod processes;
 #[cfg(target_os = "linux")]
 mod spawn;
 mod stores;
