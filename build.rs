@@ -46,6 +46,7 @@ const DISTRIBUTED: &[&str] = &[
     "distributed_nccl.cpp",
     "distributed_random.cpp",
     "distributed_reducer.cpp",
+    "distributed_spawn.cpp",
     "distributed_store.cpp",
 ];
 

@@ -132,6 +132,26 @@ void tamp_reducer_after_backward(tamp_reducer *reducer, char **err) TAMP_NOEXCEP
 void tamp_group_broadcast_all(const tamp_group *group, tamp_tensor *const *tensors, size_t count, int64_t root,
                               char **err) TAMP_NOEXCEPT;
 
+// ----------------------------------------------------------------------------------------------- distributed_spawn.cpp
+// These functions concern the processes of ranks, and the process that has started them.
+
+// Remembers signals that end a program, such as SIGINT and SIGTERM, instead of handling them as before. Not to be
+// called again before tamp_signals_release().
+void tamp_signals_catch(char **err) TAMP_NOEXCEPT;
+
+// Handles the signals as before tamp_signals_catch().
+void tamp_signals_release(void) TAMP_NOEXCEPT;
+
+// Returns the last signal since the previous call, or 0.
+int64_t tamp_signals_caught(void) TAMP_NOEXCEPT;
+
+// Sends a signal to the process group of a child that has not been waited for, and lets it continue if it is stopped.
+void tamp_process_signal(int64_t process, int64_t signal, char **err) TAMP_NOEXCEPT;
+
+// Has this process killed when the thread that has started it ends, on Linux. Returns an errno, which is ESRCH if
+// `parent` has ended already. Can be called between fork and exec.
+int64_t tamp_process_end_with(int64_t parent) TAMP_NOEXCEPT;
+
 #ifdef __cplusplus
 }
 #endif

@@ -17,6 +17,8 @@ mod numbers;
 mod optim;
 mod optim_state;
 #[cfg(feature = "distributed")]
+pub(crate) mod processes;
+#[cfg(feature = "distributed")]
 pub(crate) mod random;
 mod scale;
 #[cfg(all(test, tamp_testing))]

@@ -10,6 +10,7 @@ mod gpt;
 use common::files::Folder;
 use digits::computer::Facts;
 use digits::options::Options;
+use digits::ranks::Ranks;
 use digits::train::{GROWTH_INTERVAL, Precision, RunResult};
 use digits::{report, table};
 use gpt::data::Text;
@@ -23,7 +24,7 @@ static RANDOM: Mutex<()> = Mutex::new(());
 
 static RUNS: LazyLock<Vec<RunResult>> = LazyLock::new(|| {
     let _random = RANDOM.lock().unwrap();
-    digits::run(&options(), false).unwrap()
+    run(&options()).unwrap()
 });
 
 /// A repetitive text, of which a few steps learn something.
@@ -41,6 +42,11 @@ static GPT: LazyLock<Vec<Run>> = LazyLock::new(|| {
 
 fn options() -> Options {
     Options { device: Some(Device::Cpu), epochs: 4, ..Options::default() }
+}
+
+/// Trains in this process alone.
+fn run(options: &Options) -> anyhow::Result<Vec<RunResult>> {
+    digits::run(options, false, &Ranks::alone())
 }
 
 fn html() -> String {
@@ -67,9 +73,9 @@ fn a_resumed_run_has_the_same_losses() {
     let folder = Folder::new();
     let checkpoints = Some(folder.0.clone());
     let part = Options { epochs: 2, checkpoints, ..options() };
-    digits::run(&part, false).unwrap();
+    run(&part).unwrap();
     let rest = Options { epochs: 4, resume: true, ..part.clone() };
-    for (run, whole) in digits::run(&rest, false).unwrap().iter().zip(RUNS.iter()) {
+    for (run, whole) in run(&rest).unwrap().iter().zip(RUNS.iter()) {
         let losses = |run: &RunResult| run.steps.iter().map(|step| step.loss).collect::<Vec<_>>();
         assert_eq!(losses(run), losses(whole), "{}", run.precision.name());
         assert_eq!(run.accuracy, whole.accuracy);
@@ -79,11 +85,66 @@ fn a_resumed_run_has_the_same_losses() {
         (Options { seed: 1, ..rest.clone() }, "--seed 0"),
         (Options { resume: true, ..part }, "--epochs"),
     ] {
-        let error = digits::run(&refused, false).unwrap_err().to_string();
+        let error = run(&refused).unwrap_err().to_string();
         assert!(error.contains(word), "{error}");
     }
     let anew = Options { resume: false, epochs: 1, ..rest };
-    assert_eq!(digits::run(&anew, false).unwrap()[0].steps.len(), 22);
+    assert_eq!(run(&anew).unwrap()[0].steps.len(), 22);
+}
+
+/// Two epochs on two ranks, the first of which prints the losses of each run.
+#[cfg(feature = "distributed")]
+#[test]
+#[ignore = "a program that the next test starts"]
+fn on_two_ranks() {
+    if std::env::var_os("TCH_AMP_TEST_TASK").is_none() {
+        return;
+    }
+    let options = Options { epochs: 2, ranks: Some(2), ..options() };
+    let Some(ranks) = Ranks::start(options.ranks).unwrap() else { return };
+    let runs = digits::run(&options, true, &ranks).unwrap();
+    if ranks.is_first() {
+        let losses = |run: &RunResult| run.steps.iter().map(|step| step.loss).collect::<Vec<_>>();
+        let losses: Vec<_> = runs.iter().map(losses).collect();
+        println!("\nlosses: {}", serde_json::to_string(&losses).unwrap());
+        println!("{}", ranks.sentence(digits::data::BATCH).unwrap());
+    }
+}
+
+#[cfg(feature = "distributed")]
+#[test]
+fn two_ranks_learn_what_one_process_does() {
+    LazyLock::force(&RUNS);
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "on_two_ranks", "--ignored", "--nocapture"])
+        .env("TCH_AMP_TEST_TASK", "ranks")
+        .output()
+        .unwrap();
+    let [text, shown] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+    let mut lines = text.lines().filter_map(|line| line.strip_prefix("losses: "));
+    let line = lines.next().unwrap_or_else(|| panic!("{text}{shown}"));
+    assert_eq!(lines.next(), None);
+    let runs: Vec<Vec<f64>> = serde_json::from_str(line).unwrap();
+    assert_eq!(runs.len(), RUNS.len());
+    for (losses, alone) in runs.into_iter().zip(RUNS.iter()) {
+        let name = alone.precision.name();
+        assert_eq!(losses.len(), 2 * 22, "{name}");
+        // Two units in the last place of bf16, between a batch and the mean of its halves.
+        assert!((losses[0] / alone.steps[0].loss - 1.0).abs() < 2.0 / 256.0, "{name}");
+        let of_epoch: f64 = losses[22..].iter().sum();
+        let ratio = of_epoch / alone.steps[22..44].iter().map(|step| step.loss).sum::<f64>();
+        assert!((0.9..1.1).contains(&ratio), "{name} differs too much from one process: {ratio}");
+        assert_eq!(shown.matches(&format!("{name}  epoch  2/2")).count(), 1, "{shown}");
+    }
+    assert!(text.contains("2 processes trained together"), "{text}");
+}
+
+#[cfg(not(feature = "distributed"))]
+#[test]
+fn without_the_feature_several_ranks_are_refused() {
+    let error = Ranks::start(Some(2)).unwrap_err().to_string();
+    assert!(error.contains("the feature `distributed`"), "{error}");
+    assert_eq!(Ranks::start(None).unwrap().unwrap().sentence(64), None);
 }
 
 #[test]

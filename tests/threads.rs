@@ -100,13 +100,13 @@ send_and_sync!(
 mod distributed {
     use tch_amp::distributed::{
         DdpOptions, DistributedDataParallel, DistributedError, DistributedSampler, GroupOptions,
-        Mean, ProcessGroup, ReduceOp, SamplerOptions, Store,
+        Mean, ProcessGroup, ReduceOp, SamplerOptions, SpawnOptions, Spawned, Store, SyncBatchNorm,
     };
 
     // A store and a group have locks of their own.
     send_and_sync!(DdpOptions, DistributedError, GroupOptions, ProcessGroup, ReduceOp, Store);
-    send_and_sync!(DistributedSampler, SamplerOptions);
-    only_send!(DistributedDataParallel, Mean);
+    send_and_sync!(DistributedSampler, SamplerOptions, SpawnOptions, Spawned);
+    only_send!(DistributedDataParallel, Mean, SyncBatchNorm);
 }
 
 // Errors must be both, so that `anyhow` and `?` into a boxed error accept them.

@@ -1,8 +1,9 @@
 //! Mixed precision on this computer: a small GPT in fp32 and bf16, and a network for handwritten digits in fp32, bf16 and
-//! fp16. It prints what bf16 gains and writes a report.
+//! fp16. It prints what bf16 gains and writes a report. With `--ranks`, several processes train the digits together.
 //!
 //! ```text
 //! cargo run --example demo -- --gpt-steps 200 --device cpu --epochs 20 --seed 0 --out report.html
+//! cargo run --example demo -- --ranks 2
 //! ```
 //!
 //! Read `digits/train.rs` and `gpt/train.rs` first: they hold the training steps. Everything else is data, tables and
@@ -14,9 +15,11 @@ mod digits;
 mod gpt;
 mod process;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use digits::computer::Facts;
+use digits::data::BATCH;
 use digits::options::{Options, USAGE};
+use digits::ranks::Ranks;
 use digits::{report, table};
 use gpt::Precision;
 use gpt::train::{Options as GptOptions, Run};
@@ -40,14 +43,28 @@ fn main() -> Result<()> {
         return Ok(());
     };
     let device = options.device()?;
+    let steps = match options.ranks {
+        Some(_) => {
+            ensure!(steps.unwrap_or(0) == 0, "--ranks trains the digits only, without --gpt-steps");
+            0
+        }
+        None => steps.unwrap_or(200),
+    };
+    let Some(ranks) = Ranks::start(options.ranks)? else { return Ok(()) };
     let runs = if steps > 0 { compare(steps, device, options.seed)? } else { Vec::new() };
     if let [fp32, bf16] = runs.as_slice() {
         println!("\n{}\n{}\n", gpt::report::table(&runs), gpt::report::verdict(fp32, bf16));
     }
 
-    let results = digits::run(&options, true)?;
+    let results = digits::run(&options, true, &ranks)?;
+    if !ranks.is_first() {
+        return Ok(());
+    }
     println!("{}", table::Table::new(&results));
     println!("{}", table::verdict(&results));
+    if let Some(sentence) = ranks.sentence(BATCH) {
+        println!("{sentence}");
+    }
 
     let html = report::html(&results, &Facts::gather(&options)?, &runs);
     let path = options.report_path();
@@ -57,14 +74,14 @@ fn main() -> Result<()> {
 }
 
 /// Removes `--gpt-steps N` from the arguments.
-fn take_steps(args: &mut Vec<String>) -> Result<usize> {
+fn take_steps(args: &mut Vec<String>) -> Result<Option<usize>> {
     let Some(place) = args.iter().position(|arg| arg == "--gpt-steps") else {
-        return Ok(200);
+        return Ok(None);
     };
     let value = args.get(place + 1).context("--gpt-steps needs a value")?;
     let steps = value.parse().with_context(|| format!("--gpt-steps {value}"))?;
     args.drain(place..=place + 1);
-    Ok(steps)
+    Ok(Some(steps))
 }
 
 /// Trains in fp32 and in bf16, each in a process of its own. Where bf16 is slow, that is said before, and it takes a few

@@ -11,13 +11,16 @@ use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
 pub struct Saves {
     folder: Option<CheckpointFolder>,
     seed: i64,
+    /// Whether this is the rank that saves. All ranks resume.
+    is_first: bool,
 }
 
 impl Saves {
-    /// Opens the run's folder, and empties it unless the run is to be resumed.
-    pub fn open(options: &Options, precision: Precision) -> Result<Self> {
+    /// Opens the run's folder. The first rank empties it unless the run is to be resumed.
+    pub fn open(options: &Options, precision: Precision, is_first: bool) -> Result<Self> {
         let open = |path: &std::path::PathBuf| CheckpointFolder::new(path.join(precision.name()));
-        let folder = options.checkpoints.as_ref().map(open).transpose()?;
+        let is_used = is_first || options.resume;
+        let folder = options.checkpoints.as_ref().filter(|_| is_used).map(open).transpose()?;
         let folder = folder.map(|folder| folder.keep_last(1));
         if let (Some(folder), false) = (&folder, options.resume) {
             for file in folder.files()? {
@@ -25,12 +28,17 @@ impl Saves {
                     .with_context(|| format!("cannot remove {}", file.path.display()))?;
             }
         }
-        Ok(Self { folder, seed: options.seed })
+        Ok(Self { folder, seed: options.seed, is_first })
     }
 
     /// Saves everything that the next epoch depends on, and the steps so far for the report.
-    pub fn save<M>(&self, epoch: usize, trainer: &mut Trainer<M>, steps: &[Step]) -> Result<()> {
-        let Some(folder) = &self.folder else { return Ok(()) };
+    pub fn save<M>(
+        &self,
+        epoch: usize,
+        trainer: &mut Trainer<'_, M>,
+        steps: &[Step],
+    ) -> Result<()> {
+        let Some(folder) = self.folder.as_ref().filter(|_| self.is_first) else { return Ok(()) };
         let mut checkpoint = Checkpoint::new();
         checkpoint.add_model("model", &trainer.vs)?;
         checkpoint.add_optimizer("optimizer", &mut trainer.optimizer)?;
@@ -44,7 +52,7 @@ impl Saves {
     }
 
     /// Restores the newest checkpoint, if there is one, and returns the number of finished epochs and their steps.
-    pub fn resume<M>(&self, trainer: &mut Trainer<M>) -> Result<(usize, Vec<Step>)> {
+    pub fn resume<M>(&self, trainer: &mut Trainer<'_, M>) -> Result<(usize, Vec<Step>)> {
         let Some(found) = self.folder.as_ref().map_or(Ok(None), CheckpointFolder::latest)? else {
             return Ok((0, Vec::new()));
         };

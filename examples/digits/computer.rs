@@ -30,6 +30,10 @@ impl Facts {
             }
             other => format!("{other:?}"),
         };
+        let device = match options.ranks {
+            Some(ranks) => format!("{device}, {ranks} ranks"),
+            None => device,
+        };
         let Options { seed, epochs, .. } = *options;
         Ok(Self { device, threads: tch::get_num_threads(), torch: torch_version(), seed, epochs })
     }

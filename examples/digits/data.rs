@@ -7,7 +7,8 @@ use tch::{Device, Tensor};
 
 const PIXELS: usize = 64;
 const DARKEST: u8 = 16;
-const BATCH: i64 = 64;
+/// The number of images in a batch.
+pub const BATCH: i64 = 64;
 const HELD_OUT: usize = 360;
 const IMAGES: i64 = 1797;
 /// Coprime to the number of images and near its golden section: steps of this size visit every image once and spread

@@ -8,6 +8,8 @@ pub mod model;
 pub mod options;
 pub mod plot;
 pub mod progress;
+#[cfg_attr(not(feature = "distributed"), path = "alone.rs")]
+pub mod ranks;
 pub mod report;
 pub mod table;
 pub mod train;
@@ -15,10 +17,12 @@ pub mod train;
 use anyhow::Result;
 use options::Options;
 use progress::Progress;
+use ranks::Ranks;
 use train::{Precision, RunResult};
 
-/// Trains once per precision, from the same initial weights and over the same batches.
-pub fn run(options: &Options, progress: bool) -> Result<Vec<RunResult>> {
+/// Trains once per precision, from the same initial weights and over the same batches, in this process alone or on
+/// several ranks, the first of which shows the progress.
+pub fn run(options: &Options, progress: bool, ranks: &Ranks) -> Result<Vec<RunResult>> {
     let device = options.device()?;
     // With one thread the results do not depend on the number of cores, and on a busy machine no thread has to wait for
     // another one that is not scheduled.
@@ -27,12 +31,12 @@ pub fn run(options: &Options, progress: bool) -> Result<Vec<RunResult>> {
     let mut runs = Vec::new();
     for precision in Precision::ALL {
         let steps = options.epochs * digits.train.batches();
-        let bar = if progress {
+        let bar = if progress && ranks.is_first() {
             Progress::new(precision, options.epochs, steps)?
         } else {
             Progress::silent()
         };
-        runs.push(train::train(precision, &digits, device, options, &bar)?);
+        runs.push(train::train(precision, &digits, device, options, &bar, ranks)?);
         bar.finish();
     }
     Ok(runs)

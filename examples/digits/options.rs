@@ -1,5 +1,6 @@
 //! The command line, parsed by hand.
 
+use super::data::BATCH;
 use anyhow::{Context, Result, bail, ensure};
 use std::path::{Path, PathBuf};
 use tch::{Cuda, Device};
@@ -10,7 +11,7 @@ Trains a small GPT in fp32 and bf16, and a network for handwritten digits in
 fp32, bf16 and fp16, and compares the runs.
 
 Usage: demo [--gpt-steps N] [--device cpu|cuda] [--epochs N] [--seed N]
-            [--out FILE] [--checkpoints FOLDER] [--resume]
+            [--out FILE] [--checkpoints FOLDER] [--resume] [--ranks N]
 
   --gpt-steps    steps of the GPT, default 200; 0 leaves it out
   --device       default: CUDA if it is usable, otherwise the CPU
@@ -18,7 +19,9 @@ Usage: demo [--gpt-steps N] [--device cpu|cuda] [--epochs N] [--seed N]
   --seed         initial weights and batch order, default 0
   --out          the HTML report, default target/demo-report.html
   --checkpoints  the folder for every epoch of the digits, default target/digits-checkpoints
-  --resume       resume from that folder, with the same losses as an uninterrupted run";
+  --resume       resume from that folder, with the same losses as an uninterrupted run
+  --ranks        train the digits only, on N processes of this computer that average their
+                 gradients over every batch; on the CPU";
 
 /// The options of the demo.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,11 +38,21 @@ pub struct Options {
     pub checkpoints: Option<PathBuf>,
     /// Whether to resume from that folder.
     pub resume: bool,
+    /// The number of processes that train together; `None`: this one alone.
+    pub ranks: Option<usize>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { device: None, epochs: 20, seed: 0, out: None, checkpoints: None, resume: false }
+        Self {
+            device: None,
+            epochs: 20,
+            seed: 0,
+            out: None,
+            checkpoints: None,
+            resume: false,
+            ranks: None,
+        }
     }
 }
 
@@ -58,7 +71,7 @@ impl Options {
                 continue;
             }
             ensure!(
-                ["--device", "--epochs", "--seed", "--out", "--checkpoints"]
+                ["--device", "--epochs", "--seed", "--out", "--checkpoints", "--ranks"]
                     .contains(&flag.as_str()),
                 "unknown argument {flag}\n\n{USAGE}"
             );
@@ -74,6 +87,7 @@ impl Options {
             "--epochs" => self.epochs = value.parse()?,
             "--seed" => self.seed = value.parse()?,
             "--out" => self.out = Some(value.into()),
+            "--ranks" => self.ranks = Some(parse_ranks(value)?),
             _ => self.checkpoints = Some(value.into()),
         }
         ensure!(self.epochs > 0, "at least one epoch is needed");
@@ -85,6 +99,10 @@ impl Options {
         let usable =
             Cuda::is_available() && tch_amp::autocast::is_autocast_available(Device::Cuda(0));
         match self.device {
+            Some(Device::Cuda(_)) if self.ranks.is_some() => {
+                bail!("--ranks trains on the CPU: use --device cpu")
+            }
+            None if self.ranks.is_some() => Ok(Device::Cpu),
             Some(Device::Cuda(_)) if !usable => bail!("CUDA is not usable here"),
             Some(device) => Ok(device),
             None if usable => Ok(Device::Cuda(0)),
@@ -103,6 +121,13 @@ fn below_target(name: &str) -> PathBuf {
     let bundled = std::env::var_os("TCH_AMP_ROOT").is_some();
     let folder = if !bundled && Path::new("target").is_dir() { "target" } else { "" };
     Path::new(folder).join(name)
+}
+
+/// Every rank needs an image of each batch.
+fn parse_ranks(value: &str) -> Result<usize> {
+    let ranks = value.parse()?;
+    ensure!((1..=BATCH as usize).contains(&ranks), "from 1 to {BATCH} ranks can train");
+    Ok(ranks)
 }
 
 fn parse_device(name: &str) -> Result<Device> {
@@ -132,8 +157,10 @@ mod tests {
             out: Some("a.html".into()),
             checkpoints: Some("saved".into()),
             resume: true,
+            ranks: Some(2),
         };
-        let line = "--device cpu --epochs 3 --resume --seed -7 --out a.html --checkpoints saved";
+        let line = "--device cpu --epochs 3 --resume --seed -7 --out a.html --checkpoints saved \
+                    --ranks 2";
         assert_eq!(parse(line).unwrap(), Some(want));
         let checkpoints = Some(below_target("digits-checkpoints"));
         assert_eq!(parse("").unwrap(), Some(Options { checkpoints, ..Options::default() }));
@@ -142,7 +169,16 @@ mod tests {
 
     #[test]
     fn a_bad_command_line_names_the_argument() {
-        for line in ["--epoch 3", "--epochs", "--epochs 0", "--epochs x", "--device tpu"] {
+        for line in [
+            "--epoch 3",
+            "--epochs",
+            "--epochs 0",
+            "--epochs x",
+            "--device tpu",
+            "--ranks 0",
+            "--ranks 65",
+            "--ranks two",
+        ] {
             let error = parse(line).unwrap_err().to_string();
             let flag = line.split_whitespace().next().unwrap();
             assert!(error.contains(flag), "{line}: {error}");

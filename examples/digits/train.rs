@@ -4,6 +4,7 @@ use super::checkpoint::Saves;
 use super::data::{Digits, Split};
 use super::options::Options;
 use super::progress::Progress;
+use super::ranks::{Gradients, Ranks};
 use super::{computer, model};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -109,7 +110,7 @@ impl RunResult {
 }
 
 /// The network with everything that a training step needs.
-pub struct Trainer<M> {
+pub struct Trainer<'a, M> {
     /// The weights.
     pub vs: VarStore,
     net: M,
@@ -118,23 +119,27 @@ pub struct Trainer<M> {
     autocast: Autocast,
     /// Disabled unless the precision is fp16.
     pub scaler: GradScaler,
+    /// Averages the gradients if there are several ranks.
+    gradients: Gradients,
+    ranks: &'a Ranks,
 }
 
-impl<M: Module> Trainer<M> {
+impl<M: Module> Trainer<'_, M> {
     /// One training step: forward under autocast, backward on the scaled loss, step, new scale.
     fn step(&mut self, images: &Tensor, labels: &Tensor) -> Result<Step> {
         let started = Instant::now();
         let scale = self.scale()?;
 
         self.optimizer.zero_grad()?;
-        let loss =
-            self.autocast.run(|| self.net.forward(images).cross_entropy_for_logits(labels))?;
-        self.scaler.backward(&loss)?;
+        let loss = self.gradients.forward(|| {
+            self.autocast.run(|| self.net.forward(images).cross_entropy_for_logits(labels))
+        })??;
+        self.gradients.backward(&mut self.scaler, &loss)?;
         let outcome = self.scaler.step(&mut self.optimizer)?;
         self.scaler.update()?;
 
         // The demo records every step. Reading these numbers synchronizes, so a fast loop should do it rarely.
-        let (loss, skipped) = (loss.double_value(&[]), outcome.is_skipped()?);
+        let (loss, skipped) = (self.ranks.mean(&loss)?, outcome.is_skipped()?);
         Ok(Step { loss, scale, skipped, seconds: started.elapsed().as_secs_f64() })
     }
 
@@ -157,6 +162,7 @@ pub fn train(
     device: Device,
     options: &Options,
     progress: &Progress,
+    ranks: &Ranks,
 ) -> Result<RunResult> {
     tch::manual_seed(options.seed);
     let vs = VarStore::new(device);
@@ -164,22 +170,24 @@ pub fn train(
     let optimizer = AdamW::default().build(&vs, LEARNING_RATE)?;
     let (autocast, mut scaler) = (precision.autocast(device), precision.scaler(device)?);
     scaler.name_parameters(&vs)?;
-    let mut trainer = Trainer { vs, net, optimizer, autocast, scaler };
+    let gradients = ranks.gradients(&vs)?;
+    let mut trainer = Trainer { vs, net, optimizer, autocast, scaler, gradients, ranks };
 
-    let saves = Saves::open(options, precision)?;
+    let saves = Saves::open(options, precision, ranks.is_first())?;
     let (done, mut steps) = saves.resume(&mut trainer)?;
     ensure!(done <= options.epochs, "{done} epochs are done; ask for more with --epochs");
     progress.resumed(done, steps.len());
     let memory = computer::PeakMemory::start(device);
     for epoch in done + 1..=options.epochs {
         for (images, labels) in digits.train.shuffled(device) {
-            let step = trainer.step(&images, &labels)?;
+            let step = trainer.step(&ranks.share(&images), &ranks.share(&labels))?;
             progress.step(epoch, &step);
             steps.push(step);
         }
         progress.epoch(epoch, mean_loss(&steps, digits.train.batches()));
         saves.save(epoch, &mut trainer, &steps)?;
     }
+    ranks.check_weights(&trainer.vs)?;
     Ok(RunResult {
         precision,
         final_loss: mean_loss(&steps, digits.train.batches()),

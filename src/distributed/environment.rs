@@ -8,12 +8,12 @@ use crate::error::{DistributedError, Result};
 
 impl GroupOptions {
     /// Forms the group that the environment variables `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` describe.
-    /// `torchrun --no-python` sets them. Blocks until all ranks have called this. Corresponds to
-    /// `init_process_group(init_method="env://")`.
+    /// [`spawn`](crate::distributed::spawn) and `torchrun --no-python` set them. Blocks until all ranks have called this.
+    /// Corresponds to `init_process_group(init_method="env://")`.
     ///
-    /// Rank 0 serves the store, unless torchrun does, which `TORCHELASTIC_USE_AGENT_STORE` says. It listens on 127.0.0.1 if
-    /// `MASTER_ADDR` is `localhost` or `127.0.0.1`, and on all interfaces otherwise. Call this once for each process; form
-    /// further groups through [`ProcessGroup::store`].
+    /// Rank 0 serves the store, unless `TORCHELASTIC_USE_AGENT_STORE` says that the process does which has started the
+    /// ranks. It listens on 127.0.0.1 if `MASTER_ADDR` is `localhost` or `127.0.0.1`, and on all interfaces otherwise.
+    /// Call this once for each process; form further groups through [`ProcessGroup::store`].
     ///
     /// # Errors
     ///

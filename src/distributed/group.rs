@@ -2,20 +2,19 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tch::{Cuda, Device};
 
 use crate::builder::builder;
+use crate::distributed::deadline::within;
+use crate::distributed::place::{GRACE, Place};
 use crate::distributed::store::Store;
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed as ffi;
 
 /// How long a rank waits for another one, as with Gloo in PyTorch.
 const TIMEOUT: Duration = Duration::from_secs(30 * 60);
-
-/// How long a rank waits after a failure for the others to report it, too.
-const GRACE: Duration = Duration::from_secs(5);
 
 /// How a group is formed.
 #[derive(Clone, Debug)]
@@ -57,23 +56,26 @@ impl GroupOptions {
             names.split(',').next().filter(|name| !name.is_empty()).map(str::to_owned)
         };
         let interface = self.interface.clone().or_else(from_env);
-        let member = ffi::Member {
-            prefix: &prefix,
-            interface: interface.as_deref(),
-            host: store.is_local().then_some("127.0.0.1"),
-            rank,
-            size,
-            timeout: self.timeout,
-            cuda: Cuda::is_available(),
+        let place = Place { store: store.clone(), prefix, rank, size };
+        let (here, timeout, cuda) = (place.clone(), self.timeout, Cuda::is_available());
+        let form = move || {
+            let member = ffi::Member {
+                prefix: &here.prefix,
+                interface: interface.as_deref(),
+                host: here.store.is_local().then_some("127.0.0.1"),
+                rank,
+                size,
+                timeout,
+                cuda,
+            };
+            ffi::Group::new(here.store.handle(), &member)
         };
-        let place = Place { store: store.clone(), prefix: prefix.clone(), rank, size };
-        let handle = ffi::Group::new(store.handle(), &member).map_err(|error| match error {
+        let handle = within(timeout.saturating_add(GRACE), form).map_err(|error| match error {
             Error::Torch(message) => place.failure("forming the group", message),
             other => other,
         })?;
-        let (timeout, order) = (self.timeout, Mutex::default());
+        let (order, models) = (Mutex::default(), AtomicUsize::new(0));
         let handle = Mutex::new(Some(Arc::new(handle)));
-        let (cuda, models) = (member.cuda, AtomicUsize::new(0));
         Ok(ProcessGroup(Arc::new(Shared { handle, place, timeout, cuda, order, models })))
     }
 }
@@ -82,7 +84,7 @@ impl GroupOptions {
 /// with the backend Gloo for CPU tensors and, where the process has a GPU, NCCL for CUDA tensors.
 ///
 /// Each rank with CUDA tensors needs a GPU of its own. For these, a collective has the current stream wait, not the host.
-/// NCCL has only run on simulated GPUs yet. By PyTorch's default it ends the process if a rank does not answer before the
+/// NCCL itself has not been run yet, only what surrounds it, on simulated GPUs. By PyTorch's default it ends the process if a rank does not answer before the
 /// timeout: see `TORCH_NCCL_ASYNC_ERROR_HANDLING` in PyTorch's documentation.
 ///
 /// Every rank calls the same operations in the same order. What each rank calls is compared before anything else is
@@ -126,45 +128,6 @@ struct Shared {
     order: Mutex<()>,
     /// The number of models that were distributed over the group, which is the same on all ranks.
     models: AtomicUsize,
-}
-
-/// Where a rank belongs.
-#[derive(Clone, Debug)]
-struct Place {
-    store: Store,
-    prefix: String,
-    rank: usize,
-    size: usize,
-}
-
-impl Place {
-    /// Returns the error of a failed operation, with the ranks that have not noticed a failure as well: they have ended,
-    /// or hang.
-    fn failure(&self, operation: &'static str, message: String) -> Error {
-        let missing = self.missing();
-        let (rank, size) = (self.rank, self.size);
-        DistributedError::Communication { operation, rank, size, missing, message }.into()
-    }
-}
-
-impl Place {
-    /// The ranks that do not report a failure of their own. Without the store this cannot be found out, but then the rank
-    /// that served it is missing.
-    fn missing(&self) -> Vec<usize> {
-        let key = |rank: usize| format!("{}/failed/{rank}", self.prefix);
-        let store = self.store.handle();
-        if store.set(&key(self.rank)).is_err() {
-            return self.store.served_by().into_iter().collect();
-        }
-        let end = Instant::now() + GRACE;
-        let is_missing = |rank: &usize| {
-            // Enough for an answer, also for those after a missing one.
-            let left =
-                end.saturating_duration_since(Instant::now()).max(Duration::from_millis(200));
-            *rank != self.rank && store.wait(&key(*rank), left).is_err()
-        };
-        (0..self.size).filter(is_missing).collect()
-    }
 }
 
 impl ProcessGroup {

@@ -7,20 +7,25 @@
 //! # Security
 //!
 //! A store and a group have no authentication and no encryption: whoever can connect can take part. The store of
-//! [`Store::serve`] listens on all interfaces of the host; [`Store::serve_locally`] listens on 127.0.0.1 only, and so
-//! does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others inside a private network.
+//! [`Store::serve`] listens on all interfaces of the host; [`Store::serve_locally`] and [`spawn`] listen on 127.0.0.1
+//! only, and so does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others inside a private
+//! network.
 
 mod call;
 mod collectives;
 mod ddp;
+mod deadline;
 mod environment;
 mod group;
 mod mean;
 mod optimizer;
+mod place;
+mod processes;
 mod random;
 mod rank_0;
 mod sampler;
 mod scaler;
+mod spawn;
 mod store;
 mod sync_batch_norm;
 mod texts;
@@ -31,5 +36,6 @@ pub use ddp::{DdpOptions, DistributedDataParallel};
 pub use group::{GroupOptions, ProcessGroup};
 pub use mean::Mean;
 pub use sampler::{DistributedSampler, SamplerOptions};
+pub use spawn::{SpawnOptions, Spawned, spawn};
 pub use store::Store;
 pub use sync_batch_norm::SyncBatchNorm;

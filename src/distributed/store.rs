@@ -5,6 +5,8 @@ use std::net::TcpListener;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::distributed::deadline::within;
+use crate::distributed::place::GRACE;
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed as ffi;
 
@@ -95,7 +97,9 @@ impl Store {
     }
 
     pub(super) fn connect_within(host: &str, port: u16, timeout: Duration) -> Result<Self> {
-        let store = ffi::Store::connect(host, port, timeout)
+        let name = host.to_owned();
+        let connect = move || ffi::Store::connect(&name, port, timeout);
+        let store = within(timeout.saturating_add(GRACE), connect)
             .map_err(|error| unusable(host, port, &error))?;
         Ok(Self::new(store, Some(port), is_loopback(host)))
     }

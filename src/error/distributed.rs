@@ -1,13 +1,16 @@
 //! Errors of groups of ranks.
 
 use std::fmt;
+use std::process::ExitStatus;
 
 /// Why ranks could not form a group, or could not communicate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DistributedError {
     /// An environment variable that describes the group is not set, or has a value that cannot be used.
-    #[error("{variable} {problem}; torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")]
+    #[error(
+        "{variable} {problem}; spawn and torchrun set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    )]
     Environment {
         /// The environment variable.
         variable: &'static str,
@@ -87,6 +90,36 @@ pub enum DistributedError {
     Failed {
         /// What was called.
         operation: &'static str,
+    },
+
+    /// A rank that [`spawn`](crate::distributed::spawn) was to start could not be started, or not be waited for. The
+    /// others have been ended.
+    #[error("rank {rank} could not be started or waited for: {message}")]
+    Spawn {
+        /// The rank.
+        rank: usize,
+        /// The system's message.
+        message: String,
+    },
+
+    /// A rank that [`spawn`](crate::distributed::spawn) has started has failed, as the first one. The others have been
+    /// ended. What the rank has printed says why; a signal that it did not handle is in `status`.
+    #[error("rank {rank} of {size} has failed ({status}), and the other ranks have been ended")]
+    RankFailed {
+        /// The rank.
+        rank: usize,
+        /// The number of ranks.
+        size: usize,
+        /// Its exit status, or the signal that has ended it.
+        status: ExitStatus,
+    },
+
+    /// A signal, such as that of Ctrl-C, has reached the process that waits in [`spawn`](crate::distributed::spawn) for
+    /// the ranks. It was passed on to them, and all have ended.
+    #[error("signal {signal} has interrupted the ranks")]
+    Interrupted {
+        /// The number of the signal, such as 2 for `SIGINT` and 15 for `SIGTERM`.
+        signal: i32,
     },
 }
 

@@ -152,4 +152,10 @@ unsafe extern "C" {
         root: i64,
         err: *mut *mut c_char,
     );
+
+    pub(crate) fn tamp_signals_catch(err: *mut *mut c_char);
+    pub(crate) fn tamp_signals_release();
+    pub(crate) fn tamp_signals_caught() -> i64;
+    pub(crate) fn tamp_process_signal(process: i64, signal: i64, err: *mut *mut c_char);
+    pub(crate) fn tamp_process_end_with(parent: i64) -> i64;
 }

@@ -9,6 +9,9 @@ mod agreement;
 mod collectives;
 mod ddp;
 mod failures;
+// These read in /proc which processes there are.
+#[cfg(target_os = "linux")]
+mod kills;
 mod mean;
 mod processes;
 mod random;
@@ -16,8 +19,12 @@ mod rank_0;
 mod resuming;
 mod sampler;
 mod sharded;
+#[cfg(target_os = "linux")]
+mod spawn;
 mod stores;
 mod sync_batch_norm;
+#[cfg(target_os = "linux")]
+mod system;
 mod training;
 
 use std::time::Duration;

@@ -42,7 +42,7 @@ const USAGE: &str = "\
 usage: cargo xtask <command>
 
   demo [--tch V] [args...]           trains a small GPT and on handwritten digits with and without mixed
-                                     precision
+                                     precision; --ranks 2 trains on the digits with two processes
   test [--tch V | --all-versions]    format, lints, documentation, package, minimum Rust version, then every
                                      test on the CPU and on simulated GPUs
   simulate [--tch V] command…        runs any program on two simulated GPUs and prints what it cost them

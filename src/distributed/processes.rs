@@ -1,0 +1,123 @@
+//! The processes of ranks: they are started, watched and ended together.
+
+use std::env;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::error::{DistributedError, Error, Result};
+use crate::ffi::processes::{SIGKILL, SIGTERM, Signals, end_with_this_thread, signal};
+
+/// How often the ranks are looked at.
+const INTERVAL: Duration = Duration::from_millis(20);
+
+/// The ranks, by their numbers; `None` for one that has ended and was waited for.
+pub(super) struct Ranks(Vec<Option<Child>>);
+
+impl Ranks {
+    pub(super) fn start(size: usize, port: u16) -> Result<Self> {
+        let mut ranks = Self(Vec::with_capacity(size));
+        for rank in 0..size {
+            let child = command(rank, size, port).and_then(|mut command| command.spawn());
+            ranks.0.push(Some(child.map_err(|error| unstarted(rank, &error))?));
+        }
+        Ok(ranks)
+    }
+
+    /// Waits until all have ended. After the first failure or signal, they have the grace period to end.
+    pub(super) fn wait(mut self, signals: &Signals, grace_period: Duration) -> Result<()> {
+        let mut ending: Option<(Error, Instant)> = None;
+        loop {
+            if let Err(error) = self.look()
+                && ending.is_none()
+            {
+                self.signal(SIGTERM);
+                ending = Some((error, Instant::now()));
+            }
+            if let Some(signal) = signals.caught() {
+                self.signal(signal);
+                let error = DistributedError::Interrupted { signal }.into();
+                ending.get_or_insert((error, Instant::now()));
+            }
+            if self.running().next().is_none() {
+                return ending.map_or(Ok(()), |(error, _)| Err(error));
+            }
+            if ending.as_ref().is_some_and(|(_, since)| since.elapsed() >= grace_period) {
+                self.signal(SIGKILL);
+            }
+            thread::sleep(INTERVAL);
+        }
+    }
+
+    fn running(&self) -> impl Iterator<Item = &Child> {
+        self.0.iter().flatten()
+    }
+
+    /// Forgets the ranks that have ended, and returns the failure of one. If several have failed since the last time, a
+    /// signal is more likely to be the cause than an exit status, with which ranks answer the end of another one.
+    fn look(&mut self) -> Result<()> {
+        let size = self.0.len();
+        let mut failed: Option<(usize, ExitStatus)> = None;
+        for (rank, child) in self.0.iter_mut().enumerate() {
+            let Some(running) = child else { continue };
+            let ended = running.try_wait().map_err(|error| {
+                *child = None;
+                unstarted(rank, &error)
+            })?;
+            let Some(status) = ended else { continue };
+            *child = None;
+            let is_signal = |status: ExitStatus| status.code().is_none();
+            let is_cause = failed.is_none_or(|(_, first)| is_signal(status) && !is_signal(first));
+            if !status.success() && is_cause {
+                failed = Some((rank, status));
+            }
+        }
+        let failure = |(rank, status)| DistributedError::RankFailed { rank, size, status }.into();
+        failed.map_or(Ok(()), |failed| Err(failure(failed)))
+    }
+
+    /// A rank that cannot be reached has ended, which the next look shows.
+    fn signal(&self, number: i32) {
+        for child in self.running() {
+            drop(signal(child, number));
+        }
+    }
+}
+
+impl Drop for Ranks {
+    /// Leaves no process behind, after an error or a panic either.
+    fn drop(&mut self) {
+        self.signal(SIGKILL);
+        for child in self.0.iter_mut().flatten() {
+            drop(child.wait());
+        }
+    }
+}
+
+/// This program again, as a rank.
+fn command(rank: usize, size: usize, port: u16) -> io::Result<Command> {
+    let mut arguments = env::args_os();
+    let mut command = Command::new(env::current_exe()?);
+    if let Some(name) = arguments.next() {
+        command.arg0(name);
+    }
+    let numbers = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size)];
+    let numbers = numbers.into_iter().chain([("LOCAL_WORLD_SIZE", size)]);
+    command.args(arguments).stdin(Stdio::null()).process_group(0);
+    command.envs(numbers.map(|(name, number)| (name, number.to_string())));
+    command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+    // This process is what torchrun calls the agent.
+    command.env("TORCHELASTIC_USE_AGENT_STORE", "True").env("TORCHELASTIC_RESTART_COUNT", "0");
+    if size > 1 && env::var_os("OMP_NUM_THREADS").is_none() {
+        // Otherwise each rank would have as many threads as there are cores.
+        command.env("OMP_NUM_THREADS", "1");
+    }
+    end_with_this_thread(&mut command);
+    Ok(command)
+}
+
+fn unstarted(rank: usize, error: &io::Error) -> Error {
+    DistributedError::Spawn { rank, message: error.to_string() }.into()
+}
