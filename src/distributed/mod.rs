@@ -13,6 +13,7 @@
 
 mod call;
 mod collectives;
+mod data_parallel;
 mod ddp;
 mod deadline;
 mod environment;
@@ -32,6 +33,7 @@ mod texts;
 
 pub use crate::error::DistributedError;
 pub use collectives::ReduceOp;
+pub use data_parallel::data_parallel;
 pub use ddp::{DdpOptions, DistributedDataParallel};
 pub use group::{GroupOptions, ProcessGroup};
 pub use mean::Mean;

@@ -7,8 +7,11 @@ mod common;
 
 mod agreement;
 mod collectives;
+mod data_parallel;
 mod ddp;
 mod failures;
+#[cfg(target_os = "linux")]
+mod hosts;
 // These read in /proc which processes there are.
 #[cfg(target_os = "linux")]
 mod kills;
@@ -19,6 +22,8 @@ mod rank_0;
 mod resuming;
 mod sampler;
 mod sharded;
+#[cfg(target_os = "linux")]
+mod soak;
 #[cfg(target_os = "linux")]
 mod spawn;
 mod stores;

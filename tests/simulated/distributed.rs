@@ -3,7 +3,7 @@
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{
-    DdpOptions, DistributedDataParallel, GroupOptions, ProcessGroup, ReduceOp, Store,
+    DdpOptions, DistributedDataParallel, GroupOptions, ProcessGroup, ReduceOp, Store, data_parallel,
 };
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
@@ -154,6 +154,30 @@ fn gpus_train_alike_and_as_the_cpu_does() {
             assert!((gpu - cpu).abs().max().double_value(&[]) < 1e-6, "{options:?}");
         }
     }
+}
+
+#[test]
+fn a_batch_is_divided_among_gpus() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let weight = Tensor::arange(12, (Kind::Float, Device::Cpu)).view([3, 4]);
+    let weights = [0, 1].map(|_| weight.to_device(GPUS[0]).set_requires_grad(true));
+    let xs = Tensor::arange(20, (Kind::Float, GPUS[0])).view([5, 4]);
+    let forward = |parameters: &[Tensor], xs: &Tensor| {
+        assert_eq!(parameters[0].device(), xs.device());
+        xs.linear(&parameters[0], None::<&Tensor>)
+    };
+    let region = Autocast::new(GPUS[0]).dtype(Kind::BFloat16);
+    let divided = region
+        .run(|| data_parallel(&GPUS, &[weights[0].shallow_clone()], &xs, forward).unwrap())
+        .unwrap();
+    let whole = region.run(|| forward(&[weights[1].shallow_clone()], &xs)).unwrap();
+    assert_eq!((divided.device(), divided.kind()), (GPUS[0], Kind::BFloat16));
+    divided.sum(Kind::Float).backward();
+    whole.sum(Kind::Float).backward();
+    assert_eq!(divided.to_device(Device::Cpu), whole.to_device(Device::Cpu));
+    let [one, other] = weights.map(|weight| weight.grad().to_device(Device::Cpu));
+    // Whole numbers below 256, which bf16 holds.
+    assert_eq!(one, other);
 }
 
 #[test]
