@@ -1,8 +1,11 @@
 //! Data-parallel iterations on two ranks, compared with Python's `DistributedDataParallel` with the same libtorch.
 //!
 //! The ranks are processes with one thread each, on both sides. `small` has 400 parameters of 16 numbers, and `large` 6
-//! of 1024 x 1024. Both sides train from the same weights on the same data, and the bits of their weights are compared
-//! first.
+//! of 1024 x 1024; `half` is `large` whose gradients are communicated in bf16. Both sides train from the same weights on
+//! the same data, and the bits of their weights are compared first.
+//!
+//! The share of the communication that is hidden behind the backward pass is that of its time by which an iteration is
+//! shorter than one without communication and the communication of the same gradients together.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -13,7 +16,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use common::{Python, is_quick, median, nanoseconds};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
-use tch_amp::distributed::{DistributedDataParallel, ProcessGroup, ReduceOp, Store};
+use tch_amp::distributed::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Store};
 use tch_amp::optim::AdamW;
 
 const RANKS: usize = 2;
@@ -28,17 +31,23 @@ fn values(index: i64, shape: &[i64]) -> Tensor {
     Tensor::from_slice(&values).view(shape)
 }
 
-/// Trains a model, and returns the median of the times of an iteration, and the sum of the bits of all weights.
-fn train(name: &str, group: &ProcessGroup, iterations: usize) -> (f64, i64) {
+/// Trains a model, and returns the median of the times of an iteration, and the sum of the bits of all weights. `alone`
+/// trains without communication, and `exchange` communicates with hardly any computation.
+fn train(request: &str, group: &ProcessGroup, iterations: usize) -> (f64, i64) {
+    let (name, mode) = request.split_once('/').unwrap_or((request, ""));
     let is_small = name == "small";
     let vs = VarStore::new(Device::Cpu);
     let (count, shape): (i64, &[i64]) = if is_small { (400, &[16]) } else { (6, &[1024, 1024]) };
     let weights: Vec<_> =
         (0..count).map(|i| vs.root().var_copy(&format!("w{i}"), &values(i, shape))).collect();
-    let mut ddp = DistributedDataParallel::new(group, &vs).unwrap();
+    let compression = (name == "half").then_some(Kind::BFloat16);
+    let mut ddp = DdpOptions::default().compression(compression).build(group, &vs).unwrap();
     let mut optimizer = AdamW::default().build(&vs, 1e-4).unwrap();
     let xs = values(7 + group.rank() as i64, if is_small { &[16] } else { &[8, 1024] });
     let forward = || {
+        if mode == "exchange" {
+            return weights.iter().map(|weight| weight.sum(Kind::Float)).sum();
+        }
         let layer = |xs: Tensor, weight: &Tensor| {
             if is_small { xs * (weight + 1.0) } else { xs.linear(weight, None::<&Tensor>).tanh() }
         };
@@ -47,9 +56,18 @@ fn train(name: &str, group: &ProcessGroup, iterations: usize) -> (f64, i64) {
     let times = (0..iterations).map(|_| {
         nanoseconds(|| {
             optimizer.zero_grad().unwrap();
-            let loss = ddp.forward(forward).unwrap();
-            ddp.backward(&loss).unwrap();
-            optimizer.step().unwrap();
+            let backward = |ddp: &mut DistributedDataParallel| {
+                let loss = ddp.forward(forward).unwrap();
+                ddp.backward(&loss).unwrap();
+            };
+            if mode == "alone" {
+                ddp.no_sync(backward)
+            } else {
+                backward(&mut ddp)
+            }
+            if mode != "exchange" {
+                optimizer.step().unwrap();
+            }
         })
     });
     let time = median(times.collect());
@@ -145,17 +163,24 @@ fn main() {
         answer
     };
     println!(
-        "{:<10} {:>12} {:>12} {:>8} {:>26}",
-        "ms/iteration", "tch-amp", "Python", "ratio", "bytes for each parameter"
+        "{:<12} {:>12} {:>12} {:>8} {:>26} {:>8}",
+        "ms/iteration", "tch-amp", "Python", "ratio", "bytes for each parameter", "hidden"
     );
-    for (name, iterations, parameters) in [("small", 40, 6400.0), ("large", 8, 6.0 * 1048576.0)] {
+    let large = 6.0 * 1048576.0;
+    for (name, iterations, parameters) in
+        [("small", 40, 6400.0), ("large", 8, large), ("half", 8, large)]
+    {
         let (here, there) = (ours(name, 3), numbers(&python.ask(&format!("{name} 3"))));
         assert_eq!(here.1, there.1, "{name}: the two sides compute different weights");
         let (rounds, iterations) = if is_quick() { (1, 2) } else { (7, iterations) };
         let (mut mine, mut theirs) = (Vec::new(), Vec::new());
+        let mut hidden = Vec::new();
         for _ in 0..rounds {
             mine.push(ours(name, iterations).0);
             theirs.push(numbers(&python.ask(&format!("{name} {iterations}"))).0);
+            let [alone, exchange] =
+                ["alone", "exchange"].map(|mode| ours(&format!("{name}/{mode}"), iterations).0);
+            hidden.push((alone + exchange - mine[mine.len() - 1]) / exchange);
         }
         // The difference of two runs leaves out what the start of a training communicates.
         let mut bytes = |iterations| {
@@ -168,10 +193,11 @@ fn main() {
         let (mine, theirs) = (median(mine), median(theirs));
         let bytes = bytes.map_or_else(|| "unknown".to_owned(), |bytes| format!("{bytes:.2}"));
         println!(
-            "{name:<10} {:>14.3} {:>12.3} {:>8.2} {bytes:>26}",
+            "{name:<12} {:>12.3} {:>12.3} {:>8.2} {bytes:>26} {:>6.0} %",
             mine / 1e6,
             theirs / 1e6,
-            theirs / mine
+            theirs / mine,
+            100.0 * median(hidden)
         );
         println!("ratio ddp_{name} {:.2}", theirs / mine);
     }

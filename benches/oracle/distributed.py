@@ -9,10 +9,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 RANKS = 2
-NAMES = ["small", "large"]
+NAMES = ["small", "large", "half"]
 
 
 def values(index, shape):
@@ -39,6 +40,8 @@ class Model(torch.nn.Module):
 def train(name, rank, iterations):
     model = Model(name)
     ddp = DistributedDataParallel(model)
+    if name == "half":
+        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     xs = values(7 + rank, [16] if name == "small" else [8, 1024])
     times = []
