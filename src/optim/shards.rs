@@ -165,9 +165,10 @@ mod tests {
     fn the_largest_parameters_go_first_to_the_rank_that_has_least() {
         let mut shards = Shards::new(Arc::new(Four));
         shards.assign(0, &[1, 9, 2, 8, 7, 3, 6]);
-        assert_eq!(shards.owners, [3, 0, 2, 1, 2, 3, 3]);
-        assert_eq!(shards.loads, [9, 8, 9, 10]);
-        shards.assign(7, &[5]);
-        assert_eq!((shards.owners[7], shards.loads[1]), (1, 13));
+        assert_eq!(shards.owners, [1, 0, 2, 1, 2, 3, 3]);
+        assert_eq!(shards.loads, [9, 9, 9, 9]);
+        shards.assign(7, &[5, 4]);
+        assert_eq!(shards.owners[7..], [0, 1]);
+        assert_eq!(shards.loads, [14, 13, 9, 9]);
     }
 }
