@@ -7,8 +7,8 @@
 
 #ifdef TAMP_WITH_CUDA
 
-// libtorch's own header needs those of CUDA and NCCL, which a program that uses libtorch need not have. This declares what
-// libtorch_cuda defines; no member of the classes is used.
+// libtorch's own header needs those of CUDA and NCCL, which a program that uses libtorch need not have. This declares
+// what libtorch_cuda defines; no member of the classes is used.
 namespace c10d {
 
 // More than the classes take: 1152 and 256 bytes in libtorch 2.13.

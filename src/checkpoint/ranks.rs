@@ -16,28 +16,30 @@ use crate::ffi;
 const CHUNK: u64 = 8 << 20;
 
 impl Checkpoint {
-    /// Adds the states of the default random number generators of all ranks, each of a device of its own, so that each rank
-    /// gets its own back from [`Restore::rngs`]. All ranks call this, and rank 0 can save the checkpoint. The states become
-    /// one uint8 tensor with a row for each rank, as `torch.get_rng_state()` returns it. Blocks until the ranks have
+    /// Adds the state of each rank's default random number generator for `device`, so that each rank gets its own back
+    /// from [`Restore::rngs`]. All ranks call this, and rank 0 can then save the checkpoint. The states become one
+    /// uint8 tensor with a row for each rank, as `torch.get_rng_state()` returns it. Blocks until the ranks have
     /// answered.
     ///
     /// # Errors
     ///
-    /// See [`add_model`](Self::add_model) and [`ProcessGroup::all_gather`]; and [`Error::DeviceUnavailable`].
+    /// [`Error::DeviceUnavailable`]; the errors of [`add_model`](Self::add_model) and [`ProcessGroup::all_gather`].
     pub fn add_rngs(&mut self, name: &str, group: &ProcessGroup, device: Device) -> Result<()> {
         self.add(name, &mut Rngs { group, device })
     }
 
-    /// Gives all ranks the checkpoint that rank 0 loads, for instance because the file is on its disk only. `load` runs on
-    /// rank 0 while the others wait. It returns `None`, and then all ranks get `None`, if there is nothing to resume from.
+    /// Gives all ranks the checkpoint that rank 0 loads, for instance because the file is only on its disk. `load` runs
+    /// on rank 0 while the others wait. If it returns `None`, because there is nothing to resume from, all ranks get
+    /// `None`. Corresponds to `torch.load` on rank 0 and `torch.distributed.broadcast_object_list`.
     ///
     /// The bytes of the file are sent to the other ranks, which keep them in memory until the checkpoint is dropped. If
-    /// all ranks can read the same file, [`Checkpoint::load`] on each of them needs neither time nor memory for this.
+    /// all ranks can read the same file, call [`Checkpoint::load`] on each of them, which sends and keeps nothing.
     ///
     /// # Errors
     ///
-    /// The error of `load` on rank 0, and [`DistributedError::Rank0`](crate::distributed::DistributedError::Rank0) with its
-    /// message on the others; those of [`ProcessGroup::broadcast`]. The group can be used after an error of `load`.
+    /// The error of `load` on rank 0, and [`DistributedError::Rank0`](crate::distributed::DistributedError::Rank0) with
+    /// its message on the others; the errors of [`ProcessGroup::broadcast`]. The group can be used after an error of
+    /// `load`.
     ///
     /// # Examples
     ///
@@ -85,12 +87,12 @@ impl Checkpoint {
 }
 
 impl<'a> Restore<'a> {
-    /// Restores the states of random number generators that [`Checkpoint::add_rngs`] has saved: each rank gets its own
-    /// back, for the default generator of its device.
+    /// Restores the states of random number generators that [`Checkpoint::add_rngs`] has added: each rank gets its own
+    /// back, for the default generator of `device`.
     ///
-    /// If there were more or fewer ranks when they were saved, the run cannot go on with the same numbers. Each rank then
-    /// gets a new seed of its own, which depends on the saved states and the number of the rank alone. A generator that
-    /// [`Checkpoint::add_rng`] has saved counts as that of a single rank.
+    /// If the number of ranks has changed since, the run cannot go on with the same random numbers. Each rank then gets
+    /// a new seed, which depends only on the saved states and its rank. A state that [`Checkpoint::add_rng`] has added
+    /// counts as that of a single rank.
     pub fn rngs(self, name: &str, group: &'a ProcessGroup, device: Device) -> Self {
         self.target(name, Rngs { group, device })
     }

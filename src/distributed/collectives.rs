@@ -126,9 +126,9 @@ impl ProcessGroup {
         })
     }
 
-    /// Returns this rank's rows of the sum of all ranks' tensors: those that it has if the first dimension, whose
-    /// size is a multiple of the number of ranks, is divided among them in order. Blocks until the ranks have answered.
-    /// Corresponds to `torch.distributed.reduce_scatter_tensor`.
+    /// Returns this rank's rows of the sum of all ranks' tensors. The first dimension is divided among the ranks in
+    /// order, and its size has to be a multiple of their number. The shapes and dtypes are the same on all ranks.
+    /// Blocks until the ranks have answered. Corresponds to `torch.distributed.reduce_scatter_tensor`.
     ///
     /// # Errors
     ///
@@ -162,8 +162,8 @@ impl ProcessGroup {
         }
     }
 
-    /// Returns whether any rank passes `true`: a decision of one rank, such as to stop or to leave out a batch, becomes
-    /// that of all. Blocks until the ranks have answered.
+    /// Returns whether any rank passes `true`, so that all ranks follow the decision of one, such as to stop or to skip
+    /// a batch. Blocks until the ranks have answered. Corresponds to an `all_reduce` of a flag with `ReduceOp.MAX`.
     ///
     /// # Errors
     ///
@@ -177,7 +177,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Communication`] if a rank does not come;
+    /// [`DistributedError::Communication`] if a rank does not answer;
     /// [`DistributedError::Mismatch`] if a rank calls something else.
     ///
     /// [`DistributedError::Mismatch`]: crate::distributed::DistributedError::Mismatch
@@ -187,14 +187,14 @@ impl ProcessGroup {
         self.compare("barrier", "barrier")
     }
 
-    /// Blocks until all ranks have called this, for at most `timeout`. The error's message names all ranks that have
-    /// not, which rank 0 finds out. It takes longer than [`barrier`](Self::barrier), and what the ranks call is not
-    /// compared. Corresponds to `torch.distributed.monitored_barrier(wait_all_ranks=True)`.
+    /// Blocks until all ranks have called this, for at most `timeout`. On rank 0 the error's message names all ranks
+    /// that have not. It takes longer than [`barrier`](Self::barrier), and what the ranks call is not compared.
+    /// Corresponds to `torch.distributed.monitored_barrier(wait_all_ranks=True)`.
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not come
-    /// in time. The group cannot be used any more.
+    /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not
+    /// answer in time. The group cannot be used any more.
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
         let _order = self.begin();
         self.run("monitored_barrier", |group| group.monitored_barrier(timeout))

@@ -8,18 +8,18 @@ use crate::error::{DistributedError, Result};
 
 impl GroupOptions {
     /// Forms the group that the environment variables `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` describe.
-    /// [`spawn`](crate::distributed::spawn) and `torchrun --no-python` set them. Blocks until all ranks have called this.
-    /// Corresponds to `init_process_group(init_method="env://")`.
+    /// [`spawn`](crate::distributed::spawn) and `torchrun --no-python` set them. Blocks until all ranks have called
+    /// this. Corresponds to `init_process_group(init_method="env://")`.
     ///
-    /// Rank 0 serves the store, unless `TORCHELASTIC_USE_AGENT_STORE` says that the process does which has started the
-    /// ranks. It listens on 127.0.0.1 if `MASTER_ADDR` is `localhost` or `127.0.0.1`, and on all interfaces otherwise.
-    /// Call this once for each process; form further groups through [`ProcessGroup::store`].
+    /// Rank 0 serves the store, unless `TORCHELASTIC_USE_AGENT_STORE` is `True`: then the process that started the
+    /// ranks does. Rank 0 listens on 127.0.0.1 if `MASTER_ADDR` is `localhost` or `127.0.0.1`, and on all interfaces
+    /// otherwise. Call this once for each process; form further groups through [`ProcessGroup::store`].
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Environment`] if a variable is not set or invalid;
+    /// [`DistributedError::Environment`] if a variable is not set, or is invalid;
     /// [`DistributedError::Store`] if the store cannot be reached, or cannot be served because its port is in use;
-    /// [`DistributedError::Communication`] if a rank does not come before the timeout.
+    /// [`DistributedError::Communication`] if a rank does not join before the timeout.
     pub fn from_env(&self) -> Result<ProcessGroup> {
         let (rank, size): (usize, usize) = (parsed("RANK")?, parsed("WORLD_SIZE")?);
         if rank >= size {

@@ -22,8 +22,9 @@ const TIMEOUT: Duration = Duration::from_secs(30 * 60);
 pub struct GroupOptions {
     /// How long an operation waits for the other ranks before it fails; 30 minutes by default, as in PyTorch.
     pub timeout: Duration,
-    /// The network interface to communicate through, such as `eth0`. By default it is the loopback interface if the store
-    /// is only reachable from this machine, or else the first one of `GLOO_SOCKET_IFNAME`, or that of the host's name.
+    /// The network interface to communicate through, such as `eth0`. By default it is the loopback interface if only
+    /// this machine can reach the store. Otherwise it is the first one of `GLOO_SOCKET_IFNAME`, or that of the host's
+    /// name.
     pub interface: Option<String>,
     /// The name of the group, which has to be the same on all ranks and not yet used with this store. By default groups
     /// are numbered, and the ranks have to form them in the same order.
@@ -40,11 +41,12 @@ impl Default for GroupOptions {
 
 impl GroupOptions {
     /// Forms a group of `size` ranks, which all call this with the same store and options. Blocks until all have.
+    /// Corresponds to `torch.distributed.init_process_group`.
     ///
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] if `rank` is not less than `size`;
-    /// [`DistributedError::Communication`] if a rank does not come before the timeout.
+    /// [`DistributedError::Communication`] if a rank does not join before the timeout.
     pub fn join(&self, store: &Store, rank: usize, size: usize) -> Result<ProcessGroup> {
         if rank >= size || i32::try_from(size).is_err() {
             let problem = format!("is {rank}, but must be less than the number of ranks, {size}");
@@ -83,16 +85,18 @@ impl GroupOptions {
 /// Ranks that communicate by collectives. Clones are the same group. Corresponds to `torch.distributed.ProcessGroup`,
 /// with the backend Gloo for CPU tensors and, where the process has a GPU, NCCL for CUDA tensors.
 ///
-/// Each rank with CUDA tensors needs a GPU of its own. For these, a collective has the current stream wait, not the host.
-/// NCCL itself has not been run yet, only what surrounds it, on simulated GPUs. By PyTorch's default it ends the process if a rank does not answer before the
-/// timeout: see `TORCH_NCCL_ASYNC_ERROR_HANDLING` in PyTorch's documentation.
+/// Each rank with CUDA tensors needs a GPU of its own. After the comparison of the calls, a collective of CUDA tensors
+/// makes the current stream wait, not the host. If a rank does not answer before the timeout, PyTorch's NCCL backend
+/// ends the process by default: see `TORCH_NCCL_ASYNC_ERROR_HANDLING` in PyTorch's documentation. NCCL itself has not
+/// been run yet. The code around it has been run on simulated GPUs.
 ///
 /// Every rank calls the same operations in the same order. What each rank calls is compared before anything else is
-/// communicated, so that a mistake is an error on every rank; only [`monitored_barrier`](Self::monitored_barrier) is not
-/// compared. If a rank ends or hangs, the others get an error within the timeout, and the group cannot be used any more.
+/// communicated, so that a mistake is an error on every rank; only [`monitored_barrier`](Self::monitored_barrier) is
+/// not compared. If a rank ends or hangs, the others get an error within the timeout, and the group can no longer be
+/// used.
 ///
-/// Threads may share a group: their collectives run one after the other. They have to come in the same order on all
-/// ranks, and not during the backward pass of a model that is distributed over the group.
+/// Threads may share a group: their collectives run one after the other. All ranks have to call them in the same order,
+/// and not during the backward pass of a model that is distributed over the group.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -149,7 +153,7 @@ impl ProcessGroup {
         GroupOptions::default().from_env()
     }
 
-    /// Returns the number of this rank, from zero on.
+    /// Returns the number of this rank, starting at 0.
     pub fn rank(&self) -> usize {
         self.0.place.rank
     }

@@ -38,7 +38,7 @@ pub struct Mean {
 }
 
 impl Mean {
-    /// Creates a mean of nothing yet.
+    /// Makes a mean without examples.
     pub fn new() -> Self {
         Self::default()
     }
@@ -48,8 +48,8 @@ impl Mean {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the tensor is undefined, complex, on another device than the previous batch, or does
-    /// not have one element.
+    /// [`Error::InvalidArgument`] if the tensor is undefined, complex, or on another device than the previous batch, or
+    /// if it does not have one element.
     pub fn add(&mut self, mean: &Tensor, count: u64) -> Result<()> {
         let elements = self.check("mean", mean)?;
         if elements != 1 {
@@ -66,8 +66,8 @@ impl Mean {
         self.accumulate(sum, count)
     }
 
-    /// Adds a batch by the values of its examples, a real or bool tensor of any shape, such as the loss of each example, or
-    /// whether the model was right.
+    /// Adds a batch by the values of its examples, a real or bool tensor of any shape, such as the loss of each
+    /// example, or whether the model was right.
     ///
     /// # Errors
     ///
@@ -83,8 +83,8 @@ impl Mean {
         self.count
     }
 
-    /// Returns the mean over the examples of all ranks, which is the same number on all of them. It is NaN if a value is
-    /// NaN, and if no rank has an example. Synchronizes, and blocks until the ranks have answered.
+    /// Returns the mean over the examples of all ranks, the same number on all of them. It is NaN if a value is NaN or
+    /// no rank has an example. Synchronizes, and blocks until the ranks have answered.
     ///
     /// # Errors
     ///

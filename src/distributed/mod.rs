@@ -8,8 +8,8 @@
 //!
 //! A store and a group have no authentication and no encryption: whoever can connect can take part. The store of
 //! [`Store::serve`] listens on all interfaces of the host; [`Store::serve_locally`] and [`spawn`] listen on 127.0.0.1
-//! only, and so does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others inside a private
-//! network.
+//! only, and so does [`ProcessGroup::from_env`] if `MASTER_ADDR` is a loopback address. Keep the others inside a
+//! private network.
 
 mod call;
 mod collectives;

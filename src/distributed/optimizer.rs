@@ -12,24 +12,27 @@ use crate::optim::{Optimizer, OptimizerState, Ranks};
 const STATE: &str = "state_dict";
 
 impl Optimizer {
-    /// Divides the state of the optimizer among the ranks, which all call this with the same parameters and options: each
-    /// keeps the state, and the master weights, of a part of the parameters of about equal size in bytes, steps these, and
-    /// sends them to the others. The results are those of an optimizer that is not divided, bit by bit. Corresponds to
-    /// `torch.distributed.optim.ZeroRedundancyOptimizer`, and is known as ZeRO stage 1.
+    /// Divides the state of the optimizer among the ranks, which all call this with the same parameters and options.
+    /// Each rank keeps the state and the master weights of some of the parameters, about as many bytes as every other
+    /// rank. It steps these parameters and sends them to the others. The results are the same bit by bit as without
+    /// this. Corresponds to `torch.distributed.optim.ZeroRedundancyOptimizer`, and is known as ZeRO stage 1.
     ///
-    /// Every rank needs the averaged gradients of all parameters, as
-    /// [`DistributedDataParallel`](crate::distributed::DistributedDataParallel) leaves them, and the same weights, which it
-    /// gives them: distribute the model first. A step is then taken on all ranks or, if it fails on one of them, on none,
-    /// unless communication fails midway; resume from the last checkpoint then. It blocks until the ranks have answered.
-    /// [`state_dict`](Self::state_dict) collects the state on rank 0, and all ranks call it. What it returns there is the
-    /// same as without ranks, so that a run resumes with another number of them:
-    /// [`load_state_dict`](Self::load_state_dict) takes the complete state on every rank, and keeps what belongs to it.
+    /// Make a [`DistributedDataParallel`](crate::distributed::DistributedDataParallel) of the model first: every rank
+    /// needs the same weights, and at each step the averaged gradients of all parameters. Each step blocks until the
+    /// ranks have answered. If it fails on one rank before anything is sent, no rank takes it. If communication fails
+    /// midway, resume from the last checkpoint.
+    ///
+    /// All ranks call [`state_dict`](Self::state_dict), which returns the complete state on rank 0, the same as without
+    /// ranks. [`load_state_dict`](Self::load_state_dict) takes the complete state on every rank and keeps the rank's
+    /// part, so a run can resume with another number of ranks.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the state is divided already;
-    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) if the ranks have other parameters;
-    /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not answer.
+    /// [`Error::InvalidArgument`] if the state is already divided;
+    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) if the parameters of the ranks
+    /// differ;
+    /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not
+    /// answer.
     ///
     /// # Examples
     ///

@@ -1,14 +1,14 @@
-//! Other random numbers on each rank.
+//! Different random numbers on each rank.
 
 use crate::distributed::group::ProcessGroup;
 
 impl ProcessGroup {
-    /// Seeds the default random number generators of this rank's process, those of the CPU and of all GPUs, with
-    /// `seed` plus the number of the rank, so that dropout and augmentation draw other numbers on each rank. Nothing is
+    /// Seeds the default random number generators of this rank's process, those of the CPU and of all GPUs, with `seed`
+    /// plus [`rank`](Self::rank), so that dropout and augmentation draw different numbers on each rank. Nothing is
     /// communicated. Corresponds to `torch.manual_seed(seed + rank)`.
     ///
-    /// The numbers of rank 1 with seed 0 are those of rank 0 with seed 1: keep the seeds of independent runs further apart
-    /// than the number of ranks. The weights of new models differ between ranks, too, until a
+    /// Rank 1 with seed 0 draws the same numbers as rank 0 with seed 1: keep the seeds of independent runs further
+    /// apart than the number of ranks. The weights of new models also differ between ranks, until a
     /// [`DistributedDataParallel`](crate::distributed::DistributedDataParallel) copies those of rank 0.
     ///
     /// Ranks that are threads of one process share its generators. The last seed counts for all of them, and which

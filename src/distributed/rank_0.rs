@@ -12,12 +12,13 @@ const NAME: &str = "on_rank_0";
 const FAILED: &str = "failed: ";
 
 impl ProcessGroup {
-    /// Runs `work` on rank 0 while the other ranks wait, and returns what it returns: `Some` on rank 0, and `None` on the
-    /// others. If it fails, every rank gets an error, and the group can still be used. Use it to save a checkpoint, for
-    /// instance, or to write a log.
+    /// Runs `work` on rank 0, for instance to save a checkpoint, while the other ranks wait. Returns its result as
+    /// `Some` on rank 0, and `None` on the others. If it fails, every rank gets an error, and the group can still be
+    /// used. PyTorch has no counterpart: programs write `if rank == 0` and a barrier, at which the others wait for the
+    /// timeout if rank 0 fails.
     ///
-    /// The other ranks wait for at most the [`timeout`](Self::timeout) of the group. If `work` panics, they get an error,
-    /// and the panic goes on. `work` must not use the group itself: a collective in it is a mismatch.
+    /// The other ranks wait for at most the [`timeout`](Self::timeout) of the group. If `work` panics, they get an
+    /// error, and the panic continues on rank 0. `work` must not use the group: a collective in it is a mismatch.
     ///
     /// # Errors
     ///

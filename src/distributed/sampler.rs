@@ -7,20 +7,20 @@ use crate::distributed::group::ProcessGroup;
 use crate::error::{Error, Result};
 use crate::ffi;
 
-/// How the examples of a data set are divided among ranks, with PyTorch's defaults. The same on all ranks.
+/// How the examples of a data set are divided among ranks, with PyTorch's defaults. All ranks need the same options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SamplerOptions {
-    /// Whether the examples are shuffled, in another order in each epoch; `true` by default. If not, they are dealt out
-    /// in their own order.
+    /// Whether the examples are shuffled, in a new order in each epoch; `true` by default. Otherwise the ranks take
+    /// turns in the order of the data set.
     pub shuffle: bool,
     /// The seed of the order, to which the epoch is added; 0 by default.
     pub seed: i64,
-    /// Whether the last examples are left out where the ranks cannot have equally many; `false` by default.
+    /// Whether the last examples are left out if the examples cannot be divided evenly; `false` by default.
     pub drop_last: bool,
-    /// Whether, without `drop_last`, the first examples are repeated where the ranks could not have equally many; `true`
-    /// by default, as in PyTorch, which has no such option. If it is `false`, every example is in exactly one rank's share,
-    /// and the first ranks may have one more than the others: for evaluation, not for training, which needs equally many
+    /// Whether, without `drop_last`, the first examples are repeated if the examples cannot be divided evenly; `true`
+    /// by default. PyTorch always repeats them. With `false`, every example is in exactly one rank's share, and the
+    /// first ranks may have one more than the others. Use that for evaluation only: training needs the same number of
     /// batches on all ranks.
     pub pad: bool,
 }
@@ -47,8 +47,8 @@ impl SamplerOptions {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the data set is empty, if `drop_last` leaves no example for any rank, and if `rank` is
-    /// not less than `size`.
+    /// [`Error::InvalidArgument`] if the data set is empty, if `drop_last` leaves no example for any rank, and if
+    /// `rank` is not less than `size`.
     pub fn build_for(&self, length: usize, rank: usize, size: usize) -> Result<DistributedSampler> {
         let invalid = |name, problem| Err(Error::InvalidArgument { name, problem });
         if rank >= size {
@@ -68,12 +68,12 @@ impl SamplerOptions {
     }
 }
 
-/// Gives each rank its own share of the examples of a data set, in another order in each epoch. The orders are those of
-/// `torch.utils.data.DistributedSampler`, its counterpart, with the same seed and epoch.
+/// Gives each rank its own share of the examples of a data set, in a new order in each epoch. Corresponds to
+/// `torch.utils.data.DistributedSampler`, and has the same orders for the same seed and epoch.
 ///
-/// All ranks need the same length, options and epoch. By default each rank has equally many examples, so that a few
-/// examples are in the shares of two ranks: leave these out with [`SamplerOptions::drop_last`], or, for evaluation,
-/// let the shares differ by one example with [`SamplerOptions::pad`].
+/// All ranks need the same length, options and epoch. By default all shares have the same size, and a few examples are
+/// repeated if necessary. To leave examples out instead, set [`SamplerOptions::drop_last`]. For evaluation, let the
+/// shares differ by one example with [`SamplerOptions::pad`].
 ///
 /// # Examples
 ///
@@ -113,7 +113,7 @@ impl DistributedSampler {
         SamplerOptions::default().build(group, length)
     }
 
-    /// Sets the epoch, from 0 on, which determines the order. Without this, the order is the same in each epoch.
+    /// Sets the epoch, which determines the order. It is 0 at first. Without this call, every epoch has the same order.
     pub fn set_epoch(&mut self, epoch: u64) {
         self.epoch = epoch;
     }
@@ -128,15 +128,15 @@ impl DistributedSampler {
         self.end().saturating_sub(self.rank).div_ceil(self.size)
     }
 
-    /// Returns whether this rank has no examples, which happens only without [`SamplerOptions::pad`], if there are fewer
-    /// examples than ranks.
+    /// Returns whether this rank has no examples. That happens only if [`SamplerOptions::pad`] is `false` and there are
+    /// fewer examples than ranks.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Returns the examples of this rank in their order, as a one-dimensional int64 tensor on the CPU of as many elements
-    /// as [`len`](Self::len) says. Needs memory for the numbers of all examples meanwhile. Neither uses nor changes the
-    /// default random number generator.
+    /// Returns the indices of this rank's examples in order, as a one-dimensional int64 tensor of [`len`](Self::len)
+    /// elements on the CPU. The call needs memory for the indices of the whole data set. It does not use the default
+    /// random number generator.
     ///
     /// # Errors
     ///

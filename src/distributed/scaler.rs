@@ -7,10 +7,10 @@ use crate::error::{Error, Result};
 use crate::scaler::{Agreement, GradScaler};
 
 impl ProcessGroup {
-    /// Gives the scalers of all ranks the scale and the counts of rank 0's. Call it after a checkpoint was loaded, unless
-    /// all ranks load the same one. New scalers with the same options are the same, and stay so, because the averaged
-    /// gradients of all ranks are non-finite in the same iterations. Synchronizes, and blocks until the ranks have
-    /// answered.
+    /// Gives the scalers of all ranks the scale and the counts of rank 0. Call it after only rank 0 has loaded a
+    /// checkpoint. It is not needed otherwise: scalers that start with the same options stay the same, because the
+    /// averaged gradients of all ranks are non-finite in the same iterations. Synchronizes, and blocks until the ranks
+    /// have answered. Corresponds to `torch.distributed.broadcast_object_list` with the scaler's `state_dict`.
     ///
     /// # Errors
     ///
@@ -35,18 +35,19 @@ impl ProcessGroup {
 }
 
 impl GradScaler {
-    /// Has the scaler skip a step on all ranks if any of them finds a non-finite gradient, and gives all ranks the scale
-    /// of rank 0 first.
+    /// Makes the scaler skip a step on all ranks if any of them finds a non-finite gradient. All ranks call this, and
+    /// first get the scale and the counts of rank 0. Corresponds to
+    /// `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.
     ///
     /// With a [`DistributedDataParallel`](crate::distributed::DistributedDataParallel) over all parameters this is not
-    /// needed, because the averaged gradients are the same on all ranks. It is needed where ranks have gradients of their
-    /// own: parameters that are divided among the ranks, or that only some of them have. From then on, each call that
-    /// unscales or steps communicates once, so all ranks have to make the same ones, also where one has no gradients. It
-    /// synchronizes. Clipping uses the norm of this rank's gradients.
+    /// needed, because the averaged gradients are the same on all ranks. It is needed for parameters that are divided
+    /// among the ranks, or that only some of them have. From then on, each call that unscales or steps synchronizes and
+    /// communicates once. All ranks have to make the same calls, even those without gradients. Clipping uses the norm
+    /// of this rank's gradients.
     ///
     /// If such a call fails on one rank, it fails on all of them:
-    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) tells the others why, before any has
-    /// stepped. Gradients that were unscaled stay unscaled, and a step can be tried again.
+    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) tells the others why, before any
+    /// has stepped. Gradients that were unscaled stay unscaled, and a step can be tried again.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! Ranks that are processes of this machine, which the program starts itself.
+//! Ranks that the program itself starts, as processes on this machine.
 
 use std::env;
 use std::sync::{Mutex, PoisonError};
@@ -29,13 +29,13 @@ impl Default for SpawnOptions {
     }
 }
 
-/// Which process a call of [`spawn`] has returned in.
+/// The process in which [`spawn`] has returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "the process that has started the ranks must not go on as one of them"]
+#[must_use = "the process that started the ranks must not go on as one of them"]
 pub enum Spawned {
-    /// In a rank, at once. It goes on to [`ProcessGroup::from_env`](crate::distributed::ProcessGroup::from_env).
+    /// A rank, which goes on to call [`ProcessGroup::from_env`](crate::distributed::ProcessGroup::from_env).
     Rank,
-    /// In the process that has started the ranks, after all of them have ended successfully.
+    /// The process that started the ranks. All of them have ended successfully.
     Finished,
 }
 
@@ -49,23 +49,36 @@ pub fn spawn(ranks: usize) -> Result<Spawned> {
 }
 
 impl SpawnOptions {
-    /// Starts this program `ranks` times, as the ranks of a group on this machine, and waits for them. Call it first,
-    /// before anything is loaded: each rank runs the program from its beginning, with the same arguments, and in a rank
-    /// this returns [`Spawned::Rank`] at once. Corresponds to `torch.multiprocessing.spawn`, and to torchrun on one
-    /// machine.
+    /// Starts this program `ranks` times, as the ranks of a group on this machine, and waits until all of them have
+    /// ended. Call it before anything is loaded: each rank runs the program from its beginning, with the same
+    /// arguments, and in a rank this returns [`Spawned::Rank`] at once. Corresponds to `torch.multiprocessing.spawn`,
+    /// and to torchrun on one machine.
     ///
-    /// A process is a rank if `RANK` is set, so that under torchrun, which sets it, nothing is started. The ranks have
-    /// the variables `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, and
-    /// `OMP_NUM_THREADS=1` if it is not set and there are several. This process serves their store on 127.0.0.1. Their
-    /// standard input is empty.
+    /// A process is a rank if `RANK` is set, so under torchrun, which sets it, nothing is started. The ranks have the
+    /// variables `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`. If there are
+    /// several, they also have `OMP_NUM_THREADS=1`, unless it is set already. This process serves their store on
+    /// 127.0.0.1. Their standard input is empty.
     ///
-    /// If a rank fails, the others are asked to end with SIGTERM, and are killed after the
-    /// [`grace_period`](Self::grace_period). SIGINT, SIGTERM, SIGHUP and SIGQUIT, unless this process ignores them, are
-    /// passed on to the ranks, which are killed after the same time. Each rank is in a process group of its own, so
-    /// that Ctrl-C reaches it once. When this returns, all have ended. On Linux they are killed if this process ends in
-    /// any way, or the thread that called this; on other systems ranks survive a process that is killed.
+    /// If a rank fails, the others receive SIGTERM, and those that are left after the
+    /// [`grace_period`](Self::grace_period) are killed. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks,
+    /// unless this process ignores them, and ranks that are left after the same time are killed. Each rank is in a
+    /// process group of its own, so Ctrl-C reaches it once. On Linux the ranks are killed if this process, or the
+    /// thread that called this, ends before them. On other systems they survive if this process is killed.
     ///
-    /// Other threads that call this wait until the ranks of the first one have ended.
+    /// Only one call runs at a time: other threads that call this wait until it has returned.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] if `ranks` is 0. In the process that starts the ranks also:
+    /// [`DistributedError::Store`] if the store cannot be served;
+    /// [`DistributedError::Spawn`] if a rank cannot be started;
+    /// [`DistributedError::RankFailed`] if a rank is ended by a signal, or has an exit status other than 0;
+    /// [`DistributedError::Interrupted`] if a signal was passed on.
+    ///
+    /// [`DistributedError::Store`]: crate::distributed::DistributedError::Store
+    /// [`DistributedError::Spawn`]: crate::distributed::DistributedError::Spawn
+    /// [`DistributedError::RankFailed`]: crate::distributed::DistributedError::RankFailed
+    /// [`DistributedError::Interrupted`]: crate::distributed::DistributedError::Interrupted
     ///
     /// # Examples
     ///
@@ -81,13 +94,6 @@ impl SpawnOptions {
     ///     Ok(())
     /// }
     /// ```
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidArgument`] if `ranks` is 0. Only in the process that starts the ranks, and of
-    /// [`DistributedError`](crate::distributed::DistributedError): `Store` if the store cannot be served; `Spawn` if a
-    /// rank cannot be started; `RankFailed` if a rank ends by a signal, or with another exit status than 0;
-    /// `Interrupted` if a signal was passed on.
     pub fn spawn(&self, ranks: usize) -> Result<Spawned> {
         if ranks == 0 {
             let problem = "is 0, but at least one rank is needed".to_owned();

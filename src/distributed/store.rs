@@ -16,8 +16,8 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(300);
 /// A dictionary that all ranks share, through which they find each other: c10d's `TCPStore` or `HashStore`.
 ///
 /// Clones are the same store. One process serves it, usually that of rank 0, and has to live as long as the groups that
-/// were formed through it. Ranks that are threads of one process share a store of [`in_process`](Self::in_process); each
-/// one needs a connection of its own to any other store.
+/// were formed through it. Ranks that are threads of one process share a store of [`in_process`](Self::in_process);
+/// each one needs a connection of its own to any other store.
 #[derive(Clone, Debug)]
 pub struct Store(Arc<Shared>);
 
@@ -74,8 +74,8 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for port 0; [`DistributedError::Store`] if it cannot be served, for instance because the
-    /// port is in use.
+    /// [`Error::InvalidArgument`] for port 0; [`DistributedError::Store`] if it cannot be served, for instance because
+    /// the port is in use.
     pub fn serve(port: u16) -> Result<Self> {
         if port == 0 {
             let problem = "is 0, but the other ranks have to know it".to_owned();
@@ -140,8 +140,8 @@ impl Store {
     }
 }
 
-/// Whether a host is this machine under the address that [`Store::serve_locally`] has. Other names are not resolved: that
-/// of the host itself often stands for a loopback address, which other hosts cannot reach.
+/// Whether a host is this machine under the address that [`Store::serve_locally`] has. Other names are not resolved:
+/// that of the host itself often stands for a loopback address, which other hosts cannot reach.
 pub(super) fn is_loopback(host: &str) -> bool {
     matches!(host, "localhost" | "127.0.0.1")
 }

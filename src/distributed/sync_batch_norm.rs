@@ -10,14 +10,15 @@ use crate::error::{Error, Result};
 use crate::ffi;
 use crate::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
-/// Batch normalization whose mean and variance are those of the batches of all ranks together, for training with small
-/// batches. The counterpart of `torch.nn.SyncBatchNorm`, which runs on GPUs only; this one runs on the CPU as well.
+/// Batch normalization by the mean and variance of the batches of all ranks together, for training with small batches.
+/// Corresponds to `torch.nn.SyncBatchNorm`, which runs on GPUs only; this one runs on the CPU as well.
 ///
-/// It takes the place of [`tch::nn::batch_norm2d`] and of its siblings for other dimensions, and its variables have the
-/// same names. The input has the shape `[N, C, ..]`, and the output has the same shape and dtype. The ranks may have batches
-/// of different sizes, also empty ones. Statistics are computed in f32, or in f64 for f64 inputs. In evaluation the running
-/// statistics are used, and nothing is communicated. A training pass communicates once in the forward and once in the
-/// backward pass, so all ranks run the same layers in the same order. It cannot be differentiated twice.
+/// It replaces [`tch::nn::batch_norm1d`], [`batch_norm2d`](tch::nn::batch_norm2d) and
+/// [`batch_norm3d`](tch::nn::batch_norm3d), and its variables have the same names. The input has the shape
+/// `[N, C, ..]`, and the output has the same shape and dtype. The ranks may have batches of different sizes, even empty
+/// ones. Statistics are computed in f32, or in f64 for f64 inputs. In evaluation the running statistics are used, and
+/// nothing is communicated. In training each layer communicates once in the forward and once in the backward pass, so
+/// all ranks have to run the same layers in the same order. It cannot be differentiated twice.
 ///
 /// # Examples
 ///
@@ -45,7 +46,7 @@ use crate::function::{BackwardContext, ForwardContext, Function, FunctionResult,
 /// ```
 #[derive(Debug)]
 pub struct SyncBatchNorm {
-    /// The variables: the weight and the bias, if it is affine, and the running statistics.
+    /// The variables: the running statistics, and the weight and bias unless `affine` is off in the configuration.
     pub bn: nn::BatchNorm,
     eps: f64,
     momentum: f64,
@@ -66,19 +67,23 @@ impl SyncBatchNorm {
         Self { bn, eps, momentum, group: group.clone() }
     }
 
-    /// Normalizes the input: with the statistics of the batches of all ranks, and updates the running statistics, if
-    /// `train`, and else with the running statistics.
+    /// Normalizes the input. With `train`, it uses the statistics of the batches of all ranks and updates the running
+    /// statistics. Otherwise it uses the running statistics.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for an input that has not the layer's channels as its second dimension, and in training
-    /// for a single value per channel on all ranks together; the errors of [`ProcessGroup::all_gather`].
+    /// [`Error::InvalidArgument`] if the second dimension of the input is not the layer's number of channels, and in
+    /// training if all ranks together have fewer than two values per channel; the errors of
+    /// [`ProcessGroup::all_gather`].
     pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         let (mean, var) = (&self.bn.running_mean, &self.bn.running_var);
         let size = xs.size();
         let channels = mean.size();
         if size.get(1) != channels.first() {
-            let problem = format!("has the shape {size:?}, but must have {channels:?} channels");
+            let problem = format!(
+                "has the shape {size:?}, but its second dimension must be {}",
+                channels.first().unwrap_or(&0)
+            );
             return Err(Error::InvalidArgument { name: "xs", problem });
         }
         let (weight, bias) = (self.bn.ws.as_ref(), self.bn.bs.as_ref());
@@ -118,7 +123,8 @@ impl ModuleT for SyncBatchNorm {
     }
 }
 
-/// Normalizes by the statistics of all ranks. The outputs are the normalized numbers, the mean and the unbiased variance.
+/// Normalizes by the statistics of all ranks. The outputs are the normalized numbers, the mean and the unbiased
+/// variance.
 struct Normalize {
     /// All dimensions but that of the channels.
     dims: Vec<i64>,
@@ -147,7 +153,8 @@ impl Normalize {
 
     /// The moments of the batches of all ranks.
     ///
-    /// Source: Chan, Golub and LeVeque, *Updating Formulae and a Pairwise Algorithm for Computing Sample Variances*, 1979.
+    /// Source: Chan, Golub and LeVeque, *Updating Formulae and a Pairwise Algorithm for Computing Sample Variances*,
+    /// 1979.
     fn moments(&self, xs: &Tensor) -> Result<Moments> {
         let channels = xs.size()[1];
         let count = xs.numel() as f64 / channels.max(1) as f64;
@@ -189,7 +196,7 @@ impl Function for Normalize {
         let xs = input.f_to_kind(wide(kind))?;
         let Moments { mean, squares, count } = self.moments(&xs)?;
         if count < 2.0 {
-            let problem = "has less than two values per channel on all ranks together".to_owned();
+            let problem = "has fewer than two values per channel on all ranks together".to_owned();
             return Err(Error::InvalidArgument { name: "xs", problem }.into());
         }
         let scale =

@@ -27,8 +27,8 @@ pub enum DistributedError {
         message: String,
     },
 
-    /// An operation failed because ranks have ended, have left, or did not answer before the timeout. The group cannot
-    /// be used any more, on any rank. Form a new one with a new name, and resume from the last checkpoint.
+    /// An operation failed because ranks have ended, have left, or did not answer before the timeout. The group can no
+    /// longer be used on any rank. Form a new one with a new name, and resume from the last checkpoint.
     #[error("{operation} failed on rank {rank} of {size}{}: {message}", Missing(missing))]
     Communication {
         /// What was called.
@@ -37,8 +37,8 @@ pub enum DistributedError {
         rank: usize,
         /// The number of ranks.
         size: usize,
-        /// The ranks that did not report a failure of their own within five seconds, so that they have probably ended or
-        /// hang.
+        /// The ranks that did not report a failure of their own within five seconds, so that they have probably ended
+        /// or hang.
         missing: Vec<usize>,
         /// libtorch's message.
         message: String,
@@ -52,26 +52,26 @@ pub enum DistributedError {
         calls: Vec<String>,
     },
 
-    /// Rank 0 could not do what the others wait for. The group can still be used.
+    /// The work of rank 0, for which the others have waited, failed. The group can still be used.
     #[error("rank 0 failed: {message}")]
     Rank0 {
         /// The message of its error.
         message: String,
     },
 
-    /// A parameter is not as it was when the model was distributed. Make a new `DistributedDataParallel`, on all ranks.
+    /// A parameter has changed since the model was distributed. Make a new `DistributedDataParallel`, on all ranks.
     #[error(
         "{name} {problem} after the model was distributed: make a new DistributedDataParallel on all ranks"
     )]
     Parameter {
         /// The name of the parameter in the `VarStore`.
         name: String,
-        /// What has happened to it.
+        /// What happened to it.
         problem: &'static str,
     },
 
-    /// The loss does not depend on parameters of the model, so that their gradients cannot be averaged. Freeze or remove
-    /// them, or set `find_unused_parameters`. The gradients of this iteration are unusable, and so is the
+    /// The loss does not depend on parameters of the model, so that their gradients cannot be averaged. Freeze or
+    /// remove them, or set `find_unused_parameters`. The gradients of this iteration are unusable, and so is the
     /// `DistributedDataParallel`: make a new one, on all ranks.
     #[error(
         "the loss of rank {rank} does not depend on the parameters {names:?}: freeze or remove them, or set find_unused_parameters"
@@ -85,15 +85,15 @@ pub enum DistributedError {
         message: String,
     },
 
-    /// The group cannot be used any more, because an operation has failed.
+    /// The group can no longer be used, because an operation has failed. Form a new one.
     #[error("{operation} was called on a group that has failed: form a new group")]
     Failed {
         /// What was called.
         operation: &'static str,
     },
 
-    /// A rank that [`spawn`](crate::distributed::spawn) was to start could not be started, or not be waited for. The
-    /// others have been ended.
+    /// A rank that [`spawn`](crate::distributed::spawn) was to start could not be started or waited for. The others
+    /// have been ended.
     #[error("rank {rank} could not be started or waited for: {message}")]
     Spawn {
         /// The rank.
@@ -102,8 +102,8 @@ pub enum DistributedError {
         message: String,
     },
 
-    /// A rank that [`spawn`](crate::distributed::spawn) has started has failed, as the first one. The others have been
-    /// ended. What the rank has printed says why; a signal that it did not handle is in `status`.
+    /// A rank that [`spawn`](crate::distributed::spawn) has started failed before the others, which have been ended.
+    /// The rank's own output says why, or `status` has the signal that ended it.
     #[error("rank {rank} of {size} has failed ({status}), and the other ranks have been ended")]
     RankFailed {
         /// The rank.

@@ -140,8 +140,8 @@ impl StepAnswer {
     }
 }
 
-/// Steps the parameters that have gradients and that no other rank steps, and takes new stamps of those with master weights. Changes nothing if any
-/// answer is neither `Taken` nor `LeftOut`, or if `found_inf` is not zero.
+/// Steps the parameters that have gradients and that no other rank steps, and takes new stamps of those with master
+/// weights. Changes nothing if any answer is neither `Taken` nor `LeftOut`, or if `found_inf` is not zero.
 pub(crate) fn optim_step(
     parameters: &[OptimParameter<'_>],
     options: &[OptimOptions],

@@ -26,7 +26,8 @@ pub(crate) trait Ranks: Debug + Send + Sync {
     /// Overwrites each tensor by the one of its owner.
     fn share(&self, tensors: &[Tensor], owners: &[usize]) -> Result<()>;
 
-    /// Adds the tensors of the other ranks to the state on rank 0, or fails on all ranks if one of them passes an error.
+    /// Adds the tensors of the other ranks to the state on rank 0, or fails on all ranks if one of them passes an
+    /// error.
     fn gather_state(&self, state: Result<OptimizerState>) -> Result<OptimizerState>;
 }
 
@@ -68,7 +69,7 @@ impl Optimizer {
     pub(crate) fn shard(&mut self, ranks: Arc<dyn Ranks>) -> Result<()> {
         let described = self.take_added().and_then(|()| {
             if self.shards.is_some() {
-                let problem = "has its state divided among ranks already; build a new one, and load the state".to_owned();
+                let problem = "already has its state divided among ranks; build a new one, and load the state".to_owned();
                 return Err(Error::InvalidArgument { name: "optimizer", problem });
             }
             let parameters = self.slots.iter().zip(&self.parameters);

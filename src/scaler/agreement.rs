@@ -12,13 +12,13 @@ use crate::scaler::record::Stage;
 /// The ranks that skip the same steps.
 pub(crate) trait Agreement: Debug + Send + Sync {
     /// Returns whether any rank has found a non-finite gradient. Takes what this rank has found, or the error that kept
-    /// it from looking, which it returns, and of which the other ranks learn.
+    /// it from looking. It returns such an error, and fails on the other ranks with its message.
     fn any(&self, found: Result<bool>) -> Result<bool>;
 }
 
 impl GradScaler {
-    /// Adds what the other ranks have found to the record of an optimizer. If one of them has failed, a step that has not
-    /// begun can be tried again.
+    /// Adds what the other ranks have found to the record of an optimizer. If one of them has failed, a step that has
+    /// not begun can be tried again.
     pub(super) fn agree(
         &self,
         agreement: &dyn Agreement,

@@ -127,12 +127,8 @@ fn parameters_that_change_afterwards_are_errors_that_name_them() {
     let changes: [(Change, &str, &str); 5] = [
         (|vs| drop(vs.root().ones("three", &[2])), "a variable", "was added to the VarStore"),
         (|vs| vs.half(), "one.", "was cast"),
-        (
-            |vs| drop(vs.variables()["frozen"].set_requires_grad(true)),
-            "frozen",
-            "requires gradients",
-        ),
-        (|vs| drop(vs.variables()["two.bias"].set_requires_grad(false)), "two.bias", "gradients"),
+        (|vs| drop(vs.variables()["frozen"].set_requires_grad(true)), "frozen", "was unfrozen"),
+        (|vs| drop(vs.variables()["two.bias"].set_requires_grad(false)), "two.bias", "was frozen"),
         (
             |vs| vs.variables()["two.weight"].shallow_clone().set_data(&ones(&[1, 2])),
             "two.weight",

@@ -170,7 +170,8 @@ fn resume(
     let kept = scaler.state_dict().unwrap();
     *opt = replica.optimizer(program, group);
     *scaler = new_scaler();
-    // In a program, the ranks read the checkpoint of rank 0. Here each keeps what it got, and only rank 0 loads its scaler.
+    // In a program, the ranks read the checkpoint of rank 0. Here each keeps what it got, and only rank 0 loads its
+    // scaler.
     if !program.sharded {
         opt.load_state_dict(&saved).unwrap();
     }

@@ -156,7 +156,8 @@ fn a_resumed_run_has_the_bits_of_the_whole_one_on_each_rank() {
     assert_eq!(only_line(spawn_rank(&task("others"), "0", "1", &free_port())), "done");
 }
 
-/// Restores the random numbers of two ranks on other numbers of ranks. The process is alone: nothing else draws numbers.
+/// Restores the random numbers of two ranks on other numbers of ranks. The process is alone: nothing else draws
+/// numbers.
 fn other_ranks(alone: &ProcessGroup, path: &Path) {
     let checkpoint = Checkpoint::load(path).unwrap();
     let saved = checkpoint.tensor("rng").unwrap();

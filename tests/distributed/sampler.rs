@@ -34,7 +34,8 @@ fn the_shares_are_those_of_pytorch() {
         (options.drop_last(rng.one_in(2)), length, 1 + rng.below(9), rng.below(30) as u64)
     };
     let mut cases: Vec<_> = (0..200).map(&mut case).collect();
-    // Long ones, for which libtorch might use another algorithm, and one where padding repeats everything several times.
+    // Long ones, for which libtorch might use another algorithm, and one where padding repeats everything several
+    // times.
     cases.push((SamplerOptions::default().seed(5), 70_001, 3, 2));
     cases.push((SamplerOptions::default(), 2, 9, 1));
     cases.push((SamplerOptions::default(), 0, 2, 1));

@@ -77,8 +77,8 @@ fn expected_statistics(affine: bool) -> usize {
     if affine { 4 } else { 2 }
 }
 
-/// Returns the output, the gradients of the input, the weight and the bias, and the running statistics, for the rows of one
-/// rank.
+/// Returns the output, the gradients of the input, the weight and the bias, and the running statistics, for the rows of
+/// one rank.
 fn run(vs: &VarStore, layer: &dyn ModuleT, xs: &Tensor, rows: &[i64], rank: usize) -> Vec<Tensor> {
     let before: i64 = rows[..rank].iter().sum();
     let xs = xs.copy().set_requires_grad(true);
@@ -145,6 +145,6 @@ fn evaluation_uses_the_running_statistics_and_wrong_inputs_are_refused() {
         let rows = i64::from(group.rank() == 0);
         let error =
             layer.f_forward_t(&numbers(&[rows, CHANNELS], 1, Kind::Float), true).unwrap_err();
-        assert!(error.to_string().contains("less than two values"), "{error}");
+        assert!(error.to_string().contains("fewer than two values"), "{error}");
     });
 }

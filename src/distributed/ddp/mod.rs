@@ -17,12 +17,12 @@ use model::Model;
 pub use options::DdpOptions;
 
 /// Averages the gradients of a model over the ranks of a group while the backward pass runs, so that all ranks train
-/// the same model on different data. Gradients are averaged in the dtypes of their parameters, also those of
-/// half-precision parameters that an optimizer with master weights has converted to f32. Corresponds to `torch.nn.parallel.DistributedDataParallel`, and uses its engine,
-/// c10d's `Reducer`: the results are the same bit by bit.
+/// the same model on different data. Corresponds to `torch.nn.parallel.DistributedDataParallel`, and uses its engine,
+/// c10d's `Reducer`: on the CPU the results are the same bit by bit. Each gradient is averaged in the dtype of its
+/// parameter, even if an optimizer with master weights has converted it to f32.
 ///
 /// Each rank makes its own model, loss and optimizer. Wrap the forward pass in [`forward`](Self::forward), and run the
-/// backward pass by [`backward`](Self::backward), or by [`backward_scaled`](Self::backward_scaled) with a scaler.
+/// backward pass with [`backward`](Self::backward), or [`backward_scaled`](Self::backward_scaled) if there is a scaler.
 /// Everything else stays as it is on one device. The gradients of an infinite or NaN batch are infinite or NaN on all
 /// ranks, so that the scalers of all ranks skip the same steps and keep the same scale.
 ///
@@ -43,7 +43,7 @@ pub use options::DdpOptions;
 ///     let mut scaler = GradScaler::new(Device::Cpu)?;
 ///     for _ in 0..3 {
 ///         opt.zero_grad()?;
-///         let xs = Tensor::rand([8, 4], (Kind::Float, Device::Cpu)); // other data on each rank
+///         let xs = Tensor::rand([8, 4], (Kind::Float, Device::Cpu)); // different data on each rank
 ///         let loss = ddp.forward(|| autocast(Device::Cpu, || net.forward(&xs).square().mean(Kind::Float)))??;
 ///         ddp.backward_scaled(&mut scaler, &loss)?;
 ///         let _outcome = scaler.step(&mut opt)?;
@@ -121,13 +121,14 @@ impl DistributedDataParallel {
         &self.group
     }
 
-    /// Runs a forward pass, and returns what it returns. Before it, the buffers of all ranks become those of rank 0.
-    /// Without gradients, as under [`tch::no_grad`], nothing else is prepared, so that ranks may evaluate different
-    /// numbers of batches if the model has no buffers, or `broadcast_buffers` is off.
+    /// Copies the buffers of rank 0 to the other ranks, runs a forward pass, and returns its result. Under
+    /// [`tch::no_grad`] nothing else is communicated, so ranks may evaluate different numbers of batches if the model
+    /// has no buffers or `broadcast_buffers` is off. Corresponds to calling the module in PyTorch.
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Parameter`] if variables have been added, cast, frozen, unfrozen or resized since this was made;
+    /// [`DistributedError::Parameter`] if variables have been added, cast, frozen, unfrozen or resized since this was
+    /// made;
     /// [`DistributedError::Mismatch`] if the other ranks do something else, where the pass communicates;
     /// [`DistributedError::Communication`] if a rank does not answer, or the previous backward pass has failed.
     pub fn forward<T>(&mut self, forward: impl FnOnce() -> T) -> Result<T> {
@@ -153,8 +154,8 @@ impl DistributedDataParallel {
     /// Runs the backward pass of a loss, and averages the gradients. Returns when all are averaged.
     ///
     /// As in PyTorch, a plain `loss.backward()` after [`forward`](Self::forward) averages them, too, unless
-    /// `find_unused_parameters` is on. But then tch panics if a rank does not answer, what the ranks do is not compared, and
-    /// a parameter that the loss does not depend on is only noticed by the next forward pass.
+    /// `find_unused_parameters` is on. But then tch panics if a rank does not answer, the passes of the ranks are not
+    /// compared, and only the next forward pass notices a parameter that the loss does not depend on.
     ///
     /// # Errors
     ///
@@ -180,8 +181,8 @@ impl DistributedDataParallel {
         self.backward_by(loss, || scaler.backward(loss))
     }
 
-    /// Runs exactly one backward pass of your own, from this loss. A second one in `backward` would add gradients of this
-    /// rank alone to the averaged ones: add several losses first.
+    /// Runs `backward`, which does one backward pass of your own from `loss`, and averages the gradients. A second pass
+    /// in it would add gradients of this rank alone to the averaged ones: sum several losses first.
     ///
     /// # Errors
     ///
@@ -211,8 +212,7 @@ impl DistributedDataParallel {
     }
 
     /// Runs `iteration`, whose backward passes accumulate the gradients of this rank alone. The next backward pass
-    /// outside averages the sum. The forward pass belongs inside, too. Corresponds to
-    /// `DistributedDataParallel.no_sync()`.
+    /// outside averages the sum. Run the forward pass inside, too. Corresponds to `DistributedDataParallel.no_sync()`.
     pub fn no_sync<T>(&mut self, iteration: impl FnOnce(&mut Self) -> T) -> T {
         let was = std::mem::replace(&mut self.syncs, false);
         let within = Within { ddp: self, was };
@@ -238,7 +238,7 @@ impl DistributedDataParallel {
         }
         let unfrozen = self.model.others.iter().find(|(_, tensor)| tensor.requires_grad());
         if let Some((name, _)) = unfrozen {
-            return parameter(name, "requires gradients, as it did not before,");
+            return parameter(name, "was unfrozen");
         }
         let Some((index, changed)) = self.reducer.changed()? else { return Ok(()) };
         let name = self.model.parameters.get(index).map_or("a parameter", |(name, _)| name);
@@ -246,8 +246,8 @@ impl DistributedDataParallel {
             name,
             match changed {
                 Changed::Cast => "was cast to another dtype",
-                Changed::Frozen => "does not require gradients any more",
-                Changed::Reshaped => "has another shape",
+                Changed::Frozen => "was frozen",
+                Changed::Reshaped => "was given another shape",
             },
         )
     }

@@ -24,16 +24,18 @@ pub struct DdpOptions {
     /// Whether the gradients are views of the buckets, which saves the memory of the gradients, and a copy; `false` by
     /// default.
     pub gradient_as_bucket_view: bool,
-    /// The half-precision dtype in which gradients are communicated, to halve the traffic; `None` by default.
+    /// The half-precision dtype in which gradients are communicated, which halves the traffic of f32 parameters; `None`
+    /// by default.
     /// Corresponds to the communication hooks `fp16_compress_hook` and `bf16_compress_hook`.
     pub compression: Option<Kind>,
-    /// Whether gradients are divided by the number of ranks before they are converted. PyTorch's hooks convert first, so
-    /// that fp16 overflows if the scaled gradient of a rank exceeds 65504; `false` by default, which gives PyTorch's bits.
+    /// Whether gradients are divided by the number of ranks before they are converted. PyTorch's hooks convert first,
+    /// so that fp16 overflows if the scaled gradient of a rank exceeds 65504; `false` by default, which gives PyTorch's
+    /// bits.
     pub divide_first: bool,
-    /// Whether the ranks compare which model's pass they are about to run, before it communicates; `true` by default. If
-    /// they disagree, each gets an error; otherwise they would wait for each other, or gloo would abort the process. It
-    /// costs a message of 256 bytes in each backward pass, and in each forward pass that communicates. PyTorch
-    /// compares only with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+    /// Whether the ranks compare which model's pass they are about to run, before it communicates; `true` by default.
+    /// If they disagree, each gets an error. Without the comparison they would wait for each other, or gloo would abort
+    /// the process. It costs a message of 256 bytes in each backward pass, and in each forward pass that communicates.
+    /// PyTorch compares only with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
     pub compare_passes: bool,
 }
 
@@ -62,13 +64,13 @@ impl Default for DdpOptions {
 }
 
 impl DdpOptions {
-    /// Distributes a model: from now on, the gradients of all variables of `vs` that require gradients are averaged over
-    /// the ranks, which all call this. The parameters and buffers of all ranks become those of rank 0.
+    /// Distributes a model: from now on, the gradients of all variables of `vs` that require gradients are averaged
+    /// over the ranks, which all call this. The parameters and buffers of rank 0 are copied to the other ranks.
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) if the ranks have other options,
-    /// or parameters with other names, shapes or dtypes, of which the first is named;
+    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) if the options of the ranks
+    /// differ, or the names, shapes or dtypes of their variables, with the first difference;
     /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not
     /// answer;
     /// [`Error::InvalidArgument`] for an option that cannot be used, and for a `VarStore` without trainable variables.
