@@ -17,7 +17,7 @@ struct tamp_reducer {
   std::vector<at::ScalarType> dtypes;
   std::vector<std::vector<int64_t>> sizes;
   bool finds_unused = false;
-  bool is_prepared = false;  // whether a backward pass would average its gradients
+  std::vector<size_t> narrowed;  // the parameters whose gradients were f32 before the backward pass
   std::shared_ptr<c10d::Reducer> reducer;
   std::shared_ptr<c10d::Logger> logger;
 };
@@ -89,19 +89,30 @@ std::vector<std::vector<size_t>> buckets(const std::vector<at::Tensor> &paramete
   return indices;
 }
 
-// Has autograd accumulate each gradient in its parameter's dtype, which is that of the buckets. Unscaling for an
-// optimizer with master weights has made it f32.
-void narrow(const std::vector<at::Tensor> &parameters) {
+// Has autograd accumulate the gradient of a parameter in this dtype.
+void set_gradient_dtype(const at::Tensor &parameter, at::ScalarType dtype) {
   const at::NoGradGuard no_grad;
-  for (const at::Tensor &parameter : parameters) {
-    const at::ScalarType dtype = parameter.scalar_type();
-    if ((dtype != at::kBFloat16 && dtype != at::kHalf) || parameter.grad_dtype() == dtype) continue;
-    at::Tensor own = parameter.grad().defined() ? parameter.grad().to(dtype) : at::Tensor();
-    // libtorch does not change the dtype while there is a gradient.
-    parameter.mutable_grad().reset();
-    parameter.set_grad_dtype(dtype);
-    parameter.mutable_grad() = std::move(own);
+  at::Tensor gradient = parameter.grad().defined() ? parameter.grad().to(dtype) : at::Tensor();
+  // libtorch does not change the dtype while there is a gradient.
+  parameter.mutable_grad().reset();
+  parameter.set_grad_dtype(dtype);
+  parameter.mutable_grad() = std::move(gradient);
+}
+
+// Has gradients accumulated in their parameters' dtypes, which are those of the buckets. An optimizer with master weights
+// has made them f32.
+void narrow(tamp_reducer &r) {
+  for (size_t i = 0; i < r.parameters.size(); ++i) {
+    const at::ScalarType dtype = r.parameters[i].scalar_type();
+    if ((dtype != at::kBFloat16 && dtype != at::kHalf) || r.parameters[i].grad_dtype() == dtype) continue;
+    set_gradient_dtype(r.parameters[i], dtype);
+    r.narrowed.push_back(i);
   }
+}
+
+// Makes these gradients f32 again.
+void widen(tamp_reducer &r) {
+  for (const size_t i : std::exchange(r.narrowed, {})) set_gradient_dtype(r.parameters[i], at::kFloat);
 }
 
 void compress(c10d::Reducer &reducer, const Group &group, const tamp_reducer_options &o) {
@@ -177,9 +188,8 @@ uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **
       r.reducer->prepare_for_forward();
     }
     r.reducer->rebuild_buckets();
-    r.is_prepared = sync != 0 && !r.finds_unused;
-    if (r.is_prepared) {
-      narrow(r.parameters);
+    if (sync != 0 && !r.finds_unused) {
+      narrow(r);
       r.reducer->prepare_for_backward({});
     }
     return 1;
@@ -189,8 +199,9 @@ uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **
 void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss, char **err) noexcept {
   tamp::guarded(err, [&] {
     tamp_reducer &r = given(reducer);
-    if (std::exchange(r.is_prepared, false)) return;
-    narrow(r.parameters);
+    // If this is the second backward pass since the forward pass, the reducer would count the parameters of both.
+    r.reducer->rebuild_buckets();
+    narrow(r);
     std::vector<at::Tensor> roots;
     if (r.finds_unused) roots.push_back(tamp::tensor(loss));
     r.reducer->prepare_for_backward(roots);
@@ -198,7 +209,10 @@ void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss
 }
 
 void tamp_reducer_after_backward(tamp_reducer *reducer, char **err) noexcept {
-  tamp::guarded(err, [&] { given(reducer).reducer->check_finalized(); });
+  tamp::guarded(err, [&] {
+    given(reducer).reducer->check_finalized();
+    widen(given(reducer));
+  });
 }
 
 void tamp_group_broadcast_all(const tamp_group *group, tamp_tensor *const *tensors, size_t count, int64_t root,

@@ -122,7 +122,8 @@ uint8_t tamp_reducer_may_rebuild(const tamp_reducer *reducer, char **err) TAMP_N
 // unused parameters are looked for. Returns whether autograd records the forward pass.
 uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **err) TAMP_NOEXCEPT;
 
-// To be called before a backward pass whose gradients are averaged, also where its forward pass was without `sync`.
+// To be called before a backward pass whose gradients are averaged, also where its forward pass was without `sync`, or
+// where another backward pass has been averaged since.
 void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss, char **err) TAMP_NOEXCEPT;
 
 // To be called after such a backward pass. Fails if parameters did not receive a gradient.

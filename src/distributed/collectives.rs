@@ -114,15 +114,18 @@ impl ProcessGroup {
         self.compare_checked(NAME, described(self, tensor), |described| {
             format!("{NAME} of {described}")
         })?;
-        no_grad(|| {
-            let part = tensor.f_detach()?.f_contiguous()?.f_view([-1])?;
-            let ranks = self.size() as i64;
-            let all = Tensor::f_empty([part.numel() as i64 * ranks], (part.kind(), part.device()))?;
-            if part.numel() > 0 {
-                self.run(NAME, |group| group.all_gather(&all, &part))?;
-            }
-            let all = all.f_view([&[ranks], &tensor.size()[..]].concat().as_slice())?;
-            Ok(all.f_unbind(0)?)
+        self.complete(|| {
+            no_grad(|| {
+                let part = tensor.f_detach()?.f_contiguous()?.f_view([-1])?;
+                let ranks = self.size() as i64;
+                let all =
+                    Tensor::f_empty([part.numel() as i64 * ranks], (part.kind(), part.device()))?;
+                if part.numel() > 0 {
+                    self.run(NAME, |group| group.all_gather(&all, &part))?;
+                }
+                let all = all.f_view([&[ranks], &tensor.size()[..]].concat().as_slice())?;
+                Ok(all.f_unbind(0)?)
+            })
         })
     }
 
@@ -140,13 +143,15 @@ impl ProcessGroup {
         let _order = self.begin();
         let call = |(described, _): &(String, i64)| format!("{NAME} of {described}");
         let (_, rows) = self.compare_checked(NAME, checked, call)?;
-        no_grad(|| {
-            let all = tensor.f_detach()?.f_contiguous()?;
-            let part = all.f_narrow(0, 0, rows)?.f_empty_like()?;
-            if part.numel() > 0 {
-                self.run(NAME, |group| group.reduce_scatter(&part, &all))?;
-            }
-            Ok(part)
+        self.complete(|| {
+            no_grad(|| {
+                let all = tensor.f_detach()?.f_contiguous()?;
+                let part = all.f_narrow(0, 0, rows)?.f_empty_like()?;
+                if part.numel() > 0 {
+                    self.run(NAME, |group| group.reduce_scatter(&part, &all))?;
+                }
+                Ok(part)
+            })
         })
     }
 
@@ -206,17 +211,18 @@ impl ProcessGroup {
         tensor: &mut Tensor,
         work: impl FnOnce(&mut Tensor) -> Result<()>,
     ) -> Result<()> {
-        no_grad(|| {
-            if tensor.numel() == 0 {
-                return Ok(());
-            }
+        if tensor.numel() == 0 {
+            return Ok(());
+        }
+        let change = || {
             // A failure leaves the tensor unchanged. Gloo would also write to its memory without raising its version.
             let mut copy = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
             copy.f_copy_(tensor)?;
             work(&mut copy)?;
             tensor.f_detach()?.f_copy_(&copy)?;
             Ok(())
-        })
+        };
+        self.complete(|| no_grad(change))
     }
 }
 

@@ -195,6 +195,17 @@ impl ProcessGroup {
         self.0.models.fetch_add(1, Ordering::Relaxed)
     }
 
+    /// Runs the part of a collective that follows the comparison. If it fails, the other ranks may wait for this one, which
+    /// closes the group, so that they fail as well.
+    pub(super) fn complete<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        work().inspect_err(|_| self.close())
+    }
+
+    /// Closes the connections. The group cannot be used any more.
+    pub(super) fn close(&self) {
+        drop(self.0.handle.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+
     /// Runs an operation that communicates. After one has failed, the group cannot be used any more.
     pub(super) fn run<T>(
         &self,

@@ -93,17 +93,17 @@ impl Mean {
     /// answer.
     pub fn reduce(&self, group: &ProcessGroup) -> Result<f64> {
         const NAME: &str = "Mean::reduce";
-        let sum = self.sum.as_ref().map_or(Ok(0.0), |sum| sum.f_double_value(&[]))?;
-        let mine = [sum.to_le_bytes(), self.count.to_le_bytes()].concat();
+        let sum = self.sum.as_ref().map_or(Ok(0.0), |sum| sum.f_double_value(&[]));
         let _order = group.begin();
-        group.compare(NAME, NAME)?;
+        let sum = group.compare_checked(NAME, sum.map_err(Error::from), |_| NAME.to_owned())?;
+        let mine = [sum.to_le_bytes(), self.count.to_le_bytes()].concat();
         let all = group.run(NAME, |members| members.gather_bytes(&mine, group.size()))?;
         // Added in the order of the ranks, so that all of them have the same bits.
         let (sum, count) = all
             .chunks_exact(RECORD)
             .map(read)
-            .fold((0.0, 0), |all, rank| (all.0 + rank.0, all.1 + rank.1));
-        Ok(sum / count as f64)
+            .fold((0.0, 0.0), |all, rank| (all.0 + rank.0, all.1 + rank.1 as f64));
+        Ok(sum / count)
     }
 
     /// Returns the number of elements, or an error for a tensor that cannot be added.
@@ -132,7 +132,7 @@ impl Mean {
             Some(sum) => no_grad(|| sum.f_add(&batch))?,
             None => batch,
         });
-        self.count += count;
+        self.count = self.count.saturating_add(count);
         Ok(())
     }
 }

@@ -26,6 +26,8 @@ impl Optimizer {
     /// ranks. [`load_state_dict`](Self::load_state_dict) takes the complete state on every rank and keeps the rank's
     /// part, so a run can resume with another number of ranks.
     ///
+    /// Each step makes all of its checks first, for which it launches the kernels on a GPU twice.
+    ///
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] if the state is already divided;
@@ -106,15 +108,26 @@ impl Ranks for ProcessGroup {
         self.size()
     }
 
-    fn agree(&self, described: Result<String>) -> Result<()> {
+    fn agree(
+        &self,
+        call: &'static str,
+        hash: Result<u64>,
+        lines: &dyn Fn() -> String,
+    ) -> Result<()> {
         let _order = self.begin();
-        self.compare_checked("a step", described, String::clone).map(drop)
+        self.compare_lines(call, hash, lines)
+    }
+
+    fn close(&self) {
+        Self::close(self);
     }
 
     fn share(&self, tensors: &[Tensor], owners: &[usize]) -> Result<()> {
         let _order = self.begin();
         for rank in 0..self.size() {
-            let owned = tensors.iter().zip(owners).filter(|(_, owner)| **owner == rank);
+            // Frozen ones have not changed.
+            let owned = tensors.iter().zip(owners);
+            let owned = owned.filter(|(tensor, owner)| **owner == rank && tensor.requires_grad());
             let owned: Vec<_> = owned.map(|(tensor, _)| tensor.shallow_clone()).collect();
             if !owned.is_empty() {
                 no_grad(|| self.run("a step", |group| group.broadcast_all(&owned, rank)))?;
@@ -128,9 +141,17 @@ impl Ranks for ProcessGroup {
         let listed = state.and_then(|state| Ok((listed(&state)?, state)));
         let (list, mut state) =
             self.compare_checked(STATE, listed, |_| "state_dict of an optimizer".to_owned())?;
-        let mine = tensors(&state).map(|(_, _, tensor)| tensor.f_to_device(Device::Cpu));
+        self.complete(|| self.add_state(&list, &mut state))?;
+        Ok(state)
+    }
+}
+
+impl ProcessGroup {
+    /// Adds the tensors of the other ranks to the state on rank 0.
+    fn add_state(&self, list: &str, state: &mut OptimizerState) -> Result<()> {
+        let mine = tensors(state).map(|(_, _, tensor)| tensor.f_to_device(Device::Cpu));
         let mine = mine.collect::<std::result::Result<Vec<_>, _>>()?;
-        let lists = self.gather_texts(STATE, &list)?;
+        let lists = self.gather_texts(STATE, list)?;
         for (rank, list) in lists.iter().enumerate() {
             let list: Vec<Entry> =
                 serde_json::from_str(list).map_err(|error| Error::Torch(error.to_string()))?;
@@ -149,7 +170,7 @@ impl Ranks for ProcessGroup {
                 }
             }
         }
-        Ok(state)
+        Ok(())
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use serde::Serialize;
+
 use crate::distributed::group::ProcessGroup;
 use crate::error::{Error, Result};
 use crate::scaler::{Agreement, GradScaler};
@@ -19,19 +21,23 @@ impl ProcessGroup {
     /// answer; and the errors of [`GradScaler::state_dict`] and [`GradScaler::load_state_dict`].
     pub fn broadcast_scaler(&self, scaler: &mut GradScaler) -> Result<()> {
         const NAME: &str = "broadcast_scaler";
-        let state = scaler.state_dict()?;
-        let text =
-            serde_json::to_string(&state).map_err(|error| Error::Torch(error.to_string()))?;
+        let text = scaler.state_dict().and_then(|state| text(&state));
         let _order = self.begin();
-        self.compare(NAME, &format!("{NAME} of an enabled scaler: {}", scaler.is_enabled()))?;
-        let texts = self.gather_texts(NAME, &text)?;
+        let call = |_: &String| format!("{NAME} of an enabled scaler: {}", scaler.is_enabled());
+        let mine = self.compare_checked(NAME, text, call)?;
+        let texts = self.gather_texts(NAME, &mine)?;
         if !scaler.is_enabled() {
             return Ok(());
         }
         let first = texts.first().map_or("", String::as_str);
-        let state = serde_json::from_str(first).map_err(|error| Error::Torch(error.to_string()))?;
-        scaler.load_state_dict(&state)
+        let state = serde_json::from_str(first).map_err(|error| Error::Torch(error.to_string()));
+        let loaded = state.and_then(|state| scaler.load_state_dict(&state));
+        self.compare_checked(NAME, loaded, |()| format!("{NAME} has succeeded"))
     }
+}
+
+fn text(state: &impl Serialize) -> Result<String> {
+    serde_json::to_string(state).map_err(|error| Error::Torch(error.to_string()))
 }
 
 impl GradScaler {
@@ -45,9 +51,10 @@ impl GradScaler {
     /// communicates once. All ranks have to make the same calls, even those without gradients. Clipping uses the norm
     /// of this rank's gradients.
     ///
-    /// If such a call fails on one rank, it fails on all of them:
-    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) tells the others why, before any
-    /// has stepped. Gradients that were unscaled stay unscaled, and a step can be tried again.
+    /// If the gradients of one rank cannot be unscaled or checked, the call fails on all of them before any has stepped:
+    /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) tells the others why. Gradients that
+    /// were unscaled stay unscaled: step, or [`abandon`](Self::abandon) them before the next backward pass. An error of
+    /// the optimizer's own step comes after the others have stepped: resume from the last checkpoint then.
     ///
     /// # Errors
     ///

@@ -77,13 +77,13 @@ impl SyncBatchNorm {
     /// [`ProcessGroup::all_gather`].
     pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         let (mean, var) = (&self.bn.running_mean, &self.bn.running_var);
-        let size = xs.size();
-        let channels = mean.size();
-        if size.get(1) != channels.first() {
-            let problem = format!(
-                "has the shape {size:?}, but its second dimension must be {}",
-                channels.first().unwrap_or(&0)
-            );
+        let size = ffi::sizes(xs)?;
+        let (channels, kind) = (mean.size(), xs.f_kind()?);
+        let is_floating = matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
+        if size.get(1) != channels.first() || !is_floating {
+            let channels = channels.first().unwrap_or(&0);
+            let rule = format!("but must be floating-point, and its second dimension {channels}");
+            let problem = format!("is {kind:?} {size:?}, {rule}");
             return Err(Error::InvalidArgument { name: "xs", problem });
         }
         let (weight, bias) = (self.bn.ws.as_ref(), self.bn.bs.as_ref());

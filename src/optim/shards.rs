@@ -8,6 +8,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
+use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::error::{Error, Result};
 use crate::ffi;
@@ -20,8 +21,16 @@ pub(crate) trait Ranks: Debug + Send + Sync {
 
     fn size(&self) -> usize;
 
-    /// Fails on all ranks if one of them passes an error, or another description.
-    fn agree(&self, described: Result<String>) -> Result<()>;
+    /// Fails on all ranks if one of them passes an error, or another hash. `lines` has the lines that it stands for.
+    fn agree(
+        &self,
+        call: &'static str,
+        hash: Result<u64>,
+        lines: &dyn Fn() -> String,
+    ) -> Result<()>;
+
+    /// Has the other ranks fail, which would wait for this one.
+    fn close(&self);
 
     /// Overwrites each tensor by the one of its owner.
     fn share(&self, tensors: &[Tensor], owners: &[usize]) -> Result<()>;
@@ -67,22 +76,56 @@ impl Shards {
 impl Optimizer {
     /// Divides the state among ranks. The tensors that others keep are dropped.
     pub(crate) fn shard(&mut self, ranks: Arc<dyn Ranks>) -> Result<()> {
-        let described = self.take_added().and_then(|()| {
+        let checked = self.take_added().and_then(|()| {
             if self.shards.is_some() {
-                let problem = "already has its state divided among ranks; build a new one, and load the state".to_owned();
+                let problem = "already has its state divided among ranks: build a new one, and load the state".to_owned();
                 return Err(Error::InvalidArgument { name: "optimizer", problem });
             }
-            let parameters = self.slots.iter().zip(&self.parameters);
-            let parameter = |(slot, tensor): (&super::optimizer::Slot, &Tensor)| {
-                format!("; {:?} in group {}, {:?} {:?}", slot.name, slot.group, tensor.kind(), tensor.size())
-            };
-            let parameters: String = parameters.map(parameter).collect();
-            Ok(format!("an optimizer with {:?}{parameters}", self.masters))
+            Ok(self.hash())
         });
-        ranks.agree(described)?;
+        ranks.agree("shard_over of an optimizer", checked, &|| self.lines())?;
         self.shards = Some(Box::new(Shards::new(ranks)));
         self.divide();
         Ok(())
+    }
+
+    /// The rank that steps a parameter.
+    fn owner(&self, index: usize) -> usize {
+        self.shards.as_ref().and_then(|shards| shards.owners.get(index)).copied().unwrap_or(0)
+    }
+
+    /// A hash of all that the ranks have to agree on for a step.
+    fn hash(&self) -> u64 {
+        let mut hasher = Xxh3Default::new();
+        hasher.update(format!("{:?} {:?}", self.masters, self.groups).as_bytes());
+        for (index, (slot, parameter)) in self.slots.iter().zip(&self.parameters).enumerate() {
+            hasher.update(slot.name.as_bytes());
+            let numbers = [slot.group, self.owner(index), parameter.kind() as usize];
+            numbers.iter().for_each(|number| hasher.update(&number.to_le_bytes()));
+            hasher.update(&[parameter.requires_grad().into()]);
+            parameter.size().iter().for_each(|size| hasher.update(&size.to_le_bytes()));
+        }
+        hasher.digest()
+    }
+
+    /// What [`hash`](Self::hash) stands for, with a line for each group and parameter.
+    fn lines(&self) -> String {
+        let groups = self.groups.iter().enumerate();
+        let groups = groups.map(|(index, group)| format!("group {index}: {group:?}\n"));
+        let parameters = self.slots.iter().zip(&self.parameters).enumerate();
+        let parameters = parameters.map(|(index, (slot, parameter))| {
+            let frozen = if parameter.requires_grad() { "" } else { "frozen " };
+            format!(
+                "the {frozen}parameter {:?} in group {}, {:?} {:?}, on rank {}\n",
+                slot.name,
+                slot.group,
+                parameter.kind(),
+                parameter.size(),
+                self.owner(index)
+            )
+        });
+        let masters = format!("master weights {:?}\n", self.masters);
+        std::iter::once(masters).chain(groups).chain(parameters).collect()
     }
 
     /// Assigns the parameters that no rank has yet.
@@ -102,14 +145,15 @@ impl Optimizer {
         self.shards = Some(shards);
     }
 
-    /// The bytes that the state of a parameter takes.
+    /// The bytes that the state of a parameter takes, or the number of its elements if it has no state.
     fn state_bytes(&self, index: usize) -> u64 {
         let (slot, parameter) = (&self.slots[index], &self.parameters[index]);
         let master = self.masters.of(parameter, index);
         let bytes = |kind: Kind| kind.elt_size_in_bytes() as u64;
         let moment = bytes(master.state_kind().unwrap_or_else(|| parameter.kind()));
         let moments = used_keys(&self.groups[slot.group].algorithm).len() as u64;
-        parameter.numel() as u64 * (moments * moment + master.kind().map_or(0, bytes))
+        let each = moments * moment + master.kind().map_or(0, bytes);
+        parameter.numel() as u64 * each.max(1)
     }
 
     /// Steps the parameters of this rank and exchanges them. Nothing changes unless the step can be taken on all ranks.
@@ -117,19 +161,26 @@ impl Optimizer {
         // A step that is skipped makes all of the checks and what is lacking.
         let skip = self.take_added().and_then(|()| ffi::number_new(1.0, Kind::Float, Device::Cpu));
         let checked = skip.and_then(|skip| self.launch_complete(&step.with_found_inf(&skip)));
-        ranks.agree(checked.map(|_| {
-            format!("a step of {} parameters with {:?}", self.slots.len(), self.groups)
-        }))?;
+        let hash = checked.map(|_| self.hash());
+        ranks.agree("a step of an optimizer", hash, &|| self.lines())?;
+        self.run_and_share(ranks, step).inspect_err(|_| ranks.close())
+    }
+
+    fn run_and_share(&mut self, ranks: &dyn Ranks, step: &Step<'_>) -> Result<()> {
         self.run_here(step)?;
-        if let Some(shards) = &self.shards {
-            ranks.share(&self.parameters, &shards.owners)?;
-        }
-        // Receiving raises the versions of all parameters.
+        let Some(shards) = &self.shards else { return Ok(()) };
         if self.masters == MasterWeights::None {
-            Ok(())
-        } else {
-            self.stamps.take(&self.parameters)
+            return ranks.share(&self.parameters, &shards.owners);
         }
+        // Receiving raises the versions of all parameters. Those that were written to from outside, and not stepped, stay
+        // without a new stamp.
+        let changed = self.stamps.compare(&self.parameters)?;
+        ranks.share(&self.parameters, &shards.owners)?;
+        let matching = changed.iter().zip(&self.parameters).enumerate();
+        for (index, (_, parameter)) in matching.filter(|(_, (changed, _))| !**changed) {
+            self.stamps.take_one(index, parameter)?;
+        }
+        Ok(())
     }
 }
 
@@ -149,9 +200,11 @@ mod tests {
             4
         }
 
-        fn agree(&self, described: Result<String>) -> Result<()> {
-            described.map(drop)
+        fn agree(&self, _: &'static str, hash: Result<u64>, _: &dyn Fn() -> String) -> Result<()> {
+            hash.map(drop)
         }
+
+        fn close(&self) {}
 
         fn share(&self, _: &[Tensor], _: &[usize]) -> Result<()> {
             Ok(())

@@ -32,9 +32,12 @@ impl GradScaler {
         });
         let here = matches!(found, Ok(true));
         let agreed = agreement.any(found).and_then(|anywhere| {
-            if let (Some(record), true) = (record, anywhere && !here) {
-                let tensor = ffi::number_new(1.0, Kind::Float, Device::Cpu)?;
-                iteration.add_found(record, FoundInf { tensor, host: Some(true) });
+            // `update` also needs the answer of a rank without gradients, which has looked at nothing.
+            let is_new = |record: &usize| anywhere != here || !iteration.has_found(*record);
+            if let Some(record) = record.filter(is_new) {
+                let flag = f64::from(u8::from(anywhere));
+                let tensor = ffi::number_new(flag, Kind::Float, Device::Cpu)?;
+                iteration.add_found(record, FoundInf { tensor, host: Some(anywhere) });
             }
             Ok(record)
         });

@@ -243,6 +243,11 @@ impl Iteration {
         self.records.iter().flat_map(|record| &record.found)
     }
 
+    /// Whether there is a flag for the gradients of a record.
+    pub(crate) fn has_found(&self, record: usize) -> bool {
+        !self.records[record].found.is_empty()
+    }
+
     /// Makes the step of a record depend on another flag, too.
     pub(crate) fn add_found(&mut self, record: usize, found: FoundInf) {
         self.records[record].found.push(found);

@@ -116,8 +116,8 @@ impl GradScaler {
     }
 
     pub(crate) fn step_shared(&self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
-        self.check_synced()?;
         let Some(scale) = self.scale.number() else {
+            self.check_synced()?;
             update(optimizer, &Step::default())?;
             return Ok(StepOutcome::known(Taken::Stepped));
         };

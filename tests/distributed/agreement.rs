@@ -70,9 +70,16 @@ fn a_rank_without_gradients_backs_off_with_the_others() {
         let outcome = scaler.step_clip_norm(opt.as_mut(), 1.0).unwrap();
         assert!(outcome.is_skipped().unwrap());
         scaler.update().unwrap();
-        scaler.get_scale().unwrap()
+        // A step in which nothing overflows counts on both.
+        weight.shallow_clone().zero_grad();
+        if group.rank() == 1 {
+            scaler.backward(&weight.sum(Kind::Float)).unwrap();
+        }
+        drop(scaler.step(opt.as_mut()).unwrap());
+        scaler.update().unwrap();
+        (scaler.get_scale().unwrap(), scaler.get_growth_tracker().unwrap())
     });
-    assert_eq!(scales, [512.0, 512.0]);
+    assert_eq!(scales, [(512.0, 1), (512.0, 1)]);
 }
 
 #[test]

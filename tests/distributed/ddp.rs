@@ -6,7 +6,7 @@ use tch_amp::distributed::{
     DdpOptions, DistributedDataParallel, DistributedError, ProcessGroup, ReduceOp,
 };
 use tch_amp::gradients::GradientError;
-use tch_amp::optim::Sgd;
+use tch_amp::optim::{MasterWeights, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler, Result};
 
@@ -321,4 +321,61 @@ fn ranks_that_run_different_passes_get_an_error_that_names_them() {
         assert_eq!(weights[1].grad().double_value(&[6]), 3.0);
         drop(buffer);
     });
+}
+
+#[test]
+fn several_backward_passes_of_a_forward_pass_are_all_averaged() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let weight = vs.root().var("weight", &[3], nn::Init::Const(1.0));
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let mut scaler = GradScalerConfig::default().init_scale(1.0).build(Device::Cpu).unwrap();
+        for step in 0..4 {
+            weight.shallow_clone().zero_grad();
+            let loss = || (&weight * (1.0 + group.rank() as f64)).sum(Kind::Float);
+            let (one, other) = ddp.forward(|| (loss(), loss() * 2.0)).unwrap();
+            if step % 2 == 0 {
+                one.backward();
+            } else {
+                ddp.backward_scaled(&mut scaler, &one).unwrap();
+            }
+            ddp.backward_scaled(&mut scaler, &other).unwrap();
+            assert_eq!(weight.grad().double_value(&[2]), 1.5 + 3.0);
+        }
+    });
+}
+
+#[test]
+fn gradients_that_an_optimizer_keeps_in_f32_are_averaged_and_stay_f32() {
+    for (view, unused) in [(false, false), (true, false), (false, true)] {
+        ranks(2, |group| {
+            let mut vs = VarStore::new(Device::Cpu);
+            let weight = vs.root().var("weight", &[3], nn::Init::Const(1.0));
+            vs.bfloat16();
+            let options = DdpOptions::default().gradient_as_bucket_view(view);
+            let mut ddp = options.find_unused_parameters(unused).build(&group, &vs).unwrap();
+            let builder = Sgd::default().master_weights(MasterWeights::Float);
+            let mut opt = builder.build(&vs, 0.0).unwrap();
+            opt.accumulate_in_f32().unwrap();
+            let mut scaler =
+                GradScalerConfig::default().init_scale(1.0).build(Device::Cpu).unwrap();
+            for step in 0..3 {
+                opt.zero_grad().unwrap();
+                let mut backward = |ddp: &mut DistributedDataParallel, value: f64| {
+                    let loss = ddp.forward(|| weight.sum(Kind::Float) * value).unwrap();
+                    ddp.backward_scaled(&mut scaler, &loss).unwrap();
+                };
+                // In bf16, 256 + 1 would stay 256.
+                ddp.no_sync(|ddp| backward(ddp, 256.0));
+                ddp.no_sync(|ddp| backward(ddp, 1.0));
+                assert_eq!(weight.grad().double_value(&[0]), 257.0, "step {step}");
+                backward(&mut ddp, 1.0 + 2.0 * group.rank() as f64);
+                // Averaged in bf16: (256 + 2 or so) and rounded.
+                assert_eq!(weight.grad().kind(), Kind::Float);
+                assert!((weight.grad().double_value(&[0]) - 258.0).abs() <= 2.0);
+                drop(scaler.step_clip_norm(&mut opt, 1.0).unwrap());
+                scaler.update().unwrap();
+            }
+        });
+    }
 }

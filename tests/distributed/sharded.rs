@@ -240,3 +240,65 @@ fn only_the_same_parameters_are_divided_and_only_once() {
         }
     });
 }
+
+#[test]
+fn what_is_written_to_parameters_without_gradients_is_not_lost() {
+    for masters in [MasterWeights::Float, MasterWeights::Remainder] {
+        let run = |group: Option<&ProcessGroup>| {
+            let model = Model::new(Kind::BFloat16);
+            let mut opt = build(&model, Sgd::default().into(), masters);
+            if let Some(group) = group {
+                opt.shard_over(group).unwrap();
+            }
+            let mut scaler = GradScaler::disabled();
+            model.train(&mut opt, &mut scaler, 0..2);
+            // The next step leaves these out.
+            for weight in &model.weights[..3] {
+                tch::no_grad(|| drop(weight.shallow_clone().fill_(3.0)));
+            }
+            opt.zero_grad().unwrap();
+            model.weights[3].sum(Kind::Float).backward();
+            opt.step().unwrap();
+            model.train(&mut opt, &mut scaler, 3..4);
+            model.bits()
+        };
+        let alone = run(None);
+        for bits in ranks(2, |group| run(Some(&group))) {
+            assert_eq!(bits, alone, "{masters:?}");
+        }
+    }
+}
+
+#[test]
+fn ranks_whose_parameters_have_come_to_differ_take_no_step() {
+    type Change = fn(&Model);
+    let changes: [(Change, &str); 3] = [
+        (|model| drop(model.vs.root().ones("later", &[3])), "Float [3]"),
+        (|model| drop(model.weights[0].set_requires_grad(false)), "the frozen parameter \"w0\""),
+        (
+            |model| {
+                model.weights[0].shallow_clone().set_data(&model.weights[0].to_kind(Kind::Double))
+            },
+            "Double",
+        ),
+    ];
+    for (change, expected) in changes {
+        ranks(2, |group| {
+            let model = Model::new(Kind::Float);
+            let mut opt = sharded(&model, &group, AdamW::default().into(), MasterWeights::None);
+            let mut scaler = GradScaler::disabled();
+            model.train(&mut opt, &mut scaler, 0..2);
+            opt.zero_grad().unwrap();
+            if group.rank() == 1 {
+                change(&model);
+            } else if expected == "Float [3]" {
+                drop(model.vs.root().ones("later", &[4]));
+            }
+            let before = model.bits();
+            model.backward(&mut scaler, 3);
+            let error = opt.step().unwrap_err().to_string();
+            assert!(error.contains(expected) || error.contains("which fails there"), "{error}");
+            assert_eq!(model.bits(), before);
+        });
+    }
+}

@@ -138,7 +138,7 @@ fn evaluation_uses_the_running_statistics_and_wrong_inputs_are_refused() {
             let expected = bn.forward_t(&xs.view([2, CHANNELS, -1]), false);
             assert_eq!(layer.forward_t(&xs, false).view([2, CHANNELS, -1]), expected);
         }
-        for wrong in [Tensor::from(1f32), xs.narrow(1, 0, 2)] {
+        for wrong in [Tensor::from(1f32), xs.narrow(1, 0, 2), xs.to_kind(Kind::Int64)] {
             let error = layer.f_forward_t(&wrong, true).unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { name: "xs", .. }), "{error}");
         }

@@ -137,6 +137,7 @@ impl DistributedDataParallel {
         let syncs = self.syncs;
         let (reducer, buffers) = (&self.reducer, &self.model.buffers);
         let broadcast = self.broadcast_buffers && self.synced_forward;
+        let order = self.group.begin();
         if broadcast || self.reducer.may_rebuild()? {
             self.compare_pass(NAME)?;
         }
@@ -147,6 +148,7 @@ impl DistributedDataParallel {
             }
             Ok(recorded)
         })?;
+        drop(order);
         self.synced_forward = syncs && recorded;
         Ok(forward())
     }
@@ -155,7 +157,8 @@ impl DistributedDataParallel {
     ///
     /// As in PyTorch, a plain `loss.backward()` after [`forward`](Self::forward) averages them, too, unless
     /// `find_unused_parameters` is on. But then tch panics if a rank does not answer, the passes of the ranks are not
-    /// compared, and only the next forward pass notices a parameter that the loss does not depend on.
+    /// compared, only the next forward pass notices a parameter that the loss does not depend on, and a scaler that refuses
+    /// gradients of this rank alone goes on refusing.
     ///
     /// # Errors
     ///
@@ -197,7 +200,10 @@ impl DistributedDataParallel {
             self.unsynced.store(true, Ordering::Relaxed);
             return backward();
         }
+        let order = self.group.begin();
         self.compare_pass(NAME)?;
+        // Not during the backward pass, in which functions such as that of SyncBatchNorm communicate.
+        drop(order);
         let reducer = &self.reducer;
         self.unsynced.store(true, Ordering::Relaxed);
         self.group.run(NAME, |_| {
@@ -212,7 +218,8 @@ impl DistributedDataParallel {
     }
 
     /// Runs `iteration`, whose backward passes accumulate the gradients of this rank alone. The next backward pass
-    /// outside averages the sum. Run the forward pass inside, too. Corresponds to `DistributedDataParallel.no_sync()`.
+    /// outside averages the sum. Run the forward pass inside, too: the gradients of a forward pass outside are averaged
+    /// wherever its backward pass runs. Corresponds to `DistributedDataParallel.no_sync()`.
     pub fn no_sync<T>(&mut self, iteration: impl FnOnce(&mut Self) -> T) -> T {
         let was = std::mem::replace(&mut self.syncs, false);
         let within = Within { ddp: self, was };
@@ -224,7 +231,6 @@ impl DistributedDataParallel {
         if !self.compare_passes {
             return Ok(());
         }
-        let _order = self.group.begin();
         let number = self.number;
         self.group.compare(pass, &format!("the {pass} pass of DistributedDataParallel {number}"))
     }

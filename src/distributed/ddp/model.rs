@@ -4,10 +4,8 @@ use tch::Tensor;
 use tch::nn::VarStore;
 
 use crate::distributed::group::ProcessGroup;
-use crate::error::{DistributedError, Error, Result};
+use crate::error::Result;
 use crate::optim::parameters::{Named, Store};
-
-const NAME: &str = "DistributedDataParallel";
 
 /// What the ranks have to agree on.
 #[derive(Debug)]
@@ -59,46 +57,7 @@ impl Model {
     /// Returns an error unless all ranks have the same model. It names the first difference.
     pub(super) fn compare(&self, group: &ProcessGroup) -> Result<()> {
         let lines = self.lines();
-        let count = self.parameters.len();
         let hash = xxhash_rust::xxh3::xxh3_64(lines.as_bytes());
-        let Err(different) =
-            group.compare(NAME, &format!("{NAME} of {count} parameters, {hash:x}"))
-        else {
-            return Ok(());
-        };
-        if !matches!(different, Error::Distributed(DistributedError::Mismatch { .. })) {
-            return Err(different);
-        }
-        let all = group.gather_texts(NAME, &lines)?;
-        Err(DistributedError::Mismatch { calls: first_difference(&all) }.into())
-    }
-}
-
-/// What each rank has in the first line in which they differ.
-fn first_difference(texts: &[String]) -> Vec<String> {
-    let mut ranks: Vec<_> = texts.iter().map(|text| text.lines()).collect();
-    loop {
-        let lines: Vec<_> = ranks.iter_mut().map(Iterator::next).collect();
-        let is_end = lines.iter().all(Option::is_none);
-        if is_end || lines.windows(2).any(|pair| pair[0] != pair[1]) {
-            let call = |line: Option<&str>| match line {
-                Some(line) => format!("{NAME} of a model with {line}"),
-                None => format!("{NAME} of a model without it"),
-            };
-            return lines.into_iter().map(call).collect();
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_first_difference_is_found() {
-        let texts = ["a\nb\nc\n", "a\nx\n", "a\n"].map(str::to_owned);
-        let calls = first_difference(&texts);
-        assert!(calls[0].ends_with("with b") && calls[1].ends_with("with x"), "{calls:?}");
-        assert!(calls[2].ends_with("without it"), "{calls:?}");
+        group.compare_lines("DistributedDataParallel of a model", Ok(hash), || lines)
     }
 }
