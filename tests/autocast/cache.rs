@@ -138,6 +138,34 @@ fn a_restore_inside_a_region_clears_the_cache() {
     });
 }
 
+/// An optimizer that uses its weight before it changes it, as one with a closure does.
+struct Evaluates([Tensor; 1]);
+
+impl AmpOptimizer for Evaluates {
+    fn parameters(&self) -> Parameters<'_> {
+        self.0.as_slice().into()
+    }
+
+    fn update(&mut self, _: &Step<'_>) -> tch_amp::Result<()> {
+        assert_eq!(sum_of_product(&self.0[0]), 8.0);
+        add_one(&mut self.0[0]);
+        Ok(())
+    }
+}
+
+#[test]
+fn casts_that_a_step_makes_are_forgotten_after_it() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let w = weight(device);
+        let mut scaler = GradScaler::new(device).unwrap();
+        let _guard = AutocastGuard::new(device).unwrap();
+        scaler.backward(&w.sum(Kind::Float)).unwrap();
+        let _outcome = scaler.step(&mut Evaluates([w.shallow_clone()])).unwrap();
+        assert_eq!(sum_of_product(&w), 16.0);
+    });
+}
+
 /// An optimizer that changes its weight and then panics.
 struct Panics {
     w: [Tensor; 1],

@@ -176,7 +176,10 @@ fn unsupported_objects_from_python_do_not_prevent_a_restore() {
     let mut opt = AdamW::default().build(list, 0.1).unwrap();
     load("tensors").restore().optimizer("optimizer", &mut opt).apply().unwrap();
     assert_eq!(opt.lr(0).unwrap(), 0.25);
-    assert_eq!(opt.state_dict().unwrap().state["weight"]["step"].double_value(&[]), 3.0);
+    let state = opt.state_dict().unwrap().state;
+    for name in ["weight", "bias"] {
+        assert_eq!(state[name]["step"].double_value(&[]), 3.0, "{name}");
+    }
 }
 
 /// NAdam and RAdam have `decoupled_weight_decay` as well, by which AdamW is recognized.

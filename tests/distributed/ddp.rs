@@ -65,6 +65,17 @@ fn different_models_are_refused_with_the_first_difference_on_every_rank() {
 }
 
 #[test]
+fn a_model_that_differs_on_the_last_rank_alone_is_shown() {
+    ranks(3, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let size = if group.rank() == 2 { 4 } else { 3 };
+        let _weight = vs.root().ones("weight", &[size]);
+        let calls = calls(DistributedDataParallel::new(&group, &vs).unwrap_err());
+        assert!(calls[1].contains("Float [3]") && calls[2].contains("Float [4]"), "{calls:?}");
+    });
+}
+
+#[test]
 fn models_whose_names_are_exchanged_are_refused() {
     ranks(2, |group| {
         let vs = VarStore::new(Device::Cpu);
@@ -152,6 +163,26 @@ fn parameters_that_change_afterwards_are_errors_that_name_them() {
     }
 }
 
+/// As in PyTorch, whose `will_sync_module_buffers` asks whether the last pass was recorded.
+#[test]
+fn buffers_are_not_copied_after_a_pass_without_gradients() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let _weight = vs.root().ones("weight", &[1]);
+        let mut buffer = vs.root().zeros_no_train("buffer", &[1]);
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let own = group.rank() as f64 + 1.0;
+        let mut after = |records: bool| {
+            let _filled = tch::no_grad(|| buffer.fill_(own));
+            let _mode = (!records).then(tch::no_grad_guard);
+            ddp.forward(|| ()).unwrap();
+            buffer.double_value(&[0])
+        };
+        let seen = [true, false, false, true, true].map(&mut after);
+        assert_eq!(seen, [1.0, 1.0, own, own, 1.0]);
+    });
+}
+
 #[test]
 fn an_unused_parameter_is_an_error_at_once_that_names_it() {
     ranks(2, |group| {
@@ -206,6 +237,22 @@ fn gradients_of_one_rank_alone_are_neither_unscaled_nor_stepped() {
             assert_eq!(weight.double_value(&[0]), -0.5);
         });
     }
+}
+
+#[test]
+fn gradients_are_not_stepped_after_a_parameter_was_unused() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let used = vs.root().ones("used", &[1]);
+        let _unused = vs.root().ones("unused", &[1]);
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let mut opt = Sgd::default().build(&vs, 0.5).unwrap();
+        let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+        let error = step(&mut ddp, &mut scaler, || &used * 1.0).unwrap_err();
+        assert!(matches!(error, Error::Distributed(DistributedError::Unused { .. })), "{error}");
+        let refused = scaler.step(&mut opt).unwrap_err();
+        assert!(matches!(refused, Error::Gradient(GradientError::Unsynced)), "{refused}");
+    });
 }
 
 #[test]

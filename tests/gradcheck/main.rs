@@ -137,6 +137,20 @@ fn a_wrong_derivative_is_named() {
 }
 
 #[test]
+fn a_wrong_element_of_the_output_is_named_by_the_shape_of_the_output() {
+    let wrong = function(
+        |_, x| Ok(x[0].reshape([4])),
+        |_, g| Ok((&g[0] * Tensor::from_slice(&[1.0, 1.0, 1.0, -1.0])).reshape([2, 2])),
+    );
+    let error = gradcheck(|x| wrong.apply(x), &[matrix(Device::Cpu, 2, 2)]).unwrap_err();
+    let Error::Function(FunctionError::GradientMismatch { input_index, output_index, .. }) = error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!((input_index, output_index), (vec![1, 1], vec![3]));
+}
+
+#[test]
 fn a_wrong_second_derivative_is_found() {
     for_each_device(|device| {
         // The backward hides x from autograd: the first derivative is correct, but the second is 0.
@@ -352,12 +366,15 @@ fn a_wrong_second_derivative_of_a_later_output_is_found() {
             |ctx, g| Ok(&g[0] * ctx.saved_value::<Tensor>()? * 2.0),
         );
         let x = leaf(&[1.0, 2.0], Kind::Double, device);
-        let f = |x: &[&Tensor]| Ok::<_, Error>([x[0].f_sin()?, hidden.apply(x)?]);
-        gradcheck(f, &[&x]).unwrap();
-        let error = gradgradcheck(f, &[&x]).unwrap_err();
-        assert!(
-            matches!(error, Error::Function(FunctionError::GradientMismatch { .. })),
-            "{error}"
-        );
+        // The first output has a gradient, or none.
+        for first in [|x: &Tensor| x.f_sin(), |x: &Tensor| x.detach().f_sin()] {
+            let f = |x: &[&Tensor]| Ok::<_, Error>([first(x[0])?, hidden.apply(x)?]);
+            gradcheck(f, &[&x]).unwrap();
+            let error = gradgradcheck(f, &[&x]).unwrap_err();
+            assert!(
+                matches!(error, Error::Function(FunctionError::GradientMismatch { .. })),
+                "{error}"
+            );
+        }
     });
 }

@@ -158,6 +158,20 @@ fn a_missing_device_is_refused() {
 }
 
 #[test]
+fn a_loaded_scale_stays_on_its_device() {
+    for_each_device(|device| {
+        let on_device = |state: LossScaleState, loaded: LossScaleState| {
+            let mut scale = state.build(device).unwrap();
+            scale.load_state_dict(&loaded).unwrap();
+            assert_eq!(scale.loss_scale().unwrap().device(), device);
+        };
+        let fixed = |loss_scale| LossScaleState::Static { loss_scale };
+        on_device(fixed(8.0), fixed(4.0));
+        on_device(LossScaleState::Dynamic(saved()), LossScaleState::Dynamic(saved()));
+    });
+}
+
+#[test]
 fn loading_a_static_scale_leaves_tensors_and_clones_unchanged() {
     let mut scale = StaticLossScale::new(Device::Cpu, 8.0).unwrap();
     let (clone, held) = (scale.clone(), scale.loss_scale().unwrap().shallow_clone());

@@ -398,6 +398,17 @@ fn the_norm_is_f64_only_if_all_gradients_are(#[case] kinds: [Kind; 2], #[case] w
 }
 
 #[test]
+fn clipping_a_copy_on_write_gradient_leaves_its_original_unchanged() {
+    let w = leaf(&[1.0, 2.0], Kind::Float, Device::Cpu);
+    let original = Tensor::from_slice(&[30f32, 40.0]);
+    set_grad(&w, &[1.0, 1.0]);
+    no_grad(|| w.grad().set_data(&original.internal_lazy_clone()));
+    let _norm = clip_grad_norm(&[w.shallow_clone()], 5.0).unwrap();
+    assert!(to_f64(&w.grad())[1] < 5.0);
+    assert_eq!(to_f64(&original), [30.0, 40.0]);
+}
+
+#[test]
 fn gradients_on_two_devices_have_one_norm() {
     let devices: Vec<_> = gpus().into_iter().chain([Device::Cpu]).collect();
     let pairs = devices.iter().flat_map(|one| devices.iter().map(move |other| [*one, *other]));

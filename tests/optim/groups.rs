@@ -67,6 +67,18 @@ fn the_last_matching_rule_applies_to_parameters_that_are_added_later() {
 }
 
 #[test]
+fn a_rule_that_matches_nothing_yet_applies_to_parameters_that_are_added_later() {
+    let vs = VarStore::new(Device::Cpu);
+    let _w = vs.root().ones("w", &[1]);
+    let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
+    assert_eq!(opt.assign_group(1, &["*.bias"]).unwrap(), 0);
+    let _bias = (vs.root() / "layer").ones("bias", &[1]);
+    opt.step().unwrap();
+    let groups = opt.state_dict().unwrap().param_groups;
+    assert_eq!([&groups[0].params[..], &groups[1].params[..]], [["w"], ["layer.bias"]]);
+}
+
+#[test]
 fn every_group_starts_with_its_own_accumulator() {
     let all = weights(&["a", "b"]);
     let tensors: Vec<_> = all.iter().map(|(_, w)| w.shallow_clone()).collect();

@@ -79,6 +79,20 @@ fn an_overflow_backs_the_scale_off() {
     });
 }
 
+/// On a GPU the host does not know of the overflow before `update` reads it.
+#[test]
+fn an_overflow_at_the_smallest_scale_is_an_error() {
+    for_each_device(|device| {
+        let (w, mut opt, _) = training(device);
+        let config = GradScalerConfig::default().init_scale(8.0).min_scale(8.0);
+        let mut scaler = config.error_at_min_scale(true).build(device).unwrap();
+        set_grad(&w, &[INF; 3]);
+        drop(scaler.step(&mut opt).unwrap());
+        let error = scaler.update().unwrap_err();
+        assert!(matches!(error, Error::Scaler(ScalerError::ScaleAtMinimum { .. })), "{error}");
+    });
+}
+
 #[test]
 fn without_gradients_nothing_is_stepped() {
     let (_w, mut opt, mut scaler) = training(Device::Cpu);
@@ -258,6 +272,17 @@ fn a_user_defined_optimizer_can_do_the_same() {
         let outcome = scaler.step_clip_norm(&mut opt, 2.5).unwrap();
         assert_eq!(outcome.total_norm().unwrap().double_value(&[]), 5.0);
         assert!(to_f64(&w).iter().zip([-0.5, -1.0]).all(|(w, want)| (w - want).abs() < 1e-5));
+    });
+}
+
+#[test]
+fn a_step_may_clip_without_a_scale() {
+    for_each_device(|device| {
+        let (w, mut opt, _) = training(device);
+        set_grad(&w, &[1.0, 2.0, -4.0]);
+        let half = Tensor::from(0.5f32).to_device(device);
+        opt.update(&Step::default().with_clip_factor(&half)).unwrap();
+        assert_eq!(to_f64(&w), [0.5, 0.0, 3.0]);
     });
 }
 

@@ -265,6 +265,24 @@ fn a_transposed_parameter_is_detected() {
     assert_eq!(to_f64(&w), [1.0, 3.0, 2.0, 4.0]);
 }
 
+/// The parameter and its gradient get another order of memory, and the master keeps its own.
+#[test]
+fn a_master_in_another_order_of_memory_belongs_to_the_same_elements() {
+    let w = leaf(&[1.0, 2.0, 3.0, 4.0], Kind::BFloat16, Device::Cpu).detach().view([2, 2]);
+    let w = w.set_requires_grad(true);
+    let list = vec![w.shallow_clone()];
+    let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(list, 1.0).unwrap();
+    set_grad(&w, &[0.0; 4]);
+    opt.step().unwrap();
+    set_grad(&w, &[0.0, 1.0, 0.0, 0.0]);
+    for tensor in [&w, &w.grad()] {
+        no_grad(|| tensor.shallow_clone().set_data(&tensor.detach().tr().contiguous().tr()));
+    }
+    opt.step().unwrap();
+    assert_eq!(to_f64(&w), [1.0, 1.0, 3.0, 4.0]);
+    assert_eq!(to_f64(&master(&opt)), [1.0, 1.0, 3.0, 4.0]);
+}
+
 /// From another place in the same memory, or in another order, it has other values.
 #[rstest]
 #[case::another_offset(|memory: &Tensor| memory.get(1), [5.0, 6.0, 7.0, 8.0])]

@@ -176,7 +176,9 @@ def odd(folder):
     state = opt.state_dict()
     for index, parameter in enumerate(net.parameters()):
         zeros = torch.zeros_like(parameter)
-        state["state"][index] = {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros}
+        # Older versions of PyTorch keep the step as a number.
+        steps = step if index == 0 else 3
+        state["state"][index] = {"step": steps, "exp_avg": zeros, "exp_avg_sq": zeros}
     torch.save({"optimizer": state}, f"{folder}/tensors.pt")
 
 

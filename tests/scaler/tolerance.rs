@@ -165,6 +165,17 @@ fn an_overflow_at_the_smallest_scale_is_an_error_that_ends_the_iteration() {
     });
 }
 
+/// As an f32, 0.1 is more than the f64 of that name.
+#[test]
+fn a_smallest_scale_that_is_not_an_f32_is_reached() {
+    for_each_device(|device| {
+        let config = GradScalerConfig::default().init_scale(0.1).min_scale(0.1);
+        let mut scaler = config.error_at_min_scale(true).build(device).unwrap();
+        let error = iterate(&mut scaler, device, true).unwrap_err();
+        assert!(matches!(error, Error::Scaler(ScalerError::ScaleAtMinimum { .. })), "{error}");
+    });
+}
+
 #[test]
 fn the_limit_of_skips_takes_precedence_over_the_smallest_scale() {
     let config = GradScalerConfig::default()

@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
+use crate::common::to_f64;
 use crate::{INF, NAN, loss, model};
 
 /// The default configuration with one field changed.
@@ -132,6 +133,18 @@ fn an_invalid_new_scale_is_refused(#[case] new_scale: f64) {
     assert!(matches!(scaler.update_with(new_scale), Err(Error::InvalidArgument { .. })));
     assert!(scaler.update_with_tensor(&Tensor::from(new_scale)).is_err());
     assert_eq!(scaler.get_scale().unwrap(), 65536.0);
+}
+
+#[test]
+fn a_new_scale_that_is_refused_leaves_the_iteration_open() {
+    let (_vs, w, mut opt) = model(Device::Cpu);
+    let mut scaler = GradScalerConfig::default().init_scale(8.0).build(Device::Cpu).unwrap();
+    scaler.backward(&loss(&w, &[8.0; 3])).unwrap();
+    scaler.unscale_(&mut opt).unwrap();
+    assert!(scaler.update_with(NAN).is_err());
+    // The gradient is not unscaled a second time.
+    assert!(scaler.step(&mut opt).unwrap().is_stepped().unwrap());
+    assert_eq!(to_f64(&w), [-7.0; 3]);
 }
 
 #[test]
