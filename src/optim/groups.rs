@@ -91,7 +91,8 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::NoSuchGroup`] if `group` is more than the number of groups.
+    /// [`OptimizerError::NoSuchGroup`] if `group` is more than the number of groups; [`OptimizerError::Parameter`] for a
+    /// variable that was added to the `VarStore` and cannot be taken up.
     ///
     /// # Examples
     ///
@@ -107,6 +108,7 @@ impl Optimizer {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn assign_group(&mut self, group: usize, patterns: &[&str]) -> Result<usize> {
+        self.take_added()?;
         let groups = self.groups.len();
         if group > groups {
             return Err(Error::Optimizer(OptimizerError::NoSuchGroup { group, groups }));

@@ -223,10 +223,18 @@ fn a_state_contains_variables_that_were_added_after_the_last_step() {
     let _w = vs.root().ones("w", &[2]);
     let mut opt = Sgd::default().build(&vs, 0.1).unwrap();
     let _late = vs.root().ones("late", &[2]);
-    let mut source = Sgd::default().build(&vs, 0.2).unwrap();
-    opt.load_state_dict(&source.state_dict().unwrap()).unwrap();
-    assert_eq!(opt.lr(0).unwrap(), 0.2);
-    assert_eq!(opt.state_dict().unwrap().param_groups[0].params, ["w", "late"]);
+    let saved = opt.state_dict().unwrap();
+    assert_eq!(saved.param_groups[0].params, ["w", "late"]);
+    opt.load_state_dict(&saved).unwrap();
+    // Loading takes up a variable as well, and so does assigning it to a group.
+    let mut other = Sgd::default().build(&vs, 0.2).unwrap();
+    let _later = vs.root().ones("later", &[2]);
+    assert_eq!(other.assign_group(1, &["later"]).unwrap(), 1);
+    let _latest = vs.root().ones("latest", &[2]);
+    let mut source = Sgd::default().build(&vs, 0.3).unwrap();
+    other.load_state_dict(&source.state_dict().unwrap()).unwrap();
+    assert_eq!(other.lr(0).unwrap(), 0.3);
+    assert_eq!(other.trainable_variables().len(), 4);
 }
 
 /// A run without momentum has left master weights but no buffer, so the buffer starts as the undamped gradient.

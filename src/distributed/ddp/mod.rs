@@ -121,7 +121,8 @@ impl DistributedDataParallel {
         &self.group
     }
 
-    /// Copies the buffers of rank 0 to the other ranks, runs a forward pass, and returns its result. Under
+    /// Copies the buffers of rank 0 to the other ranks, runs a forward pass, and returns its result. As in PyTorch, buffers
+    /// are not copied in the pass that follows one within [`no_sync`](Self::no_sync) or under [`tch::no_grad`]. Under
     /// [`tch::no_grad`] nothing else is communicated, so ranks may evaluate different numbers of batches if the model
     /// has no buffers or `broadcast_buffers` is off. Corresponds to calling the module in PyTorch.
     ///

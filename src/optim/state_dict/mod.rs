@@ -81,7 +81,8 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch) if libtorch fails.
+    /// [`OptimizerError::Parameter`](crate::optim::OptimizerError::Parameter) for a variable that was added to the `VarStore`
+    /// and cannot be taken up; [`Error::Torch`](crate::Error::Torch) if libtorch fails.
     ///
     /// # Examples
     ///
@@ -108,6 +109,7 @@ impl Optimizer {
 
     /// Returns the state, without the tensors that other ranks keep.
     fn state_here(&mut self) -> Result<OptimizerState> {
+        self.take_added()?;
         self.renew_known_masters()?;
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
             // PyTorch makes the sums with the optimizer, and requires them for every parameter.
