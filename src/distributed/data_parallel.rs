@@ -42,9 +42,10 @@ use crate::error::{Error, Result};
 /// let vs = nn::VarStore::new(Device::Cpu);
 /// let net = nn::linear(vs.root(), 4, 2, Default::default());
 /// let devices = [Device::Cpu, Device::Cpu]; // or [Device::Cuda(0), Device::Cuda(1)]
+/// let parameters: Vec<_> = [&net.ws].into_iter().chain(&net.bs).map(Tensor::shallow_clone).collect();
 /// let xs = Tensor::rand([6, 4], (Kind::Float, devices[0]));
 /// let ys = autocast(devices[0], || {
-///     data_parallel(&devices, &vs.trainable_variables(), &xs, |parameters, xs| {
+///     data_parallel(&devices, &parameters, &xs, |parameters, xs| {
 ///         let [ws, bs] = [0, 1].map(|i| parameters[i].shallow_clone());
 ///         nn::Linear { ws, bs: Some(bs) }.forward(xs)
 ///     })

@@ -34,7 +34,8 @@ use crate::function::{BackwardContext, ForwardContext, Function, FunctionResult,
 ///         scope.spawn(move || {
 ///             let group = ProcessGroup::new(store, rank, 2).unwrap();
 ///             let vs = nn::VarStore::new(Device::Cpu);
-///             let bn = SyncBatchNorm::new(vs.root(), 1, Default::default(), &group);
+///             let config = nn::BatchNormConfig { affine: false, ..Default::default() };
+///             let bn = SyncBatchNorm::new(vs.root(), 1, config, &group);
 ///             // One row on each rank: alone, each would be normalized to zero.
 ///             let ys = bn.forward_t(&Tensor::from_slice(&[rank as f32]).view([1, 1]), true);
 ///             let expected = if rank == 0 { -1.0 } else { 1.0 };

@@ -43,7 +43,12 @@ fn threads_have_the_autocast_state_and_the_grad_mode_of_the_caller() {
     assert!(run().requires_grad() && run().kind() == Kind::Float);
     let half = Autocast::new(Device::Cpu).dtype(Kind::Half).run(run).unwrap();
     assert_eq!(half.kind(), Kind::Half);
-    assert!(!tch::no_grad(run).requires_grad());
+    let records =
+        |parameters: &[Tensor], xs: &Tensor| Tensor::from(product(parameters, xs).requires_grad());
+    let parts =
+        || data_parallel(&[Device::Cpu; 2], &[weight.shallow_clone()], &xs, records).unwrap();
+    assert_eq!(parts(), Tensor::from_slice(&[true, true]));
+    assert_eq!(tch::no_grad(parts), Tensor::from_slice(&[false, false]));
 }
 
 #[test]
