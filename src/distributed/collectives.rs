@@ -44,12 +44,12 @@ impl ProcessGroup {
                 let problem = format!("has dtype {kind:?}, but a mean needs floating point");
                 return Err(unusable(problem));
             }
-            Ok((described, kind))
+            Ok((described, kind, copied(tensor)?))
         });
         let _order = self.begin();
-        let call = |(described, _): &(String, Kind)| format!("{NAME}({op:?}) of {described}");
-        let (_, kind) = self.compare_checked(NAME, checked, call)?;
-        self.in_place(tensor, |work| {
+        let call = |(described, ..): &(String, _, _)| format!("{NAME}({op:?}) of {described}");
+        let (_, kind, copy) = self.compare_checked(NAME, checked, call)?;
+        self.in_place(tensor, copy, |work| {
             let reduce = |tensor: &Tensor, reduction| {
                 self.run(NAME, |group| group.all_reduce(tensor, reduction))
             };
@@ -94,12 +94,12 @@ impl ProcessGroup {
                 let problem = format!("is {root}, but there are {} ranks", self.size());
                 return Err(Error::InvalidArgument { name: "root", problem });
             }
-            Ok(described)
+            Ok((described, copied(tensor)?))
         });
         let _order = self.begin();
-        let call = |described: &String| format!("{NAME} from {root} of {described}");
-        self.compare_checked(NAME, checked, call)?;
-        self.in_place(tensor, |work| self.run(NAME, |group| group.broadcast(work, root)))
+        let call = |(described, _): &(String, _)| format!("{NAME} from {root} of {described}");
+        let (_, copy) = self.compare_checked(NAME, checked, call)?;
+        self.in_place(tensor, copy, |work| self.run(NAME, |group| group.broadcast(work, root)))
     }
 
     /// Returns the tensors of all ranks, in the order of the ranks. Their shapes and dtypes are the same. Blocks until
@@ -110,23 +110,20 @@ impl ProcessGroup {
     /// As for [`all_reduce`](Self::all_reduce).
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Vec<Tensor>> {
         const NAME: &str = "all_gather";
+        let checked = described(self, tensor).and_then(|described| {
+            let part = copied(tensor)?.f_view([-1])?;
+            let all = [part.numel() as i64 * self.size() as i64];
+            let all = Tensor::f_empty(all, (part.f_kind()?, part.device()))?;
+            Ok((described, part, all))
+        });
         let _order = self.begin();
-        self.compare_checked(NAME, described(self, tensor), |described| {
-            format!("{NAME} of {described}")
-        })?;
-        self.complete(|| {
-            no_grad(|| {
-                let part = tensor.f_detach()?.f_contiguous()?.f_view([-1])?;
-                let ranks = self.size() as i64;
-                let all =
-                    Tensor::f_empty([part.numel() as i64 * ranks], (part.kind(), part.device()))?;
-                if part.numel() > 0 {
-                    self.run(NAME, |group| group.all_gather(&all, &part))?;
-                }
-                let all = all.f_view([&[ranks], &tensor.size()[..]].concat().as_slice())?;
-                Ok(all.f_unbind(0)?)
-            })
-        })
+        let call = |(described, ..): &(String, _, _)| format!("{NAME} of {described}");
+        let (_, part, all) = self.compare_checked(NAME, checked, call)?;
+        if part.numel() > 0 {
+            self.run(NAME, |group| group.all_gather(&all, &part))?;
+        }
+        let all = all.f_view([&[self.size() as i64], &tensor.size()[..]].concat().as_slice())?;
+        Ok(all.f_unbind(0)?)
     }
 
     /// Returns this rank's rows of the sum of all ranks' tensors. The first dimension is divided among the ranks in
@@ -138,21 +135,19 @@ impl ProcessGroup {
     /// As for [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] if the first dimension cannot be divided.
     pub fn reduce_scatter(&self, tensor: &Tensor) -> Result<Tensor> {
         const NAME: &str = "reduce_scatter";
-        let checked =
-            described(self, tensor).and_then(|described| Ok((described, self.rows(tensor)?)));
+        let checked = described(self, tensor).and_then(|described| {
+            let rows = self.rows(tensor)?;
+            let all = copied(tensor)?;
+            let part = all.f_narrow(0, 0, rows)?.f_empty_like()?;
+            Ok((described, part, all))
+        });
         let _order = self.begin();
-        let call = |(described, _): &(String, i64)| format!("{NAME} of {described}");
-        let (_, rows) = self.compare_checked(NAME, checked, call)?;
-        self.complete(|| {
-            no_grad(|| {
-                let all = tensor.f_detach()?.f_contiguous()?;
-                let part = all.f_narrow(0, 0, rows)?.f_empty_like()?;
-                if part.numel() > 0 {
-                    self.run(NAME, |group| group.reduce_scatter(&part, &all))?;
-                }
-                Ok(part)
-            })
-        })
+        let call = |(described, ..): &(String, _, _)| format!("{NAME} of {described}");
+        let (_, part, all) = self.compare_checked(NAME, checked, call)?;
+        if part.numel() > 0 {
+            self.run(NAME, |group| group.reduce_scatter(&part, &all))?;
+        }
+        Ok(part)
     }
 
     /// The rows of each rank's part of a tensor.
@@ -205,25 +200,32 @@ impl ProcessGroup {
         self.run("monitored_barrier", |group| group.monitored_barrier(timeout))
     }
 
-    /// Lets `work` change a contiguous copy of a tensor, which is copied back if it succeeds.
+    /// Lets `work` change the copy of a tensor, which is copied back if it succeeds.
     fn in_place(
         &self,
         tensor: &mut Tensor,
+        mut copy: Tensor,
         work: impl FnOnce(&mut Tensor) -> Result<()>,
     ) -> Result<()> {
         if tensor.numel() == 0 {
             return Ok(());
         }
-        let change = || {
-            // A failure leaves the tensor unchanged. Gloo would also write to its memory without raising its version.
-            let mut copy = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
-            copy.f_copy_(tensor)?;
-            work(&mut copy)?;
+        no_grad(|| {
+            self.complete(|| work(&mut copy))?;
             tensor.f_detach()?.f_copy_(&copy)?;
             Ok(())
-        };
-        self.complete(|| no_grad(change))
+        })
     }
+}
+
+/// A contiguous copy to communicate. A failure leaves the tensor itself unchanged, and gloo would also write to its memory
+/// without raising its version.
+fn copied(tensor: &Tensor) -> Result<Tensor> {
+    no_grad(|| {
+        let mut copy = Tensor::f_empty(ffi::sizes(tensor)?, (tensor.f_kind()?, tensor.device()))?;
+        copy.f_copy_(tensor)?;
+        Ok(copy)
+    })
 }
 
 /// Returns the dtype and the shape of a tensor, or an error if a group cannot communicate it.
