@@ -7,6 +7,9 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include <cstdlib>
+#include <mutex>
+
 #include "distributed.h"
 
 namespace {
@@ -22,6 +25,16 @@ c10::intrusive_ptr<ProcessGroupGloo::Options> gloo_options(const tamp_group_opti
                              : o.host != nullptr    ? ProcessGroupGloo::createDeviceForHostname(o.host)
                                                     : ProcessGroupGloo::createDefaultDevice());
   return options;
+}
+
+// Turns off c10d's flight recorder, unless a variable asks for it. It lists the groups of the whole process in a map that
+// it does not lock, and ranks that are threads change the map at the same time.
+void turn_off_flight_recorder() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const bool is_set = getenv("TORCH_FR_BUFFER_SIZE") != nullptr || getenv("TORCH_NCCL_TRACE_BUFFER_SIZE") != nullptr;
+    if (!is_set) setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/0);
+  });
 }
 
 // Blocks until a collective is complete; on a GPU, has the current stream wait for it.
@@ -65,6 +78,7 @@ extern "C" {
 
 tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *options, char **err) noexcept {
   return tamp::guarded(err, [&]() -> tamp_group * {
+    turn_off_flight_recorder();
     const int rank = static_cast<int>(options->rank), size = static_cast<int>(options->size);
     auto prefixed = c10::make_intrusive<c10d::PrefixStore>(options->prefix, given(store).store);
     auto group = c10::make_intrusive<ProcessGroup>(prefixed, rank, size);
