@@ -4,6 +4,11 @@
 //! other through a [`Store`], and communicate by *collectives*, which every rank calls in the same order. The
 //! counterpart in PyTorch is `torch.distributed`.
 //!
+//! # c10d's flight recorder
+//!
+//! The first group of a process sets `TORCH_FR_BUFFER_SIZE` to 0, unless it is set already. c10d then does not record its
+//! collectives for debugging, which is not safe for ranks that are threads.
+//!
 //! # Security
 //!
 //! A store and a group have no authentication and no encryption: whoever can connect can take part. The store of
