@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "distributed.h"
+#include "masters.h"
 
 struct tamp_reducer {
   std::vector<at::Tensor> parameters;
@@ -89,14 +90,10 @@ std::vector<std::vector<size_t>> buckets(const std::vector<at::Tensor> &paramete
   return indices;
 }
 
-// Has autograd accumulate the gradient of a parameter in this dtype.
-void set_gradient_dtype(const at::Tensor &parameter, at::ScalarType dtype) {
-  const at::NoGradGuard no_grad;
-  at::Tensor gradient = parameter.grad().defined() ? parameter.grad().to(dtype) : at::Tensor();
-  // libtorch does not change the dtype while there is a gradient.
-  parameter.mutable_grad().reset();
-  parameter.set_grad_dtype(dtype);
-  parameter.mutable_grad() = std::move(gradient);
+// Converts the gradient of a parameter, and has autograd accumulate it in this dtype.
+void convert_gradient(const at::Tensor &parameter, at::ScalarType dtype) {
+  const at::Tensor &gradient = parameter.grad();
+  tamp::replace_gradient(parameter, dtype, gradient.defined() ? gradient.detach().to(dtype) : at::Tensor());
 }
 
 // Has gradients accumulated in their parameters' dtypes, which are those of the buckets. An optimizer with master weights
@@ -105,14 +102,14 @@ void narrow(tamp_reducer &r) {
   for (size_t i = 0; i < r.parameters.size(); ++i) {
     const at::ScalarType dtype = r.parameters[i].scalar_type();
     if ((dtype != at::kBFloat16 && dtype != at::kHalf) || r.parameters[i].grad_dtype() == dtype) continue;
-    set_gradient_dtype(r.parameters[i], dtype);
+    convert_gradient(r.parameters[i], dtype);
     r.narrowed.push_back(i);
   }
 }
 
 // Makes these gradients f32 again.
 void widen(tamp_reducer &r) {
-  for (const size_t i : std::exchange(r.narrowed, {})) set_gradient_dtype(r.parameters[i], at::kFloat);
+  for (const size_t i : std::exchange(r.narrowed, {})) convert_gradient(r.parameters[i], at::kFloat);
 }
 
 void compress(c10d::Reducer &reducer, const Group &group, const tamp_reducer_options &o) {

@@ -21,14 +21,6 @@ Tensor bits(const Tensor &numbers) { return numbers.view(at::kInt).masked_fill(n
 
 bool is_half(const Tensor &t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
 
-// Sets the f32 gradient of a parameter, to which autograd adds from now on.
-void set_wide(const Tensor &parameter, Tensor wide) {
-  // libtorch does not change the dtype while there is a gradient.
-  parameter.mutable_grad().reset();
-  parameter.set_grad_dtype(at::kFloat);
-  parameter.mutable_grad() = std::move(wide);
-}
-
 // Converts half-precision gradients to f32. On devices other than the CPU all of them are converted before the first is
 // replaced, so that none has changed if memory runs out. On the CPU they are converted one at a time, to save memory.
 void widen_gradients(const std::vector<Tensor> &parameters) {
@@ -50,12 +42,24 @@ void widen_gradients(const std::vector<Tensor> &parameters) {
     if (!before.defined()) {
       parameters[i].set_grad_dtype(at::kFloat);
     } else if (before.scalar_type() != at::kFloat) {
-      set_wide(parameters[i], wide[i].defined() ? wide[i] : before.detach().to(at::kFloat));
+      replace_gradient(parameters[i], at::kFloat, wide[i].defined() ? wide[i] : before.detach().to(at::kFloat));
     }
   }
 }
 
 }  // namespace
+
+void replace_gradient(const Tensor &parameter, at::ScalarType dtype, Tensor gradient) {
+  // libtorch does not change the dtype while there is a gradient.
+  Tensor before = std::exchange(parameter.mutable_grad(), Tensor());
+  try {
+    parameter.set_grad_dtype(dtype);
+  } catch (const std::exception &) {
+    parameter.mutable_grad() = std::move(before);
+    throw;
+  }
+  parameter.mutable_grad() = std::move(gradient);
+}
 
 uint64_t seed_of_step(uint64_t seed, uint64_t step) {
   uint64_t x = seed + step * kSeedStep;
