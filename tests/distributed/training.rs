@@ -192,3 +192,10 @@ fn training_has_the_bits_of_pytorch_on_every_rank() {
         }
     }
 }
+
+#[test]
+fn python_differs_as_documented() {
+    if let Some(oracle) = Oracle::find("distributed_deviations.py") {
+        assert_eq!(oracle.run(&[], "").trim(), "ok");
+    }
+}

@@ -1,0 +1,93 @@
+"""PyTorch's side of the differences of several ranks in docs/differences.md: asserts what PyTorch does."""
+
+import os
+import sys
+import tempfile
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+sys.dont_write_bytecode = True
+
+
+def no_rank_gets_an_example():
+    assert list(DistributedSampler([], num_replicas=2, rank=0, shuffle=False)) == []
+    assert list(DistributedSampler([7], num_replicas=2, rank=0, drop_last=True)) == []
+
+
+def shares_have_one_size():
+    """Three examples on two ranks: one is repeated, or one is left out."""
+    shares = [list(DistributedSampler([7] * 3, num_replicas=2, rank=rank, shuffle=False)) for rank in range(2)]
+    assert shares == [[0, 2], [1, 0]], shares
+    shares = [
+        list(DistributedSampler([7] * 3, num_replicas=2, rank=rank, shuffle=False, drop_last=True)) for rank in range(2)
+    ]
+    assert shares == [[0], [1]], shares
+
+
+def batch_norm_needs_a_gpu():
+    layer = torch.nn.SyncBatchNorm(3)
+    try:
+        layer(torch.ones(2, 3))
+    except ValueError as error:
+        assert "GPU" in str(error), error
+    else:
+        raise AssertionError("SyncBatchNorm ran on the CPU")
+
+
+def a_nan_can_be_lost(rank):
+    lost = 0
+    for broken in range(2):
+        tensor = torch.tensor([float("nan") if rank == broken else 1.0])
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        lost += not tensor.isnan().item()
+    counts = torch.tensor(lost)
+    dist.all_reduce(counts, dist.ReduceOp.SUM)
+    assert counts > 0, "no NaN was lost"
+
+
+def other_calls_are_waited_for(rank):
+    """Rank 0 waits for a second call, which rank 1 never makes."""
+    if rank == 1:
+        dist.barrier()
+        return
+    dist.barrier()
+    try:
+        dist.all_reduce(torch.ones(2))
+    except RuntimeError:
+        return
+    raise AssertionError("the call without a counterpart returned")
+
+
+def run(rank, folder):
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=3))
+    batch_norm_needs_a_gpu()
+    a_nan_can_be_lost(rank)
+    other_calls_are_waited_for(rank)
+
+
+def main():
+    no_rank_gets_an_example()
+    shares_have_one_size()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    run(rank, folder)
+                    status = 0
+                finally:
+                    sys.stdout.flush()
+                    os._exit(status)
+            children.append(child)
+        if any(os.waitpid(child, 0)[1] for child in children):
+            sys.exit("a rank failed")
+    print("ok")
+
+
+main()
