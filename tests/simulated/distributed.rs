@@ -1,5 +1,7 @@
 //! Ranks with a GPU each.
 
+use std::process::{Command, Stdio};
+
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{
@@ -9,6 +11,7 @@ use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler};
 
+use crate::common::bits::hex;
 use crate::common::simulation::{Counts, Simulation};
 
 /// Runs two threads that form a group, each with a device.
@@ -153,6 +156,54 @@ fn gpus_train_alike_and_as_the_cpu_does() {
         for (gpu, cpu) in gpus[0].0.iter().zip(&cpus[0].0) {
             assert!((gpu - cpu).abs().max().double_value(&[]) < 1e-6, "{options:?}");
         }
+    }
+}
+
+/// The number of a rank that is a process, and the port of the store.
+const PROCESS: &str = "TCH_AMP_TEST_GPU_RANK";
+
+/// Trains with an overflow of rank 1, and returns the bits of the weights.
+fn trained(group: &ProcessGroup, device: Device) -> String {
+    let mut training = Training::new(group, device, DdpOptions::default(), true);
+    for step in 0..5 {
+        let overflows = step == 2 && group.rank() == 1;
+        training.step(if overflows { f64::INFINITY } else { 1.0 });
+    }
+    training.weights().iter().map(hex).collect()
+}
+
+#[test]
+#[ignore = "a rank of the next test"]
+fn process() {
+    let Ok(variable) = std::env::var(PROCESS) else { return };
+    let (rank, port) = variable.split_once(' ').unwrap();
+    let rank: usize = rank.parse().unwrap();
+    let store = Store::connect("127.0.0.1", port.parse().unwrap()).unwrap();
+    let group = ProcessGroup::new(&store, rank, 2).unwrap();
+    println!("weights {}", trained(&group, GPUS[rank]));
+}
+
+#[test]
+fn processes_with_a_gpu_each_train_as_threads_do() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let store = Store::serve_locally().unwrap();
+    let port = store.port().unwrap();
+    let children = [0, 1].map(|rank| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "distributed::process", "--ignored", "--nocapture"])
+            .env(PROCESS, format!("{rank} {port}"))
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap()
+    });
+    let threads = ranks(GPUS, |group, device| trained(&group, device));
+    assert_eq!(threads[0], threads[1]);
+    for child in children {
+        let output = child.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{text}");
+        let weights = text.split_once("weights ").unwrap().1.lines().next();
+        assert_eq!(weights, Some(threads[0].as_str()));
     }
 }
 
