@@ -27,8 +27,8 @@ c10::intrusive_ptr<ProcessGroupGloo::Options> gloo_options(const tamp_group_opti
   return options;
 }
 
-// Turns off c10d's flight recorder, unless a variable asks for it. It lists the groups of the whole process in a map that
-// it does not lock, and ranks that are threads change the map at the same time.
+// Turns off c10d's flight recorder, unless a variable asks for it. It lists the groups of the whole process in a map
+// that it does not lock, and ranks that are threads change the map at the same time.
 void turn_off_flight_recorder() {
   static std::once_flag once;
   std::call_once(once, [] {

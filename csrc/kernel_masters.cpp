@@ -60,8 +60,8 @@ TAMP_INLINE uint32_t second_round(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// The random bits of two numbers. `page` is added between the rounds, and the shift spreads it, so that another seed does
-// not give the same words in another order.
+// The random bits of two numbers. `page` is added between the rounds, and the shift spreads it, so that another seed
+// does not give the same words in another order.
 TAMP_INLINE uint32_t random_word(uint32_t index, uint32_t key, uint32_t page) {
   const uint32_t x = first_round(index ^ key) + page;
   return second_round(x ^ (x >> 15));

@@ -28,8 +28,8 @@ at::Tensor join(const at::Tensor &parameter, const at::Tensor &remainder);
 // zero.
 at::Tensor remainder(const at::Tensor &master);
 
-// Replaces the gradient of a parameter by one of this dtype, in which autograd accumulates it from now on. `gradient` may be
-// undefined. Changes nothing if it fails.
+// Replaces the gradient of a parameter by one of this dtype, in which autograd accumulates it from now on. `gradient`
+// may be undefined. Changes nothing if it fails.
 void replace_gradient(const at::Tensor &parameter, at::ScalarType dtype, at::Tensor gradient);
 
 }  // namespace tamp

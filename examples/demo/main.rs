@@ -1,5 +1,6 @@
-//! Mixed precision on this computer: a small GPT in fp32 and bf16, and a network for handwritten digits in fp32, bf16 and
-//! fp16. It prints what bf16 gains and writes a report. With `--ranks`, several processes train the digits together.
+//! Mixed precision on this computer: a small GPT in fp32 and bf16, and a network for handwritten digits in fp32, bf16
+//! and fp16. It prints what bf16 gains and writes a report. With `--ranks`, several processes train the digits
+//! together.
 //!
 //! ```text
 //! cargo run --example demo -- --gpt-steps 200 --device cpu --epochs 20 --seed 0 --out report.html
@@ -84,8 +85,8 @@ fn take_steps(args: &mut Vec<String>) -> Result<Option<usize>> {
     Ok(Some(steps))
 }
 
-/// Trains in fp32 and in bf16, each in a process of its own. Where bf16 is slow, that is said before, and it takes a few
-/// steps only.
+/// Trains in fp32 and in bf16, each in a process of its own. Where bf16 is slow, that is said before, and it takes a
+/// few steps only.
 fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
     let speeds = Speeds::measure(device)?;
     println!("{speeds}");

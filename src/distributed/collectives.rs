@@ -218,8 +218,8 @@ impl ProcessGroup {
     }
 }
 
-/// A contiguous copy to communicate. A failure leaves the tensor itself unchanged, and gloo would also write to its memory
-/// without raising its version.
+/// A contiguous copy to communicate. A failure leaves the tensor itself unchanged, and gloo would also write to its
+/// memory without raising its version.
 fn copied(tensor: &Tensor) -> Result<Tensor> {
     no_grad(|| {
         let mut copy = Tensor::f_empty(ffi::sizes(tensor)?, (tensor.f_kind()?, tensor.device()))?;

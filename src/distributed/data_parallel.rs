@@ -8,13 +8,14 @@ use tch::{Device, Kind, Tensor, no_grad};
 use crate::autocast::AutocastState;
 use crate::error::{Error, Result};
 
-/// Divides a batch among devices, applies `forward` to each part on a thread of its own, and returns the outputs together,
-/// on the first device. The counterpart of `torch.nn.parallel.data_parallel`.
+/// Divides a batch among devices, applies `forward` to each part on a thread of its own, and returns the outputs
+/// together, on the first device. The counterpart of `torch.nn.parallel.data_parallel`.
 ///
-/// The batch is divided along its first dimension into parts of equal size, of which the last may be smaller or missing.
-/// `forward` gets copies of the parameters on its device, and its part. The gradients of all copies are added to those of
-/// the parameters. Each thread has the autocast state and the grad mode of the caller. The outputs are concatenated along
-/// their first dimension; those without dimensions, such as losses, become a vector with one element for each part.
+/// The batch is divided along its first dimension into parts of equal size, of which the last may be smaller or
+/// missing. `forward` gets copies of the parameters on its device, and its part. The gradients of all copies are added
+/// to those of the parameters. Each thread has the autocast state and the grad mode of the caller. The outputs are
+/// concatenated along their first dimension; those without dimensions, such as losses, become a vector with one element
+/// for each part.
 ///
 /// It copies the parameters in every call, so it suits small jobs. A [`DistributedDataParallel`] is faster, because its
 /// replicas only exchange gradients. `forward` must not change tensors that the threads share, such as the running

@@ -195,8 +195,8 @@ impl ProcessGroup {
         self.0.models.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Runs the part of a collective that follows the comparison. If it fails, the other ranks may wait for this one, which
-    /// closes the group, so that they fail as well.
+    /// Runs the part of a collective that follows the comparison. If it fails, the other ranks may wait for this one,
+    /// which closes the group, so that they fail as well.
     pub(super) fn complete<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         work().inspect_err(|_| self.close())
     }

@@ -6,8 +6,8 @@
 //!
 //! # c10d's flight recorder
 //!
-//! The first group of a process sets `TORCH_FR_BUFFER_SIZE` to 0, unless it is set already. c10d then does not record its
-//! collectives for debugging, which is not safe for ranks that are threads.
+//! The first group of a process sets `TORCH_FR_BUFFER_SIZE` to 0, unless it is set already. c10d then does not record
+//! its collectives for debugging, which is not safe for ranks that are threads.
 //!
 //! # Security
 //!

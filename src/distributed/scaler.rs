@@ -51,7 +51,8 @@ impl GradScaler {
     /// communicates once. All ranks have to make the same calls, even those without gradients. Clipping uses the norm
     /// of this rank's gradients.
     ///
-    /// If the gradients of one rank cannot be unscaled or checked, the call fails on all of them before any has stepped:
+    /// If the gradients of one rank cannot be unscaled or checked, the call fails on all of them before any has
+    /// stepped:
     /// [`DistributedError::Mismatch`](crate::distributed::DistributedError::Mismatch) tells the others why. Gradients that
     /// were unscaled stay unscaled: step, or [`abandon`](Self::abandon) them before the next backward pass. An error of
     /// the optimizer's own step comes after the others have stepped: resume from the last checkpoint then.

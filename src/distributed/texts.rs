@@ -18,8 +18,8 @@ impl ProcessGroup {
         Ok(texts.map(|(text, n)| String::from_utf8_lossy(&text[..n]).into_owned()).collect())
     }
 
-    /// Returns an error unless all ranks make this call with the same lines, which `hash` stands for. It has the first line
-    /// in which they differ, or says that a rank has failed before.
+    /// Returns an error unless all ranks make this call with the same lines, which `hash` stands for. It has the first
+    /// line in which they differ, or says that a rank has failed before.
     pub(super) fn compare_lines(
         &self,
         call: &'static str,

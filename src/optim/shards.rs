@@ -172,8 +172,8 @@ impl Optimizer {
         if self.masters == MasterWeights::None {
             return ranks.share(&self.parameters, &shards.owners);
         }
-        // Receiving raises the versions of all parameters. Those that were written to from outside, and not stepped, stay
-        // without a new stamp.
+        // Receiving raises the versions of all parameters. Those that were written to from outside, and not stepped,
+        // stay without a new stamp.
         let changed = self.stamps.compare(&self.parameters)?;
         ranks.share(&self.parameters, &shards.owners)?;
         let matching = changed.iter().zip(&self.parameters).enumerate();

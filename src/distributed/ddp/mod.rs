@@ -121,9 +121,9 @@ impl DistributedDataParallel {
         &self.group
     }
 
-    /// Copies the buffers of rank 0 to the other ranks, runs a forward pass, and returns its result. As in PyTorch, buffers
-    /// are not copied in the pass that follows one within [`no_sync`](Self::no_sync) or under [`tch::no_grad`]. Under
-    /// [`tch::no_grad`] nothing else is communicated, so ranks may evaluate different numbers of batches if the model
+    /// Copies the buffers of rank 0 to the other ranks, runs a forward pass, and returns its result. As in PyTorch,
+    /// buffers are not copied in the pass that follows one within [`no_sync`](Self::no_sync) or under [`tch::no_grad`].
+    /// Without gradients nothing else is communicated, so ranks may evaluate different numbers of batches if the model
     /// has no buffers or `broadcast_buffers` is off. Corresponds to calling the module in PyTorch.
     ///
     /// # Errors
@@ -158,8 +158,8 @@ impl DistributedDataParallel {
     ///
     /// As in PyTorch, a plain `loss.backward()` after [`forward`](Self::forward) averages them, too, unless
     /// `find_unused_parameters` is on. But then tch panics if a rank does not answer, the passes of the ranks are not
-    /// compared, only the next forward pass notices a parameter that the loss does not depend on, and a scaler that refuses
-    /// gradients of this rank alone goes on refusing.
+    /// compared, only the next forward pass notices a parameter that the loss does not depend on, and a scaler that
+    /// refuses gradients of this rank alone goes on refusing.
     ///
     /// # Errors
     ///
