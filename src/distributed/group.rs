@@ -78,7 +78,8 @@ impl GroupOptions {
         })?;
         let (order, models) = (Mutex::default(), AtomicUsize::new(0));
         let handle = Mutex::new(Some(Arc::new(handle)));
-        Ok(ProcessGroup(Arc::new(Shared { handle, place, timeout, cuda, order, models })))
+        let options = self.clone();
+        Ok(ProcessGroup(Arc::new(Shared { handle, place, options, cuda, order, models })))
     }
 }
 
@@ -95,8 +96,7 @@ impl GroupOptions {
 /// not compared. If a rank ends or hangs, the others get an error within the timeout, and the group can no longer be
 /// used.
 ///
-/// Threads may share a group: their collectives run one after the other. All ranks have to call them in the same order,
-/// and not during the backward pass of a model that is distributed over the group.
+/// Threads may share a group: their collectives run one after the other. All ranks have to call them in the same order.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -125,7 +125,7 @@ struct Shared {
     /// `None` after a failure: the connections are closed, so that the ranks on the other side fail, too.
     handle: Mutex<Option<Arc<ffi::Group>>>,
     place: Place,
-    timeout: Duration,
+    options: GroupOptions,
     /// Whether CUDA tensors can be communicated.
     cuda: bool,
     /// Held while a collective runs.
@@ -165,7 +165,7 @@ impl ProcessGroup {
 
     /// Returns how long an operation waits for the other ranks.
     pub fn timeout(&self) -> Duration {
-        self.0.timeout
+        self.0.options.timeout
     }
 
     /// Returns the store through which the ranks have found each other, to form another group of them.
@@ -190,9 +190,18 @@ impl ProcessGroup {
         self.0.order.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the number of a new model that is distributed over the group.
-    pub(super) fn next_model(&self) -> usize {
-        self.0.models.fetch_add(1, Ordering::Relaxed)
+    /// Returns the number of a new model that is distributed over the group, and a group of the same ranks that only this
+    /// model uses: its backward passes communicate from threads of libtorch.
+    pub(super) fn for_model(&self) -> Result<(usize, Self)> {
+        let number = self.0.models.fetch_add(1, Ordering::Relaxed);
+        let Place { store, prefix, rank, size } = &self.0.place;
+        let options = self.0.options.clone().name(Some(format!("{prefix}/model {number}")));
+        Ok((number, options.join(store, *rank, *size)?))
+    }
+
+    /// Whether an operation has failed.
+    pub(super) fn is_closed(&self) -> bool {
+        self.0.handle.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 
     /// Runs the part of a collective that follows the comparison. If it fails, the other ranks may wait for this one,

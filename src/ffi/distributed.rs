@@ -125,8 +125,8 @@ pub(crate) struct Group(*mut sys::Group);
 
 // SAFETY: process groups are not bound to a thread.
 unsafe impl Send for Group {}
-// SAFETY: `ProcessGroup::begin` lets one thread at a time call its collectives. Those of a backward pass come from
-// threads of libtorch's engine, while the thread that called it waits for them, and its caller has to keep others away.
+// SAFETY: `ProcessGroup::begin` lets one thread at a time call the collectives of a group. The group of a distributed model
+// is used by its passes alone, which have an exclusive borrow of the model, and in which libtorch's engine is waited for.
 unsafe impl Sync for Group {}
 
 impl Group {

@@ -11,7 +11,7 @@ use tch::{Tensor, no_grad};
 
 use crate::distributed::group::ProcessGroup;
 use crate::error::{DistributedError, Error, Result};
-use crate::ffi::distributed::{Changed, Reducer, ReducerOptions};
+use crate::ffi::distributed::{self as ffi, Changed, Reducer, ReducerOptions};
 use crate::scaler::GradScaler;
 use model::Model;
 pub use options::DdpOptions;
@@ -68,6 +68,9 @@ pub use options::DdpOptions;
 pub struct DistributedDataParallel {
     // Before the group, because it uses the group until it ends.
     reducer: Reducer,
+    /// The ranks, of which only this model uses the connections.
+    own: ProcessGroup,
+    /// The group in which the ranks compare their passes.
     group: ProcessGroup,
     model: Model,
     /// The number of the model in the group.
@@ -101,12 +104,14 @@ impl DistributedDataParallel {
         model.compare(group)?;
         let all = model.parameters.iter().chain(&model.others);
         let all: Vec<_> = all.map(|(_, tensor)| tensor.shallow_clone()).collect();
-        no_grad(|| group.run(NAME, |group| group.broadcast_all(&all, 0)))?;
+        let (number, own) = group.for_model()?;
+        no_grad(|| own.run(NAME, |group| group.broadcast_all(&all, 0)))?;
         let make = |group: &_| Reducer::new(group, &model.parameters, &reducer_options);
         Ok(Self {
-            reducer: group.run(NAME, make)?,
+            reducer: own.run(NAME, make)?,
+            own,
             group: group.clone(),
-            number: group.next_model(),
+            number,
             compare_passes: options.compare_passes,
             broadcast_buffers: options.broadcast_buffers && !model.buffers.is_empty(),
             model,
@@ -138,18 +143,16 @@ impl DistributedDataParallel {
         let syncs = self.syncs;
         let (reducer, buffers) = (&self.reducer, &self.model.buffers);
         let broadcast = self.broadcast_buffers && self.synced_forward;
-        let order = self.group.begin();
         if broadcast || self.reducer.may_rebuild()? {
             self.compare_pass(NAME)?;
         }
-        let recorded = self.group.run(NAME, |group| {
+        let recorded = self.run(NAME, |group| {
             let recorded = reducer.before_forward(syncs)?;
             if broadcast {
                 no_grad(|| group.broadcast_all(buffers, 0))?;
             }
             Ok(recorded)
         })?;
-        drop(order);
         self.synced_forward = syncs && recorded;
         Ok(forward())
     }
@@ -201,13 +204,10 @@ impl DistributedDataParallel {
             self.unsynced.store(true, Ordering::Relaxed);
             return backward();
         }
-        let order = self.group.begin();
         self.compare_pass(NAME)?;
-        // Not during the backward pass, in which functions such as that of SyncBatchNorm communicate.
-        drop(order);
         let reducer = &self.reducer;
         self.unsynced.store(true, Ordering::Relaxed);
-        self.group.run(NAME, |_| {
+        self.run(NAME, |_| {
             reducer.before_backward(loss)?;
             backward()
         })?;
@@ -233,7 +233,17 @@ impl DistributedDataParallel {
             return Ok(());
         }
         let number = self.number;
+        let _order = self.group.begin();
         self.group.compare(pass, &format!("the {pass} pass of DistributedDataParallel {number}"))
+    }
+
+    /// Runs a part of a pass that communicates. After one has failed, the group cannot be used any more either.
+    fn run<T>(&self, pass: &'static str, call: impl FnOnce(&ffi::Group) -> Result<T>) -> Result<T> {
+        self.own.run(pass, call).inspect_err(|_| {
+            if self.own.is_closed() {
+                self.group.close();
+            }
+        })
     }
 
     fn check_parameters(&self) -> Result<()> {

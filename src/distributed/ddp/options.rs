@@ -65,7 +65,8 @@ impl Default for DdpOptions {
 
 impl DdpOptions {
     /// Distributes a model: from now on, the gradients of all variables of `vs` that require gradients are averaged
-    /// over the ranks, which all call this. The parameters and buffers of rank 0 are copied to the other ranks.
+    /// over the ranks, which all call this. The parameters and buffers of rank 0 are copied to the other ranks. The
+    /// model communicates through connections of its own, so other uses of the group do not disturb its passes.
     ///
     /// # Errors
     ///
