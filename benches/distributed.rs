@@ -13,7 +13,7 @@ mod common;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use common::{Python, is_quick, median, nanoseconds};
+use common::{Python, Row, is_quick, median, nanoseconds, print_ratio};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Store};
@@ -190,15 +190,15 @@ fn main() {
         };
         let bytes =
             bytes(2).zip(bytes(12)).map(|(few, many)| (many - few) as f64 / 10.0 / parameters);
-        let (mine, theirs) = (median(mine), median(theirs));
+        let row = Row::new(name, mine, theirs);
         let bytes = bytes.map_or_else(|| "unknown".to_owned(), |bytes| format!("{bytes:.2}"));
         println!(
             "{name:<12} {:>12.3} {:>12.3} {:>8.2} {bytes:>26} {:>6.0} %",
-            mine / 1e6,
-            theirs / 1e6,
-            theirs / mine,
+            row.ours / 1e6,
+            row.python / 1e6,
+            row.ratio(),
             100.0 * median(hidden)
         );
-        println!("ratio ddp_{name} {:.2}", theirs / mine);
+        print_ratio(&format!("ddp_{name}"), row);
     }
 }

@@ -13,7 +13,7 @@ mod folder;
 #[path = "training/models.rs"]
 mod models;
 
-use common::{Python, is_quick, median, nanoseconds};
+use common::{Python, Row, is_quick, median, nanoseconds, print_ratio};
 use folder::Folder;
 use models::{Batch, Model, NAMES, model};
 use tch::nn::VarStore;
@@ -81,47 +81,76 @@ fn check(name: &str, weights: &Checkpoint, python: &mut Python) {
     }
 }
 
-/// The medians of an iteration in nanoseconds: this crate's in f32 and bf16, and Python's.
+/// The times of whole iterations.
 struct Times {
-    ours: [f64; 2],
-    python: [f64; 2],
-    /// The phases of an iteration in bf16.
+    /// This crate in bf16, and Python.
+    train: Row,
+    /// This crate in bf16, and in f32.
+    gain: Row,
+    /// Python in f32, in nanoseconds.
+    python_f32: f64,
+    /// The phases of an iteration in bf16, in nanoseconds.
     phases: [f64; PHASES],
 }
 
-fn time(name: &str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> Times {
+fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> Times {
     let (rounds, iterations) =
-        if is_quick() { (1, 1) } else { (7, if name.starts_with("mlp_6") { 60 } else { 3 }) };
-    let mut times = Times { ours: [0.0; 2], python: [f64::INFINITY; 2], phases: [0.0; PHASES] };
-    for (i, (amp, precision)) in [(false, "fp32"), (true, "bf16")].into_iter().enumerate() {
-        let mut training = Training::new(name, weights, amp);
-        let (mut ours, mut theirs) = (Vec::new(), [Vec::new(), Vec::new()]);
-        let mut phases: Vec<[f64; PHASES]> = Vec::new();
-        // The first round is a warm-up.
-        for round in 0..=rounds {
+        if is_quick() { (1, 1) } else { (9, if name.starts_with("mlp_6") { 60 } else { 3 }) };
+    let mut trainings = [false, true].map(|amp| Training::new(name, weights, amp));
+    // In f32 and bf16: this crate's iterations, and those of each Python.
+    let mut ours = [Vec::new(), Vec::new()];
+    let mut theirs = [[Vec::new(), Vec::new()], [Vec::new(), Vec::new()]];
+    let mut phases: Vec<[f64; PHASES]> = Vec::new();
+    // The first round is a warm-up.
+    for round in 0..=rounds {
+        for (i, precision) in ["fp32", "bf16"].into_iter().enumerate() {
             let mut iterate = |_| {
                 let mut in_phases = [0.0; PHASES];
-                let time = nanoseconds(|| in_phases = training.iterate().1);
+                let time = nanoseconds(|| in_phases = trainings[i].iterate().1);
                 (time, in_phases)
             };
             let (mine, in_phases): (Vec<_>, Vec<_>) = (0..iterations).map(&mut iterate).unzip();
-            let others = pythons
-                .each_mut()
-                .map(|python| python.time(&format!("run {name} {precision} {iterations}")));
+            let request = format!("run {name} {precision} {iterations}");
+            let others = pythons.each_mut().map(|python| python.time(&request));
             if round > 0 {
-                ours.extend(mine);
-                phases.extend(in_phases);
-                for (all, new) in theirs.iter_mut().zip(others) {
+                ours[i].extend(mine);
+                for (all, new) in theirs[i].iter_mut().zip(others) {
                     all.extend(new);
+                }
+                if i == 1 {
+                    phases.extend(in_phases);
                 }
             }
         }
-        times.ours[i] = median(ours);
-        let of = |phase: usize| median(phases.iter().map(|times| times[phase]).collect());
-        times.phases = std::array::from_fn(of);
-        times.python[i] = theirs.map(median).into_iter().fold(f64::INFINITY, f64::min);
     }
-    times
+    let [f32, bf16] = ours;
+    let [python_f32, python_bf16] =
+        theirs.map(
+            |[plain, keeping]| {
+                if median(plain.clone()) < median(keeping.clone()) { plain } else { keeping }
+            },
+        );
+    let phase = |i: usize| median(phases.iter().map(|times| times[i]).collect());
+    Times {
+        train: Row::new(name, bf16.clone(), python_bf16),
+        gain: Row::new(name, bf16, f32),
+        python_f32: median(python_f32),
+        phases: std::array::from_fn(phase),
+    }
+}
+
+/// Prints where the time of an iteration in bf16 goes. The shares of the products and the casts are those of an iteration
+/// in Python, which runs the same operators, as Python's profiler has measured them.
+fn print_shares(phases: [f64; PHASES], operators: &[f64], total: f64) {
+    let percent = |time: f64| 100.0 * time / total;
+    let [forward, backward, optimizer] = phases.map(percent);
+    let (products, casts) = (100.0 * operators[0], 100.0 * operators[1]);
+    let rest = 100.0 - products - casts - optimizer;
+    println!(
+        "{:<12} in bf16: products {products:.0} %, casts {casts:.0} %, optimizer and scaler {optimizer:.0} %, other \
+         operators and host {rest:.0} % (forward {forward:.0} %, backward {backward:.0} %)",
+        ""
+    );
 }
 
 fn main() {
@@ -163,21 +192,22 @@ fn main() {
         }
         let weights = Checkpoint::load(&file).unwrap();
         check(name, &weights, &mut pythons[0]);
-        let Times { ours, python, phases } = time(name, &weights, &mut pythons);
-        let (train, gain) = (python[1] / ours[1], ours[0] / ours[1]);
-        let ms = [ours[0], ours[1], python[0], python[1]].map(|ns| ns / 1e6);
+        let Times { train, gain, python_f32, phases } = time(name, &weights, &mut pythons);
+        let ms = [gain.python, gain.ours, python_f32, train.python].map(|ns| ns / 1e6);
         println!(
-            "{name:<12} {:>12.3} {:>12.3} {:>12.3} {:>12.3} {train:>8.2} {gain:>8.2}",
-            ms[0], ms[1], ms[2], ms[3]
+            "{name:<12} {:>12.3} {:>12.3} {:>12.3} {:>12.3} {:>8.2} {:>8.2}",
+            ms[0],
+            ms[1],
+            ms[2],
+            ms[3],
+            train.ratio(),
+            gain.ratio()
         );
-        let share = phases.map(|phase| 100.0 * phase / ours[1]);
-        println!(
-            "{:<12} in bf16: forward {:.0} %, backward {:.0} %, optimizer and scaler {:.0} %",
-            "", share[0], share[1], share[2]
-        );
+        print_shares(phases, &pythons[0].time(&format!("profile {name}")), gain.ours);
         ratios.push((name, train, gain));
     }
     for (name, train, gain) in ratios {
-        println!("ratio train_{name} {train:.2}\nratio gain_{name} {gain:.2}");
+        print_ratio(&format!("train_{name}"), train);
+        print_ratio(&format!("gain_{name}"), gain);
     }
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include <optional>
@@ -242,6 +243,12 @@ void tamp_function_saved_tensors(const tamp_node *self, tamp_tensor **out, size_
 
 uint8_t tamp_function_needs_input_grad(const tamp_node *self, size_t input, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t { return node(self).task_should_compute_output(input); });
+}
+
+uint8_t tamp_backward_accumulates(char **err) noexcept {
+  return tamp::guarded(err, []() -> uint8_t {
+    return torch::autograd::Engine::get_default_engine().is_checkpoint_valid();
+  });
 }
 
 }  // extern "C"

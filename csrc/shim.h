@@ -490,6 +490,10 @@ void tamp_function_saved_tensors(const tamp_node *node, tamp_tensor **saved, siz
 // Returns whether the gradient of an input is needed. To be called during backward only.
 uint8_t tamp_function_needs_input_grad(const tamp_node *node, size_t input, char **err) TAMP_NOEXCEPT;
 
+// Returns whether the running backward pass accumulates the gradients of all leaves, instead of returning those of
+// chosen tensors. To be called during backward only.
+uint8_t tamp_backward_accumulates(char **err) TAMP_NOEXCEPT;
+
 // ------------------------------------------------------------------------------------------------------ checkpoint.cpp
 // These functions read and write what checkpoints contain: the bytes of tensors, and the states of random number
 // generators.

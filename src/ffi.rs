@@ -41,7 +41,9 @@ pub(crate) use checkpoint::*;
 pub(crate) use clip::*;
 pub(crate) use codes::{device_type, dtype_code};
 pub(crate) use device::*;
-pub(crate) use function::{FunctionCall, FunctionInput, function_begin, function_record};
+pub(crate) use function::{
+    FunctionCall, FunctionInput, backward_accumulates, function_begin, function_record,
+};
 pub(crate) use gradients::*;
 pub(crate) use heap::heap_keep;
 pub(crate) use loss_scale::*;

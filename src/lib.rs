@@ -38,8 +38,10 @@ pub mod optim;
 mod panics;
 pub mod policy;
 pub mod precision;
+pub mod recompute;
 mod scale;
 pub mod scaler;
+pub mod schedule;
 #[allow(unsafe_code, reason = "it declares the shim's functions")]
 mod sys;
 pub mod tree;

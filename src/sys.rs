@@ -461,6 +461,7 @@ unsafe extern "C" {
         input: usize,
         err: *mut *mut c_char,
     ) -> u8;
+    pub(crate) fn tamp_backward_accumulates(err: *mut *mut c_char) -> u8;
 
     pub(crate) fn tamp_elements_read(
         from: *const Tensor,

@@ -19,8 +19,15 @@ use tch_amp::optim::{
     ParamGroupState, Parameters, Sgd, Step,
 };
 use tch_amp::policy::{KeepF32, KeptInF32, KeptInF32T, OptLevel, PolicyModule, PolicyModuleT};
+use tch_amp::recompute::{Recomputed, RecomputedT};
 use tch_amp::scaler::{
     GradScalerConfig, GradScalerState, PerLossScalers, StepCounter, StepOutcome, Unscaled,
+};
+use tch_amp::schedule::{
+    Annealing, ChainedScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,
+    ExponentialLr, InverseSqrtLr, LinearLr, LinearWithWarmup, MetricGoal, MultiStepLr, OneCycleLr,
+    PlateauScheduler, PolynomialLr, ReduceLrOnPlateau, Schedule, Scheduler, SequentialLr, StepLr,
+    Threshold,
 };
 use tch_amp::{Autocast, Error, GradScaler, Policy};
 
@@ -95,6 +102,35 @@ send_and_sync!(
     Sgd,
     Start,
 );
+
+// Schedules and their options.
+send_and_sync!(
+    Annealing,
+    ChainedScheduler,
+    ConstantLr,
+    CosineAnnealingLr,
+    CosineAnnealingWarmRestarts,
+    ExponentialLr,
+    InverseSqrtLr,
+    LinearLr,
+    LinearWithWarmup,
+    MetricGoal,
+    MultiStepLr,
+    OneCycleLr,
+    PlateauScheduler,
+    PolynomialLr,
+    ReduceLrOnPlateau,
+    Schedule,
+    SequentialLr,
+    StepLr,
+    Threshold,
+);
+
+// A module behind a lock.
+send_and_sync!(Recomputed<Linear>, RecomputedT<BatchNorm>);
+
+// It holds outcomes of steps, which are tensors.
+only_send!(Scheduler);
 
 #[cfg(feature = "distributed")]
 mod distributed {

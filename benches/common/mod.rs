@@ -141,8 +141,8 @@ impl Rounds {
 
     /// The medians over all rounds of the times at this index.
     pub fn row(&self, name: &'static str, index: usize) -> Row {
-        let of = |rounds: &[Vec<f64>]| median(rounds.iter().map(|times| times[index]).collect());
-        Row { name, ours: of(&self.ours), python: of(&self.python) }
+        let of = |rounds: &[Vec<f64>]| rounds.iter().map(|times| times[index]).collect();
+        Row::new(name, of(&self.ours), of(&self.python))
     }
 }
 
@@ -152,9 +152,29 @@ pub struct Row {
     pub name: &'static str,
     pub ours: f64,
     pub python: f64,
+    /// The smallest and the largest ratio of the three thirds of the rounds.
+    range: [f64; 2],
 }
 
 impl Row {
+    /// The medians of times that both sides took in the same order.
+    pub fn new(name: &'static str, ours: Vec<f64>, python: Vec<f64>) -> Self {
+        let third = |i: usize, times: &[f64]| {
+            let parts = times.len().min(3);
+            let of = |i: usize| i * times.len() / parts;
+            median(times[of(i)..of(i + 1)].to_vec())
+        };
+        let ratios = (0..ours.len().min(3)).map(|i| third(i, &python) / third(i, &ours));
+        let range = ratios
+            .fold([f64::INFINITY, 0.0], |[least, most], ratio| [least.min(ratio), most.max(ratio)]);
+        Self { name, ours: median(ours), python: median(python), range }
+    }
+
+    /// The range of the ratio, if it varied more than 1.3-fold.
+    fn varied(&self) -> Option<[f64; 2]> {
+        (self.range[1] > 1.3 * self.range[0]).then_some(self.range)
+    }
+
     pub fn ratio(&self) -> f64 {
         self.python / self.ours
     }
@@ -170,9 +190,10 @@ pub fn print_table(title: &str, rows: &[Row]) {
     println!();
 }
 
-/// Prints the line that `cargo xtask bench` parses.
+/// Prints the ratio in a line of its own, with its range if it varied much during the run.
 pub fn print_ratio(name: &str, row: Row) {
-    println!("ratio {name} {:.2}", row.ratio());
+    let range = row.varied().map(|[from, to]| format!(" (varied from {from:.2} to {to:.2})"));
+    println!("ratio {name} {:.2}{}", row.ratio(), range.unwrap_or_default());
 }
 
 pub fn microseconds(nanoseconds: f64) -> String {

@@ -1,7 +1,9 @@
 """The Python side of benches/training.rs: answers a line for each line.
 
 `model NAME FILE` makes a model and saves its weights; `run NAME PRECISION ITERATIONS` trains it and answers with the
-nanoseconds of each iteration; `losses NAME PRECISION ITERATIONS` answers with the losses, from the saved weights.
+nanoseconds of each iteration; `losses NAME PRECISION ITERATIONS` answers with the losses, from the saved weights;
+`profile NAME` answers with the shares of an iteration in bf16 that are matrix products and casts, as the profiler has
+measured them.
 """
 
 import sys
@@ -142,6 +144,10 @@ MODELS = {
 }
 
 
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "mkldnn", "scaled_dot_product")
+CASTS = ("aten::to", "aten::_to_copy", "aten::copy_")
+
+
 class Training:
     def __init__(self, name, weights, amp):
         self.model = MODELS[name]()
@@ -169,6 +175,19 @@ class Training:
             times.append(str(perf_counter_ns() - start))
         return " ".join(times)
 
+    def profile(self, iterations=5):
+        self.iterate()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            start = perf_counter_ns()
+            for _ in range(iterations):
+                self.iterate()
+            total = perf_counter_ns() - start
+        events = profile.key_averages()
+        products = [e for e in events if e.key.startswith("aten::") and any(word in e.key for word in PRODUCTS)]
+        casts = [e for e in events if e.key in CASTS]
+        shares = [sum(e.self_cpu_time_total for e in kind) * 1000 / total for kind in (products, casts)]
+        return " ".join(map(str, shares))
+
 
 def main():
     weights, running = {}, {}
@@ -185,9 +204,11 @@ def main():
         elif command == "run":
             key = (name, rest[0])
             if key not in running:
-                running.clear()
+                running = {kept: training for kept, training in running.items() if kept[0] == name}
                 running[key] = Training(name, weights[name], rest[0] == "bf16")
             answer = running[key].time(int(rest[1]))
+        elif command == "profile":
+            answer = Training(name, weights[name], True).profile()
         else:
             torch.set_num_threads(int(name))
             answer = "set"

@@ -26,6 +26,7 @@ pub fn html(results: &[RunResult], facts: &Facts, gpt: &[Run]) -> String {
         interval = GROWTH_INTERVAL,
         device = escape(&facts.device),
         threads = facts.threads,
+        gpt_threads = if gpt.is_empty() { "" } else { "; all of them for the GPT" },
         torch = escape(facts.torch.as_deref().unwrap_or("unknown")),
         seed = facts.seed,
         epochs = facts.epochs,

@@ -93,3 +93,9 @@ pub(crate) fn function_record<R: Recorded>(
     // passes it only to the callbacks, which have its type.
     call(|err| unsafe { sys::tamp_function_record(&function, &raw, out, count, err) })
 }
+
+/// Whether the running backward accumulates the gradients of all leaves. For a backward only.
+pub(crate) fn backward_accumulates() -> Result<bool> {
+    // SAFETY: the function has no arguments but the place for its error.
+    Ok(call(|err| unsafe { sys::tamp_backward_accumulates(err) })? != 0)
+}

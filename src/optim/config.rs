@@ -426,6 +426,11 @@ impl Algorithm {
     }
 
     /// The momentum; for Adam and AdamW the first beta, as in tch.
+    pub(crate) fn momentum(mut self) -> Option<f64> {
+        self.momentum_mut().map(|momentum| *momentum)
+    }
+
+    /// The momentum; for Adam and AdamW the first beta, as in tch.
     pub(crate) fn momentum_mut(&mut self) -> Option<&mut f64> {
         match self {
             Self::AdamW(config) => Some(&mut config.betas.0),

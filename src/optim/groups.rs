@@ -195,6 +195,20 @@ impl Optimizer {
         self.change(Some(group), |options| set(options.algorithm.weight_decay_mut(), weight_decay))
     }
 
+    /// Sets the learning rate of each group, and its momentum where there is one; none if a value is refused.
+    pub(crate) fn set_rates(&mut self, lrs: &[f64], momenta: &[Option<f64>]) -> Result<()> {
+        let mut groups = self.groups.clone();
+        for ((options, &lr), &momentum) in groups.iter_mut().zip(lrs).zip(momenta) {
+            options.lr = lr;
+            if let Some(momentum) = momentum {
+                set_momentum(options, momentum)?;
+            }
+            options.algorithm.check(lr)?;
+        }
+        self.groups = groups;
+        Ok(())
+    }
+
     /// Changes one group or all of them; none if a value is refused.
     fn change(
         &mut self,

@@ -19,6 +19,7 @@ mod mean;
 mod processes;
 mod random;
 mod rank_0;
+mod recomputed;
 mod resuming;
 mod sampler;
 mod sharded;

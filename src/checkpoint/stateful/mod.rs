@@ -15,6 +15,7 @@ mod rngs;
 mod save;
 mod saved;
 mod scaler;
+mod schedule;
 
 use crate::error::Result;
 
@@ -34,8 +35,9 @@ pub(crate) use scaler::{save_scaler, save_scalers};
 /// [`Checkpoint::add`](crate::checkpoint::Checkpoint::add) saves the state and
 /// [`Restore::add`](crate::checkpoint::Restore::add) restores it. The trait is implemented for
 /// [`VarStore`](tch::nn::VarStore), [`Optimizer`](crate::optim::Optimizer), [`GradScaler`](crate::GradScaler),
-/// [`PerLossScalers`](crate::scaler::PerLossScalers), the loss scales, a `Box<dyn LossScale>`, [`Rng`], and mutable
-/// references to any of these.
+/// [`PerLossScalers`](crate::scaler::PerLossScalers), the loss scales, a `Box<dyn LossScale>`,
+/// [`Scheduler`](crate::schedule::Scheduler), [`PlateauScheduler`](crate::schedule::PlateauScheduler), [`Rng`], and
+/// mutable references to any of these.
 ///
 /// To save your own type, implement the trait. The state is saved as a dict of its tensors and values, which Python
 /// reads from a `.pt` file with `weights_only=True`:

@@ -1,0 +1,290 @@
+//! Activation checkpointing: parts of a model that keep no activations, and compute them again in the backward pass.
+//!
+//! Training needs memory for the activations of the forward pass, which the backward pass uses. [`checkpointed`] runs a
+//! part of the model without keeping them. When the backward pass comes to the part, it runs it a second time, with the
+//! same inputs, autocast state and random numbers, and continues through that second run. The gradients are the same, bit
+//! by bit; the memory falls to the inputs of the parts and the activations of one part; the time grows by one more
+//! forward pass. [`Recomputed`] does so for a module of tch.
+//!
+//! The counterpart of `torch.utils.checkpoint.checkpoint`, in its reentrant form, because libtorch's C++ has none for the
+//! other. Unlike there, the part is trained even if none of its inputs requires a gradient.
+//!
+//! Source: Chen et al., *Training Deep Nets with Sublinear Memory Cost*, <https://arxiv.org/abs/1604.06174>.
+//!
+//! # Examples
+//!
+//! ```
+//! use tch::nn::{self, Module};
+//! use tch::{Device, Kind, Tensor};
+//! use tch_amp::autocast;
+//! use tch_amp::recompute::Recomputed;
+//!
+//! let vs = nn::VarStore::new(Device::Cpu);
+//! let mut model = nn::seq();
+//! for i in 0..4 {
+//!     let root = vs.root() / i;
+//!     let block = nn::seq()
+//!         .add(nn::linear(&root / "up", 8, 32, Default::default()))
+//!         .add_fn(|xs| xs.gelu("none").dropout(0.1, true))
+//!         .add(nn::linear(&root / "down", 32, 8, Default::default()));
+//!     // Only the input of each block is kept until the backward pass.
+//!     model = model.add(Recomputed::new(block));
+//! }
+//! let xs = Tensor::randn([16, 8], (Kind::Float, Device::Cpu));
+//! let loss = autocast(Device::Cpu, || model.forward(&xs).square().mean(Kind::Float))?;
+//! loss.backward();
+//! assert!(vs.trainable_variables().iter().all(|w| w.grad().defined()));
+//! # Ok::<(), tch_amp::Error>(())
+//! ```
+
+mod modules;
+mod random;
+
+use std::borrow::Borrow;
+
+use tch::{Device, Kind, Tensor, with_grad};
+
+use crate::autocast::{AutocastState, clear_autocast_cache};
+use crate::error::Result;
+#[cfg(doc)]
+use crate::error::{Error, FunctionError};
+use crate::ffi;
+use crate::function::{
+    BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs, Outputs,
+};
+
+pub use modules::{Recomputed, RecomputedT};
+use random::RandomStates;
+
+/// Runs `f` on the inputs without keeping its activations, and runs it again in the backward pass. The counterpart of
+/// `torch.utils.checkpoint.checkpoint(f, *inputs)`.
+///
+/// Both runs have the autocast state of the call and the same random numbers: the generator of the CPU and those of the
+/// inputs' GPUs are set back for the second run, and continue afterwards as if it had not happened (`preserve_rng_state`
+/// in PyTorch). `f` may use any tensors beside its inputs; those that require a gradient get one. Calls may be nested. If
+/// no gradients are recorded, under `tch::no_grad` for instance, `f` simply runs.
+///
+/// `f` must compute the same both times. What it changes beside its result, such as the running averages of a batch
+/// norm, it changes twice, as in PyTorch.
+///
+/// Three limits are those of the reentrant form in PyTorch: gradients are computed with `backward()`, not with
+/// `Tensor::run_backward`; they cannot be differentiated again; and
+/// [`find_unused_parameters`](crate::distributed::DdpOptions::find_unused_parameters) does not see what `f` uses. The
+/// outputs require a gradient even if nothing in `f` does.
+///
+/// Does not synchronize.
+///
+/// # Errors
+///
+/// [`FunctionError::Forward`] if `f` fails. The `backward()` fails if the outputs of the second run differ in number,
+/// shape, dtype or device from those of the first, if `f` fails in it, and if an input was changed in place meanwhile.
+/// `Tensor::run_backward` fails for a tensor before the part, and gives one that only `f` uses no gradient.
+///
+/// # Panics
+///
+/// If `f` panics in the first run. A panic in the second is an error of the `backward()`.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::recompute::checkpointed;
+///
+/// let w = Tensor::eye(3, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+/// let x = Tensor::ones([2, 3], (Kind::Float, Device::Cpu));
+/// let weight = w.shallow_clone();
+/// let y: Tensor = checkpointed(&[&x], move |x| Ok(x[0].matmul(&weight).relu()))?;
+/// y.sum(Kind::Float).backward();
+/// assert_eq!(w.grad(), Tensor::full([3, 3], 2.0, (Kind::Float, Device::Cpu)));
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[doc(alias = "checkpoint")]
+pub fn checkpointed<T, F, O>(inputs: &[T], f: F) -> Result<O>
+where
+    T: Borrow<Tensor>,
+    F: Fn(&[&Tensor]) -> FunctionResult<O> + Send + 'static,
+    O: Outputs,
+{
+    // Without an input that requires a gradient, nothing would be recorded, and the weights in `f` would not be trained.
+    let anchor = Tensor::f_zeros([0], (Kind::Float, Device::Cpu))?.f_set_requires_grad(true)?;
+    let inputs = std::iter::once(&anchor).chain(inputs.iter().map(Borrow::borrow));
+    Checkpointed { f }.apply(&inputs.collect::<Vec<&Tensor>>())
+}
+
+struct Checkpointed<F> {
+    f: F,
+}
+
+/// What the first run leaves for the second.
+struct FirstRun {
+    /// Before the run.
+    random: RandomStates,
+    /// Whether the inputs required a gradient.
+    requires_grad: Vec<bool>,
+    outputs: Vec<Description>,
+}
+
+/// What must be the same in both runs.
+#[derive(Debug, PartialEq)]
+struct Description {
+    size: Vec<i64>,
+    kind: Kind,
+    device: Device,
+}
+
+impl<F, O> Function for Checkpointed<F>
+where
+    F: Fn(&[&Tensor]) -> FunctionResult<O> + Send + 'static,
+    O: Outputs,
+{
+    type Outputs = O;
+    type Gradients = Vec<Option<Tensor>>;
+
+    fn forward(&self, ctx: &mut ForwardContext, inputs: &[&Tensor]) -> FunctionResult<O> {
+        let is_recorded = ctx.needs_input_grad(0)?;
+        let inputs = &inputs[1..];
+        if !is_recorded {
+            return (self.f)(inputs);
+        }
+        let random = RandomStates::read(inputs)?;
+        let mut outputs = without_shared_casts(|| (self.f)(inputs))?;
+        let descriptions = outputs.as_mut_slice().iter().map(Description::of);
+        let descriptions = descriptions.collect::<Result<_>>()?;
+        ctx.save_for_backward(inputs);
+        let requires_grad = inputs.iter().map(|x| x.defined() && x.requires_grad()).collect();
+        ctx.save_value(FirstRun { random, requires_grad, outputs: descriptions });
+        ctx.set_materialize_grads(false);
+        Ok(outputs)
+    }
+
+    fn backward(
+        &self,
+        ctx: &BackwardContext<'_>,
+        grads: &GradOutputs<'_>,
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        if !ffi::backward_accumulates()? {
+            return Err("it works with `backward()` only: `run_backward` would not get the gradients of what the \
+                        closure uses"
+                .into());
+        }
+        let first: &FirstRun = ctx.saved_value()?;
+        let inputs = leaves(&ctx.saved_tensors_vec()?, &first.requires_grad)?;
+        let again = || with_grad(|| (self.f)(&inputs.iter().collect::<Vec<_>>()));
+        let mut outputs = first.random.during(|| without_shared_casts(again))??;
+        let outputs: Vec<_> = outputs.as_mut_slice().iter().map(Tensor::shallow_clone).collect();
+        check_same(&first.outputs, &outputs)?;
+        // The casts of the second run are part of its graph, which this backward frees.
+        without_shared_casts(|| run_backward(outputs, grads))?;
+        let gradient =
+            |input: &Tensor| (input.defined() && input.grad().defined()).then(|| input.grad());
+        Ok(std::iter::once(None).chain(inputs.iter().map(gradient)).collect())
+    }
+
+    fn name(&self) -> &str {
+        "checkpointed"
+    }
+
+    fn once_differentiable(&self) -> bool {
+        true
+    }
+}
+
+/// Runs `f` with no casts of weights in the cache that were made elsewhere, and leaves none.
+///
+/// The first run makes casts without a history, with which a weight would not be trained where it is used again in the
+/// same region; those of the second run have a history that the backward frees.
+fn without_shared_casts<T>(f: impl FnOnce() -> T) -> T {
+    struct ClearOnDrop(bool);
+    impl Drop for ClearOnDrop {
+        fn drop(&mut self) {
+            if self.0 {
+                clear_autocast_cache();
+            }
+        }
+    }
+    let is_any_enabled = |state: AutocastState| state.enabled_devices().next().is_some();
+    let clear = ClearOnDrop(AutocastState::current().map_or(true, is_any_enabled));
+    if clear.0 {
+        clear_autocast_cache();
+    }
+    f()
+}
+
+/// The inputs of the second run: the same numbers, without a history.
+fn leaves(inputs: &[Tensor], requires_grad: &[bool]) -> Result<Vec<Tensor>> {
+    let leaf = |(input, &requires_grad): (&Tensor, &bool)| {
+        if !input.defined() {
+            return Ok(Tensor::new());
+        }
+        Ok(input.f_detach()?.f_set_requires_grad(requires_grad)?)
+    };
+    inputs.iter().zip(requires_grad).map(leaf).collect()
+}
+
+impl Description {
+    fn of(tensor: &Tensor) -> Result<Self> {
+        if !tensor.defined() {
+            return Ok(Self { size: Vec::new(), kind: Kind::Bool, device: Device::Cpu });
+        }
+        Ok(Self { size: ffi::sizes(tensor)?, kind: tensor.f_kind()?, device: tensor.device() })
+    }
+}
+
+fn check_same(first: &[Description], outputs: &[Tensor]) -> FunctionResult<()> {
+    if first.len() != outputs.len() {
+        let (before, now) = (first.len(), outputs.len());
+        return Err(format!("the second run returned {now} outputs, and the first {before}").into());
+    }
+    for (i, (before, now)) in first.iter().zip(outputs).enumerate() {
+        let now = Description::of(now)?;
+        if *before != now {
+            let problem = format!(
+                "output {i} of the second run is {now:?}, and that of the first was {before:?}; the closure must compute \
+                 the same both times"
+            );
+            return Err(problem.into());
+        }
+    }
+    Ok(())
+}
+
+/// Continues the backward pass through the second run, from the gradients of its outputs.
+fn run_backward(outputs: Vec<Tensor>, grads: &GradOutputs<'_>) -> Result<()> {
+    let (mut roots, mut seeds) = (Vec::new(), Vec::new());
+    for (output, grad) in outputs.into_iter().zip(grads.iter()) {
+        let is_part = output.defined() && output.requires_grad();
+        if let (Some(grad), true) = (grad, is_part) {
+            seeds.push(grad.shallow_clone());
+            roots.push(output);
+        }
+    }
+    if roots.is_empty() {
+        return Ok(());
+    }
+    let root = with_grad(|| Seed { grads: seeds }.apply(&roots))?;
+    // The roots would keep their history alive.
+    drop(roots);
+    Ok(root.f_backward()?)
+}
+
+/// A number whose backward begins with given gradients.
+struct Seed {
+    grads: Vec<Tensor>,
+}
+
+impl Function for Seed {
+    type Outputs = Tensor;
+    type Gradients = Vec<Tensor>;
+
+    fn forward(&self, _ctx: &mut ForwardContext, _inputs: &[&Tensor]) -> FunctionResult<Tensor> {
+        Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?)
+    }
+
+    fn backward(
+        &self,
+        _: &BackwardContext<'_>,
+        _: &GradOutputs<'_>,
+    ) -> FunctionResult<Vec<Tensor>> {
+        Ok(self.grads.iter().map(Tensor::shallow_clone).collect())
+    }
+}

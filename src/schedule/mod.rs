@@ -1,0 +1,187 @@
+//! Learning-rate schedules with PyTorch's numbers, which advance only when a step was taken.
+//!
+//! A schedule is a struct of options, such as [`CosineAnnealingLr`]. Its `build` makes a [`Scheduler`] for a fused
+//! [`Optimizer`], which is stepped with the outcome of the scaler's step. A skipped step does not advance it, and it
+//! never synchronizes: on a GPU it follows once the outcome has arrived, as a [`StepCounter`] does. PyTorch's
+//! schedulers advance on skipped steps, too, unless the loop compares the scale before and after `update`, which
+//! synchronizes. [`ReduceLrOnPlateau`] is stepped with a metric instead.
+//!
+//! The numbers are those of `torch.optim.lr_scheduler`, to the last bit: each learning rate is computed from the
+//! previous one where PyTorch does so, and therefore a learning rate that the program sets between two steps is
+//! continued from. The one exception: a learning rate that would be negative is 0. In PyTorch rounding makes that of a
+//! `LinearLR` with the end factor 0 negative, and the optimizer then climbs.
+//!
+//! [`StepCounter`]: crate::scaler::StepCounter
+//!
+//! # Examples
+//!
+//! A linear warm-up over 100 steps, and then cosine annealing over 900:
+//!
+//! ```
+//! use tch::{Device, Tensor};
+//! use tch_amp::GradScaler;
+//! use tch_amp::optim::AdamW;
+//! use tch_amp::schedule::{CosineAnnealingLr, LinearLr, SequentialLr};
+//!
+//! let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+//! let mut opt = AdamW::default().build(&[w.shallow_clone()], 1e-3)?;
+//! let mut scaler = GradScaler::new(Device::Cpu)?;
+//!
+//! let warmup = LinearLr::default().start_factor(0.01).total_iters(100);
+//! let mut scheduler =
+//!     SequentialLr::new(warmup).then_at(100, CosineAnnealingLr::new(900)).build(&mut opt)?;
+//! for gradient in [1.0, f64::INFINITY, 1.0] {
+//!     opt.zero_grad()?;
+//!     scaler.backward(&(&w * gradient).sum(None))?;
+//!     let outcome = scaler.step(&mut opt)?;
+//!     scaler.update()?;
+//!     scheduler.step(&mut opt, outcome)?;
+//! }
+//! // The step with the infinite gradient was skipped.
+//! assert_eq!(scheduler.steps(), 2);
+//! assert!((opt.lr(0)? - 1e-3 * (0.01 + 0.99 * 0.02)).abs() < 1e-12);
+//! # Ok::<(), tch_amp::Error>(())
+//! ```
+
+mod combined;
+mod cosine;
+mod decay;
+mod one_cycle;
+mod plateau;
+mod progress;
+mod rates;
+mod scheduler;
+mod warmup;
+
+use serde::{Deserialize, Serialize};
+
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::optim::Optimizer;
+
+pub use combined::{ChainedScheduler, SequentialLr};
+pub use cosine::{CosineAnnealingLr, CosineAnnealingWarmRestarts};
+pub use decay::{ConstantLr, ExponentialLr, LinearLr, MultiStepLr, PolynomialLr, StepLr};
+pub use one_cycle::{Annealing, OneCycleLr};
+pub(crate) use plateau::PlateauState;
+pub use plateau::{MetricGoal, PlateauScheduler, ReduceLrOnPlateau, Threshold};
+pub(crate) use progress::Progress;
+pub use scheduler::Scheduler;
+pub use warmup::{InverseSqrtLr, LinearWithWarmup};
+
+/// Any schedule that is driven by steps.
+///
+/// # Examples
+///
+/// ```
+/// use tch_amp::schedule::{OneCycleLr, Schedule};
+///
+/// let schedule: Schedule = serde_json::from_str(
+///     r#"{"schedule": "OneCycleLr", "max_lr": [0.1], "total_steps": 1000}"#,
+/// )?;
+/// assert_eq!(schedule, OneCycleLr::new(0.1, 1000).into());
+/// # Ok::<(), serde_json::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "schedule")]
+#[non_exhaustive]
+pub enum Schedule {
+    /// [`StepLr`].
+    StepLr(StepLr),
+    /// [`MultiStepLr`].
+    MultiStepLr(MultiStepLr),
+    /// [`ConstantLr`].
+    ConstantLr(ConstantLr),
+    /// [`LinearLr`].
+    LinearLr(LinearLr),
+    /// [`ExponentialLr`].
+    ExponentialLr(ExponentialLr),
+    /// [`PolynomialLr`].
+    PolynomialLr(PolynomialLr),
+    /// [`CosineAnnealingLr`].
+    CosineAnnealingLr(CosineAnnealingLr),
+    /// [`CosineAnnealingWarmRestarts`].
+    CosineAnnealingWarmRestarts(CosineAnnealingWarmRestarts),
+    /// [`OneCycleLr`].
+    OneCycleLr(OneCycleLr),
+    /// [`InverseSqrtLr`].
+    InverseSqrtLr(InverseSqrtLr),
+    /// [`LinearWithWarmup`].
+    LinearWithWarmup(LinearWithWarmup),
+    /// [`SequentialLr`].
+    SequentialLr(SequentialLr),
+    /// [`ChainedScheduler`].
+    ChainedScheduler(ChainedScheduler),
+}
+
+impl Schedule {
+    /// Makes a scheduler for an optimizer's groups and sets their first learning rates. The present learning rates are
+    /// the base from which the schedule computes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for an option outside its range, or whose number does not match that of the groups, and
+    /// for a schedule that cycles the momentum of Adagrad. The optimizer is unchanged then.
+    pub fn build(self, optimizer: &mut Optimizer) -> Result<Scheduler> {
+        Scheduler::for_optimizer(self, optimizer)
+    }
+
+    /// Makes a scheduler without an optimizer, for groups with these learning rates. It is stepped with
+    /// [`Scheduler::record`], and the program sets the [`Scheduler::lrs`] of its optimizer, such as one of tch's.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for an option or a learning rate outside its range, an empty list, and a schedule that
+    /// cycles the momentum, which is not known here.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, nn, nn::OptimizerConfig};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::schedule::{ExponentialLr, Schedule};
+    ///
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let w = vs.root().ones("w", &[1]);
+    /// let mut opt = nn::AdamW::default().build(&vs, 0.1)?;
+    /// let mut scaler = GradScaler::new(Device::Cpu)?;
+    ///
+    /// let mut scheduler = Schedule::from(ExponentialLr::new(0.5)).build_for_lrs(&[0.1])?;
+    /// scaler.backward(&w.sum(None))?;
+    /// scheduler.record(scaler.step(&mut opt)?)?;
+    /// scaler.update()?;
+    /// opt.set_lr(scheduler.lrs()[0]);
+    /// assert_eq!(scheduler.lrs(), [0.05]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn build_for_lrs(self, lrs: &[f64]) -> Result<Scheduler> {
+        Scheduler::for_lrs(self, lrs)
+    }
+}
+
+macro_rules! build {
+    ($($config:ident)*) => {$(
+        impl $config {
+            /// Makes a scheduler for an optimizer, like [`Schedule::build`].
+            ///
+            /// # Errors
+            ///
+            /// The same as [`Schedule::build`].
+            pub fn build(self, optimizer: &mut Optimizer) -> Result<Scheduler> {
+                Schedule::from(self).build(optimizer)
+            }
+        }
+
+        impl From<$config> for Schedule {
+            fn from(config: $config) -> Self {
+                Self::$config(config)
+            }
+        }
+    )*};
+}
+
+build!(
+    StepLr MultiStepLr ConstantLr LinearLr ExponentialLr PolynomialLr CosineAnnealingLr CosineAnnealingWarmRestarts
+    OneCycleLr InverseSqrtLr LinearWithWarmup SequentialLr ChainedScheduler
+);

@@ -1,0 +1,126 @@
+//! How far a schedule has come, and the rule by which it goes on.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::schedule::Schedule;
+use crate::schedule::rates::Rates;
+
+/// The state of a schedule, with PyTorch's names.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Progress {
+    /// The steps taken since the schedule began.
+    #[serde(rename = "last_epoch")]
+    pub(crate) last: u64,
+    /// The learning rates from which the schedule computes.
+    #[serde(rename = "base_lrs")]
+    pub(crate) bases: Vec<f64>,
+    /// The cycle of [`CosineAnnealingWarmRestarts`](crate::schedule::CosineAnnealingWarmRestarts).
+    #[serde(flatten)]
+    pub(crate) cycle: Option<Cycle>,
+    /// The states of the schedules that this one combines.
+    #[serde(rename = "_schedulers", default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) parts: Vec<Progress>,
+}
+
+/// A cycle of annealing.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Cycle {
+    /// The steps since its start.
+    #[serde(rename = "T_cur")]
+    pub(crate) position: u64,
+    /// Its length in steps.
+    #[serde(rename = "T_i")]
+    pub(crate) length: u64,
+}
+
+/// The arithmetic of a schedule. The rates are the optimizer's present ones, which it changes.
+pub(super) trait Rule {
+    /// Checks the options, for an optimizer with these rates.
+    fn check(&self, rates: &Rates) -> Result<()>;
+
+    /// Changes what the schedule begins with, before it takes the bases from the rates.
+    fn prepare(&self, _rates: &mut Rates) {}
+
+    /// Sets the first rates. `progress.last` is 0.
+    fn first(&self, progress: &mut Progress, rates: &mut Rates) -> Result<()>;
+
+    /// Sets the rates after a step, which `progress.last` counts already.
+    fn next(&self, progress: &mut Progress, rates: &mut Rates) -> Result<()>;
+}
+
+/// A schedule that may be a part of a sequence.
+pub(super) trait Part: Rule {
+    /// Sets the first rates when a sequence comes to this schedule, independently of the rates before.
+    fn restart(&self, progress: &mut Progress, rates: &mut Rates);
+}
+
+macro_rules! dispatch {
+    ($($part:ident)*) => {
+        impl Schedule {
+            pub(super) fn rule(&self) -> &dyn Rule {
+                match self {
+                    $(Self::$part(rule) => rule,)*
+                    Self::SequentialLr(rule) => rule,
+                    Self::ChainedScheduler(rule) => rule,
+                }
+            }
+
+            pub(super) fn part(&self) -> Option<&dyn Part> {
+                match self {
+                    $(Self::$part(part) => Some(part),)*
+                    Self::SequentialLr(_) | Self::ChainedScheduler(_) => None,
+                }
+            }
+        }
+    };
+}
+
+dispatch!(
+    StepLr MultiStepLr ConstantLr LinearLr ExponentialLr PolynomialLr CosineAnnealingLr CosineAnnealingWarmRestarts
+    OneCycleLr InverseSqrtLr LinearWithWarmup
+);
+
+impl Schedule {
+    /// Checks the options, begins the schedule and sets its first rates.
+    pub(super) fn start(&self, rates: &mut Rates) -> Result<Progress> {
+        let rule = self.rule();
+        rule.check(rates)?;
+        rule.prepare(rates);
+        let mut progress =
+            Progress { last: 0, bases: rates.initial.clone(), cycle: None, parts: Vec::new() };
+        rule.first(&mut progress, rates)?;
+        Ok(progress)
+    }
+
+    /// Advances by a step and sets the next rates.
+    pub(super) fn advance(&self, progress: &mut Progress, rates: &mut Rates) -> Result<()> {
+        progress.last = progress.last.saturating_add(1);
+        self.rule().next(progress, rates)?;
+        // Rounding takes a line to 0 below it, and a part of a chain may continue from what another one has set.
+        rates.lrs.iter_mut().filter(|lr| **lr < 0.0).for_each(|lr| *lr = 0.0);
+        Ok(())
+    }
+
+    /// Whether a loaded state can be that of this schedule for this number of groups.
+    pub(super) fn fits(&self, progress: &Progress, groups: usize) -> bool {
+        let parts: &[Schedule] = match self {
+            Self::SequentialLr(sequence) => sequence.schedules(),
+            Self::ChainedScheduler(chain) => chain.schedules(),
+            _ => &[],
+        };
+        let has_cycle = matches!(self, Self::CosineAnnealingWarmRestarts(_));
+        let cycle_fits = progress.cycle.is_some_and(|cycle| cycle.length > 0) == has_cycle;
+        let bases = &progress.bases;
+        cycle_fits
+            && bases.len() == groups
+            && bases.iter().all(|base| base.is_finite())
+            && progress.parts.len() == parts.len()
+            && parts.iter().zip(&progress.parts).all(|(part, state)| part.fits(state, groups))
+    }
+}
+
+/// Returns an error unless a count of steps is positive.
+pub(super) fn at_least_one(name: &'static str, count: u64) -> Result<()> {
+    if count > 0 { Ok(()) } else { Err(Error::out_of_range(name, 0.0, "at least 1")) }
+}

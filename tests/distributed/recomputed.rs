@@ -1,0 +1,48 @@
+//! Parts of a model that are recomputed in the backward pass, on several ranks.
+
+use tch::nn::{self, Module, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::distributed::DistributedDataParallel;
+use tch_amp::recompute::Recomputed;
+
+use super::ranks;
+use crate::common::bits::bits;
+
+fn model(vs: &VarStore, recomputed: bool) -> nn::Sequential {
+    let config = nn::LinearConfig {
+        ws_init: nn::Init::Const(0.125),
+        bs_init: Some(nn::Init::Const(0.5)),
+        bias: true,
+    };
+    let mut model = nn::seq();
+    for i in 0..3 {
+        let layer = nn::linear(vs.root() / i, 8, 8, config);
+        let block = nn::seq().add(layer).add_fn(Tensor::tanh);
+        model = if recomputed { model.add(Recomputed::new(block)) } else { model.add(block) };
+    }
+    model
+}
+
+#[test]
+fn the_gradients_of_recomputed_parts_are_averaged() {
+    let run = |recomputed: bool| {
+        ranks(2, |group| {
+            let vs = VarStore::new(Device::Cpu);
+            let model = model(&vs, recomputed);
+            let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+            let xs = Tensor::arange(40, (Kind::Float, Device::Cpu)).view([5, 8]) / 40.0;
+            let xs = xs * (group.rank() as f64 + 1.0);
+            let mut all = Vec::new();
+            for _ in 0..2 {
+                let forward = || model.forward(&xs).square().mean(Kind::Float);
+                let loss = ddp.forward(forward).unwrap();
+                ddp.backward(&loss).unwrap();
+                all.extend(vs.trainable_variables().iter().map(|w| bits(&w.grad())));
+            }
+            all
+        })
+    };
+    let [plain, recomputed] = [false, true].map(run);
+    assert!(plain[0] == plain[1], "the ranks have different gradients");
+    assert!(recomputed == plain, "the gradients of recomputed parts differ");
+}

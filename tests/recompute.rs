@@ -1,0 +1,302 @@
+//! Activation checkpointing: gradients, random numbers, autocast, nesting, errors and memory.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tch::nn::{self, Module, ModuleT, VarStore};
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::autocast::{AutocastGuard, is_autocast_enabled};
+use tch_amp::checkpoint::rng_state;
+use tch_amp::function::{FunctionError, FunctionResult};
+use tch_amp::recompute::{Recomputed, RecomputedT, checkpointed};
+use tch_amp::{Autocast, Error, GradScaler};
+
+use common::bits::bits;
+
+/// A block with dropout, a norm and two products.
+fn block(vs: &nn::Path<'_>) -> nn::Sequential {
+    nn::seq()
+        .add(nn::linear(vs / "up", 8, 16, Default::default()))
+        .add_fn(|xs| xs.gelu("none").dropout(0.3, true))
+        .add(nn::layer_norm(vs / "norm", vec![16], Default::default()))
+        .add(nn::linear(vs / "down", 16, 8, Default::default()))
+}
+
+/// Four blocks, the same for the same seed, of which every second one is recomputed or none.
+fn model(vs: &VarStore, recomputed: bool) -> nn::Sequential {
+    tch::manual_seed(5);
+    let mut model = nn::seq();
+    for i in 0..4 {
+        let block = block(&(vs.root() / i));
+        if recomputed && i % 2 == 0 {
+            model = model.add(Recomputed::new(block));
+        } else {
+            model = model.add(block);
+        }
+    }
+    model
+}
+
+/// The bits of the gradients and of the loss after some iterations.
+fn train(device: Device, dtype: Option<Kind>, recomputed: bool) -> Vec<Vec<u8>> {
+    let vs = VarStore::new(device);
+    let model = model(&vs, recomputed);
+    let scaler = GradScaler::new(device).unwrap();
+    tch::manual_seed(6);
+    let xs = Tensor::randn([5, 8], (Kind::Float, device)).set_requires_grad(true);
+    let mut all = Vec::new();
+    for _ in 0..3 {
+        let region = Autocast::new(device).enabled(dtype.is_some());
+        let region = dtype.map_or(region, |dtype| region.dtype(dtype));
+        let loss = region.run(|| model.forward(&xs).square().mean(Kind::Float)).unwrap();
+        scaler.backward(&loss).unwrap();
+        all.push(bits(&loss));
+    }
+    let mut variables: Vec<_> = vs.variables().into_iter().collect();
+    variables.sort_by(|a, b| a.0.cmp(&b.0));
+    all.extend(variables.iter().map(|(_, w)| bits(&w.grad())));
+    all.push(bits(&xs.grad()));
+    // The generator has continued as if nothing had run twice.
+    all.push(bits(&Tensor::rand([4], (Kind::Float, device))));
+    all
+}
+
+#[test]
+fn gradients_and_random_numbers_are_the_same_bit_by_bit() {
+    common::for_each_device(|device| {
+        for dtype in [None, Some(Kind::BFloat16), Some(Kind::Half)] {
+            if dtype == Some(Kind::Half) && device == Device::Cpu {
+                continue;
+            }
+            assert_eq!(
+                train(device, dtype, true),
+                train(device, dtype, false),
+                "{device:?} {dtype:?}"
+            );
+        }
+    });
+}
+
+/// `x · w`, checkpointed, with a count of the runs.
+fn product(x: &Tensor, w: &Tensor, runs: &Arc<AtomicUsize>) -> Tensor {
+    let (w, runs) = (w.shallow_clone(), Arc::clone(runs));
+    let f = move |x: &[&Tensor]| -> FunctionResult<Tensor> {
+        runs.fetch_add(1, Ordering::Relaxed);
+        Ok(x[0].f_matmul(&w)?)
+    };
+    checkpointed(&[x], f).unwrap()
+}
+
+fn eye() -> Tensor {
+    Tensor::eye(3, (Kind::Float, Device::Cpu))
+}
+
+#[test]
+fn the_closure_runs_once_more_in_each_backward_and_not_without_gradients() {
+    let (w, runs) = (eye().set_requires_grad(true), Arc::default());
+    let y = product(&eye(), &w, &runs);
+    assert!(y.requires_grad());
+    assert_eq!(runs.load(Ordering::Relaxed), 1);
+    let loss = y.sum(Kind::Float);
+    GradScaler::disabled().backward_retain_graph(&loss).unwrap();
+    assert_eq!(runs.load(Ordering::Relaxed), 2);
+    loss.backward();
+    assert_eq!(runs.load(Ordering::Relaxed), 3);
+    assert_eq!(w.grad(), eye().ones_like() * 2.0);
+    let y = no_grad(|| product(&eye(), &w, &runs));
+    assert!(!y.requires_grad());
+    assert_eq!(runs.load(Ordering::Relaxed), 4);
+}
+
+#[test]
+fn weights_are_trained_where_no_input_requires_a_gradient_and_backward_runs_in_the_region() {
+    // The casts of the first run have no history. In the same region a weight that is used again would be constant.
+    let w = eye().set_requires_grad(true);
+    let region = AutocastGuard::new(Device::Cpu).unwrap();
+    let y = product(&eye(), &w, &Arc::default());
+    let again = eye().matmul(&w);
+    assert!(again.requires_grad());
+    let loss = y.sum(Kind::Float) + again.sum(Kind::Float) * 2.0;
+    loss.backward();
+    // The casts of the second run belong to a graph that is gone.
+    eye().matmul(&w).sum(Kind::Float).backward();
+    drop(region);
+    assert_eq!(w.grad(), eye().ones_like() * 4.0);
+}
+
+#[test]
+fn the_second_run_has_the_autocast_state_of_the_first() {
+    let seen = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&seen);
+    let w = eye().set_requires_grad(true);
+    let f = move |x: &[&Tensor]| {
+        count.fetch_add(usize::from(is_autocast_enabled(Device::Cpu)), Ordering::Relaxed);
+        let y = x[0].matmul(&w);
+        assert_eq!(y.kind(), Kind::BFloat16);
+        Ok(y)
+    };
+    let y: Tensor = Autocast::new(Device::Cpu).run(|| checkpointed(&[eye()], f)).unwrap().unwrap();
+    y.sum(Kind::Float).backward();
+    assert_eq!(seen.load(Ordering::Relaxed), 2);
+}
+
+/// Two outputs of two inputs and a weight.
+fn inner(w: &Tensor) -> impl Fn(&[&Tensor]) -> FunctionResult<[Tensor; 2]> + Send + use<> {
+    let w = w.shallow_clone();
+    move |x| Ok([x[0].matmul(&w).tanh(), x[1].sin()])
+}
+
+#[test]
+fn nested_calls_and_several_inputs_and_outputs() {
+    let run = |recomputed: bool| {
+        let a = (eye() * 2.0).set_requires_grad(true);
+        let b = (eye() + 1.0).set_requires_grad(true);
+        let w = (eye() - 0.5).set_requires_grad(true);
+        let weight = w.shallow_clone();
+        let outer = move |x: &[&Tensor]| -> FunctionResult<Vec<Tensor>> {
+            let inputs = [x[0].exp(), x[1] * 3.0];
+            let [p, q] = match recomputed {
+                true => checkpointed(&inputs, inner(&weight))?,
+                false => inner(&weight)(&[&inputs[0], &inputs[1]])?,
+            };
+            // An integer output, one that is not used, and an input.
+            Ok(vec![&p * &q, p.argmax(0, false), q, x[0].shallow_clone(), Tensor::new()])
+        };
+        let outputs = match recomputed {
+            true => checkpointed(&[&a, &b], outer).unwrap(),
+            false => outer(&[&a, &b]).unwrap(),
+        };
+        assert_eq!((outputs[1].kind(), outputs[4].defined()), (Kind::Int64, false));
+        let loss = outputs[0].sum(Kind::Float) * 2.0 + outputs[3].get(0).sum(Kind::Float);
+        loss.backward();
+        [a, b, w].map(|w| bits(&w.grad()))
+    };
+    assert_eq!(run(true), run(false));
+}
+
+/// The message of a backward through a closure that returns what `f` says, for the number of the run.
+fn failure<O: tch_amp::function::Outputs>(
+    f: impl Fn(usize, &Tensor) -> FunctionResult<O> + Send + 'static,
+    first: impl Fn(&O) -> Tensor,
+) -> String {
+    let w = eye().set_requires_grad(true);
+    let (weight, runs) = (w.shallow_clone(), AtomicUsize::new(0));
+    let run = move |_: &[&Tensor]| f(runs.fetch_add(1, Ordering::Relaxed), &weight);
+    let outputs = checkpointed(&[eye()], run).unwrap();
+    let before = rng_state(Device::Cpu).unwrap();
+    let error = first(&outputs).sum(Kind::Float).f_backward().unwrap_err().to_string();
+    assert_eq!(rng_state(Device::Cpu).unwrap(), before);
+    assert!(!w.grad().defined());
+    error
+}
+
+#[test]
+fn a_second_run_that_differs_is_an_error() {
+    let same = |y: &Tensor| y.shallow_clone();
+    let shape = failure(|run, w| Ok(w.narrow(0, 0, 3 - run as i64) * 1.0), same);
+    assert!(shape.contains("output 0 of the second run") && shape.contains("[2, 3]"), "{shape}");
+    let kinds = [Kind::Float, Kind::Double];
+    let kind = failure(move |run, w| Ok(w.to_kind(kinds[run])), same);
+    assert!(kind.contains("Double") && kind.contains("the same both times"), "{kind}");
+    let number = failure(
+        |run, w| Ok((0..=run).map(|_| w * 2.0).collect::<Vec<_>>()),
+        |outputs| outputs[0].shallow_clone(),
+    );
+    assert!(number.contains("returned 2 outputs, and the first 1"), "{number}");
+}
+
+#[test]
+fn a_closure_that_fails_or_panics_is_an_error() {
+    let same = |y: &Tensor| y.shallow_clone();
+    let fails =
+        failure(|run, w| if run == 0 { Ok(w * 2.0) } else { Err("no memory".into()) }, same);
+    assert!(fails.contains("checkpointed") && fails.contains("no memory"), "{fails}");
+    let panics = failure(
+        |run, w| {
+            let _random = Tensor::rand([2], (Kind::Float, Device::Cpu));
+            assert!(run == 0, "it has gone wrong");
+            Ok(w * 2.0)
+        },
+        same,
+    );
+    assert!(panics.contains("it has gone wrong"), "{panics}");
+    let f = |_: &[&Tensor]| -> FunctionResult<Tensor> { Err("not this time".into()) };
+    let error = checkpointed(&[eye()], f).unwrap_err();
+    assert!(matches!(error, Error::Function(FunctionError::Forward { .. })), "{error:?}");
+}
+
+#[test]
+fn gradients_of_chosen_tensors_and_changed_inputs_are_errors() {
+    let [w, x] = [eye(), eye()].map(|w| w.set_requires_grad(true));
+    let y = product(&x, &w, &Arc::default()).sum(Kind::Float);
+    let error = Tensor::f_run_backward(&[&y], &[&x], true, false).unwrap_err();
+    assert!(error.to_string().contains("works with `backward()` only"), "{error}");
+    // libtorch does not come to a part that leads to none of the chosen tensors.
+    assert!(!Tensor::run_backward(&[&y], &[&w], false, false)[0].defined());
+    let mut x = eye();
+    let y = product(&x, &w, &Arc::default());
+    drop(x.fill_(2.0));
+    let error = y.sum(Kind::Float).f_backward().unwrap_err().to_string();
+    assert!(error.contains("modified by an inplace operation"), "{error}");
+    assert!(!w.grad().defined());
+}
+
+#[test]
+fn modules_that_are_told_whether_they_train() {
+    let vs = VarStore::new(Device::Cpu);
+    let config = nn::BatchNormConfig { ws_init: nn::Init::Const(0.5), ..Default::default() };
+    let plain = nn::batch_norm1d(vs.root() / "a", 3, config);
+    let norm = nn::batch_norm1d(vs.root() / "b", 3, config);
+    let xs = Tensor::randn([6, 3], (Kind::Float, Device::Cpu));
+    let module = RecomputedT::new(norm);
+    let [y, expected] = [module.forward_t(&xs, true), plain.forward_t(&xs, true)];
+    assert_eq!(y, expected);
+    y.square().sum(Kind::Float).backward();
+    expected.square().sum(Kind::Float).backward();
+    let variables = vs.variables();
+    assert_eq!(variables["a.weight"].grad(), variables["b.weight"].grad());
+    // As in PyTorch, the second run counts the batch again.
+    let mean = |name: &str| variables[&format!("{name}.running_mean")].double_value(&[0]);
+    assert!((mean("b") - 1.9 * mean("a")).abs() < 1e-6);
+}
+
+#[test]
+fn backward_may_run_on_another_thread() {
+    let (w, runs) = (eye().set_requires_grad(true), Arc::default());
+    let loss = product(&eye(), &w, &runs).sum(Kind::Float);
+    std::thread::spawn(move || loss.backward()).join().unwrap();
+    assert_eq!(w.grad(), eye().ones_like());
+}
+
+/// The memory that stays between the forward and the backward pass, beyond what was there before, in bytes.
+fn kept_bytes(recomputed: bool) -> u64 {
+    const WIDTH: i64 = 2048;
+    let vs = VarStore::new(Device::Cpu);
+    let mut model = nn::seq();
+    for i in 0..2 {
+        let layer = nn::linear(vs.root() / i, 64, WIDTH, Default::default());
+        let back = nn::linear(vs.root() / "back" / i, WIDTH, 64, Default::default());
+        let block = nn::seq().add(layer).add_fn(|xs| xs.gelu("none").sigmoid().tanh()).add(back);
+        model = if recomputed { model.add(Recomputed::new(block)) } else { model.add(block) };
+    }
+    let xs = Tensor::randn([2048, 64], (Kind::Float, Device::Cpu));
+    let before = common::resident_bytes().unwrap_or(0);
+    let loss = model.forward(&xs).square().mean(Kind::Float);
+    let kept = common::resident_bytes().unwrap_or(0).saturating_sub(before);
+    loss.backward();
+    kept
+}
+
+#[test]
+fn activations_are_not_kept() {
+    if common::resident_bytes().is_none() {
+        return common::skipped("this system does not tell how much memory a process has");
+    }
+    // Each activation of 2048 x 2048 numbers has 16 MiB, and there are six to eight.
+    let [without, with] = [false, true].map(kept_bytes);
+    assert!(without > 80 << 20, "{without} bytes without recomputation");
+    assert!(with < without / 3, "{with} bytes with recomputation, and {without} without");
+}

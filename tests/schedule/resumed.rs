@@ -1,0 +1,91 @@
+//! Schedules continue from a checkpoint as if they had not been interrupted.
+
+use tch_amp::Error;
+use tch_amp::checkpoint::Checkpoint;
+use tch_amp::schedule::{
+    CosineAnnealingWarmRestarts, ExponentialLr, OneCycleLr, ReduceLrOnPlateau, Scheduler,
+};
+
+use super::{optimizer, rates, schedule};
+use crate::common::rng::Rng;
+
+fn saved(scheduler: &mut Scheduler) -> Checkpoint {
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add("scheduler", scheduler).unwrap();
+    checkpoint
+}
+
+#[test]
+fn random_schedules_continue_with_the_same_numbers() {
+    let mut rng = Rng::new(29);
+    for seed in 0..200 {
+        let lrs = [0.1, 1e-3];
+        let schedule = schedule(&mut rng, lrs.len());
+        let mut opt = optimizer(true, &lrs);
+        let mut whole = schedule.clone().build(&mut opt).unwrap();
+        (0..rng.below(30)).for_each(|_| whole.advance(&mut opt).unwrap());
+        let mut checkpoint = saved(&mut whole);
+        checkpoint.add("opt", &mut opt).unwrap();
+
+        let mut new_opt = optimizer(true, &lrs);
+        let mut new = schedule.clone().build(&mut new_opt).unwrap();
+        let restore = checkpoint.restore().add("scheduler", &mut new);
+        restore.add("opt", &mut new_opt).apply().unwrap();
+        for step in 0..25 {
+            assert_eq!(
+                (new.lrs(), new.steps()),
+                (whole.lrs(), whole.steps()),
+                "case {seed}, step {step}"
+            );
+            assert_eq!(rates(&new_opt), rates(&opt));
+            whole.advance(&mut opt).unwrap();
+            new.advance(&mut new_opt).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_plateau_continues() {
+    let options = ReduceLrOnPlateau::default().patience(2).cooldown(1);
+    let mut opt = optimizer(false, &[1.0]);
+    let mut whole = options.build(&opt).unwrap();
+    // Saved before the first metric, when the best one is infinite, and in the middle.
+    for metrics in [&[][..], &[1.0, 2.0, 2.0]] {
+        for &metric in metrics {
+            whole.step(&mut opt, metric).unwrap();
+        }
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add("plateau", &mut whole).unwrap();
+        let mut new = options.build(&opt).unwrap();
+        checkpoint.restore().add("plateau", &mut new).apply().unwrap();
+        assert_eq!(new.best(), whole.best());
+        let mut new_opt = optimizer(false, &[opt.lr(0).unwrap()]);
+        let mut other = optimizer(false, &[opt.lr(0).unwrap()]);
+        let mut copy = options.build(&other).unwrap();
+        checkpoint.restore().add("plateau", &mut copy).apply().unwrap();
+        for metric in [3.0, 3.0, 3.0, 3.0, 0.5, 3.0, 3.0, 3.0] {
+            new.step(&mut new_opt, metric).unwrap();
+            copy.step(&mut other, metric).unwrap();
+            assert_eq!(rates(&new_opt), rates(&other));
+        }
+    }
+    assert_eq!(whole.best(), 1.0);
+}
+
+#[test]
+fn a_state_of_another_schedule_is_refused_and_nothing_changes() {
+    let mut one = optimizer(false, &[0.1]);
+    let mut two = optimizer(false, &[0.1, 0.2]);
+    let mut scheduler = ExponentialLr::new(0.5).build(&mut one).unwrap();
+    scheduler.advance(&mut one).unwrap();
+    let groups = saved(&mut ExponentialLr::new(0.5).build(&mut two).unwrap());
+    let error = groups.restore().add("scheduler", &mut scheduler).apply().unwrap_err();
+    assert!(matches!(error, Error::InvalidArgument { .. }), "{error:?}");
+    let cycle = CosineAnnealingWarmRestarts::new(5).build(&mut one).unwrap();
+    let cycle = saved(&mut { cycle });
+    let error = cycle.restore().add("scheduler", &mut scheduler).apply().unwrap_err();
+    assert!(matches!(error, Error::Checkpoint(_)), "{error:?}");
+    assert_eq!((scheduler.lrs(), scheduler.steps()), (&[0.05][..], 1));
+    let one_cycle = OneCycleLr::new(0.1, 10).build(&mut optimizer(false, &[0.1])).unwrap();
+    assert_eq!(one_cycle.steps(), 0);
+}
