@@ -18,6 +18,8 @@ mod kernels;
 mod launches;
 mod looks;
 mod planted;
+mod recompute;
+mod schedule;
 mod skips;
 mod steps;
 mod syncs;
