@@ -159,7 +159,6 @@ fn main() {
         ("MALLOC_TRIM_THRESHOLD_", "-1"),
         ("MALLOC_MMAP_MAX_", "0"),
         ("MALLOC_TOP_PAD_", "67108864"),
-        ("MALLOC_ARENA_MAX", "1"),
     ];
     let Some(plain) = Python::start("training.py") else {
         return;

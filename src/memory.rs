@@ -6,17 +6,18 @@ use crate::ffi;
 /// kernel again. Returns whether the C library can do so.
 ///
 /// On a CPU, libtorch frees every activation, and glibc gives blocks of 128 KiB or more back to the kernel at once.
-/// Getting them back costs page faults. Call this at the start of `main` in a program that trains on a CPU: threads that
-/// have allocated memory before keep heaps of their own, to which it does not apply.
+/// Getting them back costs page faults. Call this at the start of `main` in a program that trains on a CPU, and train on
+/// the main thread: what other threads allocate is in heaps of their own, to which it does not apply.
 ///
 /// It applies to the whole process and cannot be undone. Resident memory then stays at its peak, or some blocks above
-/// it: what is freed is used again by this process, but not by others. It sets `M_TRIM_THRESHOLD`, `M_MMAP_MAX`,
-/// `M_TOP_PAD` and `M_ARENA_MAX` of glibc's `mallopt`, and does nothing with other C libraries or allocators, nor for
-/// the memory of GPUs, which libtorch keeps by itself. The environment variables `MALLOC_TRIM_THRESHOLD_=-1`,
-/// `MALLOC_MMAP_MAX_=0`, `MALLOC_TOP_PAD_=67108864` and `MALLOC_ARENA_MAX=1` do the same for any program.
+/// it: what is freed is used again by this process, but not by others. It sets `M_TRIM_THRESHOLD`, `M_MMAP_MAX` and
+/// `M_TOP_PAD` of glibc's `mallopt`, and does nothing with other C libraries or allocators, nor for the memory of GPUs,
+/// which libtorch keeps by itself. The environment variables `MALLOC_TRIM_THRESHOLD_=-1`, `MALLOC_MMAP_MAX_=0` and
+/// `MALLOC_TOP_PAD_=67108864` do the same for any program.
 ///
-/// All threads share one heap, and wait for each other while they allocate: in a program whose threads allocate small
-/// blocks all the time, measure before you keep it.
+/// For a program that trains on another thread, the environment variable `MALLOC_ARENA_MAX=1` makes all threads share
+/// the heap. They then wait for each other while they allocate, which costs more than it gains if libtorch computes with
+/// several threads.
 ///
 /// # Examples
 ///
