@@ -118,7 +118,7 @@ fn the_closure_runs_once_more_in_each_backward_and_not_without_gradients() {
 
 #[test]
 fn weights_are_trained_where_no_input_requires_a_gradient_and_backward_runs_in_the_region() {
-    // The casts of the first run have no history. In the same region a weight that is used again would be constant.
+    // The weight is used again in the region, after a cast in the first run, which has no history.
     let w = eye().set_requires_grad(true);
     let region = AutocastGuard::new(Device::Cpu).unwrap();
     let y = product(&eye(), &w, &Arc::default());
@@ -126,7 +126,7 @@ fn weights_are_trained_where_no_input_requires_a_gradient_and_backward_runs_in_t
     assert!(again.requires_grad());
     let loss = y.sum(Kind::Float) + again.sum(Kind::Float) * 2.0;
     loss.backward();
-    // The casts of the second run belong to a graph that is gone.
+    // And again, after a cast in the second run, whose graph is gone.
     eye().matmul(&w).sum(Kind::Float).backward();
     drop(region);
     assert_eq!(w.grad(), eye().ones_like() * 4.0);

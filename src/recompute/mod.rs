@@ -44,7 +44,6 @@ use std::borrow::Borrow;
 
 use tch::{Device, Kind, Tensor, with_grad};
 
-use crate::autocast::{AutocastState, clear_autocast_cache};
 use crate::error::Result;
 #[cfg(doc)]
 use crate::error::{Error, FunctionError};
@@ -147,7 +146,7 @@ where
             return (self.f)(inputs);
         }
         let random = RandomStates::read(inputs)?;
-        let mut outputs = without_shared_casts(|| (self.f)(inputs))?;
+        let mut outputs = (self.f)(inputs)?;
         let descriptions = outputs.as_mut_slice().iter().map(Description::of);
         let descriptions = descriptions.collect::<Result<_>>()?;
         ctx.save_for_backward(inputs);
@@ -170,11 +169,10 @@ where
         let first: &FirstRun = ctx.saved_value()?;
         let inputs = leaves(&ctx.saved_tensors_vec()?, &first.requires_grad)?;
         let again = || with_grad(|| (self.f)(&inputs.iter().collect::<Vec<_>>()));
-        let mut outputs = first.random.during(|| without_shared_casts(again))??;
+        let mut outputs = first.random.during(again)??;
         let outputs: Vec<_> = outputs.as_mut_slice().iter().map(Tensor::shallow_clone).collect();
         check_same(&first.outputs, &outputs)?;
-        // The casts of the second run are part of its graph, which this backward frees.
-        without_shared_casts(|| run_backward(outputs, grads))?;
+        run_backward(outputs, grads)?;
         let gradient =
             |input: &Tensor| (input.defined() && input.grad().defined()).then(|| input.grad());
         Ok(std::iter::once(None).chain(inputs.iter().map(gradient)).collect())
@@ -187,27 +185,6 @@ where
     fn once_differentiable(&self) -> bool {
         true
     }
-}
-
-/// Runs `f` with no casts of weights in the cache that were made elsewhere, and leaves none.
-///
-/// The first run makes casts without a history, with which a weight would not be trained where it is used again in the
-/// same region; those of the second run have a history that the backward frees.
-fn without_shared_casts<T>(f: impl FnOnce() -> T) -> T {
-    struct ClearOnDrop(bool);
-    impl Drop for ClearOnDrop {
-        fn drop(&mut self) {
-            if self.0 {
-                clear_autocast_cache();
-            }
-        }
-    }
-    let is_any_enabled = |state: AutocastState| state.enabled_devices().next().is_some();
-    let clear = ClearOnDrop(AutocastState::current().map_or(true, is_any_enabled));
-    if clear.0 {
-        clear_autocast_cache();
-    }
-    f()
 }
 
 /// The inputs of the second run: the same numbers, without a history.

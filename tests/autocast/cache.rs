@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use rstest::rstest;
 use tch::nn::OptimizerConfig;
 use tch::{Device, Kind, Tensor, nn, no_grad};
-use tch_amp::autocast::{AutocastGuard, clear_autocast_cache};
+use tch_amp::autocast::{AutocastGuard, AutocastState, clear_autocast_cache};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{AmpOptimizer, Parameters, Step};
 use tch_amp::scaler::GradScalerConfig;
@@ -221,6 +221,21 @@ fn a_nested_region_of_another_dtype_casts_again_in_both_directions() {
         let hidden = region(Kind::Half).enabled(false);
         let inner = hidden.run(|| region(Kind::Half).run(product).unwrap()).unwrap();
         assert_eq!(inner, Kind::Half);
+        assert_eq!(product(), Kind::BFloat16);
+    });
+}
+
+#[test]
+fn a_captured_state_of_another_dtype_casts_again() {
+    let _alone = alone();
+    for_each_device(|device| {
+        let w = weight(device);
+        let product = || w.detach().ones_like().mm(&w).kind();
+        let half = Autocast::new(device).dtype(Kind::Half);
+        let captured = half.run(|| AutocastState::current().unwrap()).unwrap();
+        let _outer = Autocast::new(device).dtype(Kind::BFloat16).enter().unwrap();
+        assert_eq!(product(), Kind::BFloat16);
+        assert_eq!(captured.run(product).unwrap(), Kind::Half);
         assert_eq!(product(), Kind::BFloat16);
     });
 }

@@ -151,6 +151,31 @@ fn a_wrong_element_of_the_output_is_named_by_the_shape_of_the_output() {
 }
 
 #[test]
+fn gradgradcheck_checks_the_derivative_with_respect_to_the_incoming_gradient() {
+    // Its first derivative is right, and the second with respect to x; the one with respect to the gradient is cut off.
+    let cut = function(
+        |ctx, x| {
+            ctx.save_for_backward(x);
+            Ok(x[0].square())
+        },
+        |ctx, g| {
+            let [x] = ctx.saved_tensors()?;
+            Ok(g[0].detach() * x * 2.0)
+        },
+    );
+    let x = leaf(&[1.0, 2.0], Kind::Double, Device::Cpu);
+    gradcheck(|x| cut.apply(x), &[&x]).unwrap();
+    let error = gradgradcheck(|x| cut.apply(x), &[&x]).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Function(FunctionError::GradientMismatch { input: 1, analytic: 0.0, .. })
+        ),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_wrong_second_derivative_is_found() {
     for_each_device(|device| {
         // The backward hides x from autograd: the first derivative is correct, but the second is 0.

@@ -185,6 +185,22 @@ fn stochastic_rounding_is_unbiased() {
 }
 
 #[test]
+fn the_last_numbers_of_a_tensor_are_rounded_independently() {
+    // Two numbers of a block share a random word, of which each has a half; the last block is not full.
+    for count in 17..32 {
+        let pairs = (0..20u64).flat_map(|seed| {
+            let w = rounded(1.0, 0.5 / 128.0, count, seed);
+            let up = Vec::<f64>::try_from(w.to_kind(Kind::Double)).unwrap();
+            (16..count as usize).map(move |i| up[i] == up[i - 16]).collect::<Vec<_>>()
+        });
+        let pairs: Vec<_> = pairs.collect();
+        let (same, count) = (pairs.iter().filter(|same| **same).count(), pairs.len());
+        assert!(4 * same > count && 4 * same < 3 * count || count < 60, "{same} of {count} agree");
+        assert!(same < count, "all {count} agree");
+    }
+}
+
+#[test]
 fn stochastic_rounding_is_determined_by_its_seed() {
     let one = bits(&rounded(1.0, 0.003, 5000, 1));
     assert_eq!(one, bits(&rounded(1.0, 0.003, 5000, 1)));

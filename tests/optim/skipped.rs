@@ -1,8 +1,8 @@
 //! A skipped step changes nothing.
 
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::GradScaler;
-use tch_amp::optim::{Algorithm, AmpOptimizer as _, Optimizer, Step};
+use tch_amp::optim::{Algorithm, AmpOptimizer as _, Optimizer, ParamGroup, Sgd, Step};
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::common::bits::bits;
@@ -72,6 +72,39 @@ fn after_two_skipped_first_steps_the_third_acts_as_the_first() {
             assert!(train(&w, &mut opt, &mut scaler, [1.0; 3]));
             assert!(train(&v, &mut other, &mut others, [1.0; 3]));
             assert_eq!(all(&mut opt), all(&mut other), "{algorithm:?}");
+        }
+    });
+}
+
+#[test]
+fn a_step_after_unknown_ones_knows_whether_one_of_them_was_taken() {
+    for_each_device(|device| {
+        // The gradients of the first steps, each multiplied by the scale, which an overflow halves.
+        for first in [vec![INF, 4.0], vec![8.0, INF], vec![INF, NAN, 2.0], vec![8.0, 8.0]] {
+            let (w, mut opt, mut scaler) = training(Sgd::default().momentum(0.9).into(), device);
+            set_grad(&w, &[0.0; 3]);
+            let step = |opt: &mut Optimizer, scaler: &mut GradScaler, gradient: f64| {
+                // A copy from the host would let the answer of the step before arrive.
+                drop(no_grad(|| w.grad().fill_(gradient)));
+                drop(scaler.step(opt).unwrap());
+                scaler.update().unwrap();
+            };
+            for &gradient in &first {
+                step(&mut opt, &mut scaler, gradient);
+            }
+            // Only the first step of all enters the momentum buffer without dampening.
+            let damped = Sgd::default().momentum(0.9).dampening(0.5);
+            opt.set_param_group(0, ParamGroup::new(0.1, damped)).unwrap();
+            let scale = scaler.get_scale().unwrap();
+            step(&mut opt, &mut scaler, scale);
+            let (mut weight, mut buffer) = (1.0, None);
+            for gradient in first.iter().filter(|gradient| gradient.is_finite()).map(|_| 1.0) {
+                buffer = Some(buffer.map_or(gradient, |buffer| 0.9 * buffer + gradient));
+                weight -= 0.1 * buffer.unwrap();
+            }
+            weight -= 0.1 * buffer.map_or(1.0, |buffer| 0.9 * buffer + 0.5);
+            let got = w.double_value(&[0]);
+            assert!((got - weight).abs() < 1e-6, "{device:?} {first:?}: {got}, not {weight}");
         }
     });
 }
