@@ -101,6 +101,7 @@ fn eye() -> Tensor {
 
 #[test]
 fn the_closure_runs_once_more_in_each_backward_and_not_without_gradients() {
+    let _random = random();
     let (w, runs) = (eye().set_requires_grad(true), Arc::default());
     let y = product(&eye(), &w, &runs);
     assert!(y.requires_grad());
@@ -118,6 +119,7 @@ fn the_closure_runs_once_more_in_each_backward_and_not_without_gradients() {
 
 #[test]
 fn weights_are_trained_where_no_input_requires_a_gradient_and_backward_runs_in_the_region() {
+    let _random = random();
     // The weight is used again in the region, after a cast in the first run, which has no history.
     let w = eye().set_requires_grad(true);
     let region = AutocastGuard::new(Device::Cpu).unwrap();
@@ -134,6 +136,7 @@ fn weights_are_trained_where_no_input_requires_a_gradient_and_backward_runs_in_t
 
 #[test]
 fn the_second_run_has_the_autocast_state_of_the_first() {
+    let _random = random();
     let seen = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&seen);
     let w = eye().set_requires_grad(true);
@@ -156,6 +159,7 @@ fn inner(w: &Tensor) -> impl Fn(&[&Tensor]) -> FunctionResult<[Tensor; 2]> + Sen
 
 #[test]
 fn nested_calls_and_several_inputs_and_outputs() {
+    let _random = random();
     let run = |recomputed: bool| {
         let a = (eye() * 2.0).set_requires_grad(true);
         let b = (eye() + 1.0).set_requires_grad(true);
@@ -237,6 +241,7 @@ fn a_closure_that_fails_or_panics_is_an_error() {
 
 #[test]
 fn gradients_of_chosen_tensors_and_changed_inputs_are_errors() {
+    let _random = random();
     let [w, x] = [eye(), eye()].map(|w| w.set_requires_grad(true));
     let y = product(&x, &w, &Arc::default()).sum(Kind::Float);
     let error = Tensor::f_run_backward(&[&y], &[&x], true, false).unwrap_err();
@@ -273,6 +278,7 @@ fn modules_that_are_told_whether_they_train() {
 
 #[test]
 fn backward_may_run_on_another_thread() {
+    let _random = random();
     let (w, runs) = (eye().set_requires_grad(true), Arc::default());
     let loss = product(&eye(), &w, &runs).sum(Kind::Float);
     std::thread::spawn(move || loss.backward()).join().unwrap();

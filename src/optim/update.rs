@@ -25,6 +25,7 @@ impl Optimizer {
     /// Takes a step of the parameters that no other rank steps.
     pub(crate) fn run_here(&mut self, step: &Step<'_>) -> Result<()> {
         self.take_added()?;
+        self.ask_first_steps()?;
         let first_steps = self.prepare_first_steps(step)?;
         let answers = self.launch_complete(step)?;
         let taken = self.slots.iter_mut().zip(answers);
@@ -146,6 +147,19 @@ impl Optimizer {
             _ => Ok(false),
         };
         self.slots.iter_mut().map(first).collect()
+    }
+
+    /// Asks whether the momentum buffers have been started where the step depends on it. This comes before the step is
+    /// prepared, because the steps that it is recorded with must be those that are unknown then.
+    fn ask_first_steps(&mut self) -> Result<()> {
+        for slot in &mut self.slots {
+            let algorithm = &self.groups[slot.group].algorithm;
+            if matches!(algorithm, Algorithm::Sgd(sgd) if sgd.momentum != 0.0 && sgd.dampening != 0.0)
+            {
+                let _asked = slot.state.first_step.is_ahead()?;
+            }
+        }
+        Ok(())
     }
 
     /// Prepares to record that momentum buffers have been started, if the device decides whether they are.

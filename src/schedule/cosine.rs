@@ -122,7 +122,8 @@ impl Rule for CosineAnnealingWarmRestarts {
 
     fn next(&self, progress: &mut Progress, rates: &mut Rates) -> Result<()> {
         if let Some(cycle) = &mut progress.cycle {
-            cycle.position += 1;
+            // A loaded position may be any number below the length.
+            cycle.position = cycle.position.saturating_add(1);
             if cycle.position >= cycle.length {
                 cycle.position %= cycle.length;
                 cycle.length = cycle.length.saturating_mul(self.t_mult);

@@ -2,16 +2,20 @@
 //!
 //! A schedule is a struct of options, such as [`CosineAnnealingLr`]. Its `build` makes a [`Scheduler`] for a fused
 //! [`Optimizer`], which is stepped with the outcome of the scaler's step. A skipped step does not advance it, and it
-//! never synchronizes: on a GPU it follows once the outcome has arrived, as a [`StepCounter`] does. PyTorch's
-//! schedulers advance on skipped steps, too, unless the loop compares the scale before and after `update`, which
-//! synchronizes. [`ReduceLrOnPlateau`] is stepped with a metric instead.
+//! never synchronizes: a step on a GPU counts as taken until its outcome has arrived, and is taken back if it was
+//! skipped. PyTorch's schedulers advance on skipped steps, too, unless the loop compares the scale before and after
+//! `update`, which synchronizes. [`ReduceLrOnPlateau`] is stepped with a metric instead.
 //!
-//! The numbers are those of `torch.optim.lr_scheduler`, to the last bit: each learning rate is computed from the
-//! previous one where PyTorch does so, and therefore a learning rate that the program sets between two steps is
-//! continued from. The one exception: a learning rate that would be negative is 0. In PyTorch rounding makes that of a
-//! `LinearLR` with the end factor 0 negative, and the optimizer then climbs.
+//! The numbers are those of `torch.optim.lr_scheduler`, to the last bit. Each learning rate is computed from the previous
+//! one where PyTorch does so, so the schedule continues from a learning rate that the program sets between two steps.
+//! There are four differences:
 //!
-//! [`StepCounter`]: crate::scaler::StepCounter
+//! - A learning rate that would be negative is 0. In PyTorch rounding makes the last one of a `LinearLR` with the end
+//!   factor 0 negative, and the optimizer then climbs.
+//! - The last advance of a [`OneCycleLr`] keeps its learning rate and momentum.
+//! - Each [`OneCycleLr`] of a sequence or a chain has options of its own; in PyTorch the last one's replace the others'.
+//! - A scheduler begins with the optimizer's present learning rates. In PyTorch a second scheduler of an optimizer begins
+//!   with those before the first one; use a [`ChainedScheduler`] here.
 //!
 //! # Examples
 //!
@@ -117,12 +121,13 @@ pub enum Schedule {
 
 impl Schedule {
     /// Makes a scheduler for an optimizer's groups and sets their first learning rates. The present learning rates are
-    /// the base from which the schedule computes.
+    /// the base from which the schedule computes, so make the scheduler before the optimizer is restored.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for an option outside its range, or whose number does not match that of the groups, and
-    /// for a schedule that cycles the momentum of Adagrad. The optimizer is unchanged then.
+    /// [`Error::InvalidArgument`] for an option outside its range, or whose number does not match that of the groups; for
+    /// milestones that do not rise, and parts that a sequence or a chain cannot have; and for a schedule that cycles the
+    /// momentum of Adagrad. The optimizer is unchanged then.
     pub fn build(self, optimizer: &mut Optimizer) -> Result<Scheduler> {
         Scheduler::for_optimizer(self, optimizer)
     }
@@ -132,7 +137,7 @@ impl Schedule {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for an option or a learning rate outside its range, an empty list, and a schedule that
+    /// The same as [`build`](Self::build); and for a learning rate outside its range, an empty list, and a schedule that
     /// cycles the momentum, which is not known here.
     ///
     /// # Examples

@@ -14,7 +14,7 @@ use crate::schedule::rates::Rates;
 ///
 /// The learning rate of the optimizer is replaced. The momentum is that of SGD, or the first beta of Adam and AdamW.
 /// The schedule may be advanced `total_steps` times, as in PyTorch; once more is an error. The last advance keeps the last
-/// learning rate, where PyTorch extrapolates, with straight lines to a negative one.
+/// learning rate and momentum; PyTorch extrapolates the curve there, and a linear one becomes negative.
 ///
 /// Source: Smith and Topin, *Super-Convergence: Very Fast Training of Neural Networks Using Large Learning Rates*,
 /// <https://arxiv.org/abs/1708.07120>.
@@ -171,12 +171,12 @@ impl OneCycleLr {
         }
         let phase = phases.swap_remove(index);
         let share = (step - start) / (phase.end - start);
-        // After the last step PyTorch goes on along the curve, on a line below 0.
-        (phase, share.min(1.0))
+        (phase, share)
     }
 
     fn set(&self, progress: &Progress, rates: &mut Rates) {
-        let (phase, share) = self.phase(progress.last);
+        // After the last step PyTorch goes on along the curve, on a line below 0.
+        let (phase, share) = self.phase(progress.last.min(self.total_steps - 1));
         let between = |[from, to]: [usize; 2], levels: [f64; 3]| {
             self.anneal_strategy.between([levels[from], levels[to]], share)
         };

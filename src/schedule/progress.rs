@@ -110,7 +110,9 @@ impl Schedule {
             _ => &[],
         };
         let has_cycle = matches!(self, Self::CosineAnnealingWarmRestarts(_));
-        let cycle_fits = progress.cycle.is_some_and(|cycle| cycle.length > 0) == has_cycle;
+        let is_inside = |cycle: Cycle| cycle.position < cycle.length;
+        let cycle_fits =
+            progress.cycle.is_some() == has_cycle && progress.cycle.is_none_or(is_inside);
         let bases = &progress.bases;
         cycle_fits
             && bases.len() == groups

@@ -37,6 +37,11 @@ impl Rates {
         optimizer.set_rates(&self.lrs, &self.momenta)
     }
 
+    /// Whether an optimizer with the other rates has these.
+    pub(super) fn same(&self, other: &Self) -> bool {
+        self.lrs == other.lrs && self.momenta == other.momenta
+    }
+
     /// Multiplies every learning rate.
     pub(super) fn scale(&mut self, factor: f64) {
         self.lrs.iter_mut().for_each(|lr| *lr *= factor);

@@ -1,8 +1,10 @@
 //! What drives a schedule.
 
+use std::collections::VecDeque;
+
 use crate::error::{Error, Result};
 use crate::optim::Optimizer;
-use crate::scaler::{StepCounter, StepOutcome};
+use crate::scaler::StepOutcome;
 use crate::schedule::Schedule;
 use crate::schedule::progress::Progress;
 use crate::schedule::rates::Rates;
@@ -10,16 +12,22 @@ use crate::schedule::rates::Rates;
 /// Sets the learning rates of an optimizer by a [`Schedule`], as steps are taken. The counterpart of
 /// `torch.optim.lr_scheduler.LRScheduler`.
 ///
-/// A checkpoint saves it with [`Checkpoint::add`](crate::checkpoint::Checkpoint::add). The learning rates themselves
-/// are in the optimizer's state, as in PyTorch.
+/// On a GPU the outcome of a step arrives a little later. Until then the step counts as taken; if it was skipped, the
+/// schedule goes back by it when the answer arrives. Without skipped steps, every iteration therefore has exactly the
+/// learning rate that it has in PyTorch.
+///
+/// A checkpoint saves it with [`Checkpoint::add`](crate::checkpoint::Checkpoint::add), which waits for the outcomes that
+/// are still open. The first step after a restore sets the learning rates that the schedule had, whatever was done to
+/// the optimizer in between.
 #[derive(Debug)]
 pub struct Scheduler {
     schedule: Schedule,
     state: State,
-    /// What the scaler's steps did.
-    counter: StepCounter,
-    /// How many of the counted steps the schedule has followed.
-    followed: u64,
+    /// What the optimizer was given last; `None` after a restore.
+    applied: Option<Rates>,
+    /// The steps from the first one on whose outcome is not known.
+    open: VecDeque<Open>,
+    skipped: u64,
 }
 
 /// What changes as the schedule advances.
@@ -27,6 +35,14 @@ pub struct Scheduler {
 pub(crate) struct State {
     progress: Progress,
     rates: Rates,
+}
+
+/// A step that counts as taken until its outcome is known.
+#[derive(Debug)]
+struct Open {
+    outcome: StepOutcome,
+    /// The state before the step.
+    before: State,
 }
 
 impl Scheduler {
@@ -42,24 +58,25 @@ impl Scheduler {
 
     fn new(schedule: Schedule, mut rates: Rates) -> Result<Self> {
         let progress = schedule.start(&mut rates)?;
+        let applied = Some(rates.clone());
         let state = State { progress, rates };
-        Ok(Self { schedule, state, counter: StepCounter::default(), followed: 0 })
+        Ok(Self { schedule, state, applied, open: VecDeque::new(), skipped: 0 })
     }
 
-    /// Records the outcome of a scaler's step, advances by the steps that are known to have been taken, and sets the
-    /// learning rates of the optimizer. Never synchronizes: on a GPU the schedule lags by the steps still in flight.
+    /// Advances by the step with this outcome, unless it was skipped, and sets the learning rates of the optimizer.
+    /// Never synchronizes.
     ///
-    /// If the groups' learning rates were changed meanwhile, the schedule continues from the changed ones, as in
-    /// PyTorch.
+    /// If the program has changed the groups' learning rates meanwhile, the schedule continues from the changed ones,
+    /// as in PyTorch.
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the optimizer has another number of groups than when the scheduler was made, or if
-    /// the schedule is a [`OneCycleLr`](crate::schedule::OneCycleLr) that has ended; [`Error::Torch`] if the answer of
-    /// a device cannot be read. The schedule and the optimizer are unchanged then, and the outcome stays recorded.
+    /// [`Error::InvalidArgument`] if the optimizer has another number of groups than when the scheduler was made, if the
+    /// schedule is a [`OneCycleLr`](crate::schedule::OneCycleLr) that has ended, or if the optimizer refuses a rate, such
+    /// as one that has grown to infinity; [`Error::Torch`] if the answer of a device cannot be read. The schedule does
+    /// not advance then, and the optimizer is unchanged.
     pub fn step(&mut self, optimizer: &mut Optimizer, outcome: StepOutcome) -> Result<()> {
-        self.counter.record(outcome);
-        self.follow(Some(optimizer))
+        self.follow(Some(optimizer), outcome)
     }
 
     /// Advances by one step and sets the learning rates of the optimizer: without a scaler, or once an epoch.
@@ -68,57 +85,110 @@ impl Scheduler {
     ///
     /// The same as [`step`](Self::step).
     pub fn advance(&mut self, optimizer: &mut Optimizer) -> Result<()> {
-        self.advance_by(1, Some(optimizer))
+        self.settle(false)?;
+        let mut state = self.present(Some(optimizer))?;
+        self.schedule.advance(&mut state.progress, &mut state.rates)?;
+        self.commit(Some(optimizer), state)
     }
 
-    /// Records the outcome of a scaler's step and advances by the steps that are known to have been taken, without an
-    /// optimizer. Never synchronizes. The program reads the [`lrs`](Self::lrs) and sets them.
+    /// Advances by the step with this outcome, unless it was skipped, without an optimizer. Never synchronizes. The
+    /// program reads the [`lrs`](Self::lrs) and sets them.
     ///
     /// # Errors
     ///
     /// The same as [`step`](Self::step).
     pub fn record(&mut self, outcome: StepOutcome) -> Result<()> {
-        self.counter.record(outcome);
-        self.follow(None)
+        self.follow(None, outcome)
     }
 
-    /// Advances by the steps that were counted since the last call.
-    fn follow(&mut self, optimizer: Option<&mut Optimizer>) -> Result<()> {
-        let taken = self.counter.count()?;
-        self.advance_by(taken - self.followed, optimizer)?;
-        self.followed = taken;
-        Ok(())
-    }
-
-    /// Advances by all of these steps and sets the optimizer's rates, or changes nothing.
-    fn advance_by(&mut self, steps: u64, mut optimizer: Option<&mut Optimizer>) -> Result<()> {
-        let mut state = self.state.clone();
-        if let Some(optimizer) = &optimizer {
-            state.refresh(optimizer)?;
-        }
-        for _ in 0..steps {
+    fn follow(&mut self, optimizer: Option<&mut Optimizer>, outcome: StepOutcome) -> Result<()> {
+        self.settle(false)?;
+        let before = self.present(optimizer.as_deref())?;
+        let mut state = before.clone();
+        let is_skipped = outcome.poll()? == Some(false);
+        if !is_skipped {
             self.schedule.advance(&mut state.progress, &mut state.rates)?;
         }
-        if let Some(optimizer) = &mut optimizer {
+        self.commit(optimizer, state)?;
+        self.open.push_back(Open { outcome, before });
+        self.settle(false)
+    }
+
+    /// The state from which the next step goes on: with the optimizer's rates, if the program has changed them.
+    fn present(&self, optimizer: Option<&Optimizer>) -> Result<State> {
+        let mut state = self.state.clone();
+        let Some(optimizer) = optimizer else { return Ok(state) };
+        let there = Rates::of(optimizer);
+        let (groups, known) = (there.lrs.len(), state.rates.lrs.len());
+        if groups != known {
+            let problem = format!(
+                "has {groups} parameter groups, and had {known} when the scheduler was made; make it after the groups"
+            );
+            return Err(Error::InvalidArgument { name: "optimizer", problem });
+        }
+        if self.applied.as_ref().is_some_and(|applied| !applied.same(&there)) {
+            (state.rates.lrs, state.rates.momenta) = (there.lrs, there.momenta);
+        }
+        Ok(state)
+    }
+
+    /// Sets the rates of the optimizer and takes over the state, or changes nothing.
+    fn commit(&mut self, optimizer: Option<&mut Optimizer>, state: State) -> Result<()> {
+        if let Some(optimizer) = optimizer {
             state.rates.apply(optimizer)?;
+            self.applied = Some(state.rates.clone());
         }
         self.state = state;
         Ok(())
     }
 
-    /// Returns the learning rate that the schedule has set last, for each group. Corresponds to `get_last_lr`.
+    /// Goes through the open steps up to the first one whose outcome is unknown, or waits for all of them, and takes
+    /// back those that were skipped.
+    fn settle(&mut self, waits: bool) -> Result<()> {
+        while let Some(open) = self.open.front() {
+            let taken =
+                if waits { Some(open.outcome.is_stepped()?) } else { open.outcome.poll()? };
+            let Some(taken) = taken else { break };
+            let Some(open) = self.open.pop_front() else { break };
+            if !taken {
+                self.skipped += u64::from(!open.outcome.has_no_gradients());
+                self.take_back(open.before)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns to the state before a skipped step, and advances again by the steps since.
+    fn take_back(&mut self, before: State) -> Result<()> {
+        self.state = before;
+        for open in &mut self.open {
+            open.before = self.state.clone();
+            if open.outcome.poll()? != Some(false) {
+                self.schedule.advance(&mut self.state.progress, &mut self.state.rates)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the learning rates after the last step, one for each group. Corresponds to `get_last_lr`.
     pub fn lrs(&self) -> &[f64] {
         &self.state.rates.lrs
     }
 
-    /// Returns the number of steps by which the schedule has advanced. Corresponds to `last_epoch`.
+    /// Returns the number of steps by which the schedule has advanced, with those that are still
+    /// [`pending`](Self::pending). Corresponds to `last_epoch`.
     pub fn steps(&self) -> u64 {
         self.state.progress.last
     }
 
-    /// Returns the counts of the steps that were taken and skipped since the scheduler was made or restored.
-    pub fn counter(&self) -> &StepCounter {
-        &self.counter
+    /// Returns how many steps are known to have been skipped, since the scheduler was made or restored.
+    pub fn skipped(&self) -> u64 {
+        self.skipped
+    }
+
+    /// Returns how many steps still count as taken only because their outcome has not arrived.
+    pub fn pending(&self) -> usize {
+        self.open.len()
     }
 
     /// Returns the schedule.
@@ -126,14 +196,21 @@ impl Scheduler {
         &self.schedule
     }
 
+    /// Returns the progress once every outcome is known. Synchronizes if one is open.
+    pub(crate) fn settled_progress(&mut self) -> Result<&Progress> {
+        self.settle(true)?;
+        Ok(&self.state.progress)
+    }
+
     pub(crate) fn progress(&self) -> &Progress {
         &self.state.progress
     }
 
     /// Returns the state with a loaded progress and learning rates, once it was checked that they fit.
-    pub(crate) fn with_progress(&self, progress: Progress, lrs: Vec<f64>) -> Result<State> {
+    pub(crate) fn with_progress(&self, progress: Progress, lrs: &[f64]) -> Result<State> {
         let groups = self.state.rates.lrs.len();
-        if !self.schedule.fits(&progress, groups) || Rates::of_lrs(&lrs)?.lrs.len() != groups {
+        let lrs = Rates::of_lrs(lrs)?.lrs;
+        if !self.schedule.fits(&progress, groups) || lrs.len() != groups {
             let problem = format!("is not one of this schedule for {groups} groups");
             return Err(Error::InvalidArgument { name: "the scheduler's state", problem });
         }
@@ -144,23 +221,8 @@ impl Scheduler {
     /// Continues from a loaded state. Steps whose outcome is not known yet are forgotten.
     pub(crate) fn resume(&mut self, state: State) {
         self.state = state;
-        self.counter = StepCounter::default();
-        self.followed = 0;
-    }
-}
-
-impl State {
-    /// Takes over the optimizer's present learning rates and momenta.
-    fn refresh(&mut self, optimizer: &Optimizer) -> Result<()> {
-        let Rates { lrs, momenta, .. } = Rates::of(optimizer);
-        let (groups, known) = (lrs.len(), self.rates.lrs.len());
-        if groups != known {
-            let problem = format!(
-                "has {groups} parameter groups, and had {known} when the scheduler was made; make it after the groups"
-            );
-            return Err(Error::InvalidArgument { name: "optimizer", problem });
-        }
-        (self.rates.lrs, self.rates.momenta) = (lrs, momenta);
-        Ok(())
+        self.applied = None;
+        self.open.clear();
+        self.skipped = 0;
     }
 }

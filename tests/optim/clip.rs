@@ -16,6 +16,21 @@ use crate::common::{for_each_device, gpus};
 use crate::{INF, NAN, set_grad, to_f64};
 
 #[test]
+fn f64_gradients_are_clipped_in_f64() {
+    for_each_device(|device| {
+        let w = leaf(&[0.0; 3], Kind::Double, device);
+        let values = [3.0, 7.0, 0.1];
+        set_grad(&w, &values);
+        clip_grad_norm(&[w.shallow_clone()], 1.0).unwrap();
+        let norm = values.iter().map(|g| g * g).sum::<f64>().sqrt();
+        for (clipped, value) in to_f64(&w.grad()).iter().zip(values) {
+            let off = clipped / (value / (norm + 1e-6)) - 1.0;
+            assert!(off.abs() < 1e-14, "{device:?}: {off}");
+        }
+    });
+}
+
+#[test]
 fn the_norm_equals_that_of_an_f64_loop() {
     for_each_device(|device| {
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {

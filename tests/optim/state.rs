@@ -135,6 +135,34 @@ fn the_state_of_a_disabled_option_is_saved_and_loaded() {
     assert_eq!(buffer(&one), buffer(&two));
 }
 
+#[test]
+fn the_state_of_a_disabled_option_takes_no_part_in_a_step() {
+    for_each_device(|device| {
+        // Without its option, a step is that of an optimizer that never had it.
+        let sgd = |momentum| Sgd::default().momentum(momentum);
+        let mut opt = sgd(0.5).build(named(device), 0.1).unwrap();
+        train(&mut opt, 1, 2);
+        let started = opt.trainable_variables();
+        let copies = started.iter().map(|w| w.detach().copy().set_requires_grad(true));
+        let names = ["a", "b", "never"].into_iter();
+        let mut plain = sgd(0.0).build(names.zip(copies).collect::<Vec<_>>(), 0.1).unwrap();
+        opt.set_momentum(0.0).unwrap();
+        for opt in [&mut opt, &mut plain] {
+            train(opt, 2, 4);
+        }
+        let all = |opt: &Optimizer| opt.trainable_variables().iter().map(bits).collect::<Vec<_>>();
+        assert_eq!(all(&opt), all(&plain), "{device:?}");
+
+        let adam = AdamW::default().amsgrad(true);
+        let mut opt = adam.build(named(device), 0.1).unwrap();
+        train(&mut opt, 1, 2);
+        opt.set_param_group(0, ParamGroup::new(0.1, adam.amsgrad(false))).unwrap();
+        let before = all(&opt);
+        train(&mut opt, 2, 3);
+        assert_ne!(all(&opt), before);
+    });
+}
+
 type Change = fn(&mut OptimizerState);
 
 #[test]

@@ -324,6 +324,16 @@ fn states_are_restored_in_order() {
 }
 
 #[test]
+fn a_loaded_scale_is_not_an_option() {
+    let small = GradScalerConfig::default().init_scale(8.0);
+    let saved = PerLossScalers::with_configs(Device::Cpu, &[small]).unwrap().state_dict().unwrap();
+    let mut scalers = PerLossScalers::new(Device::Cpu, 1).unwrap();
+    scalers.load_state_dict(&saved).unwrap();
+    assert_eq!(scalers.get_scale(0).unwrap(), 8.0);
+    assert_eq!(scalers.config(0).unwrap().init_scale, GradScalerConfig::default().init_scale);
+}
+
+#[test]
 fn invalid_loss_counts_and_ids_are_refused() {
     assert!(matches!(PerLossScalers::new(Device::Cpu, 0), Err(Error::InvalidArgument { .. })));
     let mut scalers = two(Device::Cpu);

@@ -188,3 +188,14 @@ fn the_limit_of_skips_takes_precedence_over_the_smallest_scale() {
     assert!(matches!(end(), Error::Scaler(ScalerError::ScaleAtMinimum { .. })));
     assert!(matches!(end(), Error::Scaler(ScalerError::TooManySkips { skips: 2, .. })));
 }
+
+#[test]
+fn a_limit_of_skips_allows_overflows_at_the_smallest_scale() {
+    let config = GradScalerConfig::default().init_scale(1.0).min_scale(1.0);
+    let mut scaler = config.max_consecutive_skips(Some(3)).build(Device::Cpu).unwrap();
+    for _ in 0..2 {
+        assert!(iterate(&mut scaler, Device::Cpu, true).unwrap());
+    }
+    let end = iterate(&mut scaler, Device::Cpu, true).unwrap_err();
+    assert!(matches!(end, Error::Scaler(ScalerError::TooManySkips { skips: 3, .. })), "{end}");
+}

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind};
 use tch_amp::Error;
-use tch_amp::optim::{Adagrad, OptimizerError};
+use tch_amp::optim::Adagrad;
 use tch_amp::schedule::{
     Annealing, ChainedScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,
     ExponentialLr, InverseSqrtLr, LinearLr, LinearWithWarmup, OneCycleLr, PolynomialLr,
@@ -129,7 +129,4 @@ fn groups_that_are_added_later_are_refused() {
     let error = scheduler.advance(&mut opt).unwrap_err();
     assert!(matches!(error, Error::InvalidArgument { name: "optimizer", .. }), "{error:?}");
     assert_eq!((opt.lr(0).unwrap(), scheduler.steps()), (0.1, 0));
-    // A momentum that the optimizer does not have is refused by it.
-    let error = opt.set_momentum_group(9, 0.5).unwrap_err();
-    assert!(matches!(error, Error::Optimizer(OptimizerError::NoSuchGroup { .. })));
 }

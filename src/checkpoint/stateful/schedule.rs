@@ -1,4 +1,4 @@
-//! Learning-rate schedulers, each saved as a dict with PyTorch's names.
+//! Learning-rate schedulers, each saved as a dict.
 
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::Result;
@@ -6,10 +6,9 @@ use crate::schedule::{PlateauScheduler, PlateauState, Progress, Scheduler};
 
 impl Stateful for Scheduler {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
-        let Progress { last, bases, cycle, parts } = self.progress();
+        let Progress { last, bases, cycle, parts } = self.settled_progress()?;
         state.value("last_epoch", last)?;
         state.value("base_lrs", bases)?;
-        state.value("_last_lr", self.lrs())?;
         if let Some(cycle) = cycle {
             state.value("T_cur", &cycle.position)?;
             state.value("T_i", &cycle.length)?;
@@ -17,7 +16,7 @@ impl Stateful for Scheduler {
         if !parts.is_empty() {
             state.value("_schedulers", parts)?;
         }
-        Ok(())
+        state.value("_last_lr", self.lrs())
     }
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
@@ -31,7 +30,8 @@ impl Stateful for Scheduler {
         if !progress.parts.is_empty() {
             progress.parts = saved.value("_schedulers")?;
         }
-        let loaded = self.with_progress(progress, saved.value("_last_lr")?)?;
+        let lrs: Vec<f64> = saved.value("_last_lr")?;
+        let loaded = self.with_progress(progress, &lrs)?;
         Ok(Prepared::new(move || self.resume(loaded)))
     }
 }
