@@ -12,8 +12,8 @@
 extern "C" uint8_t tamp_heap_keep() noexcept {
 #ifdef __GLIBC__
   // Large blocks come from the heap as well, which never shrinks and grows by 64 MiB at a time. This is the heap of the
-  // main thread: glibc maps the large blocks of other threads whatever the options are. With a single heap for all
-  // (M_ARENA_MAX), the threads of a parallel matrix product wait for each other.
+  // main thread: glibc maps blocks of other threads that are larger than their heaps, whatever the options are. With a
+  // single heap for all (M_ARENA_MAX), the threads of a parallel matrix product wait for each other.
   const bool trim = mallopt(M_TRIM_THRESHOLD, -1) == 1;
   const bool map = mallopt(M_MMAP_MAX, 0) == 1;
   const bool grow = mallopt(M_TOP_PAD, 64 << 20) == 1;

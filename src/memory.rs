@@ -7,7 +7,7 @@ use crate::ffi;
 ///
 /// On a CPU, libtorch frees every activation, and glibc gives blocks of 128 KiB or more back to the kernel at once.
 /// Getting them back costs page faults. Call this at the start of `main` in a program that trains on a CPU, and train on
-/// the main thread: what other threads allocate is in heaps of their own, to which it does not apply.
+/// the main thread: other threads have heaps of their own, from which large blocks are still given back.
 ///
 /// It applies to the whole process and cannot be undone. Resident memory then stays at its peak, or some blocks above
 /// it: what is freed is used again by this process, but not by others. It sets `M_TRIM_THRESHOLD`, `M_MMAP_MAX` and

@@ -2,12 +2,14 @@
 //!
 //! Training needs memory for the activations of the forward pass, which the backward pass uses. [`checkpointed`] runs a
 //! part of the model without keeping them. When the backward pass comes to the part, it runs it a second time, with the
-//! same inputs, autocast state and random numbers, and continues through that second run. The gradients are the same, bit
-//! by bit; the memory falls to the inputs of the parts and the activations of one part; the time grows by one more
-//! forward pass. [`Recomputed`] does so for a module of tch.
+//! same inputs, autocast state and random numbers, and continues through that second run. The gradients are the same
+//! bit by bit, except for the order of sums where an input or a weight is used several times. The memory falls to the
+//! inputs of the parts and the activations of one part; the time grows by one more forward pass. [`Recomputed`] does so
+//! for a module of tch.
 //!
-//! The counterpart of `torch.utils.checkpoint.checkpoint`, in its reentrant form, because libtorch's C++ has none for the
-//! other. Unlike there, the part is trained even if none of its inputs requires a gradient.
+//! The counterpart of `torch.utils.checkpoint.checkpoint` with `use_reentrant=True`: the other form needs hooks of
+//! saved tensors, which libtorch's C++ interface does not offer. Unlike in PyTorch, the weights in the part are trained
+//! even if none of its inputs requires a gradient.
 //!
 //! Source: Chen et al., *Training Deep Nets with Sublinear Memory Cost*, <https://arxiv.org/abs/1604.06174>.
 //!
@@ -59,25 +61,31 @@ use random::RandomStates;
 /// `torch.utils.checkpoint.checkpoint(f, *inputs)`.
 ///
 /// Both runs have the autocast state of the call and the same random numbers: the generator of the CPU and those of the
-/// inputs' GPUs are set back for the second run, and continue afterwards as if it had not happened (`preserve_rng_state`
-/// in PyTorch). `f` may use any tensors beside its inputs; those that require a gradient get one. Calls may be nested. If
-/// no gradients are recorded, under `tch::no_grad` for instance, `f` simply runs.
+/// inputs' devices are set back for the second run, and continue afterwards as if it had not happened
+/// (`preserve_rng_state` in PyTorch). Calls may be nested. If no gradients are recorded, under `tch::no_grad` for
+/// instance, `f` simply runs. Does not synchronize.
 ///
-/// `f` must compute the same both times. What it changes beside its result, such as the running averages of a batch
-/// norm, it changes twice, as in PyTorch.
+/// `f` must compute the same both times:
 ///
-/// Three limits are those of the reentrant form in PyTorch: gradients are computed with `backward()`, not with
-/// `Tensor::run_backward`; they cannot be differentiated again; and
-/// [`find_unused_parameters`](crate::distributed::DdpOptions::find_unused_parameters) does not see what `f` uses. The
-/// outputs require a gradient even if nothing in `f` does.
+/// - It may capture weights and other leaves, which get their gradients. A tensor with a history must be an input,
+///   because the backward pass of the part would run through that history separately, and free it.
+/// - It must not change its inputs in place. What it changes beside its result, such as the running averages of a batch
+///   norm, it changes twice, as in PyTorch.
+/// - The generator of the CPU belongs to the process. If another thread draws from it during the forward or the
+///   backward pass of the part, the second run may have other random numbers: on ranks that are threads, or beside a
+///   thread that shuffles data. So may operations on devices that no input is on.
 ///
-/// Does not synchronize.
+/// As with PyTorch's reentrant form, gradients are computed with `backward()`, not with `Tensor::run_backward`, and
+/// cannot be differentiated again. Under `DistributedDataParallel`, `find_unused_parameters` does not see what `f`
+/// uses, and a parameter may be used by one part only. The outputs require a gradient even if nothing in `f` does.
 ///
 /// # Errors
 ///
-/// [`FunctionError::Forward`] if `f` fails. The `backward()` fails if the outputs of the second run differ in number,
-/// shape, dtype or device from those of the first, if `f` fails in it, and if an input was changed in place meanwhile.
-/// `Tensor::run_backward` fails for a tensor before the part, and gives one that only `f` uses no gradient.
+/// [`FunctionError::Forward`] if `f` fails, and [`FunctionError::Misuse`] if libtorch refuses to record the call, for
+/// instance for a tensor that was made in inference mode. The `backward()` fails if the outputs of the second run
+/// differ in number, shape, dtype or device from those of the first, if `f` fails in it, and if an input was changed in
+/// place after the first run. `Tensor::run_backward` fails for a tensor before the part, and returns no gradient for
+/// one that only `f` uses.
 ///
 /// # Panics
 ///
@@ -104,7 +112,8 @@ where
     F: Fn(&[&Tensor]) -> FunctionResult<O> + Send + 'static,
     O: Outputs,
 {
-    // Without an input that requires a gradient, nothing would be recorded, and the weights in `f` would not be trained.
+    // Without an input that requires a gradient, nothing would be recorded, and the weights in `f` would not be
+    // trained.
     let anchor = Tensor::f_zeros([0], (Kind::Float, Device::Cpu))?.f_set_requires_grad(true)?;
     let inputs = std::iter::once(&anchor).chain(inputs.iter().map(Borrow::borrow));
     Checkpointed { f }.apply(&inputs.collect::<Vec<&Tensor>>())
@@ -169,8 +178,10 @@ where
         let first: &FirstRun = ctx.saved_value()?;
         let inputs = leaves(&ctx.saved_tensors_vec()?, &first.requires_grad)?;
         let again = || with_grad(|| (self.f)(&inputs.iter().collect::<Vec<_>>()));
-        let mut outputs = first.random.during(again)??;
-        let outputs: Vec<_> = outputs.as_mut_slice().iter().map(Tensor::shallow_clone).collect();
+        let outputs: Vec<_> = {
+            let mut outputs = first.random.during(again)??;
+            outputs.as_mut_slice().iter().map(Tensor::shallow_clone).collect()
+        };
         check_same(&first.outputs, &outputs)?;
         run_backward(outputs, grads)?;
         let gradient =

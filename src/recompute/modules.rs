@@ -10,7 +10,8 @@ use crate::recompute::checkpointed;
 
 /// A [`Module`] that keeps only its input for the backward pass and runs again there. See [`checkpointed`].
 ///
-/// The module is behind a lock, because the backward pass may run on a thread of libtorch's. It must not contain itself.
+/// The module is behind a lock, because the backward pass may run on a thread of libtorch's. A module that calls itself
+/// through this wrapper deadlocks.
 #[derive(Debug)]
 pub struct Recomputed<M>(Arc<Mutex<M>>);
 
@@ -29,11 +30,15 @@ impl<M: Module + Send + 'static> Recomputed<M> {
         Self(Arc::new(Mutex::new(module)))
     }
 
-    /// Runs the module, like [`Module::forward`], which panics where this returns an error.
+    /// Runs the module. [`Module::forward`] does the same, and panics instead of returning an error.
     ///
     /// # Errors
     ///
     /// Those of [`checkpointed`].
+    ///
+    /// # Panics
+    ///
+    /// If the module itself panics, as those of tch do.
     pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
         let module = Arc::clone(&self.0);
         checkpointed(&[xs], move |xs| Ok(lock(&module).forward(xs[0])))
@@ -46,11 +51,15 @@ impl<M: ModuleT + Send + 'static> RecomputedT<M> {
         Self(Arc::new(Mutex::new(module)))
     }
 
-    /// Runs the module, like [`ModuleT::forward_t`], which panics where this returns an error.
+    /// Runs the module. [`ModuleT::forward_t`] does the same, and panics instead of returning an error.
     ///
     /// # Errors
     ///
     /// Those of [`checkpointed`].
+    ///
+    /// # Panics
+    ///
+    /// If the module itself panics, as those of tch do.
     pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         let module = Arc::clone(&self.0);
         checkpointed(&[xs], move |xs| Ok(lock(&module).forward_t(xs[0], train)))

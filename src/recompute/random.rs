@@ -5,16 +5,16 @@ use tch::{Device, Tensor};
 use crate::error::Result;
 use crate::ffi;
 
-/// The states of the generators of the CPU and of some GPUs.
+/// The states of the generators of the CPU and of some other devices.
 pub(super) struct RandomStates(Vec<(Device, Tensor)>);
 
 impl RandomStates {
-    /// Reads the states of the CPU's generator and those of the tensors' GPUs. They are on the host; nothing waits.
+    /// Reads the states of the generators of the CPU and of the tensors' devices. They are on the host; nothing waits.
     pub(super) fn read(tensors: &[&Tensor]) -> Result<Self> {
         let mut devices = vec![Device::Cpu];
         for tensor in tensors.iter().filter(|tensor| tensor.defined()) {
             let device = tensor.device();
-            if device.is_cuda() && !devices.contains(&device) {
+            if !devices.contains(&device) {
                 devices.push(device);
             }
         }

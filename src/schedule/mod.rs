@@ -6,16 +6,17 @@
 //! skipped. PyTorch's schedulers advance on skipped steps, too, unless the loop compares the scale before and after
 //! `update`, which synchronizes. [`ReduceLrOnPlateau`] is stepped with a metric instead.
 //!
-//! The numbers are those of `torch.optim.lr_scheduler`, to the last bit. Each learning rate is computed from the previous
-//! one where PyTorch does so, so the schedule continues from a learning rate that the program sets between two steps.
-//! There are four differences:
+//! The numbers are those of `torch.optim.lr_scheduler`, to the last bit. Each learning rate is computed from the
+//! previous one where PyTorch does so, so the schedule continues from a learning rate that the program sets between two
+//! steps. There are four differences:
 //!
 //! - A learning rate that would be negative is 0. In PyTorch rounding makes the last one of a `LinearLR` with the end
 //!   factor 0 negative, and the optimizer then climbs.
 //! - The last advance of a [`OneCycleLr`] keeps its learning rate and momentum.
-//! - Each [`OneCycleLr`] of a sequence or a chain has options of its own; in PyTorch the last one's replace the others'.
-//! - A scheduler begins with the optimizer's present learning rates. In PyTorch a second scheduler of an optimizer begins
-//!   with those before the first one; use a [`ChainedScheduler`] here.
+//! - Each [`OneCycleLr`] of a sequence or a chain has options of its own; in PyTorch the last one's replace the
+//!   others'.
+//! - A scheduler begins with the optimizer's present learning rates. In PyTorch a second scheduler of an optimizer
+//!   begins with those before the first one; use a [`ChainedScheduler`] here.
 //!
 //! # Examples
 //!
@@ -125,9 +126,9 @@ impl Schedule {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for an option outside its range, or whose number does not match that of the groups; for
-    /// milestones that do not rise, and parts that a sequence or a chain cannot have; and for a schedule that cycles the
-    /// momentum of Adagrad. The optimizer is unchanged then.
+    /// [`Error::InvalidArgument`] for an option outside its range, or whose number does not match that of the groups;
+    /// for milestones that do not rise, and parts that a sequence or a chain cannot have; and for a schedule that
+    /// cycles the momentum of Adagrad. The optimizer is unchanged then.
     pub fn build(self, optimizer: &mut Optimizer) -> Result<Scheduler> {
         Scheduler::for_optimizer(self, optimizer)
     }
@@ -137,8 +138,8 @@ impl Schedule {
     ///
     /// # Errors
     ///
-    /// The same as [`build`](Self::build); and for a learning rate outside its range, an empty list, and a schedule that
-    /// cycles the momentum, which is not known here.
+    /// The same as [`build`](Self::build); and for a learning rate outside its range, an empty list, and a schedule
+    /// that cycles the momentum, which is not known here.
     ///
     /// # Examples
     ///

@@ -13,8 +13,8 @@ use crate::schedule::rates::Rates;
 /// momentum falls and rises. The counterpart of `torch.optim.lr_scheduler.OneCycleLR`, with its defaults.
 ///
 /// The learning rate of the optimizer is replaced. The momentum is that of SGD, or the first beta of Adam and AdamW.
-/// The schedule may be advanced `total_steps` times, as in PyTorch; once more is an error. The last advance keeps the last
-/// learning rate and momentum; PyTorch extrapolates the curve there, and a linear one becomes negative.
+/// The schedule may be advanced `total_steps` times, as in PyTorch; once more is an error. The last advance keeps the
+/// last learning rate and momentum; PyTorch extrapolates the curve there, and a linear one becomes negative.
 ///
 /// Source: Smith and Topin, *Super-Convergence: Very Fast Training of Neural Networks Using Large Learning Rates*,
 /// <https://arxiv.org/abs/1708.07120>.
@@ -46,8 +46,8 @@ pub struct OneCycleLr {
     /// The last learning rate is the first one divided by `final_div_factor`. More than 0; defaults to 1e4.
     #[serde(default = "defaults::final_div_factor")]
     pub final_div_factor: f64,
-    /// Whether the learning rate first returns to its start, symmetrically, before it is lowered to the end. Defaults to
-    /// `false`.
+    /// Whether the learning rate first returns to its start, symmetrically, before it is lowered to the end. Defaults
+    /// to `false`.
     #[serde(default)]
     pub three_phase: bool,
 }

@@ -16,9 +16,9 @@ use crate::schedule::rates::Rates;
 /// schedule goes back by it when the answer arrives. Without skipped steps, every iteration therefore has exactly the
 /// learning rate that it has in PyTorch.
 ///
-/// A checkpoint saves it with [`Checkpoint::add`](crate::checkpoint::Checkpoint::add), which waits for the outcomes that
-/// are still open. The first step after a restore sets the learning rates that the schedule had, whatever was done to
-/// the optimizer in between.
+/// A checkpoint saves it with [`Checkpoint::add`](crate::checkpoint::Checkpoint::add), which waits for the outcomes
+/// that are still open. The first step after a restore sets the learning rates that the schedule had, whatever was done
+/// to the optimizer in between.
 #[derive(Debug)]
 pub struct Scheduler {
     schedule: Schedule,
@@ -71,10 +71,10 @@ impl Scheduler {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if the optimizer has another number of groups than when the scheduler was made, if the
-    /// schedule is a [`OneCycleLr`](crate::schedule::OneCycleLr) that has ended, or if the optimizer refuses a rate, such
-    /// as one that has grown to infinity; [`Error::Torch`] if the answer of a device cannot be read. The schedule does
-    /// not advance then, and the optimizer is unchanged.
+    /// [`Error::InvalidArgument`] if the optimizer has another number of groups than when the scheduler was made, if
+    /// the schedule is a [`OneCycleLr`](crate::schedule::OneCycleLr) that has ended, or if the optimizer refuses a
+    /// rate, such as one that has grown to infinity; [`Error::Torch`] if the answer of a device cannot be read. The
+    /// schedule does not advance then, and the optimizer is unchanged.
     pub fn step(&mut self, optimizer: &mut Optimizer, outcome: StepOutcome) -> Result<()> {
         self.follow(Some(optimizer), outcome)
     }
