@@ -246,9 +246,8 @@ uint8_t tamp_function_needs_input_grad(const tamp_node *self, size_t input, char
 }
 
 uint8_t tamp_backward_accumulates(char **err) noexcept {
-  return tamp::guarded(err, []() -> uint8_t {
-    return torch::autograd::Engine::get_default_engine().is_checkpoint_valid();
-  });
+  return tamp::guarded(err,
+                       []() -> uint8_t { return torch::autograd::Engine::get_default_engine().is_checkpoint_valid(); });
 }
 
 }  // extern "C"
