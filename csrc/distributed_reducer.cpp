@@ -1,11 +1,14 @@
 // Averaging of gradients over ranks: what torch/nn/parallel/distributed.py does around c10d::Reducer.
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/debug.h>
 #include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <mutex>
 #include <utility>
@@ -13,14 +16,50 @@
 #include "distributed.h"
 #include "masters.h"
 
+namespace {
+
+// A pointer to the node of a graph that accumulates a gradient.
+using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor &>()));
+
+// How often each parameter has received a gradient since the backward pass began.
+using Counts = std::vector<std::atomic<uint32_t>>;
+
+// Counts a gradient when it has been accumulated.
+class CountGradients : public torch::autograd::FunctionPostHook {
+ public:
+  CountGradients(std::shared_ptr<Counts> counts, size_t index) : counts_(std::move(counts)), index_(index) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list &outputs,
+                                            const torch::autograd::variable_list & /*inputs*/) override {
+    (*counts_)[index_].fetch_add(1, std::memory_order_relaxed);
+    return outputs;
+  }
+
+ private:
+  std::shared_ptr<Counts> counts_;
+  size_t index_;
+};
+
+}  // namespace
+
 struct tamp_reducer {
   std::vector<at::Tensor> parameters;
   std::vector<at::ScalarType> dtypes;
   std::vector<std::vector<int64_t>> sizes;
   bool finds_unused = false;
   std::vector<size_t> narrowed;  // the parameters whose gradients were f32 before the backward pass
+  std::shared_ptr<Counts> counts;
+  std::vector<std::pair<Accumulator, uintptr_t>> hooks;  // those that count
   std::shared_ptr<c10d::Reducer> reducer;
   std::shared_ptr<c10d::Logger> logger;
+
+  tamp_reducer() = default;
+  tamp_reducer(const tamp_reducer &) = delete;
+  tamp_reducer &operator=(const tamp_reducer &) = delete;
+
+  ~tamp_reducer() {
+    for (const auto &[node, key] : hooks) node->del_post_hook(key);
+  }
 };
 
 namespace {
@@ -112,6 +151,16 @@ void widen(tamp_reducer &r) {
   for (const size_t i : std::exchange(r.narrowed, {})) convert_gradient(r.parameters[i], at::kFloat);
 }
 
+void count_gradients(tamp_reducer &r) {
+  r.counts = std::make_shared<Counts>(r.parameters.size());
+  r.hooks.reserve(r.parameters.size());
+  for (size_t i = 0; i < r.parameters.size(); ++i) {
+    auto node = torch::autograd::impl::grad_accumulator(r.parameters[i]);
+    const uintptr_t key = node->add_post_hook(std::make_unique<CountGradients>(r.counts, i));
+    r.hooks.emplace_back(std::move(node), key);
+  }
+}
+
 void compress(c10d::Reducer &reducer, const Group &group, const tamp_reducer_options &o) {
   if (o.compression == TAMP_COMPRESS_NONE) return;
   const auto dtype = o.compression == TAMP_COMPRESS_FP16 ? at::kHalf : at::kBFloat16;
@@ -146,6 +195,7 @@ tamp_reducer *tamp_reducer_new(const tamp_group *group, tamp_tensor *const *para
                                            options->gradient_as_bucket_view != 0, std::move(named), first,
                                            /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
                                            /*bucket_bytes_cap_list=*/std::vector<int64_t>{}));
+    count_gradients(*out);
     out->logger = owned(new c10d::Logger(out->reducer));
     out->reducer->set_logger(out->logger);
     out->logger->set_construction_data_and_log("VarStore", {}, -1, false, false, false);
@@ -199,6 +249,7 @@ void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss
     // If this is the second backward pass since the forward pass, the reducer would count the parameters of both.
     r.reducer->rebuild_buckets();
     narrow(r);
+    for (auto &count : *r.counts) count.store(0, std::memory_order_relaxed);
     std::vector<at::Tensor> roots;
     if (r.finds_unused) roots.push_back(tamp::tensor(loss));
     r.reducer->prepare_for_backward(roots);
@@ -209,6 +260,14 @@ void tamp_reducer_after_backward(tamp_reducer *reducer, char **err) noexcept {
   tamp::guarded(err, [&] {
     given(reducer).reducer->check_finalized();
     widen(given(reducer));
+  });
+}
+
+int64_t tamp_reducer_repeated(const tamp_reducer *reducer, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> int64_t {
+    const Counts &counts = *given(reducer).counts;
+    const auto repeated = std::find_if(counts.begin(), counts.end(), [](const auto &count) { return count.load() > 1; });
+    return repeated == counts.end() ? -1 : repeated - counts.begin();
   });
 }
 

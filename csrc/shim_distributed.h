@@ -129,6 +129,10 @@ void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss
 // To be called after such a backward pass. Fails if parameters did not receive a gradient.
 void tamp_reducer_after_backward(tamp_reducer *reducer, char **err) TAMP_NOEXCEPT;
 
+// Returns the index of a parameter that has received several gradients in such a backward pass, of which only the first
+// is sure to be averaged, or -1.
+int64_t tamp_reducer_repeated(const tamp_reducer *reducer, char **err) TAMP_NOEXCEPT;
+
 // Overwrites the `count` tensors by those of rank `root`, many at a time.
 void tamp_group_broadcast_all(const tamp_group *group, tamp_tensor *const *tensors, size_t count, int64_t root,
                               char **err) TAMP_NOEXCEPT;

@@ -284,3 +284,19 @@ fn backward_may_run_on_another_thread() {
     std::thread::spawn(move || loss.backward()).join().unwrap();
     assert_eq!(w.grad(), eye().ones_like());
 }
+
+#[test]
+fn the_history_of_a_captured_tensor_is_freed_with_the_part() {
+    let _random = random();
+    let w = eye().set_requires_grad(true);
+    // As an input, it may be used elsewhere, too.
+    let hidden = w.exp();
+    let f = |x: &[&Tensor]| -> FunctionResult<Tensor> { Ok(x[0].tanh()) };
+    (checkpointed(&[&hidden], f).unwrap() + &hidden).sum(Kind::Float).backward();
+    let hidden = w.exp();
+    let captured = hidden.shallow_clone();
+    let f = move |x: &[&Tensor]| -> FunctionResult<Tensor> { Ok(x[0] + captured.tanh()) };
+    let y: Tensor = checkpointed(&[eye()], f).unwrap();
+    let error = (y + hidden).sum(Kind::Float).f_backward().unwrap_err().to_string();
+    assert!(error.contains("a second time"), "{error}");
+}

@@ -70,6 +70,16 @@ pub enum DistributedError {
         problem: &'static str,
     },
 
+    /// A parameter has received several gradients in one backward pass, of which only the first is sure to be averaged.
+    /// The gradients of this iteration are unusable: drop them with `zero_grad`.
+    #[error(
+        "{name} has received several gradients in one backward pass, which cannot all be averaged: use it in one recomputed part only, and run one backward pass of the sum of all losses"
+    )]
+    Repeated {
+        /// The name of the parameter in the `VarStore`.
+        name: String,
+    },
+
     /// The loss does not depend on parameters of the model, so that their gradients cannot be averaged. Freeze or
     /// remove them, or set `find_unused_parameters`. The gradients of this iteration are unusable, and so is the
     /// `DistributedDataParallel`: make a new one, on all ranks.

@@ -307,6 +307,13 @@ impl Reducer {
         // SAFETY: the reducer is alive, and `err` is valid for a write.
         call(|err| unsafe { sys::tamp_reducer_after_backward(self.0, err) })
     }
+
+    /// A parameter that received several gradients in the backward pass.
+    pub(crate) fn repeated(&self) -> Result<Option<usize>> {
+        // SAFETY: the reducer is alive, and `err` is valid for a write.
+        let index = call(|err| unsafe { sys::tamp_reducer_repeated(self.0, err) })?;
+        Ok(usize::try_from(index).ok())
+    }
 }
 
 impl Drop for Reducer {

@@ -73,11 +73,11 @@ use random::RandomStates;
 ///   norm, it changes twice, as in PyTorch.
 /// - The generator of the CPU belongs to the process. If another thread draws from it during the forward or the
 ///   backward pass of the part, the second run may have other random numbers: on ranks that are threads, or beside a
-///   thread that shuffles data. So may operations on devices that no input is on.
+///   thread that shuffles data. Random numbers on a device that holds none of the inputs differ as well.
 ///
 /// As with PyTorch's reentrant form, gradients are computed with `backward()`, not with `Tensor::run_backward`, and
 /// cannot be differentiated again. Under `DistributedDataParallel`, `find_unused_parameters` does not see what `f`
-/// uses, and a parameter may be used by one part only. The outputs require a gradient even if nothing in `f` does.
+/// uses, and a parameter that several parts use is an error. The outputs require a gradient even if nothing in `f` does.
 ///
 /// # Errors
 ///

@@ -25,6 +25,7 @@ pub use crate::scale::{GradScalerConfig, GradScalerState};
 pub(crate) use agreement::Agreement;
 pub(crate) use grad_scaler::GradScaler;
 pub use outcome::StepOutcome;
+pub(crate) use outcome::Taken;
 pub use per_loss::PerLossScalers;
 pub use step_counter::StepCounter;
 pub use transaction::Unscaled;

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use crate::error::{Error, Result};
 use crate::optim::Optimizer;
-use crate::scaler::StepOutcome;
+use crate::scaler::{StepOutcome, Taken};
 use crate::schedule::Schedule;
 use crate::schedule::progress::Progress;
 use crate::schedule::rates::Rates;
@@ -41,7 +41,9 @@ pub(crate) struct State {
 #[derive(Debug)]
 struct Open {
     outcome: StepOutcome,
-    /// The state before the step.
+    /// The rates that the program had set before the step, if it had.
+    given: Option<Rates>,
+    /// The state before the step, with these rates.
     before: State,
 }
 
@@ -85,10 +87,7 @@ impl Scheduler {
     ///
     /// The same as [`step`](Self::step).
     pub fn advance(&mut self, optimizer: &mut Optimizer) -> Result<()> {
-        self.settle(false)?;
-        let mut state = self.present(Some(optimizer))?;
-        self.schedule.advance(&mut state.progress, &mut state.rates)?;
-        self.commit(Some(optimizer), state)
+        self.follow(Some(optimizer), StepOutcome::known(Taken::Stepped))
     }
 
     /// Advances by the step with this outcome, unless it was skipped, without an optimizer. Never synchronizes. The
@@ -103,21 +102,29 @@ impl Scheduler {
 
     fn follow(&mut self, optimizer: Option<&mut Optimizer>, outcome: StepOutcome) -> Result<()> {
         self.settle(false)?;
-        let before = self.present(optimizer.as_deref())?;
+        let (before, given) = self.present(optimizer.as_deref())?;
         let mut state = before.clone();
-        let is_skipped = outcome.poll()? == Some(false);
-        if !is_skipped {
+        let taken = outcome.poll()?;
+        if taken != Some(false) {
             self.schedule.advance(&mut state.progress, &mut state.rates)?;
         }
         self.commit(optimizer, state)?;
-        self.open.push_back(Open { outcome, before });
-        self.settle(false)
+        if taken.is_none() || !self.open.is_empty() {
+            self.open.push_back(Open { outcome, given, before });
+        } else if taken == Some(false) {
+            self.count_skipped(&outcome);
+        }
+        Ok(())
     }
 
-    /// The state from which the next step goes on: with the optimizer's rates, if the program has changed them.
-    fn present(&self, optimizer: Option<&Optimizer>) -> Result<State> {
+    fn count_skipped(&mut self, outcome: &StepOutcome) {
+        self.skipped += u64::from(!outcome.has_no_gradients());
+    }
+
+    /// The state from which the next step continues, and the optimizer's rates if the program has changed them.
+    fn present(&self, optimizer: Option<&Optimizer>) -> Result<(State, Option<Rates>)> {
         let mut state = self.state.clone();
-        let Some(optimizer) = optimizer else { return Ok(state) };
+        let Some(optimizer) = optimizer else { return Ok((state, None)) };
         let there = Rates::of(optimizer);
         let (groups, known) = (there.lrs.len(), state.rates.lrs.len());
         if groups != known {
@@ -126,10 +133,14 @@ impl Scheduler {
             );
             return Err(Error::InvalidArgument { name: "optimizer", problem });
         }
-        if self.applied.as_ref().is_some_and(|applied| !applied.same(&there)) {
-            (state.rates.lrs, state.rates.momenta) = (there.lrs, there.momenta);
-        }
-        Ok(state)
+        let Some(applied) = &self.applied else {
+            // A saved state has no momenta; those of the optimizer were restored with it.
+            state.rates.momenta = there.momenta;
+            return Ok((state, None));
+        };
+        let given = (!applied.same(&there)).then_some(there);
+        state.take(given.as_ref());
+        Ok((state, given))
     }
 
     /// Sets the rates of the optimizer and takes over the state, or changes nothing.
@@ -148,24 +159,34 @@ impl Scheduler {
         while let Some(open) = self.open.front() {
             let taken =
                 if waits { Some(open.outcome.is_stepped()?) } else { open.outcome.poll()? };
-            let Some(taken) = taken else { break };
-            let Some(open) = self.open.pop_front() else { break };
-            if !taken {
-                self.skipped += u64::from(!open.outcome.has_no_gradients());
-                self.take_back(open.before)?;
+            match taken {
+                None => break,
+                Some(true) => drop(self.open.pop_front()),
+                Some(false) => self.take_back()?,
             }
         }
         Ok(())
     }
 
-    /// Returns to the state before a skipped step, and advances again by the steps since.
-    fn take_back(&mut self, before: State) -> Result<()> {
-        self.state = before;
-        for open in &mut self.open {
-            open.before = self.state.clone();
+    /// Returns to the state before the first open step, which was skipped, and advances again by the steps since. An
+    /// error changes nothing.
+    fn take_back(&mut self) -> Result<()> {
+        let Some(first) = self.open.front() else { return Ok(()) };
+        let mut state = first.before.clone();
+        let mut befores = Vec::with_capacity(self.open.len());
+        for open in self.open.iter().skip(1) {
+            state.take(open.given.as_ref());
+            befores.push(state.clone());
             if open.outcome.poll()? != Some(false) {
-                self.schedule.advance(&mut self.state.progress, &mut self.state.rates)?;
+                self.schedule.advance(&mut state.progress, &mut state.rates)?;
             }
+        }
+        self.state = state;
+        if let Some(skipped) = self.open.pop_front() {
+            self.count_skipped(&skipped.outcome);
+        }
+        for (open, before) in self.open.iter_mut().zip(befores) {
+            open.before = before;
         }
         Ok(())
     }
@@ -224,5 +245,15 @@ impl Scheduler {
         self.applied = None;
         self.open.clear();
         self.skipped = 0;
+    }
+}
+
+impl State {
+    /// Takes over rates that the program has set.
+    fn take(&mut self, given: Option<&Rates>) {
+        if let Some(Rates { lrs, momenta, .. }) = given {
+            self.rates.lrs.clone_from(lrs);
+            self.rates.momenta.clone_from(momenta);
+        }
     }
 }

@@ -145,6 +145,7 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     );
     pub(crate) fn tamp_reducer_after_backward(reducer: *mut Reducer, err: *mut *mut c_char);
+    pub(crate) fn tamp_reducer_repeated(reducer: *const Reducer, err: *mut *mut c_char) -> i64;
     pub(crate) fn tamp_group_broadcast_all(
         group: *const Group,
         tensors: *const *mut Tensor,

@@ -2,8 +2,9 @@
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::distributed::DistributedDataParallel;
-use tch_amp::recompute::Recomputed;
+use tch_amp::Error;
+use tch_amp::distributed::{DistributedDataParallel, DistributedError};
+use tch_amp::recompute::{Recomputed, checkpointed};
 
 use super::ranks;
 use crate::common::bits::bits;
@@ -45,4 +46,31 @@ fn the_gradients_of_recomputed_parts_are_averaged() {
     let [plain, recomputed] = [false, true].map(run);
     assert!(plain[0] == plain[1], "the ranks have different gradients");
     assert!(recomputed == plain, "the gradients of recomputed parts differ");
+}
+
+#[test]
+fn a_parameter_of_several_parts_is_an_error() {
+    for parameters in [1, 3] {
+        let errors = ranks(2, |group| {
+            let vs = VarStore::new(Device::Cpu);
+            let all: Vec<_> = (0..parameters).map(|_| vs.root().ones("w", &[4])).collect();
+            let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+            let x = Tensor::ones([4], (Kind::Float, Device::Cpu)) * (group.rank() as f64 + 1.0);
+            let part = |x: &Tensor, w: &Tensor| -> Tensor {
+                let w = w.shallow_clone();
+                checkpointed(&[x], move |x| Ok(x[0] * &w)).unwrap()
+            };
+            // Each parameter, and then the first one again.
+            let forward = || {
+                let product = all.iter().chain(&all[..1]).fold(x, |x, w| part(&x, w));
+                product.sum(Kind::Float)
+            };
+            let loss = ddp.forward(forward).unwrap();
+            ddp.backward(&loss).unwrap_err()
+        });
+        for error in errors {
+            let repeated = Error::Distributed(DistributedError::Repeated { name: "w".to_owned() });
+            assert_eq!(error.to_string(), repeated.to_string());
+        }
+    }
 }

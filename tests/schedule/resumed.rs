@@ -100,3 +100,19 @@ fn a_position_outside_of_its_cycle_is_refused() {
     scheduler.advance(&mut opt).unwrap();
     assert_eq!(scheduler.steps(), 1);
 }
+
+#[test]
+fn the_momentum_of_a_restored_optimizer_stays() {
+    let mut opt = optimizer(true, &[0.1]);
+    let mut scheduler = ExponentialLr::new(0.5).build(&mut opt).unwrap();
+    opt.set_momentum(0.7).unwrap();
+    scheduler.advance(&mut opt).unwrap();
+    let mut checkpoint = saved(&mut scheduler);
+    checkpoint.add("opt", &mut opt).unwrap();
+    let mut new_opt = optimizer(true, &[0.3]);
+    let mut new = ExponentialLr::new(0.5).build(&mut new_opt).unwrap();
+    let restore = checkpoint.restore().add("scheduler", &mut new);
+    restore.add("opt", &mut new_opt).apply().unwrap();
+    new.advance(&mut new_opt).unwrap();
+    assert_eq!(rates(&new_opt), [[0.025, 0.7]]);
+}

@@ -167,6 +167,7 @@ impl DistributedDataParallel {
     /// # Errors
     ///
     /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off;
+    /// [`DistributedError::Repeated`] if several [recomputed](crate::recompute) parts use a parameter;
     /// [`DistributedError::Mismatch`] if the other ranks do something else;
     /// [`DistributedError::Communication`] if a rank does not answer, and if the backward pass fails, because the other
     /// ranks then wait for this one.
@@ -214,6 +215,10 @@ impl DistributedDataParallel {
         if let Err(error) = reducer.after_backward() {
             return Err(self.unused(&error));
         }
+        if let Some(index) = reducer.repeated()? {
+            let name = self.parameter_name(index);
+            return Err(DistributedError::Repeated { name }.into());
+        }
         self.unsynced.store(false, Ordering::Relaxed);
         Ok(())
     }
@@ -258,15 +263,17 @@ impl DistributedDataParallel {
             return parameter(name, "was unfrozen");
         }
         let Some((index, changed)) = self.reducer.changed()? else { return Ok(()) };
+        let problem = match changed {
+            Changed::Cast => "was cast to another dtype",
+            Changed::Frozen => "was frozen",
+            Changed::Reshaped => "was given another shape",
+        };
+        parameter(&self.parameter_name(index), problem)
+    }
+
+    fn parameter_name(&self, index: usize) -> String {
         let name = self.model.parameters.get(index).map_or("a parameter", |(name, _)| name);
-        parameter(
-            name,
-            match changed {
-                Changed::Cast => "was cast to another dtype",
-                Changed::Frozen => "was frozen",
-                Changed::Reshaped => "was given another shape",
-            },
-        )
+        name.to_owned()
     }
 
     /// The error for parameters without gradients, which libtorch's message names by their indices.
