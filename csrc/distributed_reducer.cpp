@@ -266,7 +266,8 @@ void tamp_reducer_after_backward(tamp_reducer *reducer, char **err) noexcept {
 int64_t tamp_reducer_repeated(const tamp_reducer *reducer, char **err) noexcept {
   return tamp::guarded(err, [&]() -> int64_t {
     const Counts &counts = *given(reducer).counts;
-    const auto repeated = std::find_if(counts.begin(), counts.end(), [](const auto &count) { return count.load() > 1; });
+    const auto repeated =
+        std::find_if(counts.begin(), counts.end(), [](const auto &count) { return count.load() > 1; });
     return repeated == counts.end() ? -1 : repeated - counts.begin();
   });
 }
