@@ -140,15 +140,18 @@ fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> 
 }
 
 /// Prints where the time of an iteration in bf16 goes. The shares of the products and the casts are those of an
-/// iteration in Python, which runs the same operators, as Python's profiler has measured them.
-fn print_shares(phases: [f64; PHASES], operators: &[f64], total: f64) {
+/// iteration in Python, which runs the same operators, as Python's profiler has measured them. The limit is the ratio
+/// that an optimizer and a scaler would give which take no time at all: the passes alone are libtorch's.
+fn print_shares(phases: [f64; PHASES], operators: &[f64], train: &Row) {
+    let total = train.ours;
     let percent = |time: f64| 100.0 * time / total;
     let [forward, backward, optimizer] = phases.map(percent);
     let (products, casts) = (100.0 * operators[0], 100.0 * operators[1]);
     let rest = 100.0 - products - casts;
+    let limit = train.python / (phases[0] + phases[1]);
     println!(
         "{:<12} in bf16: forward {forward:.0} %, backward {backward:.0} %, optimizer and scaler {optimizer:.0} %; in \
-         Python: products {products:.0} %, casts {casts:.0} %, all else {rest:.0} %",
+         Python: products {products:.0} %, casts {casts:.0} %, all else {rest:.0} %; limit of train {limit:.2}",
         ""
     );
 }
@@ -202,7 +205,7 @@ fn main() {
             train.ratio(),
             gain.ratio()
         );
-        print_shares(phases, &pythons[0].time(&format!("profile {name}")), gain.ours);
+        print_shares(phases, &pythons[0].time(&format!("profile {name}")), &train);
         ratios.push((name, train, gain));
     }
     for (name, train, gain) in ratios {
