@@ -25,6 +25,7 @@ mod scale;
 mod testing;
 #[cfg(test)]
 mod tests;
+mod training;
 mod unscale;
 
 use std::ffi::{CStr, c_char};
@@ -54,6 +55,7 @@ pub(crate) use optim_state::*;
 pub(crate) use scale::*;
 #[cfg(all(test, tamp_testing))]
 pub(crate) use testing::*;
+pub(crate) use training::*;
 pub(crate) use unscale::*;
 
 /// Calls a function of the shim with `err` as its last argument, and returns a message in it as an error.

@@ -17,6 +17,7 @@
 
 mod atomic;
 pub mod autocast;
+pub mod average;
 pub mod buffers;
 mod builder;
 pub mod checkpoint;

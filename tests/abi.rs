@@ -1,5 +1,5 @@
-//! `csrc/shim.h` and `src/sys.rs` declare the same C ABI, and so do `csrc/shim_distributed.h` and
-//! `src/sys/distributed.rs`.
+//! `csrc/shim.h` and `src/sys.rs` declare the same C ABI, and so do `csrc/shim_training.h` and
+//! `src/sys/training.rs`, and `csrc/shim_distributed.h` and `src/sys/distributed.rs`.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;
@@ -8,9 +8,9 @@ fn read(name: &str) -> String {
     std::fs::read_to_string(common::python::root().join(name)).expect("the source is readable")
 }
 
-/// The two headers, one after the other, and the Rust files.
+/// The headers, one after the other, and the Rust files.
 fn headers() -> String {
-    let bodies = ["csrc/shim.h", "csrc/shim_distributed.h"].map(|name| {
+    let bodies = ["csrc/shim.h", "csrc/shim_training.h", "csrc/shim_distributed.h"].map(|name| {
         let text = flat(&read(name));
         text.split_once("extern \"C\" {").expect("the header opens extern C").1.to_owned()
     });
@@ -18,7 +18,9 @@ fn headers() -> String {
 }
 
 fn declarations() -> String {
-    ["src/sys.rs", "src/sys/distributed.rs"].map(|name| flat(&read(name))).concat()
+    ["src/sys.rs", "src/sys/training.rs", "src/sys/distributed.rs"]
+        .map(|name| flat(&read(name)))
+        .concat()
 }
 
 /// The text on one line, without comments and preprocessor conditions.
@@ -77,6 +79,8 @@ fn rust_type(c: &str) -> String {
         ("tamp_function_take", "FunctionTake"),
         ("tamp_function_free", "FunctionFree"),
         ("tamp_function_input", "FunctionInput"),
+        ("tamp_average_options", "AverageOptions"),
+        ("tamp_device_memory", "DeviceMemory"),
         ("tamp_store", "Store"),
         ("tamp_group", "Group"),
         ("tamp_group_options", "GroupOptions"),

@@ -5,6 +5,7 @@ use anyhow::Result;
 use std::fs;
 use std::path::{Path, PathBuf};
 use tch::Device;
+use tch_amp::memory;
 
 /// Facts about the run, for the report.
 #[derive(Clone, Debug)]
@@ -71,14 +72,11 @@ pub struct PeakMemory(());
 impl PeakMemory {
     /// Resets the high-water mark; `None` if that is not permitted, or if the run is not on the CPU.
     pub fn start(device: Device) -> Option<Self> {
-        let reset = device == Device::Cpu && fs::write("/proc/self/clear_refs", "5").is_ok();
-        reset.then_some(Self(()))
+        (device == Device::Cpu && memory::reset_peak_resident()).then_some(Self(()))
     }
 
     /// Bytes.
     pub fn read(&self) -> Option<u64> {
-        let status = fs::read_to_string("/proc/self/status").ok()?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-        Some(line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()? * 1024)
+        Some(memory::resident()?.peak)
     }
 }

@@ -6,11 +6,11 @@ use super::model::{Gpt, Size};
 use super::progress::Progress;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
+use std::iter;
 use std::time::Instant;
-use std::{fs, iter};
 use tch::nn::VarStore;
 use tch::{Device, Kind};
-use tch_amp::memory::keep_freed_memory;
+use tch_amp::memory::{self, keep_freed_memory};
 use tch_amp::optim::AdamW;
 use tch_amp::{Autocast, GradScaler};
 
@@ -124,18 +124,11 @@ struct PeakMemory {
 impl PeakMemory {
     /// `None` if the system does not report it.
     fn start() -> Option<Self> {
-        fs::write("/proc/self/clear_refs", "5").ok()?;
-        Some(Self { before: status("VmRSS:")? })
+        let reset = memory::reset_peak_resident();
+        Some(Self { before: memory::resident().filter(|_| reset)?.now })
     }
 
     fn read(&self) -> Option<u64> {
-        Some(status("VmHWM:")?.saturating_sub(self.before))
+        Some(memory::resident()?.peak.saturating_sub(self.before))
     }
-}
-
-/// A number of bytes in `/proc/self/status`.
-fn status(name: &str) -> Option<u64> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
-    Some(line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()? * 1024)
 }

@@ -90,6 +90,14 @@ impl StepOutcome {
         Self { total_norm, ..self }
     }
 
+    /// The flag on a device that says whether the step was skipped, whether or not it has arrived at the host.
+    pub(crate) fn flag(&self) -> Option<&Tensor> {
+        match &self.answer {
+            Answer::Known(_) => None,
+            Answer::OnDevice(pending) => Some(&pending.found_inf),
+        }
+    }
+
     fn taken(&self) -> Result<Taken> {
         match &self.answer {
             Answer::Known(taken) => Ok(*taken),

@@ -8,6 +8,7 @@
 mod common;
 
 mod allocations;
+mod average;
 mod controls;
 mod counts;
 #[cfg(feature = "distributed")]
@@ -17,6 +18,7 @@ mod iteration;
 mod kernels;
 mod launches;
 mod looks;
+mod memory;
 mod planted;
 mod recompute;
 mod schedule;

@@ -16,6 +16,7 @@ namespace {
 struct Counts {
   std::array<std::atomic<int64_t>, SIMULATED_CUDA_PEAK_BYTES + 1> numbers;
   std::array<std::atomic<int64_t>, 6> waits;
+  std::atomic<int64_t> usage_peak;
 };
 
 constexpr const char *kWaits[] = {
@@ -71,12 +72,18 @@ void note_wait(c10::DeviceIndex device, Wait why, const std::string &what) {
 void note_allocation(c10::DeviceIndex device, size_t bytes) {
   auto &numbers = of(device).numbers;
   numbers[SIMULATED_CUDA_ALLOCATIONS] += 1;
-  raise(numbers[SIMULATED_CUDA_PEAK_BYTES], numbers[SIMULATED_CUDA_BYTES] += static_cast<int64_t>(bytes));
+  const int64_t now = numbers[SIMULATED_CUDA_BYTES] += static_cast<int64_t>(bytes);
+  raise(numbers[SIMULATED_CUDA_PEAK_BYTES], now);
+  raise(of(device).usage_peak, now);
 }
 
 void note_release(c10::DeviceIndex device, size_t bytes) {
   of(device).numbers[SIMULATED_CUDA_BYTES] -= static_cast<int64_t>(bytes);
 }
+
+Usage usage(c10::DeviceIndex device) { return {of(device).numbers[SIMULATED_CUDA_BYTES], of(device).usage_peak}; }
+
+void reset_usage_peak(c10::DeviceIndex device) { of(device).usage_peak = usage(device).now; }
 
 }  // namespace simulated
 

@@ -28,4 +28,11 @@ void note_wait(c10::DeviceIndex device, Wait why, const std::string &what);
 void note_allocation(c10::DeviceIndex device, size_t bytes);
 void note_release(c10::DeviceIndex device, size_t bytes);
 
+// The bytes of a device's tensors, and the most since its peak was reset, as an allocator tells them to programs.
+struct Usage {
+  int64_t now, peak;
+};
+Usage usage(c10::DeviceIndex device);
+void reset_usage_peak(c10::DeviceIndex device);
+
 }  // namespace simulated

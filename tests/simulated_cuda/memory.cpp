@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -128,8 +129,25 @@ Arena &arena() {
   return *it;
 }
 
-class DeviceAllocator final : public c10::Allocator {
+// It keeps no freed memory, so that what it has reserved is what is allocated.
+class DeviceAllocator final : public c10::DeviceAllocator {
  public:
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr &, c10::Stream) override {}
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    constexpr auto kAll = static_cast<size_t>(c10::CachingDeviceAllocator::StatType::AGGREGATE);
+    const Usage bytes = usage(device);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    for (auto *of : {&stats.allocated_bytes, &stats.reserved_bytes}) {
+      (*of)[kAll].current = bytes.now;
+      (*of)[kAll].peak = bytes.peak;
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex device) override { reset_usage_peak(device); }
+
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device(c10::kCUDA, current_device());
     if (bytes == 0) return {nullptr, nullptr, &release, device};

@@ -4,6 +4,7 @@
 //! runs only if all of them succeeded, each [`Prepared`] is carried out. A state of a kind with a layout of its own,
 //! such as a model or an optimizer, becomes one part as a whole; any other is a dict of tensors and values.
 
+mod average;
 mod dict;
 mod loss_scale;
 mod model;
@@ -36,8 +37,8 @@ pub(crate) use scaler::{save_scaler, save_scalers};
 /// [`Restore::add`](crate::checkpoint::Restore::add) restores it. The trait is implemented for
 /// [`VarStore`](tch::nn::VarStore), [`Optimizer`](crate::optim::Optimizer), [`GradScaler`](crate::GradScaler),
 /// [`PerLossScalers`](crate::scaler::PerLossScalers), the loss scales, a `Box<dyn LossScale>`,
-/// [`Scheduler`](crate::schedule::Scheduler), [`PlateauScheduler`](crate::schedule::PlateauScheduler), [`Rng`], and
-/// mutable references to any of these.
+/// [`Scheduler`](crate::schedule::Scheduler), [`PlateauScheduler`](crate::schedule::PlateauScheduler),
+/// [`AveragedWeights`](crate::average::AveragedWeights), [`Rng`], and mutable references to any of these.
 ///
 /// To save your own type, implement the trait. The state is saved as a dict of its tensors and values, which Python
 /// reads from a `.pt` file with `weights_only=True`:

@@ -1,6 +1,12 @@
-//! The memory of the process.
+//! The memory of the process and of devices: how much is used, and what happens to it when it is freed.
+
+mod device;
+mod resident;
 
 use crate::ffi;
+
+pub use device::{DeviceMemory, device, reset_peak};
+pub use resident::{Resident, reset_peak_resident, resident};
 
 /// Keeps freed memory in the process, so that the activations of the next iteration need not be mapped and zeroed by the
 /// kernel again. Returns whether the C library can do so.

@@ -1,0 +1,61 @@
+// The C ABI of what a training run needs beside the scaler and the optimizers, to which everything at the top of shim.h
+// applies. src/sys/training.rs repeats every declaration in the same order, and tests/abi.rs compares the two files.
+#pragma once
+
+#include "shim.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// --------------------------------------------------------------------------------------------------------- average.cpp
+// These functions update averages of weights.
+
+// Kinds of averages.
+enum { TAMP_AVERAGE_EMA = 0, TAMP_AVERAGE_SWA = 1 };
+
+// The options of an average, by their names in src/average.
+typedef struct tamp_average_options {
+  double decay;
+  uint8_t kind;
+  uint8_t warmup;
+  uint8_t debias;
+} tamp_average_options;
+
+// Counts an update on a device, unless `skips`, a number there, is not zero. The count is an f64 tensor of three
+// numbers: the updates so far, what is left of the weight that the start would have without the correction of its
+// bias, and the weight of the last update, which is zero if that was skipped. Returns the new count, on the device of
+// `skips`. Without `count`, its first two numbers are given; without `skips`, the update takes place. Does not
+// synchronize.
+tamp_tensor *tamp_average_count(const tamp_tensor *count, double updates, double rest, const tamp_tensor *skips,
+                                const tamp_average_options *options, char **err) TAMP_NOEXCEPT;
+
+// Moves `count` averages towards parameters: average + weight * (parameter - average). An average is f32 for a
+// parameter of at most 32 bits, and f64 for one in f64; the parameter is converted exactly. A weight of zero changes
+// nothing, and a weight of one copies. With `counted`, a count of the previous function, its weight is used instead of
+// `weight`; it does not synchronize unless some parameter is on the CPU. On failure nothing has changed, except by a
+// lack of memory of a device.
+void tamp_average_update(tamp_tensor *const *averages, tamp_tensor *const *parameters, size_t count, double weight,
+                         const tamp_tensor *counted, char **err) TAMP_NOEXCEPT;
+
+// --------------------------------------------------------------------------------------------------- device_memory.cpp
+// These functions read and reset what libtorch's allocator of a device counts.
+
+// Bytes: in tensors and taken from the device, now and at most since the peaks were reset.
+typedef struct tamp_device_memory {
+  int64_t allocated;
+  int64_t max_allocated;
+  int64_t reserved;
+  int64_t max_reserved;
+} tamp_device_memory;
+
+// Reads the counters of a device. Fails for the CPU, and for a device whose allocator does not count. Does not
+// synchronize.
+void tamp_device_memory_read(int8_t device_type, int8_t index, tamp_device_memory *out, char **err) TAMP_NOEXCEPT;
+
+// Resets the peaks of a device to what it uses now.
+void tamp_device_memory_reset(int8_t device_type, int8_t index, char **err) TAMP_NOEXCEPT;
+
+#ifdef __cplusplus
+}
+#endif

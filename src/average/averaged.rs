@@ -1,0 +1,230 @@
+//! The averages of a model's weights.
+
+use std::collections::BTreeMap;
+
+use tch::nn::VarStore;
+use tch::{Kind, Tensor};
+
+use crate::autocast::forgetting_casts;
+use crate::average::progress::Count;
+use crate::average::{Averaging, SwappedIn};
+use crate::error::{Error, Result};
+use crate::ffi;
+use crate::scaler::StepOutcome;
+
+/// The averages of a model's weights, which follow the steps that were taken. The counterpart of
+/// `torch.optim.swa_utils.AveragedModel`.
+///
+/// A checkpoint saves it with [`Checkpoint::add`](crate::checkpoint::Checkpoint::add): the averages by the names of the
+/// variables, and how many updates they have had, as `n_averaged`.
+#[derive(Debug)]
+pub struct AveragedWeights {
+    averaging: Averaging,
+    names: Vec<String>,
+    /// The variables of the model, and their averages in the same order.
+    pub(super) parameters: Vec<Tensor>,
+    pub(super) averages: Vec<Tensor>,
+    /// Statistics that were computed for the averages, and are swapped in with them.
+    pub(super) statistics: Statistics,
+    count: Count,
+}
+
+/// The statistics of batch normalization: the model's by their names, and those of the averages once they are computed.
+#[derive(Debug, Default)]
+pub(super) struct Statistics {
+    pub(super) buffers: BTreeMap<String, Tensor>,
+    pub(super) averaged: BTreeMap<String, Tensor>,
+}
+
+impl Statistics {
+    /// The model's statistics, each with that of the same name.
+    pub(super) fn pairs<'a>(
+        &'a self,
+        others: &'a BTreeMap<String, Tensor>,
+    ) -> impl Iterator<Item = (&'a Tensor, &'a Tensor)> {
+        others.iter().filter_map(|(name, other)| Some((self.buffers.get(name)?, other)))
+    }
+}
+
+/// A state that is checked and can take the place of another.
+#[derive(Debug)]
+pub(crate) struct Loaded {
+    count: Count,
+    statistics: BTreeMap<String, Tensor>,
+}
+
+/// Whether a variable is a statistic of batch normalization.
+fn is_statistic(name: &str) -> bool {
+    let last = name.rsplit('.').next().unwrap_or(name);
+    matches!(last, "running_mean" | "running_var")
+}
+
+impl AveragedWeights {
+    pub(super) fn new(averaging: Averaging, vs: &VarStore) -> Result<Self> {
+        let mut averaged = BTreeMap::new();
+        let mut statistics = Statistics::default();
+        for (name, variable) in vs.variables() {
+            let is_float =
+                matches!(variable.kind(), Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
+            if is_float && (variable.requires_grad() || averaging.uses_buffers()) {
+                averaged.insert(name, variable);
+            } else if is_float && is_statistic(&name) {
+                statistics.buffers.insert(name, variable);
+            }
+        }
+        if averaged.is_empty() {
+            let problem =
+                "has no trainable floating-point variables; make the model first".to_owned();
+            return Err(Error::InvalidArgument { name: "vs", problem });
+        }
+        let (names, parameters): (Vec<_>, Vec<_>) = averaged.into_iter().unzip();
+        let averages = parameters.iter().map(start).collect::<Result<_>>()?;
+        Ok(Self { averaging, names, parameters, averages, statistics, count: Count::start() })
+    }
+
+    /// Updates the averages after the step with this outcome, unless it was skipped. Never synchronizes, unless the
+    /// model is on a GPU and on the CPU: after a step of a fused optimizer on a GPU, the device decides whether the
+    /// averages move.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if a variable has another shape, dtype or device than when the averages were made. Nothing has
+    /// changed then. If the memory of a device does not suffice, some averages may have been updated.
+    pub fn update(&mut self, outcome: &StepOutcome) -> Result<()> {
+        let skips = outcome.flag();
+        if skips.is_none() && !outcome.is_stepped()? {
+            return Ok(());
+        }
+        self.follow(skips)
+    }
+
+    /// Updates the averages: without a scaler, or once an epoch. Corresponds to `update_parameters`.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`update`](Self::update).
+    pub fn advance(&mut self) -> Result<()> {
+        self.follow(None)
+    }
+
+    fn follow(&mut self, skips: Option<&Tensor>) -> Result<()> {
+        let count = self.count.next(self.averaging, skips)?;
+        ffi::average_update(&self.averages, &self.parameters, count.weight())?;
+        self.count = count;
+        Ok(())
+    }
+
+    /// Puts the averages in the place of the weights, and the weights back when the guard is dropped, on a panic, too.
+    ///
+    /// Every module of the model computes with the averages meanwhile, rounded to the dtype of the weights. No weight is
+    /// copied: f32 weights become the averages themselves, so do not train while the guard lives; a fused optimizer
+    /// with master weights would take them for weights that the program has loaded. Statistics from
+    /// [`update_batch_norm`](Self::update_batch_norm) are swapped in as well. Casts of weights that an autocast region
+    /// keeps are cleared.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if a variable has another shape, dtype or device than when the averages were made, or if there
+    /// is no memory for averages in half precision. The model then has its weights.
+    pub fn swap_in(&mut self) -> Result<SwappedIn<'_>> {
+        SwappedIn::new(self, None)
+    }
+
+    /// Overwrites the weights of the model with the averages, rounded to their dtype, for good: at the end of a
+    /// training.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if a variable has another shape by now. Some weights may have been overwritten.
+    pub fn copy_to_model(&self) -> Result<()> {
+        let weights = self.parameters.iter().zip(&self.averages);
+        let buffers = self.statistics.pairs(&self.statistics.averaged);
+        forgetting_casts(|| {
+            tch::no_grad(|| {
+                for (target, source) in weights.chain(buffers) {
+                    target.shallow_clone().f_copy_(source)?;
+                }
+                Ok(())
+            })
+        })
+    }
+
+    /// Returns the average of a variable, in f32 or f64, or `None` if it is not averaged. Later updates change it.
+    pub fn average(&self, name: &str) -> Option<Tensor> {
+        let index = self.names.iter().position(|known| known == name)?;
+        Some(self.averages[index].shallow_clone())
+    }
+
+    /// Returns how many updates the averages have had. Synchronizes if outcomes of steps were on a GPU. Corresponds to
+    /// `n_averaged`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if the number cannot be read from the device.
+    pub fn updates(&self) -> Result<u64> {
+        Ok(self.count.read()?.0)
+    }
+
+    /// Returns the options.
+    pub fn averaging(&self) -> Averaging {
+        self.averaging
+    }
+
+    pub(crate) fn count(&self) -> &Count {
+        &self.count
+    }
+
+    /// The averages and their statistics by name.
+    pub(crate) fn tensors(&self) -> impl Iterator<Item = (&String, &Tensor)> {
+        self.names.iter().zip(&self.averages).chain(&self.statistics.averaged)
+    }
+
+    /// The names and the averages.
+    pub(crate) fn averages(&self) -> impl Iterator<Item = (&String, &Tensor)> {
+        self.names.iter().zip(&self.averages)
+    }
+
+    /// The names and the tensors of the model whose statistics a saved state may have.
+    pub(crate) fn buffers(&self) -> impl Iterator<Item = (&String, &Tensor)> {
+        self.statistics.buffers.iter()
+    }
+
+    /// Checks a saved count and statistics.
+    pub(crate) fn checked(
+        &self,
+        updates: u64,
+        rest: f64,
+        statistics: BTreeMap<String, Tensor>,
+    ) -> Result<Loaded> {
+        crate::error::ensure("rest", rest, (0.0..=1.0).contains(&rest), "from 0 to 1")?;
+        let mut here = BTreeMap::new();
+        for (name, saved) in statistics {
+            let Some(buffer) = self.statistics.buffers.get(&name) else { continue };
+            if buffer.size() != saved.size() {
+                let problem =
+                    format!("`{name}` is {:?}, but {:?} here", saved.size(), buffer.size());
+                return Err(Error::InvalidArgument { name: "the saved statistic", problem });
+            }
+            here.insert(name, saved.f_to_device(buffer.device())?.f_to_kind(buffer.kind())?);
+        }
+        Ok(Loaded { count: Count::resumed(updates, rest), statistics: here })
+    }
+
+    pub(crate) fn resume(&mut self, loaded: Loaded) {
+        self.count = loaded.count;
+        self.statistics.averaged = loaded.statistics;
+    }
+}
+
+/// An average that begins with the present numbers of a parameter.
+fn start(parameter: &Tensor) -> Result<Tensor> {
+    let kind = if parameter.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let average = parameter.f_detach()?.f_to_kind(kind)?;
+    // A conversion to the same dtype would be no copy.
+    if kind == parameter.kind() {
+        let mut copy = average.f_empty_like()?;
+        copy.f_copy_(&average)?;
+        return Ok(copy);
+    }
+    Ok(average)
+}

@@ -1,0 +1,89 @@
+//! How many updates an average has had, and the weight of the next one.
+
+use tch::{Device, Tensor};
+
+use crate::average::{Averaging, Ema};
+use crate::error::Result;
+use crate::ffi::{self, AverageOptions, AverageWeight, Counted};
+
+/// How many updates there were, and what is left of the weight that the start would have without the correction of its
+/// bias. The weight is that of the last update.
+#[derive(Debug)]
+pub(crate) enum Count {
+    /// All outcomes were known to the host.
+    Host { updates: u64, rest: f64, weight: f64 },
+    /// Some outcome was on a device, which has counted since: an f64 tensor of the three.
+    Device(Tensor),
+}
+
+impl Count {
+    pub(super) fn start() -> Self {
+        Self::resumed(0, 1.0)
+    }
+
+    pub(super) fn resumed(updates: u64, rest: f64) -> Self {
+        Self::Host { updates, rest, weight: 0.0 }
+    }
+
+    /// Counts an update. With a flag on a device, the update takes place unless that is set, and its weight otherwise
+    /// is zero. Never synchronizes.
+    pub(super) fn next(&self, averaging: Averaging, skips: Option<&Tensor>) -> Result<Self> {
+        let options = options(averaging);
+        let counted = match (self, skips) {
+            (&Self::Host { updates, rest, .. }, None) => {
+                let (weight, rest) = step(options, updates as f64, rest);
+                return Ok(Self::Host { updates: updates.saturating_add(1), rest, weight });
+            }
+            (&Self::Host { updates, rest, .. }, Some(_)) => Counted::Host { updates, rest },
+            (Self::Device(count), _) => Counted::Device(count),
+        };
+        Ok(Self::Device(ffi::average_count(counted, skips, options)?))
+    }
+
+    /// The weight of the last update.
+    pub(super) fn weight(&self) -> AverageWeight<'_> {
+        match self {
+            Self::Host { weight, .. } => AverageWeight::Host(*weight),
+            Self::Device(count) => AverageWeight::Counted(count),
+        }
+    }
+
+    /// Returns the number of updates and what is left of the start. Synchronizes if they are on a device.
+    pub(crate) fn read(&self) -> Result<(u64, f64)> {
+        match self {
+            Self::Host { updates, rest, .. } => Ok((*updates, *rest)),
+            Self::Device(count) => {
+                let numbers = Vec::<f64>::try_from(count.f_to_device(Device::Cpu)?)?;
+                Ok((numbers[0] as u64, numbers[1]))
+            }
+        }
+    }
+}
+
+fn options(averaging: Averaging) -> AverageOptions {
+    match averaging {
+        Averaging::Swa(_) => AverageOptions::Swa,
+        Averaging::Ema(Ema { decay, warmup, debias, .. }) => {
+            AverageOptions::Ema { decay, warmup, debias }
+        }
+    }
+}
+
+/// The weight of the update after this many, and what is left of the start after it. csrc/average.cpp has the same for
+/// tensors.
+fn step(options: AverageOptions, before: f64, rest: f64) -> (f64, f64) {
+    match options {
+        AverageOptions::Swa => (1.0 / (before + 1.0), 0.0),
+        AverageOptions::Ema { decay, warmup, debias } => {
+            let least = (before + 1.0) / (before + 10.0);
+            let decay = if warmup { decay.min(least) } else { decay };
+            let next = rest * decay;
+            let weight = match debias {
+                true => (1.0 - decay) / (1.0 - next),
+                false if before == 0.0 => 1.0,
+                false => 1.0 - decay,
+            };
+            (weight, next)
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! What a training run needs beside the scaler and the optimizers: averages of weights, and the memory of devices.
+
+use std::ptr;
+
+use tch::{Device, Tensor};
+
+use super::{call, device_type, given, pointers};
+use crate::error::{Error, Result};
+use crate::sys;
+
+/// The options of an average.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum AverageOptions {
+    Ema { decay: f64, warmup: bool, debias: bool },
+    Swa,
+}
+
+impl AverageOptions {
+    fn raw(self) -> sys::training::AverageOptions {
+        let (kind, decay, warmup, debias) = match self {
+            Self::Ema { decay, warmup, debias } => {
+                (sys::training::AVERAGE_EMA, decay, warmup, debias)
+            }
+            Self::Swa => (sys::training::AVERAGE_SWA, 0.0, false, false),
+        };
+        let (warmup, debias) = (warmup.into(), debias.into());
+        sys::training::AverageOptions { decay, kind, warmup, debias }
+    }
+}
+
+/// The updates of an average that were counted before.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Counted<'a> {
+    Host { updates: u64, rest: f64 },
+    Device(&'a Tensor),
+}
+
+/// Counts an update on a device, unless a flag there is set: see `tamp_average_count`. Does not synchronize.
+pub(crate) fn average_count(
+    counted: Counted<'_>,
+    skips: Option<&Tensor>,
+    options: AverageOptions,
+) -> Result<Tensor> {
+    let (tensor, updates, rest) = match counted {
+        Counted::Host { updates, rest } => (ptr::null(), updates as f64, rest),
+        Counted::Device(tensor) => (tensor.as_ptr(), 0.0, 0.0),
+    };
+    let skips = skips.map_or(ptr::null(), |tensor| tensor.as_ptr());
+    let options = options.raw();
+    // SAFETY: both tensors are null or live, and `options` and `err` are valid.
+    given(call(|err| unsafe {
+        sys::training::tamp_average_count(tensor, updates, rest, skips, &options, err)
+    })?)
+}
+
+/// What moves averages towards parameters.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum AverageWeight<'a> {
+    Host(f64),
+    /// A count on a device, which is read for parameters on the CPU: that synchronizes.
+    Counted(&'a Tensor),
+}
+
+/// Moves averages towards parameters.
+pub(crate) fn average_update(
+    averages: &[Tensor],
+    parameters: &[Tensor],
+    weight: AverageWeight<'_>,
+) -> Result<()> {
+    assert_eq!(averages.len(), parameters.len(), "one average for each parameter");
+    let (number, counted) = match weight {
+        AverageWeight::Host(number) => (number, ptr::null()),
+        AverageWeight::Counted(tensor) => (0.0, tensor.as_ptr()),
+    };
+    let (averages, parameters) = (pointers(averages), pointers(parameters));
+    let (count, averages, parameters) = (averages.len(), averages.as_ptr(), parameters.as_ptr());
+    // SAFETY: both arrays have `count` live tensors, `counted` is null or a live tensor, and `err` is valid for a write;
+    // the averages are changed in place through libtorch's own handles, which alias freely.
+    call(|err| unsafe {
+        sys::training::tamp_average_update(averages, parameters, count, number, counted, err)
+    })
+}
+
+/// The type and the index of a device, as libtorch numbers them.
+fn device_codes(device: Device) -> Result<(i8, i8)> {
+    let index = match device {
+        Device::Cuda(index) => i8::try_from(index)
+            .map_err(|_| Error::Torch(format!("there is no CUDA device {index}")))?,
+        _ => 0,
+    };
+    Ok((device_type(device)?, index))
+}
+
+/// The bytes that libtorch's allocator of a device counts: in tensors now and at most, and taken from the device now
+/// and at most.
+pub(crate) fn device_memory(device: Device) -> Result<[i64; 4]> {
+    let (device_type, index) = device_codes(device)?;
+    let mut out = sys::training::DeviceMemory::default();
+    // SAFETY: `out` and `err` are valid for writes.
+    call(|err| unsafe {
+        sys::training::tamp_device_memory_read(device_type, index, &mut out, err)
+    })?;
+    Ok([out.allocated, out.max_allocated, out.reserved, out.max_reserved])
+}
+
+/// Resets the peaks of a device.
+pub(crate) fn device_memory_reset(device: Device) -> Result<()> {
+    let (device_type, index) = device_codes(device)?;
+    // SAFETY: `err` is valid for a write.
+    call(|err| unsafe { sys::training::tamp_device_memory_reset(device_type, index, err) })
+}

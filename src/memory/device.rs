@@ -1,0 +1,73 @@
+//! The memory of devices.
+
+use tch::Device;
+
+use crate::device::check_usable;
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::ffi;
+
+/// The bytes of a device that libtorch uses for the tensors of this process, as counted by its caching allocator. See
+/// [`device`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceMemory {
+    /// The bytes of tensors. Corresponds to `torch.cuda.memory_allocated`.
+    pub allocated: u64,
+    /// The most bytes of tensors since the start of the process or the last [`reset_peak`]. Corresponds to
+    /// `torch.cuda.max_memory_allocated`.
+    pub max_allocated: u64,
+    /// The bytes that the allocator has taken from the device, with those that it keeps for later tensors. Corresponds
+    /// to `torch.cuda.memory_reserved`.
+    pub reserved: u64,
+    /// The most bytes that it had taken since the start of the process or the last [`reset_peak`]. Corresponds to
+    /// `torch.cuda.max_memory_reserved`.
+    pub max_reserved: u64,
+}
+
+/// Returns how much memory of a device libtorch uses now and has used at most. It does not synchronize. The counterpart
+/// of `torch.cuda.memory_allocated` and its relatives; tch has none.
+///
+/// The allocator counts a tensor when it is made and when it is freed, whether or not the kernels that use it have run.
+/// Memory that libraries such as cuBLAS and cuDNN allocate by themselves is not in it.
+///
+/// # Errors
+///
+/// [`Error::DeviceUnavailable`] for a device that this process cannot use; [`Error::Torch`] for the CPU, whose memory
+/// libtorch does not count (see [`resident`](crate::memory::resident)), and for devices whose allocator does not count.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::memory;
+///
+/// let device = Device::cuda_if_available();
+/// if device.is_cuda() {
+///     memory::reset_peak(device)?;
+///     let before = memory::device(device)?;
+///     drop(Tensor::zeros([1 << 20], (Kind::Float, device)));
+///     let after = memory::device(device)?;
+///     assert_eq!(after.allocated, before.allocated);
+///     assert!(after.max_allocated >= before.allocated + (4 << 20));
+/// }
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+pub fn device(device: Device) -> Result<DeviceMemory> {
+    check_usable(device)?;
+    let bytes = ffi::device_memory(device)?.map(|bytes| u64::try_from(bytes).unwrap_or(0));
+    let [allocated, max_allocated, reserved, max_reserved] = bytes;
+    Ok(DeviceMemory { allocated, max_allocated, reserved, max_reserved })
+}
+
+/// Resets the peaks of a device, so that [`device`] returns the most that is used from now on. The counterpart of
+/// `torch.cuda.reset_peak_memory_stats`.
+///
+/// # Errors
+///
+/// The same as [`device`].
+pub fn reset_peak(device: Device) -> Result<()> {
+    check_usable(device)?;
+    ffi::device_memory_reset(device)
+}

@@ -1,0 +1,53 @@
+//! The C ABI of what a training run needs beside the scaler and the optimizers: every declaration of
+//! `csrc/shim_training.h`, in the same order.
+
+use std::ffi::c_char;
+
+use super::Tensor;
+
+pub(crate) const AVERAGE_EMA: u8 = 0;
+pub(crate) const AVERAGE_SWA: u8 = 1;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AverageOptions {
+    pub(crate) decay: f64,
+    pub(crate) kind: u8,
+    pub(crate) warmup: u8,
+    pub(crate) debias: u8,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct DeviceMemory {
+    pub(crate) allocated: i64,
+    pub(crate) max_allocated: i64,
+    pub(crate) reserved: i64,
+    pub(crate) max_reserved: i64,
+}
+
+unsafe extern "C" {
+    pub(crate) fn tamp_average_count(
+        count: *const Tensor,
+        updates: f64,
+        rest: f64,
+        skips: *const Tensor,
+        options: *const AverageOptions,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+    pub(crate) fn tamp_average_update(
+        averages: *const *mut Tensor,
+        parameters: *const *mut Tensor,
+        count: usize,
+        weight: f64,
+        counted: *const Tensor,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_device_memory_read(
+        device_type: i8,
+        index: i8,
+        out: *mut DeviceMemory,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_device_memory_reset(device_type: i8, index: i8, err: *mut *mut c_char);
+}

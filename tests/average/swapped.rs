@@ -1,0 +1,94 @@
+//! The guard that puts averages in the place of weights.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+use tch_amp::GradScaler;
+use tch_amp::autocast::AutocastGuard;
+use tch_amp::average::{Ema, Swa};
+use tch_amp::optim::{AdamW, MasterWeights};
+
+use super::{model, set, values};
+
+#[test]
+fn the_averages_are_in_the_place_of_the_weights_until_the_guard_goes() {
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
+        let (vs, w) = model(kind, 2);
+        let mut average = Swa::default().build(&vs).unwrap();
+        for value in [1.0, 4.0] {
+            set(&w, &[value, -value]);
+            average.advance().unwrap();
+        }
+        {
+            let _swapped = average.swap_in().unwrap();
+            assert_eq!((values(&w), w.kind()), (vec![2.5, -2.5], kind));
+            assert!(w.requires_grad());
+        }
+        assert_eq!(values(&w), [4.0, -4.0]);
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let _swapped = average.swap_in().unwrap();
+            panic!("the evaluation fails");
+        }));
+        assert!(panicked.is_err());
+        assert_eq!((values(&w), w.kind()), (vec![4.0, -4.0], kind));
+        average.copy_to_model().unwrap();
+        assert_eq!(values(&w), [2.5, -2.5]);
+    }
+}
+
+#[test]
+fn a_region_does_not_serve_casts_of_the_other_weights() {
+    let (vs, w) = model(Kind::Float, 4);
+    let mut average = Swa::default().build(&vs).unwrap();
+    for value in [1.0, 3.0] {
+        set(&w, &[value; 4]);
+        average.advance().unwrap();
+    }
+    let _region = AutocastGuard::new(Device::Cpu).unwrap();
+    let xs = Tensor::ones([1, 4], (Kind::Float, Device::Cpu));
+    let product = || xs.matmul(&w.view([4, 1])).double_value(&[0, 0]);
+    assert_eq!(product(), 12.0);
+    let swapped = average.swap_in().unwrap();
+    assert_eq!(product(), 8.0);
+    drop(swapped);
+    assert_eq!(product(), 12.0);
+}
+
+/// Trains for some steps, and looks at the averages in between if asked.
+fn train(masters: MasterWeights, kind: Kind, looks: bool) -> (Vec<f64>, Vec<f64>) {
+    tch::manual_seed(5);
+    let mut vs = VarStore::new(Device::Cpu);
+    let w = vs.root().randn_standard("w", &[40]);
+    vs.set_kind(kind);
+    let mut opt = AdamW::default().master_weights(masters).build(&vs, 1e-3).unwrap();
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    let mut average = Ema::new(0.9).debias(true).build(&vs).unwrap();
+    for _ in 0..12 {
+        opt.zero_grad().unwrap();
+        scaler.backward(&(&w * &w * 0.3).sum(Kind::Float)).unwrap();
+        let outcome = scaler.step(&mut opt).unwrap();
+        scaler.update().unwrap();
+        average.update(&outcome).unwrap();
+        if looks {
+            let _swapped = average.swap_in().unwrap();
+            let _loss = tch::no_grad(|| (&w * 2.0).sum(Kind::Float));
+        }
+    }
+    (values(&w), values(&average.average("w").unwrap()))
+}
+
+#[test]
+fn evaluating_the_averages_changes_no_bit_of_the_training() {
+    let modes = [
+        (MasterWeights::None, Kind::Float),
+        (MasterWeights::None, Kind::BFloat16),
+        (MasterWeights::Float, Kind::BFloat16),
+        (MasterWeights::Float, Kind::Half),
+        (MasterWeights::Remainder, Kind::BFloat16),
+        (MasterWeights::StochasticRounding { seed: 1 }, Kind::BFloat16),
+    ];
+    for (masters, kind) in modes {
+        assert_eq!(train(masters, kind, true), train(masters, kind, false), "{masters:?} {kind:?}");
+    }
+}
