@@ -36,6 +36,7 @@ const SOURCES: &[&str] = &[
     "renewal.cpp",
     "rounding.cpp",
     "scale.cpp",
+    "spikes.cpp",
     "stand_ins.cpp",
     "testing.cpp",
     "unscale.cpp",

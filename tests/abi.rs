@@ -80,6 +80,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_function_free", "FunctionFree"),
         ("tamp_function_input", "FunctionInput"),
         ("tamp_average_options", "AverageOptions"),
+        ("tamp_spike_options", "SpikeOptions"),
         ("tamp_device_memory", "DeviceMemory"),
         ("tamp_store", "Store"),
         ("tamp_group", "Group"),

@@ -81,6 +81,44 @@ pub(crate) fn average_update(
     })
 }
 
+/// When a number is a spike: see `tamp_spike_options`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SpikeOptions {
+    pub(crate) deviations: f64,
+    pub(crate) window: u32,
+    pub(crate) warmup: u32,
+    pub(crate) max_in_a_row: u32,
+}
+
+/// Judges the next number of a history, and returns the new one: see `tamp_spikes_judge`. Does not synchronize.
+pub(crate) fn spikes_judge(
+    history: Option<&Tensor>,
+    value: &Tensor,
+    found_inf: Option<&Tensor>,
+    other: Option<&Tensor>,
+    options: SpikeOptions,
+) -> Result<Tensor> {
+    let [history, found_inf, other] = [history, found_inf, other]
+        .map(|tensor| tensor.map_or(ptr::null(), |tensor| tensor.as_ptr()));
+    let raw = sys::training::SpikeOptions {
+        deviations: options.deviations,
+        window: options.window.into(),
+        warmup: options.warmup.into(),
+        max_in_a_row: options.max_in_a_row.into(),
+    };
+    let value = value.as_ptr();
+    // SAFETY: every tensor is null or live, `value` is live, and the options and `err` are valid.
+    given(call(|err| unsafe {
+        sys::training::tamp_spikes_judge(history, value, found_inf, other, &raw, err)
+    })?)
+}
+
+/// Returns whether the last step of a history is skipped, as an f32 of no dimensions on its device.
+pub(crate) fn spikes_flag(history: &Tensor) -> Result<Tensor> {
+    // SAFETY: `history` is a live tensor, and `err` is valid for a write.
+    given(call(|err| unsafe { sys::training::tamp_spikes_flag(history.as_ptr(), err) })?)
+}
+
 /// The type and the index of a device, as libtorch numbers them.
 fn device_codes(device: Device) -> Result<(i8, i8)> {
     let index = match device {

@@ -54,7 +54,7 @@ impl GradScaler {
         let record = self.record_due(optimizer)?;
         let takes_scaled = optimizer.takes_scaled_gradients();
         if let (None, Some(scale), true) = (record, self.scale.number(), takes_scaled) {
-            return self.step_scaled(optimizer, scale, Some(max_norm));
+            return self.step_scaled(optimizer, scale, Some(max_norm), None);
         }
         let record = self.or_open(record, optimizer)?;
         if let Some(record) = record.filter(|_| !takes_scaled) {
@@ -102,7 +102,7 @@ impl GradScaler {
     }
 
     /// Finds the record of an optimizer that has been unscaled and not stepped yet.
-    fn record_due(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
+    pub(super) fn record_due(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
         let record = self.record(optimizer)?;
         record.map_or(Ok(()), |record| due(self.iteration.borrow().stage(record)))?;
         Ok(record)

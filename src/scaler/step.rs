@@ -13,7 +13,8 @@ use crate::scale::Number;
 use crate::scaler::iteration::Verdict;
 use crate::scaler::outcome::Taken;
 use crate::scaler::record::Stage;
-use crate::scaler::{GradScaler, StepOutcome, Unscaled};
+use crate::scaler::spikes::update_unless;
+use crate::scaler::{GradScaler, SpikeDetector, StepOutcome, Unscaled};
 
 /// Fails unless a step is the next call that is due.
 pub(crate) fn due(stage: Stage) -> Result<()> {
@@ -24,7 +25,7 @@ pub(crate) fn due(stage: Stage) -> Result<()> {
     }
 }
 
-fn update(optimizer: &mut dyn AmpOptimizer, step: &Step<'_>) -> Result<()> {
+pub(super) fn update(optimizer: &mut dyn AmpOptimizer, step: &Step<'_>) -> Result<()> {
     autocast::forgetting_casts(|| optimizer.update(step))
 }
 
@@ -122,7 +123,7 @@ impl GradScaler {
             return Ok(StepOutcome::known(Taken::Stepped));
         };
         if optimizer.takes_scaled_gradients() {
-            return self.step_scaled(optimizer, scale, None);
+            return self.step_scaled(optimizer, scale, None, None);
         }
         match self.claim_for_step(optimizer, Look::Unscale)? {
             Some(record) => self.step_unscaled(record, optimizer),
@@ -155,6 +156,7 @@ impl GradScaler {
         optimizer: &mut dyn AmpOptimizer,
         scale: &Number,
         max_norm: Option<f64>,
+        spikes: Option<&mut SpikeDetector>,
     ) -> Result<StepOutcome> {
         // If the reciprocal of the scale is more than 1, unscaling can overflow, which only the norm of the unscaled
         // gradients shows.
@@ -165,7 +167,7 @@ impl GradScaler {
         };
         let scaled = self.iteration.borrow().stage(record) == Stage::Looked;
         let grad_scale = scaled.then(|| scale.tensor());
-        let outcome = self.update_scaled(record, optimizer, grad_scale, max_norm);
+        let outcome = self.update_scaled(record, optimizer, grad_scale, max_norm, spikes);
         let mut iteration = self.iteration.borrow_mut();
         match outcome {
             Ok(_) => iteration.set_stage(record, Stage::Stepped),
@@ -185,6 +187,7 @@ impl GradScaler {
         optimizer: &mut dyn AmpOptimizer,
         grad_scale: Option<&Tensor>,
         max_norm: Option<f64>,
+        spikes: Option<&mut SpikeDetector>,
     ) -> Result<StepOutcome> {
         let (verdict, norm) = {
             let iteration = self.iteration.borrow();
@@ -197,13 +200,27 @@ impl GradScaler {
         let mut step = Step::default();
         step = grad_scale.map_or(step, |scale| step.with_grad_scale(scale));
         step = factor.as_ref().map_or(step, |factor| step.with_clip_factor(factor));
-        let outcome = match verdict {
-            Verdict::Known(false) => StepOutcome::known(Taken::Skipped),
-            Verdict::Known(true) => {
+        let outcome = match (verdict, spikes.zip(norm.as_ref())) {
+            (Verdict::Unless(flag), Some((spikes, norm))) => {
+                let judged = spikes.judge(norm, Some(&flag))?;
+                let outcome = update_unless(optimizer, &step, &judged)?;
+                spikes.accept(judged);
+                outcome
+            }
+            (Verdict::Known(finite), Some((spikes, norm))) => {
+                // With several ranks, another one may have found what this norm does not show.
+                let found_inf = (!finite).then(|| Tensor::from(1f32));
+                let judged = spikes.judge(norm, found_inf.as_ref())?;
+                let outcome = update_unless(optimizer, &step, &judged)?;
+                spikes.accept(judged);
+                outcome
+            }
+            (Verdict::Known(false), None) => StepOutcome::known(Taken::Skipped),
+            (Verdict::Known(true), None) => {
                 update(optimizer, &step)?;
                 StepOutcome::known(Taken::Stepped)
             }
-            Verdict::Unless(flag) => {
+            (Verdict::Unless(flag), None) => {
                 update(optimizer, &step.with_found_inf(&flag))?;
                 StepOutcome::on_device(flag)
             }

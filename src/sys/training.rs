@@ -18,6 +18,15 @@ pub(crate) struct AverageOptions {
 }
 
 #[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SpikeOptions {
+    pub(crate) deviations: f64,
+    pub(crate) window: i64,
+    pub(crate) warmup: i64,
+    pub(crate) max_in_a_row: i64,
+}
+
+#[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct DeviceMemory {
     pub(crate) allocated: i64,
@@ -43,6 +52,16 @@ unsafe extern "C" {
         counted: *const Tensor,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_spikes_judge(
+        history: *const Tensor,
+        value: *const Tensor,
+        found_inf: *const Tensor,
+        other: *const Tensor,
+        options: *const SpikeOptions,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+    pub(crate) fn tamp_spikes_flag(history: *const Tensor, err: *mut *mut c_char) -> *mut Tensor;
+
     pub(crate) fn tamp_device_memory_read(
         device_type: i8,
         index: i8,

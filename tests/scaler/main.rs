@@ -11,6 +11,7 @@ mod per_loss;
 mod protocol;
 mod scale;
 mod skip_only;
+mod spikes;
 mod state;
 mod tolerance;
 mod unscaled;

@@ -23,6 +23,7 @@ mod planted;
 mod recompute;
 mod schedule;
 mod skips;
+mod spikes;
 mod steps;
 mod syncs;
 mod training;

@@ -1,0 +1,252 @@
+//! Skipping the steps whose loss or gradient norm is far above its recent history.
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Tensor};
+
+use crate::builder::builder;
+use crate::error::{Error, Result, ScalerError, ensure};
+use crate::ffi::{self, SpikeOptions};
+use crate::gradients::check_limit;
+use crate::optim::{AmpOptimizer, Optimizer, Step};
+use crate::scaler::outcome::Taken;
+use crate::scaler::step::update;
+use crate::scaler::{GradScaler, StepOutcome};
+
+/// When a gradient norm or a loss counts as a spike.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Tensor};
+/// use tch_amp::GradScaler;
+/// use tch_amp::optim::Sgd;
+/// use tch_amp::scaler::SpikeConfig;
+///
+/// let w = Tensor::from_slice(&[0f32]).set_requires_grad(true);
+/// let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0)?;
+/// let mut scaler = GradScaler::new(Device::Cpu)?;
+/// let mut spikes = SpikeConfig::default().window(16).warmup(4).build()?;
+/// for gradient in [1.0, 1.1, 0.9, 1.0, 50.0, 1.0, f64::NAN] {
+///     opt.zero_grad()?;
+///     scaler.backward(&(&w * gradient).sum(None))?;
+///     let _outcome = scaler.step_unless_spike(&mut opt, f64::INFINITY, &mut spikes)?;
+///     scaler.update()?;
+/// }
+/// let counts = spikes.counts()?;
+/// assert_eq!((counts.norm_spikes, counts.non_finite), (1, 1));
+/// assert!((w.double_value(&[0]) + 5.0).abs() < 1e-6);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+#[non_exhaustive]
+pub struct SpikeConfig {
+    /// By how many standard deviations of the window a number must exceed its mean to be a spike; more than 0. The
+    /// standard deviation counts as at least 1 % of the mean. Defaults to 6.
+    pub deviations: f64,
+    /// How many numbers of steps that were taken form the history; from 2 to 65536. Defaults to 128.
+    pub window: u32,
+    /// How many steps must have been taken before one can be a spike; at least 2. Defaults to 32.
+    pub warmup: u32,
+    /// How many spikes in a row are skipped. The next one is taken and enters the history, so that a training whose
+    /// loss has risen for good goes on. Defaults to 8.
+    pub max_in_a_row: u32,
+}
+
+builder!(SpikeConfig { deviations: f64, window: u32, warmup: u32, max_in_a_row: u32 });
+
+impl Default for SpikeConfig {
+    fn default() -> Self {
+        Self { deviations: 6.0, window: 128, warmup: 32, max_in_a_row: 8 }
+    }
+}
+
+impl SpikeConfig {
+    /// Makes a detector without a history.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for an option outside its range.
+    pub fn build(self) -> Result<SpikeDetector> {
+        let Self { deviations, window, warmup, .. } = self;
+        let holds = deviations > 0.0 && deviations.is_finite();
+        ensure("deviations", deviations, holds, "more than 0 and finite")?;
+        ensure("window", window.into(), (2..=65536).contains(&window), "from 2 to 65536")?;
+        ensure("warmup", warmup.into(), warmup >= 2, "at least 2")?;
+        Ok(SpikeDetector { config: self, norm: None, loss: None, watched: None })
+    }
+}
+
+/// Skips steps whose gradient norm, or watched loss, is far above its recent history. Used by
+/// [`GradScaler::step_unless_spike`]. PyTorch has no counterpart.
+///
+/// The history is on the device of the gradients, and so is the decision: nothing synchronizes. A checkpoint saves it
+/// with [`Checkpoint::add`](crate::checkpoint::Checkpoint::add).
+#[derive(Debug)]
+pub struct SpikeDetector {
+    config: SpikeConfig,
+    norm: Option<Tensor>,
+    loss: Option<Tensor>,
+    /// The loss of the next step.
+    watched: Option<Tensor>,
+}
+
+/// How many steps were skipped, by their reason. See [`SpikeDetector::counts`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SpikeCounts {
+    /// Steps whose gradients or whose watched loss were infinite or NaN.
+    pub non_finite: u64,
+    /// Steps whose watched loss was a spike.
+    pub loss_spikes: u64,
+    /// Steps whose gradient norm was a spike, and their loss was none.
+    pub norm_spikes: u64,
+}
+
+/// What a step makes of the histories, which they become if the step succeeds.
+#[derive(Debug)]
+pub(super) struct Judged {
+    norm: Tensor,
+    loss: Option<Tensor>,
+    /// An f32 that is 1 if the step is skipped.
+    pub(super) flag: Tensor,
+}
+
+impl SpikeDetector {
+    /// Has the next step judged by this loss as well, of one element on any device. The step skips if either is a spike.
+    /// On several ranks give all of them the same loss, such as the mean.
+    pub fn watch_loss(&mut self, loss: &Tensor) {
+        self.watched = Some(loss.detach());
+    }
+
+    /// Returns the options.
+    pub fn config(&self) -> SpikeConfig {
+        self.config
+    }
+
+    /// Returns how many steps were skipped, by their reason. Synchronizes on a GPU.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if the numbers cannot be read from the device.
+    pub fn counts(&self) -> Result<SpikeCounts> {
+        let read = |history: &Option<Tensor>| -> Result<[u64; 2]> {
+            let Some(history) = history else { return Ok([0; 2]) };
+            let numbers = history.f_narrow(0, 2, 2)?.f_to_device(Device::Cpu)?;
+            let numbers = Vec::<f64>::try_from(numbers)?;
+            Ok([numbers[0] as u64, numbers[1] as u64])
+        };
+        let ([norm_spikes, non_finite], [loss_spikes, bad_losses]) =
+            (read(&self.norm)?, read(&self.loss)?);
+        Ok(SpikeCounts { non_finite: non_finite + bad_losses, loss_spikes, norm_spikes })
+    }
+
+    /// Judges a step by the norm of its gradients, and by the loss that is watched.
+    pub(super) fn judge(&self, norm: &Tensor, found_inf: Option<&Tensor>) -> Result<Judged> {
+        let SpikeConfig { deviations, window, warmup, max_in_a_row } = self.config;
+        let options = SpikeOptions { deviations, window, warmup, max_in_a_row };
+        let loss = match &self.watched {
+            Some(loss) => Some(ffi::spikes_judge(self.loss.as_ref(), loss, None, None, options)?),
+            None => None,
+        };
+        let norm = ffi::spikes_judge(self.norm.as_ref(), norm, found_inf, loss.as_ref(), options)?;
+        let flag = ffi::spikes_flag(&norm)?;
+        Ok(Judged { norm, loss, flag })
+    }
+
+    pub(super) fn accept(&mut self, judged: Judged) {
+        self.norm = Some(judged.norm);
+        if judged.loss.is_some() {
+            self.loss = judged.loss;
+        }
+        self.watched = None;
+    }
+
+    /// The histories with their names in a checkpoint.
+    pub(crate) fn histories(&self) -> [(&'static str, Option<&Tensor>); 2] {
+        [("norm", self.norm.as_ref()), ("loss", self.loss.as_ref())]
+    }
+
+    /// Checks that a saved history has this detector's window.
+    pub(crate) fn check(&self, history: &Tensor) -> Result<()> {
+        let expected = [5 + i64::from(self.config.window)];
+        if history.size() == expected && history.kind() == tch::Kind::Double {
+            return Ok(());
+        }
+        let problem = format!(
+            "has {:?} numbers, and the detector {expected:?}; build it with the window that was saved",
+            history.size()
+        );
+        Err(Error::InvalidArgument { name: "the saved history of spikes", problem })
+    }
+
+    pub(crate) fn resume(&mut self, [norm, loss]: [Option<Tensor>; 2]) {
+        (self.norm, self.loss, self.watched) = (norm, loss, None);
+    }
+}
+
+impl GradScaler {
+    /// Clips the gradients like [`step_clip_norm`](Self::step_clip_norm) and steps, unless their norm before clipping,
+    /// or the loss that the detector watches, is far above its recent history. Never synchronizes: the device decides
+    /// through the same flag as for infinite gradients.
+    ///
+    /// A step that is skipped as a spike changes nothing, and the scale does not fall for it. Give `f64::INFINITY` to
+    /// skip without clipping. A disabled scaler skips as well, for training in bf16 and f32; it then also skips steps
+    /// with infinite gradients.
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::AlreadyUnscaled`] if [`unscale_`](Self::unscale_) was called in this iteration; the errors of
+    /// [`step_clip_norm`](Self::step_clip_norm); [`Error::Torch`] if a watched loss is not one floating-point number.
+    /// The history is then as before.
+    pub fn step_unless_spike(
+        &mut self,
+        optimizer: &mut Optimizer,
+        max_norm: f64,
+        spikes: &mut SpikeDetector,
+    ) -> Result<StepOutcome> {
+        check_limit("max_norm", max_norm)?;
+        let Some(scale) = self.scale.number() else {
+            self.check_synced()?;
+            return step_without_scale(optimizer, max_norm, spikes);
+        };
+        if self.record_due(optimizer)?.is_some() {
+            return Err(Error::Scaler(ScalerError::AlreadyUnscaled));
+        }
+        self.step_scaled(optimizer, scale, Some(max_norm), Some(spikes))
+    }
+}
+
+/// Steps with gradients that were never scaled.
+fn step_without_scale(
+    optimizer: &mut Optimizer,
+    max_norm: f64,
+    spikes: &mut SpikeDetector,
+) -> Result<StepOutcome> {
+    let norm = ffi::clip_grad_norm(&AmpOptimizer::parameters(optimizer), f64::INFINITY, false)?;
+    let Some(norm) = norm else { return Ok(StepOutcome::known(Taken::NoGradients)) };
+    let judged = spikes.judge(&norm, None)?;
+    let factor = ffi::clip_factor(&norm, max_norm)?;
+    let step = Step::default().with_clip_factor(&factor);
+    let outcome = update_unless(optimizer, &step, &judged)?;
+    spikes.accept(judged);
+    Ok(outcome.with_norm(Some(norm)))
+}
+
+/// Lets the optimizer take its step unless the flag is set. On the CPU the host looks.
+pub(super) fn update_unless(
+    optimizer: &mut dyn AmpOptimizer,
+    step: &Step<'_>,
+    judged: &Judged,
+) -> Result<StepOutcome> {
+    let flag = &judged.flag;
+    if flag.device() != Device::Cpu {
+        update(optimizer, &step.with_found_inf(flag))?;
+        return Ok(StepOutcome::on_device(flag.shallow_clone()));
+    }
+    if flag.f_double_value(&[])? != 0.0 {
+        return Ok(StepOutcome::known(Taken::Skipped));
+    }
+    update(optimizer, step)?;
+    Ok(StepOutcome::known(Taken::Stepped))
+}
