@@ -13,6 +13,8 @@ mod fused;
 #[path = "../examples/lost_updates.rs"]
 #[allow(dead_code, reason = "the test chooses the path of the picture")]
 mod lost_updates;
+#[path = "../examples/matmul.rs"]
+mod matmul;
 #[path = "../examples/multiple.rs"]
 mod multiple;
 #[path = "../examples/own_optimizer.rs"]
@@ -109,6 +111,11 @@ fn policy_runs() -> anyhow::Result<()> {
     let error = policy::run("full", "adaptive").unwrap_err().to_string();
     anyhow::ensure!(error.contains("`adaptive`"), "{error}");
     Ok(())
+}
+
+#[test]
+fn matmul_runs() -> anyhow::Result<()> {
+    matmul::main()
 }
 
 #[test]

@@ -18,6 +18,7 @@ mod kernels;
 mod launches;
 mod looks;
 mod planted;
+mod recipes;
 mod recompute;
 mod schedule;
 mod skips;
