@@ -1,5 +1,8 @@
 //! The examples with options take a few steps on each of the two GPUs, of which the second is never the current one.
 
+#[path = "../../examples/gan.rs"]
+#[allow(dead_code, reason = "the tests choose the device")]
+mod gan;
 #[path = "../../examples/matmul.rs"]
 #[allow(dead_code, reason = "the tests choose the device")]
 mod matmul;
@@ -12,5 +15,19 @@ fn custom_functions_run_in_the_dtype_of_the_region() {
     let Some(_simulation) = Simulation::find() else { return };
     for gpu in GPUS {
         matmul::run(gpu).unwrap();
+    }
+}
+
+#[test]
+fn two_networks_train_with_a_scale_for_each_loss_and_plain_bce_is_refused() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for gpu in GPUS {
+        for amp in [gan::Amp::Off, gan::Amp::Bf16, gan::Amp::Fp16] {
+            let learned = gan::run(gpu, amp, 4).unwrap();
+            assert!(learned.discriminator.is_finite(), "{learned:?}");
+            assert!(learned.steps == 4 || amp == gan::Amp::Fp16, "{learned:?}");
+        }
+        let refusal = gan::plain_bce(gpu).unwrap();
+        assert!(refusal.contains("unsafe to autocast"), "{refusal}");
     }
 }
