@@ -13,6 +13,9 @@ mod fused;
 #[path = "../examples/gan.rs"]
 #[allow(dead_code, reason = "the tests choose the options")]
 mod gan;
+#[path = "../examples/inference.rs"]
+#[allow(dead_code, reason = "the tests choose the file")]
+mod inference;
 #[path = "../examples/lost_updates.rs"]
 #[allow(dead_code, reason = "the test chooses the path of the picture")]
 mod lost_updates;
@@ -36,7 +39,10 @@ mod threads;
 #[path = "../examples/train.rs"]
 mod train;
 
+use common::bits;
 use common::files::Folder;
+use common::python::Oracle;
+use serde_json::json;
 use tch::Device;
 
 #[test]
@@ -127,6 +133,21 @@ fn gan_runs() -> anyhow::Result<()> {
         anyhow::ensure!(is_complete || amp == gan::Amp::Fp16, "{learned:?}");
     }
     println!("{}", gan::plain_bce(Device::Cpu)?);
+    Ok(())
+}
+
+/// Python gets the same bits from the same file.
+#[test]
+fn inference_runs() -> anyhow::Result<()> {
+    let folder = Folder::new();
+    let file = folder.file("inference.pt");
+    let (inputs, outputs) = inference::run(Device::Cpu, &file, 32, 3)?;
+    let Some(oracle) = Oracle::find("inference.py") else { return Ok(()) };
+    let request = json!({ "shape": inputs.size(), "bits": bits::hex(&inputs) }).to_string();
+    let threads = tch::get_num_threads().to_string();
+    let path = file.to_string_lossy();
+    let printed = oracle.run(&[&path, &threads], &request);
+    anyhow::ensure!(printed.trim() == bits::hex(&outputs), "Python's outputs differ");
     Ok(())
 }
 

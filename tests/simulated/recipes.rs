@@ -3,10 +3,14 @@
 #[path = "../../examples/gan.rs"]
 #[allow(dead_code, reason = "the tests choose the device")]
 mod gan;
+#[path = "../../examples/inference.rs"]
+#[allow(dead_code, reason = "the tests choose the device")]
+mod inference;
 #[path = "../../examples/matmul.rs"]
 #[allow(dead_code, reason = "the tests choose the device")]
 mod matmul;
 
+use crate::common::files::Folder;
 use crate::common::simulation::Simulation;
 use crate::training::GPUS;
 
@@ -29,5 +33,15 @@ fn two_networks_train_with_a_scale_for_each_loss_and_plain_bce_is_refused() {
         }
         let refusal = gan::plain_bce(gpu).unwrap();
         assert!(refusal.contains("unsafe to autocast"), "{refusal}");
+    }
+}
+
+#[test]
+fn a_file_that_was_traced_in_a_region_runs_on_the_device_of_the_trace() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for gpu in GPUS {
+        let folder = Folder::new();
+        let (inputs, outputs) = inference::run(gpu, &folder.file("inference.pt"), 4, 2).unwrap();
+        assert_eq!((inputs.device(), outputs.device()), (gpu, gpu));
     }
 }
