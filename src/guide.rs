@@ -6,6 +6,18 @@
 // precedence over those at the end of a page, which link to files of the repository.
 
 #[doc = include_str!("guide/links.md")]
+/// From a loop in f32 to mixed precision, and to the example for each further need.
+#[doc = ""]
+#[doc = include_str!("../docs/recipes.md")]
+pub mod recipes {}
+
+#[doc = include_str!("guide/links.md")]
+/// A Python program that trains with `torch.amp`, and the same program in Rust.
+#[doc = ""]
+#[doc = include_str!("../docs/porting.md")]
+pub mod porting {}
+
+#[doc = include_str!("guide/links.md")]
 /// The training loop: gradient clipping, gradient accumulation, several losses, threads, and pitfalls.
 #[doc = ""]
 #[doc = include_str!("../docs/training.md")]

@@ -10,9 +10,17 @@ mod common;
 mod distributed;
 #[path = "../examples/fused.rs"]
 mod fused;
+#[path = "../examples/gan.rs"]
+#[allow(dead_code, reason = "the tests choose the options")]
+mod gan;
+#[path = "../examples/inference.rs"]
+#[allow(dead_code, reason = "the tests choose the file")]
+mod inference;
 #[path = "../examples/lost_updates.rs"]
 #[allow(dead_code, reason = "the test chooses the path of the picture")]
 mod lost_updates;
+#[path = "../examples/matmul.rs"]
+mod matmul;
 #[path = "../examples/multiple.rs"]
 mod multiple;
 #[path = "../examples/own_optimizer.rs"]
@@ -31,7 +39,11 @@ mod threads;
 #[path = "../examples/train.rs"]
 mod train;
 
+use common::bits;
 use common::files::Folder;
+use common::python::Oracle;
+use serde_json::json;
+use tch::Device;
 
 #[test]
 fn train_runs() -> anyhow::Result<()> {
@@ -109,6 +121,39 @@ fn policy_runs() -> anyhow::Result<()> {
     let error = policy::run("full", "adaptive").unwrap_err().to_string();
     anyhow::ensure!(error.contains("`adaptive`"), "{error}");
     Ok(())
+}
+
+#[test]
+fn gan_runs() -> anyhow::Result<()> {
+    for (amp, steps) in [(gan::Amp::Off, 20), (gan::Amp::Bf16, 20), (gan::Amp::Fp16, 6)] {
+        let learned = gan::run(Device::Cpu, amp, steps)?;
+        anyhow::ensure!(learned.discriminator.is_finite(), "{learned:?}");
+        // The first scales of fp16 are too large, and lowering them skips steps.
+        let is_complete = learned.steps == steps as u64;
+        anyhow::ensure!(is_complete || amp == gan::Amp::Fp16, "{learned:?}");
+    }
+    println!("{}", gan::plain_bce(Device::Cpu)?);
+    Ok(())
+}
+
+/// Python gets the same bits from the same file.
+#[test]
+fn inference_runs() -> anyhow::Result<()> {
+    let folder = Folder::new();
+    let file = folder.file("inference.pt");
+    let (inputs, outputs) = inference::run(Device::Cpu, &file, 32, 3)?;
+    let Some(oracle) = Oracle::find("inference.py") else { return Ok(()) };
+    let request = json!({ "shape": inputs.size(), "bits": bits::hex(&inputs) }).to_string();
+    let threads = tch::get_num_threads().to_string();
+    let path = file.to_string_lossy();
+    let printed = oracle.run(&[&path, &threads], &request);
+    anyhow::ensure!(printed.trim() == bits::hex(&outputs), "Python's outputs differ");
+    Ok(())
+}
+
+#[test]
+fn matmul_runs() -> anyhow::Result<()> {
+    matmul::main()
 }
 
 #[test]

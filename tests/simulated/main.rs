@@ -20,6 +20,7 @@ mod launches;
 mod looks;
 mod memory;
 mod planted;
+mod recipes;
 mod recompute;
 mod schedule;
 mod skips;

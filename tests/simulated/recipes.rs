@@ -1,0 +1,47 @@
+//! The examples with options take a few steps on each of the two GPUs, of which the second is never the current one.
+
+#[path = "../../examples/gan.rs"]
+#[allow(dead_code, reason = "the tests choose the device")]
+mod gan;
+#[path = "../../examples/inference.rs"]
+#[allow(dead_code, reason = "the tests choose the device")]
+mod inference;
+#[path = "../../examples/matmul.rs"]
+#[allow(dead_code, reason = "the tests choose the device")]
+mod matmul;
+
+use crate::common::files::Folder;
+use crate::common::simulation::Simulation;
+use crate::training::GPUS;
+
+#[test]
+fn custom_functions_run_in_the_dtype_of_the_region() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for gpu in GPUS {
+        matmul::run(gpu).unwrap();
+    }
+}
+
+#[test]
+fn two_networks_train_with_a_scale_for_each_loss_and_plain_bce_is_refused() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for gpu in GPUS {
+        for amp in [gan::Amp::Off, gan::Amp::Bf16, gan::Amp::Fp16] {
+            let learned = gan::run(gpu, amp, 4).unwrap();
+            assert!(learned.discriminator.is_finite(), "{learned:?}");
+            assert!(learned.steps == 4 || amp == gan::Amp::Fp16, "{learned:?}");
+        }
+        let refusal = gan::plain_bce(gpu).unwrap();
+        assert!(refusal.contains("unsafe to autocast"), "{refusal}");
+    }
+}
+
+#[test]
+fn a_file_that_was_traced_in_a_region_runs_on_the_device_of_the_trace() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for gpu in GPUS {
+        let folder = Folder::new();
+        let (inputs, outputs) = inference::run(gpu, &folder.file("inference.pt"), 4, 2).unwrap();
+        assert_eq!((inputs.device(), outputs.device()), (gpu, gpu));
+    }
+}
