@@ -1,8 +1,8 @@
 // The loops of the optimizers for which libtorch has no fused kernels.
 //
-// RMSprop's arithmetic is that of the operations that PyTorch's composes, which libtorch's vectors and its scalar loops
-// round alike. Lion's is that of its authors' implementation for PyTorch. Unlike both, half precision is computed in f32
-// and rounded when it is written.
+// RMSprop's arithmetic is that of the operations that PyTorch's is composed of, which libtorch's vectors and its scalar
+// loops round alike. Lion's is that of its authors' implementation for PyTorch. Unlike in both, half precision is
+// computed in f32 and rounded when it is written.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -45,8 +45,8 @@ struct RmsPropNumbers {
   }
 };
 
-// Takes the roots as libtorch's operation does: where that calls the vector library of MKL, it does not round correctly.
-// The roots do not depend on their places among the others.
+// Takes the roots as libtorch's operation does, which does not round correctly where it calls the vector library of
+// MKL. A root does not depend on its place among the others.
 template <typename W>
 void take_roots(W *squares, int64_t n) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;

@@ -54,9 +54,9 @@ class Rows {
   Size plain_, wide_;  // f32 and f64
 };
 
-// The step of a batch: its tensors are copied to scratch memory a chunk at a time, where one launch of an operation goes
-// over all of them, and the results are copied back. A step that is skipped copies the old numbers back. Half precision
-// is computed in f32.
+// The step of a batch: its tensors are copied to scratch memory a chunk at a time, where one launch of an operation
+// goes over all of them, and the results are copied back. A step that is skipped copies the old numbers back. Half
+// precision is computed in f32.
 class ComposedStep {
  public:
   // Reserves scratch memory. `prepare` follows when it has been allocated.

@@ -49,8 +49,8 @@ use crate::optim::state::State;
 /// | `Remainder` | 9 MiB | at most 12 | 9 |
 /// | `StochasticRounding` | 16 MiB | at most 46 | 28 |
 ///
-/// RMSprop and Lion, for which libtorch has no fused kernels, take up to 25 launches more, up to 23 more for each further
-/// 2^20 elements (`None`: 23), and up to 24 MiB more scratch memory for all modes, or 48 MiB for f64 parameters.
+/// RMSprop and Lion, for which libtorch has no fused kernels, take up to 25 launches more, up to 23 more for each
+/// further 2^20 elements, and in all modes up to 24 MiB more scratch memory, or 48 MiB for f64 parameters.
 ///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are
 /// converted to f32, all of them exist twice.
