@@ -1,6 +1,6 @@
-// The loops that update parameters and the state of the optimizers.
+// The loops of the optimizers for which libtorch has fused kernels.
 
-#include "loops.h"
+#include "updates.h"
 
 namespace tamp::kernels {
 namespace {
@@ -14,16 +14,6 @@ TAMP_INLINE float quotient(float a, float d, float reciprocal) {
   const float remainder = __builtin_fmaf(-guess, d, a);
   const float better = __builtin_fmaf(remainder, reciprocal, guess);
   return guess == __builtin_inff() ? guess : better;
-}
-
-// Calls `f` with the flag as a type, so that a loop is compiled for each value of it.
-template <typename F>
-void with(bool flag, const F &f) {
-  if (flag) {
-    f(std::true_type());
-  } else {
-    f(std::false_type());
-  }
 }
 
 // Runs `loop` over the elements that libtorch processes in vectors, and then over the rest, for which its compiler has
@@ -41,26 +31,6 @@ void run_split(const Slice<T> &x, const Loop &loop) {
 template <bool kFma, bool kTail, typename W>
 TAMP_INLINE W sum_of_products(W a, W b, W c, W d) {
   return kTail ? fma<kFma>(c, d, a * b) : fma<kFma>(a, b, c * d);
-}
-
-// ---- unscaling the gradient
-
-template <typename W>
-struct Scaling {
-  W divisor, factor, clip, sign;
-  bool divides;
-
-  Scaling(const GradientScale &scale, bool maximize)
-      : divisor(scale.divisor), factor(scale.factor), clip(static_cast<W>(scale.clip)), sign(maximize ? -1 : 1) {
-    divides = scale.divisor != 1 && !is_power_of_two(scale.divisor);
-    // The reciprocal of a power of two is exact, and so is every product with it.
-    if (scale.divisor != 1 && !divides) factor = 1 / divisor;
-  }
-};
-
-template <bool kDivides, typename W>
-TAMP_INLINE W scaled(const Scaling<W> &s, W gradient) {
-  return (kDivides ? gradient / s.divisor : gradient * s.factor * s.clip) * s.sign;
 }
 
 // ---- Adam

@@ -17,11 +17,14 @@ namespace tamp {
 
 // The places of the states in tamp_optim_parameter::states, which the algorithms use differently.
 enum StatePlace {
-  kExpAvg = 0,          // Adam and AdamW
+  kExpAvg = 0,          // Adam, AdamW and Lion
   kExpAvgSq = 1,        // Adam and AdamW
   kMaxExpAvgSq = 2,     // Adam and AdamW, with AMSGrad
   kMomentumBuffer = 0,  // SGD with momentum
   kSum = 0,             // Adagrad
+  kSquareAvg = 0,       // RMSprop
+  kBuffer = 1,          // RMSprop with momentum
+  kGradAvg = 2,         // RMSprop that is centered
   kStates = TAMP_OPTIM_STATES,
 };
 
@@ -73,6 +76,16 @@ struct Adagrad {
   bool maximize;
 };
 
+struct RmsProp {
+  double lr, alpha, eps, weight_decay, momentum;
+  bool centered, maximize;
+};
+
+struct Lion {
+  double lr, beta1, beta2, weight_decay;
+  bool maximize;
+};
+
 // A range of the memory of a parameter, its gradient and its state. Its length is a multiple of 64 bytes unless it ends
 // the tensor.
 template <typename T>
@@ -108,5 +121,9 @@ template <typename T>
 void update(const Sgd &options, const GradientScale &scale, const Slice<T> &slice);
 template <typename T>
 void update(const Adagrad &options, const GradientScale &scale, const Slice<T> &slice);
+template <typename T>
+void update(const RmsProp &options, const GradientScale &scale, const Slice<T> &slice);
+template <typename T>
+void update(const Lion &options, const GradientScale &scale, const Slice<T> &slice);
 
 }  // namespace tamp::kernels

@@ -74,7 +74,8 @@ struct Corrections {
 };
 
 // What an update takes besides memory: the options of its algorithm.
-using Update = std::variant<tamp::kernels::Adam, tamp::kernels::Sgd, tamp::kernels::Adagrad>;
+using Update = std::variant<tamp::kernels::Adam, tamp::kernels::Sgd, tamp::kernels::Adagrad, tamp::kernels::RmsProp,
+                            tamp::kernels::Lion>;
 
 Update update_of(const Entry &e, Corrections &corrections) {
   const tamp_optim_options &o = *e.options;
@@ -87,6 +88,12 @@ Update update_of(const Entry &e, Corrections &corrections) {
     }
     case TAMP_OPTIM_ADAGRAD:
       return tamp::kernels::Adagrad{o.lr, o.lr_decay, o.eps, o.weight_decay, step, maximize};
+    case TAMP_OPTIM_RMSPROP: {
+      const bool centered = (o.flags & TAMP_OPTIM_CENTERED) != 0;
+      return tamp::kernels::RmsProp{o.lr, o.alpha, o.eps, o.weight_decay, o.momentum, centered, maximize};
+    }
+    case TAMP_OPTIM_LION:
+      return tamp::kernels::Lion{o.lr, o.beta1, o.beta2, o.weight_decay, maximize};
     default: {
       tamp::kernels::Adam adam = {};
       adam.lr = o.lr;

@@ -1,4 +1,4 @@
-// The step of an optimizer on devices other than the CPU, with libtorch's kernels.
+// The step of an optimizer on devices other than the CPU, with libtorch's fused kernels where it has them.
 
 #include <ATen/ATen.h>
 
@@ -9,44 +9,13 @@
 #include "guarded.h"
 #include "memory.h"
 #include "optim.h"
+#include "optim_composed.h"
 #include "stand_ins.h"
 
 namespace tamp::optim {
 namespace {
 
 using at::Tensor;
-
-// Entries that one call of libtorch steps.
-struct Batch {
-  const tamp_optim_options *options;
-  at::ScalarType dtype;
-  bool first_step;
-  std::vector<Tensor> parameters, gradients, steps, states[kStates];
-
-  bool takes(const Entry &e) const {
-    return options == e.options && dtype == e.parameter.scalar_type() && first_step == e.first_step;
-  }
-
-  void add(const Entry &e) {
-    parameters.push_back(e.parameter);
-    gradients.push_back(e.gradient);
-    if (e.step.defined()) steps.push_back(e.step);
-    for (int i = 0; i < kStates; ++i) {
-      if (e.states[i].defined()) states[i].push_back(e.states[i]);
-    }
-  }
-};
-
-std::vector<Batch> batches(const std::vector<Entry> &entries) {
-  std::vector<Batch> out;
-  for (const auto &e : entries) {
-    size_t i = 0;
-    while (i < out.size() && !out[i].takes(e)) ++i;
-    if (i == out.size()) out.push_back({e.options, e.parameter.scalar_type(), e.first_step, {}, {}, {}, {}});
-    out[i].add(e);
-  }
-  return out;
-}
 
 std::optional<Tensor> on_device(const tamp_tensor *t, at::Device device) {
   if (t == nullptr) return std::nullopt;
@@ -85,13 +54,26 @@ void launch(const Batch &b, const std::optional<Tensor> &grad_scale, const std::
   for (const auto &states : b.states) bump_versions(states);
 }
 
+// 1/scale as f32, rounded as on the host.
+Tensor inverse_of(const Tensor &scale) {
+  if (scale.device().is_mps()) return scale.reciprocal();  // MPS has no f64
+  return scale.to(at::kDouble).reciprocal().to(at::kFloat);
+}
+
+// What steps a batch: one of libtorch's kernels, or several of its operations.
+struct Launch {
+  Batch batch;
+  std::optional<ComposedStep> composed;
+};
+
 }  // namespace
 
 // The step of the parameters on one device.
 class OneDevice {
  public:
   OneDevice(std::vector<Entry> entries, const tamp_optim_scale &scale) {
-    read(scale, entries.front().parameter.device());
+    const at::Device device = entries.front().parameter.device();
+    read(scale, device, is_composed(entries.front().options->algorithm));
     std::vector<Entry> direct, indirect;
     for (auto &e : entries) {
       if (e.step.defined()) steps_.push_back(e.step);
@@ -105,10 +87,15 @@ class OneDevice {
     for (auto &e : direct) {
       if (e.master.kind == TAMP_MASTER_FLOAT) e.parameter = e.master.tensor;
     }
-    direct_ = batches(direct);
+    direct_ = launches(direct);
     stand_ins_.emplace(indirect);
     if (planted("memory")) (void)at::empty({1 << 26}, steps_.front().options());
-    for (size_t i = 0; i < stand_ins_->chunks(); ++i) chunks_.push_back(batches(stand_ins_->entries(i)));
+    for (size_t i = 0; i < stand_ins_->chunks(); ++i) chunks_.push_back(launches(stand_ins_->entries(i)));
+    rows_.allocate(device);
+    for (auto &launch : direct_) prepare(launch);
+    for (auto &chunk : chunks_) {
+      for (auto &launch : chunk) prepare(launch);
+    }
     if (found_inf_) flags_.assign(steps_.size(), found_inf_->reshape({}));
   }
 
@@ -128,20 +115,45 @@ class OneDevice {
   }
 
  private:
-  void read(const tamp_optim_scale &scale, at::Device device) {
+  void read(const tamp_optim_scale &scale, at::Device device, bool composed) {
     grad_scale_ = on_device(scale.grad_scale, device);
     found_inf_ = on_device(scale.found_inf, device);
     const auto clip = on_device(scale.clip, device);
+    if (composed) {
+      // An optimizer has one algorithm.
+      if (grad_scale_) prepared_.inverse = inverse_of(*grad_scale_).reshape({});
+      if (clip) prepared_.clip = clip->to(at::kFloat).reshape({});
+      if (found_inf_) prepared_.skip = found_inf_->reshape({}).ne(0);
+      return;
+    }
     // The kernels divide by a single number, which has to include the clipping.
     if (clip) grad_scale_ = (grad_scale_ ? *grad_scale_ : at::ones_like(*clip, at::kFloat)) / clip->to(at::kFloat);
   }
 
+  std::vector<Launch> launches(const std::vector<Entry> &entries) {
+    std::vector<Launch> out;
+    for (auto &batch : batches(entries)) {
+      Launch &launch = out.emplace_back();
+      if (is_composed(batch.options->algorithm)) launch.composed.emplace(batch, rows_);
+      launch.batch = std::move(batch);
+    }
+    return out;
+  }
+
+  void prepare(Launch &launch) const {
+    if (launch.composed) launch.composed->prepare(rows_);
+  }
+
+  void run(const Launch &step) const {
+    step.composed ? step.composed->run(prepared_) : launch(step.batch, grad_scale_, found_inf_);
+  }
+
   void update() const {
-    for (const auto &batch : direct_) launch(batch, grad_scale_, found_inf_);
+    for (const auto &step : direct_) run(step);
     TORCH_CHECK(!planted("half_way"), "a planted failure half way");
     for (size_t i = 0; i < chunks_.size(); ++i) {
       stand_ins_->fill(i);
-      for (const auto &batch : chunks_[i]) launch(batch, grad_scale_, found_inf_);
+      for (const auto &step : chunks_[i]) run(step);
       stand_ins_->write_back(i);
     }
     rounded_.run();
@@ -149,10 +161,12 @@ class OneDevice {
 
   std::optional<Tensor> grad_scale_, found_inf_;
   std::vector<Tensor> steps_, flags_;
-  std::vector<Batch> direct_;  // what the kernels update directly
+  Prepared prepared_;
+  Rows rows_;
+  std::vector<Launch> direct_;  // what the kernels update directly
   std::optional<tamp::optim::StandIns> stand_ins_;
-  std::vector<std::vector<Batch>> chunks_;  // the stand-ins of the others, by chunk
-  tamp::Copies rounded_;                    // parameters, and the f32 copies that they are rounded from
+  std::vector<std::vector<Launch>> chunks_;  // the stand-ins of the others, by chunk
+  tamp::Copies rounded_;                     // parameters, and the f32 copies that they are rounded from
 };
 
 DeviceStep::DeviceStep(const std::vector<Entry> &entries, const tamp_optim_scale &scale) {

@@ -317,9 +317,16 @@ void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double m
 // ----------------------------------------------------------------------------------------------------------- optim.cpp
 // These functions take the steps of the fused optimizers, and convert and renew master weights.
 
-enum { TAMP_OPTIM_ADAM = 0, TAMP_OPTIM_ADAMW = 1, TAMP_OPTIM_SGD = 2, TAMP_OPTIM_ADAGRAD = 3 };
+enum {
+  TAMP_OPTIM_ADAM = 0,
+  TAMP_OPTIM_ADAMW = 1,
+  TAMP_OPTIM_SGD = 2,
+  TAMP_OPTIM_ADAGRAD = 3,
+  TAMP_OPTIM_RMSPROP = 4,
+  TAMP_OPTIM_LION = 5,
+};
 
-enum { TAMP_OPTIM_AMSGRAD = 1, TAMP_OPTIM_NESTEROV = 2, TAMP_OPTIM_MAXIMIZE = 4 };
+enum { TAMP_OPTIM_AMSGRAD = 1, TAMP_OPTIM_NESTEROV = 2, TAMP_OPTIM_MAXIMIZE = 4, TAMP_OPTIM_CENTERED = 8 };
 
 // The largest number of states that an algorithm has for a parameter.
 enum { TAMP_OPTIM_STATES = 3 };
@@ -334,8 +341,9 @@ typedef struct tamp_optim_options {
   double momentum;
   double dampening;
   double lr_decay;
-  uint8_t algorithm;  // TAMP_OPTIM_ADAM to TAMP_OPTIM_ADAGRAD
-  uint8_t flags;      // a sum of TAMP_OPTIM_AMSGRAD, TAMP_OPTIM_NESTEROV and TAMP_OPTIM_MAXIMIZE
+  double alpha;
+  uint8_t algorithm;  // TAMP_OPTIM_ADAM to TAMP_OPTIM_LION
+  uint8_t flags;      // a sum of TAMP_OPTIM_AMSGRAD, TAMP_OPTIM_NESTEROV, TAMP_OPTIM_MAXIMIZE and TAMP_OPTIM_CENTERED
 } tamp_optim_options;
 
 // What a parameter is updated from. Every kind of master weights computes the update in f32.
@@ -350,9 +358,10 @@ enum {
 // gradient has the parameter's dtype or is f32.
 typedef struct tamp_optim_parameter {
   tamp_tensor *parameter;
-  tamp_tensor *step;  // the number of steps, an f32 of one element; null for SGD without stochastic rounding
+  tamp_tensor *step;  // the number of steps, an f32 of one element; null for SGD and Lion without stochastic rounding
   // For Adam and AdamW exp_avg, exp_avg_sq and, with AMSGrad, max_exp_avg_sq; for SGD with momentum the
-  // momentum_buffer; for Adagrad the sum. The others are null.
+  // momentum_buffer; for Adagrad the sum; for RMSprop square_avg, with momentum the momentum_buffer and, if it is
+  // centered, grad_avg; for Lion exp_avg. The others are null.
   tamp_tensor *states[TAMP_OPTIM_STATES];
   tamp_tensor *master;  // the f32 copy, or the remainder as i16; null for the other kinds
   tamp_stamp *stamp;    // of the parameter when it last agreed with `master`; not used without one

@@ -15,6 +15,7 @@
 //! wildcard arm.
 #![deny(unsafe_code)]
 
+pub mod accumulation;
 mod atomic;
 pub mod autocast;
 pub mod average;

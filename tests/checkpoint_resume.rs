@@ -7,7 +7,7 @@ mod common;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng, rng_state, set_rng_state};
-use tch_amp::optim::{Adagrad, AdamW, Algorithm, Optimizer, Sgd};
+use tch_amp::optim::{Adagrad, AdamW, Algorithm, Lion, Optimizer, RmsProp, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
@@ -29,12 +29,7 @@ impl Shuffled {
     fn new(device: Device, algorithm: Algorithm) -> Self {
         let vs = VarStore::new(device);
         let net = nn::linear(vs.root(), 4, 3, Default::default());
-        let opt = match algorithm {
-            Algorithm::AdamW(config) => config.build(&vs, 0.1),
-            Algorithm::Sgd(config) => config.build(&vs, 0.1),
-            Algorithm::Adagrad(config) => config.build(&vs, 0.1),
-            other => panic!("the tests do not use {other:?}"),
-        };
+        let opt = algorithm.build(&vs, 0.1);
         let config = GradScalerConfig::default().init_scale(64.0).growth_interval(2);
         let scaler = config.build(device).unwrap();
         let data = Tensor::arange(32, (Kind::Float, device)).view([8, 4]) / 32.0;
@@ -122,11 +117,13 @@ fn refuse(folder: &Folder, vs: &VarStore) {
 fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
     let folder = Folder::new();
     let path = folder.file("x.safetensors");
-    let algorithms: [Algorithm; 4] = [
+    let algorithms: [Algorithm; 6] = [
         AdamW::default().amsgrad(true).into(),
         Sgd::default().momentum(0.9).into(),
         Sgd::default().momentum(0.9).dampening(0.5).into(),
         Adagrad::default().into(),
+        RmsProp::default().momentum(0.9).centered(true).into(),
+        Lion::default().into(),
     ];
     for_each_device(|device| {
         for algorithm in algorithms {

@@ -15,8 +15,8 @@ use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
 };
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup,
-    ParamGroupState, Parameters, Sgd, Step,
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, OptimizerState, ParamGroup,
+    ParamGroupState, Parameters, RmsProp, Sgd, Step,
 };
 use tch_amp::policy::{KeepF32, KeptInF32, KeptInF32T, OptLevel, PolicyModule, PolicyModuleT};
 use tch_amp::recompute::{Recomputed, RecomputedT};
@@ -89,6 +89,7 @@ send_and_sync!(
     GradScalerConfig,
     GradScalerState,
     KeepF32<'static>,
+    Lion,
     LossScaleState,
     MasterWeights,
     NoOpLossScale,
@@ -98,6 +99,7 @@ send_and_sync!(
     ParamGroupState,
     Policy,
     Restored,
+    RmsProp,
     Rng,
     Sgd,
     Start,

@@ -16,6 +16,8 @@ pub(crate) enum OptimAlgorithm {
     AdamW,
     Sgd,
     Adagrad,
+    RmsProp,
+    Lion,
 }
 
 /// The options of a parameter group, by their names in PyTorch. An algorithm ignores those of others.
@@ -29,9 +31,11 @@ pub(crate) struct OptimOptions {
     pub(crate) momentum: f64,
     pub(crate) dampening: f64,
     pub(crate) lr_decay: f64,
+    pub(crate) alpha: f64,
     pub(crate) amsgrad: bool,
     pub(crate) nesterov: bool,
     pub(crate) maximize: bool,
+    pub(crate) centered: bool,
 }
 
 impl OptimOptions {
@@ -41,10 +45,13 @@ impl OptimOptions {
             OptimAlgorithm::AdamW => sys::OPTIM_ADAMW,
             OptimAlgorithm::Sgd => sys::OPTIM_SGD,
             OptimAlgorithm::Adagrad => sys::OPTIM_ADAGRAD,
+            OptimAlgorithm::RmsProp => sys::OPTIM_RMSPROP,
+            OptimAlgorithm::Lion => sys::OPTIM_LION,
         };
         let flags = u8::from(self.amsgrad) * sys::OPTIM_AMSGRAD
             + u8::from(self.nesterov) * sys::OPTIM_NESTEROV
-            + u8::from(self.maximize) * sys::OPTIM_MAXIMIZE;
+            + u8::from(self.maximize) * sys::OPTIM_MAXIMIZE
+            + u8::from(self.centered) * sys::OPTIM_CENTERED;
         sys::OptimOptions {
             lr: self.lr,
             beta1: self.betas.0,
@@ -54,6 +61,7 @@ impl OptimOptions {
             momentum: self.momentum,
             dampening: self.dampening,
             lr_decay: self.lr_decay,
+            alpha: self.alpha,
             algorithm,
             flags,
         }
@@ -92,7 +100,8 @@ impl Master {
 pub(crate) struct OptimParameter<'a> {
     pub(crate) parameter: &'a Tensor,
     pub(crate) step: Option<&'a Tensor>,
-    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq; for SGD momentum_buffer; for Adagrad sum.
+    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq; for SGD momentum_buffer; for Adagrad sum; for RMSprop
+    /// square_avg, momentum_buffer and grad_avg; for Lion exp_avg.
     pub(crate) states: [Option<&'a Tensor>; sys::OPTIM_STATES],
     pub(crate) kept: Option<&'a Tensor>,
     pub(crate) master: Master,

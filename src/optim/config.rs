@@ -7,7 +7,7 @@ use crate::builder::builder;
 use crate::error::{Error, OptimizerError};
 use crate::error::{Result, ensure};
 use crate::ffi::{OptimAlgorithm, OptimOptions};
-use crate::optim::{IntoParameters, MasterWeights, Optimizer};
+use crate::optim::{IntoParameters, Lion, MasterWeights, Optimizer, RmsProp};
 
 /// AdamW: Adam with weight decay that acts on the weights directly, not through their gradients. The counterpart of
 /// `torch.optim.AdamW` with `fused=True`.
@@ -220,6 +220,10 @@ pub enum Algorithm {
     Sgd(Sgd),
     /// [`Adagrad`].
     Adagrad(Adagrad),
+    /// [`RmsProp`].
+    RmsProp(RmsProp),
+    /// [`Lion`].
+    Lion(Lion),
 }
 
 macro_rules! build {
@@ -257,7 +261,7 @@ macro_rules! build {
     )*};
 }
 
-build!(AdamW Adam Sgd Adagrad);
+build!(AdamW Adam Sgd Adagrad RmsProp Lion);
 
 macro_rules! from_tch {
     ($($config:ident)*) => {$(
@@ -337,6 +341,8 @@ impl Algorithm {
             Self::Adam(_) => "Adam",
             Self::Sgd(_) => "Sgd",
             Self::Adagrad(_) => "Adagrad",
+            Self::RmsProp(_) => "RmsProp",
+            Self::Lion(_) => "Lion",
         }
     }
 
@@ -368,6 +374,16 @@ impl Algorithm {
                 non_negative("lr_decay", lr_decay)?;
                 non_negative("initial_accumulator_value", initial_accumulator_value)?;
                 non_negative("eps", eps)?;
+                non_negative("weight_decay", weight_decay)
+            }
+            Self::RmsProp(RmsProp { alpha, eps, weight_decay, momentum, .. }) => {
+                ensure("alpha", alpha, (0.0..1.0).contains(&alpha), "from 0 to below 1")?;
+                non_negative("eps", eps)?;
+                non_negative("momentum", momentum)?;
+                non_negative("weight_decay", weight_decay)
+            }
+            Self::Lion(Lion { betas, weight_decay, .. }) => {
+                check_betas(betas)?;
                 non_negative("weight_decay", weight_decay)
             }
         }
@@ -413,6 +429,27 @@ impl Algorithm {
                 maximize,
                 ..Default::default()
             },
+            Self::RmsProp(RmsProp { alpha, eps, weight_decay, momentum, centered, maximize }) => {
+                OptimOptions {
+                    algorithm: OptimAlgorithm::RmsProp,
+                    lr,
+                    alpha,
+                    eps,
+                    weight_decay,
+                    momentum,
+                    centered,
+                    maximize,
+                    ..Default::default()
+                }
+            }
+            Self::Lion(Lion { betas, weight_decay, maximize }) => OptimOptions {
+                algorithm: OptimAlgorithm::Lion,
+                lr,
+                betas,
+                weight_decay,
+                maximize,
+                ..Default::default()
+            },
         }
     }
 
@@ -422,21 +459,25 @@ impl Algorithm {
             Self::Adam(config) => &mut config.weight_decay,
             Self::Sgd(config) => &mut config.weight_decay,
             Self::Adagrad(config) => &mut config.weight_decay,
+            Self::RmsProp(config) => &mut config.weight_decay,
+            Self::Lion(config) => &mut config.weight_decay,
         }
     }
 
-    /// The momentum; for Adam and AdamW the first beta, as in tch.
+    /// The momentum; for Adam, AdamW and Lion the first beta, as in tch.
     pub(crate) fn momentum(mut self) -> Option<f64> {
         self.momentum_mut().map(|momentum| *momentum)
     }
 
-    /// The momentum; for Adam and AdamW the first beta, as in tch.
+    /// The momentum; for Adam, AdamW and Lion the first beta, as in tch.
     pub(crate) fn momentum_mut(&mut self) -> Option<&mut f64> {
         match self {
             Self::AdamW(config) => Some(&mut config.betas.0),
             Self::Adam(config) => Some(&mut config.betas.0),
             Self::Sgd(config) => Some(&mut config.momentum),
             Self::Adagrad(_) => None,
+            Self::RmsProp(config) => Some(&mut config.momentum),
+            Self::Lion(config) => Some(&mut config.betas.0),
         }
     }
 }

@@ -158,7 +158,7 @@ impl Optimizer {
         self.change(Some(group), |options| set(&mut options.lr, lr))
     }
 
-    /// Sets the momentum of all groups: for Adam and AdamW the first beta, as in tch.
+    /// Sets the momentum of all groups: for Adam, AdamW and Lion the first beta, as in tch.
     ///
     /// # Errors
     ///
@@ -168,7 +168,7 @@ impl Optimizer {
         self.change(None, |options| set_momentum(options, momentum))
     }
 
-    /// Sets the momentum of a group: for Adam and AdamW the first beta, as in tch.
+    /// Sets the momentum of a group: for Adam, AdamW and Lion the first beta, as in tch.
     ///
     /// # Errors
     ///

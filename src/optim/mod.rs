@@ -20,6 +20,7 @@
 //! ```
 
 mod clip;
+mod composed;
 mod config;
 mod first_step;
 mod groups;
@@ -38,6 +39,7 @@ mod update;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+pub use composed::{Lion, RmsProp};
 pub use config::{Adagrad, Adam, AdamW, Algorithm, OptimizerBuilder, Sgd};
 pub use groups::ParamGroup;
 pub use masters::MasterWeights;

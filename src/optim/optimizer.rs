@@ -17,8 +17,9 @@ use crate::optim::{
 use crate::{autocast, ffi};
 
 /// An optimizer whose step is one call for all parameters. It is built by [`AdamW`](crate::optim::AdamW),
-/// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd) or [`Adagrad`](crate::optim::Adagrad). The counterpart of
-/// `torch.optim.Optimizer` with `fused=True`, with the methods of [`tch::nn::Optimizer`].
+/// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd), [`Adagrad`](crate::optim::Adagrad),
+/// [`RmsProp`](crate::optim::RmsProp) or [`Lion`](crate::optim::Lion). The counterpart of `torch.optim.Optimizer` with
+/// `fused=True`, with the methods of [`tch::nn::Optimizer`].
 ///
 /// Parameters may be f32, f64, bf16 or fp16, on any device. The state of a parameter has the parameter's dtype, except
 /// for `step`, which is f32, and unless [`MasterWeights`] keep the state in f32. Methods that synchronize say so. In

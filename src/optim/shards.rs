@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::error::{Error, Result};
 use crate::ffi;
-use crate::optim::state::{State, used_keys};
+use crate::optim::state::{State, used};
 use crate::optim::{MasterWeights, Optimizer, OptimizerState, Step};
 
 /// The ranks that divide the state of an optimizer among them.
@@ -151,7 +151,8 @@ impl Optimizer {
         let master = self.masters.of(parameter, index);
         let bytes = |kind: Kind| kind.elt_size_in_bytes() as u64;
         let moment = bytes(master.state_kind().unwrap_or_else(|| parameter.kind()));
-        let moments = used_keys(&self.groups[slot.group].algorithm).len() as u64;
+        let used = used(&self.groups[slot.group].algorithm);
+        let moments = used.into_iter().filter(|used| *used).count() as u64;
         let each = moments * moment + master.kind().map_or(0, bytes);
         parameter.numel() as u64 * each.max(1)
     }

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Result;
 use crate::ffi::{self, Master};
 use crate::optim::first_step::FirstStep;
-use crate::optim::{Adagrad, Adam, AdamW, Algorithm};
+use crate::optim::{Adagrad, Adam, AdamW, Algorithm, RmsProp};
 
 /// The state of one parameter; empty until its first gradient.
 #[derive(Debug, Default)]
@@ -36,29 +36,35 @@ pub(crate) fn keys(algorithm: &Algorithm) -> &'static [&'static str] {
         Algorithm::AdamW(_) | Algorithm::Adam(_) => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
         Algorithm::Sgd(_) => &["momentum_buffer"],
         Algorithm::Adagrad(_) => &["sum"],
+        Algorithm::RmsProp(_) => &["square_avg", "momentum_buffer", "grad_avg"],
+        Algorithm::Lion(_) => &["exp_avg"],
     }
 }
 
-/// The keys that the algorithm uses with its options.
-pub(crate) fn used_keys(algorithm: &Algorithm) -> &'static [&'static str] {
-    let keys = keys(algorithm);
-    let unused = match algorithm {
-        Algorithm::AdamW(AdamW { amsgrad, .. }) | Algorithm::Adam(Adam { amsgrad, .. }) => !amsgrad,
-        Algorithm::Sgd(config) => config.momentum == 0.0,
-        Algorithm::Adagrad(_) => false,
-    };
-    &keys[..keys.len() - usize::from(unused)]
+/// Which of the [`keys`] the algorithm uses with its options.
+pub(crate) fn used(algorithm: &Algorithm) -> [bool; KEPT] {
+    match algorithm {
+        Algorithm::AdamW(AdamW { amsgrad, .. }) | Algorithm::Adam(Adam { amsgrad, .. }) => {
+            [true, true, *amsgrad]
+        }
+        Algorithm::Sgd(config) => [config.momentum != 0.0, false, false],
+        Algorithm::RmsProp(RmsProp { momentum, centered, .. }) => {
+            [true, *momentum != 0.0, *centered]
+        }
+        Algorithm::Adagrad(_) | Algorithm::Lion(_) => [true, false, false],
+    }
 }
 
 /// Whether the steps of a parameter are counted.
 pub(crate) fn counts_steps(algorithm: &Algorithm, master: Master) -> bool {
-    !matches!(algorithm, Algorithm::Sgd(_)) || matches!(master, Master::Stochastic { .. })
+    !matches!(algorithm, Algorithm::Sgd(_) | Algorithm::Lion(_))
+        || matches!(master, Master::Stochastic { .. })
 }
 
 /// Whether the state has everything that a step of the parameter needs.
 pub(crate) fn is_complete(state: &State, algorithm: &Algorithm, master: Master) -> bool {
-    let used = &state.tensors[..used_keys(algorithm).len()];
-    used.iter().all(Option::is_some)
+    let mut tensors = state.tensors.iter().zip(used(algorithm));
+    tensors.all(|(tensor, used)| tensor.is_some() || !used)
         && (state.step.is_some() || !counts_steps(algorithm, master))
         && (state.master.is_some() || master.kind().is_none())
 }
@@ -92,8 +98,8 @@ pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Resu
             steps.push((&mut state.step, parameter.device()));
         }
         let (kind, value) = (master.state_kind(), initial(algorithm));
-        for (place, _) in state.tensors.iter_mut().zip(used_keys(algorithm)) {
-            if place.is_none() {
+        for (place, used) in state.tensors.iter_mut().zip(used(algorithm)) {
+            if used && place.is_none() {
                 missing.push(Missing { place, kind, value, parameter });
             }
         }

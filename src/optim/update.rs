@@ -10,7 +10,7 @@ use crate::ffi::{self, Gradient, Master, OptimParameter, StepAnswer};
 use crate::optim::first_step::{FirstStep, Launch};
 use crate::optim::optimizer::Slot;
 use crate::optim::shards::Shards;
-use crate::optim::state::{is_complete, used_keys};
+use crate::optim::state::{is_complete, used};
 use crate::optim::{Algorithm, Optimizer, Step};
 
 impl Optimizer {
@@ -113,9 +113,10 @@ impl Optimizer {
             let Slot { group, state, elsewhere, .. } = slot;
             let algorithm = &self.groups[*group].algorithm;
             // Tensors that are no longer used, since an option was switched off, are left out.
-            let used = used_keys(algorithm).len();
             let mut states = state.tensors.each_ref().map(Option::as_ref);
-            states[used..].fill(None);
+            for (tensor, used) in states.iter_mut().zip(used(algorithm)) {
+                *tensor = tensor.filter(|_| used);
+            }
             let parameter = &self.parameters[index];
             let master = self.masters.of(parameter, index);
             OptimParameter {

@@ -5,7 +5,7 @@ use std::path::Path;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Format, Restored};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Optimizer, Sgd};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Optimizer, RmsProp, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
@@ -38,6 +38,10 @@ impl Twin {
                 sgd.build(parameters, 0.05)
             }
             "plain" => Sgd::default().build(parameters, 0.05),
+            "rmsprop" => {
+                let rmsprop = RmsProp::default().momentum(0.5).centered(true);
+                rmsprop.weight_decay(0.1).build(parameters, 0.05)
+            }
             _ => Adagrad::default().lr_decay(0.1).build(parameters, 0.05),
         };
         let mut opt = opt.unwrap();
@@ -84,7 +88,7 @@ fn hex_float(text: &str) -> f32 {
     (sign * mantissa * f64::from(exponent).exp2()) as f32
 }
 
-const ALGORITHMS: [&str; 5] = ["adamw", "adam", "sgd", "plain", "adagrad"];
+const ALGORITHMS: [&str; 6] = ["adamw", "adam", "sgd", "plain", "adagrad", "rmsprop"];
 
 #[test]
 fn training_resumes_from_pythons_file() {
@@ -117,9 +121,9 @@ fn training_resumes_from_pythons_file() {
         let unknown = checkpoint.value::<i64>("unknown").unwrap_err();
         assert!(matches!(unknown, Error::Checkpoint(CheckpointError::OtherPart { .. })));
         let mut sgd = Sgd::default().build(&twin.vs, 0.1).unwrap();
-        let unknown = checkpoint.restore().optimizer("rmsprop", &mut sgd).apply().unwrap_err();
-        let message = "`rmsprop` in the checkpoint is unsupported (its param_groups are not those \
-                       of Adam, AdamW, SGD or Adagrad), not an optimizer";
+        let unknown = checkpoint.restore().optimizer("adamax", &mut sgd).apply().unwrap_err();
+        let message = "`adamax` in the checkpoint is unsupported (its param_groups are not those \
+                       of Adam, AdamW, SGD, Adagrad, RMSprop or Lion), not an optimizer";
         assert_eq!(unknown.to_string(), message);
         // What this crate cannot read is not silently dropped.
         assert!(checkpoint.save(folder.file("again.pt")).is_err());
@@ -196,13 +200,13 @@ fn pythons_other_optimizers_are_refused_by_name() {
             let refused = checkpoint.restore().optimizer(name, &mut opt).apply().unwrap_err();
             let message = format!(
                 "`{name}` in the checkpoint is unsupported (its param_groups are not those of \
-                 Adam, AdamW, SGD or Adagrad), not an optimizer"
+                 Adam, AdamW, SGD, Adagrad, RMSprop or Lion), not an optimizer"
             );
             assert_eq!(refused.to_string(), message);
             assert_eq!(opt.state_dict().unwrap().param_groups, before);
         }
     }
-    assert_eq!(printed.lines().count(), 14, "{printed}");
+    assert_eq!(printed.lines().count(), 12, "{printed}");
 }
 
 /// The options of a file of this crate are given to Python's classes, whose state is then saved.
@@ -231,6 +235,8 @@ fn class(algorithm: &Algorithm) -> &'static str {
         Algorithm::AdamW(_) => "AdamW",
         Algorithm::Adam(_) => "Adam",
         Algorithm::Sgd(_) => "SGD",
+        Algorithm::RmsProp(_) => "RMSprop",
+        Algorithm::Lion(_) => "Lion",
         _ => "Adagrad",
     }
 }

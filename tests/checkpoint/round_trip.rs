@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::Checkpoint;
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
+use tch_amp::optim::{
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, RmsProp, Sgd,
+};
 use tch_amp::scaler::ScalerError;
 use tch_amp::{Error, GradScaler};
 
@@ -276,6 +278,8 @@ pub(crate) fn every_option() -> Vec<Algorithm> {
     let sgd = Sgd::default().momentum(0.5).weight_decay(0.25);
     let adagrad = Adagrad::default().lr_decay(0.5).eps(0.125).weight_decay(0.25);
     let adagrad = adagrad.initial_accumulator_value(0.75);
+    let rmsprop = RmsProp::default().alpha(0.5).eps(0.125).weight_decay(0.25).momentum(0.75);
+    let lion = Lion::default().betas((0.5, 0.75)).weight_decay(0.25);
     vec![
         adam.into(),
         adam.amsgrad(true).into(),
@@ -288,6 +292,11 @@ pub(crate) fn every_option() -> Vec<Algorithm> {
         sgd.maximize(true).into(),
         adagrad.into(),
         adagrad.maximize(true).into(),
+        rmsprop.into(),
+        rmsprop.centered(true).into(),
+        rmsprop.maximize(true).into(),
+        lion.into(),
+        lion.maximize(true).into(),
     ]
 }
 
@@ -301,6 +310,8 @@ pub(crate) fn restored_options(
         Algorithm::AdamW(_) => AdamW::default().into(),
         Algorithm::Adam(_) => Adam::default().into(),
         Algorithm::Sgd(_) => Sgd::default().into(),
+        Algorithm::RmsProp(_) => RmsProp::default().into(),
+        Algorithm::Lion(_) => Lion::default().into(),
         _ => Adagrad::default().into(),
     };
     let w = Tensor::ones([1], (Kind::Float, Device::Cpu)).set_requires_grad(true);

@@ -5,6 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod accumulation;
 mod agreement;
 mod collectives;
 mod data_parallel;

@@ -6,7 +6,7 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{DistributedError, ProcessGroup};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, OptimizerState, Sgd,
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, OptimizerState, RmsProp, Sgd,
 };
 use tch_amp::{Error, GradScaler};
 
@@ -68,13 +68,15 @@ fn state_bits(state: &OptimizerState) -> Vec<(String, String, Vec<u8>)> {
     tensors.collect()
 }
 
-fn algorithms() -> [Algorithm; 5] {
+fn algorithms() -> [Algorithm; 7] {
     [
         AdamW::default().into(),
         Adam::default().amsgrad(true).into(),
         Sgd::default().into(),
         Sgd::default().momentum(0.9).dampening(0.1).into(),
         Adagrad::default().into(),
+        RmsProp::default().centered(true).into(),
+        Lion::default().into(),
     ]
 }
 

@@ -3,7 +3,7 @@
 use rstest::rstest;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, AmpOptimizer, OptimizerError, Sgd};
+use tch_amp::optim::{Adagrad, Adam, AdamW, AmpOptimizer, Lion, OptimizerError, RmsProp, Sgd};
 use tch_amp::{Error, GradScaler};
 
 use crate::common::tensors::leaf;
@@ -112,6 +112,12 @@ fn options_outside_their_range_are_refused_by_their_names() {
             "dampening",
         ),
         (Adagrad::default().lr_decay(-1.0).build(none(), 0.1), "lr_decay"),
+        (RmsProp::default().alpha(1.0).build(none(), 0.1), "alpha"),
+        (RmsProp::default().eps(-1.0).build(none(), 0.1), "eps"),
+        (RmsProp::default().momentum(-0.5).build(none(), 0.1), "momentum"),
+        (RmsProp::default().weight_decay(NAN).build(none(), 0.1), "weight_decay"),
+        (Lion::default().betas((0.9, 1.0)).build(none(), 0.1), "betas"),
+        (Lion::default().weight_decay(-1.0).build(none(), 0.1), "weight_decay"),
     ];
     for (result, field) in refused {
         let error = result.unwrap_err();

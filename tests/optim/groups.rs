@@ -3,7 +3,7 @@
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, OptimizerError, Sgd};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, OptimizerError, RmsProp, Sgd};
 
 use crate::common::tensors::leaf;
 use crate::{set_grad, to_f64};
@@ -159,6 +159,30 @@ fn momentum_is_the_first_beta_of_adam() {
         panic!("the algorithm of an Adam stays Adam");
     };
     assert_eq!(config.betas, (0.5, 0.999));
+    let mut opt = Lion::default().build(weights(&["w"]), 0.1).unwrap();
+    opt.set_momentum(0.5).unwrap();
+    let lion = Lion::default().betas((0.5, 0.99));
+    assert_eq!(opt.param_group(0).unwrap().algorithm, lion.into());
+}
+
+/// The buffer starts with zeros, and its place is not that of the other averages.
+#[test]
+fn momentum_of_rmsprop_can_be_changed() {
+    for centered in [false, true] {
+        let all = weights(&["w"]);
+        let w = all[0].1.shallow_clone();
+        let rmsprop = RmsProp::default().alpha(0.0).eps(1.0).centered(centered);
+        let mut opt = rmsprop.build(all, 1.0).unwrap();
+        let start = to_f64(&w)[0];
+        // Each update is 3 / (3 + 1), or 3 / (0 + 1) if it is centered; momentum adds half of the one before.
+        let update = if centered { 3.0 } else { 0.75 };
+        for (momentum, want) in [(0.0, 1.0), (0.5, 2.0), (0.5, 3.5), (0.0, 4.5)] {
+            opt.set_momentum(momentum).unwrap();
+            set_grad(&w, &[3.0]);
+            opt.step().unwrap();
+            assert_eq!(to_f64(&w), [start - want * update]);
+        }
+    }
 }
 
 /// The defaults in the source of `torch.optim`.
@@ -176,6 +200,13 @@ fn the_defaults_are_pytorchs() {
     let adagrad = Adagrad::default();
     let (decay, start) = (adagrad.lr_decay, adagrad.initial_accumulator_value);
     assert_eq!((decay, start, adagrad.weight_decay, adagrad.eps), (0.0, 0.0, 0.0, 1e-10));
+    let rmsprop = RmsProp::default();
+    assert_eq!((rmsprop.alpha, rmsprop.eps, rmsprop.weight_decay), (0.99, 1e-8, 0.0));
+    assert_eq!((rmsprop.momentum, rmsprop.centered, rmsprop.maximize), (0.0, false, false));
+    // Those of tch are the same.
+    assert_eq!(RmsProp::from(tch::nn::RmsProp::default()), rmsprop);
+    let lion = Lion::default();
+    assert_eq!((lion.betas, lion.weight_decay, lion.maximize), ((0.9, 0.99), 0.0, false));
 }
 
 #[test]

@@ -20,12 +20,16 @@ mod stale;
 mod state;
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, IntoParameters, Optimizer, Sgd};
+use tch_amp::optim::{
+    Adagrad, Adam, AdamW, Algorithm, IntoParameters, Lion, Optimizer, RmsProp, Sgd,
+};
 
 /// One of each algorithm, with all the options that affect its arithmetic.
 fn algorithms() -> Vec<Algorithm> {
     let adam = Adam::default().weight_decay(0.1);
     let sgd = Sgd::default().momentum(0.9).weight_decay(0.1);
+    let rmsprop = RmsProp::default().alpha(0.9).weight_decay(0.1);
+    let lion = Lion::default().weight_decay(0.1);
     vec![
         AdamW::default().into(),
         AdamW::default().amsgrad(true).maximize(true).betas((0.4, 0.9)).into(),
@@ -36,18 +40,17 @@ fn algorithms() -> Vec<Algorithm> {
         sgd.dampening(0.3).into(),
         sgd.nesterov(true).into(),
         Adagrad::default().initial_accumulator_value(0.5).lr_decay(0.1).into(),
+        rmsprop.into(),
+        rmsprop.momentum(0.9).maximize(true).into(),
+        rmsprop.centered(true).into(),
+        rmsprop.centered(true).momentum(0.5).weight_decay(0.0).into(),
+        lion.into(),
+        lion.betas((0.5, 0.75)).maximize(true).into(),
     ]
 }
 
 fn build(algorithm: Algorithm, parameters: impl IntoParameters, lr: f64) -> Optimizer {
-    match algorithm {
-        Algorithm::AdamW(config) => config.build(parameters, lr),
-        Algorithm::Adam(config) => config.build(parameters, lr),
-        Algorithm::Sgd(config) => config.build(parameters, lr),
-        Algorithm::Adagrad(config) => config.build(parameters, lr),
-        other => panic!("the tests know no {other:?}"),
-    }
-    .unwrap()
+    algorithm.build(parameters, lr).unwrap()
 }
 
 /// Replaces the gradient of `w` with `values`.

@@ -3,7 +3,9 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
+use tch_amp::optim::{
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, RmsProp, Sgd,
+};
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::algorithms;
@@ -13,14 +15,7 @@ use crate::common::for_each_device;
 const SIZES: [&[i64]; 5] = [&[], &[7], &[3, 1030], &[5, 4], &[0]];
 
 fn build(algorithm: Algorithm, parameters: &[Tensor], masters: MasterWeights) -> Optimizer {
-    match algorithm {
-        Algorithm::AdamW(config) => config.master_weights(masters).build(parameters, 0.01),
-        Algorithm::Adam(config) => config.master_weights(masters).build(parameters, 0.01),
-        Algorithm::Sgd(config) => config.master_weights(masters).build(parameters, 0.01),
-        Algorithm::Adagrad(config) => config.master_weights(masters).build(parameters, 0.01),
-        other => panic!("the tests know no {other:?}"),
-    }
-    .unwrap()
+    algorithm.master_weights(masters).build(parameters, 0.01).unwrap()
 }
 
 fn leaf(values: &Tensor) -> Tensor {
@@ -227,8 +222,13 @@ fn stochastic_rounding_is_determined_by_its_seed() {
 
 #[test]
 fn masters_are_saved_and_recreated() {
-    let algorithms: [Algorithm; 3] =
-        [AdamW::default().into(), Sgd::default().into(), Adagrad::default().into()];
+    let algorithms: [Algorithm; 5] = [
+        AdamW::default().into(),
+        Sgd::default().into(),
+        Adagrad::default().into(),
+        RmsProp::default().momentum(0.5).centered(true).into(),
+        Lion::default().into(),
+    ];
     for algorithm in algorithms {
         for masters in [
             MasterWeights::Float,

@@ -2,7 +2,7 @@
 
 use rstest::rstest;
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Sgd};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, RmsProp, Sgd};
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
@@ -18,6 +18,7 @@ struct Element {
     first: Option<f64>,
     second: f64,
     max: f64,
+    mean: f64,
 }
 
 impl Element {
@@ -58,6 +59,26 @@ impl Element {
                 self.first = Some(sum);
                 let lr = lr / (1.0 + (self.step - 1.0) * lr_decay);
                 self.value -= lr * gradient / (sum.sqrt() + eps);
+            }
+            Algorithm::RmsProp(config) => {
+                let RmsProp { alpha, eps, weight_decay, momentum, centered, maximize, .. } = config;
+                let gradient = if maximize { -gradient } else { gradient };
+                let gradient = gradient + weight_decay * self.value;
+                self.second = alpha * self.second + (1.0 - alpha) * gradient * gradient;
+                self.mean = alpha * self.mean + (1.0 - alpha) * gradient;
+                let mean = if centered { self.mean } else { 0.0 };
+                let along = gradient / ((self.second - mean * mean).sqrt() + eps);
+                let buffer = momentum * self.first.unwrap_or(0.0) + along;
+                self.first = Some(buffer);
+                self.value -= lr * buffer;
+            }
+            Algorithm::Lion(Lion { betas, weight_decay, maximize, .. }) => {
+                let gradient = if maximize { -gradient } else { gradient };
+                let average = self.first.unwrap_or(0.0);
+                let along = betas.0 * average + (1.0 - betas.0) * gradient;
+                let sign = if along == 0.0 { 0.0 } else { along.signum() };
+                self.value -= lr * (sign + weight_decay * self.value);
+                self.first = Some(betas.1 * average + (1.0 - betas.1) * gradient);
             }
             ref other => panic!("the tests know no {other:?}"),
         }
@@ -109,6 +130,40 @@ fn every_algorithm_computes_what_a_plain_loop_does(#[case] kind: Kind, #[case] t
                     let off = (got - want.value).abs();
                     assert!(off <= tolerance, "{algorithm:?} {count}: {got} {want:?}");
                 }
+            }
+        }
+    });
+}
+
+/// Powers of two and their sums, which no operation rounds: each step is the paper's to the last bit. A gradient of zero
+/// and the average that it decays to nothing do not move a weight, except by weight decay.
+#[test]
+fn lion_computes_exactly_what_its_paper_says() {
+    let config = Lion::default().betas((0.5, 0.75)).weight_decay(0.5);
+    for_each_device(|device| {
+        for kind in [Kind::Double, Kind::Float] {
+            for algorithm in [config, config.maximize(true), config.weight_decay(0.0)] {
+                let algorithm = algorithm.into();
+                let start: Vec<f64> = (0..37).map(|i| f64::from(i - 18) / 4.0).collect();
+                let w = leaf(&start, kind, device);
+                let mut opt = build(algorithm, vec![w.shallow_clone()], 0.25);
+                let mut want: Vec<_> =
+                    start.iter().map(|&value| Element { value, ..Element::default() }).collect();
+                for step in 0..4i32 {
+                    // The second gradient cancels the average of some elements.
+                    let gradient = |i: i32| f64::from((i * 5 + step * 3) % 9 - 4) / 4.0;
+                    let gradients: Vec<_> = (0..37).map(gradient).collect();
+                    set_grad(&w, &gradients);
+                    opt.step().unwrap();
+                    for (element, gradient) in want.iter_mut().zip(gradients) {
+                        element.step(&algorithm, 0.25, gradient);
+                    }
+                }
+                let averages = to_f64(&opt.state_dict().unwrap().state["0"]["exp_avg"]);
+                let wanted: Vec<_> = want.iter().map(|element| element.value).collect();
+                assert_eq!(to_f64(&w), wanted, "{algorithm:?}");
+                let wanted: Vec<_> = want.iter().filter_map(|element| element.first).collect();
+                assert_eq!(averages, wanted, "{algorithm:?}");
             }
         }
     });
@@ -300,7 +355,8 @@ fn a_gradient_whose_square_is_infinite_changes_no_parameter(
     let adams: [Algorithm; 4] =
         [adam.into(), adam.amsgrad(true).into(), adamw.into(), adamw.maximize(true).into()];
     for_each_device(|device| {
-        for algorithm in adams.into_iter().chain([Adagrad::default().into()]) {
+        let others = [Adagrad::default().into(), RmsProp::default().into()];
+        for algorithm in adams.into_iter().chain(others) {
             let w = leaf(&vec![1.0; count], kind, device);
             let list = vec![w.shallow_clone()];
             let mut opt = algorithm.master_weights(masters).build(list, 0.1).unwrap();

@@ -3,7 +3,9 @@
 //! address of something old.
 
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::optim::{Adagrad, AdamW, MasterWeights, Optimizer, OptimizerState, Sgd};
+use tch_amp::optim::{
+    Adagrad, AdamW, Lion, MasterWeights, Optimizer, OptimizerState, RmsProp, Sgd,
+};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result};
 
@@ -29,10 +31,12 @@ fn build(rng: &mut Rng, list: &[Tensor]) -> Optimizer {
     let modes = [MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder, random];
     let masters = *rng.pick(&modes);
     let list: Vec<_> = list.iter().map(Tensor::shallow_clone).collect();
-    let built = match rng.below(3) {
+    let built = match rng.below(5) {
         0 => AdamW::default().master_weights(masters).build(list, 0.01),
         1 => Sgd::default().momentum(0.9).master_weights(masters).build(list, 0.01),
-        _ => Adagrad::default().master_weights(masters).build(list, 0.01),
+        2 => Adagrad::default().master_weights(masters).build(list, 0.01),
+        3 => RmsProp::default().momentum(0.9).master_weights(masters).build(list, 0.01),
+        _ => Lion::default().master_weights(masters).build(list, 0.01),
     };
     built.unwrap()
 }

@@ -15,7 +15,11 @@ fn all(opt: &mut Optimizer) -> Vec<Vec<u8>> {
     let mut out: Vec<_> = opt.trainable_variables().iter().map(bits).collect();
     let saved = opt.state_dict().unwrap();
     for entries in saved.state.values() {
-        let used = entries.get("step").is_none_or(|step| step.double_value(&[]) > 0.0);
+        // Lion counts no steps, and starts with zeros.
+        let used = match entries.get("step") {
+            Some(step) => step.double_value(&[]) > 0.0,
+            None => entries.values().any(|tensor| bool::try_from(tensor.any()).unwrap()),
+        };
         out.extend(entries.values().filter(|_| used).map(bits));
     }
     out

@@ -79,6 +79,12 @@ fn the_keys_are_pytorchs() {
         vec!["momentum_buffer"],
         vec!["momentum_buffer"],
         vec!["step", "sum"],
+        vec!["square_avg", "step"],
+        vec!["momentum_buffer", "square_avg", "step"],
+        vec!["grad_avg", "square_avg", "step"],
+        vec!["grad_avg", "momentum_buffer", "square_avg", "step"],
+        vec!["exp_avg"],
+        vec!["exp_avg"],
     ];
     for (algorithm, want) in algorithms().into_iter().zip(want) {
         let mut opt = build(algorithm, named(Device::Cpu), 0.1);

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, ParamGroup, RmsProp, Sgd};
 
 use crate::common::bits::hex;
 use crate::common::rng::Rng;
@@ -60,7 +60,7 @@ pub fn program(seed: u64) -> Program {
     let rng = &mut Rng::new(seed);
     let mode =
         *rng.pick(&[Mode::Plain, Mode::Scaler, Mode::Unscale, Mode::Clip, Mode::Transaction]);
-    let which = rng.below(4);
+    let which = rng.below(6);
     let initial = *rng.pick(&[0.0, 0.5]);
     let groups: Vec<_> = (0..=rng.below(3))
         .map(|_| ParamGroup::new(magnitude(rng, -1.0), algorithm(which, initial, rng)))
@@ -108,13 +108,23 @@ fn algorithm(which: usize, initial_accumulator_value: f64, rng: &mut Rng) -> Alg
             .nesterov(nesterov)
             .maximize(maximize)
             .into(),
-        _ => Adagrad::default()
+        3 => Adagrad::default()
             .lr_decay(lr_decay)
             .weight_decay(weight_decay)
             .initial_accumulator_value(initial_accumulator_value)
             .eps(eps)
             .maximize(maximize)
             .into(),
+        4 => RmsProp::default()
+            // With 0, a centered one divides by nothing but `eps`, and the sign of a zero depends on its place.
+            .alpha(if amsgrad { betas.1.max(0.5) } else { betas.1 })
+            .eps(eps)
+            .weight_decay(weight_decay)
+            .momentum(momentum)
+            .centered(amsgrad)
+            .maximize(maximize)
+            .into(),
+        _ => Lion::default().betas(betas).weight_decay(weight_decay).maximize(maximize).into(),
     }
 }
 
@@ -125,8 +135,10 @@ fn parameter(rng: &mut Rng, groups: usize, which: usize, mode: Mode, first: bool
     let allowed = match mode {
         // An f64 norm depends on the order of its sum. A single f32 gradient makes it f32.
         Mode::Clip | Mode::Transaction if first => 2,
-        _ if which > 1 => 3,
+        _ if which == 2 || which == 3 => 3,
         Mode::Clip => 3,
+        // PyTorch unscales in a separate pass for RMSprop and Lion, and rounds.
+        Mode::Scaler if which > 3 => 3,
         // PyTorch's `unscale_` refuses fp16 gradients.
         Mode::Unscale | Mode::Transaction => 4,
         Mode::Plain | Mode::Scaler => 5,

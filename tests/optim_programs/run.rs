@@ -2,14 +2,22 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
-use tch_amp::optim::{Algorithm, Optimizer};
+use tch_amp::optim::Optimizer;
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::common::bits::bits;
 use crate::generate::{Layout, Mode, Parameter, Program, Step};
 
-const KEYS: [&str; 6] =
-    ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"];
+const KEYS: [&str; 8] = [
+    "step",
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "sum",
+    "square_avg",
+    "grad_avg",
+];
 
 pub struct Machine<'a> {
     program: &'a Program,
@@ -32,14 +40,7 @@ fn optimizer(program: &Program, params: &[Tensor]) -> Optimizer {
     let named = params.iter().enumerate().map(|(i, t)| (format!("p{i}"), t.shallow_clone()));
     let named: Vec<_> = named.collect();
     let first = program.groups[0];
-    let mut optimizer = match first.algorithm {
-        Algorithm::AdamW(config) => config.build(named, first.lr),
-        Algorithm::Adam(config) => config.build(named, first.lr),
-        Algorithm::Sgd(config) => config.build(named, first.lr),
-        Algorithm::Adagrad(config) => config.build(named, first.lr),
-        _ => unreachable!(),
-    }
-    .unwrap();
+    let mut optimizer = first.algorithm.build(named, first.lr).unwrap();
     for (index, options) in program.groups.iter().enumerate() {
         let members = program.params.iter().enumerate().filter(|(_, p)| p.group == index);
         let names: Vec<_> = members.map(|(i, _)| format!("p{i}")).collect();

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 STEPS = 4
-NAMES = ["adamw", "adam", "sgd", "plain", "adagrad"]
+NAMES = ["adamw", "adam", "sgd", "plain", "adagrad", "rmsprop"]
 WAYS = [{"fused": True}, {}, {"foreach": True}, {"fused": False}]
 
 
@@ -37,6 +37,9 @@ def optimizer(name, net, **way):
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1, **way)
     if name == "plain":
         return torch.optim.SGD(groups, lr=0.05, **way)
+    if name == "rmsprop":
+        way = {key: value for key, value in way.items() if key != "fused"}
+        return torch.optim.RMSprop(groups, lr=0.05, momentum=0.5, centered=True, weight_decay=0.1, **way)
     return torch.optim.Adagrad(groups, lr=0.05, lr_decay=0.1, **way)
 
 
@@ -89,7 +92,7 @@ def save(folder):
             "best": float("inf"),
             "rng": torch.get_rng_state(),
             "unknown": {"deep": [torch.ones(2)]},
-            "rmsprop": torch.optim.RMSprop(net.parameters()).state_dict(),
+            "adamax": torch.optim.Adamax(net.parameters()).state_dict(),
             "old": before_2_7(opt.state_dict()),
         }
         torch.save(content, f"{folder}/{name}.pt")
@@ -189,11 +192,17 @@ def others(path):
         for decoupled in [False, True]:
             cls = getattr(torch.optim, name)
             built[f"{name} {decoupled}"] = cls(weight, weight_decay=0.1, decoupled_weight_decay=decoupled)
-    for name in ["Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "Muon", "RMSprop", "Rprop", "SparseAdam"]:
+    for name in ["Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "Muon", "Rprop", "SparseAdam"]:
         built[name] = getattr(torch.optim, name)(weight)
-    built["RMSprop with momentum"] = torch.optim.RMSprop(weight, momentum=0.9, centered=True)
     torch.save({name: opt.state_dict() for name, opt in built.items()}, path)
     print(*built, sep="\n")
+
+
+class Lion(torch.optim.Optimizer):
+    """The options of its authors' implementation, and `maximize`."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, maximize=False):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
 
 def options(folder):
@@ -201,7 +210,7 @@ def options(folder):
     for name, state in torch.load(f"{folder}/rust.pt", weights_only=True).items():
         if "param_groups" not in state:
             continue
-        cls = getattr(torch.optim, name.split(" ")[0])
+        cls = Lion if name.startswith("Lion") else getattr(torch.optim, name.split(" ")[0])
         (group,) = state["param_groups"]
         accepted = {key: group[key] for key in inspect.signature(cls).parameters if key in group and key != "params"}
         opt = cls([("w", nn.Parameter(torch.ones(1)))], **accepted)

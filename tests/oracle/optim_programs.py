@@ -1,4 +1,4 @@
-"""Trains with torch.optim and fused=True: a JSON program a line on stdin, a line of bits for each of its steps on stdout.
+"""Trains with torch.optim, with fused=True where it has that: a JSON program a line on stdin, a line of bits for each of its steps on stdout.
 
 tests/optim_programs writes the programs. All is computed on the CPU. Where a GPU rounds otherwise, in clipping and
 in the update of halves, the same is done here for a program on GPUs.
@@ -14,18 +14,88 @@ sys.dont_write_bytecode = True  # the source tree stays as it is
 import cuda  # noqa: E402
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "f16": torch.float16}
-KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
+KEYS = (
+    "step",
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "sum",
+    "square_avg",
+    "grad_avg",
+)
+
+
+class Lion(torch.optim.Optimizer):
+    """As in https://arxiv.org/abs/2302.06675, since torch.optim does not have it."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, maximize=False):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                grad, average = -param.grad if group["maximize"] else param.grad, state["exp_avg"]
+                update = average.mul(beta1).add_(grad, alpha=1 - beta1).sign_()
+                average.mul_(beta2).add_(grad, alpha=1 - beta2)
+                param.mul_(1 - lr * group["weight_decay"]).sub_(update, alpha=lr)
+
+
+def in_f32_between_steps(cls):
+    """An optimizer without a fused version, with what those do for halves: they are read as f32 numbers, computed like
+    those, and rounded when they are written.
+    """
+
+    class Computed(cls):
+        def step(self):
+            params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            halves = [(p, p.dtype, p.grad) for p in params if p.element_size() == 2]
+            for param, _, grad in halves:
+                param.grad = None
+                param.data = param.data.float()
+                param.grad = grad.float()
+                self.convert(param, torch.float32)
+            super().step()
+            for param, dtype, grad in halves:
+                param.grad = None
+                param.data = param.data.to(dtype)
+                param.grad = grad
+                self.convert(param, dtype)
+
+        def convert(self, param, dtype):
+            state = self.state.get(param, {})
+            for key in state:
+                if key != "step":
+                    state[key] = state[key].to(dtype)
+
+    return Computed
+
+
 CLASSES = {
     "AdamW": torch.optim.AdamW,
     "Adam": torch.optim.Adam,
     "Sgd": torch.optim.SGD,
     "Adagrad": torch.optim.Adagrad,
+    "RmsProp": in_f32_between_steps(torch.optim.RMSprop),
+    "Lion": in_f32_between_steps(Lion),
 }
+# Those without a fused version: the scaler unscales their gradients before their step.
+COMPOSED = ("RmsProp", "Lion")
 
 
 def bits(tensor):
     plain = tensor.detach().contiguous()
-    return bytes(plain.view(-1).view(torch.uint8).tolist()).hex()
+    words = plain.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()])
+    # Every NaN is the same one, as in tests/common/bits.rs.
+    words = words.masked_fill(plain.view(-1).isnan(), -1)
+    return bytes(words.view(torch.uint8).tolist()).hex()
 
 
 def tensor(spec, values):
@@ -76,9 +146,13 @@ class Training:
         # Of the groups' own PyTorch takes no notice.
         initial = [options["initial_accumulator_value"] for options in groups if program["algorithm"] == "Adagrad"]
         defaults = {"initial_accumulator_value": initial[0]} if initial else {}
-        self.optimizer = CLASSES[program["algorithm"]](groups, lr=1e-3, fused=True, **defaults)
-        # Adagrad says so from PyTorch 2.13 on, and could before.
-        self.optimizer._step_supports_amp_scaling = True
+        self.composed = program["algorithm"] in COMPOSED
+        if not self.composed:
+            defaults["fused"] = True
+        self.optimizer = CLASSES[program["algorithm"]](groups, lr=1e-3, **defaults)
+        if not self.composed:
+            # Adagrad says so from PyTorch 2.13 on, and could before.
+            self.optimizer._step_supports_amp_scaling = True
         self.scaler = torch.amp.GradScaler("cpu", enabled=program["mode"] != "plain", init_scale=program["scale"])
         self.scaler.scale(torch.tensor(1.0))
 
@@ -113,18 +187,26 @@ class Training:
         norms = [cuda.norm(grads) * factor for grads in grads.values()]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
 
-    def divisor(self, max_norm):
-        """What the kernels of a GPU divide by where they unscale and clip in one: they take a single number."""
-        scale = self.scaler._scale
-        norm = self.norm_on_gpus(scale.double().reciprocal().float())
-        return scale / (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+    def clip_factor(self, max_norm):
+        """From gradients that are scaled."""
+        norm = self.norm_on_gpus(self.scaler._scale.double().reciprocal().float())
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
 
     @contextlib.contextmanager
     def prepared(self, step):
         """Does what comes before the scaler's step."""
         mode = self.program["mode"]
         if mode == "clip" and self.program["gpus"]:
-            divisor = self.divisor(step["max_norm"])
+            factor = self.clip_factor(step["max_norm"])
+            if self.composed:
+                self.scaler.unscale_(self.optimizer)
+                for param in self.params:
+                    if param.grad is not None:
+                        param.grad.mul_(factor)
+                yield
+                return
+            # What the kernels of a GPU divide by where they unscale and clip in one: they take a single number.
+            divisor = self.scaler._scale / factor
             # The scaler hands it to the fused optimizer.
             self.scaler._get_scale_async = lambda: divisor
             yield
@@ -149,7 +231,25 @@ class Training:
             for param in fresh:
                 if "momentum_buffer" in self.optimizer.state[param]:
                     self.optimizer.state[param]["momentum_buffer"] = None
+            if self.composed and self.program["gpus"]:
+                self.make_states()
         self.scaler.update()
+
+    def make_states(self):
+        """What a skipped first step leaves on a GPU, where the host does not know of the skip."""
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                state = self.optimizer.state[param]
+                if param.grad is None or state:
+                    continue
+                keys = ["exp_avg"]
+                if self.program["algorithm"] == "RmsProp":
+                    state["step"] = torch.zeros(())
+                    keys = ["square_avg"]
+                    keys += ["momentum_buffer"] if group["momentum"] > 0 else []
+                    keys += ["grad_avg"] if group["centered"] else []
+                for key in keys:
+                    state[key] = torch.zeros_like(param)
 
     def told(self):
         out = []

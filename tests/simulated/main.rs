@@ -7,6 +7,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod accumulation;
 mod allocations;
 mod average;
 mod controls;

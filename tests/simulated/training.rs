@@ -3,7 +3,9 @@
 use std::cell::Cell;
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, MasterWeights, Optimizer, Sgd};
+use tch_amp::optim::{
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, RmsProp, Sgd,
+};
 
 use crate::common::bits::bits;
 
@@ -21,7 +23,14 @@ pub fn algorithms() -> Vec<Algorithm> {
         sgd.into(),
         sgd.nesterov(true).into(),
         Adagrad::default().into(),
+        rmsprop().into(),
+        Lion::default().weight_decay(0.1).into(),
     ]
+}
+
+/// With everything that makes it take more operations.
+pub fn rmsprop() -> RmsProp {
+    RmsProp::default().momentum(0.9).centered(true).weight_decay(0.1).maximize(true)
 }
 
 /// A dtype, and the values from which it is updated.
@@ -43,14 +52,7 @@ pub struct Training {
 
 /// A fused optimizer with a learning rate of 0.01.
 pub fn build(algorithm: Algorithm, list: &[Tensor], masters: MasterWeights) -> Optimizer {
-    match algorithm {
-        Algorithm::AdamW(config) => config.master_weights(masters).build(list, 0.01),
-        Algorithm::Adam(config) => config.master_weights(masters).build(list, 0.01),
-        Algorithm::Sgd(config) => config.master_weights(masters).build(list, 0.01),
-        Algorithm::Adagrad(config) => config.master_weights(masters).build(list, 0.01),
-        other => panic!("the tests know no {other:?}"),
-    }
-    .unwrap()
+    algorithm.master_weights(masters).build(list, 0.01).unwrap()
 }
 
 impl Training {

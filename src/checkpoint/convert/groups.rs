@@ -1,12 +1,13 @@
 //! Conversion of the parameter groups of PyTorch's optimizers.
 //!
 //! PyTorch does not save the name of the algorithm, so it is inferred from the options: `lr_decay` makes Adagrad,
-//! `amsgrad` makes Adam or, with a true `decoupled_weight_decay`, AdamW, and `momentum` with `dampening` makes SGD.
+//! `amsgrad` makes Adam or, with a true `decoupled_weight_decay`, AdamW, `momentum` with `dampening` makes SGD, and
+//! `centered` makes RMSprop. `betas` without `eps` make Lion, which PyTorch does not have.
 
 use super::plain;
 use crate::checkpoint::pickle::{Value, get};
 use crate::checkpoint::plain::Plain;
-use crate::optim::{Adagrad, Adam, AdamW, Algorithm, ParamGroup, Sgd};
+use crate::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, ParamGroup, RmsProp, Sgd};
 
 type Items = Vec<(Value, Value)>;
 
@@ -20,7 +21,9 @@ pub(super) fn from_python(group: &[(Value, Value)]) -> Result<ParamGroup, String
         () if has("amsgrad") && is_true("decoupled_weight_decay") => "AdamW",
         () if has("amsgrad") => "Adam",
         () if has("momentum") && has("dampening") => "Sgd",
-        () => return Err("are not those of Adam, AdamW, SGD or Adagrad".to_owned()),
+        () if has("centered") => "RmsProp",
+        () if has("betas") && !has("eps") => "Lion",
+        () => return Err("are not those of Adam, AdamW, SGD, Adagrad, RMSprop or Lion".to_owned()),
     };
     let options = group.iter().filter(
         |(key, _)| !matches!(key, Value::Str(name) if name == "params" || name == "param_names"),
@@ -69,6 +72,16 @@ pub(super) fn to_python(group: &ParamGroup, has_fused_kernels: bool) -> Items {
             items.push(float("initial_accumulator_value", initial_accumulator_value));
             items.push(flag("maximize", maximize));
         }
+        Algorithm::RmsProp(config) => {
+            items.extend(rmsprop(&config));
+            return items;
+        }
+        Algorithm::Lion(Lion { betas: (first, second), weight_decay, maximize }) => {
+            items.push(pair("betas", first, second));
+            items.push(float("weight_decay", weight_decay));
+            items.push(flag("maximize", maximize));
+            return items;
+        }
     }
     items.push(flag("differentiable", false));
     items.push(("foreach".into(), Value::None));
@@ -78,9 +91,8 @@ pub(super) fn to_python(group: &ParamGroup, has_fused_kernels: bool) -> Items {
 
 fn adam(config: &AdamW, decoupled: bool) -> Items {
     let AdamW { betas, eps, weight_decay, amsgrad, maximize } = *config;
-    let betas = Value::Tuple(vec![Value::Float(betas.0), Value::Float(betas.1)]);
     vec![
-        ("betas".into(), betas),
+        pair("betas", betas.0, betas.1),
         float("eps", eps),
         float("weight_decay", weight_decay),
         flag("amsgrad", amsgrad),
@@ -88,6 +100,26 @@ fn adam(config: &AdamW, decoupled: bool) -> Items {
         flag("capturable", false),
         flag("decoupled_weight_decay", decoupled),
     ]
+}
+
+/// PyTorch has no fused RMSprop, and no option for it.
+fn rmsprop(config: &RmsProp) -> Items {
+    let RmsProp { alpha, eps, weight_decay, momentum, centered, maximize } = *config;
+    vec![
+        float("momentum", momentum),
+        float("alpha", alpha),
+        float("eps", eps),
+        flag("centered", centered),
+        float("weight_decay", weight_decay),
+        flag("capturable", false),
+        ("foreach".into(), Value::None),
+        flag("maximize", maximize),
+        flag("differentiable", false),
+    ]
+}
+
+fn pair(name: &str, first: f64, second: f64) -> (Value, Value) {
+    (name.into(), Value::Tuple(vec![Value::Float(first), Value::Float(second)]))
 }
 
 fn float(name: &str, value: f64) -> (Value, Value) {

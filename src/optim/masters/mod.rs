@@ -49,6 +49,9 @@ use crate::optim::state::State;
 /// | `Remainder` | 9 MiB | at most 12 | 9 |
 /// | `StochasticRounding` | 16 MiB | at most 46 | 28 |
 ///
+/// RMSprop and Lion, for which libtorch has no fused kernels, take up to 25 launches more, up to 23 more for each
+/// further 2^20 elements, and in all modes up to 24 MiB more scratch memory, or 48 MiB for f64 parameters.
+///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are
 /// converted to f32, all of them exist twice.
 ///
@@ -237,7 +240,7 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::optim::{Adagrad, AdamW, Algorithm, Sgd};
+    use crate::optim::{Adagrad, AdamW, Algorithm, Lion, RmsProp, Sgd};
 
     fn bits(tensor: &Tensor) -> Vec<i64> {
         let kind = if tensor.kind() == Kind::Float { Kind::Int } else { Kind::Int16 };
@@ -282,10 +285,12 @@ mod tests {
     /// Runs the code for GPUs on CPU tensors: libtorch's own operations instead of the loops.
     #[test]
     fn other_devices_compute_the_same() {
-        let algorithms: [Algorithm; 3] = [
+        let algorithms: [Algorithm; 5] = [
             AdamW { amsgrad: true, ..AdamW::default() }.into(),
             Sgd { momentum: 0.9, ..Sgd::default() }.into(),
             Adagrad::default().into(),
+            RmsProp { centered: true, momentum: 0.9, ..RmsProp::default() }.into(),
+            Lion { weight_decay: 0.1, ..Lion::default() }.into(),
         ];
         for algorithm in algorithms {
             for (kind, masters) in [

@@ -43,8 +43,10 @@ fn algorithm(fields: &Fields) -> Result<Algorithm> {
         "Adam" => Algorithm::Adam(serde_json::from_value(options)?),
         "Sgd" => Algorithm::Sgd(serde_json::from_value(options)?),
         "Adagrad" => Algorithm::Adagrad(serde_json::from_value(options)?),
+        "RmsProp" => Algorithm::RmsProp(serde_json::from_value(options)?),
+        "Lion" => Algorithm::Lion(serde_json::from_value(options)?),
         other => {
-            let known = &["AdamW", "Adam", "Sgd", "Adagrad"];
+            let known = &["AdamW", "Adam", "Sgd", "Adagrad", "RmsProp", "Lion"];
             return Err(Error::unknown_variant(other, known));
         }
     })

@@ -8,7 +8,7 @@ use crate::error::{Error, Number, OptimizerError, Result};
 use crate::ffi::{self, Master};
 use crate::optim::first_step::FirstStep;
 use crate::optim::masters::MASTER;
-use crate::optim::state::{KEPT, STEP, State, Wanted, complete, counts_steps, keys, used_keys};
+use crate::optim::state::{KEPT, STEP, State, Wanted, complete, counts_steps, keys, used};
 use crate::optim::{
     Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup, ParamGroupState,
 };
@@ -240,7 +240,8 @@ fn check<'a, T: Saved>(
         }));
     }
     let missing = |key: &str| refuse(format!("has no {key}"));
-    if let Some(key) = used_keys(algorithm).iter().find(|key| !entries.contains_key(**key)) {
+    let mut required = keys.iter().zip(used(algorithm)).filter(|(_, used)| *used);
+    if let Some((key, _)) = required.find(|(key, _)| !entries.contains_key(**key)) {
         return Err(missing(key));
     }
     let shape = parameter.size();

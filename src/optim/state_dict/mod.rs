@@ -23,7 +23,7 @@ pub(crate) use load::{Loaded, Saved};
 pub struct OptimizerState {
     /// The tensors of each parameter that has been stepped (with Adagrad, of all parameters), under PyTorch's keys:
     /// `step` (f32, 0-dim) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq`, or
-    /// `momentum_buffer`, or `sum`; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32.
+    /// `momentum_buffer`, or `sum`, or `square_avg` and `grad_avg`; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32.
     pub state: BTreeMap<String, BTreeMap<String, Tensor>>,
     /// The groups, in order.
     pub param_groups: Vec<ParamGroupState>,

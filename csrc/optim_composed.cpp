@@ -1,0 +1,166 @@
+// The step of optimizers for which libtorch has no fused kernels, on devices other than the CPU.
+
+#include "optim_composed.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "memory.h"
+#include "pieces.h"
+
+namespace tamp::optim {
+namespace {
+
+using at::Tensor;
+
+// The rows of scratch memory. Those of the states follow.
+enum Row { kParameter = 0, kGradient = 1, kBetween = 2, kFirstState = 3 };
+
+std::vector<Pieces> pieces_of(const Batch &batch) {
+  std::vector<int64_t> sizes;
+  for (const auto &t : batch.parameters) sizes.push_back(t.numel());
+  return cut(sizes);
+}
+
+// The operations of torch.optim.RMSprop, in its order.
+void rmsprop(const tamp_optim_options &o, const Tensor &parameter, const Tensor &gradient, const Tensor &between,
+             const Tensor *states) {
+  Tensor root = between;
+  const Tensor &square_avg = states[kSquareAvg], &grad_avg = states[kGradAvg], &buffer = states[kBuffer];
+  if (o.weight_decay != 0) gradient.add_(parameter, o.weight_decay);
+  square_avg.mul_(o.alpha).addcmul_(gradient, gradient, 1 - o.alpha);
+  if ((o.flags & TAMP_OPTIM_CENTERED) != 0) {
+    grad_avg.lerp_(gradient, 1 - o.alpha);
+    at::addcmul_out(root, square_avg, grad_avg, grad_avg, -1).sqrt_();
+  } else {
+    at::sqrt_out(root, square_avg);
+  }
+  root.add_(o.eps);
+  if (o.momentum > 0) {
+    buffer.mul_(o.momentum).addcdiv_(gradient, root);
+    parameter.add_(buffer, -o.lr);
+  } else {
+    parameter.addcdiv_(gradient, root, -o.lr);
+  }
+}
+
+void lion(const tamp_optim_options &o, const Tensor &parameter, const Tensor &gradient, const Tensor &between,
+          const Tensor &exp_avg) {
+  between.copy_(exp_avg).mul_(o.beta1).add_(gradient, 1 - o.beta1).sign_();
+  exp_avg.mul_(o.beta2).add_(gradient, 1 - o.beta2);
+  parameter.mul_(1 - o.lr * o.weight_decay).add_(between, -o.lr);
+}
+
+}  // namespace
+
+bool is_composed(uint8_t algorithm) { return algorithm == TAMP_OPTIM_RMSPROP || algorithm == TAMP_OPTIM_LION; }
+
+bool Batch::takes(const Entry &e) const {
+  return options == e.options && dtype == e.parameter.scalar_type() && first_step == e.first_step;
+}
+
+void Batch::add(const Entry &e) {
+  parameters.push_back(e.parameter);
+  gradients.push_back(e.gradient);
+  if (e.step.defined()) steps.push_back(e.step);
+  for (int i = 0; i < kStates; ++i) {
+    if (e.states[i].defined()) states[i].push_back(e.states[i]);
+  }
+}
+
+std::vector<Batch> batches(const std::vector<Entry> &entries) {
+  std::vector<Batch> out;
+  for (const auto &e : entries) {
+    size_t i = 0;
+    while (i < out.size() && !out[i].takes(e)) ++i;
+    if (i == out.size()) out.push_back({e.options, e.parameter.scalar_type(), e.first_step, {}, {}, {}, {}});
+    out[i].add(e);
+  }
+  return out;
+}
+
+void Rows::reserve(at::ScalarType dtype, size_t rows, int64_t numbers) {
+  Size &size = dtype == at::kDouble ? wide_ : plain_;
+  size.count = std::max(size.count, rows);
+  size.numbers = std::max(size.numbers, numbers);
+}
+
+void Rows::allocate(at::Device device) {
+  const auto make = [&](Size &size, at::ScalarType dtype) {
+    while (size.rows.size() < size.count) {
+      size.rows.push_back(at::empty({size.numbers}, at::TensorOptions(device).dtype(dtype)));
+    }
+  };
+  make(plain_, at::kFloat);
+  make(wide_, at::kDouble);
+}
+
+ComposedStep::ComposedStep(const Batch &batch, Rows &rows)
+    : batch_(batch), dtype_(batch.dtype == at::kDouble ? at::kDouble : at::kFloat) {
+  for (int i = 0; i < kStates; ++i) {
+    if (!batch_.states[i].empty()) places_.push_back(i);
+  }
+  for (const auto &pieces : pieces_of(batch_)) rows.reserve(dtype_, kFirstState + places_.size(), pieces.numbers);
+}
+
+std::vector<Tensor> ComposedStep::written() const {
+  std::vector<Tensor> out = batch_.parameters;
+  for (const int place : places_) out.insert(out.end(), batch_.states[place].begin(), batch_.states[place].end());
+  return out;
+}
+
+void ComposedStep::prepare(const Rows &rows) {
+  rows_ = rows.of(dtype_);
+  for (const auto &pieces : pieces_of(batch_)) {
+    Chunk &chunk = chunks_.emplace_back();
+    chunk.numbers = pieces.numbers;
+    chunk.old.resize(1 + places_.size());
+    for (const auto &piece : pieces.list) {
+      const Tensor &like = batch_.parameters[piece.tensor];
+      const auto in = [&](size_t row) { return piece.in(rows_[row], like); };
+      const auto add = [&](const Tensor &t, size_t row, size_t place) {
+        const Tensor part = piece.of(t);
+        chunk.in.add(in(row), part);
+        chunk.out.add(part, in(row));
+        chunk.old[place].add(in(kBetween), part);
+      };
+      add(like, kParameter, 0);
+      chunk.in.add(in(kGradient), piece.of(batch_.gradients[piece.tensor]));
+      for (size_t i = 0; i < places_.size(); ++i) add(batch_.states[places_[i]][piece.tensor], kFirstState + i, 1 + i);
+    }
+  }
+}
+
+void ComposedStep::compute(const std::vector<Tensor> &rows, const Prepared &scale) const {
+  const tamp_optim_options &o = *batch_.options;
+  const Tensor &parameter = rows[kParameter], &gradient = rows[kGradient], &between = rows[kBetween];
+  if (scale.inverse.defined()) gradient.mul_(scale.inverse);
+  if (scale.clip.defined()) gradient.mul_(scale.clip);
+  if ((o.flags & TAMP_OPTIM_MAXIMIZE) != 0) gradient.neg_();
+  Tensor states[kStates];
+  for (size_t i = 0; i < places_.size(); ++i) states[places_[i]] = rows[kFirstState + i];
+  if (o.algorithm == TAMP_OPTIM_RMSPROP) {
+    rmsprop(o, parameter, gradient, between, states);
+  } else {
+    lion(o, parameter, gradient, between, states[kExpAvg]);
+  }
+}
+
+void ComposedStep::run(const Prepared &scale) const {
+  for (const auto &chunk : chunks_) {
+    std::vector<Tensor> rows;
+    for (size_t i = 0; i < kFirstState + places_.size(); ++i) rows.push_back(rows_[i].narrow(0, 0, chunk.numbers));
+    chunk.in.run();
+    compute(rows, scale);
+    for (size_t i = 0; scale.skip.defined() && i < chunk.old.size(); ++i) {
+      chunk.old[i].run();
+      Tensor &row = rows[i == 0 ? size_t{kParameter} : kFirstState + i - 1];
+      at::where_out(row, scale.skip, rows[kBetween], row);
+    }
+    chunk.out.run();
+  }
+  for (const auto &t : written()) tamp::bump_version(t);
+}
+
+}  // namespace tamp::optim

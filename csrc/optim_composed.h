@@ -1,0 +1,85 @@
+// The step of optimizers for which libtorch has no fused kernels, on devices other than the CPU.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "copies.h"
+#include "optim.h"
+
+namespace tamp::optim {
+
+// Entries that are stepped together: those with the same options, dtype and first step.
+struct Batch {
+  const tamp_optim_options *options;
+  at::ScalarType dtype;
+  bool first_step;
+  std::vector<at::Tensor> parameters, gradients, steps, states[kStates];
+
+  bool takes(const Entry &e) const;
+  void add(const Entry &e);
+};
+
+std::vector<Batch> batches(const std::vector<Entry> &entries);
+
+// Whether a step of this algorithm is composed of libtorch's operations.
+bool is_composed(uint8_t algorithm);
+
+// How the gradients are unscaled and when the step is skipped, in numbers on the device. The first three may be
+// undefined.
+struct Prepared {
+  at::Tensor inverse;  // the reciprocal of the loss scale
+  at::Tensor clip;     // the factor of clipping
+  at::Tensor skip;     // a bool
+};
+
+// Scratch memory, which the steps of one device use in turn: one row of numbers for each tensor of a parameter.
+class Rows {
+ public:
+  // Makes room for a number of rows of this length.
+  void reserve(at::ScalarType dtype, size_t rows, int64_t numbers);
+  void allocate(at::Device device);
+  const std::vector<at::Tensor> &of(at::ScalarType dtype) const {
+    return dtype == at::kDouble ? wide_.rows : plain_.rows;
+  }
+
+ private:
+  struct Size {
+    size_t count = 0;
+    int64_t numbers = 0;
+    std::vector<at::Tensor> rows;
+  };
+  Size plain_, wide_;  // f32 and f64
+};
+
+// The step of a batch: its tensors are copied to scratch memory a chunk at a time, where one launch of an operation
+// goes over all of them, and the results are copied back. A step that is skipped copies the old numbers back. Half
+// precision is computed in f32.
+class ComposedStep {
+ public:
+  // Reserves scratch memory. `prepare` follows when it has been allocated.
+  ComposedStep(const Batch &batch, Rows &rows);
+  void prepare(const Rows &rows);
+
+  void run(const Prepared &scale) const;
+
+ private:
+  struct Chunk {
+    int64_t numbers = 0;
+    Copies in, out;
+    std::vector<Copies> old;  // of the parameter and of each state, to the row for intermediate results
+  };
+
+  void compute(const std::vector<at::Tensor> &rows, const Prepared &scale) const;
+  std::vector<at::Tensor> written() const;
+
+  Batch batch_;
+  at::ScalarType dtype_;     // of the arithmetic
+  std::vector<int> places_;  // of the states that there are
+  std::vector<at::Tensor> rows_;
+  std::vector<Chunk> chunks_;
+};
+
+}  // namespace tamp::optim

@@ -1,0 +1,36 @@
+// What the loops of all optimizers begin with: the unscaled gradient.
+#pragma once
+
+#include "loops.h"
+
+namespace tamp::kernels {
+
+// Calls `f` with the flag as a type, so that a loop is compiled for each value of it.
+template <typename F>
+void with(bool flag, const F &f) {
+  if (flag) {
+    f(std::true_type());
+  } else {
+    f(std::false_type());
+  }
+}
+
+template <typename W>
+struct Scaling {
+  W divisor, factor, clip, sign;
+  bool divides;
+
+  Scaling(const GradientScale &scale, bool maximize)
+      : divisor(scale.divisor), factor(scale.factor), clip(static_cast<W>(scale.clip)), sign(maximize ? -1 : 1) {
+    divides = scale.divisor != 1 && !is_power_of_two(scale.divisor);
+    // The reciprocal of a power of two is exact, and so is every product with it.
+    if (scale.divisor != 1 && !divides) factor = 1 / divisor;
+  }
+};
+
+template <bool kDivides, typename W>
+TAMP_INLINE W scaled(const Scaling<W> &s, W gradient) {
+  return (kDivides ? gradient / s.divisor : gradient * s.factor * s.clip) * s.sign;
+}
+
+}  // namespace tamp::kernels
