@@ -122,8 +122,9 @@ impl Accumulation {
                 return Err(problem(format!("is {other:?}, but must be a floating-point number")));
             }
         };
-        if loss.numel() != 1 {
-            return Err(problem(format!("is {:?}, but must be one number", loss.size())));
+        let sizes = ffi::sizes(loss)?;
+        if sizes.iter().product::<i64>() != 1 {
+            return Err(problem(format!("is {sizes:?}, but must be one number")));
         }
         let factor = ffi::number_new(share, kind, Device::Cpu)?;
         Ok(loss.f_to_kind(kind)?.f_mul(&factor)?)

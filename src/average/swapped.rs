@@ -8,6 +8,7 @@ use tch::Tensor;
 use crate::autocast::clear_autocast_cache;
 use crate::average::AveragedWeights;
 use crate::error::{Error, Result};
+use crate::ffi;
 
 /// Has the averages in the place of a model's weights until it is dropped. Made by [`AveragedWeights::swap_in`].
 ///
@@ -78,16 +79,15 @@ impl Drop for SwappedIn<'_> {
 
 /// The average in the dtype of its variable.
 fn rounded(variable: &Tensor, average: &Tensor) -> Result<Tensor> {
-    if variable.size() != average.size() || variable.device() != average.device() {
+    let (here, there) = (ffi::sizes(variable)?, ffi::sizes(average)?);
+    let devices = (variable.device(), average.device());
+    if here != there || devices.0 != devices.1 {
         let problem = format!(
-            "a weight is {:?} on {:?} by now, and its average {:?} on {:?}; make the averages after the model has its \
-             shape and device",
-            variable.size(),
-            variable.device(),
-            average.size(),
-            average.device()
+            "a weight is {here:?} on {:?} by now, and its average {there:?} on {:?}; make the averages after the model \
+             has its shape and device",
+            devices.0, devices.1
         );
         return Err(Error::Torch(problem));
     }
-    Ok(average.f_to_kind(variable.kind())?)
+    Ok(average.f_to_kind(variable.f_kind()?)?)
 }

@@ -116,7 +116,7 @@ impl SpikeDetector {
     /// Has the next step judged by this loss as well, of one element on any device. The step skips if either is a spike.
     /// On several ranks give all of them the same loss, such as the mean.
     pub fn watch_loss(&mut self, loss: &Tensor) {
-        self.watched = Some(loss.detach());
+        self.watched = Some(loss.shallow_clone());
     }
 
     /// Returns the options.

@@ -10,6 +10,7 @@ mod collectives;
 mod functions;
 mod kinds;
 mod optimizers;
+mod training;
 mod values;
 
 use std::any::Any;
