@@ -49,14 +49,22 @@ typedef struct tamp_spike_options {
   int64_t max_in_a_row;
 } tamp_spike_options;
 
-// Judges the next number of a history. The history is an f64 tensor on any device: the numbers taken so far, the spikes
-// in a row, all spikes, the numbers that were not finite, whether the last step is skipped, and then the window. Without
-// one, it begins. Returns the new history, on the device of `value`, which has one element. The step is skipped if the
-// number is a spike or not finite, if `found_inf` is not zero, which counts as not finite, or if the history `other` has
-// skipped it already, which is not counted again. A number of a skipped step does not enter the window. Does not
-// synchronize.
-tamp_tensor *tamp_spikes_judge(const tamp_tensor *history, const tamp_tensor *value, const tamp_tensor *found_inf,
-                               const tamp_tensor *other, const tamp_spike_options *options, char **err) TAMP_NOEXCEPT;
+// The places in a history, an f64 tensor on any device: the numbers taken so far, the spikes in a row, all spikes, the
+// numbers that were not finite, whether the last step is skipped, and the first number of the window.
+enum {
+  TAMP_SPIKES_TAKEN = 0,
+  TAMP_SPIKES_IN_A_ROW = 1,
+  TAMP_SPIKES_FOUND = 2,
+  TAMP_SPIKES_NON_FINITE = 3,
+  TAMP_SPIKES_SKIPPED = 4,
+  TAMP_SPIKES_WINDOW = 5,
+};
+
+// Judges the next number of a history. Without one, it begins. Returns the new history, on the device of `value`, which has one element. The step is skipped if the
+// number is a spike or not finite, or if the history `other` has skipped it already, which is not counted again. A number
+// of a skipped step does not enter the window. Does not synchronize.
+tamp_tensor *tamp_spikes_judge(const tamp_tensor *history, const tamp_tensor *value, const tamp_tensor *other,
+                               const tamp_spike_options *options, char **err) TAMP_NOEXCEPT;
 
 // Returns the flag of a history's last step: an f32 that is 1 if the step is skipped, and otherwise 0.
 tamp_tensor *tamp_spikes_flag(const tamp_tensor *history, char **err) TAMP_NOEXCEPT;

@@ -2,7 +2,9 @@
 //! checks it: gaining or losing either trait changes the public API.
 
 use tch::nn::{BatchNorm, Linear};
+use tch_amp::accumulation::Accumulation;
 use tch_amp::autocast::{AutocastGuard, AutocastState};
+use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa, SwappedIn};
 use tch_amp::buffers::BufferSnapshot;
 use tch_amp::checkpoint::{
     Better, Checkpoint, CheckpointError, CheckpointFile, CheckpointFolder, Format, Found, Prepared,
@@ -14,6 +16,7 @@ use tch_amp::gradients::NonFiniteGradient;
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
 };
+use tch_amp::memory::{DeviceMemory, Resident};
 use tch_amp::optim::{
     Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, OptimizerState, ParamGroup,
     ParamGroupState, Parameters, RmsProp, Sgd, Step,
@@ -21,7 +24,8 @@ use tch_amp::optim::{
 use tch_amp::policy::{KeepF32, KeptInF32, KeptInF32T, OptLevel, PolicyModule, PolicyModuleT};
 use tch_amp::recompute::{Recomputed, RecomputedT};
 use tch_amp::scaler::{
-    GradScalerConfig, GradScalerState, PerLossScalers, StepCounter, StepOutcome, Unscaled,
+    GradScalerConfig, GradScalerState, PerLossScalers, SpikeConfig, SpikeCounts, SpikeDetector,
+    StepCounter, StepOutcome, Unscaled,
 };
 use tch_amp::schedule::{
     Annealing, ChainedScheduler, ConstantLr, CosineAnnealingLr, CosineAnnealingWarmRestarts,
@@ -79,11 +83,14 @@ send_and_sync!(
     Algorithm,
     Autocast,
     AutocastState,
+    Averaging,
     Better,
     CheckpointFile,
     CheckpointFolder,
     Closures<fn(), fn()>,
+    DeviceMemory,
     DynamicLossScaleState,
+    Ema,
     Format,
     GradCheck,
     GradScalerConfig,
@@ -98,11 +105,15 @@ send_and_sync!(
     ParamGroup,
     ParamGroupState,
     Policy,
+    Resident,
     Restored,
     RmsProp,
     Rng,
     Sgd,
+    SpikeConfig,
+    SpikeCounts,
     Start,
+    Swa,
 );
 
 // Schedules and their options.
@@ -153,6 +164,8 @@ send_and_sync!(CheckpointError, Error, SaveError);
 // Types that hold tensors. tch's tensors are `Send`, but not `Sync`: an operation on one thread may change what another
 // thread reads.
 only_send!(
+    Accumulation,
+    AveragedWeights,
     BufferSnapshot,
     Checkpoint,
     DynamicLossScale,
@@ -167,9 +180,11 @@ only_send!(
     PolicyModule<Linear>,
     PolicyModuleT<BatchNorm>,
     SaveState<'static>,
+    SpikeDetector,
     StaticLossScale,
     StepOutcome,
     StepCounter,
+    SwappedIn<'static>,
 );
 
 // Types that borrow tensors, or borrow types that hold tensors, which threads must not share.

@@ -3,21 +3,25 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
-use crate::ffi::{self, FoundInf};
+use crate::ffi::{self, FoundInf, Unscaling};
 use crate::gradients::{Gradients, Plan, overflow};
 use crate::optim::AmpOptimizer;
 
-/// What was left out so far, and the share of the window that was not.
+/// What was left out so far.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
-    /// For each micro-batch, whether its gradients were not finite.
-    flags: Vec<Vec<FoundInf>>,
-    shares: Vec<f64>,
+    batches: Vec<Batch>,
+}
+
+/// A micro-batch: its share of the window, and for each device whether its gradients were not finite.
+#[derive(Debug)]
+struct Batch {
+    share: f64,
+    flags: Vec<FoundInf>,
 }
 
 impl Kept {
-    /// Runs a backward pass, and leaves its gradients out if one is not finite. On failure the gradients are as before,
-    /// unless the backward pass has failed midway.
+    /// Runs a backward pass, and leaves its gradients out if one is not finite. On failure the gradients are as before.
     pub(super) fn backward(
         &mut self,
         optimizer: &dyn AmpOptimizer,
@@ -27,73 +31,86 @@ impl Kept {
     ) -> Result<()> {
         let parameters = &*optimizer.parameters().into_owned();
         let earlier = ffi::gradients_take(parameters)?;
-        let flags = backward().and_then(|()| found(optimizer));
-        let flags = match flags {
-            Ok(flags) => flags,
-            Err(error) => {
-                ffi::gradients_drop(parameters)?;
-                ffi::gradients_add(parameters, &earlier)?;
-                return Err(error);
-            }
-        };
-        self.flags.push(flags);
-        self.shares.push(share);
-        let flags = &self.flags[self.flags.len() - 1];
-        match overflow(flags) {
+        let count = self.batches.len();
+        let added = backward().and_then(|()| {
+            let flags = found(optimizer)?;
+            self.batches.push(Batch { share, flags });
+            self.add(optimizer, parameters, &earlier, is_last)
+        });
+        if let Err(error) = added {
+            self.batches.truncate(count);
+            ffi::gradients_drop(parameters)?;
+            ffi::gradients_add(parameters, &earlier)?;
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Adds the gradients of the last micro-batch to the earlier ones, unless one is not finite. The earlier ones are
+    /// not written to, but by the last call, which changes all or nothing.
+    fn add(
+        &self,
+        optimizer: &dyn AmpOptimizer,
+        parameters: &[Tensor],
+        earlier: &[Option<Tensor>],
+        is_last: bool,
+    ) -> Result<()> {
+        let known = self.batches.last().and_then(|batch| overflow(&batch.flags));
+        match known {
             Some(false) => {}
             // If nothing is left, the scaler has to see why.
-            Some(true) if is_last && self.none_is_known_finite() => {}
+            Some(true) if is_last && self.all_are_known_to_be(true) => return Ok(()),
             Some(true) => ffi::gradients_drop(parameters)?,
-            None => clear_if_set(parameters, flags)?,
+            None => self.clear_if_not_finite(parameters)?,
         }
-        ffi::gradients_add(parameters, &earlier)?;
-        if is_last { self.reweigh(parameters) } else { Ok(()) }
+        ffi::gradients_add(parameters, earlier)?;
+        match is_last && !self.all_are_known_to_be(false) {
+            true => self.reweigh(optimizer),
+            false => Ok(()),
+        }
     }
 
-    /// Whether the host knows that no micro-batch was finite.
-    fn none_is_known_finite(&self) -> bool {
-        self.flags.iter().all(|flags| overflow(flags) == Some(true))
+    /// Whether the host knows that all micro-batches were left out, or that none was.
+    fn all_are_known_to_be(&self, dropped: bool) -> bool {
+        self.batches.iter().all(|batch| overflow(&batch.flags) == Some(dropped))
     }
 
-    /// Multiplies the gradients by the share of all micro-batches over that of those that were kept. It is exactly one
-    /// if nothing was left out, and infinite if everything was, of which the product with zeros is NaN.
-    fn reweigh(&self, parameters: &[Tensor]) -> Result<()> {
-        let none_dropped = |flags: &Vec<FoundInf>| overflow(flags) == Some(false);
-        if self.flags.iter().all(none_dropped) || self.none_is_known_finite() {
-            return Ok(());
-        }
-        let gradients = ffi::gradients_take(parameters)?;
-        let Some(first) = gradients.iter().flatten().next() else { return Ok(()) };
-        let device = first.device();
-        let all = ffi::number_new(0.0, Kind::Float, device)?;
-        let mut kept = all.f_zeros_like()?;
-        let mut total = all;
-        for (flags, &share) in self.flags.iter().zip(&self.shares) {
-            let share = ffi::number_new(share, Kind::Float, device)?;
-            total = total.f_add(&share)?;
-            let is_kept = any(flags, device)?.f_logical_not()?;
-            kept = kept.f_add(&share.f_mul(&is_kept)?)?;
-        }
-        let factor = total.f_div(&kept)?;
-        let multiplied = gradients.iter().map(|gradient| match gradient {
-            None => Ok(None),
-            Some(gradient) => {
-                let kind = gradient.f_kind()?;
-                let factor = ffi::number_on(&factor, gradient.device(), Kind::Float)?;
-                Ok(Some(gradient.f_mul(&factor)?.f_to_kind(kind)?))
+    /// Replaces the gradients by zeros, where they are, if the last micro-batch is not finite.
+    fn clear_if_not_finite(&self, parameters: &[Tensor]) -> Result<()> {
+        let Some(Batch { flags, .. }) = self.batches.last() else { return Ok(()) };
+        for parameter in parameters {
+            let mut gradient = parameter.f_grad()?;
+            if gradient.defined() {
+                let (device, kind) = (gradient.device(), gradient.f_kind()?);
+                let zero = ffi::number_new(0.0, kind, device)?;
+                let _cleared = gradient.f_masked_fill_tensor_(&any(flags, device)?, &zero)?;
             }
-        });
-        let multiplied: Result<Vec<_>> = multiplied.collect();
-        // Without memory for the products the gradients are put back, and the error says so.
-        match multiplied {
-            Ok(multiplied) => ffi::gradients_add(parameters, &multiplied),
-            Err(error) => ffi::gradients_add(parameters, &gradients).and(Err(error)),
         }
+        Ok(())
+    }
+
+    /// Divides the gradients by the share of the window that was kept. It is exactly one if nothing was left out, and
+    /// zero if everything was, which makes the gradients NaN.
+    fn reweigh(&self, optimizer: &dyn AmpOptimizer) -> Result<()> {
+        let gradients = gradients_of(optimizer)?;
+        let plan = Plan::new(&gradients, true)?;
+        let first = gradients.parameters().first();
+        let device = first.map_or(Device::Cpu, Tensor::device);
+        let mut total = ffi::number_new(0.0, Kind::Float, device)?;
+        let mut kept = total.f_zeros_like()?;
+        for Batch { share, flags } in &self.batches {
+            let share = ffi::number_new(*share, Kind::Float, device)?;
+            total = total.f_add(&share)?;
+            kept = kept.f_add(&share.f_mul(&any(flags, device)?.f_logical_not()?)?)?;
+        }
+        let scale = kept.f_div(&total)?;
+        let unscaled = plan.unscale(gradients.parameters(), &scale, Unscaling::new(false, false));
+        unscaled.map(drop).map_err(|interrupted| interrupted.error)
     }
 
     pub(super) fn dropped(&self) -> Result<Vec<usize>> {
         let mut dropped = Vec::new();
-        for (index, flags) in self.flags.iter().enumerate() {
+        for (index, Batch { flags, .. }) in self.batches.iter().enumerate() {
             let found = match overflow(flags) {
                 Some(found) => found,
                 None => any(flags, Device::Cpu)?.f_int64_value(&[])? != 0,
@@ -106,10 +123,14 @@ impl Kept {
     }
 }
 
+fn gradients_of(optimizer: &dyn AmpOptimizer) -> Result<Gradients<'_>> {
+    let names = Box::new(|index, _| optimizer.parameter_name(index));
+    Gradients::of(optimizer.parameters(), names)
+}
+
 /// Whether any gradient is not finite, for each device.
 fn found(optimizer: &dyn AmpOptimizer) -> Result<Vec<FoundInf>> {
-    let names = Box::new(|index, _| optimizer.parameter_name(index));
-    let gradients = Gradients::of(optimizer.parameters(), names)?;
+    let gradients = gradients_of(optimizer)?;
     let plan = Plan::new(&gradients, true)?;
     let one = ffi::number_new(1.0, Kind::Float, Device::Cpu)?;
     Ok(plan.check(gradients.parameters(), &one)?.found)
@@ -123,21 +144,4 @@ fn any(flags: &[FoundInf], device: Device) -> Result<Tensor> {
         any = any.f_add(&flag)?;
     }
     Ok(any.f_to_kind(Kind::Bool)?)
-}
-
-/// Replaces the gradients by zeros if a flag is set, where the flags are.
-fn clear_if_set(parameters: &[Tensor], flags: &[FoundInf]) -> Result<()> {
-    let gradients = ffi::gradients_take(parameters)?;
-    let cleared = gradients.iter().map(|gradient| match gradient {
-        None => Ok(None),
-        Some(gradient) => {
-            let zeros = gradient.f_zeros_like()?;
-            Ok(Some(zeros.f_where_self(&any(flags, gradient.device())?, gradient)?))
-        }
-    });
-    let cleared: Result<Vec<_>> = cleared.collect();
-    match cleared {
-        Ok(cleared) => ffi::gradients_add(parameters, &cleared),
-        Err(error) => ffi::gradients_add(parameters, &gradients).and(Err(error)),
-    }
 }

@@ -7,8 +7,9 @@ use tch::{Kind, Tensor};
 
 use crate::autocast::forgetting_casts;
 use crate::average::progress::Count;
+use crate::average::swapped::fits;
 use crate::average::{Averaging, SwappedIn};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ensure};
 use crate::ffi;
 use crate::scaler::StepOutcome;
 
@@ -124,8 +125,9 @@ impl AveragedWeights {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if a variable has another shape, dtype or device than when the averages were made, or if there
-    /// is no memory for averages in half precision. The model then has its weights.
+    /// [`Error::Torch`] if a variable has another shape or device than when the averages were made, or if there is no
+    /// memory for averages in half precision; [`Error::InvalidArgument`] while other averages are in the place of the
+    /// same weights. The model then has its weights.
     pub fn swap_in(&mut self) -> Result<SwappedIn<'_>> {
         SwappedIn::new(self, None)
     }
@@ -135,17 +137,18 @@ impl AveragedWeights {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if a variable has another shape by now. Some weights may have been overwritten.
+    /// [`Error::Torch`] if a variable has another shape or device by now. No weight has been overwritten then.
     pub fn copy_to_model(&self) -> Result<()> {
         let weights = self.parameters.iter().zip(&self.averages);
         let buffers = self.statistics.pairs(&self.statistics.averaged);
+        let pairs: Vec<_> = weights.chain(buffers).collect();
+        pairs.iter().try_for_each(|(target, source)| fits(target, source))?;
+        let _no_grad = tch::no_grad_guard();
         forgetting_casts(|| {
-            tch::no_grad(|| {
-                for (target, source) in weights.chain(buffers) {
-                    target.shallow_clone().f_copy_(source)?;
-                }
-                Ok(())
-            })
+            for (target, source) in pairs {
+                target.shallow_clone().f_copy_(source)?;
+            }
+            Ok(())
         })
     }
 
@@ -196,7 +199,7 @@ impl AveragedWeights {
         rest: f64,
         statistics: BTreeMap<String, Tensor>,
     ) -> Result<Loaded> {
-        crate::error::ensure("rest", rest, (0.0..=1.0).contains(&rest), "from 0 to 1")?;
+        ensure("rest", rest, (0.0..=1.0).contains(&rest), "from 0 to 1")?;
         let mut here = BTreeMap::new();
         for (name, saved) in statistics {
             let Some(buffer) = self.statistics.buffers.get(&name) else { continue };

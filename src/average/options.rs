@@ -12,8 +12,8 @@ use crate::error::{Result, ensure};
 /// An exponential moving average: each update moves it by 1 - decay of the way to the weights. The first one copies
 /// them. The counterpart of `AveragedModel` with `get_ema_multi_avg_fn`, whose numbers it has on a CPU.
 ///
-/// The average extends over about 1 / (1 - decay) steps. With `warmup` or `debias` it does so from the start, instead of
-/// holding on to the weights of the first step; use one of them if it is evaluated before that many steps.
+/// The average extends over about 1 / (1 - decay) steps, and for as many steps after the start the first weights
+/// dominate it. Use `warmup` or `debias` if it is evaluated earlier.
 ///
 /// # Examples
 ///

@@ -1,14 +1,26 @@
 //! The guard that puts averages in the place of weights.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::mem;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use lazy_static::lazy_static;
 use tch::Tensor;
 
 use crate::autocast::clear_autocast_cache;
 use crate::average::AveragedWeights;
 use crate::error::{Error, Result};
 use crate::ffi;
+
+lazy_static! {
+    /// The variables in whose place some averages are. Their guards keep them alive, so that their identities stay
+    /// theirs.
+    static ref SWAPPED: Mutex<HashSet<usize>> = Mutex::default();
+}
+
+fn swapped() -> MutexGuard<'static, HashSet<usize>> {
+    SWAPPED.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Has the averages in the place of a model's weights until it is dropped. Made by [`AveragedWeights::swap_in`].
 ///
@@ -38,6 +50,7 @@ pub struct SwappedIn<'a> {
     _averages: &'a mut AveragedWeights,
     /// The variables that were replaced, and what holds their own numbers.
     replaced: Vec<(Tensor, Tensor)>,
+    identities: Vec<usize>,
 }
 
 impl<'a> SwappedIn<'a> {
@@ -51,10 +64,15 @@ impl<'a> SwappedIn<'a> {
         let running = statistics.pairs(running.unwrap_or(&statistics.averaged));
         let mut pairs = Vec::new();
         for (variable, average) in weights.chain(running) {
-            pairs.push((variable.shallow_clone(), rounded(variable, average)?));
+            fits(variable, average)?;
+            pairs.push((variable.shallow_clone(), average.f_to_kind(variable.f_kind()?)?));
         }
+        let variables: Vec<_> =
+            pairs.iter().map(|(variable, _)| variable.shallow_clone()).collect();
+        let identities = claim(&variables)?;
         // From here on, dropping this puts back what was replaced.
-        let mut swapped = Self { _averages: averages, replaced: Vec::with_capacity(pairs.len()) };
+        let replaced = Vec::with_capacity(pairs.len());
+        let mut swapped = Self { _averages: averages, replaced, identities };
         for (mut variable, rounded) in pairs {
             let own = variable.f_data()?;
             // The storage changes, and not its contents: afterwards the weights are the same, and autograd and the
@@ -73,21 +91,40 @@ impl Drop for SwappedIn<'_> {
             // It was accepted the other way round.
             drop(variable.f_set_data(&own));
         }
+        let mut swapped = swapped();
+        for identity in &self.identities {
+            let _was_there = swapped.remove(identity);
+        }
+        drop(swapped);
         clear_autocast_cache();
     }
 }
 
-/// The average in the dtype of its variable.
-fn rounded(variable: &Tensor, average: &Tensor) -> Result<Tensor> {
+/// Notes that averages are put in the place of these variables, or fails if others are. Guards that were dropped in
+/// another order than the reverse of their making would leave averages there, and the weights would be lost.
+fn claim(variables: &[Tensor]) -> Result<Vec<usize>> {
+    let identities = ffi::identities(variables)?;
+    let mut swapped = swapped();
+    if identities.iter().any(|identity| swapped.contains(identity)) {
+        let problem =
+            "cannot take the place of weights that other averages have taken; drop their guard first".to_owned();
+        return Err(Error::InvalidArgument { name: "the averages", problem });
+    }
+    swapped.extend(&identities);
+    Ok(identities)
+}
+
+/// Fails unless an average has the shape and the device of its variable.
+pub(super) fn fits(variable: &Tensor, average: &Tensor) -> Result<()> {
     let (here, there) = (ffi::sizes(variable)?, ffi::sizes(average)?);
     let devices = (variable.device(), average.device());
-    if here != there || devices.0 != devices.1 {
-        let problem = format!(
-            "a weight is {here:?} on {:?} by now, and its average {there:?} on {:?}; make the averages after the model \
-             has its shape and device",
-            devices.0, devices.1
-        );
-        return Err(Error::Torch(problem));
+    if here == there && devices.0 == devices.1 {
+        return Ok(());
     }
-    Ok(average.f_to_kind(variable.f_kind()?)?)
+    let problem = format!(
+        "a weight is {here:?} on {:?} by now, and its average {there:?} on {:?}; make the averages after the model has \
+         its shape and device",
+        devices.0, devices.1
+    );
+    Err(Error::Torch(problem))
 }

@@ -94,12 +94,11 @@ pub(crate) struct SpikeOptions {
 pub(crate) fn spikes_judge(
     history: Option<&Tensor>,
     value: &Tensor,
-    found_inf: Option<&Tensor>,
     other: Option<&Tensor>,
     options: SpikeOptions,
 ) -> Result<Tensor> {
-    let [history, found_inf, other] = [history, found_inf, other]
-        .map(|tensor| tensor.map_or(ptr::null(), |tensor| tensor.as_ptr()));
+    let [history, other] =
+        [history, other].map(|tensor| tensor.map_or(ptr::null(), |tensor| tensor.as_ptr()));
     let raw = sys::training::SpikeOptions {
         deviations: options.deviations,
         window: options.window.into(),
@@ -109,7 +108,7 @@ pub(crate) fn spikes_judge(
     let value = value.as_ptr();
     // SAFETY: every tensor is null or live, `value` is live, and the options and `err` are valid.
     given(call(|err| unsafe {
-        sys::training::tamp_spikes_judge(history, value, found_inf, other, &raw, err)
+        sys::training::tamp_spikes_judge(history, value, other, &raw, err)
     })?)
 }
 
@@ -117,6 +116,20 @@ pub(crate) fn spikes_judge(
 pub(crate) fn spikes_flag(history: &Tensor) -> Result<Tensor> {
     // SAFETY: `history` is a live tensor, and `err` is valid for a write.
     given(call(|err| unsafe { sys::training::tamp_spikes_flag(history.as_ptr(), err) })?)
+}
+
+/// Returns the spikes that a history has counted, and the numbers that were not finite. Synchronizes on a device.
+pub(crate) fn spikes_counts(history: &Tensor) -> Result<[f64; 2]> {
+    let place = |place: u8| Ok(history.f_narrow(0, place.into(), 1)?);
+    let [spikes, non_finite]: [Result<Tensor>; 2] =
+        [place(sys::training::SPIKES_FOUND), place(sys::training::SPIKES_NON_FINITE)];
+    let numbers = super::numbers_read(&[&spikes?, &non_finite?])?;
+    Ok([numbers[0], numbers[1]])
+}
+
+/// Returns the length of the history of a window.
+pub(crate) fn spikes_length(window: u32) -> i64 {
+    i64::from(sys::training::SPIKES_WINDOW) + i64::from(window)
 }
 
 /// The type and the index of a device, as libtorch numbers them.

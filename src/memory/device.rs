@@ -3,9 +3,7 @@
 use tch::Device;
 
 use crate::device::check_usable;
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi;
 
 /// The bytes of a device that libtorch uses for the tensors of this process, as counted by its caching allocator. See
@@ -34,8 +32,9 @@ pub struct DeviceMemory {
 ///
 /// # Errors
 ///
-/// [`Error::DeviceUnavailable`] for a device that this process cannot use; [`Error::Torch`] for the CPU, whose memory
-/// libtorch does not count (see [`resident`](crate::memory::resident)), and for devices whose allocator does not count.
+/// [`Error::InvalidArgument`] for the CPU, whose memory libtorch does not count (see
+/// [`resident`](crate::memory::resident)); [`Error::DeviceUnavailable`] for a device that this process cannot use;
+/// [`Error::Torch`] for one whose allocator does not count.
 ///
 /// # Examples
 ///
@@ -55,7 +54,7 @@ pub struct DeviceMemory {
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 pub fn device(device: Device) -> Result<DeviceMemory> {
-    check_usable(device)?;
+    check(device)?;
     let bytes = ffi::device_memory(device)?.map(|bytes| u64::try_from(bytes).unwrap_or(0));
     let [allocated, max_allocated, reserved, max_reserved] = bytes;
     Ok(DeviceMemory { allocated, max_allocated, reserved, max_reserved })
@@ -68,6 +67,30 @@ pub fn device(device: Device) -> Result<DeviceMemory> {
 ///
 /// The same as [`device`].
 pub fn reset_peak(device: Device) -> Result<()> {
-    check_usable(device)?;
+    check(device)?;
     ffi::device_memory_reset(device)
+}
+
+fn check(device: Device) -> Result<()> {
+    if device == Device::Cpu {
+        let problem = "is the CPU, whose memory libtorch does not count; use `memory::resident`";
+        return Err(Error::InvalidArgument { name: "device", problem: problem.to_owned() });
+    }
+    check_usable(device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_that_do_not_count_are_refused() {
+        let error = device(Device::Cpu).unwrap_err();
+        assert!(error.to_string().contains("use `memory::resident`"), "{error}");
+        assert!(matches!(reset_peak(Device::Cpu), Err(Error::InvalidArgument { .. })));
+        for index in [64, 1000] {
+            let error = device(Device::Cuda(index)).unwrap_err();
+            assert!(matches!(error, Error::DeviceUnavailable { .. }), "{error}");
+        }
+    }
 }

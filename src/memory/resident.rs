@@ -51,3 +51,23 @@ fn bytes(status: &str, name: &str) -> Option<u64> {
 pub fn reset_peak_resident() -> bool {
     fs::write("/proc/self/clear_refs", "5").is_ok()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_read_in_kib() {
+        let status = "Name:\tx\nVmHWM:\t    2048 kB\nVmRSS:\t      12 kB\nVmData:\t 1 MB\n";
+        assert_eq!(bytes(status, "VmHWM:"), Some(2 << 20));
+        assert_eq!(bytes(status, "VmRSS:"), Some(12 << 10));
+        assert_eq!((bytes(status, "VmData:"), bytes(status, "VmSwap:")), (None, None));
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn the_peak_is_at_least_what_there_is() {
+        let Resident { now, peak } = resident().unwrap();
+        assert!(now > 0 && peak >= now, "{now} and {peak}");
+    }
+}

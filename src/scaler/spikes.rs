@@ -1,12 +1,12 @@
 //! Skipping the steps whose loss or gradient norm is far above its recent history.
 
 use serde::{Deserialize, Serialize};
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::builder::builder;
 use crate::error::{Error, Result, ScalerError, ensure};
-use crate::ffi::{self, SpikeOptions};
-use crate::gradients::check_limit;
+use crate::ffi::{self, Gradient, SpikeOptions};
+use crate::gradients::{Plan, check_limit};
 use crate::optim::{AmpOptimizer, Optimizer, Step};
 use crate::scaler::outcome::Taken;
 use crate::scaler::step::update;
@@ -103,15 +103,6 @@ pub struct SpikeCounts {
     pub norm_spikes: u64,
 }
 
-/// What a step makes of the histories, which they become if the step succeeds.
-#[derive(Debug)]
-pub(super) struct Judged {
-    norm: Tensor,
-    loss: Option<Tensor>,
-    /// An f32 that is 1 if the step is skipped.
-    pub(super) flag: Tensor,
-}
-
 impl SpikeDetector {
     /// Has the next step judged by this loss as well, of one element on any device. The step skips if either is a spike.
     /// On several ranks give all of them the same loss, such as the mean.
@@ -132,34 +123,42 @@ impl SpikeDetector {
     pub fn counts(&self) -> Result<SpikeCounts> {
         let read = |history: &Option<Tensor>| -> Result<[u64; 2]> {
             let Some(history) = history else { return Ok([0; 2]) };
-            let numbers = history.f_narrow(0, 2, 2)?.f_to_device(Device::Cpu)?;
-            let numbers = Vec::<f64>::try_from(numbers)?;
-            Ok([numbers[0] as u64, numbers[1] as u64])
+            Ok(ffi::spikes_counts(history)?.map(|count| count as u64))
         };
         let ([norm_spikes, non_finite], [loss_spikes, bad_losses]) =
             (read(&self.norm)?, read(&self.loss)?);
         Ok(SpikeCounts { non_finite: non_finite + bad_losses, loss_spikes, norm_spikes })
     }
 
-    /// Judges a step by the norm of its gradients, and by the loss that is watched.
-    pub(super) fn judge(&self, norm: &Tensor, found_inf: Option<&Tensor>) -> Result<Judged> {
+    /// Lets the optimizer take its step, unless the norm of its gradients or the watched loss is a spike or not finite,
+    /// as the norm is if a gradient is not. On the CPU the host looks. The histories change only if the step succeeds.
+    pub(super) fn update_unless(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        step: &Step<'_>,
+        norm: &Tensor,
+    ) -> Result<StepOutcome> {
         let SpikeConfig { deviations, window, warmup, max_in_a_row } = self.config;
         let options = SpikeOptions { deviations, window, warmup, max_in_a_row };
         let loss = match &self.watched {
-            Some(loss) => Some(ffi::spikes_judge(self.loss.as_ref(), loss, None, None, options)?),
+            Some(loss) => Some(ffi::spikes_judge(self.loss.as_ref(), loss, None, options)?),
             None => None,
         };
-        let norm = ffi::spikes_judge(self.norm.as_ref(), norm, found_inf, loss.as_ref(), options)?;
+        let norm = ffi::spikes_judge(self.norm.as_ref(), norm, loss.as_ref(), options)?;
         let flag = ffi::spikes_flag(&norm)?;
-        Ok(Judged { norm, loss, flag })
-    }
-
-    pub(super) fn accept(&mut self, judged: Judged) {
-        self.norm = Some(judged.norm);
-        if judged.loss.is_some() {
-            self.loss = judged.loss;
-        }
+        let outcome = if flag.device() != Device::Cpu {
+            update(optimizer, &step.with_found_inf(&flag))?;
+            StepOutcome::on_device(flag)
+        } else if flag.f_double_value(&[])? != 0.0 {
+            StepOutcome::known(Taken::Skipped)
+        } else {
+            update(optimizer, step)?;
+            StepOutcome::known(Taken::Stepped)
+        };
+        self.norm = Some(norm);
+        self.loss = loss.or_else(|| self.loss.take());
         self.watched = None;
+        Ok(outcome)
     }
 
     /// The histories with their names in a checkpoint.
@@ -169,8 +168,8 @@ impl SpikeDetector {
 
     /// Checks that a saved history has this detector's window.
     pub(crate) fn check(&self, history: &Tensor) -> Result<()> {
-        let expected = [5 + i64::from(self.config.window)];
-        if history.size() == expected && history.kind() == tch::Kind::Double {
+        let expected = [ffi::spikes_length(self.config.window)];
+        if history.size() == expected && history.kind() == Kind::Double {
             return Ok(());
         }
         let problem = format!(
@@ -196,7 +195,9 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyUnscaled`] if [`unscale_`](Self::unscale_) was called in this iteration; the errors of
+    /// [`ScalerError::AlreadyUnscaled`] if [`unscale_`](Self::unscale_) was called in this iteration;
+    /// [`Error::InvalidArgument`] after [`agree_over`](Self::agree_over), because the ranks then have gradients, and
+    /// therefore norms, of their own, and would part; the errors of
     /// [`step_clip_norm`](Self::step_clip_norm); [`Error::Torch`] if a watched loss is not one floating-point number.
     /// The history is then as before.
     pub fn step_unless_spike(
@@ -206,47 +207,40 @@ impl GradScaler {
         spikes: &mut SpikeDetector,
     ) -> Result<StepOutcome> {
         check_limit("max_norm", max_norm)?;
+        if self.agreement.is_some() {
+            let problem = "cannot be used by a scaler that agrees over a group, whose ranks have norms of their own";
+            return Err(Error::InvalidArgument { name: "spikes", problem: problem.to_owned() });
+        }
         let Some(scale) = self.scale.number() else {
-            self.check_synced()?;
-            return step_without_scale(optimizer, max_norm, spikes);
+            return self.step_without_scale(optimizer, max_norm, spikes);
         };
         if self.record_due(optimizer)?.is_some() {
             return Err(Error::Scaler(ScalerError::AlreadyUnscaled));
         }
         self.step_scaled(optimizer, scale, Some(max_norm), Some(spikes))
     }
-}
 
-/// Steps with gradients that were never scaled.
-fn step_without_scale(
-    optimizer: &mut Optimizer,
-    max_norm: f64,
-    spikes: &mut SpikeDetector,
-) -> Result<StepOutcome> {
-    let norm = ffi::clip_grad_norm(&AmpOptimizer::parameters(optimizer), f64::INFINITY, false)?;
-    let Some(norm) = norm else { return Ok(StepOutcome::known(Taken::NoGradients)) };
-    let judged = spikes.judge(&norm, None)?;
-    let factor = ffi::clip_factor(&norm, max_norm)?;
-    let step = Step::default().with_clip_factor(&factor);
-    let outcome = update_unless(optimizer, &step, &judged)?;
-    spikes.accept(judged);
-    Ok(outcome.with_norm(Some(norm)))
-}
-
-/// Lets the optimizer take its step unless the flag is set. On the CPU the host looks.
-pub(super) fn update_unless(
-    optimizer: &mut dyn AmpOptimizer,
-    step: &Step<'_>,
-    judged: &Judged,
-) -> Result<StepOutcome> {
-    let flag = &judged.flag;
-    if flag.device() != Device::Cpu {
-        update(optimizer, &step.with_found_inf(flag))?;
-        return Ok(StepOutcome::on_device(flag.shallow_clone()));
+    /// Steps with gradients that were never scaled.
+    fn step_without_scale(
+        &self,
+        optimizer: &mut Optimizer,
+        max_norm: f64,
+        spikes: &mut SpikeDetector,
+    ) -> Result<StepOutcome> {
+        self.check_synced()?;
+        let norm = {
+            let gradients = self.gradients(optimizer)?;
+            if !gradients.snapshot().iter().any(Gradient::is_used) {
+                return Ok(StepOutcome::known(Taken::NoGradients));
+            }
+            gradients.refuse_unclippable(Gradient::is_used)?;
+            let one = ffi::number_new(1.0, Kind::Float, Device::Cpu)?;
+            Plan::new(&gradients, true)?.norm(gradients.parameters(), &one)?.norm
+        };
+        let Some(norm) = norm else { return Ok(StepOutcome::known(Taken::NoGradients)) };
+        let factor = ffi::clip_factor(&norm, max_norm)?;
+        let step = Step::default().with_clip_factor(&factor);
+        let outcome = spikes.update_unless(optimizer, &step, &norm)?;
+        Ok(outcome.with_norm(Some(norm)))
     }
-    if flag.f_double_value(&[])? != 0.0 {
-        return Ok(StepOutcome::known(Taken::Skipped));
-    }
-    update(optimizer, step)?;
-    Ok(StepOutcome::known(Taken::Stepped))
 }

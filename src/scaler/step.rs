@@ -13,7 +13,6 @@ use crate::scale::Number;
 use crate::scaler::iteration::Verdict;
 use crate::scaler::outcome::Taken;
 use crate::scaler::record::Stage;
-use crate::scaler::spikes::update_unless;
 use crate::scaler::{GradScaler, SpikeDetector, StepOutcome, Unscaled};
 
 /// Fails unless a step is the next call that is due.
@@ -201,20 +200,7 @@ impl GradScaler {
         step = grad_scale.map_or(step, |scale| step.with_grad_scale(scale));
         step = factor.as_ref().map_or(step, |factor| step.with_clip_factor(factor));
         let outcome = match (verdict, spikes.zip(norm.as_ref())) {
-            (Verdict::Unless(flag), Some((spikes, norm))) => {
-                let judged = spikes.judge(norm, Some(&flag))?;
-                let outcome = update_unless(optimizer, &step, &judged)?;
-                spikes.accept(judged);
-                outcome
-            }
-            (Verdict::Known(finite), Some((spikes, norm))) => {
-                // With several ranks, another one may have found what this norm does not show.
-                let found_inf = (!finite).then(|| Tensor::from(1f32));
-                let judged = spikes.judge(norm, found_inf.as_ref())?;
-                let outcome = update_unless(optimizer, &step, &judged)?;
-                spikes.accept(judged);
-                outcome
-            }
+            (_, Some((spikes, norm))) => spikes.update_unless(optimizer, &step, norm)?,
             (Verdict::Known(false), None) => StepOutcome::known(Taken::Skipped),
             (Verdict::Known(true), None) => {
                 update(optimizer, &step)?;

@@ -17,6 +17,16 @@ pub(crate) struct AverageOptions {
     pub(crate) debias: u8,
 }
 
+#[allow(dead_code, reason = "only csrc/spikes.cpp reads it")]
+pub(crate) const SPIKES_TAKEN: u8 = 0;
+#[allow(dead_code, reason = "only csrc/spikes.cpp reads it")]
+pub(crate) const SPIKES_IN_A_ROW: u8 = 1;
+pub(crate) const SPIKES_FOUND: u8 = 2;
+pub(crate) const SPIKES_NON_FINITE: u8 = 3;
+#[allow(dead_code, reason = "only csrc/spikes.cpp reads it")]
+pub(crate) const SPIKES_SKIPPED: u8 = 4;
+pub(crate) const SPIKES_WINDOW: u8 = 5;
+
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SpikeOptions {
@@ -55,7 +65,6 @@ unsafe extern "C" {
     pub(crate) fn tamp_spikes_judge(
         history: *const Tensor,
         value: *const Tensor,
-        found_inf: *const Tensor,
         other: *const Tensor,
         options: *const SpikeOptions,
         err: *mut *mut c_char,

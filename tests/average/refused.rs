@@ -33,7 +33,8 @@ fn a_model_that_has_changed_is_refused_as_a_whole() {
     set(&first, &[4.0, 4.0]);
     let own = second.data();
     second.set_data(&Tensor::ones([3], (Kind::Float, Device::Cpu)));
-    for error in [average.advance().unwrap_err(), average.swap_in().unwrap_err()] {
+    let copied = average.copy_to_model().unwrap_err();
+    for error in [average.advance().unwrap_err(), average.swap_in().unwrap_err(), copied] {
         assert!(error.to_string().contains("make the averages after"), "{error}");
     }
     assert_eq!(values(&first), [4.0, 4.0]);

@@ -37,17 +37,42 @@ fn the_averages_are_in_the_place_of_the_weights_until_the_guard_goes() {
     }
 }
 
+/// Guards that go in the wrong order would leave the averages of the one in the place of the weights.
+#[test]
+fn the_averages_of_another_are_not_replaced() {
+    let (vs, w) = model(Kind::Float, 1);
+    let mut averages = [1.0, 2.0].map(|value| {
+        set(&w, &[value]);
+        let mut average = Swa::default().build(&vs).unwrap();
+        average.advance().unwrap();
+        average
+    });
+    set(&w, &[3.0]);
+    let [first, second] = &mut averages;
+    let swapped = first.swap_in().unwrap();
+    let error = second.swap_in().unwrap_err();
+    assert!(error.to_string().contains("drop their guard first"), "{error}");
+    assert_eq!(values(&w), [1.0]);
+    drop(swapped);
+    assert_eq!(values(&w), [3.0]);
+    let swapped = second.swap_in().unwrap();
+    assert_eq!(values(&w), [2.0]);
+    drop(swapped);
+    assert_eq!(values(&w), [3.0]);
+}
+
 #[test]
 fn a_region_does_not_serve_casts_of_the_other_weights() {
-    let (vs, w) = model(Kind::Float, 4);
+    let vs = VarStore::new(Device::Cpu);
+    let w = vs.root().zeros("w", &[1, 4]);
     let mut average = Swa::default().build(&vs).unwrap();
     for value in [1.0, 3.0] {
-        set(&w, &[value; 4]);
+        drop(tch::no_grad(|| w.shallow_clone().fill_(value)));
         average.advance().unwrap();
     }
     let _region = AutocastGuard::new(Device::Cpu).unwrap();
     let xs = Tensor::ones([1, 4], (Kind::Float, Device::Cpu));
-    let product = || xs.matmul(&w.view([4, 1])).double_value(&[0, 0]);
+    let product = || xs.linear(&w, None::<&Tensor>).double_value(&[0, 0]);
     assert_eq!(product(), 12.0);
     let swapped = average.swap_in().unwrap();
     assert_eq!(product(), 8.0);

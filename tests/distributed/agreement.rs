@@ -4,7 +4,7 @@ use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{DistributedError, ProcessGroup};
 use tch_amp::optim::{AmpOptimizer, Sgd};
-use tch_amp::scaler::GradScalerConfig;
+use tch_amp::scaler::{GradScalerConfig, SpikeConfig};
 use tch_amp::{Error, GradScaler};
 
 use super::ranks;
@@ -57,6 +57,22 @@ fn all_ranks_skip_the_step_that_overflows_on_one() {
             assert_eq!(states, vec![expected; 3], "fused {fused}, unscaled {unscale}");
         }
     }
+}
+
+/// Each rank would decide by the norm of its own gradients.
+#[test]
+fn spikes_are_not_skipped_by_ranks_that_could_part() {
+    let refused = ranks(2, |group| {
+        let w = Tensor::ones([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.25).unwrap();
+        let mut scaler = scaler(&group);
+        scaler.backward(&w.sum(Kind::Float)).unwrap();
+        let mut spikes = SpikeConfig::default().build().unwrap();
+        let error = scaler.step_unless_spike(&mut opt, 1.0, &mut spikes).unwrap_err();
+        let stepped = scaler.step(&mut opt).unwrap().is_stepped().unwrap();
+        (error.to_string().contains("agrees over a group"), stepped)
+    });
+    assert_eq!(refused, [(true, true); 2]);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 """What PyTorch's fused optimizers do where this crate does otherwise, so that docs/differences.md stays true."""
 
 import torch
+from torch.optim import swa_utils
 
 
 def stepped(optimizer):
@@ -63,6 +64,20 @@ def half_norms_are_halves():
     assert torch.nn.utils.clip_grad_norm_([param], 1.0).dtype == torch.bfloat16
 
 
+def rmsprop_rounds_halves_after_each_operation():
+    start, grad = torch.linspace(0.5, 1.5, 64), torch.linspace(-1, 1, 64)
+    half = weight(start.bfloat16(), grad.bfloat16())
+    wide = weight(start.bfloat16().float(), grad.bfloat16().float())
+    results = [stepped(torch.optim.RMSprop([param], lr=0.01, momentum=0.9)) for param in (half, wide)]
+    assert results[0] != [torch.tensor(results[1][0]).bfloat16().tolist()]
+
+
+def the_weight_of_an_equal_average_is_f32():
+    average, update = [torch.zeros(1, dtype=torch.float64)], [torch.ones(1, dtype=torch.float64)]
+    swa_utils.get_swa_multi_avg_fn()(average, update, torch.tensor(2))
+    assert average[0].item() == torch.tensor(1 / 3).item() != 1 / 3, average
+
+
 torch.set_num_threads(1)
 halves_under_sgd_mostly_stay()
 strides_are_not_looked_at()
@@ -71,4 +86,6 @@ a_gradient_is_unscaled()
 an_initial_accumulator_of_a_group_is_ignored()
 frozen_parameters_are_stepped()
 half_norms_are_halves()
+rmsprop_rounds_halves_after_each_operation()
+the_weight_of_an_equal_average_is_f32()
 print("as the table says")

@@ -139,6 +139,9 @@ fn a_watched_loss_is_a_reason_of_its_own() {
     }
     let counts = training.spikes.counts().unwrap();
     assert_eq!((counts.loss_spikes, counts.norm_spikes, counts.non_finite), (1, 0, 1));
+    // A loss is that of one step.
+    assert!(training.step(1.0, f64::INFINITY).0);
+    assert_eq!(training.spikes.counts().unwrap(), counts);
     // The history of a step that fails is as before.
     training.spikes.watch_loss(&Tensor::from_slice(&[1.0, 2.0]));
     training.opt.zero_grad().unwrap();
@@ -190,4 +193,21 @@ fn options_outside_their_range_are_refused() {
     let error = scaler.step_unless_spike(opt, 1.0, spikes).unwrap_err();
     assert!(error.to_string().contains("unscale_ has already"), "{error}");
     scaler.step_unless_spike(opt, -1.0, spikes).unwrap_err();
+}
+
+#[test]
+fn gradients_stay_as_they_are() {
+    for enabled in [true, false] {
+        for gradient in [3.0, f64::INFINITY] {
+            let mut training = Training::new(enabled, ready().build().unwrap());
+            let _step = training.step(gradient, 1.0);
+            let scale = if enabled { 4.0 } else { 1.0 };
+            assert_eq!(training.w.grad().double_value(&[0]), gradient * scale);
+        }
+    }
+    // Without a gradient there is no step, and no number for the history.
+    let mut training = Training::new(false, ready().build().unwrap());
+    let Training { opt, scaler, spikes, .. } = &mut training;
+    assert!(scaler.step_unless_spike(opt, 1.0, spikes).unwrap().has_no_gradients());
+    assert_eq!(spikes.counts().unwrap(), Default::default());
 }

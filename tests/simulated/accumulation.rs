@@ -46,3 +46,63 @@ fn a_micro_batch_is_left_out_without_synchronizing() {
         assert!((moved - change).abs() < 1e-5, "{factors:?}: {moved}");
     }
 }
+
+/// The call that failed is made again, and the gradients are as if it had not failed.
+#[test]
+fn a_micro_batch_that_runs_out_of_memory_can_be_retried() {
+    let Some(simulation) = Simulation::find() else { return };
+    let run = |bad: usize, n: i64| {
+        let w = Tensor::zeros([3], (Kind::Float, Device::Cuda(0))).set_requires_grad(true);
+        let unused = Tensor::zeros([2], (Kind::Float, Device::Cuda(0))).set_requires_grad(true);
+        let opt = Sgd::default().build(&[w.shallow_clone(), unused.shallow_clone()], 1.0).unwrap();
+        let mut scaler = GradScaler::new(Device::Cuda(0)).unwrap();
+        // The second parameter has a gradient of the first micro-batch only.
+        let losses: Vec<_> = (0..3)
+            .map(|i| {
+                let factor = if i == bad { f64::NAN } else { 1.0 + i as f64 };
+                let loss = (&w * factor).sum(Kind::Float);
+                if i == 0 { loss + unused.sum(Kind::Float) * factor } else { loss }
+            })
+            .collect();
+        let mut window = Accumulation::of_weights([1.0, 2.0, 1.0]).unwrap();
+        simulation.fail_allocation(n);
+        let mut graph_is_gone = false;
+        for loss in &losses {
+            if window.backward_or_drop(&mut scaler, &opt, loss).is_err() {
+                assert_eq!(simulation.fail_allocation(0), 0);
+                // autograd frees the graph as it goes.
+                graph_is_gone = window.backward_or_drop(&mut scaler, &opt, loss).is_err();
+                if graph_is_gone {
+                    break;
+                }
+            }
+        }
+        let left = simulation.fail_allocation(0);
+        let gradients = [&w, &unused].map(|w| {
+            let gradient = w.grad();
+            gradient
+                .defined()
+                .then(|| Vec::<f64>::try_from(gradient.to_device(Device::Cpu)).unwrap())
+        });
+        (left, graph_is_gone, gradients, window.dropped().unwrap())
+    };
+    for bad in 0..4 {
+        let (_, _, gradients, dropped) = run(bad, 0);
+        assert_eq!(dropped.len(), usize::from(bad < 3));
+        let mut retried = 0;
+        for n in 1.. {
+            let (left, graph_is_gone, got, also_dropped) = run(bad, n);
+            if !graph_is_gone {
+                assert_eq!((&got, &also_dropped), (&gradients, &dropped), "{bad}, allocation {n}");
+                retried += i32::from(left == 0);
+            }
+            if left > 0 {
+                break;
+            }
+        }
+        assert!(
+            retried > 3 || bad == 3,
+            "{bad}: {retried} failures were outside of the backward pass"
+        );
+    }
+}

@@ -57,7 +57,6 @@ fn a_step_launches_as_often_for_many_small_parameters_as_for_few() {
             });
             let context = format!("{algorithm:?} {mode:?}: {launches:?}");
             assert!(launches.iter().all(|&count| count == launches[0]), "{context}");
-            println!("{context}");
             let documented = documented_launches(algorithm, mode).0;
             assert!(launches[0].0.max(launches[0].1) <= documented, "{context}");
         }

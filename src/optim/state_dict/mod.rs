@@ -22,8 +22,9 @@ pub(crate) use load::{Loaded, Saved};
 #[non_exhaustive]
 pub struct OptimizerState {
     /// The tensors of each parameter that has been stepped (with Adagrad, of all parameters), under PyTorch's keys:
-    /// `step` (f32, 0-dim) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq`, or
-    /// `momentum_buffer`, or `sum`, or `square_avg` and `grad_avg`; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32.
+    /// `step` (f32, 0-dim) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq` of Adam,
+    /// `momentum_buffer` of SGD, `sum` of Adagrad, `square_avg`, `momentum_buffer` and `grad_avg` of RMSprop, or `exp_avg`
+    /// of Lion; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32.
     pub state: BTreeMap<String, BTreeMap<String, Tensor>>,
     /// The groups, in order.
     pub param_groups: Vec<ParamGroupState>,
