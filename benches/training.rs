@@ -141,7 +141,7 @@ fn time(name: &'static str, weights: &Checkpoint, pythons: &mut [Python; 2]) -> 
 
 /// Prints where the time of an iteration in bf16 goes. The shares of the products and the casts are those of an
 /// iteration in Python, which runs the same operators, as Python's profiler has measured them. The limit is the ratio
-/// that an optimizer and a scaler would give which take no time at all: the passes alone are libtorch's.
+/// that there would be if the optimizer and the scaler took no time: the two passes are libtorch's.
 fn print_shares(phases: [f64; PHASES], operators: &[f64], train: &Row) {
     let total = train.ours;
     let percent = |time: f64| 100.0 * time / total;

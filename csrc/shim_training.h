@@ -1,4 +1,4 @@
-// The C ABI of what a training run needs beside the scaler and the optimizers, to which everything at the top of shim.h
+// The C ABI of what a training run needs besides the scaler and the optimizers, to which everything at the top of shim.h
 // applies. src/sys/training.rs repeats every declaration in the same order, and tests/abi.rs compares the two files.
 #pragma once
 
@@ -60,9 +60,10 @@ enum {
   TAMP_SPIKES_WINDOW = 5,
 };
 
-// Judges the next number of a history. Without one, it begins. Returns the new history, on the device of `value`, which has one element. The step is skipped if the
-// number is a spike or not finite, or if the history `other` has skipped it already, which is not counted again. A number
-// of a skipped step does not enter the window. Does not synchronize.
+// Judges the next number of a history. Without a history, one begins. Returns the new history, on the device of `value`,
+// which has one element. The step is skipped if the number is a spike or not finite, or if the history `other` has
+// skipped it already, which is not counted again. A number of a skipped step does not enter the window. Does not
+// synchronize.
 tamp_tensor *tamp_spikes_judge(const tamp_tensor *history, const tamp_tensor *value, const tamp_tensor *other,
                                const tamp_spike_options *options, char **err) TAMP_NOEXCEPT;
 

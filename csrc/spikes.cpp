@@ -13,7 +13,7 @@ using at::Tensor;
 // A standard deviation is at least this share of the mean, so that a history that hardly varies has room.
 constexpr double kLeastDeviation = 0.01;
 
-// The number from which on the next one is a spike.
+// The limit above which the next number is a spike.
 Tensor limit(const Tensor &window, const Tensor &used, const Tensor &count, double deviations) {
   const Tensor mean = window.mul(used).sum().div(count.clamp_min(1));
   const Tensor squares = window.sub(mean).square().mul(used).sum();

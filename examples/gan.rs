@@ -170,8 +170,8 @@ pub fn run(device: Device, amp: Amp, steps: usize) -> Result<Learned> {
         let reals = reals(&centres);
         let fakes = region().run(|| generator.forward(&noise()))?;
 
-        // The discriminator's step must not reach the generator, hence `detach`. It also frees the discriminator of the
-        // gradients that the generator's losses have left in it, which are scaled.
+        // The discriminator's loss must not reach the generator, hence `detach`. Zeroing removes the scaled gradients
+        // that the generator's losses have left in the discriminator.
         opt_d.zero_grad()?;
         let loss_d = region().run(|| {
             let of_reals = bce(&discriminator.forward(&reals), 1.0);

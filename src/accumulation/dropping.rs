@@ -47,7 +47,7 @@ impl Kept {
     }
 
     /// Adds the gradients of the last micro-batch to the earlier ones, unless one is not finite. The earlier ones are
-    /// not written to, but by the last call, which changes all or nothing.
+    /// not written to before the last call, which changes all gradients or none.
     fn add(
         &self,
         optimizer: &dyn AmpOptimizer,

@@ -15,7 +15,7 @@ use crate::optim::AmpOptimizer;
 ///
 /// Make a new one for each step: the last window of an epoch then has as many weights as there are micro-batches left.
 /// Neither `update` nor `zero_grad` may be called while a window lasts, and a checkpoint in the middle of one does not
-/// have its gradients. Nothing here synchronizes but [`dropped`](Self::dropped).
+/// have its gradients. Only [`dropped`](Self::dropped) synchronizes.
 #[derive(Debug)]
 pub struct Accumulation {
     /// What a mean loss of each micro-batch is multiplied by.
@@ -43,7 +43,7 @@ impl Accumulation {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for no micro-batch.
+    /// [`Error::InvalidArgument`] if there is no micro-batch.
     pub fn of_equal(micro_batches: usize) -> Result<Self> {
         Self::of_weights(vec![1.0; micro_batches])
     }
@@ -147,9 +147,10 @@ impl Accumulation {
     /// any of them is infinite or NaN. After the last micro-batch the gradients are those of the others alone, with
     /// their weights in proportion. [`dropped`](Self::dropped) says which ones were left out.
     ///
-    /// If none is left, the gradients are infinite or NaN, and the scaler skips the step and lowers its scale. (One that
-    /// is disabled skips only by [`step_unless_spike`](GradScaler::step_unless_spike).) With a scaler in fp16, a micro-batch is also left out if its gradients overflow only because of the scale; the scale
-    /// then stays until all of a window do.
+    /// If none is left, the gradients are infinite or NaN, and the scaler skips the step and lowers its scale. (A
+    /// disabled scaler skips it only in [`step_unless_spike`](GradScaler::step_unless_spike).) With a scaler in fp16, a
+    /// micro-batch is also left out if its gradients overflow only because of the scale, which stays as it is until all
+    /// micro-batches of a window overflow.
     ///
     /// The decision is made on the device. It takes one more pass over the gradients, and for each micro-batch but the
     /// first, memory for a second set of them. Do not use it together with `DistributedDataParallel`, whose ranks would

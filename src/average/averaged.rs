@@ -89,8 +89,8 @@ impl AveragedWeights {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if a variable has another shape, dtype or device than when the averages were made. Nothing has
-    /// changed then. If the memory of a device does not suffice, some averages may have been updated.
+    /// [`Error::Torch`] if a variable has another shape or device than when the averages were made, or has become f64.
+    /// Nothing has changed then. If the memory of a device does not suffice, some averages may have been updated.
     pub fn update(&mut self, outcome: &StepOutcome) -> Result<()> {
         let skips = outcome.flag();
         if skips.is_none() && !outcome.is_stepped()? {

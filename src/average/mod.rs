@@ -2,8 +2,8 @@
 //!
 //! [`Ema`] is an exponential moving average and [`Swa`] the equal average of stochastic weight averaging. Both are kept
 //! in f32 for weights in f32, bf16 and fp16, and follow the steps that were taken: a step that the scaler skips changes
-//! neither the weights nor their average, and nothing synchronizes to find that out. The averages take the place of the
-//! weights for an evaluation, and leave it again, by a guard. The counterpart of `torch.optim.swa_utils`.
+//! neither the weights nor their average, and nothing synchronizes to find that out. A guard puts the averages in the
+//! place of the weights for an evaluation, and then the weights back. The counterpart of `torch.optim.swa_utils`.
 //!
 //! # Examples
 //!

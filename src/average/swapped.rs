@@ -88,7 +88,7 @@ impl<'a> SwappedIn<'a> {
 impl Drop for SwappedIn<'_> {
     fn drop(&mut self) {
         for (mut variable, own) in mem::take(&mut self.replaced) {
-            // It was accepted the other way round.
+            // This cannot fail: the two were exchanged before, so that their types are compatible.
             drop(variable.f_set_data(&own));
         }
         let mut swapped = swapped();

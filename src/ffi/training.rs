@@ -1,4 +1,4 @@
-//! What a training run needs beside the scaler and the optimizers: averages of weights, and the memory of devices.
+//! What a training run needs besides the scaler and the optimizers: averages of weights, and the memory of devices.
 
 use std::ptr;
 

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-/// The bytes of memory in which the process has pages. See [`resident`].
+/// The resident memory of the process, in bytes. See [`resident`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Resident {
@@ -47,7 +47,7 @@ fn bytes(status: &str, name: &str) -> Option<u64> {
 }
 
 /// Resets the peak of the process to what it has now, so that [`resident`] returns the most from now on. Returns whether
-/// the system let it, which some containers do not.
+/// the system allows that; some containers do not.
 pub fn reset_peak_resident() -> bool {
     fs::write("/proc/self/clear_refs", "5").is_ok()
 }

@@ -57,7 +57,7 @@ builder!(RmsProp {
 /// Lion, whose update is the sign of a running average of the gradient. PyTorch has no counterpart: the options and the
 /// state have the names of its authors' implementation for PyTorch.
 ///
-/// Each element moves by the learning rate, whatever the size of its gradient, so that Lion wants a learning rate 3 to
+/// Each element moves by the learning rate, whatever the size of its gradient, so that Lion needs a learning rate 3 to
 /// 10 times smaller than AdamW does, and a weight decay that is larger by the same factor.
 ///
 /// Source: Chen et al., *Symbolic Discovery of Optimization Algorithms*, <https://arxiv.org/abs/2302.06675>.

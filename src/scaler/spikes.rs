@@ -48,7 +48,7 @@ pub struct SpikeConfig {
     pub window: u32,
     /// How many steps must have been taken before one can be a spike; at least 2. Defaults to 32.
     pub warmup: u32,
-    /// How many spikes in a row are skipped. The next one is taken and enters the history, so that a training whose
+    /// How many spikes in a row are skipped at most. The next one is taken and enters the history, so that a training whose
     /// loss has risen for good goes on. Defaults to 8.
     pub max_in_a_row: u32,
 }
@@ -99,12 +99,12 @@ pub struct SpikeCounts {
     pub non_finite: u64,
     /// Steps whose watched loss was a spike.
     pub loss_spikes: u64,
-    /// Steps whose gradient norm was a spike, and their loss was none.
+    /// Steps whose gradient norm was a spike and whose watched loss was not.
     pub norm_spikes: u64,
 }
 
 impl SpikeDetector {
-    /// Has the next step judged by this loss as well, of one element on any device. The step skips if either is a spike.
+    /// Has the next step judged by this loss as well, of one element on any device. The step is skipped if either is a spike.
     /// On several ranks give all of them the same loss, such as the mean.
     pub fn watch_loss(&mut self, loss: &Tensor) {
         self.watched = Some(loss.shallow_clone());

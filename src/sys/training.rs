@@ -1,4 +1,4 @@
-//! The C ABI of what a training run needs beside the scaler and the optimizers: every declaration of
+//! The C ABI of what a training run needs besides the scaler and the optimizers: every declaration of
 //! `csrc/shim_training.h`, in the same order.
 
 use std::ffi::c_char;

@@ -11,7 +11,7 @@ use crate::training::{GPUS, MODES, Training, algorithms, rmsprop};
 /// The most launches of a later step of one group with everything that a scaler may pass, and of each further chunk of
 /// 2^20 numbers. The table in the documentation of `MasterWeights` states them.
 fn documented_launches(algorithm: Algorithm, (kind, masters): (Kind, MasterWeights)) -> (i64, i64) {
-    // libtorch has no fused kernel of these.
+    // libtorch has no fused kernels for these.
     let composed = matches!(algorithm, Algorithm::RmsProp(_) | Algorithm::Lion(_));
     match masters {
         MasterWeights::None if composed => (29, 23),
