@@ -16,6 +16,7 @@ const SOURCES: &[&str] = &[
     "arithmetic.cpp",
     "autocast.cpp",
     "average.cpp",
+    "batches.cpp",
     "checkpoint.cpp",
     "clip.cpp",
     "device.cpp",

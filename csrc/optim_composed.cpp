@@ -56,30 +56,6 @@ void lion(const tamp_optim_options &o, const Tensor &parameter, const Tensor &gr
 
 bool is_composed(uint8_t algorithm) { return algorithm == TAMP_OPTIM_RMSPROP || algorithm == TAMP_OPTIM_LION; }
 
-bool Batch::takes(const Entry &e) const {
-  return options == e.options && dtype == e.parameter.scalar_type() && first_step == e.first_step;
-}
-
-void Batch::add(const Entry &e) {
-  parameters.push_back(e.parameter);
-  gradients.push_back(e.gradient);
-  if (e.step.defined()) steps.push_back(e.step);
-  for (int i = 0; i < kStates; ++i) {
-    if (e.states[i].defined()) states[i].push_back(e.states[i]);
-  }
-}
-
-std::vector<Batch> batches(const std::vector<Entry> &entries) {
-  std::vector<Batch> out;
-  for (const auto &e : entries) {
-    size_t i = 0;
-    while (i < out.size() && !out[i].takes(e)) ++i;
-    if (i == out.size()) out.push_back({e.options, e.parameter.scalar_type(), e.first_step, {}, {}, {}, {}});
-    out[i].add(e);
-  }
-  return out;
-}
-
 void Rows::reserve(at::ScalarType dtype, size_t rows, int64_t numbers) {
   Size &size = dtype == at::kDouble ? wide_ : plain_;
   size.count = std::max(size.count, rows);

@@ -3,26 +3,12 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <vector>
 
+#include "batches.h"
 #include "copies.h"
-#include "optim.h"
 
 namespace tamp::optim {
-
-// Entries that are stepped together: those with the same options, dtype and first step.
-struct Batch {
-  const tamp_optim_options *options;
-  at::ScalarType dtype;
-  bool first_step;
-  std::vector<at::Tensor> parameters, gradients, steps, states[kStates];
-
-  bool takes(const Entry &e) const;
-  void add(const Entry &e);
-};
-
-std::vector<Batch> batches(const std::vector<Entry> &entries);
 
 // Whether a step of this algorithm is composed of libtorch's operations.
 bool is_composed(uint8_t algorithm);

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "batches.h"
 #include "guarded.h"
 #include "memory.h"
 #include "optim.h"

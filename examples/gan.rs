@@ -196,13 +196,8 @@ pub fn run(device: Device, amp: Amp, steps: usize) -> Result<Learned> {
         bar.inc(1);
         if step % (steps / 5).max(1) == 0 || step == steps {
             last = [loss_d, verdict, distance].map(|loss| loss.double_value(&[]));
-            let [d, v, m] = last;
             let scales = [scaler_d.get_scale()?, scalers_g.get_scale(0)?, scalers_g.get_scale(1)?];
-            let scales =
-                if amp == Amp::Fp16 { format!(", scales {scales:?}") } else { String::new() };
-            bar.suspend(|| {
-                println!("step {step}: discriminator {d:.3}, generator {v:.3} and {m:.4}{scales}");
-            });
+            report(&bar, step, last, (amp == Amp::Fp16).then_some(scales));
         }
     }
     bar.finish_and_clear();
@@ -221,6 +216,17 @@ pub fn run(device: Device, amp: Amp, steps: usize) -> Result<Learned> {
         learned.steps,
     );
     Ok(learned)
+}
+
+/// Prints the losses, and the scales if there are any, above the bar.
+fn report(bar: &ProgressBar, step: usize, losses: [f64; 3], scales: Option<[f64; 3]>) {
+    let [d, verdict, distance] = losses;
+    let scales = scales.map_or_else(String::new, |scales| format!(", scales {scales:?}"));
+    bar.suspend(|| {
+        println!(
+            "step {step}: discriminator {d:.3}, generator {verdict:.3} and {distance:.4}{scales}"
+        );
+    });
 }
 
 /// How many modes have at least half of their share of the points, and the share of points that are within three

@@ -1,0 +1,31 @@
+// What one launch of a device's kernels steps.
+
+#include "batches.h"
+
+namespace tamp::optim {
+
+bool Batch::takes(const Entry &e) const {
+  return options == e.options && dtype == e.parameter.scalar_type() && first_step == e.first_step;
+}
+
+void Batch::add(const Entry &e) {
+  parameters.push_back(e.parameter);
+  gradients.push_back(e.gradient);
+  if (e.step.defined()) steps.push_back(e.step);
+  for (int i = 0; i < kStates; ++i) {
+    if (e.states[i].defined()) states[i].push_back(e.states[i]);
+  }
+}
+
+std::vector<Batch> batches(const std::vector<Entry> &entries) {
+  std::vector<Batch> out;
+  for (const auto &e : entries) {
+    size_t i = 0;
+    while (i < out.size() && !out[i].takes(e)) ++i;
+    if (i == out.size()) out.push_back({e.options, e.parameter.scalar_type(), e.first_step, {}, {}, {}, {}});
+    out[i].add(e);
+  }
+  return out;
+}
+
+}  // namespace tamp::optim

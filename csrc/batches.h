@@ -1,0 +1,25 @@
+// What one launch of a device's kernels steps.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "optim.h"
+
+namespace tamp::optim {
+
+// Entries that are stepped together: those with the same options, dtype and first step.
+struct Batch {
+  const tamp_optim_options *options;
+  at::ScalarType dtype;
+  bool first_step;
+  std::vector<at::Tensor> parameters, gradients, steps, states[kStates];
+
+  bool takes(const Entry &e) const;
+  void add(const Entry &e);
+};
+
+std::vector<Batch> batches(const std::vector<Entry> &entries);
+
+}  // namespace tamp::optim
