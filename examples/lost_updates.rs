@@ -9,11 +9,11 @@ use anyhow::{Context as _, Result, ensure};
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adam, MasterWeights};
 
-#[path = "digits/axis.rs"]
-#[allow(dead_code, reason = "logarithms are for others")]
+#[path = "recipe/axis.rs"]
+#[allow(dead_code, clippy::duplicate_mod, reason = "logarithms are for others")]
 mod axis;
-#[path = "digits/plot.rs"]
-#[allow(dead_code, reason = "nothing is smoothed here")]
+#[path = "recipe/plot.rs"]
+#[allow(dead_code, clippy::duplicate_mod, reason = "nothing is smoothed here")]
 mod plot;
 
 use axis::{Axis, Spacing};

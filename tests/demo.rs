@@ -4,17 +4,19 @@
 mod common;
 #[path = "../examples/digits/mod.rs"]
 mod digits;
-#[path = "../examples/gpt/mod.rs"]
+#[path = "../examples/demo/gpt/mod.rs"]
 mod gpt;
+#[path = "../examples/recipe/mod.rs"]
+mod recipe;
 
 use common::files::Folder;
 use digits::computer::Facts;
 use digits::options::Options;
-use digits::ranks::Ranks;
-use digits::train::{GROWTH_INTERVAL, Precision, RunResult};
+use digits::train::{GROWTH_INTERVAL, RunResult};
 use digits::{report, table};
 use gpt::data::Text;
 use gpt::train::{Options as GptOptions, Run};
+use recipe::{Precision, Ranks};
 use std::path::PathBuf;
 use std::sync::{LazyLock, Mutex};
 use tch::Device;
@@ -37,7 +39,7 @@ static GPT: LazyLock<Vec<Run>> = LazyLock::new(|| {
         gpt::run(options, &text, Device::Cpu, false).unwrap()
     };
     let _random = RANDOM.lock().unwrap();
-    [gpt::Precision::Fp32, gpt::Precision::Bf16].map(run).into()
+    [Precision::Fp32, Precision::Bf16].map(run).into()
 });
 
 fn options() -> Options {
@@ -50,7 +52,7 @@ fn run(options: &Options) -> anyhow::Result<Vec<RunResult>> {
 }
 
 fn html() -> String {
-    report::html(&RUNS, &Facts::gather(&options()).unwrap(), &GPT)
+    report::page(&RUNS, &Facts::gather(&options()).unwrap(), &GPT).finish()
 }
 
 #[test]
@@ -107,7 +109,7 @@ fn on_two_ranks() {
         let losses = |run: &RunResult| run.steps.iter().map(|step| step.loss).collect::<Vec<_>>();
         let losses: Vec<_> = runs.iter().map(losses).collect();
         println!("\nlosses: {}", serde_json::to_string(&losses).unwrap());
-        println!("{}", ranks.sentence(digits::data::BATCH).unwrap());
+        println!("{}", digits::together(&ranks, digits::data::BATCH));
     }
 }
 
@@ -144,7 +146,7 @@ fn two_ranks_learn_what_one_process_does() {
 fn without_the_feature_several_ranks_are_refused() {
     let error = Ranks::start(Some(2)).unwrap_err().to_string();
     assert!(error.contains("the feature `distributed`"), "{error}");
-    assert_eq!(Ranks::start(None).unwrap().unwrap().sentence(64), None);
+    assert_eq!(Ranks::start(None).unwrap().unwrap().size(), 1);
 }
 
 #[test]
@@ -166,7 +168,8 @@ fn the_gpt_learns_equally_in_both_precisions() {
     let verdict = gpt::report::verdict(fp32, bf16);
     assert!(verdict.starts_with("bf16 is ") && verdict.contains("the loss is the same within"));
     let rows = gpt::report::table(&GPT);
-    assert_eq!(rows.lines().map(|row| &row[..4]).collect::<Vec<_>>(), ["run ", "fp32", "bf16"]);
+    let rows: Vec<&str> = rows.rows().iter().map(|row| row[0].as_str()).collect();
+    assert_eq!(rows, ["fp32", "bf16"]);
     assert!(html().contains(&verdict) && html().contains("one line &lt;&amp;&gt; again"));
 }
 
@@ -223,7 +226,7 @@ fn the_scale_halves_at_every_skip_and_doubles_after_every_clean_interval() {
 
 #[test]
 fn the_table_has_a_row_per_run() {
-    let text = table::Table::new(&RUNS).to_string();
+    let text = table::table(&RUNS).to_string();
     let names: Vec<&str> = text.lines().skip(2).map(|line| &line[..4]).collect();
     assert_eq!(names, ["fp32", "bf16", "fp16"]);
     assert!(table::verdict(&RUNS).contains("fp16"));

@@ -30,6 +30,8 @@ mod penalty;
 #[path = "../examples/policy.rs"]
 #[allow(dead_code, reason = "the tests choose the options")]
 mod policy;
+#[path = "../examples/recipe/mod.rs"]
+mod recipe;
 #[path = "../examples/resume.rs"]
 mod resume;
 #[path = "../examples/sparsemax.rs"]

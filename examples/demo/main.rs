@@ -7,23 +7,23 @@
 //! cargo run --example demo -- --ranks 2
 //! ```
 //!
-//! Read `digits/train.rs` and `gpt/train.rs` first: they hold the training steps. Everything else is data, tables and
+//! Read `../digits/train.rs` and `gpt/train.rs` first: they hold the training steps. Everything else is data, tables and
 //! plots.
 
 #[path = "../digits/mod.rs"]
 mod digits;
-#[path = "../gpt/mod.rs"]
 mod gpt;
 mod process;
+#[path = "../recipe/mod.rs"]
+mod recipe;
 
 use anyhow::{Context, Result, ensure};
 use digits::computer::Facts;
 use digits::data::BATCH;
 use digits::options::{Options, USAGE};
-use digits::ranks::Ranks;
 use digits::{report, table};
-use gpt::Precision;
 use gpt::train::{Options as GptOptions, Run};
+use recipe::{Precision, Ranks};
 use tch::{Device, Kind};
 use tch_amp::precision::Precision as Speeds;
 
@@ -61,15 +61,14 @@ fn main() -> Result<()> {
     if !ranks.is_first() {
         return Ok(());
     }
-    println!("{}", table::Table::new(&results));
+    println!("{}", table::table(&results));
     println!("{}", table::verdict(&results));
-    if let Some(sentence) = ranks.sentence(BATCH) {
-        println!("{sentence}");
+    if options.ranks.is_some() {
+        println!("{}", digits::together(&ranks, BATCH));
     }
 
-    let html = report::html(&results, &Facts::gather(&options)?, &runs);
     let path = options.report_path();
-    std::fs::write(&path, html).with_context(|| format!("cannot write {}", path.display()))?;
+    report::page(&results, &Facts::gather(&options)?, &runs).write(&path)?;
     println!("Report: {}", path.display());
     Ok(())
 }

@@ -1,7 +1,8 @@
 //! Saves a run after every epoch, and resumes it.
 
 use super::options::Options;
-use super::train::{Precision, Step, Trainer};
+use super::train::{Step, Trainer};
+use crate::recipe::Precision;
 use anyhow::{Context, Result, ensure};
 use tch::Device;
 use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};

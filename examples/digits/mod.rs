@@ -1,24 +1,18 @@
 //! A small convolutional network on real handwritten digits. `examples/demo` and `tests/demo.rs` run it.
 
-pub mod axis;
 pub mod checkpoint;
 pub mod computer;
 pub mod data;
 pub mod model;
 pub mod options;
-pub mod plot;
-pub mod progress;
-#[cfg_attr(not(feature = "distributed"), path = "alone.rs")]
-pub mod ranks;
 pub mod report;
 pub mod table;
 pub mod train;
 
+use crate::recipe::{Precision, Progress, Ranks};
 use anyhow::Result;
 use options::Options;
-use progress::Progress;
-use ranks::Ranks;
-use train::{Precision, RunResult};
+use train::RunResult;
 
 /// Trains once per precision, from the same initial weights and over the same batches, in this process alone or on
 /// several ranks, the first of which shows the progress.
@@ -32,7 +26,7 @@ pub fn run(options: &Options, progress: bool, ranks: &Ranks) -> Result<Vec<RunRe
     for precision in Precision::ALL {
         let steps = options.epochs * digits.train.batches();
         let bar = if progress && ranks.is_first() {
-            Progress::new(precision, options.epochs, steps)?
+            Progress::new(precision.name(), steps as u64, 0)?
         } else {
             Progress::silent()
         };
@@ -40,4 +34,13 @@ pub fn run(options: &Options, progress: bool, ranks: &Ranks) -> Result<Vec<RunRe
         bar.finish();
     }
     Ok(runs)
+}
+
+/// One sentence on what several ranks did, after it was checked that they have the same weights.
+pub fn together(ranks: &Ranks, batch: i64) -> String {
+    format!(
+        "{} processes trained together: each one computed the gradients of its share of every batch of {batch} images, \
+         and they were averaged, so that all processes have the same weights, bit by bit.",
+        ranks.size()
+    )
 }

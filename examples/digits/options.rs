@@ -1,9 +1,10 @@
 //! The command line, parsed by hand.
 
 use super::data::BATCH;
+use crate::recipe::options::{below_target, cuda_is_usable, parse_device};
 use anyhow::{Context, Result, bail, ensure};
-use std::path::{Path, PathBuf};
-use tch::{Cuda, Device};
+use std::path::PathBuf;
+use tch::Device;
 
 /// What `--help` prints.
 pub const USAGE: &str = "\
@@ -96,8 +97,7 @@ impl Options {
 
     /// The device to train on.
     pub fn device(&self) -> Result<Device> {
-        let usable =
-            Cuda::is_available() && tch_amp::autocast::is_autocast_available(Device::Cuda(0));
+        let usable = cuda_is_usable();
         match self.device {
             Some(Device::Cuda(_)) if self.ranks.is_some() => {
                 bail!("--ranks trains on the CPU: use --device cpu")
@@ -116,26 +116,11 @@ impl Options {
     }
 }
 
-/// Returns a path in `target/` of a checkout, otherwise in the current folder.
-fn below_target(name: &str) -> PathBuf {
-    let bundled = std::env::var_os("TCH_AMP_ROOT").is_some();
-    let folder = if !bundled && Path::new("target").is_dir() { "target" } else { "" };
-    Path::new(folder).join(name)
-}
-
 /// Every rank needs an image of each batch.
 fn parse_ranks(value: &str) -> Result<usize> {
     let ranks = value.parse()?;
     ensure!((1..=BATCH as usize).contains(&ranks), "from 1 to {BATCH} ranks can train");
     Ok(ranks)
-}
-
-fn parse_device(name: &str) -> Result<Device> {
-    match name {
-        "cpu" => Ok(Device::Cpu),
-        "cuda" => Ok(Device::Cuda(0)),
-        _ => bail!("the device is cpu or cuda"),
-    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! The results as a table and as one sentence.
 
-use super::train::{Precision, RunResult};
-use std::fmt;
+use super::train::RunResult;
+use crate::recipe::Precision;
+use crate::recipe::table::{Table, mebibytes, or_dash};
 
 /// Medians within this ratio of each other are not reported as different.
 const SAME_SPEED: f64 = 1.1;
@@ -17,55 +18,22 @@ const HEADER: [&str; 7] = [
 ];
 
 /// One row for each run, with `-` where a value does not apply.
-#[derive(Clone, Debug)]
-pub struct Table {
-    /// The titles of the columns.
-    pub header: [&'static str; 7],
-    /// The runs.
-    pub rows: Vec<[String; 7]>,
-}
-
-impl Table {
-    /// Creates the table of the results.
-    pub fn new(results: &[RunResult]) -> Self {
-        Self { header: HEADER, rows: results.iter().map(row).collect() }
-    }
+pub fn table(results: &[RunResult]) -> Table {
+    let mut table = Table::new(HEADER);
+    results.iter().for_each(|run| table.row(row(run)));
+    table
 }
 
 fn row(run: &RunResult) -> [String; 7] {
-    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
     [
         run.precision.name().to_owned(),
         format!("{:.4}", run.final_loss),
         format!("{:.2} %", run.accuracy),
         format!("{:.2}", run.step_ms(0.5)),
-        or_dash(run.peak_memory.map(|bytes| format!("{} MiB", bytes >> 20))),
-        or_dash(run.final_scale.map(|_| run.skipped().to_string())),
-        or_dash(run.final_scale.map(|scale| scale.to_string())),
+        mebibytes(run.peak_memory),
+        or_dash(run.final_scale.map(|_| run.skipped())),
+        or_dash(run.final_scale),
     ]
-}
-
-impl fmt::Display for Table {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut widths = self.header.map(str::len);
-        for row in &self.rows {
-            for (width, cell) in widths.iter_mut().zip(row) {
-                *width = (*width).max(cell.len());
-            }
-        }
-        let rule = widths.map(|width| "-".repeat(width));
-        line(f, &self.header.map(str::to_owned), &widths)?;
-        line(f, &rule, &widths)?;
-        self.rows.iter().try_for_each(|row| line(f, row, &widths))
-    }
-}
-
-fn line(f: &mut fmt::Formatter<'_>, cells: &[String; 7], widths: &[usize; 7]) -> fmt::Result {
-    write!(f, "{:<1$}", cells[0], widths[0])?;
-    for (cell, width) in cells.iter().zip(widths).skip(1) {
-        write!(f, "  {cell:>width$}")?;
-    }
-    writeln!(f)
 }
 
 /// One sentence that compares the measurements of the runs with those of fp32.
@@ -185,7 +153,7 @@ mod tests {
 
     #[test]
     fn columns_line_up_and_unknown_cells_are_dashes() {
-        let text = Table::new(&[result(Precision::Fp32, 98.0, 0.002)]).to_string();
+        let text = table(&[result(Precision::Fp32, 98.0, 0.002)]).to_string();
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 3);
         assert!(lines.iter().all(|line| line.len() == lines[0].len()), "{text}");

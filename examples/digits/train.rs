@@ -2,64 +2,34 @@
 
 use super::checkpoint::Saves;
 use super::data::{Digits, Split};
+use super::model;
 use super::options::Options;
-use super::progress::Progress;
-use super::ranks::{Gradients, Ranks};
-use super::{computer, model};
+use crate::recipe::memory::PeakMemory;
+use crate::recipe::ranks::Gradients;
+use crate::recipe::{Precision, Progress, Ranks};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 use tch::nn::{Module, VarStore};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 use tch_amp::optim::{AdamW, Optimizer};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, GradScaler};
 
 const LEARNING_RATE: f64 = 3e-3;
 
+/// Without a terminal, a line is printed after this many epochs.
+const LINE_EPOCHS: usize = 5;
+
 /// Steps without overflow before the scale doubles. With PyTorch's 2000 it would not change in a run this short.
 pub const GROWTH_INTERVAL: i64 = 20;
 
-/// The dtype that the layers compute in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Precision {
-    /// Plain f32, without autocast.
-    Fp32,
-    /// bf16 autocast. bf16 has f32's exponent range and needs no scaler.
-    Bf16,
-    /// fp16 autocast with a gradient scaler.
-    Fp16,
-}
-
-impl Precision {
-    /// All precisions, in the order of the runs.
-    pub const ALL: [Self; 3] = [Self::Fp32, Self::Bf16, Self::Fp16];
-
-    /// The name in tables, plots and style sheets.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Fp32 => "fp32",
-            Self::Bf16 => "bf16",
-            Self::Fp16 => "fp16",
-        }
-    }
-
-    /// The region that the forward pass runs in.
-    fn autocast(self, device: Device) -> Autocast {
-        match self {
-            Self::Fp32 => Autocast::new(device).enabled(false),
-            Self::Bf16 => Autocast::new(device).dtype(Kind::BFloat16),
-            Self::Fp16 => Autocast::new(device).dtype(Kind::Half),
-        }
-    }
-
-    /// The scaler. A disabled one leaves losses and gradients unchanged, so the loop needs no `if`.
-    fn scaler(self, device: Device) -> tch_amp::Result<GradScaler> {
-        match self {
-            Self::Fp32 | Self::Bf16 => Ok(GradScaler::disabled()),
-            Self::Fp16 => {
-                GradScalerConfig::default().growth_interval(GROWTH_INTERVAL).build(device)
-            }
+/// The scaler. A disabled one leaves losses and gradients unchanged, so the loop needs no `if`.
+fn scaler(precision: Precision, device: Device) -> tch_amp::Result<GradScaler> {
+    match precision {
+        Precision::Fp32 | Precision::Bf16 => Ok(GradScaler::disabled()),
+        Precision::Fp16 => {
+            GradScalerConfig::default().growth_interval(GROWTH_INTERVAL).build(device)
         }
     }
 }
@@ -168,7 +138,7 @@ pub fn train(
     let vs = VarStore::new(device);
     let net = model::network(&vs.root());
     let optimizer = AdamW::default().build(&vs, LEARNING_RATE)?;
-    let (autocast, mut scaler) = (precision.autocast(device), precision.scaler(device)?);
+    let (autocast, mut scaler) = (precision.region(device), scaler(precision, device)?);
     scaler.name_parameters(&vs)?;
     let gradients = ranks.gradients(&vs)?;
     let mut trainer = Trainer { vs, net, optimizer, autocast, scaler, gradients, ranks };
@@ -176,15 +146,22 @@ pub fn train(
     let saves = Saves::open(options, precision, ranks.is_first())?;
     let (done, mut steps) = saves.resume(&mut trainer)?;
     ensure!(done <= options.epochs, "{done} epochs are done; ask for more with --epochs");
-    progress.resumed(done, steps.len());
-    let memory = computer::PeakMemory::start(device);
+    let shown =
+        |epoch: usize, loss: f64| format!("epoch {epoch:>2}/{}  loss {loss:.4}", options.epochs);
+    progress.resumed(steps.len() as u64);
+    let memory = PeakMemory::start(device);
     for epoch in done + 1..=options.epochs {
         for (images, labels) in digits.train.shuffled(device) {
             let step = trainer.step(&ranks.share(&images), &ranks.share(&labels))?;
-            progress.step(epoch, &step);
+            let scale = step.scale.map_or_else(String::new, |scale| format!("  scale {scale}"));
+            let message = shown(epoch, step.loss) + &scale;
             steps.push(step);
+            progress.step(steps.len() as u64, Some(message));
         }
-        progress.epoch(epoch, mean_loss(&steps, digits.train.batches()));
+        if epoch.is_multiple_of(LINE_EPOCHS) || epoch == options.epochs {
+            let line = shown(epoch, mean_loss(&steps, digits.train.batches()));
+            progress.say_in_log(&format!("{}  {line}", precision.name()));
+        }
         saves.save(epoch, &mut trainer, &steps)?;
     }
     ranks.check_weights(&trainer.vs)?;

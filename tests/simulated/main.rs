@@ -21,6 +21,8 @@ mod launches;
 mod looks;
 mod memory;
 mod planted;
+#[path = "../../examples/recipe/mod.rs"]
+mod recipe;
 mod recipes;
 mod recompute;
 mod schedule;

@@ -2,7 +2,7 @@
 //!
 //! The style sheet sets colours and fonts: the name of a series is its CSS class.
 
-use super::axis::{Axis, Tick};
+use super::axis::{Axis, Spacing, Tick};
 use std::fmt::Write;
 
 const WIDTH: f64 = 760.0;
@@ -29,6 +29,25 @@ pub struct Series {
     pub marks: Vec<(f64, f64, String)>,
 }
 
+impl Series {
+    /// A line without anything else.
+    pub fn line(name: &'static str, label: &'static str, curve: Vec<(f64, f64)>) -> Self {
+        Self { name, label, curve, raw: Vec::new(), marks: Vec::new() }
+    }
+
+    /// The moving average of points as the main line, and the points themselves faintly below it.
+    pub fn smoothed(
+        name: &'static str,
+        label: &'static str,
+        points: Vec<(f64, f64)>,
+        keep: f64,
+    ) -> Self {
+        let values: Vec<f64> = points.iter().map(|point| point.1).collect();
+        let smooth = points.iter().zip(smooth(&values, keep)).map(|(point, y)| (point.0, y));
+        Self { name, label, curve: smooth.collect(), raw: points, marks: Vec::new() }
+    }
+}
+
 /// A plot, ready to be drawn.
 #[derive(Clone, Debug)]
 pub struct Plot {
@@ -45,6 +64,23 @@ pub struct Plot {
 }
 
 impl Plot {
+    /// A plot whose axes, with these labels, span everything that the series draw. The horizontal one is linear.
+    pub fn over(
+        description: &'static str,
+        [x, y]: [&'static str; 2],
+        spacing: Spacing,
+        series: Vec<Series>,
+    ) -> Self {
+        let drawn = || series.iter().flat_map(|series| series.raw.iter().chain(&series.curve));
+        Self {
+            description,
+            x: Axis::over(x, Spacing::Linear, drawn().map(|point| point.0)),
+            y: Axis::over(y, spacing, drawn().map(|point| point.1)),
+            series,
+            mark_name: "",
+        }
+    }
+
     /// The `<svg>` element.
     pub fn svg(&self) -> String {
         let mut svg = String::new();
@@ -187,7 +223,6 @@ pub fn smooth(values: &[f64], keep: f64) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::axis::Spacing;
     use super::*;
 
     fn series(label: &'static str) -> Series {

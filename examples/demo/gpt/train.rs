@@ -1,18 +1,17 @@
 //! Training in one precision. Both precisions use the same loop.
 
-use super::Precision;
 use super::data::Text;
 use super::model::{Gpt, Size};
-use super::progress::Progress;
+use crate::recipe::{Precision, Progress};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::iter;
 use std::time::Instant;
+use tch::Device;
 use tch::nn::VarStore;
-use tch::{Device, Kind};
+use tch_amp::GradScaler;
 use tch_amp::memory::{self, keep_freed_memory};
 use tch_amp::optim::AdamW;
-use tch_amp::{Autocast, GradScaler};
 
 /// About three million parameters.
 pub const SIZE: Size = Size { width: 256, layers: 4, heads: 4, length: 128 };
@@ -75,10 +74,9 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
     // bf16 has the range of f32 and needs no loss scaling; steps with a non-finite gradient are skipped.
     let mut scaler = match precision {
         Precision::Fp32 => GradScaler::disabled(),
-        Precision::Bf16 => GradScaler::skip_only(device)?,
+        half => half.scaler(device)?,
     };
-    let amp = precision == Precision::Bf16;
-    let region = Autocast::new(device).dtype(Kind::BFloat16).enabled(amp);
+    let region = precision.region(device);
 
     let (mut losses, mut seconds, mut activations) = (Vec::new(), Vec::new(), None);
     for step in 0..steps {
@@ -103,8 +101,9 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
         // The first steps allocate what later ones use again.
         seconds.extend(iter::repeat_n(start.elapsed().as_secs_f64(), usize::from(step > 1)));
         losses.push(loss);
-        progress.step(loss);
+        progress.step(step as u64 + 1, Some(format!("loss {loss:.3}")));
     }
+    progress.finish();
     let written = tch::no_grad(|| region.run(|| model.write(PROMPT, sample, SIZE, device)))?;
     Ok(Run {
         precision,

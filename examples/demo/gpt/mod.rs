@@ -1,0 +1,30 @@
+//! The small language model in fp32 and in bf16. `examples/demo` and `tests/demo.rs` run it.
+
+#[path = "../../gpt/data.rs"]
+#[allow(dead_code, reason = "the recipe `gpt` also evaluates")]
+pub mod data;
+#[path = "../../gpt/model.rs"]
+#[allow(dead_code, reason = "the recipe `gpt` also recomputes")]
+pub mod model;
+pub mod report;
+pub mod train;
+
+use crate::recipe::Progress;
+use anyhow::Result;
+use data::Text;
+use tch::Device;
+use train::{Options, Run};
+
+/// Without a terminal, a line is printed after this many steps.
+const LINE_STEPS: u64 = 50;
+
+/// Trains once in this process, with or without progress on stderr.
+pub fn run(options: Options, text: &Text, device: Device, progress: bool) -> Result<Run> {
+    let progress = if progress {
+        let name = format!("GPT {}", options.precision.name());
+        Progress::new(&name, options.steps as u64, LINE_STEPS)?
+    } else {
+        Progress::silent()
+    };
+    train::train(options, text, device, &progress)
+}

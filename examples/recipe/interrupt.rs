@@ -1,0 +1,60 @@
+//! What Ctrl-C does: the run saves a checkpoint and ends.
+
+use anyhow::{Context, Result};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The exit status of a program that Ctrl-C has ended.
+const INTERRUPTED: u8 = 130;
+
+/// Notes Ctrl-C and SIGTERM, for a loop that asks after each step.
+#[derive(Clone, Debug, Default)]
+pub struct Interrupt(Arc<AtomicBool>);
+
+impl Interrupt {
+    /// Catches Ctrl-C and SIGTERM from now on. The first one is noted; the second one ends the program at once. Call it
+    /// after [`Ranks::start`](super::Ranks::start), which passes the signals on to the ranks.
+    pub fn catch() -> Result<Self> {
+        let noted = Self::default();
+        for signal in [SIGINT, SIGTERM] {
+            // In this order: the first handler looks at what the second one has noted of an earlier signal.
+            flag::register_conditional_shutdown(signal, INTERRUPTED.into(), noted.0.clone())
+                .and_then(|_| flag::register(signal, noted.0.clone()))
+                .context("cannot catch Ctrl-C")?;
+        }
+        Ok(noted)
+    }
+
+    /// Notes nothing: for tests.
+    pub fn never() -> Self {
+        Self::default()
+    }
+
+    /// Whether the run should save and end.
+    pub fn is_requested(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// How a run has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Ended {
+    /// It has done all of its steps, or has only shown its usage.
+    Finished,
+    /// It was interrupted after this step, and has saved a checkpoint of it if it saves any.
+    Interrupted { step: u64 },
+}
+
+impl Ended {
+    /// The exit status of the program: 130 after an interruption.
+    pub fn exit_code(self) -> ExitCode {
+        match self {
+            Self::Finished => ExitCode::SUCCESS,
+            Self::Interrupted { .. } => ExitCode::from(INTERRUPTED),
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! What the larger examples share: their common options, their progress, logs, checkpoints and reports.
+#![allow(dead_code, unused_imports, reason = "each example uses a part of it")]
+
+pub mod axis;
+pub mod computer;
+pub mod events;
+pub mod interrupt;
+pub mod log;
+pub mod memory;
+pub mod options;
+pub mod page;
+pub mod plot;
+pub mod precision;
+pub mod progress;
+#[cfg_attr(not(feature = "distributed"), path = "alone.rs")]
+pub mod ranks;
+pub mod saves;
+pub mod table;
+
+pub use interrupt::{Ended, Interrupt};
+pub use log::Log;
+pub use options::Options;
+pub use page::Page;
+pub use precision::Precision;
+pub use progress::Progress;
+pub use ranks::Ranks;
+pub use saves::Saves;
+pub use table::Table;

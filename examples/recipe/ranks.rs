@@ -1,0 +1,187 @@
+//! Several processes that train together, by DistributedDataParallel.
+
+use anyhow::{Result, ensure};
+use tch::nn::VarStore;
+use tch::{Cuda, Device, Tensor};
+use tch_amp::GradScaler;
+use tch_amp::checkpoint::{Checkpoint, Restore};
+use tch_amp::distributed::{DistributedDataParallel, ProcessGroup, ReduceOp, Spawned, spawn};
+use tch_amp::optim::Optimizer;
+
+/// The ranks that train together, or this process alone.
+#[derive(Debug)]
+pub struct Ranks(Option<ProcessGroup>);
+
+impl Ranks {
+    /// This process alone.
+    pub fn alone() -> Self {
+        Self(None)
+    }
+
+    /// Starts this program as several ranks, if their number is given; `None` in the process that has started them.
+    /// Under torchrun, the ranks are those that it has started.
+    pub fn start(ranks: Option<usize>) -> Result<Option<Self>> {
+        if std::env::var_os("RANK").is_some() {
+            return Ok(Some(Self(Some(ProcessGroup::from_env()?))));
+        }
+        let Some(ranks) = ranks else { return Ok(Some(Self::alone())) };
+        if spawn(ranks)? == Spawned::Finished {
+            return Ok(None);
+        }
+        Ok(Some(Self(Some(ProcessGroup::from_env()?))))
+    }
+
+    /// Whether this rank shows the progress, saves the checkpoints and writes the report.
+    pub fn is_first(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// The number of this rank, from 0 on.
+    pub fn rank(&self) -> usize {
+        self.0.as_ref().map_or(0, ProcessGroup::rank)
+    }
+
+    /// How many ranks there are.
+    pub fn size(&self) -> usize {
+        self.0.as_ref().map_or(1, ProcessGroup::size)
+    }
+
+    /// This rank's device of those that are wanted: where they are GPUs, each rank of a machine has one of its own.
+    pub fn device(&self, wanted: Device) -> Result<Device> {
+        if self.0.is_none() || wanted == Device::Cpu {
+            return Ok(wanted);
+        }
+        let local = std::env::var("LOCAL_RANK").map_or(Ok(0), |rank| rank.parse())?;
+        let gpus = usize::try_from(Cuda::device_count())?;
+        ensure!(local < gpus, "there are {gpus} GPUs, and each rank needs one: use --device cpu");
+        Ok(Device::Cuda(local))
+    }
+
+    /// Returns this rank's share of a batch: every second row with two ranks.
+    pub fn share(&self, batch: &Tensor) -> Tensor {
+        batch.slice(0, self.rank() as i64, None, self.size() as i64)
+    }
+
+    /// Returns the mean of all ranks.
+    pub fn mean(&self, loss: &Tensor) -> Result<f64> {
+        let mut loss = loss.detach().copy();
+        if let Some(group) = &self.0 {
+            group.all_reduce(&mut loss, ReduceOp::Mean)?;
+        }
+        Ok(loss.double_value(&[]))
+    }
+
+    /// Returns whether any rank passes `true`, so that all of them do the same.
+    pub fn any(&self, decision: bool) -> Result<bool> {
+        Ok(self.0.as_ref().map_or(Ok(decision), |group| group.any(decision))?)
+    }
+
+    /// Runs `work` on the first rank, while the others wait. If it fails, it fails on all of them.
+    pub fn on_first<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
+        match &self.0 {
+            Some(group) => group.on_rank_0(work),
+            None => work().map(Some),
+        }
+    }
+
+    /// Seeds the random numbers, which differ between the ranks.
+    pub fn manual_seed(&self, seed: i64) {
+        match &self.0 {
+            Some(group) => group.manual_seed(seed),
+            None => tch::manual_seed(seed),
+        }
+    }
+
+    /// Gives all ranks the checkpoint that `load` returns on the first one.
+    pub fn load_on_first(
+        &self,
+        load: impl FnOnce() -> tch_amp::Result<Option<Checkpoint>>,
+    ) -> Result<Option<Checkpoint>> {
+        Ok(match &self.0 {
+            Some(group) => Checkpoint::from_rank_0(group, load)?,
+            None => load()?,
+        })
+    }
+
+    /// Adds the state of each rank's random numbers.
+    pub fn add_rngs(&self, to: &mut Checkpoint, name: &str, device: Device) -> Result<()> {
+        match &self.0 {
+            Some(group) => to.add_rngs(name, group, device)?,
+            None => to.add_rng(name, device)?,
+        }
+        Ok(())
+    }
+
+    /// Restores what [`add_rngs`](Self::add_rngs) has added.
+    pub fn rngs<'a>(&'a self, restore: Restore<'a>, name: &str, device: Device) -> Restore<'a> {
+        match &self.0 {
+            Some(group) => restore.rngs(name, group, device),
+            None => restore.rng(name, device),
+        }
+    }
+
+    /// Divides the state of an optimizer among the ranks (ZeRO-1).
+    pub fn shard(&self, optimizer: &mut Optimizer) -> Result<()> {
+        Ok(self.0.as_ref().map_or(Ok(()), |group| optimizer.shard_over(group))?)
+    }
+
+    /// Returns what averages the gradients of these variables over the ranks.
+    pub fn gradients(&self, vs: &VarStore) -> Result<Gradients> {
+        let ddp = self.0.as_ref().map(|group| DistributedDataParallel::new(group, vs));
+        Ok(Gradients(ddp.transpose()?))
+    }
+
+    /// Fails unless all ranks have the same weights.
+    pub fn check_weights(&self, vs: &VarStore) -> Result<()> {
+        let Some(group) = &self.0 else { return Ok(()) };
+        let weights = vs.trainable_variables();
+        let weights =
+            Tensor::cat(&weights.iter().map(|w| w.detach().flatten(0, -1)).collect::<Vec<_>>(), 0);
+        let all = group.all_gather(&weights)?;
+        ensure!(all.iter().all(|other| *other == weights), "the ranks have different weights");
+        Ok(())
+    }
+}
+
+/// Averages gradients, unless one process trains alone.
+#[derive(Debug)]
+pub struct Gradients(Option<DistributedDataParallel>);
+
+impl Gradients {
+    /// Runs a forward pass.
+    pub fn forward<T>(&mut self, forward: impl FnOnce() -> T) -> Result<T> {
+        match &mut self.0 {
+            Some(ddp) => Ok(ddp.forward(forward)?),
+            None => Ok(forward()),
+        }
+    }
+
+    /// Runs the backward pass on the scaled loss.
+    pub fn backward(&mut self, scaler: &mut GradScaler, loss: &Tensor) -> Result<()> {
+        match &mut self.0 {
+            Some(ddp) => Ok(ddp.backward_scaled(scaler, loss)?),
+            None => Ok(scaler.backward(loss)?),
+        }
+    }
+
+    /// Runs the forward and the backward pass of a micro-batch, whose loss is weighted by its share of the step. The
+    /// gradients of the ranks are averaged in the passes of the last one of the step.
+    pub fn micro_batch(
+        &mut self,
+        is_last: bool,
+        scaler: &mut GradScaler,
+        loss: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<()> {
+        if is_last {
+            let loss = self.forward(loss)??;
+            return self.backward(scaler, &loss);
+        }
+        match &mut self.0 {
+            Some(ddp) => ddp.no_sync(|ddp| {
+                let loss = ddp.forward(loss)??;
+                Ok(ddp.backward_scaled(scaler, &loss)?)
+            }),
+            None => Ok(scaler.backward(&loss()?)?),
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! The folder with the checkpoints of a run.
+
+use super::{Options, Ranks};
+use anyhow::{Context, Result, bail, ensure};
+use std::fs;
+use std::path::Path;
+use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
+
+/// The parts of each checkpoint that say of which run and of which step it is.
+const RUN: &str = "run";
+const STEP: &str = "step";
+
+/// Where a run saves its checkpoints, if it saves any. The newest two are kept.
+#[derive(Debug)]
+pub struct Saves<'a> {
+    folder: Option<CheckpointFolder>,
+    ranks: &'a Ranks,
+    /// The options of the run that its losses depend on, in words.
+    run: String,
+    steps: u64,
+    resume: bool,
+}
+
+impl<'a> Saves<'a> {
+    /// Opens the folder of `--checkpoints`, on all ranks. `run` are the options on which the losses depend, such as
+    /// `--seed 0`: [`resume`](Self::resume) refuses a checkpoint of other ones.
+    ///
+    /// Without `--resume`, the checkpoints of a run that has done all of its steps are removed, and those of one that
+    /// has not are kept: the call fails.
+    pub fn open(options: &Options, run: &str, ranks: &'a Ranks) -> Result<Self> {
+        let folder = ranks.on_first(|| {
+            let open = |path: &Path| {
+                let folder = CheckpointFolder::new(path)?.keep_last(2);
+                if !options.resume {
+                    make_room(&folder)?;
+                }
+                Ok(folder)
+            };
+            options.checkpoints.as_deref().map(open).transpose()
+        })?;
+        let folder = folder.flatten();
+        Ok(Self {
+            folder,
+            ranks,
+            run: run.to_owned(),
+            steps: options.steps,
+            resume: options.resume,
+        })
+    }
+
+    /// Saves a checkpoint after this step. All ranks call this with what they have; the first one saves its checkpoint.
+    /// Does nothing if the run saves none.
+    pub fn save(&self, step: u64, mut checkpoint: Checkpoint) -> Result<()> {
+        self.ranks.on_first(|| {
+            let Some(folder) = &self.folder else { return Ok(()) };
+            checkpoint.add_value(RUN, &(self.run.as_str(), self.steps))?;
+            checkpoint.add_value(STEP, &step)?;
+            folder.save(step, &checkpoint)?;
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    /// Returns the newest checkpoint and its step, on all ranks, if the run is to be resumed and there is one.
+    pub fn resume(&self) -> Result<Option<(u64, Checkpoint)>> {
+        let newest = || {
+            let folder = self.folder.as_ref().filter(|_| self.resume);
+            let found = folder.map_or(Ok(None), CheckpointFolder::latest)?;
+            Ok(found.map(|found| found.checkpoint))
+        };
+        let Some(checkpoint) = self.ranks.load_on_first(newest)? else { return Ok(None) };
+        let (run, _): (String, u64) = checkpoint.value(RUN)?;
+        ensure!(
+            run == self.run,
+            "the checkpoint is of a run with {run}, and this run has {}: use the same options, or begin a new run with \
+             another folder of --checkpoints",
+            self.run
+        );
+        let step = checkpoint.value(STEP)?;
+        ensure!(step <= self.steps, "{step} steps are done: ask for more with --steps");
+        Ok(Some((step, checkpoint)))
+    }
+
+    /// Says how to go on with a run that was interrupted after this step.
+    pub fn how_to_resume(&self, step: u64) -> String {
+        match self.folder {
+            Some(_) => format!(
+                "Interrupted after step {step}, and saved. The same command with --resume goes on from there."
+            ),
+            None => format!("Interrupted after step {step}. Nothing was saved."),
+        }
+    }
+}
+
+/// Removes the checkpoints of a finished run.
+fn make_room(folder: &CheckpointFolder) -> Result<()> {
+    let Some(found) = folder.latest()? else { return Ok(()) };
+    let (_, steps): (String, u64) = found.checkpoint.value(RUN)?;
+    if found.file.step < steps {
+        bail!(
+            "{} is of a run that is not finished: go on with it by --resume, or remove it, or use another folder of \
+             --checkpoints",
+            found.file.path.display()
+        );
+    }
+    for file in folder.files()? {
+        let path = file.path;
+        fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))?;
+    }
+    Ok(())
+}

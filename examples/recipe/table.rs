@@ -1,0 +1,94 @@
+//! Tables, as text and as HTML.
+
+use super::page::escape;
+use std::fmt;
+
+/// A table whose first column names its rows and is aligned to the left.
+#[derive(Clone, Debug)]
+pub struct Table {
+    header: Vec<String>,
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// A table without rows.
+    pub fn new<const N: usize>(header: [&str; N]) -> Self {
+        Self { header: header.map(str::to_owned).into(), rows: Vec::new() }
+    }
+
+    /// Adds a row.
+    pub fn row<const N: usize>(&mut self, cells: [String; N]) {
+        debug_assert_eq!(N, self.header.len(), "a cell for each column");
+        self.rows.push(cells.into());
+    }
+
+    /// The rows.
+    pub fn rows(&self) -> &[Vec<String>] {
+        &self.rows
+    }
+
+    /// The `<table>` element. The class of a row is its name, which gives it the colour of the line in a plot.
+    pub fn html(&self) -> String {
+        let cells = |tag: &str, cells: &[String]| -> String {
+            cells.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect()
+        };
+        let row = |row: &Vec<String>| {
+            let name = row.first().map_or_else(String::new, |name| escape(name));
+            format!(r#"<tr class="{name}">{}</tr>"#, cells("td", row))
+        };
+        let rows: String = self.rows.iter().map(row).collect();
+        let header = cells("th", &self.header);
+        format!("<table><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>")
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut widths: Vec<usize> = self.header.iter().map(|cell| cell.chars().count()).collect();
+        for row in &self.rows {
+            for (width, cell) in widths.iter_mut().zip(row) {
+                *width = (*width).max(cell.chars().count());
+            }
+        }
+        let rule: Vec<String> = widths.iter().map(|width| "-".repeat(*width)).collect();
+        line(f, &self.header, &widths)?;
+        line(f, &rule, &widths)?;
+        self.rows.iter().try_for_each(|row| line(f, row, &widths))
+    }
+}
+
+fn line(f: &mut fmt::Formatter<'_>, cells: &[String], widths: &[usize]) -> fmt::Result {
+    for (index, (cell, width)) in cells.iter().zip(widths).enumerate() {
+        match index {
+            0 => write!(f, "{cell:<width$}")?,
+            _ => write!(f, "  {cell:>width$}")?,
+        }
+    }
+    writeln!(f)
+}
+
+/// A number in a cell, or `-` where there is none.
+pub fn or_dash(cell: Option<impl ToString>) -> String {
+    cell.map_or_else(|| "-".to_owned(), |cell| cell.to_string())
+}
+
+/// Bytes in a cell, or `-` where they are not known.
+pub fn mebibytes(bytes: Option<u64>) -> String {
+    or_dash(bytes.map(|bytes| format!("{} MiB", bytes >> 20)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_line_up_and_markup_is_escaped() {
+        let mut table = Table::new(["run", "loss"]);
+        table.row(["a<b".to_owned(), "0.5".to_owned()]);
+        table.row(["långsam".to_owned(), or_dash(None::<f64>)]);
+        let text = table.to_string();
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines, ["run      loss", "-------  ----", "a<b       0.5", "långsam     -"]);
+        assert!(table.html().contains("<td>a&lt;b</td>"), "{}", table.html());
+    }
+}
