@@ -64,7 +64,7 @@ fn main() -> Result<()> {
     println!("{}", table::table(&results));
     println!("{}", table::verdict(&results));
     if options.ranks.is_some() {
-        println!("{}", digits::together(&ranks, BATCH));
+        println!("{}", together(&ranks));
     }
 
     let path = options.report_path();
@@ -117,4 +117,13 @@ fn gpt_run(args: &[String]) -> Result<()> {
     let run = gpt::run(options, &text, device, true)?;
     println!("{}", serde_json::to_string(&run)?);
     Ok(())
+}
+
+/// One sentence on what several ranks did, after it was checked that they have the same weights.
+fn together(ranks: &Ranks) -> String {
+    format!(
+        "{} processes trained together: each one computed the gradients of its share of every batch of {BATCH} images, \
+         and they were averaged, so that all processes have the same weights, bit by bit.",
+        ranks.size()
+    )
 }

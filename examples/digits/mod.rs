@@ -35,12 +35,3 @@ pub fn run(options: &Options, progress: bool, ranks: &Ranks) -> Result<Vec<RunRe
     }
     Ok(runs)
 }
-
-/// One sentence on what several ranks did, after it was checked that they have the same weights.
-pub fn together(ranks: &Ranks, batch: i64) -> String {
-    format!(
-        "{} processes trained together: each one computed the gradients of its share of every batch of {batch} images, \
-         and they were averaged, so that all processes have the same weights, bit by bit.",
-        ranks.size()
-    )
-}

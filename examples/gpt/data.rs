@@ -1,4 +1,4 @@
-//! The text: the Rust sources of tch and torch-sys, which cargo has wherever this example builds.
+//! The text: a file, or the Rust sources of tch and torch-sys, which cargo has wherever this example builds.
 
 use anyhow::{Context, Result, ensure};
 use std::path::{Path, PathBuf};
@@ -33,19 +33,28 @@ impl Text {
         Self::new(&bytes, format!("{origin}, {size} in {} files", files.len()))
     }
 
+    /// Reads a file.
+    pub fn read(path: &Path) -> Result<Self> {
+        let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        Self::new(&bytes, format!("{}, {:.1} MB", path.display(), bytes.len() as f64 / 1e6))
+    }
+
     /// Takes a text.
     pub fn new(bytes: &[u8], origin: String) -> Result<Self> {
         ensure!(bytes.len() > 1000, "the text is too short: {} bytes", bytes.len());
         Ok(Self { bytes: Tensor::from_slice(bytes), origin })
     }
 
-    /// Random excerpts of `length` bytes, one for each row, and what follows each of their bytes. The random numbers are
-    /// libtorch's on the CPU.
-    pub fn batch(&self, rows: i64, length: i64, device: Device) -> (Tensor, Tensor) {
-        let last = self.bytes.size()[0] - length;
-        let starts = Tensor::randint(last, [rows, 1], (Kind::Int64, Device::Cpu));
-        let places = starts + Tensor::arange(length + 1, (Kind::Int64, Device::Cpu));
-        let excerpts = self.bytes.index_select(0, &places.view([-1])).view([rows, length + 1]);
+    /// The number of bytes.
+    pub fn len(&self) -> i64 {
+        self.bytes.size()[0]
+    }
+
+    /// The excerpts of `length` bytes that begin at `starts`, and what follows each of their bytes.
+    pub fn excerpts(&self, starts: &Tensor, length: i64, device: Device) -> (Tensor, Tensor) {
+        let starts = starts.view([-1, 1]);
+        let places = &starts + Tensor::arange(length + 1, (Kind::Int64, Device::Cpu));
+        let excerpts = self.bytes.index_select(0, &places.view([-1])).view([-1, length + 1]);
         let excerpts = excerpts.to_kind(Kind::Int64).to_device(device);
         (excerpts.narrow(1, 0, length), excerpts.narrow(1, 1, length))
     }

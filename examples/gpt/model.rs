@@ -1,19 +1,24 @@
 //! The model: a stack of transformer blocks over bytes.
 
-use tch::nn::{self, Module, Path};
+use tch::nn::{self, Module, ModuleT, Path};
 use tch::{Device, Kind, Tensor};
+use tch_amp::recompute::RecomputedT;
 
 /// The number of different bytes.
 pub const VOCABULARY: i64 = 256;
 
-/// The size of a model.
+/// The size of a model, and how it is trained.
 #[derive(Clone, Copy, Debug)]
-pub struct Size {
+pub struct Config {
     pub width: i64,
     pub layers: i64,
     pub heads: i64,
     /// The largest number of bytes that it looks at.
     pub length: i64,
+    /// The share of activations that are replaced by zeros in training.
+    pub dropout: f64,
+    /// Whether the blocks keep only their inputs for the backward pass, and compute the rest again.
+    pub recompute: bool,
 }
 
 /// A decoder-only transformer.
@@ -21,42 +26,47 @@ pub struct Size {
 pub struct Gpt {
     embedding: nn::Embedding,
     places: nn::Embedding,
-    blocks: Vec<Block>,
+    blocks: Vec<Box<dyn ModuleT>>,
     norm: nn::LayerNorm,
     head: nn::Linear,
+    config: Config,
 }
 
 impl Gpt {
     /// Makes the model with variables under `path`.
-    pub fn new(path: &Path<'_>, size: Size) -> Self {
-        let Size { width, layers, heads, length } = size;
+    pub fn new(path: &Path<'_>, config: Config) -> Self {
+        let Config { width, layers, length, .. } = config;
         let small = nn::EmbeddingConfig {
             ws_init: nn::Init::Randn { mean: 0.0, stdev: 0.02 },
             ..Default::default()
         };
-        let blocks = (0..layers).map(|i| Block::new(&(path / "blocks" / i), width, heads));
+        let block = |i| -> Box<dyn ModuleT> {
+            let block = Block::new(&(path / "blocks" / i), config);
+            if config.recompute { Box::new(RecomputedT::new(block)) } else { Box::new(block) }
+        };
         Self {
             embedding: nn::embedding(path / "embedding", VOCABULARY, width, small),
             places: nn::embedding(path / "places", length, width, small),
-            blocks: blocks.collect(),
+            blocks: (0..layers).map(block).collect(),
             norm: nn::layer_norm(path / "norm", vec![width], Default::default()),
             head: nn::linear(path / "head", width, VOCABULARY, Default::default()),
+            config,
         }
     }
 
     /// The mean loss of predicting `targets` from `tokens`, in nats per byte.
-    pub fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Tensor {
-        let logits = self.forward(tokens).to_kind(Kind::Float);
+    pub fn loss(&self, tokens: &Tensor, targets: &Tensor, train: bool) -> Tensor {
+        let logits = self.forward_t(tokens, train).to_kind(Kind::Float);
         logits.view([-1, VOCABULARY]).cross_entropy_for_logits(&targets.reshape([-1]))
     }
 
     /// Continues a text by `count` bytes, drawn at a temperature of 0.7.
-    pub fn write(&self, prompt: &str, count: usize, size: Size, device: Device) -> String {
+    pub fn write(&self, prompt: &str, count: usize, device: Device) -> String {
         let mut bytes: Vec<i64> = prompt.bytes().map(i64::from).collect();
         for _ in 0..count {
-            let from = bytes.len().saturating_sub(size.length as usize);
+            let from = bytes.len().saturating_sub(self.config.length as usize);
             let tokens = Tensor::from_slice(&bytes[from..]).unsqueeze(0).to_device(device);
-            let logits = self.forward(&tokens).to_kind(Kind::Float).select(1, -1) / 0.7;
+            let logits = self.forward_t(&tokens, false).to_kind(Kind::Float).select(1, -1) / 0.7;
             let byte = logits.softmax(-1, Kind::Float).multinomial(1, false).int64_value(&[0, 0]);
             bytes.push(byte);
         }
@@ -65,11 +75,12 @@ impl Gpt {
     }
 }
 
-impl Module for Gpt {
-    fn forward(&self, tokens: &Tensor) -> Tensor {
+impl ModuleT for Gpt {
+    fn forward_t(&self, tokens: &Tensor, train: bool) -> Tensor {
         let places = Tensor::arange(tokens.size()[1], (Kind::Int64, tokens.device()));
         let xs = self.embedding.forward(tokens) + self.places.forward(&places);
-        let xs = self.blocks.iter().fold(xs, |xs, block| block.forward(&xs));
+        let xs = xs.dropout(self.config.dropout, train);
+        let xs = self.blocks.iter().fold(xs, |xs, block| block.forward_t(&xs, train));
         self.head.forward(&self.norm.forward(&xs))
     }
 }
@@ -84,10 +95,12 @@ struct Block {
     up: nn::Linear,
     down: nn::Linear,
     heads: i64,
+    dropout: f64,
 }
 
 impl Block {
-    fn new(path: &Path<'_>, width: i64, heads: i64) -> Self {
+    fn new(path: &Path<'_>, config: Config) -> Self {
+        let Config { width, heads, dropout, .. } = config;
         let linear = |name: &str, from, to| nn::linear(path / name, from, to, Default::default());
         let norm = |name: &str| nn::layer_norm(path / name, vec![width], Default::default());
         Self {
@@ -98,6 +111,7 @@ impl Block {
             up: linear("up", width, 4 * width),
             down: linear("down", 4 * width, width),
             heads,
+            dropout,
         }
     }
 
@@ -109,9 +123,12 @@ impl Block {
         let ys = Tensor::scaled_dot_product_attention(&q, &k, &v, mask, 0.0, true, None, false);
         self.out.forward(&ys.transpose(1, 2).reshape([rows, length, width]))
     }
+}
 
-    fn forward(&self, xs: &Tensor) -> Tensor {
-        let xs = xs + self.attention(&self.norm1.forward(xs));
-        &xs + self.down.forward(&self.up.forward(&self.norm2.forward(&xs)).gelu("none"))
+impl ModuleT for Block {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> Tensor {
+        let drop = |xs: Tensor| xs.dropout(self.dropout, train);
+        let xs = xs + drop(self.attention(&self.norm1.forward(xs)));
+        &xs + drop(self.down.forward(&self.up.forward(&self.norm2.forward(&xs)).gelu("none")))
     }
 }

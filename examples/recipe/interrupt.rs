@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The exit status of a program that Ctrl-C has ended.
-const INTERRUPTED: u8 = 130;
+pub const INTERRUPTED: u8 = 130;
 
 /// Notes Ctrl-C and SIGTERM, for a loop that asks after each step.
 #[derive(Clone, Debug, Default)]

@@ -1,12 +1,14 @@
 //! Several processes that train together, by DistributedDataParallel.
 
+use super::interrupt::INTERRUPTED;
 use anyhow::{Result, ensure};
 use tch::nn::VarStore;
 use tch::{Cuda, Device, Tensor};
-use tch_amp::GradScaler;
 use tch_amp::checkpoint::{Checkpoint, Restore};
-use tch_amp::distributed::{DistributedDataParallel, ProcessGroup, ReduceOp, Spawned, spawn};
+use tch_amp::distributed::{DistributedDataParallel, DistributedError, ProcessGroup};
+use tch_amp::distributed::{ReduceOp, Spawned, spawn};
 use tch_amp::optim::Optimizer;
+use tch_amp::{Error, GradScaler};
 
 /// The ranks that train together, or this process alone.
 #[derive(Debug)]
@@ -18,17 +20,22 @@ impl Ranks {
         Self(None)
     }
 
-    /// Starts this program as several ranks, if their number is given; `None` in the process that has started them.
-    /// Under torchrun, the ranks are those that it has started.
+    /// Starts this program as several ranks, if their number is given; `None` in the process that has started them, once
+    /// they have ended. Under torchrun, the ranks are those that it has started. After Ctrl-C, which is passed on to the
+    /// ranks, the process that has started them exits with the status of an interrupted program.
     pub fn start(ranks: Option<usize>) -> Result<Option<Self>> {
         if std::env::var_os("RANK").is_some() {
             return Ok(Some(Self(Some(ProcessGroup::from_env()?))));
         }
         let Some(ranks) = ranks else { return Ok(Some(Self::alone())) };
-        if spawn(ranks)? == Spawned::Finished {
-            return Ok(None);
+        match spawn(ranks) {
+            Ok(Spawned::Rank) => Ok(Some(Self(Some(ProcessGroup::from_env()?)))),
+            Ok(Spawned::Finished) => Ok(None),
+            Err(Error::Distributed(DistributedError::Interrupted { .. })) => {
+                std::process::exit(INTERRUPTED.into())
+            }
+            Err(error) => Err(error.into()),
         }
-        Ok(Some(Self(Some(ProcessGroup::from_env()?))))
     }
 
     /// Whether this rank shows the progress, saves the checkpoints and writes the report.

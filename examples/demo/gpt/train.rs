@@ -1,7 +1,7 @@
 //! Training in one precision. Both precisions use the same loop.
 
 use super::data::Text;
-use super::model::{Gpt, Size};
+use super::model::{Config, Gpt};
 use crate::recipe::{Precision, Progress};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -14,7 +14,8 @@ use tch_amp::memory::{self, keep_freed_memory};
 use tch_amp::optim::AdamW;
 
 /// About three million parameters.
-pub const SIZE: Size = Size { width: 256, layers: 4, heads: 4, length: 128 };
+pub const SIZE: Config =
+    Config { width: 256, layers: 4, heads: 4, length: 128, dropout: 0.0, recompute: false };
 /// The excerpts of a batch.
 pub const ROWS: i64 = 8;
 const LEARNING_RATE: f64 = 1e-3;
@@ -87,7 +88,7 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
         let start = Instant::now();
 
         optimizer.zero_grad()?;
-        let loss = region.run(|| model.loss(&tokens, &targets))?;
+        let loss = region.run(|| model.loss(&tokens, &targets, true))?;
         scaler.backward(&loss)?;
         let _outcome = scaler.step_clip_norm(&mut optimizer, 1.0)?;
         scaler.update()?;
@@ -104,7 +105,7 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
         progress.step(step as u64 + 1, Some(format!("loss {loss:.3}")));
     }
     progress.finish();
-    let written = tch::no_grad(|| region.run(|| model.write(PROMPT, sample, SIZE, device)))?;
+    let written = tch::no_grad(|| region.run(|| model.write(PROMPT, sample, device)))?;
     Ok(Run {
         precision,
         losses,

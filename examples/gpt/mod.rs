@@ -1,0 +1,110 @@
+//! The recipe `gpt`. Its example and `tests/examples.rs` run it.
+
+pub mod data;
+pub mod model;
+pub mod options;
+pub mod reader;
+pub mod report;
+pub mod state;
+pub mod train;
+
+use crate::recipe::{Ended, Interrupt, Log, Progress, Ranks, Saves};
+use anyhow::Result;
+use data::Text;
+use options::Options;
+use std::time::Instant;
+use tch::Device;
+use train::Trainer;
+
+/// What a run has left.
+#[derive(Debug)]
+pub struct Run {
+    /// Whether it has done all of its steps.
+    pub ended: Ended,
+    /// The numbers of all steps, also of those before it was resumed.
+    pub log: Log,
+    /// How many steps were skipped because the gradients were not finite.
+    pub skipped: u64,
+    /// What the averaged weights have written; empty on ranks other than the first.
+    pub sample: String,
+}
+
+/// Runs the program with these arguments.
+pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
+    let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
+    let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
+    let interrupt = Interrupt::catch()?;
+    let text = match &options.text {
+        Some(path) => Text::read(path)?,
+        None => Text::load()?,
+    };
+    let progress = if ranks.is_first() {
+        let name = format!("GPT {}", options.common.amp.name());
+        Progress::new(&name, options.common.steps, options.log_every)?
+    } else {
+        Progress::silent()
+    };
+    let device = ranks.device(options.common.device()?)?;
+    let run = train(&options, &text, device, &ranks, &interrupt, &progress)?;
+    progress.finish();
+    if ranks.is_first() && run.ended == Ended::Finished {
+        report::write(&options, &run, &text.origin, device, &ranks)?;
+    }
+    Ok(run.ended)
+}
+
+/// Trains from the first step, or from the newest checkpoint, until all steps are done or the run is interrupted.
+pub fn train(
+    options: &Options,
+    text: &Text,
+    device: Device,
+    ranks: &Ranks,
+    interrupt: &Interrupt,
+    progress: &Progress,
+) -> Result<Run> {
+    let saves = Saves::open(&options.common, &options.text_of_run(&text.origin), ranks)?;
+    let mut trainer = Trainer::new(options, text, device, ranks)?;
+    let (done, rows) = match saves.resume()? {
+        Some((step, checkpoint)) => (step, trainer.restore(&checkpoint)?),
+        None => (0, Vec::new()),
+    };
+    progress.resumed(done);
+    let folder = options.common.logs.as_deref().filter(|_| ranks.is_first());
+    let mut log = Log::start(folder, &train::COLUMNS, rows, done)?;
+
+    let steps = options.common.steps;
+    let mut ended = Ended::Finished;
+    let mut started = Instant::now();
+    for step in done + 1..=steps {
+        let lr = trainer.lr()?;
+        let measured = trainer.step()?;
+        let is_last = step == steps;
+        let is_due = |every: u64| step.is_multiple_of(every) || is_last;
+        let evaluates = is_due(options.eval_every);
+        let mut message = None;
+        if is_due(options.log_every) || evaluates {
+            // Reading the numbers waits for the device.
+            let mut numbers = trainer.read(&measured, lr, started)?;
+            if evaluates {
+                numbers.push((train::HELD_OUT, trainer.evaluate()?));
+            }
+            log.write(step, &numbers)?;
+            message = Some(train::words(&numbers));
+            started = Instant::now();
+        }
+        progress.step(step, message);
+        let stops = ranks.any(interrupt.is_requested())? && !is_last;
+        if is_due(options.save_every) || stops {
+            saves.save(step, trainer.checkpoint(log.rows())?)?;
+        }
+        if stops {
+            progress.say(&saves.how_to_resume(step));
+            ended = Ended::Interrupted { step };
+            break;
+        }
+    }
+    ranks.check_weights(trainer.weights())?;
+    let writes = ended == Ended::Finished && ranks.is_first();
+    let sample = if writes { trainer.write(options.sample)? } else { String::new() };
+    Ok(Run { ended, log, skipped: trainer.skipped(), sample })
+}
