@@ -10,6 +10,7 @@ use tch::{Device, Kind, Tensor};
 #[derive(Debug)]
 pub struct Text {
     bytes: Tensor,
+    checksum: u32,
     /// Where it is from, in words.
     pub origin: String,
 }
@@ -42,12 +43,17 @@ impl Text {
     /// Takes a text.
     pub fn new(bytes: &[u8], origin: String) -> Result<Self> {
         ensure!(bytes.len() > 1000, "the text is too short: {} bytes", bytes.len());
-        Ok(Self { bytes: Tensor::from_slice(bytes), origin })
+        Ok(Self { bytes: Tensor::from_slice(bytes), checksum: crc32c::crc32c(bytes), origin })
     }
 
     /// The number of bytes.
     pub fn len(&self) -> i64 {
         self.bytes.size()[0]
+    }
+
+    /// What tells it from other texts, wherever it is from.
+    pub fn identity(&self) -> String {
+        format!("the text of {} bytes with the checksum {:08x}", self.len(), self.checksum)
     }
 
     /// The excerpts of `length` bytes that begin at `starts`, and what follows each of their bytes.

@@ -62,7 +62,7 @@ pub fn train(
     interrupt: &Interrupt,
     progress: &Progress,
 ) -> Result<Run> {
-    let saves = Saves::open(&options.common, &options.text_of_run(&text.origin), ranks)?;
+    let saves = Saves::open(&options.common, &options.of_run(text), ranks)?;
     let mut trainer = Trainer::new(options, text, device, ranks)?;
     let (done, rows) = match saves.resume()? {
         Some((step, checkpoint)) => (step, trainer.restore(&checkpoint)?),

@@ -1,5 +1,6 @@
 //! The command line.
 
+use super::data::Text;
 use super::model::Config;
 use crate::recipe;
 use anyhow::{Result, ensure};
@@ -130,13 +131,14 @@ impl Options {
     /// The options that a resumed run must have in common with its first part, because the numbers depend on them. They
     /// do not depend on `--zero` and `--recompute`. Another number of ranks is possible, too; it rounds differently and
     /// draws other numbers for dropout.
-    pub fn text_of_run(&self, origin: &str) -> String {
+    pub fn of_run(&self, text: &Text) -> String {
         let Self { width, layers, length, rows, micro_batches, lr, dropout, ema, .. } = self;
         let recipe::Options { amp, steps, seed, .. } = &self.common;
         format!(
             "--amp {} --steps {steps} --seed {seed} --width {width} --layers {layers} --length {length} --rows {rows} \
-             --micro-batches {micro_batches} --lr {lr} --dropout {dropout} --ema {ema}, and the text {origin}",
-            amp.name()
+             --micro-batches {micro_batches} --lr {lr} --dropout {dropout} --ema {ema}, and {}",
+            amp.name(),
+            text.identity()
         )
     }
 }

@@ -1,0 +1,14 @@
+//! What the larger examples share: their logs, and what becomes of a run that is killed or interrupted.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../../examples/gpt/mod.rs"]
+mod gpt;
+mod interrupt;
+mod log;
+mod program;
+#[path = "../../examples/recipe/mod.rs"]
+mod recipe;
+mod resumed;
+mod same;

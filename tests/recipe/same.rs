@@ -1,0 +1,58 @@
+//! Ways to compute the same training.
+
+use std::sync::{Mutex, PoisonError};
+
+use tch::Device;
+
+use crate::gpt::data::Text;
+use crate::gpt::options::Options;
+use crate::gpt::{Run, train, train::LOSS};
+use crate::recipe::{self, Ended, Interrupt, Precision, Progress, Ranks};
+
+/// Held while random numbers are drawn, because the generator belongs to the whole process.
+static RANDOM: Mutex<()> = Mutex::new(());
+
+fn options(amp: Precision) -> Options {
+    let common = recipe::Options { amp, ..recipe::Options::silent("gpt", 6) };
+    let small = Options { width: 64, layers: 2, length: 32, rows: 4, ..Options::new(common) };
+    Options { log_every: 1, eval_every: 3, sample: 5, ..small }
+}
+
+fn run(options: &Options) -> Run {
+    let _random = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
+    let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
+    let text = Text::new(line.repeat(200).as_bytes(), "a line".to_owned()).unwrap();
+    let (ranks, never) = (Ranks::alone(), Interrupt::never());
+    let run = train(options, &text, Device::Cpu, &ranks, &never, &Progress::silent()).unwrap();
+    assert_eq!((run.ended, run.log.rows().len()), (Ended::Finished, 6));
+    run
+}
+
+fn losses(options: &Options) -> Vec<f64> {
+    run(options).log.series(LOSS).into_iter().map(|point| point.1).collect()
+}
+
+#[test]
+fn recomputing_changes_no_bit_with_dropout_either() {
+    for amp in [Precision::Fp32, Precision::Bf16] {
+        let kept = options(amp);
+        let recomputed = Options { recompute: true, ..kept.clone() };
+        assert_eq!(losses(&recomputed), losses(&kept), "{amp:?}");
+        let without = Options { dropout: 0.0, ..kept.clone() };
+        assert_ne!(losses(&without), losses(&kept), "dropout should change the losses");
+    }
+}
+
+/// One batch of 8 excerpts, two of 4, and four of 2: the same excerpts and, but for rounding, the same gradients.
+#[test]
+fn micro_batches_add_up_to_the_batch() {
+    let kept = Options { dropout: 0.0, ..options(Precision::Fp32) };
+    let whole = losses(&Options { rows: 8, micro_batches: 1, ..kept.clone() });
+    for (rows, micro_batches) in [(4, 2), (2, 4)] {
+        let parts = losses(&Options { rows, micro_batches, ..kept.clone() });
+        for (part, whole) in parts.iter().zip(&whole) {
+            assert!((part / whole - 1.0).abs() < 1e-4, "{parts:?} and {whole:?}");
+        }
+    }
+    assert!(whole[5] < whole[0] - 0.5, "the model should learn: {whole:?}");
+}
