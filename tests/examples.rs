@@ -13,6 +13,9 @@ mod fused;
 #[path = "../examples/gan.rs"]
 #[allow(dead_code, reason = "the tests choose the options")]
 mod gan;
+#[path = "../examples/gpt/mod.rs"]
+#[allow(dead_code, reason = "`tests/recipe` runs it as a program")]
+mod gpt;
 #[path = "../examples/inference.rs"]
 #[allow(dead_code, reason = "the tests choose the file")]
 mod inference;
@@ -44,6 +47,7 @@ mod train;
 use common::bits;
 use common::files::Folder;
 use common::python::Oracle;
+use recipe::Precision;
 use serde_json::json;
 use tch::Device;
 
@@ -138,6 +142,18 @@ fn gan_runs() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// A few steps. `tests/recipe` starts it as a program, which it kills and interrupts, also on two ranks.
+#[test]
+fn gpt_runs() -> anyhow::Result<()> {
+    for (amp, steps) in [(Precision::Fp32, 5), (Precision::Bf16, 5), (Precision::Fp16, 2)] {
+        let run = gpt::short_run(Device::Cpu, amp, steps)?;
+        anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
+        let loss = run.log.last(gpt::train::HELD_OUT);
+        anyhow::ensure!(loss.is_some_and(|loss| (4.0..7.0).contains(&loss)), "{run:?}");
+    }
+    Ok(())
+}
+
 /// Python gets the same bits from the same file.
 #[test]
 fn inference_runs() -> anyhow::Result<()> {
@@ -167,11 +183,13 @@ fn sparsemax_runs() -> anyhow::Result<()> {
 fn every_example_is_run() -> anyhow::Result<()> {
     let this = include_str!("examples.rs");
     for entry in std::fs::read_dir(common::python::root().join("examples"))? {
-        // The digits demo is a folder with its own test, `tests/demo.rs`.
-        let name = entry?.file_name().to_string_lossy().into_owned();
-        if name.ends_with(".rs") {
-            let path = format!("../examples/{name}");
-            anyhow::ensure!(this.contains(&path), "no test runs {name}");
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        // The demo has a test of its own, `tests/demo.rs`.
+        let is_folder = entry.path().join("main.rs").exists() && name != "demo";
+        if name.ends_with(".rs") || is_folder {
+            let file = if is_folder { format!("{name}/mod.rs") } else { name };
+            anyhow::ensure!(this.contains(&format!("../examples/{file}")), "no test runs {file}");
         }
     }
     Ok(())

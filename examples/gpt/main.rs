@@ -11,6 +11,7 @@
 //! Read `train.rs` first, which has the training step, and then `state.rs`, which has what a checkpoint contains.
 
 #[path = "mod.rs"]
+#[allow(dead_code, reason = "the tests use more of it")]
 mod gpt;
 #[path = "../recipe/mod.rs"]
 mod recipe;

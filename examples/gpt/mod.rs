@@ -8,7 +8,7 @@ pub mod report;
 pub mod state;
 pub mod train;
 
-use crate::recipe::{Ended, Interrupt, Log, Progress, Ranks, Saves};
+use crate::recipe::{self, Ended, Interrupt, Log, Precision, Progress, Ranks, Saves};
 use anyhow::Result;
 use data::Text;
 use options::Options;
@@ -107,4 +107,18 @@ pub fn train(
     let writes = ended == Ended::Finished && ranks.is_first();
     let sample = if writes { trainer.write(options.sample)? } else { String::new() };
     Ok(Run { ended, log, skipped: trainer.skipped(), sample })
+}
+
+/// Takes a few steps of a very small model on one line of text, and writes nothing: for tests.
+pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
+    let common = recipe::Options { amp, ..recipe::Options::silent("gpt", steps) };
+    let small = Options { width: 64, layers: 1, length: 16, rows: 2, ..Options::new(common) };
+    let options = Options { log_every: 1, sample: 4, recompute: true, ..small };
+    let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
+    let text = Text::new(line.repeat(50).as_bytes(), "a line, again and again".to_owned())?;
+    let (ranks, never) = (Ranks::alone(), Interrupt::never());
+    let run = train(&options, &text, device, &ranks, &never, &Progress::silent())?;
+    // The report of the run can be made, too.
+    report::page(&options, &run, &text.origin, device, &ranks).finish();
+    Ok(run)
 }

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../../examples/gpt/mod.rs"]
+#[allow(dead_code, reason = "`tests/examples.rs` uses the rest")]
 mod gpt;
 mod interrupt;
 mod log;

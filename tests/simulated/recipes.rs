@@ -3,6 +3,9 @@
 #[path = "../../examples/gan.rs"]
 #[allow(dead_code, reason = "the tests choose the device")]
 mod gan;
+#[path = "../../examples/gpt/mod.rs"]
+#[allow(dead_code, reason = "the tests take a few steps")]
+mod gpt;
 #[path = "../../examples/inference.rs"]
 #[allow(dead_code, reason = "the tests choose the device")]
 mod inference;
@@ -12,6 +15,7 @@ mod matmul;
 
 use crate::common::files::Folder;
 use crate::common::simulation::Simulation;
+use crate::recipe::Precision;
 use crate::training::GPUS;
 
 #[test]
@@ -43,5 +47,18 @@ fn a_file_that_was_traced_in_a_region_runs_on_the_device_of_the_trace() {
         let folder = Folder::new();
         let (inputs, outputs) = inference::run(gpu, &folder.file("inference.pt"), 4, 2).unwrap();
         assert_eq!((inputs.device(), outputs.device()), (gpu, gpu));
+    }
+}
+
+#[test]
+fn the_gpt_trains_recomputes_evaluates_its_averages_and_writes() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for gpu in GPUS {
+        for amp in Precision::ALL {
+            let run = gpt::short_run(gpu, amp, 4).unwrap();
+            assert_eq!(run.log.rows().len(), 4, "{run:?}");
+            let peak = run.log.last(gpt::train::PEAK_MEMORY);
+            assert!(peak.is_some_and(|bytes| bytes > 1e6), "of the tensors of {gpu:?}: {peak:?}");
+        }
     }
 }

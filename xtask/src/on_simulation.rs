@@ -11,7 +11,7 @@ use crate::simulation::{self, Simulation};
 use crate::workspace::{self, Workspace};
 
 /// Tests that use no device, or that measure a process on the CPU: its memory, its files, its signals.
-const CPU_ONLY: [&str; 11] = [
+const CPU_ONLY: [&str; 12] = [
     "abi",
     "checkpoint_save",
     "demo",
@@ -20,6 +20,7 @@ const CPU_ONLY: [&str; 11] = [
     "function_soak",
     "linking",
     "master_memory",
+    "recipe",
     "scaler_soak",
     "tensors",
     "threads",
