@@ -61,7 +61,8 @@ impl Text {
         let starts = starts.view([-1, 1]);
         let places = &starts + Tensor::arange(length + 1, (Kind::Int64, Device::Cpu));
         let excerpts = self.bytes.index_select(0, &places.view([-1])).view([-1, length + 1]);
-        let excerpts = excerpts.to_kind(Kind::Int64).to_device(device);
+        // Without waiting for what a GPU still has to do: CUDA first copies the bytes to memory of its own.
+        let excerpts = excerpts.to_device_(device, Kind::Uint8, true, false).to_kind(Kind::Int64);
         (excerpts.narrow(1, 0, length), excerpts.narrow(1, 1, length))
     }
 }

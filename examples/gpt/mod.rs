@@ -109,13 +109,18 @@ pub fn train(
     Ok(Run { ended, log, skipped: trainer.skipped(), sample })
 }
 
-/// Takes a few steps of a very small model on one line of text, and writes nothing: for tests.
-pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
+/// A very small model, which writes no files: for tests.
+pub fn small(amp: Precision, steps: u64) -> Result<(Options, Text)> {
     let common = recipe::Options { amp, ..recipe::Options::silent("gpt", steps) };
-    let small = Options { width: 64, layers: 1, length: 16, rows: 2, ..Options::new(common) };
-    let options = Options { log_every: 1, sample: 4, recompute: true, ..small };
+    let options = Options { width: 64, layers: 1, length: 16, rows: 2, ..Options::new(common) };
+    let options = Options { log_every: 1, sample: 4, recompute: true, ..options };
     let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
-    let text = Text::new(line.repeat(50).as_bytes(), "a line, again and again".to_owned())?;
+    Ok((options, Text::new(line.repeat(200).as_bytes(), "a line, again and again".to_owned())?))
+}
+
+/// Takes a few steps of the small model in this process.
+pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
+    let (options, text) = small(amp, steps)?;
     let (ranks, never) = (Ranks::alone(), Interrupt::never());
     let run = train(&options, &text, device, &ranks, &never, &Progress::silent())?;
     // The report of the run can be made, too.

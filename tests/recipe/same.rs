@@ -4,24 +4,22 @@ use std::sync::{Mutex, PoisonError};
 
 use tch::Device;
 
-use crate::gpt::data::Text;
 use crate::gpt::options::Options;
-use crate::gpt::{Run, train, train::LOSS};
-use crate::recipe::{self, Ended, Interrupt, Precision, Progress, Ranks};
+use crate::gpt::train::LOSS;
+use crate::gpt::{self, Run, train};
+use crate::recipe::{Ended, Interrupt, Precision, Progress, Ranks};
 
 /// Held while random numbers are drawn, because the generator belongs to the whole process.
 static RANDOM: Mutex<()> = Mutex::new(());
 
 fn options(amp: Precision) -> Options {
-    let common = recipe::Options { amp, ..recipe::Options::silent("gpt", 6) };
-    let small = Options { width: 64, layers: 2, length: 32, rows: 4, ..Options::new(common) };
-    Options { log_every: 1, eval_every: 3, sample: 5, ..small }
+    let (options, _) = gpt::small(amp, 6).unwrap();
+    Options { layers: 2, length: 32, rows: 4, recompute: false, ..options }
 }
 
 fn run(options: &Options) -> Run {
     let _random = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
-    let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
-    let text = Text::new(line.repeat(200).as_bytes(), "a line".to_owned()).unwrap();
+    let (_, text) = gpt::small(Precision::Fp32, 6).unwrap();
     let (ranks, never) = (Ranks::alone(), Interrupt::never());
     let run = train(options, &text, Device::Cpu, &ranks, &never, &Progress::silent()).unwrap();
     assert_eq!((run.ended, run.log.rows().len()), (Ended::Finished, 6));

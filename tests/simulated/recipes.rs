@@ -15,7 +15,7 @@ mod matmul;
 
 use crate::common::files::Folder;
 use crate::common::simulation::Simulation;
-use crate::recipe::Precision;
+use crate::recipe::{Precision, Ranks};
 use crate::training::GPUS;
 
 #[test]
@@ -59,6 +59,26 @@ fn the_gpt_trains_recomputes_evaluates_its_averages_and_writes() {
             assert_eq!(run.log.rows().len(), 4, "{run:?}");
             let peak = run.log.last(gpt::train::PEAK_MEMORY);
             assert!(peak.is_some_and(|bytes| bytes > 1e6), "of the tensors of {gpu:?}: {peak:?}");
+        }
+    }
+}
+
+#[test]
+fn a_step_of_the_gpt_does_not_synchronize() {
+    let Some(simulation) = Simulation::find() else { return };
+    for gpu in GPUS {
+        for amp in Precision::ALL {
+            let (options, text) = gpt::small(amp, 10).unwrap();
+            let ranks = Ranks::alone();
+            let mut trainer = gpt::train::Trainer::new(&options, &text, gpu, &ranks).unwrap();
+            drop(trainer.step().unwrap());
+            let ((), counts) = simulation.count(|| {
+                for _ in 0..3 {
+                    drop(trainer.step().unwrap());
+                }
+            });
+            assert!(counts.launches > 100, "{counts:?}");
+            assert_eq!(counts.host_syncs, 0, "{amp:?} on {gpu:?}: {counts:?}");
         }
     }
 }
