@@ -80,9 +80,18 @@ fn find(folder: &Path, pages: &mut Vec<PathBuf>) -> Result<()> {
 }
 
 fn examples(root: &Path) -> Result<Vec<String>> {
-    let entries = fs::read_dir(root.join("examples"))?;
-    let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
-    Ok(names.filter(|name| name.ends_with(".rs")).map(|name| format!("examples/{name}")).collect())
+    let mut examples = Vec::new();
+    for entry in fs::read_dir(root.join("examples"))? {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        // The demo is not a pattern to copy; the README names its command.
+        if name.ends_with(".rs") {
+            examples.push(format!("examples/{name}"));
+        } else if name != "demo" && entry.path().join("main.rs").exists() {
+            examples.push(format!("examples/{name}/main.rs"));
+        }
+    }
+    Ok(examples)
 }
 
 /// One link of a page.
