@@ -148,7 +148,7 @@ fn gpt_runs() -> anyhow::Result<()> {
     for (amp, steps) in [(Precision::Fp32, 5), (Precision::Bf16, 5), (Precision::Fp16, 2)] {
         let run = gpt::short_run(Device::Cpu, amp, steps)?;
         anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
-        let loss = run.log.last(gpt::train::HELD_OUT);
+        let loss = run.log.last(gpt::measure::HELD_OUT);
         anyhow::ensure!(loss.is_some_and(|loss| (4.0..7.0).contains(&loss)), "{run:?}");
     }
     Ok(())

@@ -1,6 +1,7 @@
 //! The recipe `gpt`. Its example and `tests/examples.rs` run it.
 
 pub mod data;
+pub mod measure;
 pub mod model;
 pub mod options;
 pub mod reader;
@@ -70,7 +71,7 @@ pub fn train(
     };
     progress.resumed(done);
     let folder = options.common.logs.as_deref().filter(|_| ranks.is_first());
-    let mut log = Log::start(folder, &train::COLUMNS, rows, done)?;
+    let mut log = Log::start(folder, &measure::COLUMNS, rows, done)?;
 
     let steps = options.common.steps;
     let mut ended = Ended::Finished;
@@ -82,14 +83,14 @@ pub fn train(
         let is_due = |every: u64| step.is_multiple_of(every) || is_last;
         let evaluates = is_due(options.eval_every);
         let mut message = None;
-        if is_due(options.log_every) || evaluates {
+        if is_due(options.log_every) || evaluates || step == 1 {
             // Reading the numbers waits for the device.
             let mut numbers = trainer.read(&measured, lr, started)?;
             if evaluates {
-                numbers.push((train::HELD_OUT, trainer.evaluate()?));
+                numbers.push((measure::HELD_OUT, trainer.evaluate()?));
             }
             log.write(step, &numbers)?;
-            message = Some(train::words(&numbers));
+            message = Some(measure::words(&numbers));
             started = Instant::now();
         }
         progress.step(step, message);
@@ -121,9 +122,18 @@ pub fn small(amp: Precision, steps: u64) -> Result<(Options, Text)> {
 /// Takes a few steps of the small model in this process.
 pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
     let (options, text) = small(amp, steps)?;
-    let (ranks, never) = (Ranks::alone(), Interrupt::never());
-    let run = train(&options, &text, device, &ranks, &never, &Progress::silent())?;
+    let run = run_alone(&options, &text, device, &Interrupt::never())?;
     // The report of the run can be made, too.
-    report::page(&options, &run, &text.origin, device, &ranks).finish();
+    report::page(&options, &run, &text.origin, device, &Ranks::alone()).finish();
     Ok(run)
+}
+
+/// Trains in this process, without progress.
+pub fn run_alone(
+    options: &Options,
+    text: &Text,
+    device: Device,
+    interrupt: &Interrupt,
+) -> Result<Run> {
+    train(options, text, device, &Ranks::alone(), interrupt, &Progress::silent())
 }

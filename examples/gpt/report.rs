@@ -1,8 +1,8 @@
 //! The table on the terminal, and the report.
 
 use super::Run;
+use super::measure;
 use super::options::Options;
-use super::train;
 use crate::recipe::axis::Spacing;
 use crate::recipe::plot::{Plot, Series};
 use crate::recipe::table::{Table, mebibytes, or_dash};
@@ -35,7 +35,7 @@ pub fn write(
 
 /// The result in numbers.
 pub fn table(options: &Options, run: &Run) -> Table {
-    let losses = run.log.series(train::LOSS);
+    let losses = run.log.series(measure::LOSS);
     let tail = &losses[losses.len().saturating_sub(LAST)..];
     let loss = tail.iter().map(|point| point.1).sum::<f64>() / tail.len() as f64;
     let number = |column| run.log.last(column);
@@ -51,11 +51,13 @@ pub fn table(options: &Options, run: &Run) -> Table {
     table.row([
         options.common.amp.name().to_owned(),
         format!("{loss:.3}"),
-        or_dash(number(train::HELD_OUT).map(|loss| format!("{loss:.3}"))),
-        or_dash(median(run.log.series(train::TOKENS_PER_SECOND)).map(|rate| format!("{rate:.0}"))),
-        mebibytes(number(train::PEAK_MEMORY).map(|bytes| bytes as u64)),
+        or_dash(number(measure::HELD_OUT).map(|loss| format!("{loss:.3}"))),
+        or_dash(
+            median(run.log.series(measure::TOKENS_PER_SECOND)).map(|rate| format!("{rate:.0}")),
+        ),
+        mebibytes(number(measure::PEAK_MEMORY).map(|bytes| bytes as u64)),
         run.skipped.to_string(),
-        or_dash(number(train::SCALE)),
+        or_dash(number(measure::SCALE)),
     ]);
     table
 }
@@ -69,7 +71,7 @@ fn median(points: Vec<(f64, f64)>) -> Option<f64> {
 /// The report.
 pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &Ranks) -> Page {
     let steps = options.common.steps;
-    let held_out = run.log.last(train::HELD_OUT).unwrap_or(f64::NAN);
+    let held_out = run.log.last(measure::HELD_OUT).unwrap_or(f64::NAN);
     let page = Page::new("A GPT over bytes")
         .result(&format!(
             "After {steps} steps in {}, the averaged weights predict held-out text with a loss of {held_out:.3} nats per \
@@ -86,11 +88,11 @@ pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &
         .plot(&loss_plot(run))
         .note("Faint line: the step of each line of the log. Strong line: exponential moving average.")
         .heading("Learning rate")
-        .plot(&plot(run, train::LEARNING_RATE, "learning rate", Spacing::Linear))
+        .plot(&plot(run, measure::LEARNING_RATE, "learning rate", Spacing::Linear))
         .heading("Norm of the gradients")
-        .plot(&plot(run, train::GRADIENT_NORM, "2-norm before clipping", Spacing::Log10));
+        .plot(&plot(run, measure::GRADIENT_NORM, "2-norm before clipping", Spacing::Log10));
     let page = if options.common.amp == Precision::Fp16 {
-        page.heading("Loss scale").plot(&plot(run, train::SCALE, "loss scale", Spacing::Log2))
+        page.heading("Loss scale").plot(&plot(run, measure::SCALE, "loss scale", Spacing::Log2))
     } else {
         page
     };
@@ -101,8 +103,11 @@ pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &
 }
 
 fn loss_plot(run: &Run) -> Plot {
-    let mut series = vec![Series::smoothed("first", "training", run.log.series(train::LOSS), 0.8)];
-    let held_out = run.log.series(train::HELD_OUT);
+    let losses = run.log.series(measure::LOSS);
+    // An average over a small part of the plot.
+    let keep = (1.0 - 20.0 / losses.len() as f64).clamp(0.0, 0.9);
+    let mut series = vec![Series::smoothed("first", "training", losses, keep)];
+    let held_out = run.log.series(measure::HELD_OUT);
     series.push(Series::line("second", "held-out text, averaged weights", held_out));
     let labels = ["step", "loss (nats per byte)"];
     Plot::over("Loss on the training text and on held-out text", labels, Spacing::Linear, series)

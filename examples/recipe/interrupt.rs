@@ -33,6 +33,11 @@ impl Interrupt {
         Self::default()
     }
 
+    /// Is requested already, so that a run ends after its first step: for tests.
+    pub fn at_once() -> Self {
+        Self(Arc::new(true.into()))
+    }
+
     /// Whether the run should save and end.
     pub fn is_requested(&self) -> bool {
         self.0.load(Ordering::Relaxed)

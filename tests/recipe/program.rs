@@ -55,6 +55,25 @@ pub fn start(folder: &Folder, more: &str) -> Running {
     Running(child)
 }
 
+/// Starts the program and sends it a signal once its log has this step. On a busy machine it may have finished by then,
+/// and is tried again.
+pub fn start_and_signal(folder: &Folder, more: &str, step: u64, signal: &str) -> Output {
+    for _ in 0..10 {
+        let mut run = start(folder, more);
+        run.wait_for(step, folder);
+        run.signal(signal);
+        let output = run.output();
+        if !output.status.success() {
+            return output;
+        }
+        for name in ["checkpoints", "logs"] {
+            fs::remove_dir_all(folder.file(name)).unwrap();
+        }
+        fs::remove_file(folder.file("out")).unwrap();
+    }
+    panic!("the run always finished before the signal");
+}
+
 /// A process of the program, which does not outlive its test.
 #[derive(Debug)]
 pub struct Running(Child);
@@ -85,20 +104,24 @@ impl Running {
         stdout
     }
 
-    /// Waits until the log has a line of this step, or the checkpoint of this step is there.
-    pub fn wait_for(&mut self, step: u64, folder: &Folder) {
+    /// Waits until the log has a line of this step, or the run has ended.
+    fn wait_for(&mut self, step: u64, folder: &Folder) {
         let end = Instant::now() + PATIENCE;
         while last_step(&folder.file("logs").join(CSV)) < step {
             assert!(Instant::now() < end, "step {step} was not reached");
-            assert!(self.0.try_wait().unwrap().is_none(), "the run ended before step {step}");
+            if self.0.try_wait().unwrap().is_some() {
+                return;
+            }
             sleep(Duration::from_millis(1));
         }
     }
 
-    /// Sends a signal by its name.
-    pub fn signal(&self, name: &str) {
-        let command = format!("kill -{name} {}", self.0.id());
-        assert!(Command::new("sh").args(["-c", &command]).status().unwrap().success());
+    /// Sends a signal by its name, unless the process has ended.
+    fn signal(&mut self, name: &str) {
+        if self.0.try_wait().unwrap().is_none() {
+            let command = format!("kill -{name} {}", self.0.id());
+            assert!(Command::new("sh").args(["-c", &command]).status().unwrap().success());
+        }
     }
 }
 

@@ -2,13 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
 
 use safetensors::SafeTensors;
 use serde_json::Value;
+use signal_hook::consts::SIGKILL;
 use tch_amp::checkpoint::CheckpointFolder;
 
 use crate::common::files::Folder;
-use crate::program::{losses, start};
+use crate::program::{losses, start, start_and_signal};
 
 /// What the last checkpoint contains: the bytes of each tensor, and the other parts but for the log, which has the
 /// times of the steps.
@@ -54,10 +56,8 @@ fn report(folder: &Folder) -> String {
 fn a_killed_run_goes_on_with_the_same_bits_and_without_recomputing() {
     let (calm, killed) = (Folder::new(), Folder::new());
     let text = start(&calm, "").finish();
-    let mut run = start(&killed, "--recompute");
-    run.wait_for(14, &killed);
-    run.signal("KILL");
-    assert!(!run.output().status.success());
+    let output = start_and_signal(&killed, "--recompute", 14, "KILL");
+    assert_eq!(output.status.signal(), Some(SIGKILL), "{output:?}");
     start(&killed, "--resume").finish();
     assert_same(&killed, &calm, "killed");
 
@@ -73,10 +73,8 @@ fn a_killed_run_goes_on_with_the_same_bits_and_without_recomputing() {
 fn killed_ranks_go_on_with_the_same_bits_and_without_zero() {
     let (calm, killed) = (Folder::new(), Folder::new());
     start(&calm, "--ranks 2").finish();
-    let mut run = start(&killed, "--ranks 2 --zero");
-    run.wait_for(14, &killed);
-    run.signal("KILL");
-    assert!(!run.output().status.success());
+    let output = start_and_signal(&killed, "--ranks 2 --zero", 14, "KILL");
+    assert_eq!(output.status.signal(), Some(SIGKILL), "{output:?}");
     start(&killed, "--resume --ranks 2").finish();
     assert_same(&killed, &calm, "two ranks");
 }
@@ -88,10 +86,7 @@ fn ctrl_c_saves_and_says_how_to_go_on() {
     for ranks in ranks {
         let (calm, interrupted) = (Folder::new(), Folder::new());
         start(&calm, ranks).finish();
-        let mut run = start(&interrupted, ranks);
-        run.wait_for(5, &interrupted);
-        run.signal("INT");
-        let output = run.output();
+        let output = start_and_signal(&interrupted, ranks, 5, "INT");
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(130), "{said}");
         assert_eq!(said.matches("--resume").count(), 1, "{said}");
@@ -107,10 +102,8 @@ fn ctrl_c_saves_and_says_how_to_go_on() {
 #[test]
 fn a_checkpoint_is_neither_lost_nor_continued_with_other_options() {
     let folder = Folder::new();
-    let mut run = start(&folder, "");
-    run.wait_for(5, &folder);
-    run.signal("TERM");
-    assert_eq!(run.output().status.code(), Some(130));
+    let output = start_and_signal(&folder, "", 5, "TERM");
+    assert_eq!(output.status.code(), Some(130), "{output:?}");
     for (arguments, word) in [("", "--resume"), ("--resume --lr 1", "--lr 0.001")] {
         let refused = start(&folder, arguments).output();
         let said = String::from_utf8_lossy(&refused.stderr).into_owned();

@@ -4,10 +4,10 @@ use std::sync::{Mutex, PoisonError};
 
 use tch::Device;
 
+use crate::gpt::measure::LOSS;
 use crate::gpt::options::Options;
-use crate::gpt::train::LOSS;
-use crate::gpt::{self, Run, train};
-use crate::recipe::{Ended, Interrupt, Precision, Progress, Ranks};
+use crate::gpt::{self, Run};
+use crate::recipe::{Ended, Interrupt, Precision};
 
 /// Held while random numbers are drawn, because the generator belongs to the whole process.
 static RANDOM: Mutex<()> = Mutex::new(());
@@ -20,8 +20,7 @@ fn options(amp: Precision) -> Options {
 fn run(options: &Options) -> Run {
     let _random = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
     let (_, text) = gpt::small(Precision::Fp32, 6).unwrap();
-    let (ranks, never) = (Ranks::alone(), Interrupt::never());
-    let run = train(options, &text, Device::Cpu, &ranks, &never, &Progress::silent()).unwrap();
+    let run = gpt::run_alone(options, &text, Device::Cpu, &Interrupt::never()).unwrap();
     assert_eq!((run.ended, run.log.rows().len()), (Ended::Finished, 6));
     run
 }

@@ -15,7 +15,7 @@ mod matmul;
 
 use crate::common::files::Folder;
 use crate::common::simulation::Simulation;
-use crate::recipe::{Precision, Ranks};
+use crate::recipe::{Ended, Interrupt, Precision, Ranks};
 use crate::training::GPUS;
 
 #[test]
@@ -57,7 +57,7 @@ fn the_gpt_trains_recomputes_evaluates_its_averages_and_writes() {
         for amp in Precision::ALL {
             let run = gpt::short_run(gpu, amp, 4).unwrap();
             assert_eq!(run.log.rows().len(), 4, "{run:?}");
-            let peak = run.log.last(gpt::train::PEAK_MEMORY);
+            let peak = run.log.last(gpt::measure::PEAK_MEMORY);
             assert!(peak.is_some_and(|bytes| bytes > 1e6), "of the tensors of {gpu:?}: {peak:?}");
         }
     }
@@ -80,5 +80,28 @@ fn a_step_of_the_gpt_does_not_synchronize() {
             assert!(counts.launches > 100, "{counts:?}");
             assert_eq!(counts.host_syncs, 0, "{amp:?} on {gpu:?}: {counts:?}");
         }
+    }
+}
+
+#[test]
+fn an_interrupted_run_of_the_gpt_goes_on_with_the_random_numbers_of_its_gpu() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for gpu in GPUS {
+        let (whole, text) = gpt::small(Precision::Fp16, 5).unwrap();
+        let folder = Folder::new();
+        let mut options = whole.clone();
+        options.common.checkpoints = Some(folder.0.clone());
+        let run = |options: &gpt::options::Options, interrupt| {
+            gpt::run_alone(options, &text, gpu, &interrupt).unwrap()
+        };
+        let losses = |run: &gpt::Run| run.log.series(gpt::measure::LOSS);
+
+        let part = run(&options, Interrupt::at_once());
+        assert_eq!(part.ended, Ended::Interrupted { step: 1 });
+        options.common.resume = true;
+        let resumed = run(&options, Interrupt::never());
+        let whole = run(&whole, Interrupt::never());
+        assert_eq!((losses(&resumed).len(), resumed.sample.as_str()), (5, whole.sample.as_str()));
+        assert_eq!(losses(&resumed), losses(&whole));
     }
 }
