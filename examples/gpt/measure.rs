@@ -20,7 +20,7 @@ pub const LEARNING_RATE: &str = "learning_rate";
 pub const GRADIENT_NORM: &str = "gradient_norm";
 /// The scale after the step, in fp16.
 pub const SCALE: &str = "scale";
-/// Of all ranks, since the previous line of the log.
+/// Of all ranks, since the previous line of the log, without evaluations but with the time that checkpoints take.
 pub const TOKENS_PER_SECOND: &str = "tokens_per_second";
 /// The most memory so far, of this rank, in bytes.
 pub const PEAK_MEMORY: &str = "peak_memory";

@@ -1,4 +1,4 @@
-//! The recipe `gpt`. Its example and `tests/examples.rs` run it.
+//! The recipe `gpt`: the program and its loop. `main.rs`, `tests/examples.rs` and `tests/recipe` run it.
 
 pub mod data;
 pub mod measure;
@@ -15,6 +15,7 @@ use data::Text;
 use options::Options;
 use std::time::Instant;
 use tch::Device;
+use tch_amp::memory::keep_freed_memory;
 use train::Trainer;
 
 /// What a run has left.
@@ -46,6 +47,8 @@ pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
         Progress::silent()
     };
     let device = ranks.device(options.common.device()?)?;
+    // Each step takes the same memory again.
+    keep_freed_memory();
     let run = train(&options, &text, device, &ranks, &interrupt, &progress)?;
     progress.finish();
     if ranks.is_first() && run.ended == Ended::Finished {
@@ -63,8 +66,9 @@ pub fn train(
     interrupt: &Interrupt,
     progress: &Progress,
 ) -> Result<Run> {
-    let saves = Saves::open(&options.common, &options.of_run(text), ranks)?;
     let mut trainer = Trainer::new(options, text, device, ranks)?;
+    // Only now, because it may remove the checkpoints of the run before.
+    let saves = Saves::open(&options.common, &options.of_run(text), ranks)?;
     let (done, rows) = match saves.resume()? {
         Some((step, checkpoint)) => (step, trainer.restore(&checkpoint)?),
         None => (0, Vec::new()),
@@ -74,7 +78,7 @@ pub fn train(
     let mut log = Log::start(folder, &measure::COLUMNS, rows, done)?;
 
     let steps = options.common.steps;
-    let mut ended = Ended::Finished;
+    let (mut ended, mut last) = (Ended::Finished, steps);
     let mut started = Instant::now();
     for step in done + 1..=steps {
         let lr = trainer.lr()?;
@@ -100,14 +104,14 @@ pub fn train(
         }
         if stops {
             progress.say(&saves.how_to_resume(step));
-            ended = Ended::Interrupted { step };
+            (ended, last) = (Ended::Interrupted { step }, step);
             break;
         }
     }
     ranks.check_weights(trainer.weights())?;
     let writes = ended == Ended::Finished && ranks.is_first();
     let sample = if writes { trainer.write(options.sample)? } else { String::new() };
-    Ok(Run { ended, log, skipped: trainer.skipped(), sample })
+    Ok(Run { ended, log, skipped: last.saturating_sub(trainer.taken()), sample })
 }
 
 /// A very small model, which writes no files: for tests.

@@ -37,9 +37,10 @@ A GPU is used if there is one. It should get a larger model and longer texts, su
   cargo run --release --example gpt -- --text FILE --width 768 --layers 12 --length 1024
     --rows 16 --micro-batches 4 --steps 20000 --lr 0.0006 --ema 0.999
 If its memory does not suffice, add --recompute, or take fewer --rows and more
---micro-batches. Several GPUs: add --ranks N, and --zero. Several computers: start
-target/release/examples/gpt by torchrun --no-python, with a folder for the checkpoints
-that rank 0 can write to.";
+--micro-batches. On several GPUs, add --ranks N and --zero. On several computers,
+start it on each of them by
+  torchrun --no-python --nnodes ... -- target/release/examples/gpt --zero ...
+where the first -- keeps the options apart from those of torchrun.";
 
 /// The options of a run.
 #[derive(Clone, Debug, PartialEq)]

@@ -10,7 +10,7 @@ use crate::recipe::{Page, Precision, Ranks, computer, log};
 use anyhow::Result;
 use tch::Device;
 
-/// The lines of the log over which the last loss is averaged.
+/// The lines of the log over which the last loss is averaged, but no more than half of them.
 const LAST: usize = 5;
 
 /// Prints the table and what the model has written, and writes the report.
@@ -36,7 +36,7 @@ pub fn write(
 /// The result in numbers.
 pub fn table(options: &Options, run: &Run) -> Table {
     let losses = run.log.series(measure::LOSS);
-    let tail = &losses[losses.len().saturating_sub(LAST)..];
+    let tail = &losses[losses.len() - LAST.min(losses.len().div_ceil(2))..];
     let loss = tail.iter().map(|point| point.1).sum::<f64>() / tail.len() as f64;
     let number = |column| run.log.last(column);
     let mut table = Table::new([
@@ -80,7 +80,7 @@ pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &
         ))
         .table(&table(options, run))
         .note(&format!(
-            "Final loss: mean of the last {LAST} lines of the log, in nats per byte. Held-out loss: of the averaged \
+            "Final loss: mean of the last {LAST} lines of the log or of half of them, in nats per byte. Held-out loss: of the averaged \
              weights. Tokens are bytes, of all processes; median. Peak memory: of the tensors on a GPU, or of the whole \
              process on the CPU, of the first process."
         ))

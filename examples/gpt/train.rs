@@ -96,7 +96,7 @@ impl<'a> Trainer<'a> {
     }
 
     /// One training step: the gradients of all micro-batches, clipped, a step of the optimizer, of the averages and of
-    /// the schedule. A step with non-finite gradients changes none of these, and lowers the scale. Nothing synchronizes.
+    /// the schedule. Non-finite gradients change none of these, and lower the scale of fp16. Nothing synchronizes.
     pub fn step(&mut self) -> Result<Measured> {
         let Options { rows, micro_batches, .. } = *self.options;
         let place = [self.ranks.rank(), self.ranks.size()];
@@ -127,9 +127,9 @@ impl<'a> Trainer<'a> {
         Ok(self.optimizer.lr(0)?)
     }
 
-    /// How many steps were skipped.
-    pub fn skipped(&self) -> u64 {
-        self.schedule.skipped()
+    /// How many steps were taken, which excludes those that were skipped because of non-finite gradients.
+    pub fn taken(&self) -> u64 {
+        self.schedule.steps()
     }
 
     /// The weights.

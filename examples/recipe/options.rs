@@ -8,8 +8,7 @@ use std::str::FromStr;
 use tch::{Cuda, Device};
 
 /// What `--help` says of the common options.
-pub const USAGE: &str = "\
-  --amp          off, bf16 or fp16, default bf16
+pub const USAGE: &str = "  --amp          off, bf16 or fp16, default bf16
   --device       cpu or cuda, default CUDA if it is usable
   --steps        default STEPS
   --seed         initial weights and order of the data, default 0
@@ -242,5 +241,7 @@ mod tests {
         for text in ["default 10", "target/it-logs", "--amp", "--device", "--seed", "--ranks"] {
             assert!(usage.contains(text), "{text}");
         }
+        let (options, _) = usage.split_once("\n\n").unwrap();
+        assert!(options.lines().all(|line| line.starts_with("  ")), "{usage}");
     }
 }
