@@ -12,33 +12,33 @@ Trains a GPT over bytes, and writes a report of it.
 
 Usage: gpt [options]
 
-  --text           the file to learn, default the Rust sources of tch
-  --width          of the model, a multiple of 64, default 256
-  --layers         default 4
-  --length         bytes of an excerpt, default 128
-  --rows           excerpts of a micro-batch, on all ranks together, default 8
-  --micro-batches  whose gradients are accumulated for a step, default 2
-  --lr             the largest learning rate, after a warm-up of a tenth of the steps,
-                   from which it falls to a tenth by a cosine, default 0.001
-  --dropout        default 0.1
-  --ema            the decay of the averaged weights, which are the ones that are
-                   evaluated and that write the sample, default 0.99
-  --recompute      keep no activations of the blocks, and compute them a second time
-  --zero           divide the state of the optimizer among the ranks (ZeRO-1)
-  --eval-every     steps from one evaluation on held-out text to the next, default 50
-  --save-every     steps from one checkpoint to the next, default 50
-  --log-every      steps from one line of the log to the next, default 10
-  --sample         bytes to write at the end, default 300
+  --text         the file to learn, default the Rust sources of tch
+  --width        of the model, a multiple of 64, default 256
+  --layers       default 4
+  --length       bytes of an excerpt, default 128
+  --rows         excerpts of a micro-batch, on all ranks together, default 8
+  --accumulate   micro-batches whose gradients are added up for a step, default 2
+  --lr           the largest learning rate, after a warm-up of a tenth of the steps,
+                 from which it falls to a tenth by a cosine, default 0.001
+  --dropout      default 0.1
+  --ema          the decay of the averaged weights, which are the ones that are
+                 evaluated and that write the sample, default 0.99
+  --recompute    keep no activations of the blocks, and compute them a second time
+  --zero         divide the state of the optimizer among the ranks (ZeRO-1)
+  --eval-every   steps from one evaluation on held-out text to the next, default 50
+  --save-every   steps from one checkpoint to the next, default 50
+  --log-every    steps from one line of the log to the next, default 10
+  --sample       bytes to write at the end, default 300
 ";
 
 /// What `--help` prints at the end.
 const GPUS: &str = "
 A GPU is used if there is one. It should get a larger model and longer texts, such as
   cargo run --release --example gpt -- --text FILE --width 768 --layers 12 --length 1024
-    --rows 16 --micro-batches 4 --steps 20000 --lr 0.0006 --ema 0.999
-If its memory does not suffice, add --recompute, or take fewer --rows and more
---micro-batches. On several GPUs, add --ranks N and --zero. On several computers,
-start it on each of them by
+    --rows 16 --accumulate 4 --steps 20000 --lr 0.0006 --ema 0.999
+If its memory does not suffice, add --recompute, or take fewer --rows, and
+--accumulate more of them. On several GPUs, add --ranks N and --zero. On several
+computers, start it on each of them by
   torchrun --no-python --nnodes ... -- target/release/examples/gpt --zero ...
 where the first -- keeps the options apart from those of torchrun.";
 
@@ -99,7 +99,7 @@ impl Options {
                 "--layers" => options.layers = args.at_least(1)?,
                 "--length" => options.length = args.at_least(1)?,
                 "--rows" => options.rows = args.at_least(1)?,
-                "--micro-batches" => options.micro_batches = args.at_least(1)?,
+                "--accumulate" => options.micro_batches = args.at_least(1)?,
                 "--lr" => options.lr = args.at_least(0.0)?,
                 "--dropout" => options.dropout = args.at_least(0.0)?,
                 "--ema" => options.ema = args.at_least(0.0)?,
@@ -137,7 +137,7 @@ impl Options {
         let recipe::Options { amp, steps, seed, .. } = &self.common;
         format!(
             "--amp {} --steps {steps} --seed {seed} --width {width} --layers {layers} --length {length} --rows {rows} \
-             --micro-batches {micro_batches} --lr {lr} --dropout {dropout} --ema {ema}, and {}",
+             --accumulate {micro_batches} --lr {lr} --dropout {dropout} --ema {ema}, and {}",
             amp.name(),
             text.identity()
         )
