@@ -1,6 +1,6 @@
-//! Trains a small GPT over bytes, with what a longer training needs: mixed precision, accumulated and clipped gradients,
-//! a warm-up and a cosine schedule, averaged weights, activation checkpointing, several processes, checkpoints that a
-//! killed run goes on from with the same numbers, logs, and a report.
+//! Trains a small GPT over bytes, with what a longer training needs: mixed precision, accumulated and clipped
+//! gradients, a warm-up and a cosine schedule, averaged weights, activation checkpointing, several processes,
+//! checkpoints that a killed run goes on from with the same numbers, logs, and a report.
 //!
 //! ```text
 //! cargo run --release --example gpt

@@ -74,15 +74,15 @@ pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &
     let held_out = run.log.last(measure::HELD_OUT).unwrap_or(f64::NAN);
     let page = Page::new("A GPT over bytes")
         .result(&format!(
-            "After {steps} steps in {}, the averaged weights predict held-out text with a loss of {held_out:.3} nats per \
-             byte.",
+            "After {steps} steps in {}, the averaged weights predict held-out text with a loss of {held_out:.3} nats \
+             per byte.",
             options.common.amp.name()
         ))
         .table(&table(options, run))
         .note(&format!(
-            "Final loss: mean of the last {LAST} lines of the log or of half of them, in nats per byte. Held-out loss: of the averaged \
-             weights. Tokens are bytes, of all processes; median. Peak memory: of the tensors on a GPU, or of the whole \
-             process on the CPU, of the first process."
+            "Final loss: mean of the last {LAST} lines of the log, or of half of them, in nats per byte. Held-out \
+             loss: of the averaged weights. Tokens are bytes, of all processes; median. Peak memory: of the tensors \
+             on a GPU, or of the whole process on the CPU, of the first process."
         ))
         .heading("Loss")
         .plot(&loss_plot(run))
@@ -133,8 +133,8 @@ fn facts(
         (
             "Steps",
             format!(
-                "{} of {micro_batches} micro-batches with {rows} excerpts, AdamW with a learning rate of {lr}, gradients \
-                 clipped to a norm of 1, averaged weights with a decay of {ema}, seed {}",
+                "{} of {micro_batches} micro-batches with {rows} excerpts, AdamW with a learning rate of {lr}, \
+                 gradients clipped to a norm of 1, averaged weights with a decay of {ema}, seed {}",
                 options.common.steps, options.common.seed
             ),
         ),

@@ -20,9 +20,9 @@ impl Ranks {
         Self(None)
     }
 
-    /// Starts this program as several ranks, if their number is given; `None` in the process that has started them, once
-    /// they have ended. Under torchrun, the ranks are those that it has started. After Ctrl-C, which is passed on to the
-    /// ranks, the process that has started them exits with the status of an interrupted program.
+    /// Starts this program as several ranks, if their number is given; `None` in the process that has started them,
+    /// once they have ended. Under torchrun, the ranks are those that it has started. After Ctrl-C, which is passed on
+    /// to the ranks, the process that has started them exits with the status of an interrupted program.
     pub fn start(ranks: Option<usize>) -> Result<Option<Self>> {
         if std::env::var_os("RANK").is_some() {
             return Ok(Some(Self(Some(ProcessGroup::from_env()?))));
