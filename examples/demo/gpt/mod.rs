@@ -19,8 +19,8 @@ use train::{Options, Run};
 const LINE_STEPS: u64 = 50;
 
 impl Text {
-    /// Random excerpts of `length` bytes, one for each row, and what follows each of their bytes. The random numbers are
-    /// libtorch's on the CPU.
+    /// Random excerpts of `length` bytes, one for each row, and what follows each of their bytes. The random numbers
+    /// are libtorch's on the CPU.
     pub fn batch(&self, rows: i64, length: i64, device: Device) -> (Tensor, Tensor) {
         let starts = Tensor::randint(self.len() - length, [rows], (Kind::Int64, Device::Cpu));
         self.excerpts(&starts, length, device)
