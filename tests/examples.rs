@@ -39,6 +39,9 @@ mod recipe;
 mod resume;
 #[path = "../examples/sparsemax.rs"]
 mod sparsemax;
+#[path = "../examples/text_classifier/mod.rs"]
+#[allow(dead_code, reason = "the tests take a few steps")]
+mod text_classifier;
 #[path = "../examples/threads.rs"]
 mod threads;
 #[path = "../examples/train.rs"]
@@ -150,6 +153,22 @@ fn gpt_runs() -> anyhow::Result<()> {
         anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
         let loss = run.log.last(gpt::measure::HELD_OUT);
         anyhow::ensure!(loss.is_some_and(|loss| (4.0..7.0).contains(&loss)), "{run:?}");
+    }
+    Ok(())
+}
+
+/// A few steps, in which it learns to tell sentences apart, and in fp16 a single one, which is slow on the CPU.
+#[test]
+fn text_classifier_runs() -> anyhow::Result<()> {
+    for (amp, steps) in [(Precision::Fp32, 40), (Precision::Bf16, 40), (Precision::Fp16, 1)] {
+        let run = text_classifier::short_run(Device::Cpu, amp, steps)?;
+        anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
+        let accuracy = run.confusion.accuracy();
+        anyhow::ensure!(accuracy > 0.9 || amp == Precision::Fp16, "{amp:?}: {run:?}");
+        // The best weights are those that were reloaded.
+        let accuracies = run.log.series(text_classifier::measure::ACCURACY);
+        let best = accuracies.iter().map(|point| point.1).fold(0.0, f64::max);
+        anyhow::ensure!(best == accuracy, "{best} and {accuracy}: {run:?}");
     }
     Ok(())
 }

@@ -78,6 +78,13 @@ impl Ranks {
         Ok(loss.double_value(&[]))
     }
 
+    /// Returns the rows of all ranks in the order that they had before [`share`](Self::share): the inverse of it. The
+    /// ranks must have equally many.
+    pub fn gather(&self, rows: &Tensor) -> Result<Tensor> {
+        let Some(group) = &self.0 else { return Ok(rows.shallow_clone()) };
+        Ok(Tensor::stack(&group.all_gather(rows)?, 1).flatten(0, 1))
+    }
+
     /// Returns whether any rank passes `true`, so that all of them do the same.
     pub fn any(&self, decision: bool) -> Result<bool> {
         Ok(self.0.as_ref().map_or(Ok(decision), |group| group.any(decision))?)

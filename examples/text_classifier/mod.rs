@@ -1,0 +1,201 @@
+//! The recipe `text_classifier`: the program and its loop. `main.rs` and `tests/examples.rs` run it.
+
+pub mod batch;
+pub mod data;
+pub mod measure;
+pub mod model;
+pub mod options;
+pub mod pretrained;
+pub mod report;
+pub mod tokens;
+pub mod train;
+
+use crate::recipe::{self, Ended, Interrupt, Log, Precision, Progress, Ranks, Saves};
+use anyhow::Result;
+use data::Data;
+use measure::Confusion;
+use model::Config;
+use options::Options;
+use std::time::Instant;
+use tch::Device;
+use tch::nn::VarStore;
+use tch_amp::memory::keep_freed_memory;
+use tokens::Tokens;
+use train::Trainer;
+
+/// The sentences, and the model that is to learn them.
+#[derive(Debug)]
+pub struct Task<'a> {
+    pub data: &'a Data,
+    pub tokens: Tokens,
+    pub config: Config,
+    pretrained: Option<&'a std::path::Path>,
+}
+
+/// What a run has left.
+#[derive(Debug)]
+pub struct Run {
+    /// Whether it has done all of its steps.
+    pub ended: Ended,
+    /// The numbers of all steps, also of those before it was resumed.
+    pub log: Log,
+    /// The answers of the best weights.
+    pub confusion: Confusion,
+    /// After how many steps the weights were the best.
+    pub best_step: Option<u64>,
+    /// How many steps were skipped because the gradients were not finite.
+    pub skipped: u64,
+    /// How long it took, without what came before it was resumed.
+    pub seconds: f64,
+}
+
+/// Runs the program with these arguments.
+pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
+    let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
+    let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
+    let interrupt = Interrupt::catch()?;
+    let data = match &options.data {
+        Some(path) => Data::read(path)?,
+        None => Data::load()?,
+    };
+    let task = Task::new(&options, &data)?;
+    let progress = if ranks.is_first() {
+        let name = format!("BERT {}", options.common.amp.name());
+        Progress::new(&name, options.common.steps, options.log_every)?
+    } else {
+        Progress::silent()
+    };
+    progress.say(&format!(
+        "{} sentences to learn and {} held out: {}",
+        data.train.len(),
+        data.held_out.len(),
+        data.origin
+    ));
+    let device = ranks.device(options.common.device()?)?;
+    // Each step takes the same memory again.
+    keep_freed_memory();
+    let run = train(&options, &task, device, &ranks, &interrupt, &progress)?;
+    progress.finish();
+    if ranks.is_first() && run.ended == Ended::Finished {
+        report::write(&options, &run, &task, device, &ranks)?;
+    }
+    Ok(run.ended)
+}
+
+impl<'a> Task<'a> {
+    /// Makes or reads the vocabulary.
+    pub fn new(options: &'a Options, data: &'a Data) -> Result<Self> {
+        let pretrained = options.pretrained.as_deref();
+        let (tokens, config) = match pretrained {
+            Some(folder) => pretrained::describe(folder, options.length)?,
+            None => {
+                let texts = data.train.iter().map(|(text, _)| text.as_str());
+                let tokens = Tokens::train(texts, options.vocabulary)?;
+                let config = options.model(tokens.vocabulary.len());
+                (tokens, config)
+            }
+        };
+        Ok(Self { data, tokens, config, pretrained })
+    }
+
+    /// Loads the pretrained weights, if the run begins with some.
+    pub fn load_weights(&self, vs: &mut VarStore) -> Result<()> {
+        self.pretrained.map_or(Ok(()), |folder| pretrained::load(folder, vs))
+    }
+}
+
+/// Trains from the first step, or from the newest checkpoint, until all steps are done or the run is interrupted.
+pub fn train(
+    options: &Options,
+    task: &Task<'_>,
+    device: Device,
+    ranks: &Ranks,
+    interrupt: &Interrupt,
+    progress: &Progress,
+) -> Result<Run> {
+    let begun = Instant::now();
+    let mut trainer = Trainer::new(options, task, device, ranks)?;
+    // Only now, because it may remove the checkpoints of the run before.
+    let saves = Saves::open(&options.common, &options.of_run(task.data, task.config), ranks)?;
+    let (done, rows) = match saves.resume()? {
+        Some((step, checkpoint)) => (step, trainer.restore(&checkpoint)?),
+        None => (0, Vec::new()),
+    };
+    progress.resumed(done);
+    let folder = options.common.logs.as_deref().filter(|_| ranks.is_first());
+    let mut log = Log::start(folder, &measure::COLUMNS, rows, done)?;
+
+    let steps = options.common.steps;
+    let (mut ended, mut last) = (Ended::Finished, steps);
+    let mut started = Instant::now();
+    for step in done + 1..=steps {
+        let lr = trainer.lr()?;
+        let measured = trainer.step()?;
+        let is_last = step == steps;
+        let is_due = |every: u64| step.is_multiple_of(every) || is_last;
+        let mut message = None;
+        if is_due(options.log_every) || is_due(options.eval_every) || step == 1 {
+            // Reading the numbers waits for the device.
+            let mut numbers = trainer.read(&measured, lr, started)?;
+            if is_due(options.eval_every) {
+                let confusion = trainer.evaluate()?;
+                let accuracy = confusion.accuracy();
+                trainer.keep_best(accuracy, step)?;
+                numbers
+                    .extend([(measure::HELD_OUT, confusion.loss), (measure::ACCURACY, accuracy)]);
+            }
+            log.write(step, &numbers)?;
+            message = Some(measure::words(&numbers));
+            started = Instant::now();
+        }
+        progress.step(step, message);
+        let stops = ranks.any(interrupt.is_requested())? && !is_last;
+        if is_due(options.save_every) || stops {
+            saves.save(step, trainer.checkpoint(log.rows())?)?;
+        }
+        if stops {
+            progress.say(&saves.how_to_resume(step));
+            (ended, last) = (Ended::Interrupted { step }, step);
+            break;
+        }
+    }
+    ranks.check_weights(trainer.weights())?;
+    let best_step = trainer.reload_best()?.map(|best| best.1);
+    let confusion = trainer.evaluate()?;
+    let skipped = last.saturating_sub(trainer.taken());
+    let seconds = begun.elapsed().as_secs_f64();
+    Ok(Run { ended, log, confusion, best_step, skipped, seconds })
+}
+
+/// A very small model, which writes no files: for tests. The second word of each sentence says what its label is.
+pub fn small(amp: Precision, steps: u64) -> Result<(Options, Data)> {
+    let common = recipe::Options { amp, ..recipe::Options::silent("text_classifier", steps) };
+    let options = Options { width: 64, layers: 1, length: 16, rows: 8, ..Options::new(common) };
+    let options = Options { vocabulary: 200, log_every: 1, eval_every: 4, ..options };
+    let line = |i: usize| {
+        let words = [["cat", "purrs"], ["dog", "barks"], ["bird", "sings"]][i % 3];
+        let text = format!("Some {} {}{}", words[0], "loudly ".repeat(i % 4), words[1]);
+        (words[0].to_owned(), format!("{text} in the year {i}"))
+    };
+    Ok((options, Data::new((0..120).map(line).collect(), "sentences about pets".to_owned())?))
+}
+
+/// Takes a few steps of the small model in this process.
+pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
+    let (options, data) = small(amp, steps)?;
+    let run = run_alone(&options, &data, device, &Interrupt::never())?;
+    // The report of the run can be made, too.
+    report::page(&options, &run, &Task::new(&options, &data)?, device, &Ranks::alone()).finish();
+    Ok(run)
+}
+
+/// Trains in this process, without progress.
+pub fn run_alone(
+    options: &Options,
+    data: &Data,
+    device: Device,
+    interrupt: &Interrupt,
+) -> Result<Run> {
+    let task = Task::new(options, data)?;
+    train(options, &task, device, &Ranks::alone(), interrupt, &Progress::silent())
+}

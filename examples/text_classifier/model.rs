@@ -1,0 +1,160 @@
+//! The model: BERT, whose variables have the names of Hugging Face's models.
+
+use super::batch::Batch;
+use tch::nn::{self, Module, Path};
+use tch::{Kind, Tensor};
+
+/// The size of a model, under the names of `config.json`.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Deserialize)]
+pub struct Config {
+    pub vocab_size: i64,
+    pub hidden_size: i64,
+    pub num_hidden_layers: i64,
+    pub num_attention_heads: i64,
+    pub intermediate_size: i64,
+    /// The most tokens of a sentence.
+    pub max_position_embeddings: i64,
+    pub type_vocab_size: i64,
+    pub layer_norm_eps: f64,
+}
+
+/// A BERT and, on the mean of its outputs, a layer that classifies.
+#[derive(Debug)]
+pub struct Classifier {
+    bert: Bert,
+    head: nn::Linear,
+    dropout: f64,
+}
+
+impl Classifier {
+    /// Makes the model with variables under `path`. `dropout` is the share of activations that are replaced by zeros
+    /// in training.
+    pub fn new(path: &Path<'_>, config: Config, labels: usize, dropout: f64) -> Self {
+        let head = linear(&(path / "classifier"), config.hidden_size, labels as i64);
+        Self { bert: Bert::new(path, config, dropout), head, dropout }
+    }
+
+    /// The logits of each sentence.
+    pub fn logits(&self, batch: &Batch, train: bool) -> Tensor {
+        let outputs = self.bert.forward(&batch.tokens, &batch.mask, train);
+        let xs = mean(&outputs, &batch.mask).dropout(self.dropout, train);
+        self.head.forward(&xs).to_kind(Kind::Float)
+    }
+}
+
+/// The mean over the tokens that are not padding.
+pub fn mean(outputs: &Tensor, mask: &Tensor) -> Tensor {
+    let weights = mask.unsqueeze(-1).to_kind(Kind::Float);
+    let sum = (outputs.to_kind(Kind::Float) * &weights).sum_dim_intlist(1, false, Kind::Float);
+    sum / weights.sum_dim_intlist(1, false, Kind::Float)
+}
+
+/// The encoder.
+#[derive(Debug)]
+pub struct Bert {
+    words: nn::Embedding,
+    places: nn::Embedding,
+    types: nn::Embedding,
+    norm: nn::LayerNorm,
+    layers: Vec<Layer>,
+    dropout: f64,
+}
+
+impl Bert {
+    /// Makes the encoder with variables under `path`.
+    pub fn new(path: &Path<'_>, config: Config, dropout: f64) -> Self {
+        let Config { vocab_size, hidden_size, max_position_embeddings, type_vocab_size, .. } =
+            config;
+        let path_of = path / "embeddings";
+        let ws_init = small();
+        let embedding = |name: &str, count| {
+            let options = nn::EmbeddingConfig { ws_init, ..Default::default() };
+            nn::embedding(&path_of / name, count, hidden_size, options)
+        };
+        let layers = path / "encoder" / "layer";
+        Self {
+            words: embedding("word_embeddings", vocab_size),
+            places: embedding("position_embeddings", max_position_embeddings),
+            types: embedding("token_type_embeddings", type_vocab_size),
+            norm: norm(&(&path_of / "LayerNorm"), config),
+            layers: (0..config.num_hidden_layers)
+                .map(|number| Layer::new(&(&layers / number), config, dropout))
+                .collect(),
+            dropout,
+        }
+    }
+
+    /// The last hidden state of each token. All tokens are of the first type.
+    pub fn forward(&self, tokens: &Tensor, mask: &Tensor, train: bool) -> Tensor {
+        let places = Tensor::arange(tokens.size()[1], (Kind::Int64, tokens.device()));
+        let types = self.types.ws.narrow(0, 0, 1);
+        let xs = self.words.forward(tokens) + self.places.forward(&places) + types;
+        let xs = self.norm.forward(&xs).dropout(self.dropout, train);
+        // One row for all heads and all tokens that look.
+        let mask = mask.unsqueeze(1).unsqueeze(1);
+        self.layers.iter().fold(xs, |xs, layer| layer.forward(&xs, &mask, train))
+    }
+}
+
+/// Attention and a feed-forward network, each with a layer norm after it.
+#[derive(Debug)]
+struct Layer {
+    qkv: [nn::Linear; 3],
+    attended: nn::Linear,
+    attended_norm: nn::LayerNorm,
+    up: nn::Linear,
+    down: nn::Linear,
+    down_norm: nn::LayerNorm,
+    heads: i64,
+    dropout: f64,
+}
+
+impl Layer {
+    fn new(path: &Path<'_>, config: Config, dropout: f64) -> Self {
+        let Config { hidden_size: width, intermediate_size: wide, .. } = config;
+        let attention = path / "attention";
+        let qkv = ["query", "key", "value"];
+        Self {
+            qkv: qkv.map(|name| linear(&(&attention / "self" / name), width, width)),
+            attended: linear(&(&attention / "output" / "dense"), width, width),
+            attended_norm: norm(&(&attention / "output" / "LayerNorm"), config),
+            up: linear(&(path / "intermediate" / "dense"), width, wide),
+            down: linear(&(path / "output" / "dense"), wide, width),
+            down_norm: norm(&(path / "output" / "LayerNorm"), config),
+            heads: config.num_attention_heads,
+            dropout,
+        }
+    }
+
+    fn forward(&self, xs: &Tensor, mask: &Tensor, train: bool) -> Tensor {
+        let drop = |xs: Tensor| xs.dropout(self.dropout, train);
+        let xs = self.attended_norm.forward(&(xs + drop(self.attention(xs, mask))));
+        let ys = self.down.forward(&self.up.forward(&xs).gelu("none"));
+        self.down_norm.forward(&(&xs + drop(ys)))
+    }
+
+    fn attention(&self, xs: &Tensor, mask: &Tensor) -> Tensor {
+        let [rows, length, width] = <[i64; 3]>::try_from(xs.size()).unwrap_or_default();
+        let [q, k, v] = self.qkv.each_ref().map(|linear| {
+            let heads = [rows, length, self.heads, width / self.heads];
+            linear.forward(xs).view(heads).transpose(1, 2)
+        });
+        let ys =
+            Tensor::scaled_dot_product_attention(&q, &k, &v, Some(mask), 0.0, false, None, false);
+        self.attended.forward(&ys.transpose(1, 2).reshape([rows, length, width]))
+    }
+}
+
+fn small() -> nn::Init {
+    nn::Init::Randn { mean: 0.0, stdev: 0.02 }
+}
+
+fn linear(path: &Path<'_>, from: i64, to: i64) -> nn::Linear {
+    let bs_init = Some(nn::Init::Const(0.0));
+    nn::linear(path, from, to, nn::LinearConfig { ws_init: small(), bs_init, bias: true })
+}
+
+fn norm(path: &Path<'_>, config: Config) -> nn::LayerNorm {
+    let options = nn::LayerNormConfig { eps: config.layer_norm_eps, ..Default::default() };
+    nn::layer_norm(path, vec![config.hidden_size], options)
+}

@@ -1,0 +1,140 @@
+//! The tables on the terminal, and the report.
+
+use super::options::Options;
+use super::{Run, Task, measure};
+use crate::recipe::axis::Spacing;
+use crate::recipe::plot::{Plot, Series};
+use crate::recipe::table::{Table, or_dash};
+use crate::recipe::{Page, Ranks, computer, log};
+use anyhow::Result;
+use tch::Device;
+
+/// Prints the tables, and writes the report.
+pub fn write(
+    options: &Options,
+    run: &Run,
+    task: &Task<'_>,
+    device: Device,
+    ranks: &Ranks,
+) -> Result<()> {
+    let labels = &task.data.labels;
+    println!("{}\n{}", table(options, run, task), run.confusion.scores_table(labels));
+    println!("Rows: the class; columns: the answer\n{}", run.confusion.matrix(labels));
+    if let Some(folder) = &options.common.logs {
+        let csv = folder.join(log::CSV);
+        println!("Log: {}, and tensorboard --logdir {}", csv.display(), folder.display());
+    }
+    if let Some(path) = &options.common.out {
+        page(options, run, task, device, ranks).write(path)?;
+        println!("Report: {}", path.display());
+    }
+    Ok(())
+}
+
+/// The result in numbers.
+pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table {
+    let mut table = Table::new([
+        "run",
+        "accuracy",
+        "most frequent class",
+        "held-out loss",
+        "best step",
+        "skipped steps",
+        "seconds",
+    ]);
+    table.row([
+        options.common.amp.name().to_owned(),
+        format!("{:.3}", run.confusion.accuracy()),
+        format!("{:.3}", task.data.majority()),
+        format!("{:.3}", run.confusion.loss),
+        or_dash(run.best_step),
+        run.skipped.to_string(),
+        format!("{:.1}", run.seconds),
+    ]);
+    table
+}
+
+/// The report.
+pub fn page(options: &Options, run: &Run, task: &Task<'_>, device: Device, ranks: &Ranks) -> Page {
+    let labels = &task.data.labels;
+    let accuracy = 100.0 * run.confusion.accuracy();
+    Page::new("A BERT that classifies sentences")
+        .result(&format!(
+            "In {}, {accuracy:.1} % of the held-out sentences get the right answer, and {:.1} % if the answer is \
+             always the most frequent class.",
+            options.common.amp.name(),
+            100.0 * task.data.majority()
+        ))
+        .table(&table(options, run, task))
+        .note(
+            "Of the weights of the best evaluation, whose step was chosen on the same held-out sentences. Seconds: \
+             training and evaluations of this part of the run.",
+        )
+        .heading("Classes")
+        .table(&run.confusion.scores_table(labels))
+        .heading("Confusion matrix")
+        .preformatted(&run.confusion.matrix(labels))
+        .note("Rows: the class; columns: the answer.")
+        .heading("Loss")
+        .plot(&loss_plot(run))
+        .note("Faint line: the step of each line of the log. Strong line: exponential moving average.")
+        .heading("Accuracy on held-out sentences")
+        .plot(&plot(run, measure::ACCURACY, "accuracy"))
+        .heading("Learning rate")
+        .plot(&plot(run, measure::LEARNING_RATE, "learning rate"))
+        .heading("The run")
+        .facts(facts(options, task, device, ranks))
+}
+
+fn loss_plot(run: &Run) -> Plot {
+    let losses = run.log.series(measure::LOSS);
+    // An average over a small part of the plot.
+    let keep = (1.0 - 20.0 / losses.len() as f64).clamp(0.0, 0.9);
+    let mut series = vec![Series::smoothed("first", "training", losses, keep)];
+    series.push(Series::line("second", "held-out sentences", run.log.series(measure::HELD_OUT)));
+    let labels = ["step", "loss (nats)"];
+    Plot::over("Loss in training and on held-out sentences", labels, Spacing::Linear, series)
+}
+
+fn plot(run: &Run, column: &str, label: &'static str) -> Plot {
+    let series = vec![Series::line("first", label, run.log.series(column))];
+    Plot::over(label, ["step", label], Spacing::Linear, series)
+}
+
+fn facts(
+    options: &Options,
+    task: &Task<'_>,
+    device: Device,
+    ranks: &Ranks,
+) -> [(&'static str, String); 6] {
+    let Options { length, rows, lr, dropout, .. } = options;
+    let (data, config) = (task.data, task.config);
+    [
+        (
+            "Sentences",
+            format!(
+                "{} to learn, {} held out: {}",
+                data.train.len(),
+                data.held_out.len(),
+                data.origin
+            ),
+        ),
+        (
+            "Model",
+            format!(
+                "{} layers of width {}, {} tokens, {length} of a sentence at most, dropout {dropout}",
+                config.num_hidden_layers, config.hidden_size, config.vocab_size
+            ),
+        ),
+        (
+            "Steps",
+            format!(
+                "{} of {rows} sentences, AdamW with a learning rate of {lr}, gradients clipped to a norm of 1, seed {}",
+                options.common.steps, options.common.seed
+            ),
+        ),
+        ("Processes", ranks.size().to_string()),
+        ("Device", computer::device(device)),
+        ("libtorch", or_dash(computer::torch_version())),
+    ]
+}
