@@ -95,11 +95,15 @@ impl Data {
 
 /// The folders of the crates, as cargo knows them.
 fn registry() -> Option<Vec<(String, PathBuf)>> {
-    let output = Command::new(env::var_os("CARGO")?)
-        .args(["metadata", "--format-version", "1", "--offline"])
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .output()
-        .ok()?;
+    let cargo = |args: &[&str]| {
+        let mut command = Command::new(env::var_os("CARGO")?);
+        command.args(args).current_dir(env!("CARGO_MANIFEST_DIR")).output().ok()
+    };
+    let version = String::from_utf8(cargo(&["-vV"])?.stdout).ok()?;
+    let host = version.lines().find_map(|line| line.strip_prefix("host: "))?;
+    // Cargo has not downloaded the packages of other platforms.
+    let format = ["metadata", "--format-version", "1", "--offline", "--filter-platform", host];
+    let output = cargo(&format)?;
     let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
     let packages = metadata["packages"].as_array()?;
     let folder = |name: &str| {

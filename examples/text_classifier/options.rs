@@ -81,7 +81,7 @@ impl Options {
 
     /// Parses the arguments; `None` after `--help`, which has printed the usage.
     pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Option<Self>> {
-        let mut options = Self::new(recipe::Options::new("text_classifier", 400));
+        let mut options = Self::new(recipe::Options::new("text_classifier", 300));
         let mut common = options.common.clone();
         let is_run = common.parse(args, |flag, args| {
             match flag {
