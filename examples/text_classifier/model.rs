@@ -34,10 +34,14 @@ impl Classifier {
         Self { bert: Bert::new(path, config, dropout), head, dropout }
     }
 
+    /// The mean of the last hidden states of each sentence.
+    pub fn means(&self, batch: &Batch, train: bool) -> Tensor {
+        mean(&self.bert.forward(&batch.tokens, &batch.mask, train), &batch.mask)
+    }
+
     /// The logits of each sentence.
     pub fn logits(&self, batch: &Batch, train: bool) -> Tensor {
-        let outputs = self.bert.forward(&batch.tokens, &batch.mask, train);
-        let xs = mean(&outputs, &batch.mask).dropout(self.dropout, train);
+        let xs = self.means(batch, train).dropout(self.dropout, train);
         self.head.forward(&xs).to_kind(Kind::Float)
     }
 }

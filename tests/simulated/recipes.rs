@@ -12,6 +12,9 @@ mod inference;
 #[path = "../../examples/matmul.rs"]
 #[allow(dead_code, reason = "the tests choose the device")]
 mod matmul;
+#[path = "../../examples/text_classifier/mod.rs"]
+#[allow(dead_code, reason = "the tests take a few steps")]
+mod text_classifier;
 
 use crate::common::files::Folder;
 use crate::common::simulation::Simulation;
@@ -79,6 +82,39 @@ fn a_step_of_the_gpt_does_not_synchronize() {
             });
             assert!(counts.launches > 100, "{counts:?}");
             assert_eq!(counts.host_syncs, 0, "{amp:?} on {gpu:?}: {counts:?}");
+        }
+    }
+}
+
+#[test]
+fn the_text_classifier_trains_without_synchronizing_and_goes_on() {
+    let Some(simulation) = Simulation::find() else { return };
+    for gpu in GPUS {
+        for amp in Precision::ALL {
+            let (whole, data) = text_classifier::small(amp, 6).unwrap();
+            let task = text_classifier::Task::new(&whole, &data).unwrap();
+            let ranks = Ranks::alone();
+            let trainer = text_classifier::train::Trainer::new(&whole, &task, gpu, &ranks);
+            let mut trainer = trainer.unwrap();
+            drop(trainer.step().unwrap());
+            let ((), counts) = simulation.count(|| drop(trainer.step().unwrap()));
+            assert!(counts.launches > 50, "{counts:?}");
+            assert_eq!(counts.host_syncs, 0, "{amp:?} on {gpu:?}: {counts:?}");
+
+            let folder = Folder::new();
+            let mut options = whole.clone();
+            options.common.checkpoints = Some(folder.0.clone());
+            let run = |options: &text_classifier::options::Options, interrupt| {
+                text_classifier::run_alone(options, &data, gpu, &interrupt).unwrap()
+            };
+            let part = run(&options, Interrupt::at_once());
+            assert_eq!(part.ended, Ended::Interrupted { step: 1 });
+            options.common.resume = true;
+            let resumed = run(&options, Interrupt::never());
+            let whole = run(&whole, Interrupt::never());
+            let losses = |run: &text_classifier::Run| run.log.series("loss");
+            assert_eq!((losses(&resumed).len(), &resumed.confusion), (6, &whole.confusion));
+            assert_eq!(losses(&resumed), losses(&whole));
         }
     }
 }
