@@ -1,6 +1,7 @@
 //! What the larger examples share: their logs, and what becomes of a run that is killed or interrupted.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+mod classifier;
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../../examples/gpt/mod.rs"]
@@ -13,3 +14,6 @@ mod program;
 mod recipe;
 mod resumed;
 mod same;
+#[path = "../../examples/text_classifier/mod.rs"]
+#[allow(dead_code, reason = "`tests/examples.rs` uses the rest")]
+mod text_classifier;
