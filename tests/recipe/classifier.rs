@@ -39,7 +39,7 @@ fn run(more: &str) -> (Folder, String) {
     fs::write(folder.file("data"), lines.join("\n")).unwrap();
     let paths = ["data", "checkpoints", "logs", "out"]
         .map(|name| format!("--{name}\n{}", folder.file(name).display()));
-    let options = "--device cpu --amp off --width 64 --layers 1 --rows 8 --steps 30 --log-every 1 --eval-every 10 \
+    let options = "--device cpu --amp off --width 64 --layers 1 --rows 8 --steps 60 --vocabulary 200 --log-every 1 --eval-every 10 \
                    --dropout 0";
     let words: Vec<&str> = options.split_whitespace().chain(more.split_whitespace()).collect();
     let output = Command::new(env::current_exe().unwrap())
@@ -71,12 +71,12 @@ fn the_classifier_prints_its_scores_and_two_ranks_have_the_numbers_of_one_proces
     assert_eq!(html.matches("<svg").count(), 3);
     assert!(!html.contains("NaN"), "{html}");
     let one = numbers(&one);
-    assert_eq!(one.len(), 30);
-    assert!(one[29][3] > Some(0.9), "{one:?}");
+    assert_eq!(one.len(), 60);
+    assert!(one[59][3] > Some(0.9), "{one:?}");
     if cfg!(feature = "distributed") {
         let (two, _) = run("--ranks 2");
         let two = numbers(&two);
-        assert_eq!(two.len(), 30);
+        assert_eq!(two.len(), 60);
         for (one, two) in one.iter().zip(&two) {
             for (one, two) in one.iter().zip(two) {
                 assert_eq!(one.is_some(), two.is_some());
