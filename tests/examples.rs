@@ -47,6 +47,7 @@ mod threads;
 #[path = "../examples/train.rs"]
 mod train;
 
+use anyhow::Context;
 use common::bits;
 use common::files::Folder;
 use common::python::Oracle;
@@ -179,29 +180,34 @@ fn text_classifier_runs() -> anyhow::Result<()> {
 }
 
 /// The mean outputs of a pretrained model, in f32 and with padding, differ by rounding from Python's in f64 without.
-fn compare_with_python(folder: &Path, args: &[&str], sentences: &[(&str, Option<&[i64]>)]) {
-    let Some(oracle) = Oracle::find("bert.py") else { return };
+fn compare_with_python(
+    folder: &Path,
+    args: &[&str],
+    sentences: &[(&str, Option<&[i64]>)],
+) -> anyhow::Result<()> {
+    let Some(oracle) = Oracle::find("bert.py") else { return Ok(()) };
     let path = folder.to_string_lossy();
-    let run = |args: &[&str], tokens: &[Vec<i64>]| -> Vec<Vec<f64>> {
+    let run = |args: &[&str], tokens: &[Vec<i64>]| -> anyhow::Result<Vec<Vec<f64>>> {
         let args: Vec<&str> = [&*path].into_iter().chain(args.iter().copied()).collect();
-        serde_json::from_str(&oracle.run(&args, &json!(tokens).to_string())).unwrap()
+        Ok(serde_json::from_str(&oracle.run(&args, &json!(tokens).to_string()))?)
     };
     // It may write the files, before the vocabulary is read.
-    assert_eq!(run(args, &[]).len(), 0);
+    assert_eq!(run(args, &[])?.len(), 0);
     let rows: Vec<_> = sentences.iter().map(|(text, _)| ((*text).to_owned(), 0)).collect();
-    let (tokens, config) = pretrained::describe(folder, 16).unwrap();
-    let encoded: Vec<_> = rows.iter().map(|(text, _)| tokens.encode(text, 16).unwrap()).collect();
+    let (tokens, config) = pretrained::describe(folder, 16)?;
+    let encode = |row: &(String, i64)| tokens.encode(&row.0, 16);
+    let encoded = rows.iter().map(encode).collect::<anyhow::Result<Vec<_>>>()?;
     for (found, (text, want)) in encoded.iter().zip(sentences) {
         assert!(want.is_none_or(|want| found == want), "{text}: {found:?}");
     }
-    let want = run(&[], &encoded);
+    let want = run(&[], &encoded)?;
 
     let mut vs = VarStore::new(Device::Cpu);
     let model = Classifier::new(&vs.root(), config, 2, 0.1);
-    pretrained::load(folder, &mut vs).unwrap();
-    let sentences = Sentences::new(&rows, &tokens, 16, 0).unwrap();
-    let batch = sentences.in_order(rows.len()).next().unwrap();
-    let found: Vec<Vec<f32>> = Vec::try_from(model.means(&batch, false)).unwrap();
+    pretrained::load(folder, &mut vs)?;
+    let sentences = Sentences::new(&rows, &tokens, 16, 0)?;
+    let batch = sentences.in_order(rows.len()).next().context("no batch")?;
+    let found: Vec<Vec<f32>> = Vec::try_from(model.means(&batch, false))?;
     let mut most = 0.0_f64;
     for (found, want) in found.iter().zip(&want) {
         assert_eq!(found.len(), want.len());
@@ -210,27 +216,28 @@ fn compare_with_python(folder: &Path, args: &[&str], sentences: &[(&str, Option<
     }
     println!("the largest difference is {most:.1e}");
     assert!(want.len() == rows.len() && most < 1e-5, "{most}");
+    Ok(())
 }
 
 #[test]
-fn a_pretrained_bert_has_the_outputs_of_python() {
+fn a_pretrained_bert_has_the_outputs_of_python() -> anyhow::Result<()> {
     let folder = Folder::new();
     let sentences: [(&str, Option<&[i64]>); 3] = [
         ("AB cd e.", Some(&[2, 4, 6, 7, 8, 9, 10, 3])),
         ("b", Some(&[2, 5, 3])),
         ("abd, what?", Some(&[2, 4, 6, 8, 11, 1, 1, 3])),
     ];
-    compare_with_python(&folder.0, &["random"], &sentences);
+    compare_with_python(&folder.0, &["random"], &sentences)
 }
 
 /// With a model from elsewhere: `TCH_AMP_TEST_BERT` is its folder.
 #[test]
 #[ignore = "needs a downloaded model"]
-fn a_downloaded_bert_has_the_outputs_of_python() {
-    let folder = std::env::var("TCH_AMP_TEST_BERT").unwrap();
+fn a_downloaded_bert_has_the_outputs_of_python() -> anyhow::Result<()> {
+    let folder = std::env::var("TCH_AMP_TEST_BERT")?;
     let sentences =
         ["A short one.", "The learning rate falls, and the loss does, too.", "Überraschung!"];
-    compare_with_python(Path::new(&folder), &[], &sentences.map(|text| (text, None)));
+    compare_with_python(Path::new(&folder), &[], &sentences.map(|text| (text, None)))
 }
 
 /// Python gets the same bits from the same file.
