@@ -11,6 +11,7 @@ pub(crate) mod distributed;
 mod function;
 mod gradients;
 mod heap;
+pub(crate) mod insight;
 mod loss_scale;
 mod memory;
 mod numbers;

@@ -8,6 +8,7 @@ pub(crate) use torch_sys::C_tensor as Tensor;
 
 #[cfg(feature = "distributed")]
 pub(crate) mod distributed;
+pub(crate) mod insight;
 pub(crate) mod training;
 
 /// An asynchronous copy of a number from a device to the host.

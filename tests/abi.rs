@@ -10,15 +10,17 @@ fn read(name: &str) -> String {
 
 /// The headers, one after the other, and the Rust files.
 fn headers() -> String {
-    let bodies = ["csrc/shim.h", "csrc/shim_training.h", "csrc/shim_distributed.h"].map(|name| {
-        let text = flat(&read(name));
-        text.split_once("extern \"C\" {").expect("the header opens extern C").1.to_owned()
-    });
+    let bodies =
+        ["csrc/shim.h", "csrc/shim_training.h", "csrc/shim_insight.h", "csrc/shim_distributed.h"]
+            .map(|name| {
+                let text = flat(&read(name));
+                text.split_once("extern \"C\" {").expect("the header opens extern C").1.to_owned()
+            });
     bodies.concat()
 }
 
 fn declarations() -> String {
-    ["src/sys.rs", "src/sys/training.rs", "src/sys/distributed.rs"]
+    ["src/sys.rs", "src/sys/training.rs", "src/sys/insight.rs", "src/sys/distributed.rs"]
         .map(|name| flat(&read(name)))
         .concat()
 }
@@ -82,6 +84,10 @@ fn rust_type(c: &str) -> String {
         ("tamp_average_options", "AverageOptions"),
         ("tamp_spike_options", "SpikeOptions"),
         ("tamp_device_memory", "DeviceMemory"),
+        ("tamp_recording", "Recording"),
+        ("tamp_recorded_tensor", "RecordedTensor"),
+        ("tamp_recorded_event", "RecordedEvent"),
+        ("tamp_name", "Name"),
         ("tamp_store", "Store"),
         ("tamp_group", "Group"),
         ("tamp_group_options", "GroupOptions"),

@@ -35,3 +35,8 @@ pub(crate) fn dtype_kind(code: i8) -> Result<Kind> {
         .find(|kind| dtype_code(*kind) == Some(code))
         .ok_or_else(|| Error::Torch(format!("autocast has the unknown dtype {code}")))
 }
+
+/// Returns the floating dtype for a number of `c10::ScalarType`, or `None` for others.
+pub(crate) fn kind_of(code: i8) -> Option<Kind> {
+    dtype_kind(code).ok()
+}

@@ -40,7 +40,7 @@
 //! ```
 
 mod modules;
-mod random;
+pub(crate) mod random;
 
 use std::borrow::Borrow;
 

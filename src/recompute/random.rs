@@ -6,7 +6,8 @@ use crate::error::Result;
 use crate::ffi;
 
 /// The states of the generators of the CPU and of some other devices.
-pub(super) struct RandomStates(Vec<(Device, Tensor)>);
+#[derive(Debug)]
+pub(crate) struct RandomStates(Vec<(Device, Tensor)>);
 
 impl RandomStates {
     /// Reads the states of the generators of the CPU and of the tensors' devices. They are on the host; nothing waits.
@@ -21,7 +22,7 @@ impl RandomStates {
         Self::of(&devices)
     }
 
-    fn of(devices: &[Device]) -> Result<Self> {
+    pub(crate) fn of(devices: &[Device]) -> Result<Self> {
         let state = |&device| Ok((device, ffi::rng_state(device)?));
         Ok(Self(devices.iter().map(state).collect::<Result<_>>()?))
     }
@@ -31,7 +32,7 @@ impl RandomStates {
     }
 
     /// Runs `f` with these states, and sets the present ones back when it returns or panics.
-    pub(super) fn during<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
+    pub(crate) fn during<T>(&self, f: impl FnOnce() -> T) -> Result<T> {
         let devices: Vec<_> = self.0.iter().map(|(device, _)| *device).collect();
         let back = SetOnDrop(Self::of(&devices)?);
         self.set()?;

@@ -202,6 +202,11 @@ impl GradScaler {
         ffi::backward(&self.scale(loss)?, true)
     }
 
+    /// The scale on its device, unless the scaler is disabled.
+    pub(crate) fn scale_number(&self) -> Option<&Tensor> {
+        self.scale.number().map(|number| number.tensor())
+    }
+
     /// Returns the scale; 1 for a disabled scaler.
     ///
     /// Synchronizes, once, only if a fused optimizer was stepped on the device, or any optimizer was unscaled there and

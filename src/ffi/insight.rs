@@ -1,0 +1,212 @@
+//! Recordings of operators, and names for what a thread runs.
+
+use std::ffi::{CStr, CString};
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+
+use tch::{Kind, Tensor};
+
+use super::{call, codes, pointers};
+use crate::error::{Error, Result};
+use crate::sys::insight as sys;
+
+/// What an event is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EventKind {
+    Operator,
+    /// A backward node.
+    Node,
+    /// A stretch that the program named.
+    Name,
+}
+
+/// How an operator used a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Usage {
+    Read,
+    Write,
+    /// It returned a view of memory that it only read.
+    View,
+    /// It wrote to an input whose former numbers do not matter.
+    Overwrite,
+}
+
+/// The numbers in a tensor, where they were counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Numbers {
+    pub(crate) positive_infinite: i64,
+    pub(crate) negative_infinite: i64,
+    pub(crate) nan: i64,
+    /// The largest finite absolute value.
+    pub(crate) largest: f64,
+}
+
+/// A tensor of an event.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RecordedTensor {
+    /// The number of its memory within the recording.
+    pub(crate) memory: Option<u64>,
+    /// Its place among the parameters.
+    pub(crate) parameter: Option<usize>,
+    pub(crate) elements: i64,
+    pub(crate) kind: Option<Kind>,
+    pub(crate) numbers: Option<Numbers>,
+    pub(crate) usage: Usage,
+}
+
+/// An operator, a backward node, or a named stretch.
+#[derive(Clone, Debug)]
+pub(crate) struct RecordedEvent {
+    pub(crate) kind: EventKind,
+    pub(crate) name: String,
+    pub(crate) inputs: Vec<RecordedTensor>,
+    pub(crate) outputs: Vec<RecordedTensor>,
+    /// The event in which it ran.
+    pub(crate) parent: Option<usize>,
+    /// Its place in the order in which events ended.
+    pub(crate) ended: Option<u64>,
+    pub(crate) sequence: i64,
+    pub(crate) thread: u64,
+    pub(crate) forward_thread: u64,
+    /// The largest absolute value of the same operator in f32, if its results overflowed and it could be repeated.
+    pub(crate) repeated: Option<f64>,
+}
+
+/// A recording of what the calling thread runs, until it is stopped or dropped.
+#[derive(Debug)]
+pub(crate) struct Recording {
+    raw: NonNull<sys::Recording>,
+    // libtorch's callbacks belong to the thread.
+    thread: PhantomData<*const ()>,
+}
+
+impl Recording {
+    pub(crate) fn start(parameters: &[&Tensor]) -> Result<Self> {
+        let tensors = pointers(parameters.iter().copied());
+        let (array, count) = (tensors.as_ptr(), tensors.len());
+        // SAFETY: the array has `count` live tensors, and `err` is valid for a write.
+        let raw = call(|err| unsafe { sys::tamp_recording_start(array, count, err) })?;
+        let raw = NonNull::new(raw).ok_or_else(|| Error::Torch("no recording".to_owned()))?;
+        Ok(Self { raw, thread: PhantomData })
+    }
+
+    pub(crate) fn stop(&mut self) -> Result<()> {
+        // SAFETY: the recording is alive and was started on this thread, which it does not leave.
+        call(|err| unsafe { sys::tamp_recording_stop(self.raw.as_ptr(), err) })
+    }
+
+    /// The events of a stopped recording.
+    pub(crate) fn events(&self) -> Result<Vec<RecordedEvent>> {
+        // SAFETY: the recording is alive.
+        let count = unsafe { sys::tamp_recording_count(self.raw.as_ptr()) };
+        (0..count).map(|index| self.event(index)).collect()
+    }
+
+    fn event(&self, index: usize) -> Result<RecordedEvent> {
+        let mut raw = std::mem::MaybeUninit::<sys::RecordedEvent>::uninit();
+        let (recording, out) = (self.raw.as_ptr(), raw.as_mut_ptr());
+        // SAFETY: the recording is alive, and `out` is valid for a write.
+        call(|err| unsafe { sys::tamp_recording_event(recording, index, out, err) })?;
+        // SAFETY: the call has written the event, or it would have failed.
+        let raw = unsafe { raw.assume_init() };
+        // SAFETY: the name and the two arrays belong to the recording, which is stopped and outlives this function.
+        let (name, inputs, outputs) = unsafe {
+            (
+                CStr::from_ptr(raw.name),
+                array(raw.inputs, raw.input_count),
+                array(raw.outputs, raw.output_count),
+            )
+        };
+        Ok(RecordedEvent {
+            kind: match raw.kind {
+                sys::EVENT_OPERATOR => EventKind::Operator,
+                sys::EVENT_NODE => EventKind::Node,
+                _ => EventKind::Name,
+            },
+            name: name.to_string_lossy().into_owned(),
+            inputs: inputs.iter().map(tensor).collect(),
+            outputs: outputs.iter().map(tensor).collect(),
+            parent: usize::try_from(raw.parent).ok(),
+            ended: u64::try_from(raw.ended).ok(),
+            sequence: raw.sequence,
+            thread: raw.thread,
+            forward_thread: raw.forward_thread,
+            repeated: (raw.repeated != 0).then_some(raw.repeated_largest),
+        })
+    }
+
+    /// The number of a tensor's memory, if it appeared in the recording.
+    pub(crate) fn memory(&self, tensor: &Tensor) -> Result<Option<u64>> {
+        let (recording, tensor) = (self.raw.as_ptr(), tensor.as_ptr());
+        // SAFETY: the recording and the tensor are alive, and `err` is valid for a write.
+        let number = call(|err| unsafe { sys::tamp_recording_memory(recording, tensor, err) })?;
+        Ok(u64::try_from(number).ok())
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        // SAFETY: the recording is alive, was started on this thread, and is not used again.
+        unsafe { sys::tamp_recording_free(self.raw.as_ptr()) }
+    }
+}
+
+/// # Safety
+/// `pointer` must be valid for reads of `count` tensors for `'a`, unless `count` is zero.
+unsafe fn array<'a>(
+    pointer: *const sys::RecordedTensor,
+    count: usize,
+) -> &'a [sys::RecordedTensor] {
+    if count == 0 {
+        return &[];
+    }
+    // SAFETY: the caller promises it.
+    unsafe { std::slice::from_raw_parts(pointer, count) }
+}
+
+fn tensor(raw: &sys::RecordedTensor) -> RecordedTensor {
+    let numbers = Numbers {
+        positive_infinite: raw.positive_infinite,
+        negative_infinite: raw.negative_infinite,
+        nan: raw.nan,
+        largest: raw.largest,
+    };
+    RecordedTensor {
+        memory: u64::try_from(raw.memory).ok(),
+        parameter: usize::try_from(raw.parameter).ok(),
+        elements: raw.elements,
+        kind: codes::kind_of(raw.dtype),
+        numbers: (raw.known != 0).then_some(numbers),
+        usage: match raw.usage {
+            sys::USE_READ => Usage::Read,
+            sys::USE_WRITE => Usage::Write,
+            sys::USE_VIEW => Usage::View,
+            sys::USE_OVERWRITE => Usage::Overwrite,
+            _ => Usage::Read,
+        },
+    }
+}
+
+/// A name for what the calling thread runs until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Name {
+    raw: *mut sys::Name,
+}
+
+impl Name {
+    pub(crate) fn begin(name: &str) -> Result<Self> {
+        // A NUL would end the name.
+        let name =
+            CString::new(name.replace('\0', " ")).map_err(|e| Error::Torch(e.to_string()))?;
+        // SAFETY: the name lives for the call, which copies it, and `err` is valid for a write.
+        let raw = call(|err| unsafe { sys::tamp_name_begin(name.as_ptr(), err) })?;
+        Ok(Self { raw })
+    }
+}
+
+impl Drop for Name {
+    fn drop(&mut self) {
+        // SAFETY: the name was begun on this thread, which a raw pointer keeps it on, and is not used again.
+        unsafe { sys::tamp_name_end(self.raw) }
+    }
+}

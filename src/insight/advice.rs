@@ -1,0 +1,76 @@
+//! One sentence on what to do.
+
+use super::explanation::{Cause, Culprit, Explanation, Pass};
+
+/// The advice for an explanation.
+pub(super) fn advice(explanation: &Explanation) -> String {
+    match &explanation.cause {
+        Cause::Parameter { name } => format!(
+            "restore {name} from a checkpoint; if it is a buffer, such as a running mean, restore buffers after \
+             skipped steps (buffers::BufferSnapshot)"
+        ),
+        Cause::Input { .. } => {
+            "check the data of this batch and the targets of the loss".to_owned()
+        }
+        Cause::Scale { largest_finite } if *largest_finite >= 1.0 => {
+            "none is needed: the scaler has found its scale by such skips, and lowers it now"
+                .to_owned()
+        }
+        Cause::Scale { .. } => {
+            "the gradients exceed fp16 even at a scale of 1: use bf16".to_owned()
+        }
+        Cause::Finite => {
+            "with several ranks, ask the others; otherwise make the closure repeat the iteration, \
+                          with the same batch and loss"
+                .to_owned()
+        }
+        Cause::Values => match &explanation.culprit {
+            Some(culprit) => of_values(culprit),
+            None => "look at the loss: it is not finite".to_owned(),
+        },
+    }
+}
+
+fn of_values(culprit: &Culprit) -> String {
+    let place = culprit.path.as_deref().unwrap_or("this part");
+    let operator = culprit.operator.trim_start_matches("aten::").trim_end_matches('_');
+    let f32_is_finite = culprit.largest_in_f32.is_some_and(f64::is_finite);
+    let is_cast = ["_to_copy", "to", "copy"].contains(&operator);
+    if culprit.dtype == "fp16" && is_cast {
+        return format!(
+            "use bf16, or keep {place} in f32: its numbers exceed 65504 before they are cast to fp16"
+        );
+    }
+    if culprit.dtype == "fp16" && f32_is_finite {
+        return match operator {
+            "bmm" | "matmul" | "baddbmm" => {
+                format!(
+                    "scale one factor before the product (in attention, q by 1/sqrt(d)), keep {place} in f32, or use bf16"
+                )
+            }
+            _ => format!("keep {place} in f32, or use bf16"),
+        };
+    }
+    match operator {
+        "log" | "log2" | "log10" | "_log_softmax" => {
+            format!(
+                "keep the argument of the logarithm in {place} above zero, for example by clamping it"
+            )
+        }
+        "div" | "reciprocal" | "rsqrt" => {
+            format!("keep the divisor in {place} away from zero, for example by adding an epsilon")
+        }
+        "sqrt" | "norm" | "linalg_vector_norm" | "pow" if culprit.pass == Pass::Backward => {
+            format!("the derivative in {place} is infinite at zero: add an epsilon before it")
+        }
+        "_softmax" | "softmax" => {
+            format!("in {place}, a row of the softmax is masked as a whole; leave such rows out")
+        }
+        "exp" | "expm1" | "sinh" | "cosh" => {
+            format!("limit the argument of the exponential in {place}")
+        }
+        _ => format!(
+            "look at {place}: it is not finite in f32 either, so precision is not the reason"
+        ),
+    }
+}

@@ -1,0 +1,193 @@
+//! What a tracer found out.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::advice::advice;
+use crate::error::Number;
+
+/// Why a step was skipped. Its text, by `Display`, is meant for a terminal; its fields for programs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Explanation {
+    /// The iteration, counted from 1 by [`Tracer::begin`](super::Tracer::begin).
+    pub iteration: u64,
+    /// The loss scale of the iteration.
+    pub scale: f64,
+    /// The loss scale when the explanation was asked for.
+    pub scale_now: f64,
+    /// Why the gradients were not finite.
+    pub cause: Cause,
+    /// The operator that made the first non-finite number; `None` if no operator did.
+    pub culprit: Option<Culprit>,
+    /// The names of the parameters whose gradients were not finite.
+    pub gradients: Vec<String>,
+}
+
+/// Why gradients were not finite.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Cause {
+    /// A parameter or buffer had non-finite elements before the iteration. Precision has nothing to do with it.
+    Parameter {
+        /// Its name in the `VarStore`.
+        name: String,
+    },
+    /// A tensor that is neither a parameter nor computed in the iteration, such as an input or a target, had non-finite
+    /// elements. Precision has nothing to do with it.
+    Input {
+        /// The operator that read it.
+        operator: String,
+        /// Its place among the tensors that the operator read, from 0.
+        place: usize,
+        /// Its number of elements.
+        elements: i64,
+    },
+    /// Only the loss scale was too large: with a scale of 1 the same iteration is finite.
+    Scale {
+        /// The largest power of two for which it is expected to be finite: every number of backward grows with the
+        /// scale, so it is the largest for which none exceeds its dtype.
+        largest_finite: f64,
+    },
+    /// The values themselves overflowed or were undefined, whatever the scale.
+    Values,
+    /// The replay was finite: the step was skipped for another reason, for example because of another rank's gradients,
+    /// or because the iteration uses random numbers of its own.
+    Finite,
+}
+
+/// The pass in which an operator ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(clippy::exhaustive_enums, reason = "there is no third")]
+pub enum Pass {
+    /// The forward pass, which includes the loss.
+    Forward,
+    /// The backward pass.
+    Backward,
+}
+
+/// What is wrong with the numbers of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Values {
+    /// The number of elements that are +inf.
+    pub positive_infinite: i64,
+    /// The number of elements that are -inf.
+    pub negative_infinite: i64,
+    /// The number of elements that are NaN.
+    pub nan: i64,
+    /// The number of all elements.
+    pub elements: i64,
+}
+
+/// The operator that made the first non-finite number from finite ones.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Culprit {
+    /// libtorch's name of the operator, such as `aten::bmm`.
+    pub operator: String,
+    /// The operator that the program or the autograd engine called, if that is another one.
+    pub within: Option<String>,
+    /// The part of the model: a name given by [`named`](super::named), or the module of the parameter that it uses. For
+    /// a backward operator, that of the forward operator to which it belongs.
+    pub path: Option<String>,
+    /// The last module before, in the order of execution, if `path` is unknown.
+    pub after: Option<String>,
+    /// The pass.
+    pub pass: Pass,
+    /// The forward operator to which a backward operator belongs.
+    pub forward_operator: Option<String>,
+    /// The dtype of its result: `fp16`, `bf16`, `fp32` or `fp64`.
+    pub dtype: String,
+    /// What is wrong with its result.
+    pub values: Values,
+    /// The largest finite absolute value of each tensor that it read.
+    pub largest_inputs: Vec<f64>,
+    /// The largest absolute value of the result if the operator is run in f32 instead, which has the range of bf16. It
+    /// may be infinite or NaN. `None` if it was not run: it has no f32 kernel, works in place, or its inputs are not
+    /// in half precision.
+    pub largest_in_f32: Option<f64>,
+}
+
+impl fmt::Display for Values {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let counts =
+            [(self.positive_infinite, "+inf"), (self.negative_infinite, "-inf"), (self.nan, "NaN")];
+        let counts = counts.iter().filter(|(count, _)| *count > 0);
+        let counts: Vec<_> = counts.map(|(count, name)| format!("{name} in {count}")).collect();
+        write!(f, "{} of {} elements", counts.join(", "), self.elements)
+    }
+}
+
+impl fmt::Display for Culprit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.path, &self.after) {
+            (Some(path), _) => write!(f, "{path}  ")?,
+            (None, Some(module)) => write!(f, "after {module}  ")?,
+            (None, None) => {}
+        }
+        write!(f, "{}", self.operator)?;
+        if let Some(within) = &self.within {
+            write!(f, " in {within}")?;
+        }
+        let pass = if self.pass == Pass::Forward { "forward" } else { "backward" };
+        write!(f, "  {}, {pass}", self.dtype)?;
+        if let Some(forward) = &self.forward_operator {
+            write!(f, " of {forward}")?;
+        }
+        write!(f, "\n  first non-finite: {}", self.values)?;
+        let largest = |x: &f64| Number(*x).to_string();
+        match self.largest_inputs.iter().map(largest).collect::<Vec<_>>().as_slice() {
+            [] => {}
+            [one] => write!(f, "; its input is finite, largest {one}")?,
+            all => write!(f, "; its inputs are finite, largest {}", all.join(", "))?,
+        }
+        match self.largest_in_f32 {
+            Some(largest) if largest.is_finite() => {
+                write!(f, "\n  the same operator in bf16 or f32 is finite (largest {largest:.2e})")
+            }
+            Some(_) => write!(f, "\n  the same operator in f32 is not finite either"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "iteration {} skipped, scale {}", self.iteration, Number(self.scale))?;
+        if self.scale_now != self.scale {
+            write!(f, " → {}", Number(self.scale_now))?;
+        }
+        match &self.cause {
+            Cause::Parameter { name } => {
+                write!(f, "\n  {name} was not finite before the iteration")?;
+            }
+            Cause::Input { operator, place, elements } => write!(
+                f,
+                "\n  an input of the iteration is not finite: tensor {place} of {operator}, with {elements} elements"
+            )?,
+            Cause::Finite => {
+                write!(f, "\n  every gradient is finite when the iteration is run again here")?
+            }
+            Cause::Scale { .. } | Cause::Values => {}
+        }
+        if let Some(culprit) = &self.culprit {
+            write!(f, ". Culprit: {culprit}")?;
+        }
+        if let (Some(first), Some(last)) = (self.gradients.first(), self.gradients.last()) {
+            match self.gradients.len() {
+                1 => write!(f, "\n  carried on into the gradient of {first}")?,
+                count => write!(f, "\n  carried on into {count} gradients ({first} … {last})")?,
+            }
+        }
+        if let Cause::Scale { largest_finite } = self.cause {
+            let largest = Number(largest_finite);
+            write!(
+                f,
+                "\n  with a scale of 1 it is finite; the largest finite scale is about {largest}"
+            )?;
+        }
+        write!(f, "\n  advice: {}", advice(self))
+    }
+}

@@ -1,0 +1,21 @@
+//! Finds out why a step was skipped: which operator of which part of the model made the first infinity or NaN.
+//!
+//! A [`Tracer`] runs the skipped iteration again, with the random numbers that it had, and records every operator with
+//! libtorch's RecordFunction. It follows the non-finite gradients back to the operator that made the first non-finite
+//! number from finite ones, as opposed to those that only passed it on, and returns an [`Explanation`] with the
+//! operator, the part of the model, the cause and advice.
+//!
+//! Until it is asked, a tracer only remembers the state of the random number generators and the scale, once per
+//! iteration. A program without a tracer has no callbacks and pays nothing. PyTorch's closest counterpart is
+//! `torch.autograd.detect_anomaly`, which looks at the backward pass only, and at NaN only.
+
+mod advice;
+mod explanation;
+mod names;
+mod recording;
+mod search;
+mod tracer;
+
+pub use explanation::{Cause, Culprit, Explanation, Pass, Values};
+pub use names::named;
+pub use tracer::Tracer;

@@ -1,0 +1,134 @@
+//! A recorded iteration: its events, and the part of the model and the forward operator that each belongs to.
+
+use std::collections::{HashMap, HashSet};
+
+use tch::Tensor;
+
+use super::explanation::Pass;
+use super::names::Counted;
+use crate::error::Result;
+use crate::ffi::insight::{self as ffi, EventKind, RecordedEvent, RecordedTensor, Usage};
+
+/// The events of an iteration.
+#[derive(Debug)]
+pub(super) struct Recording {
+    raw: ffi::Recording,
+    pub(super) events: Vec<RecordedEvent>,
+    /// The last forward operator of each thread and sequence number: the one that made the node of that number.
+    forward: HashMap<(u64, i64), usize>,
+}
+
+impl Recording {
+    /// Records what `f` runs on this thread. It ends if `f` panics, too.
+    pub(super) fn of<T>(
+        parameters: &[&Tensor],
+        f: impl FnOnce() -> Result<T>,
+    ) -> Result<(Self, T)> {
+        let mut raw = ffi::Recording::start(parameters)?;
+        let counted = Counted::new();
+        let result = f();
+        drop(counted);
+        raw.stop()?;
+        let result = result?;
+        let events = raw.events()?;
+        let mut recording = Self { raw, events, forward: HashMap::new() };
+        for (index, event) in recording.events.iter().enumerate() {
+            let is_forward = event.kind == EventKind::Operator && event.sequence >= 0;
+            if is_forward && recording.node(index).is_none() {
+                recording.forward.insert((event.thread, event.sequence), index);
+            }
+        }
+        Ok((recording, result))
+    }
+
+    pub(super) fn memory(&self, tensor: &Tensor) -> Result<Option<u64>> {
+        if tensor.defined() { self.raw.memory(tensor) } else { Ok(None) }
+    }
+
+    /// The event and those that it ran in, from the inside out.
+    fn ancestors(&self, index: usize) -> impl Iterator<Item = (usize, &RecordedEvent)> {
+        let parent = |&index: &usize| self.events[index].parent;
+        std::iter::successors(Some(index), parent).map(|index| (index, &self.events[index]))
+    }
+
+    /// The operator that the program or a backward node called, in which this event ran.
+    pub(super) fn outermost(&self, index: usize) -> Option<usize> {
+        let operators = self.ancestors(index);
+        let operators = operators.take_while(|(_, event)| event.kind == EventKind::Operator);
+        operators.last().map(|(index, _)| index)
+    }
+
+    /// The backward node that ran this event.
+    pub(super) fn node(&self, index: usize) -> Option<usize> {
+        let is_node = |(_, event): &(usize, &RecordedEvent)| event.kind == EventKind::Node;
+        self.ancestors(index).find(is_node).map(|(index, _)| index)
+    }
+
+    /// Whether the event belongs to the forward or the backward pass, and for the latter, the forward operator.
+    pub(super) fn pass(&self, index: usize) -> (Pass, Option<usize>) {
+        match self.node(index) {
+            None => (Pass::Forward, None),
+            Some(node) => {
+                let node = &self.events[node];
+                let forward = self.forward.get(&(node.forward_thread, node.sequence)).copied();
+                (Pass::Backward, forward)
+            }
+        }
+    }
+
+    /// The part of the model that ran the event: the names that the program gave, and the module of the parameter that
+    /// the operator uses.
+    pub(super) fn path(&self, index: usize, modules: &[String]) -> Option<String> {
+        let mut names: Vec<&str> = self
+            .ancestors(index)
+            .filter(|(_, event)| event.kind == EventKind::Name)
+            .map(|(_, event)| event.name.as_str())
+            .collect();
+        names.reverse();
+        let name = names.join(".");
+        let module = self.ancestors(index).find_map(|(_, event)| {
+            let parameter = event.inputs.iter().find_map(|tensor| tensor.parameter)?;
+            modules.get(parameter).filter(|module| !module.is_empty())
+        });
+        match (name.is_empty(), module) {
+            (true, None) => None,
+            (true, Some(module)) => Some(module.clone()),
+            (false, Some(module)) if module.starts_with(&name) => Some(module.clone()),
+            (false, _) => Some(name),
+        }
+    }
+
+    /// The results that grow with a loss: those of operators that read it or what was computed from it.
+    pub(super) fn grown_from(&self, loss: Option<u64>) -> Vec<RecordedTensor> {
+        let mut grown: HashSet<u64> = loss.into_iter().collect();
+        let mut order: Vec<&RecordedEvent> =
+            self.events.iter().filter(|event| event.ended.is_some()).collect();
+        order.sort_by_key(|event| event.ended);
+        let mut results = Vec::new();
+        for event in order {
+            let reads = |t: &RecordedTensor| {
+                t.usage != Usage::Overwrite && t.memory.is_some_and(|m| grown.contains(&m))
+            };
+            if event.inputs.iter().any(reads) {
+                grown.extend(event.outputs.iter().filter_map(|tensor| tensor.memory));
+                // A view can be of memory that nothing was written to yet.
+                results.extend(event.outputs.iter().filter(|t| t.usage != Usage::View).copied());
+            }
+        }
+        results
+    }
+
+    /// The last module before an event whose own part is unknown.
+    pub(super) fn module_before(&self, index: usize, modules: &[String]) -> Option<String> {
+        (0..index).rev().find_map(|before| {
+            let parameter =
+                self.events[before].inputs.iter().find_map(|tensor| tensor.parameter)?;
+            modules.get(parameter).filter(|module| !module.is_empty()).cloned()
+        })
+    }
+}
+
+/// Whether a tensor has non-finite numbers. What was not counted has none.
+pub(super) fn is_bad(tensor: &RecordedTensor) -> bool {
+    tensor.numbers.is_some_and(|n| n.positive_infinite + n.negative_infinite + n.nan > 0)
+}

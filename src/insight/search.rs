@@ -1,0 +1,141 @@
+//! Following non-finite numbers back to where they began.
+
+use std::collections::{HashMap, HashSet};
+
+use super::recording::{Recording, is_bad};
+use crate::ffi::insight::{EventKind, RecordedEvent, RecordedTensor, Usage};
+
+/// Where non-finite numbers began.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Origin {
+    /// The event that read memory which was non-finite before the recording, and the place among its inputs.
+    Given(usize, usize),
+    /// The event that made them from finite numbers, or from the infinities of a mask.
+    Made(usize),
+}
+
+/// Operators that write a number which the program chose, such as the -inf of an attention mask.
+const CHOSEN: &[&str] = &[
+    "aten::masked_fill",
+    "aten::masked_fill_",
+    "aten::fill_",
+    "aten::full",
+    "aten::full_like",
+    "aten::where",
+    "aten::scalar_tensor",
+    "aten::index_fill",
+    "aten::index_fill_",
+];
+
+/// How many operators may lie between the -inf of a mask and the operator that reads it.
+const MASK_STEPS: usize = 8;
+
+/// The search from non-finite results backwards.
+pub(super) struct Search<'a> {
+    recording: &'a Recording,
+    /// The events that wrote non-finite numbers to a memory, the innermost ones only, in the order of their ends.
+    writers: HashMap<u64, Vec<usize>>,
+    seen: HashSet<usize>,
+    origins: Vec<Origin>,
+}
+
+fn writes(event: &RecordedEvent) -> impl Iterator<Item = &RecordedTensor> {
+    event.outputs.iter().filter(|t| t.usage != Usage::View && is_bad(t))
+}
+
+impl<'a> Search<'a> {
+    pub(super) fn new(recording: &'a Recording) -> Self {
+        let mut writers: HashMap<u64, Vec<usize>> = HashMap::new();
+        let events = &recording.events;
+        let mut order: Vec<usize> = (0..events.len()).collect();
+        order.retain(|&index| {
+            events[index].kind == EventKind::Operator && events[index].ended.is_some()
+        });
+        order.sort_by_key(|&index| events[index].ended);
+        for index in order {
+            for memory in writes(&events[index]).filter_map(|tensor| tensor.memory) {
+                let writers = writers.entry(memory).or_default();
+                // What an inner operator wrote is the outer one's result, too.
+                let inner = writers.last().is_some_and(|&last| is_inside(events, last, index));
+                if !inner && writers.last() != Some(&index) {
+                    writers.push(index);
+                }
+            }
+        }
+        Self { recording, writers, seen: HashSet::new(), origins: Vec::new() }
+    }
+
+    /// Follows the numbers that were in a memory at the end.
+    pub(super) fn follow(&mut self, memory: u64) {
+        if let Some(writer) = self.writer(memory, None)
+            && self.seen.insert(writer)
+        {
+            self.visit(writer);
+        }
+    }
+
+    fn writer(&self, memory: u64, before: Option<usize>) -> Option<usize> {
+        let writers = self.writers.get(&memory)?;
+        // Events are numbered in the order in which they began: a writer that began before cannot read what it writes.
+        writers.iter().rev().copied().find(|&writer| before.is_none_or(|before| writer < before))
+    }
+
+    /// Uses a list of what is left to visit, because a chain can be longer than the stack.
+    fn visit(&mut self, event: usize) {
+        let mut left = vec![event];
+        while let Some(index) = left.pop() {
+            let event = &self.recording.events[index];
+            let bad: Vec<(usize, &RecordedTensor)> =
+                event.inputs.iter().enumerate().filter(|(_, tensor)| is_bad(tensor)).collect();
+            if bad.is_empty()
+                || (breaks_mask(event)
+                    && bad.iter().all(|(_, t)| self.is_mask(t, index, MASK_STEPS)))
+            {
+                self.origins.push(Origin::Made(index));
+                continue;
+            }
+            for (place, tensor) in bad {
+                match tensor.memory.and_then(|memory| self.writer(memory, Some(index))) {
+                    Some(writer) if self.seen.insert(writer) => left.push(writer),
+                    Some(_) => {}
+                    None => self.origins.push(Origin::Given(index, place)),
+                }
+            }
+        }
+    }
+
+    /// Whether a tensor has no other non-finite number than -inf, and was given or filled so.
+    fn is_mask(&self, tensor: &RecordedTensor, before: usize, steps: usize) -> bool {
+        let only = tensor.numbers.is_some_and(|n| n.nan == 0 && n.positive_infinite == 0);
+        let writer = tensor.memory.and_then(|memory| self.writer(memory, Some(before)));
+        only && steps > 0
+            && tensor.parameter.is_none()
+            && writer.is_none_or(|writer| {
+                let event = &self.recording.events[writer];
+                let bad: Vec<_> = event.inputs.iter().filter(|t| is_bad(t)).collect();
+                match bad.is_empty() {
+                    true => CHOSEN.contains(&event.name.as_str()),
+                    false => bad.iter().all(|t| self.is_mask(t, writer, steps - 1)),
+                }
+            })
+    }
+
+    /// The origins that were found, in the order of the recording.
+    pub(super) fn origins(mut self) -> Vec<Origin> {
+        self.origins.sort_by_key(|origin| match *origin {
+            Origin::Given(event, _) | Origin::Made(event) => event,
+        });
+        self.origins.dedup();
+        self.origins
+    }
+}
+
+/// Whether the operator made another non-finite number than -inf.
+fn breaks_mask(event: &RecordedEvent) -> bool {
+    writes(event).any(|t| t.numbers.is_some_and(|n| n.nan + n.positive_infinite > 0))
+}
+
+fn is_inside(events: &[RecordedEvent], inner: usize, outer: usize) -> bool {
+    std::iter::successors(events[inner].parent, |&index| events[index].parent)
+        .any(|index| index == outer)
+}

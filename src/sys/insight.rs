@@ -1,0 +1,83 @@
+//! The C ABI of recordings: every declaration of `csrc/shim_insight.h`, in the same order.
+
+use std::ffi::c_char;
+
+use super::Tensor;
+
+#[repr(C)]
+pub(crate) struct Recording {
+    _opaque: [u8; 0],
+}
+
+pub(crate) const EVENT_OPERATOR: u8 = 0;
+pub(crate) const EVENT_NODE: u8 = 1;
+#[allow(dead_code, reason = "the kind that is left")]
+pub(crate) const EVENT_NAME: u8 = 2;
+
+pub(crate) const USE_READ: u8 = 0;
+pub(crate) const USE_WRITE: u8 = 1;
+pub(crate) const USE_VIEW: u8 = 2;
+pub(crate) const USE_OVERWRITE: u8 = 3;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RecordedTensor {
+    pub(crate) memory: i64,
+    pub(crate) parameter: i64,
+    pub(crate) elements: i64,
+    pub(crate) positive_infinite: i64,
+    pub(crate) negative_infinite: i64,
+    pub(crate) nan: i64,
+    pub(crate) largest: f64,
+    pub(crate) dtype: i8,
+    pub(crate) known: u8,
+    pub(crate) usage: u8,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RecordedEvent {
+    pub(crate) name: *const c_char,
+    pub(crate) inputs: *const RecordedTensor,
+    pub(crate) outputs: *const RecordedTensor,
+    pub(crate) input_count: usize,
+    pub(crate) output_count: usize,
+    pub(crate) parent: i64,
+    pub(crate) ended: i64,
+    pub(crate) sequence: i64,
+    pub(crate) thread: u64,
+    pub(crate) forward_thread: u64,
+    pub(crate) repeated_largest: f64,
+    pub(crate) kind: u8,
+    pub(crate) repeated: u8,
+}
+
+#[repr(C)]
+pub(crate) struct Name {
+    _opaque: [u8; 0],
+}
+
+unsafe extern "C" {
+    pub(crate) fn tamp_recording_start(
+        parameters: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    ) -> *mut Recording;
+    pub(crate) fn tamp_recording_stop(recording: *mut Recording, err: *mut *mut c_char);
+    pub(crate) fn tamp_recording_count(recording: *const Recording) -> usize;
+    pub(crate) fn tamp_recording_event(
+        recording: *const Recording,
+        index: usize,
+        out: *mut RecordedEvent,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_recording_memory(
+        recording: *const Recording,
+        t: *const Tensor,
+        err: *mut *mut c_char,
+    ) -> i64;
+    pub(crate) fn tamp_recording_free(recording: *mut Recording);
+
+    pub(crate) fn tamp_name_begin(name: *const c_char, err: *mut *mut c_char) -> *mut Name;
+    pub(crate) fn tamp_name_end(name: *mut Name);
+}

@@ -1,0 +1,99 @@
+//! An explanation changes nothing.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::insight::{Cause, Tracer};
+use tch_amp::{Error, GradScaler};
+
+use crate::{Model, alone, batch};
+
+#[test]
+fn gradients_buffers_and_random_numbers_are_put_back() {
+    let _alone = alone();
+    tch::manual_seed(1);
+    let vs = VarStore::new(Device::Cpu);
+    let norm = nn::batch_norm1d(vs.root() / "norm", 4, Default::default());
+    let scaler = GradScaler::new(Device::Cpu).unwrap();
+    let mut tracer = Tracer::new(&vs).unwrap();
+    let x = batch();
+    let masks = std::cell::RefCell::new(Vec::new());
+    let loss = || {
+        let mask = Tensor::rand([2, 4], (Kind::Float, Device::Cpu));
+        masks.borrow_mut().push(mask.shallow_clone());
+        (x.apply_t(&norm, true) * mask * 1e38).square().sum(None)
+    };
+    tracer.begin(&scaler).unwrap();
+    scaler.backward(&loss()).unwrap();
+    let state = || {
+        let mut variables: Vec<_> = vs.variables().into_iter().collect();
+        variables.sort_by(|a, b| a.0.cmp(&b.0));
+        let tensors = variables.into_iter().flat_map(|(_, tensor)| {
+            let gradient = tensor.grad();
+            [Some(tensor.copy()), gradient.defined().then(|| gradient.copy())]
+        });
+        tensors.collect::<Vec<_>>()
+    };
+    let same = |a: &[Option<Tensor>], b: &[Option<Tensor>]| {
+        a.iter().zip(b).all(|(a, b)| match (a, b) {
+            (Some(a), Some(b)) => a.nan_to_num(7.0, 8.0, 9.0) == b.nan_to_num(7.0, 8.0, 9.0),
+            (a, b) => a.is_none() && b.is_none(),
+        })
+    };
+    let before = state();
+    let handle = vs.variables()["norm.weight"].grad();
+    tch::manual_seed(5);
+    let next = Tensor::rand([3], (Kind::Float, Device::Cpu));
+    tch::manual_seed(5);
+    let explanation = tracer.explain(&scaler, || Ok(loss())).unwrap().unwrap();
+    assert_ne!(explanation.cause, Cause::Finite);
+    assert!(same(&before, &state()));
+    // The same tensor, not a copy of it.
+    assert_eq!(handle.data_ptr(), vs.variables()["norm.weight"].grad().data_ptr());
+    assert_eq!(next, Tensor::rand([3], (Kind::Float, Device::Cpu)));
+    let masks = masks.into_inner();
+    assert!(masks.len() > 1 && masks.iter().all(|mask| *mask == masks[0]));
+}
+
+#[test]
+fn a_panic_leaves_no_callback_behind() {
+    let model = Model::new();
+    let scaler = GradScaler::new(Device::Cpu).unwrap();
+    let mut tracer = Tracer::new(&model.vs).unwrap();
+    tracer.begin(&scaler).unwrap();
+    let x = batch();
+    model.loss(&x, Tensor::shallow_clone).backward();
+    let gradient = model.vs.variables()["layers.0.weight"].grad().copy();
+    // As many as could run at the same time, and more.
+    for _ in 0..20 {
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            tracer.explain(&scaler, || {
+                let _loss = model.loss(&x, Tensor::shallow_clone);
+                panic!("planted")
+            })
+        }));
+        assert!(panicked.is_err());
+    }
+    assert_eq!(gradient, model.vs.variables()["layers.0.weight"].grad());
+    let explanation =
+        tracer.explain(&scaler, || Ok(model.loss(&x, Tensor::shallow_clone))).unwrap().unwrap();
+    assert_eq!(explanation.cause, Cause::Finite);
+}
+
+#[test]
+fn a_limit_is_kept_and_an_iteration_must_have_begun() {
+    let model = Model::new();
+    let scaler = GradScaler::new(Device::Cpu).unwrap();
+    let x = batch();
+    let loss = || Ok(model.loss(&x, Tensor::shallow_clone));
+    let mut tracer = Tracer::new(&model.vs).unwrap().limit(1);
+    let refused = tracer.explain(&scaler, loss);
+    assert!(matches!(refused, Err(Error::InvalidArgument { name: "tracer", .. })));
+    tracer.begin(&scaler).unwrap();
+    // An error of the closure does not count.
+    let failed = tracer.explain(&scaler, || Err(Error::Torch("mine".to_owned())));
+    assert!(failed.unwrap_err().to_string().contains("mine"));
+    assert!(tracer.explain(&scaler, loss).unwrap().is_some());
+    assert!(tracer.explain(&scaler, loss).unwrap().is_none());
+}
