@@ -10,9 +10,11 @@
 //! `torch.autograd.detect_anomaly`, which looks at the backward pass only, and at NaN only.
 
 mod advice;
+mod culprit;
 mod explanation;
 mod names;
 mod recording;
+mod replay;
 mod search;
 mod tracer;
 

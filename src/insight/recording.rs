@@ -14,9 +14,14 @@ use crate::ffi::insight::{self as ffi, EventKind, RecordedEvent, RecordedTensor,
 pub(super) struct Recording {
     raw: ffi::Recording,
     pub(super) events: Vec<RecordedEvent>,
-    /// The last forward operator of each thread and sequence number: the one that made the node of that number.
+    /// The last operator of each thread and sequence number: the one that made the node of that number.
     forward: HashMap<(u64, i64), usize>,
+    /// The parameters whose numbers are in a memory of their own, after a cast or a copy.
+    copies: HashMap<u64, usize>,
 }
+
+/// Operators that return the numbers of their input.
+const COPIES: &[&str] = &["aten::_to_copy", "aten::clone", "aten::copy_"];
 
 impl Recording {
     /// Records what `f` runs on this thread. It ends if `f` panics, too.
@@ -31,14 +36,30 @@ impl Recording {
         raw.stop()?;
         let result = result?;
         let events = raw.events()?;
-        let mut recording = Self { raw, events, forward: HashMap::new() };
+        let mut recording = Self { raw, events, forward: HashMap::new(), copies: HashMap::new() };
         for (index, event) in recording.events.iter().enumerate() {
-            let is_forward = event.kind == EventKind::Operator && event.sequence >= 0;
-            if is_forward && recording.node(index).is_none() {
+            // Without grad mode, as in most of a backward pass, there is no number.
+            if event.kind == EventKind::Operator && event.sequence >= 0 {
                 recording.forward.insert((event.thread, event.sequence), index);
+            }
+            if COPIES.contains(&event.name.as_str())
+                && let Some(parameter) = recording.parameter_of(event)
+                && let Some(memory) = event.outputs.first().and_then(|output| output.memory)
+            {
+                recording.copies.insert(memory, parameter);
             }
         }
         Ok((recording, result))
+    }
+
+    /// The parameter of which a tensor is a view, a cast or a copy.
+    fn parameter(&self, tensor: &RecordedTensor) -> Option<usize> {
+        tensor.parameter.or_else(|| self.copies.get(&tensor.memory?).copied())
+    }
+
+    /// The first parameter that an event reads.
+    fn parameter_of(&self, event: &RecordedEvent) -> Option<usize> {
+        event.inputs.iter().find_map(|tensor| self.parameter(tensor))
     }
 
     pub(super) fn memory(&self, tensor: &Tensor) -> Result<Option<u64>> {
@@ -87,13 +108,12 @@ impl Recording {
         names.reverse();
         let name = names.join(".");
         let module = self.ancestors(index).find_map(|(_, event)| {
-            let parameter = event.inputs.iter().find_map(|tensor| tensor.parameter)?;
-            modules.get(parameter).filter(|module| !module.is_empty())
+            modules.get(self.parameter_of(event)?).filter(|module| !module.is_empty())
         });
         match (name.is_empty(), module) {
             (true, None) => None,
             (true, Some(module)) => Some(module.clone()),
-            (false, Some(module)) if module.starts_with(&name) => Some(module.clone()),
+            (false, Some(module)) if is_within(module, &name) => Some(module.clone()),
             (false, _) => Some(name),
         }
     }
@@ -121,11 +141,18 @@ impl Recording {
     /// The last module before an event whose own part is unknown.
     pub(super) fn module_before(&self, index: usize, modules: &[String]) -> Option<String> {
         (0..index).rev().find_map(|before| {
-            let parameter =
-                self.events[before].inputs.iter().find_map(|tensor| tensor.parameter)?;
-            modules.get(parameter).filter(|module| !module.is_empty()).cloned()
+            modules
+                .get(self.parameter_of(&self.events[before])?)
+                .filter(|module| !module.is_empty())
+                .cloned()
         })
     }
+}
+
+/// Whether a module is a part of another, or the same.
+fn is_within(module: &str, whole: &str) -> bool {
+    let rest = module.strip_prefix(whole);
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 /// Whether a tensor has non-finite numbers. What was not counted has none.
