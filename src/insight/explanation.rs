@@ -89,7 +89,7 @@ pub struct Culprit {
     pub operator: String,
     /// The operator that the program or the autograd engine called, if that is another one.
     pub within: Option<String>,
-    /// The part of the model: a name given by [`named`](super::named), or the module of the parameter that it uses. For
+    /// The part of the model: the module of the parameter that it uses, or a name given by [`named`](super::named). For
     /// a backward operator, that of the forward operator to which it belongs.
     pub path: Option<String>,
     /// The last module before, in the order of execution, if `path` is unknown.

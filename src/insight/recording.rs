@@ -21,7 +21,8 @@ pub(super) struct Recording {
 }
 
 /// Operators that return the numbers of their input.
-const COPIES: &[&str] = &["aten::_to_copy", "aten::clone", "aten::copy_"];
+const COPIES: &[&str] =
+    &["aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::copy_"];
 
 impl Recording {
     /// Records what `f` runs on this thread. It ends if `f` panics, too.
@@ -42,14 +43,33 @@ impl Recording {
             if event.kind == EventKind::Operator && event.sequence >= 0 {
                 recording.forward.insert((event.thread, event.sequence), index);
             }
-            if COPIES.contains(&event.name.as_str())
-                && let Some(parameter) = recording.parameter_of(event)
-                && let Some(memory) = event.outputs.first().and_then(|output| output.memory)
-            {
-                recording.copies.insert(memory, parameter);
+        }
+        recording.find_copies();
+        Ok((recording, result))
+    }
+
+    fn find_copies(&mut self) {
+        for index in self.ended() {
+            let event = &self.events[index];
+            let is_copy = COPIES.contains(&event.name.as_str());
+            let parameter = is_copy.then(|| self.parameter_of(event)).flatten();
+            let written = event.outputs.iter().filter(|output| output.usage != Usage::View);
+            for memory in written.filter_map(|output| output.memory) {
+                // What begins as a copy, as a product that adds a bias, does not stay one.
+                match parameter {
+                    Some(parameter) => self.copies.insert(memory, parameter),
+                    None => self.copies.remove(&memory),
+                };
             }
         }
-        Ok((recording, result))
+    }
+
+    /// The events in the order of their ends.
+    pub(super) fn ended(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.events.len()).collect();
+        order.retain(|&index| self.events[index].ended.is_some());
+        order.sort_by_key(|&index| self.events[index].ended);
+        order
     }
 
     /// The parameter of which a tensor is a view, a cast or a copy.
@@ -97,35 +117,29 @@ impl Recording {
         }
     }
 
-    /// The part of the model that ran the event: the names that the program gave, and the module of the parameter that
-    /// the operator uses.
+    /// The part of the model that ran the event: the module of the parameter that the operator uses, or the names that
+    /// the program gave.
     pub(super) fn path(&self, index: usize, modules: &[String]) -> Option<String> {
+        let module = self.ancestors(index).find_map(|(_, event)| {
+            modules.get(self.parameter_of(event)?).filter(|module| !module.is_empty())
+        });
+        if module.is_some() {
+            return module.cloned();
+        }
         let mut names: Vec<&str> = self
             .ancestors(index)
             .filter(|(_, event)| event.kind == EventKind::Name)
             .map(|(_, event)| event.name.as_str())
             .collect();
         names.reverse();
-        let name = names.join(".");
-        let module = self.ancestors(index).find_map(|(_, event)| {
-            modules.get(self.parameter_of(event)?).filter(|module| !module.is_empty())
-        });
-        match (name.is_empty(), module) {
-            (true, None) => None,
-            (true, Some(module)) => Some(module.clone()),
-            (false, Some(module)) if is_within(module, &name) => Some(module.clone()),
-            (false, _) => Some(name),
-        }
+        (!names.is_empty()).then(|| names.join("."))
     }
 
     /// The results that grow with a loss: those of operators that read it or what was computed from it.
     pub(super) fn grown_from(&self, loss: Option<u64>) -> Vec<RecordedTensor> {
         let mut grown: HashSet<u64> = loss.into_iter().collect();
-        let mut order: Vec<&RecordedEvent> =
-            self.events.iter().filter(|event| event.ended.is_some()).collect();
-        order.sort_by_key(|event| event.ended);
         let mut results = Vec::new();
-        for event in order {
+        for event in self.ended().into_iter().map(|index| &self.events[index]) {
             let reads = |t: &RecordedTensor| {
                 t.usage != Usage::Overwrite && t.memory.is_some_and(|m| grown.contains(&m))
             };
@@ -147,12 +161,6 @@ impl Recording {
                 .cloned()
         })
     }
-}
-
-/// Whether a module is a part of another, or the same.
-fn is_within(module: &str, whole: &str) -> bool {
-    let rest = module.strip_prefix(whole);
-    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 /// Whether a tensor has non-finite numbers. What was not counted has none.

@@ -47,12 +47,8 @@ impl<'a> Search<'a> {
     pub(super) fn new(recording: &'a Recording) -> Self {
         let mut writers: HashMap<u64, Vec<usize>> = HashMap::new();
         let events = &recording.events;
-        let mut order: Vec<usize> = (0..events.len()).collect();
-        order.retain(|&index| {
-            events[index].kind == EventKind::Operator && events[index].ended.is_some()
-        });
-        order.sort_by_key(|&index| events[index].ended);
-        for index in order {
+        let is_operator = |&index: &usize| events[index].kind == EventKind::Operator;
+        for index in recording.ended().into_iter().filter(is_operator) {
             for memory in writes(&events[index]).filter_map(|tensor| tensor.memory) {
                 let writers = writers.entry(memory).or_default();
                 // What an inner operator wrote is the outer one's result, too.

@@ -10,6 +10,7 @@ mod agreement;
 mod collectives;
 mod data_parallel;
 mod ddp;
+mod explained;
 mod failures;
 #[cfg(target_os = "linux")]
 mod hosts;

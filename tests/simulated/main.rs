@@ -15,6 +15,7 @@ mod counts;
 #[cfg(feature = "distributed")]
 mod distributed;
 mod failing_steps;
+mod insight;
 mod iteration;
 mod kernels;
 mod launches;
