@@ -68,6 +68,12 @@ pub mod distributed {}
 pub mod many_ranks {}
 
 #[doc = include_str!("guide/links.md")]
+/// Why a step was skipped: the operation that overflowed, its part of the model, and what to do.
+#[doc = ""]
+#[doc = include_str!("../docs/insight.md")]
+pub mod insight {}
+
+#[doc = include_str!("guide/links.md")]
 /// Which operation runs in which dtype, on the CPU and on CUDA.
 #[doc = ""]
 #[doc = include_str!("../docs/operations.md")]

@@ -13,6 +13,7 @@ use tch_amp::checkpoint::{
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
 use tch_amp::gradients::NonFiniteGradient;
+use tch_amp::insight::{Cause, Culprit, Explanation, Pass, Tracer, Values};
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
 };
@@ -86,11 +87,14 @@ send_and_sync!(
     Averaging,
     Better,
     CheckpointFile,
+    Cause,
     CheckpointFolder,
     Closures<fn(), fn()>,
+    Culprit,
     DeviceMemory,
     DynamicLossScaleState,
     Ema,
+    Explanation,
     Format,
     GradCheck,
     GradScalerConfig,
@@ -104,6 +108,7 @@ send_and_sync!(
     OptLevel,
     ParamGroup,
     ParamGroupState,
+    Pass,
     Policy,
     Resident,
     Restored,
@@ -114,6 +119,7 @@ send_and_sync!(
     SpikeCounts,
     Start,
     Swa,
+    Values,
 );
 
 // Schedules and their options.
@@ -185,6 +191,7 @@ only_send!(
     StepOutcome,
     StepCounter,
     SwappedIn<'static>,
+    Tracer,
 );
 
 // Types that borrow tensors, or borrow types that hold tensors, which threads must not share.

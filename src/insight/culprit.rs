@@ -24,7 +24,7 @@ pub(super) fn culprit(
     let name = |index: usize| recording.events[index].name.clone();
     Culprit {
         operator: event.name.clone(),
-        within: recording.outermost(index).filter(|&outer| outer != index).map(name),
+        within: recording.outermost(index).map(name).filter(|outer| *outer != event.name),
         path,
         after,
         pass,
