@@ -19,6 +19,7 @@ const SOURCES: &[&str] = &[
     "batches.cpp",
     "checkpoint.cpp",
     "clip.cpp",
+    "comparison.cpp",
     "device.cpp",
     "device_memory.cpp",
     "gradients.cpp",

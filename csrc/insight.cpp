@@ -180,6 +180,9 @@ std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFuncti
   event.raw.name = recording.names.insert(fn.name()).first->c_str();
   auto &open = recording.open[event.raw.thread];
   event.raw.parent = open.empty() ? -1 : open.back();
+  if (recording.comparison && is_operator && fn.seqNr() >= 0) {
+    recording.comparison->pending.emplace_back(event.raw.thread, fn.seqNr());
+  }
   running->event = static_cast<int64_t>(recording.events.size());
   open.push_back(running->event);
   recording.events.push_back(std::move(event));
@@ -227,6 +230,26 @@ bool overflowed(const RecordedEvent &event) {
   return false;
 }
 
+// The operator, node or nothing in which an event ran.
+const RecordedEvent *ran_in(const tamp_recording &recording, int64_t event) {
+  for (int64_t parent = recording.events[event].raw.parent; parent >= 0;) {
+    const auto &outer = recording.events[parent];
+    if (outer.raw.kind != TAMP_EVENT_NAME) return &outer;
+    parent = outer.raw.parent;
+  }
+  return nullptr;
+}
+
+// Keeps or compares what an operator that the program called returned. Under the lock.
+void compare(tamp_recording &recording, int64_t index, const std::string &name, const std::vector<Tensor> &results) {
+  const auto *outer = ran_in(recording, index);
+  if (outer == nullptr) {
+    recording.comparison->forward(name, results, recording.events[index].raw);
+  } else if (outer->raw.kind == TAMP_EVENT_NODE) {
+    recording.comparison->backward({outer->raw.forward_thread, outer->raw.sequence}, results);
+  }
+}
+
 void end(tamp_recording &recording, const at::RecordFunction &fn, const Running &running) {
   const Unnoticed unnoticed;
   RecordedEvent event;
@@ -238,13 +261,19 @@ void end(tamp_recording &recording, const at::RecordFunction &fn, const Running 
     std::unordered_map<int64_t, uint8_t> inputs;
     for (const auto &t : event.inputs) inputs[t.memory] = std::max(inputs[t.memory], t.usage);
     const auto count = is_uninitialized(fn.name()) ? Count::kNothing : Count::kAgain;
+    std::vector<Tensor> results;
     for (const IValue &value : fn.outputs()) {
       for_each_tensor(value, [&](const Tensor &t) {
         auto out = describe(recording, t, TAMP_USE_WRITE, count);
         const auto input = inputs.find(out.memory);
         if (input != inputs.end() && input->second == TAMP_USE_READ) out.usage = TAMP_USE_VIEW;
+        if (out.known != 0 && out.usage == TAMP_USE_WRITE) results.push_back(t);
         event.outputs.push_back(out);
       });
+    }
+    if (recording.comparison) {
+      const std::lock_guard<std::mutex> lock(recording.mutex);
+      compare(recording, running.event, fn.name(), results);
     }
   }
   std::optional<double> repeated;
@@ -304,6 +333,21 @@ at::RecordFunctionCallback callback(size_t slot, std::index_sequence<Slot...>) {
       .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION, at::RecordScope::USER_SCOPE});
 }
 
+tamp_recording *start(tamp_tensor *const *parameters, size_t count, std::optional<tamp::Comparison> comparison) {
+  auto recording = std::make_unique<tamp_recording>();
+  recording->comparison = std::move(comparison);
+  for (size_t i = 0; i < count; ++i) memory_of(*recording, tamp::tensor(parameters[i]), static_cast<int64_t>(i));
+  {
+    const std::lock_guard<std::mutex> lock(slots_mutex);
+    while (recording->slot < kSlots && slots[recording->slot] != nullptr) ++recording->slot;
+    TORCH_CHECK(recording->slot < kSlots, kSlots, " recordings are running in this process already");
+    slots[recording->slot] = recording.get();
+  }
+  recording->handle = at::addThreadLocalCallback(callback(recording->slot, std::make_index_sequence<kSlots>()));
+  recording->running = true;
+  return recording.release();
+}
+
 void stop(tamp_recording &recording) {
   if (!recording.running) return;
   recording.running = false;
@@ -317,19 +361,25 @@ void stop(tamp_recording &recording) {
 extern "C" {
 
 tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
-  return tamp::guarded(err, [&]() -> tamp_recording * {
-    auto recording = std::make_unique<tamp_recording>();
-    for (size_t i = 0; i < count; ++i) memory_of(*recording, tamp::tensor(parameters[i]), static_cast<int64_t>(i));
-    {
-      const std::lock_guard<std::mutex> lock(slots_mutex);
-      while (recording->slot < kSlots && slots[recording->slot] != nullptr) ++recording->slot;
-      TORCH_CHECK(recording->slot < kSlots, kSlots, " recordings are running in this process already");
-      slots[recording->slot] = recording.get();
-    }
-    recording->handle = at::addThreadLocalCallback(callback(recording->slot, std::make_index_sequence<kSlots>()));
-    recording->running = true;
-    return recording.release();
+  return tamp::guarded(err, [&] { return start(parameters, count, std::nullopt); });
+}
+
+tamp_recording *tamp_recording_start_beside(tamp_tensor *const *parameters, size_t count,
+                                            const tamp_reference *reference, uint8_t how, int8_t dtype,
+                                            char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    tamp::Comparison comparison;
+    comparison.reference = reference->reference;
+    comparison.how = how;
+    comparison.dtype = static_cast<at::ScalarType>(dtype);
+    return start(parameters, count, std::move(comparison));
   });
+}
+
+int tamp_recording_differs(const tamp_recording *recording) noexcept {
+  const auto &comparison = recording->comparison;
+  if (!comparison || comparison->how == TAMP_COMPARE_KEEP) return 0;
+  return comparison->differs || comparison->place != comparison->reference->results.size();
 }
 
 void tamp_recording_stop(tamp_recording *recording, char **err) noexcept {

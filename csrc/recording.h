@@ -13,6 +13,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "comparison.h"
 #include "shim_insight.h"
 
 namespace tamp {
@@ -58,6 +59,7 @@ struct tamp_recording {
   std::deque<tamp::RecordedEvent> events;
   int64_t ended = 0;
   int64_t repeats = 0;
+  std::optional<tamp::Comparison> comparison;
   std::unordered_set<std::string> names;
   std::unordered_map<uint64_t, std::vector<int64_t>> open;  // by thread
   std::unordered_map<const c10::StorageImpl *, Memory> memory;

@@ -40,7 +40,9 @@ typedef struct tamp_recorded_tensor {
 // An operator, a backward node, or a name that the program gave to a stretch. `parent` is the event in which it ran, or
 // -1, and `ended` its place in the order in which events ended, or -1. `sequence` ties a node to the operators that
 // ran, on the thread `forward_thread`, when autograd made it. `repeated` is 1 if the operator's numbers overflowed and
-// it was run again in f32; then `repeated_largest` is the largest absolute value, which may be infinite or NaN.
+// it was run again in f32; then `repeated_largest` is the largest absolute value, which may be infinite or NaN. If
+// `compared` is 1, the results were compared with those of a reference: `difference` is the norm of the difference,
+// `norm` that of the reference, and `cosine` the cosine of the angle between the two.
 typedef struct tamp_recorded_event {
   const char *name;
   const tamp_recorded_tensor *inputs;
@@ -53,14 +55,37 @@ typedef struct tamp_recorded_event {
   uint64_t thread;
   uint64_t forward_thread;
   double repeated_largest;
+  double difference;
+  double norm;
+  double cosine;
   uint8_t kind;
   uint8_t repeated;
+  uint8_t compared;
 } tamp_recorded_event;
 
 // Begins a recording on the calling thread, which knows `count` parameters by their memory. It ends when it is stopped
 // on the same thread or freed. Fails if 16 recordings are running in this process. Every operator's numbers are
 // counted, which synchronizes.
 tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
+
+// The results of a run, with which later runs are compared: those of the operators that the program calls in the forward
+// pass, but for views and copies.
+typedef struct tamp_reference tamp_reference;
+tamp_reference *tamp_reference_new(char **err) TAMP_NOEXCEPT;
+void tamp_reference_free(tamp_reference *reference) TAMP_NOEXCEPT;
+
+// What is done with results: keep them as the reference, compare them with it, or first round to a dtype what the last
+// compared run returned in half precision, and the gradients that belong to it.
+enum { TAMP_COMPARE_KEEP = 0, TAMP_COMPARE_WITH = 1, TAMP_COMPARE_ROUNDED = 2 };
+
+// As tamp_recording_start, and keeps or compares results. The recording keeps the reference alive. `dtype` is that of
+// TAMP_COMPARE_ROUNDED.
+tamp_recording *tamp_recording_start_beside(tamp_tensor *const *parameters, size_t count,
+                                            const tamp_reference *reference, uint8_t how, int8_t dtype,
+                                            char **err) TAMP_NOEXCEPT;
+
+// Whether a compared run called other operators than the reference.
+int tamp_recording_differs(const tamp_recording *recording) TAMP_NOEXCEPT;
 
 // Ends a recording, which can be read from now on. Fails if a callback failed.
 void tamp_recording_stop(tamp_recording *recording, char **err) TAMP_NOEXCEPT;

@@ -87,6 +87,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_recording", "Recording"),
         ("tamp_recorded_tensor", "RecordedTensor"),
         ("tamp_recorded_event", "RecordedEvent"),
+        ("tamp_reference", "Reference"),
         ("tamp_name", "Name"),
         ("tamp_store", "Store"),
         ("tamp_group", "Group"),

@@ -13,7 +13,10 @@ use tch_amp::checkpoint::{
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
 use tch_amp::gradients::NonFiniteGradient;
-use tch_amp::insight::{Cause, Culprit, Explanation, Pass, Tracer, Values};
+use tch_amp::insight::{
+    Audit, AuditedGradient, AuditedOutput, AuditedPart, Cause, Culprit, Explanation, Pass,
+    Suspicion, Tracer, Values,
+};
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
 };
@@ -82,6 +85,10 @@ send_and_sync!(
     Adam,
     AdamW,
     Algorithm,
+    Audit,
+    AuditedGradient,
+    AuditedOutput,
+    AuditedPart,
     Autocast,
     AutocastState,
     Averaging,
@@ -118,6 +125,7 @@ send_and_sync!(
     SpikeConfig,
     SpikeCounts,
     Start,
+    Suspicion,
     Swa,
     Values,
 );

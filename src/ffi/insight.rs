@@ -70,6 +70,48 @@ pub(crate) struct RecordedEvent {
     pub(crate) forward_thread: u64,
     /// The largest absolute value of the same operator in f32, if its results overflowed and it could be repeated.
     pub(crate) repeated: Option<f64>,
+    /// Its results beside those of the reference.
+    pub(crate) compared: Option<Compared>,
+}
+
+/// The results of an operator beside those of the reference.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Compared {
+    /// The norm of the difference. NaN if the results are not finite.
+    pub(crate) difference: f64,
+    /// The norm of the reference.
+    pub(crate) norm: f64,
+    pub(crate) cosine: f64,
+}
+
+/// What a recording does with the results of the operators that the program calls in the forward pass.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Beside<'a> {
+    /// It becomes the reference.
+    Keep(&'a Reference),
+    With(&'a Reference),
+    /// Results that the last compared run had in half precision are rounded to this dtype first, as are the gradients
+    /// that belong to them.
+    Rounded(&'a Reference, Kind),
+}
+
+/// The results of a run.
+#[derive(Debug)]
+pub(crate) struct Reference(NonNull<sys::Reference>);
+
+impl Reference {
+    pub(crate) fn new() -> Result<Self> {
+        // SAFETY: `err` is valid for a write.
+        let raw = call(|err| unsafe { sys::tamp_reference_new(err) })?;
+        Ok(Self(NonNull::new(raw).ok_or_else(|| Error::Torch("no reference".to_owned()))?))
+    }
+}
+
+impl Drop for Reference {
+    fn drop(&mut self) {
+        // SAFETY: the reference is alive and is not used again; recordings hold what they need of it.
+        unsafe { sys::tamp_reference_free(self.0.as_ptr()) }
+    }
 }
 
 /// A recording of what the calling thread runs, until it is stopped or dropped.
@@ -86,8 +128,36 @@ impl Recording {
         let (array, count) = (tensors.as_ptr(), tensors.len());
         // SAFETY: the array has `count` live tensors, and `err` is valid for a write.
         let raw = call(|err| unsafe { sys::tamp_recording_start(array, count, err) })?;
+        Self::of(raw)
+    }
+
+    /// Starts a recording that keeps or compares results.
+    pub(crate) fn start_beside(parameters: &[&Tensor], beside: Beside<'_>) -> Result<Self> {
+        let tensors = pointers(parameters.iter().copied());
+        let (array, count) = (tensors.as_ptr(), tensors.len());
+        let (reference, how, dtype) = match beside {
+            Beside::Keep(reference) => (reference, sys::COMPARE_KEEP, Kind::Float),
+            Beside::With(reference) => (reference, sys::COMPARE_WITH, Kind::Float),
+            Beside::Rounded(reference, dtype) => (reference, sys::COMPARE_ROUNDED, dtype),
+        };
+        let reference = reference.0.as_ptr();
+        let dtype = codes::dtype_code(dtype).unwrap_or_default();
+        // SAFETY: the array has `count` live tensors, the reference is alive, and `err` is valid for a write.
+        let raw = call(|err| unsafe {
+            sys::tamp_recording_start_beside(array, count, reference, how, dtype, err)
+        })?;
+        Self::of(raw)
+    }
+
+    fn of(raw: *mut sys::Recording) -> Result<Self> {
         let raw = NonNull::new(raw).ok_or_else(|| Error::Torch("no recording".to_owned()))?;
         Ok(Self { raw, thread: PhantomData })
+    }
+
+    /// Whether a compared run called other operators than the reference.
+    pub(crate) fn differs(&self) -> bool {
+        // SAFETY: the recording is alive.
+        unsafe { sys::tamp_recording_differs(self.raw.as_ptr()) != 0 }
     }
 
     pub(crate) fn stop(&mut self) -> Result<()> {
@@ -132,6 +202,11 @@ impl Recording {
             thread: raw.thread,
             forward_thread: raw.forward_thread,
             repeated: (raw.repeated != 0).then_some(raw.repeated_largest),
+            compared: (raw.compared != 0).then_some(Compared {
+                difference: raw.difference,
+                norm: raw.norm,
+                cosine: raw.cosine,
+            }),
         })
     }
 

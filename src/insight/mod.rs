@@ -10,14 +10,17 @@
 //! `torch.autograd.detect_anomaly`, which looks at the backward pass only, and at NaN only.
 
 mod advice;
+mod audit;
 mod culprit;
 mod explanation;
 mod names;
+mod passes;
 mod recording;
 mod replay;
 mod search;
 mod tracer;
 
+pub use audit::{Audit, AuditedGradient, AuditedOutput, AuditedPart, Suspicion, audit};
 pub use explanation::{Cause, Culprit, Explanation, Pass, Values};
 pub use names::named;
 pub use tracer::Tracer;

@@ -30,7 +30,19 @@ impl Recording {
         parameters: &[&Tensor],
         f: impl FnOnce() -> Result<T>,
     ) -> Result<(Self, T)> {
-        let mut raw = ffi::Recording::start(parameters)?;
+        Self::during(ffi::Recording::start(parameters)?, f)
+    }
+
+    /// Records what `f` runs, and keeps or compares results.
+    pub(super) fn beside<T>(
+        parameters: &[&Tensor],
+        beside: ffi::Beside<'_>,
+        f: impl FnOnce() -> Result<T>,
+    ) -> Result<(Self, T)> {
+        Self::during(ffi::Recording::start_beside(parameters, beside)?, f)
+    }
+
+    fn during<T>(mut raw: ffi::Recording, f: impl FnOnce() -> Result<T>) -> Result<(Self, T)> {
         let counted = Counted::new();
         let result = f();
         drop(counted);
@@ -80,6 +92,11 @@ impl Recording {
     /// The first parameter that an event reads.
     fn parameter_of(&self, event: &RecordedEvent) -> Option<usize> {
         event.inputs.iter().find_map(|tensor| self.parameter(tensor))
+    }
+
+    /// Whether a compared run called other operators than the reference.
+    pub(super) fn differs(&self) -> bool {
+        self.raw.differs()
     }
 
     pub(super) fn memory(&self, tensor: &Tensor) -> Result<Option<u64>> {

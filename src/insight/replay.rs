@@ -4,43 +4,19 @@ use tch::{Kind, Tensor};
 
 use super::culprit::culprit;
 use super::explanation::{Cause, Culprit, Pass};
-use super::named;
+use super::passes::{self, Passes, SCALED_LOSS};
 use super::recording::Recording;
 use super::search::{Origin, Search};
 use crate::error::Result;
-use crate::ffi;
 use crate::recompute::random::RandomStates;
-
-/// The name of the product of the loss and the scale.
-const SCALED_LOSS: &str = "scaled loss";
 
 /// How often a largest scale is tried, and halved if it is not finite.
 const TRIES: usize = 3;
-
-/// Puts gradients back when it is dropped.
-struct RestoredGradients<'a> {
-    parameters: &'a [Tensor],
-    taken: Vec<Option<Tensor>>,
-}
-
-impl Drop for RestoredGradients<'_> {
-    fn drop(&mut self) {
-        let dropped = ffi::gradients_drop(self.parameters);
-        drop(dropped.and_then(|()| ffi::gradients_add(self.parameters, &self.taken)));
-    }
-}
 
 /// What the runs of one explanation have in common.
 pub(super) struct Replay<'a> {
     parameters: &'a [(String, Tensor)],
     random: &'a RandomStates,
-}
-
-/// The results of a forward and a backward pass.
-struct Passes {
-    scaled: Tensor,
-    /// `None` for a parameter without one.
-    gradients: Vec<Option<Tensor>>,
 }
 
 /// A recorded run.
@@ -102,17 +78,19 @@ impl<'a> Replay<'a> {
     fn record(&self, scale: f64, loss: &mut impl FnMut() -> Result<Tensor>) -> Result<Run> {
         let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
         let (recording, Passes { scaled, gradients }) =
-            self.passes(scale, loss, |passes| Recording::of(&tensors, passes))?;
+            passes::run(self.parameters, self.random, scale, loss, |passes| {
+                Recording::of(&tensors, passes)
+            })?;
         let (mut targets, mut names) = (Vec::new(), Vec::new());
         for ((name, _), gradient) in self.parameters.iter().zip(&gradients) {
             if let Some(gradient) = gradient
-                && !is_finite(gradient)?
+                && !passes::is_finite(gradient)?
             {
                 names.push(name.clone());
                 targets.extend(recording.memory(gradient)?);
             }
         }
-        let finite = names.is_empty() && is_finite(&scaled)?;
+        let finite = names.is_empty() && passes::is_finite(&scaled)?;
         let scaled = recording.memory(&scaled)?;
         if !finite {
             targets.extend(scaled);
@@ -123,32 +101,9 @@ impl<'a> Replay<'a> {
     /// Whether the gradients are finite at a scale. Runs forward and backward, and records nothing.
     fn is_finite_at(&self, scale: f64, loss: &mut impl FnMut() -> Result<Tensor>) -> Result<bool> {
         let ((), Passes { scaled, gradients }) =
-            self.passes(scale, loss, |passes| Ok(((), passes()?)))?;
-        let mut all = gradients.iter().flatten().chain([&scaled]).map(is_finite);
+            passes::run(self.parameters, self.random, scale, loss, |passes| Ok(((), passes()?)))?;
+        let mut all = gradients.iter().flatten().chain([&scaled]).map(passes::is_finite);
         all.try_fold(true, |all, finite| Ok(all && finite?))
-    }
-
-    /// Runs forward and backward within `around`, and puts the gradients and random numbers of before back.
-    fn passes<T>(
-        &self,
-        scale: f64,
-        loss: &mut impl FnMut() -> Result<Tensor>,
-        around: impl FnOnce(&mut dyn FnMut() -> Result<Tensor>) -> Result<(T, Tensor)>,
-    ) -> Result<(T, Passes)> {
-        let parameters = self.parameters.iter().map(|(_, tensor)| tensor.shallow_clone());
-        let parameters: Vec<Tensor> = parameters.collect();
-        let taken = ffi::gradients_take(&parameters)?;
-        let restored = RestoredGradients { parameters: &parameters, taken };
-        let mut passes = || {
-            let loss = loss()?;
-            let scaled = named(SCALED_LOSS, || scaled(&loss, scale))?;
-            ffi::backward(&scaled, false)?;
-            Ok(scaled)
-        };
-        let (found, scaled) = self.random.during(|| around(&mut passes))??;
-        let gradients = ffi::gradients_take(&parameters)?;
-        drop(restored);
-        Ok((found, Passes { scaled, gradients }))
     }
 
     fn given(&self, recording: &Recording, event: usize, place: usize) -> Cause {
@@ -181,27 +136,6 @@ impl<'a> Replay<'a> {
         }
         Ok(Cause::Scale { largest_finite })
     }
-}
-
-/// The loss times the scale, as the scaler computes it.
-fn scaled(loss: &Tensor, scale: f64) -> Result<Tensor> {
-    if scale == 1.0 {
-        return Ok(loss.shallow_clone());
-    }
-    let kind = loss.f_kind()?;
-    let loss =
-        if kind == Kind::Double { loss.shallow_clone() } else { loss.f_to_kind(Kind::Float)? };
-    let scale = ffi::number_new(scale, loss.f_kind()?, loss.device())?;
-    Ok(loss.f_mul(&scale)?)
-}
-
-fn is_finite(tensor: &Tensor) -> Result<bool> {
-    let values = if tensor.is_sparse() {
-        tensor.f_coalesce()?.f_internal_values()?
-    } else {
-        tensor.f_detach()?
-    };
-    Ok(values.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0)
 }
 
 /// The largest finite number of a dtype.

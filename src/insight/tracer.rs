@@ -4,6 +4,7 @@ use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
 use super::explanation::Explanation;
+use super::passes::RestoredBuffers;
 use super::replay::Replay;
 use crate::GradScaler;
 use crate::buffers::BufferSnapshot;
@@ -146,15 +147,5 @@ impl Tracer {
         self.left -= 1;
         let (iteration, scale_now) = (self.iteration, scaler.get_scale()?);
         Ok(Some(Explanation { iteration, scale: before, scale_now, cause, culprit, gradients }))
-    }
-}
-
-/// Restores buffers when it is dropped.
-struct RestoredBuffers<'a>(&'a mut BufferSnapshot);
-
-impl Drop for RestoredBuffers<'_> {
-    fn drop(&mut self) {
-        // The same copies were possible the other way round.
-        drop(self.0.restore());
     }
 }

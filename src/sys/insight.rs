@@ -1,6 +1,6 @@
 //! The C ABI of recordings: every declaration of `csrc/shim_insight.h`, in the same order.
 
-use std::ffi::c_char;
+use std::ffi::{c_char, c_int};
 
 use super::Tensor;
 
@@ -48,9 +48,22 @@ pub(crate) struct RecordedEvent {
     pub(crate) thread: u64,
     pub(crate) forward_thread: u64,
     pub(crate) repeated_largest: f64,
+    pub(crate) difference: f64,
+    pub(crate) norm: f64,
+    pub(crate) cosine: f64,
     pub(crate) kind: u8,
     pub(crate) repeated: u8,
+    pub(crate) compared: u8,
 }
+
+#[repr(C)]
+pub(crate) struct Reference {
+    _opaque: [u8; 0],
+}
+
+pub(crate) const COMPARE_KEEP: u8 = 0;
+pub(crate) const COMPARE_WITH: u8 = 1;
+pub(crate) const COMPARE_ROUNDED: u8 = 2;
 
 #[repr(C)]
 pub(crate) struct Name {
@@ -63,6 +76,17 @@ unsafe extern "C" {
         count: usize,
         err: *mut *mut c_char,
     ) -> *mut Recording;
+    pub(crate) fn tamp_reference_new(err: *mut *mut c_char) -> *mut Reference;
+    pub(crate) fn tamp_reference_free(reference: *mut Reference);
+    pub(crate) fn tamp_recording_start_beside(
+        parameters: *const *mut Tensor,
+        count: usize,
+        reference: *const Reference,
+        how: u8,
+        dtype: i8,
+        err: *mut *mut c_char,
+    ) -> *mut Recording;
+    pub(crate) fn tamp_recording_differs(recording: *const Recording) -> c_int;
     pub(crate) fn tamp_recording_stop(recording: *mut Recording, err: *mut *mut c_char);
     pub(crate) fn tamp_recording_count(recording: *const Recording) -> usize;
     pub(crate) fn tamp_recording_event(

@@ -1,6 +1,7 @@
 //! Explanations of skipped steps: planted overflows whose operator and part of the model are known.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+mod audit;
 mod contexts;
 mod operators;
 mod restored;

@@ -1,0 +1,181 @@
+//! What half precision does to the numbers of a model.
+
+mod gradients;
+mod parts;
+mod runs;
+mod text;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+use tch::nn::VarStore;
+
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::{Autocast, GradScaler};
+
+/// What half precision does to the numbers of a model, part by part. Made by [`audit`].
+///
+/// Its text, by `Display`, is a table with the most suspicious parts first, a verdict and advice.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Audit {
+    /// The half-precision dtype that the operators of the region returned, `bf16` or `fp16`; `fp32` if none did.
+    pub dtype: String,
+    /// The loss scale.
+    pub scale: f64,
+    /// The loss in f32, and in the region.
+    pub losses: [f64; 2],
+    /// The parts of the model, in the order of execution.
+    pub parts: Vec<AuditedPart>,
+}
+
+/// A part of a model in an [`Audit`].
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct AuditedPart {
+    /// The module of a parameter, a name given by [`named`](super::named), or `after` the last such part.
+    pub path: String,
+    /// How many operators that the program calls returned each dtype inside of the region.
+    pub dtypes: BTreeMap<String, usize>,
+    /// The forward results; `None` if only the gradients are those of this part.
+    pub output: Option<AuditedOutput>,
+    /// The gradients of its parameters; `None` if it has none.
+    pub gradient: Option<AuditedGradient>,
+    /// What is suspicious about it.
+    pub suspicions: Vec<Suspicion>,
+}
+
+/// The results of a part's operators in the region, beside those in f32.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct AuditedOutput {
+    /// The operator with the largest multiple.
+    pub operator: String,
+    /// The norm of the difference of its results, divided by the norm of the results in f32. Infinite if they are not
+    /// finite in the region.
+    pub error: f64,
+    /// The cosine of the angle between the two.
+    pub cosine: f64,
+    /// The error that is expected at this depth: each operator that returns half precision adds one rounding to those
+    /// of its inputs, as in a random walk.
+    pub expected: f64,
+    /// The error of f32 operators whose results are rounded to half precision.
+    pub rounded: f64,
+    /// The error as a multiple of the expected one.
+    pub multiple: f64,
+    /// The multiple, divided by the largest one of what this part was given.
+    pub growth: f64,
+    /// The parts that computed what the operator read.
+    pub inputs: Vec<String>,
+}
+
+/// The gradients of a part's parameters in the region, beside those in f32.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct AuditedGradient {
+    /// The norm of the difference, divided by the norm of the gradient in f32. Infinite if the gradient is not finite in
+    /// the region.
+    pub error: f64,
+    /// The cosine of the angle between the two.
+    pub cosine: f64,
+    /// The error of f32 operators whose results and gradients are rounded to half precision.
+    pub rounded: f64,
+    /// The share of the elements that are not zero in f32 and zero in the region.
+    pub underflow: f64,
+    /// The same with a scale of 1.
+    pub underflow_unscaled: f64,
+}
+
+/// What is suspicious about a part.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Suspicion {
+    /// Results are not finite.
+    NotFinite,
+    /// It magnifies the rounding of its inputs: f32 operators with rounded results lose as much. What feeds it has to
+    /// stay in f32, too.
+    MagnifiesRounding,
+    /// Its operators lose more than the rounding of their results.
+    LosesPrecision,
+    /// Many elements of its gradients become zero.
+    Underflow,
+    /// Its gradients are further from those in f32 than rounding explains.
+    Gradient,
+}
+
+impl Audit {
+    /// The parts with suspicions, the most suspicious first.
+    pub fn suspicious(&self) -> Vec<&AuditedPart> {
+        let mut parts: Vec<_> =
+            self.parts.iter().filter(|part| !part.suspicions.is_empty()).collect();
+        parts.sort_by(|a, b| b.severity().total_cmp(&a.severity()));
+        parts
+    }
+
+    /// Whether no part is suspicious.
+    pub fn is_clean(&self) -> bool {
+        self.parts.iter().all(|part| part.suspicions.is_empty())
+    }
+
+    /// The modules and named parts that should be computed in f32: with a region switched off, or with patterns of
+    /// [`KeepF32`](crate::policy::KeepF32) such as `layers.3.*`. If a part magnifies the rounding of its inputs, the
+    /// parts that computed them are listed as well.
+    pub fn keep_in_f32(&self) -> Vec<String> {
+        parts::keep_in_f32(&self.parts)
+    }
+}
+
+impl AuditedPart {
+    /// For the order of a table.
+    fn severity(&self) -> f64 {
+        let forward = self.output.as_ref().map_or(0.0, |output| output.multiple);
+        let suspicions = self.suspicions.len() as f64;
+        if forward.is_nan() { f64::INFINITY } else { 1e6 * suspicions.min(1.0) + forward }
+    }
+}
+
+/// Compares the forward and backward pass inside of a region with those in f32, part by part.
+///
+/// `loss` computes the unscaled loss in the region that it is given: `region` itself, or the same switched off. It is run
+/// four times with the same random numbers: in f32, in the region with the scale of `scaler` and with a scale of 1, and
+/// in f32 with rounded results, which shows what the rounding alone does. Gradients, buffers and random numbers are put
+/// back afterwards, so that training goes on as without the call; `loss` must not change anything else.
+///
+/// The parts are the modules of the parameters in `vs`, and what the program calls by [`named`](super::named). PyTorch
+/// has no counterpart.
+///
+/// Synchronizes after every operator, and keeps a copy of every result in f32 until it returns.
+///
+/// # Errors
+///
+/// [`Error::InvalidArgument`] if a parameter is in half precision, which has no f32 counterpart here, or if `loss` calls
+/// other operators in f32 than in the region, besides casts; the error of `loss`; [`Error::Torch`] if a run cannot be
+/// recorded.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, nn};
+/// use tch_amp::{Autocast, GradScaler, insight};
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let layer = nn::linear(vs.root() / "layer", 4, 4, Default::default());
+/// let x = Tensor::ones([2, 4], (Kind::Float, Device::Cpu));
+/// let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+/// let audit = insight::audit(&vs, &region, &GradScaler::disabled(), |region| {
+///     region.run(|| x.apply(&layer).tanh().sum(Kind::Float))
+/// })?;
+/// assert!(audit.is_clean(), "{audit}");
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+pub fn audit(
+    vs: &VarStore,
+    region: &Autocast,
+    scaler: &GradScaler,
+    loss: impl FnMut(Autocast) -> Result<Tensor>,
+) -> Result<Audit> {
+    runs::audit(vs, *region, scaler.get_scale()?, loss)
+}

@@ -1,0 +1,308 @@
+//! From the operators of the compared runs to the parts of the model.
+
+use std::collections::{BTreeMap, HashMap};
+
+use tch::{Kind, Tensor};
+
+use super::gradients::Compared;
+use super::runs::Run;
+use super::{AuditedGradient, AuditedOutput, AuditedPart, Suspicion};
+use crate::ffi::insight::{self as ffi, EventKind, RecordedEvent, Usage};
+use crate::insight::culprit::{dtype_name, module};
+use crate::insight::passes::SCALED_LOSS;
+use crate::insight::recording::{Recording, is_bad};
+
+/// From this multiple of the expected error on, a part is suspicious if the multiple also grew in it by this factor.
+/// Healthy models have multiples of about 1, because a random walk of roundings is what happens in them.
+const MULTIPLE: f64 = 4.0;
+
+/// From this share of gradient elements on that become zero, a part is suspicious.
+const UNDERFLOW: f64 = 0.01;
+
+/// Gradients are suspicious if their error exceeds this, and that of rounded results by the factor [`MULTIPLE`].
+const GRADIENT_ERROR: f64 = 0.1;
+
+/// The dtype of half precision in which operators returned results.
+pub(super) fn lower_dtype(recording: &Recording) -> Option<Kind> {
+    let kinds = recording.events.iter().flat_map(|event| &event.outputs).map(|output| output.kind);
+    kinds.flatten().find(|kind| matches!(kind, Kind::BFloat16 | Kind::Half))
+}
+
+/// The largest relative error of rounding to a dtype.
+fn unit_roundoff(dtype: Option<Kind>) -> f64 {
+    match dtype {
+        Some(Kind::BFloat16) => 2f64.powi(-8),
+        Some(Kind::Half) => 2f64.powi(-11),
+        _ => 0.0,
+    }
+}
+
+/// What is known of the numbers in a memory.
+#[derive(Clone, Copy, Debug, Default)]
+struct Known {
+    expected: f64,
+    multiple: f64,
+    /// The largest multiple of what was given to the part.
+    base: f64,
+    part: Option<usize>,
+}
+
+struct Parts<'a> {
+    modules: Vec<String>,
+    lower: &'a Recording,
+    rounded: HashMap<usize, ffi::Compared>,
+    unit: f64,
+    known: HashMap<u64, Known>,
+    places: HashMap<String, usize>,
+    found: Vec<AuditedPart>,
+}
+
+/// Sorts the compared operators and the gradients into parts.
+pub(super) fn parts(
+    parameters: &[(String, Tensor)],
+    lower: &Run,
+    rounded: Option<&Run>,
+    dtype: Option<Kind>,
+    gradients: &[Option<Compared>],
+) -> Vec<AuditedPart> {
+    let modules: Vec<String> = parameters.iter().map(|(name, _)| module(name)).collect();
+    let order = compared(&lower.recording);
+    let rounded = rounded.map(|run| &run.recording);
+    let beside = rounded.map_or_else(Vec::new, compared);
+    let beside = beside.into_iter().filter_map(|index| rounded?.events[index].compared);
+    let rounded = order.iter().copied().zip(beside).collect();
+    let mut parts = Parts {
+        modules,
+        lower: &lower.recording,
+        rounded,
+        unit: unit_roundoff(dtype),
+        known: HashMap::new(),
+        places: HashMap::new(),
+        found: Vec::new(),
+    };
+    for index in lower.recording.ended() {
+        parts.add(index);
+    }
+    parts.add_gradients(gradients);
+    for part in &mut parts.found {
+        part.suspicions = suspicions(part);
+    }
+    parts.found
+}
+
+/// The compared events, in the order of their ends.
+fn compared(recording: &Recording) -> Vec<usize> {
+    let mut order = recording.ended();
+    order.retain(|&index| recording.events[index].compared.is_some());
+    order
+}
+
+impl Parts<'_> {
+    fn place(&mut self, path: String) -> usize {
+        let next = self.found.len();
+        let place = *self.places.entry(path.clone()).or_insert(next);
+        if place == next {
+            self.found.push(AuditedPart { path, ..AuditedPart::default() });
+        }
+        place
+    }
+
+    fn add(&mut self, index: usize) {
+        let event = &self.lower.events[index];
+        let Some(compared) = event.compared else {
+            self.pass_on(event);
+            return;
+        };
+        let path = self.lower.path(index, &self.modules);
+        if path.as_deref() == Some(SCALED_LOSS) {
+            return;
+        }
+        let path = path.unwrap_or_else(|| {
+            let before = self.lower.module_before(index, &self.modules);
+            before.map_or_else(|| "start".to_owned(), |module| format!("after {module}"))
+        });
+        let place = self.place(path);
+        let kind = event.outputs.first().and_then(|output| output.kind);
+        let dtypes = &mut self.found[place].dtypes;
+        *dtypes.entry(kind.map_or("other", dtype_name).to_owned()).or_default() += 1;
+        let output = self.output(index, place, compared, kind);
+        let known = Known {
+            expected: output.expected,
+            multiple: output.multiple,
+            base: output.multiple / output.growth.max(f64::MIN_POSITIVE),
+            part: Some(place),
+        };
+        let known = Known { base: if known.base.is_finite() { known.base } else { 1.0 }, ..known };
+        for memory in event.outputs.iter().filter_map(|output| output.memory) {
+            self.known.insert(memory, known);
+        }
+        let worst = &mut self.found[place].output;
+        if worst.as_ref().is_none_or(|worst| output.rank() > worst.rank()) {
+            *worst = Some(output);
+        }
+    }
+
+    /// A copy or cast that the program calls has the numbers of what it reads. What runs inside of another operator
+    /// does not count.
+    fn pass_on(&mut self, event: &RecordedEvent) {
+        if event.kind != EventKind::Operator || event.parent.is_some_and(|p| self.is_operator(p)) {
+            return;
+        }
+        let Some(known) = self.worst_input(event) else { return };
+        let written = event.outputs.iter().filter(|output| output.usage != Usage::View);
+        for memory in written.filter_map(|output| output.memory) {
+            self.known.insert(memory, known);
+        }
+    }
+
+    fn is_operator(&self, index: usize) -> bool {
+        self.lower.events[index].kind != EventKind::Name
+    }
+
+    fn inputs(&self, event: &RecordedEvent) -> Vec<Known> {
+        let read = event.inputs.iter().filter(|input| input.usage != Usage::Overwrite);
+        read.filter_map(|input| self.known.get(&input.memory?).copied()).collect()
+    }
+
+    fn worst_input(&self, event: &RecordedEvent) -> Option<Known> {
+        self.inputs(event).into_iter().max_by(|a, b| a.multiple.total_cmp(&b.multiple))
+    }
+
+    fn output(
+        &self,
+        index: usize,
+        place: usize,
+        compared: ffi::Compared,
+        kind: Option<Kind>,
+    ) -> AuditedOutput {
+        let event = &self.lower.events[index];
+        let inputs = self.inputs(event);
+        let is_lower = matches!(kind, Some(Kind::BFloat16 | Kind::Half));
+        let unit = if is_lower { self.unit } else { 0.0 };
+        let before = inputs.iter().map(|input| input.expected).fold(0.0, f64::max);
+        // What was not rounded at all would be expected to be exact.
+        let expected = before.hypot(unit);
+        let finite = !event.outputs.iter().any(is_bad) || compared.difference.is_finite();
+        let error = if finite { relative(compared) } else { f64::INFINITY };
+        let multiple = if error == 0.0 { 0.0 } else { error / expected.max(self.unit) };
+        let base =
+            |input: &Known| if input.part == Some(place) { input.base } else { input.multiple };
+        let base = inputs.iter().map(base).fold(1.0, f64::max);
+        AuditedOutput {
+            operator: event.name.clone(),
+            error,
+            cosine: compared.cosine,
+            expected,
+            rounded: self.rounded.get(&index).map_or(0.0, |rounded| relative(*rounded)),
+            multiple,
+            inputs: self.paths(&inputs, place),
+            growth: if multiple.is_infinite() && base.is_infinite() {
+                1.0
+            } else {
+                multiple / base
+            },
+        }
+    }
+
+    /// The other parts that computed these inputs.
+    fn paths(&self, inputs: &[Known], place: usize) -> Vec<String> {
+        let mut parts: Vec<usize> = inputs.iter().filter_map(|input| input.part).collect();
+        parts.retain(|&part| part != place);
+        parts.sort_unstable();
+        parts.dedup();
+        parts.into_iter().map(|part| self.found[part].path.clone()).collect()
+    }
+
+    fn add_gradients(&mut self, gradients: &[Option<Compared>]) {
+        let mut sums: BTreeMap<String, Compared> = BTreeMap::new();
+        for (module, gradient) in self.modules.iter().zip(gradients) {
+            if let Some(gradient) = gradient {
+                *sums.entry(module.clone()).or_default() += *gradient;
+            }
+        }
+        for (path, sum) in sums {
+            let place = self.place(path);
+            self.found[place].gradient = Some(gradient(sum));
+        }
+    }
+}
+
+impl AuditedOutput {
+    /// What makes one operator of a part worse than another.
+    fn rank(&self) -> f64 {
+        self.growth.min(self.multiple)
+    }
+}
+
+fn relative(compared: ffi::Compared) -> f64 {
+    let ratio = ratio(compared.difference, compared.norm);
+    if ratio.is_nan() { f64::INFINITY } else { ratio }
+}
+
+fn ratio(a: f64, b: f64) -> f64 {
+    if a == 0.0 { 0.0 } else { a / b }
+}
+
+fn gradient(sum: Compared) -> AuditedGradient {
+    let error = ratio(sum.difference, sum.norm).sqrt();
+    AuditedGradient {
+        error: if error.is_nan() { f64::INFINITY } else { error },
+        cosine: if sum.own == 0.0 && sum.norm == 0.0 {
+            1.0
+        } else {
+            ratio(sum.product, sum.own.sqrt() * sum.norm.sqrt())
+        },
+        rounded: ratio(sum.rounded_difference, sum.norm).sqrt(),
+        underflow: ratio(sum.zeros, sum.elements),
+        underflow_unscaled: ratio(sum.zeros_unscaled, sum.elements),
+    }
+}
+
+fn suspicions(part: &AuditedPart) -> Vec<Suspicion> {
+    let mut found = Vec::new();
+    let output = part.output.as_ref().filter(|o| o.multiple >= MULTIPLE && o.growth >= MULTIPLE);
+    if let Some(output) = output {
+        found.push(match output.error.is_infinite() {
+            true => Suspicion::NotFinite,
+            false if output.rounded >= output.error / 4.0 => Suspicion::MagnifiesRounding,
+            false => Suspicion::LosesPrecision,
+        });
+    }
+    if let Some(gradient) = &part.gradient {
+        if gradient.underflow >= UNDERFLOW {
+            found.push(Suspicion::Underflow);
+        }
+        if gradient.error.is_infinite() && found.is_empty() {
+            found.push(Suspicion::NotFinite);
+        } else if gradient.error >= GRADIENT_ERROR.max(MULTIPLE * gradient.rounded) {
+            found.push(Suspicion::Gradient);
+        }
+    }
+    found
+}
+
+/// The parts to keep in f32, and those before them whose roundings they magnify.
+pub(super) fn keep_in_f32(parts: &[AuditedPart]) -> Vec<String> {
+    let mut names: Vec<String> = Vec::new();
+    let mut add = |path: &str| {
+        let name = path.strip_prefix("after ").unwrap_or(path).to_owned();
+        if name != "start" && !names.contains(&name) {
+            names.push(name);
+        }
+    };
+    for part in parts {
+        let forward = part.suspicions.iter().any(|suspicion| {
+            matches!(
+                suspicion,
+                Suspicion::MagnifiesRounding | Suspicion::LosesPrecision | Suspicion::NotFinite
+            )
+        });
+        if forward {
+            let magnifies = part.suspicions.contains(&Suspicion::MagnifiesRounding);
+            let inputs = part.output.iter().filter(|_| magnifies).flat_map(|output| &output.inputs);
+            inputs.for_each(|path| add(path));
+            add(&part.path);
+        }
+    }
+    names
+}

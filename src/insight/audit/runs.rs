@@ -1,0 +1,122 @@
+//! The runs of an audit.
+
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+
+use super::gradients::{self, Gradients};
+use super::{Audit, parts};
+use crate::Autocast;
+use crate::buffers::BufferSnapshot;
+use crate::error::{Error, Result};
+use crate::ffi::insight::{Beside, Reference};
+use crate::insight::passes::{self, Passes, RestoredBuffers};
+use crate::insight::recording::Recording;
+use crate::recompute::random::RandomStates;
+
+/// A recorded run.
+pub(super) struct Run {
+    pub(super) recording: Recording,
+    pub(super) loss: f64,
+    /// Divided by the scale.
+    pub(super) gradients: Gradients,
+}
+
+/// What the runs have in common.
+struct Runs {
+    parameters: Vec<(String, Tensor)>,
+    random: RandomStates,
+    buffers: BufferSnapshot,
+}
+
+pub(super) fn audit(
+    vs: &VarStore,
+    region: Autocast,
+    scale: f64,
+    mut loss: impl FnMut(Autocast) -> Result<Tensor>,
+) -> Result<Audit> {
+    let mut runs = Runs::new(vs)?;
+    let off = region.enabled(false);
+    let reference = Reference::new()?;
+    let f32 = runs.record(scale, Beside::Keep(&reference), &mut || loss(off))?;
+    let lower = runs.record(scale, Beside::With(&reference), &mut || loss(region))?;
+    let dtype = parts::lower_dtype(&lower.recording);
+    let rounded = match dtype {
+        None => None,
+        Some(dtype) => {
+            Some(runs.record(scale, Beside::Rounded(&reference, dtype), &mut || loss(off))?)
+        }
+    };
+    let unscaled = match scale == 1.0 {
+        true => None,
+        false => Some(runs.gradients(1.0, &mut || loss(region))?),
+    };
+    let gradients = gradients::compare(
+        &f32.gradients,
+        &lower.gradients,
+        rounded.as_ref().map(|run| &run.gradients),
+        unscaled.as_ref().unwrap_or(&lower.gradients),
+    )?;
+    let parts = parts::parts(&runs.parameters, &lower, rounded.as_ref(), dtype, &gradients);
+    let dtype = dtype.map_or("fp32", crate::insight::culprit::dtype_name).to_owned();
+    Ok(Audit { dtype, scale, losses: [f32.loss, lower.loss], parts })
+}
+
+impl Runs {
+    fn new(vs: &VarStore) -> Result<Self> {
+        let mut parameters: Vec<_> = vs.variables().into_iter().collect();
+        parameters.sort_by(|a, b| a.0.cmp(&b.0));
+        let mut devices = vec![Device::Cpu];
+        for (name, parameter) in &parameters {
+            let kind = parameter.f_kind()?;
+            if matches!(kind, Kind::Half | Kind::BFloat16) {
+                let problem = format!(
+                    "has the parameter {name} in half precision: audit the model with parameters in f32"
+                );
+                return Err(Error::InvalidArgument { name: "vs", problem });
+            }
+            if !devices.contains(&parameter.device()) {
+                devices.push(parameter.device());
+            }
+        }
+        let random = RandomStates::of(&devices)?;
+        let mut buffers = BufferSnapshot::new(vs)?;
+        buffers.save()?;
+        Ok(Self { parameters, random, buffers })
+    }
+
+    fn record(
+        &mut self,
+        scale: f64,
+        beside: Beside<'_>,
+        loss: &mut impl FnMut() -> Result<Tensor>,
+    ) -> Result<Run> {
+        let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
+        let restored = RestoredBuffers(&mut self.buffers);
+        let (recording, Passes { scaled, gradients }) =
+            passes::run(&self.parameters, &self.random, scale, loss, |passes| {
+                Recording::beside(&tensors, beside, passes)
+            })?;
+        drop(restored);
+        if recording.differs() {
+            let problem =
+                "calls other operators in f32 than in the region, so they cannot be compared: use the region that \
+                 the closure is given, and nothing that depends on the dtype"
+                    .to_owned();
+            return Err(Error::InvalidArgument { name: "loss", problem });
+        }
+        let loss = scaled.f_double_value(&[])? / scale;
+        Ok(Run { recording, loss, gradients: Gradients::new(gradients, scale) })
+    }
+
+    fn gradients(
+        &mut self,
+        scale: f64,
+        loss: &mut impl FnMut() -> Result<Tensor>,
+    ) -> Result<Gradients> {
+        let restored = RestoredBuffers(&mut self.buffers);
+        let ((), Passes { gradients, .. }) =
+            passes::run(&self.parameters, &self.random, scale, loss, |passes| Ok(((), passes()?)))?;
+        drop(restored);
+        Ok(Gradients::new(gradients, scale))
+    }
+}

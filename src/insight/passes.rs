@@ -1,0 +1,88 @@
+//! A forward and a backward pass that leave nothing behind.
+
+use tch::{Kind, Tensor};
+
+use super::named;
+use crate::buffers::BufferSnapshot;
+use crate::error::Result;
+use crate::ffi;
+use crate::recompute::random::RandomStates;
+
+/// The name of the product of the loss and the scale.
+pub(super) const SCALED_LOSS: &str = "scaled loss";
+
+/// Restores buffers when it is dropped.
+pub(super) struct RestoredBuffers<'a>(pub(super) &'a mut BufferSnapshot);
+
+impl Drop for RestoredBuffers<'_> {
+    fn drop(&mut self) {
+        // The same copies were possible the other way round.
+        drop(self.0.restore());
+    }
+}
+
+/// Puts gradients back when it is dropped.
+struct RestoredGradients<'a> {
+    parameters: &'a [Tensor],
+    taken: Vec<Option<Tensor>>,
+}
+
+impl Drop for RestoredGradients<'_> {
+    fn drop(&mut self) {
+        let dropped = ffi::gradients_drop(self.parameters);
+        drop(dropped.and_then(|()| ffi::gradients_add(self.parameters, &self.taken)));
+    }
+}
+
+/// The results of a forward and a backward pass.
+pub(super) struct Passes {
+    pub(super) scaled: Tensor,
+    /// `None` for a parameter without one.
+    pub(super) gradients: Vec<Option<Tensor>>,
+}
+
+/// Runs forward and backward within `around`, with random numbers from `random`, and puts the gradients and the random
+/// numbers of before back.
+pub(super) fn run<T>(
+    parameters: &[(String, Tensor)],
+    random: &RandomStates,
+    scale: f64,
+    loss: &mut impl FnMut() -> Result<Tensor>,
+    around: impl FnOnce(&mut dyn FnMut() -> Result<Tensor>) -> Result<(T, Tensor)>,
+) -> Result<(T, Passes)> {
+    let parameters: Vec<Tensor> =
+        parameters.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
+    let taken = ffi::gradients_take(&parameters)?;
+    let restored = RestoredGradients { parameters: &parameters, taken };
+    let mut passes = || {
+        let loss = loss()?;
+        let scaled = named(SCALED_LOSS, || scaled(&loss, scale))?;
+        ffi::backward(&scaled, false)?;
+        Ok(scaled)
+    };
+    let (found, scaled) = random.during(|| around(&mut passes))??;
+    let gradients = ffi::gradients_take(&parameters)?;
+    drop(restored);
+    Ok((found, Passes { scaled, gradients }))
+}
+
+/// The loss times the scale, as the scaler computes it.
+fn scaled(loss: &Tensor, scale: f64) -> Result<Tensor> {
+    if scale == 1.0 {
+        return Ok(loss.shallow_clone());
+    }
+    let kind = loss.f_kind()?;
+    let loss =
+        if kind == Kind::Double { loss.shallow_clone() } else { loss.f_to_kind(Kind::Float)? };
+    let scale = ffi::number_new(scale, loss.f_kind()?, loss.device())?;
+    Ok(loss.f_mul(&scale)?)
+}
+
+pub(super) fn is_finite(tensor: &Tensor) -> Result<bool> {
+    let values = if tensor.is_sparse() {
+        tensor.f_coalesce()?.f_internal_values()?
+    } else {
+        tensor.f_detach()?
+    };
+    Ok(values.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0)
+}

@@ -1,0 +1,181 @@
+//! Audits: parts that are planted to lose precision are found, and healthy models are clean.
+
+use tch::nn::{self, ModuleT, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::insight::{Audit, Suspicion, audit, named};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Autocast, Error, GradScaler};
+
+use crate::alone;
+
+/// Two linear layers of 32, with what is planted between them.
+fn audited(kind: Kind, scale: f64, planted: impl Fn(&Tensor) -> Tensor) -> Audit {
+    tch::manual_seed(3);
+    let vs = VarStore::new(Device::Cpu);
+    let first = nn::linear(vs.root() / "first", 32, 32, Default::default());
+    let last = nn::linear(vs.root() / "last", 32, 32, Default::default());
+    let x = Tensor::randn([16, 32], (Kind::Float, Device::Cpu));
+    let region = Autocast::new(Device::Cpu).dtype(kind).enabled(kind != Kind::Float);
+    let scaler = GradScalerConfig::default().init_scale(scale).build(Device::Cpu).unwrap();
+    let loss = |region: Autocast| {
+        region.run(|| {
+            let hidden = named("planted", || planted(&x.apply(&first)));
+            hidden.apply(&last).to_kind(Kind::Float).square().mean(None)
+        })
+    };
+    audit(&vs, &region, &scaler, loss).unwrap()
+}
+
+fn suspicions<'a>(audit: &'a Audit, path: &str) -> &'a [Suspicion] {
+    &audit.parts.iter().find(|part| part.path == path).unwrap().suspicions
+}
+
+#[test]
+fn f32_beside_f32_is_exactly_zero() {
+    let _alone = alone();
+    let audit = audited(Kind::Float, 65536.0, |x| x.softmax(-1, None).dropout(0.5, true));
+    assert!(audit.is_clean(), "{audit}");
+    assert_eq!(audit.losses[0], audit.losses[1]);
+    assert_eq!(audit.dtype, "fp32");
+    assert_eq!(audit.parts.len(), 4, "{audit}");
+    for part in &audit.parts {
+        if let Some(output) = &part.output {
+            assert_eq!((output.error, output.multiple), (0.0, 0.0), "{audit}");
+        }
+        if let Some(gradient) = &part.gradient {
+            assert_eq!((gradient.error, gradient.underflow), (0.0, 0.0), "{audit}");
+            assert!((gradient.cosine - 1.0).abs() < 1e-12, "{audit}");
+        }
+    }
+}
+
+#[test]
+fn healthy_models_are_clean() {
+    let _alone = alone();
+    for kind in [Kind::BFloat16, Kind::Half] {
+        let audit = audited(kind, 65536.0, |x| x.gelu("none").dropout(0.1, true));
+        assert!(audit.is_clean(), "{audit}");
+        assert!(audit.losses[0] != audit.losses[1], "{audit}");
+        let first = audit.parts[0].output.as_ref().unwrap();
+        assert!(first.error > 1e-4 && first.multiple < 2.0 && first.multiple > 0.1, "{audit}");
+        assert!(audit.to_string().contains("is safe for every part"), "{audit}");
+    }
+}
+
+/// Convolutions with batch norms, and the blocks of a transformer with attention and layer norms, 8 deep.
+#[test]
+fn deeper_models_are_clean() {
+    let _alone = alone();
+    tch::manual_seed(4);
+    let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let scaler = GradScaler::disabled();
+    let vs = VarStore::new(Device::Cpu);
+    let mut net = nn::seq_t();
+    for i in 0..4 {
+        let path = vs.root() / i;
+        let config = nn::ConvConfig { padding: 1, ..Default::default() };
+        net = net.add(nn::conv2d(&path / "conv", if i == 0 { 1 } else { 8 }, 8, 3, config));
+        net = net.add(nn::batch_norm2d(&path / "norm", 8, Default::default()));
+        net = net.add_fn(Tensor::relu);
+    }
+    let images = Tensor::randn([4, 1, 8, 8], (Kind::Float, Device::Cpu));
+    let before = vs.variables()["0.norm.running_mean"].copy();
+    let loss = |region: Autocast| region.run(|| net.forward_t(&images, true).mean(Kind::Float));
+    let convolutions = audit(&vs, &region, &scaler, loss).unwrap();
+    assert!(convolutions.is_clean(), "{convolutions}");
+    assert_eq!(before, vs.variables()["0.norm.running_mean"]);
+
+    let vs = VarStore::new(Device::Cpu);
+    let blocks: Vec<_> = (0..8).map(|i| block(&(vs.root() / i))).collect();
+    let x = Tensor::randn([2, 16, 32], (Kind::Float, Device::Cpu));
+    let loss = |region: Autocast| {
+        region
+            .run(|| blocks.iter().fold(x.shallow_clone(), |x, f| f(&x)).square().mean(Kind::Float))
+    };
+    let transformer = audit(&vs, &region, &scaler, loss).unwrap();
+    assert!(transformer.is_clean(), "{transformer}");
+}
+
+fn block(path: &nn::Path<'_>) -> impl Fn(&Tensor) -> Tensor + use<> {
+    let norm = nn::layer_norm(path / "norm", vec![32], Default::default());
+    let qkv = nn::linear(path / "qkv", 32, 96, Default::default());
+    let out = nn::linear(path / "out", 32, 32, Default::default());
+    move |x| {
+        let qkv = x.apply(&norm).apply(&qkv).chunk(3, -1);
+        let scores = qkv[0].matmul(&qkv[1].transpose(1, 2)) / 32f64.sqrt();
+        x + scores.softmax(-1, None).matmul(&qkv[2]).apply(&out)
+    }
+}
+
+#[test]
+fn a_norm_of_numbers_with_a_large_mean_is_found() {
+    let _alone = alone();
+    let audit = audited(Kind::BFloat16, 1.0, |x| {
+        let x = x + 1000.0;
+        x.layer_norm([32], None::<&Tensor>, None::<&Tensor>, 1e-5, false)
+    });
+    assert_eq!(suspicions(&audit, "planted"), [Suspicion::MagnifiesRounding], "{audit}");
+    assert_eq!(audit.suspicious().len(), 1, "{audit}");
+    assert!(audit.keep_in_f32().contains(&"planted".to_owned()), "{audit}");
+}
+
+#[test]
+fn a_softmax_over_large_logits_is_found() {
+    let _alone = alone();
+    let audit = audited(Kind::BFloat16, 1.0, |x| (x * 2000.0).softmax(-1, None));
+    assert_eq!(suspicions(&audit, "planted")[0], Suspicion::MagnifiesRounding, "{audit}");
+    assert!(suspicions(&audit, "first").iter().all(|s| *s == Suspicion::Gradient), "{audit}");
+}
+
+#[test]
+fn a_long_sum_is_found() {
+    let _alone = alone();
+    let audit = audited(Kind::BFloat16, 1.0, |x| {
+        let one = x.abs() + 1;
+        (0..1000).fold(one.shallow_clone(), |sum, _| sum + &one) / 1000
+    });
+    assert!(!suspicions(&audit, "planted").is_empty(), "{audit}");
+    assert_eq!(audit.suspicious()[0].path, "planted", "{audit}");
+}
+
+#[test]
+fn the_logarithm_of_numbers_that_fp16_rounds_to_zero_is_found() {
+    let _alone = alone();
+    let audit = audited(Kind::Half, 1.0, |x| (x.square() * 1e-9 + 1e-9).log());
+    assert_eq!(suspicions(&audit, "planted")[0], Suspicion::NotFinite, "{audit}");
+    assert_eq!(audit.suspicious()[0].path, "planted", "{audit}");
+}
+
+#[test]
+fn gradients_that_become_zero_are_counted_at_both_scales() {
+    let _alone = alone();
+    // Gradients of about 1e-8, of which fp16 rounds many to zero without a scale.
+    let planted = |x: &Tensor| x.tanh() * 1e-3;
+    let unscaled = audited(Kind::Half, 1.0, planted);
+    let scaled = audited(Kind::Half, 65536.0, planted);
+    let gradient = |audit: &Audit| audit.parts[0].gradient.clone().unwrap();
+    let (unscaled, scaled) = (gradient(&unscaled), gradient(&scaled));
+    assert!(unscaled.underflow > 0.05, "{unscaled:?}");
+    assert_eq!(unscaled.underflow, unscaled.underflow_unscaled);
+    assert_eq!(scaled.underflow, 0.0, "{scaled:?}");
+    assert_eq!(scaled.underflow_unscaled, unscaled.underflow);
+}
+
+#[test]
+fn what_cannot_be_compared_is_refused() {
+    let _alone = alone();
+    let mut vs = VarStore::new(Device::Cpu);
+    let weight = vs.root().ones("w", &[4]);
+    let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let scaler = GradScaler::disabled();
+    let mut calls = 0;
+    let other = audit(&vs, &region, &scaler, |_| {
+        calls += 1;
+        Ok(if calls > 1 { weight.exp().sum(None) } else { weight.sum(None) })
+    });
+    assert!(matches!(other, Err(Error::InvalidArgument { name: "loss", .. })), "{other:?}");
+    vs.bfloat16();
+    let half = audit(&vs, &region, &scaler, |_| Ok(weight.sum(None)));
+    let error = half.unwrap_err().to_string();
+    assert!(error.contains("parameter w in half precision"), "{error}");
+}
