@@ -25,6 +25,7 @@ mod config;
 mod first_step;
 mod groups;
 mod masters;
+mod muon;
 mod optimizer;
 pub(crate) mod parameters;
 #[cfg_attr(
@@ -43,6 +44,7 @@ pub use composed::{Lion, RmsProp};
 pub use config::{Adagrad, Adam, AdamW, Algorithm, OptimizerBuilder, Sgd};
 pub use groups::ParamGroup;
 pub use masters::MasterWeights;
+pub use muon::{AdjustLr, Muon};
 pub use optimizer::Optimizer;
 pub use parameters::IntoParameters;
 #[cfg(feature = "distributed")]
