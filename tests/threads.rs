@@ -18,8 +18,8 @@ use tch_amp::loss_scale::{
 };
 use tch_amp::memory::{DeviceMemory, Resident};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, OptimizerState, ParamGroup,
-    ParamGroupState, Parameters, RmsProp, Sgd, Step,
+    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, MasterWeights, Muon, Optimizer, OptimizerState,
+    ParamGroup, ParamGroupState, Parameters, RmsProp, Sgd, Step,
 };
 use tch_amp::policy::{KeepF32, KeptInF32, KeptInF32T, OptLevel, PolicyModule, PolicyModuleT};
 use tch_amp::recompute::{Recomputed, RecomputedT};
@@ -80,6 +80,7 @@ send_and_sync!(
     Adagrad,
     Adam,
     AdamW,
+    AdjustLr,
     Algorithm,
     Autocast,
     AutocastState,
@@ -99,6 +100,7 @@ send_and_sync!(
     Lion,
     LossScaleState,
     MasterWeights,
+    Muon,
     NoOpLossScale,
     NonFiniteGradient,
     OptLevel,

@@ -240,7 +240,7 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::optim::{Adagrad, AdamW, Algorithm, Lion, RmsProp, Sgd};
+    use crate::optim::{Adagrad, AdamW, Algorithm, Lion, Muon, RmsProp, Sgd};
 
     fn bits(tensor: &Tensor) -> Vec<i64> {
         let kind = if tensor.kind() == Kind::Float { Kind::Int } else { Kind::Int16 };
@@ -285,12 +285,13 @@ mod tests {
     /// Runs the code for GPUs on CPU tensors: libtorch's own operations instead of the loops.
     #[test]
     fn other_devices_compute_the_same() {
-        let algorithms: [Algorithm; 5] = [
+        let algorithms: [Algorithm; 6] = [
             AdamW { amsgrad: true, ..AdamW::default() }.into(),
             Sgd { momentum: 0.9, ..Sgd::default() }.into(),
             Adagrad::default().into(),
             RmsProp { centered: true, momentum: 0.9, ..RmsProp::default() }.into(),
             Lion { weight_decay: 0.1, ..Lion::default() }.into(),
+            Muon::default().into(),
         ];
         for algorithm in algorithms {
             for (kind, masters) in [
