@@ -69,11 +69,17 @@ fn joined(muon: &Group, adamw: &Group) -> Result<ParamGroup, Problem> {
     let mut options = muon_of(muon)?;
     options.adamw = adamw_of(adamw)?;
     // The learning rates may have been set in Python since.
-    let quotient = rest / lr;
-    if lr * options.adamw_lr_factor != rest && quotient.is_finite() {
-        options.adamw_lr_factor = quotient;
+    if lr * options.adamw_lr_factor != rest && (rest / lr).is_finite() {
+        options.adamw_lr_factor = factor(lr, rest);
     }
     Ok(ParamGroup::new(lr, options))
+}
+
+/// The factor from one learning rate to another: the quotient, or a number beside it whose product is exact.
+fn factor(lr: f64, rest: f64) -> f64 {
+    let quotient = rest / lr;
+    let near = [quotient, quotient.next_up(), quotient.next_down()];
+    near.into_iter().find(|factor| lr * factor == rest).unwrap_or(quotient)
 }
 
 fn muon_of(group: &Group) -> Result<Muon, Problem> {
