@@ -5,8 +5,7 @@
 namespace tamp::optim {
 
 bool Batch::takes(const Entry &e) const {
-  return options == e.options && dtype == e.parameter.scalar_type() && first_step == e.first_step &&
-         rate == e.rate;
+  return options == e.options && dtype == e.parameter.scalar_type() && first_step == e.first_step && rate == e.rate;
 }
 
 void Batch::add(const Entry &e) {

@@ -18,8 +18,8 @@ use tch_amp::loss_scale::{
 };
 use tch_amp::memory::{DeviceMemory, Resident};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, MasterWeights, Muon, Optimizer, OptimizerState,
-    ParamGroup, ParamGroupState, Parameters, RmsProp, Sgd, Step,
+    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, MasterWeights, Muon, Optimizer,
+    OptimizerState, ParamGroup, ParamGroupState, Parameters, RmsProp, Sgd, Step,
 };
 use tch_amp::policy::{KeepF32, KeptInF32, KeptInF32T, OptLevel, PolicyModule, PolicyModuleT};
 use tch_amp::recompute::{Recomputed, RecomputedT};

@@ -71,7 +71,7 @@ impl Optimizer {
         self.groups.len()
     }
 
-    /// Replaces the options of a group.
+    /// Replaces the options of a group. A parameter that moves between Muon and its AdamW thereby starts with a new state.
     ///
     /// # Errors
     ///
@@ -157,7 +157,8 @@ impl Optimizer {
         self.change(Some(group), |options| set(&mut options.lr, lr))
     }
 
-    /// Sets the momentum of all groups: for Adam, AdamW and Lion the first beta, as in tch.
+    /// Sets the momentum of all groups: for Adam, AdamW and Lion the first beta, as in tch; for Muon its own, not that of
+    /// its AdamW.
     ///
     /// # Errors
     ///
@@ -167,7 +168,7 @@ impl Optimizer {
         self.change(None, |options| set_momentum(options, momentum))
     }
 
-    /// Sets the momentum of a group: for Adam, AdamW and Lion the first beta, as in tch.
+    /// Sets the momentum of a group, like [`set_momentum`](Self::set_momentum).
     ///
     /// # Errors
     ///

@@ -141,7 +141,12 @@ impl Muon {
         ensure("eps", eps, eps > 0.0 && eps.is_finite(), "finite and more than 0")?;
         non_negative("adamw_lr_factor", self.adamw_lr_factor)?;
         let maximize = f64::from(u8::from(self.adamw.maximize));
-        ensure("adamw.maximize", maximize, !self.adamw.maximize, "false, since Muon does not have it")?;
+        ensure(
+            "adamw.maximize",
+            maximize,
+            !self.adamw.maximize,
+            "false, since Muon does not have it",
+        )?;
         Algorithm::AdamW(self.adamw).check(lr * self.adamw_lr_factor)
     }
 

@@ -147,8 +147,10 @@ fn training_resumes_from_pythons_two_optimizers() {
     // Each of the two is an optimizer of its own as well.
     let net = Net::new();
     let named = load("named.pt");
-    let mut hidden = Muon::default().build(vec![("hidden.weight", net.hidden.shallow_clone())], 1.0).unwrap();
-    let head = vec![("head.bias", net.bias.shallow_clone()), ("head.weight", net.weight.shallow_clone())];
+    let mut hidden =
+        Muon::default().build(vec![("hidden.weight", net.hidden.shallow_clone())], 1.0).unwrap();
+    let head =
+        vec![("head.bias", net.bias.shallow_clone()), ("head.weight", net.weight.shallow_clone())];
     let mut head = AdamW::default().build(head, 1.0).unwrap();
     let restore = named.restore().model("model", &net.vs);
     restore.optimizer("muon", &mut hidden).optimizer("adamw", &mut head).apply().unwrap();

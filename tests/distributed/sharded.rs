@@ -6,7 +6,8 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{DistributedError, ProcessGroup};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, OptimizerState, RmsProp, Sgd,
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, OptimizerState, RmsProp,
+    Sgd,
 };
 use tch_amp::{Error, GradScaler};
 

@@ -128,7 +128,10 @@ fn options_outside_their_range_are_refused_by_their_names() {
         (Muon::default().adamw_lr_factor(-1.0).build(none(), 0.1), "adamw_lr_factor"),
         (Muon::default().adamw_lr_factor(1e308).build(none(), 10.0), "lr"),
         (Muon::default().adamw(AdamW::default().eps(-1.0)).build(none(), 0.1), "eps"),
-        (Muon::default().adamw(AdamW::default().maximize(true)).build(none(), 0.1), "adamw.maximize"),
+        (
+            Muon::default().adamw(AdamW::default().maximize(true)).build(none(), 0.1),
+            "adamw.maximize",
+        ),
     ];
     for (result, field) in refused {
         let error = result.unwrap_err();

@@ -121,7 +121,10 @@ fn every_option_computes_what_a_plain_loop_does() {
                     let after = flat(&want.values);
                     bound += tolerance * largest_difference(&after, &before);
                     let off = largest_difference(&to_f64(&w), &after);
-                    assert!(off <= bound, "{muon:?} {rows}x{columns}, step {step}: {off} > {bound}");
+                    assert!(
+                        off <= bound,
+                        "{muon:?} {rows}x{columns}, step {step}: {off} > {bound}"
+                    );
                     let buffer = &opt.state_dict().unwrap().state["0"]["momentum_buffer"];
                     for (got, want) in to_f64(buffer).into_iter().zip(flat(&want.buffer)) {
                         assert!((got - want).abs() < 1e-14, "{muon:?}");
@@ -210,7 +213,8 @@ fn adamw_steps_all_parameters_but_the_matrices_of_groups_that_use_muon() {
         let mut opt = muon.build(list, 0.5).unwrap();
         opt.assign_group(1, &["head"]).unwrap();
         opt.set_param_group(1, ParamGroup::new(0.5, muon.use_muon(false))).unwrap();
-        let rest: Vec<_> = network(device).into_iter().filter(|(name, _)| *name != "hidden").collect();
+        let rest: Vec<_> =
+            network(device).into_iter().filter(|(name, _)| *name != "hidden").collect();
         let mut adamw = muon.adamw.build(rest, 0.125).unwrap();
         for step in 0..3 {
             let all = opt.trainable_variables();
@@ -226,7 +230,8 @@ fn adamw_steps_all_parameters_but_the_matrices_of_groups_that_use_muon() {
             }
         }
         let found = keys(&mut opt);
-        for (name, want) in [("hidden", &BY_MUON[..]), ("head", &BY_ADAMW), ("filters", &BY_ADAMW)] {
+        for (name, want) in [("hidden", &BY_MUON[..]), ("head", &BY_ADAMW), ("filters", &BY_ADAMW)]
+        {
             assert_eq!(found[name], want, "{name}");
         }
         assert_eq!((found["bias"].clone(), found["number"].clone()), {
@@ -266,9 +271,8 @@ fn a_parameter_that_moves_between_muon_and_adamw_starts_anew() {
     assert!(keys(&mut opt).contains_key("head"), "an equal group changes nothing");
     opt.set_param_group(1, ParamGroup::new(0.1, muon.use_muon(false))).unwrap();
     assert!(!keys(&mut opt).contains_key("head"));
-    let steps = |opt: &mut Optimizer, name: &str| {
-        to_f64(&opt.state_dict().unwrap().state[name]["step"])[0]
-    };
+    let steps =
+        |opt: &mut Optimizer, name: &str| to_f64(&opt.state_dict().unwrap().state[name]["step"])[0];
     assert_eq!(steps(&mut opt, "bias"), 2.0);
     train(&mut opt, 2..3);
     assert_eq!((steps(&mut opt, "bias"), steps(&mut opt, "head")), (3.0, 1.0));
@@ -316,9 +320,9 @@ fn a_skipped_step_changes_no_bit_of_a_matrix() {
             (Kind::BFloat16, MasterWeights::Remainder),
             (Kind::BFloat16, MasterWeights::StochasticRounding { seed: 3 }),
         ] {
-            let list = network(device).into_iter().map(|(name, w)| {
-                (name, w.detach().to_kind(kind).set_requires_grad(true))
-            });
+            let list = network(device)
+                .into_iter()
+                .map(|(name, w)| (name, w.detach().to_kind(kind).set_requires_grad(true)));
             let muon = Muon::default().master_weights(masters);
             let mut opt = muon.build(list.collect::<Vec<_>>(), 0.1).unwrap();
             train(&mut opt, 0..2);
@@ -404,7 +408,8 @@ fn matrices_of_any_layout_are_stepped() {
     let none = Tensor::zeros([3, 0], (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let zero = leaf(&[1.0, 2.0], Kind::Float, Device::Cpu).detach().reshape([1, 2]);
     let zero = zero.set_requires_grad(true);
-    let mut opt = Muon::default().weight_decay(0.0).build(&[none.shallow_clone(), zero.shallow_clone()], 1.0);
+    let mut opt =
+        Muon::default().weight_decay(0.0).build(&[none.shallow_clone(), zero.shallow_clone()], 1.0);
     set_grad(&none, &[]);
     set_grad(&zero, &[0.0, 0.0]);
     opt.as_mut().unwrap().step().unwrap();

@@ -172,7 +172,9 @@ fn parameter(rng: &mut Rng, groups: usize, which: usize, mode: Mode, first: bool
         3 => (vec![2, 3, 4, 5], Layout::ChannelsLast),
         4 => (vec![40 + rng.below(30) as i64], Layout::Contiguous),
         // Large enough for the products that libtorch leaves to oneDNN.
-        5 if which == 6 => (vec![16 + rng.below(30) as i64, 16 + rng.below(30) as i64], any_order(rng)),
+        5 if which == 6 => {
+            (vec![16 + rng.below(30) as i64, 16 + rng.below(30) as i64], any_order(rng))
+        }
         _ => (vec![1 + rng.below(6) as i64, 1 + rng.below(20) as i64], Layout::Contiguous),
     };
     let values = numbers(rng, &shape, kind, 1.0);

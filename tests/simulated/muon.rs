@@ -10,7 +10,8 @@ use crate::training::{GPUS, MODES, Training};
 const FOR_EACH_MATRIX: i64 = 26;
 
 fn matrices(mode: (Kind, MasterWeights), count: usize) -> Training {
-    let mut training = Training::new(Muon::default().into(), mode, &GPUS[..1], &vec![vec![8, 5]; count]);
+    let mut training =
+        Training::new(Muon::default().into(), mode, &GPUS[..1], &vec![vec![8, 5]; count]);
     training.step();
     training.backward();
     training
@@ -44,7 +45,8 @@ fn a_step_launches_as_documented_for_each_matrix_and_does_not_synchronize() {
 #[test]
 fn matrices_in_chunks_compute_the_same_as_the_cpu() {
     let Some(_simulation) = Simulation::find() else { return };
-    let sizes = [vec![2, 600_000], vec![0, 4], vec![7, 5], vec![300_000, 3], vec![300], vec![20, 30]];
+    let sizes =
+        [vec![2, 600_000], vec![0, 4], vec![7, 5], vec![300_000, 3], vec![300], vec![20, 30]];
     for mode in MODES {
         // The kernel for AdamW takes the last elements of a bf16 vector by other instructions than the loop.
         let sizes = if mode.1 == MasterWeights::None { &sizes[..4] } else { &sizes };

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::gradients::{clip_grad_norm, clip_grad_value};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd,
+    Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, Muon, Optimizer, RmsProp,
+    Sgd,
 };
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
 use tch_amp::{GradScaler, Result};

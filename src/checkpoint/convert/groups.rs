@@ -7,7 +7,9 @@
 use super::plain;
 use crate::checkpoint::pickle::{Value, get};
 use crate::checkpoint::plain::Plain;
-use crate::optim::{Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, ParamGroup, RmsProp, Sgd};
+use crate::optim::{
+    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, ParamGroup, RmsProp, Sgd,
+};
 
 type Items = Vec<(Value, Value)>;
 

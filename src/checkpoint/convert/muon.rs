@@ -127,10 +127,12 @@ impl Reader<'_> {
             });
             joined.collect::<Result<_, Problem>>()?
         } else {
-            let muons = muons.iter().map(|group| Ok(ParamGroup::new(group.options.lr, muon_of(group)?)));
+            let muons =
+                muons.iter().map(|group| Ok(ParamGroup::new(group.options.lr, muon_of(group)?)));
             let all = muons.chain(adamws.iter().map(without_muon));
             let all = all.zip(by_muon.into_iter().chain(others));
-            let all = all.map(|(options, params)| Ok(ParamGroupState { options: options?, params }));
+            let all =
+                all.map(|(options, params)| Ok(ParamGroupState { options: options?, params }));
             all.collect::<Result<_, Problem>>()?
         };
         Ok(Part::Optimizer(OptimizerPart {

@@ -77,8 +77,7 @@ impl Optimizer {
     /// The names of the parameters that Muon steps.
     pub(crate) fn stepped_by_muon(&self) -> BTreeSet<String> {
         let all = self.slots.iter().enumerate();
-        let by_muon =
-            all.filter(|(index, _)| matches!(self.algorithm(*index), Algorithm::Muon(_)));
+        let by_muon = all.filter(|(index, _)| matches!(self.algorithm(*index), Algorithm::Muon(_)));
         by_muon.map(|(_, slot)| slot.name.clone()).collect()
     }
 
