@@ -369,8 +369,8 @@ enum {
 // gradient has the parameter's dtype or is f32.
 typedef struct tamp_optim_parameter {
   tamp_tensor *parameter;
-  tamp_tensor
-      *step;  // the number of steps, an f32 of one element; null for SGD, Lion and Muon without stochastic rounding
+  // The number of steps, an f32 of one element; null for SGD, Lion and Muon without stochastic rounding.
+  tamp_tensor *step;
   // For Adam and AdamW exp_avg, exp_avg_sq and, with AMSGrad, max_exp_avg_sq; for SGD with momentum and for Muon the
   // momentum_buffer; for Adagrad the sum; for RMSprop square_avg, with momentum the momentum_buffer and, if it is
   // centered, grad_avg; for Lion exp_avg. The others are null.

@@ -139,7 +139,7 @@ fn every_option_computes_what_a_plain_loop_does() {
 #[test]
 fn an_iteration_is_exact_where_bf16_is() {
     for_each_device(|device| {
-        let sign = |i: u32, j: u32| if (i & j).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+        let sign = |i: u32, j: u32| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
         let hadamard: Rows = (0..4).map(|i| (0..4).map(|j| sign(i, j)).collect()).collect();
         let muon = Muon::default().ns_coefficients((2.0, -1.5, 0.5)).ns_steps(1).weight_decay(0.5);
         for (kind, masters) in [
