@@ -92,7 +92,9 @@ fn options() -> Vec<Muon> {
         muon,
         muon.nesterov(false).momentum(0.5).weight_decay(0.0),
         muon.adjust_lr_fn(AdjustLr::MatchRmsAdamW),
+        gentle.momentum(0.5),
         gentle.momentum(0.0),
+        muon.ns_steps(0).momentum(0.5),
         muon.ns_steps(0).eps(100.0),
     ]
 }

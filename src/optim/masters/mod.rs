@@ -242,7 +242,7 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::optim::{Adagrad, AdamW, Algorithm, Lion, Muon, RmsProp, Sgd};
+    use crate::optim::{Adagrad, AdamW, AdjustLr, Algorithm, Lion, Muon, RmsProp, Sgd};
 
     fn bits(tensor: &Tensor) -> Vec<i64> {
         let kind = if tensor.kind() == Kind::Float { Kind::Int } else { Kind::Int16 };
@@ -293,7 +293,7 @@ mod tests {
             Adagrad::default().into(),
             RmsProp { centered: true, momentum: 0.9, ..RmsProp::default() }.into(),
             Lion { weight_decay: 0.1, ..Lion::default() }.into(),
-            Muon::default().into(),
+            Muon { adjust_lr_fn: AdjustLr::MatchRmsAdamW, ..Muon::default() }.into(),
         ];
         for algorithm in algorithms {
             for (kind, masters) in [
