@@ -1,7 +1,7 @@
 //! What a step of Muon costs on a GPU for matrices. Its results equal the CPU's.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{AmpOptimizer, MasterWeights, Muon, Step};
+use tch_amp::optim::{AdjustLr, AmpOptimizer, MasterWeights, Muon, Step};
 
 use crate::common::simulation::Simulation;
 use crate::training::{GPUS, MODES, Training};
@@ -45,6 +45,8 @@ fn a_step_launches_as_documented_for_each_matrix_and_does_not_synchronize() {
 #[test]
 fn matrices_in_chunks_compute_the_same_as_the_cpu() {
     let Some(_simulation) = Simulation::find() else { return };
+    // Each of the shapes has a learning rate of its own.
+    let algorithm = Muon::default().adjust_lr_fn(AdjustLr::MatchRmsAdamW).into();
     let sizes =
         [vec![2, 600_000], vec![0, 4], vec![7, 5], vec![300_000, 3], vec![300], vec![20, 30]];
     for mode in MODES {
@@ -52,7 +54,7 @@ fn matrices_in_chunks_compute_the_same_as_the_cpu() {
         let sizes = if mode.1 == MasterWeights::None { &sizes[..4] } else { &sizes };
         for wide in [false, true] {
             let [mut here, mut there] = [&[Device::Cpu][..], &GPUS].map(|devices| {
-                let mut training = Training::new(Muon::default().into(), mode, devices, sizes);
+                let mut training = Training::new(algorithm, mode, devices, sizes);
                 if wide && mode.1 != MasterWeights::None {
                     training.opt.accumulate_in_f32().unwrap();
                 }
