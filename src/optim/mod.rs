@@ -25,6 +25,7 @@ mod config;
 mod first_step;
 mod groups;
 mod masters;
+mod mixed;
 mod muon;
 mod optimizer;
 pub(crate) mod parameters;

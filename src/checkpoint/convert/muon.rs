@@ -1,7 +1,7 @@
 //! Conversion of Muon, for which PyTorch has two optimizers: a dict of their states, `muon` and `adamw`.
 //!
-//! A group of this crate becomes a group of each, in the same place. Python may have groups that do not correspond; then
-//! each of them becomes a group here.
+//! A group of this crate becomes a group of each, in the same place. Python may have groups that do not correspond;
+//! then each of them becomes a group here.
 
 use super::from::{Items, Problem, Reader};
 use super::optimizer::{Group, names_of, numbered};
