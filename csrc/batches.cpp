@@ -5,13 +5,14 @@
 namespace tamp::optim {
 
 bool Batch::takes(const Entry &e) const {
-  return options == e.options && dtype == e.parameter.scalar_type() && first_step == e.first_step;
+  return options == e.options && dtype == e.parameter.scalar_type() && first_step == e.first_step && rate == e.rate;
 }
 
 void Batch::add(const Entry &e) {
   parameters.push_back(e.parameter);
   gradients.push_back(e.gradient);
   if (e.step.defined()) steps.push_back(e.step);
+  if (e.orthogonal.defined()) orthogonal.push_back(e.orthogonal);
   for (int i = 0; i < kStates; ++i) {
     if (e.states[i].defined()) states[i].push_back(e.states[i]);
   }
@@ -22,7 +23,9 @@ std::vector<Batch> batches(const std::vector<Entry> &entries) {
   for (const auto &e : entries) {
     size_t i = 0;
     while (i < out.size() && !out[i].takes(e)) ++i;
-    if (i == out.size()) out.push_back({e.options, e.parameter.scalar_type(), e.first_step, {}, {}, {}, {}});
+    if (i == out.size()) {
+      out.push_back({e.options, e.parameter.scalar_type(), e.first_step, e.rate, {}, {}, {}, {}, {}});
+    }
     out[i].add(e);
   }
   return out;

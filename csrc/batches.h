@@ -9,12 +9,13 @@
 
 namespace tamp::optim {
 
-// Entries that are stepped together: those with the same options, dtype and first step.
+// Entries that are stepped together: those with the same options, dtype, first step and rate.
 struct Batch {
   const tamp_optim_options *options;
   at::ScalarType dtype;
   bool first_step;
-  std::vector<at::Tensor> parameters, gradients, steps, states[kStates];
+  double rate;
+  std::vector<at::Tensor> parameters, gradients, steps, states[kStates], orthogonal;
 
   bool takes(const Entry &e) const;
   void add(const Entry &e);

@@ -16,15 +16,6 @@
 namespace tamp::kernels {
 namespace {
 
-// PyTorch unscales gradients for these optimizers before it steps them: it multiplies by the reciprocal, which is
-// computed in f64.
-template <typename W>
-Scaling<W> scaling(GradientScale scale, bool maximize) {
-  if (scale.divisor != 1) scale.factor = static_cast<float>(1 / static_cast<double>(scale.divisor));
-  scale.divisor = 1;
-  return Scaling<W>(scale, maximize);
-}
-
 // ---- RMSprop
 
 template <typename W>
@@ -155,7 +146,7 @@ TAMP_INLINE void lion(const LionNumbers<Wide<T>> c, const Scaling<Wide<T>> s, co
 template <typename T>
 void update(const RmsProp &options, const GradientScale &scale, const Slice<T> &x) {
   const RmsPropNumbers<Wide<T>> c(options);
-  const auto s = scaling<Wide<T>>(scale, options.maximize);
+  const auto s = multiplying<Wide<T>>(scale, options.maximize);
   constexpr int64_t kBlock = 1024;  // stays in the first-level cache
   alignas(64) Wide<T> roots[kBlock];
   for (int64_t begin = 0; begin < x.n; begin += kBlock) {
@@ -173,7 +164,7 @@ void update(const RmsProp &options, const GradientScale &scale, const Slice<T> &
 template <typename T>
 void update(const Lion &options, const GradientScale &scale, const Slice<T> &x) {
   const LionNumbers<Wide<T>> c(options);
-  const auto s = scaling<Wide<T>>(scale, options.maximize);
+  const auto s = multiplying<Wide<T>>(scale, options.maximize);
   run([&](auto fma) TAMP_INLINE_LAMBDA { lion<fma>(c, s, x, x.n); });
 }
 

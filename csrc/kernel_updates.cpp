@@ -52,7 +52,9 @@ struct AdamNumbers {
     eps = static_cast<W>(o.eps);
     minus_step_size = static_cast<W>(-(o.lr / o.correction1));
     weight_decay = static_cast<W>(o.weight_decay);
-    keep = o.decoupled ? static_cast<W>(1 - o.lr * o.weight_decay) : W(1);
+    // The compiler has contracted this in libtorch's kernel, too.
+    const double kept = has_fma() ? std::fma(-o.lr, o.weight_decay, 1.0) : 1 - o.lr * o.weight_decay;
+    keep = o.decoupled ? static_cast<W>(kept) : W(1);
   }
 };
 

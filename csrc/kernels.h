@@ -20,7 +20,7 @@ enum StatePlace {
   kExpAvg = 0,          // Adam, AdamW and Lion
   kExpAvgSq = 1,        // Adam and AdamW
   kMaxExpAvgSq = 2,     // Adam and AdamW, with AMSGrad
-  kMomentumBuffer = 0,  // SGD with momentum
+  kMomentumBuffer = 0,  // SGD with momentum, and Muon
   kSum = 0,             // Adagrad
   kSquareAvg = 0,       // RMSprop
   kBuffer = 1,          // RMSprop with momentum
@@ -57,6 +57,9 @@ struct GradientScale {
   double clip = 1;    // the factor of clipping
 };
 
+// The reciprocal of a loss scale, rounded as on the host.
+inline float reciprocal(float scale) { return static_cast<float>(1 / static_cast<double>(scale)); }
+
 // The options of Adam and AdamW, and what follows from the number of steps.
 struct Adam {
   double lr, beta1, beta2, eps, weight_decay;
@@ -86,6 +89,10 @@ struct Lion {
   bool maximize;
 };
 
+struct Muon {
+  double lr, rate, momentum, weight_decay;  // the rate is the learning rate that is adjusted to the shape
+};
+
 // A range of the memory of a parameter, its gradient and its state. Its length is a multiple of 64 bytes unless it ends
 // the tensor.
 template <typename T>
@@ -94,6 +101,7 @@ struct Slice {
   const T *gradient;
   T *states[kStates];
   int64_t n;
+  const c10::BFloat16 *orthogonal = nullptr;  // the orthogonalized momentum of Muon
 };
 
 // Convert half-precision numbers to f32, and back, rounded to nearest with ties to even.
@@ -125,5 +133,7 @@ template <typename T>
 void update(const RmsProp &options, const GradientScale &scale, const Slice<T> &slice);
 template <typename T>
 void update(const Lion &options, const GradientScale &scale, const Slice<T> &slice);
+template <typename T>
+void update(const Muon &options, const GradientScale &scale, const Slice<T> &slice);
 
 }  // namespace tamp::kernels

@@ -84,6 +84,8 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
   check_master(out);
   const bool widened = out.master.kind != TAMP_MASTER_NONE && out.gradient.scalar_type() == at::kFloat;
   check_state(out.parameter, out.gradient, widened ? at::kFloat : out.parameter.scalar_type());
+  TORCH_CHECK(out.options->algorithm != TAMP_OPTIM_MUON || out.parameter.dim() == 2,
+              "Muon steps matrices, but the parameter has ", out.parameter.dim(), " dimensions");
   TORCH_CHECK(tamp::with_floating(out.parameter.scalar_type(), [](auto *) {}), "a parameter that is ",
               out.parameter.scalar_type(), " cannot be stepped");
   if (given.step != nullptr) out.step = tamp::tensor(given.step);

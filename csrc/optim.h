@@ -18,6 +18,8 @@ struct Entry {
   at::Tensor parameter, gradient, step;
   at::Tensor states[kStates];  // by StatePlace; undefined where an algorithm has none
   Master master;
+  at::Tensor orthogonal{};  // bf16, like the parameter: the orthogonalized momentum of Muon
+  double rate = 0;          // Muon's learning rate for it
 
   // The dtype of the update's arithmetic and of the state.
   at::ScalarType dtype() const { return master.kind == TAMP_MASTER_NONE ? parameter.scalar_type() : at::kFloat; }

@@ -14,7 +14,7 @@ namespace {
 
 using at::Tensor;
 
-// The rows of scratch memory. Those of the states follow.
+// The rows of scratch memory. Those of the states follow, and that of Muon's orthogonalized momentum.
 enum Row { kParameter = 0, kGradient = 1, kBetween = 2, kFirstState = 3 };
 
 std::vector<Pieces> pieces_of(const Batch &batch) {
@@ -52,9 +52,17 @@ void lion(const tamp_optim_options &o, const Tensor &parameter, const Tensor &gr
   parameter.mul_(1 - o.lr * o.weight_decay).add_(between, -o.lr);
 }
 
+void muon(const tamp_optim_options &o, double rate, const Tensor &parameter, const Tensor &gradient,
+          const Tensor &buffer, const Tensor &orthogonal) {
+  buffer.lerp_(gradient, 1 - o.momentum);
+  parameter.mul_(1 - o.lr * o.weight_decay).add_(orthogonal, -rate);
+}
+
 }  // namespace
 
-bool is_composed(uint8_t algorithm) { return algorithm == TAMP_OPTIM_RMSPROP || algorithm == TAMP_OPTIM_LION; }
+bool is_composed(uint8_t algorithm) {
+  return algorithm == TAMP_OPTIM_RMSPROP || algorithm == TAMP_OPTIM_LION || algorithm == TAMP_OPTIM_MUON;
+}
 
 void Rows::reserve(at::ScalarType dtype, size_t rows, int64_t numbers) {
   Size &size = dtype == at::kDouble ? wide_ : plain_;
@@ -77,8 +85,10 @@ ComposedStep::ComposedStep(const Batch &batch, Rows &rows)
   for (int i = 0; i < kStates; ++i) {
     if (!batch_.states[i].empty()) places_.push_back(i);
   }
-  for (const auto &pieces : pieces_of(batch_)) rows.reserve(dtype_, kFirstState + places_.size(), pieces.numbers);
+  for (const auto &pieces : pieces_of(batch_)) rows.reserve(dtype_, rows_needed(), pieces.numbers);
 }
+
+size_t ComposedStep::rows_needed() const { return kFirstState + places_.size() + (batch_.orthogonal.empty() ? 0 : 1); }
 
 std::vector<Tensor> ComposedStep::written() const {
   std::vector<Tensor> out = batch_.parameters;
@@ -104,6 +114,7 @@ void ComposedStep::prepare(const Rows &rows) {
       add(like, kParameter, 0);
       chunk.in.add(in(kGradient), piece.of(batch_.gradients[piece.tensor]));
       for (size_t i = 0; i < places_.size(); ++i) add(batch_.states[places_[i]][piece.tensor], kFirstState + i, 1 + i);
+      if (!batch_.orthogonal.empty()) chunk.in.add(in(rows_needed() - 1), piece.of(batch_.orthogonal[piece.tensor]));
     }
   }
 }
@@ -111,13 +122,15 @@ void ComposedStep::prepare(const Rows &rows) {
 void ComposedStep::compute(const std::vector<Tensor> &rows, const Prepared &scale) const {
   const tamp_optim_options &o = *batch_.options;
   const Tensor &parameter = rows[kParameter], &gradient = rows[kGradient], &between = rows[kBetween];
-  if (scale.inverse.defined()) gradient.mul_(scale.inverse);
-  if (scale.clip.defined()) gradient.mul_(scale.clip);
+  if (scale.unscaling.inverse.defined()) gradient.mul_(scale.unscaling.inverse);
+  if (scale.unscaling.clip.defined()) gradient.mul_(scale.unscaling.clip);
   if ((o.flags & TAMP_OPTIM_MAXIMIZE) != 0) gradient.neg_();
   Tensor states[kStates];
   for (size_t i = 0; i < places_.size(); ++i) states[places_[i]] = rows[kFirstState + i];
   if (o.algorithm == TAMP_OPTIM_RMSPROP) {
     rmsprop(o, parameter, gradient, between, states);
+  } else if (o.algorithm == TAMP_OPTIM_MUON) {
+    muon(o, batch_.rate, parameter, gradient, states[kMomentumBuffer], rows.back());
   } else {
     lion(o, parameter, gradient, between, states[kExpAvg]);
   }
@@ -126,7 +139,7 @@ void ComposedStep::compute(const std::vector<Tensor> &rows, const Prepared &scal
 void ComposedStep::run(const Prepared &scale) const {
   for (const auto &chunk : chunks_) {
     std::vector<Tensor> rows;
-    for (size_t i = 0; i < kFirstState + places_.size(); ++i) rows.push_back(rows_[i].narrow(0, 0, chunk.numbers));
+    for (size_t i = 0; i < rows_needed(); ++i) rows.push_back(rows_[i].narrow(0, 0, chunk.numbers));
     chunk.in.run();
     compute(rows, scale);
     for (size_t i = 0; scale.skip.defined() && i < chunk.old.size(); ++i) {

@@ -7,18 +7,17 @@
 
 #include "batches.h"
 #include "copies.h"
+#include "optim_muon.h"
 
 namespace tamp::optim {
 
 // Whether a step of this algorithm is composed of libtorch's operations.
 bool is_composed(uint8_t algorithm);
 
-// How the gradients are unscaled and when the step is skipped, in numbers on the device. The first three may be
-// undefined.
+// How the gradients are unscaled and when the step is skipped, in numbers on the device. Each may be undefined.
 struct Prepared {
-  at::Tensor inverse;  // the reciprocal of the loss scale
-  at::Tensor clip;     // the factor of clipping
-  at::Tensor skip;     // a bool
+  Unscaling unscaling;
+  at::Tensor skip;  // a bool
 };
 
 // Scratch memory, which the steps of one device use in turn: one row of numbers for each tensor of a parameter.
@@ -60,6 +59,7 @@ class ComposedStep {
 
   void compute(const std::vector<at::Tensor> &rows, const Prepared &scale) const;
   std::vector<at::Tensor> written() const;
+  size_t rows_needed() const;
 
   Batch batch_;
   at::ScalarType dtype_;     // of the arithmetic

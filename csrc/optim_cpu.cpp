@@ -15,6 +15,7 @@
 #include "kernels.h"
 #include "memory.h"
 #include "optim.h"
+#include "optim_muon.h"
 
 namespace tamp::optim {
 namespace {
@@ -75,7 +76,7 @@ struct Corrections {
 
 // What an update takes besides memory: the options of its algorithm.
 using Update = std::variant<tamp::kernels::Adam, tamp::kernels::Sgd, tamp::kernels::Adagrad, tamp::kernels::RmsProp,
-                            tamp::kernels::Lion>;
+                            tamp::kernels::Lion, tamp::kernels::Muon>;
 
 Update update_of(const Entry &e, Corrections &corrections) {
   const tamp_optim_options &o = *e.options;
@@ -94,6 +95,8 @@ Update update_of(const Entry &e, Corrections &corrections) {
     }
     case TAMP_OPTIM_LION:
       return tamp::kernels::Lion{o.lr, o.beta1, o.beta2, o.weight_decay, maximize};
+    case TAMP_OPTIM_MUON:
+      return tamp::kernels::Muon{o.lr, e.rate, o.momentum, o.weight_decay};
     default: {
       tamp::kernels::Adam adam = {};
       adam.lr = o.lr;
@@ -122,6 +125,7 @@ template <typename T>
 tamp::kernels::Slice<T> slice(const Entry &e, T *parameter, const T *gradient, int64_t begin, int64_t n) {
   tamp::kernels::Slice<T> out = {parameter, gradient, {}, n};
   for (int i = 0; i < kStates; ++i) out.states[i] = memory_from<T>(e.states[i], begin);
+  out.orthogonal = memory_from<c10::BFloat16>(e.orthogonal, begin);
   return out;
 }
 
@@ -202,10 +206,20 @@ GradientScale scale_of(const tamp_optim_scale &scale) {
   return out;
 }
 
+// The same for libtorch's operations.
+Unscaling unscaling_of(const GradientScale &scale) {
+  Unscaling out;
+  const float inverse = scale.divisor == 1 ? scale.factor : tamp::kernels::reciprocal(scale.divisor);
+  if (inverse != 1) out.inverse = at::scalar_tensor(inverse, at::kFloat);
+  if (scale.clip != 1) out.clip = at::scalar_tensor(scale.clip, at::kDouble);
+  return out;
+}
+
 }  // namespace
 
 void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
   const GradientScale scale = scale_of(given);
+  const Unscaling unscaling = unscaling_of(scale);
   std::vector<std::pair<size_t, Entry>> originals;  // the entries that are not aligned, with their places in `work`
   std::vector<int64_t> sizes;
   std::vector<Update> updates;
@@ -219,6 +233,7 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
       // This copies the same numbers back, so that a tensor that cannot be copied to fails before any number changes.
       copy_back(originals.back().second, work[i]);
     }
+    orthogonalize(work[i], unscaling, /*is_skipped=*/false);
     materialize(work[i]);
     sizes.push_back(work[i].parameter.numel());
     updates.push_back(update_of(work[i], corrections));

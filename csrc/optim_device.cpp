@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -61,6 +62,12 @@ Tensor inverse_of(const Tensor &scale) {
   return scale.to(at::kDouble).reciprocal().to(at::kFloat);
 }
 
+// Whether the host knows, without asking the device, that the step is skipped.
+bool is_known_to_be_skipped(const tamp_optim_scale &scale) {
+  if (scale.found_inf == nullptr || !tamp::tensor(scale.found_inf).is_cpu()) return false;
+  return tamp::tensor(scale.found_inf).item<float>() != 0.0F;
+}
+
 // What steps a batch: one of libtorch's kernels, or several of its operations.
 struct Launch {
   Batch batch;
@@ -74,7 +81,8 @@ class OneDevice {
  public:
   OneDevice(std::vector<Entry> entries, const tamp_optim_scale &scale) {
     const at::Device device = entries.front().parameter.device();
-    read(scale, device, is_composed(entries.front().options->algorithm));
+    read(scale, device, entries);
+    const bool is_skipped = is_known_to_be_skipped(scale);
     std::vector<Entry> direct, indirect;
     for (auto &e : entries) {
       if (e.step.defined()) steps_.push_back(e.step);
@@ -82,6 +90,7 @@ class OneDevice {
       if (!are_alike(e.gradient, e.parameter)) {
         e.gradient = at::empty_like(e.parameter, e.gradient.scalar_type()).copy_(e.gradient);
       }
+      orthogonalize(e, prepared_.unscaling, is_skipped);
       if (e.master.kind == TAMP_MASTER_FLOAT) rounded_.add(e.parameter, e.master.tensor);
       (StandIns::are_needed(e) ? indirect : direct).push_back(std::move(e));
     }
@@ -116,17 +125,17 @@ class OneDevice {
   }
 
  private:
-  void read(const tamp_optim_scale &scale, at::Device device, bool composed) {
+  void read(const tamp_optim_scale &scale, at::Device device, const std::vector<Entry> &entries) {
+    const auto composed = [](const Entry &e) { return is_composed(e.options->algorithm); };
     grad_scale_ = on_device(scale.grad_scale, device);
     found_inf_ = on_device(scale.found_inf, device);
     const auto clip = on_device(scale.clip, device);
-    if (composed) {
-      // An optimizer has one algorithm.
-      if (grad_scale_) prepared_.inverse = inverse_of(*grad_scale_).reshape({});
-      if (clip) prepared_.clip = clip->to(at::kFloat).reshape({});
+    if (std::any_of(entries.begin(), entries.end(), composed)) {
+      if (grad_scale_) prepared_.unscaling.inverse = inverse_of(*grad_scale_).reshape({});
+      if (clip) prepared_.unscaling.clip = clip->to(at::kFloat).reshape({});
       if (found_inf_) prepared_.skip = found_inf_->reshape({}).ne(0);
-      return;
     }
+    if (std::all_of(entries.begin(), entries.end(), composed)) return;
     // The kernels divide by a single number, which has to include the clipping.
     if (clip) grad_scale_ = (grad_scale_ ? *grad_scale_ : at::ones_like(*clip, at::kFloat)) / clip->to(at::kFloat);
   }

@@ -324,9 +324,16 @@ enum {
   TAMP_OPTIM_ADAGRAD = 3,
   TAMP_OPTIM_RMSPROP = 4,
   TAMP_OPTIM_LION = 5,
+  TAMP_OPTIM_MUON = 6,
 };
 
-enum { TAMP_OPTIM_AMSGRAD = 1, TAMP_OPTIM_NESTEROV = 2, TAMP_OPTIM_MAXIMIZE = 4, TAMP_OPTIM_CENTERED = 8 };
+enum {
+  TAMP_OPTIM_AMSGRAD = 1,
+  TAMP_OPTIM_NESTEROV = 2,
+  TAMP_OPTIM_MAXIMIZE = 4,
+  TAMP_OPTIM_CENTERED = 8,
+  TAMP_OPTIM_MATCH_RMS_ADAMW = 16,
+};
 
 // The largest number of states that an algorithm has for a parameter.
 enum { TAMP_OPTIM_STATES = 3 };
@@ -342,8 +349,12 @@ typedef struct tamp_optim_options {
   double dampening;
   double lr_decay;
   double alpha;
-  uint8_t algorithm;  // TAMP_OPTIM_ADAM to TAMP_OPTIM_LION
-  uint8_t flags;      // a sum of TAMP_OPTIM_AMSGRAD, TAMP_OPTIM_NESTEROV, TAMP_OPTIM_MAXIMIZE and TAMP_OPTIM_CENTERED
+  double ns_a;  // the three ns_coefficients
+  double ns_b;
+  double ns_c;
+  uint8_t algorithm;  // TAMP_OPTIM_ADAM to TAMP_OPTIM_MUON
+  uint8_t flags;      // a sum of TAMP_OPTIM_AMSGRAD to TAMP_OPTIM_MATCH_RMS_ADAMW
+  uint8_t ns_steps;
 } tamp_optim_options;
 
 // What a parameter is updated from. Every kind of master weights computes the update in f32.
@@ -358,8 +369,9 @@ enum {
 // gradient has the parameter's dtype or is f32.
 typedef struct tamp_optim_parameter {
   tamp_tensor *parameter;
-  tamp_tensor *step;  // the number of steps, an f32 of one element; null for SGD and Lion without stochastic rounding
-  // For Adam and AdamW exp_avg, exp_avg_sq and, with AMSGrad, max_exp_avg_sq; for SGD with momentum the
+  // The number of steps, an f32 of one element; null for SGD, Lion and Muon without stochastic rounding.
+  tamp_tensor *step;
+  // For Adam and AdamW exp_avg, exp_avg_sq and, with AMSGrad, max_exp_avg_sq; for SGD with momentum and for Muon the
   // momentum_buffer; for Adagrad the sum; for RMSprop square_avg, with momentum the momentum_buffer and, if it is
   // centered, grad_avg; for Lion exp_avg. The others are null.
   tamp_tensor *states[TAMP_OPTIM_STATES];

@@ -82,6 +82,7 @@ Entry StandIns::entry(const Entry &whole, const Piece &piece, Copies &widened) c
   for (auto &state : out.states) {
     if (state.defined()) state = piece.of(state);
   }
+  if (out.orthogonal.defined()) out.orthogonal = piece.of(out.orthogonal);
   return out;
 }
 

@@ -28,6 +28,15 @@ struct Scaling {
   }
 };
 
+// PyTorch unscales gradients in a separate pass for the optimizers without fused kernels: it multiplies by the
+// reciprocal, which is computed in f64.
+template <typename W>
+Scaling<W> multiplying(GradientScale scale, bool maximize) {
+  if (scale.divisor != 1) scale.factor = reciprocal(scale.divisor);
+  scale.divisor = 1;
+  return Scaling<W>(scale, maximize);
+}
+
 template <bool kDivides, typename W>
 TAMP_INLINE W scaled(const Scaling<W> &s, W gradient) {
   return (kDivides ? gradient / s.divisor : gradient * s.factor * s.clip) * s.sign;

@@ -116,11 +116,13 @@ pub(crate) const OPTIM_SGD: u8 = 2;
 pub(crate) const OPTIM_ADAGRAD: u8 = 3;
 pub(crate) const OPTIM_RMSPROP: u8 = 4;
 pub(crate) const OPTIM_LION: u8 = 5;
+pub(crate) const OPTIM_MUON: u8 = 6;
 
 pub(crate) const OPTIM_AMSGRAD: u8 = 1;
 pub(crate) const OPTIM_NESTEROV: u8 = 2;
 pub(crate) const OPTIM_MAXIMIZE: u8 = 4;
 pub(crate) const OPTIM_CENTERED: u8 = 8;
+pub(crate) const OPTIM_MATCH_RMS_ADAMW: u8 = 16;
 
 pub(crate) const OPTIM_STATES: usize = 3;
 
@@ -141,8 +143,12 @@ pub(crate) struct OptimOptions {
     pub(crate) dampening: f64,
     pub(crate) lr_decay: f64,
     pub(crate) alpha: f64,
+    pub(crate) ns_a: f64,
+    pub(crate) ns_b: f64,
+    pub(crate) ns_c: f64,
     pub(crate) algorithm: u8,
     pub(crate) flags: u8,
+    pub(crate) ns_steps: u8,
 }
 
 #[repr(C)]

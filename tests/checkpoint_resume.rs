@@ -7,7 +7,7 @@ mod common;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng, rng_state, set_rng_state};
-use tch_amp::optim::{Adagrad, AdamW, Algorithm, Lion, Optimizer, RmsProp, Sgd};
+use tch_amp::optim::{Adagrad, AdamW, Algorithm, Lion, Muon, Optimizer, RmsProp, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
@@ -117,13 +117,14 @@ fn refuse(folder: &Folder, vs: &VarStore) {
 fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
     let folder = Folder::new();
     let path = folder.file("x.safetensors");
-    let algorithms: [Algorithm; 6] = [
+    let algorithms: [Algorithm; 7] = [
         AdamW::default().amsgrad(true).into(),
         Sgd::default().momentum(0.9).into(),
         Sgd::default().momentum(0.9).dampening(0.5).into(),
         Adagrad::default().into(),
         RmsProp::default().momentum(0.9).centered(true).into(),
         Lion::default().into(),
+        Muon::default().into(),
     ];
     for_each_device(|device| {
         for algorithm in algorithms {

@@ -22,8 +22,8 @@ use tch_amp::loss_scale::{
 };
 use tch_amp::memory::{DeviceMemory, Resident};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, OptimizerState, ParamGroup,
-    ParamGroupState, Parameters, RmsProp, Sgd, Step,
+    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, MasterWeights, Muon, Optimizer,
+    OptimizerState, ParamGroup, ParamGroupState, Parameters, RmsProp, Sgd, Step,
 };
 use tch_amp::policy::{KeepF32, KeptInF32, KeptInF32T, OptLevel, PolicyModule, PolicyModuleT};
 use tch_amp::recompute::{Recomputed, RecomputedT};
@@ -84,6 +84,7 @@ send_and_sync!(
     Adagrad,
     Adam,
     AdamW,
+    AdjustLr,
     Algorithm,
     Audit,
     AuditedGradient,
@@ -110,6 +111,7 @@ send_and_sync!(
     Lion,
     LossScaleState,
     MasterWeights,
+    Muon,
     NoOpLossScale,
     NonFiniteGradient,
     OptLevel,

@@ -36,8 +36,22 @@ pub enum Format {
     /// optimizer.load_state_dict(saved["optimizer"])
     /// ```
     ///
-    /// The groups have PyTorch's options and no others; those of Lion, which PyTorch does not have, have the options of
-    /// its authors' implementation, and `maximize`. Their `fused`, which RMSprop and Lion do not have, is true, except
+    /// PyTorch has two optimizers for Muon, and so its part is a dict of two states. For each group there is one in
+    /// both:
+    ///
+    /// ```python
+    /// for cls, key in [(torch.optim.Muon, "muon"), (torch.optim.AdamW, "adamw")]:
+    ///     groups = saved["tch_amp"]["param_names"]["optimizer"][key]
+    ///     optimizer = cls([{"params": [named[n] for n in group]} for group in groups])
+    ///     optimizer.load_state_dict(saved["optimizer"][key])
+    /// ```
+    ///
+    /// Likewise, `{"muon": muon.state_dict(), "adamw": adamw.state_dict()}` from Python is restored as one optimizer,
+    /// in which each group of the two becomes a group, and those of AdamW have `use_muon: false`.
+    ///
+    /// The groups have PyTorch's options and no others, except that those of Muon have `use_muon` and
+    /// `adamw_lr_factor`, too, which PyTorch keeps; those of Lion, which PyTorch does not have, have the options of
+    /// its authors' implementation, and `maximize`. Their `fused`, which RMSprop, Lion and Muon do not have, is true, except
     /// for complex parameters and for Adagrad on a GPU: PyTorch takes this option from the file, and an optimizer that
     /// was built with `fused=True` fails with a scaler if a group is not fused. Where PyTorch's fused kernels do not
     /// apply, as with sparse gradients, set `group["fused"] = None` after `load_state_dict`. Likewise, create a

@@ -3,7 +3,7 @@
 //! Parts are the common form of both file formats: `stateful` makes them of states and restores states from them,
 //! `safetensors` writes and reads them directly, and `convert` translates them to and from PyTorch's layout.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::plain::Plain;
@@ -35,6 +35,8 @@ pub(crate) struct OptimizerPart {
     pub(crate) params_are_numbers: bool,
     /// Whether an `Adam` may in fact be an `AdamW`: files from PyTorch before 2.7 do not tell them apart.
     pub(crate) adam_or_adamw: bool,
+    /// The parameters that Muon steps. Those of its optimizer that AdamW steps are the others.
+    pub(crate) by_muon: BTreeSet<String>,
 }
 
 /// The state of any other type that has tensors.

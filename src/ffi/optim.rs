@@ -18,6 +18,7 @@ pub(crate) enum OptimAlgorithm {
     Adagrad,
     RmsProp,
     Lion,
+    Muon,
 }
 
 /// The options of a parameter group, by their names in PyTorch. An algorithm ignores those of others.
@@ -32,10 +33,13 @@ pub(crate) struct OptimOptions {
     pub(crate) dampening: f64,
     pub(crate) lr_decay: f64,
     pub(crate) alpha: f64,
+    pub(crate) ns_coefficients: (f64, f64, f64),
+    pub(crate) ns_steps: u8,
     pub(crate) amsgrad: bool,
     pub(crate) nesterov: bool,
     pub(crate) maximize: bool,
     pub(crate) centered: bool,
+    pub(crate) match_rms_adamw: bool,
 }
 
 impl OptimOptions {
@@ -47,11 +51,13 @@ impl OptimOptions {
             OptimAlgorithm::Adagrad => sys::OPTIM_ADAGRAD,
             OptimAlgorithm::RmsProp => sys::OPTIM_RMSPROP,
             OptimAlgorithm::Lion => sys::OPTIM_LION,
+            OptimAlgorithm::Muon => sys::OPTIM_MUON,
         };
         let flags = u8::from(self.amsgrad) * sys::OPTIM_AMSGRAD
             + u8::from(self.nesterov) * sys::OPTIM_NESTEROV
             + u8::from(self.maximize) * sys::OPTIM_MAXIMIZE
-            + u8::from(self.centered) * sys::OPTIM_CENTERED;
+            + u8::from(self.centered) * sys::OPTIM_CENTERED
+            + u8::from(self.match_rms_adamw) * sys::OPTIM_MATCH_RMS_ADAMW;
         sys::OptimOptions {
             lr: self.lr,
             beta1: self.betas.0,
@@ -62,8 +68,12 @@ impl OptimOptions {
             dampening: self.dampening,
             lr_decay: self.lr_decay,
             alpha: self.alpha,
+            ns_a: self.ns_coefficients.0,
+            ns_b: self.ns_coefficients.1,
+            ns_c: self.ns_coefficients.2,
             algorithm,
             flags,
+            ns_steps: self.ns_steps,
         }
     }
 }
@@ -100,7 +110,7 @@ impl Master {
 pub(crate) struct OptimParameter<'a> {
     pub(crate) parameter: &'a Tensor,
     pub(crate) step: Option<&'a Tensor>,
-    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq; for SGD momentum_buffer; for Adagrad sum; for RMSprop
+    /// For Adam and AdamW exp_avg, exp_avg_sq and max_exp_avg_sq; for SGD and Muon momentum_buffer; for Adagrad sum; for RMSprop
     /// square_avg, momentum_buffer and grad_avg; for Lion exp_avg.
     pub(crate) states: [Option<&'a Tensor>; sys::OPTIM_STATES],
     pub(crate) kept: Option<&'a Tensor>,

@@ -7,7 +7,7 @@ use crate::builder::builder;
 use crate::error::{Error, OptimizerError};
 use crate::error::{Result, ensure};
 use crate::ffi::{OptimAlgorithm, OptimOptions};
-use crate::optim::{IntoParameters, Lion, MasterWeights, Optimizer, RmsProp};
+use crate::optim::{IntoParameters, Lion, MasterWeights, Muon, Optimizer, RmsProp};
 
 /// AdamW: Adam with weight decay that acts on the weights directly, not through their gradients. The counterpart of
 /// `torch.optim.AdamW` with `fused=True`.
@@ -224,6 +224,8 @@ pub enum Algorithm {
     RmsProp(RmsProp),
     /// [`Lion`].
     Lion(Lion),
+    /// [`Muon`].
+    Muon(Muon),
 }
 
 macro_rules! build {
@@ -261,7 +263,7 @@ macro_rules! build {
     )*};
 }
 
-build!(AdamW Adam Sgd Adagrad RmsProp Lion);
+build!(AdamW Adam Sgd Adagrad RmsProp Lion Muon);
 
 macro_rules! from_tch {
     ($($config:ident)*) => {$(
@@ -323,7 +325,7 @@ impl From<tch::nn::Sgd> for Sgd {
     }
 }
 
-fn non_negative(field: &'static str, value: f64) -> Result<()> {
+pub(crate) fn non_negative(field: &'static str, value: f64) -> Result<()> {
     ensure(field, value, value >= 0.0 && value.is_finite(), "finite and at least 0")
 }
 
@@ -343,6 +345,7 @@ impl Algorithm {
             Self::Adagrad(_) => "Adagrad",
             Self::RmsProp(_) => "RmsProp",
             Self::Lion(_) => "Lion",
+            Self::Muon(_) => "Muon",
         }
     }
 
@@ -386,6 +389,7 @@ impl Algorithm {
                 check_betas(betas)?;
                 non_negative("weight_decay", weight_decay)
             }
+            Self::Muon(muon) => muon.check(lr),
         }
     }
 
@@ -450,17 +454,22 @@ impl Algorithm {
                 maximize,
                 ..Default::default()
             },
+            Self::Muon(muon) => muon.options(lr),
         }
     }
 
-    pub(crate) fn weight_decay_mut(&mut self) -> &mut f64 {
+    /// Sets the weight decay, for Muon also that of its AdamW.
+    pub(crate) fn set_weight_decay(&mut self, weight_decay: f64) {
         match self {
-            Self::AdamW(config) => &mut config.weight_decay,
-            Self::Adam(config) => &mut config.weight_decay,
-            Self::Sgd(config) => &mut config.weight_decay,
-            Self::Adagrad(config) => &mut config.weight_decay,
-            Self::RmsProp(config) => &mut config.weight_decay,
-            Self::Lion(config) => &mut config.weight_decay,
+            Self::AdamW(config) => config.weight_decay = weight_decay,
+            Self::Adam(config) => config.weight_decay = weight_decay,
+            Self::Sgd(config) => config.weight_decay = weight_decay,
+            Self::Adagrad(config) => config.weight_decay = weight_decay,
+            Self::RmsProp(config) => config.weight_decay = weight_decay,
+            Self::Lion(config) => config.weight_decay = weight_decay,
+            Self::Muon(config) => {
+                (config.weight_decay, config.adamw.weight_decay) = (weight_decay, weight_decay);
+            }
         }
     }
 
@@ -478,6 +487,7 @@ impl Algorithm {
             Self::Adagrad(_) => None,
             Self::RmsProp(config) => Some(&mut config.momentum),
             Self::Lion(config) => Some(&mut config.betas.0),
+            Self::Muon(config) => Some(&mut config.momentum),
         }
     }
 }

@@ -71,7 +71,7 @@ impl Optimizer {
         self.groups.len()
     }
 
-    /// Replaces the options of a group.
+    /// Replaces the options of a group. A parameter that moves between Muon and its AdamW thereby starts with a new state.
     ///
     /// # Errors
     ///
@@ -116,11 +116,10 @@ impl Optimizer {
         self.make_groups(group);
         let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
         let rule = Rule { patterns, group };
-        let mut moved = 0;
-        for slot in self.slots.iter_mut().filter(|slot| rule.matches(&slot.name)) {
-            slot.group = group;
-            moved += 1;
-        }
+        let moved = self.moving(|optimizer| {
+            let slots = optimizer.slots.iter_mut().filter(|slot| rule.matches(&slot.name));
+            slots.map(|slot| slot.group = group).count()
+        });
         self.rules.push(rule);
         Ok(moved)
     }
@@ -158,7 +157,8 @@ impl Optimizer {
         self.change(Some(group), |options| set(&mut options.lr, lr))
     }
 
-    /// Sets the momentum of all groups: for Adam, AdamW and Lion the first beta, as in tch.
+    /// Sets the momentum of all groups: for Adam, AdamW and Lion the first beta, as in tch; for Muon its own, not that of
+    /// its AdamW.
     ///
     /// # Errors
     ///
@@ -168,7 +168,7 @@ impl Optimizer {
         self.change(None, |options| set_momentum(options, momentum))
     }
 
-    /// Sets the momentum of a group: for Adam, AdamW and Lion the first beta, as in tch.
+    /// Sets the momentum of a group, like [`set_momentum`](Self::set_momentum).
     ///
     /// # Errors
     ///
@@ -177,22 +177,28 @@ impl Optimizer {
         self.change(Some(group), |options| set_momentum(options, momentum))
     }
 
-    /// Sets the weight decay of all groups.
+    /// Sets the weight decay of all groups, for Muon also that of its AdamW.
     ///
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] unless it is finite and at least 0; the old value is kept then.
     pub fn set_weight_decay(&mut self, weight_decay: f64) -> Result<()> {
-        self.change(None, |options| set(options.algorithm.weight_decay_mut(), weight_decay))
+        self.change(None, |options| {
+            options.algorithm.set_weight_decay(weight_decay);
+            Ok(())
+        })
     }
 
-    /// Sets the weight decay of a group.
+    /// Sets the weight decay of a group, for Muon also that of its AdamW.
     ///
     /// # Errors
     ///
     /// [`OptimizerError::NoSuchGroup`]; otherwise the same as [`set_weight_decay`](Self::set_weight_decay).
     pub fn set_weight_decay_group(&mut self, group: usize, weight_decay: f64) -> Result<()> {
-        self.change(Some(group), |options| set(options.algorithm.weight_decay_mut(), weight_decay))
+        self.change(Some(group), |options| {
+            options.algorithm.set_weight_decay(weight_decay);
+            Ok(())
+        })
     }
 
     /// Sets the learning rate of each group, and its momentum where there is one; none if a value is refused.
@@ -233,7 +239,7 @@ impl Optimizer {
                 }
             }
         }
-        self.groups = groups;
+        self.moving(|optimizer| optimizer.groups = groups);
         Ok(())
     }
 }

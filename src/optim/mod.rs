@@ -25,6 +25,8 @@ mod config;
 mod first_step;
 mod groups;
 mod masters;
+mod mixed;
+mod muon;
 mod optimizer;
 pub(crate) mod parameters;
 #[cfg_attr(
@@ -43,6 +45,7 @@ pub use composed::{Lion, RmsProp};
 pub use config::{Adagrad, Adam, AdamW, Algorithm, OptimizerBuilder, Sgd};
 pub use groups::ParamGroup;
 pub use masters::MasterWeights;
+pub use muon::{AdjustLr, Muon};
 pub use optimizer::Optimizer;
 pub use parameters::IntoParameters;
 #[cfg(feature = "distributed")]

@@ -18,8 +18,8 @@ use crate::{autocast, ffi};
 
 /// An optimizer whose step is one call for all parameters. It is built by [`AdamW`](crate::optim::AdamW),
 /// [`Adam`](crate::optim::Adam), [`Sgd`](crate::optim::Sgd), [`Adagrad`](crate::optim::Adagrad),
-/// [`RmsProp`](crate::optim::RmsProp) or [`Lion`](crate::optim::Lion). The counterpart of `torch.optim.Optimizer` with
-/// `fused=True`, with the methods of [`tch::nn::Optimizer`].
+/// [`RmsProp`](crate::optim::RmsProp), [`Lion`](crate::optim::Lion) or [`Muon`](crate::optim::Muon). The counterpart of
+/// `torch.optim.Optimizer` with `fused=True`, with the methods of [`tch::nn::Optimizer`].
 ///
 /// Parameters may be f32, f64, bf16 or fp16, on any device. The state of a parameter has the parameter's dtype, except
 /// for `step`, which is f32, and unless [`MasterWeights`] keep the state in f32. Methods that synchronize say so. In
@@ -69,6 +69,8 @@ const LARGEST_GROUP: usize = 65535;
 pub(crate) struct Slot {
     pub(crate) name: String,
     pub(crate) group: usize,
+    /// Whether Muon can step it.
+    pub(crate) is_matrix: bool,
     pub(crate) state: State,
     /// Whether another rank keeps the state and steps the parameter.
     pub(crate) elsewhere: bool,
@@ -180,8 +182,10 @@ impl Optimizer {
             let ruled = self.rules.iter().rev().find(|rule| rule.matches(&name));
             let group = ruled.map_or(group, |rule| rule.group);
             self.make_groups(group);
+            let is_matrix = tensor.dim() == 2;
             self.parameters.push(tensor);
-            self.slots.push(Slot { name, group, state: State::default(), elsewhere: false });
+            let state = State::default();
+            self.slots.push(Slot { name, group, is_matrix, state, elsewhere: false });
         }
         self.divide();
         Ok(())

@@ -147,11 +147,11 @@ impl Optimizer {
 
     /// The bytes that the state of a parameter takes, or the number of its elements if it has no state.
     fn state_bytes(&self, index: usize) -> u64 {
-        let (slot, parameter) = (&self.slots[index], &self.parameters[index]);
+        let parameter = &self.parameters[index];
         let master = self.masters.of(parameter, index);
         let bytes = |kind: Kind| kind.elt_size_in_bytes() as u64;
         let moment = bytes(master.state_kind().unwrap_or_else(|| parameter.kind()));
-        let used = used(&self.groups[slot.group].algorithm);
+        let used = used(&self.algorithm(index));
         let moments = used.into_iter().filter(|used| *used).count() as u64;
         let each = moments * moment + master.kind().map_or(0, bytes);
         parameter.numel() as u64 * each.max(1)

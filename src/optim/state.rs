@@ -24,6 +24,14 @@ pub(crate) struct State {
     pub(crate) first_step: FirstStep,
 }
 
+impl State {
+    /// Makes the next step the first one. The master weight stays.
+    pub(crate) fn restart(&mut self) {
+        let Self { master, loaded, .. } = std::mem::take(self);
+        *self = Self { master, loaded, ..Self::default() };
+    }
+}
+
 /// PyTorch's key for the number of steps.
 pub(crate) const STEP: &str = "step";
 
@@ -34,7 +42,7 @@ pub(crate) const KEPT: usize = 3;
 pub(crate) fn keys(algorithm: &Algorithm) -> &'static [&'static str] {
     match algorithm {
         Algorithm::AdamW(_) | Algorithm::Adam(_) => &["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
-        Algorithm::Sgd(_) => &["momentum_buffer"],
+        Algorithm::Sgd(_) | Algorithm::Muon(_) => &["momentum_buffer"],
         Algorithm::Adagrad(_) => &["sum"],
         Algorithm::RmsProp(_) => &["square_avg", "momentum_buffer", "grad_avg"],
         Algorithm::Lion(_) => &["exp_avg"],
@@ -51,13 +59,13 @@ pub(crate) fn used(algorithm: &Algorithm) -> [bool; KEPT] {
         Algorithm::RmsProp(RmsProp { momentum, centered, .. }) => {
             [true, *momentum != 0.0, *centered]
         }
-        Algorithm::Adagrad(_) | Algorithm::Lion(_) => [true, false, false],
+        Algorithm::Adagrad(_) | Algorithm::Lion(_) | Algorithm::Muon(_) => [true, false, false],
     }
 }
 
 /// Whether the steps of a parameter are counted.
 pub(crate) fn counts_steps(algorithm: &Algorithm, master: Master) -> bool {
-    !matches!(algorithm, Algorithm::Sgd(_) | Algorithm::Lion(_))
+    !matches!(algorithm, Algorithm::Sgd(_) | Algorithm::Lion(_) | Algorithm::Muon(_))
         || matches!(master, Master::Stochastic { .. })
 }
 
@@ -72,7 +80,7 @@ pub(crate) fn is_complete(state: &State, algorithm: &Algorithm, master: Master) 
 /// A state to complete, and what determines its tensors.
 pub(crate) struct Wanted<'a> {
     pub(crate) state: &'a mut State,
-    pub(crate) algorithm: &'a Algorithm,
+    pub(crate) algorithm: Algorithm,
     pub(crate) parameter: &'a Tensor,
     pub(crate) master: Master,
 }
@@ -94,11 +102,11 @@ type Made<'a> = (&'a mut Option<Tensor>, Tensor);
 pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Result<()> {
     let (mut steps, mut missing, mut copies) = (Vec::new(), Vec::new(), Vec::new());
     for Wanted { state, algorithm, parameter, master } in wanted {
-        if counts_steps(algorithm, master) && state.step.is_none() {
+        if counts_steps(&algorithm, master) && state.step.is_none() {
             steps.push((&mut state.step, parameter.device()));
         }
-        let (kind, value) = (master.state_kind(), initial(algorithm));
-        for (place, used) in state.tensors.iter_mut().zip(used(algorithm)) {
+        let (kind, value) = (master.state_kind(), initial(&algorithm));
+        for (place, used) in state.tensors.iter_mut().zip(used(&algorithm)) {
             if used && place.is_none() {
                 missing.push(Missing { place, kind, value, parameter });
             }

@@ -11,7 +11,7 @@ use crate::optim::first_step::{FirstStep, Launch};
 use crate::optim::optimizer::Slot;
 use crate::optim::shards::Shards;
 use crate::optim::state::{is_complete, used};
-use crate::optim::{Algorithm, Optimizer, Step};
+use crate::optim::{Algorithm, Optimizer, ParamGroup, Step};
 
 impl Optimizer {
     /// Takes a step, on all ranks if the state is divided among them.
@@ -106,12 +106,12 @@ impl Optimizer {
 
     fn launch(&mut self, step: &Step<'_>) -> Result<Vec<StepAnswer>> {
         let first_steps = self.first_steps()?;
-        let options: Vec<_> =
-            self.groups.iter().map(|group| group.algorithm.options(group.lr)).collect();
+        let options: Vec<_> = self.groups.iter().flat_map(ParamGroup::options).collect();
         let parameters = self.slots.iter().zip(first_steps).enumerate();
         let parameters = parameters.map(|(index, (slot, first_step))| {
-            let Slot { group, state, elsewhere, .. } = slot;
-            let algorithm = &self.groups[*group].algorithm;
+            let Slot { group, state, elsewhere, is_matrix, .. } = slot;
+            let whole = &self.groups[*group].algorithm;
+            let algorithm = &whole.of(*is_matrix);
             // Tensors that are no longer used, since an option was switched off, are left out.
             let mut states = state.tensors.each_ref().map(Option::as_ref);
             for (tensor, used) in states.iter_mut().zip(used(algorithm)) {
@@ -125,7 +125,7 @@ impl Optimizer {
                 states,
                 kept: state.master.as_ref(),
                 master,
-                options: *group,
+                options: 2 * group + usize::from(whole.leaves_to_adamw(*is_matrix)),
                 first_step,
                 complete: is_complete(state, algorithm, master),
                 elsewhere: *elsewhere,

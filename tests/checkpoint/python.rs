@@ -78,7 +78,7 @@ impl Twin {
 }
 
 /// Parses the output of Python's `float.hex`.
-fn hex_float(text: &str) -> f32 {
+pub(crate) fn hex_float(text: &str) -> f32 {
     let (sign, text) = text.strip_prefix('-').map_or((1.0, text), |text| (-1.0, text));
     let (mantissa, exponent) = text.strip_prefix("0x").unwrap().split_once('p').unwrap();
     let digits = mantissa.replace('.', "");
@@ -123,7 +123,7 @@ fn training_resumes_from_pythons_file() {
         let mut sgd = Sgd::default().build(&twin.vs, 0.1).unwrap();
         let unknown = checkpoint.restore().optimizer("adamax", &mut sgd).apply().unwrap_err();
         let message = "`adamax` in the checkpoint is unsupported (its param_groups are not those \
-                       of Adam, AdamW, SGD, Adagrad, RMSprop or Lion), not an optimizer";
+                       of Adam, AdamW, SGD, Adagrad, RMSprop, Lion or Muon), not an optimizer";
         assert_eq!(unknown.to_string(), message);
         // What this crate cannot read is not silently dropped.
         assert!(checkpoint.save(folder.file("again.pt")).is_err());
@@ -200,13 +200,13 @@ fn pythons_other_optimizers_are_refused_by_name() {
             let refused = checkpoint.restore().optimizer(name, &mut opt).apply().unwrap_err();
             let message = format!(
                 "`{name}` in the checkpoint is unsupported (its param_groups are not those of \
-                 Adam, AdamW, SGD, Adagrad, RMSprop or Lion), not an optimizer"
+                 Adam, AdamW, SGD, Adagrad, RMSprop, Lion or Muon), not an optimizer"
             );
             assert_eq!(refused.to_string(), message);
             assert_eq!(opt.state_dict().unwrap().param_groups, before);
         }
     }
-    assert_eq!(printed.lines().count(), 12, "{printed}");
+    assert_eq!(printed.lines().count(), 11, "{printed}");
 }
 
 /// The options of a file of this crate are given to Python's classes, whose state is then saved.

@@ -6,7 +6,8 @@ use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::distributed::{DistributedError, ProcessGroup};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, OptimizerState, RmsProp, Sgd,
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, OptimizerState, RmsProp,
+    Sgd,
 };
 use tch_amp::{Error, GradScaler};
 
@@ -68,7 +69,7 @@ fn state_bits(state: &OptimizerState) -> Vec<(String, String, Vec<u8>)> {
     tensors.collect()
 }
 
-fn algorithms() -> [Algorithm; 7] {
+fn algorithms() -> [Algorithm; 8] {
     [
         AdamW::default().into(),
         Adam::default().amsgrad(true).into(),
@@ -77,6 +78,7 @@ fn algorithms() -> [Algorithm; 7] {
         Adagrad::default().into(),
         RmsProp::default().centered(true).into(),
         Lion::default().into(),
+        Muon::default().into(),
     ]
 }
 

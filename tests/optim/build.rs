@@ -3,7 +3,9 @@
 use rstest::rstest;
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, AmpOptimizer, Lion, OptimizerError, RmsProp, Sgd};
+use tch_amp::optim::{
+    Adagrad, Adam, AdamW, AmpOptimizer, Lion, Muon, OptimizerError, RmsProp, Sgd,
+};
 use tch_amp::{Error, GradScaler};
 
 use crate::common::tensors::leaf;
@@ -118,6 +120,18 @@ fn options_outside_their_range_are_refused_by_their_names() {
         (RmsProp::default().weight_decay(NAN).build(none(), 0.1), "weight_decay"),
         (Lion::default().betas((0.9, 1.0)).build(none(), 0.1), "betas"),
         (Lion::default().weight_decay(-1.0).build(none(), 0.1), "weight_decay"),
+        (Muon::default().momentum(1.0).build(none(), 0.1), "momentum"),
+        (Muon::default().weight_decay(-1.0).build(none(), 0.1), "weight_decay"),
+        (Muon::default().ns_coefficients((1.0, NAN, 1.0)).build(none(), 0.1), "ns_coefficients"),
+        (Muon::default().ns_steps(100).build(none(), 0.1), "ns_steps"),
+        (Muon::default().eps(0.0).build(none(), 0.1), "eps"),
+        (Muon::default().adamw_lr_factor(-1.0).build(none(), 0.1), "adamw_lr_factor"),
+        (Muon::default().adamw_lr_factor(1e308).build(none(), 10.0), "lr"),
+        (Muon::default().adamw(AdamW::default().eps(-1.0)).build(none(), 0.1), "eps"),
+        (
+            Muon::default().adamw(AdamW::default().maximize(true)).build(none(), 0.1),
+            "adamw.maximize",
+        ),
     ];
     for (result, field) in refused {
         let error = result.unwrap_err();

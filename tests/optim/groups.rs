@@ -3,7 +3,9 @@
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, OptimizerError, RmsProp, Sgd};
+use tch_amp::optim::{
+    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, OptimizerError, RmsProp, Sgd,
+};
 
 use crate::common::tensors::leaf;
 use crate::{set_grad, to_f64};
@@ -207,6 +209,11 @@ fn the_defaults_are_pytorchs() {
     assert_eq!(RmsProp::from(tch::nn::RmsProp::default()), rmsprop);
     let lion = Lion::default();
     assert_eq!((lion.betas, lion.weight_decay, lion.maximize), ((0.9, 0.99), 0.0, false));
+    let muon = Muon::default();
+    assert_eq!((muon.momentum, muon.nesterov, muon.weight_decay), (0.95, true, 0.1));
+    assert_eq!((muon.ns_coefficients, muon.ns_steps), ((3.4445, -4.775, 2.0315), 5));
+    assert_eq!((muon.eps, muon.adjust_lr_fn), (1e-7, AdjustLr::Original));
+    assert_eq!((muon.use_muon, muon.adamw, muon.adamw_lr_factor), (true, adamw, 1.0));
 }
 
 #[test]

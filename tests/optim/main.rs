@@ -11,6 +11,7 @@ mod f32_gradients;
 mod groups;
 mod lost_updates;
 mod masters;
+mod muon;
 mod numbers;
 mod refused;
 mod replaced;
@@ -21,7 +22,7 @@ mod state;
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, IntoParameters, Lion, Optimizer, RmsProp, Sgd,
+    Adagrad, Adam, AdamW, Algorithm, IntoParameters, Lion, Muon, Optimizer, RmsProp, Sgd,
 };
 
 /// One of each algorithm, with all the options that affect its arithmetic.
@@ -46,6 +47,8 @@ fn algorithms() -> Vec<Algorithm> {
         rmsprop.centered(true).momentum(0.5).weight_decay(0.0).into(),
         lion.into(),
         lion.betas((0.5, 0.75)).maximize(true).into(),
+        // Steps vectors by AdamW.
+        Muon::default().adamw_lr_factor(0.5).into(),
     ]
 }
 

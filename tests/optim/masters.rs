@@ -4,7 +4,7 @@
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, RmsProp, Sgd,
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd,
 };
 use tch_amp::scaler::GradScalerConfig;
 
@@ -222,12 +222,13 @@ fn stochastic_rounding_is_determined_by_its_seed() {
 
 #[test]
 fn masters_are_saved_and_recreated() {
-    let algorithms: [Algorithm; 5] = [
+    let algorithms: [Algorithm; 6] = [
         AdamW::default().into(),
         Sgd::default().into(),
         Adagrad::default().into(),
         RmsProp::default().momentum(0.5).centered(true).into(),
         Lion::default().into(),
+        Muon::default().into(),
     ];
     for algorithm in algorithms {
         for masters in [

@@ -4,7 +4,7 @@
 
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::optim::{
-    Adagrad, AdamW, Lion, MasterWeights, Optimizer, OptimizerState, RmsProp, Sgd,
+    Adagrad, AdamW, Lion, MasterWeights, Muon, Optimizer, OptimizerState, RmsProp, Sgd,
 };
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result};
@@ -31,19 +31,20 @@ fn build(rng: &mut Rng, list: &[Tensor]) -> Optimizer {
     let modes = [MasterWeights::None, MasterWeights::Float, MasterWeights::Remainder, random];
     let masters = *rng.pick(&modes);
     let list: Vec<_> = list.iter().map(Tensor::shallow_clone).collect();
-    let built = match rng.below(5) {
+    let built = match rng.below(6) {
         0 => AdamW::default().master_weights(masters).build(list, 0.01),
         1 => Sgd::default().momentum(0.9).master_weights(masters).build(list, 0.01),
         2 => Adagrad::default().master_weights(masters).build(list, 0.01),
         3 => RmsProp::default().momentum(0.9).master_weights(masters).build(list, 0.01),
-        _ => Lion::default().master_weights(masters).build(list, 0.01),
+        4 => Lion::default().master_weights(masters).build(list, 0.01),
+        _ => Muon::default().master_weights(masters).build(list, 0.01),
     };
     built.unwrap()
 }
 
 fn values(rng: &mut Rng, kind: Kind) -> Tensor {
     let numbers: Vec<f64> = (0..4).map(|_| rng.eighth()).collect();
-    Tensor::from_slice(&numbers).to_kind(kind)
+    Tensor::from_slice(&numbers).to_kind(kind).reshape([2, 2])
 }
 
 impl World {

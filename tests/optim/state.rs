@@ -85,6 +85,7 @@ fn the_keys_are_pytorchs() {
         vec!["grad_avg", "momentum_buffer", "square_avg", "step"],
         vec!["exp_avg"],
         vec!["exp_avg"],
+        vec!["exp_avg", "exp_avg_sq", "step"],
     ];
     for (algorithm, want) in algorithms().into_iter().zip(want) {
         let mut opt = build(algorithm, named(Device::Cpu), 0.1);

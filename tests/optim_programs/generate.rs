@@ -2,7 +2,9 @@
 
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, ParamGroup, RmsProp, Sgd};
+use tch_amp::optim::{
+    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, ParamGroup, RmsProp, Sgd,
+};
 
 use crate::common::bits::hex;
 use crate::common::rng::Rng;
@@ -60,7 +62,7 @@ pub fn program(seed: u64) -> Program {
     let rng = &mut Rng::new(seed);
     let mode =
         *rng.pick(&[Mode::Plain, Mode::Scaler, Mode::Unscale, Mode::Clip, Mode::Transaction]);
-    let which = rng.below(6);
+    let which = rng.below(7);
     let initial = *rng.pick(&[0.0, 0.5]);
     let groups: Vec<_> = (0..=rng.below(3))
         .map(|_| ParamGroup::new(magnitude(rng, -1.0), algorithm(which, initial, rng)))
@@ -124,8 +126,27 @@ fn algorithm(which: usize, initial_accumulator_value: f64, rng: &mut Rng) -> Alg
             .centered(amsgrad)
             .maximize(maximize)
             .into(),
-        _ => Lion::default().betas(betas).weight_decay(weight_decay).maximize(maximize).into(),
+        5 => Lion::default().betas(betas).weight_decay(weight_decay).maximize(maximize).into(),
+        _ => {
+            let adamw = AdamW::default().betas(betas).eps(eps).weight_decay(weight_decay);
+            muon(rng, adamw.amsgrad(amsgrad)).into()
+        }
     }
+}
+
+fn muon(rng: &mut Rng, adamw: AdamW) -> Muon {
+    Muon::default()
+        // With 0, the sign of a zero in the buffer depends on its place.
+        .momentum(*rng.pick(&[0.95, 0.3, 0.7]))
+        .nesterov(rng.one_in(2))
+        .weight_decay(if rng.one_in(2) { 0.0 } else { magnitude(rng, 0.0) })
+        .ns_coefficients(*rng.pick(&[(3.4445, -4.775, 2.0315), (2.0, -1.5, 0.5)]))
+        .ns_steps(*rng.pick(&[5, 3, 1, 0]))
+        .eps(*rng.pick(&[1e-7, 0.5]))
+        .adjust_lr_fn(*rng.pick(&[AdjustLr::Original, AdjustLr::MatchRmsAdamW]))
+        .use_muon(!rng.one_in(4))
+        .adamw(adamw)
+        .adamw_lr_factor(*rng.pick(&[1.0, 0.1, 0.015]))
 }
 
 fn parameter(rng: &mut Rng, groups: usize, which: usize, mode: Mode, first: bool) -> Parameter {
@@ -138,7 +159,7 @@ fn parameter(rng: &mut Rng, groups: usize, which: usize, mode: Mode, first: bool
         _ if which == 2 || which == 3 => 3,
         Mode::Clip => 3,
         // PyTorch unscales in a separate pass for RMSprop and Lion, and rounds.
-        Mode::Scaler if which > 3 => 3,
+        Mode::Scaler if which == 4 || which == 5 => 3,
         // PyTorch's `unscale_` refuses fp16 gradients.
         Mode::Unscale | Mode::Transaction => 4,
         Mode::Plain | Mode::Scaler => 5,
@@ -150,10 +171,18 @@ fn parameter(rng: &mut Rng, groups: usize, which: usize, mode: Mode, first: bool
         2 => (vec![5, 7], Layout::Transposed),
         3 => (vec![2, 3, 4, 5], Layout::ChannelsLast),
         4 => (vec![40 + rng.below(30) as i64], Layout::Contiguous),
+        // Large enough for the products that libtorch leaves to oneDNN.
+        5 if which == 6 => {
+            (vec![16 + rng.below(30) as i64, 16 + rng.below(30) as i64], any_order(rng))
+        }
         _ => (vec![1 + rng.below(6) as i64, 1 + rng.below(20) as i64], Layout::Contiguous),
     };
     let values = numbers(rng, &shape, kind, 1.0);
     Parameter { kind, shape, layout, group: rng.below(groups), values }
+}
+
+fn any_order(rng: &mut Rng) -> Layout {
+    *rng.pick(&[Layout::Contiguous, Layout::Transposed])
 }
 
 fn step(rng: &mut Rng, params: &[Parameter], mode: Mode, scale: f64, which: usize) -> Step {

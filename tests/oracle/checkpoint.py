@@ -12,6 +12,10 @@ odd FOLDER: writes files with what Python programs save besides.
 others FILE: writes the states of all optimizers that this crate lacks, and prints their names.
 options FOLDER: gives the options of each optimizer in FOLDER/rust.pt to the class that its name begins with, and writes
 the states of the new optimizers to FOLDER/python.pt.
+save_muon FOLDER: trains a little with Muon and AdamW, writes their states with and without names, and prints the
+losses of the next steps.
+resume_muon FOLDER: loads FOLDER/rust.pt as this crate wrote it into Muon and AdamW, writes their states without names
+and with other learning rates, and prints the losses of the next steps.
 version: prints PyTorch's.
 safe FILE: reads a safetensors file with nothing but its specification and prints what is in it.
 """
@@ -192,7 +196,7 @@ def others(path):
         for decoupled in [False, True]:
             cls = getattr(torch.optim, name)
             built[f"{name} {decoupled}"] = cls(weight, weight_decay=0.1, decoupled_weight_decay=decoupled)
-    for name in ["Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "Muon", "Rprop", "SparseAdam"]:
+    for name in ["Adadelta", "Adafactor", "Adamax", "ASGD", "LBFGS", "Rprop", "SparseAdam"]:
         built[name] = getattr(torch.optim, name)(weight)
     torch.save({name: opt.state_dict() for name, opt in built.items()}, path)
     print(*built, sep="\n")
@@ -216,6 +220,64 @@ def options(folder):
         opt = cls([("w", nn.Parameter(torch.ones(1)))], **accepted)
         states[name] = opt.state_dict()
     torch.save(states, f"{folder}/python.pt")
+
+
+def muon_model():
+    net = nn.ModuleDict({"hidden": nn.Linear(3, 4, bias=False), "head": nn.Linear(4, 2)})
+    with torch.no_grad():
+        for param in net.parameters():
+            param.copy_(ramp(-0.5, *param.shape))
+    return net
+
+
+def train_muon(net, opts, steps):
+    losses = []
+    for _ in range(steps):
+        loss = net["head"](net["hidden"](data())).square().mean()
+        for opt in opts:
+            opt.zero_grad()
+        loss.backward()
+        for opt in opts:
+            opt.step()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def muon_and_adamw(hidden, head):
+    muon = torch.optim.Muon(hidden, lr=0.1, adjust_lr_fn="match_rms_adamw")
+    return muon, torch.optim.AdamW(head, lr=0.02, weight_decay=0.5, fused=True)
+
+
+def save_muon(folder):
+    for name in ["plain", "named"]:
+        net = muon_model()
+        parts = [list(net[key].named_parameters(prefix=key)) for key in ("hidden", "head")]
+        if name == "plain":
+            parts = [[param for _, param in part] for part in parts]
+        opts = muon_and_adamw(*parts)
+        train_muon(net, opts, 3)
+        both = {"muon": opts[0].state_dict(), "adamw": opts[1].state_dict()}
+        torch.save({"model": net.state_dict(), "optimizer": both, **both}, f"{folder}/{name}.pt")
+    print(*train_muon(net, opts, STEPS))
+
+
+def resume_muon(folder):
+    saved = torch.load(f"{folder}/rust.pt", weights_only=True)
+    net = muon_model()
+    net.load_state_dict(saved["model"])
+    named = dict(net.named_parameters())
+    opts = []
+    for cls, key in [(torch.optim.Muon, "muon"), (torch.optim.AdamW, "adamw")]:
+        names = saved["tch_amp"]["param_names"]["optimizer"][key]
+        opts.append(cls([{"params": [named[name] for name in group]} for group in names]))
+        opts[-1].load_state_dict(saved["optimizer"][key])
+    print(*train_muon(net, opts, STEPS))
+    for factor in (1.0, 0.5):
+        for group in opts[1].param_groups:
+            group["lr"] *= factor
+        both = {"muon": opts[0].state_dict(), "adamw": opts[1].state_dict()}
+        torch.save({"model": net.state_dict(), "optimizer": both}, f"{folder}/python-{factor}.pt")
+    print(*train_muon(net, opts, STEPS))
 
 
 def safe(path):
@@ -276,5 +338,5 @@ def version():
 
 
 if __name__ == "__main__":
-    commands = [save, resume, state, save_norm, load_norm, golden, odd, others, options, version, safe]
+    commands = [save, resume, state, save_norm, load_norm, golden, odd, others, options, version, safe, save_muon, resume_muon]
     {command.__name__: command for command in commands}[sys.argv[1]](*sys.argv[2:])

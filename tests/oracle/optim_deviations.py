@@ -72,6 +72,34 @@ def rmsprop_rounds_halves_after_each_operation():
     assert results[0] != [torch.tensor(results[1][0]).bfloat16().tolist()]
 
 
+def muon_normalizes_a_bf16_momentum_buffer_in_place():
+    for nesterov, dtype, is_kept in [(False, torch.bfloat16, False), (True, torch.bfloat16, True), (False, None, True)]:
+        param = weight(torch.ones(2, 2, dtype=dtype), torch.full((2, 2), 8.0, dtype=dtype))
+        optimizer = torch.optim.Muon([param], momentum=0.5, nesterov=nesterov)
+        optimizer.step()
+        # The momentum is half of the gradient, and its norm is 8.
+        buffer = optimizer.state[param]["momentum_buffer"].tolist()
+        assert buffer == [[4.0 if is_kept else 0.5] * 2] * 2, buffer
+
+
+def muon_rounds_halves_after_each_operation():
+    start, grad = torch.linspace(0.5, 1.5, 64).view(8, 8), torch.linspace(-1, 1, 64).view(8, 8).sin()
+    half = weight(start.bfloat16(), grad.bfloat16())
+    wide = weight(start.bfloat16().float(), grad.bfloat16().float())
+    results = [stepped(torch.optim.Muon([param], lr=0.01)) for param in (half, wide)]
+    assert results[0] != [torch.tensor(results[1][0]).bfloat16().tolist()]
+
+
+def muon_takes_only_matrices():
+    for shape in [(3,), (2, 3, 4, 4)]:
+        try:
+            torch.optim.Muon([torch.ones(shape, requires_grad=True)])
+        except ValueError as error:
+            assert "2D" in str(error), error
+        else:
+            raise AssertionError(shape)
+
+
 def the_weight_of_an_equal_average_is_f32():
     average, update = [torch.zeros(1, dtype=torch.float64)], [torch.ones(1, dtype=torch.float64)]
     swa_utils.get_swa_multi_avg_fn()(average, update, torch.tensor(2))
@@ -87,5 +115,8 @@ an_initial_accumulator_of_a_group_is_ignored()
 frozen_parameters_are_stepped()
 half_norms_are_halves()
 rmsprop_rounds_halves_after_each_operation()
+muon_normalizes_a_bf16_momentum_buffer_in_place()
+muon_rounds_halves_after_each_operation()
+muon_takes_only_matrices()
 the_weight_of_an_equal_average_is_f32()
 print("as the table says")

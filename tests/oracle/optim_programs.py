@@ -5,6 +5,7 @@ in the update of halves, the same is done here for a program on GPUs.
 """
 
 import contextlib
+import functools
 import json
 import sys
 
@@ -54,16 +55,17 @@ def in_f32_between_steps(cls):
     """
 
     class Computed(cls):
-        def step(self):
+        def step(self, prepare=lambda grad: grad):
             params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-            halves = [(p, p.dtype, p.grad) for p in params if p.element_size() == 2]
-            for param, _, grad in halves:
+            before = [(p, p.dtype, p.grad) for p in params]
+            for param, dtype, grad in before:
+                wide = torch.promote_types(dtype, torch.float32)
                 param.grad = None
-                param.data = param.data.float()
-                param.grad = grad.float()
-                self.convert(param, torch.float32)
+                param.data = param.data.to(wide)
+                param.grad = prepare(grad.to(wide))
+                self.convert(param, wide)
             super().step()
-            for param, dtype, grad in halves:
+            for param, dtype, grad in before:
                 param.grad = None
                 param.data = param.data.to(dtype)
                 param.grad = grad
@@ -78,6 +80,50 @@ def in_f32_between_steps(cls):
     return Computed
 
 
+class MuonAndAdamW(torch.optim.Optimizer):
+    """torch.optim.Muon for the matrices of the groups that use it, and a fused torch.optim.AdamW for the rest."""
+
+    def __init__(self, groups, lr, fused):
+        super().__init__(groups, {"lr": lr})
+        self.parts = []
+        self.makes_states = False  # also in a step that is skipped
+        for group in self.param_groups:
+            matrices = [p for p in group["params"] if p.ndim == 2 and group["use_muon"]]
+            rest = [p for p in group["params"] if not (p.ndim == 2 and group["use_muon"])]
+            keys = ("weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn")
+            options = {key: group[key] for key in keys}
+            options["ns_coefficients"] = tuple(group["ns_coefficients"])
+            if matrices:
+                self.parts.append((group, 1.0, in_f32_between_steps(torch.optim.Muon)(matrices, **options)))
+            if rest:
+                adamw = torch.optim.AdamW(rest, **group["adamw"], fused=fused)
+                self.parts.append((group, group["adamw_lr_factor"], adamw))
+
+    def step(self):
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group, factor, part in self.parts:
+            part.param_groups[0]["lr"] = group["lr"] * factor
+            if isinstance(part, torch.optim.AdamW):
+                part.grad_scale, part.found_inf = scale, found_inf
+                part.step()
+            else:
+                self.step_muon(part, scale, found_inf)
+            for param, state in part.state.items():
+                self.state[param] = state
+
+    def step_muon(self, part, scale, found_inf):
+        params = [p for p in part.param_groups[0]["params"] if p.grad is not None]
+        if found_inf is not None and found_inf.item():
+            if self.makes_states:
+                for param in params:
+                    part.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+            return
+        scale, clip = getattr(self, "unscaling", (scale, None))
+        factors = [] if scale is None else [scale.double().reciprocal().float()]
+        factors += [] if clip is None else [clip]
+        part.step(lambda grad: functools.reduce(torch.mul, factors, grad))
+
+
 CLASSES = {
     "AdamW": torch.optim.AdamW,
     "Adam": torch.optim.Adam,
@@ -85,6 +131,7 @@ CLASSES = {
     "Adagrad": torch.optim.Adagrad,
     "RmsProp": in_f32_between_steps(torch.optim.RMSprop),
     "Lion": in_f32_between_steps(Lion),
+    "Muon": MuonAndAdamW,
 }
 # Those without a fused version: the scaler unscales their gradients before their step.
 COMPOSED = ("RmsProp", "Lion")
@@ -153,6 +200,7 @@ class Training:
         if not self.composed:
             # Adagrad says so from PyTorch 2.13 on, and could before.
             self.optimizer._step_supports_amp_scaling = True
+        self.optimizer.makes_states = program["gpus"] > 0
         self.scaler = torch.amp.GradScaler("cpu", enabled=program["mode"] != "plain", init_scale=program["scale"])
         self.scaler.scale(torch.tensor(1.0))
 
@@ -209,8 +257,10 @@ class Training:
             divisor = self.scaler._scale / factor
             # The scaler hands it to the fused optimizer.
             self.scaler._get_scale_async = lambda: divisor
+            # Muon multiplies by each.
+            self.optimizer.unscaling = (self.scaler._scale, factor)
             yield
-            del self.scaler._get_scale_async
+            del self.scaler._get_scale_async, self.optimizer.unscaling
             return
         if mode in ("unscale", "clip", "transaction"):
             self.scaler.unscale_(self.optimizer)
@@ -229,7 +279,7 @@ class Training:
         if step["overflow"]:
             # PyTorch takes a skipped first step for taken and goes on with a buffer that nobody has written.
             for param in fresh:
-                if "momentum_buffer" in self.optimizer.state[param]:
+                if "momentum_buffer" in self.optimizer.state[param] and self.program["algorithm"] != "Muon":
                     self.optimizer.state[param]["momentum_buffer"] = None
             if self.composed and self.program["gpus"]:
                 self.make_states()

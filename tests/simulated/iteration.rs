@@ -1,7 +1,7 @@
 //! Whole iterations with a scaler, for parameters on the simulated GPUs.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, RmsProp, Sgd};
+use tch_amp::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, Muon, RmsProp, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{GradScaler, Result, autocast};
 
@@ -33,6 +33,7 @@ pub fn algorithms() -> Vec<(&'static str, Algorithm)> {
         ("Adagrad", Adagrad::default().into()),
         ("RMSprop", RmsProp::default().momentum(0.9).centered(true).into()),
         ("Lion", Lion::default().into()),
+        ("Muon", Muon::default().into()),
     ]
 }
 

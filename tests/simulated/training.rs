@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Optimizer, RmsProp, Sgd,
+    Adagrad, Adam, AdamW, Algorithm, Lion, MasterWeights, Muon, Optimizer, RmsProp, Sgd,
 };
 
 use crate::common::bits::bits;
@@ -25,6 +25,7 @@ pub fn algorithms() -> Vec<Algorithm> {
         Adagrad::default().into(),
         rmsprop().into(),
         Lion::default().weight_decay(0.1).into(),
+        Muon::default().into(),
     ]
 }
 

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::gradients::{clip_grad_norm, clip_grad_value};
 use tch_amp::optim::{
-    Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, Optimizer, RmsProp, Sgd,
+    Adagrad, Adam, AdamW, Algorithm, AmpOptimizer, Lion, MasterWeights, Muon, Optimizer, RmsProp,
+    Sgd,
 };
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
 use tch_amp::{GradScaler, Result};
@@ -13,7 +14,7 @@ use tch_amp::{GradScaler, Result};
 use crate::common::descent::Descent;
 use crate::{assert_takes, numbers, with_each_kind, witness};
 
-const ALGORITHMS: usize = 6;
+const ALGORITHMS: usize = 7;
 
 fn build(algorithm: usize, list: Vec<Tensor>, masters: MasterWeights) -> Result<Optimizer> {
     match algorithm {
@@ -22,7 +23,8 @@ fn build(algorithm: usize, list: Vec<Tensor>, masters: MasterWeights) -> Result<
         2 => Sgd::default().momentum(0.9).master_weights(masters).build(list, 0.1),
         3 => Adagrad::default().master_weights(masters).build(list, 0.1),
         4 => RmsProp::default().momentum(0.9).master_weights(masters).build(list, 0.1),
-        _ => Lion::default().master_weights(masters).build(list, 0.1),
+        5 => Lion::default().master_weights(masters).build(list, 0.1),
+        _ => Muon::default().master_weights(masters).build(list, 0.1),
     }
 }
 

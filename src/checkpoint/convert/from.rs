@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::{KEY, plain};
+use super::{KEY, muon, plain};
 use crate::checkpoint::entry::{Entry, Location};
 use crate::checkpoint::part::{Part, StatePart};
 use crate::checkpoint::pickle::{TensorRef, Value, get};
@@ -73,6 +73,9 @@ impl Reader<'_> {
         let part = match value {
             Value::Tensor(tensor) => self.entry(tensor).map(Part::Tensor),
             Value::Dict(items) if has(items, "state") && has(items, "param_groups") => {
+                return self.optimizer(items, None).unwrap_or_else(Part::Unknown);
+            }
+            Value::Dict(items) if muon::is_pair(items) => {
                 return self.optimizer(items, None).unwrap_or_else(Part::Unknown);
             }
             Value::Dict(items) if items.is_empty() => Some(Part::Empty),

@@ -2,12 +2,14 @@
 //!
 //! PyTorch does not save the name of the algorithm, so it is inferred from the options: `lr_decay` makes Adagrad,
 //! `amsgrad` makes Adam or, with a true `decoupled_weight_decay`, AdamW, `momentum` with `dampening` makes SGD, and
-//! `centered` makes RMSprop. `betas` without `eps` make Lion, which PyTorch does not have.
+//! `centered` makes RMSprop, and `ns_steps` makes Muon. `betas` without `eps` make Lion, which PyTorch does not have.
 
 use super::plain;
 use crate::checkpoint::pickle::{Value, get};
 use crate::checkpoint::plain::Plain;
-use crate::optim::{Adagrad, Adam, AdamW, Algorithm, Lion, ParamGroup, RmsProp, Sgd};
+use crate::optim::{
+    Adagrad, Adam, AdamW, AdjustLr, Algorithm, Lion, Muon, ParamGroup, RmsProp, Sgd,
+};
 
 type Items = Vec<(Value, Value)>;
 
@@ -22,12 +24,20 @@ pub(super) fn from_python(group: &[(Value, Value)]) -> Result<ParamGroup, String
         () if has("amsgrad") => "Adam",
         () if has("momentum") && has("dampening") => "Sgd",
         () if has("centered") => "RmsProp",
+        () if has("ns_steps") => "Muon",
         () if has("betas") && !has("eps") => "Lion",
-        () => return Err("are not those of Adam, AdamW, SGD, Adagrad, RMSprop or Lion".to_owned()),
+        () => {
+            let known = "are not those of Adam, AdamW, SGD, Adagrad, RMSprop, Lion or Muon";
+            return Err(known.to_owned());
+        }
     };
-    let options = group.iter().filter(
-        |(key, _)| !matches!(key, Value::Str(name) if name == "params" || name == "param_names"),
-    );
+    let is_option = |(key, value): &&(Value, Value)| match key {
+        Value::Str(name) if name == "params" || name == "param_names" => false,
+        // PyTorch's default.
+        Value::Str(name) if name == "adjust_lr_fn" => *value != Value::None,
+        _ => true,
+    };
+    let options = group.iter().filter(is_option);
     let options = plain::from_python(&Value::Dict(options.cloned().collect()));
     let Some(Plain::Map(mut options)) = options else {
         return Err("have a tensor among their options".to_owned());
@@ -82,6 +92,10 @@ pub(super) fn to_python(group: &ParamGroup, has_fused_kernels: bool) -> Items {
             items.push(flag("maximize", maximize));
             return items;
         }
+        Algorithm::Muon(config) => {
+            items.extend(muon(&config));
+            return items;
+        }
     }
     items.push(flag("differentiable", false));
     items.push(("foreach".into(), Value::None));
@@ -115,6 +129,27 @@ fn rmsprop(config: &RmsProp) -> Items {
         ("foreach".into(), Value::None),
         flag("maximize", maximize),
         flag("differentiable", false),
+    ]
+}
+
+/// The options of PyTorch's Muon, and those that only this crate has. PyTorch keeps them.
+fn muon(config: &Muon) -> Items {
+    let Muon { momentum, nesterov, weight_decay, eps, ns_steps, .. } = *config;
+    let (a, b, c) = config.ns_coefficients;
+    let adjust = match config.adjust_lr_fn {
+        AdjustLr::Original => "original",
+        AdjustLr::MatchRmsAdamW => "match_rms_adamw",
+    };
+    vec![
+        float("weight_decay", weight_decay),
+        float("momentum", momentum),
+        flag("nesterov", nesterov),
+        ("ns_coefficients".into(), Value::Tuple([a, b, c].map(Value::Float).to_vec())),
+        float("eps", eps),
+        ("ns_steps".into(), Value::Int(ns_steps.into())),
+        ("adjust_lr_fn".into(), adjust.into()),
+        flag("use_muon", config.use_muon),
+        float("adamw_lr_factor", config.adamw_lr_factor),
     ]
 }
 

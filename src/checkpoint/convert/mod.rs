@@ -1,12 +1,13 @@
 //! Conversion between the parts of a checkpoint and PyTorch's layout, a dict of state dicts.
 //!
 //! `to` makes the layout for a file that is saved, and `from` makes parts of one that was loaded, with `optimizer`,
-//! `groups` and `plain` for what the two formats express differently. A file that this crate has saved records the kind
+//! `muon`, `groups` and `plain` for what the two formats express differently. A file that this crate has saved records the kind
 //! of each part under the key `tch_amp`. In a file from Python the kind is guessed from the keys: `state` and
 //! `param_groups` make an optimizer, and `growth_factor` makes a scaler.
 
 mod from;
 mod groups;
+mod muon;
 mod optimizer;
 mod plain;
 mod to;

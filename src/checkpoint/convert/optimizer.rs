@@ -9,17 +9,17 @@ use std::collections::BTreeMap;
 use tch::Tensor;
 
 use super::from::{Items, Problem, Reader};
-use super::{groups, plain};
+use super::{groups, muon, plain};
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::{OptimizerPart, Part};
 use crate::checkpoint::pickle::{TensorRef, Value, get};
 use crate::checkpoint::plain::Plain;
-use crate::optim::{ParamGroup, ParamGroupState, Saved as _};
+use crate::optim::{Algorithm, ParamGroup, ParamGroupState, Saved as _};
 
 /// A parameter group in PyTorch's layout.
-struct Group {
-    options: ParamGroup,
-    numbers: Vec<i64>,
+pub(super) struct Group {
+    pub(super) options: ParamGroup,
+    pub(super) numbers: Vec<i64>,
     /// In the order of the numbers.
     names: Option<Vec<String>>,
     may_be_adamw: bool,
@@ -27,7 +27,7 @@ struct Group {
 
 /// Returns the names of the parameters in each group, which this crate or PyTorch has saved in addition to the numbers;
 /// `None` if there are none, or their counts are not those of the groups.
-fn names_of(groups: &[Group], noted: Option<&Plain>) -> Option<Vec<Vec<String>>> {
+pub(super) fn names_of(groups: &[Group], noted: Option<&Plain>) -> Option<Vec<Vec<String>>> {
     let noted = noted.and_then(|names| names.read().ok());
     let beside = || groups.iter().map(|group| group.names.clone()).collect();
     let fit = |names: &Vec<Vec<String>>| {
@@ -36,20 +36,59 @@ fn names_of(groups: &[Group], noted: Option<&Plain>) -> Option<Vec<Vec<String>>>
     noted.or_else(beside).filter(fit)
 }
 
+/// The numbers of the parameters in each group as names, plus `offset`.
+pub(super) fn numbered(groups: &[Group], offset: i64) -> Vec<Vec<String>> {
+    let names = |group: &Group| {
+        group.numbers.iter().map(|number| number.saturating_add(offset).to_string()).collect()
+    };
+    groups.iter().map(names).collect()
+}
+
 impl Reader<'_> {
     /// Converts an optimizer. `names` are those of the parameters in each group, if this crate has recorded them.
     pub(super) fn optimizer(&self, items: &Items, names: Option<&Plain>) -> Result<Part, Problem> {
-        let (Some(Value::Dict(state)), Some(Value::List(groups))) =
-            (get(items, "state"), get(items, "param_groups"))
-        else {
-            return Err("is not an optimizer".to_owned());
-        };
-        let groups = groups.iter().map(|group| self.group(group));
-        let groups = groups.collect::<Result<Vec<_>, _>>()?;
+        if muon::is_pair(items) {
+            return self.muon_and_adamw(items, names);
+        }
+        let groups = self.groups(items)?;
         let names = names_of(&groups, names);
         let params_are_numbers = names.is_none();
-        let numbered = |group: &Group| group.numbers.iter().map(i64::to_string).collect();
-        let names = names.unwrap_or_else(|| groups.iter().map(numbered).collect());
+        let names = names.unwrap_or_else(|| numbered(&groups, 0));
+        let state = self.states(items, &groups, &names)?;
+        let adam_or_adamw = groups.iter().any(|group| group.may_be_adamw);
+        let options = groups.iter().map(|group| group.options).zip(names);
+        let param_groups: Vec<_> =
+            options.map(|(options, params)| ParamGroupState { options, params }).collect();
+        let is_muon =
+            |group: &&ParamGroupState| matches!(group.options.algorithm, Algorithm::Muon(_));
+        let by_muon = param_groups.iter().filter(is_muon).flat_map(|group| group.params.clone());
+        Ok(Part::Optimizer(OptimizerPart {
+            by_muon: by_muon.collect(),
+            state,
+            param_groups,
+            params_are_numbers,
+            adam_or_adamw,
+        }))
+    }
+
+    /// Converts the groups of a state dict.
+    pub(super) fn groups(&self, items: &Items) -> Result<Vec<Group>, Problem> {
+        match get(items, "param_groups") {
+            Some(Value::List(groups)) => groups.iter().map(|group| self.group(group)).collect(),
+            _ => Err("is not an optimizer".to_owned()),
+        }
+    }
+
+    /// Converts the tensors of a state dict, by the names of the parameters in its groups.
+    pub(super) fn states(
+        &self,
+        items: &Items,
+        groups: &[Group],
+        names: &[Vec<String>],
+    ) -> Result<BTreeMap<String, BTreeMap<String, Entry>>, Problem> {
+        let Some(Value::Dict(state)) = get(items, "state") else {
+            return Err("is not an optimizer".to_owned());
+        };
         let numbers = groups.iter().flat_map(|group| &group.numbers);
         let by_number: BTreeMap<_, _> = numbers.zip(names.iter().flatten()).collect();
         let mut entries = BTreeMap::new();
@@ -63,17 +102,7 @@ impl Reader<'_> {
             };
             entries.insert(String::clone(name), self.state(tensors)?);
         }
-        let adam_or_adamw = groups.iter().any(|group| group.may_be_adamw);
-        let options = groups.iter().map(|group| group.options).zip(names);
-        let param_groups =
-            options.map(|(options, params)| ParamGroupState { options, params }).collect();
-        let state = entries;
-        Ok(Part::Optimizer(OptimizerPart {
-            state,
-            param_groups,
-            params_are_numbers,
-            adam_or_adamw,
-        }))
+        Ok(entries)
     }
 
     fn group(&self, group: &Value) -> Result<Group, Problem> {

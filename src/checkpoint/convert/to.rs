@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use tch::Device;
 
-use super::{KEY, groups, plain};
+use super::{KEY, groups, muon, plain};
 use crate::checkpoint::WRITER;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
@@ -35,8 +35,8 @@ impl<'a> Layout<'a> {
             if let Some(kind) = kind {
                 kinds.push((name.as_str().into(), kind.into()));
             }
-            if let Part::Optimizer(OptimizerPart { param_groups, .. }) = part {
-                names.push((name.as_str().into(), names_of(param_groups)));
+            if let Part::Optimizer(part) = part {
+                names.push((name.as_str().into(), all_names_of(part)));
             }
         }
         let ours = vec![
@@ -91,13 +91,24 @@ impl<'a> Layout<'a> {
         Value::Dict(items)
     }
 
+    /// Converts an optimizer, or the two that PyTorch has for Muon.
+    fn optimizer(&mut self, part: &'a OptimizerPart) -> Value {
+        match muon::split(part) {
+            Some((muon, adamw)) => Value::Dict(vec![
+                (muon::MUON.into(), self.state_dict(part, &muon)),
+                (muon::ADAMW.into(), self.state_dict(part, &adamw)),
+            ]),
+            None => self.state_dict(part, &part.param_groups),
+        }
+    }
+
     /// PyTorch numbers the parameters consecutively through all groups. Their names are stored at the root: next to the
     /// numbers, as `param_names`, they would prevent Python from adding groups without names.
-    fn optimizer(&mut self, part: &'a OptimizerPart) -> Value {
+    fn state_dict(&mut self, part: &'a OptimizerPart, groups: &[ParamGroupState]) -> Value {
         let mut state = Vec::new();
         let mut param_groups = Vec::new();
         let mut number = 0;
-        for group in &part.param_groups {
+        for group in groups {
             let mut numbers = Vec::with_capacity(group.params.len());
             for name in &group.params {
                 if let Some(entries) = part.state.get(name) {
@@ -130,6 +141,17 @@ impl<'a> Layout<'a> {
         let size = entry.size.clone();
         let kind = entry.kind;
         TensorRef { storage, kind, offset: 0, size, stride, requires_grad: false }.into()
+    }
+}
+
+/// Returns the names of an optimizer's parameters, or of the two that PyTorch has for Muon.
+fn all_names_of(part: &OptimizerPart) -> Value {
+    match muon::split(part) {
+        Some((muon, adamw)) => Value::Dict(vec![
+            (muon::MUON.into(), names_of(&muon)),
+            (muon::ADAMW.into(), names_of(&adamw)),
+        ]),
+        None => names_of(&part.param_groups),
     }
 }
 

@@ -1,6 +1,6 @@
 //! The header of a safetensors checkpoint: what this crate adds to the format, and the checksums.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3Default;
@@ -40,6 +40,8 @@ pub(crate) enum PartManifest {
         params_are_numbers: bool,
         #[serde(skip_serializing_if = "std::ops::Not::not")]
         adam_or_adamw: bool,
+        #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+        by_muon: BTreeSet<String>,
     },
     Scaler {
         state: GradScalerState,
@@ -69,6 +71,8 @@ struct Fields {
     params_are_numbers: bool,
     #[serde(default)]
     adam_or_adamw: bool,
+    #[serde(default)]
+    by_muon: BTreeSet<String>,
     state: Option<GradScalerState>,
     #[serde(default)]
     value: Plain,
@@ -85,6 +89,7 @@ impl TryFrom<Fields> for PartManifest {
             param_groups,
             params_are_numbers,
             adam_or_adamw,
+            by_muon,
             state,
             value,
             non_finite,
@@ -94,7 +99,7 @@ impl TryFrom<Fields> for PartManifest {
             "model" => Self::Model,
             "optimizer" => {
                 let param_groups = param_groups.ok_or_else(|| missing("param_groups"))?;
-                Self::Optimizer { param_groups, params_are_numbers, adam_or_adamw }
+                Self::Optimizer { param_groups, params_are_numbers, adam_or_adamw, by_muon }
             }
             "scaler" => Self::Scaler { state: state.ok_or_else(|| missing("state"))? },
             "tensor" => Self::Tensor,

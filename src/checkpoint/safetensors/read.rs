@@ -122,13 +122,14 @@ fn with_manifest(
 fn empty(part: PartManifest) -> Option<Part> {
     Some(match part {
         PartManifest::Model => Part::Model(BTreeMap::new()),
-        PartManifest::Optimizer { param_groups, params_are_numbers, adam_or_adamw } => {
+        PartManifest::Optimizer { param_groups, params_are_numbers, adam_or_adamw, by_muon } => {
             let state = BTreeMap::new();
             Part::Optimizer(OptimizerPart {
                 state,
                 param_groups,
                 params_are_numbers,
                 adam_or_adamw,
+                by_muon,
             })
         }
         PartManifest::Scaler { state } => Part::Scaler(state),

@@ -161,12 +161,14 @@ fn manifest(part: &Part) -> PartManifest {
             param_groups,
             params_are_numbers,
             adam_or_adamw,
+            by_muon,
         }) => {
             let param_groups = param_groups.clone();
             PartManifest::Optimizer {
                 param_groups,
                 params_are_numbers: *params_are_numbers,
                 adam_or_adamw: *adam_or_adamw,
+                by_muon: by_muon.clone(),
             }
         }
         Part::Scaler(state) => PartManifest::Scaler { state: state.clone() },

@@ -50,7 +50,9 @@ use crate::optim::state::State;
 /// | `StochasticRounding` | 16 MiB | at most 46 | 28 |
 ///
 /// RMSprop and Lion, for which libtorch has no fused kernels, take up to 25 launches more, up to 23 more for each
-/// further 2^20 elements, and in all modes up to 24 MiB more scratch memory, or 48 MiB for f64 parameters.
+/// further 2^20 elements, and in all modes up to 24 MiB more scratch memory, or 48 MiB for f64 parameters. Muon takes as
+/// many for the matrices whose learning rates are adjusted alike, and in addition 26 launches for each matrix, 2 bytes
+/// for each number of all matrices, and up to 24 for each number of the largest one.
 ///
 /// A gradient whose memory layout differs from its parameter's is copied in addition. While gradients on GPUs are
 /// converted to f32, all of them exist twice.
@@ -240,7 +242,7 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::optim::{Adagrad, AdamW, Algorithm, Lion, RmsProp, Sgd};
+    use crate::optim::{Adagrad, AdamW, AdjustLr, Algorithm, Lion, Muon, RmsProp, Sgd};
 
     fn bits(tensor: &Tensor) -> Vec<i64> {
         let kind = if tensor.kind() == Kind::Float { Kind::Int } else { Kind::Int16 };
@@ -285,12 +287,13 @@ mod tests {
     /// Runs the code for GPUs on CPU tensors: libtorch's own operations instead of the loops.
     #[test]
     fn other_devices_compute_the_same() {
-        let algorithms: [Algorithm; 5] = [
+        let algorithms: [Algorithm; 6] = [
             AdamW { amsgrad: true, ..AdamW::default() }.into(),
             Sgd { momentum: 0.9, ..Sgd::default() }.into(),
             Adagrad::default().into(),
             RmsProp { centered: true, momentum: 0.9, ..RmsProp::default() }.into(),
             Lion { weight_decay: 0.1, ..Lion::default() }.into(),
+            Muon { adjust_lr_fn: AdjustLr::MatchRmsAdamW, ..Muon::default() }.into(),
         ];
         for algorithm in algorithms {
             for (kind, masters) in [

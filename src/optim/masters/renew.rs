@@ -91,7 +91,7 @@ impl Optimizer {
         let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
         complete(slots.map(|(index, (slot, parameter))| Wanted {
             state: &mut slot.state,
-            algorithm: &groups[slot.group].algorithm,
+            algorithm: groups[slot.group].algorithm.of(slot.is_matrix),
             parameter,
             master: masters.of(parameter, index),
         }))?;

@@ -45,8 +45,9 @@ fn algorithm(fields: &Fields) -> Result<Algorithm> {
         "Adagrad" => Algorithm::Adagrad(serde_json::from_value(options)?),
         "RmsProp" => Algorithm::RmsProp(serde_json::from_value(options)?),
         "Lion" => Algorithm::Lion(serde_json::from_value(options)?),
+        "Muon" => Algorithm::Muon(serde_json::from_value(options)?),
         other => {
-            let known = &["AdamW", "Adam", "Sgd", "Adagrad", "RmsProp", "Lion"];
+            let known = &["AdamW", "Adam", "Sgd", "Adagrad", "RmsProp", "Lion", "Muon"];
             return Err(Error::unknown_variant(other, known));
         }
     })

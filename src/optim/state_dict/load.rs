@@ -136,7 +136,7 @@ impl Optimizer {
         }
         let members = members(param_groups)?;
         self.check_names(&members, state)?;
-        let mut slots = Vec::with_capacity(self.slots.len());
+        let (mut slots, mut places) = (Vec::with_capacity(self.slots.len()), Vec::new());
         for (index, (slot, parameter)) in self.slots.iter().zip(&self.parameters).enumerate() {
             let refuse = |problem: String| {
                 Error::Optimizer(OptimizerError::State { parameter: slot.name.clone(), problem })
@@ -144,18 +144,19 @@ impl Optimizer {
             let group = *members
                 .get(slot.name.as_str())
                 .ok_or_else(|| refuse("is in no group of the state".to_owned()))?;
+            let algorithm = groups[group].algorithm.of(slot.is_matrix);
             let entries = match state.get(&slot.name) {
                 Some(entries) => {
                     let master = self.masters.of(parameter, index);
-                    Some(check(entries, &groups[group].algorithm, parameter, master, &refuse)?)
+                    Some(check(entries, &algorithm, parameter, master, &refuse)?)
                 }
                 None => None,
             };
-            slots.push((group, entries.filter(|_| !slot.elsewhere)));
+            places.push(group);
+            slots.push((algorithm, entries.filter(|_| !slot.elsewhere)));
         }
-        let states = copies(&slots, &groups, &self.parameters, self.masters)?;
-        let slots = slots.into_iter().map(|(group, _)| group).zip(states).collect();
-        Ok(Loaded { groups, slots })
+        let states = copies(&slots, &self.parameters, self.masters)?;
+        Ok(Loaded { groups, slots: places.into_iter().zip(states).collect() })
     }
 
     /// Takes over a state that was prepared from this optimizer, which has not changed since.
@@ -280,17 +281,16 @@ fn check<'a, T: Saved>(
 
 /// Copies the tensors, in the dtypes and to the devices of the parameters.
 fn copies<T: Saved>(
-    slots: &[(usize, Option<Entries<'_, T>>)],
-    groups: &[ParamGroup],
+    slots: &[(Algorithm, Option<Entries<'_, T>>)],
     parameters: &[Tensor],
     masters: MasterWeights,
 ) -> Result<Vec<State>> {
     let mut states: Vec<_> = slots.iter().map(|_| State::default()).collect();
     let loaded = states.iter_mut().zip(slots).zip(parameters).enumerate();
     let loaded = loaded.filter(|(_, ((_, (_, entries)), _))| entries.is_some());
-    complete(loaded.map(|(index, ((state, (group, _)), parameter))| Wanted {
+    complete(loaded.map(|(index, ((state, (algorithm, _)), parameter))| Wanted {
         state,
-        algorithm: &groups[*group].algorithm,
+        algorithm: *algorithm,
         parameter,
         master: masters.of(parameter, index),
     }))?;

@@ -3,7 +3,7 @@
 mod fields;
 mod load;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 use tch::Tensor;
@@ -23,7 +23,7 @@ pub(crate) use load::{Loaded, Saved};
 pub struct OptimizerState {
     /// The tensors of each parameter that has been stepped (with Adagrad, of all parameters), under PyTorch's keys:
     /// `step` (f32, 0-dim) and, in the parameter's shape, `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq` of Adam,
-    /// `momentum_buffer` of SGD, `sum` of Adagrad, `square_avg`, `momentum_buffer` and `grad_avg` of RMSprop, or `exp_avg`
+    /// `momentum_buffer` of SGD and Muon, `sum` of Adagrad, `square_avg`, `momentum_buffer` and `grad_avg` of RMSprop, or `exp_avg`
     /// of Lion; with [`MasterWeights`](crate::optim::MasterWeights) also `master_param`, in f32.
     pub state: BTreeMap<String, BTreeMap<String, Tensor>>,
     /// The groups, in order.
@@ -60,13 +60,25 @@ impl ParamGroupState {
 }
 
 impl Optimizer {
-    /// The names of the parameters in each group, in order.
+    /// The names of the parameters in each group, in order. For Muon, those that it steps come first.
     pub(crate) fn state_names(&self) -> Vec<Vec<String>> {
         let mut names = vec![Vec::new(); self.groups.len()];
-        for slot in &self.slots {
-            names[slot.group].push(slot.name.clone());
+        for by_adamw in [false, true] {
+            for slot in &self.slots {
+                let algorithm = &self.groups[slot.group].algorithm;
+                if algorithm.leaves_to_adamw(slot.is_matrix) == by_adamw {
+                    names[slot.group].push(slot.name.clone());
+                }
+            }
         }
         names
+    }
+
+    /// The names of the parameters that Muon steps.
+    pub(crate) fn stepped_by_muon(&self) -> BTreeSet<String> {
+        let all = self.slots.iter().enumerate();
+        let by_muon = all.filter(|(index, _)| matches!(self.algorithm(*index), Algorithm::Muon(_)));
+        by_muon.map(|(_, slot)| slot.name.clone()).collect()
     }
 
     /// Returns the state. The counterpart of `state_dict`.
@@ -122,7 +134,7 @@ impl Optimizer {
         let mut state = BTreeMap::new();
         for (index, slot) in self.slots.iter_mut().enumerate() {
             param_groups[slot.group].params.push(slot.name.clone());
-            let algorithm = self.groups[slot.group].algorithm;
+            let algorithm = self.groups[slot.group].algorithm.of(slot.is_matrix);
             // A momentum buffer that is not in use yet is not saved.
             let unused =
                 matches!(algorithm, Algorithm::Sgd(_)) && slot.state.first_step.is_ahead()?;

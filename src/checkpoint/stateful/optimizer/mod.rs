@@ -31,6 +31,7 @@ impl Stateful for Optimizer {
             param_groups,
             params_are_numbers: false,
             adam_or_adamw: false,
+            by_muon: self.stepped_by_muon(),
         }));
         Ok(())
     }
@@ -59,7 +60,7 @@ fn prepare(
     restored: &mut Restored,
 ) -> Result<Loaded> {
     optimizer.take_added()?;
-    let OptimizerPart { state, param_groups, params_are_numbers, adam_or_adamw } = part;
+    let OptimizerPart { state, param_groups, params_are_numbers, adam_or_adamw, by_muon: _ } = part;
     let Options { strict, names: renames, .. } = options;
     if !params_are_numbers && !adam_or_adamw && *strict && renames.is_empty() {
         return optimizer.prepare_load(state, param_groups);

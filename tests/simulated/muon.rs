@@ -1,0 +1,108 @@
+//! What a step of Muon costs on a GPU for matrices. Its results equal the CPU's.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::optim::{AdjustLr, AmpOptimizer, MasterWeights, Muon, Step};
+
+use crate::common::simulation::Simulation;
+use crate::training::{GPUS, MODES, Training};
+
+/// The most launches for each matrix, as the documentation of `MasterWeights` states them.
+const FOR_EACH_MATRIX: i64 = 26;
+
+fn matrices(mode: (Kind, MasterWeights), count: usize) -> Training {
+    let mut training =
+        Training::new(Muon::default().into(), mode, &GPUS[..1], &vec![vec![8, 5]; count]);
+    training.step();
+    training.backward();
+    training
+}
+
+fn number(value: f64) -> Tensor {
+    Tensor::from(value as f32).to_device(GPUS[0])
+}
+
+#[test]
+fn a_step_launches_as_documented_for_each_matrix_and_does_not_synchronize() {
+    let Some(simulation) = Simulation::find() else { return };
+    let (scale, clip, found_inf) = (number(1.0), number(0.5), number(0.0));
+    let step = Step::default();
+    let step = step.with_grad_scale(&scale).with_clip_factor(&clip).with_found_inf(&found_inf);
+    for mode in MODES {
+        let launches = [1, 2, 11].map(|count| {
+            let mut training = matrices(mode, count);
+            let ((), counts) = simulation.count(|| training.opt.update(&step).unwrap());
+            assert_eq!(counts.host_syncs, 0, "{mode:?}");
+            counts.launches
+        });
+        let each = launches[1] - launches[0];
+        println!("{mode:?}: {each} for each matrix, {} for all", launches[0] - each);
+        assert_eq!(launches[2] - launches[0], 10 * each, "{mode:?}: {launches:?}");
+        assert!(each <= FOR_EACH_MATRIX, "{mode:?}: {launches:?}");
+    }
+}
+
+/// Matrices that are parts of a chunk or span several, of which one is not contiguous, with vectors beside them.
+#[test]
+fn matrices_in_chunks_compute_the_same_as_the_cpu() {
+    let Some(_simulation) = Simulation::find() else { return };
+    // Each of the shapes has a learning rate of its own.
+    let algorithm = Muon::default().adjust_lr_fn(AdjustLr::MatchRmsAdamW).into();
+    let sizes =
+        [vec![2, 600_000], vec![0, 4], vec![7, 5], vec![300_000, 3], vec![300], vec![20, 30]];
+    for mode in MODES {
+        // The kernel for AdamW takes the last elements of a bf16 vector by other instructions than the loop.
+        let sizes = if mode.1 == MasterWeights::None { &sizes[..4] } else { &sizes };
+        for wide in [false, true] {
+            let [mut here, mut there] = [&[Device::Cpu][..], &GPUS].map(|devices| {
+                let mut training = Training::new(algorithm, mode, devices, sizes);
+                if wide && mode.1 != MasterWeights::None {
+                    training.opt.accumulate_in_f32().unwrap();
+                }
+                (0..3).for_each(|_| training.step());
+                training
+            });
+            assert!(here.values() == there.values(), "{mode:?}");
+            assert!(here.state() == there.state(), "{mode:?}");
+        }
+    }
+}
+
+/// The orthogonalized momentum of all matrices, the memory of the products of one, and that of a composed step.
+#[test]
+fn a_step_needs_two_bytes_for_each_number_and_memory_for_one_chunk() {
+    let Some(simulation) = Simulation::find() else { return };
+    let (count, rows, columns) = (130, 64, 512);
+    for mode in MODES {
+        let sizes = vec![vec![rows, columns]; count];
+        let mut training = Training::new(Muon::default().into(), mode, &GPUS[..1], &sizes);
+        training.step();
+        training.backward();
+        let ((), counts) = simulation.count(|| training.opt.step().unwrap());
+        let matrix = (rows * columns) as f64;
+        let scratch = match mode.1 {
+            MasterWeights::None => 0.0,
+            MasterWeights::Float => 4.0,
+            MasterWeights::Remainder => 9.0,
+            _ => 16.0,
+        };
+        let chunk = (20.0 + scratch) * f64::from(1 << 20);
+        let most = 2.0 * matrix * count as f64 + 24.0 * matrix + chunk;
+        assert!(counts.peak_bytes as f64 <= most, "{mode:?}: {} > {most}", counts.peak_bytes);
+    }
+}
+
+/// A flag on the host that is set leaves nothing to compute.
+#[test]
+fn a_step_that_the_host_skips_multiplies_nothing() {
+    let Some(simulation) = Simulation::find() else { return };
+    let flag = Tensor::from(1f32);
+    let launches = [1, 11].map(|count| {
+        let mut training = matrices(MODES[0], count);
+        let before = training.values();
+        let step = Step::default().with_found_inf(&flag);
+        let ((), counts) = simulation.count(|| training.opt.update(&step).unwrap());
+        assert!(training.values() == before);
+        counts.launches
+    });
+    assert_eq!(launches[0], launches[1]);
+}
