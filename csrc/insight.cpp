@@ -376,7 +376,7 @@ tamp_recording *tamp_recording_start_beside(tamp_tensor *const *parameters, size
   });
 }
 
-int tamp_recording_differs(const tamp_recording *recording) noexcept {
+uint8_t tamp_recording_differs(const tamp_recording *recording) noexcept {
   const auto &comparison = recording->comparison;
   if (!comparison || comparison->how == TAMP_COMPARE_KEEP) return 0;
   return comparison->differs || comparison->place != comparison->reference->results.size();

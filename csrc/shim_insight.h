@@ -85,7 +85,7 @@ tamp_recording *tamp_recording_start_beside(tamp_tensor *const *parameters, size
                                             char **err) TAMP_NOEXCEPT;
 
 // Whether a compared run called other operators than the reference.
-int tamp_recording_differs(const tamp_recording *recording) TAMP_NOEXCEPT;
+uint8_t tamp_recording_differs(const tamp_recording *recording) TAMP_NOEXCEPT;
 
 // Ends a recording, which can be read from now on. Fails if a callback failed.
 void tamp_recording_stop(tamp_recording *recording, char **err) TAMP_NOEXCEPT;

@@ -1,6 +1,6 @@
 //! The C ABI of recordings: every declaration of `csrc/shim_insight.h`, in the same order.
 
-use std::ffi::{c_char, c_int};
+use std::ffi::c_char;
 
 use super::Tensor;
 
@@ -86,7 +86,7 @@ unsafe extern "C" {
         dtype: i8,
         err: *mut *mut c_char,
     ) -> *mut Recording;
-    pub(crate) fn tamp_recording_differs(recording: *const Recording) -> c_int;
+    pub(crate) fn tamp_recording_differs(recording: *const Recording) -> u8;
     pub(crate) fn tamp_recording_stop(recording: *mut Recording, err: *mut *mut c_char);
     pub(crate) fn tamp_recording_count(recording: *const Recording) -> usize;
     pub(crate) fn tamp_recording_event(

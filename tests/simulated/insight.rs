@@ -2,7 +2,7 @@
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_amp::insight::{Cause, Pass, Tracer, named};
+use tch_amp::insight::{Cause, Pass, Suspicion, Tracer, audit, named};
 use tch_amp::optim::AdamW;
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Autocast, GradScaler, Result};
@@ -92,4 +92,31 @@ fn an_iteration_that_is_not_explained_does_not_synchronize() {
     let [without, with] = [false, true].map(|traced| simulation.count(|| iterate(traced)).1);
     assert_eq!((without.host_syncs, with.host_syncs), (0, 0));
     assert!(with.launches <= without.launches + 2, "{with:?}, and {without:?} without");
+}
+
+/// A part that magnifies the rounding of its inputs is found on each device, and the weights and gradients are left as
+/// they were.
+#[test]
+fn audits_on_each_device_find_the_same() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for device in [Device::Cuda(0), Device::Cuda(1)] {
+        let model = Model::new(device);
+        let region = Autocast::new(device).dtype(Kind::BFloat16);
+        let x = Tensor::randn([16, 8], (Kind::Float, device));
+        let audited = |factor: f64| {
+            let loss = |region: Autocast| {
+                region.run(|| {
+                    let hidden = model.layers.forward(&x) * factor;
+                    named("planted", || hidden.softmax(-1, None)).square().sum(Kind::Float)
+                })
+            };
+            audit(&model.vs, &region, &GradScaler::disabled(), loss).unwrap()
+        };
+        let clean = audited(1.0);
+        assert!(clean.is_clean() && clean.dtype == "bf16", "{clean}");
+        let planted = audited(5000.0);
+        let part = planted.parts.iter().find(|part| part.path == "planted").unwrap();
+        assert!(part.suspicions.contains(&Suspicion::MagnifiesRounding), "{planted}");
+        assert!(model.vs.trainable_variables().iter().all(|weight| !weight.grad().defined()));
+    }
 }
