@@ -113,7 +113,7 @@ fn the_text_classifier_trains_without_synchronizing_and_goes_on() {
             let resumed = run(&options, Interrupt::never());
             let whole = run(&whole, Interrupt::never());
             let losses = |run: &text_classifier::Run| run.log.series("loss");
-            assert_eq!((losses(&resumed).len(), &resumed.confusion), (6, &whole.confusion));
+            assert_eq!((losses(&resumed).len(), &resumed.test), (6, &whole.test));
             assert_eq!(losses(&resumed), losses(&whole));
         }
     }
