@@ -151,32 +151,33 @@ pub fn train(
     Ok(Run { amp: options.common.amp, ended, log, tested, skipped, seconds })
 }
 
-/// A very small model, which writes no files: for tests. The images have bars from left to right, from top to bottom,
-/// or both, and noise.
+/// A very small model and images of [`bars`], which writes no files: for tests.
 pub fn small(amp: Precision, steps: u64) -> Result<(Options, Data)> {
     let common = recipe::Options { amp, ..recipe::Options::silent("images", steps) };
     let options = Options { width: 8, stages: 2, rows: 16, lr: 0.05, ..Options::new(common) };
     let options = Options { log_every: 1, eval_every: 20, swa_every: 2, swa_batches: 4, ..options };
-    let images = |first: u64, count: u64| {
-        let pixel = |image: u64, place: u64| {
-            let bars = [place / 8 % 3 == 0, place % 8 % 3 == 0];
-            let is_bright = match image % 3 {
-                0 => bars[0],
-                1 => bars[1],
-                _ => bars[0] != bars[1],
-            };
-            let noise = mixed(image << 6 | place) % 80;
-            noise as u8 + if is_bright { 120 } else { 0 }
-        };
-        let image = |image| (0..64).map(move |place| pixel(image, place));
-        let images = first..first + count;
-        Images {
-            pixels: images.clone().flat_map(image).collect(),
-            labels: images.map(|image| (image % 3) as u8).collect(),
-        }
-    };
-    let data = Data::new(images(0, 240), images(240, 50), [8, 8], "bars".to_owned())?;
+    let data = Data::new(bars(0, 240), bars(240, 50), [8, 8], "bars".to_owned())?;
     Ok((options, data))
+}
+
+/// Images of 8 x 8 pixels with noise and bars from left to right, from top to bottom, or both.
+pub fn bars(first: u64, count: u64) -> Images {
+    let pixel = |image: u64, place: u64| {
+        let bars = [place / 8 % 3 == 0, place % 8 % 3 == 0];
+        let is_bright = match image % 3 {
+            0 => bars[0],
+            1 => bars[1],
+            _ => bars[0] != bars[1],
+        };
+        let noise = mixed(image << 6 | place) % 80;
+        noise as u8 + if is_bright { 120 } else { 0 }
+    };
+    let image = |image| (0..64).map(move |place| pixel(image, place));
+    let images = first..first + count;
+    Images {
+        pixels: images.clone().flat_map(image).collect(),
+        labels: images.map(|image| (image % 3) as u8).collect(),
+    }
 }
 
 /// Takes a few steps of the small model in this process.
