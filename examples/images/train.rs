@@ -138,6 +138,11 @@ impl<'a> Trainer<'a> {
         self.schedule.steps()
     }
 
+    /// The averages of the weights.
+    pub fn averages(&mut self) -> &mut AveragedWeights {
+        &mut self.swa
+    }
+
     /// The weights.
     pub fn weights(&self) -> &VarStore {
         &self.vs
@@ -165,96 +170,4 @@ fn schedule(options: &Options) -> Schedule {
     let fall = CosineAnnealingLr::new(before - warm_up).eta_min(LAST_LR * options.lr);
     let last = ConstantLr::default().factor(LAST_LR).total_iters(u64::MAX);
     SequentialLr::new(rise).then_at(warm_up, fall).then_at(before, last).into()
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-
-    use super::*;
-    use crate::images;
-    use crate::recipe::Precision;
-    use std::collections::HashMap;
-    use tch::Kind;
-
-    /// Runs a check with a trainer of the small model.
-    fn with_trainer<T>(steps: u64, check: impl FnOnce(&mut Trainer<'_>) -> T) -> T {
-        let (options, data) = images::small(Precision::Fp32, steps).unwrap();
-        let (set, ranks) = (Set::new(&data, options.moved, Device::Cpu), Ranks::alone());
-        check(&mut Trainer::new(&options, &data, &set, Device::Cpu, &ranks).unwrap())
-    }
-
-    /// The weights in f64, by name.
-    fn weights(vs: &VarStore) -> HashMap<String, Tensor> {
-        let weights = vs.variables().into_iter().filter(|(_, variable)| variable.requires_grad());
-        weights.map(|(name, weight)| (name, weight.detach().to_kind(Kind::Double))).collect()
-    }
-
-    fn channels_last_weights(vs: &VarStore) -> usize {
-        let variables = vs.trainable_variables();
-        let wide =
-            variables.iter().filter(|variable| variable.dim() == 4 && variable.size()[1] > 1);
-        wide.inspect(|weight| {
-            for tensor in [(*weight).shallow_clone(), weight.grad()] {
-                assert!(tensor.permute([0, 2, 3, 1]).is_contiguous(), "{:?}", tensor.stride());
-            }
-        })
-        .count()
-    }
-
-    #[test]
-    fn weights_and_gradients_stay_channels_last_also_after_a_checkpoint() {
-        with_trainer(4, |trainer| {
-            drop(trainer.step().unwrap());
-            assert_eq!(channels_last_weights(&trainer.vs), 5);
-            let saved = trainer.checkpoint(&[], 0.0).unwrap();
-            drop(trainer.restore(&saved).unwrap());
-            drop(trainer.step().unwrap());
-            assert_eq!(channels_last_weights(&trainer.vs), 5);
-        });
-    }
-
-    #[test]
-    fn the_averages_are_those_of_every_second_step_of_the_last_quarter() {
-        with_trainer(20, |trainer| {
-            let (mut sum, mut lrs) = (HashMap::<String, Tensor>::new(), Vec::new());
-            for step in 1..=20 {
-                lrs.push(trainer.lr().unwrap());
-                drop(trainer.step().unwrap());
-                if [17, 19, 20].contains(&step) {
-                    for (name, weight) in weights(&trainer.vs) {
-                        let before = sum.remove(&name).unwrap_or_else(|| weight.zeros_like());
-                        sum.insert(name, before + weight);
-                    }
-                }
-            }
-            // A warm-up of two steps, the cosine, and the rate of the averaged steps.
-            let part = |step: usize| lrs[step - 1] / 0.05;
-            assert!((part(1) - 0.1).abs() < 1e-9 && (part(3) - 1.0).abs() < 1e-9, "{lrs:?}");
-            assert!(part(15) > 0.2 && (16..=20).all(|step| (part(step) - 0.2).abs() < 1e-9));
-            let last = weights(&trainer.vs);
-            let _averages = trainer.swa.swap_in().unwrap();
-            for (name, average) in weights(&trainer.vs) {
-                let want = &sum[&name] / 3.0;
-                let differs = |from: &Tensor| (&average - from).abs().max().double_value(&[]);
-                assert!(differs(&want) < 1e-6 && differs(&last[&name]) > 1e-6, "{name}");
-            }
-        });
-    }
-
-    #[test]
-    fn the_layout_changes_the_numbers_by_rounding_only() {
-        let losses = |channels_first| {
-            let (options, data) = images::small(Precision::Fp32, 8).unwrap();
-            let options = Options { channels_first, ..options };
-            let (set, ranks) = (Set::new(&data, options.moved, Device::Cpu), Ranks::alone());
-            let mut trainer = Trainer::new(&options, &data, &set, Device::Cpu, &ranks).unwrap();
-            (0..8).map(|_| trainer.step().unwrap().double_value(&[])).collect::<Vec<_>>()
-        };
-        let (last, first) = (losses(false), losses(true));
-        for (last, first) in last.iter().zip(&first) {
-            assert!((last - first).abs() < 1e-3, "{last} and {first}");
-        }
-        assert!(last[7] < last[0], "{last:?}");
-    }
 }

@@ -21,3 +21,4 @@ mod same;
 #[path = "../../examples/text_classifier/mod.rs"]
 #[allow(dead_code, reason = "`tests/examples.rs` uses the rest")]
 mod text_classifier;
+mod trainer;
