@@ -16,6 +16,9 @@ mod gan;
 #[path = "../examples/gpt/mod.rs"]
 #[allow(dead_code, reason = "`tests/recipe` runs it as a program")]
 mod gpt;
+#[path = "../examples/images/mod.rs"]
+#[allow(dead_code, reason = "the tests take a few steps")]
+mod images;
 #[path = "../examples/inference.rs"]
 #[allow(dead_code, reason = "the tests choose the file")]
 mod inference;
@@ -169,12 +172,28 @@ fn text_classifier_runs() -> anyhow::Result<()> {
     for (amp, steps) in [(Precision::Fp32, 40), (Precision::Bf16, 40), (Precision::Fp16, 1)] {
         let run = text_classifier::short_run(Device::Cpu, amp, steps)?;
         anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
-        let accuracy = run.confusion.accuracy();
+        let accuracy = run.test.accuracy();
         anyhow::ensure!(accuracy > 0.9 || amp == Precision::Fp16, "{amp:?}: {run:?}");
         // The best weights are those that were reloaded.
         let accuracies = run.log.series(text_classifier::measure::ACCURACY);
         let best = accuracies.iter().map(|point| point.1).fold(0.0, f64::max);
-        anyhow::ensure!(best == accuracy, "{best} and {accuracy}: {run:?}");
+        anyhow::ensure!(best == run.held_out.accuracy(), "{best}: {run:?}");
+    }
+    Ok(())
+}
+
+/// A few steps, in which it learns to tell bars apart, and in fp16 fewer, which are slow on the CPU.
+#[test]
+fn images_runs() -> anyhow::Result<()> {
+    for (amp, steps) in [(Precision::Fp32, 60), (Precision::Bf16, 60), (Precision::Fp16, 2)] {
+        let run = images::short_run(Device::Cpu, amp, steps)?;
+        anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
+        let tested = run.tested.as_ref().context("no test")?;
+        for confusion in [&tested.averaged, &tested.last] {
+            anyhow::ensure!(confusion.counts.iter().flatten().sum::<usize>() == 50, "{run:?}");
+            let accuracy = confusion.accuracy();
+            anyhow::ensure!(accuracy > 0.9 || amp == Precision::Fp16, "{amp:?}: {run:?}");
+        }
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! The text: a file, or the Rust sources of tch and torch-sys, which cargo has wherever this example builds.
 
+use crate::recipe::crates;
 use anyhow::{Context, Result, ensure};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::{env, fs};
 use tch::{Device, Kind, Tensor};
 
@@ -18,12 +18,14 @@ pub struct Text {
 impl Text {
     /// Reads every Rust file of tch and torch-sys in cargo's registry, or, where cargo cannot be asked, of this crate.
     pub fn load() -> Result<Self> {
-        let (folders, origin) = match registry() {
+        let (folders, origin) = match crates::sources(&["tch", "torch-sys"]) {
             Some(folders) => (folders, "the Rust sources of tch and torch-sys"),
             None => (vec![own_sources()], "the Rust sources of tch-amp"),
         };
         let mut files = Vec::new();
-        folders.iter().try_for_each(|folder| collect(folder, &mut files))?;
+        for folder in &folders {
+            files.extend(crates::rust_files(folder)?);
+        }
         files.sort();
         let mut bytes = Vec::new();
         for file in &files {
@@ -67,40 +69,8 @@ impl Text {
     }
 }
 
-/// The folders of tch and torch-sys, as cargo knows them.
-fn registry() -> Option<Vec<PathBuf>> {
-    let cargo = env::var_os("CARGO")?;
-    let output = Command::new(cargo)
-        .args(["metadata", "--format-version", "1", "--offline"])
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .output()
-        .ok()?;
-    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
-    let packages = metadata["packages"].as_array()?.iter();
-    let ours = packages.filter(|p| p["name"] == "tch" || p["name"] == "torch-sys");
-    let folder = |package: &serde_json::Value| {
-        Some(Path::new(package["manifest_path"].as_str()?).parent()?.join("src"))
-    };
-    let folders: Option<Vec<_>> = ours.map(folder).collect();
-    folders.filter(|folders| folders.len() == 2)
-}
-
 fn own_sources() -> PathBuf {
     let root = env::var_os("TCH_AMP_ROOT")
         .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
     root.join("src")
-}
-
-fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    let entries =
-        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
-    for entry in entries {
-        let path = entry?.path();
-        if path.is_dir() {
-            collect(&path, files)?;
-        } else if path.extension().is_some_and(|end| end == "rs") {
-            files.push(path);
-        }
-    }
-    Ok(())
 }

@@ -46,6 +46,7 @@ pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
     } else {
         Progress::silent()
     };
+    progress.say(&format!("The text: {}", text.origin));
     let device = ranks.device(options.common.device()?)?;
     // Each step takes the same memory again.
     keep_freed_memory();

@@ -1,6 +1,7 @@
 //! The order in which a text is read, which can be continued anywhere.
 
 use super::data::Text;
+use crate::recipe::order::shuffle;
 use anyhow::{Result, ensure};
 use tch::{Device, Tensor};
 
@@ -34,7 +35,7 @@ impl<'a> Reader<'a> {
             "the text is too short: it has {} held-out excerpts of {length} bytes, and a batch has {rows}",
             held_out.len()
         );
-        let epoch = (0, order(&train, seed, 0));
+        let epoch = (0, in_order(&train, seed, 0));
         Ok(Self { text, length, seed, train, held_out, epoch, position: 0 })
     }
 
@@ -50,7 +51,7 @@ impl<'a> Reader<'a> {
         let mut starts = Vec::with_capacity(rows);
         for number in self.position..self.position + rows as u64 {
             if self.epoch.0 != number / size {
-                self.epoch = (number / size, order(&self.train, self.seed, number / size));
+                self.epoch = (number / size, in_order(&self.train, self.seed, number / size));
             }
             starts.push(self.epoch.1[(number % size) as usize]);
         }
@@ -87,20 +88,11 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The order of an epoch, which depends on the seed and the epoch alone, and not on libtorch's random numbers.
-fn order(starts: &[i64], seed: i64, epoch: u64) -> Vec<i64> {
-    let key = mixed((seed as u64) ^ mixed(epoch));
-    let mut order = starts.to_vec();
-    order.sort_by_cached_key(|&start| mixed(key ^ start as u64));
-    order
-}
-
-/// SplitMix64, which gives different numbers for different ones.
-fn mixed(number: u64) -> u64 {
-    let z = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+/// The order of an epoch.
+fn in_order(starts: &[i64], seed: i64, epoch: u64) -> Vec<i64> {
+    let mut starts = starts.to_vec();
+    shuffle(&mut starts, seed, epoch, |&start| start as u64);
+    starts
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! What takes the place of `ranks.rs` without the feature `distributed`: one process, which trains alone.
 
 use anyhow::{Result, ensure};
-use tch::nn::VarStore;
+use tch::nn::{self, BatchNormConfig, ModuleT, Path, VarStore};
 use tch::{Device, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::checkpoint::{Checkpoint, Restore};
@@ -102,6 +102,22 @@ impl Ranks {
     /// Returns what runs the passes.
     pub fn gradients(&self, _: &VarStore) -> Result<Gradients> {
         Ok(Gradients)
+    }
+
+    /// Makes a layer of batch normalization.
+    pub fn batch_norm2d(
+        &self,
+        path: Path<'_>,
+        channels: i64,
+        config: BatchNormConfig,
+        _: bool,
+    ) -> Box<dyn ModuleT> {
+        Box::new(nn::batch_norm2d(path, channels, config))
+    }
+
+    /// Has nobody to give the buffers to.
+    pub fn same_buffers(&self, _: &VarStore) -> Result<()> {
+        Ok(())
     }
 
     /// Has nothing to compare.

@@ -3,11 +3,14 @@
 
 pub mod axis;
 pub mod computer;
+pub mod confusion;
+pub mod crates;
 pub mod events;
 pub mod interrupt;
 pub mod log;
 pub mod memory;
 pub mod options;
+pub mod order;
 pub mod page;
 pub mod plot;
 pub mod precision;
@@ -17,6 +20,7 @@ pub mod ranks;
 pub mod saves;
 pub mod table;
 
+pub use confusion::Confusion;
 pub use interrupt::{Ended, Interrupt};
 pub use log::Log;
 pub use options::Options;

@@ -2,11 +2,12 @@
 
 use super::interrupt::INTERRUPTED;
 use anyhow::{Result, ensure};
-use tch::nn::VarStore;
-use tch::{Cuda, Device, Tensor};
+use std::collections::BTreeMap;
+use tch::nn::{self, BatchNormConfig, ModuleT, Path, VarStore};
+use tch::{Cuda, Device, Tensor, no_grad};
 use tch_amp::checkpoint::{Checkpoint, Restore};
 use tch_amp::distributed::{DistributedDataParallel, DistributedError, ProcessGroup};
-use tch_amp::distributed::{ReduceOp, Spawned, spawn};
+use tch_amp::distributed::{ReduceOp, Spawned, SyncBatchNorm, spawn};
 use tch_amp::optim::Optimizer;
 use tch_amp::{Error, GradScaler};
 
@@ -143,6 +144,33 @@ impl Ranks {
     pub fn gradients(&self, vs: &VarStore) -> Result<Gradients> {
         let ddp = self.0.as_ref().map(|group| DistributedDataParallel::new(group, vs));
         Ok(Gradients(ddp.transpose()?))
+    }
+
+    /// Makes a layer of batch normalization: of each rank's own rows, or, if it is `synced`, of the rows of all ranks.
+    pub fn batch_norm2d(
+        &self,
+        path: Path<'_>,
+        channels: i64,
+        config: BatchNormConfig,
+        synced: bool,
+    ) -> Box<dyn ModuleT> {
+        match &self.0 {
+            Some(group) if synced => Box::new(SyncBatchNorm::new(path, channels, config, group)),
+            _ => Box::new(nn::batch_norm2d(path, channels, config)),
+        }
+    }
+
+    /// Gives all ranks the buffers of the first one, such as the statistics of batch normalization, which each of them
+    /// has updated with its own rows since the last forward pass of [`Gradients`].
+    pub fn same_buffers(&self, vs: &VarStore) -> Result<()> {
+        let Some(group) = &self.0 else { return Ok(()) };
+        // By name, in the same order on all ranks.
+        let buffers: BTreeMap<_, _> =
+            vs.variables().into_iter().filter(|(_, tensor)| !tensor.requires_grad()).collect();
+        for (_, mut buffer) in buffers {
+            no_grad(|| group.broadcast(&mut buffer, 0))?;
+        }
+        Ok(())
     }
 
     /// Fails unless all ranks have the same weights.

@@ -1,6 +1,7 @@
 //! Batches: the order of the sentences, padding, and masks.
 
 use super::tokens::Tokens;
+use crate::recipe::order::order;
 use anyhow::Result;
 use tch::{Device, Tensor};
 
@@ -99,22 +100,6 @@ impl Batch {
     pub fn to(&self, device: Device) -> Self {
         self.map(|tensor| tensor.to_device_(device, tensor.kind(), true, false))
     }
-}
-
-/// The order of an epoch, which depends on the seed and the epoch alone, and not on libtorch's random numbers.
-fn order(count: usize, seed: i64, epoch: u64) -> Vec<usize> {
-    let key = mixed((seed as u64) ^ mixed(epoch));
-    let mut order: Vec<usize> = (0..count).collect();
-    order.sort_by_cached_key(|&place| mixed(key ^ place as u64));
-    order
-}
-
-/// SplitMix64, which gives different numbers for different ones.
-fn mixed(number: u64) -> u64 {
-    let z = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

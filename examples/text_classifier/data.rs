@@ -1,17 +1,17 @@
 //! Sentences with labels: of a file, or those of the doc comments of six crates, labelled by crate.
 
+use crate::recipe::crates;
 use anyhow::{Context, Result, ensure};
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::{env, fs};
+use std::fs;
+use std::path::Path;
 
 /// Cargo has their sources wherever this example builds. All are under the MIT licence, most also under Apache-2.0.
 const CRATES: [&str; 6] = ["rayon", "regex-automata", "serde_json", "syn", "tch", "zip"];
 /// At most this many sentences of a crate, so that none is much more frequent than the others.
 const MOST: usize = 1000;
-/// Of this many sentences, one is held out.
-const HELD_OUT: usize = 5;
+/// Of this many sentences, one is held out and one is for the test.
+const PARTS: usize = 10;
 
 /// Labelled sentences.
 #[derive(Debug)]
@@ -19,8 +19,10 @@ pub struct Data {
     pub labels: Vec<String>,
     /// Those to learn: a sentence and the number of its label.
     pub train: Vec<(String, i64)>,
-    /// Those to be tested on.
+    /// Those that say during the training how good the weights are.
     pub held_out: Vec<(String, i64)>,
+    /// Those on which the weights that were chosen are tested at the end.
+    pub test: Vec<(String, i64)>,
     /// Where they are from, in words.
     pub origin: String,
     checksum: u32,
@@ -29,19 +31,23 @@ pub struct Data {
 impl Data {
     /// Reads the doc comments of the crates.
     pub fn load() -> Result<Self> {
-        let folders = registry().context(
+        let folders = crates::sources(&CRATES).context(
             "cargo does not say where the crates are, whose doc comments are the sentences: start the program by \
              `cargo run` in a checkout, or give it a file by --data",
         )?;
         let mut lines = Vec::new();
-        for (label, folder) in folders {
+        for (label, folder) in CRATES.into_iter().zip(folders) {
             let mut sentences = BTreeSet::new();
-            collect(&folder, &mut sentences)?;
+            for file in crates::rust_files(&folder)? {
+                let text = fs::read_to_string(&file)
+                    .with_context(|| format!("cannot read {}", file.display()))?;
+                sentences.extend(self::sentences(&text));
+            }
             // In an order without meaning, but always the same one.
             let mut sentences: Vec<String> = sentences.into_iter().collect();
             sentences.sort_by_cached_key(|sentence| crc32c::crc32c(sentence.as_bytes()));
             sentences.truncate(MOST);
-            lines.extend(sentences.into_iter().map(|sentence| (label.clone(), sentence)));
+            lines.extend(sentences.into_iter().map(|sentence| (label.to_owned(), sentence)));
         }
         Self::new(lines, format!("doc comments of {}", CRATES.join(", ")))
     }
@@ -60,7 +66,7 @@ impl Data {
         Self::new(lines.collect::<Result<_>>()?, path.display().to_string())
     }
 
-    /// Divides pairs of a label and a sentence into those to learn and those that are held out.
+    /// Divides pairs of a label and a sentence into those to learn, those that are held out, and those of the test.
     pub fn new(mut lines: Vec<(String, String)>, origin: String) -> Result<Self> {
         lines.sort();
         let all = lines.iter().flat_map(|(label, text)| [label.as_bytes(), b"\t", text.as_bytes()]);
@@ -68,66 +74,33 @@ impl Data {
         let labels: BTreeSet<_> = lines.iter().map(|(label, _)| label.clone()).collect();
         let labels: Vec<_> = labels.into_iter().collect();
         lines.sort_by_cached_key(|(_, text)| crc32c::crc32c(text.as_bytes()));
-        let (mut train, mut held_out) = (Vec::new(), Vec::new());
+        let (mut train, mut held_out, mut test) = (Vec::new(), Vec::new(), Vec::new());
         for (number, (label, text)) in lines.into_iter().enumerate() {
             let label = labels.partition_point(|other| *other < label) as i64;
-            let part = if number % HELD_OUT == 0 { &mut held_out } else { &mut train };
+            let part = match number % PARTS {
+                0 => &mut test,
+                5 => &mut held_out,
+                _ => &mut train,
+            };
             part.push((text, label));
         }
         ensure!(labels.len() > 1, "{origin}: at least two different labels are needed");
         ensure!(train.len() >= 10, "{origin}: only {} sentences to learn", train.len());
-        Ok(Self { labels, train, held_out, origin, checksum })
+        Ok(Self { labels, train, held_out, test, origin, checksum })
     }
 
     /// What tells them from other sentences, wherever they are from.
     pub fn identity(&self) -> String {
-        let count = self.train.len() + self.held_out.len();
+        let count = self.train.len() + self.held_out.len() + self.test.len();
         format!("{count} sentences with the checksum {:08x}", self.checksum)
     }
 
-    /// The accuracy of always answering with the most frequent label.
+    /// The accuracy in the test of always answering with its most frequent label.
     pub fn majority(&self) -> f64 {
-        let count = |label| self.held_out.iter().filter(|(_, other)| *other == label).count();
+        let count = |label| self.test.iter().filter(|(_, other)| *other == label).count();
         let most = (0..self.labels.len() as i64).map(count).max().unwrap_or(0);
-        most as f64 / self.held_out.len() as f64
+        most as f64 / self.test.len() as f64
     }
-}
-
-/// The folders of the crates, as cargo knows them.
-fn registry() -> Option<Vec<(String, PathBuf)>> {
-    let cargo = |args: &[&str]| {
-        let mut command = Command::new(env::var_os("CARGO")?);
-        command.args(args).current_dir(env!("CARGO_MANIFEST_DIR")).output().ok()
-    };
-    let version = String::from_utf8(cargo(&["-vV"])?.stdout).ok()?;
-    let host = version.lines().find_map(|line| line.strip_prefix("host: "))?;
-    // Cargo has not downloaded the packages of other platforms.
-    let format = ["metadata", "--format-version", "1", "--offline", "--filter-platform", host];
-    let output = cargo(&format)?;
-    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
-    let packages = metadata["packages"].as_array()?;
-    let folder = |name: &str| {
-        let mut found = packages.iter().filter(|package| package["name"] == name);
-        let manifest = Path::new(found.next_back()?["manifest_path"].as_str()?);
-        Some((name.to_owned(), manifest.parent()?.join("src")))
-    };
-    CRATES.into_iter().map(folder).collect()
-}
-
-fn collect(folder: &Path, sentences: &mut BTreeSet<String>) -> Result<()> {
-    let entries =
-        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
-    for entry in entries {
-        let path = entry?.path();
-        if path.is_dir() {
-            collect(&path, sentences)?;
-        } else if path.extension().is_some_and(|end| end == "rs") {
-            let text = fs::read_to_string(&path)
-                .with_context(|| format!("cannot read {}", path.display()))?;
-            sentences.extend(self::sentences(&text));
-        }
-    }
-    Ok(())
 }
 
 /// The sentences of the doc comments in a source text, without code, headings and lists.
@@ -169,15 +142,17 @@ mod tests {
     }
 
     #[test]
-    fn a_fifth_is_held_out_and_labels_are_in_order() {
+    fn a_tenth_is_held_out_another_one_is_for_the_test_and_labels_are_in_order() {
         let lines: Vec<_> =
             (0..50).map(|i| (["b", "a"][i % 2].to_owned(), format!("text {i}"))).collect();
         let data = Data::new(lines.clone(), String::new()).unwrap();
         assert_eq!(data.labels, ["a", "b"]);
-        assert_eq!((data.train.len(), data.held_out.len()), (40, 10));
-        for (text, label) in data.train.iter().chain(&data.held_out) {
+        assert_eq!((data.train.len(), data.held_out.len(), data.test.len()), (40, 5, 5));
+        let mut all = Vec::new();
+        for (text, label) in data.train.iter().chain(&data.held_out).chain(&data.test) {
             let pair = (data.labels[*label as usize].clone(), text.clone());
-            assert!(lines.contains(&pair), "{pair:?}");
+            assert!(lines.contains(&pair) && !all.contains(&pair), "{pair:?}");
+            all.push(pair);
         }
         assert!(Data::new(lines[..1].to_vec(), String::new()).is_err());
     }

@@ -10,10 +10,9 @@ pub mod report;
 pub mod tokens;
 pub mod train;
 
-use crate::recipe::{self, Ended, Interrupt, Log, Precision, Progress, Ranks, Saves};
+use crate::recipe::{self, Confusion, Ended, Interrupt, Log, Precision, Progress, Ranks, Saves};
 use anyhow::Result;
 use data::Data;
-use measure::Confusion;
 use model::Config;
 use options::Options;
 use std::time::Instant;
@@ -39,8 +38,10 @@ pub struct Run {
     pub ended: Ended,
     /// The numbers of all steps, also of those before it was resumed.
     pub log: Log,
-    /// The answers of the best weights.
-    pub confusion: Confusion,
+    /// The answers of the best weights in the test.
+    pub test: Confusion,
+    /// Their answers on the held-out sentences, by which they were chosen.
+    pub held_out: Confusion,
     /// After how many steps the weights were the best.
     pub best_step: Option<u64>,
     /// How many steps were skipped because the gradients were not finite.
@@ -66,9 +67,10 @@ pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
         Progress::silent()
     };
     progress.say(&format!(
-        "{} sentences to learn and {} held out: {}",
+        "{} sentences to learn, {} held out and {} for the test: {}",
         data.train.len(),
         data.held_out.len(),
+        data.test.len(),
         data.origin
     ));
     let device = ranks.device(options.common.device()?)?;
@@ -138,7 +140,7 @@ pub fn train(
             // Reading the numbers waits for the device.
             let mut numbers = trainer.read(&measured, lr, started)?;
             if is_due(options.eval_every) {
-                let confusion = trainer.evaluate()?;
+                let confusion = trainer.evaluate(&trainer.held_out)?;
                 let accuracy = confusion.accuracy();
                 trainer.keep_best(accuracy, step)?;
                 numbers
@@ -161,10 +163,11 @@ pub fn train(
     }
     ranks.check_weights(trainer.weights())?;
     let best_step = trainer.reload_best()?.map(|best| best.1);
-    let confusion = trainer.evaluate()?;
+    let held_out = trainer.evaluate(&trainer.held_out)?;
+    let test = trainer.evaluate(&trainer.test)?;
     let skipped = last.saturating_sub(trainer.taken());
     let seconds = begun.elapsed().as_secs_f64();
-    Ok(Run { ended, log, confusion, best_step, skipped, seconds })
+    Ok(Run { ended, log, test, held_out, best_step, skipped, seconds })
 }
 
 /// A very small model, which writes no files: for tests. The second word of each sentence says what its label is.

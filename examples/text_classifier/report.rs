@@ -18,8 +18,8 @@ pub fn write(
     ranks: &Ranks,
 ) -> Result<()> {
     let labels = &task.data.labels;
-    println!("{}\n{}", table(options, run, task), run.confusion.scores_table(labels));
-    println!("Rows: the class; columns: the answer\n{}", run.confusion.matrix(labels));
+    println!("{}\n{}", table(options, run, task), run.test.scores_table(labels, "sentences"));
+    println!("Rows: the class; columns: the answer\n{}", run.test.matrix(labels));
     if let Some(folder) = &options.common.logs {
         let csv = folder.join(log::CSV);
         println!("Log: {}, and tensorboard --logdir {}", csv.display(), folder.display());
@@ -37,16 +37,18 @@ pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table {
         "run",
         "accuracy",
         "most frequent class",
-        "held-out loss",
+        "loss",
+        "held-out accuracy",
         "best step",
         "skipped steps",
         "seconds",
     ]);
     table.row([
         options.common.amp.name().to_owned(),
-        format!("{:.3}", run.confusion.accuracy()),
+        format!("{:.3}", run.test.accuracy()),
         format!("{:.3}", task.data.majority()),
-        format!("{:.3}", run.confusion.loss),
+        format!("{:.3}", run.test.loss),
+        format!("{:.3}", run.held_out.accuracy()),
         or_dash(run.best_step),
         run.skipped.to_string(),
         format!("{:.1}", run.seconds),
@@ -57,23 +59,23 @@ pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table {
 /// The report.
 pub fn page(options: &Options, run: &Run, task: &Task<'_>, device: Device, ranks: &Ranks) -> Page {
     let labels = &task.data.labels;
-    let accuracy = 100.0 * run.confusion.accuracy();
+    let accuracy = 100.0 * run.test.accuracy();
     Page::new("A BERT that classifies sentences")
         .result(&format!(
-            "In {}, {accuracy:.1} % of the held-out sentences get the right answer, and {:.1} % if the answer is \
-             always the most frequent class.",
+            "In {}, {accuracy:.1} % of the sentences of the test get the right answer, and {:.1} % if the \
+             answer is always the most frequent class.",
             options.common.amp.name(),
             100.0 * task.data.majority()
         ))
         .table(&table(options, run, task))
         .note(
-            "Of the weights of the best evaluation, whose step was chosen on the same held-out sentences. Seconds: \
-             training and evaluations of this part of the run.",
+            "Of the weights whose accuracy on held-out sentences was the best. Accuracy: on the sentences of the test, \
+             on which nothing was chosen. Seconds: training and evaluations of this part of the run.",
         )
         .heading("Classes")
-        .table(&run.confusion.scores_table(labels))
+        .table(&run.test.scores_table(labels, "sentences"))
         .heading("Confusion matrix")
-        .preformatted(&run.confusion.matrix(labels))
+        .preformatted(&run.test.matrix(labels))
         .note("Rows: the class; columns: the answer.")
         .heading("Loss")
         .plot(&loss_plot(run))
@@ -113,9 +115,10 @@ fn facts(
         (
             "Sentences",
             format!(
-                "{} to learn, {} held out: {}",
+                "{} to learn, {} held out, {} for the test: {}",
                 data.train.len(),
                 data.held_out.len(),
+                data.test.len(),
                 data.origin
             ),
         ),

@@ -42,6 +42,7 @@ pub struct Trainer<'a> {
     gradients: Gradients,
     train: Sentences,
     pub(super) held_out: Sentences,
+    pub(super) test: Sentences,
     /// How many sentences were read since the last line of the log.
     pub(super) read: usize,
 }
@@ -104,6 +105,7 @@ impl<'a> Trainer<'a> {
             gradients,
             train: sentences(&task.data.train)?,
             held_out: sentences(&task.data.held_out)?,
+            test: sentences(&task.data.test)?,
             read: 0,
         })
     }

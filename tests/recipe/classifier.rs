@@ -1,56 +1,37 @@
 //! The recipe `text_classifier` as a process of its own, and as two ranks.
 
-use std::env;
 use std::fs;
-use std::process::{Command, exit};
 
 use crate::common::files::Folder;
-use crate::recipe::Ended;
+use crate::program::{self, Recipe};
 use crate::recipe::log::CSV;
 use crate::text_classifier;
 
-/// Has the arguments of the program, one a line.
-const ARGUMENTS: &str = "TCH_AMP_TEST_CLASSIFIER";
+const CLASSIFIER: Recipe = Recipe {
+    test: "classifier::classifier_program",
+    prepare: |folder| {
+        let line = |i: usize| {
+            let [label, verb] = [["cat", "purrs"], ["dog", "barks"], ["bird", "sings"]][i % 3];
+            format!("{label}\tThe {label} {}{verb} in the year {i}\n", "always ".repeat(i % 4))
+        };
+        fs::write(folder.file("data"), (0..120).map(line).collect::<String>()).unwrap();
+    },
+    data: "data",
+    options: "--device cpu --amp off --width 64 --layers 1 --rows 8 --steps 60 --vocabulary 200 --log-every 1 \
+              --eval-every 10 --dropout 0",
+};
 
 #[test]
 #[ignore = "a program that other tests start"]
 fn classifier_program() {
-    let Ok(arguments) = env::var(ARGUMENTS) else { return };
-    tch::set_num_threads(1);
-    match text_classifier::main(arguments.lines().map(str::to_owned)) {
-        Ok(Ended::Finished) => {}
-        Ok(Ended::Interrupted { .. }) => exit(130),
-        Err(error) => {
-            eprintln!("{error:#}");
-            exit(1);
-        }
-    }
+    program::run(|arguments| text_classifier::main(arguments));
 }
 
 /// Runs the program on sentences about pets, and returns the folder of its files and what it printed.
 fn run(more: &str) -> (Folder, String) {
     let folder = Folder::new();
-    let lines: Vec<String> = (0..120)
-        .map(|i| {
-            let [label, verb] = [["cat", "purrs"], ["dog", "barks"], ["bird", "sings"]][i % 3];
-            format!("{label}\tThe {label} {}{verb} in the year {i}", "always ".repeat(i % 4))
-        })
-        .collect();
-    fs::write(folder.file("data"), lines.join("\n")).unwrap();
-    let paths = ["data", "checkpoints", "logs", "out"]
-        .map(|name| format!("--{name}\n{}", folder.file(name).display()));
-    let options = "--device cpu --amp off --width 64 --layers 1 --rows 8 --steps 60 --vocabulary 200 --log-every 1 --eval-every 10 \
-                   --dropout 0";
-    let words: Vec<&str> = options.split_whitespace().chain(more.split_whitespace()).collect();
-    let output = Command::new(env::current_exe().unwrap())
-        .args(["--exact", "classifier::classifier_program", "--ignored", "--nocapture"])
-        .env(ARGUMENTS, format!("{}\n{}", paths.join("\n"), words.join("\n")))
-        .output()
-        .unwrap();
-    let [stdout, stderr] =
-        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-    assert!(output.status.success(), "{stdout}\n{stderr}");
-    (folder, stdout)
+    let text = CLASSIFIER.start(&folder, more).finish();
+    (folder, text)
 }
 
 /// The first columns of the log: the step, the loss, and the loss and the accuracy on held-out sentences.

@@ -7,8 +7,12 @@ mod common;
 #[path = "../../examples/gpt/mod.rs"]
 #[allow(dead_code, reason = "`tests/examples.rs` uses the rest")]
 mod gpt;
+#[path = "../../examples/images/mod.rs"]
+#[allow(dead_code, reason = "`tests/examples.rs` uses the rest")]
+mod images;
 mod interrupt;
 mod log;
+mod pictures;
 mod program;
 #[path = "../../examples/recipe/mod.rs"]
 mod recipe;
@@ -17,3 +21,4 @@ mod same;
 #[path = "../../examples/text_classifier/mod.rs"]
 #[allow(dead_code, reason = "`tests/examples.rs` uses the rest")]
 mod text_classifier;
+mod trainer;

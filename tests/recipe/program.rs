@@ -1,5 +1,6 @@
-//! The recipe `gpt` as a process of its own, which can be killed.
+//! A recipe as a process of its own, which can be killed.
 
+use std::collections::BTreeMap;
 use std::env;
 use std::fs;
 use std::path::Path;
@@ -7,30 +8,40 @@ use std::process::{Child, Command, Output, Stdio, exit};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use safetensors::SafeTensors;
+use serde_json::Value;
+use tch_amp::checkpoint::CheckpointFolder;
+
 use crate::common::files::Folder;
-use crate::gpt;
+use crate::recipe::Ended;
 use crate::recipe::log::CSV;
 
 /// Has the arguments of the program, one a line.
 const ARGUMENTS: &str = "TCH_AMP_TEST_ARGUMENTS";
 
-/// A small model, whose steps take a few milliseconds. It learns the text of [`prepare`].
-const SMALL: &str = "--device cpu --width 64 --layers 2 --length 32 --rows 4 --steps 40 --log-every 1 --eval-every 10 \
-                     --save-every 4 --sample 20";
-
 /// Longer than any of these runs takes.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-#[test]
-#[ignore = "a program that other tests start"]
-fn gpt_program() {
+/// A recipe with a small model, whose steps take a few milliseconds.
+#[derive(Debug)]
+pub struct Recipe {
+    /// The test that calls [`run`].
+    pub test: &'static str,
+    /// Makes what it learns from in the file or folder `data` of a folder, which the option of this name gets.
+    pub prepare: fn(&Folder),
+    pub data: &'static str,
+    pub options: &'static str,
+}
+
+/// Runs a recipe in this process with the arguments that [`Recipe::start`] has passed on; does nothing otherwise.
+pub fn run(main: fn(Vec<String>) -> anyhow::Result<Ended>) {
     let Ok(arguments) = env::var(ARGUMENTS) else { return };
     // A small model is faster with one thread, above all on a busy machine.
     tch::set_num_threads(1);
-    match gpt::main(arguments.lines().map(str::to_owned)) {
+    match main(arguments.lines().map(str::to_owned).collect()) {
         // `ExitCode` cannot be taken apart, and a test cannot return one.
-        Ok(crate::recipe::Ended::Finished) => {}
-        Ok(crate::recipe::Ended::Interrupted { .. }) => exit(130),
+        Ok(Ended::Finished) => {}
+        Ok(Ended::Interrupted { .. }) => exit(130),
         Err(error) => {
             eprintln!("{error:#}");
             exit(1);
@@ -38,40 +49,45 @@ fn gpt_program() {
     }
 }
 
-/// Starts the program in a folder, with further arguments.
-pub fn start(folder: &Folder, more: &str) -> Running {
-    fs::write(folder.file("text"), "    pub fn learn(&mut self) { self.read() }\n".repeat(300))
-        .unwrap();
-    let paths = ["text", "checkpoints", "logs", "out"]
-        .map(|name| format!("--{name}\n{}", folder.file(name).display()));
-    let words: Vec<&str> = SMALL.split_whitespace().chain(more.split_whitespace()).collect();
-    let child = Command::new(env::current_exe().unwrap())
-        .args(["--exact", "program::gpt_program", "--ignored", "--nocapture"])
-        .env(ARGUMENTS, format!("{}\n{}", paths.join("\n"), words.join("\n")))
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    Running(child)
-}
-
-/// Starts the program and sends it a signal once its log has this step. On a busy machine it may have finished by then,
-/// and is tried again.
-pub fn start_and_signal(folder: &Folder, more: &str, step: u64, signal: &str) -> Output {
-    for _ in 0..10 {
-        let mut run = start(folder, more);
-        run.wait_for(step, folder);
-        run.signal(signal);
-        let output = run.output();
-        if !output.status.success() {
-            return output;
-        }
-        for name in ["checkpoints", "logs"] {
-            fs::remove_dir_all(folder.file(name)).unwrap();
-        }
-        fs::remove_file(folder.file("out")).unwrap();
+impl Recipe {
+    /// Starts the program in a folder, with further arguments.
+    pub fn start(&self, folder: &Folder, more: &str) -> Running {
+        (self.prepare)(folder);
+        let options = [(self.data, "data")].into_iter();
+        let options = options.chain(["checkpoints", "logs", "out"].map(|name| (name, name)));
+        let paths: Vec<String> = options
+            .map(|(option, name)| format!("--{option}\n{}", folder.file(name).display()))
+            .collect();
+        let words: Vec<&str> =
+            self.options.split_whitespace().chain(more.split_whitespace()).collect();
+        let child = Command::new(env::current_exe().unwrap())
+            .args(["--exact", self.test, "--ignored", "--nocapture"])
+            .env(ARGUMENTS, format!("{}\n{}", paths.join("\n"), words.join("\n")))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        Running(child)
     }
-    panic!("the run always finished before the signal");
+
+    /// Starts the program and sends it a signal once its log has this step. On a busy machine it may have finished by
+    /// then, and is tried again.
+    pub fn start_and_signal(&self, folder: &Folder, more: &str, step: u64, signal: &str) -> Output {
+        for _ in 0..10 {
+            let mut run = self.start(folder, more);
+            run.wait_for(step, folder);
+            run.signal(signal);
+            let output = run.output();
+            if !output.status.success() {
+                return output;
+            }
+            for name in ["checkpoints", "logs"] {
+                fs::remove_dir_all(folder.file(name)).unwrap();
+            }
+            fs::remove_file(folder.file("out")).unwrap();
+        }
+        panic!("the run always finished before the signal");
+    }
 }
 
 /// A process of the program, which does not outlive its test.
@@ -145,4 +161,40 @@ pub fn losses(folder: &Folder) -> Vec<Vec<String>> {
     let text = fs::read_to_string(folder.file("logs").join(CSV)).unwrap();
     // The step, the losses, the learning rate, the norm and the scale come first.
     text.lines().map(|line| line.split(',').take(6).map(str::to_owned).collect()).collect()
+}
+
+/// What the last checkpoint contains: the bytes of each tensor, and the other parts but for those that have times.
+type State = (BTreeMap<String, Vec<u8>>, Value);
+
+fn last_state(folder: &Folder) -> State {
+    let files = CheckpointFolder::new(folder.file("checkpoints")).unwrap().files().unwrap();
+    let last = files.last().unwrap();
+    assert_eq!(last.step, 40);
+    let bytes = fs::read(&last.path).unwrap();
+    let (_, header) = SafeTensors::read_metadata(&bytes).unwrap();
+    let text = header.metadata().as_ref().unwrap().get("tch_amp").unwrap();
+    let mut parts = serde_json::from_str::<Value>(text).unwrap()["parts"].take();
+    for name in ["log", "seconds"] {
+        parts.as_object_mut().unwrap().remove(name);
+    }
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let tensors = tensors.iter().map(|(name, tensor)| (name.to_owned(), tensor.data().to_vec()));
+    (tensors.collect(), parts)
+}
+
+/// Fails unless both runs have the same numbers in all steps and at the end.
+pub fn assert_same(run: &Folder, left_alone: &Folder, what: &str) {
+    let (losses, expected) = (losses(run), losses(left_alone));
+    assert_eq!(expected.len(), 41, "{what}");
+    for (line, expected) in losses.iter().zip(&expected) {
+        assert_eq!(line, expected, "{what}");
+    }
+    assert_eq!(losses.len(), expected.len(), "{what}");
+    let ((tensors, parts), (expected, others)) = (last_state(run), last_state(left_alone));
+    assert_eq!(tensors.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
+    let different: Vec<_> = tensors.iter().filter(|(name, t)| expected[*name] != **t).collect();
+    let names: Vec<_> = different.iter().map(|(name, _)| name).collect();
+    assert!(names.is_empty(), "{what}: these tensors differ: {names:?}");
+    assert_eq!(parts, others, "{what}");
+    assert!(tensors.len() > 60 && parts.get("schedule").is_some(), "{what}: {parts}");
 }

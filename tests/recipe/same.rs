@@ -10,7 +10,7 @@ use crate::gpt::{self, Run};
 use crate::recipe::{Ended, Interrupt, Precision};
 
 /// Held while random numbers are drawn, because the generator belongs to the whole process.
-static RANDOM: Mutex<()> = Mutex::new(());
+pub static RANDOM: Mutex<()> = Mutex::new(());
 
 fn options(amp: Precision) -> Options {
     let (options, _) = gpt::small(amp, 6).unwrap();

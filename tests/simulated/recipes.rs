@@ -6,6 +6,9 @@ mod gan;
 #[path = "../../examples/gpt/mod.rs"]
 #[allow(dead_code, reason = "the tests take a few steps")]
 mod gpt;
+#[path = "../../examples/images/mod.rs"]
+#[allow(dead_code, reason = "the tests take a few steps")]
+mod images;
 #[path = "../../examples/inference.rs"]
 #[allow(dead_code, reason = "the tests choose the device")]
 mod inference;
@@ -113,7 +116,7 @@ fn the_text_classifier_trains_without_synchronizing_and_goes_on() {
             let resumed = run(&options, Interrupt::never());
             let whole = run(&whole, Interrupt::never());
             let losses = |run: &text_classifier::Run| run.log.series("loss");
-            assert_eq!((losses(&resumed).len(), &resumed.confusion), (6, &whole.confusion));
+            assert_eq!((losses(&resumed).len(), &resumed.test), (6, &whole.test));
             assert_eq!(losses(&resumed), losses(&whole));
         }
     }
@@ -139,5 +142,44 @@ fn an_interrupted_run_of_the_gpt_goes_on_with_the_random_numbers_of_its_gpu() {
         let whole = run(&whole, Interrupt::never());
         assert_eq!((losses(&resumed).len(), resumed.sample.as_str()), (5, whole.sample.as_str()));
         assert_eq!(losses(&resumed), losses(&whole));
+    }
+}
+
+#[test]
+fn the_images_are_learned_without_synchronizing_and_the_run_goes_on() {
+    let Some(simulation) = Simulation::find() else { return };
+    for gpu in GPUS {
+        for amp in Precision::ALL {
+            let (whole, data) = images::small(amp, 6).unwrap();
+            let set = images::batch::Set::new(&data, whole.moved, gpu);
+            let ranks = Ranks::alone();
+            let trainer = images::train::Trainer::new(&whole, &data, &set, gpu, &ranks);
+            let mut trainer = trainer.unwrap();
+            drop(trainer.step().unwrap());
+            // The last ones also average the weights.
+            let ((), counts) = simulation.count(|| {
+                for _ in 2..=6 {
+                    drop(trainer.step().unwrap());
+                }
+            });
+            assert!(counts.launches > 100, "{counts:?}");
+            assert_eq!(counts.host_syncs, 0, "{amp:?} on {gpu:?}: {counts:?}");
+
+            let folder = Folder::new();
+            let mut options = whole.clone();
+            options.common.checkpoints = Some(folder.0.clone());
+            let run = |options: &images::options::Options, interrupt| {
+                images::run_alone(options, &data, gpu, &interrupt).unwrap()
+            };
+            let part = run(&options, Interrupt::at_once());
+            assert_eq!(part.ended, Ended::Interrupted { step: 1 });
+            options.common.resume = true;
+            let resumed = run(&options, Interrupt::never());
+            let whole = run(&whole, Interrupt::never());
+            let losses = |run: &images::Run| run.log.series(images::measure::LOSS);
+            assert_eq!((losses(&resumed).len(), losses(&whole)), (6, losses(&resumed)));
+            let [resumed, whole] = [resumed, whole].map(|run| run.tested.unwrap().averaged);
+            assert_eq!(resumed, whole);
+        }
     }
 }

@@ -1,0 +1,26 @@
+//! Trains a residual network on images, in one precision or in several that it compares: batch normalization,
+//! augmentation, channels-last, and stochastic weight averaging.
+//!
+//! ```text
+//! cargo run --release --example images
+//! cargo run --release --example images -- --help
+//! cargo run --release --example images -- --compare all
+//! cargo run --release --example images -- --ranks 2 --sync-batch-norm
+//! ```
+//!
+//! The images are those of Fashion-MNIST, which Debian has as the package `dataset-fashion-mnist`, or of any folder with
+//! files in the format of MNIST; without them, the small digits in `examples/data`.
+//!
+//! Read `train.rs` first, which has the training step, and then `measure.rs`, which tests the averaged weights.
+
+#[path = "mod.rs"]
+#[allow(dead_code, reason = "the tests use more of it")]
+mod images;
+#[path = "../recipe/mod.rs"]
+mod recipe;
+
+use std::process::ExitCode;
+
+fn main() -> anyhow::Result<ExitCode> {
+    Ok(images::main(std::env::args().skip(1))?.exit_code())
+}
