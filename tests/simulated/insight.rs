@@ -103,18 +103,21 @@ fn audits_on_each_device_find_the_same() {
         let model = Model::new(device);
         let region = Autocast::new(device).dtype(Kind::BFloat16);
         let x = Tensor::randn([16, 8], (Kind::Float, device));
-        let audited = |factor: f64| {
+        let audited = |mean: f64| {
             let loss = |region: Autocast| {
                 region.run(|| {
-                    let hidden = model.layers.forward(&x) * factor;
-                    named("planted", || hidden.softmax(-1, None)).square().sum(Kind::Float)
+                    let hidden = model.layers.forward(&x) + mean;
+                    let none = None::<&Tensor>;
+                    named("planted", || hidden.layer_norm([8], none, none, 1e-5, false))
+                        .square()
+                        .sum(Kind::Float)
                 })
             };
             audit(&model.vs, &region, &GradScaler::disabled(), loss).unwrap()
         };
-        let clean = audited(1.0);
+        let clean = audited(0.0);
         assert!(clean.is_clean() && clean.dtype == "bf16", "{clean}");
-        let planted = audited(5000.0);
+        let planted = audited(1000.0);
         let part = planted.parts.iter().find(|part| part.path == "planted").unwrap();
         assert!(part.suspicions.contains(&Suspicion::MagnifiesRounding), "{planted}");
         assert!(model.vs.trainable_variables().iter().all(|weight| !weight.grad().defined()));
