@@ -21,6 +21,7 @@ const SOURCES: &[&str] = &[
     "clip.cpp",
     "device.cpp",
     "device_memory.cpp",
+    "exponents.cpp",
     "gradients.cpp",
     "heap.cpp",
     "insight.cpp",

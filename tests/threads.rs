@@ -13,7 +13,10 @@ use tch_amp::checkpoint::{
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
 use tch_amp::gradients::NonFiniteGradient;
-use tch_amp::insight::{Cause, Culprit, Explanation, Pass, Tracer, Values};
+use tch_amp::insight::{
+    AtScale, Cause, Culprit, Explanation, Exponents, HealthReport, HistoryReport, LayerHealth,
+    Pass, ScaleHealth, ScaleHistory, SkipCause, StepRecord, Tracer, Values, Verdict,
+};
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
 };
@@ -82,6 +85,7 @@ send_and_sync!(
     Adam,
     AdamW,
     Algorithm,
+    AtScale,
     Autocast,
     AutocastState,
     Averaging,
@@ -95,11 +99,15 @@ send_and_sync!(
     DynamicLossScaleState,
     Ema,
     Explanation,
+    Exponents,
     Format,
     GradCheck,
     GradScalerConfig,
     GradScalerState,
+    HealthReport,
+    HistoryReport,
     KeepF32<'static>,
+    LayerHealth,
     Lion,
     LossScaleState,
     MasterWeights,
@@ -115,11 +123,14 @@ send_and_sync!(
     RmsProp,
     Rng,
     Sgd,
+    SkipCause,
     SpikeConfig,
     SpikeCounts,
     Start,
+    StepRecord,
     Swa,
     Values,
+    Verdict,
 );
 
 // Schedules and their options.
@@ -186,6 +197,8 @@ only_send!(
     PolicyModule<Linear>,
     PolicyModuleT<BatchNorm>,
     SaveState<'static>,
+    ScaleHealth,
+    ScaleHistory,
     SpikeDetector,
     StaticLossScale,
     StepOutcome,
