@@ -39,9 +39,14 @@ impl Training {
         }
         let outcome =
             self.scaler.step_unless_spike(&mut self.opt, f64::INFINITY, &mut self.spikes)?;
-        history.record(&self.scaler, &outcome, gradient / 8.0)?;
+        history.record(&self.scaler, &outcome, rate(gradient))?;
         self.scaler.update()
     }
+}
+
+/// Another learning rate for each gradient.
+fn rate(gradient: f64) -> f64 {
+    gradient.min(100.0) / 8.0
 }
 
 const INFINITE: f64 = f64::INFINITY;
@@ -82,7 +87,7 @@ fn scales_causes_norms_and_rates_are_those_of_the_steps() {
             for (found, (step, scale, skipped, gradient, loss)) in report.steps.iter().zip(wanted) {
                 let StepRecord { learning_rate, norm, .. } = *found;
                 assert_eq!((found.step, found.scale, found.skipped), (step, scale, skipped));
-                assert_eq!((norm, learning_rate), (finite(gradient), gradient / 8.0));
+                assert_eq!((norm, learning_rate), (finite(gradient), rate(gradient)));
                 assert_eq!(found.loss, loss.and_then(finite));
             }
             assert_eq!(report, history.report().unwrap());
