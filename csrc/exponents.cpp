@@ -149,8 +149,8 @@ void count_on_cpu(const Group &group, int64_t exponent_of_scale, int64_t *counts
 
 // ---- other devices
 
-// The numbers that are counted at once, which take about 40 bytes each meanwhile.
-constexpr int64_t kBatch = int64_t{1} << 22;
+// The numbers that are counted at once, which take about 50 bytes each meanwhile.
+constexpr int64_t kBatch = int64_t{1} << 21;
 
 // How many copies of the counts there are, and how many numbers these have together, at most. Neighbouring gradients,
 // whose exponents are often the same, are counted in different copies, so that threads rarely wait for each other.
@@ -190,13 +190,13 @@ class DeviceCounts {
  private:
   struct Batch {
     std::vector<Tensor> pieces;
-    std::vector<int64_t> rows, sizes;
+    std::vector<int64_t> rows, ends;
     int64_t size = 0;
 
     void add(Tensor piece, int64_t row) {
       rows.push_back(row);
-      sizes.push_back(piece.numel());
       size += piece.numel();
+      ends.push_back(size);
       pieces.push_back(std::move(piece));
     }
   };
@@ -209,30 +209,33 @@ class DeviceCounts {
     bins.masked_fill_(numbers.eq(0), TAMP_BIN_ZERO);
     bins.masked_fill_(numbers.isinf(), TAMP_BIN_INFINITE);
     bins.masked_fill_(numbers.ne(numbers), TAMP_BIN_NAN);
-    Tensor places = rows(batch).add_(bins);
-    places.add_(copies(batch.size));
+    number(batch.size);
+    const Tensor places = rows(batch).add_(bins).add_(copies_.narrow(0, 0, batch.size));
     counts_.scatter_add_(0, places, one_.expand({batch.size}));
   }
 
   // The first bin of the row of every number.
   Tensor rows(const Batch &batch) const {
-    const auto host = at::stack({at::tensor(batch.rows, at::kLong), at::tensor(batch.sizes, at::kLong)});
+    const auto host = at::stack({at::tensor(batch.rows, at::kLong), at::tensor(batch.ends, at::kLong)});
     const Tensor both = tamp::on_device(host, device_);
-    // Without the size of the result, the host would wait for it.
-    return at::repeat_interleave(both.select(0, 0), both.select(0, 1), 0, batch.size);
+    // repeat_interleave would do the same, but may make the host wait.
+    const Tensor pieces = at::searchsorted(both.select(0, 1), positions_.narrow(0, 0, batch.size), /*out_int32=*/false,
+                                           /*right=*/true);
+    return both.select(0, 0).index_select(0, pieces);
   }
 
-  // The first bin of the copy of every number. No later batch of a group is larger than the first.
-  Tensor copies(int64_t size) {
-    if (!copies_.defined() || copies_.size(0) < size) {
-      copies_ = at::arange(size, counts_.options()).remainder_(number_of_copies_).mul_(bins_);
-    }
-    return copies_.narrow(0, 0, size);
+  // Prepares for a batch of this size. No later batch of a group is larger than the first.
+  void number(int64_t size) {
+    if (positions_.defined() && positions_.size(0) >= size) return;
+    positions_ = at::arange(size, counts_.options());
+    copies_ = positions_.remainder(number_of_copies_).mul_(bins_);
   }
 
   at::Device device_;
   int64_t bins_, number_of_copies_;
-  Tensor counts_, one_, copies_;
+  // The numbers from zero on, and the first bin of the copy in which each is counted.
+  Tensor positions_, copies_;
+  Tensor counts_, one_;
 };
 
 // ---- all devices

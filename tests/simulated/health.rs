@@ -24,7 +24,7 @@ fn model(devices: &[Device], sizes: &[i64], kinds: &[Kind]) -> (VarStore, Vec<Te
             0 => 0.0,
             1 => f32::INFINITY,
             2 => f32::NAN,
-            _ => 2f32.powi(rng.below(270) as i32 - 148) * (1.0 + rng.eighth() / 8.0),
+            _ => 2f32.powi(rng.below(270) as i32 - 148) * (1.0 + rng.eighth() as f32 / 8.0),
         };
         let numbers: Vec<_> = (0..*size).map(|_| number(&mut rng)).collect();
         let gradient = Tensor::from_slice(&numbers).to_kind(kind).to_device(device);
@@ -88,7 +88,7 @@ fn many_parameters_are_counted_in_as_many_launches_as_few() {
 /// More elements than are counted at once, in tensors that are split.
 #[test]
 fn large_gradients_are_counted_in_parts() {
-    let Some(_simulation) = Simulation::find() else { return };
+    let Some(simulation) = Simulation::find() else { return };
     let vs = VarStore::new(GPUS[0]);
     let mut sum = 0;
     for (i, size) in [3_000_000, 5, 4_000_001, 2_000_000].into_iter().enumerate() {
@@ -97,7 +97,9 @@ fn large_gradients_are_counted_in_parts() {
         sum += size as u64;
     }
     let mut health = ScaleHealth::new(&vs);
-    health.observe(&GradScaler::disabled()).unwrap();
+    let (observed, counts) = simulation.count(|| health.observe(&GradScaler::disabled()));
+    observed.unwrap();
+    assert!(counts.peak_bytes < 128 << 20 && counts.launches < 150, "{counts:?}");
     let report = health.report().unwrap();
     assert_eq!(report.model.exponents.counts, [3_000_000, 5, 4_000_001, 2_000_000]);
     assert_eq!(report.model.exponents.elements(), sum);

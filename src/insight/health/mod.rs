@@ -113,9 +113,9 @@ impl ScaleHealth {
     /// several devices. Parameters that have no gradient or are frozen are left out, and duplicate indices of a sparse
     /// gradient are not added up.
     ///
-    /// Never synchronizes, except where a gradient is on the CPU and the scale on a GPU. On a GPU, the number of kernel
-    /// launches depends on the number of elements, four millions of which are counted at once, and not on the number of
-    /// parameters.
+    /// Never synchronizes, except where a gradient is on the CPU and the scale on a GPU. On a GPU two million elements are
+    /// counted at once, with about twenty kernel launches and up to 128 MiB of memory, however many parameters they
+    /// belong to.
     ///
     /// # Errors
     ///
