@@ -238,7 +238,8 @@ impl HistoryReport {
     }
 }
 
-/// Prints such as `500 steps, 3 skipped (2 overflows, 1 spike), scale 2^16 → 2^14`, and advice if the scale was below 1.
+/// Prints such as `500 steps, 3 skipped (2 overflows, 1 spike), scale 2^16 → 2^14`, and advice if
+/// overflows have driven the scale below 1.
 impl fmt::Display for HistoryReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [overflows, spikes] = [SkipCause::Overflow, SkipCause::Spike].map(|c| self.skips(c));
@@ -259,7 +260,7 @@ impl fmt::Display for HistoryReport {
             write!(f, " → {}", Scale(last.scale))?;
         }
         match self.lowest_scale() {
-            Some(lowest) if lowest < 1.0 => {
+            Some(lowest) if lowest < 1.0 && overflows > 0 => {
                 write!(f, ", lowest {}: {}", Scale(lowest), super::Verdict::BelowOne)
             }
             Some(lowest) if lowest < first.scale.min(last.scale) => {

@@ -12,6 +12,9 @@ const LARGEST: i32 = 15;
 /// The share of gradients that may underflow in a healthy training.
 const HEALTHY_SHARE: f64 = 0.01;
 
+/// Gradients that are within so many binades of an overflow soon overflow.
+const CLOSE: i32 = 1;
+
 /// The most binades by which another scale is suggested, those between the smallest and the largest scale.
 const MOST_BINADES: i32 = 250;
 
@@ -60,7 +63,8 @@ pub struct AtScale {
     /// The share below fp16's smallest subnormal number, 2^-24: they become zero, or at best that number.
     pub lost: f64,
     /// The share from 2^-24 to 2^-23, the last binade that is not lost. Of gradients that have been fp16, what is lost is
-    /// zero already; if gradients are spread evenly around zero, about as many are lost as there are here.
+    /// zero already, and so `lost` is zero. If gradients are spread evenly around zero, up to as many are lost as there
+    /// are here.
     pub edge: f64,
     /// The share of at least 2^16, which overflows.
     pub overflowing: f64,
@@ -103,7 +107,7 @@ pub enum Verdict {
     TooWide,
     /// More than half of the observed iterations were skipped.
     Overflowing,
-    /// The scale has fallen below 1: the model itself overflows fp16.
+    /// Overflows have driven the scale below 1: the model itself overflows fp16.
     BelowOne,
 }
 
@@ -126,8 +130,13 @@ impl HealthReport {
         self.model.at(binades)
     }
 
+    /// Whether overflows, and not the program, keep the scale as low as it is.
+    fn is_driven_down(&self) -> bool {
+        self.skipped > 0 || self.model.now.headroom.is_some_and(|headroom| headroom <= CLOSE)
+    }
+
     fn judge(&self) -> Verdict {
-        if self.scale < 1.0 {
+        if self.scale < 1.0 && self.is_driven_down() {
             return Verdict::BelowOne;
         }
         if 2 * self.skipped > self.observed {
@@ -137,8 +146,8 @@ impl HealthReport {
             return Verdict::Unknown;
         }
         let now = self.model.now;
-        // What is beyond the edge is seen only in gradients that were never fp16. As many are expected there as at the
-        // edge, and half as many after each doubling of the scale.
+        // What is beyond the edge is seen only in gradients that were never fp16. Up to as many are expected there as at
+        // the edge, and half as many after each doubling of the scale.
         let expected = |binades: i32| now.edge * 0.5f64.powi(binades);
         let underflows = |binades: i32| {
             let at = self.at(binades);

@@ -86,7 +86,7 @@ impl fmt::Display for Verdict {
             Self::Healthy => write!(f, "healthy"),
             Self::TooLow { scale } => write!(
                 f,
-                "too low, {} would fit: raise init_scale or max_scale, or lower growth_interval",
+                "too low, at least {} is needed: raise init_scale or max_scale, or lower growth_interval",
                 Scale(*scale)
             ),
             Self::TooWide => {
