@@ -22,6 +22,7 @@ const SOURCES: &[&str] = &[
     "comparison.cpp",
     "device.cpp",
     "device_memory.cpp",
+    "exponents.cpp",
     "gradients.cpp",
     "heap.cpp",
     "insight.cpp",

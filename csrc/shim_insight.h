@@ -106,6 +106,43 @@ typedef struct tamp_name tamp_name;
 tamp_name *tamp_name_begin(const char *name, char **err) TAMP_NOEXCEPT;
 void tamp_name_end(tamp_name *name) TAMP_NOEXCEPT;
 
+// ------------------------------------------------------------------------------------------------------- exponents.cpp
+// These functions count the exponents of gradients, where these are, and keep a history of steps.
+
+// The bins of a row: the zeros, the infinities, the NaNs, and one bin for each exponent. The exponent of x is the whole
+// part of log2|x|. The first such bin is for the exponent -160, and the last for 128; what is beyond them is in them.
+enum { TAMP_BIN_ZERO = 0, TAMP_BIN_INFINITE = 1, TAMP_BIN_NAN = 2, TAMP_BIN_EXPONENTS = 3, TAMP_BINS = 292 };
+enum { TAMP_EXPONENTS_BELOW_ZERO = 160 };
+
+// The places in the counts, an i64 tensor: how often gradients were counted, in how many of these one was not finite,
+// and the first bin of the first row.
+enum { TAMP_COUNTS_OBSERVED = 0, TAMP_COUNTS_NON_FINITE = 1, TAMP_COUNTS_ROWS = 2 };
+
+// A parameter, the row of its gradient, and whether the gradient has been divided by the scale.
+typedef struct tamp_counted_gradient {
+  const tamp_tensor *parameter;
+  int64_t row;
+  uint8_t unscaled;
+} tamp_counted_gradient;
+
+// Adds the exponents of gradients to `counts`, or begins new ones without it. The exponent of the scale, which has one
+// element on any device, is subtracted from those of gradients that it still multiplies; without a scale, nothing is.
+// Duplicate indices of a sparse gradient are not added up. Returns the new counts, on the device of the old ones if that
+// is not the CPU, and otherwise on that of the first gradient that is not on the CPU. Synchronizes only if the scale is
+// on another device and a gradient on the CPU.
+tamp_tensor *tamp_exponents_count(const tamp_tensor *counts, const tamp_counted_gradient *gradients, size_t count,
+                                  int64_t rows, const tamp_tensor *scale, char **err) TAMP_NOEXCEPT;
+
+// The numbers of a step in a history: the scale, the flag that is not zero if the step was skipped, the norm of the
+// gradients, and the loss. What is not known is NaN.
+enum { TAMP_STEP_SCALE = 0, TAMP_STEP_FLAG = 1, TAMP_STEP_NORM = 2, TAMP_STEP_LOSS = 3, TAMP_STEP_NUMBERS = 4 };
+
+// Writes the numbers of a step to a row of `history`, an f64 tensor of `length` rows, or to a new one without it. Each
+// number has one element on any device, or is null. Returns the history, which is moved to the device of the first
+// number that is not on the CPU if it was on the CPU. Does not synchronize. On failure the history is as before.
+tamp_tensor *tamp_history_record(const tamp_tensor *history, int64_t length, int64_t row,
+                                 const tamp_tensor *const *numbers, char **err) TAMP_NOEXCEPT;
+
 #ifdef __cplusplus
 }
 #endif

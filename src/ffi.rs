@@ -8,6 +8,7 @@ mod codes;
 mod device;
 #[cfg(feature = "distributed")]
 pub(crate) mod distributed;
+pub(crate) mod exponents;
 mod function;
 mod gradients;
 mod heap;

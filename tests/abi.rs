@@ -84,6 +84,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_average_options", "AverageOptions"),
         ("tamp_spike_options", "SpikeOptions"),
         ("tamp_device_memory", "DeviceMemory"),
+        ("tamp_counted_gradient", "CountedGradient"),
         ("tamp_recording", "Recording"),
         ("tamp_recorded_tensor", "RecordedTensor"),
         ("tamp_recorded_event", "RecordedEvent"),

@@ -14,8 +14,9 @@ use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
 use tch_amp::gradients::NonFiniteGradient;
 use tch_amp::insight::{
-    Audit, AuditedGradient, AuditedOutput, AuditedPart, Cause, Culprit, Explanation, Pass,
-    Suspicion, Tracer, Values,
+    AtScale, Audit, AuditedGradient, AuditedOutput, AuditedPart, Cause, Culprit, Explanation,
+    Exponents, HealthReport, HistoryReport, LayerHealth, Pass, ScaleHealth, ScaleHistory,
+    SkipCause, StepRecord, Suspicion, Tracer, Values, Verdict,
 };
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
@@ -90,6 +91,7 @@ send_and_sync!(
     AuditedGradient,
     AuditedOutput,
     AuditedPart,
+    AtScale,
     Autocast,
     AutocastState,
     Averaging,
@@ -103,11 +105,15 @@ send_and_sync!(
     DynamicLossScaleState,
     Ema,
     Explanation,
+    Exponents,
     Format,
     GradCheck,
     GradScalerConfig,
     GradScalerState,
+    HealthReport,
+    HistoryReport,
     KeepF32<'static>,
+    LayerHealth,
     Lion,
     LossScaleState,
     MasterWeights,
@@ -124,12 +130,15 @@ send_and_sync!(
     RmsProp,
     Rng,
     Sgd,
+    SkipCause,
     SpikeConfig,
     SpikeCounts,
     Start,
     Suspicion,
+    StepRecord,
     Swa,
     Values,
+    Verdict,
 );
 
 // Schedules and their options.
@@ -196,6 +205,8 @@ only_send!(
     PolicyModule<Linear>,
     PolicyModuleT<BatchNorm>,
     SaveState<'static>,
+    ScaleHealth,
+    ScaleHistory,
     SpikeDetector,
     StaticLossScale,
     StepOutcome,

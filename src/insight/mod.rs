@@ -8,11 +8,16 @@
 //! Until it is asked, a tracer only remembers the state of the random number generators and the scale, once per
 //! iteration. A program without a tracer has no callbacks and pays nothing. PyTorch's closest counterpart is
 //! `torch.autograd.detect_anomaly`, which looks at the backward pass only, and at NaN only.
+//!
+//! A [`ScaleHealth`] says whether the loss scale is healthy: it counts the exponents of the gradients, where these are, and
+//! reports how many underflow and how far the largest is from an overflow. A [`ScaleHistory`] remembers the scale, the
+//! skips and the gradient norms of the last steps.
 
 mod advice;
 mod audit;
 mod culprit;
 mod explanation;
+mod health;
 mod names;
 mod passes;
 mod recording;
@@ -22,5 +27,9 @@ mod tracer;
 
 pub use audit::{Audit, AuditedGradient, AuditedOutput, AuditedPart, Suspicion, audit};
 pub use explanation::{Cause, Culprit, Explanation, Pass, Values};
+pub use health::{
+    AtScale, Exponents, HealthReport, HistoryReport, LayerHealth, ScaleHealth, ScaleHistory,
+    SkipCause, StepRecord, Verdict,
+};
 pub use names::named;
 pub use tracer::Tracer;

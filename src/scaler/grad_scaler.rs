@@ -2,7 +2,7 @@
 
 use std::borrow::Borrow;
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
@@ -11,7 +11,7 @@ use tch::{Device, Tensor};
 use crate::error::Result;
 #[cfg(doc)]
 use crate::error::{Error, ScalerError};
-use crate::ffi;
+use crate::ffi::{self, Gradient};
 use crate::scale::AdaptiveScale;
 use crate::scaler::GradScalerConfig;
 use crate::scaler::agreement::Agreement;
@@ -205,6 +205,16 @@ impl GradScaler {
     /// The scale on its device, unless the scaler is disabled.
     pub(crate) fn scale_number(&self) -> Option<&Tensor> {
         self.scale.number().map(|number| number.tensor())
+    }
+
+    /// Which parameters' gradients have been unscaled in this iteration, by identity; see [`Iteration::unscaled`].
+    pub(crate) fn unscaled(&self, parameters: &[Gradient]) -> Result<HashSet<usize>> {
+        self.iteration.borrow().unscaled(parameters)
+    }
+
+    /// Whether an optimizer was unscaled or stepped since the last `update`.
+    pub(crate) fn is_between_step_and_update(&self) -> bool {
+        self.iteration.borrow().is_open()
     }
 
     /// Returns the scale; 1 for a disabled scaler.

@@ -149,6 +149,28 @@ impl Iteration {
         }
     }
 
+    /// The parameters whose gradients have been unscaled, by identity. Fails if one of `parameters` belongs to an
+    /// optimizer that has been stepped, so that its gradients may or may not be scaled.
+    pub(crate) fn unscaled(&self, parameters: &[Gradient]) -> Result<HashSet<usize>> {
+        let wanted: HashSet<_> = parameters.iter().map(Gradient::parameter).collect();
+        let mut unscaled = HashSet::new();
+        for record in &self.records {
+            let known = record.snapshot.iter().filter(|known| known.exists());
+            let mut known = known.map(Gradient::parameter).filter(|known| wanted.contains(known));
+            match record.stage {
+                Stage::Unscaled => unscaled.extend(known),
+                Stage::Broken if known.next().is_some() => {
+                    return Err(Error::Scaler(ScalerError::UnscaleFailed));
+                }
+                Stage::Looked | Stage::Stepped if known.next().is_some() => {
+                    return Err(Error::Scaler(ScalerError::AlreadyStepped));
+                }
+                Stage::Broken | Stage::Looked | Stage::Stepped => {}
+            }
+        }
+        Ok(unscaled)
+    }
+
     /// Records that a loss is being scaled: from here on, a change of an unscaled gradient may come from its backward.
     pub(crate) fn note_scale(&mut self) -> Result<()> {
         for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {

@@ -26,6 +26,14 @@ use crate::ffi::Arrival;
 pub struct StepOutcome {
     answer: Answer,
     total_norm: Option<Tensor>,
+    judged: Option<Judged>,
+}
+
+/// What a detector of spikes has judged.
+#[derive(Debug)]
+pub(crate) struct Judged {
+    pub(crate) norm: Tensor,
+    pub(crate) loss: Option<Tensor>,
 }
 
 #[derive(Debug)]
@@ -77,17 +85,34 @@ impl Pending {
 
 impl StepOutcome {
     pub(crate) fn known(taken: Taken) -> Self {
-        Self { answer: Answer::Known(taken), total_norm: None }
+        Self { answer: Answer::Known(taken), total_norm: None, judged: None }
     }
 
     /// An outcome that is skipped if `found_inf`, an f32 tensor on a device, is not zero.
     pub(crate) fn on_device(found_inf: Tensor) -> Self {
         let pending = Pending { found_inf, arrival: OnceCell::new(), skipped: Cell::new(None) };
-        Self { answer: Answer::OnDevice(pending), total_norm: None }
+        Self { answer: Answer::OnDevice(pending), total_norm: None, judged: None }
     }
 
     pub(crate) fn with_norm(self, total_norm: Option<Tensor>) -> Self {
         Self { total_norm, ..self }
+    }
+
+    pub(crate) fn with_judged(self, judged: Judged) -> Self {
+        Self { judged: Some(judged), ..self }
+    }
+
+    /// What a detector of spikes has judged, if one decided about the step.
+    pub(crate) fn judged(&self) -> Option<&Judged> {
+        self.judged.as_ref()
+    }
+
+    /// Whether the step was taken, if the host has the answer.
+    pub(crate) fn known_taken(&self) -> Option<Taken> {
+        match &self.answer {
+            Answer::Known(taken) => Some(*taken),
+            Answer::OnDevice(_) => None,
+        }
     }
 
     /// The flag on a device that says whether the step was skipped, whether or not it has arrived at the host.

@@ -8,7 +8,7 @@ use crate::error::{Error, Result, ScalerError, ensure};
 use crate::ffi::{self, Gradient, SpikeOptions};
 use crate::gradients::{Plan, check_limit};
 use crate::optim::{AmpOptimizer, Optimizer, Step};
-use crate::scaler::outcome::Taken;
+use crate::scaler::outcome::{Judged, Taken};
 use crate::scaler::step::update;
 use crate::scaler::{GradScaler, StepOutcome};
 
@@ -144,6 +144,10 @@ impl SpikeDetector {
             Some(loss) => Some(ffi::spikes_judge(self.loss.as_ref(), loss, None, options)?),
             None => None,
         };
+        let judged = Judged {
+            norm: norm.shallow_clone(),
+            loss: self.watched.as_ref().map(Tensor::shallow_clone),
+        };
         let norm = ffi::spikes_judge(self.norm.as_ref(), norm, loss.as_ref(), options)?;
         let flag = ffi::spikes_flag(&norm)?;
         let outcome = if flag.device() != Device::Cpu {
@@ -158,7 +162,7 @@ impl SpikeDetector {
         self.norm = Some(norm);
         self.loss = loss.or_else(|| self.loss.take());
         self.watched = None;
-        Ok(outcome)
+        Ok(outcome.with_judged(judged))
     }
 
     /// The histories with their names in a checkpoint.

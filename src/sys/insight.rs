@@ -70,6 +70,30 @@ pub(crate) struct Name {
     _opaque: [u8; 0],
 }
 
+pub(crate) const BIN_ZERO: usize = 0;
+pub(crate) const BIN_INFINITE: usize = 1;
+pub(crate) const BIN_NAN: usize = 2;
+pub(crate) const BIN_EXPONENTS: usize = 3;
+pub(crate) const BINS: usize = 292;
+pub(crate) const EXPONENTS_BELOW_ZERO: i32 = 160;
+pub(crate) const COUNTS_OBSERVED: usize = 0;
+pub(crate) const COUNTS_NON_FINITE: usize = 1;
+pub(crate) const COUNTS_ROWS: usize = 2;
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CountedGradient {
+    pub(crate) parameter: *const Tensor,
+    pub(crate) row: i64,
+    pub(crate) unscaled: u8,
+}
+
+pub(crate) const STEP_SCALE: usize = 0;
+pub(crate) const STEP_FLAG: usize = 1;
+pub(crate) const STEP_NORM: usize = 2;
+pub(crate) const STEP_LOSS: usize = 3;
+pub(crate) const STEP_NUMBERS: usize = 4;
+
 unsafe extern "C" {
     pub(crate) fn tamp_recording_start(
         parameters: *const *mut Tensor,
@@ -104,4 +128,20 @@ unsafe extern "C" {
 
     pub(crate) fn tamp_name_begin(name: *const c_char, err: *mut *mut c_char) -> *mut Name;
     pub(crate) fn tamp_name_end(name: *mut Name);
+
+    pub(crate) fn tamp_exponents_count(
+        counts: *const Tensor,
+        gradients: *const CountedGradient,
+        count: usize,
+        rows: i64,
+        scale: *const Tensor,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+    pub(crate) fn tamp_history_record(
+        history: *const Tensor,
+        length: i64,
+        row: i64,
+        numbers: *const *const Tensor,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
 }

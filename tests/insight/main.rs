@@ -1,8 +1,14 @@
-//! Explanations of skipped steps: planted overflows whose operator and part of the model are known.
+//! Explanations of skipped steps: planted overflows whose operator and part of the model are known. The health of the
+//! loss scale: counts of exponents and histories of steps.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[path = "../common/mod.rs"]
+mod common;
 
 mod audit;
 mod contexts;
+mod health;
+mod history;
 mod operators;
 mod restored;
 

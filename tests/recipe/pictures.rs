@@ -46,15 +46,17 @@ fn write(folder: &Path, part: &str, images: &Images, is_packed: bool) {
 #[test]
 #[ignore = "a program that other tests start"]
 fn images_program() {
-    program::run(|arguments| images::main(arguments));
+    program::run(images::main);
 }
 
+#[cfg(feature = "distributed")]
 fn numbers(folder: &Folder) -> Vec<Vec<Option<f64>>> {
     let row = |line: Vec<String>| line.iter().map(|cell| cell.parse().ok()).collect();
     losses(folder).into_iter().skip(1).map(row).collect()
 }
 
 /// The largest difference between the numbers of two runs.
+#[cfg(feature = "distributed")]
 fn difference(one: &Folder, other: &Folder) -> f64 {
     let (one, other) = (numbers(one), numbers(other));
     assert_eq!((one.len(), other.len()), (40, 40));

@@ -15,6 +15,7 @@ mod counts;
 #[cfg(feature = "distributed")]
 mod distributed;
 mod failing_steps;
+mod health;
 mod insight;
 mod iteration;
 mod kernels;

@@ -8,6 +8,7 @@ mod common;
 #[cfg(feature = "distributed")]
 mod collectives;
 mod functions;
+mod insight;
 mod kinds;
 mod optimizers;
 mod training;

@@ -6,6 +6,7 @@
 
 mod average;
 mod dict;
+mod history;
 mod loss_scale;
 mod model;
 mod optimizer;
@@ -39,8 +40,8 @@ pub(crate) use scaler::{save_scaler, save_scalers};
 /// [`VarStore`](tch::nn::VarStore), [`Optimizer`](crate::optim::Optimizer), [`GradScaler`](crate::GradScaler),
 /// [`PerLossScalers`](crate::scaler::PerLossScalers), the loss scales, a `Box<dyn LossScale>`,
 /// [`Scheduler`](crate::schedule::Scheduler), [`PlateauScheduler`](crate::schedule::PlateauScheduler),
-/// [`AveragedWeights`](crate::average::AveragedWeights), [`SpikeDetector`](crate::scaler::SpikeDetector), [`Rng`], and
-/// mutable references to any of these.
+/// [`AveragedWeights`](crate::average::AveragedWeights), [`SpikeDetector`](crate::scaler::SpikeDetector),
+/// [`ScaleHistory`](crate::insight::ScaleHistory), [`Rng`], and mutable references to any of these.
 ///
 /// To save your own type, implement the trait. The state is saved as a dict of its tensors and values, which Python
 /// reads from a `.pt` file with `weights_only=True`:

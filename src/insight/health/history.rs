@@ -1,0 +1,272 @@
+//! The scale, the skips and the norms of the last steps.
+
+use std::collections::VecDeque;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use super::text::Scale;
+use crate::GradScaler;
+use crate::error::{Error, Result};
+use crate::ffi::exponents::{self, ReadNumbers, StepNumbers};
+use crate::scaler::{StepOutcome, Taken};
+
+/// The largest capacity.
+const MOST_STEPS: usize = 1 << 20;
+
+/// Remembers the scale, the skips with their causes, the gradient norms and the learning rates of the last steps.
+///
+/// Call [`record`](Self::record) once per step. What only the device knows stays there until [`report`](Self::report)
+/// reads it, so that recording never synchronizes. A checkpoint saves the history with
+/// [`Checkpoint::add`](crate::checkpoint::Checkpoint::add). PyTorch has no counterpart.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Tensor};
+/// use tch_amp::insight::{ScaleHistory, SkipCause};
+/// use tch_amp::{GradScaler, optim::Sgd};
+///
+/// let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+/// let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
+/// let mut scaler = GradScaler::new(Device::Cpu)?;
+/// let mut history = ScaleHistory::new(100)?;
+/// for gradient in [1.0, f64::INFINITY, 1.0] {
+///     opt.zero_grad()?;
+///     scaler.backward(&(&w * gradient).sum(None))?;
+///     let outcome = scaler.step_clip_norm(&mut opt, 1.0)?;
+///     history.record(&scaler, &outcome, 0.1)?;
+///     scaler.update()?;
+/// }
+/// let report = history.report()?;
+/// assert_eq!(report.steps[1].skipped, Some(SkipCause::Overflow));
+/// assert_eq!((report.steps[1].scale, report.steps[2].scale), (65536.0, 32768.0));
+/// assert_eq!(report.to_string(), "3 steps, 1 skipped (1 overflow), scale 2^16 → 2^15");
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct ScaleHistory {
+    capacity: usize,
+    /// All steps that were ever recorded.
+    total: u64,
+    /// Steps that the host has completely, the oldest first.
+    settled: VecDeque<StepRecord>,
+    /// Later steps, whose numbers are in the rows of `ring`.
+    open: VecDeque<Open>,
+    /// The row of a step is its number, counted from 0, modulo the capacity.
+    ring: Option<Tensor>,
+}
+
+/// What the host knows of a step.
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    learning_rate: f64,
+    taken: Option<Taken>,
+    /// Whether the step may have been skipped as a spike.
+    judged: bool,
+    has_norm: bool,
+    has_loss: bool,
+}
+
+/// A step in a [`HistoryReport`].
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct StepRecord {
+    /// The number of the step, counted from 1.
+    pub step: u64,
+    /// The loss scale; 1 for a disabled scaler.
+    pub scale: f64,
+    /// Why the step was skipped; `None` if it was taken, or if there were no gradients.
+    pub skipped: Option<SkipCause>,
+    /// The norm of the unscaled gradients before clipping, if the step computed it and it is finite.
+    pub norm: Option<f64>,
+    /// The loss, if a [`SpikeDetector`](crate::scaler::SpikeDetector) watched it and it is finite.
+    pub loss: Option<f64>,
+    /// The learning rate.
+    pub learning_rate: f64,
+}
+
+/// Why a step was skipped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum SkipCause {
+    /// A gradient, the gradient norm or the watched loss was infinite or NaN.
+    Overflow,
+    /// The gradient norm or the watched loss was far above its history; see
+    /// [`step_unless_spike`](GradScaler::step_unless_spike).
+    Spike,
+}
+
+/// The last steps, the oldest first. Its text, by `Display`, is one line.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct HistoryReport {
+    /// How many steps were ever recorded.
+    pub total: u64,
+    /// The last of them.
+    pub steps: Vec<StepRecord>,
+}
+
+impl ScaleHistory {
+    /// Creates a history of the last `capacity` steps.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] unless the capacity is from 1 to 1,048,576.
+    pub fn new(capacity: usize) -> Result<Self> {
+        if !(1..=MOST_STEPS).contains(&capacity) {
+            return Err(Error::out_of_range("capacity", capacity as f64, "from 1 to 1048576"));
+        }
+        let (settled, open) = (VecDeque::new(), VecDeque::new());
+        Ok(Self { capacity, total: 0, settled, open, ring: None })
+    }
+
+    /// Records a step, between the step and [`GradScaler::update`], which changes the scale. The norm is that of
+    /// [`step_clip_norm`](GradScaler::step_clip_norm) or [`step_unless_spike`](GradScaler::step_unless_spike); the loss is
+    /// the one that a spike detector watched. Never synchronizes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] if the scaler was updated already, and [`Error::Torch`] if memory runs out. The history
+    /// is then as before.
+    pub fn record(
+        &mut self,
+        scaler: &GradScaler,
+        outcome: &StepOutcome,
+        learning_rate: f64,
+    ) -> Result<()> {
+        let scale = scaler.scale_number();
+        if scale.is_some() && !scaler.is_between_step_and_update() && !outcome.has_no_gradients() {
+            let problem = "is recorded between step and update, which changes the scale";
+            return Err(Error::InvalidArgument { name: "history", problem: problem.to_owned() });
+        }
+        let judged = outcome.judged();
+        let norm = outcome.total_norm().or_else(|| judged.map(|judged| &judged.norm));
+        let loss = judged.and_then(|judged| judged.loss.as_ref());
+        let numbers = StepNumbers { scale, flag: outcome.flag(), norm, loss };
+        let row = (self.total % self.capacity as u64) as usize;
+        let ring = exponents::history_record(self.ring.as_ref(), self.capacity, row, numbers)?;
+        let (taken, judged) = (outcome.known_taken(), judged.is_some());
+        let (has_norm, has_loss) = (norm.is_some(), loss.is_some());
+        self.ring = Some(ring);
+        self.open.push_back(Open { learning_rate, taken, judged, has_norm, has_loss });
+        self.total += 1;
+        // The row of the step before belongs to this one now.
+        if self.open.len() > self.capacity {
+            self.open.pop_front();
+        }
+        let room = self.capacity - self.open.len();
+        self.settled.drain(..self.settled.len().saturating_sub(room));
+        Ok(())
+    }
+
+    /// Reports the last steps. Synchronizes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if the numbers cannot be read from the device.
+    pub fn report(&mut self) -> Result<HistoryReport> {
+        if let (Some(ring), false) = (&self.ring, self.open.is_empty()) {
+            let rows = exponents::history_read(ring)?;
+            let first = self.total - self.open.len() as u64;
+            let read = |(step, open): (u64, &Open)| {
+                let row = (step % self.capacity as u64) as usize;
+                open.settle(step + 1, rows.get(row).copied())
+            };
+            let settled: Vec<_> = (first..).zip(&self.open).map(read).collect();
+            self.settled.extend(settled);
+            self.open.clear();
+        }
+        Ok(HistoryReport { total: self.total, steps: self.settled.iter().copied().collect() })
+    }
+
+    /// Continues from a saved history, of which the last steps are kept.
+    pub(crate) fn resume(&mut self, saved: HistoryReport) {
+        let HistoryReport { total, steps } = saved;
+        let left_out = steps.len().saturating_sub(self.capacity);
+        self.settled = steps.into_iter().skip(left_out).collect();
+        (self.total, self.ring) = (total, None);
+        self.open.clear();
+    }
+}
+
+impl Open {
+    fn settle(&self, step: u64, numbers: Option<ReadNumbers>) -> StepRecord {
+        let nan = f64::NAN;
+        let unknown = ReadNumbers { scale: nan, flag: nan, norm: nan, loss: nan };
+        let ReadNumbers { scale, flag, norm, loss } = numbers.unwrap_or(unknown);
+        let is_skipped = match self.taken {
+            Some(taken) => taken == Taken::Skipped,
+            None => flag != 0.0,
+        };
+        let is_finite =
+            (!self.has_norm || norm.is_finite()) && (!self.has_loss || loss.is_finite());
+        let cause = if self.judged && is_finite { SkipCause::Spike } else { SkipCause::Overflow };
+        StepRecord {
+            step,
+            // A disabled scaler has no number.
+            scale: if scale.is_nan() { 1.0 } else { scale },
+            skipped: is_skipped.then_some(cause),
+            norm: norm.is_finite().then_some(norm),
+            loss: loss.is_finite().then_some(loss),
+            learning_rate: self.learning_rate,
+        }
+    }
+}
+
+impl HistoryReport {
+    /// Makes a report of saved steps, which must be the last ones, in their order.
+    pub(crate) fn checked(total: u64, steps: Vec<StepRecord>) -> Result<Self> {
+        let first = total.checked_sub(steps.len() as u64).filter(|_| total < 1 << 53);
+        let numbers = steps.iter().map(|step| step.step);
+        if first.is_some_and(|first| numbers.eq((first..total).map(|step| step + 1))) {
+            return Ok(Self { total, steps });
+        }
+        let problem = format!("is damaged: its {} steps are not the last of {total}", steps.len());
+        Err(Error::InvalidArgument { name: "the saved history of the scale", problem })
+    }
+
+    /// Counts the steps that were skipped for a cause.
+    pub fn skips(&self, cause: SkipCause) -> usize {
+        self.steps.iter().filter(|step| step.skipped == Some(cause)).count()
+    }
+
+    /// Returns the smallest scale of the steps.
+    pub fn lowest_scale(&self) -> Option<f64> {
+        self.steps.iter().map(|step| step.scale).reduce(f64::min)
+    }
+}
+
+/// Prints such as `500 steps, 3 skipped (2 overflows, 1 spike), scale 2^16 → 2^14`, and advice if
+/// overflows have driven the scale below 1.
+impl fmt::Display for HistoryReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [overflows, spikes] = [SkipCause::Overflow, SkipCause::Spike].map(|c| self.skips(c));
+        write!(f, "{} steps, {} skipped", self.steps.len(), overflows + spikes)?;
+        let plural = |count: usize| if count == 1 { "" } else { "s" };
+        let causes = [(overflows, "overflow"), (spikes, "spike")];
+        let causes = causes.iter().filter(|(count, _)| *count > 0);
+        let causes: Vec<_> =
+            causes.map(|(count, name)| format!("{count} {name}{}", plural(*count))).collect();
+        if !causes.is_empty() {
+            write!(f, " ({})", causes.join(", "))?;
+        }
+        let (Some(first), Some(last)) = (self.steps.first(), self.steps.last()) else {
+            return Ok(());
+        };
+        write!(f, ", scale {}", Scale(first.scale))?;
+        if last.scale != first.scale {
+            write!(f, " → {}", Scale(last.scale))?;
+        }
+        match self.lowest_scale() {
+            Some(lowest) if lowest < 1.0 && overflows > 0 => {
+                write!(f, ", lowest {}: {}", Scale(lowest), super::Verdict::BelowOne)
+            }
+            Some(lowest) if lowest < first.scale.min(last.scale) => {
+                write!(f, ", lowest {}", Scale(lowest))
+            }
+            _ => Ok(()),
+        }
+    }
+}

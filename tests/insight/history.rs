@@ -1,0 +1,192 @@
+//! The history of the scale: what it remembers, how long, and that a checkpoint has it.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::checkpoint::Checkpoint;
+use tch_amp::insight::{HistoryReport, ScaleHistory, SkipCause, StepRecord};
+use tch_amp::optim::{Optimizer, Sgd};
+use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
+use tch_amp::{Error, GradScaler, Result};
+
+use crate::common::for_each_device;
+
+struct Training {
+    w: Tensor,
+    opt: Optimizer,
+    scaler: GradScaler,
+    spikes: SpikeDetector,
+}
+
+impl Training {
+    fn new(device: Device) -> Self {
+        let w = Tensor::zeros([1], (Kind::Float, device)).set_requires_grad(true);
+        let opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
+        let spikes = SpikeConfig::default().window(8).warmup(4).build().unwrap();
+        Self { w, opt, scaler: GradScaler::new(device).unwrap(), spikes }
+    }
+
+    /// An iteration whose gradient is given, and the loss that is watched, if any.
+    fn iterate(
+        &mut self,
+        history: &mut ScaleHistory,
+        gradient: f64,
+        loss: Option<f64>,
+    ) -> Result<()> {
+        self.opt.zero_grad()?;
+        self.scaler.backward(&(&self.w * gradient).sum(Kind::Float))?;
+        if let Some(loss) = loss {
+            let loss = Tensor::from(loss).to_kind(Kind::Float).to_device(self.w.device());
+            self.spikes.watch_loss(&loss);
+        }
+        let outcome =
+            self.scaler.step_unless_spike(&mut self.opt, f64::INFINITY, &mut self.spikes)?;
+        history.record(&self.scaler, &outcome, rate(gradient))?;
+        self.scaler.update()
+    }
+}
+
+/// Another learning rate for each gradient.
+fn rate(gradient: f64) -> f64 {
+    gradient.min(100.0) / 8.0
+}
+
+const INFINITE: f64 = f64::INFINITY;
+
+#[test]
+fn scales_causes_norms_and_rates_are_those_of_the_steps() {
+    let steps: [(f64, Option<f64>, Option<SkipCause>); 10] = [
+        (1.0, Some(1.0), None),
+        (1.5, Some(1.0), None),
+        (1.0, Some(1.0), None),
+        (1.25, Some(1.0), None),
+        (70.0, Some(1.0), Some(SkipCause::Spike)),
+        (INFINITE, Some(1.0), Some(SkipCause::Overflow)),
+        (1.0, Some(50.0), Some(SkipCause::Spike)),
+        (1.0, Some(f64::NAN), Some(SkipCause::Overflow)),
+        (1.0, None, None),
+        (1.0, Some(1.0), None),
+    ];
+    for_each_device(|device| {
+        for capacity in [3, 10, 100] {
+            let mut training = Training::new(device);
+            let mut history = ScaleHistory::new(capacity).unwrap();
+            let mut wanted = Vec::new();
+            for (i, (gradient, loss, skipped)) in steps.into_iter().enumerate() {
+                let scale = training.scaler.get_scale().unwrap();
+                training.iterate(&mut history, gradient, loss).unwrap();
+                wanted.push((i as u64 + 1, scale, skipped, gradient, loss));
+                // Reading in between changes nothing.
+                if i == 4 {
+                    assert_eq!(history.report().unwrap().steps.len(), capacity.min(5));
+                }
+            }
+            let report = history.report().unwrap();
+            assert_eq!(report.total, 10);
+            let wanted = wanted.split_off(10 - capacity.min(10));
+            assert_eq!(report.steps.len(), wanted.len());
+            let finite = |x: f64| Some(x).filter(|x| x.is_finite());
+            for (found, (step, scale, skipped, gradient, loss)) in report.steps.iter().zip(wanted) {
+                let StepRecord { learning_rate, norm, .. } = *found;
+                assert_eq!((found.step, found.scale, found.skipped), (step, scale, skipped));
+                assert_eq!((norm, learning_rate), (finite(gradient), rate(gradient)));
+                assert_eq!(found.loss, loss.and_then(finite));
+            }
+            assert_eq!(report, history.report().unwrap());
+        }
+    });
+}
+
+#[test]
+fn steps_without_a_norm_a_scale_or_gradients_are_recorded() {
+    let mut training = Training::new(Device::Cpu);
+    let mut history = ScaleHistory::new(4).unwrap();
+    let outcome = training.scaler.step(&mut training.opt).unwrap();
+    assert!(outcome.has_no_gradients());
+    history.record(&training.scaler, &outcome, 0.0).unwrap();
+    let mut disabled = GradScaler::disabled();
+    disabled.backward(&training.w.sum(None)).unwrap();
+    let outcome = disabled.step(&mut training.opt).unwrap();
+    history.record(&disabled, &outcome, 0.5).unwrap();
+    let steps = history.report().unwrap().steps;
+    let of =
+        |step: &StepRecord| (step.scale, step.skipped, step.norm, step.loss, step.learning_rate);
+    assert_eq!(of(&steps[0]), (65536.0, None, None, None, 0.0));
+    assert_eq!(of(&steps[1]), (1.0, None, None, None, 0.5));
+}
+
+#[test]
+fn a_step_that_is_recorded_too_late_is_refused() {
+    let mut training = Training::new(Device::Cpu);
+    let mut history = ScaleHistory::new(4).unwrap();
+    training.scaler.backward(&training.w.sum(None)).unwrap();
+    let outcome = training.scaler.step(&mut training.opt).unwrap();
+    training.scaler.update().unwrap();
+    let late = history.record(&training.scaler, &outcome, 0.1);
+    assert!(matches!(late, Err(Error::InvalidArgument { name: "history", .. })), "{late:?}");
+    assert_eq!(history.report().unwrap().total, 0);
+    for capacity in [0, (1 << 20) + 1] {
+        let refused = ScaleHistory::new(capacity);
+        assert!(matches!(refused, Err(Error::InvalidArgument { name: "capacity", .. })));
+    }
+}
+
+#[test]
+fn a_resumed_history_continues() {
+    let gradients = [1.0, INFINITE, 2.0, 1.0, INFINITE, 1.0];
+    for_each_device(|device| {
+        for capacity in [2, 4, 50] {
+            let mut training = Training::new(device);
+            let mut history = ScaleHistory::new(4).unwrap();
+            for gradient in &gradients[..3] {
+                training.iterate(&mut history, *gradient, None).unwrap();
+            }
+            let mut checkpoint = Checkpoint::new();
+            checkpoint.add("history", &mut history).unwrap();
+            let mut resumed = ScaleHistory::new(capacity).unwrap();
+            // It is replaced.
+            training.iterate(&mut resumed, 5.0, None).unwrap();
+            checkpoint.restore().add("history", &mut resumed).apply().unwrap();
+            for gradient in &gradients[3..] {
+                training.iterate(&mut resumed, *gradient, None).unwrap();
+            }
+            let report = resumed.report().unwrap();
+            assert_eq!(report.total, 6);
+            let skipped: Vec<_> = report.steps.iter().map(|step| step.skipped.is_some()).collect();
+            let all: Vec<_> = gradients.iter().map(|gradient| *gradient == INFINITE).collect();
+            assert_eq!(skipped, all[6 - capacity.min(6)..]);
+            let json = serde_json::to_string(&report).unwrap();
+            assert_eq!(serde_json::from_str::<HistoryReport>(&json).unwrap(), report);
+        }
+    });
+}
+
+#[test]
+fn a_damaged_history_is_refused_and_changes_nothing() {
+    let mut training = Training::new(Device::Cpu);
+    let mut history = ScaleHistory::new(4).unwrap();
+    training.iterate(&mut history, 1.0, None).unwrap();
+    let before = history.report().unwrap();
+    let step = before.steps[0];
+    for (total, steps) in [(0, vec![step]), (2, vec![step]), (u64::MAX, vec![]), (2, vec![step; 2])]
+    {
+        let mut checkpoint = Checkpoint::new();
+        let saved = serde_json::json!({ "total": total, "steps": steps });
+        checkpoint.add_value("history", &saved).unwrap();
+        let refused = checkpoint.restore().add("history", &mut history).apply();
+        assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{total}: {refused:?}");
+        assert_eq!(history.report().unwrap(), before);
+    }
+}
+
+#[test]
+fn a_scale_that_keeps_falling_below_one_is_named() {
+    let mut training = Training::new(Device::Cpu);
+    let config = GradScalerConfig::default().init_scale(2.0);
+    training.scaler = config.build(Device::Cpu).unwrap();
+    let mut history = ScaleHistory::new(10).unwrap();
+    for gradient in [1.0, INFINITE, INFINITE, INFINITE] {
+        training.iterate(&mut history, gradient, None).unwrap();
+    }
+    let advice = "the scale keeps falling below 1: the model itself overflows fp16, use bf16";
+    let text = format!("4 steps, 3 skipped (3 overflows), scale 2^1 → 2^-1, lowest 2^-1: {advice}");
+    assert_eq!(history.report().unwrap().to_string(), text);
+}

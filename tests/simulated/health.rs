@@ -1,0 +1,198 @@
+//! Counts of exponents and histories of steps on devices: without synchronizing, in as many launches for many parameters
+//! as for few, and with the CPU's results.
+
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::insight::{HealthReport, ScaleHealth, ScaleHistory, SkipCause};
+use tch_amp::optim::Sgd;
+use tch_amp::scaler::SpikeConfig;
+use tch_amp::{Autocast, Error, GradScaler};
+
+use crate::common::rng::Rng;
+use crate::common::simulation::Simulation;
+
+const GPUS: [Device; 2] = [Device::Cuda(0), Device::Cuda(1)];
+
+/// A model whose parameters have gradients, those of `sizes` on each of `devices` in turn.
+fn model(devices: &[Device], sizes: &[i64], kinds: &[Kind]) -> (VarStore, Vec<Tensor>) {
+    let vs = VarStore::new(Device::Cpu);
+    let mut rng = Rng::new(3);
+    let mut all = Vec::new();
+    for (i, size) in sizes.iter().enumerate() {
+        let (device, kind) = (devices[i % devices.len()], kinds[i % kinds.len()]);
+        let number = |rng: &mut Rng| match rng.below(30) {
+            0 => 0.0,
+            1 => f32::INFINITY,
+            2 => f32::NAN,
+            _ => 2f32.powi(rng.below(270) as i32 - 148) * (1.0 + rng.eighth() as f32 / 8.0),
+        };
+        let numbers: Vec<_> = (0..*size).map(|_| number(&mut rng)).collect();
+        let gradient = Tensor::from_slice(&numbers).to_kind(kind).to_device(device);
+        let mut w = (vs.root() / (i % 3)).zeros(&i.to_string(), &[*size]);
+        no_grad(|| w.set_data(&gradient.zeros_like()));
+        (&w * &gradient).sum(kind).backward();
+        all.push(w);
+    }
+    (vs, all)
+}
+
+fn sizes(count: usize) -> Vec<i64> {
+    (0..count as i64).map(|i| 1 + i * 7 % 50).collect()
+}
+
+const KINDS: [Kind; 4] = [Kind::Float, Kind::Half, Kind::BFloat16, Kind::Double];
+
+#[test]
+fn devices_count_what_the_cpu_counts_and_nothing_synchronizes() {
+    let Some(simulation) = Simulation::find() else { return };
+    let mut reports: Vec<HealthReport> = Vec::new();
+    let mixed = [GPUS[1], Device::Cpu, GPUS[0]];
+    let places: [&[Device]; 5] = [&[Device::Cpu], &GPUS[..1], &GPUS[1..], &GPUS, &mixed];
+    for devices in places {
+        let (vs, _all) = model(devices, &sizes(60), &KINDS);
+        let mut health = ScaleHealth::new(&vs);
+        // A scale on the CPU, so that gradients there do not make the host wait.
+        let home = if devices.contains(&Device::Cpu) { Device::Cpu } else { devices[0] };
+        let scaler = GradScaler::new(home).unwrap();
+        let observe = || (0..3).try_for_each(|_| health.observe(&scaler));
+        let (observed, counts) = simulation.count(observe);
+        observed.unwrap();
+        assert_eq!(counts.host_syncs, 0, "{devices:?}");
+        reports.push(health.report().unwrap());
+    }
+    assert_eq!(reports[0].observed, 3);
+    for (report, devices) in reports.iter().zip(places) {
+        assert!(*report == reports[0], "{devices:?}: {report:#?}");
+    }
+}
+
+#[test]
+fn many_parameters_are_counted_in_as_many_launches_as_few() {
+    let Some(simulation) = Simulation::find() else { return };
+    for devices in [&GPUS[..1], &GPUS] {
+        let launches = [12, 240].map(|count| {
+            let (vs, _all) = model(devices, &sizes(count), &KINDS[..2]);
+            let mut health = ScaleHealth::new(&vs);
+            let scaler = GradScaler::new(GPUS[0]).unwrap();
+            health.observe(&scaler).unwrap();
+            let (observed, counts) = simulation.count(|| health.observe(&scaler));
+            observed.unwrap();
+            println!("{count} parameters on {devices:?}: {counts:?}");
+            counts.launches
+        });
+        assert_eq!(launches[0], launches[1], "on {devices:?}");
+        assert!(launches[0] <= 100, "{launches:?}");
+    }
+}
+
+/// More elements than are counted at once, in tensors that are split.
+#[test]
+fn large_gradients_are_counted_in_parts() {
+    let Some(simulation) = Simulation::find() else { return };
+    let vs = VarStore::new(GPUS[0]);
+    let mut sum = 0;
+    for (i, size) in [3_000_000, 5, 4_000_001, 2_000_000].into_iter().enumerate() {
+        let w = (vs.root() / i).zeros("w", &[size]);
+        (&w * 2f64.powi(i as i32)).sum(None).backward();
+        sum += size as u64;
+    }
+    let mut health = ScaleHealth::new(&vs);
+    let (observed, counts) = simulation.count(|| health.observe(&GradScaler::disabled()));
+    observed.unwrap();
+    assert!(counts.peak_bytes < 128 << 20 && counts.launches < 150, "{counts:?}");
+    let report = health.report().unwrap();
+    assert_eq!(report.model.exponents.counts, [3_000_000, 5, 4_000_001, 2_000_000]);
+    assert_eq!(report.model.exponents.elements(), sum);
+    for (i, layer) in (0..).zip(&report.layers) {
+        assert_eq!((layer.exponents.first, layer.exponents.counts.len()), (i, 1));
+    }
+}
+
+#[test]
+fn an_observation_in_a_region_is_the_same() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let (vs, _all) = model(&GPUS[..1], &sizes(20), &KINDS);
+    let scaler = GradScaler::new(GPUS[0]).unwrap();
+    let [inside, outside] = [true, false].map(|enabled| {
+        let mut health = ScaleHealth::new(&vs);
+        let region = Autocast::new(GPUS[0]).dtype(Kind::Half).enabled(enabled);
+        region.run(|| health.observe(&scaler)).unwrap().unwrap();
+        health.report().unwrap()
+    });
+    assert!(inside == outside, "{inside:#?}\n{outside:#?}");
+}
+
+#[test]
+fn a_failed_allocation_leaves_the_counts_and_the_history_as_they_were() {
+    let Some(simulation) = Simulation::find() else { return };
+    let (vs, all) = model(&GPUS, &sizes(9), &KINDS);
+    let scaler = GradScaler::new(GPUS[0]).unwrap();
+    let mut health = ScaleHealth::new(&vs);
+    health.observe(&scaler).unwrap();
+    let before = health.report().unwrap();
+    let mut failures = 0;
+    for n in 1.. {
+        simulation.fail_allocation(n);
+        let observed = health.observe(&scaler);
+        if simulation.fail_allocation(0) > 0 {
+            observed.unwrap();
+            break;
+        }
+        failures += 1;
+        let error = observed.unwrap_err();
+        assert!(matches!(error, Error::Torch(_)), "allocation {n}: {error}");
+        assert!(health.report().unwrap() == before, "allocation {n}");
+    }
+    assert!(failures > 10, "{failures} allocations were reached");
+    assert_eq!(health.report().unwrap().observed, 2);
+
+    let w = all[0].detach().set_requires_grad(true);
+    let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1).unwrap();
+    let mut scaler = GradScaler::new(GPUS[0]).unwrap();
+    scaler.backward(&w.sum(None)).unwrap();
+    let outcome = scaler.step_clip_norm(&mut opt, 1.0).unwrap();
+    // The second step takes the row of the first.
+    let mut history = ScaleHistory::new(1).unwrap();
+    history.record(&scaler, &outcome, 0.5).unwrap();
+    for n in 1.. {
+        simulation.fail_allocation(n);
+        let recorded = history.record(&scaler, &outcome, 0.25);
+        if simulation.fail_allocation(0) > 0 {
+            recorded.unwrap();
+            break;
+        }
+        assert!(matches!(recorded, Err(Error::Torch(_))), "allocation {n}");
+    }
+    let report = history.report().unwrap();
+    assert_eq!((report.total, report.steps[0].learning_rate), (2, 0.25));
+}
+
+#[test]
+fn a_history_is_recorded_without_synchronizing() {
+    let Some(simulation) = Simulation::find() else { return };
+    let steps = [1.0, 1.2, 0.8, 1.0, 70.0, f64::INFINITY, 1.0];
+    for device in GPUS {
+        let w = Tensor::zeros([1], (Kind::Float, device)).set_requires_grad(true);
+        let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
+        let mut scaler = GradScaler::new(device).unwrap();
+        let mut spikes = SpikeConfig::default().window(8).warmup(4).build().unwrap();
+        let mut history = ScaleHistory::new(5).unwrap();
+        for gradient in steps {
+            opt.zero_grad().unwrap();
+            scaler.backward(&(&w * gradient).sum(Kind::Float)).unwrap();
+            let outcome = scaler.step_unless_spike(&mut opt, f64::INFINITY, &mut spikes).unwrap();
+            let (recorded, counts) =
+                simulation.count(|| history.record(&scaler, &outcome, gradient));
+            recorded.unwrap();
+            assert_eq!(counts.host_syncs, 0, "on {device:?}");
+            assert!(counts.launches <= 10, "on {device:?}: {counts:?}");
+            scaler.update().unwrap();
+        }
+        let (report, counts) = simulation.count(|| history.report().unwrap());
+        assert_eq!(counts.host_syncs, 1, "on {device:?}");
+        let skipped: Vec<_> = report.steps.iter().map(|step| step.skipped).collect();
+        let (spike, overflow) = (Some(SkipCause::Spike), Some(SkipCause::Overflow));
+        assert_eq!(skipped, [None, None, spike, overflow, None]);
+        assert_eq!((report.steps[3].scale, report.steps[4].scale), (65536.0, 32768.0));
+    }
+}
