@@ -10,7 +10,7 @@ use tch_amp::checkpoint::CheckpointFolder;
 
 use crate::common::files::Folder;
 use crate::images::{self, data::Images};
-use crate::program::{self, Recipe, assert_same, losses};
+use crate::program::{self, Recipe, assert_same};
 
 const IMAGES: Recipe = Recipe {
     test: "pictures::images_program",
@@ -52,7 +52,7 @@ fn images_program() {
 #[cfg(feature = "distributed")]
 fn numbers(folder: &Folder) -> Vec<Vec<Option<f64>>> {
     let row = |line: Vec<String>| line.iter().map(|cell| cell.parse().ok()).collect();
-    losses(folder).into_iter().skip(1).map(row).collect()
+    program::losses(folder).into_iter().skip(1).map(row).collect()
 }
 
 /// The largest difference between the numbers of two runs.
