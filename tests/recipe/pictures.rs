@@ -4,13 +4,21 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
 
+#[cfg(feature = "distributed")]
+use anyhow::ensure;
 use flate2::Compression;
 use flate2::write::GzEncoder;
+#[cfg(feature = "distributed")]
+use tch::nn::{ModuleT, VarStore};
+#[cfg(feature = "distributed")]
+use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::CheckpointFolder;
 
 use crate::common::files::Folder;
 use crate::images::{self, data::Images};
 use crate::program::{self, Recipe, assert_same, losses};
+#[cfg(feature = "distributed")]
+use crate::recipe::{Ended, Ranks};
 
 const IMAGES: Recipe = Recipe {
     test: "pictures::images_program",
@@ -87,6 +95,33 @@ fn ctrl_c_saves_and_the_run_goes_on_with_the_same_bits() {
         assert_same(&interrupted, &calm, ranks);
         assert_eq!(accuracies(&resumed), accuracies(&whole), "{ranks}");
     }
+}
+
+#[cfg(feature = "distributed")]
+#[test]
+#[ignore = "a program that the next test starts"]
+fn buffers_program() {
+    program::run(|_| {
+        let Some(ranks) = Ranks::start(Some(2))? else { return Ok(Ended::Finished) };
+        let vs = VarStore::new(Device::Cpu);
+        let norm = ranks.batch_norm2d(vs.root() / "norm", 3, Default::default(), false);
+        let rank = ranks.rank() as f64;
+        drop(norm.forward_t(&Tensor::full([2, 3, 4, 4], rank, (Kind::Float, Device::Cpu)), true));
+        let mean = vs.variables()["norm.running_mean"].view([1, 3]);
+        let [first, second] = [0, 1].map(|rank| ranks.gather(&mean).map(|all| all.get(rank)));
+        ensure!(first? != second?, "the ranks have updated the statistics with their own rows");
+        ranks.same_buffers(&vs)?;
+        ensure!(mean.sum(Kind::Double).double_value(&[]) == 0.0, "not those of the first rank");
+        ensure!(ranks.any(true)?, "the ranks are still together");
+        Ok(Ended::Finished)
+    });
+}
+
+#[cfg(feature = "distributed")]
+#[test]
+fn all_ranks_get_the_statistics_of_the_first_one() {
+    let program = Recipe { test: "pictures::buffers_program", prepare: |_| (), ..IMAGES };
+    program.start(&Folder::new(), "").finish();
 }
 
 #[cfg(feature = "distributed")]
