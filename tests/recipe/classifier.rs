@@ -24,7 +24,7 @@ const CLASSIFIER: Recipe = Recipe {
 #[test]
 #[ignore = "a program that other tests start"]
 fn classifier_program() {
-    program::run(|arguments| text_classifier::main(arguments));
+    program::run(text_classifier::main);
 }
 
 /// Runs the program on sentences about pets, and returns the folder of its files and what it printed.

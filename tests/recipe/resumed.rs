@@ -24,7 +24,7 @@ const GPT: Recipe = Recipe {
 #[test]
 #[ignore = "a program that other tests start"]
 fn gpt_program() {
-    program::run(|arguments| gpt::main(arguments));
+    program::run(gpt::main);
 }
 
 /// The report that a run writes at its end.
