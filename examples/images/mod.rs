@@ -6,6 +6,7 @@ pub mod idx;
 pub mod measure;
 pub mod model;
 pub mod options;
+pub mod reader;
 pub mod report;
 pub mod state;
 pub mod train;
