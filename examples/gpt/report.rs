@@ -52,20 +52,12 @@ pub fn table(options: &Options, run: &Run) -> Table {
         options.common.amp.name().to_owned(),
         format!("{loss:.3}"),
         or_dash(number(measure::HELD_OUT).map(|loss| format!("{loss:.3}"))),
-        or_dash(
-            median(run.log.series(measure::TOKENS_PER_SECOND)).map(|rate| format!("{rate:.0}")),
-        ),
+        or_dash(run.log.median(measure::TOKENS_PER_SECOND).map(|rate| format!("{rate:.0}"))),
         mebibytes(number(measure::PEAK_MEMORY).map(|bytes| bytes as u64)),
         run.skipped.to_string(),
         or_dash(number(measure::SCALE)),
     ]);
     table
-}
-
-fn median(points: Vec<(f64, f64)>) -> Option<f64> {
-    let mut numbers: Vec<f64> = points.into_iter().map(|point| point.1).collect();
-    numbers.sort_by(f64::total_cmp);
-    numbers.get(numbers.len() / 2).copied()
 }
 
 /// The report.

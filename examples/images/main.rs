@@ -11,7 +11,8 @@
 //! The images are those of Fashion-MNIST, which Debian has as the package `dataset-fashion-mnist`, or of any folder with
 //! files in the format of MNIST; without them, the small digits in `examples/data`.
 //!
-//! Read `train.rs` first, which has the training step, and then `measure.rs`, which tests the averaged weights.
+//! Read `train.rs` first, which has the training step, then `batch.rs`, which makes its batches, and `measure.rs`, which
+//! tests the averaged weights.
 
 #[path = "mod.rs"]
 #[allow(dead_code, reason = "the tests use more of it")]

@@ -6,6 +6,7 @@ pub mod idx;
 pub mod measure;
 pub mod model;
 pub mod options;
+pub mod reader;
 pub mod report;
 pub mod state;
 pub mod train;
@@ -163,7 +164,7 @@ pub fn small(amp: Precision, steps: u64) -> Result<(Options, Data)> {
 /// Images of 8 x 8 pixels with noise and bars from left to right, from top to bottom, or both.
 pub fn bars(first: u64, count: u64) -> Images {
     let pixel = |image: u64, place: u64| {
-        let bars = [(place / 8).is_multiple_of(3), (place % 8).is_multiple_of(3)];
+        let bars = [place / 8, place % 8].map(|line| line.is_multiple_of(3));
         let is_bright = match image % 3 {
             0 => bars[0],
             1 => bars[1],

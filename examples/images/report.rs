@@ -19,7 +19,7 @@ pub fn write(
     device: Device,
     ranks: &Ranks,
 ) -> Result<()> {
-    println!("{}", table(options, runs));
+    println!("{}", table(runs));
     if let [Run { tested: Some(tested), .. }] = runs {
         println!("Averaged weights:\n{}", tested.averaged.scores_table(&data.labels, "images"));
     }
@@ -35,7 +35,7 @@ pub fn write(
 }
 
 /// The result in numbers, with a row for each run.
-pub fn table(options: &Options, runs: &[Run]) -> Table {
+pub fn table(runs: &[Run]) -> Table {
     let mut table = Table::new([
         "run",
         "test accuracy",
@@ -47,20 +47,20 @@ pub fn table(options: &Options, runs: &[Run]) -> Table {
         "skipped steps",
         "final scale",
     ]);
-    let first = runs.first().map_or(f64::NAN, |run| run.seconds);
+    let rate = |run: &Run| run.log.median(measure::IMAGES_PER_SECOND).unwrap_or(f64::NAN);
+    let first = runs.first().map_or(f64::NAN, rate);
     for run in runs {
         let tested = |part: fn(&Tested) -> f64| {
             or_dash(run.tested.as_ref().map(|tested| format!("{:.4}", part(tested))))
         };
-        let images = (options.common.steps * options.rows as u64) as f64;
-        let relative = (runs.len() > 1).then(|| format!("{:.2}", first / run.seconds));
+        let relative = (runs.len() > 1).then(|| format!("{:.2}", rate(run) / first));
         let peak = run.log.last(measure::PEAK_MEMORY).map(|bytes| bytes as u64);
         table.row([
             run.amp.name().to_owned(),
             tested(|tested| tested.averaged.accuracy()),
             tested(|tested| tested.last.accuracy()),
             format!("{:.1}", run.seconds),
-            format!("{:.0}", images / run.seconds),
+            format!("{:.0}", rate(run)),
             or_dash(relative),
             mebibytes(peak),
             run.skipped.to_string(),
@@ -83,10 +83,10 @@ pub fn page(options: &Options, runs: &[Run], data: &Data, device: Device, ranks:
         }
     }
     page = page
-        .table(&table(options, runs))
+        .table(&table(runs))
         .note(
             "Test accuracy: of the averaged weights, on images by which nothing was chosen. Seconds: of the training, \
-             without evaluations. Relative speed: images per second, relative to the first run. Peak memory: of the \
+             without evaluations. Images/s: of all processes; median. Relative speed: that of the first run is 1. Peak memory: of the \
              tensors on a GPU, or of the whole process on the CPU, of the first process.",
         )
         .heading("Loss")

@@ -1,9 +1,10 @@
 //! The model with everything that trains it, and the training step.
 
-use super::batch::{Batch, Reader, Set};
+use super::batch::{Batch, Set};
 use super::data::Data;
 use super::model::{self, Config, Net};
 use super::options::Options;
+use super::reader::Reader;
 use crate::recipe::Ranks;
 use crate::recipe::memory::PeakMemory;
 use crate::recipe::ranks::Gradients;

@@ -87,6 +87,13 @@ impl Log {
         self.series(column).last().map(|point| point.1)
     }
 
+    /// The median of a column, which a busy machine changes less than the mean.
+    pub fn median(&self, column: &str) -> Option<f64> {
+        let mut numbers: Vec<f64> = self.series(column).iter().map(|point| point.1).collect();
+        numbers.sort_by(f64::total_cmp);
+        numbers.get(numbers.len() / 2).copied()
+    }
+
     /// Writes the rows so far to a new file, which then takes the place of an older one.
     fn csv(&self, path: &Path) -> Result<File> {
         let mut text = format!("step,{}\n", self.columns.join(","));

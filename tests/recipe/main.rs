@@ -12,6 +12,8 @@ mod gpt;
 mod images;
 mod interrupt;
 mod log;
+#[cfg(feature = "distributed")]
+mod picture_ranks;
 mod pictures;
 mod program;
 #[path = "../../examples/recipe/mod.rs"]

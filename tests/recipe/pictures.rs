@@ -1,4 +1,4 @@
-//! The recipe `images` as a process of its own, as two ranks, and in several precisions.
+//! The recipe `images` as a process of its own, and in several precisions.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -12,7 +12,7 @@ use crate::common::files::Folder;
 use crate::images::{self, data::Images};
 use crate::program::{self, Recipe, assert_same};
 
-const IMAGES: Recipe = Recipe {
+pub const IMAGES: Recipe = Recipe {
     test: "pictures::images_program",
     prepare: |folder| {
         let data = folder.file("data");
@@ -49,26 +49,7 @@ fn images_program() {
     program::run(images::main);
 }
 
-#[cfg(feature = "distributed")]
-fn numbers(folder: &Folder) -> Vec<Vec<Option<f64>>> {
-    let row = |line: Vec<String>| line.iter().map(|cell| cell.parse().ok()).collect();
-    program::losses(folder).into_iter().skip(1).map(row).collect()
-}
-
-/// The largest difference between the numbers of two runs.
-#[cfg(feature = "distributed")]
-fn difference(one: &Folder, other: &Folder) -> f64 {
-    let (one, other) = (numbers(one), numbers(other));
-    assert_eq!((one.len(), other.len()), (40, 40));
-    let pairs = one.iter().flatten().zip(other.iter().flatten());
-    let differences = pairs.map(|(one, other)| {
-        assert_eq!(one.is_some(), other.is_some());
-        (one.unwrap_or(0.0) - other.unwrap_or(0.0)).abs()
-    });
-    differences.fold(0.0, f64::max)
-}
-
-fn accuracies(text: &str) -> Vec<f64> {
+pub fn accuracies(text: &str) -> Vec<f64> {
     let row = text.lines().find(|line| line.starts_with("fp32")).unwrap();
     row.split_whitespace().skip(1).take(2).map(|cell| cell.parse().unwrap()).collect()
 }
@@ -88,25 +69,6 @@ fn ctrl_c_saves_and_the_run_goes_on_with_the_same_bits() {
         let resumed = IMAGES.start(&interrupted, &format!("--resume {ranks}")).finish();
         assert_same(&interrupted, &calm, ranks);
         assert_eq!(accuracies(&resumed), accuracies(&whole), "{ranks}");
-    }
-}
-
-#[cfg(feature = "distributed")]
-#[test]
-fn two_ranks_with_synchronized_statistics_have_the_numbers_of_one_process() {
-    let folders = [Folder::new(), Folder::new(), Folder::new()];
-    let arguments = ["", "--ranks 2 --sync-batch-norm", "--ranks 2"];
-    let texts: Vec<_> = folders
-        .iter()
-        .zip(arguments)
-        .map(|(folder, arguments)| IMAGES.start(folder, arguments).finish())
-        .collect();
-    let synced = difference(&folders[0], &folders[1]);
-    let each = difference(&folders[0], &folders[2]);
-    println!("{synced:.1e} with synchronized statistics, and {each:.1e} without");
-    assert!(synced < 1e-3 && each > 1e-2, "{synced} and {each}");
-    for text in &texts {
-        assert!(accuracies(text).iter().all(|accuracy| *accuracy > 0.9), "{text}");
     }
 }
 

@@ -6,8 +6,9 @@ use std::sync::PoisonError;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 
-use crate::images::batch::{Reader, Set};
+use crate::images::batch::Set;
 use crate::images::options::Options;
+use crate::images::reader::Reader;
 use crate::images::{self, train::Trainer};
 use crate::recipe::{Precision, Ranks};
 use crate::same::RANDOM;
