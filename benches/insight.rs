@@ -2,7 +2,6 @@
 //! without a call, in bf16 on the CPU, and prints a ratio of their times: 1 if the call costs nothing.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
-#[allow(dead_code, reason = "this benchmark has no Python side")]
 mod common;
 #[allow(dead_code, reason = "only one of the models is used")]
 #[path = "training/models.rs"]
@@ -19,11 +18,15 @@ use tch_amp::{Autocast, GradScaler, memory};
 /// How many iterations there are between two observations.
 const INTERVAL: f64 = 100.0;
 
+/// The name of a ratio, and what measures it.
+type Part = (&'static str, fn() -> f64);
+
+const PARTS: &[Part] = &[("insight_histogram", histogram)];
+
 fn main() {
     tch::set_num_threads(1);
     let _kept = memory::keep_freed_memory();
-    let parts: [(&str, fn() -> f64); 1] = [("insight_histogram", histogram)];
-    for (name, part) in parts {
+    for (name, part) in PARTS {
         println!("ratio {name} {:.4}", part());
     }
 }

@@ -296,7 +296,7 @@ tamp_tensor *tamp_exponents_count(const tamp_tensor *counts, const tamp_counted_
                                   int64_t rows, const tamp_tensor *scale, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    // Inside a region, autocast would handle the concatenation.
+    // A region of autocast must not cast anything here.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto groups = groups_of(gradients, count);
     const at::Device home = home_of(counts, groups);
