@@ -24,6 +24,7 @@ const SOURCES: &[&str] = &[
     "exponents.cpp",
     "gradients.cpp",
     "heap.cpp",
+    "history.cpp",
     "insight.cpp",
     "kernel_composed.cpp",
     "kernel_gradients.cpp",
