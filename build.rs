@@ -25,6 +25,7 @@ const SOURCES: &[&str] = &[
     "exponents.cpp",
     "gradients.cpp",
     "heap.cpp",
+    "history.cpp",
     "insight.cpp",
     "kernel_composed.cpp",
     "kernel_gradients.cpp",

@@ -18,16 +18,21 @@ use tch_amp::{Autocast, GradScaler, memory};
 /// How many iterations there are between two observations.
 const INTERVAL: f64 = 100.0;
 
+/// The name of a ratio, and what measures it.
+type Part = (&'static str, fn() -> f64);
+
+const PARTS: &[Part] = &[
+    // This one is about programs that never used insight, so it comes before all others.
+    ("insight_off", off),
+    ("insight_replay", replay),
+    ("insight_audit", audited),
+    ("insight_histogram", histogram),
+];
+
 fn main() {
     tch::set_num_threads(1);
     let _kept = memory::keep_freed_memory();
-    // The first part is about programs that never used insight, so it comes before all others.
-    for (name, part) in [
-        ("insight_off", off as fn() -> f64),
-        ("insight_replay", replay),
-        ("insight_audit", audited),
-        ("insight_histogram", histogram),
-    ] {
+    for (name, part) in PARTS {
         println!("ratio {name} {:.4}", part());
     }
 }

@@ -1,4 +1,4 @@
-// Counts of the exponents of gradients, and histories of steps.
+// Counts of the exponents of gradients.
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <tuple>
@@ -278,16 +277,6 @@ at::Device home_of(const tamp_tensor *counts, const std::vector<Group> &groups) 
   return at::kCPU;
 }
 
-// ---- histories
-
-at::Device device_of(const tamp_tensor *history, const tamp_tensor *const *numbers) {
-  if (history != nullptr && !tamp::tensor(history).is_cpu()) return tamp::tensor(history).device();
-  for (int i = 0; i < TAMP_STEP_NUMBERS; ++i) {
-    if (numbers[i] != nullptr && !tamp::tensor(numbers[i]).is_cpu()) return tamp::tensor(numbers[i]).device();
-  }
-  return at::kCPU;
-}
-
 }  // namespace
 
 extern "C" {
@@ -296,7 +285,7 @@ tamp_tensor *tamp_exponents_count(const tamp_tensor *counts, const tamp_counted_
                                   int64_t rows, const tamp_tensor *scale, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    // Inside a region, autocast would handle the concatenation.
+    // A region of autocast must not cast anything here.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto groups = groups_of(gradients, count);
     const at::Device home = home_of(counts, groups);
@@ -306,30 +295,6 @@ tamp_tensor *tamp_exponents_count(const tamp_tensor *counts, const tamp_counted_
     if (counts == nullptr) return tamp::give(next);
     TORCH_CHECK(tamp::tensor(counts).sizes() == next.sizes(), "the counts of exponents have another size");
     return tamp::give(next.add(tamp::on_device(tamp::tensor(counts), home)));
-  });
-}
-
-tamp_tensor *tamp_history_record(const tamp_tensor *history, int64_t length, int64_t row,
-                                 const tamp_tensor *const *numbers, char **err) noexcept {
-  return tamp::guarded(err, [&] {
-    const c10::NoGradGuard no_grad;
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const at::Device device = device_of(history, numbers);
-    // MPS has no f64.
-    const auto options = at::TensorOptions(device.is_mps() ? at::kFloat : at::kDouble).device(device);
-    std::vector<Tensor> all;
-    for (int i = 0; i < TAMP_STEP_NUMBERS; ++i) {
-      all.push_back(numbers[i] == nullptr
-                        ? at::full({}, std::numeric_limits<double>::quiet_NaN(), options)
-                        : tamp::on_device(tamp::tensor(numbers[i]).detach().reshape({}), device).to(options.dtype()));
-    }
-    const Tensor step = at::stack(all);
-    Tensor rows = history == nullptr ? at::zeros({length, TAMP_STEP_NUMBERS}, options)
-                                     : tamp::on_device(tamp::tensor(history), device).to(options.dtype());
-    auto given = std::make_unique<Tensor>(rows);
-    // Everything has been allocated.
-    rows.select(0, row).copy_(step);
-    return tamp::give(std::move(given));
   });
 }
 

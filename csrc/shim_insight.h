@@ -107,7 +107,7 @@ tamp_name *tamp_name_begin(const char *name, char **err) TAMP_NOEXCEPT;
 void tamp_name_end(tamp_name *name) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------- exponents.cpp
-// These functions count the exponents of gradients, where these are, and keep a history of steps.
+// These functions count the exponents of gradients, where these are.
 
 // The bins of a row: the zeros, the infinities, the NaNs, and one bin for each exponent. The exponent of x is the whole
 // part of log2|x|. The first such bin is for the exponent -160, and the last for 128; what is beyond them is in them.
@@ -127,11 +127,14 @@ typedef struct tamp_counted_gradient {
 
 // Adds the exponents of gradients to `counts`, or begins new ones without it. The exponent of the scale, which has one
 // element on any device, is subtracted from those of gradients that it still multiplies; without a scale, nothing is.
-// Duplicate indices of a sparse gradient are not added up. Returns the new counts, on the device of the old ones if that
-// is not the CPU, and otherwise on that of the first gradient that is not on the CPU. Synchronizes only if the scale is
-// on another device and a gradient on the CPU.
+// Duplicate indices of a sparse gradient are not added up. Returns the new counts, on the device of the old ones if
+// that is not the CPU, and otherwise on that of the first gradient that is not on the CPU. Synchronizes only if the
+// scale is on another device and a gradient on the CPU.
 tamp_tensor *tamp_exponents_count(const tamp_tensor *counts, const tamp_counted_gradient *gradients, size_t count,
                                   int64_t rows, const tamp_tensor *scale, char **err) TAMP_NOEXCEPT;
+
+// --------------------------------------------------------------------------------------------------------- history.cpp
+// These functions keep a history of steps.
 
 // The numbers of a step in a history: the scale, the flag that is not zero if the step was skipped, the norm of the
 // gradients, and the loss. What is not known is NaN.

@@ -253,6 +253,28 @@ fn every_layout_is_counted() {
     assert_eq!(counts[0].1.elements(), 6);
 }
 
+/// More elements than one thread counts.
+#[test]
+fn many_elements_are_counted() {
+    for_each_device(|device| {
+        let vs = VarStore::new(device);
+        let exponents = Tensor::arange(300_000, (Kind::Float, device)).remainder(40) - 20;
+        for name in ["a.w", "b.w"] {
+            let _w = with_gradient(&vs, name, &exponents.exp2());
+        }
+        let mut health = ScaleHealth::new(&vs);
+        for _ in 0..2 {
+            health.observe(&GradScaler::disabled()).unwrap();
+        }
+        let report = health.report().unwrap();
+        for layer in &report.layers {
+            assert_eq!((layer.exponents.first, layer.exponents.counts.len()), (-20, 40));
+            assert!(layer.exponents.counts.iter().all(|count| *count == 15_000), "{layer:?}");
+        }
+        assert_eq!(report.layers.len(), 2);
+    });
+}
+
 #[test]
 fn what_cannot_be_counted_is_refused_and_nothing_is_counted() {
     let vs = VarStore::new(Device::Cpu);
@@ -313,7 +335,7 @@ fn planted_cases_get_their_advice() {
     let binades = (better / scale).log2() as i32;
     assert!(low.at(0).lost > 0.1 && low.at(binades).lost <= 0.01, "{low}");
     assert!(low.at(binades - 1).lost.max(low.at(binades - 1).edge) > 0.01, "{low}");
-    assert!(low.to_string().contains(": too low, at least 2^"), "{low}");
+    assert!(low.to_string().contains(": too low, raise init_scale to at least 2^"), "{low}");
     assert!(low.to_string().ends_with("0 % zeros"), "{low}");
 
     // These have been fp16: what underflowed is zero.

@@ -113,13 +113,14 @@ fn an_observation_in_a_region_is_the_same() {
     let Some(_simulation) = Simulation::find() else { return };
     let (vs, _all) = model(&GPUS[..1], &sizes(20), &KINDS);
     let scaler = GradScaler::new(GPUS[0]).unwrap();
-    let [inside, outside] = [true, false].map(|enabled| {
+    let reports = [None, Some(Kind::Half), Some(Kind::BFloat16)].map(|region| {
         let mut health = ScaleHealth::new(&vs);
-        let region = Autocast::new(GPUS[0]).dtype(Kind::Half).enabled(enabled);
+        let kind = region.unwrap_or(Kind::Half);
+        let region = Autocast::new(GPUS[0]).dtype(kind).enabled(region.is_some());
         region.run(|| health.observe(&scaler)).unwrap().unwrap();
         health.report().unwrap()
     });
-    assert!(inside == outside, "{inside:#?}\n{outside:#?}");
+    assert!(reports[0] == reports[1] && reports[0] == reports[2], "{reports:#?}");
 }
 
 #[test]

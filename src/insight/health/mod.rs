@@ -1,6 +1,7 @@
 //! Whether the loss scale is healthy: the exponents of the gradients, and the history of the scale.
 
 mod history;
+mod history_report;
 mod report;
 mod text;
 
@@ -19,7 +20,8 @@ use crate::gradients::Gradients;
 #[cfg(doc)]
 use crate::error::ScalerError;
 
-pub use history::{HistoryReport, ScaleHistory, SkipCause, StepRecord};
+pub use history::ScaleHistory;
+pub use history_report::{HistoryReport, SkipCause, StepRecord};
 pub use report::{AtScale, Exponents, HealthReport, LayerHealth, Verdict};
 
 /// Counts the exponents of gradients, layer by layer, to answer whether the loss scale is healthy: how many gradients
@@ -113,15 +115,15 @@ impl ScaleHealth {
     /// several devices. Parameters that have no gradient or are frozen are left out, and duplicate indices of a sparse
     /// gradient are not added up.
     ///
-    /// Never synchronizes, except where a gradient is on the CPU and the scale on a GPU. On a GPU two million elements are
-    /// counted at once, with about twenty kernel launches and up to 128 MiB of memory, however many parameters they
+    /// Never synchronizes, except where a gradient is on the CPU and the scale on a GPU. On a GPU two million elements
+    /// are counted at once, with about twenty kernel launches and up to 128 MiB of memory, however many parameters they
     /// belong to.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyStepped`] after the step, [`GradientError::Unsupported`] for a gradient of another dtype or
-    /// layout, [`Error::InvalidArgument`] if there are no gradients, and [`Error::Torch`] if memory runs out. The counts
-    /// are then as before.
+    /// [`ScalerError::AlreadyStepped`] after the step, [`GradientError::Unsupported`] for a gradient of another dtype
+    /// or layout, [`Error::InvalidArgument`] if there are no gradients, and [`Error::Torch`] if memory runs out. The
+    /// counts are then as before.
     pub fn observe(&mut self, scaler: &GradScaler) -> Result<()> {
         let names = &self.names;
         let name = Box::new(|index: usize, _| names.get(index).cloned());
@@ -164,8 +166,8 @@ impl ScaleHealth {
         Ok(counted)
     }
 
-    /// Reports on everything that was observed since the beginning, or since the last [`clear`](Self::clear), at the scale
-    /// of the last observation. Synchronizes.
+    /// Reports on everything that was observed since the beginning, or since the last [`clear`](Self::clear), at the
+    /// scale of the last observation. Synchronizes.
     ///
     /// # Errors
     ///

@@ -62,15 +62,15 @@ pub struct AtScale {
     pub below_normal: f64,
     /// The share below fp16's smallest subnormal number, 2^-24: they become zero, or at best that number.
     pub lost: f64,
-    /// The share from 2^-24 to 2^-23, the last binade that is not lost. Of gradients that have been fp16, what is lost is
-    /// zero already, and so `lost` is zero. If gradients are spread evenly around zero, up to as many are lost as there
-    /// are here.
+    /// The share from 2^-24 to 2^-23, the last binade that is not lost. Of gradients that have been fp16, what is lost
+    /// is zero already, and so `lost` is zero. If gradients are spread evenly around zero, up to as many are lost as
+    /// there are here.
     pub edge: f64,
     /// The share of at least 2^16, which overflows.
     pub overflowing: f64,
-    /// How many times the scale can be doubled before the largest element, rounded down to a power of two, exceeds 2^15,
-    /// the exponent of fp16's largest number, 65504. Negative if it does already. `None` if all elements are zero, infinite
-    /// or NaN.
+    /// How many times the scale can be doubled before the largest element, rounded down to a power of two, exceeds
+    /// 2^15, the exponent of fp16's largest number, 65504. Negative if it does already. `None` if all elements are
+    /// zero, infinite or NaN.
     pub headroom: Option<i32>,
 }
 
@@ -146,8 +146,8 @@ impl HealthReport {
             return Verdict::Unknown;
         }
         let now = self.model.now;
-        // What is beyond the edge is seen only in gradients that were never fp16. Up to as many are expected there as at
-        // the edge, and half as many after each doubling of the scale.
+        // What is beyond the edge is seen only in gradients that were never fp16. Up to as many are expected there as
+        // at the edge, and half as many after each doubling of the scale.
         let expected = |binades: i32| now.edge * 0.5f64.powi(binades);
         let underflows = |binades: i32| {
             let at = self.at(binades);

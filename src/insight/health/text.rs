@@ -84,11 +84,9 @@ impl fmt::Display for Verdict {
         match self {
             Self::Unknown => write!(f, "nothing to judge"),
             Self::Healthy => write!(f, "healthy"),
-            Self::TooLow { scale } => write!(
-                f,
-                "too low, at least {} is needed: raise init_scale or max_scale, or lower growth_interval",
-                Scale(*scale)
-            ),
+            Self::TooLow { scale } => {
+                write!(f, "too low, raise init_scale to at least {}", Scale(*scale))
+            }
             Self::TooWide => {
                 write!(
                     f,
