@@ -69,6 +69,9 @@ fn main() -> Result<()> {
 
     let path = options.report_path();
     report::page(&results, &Facts::gather(&options)?, &runs).write(&path)?;
+    if let Some(incident) = gpt::report::incident(&runs) {
+        println!("\n{}\n\n{incident}\n", gpt::report::BAD_BATCH);
+    }
     println!("Report: {}", path.display());
     Ok(())
 }

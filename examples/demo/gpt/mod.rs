@@ -3,6 +3,7 @@
 #[path = "../../gpt/data.rs"]
 #[allow(dead_code, reason = "the recipe `gpt` also evaluates")]
 pub mod data;
+pub mod incident;
 #[path = "../../gpt/model.rs"]
 #[allow(dead_code, reason = "the recipe `gpt` also recomputes")]
 pub mod model;

@@ -1,5 +1,6 @@
 //! The model's part of the report, in text and in HTML.
 
+use super::incident::Incident;
 use super::train::{ROWS, Run, SIZE};
 use crate::recipe::Page;
 use crate::recipe::axis::Spacing;
@@ -53,7 +54,7 @@ pub fn table(runs: &[Run]) -> Table {
 pub fn section(page: Page, runs: &[Run]) -> Page {
     let origin = runs.first().map_or("nothing", |run| &run.origin);
     let sample = runs.iter().rev().find(|run| !run.sample.is_empty());
-    page.heading("A small GPT")
+    let page = page.heading("A small GPT")
         .paragraph(&format!(
             "A transformer with three million parameters learns to continue Rust code, byte by byte, from {origin}: in \
              fp32 and under bf16 autocast, from the same weights and with the same batches."
@@ -67,7 +68,20 @@ pub fn section(page: Page, runs: &[Run]) -> Page {
         .plot_of_precisions(&loss_plot(runs))
         .note("Faint lines: every step. Strong lines: exponential moving average.")
         .paragraph("What the model writes after this short training:")
-        .preformatted(sample.map_or("", |run| &run.sample))
+        .preformatted(sample.map_or("", |run| &run.sample));
+    match incident(runs) {
+        None => page,
+        Some(incident) => page.paragraph(BAD_BATCH).preformatted(&incident.to_string()),
+    }
+}
+
+/// What comes before the text of an incident.
+pub const BAD_BATCH: &str = "Then a row of a batch is nothing but padding, and the mean over its bytes divides zero by \
+                             zero. The step is skipped, and a tracer runs it again to say why:";
+
+/// The bad batch of the run in bf16.
+pub fn incident(runs: &[Run]) -> Option<&Incident> {
+    runs.iter().find_map(|run| run.incident.as_ref())
 }
 
 /// The loss of every step and its moving average, with one series for each run.

@@ -1,6 +1,7 @@
 //! Training in one precision. Both precisions use the same loop.
 
 use super::data::Text;
+use super::incident::{Incident, Training};
 use super::model::{Config, Gpt};
 use crate::recipe::{Precision, Progress};
 use anyhow::{Result, ensure};
@@ -46,6 +47,8 @@ pub struct Run {
     pub sample: String,
     /// The text that it was trained on, in words.
     pub origin: String,
+    /// A bad batch after the training, in bf16.
+    pub incident: Option<Incident>,
 }
 
 impl Run {
@@ -106,6 +109,14 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
     }
     progress.finish();
     let written = tch::no_grad(|| region.run(|| model.write(PROMPT, sample, device)))?;
+    let incident = match precision {
+        Precision::Fp32 => None,
+        _ => {
+            let (optimizer, scaler) = (&mut optimizer, &mut scaler);
+            let training = Training { vs: &vs, model: &model, optimizer, scaler, region };
+            Some(training.incident(text)?)
+        }
+    };
     Ok(Run {
         precision,
         losses,
@@ -113,6 +124,7 @@ pub fn train(options: Options, text: &Text, device: Device, progress: &Progress)
         activations,
         sample: written,
         origin: text.origin.clone(),
+        incident,
     })
 }
 
