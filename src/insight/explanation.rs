@@ -137,19 +137,31 @@ impl fmt::Display for Culprit {
             write!(f, " of {forward}")?;
         }
         write!(f, "\n  first non-finite: {}", self.values)?;
-        let largest = |x: &f64| Number(*x).to_string();
-        match self.largest_inputs.iter().map(largest).collect::<Vec<_>>().as_slice() {
+        match self.largest_inputs.iter().copied().map(short).collect::<Vec<_>>().as_slice() {
             [] => {}
             [one] => write!(f, "; its input is finite, largest {one}")?,
             all => write!(f, "; its inputs are finite, largest {}", all.join(", "))?,
         }
         match self.largest_in_f32 {
             Some(largest) if largest.is_finite() => {
-                write!(f, "\n  the same operator in bf16 or f32 is finite (largest {largest:.2e})")
+                write!(
+                    f,
+                    "\n  the same operator in bf16 or f32 is finite (largest {})",
+                    short(largest)
+                )
             }
             Some(_) => write!(f, "\n  the same operator in f32 is not finite either"),
             None => Ok(()),
         }
+    }
+}
+
+/// A number with four significant digits.
+fn short(x: f64) -> String {
+    match x.abs() {
+        size if size != 0.0 && !(1e-3..1e5).contains(&size) => format!("{x:.2e}"),
+        size if size.fract() == 0.0 => format!("{x}"),
+        size => format!("{x:.*}", 3usize.saturating_sub(size.log10().max(0.0) as usize)),
     }
 }
 
