@@ -107,6 +107,22 @@ fn block(path: &nn::Path<'_>) -> impl Fn(&Tensor) -> Tensor + use<> {
     }
 }
 
+/// A sum of both signs is near zero by chance, which is nobody's fault.
+#[test]
+fn a_loss_near_zero_is_not_suspicious() {
+    let _alone = alone();
+    let vs = VarStore::new(Device::Cpu);
+    let weight = vs.root().ones("w", &[8]);
+    let x = Tensor::from_slice(&[1.0f32, -1.001, 2.0, -2.003, 3.0, -3.001, 0.7, -0.6949]);
+    let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+    let loss = |region: Autocast| {
+        region.run(|| (&weight * &x).unsqueeze(0).mm(&x.ones_like().unsqueeze(1)).sum(None))
+    };
+    let audit = audit(&vs, &region, &GradScaler::disabled(), loss).unwrap();
+    assert!(audit.losses[0] != audit.losses[1], "{audit}");
+    assert!(audit.is_clean(), "{audit}");
+}
+
 #[test]
 fn a_norm_of_numbers_with_a_large_mean_is_found() {
     let _alone = alone();

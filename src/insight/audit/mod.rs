@@ -66,7 +66,8 @@ pub struct AuditedOutput {
     pub rounded: f64,
     /// The error as a multiple of the expected one.
     pub multiple: f64,
-    /// The multiple, divided by the largest one of what this part was given.
+    /// The multiple, divided by the largest one of what this part was given. At most 1 for a single finite number, which
+    /// can be near zero by chance.
     pub growth: f64,
     /// The parts that computed what the operator read.
     pub inputs: Vec<String>,
@@ -166,7 +167,7 @@ impl AuditedPart {
 /// let x = Tensor::ones([2, 4], (Kind::Float, Device::Cpu));
 /// let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
 /// let audit = insight::audit(&vs, &region, &GradScaler::disabled(), |region| {
-///     region.run(|| x.apply(&layer).tanh().sum(Kind::Float))
+///     region.run(|| x.apply(&layer).tanh().square().mean(Kind::Float))
 /// })?;
 /// assert!(audit.is_clean(), "{audit}");
 /// # Ok::<(), tch_amp::Error>(())

@@ -196,11 +196,18 @@ impl Parts<'_> {
             rounded: self.rounded.get(&index).map_or(0.0, |rounded| relative(*rounded)),
             multiple,
             inputs: self.paths(&inputs, place),
-            growth: if multiple.is_infinite() && base.is_infinite() {
-                1.0
-            } else {
-                multiple / base
-            },
+            growth: self.growth(event, multiple, base),
+        }
+    }
+
+    /// How much the multiple grew. A single number that is finite, such as a sum of both signs, can be near zero by
+    /// chance, and has no relative error that tells anything.
+    fn growth(&self, event: &RecordedEvent, multiple: f64, base: f64) -> f64 {
+        let is_single = event.outputs.iter().all(|output| output.elements == 1);
+        match (multiple.is_infinite(), base.is_infinite()) {
+            (true, true) => 1.0,
+            (false, _) if is_single => (multiple / base).min(1.0),
+            _ => multiple / base,
         }
     }
 
