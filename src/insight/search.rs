@@ -116,8 +116,26 @@ impl<'a> Search<'a> {
             })
     }
 
-    /// The origins that were found, in the order of the recording.
+    /// Whether an origin is the -inf of a mask, whose rows the program may have mixed with non-finite numbers.
+    fn is_chosen(&self, origin: Origin) -> bool {
+        let only =
+            |t: &RecordedTensor| t.numbers.is_none_or(|n| n.nan == 0 && n.positive_infinite == 0);
+        match origin {
+            Origin::Given(event, place) => only(&self.recording.events[event].inputs[place]),
+            Origin::Made(event) => {
+                let event = &self.recording.events[event];
+                CHOSEN.contains(&event.name.as_str()) && event.outputs.iter().all(only)
+            }
+        }
+    }
+
+    /// The origins that were found, in the order of the recording. Masks are among them only if there is nothing else.
     pub(super) fn origins(mut self) -> Vec<Origin> {
+        let others: Vec<Origin> =
+            self.origins.iter().copied().filter(|&origin| !self.is_chosen(origin)).collect();
+        if !others.is_empty() {
+            self.origins = others;
+        }
         self.origins.sort_by_key(|origin| match *origin {
             Origin::Given(event, _) | Origin::Made(event) => event,
         });

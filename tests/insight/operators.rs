@@ -198,6 +198,34 @@ fn a_mask_is_no_culprit() {
     assert_eq!(explanation.culprit.unwrap().operator, "aten::exp");
 }
 
+/// A mask with -inf that is added to numbers which have overflowed, made before or inside of the iteration, or a buffer.
+#[test]
+fn an_overflow_beside_a_mask_is_the_culprit() {
+    let model = Model::new();
+    let x = batch();
+    let upper = Tensor::ones([2, 4], (Kind::Float, Device::Cpu)).triu(1).to_kind(Kind::Bool);
+    let make = || upper.zeros_like().to_kind(Kind::Float).masked_fill(&upper, f64::NEG_INFINITY);
+    let given = make();
+    let mut buffer = model.vs.root().zeros_no_train("mask", &[2, 4]);
+    tch::no_grad(|| buffer.copy_(&given));
+    let masks: [&dyn Fn() -> Tensor; 4] = [
+        &make,
+        &|| given.shallow_clone(),
+        &|| given.to_kind(Kind::Half).to_kind(Kind::Float),
+        &|| buffer.shallow_clone(),
+    ];
+    for mask in masks {
+        let loss = || {
+            let mask = mask();
+            let bad = |x: &Tensor| named("bad", || all(x, 100.0).exp());
+            model.loss(&x, |x| (bad(x) + &mask).softmax(-1, None))
+        };
+        let explanation = explain(&model.vs, Kind::Float, 1.0, loss).unwrap();
+        let operator = explanation.culprit.as_ref().map(|culprit| culprit.operator.as_str());
+        assert_eq!(operator, Some("aten::exp"), "{explanation}");
+    }
+}
+
 #[test]
 fn what_was_not_finite_before_is_said() {
     let model = Model::new();
