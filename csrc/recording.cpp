@@ -13,8 +13,9 @@ std::optional<Numbers> count_numbers(const at::Tensor &t) {
   if (!t.defined() || t.layout() != at::kStrided || t.is_nested() || t.is_quantized() || t.is_meta()) {
     return std::nullopt;
   }
-  if (!at::isFloatingType(t.scalar_type()) || t.numel() == 0 || !t.unsafeGetTensorImpl()->has_storage() ||
-      t._is_zerotensor()) {
+  // Float8 has no kernels for it.
+  if (!at::isFloatingType(t.scalar_type()) || t.element_size() < 2 || t.numel() == 0 ||
+      !t.unsafeGetTensorImpl()->has_storage() || t._is_zerotensor()) {
     return std::nullopt;
   }
   const at::Tensor values = t.detach();

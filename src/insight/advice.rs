@@ -69,6 +69,9 @@ fn of_values(culprit: &Culprit) -> String {
         "exp" | "expm1" | "sinh" | "cosh" => {
             format!("limit the argument of the exponential in {place}")
         }
+        _ if culprit.dtype == "fp16" && culprit.largest_in_f32.is_none() => {
+            format!("look at {place}, and try it in f32 or bf16")
+        }
         _ => format!(
             "look at {place}: it is not finite in f32 either, so precision is not the reason"
         ),

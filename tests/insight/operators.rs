@@ -227,6 +227,18 @@ fn an_overflow_beside_a_mask_is_the_culprit() {
 }
 
 #[test]
+fn numbers_that_cannot_be_counted_are_passed_over() {
+    let model = Model::new();
+    let x = batch();
+    let planted = |x: &Tensor| {
+        let _small = tch::no_grad(|| x.to_kind(Kind::Float8e4m3fn).to_kind(Kind::Float));
+        named("bad", || all(x, 100.0).exp())
+    };
+    let explanation = explain(&model.vs, Kind::Float, 1.0, || model.loss(&x, planted)).unwrap();
+    assert_eq!(explanation.culprit.unwrap().operator, "aten::exp");
+}
+
+#[test]
 fn what_was_not_finite_before_is_said() {
     let model = Model::new();
     let x = batch();
