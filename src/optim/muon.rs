@@ -59,7 +59,7 @@ use crate::optim::config::{Algorithm, non_negative};
 #[serde(default)]
 #[non_exhaustive]
 pub struct Muon {
-    /// Momentum factor: each step moves the momentum buffer towards the gradient by 1 - momentum of their difference.
+    /// Momentum factor: each step moves the momentum buffer towards the gradient by the fraction 1 - momentum.
     /// At least 0 and less than 1. Defaults to 0.95.
     pub momentum: f64,
     /// Whether to use Nesterov momentum. Defaults to `true`.

@@ -47,7 +47,7 @@ impl fmt::Display for Audit {
             writeln!(f, "and {rest} more parts without suspicions")?;
         }
         if suspicious.is_empty() {
-            return write!(f, "verdict: {} is safe for every part", self.dtype);
+            return write!(f, "verdict: no part is suspicious in {}", self.dtype);
         }
         write!(f, "verdict: {} of {} parts are suspicious", suspicious.len(), self.parts.len())?;
         for part in &suspicious {
