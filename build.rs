@@ -44,6 +44,7 @@ const SOURCES: &[&str] = &[
     "spikes.cpp",
     "stand_ins.cpp",
     "testing.cpp",
+    "timing.cpp",
     "unscale.cpp",
     "widened.cpp",
 ];

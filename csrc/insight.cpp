@@ -22,6 +22,7 @@ namespace {
 
 using at::Tensor;
 using c10::IValue;
+using tamp::for_each_tensor;
 using tamp::Numbers;
 using tamp::RecordedEvent;
 typedef std::vector<std::pair<Tensor, uint8_t>> Uses;
@@ -45,17 +46,6 @@ const c10::OperatorHandle *find(const at::RecordFunction &fn, std::optional<c10:
   const auto name = fn.operator_name();
   if (name) held = c10::Dispatcher::singleton().findSchema(*name);
   return held ? &*held : nullptr;
-}
-
-template <typename F>
-void for_each_tensor(const IValue &value, const F &f) {
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) f(value.toTensor());
-  } else if (value.isList()) {
-    for (const IValue &element : value.toListRef()) for_each_tensor(element, f);
-  } else if (value.isTuple()) {
-    for (const IValue &element : value.toTupleRef().elements()) for_each_tensor(element, f);
-  }
 }
 
 // Whether an operator that writes to this argument ignores its former numbers.
@@ -121,14 +111,14 @@ enum class Count { kNothing, kIfChanged, kAgain };
 
 tamp_recorded_tensor describe(tamp_recording &recording, const Tensor &t, uint8_t use, Count count) {
   tamp_recorded_tensor out{};
-  const auto counted =
-      count == Count::kNothing ? std::nullopt : numbers_of(recording, t, /*changed=*/count == Count::kAgain);
+  const bool uncounted = recording.timed || count == Count::kNothing;
+  const auto counted = uncounted ? std::nullopt : numbers_of(recording, t, /*changed=*/count == Count::kAgain);
+  tamp::describe_layout(out, t);
   const std::lock_guard<std::mutex> lock(recording.mutex);
   const auto *memory = memory_of(recording, t, -1);
   out.memory = memory == nullptr ? -1 : memory->number;
   out.parameter = memory == nullptr ? -1 : memory->parameter;
   out.elements = t.unsafeGetTensorImpl()->is_sparse() ? 0 : t.numel();
-  out.dtype = static_cast<int8_t>(t.scalar_type());
   out.usage = use;
   out.known = counted.has_value();
   if (counted) {
@@ -148,24 +138,33 @@ bool is_finite(const tamp_recorded_tensor &t) {
 struct Running : at::ObserverContext {
   int64_t event = -1;
   std::optional<c10::OperatorHandle> op;
-  std::vector<IValue> arguments;  // of operators only
+  std::vector<IValue> arguments;     // of operators only
+  std::vector<c10::Device> devices;  // in a timed recording
 };
 
 std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFunction &fn) {
+  const bool is_operator = fn.scope() == at::RecordScope::FUNCTION;
+  RecordedEvent event;
+  event.raw.autocast = is_operator ? tamp::autocast_of(fn.inputs()) : -1;
   const Unnoticed unnoticed;
   auto running = std::make_unique<Running>();
-  RecordedEvent event;
-  const bool is_operator = fn.scope() == at::RecordScope::FUNCTION;
+  if (recording.timed) {
+    if (is_operator) tamp::add_devices(running->devices, fn.inputs());
+    tamp::synchronize(running->devices);
+    event.raw.entered = tamp::now();
+  }
   event.raw.kind = is_operator                                        ? TAMP_EVENT_OPERATOR
                    : fn.scope() == at::RecordScope::BACKWARD_FUNCTION ? TAMP_EVENT_NODE
                                                                       : TAMP_EVENT_NAME;
   if (is_operator) {
     const auto *op = find(fn, running->op);
     const auto *schema = op == nullptr || !op->hasSchema() ? nullptr : &op->schema();
-    running->arguments.assign(fn.inputs().begin(), fn.inputs().end());
-    for (size_t i = 0; i < running->arguments.size(); ++i) {
+    const auto arguments = fn.inputs();
+    event.raw.flags = tamp::flags_of(arguments);
+    if (!recording.timed) running->arguments.assign(arguments.begin(), arguments.end());
+    for (size_t i = 0; i < arguments.size(); ++i) {
       const uint8_t use = use_of_input(schema, i);
-      for_each_tensor(running->arguments[i], [&](const Tensor &t) {
+      for_each_tensor(arguments[i], [&](const Tensor &t) {
         const auto count = use == TAMP_USE_OVERWRITE ? Count::kNothing : Count::kIfChanged;
         event.inputs.push_back(describe(recording, t, use, count));
       });
@@ -182,7 +181,8 @@ std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFuncti
   event.raw.parent = open.empty() ? -1 : open.back();
   running->event = static_cast<int64_t>(recording.events.size());
   open.push_back(running->event);
-  recording.events.push_back(std::move(event));
+  auto &stored = recording.events.emplace_back(std::move(event));
+  if (recording.timed) stored.raw.started = tamp::now();
   return running;
 }
 
@@ -227,9 +227,15 @@ bool overflowed(const RecordedEvent &event) {
   return false;
 }
 
-void end(tamp_recording &recording, const at::RecordFunction &fn, const Running &running) {
+void end(tamp_recording &recording, const at::RecordFunction &fn, Running &running) {
   const Unnoticed unnoticed;
   RecordedEvent event;
+  if (recording.timed) {
+    const auto &results = fn.outputs();
+    tamp::add_devices(running.devices, c10::ArrayRef<const IValue>(results.data(), results.size()));
+    tamp::synchronize(running.devices);
+    event.raw.ended_at = tamp::now();
+  }
   {
     const std::lock_guard<std::mutex> lock(recording.mutex);
     event.inputs = recording.events[running.event].inputs;
@@ -248,7 +254,7 @@ void end(tamp_recording &recording, const at::RecordFunction &fn, const Running 
     }
   }
   std::optional<double> repeated;
-  if (running.op && recording.repeats < kMostRepeats && overflowed(event)) {
+  if (running.op && !recording.timed && recording.repeats < kMostRepeats && overflowed(event)) {
     try {
       repeated = repeat(running);
     } catch (const std::exception &) {
@@ -264,6 +270,8 @@ void end(tamp_recording &recording, const at::RecordFunction &fn, const Running 
   stored.raw.ended = recording.ended++;
   auto &open = recording.open[stored.raw.thread];
   if (!open.empty() && open.back() == running.event) open.pop_back();
+  stored.raw.ended_at = event.raw.ended_at;
+  if (recording.timed) stored.raw.left = tamp::now();
 }
 
 // libtorch only warns of exceptions of callbacks.
@@ -312,13 +320,10 @@ void stop(tamp_recording &recording) {
   slots[recording.slot] = nullptr;
 }
 
-}  // namespace
-
-extern "C" {
-
-tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
+tamp_recording *start(bool timed, tamp_tensor *const *parameters, size_t count, char **err) {
   return tamp::guarded(err, [&]() -> tamp_recording * {
     auto recording = std::make_unique<tamp_recording>();
+    recording->timed = timed;
     for (size_t i = 0; i < count; ++i) memory_of(*recording, tamp::tensor(parameters[i]), static_cast<int64_t>(i));
     {
       const std::lock_guard<std::mutex> lock(slots_mutex);
@@ -330,6 +335,18 @@ tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t coun
     recording->running = true;
     return recording.release();
   });
+}
+
+}  // namespace
+
+extern "C" {
+
+tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
+  return start(/*timed=*/false, parameters, count, err);
+}
+
+tamp_recording *tamp_recording_start_timed(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
+  return start(/*timed=*/true, parameters, count, err);
 }
 
 void tamp_recording_stop(tamp_recording *recording, char **err) noexcept {

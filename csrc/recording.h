@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -33,6 +34,35 @@ struct Numbers {
 // Counts the numbers of a real, dense tensor. Nothing if it has none or is of another kind. Synchronizes.
 std::optional<Numbers> count_numbers(const at::Tensor &t);
 
+// Calls `f` with each defined tensor of an argument or result.
+template <typename F>
+void for_each_tensor(const c10::IValue &value, const F &f) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) f(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue &element : value.toListRef()) for_each_tensor(element, f);
+  } else if (value.isTuple()) {
+    for (const c10::IValue &element : value.toTupleRef().elements()) for_each_tensor(element, f);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------- timing.cpp
+// The nanoseconds of a clock that only advances.
+int64_t now();
+
+// The devices of the tensors among arguments or results that compute asynchronously, added to `devices`.
+void add_devices(std::vector<c10::Device> &devices, c10::ArrayRef<const c10::IValue> values);
+void synchronize(const std::vector<c10::Device> &devices);
+
+// The booleans among arguments, in their order.
+uint32_t flags_of(c10::ArrayRef<const c10::IValue> arguments);
+
+// The dtype of the region in which an operator with these arguments is called, or -1.
+int8_t autocast_of(c10::ArrayRef<const c10::IValue> arguments);
+
+// The shape, dtype and device of a tensor.
+void describe_layout(tamp_recorded_tensor &out, const at::Tensor &t);
+
 }  // namespace tamp
 
 // Guarded by `mutex`, because the threads of several devices can run one backward pass.
@@ -54,6 +84,7 @@ struct tamp_recording {
   size_t slot = 0;
   uint64_t handle = 0;
   bool running = false;
+  bool timed = false;
   std::string failure;
   std::deque<tamp::RecordedEvent> events;
   int64_t ended = 0;

@@ -52,6 +52,25 @@ pub(crate) struct RecordedTensor {
     pub(crate) kind: Option<Kind>,
     pub(crate) numbers: Option<Numbers>,
     pub(crate) usage: Usage,
+    /// The first sizes.
+    pub(crate) sizes: [i64; sys::MOST_SIZES],
+    pub(crate) dims: usize,
+    /// The number of its dtype in libtorch.
+    pub(crate) dtype: i8,
+    pub(crate) element_bytes: i64,
+    /// The number of its device's type in libtorch, and the index.
+    pub(crate) device: (i8, i8),
+}
+
+impl RecordedTensor {
+    /// The sizes, of which there are at most eight.
+    pub(crate) fn sizes(&self) -> &[i64] {
+        &self.sizes[..self.dims.min(sys::MOST_SIZES)]
+    }
+
+    pub(crate) fn bytes(&self) -> i64 {
+        self.elements.saturating_mul(self.element_bytes)
+    }
 }
 
 /// An operator, a backward node, or a named stretch.
@@ -70,6 +89,27 @@ pub(crate) struct RecordedEvent {
     pub(crate) forward_thread: u64,
     /// The largest absolute value of the same operator in f32, if its results overflowed and it could be repeated.
     pub(crate) repeated: Option<f64>,
+    /// The dtype of the region in which it was called; `None` in the call that autocast itself makes.
+    pub(crate) autocast: Option<Kind>,
+    /// The booleans among the arguments.
+    pub(crate) flags: u32,
+    pub(crate) times: Times,
+}
+
+/// When an event ran, in nanoseconds, in a timed recording.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Times {
+    /// From here on, its own work and that of the recording occupied the thread.
+    pub(crate) entered: i64,
+    pub(crate) started: i64,
+    pub(crate) ended: i64,
+    pub(crate) left: i64,
+}
+
+/// What a recording notes of operators.
+enum Mode {
+    Numbers,
+    Times,
 }
 
 /// A recording of what the calling thread runs, until it is stopped or dropped.
@@ -81,11 +121,25 @@ pub(crate) struct Recording {
 }
 
 impl Recording {
+    /// Counts the numbers of every result.
     pub(crate) fn start(parameters: &[&Tensor]) -> Result<Self> {
+        Self::start_as(Mode::Numbers, parameters)
+    }
+
+    /// Times every operator.
+    pub(crate) fn start_timed(parameters: &[&Tensor]) -> Result<Self> {
+        Self::start_as(Mode::Times, parameters)
+    }
+
+    fn start_as(mode: Mode, parameters: &[&Tensor]) -> Result<Self> {
         let tensors = pointers(parameters.iter().copied());
         let (array, count) = (tensors.as_ptr(), tensors.len());
-        // SAFETY: the array has `count` live tensors, and `err` is valid for a write.
-        let raw = call(|err| unsafe { sys::tamp_recording_start(array, count, err) })?;
+        let raw = call(|err| match mode {
+            // SAFETY: the array has `count` live tensors, and `err` is valid for a write.
+            Mode::Numbers => unsafe { sys::tamp_recording_start(array, count, err) },
+            // SAFETY: as above.
+            Mode::Times => unsafe { sys::tamp_recording_start_timed(array, count, err) },
+        })?;
         let raw = NonNull::new(raw).ok_or_else(|| Error::Torch("no recording".to_owned()))?;
         Ok(Self { raw, thread: PhantomData })
     }
@@ -132,6 +186,14 @@ impl Recording {
             thread: raw.thread,
             forward_thread: raw.forward_thread,
             repeated: (raw.repeated != 0).then_some(raw.repeated_largest),
+            autocast: codes::kind_of(raw.autocast),
+            flags: raw.flags,
+            times: Times {
+                entered: raw.entered,
+                started: raw.started,
+                ended: raw.ended_at,
+                left: raw.left,
+            },
         })
     }
 
@@ -184,6 +246,11 @@ fn tensor(raw: &sys::RecordedTensor) -> RecordedTensor {
             sys::USE_OVERWRITE => Usage::Overwrite,
             _ => Usage::Read,
         },
+        sizes: raw.sizes,
+        dims: usize::from(raw.dims),
+        dtype: raw.dtype,
+        element_bytes: i64::from(raw.element_bytes),
+        device: (raw.device_type, raw.device_index),
     }
 }
 

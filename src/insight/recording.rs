@@ -25,12 +25,23 @@ const COPIES: &[&str] =
     &["aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::copy_"];
 
 impl Recording {
-    /// Records what `f` runs on this thread. It ends if `f` panics, too.
+    /// Records what `f` runs on this thread, with the numbers of every result. It ends if `f` panics, too.
     pub(super) fn of<T>(
         parameters: &[&Tensor],
         f: impl FnOnce() -> Result<T>,
     ) -> Result<(Self, T)> {
-        let mut raw = ffi::Recording::start(parameters)?;
+        Self::by(ffi::Recording::start(parameters)?, f)
+    }
+
+    /// The same with times instead of numbers.
+    pub(super) fn timed<T>(
+        parameters: &[&Tensor],
+        f: impl FnOnce() -> Result<T>,
+    ) -> Result<(Self, T)> {
+        Self::by(ffi::Recording::start_timed(parameters)?, f)
+    }
+
+    fn by<T>(mut raw: ffi::Recording, f: impl FnOnce() -> Result<T>) -> Result<(Self, T)> {
         let counted = Counted::new();
         let result = f();
         drop(counted);

@@ -19,6 +19,8 @@ pub(crate) const USE_WRITE: u8 = 1;
 pub(crate) const USE_VIEW: u8 = 2;
 pub(crate) const USE_OVERWRITE: u8 = 3;
 
+pub(crate) const MOST_SIZES: usize = 8;
+
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RecordedTensor {
@@ -29,9 +31,14 @@ pub(crate) struct RecordedTensor {
     pub(crate) negative_infinite: i64,
     pub(crate) nan: i64,
     pub(crate) largest: f64,
+    pub(crate) sizes: [i64; MOST_SIZES],
     pub(crate) dtype: i8,
     pub(crate) known: u8,
     pub(crate) usage: u8,
+    pub(crate) dims: u8,
+    pub(crate) element_bytes: u8,
+    pub(crate) device_type: i8,
+    pub(crate) device_index: i8,
 }
 
 #[repr(C)]
@@ -48,8 +55,14 @@ pub(crate) struct RecordedEvent {
     pub(crate) thread: u64,
     pub(crate) forward_thread: u64,
     pub(crate) repeated_largest: f64,
+    pub(crate) entered: i64,
+    pub(crate) started: i64,
+    pub(crate) ended_at: i64,
+    pub(crate) left: i64,
+    pub(crate) flags: u32,
     pub(crate) kind: u8,
     pub(crate) repeated: u8,
+    pub(crate) autocast: i8,
 }
 
 #[repr(C)]
@@ -59,6 +72,11 @@ pub(crate) struct Name {
 
 unsafe extern "C" {
     pub(crate) fn tamp_recording_start(
+        parameters: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    ) -> *mut Recording;
+    pub(crate) fn tamp_recording_start_timed(
         parameters: *const *mut Tensor,
         count: usize,
         err: *mut *mut c_char,
