@@ -58,6 +58,13 @@ bool overwrites(const c10::FunctionSchema &schema, const c10::Argument &argument
   return filling.count(schema.name()) != 0;
 }
 
+// Whether an operator has no kernel of its own.
+bool is_composite(const c10::OperatorHandle &op) {
+  using c10::DispatchKey;
+  return op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
+         op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
+}
+
 uint8_t use_of_input(const c10::FunctionSchema *schema, size_t index) {
   if (schema == nullptr || index >= schema->arguments().size()) return TAMP_USE_READ;
   const auto &argument = schema->arguments()[index];
@@ -161,6 +168,7 @@ std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFuncti
     const auto *schema = op == nullptr || !op->hasSchema() ? nullptr : &op->schema();
     const auto arguments = fn.inputs();
     event.raw.flags = tamp::flags_of(arguments);
+    event.raw.composite = op != nullptr && is_composite(*op);
     if (!recording.timed) running->arguments.assign(arguments.begin(), arguments.end());
     for (size_t i = 0; i < arguments.size(); ++i) {
       const uint8_t use = use_of_input(schema, i);

@@ -51,7 +51,8 @@ typedef struct tamp_recorded_tensor {
 // it was run again in f32; then `repeated_largest` is the largest absolute value, which may be infinite or NaN.
 //
 // `autocast` is the dtype of the autocast region in which an operator was called, or -1 outside of one and in the call
-// that autocast makes itself. Bit i of `flags` is the i-th boolean among an operator's arguments. In a timed recording,
+// that autocast makes itself. `composite` is 1 for an operator without a kernel of its own, which calls others. Bit i of
+// `flags` is the i-th boolean among an operator's arguments. In a timed recording,
 // an operator ran from `started` to `ended_at`, in nanoseconds of a clock of the process, and occupied its thread from
 // `entered` to `left`, which include the recording's own work.
 typedef struct tamp_recorded_event {
@@ -74,6 +75,7 @@ typedef struct tamp_recorded_event {
   uint8_t kind;
   uint8_t repeated;
   int8_t autocast;
+  uint8_t composite;
 } tamp_recorded_event;
 
 // Begins a recording on the calling thread, which knows `count` parameters by their memory. It ends when it is stopped

@@ -13,7 +13,11 @@ use tch_amp::checkpoint::{
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
 use tch_amp::gradients::NonFiniteGradient;
-use tch_amp::insight::{Cause, Culprit, Explanation, Pass, Tracer, Values};
+use tch_amp::insight::{
+    AutocastList, CastReason, CastRow, Cause, Culprit, Explanation, Gain, ListedOperator,
+    MovedOperator, OperatorReport, OperatorRow, Padding, Pass, ProductKind, ProductRow, Profiler,
+    Tracer, Values, Wrappers,
+};
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
 };
@@ -83,9 +87,12 @@ send_and_sync!(
     AdamW,
     Algorithm,
     Autocast,
+    AutocastList,
     AutocastState,
     Averaging,
     Better,
+    CastReason,
+    CastRow,
     CheckpointFile,
     Cause,
     CheckpointFolder,
@@ -96,20 +103,28 @@ send_and_sync!(
     Ema,
     Explanation,
     Format,
+    Gain,
     GradCheck,
     GradScalerConfig,
     GradScalerState,
     KeepF32<'static>,
     Lion,
+    ListedOperator,
     LossScaleState,
     MasterWeights,
+    MovedOperator,
     NoOpLossScale,
     NonFiniteGradient,
+    OperatorReport,
+    OperatorRow,
     OptLevel,
+    Padding,
     ParamGroup,
     ParamGroupState,
     Pass,
     Policy,
+    ProductKind,
+    ProductRow,
     Resident,
     Restored,
     RmsProp,
@@ -120,6 +135,7 @@ send_and_sync!(
     Start,
     Swa,
     Values,
+    Wrappers,
 );
 
 // Schedules and their options.
@@ -185,6 +201,7 @@ only_send!(
     PerLossScalers,
     PolicyModule<Linear>,
     PolicyModuleT<BatchNorm>,
+    Profiler,
     SaveState<'static>,
     SpikeDetector,
     StaticLossScale,

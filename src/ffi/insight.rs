@@ -14,6 +14,8 @@ use crate::sys::insight as sys;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EventKind {
     Operator,
+    /// What the autograd engine does for a backward node: it runs it, and adds up or casts its results.
+    Engine,
     /// A backward node.
     Node,
     /// A stretch that the program named.
@@ -91,6 +93,8 @@ pub(crate) struct RecordedEvent {
     pub(crate) repeated: Option<f64>,
     /// The dtype of the region in which it was called; `None` in the call that autocast itself makes.
     pub(crate) autocast: Option<Kind>,
+    /// Whether it has no kernel of its own and calls other operators.
+    pub(crate) composite: bool,
     /// The booleans among the arguments.
     pub(crate) flags: u32,
     pub(crate) times: Times,
@@ -173,6 +177,10 @@ impl Recording {
         };
         Ok(RecordedEvent {
             kind: match raw.kind {
+                // libtorch records it like an operator.
+                sys::EVENT_OPERATOR if name.to_bytes().starts_with(b"autograd::engine::") => {
+                    EventKind::Engine
+                }
                 sys::EVENT_OPERATOR => EventKind::Operator,
                 sys::EVENT_NODE => EventKind::Node,
                 _ => EventKind::Name,
@@ -187,6 +195,7 @@ impl Recording {
             forward_thread: raw.forward_thread,
             repeated: (raw.repeated != 0).then_some(raw.repeated_largest),
             autocast: codes::kind_of(raw.autocast),
+            composite: raw.composite != 0,
             flags: raw.flags,
             times: Times {
                 entered: raw.entered,

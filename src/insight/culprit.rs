@@ -58,6 +58,6 @@ fn dtype_name(kind: Kind) -> &'static str {
 }
 
 /// The module of a parameter: its name without the last part.
-fn module(name: &str) -> String {
+pub(super) fn module(name: &str) -> String {
     name.rsplit_once('.').map_or("", |(module, _)| module).to_owned()
 }

@@ -13,6 +13,7 @@ mod advice;
 mod culprit;
 mod explanation;
 mod names;
+mod operators;
 mod recording;
 mod replay;
 mod search;
@@ -20,4 +21,8 @@ mod tracer;
 
 pub use explanation::{Cause, Culprit, Explanation, Pass, Values};
 pub use names::named;
+pub use operators::{
+    AutocastList, CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport,
+    OperatorRow, Padding, ProductKind, ProductRow, Profiler, Wrappers, autocast_list,
+};
 pub use tracer::Tracer;

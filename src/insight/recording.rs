@@ -16,6 +16,8 @@ pub(super) struct Recording {
     pub(super) events: Vec<RecordedEvent>,
     /// The last operator of each thread and sequence number: the one that made the node of that number.
     forward: HashMap<(u64, i64), usize>,
+    /// The backward node that each event of the engine ran.
+    nodes: HashMap<usize, usize>,
     /// The parameters whose numbers are in a memory of their own, after a cast or a copy.
     copies: HashMap<u64, usize>,
 }
@@ -48,8 +50,12 @@ impl Recording {
         raw.stop()?;
         let result = result?;
         let events = raw.events()?;
-        let mut recording = Self { raw, events, forward: HashMap::new(), copies: HashMap::new() };
+        let (forward, nodes, copies) = (HashMap::new(), HashMap::new(), HashMap::new());
+        let mut recording = Self { raw, events, forward, nodes, copies };
         for (index, event) in recording.events.iter().enumerate() {
+            if let (EventKind::Node, Some(engine)) = (event.kind, event.parent) {
+                recording.nodes.insert(engine, index);
+            }
             // Without grad mode, as in most of a backward pass, there is no number.
             if event.kind == EventKind::Operator && event.sequence >= 0 {
                 recording.forward.insert((event.thread, event.sequence), index);
@@ -98,7 +104,7 @@ impl Recording {
     }
 
     /// The event and those that it ran in, from the inside out.
-    fn ancestors(&self, index: usize) -> impl Iterator<Item = (usize, &RecordedEvent)> {
+    pub(super) fn ancestors(&self, index: usize) -> impl Iterator<Item = (usize, &RecordedEvent)> {
         let parent = |&index: &usize| self.events[index].parent;
         std::iter::successors(Some(index), parent).map(|index| (index, &self.events[index]))
     }
@@ -110,10 +116,13 @@ impl Recording {
         operators.last().map(|(index, _)| index)
     }
 
-    /// The backward node that ran this event.
+    /// The backward node that ran this event, or for which the engine ran it.
     pub(super) fn node(&self, index: usize) -> Option<usize> {
-        let is_node = |(_, event): &(usize, &RecordedEvent)| event.kind == EventKind::Node;
-        self.ancestors(index).find(is_node).map(|(index, _)| index)
+        self.ancestors(index).find_map(|(index, event)| match event.kind {
+            EventKind::Node => Some(index),
+            EventKind::Engine => self.nodes.get(&index).copied(),
+            EventKind::Operator | EventKind::Name => None,
+        })
     }
 
     /// Whether the event belongs to the forward or the backward pass, and for the latter, the forward operator.

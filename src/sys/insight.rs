@@ -63,6 +63,7 @@ pub(crate) struct RecordedEvent {
     pub(crate) kind: u8,
     pub(crate) repeated: u8,
     pub(crate) autocast: i8,
+    pub(crate) composite: u8,
 }
 
 #[repr(C)]

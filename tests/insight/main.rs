@@ -3,7 +3,14 @@
 
 mod contexts;
 mod operators;
+mod report_casts;
+mod report_flops;
+mod report_oracle;
+mod report_times;
 mod restored;
+
+#[path = "../common/mod.rs"]
+mod common;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

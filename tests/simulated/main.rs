@@ -21,6 +21,7 @@ mod kernels;
 mod launches;
 mod looks;
 mod memory;
+mod operators;
 mod planted;
 #[path = "../../examples/recipe/mod.rs"]
 mod recipe;

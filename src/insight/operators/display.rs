@@ -1,0 +1,260 @@
+//! The text of a report.
+
+use std::fmt::{self, Display, Formatter};
+
+use super::lists::{AutocastList, LINKED};
+use super::report::{CastReason, CastRow, OperatorReport, OperatorRow};
+use crate::insight::Pass;
+
+/// How many rows of each table are shown.
+const MOST_OPERATORS: usize = 15;
+const MOST: usize = 6;
+
+impl Display for OperatorReport {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.summary(f)?;
+        self.table(f)?;
+        self.cast_lines(f)?;
+        self.moved_lines(f)?;
+        self.padding_lines(f)?;
+        self.list_lines(f)?;
+        self.gain_lines(f)
+    }
+}
+
+impl OperatorReport {
+    /// The milliseconds of one run.
+    fn ms(&self, seconds: f64) -> f64 {
+        seconds * 1e3 / self.runs.max(1) as f64
+    }
+
+    fn calls(&self, calls: u64) -> u64 {
+        calls.div_ceil(self.runs.max(1))
+    }
+
+    fn summary(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let plain = match self.unrecorded_seconds {
+            Some(seconds) => format!(", {:.2} ms when it is not recorded", seconds * 1e3),
+            None => String::new(),
+        };
+        let own = self.own_seconds();
+        writeln!(f, "a run takes {:.2} ms in operators{plain}", self.ms(own))?;
+        if let Some(share) = self.half_share(None) {
+            let of = |pass| self.half_share(Some(pass)).map_or("none".to_owned(), percent);
+            writeln!(
+                f,
+                "matrix products: {:.3} MFLOP, {} of it in half precision (forward {}, backward {})",
+                self.flops() as f64 / 1e6 / self.runs.max(1) as f64,
+                percent(share),
+                of(Pass::Forward),
+                of(Pass::Backward)
+            )?;
+        }
+        Ok(())
+    }
+
+    fn table(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "\n{:<38} {:<5} {:<7} {:<8} {:>6} {:>9} {:>5} {:>9} {:>9} {:>7}",
+            "operator", "dtype", "device", "pass", "calls", "ms", "%", "MB read", "written", "GFLOP/s"
+        )?;
+        for row in self.operators.iter().take(MOST_OPERATORS) {
+            self.operator_line(row, f)?;
+        }
+        let rest = &self.operators[self.operators.len().min(MOST_OPERATORS)..];
+        if !rest.is_empty() {
+            let seconds = rest.iter().map(|row| row.seconds).sum();
+            let calls = rest.iter().map(|row| row.calls).sum();
+            self.other_line(f, &format!("{} more rows", rest.len()), calls, seconds)?;
+        }
+        self.other_line(f, "calls of others, views, allocations", self.wrappers.calls, self.wrappers.seconds)
+    }
+
+    fn operator_line(&self, row: &OperatorRow, f: &mut Formatter<'_>) -> fmt::Result {
+        let mega = |bytes: u64| bytes as f64 / 1e6 / self.runs.max(1) as f64;
+        let speed = if row.flops > 0 && row.seconds > 0.0 {
+            format!("{:.1}", giga(row.flops) / row.seconds)
+        } else {
+            String::new()
+        };
+        writeln!(
+            f,
+            "{:<38} {:<5} {:<7} {:<8} {:>6} {:>9.3} {:>5.1} {:>9.3} {:>9.3} {:>7}",
+            row.operator.trim_start_matches("aten::"),
+            row.dtype,
+            row.device,
+            words(row.pass),
+            self.calls(row.calls),
+            self.ms(row.seconds),
+            100.0 * row.seconds / self.own_seconds().max(f64::MIN_POSITIVE),
+            mega(row.bytes_read),
+            mega(row.bytes_written),
+            speed
+        )
+    }
+
+    fn other_line(&self, f: &mut Formatter<'_>, what: &str, calls: u64, seconds: f64) -> fmt::Result {
+        let share = 100.0 * seconds / self.own_seconds().max(f64::MIN_POSITIVE);
+        let (calls, ms) = (self.calls(calls), self.ms(seconds));
+        writeln!(f, "{what:<61} {calls:>6} {ms:>9.3} {share:>5.1}")
+    }
+
+    fn cast_lines(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let sum = |of: fn(&CastRow) -> f64| self.casts.iter().map(of).sum::<f64>();
+        if self.casts.is_empty() {
+            return writeln!(f, "\ncasts: none");
+        }
+        let seconds = sum(|row| row.seconds);
+        writeln!(
+            f,
+            "\ncasts: {} of {:.3} MB, {:.3} ms ({})",
+            self.calls(self.casts.iter().map(|row| row.calls).sum()),
+            sum(|row| row.bytes as f64) / 1e6 / self.runs.max(1) as f64,
+            self.ms(seconds),
+            percent(seconds / self.own_seconds().max(f64::MIN_POSITIVE))
+        )?;
+        for row in self.casts.iter().take(MOST) {
+            writeln!(f, "  {:>4} {} → {}  {:.3} ms  {}", self.calls(row.calls), row.from, row.to, self.ms(row.seconds), Reason(row))?;
+        }
+        more(f, self.casts.len())?;
+        let cacheable: u64 = self.casts.iter().map(|row| row.cacheable).sum();
+        let repeats: u64 = self.casts.iter().map(|row| row.repeats).sum();
+        if cacheable > 0 {
+            writeln!(
+                f,
+                "  {} cast a parameter again: leave the cache on, and use one region for all of them",
+                self.calls(cacheable)
+            )?;
+        }
+        if repeats > cacheable {
+            let others = self.calls(repeats - cacheable);
+            writeln!(f, "  {others} cast another tensor again: cast it once, before the operators that share it")?;
+        }
+        Ok(())
+    }
+
+    fn moved_lines(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        if self.moved_to_f32.is_empty() {
+            return Ok(());
+        }
+        writeln!(f, "\nrun in f32 by autocast, with inputs in half precision:")?;
+        for row in self.moved_to_f32.iter().take(MOST) {
+            let place = match &row.after {
+                Some(module) => format!(" after {module}"),
+                None => In(row.path.as_deref()).to_string(),
+            };
+            let (calls, ms) = (self.calls(row.calls), self.ms(row.seconds));
+            writeln!(f, "  {calls:>4} {}{place}  {ms:.3} ms  (list: {})", row.operator, row.list)?;
+        }
+        more(f, self.moved_to_f32.len())
+    }
+
+    fn padding_lines(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        if self.padding.is_empty() {
+            return Ok(());
+        }
+        writeln!(f, "\nsizes that tensor cores use less efficiently (not multiples of 8):")?;
+        for row in self.padding.iter().take(MOST) {
+            let sizes = row.sizes.iter().map(|(size, padded)| format!("{size} to {padded}"));
+            let sizes = sizes.collect::<Vec<_>>().join(", ");
+            let operators = row.operators.join(", ");
+            let place = In(row.path.as_deref());
+            writeln!(f, "  {} of FLOPs: pad {sizes}  {operators}{place}", percent(row.share))?;
+        }
+        more(f, self.padding.len())
+    }
+
+    fn list_lines(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        if self.lists.is_empty() {
+            return writeln!(f, "\nno operator was called inside of an autocast region");
+        }
+        writeln!(f, "\nautocast's lists in libtorch {LINKED}:")?;
+        for list in [
+            AutocastList::LowerPrecision,
+            AutocastList::F32,
+            AutocastList::F32UnlessAsked,
+            AutocastList::Widest,
+            AutocastList::Refused,
+            AutocastList::Untouched,
+        ] {
+            let names = self.lists.iter().filter(|listed| listed.list == list);
+            let names = names.map(|listed| listed.operator.trim_start_matches("aten::"));
+            let names = names.collect::<Vec<_>>().join(", ");
+            if !names.is_empty() {
+                writeln!(f, "  {list}: {names}")?;
+            }
+        }
+        for listed in &self.lists {
+            for (version, other) in &listed.elsewhere {
+                writeln!(f, "  in libtorch {version}, {} is on another list: {other}", listed.operator)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn gain_lines(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        for gain in &self.gains {
+            write!(f, "\nestimate for {}, from measured matrix products: ", gain.dtype)?;
+            if gain.f32_seconds > 0.0 {
+                write!(
+                    f,
+                    "{:.2}x as fast if the products in f32 ran in it (at most {:.2}x, if they took no time); ",
+                    gain.possible, gain.limit
+                )?;
+            }
+            write!(f, "{:.2}x is reached by those that do", gain.reached)?;
+        }
+        if self.gains.is_empty() { Ok(()) } else { writeln!(f) }
+    }
+}
+
+/// Why numbers were cast.
+struct Reason<'a>(&'a CastRow);
+
+impl Display for Reason<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self(row) = self;
+        let operator = row.operator.as_deref();
+        match row.reason {
+            CastReason::Autocast => write!(f, "by autocast, for {}", operator.unwrap_or("an operator"))?,
+            CastReason::Operator => write!(f, "by {}", operator.unwrap_or("an operator"))?,
+            CastReason::Derivative => {
+                write!(f, "derivative of a cast for {}", operator.unwrap_or("the program"))?;
+            }
+            CastReason::Program => write!(f, "by the program")?,
+        }
+        match &row.parameter {
+            Some(parameter) => write!(f, ": {parameter}"),
+            None => write!(f, "{}", In(row.path.as_deref())),
+        }
+    }
+}
+
+/// The part of the model, if it is known.
+struct In<'a>(Option<&'a str>);
+
+impl Display for In<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |path| write!(f, " in {path}"))
+    }
+}
+
+fn more(f: &mut Formatter<'_>, count: usize) -> fmt::Result {
+    if count > MOST { writeln!(f, "       and {} more rows", count - MOST) } else { Ok(()) }
+}
+
+fn words(pass: Pass) -> &'static str {
+    match pass {
+        Pass::Forward => "forward",
+        Pass::Backward => "backward",
+    }
+}
+
+fn giga(flops: u64) -> f64 {
+    flops as f64 / 1e9
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
+}
