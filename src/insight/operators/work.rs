@@ -39,9 +39,17 @@ const PASSIVE: &[&str] = &[
 
 impl<'a> Work<'a> {
     pub(super) fn new(recording: &'a Recording, modules: &'a [String]) -> Self {
-        let (own, total) = times(&recording.events);
+        let (mut own, total) = times(&recording.events);
         let products = products(recording);
-        let computes = computing(&recording.events, &products);
+        let in_copy = in_copies(&recording.events);
+        for (index, event) in recording.events.iter().enumerate() {
+            if in_copy[index] {
+                own[index] = 0;
+            } else if event.name == COPY {
+                own[index] = total[index];
+            }
+        }
+        let computes = computing(&recording.events, &products, &in_copy);
         Self { recording, modules, own, total, computes, products }
     }
 
@@ -127,19 +135,37 @@ fn products(recording: &Recording) -> Vec<Option<Product>> {
     counted
 }
 
+/// A copy may copy to a temporary tensor first, or to the other device and then cast. It counts as one.
+const COPY: &str = "aten::copy_";
+
+/// Which events are steps of a copy.
+fn in_copies(events: &[RecordedEvent]) -> Vec<bool> {
+    let mut inside = vec![false; events.len()];
+    for (index, event) in events.iter().enumerate() {
+        if let Some(parent) = event.parent {
+            inside[index] = inside[parent] || events[parent].name == COPY;
+        }
+    }
+    inside
+}
+
 /// Operators that prepare memory for the operator that runs them, which then writes to it as well.
-const FILLING: &[&str] = &["aten::copy_", "aten::fill_", "aten::zero_"];
+const FILLING: &[&str] = &[COPY, "aten::fill_", "aten::zero_"];
 
 /// Which events compute. An operator that runs others computes itself if it writes memory that they did not write, such
 /// as a product whose factor is a number, which is first cast. One without a kernel does if it runs nothing that does.
-fn computing(events: &[RecordedEvent], products: &[Option<Product>]) -> Vec<bool> {
+fn computing(
+    events: &[RecordedEvent],
+    products: &[Option<Product>],
+    in_copy: &[bool],
+) -> Vec<bool> {
     let mut computes = vec![false; events.len()];
     // What the operators in it did.
     let mut below = vec![Below::default(); events.len()];
     for index in (0..events.len()).rev() {
         let event = &events[index];
         let mut inside = std::mem::take(&mut below[index]);
-        if event.kind != EventKind::Operator || event.ended.is_none() {
+        if event.kind != EventKind::Operator || event.ended.is_none() || in_copy[index] {
             continue;
         }
         let is_fill = FILLING.contains(&event.name.as_str());
