@@ -68,7 +68,7 @@ pub mod distributed {}
 pub mod many_ranks {}
 
 #[doc = include_str!("guide/links.md")]
-/// Why a step was skipped: the operation that overflowed, its part of the model, and what to do.
+/// Why a step was skipped, and why half precision is not faster: operations, their parts of the model, and what to do.
 #[doc = ""]
 #[doc = include_str!("../docs/insight.md")]
 pub mod insight {}

@@ -8,6 +8,9 @@
 //! Until it is asked, a tracer only remembers the state of the random number generators and the scale, once per
 //! iteration. A program without a tracer has no callbacks and pays nothing. PyTorch's closest counterpart is
 //! `torch.autograd.detect_anomaly`, which looks at the backward pass only, and at NaN only.
+//!
+//! A [`Profiler`] reports why half precision is not faster: what the operators of an iteration cost, in which dtypes they
+//! ran, and which casts were made for whom.
 
 mod advice;
 mod culprit;

@@ -118,14 +118,63 @@ impl Convolution {
 }
 
 const CONVOLUTIONS: [Convolution; 8] = [
-    Convolution { x: &[3, 8, 9], weight: &[4, 3, 3, 3], stride: 1, padding: 0, dilation: 1, groups: 1 },
-    Convolution { x: &[3, 8, 9], weight: &[4, 3, 3, 2], stride: 2, padding: 1, dilation: 1, groups: 1 },
-    Convolution { x: &[6, 8, 9], weight: &[4, 3, 3, 3], stride: 1, padding: 2, dilation: 1, groups: 2 },
-    Convolution { x: &[6, 8, 9], weight: &[6, 1, 3, 3], stride: 1, padding: 1, dilation: 1, groups: 6 },
-    Convolution { x: &[3, 8, 9], weight: &[4, 3, 3, 3], stride: 1, padding: 2, dilation: 2, groups: 1 },
+    Convolution {
+        x: &[3, 8, 9],
+        weight: &[4, 3, 3, 3],
+        stride: 1,
+        padding: 0,
+        dilation: 1,
+        groups: 1,
+    },
+    Convolution {
+        x: &[3, 8, 9],
+        weight: &[4, 3, 3, 2],
+        stride: 2,
+        padding: 1,
+        dilation: 1,
+        groups: 1,
+    },
+    Convolution {
+        x: &[6, 8, 9],
+        weight: &[4, 3, 3, 3],
+        stride: 1,
+        padding: 2,
+        dilation: 1,
+        groups: 2,
+    },
+    Convolution {
+        x: &[6, 8, 9],
+        weight: &[6, 1, 3, 3],
+        stride: 1,
+        padding: 1,
+        dilation: 1,
+        groups: 6,
+    },
+    Convolution {
+        x: &[3, 8, 9],
+        weight: &[4, 3, 3, 3],
+        stride: 1,
+        padding: 2,
+        dilation: 2,
+        groups: 1,
+    },
     Convolution { x: &[3, 9], weight: &[4, 3, 3], stride: 2, padding: 1, dilation: 1, groups: 1 },
-    Convolution { x: &[2, 5, 6, 7], weight: &[3, 2, 2, 3, 2], stride: 1, padding: 1, dilation: 1, groups: 1 },
-    Convolution { x: &[2, 8, 8], weight: &[2, 2, 1, 1], stride: 1, padding: 0, dilation: 1, groups: 1 },
+    Convolution {
+        x: &[2, 5, 6, 7],
+        weight: &[3, 2, 2, 3, 2],
+        stride: 1,
+        padding: 1,
+        dilation: 1,
+        groups: 1,
+    },
+    Convolution {
+        x: &[2, 8, 8],
+        weight: &[2, 2, 1, 1],
+        stride: 1,
+        padding: 0,
+        dilation: 1,
+        groups: 1,
+    },
 ];
 
 /// f64 takes other kernels than f32: those without oneDNN.
@@ -135,7 +184,8 @@ fn convolutions_are_counted_with_stride_padding_dilation_and_groups() {
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
             for (grads, count) in [([true, true], 2), ([true, false], 1), ([false, true], 1)] {
                 let report = case.run(kind, grads);
-                let what = format!("convolution {place} in {kind:?}, gradients {grads:?}: {report}");
+                let what =
+                    format!("convolution {place} in {kind:?}, gradients {grads:?}: {report}");
                 assert_eq!(forward(&report), case.flops(), "{what}");
                 assert_eq!(backward(&report), count * case.flops(), "{what}");
                 let is_convolution = |row: &_| -> bool {

@@ -31,9 +31,8 @@ fn convolution() -> Result<OperatorReport> {
     let layer = nn::conv2d(vs.root(), 3, 8, 3, config);
     let x = Tensor::ones([2, 3, 9, 9], F32);
     Profiler::new(&vs).run(|| {
-        let loss = autocast(Device::Cpu, || {
-            layer.forward(&x).to_kind(Kind::Float).square().mean(None)
-        })?;
+        let loss =
+            autocast(Device::Cpu, || layer.forward(&x).to_kind(Kind::Float).square().mean(None))?;
         Ok(loss.f_backward()?)
     })
 }

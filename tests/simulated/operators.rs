@@ -80,7 +80,8 @@ fn reports_have_the_operators_of_each_device_forward_and_backward() {
         assert_eq!(moved, BTreeSet::from(expected), "{report}");
         let list = |name: &str| report.lists.iter().find(|row| row.operator == name);
         assert_eq!(list("aten::pow").map(|row| row.list), Some(AutocastList::F32), "{report}");
-        let padding: Vec<_> = report.padding.iter().map(|r| (r.path.as_deref(), &r.sizes)).collect();
+        let padding: Vec<_> =
+            report.padding.iter().map(|r| (r.path.as_deref(), &r.sizes)).collect();
         assert_eq!(padding, [(Some("layers.2"), &vec![(10, 16)])], "{report}");
     }
 }

@@ -58,7 +58,8 @@ pub(super) fn add(work: &Work<'_>, parameters: &[(String, Tensor)], rows: &mut C
         let again = from.memory.is_some_and(|memory| {
             !seen.entry(memory).or_default().insert((from.sizes().to_vec(), to.dtype))
         });
-        let cacheable = again && key.reason == CastReason::Autocast && is_cached(from, to, parameters);
+        let cacheable =
+            again && key.reason == CastReason::Autocast && is_cached(from, to, parameters);
         let sums = rows.entry(CastKey { operator: forward, ..key }).or_default();
         sums.calls += 1;
         sums.bytes += from.bytes() + to.bytes();

@@ -57,7 +57,16 @@ impl OperatorReport {
         writeln!(
             f,
             "\n{:<38} {:<5} {:<7} {:<8} {:>6} {:>9} {:>5} {:>9} {:>9} {:>7}",
-            "operator", "dtype", "device", "pass", "calls", "ms", "%", "MB read", "written", "GFLOP/s"
+            "operator",
+            "dtype",
+            "device",
+            "pass",
+            "calls",
+            "ms",
+            "%",
+            "MB read",
+            "written",
+            "GFLOP/s"
         )?;
         for row in self.operators.iter().take(MOST_OPERATORS) {
             self.operator_line(row, f)?;
@@ -66,9 +75,14 @@ impl OperatorReport {
         if !rest.is_empty() {
             let seconds = rest.iter().map(|row| row.seconds).sum();
             let calls = rest.iter().map(|row| row.calls).sum();
-            self.other_line(f, &format!("{} more rows", rest.len()), calls, seconds)?;
+            self.other_line(f, &others(rest.len()), calls, seconds)?;
         }
-        self.other_line(f, "calls of others, views, allocations", self.wrappers.calls, self.wrappers.seconds)
+        self.other_line(
+            f,
+            "calls of others, views, allocations",
+            self.wrappers.calls,
+            self.wrappers.seconds,
+        )
     }
 
     fn operator_line(&self, row: &OperatorRow, f: &mut Formatter<'_>) -> fmt::Result {
@@ -94,7 +108,13 @@ impl OperatorReport {
         )
     }
 
-    fn other_line(&self, f: &mut Formatter<'_>, what: &str, calls: u64, seconds: f64) -> fmt::Result {
+    fn other_line(
+        &self,
+        f: &mut Formatter<'_>,
+        what: &str,
+        calls: u64,
+        seconds: f64,
+    ) -> fmt::Result {
         let share = 100.0 * seconds / self.own_seconds().max(f64::MIN_POSITIVE);
         let (calls, ms) = (self.calls(calls), self.ms(seconds));
         writeln!(f, "{what:<61} {calls:>6} {ms:>9.3} {share:>5.1}")
@@ -115,7 +135,15 @@ impl OperatorReport {
             percent(seconds / self.own_seconds().max(f64::MIN_POSITIVE))
         )?;
         for row in self.casts.iter().take(MOST) {
-            writeln!(f, "  {:>4} {} → {}  {:.3} ms  {}", self.calls(row.calls), row.from, row.to, self.ms(row.seconds), Reason(row))?;
+            writeln!(
+                f,
+                "  {:>4} {} → {}  {:.3} ms  {}",
+                self.calls(row.calls),
+                row.from,
+                row.to,
+                self.ms(row.seconds),
+                Reason(row)
+            )?;
         }
         more(f, self.casts.len())?;
         let cacheable: u64 = self.casts.iter().map(|row| row.cacheable).sum();
@@ -129,7 +157,10 @@ impl OperatorReport {
         }
         if repeats > cacheable {
             let others = self.calls(repeats - cacheable);
-            writeln!(f, "  {others} cast another tensor again: cast it once, before the operators that share it")?;
+            writeln!(
+                f,
+                "  {others} cast another tensor again: cast it once, before the operators that share it"
+            )?;
         }
         Ok(())
     }
@@ -187,7 +218,11 @@ impl OperatorReport {
         }
         for listed in &self.lists {
             for (version, other) in &listed.elsewhere {
-                writeln!(f, "  in libtorch {version}, {} is on another list: {other}", listed.operator)?;
+                writeln!(
+                    f,
+                    "  in libtorch {version}, {} is on another list: {other}",
+                    listed.operator
+                )?;
             }
         }
         Ok(())
@@ -195,15 +230,15 @@ impl OperatorReport {
 
     fn gain_lines(&self, f: &mut Formatter<'_>) -> fmt::Result {
         for gain in &self.gains {
-            write!(f, "\nestimate for {}, from measured matrix products: ", gain.dtype)?;
+            write!(f, "\nestimate for {}, from measured matrix products:", gain.dtype)?;
             if gain.f32_seconds > 0.0 {
-                write!(
-                    f,
-                    "{:.2}x as fast if the products in f32 ran in it (at most {:.2}x, if they took no time); ",
-                    gain.possible, gain.limit
-                )?;
+                let (possible, limit) = (gain.possible, gain.limit);
+                write!(f, "\n  {possible:.2}x as fast if the products in f32 ran in it, ")?;
+                write!(f, "and {limit:.2}x if these took no time")?;
             }
-            write!(f, "{:.2}x is reached by those that do", gain.reached)?;
+            if gain.reached != 1.0 {
+                write!(f, "\n  {:.2}x as fast as in f32 because of those that do", gain.reached)?;
+            }
         }
         if self.gains.is_empty() { Ok(()) } else { writeln!(f) }
     }
@@ -217,7 +252,9 @@ impl Display for Reason<'_> {
         let Self(row) = self;
         let operator = row.operator.as_deref();
         match row.reason {
-            CastReason::Autocast => write!(f, "by autocast, for {}", operator.unwrap_or("an operator"))?,
+            CastReason::Autocast => {
+                write!(f, "by autocast, for {}", operator.unwrap_or("an operator"))?
+            }
             CastReason::Operator => write!(f, "by {}", operator.unwrap_or("an operator"))?,
             CastReason::Derivative => {
                 write!(f, "derivative of a cast for {}", operator.unwrap_or("the program"))?;
@@ -241,7 +278,11 @@ impl Display for In<'_> {
 }
 
 fn more(f: &mut Formatter<'_>, count: usize) -> fmt::Result {
-    if count > MOST { writeln!(f, "       and {} more rows", count - MOST) } else { Ok(()) }
+    if count > MOST { writeln!(f, "       and {}", others(count - MOST)) } else { Ok(()) }
+}
+
+fn others(count: usize) -> String {
+    if count == 1 { "1 more row".to_owned() } else { format!("{count} more rows") }
 }
 
 fn words(pass: Pass) -> &'static str {

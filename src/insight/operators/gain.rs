@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use tch::Kind;
 
-use super::report::OperatorReport;
+use super::report::{OperatorReport, ProductRow};
 use crate::precision::MatmulSpeed;
 
 /// An estimate of what a half-precision dtype gains, from the measured speeds of square matrix products (Amdahl's law).
@@ -41,7 +41,9 @@ fn gain(report: &OperatorReport, speeds: &[MatmulSpeed], kind: Kind) -> Option<G
         .filter(|(_, ratio)| ratio.is_finite() && *ratio > 0.0)
         .collect();
     let now = report.own_seconds();
-    if measured.is_empty() || now <= 0.0 {
+    // Without such a product there is nothing to estimate.
+    let concerns = |row: &ProductRow| row.dtype == "fp32" || row.dtype == dtype;
+    if measured.is_empty() || now <= 0.0 || !report.products.iter().any(concerns) {
         return None;
     }
     let (mut f32_seconds, mut saved, mut slower) = (0.0, 0.0, 0.0);
@@ -76,7 +78,7 @@ fn ratio_at(measured: &[(f64, f64)], size: f64) -> f64 {
 mod tests {
     use super::*;
     use crate::insight::Pass;
-    use crate::insight::operators::report::{ProductKind, ProductRow, Wrappers};
+    use crate::insight::operators::report::{ProductKind, Wrappers};
 
     fn product(dtype: &str, size: u64, seconds: f64) -> ProductRow {
         ProductRow {
@@ -119,5 +121,6 @@ mod tests {
         assert_eq!(small.possible, 10.0 / 14.0);
         let half = &gains(&report(vec![product("bf16", 1024, 2.0)]), &speeds())[0];
         assert_eq!((half.possible, half.reached), (1.0, 1.6));
+        assert!(gains(&report(vec![product("fp64", 1024, 2.0)]), &speeds()).is_empty());
     }
 }

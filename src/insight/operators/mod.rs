@@ -69,11 +69,11 @@ pub struct Profiler {
 
 impl Profiler {
     /// Creates a profiler for the model of `vs`, which names the parts of the model by the variables that `vs` has now.
-    /// It runs once to warm up, and is recorded once.
+    /// It runs twice to warm up, and is recorded once.
     pub fn new(vs: &VarStore) -> Self {
         let mut parameters: Vec<_> = vs.variables().into_iter().collect();
         parameters.sort_by(|a, b| a.0.cmp(&b.0));
-        Self { parameters, device: vs.device(), warm_up: 1, runs: 1, precision: None }
+        Self { parameters, device: vs.device(), warm_up: 2, runs: 1, precision: None }
     }
 
     /// Sets how many runs come before the recorded ones. The first run of a program also allocates memory and chooses

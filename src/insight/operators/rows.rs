@@ -11,9 +11,7 @@ use super::casts::{self, CastRows};
 use super::flops::Product;
 use super::lists::{AutocastList, LINKED, VERSIONS, list_in};
 use super::moved::{self, MovedRows};
-use super::report::{
-    ListedOperator, OperatorReport, OperatorRow, ProductRow, Wrappers,
-};
+use super::report::{ListedOperator, OperatorReport, OperatorRow, ProductRow, Wrappers};
 use super::words;
 use super::work::{Work, is_written};
 

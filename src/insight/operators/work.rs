@@ -100,9 +100,8 @@ fn times(events: &[RecordedEvent]) -> (Vec<i64>, Vec<i64>) {
 /// calls, and a convolution rather than the matrix products by which it is computed.
 fn products(recording: &Recording) -> Vec<Option<Product>> {
     let events = &recording.events;
-    let is_operator = |event: &RecordedEvent| {
-        event.kind == EventKind::Operator && event.ended.is_some()
-    };
+    let is_operator =
+        |event: &RecordedEvent| event.kind == EventKind::Operator && event.ended.is_some();
     let found: Vec<_> = events
         .iter()
         .map(|event| if is_operator(event) { flops::product(event) } else { None })
@@ -122,9 +121,9 @@ fn products(recording: &Recording) -> Vec<Option<Product>> {
         }
         for index in order {
             let Some((at, product)) = found[index] else { continue };
-            let is_its_turn =
-                at == level && (product.kind == ProductKind::Matrix) == is_matrix;
-            let is_part = |index| recording.ancestors(index).any(|(above, _)| counted[above].is_some());
+            let is_its_turn = at == level && (product.kind == ProductKind::Matrix) == is_matrix;
+            let is_part =
+                |index| recording.ancestors(index).any(|(above, _)| counted[above].is_some());
             if !is_its_turn || covered[index] || is_part(index) {
                 continue;
             }
