@@ -12,6 +12,9 @@ use crate::common::python::Oracle;
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
+/// Profiles one program.
+type Program = fn() -> Result<OperatorReport>;
+
 fn linear() -> Result<OperatorReport> {
     let vs = VarStore::new(Device::Cpu);
     let first = nn::linear(vs.root() / "first", 16, 32, Default::default());
@@ -51,7 +54,7 @@ fn attention() -> Result<OperatorReport> {
 fn operators_are_called_as_often_as_in_python() {
     let Some(oracle) = Oracle::find("operator_calls.py") else { return };
     let answers: Value = serde_json::from_str(&oracle.run(&[], "")).unwrap();
-    let programs: [(&str, fn() -> Result<OperatorReport>); 3] =
+    let programs: [(&str, Program); 3] =
         [("linear", linear), ("convolution", convolution), ("attention", attention)];
     for (name, run) in programs {
         let report = run().unwrap();
