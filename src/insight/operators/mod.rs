@@ -95,19 +95,20 @@ impl Profiler {
         Self { precision: Some(precision), ..self }
     }
 
-    /// Runs `f`, such as the forward and backward pass of one batch, and reports its operators. What `f` changes, such as
-    /// gradients, stays changed; a run that fails or panics ends the recording.
+    /// Runs `f`, such as the forward and backward pass of one batch, and reports its operators. What `f` changes, such
+    /// as gradients, stays changed; a run that fails or panics ends the recording.
     ///
     /// Recorded are the operators of the calling thread, and those of the backward passes that it starts, also on the
     /// threads of devices.
     ///
-    /// Synchronizes with the device where each operator begins and ends, because the host cannot time a kernel otherwise.
-    /// So times on a GPU are upper bounds: they include the launch of each kernel, which otherwise overlaps with the
-    /// kernels before it. On the CPU they include the dispatcher, but not the work of recording.
+    /// Synchronizes with the device where each operator begins and ends, because the host cannot time a kernel
+    /// otherwise. So times on a GPU are upper bounds: they include the launch of each kernel, which otherwise overlaps
+    /// with the kernels before it. On the CPU they include the dispatcher, but not the work of recording.
     ///
     /// # Errors
     ///
-    /// The error of `f`, [`Error::InvalidArgument`] for no runs, and [`Error::Torch`] if the operators cannot be recorded.
+    /// The error of `f`, [`Error::InvalidArgument`] for no runs, and [`Error::Torch`] if the operators cannot be
+    /// recorded.
     pub fn run<T>(&self, mut f: impl FnMut() -> Result<T>) -> Result<OperatorReport> {
         if self.runs == 0 {
             let problem = "is 0, but something must be recorded".to_owned();

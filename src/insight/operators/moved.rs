@@ -19,8 +19,8 @@ pub(super) type MovedRows = BTreeMap<MovedKey, (u64, i64)>;
 
 /// Adds the operators of one run.
 ///
-/// Autocast casts the inputs of an operator and calls it again, outside of the region. The dtypes of the second call show
-/// what it did, whatever the list.
+/// Autocast casts the inputs of an operator and calls it again, outside of the region. The dtypes of the second call
+/// show what it did, whatever the list.
 pub(super) fn add(work: &Work<'_>, rows: &mut MovedRows) {
     for (_, inner) in work.operators() {
         let Some(above) = inner.parent else { continue };

@@ -213,7 +213,8 @@ impl OperatorReport {
         self.operators.iter().map(|row| row.flops).sum()
     }
 
-    /// The own times of all operators. At most `seconds`, unless a backward pass runs on the threads of several devices.
+    /// The own times of all operators. At most `seconds`, unless a backward pass runs on the threads of several
+    /// devices.
     pub fn own_seconds(&self) -> f64 {
         self.wrappers.seconds + self.operators.iter().map(|row| row.seconds).sum::<f64>()
     }

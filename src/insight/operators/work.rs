@@ -96,8 +96,8 @@ fn times(events: &[RecordedEvent]) -> (Vec<i64>, Vec<i64>) {
     (own, total)
 }
 
-/// The product of each event. Of operators that are nested, one is counted: a kernel rather than what calls it or what it
-/// calls, and a convolution rather than the matrix products by which it is computed.
+/// The product of each event. Of operators that are nested, one is counted: a kernel rather than what calls it or what
+/// it calls, and a convolution rather than the matrix products by which it is computed.
 fn products(recording: &Recording) -> Vec<Option<Product>> {
     let events = &recording.events;
     let is_operator =
