@@ -20,7 +20,7 @@ use tch_amp::insight::{Explanation, Tracer};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, Result};
 
-/// The random number generator, which tests share.
+/// The random number generator and autocast's cache, which tests share: the end of any thread's region clears the cache.
 static RANDOM: Mutex<()> = Mutex::new(());
 
 /// A linear layer in `layers.0`, what is planted, and a linear layer in `layers.1`.
@@ -47,7 +47,7 @@ impl Model {
     }
 }
 
-/// Keeps other tests from random numbers until it is dropped.
+/// Keeps other tests from random numbers and from opening regions until it is dropped.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     RANDOM.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -5,6 +5,8 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{OperatorReport, Pass, ProductKind, Profiler, named};
 use tch_amp::{Autocast, autocast};
 
+use crate::alone;
+
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
 /// Reports one run without a model.
@@ -38,6 +40,7 @@ fn ones(sizes: &[i64]) -> Tensor {
 
 #[test]
 fn products_of_matrices_have_two_operations_for_each_multiplication() {
+    let _alone = alone();
     let (a, b) = (ones(&[3, 5]), ones(&[5, 7]));
     let (many_a, many_b) = (ones(&[4, 3, 5]), ones(&[4, 5, 7]));
     let (c, many_c) = (ones(&[3, 7]), ones(&[4, 3, 7]));
@@ -241,6 +244,7 @@ fn attention_is_counted_in_every_kernel() {
 
 #[test]
 fn the_share_in_half_precision_is_that_of_the_operations() {
+    let _alone = alone();
     let (a, b) = (ones(&[8, 16]), ones(&[16, 8]).set_requires_grad(true));
     let report = profiled(|| {
         let half = autocast(Device::Cpu, || a.mm(&b)).unwrap();
@@ -258,6 +262,7 @@ fn the_share_in_half_precision_is_that_of_the_operations() {
 /// The last layer has ten outputs, forward and in both gradients; the first has sizes of 8 only, and one of 24.
 #[test]
 fn sizes_are_padded_to_multiples_of_eight() {
+    let _alone = alone();
     let vs = VarStore::new(Device::Cpu);
     let first = nn::linear(vs.root() / "first", 16, 24, Default::default());
     let last = nn::linear(vs.root() / "last", 24, 10, Default::default());

@@ -8,6 +8,7 @@ use tch::{Device, Kind, Reduction, Tensor};
 use tch_amp::insight::{OperatorReport, Profiler};
 use tch_amp::{Result, autocast};
 
+use crate::alone;
 use crate::common::python::Oracle;
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
@@ -54,6 +55,7 @@ fn attention() -> Result<OperatorReport> {
 fn operators_are_called_as_often_as_in_python() {
     let Some(oracle) = Oracle::find("operator_calls.py") else { return };
     let answers: Value = serde_json::from_str(&oracle.run(&[], "")).unwrap();
+    let _alone = alone();
     let programs: [(&str, Program); 3] =
         [("linear", linear), ("convolution", convolution), ("attention", attention)];
     for (name, run) in programs {

@@ -9,6 +9,8 @@ use tch_amp::insight::{OperatorReport, OperatorRow, Pass, Profiler, named};
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Autocast, Error};
 
+use crate::alone;
+
 fn row<'a>(report: &'a OperatorReport, operator: &str, dtype: &str) -> &'a OperatorRow {
     let mut rows = report.operators.iter();
     let row = rows.find(|row| row.operator == operator && row.dtype == dtype);
@@ -48,6 +50,7 @@ fn bytes_are_those_of_the_tensors_that_are_read_and_written() {
 /// Operators that call others have a time of their own, without that of the others.
 #[test]
 fn own_times_add_up_to_no_more_than_the_time_of_the_run() {
+    let _alone = alone();
     let vs = VarStore::new(Device::Cpu);
     let net = nn::seq()
         .add(nn::linear(vs.root() / 0, 64, 64, Default::default()))

@@ -152,7 +152,8 @@ pub struct CastRow {
     /// How many of the calls cast the same unchanged tensor to the same dtype as an earlier one of the same run.
     pub repeats: u64,
     /// How many of the repeats autocast's cache would have saved: it keeps the casts of trainable f32 parameters until
-    /// the outermost region ends. These repeats come from a region without the cache, or from several regions.
+    /// the outermost region ends, on any thread. These repeats come from a region without the cache, from several
+    /// regions, or from the end of another thread's region.
     pub cacheable: u64,
     /// The time of the repeats.
     pub repeat_seconds: f64,
