@@ -7,10 +7,11 @@ use tch::{Kind, Tensor};
 use crate::ffi::insight::{EventKind, RecordedEvent, RecordedTensor};
 use crate::insight::Pass;
 
+use super::computing::written;
 use super::report::{CastReason, CastRow};
 use super::rows::{pass, seconds};
 use super::words;
-use super::work::{Work, written};
+use super::work::Work;
 
 /// Operators of which a cast consists.
 const CASTS: &[&str] = &[

@@ -1,6 +1,7 @@
 //! What a program computes, operator by operator: times, dtypes, casts, and the sizes of matrix products.
 
 mod casts;
+mod computing;
 mod display;
 mod flops;
 mod gain;
@@ -9,6 +10,7 @@ mod moved;
 mod padding;
 mod report;
 mod rows;
+mod sections;
 mod words;
 mod work;
 

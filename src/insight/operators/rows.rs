@@ -8,12 +8,13 @@ use crate::ffi::insight::{RecordedEvent, RecordedTensor, Usage};
 use crate::insight::Pass;
 
 use super::casts::{self, CastRows};
+use super::computing::is_written;
 use super::flops::Product;
 use super::lists::{AutocastList, LINKED, VERSIONS, list_in};
 use super::moved::{self, MovedRows};
 use super::report::{ListedOperator, OperatorReport, OperatorRow, ProductRow, Wrappers};
 use super::words;
-use super::work::{Work, is_written};
+use super::work::Work;
 
 /// An operator, its dtype, its device and its pass.
 type OperatorKey = (String, &'static str, String, bool);
