@@ -42,13 +42,16 @@ const SOURCES: &[&str] = &[
     "optim_muon.cpp",
     "optim_state.cpp",
     "pieces.cpp",
+    "recorder.cpp",
     "recording.cpp",
     "renewal.cpp",
     "rounding.cpp",
     "scale.cpp",
+    "schemas.cpp",
     "spikes.cpp",
     "stand_ins.cpp",
     "testing.cpp",
+    "timing.cpp",
     "unscale.cpp",
     "widened.cpp",
 ];
@@ -122,6 +125,8 @@ impl Libtorch {
             .find_map(|name| fs::read_to_string(self.include.join(name)).ok())
             .with_context(|| format!("no torch version.h in {}", self.include.display()))?;
         let found = (number(&header, "MAJOR")?, number(&header, "MINOR")?);
+        // The lists of autocast differ between versions.
+        println!("cargo:rustc-env=TAMP_LIBTORCH={}.{}", found.0, found.1);
         if variable("LIBTORCH_BYPASS_VERSION_CHECK").is_none()
             && !(OLDEST..=NEWEST).contains(&found)
         {

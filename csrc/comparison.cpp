@@ -16,8 +16,8 @@ namespace {
 // Operators that only convert or copy. A region makes a program call more of them, or fewer.
 bool is_copy(std::string_view name) {
   static const std::unordered_set<std::string_view> copies = {
-      "aten::to",     "aten::_to_copy", "aten::contiguous", "aten::clone", "aten::copy_",
-      "aten::detach", "aten::detach_",  "aten::alias",      "aten::set_",  "aten::resize_"};
+      "aten::to",     "aten::type_as", "aten::_to_copy", "aten::contiguous", "aten::clone",  "aten::copy_",
+      "aten::detach", "aten::detach_", "aten::alias",    "aten::set_",       "aten::resize_"};
   return copies.count(name) != 0;
 }
 
@@ -63,12 +63,20 @@ void round(const at::Tensor &t, at::ScalarType dtype) {
   t.variable_data().copy_(t.detach().to(dtype));
 }
 
+// Gives random numbers the values of the reference, unless autograd needs those that were drawn.
+void take_over(const std::vector<at::Tensor> &results, const std::vector<at::Tensor> &references) {
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (!results[i].requires_grad()) results[i].variable_data().copy_(references[i]);
+  }
+}
+
 }  // namespace
 
-void Comparison::forward(const std::string &name, const std::vector<at::Tensor> &results, tamp_recorded_event &event) {
+void Comparison::forward(const std::string &name, const std::vector<at::Tensor> &results, bool drawn,
+                         tamp_recorded_event &event) {
   const bool counts = !results.empty() && !is_copy(name);
   bool lower = false;
-  if (counts && how == TAMP_COMPARE_KEEP) {
+  if (counts && how == TAMP_RECORD_REFERENCE) {
     Reference::Result kept{name, {}};
     for (const auto &t : results) kept.numbers.push_back(t.detach().clone());
     reference->results.push_back(std::move(kept));
@@ -78,12 +86,14 @@ void Comparison::forward(const std::string &name, const std::vector<at::Tensor> 
     if (other == nullptr || other->name != name || !same_sizes(results, other->numbers)) {
       differs = true;
     } else {
-      if (how == TAMP_COMPARE_WITH) other->lower = is_lower(results);
-      lower = how == TAMP_COMPARE_ROUNDED && other->lower;
+      if (how == TAMP_RECORD_COMPARED) other->lower = is_lower(results);
+      lower = how == TAMP_RECORD_ROUNDED && other->lower;
+      if (drawn) take_over(results, other->numbers);
+      compare(results, other->numbers, event);
+      // Only now: the comparison is about what it was given.
       if (lower) {
         for (const auto &t : results) round(t, dtype);
       }
-      compare(results, other->numbers, event);
     }
   }
   for (const auto &number : pending) rounded[number] = lower;
@@ -92,7 +102,7 @@ void Comparison::forward(const std::string &name, const std::vector<at::Tensor> 
 
 void Comparison::backward(std::pair<uint64_t, int64_t> node, const std::vector<at::Tensor> &results) const {
   const auto found = rounded.find(node);
-  if (how != TAMP_COMPARE_ROUNDED || found == rounded.end() || !found->second) return;
+  if (how != TAMP_RECORD_ROUNDED || found == rounded.end() || !found->second) return;
   for (const auto &t : results) round(t, dtype);
 }
 

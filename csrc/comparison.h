@@ -26,17 +26,18 @@ struct Reference {
 // How a recording compares its results.
 struct Comparison {
   std::shared_ptr<Reference> reference;
-  uint8_t how = TAMP_COMPARE_KEEP;
+  uint8_t how = TAMP_RECORD_REFERENCE;
   at::ScalarType dtype = at::kFloat;
   size_t place = 0;
   bool differs = false;
-  // Sequence numbers of operators that began within the one that the program called, and whether its results are
-  // rounded, by thread and number.
+  // The nodes that were made within the operator that the program called, by thread and sequence number, and whether its
+  // results are rounded.
   std::vector<std::pair<uint64_t, int64_t>> pending;
   std::map<std::pair<uint64_t, int64_t>, bool> rounded;
 
-  // Keeps, compares or rounds what an operator of the forward pass returned.
-  void forward(const std::string &name, const std::vector<at::Tensor> &results, tamp_recorded_event &event);
+  // Keeps, compares or rounds what an operator of the forward pass returned. If it has drawn random numbers, they become
+  // those of the reference, because other dtypes draw others.
+  void forward(const std::string &name, const std::vector<at::Tensor> &results, bool drawn, tamp_recorded_event &event);
   // Rounds what an operator of a backward node returned.
   void backward(std::pair<uint64_t, int64_t> node, const std::vector<at::Tensor> &results) const;
 };

@@ -1,299 +1,16 @@
 // Recordings of operators and backward nodes.
 
-// record_function.h declares fields of its own in a debug build, which libtorch's binaries do not have.
-#ifndef NDEBUG
-#define NDEBUG
-#endif
-
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/record_function.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
 #include <array>
-#include <limits>
-#include <optional>
-#include <string_view>
 
 #include "guarded.h"
-#include "recording.h"
+#include "recorder.h"
 
 namespace {
-
-using at::Tensor;
-using c10::IValue;
-using tamp::Numbers;
-using tamp::RecordedEvent;
-typedef std::vector<std::pair<Tensor, uint8_t>> Uses;
-
-constexpr int64_t kMostRepeats = 32;
-constexpr size_t kMostEvents = 2000000;
 
 // libtorch calls back plain functions, so each running recording has a slot, and a function of its own that knows it.
 constexpr size_t kSlots = 16;
 std::mutex slots_mutex;
 std::array<tamp_recording *, kSlots> slots{};
-
-// What the recording's own work must not do: be recorded, be differentiated, or be cast.
-struct Unnoticed {
-  at::RecordFunctionGuard unrecorded{false};
-  c10::NoGradGuard no_grad;
-  c10::impl::ExcludeDispatchKeyGuard uncast{c10::autocast_dispatch_keyset};
-};
-
-const c10::OperatorHandle *find(const at::RecordFunction &fn, std::optional<c10::OperatorHandle> &held) {
-  const auto name = fn.operator_name();
-  if (name) held = c10::Dispatcher::singleton().findSchema(*name);
-  return held ? &*held : nullptr;
-}
-
-template <typename F>
-void for_each_tensor(const IValue &value, const F &f) {
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) f(value.toTensor());
-  } else if (value.isList()) {
-    for (const IValue &element : value.toListRef()) for_each_tensor(element, f);
-  } else if (value.isTuple()) {
-    for (const IValue &element : value.toTupleRef().elements()) for_each_tensor(element, f);
-  }
-}
-
-// Whether an operator that writes to this argument ignores its former numbers.
-bool overwrites(const c10::FunctionSchema &schema, const c10::Argument &argument) {
-  if (argument.is_out()) return true;
-  static const std::unordered_set<std::string_view> filling = {
-      "aten::copy_",      "aten::fill_",   "aten::zero_",      "aten::normal_",     "aten::uniform_",
-      "aten::bernoulli_", "aten::random_", "aten::geometric_", "aten::log_normal_", "aten::exponential_",
-      "aten::cauchy_",    "aten::eye_",    "aten::set_",       "aten::resize_"};
-  return filling.count(schema.name()) != 0;
-}
-
-uint8_t use_of_input(const c10::FunctionSchema *schema, size_t index) {
-  if (schema == nullptr || index >= schema->arguments().size()) return TAMP_USE_READ;
-  const auto &argument = schema->arguments()[index];
-  if (argument.alias_info() == nullptr || !argument.alias_info()->isWrite()) return TAMP_USE_READ;
-  return overwrites(*schema, argument) ? TAMP_USE_OVERWRITE : TAMP_USE_WRITE;
-}
-
-// Whether the numbers of an output are not there yet.
-bool is_uninitialized(std::string_view name) {
-  return name.substr(0, 11) == "aten::empty" || name.substr(0, 15) == "aten::new_empty" || name == "aten::resize_";
-}
-
-const c10::StorageImpl *storage(const Tensor &t) {
-  return t.unsafeGetTensorImpl()->has_storage() ? t.storage().unsafeGetStorageImpl() : nullptr;
-}
-
-// The number of the memory of `t`, which is new if it did not appear before. Under the lock.
-const tamp_recording::Memory *memory_of(tamp_recording &recording, const Tensor &t, int64_t parameter) {
-  const auto *impl = storage(t);
-  if (impl == nullptr) return nullptr;
-  const auto found = recording.memory.find(impl);
-  if (found != recording.memory.end()) return &found->second;
-  const c10::Storage &held = t.storage();
-  auto strong = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(held.unsafeGetStorageImpl());
-  tamp_recording::Memory entry{c10::weak_intrusive_ptr<c10::StorageImpl>(strong),
-                               static_cast<int64_t>(recording.memory.size()), parameter};
-  return &recording.memory.emplace(impl, std::move(entry)).first->second;
-}
-
-// The numbers of `t`. What an operator only reads is counted again only if its version has changed. What it returns is
-// always counted: an operator that runs others writes to their results without a new version.
-std::optional<Numbers> numbers_of(tamp_recording &recording, const Tensor &t, bool changed) {
-  const auto *impl = t.unsafeGetTensorImpl();
-  const bool versioned = !t.is_inference();
-  const uint32_t version = versioned ? impl->version_counter().current_version() : 0;
-  if (versioned && !changed) {
-    const std::lock_guard<std::mutex> lock(recording.mutex);
-    const auto found = recording.known.find(impl);
-    if (found != recording.known.end() && found->second.version == version) return found->second.numbers;
-  }
-  const auto counted = tamp::count_numbers(t);
-  if (versioned) {
-    const std::lock_guard<std::mutex> lock(recording.mutex);
-    tamp_recording::Known entry{c10::weak_intrusive_ptr<c10::TensorImpl>(t.getIntrusivePtr()), version, counted};
-    recording.known.insert_or_assign(impl, std::move(entry));
-  }
-  return counted;
-}
-
-enum class Count { kNothing, kIfChanged, kAgain };
-
-tamp_recorded_tensor describe(tamp_recording &recording, const Tensor &t, uint8_t use, Count count) {
-  tamp_recorded_tensor out{};
-  const auto counted =
-      count == Count::kNothing ? std::nullopt : numbers_of(recording, t, /*changed=*/count == Count::kAgain);
-  const std::lock_guard<std::mutex> lock(recording.mutex);
-  const auto *memory = memory_of(recording, t, -1);
-  out.memory = memory == nullptr ? -1 : memory->number;
-  out.parameter = memory == nullptr ? -1 : memory->parameter;
-  out.elements = t.unsafeGetTensorImpl()->is_sparse() ? 0 : t.numel();
-  out.dtype = static_cast<int8_t>(t.scalar_type());
-  out.usage = use;
-  out.known = counted.has_value();
-  if (counted) {
-    out.positive_infinite = counted->positive_infinite;
-    out.negative_infinite = counted->negative_infinite;
-    out.nan = counted->nan;
-    out.largest = counted->largest;
-  }
-  return out;
-}
-
-bool is_finite(const tamp_recorded_tensor &t) {
-  return t.known == 0 || t.positive_infinite + t.negative_infinite + t.nan == 0;
-}
-
-// What is kept while an operator runs.
-struct Running : at::ObserverContext {
-  int64_t event = -1;
-  std::optional<c10::OperatorHandle> op;
-  std::vector<IValue> arguments;  // of operators only
-};
-
-std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFunction &fn) {
-  const Unnoticed unnoticed;
-  auto running = std::make_unique<Running>();
-  RecordedEvent event;
-  const bool is_operator = fn.scope() == at::RecordScope::FUNCTION;
-  event.raw.kind = is_operator                                        ? TAMP_EVENT_OPERATOR
-                   : fn.scope() == at::RecordScope::BACKWARD_FUNCTION ? TAMP_EVENT_NODE
-                                                                      : TAMP_EVENT_NAME;
-  if (is_operator) {
-    const auto *op = find(fn, running->op);
-    const auto *schema = op == nullptr || !op->hasSchema() ? nullptr : &op->schema();
-    running->arguments.assign(fn.inputs().begin(), fn.inputs().end());
-    for (size_t i = 0; i < running->arguments.size(); ++i) {
-      const uint8_t use = use_of_input(schema, i);
-      for_each_tensor(running->arguments[i], [&](const Tensor &t) {
-        const auto count = use == TAMP_USE_OVERWRITE ? Count::kNothing : Count::kIfChanged;
-        event.inputs.push_back(describe(recording, t, use, count));
-      });
-    }
-  }
-  event.raw.sequence = fn.seqNr();
-  event.raw.thread = at::RecordFunction::currentThreadId();
-  event.raw.forward_thread = fn.forwardThreadId();
-  event.raw.ended = -1;
-  const std::lock_guard<std::mutex> lock(recording.mutex);
-  TORCH_CHECK(recording.events.size() < kMostEvents, "a recording of more than ", kMostEvents, " operators");
-  event.raw.name = recording.names.insert(fn.name()).first->c_str();
-  auto &open = recording.open[event.raw.thread];
-  event.raw.parent = open.empty() ? -1 : open.back();
-  if (recording.comparison && is_operator && fn.seqNr() >= 0) {
-    recording.comparison->pending.emplace_back(event.raw.thread, fn.seqNr());
-  }
-  running->event = static_cast<int64_t>(recording.events.size());
-  open.push_back(running->event);
-  recording.events.push_back(std::move(event));
-  return running;
-}
-
-// Runs an operator again in f32. Returns the largest absolute value of its results, which may not be finite.
-std::optional<double> repeat(const Running &running) {
-  const auto &schema = running.op->schema();
-  if (schema.is_mutable() || running.op->hasTag(at::Tag::nondeterministic_seeded)) return std::nullopt;
-  std::vector<IValue> stack;
-  for (const IValue &value : running.arguments) {
-    const bool half =
-        value.isTensor() && value.toTensor().defined() && at::isReducedFloatingType(value.toTensor().scalar_type());
-    stack.push_back(half ? IValue(value.toTensor().detach().to(at::kFloat)) : value);
-  }
-  running.op->callBoxed(&stack);
-  std::optional<double> largest;
-  for (const IValue &value : stack) {
-    for_each_tensor(value, [&](const Tensor &t) {
-      const auto counted = t.scalar_type() == at::kFloat ? tamp::count_numbers(t) : std::nullopt;
-      if (!counted) return;
-      const double found = counted->nan != 0   ? std::numeric_limits<double>::quiet_NaN()
-                           : counted->finite() ? counted->largest
-                                               : std::numeric_limits<double>::infinity();
-      if (!largest || !(found <= *largest)) largest = found;
-    });
-  }
-  return largest;
-}
-
-// Whether finite half-precision numbers became non-finite ones.
-bool overflowed(const RecordedEvent &event) {
-  const auto half = [](const tamp_recorded_tensor &t) {
-    return at::isReducedFloatingType(static_cast<at::ScalarType>(t.dtype));
-  };
-  bool any = false;
-  for (const auto &t : event.inputs) {
-    if (!is_finite(t)) return false;
-    any |= half(t);
-  }
-  for (const auto &t : event.outputs) {
-    if (any && half(t) && !is_finite(t)) return true;
-  }
-  return false;
-}
-
-// The operator, node or nothing in which an event ran.
-const RecordedEvent *ran_in(const tamp_recording &recording, int64_t event) {
-  for (int64_t parent = recording.events[event].raw.parent; parent >= 0;) {
-    const auto &outer = recording.events[parent];
-    if (outer.raw.kind != TAMP_EVENT_NAME) return &outer;
-    parent = outer.raw.parent;
-  }
-  return nullptr;
-}
-
-// Keeps or compares what an operator that the program called returned. Under the lock.
-void compare(tamp_recording &recording, int64_t index, const std::string &name, const std::vector<Tensor> &results) {
-  const auto *outer = ran_in(recording, index);
-  if (outer == nullptr) {
-    recording.comparison->forward(name, results, recording.events[index].raw);
-  } else if (outer->raw.kind == TAMP_EVENT_NODE) {
-    recording.comparison->backward({outer->raw.forward_thread, outer->raw.sequence}, results);
-  }
-}
-
-void end(tamp_recording &recording, const at::RecordFunction &fn, const Running &running) {
-  const Unnoticed unnoticed;
-  RecordedEvent event;
-  {
-    const std::lock_guard<std::mutex> lock(recording.mutex);
-    event.inputs = recording.events[running.event].inputs;
-  }
-  if (fn.scope() == at::RecordScope::FUNCTION) {
-    std::unordered_map<int64_t, uint8_t> inputs;
-    for (const auto &t : event.inputs) inputs[t.memory] = std::max(inputs[t.memory], t.usage);
-    const auto count = is_uninitialized(fn.name()) ? Count::kNothing : Count::kAgain;
-    std::vector<Tensor> results;
-    for (const IValue &value : fn.outputs()) {
-      for_each_tensor(value, [&](const Tensor &t) {
-        auto out = describe(recording, t, TAMP_USE_WRITE, count);
-        const auto input = inputs.find(out.memory);
-        if (input != inputs.end() && input->second == TAMP_USE_READ) out.usage = TAMP_USE_VIEW;
-        if (out.known != 0 && out.usage == TAMP_USE_WRITE) results.push_back(t);
-        event.outputs.push_back(out);
-      });
-    }
-    if (recording.comparison) {
-      const std::lock_guard<std::mutex> lock(recording.mutex);
-      compare(recording, running.event, fn.name(), results);
-    }
-  }
-  std::optional<double> repeated;
-  if (running.op && recording.repeats < kMostRepeats && overflowed(event)) {
-    try {
-      repeated = repeat(running);
-    } catch (const std::exception &) {
-      // Not every operator has f32 kernels.
-    }
-  }
-  const std::lock_guard<std::mutex> lock(recording.mutex);
-  auto &stored = recording.events[running.event];
-  recording.repeats += repeated.has_value();
-  stored.raw.repeated = repeated.has_value();
-  stored.raw.repeated_largest = repeated.value_or(0);
-  stored.outputs = std::move(event.outputs);
-  stored.raw.ended = recording.ended++;
-  auto &open = recording.open[stored.raw.thread];
-  if (!open.empty() && open.back() == running.event) open.pop_back();
-}
 
 // libtorch only warns of exceptions of callbacks.
 template <typename F>
@@ -305,6 +22,8 @@ void noting_failure(tamp_recording &recording, F &&f) noexcept {
     failure = e.what_without_backtrace();
   } catch (const std::exception &e) {
     failure = e.what();
+  } catch (...) {
+    failure = "unknown C++ exception";
   }
   const std::lock_guard<std::mutex> lock(recording.mutex);
   if (recording.failure.empty()) recording.failure = failure;
@@ -313,14 +32,14 @@ void noting_failure(tamp_recording &recording, F &&f) noexcept {
 template <size_t Slot>
 std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction &fn) {
   std::unique_ptr<at::ObserverContext> running;
-  noting_failure(*slots[Slot], [&] { running = begin(*slots[Slot], fn); });
+  noting_failure(*slots[Slot], [&] { running = tamp::begin(*slots[Slot], fn); });
   return running;
 }
 
 template <size_t Slot>
 void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
   if (context == nullptr) return;
-  noting_failure(*slots[Slot], [&] { end(*slots[Slot], fn, static_cast<Running &>(*context)); });
+  noting_failure(*slots[Slot], [&] { tamp::end(*slots[Slot], fn, static_cast<tamp::Running &>(*context)); });
 }
 
 template <size_t... Slot>
@@ -331,21 +50,6 @@ at::RecordFunctionCallback callback(size_t slot, std::index_sequence<Slot...>) {
       .needsInputs(true)
       .needsOutputs(true)
       .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION, at::RecordScope::USER_SCOPE});
-}
-
-tamp_recording *start(tamp_tensor *const *parameters, size_t count, std::optional<tamp::Comparison> comparison) {
-  auto recording = std::make_unique<tamp_recording>();
-  recording->comparison = std::move(comparison);
-  for (size_t i = 0; i < count; ++i) memory_of(*recording, tamp::tensor(parameters[i]), static_cast<int64_t>(i));
-  {
-    const std::lock_guard<std::mutex> lock(slots_mutex);
-    while (recording->slot < kSlots && slots[recording->slot] != nullptr) ++recording->slot;
-    TORCH_CHECK(recording->slot < kSlots, kSlots, " recordings are running in this process already");
-    slots[recording->slot] = recording.get();
-  }
-  recording->handle = at::addThreadLocalCallback(callback(recording->slot, std::make_index_sequence<kSlots>()));
-  recording->running = true;
-  return recording.release();
 }
 
 void stop(tamp_recording &recording) {
@@ -360,25 +64,33 @@ void stop(tamp_recording &recording) {
 
 extern "C" {
 
-tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
-  return tamp::guarded(err, [&] { return start(parameters, count, std::nullopt); });
-}
-
-tamp_recording *tamp_recording_start_beside(tamp_tensor *const *parameters, size_t count,
-                                            const tamp_reference *reference, uint8_t how, int8_t dtype,
-                                            char **err) noexcept {
-  return tamp::guarded(err, [&] {
-    tamp::Comparison comparison;
-    comparison.reference = reference->reference;
-    comparison.how = how;
-    comparison.dtype = static_cast<at::ScalarType>(dtype);
-    return start(parameters, count, std::move(comparison));
+tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t count, uint8_t how,
+                                     const tamp_reference *reference, int8_t dtype, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> tamp_recording * {
+    auto recording = std::make_unique<tamp_recording>();
+    recording->timed = how == TAMP_RECORD_TIMES;
+    if (reference != nullptr) {
+      recording->comparison.emplace();
+      recording->comparison->reference = reference->reference;
+      recording->comparison->how = how;
+      recording->comparison->dtype = static_cast<at::ScalarType>(dtype);
+    }
+    for (size_t i = 0; i < count; ++i) tamp::add_parameter(*recording, tamp::tensor(parameters[i]), i);
+    {
+      const std::lock_guard<std::mutex> lock(slots_mutex);
+      while (recording->slot < kSlots && slots[recording->slot] != nullptr) ++recording->slot;
+      TORCH_CHECK(recording->slot < kSlots, kSlots, " recordings are running in this process already");
+      slots[recording->slot] = recording.get();
+    }
+    recording->handle = at::addThreadLocalCallback(callback(recording->slot, std::make_index_sequence<kSlots>()));
+    recording->running = true;
+    return recording.release();
   });
 }
 
 uint8_t tamp_recording_differs(const tamp_recording *recording) noexcept {
   const auto &comparison = recording->comparison;
-  if (!comparison || comparison->how == TAMP_COMPARE_KEEP) return 0;
+  if (!comparison || comparison->how == TAMP_RECORD_REFERENCE) return 0;
   return comparison->differs || comparison->place != comparison->reference->results.size();
 }
 
@@ -405,7 +117,7 @@ void tamp_recording_event(const tamp_recording *recording, size_t index, tamp_re
 
 int64_t tamp_recording_memory(const tamp_recording *recording, const tamp_tensor *t, char **err) noexcept {
   return tamp::guarded(err, [&]() -> int64_t {
-    const auto found = recording->memory.find(storage(tamp::tensor(t)));
+    const auto found = recording->memory.find(tamp::storage(tamp::dense_part(tamp::tensor(t))));
     return found == recording->memory.end() ? -1 : found->second.number;
   });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
 
@@ -31,8 +32,41 @@ struct Numbers {
   bool finite() const { return positive_infinite + negative_infinite + nan == 0; }
 };
 
-// Counts the numbers of a real, dense tensor. Nothing if it has none or is of another kind. Synchronizes.
+// The tensor itself, or the values of a sparse one.
+at::Tensor dense_part(const at::Tensor &t);
+
+// Counts the numbers of a real tensor, or of the values of a sparse one. Nothing if it has none or is of another kind.
+// Synchronizes.
 std::optional<Numbers> count_numbers(const at::Tensor &t);
+
+// Calls `f` with each defined tensor of an argument or result.
+template <typename F>
+void for_each_tensor(const c10::IValue &value, const F &f) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) f(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue &element : value.toListRef()) for_each_tensor(element, f);
+  } else if (value.isTuple()) {
+    for (const c10::IValue &element : value.toTupleRef().elements()) for_each_tensor(element, f);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------- timing.cpp
+// The nanoseconds of a clock that only advances.
+int64_t now();
+
+// The devices of the tensors among arguments or results that compute asynchronously, added to `devices`.
+void add_devices(std::vector<c10::Device> &devices, c10::ArrayRef<const c10::IValue> values);
+void synchronize(const std::vector<c10::Device> &devices);
+
+// The booleans among arguments, in their order.
+uint32_t flags_of(c10::ArrayRef<const c10::IValue> arguments);
+
+// The dtype of the region in which an operator with these arguments is called, or -1.
+int8_t autocast_of(c10::ArrayRef<const c10::IValue> arguments);
+
+// The shape, dtype and device of a tensor.
+void describe_layout(tamp_recorded_tensor &out, const at::Tensor &t);
 
 }  // namespace tamp
 
@@ -43,11 +77,17 @@ struct tamp_recording {
   struct Memory {
     c10::weak_intrusive_ptr<c10::StorageImpl> held;
     int64_t number;
-    int64_t parameter;
+    // The parameters in it, several of which can share a storage, with their first byte and that behind the last.
+    struct Parameter {
+      int64_t begin, end, index;
+    };
+    std::vector<Parameter> parameters;
+
+    // The parameter of which a tensor is a part, or -1.
+    int64_t parameter_at(const at::Tensor &t) const;
   };
   struct Known {
     c10::weak_intrusive_ptr<c10::TensorImpl> held;
-    uint32_t version;
     std::optional<tamp::Numbers> numbers;
   };
 
@@ -55,6 +95,7 @@ struct tamp_recording {
   size_t slot = 0;
   uint64_t handle = 0;
   bool running = false;
+  bool timed = false;
   std::string failure;
   std::deque<tamp::RecordedEvent> events;
   int64_t ended = 0;
@@ -65,3 +106,13 @@ struct tamp_recording {
   std::unordered_map<const c10::StorageImpl *, Memory> memory;
   std::unordered_map<const c10::TensorImpl *, Known> known;
 };
+
+namespace tamp {
+
+// The storage of a dense tensor, or null.
+const c10::StorageImpl *storage(const at::Tensor &t);
+// The memory of a dense tensor, which is new if it did not appear before; null if it has none. Under the lock.
+tamp_recording::Memory *memory_of(tamp_recording &recording, const at::Tensor &t);
+void add_parameter(tamp_recording &recording, const at::Tensor &t, size_t index);
+
+}  // namespace tamp

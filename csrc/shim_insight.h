@@ -22,8 +22,11 @@ enum { TAMP_EVENT_OPERATOR = 0, TAMP_EVENT_NODE = 1, TAMP_EVENT_NAME = 2 };
 // inputs, too, as it was before; TAMP_USE_OVERWRITE is an input whose former numbers do not matter.
 enum { TAMP_USE_READ = 0, TAMP_USE_WRITE = 1, TAMP_USE_VIEW = 2, TAMP_USE_OVERWRITE = 3 };
 
+// How many of a tensor's sizes are recorded.
+enum { TAMP_MOST_SIZES = 8 };
+
 // A tensor of an event. `memory` numbers the memory that tensors share, in the order of their appearance. The counts
-// and the largest finite absolute value are there if `known` is not zero.
+// and the largest finite absolute value are there if `known` is not zero. `sizes` has the first of its `dims` sizes.
 typedef struct tamp_recorded_tensor {
   int64_t memory;
   int64_t parameter;  // its place among the parameters, or -1
@@ -32,17 +35,29 @@ typedef struct tamp_recorded_tensor {
   int64_t negative_infinite;
   int64_t nan;
   double largest;
+  int64_t sizes[TAMP_MOST_SIZES];
   int8_t dtype;
   uint8_t known;
   uint8_t usage;
+  uint8_t dims;
+  uint8_t element_bytes;
+  int8_t device_type;
+  int8_t device_index;
 } tamp_recorded_tensor;
 
 // An operator, a backward node, or a name that the program gave to a stretch. `parent` is the event in which it ran, or
 // -1, and `ended` its place in the order in which events ended, or -1. `sequence` ties a node to the operators that
 // ran, on the thread `forward_thread`, when autograd made it. `repeated` is 1 if the operator's numbers overflowed and
-// it was run again in f32; then `repeated_largest` is the largest absolute value, which may be infinite or NaN. If
-// `compared` is 1, the results were compared with those of a reference: `difference` is the norm of the difference,
+// it was run again in f32; then `repeated_largest` is the largest absolute value, which may be infinite or NaN.
+//
+// If `compared` is 1, the results were compared with those of a reference: `difference` is the norm of the difference,
 // `norm` that of the reference, and `cosine` the cosine of the angle between the two.
+//
+// `autocast` is the dtype of the autocast region in which an operator was called, or -1 outside of one and in the call
+// that autocast makes itself. `composite` is 1 for an operator without a kernel of its own, which calls others. Bit i of
+// `flags` is the i-th boolean among an operator's arguments. In a timed recording, an operator ran from `started` to
+// `ended_at`, in nanoseconds of a clock of the process, and occupied its thread from `entered` to `left`, which include
+// the recording's own work.
 typedef struct tamp_recorded_event {
   const char *name;
   const tamp_recorded_tensor *inputs;
@@ -58,15 +73,17 @@ typedef struct tamp_recorded_event {
   double difference;
   double norm;
   double cosine;
+  int64_t entered;
+  int64_t started;
+  int64_t ended_at;
+  int64_t left;
+  uint32_t flags;
   uint8_t kind;
   uint8_t repeated;
   uint8_t compared;
+  int8_t autocast;
+  uint8_t composite;
 } tamp_recorded_event;
-
-// Begins a recording on the calling thread, which knows `count` parameters by their memory. It ends when it is stopped
-// on the same thread or freed. Fails if 16 recordings are running in this process. Every operator's numbers are
-// counted, which synchronizes.
-tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
 
 // The results of a run, with which later runs are compared: those of the operators that the program calls in the forward
 // pass, but for views and copies.
@@ -74,15 +91,23 @@ typedef struct tamp_reference tamp_reference;
 tamp_reference *tamp_reference_new(char **err) TAMP_NOEXCEPT;
 void tamp_reference_free(tamp_reference *reference) TAMP_NOEXCEPT;
 
-// What is done with results: keep them as the reference, compare them with it, or first round to a dtype what the last
-// compared run returned in half precision, and the gradients that belong to it.
-enum { TAMP_COMPARE_KEEP = 0, TAMP_COMPARE_WITH = 1, TAMP_COMPARE_ROUNDED = 2 };
+// What a recording notes of operators: the numbers of their results; times, which synchronizes with the devices of an
+// operator's tensors where it begins and ends, because the host cannot time a kernel otherwise; or numbers and one of
+// these: it becomes the reference, is compared with it, or is compared and then rounds to a dtype what the last compared
+// run returned in half precision, and the gradients that belong to it.
+enum {
+  TAMP_RECORD_NUMBERS = 0,
+  TAMP_RECORD_TIMES = 1,
+  TAMP_RECORD_REFERENCE = 2,
+  TAMP_RECORD_COMPARED = 3,
+  TAMP_RECORD_ROUNDED = 4
+};
 
-// As tamp_recording_start, and keeps or compares results. The recording keeps the reference alive. `dtype` is that of
-// TAMP_COMPARE_ROUNDED.
-tamp_recording *tamp_recording_start_beside(tamp_tensor *const *parameters, size_t count,
-                                            const tamp_reference *reference, uint8_t how, int8_t dtype,
-                                            char **err) TAMP_NOEXCEPT;
+// Begins a recording on the calling thread, which knows `count` parameters by their memory. It ends when it is stopped
+// on the same thread or freed, and keeps the reference alive, which the last three kinds need. `dtype` is that of
+// TAMP_RECORD_ROUNDED. Fails if 16 recordings are running in this process. Counting numbers synchronizes.
+tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t count, uint8_t how,
+                                     const tamp_reference *reference, int8_t dtype, char **err) TAMP_NOEXCEPT;
 
 // Whether a compared run called other operators than the reference.
 uint8_t tamp_recording_differs(const tamp_recording *recording) TAMP_NOEXCEPT;

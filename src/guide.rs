@@ -68,7 +68,8 @@ pub mod distributed {}
 pub mod many_ranks {}
 
 #[doc = include_str!("guide/links.md")]
-/// Why a step was skipped, and what half precision does to the numbers of a model, part by part.
+/// Why a step was skipped, what half precision does to the numbers of a model, why it is not faster, and whether the loss
+/// scale is healthy.
 #[doc = ""]
 #[doc = include_str!("../docs/insight.md")]
 pub mod insight {}

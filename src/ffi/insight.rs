@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, CString};
 use std::marker::PhantomData;
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull};
 
 use tch::{Kind, Tensor};
 
@@ -14,6 +14,8 @@ use crate::sys::insight as sys;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EventKind {
     Operator,
+    /// What the autograd engine does for a backward node: it runs it, and adds up or casts its results.
+    Engine,
     /// A backward node.
     Node,
     /// A stretch that the program named.
@@ -52,6 +54,25 @@ pub(crate) struct RecordedTensor {
     pub(crate) kind: Option<Kind>,
     pub(crate) numbers: Option<Numbers>,
     pub(crate) usage: Usage,
+    /// The first sizes.
+    pub(crate) sizes: [i64; sys::MOST_SIZES],
+    pub(crate) dims: usize,
+    /// The number of its dtype in libtorch.
+    pub(crate) dtype: i8,
+    pub(crate) element_bytes: i64,
+    /// The number of its device's type in libtorch, and the index.
+    pub(crate) device: (i8, i8),
+}
+
+impl RecordedTensor {
+    /// The sizes, of which there are at most eight.
+    pub(crate) fn sizes(&self) -> &[i64] {
+        &self.sizes[..self.dims.min(sys::MOST_SIZES)]
+    }
+
+    pub(crate) fn bytes(&self) -> i64 {
+        self.elements.saturating_mul(self.element_bytes)
+    }
 }
 
 /// An operator, a backward node, or a named stretch.
@@ -66,12 +87,18 @@ pub(crate) struct RecordedEvent {
     /// Its place in the order in which events ended.
     pub(crate) ended: Option<u64>,
     pub(crate) sequence: i64,
-    pub(crate) thread: u64,
     pub(crate) forward_thread: u64,
     /// The largest absolute value of the same operator in f32, if its results overflowed and it could be repeated.
     pub(crate) repeated: Option<f64>,
     /// Its results beside those of the reference.
     pub(crate) compared: Option<Compared>,
+    /// The dtype of the region in which it was called; `None` in the call that autocast itself makes.
+    pub(crate) autocast: Option<Kind>,
+    /// Whether it has no kernel of its own and calls other operators.
+    pub(crate) composite: bool,
+    /// The booleans among the arguments.
+    pub(crate) flags: u32,
+    pub(crate) times: Times,
 }
 
 /// The results of an operator beside those of the reference.
@@ -84,14 +111,29 @@ pub(crate) struct Compared {
     pub(crate) cosine: f64,
 }
 
-/// What a recording does with the results of the operators that the program calls in the forward pass.
+/// When an event ran, in nanoseconds, in a timed recording.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Times {
+    /// From here on, its own work and that of the recording occupied the thread.
+    pub(crate) entered: i64,
+    pub(crate) started: i64,
+    pub(crate) ended: i64,
+    pub(crate) left: i64,
+}
+
+/// What a recording notes of operators.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Beside<'a> {
-    /// It becomes the reference.
-    Keep(&'a Reference),
-    With(&'a Reference),
-    /// Results that the last compared run had in half precision are rounded to this dtype first, as are the gradients
-    /// that belong to them.
+pub(crate) enum Record<'a> {
+    /// The numbers of every result.
+    Numbers,
+    /// When they ran.
+    Times,
+    /// The numbers, and the results of the operators that the program calls in the forward pass become the reference.
+    Reference(&'a Reference),
+    /// The numbers, and those results beside the reference.
+    Compared(&'a Reference),
+    /// The same, and then what the last compared run had in half precision is rounded to this dtype, as are the
+    /// gradients that belong to it.
     Rounded(&'a Reference, Kind),
 }
 
@@ -123,33 +165,24 @@ pub(crate) struct Recording {
 }
 
 impl Recording {
-    pub(crate) fn start(parameters: &[&Tensor]) -> Result<Self> {
+    pub(crate) fn start(parameters: &[&Tensor], record: Record<'_>) -> Result<Self> {
         let tensors = pointers(parameters.iter().copied());
         let (array, count) = (tensors.as_ptr(), tensors.len());
-        // SAFETY: the array has `count` live tensors, and `err` is valid for a write.
-        let raw = call(|err| unsafe { sys::tamp_recording_start(array, count, err) })?;
-        Self::of(raw)
-    }
-
-    /// Starts a recording that keeps or compares results.
-    pub(crate) fn start_beside(parameters: &[&Tensor], beside: Beside<'_>) -> Result<Self> {
-        let tensors = pointers(parameters.iter().copied());
-        let (array, count) = (tensors.as_ptr(), tensors.len());
-        let (reference, how, dtype) = match beside {
-            Beside::Keep(reference) => (reference, sys::COMPARE_KEEP, Kind::Float),
-            Beside::With(reference) => (reference, sys::COMPARE_WITH, Kind::Float),
-            Beside::Rounded(reference, dtype) => (reference, sys::COMPARE_ROUNDED, dtype),
+        let (how, reference, dtype) = match record {
+            Record::Numbers => (sys::RECORD_NUMBERS, None, Kind::Float),
+            Record::Times => (sys::RECORD_TIMES, None, Kind::Float),
+            Record::Reference(reference) => (sys::RECORD_REFERENCE, Some(reference), Kind::Float),
+            Record::Compared(reference) => (sys::RECORD_COMPARED, Some(reference), Kind::Float),
+            Record::Rounded(reference, dtype) => (sys::RECORD_ROUNDED, Some(reference), dtype),
         };
-        let reference = reference.0.as_ptr();
+        let reference =
+            reference.map_or(ptr::null(), |reference| reference.0.as_ptr().cast_const());
         let dtype = codes::dtype_code(dtype).unwrap_or_default();
-        // SAFETY: the array has `count` live tensors, the reference is alive, and `err` is valid for a write.
+        // SAFETY: the array has `count` live tensors, the reference is alive where one is needed, and `err` is valid for
+        // a write.
         let raw = call(|err| unsafe {
-            sys::tamp_recording_start_beside(array, count, reference, how, dtype, err)
+            sys::tamp_recording_start(array, count, how, reference, dtype, err)
         })?;
-        Self::of(raw)
-    }
-
-    fn of(raw: *mut sys::Recording) -> Result<Self> {
         let raw = NonNull::new(raw).ok_or_else(|| Error::Torch("no recording".to_owned()))?;
         Ok(Self { raw, thread: PhantomData })
     }
@@ -189,6 +222,10 @@ impl Recording {
         };
         Ok(RecordedEvent {
             kind: match raw.kind {
+                // libtorch records it like an operator.
+                sys::EVENT_OPERATOR if name.to_bytes().starts_with(b"autograd::engine::") => {
+                    EventKind::Engine
+                }
                 sys::EVENT_OPERATOR => EventKind::Operator,
                 sys::EVENT_NODE => EventKind::Node,
                 _ => EventKind::Name,
@@ -199,7 +236,6 @@ impl Recording {
             parent: usize::try_from(raw.parent).ok(),
             ended: u64::try_from(raw.ended).ok(),
             sequence: raw.sequence,
-            thread: raw.thread,
             forward_thread: raw.forward_thread,
             repeated: (raw.repeated != 0).then_some(raw.repeated_largest),
             compared: (raw.compared != 0).then_some(Compared {
@@ -207,6 +243,15 @@ impl Recording {
                 norm: raw.norm,
                 cosine: raw.cosine,
             }),
+            autocast: codes::kind_of(raw.autocast),
+            composite: raw.composite != 0,
+            flags: raw.flags,
+            times: Times {
+                entered: raw.entered,
+                started: raw.started,
+                ended: raw.ended_at,
+                left: raw.left,
+            },
         })
     }
 
@@ -259,6 +304,11 @@ fn tensor(raw: &sys::RecordedTensor) -> RecordedTensor {
             sys::USE_OVERWRITE => Usage::Overwrite,
             _ => Usage::Read,
         },
+        sizes: raw.sizes,
+        dims: usize::from(raw.dims),
+        dtype: raw.dtype,
+        element_bytes: i64::from(raw.element_bytes),
+        device: (raw.device_type, raw.device_index),
     }
 }
 

@@ -12,6 +12,8 @@
 //! A [`ScaleHealth`] says whether the loss scale is healthy: it counts the exponents of the gradients, where these are, and
 //! reports how many underflow and how far the largest is from an overflow. A [`ScaleHistory`] remembers the scale, the
 //! skips and the gradient norms of the last steps.
+//! A [`Profiler`] reports why half precision is not faster: what the operators of an iteration cost, in which dtypes they
+//! ran, and which casts were made for whom.
 
 mod advice;
 mod audit;
@@ -19,6 +21,7 @@ mod culprit;
 mod explanation;
 mod health;
 mod names;
+mod operators;
 mod passes;
 mod recording;
 mod replay;
@@ -32,4 +35,8 @@ pub use health::{
     SkipCause, StepRecord, Verdict,
 };
 pub use names::named;
+pub use operators::{
+    AutocastList, CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport,
+    OperatorRow, Padding, ProductKind, ProductRow, Profiler, Wrappers, autocast_list,
+};
 pub use tracer::Tracer;

@@ -7,15 +7,17 @@ use tch::Tensor;
 use super::explanation::Pass;
 use super::names::Counted;
 use crate::error::Result;
-use crate::ffi::insight::{self as ffi, EventKind, RecordedEvent, RecordedTensor, Usage};
+use crate::ffi::insight::{self as ffi, EventKind, Record, RecordedEvent, RecordedTensor, Usage};
 
 /// The events of an iteration.
 #[derive(Debug)]
 pub(super) struct Recording {
     raw: ffi::Recording,
     pub(super) events: Vec<RecordedEvent>,
-    /// The last operator of each thread and sequence number: the one that made the node of that number.
+    /// The innermost operator that made the backward node of each thread and sequence number.
     forward: HashMap<(u64, i64), usize>,
+    /// The backward node that each event of the engine ran.
+    nodes: HashMap<usize, usize>,
     /// The parameters whose numbers are in a memory of their own, after a cast or a copy.
     copies: HashMap<u64, usize>,
 }
@@ -28,32 +30,29 @@ impl Recording {
     /// Records what `f` runs on this thread. It ends if `f` panics, too.
     pub(super) fn of<T>(
         parameters: &[&Tensor],
+        record: Record<'_>,
         f: impl FnOnce() -> Result<T>,
     ) -> Result<(Self, T)> {
-        Self::during(ffi::Recording::start(parameters)?, f)
-    }
-
-    /// Records what `f` runs, and keeps or compares results.
-    pub(super) fn beside<T>(
-        parameters: &[&Tensor],
-        beside: ffi::Beside<'_>,
-        f: impl FnOnce() -> Result<T>,
-    ) -> Result<(Self, T)> {
-        Self::during(ffi::Recording::start_beside(parameters, beside)?, f)
-    }
-
-    fn during<T>(mut raw: ffi::Recording, f: impl FnOnce() -> Result<T>) -> Result<(Self, T)> {
+        let mut raw = ffi::Recording::start(parameters, record)?;
         let counted = Counted::new();
         let result = f();
         drop(counted);
-        raw.stop()?;
+        let stopped = raw.stop();
         let result = result?;
+        stopped?;
         let events = raw.events()?;
-        let mut recording = Self { raw, events, forward: HashMap::new(), copies: HashMap::new() };
+        let (forward, nodes, copies) = (HashMap::new(), HashMap::new(), HashMap::new());
+        let mut recording = Self { raw, events, forward, nodes, copies };
         for (index, event) in recording.events.iter().enumerate() {
-            // Without grad mode, as in most of a backward pass, there is no number.
+            if let (EventKind::Node, Some(engine)) = (event.kind, event.parent) {
+                recording.nodes.insert(engine, index);
+            }
+        }
+        for index in recording.ended() {
+            let event = &recording.events[index];
             if event.kind == EventKind::Operator && event.sequence >= 0 {
-                recording.forward.insert((event.thread, event.sequence), index);
+                let node = (event.forward_thread, event.sequence);
+                recording.forward.entry(node).or_insert(index);
             }
         }
         recording.find_copies();
@@ -104,7 +103,7 @@ impl Recording {
     }
 
     /// The event and those that it ran in, from the inside out.
-    fn ancestors(&self, index: usize) -> impl Iterator<Item = (usize, &RecordedEvent)> {
+    pub(super) fn ancestors(&self, index: usize) -> impl Iterator<Item = (usize, &RecordedEvent)> {
         let parent = |&index: &usize| self.events[index].parent;
         std::iter::successors(Some(index), parent).map(|index| (index, &self.events[index]))
     }
@@ -116,10 +115,13 @@ impl Recording {
         operators.last().map(|(index, _)| index)
     }
 
-    /// The backward node that ran this event.
+    /// The backward node that ran this event, or for which the engine ran it.
     pub(super) fn node(&self, index: usize) -> Option<usize> {
-        let is_node = |(_, event): &(usize, &RecordedEvent)| event.kind == EventKind::Node;
-        self.ancestors(index).find(is_node).map(|(index, _)| index)
+        self.ancestors(index).find_map(|(index, event)| match event.kind {
+            EventKind::Node => Some(index),
+            EventKind::Engine => self.nodes.get(&index).copied(),
+            EventKind::Operator | EventKind::Name => None,
+        })
     }
 
     /// Whether the event belongs to the forward or the backward pass, and for the latter, the forward operator.

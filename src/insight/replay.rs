@@ -8,6 +8,7 @@ use super::passes::{self, Passes, SCALED_LOSS};
 use super::recording::Recording;
 use super::search::{Origin, Search};
 use crate::error::Result;
+use crate::ffi::insight::Record;
 use crate::recompute::random::RandomStates;
 
 /// How often a largest scale is tried, and halved if it is not finite.
@@ -79,7 +80,7 @@ impl<'a> Replay<'a> {
         let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
         let (recording, Passes { scaled, gradients }) =
             passes::run(self.parameters, self.random, scale, loss, |passes| {
-                Recording::of(&tensors, passes)
+                Recording::of(&tensors, Record::Numbers, passes)
             })?;
         let (mut targets, mut names) = (Vec::new(), Vec::new());
         for ((name, _), gradient) in self.parameters.iter().zip(&gradients) {

@@ -19,6 +19,8 @@ pub(crate) const USE_WRITE: u8 = 1;
 pub(crate) const USE_VIEW: u8 = 2;
 pub(crate) const USE_OVERWRITE: u8 = 3;
 
+pub(crate) const MOST_SIZES: usize = 8;
+
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RecordedTensor {
@@ -29,9 +31,14 @@ pub(crate) struct RecordedTensor {
     pub(crate) negative_infinite: i64,
     pub(crate) nan: i64,
     pub(crate) largest: f64,
+    pub(crate) sizes: [i64; MOST_SIZES],
     pub(crate) dtype: i8,
     pub(crate) known: u8,
     pub(crate) usage: u8,
+    pub(crate) dims: u8,
+    pub(crate) element_bytes: u8,
+    pub(crate) device_type: i8,
+    pub(crate) device_index: i8,
 }
 
 #[repr(C)]
@@ -51,9 +58,16 @@ pub(crate) struct RecordedEvent {
     pub(crate) difference: f64,
     pub(crate) norm: f64,
     pub(crate) cosine: f64,
+    pub(crate) entered: i64,
+    pub(crate) started: i64,
+    pub(crate) ended_at: i64,
+    pub(crate) left: i64,
+    pub(crate) flags: u32,
     pub(crate) kind: u8,
     pub(crate) repeated: u8,
     pub(crate) compared: u8,
+    pub(crate) autocast: i8,
+    pub(crate) composite: u8,
 }
 
 #[repr(C)]
@@ -61,9 +75,11 @@ pub(crate) struct Reference {
     _opaque: [u8; 0],
 }
 
-pub(crate) const COMPARE_KEEP: u8 = 0;
-pub(crate) const COMPARE_WITH: u8 = 1;
-pub(crate) const COMPARE_ROUNDED: u8 = 2;
+pub(crate) const RECORD_NUMBERS: u8 = 0;
+pub(crate) const RECORD_TIMES: u8 = 1;
+pub(crate) const RECORD_REFERENCE: u8 = 2;
+pub(crate) const RECORD_COMPARED: u8 = 3;
+pub(crate) const RECORD_ROUNDED: u8 = 4;
 
 #[repr(C)]
 pub(crate) struct Name {
@@ -95,18 +111,13 @@ pub(crate) const STEP_LOSS: usize = 3;
 pub(crate) const STEP_NUMBERS: usize = 4;
 
 unsafe extern "C" {
+    pub(crate) fn tamp_reference_new(err: *mut *mut c_char) -> *mut Reference;
+    pub(crate) fn tamp_reference_free(reference: *mut Reference);
     pub(crate) fn tamp_recording_start(
         parameters: *const *mut Tensor,
         count: usize,
-        err: *mut *mut c_char,
-    ) -> *mut Recording;
-    pub(crate) fn tamp_reference_new(err: *mut *mut c_char) -> *mut Reference;
-    pub(crate) fn tamp_reference_free(reference: *mut Reference);
-    pub(crate) fn tamp_recording_start_beside(
-        parameters: *const *mut Tensor,
-        count: usize,
-        reference: *const Reference,
         how: u8,
+        reference: *const Reference,
         dtype: i8,
         err: *mut *mut c_char,
     ) -> *mut Recording;

@@ -10,6 +10,10 @@ mod contexts;
 mod health;
 mod history;
 mod operators;
+mod report_casts;
+mod report_flops;
+mod report_oracle;
+mod report_times;
 mod restored;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -20,7 +24,7 @@ use tch_amp::insight::{Explanation, Tracer};
 use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, Result};
 
-/// The random number generator, which tests share.
+/// The random number generator and autocast's cache, which tests share: the end of any thread's region clears the cache.
 static RANDOM: Mutex<()> = Mutex::new(());
 
 /// A linear layer in `layers.0`, what is planted, and a linear layer in `layers.1`.
@@ -47,7 +51,7 @@ impl Model {
     }
 }
 
-/// Keeps other tests from random numbers until it is dropped.
+/// Keeps other tests from random numbers and from opening regions until it is dropped.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     RANDOM.lock().unwrap_or_else(PoisonError::into_inner)
 }

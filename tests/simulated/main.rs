@@ -23,6 +23,7 @@ mod launches;
 mod looks;
 mod memory;
 mod muon;
+mod operators;
 mod planted;
 #[path = "../../examples/recipe/mod.rs"]
 mod recipe;

@@ -8,7 +8,7 @@ use super::{Audit, parts};
 use crate::Autocast;
 use crate::buffers::BufferSnapshot;
 use crate::error::{Error, Result};
-use crate::ffi::insight::{Beside, Reference};
+use crate::ffi::insight::{Record, Reference};
 use crate::insight::passes::{self, Passes, RestoredBuffers};
 use crate::insight::recording::Recording;
 use crate::recompute::random::RandomStates;
@@ -37,13 +37,13 @@ pub(super) fn audit(
     let mut runs = Runs::new(vs)?;
     let off = region.enabled(false);
     let reference = Reference::new()?;
-    let f32 = runs.record(scale, Beside::Keep(&reference), &mut || loss(off))?;
-    let lower = runs.record(scale, Beside::With(&reference), &mut || loss(region))?;
+    let f32 = runs.record(scale, Record::Reference(&reference), &mut || loss(off))?;
+    let lower = runs.record(scale, Record::Compared(&reference), &mut || loss(region))?;
     let dtype = parts::lower_dtype(&lower.recording);
     let rounded = match dtype {
         None => None,
         Some(dtype) => {
-            Some(runs.record(scale, Beside::Rounded(&reference, dtype), &mut || loss(off))?)
+            Some(runs.record(scale, Record::Rounded(&reference, dtype), &mut || loss(off))?)
         }
     };
     let unscaled = match scale == 1.0 {
@@ -87,14 +87,14 @@ impl Runs {
     fn record(
         &mut self,
         scale: f64,
-        beside: Beside<'_>,
+        record: Record<'_>,
         loss: &mut impl FnMut() -> Result<Tensor>,
     ) -> Result<Run> {
         let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
         let restored = RestoredBuffers(&mut self.buffers);
         let (recording, Passes { scaled, gradients }) =
             passes::run(&self.parameters, &self.random, scale, loss, |passes| {
-                Recording::beside(&tensors, beside, passes)
+                Recording::of(&tensors, record, passes)
             })?;
         drop(restored);
         if recording.differs() {

@@ -1,0 +1,347 @@
+// What a recording notes when an operator, a backward node or a name begins and ends.
+
+#include "recorder.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <limits>
+
+namespace tamp {
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+
+constexpr int64_t kMostRepeats = 32;
+constexpr size_t kMostEvents = 2000000;
+
+// What the recording's own work must not do: be recorded, be differentiated, or be cast.
+struct Unnoticed {
+  at::RecordFunctionGuard unrecorded{false};
+  c10::NoGradGuard no_grad;
+  c10::impl::ExcludeDispatchKeyGuard uncast{c10::autocast_dispatch_keyset};
+};
+
+const c10::OperatorHandle *find(const at::RecordFunction &fn, std::optional<c10::OperatorHandle> &held) {
+  const auto name = fn.operator_name();
+  if (name) held = c10::Dispatcher::singleton().findSchema(*name);
+  return held ? &*held : nullptr;
+}
+
+bool is_finite(const tamp_recorded_tensor &t) {
+  return t.known == 0 || t.positive_infinite + t.negative_infinite + t.nan == 0;
+}
+
+void set_numbers(tamp_recorded_tensor &out, const std::optional<Numbers> &counted) {
+  out.known = counted.has_value();
+  if (!counted) return;
+  out.positive_infinite = counted->positive_infinite;
+  out.negative_infinite = counted->negative_infinite;
+  out.nan = counted->nan;
+  out.largest = counted->largest;
+}
+
+// A tensor without its numbers.
+tamp_recorded_tensor describe(tamp_recording &recording, const Tensor &t, uint8_t use) {
+  tamp_recorded_tensor out{};
+  describe_layout(out, t);
+  const Tensor part = dense_part(t);
+  const std::lock_guard<std::mutex> lock(recording.mutex);
+  const auto *memory = memory_of(recording, part);
+  out.memory = memory == nullptr ? -1 : memory->number;
+  out.parameter = memory == nullptr ? -1 : memory->parameter_at(part);
+  out.elements = part.numel();
+  out.usage = use;
+  return out;
+}
+
+// The numbers of what an operator returned.
+//
+// They are counted each time, because kernels write to results without a new version, between the operators that they
+// run and afterwards. Only an operator that does nothing but run others returns what the last of these has returned:
+// one without a kernel of its own, or the call by which autocast repeats an operator on converted tensors.
+std::optional<Numbers> numbers_of_result(tamp_recording &recording, const Tensor &t, bool passed_on) {
+  const auto *impl = t.unsafeGetTensorImpl();
+  if (passed_on) {
+    const std::lock_guard<std::mutex> lock(recording.mutex);
+    const auto found = recording.known.find(impl);
+    if (found != recording.known.end()) return found->second.numbers;
+  }
+  const auto counted = count_numbers(t);
+  const std::lock_guard<std::mutex> lock(recording.mutex);
+  tamp_recording::Known entry{c10::weak_intrusive_ptr<c10::TensorImpl>(t.getIntrusivePtr()), counted};
+  recording.known.insert_or_assign(impl, std::move(entry));
+  return counted;
+}
+
+bool only_runs_others(const tamp_recording &recording, const Running &running) {
+  if (running.op && running.op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return true;
+  const auto &event = recording.events[running.event];
+  if (event.raw.autocast < 0) return false;
+  // The last event that began within this one.
+  for (size_t i = recording.events.size(); i-- > static_cast<size_t>(running.event) + 1;) {
+    const auto &inner = recording.events[i];
+    if (inner.raw.thread == event.raw.thread && inner.raw.parent == running.event) {
+      return inner.raw.name == event.raw.name;  // names are kept once
+    }
+  }
+  return false;
+}
+
+void describe_inputs(tamp_recording &recording, RecordedEvent &event, const Running &running,
+                     const at::RecordFunction &fn) {
+  const auto *schema = running.op && running.op->hasSchema() ? &running.op->schema() : nullptr;
+  const auto arguments = fn.inputs();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const uint8_t use = use_of_input(schema, i);
+    for_each_tensor(arguments[i], [&](const Tensor &t) {
+      auto input = describe(recording, t, use);
+      // What the operator overwrites can only be counted now, and the rest is, if its results are not finite.
+      if (use == TAMP_USE_WRITE && !recording.timed) set_numbers(input, count_numbers(t));
+      event.inputs.push_back(input);
+    });
+  }
+}
+
+void keep_arguments(Running &running, const at::RecordFunction &fn) {
+  running.arguments.assign(fn.inputs().begin(), fn.inputs().end());
+  for (const IValue &argument : running.arguments) {
+    for_each_tensor(argument, [&](const Tensor &t) {
+      if (t.requires_grad() && t.grad_fn() != nullptr) running.nodes.push_back(t.grad_fn());
+    });
+  }
+}
+
+void count_inputs(std::vector<tamp_recorded_tensor> &inputs, const Running &running) {
+  size_t place = 0;
+  for (const IValue &argument : running.arguments) {
+    for_each_tensor(argument, [&](const Tensor &t) {
+      auto &input = inputs[place++];
+      if (input.usage == TAMP_USE_READ) set_numbers(input, count_numbers(t));
+    });
+  }
+}
+
+// The node of a result that no argument had, which is what the operator has made.
+const torch::autograd::Node *node_made(const Tensor &t, const Running &running) {
+  if (!t.requires_grad() || t.grad_fn() == nullptr) return nullptr;
+  const auto &node = t.grad_fn();
+  const bool given = std::find(running.nodes.begin(), running.nodes.end(), node) != running.nodes.end();
+  return given ? nullptr : node.get();
+}
+
+// The results that the operator computed, as opposed to views of what it was given.
+struct Results {
+  std::vector<tamp_recorded_tensor> described;
+  std::vector<Tensor> computed;
+  const torch::autograd::Node *node = nullptr;
+};
+
+Results describe_results(tamp_recording &recording, const at::RecordFunction &fn, const Running &running,
+                         const std::vector<tamp_recorded_tensor> &inputs) {
+  Results results;
+  std::unordered_map<int64_t, uint8_t> uses;
+  for (const auto &t : inputs) uses[t.memory] = std::max(uses[t.memory], t.usage);
+  const bool counts = !recording.timed && !is_uninitialized(fn.name());
+  bool passed_on = false;
+  if (counts) {
+    const std::lock_guard<std::mutex> lock(recording.mutex);
+    passed_on = only_runs_others(recording, running);
+  }
+  const auto add = [&](const Tensor &t) {
+    auto out = describe(recording, t, TAMP_USE_WRITE);
+    const auto use = uses.find(out.memory);
+    if (use != uses.end() && use->second == TAMP_USE_READ) out.usage = TAMP_USE_VIEW;
+    if (counts && out.usage == TAMP_USE_WRITE) set_numbers(out, numbers_of_result(recording, t, passed_on));
+    if (out.known != 0 && t.layout() == at::kStrided) results.computed.push_back(t);
+    results.described.push_back(out);
+  };
+  for (const IValue &value : fn.outputs()) {
+    for_each_tensor(value, [&](const Tensor &t) {
+      if (results.node == nullptr) results.node = node_made(t, running);
+      add(t);
+    });
+  }
+  // What an operator writes to without returning it.
+  size_t place = 0;
+  for (const IValue &argument : running.arguments) {
+    for_each_tensor(argument, [&](const Tensor &t) {
+      const auto &input = inputs[place++];
+      const bool writes = input.usage == TAMP_USE_WRITE || input.usage == TAMP_USE_OVERWRITE;
+      const auto same = [&](const tamp_recorded_tensor &out) { return out.memory == input.memory; };
+      if (writes && std::none_of(results.described.begin(), results.described.end(), same)) add(t);
+    });
+  }
+  return results;
+}
+
+// Runs an operator again in f32. Returns the largest absolute value of its results, which may not be finite.
+std::optional<double> repeat(const Running &running) {
+  const auto &schema = running.op->schema();
+  if (schema.is_mutable() || running.op->hasTag(at::Tag::nondeterministic_seeded)) return std::nullopt;
+  std::vector<IValue> stack;
+  for (const IValue &value : running.arguments) {
+    const bool half =
+        value.isTensor() && value.toTensor().defined() && at::isReducedFloatingType(value.toTensor().scalar_type());
+    stack.push_back(half ? IValue(value.toTensor().detach().to(at::kFloat)) : value);
+  }
+  running.op->callBoxed(&stack);
+  std::optional<double> largest;
+  for (const IValue &value : stack) {
+    for_each_tensor(value, [&](const Tensor &t) {
+      const auto counted = t.scalar_type() == at::kFloat ? tamp::count_numbers(t) : std::nullopt;
+      if (!counted) return;
+      const double found = counted->nan != 0   ? std::numeric_limits<double>::quiet_NaN()
+                           : counted->finite() ? counted->largest
+                                               : std::numeric_limits<double>::infinity();
+      if (!largest || !(found <= *largest)) largest = found;
+    });
+  }
+  return largest;
+}
+
+// Whether finite half-precision numbers became non-finite ones.
+bool overflowed(const RecordedEvent &event) {
+  if (is_filling(event.raw.name)) return false;
+  const auto half = [](const tamp_recorded_tensor &t) {
+    return at::isReducedFloatingType(static_cast<at::ScalarType>(t.dtype));
+  };
+  bool any = false;
+  for (const auto &t : event.inputs) {
+    if (!is_finite(t)) return false;
+    any |= half(t);
+  }
+  for (const auto &t : event.outputs) {
+    if (any && half(t) && !is_finite(t)) return true;
+  }
+  return false;
+}
+
+// The operator, node or nothing in which an event ran.
+const RecordedEvent *ran_in(const tamp_recording &recording, int64_t event) {
+  for (int64_t parent = recording.events[event].raw.parent; parent >= 0;) {
+    const auto &outer = recording.events[parent];
+    if (outer.raw.kind != TAMP_EVENT_NAME) return &outer;
+    parent = outer.raw.parent;
+  }
+  return nullptr;
+}
+
+// Keeps or compares what an operator that the program called returned. Under the lock.
+void compare(tamp_recording &recording, const Running &running, const char *name, const Results &results) {
+  auto &comparison = *recording.comparison;
+  if (results.node != nullptr) {
+    comparison.pending.emplace_back(results.node->thread_id(), static_cast<int64_t>(results.node->sequence_nr()));
+  }
+  const auto *outer = ran_in(recording, running.event);
+  if (outer == nullptr) {
+    const bool drawn = running.op && running.op->hasTag(at::Tag::nondeterministic_seeded);
+    comparison.forward(name, results.computed, drawn, recording.events[running.event].raw);
+  } else if (outer->raw.kind == TAMP_EVENT_NODE) {
+    comparison.backward({outer->raw.forward_thread, outer->raw.sequence}, results.computed);
+  }
+}
+
+// Runs an operator whose results overflowed again, unless that was done too often.
+std::optional<double> repeat_if_overflowed(tamp_recording &recording, const RecordedEvent &event,
+                                           const Running &running) {
+  if (!running.op || recording.timed || !overflowed(event)) return std::nullopt;
+  {
+    const std::lock_guard<std::mutex> lock(recording.mutex);
+    if (recording.repeats >= kMostRepeats) return std::nullopt;
+    ++recording.repeats;
+  }
+  try {
+    return repeat(running);
+  } catch (const std::exception &) {
+    // Not every operator has f32 kernels.
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFunction &fn) {
+  const bool is_operator = fn.scope() == at::RecordScope::FUNCTION;
+  RecordedEvent event;
+  event.raw.autocast = is_operator ? autocast_of(fn.inputs()) : -1;
+  const Unnoticed unnoticed;
+  auto running = std::make_unique<Running>();
+  if (recording.timed) {
+    if (is_operator) add_devices(running->devices, fn.inputs());
+    synchronize(running->devices);
+    event.raw.entered = now();
+  }
+  event.raw.kind = is_operator                                        ? TAMP_EVENT_OPERATOR
+                   : fn.scope() == at::RecordScope::BACKWARD_FUNCTION ? TAMP_EVENT_NODE
+                                                                      : TAMP_EVENT_NAME;
+  event.raw.sequence = -1;
+  if (is_operator) {
+    const auto *op = find(fn, running->op);
+    event.raw.flags = flags_of(fn.inputs());
+    event.raw.composite = op != nullptr && is_composite(*op);
+    keep_arguments(*running, fn);
+    describe_inputs(recording, event, *running, fn);
+  } else {
+    event.raw.sequence = fn.seqNr();
+    event.raw.forward_thread = fn.forwardThreadId();
+  }
+  event.raw.thread = at::RecordFunction::currentThreadId();
+  event.raw.ended = -1;
+  const std::lock_guard<std::mutex> lock(recording.mutex);
+  TORCH_CHECK(recording.events.size() < kMostEvents, "a recording of more than ", kMostEvents, " operators");
+  event.raw.name = recording.names.insert(fn.name()).first->c_str();
+  auto &open = recording.open[event.raw.thread];
+  event.raw.parent = open.empty() ? -1 : open.back();
+  running->event = static_cast<int64_t>(recording.events.size());
+  open.push_back(running->event);
+  auto &stored = recording.events.emplace_back(std::move(event));
+  if (recording.timed) stored.raw.started = now();
+  return running;
+}
+
+void end(tamp_recording &recording, const at::RecordFunction &fn, Running &running) {
+  const Unnoticed unnoticed;
+  RecordedEvent event;
+  if (recording.timed) {
+    const auto &outputs = fn.outputs();
+    add_devices(running.devices, c10::ArrayRef<const IValue>(outputs.data(), outputs.size()));
+    synchronize(running.devices);
+    event.raw.ended_at = now();
+  }
+  {
+    const std::lock_guard<std::mutex> lock(recording.mutex);
+    event.inputs = recording.events[running.event].inputs;
+    event.raw.name = recording.events[running.event].raw.name;
+  }
+  Results results;
+  if (fn.scope() == at::RecordScope::FUNCTION) {
+    results = describe_results(recording, fn, running, event.inputs);
+    event.outputs = results.described;
+    const bool finite = std::all_of(event.outputs.begin(), event.outputs.end(), is_finite);
+    if (!finite) count_inputs(event.inputs, running);
+  }
+  const auto repeated = repeat_if_overflowed(recording, event, running);
+  const std::lock_guard<std::mutex> lock(recording.mutex);
+  if (recording.comparison && fn.scope() == at::RecordScope::FUNCTION) {
+    compare(recording, running, event.raw.name, results);
+  }
+  auto &stored = recording.events[running.event];
+  stored.raw.repeated = repeated.has_value();
+  stored.raw.repeated_largest = repeated.value_or(0);
+  stored.inputs = std::move(event.inputs);
+  stored.outputs = std::move(event.outputs);
+  if (results.node != nullptr) {
+    stored.raw.sequence = static_cast<int64_t>(results.node->sequence_nr());
+    stored.raw.forward_thread = results.node->thread_id();
+  }
+  stored.raw.ended = recording.ended++;
+  auto &open = recording.open[stored.raw.thread];
+  if (!open.empty() && open.back() == running.event) open.pop_back();
+  stored.raw.ended_at = event.raw.ended_at;
+  if (recording.timed) stored.raw.left = now();
+}
+
+}  // namespace tamp

@@ -1,0 +1,235 @@
+//! What a profiler found out.
+
+use serde::{Deserialize, Serialize};
+
+use super::gain::Gain;
+use super::lists::AutocastList;
+use crate::insight::Pass;
+
+/// What a stretch of a program computed, operator by operator: made by a [`Profiler`](super::Profiler). Its text, by
+/// `Display`, is meant for a terminal; its fields for programs. All numbers are sums over the recorded runs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct OperatorReport {
+    /// How many runs were recorded.
+    pub runs: u64,
+    /// The time of the recorded runs, which includes the work of recording.
+    pub seconds: f64,
+    /// The time of one run that was not recorded, the last of the warm-up; `None` without a warm-up.
+    pub unrecorded_seconds: Option<f64>,
+    /// The operators that compute, by own time.
+    pub operators: Vec<OperatorRow>,
+    /// The operators that only call others, allocate memory or make views.
+    pub wrappers: Wrappers,
+    /// The matrix products, convolutions and attentions, by FLOPs. These are among `operators`, too.
+    pub products: Vec<ProductRow>,
+    /// The casts between floating dtypes, by time. These are among `operators`, too.
+    pub casts: Vec<CastRow>,
+    /// The operators with half-precision inputs that autocast ran in f32, by time.
+    pub moved_to_f32: Vec<MovedOperator>,
+    /// The sizes of matrix products in half precision that tensor cores cannot use well, by FLOPs.
+    pub padding: Vec<Padding>,
+    /// The operators that were called inside of a region, and their lists.
+    pub lists: Vec<ListedOperator>,
+    /// What half precision would gain, if the [`Profiler`](super::Profiler) was given measured speeds. Estimates.
+    pub gains: Vec<Gain>,
+}
+
+/// Calls of one operator in one dtype on one device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct OperatorRow {
+    /// libtorch's name of the operator, such as `aten::addmm`.
+    pub operator: String,
+    /// The dtype of its first result, such as `bf16`, or of its first input if it has none.
+    pub dtype: String,
+    /// The device of that tensor, such as `cpu` or `cuda:0`.
+    pub device: String,
+    /// The pass.
+    pub pass: Pass,
+    /// How often it was called.
+    pub calls: u64,
+    /// Its own time: without that of operators that it called.
+    pub seconds: f64,
+    /// The size of the tensors that it read.
+    pub bytes_read: u64,
+    /// The size of the tensors that it wrote.
+    pub bytes_written: u64,
+    /// The floating-point operations of matrix products: two for each multiplication and addition.
+    pub flops: u64,
+}
+
+/// Operators that do not compute.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Wrappers {
+    /// How often such operators were called.
+    pub calls: u64,
+    /// Their own time.
+    pub seconds: f64,
+}
+
+/// What a product is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ProductKind {
+    /// A product of matrices, or of a matrix and a vector.
+    Matrix,
+    /// A convolution, or the backward of one.
+    Convolution,
+    /// A fused scaled-dot-product attention, or the backward of one.
+    Attention,
+}
+
+/// Products of the same sizes in the same part of the model: `batch` times `m`×`k` by `k`×`n`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct ProductRow {
+    /// libtorch's name of the operator.
+    pub operator: String,
+    /// What it is.
+    pub kind: ProductKind,
+    /// The part of the model: the module of a parameter, or a name given by [`named`](crate::insight::named).
+    pub path: Option<String>,
+    /// The pass.
+    pub pass: Pass,
+    /// The dtype in which it was computed.
+    pub dtype: String,
+    /// The number of products in one call: the batch, the groups of a convolution, or the batch times the heads.
+    pub batch: u64,
+    /// Rows: those of the first matrix, the pixels of a convolution, or the length of the queries.
+    pub m: u64,
+    /// Columns: those of the second matrix, the output channels of a group, or the length of the keys.
+    pub n: u64,
+    /// What is summed over: columns of the first matrix, input channels times kernel, or the size of a head.
+    pub k: u64,
+    /// How often it was called.
+    pub calls: u64,
+    /// The own time.
+    pub seconds: f64,
+    /// The floating-point operations.
+    pub flops: u64,
+}
+
+/// Why numbers were cast.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum CastReason {
+    /// Autocast cast an input of the operator.
+    Autocast,
+    /// The operator itself copied one of its inputs into another dtype.
+    Operator,
+    /// The derivative of a cast in the forward pass.
+    Derivative,
+    /// The program asked for it, for example by `to_kind`.
+    Program,
+}
+
+/// Casts of the same kind for the same reason.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct CastRow {
+    /// The dtype before.
+    pub from: String,
+    /// The dtype after.
+    pub to: String,
+    /// Why.
+    pub reason: CastReason,
+    /// The operator that needed it, or the operator of the forward pass of whose input it is the derivative.
+    pub operator: Option<String>,
+    /// The part of the model.
+    pub path: Option<String>,
+    /// The parameter that was cast, if it was one.
+    pub parameter: Option<String>,
+    /// The pass.
+    pub pass: Pass,
+    /// How often.
+    pub calls: u64,
+    /// The bytes that were read and written.
+    pub bytes: u64,
+    /// The time.
+    pub seconds: f64,
+    /// How many of the calls cast the same unchanged tensor to the same dtype as an earlier one of the same run.
+    pub repeats: u64,
+    /// How many of the repeats autocast's cache would have saved: it keeps the casts of trainable f32 parameters until
+    /// the outermost region ends, on any thread. These repeats come from a region without the cache, from several
+    /// regions, or from the end of another thread's region.
+    pub cacheable: u64,
+    /// The time of the repeats.
+    pub repeat_seconds: f64,
+}
+
+/// An operator that autocast ran in f32 although it had inputs in half precision.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct MovedOperator {
+    /// libtorch's name of the operator.
+    pub operator: String,
+    /// The part of the model.
+    pub path: Option<String>,
+    /// The last module before, in the order of execution, if `path` is unknown.
+    pub after: Option<String>,
+    /// The list because of which it ran in f32; [`AutocastList::Widest`] if another input was f32.
+    pub list: AutocastList,
+    /// How often.
+    pub calls: u64,
+    /// The time with all operators that it called, including casts.
+    pub seconds: f64,
+}
+
+/// A size that is not a multiple of 8, in matrix products in half precision.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Padding {
+    /// The part of the model.
+    pub path: Option<String>,
+    /// The operators.
+    pub operators: Vec<String>,
+    /// Each such size, and the next multiple of 8.
+    pub sizes: Vec<(u64, u64)>,
+    /// The floating-point operations of these products.
+    pub flops: u64,
+    /// Their share of those of all products.
+    pub share: f64,
+}
+
+/// An operator that was called inside of a region.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct ListedOperator {
+    /// libtorch's name of the operator.
+    pub operator: String,
+    /// The list that it is on, for this device and the libtorch that is linked.
+    pub list: AutocastList,
+    /// How often it was called.
+    pub calls: u64,
+    /// The other versions of libtorch in which it is on another list. Known are those of the guide's page
+    /// [operations](crate::guide::operations).
+    pub elsewhere: Vec<(String, AutocastList)>,
+}
+
+impl OperatorReport {
+    /// The floating-point operations of all matrix products.
+    pub fn flops(&self) -> u64 {
+        self.operators.iter().map(|row| row.flops).sum()
+    }
+
+    /// The own times of all operators. At most `seconds`, unless a backward pass runs on the threads of several
+    /// devices.
+    pub fn own_seconds(&self) -> f64 {
+        self.wrappers.seconds + self.operators.iter().map(|row| row.seconds).sum::<f64>()
+    }
+
+    /// The share of the floating-point operations of a pass, or of both, that are computed in half precision. `None`
+    /// without any.
+    pub fn half_share(&self, pass: Option<Pass>) -> Option<f64> {
+        let rows = || self.operators.iter().filter(|row| pass.is_none_or(|pass| row.pass == pass));
+        let all: u64 = rows().map(|row| row.flops).sum();
+        let half: u64 = rows().filter(|row| is_half(&row.dtype)).map(|row| row.flops).sum();
+        (all > 0).then(|| half as f64 / all as f64)
+    }
+}
+
+pub(super) fn is_half(dtype: &str) -> bool {
+    dtype == "bf16" || dtype == "fp16"
+}

@@ -1,0 +1,175 @@
+//! The casts of a report, what autocast moved to f32, and the lists.
+
+use std::sync::MutexGuard;
+
+use tch::nn::{self, Module, VarStore};
+use tch::{Device, Kind, Reduction, Tensor};
+use tch_amp::Autocast;
+use tch_amp::insight::{AutocastList, CastReason, CastRow, OperatorReport, Pass, Profiler, named};
+
+use crate::alone;
+
+struct Model {
+    vs: VarStore,
+    layer: nn::Linear,
+    x: Tensor,
+    // The cache is that of all threads, and empty as soon as a region of any thread ends.
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl Model {
+    fn new() -> Self {
+        let alone = alone();
+        let vs = VarStore::new(Device::Cpu);
+        let layer = nn::linear(vs.root() / "layer", 8, 16, Default::default());
+        Self { vs, layer, x: Tensor::ones([4, 8], (Kind::Float, Device::Cpu)), _alone: alone }
+    }
+
+    fn profiled(&self, f: impl Fn() -> tch_amp::Result<()>) -> OperatorReport {
+        Profiler::new(&self.vs).run(f).unwrap()
+    }
+}
+
+fn sum(report: &OperatorReport, of: impl Fn(&CastRow) -> u64) -> u64 {
+    report.casts.iter().map(of).sum()
+}
+
+fn calls(report: &OperatorReport, reason: CastReason) -> u64 {
+    sum(report, |row| if row.reason == reason { row.calls } else { 0 })
+}
+
+/// The weight and the bias are cast once with the cache and three times without; the input each time.
+#[test]
+fn casts_are_counted_with_and_without_the_cache() {
+    let model = Model::new();
+    let run = |cache: bool| {
+        let region = Autocast::new(Device::Cpu).cache(cache);
+        let forward = || (0..3).map(|_| model.layer.forward(&model.x)).collect::<Vec<_>>();
+        model.profiled(|| region.run(forward).map(drop))
+    };
+    let with = run(true);
+    assert_eq!((calls(&with, CastReason::Autocast), with.casts.len()), (2 + 3, 3), "{with}");
+    assert_eq!(sum(&with, |row| row.cacheable), 0, "{with}");
+    assert_eq!(sum(&with, |row| row.repeats), 2, "the input is cast three times: {with}");
+    let without = run(false);
+    assert_eq!(calls(&without, CastReason::Autocast), 9, "{without}");
+    assert_eq!(sum(&without, |row| row.cacheable), 4, "{without}");
+    assert_eq!(sum(&without, |row| row.repeats), 6, "{without}");
+    for row in &without.casts {
+        assert_eq!((row.from.as_str(), row.to.as_str()), ("fp32", "bf16"), "{without}");
+        assert_eq!(row.operator.as_deref(), Some("aten::linear"), "{without}");
+        assert_eq!(row.path.as_deref(), Some("layer"), "{without}");
+        assert_eq!((row.pass, row.calls), (Pass::Forward, 3), "{without}");
+        let elements = match row.parameter.as_deref() {
+            Some("layer.weight") => 8 * 16,
+            Some("layer.bias") => 16,
+            _ => 4 * 8,
+        };
+        assert_eq!(row.bytes, 3 * elements * (4 + 2), "{without}");
+    }
+}
+
+/// Each outermost region begins with an empty cache.
+#[test]
+fn a_region_for_each_layer_casts_a_shared_weight_again() {
+    let model = Model::new();
+    let region = Autocast::new(Device::Cpu);
+    let report = model.profiled(|| {
+        for _ in 0..2 {
+            let _y = region.run(|| model.layer.forward(&model.x))?;
+        }
+        Ok(())
+    });
+    assert_eq!(calls(&report, CastReason::Autocast), 6, "{report}");
+    assert_eq!(sum(&report, |row| row.cacheable), 2, "{report}");
+}
+
+#[test]
+fn a_tensor_that_was_written_is_not_cast_again() {
+    let model = Model::new();
+    let mut x = Tensor::ones([4], (Kind::Float, Device::Cpu));
+    let report = Profiler::new(&model.vs).run(|| {
+        let _first = x.to_kind(Kind::BFloat16);
+        let _second = x.to_kind(Kind::BFloat16);
+        drop(x.fill_(2));
+        let _third = x.to_kind(Kind::BFloat16);
+        let _other = x.to_kind(Kind::Half);
+        Ok(())
+    });
+    let report = report.unwrap();
+    assert_eq!((calls(&report, CastReason::Program), report.casts.len()), (4, 2), "{report}");
+    assert_eq!((sum(&report, |row| row.repeats), sum(&report, |row| row.cacheable)), (1, 0));
+}
+
+#[test]
+fn the_derivative_of_a_cast_names_the_forward_operator() {
+    let model = Model::new();
+    let region = Autocast::new(Device::Cpu);
+    let report = model.profiled(|| {
+        let loss = region.run(|| model.layer.forward(&model.x).sum(Kind::Float))?;
+        Ok(loss.f_backward()?)
+    });
+    let derivatives = report.casts.iter().filter(|row| row.reason == CastReason::Derivative);
+    let mut found: Vec<_> = derivatives
+        .map(|row| {
+            assert_eq!(row.pass, Pass::Backward, "{report}");
+            let (operator, path) = (row.operator.as_deref(), row.path.as_deref());
+            (operator, path, row.from.as_str(), row.to.as_str(), row.calls)
+        })
+        .collect();
+    found.sort_unstable();
+    // Those of the weight and the bias, and that of the sum's argument.
+    let expected = [
+        (Some("aten::linear"), Some("layer"), "bf16", "fp32", 2),
+        (Some("aten::sum"), None, "fp32", "bf16", 1),
+    ];
+    assert_eq!(found, expected, "{report}");
+}
+
+#[test]
+fn operators_that_autocast_moves_to_f32_are_named_with_their_part() {
+    let model = Model::new();
+    let region = Autocast::new(Device::Cpu);
+    let target = Tensor::zeros([4, 16], (Kind::Float, Device::Cpu));
+    let report = model.profiled(|| {
+        let loss = region.run(|| {
+            let y = model.layer.forward(&model.x);
+            let same = Tensor::cat(&[&y, &y], 0).sum(Kind::Float);
+            let wide = named("joined", || Tensor::cat(&[&y, &target], 0));
+            let f32_only = target.mse_loss(&target, Reduction::Mean);
+            let loss = named("loss", || y.mse_loss(&target, Reduction::Mean));
+            loss + same + wide.sum(Kind::Float) + f32_only
+        })?;
+        Ok(loss.f_backward()?)
+    });
+    let mut found: Vec<_> = report
+        .moved_to_f32
+        .iter()
+        .map(|row| (row.operator.as_str(), row.path.as_deref(), row.list, row.calls))
+        .collect();
+    found.sort_unstable();
+    let expected = [
+        ("aten::cat", Some("joined"), AutocastList::Widest, 1),
+        ("aten::mse_loss", Some("loss"), AutocastList::F32, 1),
+    ];
+    assert_eq!(found, expected, "{report}");
+    let list = |name: &str| {
+        let listed = report.lists.iter().find(|listed| listed.operator == name);
+        listed.map(|listed| (listed.list, listed.calls))
+    };
+    assert_eq!(list("aten::linear"), Some((AutocastList::LowerPrecision, 1)), "{report}");
+    assert_eq!(list("aten::mse_loss"), Some((AutocastList::F32, 2)), "{report}");
+    assert_eq!(list("aten::cat"), Some((AutocastList::Widest, 2)), "{report}");
+    assert_eq!(list("aten::add"), Some((AutocastList::Untouched, 3)), "{report}");
+    // Autocast's own calls, and backward, are outside of the region.
+    assert_eq!(list("aten::addmm"), None, "{report}");
+}
+
+#[test]
+fn a_report_is_the_same_after_json() {
+    let model = Model::new();
+    let region = Autocast::new(Device::Cpu).cache(false);
+    let report = model.profiled(|| region.run(|| drop(model.layer.forward(&model.x))));
+    let text = serde_json::to_string(&report).unwrap();
+    assert_eq!(serde_json::from_str::<OperatorReport>(&text).unwrap(), report);
+}
