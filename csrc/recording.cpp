@@ -5,10 +5,65 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "recording.h"
 
 namespace tamp {
+namespace {
+
+// Counts numbers by their bits, of which `infinity` are those of +inf. One pass, where libtorch's operators need ten.
+template <typename T, typename Bits>
+void count_bits(const at::Tensor &t, Bits infinity, Numbers &found) {
+  constexpr int64_t kBlock = 1 << 14;  // whose counts fit into Bits
+  const Bits sign = static_cast<Bits>(Bits{1} << (8 * sizeof(Bits) - 1));
+  const at::Tensor whole = t.contiguous();
+  const auto *bits = static_cast<const Bits *>(whole.const_data_ptr());
+  Bits largest = 0;
+  for (int64_t begin = 0; begin < whole.numel(); begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, whole.numel());
+    Bits positive = 0, negative = 0, nan = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      const Bits size = static_cast<Bits>(bits[i] & ~sign);
+      positive += bits[i] == infinity;
+      negative += bits[i] == static_cast<Bits>(infinity | sign);
+      nan += size > infinity;
+      largest = std::max(largest, size < infinity ? size : Bits{0});
+    }
+    found.positive_infinite += positive;
+    found.negative_infinite += negative;
+    found.nan += nan;
+  }
+  T number;
+  std::memcpy(&number, &largest, sizeof number);
+  found.largest = static_cast<double>(number);
+}
+
+void count_on_device(const at::Tensor &t, Numbers &found) {
+  const auto count = [](const at::Tensor &which) { return which.sum().item<int64_t>(); };
+  found.nan = count(t.isnan());
+  found.positive_infinite = count(t.isposinf());
+  found.negative_infinite = count(t.isneginf());
+  found.largest = at::where(t.isfinite(), t.abs(), 0).max().item<double>();
+}
+
+void count(const at::Tensor &t, Numbers &found) {
+  if (!t.is_cpu() || t.is_neg()) return count_on_device(t, found);
+  switch (t.scalar_type()) {
+    case at::kFloat:
+      return count_bits<float, uint32_t>(t, 0x7F800000, found);
+    case at::kDouble:
+      return count_bits<double, uint64_t>(t, 0x7FF0000000000000, found);
+    case at::kHalf:
+      return count_bits<at::Half, uint16_t>(t, 0x7C00, found);
+    case at::kBFloat16:
+      return count_bits<at::BFloat16, uint16_t>(t, 0x7F80, found);
+    default:
+      return count_on_device(t, found);
+  }
+}
+
+}  // namespace
 
 at::Tensor dense_part(const at::Tensor &t) {
   if (t.layout() == at::kSparse) return t._values();
@@ -35,11 +90,7 @@ std::optional<Numbers> count_numbers(const at::Tensor &tensor) {
     found.largest = std::max(std::abs(least), std::abs(most));
     return found;
   }
-  const auto count = [](const at::Tensor &which) { return which.sum().item<int64_t>(); };
-  found.nan = count(values.isnan());
-  found.positive_infinite = count(values.isposinf());
-  found.negative_infinite = count(values.isneginf());
-  found.largest = at::where(values.isfinite(), values.abs(), 0).max().item<double>();
+  count(values, found);
   return found;
 }
 
