@@ -46,10 +46,13 @@ impl BufferSnapshot {
     ///
     /// [`Error::Torch`] if the copies cannot be allocated.
     pub fn new(vs: &VarStore) -> Result<Self> {
-        let copy = |(_, buffer): (String, Tensor)| Ok((buffer.f_detach_copy()?, buffer));
-        let pairs = buffers(vs)?.into_iter().map(copy);
-        let pairs = pairs.map(|pair: Result<_>| pair.map(|(copy, buffer)| (buffer, copy)));
-        Ok(Self { pairs: pairs.collect::<Result<_>>()? })
+        Self::of(buffers(vs)?.iter().map(|(_, buffer)| buffer))
+    }
+
+    /// Copies these buffers.
+    pub(crate) fn of<'a>(buffers: impl IntoIterator<Item = &'a Tensor>) -> Result<Self> {
+        let copy = |buffer: &Tensor| Ok((buffer.shallow_clone(), buffer.f_detach_copy()?));
+        Ok(Self { pairs: buffers.into_iter().map(copy).collect::<Result<_>>()? })
     }
 
     /// Copies the buffers as they are now, into the memory of the previous copy. Does not synchronize.
@@ -128,7 +131,7 @@ pub fn check_buffers_finite(vs: &VarStore) -> Result<()> {
 }
 
 /// Returns the variables that are not trainable, sorted by name.
-fn buffers(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
+pub(crate) fn buffers(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
     let trainable: HashSet<_> = ffi::identities(&vs.trainable_variables())?.into_iter().collect();
     let (names, tensors): (Vec<_>, Vec<_>) = vs.variables().into_iter().unzip();
     let identities = ffi::identities(&tensors)?;

@@ -12,12 +12,9 @@ pub(super) fn advice(explanation: &Explanation) -> String {
         Cause::Input { .. } => {
             "check the data of this batch and the targets of the loss".to_owned()
         }
-        Cause::Scale { largest_finite } if *largest_finite >= 1.0 => {
+        Cause::Scale { .. } => {
             "none is needed: the scaler has found its scale by such skips, and lowers it now"
                 .to_owned()
-        }
-        Cause::Scale { .. } => {
-            "the gradients exceed fp16 even at a scale of 1: use bf16".to_owned()
         }
         Cause::Finite => {
             "with several ranks, ask the others; otherwise make the closure repeat the iteration, \

@@ -14,7 +14,7 @@ pub(super) fn culprit(
     let modules: Vec<String> = parameters.iter().map(|(name, _)| module(name)).collect();
     let event = &recording.events[index];
     let (pass, forward) = recording.pass(index);
-    let path = recording.path(forward.unwrap_or(index), &modules);
+    let path = recording.part(index, &modules);
     let after = match path {
         None => recording.module_before(forward.unwrap_or(index), &modules),
         Some(_) => None,
@@ -57,7 +57,7 @@ pub(super) fn dtype_name(kind: Kind) -> &'static str {
     }
 }
 
-/// The module of a parameter: its name without the last part.
+/// The module of a parameter: its name without the last part. A parameter at the root is its own module.
 pub(super) fn module(name: &str) -> String {
-    name.rsplit_once('.').map_or("", |(module, _)| module).to_owned()
+    name.rsplit_once('.').map_or(name, |(module, _)| module).to_owned()
 }

@@ -5,6 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::advice::advice;
+use super::numbers;
 use crate::error::Number;
 
 /// Why a step was skipped. Its text, by `Display`, is meant for a terminal; its fields for programs.
@@ -14,8 +15,10 @@ pub struct Explanation {
     /// The iteration, counted from 1 by [`Tracer::begin`](super::Tracer::begin).
     pub iteration: u64,
     /// The loss scale of the iteration.
+    #[serde(with = "numbers")]
     pub scale: f64,
     /// The loss scale when the explanation was asked for.
+    #[serde(with = "numbers")]
     pub scale_now: f64,
     /// Why the gradients were not finite.
     pub cause: Cause,
@@ -46,8 +49,8 @@ pub enum Cause {
     },
     /// Only the loss scale was too large: with a scale of 1 the same iteration is finite.
     Scale {
-        /// The largest power of two for which it is expected to be finite: every number of backward grows with the
-        /// scale, so it is the largest for which none exceeds its dtype.
+        /// The largest power of two for which it is finite, at least 1. It is estimated from the numbers of a run with a
+        /// scale of 1, and a run with this scale was finite.
         largest_finite: f64,
     },
     /// The values themselves overflowed or were undefined, whatever the scale.
@@ -107,6 +110,7 @@ pub struct Culprit {
     /// The largest absolute value of the result if the operator is run in f32 instead, which has the range of bf16. It
     /// may be infinite or NaN. `None` if it was not run: it has no f32 kernel, works in place, or its inputs are not
     /// in half precision.
+    #[serde(with = "numbers::option")]
     pub largest_in_f32: Option<f64>,
 }
 
@@ -139,8 +143,8 @@ impl fmt::Display for Culprit {
         write!(f, "\n  first non-finite: {}", self.values)?;
         match self.largest_inputs.iter().copied().map(short).collect::<Vec<_>>().as_slice() {
             [] => {}
-            [one] => write!(f, "; its input is finite, largest {one}")?,
-            all => write!(f, "; its inputs are finite, largest {}", all.join(", "))?,
+            [one] => write!(f, "; the largest finite number of its input is {one}")?,
+            all => write!(f, "; the largest finite numbers of its inputs are {}", all.join(", "))?,
         }
         match self.largest_in_f32 {
             Some(largest) if largest.is_finite() => {

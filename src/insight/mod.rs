@@ -21,10 +21,12 @@ mod culprit;
 mod explanation;
 mod health;
 mod names;
+mod numbers;
 mod operators;
 mod passes;
 mod recording;
 mod replay;
+mod restored;
 mod search;
 mod tracer;
 

@@ -66,11 +66,8 @@ pub(super) fn run<T>(
     Ok((found, Passes { scaled, gradients }))
 }
 
-/// The loss times the scale, as the scaler computes it.
+/// The loss times the scale, as the scaler computes it, and with a scale of 1, too, so that it has memory of its own.
 fn scaled(loss: &Tensor, scale: f64) -> Result<Tensor> {
-    if scale == 1.0 {
-        return Ok(loss.shallow_clone());
-    }
     let kind = loss.f_kind()?;
     let loss =
         if kind == Kind::Double { loss.shallow_clone() } else { loss.f_to_kind(Kind::Float)? };

@@ -136,17 +136,25 @@ impl Recording {
         }
     }
 
+    /// The part of the model to which an event belongs: where it ran or, for a backward operator, where the forward
+    /// operator did.
+    pub(super) fn part(&self, index: usize, modules: &[String]) -> Option<String> {
+        let (_, forward) = self.pass(index);
+        self.path(index, modules).or_else(|| self.path(forward?, modules))
+    }
+
     /// The part of the model that ran the event: the module of the parameter that the operator uses, or the names that
-    /// the program gave.
+    /// the program gave. Those around a backward pass are not of its operators.
     pub(super) fn path(&self, index: usize, modules: &[String]) -> Option<String> {
-        let module = self.ancestors(index).find_map(|(_, event)| {
-            modules.get(self.parameter_of(event)?).filter(|module| !module.is_empty())
-        });
+        let ancestors = || {
+            let outer = self.ancestors(index);
+            outer.take_while(|(_, e)| matches!(e.kind, EventKind::Operator | EventKind::Name))
+        };
+        let module = ancestors().find_map(|(_, event)| modules.get(self.parameter_of(event)?));
         if module.is_some() {
             return module.cloned();
         }
-        let mut names: Vec<&str> = self
-            .ancestors(index)
+        let mut names: Vec<&str> = ancestors()
             .filter(|(_, event)| event.kind == EventKind::Name)
             .map(|(_, event)| event.name.as_str())
             .collect();
@@ -173,12 +181,9 @@ impl Recording {
 
     /// The last module before an event whose own part is unknown.
     pub(super) fn module_before(&self, index: usize, modules: &[String]) -> Option<String> {
-        (0..index).rev().find_map(|before| {
-            modules
-                .get(self.parameter_of(&self.events[before])?)
-                .filter(|module| !module.is_empty())
-                .cloned()
-        })
+        (0..index)
+            .rev()
+            .find_map(|before| modules.get(self.parameter_of(&self.events[before])?).cloned())
     }
 }
 

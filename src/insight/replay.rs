@@ -6,18 +6,21 @@ use super::culprit::culprit;
 use super::explanation::{Cause, Culprit, Pass};
 use super::passes::{self, Passes, SCALED_LOSS};
 use super::recording::Recording;
+use super::restored::Buffers;
 use super::search::{Origin, Search};
 use crate::error::Result;
 use crate::ffi::insight::Record;
 use crate::recompute::random::RandomStates;
 
-/// How often a largest scale is tried, and halved if it is not finite.
+/// How many scales are tried from an estimate downwards, before the interval is halved.
 const TRIES: usize = 3;
 
 /// What the runs of one explanation have in common.
 pub(super) struct Replay<'a> {
     parameters: &'a [(String, Tensor)],
     random: &'a RandomStates,
+    /// The state in which each run begins.
+    buffers: Buffers<'a>,
 }
 
 /// A recorded run.
@@ -33,13 +36,17 @@ struct Run {
 }
 
 impl<'a> Replay<'a> {
-    pub(super) fn new(parameters: &'a [(String, Tensor)], random: &'a RandomStates) -> Self {
-        Self { parameters, random }
+    pub(super) fn new(
+        parameters: &'a [(String, Tensor)],
+        random: &'a RandomStates,
+        buffers: Buffers<'a>,
+    ) -> Self {
+        Self { parameters, random, buffers }
     }
 
     /// The cause, the culprit and the parameters whose gradients are not finite.
     pub(super) fn explain(
-        &self,
+        &mut self,
         scale: f64,
         loss: &mut impl FnMut() -> Result<Tensor>,
     ) -> Result<(Cause, Option<Culprit>, Vec<String>)> {
@@ -47,6 +54,22 @@ impl<'a> Replay<'a> {
         if run.finite {
             return Ok((Cause::Finite, None, Vec::new()));
         }
+        let (mut cause, mut culprit) = self.origin(&run);
+        if scale != 1.0 && culprit.as_ref().is_some_and(depends_on_scale) {
+            let unscaled = self.record(1.0, loss)?;
+            // Otherwise the scale had only hidden the values that overflow without it.
+            if unscaled.finite {
+                cause =
+                    Cause::Scale { largest_finite: self.largest_finite(scale, &unscaled, loss)? };
+            } else {
+                (cause, culprit) = self.origin(&unscaled);
+            }
+        }
+        Ok((cause, culprit, run.gradients))
+    }
+
+    /// Where the non-finite numbers of a run began, whatever the scale.
+    fn origin(&self, run: &Run) -> (Cause, Option<Culprit>) {
         let mut search = Search::new(&run.recording);
         for &memory in &run.targets {
             search.follow(memory);
@@ -56,27 +79,18 @@ impl<'a> Replay<'a> {
         match (made, origins.first()) {
             // What was given comes before what is made of it, and explains it.
             (_, Some(&Origin::Given(event, place))) => {
-                Ok((self.given(&run.recording, event, place), None, run.gradients))
+                (self.given(&run.recording, event, place), None)
             }
             (Some(&Origin::Made(event)), _) => {
-                let culprit = culprit(&run.recording, event, self.parameters);
-                let cause = if scale != 1.0 && self.depends_on_scale(&culprit) {
-                    self.of_scale(loss)?
-                } else {
-                    Cause::Values
-                };
-                Ok((cause, Some(culprit), run.gradients))
+                (Cause::Values, Some(culprit(&run.recording, event, self.parameters)))
             }
-            _ => Ok((Cause::Values, None, run.gradients)),
+            _ => (Cause::Values, None),
         }
     }
 
-    fn depends_on_scale(&self, culprit: &Culprit) -> bool {
-        culprit.pass == Pass::Backward || culprit.path.as_deref() == Some(SCALED_LOSS)
-    }
-
     /// Runs forward and backward with the iteration's random numbers, and records them.
-    fn record(&self, scale: f64, loss: &mut impl FnMut() -> Result<Tensor>) -> Result<Run> {
+    fn record(&mut self, scale: f64, loss: &mut impl FnMut() -> Result<Tensor>) -> Result<Run> {
+        self.buffers.begin()?;
         let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
         let (recording, Passes { scaled, gradients }) =
             passes::run(self.parameters, self.random, scale, loss, |passes| {
@@ -100,7 +114,12 @@ impl<'a> Replay<'a> {
     }
 
     /// Whether the gradients are finite at a scale. Runs forward and backward, and records nothing.
-    fn is_finite_at(&self, scale: f64, loss: &mut impl FnMut() -> Result<Tensor>) -> Result<bool> {
+    fn is_finite_at(
+        &mut self,
+        scale: f64,
+        loss: &mut impl FnMut() -> Result<Tensor>,
+    ) -> Result<bool> {
+        self.buffers.begin()?;
         let ((), Passes { scaled, gradients }) =
             passes::run(self.parameters, self.random, scale, loss, |passes| Ok(((), passes()?)))?;
         let mut all = gradients.iter().flatten().chain([&scaled]).map(passes::is_finite);
@@ -116,27 +135,45 @@ impl<'a> Replay<'a> {
         }
     }
 
-    /// Whether a scale of 1 is finite, and up to which it is: the largest for which no result exceeds its dtype, and for
-    /// which the passes are finite.
-    fn of_scale(&self, loss: &mut impl FnMut() -> Result<Tensor>) -> Result<Cause> {
-        let run = self.record(1.0, loss)?;
-        if !run.finite {
-            return Ok(Cause::Values);
-        }
-        let limits = run.recording.grown_from(run.scaled).into_iter().filter_map(|tensor| {
-            let numbers = tensor.numbers.filter(|numbers| numbers.largest > 0.0)?;
-            Some(most(tensor.kind?)? / numbers.largest)
-        });
-        let mut largest_finite = limits.fold(f64::INFINITY, f64::min).log2().floor().exp2();
-        // The sums inside of an operator can exceed its result.
-        for _ in 0..TRIES {
-            if self.is_finite_at(largest_finite, loss)? {
-                break;
+    /// The largest power of two that is finite as a scale, if 1 is and `scale` is not.
+    fn largest_finite(
+        &mut self,
+        scale: f64,
+        unscaled: &Run,
+        loss: &mut impl FnMut() -> Result<Tensor>,
+    ) -> Result<f64> {
+        // The largest for which no number of the run exceeds its dtype.
+        let limits =
+            unscaled.recording.grown_from(unscaled.scaled).into_iter().filter_map(|tensor| {
+                let numbers = tensor.numbers.filter(|numbers| numbers.largest > 0.0)?;
+                Some(most(tensor.kind?)? / numbers.largest)
+            });
+        let estimate = limits.fold(f64::MAX, f64::min).log2().floor();
+        let (mut finite, mut infinite) = (0.0, scale.log2().ceil());
+        let mut exponent = estimate.min(infinite - 1.0);
+        let mut tries = 0;
+        while infinite - finite > 1.0 {
+            exponent = exponent.max(finite + 1.0);
+            if self.is_finite_at(exponent.exp2(), loss)? {
+                finite = exponent;
+                if tries < TRIES {
+                    break;
+                }
+            } else {
+                infinite = exponent;
             }
-            largest_finite /= 2.0;
+            tries += 1;
+            // The sums inside of an operator can exceed its result, but not by much.
+            let close = tries < TRIES;
+            exponent = if close { infinite - 1.0 } else { ((finite + infinite) / 2.0).floor() };
         }
-        Ok(Cause::Scale { largest_finite })
+        Ok(finite.exp2())
     }
+}
+
+/// Whether a culprit's numbers grow with the scale.
+fn depends_on_scale(culprit: &Culprit) -> bool {
+    culprit.pass == Pass::Backward || culprit.path.as_deref() == Some(SCALED_LOSS)
 }
 
 /// The largest finite number of a dtype.

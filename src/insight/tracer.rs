@@ -4,10 +4,10 @@ use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
 use super::explanation::Explanation;
-use super::passes::RestoredBuffers;
 use super::replay::Replay;
+use super::restored::{self, Buffers};
 use crate::GradScaler;
-use crate::buffers::BufferSnapshot;
+use crate::buffers::{self, BufferSnapshot};
 use crate::error::{Error, Result};
 use crate::recompute::random::RandomStates;
 
@@ -49,10 +49,19 @@ use crate::recompute::random::RandomStates;
 pub struct Tracer {
     parameters: Vec<(String, Tensor)>,
     devices: Vec<Device>,
-    buffers: BufferSnapshot,
+    /// The variables that are not trainable.
+    buffers: Vec<Tensor>,
     iteration: u64,
-    began: Option<(RandomStates, Scale)>,
+    began: Option<Began>,
     left: usize,
+}
+
+/// What an iteration began with.
+#[derive(Debug)]
+struct Began {
+    random: RandomStates,
+    scale: Scale,
+    statistics: BufferSnapshot,
 }
 
 /// The scale at the beginning of an iteration.
@@ -69,7 +78,7 @@ impl Tracer {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if the copies of the model's buffers cannot be allocated.
+    /// [`Error::Torch`] if libtorch cannot tell its variables apart.
     pub fn new(vs: &VarStore) -> Result<Self> {
         let mut parameters: Vec<_> = vs.variables().into_iter().collect();
         parameters.sort_by(|a, b| a.0.cmp(&b.0));
@@ -79,7 +88,7 @@ impl Tracer {
                 devices.push(parameter.device());
             }
         }
-        let buffers = BufferSnapshot::new(vs)?;
+        let buffers = buffers::buffers(vs)?.into_iter().map(|(_, buffer)| buffer).collect();
         Ok(Self { parameters, devices, buffers, iteration: 0, began: None, left: 10 })
     }
 
@@ -91,17 +100,20 @@ impl Tracer {
         self
     }
 
-    /// Remembers the random number generators and the scale at the beginning of an iteration. Does not synchronize.
+    /// Remembers the random number generators, the scale and the buffers at the beginning of an iteration. Of the
+    /// variables that are not trainable, those with more than one dimension are not copied, because they are usually
+    /// frozen weights. Does not synchronize.
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if a generator cannot be read.
+    /// [`Error::Torch`] if a generator cannot be read, or memory cannot be allocated.
     pub fn begin(&mut self, scaler: &GradScaler) -> Result<()> {
         let scale = match scaler.scale_number() {
             None => Scale::One,
             Some(scale) => Scale::Number(scale.f_detach_copy()?),
         };
-        self.began = Some((RandomStates::of(&self.devices)?, scale));
+        let statistics = restored::statistics(&self.buffers)?;
+        self.began = Some(Began { random: RandomStates::of(&self.devices)?, scale, statistics });
         self.iteration += 1;
         Ok(())
     }
@@ -110,8 +122,9 @@ impl Tracer {
     /// unscaled loss of the same batch, as the iteration did. Returns `None` if the [`limit`](Self::limit) is reached.
     ///
     /// Random numbers are those of the iteration. Gradients, buffers and random numbers are put back afterwards, so that
-    /// training goes on as without the call; `loss` must not change anything else. It runs once, and up to four times
-    /// more where the scale is the cause. Under `DistributedDataParallel`, call the model itself in `loss`, so that no
+    /// training goes on as without the call; `loss` must not change anything else. Gradients of parameters outside of the
+    /// tracer's `VarStore` are not put back. It runs once, and where the scale is the cause, once more with a scale of 1
+    /// and usually once to verify the largest finite scale, at most twelve times. Under `DistributedDataParallel`, call the model itself in `loss`, so that no
     /// rank waits for others: the rank whose explanation has another cause than [`Cause::Finite`] is to blame.
     ///
     /// [`Cause::Finite`]: super::Cause::Finite
@@ -127,7 +140,7 @@ impl Tracer {
         scaler: &GradScaler,
         mut loss: impl FnMut() -> Result<Tensor>,
     ) -> Result<Option<Explanation>> {
-        let Some((random, scale)) = &self.began else {
+        let Some(Began { random, scale, statistics }) = &mut self.began else {
             let problem = "has no iteration: call begin before the forward pass".to_owned();
             return Err(Error::InvalidArgument { name: "tracer", problem });
         };
@@ -138,12 +151,10 @@ impl Tracer {
             Scale::One => 1.0,
             Scale::Number(scale) => scale.f_double_value(&[])?,
         };
-        self.buffers.save()?;
-        let replay = Replay::new(&self.parameters, random);
-        let buffers = RestoredBuffers(&mut self.buffers);
-        let found = replay.explain(before, &mut loss);
-        drop(buffers);
-        let (cause, culprit, gradients) = found?;
+        let buffers = Buffers::new(statistics, &self.buffers)?;
+        let mut replay = Replay::new(&self.parameters, random, buffers);
+        let (cause, culprit, gradients) = replay.explain(before, &mut loss)?;
+        drop(replay);
         self.left -= 1;
         let (iteration, scale_now) = (self.iteration, scaler.get_scale()?);
         Ok(Some(Explanation { iteration, scale: before, scale_now, cause, culprit, gradients }))

@@ -6,15 +6,20 @@
 mod common;
 
 mod audit;
+mod blame;
 mod contexts;
+mod counts;
 mod health;
 mod history;
 mod operators;
+mod recorder;
 mod report_casts;
 mod report_flops;
 mod report_oracle;
 mod report_times;
 mod restored;
+mod scales;
+mod written;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

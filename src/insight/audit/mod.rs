@@ -14,6 +14,7 @@ use tch::nn::VarStore;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
+use crate::insight::numbers;
 use crate::{Autocast, GradScaler};
 
 /// What half precision does to the numbers of a model, part by part. Made by [`audit`].
@@ -25,8 +26,10 @@ pub struct Audit {
     /// The half-precision dtype that the operators of the region returned, `bf16` or `fp16`; `fp32` if none did.
     pub dtype: String,
     /// The loss scale.
+    #[serde(with = "numbers")]
     pub scale: f64,
     /// The loss in f32, and in the region.
+    #[serde(with = "numbers::pair")]
     pub losses: [f64; 2],
     /// The parts of the model, in the order of execution.
     pub parts: Vec<AuditedPart>,
@@ -55,19 +58,25 @@ pub struct AuditedOutput {
     /// The operator with the largest multiple.
     pub operator: String,
     /// The norm of the difference of its results, divided by the norm of the results in f32. Infinite if they are not
-    /// finite in the region.
+    /// finite in the region, and 0 if all are zero in f32.
+    #[serde(with = "numbers")]
     pub error: f64,
     /// The cosine of the angle between the two.
+    #[serde(with = "numbers")]
     pub cosine: f64,
     /// The error that is expected at this depth: each operator that returns half precision adds one rounding to those
     /// of its inputs, as in a random walk.
+    #[serde(with = "numbers")]
     pub expected: f64,
     /// The error of f32 operators whose results are rounded to half precision.
+    #[serde(with = "numbers")]
     pub rounded: f64,
     /// The error as a multiple of the expected one.
+    #[serde(with = "numbers")]
     pub multiple: f64,
     /// The multiple, divided by the largest one of what this part was given. At most 1 for a single finite number, which
     /// can be near zero by chance.
+    #[serde(with = "numbers")]
     pub growth: f64,
     /// The parts that computed what the operator read.
     pub inputs: Vec<String>,
@@ -79,14 +88,19 @@ pub struct AuditedOutput {
 pub struct AuditedGradient {
     /// The norm of the difference, divided by the norm of the gradient in f32. Infinite if the gradient is not finite in
     /// the region.
+    #[serde(with = "numbers")]
     pub error: f64,
     /// The cosine of the angle between the two.
+    #[serde(with = "numbers")]
     pub cosine: f64,
     /// The error of f32 operators whose results and gradients are rounded to half precision.
+    #[serde(with = "numbers")]
     pub rounded: f64,
     /// The share of the elements that are not zero in f32 and zero in the region.
+    #[serde(with = "numbers")]
     pub underflow: f64,
     /// The same with a scale of 1.
+    #[serde(with = "numbers")]
     pub underflow_unscaled: f64,
 }
 
@@ -101,9 +115,10 @@ pub enum Suspicion {
     MagnifiesRounding,
     /// Its operators lose more than the rounding of their results.
     LosesPrecision,
-    /// Many elements of its gradients become zero.
+    /// Many elements of its gradients become zero in fp16.
     Underflow,
-    /// Its gradients are further from those in f32 than rounding explains.
+    /// Its gradients are further from those in f32 than rounding explains, or they are not finite although every forward
+    /// result is.
     Gradient,
 }
 
@@ -130,6 +145,13 @@ impl Audit {
 }
 
 impl AuditedPart {
+    /// Whether a suspicion is about its forward results.
+    fn has_suspicious_output(&self) -> bool {
+        use Suspicion::{LosesPrecision, MagnifiesRounding, NotFinite};
+        let forward = [NotFinite, MagnifiesRounding, LosesPrecision];
+        self.suspicions.iter().any(|suspicion| forward.contains(suspicion))
+    }
+
     /// For the order of a table.
     fn severity(&self) -> f64 {
         let forward = self.output.as_ref().map_or(0.0, |output| output.multiple);

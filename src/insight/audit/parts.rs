@@ -84,8 +84,14 @@ pub(super) fn parts(
         parts.add(index);
     }
     parts.add_gradients(gradients);
+    let underflows = dtype == Some(Kind::Half);
     for part in &mut parts.found {
-        part.suspicions = suspicions(part);
+        part.suspicions = of_output(part).into_iter().collect();
+    }
+    let finite = !parts.found.iter().any(|part| part.suspicions.contains(&Suspicion::NotFinite));
+    for part in &mut parts.found {
+        let gradient = part.gradient.iter().flat_map(|g| of_gradient(g, underflows, finite));
+        part.suspicions.extend(gradient);
     }
     parts.found
 }
@@ -125,14 +131,9 @@ impl Parts<'_> {
         let kind = event.outputs.first().and_then(|output| output.kind);
         let dtypes = &mut self.found[place].dtypes;
         *dtypes.entry(kind.map_or("other", dtype_name).to_owned()).or_default() += 1;
-        let output = self.output(index, place, compared, kind);
-        let known = Known {
-            expected: output.expected,
-            multiple: output.multiple,
-            base: output.multiple / output.growth.max(f64::MIN_POSITIVE),
-            part: Some(place),
-        };
-        let known = Known { base: if known.base.is_finite() { known.base } else { 1.0 }, ..known };
+        let (output, base) = self.output(index, place, compared, kind);
+        let (expected, multiple) = (output.expected, output.multiple);
+        let known = Known { expected, multiple, base, part: Some(place) };
         for memory in event.outputs.iter().filter_map(|output| output.memory) {
             self.known.insert(memory, known);
         }
@@ -168,13 +169,14 @@ impl Parts<'_> {
         self.inputs(event).into_iter().max_by(|a, b| a.multiple.total_cmp(&b.multiple))
     }
 
+    /// What an operator returned, and the largest multiple of what its part was given.
     fn output(
         &self,
         index: usize,
         place: usize,
         compared: ffi::Compared,
         kind: Option<Kind>,
-    ) -> AuditedOutput {
+    ) -> (AuditedOutput, f64) {
         let event = &self.lower.events[index];
         let inputs = self.inputs(event);
         let is_lower = matches!(kind, Some(Kind::BFloat16 | Kind::Half));
@@ -188,7 +190,7 @@ impl Parts<'_> {
         let base =
             |input: &Known| if input.part == Some(place) { input.base } else { input.multiple };
         let base = inputs.iter().map(base).fold(1.0, f64::max);
-        AuditedOutput {
+        let output = AuditedOutput {
             operator: event.name.clone(),
             error,
             cosine: compared.cosine,
@@ -197,7 +199,8 @@ impl Parts<'_> {
             multiple,
             inputs: self.paths(&inputs, place),
             growth: self.growth(event, multiple, base),
-        }
+        };
+        (output, base)
     }
 
     /// How much the multiple grew. A single number that is finite, such as a sum of both signs, can be near zero by
@@ -242,6 +245,10 @@ impl AuditedOutput {
 }
 
 fn relative(compared: ffi::Compared) -> f64 {
+    // There is nothing to be relative to.
+    if compared.norm == 0.0 && compared.difference.is_finite() {
+        return 0.0;
+    }
     let ratio = ratio(compared.difference, compared.norm);
     if ratio.is_nan() { f64::INFINITY } else { ratio }
 }
@@ -265,25 +272,24 @@ fn gradient(sum: Compared) -> AuditedGradient {
     }
 }
 
-fn suspicions(part: &AuditedPart) -> Vec<Suspicion> {
+fn of_output(part: &AuditedPart) -> Option<Suspicion> {
+    let output = part.output.as_ref().filter(|o| o.multiple >= MULTIPLE && o.growth >= MULTIPLE)?;
+    Some(match output.error.is_infinite() {
+        true => Suspicion::NotFinite,
+        false if output.rounded >= output.error / 4.0 => Suspicion::MagnifiesRounding,
+        false => Suspicion::LosesPrecision,
+    })
+}
+
+/// What is suspicious about gradients. After a forward pass that is not finite, no gradient is.
+fn of_gradient(gradient: &AuditedGradient, underflows: bool, finite: bool) -> Vec<Suspicion> {
     let mut found = Vec::new();
-    let output = part.output.as_ref().filter(|o| o.multiple >= MULTIPLE && o.growth >= MULTIPLE);
-    if let Some(output) = output {
-        found.push(match output.error.is_infinite() {
-            true => Suspicion::NotFinite,
-            false if output.rounded >= output.error / 4.0 => Suspicion::MagnifiesRounding,
-            false => Suspicion::LosesPrecision,
-        });
+    if underflows && gradient.underflow >= UNDERFLOW {
+        found.push(Suspicion::Underflow);
     }
-    if let Some(gradient) = &part.gradient {
-        if gradient.underflow >= UNDERFLOW {
-            found.push(Suspicion::Underflow);
-        }
-        if gradient.error.is_infinite() && found.is_empty() {
-            found.push(Suspicion::NotFinite);
-        } else if gradient.error >= GRADIENT_ERROR.max(MULTIPLE * gradient.rounded) {
-            found.push(Suspicion::Gradient);
-        }
+    let is_judged = finite || gradient.error.is_finite();
+    if is_judged && gradient.error >= GRADIENT_ERROR.max(MULTIPLE * gradient.rounded) {
+        found.push(Suspicion::Gradient);
     }
     found
 }
@@ -298,13 +304,7 @@ pub(super) fn keep_in_f32(parts: &[AuditedPart]) -> Vec<String> {
         }
     };
     for part in parts {
-        let forward = part.suspicions.iter().any(|suspicion| {
-            matches!(
-                suspicion,
-                Suspicion::MagnifiesRounding | Suspicion::LosesPrecision | Suspicion::NotFinite
-            )
-        });
-        if forward {
+        if part.has_suspicious_output() {
             let magnifies = part.suspicions.contains(&Suspicion::MagnifiesRounding);
             let inputs = part.output.iter().filter(|_| magnifies).flat_map(|output| &output.inputs);
             inputs.for_each(|path| add(path));

@@ -53,7 +53,7 @@ impl fmt::Display for Audit {
         for part in &suspicious {
             let all: Vec<String> = part.suspicions.iter().map(Suspicion::to_string).collect();
             write!(f, "\n  {} {}", part.path, all.join(", and "))?;
-            if let Some(output) = &part.output {
+            if let Some(output) = part.output.as_ref().filter(|_| part.has_suspicious_output()) {
                 write!(f, " ({})", output.operator)?;
             }
         }

@@ -48,8 +48,7 @@ impl<'a> Work<'a> {
 
     /// The pass and the part of the model of an event.
     pub(super) fn place(&self, index: usize) -> (Pass, Option<String>) {
-        let (pass, forward) = self.recording.pass(index);
-        (pass, self.recording.path(forward.unwrap_or(index), self.modules))
+        (self.recording.pass(index).0, self.recording.part(index, self.modules))
     }
 
     /// The last module before an event of the forward pass.
