@@ -31,6 +31,7 @@ const SOURCES: &[&str] = &[
     "kernel_gradients.cpp",
     "kernel_masters.cpp",
     "kernel_muon.cpp",
+    "leaves.cpp",
     "loss_scale.cpp",
     "masters.cpp",
     "memory.cpp",

@@ -131,6 +131,13 @@ typedef struct tamp_name tamp_name;
 tamp_name *tamp_name_begin(const char *name, char **err) TAMP_NOEXCEPT;
 void tamp_name_end(tamp_name *name) TAMP_NOEXCEPT;
 
+// ---------------------------------------------------------------------------------------------------------- leaves.cpp
+// Writes the leaves to which the backward pass of `loss` adds gradients, except these `count` parameters, to `leaves`,
+// an array of `room` nulls. Returns their number, which can exceed `room`. On failure, `leaves` holds those that were
+// written.
+size_t tamp_leaves(const tamp_tensor *loss, tamp_tensor *const *parameters, size_t count, tamp_tensor **leaves,
+                   size_t room, char **err) TAMP_NOEXCEPT;
+
 // ------------------------------------------------------------------------------------------------------- exponents.cpp
 // These functions count the exponents of gradients, where these are.
 

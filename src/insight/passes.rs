@@ -21,16 +21,28 @@ impl Drop for RestoredBuffers<'_> {
     }
 }
 
-/// Puts gradients back when it is dropped.
-struct RestoredGradients<'a> {
-    parameters: &'a [Tensor],
+/// Gradients that are put back when this is dropped.
+struct TakenGradients {
+    parameters: Vec<Tensor>,
     taken: Vec<Option<Tensor>>,
 }
 
-impl Drop for RestoredGradients<'_> {
+impl TakenGradients {
+    fn new(parameters: Vec<Tensor>) -> Result<Self> {
+        let taken = ffi::gradients_take(&parameters)?;
+        Ok(Self { parameters, taken })
+    }
+
+    /// The gradients that have been computed since, in exchange for those of before.
+    fn exchange(self) -> Result<Vec<Option<Tensor>>> {
+        ffi::gradients_take(&self.parameters)
+    }
+}
+
+impl Drop for TakenGradients {
     fn drop(&mut self) {
-        let dropped = ffi::gradients_drop(self.parameters);
-        drop(dropped.and_then(|()| ffi::gradients_add(self.parameters, &self.taken)));
+        let dropped = ffi::gradients_drop(&self.parameters);
+        drop(dropped.and_then(|()| ffi::gradients_add(&self.parameters, &self.taken)));
     }
 }
 
@@ -39,6 +51,8 @@ pub(super) struct Passes {
     pub(super) scaled: Tensor,
     /// `None` for a parameter without one.
     pub(super) gradients: Vec<Option<Tensor>>,
+    /// The gradients of leaves that are not parameters of the model, such as those of another model.
+    pub(super) others: Vec<Tensor>,
 }
 
 /// Runs forward and backward within `around`, with random numbers from `random`, and puts the gradients and the random
@@ -52,18 +66,19 @@ pub(super) fn run<T>(
 ) -> Result<(T, Passes)> {
     let parameters: Vec<Tensor> =
         parameters.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
-    let taken = ffi::gradients_take(&parameters)?;
-    let restored = RestoredGradients { parameters: &parameters, taken };
+    let taken = TakenGradients::new(parameters)?;
+    let mut others = Vec::new();
     let mut passes = || {
         let loss = loss()?;
         let scaled = named(SCALED_LOSS, || scaled(&loss, scale))?;
+        let leaves = TakenGradients::new(ffi::insight::other_leaves(&scaled, &taken.parameters)?)?;
         ffi::backward(&scaled, false)?;
+        others.extend(leaves.exchange()?.into_iter().flatten());
         Ok(scaled)
     };
     let (found, scaled) = random.during(|| around(&mut passes))??;
-    let gradients = ffi::gradients_take(&parameters)?;
-    drop(restored);
-    Ok((found, Passes { scaled, gradients }))
+    let gradients = taken.exchange()?;
+    Ok((found, Passes { scaled, gradients, others }))
 }
 
 /// The loss times the scale, as the scaler computes it, and with a scale of 1, too, so that it has memory of its own.

@@ -92,7 +92,7 @@ impl<'a> Replay<'a> {
     fn record(&mut self, scale: f64, loss: &mut impl FnMut() -> Result<Tensor>) -> Result<Run> {
         self.buffers.begin()?;
         let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
-        let (recording, Passes { scaled, gradients }) =
+        let (recording, Passes { scaled, gradients, others }) =
             passes::run(self.parameters, self.random, scale, loss, |passes| {
                 Recording::of(&tensors, Record::Numbers, passes)
             })?;
@@ -105,7 +105,12 @@ impl<'a> Replay<'a> {
                 targets.extend(recording.memory(gradient)?);
             }
         }
-        let finite = names.is_empty() && passes::is_finite(&scaled)?;
+        for gradient in &others {
+            if !passes::is_finite(gradient)? {
+                targets.extend(recording.memory(gradient)?);
+            }
+        }
+        let finite = targets.is_empty() && names.is_empty() && passes::is_finite(&scaled)?;
         let scaled = recording.memory(&scaled)?;
         if !finite {
             targets.extend(scaled);
@@ -120,9 +125,10 @@ impl<'a> Replay<'a> {
         loss: &mut impl FnMut() -> Result<Tensor>,
     ) -> Result<bool> {
         self.buffers.begin()?;
-        let ((), Passes { scaled, gradients }) =
+        let ((), Passes { scaled, gradients, others }) =
             passes::run(self.parameters, self.random, scale, loss, |passes| Ok(((), passes()?)))?;
-        let mut all = gradients.iter().flatten().chain([&scaled]).map(passes::is_finite);
+        let mut all =
+            gradients.iter().flatten().chain(&others).chain([&scaled]).map(passes::is_finite);
         all.try_fold(true, |all, finite| Ok(all && finite?))
     }
 

@@ -122,8 +122,7 @@ impl Tracer {
     /// unscaled loss of the same batch, as the iteration did. Returns `None` if the [`limit`](Self::limit) is reached.
     ///
     /// Random numbers are those of the iteration. Gradients, buffers and random numbers are put back afterwards, so that
-    /// training goes on as without the call; `loss` must not change anything else. Gradients of parameters outside of the
-    /// tracer's `VarStore` are not put back. It runs once, and where the scale is the cause, once more with a scale of 1
+    /// training goes on as without the call; `loss` must not change anything else. It runs once, and where the scale is the cause, once more with a scale of 1
     /// and usually once to verify the largest finite scale, at most twelve times. Under `DistributedDataParallel`, call the model itself in `loss`, so that no
     /// rank waits for others: the rank whose explanation has another cause than [`Cause::Finite`] is to blame.
     ///

@@ -140,6 +140,15 @@ unsafe extern "C" {
     pub(crate) fn tamp_name_begin(name: *const c_char, err: *mut *mut c_char) -> *mut Name;
     pub(crate) fn tamp_name_end(name: *mut Name);
 
+    pub(crate) fn tamp_leaves(
+        loss: *const Tensor,
+        parameters: *const *mut Tensor,
+        count: usize,
+        leaves: *mut *mut Tensor,
+        room: usize,
+        err: *mut *mut c_char,
+    ) -> usize;
+
     pub(crate) fn tamp_exponents_count(
         counts: *const Tensor,
         gradients: *const CountedGradient,

@@ -57,7 +57,7 @@ fn the_largest_finite_number_beside_a_mask_is_found(#[case] kind: Kind) {
     let largest = numbers.masked_fill(&mask, 0).abs().max().double_value(&[]);
     let masked = numbers.masked_fill(&mask, f64::NEG_INFINITY);
     let explanation = explain(&model.vs, Kind::Float, 1.0, || {
-        let nothing = (&masked - &masked).sum(Kind::Float);
+        let nothing = (&masked - masked.view_as(&masked)).sum(Kind::Float);
         model.loss(&x, |x| x * &nothing)
     })
     .unwrap();

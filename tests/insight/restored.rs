@@ -97,3 +97,25 @@ fn a_limit_is_kept_and_an_iteration_must_have_begun() {
     assert!(tracer.explain(&scaler, loss).unwrap().is_some());
     assert!(tracer.explain(&scaler, loss).unwrap().is_none());
 }
+
+#[test]
+fn gradients_of_another_model_are_put_back_and_can_be_the_reason() {
+    let model = Model::new();
+    let x = batch();
+    let others = VarStore::new(Device::Cpu);
+    let used = others.root().ones("used", &[4]);
+    let unused = others.root().ones("unused", &[4]);
+    let scaler = GradScaler::new(Device::Cpu).unwrap();
+    let mut tracer = Tracer::new(&model.vs).unwrap();
+    tracer.begin(&scaler).unwrap();
+    scaler.backward(&model.loss(&x, |x| x * &used)).unwrap();
+    let before = used.grad().copy();
+    // Only the gradient of the other model overflows, because of the scale.
+    let loss = || Ok(model.loss(&x, Tensor::shallow_clone) + ((&used - 1.0) * 1e36).sum(None));
+    let finite = || Ok(model.loss(&x, Tensor::shallow_clone) + (&unused * 2.0).sum(None));
+    let explanation = tracer.explain(&scaler, loss).unwrap().unwrap();
+    assert!(matches!(explanation.cause, Cause::Scale { .. }), "{explanation}");
+    assert_eq!(tracer.explain(&scaler, finite).unwrap().unwrap().cause, Cause::Finite);
+    assert_eq!(used.grad(), before);
+    assert!(!unused.grad().defined());
+}

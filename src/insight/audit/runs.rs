@@ -92,7 +92,7 @@ impl Runs {
     ) -> Result<Run> {
         let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
         let restored = RestoredBuffers(&mut self.buffers);
-        let (recording, Passes { scaled, gradients }) =
+        let (recording, Passes { scaled, gradients, .. }) =
             passes::run(&self.parameters, &self.random, scale, loss, |passes| {
                 Recording::of(&tensors, record, passes)
             })?;
