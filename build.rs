@@ -43,6 +43,7 @@ const SOURCES: &[&str] = &[
     "optim_muon.cpp",
     "optim_state.cpp",
     "pieces.cpp",
+    "recorded_tensors.cpp",
     "recorder.cpp",
     "recording.cpp",
     "renewal.cpp",

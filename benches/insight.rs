@@ -1,5 +1,6 @@
 //! What the module `insight` costs. Each part compares an iteration of the GPT of the training benchmark with and
-//! without a call, in bf16 on the CPU, and prints a ratio of their times: 1 if the call costs nothing.
+//! without a call, in bf16 on the CPU, and prints a ratio of their times: 1 if the call costs nothing. The last one is
+//! about Python's `detect_anomaly` instead.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod common;
@@ -7,7 +8,7 @@ mod common;
 #[path = "training/models.rs"]
 mod models;
 
-use common::{is_quick, median, nanoseconds};
+use common::{Python, is_quick, median, nanoseconds};
 use models::{Batch, Model, model};
 use tch::nn::VarStore;
 use tch::{Device, Kind};
@@ -20,6 +21,9 @@ const INTERVAL: f64 = 100.0;
 
 /// The name of a ratio, and what measures it.
 type Part = (&'static str, fn() -> f64);
+
+/// The ratio of Python's `detect_anomaly`, which comes last, because it is missing without Python.
+const ANOMALY: &str = "insight_anomaly";
 
 const PARTS: &[Part] = &[
     // This one is about programs that never used insight, so it comes before all others.
@@ -35,6 +39,20 @@ fn main() {
     for (name, part) in PARTS {
         println!("ratio {name} {:.4}", part());
     }
+    match Python::start("training.py") {
+        Some(mut python) => println!("ratio {ANOMALY} {:.4}", anomaly(&mut python)),
+        None => println!("{ANOMALY} is left out, because it needs Python"),
+    }
+}
+
+/// An iteration in Python within `torch.autograd.detect_anomaly`, over one outside. It is on in every iteration, where
+/// a tracer costs only the steps that it explains.
+fn anomaly(python: &mut Python) -> f64 {
+    let rounds = rounds().div_ceil(3);
+    // The first two are a warm-up.
+    let times = python.time(&format!("anomaly gpt {}", rounds + 1));
+    let every_second = |first| times.iter().skip(first).step_by(2).copied().collect();
+    median(every_second(3)) / median(every_second(2))
 }
 
 struct Training {

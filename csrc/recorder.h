@@ -34,6 +34,23 @@ struct Running : at::ObserverContext {
 std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFunction &fn);
 void end(tamp_recording &recording, const at::RecordFunction &fn, Running &running);
 
+// ------------------------------------------------------------------------------------------------- recorded_tensors.cpp
+// The results that the operator computed, as opposed to views of what it was given.
+struct Results {
+  std::vector<tamp_recorded_tensor> described;
+  std::vector<at::Tensor> computed;
+  const torch::autograd::Node *node = nullptr;
+};
+
+bool is_finite(const tamp_recorded_tensor &t);
+void keep_arguments(Running &running, const at::RecordFunction &fn);
+void describe_inputs(tamp_recording &recording, RecordedEvent &event, const Running &running,
+                     const at::RecordFunction &fn);
+// Counts what an operator has read. What it has overwritten was counted before.
+void count_inputs(std::vector<tamp_recorded_tensor> &inputs, const Running &running);
+Results describe_results(tamp_recording &recording, const at::RecordFunction &fn, const Running &running,
+                         const std::vector<tamp_recorded_tensor> &inputs);
+
 // ---------------------------------------------------------------------------------------------------------- schemas.cpp
 // How an operator uses a tensor that it is given.
 uint8_t use_of_input(const c10::FunctionSchema *schema, size_t index);

@@ -3,7 +3,8 @@
 `model NAME FILE` makes a model and saves its weights; `run NAME PRECISION ITERATIONS` trains it and answers with the
 nanoseconds of each iteration; `losses NAME PRECISION ITERATIONS` answers with the losses, from the saved weights;
 `profile NAME` answers with the shares of an iteration in bf16 that are matrix products and casts, as the profiler has
-measured them.
+measured them; `anomaly NAME ITERATIONS` answers with the nanoseconds of iterations in bf16, in turns as they are and
+within torch.autograd.detect_anomaly.
 """
 
 import sys
@@ -175,6 +176,14 @@ class Training:
             times.append(str(perf_counter_ns() - start))
         return " ".join(times)
 
+    def anomaly(self, iterations):
+        times = []
+        for _ in range(iterations):
+            times.append(self.time(1))
+            with torch.autograd.detect_anomaly():
+                times.append(self.time(1))
+        return " ".join(times)
+
     def profile(self, iterations=5):
         self.iterate()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -209,6 +218,9 @@ def main():
             answer = running[key].time(int(rest[1]))
         elif command == "profile":
             answer = Training(name, weights[name], True).profile()
+        elif command == "anomaly":
+            torch.set_num_threads(1)
+            answer = Training(name, MODELS[name]().state_dict(), True).anomaly(int(rest[0]))
         else:
             torch.set_num_threads(int(name))
             answer = "set"

@@ -27,6 +27,10 @@ const CHOSEN: &[&str] = &[
     "aten::index_fill_",
 ];
 
+/// Parts of the names of operators that masks with -inf are given to. Elsewhere, -inf that the program was given is no
+/// mask but data.
+const READ_MASKS: &[&str] = &["softmax", "logsumexp", "attention", "aten::sub", "aten::rsub"];
+
 /// How many operators may lie between the -inf of a mask and the operator that reads it.
 const MASK_STEPS: usize = 8;
 
@@ -83,10 +87,9 @@ impl<'a> Search<'a> {
             let event = &self.recording.events[index];
             let bad: Vec<(usize, &RecordedTensor)> =
                 event.inputs.iter().enumerate().filter(|(_, tensor)| is_bad(tensor)).collect();
-            if bad.is_empty()
-                || (breaks_mask(event)
-                    && bad.iter().all(|(_, t)| self.is_mask(t, index, MASK_STEPS)))
-            {
+            let reads_masks = READ_MASKS.iter().any(|part| event.name.contains(part));
+            let is_mask = |t| self.is_mask(t, index, MASK_STEPS, reads_masks);
+            if bad.is_empty() || (breaks_mask(event) && bad.iter().all(|&(_, t)| is_mask(t))) {
                 self.origins.push(Origin::Made(index));
                 continue;
             }
@@ -100,18 +103,18 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Whether a tensor has no other non-finite number than -inf, and was given or filled so.
-    fn is_mask(&self, tensor: &RecordedTensor, before: usize, steps: usize) -> bool {
+    /// Whether a tensor has no other non-finite number than -inf, and was filled so or, if masks can be `given`, given.
+    fn is_mask(&self, tensor: &RecordedTensor, before: usize, steps: usize, given: bool) -> bool {
         let only = tensor.numbers.is_some_and(|n| n.nan == 0 && n.positive_infinite == 0);
         let writer = tensor.memory.and_then(|memory| self.writer(memory, Some(before)));
         only && steps > 0
             && tensor.parameter.is_none()
-            && writer.is_none_or(|writer| {
+            && writer.map_or(given, |writer| {
                 let event = &self.recording.events[writer];
                 let bad: Vec<_> = event.inputs.iter().filter(|t| is_bad(t)).collect();
                 match bad.is_empty() {
                     true => CHOSEN.contains(&event.name.as_str()),
-                    false => bad.iter().all(|t| self.is_mask(t, writer, steps - 1)),
+                    false => bad.iter().all(|t| self.is_mask(t, writer, steps - 1, given)),
                 }
             })
     }

@@ -134,3 +134,13 @@ fn a_buffer_that_overflows_in_the_iteration_is_not_called_an_old_one() {
     let buffer = vs.variables()["norm.running_var"].double_value(&[0]);
     assert_eq!(buffer, f64::INFINITY, "the buffer is as the iteration left it");
 }
+
+#[test]
+fn negative_infinities_in_data_are_an_input() {
+    let model = Model::new();
+    let x = batch();
+    let data = x.masked_fill(&x.gt(1.2), f64::NEG_INFINITY);
+    let loss = || model.loss(&data, Tensor::shallow_clone);
+    let explanation = explain(&model.vs, Kind::Float, 1.0, loss).unwrap();
+    assert!(matches!(explanation.cause, Cause::Input { .. }), "{explanation}");
+}
