@@ -23,7 +23,9 @@ pub(super) fn advice(explanation: &Explanation) -> String {
         }
         Cause::Values => match &explanation.culprit {
             Some(culprit) => of_values(culprit),
-            None => "look at the loss: it is not finite".to_owned(),
+            None => "look at the loss and the gradients: no recorded operator made the first non-finite \
+                     number"
+                .to_owned(),
         },
     }
 }
@@ -68,6 +70,9 @@ fn of_values(culprit: &Culprit) -> String {
         }
         _ if culprit.dtype == "fp16" && culprit.largest_in_f32.is_none() => {
             format!("look at {place}, and try it in f32 or bf16")
+        }
+        _ if culprit.dtype == "bf16" && culprit.largest_in_f32.is_none() => {
+            format!("look at {place}, and try it in f32")
         }
         _ => format!(
             "look at {place}: it is not finite in f32 either, so precision is not the reason"

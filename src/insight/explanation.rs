@@ -108,8 +108,8 @@ pub struct Culprit {
     /// The largest finite absolute value of each tensor that it read.
     pub largest_inputs: Vec<f64>,
     /// The largest absolute value of the result if the operator is run in f32 instead, which has the range of bf16. It
-    /// may be infinite or NaN. `None` if it was not run: it has no f32 kernel, works in place, or its inputs are not
-    /// in half precision.
+    /// may be infinite or NaN. `None` if it was not run: its inputs or its result are not in half precision, it works
+    /// in place or draws random numbers, it has no f32 kernel, or 32 operators of the iteration were already run again.
     #[serde(with = "numbers::option")]
     pub largest_in_f32: Option<f64>,
 }

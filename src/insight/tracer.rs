@@ -14,8 +14,8 @@ use crate::recompute::random::RandomStates;
 /// Explains skipped steps: it runs an iteration again and finds the operator that made the first non-finite number.
 ///
 /// Call [`begin`](Self::begin) before the forward pass of every iteration, and [`explain`](Self::explain) after a
-/// skipped step, before the next `begin`. PyTorch has no counterpart; `torch.autograd.detect_anomaly` names only the
-/// backward operators that return NaN, and slows down every iteration.
+/// skipped step, before the next `begin`. PyTorch's closest counterpart, `torch.autograd.detect_anomaly`, names only
+/// the backward operators that return NaN, and slows down every iteration.
 ///
 /// # Examples
 ///
@@ -78,7 +78,7 @@ impl Tracer {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`] if libtorch cannot tell its variables apart.
+    /// [`Error::Torch`] if libtorch cannot tell which variables are trainable.
     pub fn new(vs: &VarStore) -> Result<Self> {
         let mut parameters: Vec<_> = vs.variables().into_iter().collect();
         parameters.sort_by(|a, b| a.0.cmp(&b.0));
@@ -122,8 +122,9 @@ impl Tracer {
     /// unscaled loss of the same batch, as the iteration did. Returns `None` if the [`limit`](Self::limit) is reached.
     ///
     /// Random numbers are those of the iteration. Gradients, buffers and random numbers are put back afterwards, so that
-    /// training goes on as without the call; `loss` must not change anything else. It runs once, and where the scale is the cause, once more with a scale of 1
-    /// and usually once to verify the largest finite scale, at most twelve times. Under `DistributedDataParallel`, call the model itself in `loss`, so that no
+    /// training goes on as without the call; `loss` must not change anything else. It runs once. If the first non-finite number is in the
+    /// backward pass or the scaled loss, it runs again with a scale of 1, and if that is finite, once or a few times more
+    /// to find the largest finite scale: at most twelve times in all. Under `DistributedDataParallel`, call the model itself in `loss`, so that no
     /// rank waits for others: the rank whose explanation has another cause than [`Cause::Finite`] is to blame.
     ///
     /// [`Cause::Finite`]: super::Cause::Finite

@@ -75,13 +75,12 @@ fn what_draws_or_casts_is_not_blamed() {
 }
 
 #[test]
-fn bf16_is_not_said_to_underflow_and_parameters_at_the_root_have_their_names() {
+fn parameters_at_the_root_have_their_names() {
     let _alone = alone();
     tch::manual_seed(3);
     let vs = VarStore::new(Device::Cpu);
     let weight = vs.root().randn("weight", &[32, 32], 0.0, 1.0);
     let x = Tensor::randn([16, 32], F32);
-    // In bf16 half of the elements vanish beside the others, which is no question of its range.
     let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
     let audit = audit(&vs, &region, &GradScaler::disabled(), |region| {
         region.run(|| x.matmul(&weight).square().mean(Kind::Float))

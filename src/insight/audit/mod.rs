@@ -96,7 +96,7 @@ pub struct AuditedGradient {
     /// The error of f32 operators whose results and gradients are rounded to half precision.
     #[serde(with = "numbers")]
     pub rounded: f64,
-    /// The share of the elements that are not zero in f32 and zero in the region.
+    /// The share of zeros in the region, from 0 to 1, among the elements that are not zero in f32.
     #[serde(with = "numbers")]
     pub underflow: f64,
     /// The same with a scale of 1.
@@ -137,7 +137,8 @@ impl Audit {
     }
 
     /// The modules and named parts that should be computed in f32: with a region switched off, or with patterns of
-    /// [`KeepF32`](crate::policy::KeepF32) such as `layers.3.*`. If a part magnifies the rounding of its inputs, the
+    /// [`KeepF32`](crate::policy::KeepF32) such as `layers.3.*`, which match modules but no names given by
+    /// [`named`](super::named). If a part magnifies the rounding of its inputs, the
     /// parts that computed them are listed as well.
     pub fn keep_in_f32(&self) -> Vec<String> {
         parts::keep_in_f32(&self.parts)
@@ -163,8 +164,9 @@ impl AuditedPart {
 /// Compares the forward and backward pass inside of a region with those in f32, part by part.
 ///
 /// `loss` computes the unscaled loss in the region that it is given: `region` itself, or the same switched off. It is run
-/// four times with the same random numbers: in f32, in the region with the scale of `scaler` and with a scale of 1, and
-/// in f32 with rounded results, which shows what the rounding alone does. Gradients, buffers and random numbers are put
+/// up to four times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with rounded
+/// results, which shows what the rounding alone does, if the region returns half precision; and in the region with a
+/// scale of 1, if the scale is another one. Gradients, buffers and random numbers are put
 /// back afterwards, so that training goes on as without the call; `loss` must not change anything else.
 ///
 /// The parts are the modules of the parameters in `vs`, and what the program calls by [`named`](super::named). PyTorch

@@ -127,7 +127,11 @@ impl OperatorReport {
                 write!(f, "and {limit:.2}x if these took no time")?;
             }
             if gain.reached != 1.0 {
-                write!(f, "\n  {:.2}x as fast as in f32 because of those that do", gain.reached)?;
+                write!(
+                    f,
+                    "\n  {:.2}x as fast as in f32 because of the products that already run in it",
+                    gain.reached
+                )?;
             }
         }
         if self.gains.is_empty() { Ok(()) } else { writeln!(f) }
