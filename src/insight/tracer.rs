@@ -121,11 +121,12 @@ impl Tracer {
     /// Runs the iteration that began last again, and finds out why its gradients are not finite. `loss` computes the
     /// unscaled loss of the same batch, as the iteration did. Returns `None` if the [`limit`](Self::limit) is reached.
     ///
-    /// Random numbers are those of the iteration. Gradients, buffers and random numbers are put back afterwards, so that
-    /// training goes on as without the call; `loss` must not change anything else. It runs once. If the first non-finite number is in the
-    /// backward pass or the scaled loss, it runs again with a scale of 1, and if that is finite, once or a few times more
-    /// to find the largest finite scale: at most twelve times in all. Under `DistributedDataParallel`, call the model itself in `loss`, so that no
-    /// rank waits for others: the rank whose explanation has another cause than [`Cause::Finite`] is to blame.
+    /// Random numbers are those of the iteration. Gradients, buffers and random numbers are put back afterwards, so
+    /// that training goes on as without the call; `loss` must not change anything else. It runs once. If the first
+    /// non-finite number is in the backward pass or the scaled loss, it runs again with a scale of 1, and if that is
+    /// finite, once or a few times more to find the largest finite scale: at most twelve times in all. Under
+    /// `DistributedDataParallel`, call the model itself in `loss`, so that no rank waits for others: the rank whose
+    /// explanation has another cause than [`Cause::Finite`] is to blame.
     ///
     /// [`Cause::Finite`]: super::Cause::Finite
     ///
