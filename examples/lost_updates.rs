@@ -9,10 +9,13 @@ use anyhow::{Context as _, Result, ensure};
 use tch::{Device, Kind, Tensor};
 use tch_amp::optim::{Adam, MasterWeights};
 
-#[path = "recipe/axis.rs"]
+#[path = "../src/insight/html/axis.rs"]
 #[allow(dead_code, clippy::duplicate_mod, reason = "logarithms are for others")]
 mod axis;
-#[path = "recipe/plot.rs"]
+#[path = "../src/insight/html/escape.rs"]
+#[allow(clippy::duplicate_mod, reason = "the recipes use it, too")]
+mod escape;
+#[path = "../src/insight/html/plot.rs"]
 #[allow(dead_code, clippy::duplicate_mod, reason = "nothing is smoothed here")]
 mod plot;
 

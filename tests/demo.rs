@@ -10,6 +10,7 @@ mod gpt;
 mod recipe;
 
 use common::files::Folder;
+use common::html::unclosed_tags;
 use digits::computer::Facts;
 use digits::options::Options;
 use digits::train::{GROWTH_INTERVAL, RunResult};
@@ -301,28 +302,6 @@ fn the_report_loads_nothing_from_elsewhere() {
     for loader in ["src=", "<link", "<script", "@import", "url("] {
         assert!(!html.contains(loader), "{loader}");
     }
-}
-
-#[test]
-fn an_unbalanced_tag_is_found() {
-    assert_eq!(unclosed_tags("<p><b>x</b><br></p>"), [""; 0]);
-    assert_eq!(unclosed_tags("<p><b>x</p>"), ["p", "b", "/p"]);
-    assert_eq!(unclosed_tags("<svg><line x='1'/></svg><p>"), ["p"]);
-}
-
-/// The open tags that are never closed. A closing tag that matches none remains on the stack, too.
-fn unclosed_tags(html: &str) -> Vec<&str> {
-    let mut open: Vec<&str> = Vec::new();
-    for tag in html.split('<').skip(1).filter_map(|rest| rest.split('>').next()) {
-        let name = tag.split_whitespace().next().unwrap_or_default();
-        let void = tag.ends_with('/') || ["meta", "br", "!DOCTYPE"].contains(&name);
-        match name.strip_prefix('/') {
-            Some(closing) if open.last() == Some(&closing) => drop(open.pop()),
-            _ if void => {}
-            _ => open.push(name),
-        }
-    }
-    open
 }
 
 #[test]

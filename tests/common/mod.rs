@@ -6,6 +6,7 @@ pub mod bits;
 pub mod descent;
 pub mod files;
 pub mod functions;
+pub mod html;
 pub mod python;
 pub mod rng;
 pub mod simulation;

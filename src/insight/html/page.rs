@@ -1,10 +1,11 @@
 //! A report: one HTML file that contains everything it shows.
 
+use super::escape::escape;
+use super::heat_map::HeatMap;
 use super::plot::Plot;
 use super::table::Table;
-use anyhow::{Context, Result};
-use std::fs;
 use std::path::Path;
+use std::{fs, io};
 
 /// A page that is built from top to bottom. Every text is escaped, but for that of [`html`](Self::html).
 #[derive(Clone, Debug)]
@@ -56,6 +57,17 @@ impl Page {
     /// Adds a plot.
     pub fn plot(self, plot: &Plot) -> Self {
         self.html(&format!("<figure>{}</figure>", plot.svg()))
+    }
+
+    /// Adds a heat map.
+    pub fn heat_map(self, map: &HeatMap) -> Self {
+        self.html(&format!("<figure>{}</figure>", map.svg()))
+    }
+
+    /// Adds a text that opens below a line.
+    pub fn details(self, summary: &str, text: &str) -> Self {
+        let (summary, text) = (escape(summary), escape(text));
+        self.html(&format!("<details><summary>{summary}</summary><pre>{text}</pre></details>"))
     }
 
     /// Adds a plot of the same losses in several precisions, whose lines nearly coincide.
@@ -113,18 +125,17 @@ impl Page {
     }
 
     /// Writes the page to a file, whose folder is made if it is missing.
-    pub fn write(&self, path: &Path) -> Result<()> {
+    ///
+    /// # Errors
+    ///
+    /// The error of the operating system, with the path.
+    pub fn write(&self, path: &Path) -> io::Result<()> {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        folder
-            .map_or(Ok(()), fs::create_dir_all)
-            .and_then(|()| fs::write(path, self.finish()))
-            .with_context(|| format!("cannot write {}", path.display()))
+        let written = folder.map_or(Ok(()), fs::create_dir_all);
+        written.and_then(|()| fs::write(path, self.finish())).map_err(|error| {
+            io::Error::new(error.kind(), format!("cannot write {}: {error}", path.display()))
+        })
     }
-}
-
-/// A text as HTML shows it, also in an attribute.
-pub fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 #[cfg(test)]
@@ -143,11 +154,12 @@ mod tests {
             .result(hostile)
             .note(hostile)
             .preformatted(hostile)
+            .details(hostile, hostile)
             .table(&table)
             .facts([(hostile, hostile)])
             .finish();
         assert!(!page.contains("<script") && !page.contains("&\""), "{page}");
-        // The title, its heading, six elements, a class and a cell, and two in the facts.
-        assert_eq!(page.matches("&lt;script&gt;&amp;&quot;").count(), 12, "{page}");
+        // The title, its heading, six elements, two in the details, a class and a cell, and two in the facts.
+        assert_eq!(page.matches("&lt;script&gt;&amp;&quot;").count(), 14, "{page}");
     }
 }

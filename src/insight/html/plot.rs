@@ -3,6 +3,7 @@
 //! The style sheet sets colours and fonts: the name of a series is its CSS class.
 
 use super::axis::{Axis, Spacing, Tick};
+use super::escape::escape;
 use std::fmt::Write;
 
 const WIDTH: f64 = 760.0;
@@ -177,7 +178,7 @@ fn write_marks(svg: &mut String, plot: &Plot, series: &Series) -> std::fmt::Resu
     for (x, y, title) in &series.marks {
         let (x, y) = plot.at((*x, *y));
         write!(svg, r#"<path class="mark" d="{}">"#, cross(x, y))?;
-        writeln!(svg, "<title>{title}</title></path>")?;
+        writeln!(svg, "<title>{}</title></path>", escape(title))?;
     }
     Ok(())
 }

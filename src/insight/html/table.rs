@@ -1,6 +1,6 @@
 //! Tables, as text and as HTML.
 
-use super::page::escape;
+use super::escape::escape;
 use std::fmt;
 
 /// A table whose first column names its rows and is aligned to the left.
