@@ -72,7 +72,7 @@ bool overflowed(const RecordedEvent &event) {
   return false;
 }
 
-// The operator, node or nothing in which an event ran.
+// The operator or backward node in which an event ran, or null.
 const RecordedEvent *ran_in(const tamp_recording &recording, int64_t event) {
   for (int64_t parent = recording.events[event].raw.parent; parent >= 0;) {
     const auto &outer = recording.events[parent];
@@ -82,7 +82,7 @@ const RecordedEvent *ran_in(const tamp_recording &recording, int64_t event) {
   return nullptr;
 }
 
-// Keeps or compares what an operator that the program called returned. Under the lock.
+// Keeps or compares what an operator that the program called returned. The caller holds the lock.
 void compare(tamp_recording &recording, const Running &running, const char *name, const Results &results) {
   auto &comparison = *recording.comparison;
   if (results.node != nullptr) {
@@ -97,7 +97,7 @@ void compare(tamp_recording &recording, const Running &running, const char *name
   }
 }
 
-// Runs an operator whose results overflowed again, unless that was done too often.
+// If the results of an operator overflowed, runs it again in f32, at most kMostRepeats times in a recording.
 std::optional<double> repeat_if_overflowed(tamp_recording &recording, const RecordedEvent &event,
                                            const Running &running) {
   if (!running.op || recording.timed || !overflowed(event)) return std::nullopt;

@@ -22,6 +22,9 @@ mod images;
 #[path = "../examples/inference.rs"]
 #[allow(dead_code, reason = "the tests choose the file")]
 mod inference;
+#[path = "../examples/insight.rs"]
+#[allow(dead_code, reason = "the test chooses the path of the page")]
+mod insight;
 #[path = "../examples/lost_updates.rs"]
 #[allow(dead_code, reason = "the test chooses the path of the picture")]
 mod lost_updates;
@@ -257,6 +260,19 @@ fn a_downloaded_bert_has_the_outputs_of_python() -> anyhow::Result<()> {
     let sentences =
         ["A short one.", "The learning rate falls, and the loss does, too.", "Überraschung!"];
     compare_with_python(Path::new(&folder), &[], &sentences.map(|text| (text, None)))
+}
+
+/// The bad batch is skipped, and the attention is to blame.
+#[test]
+fn insight_runs() -> anyhow::Result<()> {
+    let folder = Folder::new();
+    let file = folder.file("insight.html");
+    let page = insight::run(&file)?;
+    let culprits = page.explanations.iter().map(|explanation| explanation.culprit.as_ref());
+    let culprits: Vec<_> = culprits.flatten().map(|culprit| culprit.path.as_deref()).collect();
+    anyhow::ensure!(culprits == [Some("attention")], "{page}");
+    anyhow::ensure!(std::fs::read_to_string(&file)? == page.to_html(), "another page was written");
+    Ok(())
 }
 
 /// Python gets the same bits from the same file.

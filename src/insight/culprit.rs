@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::explanation::{Culprit, Values};
 use super::recording::{Recording, is_bad};
+use crate::ffi::insight::RecordedTensor;
 
 /// Describes an operator of a recording.
 pub(super) fn culprit(
@@ -11,7 +12,7 @@ pub(super) fn culprit(
     index: usize,
     parameters: &[(String, Tensor)],
 ) -> Culprit {
-    let modules: Vec<String> = parameters.iter().map(|(name, _)| module(name)).collect();
+    let modules = modules(parameters);
     let event = &recording.events[index];
     let (pass, forward) = recording.pass(index);
     let path = recording.part(index, &modules);
@@ -20,7 +21,6 @@ pub(super) fn culprit(
         Some(_) => None,
     };
     let output = event.outputs.iter().find(|tensor| is_bad(tensor));
-    let numbers = output.and_then(|tensor| tensor.numbers).unwrap_or_default();
     let name = |index: usize| recording.events[index].name.clone();
     Culprit {
         operator: event.name.clone(),
@@ -31,12 +31,7 @@ pub(super) fn culprit(
         forward_operator: forward
             .map(|index| recording.outermost(index).map_or_else(|| name(index), name)),
         dtype: output.and_then(|tensor| tensor.kind).map_or("", dtype_name).to_owned(),
-        values: Values {
-            positive_infinite: numbers.positive_infinite,
-            negative_infinite: numbers.negative_infinite,
-            nan: numbers.nan,
-            elements: output.map_or(0, |tensor| tensor.elements),
-        },
+        values: output.map(Values::of).unwrap_or_default(),
         largest_inputs: event
             .inputs
             .iter()
@@ -44,6 +39,19 @@ pub(super) fn culprit(
             .map(|numbers| numbers.largest)
             .collect(),
         largest_in_f32: event.repeated,
+    }
+}
+
+impl Values {
+    /// Counted by a recording.
+    pub(super) fn of(tensor: &RecordedTensor) -> Self {
+        let numbers = tensor.numbers.unwrap_or_default();
+        Self {
+            positive_infinite: numbers.positive_infinite,
+            negative_infinite: numbers.negative_infinite,
+            nan: numbers.nan,
+            elements: tensor.elements,
+        }
     }
 }
 
@@ -55,6 +63,11 @@ pub(super) fn dtype_name(kind: Kind) -> &'static str {
         Kind::Double => "fp64",
         _ => "",
     }
+}
+
+/// The modules of parameters.
+pub(super) fn modules(parameters: &[(String, Tensor)]) -> Vec<String> {
+    parameters.iter().map(|(name, _)| module(name)).collect()
 }
 
 /// The module of a parameter: its name without the last part. A parameter at the root is its own module.

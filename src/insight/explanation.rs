@@ -42,15 +42,17 @@ pub enum Cause {
     Input {
         /// The operator that read it.
         operator: String,
+        /// The part of the model that read it, if it is known, as in [`Culprit::path`].
+        path: Option<String>,
         /// Its place among the tensors that the operator read, from 0.
         place: usize,
-        /// Its number of elements.
-        elements: i64,
+        /// What is wrong with it.
+        values: Values,
     },
     /// Only the loss scale was too large: with a scale of 1 the same iteration is finite.
     Scale {
-        /// The largest power of two for which it is finite, at least 1. It is estimated from the numbers of a run with a
-        /// scale of 1, and a run with this scale was finite.
+        /// The largest power of two, at least 1, with which the iteration is finite. It is estimated from the numbers of
+        /// a run with a scale of 1, and verified by a run with this scale.
         largest_finite: f64,
     },
     /// The values themselves overflowed or were undefined, whatever the scale.
@@ -71,7 +73,7 @@ pub enum Pass {
 }
 
 /// What is wrong with the numbers of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Values {
     /// The number of elements that are +inf.
@@ -105,7 +107,7 @@ pub struct Culprit {
     pub dtype: String,
     /// What is wrong with its result.
     pub values: Values,
-    /// The largest finite absolute value of each tensor that it read.
+    /// For each floating-point tensor that it read, the largest of the finite absolute values.
     pub largest_inputs: Vec<f64>,
     /// The largest absolute value of the result if the operator is run in f32 instead, which has the range of bf16. It
     /// may be infinite or NaN. `None` if it was not run: its inputs or its result are not in half precision, it works
@@ -179,10 +181,13 @@ impl fmt::Display for Explanation {
             Cause::Parameter { name } => {
                 write!(f, "\n  {name} was not finite before the iteration")?;
             }
-            Cause::Input { operator, place, elements } => write!(
-                f,
-                "\n  an input of the iteration is not finite: tensor {place} of {operator}, with {elements} elements"
-            )?,
+            Cause::Input { operator, path, place, values } => {
+                let path = path.as_ref().map(|path| format!(" in {path}")).unwrap_or_default();
+                write!(
+                    f,
+                    "\n  an input of the iteration is not finite: tensor {place} of {operator}{path}, {values}"
+                )?;
+            }
             Cause::Finite => {
                 write!(f, "\n  every gradient is finite when the iteration is run again here")?
             }

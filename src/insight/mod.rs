@@ -1,6 +1,7 @@
-//! Finds out why a step was skipped: which operator of which part of the model made the first infinity or NaN.
+//! Finds out why a step was skipped, what half precision does to the numbers of a model, whether a loss scale is
+//! healthy, and why half precision is not faster.
 //!
-//! A [`Tracer`] runs the skipped iteration again, with the random numbers that it had, and records every operator with
+//! A [`Tracer`] names the operator, and the part of the model, that made the first infinity or NaN. It runs the skipped iteration again, with the random numbers that it had, and records every operator with
 //! libtorch's RecordFunction. It follows the non-finite gradients back to the operator that made the first non-finite
 //! number from finite ones, as opposed to those that only passed it on, and returns an [`Explanation`] with the
 //! operator, the part of the model, the cause and advice.
@@ -9,20 +10,28 @@
 //! iteration. A program without a tracer has no callbacks and pays nothing. PyTorch's closest counterpart is
 //! `torch.autograd.detect_anomaly`, which looks at the backward pass only, and at NaN only.
 //!
-//! A [`ScaleHealth`] says whether the loss scale is healthy: it counts the exponents of the gradients, where these are, and
-//! reports how many underflow and how far the largest is from an overflow. A [`ScaleHistory`] remembers the scale, the
-//! skips and the gradient norms of the last steps.
-//! A [`Profiler`] reports why half precision is not faster: what the operators of an iteration cost, in which dtypes they
-//! ran, and which casts were made for whom.
+//! An [`audit()`] compares an iteration in half precision with the same in f32, part by part, and lists the parts that
+//! should stay in f32.
+//!
+//! A [`ScaleHealth`] says whether the loss scale is healthy: it counts the exponents of the gradients, where these are,
+//! and reports how many underflow and how far the largest is from an overflow. A [`ScaleHistory`] remembers the scale,
+//! the skips and the gradient norms of the last steps.
+//!
+//! A [`Profiler`] reports why half precision is not faster: what the operators of an iteration cost, in which dtypes
+//! they ran, and which casts were made for whom.
+//!
+//! A [`Page`] shows all of it in one HTML file.
 
 mod advice;
 mod audit;
 mod culprit;
 mod explanation;
 mod health;
+mod html;
 mod names;
 mod numbers;
 mod operators;
+mod page;
 mod passes;
 mod recording;
 mod replay;
@@ -41,4 +50,5 @@ pub use operators::{
     AutocastList, CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport,
     OperatorRow, Padding, ProductKind, ProductRow, Profiler, Wrappers, autocast_list,
 };
+pub use page::Page;
 pub use tracer::Tracer;

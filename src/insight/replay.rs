@@ -2,8 +2,8 @@
 
 use tch::{Kind, Tensor};
 
-use super::culprit::culprit;
-use super::explanation::{Cause, Culprit, Pass};
+use super::culprit::{culprit, modules};
+use super::explanation::{Cause, Culprit, Pass, Values};
 use super::passes::{self, Passes, SCALED_LOSS};
 use super::recording::Recording;
 use super::restored::Buffers;
@@ -132,12 +132,17 @@ impl<'a> Replay<'a> {
         all.try_fold(true, |all, finite| Ok(all && finite?))
     }
 
-    fn given(&self, recording: &Recording, event: usize, place: usize) -> Cause {
-        let event = &recording.events[event];
+    fn given(&self, recording: &Recording, index: usize, place: usize) -> Cause {
+        let event = &recording.events[index];
         let tensor = &event.inputs[place];
         match tensor.parameter.and_then(|index| self.parameters.get(index)) {
             Some((name, _)) => Cause::Parameter { name: name.clone() },
-            None => Cause::Input { operator: event.name.clone(), place, elements: tensor.elements },
+            None => Cause::Input {
+                operator: event.name.clone(),
+                path: recording.part(index, &modules(self.parameters)),
+                place,
+                values: Values::of(tensor),
+            },
         }
     }
 

@@ -10,11 +10,13 @@ use crate::GradScaler;
 use crate::buffers::{self, BufferSnapshot};
 use crate::error::{Error, Result};
 use crate::recompute::random::RandomStates;
+use crate::scaler::StepOutcome;
 
 /// Explains skipped steps: it runs an iteration again and finds the operator that made the first non-finite number.
 ///
 /// Call [`begin`](Self::begin) before the forward pass of every iteration, and [`explain`](Self::explain) after a
-/// skipped step, before the next `begin`. PyTorch's closest counterpart, `torch.autograd.detect_anomaly`, names only
+/// skipped step, before the next `begin`, or [`explain_if_skipped`](Self::explain_if_skipped) after every step.
+/// PyTorch's closest counterpart, `torch.autograd.detect_anomaly`, names only
 /// the backward operators that return NaN, and slows down every iteration.
 ///
 /// # Examples
@@ -100,6 +102,14 @@ impl Tracer {
         self
     }
 
+    /// Counts the iterations from another number, such as the steps that a resumed run has behind it, so that the
+    /// explanations of the run carry the same numbers as its [`ScaleHistory`](super::ScaleHistory).
+    #[must_use]
+    pub fn after(mut self, iterations: u64) -> Self {
+        self.iteration = iterations;
+        self
+    }
+
     /// Remembers the random number generators, the scale and the buffers at the beginning of an iteration. Of the
     /// variables that are not trainable, those with more than one dimension are not copied, because they are usually
     /// frozen weights. Does not synchronize.
@@ -116,6 +126,45 @@ impl Tracer {
         self.began = Some(Began { random: RandomStates::of(&self.devices)?, scale, statistics });
         self.iteration += 1;
         Ok(())
+    }
+
+    /// Explains a step if it was skipped because of its gradients, and returns `None` if it was taken or if the
+    /// [`limit`](Self::limit) is reached. One call of it after each step is all that a loop needs:
+    ///
+    /// ```no_run
+    /// # fn f(tracer: &mut tch_amp::insight::Tracer, scaler: &mut tch_amp::GradScaler,
+    /// #     optimizer: &mut tch_amp::optim::Optimizer, loss: impl Fn() -> tch_amp::Result<tch::Tensor>) -> tch_amp::Result<()> {
+    /// tracer.begin(scaler)?;
+    /// optimizer.zero_grad()?;
+    /// scaler.backward(&loss()?)?;
+    /// let outcome = scaler.step(optimizer)?;
+    /// scaler.update()?;
+    /// if let Some(explanation) = tracer.explain_if_skipped(scaler, &outcome, loss)? {
+    ///     eprintln!("{explanation}");
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Synchronizes in order to learn whether the step was skipped, but no longer after the last explanation. Steps that
+    /// a [`SpikeDetector`](crate::scaler::SpikeDetector) left out are not explained.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`StepOutcome::is_skipped`] and [`explain`](Self::explain).
+    pub fn explain_if_skipped(
+        &mut self,
+        scaler: &GradScaler,
+        outcome: &StepOutcome,
+        loss: impl FnMut() -> Result<Tensor>,
+    ) -> Result<Option<Explanation>> {
+        if self.left == 0 || !outcome.is_skipped()? {
+            return Ok(None);
+        }
+        match outcome.judged() {
+            Some(judged) if judged.is_finite()? => Ok(None),
+            _ => self.explain(scaler, loss),
+        }
     }
 
     /// Runs the iteration that began last again, and finds out why its gradients are not finite. `loss` computes the

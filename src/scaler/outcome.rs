@@ -36,6 +36,14 @@ pub(crate) struct Judged {
     pub(crate) loss: Option<Tensor>,
 }
 
+impl Judged {
+    /// Whether a skipped step was a spike, because nothing overflowed. Synchronizes.
+    pub(crate) fn is_finite(&self) -> Result<bool> {
+        let mut numbers = [Some(&self.norm), self.loss.as_ref()].into_iter().flatten();
+        numbers.try_fold(true, |all, number| Ok(all && number.f_double_value(&[])?.is_finite()))
+    }
+}
+
 #[derive(Debug)]
 enum Answer {
     Known(Taken),

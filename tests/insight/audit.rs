@@ -177,6 +177,49 @@ fn gradients_that_become_zero_are_counted_at_both_scales() {
     assert_eq!(scaled.underflow_unscaled, unscaled.underflow);
 }
 
+/// Gradients that fp16 rounds to zero are suspicious there. bf16 has the exponents of f32, so that the same gradients
+/// do not vanish; what vanishes in it does in f32, too.
+#[test]
+fn underflow_is_suspicious_in_fp16_only() {
+    let _alone = alone();
+    let planted = |x: &Tensor| x.tanh() * 1e-4;
+    let [fp16, bf16] = [Kind::Half, Kind::BFloat16].map(|kind| audited(kind, 1.0, planted));
+    let found = |audit: &Audit| suspicions(audit, "first").contains(&Suspicion::Underflow);
+    assert!(found(&fp16) && fp16.to_string().contains("use a larger scale or bf16"), "{fp16}");
+    assert!(!found(&bf16), "{bf16}");
+
+    // A gradient that is exactly zero in bf16, because the results cancel only there.
+    let cancelled = |x: &Tensor| {
+        let near = x.detach() * 1e-5 + 1;
+        x * (near.shallow_clone() - near.ones_like())
+    };
+    let bf16 = audited(Kind::BFloat16, 1.0, |x| cancelled(&x.to_kind(x.kind())));
+    let gradient = bf16.parts[0].gradient.as_ref().unwrap();
+    assert!(gradient.underflow > 0.01, "{bf16}");
+    assert!(!found(&bf16), "{bf16}");
+}
+
+/// The time of a part in f32 is that of its operators, forward and backward.
+#[test]
+fn the_time_of_what_should_stay_in_f32_is_measured() {
+    let _alone = alone();
+    let audit = audited(Kind::BFloat16, 1.0, |x| {
+        let x = x + 1000.0;
+        x.layer_norm([32], None::<&Tensor>, None::<&Tensor>, 1e-5, false)
+    });
+    for place in 0..2 {
+        assert!(audit.parts.iter().all(|part| part.seconds[place] > 0.0), "{audit:?}");
+        let sum: f64 = audit.parts.iter().map(|part| part.seconds[place]).sum();
+        // The rest are operators of the backward pass that belong to no part.
+        assert!(sum <= audit.seconds[place] * (1.0 + 1e-9), "{audit:?}");
+    }
+    let kept = audit.keep_in_f32();
+    let extra = |part: &tch_amp::insight::AuditedPart| part.seconds[0] - part.seconds[1];
+    let named = audit.parts.iter().filter(|part| kept.contains(&part.path) && part.path != "last");
+    assert!((named.map(extra).sum::<f64>() - audit.f32_seconds()).abs() < 1e-9, "{audit}");
+    assert!(audit.to_string().contains("\n  measured cost: "), "{audit}");
+}
+
 #[test]
 fn what_cannot_be_compared_is_refused() {
     let _alone = alone();

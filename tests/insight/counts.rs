@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Model, batch, explain};
 
-/// Quotients of numbers that are 1, -1 or 0 by ones and zeros: finite, infinite and NaN.
-fn quotients(elements: i64, kind: Kind) -> [Tensor; 2] {
+/// Numbers that are 1, -1 or 0, and ones and zeros: their quotients are finite, infinite and NaN.
+fn operands(elements: i64, kind: Kind) -> [Tensor; 2] {
     let a = Tensor::randint(3, [elements], (Kind::Int64, Device::Cpu)) - 1;
     let b = Tensor::randint(2, [elements], (Kind::Int64, Device::Cpu));
     [a, b].map(|tensor| tensor.to_kind(kind))
@@ -21,7 +21,7 @@ fn numbers_are_counted_as_by_a_loop(#[case] kind: Kind) {
     let model = Model::new();
     let x = batch();
     for elements in [1000, 16384, 40003] {
-        let [a, b] = quotients(elements, kind);
+        let [a, b] = operands(elements, kind);
         let explanation = explain(&model.vs, Kind::Float, 1.0, || {
             let quotient = (&a / &b).sum(Kind::Float);
             model.loss(&x, |x| x * &quotient)

@@ -12,6 +12,7 @@ mod counts;
 mod health;
 mod history;
 mod operators;
+mod page;
 mod recorder;
 mod report_casts;
 mod report_flops;
@@ -19,6 +20,7 @@ mod report_oracle;
 mod report_times;
 mod restored;
 mod scales;
+mod skipped;
 mod written;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

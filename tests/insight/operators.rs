@@ -245,11 +245,22 @@ fn what_was_not_finite_before_is_said() {
     let loss = |x: &Tensor| model.loss(x, Tensor::shallow_clone);
     let bad = &x * f64::NAN;
     let explanation = explain(&model.vs, Kind::Float, 1.0, || loss(&bad)).unwrap();
-    assert!(matches!(explanation.cause, Cause::Input { elements: 8, .. }), "{explanation}");
+    let Cause::Input { operator, path, place, values } = &explanation.cause else {
+        panic!("{explanation}");
+    };
+    assert_eq!((operator.as_str(), path.as_deref()), ("aten::addmm", Some("layers.0")));
+    assert_eq!((*place, values.nan, values.elements), (1, 8, 8), "{explanation}");
+    assert!(
+        explanation.to_string().contains(" of aten::addmm in layers.0, NaN in 8 of 8"),
+        "{explanation}"
+    );
 
     let convolved = || loss(&x) + f64_conv(&bad, 1.0);
     let explanation = explain(&model.vs, Kind::Float, 1.0, convolved).unwrap();
-    assert!(matches!(explanation.cause, Cause::Input { elements: 8, .. }), "{explanation}");
+    assert!(
+        matches!(explanation.cause, Cause::Input { values, .. } if values.elements == 8),
+        "{explanation}"
+    );
 
     let mut weight = model.vs.variables().remove("layers.1.weight").unwrap();
     let _same = tch::no_grad(|| weight.fill_diagonal_(f64::INFINITY, false));

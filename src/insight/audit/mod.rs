@@ -4,6 +4,7 @@ mod gradients;
 mod parts;
 mod runs;
 mod text;
+mod times;
 
 use std::collections::BTreeMap;
 
@@ -17,6 +18,9 @@ use crate::error::Result;
 use crate::insight::numbers;
 use crate::{Autocast, GradScaler};
 
+/// Begins the path of operators without a name that follow a module.
+const AFTER: &str = "after ";
+
 /// What half precision does to the numbers of a model, part by part. Made by [`audit`].
 ///
 /// Its text, by `Display`, is a table with the most suspicious parts first, a verdict and advice.
@@ -28,6 +32,8 @@ pub struct Audit {
     /// The loss scale.
     #[serde(with = "numbers")]
     pub scale: f64,
+    /// The time in seconds of one iteration's operators, in f32 and in the region.
+    pub seconds: [f64; 2],
     /// The loss in f32, and in the region.
     #[serde(with = "numbers::pair")]
     pub losses: [f64; 2],
@@ -47,6 +53,9 @@ pub struct AuditedPart {
     pub output: Option<AuditedOutput>,
     /// The gradients of its parameters; `None` if it has none.
     pub gradient: Option<AuditedGradient>,
+    /// The time in seconds of its operators, forward and backward, in f32 and in the region, in one run each. It includes
+    /// the dispatcher and, on a GPU, the launch of each kernel.
+    pub seconds: [f64; 2],
     /// What is suspicious about it.
     pub suspicions: Vec<Suspicion>,
 }
@@ -138,10 +147,18 @@ impl Audit {
 
     /// The modules and named parts that should be computed in f32: with a region switched off, or with patterns of
     /// [`KeepF32`](crate::policy::KeepF32) such as `layers.3.*`, which match modules but no names given by
-    /// [`named`](super::named). If a part magnifies the rounding of its inputs, the
-    /// parts that computed them are listed as well.
+    /// [`named`](super::named). If a part magnifies the rounding of its inputs, the parts that computed them are listed
+    /// as well. For operators without a name, which the audit calls `after` a module, the module is listed: keep what
+    /// follows it in f32, too, or give it a name.
     pub fn keep_in_f32(&self) -> Vec<String> {
-        parts::keep_in_f32(&self.parts)
+        let mut names: Vec<String> = Vec::new();
+        for path in parts::keep_in_f32(&self.parts) {
+            let name = path.strip_prefix(AFTER).unwrap_or(path);
+            if !names.iter().any(|known| known == name) {
+                names.push(name.to_owned());
+            }
+        }
+        names
     }
 }
 
@@ -164,9 +181,9 @@ impl AuditedPart {
 /// Compares the forward and backward pass inside of a region with those in f32, part by part.
 ///
 /// `loss` computes the unscaled loss in the region that it is given: `region` itself, or the same switched off. It is run
-/// up to four times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with rounded
-/// results, which shows what the rounding alone does, if the region returns half precision; and in the region with a
-/// scale of 1, if the scale is another one. Gradients, buffers and random numbers are put
+/// up to six times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with rounded
+/// results, which shows what the rounding alone does, if the region returns half precision; in the region with a scale
+/// of 1, if the scale is another one; and in f32 and in the region to measure their times. Gradients, buffers and random numbers are put
 /// back afterwards, so that training goes on as without the call; `loss` must not change anything else.
 ///
 /// The parts are the modules of the parameters in `vs`, and what the program calls by [`named`](super::named). PyTorch

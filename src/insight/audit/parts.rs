@@ -6,9 +6,9 @@ use tch::{Kind, Tensor};
 
 use super::gradients::Compared;
 use super::runs::Run;
-use super::{AuditedGradient, AuditedOutput, AuditedPart, Suspicion};
+use super::{AFTER, AuditedGradient, AuditedOutput, AuditedPart, Suspicion};
 use crate::ffi::insight::{self as ffi, EventKind, RecordedEvent, Usage};
-use crate::insight::culprit::{dtype_name, module};
+use crate::insight::culprit::{dtype_name, modules};
 use crate::insight::passes::SCALED_LOSS;
 use crate::insight::recording::{Recording, is_bad};
 
@@ -65,7 +65,7 @@ pub(super) fn parts(
     dtype: Option<Kind>,
     gradients: &[Option<Compared>],
 ) -> Vec<AuditedPart> {
-    let modules: Vec<String> = parameters.iter().map(|(name, _)| module(name)).collect();
+    let modules = modules(parameters);
     let order = compared(&lower.recording);
     let rounded = rounded.map(|run| &run.recording);
     let beside = rounded.map_or_else(Vec::new, compared);
@@ -96,6 +96,12 @@ pub(super) fn parts(
     parts.found
 }
 
+/// How operators of the forward pass without a name are called.
+pub(super) fn place(recording: &Recording, index: usize, modules: &[String]) -> String {
+    let before = recording.module_before(index, modules);
+    before.map_or_else(|| "start".to_owned(), |module| format!("{AFTER}{module}"))
+}
+
 /// The compared events, in the order of their ends.
 fn compared(recording: &Recording) -> Vec<usize> {
     let mut order = recording.ended();
@@ -123,10 +129,7 @@ impl Parts<'_> {
         if path.as_deref() == Some(SCALED_LOSS) {
             return;
         }
-        let path = path.unwrap_or_else(|| {
-            let before = self.lower.module_before(index, &self.modules);
-            before.map_or_else(|| "start".to_owned(), |module| format!("after {module}"))
-        });
+        let path = path.unwrap_or_else(|| place(self.lower, index, &self.modules));
         let place = self.place(path);
         let kind = event.outputs.first().and_then(|output| output.kind);
         let dtypes = &mut self.found[place].dtypes;
@@ -294,21 +297,16 @@ fn of_gradient(gradient: &AuditedGradient, underflows: bool, finite: bool) -> Ve
     found
 }
 
-/// The parts to keep in f32, and those before them whose roundings they magnify.
-pub(super) fn keep_in_f32(parts: &[AuditedPart]) -> Vec<String> {
-    let mut names: Vec<String> = Vec::new();
-    let mut add = |path: &str| {
-        let name = path.strip_prefix("after ").unwrap_or(path).to_owned();
-        if name != "start" && !names.contains(&name) {
-            names.push(name);
-        }
-    };
-    for part in parts {
-        if part.has_suspicious_output() {
-            let magnifies = part.suspicions.contains(&Suspicion::MagnifiesRounding);
-            let inputs = part.output.iter().filter(|_| magnifies).flat_map(|output| &output.inputs);
-            inputs.for_each(|path| add(path));
-            add(&part.path);
+/// The parts to keep in f32, and those before them whose roundings they magnify, as they are called in an audit.
+pub(super) fn keep_in_f32(parts: &[AuditedPart]) -> Vec<&str> {
+    let mut names = Vec::new();
+    for part in parts.iter().filter(|part| part.has_suspicious_output()) {
+        let magnifies = part.suspicions.contains(&Suspicion::MagnifiesRounding);
+        let inputs = part.output.iter().filter(|_| magnifies).flat_map(|output| &output.inputs);
+        for path in inputs.chain([&part.path]).map(String::as_str) {
+            if path != "start" && !names.contains(&path) {
+                names.push(path);
+            }
         }
     }
     names

@@ -4,11 +4,13 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
 use super::gradients::{self, Gradients};
-use super::{Audit, parts};
+use super::times::Times;
+use super::{Audit, parts, times};
 use crate::Autocast;
 use crate::buffers::BufferSnapshot;
 use crate::error::{Error, Result};
 use crate::ffi::insight::{Record, Reference};
+use crate::insight::culprit::modules;
 use crate::insight::passes::{self, Passes, RestoredBuffers};
 use crate::insight::recording::Recording;
 use crate::recompute::random::RandomStates;
@@ -56,9 +58,13 @@ pub(super) fn audit(
         rounded.as_ref().map(|run| &run.gradients),
         unscaled.as_ref().unwrap_or(&lower.gradients),
     )?;
-    let parts = parts::parts(&runs.parameters, &lower, rounded.as_ref(), dtype, &gradients);
+    let mut parts = parts::parts(&runs.parameters, &lower, rounded.as_ref(), dtype, &gradients);
+    let beside = runs.times(scale, &mut || loss(off))?;
+    let own = runs.times(scale, &mut || loss(region))?;
+    times::add(&mut parts, &beside, &own);
+    let seconds = [beside, own].map(|times| times.values().sum());
     let dtype = dtype.map_or("fp32", crate::insight::culprit::dtype_name).to_owned();
-    Ok(Audit { dtype, scale, losses: [f32.loss, lower.loss], parts })
+    Ok(Audit { dtype, scale, seconds, losses: [f32.loss, lower.loss], parts })
 }
 
 impl Runs {
@@ -106,6 +112,17 @@ impl Runs {
         }
         let loss = scaled.f_double_value(&[])? / scale;
         Ok(Run { recording, loss, gradients: Gradients::new(gradients, scale) })
+    }
+
+    /// The time of each part in a run.
+    fn times(&mut self, scale: f64, loss: &mut impl FnMut() -> Result<Tensor>) -> Result<Times> {
+        let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
+        let restored = RestoredBuffers(&mut self.buffers);
+        let (recording, _) = passes::run(&self.parameters, &self.random, scale, loss, |passes| {
+            Recording::of(&tensors, Record::Times, passes)
+        })?;
+        drop(restored);
+        Ok(times::times(&recording, &modules(&self.parameters)))
     }
 
     fn gradients(

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::{Audit, AuditedPart, Suspicion};
+use super::parts::keep_in_f32;
+use super::{AFTER, Audit, AuditedPart, Suspicion};
 use crate::error::Number;
 
 /// How many parts without suspicions are listed.
@@ -49,7 +50,7 @@ impl fmt::Display for Audit {
         if suspicious.is_empty() {
             return write!(f, "verdict: no part is suspicious in {}", self.dtype);
         }
-        write!(f, "verdict: {} of {} parts are suspicious", suspicious.len(), self.parts.len())?;
+        write!(f, "verdict: suspicious parts: {} of {}", suspicious.len(), self.parts.len())?;
         for part in &suspicious {
             let all: Vec<String> = part.suspicions.iter().map(Suspicion::to_string).collect();
             write!(f, "\n  {} {}", part.path, all.join(", and "))?;
@@ -57,12 +58,28 @@ impl fmt::Display for Audit {
                 write!(f, " ({})", output.operator)?;
             }
         }
-        let keep = self.keep_in_f32();
+        let keep = keep_in_f32(&self.parts);
         if !keep.is_empty() {
-            write!(f, "\nkeep in f32: {}", keep.join(", "))?;
+            let is_said = |path: &&str| keep.contains(&format!("{AFTER}{path}").as_str());
+            let said: Vec<_> =
+                keep.iter().filter(|path| !is_said(path)).map(with_followers).collect();
+            write!(f, "\nkeep in f32: {}", said.join(", "))?;
+            let [_, whole] = self.seconds;
+            let share = 100.0 * self.f32_seconds() / whole.max(f64::MIN_POSITIVE);
+            write!(
+                f,
+                "\n  measured cost: {share:+.1} % of the {:.2} ms of an iteration",
+                1e3 * whole
+            )?;
         }
         Ok(())
     }
+}
+
+/// How a part to keep in f32 is called.
+fn with_followers(path: &&str) -> String {
+    let after = path.strip_prefix(AFTER);
+    after.map_or_else(|| (*path).to_owned(), |module| format!("{module} and what follows it"))
 }
 
 fn line(f: &mut fmt::Formatter<'_>, part: &AuditedPart, width: usize) -> fmt::Result {

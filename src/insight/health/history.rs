@@ -54,6 +54,8 @@ pub struct ScaleHistory {
     open: VecDeque<Open>,
     /// The row of a step is its number, counted from 0, modulo the capacity.
     ring: Option<Tensor>,
+    /// The loss of the step that is recorded next.
+    loss: Option<Tensor>,
 }
 
 /// What the host knows of a step.
@@ -78,12 +80,28 @@ impl ScaleHistory {
             return Err(Error::out_of_range("capacity", capacity as f64, "from 1 to 1048576"));
         }
         let (settled, open) = (VecDeque::new(), VecDeque::new());
-        Ok(Self { capacity, total: 0, settled, open, ring: None })
+        Ok(Self { capacity, total: 0, settled, open, ring: None, loss: None })
+    }
+
+    /// Sets the loss of the step that is recorded next: the unscaled loss, a tensor with one element on any device. Never
+    /// synchronizes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] unless `loss` has one element.
+    pub fn set_loss(&mut self, loss: &Tensor) -> Result<()> {
+        let elements = if loss.defined() { loss.numel() } else { 0 };
+        if elements != 1 {
+            let problem = format!("has {elements} elements: pass the mean or sum, which has one");
+            return Err(Error::InvalidArgument { name: "loss", problem });
+        }
+        self.loss = Some(loss.f_detach()?);
+        Ok(())
     }
 
     /// Records a step, between the step and [`GradScaler::update`], which changes the scale. The norm is that of
     /// [`step_clip_norm`](GradScaler::step_clip_norm) or [`step_unless_spike`](GradScaler::step_unless_spike); the loss
-    /// is the one that a spike detector watched. Never synchronizes.
+    /// is the one that a spike detector watched, or that of [`set_loss`](Self::set_loss). Never synchronizes.
     ///
     /// # Errors
     ///
@@ -102,13 +120,14 @@ impl ScaleHistory {
         }
         let judged = outcome.judged();
         let norm = outcome.total_norm().or_else(|| judged.map(|judged| &judged.norm));
-        let loss = judged.and_then(|judged| judged.loss.as_ref());
+        let loss = judged.and_then(|judged| judged.loss.as_ref()).or(self.loss.as_ref());
         let numbers = StepNumbers { scale, flag: outcome.flag(), norm, loss };
         let row = (self.total % self.capacity as u64) as usize;
         let ring = exponents::history_record(self.ring.as_ref(), self.capacity, row, numbers)?;
         let (taken, judged) = (outcome.known_taken(), judged.is_some());
         let (has_norm, has_loss) = (norm.is_some(), loss.is_some());
         self.ring = Some(ring);
+        self.loss = None;
         self.open.push_back(Open { learning_rate, taken, judged, has_norm, has_loss });
         self.total += 1;
         // The row of the step before belongs to this one now.

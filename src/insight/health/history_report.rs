@@ -21,7 +21,8 @@ pub struct StepRecord {
     pub skipped: Option<SkipCause>,
     /// The norm of the unscaled gradients before clipping, if the step computed it and it is finite.
     pub norm: Option<f64>,
-    /// The loss, if a [`SpikeDetector`](crate::scaler::SpikeDetector) watched it and it is finite.
+    /// The loss, if a [`SpikeDetector`](crate::scaler::SpikeDetector) watched it or
+    /// [`set_loss`](super::ScaleHistory::set_loss) gave it, and it is finite.
     pub loss: Option<f64>,
     /// The learning rate.
     pub learning_rate: f64,

@@ -78,7 +78,7 @@ impl OperatorReport {
         }
         self.other_line(
             f,
-            "calls of others, views, allocations",
+            "calls of other operators, views, allocations",
             self.wrappers.calls,
             self.wrappers.seconds,
         )

@@ -97,7 +97,8 @@ pub(super) fn list_in(version: &str, on_cuda: bool, operator: &str) -> AutocastL
     holds.map_or(AutocastList::Untouched, |(list, _)| *list)
 }
 
-/// Returns the list of an operator on a device, for the libtorch that is linked, from the guide's page [operations].
+/// Returns the list of an operator on a device, for the libtorch that is linked, from the guide's page [operations],
+/// which covers 2.11 and 2.13. In another version, an operator that is on different lists in these counts as untouched.
 ///
 /// [operations]: crate::guide::operations
 ///

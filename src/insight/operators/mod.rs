@@ -19,13 +19,15 @@ use std::time::Instant;
 use tch::nn::VarStore;
 use tch::{Cuda, Device, Tensor};
 
-use super::culprit::module;
+use super::culprit::modules;
 use super::recording::Recording;
 use crate::error::{Error, Result};
 use crate::ffi::insight::Record;
 use crate::precision::Precision;
 use rows::Rows;
 use work::Work;
+
+pub(super) use work::own_times;
 
 pub use gain::Gain;
 pub use lists::{AutocastList, autocast_list};
@@ -71,22 +73,22 @@ pub struct Profiler {
 }
 
 impl Profiler {
-    /// Creates a profiler for the model of `vs`, which names the parts of the model by the variables that `vs` has now.
-    /// It runs twice to warm up, and is recorded once.
+    /// Creates a profiler for the model of `vs`, whose variables, as they are now, give the parts of the model their
+    /// names. It runs a closure twice to warm up, and then records one run.
     pub fn new(vs: &VarStore) -> Self {
         let mut parameters: Vec<_> = vs.variables().into_iter().collect();
         parameters.sort_by(|a, b| a.0.cmp(&b.0));
         Self { parameters, device: vs.device(), warm_up: 2, runs: 1, precision: None }
     }
 
-    /// Sets how many runs come before the recorded ones. The first run of a program also allocates memory and chooses
-    /// algorithms.
+    /// Sets how many runs come before the recorded ones. The first run of a program is slower, because it also allocates
+    /// memory and chooses algorithms.
     #[must_use]
     pub fn warm_up(self, warm_up: usize) -> Self {
         Self { warm_up, ..self }
     }
 
-    /// Sets how many runs are recorded, at least one. The report has their sums.
+    /// Sets how many runs are recorded, at least one. The report adds them up.
     #[must_use]
     pub fn runs(self, runs: usize) -> Self {
         Self { runs, ..self }
@@ -125,7 +127,7 @@ impl Profiler {
             unrecorded_seconds = Some(start.elapsed().as_secs_f64());
         }
         let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
-        let modules: Vec<String> = self.parameters.iter().map(|(name, _)| module(name)).collect();
+        let modules = modules(&self.parameters);
         let (mut rows, mut seconds) = (Rows::default(), 0.0);
         for _ in 0..self.runs {
             let recorded = || {

@@ -13,9 +13,9 @@ use crate::insight::Pass;
 pub struct OperatorReport {
     /// How many runs were recorded.
     pub runs: u64,
-    /// The time of the recorded runs, which includes the work of recording.
+    /// The time of the recorded runs in seconds, which includes the work of recording.
     pub seconds: f64,
-    /// The time of one run that was not recorded, the last of the warm-up; `None` without a warm-up.
+    /// The time in seconds of one run that was not recorded, the last of the warm-up; `None` without a warm-up.
     pub unrecorded_seconds: Option<f64>,
     /// The operators that compute, by own time.
     pub operators: Vec<OperatorRow>,
@@ -47,13 +47,13 @@ pub struct OperatorRow {
     pub device: String,
     /// The pass.
     pub pass: Pass,
-    /// How often it was called.
+    /// How often it was called, in all recorded runs.
     pub calls: u64,
-    /// Its own time: without that of operators that it called.
+    /// Its own time in seconds, in all recorded runs: without that of operators that it called.
     pub seconds: f64,
-    /// The size of the tensors that it read.
+    /// The size in bytes of the tensors that it read, each counted once per call.
     pub bytes_read: u64,
-    /// The size of the tensors that it wrote.
+    /// The size in bytes of the tensors that it wrote, each counted once per call.
     pub bytes_written: u64,
     /// The floating-point operations of matrix products: two for each multiplication and addition.
     pub flops: u64,
@@ -63,9 +63,9 @@ pub struct OperatorRow {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Wrappers {
-    /// How often such operators were called.
+    /// How often such operators were called, in all recorded runs.
     pub calls: u64,
-    /// Their own time.
+    /// Their own time in seconds, in all recorded runs.
     pub seconds: f64,
 }
 
@@ -103,11 +103,11 @@ pub struct ProductRow {
     pub n: u64,
     /// What is summed over: columns of the first matrix, input channels times kernel, or the size of a head.
     pub k: u64,
-    /// How often it was called.
+    /// How often it was called, in all recorded runs.
     pub calls: u64,
-    /// The own time.
+    /// The own time in seconds, in all recorded runs.
     pub seconds: f64,
-    /// The floating-point operations.
+    /// The floating-point operations, in all recorded runs.
     pub flops: u64,
 }
 
@@ -143,11 +143,11 @@ pub struct CastRow {
     pub parameter: Option<String>,
     /// The pass.
     pub pass: Pass,
-    /// How often.
+    /// How often, in all recorded runs.
     pub calls: u64,
-    /// The bytes that were read and written.
+    /// The bytes that were read and written, in all recorded runs.
     pub bytes: u64,
-    /// The time.
+    /// The time in seconds, in all recorded runs.
     pub seconds: f64,
     /// How many of the calls cast the same unchanged tensor to the same dtype as an earlier one of the same run.
     pub repeats: u64,
@@ -155,7 +155,7 @@ pub struct CastRow {
     /// the outermost region ends, on any thread. These repeats come from a region without the cache, from several
     /// regions, or from the end of another thread's region.
     pub cacheable: u64,
-    /// The time of the repeats.
+    /// The time of the repeats in seconds.
     pub repeat_seconds: f64,
 }
 
@@ -171,9 +171,9 @@ pub struct MovedOperator {
     pub after: Option<String>,
     /// The list because of which it ran in f32; [`AutocastList::Widest`] if another input was f32.
     pub list: AutocastList,
-    /// How often.
+    /// How often, in all recorded runs.
     pub calls: u64,
-    /// The time with all operators that it called, including casts.
+    /// The time in seconds with all operators that it called, including casts, in all recorded runs.
     pub seconds: f64,
 }
 
@@ -189,7 +189,7 @@ pub struct Padding {
     pub sizes: Vec<(u64, u64)>,
     /// The floating-point operations of these products.
     pub flops: u64,
-    /// Their share of those of all products.
+    /// Their share of those of all products, from 0 to 1.
     pub share: f64,
 }
 
@@ -201,7 +201,7 @@ pub struct ListedOperator {
     pub operator: String,
     /// The list that it is on, for this device and the libtorch that is linked.
     pub list: AutocastList,
-    /// How often it was called.
+    /// How often it was called, in all recorded runs.
     pub calls: u64,
     /// The other versions of libtorch in which it is on another list. Known are those of the guide's page
     /// [operations](crate::guide::operations).
@@ -209,19 +209,19 @@ pub struct ListedOperator {
 }
 
 impl OperatorReport {
-    /// The floating-point operations of all matrix products.
+    /// Adds up the floating-point operations of all matrix products in all recorded runs.
     pub fn flops(&self) -> u64 {
         self.operators.iter().map(|row| row.flops).sum()
     }
 
-    /// The own times of all operators. At most `seconds`, unless a backward pass runs on the threads of several
+    /// Adds up the own times of all operators in seconds. At most `seconds`, unless a backward pass runs on the threads of several
     /// devices.
     pub fn own_seconds(&self) -> f64 {
         self.wrappers.seconds + self.operators.iter().map(|row| row.seconds).sum::<f64>()
     }
 
-    /// The share of the floating-point operations of a pass, or of both, that are computed in half precision. `None`
-    /// without any.
+    /// Returns the share, from 0 to 1, of the floating-point operations of a pass, or of both, that are computed in half
+    /// precision. `None` if there are no such operations.
     pub fn half_share(&self, pass: Option<Pass>) -> Option<f64> {
         let rows = || self.operators.iter().filter(|row| pass.is_none_or(|pass| row.pass == pass));
         let all: u64 = rows().map(|row| row.flops).sum();

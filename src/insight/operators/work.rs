@@ -57,6 +57,11 @@ impl<'a> Work<'a> {
     }
 }
 
+/// The nanoseconds of each event without those that it ran.
+pub(in crate::insight) fn own_times(events: &[RecordedEvent]) -> Vec<i64> {
+    times(events).0
+}
+
 /// The own and the total nanoseconds of each event. What the recording itself did counts for nobody.
 fn times(events: &[RecordedEvent]) -> (Vec<i64>, Vec<i64>) {
     let is_timed = |event: &RecordedEvent| event.ended.is_some();

@@ -1,0 +1,71 @@
+//! An audit, with the most suspicious parts first.
+
+use super::Html;
+use super::text::milliseconds;
+use crate::insight::html::table::Table;
+use crate::insight::{Audit, AuditedPart};
+
+/// How many parts are listed.
+const MOST_PARTS: usize = 60;
+
+/// Adds the section of an audit.
+pub(super) fn add(html: Html, audit: &Audit) -> Html {
+    let clean = audit.parts.iter().filter(|part| part.suspicions.is_empty());
+    let parts: Vec<&AuditedPart> = audit.suspicious().into_iter().chain(clean).collect();
+    let mut table = Table::new([
+        "part",
+        "suspicion",
+        "error",
+        "× expected",
+        "gradient error",
+        "cosine",
+        "underflow",
+        "ms in f32",
+        "ms in the region",
+        "dtypes",
+    ]);
+    for part in parts.iter().take(MOST_PARTS) {
+        table.row(row(part));
+    }
+    let verdict = audit.to_string();
+    let verdict = verdict.lines().skip_while(|line| !line.starts_with("verdict"));
+    let html = html
+        .heading(&format!("Audit in {}", audit.dtype))
+        .preformatted(&verdict.collect::<Vec<_>>().join("\n"))
+        .table(&table);
+    let html = match parts.len().saturating_sub(MOST_PARTS) {
+        0 => html,
+        rest => html.note(&format!("{rest} more parts without suspicions are not listed.")),
+    };
+    html.note(
+        "Error: the distance from the results in f32, divided by their norm. × expected: the same as a multiple of what \
+         roundings add up to at that depth. Underflow: gradients that are zero here and not in f32.",
+    )
+}
+
+fn row(part: &AuditedPart) -> [String; 10] {
+    let suspicions: Vec<String> = part.suspicions.iter().map(ToString::to_string).collect();
+    let output = |text: fn(f64) -> String, number: fn(&crate::insight::AuditedOutput) -> f64| {
+        part.output.as_ref().map_or_else(String::new, |output| text(number(output)))
+    };
+    let gradient = |text: fn(f64) -> String, of: fn(&crate::insight::AuditedGradient) -> f64| {
+        part.gradient.as_ref().map_or_else(String::new, |gradient| text(of(gradient)))
+    };
+    let dtypes = part.dtypes.iter().map(|(dtype, count)| format!("{count} {dtype}"));
+    [
+        part.path.clone(),
+        suspicions.join(", and "),
+        output(scientific, |output| output.error),
+        output(|multiple| format!("{multiple:.1}"), |output| output.multiple),
+        gradient(scientific, |gradient| gradient.error),
+        gradient(|cosine| format!("{cosine:.5}"), |gradient| gradient.cosine),
+        gradient(|share| format!("{:.2} %", 100.0 * share), |gradient| gradient.underflow),
+        milliseconds(part.seconds[0]),
+        milliseconds(part.seconds[1]),
+        dtypes.collect::<Vec<_>>().join(", "),
+    ]
+}
+
+fn scientific(number: f64) -> String {
+    format!("{number:.1e}")
+}

@@ -1,0 +1,119 @@
+//! Everything that is known of a run, in one page.
+
+mod audits;
+mod exponents;
+mod operators;
+mod steps;
+mod text;
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::html::page::Page as Html;
+use super::{Audit, Explanation, HealthReport, HistoryReport, OperatorReport};
+use crate::atomic;
+use crate::error::{CheckpointError, Result};
+
+/// Shows everything that is known of a run in one HTML file with tables and plots, which needs no network: the loss, the
+/// scale with the skipped steps and their culprits, the exponents of the gradients over time, audits with the most
+/// suspicious parts first, and what the operators cost.
+///
+/// Fill in what there is; a section without data is left out. Its text, by `Display`, has the same for a terminal, and
+/// serde keeps it as data. PyTorch has no counterpart.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, nn};
+/// use tch_amp::insight::{Page, ScaleHealth, ScaleHistory, Tracer};
+/// use tch_amp::{Autocast, GradScaler, optim::AdamW};
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let layer = nn::linear(vs.root() / "layer", 4, 4, Default::default());
+/// let mut optimizer = AdamW::default().build(&vs, 1e-3)?;
+/// let mut scaler = GradScaler::new(Device::Cpu)?;
+/// let region = Autocast::new(Device::Cpu).dtype(Kind::Half);
+///
+/// let mut page = Page::new("A layer in fp16");
+/// let (mut tracer, mut health) = (Tracer::new(&vs)?, ScaleHealth::new(&vs));
+/// let mut history = ScaleHistory::new(10_000)?;
+/// for step in 1..=40 {
+///     let size = if step == 20 { 1e5 } else { 1.0 };
+///     let x = Tensor::randn([8, 4], (Kind::Float, Device::Cpu)) * size;
+///     let compute = || region.run(|| x.apply(&layer).square().mean(Kind::Float));
+///     tracer.begin(&scaler)?;
+///     optimizer.zero_grad()?;
+///     let loss = compute()?;
+///     scaler.backward(&loss)?;
+///     health.observe(&scaler)?;
+///     let outcome = scaler.step_clip_norm(&mut optimizer, 1.0)?;
+///     history.set_loss(&loss)?;
+///     history.record(&scaler, &outcome, 1e-3)?;
+///     scaler.update()?;
+///     page.explanations.extend(tracer.explain_if_skipped(&scaler, &outcome, compute)?);
+///     if step % 10 == 0 {
+///         page.health.push((step, health.report()?));
+///         health.clear();
+///     }
+/// }
+/// page.history = Some(history.report()?);
+/// # let folder = std::env::temp_dir().join(format!("tch-amp-page-{}", std::process::id()));
+/// # std::fs::create_dir_all(&folder).unwrap();
+/// # let path = folder.join("run.html");
+/// page.write(&path)?;
+/// # std::fs::remove_dir_all(&folder).unwrap();
+/// println!("{page}");
+/// # assert_eq!(page.explanations.len(), 1);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Page {
+    /// The title.
+    pub title: String,
+    /// The steps: from [`ScaleHistory::report`](super::ScaleHistory::report).
+    pub history: Option<HistoryReport>,
+    /// Why steps were skipped: from a [`Tracer`](super::Tracer). Their iterations are taken for the numbers of the steps
+    /// in `history`; see [`Tracer::after`](super::Tracer::after).
+    pub explanations: Vec<Explanation>,
+    /// The exponents of the gradients up to a step, in the order of the steps: from a
+    /// [`ScaleHealth`](super::ScaleHealth), which is cleared after each report so that every report has its own steps.
+    pub health: Vec<(u64, HealthReport)>,
+    /// Audits: from [`audit`](super::audit()).
+    pub audits: Vec<Audit>,
+    /// What operators cost: from a [`Profiler`](super::Profiler).
+    pub operators: Vec<OperatorReport>,
+}
+
+impl Page {
+    /// Creates a page without any section.
+    pub fn new(title: &str) -> Self {
+        Self { title: title.to_owned(), ..Self::default() }
+    }
+
+    /// Returns the page as HTML. It refers to no other file.
+    pub fn to_html(&self) -> String {
+        let mut html = Html::new(&self.title);
+        html = steps::add(html, self);
+        html = exponents::add(html, &self.health);
+        for audit in &self.audits {
+            html = audits::add(html, audit);
+        }
+        for report in &self.operators {
+            html = operators::add(html, report);
+        }
+        html.finish()
+    }
+
+    /// Writes [`to_html`](Self::to_html) to a file. An older file is replaced as a whole or not at all.
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError::Save`] if the file cannot be written.
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
+        let html = self.to_html();
+        let saved = atomic::replace(path.as_ref(), &mut |out| out.write_all(html.as_bytes()));
+        Ok(saved.map_err(CheckpointError::from)?)
+    }
+}

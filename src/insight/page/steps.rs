@@ -1,0 +1,165 @@
+//! The steps: the loss, the scale, the norms, and why steps were skipped.
+
+use std::collections::HashMap;
+
+use super::text::reason;
+use super::{Html, Page};
+use crate::error::Number;
+use crate::insight::html::axis::Spacing;
+use crate::insight::html::plot::{Plot, Series};
+use crate::insight::html::table::{Table, or_dash};
+use crate::insight::{Explanation, HistoryReport, SkipCause, StepRecord};
+
+/// How many points of a line are drawn.
+const MOST_POINTS: usize = 2000;
+
+/// How many skipped steps are marked and listed.
+const MOST_SKIPS: usize = 100;
+
+/// Adds the sections of the steps.
+pub(super) fn add(mut html: Html, page: &Page) -> Html {
+    let explained: HashMap<u64, &Explanation> =
+        page.explanations.iter().map(|explanation| (explanation.iteration, explanation)).collect();
+    if let Some(history) = &page.history {
+        html = html.result(&history.to_string());
+        html = plots(html, history, &explained);
+        html = skips(html, history, &explained);
+    }
+    if !page.explanations.is_empty() {
+        html = html.subheading("Explanations");
+        for explanation in &page.explanations {
+            let summary = format!("step {}: {}", explanation.iteration, reason(explanation));
+            html = html.details(&summary, &explanation.to_string());
+        }
+    }
+    html
+}
+
+fn plots(html: Html, history: &HistoryReport, explained: &HashMap<u64, &Explanation>) -> Html {
+    let html = plot(html, "Loss", "loss", Spacing::Linear, points(history, |step| step.loss));
+    let html = scale(html, history, explained);
+    let norms = points(history, |step| step.norm.filter(|norm| *norm > 0.0));
+    let html = plot(html, "Norm of the gradients", "2-norm before clipping", Spacing::Log10, norms);
+    let rates = points(history, |step| Some(step.learning_rate));
+    let changes = rates.iter().any(|rate| Some(rate.1) != rates.first().map(|first| first.1));
+    let rates = if changes { rates } else { Vec::new() };
+    plot(html, "Learning rate", "learning rate", Spacing::Linear, rates)
+}
+
+/// A number of each step in which it is known, of which as many as can be drawn.
+fn points(history: &HistoryReport, number: impl Fn(&StepRecord) -> Option<f64>) -> Vec<(f64, f64)> {
+    let all = history.steps.iter();
+    let all = all.filter_map(|step| number(step).map(|number| (step.step as f64, number)));
+    thinned(all.filter(|point| point.1.is_finite()).collect())
+}
+
+/// The smallest and the largest of each stretch, so that no peak is lost.
+fn thinned(points: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
+    if points.len() <= MOST_POINTS {
+        return points;
+    }
+    let by_value = |a: &&(f64, f64), b: &&(f64, f64)| a.1.total_cmp(&b.1);
+    let ends = |stretch: &[(f64, f64)]| {
+        let low = stretch.iter().min_by(by_value).copied();
+        let high = stretch.iter().max_by(by_value).copied();
+        let mut ends: Vec<_> = low.into_iter().chain(high).collect();
+        ends.sort_by(|a, b| a.0.total_cmp(&b.0));
+        ends
+    };
+    points.chunks(points.len().div_ceil(MOST_POINTS / 2)).flat_map(ends).collect()
+}
+
+fn plot(
+    html: Html,
+    heading: &'static str,
+    label: &'static str,
+    spacing: Spacing,
+    points: Vec<(f64, f64)>,
+) -> Html {
+    if points.is_empty() {
+        return html;
+    }
+    let series = vec![Series::line("first", label, points)];
+    html.heading(heading).plot(&Plot::over(heading, ["step", label], spacing, series))
+}
+
+/// The scale, with a cross at each skipped step.
+fn scale(html: Html, history: &HistoryReport, explained: &HashMap<u64, &Explanation>) -> Html {
+    let skips = skipped(history);
+    let scales = points(history, |step| Some(step.scale).filter(|scale| *scale > 0.0));
+    let is_constant = scales.iter().all(|scale| scale.1 == 1.0);
+    if scales.is_empty() || (is_constant && skips.is_empty()) {
+        return html;
+    }
+    let mut series = Series::line("first", "loss scale", scales);
+    let mark = |(step, cause): &(&StepRecord, SkipCause)| {
+        let number = step.step;
+        let why = cause_of(explained.get(&number).copied(), *cause);
+        (number as f64, step.scale, format!("step {number} skipped: {why}"))
+    };
+    series.marks = skips.iter().map(mark).collect();
+    let labels = ["step", "loss scale"];
+    let description = "The loss scale, with the skipped steps";
+    let mut plot = Plot::over(description, labels, Spacing::Log2, vec![series]);
+    plot.mark_name = if skips.is_empty() { "" } else { "skipped step" };
+    html.heading("Loss scale").plot(&plot)
+}
+
+/// The last skipped steps.
+fn skipped(history: &HistoryReport) -> Vec<(&StepRecord, SkipCause)> {
+    let skipped = history.steps.iter().filter_map(|step| Some((step, step.skipped?)));
+    let all: Vec<_> = skipped.collect();
+    all[all.len().saturating_sub(MOST_SKIPS)..].to_vec()
+}
+
+fn cause_of(explanation: Option<&Explanation>, cause: SkipCause) -> String {
+    explanation.map_or_else(|| words(cause).to_owned(), reason)
+}
+
+fn words(cause: SkipCause) -> &'static str {
+    match cause {
+        SkipCause::Overflow => "a gradient was infinite or NaN",
+        SkipCause::Spike => "the gradient norm or the loss was a spike",
+    }
+}
+
+/// The table of the skipped steps.
+fn skips(html: Html, history: &HistoryReport, explained: &HashMap<u64, &Explanation>) -> Html {
+    let skipped = skipped(history);
+    if skipped.is_empty() {
+        return html;
+    }
+    let mut table = Table::new(["step", "scale", "gradient norm", "why"]);
+    for (step, cause) in &skipped {
+        table.row([
+            step.step.to_string(),
+            Number(step.scale).to_string(),
+            or_dash(step.norm.map(|norm| format!("{norm:.3e}"))),
+            cause_of(explained.get(&step.step).copied(), *cause),
+        ]);
+    }
+    let html = html.heading("Skipped steps").table(&table);
+    let all = history.skips(SkipCause::Overflow) + history.skips(SkipCause::Spike);
+    match all - skipped.len() {
+        0 => html,
+        earlier => html.note(&format!("{earlier} earlier ones are not listed.")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thinning_keeps_the_peaks_and_the_order() {
+        let mut points: Vec<(f64, f64)> =
+            (0..100_000).map(|i| (f64::from(i), f64::from(i % 7))).collect();
+        points[54_321].1 = 1000.0;
+        points[54_322].1 = -1000.0;
+        let thin = thinned(points.clone());
+        assert!(thin.len() <= MOST_POINTS, "{}", thin.len());
+        assert!(thin.contains(&points[54_321]) && thin.contains(&points[54_322]));
+        assert!(thin.is_sorted_by(|a, b| a.0 <= b.0));
+        assert_eq!(thinned(points[..10].to_vec()), points[..10]);
+    }
+}
