@@ -28,6 +28,9 @@ tamp_recorded_tensor describe(tamp_recording &recording, const Tensor &t, uint8_
   const auto *memory = memory_of(recording, part);
   out.memory = memory == nullptr ? -1 : memory->number;
   out.parameter = memory == nullptr ? -1 : memory->parameter_at(part);
+  // What has no storage has no place in one, and a nested tensor has many.
+  const bool has_place = memory != nullptr && part.layout() == at::kStrided && !part.is_nested();
+  out.offset = has_place ? part.storage_offset() : 0;
   out.elements = part.numel();
   out.usage = use;
   return out;

@@ -50,6 +50,8 @@ pub(crate) struct RecordedTensor {
     pub(crate) memory: Option<u64>,
     /// Its place among the parameters.
     pub(crate) parameter: Option<usize>,
+    /// The place of its first number in the memory.
+    pub(crate) offset: i64,
     pub(crate) elements: i64,
     pub(crate) kind: Option<Kind>,
     pub(crate) numbers: Option<Numbers>,
@@ -315,6 +317,7 @@ fn tensor(raw: &sys::RecordedTensor) -> RecordedTensor {
     RecordedTensor {
         memory: u64::try_from(raw.memory).ok(),
         parameter: usize::try_from(raw.parameter).ok(),
+        offset: raw.offset,
         elements: raw.elements,
         kind: codes::kind_of(raw.dtype),
         numbers: (raw.known != 0).then_some(numbers),

@@ -173,3 +173,37 @@ fn a_report_is_the_same_after_json() {
     let text = serde_json::to_string(&report).unwrap();
     assert_eq!(serde_json::from_str::<OperatorReport>(&text).unwrap(), report);
 }
+
+/// The parts of a tensor share its memory, but are other numbers.
+#[test]
+fn casts_of_parts_of_a_tensor_are_no_repeats() {
+    let model = Model::new();
+    let region = Autocast::new(Device::Cpu);
+    let report = model.profiled(|| {
+        for part in model.x.chunk(2, 0) {
+            let _program = part.to_kind(Kind::Half);
+            let _autocast = region.run(|| part.mm(&part.tr()))?;
+        }
+        Ok(())
+    });
+    assert_eq!(calls(&report, CastReason::Program), 2, "{report}");
+    // Each part and its transpose.
+    assert_eq!(calls(&report, CastReason::Autocast), 4, "{report}");
+    assert_eq!(sum(&report, |row| row.repeats), 0, "{report}");
+}
+
+/// Operators on no list cast on their own, also inside of a region.
+#[test]
+fn a_cast_that_an_operator_makes_itself_is_not_autocasts() {
+    let model = Model::new();
+    let half = model.x.to_kind(Kind::BFloat16);
+    let region = Autocast::new(Device::Cpu);
+    let report = model.profiled(|| {
+        region.run(|| {
+            let _promoted = &half * &model.x;
+            let _asked = half.softmax(-1, Kind::Float);
+        })
+    });
+    assert_eq!(calls(&report, CastReason::Operator), 2, "{report}");
+    assert_eq!(calls(&report, CastReason::Autocast), 0, "{report}");
+}

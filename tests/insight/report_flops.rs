@@ -296,3 +296,39 @@ fn sizes_are_padded_to_multiples_of_eight() {
     assert!(report.to_string().contains("pad 10 to 16  aten::addmm, aten::mm in last"), "{report}");
     assert!(run(None).padding.is_empty(), "f32 needs no padding");
 }
+
+/// A product with a vector, which padding would slow down.
+#[test]
+fn products_with_vectors_are_not_padded() {
+    let half = |sizes: &[i64]| ones(sizes).to_kind(Kind::BFloat16);
+    let (square, vector) = (half(&[16, 16]), half(&[16]));
+    let report = profiled(|| {
+        drop((square.mv(&vector), vector.dot(&vector), half(&[1, 16]).mm(&square)));
+    });
+    assert_eq!(report.products.len(), 3, "{report}");
+    assert!(report.padding.is_empty(), "{report}");
+}
+
+/// Autocast calls an operator again, and only this second call computes.
+#[test]
+fn a_product_in_a_region_is_one_call_with_its_own_time_and_bytes() {
+    let _alone = alone();
+    let (a, b) = (ones(&[128, 256]), ones(&[256, 64]));
+    let many = ones(&[2, 8, 8]);
+    let report = profiled(|| {
+        autocast(Device::Cpu, || drop((a.mm(&b), many.bmm(&many), a.mm(&b)))).unwrap();
+    });
+    let row = |name: &str| report.operators.iter().find(|row| row.operator == name).unwrap();
+    assert_eq!((row("aten::mm").calls, row("aten::bmm").calls), (2, 1), "{report}");
+    let elements = 128 * 256 + 256 * 64;
+    assert_eq!(row("aten::mm").bytes_read, 2 * 2 * elements, "{report}");
+    let products = report.products.iter().filter(|row| row.operator == "aten::mm");
+    let seconds: f64 = products.map(|row| row.seconds).sum();
+    assert_eq!(seconds, row("aten::mm").seconds, "{report}");
+}
+
+#[test]
+fn a_product_that_fails_is_not_counted() {
+    let report = profiled(|| assert!(ones(&[3, 5]).f_mm(&ones(&[7, 2])).is_err()));
+    assert_eq!(report.flops(), 0, "{report}");
+}

@@ -47,6 +47,19 @@ fn bytes_are_those_of_the_tensors_that_are_read_and_written() {
     assert_eq!(bytes("aten::clamp_min_", "fp32"), (1, 400, 400), "{report}");
 }
 
+/// Two parts of a tensor share its memory, but each is read or written.
+#[test]
+fn bytes_of_parts_of_a_tensor_add_up() {
+    let x = ones(&[4, 8]);
+    let report = profiler().run(|| {
+        let parts = x.chunk(2, 0);
+        Ok(&parts[0] * &parts[1])
+    });
+    let report = report.unwrap();
+    let product = row(&report, "aten::mul", "fp32");
+    assert_eq!((product.bytes_read, product.bytes_written), (4 * 32, 4 * 16), "{report}");
+}
+
 /// Operators that call others have a time of their own, without that of the others.
 #[test]
 fn own_times_add_up_to_no_more_than_the_time_of_the_run() {

@@ -48,8 +48,8 @@ pub(super) type CastRows = BTreeMap<CastKey, CastSums>;
 
 /// Adds the casts of one run.
 pub(super) fn add(work: &Work<'_>, parameters: &[(String, Tensor)], rows: &mut CastRows) {
-    // By memory: the sizes and dtypes to which it was cast since it was written.
-    let mut seen: HashMap<u64, HashSet<(Vec<i64>, i8)>> = HashMap::new();
+    // By memory: the places, sizes and dtypes of its parts that were cast since it was written.
+    let mut seen: HashMap<u64, HashSet<(i64, Vec<i64>, i8)>> = HashMap::new();
     for (index, event) in work.operators().filter(|(index, _)| work.computes[*index]) {
         for memory in written(event) {
             seen.remove(&memory);
@@ -57,7 +57,8 @@ pub(super) fn add(work: &Work<'_>, parameters: &[(String, Tensor)], rows: &mut C
         let Some((to, from)) = cast(event) else { continue };
         let (key, forward) = key(work, index, (to, from), parameters);
         let again = from.memory.is_some_and(|memory| {
-            !seen.entry(memory).or_default().insert((from.sizes().to_vec(), to.dtype))
+            let part = (from.offset, from.sizes().to_vec(), to.dtype);
+            !seen.entry(memory).or_default().insert(part)
         });
         let cacheable =
             again && key.reason == CastReason::Autocast && is_cached(from, to, parameters);
@@ -95,8 +96,12 @@ fn key(
     let (at, path) = work.place(index);
     let asked_by = asking(work, index);
     let (reason, operator) = match asked_by.map(|index| &work.recording.events[index]) {
-        Some(event) if event.autocast.is_some() => (CastReason::Autocast, Some(event.name.clone())),
-        Some(event) => (CastReason::Operator, Some(event.name.clone())),
+        Some(event) => {
+            // An operator on no list is not called again: it casts on its own, even inside of a region.
+            let by_autocast = asked_by.is_some_and(|index| work.called_again[index]);
+            let reason = if by_autocast { CastReason::Autocast } else { CastReason::Operator };
+            (reason, Some(event.name.clone()))
+        }
         None if at == Pass::Backward => {
             let forward = work.recording.pass(index).1;
             let forward = forward.and_then(|index| asking(work, index));

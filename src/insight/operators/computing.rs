@@ -34,6 +34,18 @@ pub(super) fn in_copies(events: &[RecordedEvent]) -> Vec<bool> {
     inside
 }
 
+/// Which events autocast has called again, on inputs that it has cast, outside of the region.
+pub(super) fn called_again(events: &[RecordedEvent]) -> Vec<bool> {
+    let mut again = vec![false; events.len()];
+    for inner in events {
+        let Some(above) = inner.parent else { continue };
+        let outer = &events[above];
+        let is_again = outer.autocast.is_some() && inner.autocast.is_none();
+        again[above] |= is_again && outer.name == inner.name;
+    }
+    again
+}
+
 /// Operators that prepare memory for the operator that runs them, which then writes to it as well.
 const FILLING: &[&str] = &[COPY, "aten::fill_", "aten::zero_"];
 

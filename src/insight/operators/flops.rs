@@ -55,6 +55,8 @@ pub(super) fn product(event: &RecordedEvent) -> Option<(Level, Product)> {
     use Level::{Kernel, Otherwise};
     let input = |place: usize| event.inputs.get(place).map(|tensor| tensor.sizes());
     let name = event.name.strip_prefix("aten::")?;
+    // One that failed has no result.
+    event.outputs.first()?;
     let found = match name {
         "mm" => (Kernel, matrices(input(0)?, input(1)?)?),
         "bmm" => (Kernel, matrices(input(0)?, input(1)?)?),

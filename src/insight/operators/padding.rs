@@ -14,7 +14,9 @@ pub(super) fn padding(report: &OperatorReport) -> Vec<Padding> {
     let mut found: BTreeMap<_, (BTreeSet<&str>, u64)> = BTreeMap::new();
     let products = report.products.iter();
     // cuDNN pads the channels of a convolution, and flash attention the size of a head.
-    for row in products.filter(|row| row.kind == ProductKind::Matrix && is_half(&row.dtype)) {
+    let products = products.filter(|row| row.kind == ProductKind::Matrix && is_half(&row.dtype));
+    // The memory limits the speed of a product with a vector, and padding would only add to it.
+    for row in products.filter(|row| ![row.m, row.n, row.k].contains(&1)) {
         let odd = [row.m, row.n, row.k].into_iter().filter(|size| size % MULTIPLE != 0);
         let sizes: BTreeSet<u64> = odd.collect();
         if !sizes.is_empty() {

@@ -179,16 +179,18 @@ pub(super) fn seconds(nanoseconds: i64) -> f64 {
 /// The bytes that an operator reads and writes: each tensor once.
 fn bytes(event: &RecordedEvent) -> (u64, u64) {
     let size = |tensor: &RecordedTensor| u64::try_from(tensor.bytes()).unwrap_or(0);
+    // Parts of one tensor, such as queries and keys, share its memory.
+    let place = |tensor: &RecordedTensor| (tensor.memory, tensor.offset, tensor.elements);
     let (mut read, mut written) = (0, 0);
     let (mut seen, mut made) = (HashSet::new(), HashSet::new());
     for tensor in event.inputs.iter().filter(|tensor| tensor.usage != Usage::Overwrite) {
-        if tensor.memory.is_none() || seen.insert((tensor.memory, tensor.elements)) {
+        if tensor.memory.is_none() || seen.insert(place(tensor)) {
             read += size(tensor);
         }
     }
     // What is written in place can be missing among the results.
     for tensor in event.outputs.iter().chain(&event.inputs) {
-        if is_written(tensor) && (tensor.memory.is_none() || made.insert(tensor.memory)) {
+        if is_written(tensor) && (tensor.memory.is_none() || made.insert(place(tensor))) {
             written += size(tensor);
         }
     }

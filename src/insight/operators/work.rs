@@ -4,7 +4,7 @@ use crate::ffi::insight::{EventKind, RecordedEvent};
 use crate::insight::Pass;
 use crate::insight::recording::Recording;
 
-use super::computing::{COPY, computing, in_copies};
+use super::computing::{COPY, called_again, computing, in_copies};
 use super::flops::{self, Level, Product};
 use super::report::ProductKind;
 
@@ -18,6 +18,8 @@ pub(super) struct Work<'a> {
     pub(super) total: Vec<i64>,
     /// Whether an event computes, as opposed to operators that only call others, allocate memory or make views.
     pub(super) computes: Vec<bool>,
+    /// Whether autocast called an event again, on inputs that it has cast.
+    pub(super) called_again: Vec<bool>,
     /// The matrix product of an event, if it is the innermost that computes it.
     pub(super) products: Vec<Option<Product>>,
 }
@@ -25,7 +27,8 @@ pub(super) struct Work<'a> {
 impl<'a> Work<'a> {
     pub(super) fn new(recording: &'a Recording, modules: &'a [String]) -> Self {
         let (mut own, total) = times(&recording.events);
-        let products = products(recording);
+        let called_again = called_again(&recording.events);
+        let products = products(recording, &called_again);
         let in_copy = in_copies(&recording.events);
         for (index, event) in recording.events.iter().enumerate() {
             if in_copy[index] {
@@ -35,7 +38,7 @@ impl<'a> Work<'a> {
             }
         }
         let computes = computing(&recording.events, &products, &in_copy);
-        Self { recording, modules, own, total, computes, products }
+        Self { recording, modules, own, total, computes, called_again, products }
     }
 
     /// The operators that ended, in the order of their ends.
@@ -86,14 +89,18 @@ fn times(events: &[RecordedEvent]) -> (Vec<i64>, Vec<i64>) {
 }
 
 /// The product of each event. Of operators that are nested, one is counted: a kernel rather than what calls it or what
-/// it calls, and a convolution rather than the matrix products by which it is computed.
-fn products(recording: &Recording) -> Vec<Option<Product>> {
+/// it calls, and a convolution rather than the matrix products by which it is computed. One that autocast has called again
+/// did not compute it.
+fn products(recording: &Recording, called_again: &[bool]) -> Vec<Option<Product>> {
     let events = &recording.events;
     let is_operator =
         |event: &RecordedEvent| event.kind == EventKind::Operator && event.ended.is_some();
     let found: Vec<_> = events
         .iter()
-        .map(|event| if is_operator(event) { flops::product(event) } else { None })
+        .zip(called_again)
+        .map(|(event, again)| {
+            if is_operator(event) && !again { flops::product(event) } else { None }
+        })
         .collect();
     let mut counted = vec![None; events.len()];
     // Whether an event ran one that is counted.
