@@ -89,8 +89,8 @@ fn times(events: &[RecordedEvent]) -> (Vec<i64>, Vec<i64>) {
 }
 
 /// The product of each event. Of operators that are nested, one is counted: a kernel rather than what calls it or what
-/// it calls, and a convolution rather than the matrix products by which it is computed. One that autocast has called again
-/// did not compute it.
+/// it calls, and a convolution rather than the matrix products by which it is computed. One that autocast has called
+/// again did not compute it.
 fn products(recording: &Recording, called_again: &[bool]) -> Vec<Option<Product>> {
     let events = &recording.events;
     let is_operator =
