@@ -31,6 +31,7 @@ tamp_recorded_tensor describe(tamp_recording &recording, const Tensor &t, uint8_
   // What has no storage has no place in one, and a nested tensor has many.
   const bool has_place = memory != nullptr && part.layout() == at::kStrided && !part.is_nested();
   out.offset = has_place ? part.storage_offset() : 0;
+  out.version = t.is_inference() ? 0 : static_cast<int64_t>(t._version());
   out.elements = part.numel();
   out.usage = use;
   return out;

@@ -52,6 +52,8 @@ pub(crate) struct RecordedTensor {
     pub(crate) parameter: Option<usize>,
     /// The place of its first number in the memory.
     pub(crate) offset: i64,
+    /// How often it was written, as autograd counts.
+    pub(crate) version: i64,
     pub(crate) elements: i64,
     pub(crate) kind: Option<Kind>,
     pub(crate) numbers: Option<Numbers>,
@@ -318,6 +320,7 @@ fn tensor(raw: &sys::RecordedTensor) -> RecordedTensor {
         memory: u64::try_from(raw.memory).ok(),
         parameter: usize::try_from(raw.parameter).ok(),
         offset: raw.offset,
+        version: raw.version,
         elements: raw.elements,
         kind: codes::kind_of(raw.dtype),
         numbers: (raw.known != 0).then_some(numbers),

@@ -27,6 +27,7 @@ pub(crate) struct RecordedTensor {
     pub(crate) memory: i64,
     pub(crate) parameter: i64,
     pub(crate) offset: i64,
+    pub(crate) version: i64,
     pub(crate) elements: i64,
     pub(crate) positive_infinite: i64,
     pub(crate) negative_infinite: i64,

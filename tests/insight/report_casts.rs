@@ -4,6 +4,8 @@ use std::sync::MutexGuard;
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
+use tch_amp::optim::AdamW;
+use tch_amp::scaler::GradScalerConfig;
 use tch_amp::Autocast;
 use tch_amp::insight::{AutocastList, CastReason, CastRow, OperatorReport, Pass, Profiler, named};
 
@@ -206,4 +208,27 @@ fn a_cast_that_an_operator_makes_itself_is_not_autocasts() {
     });
     assert_eq!(calls(&report, CastReason::Operator), 2, "{report}");
     assert_eq!(calls(&report, CastReason::Autocast), 0, "{report}");
+}
+
+/// The kernel of an optimizer writes to parameters without an operator.
+#[test]
+fn a_parameter_that_a_step_changed_is_not_cast_again() {
+    let model = Model::new();
+    let region = Autocast::new(Device::Cpu);
+    let mut opt = AdamW::default().build(&model.vs, 1e-3).unwrap();
+    let mut scaler = GradScalerConfig::default().build(Device::Cpu).unwrap();
+    let report = Profiler::new(&model.vs).run(|| {
+        for _ in 0..2 {
+            let loss = region.run(|| model.layer.forward(&model.x).sum(Kind::Float))?;
+            scaler.backward(&loss)?;
+            scaler.step(&mut opt)?;
+            scaler.update()?;
+            opt.zero_grad()?;
+        }
+        Ok(())
+    });
+    let report = report.unwrap();
+    let of_parameters = |row: &CastRow| if row.parameter.is_some() { row.calls } else { 0 };
+    assert_eq!(sum(&report, of_parameters), 4, "{report}");
+    assert_eq!(sum(&report, |row| row.cacheable), 0, "{report}");
 }

@@ -48,8 +48,9 @@ pub(super) type CastRows = BTreeMap<CastKey, CastSums>;
 
 /// Adds the casts of one run.
 pub(super) fn add(work: &Work<'_>, parameters: &[(String, Tensor)], rows: &mut CastRows) {
-    // By memory: the places, sizes and dtypes of its parts that were cast since it was written.
-    let mut seen: HashMap<u64, HashSet<(i64, Vec<i64>, i8)>> = HashMap::new();
+    // By memory: the versions, places, sizes and dtypes of its parts that were cast since an operator wrote to it. The
+    // versions tell of writes that are no operators, such as those of an optimizer's kernel.
+    let mut seen: HashMap<u64, HashSet<(i64, i64, Vec<i64>, i8)>> = HashMap::new();
     for (index, event) in work.operators().filter(|(index, _)| work.computes[*index]) {
         for memory in written(event) {
             seen.remove(&memory);
@@ -57,7 +58,7 @@ pub(super) fn add(work: &Work<'_>, parameters: &[(String, Tensor)], rows: &mut C
         let Some((to, from)) = cast(event) else { continue };
         let (key, forward) = key(work, index, (to, from), parameters);
         let again = from.memory.is_some_and(|memory| {
-            let part = (from.offset, from.sizes().to_vec(), to.dtype);
+            let part = (from.version, from.offset, from.sizes().to_vec(), to.dtype);
             !seen.entry(memory).or_default().insert(part)
         });
         let cacheable =
