@@ -10,7 +10,13 @@ namespace {
 // libtorch calls back plain functions, so each running recording has a slot, and a function of its own that knows it.
 constexpr size_t kSlots = 16;
 std::mutex slots_mutex;
-std::array<tamp_recording *, kSlots> slots{};
+std::array<std::shared_ptr<tamp_recording>, kSlots> slots;
+size_t next_slot = 0;
+
+std::shared_ptr<tamp_recording> in_slot(size_t slot) {
+  const std::lock_guard<std::mutex> lock(slots_mutex);
+  return slots[slot];
+}
 
 // libtorch only warns of exceptions of callbacks.
 template <typename F>
@@ -31,22 +37,25 @@ void noting_failure(tamp_recording &recording, F &&f) noexcept {
 
 template <size_t Slot>
 std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction &fn) {
-  std::unique_ptr<at::ObserverContext> running;
-  noting_failure(*slots[Slot], [&] { running = tamp::begin(*slots[Slot], fn); });
+  // After a backward pass that failed, the threads of other devices may go on for a while.
+  const auto recording = in_slot(Slot);
+  if (recording == nullptr) return nullptr;
+  std::unique_ptr<tamp::Running> running;
+  noting_failure(*recording, [&] { running = tamp::begin(*recording, fn); });
+  if (running != nullptr) running->recording = recording;
   return running;
 }
 
-template <size_t Slot>
 void on_end(const at::RecordFunction &fn, at::ObserverContext *context) {
   if (context == nullptr) return;
-  noting_failure(*slots[Slot], [&] { tamp::end(*slots[Slot], fn, static_cast<tamp::Running &>(*context)); });
+  auto &running = static_cast<tamp::Running &>(*context);
+  noting_failure(*running.recording, [&] { tamp::end(*running.recording, fn, running); });
 }
 
 template <size_t... Slot>
 at::RecordFunctionCallback callback(size_t slot, std::index_sequence<Slot...>) {
   static constexpr at::RecordFunctionCallback::StartCallback starts[] = {on_start<Slot>...};
-  static constexpr at::RecordFunctionCallback::EndCallback ends[] = {on_end<Slot>...};
-  return at::RecordFunctionCallback(starts[slot], ends[slot])
+  return at::RecordFunctionCallback(starts[slot], on_end)
       .needsInputs(true)
       .needsOutputs(true)
       .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION, at::RecordScope::USER_SCOPE});
@@ -56,8 +65,12 @@ void stop(tamp_recording &recording) {
   if (!recording.running) return;
   recording.running = false;
   at::removeCallback(recording.handle);
+  {
+    const std::lock_guard<std::mutex> lock(recording.mutex);
+    recording.stopped = true;
+  }
   const std::lock_guard<std::mutex> lock(slots_mutex);
-  slots[recording.slot] = nullptr;
+  slots[recording.slot].reset();
 }
 
 }  // namespace
@@ -67,7 +80,7 @@ extern "C" {
 tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t count, uint8_t how,
                                      const tamp_reference *reference, int8_t dtype, char **err) noexcept {
   return tamp::guarded(err, [&]() -> tamp_recording * {
-    auto recording = std::make_unique<tamp_recording>();
+    const auto recording = std::make_shared<tamp_recording>();
     recording->timed = how == TAMP_RECORD_TIMES;
     if (reference != nullptr) {
       recording->comparison.emplace();
@@ -78,13 +91,18 @@ tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t coun
     for (size_t i = 0; i < count; ++i) tamp::add_parameter(*recording, tamp::tensor(parameters[i]), i);
     {
       const std::lock_guard<std::mutex> lock(slots_mutex);
-      while (recording->slot < kSlots && slots[recording->slot] != nullptr) ++recording->slot;
-      TORCH_CHECK(recording->slot < kSlots, kSlots, " recordings are running in this process already");
-      slots[recording->slot] = recording.get();
+      // In turn, so that what is left of one recording is not taken for a part of the next.
+      size_t tried = 0;
+      while (tried < kSlots && slots[(next_slot + tried) % kSlots] != nullptr) ++tried;
+      TORCH_CHECK(tried < kSlots, kSlots, " recordings are running in this process already");
+      recording->slot = (next_slot + tried) % kSlots;
+      slots[recording->slot] = recording;
+      next_slot = recording->slot + 1;
     }
     recording->handle = at::addThreadLocalCallback(callback(recording->slot, std::make_index_sequence<kSlots>()));
     recording->running = true;
-    return recording.release();
+    recording->itself = recording;
+    return recording.get();
   });
 }
 
@@ -125,7 +143,7 @@ int64_t tamp_recording_memory(const tamp_recording *recording, const tamp_tensor
 void tamp_recording_free(tamp_recording *recording) noexcept {
   if (recording == nullptr) return;
   stop(*recording);
-  delete recording;
+  const auto last = std::move(recording->itself);
 }
 
 tamp_name *tamp_name_begin(const char *name, char **err) noexcept {

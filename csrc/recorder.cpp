@@ -15,7 +15,8 @@ using at::Tensor;
 using c10::IValue;
 
 constexpr int64_t kMostRepeats = 32;
-constexpr size_t kMostEvents = 2000000;
+// Of about 3 kB each, half of which are the copies of the caller.
+constexpr size_t kMostEvents = 1000000;
 
 // What the recording's own work must not do: be recorded, be differentiated, or be cast.
 struct Unnoticed {
@@ -114,9 +115,16 @@ std::optional<double> repeat_if_overflowed(tamp_recording &recording, const Reco
   }
 }
 
+// Whether a recording goes on: it is neither stopped nor has failed.
+bool is_open(tamp_recording &recording) {
+  const std::lock_guard<std::mutex> lock(recording.mutex);
+  return !recording.stopped && recording.failure.empty();
+}
+
 }  // namespace
 
 std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFunction &fn) {
+  if (!is_open(recording)) return nullptr;
   const bool is_operator = fn.scope() == at::RecordScope::FUNCTION;
   RecordedEvent event;
   event.raw.autocast = is_operator ? autocast_of(fn.inputs()) : -1;
@@ -144,6 +152,7 @@ std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFuncti
   event.raw.thread = at::RecordFunction::currentThreadId();
   event.raw.ended = -1;
   const std::lock_guard<std::mutex> lock(recording.mutex);
+  if (recording.stopped) return nullptr;
   TORCH_CHECK(recording.events.size() < kMostEvents, "a recording of more than ", kMostEvents, " operators");
   event.raw.name = recording.names.insert(fn.name()).first->c_str();
   auto &open = recording.open[event.raw.thread];
@@ -156,6 +165,7 @@ std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFuncti
 }
 
 void end(tamp_recording &recording, const at::RecordFunction &fn, Running &running) {
+  if (!is_open(recording)) return;
   const Unnoticed unnoticed;
   RecordedEvent event;
   if (recording.timed) {
@@ -178,6 +188,7 @@ void end(tamp_recording &recording, const at::RecordFunction &fn, Running &runni
   }
   const auto repeated = repeat_if_overflowed(recording, event, running);
   const std::lock_guard<std::mutex> lock(recording.mutex);
+  if (recording.stopped) return;
   if (recording.comparison && fn.scope() == at::RecordScope::FUNCTION) {
     compare(recording, running, event.raw.name, results);
   }

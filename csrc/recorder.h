@@ -24,6 +24,7 @@ using Node = std::decay_t<decltype(std::declval<const at::Tensor &>().grad_fn())
 
 // What is kept while an operator runs.
 struct Running : at::ObserverContext {
+  std::shared_ptr<tamp_recording> recording;
   int64_t event = -1;
   std::optional<c10::OperatorHandle> op;
   std::vector<c10::IValue> arguments;  // of operators only
@@ -31,6 +32,7 @@ struct Running : at::ObserverContext {
   std::vector<c10::Device> devices;    // in a timed recording
 };
 
+// Null if the recording is stopped or has failed.
 std::unique_ptr<Running> begin(tamp_recording &recording, const at::RecordFunction &fn);
 void end(tamp_recording &recording, const at::RecordFunction &fn, Running &running);
 

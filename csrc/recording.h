@@ -7,6 +7,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -95,6 +96,10 @@ struct tamp_recording {
   size_t slot = 0;
   uint64_t handle = 0;
   bool running = false;
+  // Whether nothing may be added any more. Under the lock.
+  bool stopped = false;
+  // Until it is freed. Operators that are still running on other threads keep it alive as well.
+  std::shared_ptr<tamp_recording> itself;
   bool timed = false;
   std::string failure;
   std::deque<tamp::RecordedEvent> events;

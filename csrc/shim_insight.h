@@ -30,8 +30,8 @@ enum { TAMP_MOST_SIZES = 8 };
 typedef struct tamp_recorded_tensor {
   int64_t memory;
   int64_t parameter;  // its place among the parameters, or -1
-  int64_t offset;   // of its first number in the memory, in elements
-  int64_t version;  // how often it was written, as autograd counts
+  int64_t offset;     // of its first number in the memory, in elements
+  int64_t version;    // how often it was written, as autograd counts
   int64_t elements;
   int64_t positive_infinite;
   int64_t negative_infinite;

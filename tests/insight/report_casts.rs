@@ -4,10 +4,10 @@ use std::sync::MutexGuard;
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
-use tch_amp::optim::AdamW;
-use tch_amp::scaler::GradScalerConfig;
 use tch_amp::Autocast;
 use tch_amp::insight::{AutocastList, CastReason, CastRow, OperatorReport, Pass, Profiler, named};
+use tch_amp::optim::AdamW;
+use tch_amp::scaler::GradScalerConfig;
 
 use crate::alone;
 
@@ -221,7 +221,7 @@ fn a_parameter_that_a_step_changed_is_not_cast_again() {
         for _ in 0..2 {
             let loss = region.run(|| model.layer.forward(&model.x).sum(Kind::Float))?;
             scaler.backward(&loss)?;
-            scaler.step(&mut opt)?;
+            let _outcome = scaler.step(&mut opt)?;
             scaler.update()?;
             opt.zero_grad()?;
         }

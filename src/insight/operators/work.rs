@@ -98,9 +98,11 @@ fn products(recording: &Recording, called_again: &[bool]) -> Vec<Option<Product>
     let found: Vec<_> = events
         .iter()
         .zip(called_again)
-        .map(|(event, again)| {
-            if is_operator(event) && !again { flops::product(event) } else { None }
-        })
+        .map(
+            |(event, again)| {
+                if is_operator(event) && !again { flops::product(event) } else { None }
+            },
+        )
         .collect();
     let mut counted = vec![None; events.len()];
     // Whether an event ran one that is counted.
