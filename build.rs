@@ -42,6 +42,7 @@ const SOURCES: &[&str] = &[
     "optim_device.cpp",
     "optim_muon.cpp",
     "optim_state.cpp",
+    "overrides.cpp",
     "pieces.cpp",
     "recorded_tensors.cpp",
     "recorder.cpp",

@@ -5,7 +5,7 @@ mod common;
 
 use std::hint::black_box;
 
-use common::{Python, Rounds, nanoseconds, print_ratio, print_table, rounds};
+use common::{Python, Rounds, median, nanoseconds, print_ratio, print_table, rounds};
 use tch::{Device, Kind, Tensor};
 use tch_amp::autocast::{AutocastGuard, autocast_dtype, is_autocast_enabled};
 use tch_amp::{Autocast, autocast};
@@ -36,6 +36,34 @@ fn main() {
     ];
     print_table(&format!("enter and leave, {count} rounds"), &rows);
     print_ratio("autocast_enter_exit", new);
+    overrides(count);
+}
+
+/// What an operator costs in a region with overrides of autocast's lists, which has another name, and what one that is
+/// overridden costs beside casts by hand.
+fn overrides(count: usize) {
+    const CALLS: usize = 1000;
+    let x = Tensor::ones([4], (Kind::BFloat16, Device::Cpu));
+    let plain = Autocast::new(Device::Cpu);
+    let other = plain.keep_in_f32(["sin"]);
+    let overridden = plain.keep_in_f32(["relu"]);
+    assert_eq!(overridden.run(|| x.relu()).unwrap(), x.to_kind(Kind::Float).relu());
+    let of = |region: Autocast, f: &dyn Fn() -> Tensor| {
+        let calls = || (0..CALLS).for_each(|_| drop(black_box(f())));
+        nanoseconds(|| region.run(calls).unwrap()) / CALLS as f64
+    };
+    let mut times = [const { Vec::new() }; 4];
+    for _ in 0..count {
+        times[0].push(of(plain, &|| x.relu()));
+        times[1].push(of(other, &|| x.relu()));
+        times[2].push(of(plain, &|| x.to_kind(Kind::Float).relu()));
+        times[3].push(of(overridden, &|| x.relu()));
+    }
+    let [plain, other, by_hand, overridden] = times.map(median);
+    println!(
+        "\nrelu of 4 numbers: {plain:.0} ns; {other:.0} ns in a region that overrides another operator;"
+    );
+    println!("in f32 {by_hand:.0} ns by hand, and {overridden:.0} ns overridden");
 }
 
 fn per_region(mut region: impl FnMut()) -> f64 {

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "guarded.h"
+#include "overrides.h"
 #include "remains.h"
 
 namespace {
@@ -26,6 +27,7 @@ void read(tamp_autocast_state &state) {
     device.dtype = static_cast<int8_t>(autocast::get_autocast_dtype(device_type(device)));
   }
   state.cache_enabled = autocast::is_autocast_cache_enabled();
+  state.overrides = tamp::current_overrides();
 }
 
 void write(const tamp_autocast_state &state) {
@@ -35,6 +37,7 @@ void write(const tamp_autocast_state &state) {
     autocast::set_autocast_dtype(device_type(device), static_cast<at::ScalarType>(device.dtype));
   }
   autocast::set_autocast_cache_enabled(state.cache_enabled != 0);
+  tamp::set_overrides(state.overrides);
 }
 
 bool changes_dtype(const tamp_autocast_state &to) {

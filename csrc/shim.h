@@ -78,12 +78,13 @@ typedef struct tamp_autocast_device {
   uint8_t enabled;
 } tamp_autocast_device;
 
-// The autocast state of a thread: that of the first `count` elements of `devices`, and whether casts of weights are
-// cached.
+// The autocast state of a thread: that of the first `count` elements of `devices`, whether casts of weights are cached,
+// and the number of the overrides of autocast's lists, or 0.
 typedef struct tamp_autocast_state {
   tamp_autocast_device devices[TAMP_AUTOCAST_DEVICES];
   uint8_t count;
   uint8_t cache_enabled;
+  uint32_t overrides;
 } tamp_autocast_state;
 
 // Reads the state of the device types that `state` names.
@@ -111,6 +112,18 @@ typedef void (*tamp_autocast_settle)(void);
 // libtorch has restored the state of the thread. `settle` is not called if there is no memory to register it, or if the
 // backward pass ends on another thread.
 void tamp_autocast_after_backward(tamp_autocast_settle settle) TAMP_NOEXCEPT;
+
+// ------------------------------------------------------------------------------------------------------- overrides.cpp
+// What is wrong with an operator that is to be overridden: it is unknown, or all of its overloads write to their inputs,
+// return views of them or take no tensors.
+enum { TAMP_OVERRIDE_OK = 0, TAMP_OVERRIDE_UNKNOWN = 1, TAMP_OVERRIDE_ALIASES = 2 };
+
+// Adds overrides of autocast's lists and returns their number, by which any thread can use them until the process ends.
+// The overloads of operator i, whose name has its namespace, run in f32 if `f32[i]` is 1, and otherwise in the dtype of
+// the region. If one cannot be overridden, returns 0 and writes its place to `refused` and what is wrong to `problem`.
+// Fails if another extension uses the same dispatch key.
+uint32_t tamp_overrides_add(const char *const *names, const uint8_t *f32, size_t count, size_t *refused,
+                            uint8_t *problem, char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------- gradients.cpp
 // These functions inspect, compute, move, add and convert the gradients of a list of parameters.

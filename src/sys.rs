@@ -42,9 +42,14 @@ pub(crate) struct AutocastState {
     pub(crate) devices: [AutocastDevice; AUTOCAST_DEVICES],
     pub(crate) count: u8,
     pub(crate) cache_enabled: u8,
+    pub(crate) overrides: u32,
 }
 
 pub(crate) type AutocastSettle = unsafe extern "C" fn();
+
+pub(crate) const OVERRIDE_OK: u8 = 0;
+pub(crate) const OVERRIDE_UNKNOWN: u8 = 1;
+pub(crate) const OVERRIDE_ALIASES: u8 = 2;
 
 pub(crate) const GRADIENT_REQUIRES_GRAD: u8 = 1;
 pub(crate) const GRADIENT_STRIDED: u8 = 2;
@@ -274,6 +279,15 @@ unsafe extern "C" {
     pub(crate) fn tamp_autocast_clear_cache(err: *mut *mut c_char);
     pub(crate) fn tamp_autocast_backward() -> i64;
     pub(crate) fn tamp_autocast_after_backward(settle: AutocastSettle);
+
+    pub(crate) fn tamp_overrides_add(
+        names: *const *const c_char,
+        f32: *const u8,
+        count: usize,
+        refused: *mut usize,
+        problem: *mut u8,
+        err: *mut *mut c_char,
+    ) -> u32;
 
     pub(crate) fn tamp_gradients_inspect(
         parameters: *const *mut Tensor,

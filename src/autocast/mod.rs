@@ -6,6 +6,7 @@
 //! The autocast state belongs to a thread. Every region is recorded on a stack of its thread, so that guards may be
 //! dropped in any order, and the previous state is restored after a panic, too.
 
+mod overrides;
 pub(crate) mod region;
 mod stack;
 mod state;

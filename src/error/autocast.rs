@@ -17,6 +17,24 @@ pub enum AutocastError {
         dtype: Kind,
     },
 
+    /// The operator is unknown to libtorch.
+    #[error(
+        "libtorch has no operator {operator}; use its name in libtorch without its overload, such as `softmax`, or with the namespace of an extension, such as `extension::scan`"
+    )]
+    UnknownOperator {
+        /// The operator, with its namespace.
+        operator: String,
+    },
+
+    /// The inputs of the operator cannot be cast, because it writes to them, returns views of them, or takes no tensors.
+    #[error(
+        "autocast cannot cast the inputs of {operator}, because it writes to them, returns views of them or takes no tensors; choose the operators that compute what it is given or what it returns"
+    )]
+    NotOverridable {
+        /// The operator, with its namespace.
+        operator: String,
+    },
+
     /// The thread is ending, and its stack of regions has been destroyed.
     #[error(
         "the thread is ending: open autocast regions before its thread-local values are destroyed"

@@ -1,5 +1,7 @@
 //! The autocast state of a thread.
 
+use std::ffi::CString;
+
 use tch::{Device, Kind};
 
 use super::call;
@@ -49,6 +51,16 @@ impl AutocastState {
         unsafe { sys::tamp_autocast_exit(&self.0, outermost.into()) }
     }
 
+    /// The number of the overrides of autocast's lists, or 0.
+    pub(crate) fn overrides(&self) -> u32 {
+        self.0.overrides
+    }
+
+    /// Sets the overrides to those of a number that [`overrides_add`] returned, or to none.
+    pub(crate) fn set_overrides(&mut self, number: u32) {
+        self.0.overrides = number;
+    }
+
     pub(crate) fn is_cache_enabled(&self) -> bool {
         self.0.cache_enabled != 0
     }
@@ -95,6 +107,35 @@ impl AutocastState {
 }
 
 /// Clears the cache of casts.
+/// Why an operator cannot be overridden.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refused {
+    Unknown,
+    Aliases,
+}
+
+/// Adds overrides of autocast's lists: the names of operators with their namespaces, and whether they run in f32. Returns
+/// their number, or the place of an operator that cannot be overridden.
+pub(crate) fn overrides_add(
+    operators: &[(CString, bool)],
+) -> Result<std::result::Result<u32, (usize, Refused)>> {
+    let names: Vec<_> = operators.iter().map(|(name, _)| name.as_ptr()).collect();
+    let f32: Vec<u8> = operators.iter().map(|(_, f32)| (*f32).into()).collect();
+    let (mut refused, mut problem) = (0, sys::OVERRIDE_OK);
+    let count = operators.len();
+    // SAFETY: both arrays have `count` elements, the names live as long as `operators`, and the others are valid for
+    // writes.
+    let number = call(|err| unsafe {
+        let (names, f32) = (names.as_ptr(), f32.as_ptr());
+        sys::tamp_overrides_add(names, f32, count, &mut refused, &mut problem, err)
+    })?;
+    Ok(match problem {
+        sys::OVERRIDE_UNKNOWN => Err((refused, Refused::Unknown)),
+        sys::OVERRIDE_ALIASES => Err((refused, Refused::Aliases)),
+        _ => Ok(number),
+    })
+}
+
 pub(crate) fn autocast_clear_cache() -> Result<()> {
     // SAFETY: `err` is valid for a write.
     call(|err| unsafe { sys::tamp_autocast_clear_cache(err) })

@@ -8,6 +8,7 @@ mod common;
 mod cache;
 mod callbacks;
 mod guards;
+mod overrides;
 mod regions;
 mod threads;
 

@@ -95,3 +95,38 @@ fn a_closure_is_not_run_under_a_policy_that_autocast_cannot_follow() {
     ));
     assert!(!ran);
 }
+
+/// A part of a model can have another precision than the region around it, forward and backward.
+#[test]
+fn a_part_of_a_region_has_its_own_precision_forward_and_backward() {
+    for_each_device(|device| {
+        let half = half_dtype(device);
+        let gradients = |region: Autocast, part: &dyn Fn(&Tensor, &nn::Linear) -> Tensor| {
+            tch::manual_seed(1);
+            let vs = VarStore::new(device);
+            let linear = nn::linear(vs.root(), 8, 8, Default::default());
+            let xs = Tensor::randn([4, 8], (Kind::Float, device)).set_requires_grad(true);
+            let ys = region.run(|| part(&xs.matmul(&linear.ws), &linear)).unwrap();
+            ys.to_kind(Kind::Float).square().sum(Kind::Float).backward();
+            [xs.grad(), linear.ws.grad(), ys.detach()].map(|tensor| to_f64(&tensor))
+        };
+        let mixed = Policy::FULL.with_compute(half).unwrap();
+        let on = Autocast::new(device).dtype(half);
+        let off = on.enabled(false);
+
+        let by_policy = |policy: Policy| {
+            move |xs: &Tensor, linear: &nn::Linear| {
+                policy.run(xs, |xs| linear.forward(&xs)).unwrap()
+            }
+        };
+        let in_f32 = |xs: &Tensor, linear: &nn::Linear| {
+            off.run(|| linear.forward(&xs.to_kind(Kind::Float))).unwrap()
+        };
+        assert_eq!(gradients(on, &by_policy(Policy::FULL)), gradients(on, &in_f32));
+        let in_half = |xs: &Tensor, linear: &nn::Linear| {
+            on.run(|| linear.forward(&xs.to_kind(half))).unwrap().to_kind(Kind::Float)
+        };
+        assert_eq!(gradients(off, &by_policy(mixed)), gradients(off, &in_half));
+        assert_ne!(gradients(on, &by_policy(Policy::FULL)), gradients(on, &by_policy(mixed)));
+    });
+}

@@ -44,13 +44,16 @@ pub(super) struct CastSums {
     repeat_nanoseconds: i64,
 }
 
+/// What tells a cast of a memory from another: where the numbers begin, the version, the sizes and the dtype.
+type Part = (i64, i64, Vec<i64>, i8);
+
 pub(super) type CastRows = BTreeMap<CastKey, CastSums>;
 
 /// Adds the casts of one run.
 pub(super) fn add(work: &Work<'_>, parameters: &[(String, Tensor)], rows: &mut CastRows) {
     // By memory: the versions, places, sizes and dtypes of its parts that were cast since an operator wrote to it. The
     // versions tell of writes that are no operators, such as those of an optimizer's kernel.
-    let mut seen: HashMap<u64, HashSet<(i64, i64, Vec<i64>, i8)>> = HashMap::new();
+    let mut seen: HashMap<u64, HashSet<Part>> = HashMap::new();
     for (index, event) in work.operators().filter(|(index, _)| work.computes[*index]) {
         for memory in written(event) {
             seen.remove(&memory);

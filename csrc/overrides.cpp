@@ -1,0 +1,180 @@
+// Overrides of autocast's lists. libtorch's lists are kernels that all threads share, so a region that overrides them
+// switches on another dispatch key on its thread, whose kernel comes before autocast's: it casts the inputs of the
+// operators that are overridden and runs them without autocast, and passes all others on.
+//
+// The key is DeferredInit, which libtorch keeps for extensions and uses for nothing itself.
+
+#include "overrides.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "guarded.h"
+
+namespace tamp {
+namespace {
+
+using c10::IValue;
+
+constexpr auto kKey = c10::DispatchKey::DeferredInit;
+
+// The names of operators with their overloads, and whether they run in f32, as opposed to the dtype of the region.
+using Overrides = std::unordered_map<c10::OperatorName, bool>;
+
+std::mutex mutex;
+// They are never freed, because a captured state may name them at any time. The caller adds no equal ones.
+std::vector<std::unique_ptr<const Overrides>> &all() {
+  static auto *const overrides = new std::vector<std::unique_ptr<const Overrides>>();
+  return *overrides;
+}
+
+thread_local uint32_t current = 0;
+thread_local const Overrides *overrides = nullptr;
+
+template <typename F>
+void for_each_tensor_device(const IValue &value, const F &f) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) f(value.toTensor().device().type());
+  } else if (value.isList()) {
+    for (const IValue &element : value.toListRef()) for_each_tensor_device(element, f);
+  }
+}
+
+// Whether autocast is on for a device type: within an operator that it has cast, it is off. The key set of the operator
+// does not tell, because it lacks autocast's key for operators that are on none of the lists.
+bool is_on(c10::DeviceType type) {
+  return at::autocast::is_autocast_available(type) && at::autocast::is_autocast_enabled(type);
+}
+
+// The device type among the arguments for which autocast is on, or nothing.
+std::optional<c10::DeviceType> autocast_device(c10::ArrayRef<IValue> arguments) {
+  std::optional<c10::DeviceType> found;
+  for (const IValue &argument : arguments) {
+    for_each_tensor_device(argument, [&](c10::DeviceType type) {
+      if (!found && is_on(type)) found = type;
+    });
+  }
+  return found;
+}
+
+IValue cast(const IValue &value, at::ScalarType dtype, c10::DeviceType device) {
+  if (value.isTensor()) return at::autocast::cached_cast(dtype, value.toTensor(), device);
+  if (value.isTensorList()) {
+    const auto list = value.toTensorVector();
+    // Of the overloads of cached_cast, that for a vector would return it as it is.
+    return at::autocast::cached_cast(dtype, at::TensorList(list), device);
+  }
+  if (value.isOptionalTensorList()) {
+    auto list = value.toOptionalTensorList().copy();
+    for (size_t i = 0; i < list.size(); ++i) {
+      const std::optional<at::Tensor> element = list.get(i);
+      if (element) list.set(i, at::autocast::cached_cast(dtype, *element, device));
+    }
+    return list;
+  }
+  return value;
+}
+
+// Called for every operator on a thread with overrides.
+void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  const auto found = overrides == nullptr ? Overrides::const_iterator{} : overrides->find(op.operator_name());
+  if (overrides == nullptr || found == overrides->end()) return op.redispatchBoxed(below, stack);
+  const size_t count = op.schema().arguments().size();
+  const c10::ArrayRef<IValue> arguments(stack->data() + (stack->size() - count), count);
+  const auto device = autocast_device(arguments);
+  if (!device) return op.redispatchBoxed(below, stack);
+  const auto dtype = found->second ? at::kFloat : at::autocast::get_autocast_dtype(*device);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  for (size_t i = stack->size() - count; i < stack->size(); ++i) (*stack)[i] = cast((*stack)[i], dtype, *device);
+  op.redispatchBoxed(below - c10::autocast_dispatch_keyset, stack);
+}
+
+// Registers the kernel of the key, once in the process.
+void register_kernel() {
+  static const auto *const library = [] {
+    auto made = std::make_unique<torch::Library>(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+    made->fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
+    return made.release();
+  }();
+  (void)library;
+}
+
+bool takes_tensors(const c10::FunctionSchema &schema) {
+  const auto &arguments = schema.arguments();
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument &argument) {
+    return argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor()) ||
+           argument.type()->isSubtypeOf(*c10::ListType::ofOptionalTensors()) ||
+           argument.type()->isSubtypeOf(*c10::ListType::ofTensors());
+  });
+}
+
+// Whether an operator works on copies of its inputs as well as on these: it neither writes to them nor returns views.
+bool can_be_cast(const c10::FunctionSchema &schema) {
+  const auto is_alias = [](const c10::Argument &argument) { return argument.alias_info() != nullptr; };
+  const auto &arguments = schema.arguments(), &returns = schema.returns();
+  return takes_tensors(schema) && std::none_of(arguments.begin(), arguments.end(), is_alias) &&
+         std::none_of(returns.begin(), returns.end(), is_alias);
+}
+
+// Adds the overloads of an operator. Returns what is wrong, or TAMP_OVERRIDE_OK.
+uint8_t add(Overrides &to, const std::vector<c10::OperatorName> &known, const std::string &name, bool f32) {
+  bool exists = false, added = false;
+  for (const auto &candidate : known) {
+    if (candidate.name != name) continue;
+    const auto op = c10::Dispatcher::singleton().findSchema(candidate);
+    if (!op) continue;
+    exists = true;
+    if (!can_be_cast(op->schema())) continue;
+    to[candidate] = f32;
+    added = true;
+  }
+  return added ? TAMP_OVERRIDE_OK : exists ? TAMP_OVERRIDE_ALIASES : TAMP_OVERRIDE_UNKNOWN;
+}
+
+}  // namespace
+
+uint32_t current_overrides() noexcept { return current; }
+
+void set_overrides(uint32_t number) {
+  if (number == current) return;
+  const Overrides *next = nullptr;
+  if (number != 0) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    next = all().at(number - 1).get();
+  }
+  current = number;
+  overrides = next;
+  c10::impl::tls_set_dispatch_key_included(kKey, next != nullptr);
+}
+
+}  // namespace tamp
+
+extern "C" {
+
+uint32_t tamp_overrides_add(const char *const *names, const uint8_t *f32, size_t count, size_t *refused,
+                            uint8_t *problem, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint32_t {
+    const auto known = c10::Dispatcher::singleton().getAllOpNames();
+    auto made = std::make_unique<tamp::Overrides>();
+    for (size_t i = 0; i < count; ++i) {
+      *problem = tamp::add(*made, known, names[i], f32[i] != 0);
+      *refused = i;
+      if (*problem != TAMP_OVERRIDE_OK) return 0;
+    }
+    const std::lock_guard<std::mutex> lock(tamp::mutex);
+    tamp::register_kernel();
+    tamp::all().push_back(std::move(made));
+    return static_cast<uint32_t>(tamp::all().size());
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,14 @@
+// Operators for which a program overrides autocast's lists inside of its regions.
+#pragma once
+
+#include <cstdint>
+
+namespace tamp {
+
+// The number of the overrides of the calling thread; 0 if there are none.
+uint32_t current_overrides() noexcept;
+
+// Makes overrides those of the calling thread. Throws if there are none of this number.
+void set_overrides(uint32_t number);
+
+}  // namespace tamp

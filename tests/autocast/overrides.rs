@@ -1,0 +1,236 @@
+//! Operators for which a region overrides autocast's lists, beside the same with casts by hand.
+
+use tch::{Device, Kind, Tensor};
+use tch_amp::autocast::{AutocastError, AutocastState};
+
+use tch_amp::recompute::checkpointed;
+use tch_amp::{Autocast, Error};
+
+use crate::common::for_each_device;
+use crate::{OUTSIDE, alone, seen};
+
+const BF16: Kind = Kind::BFloat16;
+const F32: Kind = Kind::Float;
+
+fn region() -> Autocast {
+    Autocast::new(Device::Cpu)
+}
+
+fn random(seed: i64) -> Tensor {
+    random_on(Device::Cpu, seed)
+}
+
+fn random_on(device: Device, seed: i64) -> Tensor {
+    tch::manual_seed(seed);
+    let numbers = Tensor::randn([4, 4], (F32, Device::Cpu));
+    numbers.to_device(device).set_requires_grad(true)
+}
+
+type Operator = fn(&Tensor, &Tensor) -> Tensor;
+
+/// Operators of all lists and of none, with arguments of all kinds: their names, and calls of them.
+const OPERATORS: &[(&str, Operator)] = &[
+    ("matmul", |a, b| a.matmul(b)),
+    ("linear", |a, b| a.linear(b, None::<&Tensor>)),
+    ("softmax", |a, _| a.softmax(-1, None::<Kind>)),
+    ("exp", |a, _| a.exp()),
+    ("mul", |a, b| a * b),
+    ("add", |a, b| a.g_add(b)),
+    ("cat", |a, b| Tensor::cat(&[a, b], 0)),
+    ("index", |a, _| a.index(&[Some(Tensor::from_slice(&[2i64, 0])), None])),
+    ("layer_norm", |a, b| {
+        a.layer_norm([4], Some(b.select(0, 0)), Some(b.select(0, 1)), 1e-5, false)
+    }),
+    ("mse_loss", |a, b| a.mse_loss(b, tch::Reduction::Mean)),
+    ("sum", |a, _| a.sum_dim_intlist(0, false, None::<Kind>)),
+];
+
+/// The result and the gradients of `f`.
+fn computed(device: Device, f: impl Fn(&Tensor, &Tensor) -> Tensor) -> [Tensor; 3] {
+    let (a, b) = (random_on(device, 1), random_on(device, 2));
+    let result = f(&a, &b);
+    result.to_kind(F32).square().sum(F32).backward();
+    let gradient = |x: &Tensor| if x.grad().defined() { x.grad() } else { x.zeros_like() };
+    [result.detach(), gradient(&a), gradient(&b)]
+}
+
+/// Numbers in half precision, whatever the lists say.
+fn halved(x: &Tensor) -> Tensor {
+    x.to_kind(BF16)
+}
+
+#[test]
+fn operators_stay_in_f32_forward_and_backward() {
+    let _alone = alone();
+    for_each_device(|device| {
+        for (name, operator) in OPERATORS {
+            let region = Autocast::new(device).dtype(BF16).keep_in_f32([name]);
+            let inside = |a: &Tensor, b: &Tensor| operator(&halved(a), &halved(b));
+            let found = computed(device, |a, b| region.run(|| inside(a, b)).unwrap());
+            let by_hand =
+                |a: &Tensor, b: &Tensor| operator(&halved(a).to_kind(F32), &halved(b).to_kind(F32));
+            assert_eq!(found[0].kind(), F32, "{name}");
+            assert_eq!(found, computed(device, by_hand), "{name}");
+        }
+    });
+    assert_eq!(seen(), OUTSIDE);
+}
+
+#[test]
+fn operators_run_in_half_precision_forward_and_backward() {
+    let _alone = alone();
+    for_each_device(|device| {
+        for (name, operator) in OPERATORS {
+            let region = Autocast::new(device).dtype(BF16).prefer_half([format!("aten::{name}")]);
+            let found = computed(device, |a, b| region.run(|| operator(a, b)).unwrap());
+            let by_hand = |a: &Tensor, b: &Tensor| operator(&halved(a), &halved(b));
+            assert_eq!(found[0].kind(), BF16, "{name}");
+            assert_eq!(found, computed(device, by_hand), "{name}");
+        }
+    });
+}
+
+#[test]
+fn other_operators_and_dtypes_are_untouched() {
+    let _alone = alone();
+    let x = random(3);
+    let overridden = region().prefer_half(["exp", "add"]).keep_in_f32(["softmax"]);
+    let kinds = |f: &dyn Fn() -> Tensor| {
+        (region().run(f).unwrap().kind(), overridden.run(f).unwrap().kind())
+    };
+    assert_eq!(kinds(&|| x.matmul(&x)), (BF16, BF16));
+    assert_eq!(kinds(&|| x.tanh()), (F32, F32));
+    assert_eq!(kinds(&|| x.to_kind(Kind::Double).exp()), (Kind::Double, Kind::Double));
+    let whole = Tensor::ones([2], (Kind::Int64, Device::Cpu));
+    assert_eq!(kinds(&|| whole.g_add(&whole)), (Kind::Int64, Kind::Int64));
+    // In place, an operator cannot change its dtype.
+    assert_eq!(kinds(&|| tch::no_grad(|| x.copy().exp_())), (F32, F32));
+    // Operators without tensors of the device.
+    assert_eq!(kinds(&|| Tensor::zeros([2], (F32, Device::Cpu))), (F32, F32));
+}
+
+fn kind_of_exp(x: &Tensor) -> Kind {
+    x.exp().kind()
+}
+
+/// The last call wins, regions inside inherit, and each is restored when it ends.
+#[test]
+fn regions_inside_inherit_and_override() {
+    let _alone = alone();
+    let x = random(4);
+    let half = region().keep_in_f32(["exp"]).prefer_half(["exp", "sin"]);
+    assert_eq!(kind_of_exp(&x), F32);
+    half.run(|| {
+        assert_eq!(kind_of_exp(&x), BF16);
+        region().run(|| assert_eq!(kind_of_exp(&x), BF16)).unwrap();
+        let exact = region().keep_in_f32(["exp"]).run(|| {
+            assert_eq!((x.to_kind(BF16).exp().kind(), x.sin().kind()), (F32, BF16));
+        });
+        exact.unwrap();
+        region().enabled(false).run(|| assert_eq!(kind_of_exp(&x), F32)).unwrap();
+        assert_eq!((kind_of_exp(&x), x.sin().kind()), (BF16, BF16));
+    })
+    .unwrap();
+    assert_eq!(kind_of_exp(&x), F32);
+    region().run(|| assert_eq!(kind_of_exp(&x), F32)).unwrap();
+}
+
+#[test]
+fn guards_in_any_order_and_panics_restore_the_lists() {
+    let _alone = alone();
+    let x = random(5);
+    let outer = region().prefer_half(["exp"]).enter().unwrap();
+    let inner = region().keep_in_f32(["exp"]).enter().unwrap();
+    drop(outer);
+    assert_eq!(x.to_kind(BF16).exp().kind(), F32);
+    drop(inner);
+    assert_eq!(x.to_kind(BF16).exp().kind(), BF16);
+    assert_eq!(kind_of_exp(&x), F32);
+
+    let panicking = || region().prefer_half(["exp"]).run(|| panic!("on purpose")).unwrap();
+    assert!(std::panic::catch_unwind(panicking).is_err());
+    assert_eq!(kind_of_exp(&x), F32);
+    assert_eq!(seen(), OUTSIDE);
+}
+
+#[test]
+fn other_threads_are_unaffected_and_can_enter_the_state() {
+    let _alone = alone();
+    let region = region().prefer_half(["exp"]);
+    region
+        .run(|| {
+            let state = AutocastState::current().unwrap();
+            std::thread::spawn(move || {
+                let x = random(6);
+                assert_eq!(kind_of_exp(&x), F32);
+                Autocast::new(Device::Cpu).run(|| assert_eq!(kind_of_exp(&x), F32)).unwrap();
+                state.run(|| assert_eq!(kind_of_exp(&x), BF16)).unwrap();
+                assert_eq!(kind_of_exp(&x), F32);
+            })
+            .join()
+            .unwrap();
+        })
+        .unwrap();
+}
+
+/// What is computed again in the backward pass has the lists of the forward pass, inside of the region and outside.
+#[test]
+fn recomputed_parts_have_the_lists_of_the_forward_pass() {
+    let _alone = alone();
+    let part = |x: &Tensor| x.exp().sin();
+    let region = region().prefer_half(["exp"]).keep_in_f32(["sin"]);
+    let gradient = |f: &dyn Fn(&Tensor) -> Tensor| {
+        let x = random(7);
+        region.run(|| f(&x)).unwrap().sum(F32).backward();
+        x.grad()
+    };
+    let recomputed = gradient(&|x| checkpointed(&[x], move |inputs| Ok(part(inputs[0]))).unwrap());
+    assert_eq!(recomputed, gradient(&part));
+    assert_ne!(recomputed, {
+        let x = random(7);
+        part(&x).sum(F32).backward();
+        x.grad()
+    });
+}
+
+/// A weight is cast once for all its uses in a region.
+#[test]
+fn casts_of_weights_are_cached() {
+    let _alone = alone();
+    let weight = random(8);
+    let x = random(9).detach();
+    let region = region().prefer_half(["mul"]);
+    let results = region.run(|| {
+        let first = &x * &weight;
+        // Not seen by the cache.
+        let _changed = weight.data().fill_(0);
+        (first, &x * &weight)
+    });
+    let (first, second) = results.unwrap();
+    assert_eq!(first, second);
+}
+
+#[test]
+fn what_cannot_be_overridden_is_refused() {
+    let _alone = alone();
+    let error = |name: &str| match region().keep_in_f32([name]).enter().map(drop) {
+        Err(Error::Autocast(error)) => error,
+        other => panic!("{name}: {other:?}"),
+    };
+    for name in ["no_such_operator", "add.Tensor", "", "extension::scan", "a\0b"] {
+        let error = error(name);
+        assert!(matches!(error, AutocastError::UnknownOperator { .. }), "{name}: {error}");
+    }
+    for name in ["add_", "view", "transpose", "zeros", "_local_scalar_dense_"] {
+        let error = error(name);
+        let is_named = error.to_string().contains(name);
+        let is_refused = match name {
+            "_local_scalar_dense_" => matches!(error, AutocastError::UnknownOperator { .. }),
+            _ => matches!(error, AutocastError::NotOverridable { .. }),
+        };
+        assert!(is_named && is_refused, "{name}: {error}");
+    }
+    // Nothing was opened.
+    assert_eq!(seen(), OUTSIDE);
+    assert_eq!(kind_of_exp(&random(10)), F32);
+}
