@@ -93,9 +93,9 @@ impl Autocast {
     /// that write to their inputs. What counts is the operator that the program calls, or one that it runs while autocast
     /// is on: in a `linear`, which autocast casts as a whole, no `addmm` is overridden.
     ///
-    /// Other threads and other regions are not affected. Every operator in the region takes about 0.3 µs longer,
-    /// because a function of this crate comes before autocast's, and an overridden one 1 µs longer than with casts by hand. The list of names is kept until the program
-    /// ends, once however often it is used.
+    /// Other threads and other regions are not affected. Every operator in the region takes about 0.3 µs longer, because
+    /// a function of this crate comes before autocast's, and an overridden one 1 µs longer than with casts by hand. The
+    /// list of names is kept until the program ends, once however often it is used.
     ///
     /// # Errors
     ///

@@ -21,6 +21,7 @@ mod report_times;
 mod restored;
 mod scales;
 mod skipped;
+mod tools;
 mod written;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
