@@ -182,8 +182,11 @@ fn a_history_is_recorded_without_synchronizing() {
             opt.zero_grad().unwrap();
             scaler.backward(&(&w * gradient).sum(Kind::Float)).unwrap();
             let outcome = scaler.step_unless_spike(&mut opt, f64::INFINITY, &mut spikes).unwrap();
-            let (recorded, counts) =
-                simulation.count(|| history.record(&scaler, &outcome, gradient));
+            let loss = Tensor::full([1], gradient, (Kind::BFloat16, device));
+            let (recorded, counts) = simulation.count(|| {
+                history.set_loss(&loss)?;
+                history.record(&scaler, &outcome, gradient)
+            });
             recorded.unwrap();
             assert_eq!(counts.host_syncs, 0, "on {device:?}");
             assert!(counts.launches <= 10, "on {device:?}: {counts:?}");
@@ -195,5 +198,7 @@ fn a_history_is_recorded_without_synchronizing() {
         let (spike, overflow) = (Some(SkipCause::Spike), Some(SkipCause::Overflow));
         assert_eq!(skipped, [None, None, spike, overflow, None]);
         assert_eq!((report.steps[3].scale, report.steps[4].scale), (65536.0, 32768.0));
+        let losses: Vec<_> = report.steps.iter().map(|step| step.loss).collect();
+        assert_eq!(losses[1..], [Some(1.0), Some(70.0), None, Some(1.0)]);
     }
 }
