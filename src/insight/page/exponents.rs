@@ -9,7 +9,7 @@ use crate::insight::{Exponents, LayerHealth};
 const MOST_COLUMNS: usize = 120;
 
 /// How many exponents have a row or column. Smaller ones are counted to the last.
-const MOST_EXPONENTS: i32 = 80;
+const MOST_EXPONENTS: i64 = 80;
 
 /// How many layers have a row.
 const MOST_LAYERS: usize = 60;
@@ -18,8 +18,8 @@ const MOST_LAYERS: usize = 60;
 const FAINTEST: f64 = 1e-5;
 
 /// The exponents of fp16's smallest subnormal number, and of the smallest power of two above its range.
-const SMALLEST: i32 = -24;
-const TOO_LARGE: i32 = 16;
+const SMALLEST: i64 = -24;
+const TOO_LARGE: i64 = 16;
 
 /// Adds the section of the exponents.
 pub(super) fn add(html: Html, health: &[(u64, HealthReport)]) -> Html {
@@ -35,34 +35,33 @@ pub(super) fn add(html: Html, health: &[(u64, HealthReport)]) -> Html {
     .heat_map(&of_layers(last))
 }
 
-/// From the largest exponent downwards.
+/// From the largest exponent downwards. Its numbers are wider than exponents, so that sums of these fit.
 #[derive(Clone, Copy)]
 struct Range {
-    top: i32,
-    count: i32,
+    top: i64,
+    count: i64,
 }
 
 impl Range {
     /// The exponents of these counts, and the limits of fp16.
-    fn over<'a>(all: impl Iterator<Item = &'a Exponents>, limits: &[(i32, i32)]) -> Self {
+    fn over<'a>(all: impl Iterator<Item = &'a Exponents>, limits: &[(i64, i64)]) -> Self {
         let used = all.filter(|exponents| !exponents.counts.is_empty());
-        let of_counts = used.map(|e| (e.first, e.first + e.counts.len() as i32 - 1));
+        let of_counts =
+            used.map(|e| (e.first.into(), i64::from(e.first) + e.counts.len() as i64 - 1));
         let limits = limits.iter().map(|(low, high)| (*low, high - 1));
-        let (low, top) = of_counts
-            .chain(limits)
-            .fold((i32::MAX, i32::MIN), |(low, top), (a, b)| (low.min(a), top.max(b)));
-        let (low, top) = if low > top { (SMALLEST, TOO_LARGE) } else { (low, top) };
-        Self { top, count: top.saturating_sub(low).saturating_add(1).min(MOST_EXPONENTS) }
+        let span = of_counts.chain(limits).reduce(|all, one| (all.0.min(one.0), all.1.max(one.1)));
+        let (low, top) = span.unwrap_or((SMALLEST, TOO_LARGE));
+        Self { top, count: (top - low + 1).min(MOST_EXPONENTS) }
     }
 
-    fn exponents(self) -> impl Iterator<Item = i32> {
+    fn exponents(self) -> impl Iterator<Item = i64> {
         (0..self.count).map(move |row| self.top - row)
     }
 
     /// The place of each exponent, with its share of the gradients that are neither zero, infinite nor NaN.
     fn shares(self, exponents: &Exponents) -> Vec<(usize, f64)> {
-        let mut counts = vec![0; self.count.max(0) as usize];
-        for (exponent, count) in (exponents.first..).zip(&exponents.counts) {
+        let mut counts = vec![0; self.count as usize];
+        for (exponent, count) in (i64::from(exponents.first)..).zip(&exponents.counts) {
             let place = (self.top - exponent).clamp(0, self.count - 1);
             counts[place as usize] += count;
         }
@@ -72,13 +71,13 @@ impl Range {
     }
 
     /// How many rows are above the lower end of an exponent's row.
-    fn rows_above(self, exponent: i32) -> f64 {
-        f64::from(self.top - exponent + 1)
+    fn rows_above(self, exponent: i64) -> f64 {
+        (self.top - exponent + 1) as f64
     }
 
     /// A name at every fourth exponent.
     fn names(self) -> Vec<String> {
-        let name = |exponent: i32| match exponent % 4 {
+        let name = |exponent: i64| match exponent % 4 {
             0 => format!("2^{exponent}"),
             _ => String::new(),
         };
@@ -87,8 +86,8 @@ impl Range {
 }
 
 /// The smallest exponent that fp16 keeps at a scale, and the smallest that overflows.
-fn limits(report: &HealthReport) -> (i32, i32) {
-    let exponent = report.scale.log2().floor() as i32;
+fn limits(report: &HealthReport) -> (i64, i64) {
+    let exponent = report.scale.log2().floor().clamp(-1100.0, 1100.0) as i64;
     (SMALLEST - exponent, TOO_LARGE - exponent)
 }
 
@@ -105,12 +104,12 @@ fn over_time(health: &[(u64, HealthReport)]) -> HeatMap {
     let mut cells = Vec::new();
     for (column, (step, report)) in shown.iter().enumerate() {
         for (row, share) in range.shares(&report.model.exponents) {
-            let exponent = range.top - row as i32;
+            let exponent = range.top - row as i64;
             let title = format!("step {step}, 2^{exponent}: {:.2} %", 100.0 * share);
             cells.push(Cell { place: (column, row), shade: shade(share), title });
         }
     }
-    let bound = |name, label, exponent: fn(&(i32, i32)) -> i32| Bound {
+    let bound = |name, label, exponent: fn(&(i64, i64)) -> i64| Bound {
         name,
         label,
         rows: limits.iter().map(|limits| range.rows_above(exponent(limits))).collect(),
@@ -135,7 +134,7 @@ fn of_layers(report: &HealthReport) -> HeatMap {
     let mut cells = Vec::new();
     for (row, layer) in layers.iter().enumerate() {
         for (place, share) in range.shares(&layer.exponents) {
-            let exponent = range.top - place as i32;
+            let exponent = range.top - place as i64;
             let title = format!("{}, 2^{exponent}: {:.2} %", layer.name, 100.0 * share);
             // From the smallest on the left to the largest on the right.
             let column = range.count as usize - 1 - place;
