@@ -99,7 +99,13 @@ tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t coun
       slots[recording->slot] = recording;
       next_slot = recording->slot + 1;
     }
-    recording->handle = at::addThreadLocalCallback(callback(recording->slot, std::make_index_sequence<kSlots>()));
+    try {
+      recording->handle = at::addThreadLocalCallback(callback(recording->slot, std::make_index_sequence<kSlots>()));
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(slots_mutex);
+      slots[recording->slot].reset();
+      throw;
+    }
     recording->running = true;
     recording->itself = recording;
     return recording.get();

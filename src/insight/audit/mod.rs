@@ -53,8 +53,8 @@ pub struct AuditedPart {
     pub output: Option<AuditedOutput>,
     /// The gradients of its parameters; `None` if it has none.
     pub gradient: Option<AuditedGradient>,
-    /// The time in seconds of its operators, forward and backward, in f32 and in the region, in one run each. It includes
-    /// the dispatcher and, on a GPU, the launch of each kernel.
+    /// The time in seconds of its operators, forward and backward, in f32 and in the region, the shortest of three runs
+    /// each. It includes the dispatcher and, on a GPU, the launch of each kernel.
     pub seconds: [f64; 2],
     /// What is suspicious about it.
     pub suspicions: Vec<Suspicion>,
@@ -181,9 +181,9 @@ impl AuditedPart {
 /// Compares the forward and backward pass inside of a region with those in f32, part by part.
 ///
 /// `loss` computes the unscaled loss in the region that it is given: `region` itself, or the same switched off. It is run
-/// up to six times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with rounded
+/// up to ten times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with rounded
 /// results, which shows what the rounding alone does, if the region returns half precision; in the region with a scale
-/// of 1, if the scale is another one; and in f32 and in the region to measure their times. Gradients, buffers and random numbers are put
+/// of 1, if the scale is another one; and three times in f32 and in the region to measure their times. Gradients, buffers and random numbers are put
 /// back afterwards, so that training goes on as without the call; `loss` must not change anything else.
 ///
 /// The parts are the modules of the parameters in `vs`, and what the program calls by [`named`](super::named). PyTorch
