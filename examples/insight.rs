@@ -1,5 +1,5 @@
-//! Trains a small transformer in fp16, in which one batch is bad and the attention is not scaled, and writes a page that
-//! shows what happened: the loss, the scale, the skipped steps with the operators to blame, the exponents of the
+//! Trains a small transformer in fp16, in which one batch is bad and the attention is not scaled, and writes a page
+//! that shows what happened: the loss, the scale, the skipped steps with the operators to blame, the exponents of the
 //! gradients, an audit and what the operators cost.
 //!
 //! `cargo run --example insight -- insight.html`

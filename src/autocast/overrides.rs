@@ -7,8 +7,8 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use crate::error::{AutocastError, Error, Result};
 use crate::ffi::{self, Refused};
 
-/// A list of operators. Equal lists are the same, and live as long as the process: a captured state can come back to them
-/// at any time.
+/// A list of operators. Equal lists are the same, and live as long as the process: a captured state can come back to
+/// them at any time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Overrides(&'static List);
 

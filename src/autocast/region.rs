@@ -84,18 +84,19 @@ impl Autocast {
         self
     }
 
-    /// Runs these operators in f32 inside the region, forward and backward, whatever autocast's lists say: their inputs in
-    /// half precision are cast to f32, and their results are f32. Regions inside inherit this, and can override it; the
-    /// last call for an operator wins. In a region that is switched off it has no effect. PyTorch has no counterpart.
+    /// Runs these operators in f32 inside the region, forward and backward, whatever autocast's lists say: their inputs
+    /// in half precision are cast to f32, and their results are f32. Regions inside inherit this, and can override it;
+    /// the last call for an operator wins. In a region that is switched off it has no effect. PyTorch has no
+    /// counterpart.
     ///
-    /// An operator has the name that libtorch gives it, such as `softmax`, or `extension::scan` for one of an extension;
-    /// [`Profiler`](crate::insight::Profiler) lists those of a program. All of its overloads are meant, but for those
-    /// that write to their inputs. What counts is the operator that the program calls, or one that it runs while autocast
-    /// is on: in a `linear`, which autocast casts as a whole, no `addmm` is overridden.
+    /// An operator has the name that libtorch gives it, such as `softmax`, or `extension::scan` for one of an
+    /// extension; [`Profiler`](crate::insight::Profiler) lists those of a program. All of its overloads are meant, but
+    /// for those that write to their inputs. What counts is the operator that the program calls, or one that it runs
+    /// while autocast is on: in a `linear`, which autocast casts as a whole, no `addmm` is overridden.
     ///
-    /// Other threads and other regions are not affected. Every operator in the region takes about 0.3 µs longer, because
-    /// a function of this crate comes before autocast's, and an overridden one 1 µs longer than with casts by hand. The
-    /// list of names is kept until the program ends, once however often it is used.
+    /// Other threads and other regions are not affected. Every operator in the region takes about 0.3 µs longer,
+    /// because a function of this crate comes before autocast's, and an overridden one 1 µs longer than with casts by
+    /// hand. The list of names is kept until the program ends, once however often it is used.
     ///
     /// # Errors
     ///

@@ -51,8 +51,8 @@ pub enum Cause {
     },
     /// Only the loss scale was too large: with a scale of 1 the same iteration is finite.
     Scale {
-        /// The largest power of two, at least 1, with which the iteration is finite. It is estimated from the numbers of
-        /// a run with a scale of 1, and verified by a run with this scale.
+        /// The largest power of two, at least 1, with which the iteration is finite. It is estimated from the numbers
+        /// of a run with a scale of 1, and verified by a run with this scale.
         largest_finite: f64,
     },
     /// The values themselves overflowed or were undefined, whatever the scale.

@@ -1,10 +1,11 @@
 //! Finds out why a step was skipped, what half precision does to the numbers of a model, whether a loss scale is
 //! healthy, and why half precision is not faster.
 //!
-//! A [`Tracer`] names the operator, and the part of the model, that made the first infinity or NaN. It runs the skipped iteration again, with the random numbers that it had, and records every operator with
-//! libtorch's RecordFunction. It follows the non-finite gradients back to the operator that made the first non-finite
-//! number from finite ones, as opposed to those that only passed it on, and returns an [`Explanation`] with the
-//! operator, the part of the model, the cause and advice.
+//! A [`Tracer`] names the operator, and the part of the model, that made the first infinity or NaN. It runs the skipped
+//! iteration again, with the random numbers that it had, and records every operator with libtorch's RecordFunction. It
+//! follows the non-finite gradients back to the operator that made the first non-finite number from finite ones, as
+//! opposed to those that only passed it on, and returns an [`Explanation`] with the operator, the part of the model,
+//! the cause and advice.
 //!
 //! Until it is asked, a tracer only remembers the state of the random number generators and the scale, once per
 //! iteration. A program without a tracer has no callbacks and pays nothing. PyTorch's closest counterpart is

@@ -25,9 +25,9 @@ impl Drop for Counted {
     }
 }
 
-/// Runs `f` under a name, by which an [`Explanation`](super::Explanation) calls what `f` computes, forward and backward.
-/// Names nest: inside of `encoder`, the name `layers.3` is reported as `encoder.layers.3`. While nothing is recorded,
-/// it only calls `f`.
+/// Runs `f` under a name, by which an [`Explanation`](super::Explanation) calls what `f` computes, forward and
+/// backward. Names nest: inside of `encoder`, the name `layers.3` is reported as `encoder.layers.3`. While nothing is
+/// recorded, it only calls `f`.
 ///
 /// Operators that use a parameter are known by its name in the `VarStore` and need no other. Use this for parts without
 /// parameters, such as the products of an attention. The counterpart of `torch.profiler.record_function`.

@@ -146,8 +146,8 @@ impl Tracer {
     /// # }
     /// ```
     ///
-    /// Synchronizes in order to learn whether the step was skipped, but no longer after the last explanation. Steps that
-    /// a [`SpikeDetector`](crate::scaler::SpikeDetector) left out are not explained.
+    /// Synchronizes in order to learn whether the step was skipped, but no longer after the last explanation. Steps
+    /// that a [`SpikeDetector`](crate::scaler::SpikeDetector) left out are not explained.
     ///
     /// # Errors
     ///

@@ -83,8 +83,8 @@ pub struct AuditedOutput {
     /// The error as a multiple of the expected one.
     #[serde(with = "numbers")]
     pub multiple: f64,
-    /// The multiple, divided by the largest one of what this part was given. At most 1 for a single finite number, which
-    /// can be near zero by chance.
+    /// The multiple, divided by the largest one of what this part was given. At most 1 for a single finite number,
+    /// which can be near zero by chance.
     #[serde(with = "numbers")]
     pub growth: f64,
     /// The parts that computed what the operator read.
@@ -95,8 +95,8 @@ pub struct AuditedOutput {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct AuditedGradient {
-    /// The norm of the difference, divided by the norm of the gradient in f32. Infinite if the gradient is not finite in
-    /// the region.
+    /// The norm of the difference, divided by the norm of the gradient in f32. Infinite if the gradient is not finite
+    /// in the region.
     #[serde(with = "numbers")]
     pub error: f64,
     /// The cosine of the angle between the two.
@@ -126,8 +126,8 @@ pub enum Suspicion {
     LosesPrecision,
     /// Many elements of its gradients become zero in fp16.
     Underflow,
-    /// Its gradients are further from those in f32 than rounding explains, or they are not finite although every forward
-    /// result is.
+    /// Its gradients are further from those in f32 than rounding explains, or they are not finite although every
+    /// forward result is.
     Gradient,
 }
 
@@ -180,11 +180,12 @@ impl AuditedPart {
 
 /// Compares the forward and backward pass inside of a region with those in f32, part by part.
 ///
-/// `loss` computes the unscaled loss in the region that it is given: `region` itself, or the same switched off. It is run
-/// up to ten times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with rounded
-/// results, which shows what the rounding alone does, if the region returns half precision; in the region with a scale
-/// of 1, if the scale is another one; and three times in f32 and in the region to measure their times. Gradients, buffers and random numbers are put
-/// back afterwards, so that training goes on as without the call; `loss` must not change anything else.
+/// `loss` computes the unscaled loss in the region that it is given: `region` itself, or the same switched off. It is
+/// run up to ten times with the same random numbers: in f32; in the region with the scale of `scaler`; in f32 with
+/// rounded results, which shows what the rounding alone does, if the region returns half precision; in the region with
+/// a scale of 1, if the scale is another one; and three times in f32 and in the region to measure their times.
+/// Gradients, buffers and random numbers are put back afterwards, so that training goes on as without the call; `loss`
+/// must not change anything else.
 ///
 /// The parts are the modules of the parameters in `vs`, and what the program calls by [`named`](super::named). PyTorch
 /// has no counterpart.
@@ -193,9 +194,9 @@ impl AuditedPart {
 ///
 /// # Errors
 ///
-/// [`Error::InvalidArgument`] if a parameter is in half precision, which has no f32 counterpart here, or if `loss` calls
-/// other operators in f32 than in the region, besides casts; the error of `loss`; [`Error::Torch`] if a run cannot be
-/// recorded.
+/// [`Error::InvalidArgument`] if a parameter is in half precision, which has no f32 counterpart here, or if `loss`
+/// calls other operators in f32 than in the region, besides casts; the error of `loss`; [`Error::Torch`] if a run
+/// cannot be recorded.
 ///
 /// # Examples
 ///

@@ -51,7 +51,8 @@ pub(super) fn add(parts: &mut [AuditedPart], measured: &[Times; 2]) {
 
 impl Audit {
     /// Estimates how many seconds longer an iteration takes with the parts of [`keep_in_f32`](Self::keep_in_f32) in
-    /// f32: the difference of their [times](AuditedPart::seconds). Casts between these parts and others are not included.
+    /// f32: the difference of their [times](AuditedPart::seconds). Casts between these parts and others are not
+    /// included.
     pub fn f32_seconds(&self) -> f64 {
         let keep = keep_in_f32(&self.parts);
         // Where operators after a module are to be kept, so is the module.

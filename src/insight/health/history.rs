@@ -83,8 +83,8 @@ impl ScaleHistory {
         Ok(Self { capacity, total: 0, settled, open, ring: None, loss: None })
     }
 
-    /// Sets the loss of the step that is recorded next: the unscaled loss, a tensor with one element on any device. Never
-    /// synchronizes.
+    /// Sets the loss of the step that is recorded next: the unscaled loss, a tensor with one element on any device.
+    /// Never synchronizes.
     ///
     /// # Errors
     ///

@@ -1,5 +1,5 @@
-//! What HTML pages are made of: plots, heat maps and tables. The recipes in `examples` include these files, too, so they
-//! use nothing of the crate.
+//! What HTML pages are made of: plots, heat maps and tables. The recipes in `examples` include these files, too, so
+//! they use nothing of the crate.
 #![allow(dead_code, reason = "each page uses a part of it")]
 
 pub(super) mod axis;

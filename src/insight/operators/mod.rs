@@ -81,8 +81,8 @@ impl Profiler {
         Self { parameters, device: vs.device(), warm_up: 2, runs: 1, precision: None }
     }
 
-    /// Sets how many runs come before the recorded ones. The first run of a program is slower, because it also allocates
-    /// memory and chooses algorithms.
+    /// Sets how many runs come before the recorded ones. The first run of a program is slower, because it also
+    /// allocates memory and chooses algorithms.
     #[must_use]
     pub fn warm_up(self, warm_up: usize) -> Self {
         Self { warm_up, ..self }

@@ -214,14 +214,14 @@ impl OperatorReport {
         self.operators.iter().map(|row| row.flops).sum()
     }
 
-    /// Adds up the own times of all operators in seconds. At most `seconds`, unless a backward pass runs on the threads of several
-    /// devices.
+    /// Adds up the own times of all operators in seconds. At most `seconds`, unless a backward pass runs on the threads
+    /// of several devices.
     pub fn own_seconds(&self) -> f64 {
         self.wrappers.seconds + self.operators.iter().map(|row| row.seconds).sum::<f64>()
     }
 
-    /// Returns the share, from 0 to 1, of the floating-point operations of a pass, or of both, that are computed in half
-    /// precision. `None` if there are no such operations.
+    /// Returns the share, from 0 to 1, of the floating-point operations of a pass, or of both, that are computed in
+    /// half precision. `None` if there are no such operations.
     pub fn half_share(&self, pass: Option<Pass>) -> Option<f64> {
         let rows = || self.operators.iter().filter(|row| pass.is_none_or(|pass| row.pass == pass));
         let all: u64 = rows().map(|row| row.flops).sum();

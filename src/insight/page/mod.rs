@@ -15,8 +15,8 @@ use super::{Audit, Explanation, HealthReport, HistoryReport, OperatorReport};
 use crate::atomic;
 use crate::error::{CheckpointError, Result};
 
-/// Shows everything that is known of a run in one HTML file with tables and plots, which needs no network: the loss, the
-/// scale with the skipped steps and their culprits, the exponents of the gradients over time, audits with the most
+/// Shows everything that is known of a run in one HTML file with tables and plots, which needs no network: the loss,
+/// the scale with the skipped steps and their culprits, the exponents of the gradients over time, audits with the most
 /// suspicious parts first, and what the operators cost.
 ///
 /// Fill in what there is; a section without data is left out. Its text, by `Display`, has the same for a terminal, and
@@ -74,8 +74,8 @@ pub struct Page {
     pub title: String,
     /// The steps: from [`ScaleHistory::report`](super::ScaleHistory::report).
     pub history: Option<HistoryReport>,
-    /// Why steps were skipped: from a [`Tracer`](super::Tracer). Their iterations are taken for the numbers of the steps
-    /// in `history`; see [`Tracer::after`](super::Tracer::after).
+    /// Why steps were skipped: from a [`Tracer`](super::Tracer). Their iterations are taken for the numbers of the
+    /// steps in `history`; see [`Tracer::after`](super::Tracer::after).
     pub explanations: Vec<Explanation>,
     /// The exponents of the gradients up to a step, in the order of the steps: from a
     /// [`ScaleHealth`](super::ScaleHealth), which is cleared after each report so that every report has its own steps.
