@@ -64,7 +64,7 @@ use crate::error::{CheckpointError, Result};
 /// page.write(&path)?;
 /// # std::fs::remove_dir_all(&folder).unwrap();
 /// println!("{page}");
-/// # assert_eq!(page.explanations.len(), 1);
+/// # assert!(page.explanations.iter().any(|explanation| explanation.iteration == 20));
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
