@@ -12,6 +12,7 @@
 
 #include "function_node.h"
 #include "guarded.h"
+#include "recording.h"
 
 namespace {
 
@@ -227,6 +228,7 @@ void tamp_function_record(const tamp_function *function, const tamp_function_cal
     NodePtr<FunctionNode> node;
     if (ended.recorded()) {
       node = tamp::make_node<FunctionNode>(std::move(state), ended.edges());
+      tamp::note_function(node->function_name(), node->thread_id(), node->sequence_nr());
     }
     auto results = ended.finish(node);
     for (size_t i = 0; i < count; ++i) tamp::tensor(outputs[i]) = std::move(results[i]);

@@ -111,6 +111,7 @@ class FunctionNode final : public Node {
   FunctionNode(State state, torch::autograd::edge_list &&inputs) : Node(std::move(inputs)), state_(std::move(state)) {}
 
   std::string name() const override { return state_.name() + "Backward"; }
+  const std::string &function_name() const { return state_.name(); }
 
   void reserve_saved(size_t count) { saved_.reserve(count); }
 

@@ -75,6 +75,14 @@ void stop(tamp_recording &recording) {
 
 }  // namespace
 
+void tamp::note_function(std::string_view name, uint64_t thread, uint64_t sequence) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!callbacks) return;
+  at::RecordFunction event(std::move(*callbacks));
+  event.setForwardThreadId(thread);
+  event.before(name, static_cast<int64_t>(sequence));
+}
+
 extern "C" {
 
 tamp_recording *tamp_recording_start(tamp_tensor *const *parameters, size_t count, uint8_t how,

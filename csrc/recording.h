@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -51,6 +52,11 @@ void for_each_tensor(const c10::IValue &value, const F &f) {
     for (const c10::IValue &element : value.toTupleRef().elements()) for_each_tensor(element, f);
   }
 }
+
+// ---------------------------------------------------------------------------------------------------------- insight.cpp
+// Ties the node of a custom function to the place of the program that called the function. Recordings see no other sign
+// of it, because autograd is off while forward runs.
+void note_function(std::string_view name, uint64_t thread, uint64_t sequence);
 
 // ----------------------------------------------------------------------------------------------------------- timing.cpp
 // The nanoseconds of a clock that only advances.

@@ -49,8 +49,9 @@ typedef struct tamp_recorded_tensor {
 
 // An operator, a backward node, or a name that the program gave to a stretch. `parent` is the event in which it ran, or
 // -1, and `ended` its place in the order in which events ended, or -1. `sequence` ties a node to the operators that
-// ran, on the thread `forward_thread`, when autograd made it. `repeated` is 1 if the operator's numbers overflowed and
-// it was run again in f32; then `repeated_largest` is the largest absolute value, which may be infinite or NaN.
+// ran, on the thread `forward_thread`, when autograd made it; a name with one is the call of a custom function.
+// `repeated` is 1 if the operator's numbers overflowed and it was run again in f32; then `repeated_largest` is the
+// largest absolute value, which may be infinite or NaN.
 //
 // If `compared` is 1, the results were compared with those of a reference: `difference` is the norm of the difference,
 // `norm` that of the reference, and `cosine` the cosine of the angle between the two.

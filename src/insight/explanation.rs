@@ -101,7 +101,7 @@ pub struct Culprit {
     pub after: Option<String>,
     /// The pass.
     pub pass: Pass,
-    /// The forward operator to which a backward operator belongs.
+    /// The forward operator to which a backward operator belongs, or the name of the custom function.
     pub forward_operator: Option<String>,
     /// The dtype of its result: `fp16`, `bf16`, `fp32` or `fp64`.
     pub dtype: String,

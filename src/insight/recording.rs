@@ -14,7 +14,7 @@ use crate::ffi::insight::{self as ffi, EventKind, Record, RecordedEvent, Recorde
 pub(super) struct Recording {
     raw: ffi::Recording,
     pub(super) events: Vec<RecordedEvent>,
-    /// The innermost operator that made the backward node of each thread and sequence number.
+    /// The innermost operator, or the custom function, that made the backward node of each thread and sequence number.
     forward: HashMap<(u64, i64), usize>,
     /// The backward node that each event of the engine ran.
     nodes: HashMap<usize, usize>,
@@ -50,7 +50,8 @@ impl Recording {
         }
         for index in recording.ended() {
             let event = &recording.events[index];
-            if event.kind == EventKind::Operator && event.sequence >= 0 {
+            let makes_node = event.kind == EventKind::Operator || is_function(event);
+            if makes_node && event.sequence >= 0 {
                 let node = (event.forward_thread, event.sequence);
                 recording.forward.entry(node).or_insert(index);
             }
@@ -155,7 +156,7 @@ impl Recording {
             return module.cloned();
         }
         let mut names: Vec<&str> = ancestors()
-            .filter(|(_, event)| event.kind == EventKind::Name)
+            .filter(|(_, event)| event.kind == EventKind::Name && !is_function(event))
             .map(|(_, event)| event.name.as_str())
             .collect();
         names.reverse();
@@ -185,6 +186,11 @@ impl Recording {
             .rev()
             .find_map(|before| modules.get(self.parameter_of(&self.events[before])?).cloned())
     }
+}
+
+/// Whether the event is the call of a custom function: a name with a backward node. Nothing runs in it.
+fn is_function(event: &RecordedEvent) -> bool {
+    event.kind == EventKind::Name && event.sequence >= 0
 }
 
 /// Whether a tensor has non-finite numbers. What was not counted has none.

@@ -43,6 +43,36 @@ fn a_custom_function_is_looked_into() {
     assert_eq!(culprit(&backward).path.as_deref(), Some("derivative"), "{backward}");
 }
 
+/// A backward that gives no name of its own has that of the place where the function was called.
+#[test]
+fn the_backward_of_a_custom_function_belongs_to_where_it_was_called() {
+    let root = || {
+        function(
+            |ctx, x| {
+                let y = x[0].sqrt();
+                ctx.save_for_backward(&[&y]);
+                Ok(y)
+            },
+            |ctx, grads| {
+                let [y] = ctx.saved_tensors()?;
+                Ok(&grads[0] / (y * 2))
+            },
+        )
+        .name("Root")
+    };
+    let explanation = planted(|x| {
+        // The same function elsewhere, which is finite.
+        let x = named("before", || root().apply(&[&(x.abs() + 1)]).unwrap());
+        let y = named("outer", || named("inner", || root().apply(&[&(&x * 0.0)]).unwrap()));
+        named("after", || root().apply(&[&(y + 1)]).unwrap())
+    });
+    let culprit = culprit(&explanation);
+    assert_eq!(culprit.operator, "aten::div", "{explanation}");
+    assert_eq!(culprit.path.as_deref(), Some("outer.inner"), "{explanation}");
+    assert_eq!(culprit.pass, Pass::Backward, "{explanation}");
+    assert_eq!(culprit.forward_operator.as_deref(), Some("Root"), "{explanation}");
+}
+
 #[test]
 fn a_recomputed_part_is_named() {
     let recomputed = |f: fn(&Tensor) -> Tensor| {
