@@ -7,8 +7,11 @@ use std::process::Command;
 use anyhow::{Result, ensure};
 
 use crate::args::Args;
-use crate::process;
 use crate::workspace::{self, Workspace};
+use crate::{process, transformers};
+
+/// The one that compares with transformers, too.
+const TOOLS: &str = "insight_tools";
 
 /// Those that need several cores.
 const PARALLEL: [&str; 2] = ["distributed", "threads"];
@@ -22,6 +25,9 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
     let chosen = choose(&names(&workspace::root())?, &filters)?;
     let workspace = Workspace::announced(pair)?;
     workspace.warn_without_python();
+    // Only for those who ask for this benchmark, because it is a large download.
+    let python = workspace.libtorch.python.as_deref().filter(|_| chosen == [TOOLS]);
+    let transformers = python.and_then(transformers::provide);
     // Builds on every core, because only the timing needs a single one.
     process::run(benches(&workspace, &chosen).arg("--no-run"))?;
     let (parallel, single): (Vec<_>, Vec<_>) =
@@ -31,6 +37,9 @@ pub(crate) fn run(mut args: Args) -> Result<()> {
         bench.arg("--").args(&options);
         for name in ["OMP_NUM_THREADS", "MKL_NUM_THREADS"] {
             bench.env(name, "1");
+        }
+        if let Some(dir) = &transformers {
+            bench.env("PYTHONPATH", dir);
         }
         process::run(&mut pinned(bench))?;
     }

@@ -34,6 +34,7 @@ mod steps;
 mod surface;
 mod test;
 mod tools;
+mod transformers;
 mod venv;
 mod versions;
 mod workspace;
