@@ -22,8 +22,8 @@ pub struct Verdict {
     pub operator: Option<bool>,
     pub part: Option<bool>,
     pub pass: Option<bool>,
-    /// Whether it names the part and the pass, and no wrong operator. Where something else is to blame, whether it names
-    /// that.
+    /// Whether it names the part and the pass, and no wrong operator. Where no operator is to blame, whether it names
+    /// what is.
     pub right: bool,
     /// It names nothing, although there is something to blame.
     pub silent: bool,
