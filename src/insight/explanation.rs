@@ -72,6 +72,15 @@ pub enum Pass {
     Backward,
 }
 
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+        })
+    }
+}
+
 /// What is wrong with the numbers of a tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -137,8 +146,7 @@ impl fmt::Display for Culprit {
         if let Some(within) = &self.within {
             write!(f, " in {within}")?;
         }
-        let pass = if self.pass == Pass::Forward { "forward" } else { "backward" };
-        write!(f, "  {}, {pass}", self.dtype)?;
+        write!(f, "  {}, {}", self.dtype, self.pass)?;
         if let Some(forward) = &self.forward_operator {
             write!(f, " of {forward}")?;
         }

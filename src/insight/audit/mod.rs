@@ -18,6 +18,8 @@ use crate::error::Result;
 use crate::insight::numbers;
 use crate::{Autocast, GradScaler};
 
+pub(super) use text::Verdict;
+
 /// Begins the path of operators without a name that follow a module.
 const AFTER: &str = "after ";
 

@@ -47,10 +47,21 @@ impl fmt::Display for Audit {
         if rest > 0 {
             writeln!(f, "and {rest} more parts without suspicions")?;
         }
+        write!(f, "{}", Verdict(self))
+    }
+}
+
+/// The lines below the table of parts.
+pub(in crate::insight) struct Verdict<'a>(pub(in crate::insight) &'a Audit);
+
+impl fmt::Display for Verdict<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(audit) = self;
+        let suspicious = audit.suspicious();
         if suspicious.is_empty() {
-            return write!(f, "verdict: no part is suspicious in {}", self.dtype);
+            return write!(f, "verdict: no part is suspicious in {}", audit.dtype);
         }
-        write!(f, "verdict: suspicious parts: {} of {}", suspicious.len(), self.parts.len())?;
+        write!(f, "verdict: suspicious parts: {} of {}", suspicious.len(), audit.parts.len())?;
         for part in &suspicious {
             let all: Vec<String> = part.suspicions.iter().map(Suspicion::to_string).collect();
             write!(f, "\n  {} {}", part.path, all.join(", and "))?;
@@ -58,14 +69,14 @@ impl fmt::Display for Audit {
                 write!(f, " ({})", output.operator)?;
             }
         }
-        let keep = keep_in_f32(&self.parts);
+        let keep = keep_in_f32(&audit.parts);
         if !keep.is_empty() {
             let is_said = |path: &&str| keep.contains(&format!("{AFTER}{path}").as_str());
             let said: Vec<_> =
                 keep.iter().filter(|path| !is_said(path)).map(with_followers).collect();
             write!(f, "\nkeep in f32: {}", said.join(", "))?;
-            let [_, whole] = self.seconds;
-            let share = 100.0 * self.f32_seconds() / whole.max(f64::MIN_POSITIVE);
+            let [_, whole] = audit.seconds;
+            let share = 100.0 * audit.f32_seconds() / whole.max(f64::MIN_POSITIVE);
             write!(
                 f,
                 "\n  measured cost: {share:+.1} % of the {:.2} ms of an iteration",

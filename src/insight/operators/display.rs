@@ -11,15 +11,38 @@ const MOST_OPERATORS: usize = 15;
 
 impl Display for OperatorReport {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        self.summary(f)?;
+        write!(f, "{}", Summary(self))?;
         self.table(f)?;
-        self.cast_lines(f)?;
-        self.moved_lines(f)?;
-        self.padding_lines(f)?;
-        self.list_lines(f)?;
-        self.gain_lines(f)
+        write!(f, "{}", Sections(self))
     }
 }
+
+/// The lines above the table of operators.
+pub(in crate::insight) struct Summary<'a>(pub(in crate::insight) &'a OperatorReport);
+
+impl Display for Summary<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.0.summary(f)
+    }
+}
+
+/// The sections below the table of operators.
+pub(in crate::insight) struct Sections<'a>(pub(in crate::insight) &'a OperatorReport);
+
+impl Display for Sections<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self(report) = self;
+        report.cast_lines(f)?;
+        report.moved_lines(f)?;
+        report.padding_lines(f)?;
+        report.list_lines(f)?;
+        report.gain_lines(f)
+    }
+}
+
+/// The columns of the table of operators, all numbers of one run.
+pub(in crate::insight) const COLUMNS: [&str; 10] =
+    ["operator", "dtype", "device", "pass", "calls", "ms", "%", "MB read", "written", "GFLOP/s"];
 
 impl OperatorReport {
     /// The milliseconds of one run.
@@ -53,22 +76,10 @@ impl OperatorReport {
     }
 
     fn table(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "\n{:<38} {:<5} {:<7} {:<8} {:>6} {:>9} {:>5} {:>9} {:>9} {:>7}",
-            "operator",
-            "dtype",
-            "device",
-            "pass",
-            "calls",
-            "ms",
-            "%",
-            "MB read",
-            "written",
-            "GFLOP/s"
-        )?;
+        writeln!(f)?;
+        line(f, &COLUMNS.map(str::to_owned))?;
         for row in self.operators.iter().take(MOST_OPERATORS) {
-            self.operator_line(row, f)?;
+            line(f, &self.cells(row))?;
         }
         let rest = &self.operators[self.operators.len().min(MOST_OPERATORS)..];
         if !rest.is_empty() {
@@ -84,27 +95,23 @@ impl OperatorReport {
         )
     }
 
-    fn operator_line(&self, row: &OperatorRow, f: &mut Formatter<'_>) -> fmt::Result {
-        let mega = |bytes: u64| bytes as f64 / 1e6 / self.runs.max(1) as f64;
-        let speed = if row.flops > 0 && row.seconds > 0.0 {
-            format!("{:.1}", giga(row.flops) / row.seconds)
-        } else {
-            String::new()
-        };
-        writeln!(
-            f,
-            "{:<38} {:<5} {:<7} {:<8} {:>6} {:>9.3} {:>5.1} {:>9.3} {:>9.3} {:>7}",
-            row.operator.trim_start_matches("aten::"),
-            row.dtype,
-            row.device,
-            words(row.pass),
-            self.calls(row.calls),
-            self.ms(row.seconds),
-            100.0 * row.seconds / self.own_seconds().max(f64::MIN_POSITIVE),
+    /// A row of the table of operators.
+    pub(in crate::insight) fn cells(&self, row: &OperatorRow) -> [String; 10] {
+        let mega = |bytes: u64| format!("{:.3}", bytes as f64 / 1e6 / self.runs.max(1) as f64);
+        let has_speed = row.flops > 0 && row.seconds > 0.0;
+        let speed = has_speed.then(|| format!("{:.1}", row.flops as f64 / 1e9 / row.seconds));
+        [
+            row.operator.trim_start_matches("aten::").to_owned(),
+            row.dtype.clone(),
+            row.device.clone(),
+            row.pass.to_string(),
+            self.calls(row.calls).to_string(),
+            format!("{:.3}", self.ms(row.seconds)),
+            format!("{:.1}", 100.0 * row.seconds / self.own_seconds().max(f64::MIN_POSITIVE)),
             mega(row.bytes_read),
             mega(row.bytes_written),
-            speed
-        )
+            speed.unwrap_or_default(),
+        ]
     }
 
     fn other_line(
@@ -120,17 +127,14 @@ impl OperatorReport {
     }
 }
 
-fn words(pass: Pass) -> &'static str {
-    match pass {
-        Pass::Forward => "forward",
-        Pass::Backward => "backward",
-    }
+fn line(f: &mut Formatter<'_>, cells: &[String; 10]) -> fmt::Result {
+    let [operator, dtype, device, pass, calls, ms, share, read, written, speed] = cells;
+    writeln!(
+        f,
+        "{operator:<38} {dtype:<5} {device:<7} {pass:<8} {calls:>6} {ms:>9} {share:>5} {read:>9} {written:>9} {speed:>7}"
+    )
 }
 
-fn giga(flops: u64) -> f64 {
-    flops as f64 / 1e9
-}
-
-pub(super) fn percent(share: f64) -> String {
+pub(in crate::insight) fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }

@@ -27,6 +27,7 @@ use crate::precision::Precision;
 use rows::Rows;
 use work::Work;
 
+pub(super) use display::{COLUMNS, Sections, Summary, percent};
 pub(super) use work::own_times;
 
 pub use gain::Gain;

@@ -2,8 +2,9 @@
 
 use super::Html;
 use super::text::milliseconds;
+use crate::insight::audit::Verdict;
 use crate::insight::html::table::Table;
-use crate::insight::{Audit, AuditedPart};
+use crate::insight::{Audit, AuditedGradient, AuditedOutput, AuditedPart};
 
 /// How many parts are listed.
 const MOST_PARTS: usize = 60;
@@ -27,11 +28,9 @@ pub(super) fn add(html: Html, audit: &Audit) -> Html {
     for part in parts.iter().take(MOST_PARTS) {
         table.row(row(part));
     }
-    let verdict = audit.to_string();
-    let verdict = verdict.lines().skip_while(|line| !line.starts_with("verdict"));
     let html = html
         .heading(&format!("Audit in {}", audit.dtype))
-        .preformatted(&verdict.collect::<Vec<_>>().join("\n"))
+        .preformatted(&Verdict(audit).to_string())
         .table(&table);
     let html = match parts.len().saturating_sub(MOST_PARTS) {
         0 => html,
@@ -45,10 +44,10 @@ pub(super) fn add(html: Html, audit: &Audit) -> Html {
 
 fn row(part: &AuditedPart) -> [String; 10] {
     let suspicions: Vec<String> = part.suspicions.iter().map(ToString::to_string).collect();
-    let output = |text: fn(f64) -> String, number: fn(&crate::insight::AuditedOutput) -> f64| {
+    let output = |text: fn(f64) -> String, number: fn(&AuditedOutput) -> f64| {
         part.output.as_ref().map_or_else(String::new, |output| text(number(output)))
     };
-    let gradient = |text: fn(f64) -> String, of: fn(&crate::insight::AuditedGradient) -> f64| {
+    let gradient = |text: fn(f64) -> String, of: fn(&AuditedGradient) -> f64| {
         part.gradient.as_ref().map_or_else(String::new, |gradient| text(of(gradient)))
     };
     let dtypes = part.dtypes.iter().map(|(dtype, count)| format!("{count} {dtype}"));

@@ -3,7 +3,7 @@
 use std::fmt::{self, Display, Formatter};
 
 use super::Page;
-use crate::insight::{Cause, Culprit, Explanation, Pass};
+use crate::insight::{Cause, Culprit, Explanation};
 
 impl Display for Page {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
@@ -43,7 +43,6 @@ pub(super) fn reason(explanation: &Explanation) -> String {
 /// An operator with its part of the model.
 fn operator(culprit: &Culprit) -> String {
     let Culprit { operator, dtype, pass, path, after, .. } = culprit;
-    let pass = if *pass == Pass::Forward { "forward" } else { "backward" };
     let place = match (path, after) {
         (Some(path), _) => format!(" in {path}"),
         (None, Some(module)) => format!(" after {module}"),
