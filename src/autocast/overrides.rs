@@ -66,6 +66,9 @@ impl Overrides {
         if let Some(number) = self.0.number.get() {
             return Ok(*number);
         }
+        if self.0.operators.is_empty() {
+            return Ok(0);
+        }
         let name = |(name, f32): (&String, &bool)| {
             let unknown = || AutocastError::UnknownOperator { operator: name.clone() };
             Ok((CString::new(name.as_str()).map_err(|_| unknown())?, *f32))
