@@ -30,7 +30,8 @@ constexpr auto kKey = c10::DispatchKey::DeferredInit;
 using Overrides = std::unordered_map<c10::OperatorName, bool>;
 
 std::mutex mutex;
-// They are never freed, because a captured state may name them at any time. The caller uses equal ones again.
+// They are never freed, because a captured state may name them at any time. The caller interns
+// equal ones, so that they stay few.
 std::vector<std::unique_ptr<const Overrides>> &all() {
   static auto *const overrides = new std::vector<std::unique_ptr<const Overrides>>();
   return *overrides;

@@ -89,3 +89,19 @@ impl Overrides {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_without_operators_is_no_list() {
+        let empty = Overrides::with::<&str>(None, [], true);
+        assert_eq!(empty.inside(0).ok(), Some(0));
+        let exp = Overrides::with(None, ["exp"], true);
+        let number = exp.inside(0).ok();
+        assert!(number.is_some_and(|number| number > 0));
+        // Inside of another list, it changes nothing.
+        assert_eq!(empty.inside(number.unwrap_or(0)).ok(), number);
+    }
+}

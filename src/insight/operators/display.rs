@@ -40,7 +40,7 @@ impl Display for Sections<'_> {
     }
 }
 
-/// The columns of the table of operators, all numbers of one run.
+/// The columns of the table of operators. The numbers are those of one run.
 pub(in crate::insight) const COLUMNS: [&str; 10] =
     ["operator", "dtype", "device", "pass", "calls", "ms", "%", "MB read", "written", "GFLOP/s"];
 
