@@ -29,14 +29,6 @@ constexpr auto kKey = c10::DispatchKey::DeferredInit;
 // The names of operators with their overloads, and whether they run in f32, as opposed to the dtype of the region.
 using Overrides = std::unordered_map<c10::OperatorName, bool>;
 
-std::mutex mutex;
-// They are never freed, because a captured state may name them at any time. The caller interns
-// equal ones, so that they stay few.
-std::vector<std::unique_ptr<const Overrides>> &all() {
-  static auto *const overrides = new std::vector<std::unique_ptr<const Overrides>>();
-  return *overrides;
-}
-
 thread_local uint32_t current = 0;
 thread_local const Overrides *overrides = nullptr;
 
@@ -99,14 +91,21 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::St
   op.redispatchBoxed(below - c10::autocast_dispatch_keyset, stack);
 }
 
-// Registers the kernel of the key, once in the process.
-void register_kernel() {
-  static const auto *const library = [] {
-    auto made = std::make_unique<torch::Library>(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
-    made->fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
-    return made.release();
-  }();
-  (void)library;
+std::mutex mutex;
+
+// The kernel of the key and all overrides. Neither is ever freed: a captured state may name overrides at any time, and a
+// thread may outlive the statics of this file. The caller interns equal overrides, so that they stay few.
+struct Registry {
+  Registry() { kernel.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
+
+  torch::Library kernel{torch::Library::IMPL, "_", kKey, __FILE__, __LINE__};
+  std::vector<std::unique_ptr<const Overrides>> all;
+};
+
+// Registers the kernel at the first call.
+Registry &registry() {
+  static auto *const registry = new Registry();
+  return *registry;
 }
 
 bool takes_tensors(const c10::FunctionSchema &schema) {
@@ -150,7 +149,7 @@ void set_overrides(uint32_t number) {
   const Overrides *next = nullptr;
   if (number != 0) {
     const std::lock_guard<std::mutex> lock(mutex);
-    next = all().at(number - 1).get();
+    next = registry().all.at(number - 1).get();
   }
   current = number;
   overrides = next;
@@ -172,9 +171,9 @@ uint32_t tamp_overrides_add(const char *const *names, const uint8_t *f32, size_t
       if (*problem != TAMP_OVERRIDE_OK) return 0;
     }
     const std::lock_guard<std::mutex> lock(tamp::mutex);
-    tamp::register_kernel();
-    tamp::all().push_back(std::move(made));
-    return static_cast<uint32_t>(tamp::all().size());
+    auto &all = tamp::registry().all;
+    all.push_back(std::move(made));
+    return static_cast<uint32_t>(all.size());
   });
 }
 

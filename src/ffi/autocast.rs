@@ -106,7 +106,6 @@ impl AutocastState {
     }
 }
 
-/// Clears the cache of casts.
 /// Why an operator cannot be overridden.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refused {
@@ -136,6 +135,7 @@ pub(crate) fn overrides_add(
     })
 }
 
+/// Clears the cache of casts.
 pub(crate) fn autocast_clear_cache() -> Result<()> {
     // SAFETY: `err` is valid for a write.
     call(|err| unsafe { sys::tamp_autocast_clear_cache(err) })
