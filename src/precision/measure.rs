@@ -1,0 +1,168 @@
+//! The timing of matrix products.
+
+use std::time::{Duration, Instant};
+
+use tch::{Cuda, Device, Kind, Tensor};
+
+use super::MatmulSpeed;
+use crate::error::{Error, Result};
+use crate::ffi;
+
+/// The sizes on a CPU, and those on a GPU besides.
+const SIZES: [i64; 5] = [64, 128, 256, 512, 1024];
+const LARGE_SIZES: [i64; 2] = [2048, 4096];
+
+/// How long one product may take to be repeated, and for a larger size to be tried as well.
+const SLOW: Duration = Duration::from_millis(60);
+
+/// How long the products of one size are repeated: this for each precision, and at most so often.
+const BUDGET: Duration = Duration::from_millis(60);
+const ROUNDS: usize = 50;
+
+/// A precision to compute a product in.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Candidate {
+    F32,
+    /// f32 with TensorFloat-32 allowed.
+    Tf32,
+    BF16,
+    F16,
+}
+
+impl Candidate {
+    /// Those of a device.
+    fn of(device: Device) -> &'static [Self] {
+        match device {
+            Device::Cuda(_) => &[Self::F32, Self::Tf32, Self::BF16, Self::F16],
+            _ => &[Self::F32, Self::BF16, Self::F16],
+        }
+    }
+
+    fn kind(self) -> Kind {
+        match self {
+            Self::F32 | Self::Tf32 => Kind::Float,
+            Self::BF16 => Kind::BFloat16,
+            Self::F16 => Kind::Half,
+        }
+    }
+
+    /// Whether larger sizes are tried even if it is slow.
+    fn is_f32(self) -> bool {
+        matches!(self, Self::F32 | Self::Tf32)
+    }
+
+    /// Times one product of a matrix by itself.
+    fn time(self, matrix: &Tensor) -> Result<Duration> {
+        let device = matrix.device();
+        let _precision = match device {
+            Device::Cuda(_) => Some(ffi::MatmulPrecision::with_tf32(self == Self::Tf32)?),
+            _ => None,
+        };
+        synchronize(device);
+        let start = Instant::now();
+        let product = matrix.f_mm(matrix)?;
+        synchronize(device);
+        let time = start.elapsed();
+        let (kind, computed) = (self.kind(), product.f_kind()?);
+        if computed == kind {
+            return Ok(time);
+        }
+        Err(Error::Torch(format!("a product of {kind:?} matrices was computed in {computed:?}")))
+    }
+}
+
+/// The speeds of products of all sizes.
+pub(super) fn speeds(device: Device) -> Result<Vec<MatmulSpeed>> {
+    let large = LARGE_SIZES.into_iter().filter(|_| device != Device::Cpu);
+    let mut candidates = Candidate::of(device).to_vec();
+    let mut speeds = Vec::new();
+    for size in SIZES.into_iter().chain(large) {
+        let matrices: std::result::Result<Vec<_>, _> = candidates
+            .iter()
+            .map(|candidate| Tensor::f_ones([size, size], (candidate.kind(), device)))
+            .collect();
+        let matrices = matrices?;
+        let times = shortest(candidates.len(), |i| candidates[i].time(&matrices[i]))?;
+        let gflops = |time: Duration| 2.0 * (size as f64).powi(3) / time.as_secs_f64() / 1e9;
+        let speed = |wanted| {
+            let place = candidates.iter().position(|candidate| *candidate == wanted)?;
+            times.get(place).copied().map(gflops)
+        };
+        if let Some(f32) = speed(Candidate::F32) {
+            let [tf32, bf16, f16] = [Candidate::Tf32, Candidate::BF16, Candidate::F16].map(speed);
+            speeds.push(MatmulSpeed::new(size, f32, tf32, bf16, f16));
+        }
+        let mut times = times.iter();
+        candidates.retain(|candidate| {
+            times.next().is_some_and(|time| candidate.is_f32() || *time <= SLOW)
+        });
+    }
+    Ok(speeds)
+}
+
+/// The shortest of several times of each of `count` products. They take turns, so that a moment in which the machine is
+/// busy with something else meets all of them: their ratios matter more than the times.
+fn shortest(
+    count: usize,
+    mut time: impl FnMut(usize) -> Result<Duration>,
+) -> Result<Vec<Duration>> {
+    // The first round also makes what later ones use again. The resolution of a clock could be too low for a product.
+    let measurable = |time: Duration| time.max(Duration::from_nanos(1));
+    let mut shortest: Vec<_> =
+        (0..count).map(|i| time(i).map(measurable)).collect::<Result<_>>()?;
+    let mut spent = Duration::ZERO;
+    for round in 0..ROUNDS {
+        for (i, shortest) in shortest.iter_mut().enumerate() {
+            if round == 0 || *shortest <= SLOW {
+                let time = time(i)?;
+                spent += time;
+                *shortest = measurable(time.min(*shortest));
+            }
+        }
+        if spent > BUDGET * count as u32 {
+            break;
+        }
+    }
+    Ok(shortest)
+}
+
+fn synchronize(device: Device) {
+    if let Device::Cuda(index) = device {
+        Cuda::synchronize(index as i64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The times that `shortest` finds on a machine that needs these milliseconds for each product, and 40 times as many
+    /// in its first `busy` milliseconds. Returns the number of runs as well.
+    fn on_busy_machine(products: [u64; 3], busy: u64) -> (Vec<u128>, [usize; 3]) {
+        let (mut clock, mut runs) = (0, [0; 3]);
+        let times = shortest(3, |i| {
+            runs[i] += 1;
+            let time = if clock < busy { products[i] * 40 } else { products[i] };
+            clock += time;
+            Ok(Duration::from_millis(time))
+        });
+        (times.unwrap_or_default().iter().map(Duration::as_millis).collect(), runs)
+    }
+
+    #[test]
+    fn a_busy_moment_does_not_change_the_ratios() {
+        assert_eq!(on_busy_machine([4, 1, 2], 0).0, [4, 1, 2]);
+        // With a budget for each, the first product would have met nothing but the busy moment.
+        assert_eq!(on_busy_machine([1, 1, 1], 110).0, [1, 1, 1]);
+    }
+
+    #[test]
+    fn a_slow_product_is_not_repeated_and_the_others_are() {
+        let (times, runs) = on_busy_machine([1, 2, 500], 0);
+        assert_eq!(times, [1, 2, 500]);
+        assert_eq!(runs, [2, 2, 2]);
+        let (_, runs) = on_busy_machine([1, 2, 100], 0);
+        assert_eq!(runs[2], 2);
+        assert!(runs[0] > 20 && runs[1] > 20, "{runs:?}");
+    }
+}
