@@ -21,6 +21,20 @@ struct Batch {
 }
 
 impl Kept {
+    /// Makes what a checkpoint has: the shares of the micro-batches, and which of them were left out.
+    pub(super) fn resumed(batches: impl IntoIterator<Item = (f64, bool)>) -> Result<Self> {
+        let batches = batches.into_iter().map(|(share, dropped)| {
+            let tensor = ffi::number_new(f64::from(dropped), Kind::Float, Device::Cpu)?;
+            Ok(Batch { share, flags: vec![FoundInf { tensor, host: Some(dropped) }] })
+        });
+        Ok(Self { batches: batches.collect::<Result<_>>()? })
+    }
+
+    /// The number of micro-batches that had a backward pass here.
+    pub(super) fn batches(&self) -> usize {
+        self.batches.len()
+    }
+
     /// Runs a backward pass, and leaves its gradients out if one is not finite. On failure the gradients are as before.
     pub(super) fn backward(
         &mut self,
@@ -108,18 +122,13 @@ impl Kept {
         unscaled.map(drop).map_err(|interrupted| interrupted.error)
     }
 
-    pub(super) fn dropped(&self) -> Result<Vec<usize>> {
-        let mut dropped = Vec::new();
-        for (index, Batch { flags, .. }) in self.batches.iter().enumerate() {
-            let found = match overflow(flags) {
-                Some(found) => found,
-                None => any(flags, Device::Cpu)?.f_int64_value(&[])? != 0,
-            };
-            if found {
-                dropped.push(index);
-            }
-        }
-        Ok(dropped)
+    /// Whether each micro-batch was left out. Synchronizes on a GPU.
+    pub(super) fn answers(&self) -> Result<Vec<bool>> {
+        let answer = |Batch { flags, .. }: &Batch| match overflow(flags) {
+            Some(found) => Ok(found),
+            None => Ok(any(flags, Device::Cpu)?.f_int64_value(&[])? != 0),
+        };
+        self.batches.iter().map(answer).collect()
     }
 }
 

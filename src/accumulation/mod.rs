@@ -31,6 +31,9 @@
 //! ```
 
 mod dropping;
+mod gradients;
 mod window;
 
+pub(crate) use gradients::Loaded;
+pub use gradients::WithGradients;
 pub use window::Accumulation;

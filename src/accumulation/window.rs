@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use crate::GradScaler;
 use crate::accumulation::dropping::Kept;
 #[cfg(feature = "distributed")]
-use crate::distributed::{ProcessGroup, ReduceOp};
+use crate::distributed::{ProcessGroup, ReduceOp, any_is_averaged};
 use crate::error::{Error, Result, ensure};
 use crate::ffi;
 use crate::optim::AmpOptimizer;
@@ -14,13 +14,13 @@ use crate::optim::AmpOptimizer;
 /// its loops multiply the losses by hand.
 ///
 /// Make a new one for each step: the last window of an epoch then has as many weights as there are micro-batches left.
-/// Neither `update` nor `zero_grad` may be called while a window lasts, and a checkpoint in the middle of one does not
-/// have its gradients. Only [`dropped`](Self::dropped) synchronizes.
+/// Neither `update` nor `zero_grad` may be called while a window lasts. Only [`dropped`](Self::dropped) and a checkpoint
+/// of the window, which [`with_gradients`](Self::with_gradients) makes, synchronize.
 #[derive(Debug)]
 pub struct Accumulation {
     /// What a mean loss of each micro-batch is multiplied by.
-    shares: Vec<f64>,
-    next: usize,
+    pub(super) shares: Vec<f64>,
+    pub(super) next: usize,
     pub(super) kept: Kept,
 }
 
@@ -82,6 +82,11 @@ impl Accumulation {
         self.shares.len()
     }
 
+    /// Returns the number of micro-batches that have been taken: the index of the next one.
+    pub fn taken(&self) -> usize {
+        self.next
+    }
+
     /// Returns whether the next micro-batch is the last one, whose backward pass is not in a `no_sync` of
     /// `DistributedDataParallel`.
     pub fn is_last(&self) -> bool {
@@ -99,9 +104,10 @@ impl Accumulation {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a loss that is not one floating-point number, and for one more than the window
-    /// has.
+    /// [`Error::InvalidArgument`] for a loss that is not one floating-point number, for one more than the window has,
+    /// and after [`backward_or_drop`](Self::backward_or_drop), which all micro-batches of a window need then.
     pub fn weigh(&mut self, loss: &Tensor) -> Result<Tensor> {
+        self.refuse_mixing(self.kept.batches() == 0)?;
         let weighed = self.weighed(loss)?;
         self.next += 1;
         Ok(weighed)
@@ -130,6 +136,16 @@ impl Accumulation {
         Ok(loss.f_to_kind(kind)?.f_mul(&factor)?)
     }
 
+    /// Returns an error unless all micro-batches were taken by the same kind of call. The gradients of those of another
+    /// kind would have the wrong weights after one has been left out.
+    fn refuse_mixing(&self, same: bool) -> Result<()> {
+        if same {
+            return Ok(());
+        }
+        let problem = "has micro-batches that `backward_or_drop` took and others; use it for all of a window or for none";
+        Err(Error::InvalidArgument { name: "the window", problem: problem.to_owned() })
+    }
+
     /// Runs the backward pass of the next micro-batch, whose loss is the mean over its tokens or samples.
     ///
     /// # Errors
@@ -137,6 +153,7 @@ impl Accumulation {
     /// The same as [`weigh`](Self::weigh) and [`GradScaler::backward`]. The window then still waits for this
     /// micro-batch.
     pub fn backward(&mut self, scaler: &mut GradScaler, loss: &Tensor) -> Result<()> {
+        self.refuse_mixing(self.kept.batches() == 0)?;
         let weighed = self.weighed(loss)?;
         scaler.backward(&weighed)?;
         self.next += 1;
@@ -153,12 +170,13 @@ impl Accumulation {
     /// micro-batches of a window overflow.
     ///
     /// The decision is made on the device. It takes one more pass over the gradients, and for each micro-batch but the
-    /// first, memory for a second set of them. Do not use it together with `DistributedDataParallel`, whose ranks would
-    /// decide on their own.
+    /// first, memory for a second set of them.
     ///
     /// # Errors
     ///
-    /// The same as [`backward`](Self::backward); the errors of [`unscale_`](GradScaler::unscale_) for gradients that are
+    /// [`Error::InvalidArgument`] for an optimizer of a `DistributedDataParallel` model, whose ranks would leave out
+    /// different micro-batches; with [`weigh`](Self::weigh) instead, all ranks skip a window that is not finite.
+    /// The same as [`backward`](Self::backward), which other micro-batches of the window may not have used; the errors of [`unscale_`](GradScaler::unscale_) for gradients that are
     /// not supported, such as sparse ones.
     pub fn backward_or_drop(
         &mut self,
@@ -166,6 +184,8 @@ impl Accumulation {
         optimizer: &dyn AmpOptimizer,
         loss: &Tensor,
     ) -> Result<()> {
+        self.refuse_mixing(self.kept.batches() == self.next)?;
+        refuse_averaged(optimizer)?;
         let weighed = self.weighed(loss)?;
         let (share, is_last) = (self.shares[self.next], self.is_last());
         self.kept.backward(optimizer, share, is_last, || scaler.backward(&weighed))?;
@@ -180,11 +200,29 @@ impl Accumulation {
     ///
     /// [`Error::Torch`] if the answers cannot be read from the device.
     pub fn dropped(&self) -> Result<Vec<usize>> {
-        self.kept.dropped()
+        let answers = self.kept.answers()?.into_iter().enumerate();
+        Ok(answers.filter_map(|(index, dropped)| dropped.then_some(index)).collect())
     }
 }
 
-fn check(weights: &[f64]) -> Result<()> {
+/// Returns an error for parameters whose gradients are averaged over ranks.
+#[cfg(feature = "distributed")]
+fn refuse_averaged(optimizer: &dyn AmpOptimizer) -> Result<()> {
+    if !any_is_averaged(&optimizer.parameters())? {
+        return Ok(());
+    }
+    let problem = "has parameters of a DistributedDataParallel model, whose ranks would leave out different \
+        micro-batches; use `ddp.backward_scaled(&mut scaler, &window.weigh(&loss)?)`, and the scalers of all ranks skip \
+        the window";
+    Err(Error::InvalidArgument { name: "optimizer", problem: problem.to_owned() })
+}
+
+#[cfg(not(feature = "distributed"))]
+fn refuse_averaged(_: &dyn AmpOptimizer) -> Result<()> {
+    Ok(())
+}
+
+pub(super) fn check(weights: &[f64]) -> Result<()> {
     for &weight in weights {
         let holds = weight >= 0.0 && weight.is_finite();
         ensure("a weight", weight, holds, "finite and at least 0")?;

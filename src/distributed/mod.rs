@@ -39,6 +39,7 @@ mod texts;
 pub use crate::error::DistributedError;
 pub use collectives::ReduceOp;
 pub use data_parallel::data_parallel;
+pub(crate) use ddp::any_is_averaged;
 pub use ddp::{DdpOptions, DistributedDataParallel};
 pub use group::{GroupOptions, ProcessGroup};
 pub use mean::Mean;

@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::accumulation::Accumulation;
 use tch_amp::distributed::DistributedDataParallel;
+use tch_amp::optim::Sgd;
 
 use super::ranks;
 
@@ -63,4 +64,28 @@ fn weights_that_one_rank_refuses_are_refused_on_all() {
         Accumulation::of_weights_over(&group, [weight]).is_err()
     });
     assert_eq!(refused, [true, true]);
+}
+
+/// Ranks that leave out micro-batches on their own would train different models.
+#[test]
+fn leaving_out_micro_batches_is_refused_while_gradients_are_averaged() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let w = vs.root().ones("w", &[2, 1]);
+        let other = Tensor::ones([2, 1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let [opt, other_opt] =
+            [&w, &other].map(|w| Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap());
+        let mut scaler = GradScaler::disabled();
+        let mut window = Accumulation::of_equal(3).unwrap();
+        let loss = |w: &Tensor| loss(w, &batches(0)[0]);
+        let ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let error = window.backward_or_drop(&mut scaler, &opt, &loss(&w)).unwrap_err();
+        assert!(error.to_string().contains("window.weigh(&loss)"), "{error}");
+        assert!(!w.grad().defined());
+        // Another model beside it, and the same model later, are not on several ranks.
+        window.backward_or_drop(&mut scaler, &other_opt, &loss(&other)).unwrap();
+        drop(ddp);
+        window.backward_or_drop(&mut scaler, &opt, &loss(&w)).unwrap();
+        assert!(w.grad().defined());
+    });
 }

@@ -4,6 +4,7 @@
 //! runs only if all of them succeeded, each [`Prepared`] is carried out. A state of a kind with a layout of its own,
 //! such as a model or an optimizer, becomes one part as a whole; any other is a dict of tensors and values.
 
+mod accumulation;
 mod average;
 mod dict;
 mod history;
@@ -40,7 +41,8 @@ pub(crate) use scaler::{save_scaler, save_scalers};
 /// [`VarStore`](tch::nn::VarStore), [`Optimizer`](crate::optim::Optimizer), [`GradScaler`](crate::GradScaler),
 /// [`PerLossScalers`](crate::scaler::PerLossScalers), the loss scales, a `Box<dyn LossScale>`,
 /// [`Scheduler`](crate::schedule::Scheduler), [`PlateauScheduler`](crate::schedule::PlateauScheduler),
-/// [`AveragedWeights`](crate::average::AveragedWeights), [`SpikeDetector`](crate::scaler::SpikeDetector),
+/// [`AveragedWeights`](crate::average::AveragedWeights), a window of micro-batches
+/// [`WithGradients`](crate::accumulation::WithGradients), [`SpikeDetector`](crate::scaler::SpikeDetector),
 /// [`ScaleHistory`](crate::insight::ScaleHistory), [`Rng`], and mutable references to any of these.
 ///
 /// To save your own type, implement the trait. The state is saved as a dict of its tensors and values, which Python

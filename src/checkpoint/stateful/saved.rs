@@ -4,7 +4,7 @@ use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeSet, HashSet};
 
 use serde::de::DeserializeOwned;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::checkpoint::part::Part;
 use crate::checkpoint::restore::names::is_batch_count;
@@ -191,6 +191,11 @@ impl<'a> SavedState<'a> {
         skipped.sort();
         restored.skip(self.name, skipped);
         Ok(())
+    }
+
+    /// Returns the dtype of a tensor, if the state has one of this name.
+    pub(super) fn kind(&self, name: &str) -> Result<Option<Kind>> {
+        Ok(self.dict()?.tensors.get(name).map(|(_, entry)| entry.kind))
     }
 
     fn use_up(&self, name: &str) {

@@ -1,7 +1,10 @@
 //! Several backward passes for one step: the gradients of the concatenated batch.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
+#[path = "../common/mod.rs"]
 mod common;
+
+mod resumed;
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -157,4 +160,24 @@ fn a_failed_backward_pass_keeps_what_was_accumulated() {
     assert_eq!(Vec::<f64>::try_from(w.grad()).unwrap(), [1.0, 1.0]);
     window.backward_or_drop(&mut scaler, &opt, &(&w * 4.0).sum(Kind::Float)).unwrap();
     assert_eq!(Vec::<f64>::try_from(w.grad()).unwrap(), [3.0, 3.0]);
+}
+
+/// The weights of the others are right only if the window knows of all that may be left out.
+#[test]
+fn a_window_leaves_micro_batches_out_of_all_or_of_none() {
+    let w = leaf(&[1.0, 1.0], Kind::Float, Device::Cpu);
+    let opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
+    let mut scaler = GradScaler::disabled();
+    let loss = || w.sum(Kind::Float);
+    let mut window = Accumulation::of_equal(3).unwrap();
+    window.backward(&mut scaler, &loss()).unwrap();
+    let error = window.backward_or_drop(&mut scaler, &opt, &loss()).unwrap_err();
+    assert!(error.to_string().contains("for all of a window or for none"), "{error}");
+    window.backward(&mut scaler, &loss()).unwrap();
+    let mut window = Accumulation::of_equal(3).unwrap();
+    window.backward_or_drop(&mut scaler, &opt, &loss()).unwrap();
+    window.backward(&mut scaler, &loss()).unwrap_err();
+    window.weigh(&loss()).unwrap_err();
+    assert_eq!(window.taken(), 1);
+    window.backward_or_drop(&mut scaler, &opt, &loss()).unwrap();
 }

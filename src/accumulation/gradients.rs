@@ -1,0 +1,142 @@
+//! A window and its gradients, for a checkpoint between two micro-batches.
+
+use serde::{Deserialize, Serialize};
+use tch::Tensor;
+
+use crate::accumulation::Accumulation;
+use crate::accumulation::dropping::Kept;
+use crate::accumulation::window::check;
+use crate::error::{Result, ensure};
+use crate::ffi;
+
+/// A window of micro-batches and the gradients that it has accumulated, which a checkpoint saves and restores.
+/// [`Accumulation::with_gradients`] makes it.
+#[derive(Debug)]
+pub struct WithGradients<'w> {
+    window: &'w mut Accumulation,
+    parameters: Vec<(String, Tensor)>,
+}
+
+/// Where a window is.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(crate) struct Progress {
+    shares: Vec<f64>,
+    taken: usize,
+    /// Whether each of the micro-batches was left out; empty if the window leaves none out.
+    dropped: Vec<bool>,
+}
+
+/// A window and its gradients that have been loaded.
+#[derive(Debug)]
+pub(crate) struct Loaded {
+    window: Accumulation,
+    gradients: Vec<Option<Tensor>>,
+}
+
+impl Accumulation {
+    /// Joins the window with the gradients of these named parameters, so that a checkpoint between two micro-batches has
+    /// both, and the resumed run goes on with the next one of [`taken`](Self::taken). PyTorch has no counterpart.
+    ///
+    /// Without it, save only after a step. Give it all parameters that the backward passes reach; variables without
+    /// gradients do no harm. Under `DistributedDataParallel` the gradients of a window that is not complete are those of
+    /// one rank, so each rank needs a file of its own.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::nn::{self, Module};
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::accumulation::Accumulation;
+    /// use tch_amp::checkpoint::Checkpoint;
+    ///
+    /// # let name = format!("tch-amp-doc-window-{}.safetensors", std::process::id());
+    /// # let path = std::env::temp_dir().join(name);
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let net = nn::linear(vs.root(), 4, 1, Default::default());
+    /// let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// let mut window = Accumulation::of_equal(4)?;
+    /// let xs = Tensor::ones([8, 4], (Kind::Float, Device::Cpu));
+    /// window.backward(&mut scaler, &net.forward(&xs).mean(Kind::Float))?;
+    ///
+    /// let mut checkpoint = Checkpoint::new();
+    /// checkpoint.add_model("model", &vs)?;
+    /// checkpoint.add_scaler("scaler", &scaler)?;
+    /// checkpoint.add("window", &mut window.with_gradients(vs.variables()))?;
+    /// checkpoint.save(&path)?;
+    ///
+    /// // Any window will do: its weights are replaced.
+    /// let mut resumed = Accumulation::of_equal(1)?;
+    /// # vs.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+    /// Checkpoint::load(&path)?
+    ///     .restore()
+    ///     .model("model", &vs)
+    ///     .scaler("scaler", &mut scaler)
+    ///     .add("window", &mut resumed.with_gradients(vs.variables()))
+    ///     .apply()?;
+    /// assert_eq!((resumed.taken(), resumed.micro_batches()), (1, 4));
+    /// # std::fs::remove_file(&path)?;
+    /// # assert_eq!(net.bs.as_ref().map(|bias| bias.grad()), Some(Tensor::from_slice(&[16384f32])));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn with_gradients(
+        &mut self,
+        parameters: impl IntoIterator<Item = (String, Tensor)>,
+    ) -> WithGradients<'_> {
+        let mut parameters: Vec<_> = parameters.into_iter().collect();
+        parameters.sort_by(|(one, _), (other, _)| one.cmp(other));
+        WithGradients { window: self, parameters }
+    }
+}
+
+impl WithGradients<'_> {
+    /// The parameters by name, sorted.
+    pub(crate) fn parameters(&self) -> &[(String, Tensor)] {
+        &self.parameters
+    }
+
+    /// Where the window is. Synchronizes if micro-batches may have been left out.
+    pub(crate) fn progress(&self) -> Result<Progress> {
+        let Accumulation { shares, next, kept } = &*self.window;
+        Ok(Progress { shares: shares.clone(), taken: *next, dropped: kept.answers()? })
+    }
+
+    /// Replaces the window and the gradients. On failure both are as before.
+    pub(crate) fn resume(&mut self, loaded: Loaded) -> Result<()> {
+        let named = self.parameters.iter();
+        let parameters: Vec<_> = named.map(|(_, tensor)| tensor.shallow_clone()).collect();
+        let earlier = ffi::gradients_take(&parameters)?;
+        if let Err(error) = ffi::gradients_add(&parameters, &loaded.gradients) {
+            ffi::gradients_drop(&parameters)?;
+            ffi::gradients_add(&parameters, &earlier)?;
+            return Err(error);
+        }
+        *self.window = loaded.window;
+        Ok(())
+    }
+}
+
+impl Loaded {
+    /// Checks what was loaded. The gradients are in the order of the parameters.
+    pub(crate) fn new(progress: Progress, gradients: Vec<Option<Tensor>>) -> Result<Self> {
+        let Progress { shares, taken, dropped } = progress;
+        check(&shares)?;
+        let all = shares.len();
+        ensure(
+            "the saved `taken`",
+            taken as f64,
+            taken <= all,
+            "at most the number of micro-batches",
+        )?;
+        let known = dropped.len();
+        let holds = known == 0 || known == taken;
+        ensure(
+            "the number of saved `dropped`",
+            known as f64,
+            holds,
+            "that of the micro-batches taken",
+        )?;
+        let kept = Kept::resumed(shares.iter().copied().zip(dropped))?;
+        Ok(Self { window: Accumulation { shares, next: taken, kept }, gradients })
+    }
+}

@@ -1,0 +1,43 @@
+//! The parameters whose gradients are averaged over ranks.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use tch::Tensor;
+
+use crate::error::Result;
+use crate::ffi;
+
+/// The identities of the parameters of a distributed model, which keeps them alive for longer than this.
+#[derive(Debug)]
+pub(super) struct Averaged {
+    _identities: Arc<HashSet<usize>>,
+}
+
+/// Those of all distributed models of the process.
+static MODELS: Mutex<Vec<Weak<HashSet<usize>>>> = Mutex::new(Vec::new());
+
+impl Averaged {
+    pub(super) fn note(parameters: &[(String, Tensor)]) -> Result<Self> {
+        let tensors: Vec<_> = parameters.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
+        let identities: Arc<HashSet<_>> =
+            Arc::new(ffi::identities(&tensors)?.into_iter().collect());
+        let mut models = MODELS.lock().unwrap_or_else(PoisonError::into_inner);
+        models.retain(|model| model.strong_count() > 0);
+        models.push(Arc::downgrade(&identities));
+        Ok(Self { _identities: identities })
+    }
+}
+
+/// Whether a distributed model averages the gradients of any of these parameters.
+pub(crate) fn any_is_averaged(parameters: &[Tensor]) -> Result<bool> {
+    let models: Vec<_> = {
+        let models = MODELS.lock().unwrap_or_else(PoisonError::into_inner);
+        models.iter().filter_map(Weak::upgrade).collect()
+    };
+    if models.is_empty() {
+        return Ok(false);
+    }
+    let identities = ffi::identities(parameters)?;
+    Ok(identities.iter().any(|identity| models.iter().any(|model| model.contains(identity))))
+}
