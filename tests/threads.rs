@@ -2,7 +2,7 @@
 //! checks it: gaining or losing either trait changes the public API.
 
 use tch::nn::{BatchNorm, Linear};
-use tch_amp::accumulation::Accumulation;
+use tch_amp::accumulation::{Accumulation, WithGradients};
 use tch_amp::autocast::{AutocastGuard, AutocastState};
 use tch_amp::average::{AveragedWeights, Averaging, Ema, Swa, SwappedIn};
 use tch_amp::buffers::BufferSnapshot;
@@ -228,6 +228,7 @@ only_send!(
     StepCounter,
     SwappedIn<'static>,
     Tracer,
+    WithGradients<'static>,
 );
 
 // Types that borrow tensors, or borrow types that hold tensors, which threads must not share.

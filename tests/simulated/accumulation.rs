@@ -1,8 +1,10 @@
 //! Micro-batches on a device.
 
+use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::accumulation::Accumulation;
+use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::Sgd;
 
 use crate::common::simulation::Simulation;
@@ -44,6 +46,48 @@ fn a_micro_batch_is_left_out_without_synchronizing() {
         assert_eq!(window.dropped().unwrap(), dropped);
         let moved = before - w.double_value(&[0]);
         assert!((moved - change).abs() < 1e-5, "{factors:?}: {moved}");
+    }
+}
+
+/// What was left out before the checkpoint is known to the host, and what is left out after it is not.
+#[test]
+fn a_resumed_window_does_not_synchronize() {
+    let Some(simulation) = Simulation::find() else { return };
+    let device = Device::Cuda(0);
+    let vs = VarStore::new(device);
+    let w = vs.root().zeros("w", &[3]);
+    let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
+    let mut scaler = GradScaler::new(device).unwrap();
+    // The first iteration makes the scale.
+    scaler.backward(&(w.sum(Kind::Float) * 0.0)).unwrap();
+    let _outcome = scaler.step(&mut opt).unwrap();
+    scaler.update().unwrap();
+    let factors = [f64::NAN, 2.0, f64::INFINITY, 4.0];
+    for place in 0..=factors.len() {
+        let before = w.double_value(&[0]);
+        opt.zero_grad().unwrap();
+        let mut window = Accumulation::of_equal(factors.len()).unwrap();
+        for factor in &factors[..place] {
+            let loss = (&w * *factor).sum(Kind::Float);
+            window.backward_or_drop(&mut scaler, &opt, &loss).unwrap();
+        }
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add("window", &mut window.with_gradients(vs.variables())).unwrap();
+        let mut resumed = Accumulation::of_equal(1).unwrap();
+        let mut with_gradients = resumed.with_gradients(vs.variables());
+        checkpoint.restore().add("window", &mut with_gradients).apply().unwrap();
+        let ((), counts) = simulation.count(|| {
+            for factor in &factors[place..] {
+                let loss = (&w * *factor).sum(Kind::Float);
+                resumed.backward_or_drop(&mut scaler, &opt, &loss).unwrap();
+            }
+            let _outcome = scaler.step(&mut opt).unwrap();
+            scaler.update().unwrap();
+        });
+        assert_eq!(counts.host_syncs, 0, "resumed at {place}");
+        assert_eq!(resumed.dropped().unwrap(), [0, 2], "resumed at {place}");
+        let moved = before - w.double_value(&[0]);
+        assert!((moved - 3.0).abs() < 1e-5, "resumed at {place}: {moved}");
     }
 }
 

@@ -1,10 +1,11 @@
 //! Averages of weights, micro-batches and watched losses.
 
 use tch::nn::VarStore;
-use tch::{Device, Kind, no_grad};
+use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::GradScaler;
 use tch_amp::accumulation::Accumulation;
 use tch_amp::average::{Ema, Swa};
+use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::Sgd;
 use tch_amp::scaler::SpikeConfig;
 
@@ -61,6 +62,35 @@ fn gradients_of_micro_batches() {
         let mut window = Accumulation::of_equal(1)?;
         let mut scaler = GradScaler::new(Device::Cpu)?;
         window.backward_or_drop(&mut scaler, &opt, &(&w * 2.0).sum(Kind::Float))
+    });
+}
+
+#[test]
+fn saved_gradients_of_micro_batches() {
+    let named = |w: Tensor| [("w".to_owned(), w)];
+    with_each_kind("a weight of a saved window", |tensor| {
+        let mut window = Accumulation::of_equal(2)?;
+        // One has a gradient, and one gets it from the checkpoint of a usual parameter.
+        let w = tensor.f_set_requires_grad(true).unwrap_or(tensor);
+        let mut checkpoint = Checkpoint::new();
+        let mut scaler = GradScaler::disabled();
+        if let Ok(loss) = w.f_sum(Kind::Float) {
+            let _failed = window.backward(&mut scaler, &loss);
+        }
+        checkpoint.add("window", &mut window.with_gradients(named(w.shallow_clone())))?;
+        let restore = |window: &mut Accumulation, w: &Tensor, checkpoint: &Checkpoint| {
+            let mut window = window.with_gradients(named(w.shallow_clone()));
+            checkpoint.restore().add("window", &mut window).apply().map(drop)
+        };
+        restore(&mut window, &w, &checkpoint)?;
+        let usual = witness();
+        let mut other = Accumulation::of_equal(3)?;
+        other.backward(&mut scaler, &(&usual * 2.0).sum(Kind::Float))?;
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add("window", &mut other.with_gradients(named(usual)))?;
+        let restored = restore(&mut window, &w, &checkpoint);
+        assert_eq!(window.micro_batches() == 3, restored.is_ok());
+        restored
     });
 }
 
