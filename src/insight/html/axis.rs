@@ -42,8 +42,7 @@ impl Axis {
             .fold((f64::INFINITY, f64::NEG_INFINITY), |(min, max), v| (min.min(v), max.max(v)));
         let (min, max) = if min > max { (1.0, 1.0) } else { (min, max) };
         let (min, max) = match spacing {
-            Spacing::Linear if min == max => (min - 1.0, max + 1.0),
-            Spacing::Linear => (min, max),
+            Spacing::Linear => apart(min, max),
             Spacing::Log10 | Spacing::Log2 => whole_powers(spacing.base(), min, max),
         };
         Self { label, spacing, min, max }
@@ -73,6 +72,21 @@ impl Spacing {
     }
 }
 
+/// The largest power of ten that an axis goes up to, and down to its inverse.
+const LARGEST: f64 = 300.0;
+
+/// The ends of a linear axis, far enough apart for ticks between them, and near enough for their distance to be finite.
+fn apart(min: f64, max: f64) -> (f64, f64) {
+    let largest = 10f64.powf(LARGEST);
+    let (min, max) = (min.clamp(-largest, largest), max.clamp(-largest, largest));
+    let size = min.abs().max(max.abs());
+    if max - min >= (1e-12 * size).max(1.0 / largest) {
+        return (min, max);
+    }
+    let room = (1e-3 * size).max(1.0);
+    (min - room, max + room)
+}
+
 /// Exponents are rounded if they differ from a whole number only by the rounding of the logarithm.
 fn exponent(base: f64, value: f64) -> f64 {
     let exponent = value.ln() / base.ln();
@@ -80,7 +94,9 @@ fn exponent(base: f64, value: f64) -> f64 {
 }
 
 fn whole_powers(base: f64, min: f64, max: f64) -> (f64, f64) {
+    let most = (LARGEST / base.log10()).floor();
     let (low, high) = (exponent(base, min).floor(), exponent(base, max).ceil());
+    let (low, high) = (low.clamp(-most, most - 1.0), high.clamp(-most, most));
     let high = if low == high { low + 1.0 } else { high };
     (base.powf(low), base.powf(high))
 }
@@ -94,8 +110,16 @@ fn linear_ticks(min: f64, max: f64) -> Vec<Tick> {
     let whole = (min / step).ceil() as i64..=(max / step).floor() as i64;
     whole
         .map(|index| index as f64 * step)
-        .map(|value| Tick { value, label: format!("{value:.decimals$}") })
+        .map(|value| Tick { value, label: number(value, decimals) })
         .collect()
+}
+
+/// A number with so many decimals, or with a power of ten if it would have too many digits.
+fn number(value: f64, decimals: usize) -> String {
+    if decimals > 8 || value.abs() >= 1e9 {
+        return format!("{value:.3e}");
+    }
+    format!("{value:.decimals$}")
 }
 
 fn power_ticks(base: f64, min: f64, max: f64) -> Vec<Tick> {
@@ -169,6 +193,27 @@ mod tests {
         }
         let linear = axis(Spacing::Linear, -1.0, 3.0);
         assert_eq!([-1.0, 0.0, 1.0, 3.0].map(|v| linear.position(v)), [0.0, 0.25, 0.5, 1.0]);
+    }
+
+    #[test]
+    fn every_number_has_an_axis_with_a_few_short_labels() {
+        let numbers =
+            [0.0, 5e-324, 1e-300, 1.0, 1.0 + f64::EPSILON, 1e16, 1e16 + 2.0, 1e300, f64::MAX];
+        let all = numbers.into_iter().flat_map(|number| [number, -number]);
+        for (low, high) in all.clone().flat_map(|low| all.clone().map(move |high| (low, high))) {
+            for spacing in [Spacing::Linear, Spacing::Log10, Spacing::Log2] {
+                let axis = axis(spacing, low.min(high), low.max(high));
+                let ticks = axis.ticks();
+                assert!((2..=12).contains(&ticks.len()), "{spacing:?}, {low}, {high}: {ticks:?}");
+                for Tick { value, label } in &ticks {
+                    assert!(
+                        value.is_finite() && label.chars().count() < 14,
+                        "{low}, {high}: {label}"
+                    );
+                }
+                assert!(axis.position(low.min(high)) <= axis.position(low.max(high)));
+            }
+        }
     }
 
     #[test]
