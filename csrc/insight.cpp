@@ -1,9 +1,11 @@
 // Recordings of operators and backward nodes.
 
+// Before all others: it includes record_function.h as libtorch's own build does.
+#include "recorder.h"
+
 #include <array>
 
 #include "guarded.h"
-#include "recorder.h"
 
 namespace {
 
