@@ -16,7 +16,7 @@ const CLASSIFIER: Recipe = Recipe {
         };
         fs::write(folder.file("data"), (0..120).map(line).collect::<String>()).unwrap();
     },
-    data: "data",
+    data: Some("data"),
     options: "--device cpu --amp off --width 64 --layers 1 --rows 8 --steps 60 --vocabulary 200 --log-every 1 \
               --eval-every 10 --dropout 0",
 };

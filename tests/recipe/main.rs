@@ -4,6 +4,10 @@
 mod classifier;
 #[path = "../common/mod.rs"]
 mod common;
+mod competing;
+#[path = "../../examples/gan/mod.rs"]
+#[allow(dead_code, reason = "`tests/examples.rs` uses the rest")]
+mod gan;
 #[path = "../../examples/gpt/mod.rs"]
 #[allow(dead_code, reason = "`tests/examples.rs` uses the rest")]
 mod gpt;

@@ -20,7 +20,7 @@ pub const IMAGES: Recipe = Recipe {
         write(&data, "train", &images::bars(0, 240), true);
         write(&data, "t10k", &images::bars(240, 50), false);
     },
-    data: "data",
+    data: Some("data"),
     options: "--device cpu --amp off --width 8 --stages 2 --rows 16 --lr 0.05 --steps 40 --log-every 1 --eval-every 10 \
               --save-every 4 --swa-every 2 --swa-batches 4",
 };

@@ -16,7 +16,7 @@ const GPT: Recipe = Recipe {
         let line = "    pub fn learn(&mut self) { self.read() }\n";
         fs::write(folder.file("data"), line.repeat(300)).unwrap();
     },
-    data: "text",
+    data: Some("text"),
     options: "--device cpu --width 64 --layers 2 --length 32 --rows 4 --steps 40 --log-every 1 --eval-every 10 \
               --save-every 4 --sample 20",
 };

@@ -1,6 +1,6 @@
 //! The examples with options take a few steps on each of the two GPUs, of which the second is never the current one.
 
-#[path = "../../examples/gan.rs"]
+#[path = "../../examples/gan/mod.rs"]
 #[allow(dead_code, reason = "the tests choose the device")]
 mod gan;
 #[path = "../../examples/gpt/mod.rs"]
@@ -21,7 +21,7 @@ mod text_classifier;
 
 use crate::common::files::Folder;
 use crate::common::simulation::Simulation;
-use crate::recipe::{Ended, Interrupt, Precision, Ranks};
+use crate::recipe::{Ended, Interrupt, Options, Precision, Ranks};
 use crate::training::GPUS;
 
 #[test]
@@ -36,13 +36,26 @@ fn custom_functions_run_in_the_dtype_of_the_region() {
 fn two_networks_train_with_a_scale_for_each_loss_and_plain_bce_is_refused() {
     let Some(_simulation) = Simulation::find() else { return };
     for gpu in GPUS {
-        for amp in [gan::Amp::Off, gan::Amp::Bf16, gan::Amp::Fp16] {
-            let learned = gan::run(gpu, amp, 4).unwrap();
-            assert!(learned.discriminator.is_finite(), "{learned:?}");
-            assert!(learned.steps == 4 || amp == gan::Amp::Fp16, "{learned:?}");
+        for amp in Precision::ALL {
+            let run = gan::short_run(gpu, amp, 4).unwrap();
+            assert!(run.skipped == 0 || amp == Precision::Fp16, "{run:?}");
         }
-        let refusal = gan::plain_bce(gpu).unwrap();
+        let refusal = gan::bce::plain_bce(gpu).unwrap();
         assert!(refusal.contains("unsafe to autocast"), "{refusal}");
+    }
+}
+
+#[test]
+fn a_step_of_two_networks_does_not_synchronize() {
+    let Some(simulation) = Simulation::find() else { return };
+    for amp in Precision::ALL {
+        let common = Options { amp, ..Options::silent("gan", 9) };
+        let mut trainer =
+            gan::train::Trainer::new(&gan::options::Options::new(common), GPUS[0]).unwrap();
+        // The first step makes the scales and the states of the optimizers.
+        trainer.step().unwrap();
+        let (_, counts) = simulation.count(|| trainer.step().unwrap());
+        assert_eq!(counts.host_syncs, 0, "{amp:?}");
     }
 }
 

@@ -1,0 +1,45 @@
+//! The recipe `gan` as a process of its own.
+
+use std::fs;
+
+use crate::common::files::Folder;
+use crate::gan;
+use crate::program::{self, Recipe, assert_same};
+
+const GAN: Recipe = Recipe {
+    test: "competing::gan_program",
+    prepare: |_| {},
+    data: None,
+    options: "--device cpu --steps 40 --log-every 1 --save-every 7",
+};
+
+#[test]
+#[ignore = "a program that other tests start"]
+fn gan_program() {
+    program::run(gan::main);
+}
+
+#[test]
+fn ctrl_c_saves_and_the_run_goes_on_with_the_same_bits() {
+    let (calm, interrupted) = (Folder::new(), Folder::new());
+    let text = GAN.start(&calm, "").finish();
+    let output = GAN.start_and_signal(&interrupted, "", 5, "INT");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    assert_eq!(said.matches("--resume").count(), 1, "{said}");
+    assert!(!interrupted.file("out").exists(), "there is no report of a part of a run");
+    GAN.start(&interrupted, "--resume").finish();
+    assert_same(&interrupted, &calm, "interrupted");
+
+    assert!(text.contains("bf16") && text.contains("of 8"), "{text}");
+    let html = fs::read_to_string(calm.file("out")).unwrap();
+    assert_eq!(html.matches("<svg").count(), 3);
+    assert!(html.matches("class=\"mark\"").count() > 400 && !html.contains("NaN"), "{html}");
+}
+
+#[test]
+fn ranks_are_refused() {
+    let output = GAN.start(&Folder::new(), "--ranks 2").output();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("in one process"), "{said}");
+}
