@@ -4,7 +4,7 @@ use super::Run;
 use super::measure::{self, SCALES};
 use super::options::Options;
 use super::ring::{MODES, RADIUS};
-use crate::recipe::axis::Spacing;
+use crate::recipe::axis::{Axis, Spacing};
 use crate::recipe::plot::{Plot, Series};
 use crate::recipe::table::{Table, or_dash};
 use crate::recipe::{Page, Precision, computer, log};
@@ -13,6 +13,9 @@ use tch::{Device, Kind};
 
 /// How many points of the generator are drawn.
 const DRAWN: i64 = 400;
+
+/// How far from the centre, in each direction.
+const SHOWN: f64 = 3.0;
 
 /// Prints the table, and writes the report.
 pub fn write(options: &Options, run: &Run, device: Device) -> Result<()> {
@@ -117,8 +120,12 @@ fn points(run: &Run) -> Plot {
     let drawn = run.points.narrow(0, 0, DRAWN.min(run.points.size()[0])).to_device(Device::Cpu);
     let numbers = Vec::<f64>::try_from(drawn.to_kind(Kind::Double).view(-1)).unwrap_or_default();
     let (points, _) = numbers.as_chunks::<2>();
-    series.marks = points.iter().map(|[x, y]| (*x, *y, format!("{x:.2}, {y:.2}"))).collect();
+    let points = points.iter().filter(|point| point.iter().all(|x| x.abs() <= SHOWN));
+    series.marks = points.map(|[x, y]| (*x, *y, format!("{x:.2}, {y:.2}"))).collect();
     let mut plot = Plot::over("Points of the generator", ["x", "y"], Spacing::Linear, vec![series]);
+    // All points but for strays, which are left out.
+    [plot.x, plot.y] =
+        ["x", "y"].map(|name| Axis::over(name, Spacing::Linear, [-SHOWN, SHOWN].into_iter()));
     plot.mark_name = "a point of the generator";
     plot
 }

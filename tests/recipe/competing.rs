@@ -34,7 +34,7 @@ fn ctrl_c_saves_and_the_run_goes_on_with_the_same_bits() {
     assert!(text.contains("bf16") && text.contains("of 8"), "{text}");
     let html = fs::read_to_string(calm.file("out")).unwrap();
     assert_eq!(html.matches("<svg").count(), 3);
-    assert!(html.matches("class=\"mark\"").count() > 400 && !html.contains("NaN"), "{html}");
+    assert!(html.matches("class=\"mark\"").count() > 300 && !html.contains("NaN"), "{html}");
 }
 
 #[test]
