@@ -19,7 +19,7 @@ mod gpt;
 #[path = "../examples/images/mod.rs"]
 #[allow(dead_code, reason = "the tests take a few steps")]
 mod images;
-#[path = "../examples/inference.rs"]
+#[path = "../examples/inference/mod.rs"]
 #[allow(dead_code, reason = "the tests choose the file")]
 mod inference;
 #[path = "../examples/insight.rs"]
@@ -281,7 +281,11 @@ fn insight_runs() -> anyhow::Result<()> {
 fn inference_runs() -> anyhow::Result<()> {
     let folder = Folder::new();
     let file = folder.file("inference.pt");
-    let (inputs, outputs) = inference::run(Device::Cpu, &file, 32, 3)?;
+    let compared = inference::run(Device::Cpu, &file, 32, 3)?;
+    anyhow::ensure!(compared.table.rows().len() == 4, "{compared:?}");
+    // The report can be made, too.
+    inference::page(&compared, Device::Cpu).finish();
+    let inference::Compared { inputs, outputs, .. } = compared;
     let Some(oracle) = Oracle::find("inference.py") else { return Ok(()) };
     let request = json!({ "shape": inputs.size(), "bits": bits::hex(&inputs) }).to_string();
     let threads = tch::get_num_threads().to_string();

@@ -9,7 +9,7 @@ mod gpt;
 #[path = "../../examples/images/mod.rs"]
 #[allow(dead_code, reason = "the tests take a few steps")]
 mod images;
-#[path = "../../examples/inference.rs"]
+#[path = "../../examples/inference/mod.rs"]
 #[allow(dead_code, reason = "the tests choose the device")]
 mod inference;
 #[path = "../../examples/matmul.rs"]
@@ -64,8 +64,8 @@ fn a_file_that_was_traced_in_a_region_runs_on_the_device_of_the_trace() {
     let Some(_simulation) = Simulation::find() else { return };
     for gpu in GPUS {
         let folder = Folder::new();
-        let (inputs, outputs) = inference::run(gpu, &folder.file("inference.pt"), 4, 2).unwrap();
-        assert_eq!((inputs.device(), outputs.device()), (gpu, gpu));
+        let compared = inference::run(gpu, &folder.file("inference.pt"), 4, 2).unwrap();
+        assert_eq!((compared.inputs.device(), compared.outputs.device()), (gpu, gpu));
     }
 }
 

@@ -1,23 +1,12 @@
-//! Inference in bf16: in a region, from a TorchScript file that was traced in a region, and with half the memory by a
-//! policy. It compares their outputs and their speed with f32.
-//!
-//! `cargo run --release --example inference [FILE]`
-//!
-//! It uses the first GPU if there is one, and else the CPU. With a path it keeps the file there, which Python loads
-//! with `torch.jit.load`.
-//!
-//! What Python's manual asks for before tracing, `torch.autocast(cache_enabled=False)`, `torch.jit.freeze` and
-//! `torch._C._jit_set_autocast_mode(False)`, is here:
-//!
-//! - **No cached casts.** A cast that was made before the trace would not be part of it. The region has `cache(false)`.
-//! - **Frozen.** Tracing in tch stores the weights as constants of the graph, as `torch.jit.freeze` does. They must not
-//!   require gradients. The file has no parameters and stays on the device on which it was traced.
-//! - **TorchScript's own autocast pass is off** where no region is open, and the casts are already part of the graph.
-//!   So the module runs outside of all regions.
+//! The recipe `inference`: the ways to evaluate a model, and their comparison. `main.rs`, `tests/examples.rs` and
+//! `tests/simulated` run it.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use crate::recipe::options::below_target;
+use crate::recipe::table::or_dash;
+use crate::recipe::{Page, Table, computer};
 use anyhow::{Context, Result, ensure};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{CModule, Cuda, Device, Kind, Tensor, no_grad};
@@ -75,13 +64,29 @@ fn reload(module: &CModule, file: &Path, device: Device) -> Result<CModule> {
 ///
 /// Each of the layers rounds its inputs, its weights and its outputs to bf16, by at most 2^-8 of their size. The
 /// roundings add up to at most this share of the outputs, as long as no layer amplifies an error more than its input.
-fn check(name: &str, outputs: &Tensor, expected: &Tensor) -> Result<()> {
+fn check(name: &str, outputs: &Tensor, expected: &Tensor) -> Result<f64> {
     let norm = |x: &Tensor| x.to_kind(Kind::Double).square().sum(Kind::Double).sqrt();
     let error = (norm(&(outputs - expected)) / norm(expected)).double_value(&[]);
-    let bound = 3.0 * f64::from(LAYERS) * 2f64.powi(-8);
-    println!("{name:20}  relative error {error:.4}, of at most {bound:.4}");
-    ensure!(error < bound, "the outputs of {name} are not those of f32");
-    Ok(())
+    let bound = bound();
+    ensure!(error < bound, "{name} has a relative error of {error}, above {bound}");
+    Ok(error)
+}
+
+/// The largest relative error of the outputs that [`check`] accepts.
+fn bound() -> f64 {
+    3.0 * f64::from(LAYERS) * 2f64.powi(-8)
+}
+
+/// What a comparison has found.
+#[derive(Debug)]
+pub struct Compared {
+    pub inputs: Tensor,
+    /// The outputs of the file.
+    pub outputs: Tensor,
+    /// The error and the speed of each way.
+    pub table: Table,
+    /// The variables that the policy keeps in f32.
+    kept: Vec<String>,
 }
 
 /// One way to compute the outputs.
@@ -111,13 +116,12 @@ fn medians(device: Device, times: usize, ways: &[Way<'_>]) -> Result<Vec<Duratio
     Ok(all.iter().map(|times| times[times.len() / 2]).collect())
 }
 
-/// Compares the ways on a device, and returns the inputs and the outputs of the file. Each is timed `times` times with
-/// `rows` rows.
+/// Compares the ways on a device. Each is timed `times` times with `rows` rows.
 ///
 /// # Errors
 ///
 /// If the file cannot be written or read, or outputs differ more than bf16 explains.
-pub fn run(device: Device, file: &Path, rows: i64, times: usize) -> Result<(Tensor, Tensor)> {
+pub fn run(device: Device, file: &Path, rows: i64, times: usize) -> Result<Compared> {
     tch::manual_seed(1);
     let mut vs = VarStore::new(device);
     let net = model(&vs);
@@ -145,7 +149,6 @@ pub fn run(device: Device, file: &Path, rows: i64, times: usize) -> Result<(Tens
     half_vs.copy(&vs)?;
     half_vs.freeze();
     let kept = policy.cast_variables(&mut half_vs, KeepF32::Norms)?;
-    println!("{policy} keeps in f32: {}", kept.join(", "));
     let in_policy =
         || Ok(no_grad(|| policy.run(&xs, |xs: Tensor| half_net.forward_t(&xs, false)))?);
 
@@ -156,17 +159,38 @@ pub fn run(device: Device, file: &Path, rows: i64, times: usize) -> Result<(Tens
         ("bf16 with the policy", Box::new(in_policy)),
     ];
     let outputs = ways.iter().map(|(_, call)| call()).collect::<Result<Vec<_>>>()?;
-    for ((name, _), outputs_of_way) in ways.iter().zip(&outputs).skip(1) {
-        check(name, outputs_of_way, &outputs[0])?;
-    }
+    let errors = ways.iter().zip(&outputs).skip(1);
+    let errors = errors.map(|((name, _), of_way)| check(name, of_way, &outputs[0]));
+    let errors: Vec<_> = std::iter::once(Ok(0.0)).chain(errors).collect::<Result<_>>()?;
     let medians = medians(device, times, &ways)?;
-    println!("medians of {times} calls with {rows} rows:");
-    for ((name, _), time) in ways.iter().zip(&medians) {
+    let mut table = Table::new(["way", "relative error", "rows a second", "as fast as f32"]);
+    for (((name, _), error), time) in ways.iter().zip(errors).zip(&medians) {
         let rate = rows as f64 / time.as_secs_f64();
         let gain = medians[0].as_secs_f64() / time.as_secs_f64();
-        println!("{name:20}  {rate:>9.0} rows a second, {gain:.2} times as fast as f32");
+        let [name, error] = [(*name).to_owned(), format!("{error:.4}")];
+        table.row([name, error, format!("{rate:.0}"), format!("{gain:.2} times")]);
     }
-    Ok((xs.shallow_clone(), outputs[2].shallow_clone()))
+    let (inputs, outputs) = (xs.shallow_clone(), outputs[2].shallow_clone());
+    Ok(Compared { inputs, outputs, table, kept })
+}
+
+/// The report.
+pub fn page(compared: &Compared, device: Device) -> Page {
+    let products = format!("{LAYERS} matrix products, width {WIDTH}, a norm");
+    Page::new("Inference in bf16")
+        .table(&compared.table)
+        .note(&format!(
+            "Relative error: the distance from the outputs in f32, divided by their norm; roundings to bf16 explain up \
+             to {:.4}. Rows a second: from the median time of a call, on one thread of the CPU.",
+            bound()
+        ))
+        .heading("The model")
+        .facts([
+            ("Layers", products),
+            ("Policy", format!("{POLICY}, which keeps in f32: {}", compared.kept.join(", "))),
+            ("Device", computer::device(device)),
+            ("libtorch", or_dash(computer::torch_version())),
+        ])
 }
 
 /// Compares the ways on the first GPU, or on the CPU.
@@ -178,10 +202,16 @@ pub fn main() -> Result<()> {
     let file = kept.as_ref().map_or_else(|| std::env::temp_dir().join(name), Into::into);
     // On one thread, other programs on the machine disturb the figures least.
     tch::set_num_threads(1);
-    let result = run(Device::cuda_if_available(), &file, 256, 30);
+    let device = Device::cuda_if_available();
+    let result = run(device, &file, 256, 30);
     if kept.is_none() {
         // Nothing is there to be removed if the example failed before it wrote the file.
         let _removed = std::fs::remove_file(&file);
     }
-    result.map(drop)
+    let compared = result?;
+    println!("{}", compared.table);
+    let report = below_target("inference-report.html");
+    page(&compared, device).write(&report)?;
+    println!("Report: {}", report.display());
+    Ok(())
 }
