@@ -14,7 +14,6 @@ use crate::distributed::group::ProcessGroup;
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed::{self as ffi, Changed, Reducer, ReducerOptions};
 use crate::scaler::GradScaler;
-use averaged::Averaged;
 pub(crate) use averaged::any_is_averaged;
 use model::Model;
 pub use options::DdpOptions;
@@ -75,8 +74,6 @@ pub struct DistributedDataParallel {
     own: ProcessGroup,
     /// The group in which the ranks compare their passes.
     group: ProcessGroup,
-    // Before the model, because it counts on the parameters being alive.
-    _averaged: Averaged,
     model: Model,
     /// The number of the model in the group.
     number: usize,
@@ -111,14 +108,12 @@ impl DistributedDataParallel {
         let all: Vec<_> = all.map(|(_, tensor)| tensor.shallow_clone()).collect();
         let (number, own) = group.for_model()?;
         no_grad(|| own.run(NAME, |group| group.broadcast_all(&all, 0)))?;
-        let averaged = Averaged::note(&model.parameters)?;
         let make = |group: &_| Reducer::new(group, &model.parameters, &reducer_options);
         Ok(Self {
             reducer: own.run(NAME, make)?,
             own,
             group: group.clone(),
             number,
-            _averaged: averaged,
             compare_passes: options.compare_passes,
             broadcast_buffers: options.broadcast_buffers && !model.buffers.is_empty(),
             model,

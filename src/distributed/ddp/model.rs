@@ -3,6 +3,7 @@
 use tch::Tensor;
 use tch::nn::VarStore;
 
+use super::averaged::Averaged;
 use crate::distributed::group::ProcessGroup;
 use crate::error::Result;
 use crate::optim::parameters::{Named, Store};
@@ -10,6 +11,8 @@ use crate::optim::parameters::{Named, Store};
 /// What the ranks have to agree on.
 #[derive(Debug)]
 pub(super) struct Model {
+    // Before the parameters, because it counts on their being alive.
+    _averaged: Averaged,
     store: Store,
     /// The variables that require gradients, in the order in which they were added.
     pub(super) parameters: Vec<(String, Tensor)>,
@@ -36,7 +39,7 @@ impl Model {
         rest.sort_by(|(one, _), (other, _)| one.cmp(other));
         let buffers = rest.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
         others.extend(rest);
-        Ok(Self { store, parameters, others, buffers })
+        Ok(Self { _averaged: Averaged::note(&parameters)?, store, parameters, others, buffers })
     }
 
     /// Whether variables were added since.
