@@ -1,5 +1,7 @@
 //! A window and its gradients, for a checkpoint between two micro-batches.
 
+use std::collections::HashSet;
+
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
@@ -34,12 +36,16 @@ pub(crate) struct Loaded {
 }
 
 impl Accumulation {
-    /// Joins the window with the gradients of these named parameters, so that a checkpoint between two micro-batches has
-    /// both, and the resumed run goes on with the next one of [`taken`](Self::taken). PyTorch has no counterpart.
+    /// Pairs the window with the gradients of these named parameters, so that a checkpoint can be saved between two
+    /// micro-batches. The resumed run goes on with the micro-batch whose index is [`taken`](Self::taken). PyTorch has no
+    /// counterpart.
     ///
-    /// Without it, save only after a step. Give it all parameters that the backward passes reach; variables without
-    /// gradients do no harm. Under `DistributedDataParallel` the gradients of a window that is not complete are those of
-    /// one rank, so each rank needs a file of its own.
+    /// A checkpoint without it must be saved between two windows. Pass all parameters that the backward passes reach;
+    /// variables without gradients may be among them. Resume with the same optimizer: a gradient that
+    /// [`accumulate_in_f32`](crate::optim::Optimizer::accumulate_in_f32) has made f32 is restored in f32.
+    ///
+    /// Under `DistributedDataParallel`, each rank has gradients of its own until the window is complete, so each rank
+    /// needs a file of its own.
     ///
     /// # Examples
     ///
@@ -90,9 +96,15 @@ impl Accumulation {
 }
 
 impl WithGradients<'_> {
-    /// The parameters by name, sorted.
-    pub(crate) fn parameters(&self) -> &[(String, Tensor)] {
-        &self.parameters
+    /// The parameters, sorted by name. One that has several names, as shared weights do, is there once, by the first of
+    /// them: its gradient must not be restored several times.
+    pub(crate) fn parameters(&self) -> Result<Vec<(&str, &Tensor)>> {
+        let tensors: Vec<_> =
+            self.parameters.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
+        let mut known = HashSet::new();
+        let named = self.parameters.iter().zip(ffi::identities(&tensors)?);
+        let distinct = named.filter(|(_, identity)| known.insert(*identity));
+        Ok(distinct.map(|((name, tensor), _)| (name.as_str(), tensor)).collect())
     }
 
     /// Where the window is. Synchronizes if micro-batches may have been left out.
@@ -103,7 +115,7 @@ impl WithGradients<'_> {
 
     /// Replaces the window and the gradients. On failure both are as before.
     pub(crate) fn resume(&mut self, loaded: Loaded) -> Result<()> {
-        let named = self.parameters.iter();
+        let named = self.parameters()?.into_iter();
         let parameters: Vec<_> = named.map(|(_, tensor)| tensor.shallow_clone()).collect();
         let earlier = ffi::gradients_take(&parameters)?;
         if let Err(error) = ffi::gradients_add(&parameters, &loaded.gradients) {

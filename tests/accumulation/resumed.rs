@@ -213,3 +213,16 @@ fn a_gradient_that_is_skipped_is_left_out() {
     checkpoint.restore().skip(&["w"]).add("window", &mut window).apply().unwrap();
     assert!(new.window.is_complete() && !new.w.grad().defined());
 }
+
+/// Shared weights have two names and one gradient.
+#[test]
+fn a_gradient_with_two_names_is_restored_once() {
+    let w = Tensor::ones([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let named = || ["embedding", "head"].map(|name| (name.to_owned(), w.shallow_clone()));
+    let mut window = Accumulation::of_equal(2).unwrap();
+    window.backward(&mut GradScaler::disabled(), &(&w * 6.0).sum(Kind::Float)).unwrap();
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add("window", &mut window.with_gradients(named())).unwrap();
+    checkpoint.restore().add("window", &mut window.with_gradients(named())).apply().unwrap();
+    assert_eq!(Vec::<f64>::try_from(w.grad()).unwrap(), [3.0, 3.0]);
+}

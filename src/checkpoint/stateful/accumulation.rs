@@ -13,7 +13,7 @@ const WINDOW: &str = "window";
 impl Stateful for WithGradients<'_> {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
         state.value(WINDOW, &self.progress()?)?;
-        for (name, parameter) in self.parameters() {
+        for (name, parameter) in self.parameters()? {
             let gradient = parameter.f_grad()?;
             if gradient.defined() {
                 state.tensor(name, &gradient)?;
@@ -24,13 +24,14 @@ impl Stateful for WithGradients<'_> {
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         let mut gradients = Vec::new();
-        for (name, parameter) in self.parameters() {
+        let parameters = self.parameters()?;
+        for (name, parameter) in &parameters {
             gradients.push(match saved.kind(name)? {
                 Some(kind) if !saved.options.names.skips(name) => Some(empty(parameter, kind)?),
                 _ => None,
             });
         }
-        let names = self.parameters().iter().map(|(name, _)| name);
+        let names = parameters.iter().map(|(name, _)| name);
         let pairs = names.zip(&gradients).filter_map(|(name, to)| Some((name, to.as_ref()?)));
         let copies = saved.copy(pairs, "in the model")?;
         let loaded = Loaded::new(saved.value(WINDOW)?, gradients)?;
