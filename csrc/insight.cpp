@@ -1,6 +1,6 @@
 // Recordings of operators and backward nodes.
 
-// Before all others: it includes record_function.h as libtorch's own build does.
+// Before all others, so that record_function.h is included as in a release build, like that of libtorch.
 #include "recorder.h"
 
 #include <array>

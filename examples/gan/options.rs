@@ -55,7 +55,8 @@ impl Options {
         Ok(Some(options))
     }
 
-    /// The options that a resumed run must have in common with its first part, because the numbers depend on them.
+    /// The options that a resumed run must have in common with its first part, because the numbers depend on them: each
+    /// line of the log judges points that are made of random numbers.
     pub fn of_run(&self) -> String {
         let recipe::Options { amp, steps, seed, .. } = &self.common;
         let log_every = self.log_every;

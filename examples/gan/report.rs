@@ -14,7 +14,7 @@ use tch::{Device, Kind};
 /// How many points of the generator are drawn.
 const DRAWN: i64 = 400;
 
-/// How far from the centre, in each direction.
+/// How far from the centre points are drawn, in each direction.
 const SHOWN: f64 = 3.0;
 
 /// Prints the table, and writes the report.
@@ -123,7 +123,7 @@ fn points(run: &Run) -> Plot {
     let points = points.iter().filter(|point| point.iter().all(|x| x.abs() <= SHOWN));
     series.marks = points.map(|[x, y]| (*x, *y, format!("{x:.2}, {y:.2}"))).collect();
     let mut plot = Plot::over("Points of the generator", ["x", "y"], Spacing::Linear, vec![series]);
-    // All points but for strays, which are left out.
+    // The ring would fill the plot otherwise, whose axes span the line alone.
     [plot.x, plot.y] =
         ["x", "y"].map(|name| Axis::over(name, Spacing::Linear, [-SHOWN, SHOWN].into_iter()));
     plot.mark_name = "a point of the generator";

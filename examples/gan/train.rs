@@ -96,8 +96,8 @@ impl Trainer {
         Ok(Losses { discriminator, verdict, distance })
     }
 
-    /// The discriminator's loss must not reach the generator, hence `detach`. Zeroing removes the scaled gradients that
-    /// the generator's losses have left in the discriminator.
+    /// Steps the discriminator. Its loss must not reach the generator, hence `detach`. Zeroing removes the scaled
+    /// gradients that the generator's losses have left in the discriminator.
     fn step_discriminator(&mut self, reals: &Tensor, fakes: &Tensor) -> Result<Tensor> {
         let Player { network, optimizer, .. } = &mut self.discriminator;
         optimizer.zero_grad()?;
@@ -110,7 +110,8 @@ impl Trainer {
         Ok(loss)
     }
 
-    /// In a region of its own, because the discriminator's weights have changed since the last.
+    /// Steps the generator. Its losses have a region of their own, because the discriminator's weights have changed since
+    /// the last one.
     fn step_generator(&mut self, reals: &Tensor, fakes: &Tensor) -> Result<(Tensor, Tensor)> {
         let (verdict, distance) = self.region.run(|| {
             let verdict = bce(&self.discriminator.network.forward(fakes), 1.0);
@@ -127,7 +128,7 @@ impl Trainer {
         Ok((verdict, distance))
     }
 
-    /// Points of the generator: for a metric, a region and no scaler, and the points in f32.
+    /// Returns points of the generator for a metric, which needs a region, no scaler, and f32.
     pub fn points(&self) -> Result<Tensor> {
         let points =
             no_grad(|| self.region.run(|| self.generator.network.forward(&self.noise(JUDGED))))?;

@@ -163,12 +163,12 @@ pub fn run(device: Device, file: &Path, rows: i64, times: usize) -> Result<Compa
     let errors = errors.map(|((name, _), of_way)| check(name, of_way, &outputs[0]));
     let errors: Vec<_> = std::iter::once(Ok(0.0)).chain(errors).collect::<Result<_>>()?;
     let medians = medians(device, times, &ways)?;
-    let mut table = Table::new(["way", "relative error", "rows a second", "as fast as f32"]);
+    let mut table = Table::new(["way", "relative error", "rows a second", "speed, f32 = 1"]);
     for (((name, _), error), time) in ways.iter().zip(errors).zip(&medians) {
         let rate = rows as f64 / time.as_secs_f64();
         let gain = medians[0].as_secs_f64() / time.as_secs_f64();
         let [name, error] = [(*name).to_owned(), format!("{error:.4}")];
-        table.row([name, error, format!("{rate:.0}"), format!("{gain:.2} times")]);
+        table.row([name, error, format!("{rate:.0}"), format!("{gain:.2}")]);
     }
     let (inputs, outputs) = (xs.shallow_clone(), outputs[2].shallow_clone());
     Ok(Compared { inputs, outputs, table, kept })

@@ -14,8 +14,8 @@ use crate::optim::AmpOptimizer;
 /// its loops multiply the losses by hand.
 ///
 /// Make a new one for each step: the last window of an epoch then has as many weights as there are micro-batches left.
-/// Neither `update` nor `zero_grad` may be called while a window lasts. Only [`dropped`](Self::dropped) and a checkpoint
-/// of the window, which [`with_gradients`](Self::with_gradients) makes, synchronize.
+/// Neither `update` nor `zero_grad` may be called while a window lasts. Only [`dropped`](Self::dropped) synchronizes,
+/// and saving a window in the middle, [`with_gradients`](Self::with_gradients).
 #[derive(Debug)]
 pub struct Accumulation {
     /// What a mean loss of each micro-batch is multiplied by.
@@ -105,7 +105,7 @@ impl Accumulation {
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] for a loss that is not one floating-point number, for one more than the window has,
-    /// and after [`backward_or_drop`](Self::backward_or_drop), which all micro-batches of a window need then.
+    /// and after [`backward_or_drop`](Self::backward_or_drop), which must then take all micro-batches of the window.
     pub fn weigh(&mut self, loss: &Tensor) -> Result<Tensor> {
         self.refuse_mixing(self.kept.batches() == 0)?;
         let weighed = self.weighed(loss)?;
@@ -136,13 +136,13 @@ impl Accumulation {
         Ok(loss.f_to_kind(kind)?.f_mul(&factor)?)
     }
 
-    /// Returns an error unless all micro-batches were taken by the same kind of call. The gradients of those of another
-    /// kind would have the wrong weights after one has been left out.
+    /// Returns an error unless [`backward_or_drop`](Self::backward_or_drop) took all micro-batches or none. If it left one
+    /// out, those that other calls took would have the wrong weights.
     fn refuse_mixing(&self, same: bool) -> Result<()> {
         if same {
             return Ok(());
         }
-        let problem = "has micro-batches that `backward_or_drop` took and others; use it for all of a window or for none";
+        let problem = "mixes `backward_or_drop` with other calls; use it for all micro-batches of a window or for none";
         Err(Error::InvalidArgument { name: "the window", problem: problem.to_owned() })
     }
 
@@ -176,7 +176,8 @@ impl Accumulation {
     ///
     /// [`Error::InvalidArgument`] for an optimizer of a `DistributedDataParallel` model, whose ranks would leave out
     /// different micro-batches; with [`weigh`](Self::weigh) instead, all ranks skip a window that is not finite.
-    /// The same as [`backward`](Self::backward), which other micro-batches of the window may not have used; the errors of [`unscale_`](GradScaler::unscale_) for gradients that are
+    /// The same as [`backward`](Self::backward), and [`Error::InvalidArgument`] after micro-batches that another call
+    /// took; the errors of [`unscale_`](GradScaler::unscale_) for gradients that are
     /// not supported, such as sparse ones.
     pub fn backward_or_drop(
         &mut self,

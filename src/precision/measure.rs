@@ -12,11 +12,12 @@ use crate::ffi;
 const SIZES: [i64; 5] = [64, 128, 256, 512, 1024];
 const LARGE_SIZES: [i64; 2] = [2048, 4096];
 
-/// How long one product may take to be repeated, and for a larger size to be tried as well.
+/// A product that takes longer is not repeated, and no larger one is computed in its precision, unless that is f32.
 const SLOW: Duration = Duration::from_millis(60);
 
-/// How long the products of one size are repeated: this for each precision, and at most so often.
+/// The time for the repetitions of the products of one size, for each precision.
 const BUDGET: Duration = Duration::from_millis(60);
+/// The most repetitions of a product.
 const ROUNDS: usize = 50;
 
 /// A precision to compute a product in.
@@ -30,7 +31,7 @@ enum Candidate {
 }
 
 impl Candidate {
-    /// Those of a device.
+    /// The precisions that are measured on a device.
     fn of(device: Device) -> &'static [Self] {
         match device {
             Device::Cuda(_) => &[Self::F32, Self::Tf32, Self::BF16, Self::F16],
@@ -152,7 +153,7 @@ mod tests {
     #[test]
     fn a_busy_moment_does_not_change_the_ratios() {
         assert_eq!(on_busy_machine([4, 1, 2], 0).0, [4, 1, 2]);
-        // With a budget for each, the first product would have met nothing but the busy moment.
+        // If each product had a budget of its own, that of the first would end with the busy moment.
         assert_eq!(on_busy_machine([1, 1, 1], 110).0, [1, 1, 1]);
     }
 

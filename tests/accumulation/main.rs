@@ -172,7 +172,7 @@ fn a_window_leaves_micro_batches_out_of_all_or_of_none() {
     let mut window = Accumulation::of_equal(3).unwrap();
     window.backward(&mut scaler, &loss()).unwrap();
     let error = window.backward_or_drop(&mut scaler, &opt, &loss()).unwrap_err();
-    assert!(error.to_string().contains("for all of a window or for none"), "{error}");
+    assert!(error.to_string().contains("for all micro-batches of a window or for none"), "{error}");
     window.backward(&mut scaler, &loss()).unwrap();
     let mut window = Accumulation::of_equal(3).unwrap();
     window.backward_or_drop(&mut scaler, &opt, &loss()).unwrap();

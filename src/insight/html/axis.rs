@@ -72,7 +72,7 @@ impl Spacing {
     }
 }
 
-/// The largest power of ten that an axis goes up to, and down to its inverse.
+/// The exponent of the largest power of ten on an axis. The smallest one is its inverse.
 const LARGEST: f64 = 300.0;
 
 /// The ends of a linear axis, far enough apart for ticks between them, and near enough for their distance to be finite.

@@ -9,7 +9,7 @@ use std::fmt::Write;
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 340.0;
 const LEFT: f64 = 64.0;
-/// Room for a half of the last label.
+/// Room for the right half of the last label.
 const RIGHT: f64 = 22.0;
 const TOP: f64 = 42.0;
 const BOTTOM: f64 = 48.0;

@@ -34,7 +34,7 @@ pub(super) fn add(html: Html, audit: &Audit) -> Html {
         .table(&table);
     let html = match parts.len().saturating_sub(MOST_PARTS) {
         0 => html,
-        rest => html.note(&format!("{rest} less suspicious parts are not listed.")),
+        rest => html.note(&format!("{rest} parts that are less suspicious are not listed.")),
     };
     html.note(
         "Error: the distance from the results in f32, divided by their norm. × expected: the same as a multiple of what \
