@@ -2,6 +2,11 @@
 #pragma once
 
 #include <chrono>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -13,8 +18,53 @@ struct tamp_store {
   c10::intrusive_ptr<c10d::Store> store;
 };
 
+namespace tamp::distributed {
+
+// Bytes that the ranks are gathering.
+struct Gathering {
+  at::Tensor part;
+  at::Tensor all;
+  // Not the work, which would keep the connections of a group open that has been closed.
+  c10::intrusive_ptr<c10::ivalue::Future> done;
+
+  // Whether all ranks have given the same, once they have.
+  bool is_unanimous() const {
+    const auto size = static_cast<size_t>(part.numel());
+    const auto *bytes = all.const_data_ptr<uint8_t>();
+    for (int64_t start = 0; start < all.numel(); start += part.numel()) {
+      if (std::memcmp(bytes + start, part.const_data_ptr(), size) != 0) return false;
+    }
+    return true;
+  }
+};
+
+// All-reduces that wait for the ranks to agree.
+struct Waiting;
+
+// A process group whose all-reduces can depend on the agreement of the ranks.
+class Group final : public c10d::ProcessGroup {
+ public:
+  using c10d::ProcessGroup::ProcessGroup;
+
+  // Has the following all-reduces begin when the ranks have gathered this, and leave their tensors as they are if it
+  // differs. They do not block if the tensors are on the CPU. Null lets them go ahead.
+  void depend_on(const std::shared_ptr<Gathering> &agreement);
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor> &tensors,
+                                           const c10d::AllreduceOptions &options) override;
+
+ private:
+  std::shared_ptr<Waiting> waiting_;
+};
+
+}  // namespace tamp::distributed
+
 struct tamp_group {
-  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  c10::intrusive_ptr<tamp::distributed::Group> group;
+};
+
+struct tamp_gathering {
+  std::shared_ptr<tamp::distributed::Gathering> gathering;
 };
 
 namespace tamp::distributed {

@@ -8,6 +8,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <cstdlib>
+#include <cstring>
+#include <exception>
 #include <mutex>
 
 #include "distributed.h"
@@ -53,14 +55,41 @@ c10d::ReduceOp reduction(uint8_t op) {
   }
 }
 
+using Future = c10::ivalue::Future;
+
+// The future of an all-reduce of these tensors.
+c10::intrusive_ptr<Future> new_future(const std::vector<at::Tensor> &tensors) {
+  std::vector<c10::Device> devices;
+  if (!tensors.empty() && !tensors[0].is_cpu()) devices.push_back(tensors[0].device());
+  return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()), std::move(devices));
+}
+
+// The work of an all-reduce that has not begun, or is left out.
+class LaterWork final : public c10d::Work {
+ public:
+  explicit LaterWork(c10::intrusive_ptr<Future> future) : future_(std::move(future)) {}
+
+  bool isCompleted() override { return future_->completed(); }
+
+  bool wait(milliseconds /*timeout*/) override {
+    future_->waitAndThrow();
+    return true;
+  }
+
+  c10::intrusive_ptr<Future> getFuture() override { return future_; }
+
+ private:
+  c10::intrusive_ptr<Future> future_;
+};
+
 // The tensor without its autograd history, which collectives do not record.
 at::Tensor plain(const at::Tensor &t) { return t.detach(); }
 
-void gather(const tamp_group *group, at::Tensor all, at::Tensor part) {
+c10::intrusive_ptr<c10d::Work> gather(const tamp_group *group, at::Tensor all, at::Tensor part) {
 #if TORCH_VERSION_MINOR >= 13
-  finish(given(group).group->all_gather_single(all, part));
+  return given(group).group->all_gather_single(all, part);
 #else
-  finish(given(group).group->_allgather_base(all, part));
+  return given(group).group->_allgather_base(all, part);
 #endif
 }
 
@@ -74,6 +103,89 @@ void scatter_sum(const tamp_group *group, at::Tensor part, at::Tensor all) {
 
 }  // namespace
 
+namespace tamp::distributed {
+
+struct Waiting {
+  struct Call {
+    std::vector<at::Tensor> tensors;
+    c10d::AllreduceOptions options;
+    c10::intrusive_ptr<Future> future;
+  };
+
+  std::shared_ptr<Gathering> agreement;
+  std::mutex mutex;
+  std::optional<bool> agreed;  // whether the ranks agree, once that is known
+  std::exception_ptr failure;  // why it will not be known
+  std::vector<Call> calls;
+
+  // Begins a call now. Its future takes the result.
+  static void begin(Group &group, Call &call) {
+    try {
+      const auto done = group.ProcessGroup::allreduce(call.tensors, call.options)->getFuture();
+      done->addCallback([future = call.future](Future &result) {
+        if (result.hasError()) {
+          future->setError(result.exception_ptr());
+        } else {
+          future->markCompleted(result.value());
+        }
+      });
+    } catch (...) {
+      call.future->setError(std::current_exception());
+    }
+  }
+
+  // Begins the calls in their order when all ranks have given their bytes, or ends them.
+  void settle(Group &group, Future &gathered) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (gathered.hasError()) {
+      failure = gathered.exception_ptr();
+    } else {
+      agreed = agreement->is_unanimous();
+    }
+    for (Call &call : calls) {
+      if (failure != nullptr) {
+        call.future->setError(failure);
+      } else if (*agreed) {
+        begin(group, call);
+      } else {
+        call.future->markCompleted(c10::IValue(call.tensors));
+      }
+    }
+    calls.clear();
+  }
+};
+
+void Group::depend_on(const std::shared_ptr<Gathering> &agreement) {
+  waiting_ = nullptr;
+  if (agreement == nullptr) return;
+  waiting_ = std::make_shared<Waiting>();
+  waiting_->agreement = agreement;
+  const auto self = c10::intrusive_ptr<Group>::unsafe_reclaim_from_nonowning(this);
+  agreement->done->addCallback(
+      [self, waiting = waiting_](Future &gathered) { waiting->settle(*self, gathered); });
+}
+
+c10::intrusive_ptr<c10d::Work> Group::allreduce(std::vector<at::Tensor> &tensors,
+                                                const c10d::AllreduceOptions &options) {
+  const auto waiting = waiting_;
+  if (waiting == nullptr) return ProcessGroup::allreduce(tensors, options);
+  // On a GPU a collective belongs to the stream of the thread that begins it.
+  if (!tensors[0].is_cpu()) waiting->agreement->done->waitAndThrow();
+  const std::lock_guard<std::mutex> lock(waiting->mutex);
+  if (waiting->failure != nullptr) std::rethrow_exception(waiting->failure);
+  if (!tensors[0].is_cpu()) waiting->agreed = waiting->agreement->is_unanimous();
+  if (waiting->agreed == true) return ProcessGroup::allreduce(tensors, options);
+  auto future = new_future(tensors);
+  if (waiting->agreed == false) {
+    future->markCompleted(c10::IValue(tensors));
+  } else {
+    waiting->calls.push_back({tensors, options, future});
+  }
+  return c10::make_intrusive<LaterWork>(std::move(future));
+}
+
+}  // namespace tamp::distributed
+
 extern "C" {
 
 tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *options, char **err) noexcept {
@@ -81,7 +193,7 @@ tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *op
     turn_off_flight_recorder();
     const int rank = static_cast<int>(options->rank), size = static_cast<int>(options->size);
     auto prefixed = c10::make_intrusive<c10d::PrefixStore>(options->prefix, given(store).store);
-    auto group = c10::make_intrusive<ProcessGroup>(prefixed, rank, size);
+    auto group = c10::make_intrusive<tamp::distributed::Group>(prefixed, rank, size);
     auto gloo = c10::make_intrusive<ProcessGroupGloo>(c10::make_intrusive<c10d::PrefixStore>("gloo", prefixed), rank,
                                                       size, gloo_options(*options));
     group->setBackend(c10::kCPU, ProcessGroup::GLOO, gloo);
@@ -101,17 +213,28 @@ void tamp_group_free(tamp_group *group) noexcept {
   tamp_string_free(err);
 }
 
-void tamp_group_gather_bytes(const tamp_group *group, const uint8_t *bytes, size_t len, uint8_t *all,
-                             char **err) noexcept {
-  tamp::guarded(err, [&] {
+tamp_gathering *tamp_gathering_begin(const tamp_group *group, const uint8_t *bytes, size_t len, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> tamp_gathering * {
     const auto count = static_cast<int64_t>(len);
-    const at::Tensor part = at::empty({count}, at::kByte);
-    const at::Tensor everything = at::empty({count * given(group).group->getSize()}, at::kByte);
-    std::memcpy(part.mutable_data_ptr(), bytes, len);
-    gather(group, everything, part);
-    std::memcpy(all, everything.const_data_ptr(), static_cast<size_t>(everything.numel()));
+    auto gathering = std::make_shared<tamp::distributed::Gathering>();
+    gathering->part = at::empty({count}, at::kByte);
+    gathering->all = at::empty({count * given(group).group->getSize()}, at::kByte);
+    auto out = std::make_unique<tamp_gathering>(tamp_gathering{gathering});
+    std::memcpy(gathering->part.mutable_data_ptr(), bytes, len);
+    gathering->done = gather(group, gathering->all, gathering->part)->getFuture();
+    return out.release();
   });
 }
+
+void tamp_gathering_finish(const tamp_gathering *gathering, uint8_t *all, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const auto &gathered = *given(gathering).gathering;
+    gathered.done->waitAndThrow();
+    std::memcpy(all, gathered.all.const_data_ptr(), static_cast<size_t>(gathered.all.numel()));
+  });
+}
+
+void tamp_gathering_free(tamp_gathering *gathering) noexcept { delete gathering; }
 
 void tamp_group_all_reduce(const tamp_group *group, tamp_tensor *t, uint8_t op, char **err) noexcept {
   tamp::guarded(err, [&] {
@@ -132,7 +255,7 @@ void tamp_group_broadcast(const tamp_group *group, tamp_tensor *t, int64_t root,
 }
 
 void tamp_group_all_gather(const tamp_group *group, tamp_tensor *all, const tamp_tensor *t, char **err) noexcept {
-  tamp::guarded(err, [&] { gather(group, plain(tamp::tensor(all)), plain(tamp::tensor(t))); });
+  tamp::guarded(err, [&] { finish(gather(group, plain(tamp::tensor(all)), plain(tamp::tensor(t)))); });
 }
 
 void tamp_group_reduce_scatter(const tamp_group *group, tamp_tensor *part, const tamp_tensor *all,

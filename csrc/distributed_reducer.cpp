@@ -43,6 +43,7 @@ class CountGradients : public torch::autograd::FunctionPostHook {
 }  // namespace
 
 struct tamp_reducer {
+  c10::intrusive_ptr<tamp::distributed::Group> group;
   std::vector<at::Tensor> parameters;
   std::vector<at::ScalarType> dtypes;
   std::vector<std::vector<int64_t>> sizes;
@@ -65,16 +66,16 @@ struct tamp_reducer {
 namespace {
 
 using tamp::distributed::given;
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Ranks = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // As in torch/nn/parallel/distributed.py.
 constexpr size_t kBroadcastBytes = size_t{250} << 20;
 
 // Communicates a bucket in half precision, like fp16_compress_hook and bf16_compress_hook of Python's default_hooks.
-class Compression : public c10d::CppCommHookInterface<Group> {
+class Compression : public c10d::CppCommHookInterface<Ranks> {
  public:
-  Compression(const Group &group, at::ScalarType dtype, bool divide_first)
-      : CppCommHookInterface<Group>(group), dtype_(dtype), divide_first_(divide_first) {}
+  Compression(const Ranks &group, at::ScalarType dtype, bool divide_first)
+      : CppCommHookInterface<Ranks>(group), dtype_(dtype), divide_first_(divide_first) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket &bucket) override {
     const at::Tensor &buffer = bucket.getBufferRef();
@@ -161,7 +162,7 @@ void count_gradients(tamp_reducer &r) {
   }
 }
 
-void compress(c10d::Reducer &reducer, const Group &group, const tamp_reducer_options &o) {
+void compress(c10d::Reducer &reducer, const Ranks &group, const tamp_reducer_options &o) {
   if (o.compression == TAMP_COMPRESS_NONE) return;
   const auto dtype = o.compression == TAMP_COMPRESS_FP16 ? at::kHalf : at::kBFloat16;
   reducer.register_comm_hook(std::make_unique<Compression>(group, dtype, o.divide_first != 0));
@@ -177,8 +178,9 @@ tamp_reducer *tamp_reducer_new(const tamp_group *group, tamp_tensor *const *para
     // As Python does when it imports c10d; messages then name parameters if TORCH_DISTRIBUTED_DEBUG says so.
     static std::once_flag once;
     std::call_once(once, c10d::setDebugLevelFromEnvironment);
-    const Group &ranks = given(group).group;
+    const Ranks ranks = given(group).group;
     auto out = std::make_unique<tamp_reducer>();
+    out->group = given(group).group;
     out->parameters = list(parameters, count);
     out->finds_unused = options->find_unused_parameters != 0;
     std::unordered_map<size_t, std::string> named;
@@ -243,9 +245,19 @@ uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **
   });
 }
 
-void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss, char **err) noexcept {
+uint8_t tamp_reducer_has_gradients(const tamp_reducer *reducer, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    const auto &parameters = given(reducer).parameters;
+    const auto has_gradient = [](const at::Tensor &parameter) { return tamp::gradient(parameter).defined(); };
+    return std::any_of(parameters.begin(), parameters.end(), has_gradient) ? 1 : 0;
+  });
+}
+
+void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss, const tamp_gathering *agreement,
+                                  char **err) noexcept {
   tamp::guarded(err, [&] {
     tamp_reducer &r = given(reducer);
+    r.group->depend_on(agreement != nullptr ? agreement->gathering : nullptr);
     // If this is the second backward pass since the forward pass, the reducer would count the parameters of both.
     r.reducer->rebuild_buckets();
     narrow(r);

@@ -62,9 +62,16 @@ tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *op
 
 void tamp_group_free(tamp_group *group) TAMP_NOEXCEPT;
 
-// Gathers `len` bytes of each rank, in the order of the ranks. All ranks have the same `len`.
-void tamp_group_gather_bytes(const tamp_group *group, const uint8_t *bytes, size_t len, uint8_t *all,
-                             char **err) TAMP_NOEXCEPT;
+typedef struct tamp_gathering tamp_gathering;
+
+// Begins to gather `len` bytes of each rank, and does not block. All ranks have the same `len`.
+tamp_gathering *tamp_gathering_begin(const tamp_group *group, const uint8_t *bytes, size_t len,
+                                     char **err) TAMP_NOEXCEPT;
+
+// Blocks until all ranks have given their bytes, and writes them to `all` in the order of the ranks.
+void tamp_gathering_finish(const tamp_gathering *gathering, uint8_t *all, char **err) TAMP_NOEXCEPT;
+
+void tamp_gathering_free(tamp_gathering *gathering) TAMP_NOEXCEPT;
 
 enum { TAMP_REDUCE_SUM = 0, TAMP_REDUCE_MIN = 1, TAMP_REDUCE_MAX = 2 };
 
@@ -122,9 +129,14 @@ uint8_t tamp_reducer_may_rebuild(const tamp_reducer *reducer, char **err) TAMP_N
 // unused parameters are looked for. Returns whether autograd records the forward pass.
 uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **err) TAMP_NOEXCEPT;
 
+// Returns whether any of the parameters has a gradient.
+uint8_t tamp_reducer_has_gradients(const tamp_reducer *reducer, char **err) TAMP_NOEXCEPT;
+
 // To be called before a backward pass whose gradients are averaged, also where its forward pass was without `sync`, or
-// where another backward pass has been averaged since.
-void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss, char **err) TAMP_NOEXCEPT;
+// where another backward pass has been averaged since. Unless `agreement` is null, nothing is averaged before all ranks
+// have given their bytes, and nothing at all if these differ.
+void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss, const tamp_gathering *agreement,
+                                  char **err) TAMP_NOEXCEPT;
 
 // To be called after such a backward pass. Fails if parameters did not receive a gradient.
 void tamp_reducer_after_backward(tamp_reducer *reducer, char **err) TAMP_NOEXCEPT;

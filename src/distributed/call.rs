@@ -5,12 +5,22 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::distributed::group::ProcessGroup;
 use crate::error::{DistributedError, Error, Result};
+use crate::ffi::distributed::Gathering;
 
 /// The size of the record of a call, which is the same for all calls.
 const RECORD: usize = 256;
 const HASH: usize = 8;
 /// The place of the flag, behind the text.
 const FLAG: usize = RECORD - 1;
+
+/// A comparison of calls that has begun.
+#[derive(Debug)]
+pub(super) struct Comparison {
+    operation: &'static str,
+    mine: [u8; RECORD],
+    /// The records of all ranks.
+    pub(super) records: Gathering,
+}
 
 impl ProcessGroup {
     /// Returns an error unless all ranks call the same.
@@ -25,8 +35,27 @@ impl ProcessGroup {
         call: &str,
         flag: bool,
     ) -> Result<bool> {
+        self.finish_comparison(&self.begin_comparison(operation, call, flag)?)
+    }
+
+    /// Begins to compare what the ranks call, and does not block. As of all collectives, the order is the same on all
+    /// ranks.
+    pub(super) fn begin_comparison(
+        &self,
+        operation: &'static str,
+        call: &str,
+        flag: bool,
+    ) -> Result<Comparison> {
         let mine = record(call, flag);
-        let all = self.run(operation, |group| group.gather_bytes(&mine, self.size()))?;
+        let records = self.run(operation, |group| group.gather(&mine, self.size()))?;
+        Ok(Comparison { operation, mine, records })
+    }
+
+    /// Blocks until all ranks have called something. Then returns whether any of them raises the flag, or an error
+    /// unless all call the same.
+    pub(super) fn finish_comparison(&self, comparison: &Comparison) -> Result<bool> {
+        let Comparison { operation, mine, records } = comparison;
+        let all = self.run(operation, |_| records.finish())?;
         let records: Vec<_> = all.chunks_exact(RECORD).collect();
         if records.iter().all(|record| record[..FLAG] == mine[..FLAG]) {
             return Ok(records.iter().any(|record| record[FLAG] != 0));

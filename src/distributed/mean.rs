@@ -97,7 +97,7 @@ impl Mean {
         let _order = group.begin();
         let sum = group.compare_checked(NAME, sum.map_err(Error::from), |_| NAME.to_owned())?;
         let mine = [sum.to_le_bytes(), self.count.to_le_bytes()].concat();
-        let all = group.run(NAME, |members| members.gather_bytes(&mine, group.size()))?;
+        let all = group.run(NAME, |members| members.gather(&mine, group.size())?.finish())?;
         // Added in the order of the ranks, so that all of them have the same bits.
         let (sum, count) = all
             .chunks_exact(RECORD)

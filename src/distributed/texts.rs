@@ -7,7 +7,7 @@ impl ProcessGroup {
     /// Returns the texts of all ranks.
     pub(super) fn gather_texts(&self, operation: &'static str, text: &str) -> Result<Vec<String>> {
         let gather =
-            |bytes: &[u8]| self.run(operation, |group| group.gather_bytes(bytes, self.size()));
+            |bytes: &[u8]| self.run(operation, |group| group.gather(bytes, self.size())?.finish());
         let lengths = gather(&(text.len() as u64).to_le_bytes())?;
         let lengths: Vec<_> = lengths.chunks_exact(8).map(length).collect();
         let longest = lengths.iter().copied().max().unwrap_or_default().max(1);

@@ -148,14 +148,13 @@ impl Group {
         call(|err| unsafe { sys::tamp_group_new(store.0, &options, err) }).map(Self)
     }
 
-    /// Returns the bytes of all ranks, one rank's after the other's.
-    pub(crate) fn gather_bytes(&self, bytes: &[u8], size: usize) -> Result<Vec<u8>> {
-        let mut all = vec![0; bytes.len() * size];
-        // SAFETY: both buffers are alive, and `all` has room for `bytes.len()` bytes of each of the `size` ranks.
-        call(|err| unsafe {
-            sys::tamp_group_gather_bytes(self.0, bytes.as_ptr(), bytes.len(), all.as_mut_ptr(), err)
-        })?;
-        Ok(all)
+    /// Begins to gather the bytes of all ranks, of which there are `size`.
+    pub(crate) fn gather(&self, bytes: &[u8], size: usize) -> Result<Gathering> {
+        // SAFETY: the group is alive, `bytes` has as many elements as is said, and `err` is valid for a write.
+        let begun = call(|err| unsafe {
+            sys::tamp_gathering_begin(self.0, bytes.as_ptr(), bytes.len(), err)
+        });
+        begun.map(|handle| Gathering { handle, bytes: bytes.len() * size })
     }
 
     pub(crate) fn all_reduce(&self, tensor: &Tensor, reduction: Reduction) -> Result<()> {
@@ -204,6 +203,32 @@ impl Drop for Group {
     fn drop(&mut self) {
         // SAFETY: the shim made the group, and it is not used any more.
         unsafe { sys::tamp_group_free(self.0) };
+    }
+}
+
+/// Bytes that the ranks of a group are gathering.
+#[derive(Debug)]
+pub(crate) struct Gathering {
+    handle: *mut sys::Gathering,
+    /// The number of bytes of all ranks.
+    bytes: usize,
+}
+
+impl Gathering {
+    /// Blocks until all ranks have given their bytes, and returns them, one rank's after the other's.
+    pub(crate) fn finish(&self) -> Result<Vec<u8>> {
+        let mut all = vec![0; self.bytes];
+        // SAFETY: the gathering is alive, `all` has room for the bytes of all ranks, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_gathering_finish(self.handle, all.as_mut_ptr(), err) })?;
+        Ok(all)
+    }
+}
+
+impl Drop for Gathering {
+    fn drop(&mut self) {
+        // SAFETY: the shim made the gathering, and it is not used any more. The reducer and libtorch's threads own what
+        // they use of it.
+        unsafe { sys::tamp_gathering_free(self.handle) };
     }
 }
 
@@ -298,9 +323,24 @@ impl Reducer {
             .map(|recorded| recorded != 0)
     }
 
-    pub(crate) fn before_backward(&self, loss: &Tensor) -> Result<()> {
-        // SAFETY: the reducer and the tensor are alive, and `err` is valid for a write.
-        call(|err| unsafe { sys::tamp_reducer_before_backward(self.0, loss.as_ptr(), err) })
+    /// Whether any of the parameters has a gradient.
+    pub(crate) fn has_gradients(&self) -> Result<bool> {
+        // SAFETY: the reducer is alive, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_reducer_has_gradients(self.0, err) }).map(|has| has != 0)
+    }
+
+    /// If an agreement is given, nothing is averaged before all ranks have given their bytes, and nothing at all if
+    /// these differ.
+    pub(crate) fn before_backward(
+        &self,
+        loss: &Tensor,
+        agreement: Option<&Gathering>,
+    ) -> Result<()> {
+        let agreement = agreement.map_or(ptr::null(), |agreement| agreement.handle.cast_const());
+        // SAFETY: the reducer, the tensor and the agreement are alive, and `err` is valid for a write.
+        call(|err| unsafe {
+            sys::tamp_reducer_before_backward(self.0, loss.as_ptr(), agreement, err)
+        })
     }
 
     pub(crate) fn after_backward(&self) -> Result<()> {

@@ -26,6 +26,11 @@ pub(crate) struct GroupOptions {
     pub(crate) cuda: u8,
 }
 
+#[repr(C)]
+pub(crate) struct Gathering {
+    _opaque: [u8; 0],
+}
+
 pub(crate) const REDUCE_SUM: u8 = 0;
 pub(crate) const REDUCE_MIN: u8 = 1;
 pub(crate) const REDUCE_MAX: u8 = 2;
@@ -82,13 +87,18 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     ) -> *mut Group;
     pub(crate) fn tamp_group_free(group: *mut Group);
-    pub(crate) fn tamp_group_gather_bytes(
+    pub(crate) fn tamp_gathering_begin(
         group: *const Group,
         bytes: *const u8,
         len: usize,
+        err: *mut *mut c_char,
+    ) -> *mut Gathering;
+    pub(crate) fn tamp_gathering_finish(
+        gathering: *const Gathering,
         all: *mut u8,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_gathering_free(gathering: *mut Gathering);
     pub(crate) fn tamp_group_all_reduce(
         group: *const Group,
         t: *mut Tensor,
@@ -139,9 +149,11 @@ unsafe extern "C" {
         sync: u8,
         err: *mut *mut c_char,
     ) -> u8;
+    pub(crate) fn tamp_reducer_has_gradients(reducer: *const Reducer, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_reducer_before_backward(
         reducer: *mut Reducer,
         loss: *const Tensor,
+        agreement: *const Gathering,
         err: *mut *mut c_char,
     );
     pub(crate) fn tamp_reducer_after_backward(reducer: *mut Reducer, err: *mut *mut c_char);

@@ -105,16 +105,20 @@ impl Training {
         Self { vs, ddp, opt, scaler, xs }
     }
 
-    fn step(&mut self, factor: f64) {
-        self.opt.zero_grad().unwrap();
+    fn backward(&mut self, factor: f64) -> tch_amp::Result<()> {
         let weights = self.opt.trainable_variables();
         let forward = || {
             let region = Autocast::new(self.xs.device()).dtype(Kind::BFloat16);
             let layer = |xs: Tensor, w: &Tensor| xs.linear(w, None::<&Tensor>).tanh();
             region.run(|| weights.iter().fold(self.xs.shallow_clone(), layer)).unwrap()
         };
-        let loss = self.ddp.forward(forward).unwrap().to_kind(Kind::Float).sum(Kind::Float);
-        self.ddp.backward_scaled(&mut self.scaler, &(loss * factor)).unwrap();
+        let loss = self.ddp.forward(forward)?.to_kind(Kind::Float).sum(Kind::Float);
+        self.ddp.backward_scaled(&mut self.scaler, &(loss * factor))
+    }
+
+    fn step(&mut self, factor: f64) {
+        self.opt.zero_grad().unwrap();
+        self.backward(factor).unwrap();
         drop(self.scaler.step(&mut self.opt).unwrap());
         self.scaler.update().unwrap();
     }
@@ -156,6 +160,36 @@ fn gpus_train_alike_and_as_the_cpu_does() {
         for (gpu, cpu) in gpus[0].0.iter().zip(&cpus[0].0) {
             assert!((gpu - cpu).abs().max().double_value(&[]) < 1e-6, "{options:?}");
         }
+    }
+}
+
+#[test]
+fn a_pass_that_the_other_rank_does_not_run_leaves_gpus_without_gradients() {
+    let Some(_simulation) = Simulation::find() else { return };
+    let options = DdpOptions::default().bucket_cap_mb(Some(0.0002)).broadcast_buffers(false);
+    for options in [options, options.compression(Some(Kind::BFloat16))] {
+        let run = |planted: bool| {
+            ranks(GPUS, |group, device| {
+                let mut training = Training::new(&group, device, options, false);
+                for _ in 0..3 {
+                    training.step(1.0);
+                    if !planted {
+                        continue;
+                    }
+                    training.opt.zero_grad().unwrap();
+                    let backward = |training: &mut Training| training.backward(1.0);
+                    let mine =
+                        if group.rank() == 0 { backward(&mut training) } else { group.barrier() };
+                    let error = mine.unwrap_err();
+                    assert!(error.to_string().contains("rank 1 calls barrier"), "{error}");
+                    let weights = training.opt.trainable_variables();
+                    assert!(weights.iter().all(|weight| !weight.grad().defined()), "{options:?}");
+                }
+                training.step(1.0);
+                training.weights()
+            })
+        };
+        assert_eq!(run(true), run(false), "{options:?}");
     }
 }
 

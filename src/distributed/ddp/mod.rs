@@ -10,9 +10,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use tch::nn::VarStore;
 use tch::{Tensor, no_grad};
 
+use crate::distributed::call::Comparison;
 use crate::distributed::group::ProcessGroup;
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed::{self as ffi, Changed, Reducer, ReducerOptions};
+use crate::ffi::gradients_drop;
 use crate::scaler::GradScaler;
 pub(crate) use averaged::any_is_averaged;
 use model::Model;
@@ -170,7 +172,8 @@ impl DistributedDataParallel {
     ///
     /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off;
     /// [`DistributedError::Repeated`] if several [recomputed](crate::recompute) parts use a parameter;
-    /// [`DistributedError::Mismatch`] if the other ranks do something else;
+    /// [`DistributedError::Mismatch`] if the other ranks do something else, after which the gradients of the model are
+    /// those from before the call;
     /// [`DistributedError::Communication`] if a rank does not answer, and if the backward pass fails, because the other
     /// ranks then wait for this one.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
@@ -207,13 +210,18 @@ impl DistributedDataParallel {
             self.unsynced.store(true, Ordering::Relaxed);
             return backward();
         }
-        self.compare_pass(NAME)?;
         let reducer = &self.reducer;
-        self.unsynced.store(true, Ordering::Relaxed);
+        let comparison = self.compare_backward(NAME)?;
+        let was_unsynced = self.unsynced.swap(true, Ordering::Relaxed);
         self.run(NAME, |_| {
-            reducer.before_backward(loss)?;
-            backward()
+            reducer.before_backward(loss, comparison.as_ref().map(|begun| &begun.records))?;
+            backward().or_else(|error| self.explained(error, comparison.as_ref()))
         })?;
+        if let Some(Err(mismatch)) = comparison.map(|begun| self.group.finish_comparison(&begun)) {
+            self.undo_backward();
+            self.unsynced.store(was_unsynced, Ordering::Relaxed);
+            return Err(mismatch);
+        }
         if let Err(error) = reducer.after_backward() {
             return Err(self.unused(&error));
         }
@@ -236,19 +244,53 @@ impl DistributedDataParallel {
 
     /// Returns an error unless all ranks are about to run this pass.
     fn compare_pass(&self, pass: &'static str) -> Result<()> {
-        if !self.compare_passes {
-            return Ok(());
-        }
-        let number = self.number;
-        let _order = self.group.begin();
-        self.group.compare(pass, &format!("the {pass} pass of DistributedDataParallel {number}"))
+        self.begin_comparison(pass)?
+            .map_or(Ok(()), |begun| self.group.finish_comparison(&begun).map(drop))
     }
 
-    /// Runs a part of a pass that communicates. After one has failed, the group cannot be used any more either.
+    /// Compares the backward passes that the ranks are about to run. If no parameter has a gradient yet, a pass can be
+    /// undone, and the comparison that has begun is returned: nothing needs to wait for it but the communication.
+    fn compare_backward(&self, pass: &'static str) -> Result<Option<Comparison>> {
+        let can_undo = !self.reducer.has_gradients()?;
+        if can_undo {
+            return self.begin_comparison(pass);
+        }
+        self.compare_pass(pass).map(|()| None)
+    }
+
+    fn begin_comparison(&self, pass: &'static str) -> Result<Option<Comparison>> {
+        if !self.compare_passes {
+            return Ok(None);
+        }
+        let call = format!("the {pass} pass of DistributedDataParallel {}", self.number);
+        let _order = self.group.begin();
+        self.group.begin_comparison(pass, &call, false).map(Some)
+    }
+
+    /// The error of a backward pass: that of the comparison if a rank did not answer there, because the others look for
+    /// it in the same place.
+    fn explained(&self, error: Error, comparison: Option<&Comparison>) -> Result<()> {
+        match comparison.map(|begun| self.group.finish_comparison(begun)) {
+            Some(Err(failed)) if self.group.is_closed() => Err(failed),
+            _ => Err(error),
+        }
+    }
+
+    /// Ends a backward pass that has averaged nothing, and removes its gradients. No parameter had one before.
+    fn undo_backward(&self) {
+        // The caller has to know of the mismatch, whatever fails here.
+        let _unused = self.reducer.after_backward();
+        let parameters = self.model.parameters.iter().map(|(_, parameter)| parameter);
+        let _kept = gradients_drop(parameters);
+    }
+
+    /// Runs a part of a pass that communicates. After one has failed, neither the group nor the connections of the
+    /// model can be used any more.
     fn run<T>(&self, pass: &'static str, call: impl FnOnce(&ffi::Group) -> Result<T>) -> Result<T> {
         self.own.run(pass, call).inspect_err(|_| {
-            if self.own.is_closed() {
+            if self.own.is_closed() || self.group.is_closed() {
                 self.group.close();
+                self.own.close();
             }
         })
     }

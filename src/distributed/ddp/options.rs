@@ -35,7 +35,8 @@ pub struct DdpOptions {
     /// Whether the ranks compare which model's pass they are about to run, before it communicates; `true` by default.
     /// If they disagree, each gets an error. Without the comparison they would wait for each other, or gloo would abort
     /// the process. It costs a message of 256 bytes in each backward pass, and in each forward pass that communicates.
-    /// PyTorch compares only with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+    /// A backward pass before which no parameter has a gradient computes while the ranks compare; any other pass waits
+    /// until they have. PyTorch compares only with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
     pub compare_passes: bool,
 }
 

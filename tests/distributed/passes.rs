@@ -1,0 +1,177 @@
+//! Backward passes, which the ranks compare while they compute.
+
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::Error;
+use tch_amp::distributed::{
+    DdpOptions, DistributedDataParallel, DistributedError, GroupOptions, Store,
+};
+use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
+use tch_amp::optim::Sgd;
+
+use super::{TIMEOUT, ranks};
+
+/// So small that each weight has a bucket of its own.
+const SMALL: Option<f64> = Some(0.000_01);
+
+fn is_mismatch(error: &Error) -> bool {
+    matches!(error, Error::Distributed(DistributedError::Mismatch { .. }))
+}
+
+fn weights(vs: &VarStore) -> Vec<Tensor> {
+    (0..3).map(|i| vs.root().var(&format!("w{i}"), &[4 + i], nn::Init::Const(1.0))).collect()
+}
+
+fn loss(weights: &[Tensor], factor: f64) -> Tensor {
+    weights.iter().map(|weight| weight.sum(Kind::Float) * factor).sum()
+}
+
+/// The first number of each gradient.
+fn gradients(weights: &[Tensor]) -> Vec<Option<f64>> {
+    let gradients = weights.iter().map(Tensor::grad);
+    gradients.map(|grad| grad.defined().then(|| grad.double_value(&[0]))).collect()
+}
+
+#[test]
+fn a_pass_that_the_other_rank_does_not_run_changes_no_gradients() {
+    let (options, small) = (DdpOptions::default(), DdpOptions::default().bucket_cap_mb(SMALL));
+    for options in [
+        options,
+        small,
+        options.gradient_as_bucket_view(true),
+        small.find_unused_parameters(true),
+        small.compression(Some(Kind::BFloat16)),
+        small.compression(Some(Kind::Half)).divide_first(true),
+    ] {
+        ranks(2, |group| {
+            let vs = VarStore::new(Device::Cpu);
+            let weights = weights(&vs);
+            let mut ddp = options.build(&group, &vs).unwrap();
+            let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
+            let mut backward = |factor: f64| {
+                let loss = ddp.forward(|| loss(&weights, factor))?;
+                ddp.backward(&loss)
+            };
+            let rank = group.rank();
+            for round in 0..3 {
+                optimizer.zero_grad().unwrap();
+                // Only one of the ranks runs the pass.
+                for (one, before) in [(0, None), (1, Some(2.0))] {
+                    let mine = if rank == one { backward(5.0) } else { group.barrier() };
+                    let error = mine.unwrap_err();
+                    assert!(is_mismatch(&error), "{options:?}, round {round}: {error}");
+                    let calls = error.to_string();
+                    assert!(calls.contains(&format!("rank {} calls barrier", 1 - one)), "{calls}");
+                    assert_eq!(gradients(&weights), [before; 3], "{options:?}, round {round}");
+                    // Both go on, and accumulate.
+                    backward(1.0 + 2.0 * rank as f64).unwrap();
+                    let after = before.unwrap_or_default() + 2.0;
+                    assert_eq!(gradients(&weights), [Some(after); 3], "{options:?}, {round}");
+                }
+            }
+        });
+    }
+}
+
+/// Says so when the backward pass has come to it.
+struct Signal(Mutex<Sender<()>>);
+
+impl Function for Signal {
+    type Outputs = Tensor;
+    type Gradients = Tensor;
+
+    fn forward(&self, _: &mut ForwardContext, x: &[&Tensor]) -> FunctionResult<Tensor> {
+        Ok(x[0] * 1.0)
+    }
+
+    fn backward(&self, _: &BackwardContext<'_>, g: &GradOutputs<'_>) -> FunctionResult<Tensor> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).send(())?;
+        Ok(&g[0] * 1.0)
+    }
+}
+
+#[test]
+fn a_rank_computes_its_gradients_while_another_one_has_not_begun() {
+    let (sender, receiver) = channel();
+    let (sender, receiver) = (Mutex::new(Some(sender)), Mutex::new(receiver));
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let weights: Vec<_> = (0..3)
+            .map(|i| vs.root().var(&format!("w{i}"), &[4], nn::Init::Const(2.0)))
+            .collect();
+        let options = DdpOptions::default().bucket_cap_mb(SMALL);
+        let mut ddp = options.build(&group, &vs).unwrap();
+        let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
+        // The buckets are those of the weights after the first pass.
+        for _ in 0..2 {
+            optimizer.zero_grad().unwrap();
+            let loss = ddp.forward(|| loss(&weights, 1.0)).unwrap();
+            ddp.backward(&loss).unwrap();
+        }
+        optimizer.zero_grad().unwrap();
+        let sender = (group.rank() == 0).then(|| sender.lock().unwrap().take().unwrap());
+        let forward = || {
+            let first = match sender {
+                // The last gradient of the pass is the one of this weight.
+                Some(sender) => Signal(Mutex::new(sender)).apply(&[&weights[0]]).unwrap(),
+                None => weights[0].shallow_clone(),
+            };
+            (first * &weights[1] * &weights[2]).sum(Kind::Float)
+        };
+        let loss = ddp.forward(forward).unwrap();
+        if group.rank() == 1 {
+            receiver.lock().unwrap().recv_timeout(TIMEOUT).unwrap();
+        }
+        ddp.backward(&loss).unwrap();
+        assert_eq!(gradients(&weights), [Some(4.0); 3]);
+    });
+}
+
+#[test]
+fn a_rank_that_does_not_come_to_a_pass_is_named_by_all_that_did() {
+    for has_gradients in [false, true] {
+        let store = Store::in_process().unwrap();
+        let options = GroupOptions::default().timeout(Duration::from_secs(30));
+        std::thread::scope(|scope| {
+            for rank in 0..3 {
+                let (store, options) = (&store, &options);
+                scope.spawn(move || {
+                    let group = options.join(store, rank, 3).unwrap();
+                    let vs = VarStore::new(Device::Cpu);
+                    let weights = weights(&vs);
+                    let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+                    let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
+                    let mut backward = || {
+                        let loss = ddp.forward(|| loss(&weights, 1.0))?;
+                        ddp.backward(&loss)
+                    };
+                    backward().unwrap();
+                    backward().unwrap();
+                    if rank == 2 {
+                        return;
+                    }
+                    // One of the two may know that nothing can be undone.
+                    if !has_gradients || rank == 0 {
+                        optimizer.zero_grad().unwrap();
+                    }
+                    let error = backward().unwrap_err();
+                    let Error::Distributed(DistributedError::Communication { missing, .. }) = error
+                    else {
+                        panic!("{error}");
+                    };
+                    assert_eq!(missing, [2]);
+                    let again = backward().unwrap_err();
+                    let is_closed = matches!(
+                        again,
+                        Error::Distributed(DistributedError::Failed { .. })
+                    );
+                    assert!(is_closed, "{again}");
+                });
+            }
+        });
+    }
+}
