@@ -1,8 +1,9 @@
 //! Data-parallel iterations on two ranks, compared with Python's `DistributedDataParallel` with the same libtorch.
 //!
 //! The ranks are processes with one thread each, on both sides. `small` has 400 parameters of 16 numbers, and `large` 6
-//! of 1024 x 1024; `half` is `large` whose gradients are communicated in bf16. Both sides train from the same weights
-//! on the same data, and the bits of their weights are compared first.
+//! of 1024 x 1024; `half` is `large` whose gradients are communicated in bf16, and `views` is `large` whose gradients are
+//! views of the buckets. Both sides train from the same weights on the same data, and the bits of their weights are
+//! compared first.
 //!
 //! The share of the communication that is hidden behind the backward pass is that of its time by which an iteration is
 //! shorter than one without communication and the communication of the same gradients together.
@@ -41,7 +42,8 @@ fn train(request: &str, group: &ProcessGroup, iterations: usize) -> (f64, i64) {
     let weights: Vec<_> =
         (0..count).map(|i| vs.root().var_copy(&format!("w{i}"), &values(i, shape))).collect();
     let compression = (name == "half").then_some(Kind::BFloat16);
-    let mut ddp = DdpOptions::default().compression(compression).build(group, &vs).unwrap();
+    let options = DdpOptions::default().gradient_as_bucket_view(name == "views");
+    let mut ddp = options.compression(compression).build(group, &vs).unwrap();
     let mut optimizer = AdamW::default().build(&vs, 1e-4).unwrap();
     let xs = values(7 + group.rank() as i64, if is_small { &[16] } else { &[8, 1024] });
     let forward = || {
@@ -168,11 +170,11 @@ fn main() {
     );
     let large = 6.0 * 1048576.0;
     for (name, iterations, parameters) in
-        [("small", 40, 6400.0), ("large", 8, large), ("half", 8, large)]
+        [("small", 40, 6400.0), ("large", 8, large), ("half", 8, large), ("views", 8, large)]
     {
         let (here, there) = (ours(name, 3), numbers(&python.ask(&format!("{name} 3"))));
         assert_eq!(here.1, there.1, "{name}: the two sides compute different weights");
-        let (rounds, iterations) = if is_quick() { (1, 2) } else { (7, iterations) };
+        let (rounds, iterations) = if is_quick() { (1, 2) } else { (21, iterations) };
         let (mut mine, mut theirs) = (Vec::new(), Vec::new());
         let mut hidden = Vec::new();
         for _ in 0..rounds {

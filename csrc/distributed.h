@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -22,12 +21,12 @@ namespace tamp::distributed {
 
 // Bytes that the ranks are gathering.
 struct Gathering {
-  at::Tensor part;
+  at::Tensor part;  // those of this rank
   at::Tensor all;
   // Not the work, which would keep the connections of a group open that has been closed.
   c10::intrusive_ptr<c10::ivalue::Future> done;
 
-  // Whether all ranks have given the same, once they have.
+  // Whether all ranks have given the same bytes; to be asked once `done` is complete.
   bool is_unanimous() const {
     const auto size = static_cast<size_t>(part.numel());
     const auto *bytes = all.const_data_ptr<uint8_t>();
@@ -38,7 +37,6 @@ struct Gathering {
   }
 };
 
-// All-reduces that wait for the ranks to agree.
 struct Waiting;
 
 // A process group whose all-reduces can depend on the agreement of the ranks.
@@ -46,8 +44,8 @@ class Group final : public c10d::ProcessGroup {
  public:
   using c10d::ProcessGroup::ProcessGroup;
 
-  // Has the following all-reduces begin when the ranks have gathered this, and leave their tensors as they are if it
-  // differs. They do not block if the tensors are on the CPU. Null lets them go ahead.
+  // Makes the all-reduces that follow wait until the ranks have gathered these bytes. If the bytes differ, their
+  // tensors stay as they are. An all-reduce of CPU tensors waits without blocking its caller. Null ends the dependence.
   void depend_on(const std::shared_ptr<Gathering> &agreement);
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor> &tensors,

@@ -9,11 +9,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <limits>
 #include <mutex>
 #include <utility>
 
-#include "distributed.h"
+#include "distributed_agreement.h"
 #include "masters.h"
 
 namespace {
@@ -232,6 +233,7 @@ uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **
   return tamp::guarded(err, [&]() -> uint8_t {
     tamp_reducer &r = given(reducer);
     if (!at::GradMode::is_enabled()) return 0;
+    r.group->depend_on(nullptr);
     if (sync != 0) {
       r.logger->set_runtime_stats_and_log();
       r.reducer->prepare_for_forward();
@@ -245,11 +247,13 @@ uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **
   });
 }
 
-uint8_t tamp_reducer_has_gradients(const tamp_reducer *reducer, char **err) noexcept {
+uint8_t tamp_reducer_can_undo(const tamp_reducer *reducer, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
-    const auto &parameters = given(reducer).parameters;
+    const tamp_reducer &r = given(reducer);
     const auto has_gradient = [](const at::Tensor &parameter) { return tamp::gradient(parameter).defined(); };
-    return std::any_of(parameters.begin(), parameters.end(), has_gradient) ? 1 : 0;
+    if (std::any_of(r.parameters.begin(), r.parameters.end(), has_gradient)) return 0;
+    // The first pass finds the order of the buckets, which all ranks have to find in the same one.
+    return r.reducer->should_rebuild_buckets() ? 0 : 1;
   });
 }
 
@@ -270,8 +274,17 @@ void tamp_reducer_before_backward(tamp_reducer *reducer, const tamp_tensor *loss
 
 void tamp_reducer_after_backward(tamp_reducer *reducer, char **err) noexcept {
   tamp::guarded(err, [&] {
-    given(reducer).reducer->check_finalized();
-    widen(given(reducer));
+    tamp_reducer &r = given(reducer);
+    // A plain backward pass may follow, which no comparison precedes.
+    r.group->depend_on(nullptr);
+    std::exception_ptr unfinished;
+    try {
+      r.reducer->check_finalized();
+    } catch (...) {
+      unfinished = std::current_exception();
+    }
+    widen(r);
+    if (unfinished != nullptr) std::rethrow_exception(unfinished);
   });
 }
 

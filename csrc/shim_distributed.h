@@ -129,8 +129,8 @@ uint8_t tamp_reducer_may_rebuild(const tamp_reducer *reducer, char **err) TAMP_N
 // unused parameters are looked for. Returns whether autograd records the forward pass.
 uint8_t tamp_reducer_before_forward(tamp_reducer *reducer, uint8_t sync, char **err) TAMP_NOEXCEPT;
 
-// Returns whether any of the parameters has a gradient.
-uint8_t tamp_reducer_has_gradients(const tamp_reducer *reducer, char **err) TAMP_NOEXCEPT;
+// Returns whether the next backward pass can be undone by removing the gradients of all parameters.
+uint8_t tamp_reducer_can_undo(const tamp_reducer *reducer, char **err) TAMP_NOEXCEPT;
 
 // To be called before a backward pass whose gradients are averaged, also where its forward pass was without `sync`, or
 // where another backward pass has been averaged since. Unless `agreement` is null, nothing is averaged before all ranks

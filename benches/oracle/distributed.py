@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 RANKS = 2
-NAMES = ["small", "large", "half"]
+NAMES = ["small", "large", "half", "views"]
 
 
 def values(index, shape):
@@ -39,7 +39,7 @@ class Model(torch.nn.Module):
 
 def train(name, rank, iterations):
     model = Model(name)
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=name == "views")
     if name == "half":
         ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -83,9 +83,9 @@ impl AveragedWeights {
         Ok(Self { averaging, names, parameters, averages, statistics, count: Count::start() })
     }
 
-    /// Updates the averages after the step with this outcome, unless it was skipped. Never synchronizes, unless the
-    /// model is on a GPU and on the CPU: after a step of a fused optimizer on a GPU, the device decides whether the
-    /// averages move.
+    /// Updates the averages after the step with this outcome, unless it was skipped or there were no gradients. Never
+    /// synchronizes, unless the model is on a GPU and on the CPU: after a step of a fused optimizer on a GPU, the device
+    /// decides whether the averages move.
     ///
     /// # Errors
     ///

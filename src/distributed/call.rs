@@ -38,8 +38,8 @@ impl ProcessGroup {
         self.finish_comparison(&self.begin_comparison(operation, call, flag)?)
     }
 
-    /// Begins to compare what the ranks call, and does not block. As of all collectives, the order is the same on all
-    /// ranks.
+    /// Begins to compare what the ranks call, and does not block. As with all collectives, all ranks begin them in the
+    /// same order.
     pub(super) fn begin_comparison(
         &self,
         operation: &'static str,
@@ -55,7 +55,7 @@ impl ProcessGroup {
     /// unless all call the same.
     pub(super) fn finish_comparison(&self, comparison: &Comparison) -> Result<bool> {
         let Comparison { operation, mine, records } = comparison;
-        let all = self.run(operation, |_| records.finish())?;
+        let all = records.finish().map_err(|error| self.failure(operation, error))?;
         let records: Vec<_> = all.chunks_exact(RECORD).collect();
         if records.iter().all(|record| record[..FLAG] == mine[..FLAG]) {
             return Ok(records.iter().any(|record| record[FLAG] != 0));

@@ -76,10 +76,16 @@ impl GroupOptions {
             Error::Torch(message) => place.failure("forming the group", message),
             other => other,
         })?;
-        let (order, models) = (Mutex::default(), AtomicUsize::new(0));
-        let handle = Mutex::new(Some(Arc::new(handle)));
-        let options = self.clone();
-        Ok(ProcessGroup(Arc::new(Shared { handle, place, options, cuda, order, models })))
+        Ok(ProcessGroup(Arc::new(Shared {
+            handle: Mutex::new(Some(Arc::new(handle))),
+            place,
+            options: self.clone(),
+            cuda,
+            order: Mutex::default(),
+            begun: AtomicUsize::new(0),
+            models: AtomicUsize::new(0),
+            living: AtomicUsize::new(0),
+        })))
     }
 }
 
@@ -130,8 +136,22 @@ struct Shared {
     cuda: bool,
     /// Held while a collective runs.
     order: Mutex<()>,
+    /// How many collectives have begun on this rank.
+    begun: AtomicUsize,
     /// The number of models that were distributed over the group, which is the same on all ranks.
     models: AtomicUsize,
+    /// How many of them are alive on this rank.
+    living: AtomicUsize,
+}
+
+/// A distributed model that is alive.
+#[derive(Debug)]
+pub(super) struct LivingModel(ProcessGroup);
+
+impl Drop for LivingModel {
+    fn drop(&mut self) {
+        self.0.0.living.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl ProcessGroup {
@@ -187,7 +207,25 @@ impl ProcessGroup {
 
     /// Begins a collective, which ends with the guard.
     pub(super) fn begin(&self) -> MutexGuard<'_, ()> {
-        self.0.order.lock().unwrap_or_else(PoisonError::into_inner)
+        let order = self.0.order.lock().unwrap_or_else(PoisonError::into_inner);
+        self.0.begun.fetch_add(1, Ordering::Relaxed);
+        order
+    }
+
+    /// Returns the number of collectives that have begun.
+    pub(super) fn begun(&self) -> usize {
+        self.0.begun.load(Ordering::Relaxed)
+    }
+
+    /// Counts a distributed model as alive until the guard goes.
+    pub(super) fn living_model(&self) -> LivingModel {
+        self.0.living.fetch_add(1, Ordering::Relaxed);
+        LivingModel(self.clone())
+    }
+
+    /// Returns the number of distributed models that are alive on this rank.
+    pub(super) fn living_models(&self) -> usize {
+        self.0.living.load(Ordering::Relaxed)
     }
 
     /// Returns the number of a new model that is distributed over the group, and a group of the same ranks that only this
@@ -221,17 +259,24 @@ impl ProcessGroup {
         operation: &'static str,
         call: impl FnOnce(&ffi::Group) -> Result<T>,
     ) -> Result<T> {
-        let lock = || self.0.handle.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(handle) = lock().clone() else {
+        let handle = self.0.handle.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let Some(handle) = handle else {
             return Err(DistributedError::Failed { operation }.into());
         };
-        call(&handle).map_err(|error| match error {
+        let result = call(&handle);
+        drop(handle);
+        result.map_err(|error| self.failure(operation, error))
+    }
+
+    /// The error of an operation that communicates. The group cannot be used any more.
+    pub(super) fn failure(&self, operation: &'static str, error: Error) -> Error {
+        match error {
             Error::Torch(message) => {
-                drop((lock().take(), handle));
+                self.close();
                 self.0.place.failure(operation, message)
             }
             // Other errors are those of a closure of the user's.
             other => other,
-        })
+        }
     }
 }

@@ -323,10 +323,10 @@ impl Reducer {
             .map(|recorded| recorded != 0)
     }
 
-    /// Whether any of the parameters has a gradient.
-    pub(crate) fn has_gradients(&self) -> Result<bool> {
+    /// Whether the next backward pass can be undone by removing the gradients of all parameters.
+    pub(crate) fn can_undo(&self) -> Result<bool> {
         // SAFETY: the reducer is alive, and `err` is valid for a write.
-        call(|err| unsafe { sys::tamp_reducer_has_gradients(self.0, err) }).map(|has| has != 0)
+        call(|err| unsafe { sys::tamp_reducer_can_undo(self.0, err) }).map(|can| can != 0)
     }
 
     /// If an agreement is given, nothing is averaged before all ranks have given their bytes, and nothing at all if

@@ -149,7 +149,7 @@ unsafe extern "C" {
         sync: u8,
         err: *mut *mut c_char,
     ) -> u8;
-    pub(crate) fn tamp_reducer_has_gradients(reducer: *const Reducer, err: *mut *mut c_char) -> u8;
+    pub(crate) fn tamp_reducer_can_undo(reducer: *const Reducer, err: *mut *mut c_char) -> u8;
     pub(crate) fn tamp_reducer_before_backward(
         reducer: *mut Reducer,
         loss: *const Tensor,

@@ -8,9 +8,9 @@ mod resumed;
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
-use tch_amp::GradScaler;
+use tch_amp::{GradScaler, Result};
 use tch_amp::accumulation::Accumulation;
-use tch_amp::optim::Sgd;
+use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
 
 use crate::common::rng::Rng;
@@ -150,16 +150,38 @@ fn what_a_window_cannot_take_is_refused() {
 
 #[test]
 fn a_failed_backward_pass_keeps_what_was_accumulated() {
-    let w = leaf(&[1.0, 1.0], Kind::Float, Device::Cpu);
-    let opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
-    let mut scaler = GradScaler::disabled();
-    let mut window = Accumulation::of_equal(2).unwrap();
-    window.backward_or_drop(&mut scaler, &opt, &(&w * 2.0).sum(Kind::Float)).unwrap();
-    let without_history = Tensor::from(1f32);
-    window.backward_or_drop(&mut scaler, &opt, &without_history).unwrap_err();
-    assert_eq!(Vec::<f64>::try_from(w.grad()).unwrap(), [1.0, 1.0]);
-    window.backward_or_drop(&mut scaler, &opt, &(&w * 4.0).sum(Kind::Float)).unwrap();
-    assert_eq!(Vec::<f64>::try_from(w.grad()).unwrap(), [3.0, 3.0]);
+    type Take = fn(&mut Accumulation, &mut GradScaler, &Optimizer, &Tensor) -> Result<()>;
+    let ways: [Take; 3] = [
+        |window, scaler, _, loss| window.backward(scaler, loss),
+        |window, scaler, opt, loss| window.backward_or_drop(scaler, opt, loss),
+        |window, scaler, _, loss| scaler.backward(&window.weigh(loss)?),
+    ];
+    for (way, take) in ways.into_iter().enumerate() {
+        let w = leaf(&[1.0, 1.0], Kind::Float, Device::Cpu);
+        let opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
+        let mut scaler = GradScaler::disabled();
+        // Shares of 1/4 and 3/4, so that a micro-batch in the wrong place has another weight.
+        let mut window = Accumulation::of_weights([1.0, 3.0]).unwrap();
+        let mut take = |window: &mut Accumulation, loss: &Tensor| {
+            take(window, &mut scaler, &opt, loss)
+        };
+        let state = |window: &Accumulation| {
+            (window.taken(), window.is_last(), window.is_complete(), window.dropped().unwrap())
+        };
+        assert_eq!(state(&window), (0, false, false, vec![]), "way {way}");
+        take(&mut window, &(&w * 2.0).sum(Kind::Float)).unwrap();
+        assert_eq!(state(&window), (1, true, false, vec![]), "way {way}");
+        // One loss cannot be weighed, and one has no graph, which only a call that runs the pass itself can notice.
+        take(&mut window, &w).unwrap_err();
+        if way < 2 {
+            take(&mut window, &Tensor::from(1f32)).unwrap_err();
+        }
+        assert_eq!(state(&window), (1, true, false, vec![]), "way {way}");
+        assert_eq!(Vec::<f64>::try_from(w.grad()).unwrap(), [0.5, 0.5], "way {way}");
+        take(&mut window, &(&w * 4.0).sum(Kind::Float)).unwrap();
+        assert_eq!(state(&window), (2, false, true, vec![]), "way {way}");
+        assert_eq!(Vec::<f64>::try_from(w.grad()).unwrap(), [3.5, 3.5], "way {way}");
+    }
 }
 
 /// The weights of the others are right only if the window knows of all that may be left out.

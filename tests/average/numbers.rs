@@ -118,6 +118,13 @@ fn a_skipped_step_leaves_the_averages_alone() {
         scaler.update().unwrap();
         average.update(&outcome).unwrap();
     }
+    // Nor does a step of a model without gradients move them.
+    for _ in 0..3 {
+        opt.zero_grad().unwrap();
+        let outcome = scaler.step(&mut opt).unwrap();
+        assert!(outcome.has_no_gradients());
+        average.update(&outcome).unwrap();
+    }
     // The weights are -1 and then -2.
     assert_eq!(values(&average.average("w").unwrap()), [-1.5; 3]);
     assert_eq!(average.updates().unwrap(), 2);

@@ -4,14 +4,14 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use tch::nn::{self, VarStore};
+use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::distributed::{
-    DdpOptions, DistributedDataParallel, DistributedError, GroupOptions, Store,
+    DdpOptions, DistributedDataParallel, DistributedError, GroupOptions, Store, SyncBatchNorm,
 };
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
-use tch_amp::optim::Sgd;
+use tch_amp::optim::{MasterWeights, Sgd};
 
 use super::{TIMEOUT, ranks};
 
@@ -75,6 +75,117 @@ fn a_pass_that_the_other_rank_does_not_run_changes_no_gradients() {
             }
         });
     }
+}
+
+#[test]
+fn a_first_pass_that_the_other_rank_does_not_run_leaves_the_buckets_alike() {
+    for one in 0..2 {
+        ranks(2, |group| {
+            let vs = VarStore::new(Device::Cpu);
+            let weights = weights(&vs);
+            let mut ddp = DdpOptions::default().bucket_cap_mb(SMALL).build(&group, &vs).unwrap();
+            let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
+            let value = 1.0 + 2.0 * group.rank() as f64;
+            for _ in 0..4 {
+                optimizer.zero_grad().unwrap();
+                let first = ddp.forward(|| loss(&weights, value)).unwrap();
+                let mine = if group.rank() == one { ddp.backward(&first) } else { group.barrier() };
+                assert!(is_mismatch(&mine.unwrap_err()));
+                let next = ddp.forward(|| loss(&weights, value)).unwrap();
+                ddp.backward(&next).unwrap();
+                assert_eq!(gradients(&weights), [Some(2.0); 3]);
+                // A plain backward pass is averaged as well, after a mismatch, too.
+                optimizer.zero_grad().unwrap();
+                let again = ddp.forward(|| loss(&weights, value)).unwrap();
+                let mine = if group.rank() == one { ddp.backward(&again) } else { group.barrier() };
+                assert!(is_mismatch(&mine.unwrap_err()));
+                ddp.forward(|| loss(&weights, value)).unwrap().backward();
+                assert_eq!(gradients(&weights), [Some(2.0); 3]);
+            }
+        });
+    }
+}
+
+#[test]
+fn ranks_whose_functions_communicate_disagree_without_waiting_for_each_other() {
+    ranks(2, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let config = nn::BatchNormConfig::default();
+        let layer = SyncBatchNorm::new(vs.root(), 3, config, &group);
+        let options = DdpOptions::default().broadcast_buffers(false);
+        let mut ddp = options.build(&group, &vs).unwrap();
+        let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
+        let xs = Tensor::randn([4, 3], (Kind::Float, Device::Cpu));
+        for round in 0..4 {
+            optimizer.zero_grad().unwrap();
+            let loss = ddp.forward(|| layer.forward_t(&xs, true).square().sum(Kind::Float));
+            let mine = match group.rank() {
+                0 => ddp.backward(&loss.unwrap()),
+                _ => group.barrier(),
+            };
+            assert!(is_mismatch(&mine.unwrap_err()), "round {round}");
+            let loss = ddp.forward(|| layer.forward_t(&xs, true).square().sum(Kind::Float));
+            ddp.backward(&loss.unwrap()).unwrap();
+        }
+    });
+}
+
+#[test]
+fn ranks_with_two_models_in_a_loss_disagree_without_waiting_for_each_other() {
+    ranks(2, |group| {
+        let stores = [VarStore::new(Device::Cpu), VarStore::new(Device::Cpu)];
+        let weights = stores.each_ref().map(weights);
+        let mut models =
+            stores.each_ref().map(|vs| DistributedDataParallel::new(&group, vs).unwrap());
+        let clear = || {
+            for vs in &stores {
+                Sgd::default().build(vs, 0.1).unwrap().zero_grad().unwrap();
+            }
+        };
+        let mut both = || -> Result<Tensor, Error> {
+            let one = models[0].forward(|| loss(&weights[0], 2.0))?;
+            let loss = models[1].forward(|| one * loss(&weights[1], 1.0))?;
+            models[0].backward(&loss)?;
+            Ok(loss)
+        };
+        for round in 0..4 {
+            clear();
+            drop(both().unwrap());
+            let averaged = weights.each_ref().map(|weights| gradients(weights));
+            clear();
+            let mine = if group.rank() == 0 { both().map(drop) } else { group.barrier() };
+            assert!(is_mismatch(&mine.unwrap_err()), "round {round}");
+            clear();
+            drop(both().unwrap());
+            assert_eq!(weights.each_ref().map(|weights| gradients(weights)), averaged);
+        }
+    });
+}
+
+#[test]
+fn gradients_that_an_optimizer_keeps_in_f32_stay_f32_after_a_mismatch() {
+    ranks(2, |group| {
+        let mut vs = VarStore::new(Device::Cpu);
+        let weights = weights(&vs);
+        vs.bfloat16();
+        let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+        let builder = Sgd::default().master_weights(MasterWeights::Float);
+        let mut optimizer = builder.build(&vs, 0.0).unwrap();
+        optimizer.accumulate_in_f32().unwrap();
+        let mut backward = |factor: f64| {
+            let loss = ddp.forward(|| loss(&weights, factor))?;
+            ddp.backward(&loss)
+        };
+        for _ in 0..3 {
+            optimizer.zero_grad().unwrap();
+            let mine = if group.rank() == 1 { backward(1.0) } else { group.barrier() };
+            assert!(is_mismatch(&mine.unwrap_err()));
+            assert_eq!(gradients(&weights), [None; 3]);
+            backward(1.0 + 2.0 * group.rank() as f64).unwrap();
+            assert_eq!(gradients(&weights), [Some(2.0); 3]);
+            assert!(weights.iter().all(|weight| weight.grad().kind() == Kind::Float));
+        }
+    });
 }
 
 /// Says so when the backward pass has come to it.

@@ -11,7 +11,7 @@ use tch::nn::VarStore;
 use tch::{Tensor, no_grad};
 
 use crate::distributed::call::Comparison;
-use crate::distributed::group::ProcessGroup;
+use crate::distributed::group::{LivingModel, ProcessGroup};
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed::{self as ffi, Changed, Reducer, ReducerOptions};
 use crate::ffi::gradients_drop;
@@ -77,6 +77,7 @@ pub struct DistributedDataParallel {
     /// The group in which the ranks compare their passes.
     group: ProcessGroup,
     model: Model,
+    _living: LivingModel,
     /// The number of the model in the group.
     number: usize,
     compare_passes: bool,
@@ -85,6 +86,8 @@ pub struct DistributedDataParallel {
     syncs: bool,
     /// Whether the last forward pass was one whose gradients are averaged, so that buffers are broadcast in the next.
     synced_forward: bool,
+    /// Whether nothing else has communicated over the group in the last forward pass.
+    quiet_forward: bool,
     /// Whether gradients of this rank alone have been accumulated.
     unsynced: Arc<AtomicBool>,
 }
@@ -119,8 +122,10 @@ impl DistributedDataParallel {
             compare_passes: options.compare_passes,
             broadcast_buffers: options.broadcast_buffers && !model.buffers.is_empty(),
             model,
+            _living: group.living_model(),
             syncs: true,
             synced_forward: true,
+            quiet_forward: false,
             unsynced: Arc::default(),
         })
     }
@@ -158,7 +163,10 @@ impl DistributedDataParallel {
             Ok(recorded)
         })?;
         self.synced_forward = syncs && recorded;
-        Ok(forward())
+        let begun = self.group.begun();
+        let result = forward();
+        self.quiet_forward = self.group.begun() == begun;
+        Ok(result)
     }
 
     /// Runs the backward pass of a loss, and averages the gradients. Returns when all are averaged.
@@ -172,8 +180,9 @@ impl DistributedDataParallel {
     ///
     /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off;
     /// [`DistributedError::Repeated`] if several [recomputed](crate::recompute) parts use a parameter;
-    /// [`DistributedError::Mismatch`] if the other ranks do something else, after which the gradients of the model are
-    /// those from before the call;
+    /// [`DistributedError::Mismatch`] if the other ranks do something else. The gradients of the model are then those
+    /// from before the call, but the pass may have run: begin again with the forward pass, and forget what the pass has
+    /// added to gradients of other tensors;
     /// [`DistributedError::Communication`] if a rank does not answer, and if the backward pass fails, because the other
     /// ranks then wait for this one.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
@@ -214,11 +223,14 @@ impl DistributedDataParallel {
         let comparison = self.compare_backward(NAME)?;
         let was_unsynced = self.unsynced.swap(true, Ordering::Relaxed);
         self.run(NAME, |_| {
-            reducer.before_backward(loss, comparison.as_ref().map(|begun| &begun.records))?;
-            backward().or_else(|error| self.explained(error, comparison.as_ref()))
+            let records = comparison.as_ref().map(|begun| &begun.records);
+            let done = reducer.before_backward(loss, records).and_then(|()| backward());
+            done.map_err(|error| self.explained(error, comparison.as_ref()))
         })?;
-        if let Some(Err(mismatch)) = comparison.map(|begun| self.group.finish_comparison(&begun)) {
-            self.undo_backward();
+        if let Some(begun) = comparison
+            && let Err(mismatch) = self.group.finish_comparison(&begun)
+        {
+            self.undo_backward()?;
             self.unsynced.store(was_unsynced, Ordering::Relaxed);
             return Err(mismatch);
         }
@@ -248,11 +260,13 @@ impl DistributedDataParallel {
             .map_or(Ok(()), |begun| self.group.finish_comparison(&begun).map(drop))
     }
 
-    /// Compares the backward passes that the ranks are about to run. If no parameter has a gradient yet, a pass can be
-    /// undone, and the comparison that has begun is returned: nothing needs to wait for it but the communication.
+    /// Compares the backward passes that the ranks are about to run. Of a pass that can be undone, only the
+    /// communication needs to wait for the comparison, which has begun and is returned. It can be undone unless something
+    /// else may communicate in it: another model, or a function such as that of `SyncBatchNorm`, which has communicated
+    /// in the forward pass as well.
     fn compare_backward(&self, pass: &'static str) -> Result<Option<Comparison>> {
-        let can_undo = !self.reducer.has_gradients()?;
-        if can_undo {
+        let is_alone = self.quiet_forward && self.group.living_models() == 1;
+        if is_alone && self.reducer.can_undo()? {
             return self.begin_comparison(pass);
         }
         self.compare_pass(pass).map(|()| None)
@@ -267,28 +281,35 @@ impl DistributedDataParallel {
         self.group.begin_comparison(pass, &call, false).map(Some)
     }
 
-    /// The error of a backward pass: that of the comparison if a rank did not answer there, because the others look for
-    /// it in the same place.
-    fn explained(&self, error: Error, comparison: Option<&Comparison>) -> Result<()> {
-        match comparison.map(|begun| self.group.finish_comparison(begun)) {
-            Some(Err(failed)) if self.group.is_closed() => Err(failed),
-            _ => Err(error),
-        }
+    /// The error of a backward pass: that of its comparison if that has failed, too. Ranks that fail there report it under
+    /// the name of the group, not of the model.
+    fn explained(&self, error: Error, comparison: Option<&Comparison>) -> Error {
+        let Some(Err(failed)) = comparison.map(|begun| self.group.finish_comparison(begun)) else {
+            return error;
+        };
+        // The reducer waits for the rest of the pass for ever.
+        self.own.close();
+        let _kept = self.drop_gradients();
+        failed
     }
 
-    /// Ends a backward pass that has averaged nothing, and removes its gradients. No parameter had one before.
-    fn undo_backward(&self) {
-        // The caller has to know of the mismatch, whatever fails here.
-        let _unused = self.reducer.after_backward();
-        let parameters = self.model.parameters.iter().map(|(_, parameter)| parameter);
-        let _kept = gradients_drop(parameters);
+    /// Removes the gradients of a backward pass that has averaged nothing. No parameter had one before.
+    fn undo_backward(&self) -> Result<()> {
+        self.drop_gradients()?;
+        self.reducer.after_backward().map_err(|error| self.unused(&error))
+    }
+
+    fn drop_gradients(&self) -> Result<()> {
+        gradients_drop(self.model.parameters.iter().map(|(_, parameter)| parameter))
     }
 
     /// Runs a part of a pass that communicates. After one has failed, neither the group nor the connections of the
     /// model can be used any more.
     fn run<T>(&self, pass: &'static str, call: impl FnOnce(&ffi::Group) -> Result<T>) -> Result<T> {
-        self.own.run(pass, call).inspect_err(|_| {
-            if self.own.is_closed() || self.group.is_closed() {
+        self.own.run(pass, call).inspect_err(|error| {
+            let is_mismatch =
+                matches!(error, Error::Distributed(DistributedError::Mismatch { .. }));
+            if !is_mismatch && (self.own.is_closed() || self.group.is_closed()) {
                 self.group.close();
                 self.own.close();
             }

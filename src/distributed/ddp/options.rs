@@ -35,8 +35,11 @@ pub struct DdpOptions {
     /// Whether the ranks compare which model's pass they are about to run, before it communicates; `true` by default.
     /// If they disagree, each gets an error. Without the comparison they would wait for each other, or gloo would abort
     /// the process. It costs a message of 256 bytes in each backward pass, and in each forward pass that communicates.
-    /// A backward pass before which no parameter has a gradient computes while the ranks compare; any other pass waits
-    /// until they have. PyTorch compares only with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
+    /// A backward pass computes while the ranks compare, on a GPU until the first bucket is full, if it can be undone: no
+    /// parameter has a gradient before it, it is not the first one, and neither another model nor a function of this one,
+    /// such as that of [`SyncBatchNorm`](crate::distributed::SyncBatchNorm), uses the group. Any other pass waits until
+    /// they have compared. A function of your own that uses the group in its backward pass has to use it in its forward
+    /// pass as well, or to turn the comparison off. PyTorch compares only with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
     pub compare_passes: bool,
 }
 
