@@ -78,6 +78,23 @@ const torch::autograd::Node *node_made(const Tensor &t, const Running &running) 
   return given ? nullptr : node.get();
 }
 
+bool writes(const tamp_recorded_tensor &t) {
+  return t.usage == TAMP_USE_WRITE || t.usage == TAMP_USE_OVERWRITE;
+}
+
+// Counts the arguments that the operator reads and that satisfy a condition, unless they are counted already.
+template <typename Condition>
+void count_read(const std::vector<IValue> &arguments, std::vector<tamp_recorded_tensor> &inputs,
+                const Condition &condition) {
+  size_t place = 0;
+  for (const IValue &argument : arguments) {
+    for_each_tensor(argument, [&](const Tensor &t) {
+      auto &input = inputs[place++];
+      if (input.usage == TAMP_USE_READ && input.known == 0 && condition(input)) set_numbers(input, count_numbers(t));
+    });
+  }
+}
+
 }  // namespace
 
 bool is_finite(const tamp_recorded_tensor &t) {
@@ -97,6 +114,12 @@ void describe_inputs(tamp_recording &recording, RecordedEvent &event, const Runn
       event.inputs.push_back(input);
     });
   }
+  if (recording.timed) return;
+  // What it reads in the memory that it overwrites, such as both factors of `x *= x`, can only be counted now as well.
+  count_read(running.arguments, event.inputs, [&](const tamp_recorded_tensor &input) {
+    const auto overwrites = [&](const tamp_recorded_tensor &t) { return writes(t) && t.memory == input.memory; };
+    return input.memory >= 0 && std::any_of(event.inputs.begin(), event.inputs.end(), overwrites);
+  });
 }
 
 void keep_arguments(Running &running, const at::RecordFunction &fn) {
@@ -109,13 +132,7 @@ void keep_arguments(Running &running, const at::RecordFunction &fn) {
 }
 
 void count_inputs(std::vector<tamp_recorded_tensor> &inputs, const Running &running) {
-  size_t place = 0;
-  for (const IValue &argument : running.arguments) {
-    for_each_tensor(argument, [&](const Tensor &t) {
-      auto &input = inputs[place++];
-      if (input.usage == TAMP_USE_READ) set_numbers(input, count_numbers(t));
-    });
-  }
+  count_read(running.arguments, inputs, [](const tamp_recorded_tensor &) { return true; });
 }
 
 Results describe_results(tamp_recording &recording, const at::RecordFunction &fn, const Running &running,
@@ -148,9 +165,8 @@ Results describe_results(tamp_recording &recording, const at::RecordFunction &fn
   for (const IValue &argument : running.arguments) {
     for_each_tensor(argument, [&](const Tensor &t) {
       const auto &input = inputs[place++];
-      const bool writes = input.usage == TAMP_USE_WRITE || input.usage == TAMP_USE_OVERWRITE;
       const auto same = [&](const tamp_recorded_tensor &out) { return out.memory == input.memory; };
-      if (writes && std::none_of(results.described.begin(), results.described.end(), same)) add(t);
+      if (writes(input) && std::none_of(results.described.begin(), results.described.end(), same)) add(t);
     });
   }
   return results;

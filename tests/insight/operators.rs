@@ -55,6 +55,8 @@ const FORWARD: &[(&str, &str, Planted)] = &[
     ("half_square", "aten::pow", |x| half(&all(x, 300.0)).square() + x),
     ("cast", "aten::copy_", |x| half(&all(x, 1e5)) + x),
     ("in_place", "aten::mul_", |x| { let mut big = all(x, 1e20); let factor = big.detach().copy(); big.g_mul_(&factor) }),
+    ("in_place_by_itself", "aten::mul_", |x| { let mut big = all(x, 1e20).detach(); let same = big.shallow_clone(); big.g_mul_(&same) + x }),
+    ("half_in_place_by_a_view", "aten::add_", |x| { let mut big = half(&all(x, 60000.0)).detach(); let same = big.view([2, 4]); big.g_add_(&same) + x }),
     ("baddbmm", "aten::baddbmm", |x| { let b = all(x, 1e20).unsqueeze(0); let c = b.transpose(1, 2); b.bmm(&c).zeros_like().baddbmm(&b, &c, 1, 1).sum(None) + x }),
     ("softmax_of_masked_row", "aten::_softmax", |x| x.masked_fill(&x.isfinite(), f64::NEG_INFINITY).softmax(1, None)),
     ("div_by_zero_sum", "aten::div", |x| { let centered = all(x, 0.0); &centered / centered.square().sum(None) }),
