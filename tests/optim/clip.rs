@@ -447,29 +447,34 @@ fn gradients_on_two_devices_have_one_norm() {
     }
 }
 
+/// The norm of a GPU's gradients is computed in f32, that of the CPU's and of all together in f64.
 #[test]
 fn a_norm_over_the_cpu_and_a_gpu_may_exceed_f32() {
     for gpu in gpus() {
-        let all = [Device::Cpu, gpu].map(|device| leaf(&[0.0], Kind::Float, device));
-        let large = [2.4e38f32, 3.2e38].map(f64::from);
-        let norm_of_both = large[0].hypot(large[1]);
-        assert!(norm_of_both > f64::from(f32::MAX));
-        let give = || large.iter().zip(&all).for_each(|(&g, w)| set_grad(w, &[g]));
+        let (here, there) = ([2.4e38f32, 3.2e38].map(f64::from), 1e18);
+        let all = [leaf(&[0.0; 2], Kind::Float, Device::Cpu), leaf(&[0.0], Kind::Float, gpu)];
+        let total = here[0].hypot(here[1]).hypot(there);
+        assert!(total > f64::from(f32::MAX));
+        let give = || {
+            set_grad(&all[0], &here);
+            set_grad(&all[1], &[there]);
+        };
         let is_near = |got: f64, expected: f64| (got / expected - 1.0).abs() < 1e-5;
+        let all_near = |got: Vec<f64>, factor: f64| {
+            got.iter().zip(here).all(|(&got, before)| is_near(got, before * factor))
+        };
         give();
         let norm = clip_grad_norm(&all, 2e38).unwrap();
-        assert!(is_near(norm.double_value(&[]), norm_of_both), "{norm:?}");
-        for (w, before) in all.iter().zip(large) {
-            assert!(is_near(to_f64(&w.grad())[0], before / norm_of_both * 2e38), "{gpu:?}");
-        }
+        assert!(is_near(norm.double_value(&[]), total), "{norm:?}");
+        assert!(all_near(to_f64(&all[0].grad()), 2e38 / total), "{gpu:?}");
+        assert!(is_near(to_f64(&all[1].grad())[0], there / total * 2e38), "{gpu:?}");
         // The same in the step.
         give();
-        let mut opt = Sgd::default().build(&all, 1e-38).unwrap();
+        let mut opt = Sgd::default().build(&all, 1e-18).unwrap();
         let config = GradScalerConfig::default().init_scale(1.0);
         let outcome = config.build(Device::Cpu).unwrap().step_clip_norm(&mut opt, 2e38).unwrap();
-        assert!(is_near(outcome.total_norm().unwrap().double_value(&[]), norm_of_both));
-        for (w, before) in all.iter().zip(large) {
-            assert!(is_near(-to_f64(w)[0], before / norm_of_both * 2.0), "{gpu:?}");
-        }
+        assert!(is_near(outcome.total_norm().unwrap().double_value(&[]), total));
+        assert!(all_near(to_f64(&all[0]), -2e20 / total), "{gpu:?}");
+        assert!(is_near(-to_f64(&all[1])[0], there / total * 2e20), "{gpu:?}");
     }
 }
