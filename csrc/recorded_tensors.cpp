@@ -78,9 +78,7 @@ const torch::autograd::Node *node_made(const Tensor &t, const Running &running) 
   return given ? nullptr : node.get();
 }
 
-bool writes(const tamp_recorded_tensor &t) {
-  return t.usage == TAMP_USE_WRITE || t.usage == TAMP_USE_OVERWRITE;
-}
+bool writes(const tamp_recorded_tensor &t) { return t.usage == TAMP_USE_WRITE || t.usage == TAMP_USE_OVERWRITE; }
 
 // Counts the arguments that the operator reads and that satisfy a condition, unless they are counted already.
 template <typename Condition>

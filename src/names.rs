@@ -47,4 +47,40 @@ mod tests {
             assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
         }
     }
+
+    /// Whether a name matches, by trying every length of what a star stands for.
+    fn by_definition(pattern: &[u8], name: &[u8]) -> bool {
+        match (pattern, name) {
+            ([], _) => name.is_empty(),
+            ([b'*', rest @ ..], _) => (0..=name.len()).any(|n| by_definition(rest, &name[n..])),
+            ([one, rest @ ..], [first, names @ ..]) => one == first && by_definition(rest, names),
+            _ => false,
+        }
+    }
+
+    #[test]
+    fn every_short_pattern_matches_what_it_says() {
+        let texts = |letters: &[u8], longest: u32| -> Vec<String> {
+            let count = letters.len();
+            let text = |length: u32, mut code: usize| {
+                let letter = |_| {
+                    let letter = char::from(letters[code % count]);
+                    code /= count;
+                    letter
+                };
+                (0..length).map(letter).collect()
+            };
+            (0..=longest)
+                .flat_map(|length| (0..count.pow(length)).map(move |code| (length, code)))
+                .map(|(length, code)| text(length, code))
+                .collect()
+        };
+        let names = texts(b"ab", 5);
+        for pattern in texts(b"ab*", 5) {
+            for name in &names {
+                let expected = by_definition(pattern.as_bytes(), name.as_bytes());
+                assert_eq!(matches(&pattern, name), expected, "{pattern} {name}");
+            }
+        }
+    }
 }

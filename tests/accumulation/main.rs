@@ -8,10 +8,10 @@ mod resumed;
 
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
-use tch_amp::{GradScaler, Result};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{GradScaler, Result};
 
 use crate::common::rng::Rng;
 use crate::common::tensors::leaf;
@@ -162,9 +162,8 @@ fn a_failed_backward_pass_keeps_what_was_accumulated() {
         let mut scaler = GradScaler::disabled();
         // Shares of 1/4 and 3/4, so that a micro-batch in the wrong place has another weight.
         let mut window = Accumulation::of_weights([1.0, 3.0]).unwrap();
-        let mut take = |window: &mut Accumulation, loss: &Tensor| {
-            take(window, &mut scaler, &opt, loss)
-        };
+        let mut take =
+            |window: &mut Accumulation, loss: &Tensor| take(window, &mut scaler, &opt, loss);
         let state = |window: &Accumulation| {
             (window.taken(), window.is_last(), window.is_complete(), window.dropped().unwrap())
         };

@@ -115,7 +115,8 @@ fn ranks_whose_functions_communicate_disagree_without_waiting_for_each_other() {
         let options = DdpOptions::default().broadcast_buffers(false);
         let mut ddp = options.build(&group, &vs).unwrap();
         let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
-        let xs = Tensor::randn([4, 3], (Kind::Float, Device::Cpu));
+        // Otherwise the layer communicates in the forward pass only.
+        let xs = Tensor::randn([4, 3], (Kind::Float, Device::Cpu)).set_requires_grad(true);
         for round in 0..4 {
             optimizer.zero_grad().unwrap();
             let loss = ddp.forward(|| layer.forward_t(&xs, true).square().sum(Kind::Float));
@@ -211,9 +212,8 @@ fn a_rank_computes_its_gradients_while_another_one_has_not_begun() {
     let (sender, receiver) = (Mutex::new(Some(sender)), Mutex::new(receiver));
     ranks(2, |group| {
         let vs = VarStore::new(Device::Cpu);
-        let weights: Vec<_> = (0..3)
-            .map(|i| vs.root().var(&format!("w{i}"), &[4], nn::Init::Const(2.0)))
-            .collect();
+        let weights: Vec<_> =
+            (0..3).map(|i| vs.root().var(&format!("w{i}"), &[4], nn::Init::Const(2.0))).collect();
         let options = DdpOptions::default().bucket_cap_mb(SMALL);
         let mut ddp = options.build(&group, &vs).unwrap();
         let mut optimizer = Sgd::default().build(&vs, 0.1).unwrap();
@@ -276,10 +276,8 @@ fn a_rank_that_does_not_come_to_a_pass_is_named_by_all_that_did() {
                     };
                     assert_eq!(missing, [2]);
                     let again = backward().unwrap_err();
-                    let is_closed = matches!(
-                        again,
-                        Error::Distributed(DistributedError::Failed { .. })
-                    );
+                    let is_closed =
+                        matches!(again, Error::Distributed(DistributedError::Failed { .. }));
                     assert!(is_closed, "{again}");
                 });
             }

@@ -177,6 +177,22 @@ fn gradients_that_become_zero_are_counted_at_both_scales() {
     assert_eq!(scaled.underflow_unscaled, unscaled.underflow);
 }
 
+/// As behind a ReLU whose units are dead.
+#[test]
+fn gradients_that_are_zero_in_f32_as_well_do_not_underflow() {
+    let _alone = alone();
+    let half_of_the_features = Tensor::from_slice(&[0f32, 1.0]).repeat([16]);
+    for kind in [Kind::Half, Kind::BFloat16] {
+        let audit = audited(kind, 65536.0, |x| x * half_of_the_features.to_kind(x.kind()));
+        let gradients = audit.parts.iter().filter_map(|part| part.gradient.as_ref());
+        assert_eq!(gradients.clone().count(), 2, "{audit}");
+        for gradient in gradients {
+            assert_eq!((gradient.underflow, gradient.underflow_unscaled), (0.0, 0.0), "{audit}");
+        }
+        assert!(audit.is_clean(), "{audit}");
+    }
+}
+
 /// Gradients that fp16 rounds to zero are suspicious there. bf16 has the exponents of f32, so that the same gradients
 /// do not vanish; what vanishes in it does in f32, too.
 #[test]

@@ -190,3 +190,29 @@ fn a_scale_that_keeps_falling_below_one_is_named() {
     let text = format!("4 steps, 3 skipped (3 overflows), scale 2^1 → 2^-1, lowest 2^-1: {advice}");
     assert_eq!(history.report().unwrap().to_string(), text);
 }
+
+#[test]
+fn the_lowest_scale_is_named_if_it_is_neither_the_first_nor_the_last() {
+    for (scales, text) in [
+        (&[][..], "0 steps, 0 skipped"),
+        (&[4.0], "1 step, 0 skipped, scale 2^2"),
+        (&[4.0, 4.0], "2 steps, 0 skipped, scale 2^2"),
+        (&[65536.0, 32768.0], "2 steps, 0 skipped, scale 2^16 → 2^15"),
+        (&[32768.0, 65536.0], "2 steps, 0 skipped, scale 2^15 → 2^16"),
+        (&[65536.0, 32768.0, 65536.0], "3 steps, 0 skipped, scale 2^16, lowest 2^15"),
+        (&[4.0, 1.0, 2.0], "3 steps, 0 skipped, scale 2^2 → 2^1, lowest 1"),
+        (&[2.0, 1.0, 4.0], "3 steps, 0 skipped, scale 2^1 → 2^2, lowest 1"),
+    ] {
+        let step = |(index, scale): (usize, &f64)| {
+            serde_json::json!({
+                "step": index + 1, "scale": scale, "skipped": null,
+                "norm": null, "loss": null, "learning_rate": 0.1,
+            })
+        };
+        let steps: Vec<_> = scales.iter().enumerate().map(step).collect();
+        let report = serde_json::json!({ "total": scales.len(), "steps": steps });
+        let report: HistoryReport = serde_json::from_value(report).unwrap();
+        assert_eq!(report.to_string(), text);
+        assert_eq!(report.lowest_scale(), scales.iter().copied().reduce(f64::min));
+    }
+}

@@ -119,3 +119,27 @@ fn gradients_of_another_model_are_put_back_and_can_be_the_reason() {
     assert_eq!(used.grad(), before);
     assert!(!unused.grad().defined());
 }
+
+#[test]
+fn gradients_of_other_leaves_are_put_back_wherever_they_are_in_the_graph() {
+    let model = Model::new();
+    let parameter = model.vs.variables()["layers.0.weight"].shallow_clone();
+    let scaler = GradScaler::new(Device::Cpu).unwrap();
+    let mut tracer = Tracer::new(&model.vs).unwrap();
+    for order in [[0, 1, 2], [1, 0, 2], [1, 2, 0]] {
+        let others =
+            [(); 2].map(|()| crate::common::tensors::leaf(&[1.0, 2.0], Kind::Float, Device::Cpu));
+        for other in &others {
+            (other * 3.0).sum(Kind::Float).backward();
+        }
+        let parts = [&parameter, &others[0], &others[1]];
+        let loss = || order.iter().map(|&i| (parts[i] * 2.0).sum(Kind::Float)).sum::<Tensor>();
+        tracer.begin(&scaler).unwrap();
+        let explanation = tracer.explain(&scaler, || Ok(loss())).unwrap().unwrap();
+        assert_eq!(explanation.cause, Cause::Finite);
+        for other in &others {
+            assert_eq!(other.grad(), Tensor::from_slice(&[3f32, 3.0]), "{order:?}");
+        }
+        assert!(!parameter.grad().defined());
+    }
+}

@@ -1,12 +1,16 @@
 //! Schedules continue from a checkpoint as if they had not been interrupted.
 
 use serde_json::json;
-use tch_amp::Error;
+use tch::Kind;
 use tch_amp::checkpoint::Checkpoint;
+use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::schedule::{CosineAnnealingWarmRestarts, ExponentialLr, ReduceLrOnPlateau, Scheduler};
+use tch_amp::{Error, GradScaler};
 
 use super::{optimizer, rates, schedule};
+use crate::common::for_each_device;
 use crate::common::rng::Rng;
+use crate::common::tensors::leaf;
 
 fn saved(scheduler: &mut Scheduler) -> Checkpoint {
     let mut checkpoint = Checkpoint::new();
@@ -115,4 +119,39 @@ fn the_momentum_of_a_restored_optimizer_stays() {
     restore.add("opt", &mut new_opt).apply().unwrap();
     new.advance(&mut new_opt).unwrap();
     assert_eq!(rates(&new_opt), [[0.025, 0.7]]);
+}
+
+#[test]
+fn steps_whose_outcome_is_unknown_are_forgotten_by_a_restore() {
+    for_each_device(|device| {
+        let w = leaf(&[1.0], Kind::Float, device);
+        let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0).unwrap();
+        let mut scaler = GradScaler::new(device).unwrap();
+        let mut scheduler = ExponentialLr::new(0.5).build(&mut opt).unwrap();
+        let mut checkpoint = saved(&mut scheduler);
+        checkpoint.add("opt", &mut opt).unwrap();
+        let mut step = |opt: &mut Optimizer, factor: f64| {
+            opt.zero_grad().unwrap();
+            scaler.backward(&(&w * factor).sum(None)).unwrap();
+            let outcome = scaler.step(opt).unwrap();
+            scaler.update().unwrap();
+            outcome
+        };
+        // On a GPU, the last of these are pending.
+        for _ in 0..3 {
+            let outcome = step(&mut opt, f64::INFINITY);
+            scheduler.step(&mut opt, outcome).unwrap();
+        }
+        let restore = checkpoint.restore().add("scheduler", &mut scheduler);
+        restore.add("opt", &mut opt).apply().unwrap();
+        assert_eq!((scheduler.pending(), scheduler.skipped(), scheduler.steps()), (0, 0, 0));
+        // Only the steps that follow count.
+        for taken in 1..4 {
+            let outcome = step(&mut opt, 1.0);
+            assert!(outcome.is_stepped().unwrap());
+            scheduler.step(&mut opt, outcome).unwrap();
+            assert_eq!((scheduler.skipped(), scheduler.steps()), (0, taken), "{device:?}");
+            assert_eq!(opt.lr(0).unwrap(), 0.5f64.powi(taken as i32), "{device:?}");
+        }
+    });
 }

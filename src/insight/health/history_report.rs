@@ -77,8 +77,9 @@ impl HistoryReport {
 impl fmt::Display for HistoryReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [overflows, spikes] = [SkipCause::Overflow, SkipCause::Spike].map(|c| self.skips(c));
-        write!(f, "{} steps, {} skipped", self.steps.len(), overflows + spikes)?;
         let plural = |count: usize| if count == 1 { "" } else { "s" };
+        let steps = self.steps.len();
+        write!(f, "{steps} step{}, {} skipped", plural(steps), overflows + spikes)?;
         let causes = [(overflows, "overflow"), (spikes, "spike")];
         let causes = causes.iter().filter(|(count, _)| *count > 0);
         let causes: Vec<_> =
