@@ -91,6 +91,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_reference", "Reference"),
         ("tamp_name", "Name"),
         ("tamp_store", "Store"),
+        ("tamp_gathering", "Gathering"),
         ("tamp_group", "Group"),
         ("tamp_group_options", "GroupOptions"),
         ("tamp_reducer", "Reducer"),
