@@ -86,8 +86,9 @@ pub struct DistributedDataParallel {
     syncs: bool,
     /// Whether the last forward pass was one whose gradients are averaged, so that buffers are broadcast in the next.
     synced_forward: bool,
-    /// Whether nothing else has communicated over the group in the last forward pass.
-    quiet_forward: bool,
+    /// Whether nothing else has communicated over the group in the forward passes since the last backward pass; `None`
+    /// if there were none.
+    quiet_forward: Option<bool>,
     /// Whether gradients of this rank alone have been accumulated.
     unsynced: Arc<AtomicBool>,
 }
@@ -125,7 +126,7 @@ impl DistributedDataParallel {
             _living: group.living_model(),
             syncs: true,
             synced_forward: true,
-            quiet_forward: false,
+            quiet_forward: None,
             unsynced: Arc::default(),
         })
     }
@@ -165,7 +166,8 @@ impl DistributedDataParallel {
         self.synced_forward = syncs && recorded;
         let begun = self.group.begun();
         let result = forward();
-        self.quiet_forward = self.group.begun() == begun;
+        let is_quiet = self.group.begun() == begun;
+        self.quiet_forward = Some(is_quiet && self.quiet_forward != Some(false));
         Ok(result)
     }
 
@@ -182,7 +184,7 @@ impl DistributedDataParallel {
     /// [`DistributedError::Repeated`] if several [recomputed](crate::recompute) parts use a parameter;
     /// [`DistributedError::Mismatch`] if the other ranks do something else. The gradients of the model are then those
     /// from before the call, but the pass may have run: begin again with the forward pass, and forget what the pass has
-    /// added to gradients of other tensors;
+    /// added to gradients of other tensors. If the pass has failed as well, the model cannot be used any more;
     /// [`DistributedError::Communication`] if a rank does not answer, and if the backward pass fails, because the other
     /// ranks then wait for this one.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
@@ -219,8 +221,8 @@ impl DistributedDataParallel {
             self.unsynced.store(true, Ordering::Relaxed);
             return backward();
         }
-        let reducer = &self.reducer;
         let comparison = self.compare_backward(NAME)?;
+        let reducer = &self.reducer;
         let was_unsynced = self.unsynced.swap(true, Ordering::Relaxed);
         self.run(NAME, |_| {
             let records = comparison.as_ref().map(|begun| &begun.records);
@@ -264,8 +266,9 @@ impl DistributedDataParallel {
     /// communication needs to wait for the comparison, which has begun and is returned. It can be undone unless something
     /// else may communicate in it: another model, or a function such as that of `SyncBatchNorm`, which has communicated
     /// in the forward pass as well.
-    fn compare_backward(&self, pass: &'static str) -> Result<Option<Comparison>> {
-        let is_alone = self.quiet_forward && self.group.living_models() == 1;
+    fn compare_backward(&mut self, pass: &'static str) -> Result<Option<Comparison>> {
+        let is_quiet = self.quiet_forward.take() == Some(true);
+        let is_alone = is_quiet && self.group.living_models() == 1;
         if is_alone && self.reducer.can_undo()? {
             return self.begin_comparison(pass);
         }
