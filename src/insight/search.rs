@@ -80,6 +80,16 @@ impl<'a> Search<'a> {
         writers.iter().rev().copied().find(|&writer| before.is_none_or(|before| writer < before))
     }
 
+    /// The innermost operator around an event that was not given the memory that the event reads. Its own kernel filled
+    /// that memory, as oneDNN's do on the CPU, without calling an operator.
+    fn maker(&self, memory: u64, event: usize) -> Option<usize> {
+        let events = &self.recording.events;
+        let given = |index: usize| events[index].inputs.iter().any(|t| t.memory == Some(memory));
+        std::iter::successors(events[event].parent, |&index| events[index].parent)
+            .take_while(|&index| events[index].kind == EventKind::Operator)
+            .find(|&index| !given(index))
+    }
+
     /// Uses a list of what is left to visit, because a chain can be longer than the stack.
     fn visit(&mut self, event: usize) {
         let mut left = vec![event];
@@ -94,7 +104,10 @@ impl<'a> Search<'a> {
                 continue;
             }
             for (place, tensor) in bad {
-                match tensor.memory.and_then(|memory| self.writer(memory, Some(index))) {
+                let writer = tensor.memory.and_then(|memory| {
+                    self.writer(memory, Some(index)).or_else(|| self.maker(memory, index))
+                });
+                match writer {
                     Some(writer) if self.seen.insert(writer) => left.push(writer),
                     Some(_) => {}
                     None => self.origins.push(Origin::Given(index, place)),
