@@ -29,18 +29,13 @@ pub(crate) fn records<R: Read + Seek>(
     check_count(&mut file, max_records)?;
     let mut archive = ZipArchive::new(file)?;
     check_limit(archive.len() as u64, max_records)?;
-    if archive.has_duplicate_names() {
-        return Err(Malformed::Archive("two of its records have the same name".to_owned()));
-    }
-    if archive.has_overlapping_entries()? {
-        let problem = "its records overlap, or reach beyond its end";
-        return Err(Malformed::Archive(problem.to_owned()));
-    }
+    let directory = archive.central_directory_start();
     let mut folder = None;
     let mut records = BTreeMap::new();
+    let mut spans = Vec::new();
     for index in 0..archive.len() {
         let entry = archive.by_index_raw(index)?;
-        let name = entry.name()?.into_owned();
+        let name = entry.name().to_owned();
         let refuse =
             |problem: &str| Malformed::Record { name: shown(&name), problem: problem.to_owned() };
         let Some((top, rest)) = split(&name) else {
@@ -49,6 +44,10 @@ pub(crate) fn records<R: Read + Seek>(
         if *folder.get_or_insert_with(|| top.to_owned()) != top {
             return Err(refuse("is not in the same folder as the others"));
         }
+        let Some(offset) = entry.data_start() else {
+            return Err(refuse("has no data"));
+        };
+        spans.push(entry.header_start()..offset.saturating_add(entry.compressed_size()));
         if entry.encrypted() {
             return Err(refuse("is encrypted"));
         }
@@ -62,14 +61,36 @@ pub(crate) fn records<R: Read + Seek>(
         if entry.size() != entry.compressed_size() {
             return Err(refuse("is stored, but has two sizes"));
         }
-        let Some(offset) = entry.data_start() else {
-            return Err(refuse("has no data"));
-        };
         let (len, crc32) = (entry.size(), entry.crc32());
         let rest = rest.to_owned();
         records.insert(rest, Record { name, offset, len, crc32 });
     }
-    Ok((archive.into_inner(), records))
+    spans.sort_unstable_by_key(|span| span.start);
+    let ends = spans.iter().map(|span| span.end);
+    let next = spans.iter().skip(1).map(|span| span.start).chain([directory]);
+    if ends.zip(next).any(|(end, next)| end > next) {
+        let problem = "its records overlap, or reach beyond its end";
+        return Err(Malformed::Archive(problem.to_owned()));
+    }
+    let mut file = archive.into_inner();
+    if lists_more(&mut file, directory, spans.len())? {
+        return Err(Malformed::Archive("two of its records have the same name".to_owned()));
+    }
+    Ok((file, records))
+}
+
+/// Whether the directory of an archive lists more than `count` records. Of those with one name, the zip crate keeps one.
+fn lists_more<R: Read + Seek>(file: &mut R, directory: u64, count: usize) -> io::Result<bool> {
+    file.seek(SeekFrom::Start(directory))?;
+    for _ in 0..count {
+        let mut entry = [0; 46];
+        file.read_exact(&mut entry)?;
+        let lengths =
+            [28, 30, 32].map(|at| u64::from(u16::from_le_bytes([entry[at], entry[at + 1]])));
+        io::copy(&mut file.by_ref().take(lengths.iter().sum()), &mut io::sink())?;
+    }
+    let mut next = [0; 4];
+    Ok(file.read(&mut next)? == 4 && next == *b"PK\x01\x02")
 }
 
 fn check_limit(count: u64, max_records: usize) -> Result<(), Malformed> {
