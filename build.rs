@@ -1,266 +1,148 @@
 //! Compiles `csrc/` against the libtorch that torch-sys found and links it into whatever depends on this crate.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
-/// The libtorch versions that the range of `tch` in Cargo.toml pairs with.
-const OLDEST: (u32, u32) = (2, 11);
-const NEWEST: (u32, u32) = (2, 13);
-
-/// What takes longest to compile comes first.
-const SOURCES: &[&str] = &[
-    "kernel_updates.cpp",
-    "function.cpp",
-    "arithmetic.cpp",
-    "autocast.cpp",
-    "average.cpp",
-    "batches.cpp",
-    "checkpoint.cpp",
-    "clip.cpp",
-    "comparison.cpp",
-    "device.cpp",
-    "device_memory.cpp",
-    "exponents.cpp",
-    "gradients.cpp",
-    "heap.cpp",
-    "history.cpp",
-    "insight.cpp",
-    "kernel_composed.cpp",
-    "kernel_gradients.cpp",
-    "kernel_masters.cpp",
-    "kernel_muon.cpp",
-    "leaves.cpp",
-    "loss_scale.cpp",
-    "masters.cpp",
-    "memory.cpp",
-    "numbers.cpp",
-    "optim.cpp",
-    "optim_composed.cpp",
-    "optim_cpu.cpp",
-    "optim_device.cpp",
-    "optim_muon.cpp",
-    "optim_state.cpp",
-    "overrides.cpp",
-    "pieces.cpp",
-    "recorded_tensors.cpp",
-    "recorder.cpp",
-    "recording.cpp",
-    "renewal.cpp",
-    "rounding.cpp",
-    "scale.cpp",
-    "schemas.cpp",
-    "spikes.cpp",
-    "stand_ins.cpp",
-    "testing.cpp",
-    "timing.cpp",
-    "unscale.cpp",
-    "widened.cpp",
-];
-
-/// The sources of the feature `distributed`.
-const DISTRIBUTED: &[&str] = &[
-    "distributed_group.cpp",
-    "distributed_nccl.cpp",
-    "distributed_random.cpp",
-    "distributed_reducer.cpp",
-    "distributed_spawn.cpp",
-    "distributed_store.cpp",
-];
-
-/// The loops of csrc/kernel_*.cpp become vector code only with these, and round as libtorch's only without contraction.
+/// Without these, the loops in csrc/kernels do not become vector code, and round differently from libtorch's.
 const FLAGS: [&str; 4] =
     ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"];
 
-/// What finds reads and writes outside of memory, leaks and undefined behaviour. The virtual tables of libtorch's classes
-/// are not ours to check.
-const SANITIZE: [&str; 5] = [
-    "-fsanitize=address,undefined",
-    "-fno-sanitize=vptr",
-    "-fno-sanitize-recover=undefined",
-    "-fno-omit-frame-pointer",
-    "-g1",
-];
-
 fn main() {
     println!("cargo:rustc-check-cfg=cfg(tamp_testing)");
-    if env::var_os("CARGO_FEATURE_DOC_ONLY").is_some() {
-        return;
-    }
-    if let Err(error) = Libtorch::find().and_then(|libtorch| libtorch.build()) {
+    println!("cargo:rerun-if-changed=csrc");
+    if let Err(error) = if enabled("doc-only") { Ok(()) } else { build() } {
         eprintln!("\ntch-amp: {error:#}\n");
         std::process::exit(1);
     }
 }
 
-struct Libtorch {
-    lib: PathBuf,
-    include: PathBuf,
+fn build() -> Result<()> {
+    let lib = env::var("DEP_TCH_LIBTORCH_LIB")
+        .context("torch-sys says where libtorch is on Linux and macOS only; this crate needs it")?;
+    let include = match variable("LIBTORCH_INCLUDE") {
+        Some(root) if variable("LIBTORCH_USE_PYTORCH").is_none() => root + "/include",
+        _ => format!("{lib}/../include"),
+    };
+    let version = version(&include).with_context(|| {
+        format!("no headers of libtorch in {include}: LIBTORCH_INCLUDE can say where they are")
+    })?;
+    // The range of `tch` in Cargo.toml pairs with these.
+    ensure!(
+        ["2.11", "2.12", "2.13"].contains(&&*version)
+            || variable("LIBTORCH_BYPASS_VERSION_CHECK").is_some(),
+        "libtorch {version} is not supported (2.11 to 2.13 are). Set LIBTORCH to a libtorch of the \
+         version that your tch wants, or LIBTORCH_BYPASS_VERSION_CHECK=1 to try"
+    );
+    // The lists of autocast differ between versions.
+    println!("cargo:rustc-env=TAMP_LIBTORCH={version}");
+    let cuda = Path::new(&lib).join("libtorch_cuda.so").exists();
+    let out = env::var("OUT_DIR")?;
+    compile(compiler(&include, cuda), &version, Path::new(&out)).context(
+        "cannot compile csrc/. A C++17 compiler is needed: install g++ or clang++, or set CXX to one",
+    )?;
+    println!("cargo:rustc-link-search=native={out}\ncargo:rustc-link-search=native={lib}");
+    // Whole, or the object that keeps libtorch_cuda linked would be left out (see csrc/device.cpp).
+    println!("cargo:rustc-link-lib=static:+whole-archive=tamp");
+    let stdlib = if cfg!(target_os = "macos") { "c++" } else { "stdc++" };
+    for library in cuda.then_some("torch_cuda").into_iter().chain(["torch_cpu", "c10", stdlib]) {
+        println!("cargo:rustc-link-lib={library}");
+    }
+    // Tests and examples of this crate find libtorch without LD_LIBRARY_PATH.
+    println!("cargo:rustc-link-arg=-Wl,-rpath,{lib}\ncargo:libtorch_lib={lib}");
+    Ok(())
 }
 
-impl Libtorch {
-    fn find() -> Result<Self> {
-        let lib = PathBuf::from(env::var_os("DEP_TCH_LIBTORCH_LIB").context(
-            "torch-sys does not say where libtorch is, which it does on Linux and macOS only; \
-             this crate builds on those",
-        )?);
-        let include = match variable("LIBTORCH_INCLUDE") {
-            Some(root) if variable("LIBTORCH_USE_PYTORCH").is_none() => {
-                PathBuf::from(root).join("include")
-            }
-            _ => lib.join("../include"),
-        };
-        ensure!(
-            include.join("ATen/ATen.h").is_file(),
-            "no ATen/ATen.h in {}. Set LIBTORCH_INCLUDE to the folder that holds `include`, \
-             or LIBTORCH to a whole libtorch",
-            include.display()
-        );
-        let found = Self { lib, include };
-        found.check_version()?;
-        Ok(found)
+fn compiler(include: &str, cuda: bool) -> cc::Build {
+    let mut compiler = cc::Build::new();
+    compiler.cpp(true).std("c++17").opt_level(3).debug(false).pic(true).cargo_metadata(false);
+    compiler.warnings(true).extra_warnings(true).flags(FLAGS);
+    compiler.warnings_into_errors(variable("TCH_AMP_DENY_WARNINGS").is_some());
+    // g++ warns of lambdas in a source that a unit includes.
+    compiler.flag_if_supported("-Wno-subobject-linkage");
+    let abi = variable("LIBTORCH_CXX11_ABI").unwrap_or_else(|| "1".to_owned());
+    compiler.define("_GLIBCXX_USE_CXX11_ABI", &*abi);
+    // System headers: their warnings are not ours. A libtorch that has gloo's headers takes its own.
+    let api = format!("{include}/torch/csrc/api/include");
+    let folders = [include, &api, "csrc/distributed/gloo_headers"];
+    compiler.flags(folders.map(|folder| format!("-isystem{folder}"))).includes([".", "csrc"]);
+    // Hooks for this crate's own tests: two functions more, and a counter that nothing else sets. Users' debug builds
+    // have them as well, because their profile is the same. A profile may set debug_assertions otherwise.
+    let testing = env::var("PROFILE").is_ok_and(|profile| profile == "debug");
+    if testing {
+        println!("cargo:rustc-cfg=tamp_testing");
     }
-
-    fn check_version(&self) -> Result<()> {
-        let header = ["torch/headeronly/version.h", "torch/csrc/api/include/torch/version.h"]
-            .iter()
-            .find_map(|name| fs::read_to_string(self.include.join(name)).ok())
-            .with_context(|| format!("no torch version.h in {}", self.include.display()))?;
-        let found = (number(&header, "MAJOR")?, number(&header, "MINOR")?);
-        // The lists of autocast differ between versions.
-        println!("cargo:rustc-env=TAMP_LIBTORCH={}.{}", found.0, found.1);
-        if variable("LIBTORCH_BYPASS_VERSION_CHECK").is_none()
-            && !(OLDEST..=NEWEST).contains(&found)
-        {
-            bail!(
-                "libtorch {}.{} is not supported (2.11 to 2.13 are). Set LIBTORCH to a libtorch \
-                 of the version that your tch wants, or LIBTORCH_BYPASS_VERSION_CHECK=1 to try",
-                found.0,
-                found.1
-            );
-        }
-        Ok(())
+    let defined = [(cuda, "CUDA"), (enabled("insight"), "INSIGHT"), (testing, "TESTING")];
+    for (_, name) in defined.into_iter().filter(|(defined, _)| *defined) {
+        compiler.define(&format!("TAMP_WITH_{name}"), None);
     }
-
-    fn has_cuda(&self) -> bool {
-        self.lib.join("libtorch_cuda.so").exists()
+    if let Some(flags) = variable("TCH_AMP_SANITIZE") {
+        compiler.debug(true).opt_level(1).flags(flags.split_whitespace());
+        println!("cargo:rustc-link-lib=asan\ncargo:rustc-link-lib=ubsan");
     }
-
-    fn build(&self) -> Result<()> {
-        let out = env::var("OUT_DIR").context("cargo sets OUT_DIR")?;
-        let abi = variable("LIBTORCH_CXX11_ABI").unwrap_or_else(|| "1".to_owned());
-        // For `cargo xtask sanitize`.
-        let sanitized = variable("TCH_AMP_SANITIZE").is_some();
-        let mut shim = cc::Build::new();
-        shim.cpp(true)
-            .std("c++17")
-            .pic(true)
-            .cargo_metadata(false)
-            .warnings(true)
-            .extra_warnings(true)
-            // Half of the compiler's time otherwise: only the sanitizers' reports name lines.
-            .debug(sanitized)
-            .opt_level(if sanitized { 1 } else { 3 })
-            .warnings_into_errors(variable("TCH_AMP_DENY_WARNINGS").is_some())
-            .define("_GLIBCXX_USE_CXX11_ABI", abi.as_str());
-        // System headers: their warnings are not ours.
-        for include in [self.include.clone(), self.include.join("torch/csrc/api/include")] {
-            shim.flag("-isystem").flag(&include);
-        }
-        for flag in FLAGS {
-            shim.flag(flag);
-        }
-        if self.has_cuda() {
-            shim.define("TAMP_WITH_CUDA", None);
-        }
-        // Hooks for this crate's own tests, which cargo builds with the profile that a user's debug build has, too:
-        // such a build carries two functions more, and a counter that nothing sets. No release build has them. The cfg,
-        // and not debug_assertions, which a profile may set otherwise, tells the Rust side.
-        if env::var("PROFILE").is_ok_and(|profile| profile == "debug") {
-            shim.define("TAMP_TESTING", None);
-            println!("cargo:rustc-cfg=tamp_testing");
-        }
-        if sanitized {
-            SANITIZE.iter().for_each(|flag| {
-                shim.flag(flag);
-            });
-        }
-        add_sources(&mut shim);
-        println!("cargo:rerun-if-changed=csrc");
-        let precompiled = precompile(&mut shim, Path::new(&out));
-        let compiled = shim.try_compile("tamp");
-        // Hundreds of megabytes that nothing needs any more.
-        drop(precompiled.map(fs::remove_file));
-        compiled.context(
-            "cannot compile csrc/. A C++17 compiler is needed: install g++ or clang++, \
-             or set CXX to one",
-        )?;
-        self.link(&out);
-        if sanitized {
-            println!("cargo:rustc-link-lib=dylib=asan");
-            println!("cargo:rustc-link-lib=dylib=ubsan");
-        }
-        Ok(())
-    }
-
-    fn link(&self, out: &str) {
-        // Whole, or the object that keeps libtorch_cuda linked would be left out (see csrc/device.cpp).
-        println!("cargo:rustc-link-search=native={out}");
-        println!("cargo:rustc-link-lib=static:+whole-archive=tamp");
-        println!("cargo:rustc-link-search=native={}", self.lib.display());
-        if self.has_cuda() {
-            println!("cargo:rustc-link-lib=torch_cuda");
-        }
-        println!("cargo:rustc-link-lib=torch_cpu");
-        println!("cargo:rustc-link-lib=c10");
-        let stdlib = if cfg!(target_os = "macos") { "c++" } else { "stdc++" };
-        println!("cargo:rustc-link-lib={stdlib}");
-        // Tests and examples of this crate find libtorch without LD_LIBRARY_PATH.
-        println!("cargo:rustc-link-arg=-Wl,-rpath,{}", self.lib.display());
-        println!("cargo:libtorch_lib={}", self.lib.display());
-    }
+    compiler
 }
 
-fn add_sources(shim: &mut cc::Build) {
-    let mut sources = SOURCES.to_vec();
-    if env::var_os("CARGO_FEATURE_DISTRIBUTED").is_some() {
-        // After libtorch's own headers, because some libtorch may have gloo's as well.
-        shim.flag("-isystem").flag("csrc/gloo_headers");
-        sources.extend(DISTRIBUTED);
+/// Compiles the sources of each folder of `csrc/` as one unit, because libtorch's headers take longer than any source. A
+/// unit is compiled again only if its sources, a header of this crate, libtorch's version or an option changed.
+fn compile(mut compiler: cc::Build, version: &str, out: &Path) -> Result<()> {
+    let features = ["insight", "distributed"].into_iter().filter(|name| enabled(name));
+    let folders = ["", "kernels"].into_iter().chain(features);
+    let headers = folders.clone().map(|folder| files(folder, "h")).collect::<Result<Vec<_>>>()?;
+    let options = format!("{version} {:?}", compiler.try_get_compiler()?.to_command());
+    let (mut units, mut new) = (Vec::new(), Vec::new());
+    for folder in folders {
+        let sources = files(folder, "cpp")?;
+        let mut hasher = DefaultHasher::new();
+        (&sources, &headers, &options).hash(&mut hasher);
+        let unit = out.join(format!("unit-{:016x}.o", hasher.finish()));
+        if !unit.exists() {
+            let source = unit.with_extension("cpp");
+            let lines = sources.iter().map(|(path, _)| format!("#include {path:?}\n"));
+            fs::write(&source, lines.collect::<String>())?;
+            compiler.file(source);
+            new.push(unit.clone());
+        }
+        units.push(unit);
     }
-    shim.files(sources.iter().map(|source| Path::new("csrc").join(source)));
+    for (compiled, unit) in compiler.try_compile_intermediates()?.into_iter().zip(new) {
+        fs::rename(compiled, unit)?;
+    }
+    Ok(cc::Build::new().cpp(true).cargo_metadata(false).objects(units).try_compile("tamp")?)
 }
 
-/// Compiles ATen.h once for all sources: parsing it takes three quarters of the time that compiling one of them does.
-/// Returns the file that is no longer needed afterwards. Without it, or where the compiler cannot use it, every source
-/// parses the header itself, as all do under `TCH_AMP_PRECOMPILE=0`, which lets a compiler cache recognize each source.
-fn precompile(shim: &mut cc::Build, out: &Path) -> Option<PathBuf> {
-    if variable("TCH_AMP_PRECOMPILE").is_some_and(|value| value == "0") {
-        return None;
+/// The paths and texts of the files of a kind in a folder of `csrc/`.
+fn files(folder: &str, kind: &str) -> Result<Vec<(PathBuf, String)>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(Path::new("csrc").join(folder))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == kind) {
+            files.push((path.clone(), fs::read_to_string(path)?));
+        }
     }
-    let (header, precompiled) = (out.join("precompiled.h"), out.join("precompiled.h.gch"));
-    fs::write(&header, "#include <ATen/ATen.h>\n").ok()?;
-    let mut compiler = shim.try_get_compiler().ok()?.to_command();
-    compiler.args(["-x", "c++-header"]).arg(&header).arg("-o").arg(&precompiled);
-    if !compiler.status().ok()?.success() {
-        drop(fs::remove_file(&precompiled));
-        return None;
-    }
-    shim.flag("-include").flag(&header);
-    Some(precompiled)
+    files.sort();
+    Ok(files)
+}
+
+/// The version in libtorch's version.h, without the patch: `2.13`.
+fn version(include: &str) -> Option<String> {
+    let mut folders = ["torch/headeronly", "torch/csrc/api/include/torch"].iter();
+    let read = |folder| fs::read_to_string(format!("{include}/{folder}/version.h")).ok();
+    let header = folders.find_map(read)?;
+    let number = |part: &str| {
+        let name = format!("#define TORCH_VERSION_{part} ");
+        header.lines().find_map(|line| line.strip_prefix(&*name)).map(str::trim)
+    };
+    Some(format!("{}.{}", number("MAJOR")?, number("MINOR")?))
+}
+
+fn enabled(feature: &str) -> bool {
+    env::var_os(format!("CARGO_FEATURE_{}", feature.to_uppercase().replace('-', "_"))).is_some()
 }
 
 fn variable(name: &str) -> Option<String> {
     println!("cargo:rerun-if-env-changed={name}");
     env::var(name).ok()
-}
-
-fn number(header: &str, part: &str) -> Result<u32> {
-    let name = format!("#define TORCH_VERSION_{part} ");
-    header
-        .lines()
-        .find_map(|line| line.strip_prefix(name.as_str()))
-        .and_then(|value| value.trim().parse().ok())
-        .with_context(|| format!("libtorch's version.h has no TORCH_VERSION_{part}"))
 }

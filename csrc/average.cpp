@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
-#include <cmath>
 #include <map>
 #include <type_traits>
 #include <utility>
@@ -11,15 +10,13 @@
 
 #include "chunks.h"
 #include "guarded.h"
-#include "loops.h"
+#include "kernels.h"
 #include "memory.h"
 #include "shim_training.h"
 
 namespace {
 
 using at::Tensor;
-using tamp::kernels::fma;
-using tamp::kernels::widen;
 
 struct Pair {
   Tensor average, parameter;
@@ -38,42 +35,6 @@ void check(const Pair &pair) {
 }
 
 // ---- the CPU
-
-// The weight of an update in the arithmetic of libtorch's lerp, which computes from the nearer end.
-template <typename W>
-struct Weight {
-  bool near;
-  W weight, rest;
-
-  explicit Weight(double given) {
-    const W rounded = static_cast<W>(given);
-    near = std::abs(rounded) < W(0.5);
-    weight = near ? rounded : rounded - 1;
-    rest = 1 - rounded;
-  }
-};
-
-template <bool kFma, bool kTail, typename W, typename T>
-TAMP_INLINE void lerp(Weight<W> w, W *__restrict averages, const T *__restrict parameters, int64_t begin, int64_t end) {
-  TAMP_INDEPENDENT
-  for (int64_t i = begin; i < end; ++i) {
-    const W parameter = widen(parameters[i]);
-    const W away = parameter - averages[i];
-    const W far = kTail ? fma<kFma>(-away, w.rest, parameter) : fma<kFma>(w.weight, away, parameter);
-    averages[i] = w.near ? fma<kFma>(w.weight, away, averages[i]) : far;
-  }
-}
-
-template <typename W, typename T>
-void lerp(double weight, W *averages, const T *parameters, int64_t n) {
-  const Weight<W> w(weight);
-  // libtorch's compiler has contracted other products in the rest that its vectors leave over.
-  const int64_t split = n - n % static_cast<int64_t>(32 / sizeof(W));
-  tamp::kernels::run([&](auto fma) TAMP_INLINE_LAMBDA {
-    lerp<fma, false>(w, averages, parameters, 0, split);
-    lerp<fma, true>(w, averages, parameters, split, n);
-  });
-}
 
 // The memory that a loop goes over with one index.
 struct Memory {
@@ -108,8 +69,8 @@ void update_on_cpu(const std::vector<Pair> &pairs, double weight) {
     tamp::with_floating(m.dtype, [&](auto *type) {
       using T = std::remove_pointer_t<decltype(type)>;
       using W = tamp::kernels::Wide<T>;
-      lerp(weight, static_cast<W *>(m.average) + chunk.begin, static_cast<const T *>(m.parameter) + chunk.begin,
-           chunk.end - chunk.begin);
+      tamp::kernels::lerp(weight, static_cast<W *>(m.average) + chunk.begin,
+                          static_cast<const T *>(m.parameter) + chunk.begin, chunk.end - chunk.begin);
     });
   });
   for (const auto &[average, updated] : gapped) average.copy_(updated);
@@ -129,7 +90,7 @@ void move_by(const std::vector<Tensor> &averages, const std::vector<Tensor> &par
   at::_foreach_add_(averages, products);
 }
 
-class Group {
+class AveragedGroup {
  public:
   void add(const Pair &pair, double weight, const Tensor &device_weight) {
     averages_.push_back(pair.average);
@@ -156,7 +117,7 @@ class Group {
 };
 
 void update_on_devices(const std::vector<Pair> &pairs, double weight, const Tensor &device_weight) {
-  std::map<std::pair<c10::DeviceIndex, at::ScalarType>, Group> groups;
+  std::map<std::pair<c10::DeviceIndex, at::ScalarType>, AveragedGroup> groups;
   for (const auto &pair : pairs) {
     groups[{pair.average.device().index(), pair.average.scalar_type()}].add(pair, weight, device_weight);
   }

@@ -16,7 +16,7 @@ namespace {
 using at::Tensor;
 
 // The gradients of one device.
-struct Group {
+struct ClippedGroup {
   at::Device device;
   std::vector<Tensor> gradients;
 };
@@ -27,8 +27,8 @@ void check_dtype(const Tensor &gradient) {
               gradient.scalar_type(), " can be neither normed nor clipped");
 }
 
-std::vector<Group> groups(tamp_tensor *const *parameters, size_t count) {
-  std::vector<Group> out;
+std::vector<ClippedGroup> groups(tamp_tensor *const *parameters, size_t count) {
+  std::vector<ClippedGroup> out;
   std::unordered_set<const void *> seen;  // a parameter that is listed twice has one gradient
   for (size_t i = 0; i < count; ++i) {
     const Tensor &parameter = tamp::tensor(parameters[i]);
@@ -46,7 +46,7 @@ std::vector<Group> groups(tamp_tensor *const *parameters, size_t count) {
   return out;
 }
 
-Tensor common_norm(const std::vector<Group> &groups) {
+Tensor common_norm(const std::vector<ClippedGroup> &groups) {
   std::vector<Tensor> norms;
   const at::Device first = groups.front().device;
   for (const auto &group : groups) {

@@ -12,7 +12,10 @@
 
 #include "function_node.h"
 #include "guarded.h"
-#include "recording.h"
+
+#ifdef TAMP_WITH_INSIGHT
+#include "insight/recording.h"
+#endif
 
 namespace {
 
@@ -228,7 +231,9 @@ void tamp_function_record(const tamp_function *function, const tamp_function_cal
     NodePtr<FunctionNode> node;
     if (ended.recorded()) {
       node = tamp::make_node<FunctionNode>(std::move(state), ended.edges());
+#ifdef TAMP_WITH_INSIGHT
       tamp::note_function(node->function_name(), node->thread_id(), node->sequence_nr());
+#endif
     }
     auto results = ended.finish(node);
     for (size_t i = 0; i < count; ++i) tamp::tensor(outputs[i]) = std::move(results[i]);

@@ -23,7 +23,7 @@ inline char *message(const char *text) {
   return copy;
 }
 
-#ifdef TAMP_TESTING
+#ifdef TAMP_WITH_TESTING
 // Throws if a test asked for it; see testing.cpp.
 void fail_point();
 // Whether a test wants the CPU to be treated as another device.

@@ -10,6 +10,7 @@
 #include <c10/util/Half.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "shim.h"
 
@@ -31,6 +32,10 @@ enum StatePlace {
 }  // namespace tamp
 
 namespace tamp::kernels {
+
+// The type in which numbers of type T are computed.
+template <typename T>
+using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // Returns whether any of `n` values is non-finite.
 template <typename T>
@@ -121,6 +126,10 @@ void split(const float *from, c10::BFloat16 *high, int16_t *low, int64_t n);
 // one half a block later use the two halves of one random word.
 constexpr int64_t kRandomBlock = 32;
 void round_at_random(const float *from, c10::BFloat16 *to, int64_t n, uint64_t seed, int64_t first);
+
+// Moves `n` averages towards the parameters by a share of the way, as libtorch's lerp does.
+template <typename T>
+void lerp(double weight, Wide<T> *averages, const T *parameters, int64_t n);
 
 // Updates a parameter and its state in place. The gradient is only read.
 template <typename T>

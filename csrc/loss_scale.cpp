@@ -16,7 +16,7 @@ namespace {
 using at::Tensor;
 
 // Tensors of one device and dtype, whose norms libtorch computes in one launch.
-struct Group {
+struct NormedGroup {
   at::Device device;
   at::ScalarType dtype;
   std::vector<Tensor> tensors;
@@ -38,7 +38,7 @@ Tensor numbers(const Tensor &t) {
   return values.element_size() == 1 ? values.to(at::kFloat) : values;
 }
 
-void add(std::vector<Group> &groups, Tensor t) {
+void add(std::vector<NormedGroup> &groups, Tensor t) {
   for (auto &group : groups) {
     if (group.device == t.device() && group.dtype == t.scalar_type()) {
       group.tensors.push_back(std::move(t));
@@ -59,7 +59,7 @@ tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **e
     // dtype is not the region's.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     std::vector<Tensor> looped;
-    std::vector<Group> groups;
+    std::vector<NormedGroup> groups;
     at::Device device = at::kCPU;
     for (size_t i = 0; i < count; ++i) {
       const Tensor &t = tamp::tensor(tensors[i]);

@@ -90,7 +90,7 @@ class Renewal {
   Tensor carry_, away_, differs_away_;  // for bf16 only
 };
 
-struct Group {
+struct RenewedGroup {
   std::vector<Tensor> parameters, masters;
 
   bool takes(const Tensor &parameter) const {
@@ -100,7 +100,7 @@ struct Group {
 
 void renew(tamp_tensor *const *parameters, tamp_tensor *const *masters, size_t count) {
   std::vector<Tensor> remainders;
-  std::vector<Group> groups;
+  std::vector<RenewedGroup> groups;
   for (size_t i = 0; i < count; ++i) {
     Tensor parameter = tamp::tensor(parameters[i]).detach();
     const Tensor &master = tamp::tensor(masters[i]);

@@ -548,7 +548,7 @@ void tamp_rng_set_state(int8_t device_type, int8_t index, const tamp_tensor *sta
 
 // --------------------------------------------------------------------------------------------------------- testing.cpp
 // These functions serve the crate's own tests, and exist in debug builds only.
-#ifdef TAMP_TESTING
+#ifdef TAMP_WITH_TESTING
 
 enum { TAMP_TESTING_TORCH_ERROR = 0, TAMP_TESTING_BAD_ALLOC = 1, TAMP_TESTING_INT = 2 };
 

@@ -1,6 +1,6 @@
 // Failures that cannot be provoked otherwise, for the crate's own tests in debug builds.
 
-#ifdef TAMP_TESTING
+#ifdef TAMP_WITH_TESTING
 
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
@@ -83,4 +83,4 @@ void tamp_testing_inference_mode(uint8_t enabled) noexcept {
 
 }  // extern "C"
 
-#endif  // TAMP_TESTING
+#endif  // TAMP_WITH_TESTING

@@ -32,8 +32,8 @@ struct Options {
 };
 
 // The gradients of one device, and everything else that unscaling them needs.
-struct Group {
-  explicit Group(at::Device where) : device(where) {}
+struct UnscaledGroup {
+  explicit UnscaledGroup(at::Device where) : device(where) {}
 
   at::Device device;
   std::unique_ptr<Tensor> found_inf;
@@ -50,7 +50,7 @@ bool has_kernel(const Tensor &t) {
   return t.is_cpu() || t.is_cuda();
 }
 
-using Groups = c10::SmallVector<Group, 1>;
+using Groups = c10::SmallVector<UnscaledGroup, 1>;
 
 // In the order of their first gradients.
 Groups groups(tamp_tensor *const *parameters, size_t count, size_t devices, const Options &options) {
@@ -63,7 +63,7 @@ Groups groups(tamp_tensor *const *parameters, size_t count, size_t devices, cons
       out.emplace_back(t.device());
       if (devices == 1 && t.is_cpu()) out[0].looped.reserve(count);
     }
-    Group &group = out[place];
+    UnscaledGroup &group = out[place];
     auto &list = options.generic || !has_kernel(t) ? group.generic : (tamp::has_loop(t) ? group.looped : group.kernel);
     list.push_back(std::move(t));
   }
@@ -99,7 +99,7 @@ void mark_non_finite(const std::vector<Tensor> &tensors, const Tensor &factor, T
 
 // Prepares gradients without an AMP kernel, such as bf16 on CUDA: checks them, and allocates the memory to multiply
 // them in.
-void prepare_generic(Group &group, const Options &options) {
+void prepare_generic(UnscaledGroup &group, const Options &options) {
   std::vector<Tensor> filled, narrow;
   for (auto &t : group.generic) {
     if (t.numel() > 0) filled.push_back(std::move(t));
@@ -116,7 +116,7 @@ void prepare_generic(Group &group, const Options &options) {
 
 // Allocates everything that changing a group needs, so that it cannot fail for lack of memory. `inverse` is 1/scale on
 // the scale's device, which the first group that needs it computes.
-void prepare(Group &group, const Tensor &scale, const Options &options, Tensor &inverse) {
+void prepare(UnscaledGroup &group, const Tensor &scale, const Options &options, Tensor &inverse) {
   const at::Device device = group.device;
   const auto number = at::TensorOptions().dtype(at::kFloat).device(device);
   group.found_inf = new_flag(device);
@@ -137,7 +137,7 @@ void prepare(Group &group, const Tensor &scale, const Options &options, Tensor &
 }
 
 // Changes the gradients of a group, and allocates nothing on its device.
-uint8_t run(Group &group, const Options &options) {
+uint8_t run(UnscaledGroup &group, const Options &options) {
   const bool bad = tamp::unscale_in_loops(group.looped, group.inverse, options.recheck);
   tamp::fail_point();
   if (!group.kernel.empty()) {

@@ -1,4 +1,4 @@
-//! The C ABI of recordings: every declaration of `csrc/shim_insight.h`, in the same order.
+//! The C ABI of recordings: every declaration of `csrc/insight/shim_insight.h`, in the same order.
 
 use std::ffi::c_char;
 

@@ -9,11 +9,16 @@ use std::{env, fs};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::args::Args;
-use crate::process;
 use crate::workspace::{self, Workspace};
+use crate::{process, tools};
 
 /// Tests that pass raw pointers to the shim, and need no Python.
 const TESTS: [&str; 4] = ["--lib", "--test=tensors", "--test=optim", "--test=scaler"];
+
+/// What finds reads and writes outside of memory, leaks and undefined behaviour. The virtual tables of libtorch's classes
+/// are not ours to check. Only the reports name lines of the sources, so that no other build has debug information.
+const FLAGS: &str = "-fsanitize=address,undefined -fno-sanitize=vptr \
+                     -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1";
 
 /// The reports that the planted faults of `src/ffi/tests/sanitized.rs` must cause.
 const PLANTED: [(&str, &str); 4] = [
@@ -52,10 +57,8 @@ pub(crate) fn compile(workspace: &Workspace) -> Result<()> {
         return Ok(());
     }
     let include = workspace.libtorch.root.join("include");
-    let files = workspace.dir.join("csrc").read_dir().context("csrc/ cannot be read")?;
-    let files: Result<Vec<_>, _> = files.map(|file| file.map(|file| file.path())).collect();
-    let is_source = |path: &PathBuf| path.extension().is_some_and(|end| end == "cpp");
-    let sources: Vec<_> = files?.into_iter().filter(is_source).collect();
+    let mut sources = tools::cxx_files(&["csrc"])?;
+    sources.retain(|path| path.extension().is_some_and(|end| end == "cpp"));
     let threads = thread::available_parallelism().map_or(1, NonZero::get);
     let parts = sources.chunks(sources.len().div_ceil(threads).max(1));
     let header = precompile(&include)?;
@@ -92,10 +95,12 @@ fn precompile(include: &Path) -> Result<PathBuf> {
 
 fn clang(include: &Path) -> Command {
     let mut command = Command::new("clang++");
-    command.args(["-std=c++17", "-Wall", "-Wextra", "-Werror", "-DTAMP_TESTING"]);
-    command.args(["-DTAMP_WITH_CUDA", "-isystem"]).arg(include);
+    command.args(["-std=c++17", "-Wall", "-Wextra", "-Werror"]);
+    command.args(["CUDA", "INSIGHT", "TESTING"].map(|name| format!("-DTAMP_WITH_{name}")));
+    command.arg("-isystem").arg(include);
     command.arg("-isystem").arg(include.join("torch/csrc/api/include"));
-    command.arg("-isystem").arg(workspace::root().join("csrc/gloo_headers"));
+    command.arg("-isystem").arg(workspace::root().join("csrc/distributed/gloo_headers"));
+    command.arg("-I").arg(workspace::root().join("csrc"));
     command
 }
 
@@ -131,7 +136,7 @@ fn check(workspace: &Workspace, leaks: bool, tests: &[String]) -> Result<()> {
 
 /// `cargo test` with the C++ under sanitizers. The options exclude libtorch itself, which is built without them.
 fn cargo(workspace: &Workspace, leaks: bool) -> Result<Command> {
-    let mut cargo = workspace.cargo("test");
+    let mut cargo = workspace.cargo_full("test");
     let leaks = u8::from(leaks);
     let options = format!("detect_leaks={leaks}:detect_odr_violation=0:alloc_dealloc_mismatch=0");
     // Only for the tests, not for cargo and compilers, which the libraries would slow down.
@@ -141,7 +146,7 @@ fn cargo(workspace: &Workspace, leaks: bool) -> Result<Command> {
         library("libubsan.so")?.display()
     );
     let target = format!("{}_UNKNOWN_LINUX_GNU", env::consts::ARCH.to_uppercase());
-    cargo.env(format!("CARGO_TARGET_{target}_RUNNER"), runner).env("TCH_AMP_SANITIZE", "1");
+    cargo.env(format!("CARGO_TARGET_{target}_RUNNER"), runner).env("TCH_AMP_SANITIZE", FLAGS);
     // A Python that a test starts would be sanitized, too.
     cargo.env_remove("TCH_AMP_PYTHON").env_remove("TCH_AMP_REQUIRE_PYTHON");
     Ok(cargo)

@@ -88,7 +88,7 @@ impl Simulation {
         for include in ["include", "include/torch/csrc/api/include"] {
             compiler.arg("-isystem").arg(libtorch.root.join(include));
         }
-        compiler.arg("-isystem").arg(workspace::root().join("csrc/gloo_headers"));
+        compiler.arg("-isystem").arg(workspace::root().join("csrc/distributed/gloo_headers"));
         compiler.arg("-I").arg(&self.folder).arg(source).arg("-o").arg(object);
         compiler
     }

@@ -51,7 +51,7 @@ fn rustfmt(arguments: &[&str]) -> Result<()> {
 }
 
 fn clang_format(arguments: &[&str]) -> Result<()> {
-    let files = cxx_files()?;
+    let files = cxx_files(&["csrc", simulation::SOURCES])?;
     if files.is_empty() {
         return Ok(());
     }
@@ -59,14 +59,18 @@ fn clang_format(arguments: &[&str]) -> Result<()> {
     process::run(command.args(arguments).args(files).current_dir(workspace::root()))
 }
 
-fn cxx_files() -> Result<Vec<PathBuf>> {
+/// The C++ files in these folders of the repository and the folders in them, sorted.
+pub(crate) fn cxx_files(folders: &[&str]) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
-    for folder in ["csrc", simulation::SOURCES] {
-        let entries = fs::read_dir(workspace::root().join(folder))
-            .with_context(|| format!("{folder}/ cannot be read"))?;
+    let mut folders: Vec<_> = folders.iter().map(|name| workspace::root().join(name)).collect();
+    while let Some(folder) = folders.pop() {
+        let entries = fs::read_dir(&folder)
+            .with_context(|| format!("{} cannot be read", folder.display()))?;
         for entry in entries {
             let path = entry?.path();
-            if path.extension().is_some_and(|kind| kind == "cpp" || kind == "h") {
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|kind| kind == "cpp" || kind == "h") {
                 files.push(path);
             }
         }

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <mutex>
 
-#include "distributed_agreement.h"
+#include "agreement.h"
 
 namespace {
 

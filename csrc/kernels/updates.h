@@ -5,14 +5,15 @@
 
 namespace tamp::kernels {
 
-// Calls `f` with the flag as a type, so that a loop is compiled for each value of it.
+// Calls `f` with each flag as a type, so that a loop is compiled for each combination of them.
 template <typename F>
-void with(bool flag, const F &f) {
-  if (flag) {
-    f(std::true_type());
-  } else {
-    f(std::false_type());
-  }
+void with(const F &f) {
+  f();
+}
+template <typename F, typename... Flags>
+void with(const F &f, bool flag, Flags... flags) {
+  const auto and_others = [&](auto known) { with([&](auto... others) { f(known, others...); }, flags...); };
+  flag ? and_others(std::true_type()) : and_others(std::false_type());
 }
 
 template <typename W>
@@ -37,9 +38,9 @@ Scaling<W> multiplying(GradientScale scale, bool maximize) {
   return Scaling<W>(scale, maximize);
 }
 
-template <bool kDivides, typename W>
-TAMP_INLINE W scaled(const Scaling<W> &s, W gradient) {
-  return (kDivides ? gradient / s.divisor : gradient * s.factor * s.clip) * s.sign;
+template <typename W, typename Flag>
+TAMP_INLINE W scaled(const Scaling<W> &s, W gradient, Flag divides) {
+  return (divides ? gradient / s.divisor : gradient * s.factor * s.clip) * s.sign;
 }
 
 }  // namespace tamp::kernels

@@ -65,9 +65,6 @@ void run(const Loop &loop) {
 
 // ---- numbers
 
-template <typename T>
-using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
 TAMP_INLINE float widen(float x) { return x; }
 TAMP_INLINE double widen(double x) { return x; }
 TAMP_INLINE float widen(c10::BFloat16 x) {

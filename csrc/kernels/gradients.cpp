@@ -122,4 +122,6 @@ TAMP_INSTANTIATE(double)
 TAMP_INSTANTIATE(c10::BFloat16)
 TAMP_INSTANTIATE(c10::Half)
 
+#undef TAMP_INSTANTIATE
+
 }  // namespace tamp::kernels

@@ -48,7 +48,7 @@ void take_roots(W *squares, int64_t n) {
 template <bool kFma, typename T>
 TAMP_INLINE Wide<T> rmsprop_gradient(const RmsPropNumbers<Wide<T>> &c, const Scaling<Wide<T>> &s, T parameter,
                                      T gradient) {
-  const Wide<T> g = scaled<false>(s, Wide<T>(widen(gradient)));
+  const Wide<T> g = scaled(s, Wide<T>(widen(gradient)), std::false_type());
   return c.weight_decay != 0 ? fma<kFma>(Wide<T>(widen(parameter)), c.weight_decay, g) : g;
 }
 
@@ -130,7 +130,7 @@ TAMP_INLINE void lion(const LionNumbers<Wide<T>> c, const Scaling<Wide<T>> s, co
   T *__restrict exp_avgs = x.states[kExpAvg];
   TAMP_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
-    const W g = scaled<false>(s, W(widen(gradients[i])));
+    const W g = scaled(s, W(widen(gradients[i])), std::false_type());
     const W exp_avg = widen(exp_avgs[i]);
     const W along = fma<kFma>(g, c.one_minus_beta1, exp_avg * c.beta1);
     const W sign = W(along > 0) - W(along < 0);  // zero for a NaN, as in libtorch
@@ -151,13 +151,15 @@ void update(const RmsProp &options, const GradientScale &scale, const Slice<T> &
   alignas(64) Wide<T> roots[kBlock];
   for (int64_t begin = 0; begin < x.n; begin += kBlock) {
     const Slice<T> block = part(x, begin, std::min(kBlock, x.n - begin));
-    with(options.centered, [&](auto centered) {
+    const auto averages = [&](auto centered) {
       run([&](auto fma) TAMP_INLINE_LAMBDA { rmsprop_averages<fma, centered>(c, s, block, roots); });
-    });
+    };
+    with(averages, options.centered);
     take_roots(roots, block.n);
-    with(options.momentum > 0, [&](auto momentum) {
+    const auto parameters = [&](auto momentum) {
       run([&](auto fma) TAMP_INLINE_LAMBDA { rmsprop_parameters<fma, momentum>(c, s, block, roots); });
-    });
+    };
+    with(parameters, options.momentum > 0);
   }
 }
 
@@ -176,5 +178,7 @@ TAMP_INSTANTIATE(float)
 TAMP_INSTANTIATE(double)
 TAMP_INSTANTIATE(c10::BFloat16)
 TAMP_INSTANTIATE(c10::Half)
+
+#undef TAMP_INSTANTIATE
 
 }  // namespace tamp::kernels

@@ -14,7 +14,7 @@
 #include <mutex>
 #include <utility>
 
-#include "distributed_agreement.h"
+#include "agreement.h"
 #include "masters.h"
 
 namespace {

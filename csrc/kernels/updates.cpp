@@ -17,14 +17,20 @@ TAMP_INLINE float quotient(float a, float d, float reciprocal) {
 }
 
 // Runs `loop` over the elements that libtorch processes in vectors, and then over the rest, for which its compiler has
-// contracted other products into multiply-adds.
-template <typename T, typename Loop>
-void run_split(const Slice<T> &x, const Loop &loop) {
+// contracted other products into multiply-adds. The vectors of CPUs with fused multiply-add have a loop for each
+// combination of the flags; all others, which take most of the compiler's time otherwise, test them as they go.
+template <typename T, typename Loop, typename... Flags>
+void run_split(const Slice<T> &x, const Loop &loop, Flags... flags) {
+  const std::true_type tail;
+  const std::false_type vectors;
   const int64_t split = x.n - x.n % static_cast<int64_t>(32 / sizeof(T));
-  run([&](auto fma) TAMP_INLINE_LAMBDA {
-    loop(fma, std::false_type(), 0, split);
-    loop(fma, std::true_type(), split, x.n);
-  });
+  if (has_fma()) {
+    with([&](auto... known) { run_fma([&](auto fma) TAMP_INLINE_LAMBDA { loop(fma, vectors, 0, split, known...); }); },
+         flags...);
+  } else {
+    loop(std::false_type(), vectors, 0, split, flags...);
+  }
+  if (split < x.n) run([&](auto fma) TAMP_INLINE_LAMBDA { loop(fma, tail, split, x.n, flags...); });
 }
 
 // Returns a * b + c * d. libtorch rounds the product c * d in its vectors, and a * b in its scalar loops.
@@ -58,9 +64,9 @@ struct AdamNumbers {
   }
 };
 
-template <bool kFma, bool kTail, bool kNear, bool kAmsgrad, bool kDecays, bool kDivides, typename T>
+template <bool kFma, bool kTail, typename T, typename Near, typename Amsgrad, typename Decays, typename Divides>
 TAMP_INLINE void adam(const AdamNumbers<Wide<T>> c, const Scaling<Wide<T>> s, const Slice<T> x, int64_t begin,
-                      int64_t end) {
+                      int64_t end, Near near, Amsgrad amsgrad, Decays decays, Divides divides) {
   using W = Wide<T>;
   T *__restrict parameters = x.parameter;
   const T *__restrict gradients = x.gradient;
@@ -70,16 +76,16 @@ TAMP_INLINE void adam(const AdamNumbers<Wide<T>> c, const Scaling<Wide<T>> s, co
   TAMP_INDEPENDENT
   for (int64_t i = begin; i < end; ++i) {
     const W old = widen(parameters[i]);
-    W g = scaled<kDivides>(s, W(widen(gradients[i])));
-    if (kDecays) g = fma<kFma>(old, c.weight_decay, g);
+    W g = scaled(s, W(widen(gradients[i])), divides);
+    if (decays) g = fma<kFma>(old, c.weight_decay, g);
     const W old_exp_avg = widen(exp_avgs[i]);
     const W away = g - old_exp_avg;
     // libtorch's vectors and scalar loops compute the same number here, but a zero may have another sign.
-    const W exp_avg = kNear ? fma<kFma>(c.lerp, away, old_exp_avg)
-                            : (kTail ? fma<kFma>(-away, c.rest, g) : fma<kFma>(c.lerp, away, g));
+    const W exp_avg = near ? fma<kFma>(c.lerp, away, old_exp_avg)
+                           : (kTail ? fma<kFma>(-away, c.rest, g) : fma<kFma>(c.lerp, away, g));
     const W exp_avg_sq = sum_of_products<kFma, kTail>(c.one_minus_beta2 * g, g, W(widen(exp_avg_sqs[i])), c.beta2);
     W square = exp_avg_sq;
-    if (kAmsgrad) {
+    if (amsgrad) {
       const W old_max = widen(max_exp_avg_sqs[i]);
       square = old_max < exp_avg_sq ? exp_avg_sq : old_max;
       narrow(square, max_exp_avg_sqs[i]);
@@ -111,9 +117,9 @@ struct SgdNumbers {
 
 enum class Momentum { kNone, kPlain, kNesterov };
 
-template <bool kFma, bool kTail, Momentum kMomentum, bool kFirst, bool kDivides, typename T>
+template <bool kFma, bool kTail, Momentum kMomentum, typename T, typename First, typename Divides>
 TAMP_INLINE void sgd(const SgdNumbers<Wide<T>> c, const Scaling<Wide<T>> s, const Slice<T> x, bool decays,
-                     int64_t begin, int64_t end) {
+                     int64_t begin, int64_t end, First first, Divides divides) {
   using W = Wide<T>;
   T *__restrict parameters = x.parameter;
   const T *__restrict gradients = x.gradient;
@@ -121,11 +127,11 @@ TAMP_INLINE void sgd(const SgdNumbers<Wide<T>> c, const Scaling<Wide<T>> s, cons
   TAMP_INDEPENDENT
   for (int64_t i = begin; i < end; ++i) {
     const W old = widen(parameters[i]);
-    W g = scaled<kDivides>(s, W(widen(gradients[i])));
+    W g = scaled(s, W(widen(gradients[i])), divides);
     if (decays) g = fma<kFma>(old, c.weight_decay, g);
     if constexpr (kMomentum != Momentum::kNone) {
       W buffer = g;
-      if constexpr (!kFirst) {
+      if (!first) {
         buffer = sum_of_products<kFma, kTail>(c.one_minus_dampening, g, W(widen(buffers[i])), c.momentum);
       }
       narrow(buffer, buffers[i]);
@@ -147,17 +153,17 @@ struct AdagradNumbers {
         weight_decay(static_cast<W>(o.weight_decay)) {}
 };
 
-template <bool kFma, bool kDivides, typename T>
+template <bool kFma, typename T>
 TAMP_INLINE void adagrad(const AdagradNumbers<Wide<T>> c, const Scaling<Wide<T>> s, const Slice<T> x, bool decays,
-                         int64_t n) {
+                         bool divides) {
   using W = Wide<T>;
   T *__restrict parameters = x.parameter;
   const T *__restrict gradients = x.gradient;
   T *__restrict sums = x.states[kSum];
   TAMP_INDEPENDENT
-  for (int64_t i = 0; i < n; ++i) {
+  for (int64_t i = 0; i < x.n; ++i) {
     const W old = widen(parameters[i]);
-    W g = scaled<kDivides>(s, W(widen(gradients[i])));
+    W g = scaled(s, W(widen(gradients[i])), divides);
     if (decays) g = fma<kFma>(old, c.weight_decay, g);
     const W sum = fma<kFma>(g, g, W(widen(sums[i])));
     narrow(sum, sums[i]);
@@ -174,17 +180,11 @@ void update(const Adam &options, const GradientScale &scale, const Slice<T> &x) 
   const AdamNumbers<Wide<T>> c(options);
   const Scaling<Wide<T>> s(scale, options.maximize);
   const bool decays = !options.decoupled && options.weight_decay != 0;
-  with(options.amsgrad, [&](auto amsgrad) {
-    with(decays, [&](auto decays) {
-      with(s.divides, [&](auto divides) {
-        with(c.near, [&](auto near) {
-          run_split(x, [&](auto fma, auto tail, int64_t begin, int64_t end) TAMP_INLINE_LAMBDA {
-            adam<fma, tail, near, amsgrad, decays, divides>(c, s, x, begin, end);
-          });
-        });
-      });
-    });
-  });
+  run_split(
+      x,
+      [&](auto fma, auto tail, int64_t begin, int64_t end, auto... flags)
+          TAMP_INLINE_LAMBDA { adam<fma, tail>(c, s, x, begin, end, flags...); },
+      c.near, options.amsgrad, decays, s.divides);
 }
 
 template <typename T>
@@ -193,13 +193,11 @@ void update(const Sgd &options, const GradientScale &scale, const Slice<T> &x) {
   const Scaling<Wide<T>> s(scale, options.maximize);
   const bool decays = options.weight_decay != 0;
   const auto go = [&](auto momentum) {
-    with(options.first_step, [&](auto first) {
-      with(s.divides, [&](auto divides) {
-        run_split(x, [&](auto fma, auto tail, int64_t begin, int64_t end) TAMP_INLINE_LAMBDA {
-          sgd<fma, tail, decltype(momentum)::value, first, divides>(c, s, x, decays, begin, end);
-        });
-      });
-    });
+    run_split(
+        x,
+        [&](auto fma, auto tail, int64_t begin, int64_t end, auto... flags)
+            TAMP_INLINE_LAMBDA { sgd<fma, tail, decltype(momentum)::value>(c, s, x, decays, begin, end, flags...); },
+        options.first_step, s.divides);
   };
   if (options.momentum == 0) {
     go(std::integral_constant<Momentum, Momentum::kNone>());
@@ -215,8 +213,7 @@ void update(const Adagrad &options, const GradientScale &scale, const Slice<T> &
   const AdagradNumbers<Wide<T>> c(options);
   const Scaling<Wide<T>> s(scale, options.maximize);
   const bool decays = options.weight_decay != 0;
-  with(s.divides,
-       [&](auto divides) { run([&](auto fma) TAMP_INLINE_LAMBDA { adagrad<fma, divides>(c, s, x, decays, x.n); }); });
+  run([&](auto fma) TAMP_INLINE_LAMBDA { adagrad<fma>(c, s, x, decays, s.divides); });
 }
 
 #define TAMP_INSTANTIATE(T)                                                       \
@@ -228,5 +225,7 @@ TAMP_INSTANTIATE(float)
 TAMP_INSTANTIATE(double)
 TAMP_INSTANTIATE(c10::BFloat16)
 TAMP_INSTANTIATE(c10::Half)
+
+#undef TAMP_INSTANTIATE
 
 }  // namespace tamp::kernels

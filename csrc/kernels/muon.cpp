@@ -29,7 +29,7 @@ TAMP_INLINE void muon(const MuonNumbers<Wide<T>> c, const Scaling<Wide<T>> s, co
   const c10::BFloat16 *__restrict orthogonal = x.orthogonal;
   TAMP_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
-    const W g = scaled<false>(s, W(widen(gradients[i])));
+    const W g = scaled(s, W(widen(gradients[i])), std::false_type());
     const W old = widen(buffers[i]);
     const W away = g - old;
     narrow(c.near ? fma<kFma>(c.lerp, away, old) : fma<kFma>(-away, c.lerp, g), buffers[i]);
