@@ -9,6 +9,7 @@ use crate::args::Args;
 mod advice;
 mod args;
 mod bench;
+mod build_time;
 mod bundle;
 mod cache;
 mod cpu;
@@ -51,6 +52,7 @@ usage: cargo xtask <command>
                                      sanitizers, after planted faults were found; args are those of cargo test
   bench [--tch V] [filter...]        times this crate beside Python and plain tch, on one core; all benchmarks or
                                      those whose names have a filter in them
+  build-time [--tch V]               times how long a program that has tch waits for this crate, by feature
   doctor [--tch V]                   says what is here, what is missing and which precision suits this machine
   bundle [--tch V]                   packs tests, examples and benches for a machine without Rust
   fuzz [seconds]                     feeds damaged files to the checkpoint readers, for a minute by default
@@ -94,6 +96,7 @@ fn dispatch() -> Result<ExitCode> {
         "sanitize" => sanitize::run(args)?,
         "simulate" => return simulate::run(args),
         "bench" => bench::run(args)?,
+        "build-time" => build_time::run(args)?,
         "doctor" => return doctor::run(args),
         "bundle" => bundle::run(args)?,
         "fuzz" => fuzz::run(args)?,
