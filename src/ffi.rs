@@ -8,10 +8,12 @@ mod codes;
 mod device;
 #[cfg(feature = "distributed")]
 pub(crate) mod distributed;
+#[cfg(feature = "insight")]
 pub(crate) mod exponents;
 mod function;
 mod gradients;
 mod heap;
+#[cfg(feature = "insight")]
 pub(crate) mod insight;
 mod loss_scale;
 mod memory;

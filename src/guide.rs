@@ -67,6 +67,7 @@ pub mod distributed {}
 #[doc = include_str!("../docs/many-ranks.md")]
 pub mod many_ranks {}
 
+#[cfg(feature = "insight")]
 #[doc = include_str!("guide/links.md")]
 /// Why a step was skipped, what half precision does to the numbers of a model, why it is not faster, and whether the loss
 /// scale is healthy.

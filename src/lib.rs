@@ -33,6 +33,7 @@ pub mod gradcheck;
 pub mod gradients;
 pub mod guide;
 pub mod half;
+#[cfg(feature = "insight")]
 pub mod insight;
 pub mod loss_scale;
 pub mod memory;

@@ -8,6 +8,7 @@ pub(crate) use torch_sys::C_tensor as Tensor;
 
 #[cfg(feature = "distributed")]
 pub(crate) mod distributed;
+#[cfg(feature = "insight")]
 pub(crate) mod insight;
 pub(crate) mod training;
 

@@ -96,7 +96,6 @@ fn a_resumed_run_has_the_same_losses() {
 }
 
 /// Two epochs on two ranks, the first of which prints the losses of each run.
-#[cfg(feature = "distributed")]
 #[test]
 #[ignore = "a program that the next test starts"]
 fn on_two_ranks() {
@@ -113,7 +112,6 @@ fn on_two_ranks() {
     }
 }
 
-#[cfg(feature = "distributed")]
 #[test]
 fn two_ranks_learn_what_one_process_does() {
     LazyLock::force(&RUNS);
@@ -138,14 +136,6 @@ fn two_ranks_learn_what_one_process_does() {
         assert!((0.9..1.1).contains(&ratio), "{name} differs too much from one process: {ratio}");
         assert_eq!(shown.matches(&format!("{name}  epoch  2/2")).count(), 1, "{shown}");
     }
-}
-
-#[cfg(not(feature = "distributed"))]
-#[test]
-fn without_the_feature_several_ranks_are_refused() {
-    let error = Ranks::start(Some(2)).unwrap_err().to_string();
-    assert!(error.contains("the feature `distributed`"), "{error}");
-    assert_eq!(Ranks::start(None).unwrap().unwrap().size(), 1);
 }
 
 #[test]

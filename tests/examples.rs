@@ -22,6 +22,7 @@ mod images;
 #[path = "../examples/inference/mod.rs"]
 #[allow(dead_code, reason = "the tests choose the file")]
 mod inference;
+#[cfg(feature = "insight")]
 #[path = "../examples/insight.rs"]
 #[allow(dead_code, reason = "the test chooses the path of the page")]
 mod insight;
@@ -264,6 +265,7 @@ fn a_downloaded_bert_has_the_outputs_of_python() -> anyhow::Result<()> {
 }
 
 /// The bad batch is skipped, and the attention is to blame.
+#[cfg(feature = "insight")]
 #[test]
 fn insight_runs() -> anyhow::Result<()> {
     let folder = Folder::new();

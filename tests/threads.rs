@@ -13,13 +13,6 @@ use tch_amp::checkpoint::{
 use tch_amp::function::{BackwardContext, Closures, ForwardContext, GradOutputs};
 use tch_amp::gradcheck::GradCheck;
 use tch_amp::gradients::NonFiniteGradient;
-use tch_amp::insight::{
-    AtScale, Audit, AuditedGradient, AuditedOutput, AuditedPart, AutocastList, CastReason, CastRow,
-    Cause, Culprit, Explanation, Exponents, Gain, HealthReport, HistoryReport, LayerHealth,
-    ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding, Pass, ProductKind,
-    ProductRow, Profiler, ScaleHealth, ScaleHistory, SkipCause, StepRecord, Suspicion, Tracer,
-    Values, Verdict, Wrappers,
-};
 use tch_amp::loss_scale::{
     DynamicLossScale, DynamicLossScaleState, LossScaleState, NoOpLossScale, StaticLossScale,
 };
@@ -89,70 +82,40 @@ send_and_sync!(
     AdamW,
     AdjustLr,
     Algorithm,
-    Audit,
-    AuditedGradient,
-    AuditedOutput,
-    AuditedPart,
-    AtScale,
     Autocast,
-    AutocastList,
     AutocastState,
     Averaging,
     Better,
-    CastReason,
-    CastRow,
     CheckpointFile,
-    Cause,
     CheckpointFolder,
     Closures<fn(), fn()>,
-    Culprit,
     DeviceMemory,
     DynamicLossScaleState,
     Ema,
-    Explanation,
-    Exponents,
     Format,
-    Gain,
     GradCheck,
     GradScalerConfig,
     GradScalerState,
-    HealthReport,
-    HistoryReport,
     KeepF32<'static>,
-    LayerHealth,
     Lion,
-    ListedOperator,
     LossScaleState,
     MasterWeights,
-    MovedOperator,
     Muon,
     NoOpLossScale,
     NonFiniteGradient,
-    OperatorReport,
-    OperatorRow,
     OptLevel,
-    Padding,
     ParamGroup,
     ParamGroupState,
-    Pass,
     Policy,
-    ProductKind,
-    ProductRow,
     Resident,
     Restored,
     RmsProp,
     Rng,
     Sgd,
-    SkipCause,
     SpikeConfig,
     SpikeCounts,
     Start,
-    Suspicion,
-    StepRecord,
     Swa,
-    Values,
-    Verdict,
-    Wrappers,
 );
 
 // Schedules and their options.
@@ -183,6 +146,51 @@ send_and_sync!(Recomputed<Linear>, RecomputedT<BatchNorm>);
 
 // It holds outcomes of steps, which are tensors.
 only_send!(Scheduler);
+
+#[cfg(feature = "insight")]
+mod insight {
+    use tch_amp::insight::{
+        AtScale, Audit, AuditedGradient, AuditedOutput, AuditedPart, AutocastList, CastReason,
+        CastRow, Cause, Culprit, Explanation, Exponents, Gain, HealthReport, HistoryReport,
+        LayerHealth, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding, Pass,
+        ProductKind, ProductRow, Profiler, ScaleHealth, ScaleHistory, SkipCause, StepRecord,
+        Suspicion, Tracer, Values, Verdict, Wrappers,
+    };
+
+    send_and_sync!(
+        AtScale,
+        Audit,
+        AuditedGradient,
+        AuditedOutput,
+        AuditedPart,
+        AutocastList,
+        CastReason,
+        CastRow,
+        Cause,
+        Culprit,
+        Explanation,
+        Exponents,
+        Gain,
+        HealthReport,
+        HistoryReport,
+        LayerHealth,
+        ListedOperator,
+        MovedOperator,
+        OperatorReport,
+        OperatorRow,
+        Padding,
+        Pass,
+        ProductKind,
+        ProductRow,
+        SkipCause,
+        StepRecord,
+        Suspicion,
+        Values,
+        Verdict,
+        Wrappers
+    );
+    only_send!(Profiler, ScaleHealth, ScaleHistory, Tracer);
+}
 
 #[cfg(feature = "distributed")]
 mod distributed {
@@ -218,16 +226,12 @@ only_send!(
     PerLossScalers,
     PolicyModule<Linear>,
     PolicyModuleT<BatchNorm>,
-    Profiler,
     SaveState<'static>,
-    ScaleHealth,
-    ScaleHistory,
     SpikeDetector,
     StaticLossScale,
     StepOutcome,
     StepCounter,
     SwappedIn<'static>,
-    Tracer,
     WithGradients<'static>,
 );
 

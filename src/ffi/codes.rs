@@ -37,6 +37,7 @@ pub(crate) fn dtype_kind(code: i8) -> Result<Kind> {
 }
 
 /// Returns the floating dtype for a number of `c10::ScalarType`, or `None` for others.
+#[cfg(feature = "insight")]
 pub(crate) fn kind_of(code: i8) -> Option<Kind> {
     dtype_kind(code).ok()
 }

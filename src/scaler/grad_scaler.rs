@@ -2,7 +2,9 @@
 
 use std::borrow::Borrow;
 use std::cell::RefCell;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
+#[cfg(feature = "insight")]
+use std::collections::HashSet;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
@@ -11,7 +13,9 @@ use tch::{Device, Tensor};
 use crate::error::Result;
 #[cfg(doc)]
 use crate::error::{Error, ScalerError};
-use crate::ffi::{self, Gradient};
+use crate::ffi;
+#[cfg(feature = "insight")]
+use crate::ffi::Gradient;
 use crate::scale::AdaptiveScale;
 use crate::scaler::GradScalerConfig;
 use crate::scaler::agreement::Agreement;
@@ -203,16 +207,19 @@ impl GradScaler {
     }
 
     /// The scale on its device, unless the scaler is disabled.
+    #[cfg(feature = "insight")]
     pub(crate) fn scale_number(&self) -> Option<&Tensor> {
         self.scale.number().map(|number| number.tensor())
     }
 
     /// Which parameters' gradients have been unscaled in this iteration, by identity; see [`Iteration::unscaled`].
+    #[cfg(feature = "insight")]
     pub(crate) fn unscaled(&self, parameters: &[Gradient]) -> Result<HashSet<usize>> {
         self.iteration.borrow().unscaled(parameters)
     }
 
     /// Whether an optimizer was unscaled or stepped since the last `update`.
+    #[cfg(feature = "insight")]
     pub(crate) fn is_between_step_and_update(&self) -> bool {
         self.iteration.borrow().is_open()
     }

@@ -151,6 +151,7 @@ impl Iteration {
 
     /// The parameters whose gradients have been unscaled, by identity. Fails if one of `parameters` belongs to an
     /// optimizer that has been stepped, so that its gradients may or may not be scaled.
+    #[cfg(feature = "insight")]
     pub(crate) fn unscaled(&self, parameters: &[Gradient]) -> Result<HashSet<usize>> {
         let wanted: HashSet<_> = parameters.iter().map(Gradient::parameter).collect();
         let mut unscaled = HashSet::new();

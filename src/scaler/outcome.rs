@@ -26,16 +26,19 @@ use crate::ffi::Arrival;
 pub struct StepOutcome {
     answer: Answer,
     total_norm: Option<Tensor>,
+    #[cfg(feature = "insight")]
     judged: Option<Judged>,
 }
 
 /// What a detector of spikes has judged.
+#[cfg(feature = "insight")]
 #[derive(Debug)]
 pub(crate) struct Judged {
     pub(crate) norm: Tensor,
     pub(crate) loss: Option<Tensor>,
 }
 
+#[cfg(feature = "insight")]
 impl Judged {
     /// Whether a skipped step was a spike, because nothing overflowed. Synchronizes.
     pub(crate) fn is_finite(&self) -> Result<bool> {
@@ -93,29 +96,41 @@ impl Pending {
 
 impl StepOutcome {
     pub(crate) fn known(taken: Taken) -> Self {
-        Self { answer: Answer::Known(taken), total_norm: None, judged: None }
+        Self::new(Answer::Known(taken))
     }
 
     /// An outcome that is skipped if `found_inf`, an f32 tensor on a device, is not zero.
     pub(crate) fn on_device(found_inf: Tensor) -> Self {
         let pending = Pending { found_inf, arrival: OnceCell::new(), skipped: Cell::new(None) };
-        Self { answer: Answer::OnDevice(pending), total_norm: None, judged: None }
+        Self::new(Answer::OnDevice(pending))
+    }
+
+    fn new(answer: Answer) -> Self {
+        Self {
+            answer,
+            total_norm: None,
+            #[cfg(feature = "insight")]
+            judged: None,
+        }
     }
 
     pub(crate) fn with_norm(self, total_norm: Option<Tensor>) -> Self {
         Self { total_norm, ..self }
     }
 
+    #[cfg(feature = "insight")]
     pub(crate) fn with_judged(self, judged: Judged) -> Self {
         Self { judged: Some(judged), ..self }
     }
 
     /// What a detector of spikes has judged, if one decided about the step.
+    #[cfg(feature = "insight")]
     pub(crate) fn judged(&self) -> Option<&Judged> {
         self.judged.as_ref()
     }
 
     /// Whether the step was taken, if the host has the answer.
+    #[cfg(feature = "insight")]
     pub(crate) fn known_taken(&self) -> Option<Taken> {
         match &self.answer {
             Answer::Known(taken) => Some(*taken),

@@ -8,7 +8,9 @@ use crate::error::{Error, Result, ScalerError, ensure};
 use crate::ffi::{self, Gradient, SpikeOptions};
 use crate::gradients::{Plan, check_limit};
 use crate::optim::{AmpOptimizer, Optimizer, Step};
-use crate::scaler::outcome::{Judged, Taken};
+#[cfg(feature = "insight")]
+use crate::scaler::outcome::Judged;
+use crate::scaler::outcome::Taken;
 use crate::scaler::step::update;
 use crate::scaler::{GradScaler, StepOutcome};
 
@@ -144,6 +146,7 @@ impl SpikeDetector {
             Some(loss) => Some(ffi::spikes_judge(self.loss.as_ref(), loss, None, options)?),
             None => None,
         };
+        #[cfg(feature = "insight")]
         let judged = Judged {
             norm: norm.shallow_clone(),
             loss: self.watched.as_ref().map(Tensor::shallow_clone),
@@ -162,7 +165,9 @@ impl SpikeDetector {
         self.norm = Some(norm);
         self.loss = loss.or_else(|| self.loss.take());
         self.watched = None;
-        Ok(outcome.with_judged(judged))
+        #[cfg(feature = "insight")]
+        let outcome = outcome.with_judged(judged);
+        Ok(outcome)
     }
 
     /// The histories with their names in a checkpoint.

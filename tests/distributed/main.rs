@@ -1,6 +1,5 @@
 //! Groups of ranks, as threads of this process and as processes of their own.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-#![cfg(feature = "distributed")]
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -10,6 +9,7 @@ mod agreement;
 mod collectives;
 mod data_parallel;
 mod ddp;
+#[cfg(feature = "insight")]
 mod explained;
 mod failures;
 #[cfg(target_os = "linux")]

@@ -28,3 +28,11 @@ mod same;
 #[allow(dead_code, reason = "`tests/examples.rs` uses the rest")]
 mod text_classifier;
 mod trainer;
+
+#[cfg(not(feature = "distributed"))]
+#[test]
+fn without_the_feature_several_ranks_are_refused() {
+    let error = recipe::Ranks::start(Some(2)).unwrap_err().to_string();
+    assert!(error.contains("the feature `distributed`"), "{error}");
+    assert_eq!(recipe::Ranks::start(None).unwrap().unwrap().size(), 1);
+}

@@ -15,7 +15,9 @@ mod counts;
 #[cfg(feature = "distributed")]
 mod distributed;
 mod failing_steps;
+#[cfg(feature = "insight")]
 mod health;
+#[cfg(feature = "insight")]
 mod insight;
 mod iteration;
 mod kernels;
@@ -23,6 +25,7 @@ mod launches;
 mod looks;
 mod memory;
 mod muon;
+#[cfg(feature = "insight")]
 mod operators;
 mod planted;
 #[path = "../../examples/recipe/mod.rs"]

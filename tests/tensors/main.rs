@@ -8,6 +8,7 @@ mod common;
 #[cfg(feature = "distributed")]
 mod collectives;
 mod functions;
+#[cfg(feature = "insight")]
 mod insight;
 mod kinds;
 mod optimizers;

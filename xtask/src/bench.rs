@@ -75,7 +75,7 @@ fn choose(names: &[String], filters: &[String]) -> Result<Vec<String>> {
 }
 
 fn benches(workspace: &Workspace, names: &[String]) -> Command {
-    let mut bench = workspace.cargo("bench");
+    let mut bench = workspace.cargo_full("bench");
     bench.args(names.iter().flat_map(|name| ["--bench", name]));
     bench
 }

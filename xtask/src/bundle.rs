@@ -49,7 +49,7 @@ fn build(workspace: &Workspace, bin: &Path) -> Result<()> {
     for (kind, command, arguments) in kinds {
         let dir = bin.join(kind);
         fs::create_dir_all(&dir)?;
-        let mut cargo = workspace.cargo(command);
+        let mut cargo = workspace.cargo_full(command);
         cargo.args(arguments).arg("--message-format=json-render-diagnostics");
         for program in programs(&process::read_showing_errors(&mut cargo)?) {
             let mut strip = Command::new("strip");

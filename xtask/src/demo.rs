@@ -9,6 +9,6 @@ use crate::workspace::Workspace;
 /// `cargo xtask demo`.
 pub(crate) fn run(mut args: Args) -> Result<()> {
     let workspace = Workspace::announced(args.tch()?)?;
-    let mut demo = workspace.cargo("run");
+    let mut demo = workspace.cargo_full("run");
     process::run(demo.args(["--example", "demo", "--"]).args(args.rest()))
 }

@@ -67,7 +67,7 @@ fn compile(version: &str) -> Result<()> {
     };
     let mut check = Command::new("rustup");
     check.args(["run", &toolchain, "cargo", "check", "--locked", "--workspace", "--all-targets"]);
-    check.args(["--features", "doc-only"]).current_dir(workspace::root());
+    check.args(["--features", "doc-only,full"]).current_dir(workspace::root());
     // Without the path of the newer cargo that runs xtask, which cargo would otherwise inherit.
     check.env_remove("CARGO").env_remove("RUSTC").env("CARGO_TARGET_DIR", target());
     process::run(&mut check)

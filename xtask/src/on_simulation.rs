@@ -59,7 +59,7 @@ fn cargo_test<'a>(
     simulation: &Simulation,
     names: impl IntoIterator<Item = &'a str>,
 ) -> Command {
-    let mut tests = workspace.cargo("test");
+    let mut tests = workspace.cargo_full("test");
     for name in names {
         tests.args(["--test", name]);
     }

@@ -46,15 +46,25 @@ pub(crate) fn check_contents() -> Result<()> {
     Ok(())
 }
 
-/// Packs the crate, and checks and documents the package, without libtorch and the C++ like docs.rs, and with the
-/// oldest dependencies.
+/// Every combination of the features that open a module.
+const FEATURES: [&str; 4] = ["doc-only", "doc-only,insight", "doc-only,distributed", FULL];
+
+const FULL: &str = "doc-only,full";
+
+/// Packs the crate, and checks it with each combination of features and documents the package, without libtorch and the
+/// C++ like docs.rs, and with the oldest dependencies.
 ///
 /// The C++, which takes minutes, is not compiled again: every other build compiles the same files of `csrc/`.
 pub(crate) fn check_builds() -> Result<()> {
     let unpacked = packed()?;
     minimal::apply(&unpacked)?;
-    process::run(doc_only(&unpacked, "check").arg("--lib"))?;
-    process::run(doc_only(&unpacked, "doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
+    for features in FEATURES {
+        let mut clippy = doc_only(&unpacked, "clippy", features);
+        process::run(clippy.args(["--lib", "--", "-D", "warnings"]))?;
+    }
+    process::run(
+        doc_only(&unpacked, "doc", FULL).arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"),
+    )
 }
 
 /// Packs the crate and unpacks it in another folder.
@@ -137,9 +147,9 @@ fn version() -> Result<String> {
 }
 
 /// `cargo <command>` in `dir`, without libtorch. It has an output folder of its own, because the feature changes tch.
-fn doc_only(dir: &Path, command: &str) -> Command {
+fn doc_only(dir: &Path, command: &str, features: &str) -> Command {
     let mut cargo = process::cargo();
-    cargo.args([command, "--locked", "--features", "doc-only"]).current_dir(dir);
+    cargo.args([command, "--locked", "--features", features]).current_dir(dir);
     for name in ["LIBTORCH", "LIBTORCH_USE_PYTORCH", "LIBTORCH_INCLUDE", "LIBTORCH_LIB"] {
         cargo.env_remove(name);
     }

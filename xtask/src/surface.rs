@@ -55,7 +55,7 @@ fn document(workspace: &Workspace) -> Result<()> {
         fs::remove_dir_all(&pages)
             .with_context(|| format!("{} cannot be removed", pages.display()))?;
     }
-    process::run(workspace.cargo("doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
+    process::run(workspace.cargo_full("doc").arg("--no-deps").env("RUSTDOCFLAGS", "-D warnings"))
 }
 
 /// The version of rustdoc, followed by the sorted items.

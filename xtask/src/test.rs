@@ -44,7 +44,7 @@ fn test_only(steps: &mut Steps, pair: Pair) -> Result<()> {
     steps.run(&format!("tests {with} on simulated GPUs"), || on_simulation::test(&workspace))?;
     steps.run(&format!("cargo test {with}"), || {
         workspace.warn_without_python();
-        show(workspace.cargo("test").env("TCH_AMP_SHORT", "1"))
+        show(workspace.cargo_full("test").env("TCH_AMP_SHORT", "1"))
     })
 }
 
@@ -63,7 +63,7 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
     steps.run("C++ without warnings", || sanitize::compile(&workspace))?;
     steps.run("tests under sanitizers", || sanitize::sanitize(&workspace))?;
     steps.run("clippy", || {
-        let mut clippy = workspace.cargo("clippy");
+        let mut clippy = workspace.cargo_full("clippy");
         show(clippy.args(["--workspace", "--all-targets", "--", "-D", "warnings"]))
     })?;
     steps.run("documentation, and the surface that it shows", || surface::check(&workspace))?;
@@ -75,6 +75,6 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
     // Documentation tests come last.
     steps.run("cargo test", || {
         workspace.warn_without_python();
-        show(&mut workspace.cargo("test"))
+        show(&mut workspace.cargo_full("test"))
     })
 }

@@ -51,6 +51,13 @@ impl Workspace {
         cargo
     }
 
+    /// Like [`cargo`](Self::cargo), with every feature of the crate.
+    pub(crate) fn cargo_full(&self, command: &str) -> Command {
+        let mut cargo = self.cargo(command);
+        cargo.args(["--features", "full"]);
+        cargo
+    }
+
     /// Any program with this workspace's libtorch and Python, in the current folder. In a shadow it runs in the
     /// shadow's folder, since the current folder builds with another tch.
     pub(crate) fn command(&self, program: &str) -> Command {

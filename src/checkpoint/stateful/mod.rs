@@ -7,7 +7,6 @@
 mod accumulation;
 mod average;
 mod dict;
-mod history;
 mod loss_scale;
 mod model;
 mod optimizer;

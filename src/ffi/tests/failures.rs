@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::autocast::{AutocastState, autocast_dtype};
 use crate::error::ScalerError;
+#[cfg(feature = "insight")]
 use crate::ffi::exponents::{CountedGradient, StepNumbers};
 use crate::function::Function;
 use crate::scaler::{GradScalerConfig, PerLossScalers};
@@ -150,10 +151,13 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         fails(&|| ffi::all_finite(&[&w]).map(drop));
         fails(&|| ffi::any_nonzero(&[&found]).map(drop));
         assert!(!ffi::any_nonzero(&[&found]).unwrap());
-        let counted = CountedGradient { parameter: &w, row: 0, unscaled: false };
-        fails(&|| ffi::exponents::exponents_count(None, &[counted], 1, None).map(drop));
-        let numbers = StepNumbers::default();
-        fails(&|| ffi::exponents::history_record(None, 1, 0, numbers).map(drop));
+        #[cfg(feature = "insight")]
+        {
+            let counted = CountedGradient { parameter: &w, row: 0, unscaled: false };
+            fails(&|| ffi::exponents::exponents_count(None, &[counted], 1, None).map(drop));
+            let numbers = StepNumbers::default();
+            fails(&|| ffi::exponents::history_record(None, 1, 0, numbers).map(drop));
+        }
         #[cfg(feature = "distributed")]
         {
             fails(&|| ffi::random::permutation(3, 1).map(drop));

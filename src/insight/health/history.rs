@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use super::history_report::{HistoryReport, SkipCause, StepRecord};
 use crate::GradScaler;
+use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
 use crate::ffi::exponents::{self, ReadNumbers, StepNumbers};
 use crate::scaler::{StepOutcome, Taken};
@@ -160,12 +161,25 @@ impl ScaleHistory {
     }
 
     /// Continues from a saved history, of which the last steps are kept.
-    pub(crate) fn resume(&mut self, saved: HistoryReport) {
+    fn resume(&mut self, saved: HistoryReport) {
         let HistoryReport { total, steps } = saved;
         let left_out = steps.len().saturating_sub(self.capacity);
         self.settled = steps.into_iter().skip(left_out).collect();
         (self.total, self.ring) = (total, None);
         self.open.clear();
+    }
+}
+
+impl Stateful for ScaleHistory {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        let HistoryReport { total, steps } = self.report()?;
+        state.value("total", &total)?;
+        state.value("steps", &steps)
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let loaded = HistoryReport::checked(saved.value("total")?, saved.value("steps")?)?;
+        Ok(Prepared::new(move || self.resume(loaded)))
     }
 }
 
