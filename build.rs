@@ -66,8 +66,9 @@ fn compiler(include: &str, cuda: bool) -> cc::Build {
     compiler.define("_GLIBCXX_USE_CXX11_ABI", &*abi);
     // System headers: their warnings are not ours. A libtorch that has gloo's headers takes its own.
     let api = format!("{include}/torch/csrc/api/include");
-    let folders = [include, &api, "csrc/distributed/gloo_headers"];
-    compiler.flags(folders.map(|folder| format!("-isystem{folder}"))).includes([".", "csrc"]);
+    let gloo = "csrc/distributed/gloo_headers";
+    compiler.flags([include, &api, gloo].map(|folder| format!("-isystem{folder}")));
+    compiler.flags(["-iquote.", "-iquotecsrc"]); // not -I: <memory.h> is the system's
     // Hooks for this crate's own tests: two functions more, and a counter that nothing else sets. Users' debug builds
     // have them as well, because their profile is the same. A profile may set debug_assertions otherwise.
     let testing = env::var("PROFILE").is_ok_and(|profile| profile == "debug");

@@ -100,7 +100,7 @@ fn clang(include: &Path) -> Command {
     command.arg("-isystem").arg(include);
     command.arg("-isystem").arg(include.join("torch/csrc/api/include"));
     command.arg("-isystem").arg(workspace::root().join("csrc/distributed/gloo_headers"));
-    command.arg("-I").arg(workspace::root().join("csrc"));
+    command.arg("-iquote").arg(workspace::root().join("csrc"));
     command
 }
 
