@@ -29,7 +29,7 @@ enum class Access { kRead, kWrite };
 
 // Returns where the memory of each tensor begins. For kWrite it copies copy-on-write memory, which must not happen
 // inside a parallel loop.
-std::vector<void *> memory_of(const std::vector<Tensor> &tensors, Access access) {
+std::vector<void *> beginnings(const std::vector<Tensor> &tensors, Access access) {
   std::vector<void *> out;
   out.reserve(tensors.size());
   for (const auto &t : tensors) {
@@ -41,7 +41,7 @@ std::vector<void *> memory_of(const std::vector<Tensor> &tensors, Access access)
 // Calls `f(pointer, n, i)` for each chunk `i` of tensors that have a loop.
 template <typename F>
 void over(const std::vector<Tensor> &tensors, const std::vector<Chunk> &chunks, Access access, const F &f) {
-  const auto memory = memory_of(tensors, access);
+  const auto memory = beginnings(tensors, access);
   for_each(chunks, From::kStart, [&](int64_t i) {
     const Chunk &chunk = chunks[static_cast<size_t>(i)];
     with_floating(tensors[chunk.tensor].scalar_type(), [&](auto *type) {

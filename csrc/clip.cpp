@@ -3,12 +3,15 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
+#include <cmath>
+#include <limits>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "arithmetic.h"
 #include "chunks.h"
+#include "gradients.h"
 #include "guarded.h"
 
 namespace {
@@ -27,17 +30,30 @@ void check_dtype(const Tensor &gradient) {
               gradient.scalar_type(), " can be neither normed nor clipped");
 }
 
-std::vector<ClippedGroup> groups(tamp_tensor *const *parameters, size_t count) {
-  std::vector<ClippedGroup> out;
+// Checks the gradients of parameters, and returns the parameters that have one, each once.
+template <typename F>
+std::vector<tamp_tensor *> with_gradients(tamp_tensor *const *parameters, size_t count, const F &check) {
+  std::vector<tamp_tensor *> out;
   std::unordered_set<const void *> seen;  // a parameter that is listed twice has one gradient
   for (size_t i = 0; i < count; ++i) {
-    const Tensor &parameter = tamp::tensor(parameters[i]);
-    if (!tamp::gradient(parameter).defined()) continue;
-    if (!seen.insert(tamp::gradient(parameter).unsafeGetTensorImpl()).second) continue;
-    TORCH_CHECK(tamp::gradient(parameter).layout() == at::kStrided,
+    const Tensor &gradient = tamp::gradient(tamp::tensor(parameters[i]));
+    if (!gradient.defined() || !seen.insert(gradient.unsafeGetTensorImpl()).second) continue;
+    check(gradient);
+    out.push_back(parameters[i]);
+  }
+  tamp::separate(out.data(), out.size(), /*from_all=*/false);
+  return out;
+}
+
+std::vector<ClippedGroup> groups(tamp_tensor *const *parameters, size_t count) {
+  std::vector<ClippedGroup> out;
+  const auto check = [](const Tensor &gradient) {
+    TORCH_CHECK(gradient.layout() == at::kStrided,
                 "the norm of a sparse gradient cannot be taken; make it dense first");
-    check_dtype(tamp::gradient(parameter));
-    Tensor gradient = tamp::numbers(parameter);
+    check_dtype(gradient);
+  };
+  for (auto *parameter : with_gradients(parameters, count, check)) {
+    Tensor gradient = tamp::numbers(tamp::tensor(parameter));
     size_t group = 0;
     while (group < out.size() && out[group].device != gradient.device()) ++group;
     if (group == out.size()) out.push_back({gradient.device(), {}});
@@ -82,6 +98,15 @@ std::vector<std::vector<Tensor>> alike(const std::vector<Tensor> &tensors) {
   return out;
 }
 
+// The largest finite number of a dtype, and so the largest limit that can change a number.
+double largest_of(at::ScalarType dtype) {
+  double out = std::numeric_limits<double>::infinity();
+  tamp::with_floating(dtype, [&](auto *type) {
+    out = static_cast<double>(std::numeric_limits<std::remove_pointer_t<decltype(type)>>::max());
+  });
+  return out;
+}
+
 // Clamps gradients of one device and dtype in two launches, like PyTorch. A NaN stays a NaN.
 void clamp(const std::vector<Tensor> &gradients, double max) {
   at::_foreach_clamp_min_(gradients, -max);
@@ -122,10 +147,10 @@ void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double m
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     std::vector<Tensor> single, lists;
-    for (size_t i = 0; i < count; ++i) {
-      const Tensor &gradient = tamp::gradient(tamp::tensor(parameters[i]));
-      if (!gradient.defined()) continue;
-      check_clamped(gradient);
+    for (auto *parameter : with_gradients(parameters, count, check_clamped)) {
+      const Tensor &gradient = tamp::gradient(tamp::tensor(parameter));
+      // libtorch refuses a limit beyond the range of the dtype, which clamps nothing.
+      if (max > largest_of(gradient.scalar_type())) continue;
       // On the CPU, one pass over a gradient takes less time than the two of `clamp`.
       (gradient.is_cpu() || gradient.is_neg() ? single : lists).push_back(gradient);
     }

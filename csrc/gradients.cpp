@@ -1,8 +1,13 @@
-// The gradients of a list of parameters: describing, taking, dropping and adding them.
+// The gradients of a list of parameters: describing, separating, taking, dropping and adding them.
 
 #include <ATen/ATen.h>
+#include <ATen/SparseTensorImpl.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -17,7 +22,87 @@ using at::Tensor;
 
 uintptr_t identity(const Tensor &t) { return reinterpret_cast<uintptr_t>(t.unsafeGetTensorImpl()); }
 
+// Returns the strided tensor that holds the numbers of a gradient.
+Tensor values(const Tensor &gradient) {
+  if (!gradient.is_sparse()) return gradient;
+  return static_cast<const at::SparseTensorImpl *>(gradient.unsafeGetTensorImpl())->values();
+}
+
+// Whether the numbers of a gradient may be those of another tensor as well.
+bool shares_memory(const Tensor &gradient) {
+  if (!gradient.is_sparse()) return is_shared(gradient);
+  const Tensor numbers = values(gradient);
+  // Two sparse gradients can have one tensor of values. One of the handles is the one here.
+  return is_shared(numbers) || numbers.use_count() > 2;
+}
+
+// A gradient that shares memory. If only its parameter holds the tensor, nobody sees that another takes its place.
+// libtorch's Reducer, for one, holds the gradients that are views of its buckets.
+struct SharedGradient {
+  const Tensor *parameter;
+  bool is_held_elsewhere;
+};
+
+std::vector<SharedGradient> shared_gradients(tamp_tensor *const *parameters, size_t count) {
+  std::vector<SharedGradient> out;
+  std::unordered_set<const void *> seen;  // a parameter that is listed twice has one gradient
+  for (size_t i = 0; i < count; ++i) {
+    const Tensor &parameter = tensor(parameters[i]);
+    if (!parameter.defined()) continue;
+    const Tensor &gradient = tamp::gradient(parameter);
+    if (!gradient.defined() || !shares_memory(gradient)) continue;
+    if (seen.insert(gradient.unsafeGetTensorImpl()).second) out.push_back({&parameter, gradient.use_count() > 1});
+  }
+  return out;
+}
+
+// Replaces gradients by copies: those that have memory in common with another of them, those whose own elements share
+// memory and, if `from_all`, those whose memory is used by an unknown tensor. Copies all of them before it replaces one.
+void copy_shared(const std::vector<SharedGradient> &shared, bool from_all) {
+  if (shared.empty()) return;
+  const c10::NoGradGuard no_grad;
+  std::vector<Tensor> numbers;
+  std::unordered_map<uintptr_t, size_t> owners;  // by storage, how many of its owners are known
+  for (const auto &one : shared) {
+    numbers.push_back(values(tamp::gradient(*one.parameter)));
+    ++owners[memory_of(numbers.back())];
+  }
+  const auto kept = keepers(numbers);
+  std::vector<std::pair<const Tensor *, Tensor>> copies;
+  for (size_t i = 0; i < shared.size(); ++i) {
+    const size_t all = numbers[i].storage().use_count();
+    const bool is_used_by_others = !shared[i].is_held_elsewhere && all > owners[memory_of(numbers[i])];
+    if (kept[i] == i && !overlaps(numbers[i]) && !(from_all && is_used_by_others)) continue;
+    copies.emplace_back(shared[i].parameter, tamp::gradient(*shared[i].parameter).clone());
+  }
+  for (auto &[parameter, copy] : copies) parameter->mutable_grad() = std::move(copy);
+}
+
 }  // namespace
+
+void separate(tamp_tensor *const *parameters, size_t count, bool from_all) {
+  copy_shared(shared_gradients(parameters, count), from_all);
+}
+
+void for_each_leaf(const Tensor &loss, const std::function<void(const Tensor &)> &f) {
+  using torch::autograd::Node;
+  if (!loss.requires_grad() || loss.grad_fn() == nullptr) return;
+  // A list of what is left to visit, because a graph can be deeper than the stack.
+  std::vector<Node *> left{loss.grad_fn().get()};
+  std::unordered_set<const Node *> seen{left.front()};
+  while (!left.empty()) {
+    Node *node = left.back();
+    left.pop_back();
+    if (const auto *leaf = dynamic_cast<torch::autograd::AccumulateGrad *>(node)) {
+      f(leaf->variable);
+      continue;
+    }
+    for (const auto &edge : node->next_edges()) {
+      Node *next = edge.function.get();
+      if (next != nullptr && seen.insert(next).second) left.push_back(next);
+    }
+  }
+}
 
 tamp_gradient inspect(const Tensor &parameter) {
   tamp_gradient out = {};
@@ -39,12 +124,10 @@ tamp_gradient inspect(const Tensor &parameter) {
   }
   if (gradient.is_sparse()) {
     out.flags |= TAMP_GRADIENT_SPARSE;
-    if (overlaps(gradient._values())) out.flags |= TAMP_GRADIENT_OVERLAPS;
   } else if (gradient.layout() == at::kStrided) {
     out.flags |= TAMP_GRADIENT_STRIDED;
-    // A zero tensor has no memory that its elements could share.
-    if (!gradient._is_zerotensor() && overlaps(gradient)) out.flags |= TAMP_GRADIENT_OVERLAPS;
   }
+  if (shares_memory(gradient)) out.flags |= TAMP_GRADIENT_SHARED;
   return out;
 }
 
@@ -68,6 +151,22 @@ void tamp_gradients_inspect(tamp_tensor *const *parameters, size_t count, uint8_
 
 void tamp_gradients_release(const tamp_gradient *gradients, size_t count) noexcept {
   for (size_t i = 0; i < count; ++i) tamp::release(gradients[i].memory);
+}
+
+void tamp_gradients_separate(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
+  tamp::guarded(err, [&] { tamp::separate(parameters, count, /*from_all=*/true); });
+}
+
+void tamp_gradients_separate_leaves(const tamp_tensor *loss, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    std::vector<Tensor> leaves;
+    tamp::for_each_leaf(tamp::tensor(loss), [&](const Tensor &leaf) {
+      if (tamp::gradient(leaf).defined()) leaves.push_back(leaf);
+    });
+    std::vector<tamp_tensor *> pointers;
+    for (auto &leaf : leaves) pointers.push_back(reinterpret_cast<tamp_tensor *>(&leaf));
+    tamp::separate(pointers.data(), pointers.size(), /*from_all=*/true);
+  });
 }
 
 void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
@@ -98,6 +197,7 @@ void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *grad
                         char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
+    tamp::separate(parameters, count, /*from_all=*/true);
     std::vector<Tensor> sums, parts;  // dense gradients, which are added in one launch
     for (size_t i = 0; i < count; ++i) {
       Tensor &gradient = tamp::tensor(parameters[i]).mutable_grad();

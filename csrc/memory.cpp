@@ -4,9 +4,12 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/COW.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
+#include <numeric>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -43,6 +46,58 @@ uint64_t view_of(const Tensor &t) {
   return hash;
 }
 
+// The bytes of memory from the first to the last that a tensor uses.
+struct Extent {
+  size_t index;  // of the tensor
+  uintptr_t begin, end;
+};
+
+bool has_memory(const Tensor &t) {
+  return t.defined() && t.layout() == at::kStrided && t.has_storage() && !t.is_nested() && !t.is_meta() &&
+         !t._is_zerotensor() && t.numel() > 0;
+}
+
+Extent extent(const Tensor &t, size_t index) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+  const auto begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  return {index, begin, begin + static_cast<uintptr_t>(last + 1) * t.element_size()};
+}
+
+// Calls `f` with the offset from the first byte of each byte that a tensor uses.
+template <typename F>
+void for_each_byte(const Tensor &t, const F &f) {
+  const auto size = static_cast<size_t>(t.element_size());
+  std::vector<int64_t> place(static_cast<size_t>(t.dim()));
+  int64_t offset = 0;
+  for (int64_t left = t.numel(); left > 0; --left) {
+    for (size_t i = 0; i < size; ++i) f(static_cast<size_t>(offset) * size + i);
+    for (int64_t i = t.dim() - 1; i >= 0; --i) {
+      auto &at = place[static_cast<size_t>(i)];
+      offset += t.stride(i);
+      if (++at < t.size(i)) break;
+      offset -= at * t.stride(i);
+      at = 0;
+    }
+  }
+}
+
+// Whether two tensors have a byte in common, of which the first does not begin after the second.
+bool meet(const Tensor &first, const Extent &one, const Tensor &second, const Extent &other) {
+  if (one.end <= other.begin || first.device() != second.device()) return false;
+  const auto is_lazy_copy = [](const Tensor &t) { return c10::impl::cow::is_cow_data_ptr(t.storage().data_ptr()); };
+  if (!first.is_alias_of(second) && (is_lazy_copy(first) || is_lazy_copy(second))) return false;
+  if (first.is_non_overlapping_and_dense() && second.is_non_overlapping_and_dense()) return true;
+  // Views such as the columns of a matrix can interleave, so each element counts.
+  std::vector<bool> used(one.end - one.begin);
+  for_each_byte(first, [&](size_t byte) { used[byte] = true; });
+  const size_t distance = other.begin - one.begin;
+  bool found = false;
+  for_each_byte(second,
+                [&](size_t byte) { found = found || (distance + byte < used.size() && used[distance + byte]); });
+  return found;
+}
+
 uint64_t version_of(const Tensor &t) { return t.is_inference() ? 0 : static_cast<uint64_t>(t._version()); }
 
 }  // namespace
@@ -60,6 +115,47 @@ bool overlaps(const Tensor &t) {
     reach = stride * (size - 1) + reach;
   }
   return false;
+}
+
+bool is_shared(const Tensor &t) { return has_memory(t) && (t.storage().use_count() > 1 || overlaps(t)); }
+
+std::vector<size_t> keepers(const std::vector<Tensor> &tensors) {
+  std::vector<size_t> out(tensors.size());
+  std::iota(out.begin(), out.end(), 0);
+  std::vector<Extent> extents;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (has_memory(tensors[i])) extents.push_back(extent(tensors[i], i));
+  }
+  const auto key = [](const Extent &e) { return std::make_pair(e.begin, e.index); };
+  std::sort(extents.begin(), extents.end(), [&](const Extent &a, const Extent &b) { return key(a) < key(b); });
+  std::vector<Extent> open;  // those that keep memory beyond the present beginning
+  for (const auto &e : extents) {
+    open.erase(std::remove_if(open.begin(), open.end(), [&](const Extent &o) { return o.end <= e.begin; }), open.end());
+    const auto met = std::find_if(open.begin(), open.end(),
+                                  [&](const Extent &o) { return meet(tensors[o.index], o, tensors[e.index], e); });
+    if (met == open.end()) {
+      open.push_back(e);
+    } else {
+      out[e.index] = met->index;
+    }
+  }
+  return out;
+}
+
+std::vector<std::pair<size_t, size_t>> overlapping(const std::vector<const Tensor *> &tensors) {
+  std::vector<Tensor> shared;
+  std::vector<size_t> places;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!is_shared(*tensors[i])) continue;
+    shared.push_back(*tensors[i]);
+    places.push_back(i);
+  }
+  std::vector<std::pair<size_t, size_t>> out;
+  const auto kept = keepers(shared);
+  for (size_t i = 0; i < kept.size(); ++i) {
+    if (kept[i] != i) out.emplace_back(places[kept[i]], places[i]);
+  }
+  return out;
 }
 
 Tensor with_own_numbers(const Tensor &t) {
@@ -110,6 +206,17 @@ size_t tamp_sizes(const tamp_tensor *tensor, int64_t *sizes, size_t room, char *
     const auto known = t.sizes();
     if (known.size() <= room) std::copy(known.begin(), known.end(), sizes);
     return known.size();
+  });
+}
+
+uint8_t tamp_overlapping(tamp_tensor *const *tensors, size_t count, size_t *one, size_t *other, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> uint8_t {
+    std::vector<const at::Tensor *> all;
+    for (size_t i = 0; i < count; ++i) all.push_back(&tamp::tensor(tensors[i]));
+    const auto found = tamp::overlapping(all);
+    if (found.empty()) return 0;
+    std::tie(*one, *other) = found.front();
+    return 1;
   });
 }
 

@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "shim.h"
 
@@ -28,6 +30,19 @@ inline bool is_plain_memory(const at::Tensor &t) {
 // tensor whose dimensions interleave counts as overlapping, since it is worse to change an element twice than to refuse
 // a tensor.
 bool overlaps(const at::Tensor &t);
+
+// Whether something else may use the memory of a strided tensor, since its storage has other owners, or whether two of
+// its own elements can share memory.
+bool is_shared(const at::Tensor &t);
+
+// Decides which of several strided tensors keep their memory so that those that keep it have no byte in common. Returns
+// for each tensor its own index if it keeps its memory, and otherwise that of one that keeps a part of it. Only
+// addresses are compared, and no memory is read.
+std::vector<size_t> keepers(const std::vector<at::Tensor> &tensors);
+
+// Returns the places of those of several distinct tensors that have a byte in common: for each that would not keep its
+// memory, one that keeps a part of it, and the tensor itself. Costs next to nothing if no storage has several owners.
+std::vector<std::pair<size_t, size_t>> overlapping(const std::vector<const at::Tensor *> &tensors);
 
 // Returns a tensor whose memory holds the numbers of `t`: a copy of a negative view or of a zero tensor, and otherwise
 // `t` itself. Fails for a nested tensor.

@@ -121,6 +121,14 @@ uint8_t answer(const tamp_optim_parameter &given) {
   return given.complete != 0 ? TAMP_STEP_TAKEN : TAMP_STEP_INCOMPLETE;
 }
 
+// Refuses parameters that share memory with another one, since a step would change that twice, on two threads at once.
+void refuse_overlapping(const tamp_optim_parameter *parameters, size_t count, uint8_t *answers) {
+  std::vector<const Tensor *> all;
+  all.reserve(count);
+  for (size_t i = 0; i < count; ++i) all.push_back(&tamp::tensor(parameters[i].parameter));
+  for (const auto &[one, other] : tamp::overlapping(all)) answers[other] = TAMP_STEP_REFUSED;
+}
+
 bool is_skipped(const tamp_optim_scale &scale) {
   return scale.found_inf != nullptr && tamp::tensor(scale.found_inf).item<float>() != 0.0F;
 }
@@ -142,6 +150,7 @@ void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     std::transform(parameters, parameters + count, answers, answer);
+    refuse_overlapping(parameters, count, answers);
     const auto stops = [](uint8_t answer) { return answer != TAMP_STEP_TAKEN && answer != TAMP_STEP_LEFT_OUT; };
     if (std::any_of(answers, answers + count, stops)) return;
     check_flag(scale->found_inf);

@@ -68,6 +68,14 @@ bool is_known_to_be_skipped(const tamp_optim_scale &scale) {
   return tamp::tensor(scale.found_inf).item<float>() != 0.0F;
 }
 
+// Copies gradients in the memory of another one, because the kernels unscale in place.
+void separate_gradients(std::vector<Entry> &entries) {
+  std::vector<const Tensor *> gradients;
+  for (const auto &e : entries) gradients.push_back(&e.gradient);
+  for (const auto &[one, other] : tamp::overlapping(gradients))
+    entries[other].gradient = entries[other].gradient.clone();
+}
+
 // What steps a batch: one of libtorch's kernels, or several of its operations.
 struct Launch {
   Batch batch;
@@ -82,6 +90,7 @@ class OneDevice {
   OneDevice(std::vector<Entry> entries, const tamp_optim_scale &scale) {
     const at::Device device = entries.front().parameter.device();
     read(scale, device, entries);
+    if (scale.grad_scale != nullptr || scale.clip != nullptr) separate_gradients(entries);
     const bool is_skipped = is_known_to_be_skipped(scale);
     std::vector<Entry> direct, indirect;
     for (auto &e : entries) {

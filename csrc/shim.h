@@ -132,9 +132,9 @@ enum {
   TAMP_GRADIENT_REQUIRES_GRAD = 1,  // the parameter is not frozen
   TAMP_GRADIENT_STRIDED = 2,        // the gradient is dense
   TAMP_GRADIENT_SPARSE = 4,         // the gradient is in COO format
-  TAMP_GRADIENT_OVERLAPS = 8,       // some elements of the gradient share memory
-  TAMP_GRADIENT_OTHER_SHAPE = 16,   // the gradient has another shape or device than the parameter
-  TAMP_GRADIENT_OTHER_DTYPE = 32,   // the gradient has another dtype than the parameter
+  TAMP_GRADIENT_OTHER_SHAPE = 8,    // the gradient has another shape or device than the parameter
+  TAMP_GRADIENT_OTHER_DTYPE = 16,   // the gradient has another dtype than the parameter
+  TAMP_GRADIENT_SHARED = 32,        // its memory may be used by another tensor, or twice by itself
 };
 
 // A description of one parameter and its gradient.
@@ -158,6 +158,15 @@ void tamp_gradients_inspect(tamp_tensor *const *parameters, size_t count, uint8_
 // Releases the references that one call of tamp_gradients_inspect with `hold` took.
 void tamp_gradients_release(const tamp_gradient *gradients, size_t count) TAMP_NOEXCEPT;
 
+// Gives gradients memory of their own, so that each can be changed in place alone: replaces those by copies that have
+// memory in common with another gradient in the list or with themselves (expanded ones), and those whose memory an
+// unknown tensor may use, unless something beside the parameter holds the gradient itself. A gradient that has its memory
+// to itself stays the same tensor. On failure nothing is replaced.
+void tamp_gradients_separate(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
+
+// Does the same for the leaves of the graph of `loss`, to whose gradients a backward pass will add.
+void tamp_gradients_separate_leaves(const tamp_tensor *loss, char **err) TAMP_NOEXCEPT;
+
 // Removes the gradients of `count` parameters, so that no optimizer can apply them.
 void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
 
@@ -171,7 +180,8 @@ void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tens
 void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) TAMP_NOEXCEPT;
 
 // Adds `gradients` to the gradients of `count` parameters, in place where the dtypes allow it. A parameter without a
-// gradient gets the tensor itself. On failure some have been added, and the tensors in `gradients` have not changed.
+// gradient gets the tensor itself. Separates the parameters' gradients first. On failure some have been added, and the
+// tensors in `gradients` have not changed.
 void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *gradients, size_t count,
                         char **err) TAMP_NOEXCEPT;
 
@@ -180,11 +190,17 @@ void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *grad
 void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
 
 // ---------------------------------------------------------------------------------------------------------- memory.cpp
-// These functions tell the shape of a tensor, and whether parameters were written to since their stamps were taken.
+// These functions tell the shape of a tensor, which tensors share memory, and whether parameters were written to since
+// their stamps were taken.
 
 // Returns the number of dimensions of a tensor, and writes their sizes to `sizes` if there are at most `room`. Fails
 // for a nested tensor.
 size_t tamp_sizes(const tamp_tensor *tensor, int64_t *sizes, size_t room, char **err) TAMP_NOEXCEPT;
+
+// Returns 1 if two of `count` tensors have a byte of memory in common, and writes their places to `one` and `other`,
+// which is the later one in memory. Returns 0 if all are apart.
+uint8_t tamp_overlapping(tamp_tensor *const *tensors, size_t count, size_t *one, size_t *other,
+                         char **err) TAMP_NOEXCEPT;
 
 // What identifies the contents of a parameter. A stamp of zeros fits no parameter.
 typedef struct tamp_stamp {
@@ -408,7 +424,7 @@ typedef struct tamp_optim_scale {
 enum {
   TAMP_STEP_TAKEN = 0,
   TAMP_STEP_LEFT_OUT = 1,    // the parameter has no gradient or is frozen
-  TAMP_STEP_REFUSED = 2,     // no step can take such a gradient
+  TAMP_STEP_REFUSED = 2,     // no step can take such a gradient, or a parameter in the memory of another
   TAMP_STEP_STALE = 3,       // the parameter does not fit its stamp: its master has to be renewed first
   TAMP_STEP_INCOMPLETE = 4,  // some of the parameter's state has to be made first
 };

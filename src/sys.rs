@@ -55,9 +55,9 @@ pub(crate) const OVERRIDE_ALIASES: u8 = 2;
 pub(crate) const GRADIENT_REQUIRES_GRAD: u8 = 1;
 pub(crate) const GRADIENT_STRIDED: u8 = 2;
 pub(crate) const GRADIENT_SPARSE: u8 = 4;
-pub(crate) const GRADIENT_OVERLAPS: u8 = 8;
-pub(crate) const GRADIENT_OTHER_SHAPE: u8 = 16;
-pub(crate) const GRADIENT_OTHER_DTYPE: u8 = 32;
+pub(crate) const GRADIENT_OTHER_SHAPE: u8 = 8;
+pub(crate) const GRADIENT_OTHER_DTYPE: u8 = 16;
+pub(crate) const GRADIENT_SHARED: u8 = 32;
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -298,6 +298,12 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     );
     pub(crate) fn tamp_gradients_release(gradients: *const Gradient, count: usize);
+    pub(crate) fn tamp_gradients_separate(
+        parameters: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_gradients_separate_leaves(loss: *const Tensor, err: *mut *mut c_char);
     pub(crate) fn tamp_gradients_drop(
         parameters: *const *mut Tensor,
         count: usize,
@@ -328,6 +334,13 @@ unsafe extern "C" {
         room: usize,
         err: *mut *mut c_char,
     ) -> usize;
+    pub(crate) fn tamp_overlapping(
+        tensors: *const *mut Tensor,
+        count: usize,
+        one: *mut usize,
+        other: *mut usize,
+        err: *mut *mut c_char,
+    ) -> u8;
     pub(crate) fn tamp_stamps_compare(
         parameters: *const *mut Tensor,
         count: usize,

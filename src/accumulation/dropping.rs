@@ -4,7 +4,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::ffi::{self, FoundInf, Unscaling};
-use crate::gradients::{Gradients, Plan, overflow};
+use crate::gradients::{Gradients, Plan, Taken, overflow};
 use crate::optim::AmpOptimizer;
 
 /// What was left out so far.
@@ -43,76 +43,59 @@ impl Kept {
         is_last: bool,
         backward: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let parameters = &*optimizer.parameters().into_owned();
-        let earlier = ffi::gradients_take(parameters)?;
-        let count = self.batches.len();
-        let added = backward().and_then(|()| {
-            let flags = found(optimizer)?;
-            self.batches.push(Batch { share, flags });
-            self.add(optimizer, parameters, &earlier, is_last)
-        });
-        if let Err(error) = added {
-            self.batches.truncate(count);
-            ffi::gradients_drop(parameters)?;
-            ffi::gradients_add(parameters, &earlier)?;
-            return Err(error);
-        }
+        let earlier = Taken::from(optimizer.parameters().into_owned())?;
+        backward()?;
+        let flags = found(optimizer)?;
+        let batch = Batch { share, flags };
+        self.add(&batch, optimizer, &earlier, is_last)?;
+        earlier.settle();
+        self.batches.push(batch);
         Ok(())
     }
 
-    /// Adds the gradients of the last micro-batch to the earlier ones, unless one is not finite. The earlier ones are
-    /// not written to before the last call, which changes all gradients or none.
+    /// Adds the gradients of a micro-batch to the earlier ones, unless one is not finite. The earlier ones are not
+    /// written to before the last call, which changes all gradients or none.
     fn add(
         &self,
+        batch: &Batch,
         optimizer: &dyn AmpOptimizer,
-        parameters: &[Tensor],
-        earlier: &[Option<Tensor>],
+        earlier: &Taken,
         is_last: bool,
     ) -> Result<()> {
-        let known = self.batches.last().and_then(|batch| overflow(&batch.flags));
-        match known {
+        match overflow(&batch.flags) {
             Some(false) => {}
             // If nothing is left, the scaler has to see why.
-            Some(true) if is_last && self.all_are_known_to_be(true) => return Ok(()),
-            Some(true) => ffi::gradients_drop(parameters)?,
-            None => self.clear_if_not_finite(parameters)?,
+            Some(true) if is_last && self.all_are_known_to_be(true, batch) => return Ok(()),
+            Some(true) => ffi::gradients_drop(earlier.parameters())?,
+            None => batch.clear_if_not_finite(earlier.parameters())?,
         }
-        ffi::gradients_add(parameters, earlier)?;
-        match is_last && !self.all_are_known_to_be(false) {
-            true => self.reweigh(optimizer),
+        earlier.add()?;
+        match is_last && !self.all_are_known_to_be(false, batch) {
+            true => self.reweigh(batch, optimizer),
             false => Ok(()),
         }
     }
 
-    /// Whether the host knows that all micro-batches were left out, or that none was.
-    fn all_are_known_to_be(&self, dropped: bool) -> bool {
-        self.batches.iter().all(|batch| overflow(&batch.flags) == Some(dropped))
+    /// All micro-batches, of which `last` has not been recorded yet.
+    fn all<'a>(&'a self, last: &'a Batch) -> impl Iterator<Item = &'a Batch> {
+        self.batches.iter().chain([last])
     }
 
-    /// Replaces the gradients by zeros, where they are, if the last micro-batch is not finite.
-    fn clear_if_not_finite(&self, parameters: &[Tensor]) -> Result<()> {
-        let Some(Batch { flags, .. }) = self.batches.last() else { return Ok(()) };
-        for parameter in parameters {
-            let mut gradient = parameter.f_grad()?;
-            if gradient.defined() {
-                let (device, kind) = (gradient.device(), gradient.f_kind()?);
-                let zero = ffi::number_new(0.0, kind, device)?;
-                let _cleared = gradient.f_masked_fill_tensor_(&any(flags, device)?, &zero)?;
-            }
-        }
-        Ok(())
+    /// Whether the host knows that all micro-batches were left out, or that none was.
+    fn all_are_known_to_be(&self, dropped: bool, last: &Batch) -> bool {
+        self.all(last).all(|batch| overflow(&batch.flags) == Some(dropped))
     }
 
     /// Divides the gradients by the share of the window that was kept. It is exactly one if nothing was left out, and
     /// zero if everything was, which makes the gradients NaN.
-    fn reweigh(&self, optimizer: &dyn AmpOptimizer) -> Result<()> {
-        let gradients = gradients_of(optimizer)?;
+    fn reweigh(&self, last: &Batch, optimizer: &dyn AmpOptimizer) -> Result<()> {
+        let gradients = gradients_of(optimizer)?.separated()?;
         let plan = Plan::new(&gradients, true)?;
         let first = gradients.parameters().first();
         let device = first.map_or(Device::Cpu, Tensor::device);
         let mut total = ffi::number_new(0.0, Kind::Float, device)?;
         let mut kept = total.f_zeros_like()?;
-        for Batch { share, flags } in &self.batches {
+        for Batch { share, flags } in self.all(last) {
             let share = ffi::number_new(*share, Kind::Float, device)?;
             total = total.f_add(&share)?;
             kept = kept.f_add(&share.f_mul(&any(flags, device)?.f_logical_not()?)?)?;
@@ -129,6 +112,22 @@ impl Kept {
             None => Ok(any(flags, Device::Cpu)?.f_int64_value(&[])? != 0),
         };
         self.batches.iter().map(answer).collect()
+    }
+}
+
+impl Batch {
+    /// Replaces the gradients by zeros, where they are, if this micro-batch is not finite.
+    fn clear_if_not_finite(&self, parameters: &[Tensor]) -> Result<()> {
+        for parameter in parameters {
+            let mut gradient = parameter.f_grad()?;
+            if gradient.defined() {
+                let (device, kind) = (gradient.device(), gradient.f_kind()?);
+                let zero = ffi::number_new(0.0, kind, device)?;
+                let is_bad = any(&self.flags, device)?;
+                let _cleared = gradient.f_masked_fill_tensor_(&is_bad, &zero)?;
+            }
+        }
+        Ok(())
     }
 }
 

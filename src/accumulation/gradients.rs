@@ -10,6 +10,7 @@ use crate::accumulation::dropping::Kept;
 use crate::accumulation::window::check;
 use crate::error::{Result, ensure};
 use crate::ffi;
+use crate::gradients::Taken;
 
 /// A window of micro-batches and the gradients that it has accumulated, which a checkpoint saves and restores.
 /// [`Accumulation::with_gradients`] makes it.
@@ -117,12 +118,9 @@ impl WithGradients<'_> {
     pub(crate) fn resume(&mut self, loaded: Loaded) -> Result<()> {
         let named = self.parameters()?.into_iter();
         let parameters: Vec<_> = named.map(|(_, tensor)| tensor.shallow_clone()).collect();
-        let earlier = ffi::gradients_take(&parameters)?;
-        if let Err(error) = ffi::gradients_add(&parameters, &loaded.gradients) {
-            ffi::gradients_drop(&parameters)?;
-            ffi::gradients_add(&parameters, &earlier)?;
-            return Err(error);
-        }
+        let earlier = Taken::from(parameters)?;
+        ffi::gradients_add(earlier.parameters(), &loaded.gradients)?;
+        earlier.settle();
         *self.window = loaded.window;
         Ok(())
     }

@@ -42,6 +42,17 @@ pub enum OptimizerError {
         problem: &'static str,
     },
 
+    /// Two parameters of a fused optimizer are views of the same memory, which a step would change twice.
+    #[error(
+        "the parameters {parameter} and {other} share memory, which a step would change twice: give the optimizer the tensor that both are views of, or copy one of them"
+    )]
+    SharedMemory {
+        /// The name of one parameter.
+        parameter: String,
+        /// The name of the other one.
+        other: String,
+    },
+
     /// The optimizer has no parameter group with this number.
     #[error("there is no parameter group {group}: this optimizer has {groups}, counted from 0")]
     NoSuchGroup {

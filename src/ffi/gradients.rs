@@ -68,9 +68,9 @@ impl Gradient {
         self.has(sys::GRADIENT_SPARSE)
     }
 
-    /// Whether some elements of the gradient share memory.
-    pub(crate) fn overlaps(&self) -> bool {
-        self.has(sys::GRADIENT_OVERLAPS)
+    /// Whether another tensor may use the memory of the gradient, or its own elements share some.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.has(sys::GRADIENT_SHARED)
     }
 
     /// Whether the shape or the device of the gradient differs from the parameter's.
@@ -92,11 +92,13 @@ impl Gradient {
         self.is(Kind::Half) || self.0.dtype == COMPLEX_HALF
     }
 
+    pub(crate) fn is_complex(&self) -> bool {
+        self.0.dtype == COMPLEX_HALF || COMPLEX.contains(&self.0.dtype)
+    }
+
     pub(crate) fn is_floating_or_complex(&self) -> bool {
-        let floating = [Kind::Float, Kind::Double, Kind::BFloat16];
-        self.is_fp16()
-            || floating.into_iter().any(|kind| self.is(kind))
-            || COMPLEX.contains(&self.0.dtype)
+        let floating = [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16];
+        floating.into_iter().any(|kind| self.is(kind)) || self.is_complex()
     }
 
     fn has(&self, flag: u8) -> bool {
@@ -158,6 +160,19 @@ impl Drop for Snapshot {
 pub(crate) fn identities(tensors: &[Tensor]) -> Result<Vec<usize>> {
     let known = gradients_inspect(tensors)?;
     Ok(known.iter().map(|gradient| gradient.parameter()).collect())
+}
+
+/// Gives gradients that share memory copies of their own. On failure nothing is replaced.
+pub(crate) fn gradients_separate(parameters: &[Tensor]) -> Result<()> {
+    let tensors = pointers(parameters);
+    // SAFETY: the array has `tensors.len()` elements, and the borrow keeps the tensors alive.
+    call(|err| unsafe { sys::tamp_gradients_separate(tensors.as_ptr(), tensors.len(), err) })
+}
+
+/// Does the same with the gradients that the backward pass of `loss` will add to.
+pub(crate) fn gradients_separate_leaves(loss: &Tensor) -> Result<()> {
+    // SAFETY: `loss` is a live tensor, and gradients are replaced through libtorch's own handles, which alias freely.
+    call(|err| unsafe { sys::tamp_gradients_separate_leaves(loss.as_ptr(), err) })
 }
 
 /// Drops the gradients of the parameters.

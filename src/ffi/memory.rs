@@ -20,6 +20,17 @@ pub(crate) fn sizes(tensor: &Tensor) -> Result<Vec<i64>> {
     }
 }
 
+/// Returns the places of two of the tensors that have memory in common; `None` if all are apart.
+pub(crate) fn overlapping(tensors: &[Tensor]) -> Result<Option<(usize, usize)>> {
+    let pointers = pointers(tensors);
+    let (array, count, mut one, mut other) = (pointers.as_ptr(), pointers.len(), 0, 0);
+    // SAFETY: the array has `count` elements, the borrow keeps the tensors alive, and `one` and `other` are valid for a
+    // write.
+    let found =
+        call(|err| unsafe { sys::tamp_overlapping(array, count, &mut one, &mut other, err) })?;
+    Ok((found != 0).then_some((one, other)))
+}
+
 /// The identity of the memory that parameters had at some time, and how often it had been written to. While a stamp is
 /// alive, no other memory gets the same identity.
 #[derive(Debug, Default)]

@@ -53,7 +53,7 @@ pub fn clip_grad_norm_error_if_nonfinite(parameters: &[Tensor], max_norm: f64) -
 /// # Errors
 ///
 /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a gradient that is
-/// sparse, or of another dtype than fp16, bf16, f32 and f64, such as Float8; and [`Error::Torch`] for a complex one.
+/// sparse, or of another dtype than fp16, bf16, f32 and f64, such as Float8 and complex ones. Nothing is changed then.
 ///
 /// # Examples
 ///
@@ -69,22 +69,57 @@ pub fn clip_grad_norm_error_if_nonfinite(parameters: &[Tensor], max_norm: f64) -
 /// ```
 pub fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
     check_limit("max", max)?;
-    ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
-}
-
-/// Replaces an error by one that names the parameter, if a gradient that cannot be clipped is the cause.
-pub(crate) fn explained(parameters: &[Tensor], error: Error) -> Error {
-    match Gradients::of(parameters.into(), Box::new(|_, _| None)) {
-        Ok(gradients) => gradients.refuse_unclippable(Gradient::exists).err().unwrap_or(error),
-        Err(_) => error,
-    }
+    clamp(parameters, max)
 }
 
 fn clip(parameters: &[Tensor], max_norm: f64, error_if_nonfinite: bool) -> Result<Tensor> {
     check_limit("max_norm", max_norm)?;
-    let norm = ffi::clip_grad_norm(parameters, max_norm, error_if_nonfinite);
-    let norm = norm.map_err(|error| explained(parameters, error))?;
+    let norm = reduce_norm(parameters, max_norm, error_if_nonfinite)?;
     norm.map_or_else(|| Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?), Ok)
+}
+
+/// Clips to a checked limit, and returns the norm, if there are gradients. An error names the parameter.
+pub(crate) fn reduce_norm(
+    parameters: &[Tensor],
+    max_norm: f64,
+    error_if_nonfinite: bool,
+) -> Result<Option<Tensor>> {
+    let norm = ffi::clip_grad_norm(parameters, max_norm, error_if_nonfinite);
+    norm.map_err(|error| explained(parameters, unclippable, error))
+}
+
+/// Clamps to a checked limit. An error names the parameter.
+pub(crate) fn clamp(parameters: &[Tensor], max: f64) -> Result<()> {
+    let unclampable = |gradient: &Gradient| {
+        let complex = "is complex, and cannot be clamped, because complex numbers have no order; clip the norm";
+        unclippable(gradient).or_else(|| gradient.is_complex().then_some(complex))
+    };
+    let clamped = ffi::clip_grad_value(parameters, max);
+    clamped.map_err(|error| explained(parameters, unclampable, error))
+}
+
+/// The reason why a gradient can be neither normed nor clipped, if there is one.
+pub(crate) fn unclippable(gradient: &Gradient) -> Option<&'static str> {
+    if !gradient.is_strided() {
+        return Some(
+            "is sparse, and sparse gradients can be neither normed nor clipped; make it dense with `to_dense` first",
+        );
+    }
+    (!gradient.is_floating_or_complex()).then_some(
+        "is neither fp16, bf16, f32, f64 nor complex, and can be neither normed nor clipped; convert it first",
+    )
+}
+
+/// Replaces an error by one that names the parameter, if a gradient with a problem is the cause.
+fn explained(
+    parameters: &[Tensor],
+    problem: fn(&Gradient) -> Option<&'static str>,
+    error: Error,
+) -> Error {
+    match Gradients::of(parameters.into(), Box::new(|_, _| None)) {
+        Ok(gradients) => gradients.refuse(Gradient::exists, problem).err().unwrap_or(error),
+        Err(_) => error,
+    }
 }
 
 pub(crate) fn check_limit(field: &'static str, value: f64) -> Result<()> {

@@ -9,15 +9,16 @@ mod look;
 mod non_finite;
 pub(crate) mod parameters;
 mod plan;
+mod taken;
 
 use tch::Tensor;
 
 use crate::error::Result;
-use crate::ffi::{self, Snapshot};
+use crate::ffi::{self, Gradient, Snapshot};
 
 pub use crate::error::GradientError;
 pub(crate) use change::{Change, change};
-pub(crate) use clip::{check_limit, explained};
+pub(crate) use clip::{check_limit, clamp, reduce_norm, unclippable};
 pub use clip::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
 pub(crate) use found_inf::overflow;
 pub(crate) use identity::IdentityMap;
@@ -25,6 +26,7 @@ pub(crate) use look::{Findings, Look};
 pub use non_finite::NonFiniteGradient;
 pub(crate) use parameters::Parameters;
 pub(crate) use plan::Plan;
+pub(crate) use taken::Taken;
 
 /// Returns the name of a parameter by its index and its identity, if it is known.
 pub(crate) type Names<'a> = Box<dyn Fn(usize, usize) -> Option<String> + 'a>;
@@ -41,6 +43,17 @@ impl<'a> Gradients<'a> {
     pub(crate) fn of(parameters: Parameters<'a>, names: Names<'a>) -> Result<Self> {
         let snapshot = Snapshot::of(&parameters)?;
         Ok(Self { parameters, names, snapshot })
+    }
+
+    /// Gives each gradient that shares memory its own, since it is about to be changed in place: libtorch's backward
+    /// pass can leave two parameters gradients in the same memory.
+    pub(crate) fn separated(self) -> Result<Self> {
+        if !self.snapshot.iter().any(Gradient::is_shared) {
+            return Ok(self);
+        }
+        ffi::gradients_separate(&self.parameters)?;
+        let snapshot = Snapshot::of(&self.parameters)?;
+        Ok(Self { snapshot, ..self })
     }
 
     pub(crate) fn parameters(&self) -> &[Tensor] {

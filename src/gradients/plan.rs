@@ -63,28 +63,20 @@ impl Plan {
 }
 
 impl Gradients<'_> {
-    /// Returns an error that names the first gradient that can be neither normed nor clipped, of those that `which`
-    /// selects.
-    pub(crate) fn refuse_unclippable(&self, which: fn(&Gradient) -> bool) -> Result<()> {
+    /// Returns an error that names the first gradient with a problem, of those that `which` selects.
+    pub(crate) fn refuse(
+        &self,
+        which: fn(&Gradient) -> bool,
+        problem: fn(&Gradient) -> Option<&'static str>,
+    ) -> Result<()> {
         for (index, gradient) in self.snapshot().iter().enumerate() {
-            if let Some(problem) = unclippable(gradient).filter(|_| which(gradient)) {
+            if let Some(problem) = problem(gradient).filter(|_| which(gradient)) {
                 let parameter = self.describe(index);
                 return Err(Error::Gradient(GradientError::Unsupported { parameter, problem }));
             }
         }
         Ok(())
     }
-}
-
-fn unclippable(gradient: &Gradient) -> Option<&'static str> {
-    if !gradient.is_strided() {
-        return Some(
-            "is sparse, and sparse gradients can be neither normed nor clipped; make it dense with `to_dense` first",
-        );
-    }
-    (!gradient.is_floating_or_complex()).then_some(
-        "is neither fp16, bf16, f32, f64 nor complex, and can be neither normed nor clipped; convert it first",
-    )
 }
 
 fn problem(gradient: &Gradient, allow_fp16: bool) -> Option<&'static str> {
@@ -96,10 +88,6 @@ fn problem(gradient: &Gradient, allow_fp16: bool) -> Option<&'static str> {
     if !gradient.is_floating_or_complex() {
         return Some("is neither floating nor complex and cannot be unscaled");
     }
-    if !gradient.is_strided() && !gradient.is_sparse() {
-        return Some("is neither strided nor COO sparse, or holds no data; convert it first");
-    }
-    gradient.overlaps().then_some(
-        "has elements that share memory (an expanded tensor) and would be unscaled more than once; copy it first",
-    )
+    (!gradient.is_strided() && !gradient.is_sparse())
+        .then_some("is neither strided nor COO sparse, or holds no data; convert it first")
 }

@@ -172,6 +172,7 @@ impl Optimizer {
             }
             added.push((name, named.tensor, named.group));
         }
+        self.refuse_overlapping(&added)?;
         if self.f32_gradients {
             let tensors: Vec<_> =
                 added.iter().map(|(_, tensor, _)| tensor.shallow_clone()).collect();
@@ -189,6 +190,22 @@ impl Optimizer {
         }
         self.divide();
         Ok(())
+    }
+
+    /// Refuses parameters that have memory in common with each other or with those that are in the optimizer.
+    pub(crate) fn refuse_overlapping(&self, added: &[(String, Tensor, usize)]) -> Result<()> {
+        let known = self.slots.iter().zip(&self.parameters);
+        let known = known.map(|(slot, tensor)| (&slot.name, tensor));
+        let all = known.chain(added.iter().map(|(name, tensor, _)| (name, tensor)));
+        let (names, tensors): (Vec<_>, Vec<_>) =
+            all.map(|(name, tensor)| (name, tensor.shallow_clone())).unzip();
+        match ffi::overlapping(&tensors)? {
+            Some((one, other)) => Err(Error::Optimizer(OptimizerError::SharedMemory {
+                parameter: names[one].clone(),
+                other: names[other].clone(),
+            })),
+            None => Ok(()),
+        }
     }
 
     /// Returns the parameters, including those that were added to the `VarStore` since the last call.

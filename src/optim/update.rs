@@ -67,8 +67,9 @@ impl Optimizer {
         self.complete(&used)
     }
 
-    /// Returns the error that names the first gradient that no step takes.
+    /// Returns the error that names the parameters in one memory, or the first gradient that no step takes.
     fn refusal(&self) -> Result<Error> {
+        self.refuse_overlapping(&[])?;
         let gradients = ffi::gradients_inspect(&self.parameters)?;
         let problem = |(index, gradient)| Some((index, self.problem(index, gradient)?));
         let refused = gradients.iter().enumerate().filter(|(_, gradient)| gradient.is_used());

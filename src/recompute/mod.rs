@@ -252,7 +252,11 @@ fn run_backward(outputs: Vec<Tensor>, grads: &GradOutputs<'_>) -> Result<()> {
     let root = with_grad(|| Seed { grads: seeds }.apply(&roots))?;
     // The roots would keep their history alive.
     drop(roots);
-    Ok(root.f_backward()?)
+    // The gradients of what the closure uses may have been made by another part of the same backward pass, which goes on
+    // to add to them.
+    ffi::gradients_separate_leaves(&root)?;
+    root.f_backward()?;
+    ffi::gradients_separate_leaves(&root)
 }
 
 /// A number whose backward begins with given gradients.

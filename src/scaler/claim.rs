@@ -11,7 +11,7 @@ use tch::Tensor;
 
 use crate::error::{Error, GradientError, Result, ScalerError};
 use crate::ffi::{self, Gradient, Snapshot};
-use crate::gradients::{Gradients, Look, Plan};
+use crate::gradients::{Gradients, Look, Plan, unclippable};
 use crate::optim::AmpOptimizer;
 use crate::scale::Number;
 use crate::scaler::GradScaler;
@@ -84,10 +84,10 @@ impl GradScaler {
                 let allow_fp16 = look != Look::Unscale || self.scale.config().may_unscale_fp16();
                 let plan = Plan::new(&gradients, allow_fp16)?;
                 if look == Look::Norm {
-                    gradients.refuse_unclippable(Gradient::is_used)?;
+                    gradients.refuse(Gradient::is_used, unclippable)?;
                 }
                 let even_empty = self.agreement.is_some();
-                iteration.open(gradients, &plan, scale, look, even_empty)
+                iteration.open(gradients.separated()?, &plan, scale, look, even_empty)
             }
         }
     }

@@ -5,8 +5,7 @@ use tch::Tensor;
 use crate::error::Result;
 #[cfg(doc)]
 use crate::error::{Error, GradientError};
-use crate::ffi;
-use crate::gradients::{check_limit, explained};
+use crate::gradients::{check_limit, clamp, reduce_norm};
 use crate::optim::AmpOptimizer;
 use crate::scaler::step::due;
 use crate::scaler::{GradScaler, StepOutcome};
@@ -61,10 +60,7 @@ impl GradScaler {
             // Read before the gradients are clipped: reading can fail, and the retry would clip them again.
             self.iteration.borrow_mut().found_inf(record)?;
         }
-        let clip = |parameters: &[Tensor]| {
-            ffi::clip_grad_norm(parameters, max_norm, false)
-                .map_err(|error| explained(parameters, error))
-        };
+        let clip = |all: &[Tensor]| reduce_norm(all, max_norm, false);
         let norm = self.change_gradients(record, optimizer, !max_norm.is_finite(), clip)?;
         Ok(self.step_shared(optimizer)?.with_norm(norm))
     }
@@ -75,8 +71,8 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient and
-    /// [`Error::Torch`] for a complex one; and the errors of [`step`](Self::step).
+    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse or complex
+    /// gradient; and the errors of [`step`](Self::step).
     pub fn step_clip_value(
         &mut self,
         optimizer: &mut dyn AmpOptimizer,
@@ -85,10 +81,7 @@ impl GradScaler {
         check_limit("max", max)?;
         let record = self.or_open(self.record_due(optimizer)?, optimizer)?;
         // Infinite gradients are found before clamping makes them finite.
-        let clamp = |parameters: &[Tensor]| {
-            ffi::clip_grad_value(parameters, max).map_err(|error| explained(parameters, error))
-        };
-        self.change_gradients(record, optimizer, false, clamp)?;
+        self.change_gradients(record, optimizer, false, |all| clamp(all, max))?;
         self.step_shared(optimizer)
     }
 

@@ -173,7 +173,7 @@ impl GradScaler {
     pub fn scale(&self, output: &Tensor) -> Result<Tensor> {
         let scaled = self.scale.apply(output)?;
         // After scaling: if that fails, no backward follows.
-        self.iteration.borrow_mut().note_scale()?;
+        self.iteration.borrow_mut().note_scale(output)?;
         Ok(scaled)
     }
 

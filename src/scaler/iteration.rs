@@ -34,6 +34,8 @@ pub(crate) enum Owner {
 #[derive(Debug, Default)]
 pub(crate) struct Iteration {
     records: Vec<Record>,
+    /// A loss was scaled.
+    is_scaled: bool,
 }
 
 impl Iteration {
@@ -173,7 +175,11 @@ impl Iteration {
     }
 
     /// Records that a loss is being scaled: from here on, a change of an unscaled gradient may come from its backward.
-    pub(crate) fn note_scale(&mut self) -> Result<()> {
+    /// If it is not the first, that backward may add to gradients, each of which has to have memory of its own.
+    pub(crate) fn note_scale(&mut self, loss: &Tensor) -> Result<()> {
+        if std::mem::replace(&mut self.is_scaled, true) {
+            ffi::gradients_separate_leaves(loss)?;
+        }
         for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
             let now = Snapshot::of(&record.parameters)?;
             record.accept(now);
@@ -284,5 +290,6 @@ impl Iteration {
     /// Ends the iteration.
     pub(crate) fn close(&mut self) {
         self.records.clear();
+        self.is_scaled = false;
     }
 }

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use crate::builder::builder;
 use crate::error::{Error, Result, ScalerError, ensure};
 use crate::ffi::{self, Gradient, SpikeOptions};
-use crate::gradients::{Plan, check_limit};
+use crate::gradients::{Plan, check_limit, unclippable};
 use crate::optim::{AmpOptimizer, Optimizer, Step};
 #[cfg(feature = "insight")]
 use crate::scaler::outcome::Judged;
@@ -242,7 +242,8 @@ impl GradScaler {
             if !gradients.snapshot().iter().any(Gradient::is_used) {
                 return Ok(StepOutcome::known(Taken::NoGradients));
             }
-            gradients.refuse_unclippable(Gradient::is_used)?;
+            gradients.refuse(Gradient::is_used, unclippable)?;
+            let gradients = gradients.separated()?;
             let one = ffi::number_new(1.0, Kind::Float, Device::Cpu)?;
             Plan::new(&gradients, true)?.norm(gradients.parameters(), &one)?.norm
         };

@@ -5,8 +5,7 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Result;
 #[cfg(doc)]
 use crate::error::{Error, GradientError};
-use crate::ffi;
-use crate::gradients::{check_limit, explained};
+use crate::gradients::{check_limit, clamp, reduce_norm};
 use crate::optim::AmpOptimizer;
 use crate::scaler::{GradScaler, StepOutcome};
 
@@ -74,10 +73,7 @@ impl<'a> Unscaled<'a> {
 
     fn clip(&mut self, max_norm: f64, error_if_nonfinite: bool) -> Result<Tensor> {
         check_limit("max_norm", max_norm)?;
-        let clip = |all: &[Tensor]| {
-            let norm = ffi::clip_grad_norm(all, max_norm, error_if_nonfinite);
-            norm.map_err(|error| explained(all, error))
-        };
+        let clip = |all: &[Tensor]| reduce_norm(all, max_norm, error_if_nonfinite);
         // For finite gradients, the factor is NaN only if the limit is infinite and the norm overflows to infinity.
         let norm = self.change(!max_norm.is_finite(), clip)?;
         norm.map_or_else(|| Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?), Ok)
@@ -89,12 +85,10 @@ impl<'a> Unscaled<'a> {
     /// # Errors
     ///
     /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Changed`] as in [`GradScaler::step`];
-    /// [`GradientError::Unsupported`] for a sparse gradient, [`Error::Torch`] for a complex one.
+    /// [`GradientError::Unsupported`] for a sparse or complex gradient.
     pub fn clip_grad_value(&mut self, max: f64) -> Result<()> {
         check_limit("max", max)?;
-        self.change(false, |all| {
-            ffi::clip_grad_value(all, max).map_err(|error| explained(all, error))
-        })
+        self.change(false, |all| clamp(all, max))
     }
 
     fn change<T>(

@@ -47,10 +47,11 @@ impl GradScaler {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn update(&mut self) -> Result<()> {
-        if !self.is_enabled() {
+        let iteration = self.iteration.get_mut();
+        if !self.scale.is_enabled() {
+            iteration.close();
             return Ok(());
         }
-        let iteration = self.iteration.get_mut();
         let is_broken = iteration.check_broken()?;
         let given_up = if is_broken && iteration.found().next().is_none() {
             None

@@ -392,8 +392,52 @@ fn a_complex_gradient_is_not_clamped_and_neither_are_those_before_it() {
     complex.abs().backward();
     set_grad(&w, &[30.0, 40.0]);
     let refused = clip_grad_value(&[w.shallow_clone(), complex], 1.0);
-    assert!(matches!(refused, Err(Error::Torch(_))), "{refused:?}");
+    let Err(Error::Gradient(GradientError::Unsupported { parameter, .. })) = &refused else {
+        panic!("{refused:?}");
+    };
+    assert_eq!(parameter, "parameter 1 []");
     assert_eq!(to_f64(&w.grad()), [30.0, 40.0]);
+}
+
+/// PyTorch fails for the fp16 gradient, after it has clamped the other one.
+#[test]
+fn a_limit_beyond_the_range_of_a_dtype_changes_no_gradient_of_it() {
+    for_each_device(|device| {
+        let [wide, narrow] = [Kind::Float, Kind::Half].map(|kind| leaf(&[1.0; 3], kind, device));
+        set_grad(&wide, &[3e5, -3e5, INF]);
+        set_grad(&narrow, &[65504.0, -1.0, INF]);
+        let all = [wide.shallow_clone(), narrow.shallow_clone()];
+        clip_grad_value(&all, 1e5).unwrap();
+        assert_eq!(to_f64(&wide.grad()), [1e5, -1e5, 1e5]);
+        assert_eq!(to_f64(&narrow.grad()), [65504.0, -1.0, INF]);
+        clip_grad_value(&all, 1e300).unwrap();
+        clip_grad_value(&all, 65504.0).unwrap();
+        assert_eq!(to_f64(&wide.grad()), [65504.0, -65504.0, 65504.0]);
+        assert_eq!(to_f64(&narrow.grad()), [65504.0, -1.0, 65504.0]);
+    });
+}
+
+/// Each element is clipped once, in a copy, with the others.
+#[test]
+fn an_expanded_gradient_is_clipped_like_a_copy_of_it() {
+    for_each_device(|device| {
+        for clip in [
+            |all: &[Tensor]| clip_grad_value(all, 2.0),
+            |all: &[Tensor]| clip_grad_norm(all, 2.0).map(drop),
+        ] {
+            let run = |expands: bool| {
+                let all = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, device));
+                all.iter().for_each(|w| set_grad(w, &[30.0; 3]));
+                if expands {
+                    let one = Tensor::full([1], 30.0, (Kind::Float, device));
+                    no_grad(|| all[1].grad().set_data(&one.expand([3], false)));
+                }
+                clip(&all).unwrap();
+                all.map(|w| to_f64(&w.grad()))
+            };
+            assert_eq!(run(true), run(false), "{device:?}");
+        }
+    });
 }
 
 #[rstest]

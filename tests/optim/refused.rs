@@ -170,3 +170,56 @@ fn memory_in_any_order_gives_the_same_numbers() {
         }
     }
 }
+
+#[test]
+fn parameters_in_one_memory_are_refused_by_name() {
+    for_each_device(|device| {
+        let whole = Tensor::ones([4, 2], (Kind::Float, device));
+        let part = |dim: i64, start: i64, len: i64| whole.narrow(dim, start, len);
+        let parts = [part(0, 0, 2), part(0, 2, 2), part(1, 0, 1), part(1, 1, 1), part(0, 0, 4)];
+        let all = parts.map(|part| part.detach().set_requires_grad(true));
+        // The halves of the rows have nothing in common, nor have the two columns.
+        let apart = |one: usize, other: usize| matches!((one, other), (0, 1) | (2, 3));
+        for one in 0..5 {
+            for other in one + 1..5 {
+                let named = |i: usize| (format!("p{i}"), all[i].shallow_clone());
+                let list = vec![named(one), named(other)];
+                match (apart(one, other), AdamW::default().build(list, 0.1)) {
+                    (true, built) => drop(built.unwrap()),
+                    (false, built) => {
+                        let error = built.unwrap_err().to_string();
+                        let names = [one, other].map(|i| error.contains(&format!("p{i}")));
+                        assert!(names == [true; 2] && error.contains("share memory"), "{error}");
+                    }
+                }
+            }
+        }
+        let mut opt = AdamW::default().build(&[all[0].shallow_clone()], 0.1).unwrap();
+        let refused = opt.add_param_group(vec![("more", all[2].shallow_clone())]).unwrap_err();
+        assert!(refused.to_string().contains("share memory"), "{refused}");
+        assert_eq!(opt.trainable_variables().len(), 1);
+        assert_eq!(opt.state_dict().unwrap().param_groups.len(), 1);
+    });
+}
+
+#[test]
+fn parameters_that_come_to_share_memory_are_refused_before_any_update() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            let [a, b] = [(); 2]
+                .map(|()| Tensor::ones([2, 2], (Kind::Float, device)).set_requires_grad(true));
+            let list = vec![("a", a.shallow_clone()), ("b", b.shallow_clone())];
+            let mut opt = build(algorithm, list, 0.1);
+            (&a + &b).sum(None).backward();
+            opt.step().unwrap();
+            let before = all(&mut opt);
+            let apart = b.detach().copy();
+            no_grad(|| b.shallow_clone().set_data(&a.detach()));
+            let error = opt.step().unwrap_err().to_string();
+            assert!(error.contains("parameters a and b share memory"), "{error}");
+            no_grad(|| b.shallow_clone().set_data(&apart));
+            assert_eq!(all(&mut opt), before, "{algorithm:?} on {device:?}");
+            opt.step().unwrap();
+        }
+    });
+}

@@ -192,3 +192,27 @@ fn masters(training: &Training) -> Vec<Vec<f64>> {
     let masters = places.filter_map(|index| training.opt.master_weight(index).unwrap());
     masters.map(|master| to_f64(&master)).collect()
 }
+
+/// The kernels unscale in place, and gradients can share memory.
+#[test]
+fn gradients_in_one_memory_are_divided_once_by_a_step_without_a_scaler() {
+    let Some(_simulation) = Simulation::find() else { return };
+    for algorithm in algorithms() {
+        let step = |shares: bool| {
+            let gpu = Device::Cuda(0);
+            let leaf = |()| Tensor::ones([3, 5], (Kind::Float, gpu)).set_requires_grad(true);
+            let all = [(); 2].map(leaf);
+            let [a, b] = &all;
+            let loss = match shares {
+                true => ((a.unsqueeze(0) + b.unsqueeze(0)) * 3.0).sum(None),
+                false => (a * 3.0).sum(None) + (b * 3.0).sum(None),
+            };
+            loss.backward();
+            let mut opt = algorithm.build(&all, 0.1).unwrap();
+            let scale = Tensor::from(8f32).to_device(gpu);
+            opt.update(&Step::default().with_grad_scale(&scale)).unwrap();
+            all.map(|w| to_f64(&w))
+        };
+        assert_eq!(step(true), step(false), "{algorithm:?}");
+    }
+}

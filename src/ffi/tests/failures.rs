@@ -148,6 +148,9 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         fails(&|| ffi::cuda_initialize());
         fails(&|| ffi::backward_accumulates().map(drop));
         fails(&|| ffi::gradients_drop([&w]));
+        fails(&|| ffi::gradients_separate(std::slice::from_ref(&w)));
+        fails(&|| ffi::gradients_separate_leaves(&w));
+        fails(&|| ffi::overlapping(std::slice::from_ref(&w)).map(drop));
         fails(&|| ffi::all_finite(&[&w]).map(drop));
         fails(&|| ffi::any_nonzero(&[&found]).map(drop));
         assert!(!ffi::any_nonzero(&[&found]).unwrap());

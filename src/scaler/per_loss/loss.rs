@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use crate::error::Result;
 use crate::ffi::{self, FoundInf};
-use crate::gradients::{Gradients, Plan, overflow};
+use crate::gradients::{Gradients, Plan, Taken, overflow};
 use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, End};
 use crate::scaler::GradScaler;
@@ -55,37 +55,6 @@ impl Clone for Identity {
     }
 }
 
-/// The gradients from before a backward, which are restored if it fails or panics.
-struct Before {
-    parameters: Vec<Tensor>,
-    gradients: Vec<Option<Tensor>>,
-    added: bool,
-}
-
-impl Before {
-    fn take(parameters: Vec<Tensor>) -> Result<Self> {
-        let gradients = ffi::gradients_take(&parameters)?;
-        Ok(Self { parameters, gradients, added: false })
-    }
-
-    /// Adds them to the present gradients.
-    fn add(&mut self) -> Result<()> {
-        ffi::gradients_add(&self.parameters, &self.gradients)?;
-        self.added = true;
-        Ok(())
-    }
-}
-
-impl Drop for Before {
-    fn drop(&mut self) {
-        if !self.added {
-            // What the failed backward left is incomplete or scaled. Errors cannot be returned from here.
-            let _part = ffi::gradients_take(&self.parameters);
-            let _failed = ffi::gradients_add(&self.parameters, &self.gradients);
-        }
-    }
-}
-
 impl Loss {
     pub(super) fn new(scale: AdaptiveScale) -> Self {
         Self { scale, found: Vec::new() }
@@ -118,29 +87,31 @@ impl Loss {
         if !self.scale.is_enabled() {
             return ffi::backward(loss, retain_graph);
         }
-        let mut before = Before::take(optimizer.parameters().into_owned())?;
+        let before = Taken::from(optimizer.parameters().into_owned())?;
         let identity = Identity::of(optimizer)?;
         ffi::backward(&self.scale.apply(loss)?, retain_graph)?;
         if optimizer.wants_f32_gradients() {
             ffi::gradients_widen(&optimizer.parameters())?;
         }
-        let flags = self.unscale(&sums.gradients(optimizer)?)?;
+        let flags = self.unscale(sums.gradients(optimizer)?)?;
         before.add()?;
+        before.settle();
         let found = |flag| Found { optimizer: identity.clone(), flag };
         self.found.extend(flags.into_iter().map(found));
         Ok(())
     }
 
     /// Unscales the gradients, those of this loss alone.
-    fn unscale(&self, gradients: &Gradients<'_>) -> Result<Vec<FoundInf>> {
+    fn unscale(&self, gradients: Gradients<'_>) -> Result<Vec<FoundInf>> {
         let Some(scale) = self.scale.number() else {
             return Ok(Vec::new());
         };
-        let plan = Plan::new(gradients, self.scale.config().may_unscale_fp16())?;
+        let plan = Plan::new(&gradients, self.scale.config().may_unscale_fp16())?;
         plan.drop_frozen(gradients.parameters())?;
         if plan.groups.is_empty() {
             return Ok(Vec::new());
         }
+        let gradients = gradients.separated()?;
         let found = plan.unscale(gradients.parameters(), scale.tensor(), scale.unscaling());
         found.map_err(|interrupted| interrupted.error)
     }
