@@ -56,9 +56,9 @@ uint8_t tamp_matmul_precision(uint8_t precision, char **err) noexcept {
   });
 }
 
-tamp_arrival *tamp_arrival_new(const tamp_tensor *flag, char **err) noexcept {
+tamp_arrival *tamp_arrival_new(const tamp_tensor *source, char **err) noexcept {
   return tamp::guarded(err, [&] {
-    const at::Tensor &number = tamp::tensor(flag);
+    const at::Tensor &number = tamp::tensor(source);
     const c10::Device device = number.device();
     const auto options = number.options().device(at::kCPU).pinned_memory(true);
     auto arrival =
@@ -69,10 +69,11 @@ tamp_arrival *tamp_arrival_new(const tamp_tensor *flag, char **err) noexcept {
   });
 }
 
-uint8_t tamp_arrival_poll(const tamp_arrival *arrival, char **err) noexcept {
+uint8_t tamp_arrival_poll(const tamp_arrival *arrival, double *number, char **err) noexcept {
   return tamp::guarded(err, [&]() -> uint8_t {
-    if (!tamp::planted("early_read") && !arrival->event.query()) return TAMP_PENDING;
-    return *arrival->copy.const_data_ptr<float>() != 0.0F ? TAMP_NONZERO : TAMP_ZERO;
+    if (!tamp::planted("early_read") && !arrival->event.query()) return 0;
+    *number = *arrival->copy.const_data_ptr<float>();
+    return 1;
   });
 }
 

@@ -55,13 +55,11 @@ uint8_t tamp_matmul_precision(uint8_t precision, char **err) TAMP_NOEXCEPT;
 // An asynchronous copy of a number from a device to the host.
 typedef struct tamp_arrival tamp_arrival;
 
-enum { TAMP_PENDING = 0, TAMP_ZERO = 1, TAMP_NONZERO = 2 };
+// Starts to copy an f32 tensor of one element from a GPU to the host.
+tamp_arrival *tamp_arrival_new(const tamp_tensor *source, char **err) TAMP_NOEXCEPT;
 
-// Starts to copy `flag`, an f32 tensor of one element on a GPU, to the host.
-tamp_arrival *tamp_arrival_new(const tamp_tensor *flag, char **err) TAMP_NOEXCEPT;
-
-// Returns TAMP_PENDING until the copy is complete, and then TAMP_ZERO or TAMP_NONZERO.
-uint8_t tamp_arrival_poll(const tamp_arrival *arrival, char **err) TAMP_NOEXCEPT;
+// Returns 0 until the copy is complete. Then it returns 1 and writes the number to `number`.
+uint8_t tamp_arrival_poll(const tamp_arrival *arrival, double *number, char **err) TAMP_NOEXCEPT;
 
 // Frees the copy, complete or not.
 void tamp_arrival_free(tamp_arrival *arrival) TAMP_NOEXCEPT;
@@ -224,7 +222,7 @@ void tamp_memory_release(uintptr_t memory) TAMP_NOEXCEPT;
 
 enum {
   TAMP_UNSCALE_RECHECK = 1,     // also find elements that only the multiplication made non-finite
-  TAMP_UNSCALE_CHECK_ONLY = 2,  // only check: the scale counts as one, and no gradient changes
+  TAMP_UNSCALE_CHECK_ONLY = 2,  // only check, and change no gradient; without RECHECK the scale counts as one
   TAMP_UNSCALE_GENERIC = 4,     // use libtorch's generic operations instead of loops and AMP kernels
 };
 

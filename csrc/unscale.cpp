@@ -29,6 +29,10 @@ Tensor inverse_of(const Tensor &scale) {
 
 struct Options {
   bool recheck, check_only, generic;
+
+  // Whether the largest gradients tell if unscaling would overflow, since no kernel checks products that it does not
+  // write.
+  bool predicts() const { return recheck && check_only; }
 };
 
 // The gradients of one device, and everything else that unscaling them needs.
@@ -40,6 +44,7 @@ struct UnscaledGroup {
   std::vector<Tensor> looped, kernel, generic;
   float inverse = 1.0F;  // for the loops
   Tensor factor;         // for the others, on the device
+  Tensor divisor;        // the scale, on the device, where only a prediction needs it
   Tensor one;            // for a second check, of the kernel's results
   std::vector<Tensor> full_width;
   tamp::Widened widened;
@@ -64,7 +69,8 @@ Groups groups(tamp_tensor *const *parameters, size_t count, size_t devices, cons
       if (devices == 1 && t.is_cpu()) out[0].looped.reserve(count);
     }
     UnscaledGroup &group = out[place];
-    auto &list = options.generic || !has_kernel(t) ? group.generic : (tamp::has_loop(t) ? group.looped : group.kernel);
+    const bool is_generic = options.generic || options.predicts() || !has_kernel(t);
+    auto &list = is_generic ? group.generic : (tamp::has_loop(t) ? group.looped : group.kernel);
     list.push_back(std::move(t));
   }
   TORCH_CHECK(out.size() == devices, "the gradients lie on ", out.size(), " devices, not on ", devices);
@@ -81,16 +87,19 @@ std::unique_ptr<Tensor> new_flag(at::Device device) {
 }
 
 // Sets `found_inf` if an element is non-finite or, with a defined `factor`, becomes non-finite when it is multiplied by
-// that.
-void mark_non_finite(const std::vector<Tensor> &tensors, const Tensor &factor, Tensor &found_inf) {
+// that or, with a defined `divisor`, divided by that.
+void mark_non_finite(const std::vector<Tensor> &tensors, const Tensor &factor, const Tensor &divisor,
+                     Tensor &found_inf) {
   for (const auto &alike : tamp::by_dtype(tensors)) {
     const Tensor largest = tamp::largest(alike);
     Tensor finite = at::isfinite(largest);
     if (factor.defined()) {
       // Multiplication and rounding are monotonic, so that the product of the largest element decides for all.
-      const auto wide = largest.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-      const Tensor product = largest.to(wide).mul(factor).to(largest.scalar_type());
-      finite = finite.logical_and(at::isfinite(product));
+      const auto wide = largest.to(largest.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+      Tensor product = wide.mul(factor);
+      // The fused kernels divide, which can round to infinity where the product does not.
+      if (divisor.defined()) product = product.maximum(wide.div(divisor));
+      finite = finite.logical_and(at::isfinite(product.to(largest.scalar_type())));
     }
     const Tensor bad = finite.logical_not().to(at::kFloat);
     found_inf.copy_(at::maximum(found_inf, bad.reshape(found_inf.sizes())));
@@ -104,7 +113,7 @@ void prepare_generic(UnscaledGroup &group, const Options &options) {
   for (auto &t : group.generic) {
     if (t.numel() > 0) filled.push_back(std::move(t));
   }
-  mark_non_finite(filled, options.recheck ? group.factor : Tensor(), *group.found_inf);
+  mark_non_finite(filled, options.recheck ? group.factor : Tensor(), group.divisor, *group.found_inf);
   if (options.check_only) return;
   for (auto &t : filled) {
     // As in the kernels, half precision is multiplied in f32.
@@ -120,13 +129,15 @@ void prepare(UnscaledGroup &group, const Tensor &scale, const Options &options, 
   const at::Device device = group.device;
   const auto number = at::TensorOptions().dtype(at::kFloat).device(device);
   group.found_inf = new_flag(device);
-  if (device.is_cpu() && !options.check_only) group.inverse = host_reciprocal(scale);
+  if (device.is_cpu() && (!options.check_only || options.predicts())) group.inverse = host_reciprocal(scale);
+  if (options.predicts()) group.divisor = tamp::on_device(scale, device).reshape({});
   const bool plain = group.kernel.empty() && group.generic.empty();
-  if (plain || (group.kernel.empty() && options.check_only)) {
+  const bool needs_no_factor = options.check_only && !options.recheck;
+  if (plain || (group.kernel.empty() && needs_no_factor)) {
     if (!plain) prepare_generic(group, options);
     return;
   }
-  if (device.is_cpu() || options.check_only) {
+  if (device.is_cpu() || needs_no_factor) {
     group.factor = at::full({}, group.inverse, number);
   } else {
     if (!inverse.defined()) inverse = inverse_of(scale);

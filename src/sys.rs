@@ -23,10 +23,6 @@ pub(crate) const MATMUL_HIGH: u8 = 1;
 #[allow(dead_code, reason = "it is put back as it was, and never chosen")]
 pub(crate) const MATMUL_MEDIUM: u8 = 2;
 
-pub(crate) const PENDING: u8 = 0;
-pub(crate) const ZERO: u8 = 1;
-pub(crate) const NONZERO: u8 = 2;
-
 pub(crate) const AUTOCAST_DEVICES: usize = 3;
 
 #[repr(C)]
@@ -266,8 +262,12 @@ unsafe extern "C" {
     pub(crate) fn tamp_cuda_initialize(err: *mut *mut c_char);
 
     pub(crate) fn tamp_matmul_precision(precision: u8, err: *mut *mut c_char) -> u8;
-    pub(crate) fn tamp_arrival_new(flag: *const Tensor, err: *mut *mut c_char) -> *mut Arrival;
-    pub(crate) fn tamp_arrival_poll(arrival: *const Arrival, err: *mut *mut c_char) -> u8;
+    pub(crate) fn tamp_arrival_new(source: *const Tensor, err: *mut *mut c_char) -> *mut Arrival;
+    pub(crate) fn tamp_arrival_poll(
+        arrival: *const Arrival,
+        number: *mut f64,
+        err: *mut *mut c_char,
+    ) -> u8;
     pub(crate) fn tamp_arrival_free(arrival: *mut Arrival);
 
     pub(crate) fn tamp_autocast_read(state: *mut AutocastState, err: *mut *mut c_char);

@@ -141,7 +141,7 @@ fn found(optimizer: &dyn AmpOptimizer) -> Result<Vec<FoundInf>> {
     let gradients = gradients_of(optimizer)?;
     let plan = Plan::new(&gradients, true)?;
     let one = ffi::number_new(1.0, Kind::Float, Device::Cpu)?;
-    Ok(plan.check(gradients.parameters(), &one)?.found)
+    Ok(plan.check(gradients.parameters(), &one, false)?.found)
 }
 
 /// Whether any of the flags is set, as a boolean tensor on a device.

@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::call;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::sys;
 
 /// Whether libtorch_cuda is linked into this program.
@@ -51,20 +51,19 @@ unsafe impl Send for Arrival {}
 
 impl Arrival {
     /// Starts to copy an f32 tensor of one element to the host. Does not synchronize.
-    pub(crate) fn new(flag: &Tensor) -> Result<Self> {
-        // SAFETY: `flag` is a live tensor, and `err` is valid for a write.
-        call(|err| unsafe { sys::tamp_arrival_new(flag.as_ptr(), err) }).map(Self)
+    pub(crate) fn new(source: &Tensor) -> Result<Self> {
+        // SAFETY: `source` is a live tensor, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_arrival_new(source.as_ptr(), err) }).map(Self)
     }
 
-    /// Returns whether the number is not zero, or `None` if it has not arrived yet. Never synchronizes.
-    pub(crate) fn poll(&self) -> Result<Option<bool>> {
-        // SAFETY: the pointer came from `tamp_arrival_new`, which succeeded, and is freed in `drop` only.
-        match call(|err| unsafe { sys::tamp_arrival_poll(self.0, err) })? {
-            sys::PENDING => Ok(None),
-            sys::ZERO => Ok(Some(false)),
-            sys::NONZERO => Ok(Some(true)),
-            other => Err(Error::Torch(format!("the arrival of a number answered {other}"))),
-        }
+    /// Returns the number, or `None` if it has not arrived yet. Never synchronizes.
+    pub(crate) fn poll(&self) -> Result<Option<f64>> {
+        let mut number = 0.0;
+        // SAFETY: the pointer came from `tamp_arrival_new`, which succeeded, and is freed in `drop` only; `number` is
+        // valid for a write.
+        let has_arrived =
+            call(|err| unsafe { sys::tamp_arrival_poll(self.0, &mut number, err) })? != 0;
+        Ok(has_arrived.then_some(number))
     }
 }
 

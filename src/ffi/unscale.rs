@@ -28,9 +28,6 @@ pub(crate) struct Unscaling {
 }
 
 impl Unscaling {
-    /// Only checks the gradients.
-    pub(crate) const CHECK_ONLY: Self = Self::new(true, false);
-
     pub(crate) const fn new(check_only: bool, recheck: bool) -> Self {
         Self {
             check_only,

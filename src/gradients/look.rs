@@ -37,9 +37,14 @@ impl Plan {
         ffi::gradients_unscale(all, scale, self.groups.len(), unscaling)
     }
 
-    /// Checks the gradients and leaves them unchanged.
-    pub(crate) fn check(&self, parameters: &[Tensor], scale: &Tensor) -> Result<Findings> {
-        let found = self.unscale(parameters, scale, Unscaling::CHECK_ONLY);
+    /// Checks the gradients and leaves them unchanged; with `recheck` also whether unscaling would make one infinite.
+    pub(crate) fn check(
+        &self,
+        parameters: &[Tensor],
+        scale: &Tensor,
+        recheck: bool,
+    ) -> Result<Findings> {
+        let found = self.unscale(parameters, scale, Unscaling::new(true, recheck));
         let found = found.map_err(|interrupted| interrupted.error)?;
         Ok(Findings { found, norm: None })
     }

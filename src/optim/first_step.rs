@@ -52,7 +52,7 @@ impl Skipped {
     fn poll(&mut self) -> Option<bool> {
         let skipped = match self {
             Self::Known(skipped) => return Some(*skipped),
-            Self::Unknown { arrival: Some(arrival), .. } => arrival.poll().ok()??,
+            Self::Unknown { arrival: Some(arrival), .. } => arrival.poll().ok()?? != 0.0,
             Self::Unknown { arrival: None, .. } => return self.ask().ok(),
         };
         *self = Self::Known(skipped);

@@ -1,12 +1,13 @@
-//! The scale itself: tensors on a device, with a copy of their values on the host while those are known.
+//! The scale itself: tensors on a device, with a copy of their values on the host while those are known, and otherwise
+//! with a lower bound.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::ffi::{self, OverflowCounts, ScaleRule, ScaleUpdate, Unscaling};
-use crate::scale::rule::{Mirror, clamp_tracker, next};
+use crate::ffi::{self, Arrival, OverflowCounts, ScaleRule, ScaleUpdate, Unscaling};
+use crate::scale::rule::{Mirror, clamp_tracker, lowest_next, next};
 
 /// The scale, the growth tracker, and the counts of overflows if the scale tolerates some.
 #[derive(Debug)]
@@ -17,6 +18,50 @@ pub(crate) struct Number {
     /// The scale is fixed at 1.
     is_one: bool,
     mirror: Cell<Option<Mirror>>,
+    bound: RefCell<Bound>,
+}
+
+/// The least that a scale can be while only its device has its value.
+#[derive(Debug, Default)]
+struct Bound {
+    at_least: f32,
+    /// An earlier value on its way to the host, and the least that a scale of that value can be now.
+    arrival: Option<(Arrival, Vec<ScaleRule>)>,
+}
+
+impl Bound {
+    /// Below this bound the scale is asked for. It can still be halved eight times before the bound matters.
+    const LOW: f32 = 256.0;
+
+    fn new(at_least: f32) -> Self {
+        Self { at_least, arrival: None }
+    }
+
+    /// Follows an update of the scale that the host does not know.
+    fn follow(&mut self, scale: &Tensor, rule: &ScaleRule) {
+        self.at_least = lowest_next(self.at_least, rule);
+        if let Some((_, rules)) = &mut self.arrival {
+            rules.push(*rule);
+        } else if self.at_least < Self::LOW && rule.min_scale < 1.0 {
+            // If the transfer cannot be started, the bound stays as low as it is.
+            self.arrival = Arrival::new(scale).ok().map(|arrival| (arrival, Vec::new()));
+        }
+    }
+
+    /// Returns the bound, which is higher after a value has arrived. Never synchronizes.
+    fn at_least(&mut self) -> f32 {
+        if let Some((arrival, rules)) = &self.arrival {
+            match arrival.poll() {
+                Ok(None) => {}
+                Ok(Some(value)) => {
+                    let now = rules.iter().fold(value as f32, lowest_next);
+                    *self = Self::new(self.at_least.max(now));
+                }
+                Err(_) => *self = Self::new(self.at_least),
+            }
+        }
+        self.at_least
+    }
 }
 
 impl Number {
@@ -28,6 +73,7 @@ impl Number {
             counts: counted.then(|| counts_on(value.counts, device)).transpose()?,
             is_one,
             mirror: Cell::new(Some(value)),
+            bound: RefCell::default(),
         })
     }
 
@@ -52,8 +98,14 @@ impl Number {
     }
 
     /// Whether the reciprocal may be more than 1, so that unscaling can overflow. Never synchronizes.
-    fn may_enlarge(&self) -> bool {
-        !self.is_one && self.mirror.get().is_none_or(|mirror| mirror.scale < 1.0)
+    pub(crate) fn may_enlarge(&self) -> bool {
+        let at_least = match self.mirror.get() {
+            Some(mirror) => mirror.scale,
+            // Reading host memory does not synchronize.
+            None if self.tensor.device() == Device::Cpu => self.value().map_or(0.0, |m| m.scale),
+            None => self.bound.borrow_mut().at_least(),
+        };
+        !self.is_one && at_least < 1.0
     }
 
     /// How gradients are unscaled by this scale.
@@ -61,16 +113,13 @@ impl Number {
         Unscaling::new(self.is_one, self.may_enlarge())
     }
 
-    /// Whether the host knows that the reciprocal is more than 1. Never synchronizes.
-    pub(crate) fn enlarges(&self) -> bool {
-        self.mirror.get().is_some_and(|mirror| mirror.scale < 1.0)
-    }
-
     /// Sets the scale and keeps the tracker. Does not synchronize.
     pub(crate) fn set_scale(&mut self, scale: f32) -> Result<()> {
         let mirror = self.mirror.take();
+        self.bound.take();
         ffi::number_set(&self.tensor, f64::from(scale))?;
         self.mirror.set(mirror.map(|mirror| Mirror { scale, ..mirror }));
+        self.bound.replace(Bound::new(scale));
         Ok(())
     }
 
@@ -86,6 +135,7 @@ impl Number {
         let Prepared { value, counts, is_one } = prepared;
         // Unknown in between, since the second write can fail.
         self.mirror.set(None);
+        self.bound.take();
         (self.counts, self.is_one) = (counts, is_one);
         ffi::number_set(&self.tensor, f64::from(value.scale))?;
         ffi::number_set(&self.tracker, f64::from(value.tracker))?;
@@ -120,6 +170,7 @@ impl Number {
             counts: self.counts.as_ref().map(copy).transpose()?,
             is_one: self.is_one,
             mirror: Cell::new(None),
+            bound: RefCell::default(),
         };
         ffi::scales_update(&[next.change(&[found_inf], rule)])?;
         Ok(next)
@@ -133,18 +184,32 @@ impl Number {
             counts: self.counts.as_ref().map(Tensor::shallow_clone),
             is_one: self.is_one,
             mirror: self.mirror.clone(),
+            bound: RefCell::default(),
         }
     }
 
     /// Takes the host's copy out: the tensors are about to change.
     pub(crate) fn forget(&self) -> Option<Mirror> {
-        self.mirror.take()
+        let mirror = self.mirror.take();
+        if mirror.is_some() {
+            self.bound.take();
+        }
+        mirror
     }
 
-    /// Computes the host's new copy from the one of `before`, unless the host does not have the overflow flag.
+    /// Computes the host's new copy from the one of `before`. If the host does not have the overflow flag, it has only a
+    /// lower bound.
     pub(crate) fn follow(&self, before: Option<Mirror>, overflow: Option<bool>, rule: &ScaleRule) {
         let next = |(before, overflow)| next(before, overflow, rule);
-        self.mirror.set(before.zip(overflow).map(next));
+        let known = before.zip(overflow).map(next);
+        if known.is_none() {
+            let mut bound = self.bound.borrow_mut();
+            if let Some(before) = before {
+                *bound = Bound::new(before.scale);
+            }
+            bound.follow(&self.tensor, rule);
+        }
+        self.mirror.set(known);
     }
 }
 

@@ -55,6 +55,12 @@ pub(crate) fn next(before: Mirror, overflow: bool, rule: &ScaleRule) -> Mirror {
     Mirror { scale, tracker: 0, counts: counted.restart(true, rule) }
 }
 
+/// The least that a scale of at least `scale` can be after an iteration.
+pub(crate) fn lowest_next(scale: f32, rule: &ScaleRule) -> f32 {
+    let backed_off = (f64::from(scale) * rule.backoff_factor) as f32;
+    backed_off.max(rule.min_scale as f32).min(rule.max_scale as f32)
+}
+
 /// Refuses an interval beyond the range of the i32 tracker.
 pub(crate) fn check_interval(name: &'static str, iterations: i64) -> Result<()> {
     let counts = (1..=i64::from(i32::MAX)).contains(&iterations);

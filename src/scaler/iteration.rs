@@ -138,8 +138,12 @@ impl Iteration {
     /// Checks the gradients of a new record without changing them. A failure removes the record.
     fn look(&mut self, index: usize, plan: &Plan, scale: &Number, with_norm: bool) -> Result<()> {
         let record = &mut self.records[index];
-        let look = if with_norm { Plan::norm } else { Plan::check };
-        match look(plan, &record.parameters, scale.tensor()) {
+        let (parameters, number) = (&record.parameters, scale.tensor());
+        let looked = match with_norm {
+            true => plan.norm(parameters, number),
+            false => plan.check(parameters, number, scale.may_enlarge()),
+        };
+        match looked {
             Ok(Findings { found, norm }) => {
                 (record.stage, record.found, record.norm) = (Stage::Looked, found, norm);
                 Ok(())
@@ -255,7 +259,7 @@ impl Iteration {
             return Ok(());
         }
         let plan = Plan::new(&gradients, true)?;
-        let findings = plan.check(gradients.parameters(), scale)?;
+        let findings = plan.check(gradients.parameters(), scale, false)?;
         record.found.extend(findings.found);
         record.snapshot = gradients.into_snapshot();
         record.dirty = false;

@@ -88,7 +88,7 @@ impl Pending {
                     self.arrival.get_or_init(|| arrival)
                 }
             };
-            self.skipped.set(arrival.poll()?);
+            self.skipped.set(arrival.poll()?.map(|flag| flag != 0.0));
         }
         Ok(self.skipped.get())
     }

@@ -157,10 +157,7 @@ impl GradScaler {
         max_norm: Option<f64>,
         spikes: Option<&mut SpikeDetector>,
     ) -> Result<StepOutcome> {
-        // If the reciprocal of the scale is more than 1, unscaling can overflow, which only the norm of the unscaled
-        // gradients shows.
-        let with_norm = max_norm.is_some() || scale.enlarges();
-        let look = if with_norm { Look::Norm } else { Look::Check };
+        let look = if max_norm.is_some() { Look::Norm } else { Look::Check };
         let Some(record) = self.claim_for_step(optimizer, look)? else {
             return Ok(StepOutcome::known(Taken::NoGradients));
         };

@@ -1,7 +1,7 @@
 //! How the scale grows, backs off and stays within its bounds.
 
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::optim::Sgd;
+use tch_amp::optim::{Adagrad, AdamW, Algorithm, MasterWeights, Muon, RmsProp, Sgd};
 use tch_amp::scaler::{GradScalerConfig, ScalerError};
 use tch_amp::{Error, GradScaler};
 
@@ -236,5 +236,48 @@ fn an_overflow_in_unscaling_is_found_even_if_the_scale_is_only_on_the_device() {
         let outcome = scaler.step(&mut Descent(vec![other.shallow_clone()])).unwrap();
         assert!(outcome.is_skipped().unwrap());
         assert_eq!(to_f64(other), [1.0; 3]);
+    });
+}
+
+/// Fused steps are skipped on the device. After the first one the host does not know the scale of a GPU.
+#[test]
+fn a_fused_step_is_skipped_if_unscaling_alone_overflows() {
+    for_each_device(|device| {
+        let algorithms: [Algorithm; 5] = [
+            Sgd::default().momentum(0.9).into(),
+            AdamW::default().into(),
+            Adagrad::default().into(),
+            RmsProp::default().into(),
+            Muon::default().into(),
+        ];
+        for algorithm in algorithms {
+            for (kind, masters) in [
+                (Kind::Float, MasterWeights::None),
+                (Kind::BFloat16, MasterWeights::None),
+                (Kind::BFloat16, MasterWeights::Float),
+            ] {
+                let w = Tensor::ones([2, 2], (kind, device)).set_requires_grad(true);
+                let list = [w.shallow_clone()];
+                let mut opt = algorithm.master_weights(masters).build(&list, 0.1).unwrap();
+                let config = GradScalerConfig::default().init_scale(1e-3);
+                let mut scaler = config.build(device).unwrap();
+                let mut step = |scaler: &mut GradScaler, gradient: f64| {
+                    opt.zero_grad().unwrap();
+                    // Scaled as a backward pass leaves it.
+                    (&w * gradient).sum(None).backward();
+                    let outcome = scaler.step(&mut opt).unwrap();
+                    scaler.update().unwrap();
+                    outcome
+                };
+                assert!(step(&mut scaler, 1e-3).is_stepped().unwrap());
+                let before = to_f64(&w.view(-1));
+                // 9e37 is finite, and 9e40 is not.
+                let skipped = step(&mut scaler, 9e37);
+                assert_eq!(to_f64(&w.view(-1)), before, "{algorithm:?} {masters:?} {device:?}");
+                assert!(skipped.is_skipped().unwrap(), "{algorithm:?} {masters:?} {device:?}");
+                assert_eq!(scaler.get_scale().unwrap() as f32, 1e-3f32 * 0.5);
+                assert!(step(&mut scaler, 1e-3).is_stepped().unwrap());
+            }
+        }
     });
 }

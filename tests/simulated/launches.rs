@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::loss_scale::all_finite;
 use tch_amp::optim::{MasterWeights, Optimizer};
+use tch_amp::scaler::GradScalerConfig;
 
 use crate::common::simulation::Simulation;
 use crate::iteration::{ONE, TWO, algorithms, backward, losses, parameters, scaler};
@@ -84,4 +85,29 @@ fn launches_do_not_grow_with_the_number_of_parameters() {
         }
     }
     assert!(grown.is_empty(), "{grown:#?}");
+}
+
+/// A scale below 1 takes a further check, for which the host has to know how low the scale can be. It learns that from
+/// copies that arrive late.
+#[test]
+fn a_scale_that_the_host_has_not_read_for_long_costs_no_further_launch() {
+    let Some(simulation) = Simulation::find() else { return };
+    let steps = |scale: f64| {
+        let all = parameters(ONE, Kind::Float, 4);
+        let mut opt = build(algorithms()[0].1, &all, MasterWeights::None);
+        let mut scaler = GradScalerConfig::default().init_scale(scale).build(ONE[0]).unwrap();
+        let mut iterate = || {
+            opt.zero_grad().unwrap();
+            backward(&scaler, &losses(&all, ONE, 1.0 / 1024.0)).unwrap();
+            let ((), step) = simulation.count(|| drop(scaler.step(&mut opt).unwrap()));
+            let ((), update) = simulation.count(|| scaler.update().unwrap());
+            assert_eq!(step.host_syncs + update.host_syncs, 0);
+            step.launches
+        };
+        (0..100).map(|_| iterate()).collect::<Vec<_>>()
+    };
+    let high = steps(65536.0);
+    assert_eq!(high[1..], [high[1]; 99]);
+    let low = steps(0.5);
+    assert!(low.iter().skip(1).all(|launches| *launches > high[1]), "{low:?} {high:?}");
 }
