@@ -1,7 +1,6 @@
 #include "arithmetic.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <cmath>
@@ -112,9 +111,6 @@ std::vector<std::vector<Tensor>> by_dtype(const std::vector<Tensor> &tensors) {
 }
 
 Tensor largest(const std::vector<Tensor> &tensors) {
-  // Inside a region, autocast would handle the stacking of the norms, and it refuses half-precision tensors whose dtype
-  // is not the region's.
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   // The infinity norm of a tensor with a NaN is NaN.
   const double infinity = std::numeric_limits<double>::infinity();
   return at::linalg_vector_norm(at::stack(at::_foreach_norm(tensors, infinity)), infinity);

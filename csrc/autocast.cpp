@@ -84,11 +84,11 @@ class Settlement {
 extern "C" {
 
 void tamp_autocast_read(tamp_autocast_state *state, char **err) noexcept {
-  tamp::guarded(err, [&] { read(*state); });
+  tamp::guarded_inside_regions(err, [&] { read(*state); });
 }
 
 void tamp_autocast_enter(const tamp_autocast_state *next, uint8_t outermost, char **err) noexcept {
-  tamp::guarded(err, [&] {
+  tamp::guarded_inside_regions(err, [&] {
     // This comes first, so that regions that destructors of old casts open and close count as nested.
     autocast::increment_nesting();
     try {
@@ -103,6 +103,7 @@ void tamp_autocast_enter(const tamp_autocast_state *next, uint8_t outermost, cha
 void tamp_autocast_exit(const tamp_autocast_state *previous, uint8_t outermost) noexcept {
   char *err = nullptr;
   tamp::contained(&err, [&] {
+    const tamp::InsideRegions programs;
     const bool closed = autocast::decrement_nesting() == 0;
     change(*previous, closed || outermost != 0);
   });
@@ -110,8 +111,13 @@ void tamp_autocast_exit(const tamp_autocast_state *previous, uint8_t outermost) 
 }
 
 void tamp_autocast_clear_cache(char **err) noexcept {
-  tamp::guarded(err, [] { clear_cache(); });
+  // Destructors of the program may run.
+  tamp::guarded_inside_regions(err, [] { clear_cache(); });
 }
+
+void tamp_regions_leave() noexcept { tamp::step_outside(); }
+
+void tamp_regions_return() noexcept { tamp::step_inside(); }
 
 int64_t tamp_autocast_backward() noexcept { return torch::autograd::get_current_graph_task_id(); }
 

@@ -192,6 +192,7 @@ class FunctionNode final : public Node {
 
   void materialize(variable_list &grads, at::OptionalDeviceGuard &device_guard) const {
     if (!state_.has(TAMP_FUNCTION_MATERIALIZE_GRADS)) return;
+    const OutsideRegions own;
     for (size_t i = 0; i < grads.size(); ++i) {
       if (grads[i].defined()) continue;
       grads[i] = i < outputs_.size() ? outputs_[i].zeros(device_guard) : input_metadata(i).zeros_like();
@@ -203,6 +204,7 @@ class FunctionNode final : public Node {
     for (auto &g : grads) inputs.push_back(g.defined() ? reinterpret_cast<tamp_tensor *>(&g) : nullptr);
     c10::SmallVector<tamp_tensor *, 8> outputs(num_outputs(), nullptr);
     char *err = nullptr;
+    const InsideRegions programs;
     const auto &function = state_.function();
     const auto *node = reinterpret_cast<const tamp_node *>(this);
     function.backward(function.state, node, inputs.data(), inputs.size(), outputs.data(), outputs.size(), &err);

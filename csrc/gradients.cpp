@@ -190,7 +190,7 @@ void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tens
 }
 
 void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) noexcept {
-  tamp::guarded(err, [&] { tamp::tensor(loss).backward({}, retain_graph != 0); });
+  tamp::guarded_inside_regions(err, [&] { tamp::tensor(loss).backward({}, retain_graph != 0); });
 }
 
 void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *gradients, size_t count,

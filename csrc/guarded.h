@@ -11,6 +11,7 @@
 #include <memory>
 #include <utility>
 
+#include "regions.h"
 #include "shim.h"
 
 namespace tamp {
@@ -52,10 +53,22 @@ auto contained(char **err, F &&body) noexcept -> decltype(body()) {
   return decltype(body())();
 }
 
-// Runs the body of a function that can fail. Tests make it fail here.
+// Runs the body of a function that can fail, outside of the program's autocast regions. Tests make it fail here.
 template <typename F>
 auto guarded(char **err, F &&body) noexcept -> decltype(body()) {
   return contained(err, [&]() -> decltype(body()) {
+    const OutsideRegions own;
+    fail_point();
+    return body();
+  });
+}
+
+// The same for a body that belongs to the program: it reads or changes the regions, or runs code of the program. It is
+// in the program's regions, whoever calls it. tests/abi.rs lists the functions with such a body.
+template <typename F>
+auto guarded_inside_regions(char **err, F &&body) noexcept -> decltype(body()) {
+  return contained(err, [&]() -> decltype(body()) {
+    const InsideRegions programs;
     fail_point();
     return body();
   });

@@ -4,7 +4,6 @@
 #include "optim_muon.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <cmath>
@@ -51,8 +50,6 @@ double rate_of(const tamp_optim_options &o, const Tensor &matrix) {
 
 void orthogonalize(Entry &e, const Unscaling &unscaling, bool is_skipped) {
   if (e.options->algorithm != TAMP_OPTIM_MUON) return;
-  // Inside a region, autocast would compute the products in its dtype.
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   e.rate = rate_of(*e.options, e.parameter);
   e.orthogonal = at::empty_like(e.parameter, e.parameter.options().dtype(at::kBFloat16));
   if (is_skipped || e.parameter.numel() == 0) return;

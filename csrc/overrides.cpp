@@ -2,7 +2,7 @@
 // switches on another dispatch key on its thread, whose kernel comes before autocast's: it casts the inputs of the
 // operators that are overridden and runs them without autocast, and passes all others on.
 //
-// The key is DeferredInit, which libtorch keeps for extensions and uses for nothing itself.
+// What this crate computes itself is outside of all regions: see regions.h.
 
 #include "overrides.h"
 
@@ -23,8 +23,6 @@ namespace tamp {
 namespace {
 
 using c10::IValue;
-
-constexpr auto kKey = c10::DispatchKey::DeferredInit;
 
 // The names of operators with their overloads, and whether they run in f32, as opposed to the dtype of the region.
 using Overrides = std::unordered_map<c10::OperatorName, bool>;
@@ -78,7 +76,7 @@ IValue cast(const IValue &value, at::ScalarType dtype, c10::DeviceType device) {
 
 // Called for every operator on a thread with overrides.
 void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kOverrides);
   const auto found = overrides == nullptr ? Overrides::const_iterator{} : overrides->find(op.operator_name());
   if (overrides == nullptr || found == overrides->end()) return op.redispatchBoxed(below, stack);
   const size_t count = op.schema().arguments().size();
@@ -98,7 +96,7 @@ std::mutex mutex;
 struct Registry {
   Registry() { kernel.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
-  torch::Library kernel{torch::Library::IMPL, "_", kKey, __FILE__, __LINE__};
+  torch::Library kernel{torch::Library::IMPL, "_", kOverrides, __FILE__, __LINE__};
   std::vector<std::unique_ptr<const Overrides>> all;
 };
 
@@ -153,7 +151,7 @@ void set_overrides(uint32_t number) {
   }
   current = number;
   overrides = next;
-  c10::impl::tls_set_dispatch_key_included(kKey, next != nullptr);
+  c10::impl::tls_set_dispatch_key_included(kOverrides, next != nullptr);
 }
 
 }  // namespace tamp

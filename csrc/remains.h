@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "regions.h"
 #include "shim.h"
 
 namespace tamp {
@@ -48,6 +49,7 @@ inline constexpr int kDeepest = 8;
 
 // Destroys what is in the list, one after the other.
 inline void destroy_waiting() noexcept {
+  const InsideRegions programs;
   ++remaining.depth;
   while (remaining.postponed == 0 && remaining.first != nullptr) {
     const std::unique_ptr<Waiting> last(remaining.first);
@@ -69,6 +71,7 @@ inline void destroy(Remains remains) noexcept {
   }
   ++remaining.depth;
   {
+    const InsideRegions programs;
     const Remains now(std::move(remains));
   }
   --remaining.depth;

@@ -14,6 +14,7 @@
 //   int8_t.
 // - A function synchronizes only where its comment says so: then the host stops until the device has finished.
 //   libtorch's operations on sparse tensors may synchronize in addition.
+// - A function computes outside of the autocast regions of the calling thread, unless its comment says otherwise.
 // - Only C types cross the border.
 #pragma once
 
@@ -65,7 +66,7 @@ uint8_t tamp_arrival_poll(const tamp_arrival *arrival, double *number, char **er
 void tamp_arrival_free(tamp_arrival *arrival) TAMP_NOEXCEPT;
 
 // -------------------------------------------------------------------------------------------------------- autocast.cpp
-// These functions read and change the autocast state of the calling thread.
+// These functions read and change the autocast state of the calling thread, that of its regions.
 
 enum { TAMP_AUTOCAST_DEVICES = 3 };
 
@@ -98,6 +99,13 @@ void tamp_autocast_exit(const tamp_autocast_state *previous, uint8_t outermost) 
 
 // Clears the weight cache, which all threads share.
 void tamp_autocast_clear_cache(char **err) TAMP_NOEXCEPT;
+
+// Takes the calling thread out of its regions until tamp_regions_return, for a computation of this crate. Such pairs
+// nest. Callbacks into the program, and functions that read or change the regions, are inside of them nevertheless.
+void tamp_regions_leave(void) TAMP_NOEXCEPT;
+
+// Ends the effect of one call of tamp_regions_leave.
+void tamp_regions_return(void) TAMP_NOEXCEPT;
 
 // Returns the number of the backward pass that runs on the calling thread, the innermost one of several, or -1 if none
 // does.
@@ -173,8 +181,9 @@ void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **er
 void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tensor **gradients,
                          char **err) TAMP_NOEXCEPT;
 
-// Runs the backward pass of `loss`, a tensor of one element, and accumulates the gradients of its leaves. With
-// `retain_graph` the graph can be used by another backward pass.
+// Runs the backward pass of `loss`, a tensor of one element, in the regions of the calling thread, as code of the
+// program may run in it, and accumulates the gradients of its leaves. With `retain_graph` the graph can be used by
+// another backward pass.
 void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) TAMP_NOEXCEPT;
 
 // Adds `gradients` to the gradients of `count` parameters, in place where the dtypes allow it. A parameter without a
@@ -318,7 +327,12 @@ typedef struct tamp_scale_update {
 void tamp_scales_update(const tamp_scale_update *updates, size_t count, char **err) TAMP_NOEXCEPT;
 
 // ------------------------------------------------------------------------------------------------------ loss_scale.cpp
-// This function checks gradients for functional loss scales.
+// These functions multiply losses, and check gradients for functional loss scales.
+
+// Multiplies a tensor by a factor of one element, which may be on another device. The product of half-precision numbers
+// is f32. Its derivative is computed outside of all regions, too. Synchronizes only if the factor is on a GPU and the
+// tensor on the CPU.
+tamp_tensor *tamp_scaled(const tamp_tensor *tensor, const tamp_tensor *factor, char **err) TAMP_NOEXCEPT;
 
 // Returns whether all elements of `count` floating-point or complex tensors are finite: a 0-dim bool tensor on the
 // device of the first one. Synchronizes only if the first tensor is on the CPU and others are on a GPU.

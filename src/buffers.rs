@@ -10,7 +10,7 @@ use tch::nn::VarStore;
 use tch::{Tensor, no_grad};
 
 use crate::error::{CheckpointError, Error, Result};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 
 /// A copy of a model's buffers, to be restored after a skipped step. PyTorch has no counterpart.
 ///
@@ -51,6 +51,7 @@ impl BufferSnapshot {
 
     /// Copies these buffers.
     pub(crate) fn of<'a>(buffers: impl IntoIterator<Item = &'a Tensor>) -> Result<Self> {
+        let _own = OutsideRegions::enter();
         let copy = |buffer: &Tensor| Ok((buffer.shallow_clone(), buffer.f_detach_copy()?));
         Ok(Self { pairs: buffers.into_iter().map(copy).collect::<Result<_>>()? })
     }
@@ -61,6 +62,7 @@ impl BufferSnapshot {
     ///
     /// [`Error::Torch`] if the shape of a buffer has changed.
     pub fn save(&mut self) -> Result<()> {
+        let _own = OutsideRegions::enter();
         for (buffer, copy) in &mut self.pairs {
             copy.f_copy_(buffer)?;
         }
@@ -89,6 +91,7 @@ impl BufferSnapshot {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn restore(&mut self) -> Result<()> {
+        let _own = OutsideRegions::enter();
         no_grad(|| {
             for (buffer, copy) in &mut self.pairs {
                 buffer.f_copy_(copy)?;
@@ -121,6 +124,7 @@ impl BufferSnapshot {
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 pub fn check_buffers_finite(vs: &VarStore) -> Result<()> {
+    let _own = OutsideRegions::enter();
     for (name, buffer) in buffers(vs)? {
         let finite = buffer.f_isfinite()?.f_all()?;
         if finite.f_int64_value(&[])? == 0 {

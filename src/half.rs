@@ -18,6 +18,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
+use crate::ffi::OutsideRegions;
 
 /// A half-precision number: `half::f16` or `half::bf16`.
 pub trait HalfElement: Copy + sealed::Bits {
@@ -66,6 +67,7 @@ pub fn from_slice<T: HalfElement>(numbers: &[T]) -> Result<Tensor> {
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 pub fn to_vec<T: HalfElement>(tensor: &Tensor) -> Result<Vec<T>> {
+    let _own = OutsideRegions::enter();
     let found = tensor.f_kind()?;
     if found != T::KIND {
         let expected = T::KIND;

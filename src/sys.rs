@@ -278,6 +278,8 @@ unsafe extern "C" {
     );
     pub(crate) fn tamp_autocast_exit(previous: *const AutocastState, outermost: u8);
     pub(crate) fn tamp_autocast_clear_cache(err: *mut *mut c_char);
+    pub(crate) fn tamp_regions_leave();
+    pub(crate) fn tamp_regions_return();
     pub(crate) fn tamp_autocast_backward() -> i64;
     pub(crate) fn tamp_autocast_after_backward(settle: AutocastSettle);
 
@@ -411,6 +413,11 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     );
 
+    pub(crate) fn tamp_scaled(
+        tensor: *const Tensor,
+        factor: *const Tensor,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
     pub(crate) fn tamp_all_finite(
         tensors: *const *mut Tensor,
         count: usize,

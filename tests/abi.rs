@@ -271,3 +271,249 @@ fn constants_have_the_same_values() {
     assert!(rust.len() >= 9, "sys.rs was parsed incorrectly: {rust:?}");
     assert_eq!(c, rust);
 }
+
+/// The definitions of the shim: the sources, one after the other, without comments.
+fn definitions() -> String {
+    let folders = ["csrc", "csrc/insight", "csrc/distributed"];
+    let mut out = String::new();
+    for folder in folders.map(|folder| common::python::root().join(folder)) {
+        for entry in std::fs::read_dir(folder).expect("the folder is readable") {
+            let path = entry.expect("the entry is readable").path();
+            if path.extension().is_some_and(|end| end == "cpp") {
+                out += &flat(&std::fs::read_to_string(path).expect("the source is readable"));
+                out.push(' ');
+            }
+        }
+    }
+    out
+}
+
+/// The body of a function of the shim.
+fn body_of<'a>(definitions: &'a str, name: &str) -> &'a str {
+    let call = format!("{name}(");
+    let starts = definitions.match_indices(&call).map(|(at, _)| &definitions[at..]);
+    // A definition has a body after its parameters, unlike a call.
+    let mut bodies = starts.filter_map(|text| {
+        let (parameters, rest) = text.split_once(") noexcept {")?;
+        (!parameters.contains([';', '{'])).then_some(rest)
+    });
+    let rest = bodies.next().unwrap_or_else(|| panic!("{name} has no definition"));
+    let mut depth = 1;
+    let end = rest.find(|c| {
+        depth += i32::from(c == '{') - i32::from(c == '}');
+        depth == 0
+    });
+    &rest[..end.expect("the body ends")]
+}
+
+/// The functions whose body belongs to the program, and therefore runs in its regions.
+const INSIDE_REGIONS: [&str; 5] = [
+    "tamp_autocast_clear_cache", // runs destructors
+    "tamp_autocast_enter",
+    "tamp_autocast_exit",
+    "tamp_autocast_read",
+    "tamp_backward", // runs backward passes, hooks and custom functions
+];
+
+/// The functions that cannot fail, because they call no operation on tensors.
+const WITHOUT_OPERATIONS: [&str; 27] = [
+    "tamp_arrival_free",
+    "tamp_autocast_after_backward",
+    "tamp_autocast_backward",
+    "tamp_cuda_is_linked",
+    "tamp_gathering_free",
+    "tamp_gradients_release",
+    "tamp_group_free",
+    "tamp_heap_keep",
+    "tamp_memory_release",
+    "tamp_name_end",
+    "tamp_process_end_with",
+    "tamp_recording_count",
+    "tamp_recording_differs",
+    "tamp_recording_free",
+    "tamp_reducer_free",
+    "tamp_reference_free",
+    "tamp_regions_leave",
+    "tamp_regions_return",
+    "tamp_signals_caught",
+    "tamp_signals_release",
+    "tamp_store_free",
+    "tamp_string_free",
+    "tamp_string_new",
+    "tamp_testing_as_other_device",
+    "tamp_testing_fail_at",
+    "tamp_testing_fault",
+    "tamp_testing_inference_mode",
+];
+
+#[test]
+fn every_function_is_outside_of_the_programs_regions_or_says_why_not() {
+    let definitions = definitions();
+    let (mut without, mut inside) = (Vec::new(), Vec::new());
+    for function in c_functions() {
+        let name = function.split('(').next().expect("a function has a name");
+        let body = body_of(&definitions, name);
+        let is_inside = body.contains("guarded_inside_regions(err, ")
+            || body.contains("const tamp::InsideRegions programs;");
+        match (is_inside, body.contains("tamp::guarded(err, ")) {
+            (true, false) => inside.push(name.to_owned()),
+            (false, true) => {}
+            _ => without.push(name.to_owned()),
+        }
+    }
+    inside.sort();
+    without.sort();
+    assert_eq!(inside, INSIDE_REGIONS);
+    assert_eq!(without, WITHOUT_OPERATIONS);
+}
+
+/// The functions that compute nothing that a region could change: they inspect, wait, record or communicate.
+const COMPUTES_NOTHING: &[&str] = &[
+    "tamp_backward_accumulates",
+    "tamp_cuda_initialize",
+    "tamp_device_memory_read",
+    "tamp_device_memory_reset",
+    "tamp_gathering_begin",
+    "tamp_gathering_finish",
+    "tamp_group_all_gather",
+    "tamp_group_all_reduce",
+    "tamp_group_broadcast",
+    "tamp_group_broadcast_all",
+    "tamp_group_monitored_barrier",
+    "tamp_group_new",
+    "tamp_group_reduce_scatter",
+    "tamp_leaves",
+    "tamp_matmul_precision",
+    "tamp_name_begin",
+    "tamp_overrides_add",
+    "tamp_process_signal",
+    "tamp_recording_event",
+    "tamp_recording_memory",
+    "tamp_reference_new",
+    "tamp_signals_catch",
+    "tamp_store_in_process",
+    "tamp_store_set",
+    "tamp_store_tcp",
+    "tamp_store_wait",
+];
+
+#[test]
+fn a_test_of_own_arithmetic_calls_every_function_that_computes() {
+    let jobs = [
+        "tests/autocast/own_arithmetic.rs",
+        "tests/distributed/own_arithmetic.rs",
+        "tests/insight/own_arithmetic.rs",
+    ]
+    .map(read)
+    .concat();
+    let known = |name: &str| {
+        INSIDE_REGIONS.contains(&name)
+            || WITHOUT_OPERATIONS.contains(&name)
+            || COMPUTES_NOTHING.contains(&name)
+            || jobs.contains(&format!("\"{name}\""))
+    };
+    let functions = c_functions();
+    let names = functions.iter().filter_map(|function| function.split('(').next());
+    let unknown: Vec<_> = names.filter(|name| !known(name)).collect();
+    assert!(unknown.is_empty(), "no job in own_arithmetic.rs calls {unknown:#?}");
+}
+
+/// The operations of tch that compute nothing, or views, or run code of the program.
+const NOT_OWN: &[&str] = &[
+    "f_as_strided",
+    "f_backward",
+    "f_chunk",
+    "f_data",
+    "f_detach",
+    "f_empty",
+    "f_expand_as",
+    "f_forward",
+    "f_forward_t",
+    "f_from_slice",
+    "f_get",
+    "f_grad",
+    "f_internal_values",
+    "f_kind",
+    "f_narrow",
+    "f_ones",
+    "f_run_backward",
+    "f_select",
+    "f_set_data",
+    "f_set_requires_grad",
+    "f_unbind",
+    "f_unsqueeze",
+    "f_view",
+    "f_view_as",
+    "f_view_dtype",
+    "f_zeros",
+];
+
+/// Functions whose callers, in the same file, are outside of the program's regions.
+const CALLED_OUTSIDE: [(&str, &str); 5] = [
+    ("src/distributed/sync_batch_norm.rs", "moments"),
+    ("src/distributed/sync_batch_norm.rs", "sum"),
+    ("src/insight/audit/gradients.rs", "get"),
+    ("src/insight/audit/gradients.rs", "number"),
+    ("src/precision/measure.rs", "time"),
+];
+
+/// The names of the operations of tch that a text calls and that compute.
+fn operations(text: &str) -> Vec<&str> {
+    let calls = text.match_indices("f_").filter(|(at, _)| {
+        let before = &text[..*at];
+        before.ends_with('.') || before.ends_with("Tensor::")
+    });
+    let name = |(at, _): (usize, &str)| {
+        let end = text[at..].find(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        &text[at..at + end.unwrap_or(text.len() - at)]
+    };
+    calls.map(name).filter(|name| !NOT_OWN.contains(name)).collect()
+}
+
+/// The functions of a file with their texts, up to the next function.
+fn rust_bodies(text: &str) -> Vec<(&str, &str)> {
+    let starts: Vec<_> = text.match_indices(" fn ").map(|(at, _)| at + 4).collect();
+    let ends = starts.iter().skip(1).copied().chain([text.len()]);
+    let body = |(start, end): (&usize, usize)| {
+        let body = &text[*start..end];
+        let name = body.split(['(', '<']).next().unwrap_or_default();
+        (name, body)
+    };
+    starts.iter().zip(ends).map(body).collect()
+}
+
+fn rust_sources(folder: &str, out: &mut Vec<String>) {
+    for entry in std::fs::read_dir(common::python::root().join(folder)).expect("src is readable") {
+        let entry = entry.expect("the entry is readable");
+        let path = format!("{folder}/{}", entry.file_name().to_string_lossy());
+        if entry.path().is_dir() {
+            if entry.file_name() != "tests" {
+                rust_sources(&path, out);
+            }
+        } else if path.ends_with(".rs") && !path.ends_with("/tests.rs") {
+            out.push(path);
+        }
+    }
+}
+
+#[test]
+fn every_operation_of_tch_is_outside_of_the_programs_regions() {
+    let (mut paths, mut seen, mut wrong) = (Vec::new(), 0, Vec::new());
+    rust_sources("src", &mut paths);
+    for path in &paths {
+        // Attributes are on lines of their own, which `flat` leaves out.
+        let source = read(path);
+        let text = flat(source.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default());
+        for (name, body) in rust_bodies(&text) {
+            let computing = operations(body);
+            seen += computing.len();
+            let is_outside = body.contains("OutsideRegions::enter()")
+                || CALLED_OUTSIDE.contains(&(path.as_str(), name));
+            if !computing.is_empty() && !is_outside {
+                wrong.push(format!("{path}: {name} calls {computing:?}"));
+            }
+        }
+    }
+    assert!(seen > 100, "only {seen} operations were found");
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}

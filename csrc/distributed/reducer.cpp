@@ -78,13 +78,16 @@ class Compression : public c10d::CppCommHookInterface<Ranks> {
   Compression(const Ranks &group, at::ScalarType dtype, bool divide_first)
       : CppCommHookInterface<Ranks>(group), dtype_(dtype), divide_first_(divide_first) {}
 
+  // Called by a backward pass, which is in the regions of the program.
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket &bucket) override {
+    const tamp::OutsideRegions own;
     const at::Tensor &buffer = bucket.getBufferRef();
     const int64_t ranks = state_->getSize();
     // Dividing first keeps what half precision cannot hold before the division.
     std::vector<at::Tensor> small{divide_first_ ? buffer.div_(ranks).to(dtype_) : buffer.to(dtype_).div_(ranks)};
     return state_->allreduce(small)->getFuture()->then(
         [buffer](c10::ivalue::Future &done) {
+          const tamp::OutsideRegions own;
           const c10::IValue value = done.value();
           buffer.copy_(value.isTensorList() ? value.toTensorVector()[0] : value.toTensor());
           return c10::IValue(buffer);

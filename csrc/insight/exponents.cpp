@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <array>
@@ -285,8 +284,6 @@ tamp_tensor *tamp_exponents_count(const tamp_tensor *counts, const tamp_counted_
                                   int64_t rows, const tamp_tensor *scale, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    // A region of autocast must not cast anything here.
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto groups = groups_of(gradients, count);
     const at::Device home = home_of(counts, groups);
     const Tensor seen = count_all(groups, rows, scale, home);

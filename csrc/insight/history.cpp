@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <limits>
 #include <memory>
@@ -31,7 +30,6 @@ tamp_tensor *tamp_history_record(const tamp_tensor *history, int64_t length, int
                                  const tamp_tensor *const *numbers, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const at::Device device = device_of(history, numbers);
     // MPS has no f64.
     const auto options = at::TensorOptions(device.is_mps() ? at::kFloat : at::kDouble).device(device);

@@ -3,10 +3,11 @@
 #include "recorder.h"
 
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <limits>
+
+#include "regions.h"
 
 namespace tamp {
 namespace {
@@ -18,11 +19,11 @@ constexpr int64_t kMostRepeats = 32;
 // Of about 3 kB each, half of which are the copies of the caller.
 constexpr size_t kMostEvents = 1000000;
 
-// What the recording's own work must not do: be recorded, be differentiated, or be cast.
+// What the recording's own work must not do: be recorded, be differentiated, or obey the program's regions.
 struct Unnoticed {
   at::RecordFunctionGuard unrecorded{false};
   c10::NoGradGuard no_grad;
-  c10::impl::ExcludeDispatchKeyGuard uncast{c10::autocast_dispatch_keyset};
+  OutsideRegions own;
 };
 
 const c10::OperatorHandle *find(const at::RecordFunction &fn, std::optional<c10::OperatorHandle> &held) {

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
-use crate::ffi::{self, FoundInf, Unscaling};
+use crate::ffi::{self, FoundInf, OutsideRegions, Unscaling};
 use crate::gradients::{Gradients, Plan, Taken, overflow};
 use crate::optim::AmpOptimizer;
 
@@ -91,6 +91,7 @@ impl Kept {
     fn reweigh(&self, last: &Batch, optimizer: &dyn AmpOptimizer) -> Result<()> {
         let gradients = gradients_of(optimizer)?.separated()?;
         let plan = Plan::new(&gradients, true)?;
+        let _own = OutsideRegions::enter();
         let first = gradients.parameters().first();
         let device = first.map_or(Device::Cpu, Tensor::device);
         let mut total = ffi::number_new(0.0, Kind::Float, device)?;
@@ -107,6 +108,7 @@ impl Kept {
 
     /// Whether each micro-batch was left out. Synchronizes on a GPU.
     pub(super) fn answers(&self) -> Result<Vec<bool>> {
+        let _own = OutsideRegions::enter();
         let answer = |Batch { flags, .. }: &Batch| match overflow(flags) {
             Some(found) => Ok(found),
             None => Ok(any(flags, Device::Cpu)?.f_int64_value(&[])? != 0),
@@ -118,6 +120,7 @@ impl Kept {
 impl Batch {
     /// Replaces the gradients by zeros, where they are, if this micro-batch is not finite.
     fn clear_if_not_finite(&self, parameters: &[Tensor]) -> Result<()> {
+        let _own = OutsideRegions::enter();
         for parameter in parameters {
             let mut gradient = parameter.f_grad()?;
             if gradient.defined() {
@@ -146,6 +149,7 @@ fn found(optimizer: &dyn AmpOptimizer) -> Result<Vec<FoundInf>> {
 
 /// Whether any of the flags is set, as a boolean tensor on a device.
 fn any(flags: &[FoundInf], device: Device) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
     let mut any = ffi::number_new(0.0, Kind::Float, device)?;
     for flag in flags {
         let flag = ffi::number_on(&flag.tensor, device, Kind::Float)?.f_view_as(&any)?;

@@ -7,7 +7,7 @@ use crate::accumulation::dropping::Kept;
 #[cfg(feature = "distributed")]
 use crate::distributed::{ProcessGroup, ReduceOp, any_is_averaged};
 use crate::error::{Error, Result, ensure};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 use crate::optim::AmpOptimizer;
 
 /// The micro-batches whose gradients are accumulated for one step, with the weight of each. PyTorch has no counterpart;
@@ -66,7 +66,10 @@ impl Accumulation {
         let mut total = ffi::number_new(sum, Kind::Double, Device::Cpu)?;
         group.all_reduce(&mut total, ReduceOp::Sum)?;
         checked?;
-        let total = total.f_double_value(&[])?;
+        let total = {
+            let _own = OutsideRegions::enter();
+            total.f_double_value(&[])?
+        };
         let holds = total > 0.0 && total.is_finite();
         ensure("the sum of the weights of all ranks", total, holds, "more than 0 and finite")?;
         Ok(Self::with_total(weights, total / group.size() as f64))
@@ -136,7 +139,7 @@ impl Accumulation {
             return Err(problem(format!("is {sizes:?}, but must be one number")));
         }
         let factor = ffi::number_new(share, kind, Device::Cpu)?;
-        Ok(loss.f_to_kind(kind)?.f_mul(&factor)?)
+        ffi::scaled(loss, &factor)
     }
 
     /// Returns an error unless [`backward_or_drop`](Self::backward_or_drop) took all micro-batches or none. If it left one

@@ -92,7 +92,8 @@ impl Autocast {
     /// An operator has the name that libtorch gives it, such as `softmax`, or `extension::scan` for one of an
     /// extension; [`Profiler`](crate::insight::Profiler) lists those of a program. All of its overloads are meant, but
     /// for those that write to their inputs. What counts is the operator that the program calls, or one that it runs
-    /// while autocast is on: in a `linear`, which autocast casts as a whole, no `addmm` is overridden.
+    /// while autocast is on: in a `linear`, which autocast casts as a whole, no `addmm` is overridden. Running statistics
+    /// of normalizations are updated in f32 and keep their dtype. What this crate computes itself is not overridden.
     ///
     /// Other threads and other regions are not affected. Every operator in the region takes about 0.3 µs longer,
     /// because a function of this crate comes before autocast's, and an overridden one 1 µs longer than with casts by
@@ -123,7 +124,8 @@ impl Autocast {
     }
 
     /// Runs these operators in the dtype of the region, forward and backward, whatever autocast's lists say: their f32
-    /// inputs are cast to it, those of weights through the cache. Otherwise it is like
+    /// inputs are cast to it, those of weights through the cache. Of a normalization with running statistics only the
+    /// first input is cast, as libtorch's kernels take it beside parameters and statistics in f32. Otherwise it is like
     /// [`keep_in_f32`](Self::keep_in_f32).
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use crate::average::progress::Count;
 use crate::average::swapped::fits;
 use crate::average::{Averaging, SwappedIn};
 use crate::error::{Error, Result, ensure};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 use crate::scaler::StepOutcome;
 
 /// The averages of a model's weights, which follow the steps that were taken. The counterpart of
@@ -139,6 +139,7 @@ impl AveragedWeights {
     ///
     /// [`Error::Torch`] if a variable has another shape or device by now. No weight has been overwritten then.
     pub fn copy_to_model(&self) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let weights = self.parameters.iter().zip(&self.averages);
         let buffers = self.statistics.pairs(&self.statistics.averaged);
         let pairs: Vec<_> = weights.chain(buffers).collect();
@@ -199,6 +200,7 @@ impl AveragedWeights {
         rest: f64,
         statistics: BTreeMap<String, Tensor>,
     ) -> Result<Loaded> {
+        let _own = OutsideRegions::enter();
         ensure("rest", rest, (0.0..=1.0).contains(&rest), "from 0 to 1")?;
         let mut here = BTreeMap::new();
         for (name, saved) in statistics {
@@ -221,6 +223,7 @@ impl AveragedWeights {
 
 /// An average that begins with the present numbers of a parameter.
 fn start(parameter: &Tensor) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
     let kind = if parameter.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let average = parameter.f_detach()?.f_to_kind(kind)?;
     // A conversion to the same dtype would be no copy.

@@ -6,6 +6,7 @@ use tch::{Kind, Tensor};
 
 use crate::average::{AveragedWeights, SwappedIn};
 use crate::error::{Error, Result, ensure};
+use crate::ffi::OutsideRegions;
 
 impl AveragedWeights {
     /// Computes the statistics of batch normalization for the averages: the mean over `batches` of each batch's own.
@@ -66,8 +67,23 @@ impl AveragedWeights {
 }
 
 fn zeros(buffers: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
+    let _own = OutsideRegions::enter();
     let zeros = |(name, buffer): (&String, &Tensor)| Ok((name.clone(), buffer.f_zeros_like()?));
     buffers.iter().map(zeros).collect()
+}
+
+/// Adds statistics to their sums.
+fn add(sums: &mut BTreeMap<String, Tensor>, statistics: &BTreeMap<String, Tensor>) -> Result<()> {
+    let _own = OutsideRegions::enter();
+    for (name, statistic) in statistics {
+        let term = statistic.f_to_kind(Kind::Double)?;
+        let sum = match sums.remove(name) {
+            Some(sum) => term.f_add(&sum)?,
+            None => term,
+        };
+        sums.insert(name.clone(), sum);
+    }
+    Ok(())
 }
 
 /// The means over the batches of the statistics that each one adds to running ones, which are zero before it.
@@ -85,19 +101,13 @@ fn means<B>(
         }
         drop(forward(batch)?);
         count += 1.0;
-        for (name, statistic) in running {
-            let term = statistic.f_to_kind(Kind::Double)?;
-            let sum = match sums.remove(name) {
-                Some(sum) => term.f_add(&sum)?,
-                None => term,
-            };
-            sums.insert(name.clone(), sum);
-        }
+        add(&mut sums, running)?;
     }
     if count == 0.0 {
         let problem = "has no batch; the statistics need at least one".to_owned();
         return Err(Error::InvalidArgument { name: "batches", problem });
     }
+    let _own = OutsideRegions::enter();
     // A batch adds `momentum` times its statistics.
     let mean = |(name, sum): (String, Tensor)| {
         let kind = running[&name].kind();

@@ -4,7 +4,7 @@ use tch::{Device, Tensor};
 
 use crate::average::{Averaging, Ema};
 use crate::error::Result;
-use crate::ffi::{self, AverageOptions, AverageWeight, Counted};
+use crate::ffi::{self, AverageOptions, AverageWeight, Counted, OutsideRegions};
 
 /// How many updates there were, and what is left of the weight that the start would have without the correction of its
 /// bias. The weight is that of the last update.
@@ -50,6 +50,7 @@ impl Count {
 
     /// Returns the number of updates and what is left of the start. Synchronizes if they are on a device.
     pub(crate) fn read(&self) -> Result<(u64, f64)> {
+        let _own = OutsideRegions::enter();
         match self {
             Self::Host { updates, rest, .. } => Ok((*updates, *rest)),
             Self::Device(count) => {

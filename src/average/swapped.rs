@@ -10,7 +10,7 @@ use tch::Tensor;
 use crate::autocast::clear_autocast_cache;
 use crate::average::AveragedWeights;
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 
 lazy_static! {
     /// The variables in whose place some averages are. Their guards keep them alive, so that their identities stay
@@ -59,6 +59,7 @@ impl<'a> SwappedIn<'a> {
         averages: &'a mut AveragedWeights,
         running: Option<&BTreeMap<String, Tensor>>,
     ) -> Result<Self> {
+        let _own = OutsideRegions::enter();
         let AveragedWeights { parameters, averages: means, statistics, .. } = &*averages;
         let weights = parameters.iter().zip(means);
         let running = statistics.pairs(running.unwrap_or(&statistics.averaged));

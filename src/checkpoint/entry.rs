@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint::source::{CHUNK, Source};
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 use crate::optim::Saved;
 
 #[derive(Debug)]
@@ -79,6 +79,7 @@ impl Entry {
 
     /// Copies or reads the elements into a new tensor on the CPU.
     pub(crate) fn to_tensor(&self) -> Result<Tensor> {
+        let _own = OutsideRegions::enter();
         match &self.data {
             Data::Memory(tensor) => Ok(tensor.f_to_device_(Device::Cpu, self.kind, false, true)?),
             Data::File(Location { source, offset, stride: Some(stride) }) => {
@@ -147,6 +148,7 @@ fn fill(to: &mut Tensor, len: usize, source: &Source, offset: u64) -> Result<()>
 
 /// Returns a contiguous version of a tensor, and the size of an element in bytes.
 fn plain(tensor: &Tensor) -> Result<(Tensor, usize)> {
+    let _own = OutsideRegions::enter();
     let tensor = tensor.f_resolve_conj()?.f_resolve_neg()?.f_contiguous()?;
     let width = tensor.f_kind()?.elt_size_in_bytes();
     Ok((tensor, width))

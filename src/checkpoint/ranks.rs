@@ -10,7 +10,7 @@ use crate::checkpoint::source::Source;
 use crate::checkpoint::stateful::Rngs;
 use crate::distributed::ProcessGroup;
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 
 /// How much of a file is sent at a time.
 const CHUNK: u64 = 8 << 20;
@@ -121,6 +121,7 @@ fn receive(group: &ProcessGroup, source: Option<&Source>) -> Result<Option<Vec<u
 
 /// Returns the length of rank 0's source on all ranks.
 fn agree_on_length(group: &ProcessGroup, source: Option<&Source>) -> Result<Option<u64>> {
+    let _own = OutsideRegions::enter();
     const NONE: i64 = -1;
     let mut len = Tensor::from(source.map_or(NONE, |source| source.len() as i64));
     group.broadcast(&mut len, 0)?;

@@ -6,8 +6,8 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::distributed::group::ProcessGroup;
 use crate::error::{Error, Result};
-use crate::ffi;
 use crate::ffi::distributed::Reduction;
+use crate::ffi::{self, OutsideRegions};
 
 /// How the numbers of the ranks are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +37,7 @@ impl ProcessGroup {
     /// [`DistributedError::Mismatch`]: crate::distributed::DistributedError::Mismatch
     /// [`DistributedError::Communication`]: crate::distributed::DistributedError::Communication
     pub fn all_reduce(&self, tensor: &mut Tensor, op: ReduceOp) -> Result<()> {
+        let _own = OutsideRegions::enter();
         const NAME: &str = "all_reduce";
         let checked = described(self, tensor).and_then(|described| {
             let kind = tensor.f_kind()?;
@@ -134,6 +135,7 @@ impl ProcessGroup {
     ///
     /// As for [`all_reduce`](Self::all_reduce); [`Error::InvalidArgument`] if the first dimension cannot be divided.
     pub fn reduce_scatter(&self, tensor: &Tensor) -> Result<Tensor> {
+        let _own = OutsideRegions::enter();
         const NAME: &str = "reduce_scatter";
         let checked = described(self, tensor).and_then(|described| {
             let rows = self.rows(tensor)?;
@@ -207,6 +209,7 @@ impl ProcessGroup {
         mut copy: Tensor,
         work: impl FnOnce(&mut Tensor) -> Result<()>,
     ) -> Result<()> {
+        let _own = OutsideRegions::enter();
         if tensor.numel() == 0 {
             return Ok(());
         }
@@ -221,6 +224,7 @@ impl ProcessGroup {
 /// A contiguous copy to communicate. A failure leaves the tensor itself unchanged, and gloo would also write to its
 /// memory without raising its version.
 fn copied(tensor: &Tensor) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
     no_grad(|| {
         let mut copy = Tensor::f_empty(ffi::sizes(tensor)?, (tensor.f_kind()?, tensor.device()))?;
         copy.f_copy_(tensor)?;

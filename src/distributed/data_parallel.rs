@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::autocast::AutocastState;
 use crate::error::{Error, Result};
+use crate::ffi::OutsideRegions;
 
 /// Divides a batch among devices, applies `forward` to each part on a thread of its own, and returns the outputs
 /// together, on the first device. The counterpart of `torch.nn.parallel.data_parallel`.
@@ -70,12 +71,27 @@ pub fn data_parallel(
         let problem = format!("has the shape {:?}, and cannot be divided", xs.size());
         return Err(Error::InvalidArgument { name: "xs", problem });
     }
+    gather(first, run(scatter(devices, parameters, xs)?, &forward)?)
+}
+
+/// Copies the parameters to each device, and a part of the batch.
+fn scatter(
+    devices: &[Device],
+    parameters: &[Tensor],
+    xs: &Tensor,
+) -> Result<Vec<(Vec<Tensor>, Tensor)>> {
+    let _own = OutsideRegions::enter();
     let parts = xs.f_chunk(devices.len() as i64, 0)?;
     let jobs = parts.into_iter().zip(devices).map(|(part, &device)| {
         let copies = parameters.iter().map(|parameter| Ok(parameter.f_to_device(device)?));
         Ok((copies.collect::<Result<Vec<_>>>()?, part.f_to_device(device)?))
     });
-    let outputs = run(jobs.collect::<Result<Vec<_>>>()?, &forward)?;
+    jobs.collect()
+}
+
+/// Joins the outputs of all devices on the first.
+fn gather(first: Device, outputs: Vec<Tensor>) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
     let gathered = outputs.into_iter().map(|output| {
         let output = output.f_to_device(first)?;
         if output.dim() == 0 { output.f_unsqueeze(0) } else { Ok(output) }
@@ -108,6 +124,7 @@ fn run(
 
 /// Whether autograd records what this thread computes, which tch does not tell.
 fn records() -> Result<bool> {
+    let _own = OutsideRegions::enter();
     let leaf = Tensor::f_zeros([1], (Kind::Float, Device::Cpu))?.f_set_requires_grad(true)?;
     Ok(leaf.f_neg()?.requires_grad())
 }

@@ -4,7 +4,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::distributed::group::ProcessGroup;
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 
 /// The size of what a rank tells the others: a sum in f64, and a count.
 const RECORD: usize = 16;
@@ -51,6 +51,7 @@ impl Mean {
     /// [`Error::InvalidArgument`] if the tensor is undefined, complex, or on another device than the previous batch, or
     /// if it does not have one element.
     pub fn add(&mut self, mean: &Tensor, count: u64) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let elements = self.check("mean", mean)?;
         if elements != 1 {
             return unusable("mean", format!("has {elements} elements, but must have one"));
@@ -73,6 +74,7 @@ impl Mean {
     ///
     /// [`Error::InvalidArgument`] if the tensor is undefined, complex, or on another device than the previous batch.
     pub fn add_values(&mut self, values: &Tensor) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let count = self.check("values", values)?;
         let sum = no_grad(|| values.f_detach()?.f_sum(Kind::Double))?;
         self.accumulate(sum, count)
@@ -92,6 +94,7 @@ impl Mean {
     /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not
     /// answer.
     pub fn reduce(&self, group: &ProcessGroup) -> Result<f64> {
+        let _own = OutsideRegions::enter();
         const NAME: &str = "Mean::reduce";
         let sum = self.sum.as_ref().map_or(Ok(0.0), |sum| sum.f_double_value(&[]));
         let _order = group.begin();
@@ -128,6 +131,7 @@ impl Mean {
     }
 
     fn accumulate(&mut self, batch: Tensor, count: u64) -> Result<()> {
+        let _own = OutsideRegions::enter();
         self.sum = Some(match &self.sum {
             Some(sum) => no_grad(|| sum.f_add(&batch))?,
             None => batch,

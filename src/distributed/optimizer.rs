@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::distributed::group::ProcessGroup;
 use crate::error::{Error, Result};
+use crate::ffi::OutsideRegions;
 use crate::optim::{Optimizer, OptimizerState, Ranks};
 
 const STATE: &str = "state_dict";
@@ -149,6 +150,7 @@ impl Ranks for ProcessGroup {
 impl ProcessGroup {
     /// Adds the tensors of the other ranks to the state on rank 0.
     fn add_state(&self, list: &str, state: &mut OptimizerState) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let mine = tensors(state).map(|(_, _, tensor)| tensor.f_to_device(Device::Cpu));
         let mine = mine.collect::<std::result::Result<Vec<_>, _>>()?;
         let lists = self.gather_texts(STATE, list)?;

@@ -5,7 +5,7 @@ use tch::Tensor;
 use crate::builder::builder;
 use crate::distributed::group::ProcessGroup;
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 
 /// How the examples of a data set are divided among ranks, with PyTorch's defaults. All ranks need the same options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,6 +142,7 @@ impl DistributedSampler {
     ///
     /// [`Error::Torch`] if there is not enough memory.
     pub fn indices(&self) -> Result<Tensor> {
+        let _own = OutsideRegions::enter();
         // Padding begins again with the first examples, as often as necessary.
         let places = (self.rank..self.end()).step_by(self.size);
         let places: Vec<_> = places.map(|place| (place % self.length) as i64).collect();

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor, no_grad};
 
 use crate::distributed::{ProcessGroup, ReduceOp};
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 use crate::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 
 /// Batch normalization by the mean and variance of the batches of all ranks together, for training with small batches.
@@ -91,6 +91,8 @@ impl SyncBatchNorm {
         if !train {
             let (momentum, eps) = (self.momentum, self.eps);
             let running = (Some(mean), Some(var));
+            // As in training, no region changes the dtype.
+            let _own = OutsideRegions::enter();
             let ys =
                 xs.f_batch_norm(weight, bias, running.0, running.1, false, momentum, eps, false)?;
             return Ok(ys);
@@ -105,6 +107,7 @@ impl SyncBatchNorm {
     }
 
     fn update(&self, mean: &Tensor, var: &Tensor) -> Result<()> {
+        let _own = OutsideRegions::enter();
         for (running, new) in [(&self.bn.running_mean, mean), (&self.bn.running_var, var)] {
             let new = new.f_to_kind(running.f_kind()?)?;
             let step = new.f_sub(running)?.f_mul(&number(self.momentum, running)?)?;
@@ -192,6 +195,7 @@ impl Function for Normalize {
     type Gradients = [Option<Tensor>; 3];
 
     fn forward(&self, ctx: &mut ForwardContext, inputs: &[&Tensor]) -> FunctionResult<[Tensor; 3]> {
+        let _own = OutsideRegions::enter();
         let [input, weight, bias] = inputs else { return Err("three inputs".into()) };
         let kind = input.f_kind()?;
         let xs = input.f_to_kind(wide(kind))?;
@@ -221,6 +225,7 @@ impl Function for Normalize {
         ctx: &BackwardContext<'_>,
         grads: &GradOutputs<'_>,
     ) -> FunctionResult<[Option<Tensor>; 3]> {
+        let _own = OutsideRegions::enter();
         let [input, weight, mean, scale] = ctx.saved_tensors()?;
         let count = *ctx.saved_value::<f64>()?;
         let kind = wide(input.f_kind()?);

@@ -1,6 +1,7 @@
 //! The autocast state of a thread.
 
 use std::ffi::CString;
+use std::marker::PhantomData;
 
 use tch::{Device, Kind};
 
@@ -139,6 +140,33 @@ pub(crate) fn overrides_add(
 pub(crate) fn autocast_clear_cache() -> Result<()> {
     // SAFETY: `err` is valid for a write.
     call(|err| unsafe { sys::tamp_autocast_clear_cache(err) })
+}
+
+/// While it exists, this thread computes outside of its autocast regions, as all arithmetic of this crate does: a
+/// region must change what the program computes, and not the scale of its losses or a step. Functions of the shim are
+/// outside by themselves.
+///
+/// Code of the program must not run meanwhile, except for destructors, which are in the regions again.
+#[derive(Debug)]
+#[must_use = "the thread is back in its regions when this is dropped"]
+pub(crate) struct OutsideRegions {
+    /// The regions are those of the thread.
+    _not_send: PhantomData<*const ()>,
+}
+
+impl OutsideRegions {
+    pub(crate) fn enter() -> Self {
+        // SAFETY: changes numbers of the calling thread, and `drop` undoes it on the same thread.
+        unsafe { sys::tamp_regions_leave() }
+        Self { _not_send: PhantomData }
+    }
+}
+
+impl Drop for OutsideRegions {
+    fn drop(&mut self) {
+        // SAFETY: `enter` has left the regions on this thread, which this value cannot have moved away from.
+        unsafe { sys::tamp_regions_return() }
+    }
 }
 
 /// Returns the number of the backward pass that runs on this thread, of the innermost one if several do; -1 if none

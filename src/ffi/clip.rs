@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::{call, given, pointers};
+use super::{OutsideRegions, call, given, pointers};
 use crate::error::{Error, GradientError, Result};
 use crate::sys;
 
@@ -14,6 +14,7 @@ pub(crate) fn clip_grad_norm(
     max_norm: f64,
     error_if_nonfinite: bool,
 ) -> Result<Option<Tensor>> {
+    let _own = OutsideRegions::enter();
     let tensors = pointers(parameters);
     let (array, count) = (tensors.as_ptr(), tensors.len());
     let mut finite = 1;

@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::codes::dtype_code;
-use super::{call, given, place, pointer, pointers};
+use super::{OutsideRegions, call, given, place, pointer, pointers};
 use crate::error::{Error, Result};
 use crate::sys;
 
@@ -48,6 +48,7 @@ pub(crate) fn numbers_read(numbers: &[&Tensor]) -> Result<Vec<f64>> {
 /// Returns a number on another device. Does not synchronize if that is a CUDA device; on the host, a copy in flight could
 /// be read too early.
 pub(crate) fn number_on(number: &Tensor, device: Device, kind: Kind) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
     // Other devices may read the number's own memory later.
     let non_blocking = matches!(device, Device::Cuda(_));
     Ok(number.f_to_device_(device, kind, non_blocking, false)?)

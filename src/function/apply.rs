@@ -9,7 +9,7 @@ use tch::{Kind, Tensor, no_grad_guard};
 
 use crate::autocast::{AutocastState, callback};
 use crate::error::{Error, FunctionError, Result, chain};
-use crate::ffi::{Values, device_type, dtype_code};
+use crate::ffi::{OutsideRegions, Values, device_type, dtype_code};
 use crate::{ffi, panics};
 
 use super::lists::{GradientList as _, OutputList as _};
@@ -72,6 +72,7 @@ impl Cast {
 
     /// Returns the inputs of the forward. Autograd records the casts.
     fn inputs(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        let _own = OutsideRegions::enter();
         let cast = |input: &&Tensor| match self.dtype_for(input)? {
             Some(dtype) => Ok(input.f_to_kind(dtype)?),
             None => Ok(input.shallow_clone()),

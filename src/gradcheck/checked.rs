@@ -5,6 +5,7 @@ use std::borrow::Borrow;
 use tch::{Kind, Tensor};
 
 use crate::error::{BoxError, Error, FunctionError, Result};
+use crate::ffi::OutsideRegions;
 use crate::function::Outputs;
 
 /// A function whose derivatives are checked.
@@ -18,11 +19,15 @@ pub(super) fn first_gradients(
 ) -> Result<Vec<Tensor>> {
     let outputs = f(inputs)?;
     let outputs = outputs.iter().filter(|output| requires_grad(output));
-    let dot = |(output, grad): (&Tensor, &&Tensor)| output.f_mul(grad)?.f_sum(None);
+    let dot = |(output, grad): (&Tensor, &&Tensor)| {
+        let _own = OutsideRegions::enter();
+        output.f_mul(grad)?.f_sum(None)
+    };
     let losses = outputs.zip(grad_outputs).map(dot).collect::<std::result::Result<Vec<_>, _>>()?;
     let wanted: Vec<&Tensor> = inputs.iter().copied().filter(|t| requires_grad(t)).collect();
     let found = Tensor::f_run_backward(&losses, &wanted, true, true)?;
     let gradient = |(gradient, input): (Tensor, &&Tensor)| {
+        let _own = OutsideRegions::enter();
         if gradient.defined() { Ok(gradient) } else { Ok(input.detach().f_zeros_like()?) }
     };
     found.into_iter().zip(&wanted).map(gradient).collect()
@@ -59,6 +64,7 @@ where
 
 /// Copies the inputs into leaves with the same layouts and `requires_grad`.
 pub(super) fn copies<T: Borrow<Tensor>>(inputs: &[T]) -> Result<Vec<Tensor>> {
+    let _own = OutsideRegions::enter();
     let copy = |input: &T| {
         let input = input.borrow();
         if !input.defined() {

@@ -7,7 +7,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, FunctionError, Result};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 
 use super::checked::{Checked, requires_grad};
 
@@ -79,7 +79,10 @@ impl Output {
 
 /// Computes the gradients of one element of an output with respect to all inputs.
 fn gradients(output: &Tensor, row: usize, inputs: &[&Tensor]) -> Result<Vec<Option<Vec<f64>>>> {
-    let element = output.f_reshape([-1])?.f_select(0, as_index(row))?;
+    let element = {
+        let _own = OutsideRegions::enter();
+        output.f_reshape([-1])?.f_select(0, as_index(row))?
+    };
     let wanted: Vec<&Tensor> = inputs.iter().copied().filter(|t| requires_grad(t)).collect();
     let mut found = Tensor::f_run_backward(&[element], &wanted, true, false)?.into_iter();
     let gradient = |input: &&Tensor| {
@@ -99,7 +102,10 @@ pub(super) fn numeric(
     eps: f64,
 ) -> Result<Vec<Vec<f64>>> {
     let element = index.iter().try_fold(inputs[input].detach(), |t, i| t.f_select(0, *i))?;
-    let value = element.f_double_value(&[])?;
+    let value = {
+        let _own = OutsideRegions::enter();
+        element.f_double_value(&[])?
+    };
     let set = |value: f64| ffi::number_set(&element, value);
     let at = |value: f64| {
         set(value)?;
@@ -115,6 +121,7 @@ pub(super) fn numeric(
 
 /// Returns the elements in row-major order, as f64.
 fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+    let _own = OutsideRegions::enter();
     if !tensor.defined() {
         return Ok(Vec::new());
     }

@@ -12,6 +12,7 @@ use crate::builder::builder;
 #[cfg(doc)]
 use crate::error::FunctionError;
 use crate::error::{BoxError, Result};
+use crate::ffi::OutsideRegions;
 use crate::function::Outputs;
 
 use checked::{copies, first_gradients, outputs, requires_grad};
@@ -178,6 +179,7 @@ impl GradCheck {
             let count = inputs.len();
             let outputs = f(&inputs.iter().collect::<Vec<_>>())?;
             for output in outputs.iter().filter(|output| requires_grad(output)) {
+                let _own = OutsideRegions::enter();
                 let grad = output.detach().f_randn_like()?;
                 inputs.push(grad.f_set_requires_grad(true)?);
             }

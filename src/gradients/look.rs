@@ -3,7 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
-use crate::ffi::{self, FoundInf, Interrupted, Unscaling};
+use crate::ffi::{self, FoundInf, Interrupted, OutsideRegions, Unscaling};
 use crate::gradients::Plan;
 
 /// How the gradients of an optimizer are checked.
@@ -62,6 +62,7 @@ impl Plan {
 
 /// The norm of several norms, on the device of the first.
 fn common_norm(mut norms: Vec<Tensor>) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
     match norms.len() {
         0 => return ffi::number_new(0.0, Kind::Float, Device::Cpu),
         1 => return Ok(norms.swap_remove(0)),

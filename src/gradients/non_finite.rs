@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
+use crate::ffi::OutsideRegions;
 use crate::gradients::Gradients;
 
 /// A parameter whose gradient has infinite or NaN elements.
@@ -28,6 +29,7 @@ impl std::fmt::Display for NonFiniteGradient {
 
 /// Counts the infinite and the NaN elements of a gradient, on its device.
 fn count(gradient: &Tensor) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
     let values = match gradient.is_sparse() {
         // Duplicate indices can add up to infinity.
         true => gradient.f_coalesce()?.f_internal_values()?,
@@ -37,6 +39,13 @@ fn count(gradient: &Tensor) -> Result<Tensor> {
     let counts = [values.f_isinf()?, values.f_isnan()?].map(|which| which.f_sum(Kind::Int64));
     let [infinite, nan] = counts;
     Ok(Tensor::f_stack(&[infinite?, nan?], 0)?)
+}
+
+/// Reads the two counts of a gradient. Synchronizes.
+fn read(counts: &Tensor) -> Result<[i64; 2]> {
+    let _own = OutsideRegions::enter();
+    let counts = counts.f_to_device(Device::Cpu)?;
+    Ok([counts.f_int64_value(&[0])?, counts.f_int64_value(&[1])?])
 }
 
 impl Gradients<'_> {
@@ -52,8 +61,7 @@ impl Gradients<'_> {
         let counts: Vec<_> = counts.collect::<Result<_>>()?;
         let mut found = Vec::new();
         for (index, count) in counts {
-            let count = count.f_to_device(Device::Cpu)?;
-            let (infinite, nan) = (count.f_int64_value(&[0])?, count.f_int64_value(&[1])?);
+            let [infinite, nan] = read(&count)?;
             if infinite + nan > 0 {
                 let parameter = self.describe(index);
                 found.push(NonFiniteGradient { parameter, infinite, nan });

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::named;
 use crate::buffers::BufferSnapshot;
 use crate::error::Result;
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 use crate::recompute::random::RandomStates;
 
 /// The name of the product of the loss and the scale.
@@ -83,14 +83,12 @@ pub(super) fn run<T>(
 
 /// The loss times the scale, as the scaler computes it, and with a scale of 1, too, so that it has memory of its own.
 fn scaled(loss: &Tensor, scale: f64) -> Result<Tensor> {
-    let kind = loss.f_kind()?;
-    let loss =
-        if kind == Kind::Double { loss.shallow_clone() } else { loss.f_to_kind(Kind::Float)? };
-    let scale = ffi::number_new(scale, loss.f_kind()?, loss.device())?;
-    Ok(loss.f_mul(&scale)?)
+    let kind = if loss.f_kind()? == Kind::Double { Kind::Double } else { Kind::Float };
+    ffi::scaled(loss, &ffi::number_new(scale, kind, loss.device())?)
 }
 
 pub(super) fn is_finite(tensor: &Tensor) -> Result<bool> {
+    let _own = OutsideRegions::enter();
     let values = if tensor.is_sparse() {
         tensor.f_coalesce()?.f_internal_values()?
     } else {

@@ -9,6 +9,7 @@ use super::restored::{self, Buffers};
 use crate::GradScaler;
 use crate::buffers::{self, BufferSnapshot};
 use crate::error::{Error, Result};
+use crate::ffi::{self, OutsideRegions};
 use crate::recompute::random::RandomStates;
 use crate::scaler::StepOutcome;
 
@@ -118,6 +119,7 @@ impl Tracer {
     ///
     /// [`Error::Torch`] if a generator cannot be read, or memory cannot be allocated.
     pub fn begin(&mut self, scaler: &GradScaler) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let scale = match scaler.scale_number() {
             None => Scale::One,
             Some(scale) => Scale::Number(scale.f_detach_copy()?),
@@ -199,7 +201,7 @@ impl Tracer {
         }
         let before = match scale {
             Scale::One => 1.0,
-            Scale::Number(scale) => scale.f_double_value(&[])?,
+            Scale::Number(scale) => ffi::numbers_read(&[&*scale])?[0],
         };
         let buffers = Buffers::new(statistics, &self.buffers)?;
         let mut replay = Replay::new(&self.parameters, random, buffers);

@@ -6,7 +6,7 @@ use crate::device::check_usable;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
-use crate::ffi::{OverflowCounts, ScaleRule};
+use crate::ffi::{OutsideRegions, OverflowCounts, ScaleRule};
 use crate::loss_scale::finite::{GRADS_FINITE, flag};
 use crate::loss_scale::{DynamicLossScaleState, LossScale, LossScaleState};
 use crate::scale::{LARGEST, Mirror, Number};
@@ -124,6 +124,7 @@ impl LossScale for DynamicLossScale {
     }
 
     fn adjust(&mut self, grads_finite: &Tensor) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let found_inf = flag(GRADS_FINITE, grads_finite)?.f_logical_not()?;
         let found_inf = found_inf.f_to_kind(Kind::Float)?;
         // A new number, since graphs, clones and callers hold the old tensors.

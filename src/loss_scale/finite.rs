@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 #[cfg(doc)]
 use crate::error::PolicyError;
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 use crate::tree::{Tree, floating_kind, kind, leaves, mismatch};
 
 /// A tensor's kind, if its elements can be infinite.
@@ -85,6 +85,7 @@ pub fn select_tree<T: Tree + ?Sized>(pred: &Tensor, new: &T, old: &T) -> Result<
                 preds.len() - 1
             }
         };
+        let _own = OutsideRegions::enter();
         Ok(new.f_where_self(&preds[place], old)?)
     })
 }
@@ -93,6 +94,7 @@ pub(super) const GRADS_FINITE: &str = "the number of elements of grads_finite";
 
 /// Converts a one-element tensor to a 0-dim bool tensor. `field` names the number of its elements in errors.
 pub(super) fn flag(field: &'static str, tensor: &Tensor) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
     let elements: i64 = ffi::sizes(tensor).map_or(0, |sizes| sizes.iter().product());
     if elements != 1 {
         return Err(Error::out_of_range(field, elements as f64, "1"));

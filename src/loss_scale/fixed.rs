@@ -7,7 +7,7 @@ use crate::device::check_usable;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::{Result, ensure};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 use crate::loss_scale::finite::{GRADS_FINITE, flag};
 use crate::loss_scale::{LossScale, LossScaleState};
 use crate::scale::{LARGEST, SMALLEST};
@@ -97,6 +97,7 @@ impl LossScale for StaticLossScale {
     }
 
     fn state_dict(&self) -> Result<LossScaleState> {
+        let _own = OutsideRegions::enter();
         // Destructured exhaustively, so that a new field does not compile until it is saved.
         let Self { scale } = self;
         Ok(LossScaleState::Static { loss_scale: scale.f_double_value(&[])? })

@@ -14,7 +14,7 @@ mod text;
 
 use std::fmt::Debug;
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 pub use dynamic::DynamicLossScale;
 pub use finite::{all_finite, select_tree};
@@ -24,7 +24,7 @@ pub use state::{DynamicLossScaleState, LossScaleState};
 use crate::error::Result;
 #[cfg(doc)]
 use crate::error::ScalerError;
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 use crate::tree::Tree;
 
 /// A scale for losses: [`NoOpLossScale`], [`StaticLossScale`] or [`DynamicLossScale`]. The counterpart of
@@ -160,6 +160,7 @@ pub trait LossScale: Debug + Send {
     ///
     /// [`Error::Torch`](crate::Error::Torch) if the device cannot be read.
     fn value(&self) -> Result<f64> {
+        let _own = OutsideRegions::enter();
         self.loss_scale().map_or(Ok(1.0), |scale| Ok(scale.f_double_value(&[])?))
     }
 }
@@ -193,6 +194,7 @@ macro_rules! forward {
 forward!(Box<L>, &mut L);
 
 fn divide<T: Tree + ?Sized>(tree: &T, scale: Option<&Tensor>) -> Result<T::Output> {
+    let _own = OutsideRegions::enter();
     let inverse = scale.map(|scale| scale.f_reciprocal()).transpose()?;
     multiply(tree, inverse.as_ref())
 }
@@ -205,18 +207,8 @@ fn multiply<T: Tree + ?Sized>(tree: &T, factor: Option<&Tensor>) -> Result<T::Ou
 }
 
 fn product(tensor: &Tensor, factor: &Tensor) -> Result<Tensor> {
-    let Some(kind) = finite::number_kind(tensor) else {
-        return Ok(tensor.shallow_clone());
-    };
-    let wide = match kind {
-        Kind::Double | Kind::ComplexDouble | Kind::ComplexFloat => kind,
-        Kind::ComplexHalf => Kind::ComplexFloat,
-        _ => Kind::Float,
-    };
-    let tensor = if wide == kind { tensor.shallow_clone() } else { tensor.f_to_kind(wide)? };
-    let device = tensor.device();
-    if device == factor.device() {
-        return Ok(tensor.f_mul(factor)?);
+    match finite::number_kind(tensor) {
+        Some(_) => ffi::scaled(tensor, factor),
+        None => Ok(tensor.shallow_clone()),
     }
-    Ok(tensor.f_mul(&ffi::number_on(factor, device, Kind::Float)?)?)
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
-use crate::ffi::Arrival;
+use crate::ffi::{Arrival, OutsideRegions};
 
 /// Whether a momentum buffer starts with the next gradient.
 #[derive(Debug, Default)]
@@ -40,6 +40,7 @@ impl Skipped {
 
     /// The answer. Synchronizes if only the device has it.
     fn ask(&mut self) -> Result<bool> {
+        let _own = OutsideRegions::enter();
         let skipped = match self {
             Self::Known(skipped) => return Ok(*skipped),
             Self::Unknown { flag, .. } => flag.f_reshape([1i64])?.f_double_value(&[0])? != 0.0,
@@ -89,6 +90,7 @@ impl<'a> Launch<'a> {
 
     /// Allocates what `note` needs, before the step changes anything.
     pub(crate) fn prepare(&mut self, first_step: &FirstStep) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let (Some(found_inf), Some(before)) = (self.found_inf, unknown(first_step)) else {
             return Ok(());
         };

@@ -3,6 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
+use crate::ffi::OutsideRegions;
 use crate::tree::{Tree, floating_kind};
 
 /// The dtypes and their names. The first name of each is the one that is printed.
@@ -80,6 +81,7 @@ pub fn cast_to_half<T: Tree + ?Sized>(tree: &T) -> Result<T::Output> {
 
 /// Casts a floating-point tensor to `kind`; returns others as they are.
 pub(super) fn cast(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
     match floating_kind(tensor) {
         Some(from) if from != kind => Ok(tensor.f_to_kind(kind)?),
         _ => Ok(tensor.shallow_clone()),

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor, no_grad};
 use crate::error::Result;
 #[cfg(doc)]
 use crate::error::{Error, PolicyError};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 use crate::names::matches_any;
 use crate::policy::Policy;
 use crate::policy::precision::check;
@@ -120,6 +120,7 @@ impl Policy {
 
 /// Casts a variable in place: the tensor stays the same one for its other handles, and gets new data.
 fn cast_in_place(variable: &mut Tensor, from: Kind, to: Kind) -> Result<()> {
+    let _own = OutsideRegions::enter();
     if from == to {
         return Ok(());
     }

@@ -6,7 +6,7 @@ use tch::{Cuda, Device, Kind, Tensor};
 
 use super::MatmulSpeed;
 use crate::error::{Error, Result};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 
 /// The sizes on a CPU, and those on a GPU besides.
 const SIZES: [i64; 5] = [64, 128, 256, 512, 1024];
@@ -74,6 +74,8 @@ impl Candidate {
 
 /// The speeds of products of all sizes.
 pub(super) fn speeds(device: Device) -> Result<Vec<MatmulSpeed>> {
+    // A region around the caller would cast every matrix to its own dtype.
+    let _own = OutsideRegions::enter();
     let large = LARGE_SIZES.into_iter().filter(|_| device != Device::Cpu);
     let mut candidates = Candidate::of(device).to_vec();
     let mut speeds = Vec::new();

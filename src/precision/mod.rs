@@ -13,7 +13,6 @@ use std::sync::{Mutex, PoisonError};
 use lazy_static::lazy_static;
 use tch::{Device, no_grad};
 
-use crate::Autocast;
 use crate::device::check_usable;
 #[cfg(doc)]
 use crate::error::Error;
@@ -63,9 +62,7 @@ impl Precision {
         if let Some(known) = measured.get(&key) {
             return Ok(known.clone());
         }
-        // A region around the caller would cast every matrix to its own dtype.
-        let off = Autocast::new(device).enabled(false).cache(false);
-        let new = Self { speeds: off.run(|| no_grad(|| measure::speeds(device)))?? };
+        let new = Self { speeds: no_grad(|| measure::speeds(device))? };
         measured.insert(key, new.clone());
         Ok(new)
     }

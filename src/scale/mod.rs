@@ -42,15 +42,6 @@ pub(crate) struct LoadedState {
     skips: u32,
 }
 
-/// Multiplies an output by a scale, which may be on another device.
-fn product(output: &Tensor, scale: &Tensor) -> Result<Tensor> {
-    let device = output.device();
-    if scale.device() == device {
-        return Ok(output.f_mul(scale)?);
-    }
-    Ok(output.f_mul(&ffi::number_on(scale, device, Kind::Float)?)?)
-}
-
 impl AdaptiveScale {
     pub(crate) fn new(device: Device, config: GradScalerConfig) -> Result<Self> {
         config.check()?;
@@ -93,13 +84,14 @@ impl AdaptiveScale {
         let Some(number) = &self.number else {
             return Ok(output.shallow_clone());
         };
-        let output = match output.f_kind()? {
-            Kind::Float | Kind::Double => output.shallow_clone(),
-            Kind::Half | Kind::BFloat16 if self.config.is_one() => output.shallow_clone(),
-            Kind::Half | Kind::BFloat16 => output.f_to_kind(Kind::Float)?,
-            kind => return Err(ScalerError::Dtype { dtype: kind }.into()),
-        };
-        if self.config.is_one() { Ok(output) } else { product(&output, number.tensor()) }
+        let kind = output.f_kind()?;
+        if !matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) {
+            return Err(ScalerError::Dtype { dtype: kind }.into());
+        }
+        match self.config.is_one() {
+            true => Ok(output.shallow_clone()),
+            false => ffi::scaled(output, number.tensor()),
+        }
     }
 
     /// Sets the scale and keeps the tracker.

@@ -6,7 +6,9 @@ use std::cell::{Cell, RefCell};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
-use crate::ffi::{self, Arrival, OverflowCounts, ScaleRule, ScaleUpdate, Unscaling};
+use crate::ffi::{
+    self, Arrival, OutsideRegions, OverflowCounts, ScaleRule, ScaleUpdate, Unscaling,
+};
 use crate::scale::rule::{Mirror, clamp_tracker, lowest_next, next};
 
 /// The scale, the growth tracker, and the counts of overflows if the scale tolerates some.
@@ -163,6 +165,7 @@ impl Number {
 
     /// A new number as the end of an iteration makes it from this one, which stays unchanged.
     pub(crate) fn changed(&self, found_inf: &Tensor, rule: ScaleRule) -> Result<Self> {
+        let _own = OutsideRegions::enter();
         let copy = |tensor: &Tensor| tensor.f_detach_copy();
         let next = Self {
             tensor: copy(&self.tensor)?,
@@ -222,6 +225,7 @@ pub(crate) struct Prepared {
 }
 
 fn counts_on(counts: OverflowCounts, device: Device) -> Result<Tensor> {
+    let _own = OutsideRegions::enter();
     Ok(Tensor::f_from_slice(&counts.to_numbers())?.f_to_device(device)?)
 }
 

@@ -5,7 +5,7 @@ use std::cell::{Cell, OnceCell};
 use tch::Tensor;
 
 use crate::error::Result;
-use crate::ffi::Arrival;
+use crate::ffi::{Arrival, OutsideRegions};
 
 /// Reports whether [`GradScaler::step`](crate::GradScaler::step) stepped its optimizer. PyTorch's `step` returns the
 /// optimizer's own return value, or `None`, which can mean either.
@@ -42,6 +42,7 @@ pub(crate) struct Judged {
 impl Judged {
     /// Whether a skipped step was a spike, because nothing overflowed. Synchronizes.
     pub(crate) fn is_finite(&self) -> Result<bool> {
+        let _own = OutsideRegions::enter();
         let mut numbers = [Some(&self.norm), self.loss.as_ref()].into_iter().flatten();
         numbers.try_fold(true, |all, number| Ok(all && number.f_double_value(&[])?.is_finite()))
     }
@@ -71,6 +72,7 @@ struct Pending {
 impl Pending {
     /// Reads the answer. Synchronizes.
     fn wait(&self) -> Result<bool> {
+        let _own = OutsideRegions::enter();
         if let Some(skipped) = self.skipped.get() {
             return Ok(skipped);
         }

@@ -156,7 +156,7 @@ impl SpikeDetector {
         let outcome = if flag.device() != Device::Cpu {
             update(optimizer, &step.with_found_inf(&flag))?;
             StepOutcome::on_device(flag)
-        } else if flag.f_double_value(&[])? != 0.0 {
+        } else if ffi::any_nonzero(&[&flag])? {
             StepOutcome::known(Taken::Skipped)
         } else {
             update(optimizer, step)?;

@@ -5,6 +5,7 @@ use tch::Tensor;
 #[cfg(doc)]
 use crate::error::ScalerError;
 use crate::error::{Error, Result};
+use crate::ffi::OutsideRegions;
 use crate::scale::end_all;
 use crate::scaler::GradScaler;
 
@@ -84,6 +85,7 @@ impl GradScaler {
     /// The same as [`update_with`](Self::update_with), also for a tensor that does not have exactly one element;
     /// [`Error::Torch`] for an undefined one.
     pub fn update_with_tensor(&mut self, new_scale: &Tensor) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let value = new_scale.f_view(-1)?.f_detach()?;
         if value.numel() != 1 {
             let (field, value) = ("the number of elements of new_scale", value.numel() as f64);

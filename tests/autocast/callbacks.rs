@@ -6,7 +6,7 @@ use std::panic::resume_unwind;
 use std::sync::mpsc::{Sender, channel};
 
 use rstest::rstest;
-use tch::{Device, Kind, Tensor, with_grad};
+use tch::{Device, Kind, Tensor, no_grad, with_grad};
 use tch_amp::autocast::AutocastGuard;
 use tch_amp::function::{BackwardContext, ForwardContext, GradOutputs};
 use tch_amp::{Autocast, function};
@@ -348,4 +348,46 @@ fn backwards_and_guards_in_any_order_follow_the_rule(#[values(1, 2, 3, 4, 5, 6, 
     assert_eq!(seen(), OUTSIDE);
     drop(wrong);
     assert_eq!(found.iter().next(), None, "seed {seed}");
+}
+
+/// A function that is not recorded is dropped in the middle of a computation of this crate, which is outside of all
+/// regions. Its destructor is in those of the thread.
+#[rstest]
+fn a_destructor_in_the_middle_of_own_arithmetic_is_in_the_regions(
+    #[values(false, true)] overrides: bool,
+) {
+    let _alone = alone();
+    for_each_device(|device| {
+        let region = Autocast::new(device).dtype(Kind::Half);
+        let region = if overrides { region.prefer_half(["exp"]) } else { region };
+        let guard = region.enter().unwrap();
+        KEPT.with_borrow_mut(|kept| kept.push(guard));
+        let (send, receive) = channel();
+        let exp = move || Tensor::ones([2], (Kind::Float, device)).exp().kind();
+        let sender = send.clone();
+        let dropped = OnDrop(move || {
+            let _sent = sender.send((product(device), exp()));
+            let inner = Autocast::new(device).dtype(Kind::BFloat16).run(|| product(device));
+            let _sent = send.send((inner.unwrap(), exp()));
+        });
+        let ignored = |_: &BackwardContext<'_>, _: &GradOutputs<'_>| Ok([None::<Tensor>]);
+        let forward = move |_: &mut ForwardContext, x: &[&Tensor]| {
+            let _kept = &dropped;
+            Ok(x[0].shallow_clone())
+        };
+        let _result = no_grad(|| function(forward, ignored).apply(&[leaf(device)])).unwrap();
+        let exp_inside = if overrides { Kind::Half } else { Kind::Float };
+        assert_eq!(receive.try_recv(), Ok((Kind::Half, exp_inside)));
+        assert_eq!(receive.try_recv(), Ok((Kind::BFloat16, exp_inside)));
+        assert_eq!((product(device), exp()), (Kind::Half, exp_inside), "still inside");
+        // A region that such a destructor closes stays closed.
+        let closes = OnDrop(drop_kept);
+        let forward = move |_: &mut ForwardContext, x: &[&Tensor]| {
+            let _kept = &closes;
+            Ok(x[0].shallow_clone())
+        };
+        let _result = no_grad(|| function(forward, ignored).apply(&[leaf(device)])).unwrap();
+        assert_eq!((product(device), exp()), (Kind::Float, Kind::Float));
+        assert_eq!(seen(), OUTSIDE);
+    });
 }

@@ -9,6 +9,7 @@ mod cache;
 mod callbacks;
 mod guards;
 mod overrides;
+mod own_arithmetic;
 mod regions;
 mod threads;
 

@@ -7,6 +7,7 @@ pub mod descent;
 pub mod files;
 pub mod functions;
 pub mod html;
+pub mod own_arithmetic;
 pub mod python;
 pub mod rng;
 pub mod simulation;

@@ -12,6 +12,7 @@ mod counts;
 mod health;
 mod history;
 mod operators;
+mod own_arithmetic;
 mod page;
 mod recorder;
 mod report_casts;

@@ -12,7 +12,7 @@ use crate::checkpoint::stateful::{
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::distributed::ProcessGroup;
 use crate::error::Result;
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 
 /// The default random number generators of a device of each rank. Saved as a uint8 tensor with a row for each rank.
 #[derive(Debug)]
@@ -23,6 +23,7 @@ pub(crate) struct Rngs<'a> {
 
 impl Stateful for Rngs<'_> {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let states = self.group.all_gather(&rng_state(self.device)?)?;
         state.whole(Part::Tensor(entry("rngs", &Tensor::f_stack(&states, 0)?)?));
         Ok(())

@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
+use crate::ffi::OutsideRegions;
 
 /// The gradients of a run.
 pub(super) struct Gradients {
@@ -52,6 +53,7 @@ pub(super) fn compare(
     rounded: Option<&Gradients>,
     unscaled: &Gradients,
 ) -> Result<Vec<Option<Compared>>> {
+    let _own = OutsideRegions::enter();
     let one = |index| {
         let (Some(f32), Some(lower)) = (f32.get(index)?, lower.get(index)?) else {
             return Ok(None);

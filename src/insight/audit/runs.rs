@@ -9,6 +9,7 @@ use super::{Audit, parts, times};
 use crate::Autocast;
 use crate::buffers::BufferSnapshot;
 use crate::error::{Error, Result};
+use crate::ffi::OutsideRegions;
 use crate::ffi::insight::{Record, Reference};
 use crate::insight::culprit::modules;
 use crate::insight::passes::{self, Passes, RestoredBuffers};
@@ -114,6 +115,7 @@ impl Runs {
                     .to_owned();
             return Err(Error::InvalidArgument { name: "loss", problem });
         }
+        let _own = OutsideRegions::enter();
         let loss = scaled.f_double_value(&[])? / scale;
         Ok(Run { recording, loss, gradients: Gradients::new(gradients, scale) })
     }

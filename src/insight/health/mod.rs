@@ -14,7 +14,7 @@ use tch::nn::VarStore;
 use crate::GradScaler;
 use crate::error::{Error, GradientError, Result};
 use crate::ffi::exponents::{self, CountedGradient};
-use crate::ffi::{self, Gradient};
+use crate::ffi::{self, Gradient, OutsideRegions};
 use crate::gradients::Gradients;
 
 #[cfg(doc)]
@@ -125,6 +125,7 @@ impl ScaleHealth {
     /// or layout, [`Error::InvalidArgument`] if there are no gradients, and [`Error::Torch`] if memory runs out. The
     /// counts are then as before.
     pub fn observe(&mut self, scaler: &GradScaler) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let names = &self.names;
         let name = Box::new(|index: usize, _| names.get(index).cloned());
         let gradients = Gradients::of(self.parameters.as_slice().into(), name)?;

@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use crate::error::{Error, OptimizerError, Result};
-use crate::ffi;
+use crate::ffi::{self, OutsideRegions};
 use crate::optim::state::{Wanted, complete};
 use crate::optim::{MasterWeights, Optimizer};
 
@@ -71,6 +71,7 @@ impl Optimizer {
     }
 
     fn settle(&mut self, remainders: Vec<(usize, Tensor)>) -> Result<()> {
+        let _own = OutsideRegions::enter();
         for (index, remainder) in remainders {
             let state = &mut self.slots[index].state;
             if let Some(master) = &mut state.master {

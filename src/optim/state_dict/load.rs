@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 use tch::{Kind, Tensor};
 
 use crate::error::{Error, Number, OptimizerError, Result};
-use crate::ffi::{self, Master};
+use crate::ffi::{self, Master, OutsideRegions};
 use crate::optim::first_step::FirstStep;
 use crate::optim::masters::MASTER;
 use crate::optim::state::{KEPT, STEP, State, Wanted, complete, counts_steps, keys, used};
@@ -58,10 +58,12 @@ impl Saved for Tensor {
     }
 
     fn item(&self) -> Result<f64> {
+        let _own = OutsideRegions::enter();
         Ok(self.f_reshape([1i64])?.f_double_value(&[0])?)
     }
 
     fn copy_to(&self, to: &mut Tensor) -> Result<()> {
+        let _own = OutsideRegions::enter();
         let from = self.f_detach()?.f_reshape(to.size())?;
         tch::no_grad(|| to.f_copy_(&from))?;
         Ok(())

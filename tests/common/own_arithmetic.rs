@@ -1,0 +1,168 @@
+//! Jobs of the crate's own arithmetic, which obeys no region: each gives the same bits outside of all regions and inside
+//! of one that overrides common operators. `tests/abi.rs` looks for the name of every function of the shim that computes
+//! among the jobs of `autocast`, `insight` and `distributed`.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::Autocast;
+
+use super::bits;
+
+/// Operators that the arithmetic of this crate is made of, or could be.
+const COMMON: [&str; 59] = [
+    "abs",
+    "add",
+    "all",
+    "amax",
+    "any",
+    "argmax",
+    "bitwise_and",
+    "cat",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "clone",
+    "cumsum",
+    "detach_copy",
+    "div",
+    "empty_like",
+    "eq",
+    "exp",
+    "_foreach_norm",
+    "ge",
+    "gt",
+    "index_select",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "item",
+    "linalg_vector_norm",
+    "_local_scalar_dense",
+    "log",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "lt",
+    "masked_fill",
+    "matmul",
+    "maximum",
+    "mean",
+    "minimum",
+    "mm",
+    "mul",
+    "ne",
+    "neg",
+    "norm",
+    "nonzero",
+    "ones_like",
+    "pow",
+    "reciprocal",
+    "rsqrt",
+    "sign",
+    "sqrt",
+    "square",
+    "stack",
+    "sub",
+    "sum",
+    "_to_copy",
+    "var",
+    "where",
+    "zeros_like",
+    "copy",
+];
+
+/// Runs code in the region under test, or outside of all.
+pub type Within<'a> = &'a (dyn Fn(&mut dyn FnMut()) + Sync);
+
+/// What a job has computed. It may be told so inside of the region, and is read outside.
+#[derive(Debug, Default)]
+pub struct Results(Vec<Computed>);
+
+#[derive(Debug)]
+enum Computed {
+    Tensor(Tensor),
+    Value(String),
+}
+
+impl Results {
+    pub fn tensor(&mut self, tensor: &Tensor) {
+        if !tensor.defined() {
+            return self.value("undefined");
+        }
+        // A region does not change what writes to its input.
+        let mut copy = Tensor::empty(tensor.size(), (tensor.kind(), tensor.device()));
+        no_grad(|| copy.copy_(tensor));
+        self.0.push(Computed::Tensor(copy));
+    }
+
+    pub fn tensors(&mut self, tensors: &[Tensor]) {
+        tensors.iter().for_each(|tensor| self.tensor(tensor));
+    }
+
+    pub fn value(&mut self, value: impl std::fmt::Debug) {
+        self.0.push(Computed::Value(format!("{value:?}")));
+    }
+
+    /// The results of several ranks.
+    pub fn all(&mut self, ranks: Vec<Self>) {
+        self.0.extend(ranks.into_iter().flat_map(|results| results.0));
+    }
+
+    fn read(self) -> Vec<String> {
+        let read = |computed| match computed {
+            Computed::Value(value) => value,
+            Computed::Tensor(tensor) => {
+                let bits = bits::hex(&tensor.to_device(Device::Cpu));
+                format!("{:?} {:?} {bits}", tensor.kind(), tensor.size())
+            }
+        };
+        self.0.into_iter().map(read).collect()
+    }
+}
+
+/// A job, and the functions of the shim that it calls.
+pub struct Job {
+    pub name: &'static str,
+    /// `tests/abi.rs` reads it in the source.
+    pub entries: &'static [&'static str],
+    pub run: fn(Device, Within<'_>, &mut Results),
+}
+
+/// Asserts that jobs give the same bits in every region.
+pub fn assert_obeys_no_region(device: Device, jobs: &[Job]) {
+    let region = Autocast::new(device).dtype(Kind::Half);
+    let regions = [
+        ("a plain region", region),
+        ("a region that prefers half precision", region.prefer_half(COMMON)),
+        ("a region that keeps f32", region.keep_in_f32(COMMON)),
+        ("a bf16 region", Autocast::new(device).dtype(Kind::BFloat16).prefer_half(COMMON)),
+    ];
+    let mut wrong = Vec::new();
+    for Job { name, run, .. } in jobs {
+        let mut expected = Results::default();
+        run(device, &|f| f(), &mut expected);
+        let expected = expected.read();
+        for (what, region) in regions {
+            let mut found = Results::default();
+            let within = |f: &mut dyn FnMut()| region.run(f).unwrap();
+            match catch_unwind(AssertUnwindSafe(|| run(device, &within, &mut found))) {
+                Err(_) => wrong.push(format!("{name} fails in {what}")),
+                Ok(()) => {
+                    let found = found.read();
+                    let first = expected.iter().zip(&found).find(|(a, b)| a != b);
+                    if first.is_some() || expected.len() != found.len() {
+                        wrong.push(format!("{name} differs in {what}: {first:?}"));
+                    }
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{} of {}: {wrong:#?}", wrong.len(), jobs.len() * regions.len());
+}
+
+/// Numbers that half precision can neither hold nor tell apart.
+pub fn large(device: Device, kind: Kind) -> Tensor {
+    let numbers = [70000.25f64, -3.000001, 1e-6, 123456.7, 0.1, 99999.0];
+    Tensor::from_slice(&numbers).to_kind(kind).view([2, 3]).to_device(device)
+}
