@@ -8,13 +8,18 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "guarded.h"
@@ -24,8 +29,14 @@ namespace {
 
 using c10::IValue;
 
-// The names of operators with their overloads, and whether they run in f32, as opposed to the dtype of the region.
-using Overrides = std::unordered_map<c10::OperatorName, bool>;
+// How an operator is overridden.
+struct Override {
+  bool f32;         // whether it runs in f32, as opposed to the dtype of the region
+  bool normalizes;  // whether it writes running statistics
+};
+
+// The names of operators with their overloads.
+using Overrides = std::unordered_map<c10::OperatorName, Override>;
 
 thread_local uint32_t current = 0;
 thread_local const Overrides *overrides = nullptr;
@@ -74,6 +85,60 @@ IValue cast(const IValue &value, at::ScalarType dtype, c10::DeviceType device) {
   return value;
 }
 
+// Whether an argument is a running statistic. The schemas of the normalizations do not say that these are written.
+bool is_statistic(const c10::Argument &argument) {
+  const std::string &name = argument.name();
+  return name == "running_mean" || name == "running_var";
+}
+
+// Whether an operator writes running statistics without saying so in its schema. Some say by their names that they only
+// read them.
+bool normalizes(const std::string &name, const c10::FunctionSchema &schema) {
+  for (const std::string_view reading : {"_backward", "_no_training", "_no_update", "_functional"}) {
+    if (name.size() >= reading.size() && name.substr(name.size() - reading.size()) == reading) return false;
+  }
+  const auto &arguments = schema.arguments();
+  return std::any_of(arguments.begin(), arguments.end(), is_statistic);
+}
+
+// Whether a normalization leaves its statistics as they are. Some have no argument that tells.
+bool is_evaluated(const c10::FunctionSchema &schema, c10::ArrayRef<IValue> values) {
+  for (const char *name : {"training", "use_input_stats"}) {
+    const auto index = schema.argumentIndexWithName(name);
+    if (index && values[static_cast<size_t>(*index)].isBool()) return !values[static_cast<size_t>(*index)].toBool();
+  }
+  return false;
+}
+
+// Statistics and copies of them in f32, which are written back.
+using Statistics = c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 2>;
+
+// Casts the arguments of a normalization. Its statistics stay in their own dtype unless the computation is in f32: in
+// half precision they would stop to move. libtorch's kernels take a half-precision input beside parameters and
+// statistics in f32, and so the input alone is cast to half precision.
+Statistics cast_normalization(const c10::FunctionSchema &schema, IValue *values, bool f32, at::ScalarType dtype,
+                              c10::DeviceType device) {
+  Statistics copied;
+  const auto &arguments = schema.arguments();
+  const bool is_read = is_evaluated(schema, c10::ArrayRef<IValue>(values, arguments.size()));
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!f32 && i > 0) break;
+    IValue next = cast(values[i], dtype, device);
+    if (is_statistic(arguments[i]) && !is_read && next.isTensor() && !next.toTensor().is_same(values[i].toTensor())) {
+      copied.emplace_back(values[i].toTensor(), next.toTensor());
+    }
+    values[i] = std::move(next);
+  }
+  return copied;
+}
+
+void write_back(const Statistics &copied) {
+  if (copied.empty()) return;
+  const OutsideRegions own;
+  const c10::NoGradGuard no_grad;
+  for (const auto &[statistic, copy] : copied) statistic.copy_(copy);
+}
+
 // Called for every operator on a thread with overrides.
 void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kOverrides);
@@ -83,10 +148,18 @@ void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::St
   const c10::ArrayRef<IValue> arguments(stack->data() + (stack->size() - count), count);
   const auto device = autocast_device(arguments);
   if (!device) return op.redispatchBoxed(below, stack);
-  const auto dtype = found->second ? at::kFloat : at::autocast::get_autocast_dtype(*device);
+  const auto [f32, normalizes] = found->second;
+  const auto dtype = f32 ? at::kFloat : at::autocast::get_autocast_dtype(*device);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  for (size_t i = stack->size() - count; i < stack->size(); ++i) (*stack)[i] = cast((*stack)[i], dtype, *device);
+  IValue *first = stack->data() + (stack->size() - count);
+  Statistics copied;
+  if (normalizes) {
+    copied = cast_normalization(op.schema(), first, f32, dtype, *device);
+  } else {
+    for (size_t i = 0; i < count; ++i) first[i] = cast(first[i], dtype, *device);
+  }
   op.redispatchBoxed(below - c10::autocast_dispatch_keyset, stack);
+  write_back(copied);
 }
 
 std::mutex mutex;
@@ -115,8 +188,11 @@ bool takes_tensors(const c10::FunctionSchema &schema) {
   });
 }
 
-// Whether an operator works on copies of its inputs as well as on these: it neither writes to them nor returns views.
-bool can_be_cast(const c10::FunctionSchema &schema) {
+// Whether an operator works on copies of its inputs as well as on these: it neither writes to them, but for running
+// statistics, nor returns views. Two operators write to an input although their schemas do not say so, and one that
+// returns nothing is called for what it does to its inputs.
+bool can_be_cast(const std::string &name, const c10::FunctionSchema &schema) {
+  if (name == "aten::_copy_from" || name == "aten::_copy_from_and_resize" || schema.returns().empty()) return false;
   const auto is_alias = [](const c10::Argument &argument) { return argument.alias_info() != nullptr; };
   const auto &arguments = schema.arguments(), &returns = schema.returns();
   return takes_tensors(schema) && std::none_of(arguments.begin(), arguments.end(), is_alias) &&
@@ -131,8 +207,8 @@ uint8_t add(Overrides &to, const std::vector<c10::OperatorName> &known, const st
     const auto op = c10::Dispatcher::singleton().findSchema(candidate);
     if (!op) continue;
     exists = true;
-    if (!can_be_cast(op->schema())) continue;
-    to[candidate] = f32;
+    if (!can_be_cast(name, op->schema())) continue;
+    to[candidate] = {f32, normalizes(name, op->schema())};
     added = true;
   }
   return added ? TAMP_OVERRIDE_OK : exists ? TAMP_OVERRIDE_ALIASES : TAMP_OVERRIDE_UNKNOWN;

@@ -6,7 +6,8 @@ use tch_amp::autocast::{AutocastError, AutocastState};
 use tch_amp::recompute::checkpointed;
 use tch_amp::{Autocast, Error};
 
-use crate::common::for_each_device;
+use crate::common::python::Oracle;
+use crate::common::{for_each_device, to_f64};
 use crate::{OUTSIDE, alone, seen};
 
 const BF16: Kind = Kind::BFloat16;
@@ -233,4 +234,194 @@ fn what_cannot_be_overridden_is_refused() {
     // Nothing was opened.
     assert_eq!(seen(), OUTSIDE);
     assert_eq!(kind_of_exp(&random(10)), F32);
+}
+
+/// A call of a normalization with its parameters, its running statistics, and whether it trains.
+type Normalization = fn(&Tensor, [&Tensor; 2], [&Tensor; 2], bool) -> Tensor;
+
+/// The normalizations whose schemas do not say that they write running statistics.
+const NORMALIZATIONS: &[(&str, Normalization)] = &[
+    ("batch_norm", |x, [w, b], [mean, var], train| {
+        x.batch_norm(Some(w), Some(b), Some(mean), Some(var), train, 0.1, 1e-5, false)
+    }),
+    ("native_batch_norm", |x, [w, b], [mean, var], train| {
+        x.native_batch_norm(Some(w), Some(b), Some(mean), Some(var), train, 0.1, 1e-5).0
+    }),
+    // `batch_norm` calls it, and tch does not.
+    ("_batch_norm_impl_index", |x, [w, b], [mean, var], train| {
+        x.batch_norm(Some(w), Some(b), Some(mean), Some(var), train, 0.1, 1e-5, false)
+    }),
+    ("instance_norm", |x, [w, b], [mean, var], train| {
+        x.instance_norm(Some(w), Some(b), Some(mean), Some(var), train, 0.1, 1e-5, false)
+    }),
+    ("batch_norm_update_stats", |x, _, [mean, var], train| {
+        if train {
+            let _both = x.batch_norm_update_stats(Some(mean), Some(var), 0.1);
+        }
+        x.shallow_clone()
+    }),
+];
+
+/// They exist on GPUs only, or only read the statistics.
+const NOT_TESTED: &[&str] = &[
+    "_batch_norm_impl_index_backward",
+    "_batch_norm_no_update",
+    "_batch_norm_with_update_functional",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training",
+    "batch_norm_backward",
+    "batch_norm_gather_stats",
+    "batch_norm_gather_stats_with_counts",
+    "cudnn_batch_norm",
+    "cudnn_batch_norm_backward",
+    "miopen_batch_norm",
+    "miopen_batch_norm_backward",
+    "native_batch_norm_backward",
+];
+
+#[test]
+fn every_normalization_is_known() {
+    let Some(oracle) = Oracle::find("running_statistics.py") else { return };
+    let found = oracle.run(&[], "");
+    let names = found.lines().filter_map(|name| name.strip_prefix("aten::"));
+    let known = |name: &&str| {
+        NORMALIZATIONS.iter().any(|(known, _)| known == name) || NOT_TESTED.contains(name)
+    };
+    let unknown: Vec<_> = names.filter(|name| !known(name)).collect();
+    assert!(found.contains("aten::batch_norm\n") && unknown.is_empty(), "{unknown:?}");
+}
+
+/// The statistics after training on batches of `kind`, from a loop in f64.
+fn statistics_of(batches: &[Tensor], per_instance: bool) -> [Vec<f64>; 2] {
+    let (mut mean, mut var) = ([0.0; 3], [1.0; 3]);
+    for x in batches {
+        let instances = if per_instance { x.size()[0] } else { 1 };
+        for channel in 0..3 {
+            let (mut means, mut vars) = (0.0, 0.0);
+            for instance in 0..instances {
+                let x = if per_instance { x.narrow(0, instance, 1) } else { x.shallow_clone() };
+                let numbers = to_f64(&x.select(1, channel as i64));
+                let count = numbers.len() as f64;
+                let own = numbers.iter().sum::<f64>() / count;
+                let squares: f64 = numbers.iter().map(|x| (x - own) * (x - own)).sum();
+                means += own / instances as f64;
+                vars += squares / (count - 1.0) / instances as f64;
+            }
+            mean[channel] = 0.9 * mean[channel] + 0.1 * means;
+            var[channel] = 0.9 * var[channel] + 0.1 * vars;
+        }
+    }
+    [mean.to_vec(), var.to_vec()]
+}
+
+/// The running statistics of an overridden normalization are those of its input.
+#[test]
+fn running_statistics_are_kept() {
+    let _alone = alone();
+    for_each_device(|device| {
+        tch::manual_seed(11);
+        let batch = |_| Tensor::randn([4, 3, 5], (F32, Device::Cpu)) + 10.0;
+        let batches: Vec<_> = (0..50).map(|i| batch(i).to_device(device)).collect();
+        for (name, call) in NORMALIZATIONS {
+            let gpu_only = *name == "batch_norm_update_stats" && device != Device::Cpu;
+            if gpu_only {
+                continue;
+            }
+            for half in [true, false] {
+                let region = Autocast::new(device).dtype(BF16);
+                let region = match half {
+                    true => region.prefer_half([name]),
+                    false => region.keep_in_f32([name]),
+                };
+                let seen = |x: &Tensor| if half { x.to_kind(BF16) } else { x.to_kind(F32) };
+                let numbers = |value: f64| Tensor::full([3], value, (F32, device));
+                let parameters = [numbers(1.5), numbers(0.5)].map(|p| p.set_requires_grad(true));
+                let [mean, var] = [numbers(0.0), numbers(1.0)];
+                let call = |x: &Tensor, train| {
+                    let parameters = parameters.each_ref();
+                    region.run(|| call(x, parameters, [&mean, &var], train)).unwrap()
+                };
+                for x in &batches {
+                    let ys = call(x, true);
+                    if *name != "batch_norm_update_stats" {
+                        assert_eq!(ys.kind(), if half { BF16 } else { F32 }, "{name}");
+                        ys.sum(F32).backward();
+                    }
+                }
+                let rounded: Vec<_> = batches.iter().map(seen).collect();
+                let [wanted_mean, wanted_var] = statistics_of(&rounded, *name == "instance_norm");
+                for (found, wanted) in [(&mean, wanted_mean), (&var, wanted_var)] {
+                    for (found, wanted) in to_f64(found).into_iter().zip(wanted) {
+                        let error = (found - wanted).abs();
+                        assert!(error < 1e-5 * wanted, "{name}, half: {half}: {found}, {wanted}");
+                    }
+                }
+                // Evaluation reads them.
+                let [before, variance] = [to_f64(&mean), to_f64(&var)];
+                let ys = call(&batches[0], false);
+                assert_eq!([to_f64(&mean), to_f64(&var)], [before.clone(), variance.clone()]);
+                if *name != "batch_norm_update_stats" {
+                    let x = to_f64(&seen(&batches[0]).select(1, 0));
+                    let unit = if half { 1.0 / 128.0 } else { 1e-5 };
+                    for (x, y) in x.into_iter().zip(to_f64(&ys.select(1, 0))) {
+                        let wanted = (x - before[0]) / (variance[0] + 1e-5).sqrt() * 1.5 + 0.5;
+                        let error = (y - wanted).abs();
+                        assert!(error <= unit * wanted.abs().max(1.0), "{name}: {y}, {wanted}");
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// Statistics in half precision are computed in f32, and rounded where they are kept, as with casts by hand.
+#[test]
+fn running_statistics_in_half_precision_are_written_back() {
+    let _alone = alone();
+    for_each_device(|device| {
+        for (name, call) in NORMALIZATIONS {
+            if *name == "batch_norm_update_stats" && device != Device::Cpu {
+                continue;
+            }
+            let numbers = |value: f64| Tensor::full([3], value, (BF16, device));
+            let parameters = [numbers(1.5), numbers(0.5)];
+            let ours = [numbers(0.0), numbers(1.0)];
+            let mut theirs = [numbers(0.0), numbers(1.0)];
+            let region = Autocast::new(device).dtype(BF16).keep_in_f32([name]);
+            for i in 0..20 {
+                tch::manual_seed(i);
+                let x = (Tensor::randn([4, 3, 5], (F32, Device::Cpu)) + 10.0).to_kind(BF16);
+                let x = x.to_device(device);
+                let [w, b] = parameters.each_ref();
+                let [mean, var] = ours.each_ref();
+                let train = i % 4 != 3;
+                let ys = region.run(|| call(&x, [w, b], [mean, var], train)).unwrap();
+                let wide = |t: &Tensor| t.to_kind(F32);
+                let [their_mean, their_var] = theirs.each_ref().map(wide);
+                let by_hand =
+                    call(&wide(&x), [&wide(w), &wide(b)], [&their_mean, &their_var], train);
+                theirs = [their_mean.to_kind(BF16), their_var.to_kind(BF16)];
+                if *name != "batch_norm_update_stats" {
+                    assert_eq!(ys, by_hand, "{name}");
+                }
+            }
+            assert_eq!(ours, theirs, "{name}");
+            assert!(to_f64(&ours[0])[0] > 5.0, "{name}: the statistics have moved");
+        }
+    });
+}
+
+/// What an operator does to its inputs would be done to copies.
+#[test]
+fn operators_that_write_without_saying_so_are_refused() {
+    for name in ["_copy_from", "_copy_from_and_resize", "_backward", "_propagate_xla_data"] {
+        let refused = region().prefer_half([name]).enter().map(drop);
+        let is_named = |error: &AutocastError| error.to_string().contains(name);
+        match refused {
+            Err(Error::Autocast(error @ AutocastError::NotOverridable { .. })) => {
+                assert!(is_named(&error));
+            }
+            other => panic!("{name}: {other:?}"),
+        }
+    }
 }
