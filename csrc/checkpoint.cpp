@@ -35,6 +35,11 @@ at::Generator generator(int8_t device_type, int8_t index) {
   return at::globalContext().defaultGenerator(at::Device(static_cast<c10::DeviceType>(device_type), index));
 }
 
+void set_state(at::Generator &gen, const Tensor &state) {
+  // The CPU's generator counts the offset of a view in states instead of bytes, and reads outside of the memory.
+  gen.set_state(state.storage_offset() == 0 ? state : state.clone());
+}
+
 }  // namespace
 
 extern "C" {
@@ -77,9 +82,17 @@ void tamp_rng_set_state(int8_t device_type, int8_t index, const tamp_tensor *sta
   tamp::guarded(err, [&] {
     at::Generator gen = generator(device_type, index);
     const std::lock_guard<std::mutex> lock(gen.mutex());
-    const Tensor &given = tamp::tensor(state);
-    // The CPU's generator counts the offset of a view in states instead of bytes, and reads outside of the memory.
-    gen.set_state(given.storage_offset() == 0 ? given : given.clone());
+    set_state(gen, tamp::tensor(state));
+  });
+}
+
+void tamp_rng_check_state(int8_t device_type, int8_t index, const tamp_tensor *state, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    at::Generator gen = generator(device_type, index);
+    std::unique_lock<std::mutex> lock(gen.mutex());
+    at::Generator copy = gen.clone();
+    lock.unlock();
+    set_state(copy, tamp::tensor(state));
   });
 }
 

@@ -574,6 +574,10 @@ tamp_tensor *tamp_rng_state(int8_t device_type, int8_t index, char **err) TAMP_N
 // of such a generator.
 void tamp_rng_set_state(int8_t device_type, int8_t index, const tamp_tensor *state, char **err) TAMP_NOEXCEPT;
 
+// Fails unless `state` is a state of such a generator. The generator itself, which other threads may be using, stays
+// alone: a copy of it takes the state.
+void tamp_rng_check_state(int8_t device_type, int8_t index, const tamp_tensor *state, char **err) TAMP_NOEXCEPT;
+
 // --------------------------------------------------------------------------------------------------------- testing.cpp
 // These functions serve the crate's own tests, and exist in debug builds only.
 #ifdef TAMP_WITH_TESTING

@@ -531,6 +531,12 @@ unsafe extern "C" {
         state: *const Tensor,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_rng_check_state(
+        device_type: i8,
+        index: i8,
+        state: *const Tensor,
+        err: *mut *mut c_char,
+    );
 
     #[cfg(all(test, tamp_testing))]
     pub(crate) fn tamp_testing_fail_at(call: i64, kind: u8) -> i64;

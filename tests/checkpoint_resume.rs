@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::sync::Mutex;
+
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::checkpoint::{Checkpoint, CheckpointError, Rng, rng_state, set_rng_state};
@@ -115,6 +117,7 @@ fn refuse(folder: &Folder, vs: &VarStore) {
 
 #[test]
 fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
+    let _alone = ALONE.lock().unwrap();
     let folder = Folder::new();
     let path = folder.file("x.safetensors");
     let algorithms: [Algorithm; 7] = [
@@ -145,5 +148,37 @@ fn a_resumed_run_takes_the_same_steps_around_skipped_ones() {
                 refuse(&folder, &resumed.vs);
             }
         }
+    });
+}
+
+/// The tests share the generators of the process.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Draws numbers, which other threads' refused restores must not change.
+fn draws(device: Device) -> Vec<f64> {
+    (0..4000).map(|_| Tensor::rand([1], (Kind::Double, device)).double_value(&[0])).collect()
+}
+
+#[test]
+fn a_refused_restore_leaves_the_random_numbers_of_other_threads_alone() {
+    let _alone = ALONE.lock().unwrap();
+    for_each_device(|device| {
+        tch::manual_seed(11);
+        let expected = draws(device);
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_rng("rng", device).unwrap();
+        checkpoint.add_tensor("wrong", &Tensor::from(1i64)).unwrap();
+        tch::manual_seed(11);
+        let (drawn, refused) = std::thread::scope(|scope| {
+            let drawing = scope.spawn(|| draws(device));
+            let mut refused = 0;
+            while !drawing.is_finished() || refused == 0 {
+                let restore = checkpoint.restore().rng("rng", device).rng("wrong", device);
+                assert!(matches!(restore.apply(), Err(Error::Torch(_))));
+                refused += 1;
+            }
+            (drawing.join().unwrap(), refused)
+        });
+        assert!(drawn == expected, "{device:?}: changed by {refused} refused restores");
     });
 }

@@ -33,3 +33,10 @@ pub(crate) fn rng_set_state(device: Device, state: &Tensor) -> Result<()> {
     // SAFETY: `state` is a live tensor, and `err` is valid for a write.
     call(|err| unsafe { sys::tamp_rng_set_state(device_type, index, state.as_ptr(), err) })
 }
+
+/// Returns an error unless a device's default random number generator accepts a state. The generator stays as it is.
+pub(crate) fn rng_check_state(device: Device, state: &Tensor) -> Result<()> {
+    let (device_type, index) = place(device)?;
+    // SAFETY: `state` is a live tensor, and `err` is valid for a write.
+    call(|err| unsafe { sys::tamp_rng_check_state(device_type, index, state.as_ptr(), err) })
+}
