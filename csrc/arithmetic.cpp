@@ -17,6 +17,8 @@ namespace {
 
 using at::Tensor;
 
+bool is_f64(const Tensor &t) { return t.scalar_type() == at::kDouble; }
+
 std::vector<Chunk> chunks_of(const std::vector<Tensor> &tensors) {
   std::vector<int64_t> sizes;
   sizes.reserve(tensors.size());
@@ -50,24 +52,84 @@ void over(const std::vector<Tensor> &tensors, const std::vector<Chunk> &chunks, 
   });
 }
 
+// Calls `f` with lists of the tensors that have a loop: with one of those that have one, and one for each of the others,
+// which are copied to contiguous memory, one at a time.
+template <typename F>
+void with_loops(const std::vector<Tensor> &tensors, const F &f) {
+  std::vector<Tensor> plain;
+  for (const auto &t : tensors) {
+    if (has_loop(t)) plain.push_back(t);
+  }
+  f(plain);
+  for (const auto &t : tensors) {
+    if (!has_loop(t)) f({with_own_numbers(t).contiguous()});
+  }
+}
+
 double sum_of_squares(const std::vector<Tensor> &tensors, float factor) {
-  const auto parts = chunks_of(tensors);
-  std::vector<double> sums(parts.size());
-  over(tensors, parts, Access::kRead,
-       [&](auto *memory, int64_t n, size_t i) { sums[i] = kernels::sum_of_squares(memory, n, factor); });
   double total = 0;
-  for (const double sum : sums) total += sum;
+  with_loops(tensors, [&](const std::vector<Tensor> &looped) {
+    const auto parts = chunks_of(looped);
+    std::vector<double> sums(parts.size());
+    over(looped, parts, Access::kRead,
+         [&](auto *memory, int64_t n, size_t i) { sums[i] = kernels::sum_of_squares(memory, n, factor); });
+    for (const double sum : sums) total += sum;
+  });
   return total;
 }
 
-// The norm of tensors on the CPU, which is summed up in f64. Tensors without a loop are copied to contiguous memory,
-// one at a time.
-Tensor norm_on_cpu(const std::vector<Tensor> &tensors, float factor) {
-  std::vector<Tensor> plain, other;
-  for (const auto &t : tensors) (has_loop(t) ? plain : other).push_back(t);
-  double total = sum_of_squares(plain, factor);
-  for (const auto &t : other) total += sum_of_squares({with_own_numbers(t).contiguous()}, factor);
-  return at::scalar_tensor(std::isnan(total) ? std::nan("") : std::sqrt(total), at::kDouble);
+// The norm of tensors among which are f64 numbers whose squares overflow or underflow.
+double scaled_norm(const std::vector<Tensor> &tensors, float factor) {
+  kernels::ScaledSum total;
+  with_loops(tensors, [&](const std::vector<Tensor> &looped) {
+    const auto parts = chunks_of(looped);
+    std::vector<kernels::ScaledSum> sums(parts.size());
+    over(looped, parts, Access::kRead,
+         [&](auto *memory, int64_t n, size_t i) { sums[i] = kernels::scaled_sum_of_squares(memory, n, factor); });
+    for (const auto &sum : sums) total.add(sum);
+  });
+  return total.root();
+}
+
+// Below this sum of squares, those that underflowed may be missing in it.
+constexpr double kLeastSum = 0x1p-960;
+
+// The norm of tensors on the CPU, which is summed up in f64.
+double norm_on_cpu(const std::vector<Tensor> &tensors, float factor) {
+  const double total = sum_of_squares(tensors, factor);
+  const bool is_exact = total >= kLeastSum && std::isfinite(total);
+  if (is_exact || std::none_of(tensors.begin(), tensors.end(), is_f64)) {
+    return std::isnan(total) ? std::nan("") : std::sqrt(total);
+  }
+  return scaled_norm(tensors, factor);
+}
+
+// Returns 2^exponent for whole numbers from -1022 to 1023, exactly.
+Tensor power_of_two(const Tensor &exponent) {
+  return exponent.to(at::kLong).add(1023).bitwise_left_shift(52).view(at::kDouble);
+}
+
+// The norm of f64 tensors on another device, whose squares may overflow or underflow. It is taken of copies, a part of
+// the tensors at a time, that are multiplied by a power of two, which changes no other bit.
+Tensor scaled_norm_on_device(const std::vector<Tensor> &tensors) {
+  constexpr int64_t kNumbers = int64_t{1} << 24;
+  std::vector<Tensor> filled, part, norms;
+  for (const auto &t : tensors) {
+    if (t.numel() > 0) filled.push_back(t);
+  }
+  if (filled.empty()) return at::zeros({}, tensors.front().options());
+  const Tensor exponent = std::get<1>(at::frexp(largest(filled))).clamp(-1000, 1000);
+  const Tensor down = power_of_two(exponent.neg()), up = power_of_two(exponent);
+  int64_t numbers = 0;
+  for (const auto &t : filled) {
+    part.push_back(t);
+    numbers += t.numel();
+    if (numbers < kNumbers && !t.is_same(filled.back())) continue;
+    for (auto &norm : at::_foreach_norm(at::_foreach_mul(part, down), 2)) norms.push_back(std::move(norm));
+    part.clear();
+    numbers = 0;
+  }
+  return at::linalg_vector_norm(at::stack(norms), 2).mul(up);
 }
 
 // The norm of tensors on another device, by libtorch, with one launch for all tensors of a dtype. Norms of f64 tensors
@@ -75,13 +137,11 @@ Tensor norm_on_cpu(const std::vector<Tensor> &tensors, float factor) {
 // f64 only if all tensors are.
 Tensor norm_on_device(const std::vector<Tensor> &tensors, const Tensor &factor) {
   std::vector<Tensor> wide, narrow, norms;
-  for (const auto &t : tensors) (t.scalar_type() == at::kDouble ? wide : narrow).push_back(t);
-  if (!wide.empty()) norms = at::_foreach_norm(wide, 2);
-  if (!narrow.empty()) {
-    for (auto &norm : norms) norm = norm.to(at::kFloat);
-    for (const auto &alike : by_dtype(narrow)) {
-      for (auto &norm : at::_foreach_norm(alike, 2, at::kFloat)) norms.push_back(std::move(norm));
-    }
+  for (const auto &t : tensors) (is_f64(t) ? wide : narrow).push_back(t);
+  if (narrow.empty()) return scaled_norm_on_device(wide) * factor;
+  if (!wide.empty()) norms.push_back(scaled_norm_on_device(wide).to(at::kFloat));
+  for (const auto &alike : by_dtype(narrow)) {
+    for (auto &norm : at::_foreach_norm(alike, 2, at::kFloat)) norms.push_back(std::move(norm));
   }
   return at::linalg_vector_norm(at::stack(norms), 2) * factor;
 }
@@ -135,11 +195,11 @@ bool unscale_in_loops(const std::vector<Tensor> &tensors, float factor, bool rec
 }
 
 Tensor norm(const std::vector<Tensor> &tensors, const Tensor &factor) {
-  const bool in_f64 =
-      std::all_of(tensors.begin(), tensors.end(), [](const Tensor &t) { return t.scalar_type() == at::kDouble; });
+  const bool in_f64 = std::all_of(tensors.begin(), tensors.end(), is_f64);
   // All tensors are on one device, so the first one decides.
-  const Tensor total = tensors.empty() || tensors.front().is_cpu() ? norm_on_cpu(tensors, factor.item<float>())
-                                                                   : norm_on_device(tensors, factor);
+  const bool on_cpu = tensors.empty() || tensors.front().is_cpu();
+  const Tensor total = on_cpu ? at::scalar_tensor(norm_on_cpu(tensors, factor.item<float>()), at::kDouble)
+                              : norm_on_device(tensors, factor);
   return in_f64 ? total.to(at::kDouble) : narrowed(total);
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <unordered_set>
@@ -70,10 +71,13 @@ Tensor common_norm(const std::vector<ClippedGroup> &groups) {
     norms.push_back(tamp::on_device(tamp::norm(group.gradients, one), first));
   }
   if (norms.size() == 1) return norms.front();
+  const bool in_f64 =
+      std::all_of(norms.begin(), norms.end(), [](const Tensor &norm) { return norm.scalar_type() == at::kDouble; });
   // Devices other than the CPU may not support f64.
-  const auto dtype = first.is_cpu() ? at::kDouble : at::kFloat;
-  for (auto &norm : norms) norm = norm.to(dtype);
-  return tamp::narrowed(at::linalg_vector_norm(at::stack(norms), 2));
+  const auto dtype = in_f64 || first.is_cpu() ? at::kDouble : at::kFloat;
+  Tensor total = norms.front().to(dtype);
+  for (size_t i = 1; i < norms.size(); ++i) total = at::hypot(total, norms[i].to(dtype));
+  return in_f64 ? total : tamp::narrowed(total);
 }
 
 void check_clamped(const Tensor &gradient) {
@@ -113,6 +117,14 @@ void clamp(const std::vector<Tensor> &gradients, double max) {
   at::_foreach_clamp_max_(gradients, max);
 }
 
+void clip_by(const Tensor &norm, double max_norm, const std::vector<ClippedGroup> &groups) {
+  const Tensor factor = tamp::clip_factor(norm, max_norm);
+  // All memory is allocated before the first multiplication.
+  std::vector<tamp::Product> products;
+  for (const auto &group : groups) products.emplace_back(group.gradients, factor);
+  for (const auto &product : products) product.run();
+}
+
 }  // namespace
 
 extern "C" {
@@ -125,14 +137,16 @@ tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, d
     if (found.empty()) return nullptr;
     const Tensor norm = common_norm(found);
     *is_finite = error_if_nonfinite == 0 || at::isfinite(norm).item<bool>();
-    if (*is_finite != 0) {
-      const Tensor factor = tamp::clip_factor(norm, max_norm);
-      // All memory is allocated before the first multiplication.
-      std::vector<tamp::Product> products;
-      for (const auto &group : found) products.emplace_back(group.gradients, factor);
-      for (const auto &product : products) product.run();
-    }
+    if (*is_finite != 0) clip_by(norm, max_norm, found);
     return tamp::give(norm);
+  });
+}
+
+void tamp_clip_by_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *norm, double max_norm,
+                       char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    clip_by(tamp::tensor(norm), max_norm, groups(parameters, count));
   });
 }
 

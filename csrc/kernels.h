@@ -51,9 +51,30 @@ template <typename T>
 void multiply(T *values, int64_t n, double factor);
 
 // Returns the sum of the squares of `n` values that are multiplied by `factor`, where each product is rounded as by
-// `unscale`. The sum is f64, in which no square of a narrower number overflows: it is non-finite only if a product is.
+// `unscale`. The sum is f64, in which no square of a narrower number overflows or underflows: for these it is non-finite
+// only if a product is.
 template <typename T>
 double sum_of_squares(const T *values, int64_t n, float factor);
+
+// A sum of squares of f64 numbers, whose own squares may overflow or underflow: `sum` times the square of `largest`, the
+// largest absolute value. As in LAPACK's nrm2.
+class ScaledSum {
+ public:
+  void add(double x) { add(x, 1); }
+  void add(const ScaledSum &other);
+  // Infinite or NaN only if a number is, or if the root is too large for f64.
+  double root() const;
+
+ private:
+  void add(double size, double sum);
+
+  double largest_ = 0, sum_ = 0;
+  bool nan_ = false;
+};
+
+// Returns the same sum for values whose squares overflow or underflow. Several times slower than `sum_of_squares`.
+template <typename T>
+ScaledSum scaled_sum_of_squares(const T *values, int64_t n, float factor);
 
 // How an update unscales a gradient.
 struct GradientScale {

@@ -352,6 +352,10 @@ tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, d
 // Returns the factor, at most one, that reduces gradients of a common 2-norm to `max_norm`, on the norm's device.
 tamp_tensor *tamp_clip_factor(const tamp_tensor *norm, double max_norm, char **err) TAMP_NOEXCEPT;
 
+// Clips the gradients of `count` parameters, whose total norm is `norm`.
+void tamp_clip_by_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *norm, double max_norm,
+                       char **err) TAMP_NOEXCEPT;
+
 // Clamps every element of the gradients of `count` parameters to [-max, max] in place.
 void tamp_clip_grad_value(tamp_tensor *const *parameters, size_t count, double max, char **err) TAMP_NOEXCEPT;
 

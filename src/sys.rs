@@ -437,6 +437,13 @@ unsafe extern "C" {
         max_norm: f64,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
+    pub(crate) fn tamp_clip_by_norm(
+        parameters: *const *mut Tensor,
+        count: usize,
+        norm: *const Tensor,
+        max_norm: f64,
+        err: *mut *mut c_char,
+    );
     pub(crate) fn tamp_clip_grad_value(
         parameters: *const *mut Tensor,
         count: usize,

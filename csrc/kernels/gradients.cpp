@@ -1,10 +1,13 @@
 // The loops that check, multiply and sum up gradients.
 
 #include <algorithm>
+#include <limits>
 
 #include "loops.h"
 
 namespace tamp::kernels {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Calls `f(i)` for every multiple of `step` below `n`, and prefetches the next page at the start of each one. Hardware
 // prefetchers stop at the end of a page, and the first access to the next one would take as long as reading a good part
@@ -111,11 +114,45 @@ double sum_of_squares(const T *values, int64_t n, float factor) {
   return sum * later * later;
 }
 
-#define TAMP_INSTANTIATE(T)                            \
-  template bool any_non_finite<T>(const T *, int64_t); \
-  template bool unscale<T>(T *, int64_t, float, bool); \
-  template void multiply<T>(T *, int64_t, double);     \
-  template double sum_of_squares<T>(const T *, int64_t, float);
+void ScaledSum::add(double size, double sum) {
+  size = std::abs(size);
+  if (!(size > 0)) {
+    nan_ |= std::isnan(size);
+  } else if (size > largest_) {
+    const double ratio = largest_ / size;
+    sum_ = sum + sum_ * ratio * ratio;
+    largest_ = size;
+  } else if (size < kInfinity) {
+    const double ratio = size / largest_;
+    sum_ += sum * ratio * ratio;
+  }
+}
+
+void ScaledSum::add(const ScaledSum &other) {
+  add(other.largest_, other.sum_);
+  nan_ |= other.nan_;
+}
+
+double ScaledSum::root() const { return nan_ ? std::nan("") : largest_ * std::sqrt(sum_); }
+
+template <typename T>
+ScaledSum scaled_sum_of_squares(const T *values, int64_t n, float factor) {
+  const auto wide_factor = static_cast<Wide<T>>(factor);
+  ScaledSum sum;
+  for (int64_t i = 0; i < n; ++i) {
+    T rounded;
+    narrow(Wide<T>(widen(values[i])) * wide_factor, rounded);
+    sum.add(widen(rounded));
+  }
+  return sum;
+}
+
+#define TAMP_INSTANTIATE(T)                                     \
+  template bool any_non_finite<T>(const T *, int64_t);          \
+  template bool unscale<T>(T *, int64_t, float, bool);          \
+  template void multiply<T>(T *, int64_t, double);              \
+  template double sum_of_squares<T>(const T *, int64_t, float); \
+  template ScaledSum scaled_sum_of_squares<T>(const T *, int64_t, float);
 
 TAMP_INSTANTIATE(float)
 TAMP_INSTANTIATE(double)

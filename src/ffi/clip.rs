@@ -39,6 +39,14 @@ pub(crate) fn clip_factor(norm: &Tensor, max_norm: f64) -> Result<Tensor> {
     given(call(|err| unsafe { sys::tamp_clip_factor(norm.as_ptr(), max_norm, err) })?)
 }
 
+/// Clips the gradients of the parameters, whose total norm is `norm`.
+pub(crate) fn clip_by_norm(parameters: &[Tensor], norm: &Tensor, max_norm: f64) -> Result<()> {
+    let tensors = pointers(parameters);
+    let (array, count, norm) = (tensors.as_ptr(), tensors.len(), norm.as_ptr());
+    // SAFETY: the array has `count` elements, and the borrows keep the tensors and the norm alive.
+    call(|err| unsafe { sys::tamp_clip_by_norm(array, count, norm, max_norm, err) })
+}
+
 /// Clamps every element of the parameters' gradients to `-max..=max`.
 pub(crate) fn clip_grad_value(parameters: &[Tensor], max: f64) -> Result<()> {
     let tensors = pointers(parameters);

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::{self, FoundInf, Interrupted, OutsideRegions, Unscaling};
 use crate::gradients::Plan;
 
@@ -70,11 +70,14 @@ fn common_norm(mut norms: Vec<Tensor>) -> Result<Tensor> {
     }
     let device = norms.first().map_or(Device::Cpu, Tensor::device);
     // In f64 on the CPU, so that a norm too large for f32 does not become infinite. Other devices may lack f64.
-    let kind = if device == Device::Cpu { Kind::Double } else { Kind::Float };
-    let norms: Vec<_> =
-        norms.iter().map(|norm| ffi::number_on(norm, device, kind)).collect::<Result<_>>()?;
-    let norm = Tensor::f_stack(&norms, 0)?.f_norm()?;
-    if kind == Kind::Double {
+    let in_f64 = norms.iter().all(|norm| norm.kind() == Kind::Double);
+    let kind = if in_f64 || device == Device::Cpu { Kind::Double } else { Kind::Float };
+    let first = ffi::number_on(&norms[0], device, kind)?;
+    // No square overflows or underflows in this.
+    let norm = norms.iter().skip(1).try_fold(first, |norm, other| {
+        norm.f_hypot(&ffi::number_on(other, device, kind)?).map_err(Error::from)
+    })?;
+    if kind == Kind::Double && !in_f64 {
         let value = norm.f_double_value(&[])?;
         let fits = !value.is_finite() || (value as f32).is_finite();
         return if fits { Ok(norm.f_to_kind(Kind::Float)?) } else { Ok(norm) };

@@ -1,11 +1,12 @@
 //! Clipping and stepping in one call.
 
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 #[cfg(doc)]
 use crate::error::{Error, GradientError};
-use crate::gradients::{check_limit, clamp, reduce_norm};
+use crate::ffi::{self, Gradient};
+use crate::gradients::{Plan, check_limit, clamp, reduce_norm, unclippable};
 use crate::optim::AmpOptimizer;
 use crate::scaler::step::due;
 use crate::scaler::{GradScaler, StepOutcome};
@@ -19,7 +20,8 @@ impl GradScaler {
     ///
     /// With a fused [`Optimizer`](crate::optim::Optimizer) that was not unscaled before, one pass over the gradients
     /// takes the norm and finds non-finite values, and the update itself unscales and clips: the gradients stay scaled.
-    /// On a GPU, a norm that overflows f32 before it is unscaled counts as an infinite gradient.
+    /// A norm that is not finite counts as an infinite gradient. On a GPU the norm is taken in f32, unless all gradients
+    /// are f64, and overflows if the gradients are larger than about 1e19.
     ///
     /// # Errors
     ///
@@ -56,13 +58,44 @@ impl GradScaler {
             return self.step_scaled(optimizer, scale, Some(max_norm), None);
         }
         let record = self.or_open(record, optimizer)?;
-        if let Some(record) = record.filter(|_| !takes_scaled) {
-            // Read before the gradients are clipped: reading can fail, and the retry would clip them again.
-            self.iteration.borrow_mut().found_inf(record)?;
-        }
-        let clip = |all: &[Tensor]| reduce_norm(all, max_norm, false);
-        let norm = self.change_gradients(record, optimizer, !max_norm.is_finite(), clip)?;
+        let norm = self.clip_unscaled(record, optimizer, max_norm, !takes_scaled)?;
         Ok(self.step_shared(optimizer)?.with_norm(norm))
+    }
+
+    /// Clips the unscaled gradients of a record and returns their norm. A norm that is not finite counts as an infinite
+    /// gradient, since clipping by it would make all gradients zero. With `reads`, the host asks the devices for their
+    /// answers before the gradients change: that can fail, and a retry would clip them again.
+    pub(super) fn clip_unscaled(
+        &self,
+        record: Option<usize>,
+        optimizer: &dyn AmpOptimizer,
+        max_norm: f64,
+        reads: bool,
+    ) -> Result<Option<Tensor>> {
+        let look_again = !max_norm.is_finite();
+        let Some(index) = record else {
+            let clip = |parameters: &[Tensor]| reduce_norm(parameters, max_norm, false);
+            return self.change_gradients(None, optimizer, look_again, clip);
+        };
+        let one = ffi::number_new(1.0, Kind::Float, Device::Cpu)?;
+        let findings = {
+            let gradients = self.gradients(optimizer)?;
+            self.iteration.borrow_mut().compare(index, &gradients)?;
+            gradients.refuse(Gradient::exists, unclippable)?;
+            Plan::new(&gradients, true)?.norm(gradients.parameters(), &one)?
+        };
+        let Some(norm) = findings.norm.filter(|_| !findings.found.is_empty()) else {
+            return Ok(None);
+        };
+        let mut iteration = self.iteration.borrow_mut();
+        findings.found.into_iter().for_each(|found| iteration.add_found(index, found));
+        if reads {
+            iteration.found_inf(index)?;
+        }
+        drop(iteration);
+        let clip = |parameters: &[Tensor]| ffi::clip_by_norm(parameters, &norm, max_norm);
+        self.change_gradients(record, optimizer, look_again, clip)?;
+        Ok(Some(norm))
     }
 
     /// Clamps every element of the unscaled gradients to `-max..=max` and steps the optimizer if all of them were

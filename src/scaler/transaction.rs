@@ -48,7 +48,8 @@ impl<'a> Unscaled<'a> {
     }
 
     /// Scales the gradients down in place so that their common 2-norm is at most `max_norm`, and returns the norm
-    /// before clipping: a 0-dim tensor on the device of the first gradient, or zero if there are no gradients.
+    /// before clipping: a 0-dim tensor on the device of the first gradient, or zero if there are no gradients. A norm that
+    /// is not finite counts as an infinite gradient, as in [`GradScaler::step_clip_norm`]: the step is skipped.
     /// Synchronizes only where gradients on a GPU and on the CPU are clipped together. The counterpart of
     /// `torch.nn.utils.clip_grad_norm_`.
     ///
@@ -57,7 +58,9 @@ impl<'a> Unscaled<'a> {
     /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Changed`] as in [`GradScaler::step`];
     /// [`GradientError::Unsupported`] for a sparse gradient.
     pub fn clip_grad_norm(&mut self, max_norm: f64) -> Result<Tensor> {
-        self.clip(max_norm, false)
+        check_limit("max_norm", max_norm)?;
+        let norm = self.scaler.clip_unscaled(self.record, &*self.optimizer, max_norm, false)?;
+        or_zero(norm)
     }
 
     /// Clips like [`clip_grad_norm`](Self::clip_grad_norm), but fails if the norm is infinite or NaN. Synchronizes to
@@ -68,15 +71,8 @@ impl<'a> Unscaled<'a> {
     /// [`GradientError::NonFiniteNorm`], which leaves the gradients unchanged; otherwise the same as
     /// [`clip_grad_norm`](Self::clip_grad_norm).
     pub fn clip_grad_norm_error_if_nonfinite(&mut self, max_norm: f64) -> Result<Tensor> {
-        self.clip(max_norm, true)
-    }
-
-    fn clip(&mut self, max_norm: f64, error_if_nonfinite: bool) -> Result<Tensor> {
         check_limit("max_norm", max_norm)?;
-        let clip = |all: &[Tensor]| reduce_norm(all, max_norm, error_if_nonfinite);
-        // For finite gradients, the factor is NaN only if the limit is infinite and the norm overflows to infinity.
-        let norm = self.change(!max_norm.is_finite(), clip)?;
-        norm.map_or_else(|| Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?), Ok)
+        or_zero(self.change(false, |all| reduce_norm(all, max_norm, true))?)
     }
 
     /// Clamps every element of the gradients to `-max..=max`, in place. The counterpart of
@@ -108,6 +104,11 @@ impl<'a> Unscaled<'a> {
     pub fn step(self) -> Result<StepOutcome> {
         self.scaler.step_shared(self.optimizer)
     }
+}
+
+/// The norm, or that of no gradients.
+fn or_zero(norm: Option<Tensor>) -> Result<Tensor> {
+    norm.map_or_else(|| Ok(Tensor::f_zeros([], (Kind::Float, Device::Cpu))?), Ok)
 }
 
 impl std::fmt::Debug for Unscaled<'_> {

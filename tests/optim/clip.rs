@@ -522,3 +522,143 @@ fn a_norm_over_the_cpu_and_a_gpu_may_exceed_f32() {
         assert!(is_near(-to_f64(&all[1])[0], there / total * 2e20), "{gpu:?}");
     }
 }
+
+/// The 2-norm by a loop whose squares neither overflow nor underflow, and whose sum is compensated (Kahan).
+fn norm_of(values: &[f64]) -> f64 {
+    let largest = values.iter().fold(0.0, |largest: f64, value| largest.max(value.abs()));
+    let (mut sum, mut rest) = (0.0, 0.0);
+    for value in values.iter().filter(|_| largest > 0.0) {
+        let term = (value / largest).powi(2) - rest;
+        let next = sum + term;
+        rest = (next - sum) - term;
+        sum = next;
+    }
+    largest * sum.sqrt()
+}
+
+#[test]
+fn f64_gradients_are_normed_over_the_whole_range_of_f64() {
+    let lists: [&[f64]; 8] = [
+        &[1e160, -1e160, 3e159],
+        &[1e-170, 2e-170],
+        &[1e-170, 1e160],
+        &[1e300, 1e300, 1e-300],
+        &[5e-324, 5e-324],
+        &[1e154, 1e155, 1e-200],
+        &[0.0, -0.0],
+        &[3.0, 4.0, 1e-200],
+    ];
+    for_each_device(|device| {
+        for values in lists {
+            for repeats in [1, 9, 30_000] {
+                for kinds in [&[Kind::Double][..], &[Kind::Double, Kind::Float]] {
+                    let all: Vec<f64> =
+                        values.iter().copied().cycle().take(values.len() * repeats).collect();
+                    let leaves: Vec<_> = kinds
+                        .iter()
+                        .map(|kind| leaf(&vec![0.0; all.len()], *kind, device))
+                        .collect();
+                    set_grad(&leaves[0], &all);
+                    if let Some(other) = leaves.get(1) {
+                        set_grad(other, &vec![0.25; all.len()]);
+                    }
+                    let others =
+                        if kinds.len() == 2 { 0.25 * (all.len() as f64).sqrt() } else { 0.0 };
+                    let expected = norm_of(&all).hypot(others);
+                    // A norm of several dtypes is f32 where it fits, and on a GPU.
+                    let in_f32 = kinds.len() == 2 && (expected < 1e38 || device != Device::Cpu);
+                    if in_f32 && expected > 1e38 {
+                        continue;
+                    }
+                    // Each addition rounds once.
+                    let limit = if in_f32 { 1e-6 } else { (all.len() + 10) as f64 * f64::EPSILON };
+                    let case = format!("{device:?} {kinds:?} {values:?} {repeats}");
+                    let norm = clip_grad_norm(&leaves, 1.0).unwrap().double_value(&[]);
+                    let is_near = |a: f64, b: f64| a == b || (a / b - 1.0).abs() < limit;
+                    assert!(
+                        is_near(norm, expected) || expected < 1e-320,
+                        "{case}: {norm}, not {expected}"
+                    );
+                    let factor = (1.0 / (norm + 1e-6)).min(1.0);
+                    for (clipped, value) in to_f64(&leaves[0].grad()).iter().zip(&all) {
+                        assert!(is_near(*clipped, value * factor), "{case}: {clipped} of {value}");
+                    }
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_step_with_f64_gradients_whose_squares_overflow_is_taken_on_every_path() {
+    for_each_device(|device| {
+        let gradients = [3e160, -4e160];
+        for path in 0..4 {
+            let w = leaf(&[1.0, 2.0], Kind::Double, device);
+            let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.5).unwrap();
+            let mut scaler = GradScalerConfig::default().init_scale(1024.0).build(device).unwrap();
+            let factors = Tensor::from_slice(&gradients).to_device(device);
+            scaler.backward(&(&w * factors).sum(None)).unwrap();
+            let outcome = match path {
+                0 => scaler.step_clip_norm(&mut opt, 1.0).unwrap(),
+                1 => {
+                    scaler.unscale_(&mut opt).unwrap();
+                    scaler.step_clip_norm(&mut opt, 1.0).unwrap()
+                }
+                2 => {
+                    let mut unscaled = scaler.unscale(&mut opt).unwrap();
+                    let _norm = unscaled.clip_grad_norm(1.0).unwrap();
+                    unscaled.step().unwrap()
+                }
+                _ => {
+                    scaler.unscale_(&mut opt).unwrap();
+                    let _norm = clip_grad_norm(&[w.shallow_clone()], 1.0).unwrap();
+                    scaler.step(&mut opt).unwrap()
+                }
+            };
+            assert!(outcome.is_stepped().unwrap(), "{device:?} {path}");
+            scaler.update().unwrap();
+            let expected = [1.0 - 0.5 * 0.6, 2.0 + 0.5 * 0.8];
+            for (got, expected) in to_f64(&w).iter().zip(expected) {
+                assert!((got - expected).abs() < 1e-12, "{device:?} {path}: {got}");
+            }
+        }
+    });
+}
+
+/// On a GPU, where such a norm is infinite, clipping would make all gradients zero.
+#[test]
+fn a_norm_beyond_f32_has_one_answer_on_every_path() {
+    for_each_device(|device| {
+        for (path, fused) in (0..3).flat_map(|path| [(path, true), (path, false)]) {
+            let vs = nn::VarStore::new(device);
+            let w = vs.root().zeros("w", &[2]);
+            let mut own = Sgd::default().build(&vs, 0.5).unwrap();
+            let mut host = nn::Sgd::default().build(&vs, 0.5).unwrap();
+            let opt: &mut dyn AmpOptimizer = if fused { &mut own } else { &mut host };
+            let mut scaler = GradScalerConfig::default().init_scale(1.0).build(device).unwrap();
+            let factors = Tensor::from_slice(&[3e38f32, -3e38]).to_device(device);
+            scaler.backward(&(&w * factors).sum(None)).unwrap();
+            let outcome = match path {
+                0 => scaler.step_clip_norm(opt, 1.0).unwrap(),
+                1 => {
+                    scaler.unscale_(opt).unwrap();
+                    scaler.step_clip_norm(opt, 1.0).unwrap()
+                }
+                _ => {
+                    let mut unscaled = scaler.unscale(opt).unwrap();
+                    let _norm = unscaled.clip_grad_norm(1.0).unwrap();
+                    unscaled.step().unwrap()
+                }
+            };
+            let case = format!("{device:?} {path} {fused}");
+            assert_eq!(outcome.is_stepped().unwrap(), device == Device::Cpu, "{case}");
+            scaler.update().unwrap();
+            assert_eq!(scaler.get_scale().unwrap() < 1.0, device != Device::Cpu, "{case}");
+            let half = if device == Device::Cpu { 0.5f64.sqrt() / 2.0 } else { 0.0 };
+            for (got, expected) in to_f64(&w).iter().zip([-half, half]) {
+                assert!((got - expected).abs() < 1e-6, "{case}: {got}");
+            }
+        }
+    });
+}

@@ -153,6 +153,8 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         fails(&|| ffi::overlapping(std::slice::from_ref(&w)).map(drop));
         fails(&|| ffi::all_finite(&[&w]).map(drop));
         fails(&|| ffi::any_nonzero(&[&found]).map(drop));
+        let parameters = [w.shallow_clone()];
+        fails(&|| ffi::clip_by_norm(&parameters, &found, 1.0));
         let random = ffi::rng_state(Device::Cpu).unwrap();
         fails(&|| ffi::rng_check_state(Device::Cpu, &random));
         assert!(!ffi::any_nonzero(&[&found]).unwrap());
