@@ -27,8 +27,10 @@ void check(const Pair &pair) {
   TORCH_CHECK(tamp::has_own_numbers(average) && tamp::has_own_numbers(parameter) && !tamp::overlaps(average),
               "a weight is a negative view, a zero without memory or a nested tensor, which cannot be averaged; "
               "clone it");
-  TORCH_CHECK(at::isFloatingType(parameter.scalar_type()) && parameter.element_size() <= average.element_size() &&
-                  parameter.sizes() == average.sizes() && parameter.device() == average.device(),
+  const bool is_wide = average.scalar_type() == at::kDouble || average.scalar_type() == at::kFloat;
+  TORCH_CHECK(is_wide && at::isFloatingType(parameter.scalar_type()) &&
+                  parameter.element_size() <= average.element_size() && parameter.sizes() == average.sizes() &&
+                  parameter.device() == average.device(),
               "a weight is ", parameter.scalar_type(), " ", parameter.sizes(), " on ", parameter.device(),
               " by now, and its average ", average.scalar_type(), " ", average.sizes(), " on ", average.device(),
               "; make the averages after the model has its dtype and device");
@@ -43,8 +45,12 @@ struct Memory {
   at::ScalarType dtype;
 };
 
+// Whether one loop goes over both: over a parameter and the average that a parameter of this dtype starts with. The
+// average keeps its dtype when the model is cast.
 bool is_aligned(const Pair &pair) {
   const auto &[average, parameter] = pair;
+  const bool is_double = parameter.scalar_type() == at::kDouble;
+  if (average.scalar_type() != (is_double ? at::kDouble : at::kFloat)) return false;
   if (!tamp::is_plain_memory(average) || !tamp::is_plain_memory(parameter)) return false;
   return (average.is_contiguous() && parameter.is_contiguous()) || average.strides() == parameter.strides();
 }
