@@ -52,7 +52,7 @@ pub(crate) use function::{
 pub(crate) use gradients::*;
 pub(crate) use heap::heap_keep;
 pub(crate) use loss_scale::*;
-pub(crate) use memory::{Stamps, overlapping, sizes};
+pub(crate) use memory::{Stamps, elements, numel, overlapping, sizes};
 pub(crate) use numbers::*;
 pub(crate) use optim::*;
 pub(crate) use optim_state::*;

@@ -135,7 +135,7 @@ impl Accumulation {
             }
         };
         let sizes = ffi::sizes(loss)?;
-        if sizes.iter().product::<i64>() != 1 {
+        if ffi::elements(&sizes) != 1 {
             return Err(problem(format!("is {sizes:?}, but must be one number")));
         }
         let factor = ffi::number_new(share, kind, Device::Cpu)?;

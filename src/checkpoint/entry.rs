@@ -55,12 +55,12 @@ impl Entry {
     }
 
     pub(crate) fn numel(&self) -> usize {
-        self.size.iter().map(|&n| usize::try_from(n).unwrap_or(0)).product()
+        ffi::elements(&self.size)
     }
 
     /// The size in bytes.
     pub(crate) fn len(&self) -> usize {
-        self.numel() * self.kind.elt_size_in_bytes()
+        self.numel().saturating_mul(self.kind.elt_size_in_bytes())
     }
 
     /// Calls `take` with the bytes of the elements in row-major order, in chunks.
@@ -131,7 +131,7 @@ fn extent(size: &[i64], stride: &[i64]) -> i64 {
 
 fn read_new(kind: Kind, size: &[i64], source: &Source, offset: u64) -> Result<Tensor> {
     let mut tensor = Tensor::f_empty(size, (kind, Device::Cpu))?;
-    let len = tensor.numel() * kind.elt_size_in_bytes();
+    let len = ffi::elements(size).saturating_mul(kind.elt_size_in_bytes());
     fill(&mut tensor, len, source, offset)?;
     Ok(tensor)
 }

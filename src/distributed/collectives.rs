@@ -113,14 +113,14 @@ impl ProcessGroup {
         const NAME: &str = "all_gather";
         let checked = described(self, tensor).and_then(|described| {
             let part = copied(tensor)?.f_view([-1])?;
-            let all = [part.numel() as i64 * self.size() as i64];
+            let all = [ffi::numel(&part) as i64 * self.size() as i64];
             let all = Tensor::f_empty(all, (part.f_kind()?, part.device()))?;
             Ok((described, part, all))
         });
         let _order = self.begin();
         let call = |(described, ..): &(String, _, _)| format!("{NAME} of {described}");
         let (_, part, all) = self.compare_checked(NAME, checked, call)?;
-        if part.numel() > 0 {
+        if ffi::numel(&part) > 0 {
             self.run(NAME, |group| group.all_gather(&all, &part))?;
         }
         let all = all.f_view([&[self.size() as i64], &tensor.size()[..]].concat().as_slice())?;
@@ -146,7 +146,7 @@ impl ProcessGroup {
         let _order = self.begin();
         let call = |(described, ..): &(String, _, _)| format!("{NAME} of {described}");
         let (_, part, all) = self.compare_checked(NAME, checked, call)?;
-        if part.numel() > 0 {
+        if ffi::numel(&part) > 0 {
             self.run(NAME, |group| group.reduce_scatter(&part, &all))?;
         }
         Ok(part)
@@ -210,7 +210,7 @@ impl ProcessGroup {
         work: impl FnOnce(&mut Tensor) -> Result<()>,
     ) -> Result<()> {
         let _own = OutsideRegions::enter();
-        if tensor.numel() == 0 {
+        if ffi::numel(tensor) == 0 {
             return Ok(());
         }
         no_grad(|| {

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::autocast::AutocastState;
 use crate::error::{Error, Result};
-use crate::ffi::OutsideRegions;
+use crate::ffi::{self, OutsideRegions};
 
 /// Divides a batch among devices, applies `forward` to each part on a thread of its own, and returns the outputs
 /// together, on the first device. The counterpart of `torch.nn.parallel.data_parallel`.
@@ -67,7 +67,7 @@ pub fn data_parallel(
         let problem = "is empty, but the batch needs a device".to_owned();
         return Err(Error::InvalidArgument { name: "devices", problem });
     };
-    if xs.dim() == 0 || xs.numel() == 0 {
+    if xs.dim() == 0 || ffi::numel(xs) == 0 {
         let problem = format!("has the shape {:?}, and cannot be divided", xs.size());
         return Err(Error::InvalidArgument { name: "xs", problem });
     }

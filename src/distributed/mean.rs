@@ -126,7 +126,7 @@ impl Mean {
                 let (device, before) = (batch.device(), sum.device());
                 unusable(name, format!("is on {device:?}, but the previous batch is on {before:?}"))
             }
-            _ => Ok(size.iter().product::<i64>().unsigned_abs()),
+            _ => Ok(ffi::elements(&size) as u64),
         }
     }
 

@@ -161,7 +161,7 @@ impl Normalize {
     /// 1979.
     fn moments(&self, xs: &Tensor) -> Result<Moments> {
         let channels = xs.size()[1];
-        let count = xs.numel() as f64 / channels.max(1) as f64;
+        let count = ffi::numel(xs) as f64 / channels.max(1) as f64;
         let mean = self.sum(xs)?.f_div(&number(count.max(1.0), xs)?)?;
         let squares = self.sum(&xs.f_sub(&self.spread(&mean)?)?.f_square()?)?;
         let counts = number(count, &mean)?.f_expand_as(&mean)?;

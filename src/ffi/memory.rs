@@ -31,6 +31,20 @@ pub(crate) fn overlapping(tensors: &[Tensor]) -> Result<Option<(usize, usize)>> 
     Ok((found != 0).then_some((one, other)))
 }
 
+/// Returns the number of elements of a tensor of this shape. The sizes of an empty tensor may be so large that a product
+/// of some of them overflows, as in tch's `numel`.
+pub(crate) fn elements(sizes: &[i64]) -> usize {
+    if sizes.contains(&0) {
+        return 0;
+    }
+    sizes.iter().map(|&size| usize::try_from(size).unwrap_or(0)).fold(1, usize::saturating_mul)
+}
+
+/// Returns the number of elements of a tensor; 0 if it has no shape.
+pub(crate) fn numel(tensor: &Tensor) -> usize {
+    sizes(tensor).map_or(0, |sizes| elements(&sizes))
+}
+
 /// The identity of the memory that parameters had at some time, and how often it had been written to. While a stamp is
 /// alive, no other memory gets the same identity.
 #[derive(Debug, Default)]

@@ -35,7 +35,7 @@ pub(crate) fn number_limit(number: &Tensor, most: f64) -> Result<()> {
 
 /// Returns the elements of real tensors on one device, one tensor after the other. Synchronizes once.
 pub(crate) fn numbers_read(numbers: &[&Tensor]) -> Result<Vec<f64>> {
-    let mut values = vec![0.0; numbers.iter().map(|number| number.numel()).sum()];
+    let mut values = vec![0.0; numbers.iter().map(|number| super::numel(number)).sum()];
     let tensors = pointers(numbers.iter().copied());
     let (array, count) = (tensors.as_ptr(), tensors.len());
     let (out, len) = (values.as_mut_ptr(), values.len());

@@ -3,6 +3,7 @@
 use tch::Tensor;
 
 use crate::error::{Error, FunctionError, Result, ensure};
+use crate::ffi;
 
 use super::GradCheck;
 use super::checked::{Checked, check_inputs, requires_grad};
@@ -23,7 +24,7 @@ impl GradCheck {
         let refs: Vec<&Tensor> = inputs.iter().collect();
         let analytic = Analytic::new(f, &refs)?;
         for (input, tensor) in inputs.iter().enumerate().filter(|(_, input)| requires_grad(input)) {
-            for element in 0..tensor.numel() {
+            for element in 0..ffi::numel(tensor) {
                 let input_index = unravel(element, &tensor.size());
                 let numeric = numeric(f, &refs, input, &input_index, self.eps)?;
                 if let Some(found) = self.first_difference(&analytic, &numeric, input, element) {

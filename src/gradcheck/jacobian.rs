@@ -41,7 +41,7 @@ impl Analytic {
         let outputs = f(inputs)?;
         let none = !outputs.iter().any(requires_grad);
         let all = |output: &Tensor| {
-            let rows = if requires_grad(output) { output.numel() } else { 0 };
+            let rows = if requires_grad(output) { ffi::numel(output) } else { 0 };
             let gradients = (0..rows).map(|row| gradients(output, row, inputs));
             let is_floating = output.defined() && output.is_floating_point();
             let is_checked = is_floating && (none || requires_grad(output));

@@ -95,7 +95,7 @@ pub(super) const GRADS_FINITE: &str = "the number of elements of grads_finite";
 /// Converts a one-element tensor to a 0-dim bool tensor. `field` names the number of its elements in errors.
 pub(super) fn flag(field: &'static str, tensor: &Tensor) -> Result<Tensor> {
     let _own = OutsideRegions::enter();
-    let elements: i64 = ffi::sizes(tensor).map_or(0, |sizes| sizes.iter().product());
+    let elements = ffi::numel(tensor);
     if elements != 1 {
         return Err(Error::out_of_range(field, elements as f64, "1"));
     }

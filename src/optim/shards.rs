@@ -154,7 +154,7 @@ impl Optimizer {
         let used = used(&self.algorithm(index));
         let moments = used.into_iter().filter(|used| *used).count() as u64;
         let each = moments * moment + master.kind().map_or(0, bytes);
-        parameter.numel() as u64 * each.max(1)
+        (ffi::numel(parameter) as u64).saturating_mul(each.max(1))
     }
 
     /// Steps the parameters of this rank and exchanges them. Nothing changes unless the step can be taken on all ranks.

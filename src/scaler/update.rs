@@ -5,7 +5,7 @@ use tch::Tensor;
 #[cfg(doc)]
 use crate::error::ScalerError;
 use crate::error::{Error, Result};
-use crate::ffi::OutsideRegions;
+use crate::ffi::{self, OutsideRegions};
 use crate::scale::end_all;
 use crate::scaler::GradScaler;
 
@@ -87,8 +87,9 @@ impl GradScaler {
     pub fn update_with_tensor(&mut self, new_scale: &Tensor) -> Result<()> {
         let _own = OutsideRegions::enter();
         let value = new_scale.f_view(-1)?.f_detach()?;
-        if value.numel() != 1 {
-            let (field, value) = ("the number of elements of new_scale", value.numel() as f64);
+        let elements = ffi::numel(&value);
+        if elements != 1 {
+            let (field, value) = ("the number of elements of new_scale", elements as f64);
             return Err(Error::out_of_range(field, value, "1"));
         }
         self.update_with(value.f_double_value(&[0])?)

@@ -59,6 +59,10 @@ pub const KINDS: &[TensorKind] = &[
     TensorKind { name: "of no dimensions", make: || Some(Tensor::from(2f32)) },
     TensorKind { name: "empty", make: || Some(Tensor::zeros([0], F32)) },
     TensorKind { name: "empty in one dimension", make: || Some(Tensor::zeros([2, 0], F32)) },
+    TensorKind {
+        name: "empty, with sizes whose product overflows",
+        make: || Tensor::f_zeros([1i64 << 61, 4, 0], F32).ok(),
+    },
     TensorKind { name: "without storage", make: || Some(no_grad(|| numbers().set_())) },
     TensorKind { name: "of many dimensions", make: || Some(Tensor::ones([1i64; 12], F32)) },
     TensorKind { name: "transposed", make: || Some(numbers().tr()) },

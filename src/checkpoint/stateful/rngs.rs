@@ -48,7 +48,7 @@ impl Stateful for Rngs<'_> {
 fn states(checkpoint: &Checkpoint, name: &str) -> Result<Tensor> {
     let saved = checkpoint.tensor(name)?;
     let states = if saved.dim() == 1 { saved.f_unsqueeze(0)? } else { saved };
-    if states.dim() == 2 && states.numel() > 0 && states.kind() == Kind::Uint8 {
+    if states.dim() == 2 && ffi::numel(&states) > 0 && states.kind() == Kind::Uint8 {
         return Ok(states);
     }
     let problem = format!(
@@ -62,7 +62,7 @@ fn states(checkpoint: &Checkpoint, name: &str) -> Result<Tensor> {
 
 /// Returns a seed that depends on the states of all ranks.
 fn seed_of(states: &Tensor) -> Result<u64> {
-    let mut bytes = vec![0; states.numel()];
+    let mut bytes = vec![0; ffi::numel(states)];
     ffi::elements_read(states, 0, &mut bytes)?;
     Ok(xxh3_64(&bytes))
 }

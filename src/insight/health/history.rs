@@ -8,6 +8,7 @@ use super::history_report::{HistoryReport, SkipCause, StepRecord};
 use crate::GradScaler;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
+use crate::ffi;
 use crate::ffi::exponents::{self, ReadNumbers, StepNumbers};
 use crate::scaler::{StepOutcome, Taken};
 
@@ -91,7 +92,7 @@ impl ScaleHistory {
     ///
     /// [`Error::InvalidArgument`] unless `loss` has one element.
     pub fn set_loss(&mut self, loss: &Tensor) -> Result<()> {
-        let elements = if loss.defined() { loss.numel() } else { 0 };
+        let elements = ffi::numel(loss);
         if elements != 1 {
             let problem = format!("has {elements} elements: pass the mean or sum, which has one");
             return Err(Error::InvalidArgument { name: "loss", problem });
