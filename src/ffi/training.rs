@@ -127,6 +127,11 @@ pub(crate) fn spikes_counts(history: &Tensor) -> Result<[f64; 2]> {
     Ok([numbers[0], numbers[1]])
 }
 
+/// Returns what a history of spikes, which is on the CPU, has before its window: counts of steps.
+pub(crate) fn spikes_state(history: &Tensor) -> Result<Vec<f64>> {
+    Ok(Vec::try_from(history.f_narrow(0, 0, sys::training::SPIKES_WINDOW.into())?)?)
+}
+
 /// Returns the length of the history of a window.
 pub(crate) fn spikes_length(window: u32) -> i64 {
     i64::from(sys::training::SPIKES_WINDOW) + i64::from(window)

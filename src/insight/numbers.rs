@@ -1,6 +1,12 @@
-//! Numbers that may be infinite or NaN, which JSON has no words for: they are written as text.
+//! Numbers in reports: sums of counts, and numbers that may be infinite or NaN, which JSON has no words for: they are
+//! written as text.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// The sum of counts. Those of a report that was read from a file may be any numbers.
+pub(super) fn total(counts: impl IntoIterator<Item = u64>) -> u64 {
+    counts.into_iter().fold(0, u64::saturating_add)
+}
 
 /// A number, or `"inf"`, `"-inf"` or `"NaN"` in formats that people read.
 struct Written(f64);

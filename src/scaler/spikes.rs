@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::builder::builder;
-use crate::error::{Error, Result, ScalerError, ensure};
+use crate::error::{Error, Number, Result, ScalerError, ensure};
 use crate::ffi::{self, Gradient, SpikeOptions};
 use crate::gradients::{Plan, check_limit, unclippable};
 use crate::optim::{AmpOptimizer, Optimizer, Step};
@@ -79,6 +79,9 @@ impl SpikeConfig {
     }
 }
 
+/// f64 counts exactly up to this number.
+const MOST_STEPS: f64 = 9_007_199_254_740_992.0;
+
 /// Skips steps whose gradient norm, or watched loss, is far above its recent history. Used by
 /// [`GradScaler::step_unless_spike`]. PyTorch has no counterpart.
 ///
@@ -129,7 +132,8 @@ impl SpikeDetector {
         };
         let ([norm_spikes, non_finite], [loss_spikes, bad_losses]) =
             (read(&self.norm)?, read(&self.loss)?);
-        Ok(SpikeCounts { non_finite: non_finite + bad_losses, loss_spikes, norm_spikes })
+        let non_finite = non_finite.saturating_add(bad_losses);
+        Ok(SpikeCounts { non_finite, loss_spikes, norm_spikes })
     }
 
     /// Lets the optimizer take its step, unless the norm of its gradients or the watched loss is a spike or not finite,
@@ -175,17 +179,25 @@ impl SpikeDetector {
         [("norm", self.norm.as_ref()), ("loss", self.loss.as_ref())]
     }
 
-    /// Checks that a saved history has this detector's window.
+    /// Checks that a saved history has this detector's window, and counts that a run can have.
     pub(crate) fn check(&self, history: &Tensor) -> Result<()> {
+        let refuse =
+            |problem| Err(Error::InvalidArgument { name: "the saved history of spikes", problem });
         let expected = [ffi::spikes_length(self.config.window)];
-        if history.size() == expected && history.kind() == Kind::Double {
-            return Ok(());
+        if history.size() != expected || history.kind() != Kind::Double {
+            return refuse(format!(
+                "has {:?} numbers, and the detector {expected:?}; build it with the window that was saved",
+                history.size()
+            ));
         }
-        let problem = format!(
-            "has {:?} numbers, and the detector {expected:?}; build it with the window that was saved",
-            history.size()
-        );
-        Err(Error::InvalidArgument { name: "the saved history of spikes", problem })
+        let is_count = |number: &f64| (0.0..MOST_STEPS).contains(number) && number.fract() == 0.0;
+        match ffi::spikes_state(history)?.into_iter().find(|number| !is_count(number)) {
+            Some(number) => {
+                let number = Number(number);
+                refuse(format!("is damaged: {number} is no number of steps"))
+            }
+            None => Ok(()),
+        }
     }
 
     pub(crate) fn resume(&mut self, [norm, loss]: [Option<Tensor>; 2]) {

@@ -1,5 +1,8 @@
 //! The page of a run: what it shows, and that nothing in it can break it.
 
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::insight::{
@@ -163,4 +166,84 @@ fn the_shares_of_a_column_add_up() {
         let shares: Vec<f64> = shares.collect();
         assert!((shares.iter().sum::<f64>() - 100.0).abs() < 0.1, "step {step}: {shares:?}");
     }
+}
+
+/// The paths of all numbers, and of texts that stand for numbers.
+fn numbers(value: &Value, path: &str, found: &mut Vec<String>) {
+    match value {
+        Value::Number(_) => found.push(path.to_owned()),
+        Value::String(text) if text.parse::<f64>().is_ok() => found.push(path.to_owned()),
+        Value::Array(list) => {
+            let parts = list.iter().enumerate();
+            parts.for_each(|(index, part)| numbers(part, &format!("{path}/{index}"), found));
+        }
+        Value::Object(map) => {
+            let escaped = |key: &str| key.replace('~', "~0").replace('/', "~1");
+            let parts = map.iter();
+            parts.for_each(|(key, part)| numbers(part, &format!("{path}/{}", escaped(key)), found));
+        }
+        _ => {}
+    }
+}
+
+/// Everything that computes with the numbers of a page.
+fn use_numbers(page: &Page) {
+    drop((page.to_html(), page.to_string()));
+    for (_, health) in &page.health {
+        for binades in [i32::MIN, -1, 0, 1, i32::MAX] {
+            let _at = health.at(binades);
+            health.layers.iter().for_each(|layer| drop((layer.at(binades), layer.name.clone())));
+        }
+        let _counts = (health.model.exponents.elements(), health.model.exponents.largest());
+    }
+    for report in &page.operators {
+        let _sums = (report.flops(), report.own_seconds(), report.half_share(None));
+    }
+}
+
+/// One number of a page, the same number of all parts of a list, or all of a kind are replaced by those that no run has.
+#[test]
+fn numbers_of_a_damaged_file_break_nothing() {
+    let whole = serde_json::to_value(page()).unwrap();
+    let mut paths = Vec::new();
+    numbers(&whole, "", &mut paths);
+    let mut kinds: BTreeMap<String, Vec<&String>> = BTreeMap::new();
+    for path in &paths {
+        let kind: String = path.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
+        kinds.entry(kind).or_default().push(path);
+    }
+    assert!(kinds.len() > 60, "{}", kinds.len());
+    let hostile = [
+        json!(u64::MAX),
+        json!(u64::MAX / 2 + 1),
+        json!(i64::MAX),
+        json!(i64::MIN),
+        json!(i32::MAX),
+        json!(i32::MIN),
+        json!(u32::MAX),
+        json!(0),
+        json!(1e308),
+        json!(-1e308),
+        json!(5e-324),
+        json!("NaN"),
+        json!("inf"),
+    ];
+    let (mut read, mut broken) = (0, Vec::new());
+    for (kind, paths) in &kinds {
+        for damaged in [&paths[..], &paths[..1], &paths[paths.len() - 1..]] {
+            for number in &hostile {
+                let mut value = whole.clone();
+                for path in damaged {
+                    *value.pointer_mut(path).unwrap() = number.clone();
+                }
+                let Ok(page) = serde_json::from_value::<Page>(value) else { continue };
+                read += 1;
+                if std::panic::catch_unwind(|| use_numbers(&page)).is_err() {
+                    broken.push(format!("{kind} = {number}, {} of them", damaged.len()));
+                }
+            }
+        }
+    }
+    assert!(read > 1000, "{read}");
+    assert!(broken.is_empty(), "{} panics: {broken:#?}", broken.len());
 }

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, Prepared, SaveState, SavedState, Stateful};
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
 
@@ -210,4 +210,43 @@ fn gradients_stay_as_they_are() {
     let Training { opt, scaler, spikes, .. } = &mut training;
     assert!(scaler.step_unless_spike(opt, 1.0, spikes).unwrap().has_no_gradients());
     assert_eq!(spikes.counts().unwrap(), Default::default());
+}
+
+/// A history with these counts, as a damaged or hostile file may have.
+struct Damaged {
+    counts: [f64; 5],
+    window: i64,
+}
+
+impl Stateful for Damaged {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> tch_amp::Result<()> {
+        let window = Tensor::zeros([self.window], (Kind::Double, Device::Cpu));
+        let history = Tensor::cat(&[Tensor::from_slice(&self.counts), window], 0);
+        state.tensor("norm", &history)?;
+        state.tensor("loss", &history)
+    }
+
+    fn prepare_restore<'a>(&'a mut self, _: &SavedState<'a>) -> tch_amp::Result<Prepared<'a>> {
+        Ok(Prepared::new(|| ()))
+    }
+}
+
+#[test]
+fn counts_that_no_run_can_have_are_refused() {
+    let largest = 9_007_199_254_740_991.0;
+    for place in 0..5 {
+        for number in [1e300, f64::INFINITY, f64::NAN, -1.0, 0.5, 2f64.powi(64), largest, 3.0] {
+            let mut counts = [0.0; 5];
+            counts[place] = number;
+            let mut spikes = SpikeConfig::default().window(4).build().unwrap();
+            let mut checkpoint = Checkpoint::new();
+            checkpoint.add("spikes", &mut Damaged { counts, window: 4 }).unwrap();
+            let restored = checkpoint.restore().add("spikes", &mut spikes).apply();
+            let holds = number == largest || number == 3.0;
+            assert_eq!(restored.is_ok(), holds, "{place} {number}: {restored:?}");
+            let found = spikes.counts().unwrap();
+            let expected = if holds && place == 3 { 2 * number as u64 } else { 0 };
+            assert_eq!(found.non_finite, expected, "{place} {number}");
+        }
+    }
 }

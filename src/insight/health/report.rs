@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::ffi::exponents::{ExponentCounts, ExponentRow, LOWEST_EXPONENT};
+use crate::insight::numbers::total;
 
 /// The exponents of fp16's smallest normal number, of its smallest subnormal number, and of its largest number, 65504.
 const NORMAL: i32 = -14;
@@ -139,7 +140,7 @@ impl HealthReport {
         if self.scale < 1.0 && self.is_driven_down() {
             return Verdict::BelowOne;
         }
-        if 2 * self.skipped > self.observed {
+        if self.skipped > self.observed / 2 {
             return Verdict::Overflowing;
         }
         if self.model.exponents.counted() == 0 {
@@ -199,17 +200,18 @@ impl Exponents {
 
     /// Returns the number of all elements.
     pub fn elements(&self) -> u64 {
-        self.zeros + self.infinite + self.nan + self.counted()
+        total([self.zeros, self.infinite, self.nan, self.counted()])
     }
 
     /// Returns the number of elements that are neither zero, infinite nor NaN.
     pub fn counted(&self) -> u64 {
-        self.counts.iter().sum()
+        total(self.counts.iter().copied())
     }
 
     /// Returns the exponent of the largest element that is neither zero, infinite nor NaN.
     pub fn largest(&self) -> Option<i32> {
-        (!self.counts.is_empty()).then(|| self.first + self.counts.len() as i32 - 1)
+        let last = self.counts.len().checked_sub(1)?;
+        Some(self.first.saturating_add(i32::try_from(last).unwrap_or(i32::MAX)))
     }
 
     /// The number of elements whose exponents are in a range.
@@ -218,7 +220,7 @@ impl Exponents {
             let place = i64::from(exponent) - i64::from(self.first);
             place.clamp(0, self.counts.len() as i64) as usize
         };
-        self.counts[place(from)..place(to).max(place(from))].iter().sum()
+        total(self.counts[place(from)..place(to).max(place(from))].iter().copied())
     }
 
     fn at(&self, scale: f64, binades: i32) -> AtScale {

@@ -5,6 +5,7 @@ use std::fmt::{self, Display, Formatter};
 use super::report::{OperatorReport, OperatorRow};
 use super::sections::others;
 use crate::insight::Pass;
+use crate::insight::numbers::total;
 
 /// How many rows of the table are shown.
 const MOST_OPERATORS: usize = 15;
@@ -84,7 +85,7 @@ impl OperatorReport {
         let rest = &self.operators[self.operators.len().min(MOST_OPERATORS)..];
         if !rest.is_empty() {
             let seconds = rest.iter().map(|row| row.seconds).sum();
-            let calls = rest.iter().map(|row| row.calls).sum();
+            let calls = total(rest.iter().map(|row| row.calls));
             self.other_line(f, &others(rest.len()), calls, seconds)?;
         }
         self.other_line(

@@ -121,8 +121,8 @@ fn convolution(x: &[i64], weight: &[i64], y: &[i64], transposed: bool) -> Option
     let first = wide.len().checked_sub(spatial + 1)?;
     let channels_in = *narrow.get(narrow.len().checked_sub(spatial + 1)?)?;
     let groups = (channels_in / (*per_group).max(1)).max(1);
-    let pixels = numbers(&wide[..first]) * numbers(&wide[first + 1..]);
-    let sizes = [groups, pixels, channels / groups, per_group * numbers(kernel)];
+    let pixels = numbers(&wide[..first]).saturating_mul(numbers(&wide[first + 1..]));
+    let sizes = [groups, pixels, channels / groups, per_group.saturating_mul(numbers(kernel))];
     Some(product_of(ProductKind::Convolution, sizes))
 }
 
@@ -150,7 +150,7 @@ fn attention<'a>(
     if [q, k, v].iter().any(|sizes| sizes.len() != 4) {
         return None;
     }
-    let (batch, rows, columns) = (q[0] * q[heads], q[sequence], k[sequence]);
+    let (batch, rows, columns) = (q[0].saturating_mul(q[heads]), q[sequence], k[sequence]);
     let mut found = product_of(ProductKind::Attention, [batch, rows, columns, q[3]]);
     let values = product_of(ProductKind::Attention, [batch, rows, v[3], columns]);
     let (with_keys, with_values) = if backward { (3, 2) } else { (1, 1) };

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::gain::Gain;
 use super::lists::AutocastList;
 use crate::insight::Pass;
+use crate::insight::numbers::total;
 
 /// What a stretch of a program computed, operator by operator: made by a [`Profiler`](super::Profiler). Its text, by
 /// `Display`, is meant for a terminal; its fields for programs. All numbers are sums over the recorded runs.
@@ -211,7 +212,7 @@ pub struct ListedOperator {
 impl OperatorReport {
     /// Adds up the floating-point operations of all matrix products in all recorded runs.
     pub fn flops(&self) -> u64 {
-        self.operators.iter().map(|row| row.flops).sum()
+        total(self.operators.iter().map(|row| row.flops))
     }
 
     /// Adds up the own times of all operators in seconds. At most `seconds`, unless a backward pass runs on the threads
@@ -224,8 +225,8 @@ impl OperatorReport {
     /// half precision. `None` if there are no such operations.
     pub fn half_share(&self, pass: Option<Pass>) -> Option<f64> {
         let rows = || self.operators.iter().filter(|row| pass.is_none_or(|pass| row.pass == pass));
-        let all: u64 = rows().map(|row| row.flops).sum();
-        let half: u64 = rows().filter(|row| is_half(&row.dtype)).map(|row| row.flops).sum();
+        let all = total(rows().map(|row| row.flops));
+        let half = total(rows().filter(|row| is_half(&row.dtype)).map(|row| row.flops));
         (all > 0).then(|| half as f64 / all as f64)
     }
 }

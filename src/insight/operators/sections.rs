@@ -5,6 +5,7 @@ use std::fmt::{self, Display, Formatter};
 use super::display::percent;
 use super::lists::{AutocastList, LINKED};
 use super::report::{CastReason, CastRow, OperatorReport};
+use crate::insight::numbers::total;
 
 /// How many rows of each part are shown.
 const MOST: usize = 6;
@@ -19,7 +20,7 @@ impl OperatorReport {
         writeln!(
             f,
             "\ncasts: {} of {:.3} MB, {:.3} ms ({})",
-            self.calls(self.casts.iter().map(|row| row.calls).sum()),
+            self.calls(total(self.casts.iter().map(|row| row.calls))),
             sum(|row| row.bytes as f64) / 1e6 / self.runs.max(1) as f64,
             self.ms(seconds),
             percent(seconds / self.own_seconds().max(f64::MIN_POSITIVE))
@@ -36,8 +37,8 @@ impl OperatorReport {
             )?;
         }
         more(f, self.casts.len())?;
-        let cacheable: u64 = self.casts.iter().map(|row| row.cacheable).sum();
-        let repeats: u64 = self.casts.iter().map(|row| row.repeats).sum();
+        let cacheable = total(self.casts.iter().map(|row| row.cacheable));
+        let repeats = total(self.casts.iter().map(|row| row.repeats));
         if cacheable > 0 {
             writeln!(
                 f,

@@ -63,7 +63,8 @@ impl Range {
         let mut counts = vec![0; self.count as usize];
         for (exponent, count) in (i64::from(exponents.first)..).zip(&exponents.counts) {
             let place = (self.top - exponent).clamp(0, self.count - 1);
-            counts[place as usize] += count;
+            let sum: &mut u64 = &mut counts[place as usize];
+            *sum = sum.saturating_add(*count);
         }
         let all = exponents.counted().max(1) as f64;
         let shares = counts.into_iter().enumerate().filter(|(_, count)| *count > 0);
