@@ -11,6 +11,7 @@ use tch::{Tensor, no_grad};
 
 use crate::error::{CheckpointError, Error, Result};
 use crate::ffi::{self, OutsideRegions};
+use crate::variables::{named, variables};
 
 /// A copy of a model's buffers, to be restored after a skipped step. PyTorch has no counterpart.
 ///
@@ -137,13 +138,9 @@ pub fn check_buffers_finite(vs: &VarStore) -> Result<()> {
 /// Returns the variables that are not trainable, sorted by name.
 pub(crate) fn buffers(vs: &VarStore) -> Result<Vec<(String, Tensor)>> {
     let trainable: HashSet<_> = ffi::identities(&vs.trainable_variables())?.into_iter().collect();
-    let (names, tensors): (Vec<_>, Vec<_>) = vs.variables().into_iter().unzip();
+    let (names, tensors): (Vec<_>, Vec<_>) = named(variables(vs)?).into_iter().unzip();
     let identities = ffi::identities(&tensors)?;
     let named = names.into_iter().zip(tensors).zip(identities);
-    let mut buffers: Vec<_> = named
-        .filter(|(_, identity)| !trainable.contains(identity))
-        .map(|(named, _)| named)
-        .collect();
-    buffers.sort_by(|(a, _), (b, _)| a.cmp(b));
-    Ok(buffers)
+    let buffers = named.filter(|(_, identity)| !trainable.contains(identity));
+    Ok(buffers.map(|(named, _)| named).collect())
 }

@@ -49,6 +49,7 @@ pub mod schedule;
 #[allow(unsafe_code, reason = "it declares the shim's functions")]
 mod sys;
 pub mod tree;
+mod variables;
 
 pub use autocast::region::{Autocast, autocast};
 pub use error::{Error, Result};

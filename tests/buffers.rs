@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::tensors::{Tie, tie};
 use common::{for_each_device, to_f64};
 use tch::nn::{self, ModuleT, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -73,4 +74,22 @@ fn a_non_finite_buffer_is_named() {
             other => panic!("{other:?}"),
         }
     });
+}
+
+#[test]
+fn a_buffer_with_two_names_has_the_first() {
+    for _ in 0..8 {
+        let vs = VarStore::new(Device::Cpu);
+        let mut mean = vs.root().zeros_no_train("running_mean", &[2]);
+        tie(&vs, Tie::Insert, "another", &mean);
+        let mut buffers = BufferSnapshot::new(&vs).unwrap();
+        drop(mean.fill_(f64::NAN));
+        let error = check_buffers_finite(&vs).unwrap_err();
+        assert!(
+            matches!(&error, Error::Checkpoint(CheckpointError::NonFiniteBuffer { name }) if name == "another"),
+            "{error}"
+        );
+        buffers.restore().unwrap();
+        assert_eq!(to_f64(&mean), [0.0; 2]);
+    }
 }

@@ -1,7 +1,5 @@
 //! A window and its gradients, for a checkpoint between two micro-batches.
 
-use std::collections::HashSet;
-
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
@@ -11,13 +9,14 @@ use crate::accumulation::window::check;
 use crate::error::{Result, ensure};
 use crate::ffi;
 use crate::gradients::Taken;
+use crate::variables::{Variable, each_once};
 
 /// A window of micro-batches and the gradients that it has accumulated, which a checkpoint saves and restores.
 /// [`Accumulation::with_gradients`] makes it.
 #[derive(Debug)]
 pub struct WithGradients<'w> {
     window: &'w mut Accumulation,
-    parameters: Vec<(String, Tensor)>,
+    named: Vec<(String, Tensor)>,
 }
 
 /// Where a window is.
@@ -90,22 +89,14 @@ impl Accumulation {
         &mut self,
         parameters: impl IntoIterator<Item = (String, Tensor)>,
     ) -> WithGradients<'_> {
-        let mut parameters: Vec<_> = parameters.into_iter().collect();
-        parameters.sort_by(|(one, _), (other, _)| one.cmp(other));
-        WithGradients { window: self, parameters }
+        WithGradients { window: self, named: parameters.into_iter().collect() }
     }
 }
 
 impl WithGradients<'_> {
-    /// The parameters, sorted by name. One that has several names, as shared weights do, is there once, by the first of
-    /// them: its gradient must not be restored several times.
-    pub(crate) fn parameters(&self) -> Result<Vec<(&str, &Tensor)>> {
-        let tensors: Vec<_> =
-            self.parameters.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
-        let mut known = HashSet::new();
-        let named = self.parameters.iter().zip(ffi::identities(&tensors)?);
-        let distinct = named.filter(|(_, identity)| known.insert(*identity));
-        Ok(distinct.map(|((name, tensor), _)| (name.as_str(), tensor)).collect())
+    /// The parameters, each once: a gradient must not be restored several times.
+    pub(crate) fn parameters(&self) -> Result<Vec<Variable>> {
+        each_once(self.named.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())))
     }
 
     /// Where the window is. Synchronizes if micro-batches may have been left out.
@@ -116,8 +107,8 @@ impl WithGradients<'_> {
 
     /// Replaces the window and the gradients. On failure both are as before.
     pub(crate) fn resume(&mut self, loaded: Loaded) -> Result<()> {
-        let named = self.parameters()?.into_iter();
-        let parameters: Vec<_> = named.map(|(_, tensor)| tensor.shallow_clone()).collect();
+        let parameters: Vec<_> =
+            self.parameters()?.into_iter().map(|variable| variable.tensor).collect();
         let earlier = Taken::from(parameters)?;
         ffi::gradients_add(earlier.parameters(), &loaded.gradients)?;
         earlier.settle();

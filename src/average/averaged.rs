@@ -12,6 +12,7 @@ use crate::average::{Averaging, SwappedIn};
 use crate::error::{Error, Result, ensure};
 use crate::ffi::{self, OutsideRegions};
 use crate::scaler::StepOutcome;
+use crate::variables::{Names, Variable, variables};
 
 /// The averages of a model's weights, which follow the steps that were taken. The counterpart of
 /// `torch.optim.swa_utils.AveragedModel`.
@@ -21,7 +22,7 @@ use crate::scaler::StepOutcome;
 #[derive(Debug)]
 pub struct AveragedWeights {
     averaging: Averaging,
-    names: Vec<String>,
+    names: Vec<Names>,
     /// The variables of the model, and their averages in the same order.
     pub(super) parameters: Vec<Tensor>,
     pub(super) averages: Vec<Tensor>,
@@ -30,10 +31,11 @@ pub struct AveragedWeights {
     count: Count,
 }
 
-/// The statistics of batch normalization: the model's by their names, and those of the averages once they are computed.
+/// The statistics of batch normalization: the model's by their first names, and those of the averages once they are
+/// computed.
 #[derive(Debug, Default)]
 pub(super) struct Statistics {
-    pub(super) buffers: BTreeMap<String, Tensor>,
+    pub(super) buffers: BTreeMap<String, Variable>,
     pub(super) averaged: BTreeMap<String, Tensor>,
 }
 
@@ -43,7 +45,7 @@ impl Statistics {
         &'a self,
         others: &'a BTreeMap<String, Tensor>,
     ) -> impl Iterator<Item = (&'a Tensor, &'a Tensor)> {
-        others.iter().filter_map(|(name, other)| Some((self.buffers.get(name)?, other)))
+        others.iter().filter_map(|(name, other)| Some((&self.buffers.get(name)?.tensor, other)))
     }
 }
 
@@ -62,23 +64,24 @@ fn is_statistic(name: &str) -> bool {
 
 impl AveragedWeights {
     pub(super) fn new(averaging: Averaging, vs: &VarStore) -> Result<Self> {
-        let mut averaged = BTreeMap::new();
+        let (mut names, mut parameters) = (Vec::new(), Vec::new());
         let mut statistics = Statistics::default();
-        for (name, variable) in vs.variables() {
+        for variable in variables(vs)? {
+            let tensor = &variable.tensor;
             let is_float =
-                matches!(variable.kind(), Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
-            if is_float && (variable.requires_grad() || averaging.uses_buffers()) {
-                averaged.insert(name, variable);
-            } else if is_float && is_statistic(&name) {
-                statistics.buffers.insert(name, variable);
+                matches!(tensor.kind(), Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
+            if is_float && (tensor.requires_grad() || averaging.uses_buffers()) {
+                names.push(variable.names);
+                parameters.push(variable.tensor);
+            } else if is_float && variable.names.iter().any(|name| is_statistic(name)) {
+                statistics.buffers.insert(variable.names.first.clone(), variable);
             }
         }
-        if averaged.is_empty() {
+        if parameters.is_empty() {
             let problem =
                 "has no trainable floating-point variables; make the model first".to_owned();
             return Err(Error::InvalidArgument { name: "vs", problem });
         }
-        let (names, parameters): (Vec<_>, Vec<_>) = averaged.into_iter().unzip();
         let averages = parameters.iter().map(start).collect::<Result<_>>()?;
         Ok(Self { averaging, names, parameters, averages, statistics, count: Count::start() })
     }
@@ -90,7 +93,7 @@ impl AveragedWeights {
     /// # Errors
     ///
     /// [`Error::Torch`] if a variable has another shape or device than when the averages were made, or has become f64.
-    /// Nothing has changed then. If the memory of a device does not suffice, some averages may have been updated.
+    /// An average keeps its dtype if its variable is cast to a narrower one. Nothing has changed then. If the memory of a device does not suffice, some averages may have been updated.
     pub fn update(&mut self, outcome: &StepOutcome) -> Result<()> {
         let skips = outcome.flag();
         if skips.is_none() && !outcome.is_stepped()? {
@@ -153,9 +156,10 @@ impl AveragedWeights {
         })
     }
 
-    /// Returns the average of a variable, in f32 or f64, or `None` if it is not averaged. Later updates change it.
+    /// Returns the average of a variable, in f32 or f64, or `None` if it is not averaged. Later updates change it. A
+    /// tied weight is found by each of its names.
     pub fn average(&self, name: &str) -> Option<Tensor> {
-        let index = self.names.iter().position(|known| known == name)?;
+        let index = self.names.iter().position(|names| names.iter().any(|known| known == name))?;
         Some(self.averages[index].shallow_clone())
     }
 
@@ -178,19 +182,22 @@ impl AveragedWeights {
         &self.count
     }
 
-    /// The averages and their statistics by name.
+    /// The averages and their statistics, under every name of their variables.
     pub(crate) fn tensors(&self) -> impl Iterator<Item = (&String, &Tensor)> {
-        self.names.iter().zip(&self.averages).chain(&self.statistics.averaged)
+        let Statistics { buffers, averaged } = &self.statistics;
+        let statistics =
+            averaged.iter().filter_map(|(name, mean)| Some((&buffers.get(name)?.names, mean)));
+        under_every_name(self.names.iter().zip(&self.averages).chain(statistics))
     }
 
-    /// The names and the averages.
+    /// The averages, under every name of their variables.
     pub(crate) fn averages(&self) -> impl Iterator<Item = (&String, &Tensor)> {
-        self.names.iter().zip(&self.averages)
+        under_every_name(self.names.iter().zip(&self.averages))
     }
 
-    /// The names and the tensors of the model whose statistics a saved state may have.
-    pub(crate) fn buffers(&self) -> impl Iterator<Item = (&String, &Tensor)> {
-        self.statistics.buffers.iter()
+    /// The names of the model's tensors whose statistics a saved state may have.
+    pub(crate) fn buffers(&self) -> impl Iterator<Item = &Names> {
+        self.statistics.buffers.values().map(|buffer| &buffer.names)
     }
 
     /// Checks a saved count and statistics.
@@ -204,7 +211,9 @@ impl AveragedWeights {
         ensure("rest", rest, (0.0..=1.0).contains(&rest), "from 0 to 1")?;
         let mut here = BTreeMap::new();
         for (name, saved) in statistics {
-            let Some(buffer) = self.statistics.buffers.get(&name) else { continue };
+            let Some(Variable { tensor: buffer, .. }) = self.statistics.buffers.get(&name) else {
+                continue;
+            };
             if buffer.size() != saved.size() {
                 let problem =
                     format!("`{name}` is {:?}, but {:?} here", saved.size(), buffer.size());
@@ -219,6 +228,12 @@ impl AveragedWeights {
         self.count = loaded.count;
         self.statistics.averaged = loaded.statistics;
     }
+}
+
+fn under_every_name<'a>(
+    tensors: impl Iterator<Item = (&'a Names, &'a Tensor)>,
+) -> impl Iterator<Item = (&'a String, &'a Tensor)> {
+    tensors.flat_map(|(names, tensor)| names.iter().map(move |name| (name, tensor)))
 }
 
 /// An average that begins with the present numbers of a parameter.

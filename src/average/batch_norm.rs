@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 use crate::average::{AveragedWeights, SwappedIn};
 use crate::error::{Error, Result, ensure};
 use crate::ffi::OutsideRegions;
+use crate::variables::Variable;
 
 impl AveragedWeights {
     /// Computes the statistics of batch normalization for the averages: the mean over `batches` of each batch's own.
@@ -66,9 +67,10 @@ impl AveragedWeights {
     }
 }
 
-fn zeros(buffers: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
+fn zeros(buffers: &BTreeMap<String, Variable>) -> Result<BTreeMap<String, Tensor>> {
     let _own = OutsideRegions::enter();
-    let zeros = |(name, buffer): (&String, &Tensor)| Ok((name.clone(), buffer.f_zeros_like()?));
+    let zeros =
+        |(name, buffer): (&String, &Variable)| Ok((name.clone(), buffer.tensor.f_zeros_like()?));
     buffers.iter().map(zeros).collect()
 }
 

@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{self, OutsideRegions};
 use crate::recompute::random::RandomStates;
 use crate::scaler::StepOutcome;
+use crate::variables::{named, variables};
 
 /// Explains skipped steps: it runs an iteration again and finds the operator that made the first non-finite number.
 ///
@@ -83,8 +84,7 @@ impl Tracer {
     ///
     /// [`Error::Torch`] if libtorch cannot tell which variables are trainable.
     pub fn new(vs: &VarStore) -> Result<Self> {
-        let mut parameters: Vec<_> = vs.variables().into_iter().collect();
-        parameters.sort_by(|a, b| a.0.cmp(&b.0));
+        let parameters = named(variables(vs)?);
         let mut devices = vec![Device::Cpu];
         for (_, parameter) in &parameters {
             if !devices.contains(&parameter.device()) {
@@ -126,7 +126,7 @@ impl Tracer {
         };
         let statistics = restored::statistics(&self.buffers)?;
         self.began = Some(Began { random: RandomStates::of(&self.devices)?, scale, statistics });
-        self.iteration += 1;
+        self.iteration = self.iteration.saturating_add(1);
         Ok(())
     }
 

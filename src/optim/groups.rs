@@ -5,6 +5,7 @@ use serde::Serialize;
 use crate::builder::builder;
 use crate::error::{Error, OptimizerError, Result};
 use crate::names::matches_any;
+use crate::optim::optimizer::Slot;
 use crate::optim::{Algorithm, Optimizer};
 
 /// The options of a parameter group.
@@ -48,8 +49,9 @@ pub(crate) struct Rule {
 }
 
 impl Rule {
-    pub(crate) fn matches(&self, name: &str) -> bool {
-        matches_any(&self.patterns, name)
+    /// Whether one of the names of a parameter matches.
+    pub(crate) fn matches(&self, slot: &Slot) -> bool {
+        slot.names().any(|name| matches_any(&self.patterns, name))
     }
 }
 
@@ -86,8 +88,9 @@ impl Optimizer {
 
     /// Moves the parameters whose names match one of the patterns to a group, including those that are added later, and
     /// returns how many match now. If `group` is the number of groups, a new one is made with the options of group 0. A
-    /// `*` matches any characters. If several calls match a parameter, the last one counts. Parameters from a list
-    /// without names are called `"0"`, `"1"` and so on.
+    /// `*` matches any characters. If several calls match a parameter, the last one counts. A parameter with several
+    /// names, such as a tied weight, matches by any of them. Parameters from a list without names are called `"0"`, `"1"`
+    /// and so on.
     ///
     /// # Errors
     ///
@@ -109,6 +112,7 @@ impl Optimizer {
     /// ```
     pub fn assign_group(&mut self, group: usize, patterns: &[&str]) -> Result<usize> {
         self.take_added()?;
+        self.take_names()?;
         let groups = self.groups.len();
         if group > groups {
             return Err(Error::Optimizer(OptimizerError::NoSuchGroup { group, groups }));
@@ -117,7 +121,7 @@ impl Optimizer {
         let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
         let rule = Rule { patterns, group };
         let moved = self.moving(|optimizer| {
-            let slots = optimizer.slots.iter_mut().filter(|slot| rule.matches(&slot.name));
+            let slots = optimizer.slots.iter_mut().filter(|slot| rule.matches(slot));
             slots.map(|slot| slot.group = group).count()
         });
         self.rules.push(rule);

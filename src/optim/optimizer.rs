@@ -14,6 +14,7 @@ use crate::optim::state::State;
 use crate::optim::{
     Algorithm, AmpOptimizer, IntoParameters, MasterWeights, ParamGroup, Parameters, Step,
 };
+use crate::variables::Names;
 use crate::{autocast, ffi};
 
 /// An optimizer whose step is one call for all parameters. It is built by [`AdamW`](crate::optim::AdamW),
@@ -68,12 +69,21 @@ const LARGEST_GROUP: usize = 65535;
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub(crate) name: String,
+    /// Its other names, if it has several.
+    pub(crate) aliases: Vec<String>,
     pub(crate) group: usize,
     /// Whether Muon can step it.
     pub(crate) is_matrix: bool,
     pub(crate) state: State,
     /// Whether another rank keeps the state and steps the parameter.
     pub(crate) elsewhere: bool,
+}
+
+impl Slot {
+    /// All names of the parameter.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &String> {
+        std::iter::once(&self.name).chain(&self.aliases)
+    }
 }
 
 impl Optimizer {
@@ -101,10 +111,12 @@ impl Optimizer {
                 optimizer.store = Some(store);
                 optimizer.take_added()?;
             }
-            Origin::List(list) if list.is_empty() => {
-                return Err(Error::Optimizer(OptimizerError::NoParameters));
-            }
-            Origin::List(list) => optimizer.add(in_group(0, list))?,
+            origin => match origin.parameters(0)? {
+                list if list.is_empty() => {
+                    return Err(Error::Optimizer(OptimizerError::NoParameters));
+                }
+                list => optimizer.add(list)?,
+            },
         }
         Ok(optimizer)
     }
@@ -118,10 +130,7 @@ impl Optimizer {
     /// has; then none is added.
     pub fn add_param_group(&mut self, parameters: impl IntoParameters) -> Result<usize> {
         let group = self.groups.len();
-        let list = match parameters.into_parameters().0 {
-            Origin::Store(store) => store.added()?,
-            Origin::List(list) => in_group(0, list),
-        };
+        let list = parameters.into_parameters().0.parameters(group)?;
         self.add(list.into_iter().map(|named| Named { group, ..named }).collect())?;
         self.make_groups(group);
         Ok(group)
@@ -129,14 +138,27 @@ impl Optimizer {
 
     /// Takes up the variables that were added to the `VarStore`.
     pub(crate) fn take_added(&mut self) -> Result<()> {
-        let added = match &self.store {
-            Some(store) if store.has_more() => store.added()?,
+        let (added, count) = match &self.store {
+            Some(store) if store.has_more() => store.added(&self.known)?,
             _ => return Ok(()),
         };
-        let count = added.len();
         self.add(added)?;
         if let Some(store) = &mut self.store {
             store.taken(count);
+        }
+        Ok(())
+    }
+
+    /// Reads the names that variables of the `VarStore` have by now: one may have been inserted under another since.
+    pub(crate) fn take_names(&mut self) -> Result<()> {
+        let Some(store) = &self.store else { return Ok(()) };
+        let names = store.names()?;
+        let identities = ffi::identities(&self.parameters)?;
+        for (slot, identity) in self.slots.iter_mut().zip(identities) {
+            if let Some(names) = names.get(&identity) {
+                let others = names.iter().filter(|name| **name != slot.name);
+                slot.aliases = others.cloned().collect();
+            }
         }
         Ok(())
     }
@@ -150,7 +172,8 @@ impl Optimizer {
         let mut added = Vec::with_capacity(list.len());
         for (named, identity) in list.into_iter().zip(identities) {
             let place = self.slots.len() + added.len();
-            let name = named.name.unwrap_or_else(|| place.to_string());
+            let Names { first: name, others: aliases } =
+                named.names.unwrap_or_else(|| place.to_string().into());
             let problem = if identity == 0 || !named.tensor.is_floating_point() {
                 Some("is not a floating-point tensor, and only those can be optimized")
             } else if named.group > LARGEST_GROUP {
@@ -170,23 +193,23 @@ impl Optimizer {
                     problem,
                 }));
             }
-            added.push((name, named.tensor, named.group));
+            added.push((name, aliases, named.tensor, named.group));
         }
         self.refuse_overlapping(&added)?;
         if self.f32_gradients {
             let tensors: Vec<_> =
-                added.iter().map(|(_, tensor, _)| tensor.shallow_clone()).collect();
+                added.iter().map(|(_, _, tensor, _)| tensor.shallow_clone()).collect();
             ffi::gradients_widen(&tensors)?;
         }
         self.known = known;
-        for (name, tensor, group) in added {
-            let ruled = self.rules.iter().rev().find(|rule| rule.matches(&name));
-            let group = ruled.map_or(group, |rule| rule.group);
-            self.make_groups(group);
-            let is_matrix = tensor.dim() == 2;
+        for (name, aliases, tensor, group) in added {
+            let (is_matrix, state) = (tensor.dim() == 2, State::default());
+            let mut slot = Slot { name, aliases, group, is_matrix, state, elsewhere: false };
+            let ruled = self.rules.iter().rev().find(|rule| rule.matches(&slot));
+            slot.group = ruled.map_or(group, |rule| rule.group);
+            self.make_groups(slot.group);
             self.parameters.push(tensor);
-            let state = State::default();
-            self.slots.push(Slot { name, group, is_matrix, state, elsewhere: false });
+            self.slots.push(slot);
         }
         self.divide();
         Ok(())
@@ -284,17 +307,13 @@ impl Optimizer {
     }
 }
 
-fn in_group(group: usize, list: Vec<(Option<String>, Tensor)>) -> Vec<Named> {
-    list.into_iter().map(|(name, tensor)| Named { name, tensor, group }).collect()
-}
-
 impl AmpOptimizer for Optimizer {
     /// Returns all parameters, including those that were added to the `VarStore` since the last step.
     fn parameters(&self) -> Parameters<'_> {
         match &self.store {
             Some(store) if store.has_more() => {
                 let known = self.parameters.iter().map(Tensor::shallow_clone);
-                known.chain(store.more()).collect::<Vec<_>>().into()
+                known.chain(store.more(&self.known)).collect::<Vec<_>>().into()
             }
             _ => self.parameters.as_slice().into(),
         }

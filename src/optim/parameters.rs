@@ -1,6 +1,6 @@
 //! The parameters from which an optimizer is built.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tch::Tensor;
@@ -8,12 +8,15 @@ use tch::nn::{VarStore, Variables};
 
 use crate::error::Result;
 use crate::ffi;
+use crate::variables::{Names, Variable, each_once};
 
 /// The forms in which parameters are given to a fused optimizer: a `VarStore`, a list of tensors, or a list or map of
 /// tensors with names, such as [`VarStore::variables`] returns.
 ///
 /// Tensors without names are called by their index in the optimizer, `"0"`, `"1"` and so on, as PyTorch numbers them in
-/// a `state_dict`.
+/// a `state_dict`. A tensor that a `VarStore` or a map has under several names, such as a tied weight, is one parameter, as
+/// in PyTorch: it has the first of them in sorted order, a pattern that matches any of them matches it, and its state is
+/// loaded by any of them. In a list, no tensor may be there twice.
 ///
 /// # Examples
 ///
@@ -65,9 +68,7 @@ impl IntoParameters for &Vec<Tensor> {
 /// The parameters are in the order of their names.
 impl IntoParameters for HashMap<String, Tensor> {
     fn into_parameters(self) -> Source {
-        let mut named: Vec<_> = self.into_iter().collect();
-        named.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
-        named.into_parameters()
+        Source(Origin::Map(self))
     }
 }
 
@@ -97,14 +98,37 @@ pub struct Source(pub(crate) Origin);
 #[derive(Debug)]
 pub(crate) enum Origin {
     Store(Store),
+    Map(HashMap<String, Tensor>),
     List(Vec<(Option<String>, Tensor)>),
+}
+
+impl Origin {
+    /// The parameters, those of a list or map in this group.
+    pub(crate) fn parameters(self, group: usize) -> Result<Vec<Named>> {
+        match self {
+            Self::Store(store) => Ok(store.added(&HashSet::new())?.0),
+            Self::Map(map) => {
+                let named =
+                    |Variable { names, tensor }| Named { names: Some(names), tensor, group };
+                Ok(each_once(map)?.into_iter().map(named).collect())
+            }
+            Self::List(list) => {
+                let named = |(name, tensor): (Option<String>, _)| Named {
+                    names: name.map(Names::from),
+                    tensor,
+                    group,
+                };
+                Ok(list.into_iter().map(named).collect())
+            }
+        }
+    }
 }
 
 /// A parameter that is being added to an optimizer.
 #[derive(Debug)]
 pub(crate) struct Named {
     /// `None` if it is called by its index in the optimizer.
-    pub(crate) name: Option<String>,
+    pub(crate) names: Option<Names>,
     pub(crate) tensor: Tensor,
     /// The group of its path in tch.
     pub(crate) group: usize,
@@ -132,32 +156,52 @@ impl Store {
         self.lock().trainable_variables.len() > self.taken
     }
 
-    /// The variables that were added since the last [`taken`](Self::taken).
-    pub(crate) fn more(&self) -> Vec<Tensor> {
+    /// The variables that [`added`](Self::added) returns. If it fails, one may be there twice, which does no harm before
+    /// they are taken.
+    pub(crate) fn more(&self, known: &HashSet<usize>) -> Vec<Tensor> {
+        if let Ok((added, _)) = self.added(known) {
+            return added.into_iter().map(|named| named.tensor).collect();
+        }
         let variables = self.lock();
         let added = variables.trainable_variables.iter().skip(self.taken);
         added.map(|var| var.tensor.shallow_clone()).collect()
     }
 
-    /// The variables that were added since the last [`taken`](Self::taken), with their names.
-    pub(crate) fn added(&self) -> Result<Vec<Named>> {
+    /// The variables that were added since the last [`taken`](Self::taken), each once and with its names, without those
+    /// that are known by their identities. A variable that is added under a second name is listed again in tch. Returns
+    /// them with the number of entries in tch's list.
+    pub(crate) fn added(&self, known: &HashSet<usize>) -> Result<(Vec<Named>, usize)> {
         let variables = self.lock();
-        let (names, named): (Vec<_>, Vec<_>) =
-            variables.named_variables.iter().map(|(n, t)| (n.clone(), t.shallow_clone())).unzip();
-        let names: HashMap<_, _> = ffi::identities(&named)?.into_iter().zip(names).collect();
+        let mut names = names(&variables)?;
         let added: Vec<_> = variables.trainable_variables.iter().skip(self.taken).collect();
         let tensors: Vec<_> = added.iter().map(|var| var.tensor.shallow_clone()).collect();
         let identities = ffi::identities(&tensors)?;
-        let added = tensors.into_iter().zip(identities).zip(added);
-        let added = added.map(|((tensor, identity), var)| {
-            let name = names.get(&identity).cloned();
-            Named { name, tensor, group: var.group }
-        });
-        Ok(added.collect())
+        let count = added.len();
+        let (mut seen, mut list) = (known.clone(), Vec::with_capacity(count));
+        for ((tensor, identity), var) in tensors.into_iter().zip(identities).zip(added) {
+            // An undefined tensor has no identity. The optimizer refuses it.
+            if identity == 0 || seen.insert(identity) {
+                list.push(Named { names: names.remove(&identity), tensor, group: var.group });
+            }
+        }
+        Ok((list, count))
     }
 
-    /// Records that `count` more variables are in the optimizer.
+    /// Records that this number of further entries of tch's list are in the optimizer.
     pub(crate) fn taken(&mut self, count: usize) {
         self.taken += count;
     }
+
+    /// The names of all variables, by their identities.
+    pub(crate) fn names(&self) -> Result<HashMap<usize, Names>> {
+        names(&self.lock())
+    }
+}
+
+fn names(variables: &Variables) -> Result<HashMap<usize, Names>> {
+    let all = variables.named_variables.iter();
+    let all = each_once(all.map(|(name, tensor)| (name.clone(), tensor.shallow_clone())))?;
+    let tensors: Vec<_> = all.iter().map(|variable| variable.tensor.shallow_clone()).collect();
+    let names = all.into_iter().map(|variable| variable.names);
+    Ok(ffi::identities(&tensors)?.into_iter().zip(names).collect())
 }

@@ -13,6 +13,7 @@ use crate::names::matches_any;
 use crate::policy::Policy;
 use crate::policy::precision::check;
 use crate::tree::floating_kind;
+use crate::variables::{Variable, variables};
 
 /// Which variables of a model stay in f32 when the others are cast to half precision.
 ///
@@ -76,7 +77,8 @@ impl Policy {
     ///
     /// The gradients of the cast variables are dropped. Buffers, such as the running statistics of a batch norm, are
     /// variables in tch and are treated like the others of their layer. If the parameters are f32 or f64, `keep` has no
-    /// effect. Variables that are created later have the dtype of the `VarStore`, which does not change.
+    /// effect. Variables that are created later have the dtype of the `VarStore`, which does not change. A variable with
+    /// several names, such as a tied weight, stays in f32 if one of them says so, and is returned by the first of them.
     ///
     /// # Errors
     ///
@@ -100,18 +102,16 @@ impl Policy {
     /// ```
     pub fn cast_variables(&self, vs: &mut VarStore, keep: KeepF32<'_>) -> Result<Vec<String>> {
         check("param", self.param)?;
-        let mut variables: Vec<_> = vs.variables().into_iter().collect();
-        variables.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let variables = variables(vs)?;
         let is_half = matches!(self.param, Kind::Half | Kind::BFloat16);
-        let norms = batch_norms(variables.iter().map(|(name, _)| name.as_str()));
-        let keeps: Vec<bool> =
-            variables.iter().map(|(name, _)| is_half && keep.keeps(name, &norms)).collect();
+        let norms = batch_norms(variables.iter().flat_map(|variable| variable.names.iter()));
         let mut kept = Vec::new();
-        for ((name, variable), keeps) in variables.iter_mut().zip(keeps) {
-            let Some(from) = floating_kind(variable) else { continue };
-            cast_in_place(variable, from, if keeps { Kind::Float } else { self.param })?;
+        for Variable { names, mut tensor } in variables {
+            let Some(from) = floating_kind(&tensor) else { continue };
+            let keeps = is_half && names.iter().any(|name| keep.keeps(name, &norms));
+            cast_in_place(&mut tensor, from, if keeps { Kind::Float } else { self.param })?;
             if keeps {
-                kept.push(std::mem::take(name));
+                kept.push(names.first);
             }
         }
         Ok(kept)
@@ -143,8 +143,8 @@ impl KeepF32<'_> {
 }
 
 /// Returns the layers that have running statistics.
-fn batch_norms<'a>(names: impl Iterator<Item = &'a str>) -> HashSet<String> {
-    let layers = names.map(split).filter(|(_, name)| *name == "running_mean");
+fn batch_norms<'a>(names: impl Iterator<Item = &'a String>) -> HashSet<String> {
+    let layers = names.map(|name| split(name)).filter(|(_, name)| *name == "running_mean");
     layers.map(|(layer, _)| layer.to_owned()).collect()
 }
 

@@ -3,6 +3,7 @@
 use tch::nn::VarStore;
 
 use super::words::advice_for_layer;
+use crate::variables::listed;
 
 /// Names the layers of a model that tensor cores compute less efficiently, and says how to pad each of them.
 ///
@@ -25,17 +26,11 @@ use super::words::advice_for_layer;
 /// assert!(advice[0].ends_with("pad it to 128 and 16"));
 /// ```
 pub fn advice_for_model(vs: &VarStore) -> Vec<String> {
-    let mut advice: Vec<String> = vs
-        .variables()
-        .into_iter()
-        .filter_map(|(name, variable)| match variable.size()[..] {
-            [outputs, inputs] => {
-                advice_for_layer(inputs, outputs).map(|text| format!("{name}: {text}"))
-            }
-            _ => None,
-        })
-        .collect();
-    // A VarStore keeps its variables in a hash map.
-    advice.sort();
-    advice
+    let advice = listed(vs).into_iter().filter_map(|(name, variable)| match variable.size()[..] {
+        [outputs, inputs] => {
+            advice_for_layer(inputs, outputs).map(|text| format!("{name}: {text}"))
+        }
+        _ => None,
+    });
+    advice.collect()
 }

@@ -9,6 +9,7 @@ use crate::ffi;
 use crate::gradients::NonFiniteGradient;
 use crate::optim::AmpOptimizer;
 use crate::scaler::GradScaler;
+use crate::variables::{named, variables};
 
 impl GradScaler {
     /// Uses the names of a `VarStore`'s variables in messages about their gradients. The scaler keeps handles to the
@@ -18,10 +19,9 @@ impl GradScaler {
     ///
     /// [`Error::Torch`] if the variables cannot be read.
     pub fn name_parameters(&mut self, vs: &VarStore) -> Result<()> {
-        let (names, tensors): (Vec<_>, Vec<_>) = vs.variables().into_iter().unzip();
-        let identities = ffi::identities(&tensors)?;
-        let named = names.into_iter().zip(tensors);
-        self.names.extend(identities.into_iter().zip(named));
+        let named = named(variables(vs)?);
+        let tensors: Vec<_> = named.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
+        self.names.extend(ffi::identities(&tensors)?.into_iter().zip(named));
         Ok(())
     }
 

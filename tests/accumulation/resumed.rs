@@ -226,3 +226,29 @@ fn a_gradient_with_two_names_is_restored_once() {
     checkpoint.restore().add("window", &mut window.with_gradients(named())).apply().unwrap();
     assert_eq!(Vec::<f64>::try_from(w.grad()).unwrap(), [3.0, 3.0]);
 }
+
+#[test]
+fn a_gradient_with_two_names_is_restored_from_any() {
+    let leaf = || Tensor::ones([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let named = |w: &Tensor, names: &[&str]| {
+        let named = names.iter().map(|name| ((*name).to_owned(), w.shallow_clone()));
+        named.collect::<Vec<_>>()
+    };
+    let both = ["embedding", "head"];
+    for saved_as in [&both[..], &both[..1], &both[1..]] {
+        let (w, mut window) = (leaf(), Accumulation::of_equal(2).unwrap());
+        window.backward(&mut GradScaler::disabled(), &(&w * 6.0).sum(Kind::Float)).unwrap();
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add("window", &mut window.with_gradients(named(&w, saved_as))).unwrap();
+        for skips in [None, Some("head"), Some("embedding")] {
+            let new = leaf();
+            let mut target = window.with_gradients(named(&new, &both));
+            let restore = checkpoint.restore().skip(skips.as_slice());
+            restore.add("window", &mut target).apply().unwrap();
+            let gradient = new.grad();
+            let got = gradient.defined().then(|| gradient.double_value(&[0]));
+            let expected = skips.is_none().then_some(3.0);
+            assert_eq!(got, expected, "{saved_as:?} {skips:?}");
+        }
+    }
+}

@@ -1,12 +1,14 @@
 //! The numbers of averages.
 
 use serde_json::json;
+use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::average::{Averaging, Ema, Swa};
 use tch_amp::optim::Sgd;
 
 use super::{model, random, set, values};
+use crate::common::for_each_device;
 use crate::common::python::Oracle;
 use crate::common::rng::Rng;
 
@@ -156,4 +158,43 @@ fn many_layouts_and_sizes_are_averaged() {
         let expected = before.lerp(&after.detach(), 0.25);
         assert_eq!(average.average(name).unwrap(), expected, "{name}");
     }
+}
+
+/// The average of a model that is cast later keeps its dtype.
+#[test]
+fn an_average_in_f64_follows_a_model_that_is_cast() {
+    for_each_device(|device| {
+        for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
+            for decay in [0.0, 0.25, 0.75, 0.99] {
+                let mut vs = VarStore::new(device);
+                let w = vs.root().zeros("w", &[69]);
+                vs.double();
+                let mut rng = Rng::new(6);
+                let start = random(&mut rng, 69);
+                let set = |numbers: &[f64]| set(&w, numbers);
+                let of_w = || values(&w.to_device(Device::Cpu));
+                set(&start);
+                let mut average = Ema::new(decay).build(&vs).unwrap();
+                average.advance().unwrap();
+                let mut expected = of_w();
+                vs.set_kind(kind);
+                for _ in 0..3 {
+                    set(&random(&mut rng, 69));
+                    average.advance().unwrap();
+                    for (mean, number) in expected.iter_mut().zip(of_w()) {
+                        *mean = decay * *mean + (1.0 - decay) * number;
+                    }
+                }
+                let ours = average.average("w").unwrap();
+                assert_eq!(ours.kind(), Kind::Double);
+                for (ours, mean) in values(&ours.to_device(Device::Cpu)).iter().zip(&expected) {
+                    let off = (ours - mean).abs();
+                    assert!(off < 1e-14, "{device:?} {kind:?} {decay}: {ours} is not {mean}");
+                }
+                average.copy_to_model().unwrap();
+                let rounded = Tensor::from_slice(&values(&ours.to_device(Device::Cpu)));
+                assert_eq!(of_w(), values(&rounded.to_kind(kind)), "{device:?} {kind:?} {decay}");
+            }
+        }
+    });
 }

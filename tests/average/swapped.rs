@@ -10,6 +10,7 @@ use tch_amp::average::{Ema, Swa};
 use tch_amp::optim::{AdamW, MasterWeights};
 
 use super::{model, set, values};
+use crate::common::tensors::{TIES, tied};
 
 #[test]
 fn the_averages_are_in_the_place_of_the_weights_until_the_guard_goes() {
@@ -115,5 +116,26 @@ fn evaluating_the_averages_changes_no_bit_of_the_training() {
     ];
     for (masters, kind) in modes {
         assert_eq!(train(masters, kind, true), train(masters, kind, false), "{masters:?} {kind:?}");
+    }
+}
+
+#[test]
+fn a_tied_weight_is_swapped_once_and_comes_back() {
+    for way in TIES {
+        for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+            let (vs, w) = tied(way, &[0.0], kind, Device::Cpu);
+            let mut average = Swa::default().build(&vs).unwrap();
+            for value in [1.0, 4.0] {
+                set(&w, &[value]);
+                average.advance().unwrap();
+            }
+            let swapped = average.swap_in().unwrap();
+            assert_eq!(values(&w), [2.5], "{way:?} {kind:?}");
+            drop(swapped);
+            assert_eq!(values(&w), [4.0], "{way:?} {kind:?}");
+            for name in ["embedding", "head"] {
+                assert_eq!(values(&average.average(name).unwrap()), [2.5], "{way:?} {kind:?}");
+            }
+        }
     }
 }

@@ -7,6 +7,7 @@ use tch_amp::checkpoint::{Checkpoint, CheckpointError};
 use tch_amp::optim::{Optimizer, Sgd};
 
 use crate::common::files::Folder;
+use crate::common::tensors::{TIES, tied};
 
 /// A model of variables with these names and sizes, and an optimizer that has stepped once with gradients of
 /// `gradient`.
@@ -181,5 +182,52 @@ fn a_batch_count_of_the_models_own_is_restored() {
         for (name, variable) in vs.variables() {
             assert_eq!(first(&variable), 7.0, "{name} of {file}");
         }
+    }
+}
+
+#[test]
+fn a_tied_weight_is_written_under_every_name_and_restored_from_any() {
+    for way in TIES {
+        let (vs, w) = tied(way, &[3.0], Kind::Float, Device::Cpu);
+        for file in ["x.safetensors", "x.pt"] {
+            let folder = Folder::new();
+            let mut checkpoint = Checkpoint::new();
+            checkpoint.add_model("model", &vs).unwrap();
+            checkpoint.save(folder.file(file)).unwrap();
+            let both = Checkpoint::load(folder.file(file)).unwrap();
+            let own = || {
+                let (vs, _w) = tied(way, &[0.0], Kind::Float, Device::Cpu);
+                vs
+            };
+            let restored = own();
+            both.restore().model("model", &restored).apply().unwrap();
+            assert_eq!(first(&restored.variables()["head"]), 3.0);
+            for name in ["head", "embedding"] {
+                let (one, _opt) = model(&[(name, 1)], 0.0, None);
+                let report = both.restore().strict(false).model("model", &one).apply().unwrap();
+                assert_eq!((report.missing_keys.len(), report.unexpected_keys.len()), (0, 1));
+                assert_eq!(first(&one.variables()[name]), 3.0);
+                let mut checkpoint = Checkpoint::new();
+                checkpoint.add_model("model", &one).unwrap();
+                let restored = own();
+                let report = checkpoint.restore().model("model", &restored).apply().unwrap();
+                assert_eq!(
+                    (report, first(&restored.variables()["head"])),
+                    (Default::default(), 3.0)
+                );
+                // What is skipped stays as it is, whatever else it is called.
+                let restored = own();
+                let skipped = both.restore().skip(&[name]).model("model", &restored);
+                assert_eq!(skipped.apply().unwrap().skipped_keys.len(), 2);
+                assert_eq!(first(&restored.variables()["head"]), 0.0);
+            }
+        }
+        let (other, _opt) = model(&[("other", 1)], 0.0, None);
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add_model("model", &other).unwrap();
+        let restore = checkpoint.restore().model("model", &vs);
+        let error = refused(restore.apply());
+        let CheckpointError::Keys { missing, .. } = error else { panic!("{error:?}") };
+        assert_eq!((missing, first(&w)), (vec!["embedding".to_owned()], 3.0));
     }
 }

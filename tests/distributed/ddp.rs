@@ -11,6 +11,7 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler, Result};
 
 use super::ranks;
+use crate::common::tensors::{TIES, tie};
 
 fn ones(shape: &[i64]) -> Tensor {
     Tensor::ones(shape, (Kind::Float, Device::Cpu))
@@ -422,6 +423,27 @@ fn gradients_that_an_optimizer_keeps_in_f32_are_averaged_and_stay_f32() {
                 assert!((weight.grad().double_value(&[0]) - 258.0).abs() <= 2.0);
                 drop(scaler.step_clip_norm(&mut opt, 1.0).unwrap());
                 scaler.update().unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn a_tied_weight_is_averaged_once() {
+    for way in TIES {
+        ranks(2, |group| {
+            let vs = VarStore::new(Device::Cpu);
+            let (one, two) = model(&vs);
+            tie(&vs, way, "another", &one.ws);
+            let mut ddp = DistributedDataParallel::new(&group, &vs).unwrap();
+            let x = ones(&[1, 2]) * (group.rank() as i64 + 1);
+            for _ in 0..2 {
+                let y = ddp.forward(|| two.forward(&one.forward(&x))).unwrap();
+                one.ws.shallow_clone().zero_grad();
+                ddp.backward(&y.sum(Kind::Float)).unwrap();
+                // The mean of the inputs, each of which reaches two outputs with a weight of 0.5.
+                let gradient: Vec<f64> = one.ws.grad().flatten(0, -1).try_into().unwrap();
+                assert_eq!(gradient, [1.5; 4], "{way:?}");
             }
         });
     }

@@ -7,6 +7,7 @@ use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Autocast, Error, GradScaler};
 
 use crate::alone;
+use crate::common::tensors::{TIES, tied};
 
 /// Two linear layers of 32, with what is planted between them.
 fn audited(kind: Kind, scale: f64, planted: impl Fn(&Tensor) -> Tensor) -> Audit {
@@ -253,4 +254,19 @@ fn what_cannot_be_compared_is_refused() {
     let half = audit(&vs, &region, &scaler, |_| Ok(weight.sum(None)));
     let error = half.unwrap_err().to_string();
     assert!(error.contains("parameter w in half precision"), "{error}");
+}
+
+#[test]
+fn a_tied_weight_is_audited_once() {
+    let _alone = alone();
+    for way in TIES {
+        let (vs, w) = tied(way, &[0.5, -0.25], Kind::Float, Device::Cpu);
+        let scaler = GradScaler::new(Device::Cpu).unwrap();
+        let region = Autocast::new(Device::Cpu).dtype(Kind::BFloat16);
+        let loss = |region: Autocast| region.run(|| (&w * &w).sum(Kind::Float));
+        let audit = audit(&vs, &region, &scaler, loss).unwrap();
+        let gradients = audit.parts.iter().filter(|part| part.gradient.is_some());
+        let paths: Vec<_> = gradients.map(|part| part.path.as_str()).collect();
+        assert_eq!(paths, ["embedding"], "{way:?}: {audit}");
+    }
 }

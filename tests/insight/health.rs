@@ -10,6 +10,7 @@ use tch_amp::{Error, GradScaler};
 
 use crate::common::for_each_device;
 use crate::common::rng::Rng;
+use crate::common::tensors::{TIES, tie};
 
 fn variable(vs: &VarStore, name: &str, size: &[i64]) -> Tensor {
     let (modules, last) = name.rsplit_once('.').unwrap_or(("", name));
@@ -360,4 +361,21 @@ fn planted_cases_get_their_advice() {
     assert_eq!(overflowing.verdict, Verdict::Overflowing);
     assert!(overflowing.to_string().contains("1 of 1 iterations skipped"), "{overflowing}");
     assert_eq!(report(&[0.0, 0.0], scale).verdict, Verdict::Unknown);
+}
+
+#[test]
+fn a_tied_weight_is_counted_in_the_layer_of_its_first_name() {
+    for way in TIES {
+        for _ in 0..8 {
+            let vs = VarStore::new(Device::Cpu);
+            let gradient = of_slice(&[1.0, 2.0], Kind::Float, Device::Cpu);
+            let w = with_gradient(&vs, "head", &gradient);
+            tie(&vs, way, "embedding", &w);
+            let mut health = ScaleHealth::with_layers(&vs, str::to_owned);
+            health.observe(&GradScaler::disabled()).unwrap();
+            let report = health.report().unwrap();
+            let layers: Vec<_> = report.layers.iter().map(|layer| layer.name.as_str()).collect();
+            assert_eq!(layers, ["embedding"], "{way:?}");
+        }
+    }
 }

@@ -8,7 +8,7 @@ use tch_amp::optim::{
 };
 use tch_amp::{Error, GradScaler};
 
-use crate::common::tensors::leaf;
+use crate::common::tensors::{TIES, leaf, tie, tied};
 use crate::{NAN, algorithms, build, set_grad, to_f64};
 
 #[test]
@@ -261,4 +261,52 @@ fn variables_that_are_added_later_are_zeroed_and_clipped_before_the_first_step()
     assert_eq!(opt.clip_grad_norm(1.0).unwrap().double_value(&[]), 5.0);
     opt.zero_grad().unwrap();
     assert!(!w.grad().defined() && !late.grad().defined());
+}
+
+/// The map of names has another order in every process and every `VarStore`.
+#[test]
+fn a_tied_weight_is_one_parameter_that_has_its_first_name() {
+    for way in TIES {
+        for _ in 0..8 {
+            let (vs, w) = tied(way, &[1.0, 2.0], Kind::Float, Device::Cpu);
+            let sgd = Sgd::default();
+            let mut optimizers =
+                [sgd.build(&vs, 1.0).unwrap(), sgd.build(vs.variables(), 1.0).unwrap()];
+            for opt in &mut optimizers {
+                assert_eq!(opt.trainable_variables().len(), 1, "{way:?}");
+                assert_eq!(opt.parameter_name(0).as_deref(), Some("embedding"), "{way:?}");
+                assert_eq!(opt.state_dict().unwrap().param_groups[0].params, ["embedding"]);
+                tch::no_grad(|| w.shallow_clone().copy_(&Tensor::from_slice(&[1.0, 2.0])));
+                set_grad(&w, &[0.5, -1.0]);
+                opt.step().unwrap();
+                assert_eq!(to_f64(&w), [0.5, 3.0], "{way:?}");
+                // A pattern for one of the names is a pattern for the weight.
+                assert_eq!(opt.assign_group(1, &["head"]).unwrap(), 1);
+                // A list says what each parameter is called, and may not name one twice.
+                let named: Vec<_> = vs.variables().into_iter().collect();
+                let error = sgd.build(named, 1.0).unwrap_err().to_string();
+                assert!(error.contains("twice"), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_second_name_that_is_added_later_makes_no_other_parameter() {
+    let vs = VarStore::new(Device::Cpu);
+    let w = vs.root().ones("w", &[2]);
+    let mut opt = Sgd::default().build(&vs, 1.0).unwrap();
+    for (way, name) in TIES.into_iter().zip(["again", "and_again"]) {
+        tie(&vs, way, name, &w);
+        set_grad(&w, &[1.0; 2]);
+        let mut scaler = GradScaler::disabled();
+        assert_eq!(opt.parameters().len(), 1, "{way:?}");
+        drop(scaler.step(&mut opt).unwrap());
+        assert_eq!(opt.parameters().len(), 1, "{way:?}");
+        assert_eq!(opt.assign_group(1, &[name]).unwrap(), 1);
+    }
+    assert_eq!(to_f64(&w), [-1.0; 2]);
+    // A variable that really is new is still taken up.
+    let _new = vs.root().ones("new", &[1]);
+    assert_eq!(opt.assign_group(2, &["new", "w"]).unwrap(), 2);
 }

@@ -2,6 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
+use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{
     AdamW, MasterWeights, Optimizer, OptimizerError, OptimizerState, ParamGroup, ParamGroupState,
     Sgd,
@@ -9,7 +10,7 @@ use tch_amp::optim::{
 
 use crate::common::bits::bits;
 use crate::common::for_each_device;
-use crate::common::tensors::leaf;
+use crate::common::tensors::{TIES, leaf, tied};
 use crate::{algorithms, build, set_grad, to_f64};
 
 fn named(device: Device) -> Vec<(&'static str, Tensor)> {
@@ -293,4 +294,52 @@ fn a_momentum_that_begins_after_a_load_starts_its_buffer_undamped() {
         to_f64(&opt.state_dict().unwrap().state["0"]["momentum_buffer"])
     };
     assert_eq!((run(true), run(false)), (vec![1.0; 2], vec![1.0; 2]));
+}
+
+/// The state of a tied weight, which was saved under one of its names.
+#[test]
+fn the_state_of_a_tied_weight_is_loaded_by_any_of_its_names() {
+    let sgd = Sgd::default().momentum(0.5);
+    for way in TIES {
+        for saved_as in ["embedding", "head"] {
+            for _ in 0..4 {
+                let w = leaf(&[1.0, 2.0], Kind::Float, Device::Cpu);
+                let mut saved = sgd.build(vec![(saved_as, w.shallow_clone())], 0.25).unwrap();
+                set_grad(&w, &[3.0, 4.0]);
+                saved.step().unwrap();
+                let state = saved.state_dict().unwrap();
+                let mut checkpoint = Checkpoint::new();
+                checkpoint.add_optimizer("opt", &mut saved).unwrap();
+                for way_to_load in 0..3 {
+                    let (vs, _w) = tied(way, &[0.0; 2], Kind::Float, Device::Cpu);
+                    let mut opt = sgd.build(&vs, 0.25).unwrap();
+                    if way_to_load == 0 {
+                        opt.load_state_dict(&state).unwrap();
+                    } else {
+                        let restore = checkpoint.restore().strict(way_to_load == 1);
+                        let restored = restore.optimizer("opt", &mut opt).apply().unwrap();
+                        assert_eq!(restored, Default::default());
+                    }
+                    let loaded = opt.state_dict().unwrap();
+                    let buffer = &loaded.state["embedding"]["momentum_buffer"];
+                    assert_eq!(to_f64(buffer), [3.0, 4.0], "{way:?} {saved_as}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_state_with_both_names_of_a_tied_weight_is_refused() {
+    let both = ["embedding", "head"].map(|name| (name, leaf(&[1.0], Kind::Float, Device::Cpu)));
+    let mut saved = Sgd::default().momentum(0.5).build(Vec::from(both), 0.25).unwrap();
+    for w in saved.trainable_variables() {
+        set_grad(&w, &[1.0]);
+    }
+    saved.step().unwrap();
+    let (vs, _w) = tied(TIES[0], &[0.0], Kind::Float, Device::Cpu);
+    let mut opt = Sgd::default().momentum(0.5).build(&vs, 0.25).unwrap();
+    let error = opt.load_state_dict(&saved.state_dict().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("two names of a tied weight"), "{error}");
+    assert!(opt.state_dict().unwrap().state.is_empty());
 }

@@ -6,6 +6,7 @@ use tch_amp::optim::Sgd;
 use tch_amp::policy::{KeepF32, PolicyError};
 use tch_amp::{Error, Policy};
 
+use crate::common::tensors::{TIES, tied};
 use crate::common::{for_each_device, to_f64};
 
 /// Paths of variables, and whether each belongs to a norm.
@@ -179,4 +180,27 @@ fn variables_that_are_not_floating_point_are_neither_cast_nor_named() {
     no_grad(|| steps.set_data(&steps.to_kind(Kind::Int64)));
     let kept = Policy::BF16.cast_variables(&mut vs, KeepF32::Names(&["*"])).unwrap();
     assert_eq!((kept, steps.kind()), (vec!["weight".to_owned()], Kind::Int64));
+}
+
+#[test]
+fn a_tied_weight_stays_in_f32_if_one_of_its_names_says_so() {
+    for way in TIES {
+        for keep in [
+            KeepF32::Names(&["head"]),
+            KeepF32::Names(&["embedding"]),
+            KeepF32::NormsAnd(&["head"]),
+            KeepF32::NormsAnd(&["emb*"]),
+        ] {
+            let third = 1.0 / 3.0;
+            let (mut vs, w) = tied(way, &[third], Kind::Float, Device::Cpu);
+            let before = to_f64(&w);
+            let kept = Policy::BF16.cast_variables(&mut vs, keep).unwrap();
+            assert_eq!((w.kind(), to_f64(&w)), (Kind::Float, before), "{way:?} {keep:?}");
+            assert_eq!(kept, ["embedding"], "{way:?} {keep:?}");
+        }
+        let (mut vs, w) = tied(way, &[1.0], Kind::Float, Device::Cpu);
+        assert!(Policy::F16.cast_variables(&mut vs, KeepF32::Norms).unwrap().is_empty());
+        assert_eq!(w.kind(), Kind::Half);
+        assert!(vs.variables().values().all(|variable| variable.kind() == Kind::Half));
+    }
 }

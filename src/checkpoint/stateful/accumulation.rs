@@ -6,6 +6,7 @@ use crate::accumulation::{Loaded, WithGradients};
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::Result;
 use crate::ffi;
+use crate::variables::Variable;
 
 /// The name of what is not a gradient.
 const WINDOW: &str = "window";
@@ -13,26 +14,30 @@ const WINDOW: &str = "window";
 impl Stateful for WithGradients<'_> {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
         state.value(WINDOW, &self.progress()?)?;
-        for (name, parameter) in self.parameters()? {
-            let gradient = parameter.f_grad()?;
+        for Variable { names, tensor } in self.parameters()? {
+            let gradient = tensor.f_grad()?;
             if gradient.defined() {
-                state.tensor(name, &gradient)?;
+                state.tensors(names.iter().map(|name| (name, &gradient)))?;
             }
         }
         Ok(())
     }
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
-        let mut gradients = Vec::new();
-        let parameters = self.parameters()?;
-        for (name, parameter) in &parameters {
-            gradients.push(match saved.kind(name)? {
-                Some(kind) if !saved.options.names.skips(name) => Some(empty(parameter, kind)?),
-                _ => None,
-            });
+        let (mut gradients, mut targets) = (Vec::new(), Vec::new());
+        for Variable { names, tensor } in self.parameters()? {
+            let kinds: Vec<_> = names.iter().map(|name| saved.kind(name)).collect::<Result<_>>()?;
+            let Some(kind) = kinds.into_iter().flatten().next() else {
+                gradients.push(None);
+                continue;
+            };
+            let is_skipped = names.iter().any(|name| saved.options.names.skips(name));
+            // One that is skipped is not copied, and needs no memory.
+            let to = if is_skipped { tensor } else { empty(&tensor, kind)? };
+            gradients.push((!is_skipped).then(|| to.shallow_clone()));
+            targets.extend(names.iter().map(|name| (name.clone(), to.shallow_clone())));
         }
-        let names = parameters.iter().map(|(name, _)| name);
-        let pairs = names.zip(&gradients).filter_map(|(name, to)| Some((name, to.as_ref()?)));
+        let pairs = targets.iter().map(|(name, to)| (name, to));
         let copies = saved.copy(pairs, "in the model")?;
         let loaded = Loaded::new(saved.value(WINDOW)?, gradients)?;
         Ok(copies.and(Prepared::step(move || self.resume(loaded))))

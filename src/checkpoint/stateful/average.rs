@@ -16,9 +16,12 @@ impl Stateful for AveragedWeights {
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         let mut statistics = BTreeMap::new();
-        for (name, _) in self.buffers() {
-            if saved.contains(name)? {
-                statistics.insert(name.clone(), saved.tensor(name)?);
+        for names in self.buffers() {
+            for name in names.iter() {
+                if saved.contains(name)? {
+                    let statistic = saved.tensor(name)?;
+                    statistics.entry(names.first.clone()).or_insert(statistic);
+                }
             }
         }
         let loaded = self.checked(saved.value("n_averaged")?, saved.value("rest")?, statistics)?;

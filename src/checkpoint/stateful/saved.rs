@@ -14,6 +14,7 @@ use crate::checkpoint::stateful::dict::Dict;
 use crate::checkpoint::stateful::prepared::Copy;
 use crate::checkpoint::{Checkpoint, CheckpointError, read_value};
 use crate::error::{Error, Result};
+use crate::variables::{Variable, each_once};
 
 /// A state in a checkpoint, which [`Stateful::prepare_restore`](crate::checkpoint::Stateful::prepare_restore) reads.
 ///
@@ -115,7 +116,8 @@ impl<'a> SavedState<'a> {
     /// for a second set of them. The tensors are restored like the variables of a model: names, shapes and dtypes must
     /// be the same, except as allowed by [`strict(false)`](crate::checkpoint::Restore::strict),
     /// [`cast`](crate::checkpoint::Restore::cast), [`rename_prefix`](crate::checkpoint::Restore::rename_prefix) and
-    /// [`skip`](crate::checkpoint::Restore::skip).
+    /// [`skip`](crate::checkpoint::Restore::skip). A tensor with several names is restored from the first of them, in
+    /// sorted order, that was saved, and is skipped if one of them is.
     ///
     /// # Errors
     ///
@@ -136,22 +138,24 @@ impl<'a> SavedState<'a> {
         place: &'static str,
     ) -> Result<Prepared<'a>> {
         let saved = &self.dict()?.tensors;
-        let tensors: Vec<_> = tensors.into_iter().collect();
-        let known: HashSet<_> = tensors.iter().map(|(name, _)| name.as_ref()).collect();
+        let tensors = tensors.into_iter();
+        let targets = each_once(tensors.map(|(n, t)| (n.as_ref().to_owned(), t.shallow_clone())))?;
+        let names = targets.iter().flat_map(|target| target.names.iter().map(String::as_str));
+        let known: HashSet<_> = names.collect();
         let mut notes = self.notes.borrow_mut();
-        let mut copies = Vec::with_capacity(tensors.len());
-        for (name, tensor) in &tensors {
-            let name = name.as_ref().to_owned();
-            if self.options.names.skips(&name) {
-                notes.skipped.push(name.clone());
-            } else if let Some(&(saved, entry)) = saved.get(&name) {
+        let mut copies = Vec::with_capacity(targets.len());
+        for Variable { names, tensor } in &targets {
+            let found = names.iter().find_map(|name| saved.get_key_value(name));
+            if names.iter().any(|name| self.options.names.skips(name)) {
+                notes.skipped.extend(names.iter().cloned());
+            } else if let Some((name, &(saved, entry))) = found {
                 let (part, saved) = (self.name.to_owned(), saved.to_owned());
                 let (name, tensor) = (name.clone(), tensor.shallow_clone());
                 copies.push(Copy { part, name, saved, tensor, entry, place });
-            } else if !is_batch_count(&name, &known) {
-                notes.missing.push(name.clone());
+            } else if !is_batch_count(&names.first, &known) {
+                notes.missing.push(names.first.clone());
             }
-            notes.used.insert(name);
+            notes.used.extend(names.iter().cloned());
         }
         let counts = saved.keys().filter(|name| is_batch_count(name, &known)).cloned();
         notes.used.extend(counts);

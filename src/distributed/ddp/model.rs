@@ -1,5 +1,7 @@
 //! The parameters and buffers of a model, and their comparison over the ranks.
 
+use std::collections::{BTreeMap, HashSet};
+
 use tch::Tensor;
 use tch::nn::VarStore;
 
@@ -7,6 +9,7 @@ use super::averaged::Averaged;
 use crate::distributed::group::ProcessGroup;
 use crate::error::Result;
 use crate::optim::parameters::{Named, Store};
+use crate::variables::{named, variables};
 
 /// What the ranks have to agree on.
 #[derive(Debug)]
@@ -25,19 +28,17 @@ pub(super) struct Model {
 impl Model {
     pub(super) fn new(vs: &VarStore) -> Result<Self> {
         let mut store = Store::new(vs);
-        let added = store.added()?;
-        store.taken(added.len());
-        let mut rest = vs.variables();
+        let (added, count) = store.added(&HashSet::new())?;
+        store.taken(count);
+        let mut rest: BTreeMap<_, _> = named(variables(vs)?).into_iter().collect();
         let (mut parameters, mut others) = (Vec::new(), Vec::new());
-        for Named { name, tensor, .. } in added {
-            let name = name.unwrap_or_default();
+        for Named { names, tensor, .. } in added {
+            let name = names.map(|names| names.first).unwrap_or_default();
             drop(rest.remove(&name));
             let list = if tensor.requires_grad() { &mut parameters } else { &mut others };
             list.push((name, tensor));
         }
-        let mut rest: Vec<_> = rest.into_iter().collect();
-        rest.sort_by(|(one, _), (other, _)| one.cmp(other));
-        let buffers = rest.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
+        let buffers = rest.values().map(Tensor::shallow_clone).collect();
         others.extend(rest);
         Ok(Self { _averaged: Averaged::note(&parameters)?, store, parameters, others, buffers })
     }

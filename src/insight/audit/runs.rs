@@ -15,6 +15,7 @@ use crate::insight::culprit::modules;
 use crate::insight::passes::{self, Passes, RestoredBuffers};
 use crate::insight::recording::Recording;
 use crate::recompute::random::RandomStates;
+use crate::variables::{named, variables};
 
 /// A recorded run.
 pub(super) struct Run {
@@ -74,8 +75,7 @@ pub(super) fn audit(
 
 impl Runs {
     fn new(vs: &VarStore) -> Result<Self> {
-        let mut parameters: Vec<_> = vs.variables().into_iter().collect();
-        parameters.sort_by(|a, b| a.0.cmp(&b.0));
+        let parameters = named(variables(vs)?);
         let mut devices = vec![Device::Cpu];
         for (name, parameter) in &parameters {
             let kind = parameter.f_kind()?;

@@ -16,6 +16,7 @@ use crate::error::{Error, GradientError, Result};
 use crate::ffi::exponents::{self, CountedGradient};
 use crate::ffi::{self, Gradient, OutsideRegions};
 use crate::gradients::Gradients;
+use crate::variables::listed;
 
 #[cfg(doc)]
 use crate::error::ScalerError;
@@ -95,7 +96,7 @@ impl ScaleHealth {
     /// let health = ScaleHealth::with_layers(&vs, block);
     /// ```
     pub fn with_layers(vs: &VarStore, mut layer: impl FnMut(&str) -> String) -> Self {
-        let mut variables: Vec<_> = vs.variables().into_iter().collect();
+        let mut variables = listed(vs);
         variables.sort_by(|a, b| in_natural_order(&a.0, &b.0));
         let mut layers: Vec<String> = Vec::new();
         let mut row_of = |name: &str| {

@@ -24,6 +24,7 @@ use super::recording::Recording;
 use crate::error::{Error, Result};
 use crate::ffi::insight::Record;
 use crate::precision::Precision;
+use crate::variables::listed;
 use rows::Rows;
 use work::Work;
 
@@ -77,9 +78,7 @@ impl Profiler {
     /// Creates a profiler for the model of `vs`, whose variables, as they are now, give the parts of the model their
     /// names. It runs a closure twice to warm up, and then records one run.
     pub fn new(vs: &VarStore) -> Self {
-        let mut parameters: Vec<_> = vs.variables().into_iter().collect();
-        parameters.sort_by(|a, b| a.0.cmp(&b.0));
-        Self { parameters, device: vs.device(), warm_up: 2, runs: 1, precision: None }
+        Self { parameters: listed(vs), device: vs.device(), warm_up: 2, runs: 1, precision: None }
     }
 
     /// Sets how many runs come before the recorded ones. The first run of a program is slower, because it also

@@ -1,6 +1,6 @@
 //! Loading the state of an optimizer.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use tch::{Kind, Tensor};
 
@@ -80,7 +80,8 @@ pub(crate) struct Loaded {
 
 impl Optimizer {
     /// Loads a state: copies its tensors, converted to the dtypes and devices of the parameters, and takes over its
-    /// groups and their options. The counterpart of `load_state_dict`, except that parameters are matched by name.
+    /// groups and their options. The counterpart of `load_state_dict`, except that parameters are matched by name, a tied
+    /// weight by any of its names.
     /// Synchronizes with the devices of the loaded tensors.
     ///
     /// A parameter without tensors in the state counts as not stepped yet. The model may be loaded before or after its
@@ -127,6 +128,8 @@ impl Optimizer {
         param_groups: &[ParamGroupState],
     ) -> Result<Loaded> {
         self.take_added()?;
+        let listed = self.listed_names()?;
+        let listed = |name: &'_ String| listed.get(name).unwrap_or(name).clone();
         let groups: Vec<_> = param_groups.iter().map(|group| group.options).collect();
         let algorithm = self.groups[0].algorithm.name();
         for options in &groups {
@@ -136,15 +139,17 @@ impl Optimizer {
             }
             options.algorithm.check(options.lr)?;
         }
-        let members = members(param_groups)?;
-        self.check_names(&members, state)?;
+        let members = members(param_groups, listed)?;
+        let state: BTreeMap<_, _> =
+            state.iter().map(|(name, entries)| (listed(name), entries)).collect();
+        self.check_names(members.keys().chain(state.keys()))?;
         let (mut slots, mut places) = (Vec::with_capacity(self.slots.len()), Vec::new());
         for (index, (slot, parameter)) in self.slots.iter().zip(&self.parameters).enumerate() {
             let refuse = |problem: String| {
                 Error::Optimizer(OptimizerError::State { parameter: slot.name.clone(), problem })
             };
             let group = *members
-                .get(slot.name.as_str())
+                .get(&slot.name)
                 .ok_or_else(|| refuse("is in no group of the state".to_owned()))?;
             let algorithm = groups[group].algorithm.of(slot.is_matrix);
             let entries = match state.get(&slot.name) {
@@ -174,13 +179,22 @@ impl Optimizer {
         }
     }
 
+    /// The name under which a parameter is listed, by each of its other names.
+    pub(crate) fn listed_names(&mut self) -> Result<HashMap<String, String>> {
+        self.take_names()?;
+        let names = self
+            .slots
+            .iter()
+            .flat_map(|slot| slot.aliases.iter().map(|alias| (alias.clone(), slot.name.clone())));
+        Ok(names.collect())
+    }
+
     /// Refuses names that the optimizer does not have.
-    fn check_names<T>(&self, members: &BTreeMap<&str, usize>, state: &SavedState<T>) -> Result<()> {
-        let known: HashSet<_> = self.slots.iter().map(|slot| slot.name.as_str()).collect();
-        let named = members.keys().copied().chain(state.keys().map(String::as_str));
-        match named.into_iter().find(|name| !known.contains(name)) {
+    fn check_names<'n>(&self, mut names: impl Iterator<Item = &'n String>) -> Result<()> {
+        let known: HashSet<_> = self.slots.iter().map(|slot| &slot.name).collect();
+        match names.find(|name| !known.contains(name)) {
             Some(name) => Err(Error::Optimizer(OptimizerError::State {
-                parameter: name.to_owned(),
+                parameter: name.clone(),
                 problem: "is not a parameter of this optimizer; an optimizer that is built from a list without names calls \
                           its parameters `0`, `1` and so on"
                     .to_owned(),
@@ -190,13 +204,18 @@ impl Optimizer {
     }
 }
 
-/// The group of each parameter.
-fn members(param_groups: &[ParamGroupState]) -> Result<BTreeMap<&str, usize>> {
+/// The group of each parameter, by the name under which it is listed.
+fn members(
+    param_groups: &[ParamGroupState],
+    listed: impl Fn(&String) -> String,
+) -> Result<BTreeMap<String, usize>> {
     let mut members = BTreeMap::new();
     for (index, group) in param_groups.iter().enumerate() {
         for name in &group.params {
-            if members.insert(name.as_str(), index).is_some() {
-                let problem = "is in two groups of the state".to_owned();
+            if members.insert(listed(name), index).is_some() {
+                let problem =
+                    "is in two groups of the state, or in one under two names of a tied weight"
+                        .to_owned();
                 return Err(Error::Optimizer(OptimizerError::State {
                     parameter: name.clone(),
                     problem,

@@ -74,7 +74,14 @@ fn prepare(
     } else {
         names::by_prefix(name, &mut param_groups, renames)?
     };
-    let renamed = |name: &String| here.get(name).unwrap_or(name).clone();
+    let listed = optimizer.listed_names()?;
+    for name in param_groups.iter_mut().flat_map(|group| &mut group.params) {
+        *name = listed.get(name).unwrap_or(name).clone();
+    }
+    let renamed = |name: &String| {
+        let name = here.get(name).unwrap_or(name);
+        listed.get(name).unwrap_or(name).clone()
+    };
     let mut state: BTreeMap<_, BTreeMap<_, _>> = state
         .iter()
         .map(|(name, entries)| {
