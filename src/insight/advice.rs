@@ -12,10 +12,15 @@ pub(super) fn advice(explanation: &Explanation) -> String {
         Cause::Input { .. } => {
             "check the data of this batch and the targets of the loss".to_owned()
         }
-        Cause::Scale { .. } => {
-            "none is needed: the scaler has found its scale by such skips, and lowers it now"
-                .to_owned()
-        }
+        Cause::Scale { .. } => match &explanation.culprit {
+            Some(culprit) if explanation.repeated >= AGAIN && culprit.dtype == "fp16" => format!(
+                "keep {} in f32, or use bf16: it has overflowed {} times in succession, and the scale falls for it alone",
+                place_or_after(culprit),
+                explanation.repeated
+            ),
+            _ => "none is needed: the scaler has found its scale by such skips, and lowers it now"
+                .to_owned(),
+        },
         Cause::Finite => {
             "with several ranks, ask the others; otherwise make the closure repeat the iteration, \
                           with the same batch and loss"
@@ -30,8 +35,22 @@ pub(super) fn advice(explanation: &Explanation) -> String {
     }
 }
 
+/// How often in succession a part overflows before the scale is no longer to blame.
+const AGAIN: u32 = 3;
+
+fn place(culprit: &Culprit) -> &str {
+    culprit.path.as_deref().unwrap_or("this part")
+}
+
+fn place_or_after(culprit: &Culprit) -> String {
+    match (&culprit.path, &culprit.after) {
+        (None, Some(module)) => format!("what follows {module}"),
+        _ => place(culprit).to_owned(),
+    }
+}
+
 fn of_values(culprit: &Culprit) -> String {
-    let place = culprit.path.as_deref().unwrap_or("this part");
+    let place = place(culprit);
     let operator = culprit.operator.trim_start_matches("aten::").trim_end_matches('_');
     let f32_is_finite = culprit.largest_in_f32.is_some_and(f64::is_finite);
     let is_cast = ["_to_copy", "to", "copy"].contains(&operator);

@@ -26,6 +26,10 @@ pub struct Explanation {
     pub culprit: Option<Culprit>,
     /// The names of the parameters whose gradients were not finite.
     pub gradients: Vec<String>,
+    /// How often in succession a too large scale has made the same part of the model overflow, this time included, while
+    /// the scale fell; 0 for another cause.
+    #[serde(default)]
+    pub repeated: u32,
 }
 
 /// Why gradients were not finite.

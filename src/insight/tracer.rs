@@ -3,7 +3,7 @@
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use super::explanation::Explanation;
+use super::explanation::{Cause, Culprit, Explanation};
 use super::replay::Replay;
 use super::restored::{self, Buffers};
 use crate::GradScaler;
@@ -58,6 +58,31 @@ pub struct Tracer {
     iteration: u64,
     began: Option<Began>,
     left: usize,
+    overflow: Option<Overflow>,
+}
+
+/// The last explained overflow, if the scale was its cause.
+#[derive(Debug)]
+struct Overflow {
+    part: String,
+    scale: f64,
+    iteration: u64,
+    /// How often in succession the part has overflowed while the scale fell.
+    repeated: u32,
+}
+
+impl Overflow {
+    fn new(culprit: &Culprit, scale: f64, iteration: u64, before: Option<Self>) -> Self {
+        let Culprit { path, after, operator, .. } = culprit;
+        let part = path.as_ref().or(after.as_ref()).unwrap_or(operator).clone();
+        let before = before.filter(|before| before.part == part);
+        let repeated = before.map_or(1, |before| match before.iteration == iteration {
+            true => before.repeated,
+            false if scale < before.scale => before.repeated.saturating_add(1),
+            false => 1,
+        });
+        Self { part, scale, iteration, repeated }
+    }
 }
 
 /// What an iteration began with.
@@ -92,7 +117,8 @@ impl Tracer {
             }
         }
         let buffers = buffers::buffers(vs)?.into_iter().map(|(_, buffer)| buffer).collect();
-        Ok(Self { parameters, devices, buffers, iteration: 0, began: None, left: 10 })
+        let (iteration, began, left, overflow) = (0, None, 10, None);
+        Ok(Self { parameters, devices, buffers, iteration, began, left, overflow })
     }
 
     /// Sets how many steps are explained. Later calls of [`explain`](Self::explain) return `None`, so that a program
@@ -208,7 +234,14 @@ impl Tracer {
         let (cause, culprit, gradients) = replay.explain(before, &mut loss)?;
         drop(replay);
         self.left -= 1;
-        let (iteration, scale_now) = (self.iteration, scaler.get_scale()?);
-        Ok(Some(Explanation { iteration, scale: before, scale_now, cause, culprit, gradients }))
+        let (iteration, scale, scale_now) = (self.iteration, before, scaler.get_scale()?);
+        let last = self.overflow.take();
+        let culprit_of_scale = culprit.as_ref().filter(|_| matches!(cause, Cause::Scale { .. }));
+        self.overflow =
+            culprit_of_scale.map(|culprit| Overflow::new(culprit, scale, iteration, last));
+        let repeated = self.overflow.as_ref().map_or(0, |overflow| overflow.repeated);
+        let explanation =
+            Explanation { iteration, scale, scale_now, cause, culprit, gradients, repeated };
+        Ok(Some(explanation))
     }
 }

@@ -2,9 +2,9 @@
 
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
-use tch_amp::insight::{Explanation, Tracer};
+use tch_amp::insight::{Cause, Explanation, Tracer};
 use tch_amp::optim::Sgd;
-use tch_amp::scaler::{SpikeConfig, SpikeDetector};
+use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
 
 use crate::{Model, batch};
 
@@ -75,4 +75,54 @@ fn a_history_has_the_losses_that_it_is_given() {
     assert_eq!(losses, [None, None, Some(2.0)]);
     let error = history.set_loss(&Tensor::zeros([2], (Kind::Float, Device::Cpu))).unwrap_err();
     assert!(error.to_string().contains("has 2 elements"), "{error}");
+}
+
+/// The advice for the skipped steps of a training in fp16 with these factors of the gradients. The scale grows back after
+/// each step that is taken.
+fn advice(factors: &[f64]) -> Vec<String> {
+    let model = Model::new();
+    let x = batch();
+    let mut optimizer = Sgd::default().build(&model.vs, 1e-6).unwrap();
+    let config = GradScalerConfig::default().growth_interval(1);
+    let mut scaler = config.build(Device::Cpu).unwrap();
+    let mut tracer = Tracer::new(&model.vs).unwrap();
+    let region = tch_amp::Autocast::new(Device::Cpu).dtype(Kind::Half);
+    let mut found = Vec::new();
+    for &factor in factors {
+        let loss = || region.run(|| model.loss(&x, Tensor::shallow_clone) * factor);
+        tracer.begin(&scaler).unwrap();
+        optimizer.zero_grad().unwrap();
+        scaler.backward(&loss().unwrap()).unwrap();
+        let outcome = scaler.step(&mut optimizer).unwrap();
+        scaler.update().unwrap();
+        let explanation = tracer.explain_if_skipped(&scaler, &outcome, loss).unwrap();
+        found.extend(explanation.map(|explanation| {
+            assert!(matches!(explanation.cause, Cause::Scale { .. }), "{explanation}");
+            let text = explanation.to_string();
+            text.split("advice: ").nth(1).unwrap().to_owned()
+        }));
+    }
+    found
+}
+
+#[test]
+fn a_part_that_overflows_again_and_again_is_to_be_kept_in_f32() {
+    let advice = advice(&[2000.0; 5]);
+    assert_eq!(advice.len(), 5, "{advice:?}");
+    for (index, advice) in advice.iter().enumerate() {
+        assert_eq!(advice.starts_with("none is needed"), index < 2, "{index}: {advice}");
+        assert_eq!(
+            advice.starts_with("keep what follows layers.1 in f32"),
+            index >= 2,
+            "{index}: {advice}"
+        );
+        assert!(index < 2 || advice.contains(&format!("{} times", index + 1)), "{advice}");
+    }
+}
+
+#[test]
+fn overflows_at_a_scale_that_grows_back_need_no_advice() {
+    let advice = advice(&[2000.0, 1e-3, 2000.0, 1e-3, 2000.0, 1e-3, 2000.0]);
+    assert_eq!(advice.len(), 4, "{advice:?}");
+    assert!(advice.iter().all(|advice| advice.starts_with("none is needed")), "{advice:?}");
 }
