@@ -92,7 +92,7 @@ pub struct SpikeDetector {
     config: SpikeConfig,
     norm: Option<Tensor>,
     loss: Option<Tensor>,
-    /// The loss of the next step.
+    /// The loss of the next step, detached.
     watched: Option<Tensor>,
 }
 
@@ -112,7 +112,8 @@ impl SpikeDetector {
     /// Has the next step judged by this loss as well, of one element on any device. The step is skipped if either is a spike.
     /// On several ranks give all of them the same loss, such as the mean.
     pub fn watch_loss(&mut self, loss: &Tensor) {
-        self.watched = Some(loss.shallow_clone());
+        // Without its graph, which would be kept until the next step. An undefined tensor is refused there.
+        self.watched = Some(loss.f_detach().unwrap_or_else(|_| loss.shallow_clone()));
     }
 
     /// Returns the options.

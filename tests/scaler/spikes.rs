@@ -1,5 +1,7 @@
 //! Steps that are skipped because their gradient norm or their loss is a spike.
 
+use std::sync::Arc;
+
 use tch::{Device, Kind, Tensor};
 use tch_amp::GradScaler;
 use tch_amp::checkpoint::{Checkpoint, Prepared, SaveState, SavedState, Stateful};
@@ -249,4 +251,32 @@ fn counts_that_no_run_can_have_are_refused() {
             assert_eq!(found.non_finite, expected, "{place} {number}");
         }
     }
+}
+
+/// A program may keep its outcomes, for instance to draw a curve.
+#[test]
+fn neither_a_detector_nor_an_outcome_keeps_the_graph_of_the_watched_loss() {
+    let exists = Arc::new(());
+    let w = leaf(&[1.0; 3], Kind::Float, Device::Cpu);
+    let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1).unwrap();
+    let mut scaler = GradScaler::new(Device::Cpu).unwrap();
+    let mut spikes = SpikeConfig::default().build().unwrap();
+    let held = Arc::clone(&exists);
+    // The graph owns the backward.
+    let function = tch_amp::function(
+        |_, x| Ok(x[0] * 2.0),
+        move |_, g| {
+            let _held = &held;
+            Ok(&g[0] * 2.0)
+        },
+    );
+    let loss = function.apply(&[&w]).unwrap().sum(None);
+    scaler.backward_retain_graph(&loss).unwrap();
+    spikes.watch_loss(&loss);
+    drop(loss);
+    assert_eq!(Arc::strong_count(&exists), 1, "the detector");
+    let outcome = scaler.step_unless_spike(&mut opt, f64::INFINITY, &mut spikes).unwrap();
+    assert!(outcome.is_stepped().unwrap());
+    assert_eq!(Arc::strong_count(&exists), 1, "the outcome");
+    scaler.update().unwrap();
 }
