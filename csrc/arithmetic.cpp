@@ -148,10 +148,12 @@ Tensor norm_on_device(const std::vector<Tensor> &tensors, const Tensor &factor) 
 
 }  // namespace
 
-Tensor numbers(const Tensor &parameter) {
-  Tensor &gradient = parameter.mutable_grad();
-  if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf) gradient = gradient.coalesce();
-  Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+Tensor coalesced(const Tensor &gradient) {
+  return gradient.is_sparse() && gradient.scalar_type() == at::kHalf ? gradient.coalesce() : gradient;
+}
+
+Tensor numbers(const Tensor &gradient) {
+  Tensor values = gradient.is_sparse() ? coalesced(gradient)._values() : gradient;
   // A zero tensor has no memory, so a copy takes its place. The gradient itself stays zero, whatever the copy is
   // multiplied by.
   if (values._is_zerotensor()) values = with_own_numbers(values);

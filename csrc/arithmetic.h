@@ -10,9 +10,12 @@
 
 namespace tamp {
 
-// Returns the dense real tensor that holds the numbers of a parameter's gradient. Coalesces a sparse fp16 gradient
-// first, because the values of duplicate indices can add up to infinity.
-at::Tensor numbers(const at::Tensor &parameter);
+// Returns a sparse fp16 gradient coalesced, because the values of duplicate indices can add up to infinity, and any other
+// gradient as it is.
+at::Tensor coalesced(const at::Tensor &gradient);
+
+// Returns the dense real tensor that holds the numbers of a gradient, or of a copy if that has to be coalesced.
+at::Tensor numbers(const at::Tensor &gradient);
 
 // Groups tensors by dtype and keeps their order within a group. libtorch processes a list in one launch only if all
 // dtypes are the same.

@@ -54,7 +54,7 @@ std::vector<ClippedGroup> groups(tamp_tensor *const *parameters, size_t count) {
     check_dtype(gradient);
   };
   for (auto *parameter : with_gradients(parameters, count, check)) {
-    Tensor gradient = tamp::numbers(tamp::tensor(parameter));
+    Tensor gradient = tamp::numbers(tamp::gradient(tamp::tensor(parameter)));
     size_t group = 0;
     while (group < out.size() && out[group].device != gradient.device()) ++group;
     if (group == out.size()) out.push_back({gradient.device(), {}});

@@ -57,11 +57,18 @@ bool has_kernel(const Tensor &t) {
 
 using Groups = c10::SmallVector<UnscaledGroup, 1>;
 
+// A parameter, and the coalesced gradient that takes the place of its gradient.
+using Replacements = std::vector<std::pair<Tensor, Tensor>>;
+
 // In the order of their first gradients.
-Groups groups(tamp_tensor *const *parameters, size_t count, size_t devices, const Options &options) {
+Groups groups(tamp_tensor *const *parameters, size_t count, size_t devices, const Options &options,
+              Replacements &replacements) {
   Groups out;
   for (size_t i = 0; i < count; ++i) {
-    Tensor t = tamp::numbers(tamp::tensor(parameters[i]));
+    const Tensor &parameter = tamp::tensor(parameters[i]), &gradient = tamp::gradient(parameter);
+    const Tensor kept = options.check_only ? gradient : tamp::coalesced(gradient);
+    if (!kept.is_same(gradient)) replacements.emplace_back(parameter, kept);
+    Tensor t = tamp::numbers(kept);
     size_t place = 0;
     while (place < out.size() && out[place].device != t.device()) ++place;
     if (place == out.size()) {
@@ -178,10 +185,12 @@ void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const 
     const c10::NoGradGuard no_grad;
     const Options chosen = {(options & TAMP_UNSCALE_RECHECK) != 0, (options & TAMP_UNSCALE_CHECK_ONLY) != 0,
                             (options & TAMP_UNSCALE_GENERIC) != 0};
-    Groups all = groups(parameters, count, devices, chosen);
+    Replacements replacements;
+    Groups all = groups(parameters, count, devices, chosen, replacements);
     Tensor inverse;
     for (auto &group : all) prepare(group, tamp::tensor(scale), chosen, inverse);
     *begun = chosen.check_only ? 0 : 1;
+    for (const auto &[parameter, gradient] : replacements) parameter.mutable_grad() = gradient;
     for (size_t i = 0; i < devices; ++i) answers[i] = run(all[i], chosen);
     for (size_t i = 0; i < devices; ++i) found_infs[i] = tamp::give(std::move(all[i].found_inf));
   });
@@ -197,7 +206,7 @@ tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, c
       const Tensor &parameter = tamp::tensor(parameters[i]);
       TORCH_CHECK(tamp::gradient(parameter).layout() == at::kStrided,
                   "the norm of a sparse gradient cannot be taken; make it dense first");
-      gradients.push_back(tamp::numbers(parameter));
+      gradients.push_back(tamp::numbers(tamp::gradient(parameter)));
     }
     const Tensor factor = tamp::on_device(inverse_of(tamp::tensor(scale)), gradients.front().device());
     auto norm = std::make_unique<Tensor>(tamp::norm(gradients, factor));
