@@ -189,6 +189,17 @@ void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tens
   });
 }
 
+tamp_tensor *tamp_gradient_rest(const tamp_tensor *parameter, const tamp_tensor *before, char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    const Tensor &gradient = tamp::gradient(tamp::tensor(parameter));
+    TORCH_CHECK(gradient.defined(), "the parameter has no gradient");
+    const Tensor numbers = gradient.is_sparse() ? gradient._values() : gradient;
+    const Tensor rest = numbers.ne(0).any().to(at::kFloat);
+    return tamp::give(before == nullptr ? rest : rest.mul(tamp::tensor(before)));
+  });
+}
+
 void tamp_backward(const tamp_tensor *loss, uint8_t retain_graph, char **err) noexcept {
   tamp::guarded_inside_regions(err, [&] { tamp::tensor(loss).backward({}, retain_graph != 0); });
 }

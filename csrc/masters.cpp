@@ -21,29 +21,50 @@ Tensor bits(const Tensor &numbers) { return numbers.view(at::kInt).masked_fill(n
 
 bool is_half(const Tensor &t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
 
-// Converts half-precision gradients to f32. On devices other than the CPU all of them are converted before the first is
-// replaced, so that none has changed if memory runs out. On the CPU they are converted one at a time, to save memory.
-void widen_gradients(const std::vector<Tensor> &parameters) {
-  std::vector<Tensor> wide(parameters.size());
+// The dtype of a parameter's gradient, or the one that the next gradient gets.
+at::ScalarType gradient_dtype(const Tensor &parameter) {
+  const Tensor &gradient = tamp::gradient(parameter);
+  return gradient.defined() ? gradient.scalar_type() : parameter.grad_dtype().value_or(parameter.scalar_type());
+}
+
+// Converts the gradients of parameters to `dtype`. On devices other than the CPU all of them are converted before the
+// first is replaced, so that none has changed if memory runs out. On the CPU they are converted one at a time, to save
+// memory. `done` counts those that were replaced.
+void convert(const std::vector<Tensor> &parameters, const std::vector<at::ScalarType> &dtypes, size_t &done) {
+  std::vector<Tensor> converted(parameters.size());
   tamp::Copies copies;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const Tensor &before = tamp::gradient(parameters[i]);
-    if (!before.defined() || before.scalar_type() == at::kFloat || before.is_cpu()) continue;
+    if (!before.defined() || before.is_cpu()) continue;
     if (before.layout() == at::kStrided) {
-      wide[i] = at::empty_like(before, at::kFloat);
-      copies.add(wide[i], before);
+      converted[i] = at::empty_like(before, dtypes[i]);
+      copies.add(converted[i], before);
     } else {
-      wide[i] = before.to(at::kFloat);
+      converted[i] = before.to(dtypes[i]);
     }
   }
   copies.run();
-  for (size_t i = 0; i < parameters.size(); ++i) {
+  for (size_t i = 0; i < parameters.size(); ++i, ++done) {
     const Tensor &before = tamp::gradient(parameters[i]);
     if (!before.defined()) {
-      parameters[i].set_grad_dtype(at::kFloat);
-    } else if (before.scalar_type() != at::kFloat) {
-      replace_gradient(parameters[i], at::kFloat, wide[i].defined() ? wide[i] : before.detach().to(at::kFloat));
+      parameters[i].set_grad_dtype(dtypes[i]);
+    } else {
+      replace_gradient(parameters[i], dtypes[i], converted[i].defined() ? converted[i] : before.detach().to(dtypes[i]));
     }
+  }
+}
+
+// Converts all, or none if it fails.
+void convert(const std::vector<Tensor> &parameters, const std::vector<at::ScalarType> &dtypes) {
+  std::vector<at::ScalarType> before;
+  for (const auto &parameter : parameters) before.push_back(gradient_dtype(parameter));
+  size_t done = 0;
+  try {
+    convert(parameters, dtypes, done);
+  } catch (...) {
+    const auto end = static_cast<std::ptrdiff_t>(done);
+    convert({parameters.begin(), parameters.begin() + end}, {before.begin(), before.begin() + end}, done);
+    throw;
   }
 }
 
@@ -79,15 +100,30 @@ Tensor remainder(const Tensor &master) { return bits(master).bitwise_and(0xffff)
 
 extern "C" {
 
-void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
+void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, uint8_t *widened, char **err) noexcept {
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     std::vector<at::Tensor> halves;
     for (size_t i = 0; i < count; ++i) {
       const at::Tensor &parameter = tamp::tensor(parameters[i]);
-      if (tamp::is_half(parameter)) halves.push_back(parameter);
+      widened[i] = tamp::is_half(parameter) && tamp::gradient_dtype(parameter) != at::kFloat;
+      if (widened[i] != 0) halves.push_back(parameter);
     }
-    tamp::widen_gradients(halves);
+    tamp::convert(halves, std::vector<at::ScalarType>(halves.size(), at::kFloat));
+  });
+}
+
+void tamp_gradients_narrow(tamp_tensor *const *parameters, size_t count, const uint8_t *widened, char **err) noexcept {
+  tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    std::vector<at::Tensor> halves;
+    std::vector<at::ScalarType> dtypes;
+    for (size_t i = 0; i < count; ++i) {
+      if (widened[i] == 0) continue;
+      halves.push_back(tamp::tensor(parameters[i]));
+      dtypes.push_back(halves.back().scalar_type());
+    }
+    tamp::convert(halves, dtypes);
   });
 }
 

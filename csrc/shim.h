@@ -181,6 +181,10 @@ void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **er
 void tamp_gradients_take(tamp_tensor *const *parameters, size_t count, tamp_tensor **gradients,
                          char **err) TAMP_NOEXCEPT;
 
+// Returns a flag on the device of a parameter's gradient: an f32 tensor of one element, which is zero if every element of
+// the gradient is zero or if `before`, an earlier flag or null, is zero. Otherwise it is one.
+tamp_tensor *tamp_gradient_rest(const tamp_tensor *parameter, const tamp_tensor *before, char **err) TAMP_NOEXCEPT;
+
 // Runs the backward pass of `loss`, a tensor of one element, in the regions of the calling thread, as code of the
 // program may run in it, and accumulates the gradients of its leaves. With `retain_graph` the graph can be used by
 // another backward pass.
@@ -193,8 +197,14 @@ void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *grad
                         char **err) TAMP_NOEXCEPT;
 
 // Makes the gradients f32 of those of `count` parameters that are bf16 or fp16: converts existing gradients, and has
-// autograd accumulate later ones in f32.
-void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
+// autograd accumulate later ones in f32. Sets `widened`, which has `count` elements, to one for each parameter whose
+// gradients were not f32 before, and otherwise to zero. Changes nothing on failure.
+void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, uint8_t *widened, char **err) TAMP_NOEXCEPT;
+
+// Undoes one call of tamp_gradients_widen, after which no number has changed: the gradients of `count` parameters have
+// the dtypes of these again where `widened` is not zero. Changes nothing on failure.
+void tamp_gradients_narrow(tamp_tensor *const *parameters, size_t count, const uint8_t *widened,
+                           char **err) TAMP_NOEXCEPT;
 
 // ---------------------------------------------------------------------------------------------------------- memory.cpp
 // These functions tell the shape of a tensor, which tensors share memory, and whether parameters were written to since

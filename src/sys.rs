@@ -317,6 +317,11 @@ unsafe extern "C" {
         gradients: *mut *mut Tensor,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_gradient_rest(
+        parameter: *const Tensor,
+        before: *const Tensor,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
     pub(crate) fn tamp_backward(loss: *const Tensor, retain_graph: u8, err: *mut *mut c_char);
     pub(crate) fn tamp_gradients_add(
         parameters: *const *mut Tensor,
@@ -327,6 +332,13 @@ unsafe extern "C" {
     pub(crate) fn tamp_gradients_widen(
         parameters: *const *mut Tensor,
         count: usize,
+        widened: *mut u8,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_gradients_narrow(
+        parameters: *const *mut Tensor,
+        count: usize,
+        widened: *const u8,
         err: *mut *mut c_char,
     );
 

@@ -41,9 +41,9 @@ pub enum GradientError {
     },
 
     /// The gradient of a parameter has already been unscaled with another list of parameters and would be unscaled
-    /// twice.
+    /// twice. Several optimizers may have a parameter if each steps before its gradient is zeroed for the next.
     #[error(
-        "{parameter} has already been unscaled with another list of parameters: give it to one optimizer, and add variables before unscale_"
+        "{parameter} has already been unscaled with another list of parameters: step that optimizer and zero the gradients before the next loss is scaled, and add variables before unscale_"
     )]
     Shared {
         /// The parameter: its name if it is known, or else its index, and its shape.

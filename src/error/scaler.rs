@@ -46,13 +46,17 @@ pub enum ScalerError {
     )]
     AlreadyUnscaled,
 
-    /// `unscale_` was called after `step` for an optimizer in one iteration.
-    #[error("unscale_ is being called after step on these parameters; call update() first")]
+    /// `unscale_` was called after `step` in one iteration, with gradients that the step has used.
+    #[error(
+        "unscale_ is being called after step on these parameters, and their gradients are not new; call update() first, or zero them before the next loss is scaled"
+    )]
     UnscaleAfterStep,
 
-    /// `step`, `abandon` or a backward of several losses was called for an optimizer whose step in this iteration has
-    /// already been taken or skipped.
-    #[error("step has already been called on these parameters; call update() first")]
+    /// `step`, `abandon` or a backward of several losses was called with gradients that a step in this iteration, which
+    /// was taken or skipped, has already used.
+    #[error(
+        "step has already been called on these parameters, and their gradients are not new; call update() first, or zero them before the next loss is scaled"
+    )]
     AlreadyStepped,
 
     /// libtorch failed while the gradients of an optimizer were being unscaled, so that some are unscaled and some are

@@ -18,6 +18,9 @@ pub(crate) type Place = (i8, i8);
 #[repr(transparent)]
 pub(crate) struct Gradient(sys::Gradient);
 
+/// The number of `c10::DeviceType` for the CPU.
+const CPU: i8 = 0;
+
 /// The numbers of `c10::ScalarType` for complex dtypes.
 const COMPLEX_HALF: i8 = 8;
 const COMPLEX: [i8; 2] = [9, 10];
@@ -52,6 +55,11 @@ impl Gradient {
     /// Returns how often the gradient was changed in place.
     pub(crate) fn version(&self) -> u32 {
         self.0.version
+    }
+
+    /// Whether the gradient is in host memory.
+    pub(crate) fn is_on_cpu(&self) -> bool {
+        self.0.device_type == CPU
     }
 
     /// Returns the device of the gradient.
@@ -133,6 +141,11 @@ impl Snapshot {
         inspect(parameters, true).map(Self)
     }
 
+    /// Forgets all but the first gradients.
+    pub(crate) fn truncate(&mut self, len: usize) {
+        drop(Self(self.0.split_off(len.min(self.0.len()))));
+    }
+
     /// Swaps the gradients at one index of two snapshots.
     pub(crate) fn exchange(&mut self, other: &mut Self, index: usize) {
         std::mem::swap(&mut self.0[index], &mut other.0[index]);
@@ -212,11 +225,42 @@ pub(crate) fn gradients_add(parameters: &[Tensor], taken: &[Option<Tensor>]) -> 
     call(|err| unsafe { sys::tamp_gradients_add(array, taken.as_ptr(), count, err) })
 }
 
-/// Makes the gradients of half-precision parameters f32, and converts those that exist.
-pub(crate) fn gradients_widen(parameters: &[Tensor]) -> Result<()> {
+/// Which parameters' gradients `gradients_widen` has changed.
+#[derive(Debug)]
+pub(crate) struct Widened(Vec<u8>);
+
+impl Widened {
+    /// Whether there are any.
+    pub(crate) fn any(&self) -> bool {
+        self.0.contains(&1)
+    }
+
+    /// Gives the gradients of the same parameters their dtypes back. No number may have changed since.
+    pub(crate) fn undo(&self, parameters: &[Tensor]) -> Result<()> {
+        assert_eq!(parameters.len(), self.0.len());
+        let (tensors, widened) = (pointers(parameters), self.0.as_ptr());
+        let (array, count) = (tensors.as_ptr(), tensors.len());
+        // SAFETY: both arrays have `count` elements, and `parameters` keeps the tensors alive.
+        call(|err| unsafe { sys::tamp_gradients_narrow(array, count, widened, err) })
+    }
+}
+
+/// Makes the gradients of half-precision parameters f32, and converts those that exist. Changes nothing if it fails.
+pub(crate) fn gradients_widen(parameters: &[Tensor]) -> Result<Widened> {
     let tensors = pointers(parameters);
-    // SAFETY: the array has `tensors.len()` elements, and `parameters` keeps the tensors alive.
-    call(|err| unsafe { sys::tamp_gradients_widen(tensors.as_ptr(), tensors.len(), err) })
+    let mut widened = vec![0; tensors.len()];
+    let (array, count, out) = (tensors.as_ptr(), tensors.len(), widened.as_mut_ptr());
+    // SAFETY: both arrays have `count` elements, and `parameters` keeps the tensors alive.
+    call(|err| unsafe { sys::tamp_gradients_widen(array, count, out, err) })?;
+    Ok(Widened(widened))
+}
+
+/// Returns a flag on the device of a parameter's gradient, which is zero if the gradient is zero or `before`, an earlier
+/// flag, is. Does not synchronize.
+pub(crate) fn gradient_rest(parameter: &Tensor, before: Option<&Tensor>) -> Result<Tensor> {
+    let before = before.map_or(ptr::null(), Tensor::as_ptr);
+    // SAFETY: `parameter` is a live tensor, and `before` is one or null.
+    given(call(|err| unsafe { sys::tamp_gradient_rest(parameter.as_ptr(), before.cast(), err) })?)
 }
 
 /// Runs the backward pass from a tensor of one element.

@@ -90,12 +90,15 @@ pub(crate) fn reduce_norm(
 
 /// Clamps to a checked limit. An error names the parameter.
 pub(crate) fn clamp(parameters: &[Tensor], max: f64) -> Result<()> {
-    let unclampable = |gradient: &Gradient| {
-        let complex = "is complex, and cannot be clamped, because complex numbers have no order; clip the norm";
-        unclippable(gradient).or_else(|| gradient.is_complex().then_some(complex))
-    };
     let clamped = ffi::clip_grad_value(parameters, max);
     clamped.map_err(|error| explained(parameters, unclampable, error))
+}
+
+/// The reason why a gradient cannot be clamped, if there is one.
+pub(crate) fn unclampable(gradient: &Gradient) -> Option<&'static str> {
+    let complex =
+        "is complex, and cannot be clamped, because complex numbers have no order; clip the norm";
+    unclippable(gradient).or_else(|| gradient.is_complex().then_some(complex))
 }
 
 /// The reason why a gradient can be neither normed nor clipped, if there is one.

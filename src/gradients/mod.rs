@@ -18,14 +18,14 @@ use crate::ffi::{self, Gradient, Snapshot};
 
 pub use crate::error::GradientError;
 pub(crate) use change::{Change, change};
-pub(crate) use clip::{check_limit, clamp, reduce_norm, unclippable};
+pub(crate) use clip::{check_limit, clamp, reduce_norm, unclampable, unclippable};
 pub use clip::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
 pub(crate) use found_inf::overflow;
 pub(crate) use identity::IdentityMap;
 pub(crate) use look::{Findings, Look};
 pub use non_finite::NonFiniteGradient;
 pub(crate) use parameters::Parameters;
-pub(crate) use plan::Plan;
+pub(crate) use plan::{Plan, drop_frozen};
 pub(crate) use taken::Taken;
 
 /// Returns the name of a parameter by its index and its identity, if it is known.
@@ -68,6 +68,11 @@ impl<'a> Gradients<'a> {
     pub(crate) fn describe(&self, index: usize) -> String {
         let name = (self.names)(index, self.snapshot[index].parameter());
         describe(index, &self.parameters[index], name)
+    }
+
+    /// Drops those of frozen parameters.
+    pub(crate) fn drop_frozen(&self) -> Result<()> {
+        drop_frozen(&self.parameters, &self.snapshot)
     }
 
     pub(crate) fn into_snapshot(self) -> Snapshot {

@@ -11,8 +11,14 @@ use crate::gradients::{Gradients, IdentityMap};
 pub(crate) struct Plan {
     /// Indices of the parameters whose gradients are to be unscaled, by device.
     pub(crate) groups: Vec<(Place, Vec<usize>)>,
-    /// Indices of frozen parameters that still have a gradient, which no optimizer may apply.
-    frozen: Vec<usize>,
+}
+
+/// Drops the gradients that frozen parameters still have, which no optimizer may apply. `now` describes the gradients.
+pub(crate) fn drop_frozen(parameters: &[Tensor], now: &[Gradient]) -> Result<()> {
+    let both = now.iter().zip(parameters);
+    let frozen = both.filter(|(gradient, _)| gradient.exists() && gradient.is_frozen());
+    let frozen: Vec<_> = frozen.map(|(_, parameter)| parameter).collect();
+    if frozen.is_empty() { Ok(()) } else { ffi::gradients_drop(frozen) }
 }
 
 impl Plan {
@@ -31,11 +37,7 @@ impl Plan {
                 return Err(refuse("cannot exist: the parameter is an undefined tensor"));
             }
             // A parameter in two groups is unscaled once.
-            if !gradient.exists() || seen.insert(gradient.parameter(), ()).is_some() {
-                continue;
-            }
-            if gradient.is_frozen() {
-                plan.frozen.push(index);
+            if !gradient.is_used() || seen.insert(gradient.parameter(), ()).is_some() {
                 continue;
             }
             if let Some(problem) = problem(gradient, allow_fp16) {
@@ -44,14 +46,6 @@ impl Plan {
             plan.add(gradient.place(), index);
         }
         Ok(plan)
-    }
-
-    /// Drops the gradients of frozen parameters.
-    pub(crate) fn drop_frozen(&self, parameters: &[Tensor]) -> Result<()> {
-        if self.frozen.is_empty() {
-            return Ok(());
-        }
-        ffi::gradients_drop(self.frozen.iter().map(|&index| &parameters[index]))
     }
 
     fn add(&mut self, place: Place, index: usize) {

@@ -195,7 +195,7 @@ impl Optimizer {
             }
             added.push((name, aliases, named.tensor, named.group));
         }
-        self.refuse_overlapping(&added)?;
+        self.refuse_overlapping(added.iter().map(|(name, _, tensor, _)| (name, tensor)))?;
         if self.f32_gradients {
             let tensors: Vec<_> =
                 added.iter().map(|(_, _, tensor, _)| tensor.shallow_clone()).collect();
@@ -216,10 +216,12 @@ impl Optimizer {
     }
 
     /// Refuses parameters that have memory in common with each other or with those that are in the optimizer.
-    pub(crate) fn refuse_overlapping(&self, added: &[(String, Tensor, usize)]) -> Result<()> {
+    pub(crate) fn refuse_overlapping<'a>(
+        &'a self,
+        added: impl Iterator<Item = (&'a String, &'a Tensor)>,
+    ) -> Result<()> {
         let known = self.slots.iter().zip(&self.parameters);
-        let known = known.map(|(slot, tensor)| (&slot.name, tensor));
-        let all = known.chain(added.iter().map(|(name, tensor, _)| (name, tensor)));
+        let all = known.map(|(slot, tensor)| (&slot.name, tensor)).chain(added);
         let (names, tensors): (Vec<_>, Vec<_>) =
             all.map(|(name, tensor)| (name, tensor.shallow_clone())).unzip();
         match ffi::overlapping(&tensors)? {

@@ -69,7 +69,7 @@ impl Optimizer {
 
     /// Returns the error that names the parameters in one memory, or the first gradient that no step takes.
     fn refusal(&self) -> Result<Error> {
-        self.refuse_overlapping(&[])?;
+        self.refuse_overlapping(std::iter::empty())?;
         let gradients = ffi::gradients_inspect(&self.parameters)?;
         let problem = |(index, gradient)| Some((index, self.problem(index, gradient)?));
         let refused = gradients.iter().enumerate().filter(|(_, gradient)| gradient.is_used());

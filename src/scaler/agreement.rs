@@ -43,7 +43,7 @@ impl GradScaler {
         });
         match record {
             Some(record) if agreed.is_err() && iteration.stage(record) == Stage::Looked => {
-                iteration.abandon(record);
+                iteration.withdraw(record);
             }
             _ => {}
         }

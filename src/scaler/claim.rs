@@ -1,8 +1,8 @@
 //! Which record an optimizer has in this iteration, and changes of its gradients.
 //!
 //! An optimizer is recognized by the identities of its parameters, not by its address, so it may be moved between the
-//! calls of an iteration. A record also describes the gradients, by which the step notices that one was replaced or
-//! changed.
+//! calls of an iteration. A record also describes the gradients. By these, the step notices that one was replaced or
+//! changed, and optimizers with the same parameters are told apart: a step belongs to the gradients that it used.
 
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
@@ -24,10 +24,13 @@ fn appeared(parameter: String) -> Error {
 }
 
 impl GradScaler {
-    /// Finds the record of an optimizer that has been unscaled or stepped since the last update.
+    /// Finds the record of the gradients of an optimizer that have been unscaled or stepped with since the last update.
     pub(crate) fn record(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
         let now = ffi::gradients_inspect(&optimizer.parameters())?;
-        Ok(self.iteration.borrow().find(&now))
+        Ok(match self.iteration.borrow().owner(&now)? {
+            Owner::Record(record) => Some(record),
+            Owner::None | Owner::Shared(_) => None,
+        })
     }
 
     /// Unscales the gradients and returns their record; `None` if there is nothing to record.
@@ -66,13 +69,9 @@ impl GradScaler {
         let Some(scale) = self.scale.number() else {
             return Ok(None);
         };
-        // Gradients that are unscaled, or whose unscaled norm is taken, need the dtype that the optimizer updates in.
-        if look != Look::Check && optimizer.wants_f32_gradients() {
-            ffi::gradients_widen(&optimizer.parameters())?;
-        }
-        let gradients = self.gradients(optimizer)?;
+        let mut gradients = self.gradients(optimizer)?;
         let mut iteration = self.iteration.borrow_mut();
-        match iteration.owner(gradients.snapshot()) {
+        match iteration.owner(gradients.snapshot())? {
             Owner::Shared(index) => {
                 Err(Error::Gradient(GradientError::Shared { parameter: gradients.describe(index) }))
             }
@@ -82,12 +81,25 @@ impl GradScaler {
             Owner::None => {
                 // Only writing unscaled fp16 gradients back can lose small values.
                 let allow_fp16 = look != Look::Unscale || self.scale.config().may_unscale_fp16();
-                let plan = Plan::new(&gradients, allow_fp16)?;
+                // Gradients that are unscaled, or whose unscaled norm is taken, need the dtype that the optimizer
+                // updates in.
+                let widen = look != Look::Check && optimizer.wants_f32_gradients();
+                let mut plan = Plan::new(&gradients, allow_fp16 || widen)?;
                 if look == Look::Norm {
                     gradients.refuse(Gradient::is_used, unclippable)?;
                 }
+                let mut widened = None;
+                if widen {
+                    let done = ffi::gradients_widen(gradients.parameters())?;
+                    let undo = |_: &Error| drop(done.undo(&optimizer.parameters()));
+                    if done.any() {
+                        gradients = self.gradients(optimizer).inspect_err(undo)?;
+                    }
+                    plan = Plan::new(&gradients, allow_fp16).inspect_err(undo)?;
+                    widened = Some(done);
+                }
                 let even_empty = self.agreement.is_some();
-                iteration.open(gradients.separated()?, &plan, scale, look, even_empty)
+                iteration.open(gradients.separated()?, widened, &plan, scale, look, even_empty)
             }
         }
     }
@@ -132,6 +144,7 @@ impl GradScaler {
         };
         let mut iteration = self.iteration.borrow_mut();
         iteration.compare(record, &gradients)?;
+        gradients.drop_frozen()?;
         let changed = change(gradients.parameters())?;
         iteration.accept(record, Snapshot::of(gradients.parameters())?, look_again);
         Ok(changed)
@@ -173,15 +186,16 @@ impl GradScaler {
     pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         let now = ffi::gradients_inspect(&optimizer.parameters())?;
         let iteration = self.iteration.get_mut();
-        match iteration.find(&now) {
-            Some(record) if iteration.stage(record) == Stage::Stepped => {
-                Err(Error::Scaler(ScalerError::AlreadyStepped))
-            }
+        let is_open = |record: &usize| iteration.stage(*record) != Stage::Stepped;
+        match iteration.find(&now).filter(is_open) {
             Some(record) => {
                 iteration.abandon(record);
                 Ok(())
             }
-            None => Ok(()),
+            None => match iteration.owner(&now)? {
+                Owner::Record(_) => Err(Error::Scaler(ScalerError::AlreadyStepped)),
+                Owner::None | Owner::Shared(_) => Ok(()),
+            },
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::error::Result;
 #[cfg(doc)]
 use crate::error::{Error, GradientError};
 use crate::ffi::{self, Gradient};
-use crate::gradients::{Plan, check_limit, clamp, reduce_norm, unclippable};
+use crate::gradients::{Plan, check_limit, clamp, reduce_norm, unclampable, unclippable};
 use crate::optim::AmpOptimizer;
 use crate::scaler::step::due;
 use crate::scaler::{GradScaler, StepOutcome};
@@ -25,9 +25,8 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] or, with a host
-    /// optimizer, [`Error::Torch`] for a sparse gradient; and the errors of [`step`](Self::step). If the optimizer's
-    /// own step fails, the gradients may already be clipped.
+    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient; and
+    /// the errors of [`step`](Self::step). If the optimizer's own step fails, the gradients may already be clipped.
     ///
     /// # Examples
     ///
@@ -57,6 +56,7 @@ impl GradScaler {
         if let (None, Some(scale), true) = (record, self.scale.number(), takes_scaled) {
             return self.step_scaled(optimizer, scale, Some(max_norm), None);
         }
+        self.gradients(optimizer)?.refuse(Gradient::is_used, unclippable)?;
         let record = self.or_open(record, optimizer)?;
         let norm = self.clip_unscaled(record, optimizer, max_norm, !takes_scaled)?;
         Ok(self.step_shared(optimizer)?.with_norm(norm))
@@ -112,7 +112,9 @@ impl GradScaler {
         max: f64,
     ) -> Result<StepOutcome> {
         check_limit("max", max)?;
-        let record = self.or_open(self.record_due(optimizer)?, optimizer)?;
+        let record = self.record_due(optimizer)?;
+        self.gradients(optimizer)?.refuse(Gradient::is_used, unclampable)?;
+        let record = self.or_open(record, optimizer)?;
         // Infinite gradients are found before clamping makes them finite.
         self.change_gradients(record, optimizer, false, |all| clamp(all, max))?;
         self.step_shared(optimizer)

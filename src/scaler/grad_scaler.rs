@@ -25,7 +25,8 @@ use crate::scaler::iteration::Iteration;
 /// counterpart of `torch.amp.GradScaler`, with the same defaults and, bit for bit, the same arithmetic.
 ///
 /// In each iteration call [`scale`](Self::scale) or [`backward`](Self::backward); for each optimizer, optionally
-/// [`unscale_`](Self::unscale_) and then [`step`](Self::step); and at the end [`update`](Self::update) once.
+/// [`unscale_`](Self::unscale_) and then [`step`](Self::step); and at the end [`update`](Self::update) once. Optimizers
+/// that have parameters in common take turns: each zeroes the gradients, scales its own loss and steps.
 ///
 /// # Examples
 ///
@@ -84,7 +85,8 @@ impl GradScaler {
     }
 
     /// Makes a scaler that does nothing, so that the same loop runs with and without scaling: losses and gradients stay
-    /// as they are, `step` always steps, and the scale is 1. Corresponds to `enabled=False` in PyTorch.
+    /// as they are, `step` always steps, and the scale is 1. It refuses no order of calls, because nothing is divided
+    /// that could be divided twice. Corresponds to `enabled=False` in PyTorch.
     pub fn disabled() -> Self {
         Self::from_scale(AdaptiveScale::disabled())
     }

@@ -2,14 +2,19 @@
 //!
 //! Unscaling opens a [`Record`] for an optimizer, the step uses it, and `update` reads the flags of all records and
 //! closes them. The [`Stage`] of a record determines which calls are possible.
+//!
+//! A record belongs to its parameters and to the gradients that these had. Gradients that a backward has made since a
+//! step are new, so the same parameters, in whichever optimizers, can have several records until `update`.
 
+use std::collections::HashMap;
+#[cfg(feature = "insight")]
 use std::collections::HashSet;
 
 use tch::Tensor;
 
 use crate::error::{Error, GradientError, Result, ScalerError};
-use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot};
-use crate::gradients::{Change, Findings, Gradients, Look, Plan, change, overflow};
+use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot, Widened};
+use crate::gradients::{Change, Findings, Gradients, Look, Plan, change, drop_frozen, overflow};
 use crate::scale::Number;
 use crate::scaler::record::{Record, Stage};
 
@@ -21,13 +26,21 @@ pub(crate) enum Verdict {
     Unless(Tensor),
 }
 
-/// The optimizer to which a list of parameters belongs.
+/// The record to which the gradients of a list of parameters belong.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
+    /// To none: a backward has made them since the last step of these parameters, if there are any.
     None,
     Record(usize),
     /// The gradient of the parameter at this index has been unscaled for another optimizer.
     Shared(usize),
+}
+
+/// What identifies a gradient: its parameter and itself.
+type Key = (usize, (usize, usize));
+
+fn key(gradient: &Gradient) -> Option<Key> {
+    gradient.exists().then(|| (gradient.parameter(), gradient.identity()))
 }
 
 /// The optimizers of one iteration.
@@ -47,8 +60,9 @@ impl Iteration {
         self.records[record].stage
     }
 
-    pub(crate) fn set_stage(&mut self, record: usize, stage: Stage) {
-        self.records[record].stage = stage;
+    /// Records that the step of a record was taken or skipped.
+    pub(crate) fn set_stepped(&mut self, record: usize) {
+        self.records[record].set_stepped();
     }
 
     /// Records that unscaling may have stopped midway.
@@ -56,58 +70,96 @@ impl Iteration {
         self.records[record].set_broken();
     }
 
-    /// Finds the optimizer to which these parameters belong. One that has gained parameters is still the same as long
-    /// as the new ones have no gradients, which would not have been unscaled.
-    pub(crate) fn owner(&self, gradients: &[Gradient]) -> Owner {
+    /// Finds the record to which these gradients belong. An optimizer that has gained parameters is still the same as
+    /// long as the new ones have no gradients, which would not have been unscaled. Synchronizes only where gradients on
+    /// a GPU were zeroed in place after a step, to learn that nothing is left of them.
+    pub(crate) fn owner(&self, gradients: &[Gradient]) -> Result<Owner> {
         let gained_none = |record: &usize| {
             let known = self.records[*record].snapshot.len();
             gradients[known..].iter().all(|gradient| !gradient.exists())
         };
-        if self.records.is_empty() {
-            return Owner::None;
+        let own = self.find(gradients).filter(gained_none);
+        match own {
+            Some(record) if self.stage(record) != Stage::Stepped => Ok(Owner::Record(record)),
+            _ => Ok(match (self.first_known(gradients)?, own) {
+                (None, _) => Owner::None,
+                (Some(_), Some(record)) => Owner::Record(record),
+                (Some(index), None) => Owner::Shared(index),
+            }),
         }
-        if let Some(record) = self.find(gradients).filter(gained_none) {
-            return Owner::Record(record);
-        }
-        // The snapshots hold the gradients, so that no other has their identity.
-        let known = self.records.iter().flat_map(|record| record.snapshot.iter());
-        let known = known.filter(|known| known.exists());
-        let known: HashSet<_> = known.map(|known| (known.parameter(), known.identity())).collect();
-        let shared = |gradient: &Gradient| {
-            gradient.exists() && known.contains(&(gradient.parameter(), gradient.identity()))
-        };
-        gradients.iter().position(shared).map_or(Owner::None, Owner::Shared)
     }
 
-    /// Finds the record whose parameters these begin with.
+    /// Finds the record whose parameters these begin with: the longest if there are several, and then the latest.
     pub(crate) fn find(&self, gradients: &[Gradient]) -> Option<usize> {
-        self.records.iter().position(|record| {
-            let known = &record.snapshot;
-            let pairs = || known.iter().zip(gradients);
-            known.len() <= gradients.len() && pairs().all(|(a, b)| a.parameter() == b.parameter())
-        })
+        let begins_with = |known: &[Gradient]| {
+            let mut pairs = known.iter().zip(gradients);
+            known.len() <= gradients.len() && pairs.all(|(a, b)| a.parameter() == b.parameter())
+        };
+        let records = self.records.iter().enumerate();
+        let records = records.filter(|(_, record)| begins_with(&record.snapshot));
+        records.max_by_key(|(_, record)| record.snapshot.len()).map(|(index, _)| index)
+    }
+
+    /// The index of the first gradient that a record has, and of which something is left.
+    fn first_known(&self, gradients: &[Gradient]) -> Result<Option<usize>> {
+        if self.records.is_empty() {
+            return Ok(None);
+        }
+        let held = self.held();
+        let known = gradients.iter().enumerate();
+        let known =
+            known.filter_map(|(index, gradient)| Some((index, *held.get(&key(gradient)?)?)));
+        let known: Vec<_> = known.collect();
+        if known.is_empty() {
+            return Ok(None);
+        }
+        let rests: Vec<_> = known.iter().filter_map(|(_, (record, at))| record.rest(*at)).collect();
+        if rests.len() == known.len() && !ffi::any_nonzero(&rests)? {
+            return Ok(None);
+        }
+        for (index, (record, at)) in known {
+            if record.has_rest(at)? {
+                return Ok(Some(index));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The gradients that the records have, each with its latest record and its index there. The snapshots hold the
+    /// gradients, so that no other has their identity.
+    fn held(&self) -> HashMap<Key, (&Record, usize)> {
+        let mut held = HashMap::new();
+        for record in &self.records {
+            for (index, gradient) in record.snapshot.iter().enumerate() {
+                held.extend(key(gradient).map(|key| (key, (record, index))));
+            }
+        }
+        held
     }
 
     /// Unscales or checks the gradients that `plan` lists and opens a record; `None` if there are none, unless
-    /// `even_empty`.
+    /// `even_empty`. Gradients that were `widened` for this have their dtypes back if it fails before the first change.
     pub(crate) fn open(
         &mut self,
         gradients: Gradients<'_>,
+        widened: Option<Widened>,
         plan: &Plan,
         scale: &Number,
         look: Look,
         even_empty: bool,
     ) -> Result<Option<usize>> {
-        plan.drop_frozen(gradients.parameters())?;
         if plan.groups.is_empty() && !even_empty {
+            gradients.drop_frozen()?;
             return Ok(None);
         }
         let index = self.records.len();
-        self.records.push(Record::new(gradients));
+        self.records.push(Record::new(gradients, widened));
         match look {
             Look::Unscale => self.unscale(index, plan, scale)?,
             Look::Check | Look::Norm => self.look(index, plan, scale, look == Look::Norm)?,
         }
+        let record = &self.records[index];
+        drop_frozen(&record.parameters, &record.snapshot)?;
         Ok(Some(index))
     }
 
@@ -118,8 +170,11 @@ impl Iteration {
         let unscaling = scale.unscaling();
         match plan.unscale(&record.parameters, scale.tensor(), unscaling) {
             Ok(found) => {
-                if !unscaling.check_only {
-                    record.snapshot = Snapshot::of(&record.parameters)?;
+                // Without the new versions, the gradients only count as changed.
+                if !unscaling.check_only
+                    && let Ok(now) = Snapshot::of(&record.parameters)
+                {
+                    record.snapshot = now;
                 }
                 (record.stage, record.found) = (Stage::Unscaled, found);
                 Ok(())
@@ -128,7 +183,7 @@ impl Iteration {
                 if begun {
                     record.set_broken();
                 } else {
-                    self.abandon(index);
+                    self.withdraw(index);
                 }
                 Err(error)
             }
@@ -149,47 +204,54 @@ impl Iteration {
                 Ok(())
             }
             Err(error) => {
-                self.abandon(index);
+                self.withdraw(index);
                 Err(error)
             }
         }
     }
 
-    /// The parameters whose gradients have been unscaled, by identity. Fails if one of `parameters` belongs to an
-    /// optimizer that has been stepped, so that its gradients may or may not be scaled.
+    /// The parameters whose gradients have been unscaled, by identity. Fails if one of the gradients was used by a step,
+    /// so that it may or may not be scaled.
     #[cfg(feature = "insight")]
-    pub(crate) fn unscaled(&self, parameters: &[Gradient]) -> Result<HashSet<usize>> {
-        let wanted: HashSet<_> = parameters.iter().map(Gradient::parameter).collect();
+    pub(crate) fn unscaled(&self, gradients: &[Gradient]) -> Result<HashSet<usize>> {
+        let held = self.held();
         let mut unscaled = HashSet::new();
-        for record in &self.records {
-            let known = record.snapshot.iter().filter(|known| known.exists());
-            let mut known = known.map(Gradient::parameter).filter(|known| wanted.contains(known));
+        for gradient in gradients {
+            let Some((record, index)) = key(gradient).and_then(|key| held.get(&key)) else {
+                continue;
+            };
             match record.stage {
-                Stage::Unscaled => unscaled.extend(known),
-                Stage::Broken if known.next().is_some() => {
-                    return Err(Error::Scaler(ScalerError::UnscaleFailed));
-                }
-                Stage::Looked | Stage::Stepped if known.next().is_some() => {
+                Stage::Unscaled => drop(unscaled.insert(gradient.parameter())),
+                Stage::Broken => return Err(Error::Scaler(ScalerError::UnscaleFailed)),
+                Stage::Looked | Stage::Stepped if record.has_rest(*index)? => {
                     return Err(Error::Scaler(ScalerError::AlreadyStepped));
                 }
-                Stage::Broken | Stage::Looked | Stage::Stepped => {}
+                Stage::Looked | Stage::Stepped => {}
             }
         }
         Ok(unscaled)
     }
 
-    /// Records that a loss is being scaled: from here on, a change of an unscaled gradient may come from its backward.
-    /// If it is not the first, that backward may add to gradients, each of which has to have memory of its own.
+    /// Records that a loss is being scaled: from here on, a change of a gradient may come from its backward. If it is not
+    /// the first, that backward may add to gradients, each of which has to have memory of its own.
     pub(crate) fn note_scale(&mut self, loss: &Tensor) -> Result<()> {
         if std::mem::replace(&mut self.is_scaled, true) {
             ffi::gradients_separate_leaves(loss)?;
         }
+        self.note_rests()?;
         for record in self.records.iter_mut().filter(|record| record.stage == Stage::Unscaled) {
             let now = Snapshot::of(&record.parameters)?;
             record.accept(now);
             record.rescaled = true;
         }
         Ok(())
+    }
+
+    /// Notes what is left of the gradients that were changed in place since a step. Nothing is left of those that were
+    /// zeroed, so what a backward adds to them is new.
+    pub(crate) fn note_rests(&mut self) -> Result<()> {
+        let stepped = |record: &&mut Record| record.stage == Stage::Stepped;
+        self.records.iter_mut().filter(stepped).try_for_each(Record::note_rests)
     }
 
     /// Compares the gradients with those that were unscaled, and marks the record for another check if values changed.
@@ -205,7 +267,7 @@ impl Iteration {
     /// non-finite.
     pub(crate) fn accept(&mut self, record: usize, now: Snapshot, look_again: bool) {
         let record = &mut self.records[record];
-        record.snapshot = now;
+        record.look_at(now);
         record.dirty |= look_again;
     }
 
@@ -246,7 +308,8 @@ impl Iteration {
         Ok(Verdict::Unless(ffi::flags_join(record.found.iter().map(|flag| &flag.tensor))?))
     }
 
-    /// Compares like [`compare`](Self::compare), and checks gradients whose values changed.
+    /// Compares like [`compare`](Self::compare), drops the gradients of parameters that were frozen since, and checks
+    /// gradients whose values changed.
     pub(crate) fn verify(
         &mut self,
         record: usize,
@@ -254,6 +317,7 @@ impl Iteration {
         scale: &Tensor,
     ) -> Result<()> {
         self.compare(record, &gradients)?;
+        gradients.drop_frozen()?;
         let record = &mut self.records[record];
         if !record.dirty {
             return Ok(());
@@ -261,7 +325,7 @@ impl Iteration {
         let plan = Plan::new(&gradients, true)?;
         let findings = plan.check(gradients.parameters(), scale, false)?;
         record.found.extend(findings.found);
-        record.snapshot = gradients.into_snapshot();
+        record.look_at(gradients.into_snapshot());
         record.dirty = false;
         Ok(())
     }
@@ -284,6 +348,11 @@ impl Iteration {
     /// Makes the step of a record depend on another flag, too.
     pub(crate) fn add_found(&mut self, record: usize, found: FoundInf) {
         self.records[record].found.push(found);
+    }
+
+    /// Forgets a record whose gradients have not been changed, apart from their dtypes, which they get back.
+    pub(crate) fn withdraw(&mut self, record: usize) {
+        self.records.remove(record).undo_widening();
     }
 
     /// Forgets a record. Its gradients stay unscaled.

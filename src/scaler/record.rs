@@ -1,9 +1,11 @@
 //! What is known of one optimizer since the last `update`.
 
+use std::collections::HashMap;
+
 use tch::Tensor;
 
 use crate::error::Result;
-use crate::ffi::{self, FoundInf, Gradient, Snapshot};
+use crate::ffi::{self, FoundInf, Gradient, Snapshot, Widened};
 use crate::gradients::{Change, Gradients, change, overflow};
 
 /// How far an optimizer is in this iteration.
@@ -32,11 +34,16 @@ pub(crate) struct Record {
     pub(super) rescaled: bool,
     /// The norm of the unscaled gradients, where it was taken.
     pub(super) norm: Option<Tensor>,
+    /// For each gradient that was changed in place after the step, a flag on its device: zero if nothing was left of it
+    /// when a loss was scaled.
+    rests: HashMap<usize, Tensor>,
+    /// What was done to half-precision gradients before they were unscaled or their norm was taken.
+    widened: Option<Widened>,
 }
 
 impl Record {
     /// A record of gradients that have not been checked yet.
-    pub(super) fn new(gradients: Gradients<'_>) -> Self {
+    pub(super) fn new(gradients: Gradients<'_>, widened: Option<Widened>) -> Self {
         let (parameters, snapshot) = gradients.into_parts();
         Self {
             stage: Stage::Broken,
@@ -46,6 +53,8 @@ impl Record {
             dirty: false,
             rescaled: false,
             norm: None,
+            rests: HashMap::new(),
+            widened,
         }
     }
 
@@ -55,6 +64,57 @@ impl Record {
         if let Ok(now) = Snapshot::of(&self.parameters) {
             self.snapshot = now;
         }
+    }
+
+    /// Gives the gradients the dtypes from before the record. They have these numbers in f32, which need memory only if
+    /// the gradients are on a device; without it, they stay f32.
+    pub(super) fn undo_widening(&self) {
+        if let Some(widened) = &self.widened {
+            let _failed = widened.undo(&self.parameters);
+        }
+    }
+
+    /// Records that the step was taken or skipped.
+    pub(super) fn set_stepped(&mut self) {
+        // libtorch's kernels for other devices unscale in place. Without the new versions, the gradients only count as
+        // changed.
+        let on_device = |gradient: &Gradient| gradient.exists() && !gradient.is_on_cpu();
+        if self.stage == Stage::Looked
+            && self.snapshot.iter().any(on_device)
+            && let Ok(now) = Snapshot::of(&self.parameters)
+        {
+            self.snapshot = now;
+        }
+        self.stage = Stage::Stepped;
+    }
+
+    /// Notes what is left of the gradients that were changed in place since the step.
+    pub(super) fn note_rests(&mut self) -> Result<()> {
+        let now = ffi::gradients_inspect(&self.parameters)?;
+        let changed = self.snapshot.iter().zip(&now).enumerate();
+        let changed =
+            changed.filter(|(_, (known, now))| change(Some(known), now) == Change::Numbers);
+        let changed: Vec<_> = changed.map(|(index, _)| index).collect();
+        if changed.is_empty() {
+            return Ok(());
+        }
+        let mut now = Snapshot::of(&self.parameters)?;
+        for index in changed {
+            let rest = ffi::gradient_rest(&self.parameters[index], self.rests.get(&index))?;
+            self.rests.insert(index, rest);
+            self.snapshot.exchange(&mut now, index);
+        }
+        Ok(())
+    }
+
+    /// The flag that says whether something is left of a gradient, if that was changed after the step.
+    pub(super) fn rest(&self, index: usize) -> Option<&Tensor> {
+        self.rests.get(&index)
+    }
+
+    /// Whether something is left of a gradient. Synchronizes if that was changed on a GPU after the step.
+    pub(super) fn has_rest(&self, index: usize) -> Result<bool> {
+        self.rest(index).map_or(Ok(true), |rest| ffi::any_nonzero(&[rest]))
     }
 
     /// Marks the record if values changed; fails at the first gradient that is not the one that was unscaled.
@@ -73,6 +133,12 @@ impl Record {
             }
         }
         Ok(())
+    }
+
+    /// Accepts the gradients. Those of parameters that the optimizer has gained since are not the record's.
+    pub(super) fn look_at(&mut self, mut now: Snapshot) {
+        now.truncate(self.parameters.len());
+        self.snapshot = now;
     }
 
     /// Accepts new values, but neither replaced nor new gradients: the step refuses those.

@@ -37,7 +37,8 @@ impl GradScaler {
     /// Gradients may be f32, f64, bf16 or complex (fp16 with
     /// [`allow_fp16_gradients`](crate::scaler::GradScalerConfig::allow_fp16_gradients)), dense in any memory format or
     /// COO sparse, and on several devices. Parameters without a gradient are ignored, and a gradient that a frozen
-    /// parameter still has is dropped. Clip before the next loss is scaled.
+    /// parameter still has is dropped. Clip before the next loss is scaled. Synchronizes like [`step`](Self::step) for
+    /// gradients that were zeroed in place after a step.
     ///
     /// # Errors
     ///
@@ -87,11 +88,14 @@ impl GradScaler {
     /// gradients stay scaled, unless libtorch's kernel for the device writes them back. For a host optimizer with
     /// gradients on GPUs, the call synchronizes: the flags for non-finite gradients of all parameters and devices are
     /// read in one transfer. Gradients whose values changed since `unscale_`, for instance by clipping, are checked
-    /// again. After a step the autocast weight cache is cleared.
+    /// again. Gradients that a backward has made since the last step are new, also for the same parameters. After a step
+    /// the autocast weight cache is cleared. If optimizers share gradients on a GPU that were zeroed in place after a
+    /// step in the same iteration, the call synchronizes to learn that nothing is left of them.
     ///
     /// # Errors
     ///
-    /// [`ScalerError::AlreadyStepped`]; [`GradientError::Changed`] if a gradient is not the one that was unscaled,
+    /// [`ScalerError::AlreadyStepped`] for gradients that a step since the last `update` has used;
+    /// [`GradientError::Changed`] if a gradient is not the one that was unscaled,
     /// because it appeared, was replaced, or changed after another loss was scaled; the errors of
     /// [`unscale_`](Self::unscale_); and any error of the optimizer's own step.
     ///
@@ -144,7 +148,7 @@ impl GradScaler {
             update(optimizer, &Step::default())?;
             Taken::Stepped
         };
-        self.iteration.borrow_mut().set_stage(record, Stage::Stepped);
+        self.iteration.borrow_mut().set_stepped(record);
         Ok(StepOutcome::known(taken))
     }
 
@@ -166,10 +170,10 @@ impl GradScaler {
         let outcome = self.update_scaled(record, optimizer, grad_scale, max_norm, spikes);
         let mut iteration = self.iteration.borrow_mut();
         match outcome {
-            Ok(_) => iteration.set_stage(record, Stage::Stepped),
+            Ok(_) => iteration.set_stepped(record),
             // If nothing was changed, the step can be tried again. On a GPU the kernels may have unscaled some of the
             // gradients.
-            Err(_) if scaled && iteration.is_untouched(record) => iteration.abandon(record),
+            Err(_) if scaled && iteration.is_untouched(record) => iteration.withdraw(record),
             Err(_) if scaled => iteration.set_broken(record),
             Err(_) => {}
         }

@@ -15,7 +15,7 @@ import torch
 
 sys.dont_write_bytecode = True  # the source tree stays as it is
 import cuda  # noqa: E402
-from scaler_deviations import Scaler  # noqa: E402
+from scaler_deviations import Refused, Scaler  # noqa: E402
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}
 
@@ -116,8 +116,12 @@ class Machine:
         owned = []
         for text in params:
             dtype, *eighths = text.split()
+            if dtype == "shared":
+                owned.append(self.params[int(eighths[0])])
+                continue
             values = [int(eighth) / 8 for eighth in eighths]
             owned.append(torch.tensor(values, dtype=DTYPES[dtype], requires_grad=True))
+            self.params.append(owned[-1])
         name, *numbers = rule.split()
         numbers = [float(number) for number in numbers]
         if name == "sgd":
@@ -133,12 +137,13 @@ class Machine:
         count_calls(optimizer)
         self.optimizers.append(optimizer)
         self.owned.append(owned)
-        self.params.extend(owned)
 
     def answer(self, op):
         name, *args = op.split()
         try:
             outcome = getattr(self, "op_" + name)(*args)
+        except Refused as error:
+            outcome = str(error)
         except (RuntimeError, AssertionError) as error:
             outcome = next((word for text, word in ERRORS if text in str(error)), f"error: {error}")
         state = self.state()
@@ -191,6 +196,11 @@ class Machine:
         for param in self.owned[int(index)]:
             param.grad = None
 
+    def op_zeros(self, index):
+        for param in self.owned[int(index)]:
+            if param.grad is not None:
+                param.grad.zero_()
+
     def op_unscale(self, index):
         self.scaler.unscale_(self.optimizers[int(index)])
 
@@ -222,10 +232,14 @@ class Machine:
 
     def transact(self, index, clip, limit):
         owned, total = self.owned[index], ""
+        if clip != "not":
+            self.scaler.check_unchanged(self.optimizers[index])
         if clip == "norm":
             total = "/" + bits(clip_norm(owned, float(limit), self.is_cuda))
         if clip == "value":
             clip_value(owned, float(limit))
+        if clip != "not":
+            self.scaler.note_clipped(self.optimizers[index])
         return self.scaler.step_outcome(self.optimizers[index]) + total
 
     def op_move(self):

@@ -4,6 +4,7 @@ use half::{bf16, f16};
 use rstest::rstest;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::gradients::GradientError;
+use tch_amp::optim::{AmpOptimizer, MasterWeights, Optimizer};
 use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
 use tch_amp::{Error, GradScaler};
 
@@ -375,4 +376,146 @@ fn parameters_of_several_stores_are_named() {
         let error = alone.step(&mut opt).unwrap_err().to_string();
         assert!(error.contains(&wanted), "{error}");
     }
+}
+
+/// An optimizer that steps every gradient it finds, as tch's own does.
+#[test]
+fn a_parameter_that_is_frozen_after_unscaling_is_neither_clipped_nor_stepped() {
+    for_each_device(|device| {
+        let clips: [fn(&mut GradScaler, &mut dyn AmpOptimizer) -> bool; 5] = [
+            |scaler, opt| scaler.step(opt).unwrap().is_stepped().unwrap(),
+            |scaler, opt| scaler.step_clip_norm(opt, 100.0).unwrap().is_stepped().unwrap(),
+            |scaler, opt| scaler.step_clip_value(opt, 100.0).unwrap().is_stepped().unwrap(),
+            |scaler, opt| {
+                scaler.abandon(opt).unwrap();
+                scaler.step(opt).unwrap().is_stepped().unwrap()
+            },
+            |scaler, opt| {
+                scaler.abandon(opt).unwrap();
+                scaler.step_clip_norm(opt, 100.0).unwrap().is_stepped().unwrap()
+            },
+        ];
+        for (case, step) in clips.iter().enumerate() {
+            for fused in [false, true] {
+                let vs = tch::nn::VarStore::new(device);
+                let [frozen, w] = ["frozen", "w"].map(|name| vs.root().ones(name, &[3]));
+                let sgd = tch::nn::Sgd::default();
+                let mut plain = tch::nn::OptimizerConfig::build(sgd, &vs, 1.0).unwrap();
+                let mut own = tch_amp::optim::Sgd::default().build(&vs, 1.0).unwrap();
+                let opt: &mut dyn AmpOptimizer = if fused { &mut own } else { &mut plain };
+                let mut scaler = GradScaler::skip_only(device).unwrap();
+                scaler.backward(&(loss(&frozen, &[1.0; 3]) + loss(&w, &[1.0; 3]))).unwrap();
+                scaler.unscale_(opt).unwrap();
+                let _frozen = frozen.set_requires_grad(false);
+                assert!(step(&mut scaler, opt), "case {case}");
+                assert_eq!(to_f64(&frozen), [1.0; 3], "case {case}, fused: {fused}");
+                assert_eq!(to_f64(&w), [0.0; 3], "case {case}, fused: {fused}");
+                assert!(!frozen.grad().defined(), "case {case}, fused: {fused}");
+            }
+        }
+    });
+}
+
+#[test]
+fn the_norm_in_a_transaction_leaves_out_a_parameter_that_is_frozen_after_unscaling() {
+    for_each_device(|device| {
+        let (frozen, w) = (ones(Kind::Float, device), ones(Kind::Float, device));
+        let mut opt = Descent(vec![frozen.shallow_clone(), w.shallow_clone()]);
+        let scaler = scaler(device);
+        scaler.backward(&(loss(&frozen, &[100.0; 3]) + loss(&w, &[2.0, 0.0, 0.0]))).unwrap();
+        let mut unscaled = scaler.unscale(&mut opt).unwrap();
+        let _frozen = frozen.set_requires_grad(false);
+        assert_eq!(to_f64(&unscaled.clip_grad_norm(10.0).unwrap()), [2.0]);
+        assert!(unscaled.step().unwrap().is_stepped().unwrap());
+        assert_eq!((to_f64(&frozen), to_f64(&w)), (vec![1.0; 3], vec![-1.0, 1.0, 1.0]));
+    });
+}
+
+/// The coalesced gradient is used for the check alone, so that the gradient stays the one that was seen.
+#[test]
+fn a_sparse_fp16_gradient_is_checked_and_stepped() {
+    for allow in [false, true] {
+        for (value, want) in [(1.0, Some(-2.0)), (40000.0, None)] {
+            let config = GradScalerConfig::default().init_scale(1.0).allow_fp16_gradients(true);
+            let mut scaler = match allow {
+                true => config.build(Device::Cpu).unwrap(),
+                false => GradScaler::skip_only(Device::Cpu).unwrap(),
+            };
+            let table = Tensor::zeros([2, 1], (Kind::Half, Device::Cpu)).set_requires_grad(true);
+            let mut opt = Descent(vec![table.shallow_clone()]);
+            let rows = Tensor::embedding(&table, &Tensor::from_slice(&[1i64, 1]), -1, false, true);
+            scaler.backward(&(rows * value).sum(Kind::Half).to_kind(Kind::Float)).unwrap();
+            scaler.unscale_(&mut opt).unwrap();
+            if !allow {
+                assert!(!table.grad().is_coalesced(), "nothing was written");
+            }
+            let outcome = scaler.step(&mut opt).unwrap();
+            assert_eq!(outcome.is_stepped().unwrap(), want.is_some());
+            assert_eq!(to_f64(&table), [0.0, want.unwrap_or(0.0)]);
+            scaler.update().unwrap();
+        }
+    }
+}
+
+/// Clipping is refused before the gradients are unscaled.
+#[test]
+fn a_step_that_cannot_clip_leaves_the_gradients_scaled() {
+    let table = Tensor::zeros([2, 1], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let complex = Tensor::ones([2], (Kind::ComplexFloat, Device::Cpu)).set_requires_grad(true);
+    let w = ones(Kind::Float, Device::Cpu);
+    let rows = || Tensor::embedding(&table, &Tensor::from_slice(&[1i64]), -1, false, true);
+    let mut scaler = scaler(Device::Cpu);
+    let total = loss(&w, &[1.0; 3]) + rows().sum(None) + complex.view_as_real().sum(None);
+    scaler.backward(&total).unwrap();
+    for (other, by_value) in [(&table, false), (&table, true), (&complex, true)] {
+        let mut opt = Descent(vec![w.shallow_clone(), other.shallow_clone()]);
+        let error = match by_value {
+            true => scaler.step_clip_value(&mut opt, 1.0).unwrap_err(),
+            false => scaler.step_clip_norm(&mut opt, 1.0).unwrap_err(),
+        };
+        assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
+        assert!(error.to_string().contains("parameter 1"), "{error}");
+        assert_eq!(to_f64(&w.grad()), [8.0; 3]);
+        assert!(scaler.step(&mut Descent(vec![w.shallow_clone()])).unwrap().is_stepped().unwrap());
+        scaler.update().unwrap();
+        w.shallow_clone().zero_grad();
+        scaler.backward(&loss(&w, &[1.0; 3])).unwrap();
+    }
+}
+
+/// A refused call does not leave half-precision gradients in f32, neither those there are nor later ones.
+#[rstest]
+fn a_refused_unscale_does_not_widen_gradients(#[values(Kind::BFloat16, Kind::Half)] kind: Kind) {
+    for_each_device(|device| {
+        let calls: [fn(&mut GradScaler, &mut Optimizer) -> tch_amp::Result<()>; 4] = [
+            |scaler, opt| scaler.unscale_(opt),
+            |scaler, opt| scaler.step_clip_norm(opt, 1.0).map(drop),
+            |scaler, opt| scaler.step_clip_value(opt, 1.0).map(drop),
+            |scaler, opt| scaler.unscale(opt).map(drop),
+        ];
+        for call in calls {
+            let (low, w) = (ones(kind, device), ones(Kind::Float, device));
+            let list = vec![low.shallow_clone(), w.shallow_clone()];
+            let sgd = tch_amp::optim::Sgd::default().master_weights(MasterWeights::Float);
+            let mut opt = sgd.build(list, 1.0).unwrap();
+            let mut scaler = scaler(device);
+            scaler
+                .backward(&(loss(&low, &[1.0; 3]).to_kind(Kind::Float) + loss(&w, &[1.0; 3])))
+                .unwrap();
+            // The gradient of `w` belongs to another optimizer.
+            scaler.unscale_(&mut Descent(vec![w.shallow_clone()])).unwrap();
+            let error = call(&mut scaler, &mut opt).unwrap_err();
+            assert!(matches!(error, Error::Gradient(GradientError::Shared { .. })), "{error}");
+            assert_eq!((low.grad().kind(), to_f64(&low.grad())), (kind, vec![8.0; 3]));
+            // Nor does one that names an integer gradient.
+            scaler.abandon(&mut Descent(vec![w.shallow_clone()])).unwrap();
+            no_grad(|| w.grad().set_data(&Tensor::ones([3], (Kind::Int64, device))));
+            let error = call(&mut scaler, &mut opt).unwrap_err();
+            assert!(matches!(error, Error::Gradient(GradientError::Unsupported { .. })), "{error}");
+            assert_eq!((low.grad().kind(), to_f64(&low.grad())), (kind, vec![8.0; 3]));
+            opt.zero_grad().unwrap();
+            loss(&low, &[1.0; 3]).backward();
+            assert_eq!(low.grad().kind(), kind, "the next gradient");
+        }
+    });
 }

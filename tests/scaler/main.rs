@@ -10,6 +10,7 @@ mod losses;
 mod per_loss;
 mod protocol;
 mod scale;
+mod shared;
 mod shared_memory;
 mod skip_only;
 mod spikes;

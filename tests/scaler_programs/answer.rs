@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use crate::common::bits::canonical;
 use tch::Tensor;
+use tch_amp::gradients::GradientError;
 use tch_amp::scaler::{ScalerError, StepOutcome};
 use tch_amp::{Error, Result};
 
@@ -19,7 +20,7 @@ pub fn told(outcome: &StepOutcome) -> Result<String> {
     Ok(word.to_owned())
 }
 
-/// The oracle's word for the counterpart of this error in PyTorch.
+/// The oracle's word for this error: for its counterpart in PyTorch, or for one that PyTorch lacks.
 pub fn word(error: &Error) -> String {
     match error {
         Error::Scaler(ScalerError::AlreadyUnscaled) => "unscaled-twice".to_owned(),
@@ -27,6 +28,8 @@ pub fn word(error: &Error) -> String {
         Error::Scaler(ScalerError::AlreadyStepped) => "stepped-twice".to_owned(),
         Error::Scaler(ScalerError::NoInfChecks) => "no-inf-checks".to_owned(),
         Error::Scaler(ScalerError::IterationOpen { .. }) => "iteration-open".to_owned(),
+        Error::Gradient(GradientError::Shared { .. }) => "shared".to_owned(),
+        Error::Gradient(GradientError::Changed { .. }) => "changed".to_owned(),
         other => format!("error: {other}"),
     }
 }

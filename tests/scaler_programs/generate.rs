@@ -40,6 +40,9 @@ pub fn scale(rng: &mut Rng) -> f64 {
 }
 
 fn optimizers(rng: &mut Rng) -> Vec<OptimizerSpec> {
+    if rng.one_in(3) {
+        return sharing(rng);
+    }
     let count = if rng.one_in(3) { 2 } else { 1 };
     (0..count)
         .map(|_| {
@@ -50,6 +53,29 @@ fn optimizers(rng: &mut Rng) -> Vec<OptimizerSpec> {
             OptimizerSpec { rule, params }
         })
         .collect()
+}
+
+/// Two or three optimizers: with one list, with lists that overlap, and with lists of their own.
+fn sharing(rng: &mut Rng) -> Vec<OptimizerSpec> {
+    let mut known = 1 + rng.below(3);
+    let first = (0..known).map(|_| param(rng, false)).collect();
+    let mut optimizers = vec![OptimizerSpec { rule: rule(rng), params: first }];
+    for _ in 0..1 + rng.below(2) {
+        let mut shared: Vec<_> = (0..known).map(ParamSpec::Shared).collect();
+        match rng.below(8) {
+            0..4 => shared.truncate(optimizers[0].params.len()),
+            4 => shared.reverse(),
+            5 => drop(shared.remove(rng.below(known))),
+            6 => shared.clear(),
+            _ => {}
+        }
+        if shared.is_empty() || rng.one_in(4) {
+            shared.push(param(rng, false));
+            known += 1;
+        }
+        optimizers.push(OptimizerSpec { rule: rule(rng), params: shared });
+    }
+    optimizers
 }
 
 fn rule(rng: &mut Rng) -> Rule {
@@ -71,7 +97,7 @@ fn param(rng: &mut Rng, narrow: bool) -> ParamSpec {
         _ => Dtype::Float,
     };
     let length = 1 + rng.below(5);
-    ParamSpec { dtype, eighths: eighths(rng, length) }
+    ParamSpec::New { dtype, eighths: eighths(rng, length) }
 }
 
 pub fn eighths(rng: &mut Rng, length: usize) -> Vec<i32> {

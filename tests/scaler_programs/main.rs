@@ -37,7 +37,7 @@ const PROGRAMS: u64 = 10_000;
 const ON_GPUS: u64 = 400;
 
 /// All outcomes that an operation can have. Enough programs must produce all of them.
-const OUTCOMES: [&str; 9] = [
+const OUTCOMES: [&str; 11] = [
     "ok",
     "stepped",
     "skipped",
@@ -47,6 +47,8 @@ const OUTCOMES: [&str; 9] = [
     "unscaled-after-step",
     "stepped-twice",
     "iteration-open",
+    "shared",
+    "changed",
 ];
 
 type Outcomes = BTreeMap<String, u64>;

@@ -24,13 +24,20 @@ enum OptimizerKind {
 }
 
 impl Optimizer {
-    pub fn new(spec: &OptimizerSpec, device: Device) -> Self {
+    /// Makes the optimizer and those of its parameters that are not among the `known` ones, to which it adds them.
+    pub fn new(spec: &OptimizerSpec, device: Device, known: &mut Vec<Tensor>) -> Self {
         let vs = VarStore::new(device);
-        let owned = spec
-            .params
-            .iter()
-            .map(|param| vs.root().add("w", values(param).to_device(device), true))
-            .collect::<Vec<_>>();
+        let mut owned = Vec::new();
+        for param in &spec.params {
+            let tensor = match param {
+                ParamSpec::New { dtype, eighths } => values(*dtype, eighths).to_device(device),
+                ParamSpec::Shared(number) => known[*number].shallow_clone(),
+            };
+            owned.push(vs.root().add("w", tensor, true));
+            if matches!(param, ParamSpec::New { .. }) {
+                known.extend(owned.last().map(Tensor::shallow_clone));
+            }
+        }
         let kind = match spec.rule {
             Rule::Sgd { lr, momentum, dampening, weight_decay, nesterov } => {
                 let sgd = nn::sgd(momentum, dampening, weight_decay, nesterov);
@@ -56,6 +63,10 @@ impl Optimizer {
             OptimizerKind::Tch(optimizer) => optimizer.zero_grad(),
             OptimizerKind::AdamW(_) => self.owned.iter().for_each(drop_gradient),
         }
+    }
+
+    pub fn zero_in_place(&self) {
+        self.owned.iter().for_each(|param| param.shallow_clone().zero_grad());
     }
 
     /// tch's clipping by norm, which the oracle computes in the same way.
@@ -107,13 +118,13 @@ fn clip_grad_norm(params: &[Tensor], max: f64) {
     }
 }
 
-fn values(param: &ParamSpec) -> Tensor {
-    let kind = match param.dtype {
+fn values(dtype: Dtype, eighths: &[i32]) -> Tensor {
+    let kind = match dtype {
         Dtype::Float => Kind::Float,
         Dtype::Double => Kind::Double,
         Dtype::BFloat16 => Kind::BFloat16,
     };
-    from_eighths(&param.eighths, kind)
+    from_eighths(eighths, kind)
 }
 
 /// Drops the gradient of one parameter: tch can only drop those of a whole optimizer, so this creates one for it.

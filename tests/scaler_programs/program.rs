@@ -11,6 +11,14 @@ pub struct Program {
     pub ops: Vec<Op>,
 }
 
+impl Program {
+    /// Whether optimizers have parameters in common.
+    pub fn shares(&self) -> bool {
+        let mut all = self.optimizers.iter().flat_map(|optimizer| &optimizer.params);
+        all.any(|param| matches!(param, ParamSpec::Shared(_)))
+    }
+}
+
 /// The configuration of a scaler.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
@@ -26,17 +34,32 @@ pub struct OptimizerSpec {
     pub params: Vec<ParamSpec>,
 }
 
+impl OptimizerSpec {
+    /// The numbers of its parameters, of which `known` are those of the optimizers before.
+    pub fn owned(&self, known: &mut usize) -> Vec<usize> {
+        let number = |param: &ParamSpec| match param {
+            ParamSpec::New { .. } => {
+                *known += 1;
+                *known - 1
+            }
+            ParamSpec::Shared(number) => *number,
+        };
+        self.params.iter().map(number).collect()
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 pub enum Rule {
     Sgd { lr: f64, momentum: f64, dampening: f64, weight_decay: f64, nesterov: bool },
     AdamW { lr: f64, beta1: f64, beta2: f64, weight_decay: f64 },
 }
 
-/// A parameter with values that are multiples of 1/8.
 #[derive(Clone, Debug)]
-pub struct ParamSpec {
-    pub dtype: Dtype,
-    pub eighths: Vec<i32>,
+pub enum ParamSpec {
+    /// With values that are multiples of 1/8.
+    New { dtype: Dtype, eighths: Vec<i32> },
+    /// A parameter of an optimizer before.
+    Shared(usize),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +94,7 @@ pub enum How {
     Each,
 }
 
-/// One operation. Parameters are numbered across all optimizers.
+/// One operation. Parameters are numbered across all optimizers, shared ones once.
 #[derive(Clone, Debug)]
 pub enum Op {
     Backward {
@@ -87,6 +110,10 @@ pub enum Op {
         param: usize,
     },
     ZeroGrad {
+        optimizer: usize,
+    },
+    /// Zeroes the gradients in place.
+    Zeros {
         optimizer: usize,
     },
     Unscale {

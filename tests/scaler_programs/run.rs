@@ -24,17 +24,17 @@ pub struct Machine {
 impl Machine {
     /// Assigns the optimizers with their parameters to the devices in turn. The scaler is on the first device.
     pub fn new(program: &Program, devices: &[Device]) -> Self {
+        // A shared parameter and all that is stepped with it are on one device.
+        let devices = if program.shares() { &devices[..1] } else { devices };
         let placed = program.optimizers.iter().zip(devices.iter().cycle());
-        let optimizers = placed.map(|(spec, device)| Optimizer::new(spec, *device));
-        let optimizers = optimizers.collect::<Vec<_>>();
-        let params = optimizers
-            .iter()
-            .flat_map(|optimizer| optimizer.owned.iter().map(Tensor::shallow_clone));
+        let mut params = Vec::new();
+        let optimizers = placed.map(|(spec, device)| Optimizer::new(spec, *device, &mut params));
+        let optimizers = optimizers.collect();
         Self {
             enabled: program.enabled,
             device: devices[0],
             scaler: scaler(program.config, program.enabled, devices[0]),
-            params: params.collect(),
+            params,
             optimizers,
             before: String::new(),
         }
@@ -89,6 +89,7 @@ impl Machine {
             Op::Plant { param, element, value } => plant(&self.params[*param], *element, *value),
             Op::Drop { param } => drop_gradient(&self.params[*param]),
             Op::ZeroGrad { optimizer } => self.optimizers[*optimizer].zero_grad(),
+            Op::Zeros { optimizer } => self.optimizers[*optimizer].zero_in_place(),
             Op::Unscale { optimizer } => self.scaler.unscale_(&mut self.optimizers[*optimizer])?,
             Op::ClipNorm { optimizer, max_norm } => {
                 self.optimizers[*optimizer].clip_grad_norm(*max_norm)

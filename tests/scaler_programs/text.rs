@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Display};
 
-use crate::program::{Clip, Config, Dtype, How, Op, OptimizerSpec, Program, Rule, Term};
+use crate::program::{Clip, Config, Dtype, How, Op, OptimizerSpec, ParamSpec, Program, Rule, Term};
 
 impl Program {
     /// One line: the type of the devices, the scaler, the number of optimizers, the optimizers, and the operations.
@@ -38,7 +38,12 @@ impl Display for OptimizerSpec {
             }
         }
         for param in &self.params {
-            write!(f, "|{} {}", param.dtype.name(), join(&param.eighths, " "))?;
+            match param {
+                ParamSpec::New { dtype, eighths } => {
+                    write!(f, "|{} {}", dtype.name(), join(eighths, " "))?;
+                }
+                ParamSpec::Shared(number) => write!(f, "|shared {number}")?,
+            }
         }
         Ok(())
     }
@@ -61,6 +66,7 @@ impl Display for Op {
             Self::Plant { param, element, value } => write!(f, "plant {param} {element} {value:?}"),
             Self::Drop { param } => write!(f, "drop {param}"),
             Self::ZeroGrad { optimizer } => write!(f, "zero {optimizer}"),
+            Self::Zeros { optimizer } => write!(f, "zeros {optimizer}"),
             Self::Unscale { optimizer } => write!(f, "unscale {optimizer}"),
             Self::ClipNorm { optimizer, max_norm } => write!(f, "norm {optimizer} {max_norm:?}"),
             Self::ClipValue { optimizer, max } => write!(f, "value {optimizer} {max:?}"),

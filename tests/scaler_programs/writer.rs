@@ -1,10 +1,8 @@
 //! Writes random operations that resemble a training loop.
 
-use std::ops::Range;
-
 use crate::common::rng::Rng;
 use crate::generate::{config, eighths, scale};
-use crate::program::{Clip, How, Op, OptimizerSpec, Term};
+use crate::program::{Clip, How, Op, OptimizerSpec, ParamSpec, Term};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
@@ -17,8 +15,10 @@ enum Stage {
 pub struct Writer {
     rng: Rng,
     enabled: bool,
+    /// Whether optimizers have parameters in common: then every order of calls is tried.
+    shares: bool,
     /// For each optimizer, its parameters.
-    owned: Vec<Range<usize>>,
+    owned: Vec<Vec<usize>>,
     lengths: Vec<usize>,
     has_grad: Vec<bool>,
     stages: Vec<Stage>,
@@ -28,17 +28,20 @@ pub struct Writer {
 
 impl Writer {
     pub fn new(rng: Rng, optimizers: &[OptimizerSpec], enabled: bool) -> Self {
-        let mut owned = Vec::new();
         let mut lengths = Vec::new();
-        for optimizer in optimizers {
-            let first = lengths.len();
-            lengths.extend(optimizer.params.iter().map(|param| param.eighths.len()));
-            owned.push(first..lengths.len());
+        for param in optimizers.iter().flat_map(|optimizer| &optimizer.params) {
+            if let ParamSpec::New { eighths, .. } = param {
+                lengths.push(eighths.len());
+            }
         }
+        let mut known = 0;
+        let owned: Vec<_> =
+            optimizers.iter().map(|optimizer| optimizer.owned(&mut known)).collect();
+        let shares = owned.iter().map(Vec::len).sum::<usize>() > lengths.len();
         let has_grad = vec![false; lengths.len()];
         let stages = vec![Stage::Ready; owned.len()];
         let rescaled = vec![false; owned.len()];
-        Self { rng, enabled, owned, lengths, has_grad, stages, rescaled }
+        Self { rng, enabled, shares, owned, lengths, has_grad, stages, rescaled }
     }
 
     pub fn op(&mut self) -> Op {
@@ -49,7 +52,8 @@ impl Writer {
                 44..54 => self.backward(),
                 54..60 => self.plant(),
                 60..62 => Some(self.drop_one()),
-                62..65 => Some(self.zero_grad(optimizer)),
+                62..64 => Some(self.zero_grad(optimizer)),
+                64 => Some(self.zeros(optimizer)),
                 65..70 => Some(self.unscale(optimizer)),
                 70..76 => self.clip(optimizer),
                 76..82 => Some(self.step(optimizer)),
@@ -80,24 +84,29 @@ impl Writer {
             }
             Stage::Unscaled => self.step(optimizer),
             Stage::Stepped if self.rng.one_in(3) => self.zero_grad(optimizer),
+            Stage::Stepped if self.rng.one_in(4) => self.zeros(optimizer),
+            Stage::Stepped if self.shares && self.rng.one_in(2) => {
+                self.backward().unwrap_or_else(|| self.update())
+            }
             Stage::Stepped => self.update(),
         }
     }
 
-    /// No backward may add to an unscaled gradient: between `unscale_` and `step` it is `GradientError::Changed` here,
+    /// Rarely a backward adds to an unscaled gradient: between `unscale_` and `step` it is `GradientError::Changed` here,
     /// while PyTorch continues with a mixture of scaled and unscaled gradients.
     fn may_accumulate(&self, param: usize) -> bool {
-        !self.enabled || self.stages[self.owner(param)] != Stage::Unscaled
+        !self.enabled || self.shares || self.stages[self.owner(param)] != Stage::Unscaled
     }
 
     /// Once another loss was scaled, a change of an unscaled gradient counts as that loss's backward, with the same
     /// error.
     fn may_change(&self, optimizer: usize) -> bool {
-        !self.enabled || self.stages[optimizer] != Stage::Unscaled || !self.rescaled[optimizer]
+        let stage = self.stages[optimizer];
+        !self.enabled || self.shares || stage != Stage::Unscaled || !self.rescaled[optimizer]
     }
 
     fn owner(&self, param: usize) -> usize {
-        let owner = self.owned.iter().position(|range| range.contains(&param));
+        let owner = self.owned.iter().position(|owned| owned.contains(&param));
         owner.expect("each parameter has an optimizer")
     }
 
@@ -142,10 +151,23 @@ impl Writer {
     }
 
     fn zero_grad(&mut self, optimizer: usize) -> Op {
-        for param in self.owned[optimizer].clone() {
+        for &param in &self.owned[optimizer] {
             self.has_grad[param] = false;
         }
+        self.renew();
         Op::ZeroGrad { optimizer }
+    }
+
+    fn zeros(&mut self, optimizer: usize) -> Op {
+        self.renew();
+        Op::Zeros { optimizer }
+    }
+
+    /// After zeroing, gradients are new work.
+    fn renew(&mut self) {
+        for stage in self.stages.iter_mut().filter(|stage| **stage == Stage::Stepped) {
+            *stage = Stage::Ready;
+        }
     }
 
     fn unscale(&mut self, optimizer: usize) -> Op {
@@ -162,7 +184,7 @@ impl Writer {
     }
 
     fn has_grads(&self, optimizer: usize) -> bool {
-        self.owned[optimizer].clone().any(|param| self.has_grad[param])
+        self.owned[optimizer].iter().any(|&param| self.has_grad[param])
     }
 
     fn clip(&mut self, optimizer: usize) -> Option<Op> {
@@ -185,7 +207,7 @@ impl Writer {
     }
 
     fn transaction(&mut self, optimizer: usize) -> Op {
-        let both = self.owned.len() == 2 && self.stages.iter().all(|&stage| stage == Stage::Ready);
+        let both = self.owned.len() > 1 && self.stages.iter().all(|&stage| stage == Stage::Ready);
         let optimizers = if both && self.rng.one_in(2) { vec![0, 1] } else { vec![optimizer] };
         for &optimizer in &optimizers {
             // An illegal transaction fails when it is opened, and changes nothing.

@@ -128,8 +128,9 @@ fn every_function_of_the_shim_fails_once_and_nothing_is_left_behind() {
             );
         }
         assert!(failed > 40, "only {failed} calls were reached");
-        // A step succeeds even if the cache cannot be cleared after it.
-        assert_eq!(swallowed, 6, "calls whose failure is not reported");
+        // Six steps succeed even if the cache cannot be cleared after them, and four calls unscale even if the gradients
+        // cannot be inspected after that.
+        assert_eq!(swallowed, 10, "calls whose failure is not reported");
     }
 }
 
@@ -151,6 +152,10 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         fails(&|| ffi::gradients_separate(std::slice::from_ref(&w)));
         fails(&|| ffi::gradients_separate_leaves(&w));
         fails(&|| ffi::overlapping(std::slice::from_ref(&w)).map(drop));
+        fails(&|| ffi::gradients_widen(&[w.shallow_clone()]).map(drop));
+        fails(&|| ffi::gradient_rest(&w, None).map(drop));
+        let widened = ffi::gradients_widen(&[w.shallow_clone()]).unwrap();
+        fails(&|| widened.undo(&[w.shallow_clone()]));
         fails(&|| ffi::all_finite(&[&w]).map(drop));
         fails(&|| ffi::any_nonzero(&[&found]).map(drop));
         let parameters = [w.shallow_clone()];
@@ -280,6 +285,59 @@ fn a_region_that_cannot_open_changes_nothing() {
             assert!(region.is_err());
             assert_eq!(state(), before);
             assert_eq!(autocast_dtype(Device::Cpu).unwrap(), Kind::BFloat16);
+        }
+    }
+}
+
+/// An optimizer with master weights of parameters in half precision, with gradients of 8.
+fn halves() -> (Tensor, optim::Optimizer) {
+    let w = Tensor::ones([2], (Kind::BFloat16, Device::Cpu)).set_requires_grad(true);
+    let sgd = optim::Sgd::default().master_weights(optim::MasterWeights::Float);
+    let opt = sgd.build(vec![w.shallow_clone()], 1.0).unwrap();
+    (&w * 8.0).sum(None).backward();
+    (w, opt)
+}
+
+/// Each call of the shim fails once. Unless a gradient was changed midway, which has an error of its own, all have the
+/// dtypes and numbers from before, also those of the next backward.
+#[test]
+fn a_failed_unscale_leaves_the_dtypes_of_gradients() {
+    type Way =
+        fn(&mut GradScaler, &mut PerLossScalers, &Tensor, &mut optim::Optimizer) -> Result<()>;
+    let ways: [Way; 4] = [
+        |scaler, _, _, opt| scaler.unscale_(opt),
+        |scaler, _, _, opt| scaler.unscale(opt).map(drop),
+        |scaler, _, _, opt| scaler.step_clip_norm(opt, 1.0).map(drop),
+        |_, scalers, w, opt| scalers.backward(0, &(w * 2.0).sum(Kind::Float), opt),
+    ];
+    for (kind, _) in KINDS {
+        for (which, way) in ways.iter().enumerate() {
+            let mut failed = 0;
+            for call in 1.. {
+                let (w, mut opt) = halves();
+                let config = GradScalerConfig { init_scale: 8.0, ..Default::default() };
+                let mut scaler = config.build(Device::Cpu).unwrap();
+                let mut scalers = PerLossScalers::with_configs(Device::Cpu, &[config]).unwrap();
+                ffi::testing_fail_at(call, kind);
+                let outcome = way(&mut scaler, &mut scalers, &w, &mut opt);
+                let reached = ffi::testing_fail_at(0, kind) == 0;
+                if !reached {
+                    outcome.unwrap();
+                    break;
+                }
+                let Err(error) = outcome else { continue };
+                failed += 1;
+                let after = (w.grad().kind(), w.grad().double_value(&[0]));
+                if matches!(scaler.update(), Err(Error::Scaler(ScalerError::UnscaleFailed))) {
+                    continue;
+                }
+                let text = format!("call {call} of way {which}: {error}");
+                assert_eq!(after, (Kind::BFloat16, 8.0), "{text}");
+                opt.zero_grad().unwrap();
+                (&w * 8.0).sum(None).backward();
+                assert_eq!(w.grad().kind(), Kind::BFloat16, "the next one, {text}");
+            }
+            assert!(failed > 4, "way {which} failed {failed} times");
         }
     }
 }

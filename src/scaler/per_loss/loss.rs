@@ -6,73 +6,85 @@
 use tch::Tensor;
 
 use crate::error::Result;
-use crate::ffi::{self, FoundInf};
-use crate::gradients::{Gradients, Plan, Taken, overflow};
+use crate::ffi::{self, FoundInf, Gradient};
+use crate::gradients::{Gradients, IdentityMap, Plan, Taken, drop_frozen, overflow};
 use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, End};
 use crate::scaler::GradScaler;
 
-/// A loss, its scale, and the flags for its gradients since the last update.
+/// A loss, its scale, and its backwards since the last update.
 #[derive(Debug)]
 pub(super) struct Loss {
     pub(super) scale: AdaptiveScale,
-    found: Vec<Found>,
+    passes: Vec<Pass>,
 }
 
+/// A backward of the loss for an optimizer.
 #[derive(Debug)]
-struct Found {
-    /// The optimizer whose step depends on it.
-    optimizer: Identity,
-    flag: FoundInf,
+struct Pass {
+    owner: Identity,
+    /// Whether the loss has given each of the optimizer's parameters a gradient.
+    has_gradient: Vec<bool>,
+    flags: Vec<FoundInf>,
+    /// Whether a step has been taken or skipped with its gradients.
+    is_stepped: bool,
 }
 
-/// An optimizer, identified by its first parameter, which is kept alive so that no other tensor gets its identity.
+/// An optimizer, identified by its parameters, which are kept alive so that no other tensors get their identities.
 #[derive(Debug)]
 pub(super) struct Identity {
-    first: Option<Tensor>,
-    identity: usize,
+    parameters: Vec<Tensor>,
+    identities: Vec<usize>,
+    known: IdentityMap<()>,
 }
 
 impl Identity {
     pub(super) fn of(optimizer: &dyn AmpOptimizer) -> Result<Self> {
-        let parameters = optimizer.parameters();
-        let identities = ffi::identities(parameters.get(..1).unwrap_or_default())?;
-        let first = parameters.first().map(Tensor::shallow_clone);
-        Ok(Self { first, identity: identities.first().copied().unwrap_or_default() })
+        let parameters = optimizer.parameters().into_owned();
+        let identities = ffi::identities(&parameters)?;
+        let known = identities.iter().map(|identity| (*identity, ())).collect();
+        Ok(Self { parameters, identities, known })
+    }
+
+    /// Whether the other optimizer has these parameters first.
+    fn begins(&self, other: &Self) -> bool {
+        other.identities.starts_with(&self.identities)
     }
 }
 
-impl PartialEq for Identity {
-    fn eq(&self, other: &Self) -> bool {
-        self.identity == other.identity
-    }
-}
-
-impl Clone for Identity {
-    fn clone(&self) -> Self {
-        let first = self.first.as_ref().map(Tensor::shallow_clone);
-        Self { first, identity: self.identity }
+impl Pass {
+    /// Whether a step of the optimizer uses its gradients.
+    fn concerns(&self, optimizer: &Identity) -> bool {
+        let given = self.owner.identities.iter().zip(&self.has_gradient);
+        let mut given = given.filter_map(|(identity, has)| has.then_some(identity));
+        !self.is_stepped && given.any(|identity| optimizer.known.contains_key(identity))
     }
 }
 
 impl Loss {
     pub(super) fn new(scale: AdaptiveScale) -> Self {
-        Self { scale, found: Vec::new() }
+        Self { scale, passes: Vec::new() }
     }
 
     /// Whether there was no backward since the last update.
     pub(super) fn is_closed(&self) -> bool {
-        self.found.is_empty()
+        self.passes.is_empty()
     }
 
     fn flags(&self) -> impl Iterator<Item = &FoundInf> {
-        self.found.iter().map(|found| &found.flag)
+        self.passes.iter().flat_map(|pass| &pass.flags)
     }
 
     /// The flags on which the step of an optimizer depends.
     pub(super) fn found(&self, optimizer: &Identity) -> impl Iterator<Item = &FoundInf> {
-        let its = move |found: &&Found| found.optimizer == *optimizer;
-        self.found.iter().filter(its).map(|found| &found.flag)
+        self.passes.iter().filter(|pass| pass.concerns(optimizer)).flat_map(|pass| &pass.flags)
+    }
+
+    /// Records that the optimizer's step was taken or skipped, so that no later one depends on the same flags.
+    pub(super) fn set_stepped(&mut self, optimizer: &Identity) {
+        for pass in &mut self.passes {
+            pass.is_stepped |= pass.concerns(optimizer);
+        }
     }
 
     /// Scales the loss, runs backward on it, and adds the unscaled gradients to those of the optimizer's parameters.
@@ -87,31 +99,35 @@ impl Loss {
         if !self.scale.is_enabled() {
             return ffi::backward(loss, retain_graph);
         }
-        let before = Taken::from(optimizer.parameters().into_owned())?;
-        let identity = Identity::of(optimizer)?;
+        let owner = Identity::of(optimizer)?;
+        let mut before = Taken::from(optimizer.parameters().into_owned())?;
         ffi::backward(&self.scale.apply(loss)?, retain_graph)?;
         if optimizer.wants_f32_gradients() {
-            ffi::gradients_widen(&optimizer.parameters())?;
+            // Checks before it changes.
+            let _plan = Plan::new(&sums.gradients(optimizer)?, true)?;
+            before.widen()?;
         }
-        let flags = self.unscale(sums.gradients(optimizer)?)?;
+        let gradients = sums.gradients(optimizer)?.separated()?;
+        let flags = self.unscale(&gradients)?;
         before.add()?;
         before.settle();
-        let found = |flag| Found { optimizer: identity.clone(), flag };
-        self.found.extend(flags.into_iter().map(found));
+        if !flags.is_empty() {
+            let has_gradient = gradients.snapshot().iter().map(Gradient::is_used).collect();
+            self.passes.push(Pass { owner, has_gradient, flags, is_stepped: false });
+        }
         Ok(())
     }
 
     /// Unscales the gradients, those of this loss alone.
-    fn unscale(&self, gradients: Gradients<'_>) -> Result<Vec<FoundInf>> {
+    fn unscale(&self, gradients: &Gradients<'_>) -> Result<Vec<FoundInf>> {
         let Some(scale) = self.scale.number() else {
             return Ok(Vec::new());
         };
-        let plan = Plan::new(&gradients, self.scale.config().may_unscale_fp16())?;
-        plan.drop_frozen(gradients.parameters())?;
+        let plan = Plan::new(gradients, self.scale.config().may_unscale_fp16())?;
+        drop_frozen(gradients.parameters(), gradients.snapshot())?;
         if plan.groups.is_empty() {
             return Ok(Vec::new());
         }
-        let gradients = gradients.separated()?;
         let found = plan.unscale(gradients.parameters(), scale.tensor(), scale.unscaling());
         found.map_err(|interrupted| interrupted.error)
     }
@@ -124,19 +140,31 @@ impl Loss {
         }
     }
 
-    /// Removes the flags of an optimizer.
-    pub(super) fn abandon(&mut self, optimizer: &Identity) {
-        self.found.retain(|found| found.optimizer != *optimizer);
+    /// The most parameters with which a backward that was not stepped with has begun the optimizer's list, which may have
+    /// grown since.
+    pub(super) fn most_known(&self, optimizer: &Identity) -> Option<usize> {
+        let open = self.passes.iter().filter(|pass| !pass.is_stepped);
+        let known = open.map(|pass| &pass.owner).filter(|owner| owner.begins(optimizer));
+        known.map(|owner| owner.parameters.len()).max()
+    }
+
+    /// Removes the backwards for an optimizer, of whose parameters they knew this many.
+    pub(super) fn abandon(&mut self, optimizer: &Identity, known: usize) {
+        self.passes.retain(|pass| {
+            let is_its = pass.owner.parameters.len() == known && pass.owner.begins(optimizer);
+            pass.is_stepped || !is_its
+        });
     }
 
     /// Prepares the end of its iteration; `None` if there was no backward.
     pub(super) fn end(&mut self) -> Result<Option<End<'_>>> {
-        let Self { scale, found } = self;
-        if found.is_empty() { Ok(None) } else { scale.end(found.iter().map(|found| &found.flag)) }
+        let Self { scale, passes } = self;
+        let flags = passes.iter().flat_map(|pass| &pass.flags);
+        if passes.is_empty() { Ok(None) } else { scale.end(flags) }
     }
 
-    /// Removes all flags.
+    /// Forgets all backwards.
     pub(super) fn close(&mut self) {
-        self.found.clear();
+        self.passes.clear();
     }
 }

@@ -212,6 +212,7 @@ impl PerLossScalers {
         retain_graph: bool,
     ) -> Result<()> {
         self.loss_mut(loss_id)?;
+        self.sums.iteration.get_mut().note_rests()?;
         if let Some(record) = self.sums.record(optimizer)? {
             if self.sums.iteration.get_mut().stage(record) == Stage::Stepped {
                 return Err(Error::Scaler(ScalerError::AlreadyStepped));
@@ -233,8 +234,7 @@ impl PerLossScalers {
     ///
     /// The same as [`GradScaler::step`].
     pub fn step(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
-        self.look(optimizer)?;
-        self.sums.step(optimizer)
+        self.step_by(optimizer, |sums, optimizer| sums.step(optimizer))
     }
 
     /// Clips the gradients to a common 2-norm and steps, like [`GradScaler::step_clip_norm`].
@@ -247,8 +247,7 @@ impl PerLossScalers {
         optimizer: &mut dyn AmpOptimizer,
         max_norm: f64,
     ) -> Result<StepOutcome> {
-        self.look(optimizer)?;
-        self.sums.step_clip_norm(optimizer, max_norm)
+        self.step_by(optimizer, |sums, optimizer| sums.step_clip_norm(optimizer, max_norm))
     }
 
     /// Clamps every element of the summed gradients and steps if the gradients of all losses are finite, like
@@ -262,22 +261,35 @@ impl PerLossScalers {
         optimizer: &mut dyn AmpOptimizer,
         max: f64,
     ) -> Result<StepOutcome> {
-        self.look(optimizer)?;
-        self.sums.step_clip_value(optimizer, max)
+        self.step_by(optimizer, |sums, optimizer| sums.step_clip_value(optimizer, max))
+    }
+
+    fn step_by<'a>(
+        &mut self,
+        optimizer: &'a mut dyn AmpOptimizer,
+        step: impl FnOnce(&mut GradScaler, &'a mut dyn AmpOptimizer) -> Result<StepOutcome>,
+    ) -> Result<StepOutcome> {
+        if !self.is_enabled() {
+            return step(&mut self.sums, optimizer);
+        }
+        let identity = Identity::of(optimizer)?;
+        self.look(optimizer, &identity)?;
+        let outcome = step(&mut self.sums, optimizer)?;
+        self.losses.iter_mut().for_each(|loss| loss.set_stepped(&identity));
+        Ok(outcome)
     }
 
     /// Checks the sums, and makes the step depend on the flags of the losses, too.
-    fn look(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
+    fn look(&mut self, optimizer: &mut dyn AmpOptimizer, identity: &Identity) -> Result<()> {
         if self.sums.record(optimizer)?.is_some() {
             // A second step fails in the scaler, and a retry after a failed one has been checked.
             return Ok(());
         }
-        let identity = Identity::of(optimizer)?;
         let Some(record) = self.sums.open(optimizer)? else {
             return Ok(());
         };
         let iteration = self.sums.iteration.get_mut();
-        for flag in self.losses.iter().flat_map(|loss| loss.found(&identity)) {
+        for flag in self.losses.iter().flat_map(|loss| loss.found(identity)) {
             iteration.add_found(record, flag.shallow_clone());
         }
         Ok(())
@@ -347,7 +359,10 @@ impl PerLossScalers {
     pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
         let identity = Identity::of(optimizer)?;
         self.sums.abandon(optimizer)?;
-        self.losses.iter_mut().for_each(|loss| loss.abandon(&identity));
+        if let Some(known) = self.losses.iter().filter_map(|loss| loss.most_known(&identity)).max()
+        {
+            self.losses.iter_mut().for_each(|loss| loss.abandon(&identity, known));
+        }
         Ok(())
     }
 

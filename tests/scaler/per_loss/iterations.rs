@@ -1,5 +1,6 @@
 //! Iterations that fail, are abandoned, or combine several optimizers and losses.
 
+use rstest::rstest;
 use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::checkpoint::Checkpoint;
@@ -230,4 +231,71 @@ fn the_error_is_that_of_the_first_of_two_losses_that_exceed_their_limit() {
         matches!(error, Error::Scaler(ScalerError::TooManySkips { scale, .. }) if scale == 4.0),
         "{error}"
     );
+}
+
+/// A layer that both optimizers have, and that comes first in their lists, does not make them one.
+#[rstest]
+fn optimizers_with_a_common_frozen_parameter_are_told_apart(#[values(false, true)] first: bool) {
+    for_each_device(|device| {
+        let [frozen, a, b] = [(); 3].map(|()| leaf(&[1.0; 3], Kind::Float, device));
+        let _frozen = frozen.set_requires_grad(false);
+        let list = |own: &Tensor| {
+            let mut list = vec![frozen.shallow_clone(), own.shallow_clone()];
+            if !first {
+                list.reverse();
+            }
+            Descent(list)
+        };
+        let [mut opt_a, mut opt_b] = [&a, &b].map(list);
+        let mut scalers = two(device);
+        scalers.backward(0, &loss(&a, &[INF; 3]), &mut opt_a).unwrap();
+        scalers.backward(0, &loss(&b, &[1.0; 3]), &mut opt_b).unwrap();
+        assert!(scalers.step(&mut opt_b).unwrap().is_stepped().unwrap());
+        assert!(scalers.step(&mut opt_a).unwrap().is_skipped().unwrap());
+        scalers.update().unwrap();
+        assert_eq!(scales(&scalers), [4.0, 1024.0]);
+        assert_eq!((to_f64(&a), to_f64(&b)), (vec![1.0; 3], vec![0.0; 3]));
+        // Abandoning one keeps the overflow of the other.
+        scalers.backward(0, &loss(&a, &[INF; 3]), &mut opt_a).unwrap();
+        scalers.backward(1, &loss(&b, &[1.0; 3]), &mut opt_b).unwrap();
+        scalers.abandon(&mut opt_b).unwrap();
+        assert_eq!(scalers.overflowed().unwrap(), [true, false]);
+        scalers.update().unwrap();
+        assert_eq!(scales(&scalers), [2.0, 1024.0]);
+    });
+}
+
+/// One list begins with all of the other's parameters.
+#[test]
+fn an_optimizer_that_begins_with_the_parameters_of_another_is_told_apart() {
+    for_each_device(|device| {
+        let [a, b] = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, device));
+        let short = || Descent(vec![a.shallow_clone()]);
+        let long = || Descent(vec![a.shallow_clone(), b.shallow_clone()]);
+        let mut scalers = two(device);
+        scalers.backward(0, &loss(&b, &[INF; 3]), &mut long()).unwrap();
+        scalers.backward(1, &loss(&a, &[1.0; 3]), &mut short()).unwrap();
+        assert!(scalers.step(&mut short()).unwrap().is_stepped().unwrap());
+        scalers.update().unwrap();
+        scalers.backward(0, &loss(&a, &[INF; 3]), &mut short()).unwrap();
+        scalers.backward(1, &loss(&b, &[INF; 3]), &mut long()).unwrap();
+        scalers.abandon(&mut long()).unwrap();
+        assert_eq!(scalers.overflowed().unwrap(), [true, false]);
+    });
+}
+
+/// The optimizer is the same although its list has grown.
+#[test]
+fn an_optimizer_that_has_grown_keeps_its_overflow_and_can_be_abandoned() {
+    let [a, late] = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, Device::Cpu));
+    let before = || Descent(vec![a.shallow_clone()]);
+    let after = || Descent(vec![a.shallow_clone(), late.shallow_clone()]);
+    let mut scalers = two(Device::Cpu);
+    scalers.backward(0, &loss(&a, &[INF; 3]), &mut before()).unwrap();
+    let _clamped = tch::no_grad(|| a.grad().clamp_(-1.0, 1.0));
+    assert!(scalers.step(&mut after()).unwrap().is_skipped().unwrap());
+    scalers.update().unwrap();
+    scalers.backward(0, &loss(&a, &[INF; 3]), &mut before()).unwrap();
+    scalers.abandon(&mut after()).unwrap();
+    assert_eq!(scalers.overflowed().unwrap(), [false, false]);
 }
