@@ -13,6 +13,7 @@
 
 #include "gradients.h"
 #include "guarded.h"
+#include "masters.h"
 #include "memory.h"
 
 namespace tamp {
@@ -169,11 +170,12 @@ void tamp_gradients_separate_leaves(const tamp_tensor *loss, char **err) noexcep
   });
 }
 
-void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) noexcept {
+void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, uint8_t narrows, char **err) noexcept {
   tamp::guarded(err, [&] {
     for (size_t i = 0; i < count; ++i) {
       Tensor &parameter = tamp::tensor(parameters[i]);
       if (tamp::gradient(parameter).defined()) parameter.mutable_grad().reset();
+      if (narrows != 0 || !tamp::is_half(parameter)) tamp::narrow_later_gradients(parameter);
     }
   });
 }

@@ -4,7 +4,10 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -19,7 +22,25 @@ using at::Tensor;
 // Returns the bits of f32 numbers as i32. All NaNs become the same one.
 Tensor bits(const Tensor &numbers) { return numbers.view(at::kInt).masked_fill(numbers.isnan(), 0x7fc00000); }
 
-bool is_half(const Tensor &t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
+// Whether numbers are the same; all NaNs are.
+Tensor same(const Tensor &one, const Tensor &other) {
+  return one.eq(other).logical_or(one.isnan().logical_and(other.isnan()));
+}
+
+// Rounds f32 numbers to the nearest bf16 numbers, with ties away from zero, as `split` does.
+Tensor rounded_away(const Tensor &numbers) {
+  return bits(numbers).add(0x8000).bitwise_right_shift(16).to(at::kShort).view(at::kBFloat16);
+}
+
+// Whether numbers round to those of a parameter, which may have been converted to another dtype since.
+Tensor round_to(const Tensor &numbers, const Tensor &parameter) {
+  const auto gives = [&](const Tensor &rounded) { return same(rounded.to(parameter.scalar_type()), parameter); };
+  const Tensor narrow = numbers.to(at::kFloat);
+  return gives(numbers)
+      .logical_or(gives(numbers.to(at::kBFloat16)))
+      .logical_or(gives(rounded_away(narrow)))
+      .logical_or(gives(numbers.to(at::kHalf)));
+}
 
 // The dtype of a parameter's gradient, or the one that the next gradient gets.
 at::ScalarType gradient_dtype(const Tensor &parameter) {
@@ -70,6 +91,18 @@ void convert(const std::vector<Tensor> &parameters, const std::vector<at::Scalar
 
 }  // namespace
 
+bool is_half(const Tensor &t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
+
+void narrow_later_gradients(const Tensor &parameter) {
+  if (!parameter.defined()) return;
+  torch::autograd::AutogradMeta *meta = torch::autograd::impl::get_autograd_meta(parameter);
+  if (meta == nullptr || !meta->grad_dtype_) return;
+  // libtorch does not change the dtype while there is a gradient, which then has the right one.
+  if (!tamp::gradient(parameter).defined()) parameter.set_grad_dtype(parameter.scalar_type());
+  // Otherwise a parameter that is converted would still have its gradients in this dtype.
+  meta->grad_dtype_.reset();
+}
+
 void replace_gradient(const Tensor &parameter, at::ScalarType dtype, Tensor gradient) {
   // libtorch does not change the dtype while there is a gradient.
   Tensor before = std::exchange(parameter.mutable_grad(), Tensor());
@@ -82,15 +115,24 @@ void replace_gradient(const Tensor &parameter, at::ScalarType dtype, Tensor grad
   parameter.mutable_grad() = std::move(gradient);
 }
 
-uint64_t seed_of_step(uint64_t seed, uint64_t step) {
-  uint64_t x = seed + step * kSeedStep;
+float next_step(float step, uint8_t master) {
+  const float next = step + 1;
+  return master == TAMP_MASTER_STOCHASTIC ? std::max(next, std::nextafter(step, kMostSteps)) : next;
+}
+
+uint64_t seed_of_step(uint64_t seed, float steps) {
+  // A NaN counts as zero.
+  const float whole = std::min(std::max(0.0F, steps), kMostSteps);
+  uint64_t x = seed + (static_cast<uint64_t>(whole) + 1) * kSeedStep;
   x = (x ^ (x >> 30)) * kSeedFirst;
   x = (x ^ (x >> 27)) * kSeedSecond;
   return x ^ (x >> 31);
 }
 
 Tensor join(const Tensor &parameter, const Tensor &remainder) {
-  const Tensor high = parameter.view(at::kShort).to(at::kInt), low = remainder.to(at::kInt).bitwise_and(0xffff);
+  const Tensor high = parameter.view(at::kShort).to(at::kInt);
+  // The parameter may have moved to another device since.
+  const Tensor low = remainder.to(high.options()).bitwise_and(0xffff);
   return (high - low.bitwise_right_shift(15)).bitwise_left_shift(16).bitwise_or(low).view(at::kFloat);
 }
 
@@ -119,11 +161,15 @@ void tamp_gradients_narrow(tamp_tensor *const *parameters, size_t count, const u
     std::vector<at::Tensor> halves;
     std::vector<at::ScalarType> dtypes;
     for (size_t i = 0; i < count; ++i) {
-      if (widened[i] == 0) continue;
-      halves.push_back(tamp::tensor(parameters[i]));
-      dtypes.push_back(halves.back().scalar_type());
+      const at::Tensor &parameter = tamp::tensor(parameters[i]);
+      if (!parameter.defined() || (widened != nullptr && widened[i] == 0)) continue;
+      if (tamp::gradient_dtype(parameter) == parameter.scalar_type()) continue;
+      halves.push_back(parameter);
+      dtypes.push_back(parameter.scalar_type());
     }
     tamp::convert(halves, dtypes);
+    if (widened != nullptr) return;
+    for (size_t i = 0; i < count; ++i) tamp::narrow_later_gradients(tamp::tensor(parameters[i]));
   });
 }
 
@@ -137,10 +183,21 @@ tamp_tensor *tamp_master_join(const tamp_tensor *parameter, const tamp_tensor *r
 tamp_tensor *tamp_master_remainder_of(const tamp_tensor *master, const tamp_tensor *parameter, char **err) noexcept {
   return tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
-    const at::Tensor &number = tamp::tensor(master), half = tamp::tensor(parameter).detach();
+    const at::Tensor half = tamp::tensor(parameter).detach(), number = tamp::tensor(master).to(half.device());
     const at::Tensor rest = tamp::remainder(number);
     const at::Tensor fits = tamp::bits(tamp::join(half, rest)).eq(tamp::bits(number));
     return tamp::give(at::where(fits, rest, at::zeros({}, rest.options())));
+  });
+}
+
+tamp_tensor *tamp_master_numbers(const tamp_tensor *master, const tamp_tensor *parameter, char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    const at::Tensor now = tamp::tensor(parameter).detach();
+    at::Tensor numbers = tamp::tensor(master).to(now.device());
+    if (numbers.scalar_type() == at::kShort) numbers = tamp::join(now.to(at::kBFloat16), numbers);
+    const auto dtype = now.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    return tamp::give(at::where(tamp::round_to(numbers, now), numbers.to(dtype), now.to(dtype)));
   });
 }
 

@@ -76,7 +76,8 @@ void check_layout(const Entry &e) {
 }
 
 Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options) {
-  Entry out = {options + given.options, given.first_step != 0, tamp::tensor(given.parameter), {}, {}, {}, {}};
+  const at::Tensor &parameter = tamp::tensor(given.parameter);
+  Entry out = {options + given.options, given.first_step != 0, given.many_steps != 0, parameter, {}, {}, {}, {}};
   check_memory(out.parameter, "a parameter");
   TORCH_CHECK(tamp::gradient(out.parameter).defined(), "a parameter without a gradient cannot be stepped");
   out.gradient = tamp::with_own_numbers(tamp::gradient(out.parameter));
@@ -100,19 +101,35 @@ Entry entry(const tamp_optim_parameter &given, const tamp_optim_options *options
   return out;
 }
 
-// Checks that a flag is one f32 number, which the kernels of a GPU compare with 1.
-void check_flag(const tamp_tensor *found_inf) {
-  if (found_inf == nullptr) return;
-  const Tensor &flag = tamp::tensor(found_inf);
-  TORCH_CHECK(flag.scalar_type() == at::kFloat && flag.numel() == 1 && tamp::has_own_numbers(flag),
-              "found_inf must be one f32, but is ", flag.scalar_type(), " ", flag.sizes());
+// Checks that an argument of a step is one number, which the kernels of a GPU read as f32.
+void check_number(const tamp_tensor *given, const char *name, bool may_have_other_dtype) {
+  if (given == nullptr) return;
+  const Tensor &number = tamp::tensor(given);
+  const bool fits = number.defined() && tamp::has_own_numbers(number) && number.numel() == 1 && !number.is_meta();
+  const bool has_dtype =
+      fits && (may_have_other_dtype ? at::isFloatingType(number.scalar_type()) : number.scalar_type() == at::kFloat);
+  if (has_dtype) return;
+  TORCH_CHECK(number.defined(), name, " must be one f32, but is undefined");
+  TORCH_CHECK(false, name, " must be one f32 in memory of its own, but is ", number.scalar_type(), " with ",
+              number.numel(), " elements on ", number.device(), "; convert it with `to_kind`");
 }
+
+// Checks the arguments of a step before the first part of it is taken.
+void check_scale(const tamp_optim_scale &scale) {
+  check_number(scale.grad_scale, "grad_scale", false);
+  check_number(scale.clip, "the clip factor", true);
+  check_number(scale.found_inf, "found_inf", false);
+}
+
+// Whether a parameter is not a leaf by now, so that backward leaves no gradient in it.
+bool is_never_trained(const Tensor &parameter) { return parameter.requires_grad() && !parameter.is_leaf(); }
 
 // Returns what a step will do with a parameter: TAMP_STEP_TAKEN, or the reason why it is not taken.
 uint8_t answer(const tamp_optim_parameter &given) {
   const Tensor &parameter = tamp::tensor(given.parameter);
   const tamp_gradient gradient = tamp::inspect(parameter);
-  if (gradient.gradient == 0 || (gradient.flags & TAMP_GRADIENT_REQUIRES_GRAD) == 0) return TAMP_STEP_LEFT_OUT;
+  if (gradient.gradient == 0) return is_never_trained(parameter) ? TAMP_STEP_REFUSED : TAMP_STEP_LEFT_OUT;
+  if ((gradient.flags & TAMP_GRADIENT_REQUIRES_GRAD) == 0) return TAMP_STEP_LEFT_OUT;
   const bool is_strided = (gradient.flags & TAMP_GRADIENT_STRIDED) != 0;
   if (!is_strided || (gradient.flags & TAMP_GRADIENT_OTHER_SHAPE) != 0) return TAMP_STEP_REFUSED;
   const bool widened = given.masters != TAMP_MASTER_NONE && gradient.dtype == static_cast<int8_t>(at::kFloat);
@@ -153,7 +170,7 @@ void tamp_optim_step(const tamp_optim_parameter *parameters, size_t count, const
     refuse_overlapping(parameters, count, answers);
     const auto stops = [](uint8_t answer) { return answer != TAMP_STEP_TAKEN && answer != TAMP_STEP_LEFT_OUT; };
     if (std::any_of(answers, answers + count, stops)) return;
-    check_flag(scale->found_inf);
+    check_scale(*scale);
     std::vector<Entry> cpu, other;
     cpu.reserve(count);
     for (size_t i = 0; i < count; ++i) {

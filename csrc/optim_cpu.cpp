@@ -56,7 +56,8 @@ void copy_back(const Entry &to, const Entry &from) {
   for (int i = 0; i < kStates; ++i) copy(to.states[i], from.states[i]);
 }
 
-float &step_of(const Entry &e) { return *e.step.mutable_data_ptr<float>(); }
+// The number of steps, including the one that is being taken.
+float next_step_of(const Entry &e) { return tamp::next_step(*e.step.const_data_ptr<float>(), e.master.kind); }
 
 // Computes 1 - beta^step, and remembers the last one, since most parameters share it.
 class Correction {
@@ -81,7 +82,7 @@ using Update = std::variant<tamp::kernels::Adam, tamp::kernels::Sgd, tamp::kerne
 Update update_of(const Entry &e, Corrections &corrections) {
   const tamp_optim_options &o = *e.options;
   const bool maximize = (o.flags & TAMP_OPTIM_MAXIMIZE) != 0;
-  const double step = e.step.defined() ? step_of(e) + 1.0 : 1.0;
+  const double step = e.step.defined() ? next_step_of(e) : 1.0;
   switch (o.algorithm) {
     case TAMP_OPTIM_SGD: {
       const bool nesterov = (o.flags & TAMP_OPTIM_NESTEROV) != 0;
@@ -141,10 +142,8 @@ void run_in_blocks(const Entry &e, const Update &update, const GradientScale &sc
   constexpr int64_t kBlock = 256;
   alignas(64) float numbers[kBlock], gradients[kBlock];
   const bool remains = e.master.kind == TAMP_MASTER_REMAINDER;
-  const uint64_t seed =
-      e.master.kind == TAMP_MASTER_STOCHASTIC
-          ? tamp::seed_of_step(e.master.seed, static_cast<uint64_t>(*e.step.const_data_ptr<float>()) + 1)
-          : 0;
+  const bool is_random = e.master.kind == TAMP_MASTER_STOCHASTIC;
+  const uint64_t seed = is_random ? tamp::seed_of_step(e.master.seed, *e.step.const_data_ptr<float>()) : 0;
   for (int64_t begin = chunk.begin; begin < chunk.end; begin += kBlock) {
     const int64_t n = std::min(kBlock, chunk.end - begin);
     Half *parameter = memory_from<Half>(e.parameter, begin);
@@ -245,7 +244,7 @@ void step_on_cpu(std::vector<Entry> work, const tamp_optim_scale &given) {
   });
   for (const auto &[i, original] : originals) copy_back(original, work[i]);
   for (const auto &e : work) {
-    if (e.step.defined()) step_of(e) += 1;
+    if (e.step.defined()) *e.step.mutable_data_ptr<float>() = next_step_of(e);
     tamp::bump_version(e.parameter);
     tamp::bump_version(e.master.tensor);
     for (const auto &state : e.states) tamp::bump_version(state);

@@ -75,6 +75,40 @@ void separate_gradients(std::vector<Entry> &entries) {
   for (const auto &[one, other] : tamp::overlapping(gradients))
     entries[other].gradient = entries[other].gradient.clone();
 }
+// The numbers of steps, which a step that the device skips leaves as they are.
+struct StepCounts {
+  std::vector<Tensor> plain;          // go on by one
+  std::vector<Tensor> many;           // go on by `next_step` under random rounding
+  std::vector<Tensor> before, after;  // the numbers of the latter
+  Tensor taken;                       // one, or zero if the step is skipped; undefined if it is taken anyway
+
+  // Allocates all that `advance` needs.
+  void prepare(const std::optional<Tensor> &found_inf) {
+    if (found_inf) taken = at::rsub(found_inf->reshape({}), 1);
+    if (many.empty()) return;
+    const Tensor now = at::stack(many), most = at::full({}, kMostSteps, now.options());
+    Tensor next = at::maximum(now + 1, at::nextafter(now, most));
+    if (found_inf) next = at::where(taken.ne(0), next, now);
+    before = now.unbind();
+    after = next.unbind();
+  }
+
+  void advance() const {
+    add(1);
+    if (!many.empty()) at::_foreach_copy_(many, after);
+  }
+
+  void restore() const {
+    add(-1);
+    if (!many.empty()) at::_foreach_copy_(many, before);
+  }
+
+ private:
+  void add(int sign) const {
+    if (plain.empty()) return;
+    taken.defined() ? at::_foreach_add_(plain, taken, sign) : at::_foreach_add_(plain, sign);
+  }
+};
 
 // What steps a batch: one of libtorch's kernels, or several of its operations.
 struct Launch {
@@ -94,7 +128,8 @@ class OneDevice {
     const bool is_skipped = is_known_to_be_skipped(scale);
     std::vector<Entry> direct, indirect;
     for (auto &e : entries) {
-      if (e.step.defined()) steps_.push_back(e.step);
+      const bool goes_on = e.master.kind == TAMP_MASTER_STOCHASTIC && e.many_steps;
+      if (e.step.defined()) (goes_on ? counts_.many : counts_.plain).push_back(e.step);
       // The kernels go over the memory of both with one index.
       if (!are_alike(e.gradient, e.parameter)) {
         e.gradient = at::empty_like(e.parameter, e.gradient.scalar_type()).copy_(e.gradient);
@@ -108,29 +143,28 @@ class OneDevice {
     }
     direct_ = launches(direct);
     stand_ins_.emplace(indirect);
-    if (planted("memory")) (void)at::empty({1 << 26}, steps_.front().options());
+    if (planted("memory")) (void)at::empty({1 << 26}, at::TensorOptions(device).dtype(at::kFloat));
     for (size_t i = 0; i < stand_ins_->chunks(); ++i) chunks_.push_back(launches(stand_ins_->entries(i)));
     rows_.allocate(device);
     for (auto &launch : direct_) prepare(launch);
     for (auto &chunk : chunks_) {
       for (auto &launch : chunk) prepare(launch);
     }
-    if (found_inf_) flags_.assign(steps_.size(), found_inf_->reshape({}));
+    counts_.prepare(found_inf_);
   }
 
   void run() const {
     if (planted("wait") && found_inf_) (void)found_inf_->item<float>();
-    for (const auto &step : planted("launches") ? steps_ : std::vector<Tensor>()) step.mul_(1);
-    if (!steps_.empty()) at::_foreach_add_(steps_, 1);
-    const Tensor late = planted("late_allocation") ? at::empty_like(steps_.front()) : Tensor();
+    for (const auto &step : planted("launches") ? counts_.plain : std::vector<Tensor>()) step.mul_(1);
+    counts_.advance();
+    const Tensor late = planted("late_allocation") ? at::empty_like(counts_.plain.front()) : Tensor();
     try {
       update();
     } catch (...) {
       // A device that lacks a kernel fails before anything else has changed.
-      if (!steps_.empty()) at::_foreach_sub_(steps_, 1);
+      counts_.restore();
       throw;
     }
-    if (!flags_.empty()) at::_foreach_sub_(steps_, flags_);
   }
 
  private:
@@ -179,7 +213,7 @@ class OneDevice {
   }
 
   std::optional<Tensor> grad_scale_, found_inf_;
-  std::vector<Tensor> steps_, flags_;
+  StepCounts counts_;
   Prepared prepared_;
   Rows rows_;
   std::vector<Launch> direct_;  // what the kernels update directly

@@ -173,8 +173,9 @@ void tamp_gradients_separate(tamp_tensor *const *parameters, size_t count, char 
 // Does the same for the leaves of the graph of `loss`, to whose gradients a backward pass will add.
 void tamp_gradients_separate_leaves(const tamp_tensor *loss, char **err) TAMP_NOEXCEPT;
 
-// Removes the gradients of `count` parameters, so that no optimizer can apply them.
-void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, char **err) TAMP_NOEXCEPT;
+// Removes the gradients of `count` parameters, so that no optimizer can apply them. Later ones have the dtypes of their
+// parameters; without `narrows`, those of bf16 and fp16 parameters stay f32 if tamp_gradients_widen has made them so.
+void tamp_gradients_drop(tamp_tensor *const *parameters, size_t count, uint8_t narrows, char **err) TAMP_NOEXCEPT;
 
 // Moves the gradients of `count` parameters to `gradients`, which is an array of nulls before the call. A null stays
 // where a parameter has no gradient. On failure, `gradients` holds those that were moved.
@@ -202,7 +203,8 @@ void tamp_gradients_add(tamp_tensor *const *parameters, tamp_tensor *const *grad
 void tamp_gradients_widen(tamp_tensor *const *parameters, size_t count, uint8_t *widened, char **err) TAMP_NOEXCEPT;
 
 // Undoes one call of tamp_gradients_widen, after which no number has changed: the gradients of `count` parameters have
-// the dtypes of these again where `widened` is not zero. Changes nothing on failure.
+// the dtypes of these again where `widened` is not zero. If `widened` is null, all of them have, and so have later ones
+// after the parameters are converted. Changes nothing on failure.
 void tamp_gradients_narrow(tamp_tensor *const *parameters, size_t count, const uint8_t *widened,
                            char **err) TAMP_NOEXCEPT;
 
@@ -437,6 +439,7 @@ typedef struct tamp_optim_parameter {
   uint8_t masters;      // TAMP_MASTER_…
   uint8_t first_step;   // initializes the momentum buffer with the gradient
   uint8_t complete;     // whether all of the state exists that the options require
+  uint8_t many_steps;   // whether there may be 2^24 steps or more, of which f32 does not have every number
 } tamp_optim_parameter;
 
 // How the gradients are unscaled before the update, and whether there is one. Each tensor may be null.
@@ -472,6 +475,11 @@ tamp_tensor *tamp_master_join(const tamp_tensor *parameter, const tamp_tensor *r
 // with ties away from zero, the 16 bits that complete the latter, and zero for all others.
 tamp_tensor *tamp_master_remainder_of(const tamp_tensor *master, const tamp_tensor *parameter,
                                       char **err) TAMP_NOEXCEPT;
+
+// Returns the numbers of a master, an f32 copy or a remainder, where they round to the numbers of a parameter in bf16 or
+// fp16, and elsewhere those of the parameter, which may have any floating-point dtype. The result is f32, or f64 if the
+// parameter is.
+tamp_tensor *tamp_master_numbers(const tamp_tensor *master, const tamp_tensor *parameter, char **err) TAMP_NOEXCEPT;
 
 // Renews `count` masters, f32 copies or remainders, after other code has written to their parameters. An f32 number
 // that still rounds to its parameter is kept and any other becomes the parameter's; a remainder becomes zero. Changes

@@ -165,6 +165,7 @@ pub(crate) struct OptimParameter {
     pub(crate) masters: u8,
     pub(crate) first_step: u8,
     pub(crate) complete: u8,
+    pub(crate) many_steps: u8,
 }
 
 #[repr(C)]
@@ -309,6 +310,7 @@ unsafe extern "C" {
     pub(crate) fn tamp_gradients_drop(
         parameters: *const *mut Tensor,
         count: usize,
+        narrows: u8,
         err: *mut *mut c_char,
     );
     pub(crate) fn tamp_gradients_take(
@@ -477,6 +479,11 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     ) -> *mut Tensor;
     pub(crate) fn tamp_master_remainder_of(
+        master: *const Tensor,
+        parameter: *const Tensor,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
+    pub(crate) fn tamp_master_numbers(
         master: *const Tensor,
         parameter: *const Tensor,
         err: *mut *mut c_char,

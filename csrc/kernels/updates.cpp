@@ -87,7 +87,8 @@ TAMP_INLINE void adam(const AdamNumbers<Wide<T>> c, const Scaling<Wide<T>> s, co
     W square = exp_avg_sq;
     if (amsgrad) {
       const W old_max = widen(max_exp_avg_sqs[i]);
-      square = old_max < exp_avg_sq ? exp_avg_sq : old_max;
+      // Either NaN stays, as in PyTorch's vectors and its operations.
+      square = old_max < exp_avg_sq || exp_avg_sq != exp_avg_sq ? exp_avg_sq : old_max;
       narrow(square, max_exp_avg_sqs[i]);
     }
     W correct;

@@ -190,9 +190,20 @@ pub(crate) fn gradients_separate_leaves(loss: &Tensor) -> Result<()> {
 
 /// Drops the gradients of the parameters.
 pub(crate) fn gradients_drop<'a>(parameters: impl IntoIterator<Item = &'a Tensor>) -> Result<()> {
-    let tensors = pointers(parameters);
-    // SAFETY: the array has `tensors.len()` elements, and the borrows keep the tensors alive.
-    call(|err| unsafe { sys::tamp_gradients_drop(tensors.as_ptr(), tensors.len(), err) })
+    drop_gradients(&pointers(parameters), false)
+}
+
+/// Drops the gradients of the parameters, and has later ones in the parameters' own dtypes.
+pub(crate) fn gradients_drop_narrow<'a>(
+    parameters: impl IntoIterator<Item = &'a Tensor>,
+) -> Result<()> {
+    drop_gradients(&pointers(parameters), true)
+}
+
+fn drop_gradients(tensors: &[*mut sys::Tensor], narrows: bool) -> Result<()> {
+    let (array, count) = (tensors.as_ptr(), tensors.len());
+    // SAFETY: the array has `count` elements, and the callers borrow the tensors meanwhile.
+    call(|err| unsafe { sys::tamp_gradients_drop(array, count, narrows.into(), err) })
 }
 
 /// Takes the gradients from the parameters; `None` for a parameter without one.
@@ -261,6 +272,14 @@ pub(crate) fn gradient_rest(parameter: &Tensor, before: Option<&Tensor>) -> Resu
     let before = before.map_or(ptr::null(), Tensor::as_ptr);
     // SAFETY: `parameter` is a live tensor, and `before` is one or null.
     given(call(|err| unsafe { sys::tamp_gradient_rest(parameter.as_ptr(), before.cast(), err) })?)
+}
+
+/// Gives the gradients of half-precision parameters the dtypes of these again, and converts those that exist.
+pub(crate) fn gradients_narrow(parameters: &[Tensor]) -> Result<()> {
+    let tensors = pointers(parameters);
+    let (array, count) = (tensors.as_ptr(), tensors.len());
+    // SAFETY: the array has `count` elements, `parameters` keeps the tensors alive, and null stands for all of them.
+    call(|err| unsafe { sys::tamp_gradients_narrow(array, count, ptr::null(), err) })
 }
 
 /// Runs the backward pass from a tensor of one element.

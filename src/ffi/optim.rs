@@ -120,6 +120,8 @@ pub(crate) struct OptimParameter<'a> {
     pub(crate) first_step: bool,
     /// Whether all of the state that its options need exists.
     pub(crate) complete: bool,
+    /// Whether there may be so many steps that f32 does not have every number.
+    pub(crate) many_steps: bool,
     /// Whether another rank steps it, so that it is left out here.
     pub(crate) elsewhere: bool,
 }
@@ -182,6 +184,7 @@ pub(crate) fn optim_step(
         masters: given.master.code(),
         first_step: given.first_step.into(),
         complete: given.complete.into(),
+        many_steps: given.many_steps.into(),
     });
     let raw: Vec<_> = raw.collect();
     let options: Vec<_> = options.iter().map(OptimOptions::raw).collect();
@@ -219,6 +222,14 @@ pub(crate) fn master_remainder_of(master: &Tensor, parameter: &Tensor) -> Result
     let (master, parameter) = (master.as_ptr(), parameter.as_ptr());
     // SAFETY: both are live tensors, and `err` is valid for a write.
     given(call(|err| unsafe { sys::tamp_master_remainder_of(master, parameter, err) })?)
+}
+
+/// Returns the numbers of a master, f32 or a remainder, where they round to the numbers of a parameter in bf16 or fp16, and
+/// elsewhere those of the parameter. The result is f32, or f64 if the parameter is.
+pub(crate) fn master_numbers(master: &Tensor, parameter: &Tensor) -> Result<Tensor> {
+    let (master, parameter) = (master.as_ptr(), parameter.as_ptr());
+    // SAFETY: both are live tensors, and `err` is valid for a write.
+    given(call(|err| unsafe { sys::tamp_master_numbers(master, parameter, err) })?)
 }
 
 /// Updates master weights from parameters that other code has written to: all of them or, on failure, none.

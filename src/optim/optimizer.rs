@@ -126,8 +126,8 @@ impl Optimizer {
     ///
     /// # Errors
     ///
-    /// [`OptimizerError::Parameter`] for a tensor that is not a floating-point tensor or that the optimizer already
-    /// has; then none is added.
+    /// [`OptimizerError::Parameter`] for a tensor that is not a floating-point tensor, that is not a leaf, or that the
+    /// optimizer already has; then none is added.
     pub fn add_param_group(&mut self, parameters: impl IntoParameters) -> Result<usize> {
         let group = self.groups.len();
         let list = parameters.into_parameters().0.parameters(group)?;
@@ -178,6 +178,8 @@ impl Optimizer {
                 Some("is not a floating-point tensor, and only those can be optimized")
             } else if named.group > LARGEST_GROUP {
                 Some("is in a group whose number is more than 65535")
+            } else if !named.tensor.f_is_leaf()? {
+                Some(NOT_A_LEAF)
             } else if !known.insert(identity) {
                 Some("is in the optimizer twice; a parameter belongs to one group")
             } else if !names.insert(name.clone()) {
@@ -196,10 +198,11 @@ impl Optimizer {
             added.push((name, aliases, named.tensor, named.group));
         }
         self.refuse_overlapping(added.iter().map(|(name, _, tensor, _)| (name, tensor)))?;
-        if self.f32_gradients {
-            let tensors: Vec<_> =
-                added.iter().map(|(_, _, tensor, _)| tensor.shallow_clone()).collect();
-            ffi::gradients_widen(&tensors)?;
+        match self.masters {
+            // An optimizer with master weights may have made them f32.
+            MasterWeights::None => ffi::gradients_narrow(&tensors)?,
+            _ if self.f32_gradients => drop(ffi::gradients_widen(&tensors)?),
+            _ => {}
         }
         self.known = known;
         for (name, aliases, tensor, group) in added {
@@ -239,12 +242,18 @@ impl Optimizer {
     }
 
     /// Drops the gradients of all parameters. Corresponds to `zero_grad(set_to_none=True)` in PyTorch, its default.
+    /// Without master weights, later gradients have the dtypes of their parameters, even if another optimizer has them
+    /// [accumulated in f32](Self::accumulate_in_f32).
     ///
     /// # Errors
     ///
     /// [`Error::Torch`] if libtorch fails.
     pub fn zero_grad(&mut self) -> Result<()> {
-        ffi::gradients_drop(self.parameters().iter())
+        let parameters = self.parameters();
+        match self.masters {
+            MasterWeights::None => ffi::gradients_drop_narrow(parameters.iter()),
+            _ => ffi::gradients_drop(parameters.iter()),
+        }
     }
 
     /// Updates the parameters from their gradients, which stay unchanged. Parameters without a gradient and frozen ones
@@ -255,7 +264,7 @@ impl Optimizer {
     ///
     /// [`GradientError::Unsupported`] for a sparse gradient, or one that lacks its parameter's shape, device or dtype;
     /// [`OptimizerError::Parameter`] for a variable that was added to the `VarStore` and cannot be taken up, or whose
-    /// dtype changed since its master weight was made; [`Error::Torch`] for another parameter whose dtype or device
+    /// dtype changed since its master weight was made, or for a parameter that is no longer a leaf; [`Error::Torch`] for another parameter whose dtype or device
     /// changed, and if a GPU runs out of memory. Nothing is changed then, on any device, and the step can be tried
     /// again.
     pub fn step(&mut self) -> Result<()> {
@@ -308,6 +317,12 @@ impl Optimizer {
         self.step()
     }
 }
+
+/// What is wrong with a parameter that backward leaves without a gradient.
+pub(super) const NOT_A_LEAF: &str = "is not a leaf: it was computed from a tensor that requires a gradient, and backward \
+                                     leaves the gradient there; build the model from \
+                                     `tensor.detach().set_requires_grad(true)`, and convert or move a tensor before \
+                                     `set_requires_grad(true)`, not after it";
 
 impl AmpOptimizer for Optimizer {
     /// Returns all parameters, including those that were added to the `VarStore` since the last step.

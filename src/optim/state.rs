@@ -14,12 +14,14 @@ use crate::optim::{Adagrad, Adam, AdamW, Algorithm, RmsProp};
 #[derive(Debug, Default)]
 pub(crate) struct State {
     pub(crate) step: Option<Tensor>,
+    /// At least as many as `step` says, which only a device may know.
+    pub(crate) most_steps: u64,
     /// In the order of [`keys`].
     pub(crate) tensors: [Option<Tensor>; KEPT],
     /// The master weight: f32, or a remainder.
     pub(crate) master: Option<Tensor>,
-    /// The f32 master of a loaded state whose mode keeps remainders. The remainder is computed once the parameter is
-    /// known.
+    /// The master of a loaded state, until the parameter is known: one that is kept as a remainder, or one that
+    /// becomes the parameter, since that is not in half precision.
     pub(crate) loaded: Option<Tensor>,
     pub(crate) first_step: FirstStep,
 }
@@ -35,6 +37,9 @@ impl State {
 /// PyTorch's key for the number of steps.
 pub(crate) const STEP: &str = "step";
 
+/// From here on, f32 does not have every number of steps.
+pub(crate) const MANY_STEPS: u64 = 1 << f32::MANTISSA_DIGITS;
+
 /// The largest number of tensors that are kept for a parameter, without its step.
 pub(crate) const KEPT: usize = 3;
 
@@ -46,6 +51,17 @@ pub(crate) fn keys(algorithm: &Algorithm) -> &'static [&'static str] {
         Algorithm::Adagrad(_) => &["sum"],
         Algorithm::RmsProp(_) => &["square_avg", "momentum_buffer", "grad_avg"],
         Algorithm::Lion(_) => &["exp_avg"],
+    }
+}
+
+/// Which of the [`keys`] the algorithm uses with any options: a state that was begun has them.
+pub(crate) fn required(algorithm: &Algorithm) -> [bool; KEPT] {
+    match algorithm {
+        Algorithm::AdamW(_) | Algorithm::Adam(_) => [true, true, false],
+        Algorithm::Sgd(_) => [false; KEPT],
+        Algorithm::RmsProp(_) | Algorithm::Adagrad(_) | Algorithm::Lion(_) | Algorithm::Muon(_) => {
+            [true, false, false]
+        }
     }
 }
 
@@ -63,10 +79,14 @@ pub(crate) fn used(algorithm: &Algorithm) -> [bool; KEPT] {
     }
 }
 
+/// Whether the arithmetic of the algorithm depends on the number of steps.
+pub(crate) fn uses_steps(algorithm: &Algorithm) -> bool {
+    !matches!(algorithm, Algorithm::Sgd(_) | Algorithm::Lion(_) | Algorithm::Muon(_))
+}
+
 /// Whether the steps of a parameter are counted.
 pub(crate) fn counts_steps(algorithm: &Algorithm, master: Master) -> bool {
-    !matches!(algorithm, Algorithm::Sgd(_) | Algorithm::Lion(_) | Algorithm::Muon(_))
-        || matches!(master, Master::Stochastic { .. })
+    uses_steps(algorithm) || matches!(master, Master::Stochastic { .. })
 }
 
 /// Whether the state has everything that a step of the parameter needs.
@@ -74,15 +94,43 @@ pub(crate) fn is_complete(state: &State, algorithm: &Algorithm, master: Master) 
     let mut tensors = state.tensors.iter().zip(used(algorithm));
     tensors.all(|(tensor, used)| tensor.is_some() || !used)
         && (state.step.is_some() || !counts_steps(algorithm, master))
-        && (state.master.is_some() || master.kind().is_none())
+        && match master.kind() {
+            Some(_) => state.master.is_some(),
+            None => state.loaded.is_none(),
+        }
 }
 
-/// A state to complete, and what determines its tensors.
+/// A state to complete, and the tensors that it has to have.
 pub(crate) struct Wanted<'a> {
     pub(crate) state: &'a mut State,
-    pub(crate) algorithm: Algorithm,
     pub(crate) parameter: &'a Tensor,
+    /// The dtype of the tensors; `None` for the parameter's.
+    pub(crate) kind: Option<Kind>,
+    pub(crate) step: bool,
+    pub(crate) tensors: [bool; KEPT],
+    /// The initial value of the tensors.
+    pub(crate) value: f64,
     pub(crate) master: Master,
+}
+
+impl<'a> Wanted<'a> {
+    /// What a step needs.
+    pub(crate) fn by_step(
+        state: &'a mut State,
+        algorithm: &Algorithm,
+        parameter: &'a Tensor,
+        master: Master,
+    ) -> Self {
+        Self {
+            state,
+            parameter,
+            kind: master.state_kind(),
+            step: counts_steps(algorithm, master),
+            tensors: used(algorithm),
+            value: initial(algorithm),
+            master,
+        }
+    }
 }
 
 /// A tensor to be made in the shape of a parameter.
@@ -97,17 +145,16 @@ struct Missing<'a> {
 /// A tensor and the place where it belongs.
 type Made<'a> = (&'a mut Option<Tensor>, Tensor);
 
-/// Makes the tensors that the algorithms need and that do not exist yet: all of them or, on failure, none. Tensors of
-/// one kind are made together, so that they share one buffer.
+/// Makes the tensors that are wanted and that do not exist yet: all of them or, on failure, none. Tensors of one kind
+/// are made together, so that they share one buffer.
 pub(crate) fn complete<'a>(wanted: impl IntoIterator<Item = Wanted<'a>>) -> Result<()> {
     let (mut steps, mut missing, mut copies) = (Vec::new(), Vec::new(), Vec::new());
-    for Wanted { state, algorithm, parameter, master } in wanted {
-        if counts_steps(&algorithm, master) && state.step.is_none() {
+    for Wanted { state, parameter, kind, step, tensors, value, master } in wanted {
+        if step && state.step.is_none() {
             steps.push((&mut state.step, parameter.device()));
         }
-        let (kind, value) = (master.state_kind(), initial(&algorithm));
-        for (place, used) in state.tensors.iter_mut().zip(used(&algorithm)) {
-            if used && place.is_none() {
+        for (place, wanted) in state.tensors.iter_mut().zip(tensors) {
+            if wanted && place.is_none() {
                 missing.push(Missing { place, kind, value, parameter });
             }
         }

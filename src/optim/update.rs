@@ -5,12 +5,12 @@
 
 use tch::Kind;
 
-use crate::error::{Error, GradientError, Result};
+use crate::error::{Error, GradientError, OptimizerError, Result};
 use crate::ffi::{self, Gradient, Master, OptimParameter, StepAnswer};
 use crate::optim::first_step::{FirstStep, Launch};
-use crate::optim::optimizer::Slot;
+use crate::optim::optimizer::{NOT_A_LEAF, Slot};
 use crate::optim::shards::Shards;
-use crate::optim::state::{is_complete, used};
+use crate::optim::state::{MANY_STEPS, is_complete, used};
 use crate::optim::{Algorithm, Optimizer, ParamGroup, Step};
 
 impl Optimizer {
@@ -30,6 +30,7 @@ impl Optimizer {
         let answers = self.launch_complete(step)?;
         let taken = self.slots.iter_mut().zip(answers);
         for (slot, _) in taken.filter(|(_, answer)| *answer == StepAnswer::Taken) {
+            slot.state.most_steps = slot.state.most_steps.saturating_add(1);
             if has_momentum(&self.groups[slot.group].algorithm) {
                 first_steps.note(&mut slot.state.first_step);
             }
@@ -62,6 +63,7 @@ impl Optimizer {
         if answers.contains(&StepAnswer::Stale) {
             self.renew_masters()?;
         }
+        self.settle_loaded_masters()?;
         let used = |index: &usize| answers[*index] != StepAnswer::LeftOut;
         let used: Vec<_> = (0..answers.len()).filter(used).collect();
         self.complete(&used)
@@ -70,6 +72,12 @@ impl Optimizer {
     /// Returns the error that names the parameters in one memory, or the first gradient that no step takes.
     fn refusal(&self) -> Result<Error> {
         self.refuse_overlapping(std::iter::empty())?;
+        for (slot, parameter) in self.slots.iter().zip(&self.parameters) {
+            if !parameter.f_is_leaf()? {
+                let (parameter, problem) = (slot.name.clone(), NOT_A_LEAF);
+                return Ok(Error::Optimizer(OptimizerError::Parameter { parameter, problem }));
+            }
+        }
         let gradients = ffi::gradients_inspect(&self.parameters)?;
         let problem = |(index, gradient)| Some((index, self.problem(index, gradient)?));
         let refused = gradients.iter().enumerate().filter(|(_, gradient)| gradient.is_used());
@@ -101,7 +109,7 @@ impl Optimizer {
         let widened = self.masters.of(&self.parameters[index], index) != Master::None
             && gradient.is(Kind::Float);
         (gradient.has_other_dtype() && !widened).then_some(
-            "has another dtype than its parameter; drop it with `zero_grad` and run backward again",
+            "has another dtype than its parameter; drop it with the optimizer's `zero_grad` and run backward again",
         )
     }
 
@@ -129,6 +137,7 @@ impl Optimizer {
                 options: 2 * group + usize::from(whole.leaves_to_adamw(*is_matrix)),
                 first_step,
                 complete: is_complete(state, algorithm, master),
+                many_steps: state.most_steps >= MANY_STEPS,
                 elsewhere: *elsewhere,
             }
         });

@@ -8,6 +8,7 @@ use tch_amp::optim::{
 };
 use tch_amp::{Error, GradScaler};
 
+use crate::common::for_each_device;
 use crate::common::tensors::{TIES, leaf, tie, tied};
 use crate::{NAN, algorithms, build, set_grad, to_f64};
 
@@ -95,6 +96,58 @@ fn tensors_that_cannot_be_optimized_are_refused() {
         assert!(error.to_string().contains("w is not a floating-point tensor"), "{error}");
     }
     assert!(Sgd::default().build(vec![Tensor::new()], 0.1).is_err());
+}
+
+/// The result of an operation on a tensor that requires a gradient, which backward leaves without one.
+fn not_a_leaf() -> Tensor {
+    Tensor::ones([2], (Kind::Float, Device::Cpu)).set_requires_grad(true).to_kind(Kind::BFloat16)
+}
+
+#[test]
+fn a_parameter_that_is_not_a_leaf_is_refused_by_its_name() {
+    let is_refused = |result: tch_amp::Result<_>| {
+        let error = result.map(drop).unwrap_err();
+        let text = error.to_string();
+        let is_typed = matches!(error, Error::Optimizer(OptimizerError::Parameter { .. }));
+        assert!(is_typed && text.contains("the parameter head is not a leaf"), "{text}");
+    };
+    for algorithm in algorithms() {
+        is_refused(algorithm.build(vec![("head", not_a_leaf())], 0.1).map(drop));
+        let w = leaf(&[1.0], Kind::Float, Device::Cpu);
+        let mut opt = build(algorithm, vec![("w", w.shallow_clone())], 0.1);
+        let more = vec![("other", leaf(&[1.0], Kind::Float, Device::Cpu)), ("head", not_a_leaf())];
+        is_refused(opt.add_param_group(more).map(drop));
+        assert_eq!((opt.parameters().len(), opt.param_group_count()), (1, 1));
+    }
+    // As the message says.
+    let w = not_a_leaf().detach().set_requires_grad(true);
+    let mut opt = Sgd::default().build(vec![("head", w.shallow_clone())], 1.0).unwrap();
+    opt.backward_step(&w.sum(Kind::Float)).unwrap();
+    assert_eq!(to_f64(&w), [0.0; 2]);
+}
+
+/// A frozen tensor that is written from one that requires a gradient becomes the result of an operation.
+#[test]
+fn a_parameter_that_is_no_longer_a_leaf_is_refused_and_no_other_changes() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            let tensor = |kind| Tensor::ones([2], (kind, device));
+            let (plain, mut head) = (leaf(&[1.0, 1.0], Kind::Float, device), tensor(Kind::Float));
+            let list = vec![("plain", plain.shallow_clone()), ("head", head.shallow_clone())];
+            let mut opt = build(algorithm, list, 0.1);
+            let factor = tensor(Kind::Float).set_requires_grad(true);
+            head *= &factor;
+            for _ in 0..2 {
+                (&plain * 2.0).sum(Kind::Float).backward();
+                let error = opt.step().unwrap_err().to_string();
+                assert!(error.contains("the parameter head is not a leaf"), "{error}");
+                assert_eq!(to_f64(&plain), [1.0, 1.0], "{algorithm:?}");
+            }
+            let _detached = head.detach_();
+            opt.step().unwrap();
+            assert_ne!(to_f64(&plain), [1.0, 1.0], "{algorithm:?}");
+        }
+    });
 }
 
 #[test]

@@ -1,9 +1,13 @@
 //! Gradients of half-precision parameters that are accumulated in f32.
 
+use rstest::rstest;
 use tch::{Device, Kind, Tensor};
-use tch_amp::optim::{MasterWeights, OptimizerError, Sgd};
+use tch_amp::optim::{AdamW, MasterWeights, OptimizerError, Sgd};
+use tch_amp::scaler::GradScalerConfig;
 use tch_amp::{Error, GradScaler};
 
+use crate::common::bits::bits;
+use crate::common::for_each_device;
 use crate::common::tensors::leaf;
 
 /// Sums of micro-batches stop growing in bf16, but not in f32.
@@ -106,4 +110,74 @@ fn a_variable_that_is_added_later_is_unscaled_in_f32_before_its_first_step() {
     scaler.backward(&late.sum(Kind::Float)).unwrap();
     scaler.unscale_(&mut opt).unwrap();
     assert_eq!(late.grad().kind(), Kind::Float);
+}
+
+/// Parameters keep f32 gradients when the optimizer is gone that has made them so.
+#[rstest]
+fn an_optimizer_without_masters_goes_on_after_one_with_masters(
+    #[values(Kind::BFloat16, Kind::Half)] kind: Kind,
+    #[values("with its gradients", "with new ones", "built before")] how: &str,
+    #[values("accumulate_in_f32", "unscale_", "transaction")] by: &str,
+) {
+    for_each_device(|device| {
+        let w = leaf(&[1.0, 2.0], kind, device);
+        let twin = leaf(&[1.0, 2.0], kind, device);
+        let list = |w: &Tensor| vec![w.shallow_clone()];
+        let backward = |w: &Tensor| (w * 0.25).sum(kind).backward();
+        let mut early = Sgd::default().build(list(&w), 0.5).unwrap();
+        let adamw = AdamW::default().master_weights(MasterWeights::Float);
+        let mut opt = adamw.build(list(&w), 0.0).unwrap();
+        let mut scaler = GradScalerConfig::default().init_scale(1.0).build(device).unwrap();
+        drop(scaler.scale(&Tensor::from(1f32).to_device(device)).unwrap());
+        backward(&w);
+        match by {
+            "accumulate_in_f32" => opt.accumulate_in_f32().unwrap(),
+            "unscale_" => scaler.unscale_(&mut opt).unwrap(),
+            _ => drop(scaler.unscale(&mut opt).unwrap().step().unwrap()),
+        }
+        assert_eq!(w.grad().kind(), Kind::Float);
+        drop(opt);
+        let mut late = match how {
+            "built before" => {
+                let error = early.step().unwrap_err().to_string();
+                assert!(error.contains("drop it with the optimizer's `zero_grad`"), "{error}");
+                early
+            }
+            _ => Sgd::default().build(list(&w), 0.5).unwrap(),
+        };
+        if how != "with its gradients" {
+            late.zero_grad().unwrap();
+            backward(&w);
+        }
+        assert_eq!(w.grad().kind(), kind);
+        late.step().unwrap();
+        let mut twins = Sgd::default().build(list(&twin), 0.5).unwrap();
+        backward(&twin);
+        twins.step().unwrap();
+        assert_eq!(bits(&w), bits(&twin), "{how} on {device:?}");
+    });
+}
+
+/// The dtype of a gradient is a setting of its parameter, which stays when that is converted.
+#[rstest]
+#[case(MasterWeights::None)]
+#[case(MasterWeights::Float)]
+fn a_model_can_be_converted_after_its_gradients_were_f32(#[case] masters: MasterWeights) {
+    let convert = |w: &Tensor, kind: Kind| {
+        tch::no_grad(|| w.shallow_clone().set_data(&w.to_kind(kind)));
+    };
+    let w = leaf(&[1.0, 2.0], Kind::BFloat16, Device::Cpu);
+    let list = || vec![w.shallow_clone()];
+    let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(list(), 0.5).unwrap();
+    opt.accumulate_in_f32().unwrap();
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half, Kind::Double] {
+        opt.zero_grad().unwrap();
+        convert(&w, kind);
+        opt = Sgd::default().master_weights(masters).build(list(), 0.5).unwrap();
+        opt.zero_grad().unwrap();
+        (&w * 0.25).sum(kind).backward();
+        let before = crate::to_f64(&w)[0];
+        opt.step().unwrap();
+        assert_eq!(crate::to_f64(&w)[0], before - 0.125, "{kind:?}");
+    }
 }

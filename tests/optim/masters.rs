@@ -195,6 +195,79 @@ fn the_last_numbers_of_a_tensor_are_rounded_independently() {
     }
 }
 
+/// From 2^24 steps on, f32 has no number for each of them.
+#[test]
+fn each_step_rounds_with_random_numbers_of_its_own_however_many_there_were() {
+    const COUNT: i64 = 1 << 12;
+    const STEPS: i32 = 64;
+    for_each_device(|device| {
+        for before in [0f32, 16_777_200.0, 16_777_216.0, 16_777_218.0, 1e9, 4e18] {
+            let numbers = Tensor::full([COUNT], 1.0, (Kind::BFloat16, device));
+            let w = leaf(&numbers);
+            let masters = MasterWeights::StochasticRounding { seed: 7 };
+            let mut opt =
+                Sgd::default().master_weights(masters).build(&[w.shallow_clone()], 1.0).unwrap();
+            opt.accumulate_in_f32().unwrap();
+            (&w * 0.0).sum(Kind::BFloat16).backward();
+            // Between 1 and 2, neighbouring bf16 numbers are 1/128 apart.
+            drop(tch::no_grad(|| w.grad().fill_(-0.25 / 128.0)));
+            opt.step().unwrap();
+            let mut state = opt.state_dict().unwrap();
+            state.state.get_mut("0").unwrap().insert("step".to_owned(), Tensor::from(before));
+            opt.load_state_dict(&state).unwrap();
+            let mut counts = Vec::new();
+            for _ in 1..STEPS {
+                opt.step().unwrap();
+                counts.push(crate::to_f64(&opt.state_dict().unwrap().state["0"]["step"])[0]);
+            }
+            assert!(counts.windows(2).all(|pair| pair[0] < pair[1]), "{counts:?}");
+            let ups = (w.to_kind(Kind::Double) - 1.0) * 128.0;
+            let steps = f64::from(STEPS);
+            let error = (&ups - 0.25 * steps).square().mean(Kind::Double).sqrt().double_value(&[]);
+            // The variance of a sum of independent roundings. Equal ones would deviate eight times as much.
+            let deviation = (0.25 * 0.75 * steps).sqrt();
+            assert!(
+                (error / deviation - 1.0).abs() < 0.1,
+                "{error}, not {deviation}, after {before}"
+            );
+        }
+    });
+}
+
+/// A resumed run draws the random numbers of the one that was saved, on every device.
+#[test]
+fn the_count_of_random_rounding_goes_on_from_a_state() {
+    for before in [5f32, 16_777_214.0, 16_777_216.0, 3e7] {
+        let told = std::cell::RefCell::new(Vec::new());
+        for_each_device(|device| {
+            for resumes in [false, true] {
+                let w = leaf(&Tensor::ones([300], (Kind::BFloat16, device)));
+                let masters = MasterWeights::StochasticRounding { seed: 7 };
+                let build =
+                    || AdamW::default().master_weights(masters).build(&[w.shallow_clone()], 1e-3);
+                let mut opt = build().unwrap();
+                backward(&[w.shallow_clone()], &[w.detach()]);
+                opt.step().unwrap();
+                let mut state = opt.state_dict().unwrap();
+                state.state.get_mut("0").unwrap().insert("step".to_owned(), Tensor::from(before));
+                opt.load_state_dict(&state).unwrap();
+                for _ in 0..5 {
+                    opt.step().unwrap();
+                    if resumes {
+                        let mut next = build().unwrap();
+                        next.load_state_dict(&opt.state_dict().unwrap()).unwrap();
+                        opt = next;
+                    }
+                }
+                let step = crate::to_f64(&opt.state_dict().unwrap().state["0"]["step"]);
+                told.borrow_mut().push((bits(&w.to_device(Device::Cpu)), step));
+            }
+        });
+        let told = told.into_inner();
+        assert!(told.iter().all(|one| *one == told[0]), "after {before} steps");
+    }
+}
+
 #[test]
 fn stochastic_rounding_is_determined_by_its_seed() {
     let one = bits(&rounded(1.0, 0.003, 5000, 1));

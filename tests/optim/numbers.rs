@@ -397,3 +397,32 @@ fn gradients_whose_numbers_are_not_in_memory_are_those_of_plain_ones() {
         }
     }
 }
+
+/// PyTorch's side is tested in `oracle/optim_deviations.py`. The kernels of a GPU are libtorch's own.
+#[rstest]
+fn amsgrad_does_not_hide_a_nan(
+    #[values(Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half)] kind: Kind,
+    #[values("exp_avg_sq", "max_exp_avg_sq")] key: &str,
+    #[values(false, true)] has_masters: bool,
+) {
+    let masters = if has_masters { MasterWeights::Float } else { MasterWeights::None };
+    let algorithms: [Algorithm; 2] =
+        [AdamW::default().amsgrad(true).into(), Adam::default().amsgrad(true).into()];
+    for algorithm in algorithms {
+        // Of 19 elements some are processed in vectors and some are not.
+        let w = leaf(&[1.0; 19], kind, Device::Cpu);
+        let list = vec![w.shallow_clone()];
+        let mut opt = algorithm.master_weights(masters).build(list, 0.1).unwrap();
+        set_grad(&w, &[1.0; 19]);
+        opt.step().unwrap();
+        let state = opt.state_dict().unwrap().state;
+        for place in [0, 7, 18] {
+            let _nan = state["0"][key].get(place).fill_(f64::NAN);
+        }
+        opt.step().unwrap();
+        let are_nan = |values: Vec<f64>| values.iter().map(|x| x.is_nan()).collect::<Vec<_>>();
+        let want: Vec<_> = (0..19).map(|place| [0, 7, 18].contains(&place)).collect();
+        assert_eq!(are_nan(to_f64(&w)), want, "{algorithm:?}");
+        assert_eq!(are_nan(to_f64(&state["0"]["max_exp_avg_sq"])), want, "{algorithm:?}");
+    }
+}

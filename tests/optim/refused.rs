@@ -1,11 +1,11 @@
 //! What a step cannot process is refused before anything changes, however often it is tried.
 
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::optim::{AdamW, MasterWeights, Optimizer};
+use tch_amp::optim::{AdamW, AmpOptimizer as _, MasterWeights, Muon, Optimizer, Step};
 
 use crate::common::bits::bits;
-use crate::common::for_each_device;
 use crate::common::tensors::leaf;
+use crate::common::{devices, for_each_device};
 use crate::{algorithms, build, set_grad, to_f64};
 
 /// The values of all parameters, states and master weights.
@@ -222,4 +222,74 @@ fn parameters_that_come_to_share_memory_are_refused_before_any_update() {
             opt.step().unwrap();
         }
     });
+}
+
+/// Matrices and vectors in one dtype or in several, on the devices in turn.
+fn parameters(kinds: &[Kind], devices: &[Device]) -> Vec<Tensor> {
+    let places = kinds.iter().cycle().zip(devices.iter().cycle());
+    let sizes: [&[i64]; 4] = [&[2, 3], &[3], &[3, 2], &[4]];
+    let made = sizes.iter().zip(places).map(|(size, (kind, device))| {
+        Tensor::ones(*size, (*kind, *device)).set_requires_grad(true)
+    });
+    made.collect()
+}
+
+/// Each argument that a scaler may pass, in forms that some kernels take and others do not.
+#[test]
+fn an_argument_that_no_step_can_use_changes_nothing() {
+    let on = |device, kind| Tensor::ones([1], (kind, device));
+    let wrong = |device| {
+        vec![
+            on(device, Kind::Double),
+            on(device, Kind::Half),
+            on(device, Kind::Int64),
+            on(device, Kind::Bool),
+            Tensor::ones([2], (Kind::Float, device)),
+            Tensor::ones([0], (Kind::Float, device)),
+            on(device, Kind::Float).to_sparse(None, None::<&[i64]>, None),
+            Tensor::new(),
+        ]
+    };
+    let mut runs: Vec<_> = devices().into_iter().map(|device| vec![device]).collect();
+    runs.push(devices());
+    let algorithms = algorithms().into_iter().chain([Muon::default().use_muon(false).into()]);
+    for algorithm in algorithms {
+        for (kinds, masters) in [
+            (&[Kind::Float, Kind::Double][..], MasterWeights::None),
+            (&[Kind::BFloat16, Kind::Float], MasterWeights::Float),
+        ] {
+            for devices in &runs {
+                let list = parameters(kinds, devices);
+                let mut opt = algorithm.master_weights(masters).build(&list, 0.1).unwrap();
+                let backward = || {
+                    list.iter().for_each(|w| (w * 0.5).sum(w.kind()).backward());
+                };
+                backward();
+                opt.step().unwrap();
+                let before = all(&mut opt);
+                let device = devices[0];
+                for (index, wrong) in wrong(device).iter().enumerate() {
+                    let is_floating = index < 2;
+                    for what in ["grad_scale", "the clip factor", "found_inf"] {
+                        let good = on(device, Kind::Float);
+                        let step = Step::default().with_grad_scale(&good).with_clip_factor(&good);
+                        let step = match what {
+                            "grad_scale" => step.with_grad_scale(wrong),
+                            // The norm may be f64.
+                            "the clip factor" if is_floating => continue,
+                            "the clip factor" => step.with_clip_factor(wrong),
+                            _ => step.with_found_inf(wrong),
+                        };
+                        let context = format!("{algorithm:?} {kinds:?} {devices:?} {what} {index}");
+                        let error = opt.update(&step).map_err(|error| error.to_string());
+                        assert!(error.is_err_and(|error| error.contains(what)), "{context}");
+                        assert_eq!(all(&mut opt), before, "{context}");
+                    }
+                }
+                let good = on(device, Kind::Float);
+                opt.update(&Step::default().with_grad_scale(&good)).unwrap();
+                assert_ne!(all(&mut opt), before, "{algorithm:?}");
+            }
+        }
+    }
 }

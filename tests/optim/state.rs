@@ -1,17 +1,19 @@
 //! Saving and loading the state of an optimizer.
 
-use tch::{Device, Kind, Tensor};
-use tch_amp::Error;
+use rstest::rstest;
+use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::optim::{
-    AdamW, MasterWeights, Optimizer, OptimizerError, OptimizerState, ParamGroup, ParamGroupState,
-    Sgd,
+    Adam, AdamW, Algorithm, MasterWeights, Muon, Optimizer, OptimizerError, OptimizerState,
+    ParamGroup, ParamGroupState, RmsProp, Sgd,
 };
+use tch_amp::{Error, GradScaler};
 
 use crate::common::bits::bits;
+use crate::common::files::Folder;
 use crate::common::for_each_device;
 use crate::common::tensors::{TIES, leaf, tied};
-use crate::{algorithms, build, set_grad, to_f64};
+use crate::{INF, algorithms, build, set_grad, to_f64};
 
 fn named(device: Device) -> Vec<(&'static str, Tensor)> {
     let leaf = |values: &[f64]| leaf(values, Kind::Float, device);
@@ -342,4 +344,263 @@ fn a_state_with_both_names_of_a_tied_weight_is_refused() {
     let error = opt.load_state_dict(&saved.state_dict().unwrap()).unwrap_err().to_string();
     assert!(error.contains("two names of a tied weight"), "{error}");
     assert!(opt.state_dict().unwrap().state.is_empty());
+}
+
+/// Loads the state into the optimizer itself and into `other`, and expects the same state from both.
+fn is_loaded(opt: &mut Optimizer, other: &mut Optimizer, context: &str) {
+    let told = |state: OptimizerState| -> Vec<_> {
+        let entries = state.state.into_iter();
+        entries
+            .flat_map(|(name, tensors)| {
+                tensors.into_iter().map(move |(key, t)| (name.clone(), key, bits(&t)))
+            })
+            .collect()
+    };
+    let saved = told(opt.state_dict().unwrap());
+    let state = opt.state_dict().unwrap();
+    other.load_state_dict(&state).unwrap_or_else(|error| panic!("{context}: {error}"));
+    assert_eq!(told(other.state_dict().unwrap()), saved, "{context}");
+    opt.load_state_dict(&state).unwrap_or_else(|error| panic!("{context}: {error}"));
+    assert_eq!(told(opt.state_dict().unwrap()), saved, "{context}");
+}
+
+const MODES: [MasterWeights; 4] = [
+    MasterWeights::None,
+    MasterWeights::Float,
+    MasterWeights::Remainder,
+    MasterWeights::StochasticRounding { seed: 3 },
+];
+
+#[test]
+fn a_state_whose_first_step_was_skipped_is_loaded() {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            for masters in MODES {
+                let made = || {
+                    let w = leaf(&[1.0, 2.0], Kind::BFloat16, device);
+                    let opt = algorithm.master_weights(masters);
+                    (w.shallow_clone(), opt.build(vec![w], 0.1).unwrap())
+                };
+                let ((w, mut opt), (_, mut other)) = (made(), made());
+                let mut scaler = GradScaler::new(device).unwrap();
+                set_grad(&w, &[INF, 1.0]);
+                let _outcome = scaler.step(&mut opt).unwrap();
+                let context = format!("{algorithm:?} {masters:?} on {device:?}");
+                is_loaded(&mut opt, &mut other, &context);
+            }
+        }
+    });
+}
+
+#[rstest]
+#[case::amsgrad(AdamW::default(), AdamW::default().amsgrad(true))]
+#[case::amsgrad_of_adam(Adam::default(), Adam::default().amsgrad(true))]
+#[case::momentum(Sgd::default(), Sgd::default().momentum(0.9))]
+#[case::momentum_of_rmsprop(RmsProp::default(), RmsProp::default().momentum(0.9))]
+#[case::centered(RmsProp::default(), RmsProp::default().centered(true))]
+#[case::muon(Muon::default(), Muon::default().use_muon(false))]
+#[case::adamw(Muon::default().use_muon(false), Muon::default())]
+fn a_state_is_loaded_after_an_option_was_switched_on_and_before_it_has_an_effect(
+    #[case] from: impl Into<Algorithm> + Copy,
+    #[case] to: impl Into<Algorithm> + Copy,
+) {
+    for_each_device(|device| {
+        for (kind, masters) in MODES.map(|masters| (Kind::BFloat16, masters)) {
+            let made = || {
+                let w =
+                    leaf(&[1.0, 2.0], kind, device).detach().view([1, 2]).set_requires_grad(true);
+                let builder = from.into().master_weights(masters);
+                (w.shallow_clone(), builder.build(vec![w], 0.1).unwrap())
+            };
+            let ((w, mut opt), (v, mut other)) = (made(), made());
+            set_grad(&w, &[1.0, -1.0]);
+            opt.step().unwrap();
+            no_grad(|| v.shallow_clone().copy_(&w));
+            opt.set_param_group(0, ParamGroup::new(0.1, to.into())).unwrap();
+            let context = format!("{masters:?} on {device:?}");
+            is_loaded(&mut opt, &mut other, &context);
+            for (w, opt) in [(&w, &mut opt), (&v, &mut other)] {
+                set_grad(w, &[0.5, 0.25]);
+                opt.step().unwrap();
+            }
+            assert_eq!(bits(&w), bits(&v), "{context}");
+            is_loaded(&mut opt, &mut other, &context);
+        }
+    });
+}
+
+#[rstest]
+fn a_run_with_masters_goes_on_in_f32_as_if_it_had_always_been_f32(
+    #[values(Kind::BFloat16, Kind::Half)] kind: Kind,
+    #[values(MasterWeights::Float, MasterWeights::Remainder)] masters: MasterWeights,
+    #[values("before", "after", "together")] model: &str,
+) {
+    for_each_device(|device| {
+        for algorithm in algorithms() {
+            let values = [1.0, -2.0, 0.375];
+            let (w, twin) = (leaf(&values, kind, device), leaf(&values, Kind::Float, device));
+            let mut opt = algorithm
+                .master_weights(masters)
+                .build(vec![("w", w.shallow_clone())], 0.01)
+                .unwrap();
+            let mut twins = build(algorithm, vec![("w", twin.shallow_clone())], 0.01);
+            let train = |w: &Tensor, opt: &mut Optimizer, steps: std::ops::Range<u8>| {
+                for step in steps {
+                    set_grad(w, &[1.0, -0.5, 0.25 * f64::from(step)]);
+                    opt.step().unwrap();
+                }
+            };
+            train(&w, &mut opt, 0..4);
+            train(&twin, &mut twins, 0..4);
+
+            let vs = tch::nn::VarStore::new(device);
+            let wide = vs.root().zeros("w", &[3]);
+            // Built like the optimizer before, as a program would whose dtype is an option.
+            let mut resumed = algorithm.master_weights(masters).build(&vs, 0.3).unwrap();
+            let rounded = || no_grad(|| wide.shallow_clone().copy_(&w));
+            match model {
+                "before" => {
+                    rounded();
+                    resumed.load_state_dict(&opt.state_dict().unwrap()).unwrap();
+                    assert_eq!(bits(&wide), bits(&twin), "{algorithm:?}: the master");
+                }
+                "after" => {
+                    resumed.load_state_dict(&opt.state_dict().unwrap()).unwrap();
+                    rounded();
+                }
+                _ => {
+                    let folder = Folder::new();
+                    let mut halves = tch::nn::VarStore::new(device);
+                    let half = halves.root().zeros("w", &[3]);
+                    if kind == Kind::Half {
+                        halves.half()
+                    } else {
+                        halves.bfloat16()
+                    }
+                    no_grad(|| half.shallow_clone().copy_(&w));
+                    let mut checkpoint = Checkpoint::new();
+                    checkpoint.add_model("model", &halves).unwrap();
+                    checkpoint.add_optimizer("optimizer", &mut opt).unwrap();
+                    checkpoint.save(folder.file("run.pt")).unwrap();
+                    let checkpoint = Checkpoint::load(folder.file("run.pt")).unwrap();
+                    let restore = checkpoint.restore().optimizer("optimizer", &mut resumed);
+                    restore.model("model", &vs).cast(true).apply().unwrap();
+                    assert_eq!(bits(&wide), bits(&twin), "{algorithm:?}: the master");
+                }
+            }
+            let context = format!("{algorithm:?} {kind:?} {masters:?} on {device:?}, {model}");
+            train(&wide, &mut resumed, 4..6);
+            train(&twin, &mut twins, 4..6);
+            assert_eq!(bits(&wide), bits(&twin), "{context}");
+            let told = |opt: &mut Optimizer| {
+                let entries = opt.state_dict().unwrap().state.remove("w").unwrap_or_default();
+                entries.into_iter().map(|(key, t)| (key, t.kind(), bits(&t))).collect::<Vec<_>>()
+            };
+            assert_eq!(told(&mut resumed), told(&mut twins), "{context}");
+        }
+    });
+}
+
+/// A value that is written between loading and the next step, or a model that the state does not belong to.
+#[test]
+fn a_loaded_master_does_not_replace_another_f32_value() {
+    for_each_device(|device| {
+        let w = leaf(&[1.0, 2.0], Kind::BFloat16, device);
+        let sgd = Sgd::default().master_weights(MasterWeights::Float);
+        let mut opt = sgd.build(vec![w.shallow_clone()], 1e-3).unwrap();
+        set_grad(&w, &[1.0, 1.0]);
+        opt.step().unwrap();
+        let state = opt.state_dict().unwrap();
+        let master = to_f64(&state.state["0"]["master_param"]);
+        let wide = leaf(&[to_f64(&w)[0], 7.0], Kind::Float, device);
+        let mut resumed = sgd.build(vec![wide.shallow_clone()], 0.0).unwrap();
+        resumed.load_state_dict(&state).unwrap();
+        assert_eq!(to_f64(&wide), [master[0], 7.0]);
+        let _filled = no_grad(|| wide.get(0).fill_(5.0));
+        set_grad(&wide, &[1.0, 1.0]);
+        resumed.set_lr(0.0).unwrap();
+        resumed.step().unwrap();
+        assert_eq!(to_f64(&wide), [5.0, 7.0]);
+    });
+}
+
+#[test]
+fn masters_are_refused_where_there_is_no_room_for_their_bits() {
+    let w = leaf(&[1.0], Kind::BFloat16, Device::Cpu);
+    let list = || vec![w.shallow_clone()];
+    let mut opt = Sgd::default().master_weights(MasterWeights::Float).build(list(), 0.1).unwrap();
+    set_grad(&w, &[1.0]);
+    opt.step().unwrap();
+    let mut other = Sgd::default().build(list(), 0.1).unwrap();
+    let error = other.load_state_dict(&opt.state_dict().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("build this optimizer with `master_weights`"), "{error}");
+}
+
+#[test]
+fn a_model_that_is_converted_in_place_goes_on_with_its_optimizers_own_state() {
+    for_each_device(|device| {
+        for masters in [MasterWeights::Float, MasterWeights::Remainder] {
+            let mut vs = tch::nn::VarStore::new(device);
+            let w = vs.root().ones("w", &[3]);
+            vs.bfloat16();
+            let adamw = AdamW::default().master_weights(masters);
+            let mut opt = adamw.build(&vs, 1e-3).unwrap();
+            set_grad(&w, &[1.0, -1.0, 0.5]);
+            opt.step().unwrap();
+            let master = bits(&opt.master_weight(0).unwrap().unwrap());
+            opt.zero_grad().unwrap();
+            vs.float();
+            set_grad(&w, &[1.0, -1.0, 0.5]);
+            assert!(opt.step().unwrap_err().to_string().contains("load the old `state_dict`"));
+            let mut next = adamw.build(&vs, 1e-3).unwrap();
+            next.load_state_dict(&opt.state_dict().unwrap()).unwrap();
+            assert_eq!(bits(&w), master, "{masters:?}");
+            next.step().unwrap();
+        }
+    });
+}
+
+#[rstest]
+#[case::infinite_in_f32(1e300)]
+#[case::beyond_every_integer(1e30)]
+#[case::negative(-1e300)]
+fn a_number_of_steps_that_cannot_be_counted_is_refused(#[case] steps: f64) {
+    for_each_device(|device| {
+        for masters in MODES {
+            let w = leaf(&[1.0], Kind::BFloat16, device);
+            let builder = AdamW::default().master_weights(masters);
+            let mut opt = builder.build(vec![w.shallow_clone()], 0.1).unwrap();
+            set_grad(&w, &[1.0]);
+            opt.step().unwrap();
+            let mut state = opt.state_dict().unwrap();
+            state.state.get_mut("0").unwrap().insert("step".to_owned(), Tensor::from(steps));
+            let error = opt.load_state_dict(&state).unwrap_err();
+            assert!(matches!(error, Error::Optimizer(OptimizerError::State { .. })), "{error}");
+            let kept = to_f64(&opt.state_dict().unwrap().state["0"]["step"]);
+            assert_eq!(kept, [1.0], "nothing was loaded");
+        }
+    });
+}
+
+#[test]
+fn a_skipped_step_does_not_change_a_large_number_of_steps() {
+    for_each_device(|device| {
+        for masters in MODES {
+            for steps in [16_777_215f32, 16_777_216.0, 16_777_218.0, 3e9] {
+                let w = leaf(&[1.0], Kind::BFloat16, device);
+                let builder = AdamW::default().master_weights(masters);
+                let mut opt = builder.build(vec![w.shallow_clone()], 0.1).unwrap();
+                set_grad(&w, &[1.0]);
+                opt.step().unwrap();
+                let mut state = opt.state_dict().unwrap();
+                state.state.get_mut("0").unwrap().insert("step".to_owned(), Tensor::from(steps));
+                opt.load_state_dict(&state).unwrap();
+                let mut scaler = GradScaler::new(device).unwrap();
+                set_grad(&w, &[INF]);
+                assert!(scaler.step(&mut opt).unwrap().is_skipped().unwrap());
+                let kept = to_f64(&opt.state_dict().unwrap().state["0"]["step"]);
+                assert_eq!(kept, [f64::from(steps)], "{masters:?} on {device:?}");
+            }
+        }
+    });
 }

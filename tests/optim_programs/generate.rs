@@ -75,11 +75,11 @@ pub fn program(seed: u64) -> Program {
 }
 
 /// A positive number of at most 10 to the power of `highest`.
-fn magnitude(rng: &mut Rng, highest: f64) -> f64 {
+pub fn magnitude(rng: &mut Rng, highest: f64) -> f64 {
     10f64.powf(highest - rng.below(40) as f64 / 10.0)
 }
 
-fn algorithm(which: usize, initial_accumulator_value: f64, rng: &mut Rng) -> Algorithm {
+pub fn algorithm(which: usize, initial_accumulator_value: f64, rng: &mut Rng) -> Algorithm {
     let betas = (*rng.pick(&[0.9, 0.5, 0.3, 0.0, 0.95]), *rng.pick(&[0.999, 0.99, 0.5, 0.0]));
     let eps = *rng.pick(&[1e-8, 1e-3, 1e-10]);
     let weight_decay = if rng.one_in(2) { 0.0 } else { magnitude(rng, 0.0) };
@@ -219,7 +219,7 @@ fn step(rng: &mut Rng, params: &[Parameter], mode: Mode, scale: f64, which: usiz
 }
 
 /// Numbers of both signs, some of them zero.
-fn numbers(rng: &mut Rng, shape: &[i64], kind: Kind, factor: f64) -> Tensor {
+pub fn numbers(rng: &mut Rng, shape: &[i64], kind: Kind, factor: f64) -> Tensor {
     let count: i64 = shape.iter().product();
     let one = |rng: &mut Rng| {
         let unit = rng.below(1 << 24) as f64 / f64::from(1 << 23) - 1.0;

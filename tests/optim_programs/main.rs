@@ -1,13 +1,15 @@
 //! Random training runs, compared bit by bit with `torch.optim` with `fused=True` and `torch.amp.GradScaler`. Python
 //! computes on the CPU. This crate runs there and on the simulated GPUs, each alone and with parameters on both.
 //!
-//! `TCH_AMP_OPTIM_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` repeats one.
+//! `TCH_AMP_OPTIM_PROGRAMS` sets the number of programs, and `TCH_AMP_SEED` repeats one. `walk` is about states that are
+//! saved and loaded, without PyTorch.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 #[path = "../common/mod.rs"]
 mod common;
 mod generate;
 mod run;
+mod walk;
 
 use common::gpus_that_round_as_the_cpu;
 use common::python::Oracle;

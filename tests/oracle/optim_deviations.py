@@ -52,6 +52,16 @@ def an_initial_accumulator_of_a_group_is_ignored():
     assert optimizer.state[param]["sum"].tolist() == [0.0] * 2
 
 
+def a_nan_in_amsgrads_average_is_kept_except_in_the_last_elements_of_the_fused_kernel():
+    for fused, hidden in ((True, 3), (False, 0)):
+        param = weight(torch.ones(19), torch.ones(19))
+        optimizer = torch.optim.AdamW([param], lr=0.1, amsgrad=True, fused=fused)
+        optimizer.step()
+        optimizer.state[param]["exp_avg_sq"].fill_(torch.nan)
+        optimizer.step()
+        assert param.isnan().tolist() == [True] * (19 - hidden) + [False] * hidden
+
+
 def frozen_parameters_are_stepped():
     param = weight(torch.ones(2), torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=1.0, fused=True)
@@ -112,6 +122,7 @@ strides_are_not_looked_at()
 a_skipped_first_step_counts()
 a_gradient_is_unscaled()
 an_initial_accumulator_of_a_group_is_ignored()
+a_nan_in_amsgrads_average_is_kept_except_in_the_last_elements_of_the_fused_kernel()
 frozen_parameters_are_stepped()
 half_norms_are_halves()
 rmsprop_rounds_halves_after_each_operation()

@@ -156,6 +156,9 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         fails(&|| ffi::gradient_rest(&w, None).map(drop));
         let widened = ffi::gradients_widen(&[w.shallow_clone()]).unwrap();
         fails(&|| widened.undo(&[w.shallow_clone()]));
+        fails(&|| ffi::gradients_drop_narrow([&w]));
+        fails(&|| ffi::gradients_narrow(std::slice::from_ref(&w)));
+        fails(&|| ffi::master_numbers(&w, &w).map(drop));
         fails(&|| ffi::all_finite(&[&w]).map(drop));
         fails(&|| ffi::any_nonzero(&[&found]).map(drop));
         let parameters = [w.shallow_clone()];

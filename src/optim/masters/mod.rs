@@ -98,7 +98,8 @@ pub enum MasterWeights {
     /// are reproducible: they depend on the seed, the index of the parameter and its step count. fp16 parameters have
     /// f32 copies. Corresponds to `bf16_stochastic_round=True` in torchao.
     StochasticRounding {
-        /// The seed of the random numbers. Runs with the same seed are the same.
+        /// The seed of the random numbers. Runs with the same seed are the same. From 2^24 steps on, the count that is
+        /// saved as `step` skips the numbers that f32 does not have.
         seed: u64,
     },
 }
@@ -139,15 +140,18 @@ impl Master {
         (self != Self::None).then_some(Kind::Float)
     }
 
-    /// The master weight as f32.
+    /// The master weight as f32, or as f64 beside a parameter that is f64 by now.
     pub(crate) fn numbers(self, parameter: &Tensor, state: &State) -> Result<Option<Tensor>> {
-        match (&state.loaded, &state.master) {
-            (Some(loaded), _) => Ok(Some(loaded.shallow_clone())),
-            (None, Some(kept)) if self == Self::Remainder => {
-                ffi::master_join(parameter, kept).map(Some)
+        let Some(kept) = &state.master else { return Ok(None) };
+        Ok(Some(match (self, &state.loaded) {
+            (Self::Remainder, Some(loaded)) => loaded.shallow_clone(),
+            (Self::Remainder, None) if kept.kind() == Kind::Int16 => {
+                ffi::master_join(parameter, kept)?
             }
-            (None, kept) => Ok(kept.as_ref().map(Tensor::shallow_clone)),
-        }
+            (Self::Float, _) if kept.kind() == Kind::Float => kept.shallow_clone(),
+            // The parameter has another dtype than when the master was made.
+            _ => ffi::master_numbers(kept, parameter)?,
+        }))
     }
 }
 
@@ -194,8 +198,10 @@ impl Optimizer {
 
     /// Makes autograd accumulate the gradients of half-precision parameters in f32 from now on, also over the
     /// micro-batches of a step; existing gradients are converted. Costs 4 bytes per parameter instead of 2. f32
-    /// parameters are not affected. It is not part of a saved state: call it again after a restart. Corresponds to
-    /// setting `grad_dtype` of the parameters in PyTorch, and to `accumulate_allreduce_grads_in_fp32` in Megatron-LM.
+    /// parameters are not affected. It is not part of a saved state: call it again after a restart. An optimizer without
+    /// master weights ends it for its parameters when it is built, and by its [`zero_grad`](Self::zero_grad).
+    /// Corresponds to setting `grad_dtype` of the parameters in PyTorch, and to `accumulate_allreduce_grads_in_fp32` in
+    /// Megatron-LM.
     ///
     /// # Errors
     ///

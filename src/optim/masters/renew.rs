@@ -11,30 +11,35 @@ impl Optimizer {
     /// Renews the masters of parameters that were written to since the last step, or that differ from those that a
     /// loaded state belongs to: all of them, or none.
     pub(crate) fn renew_masters(&mut self) -> Result<()> {
-        self.renew(|_, _| true)?;
+        let stale = self.stale_masters()?;
+        self.check_masters(&stale)?;
+        self.renew(&stale)?;
         self.stamps.take(&self.parameters)
     }
 
-    /// Renews only masters that have matched their parameters before. A state that was just loaded may precede its
-    /// model.
+    /// Renews only masters that have matched their parameters before, which have the same dtype. A state that was just
+    /// loaded may precede its model.
     pub(crate) fn renew_known_masters(&mut self) -> Result<()> {
-        self.renew(ffi::Stamps::has)
+        let mut stale = self.stale_masters()?;
+        stale.retain(|&index| self.stamps.has(index) && self.fits_mode(index));
+        self.renew(&stale)
     }
 
-    fn renew(&mut self, due: impl Fn(&ffi::Stamps, usize) -> bool) -> Result<()> {
+    /// The parameters that no longer fit their stamps, and that have masters.
+    fn stale_masters(&mut self) -> Result<Vec<usize>> {
         if !self.has_masters() {
-            return Ok(());
+            return Ok(Vec::new());
         }
         let changed = self.stamps.compare(&self.parameters)?;
-        let stale = |&index: &usize| {
-            changed[index] && due(&self.stamps, index) && self.slots[index].state.master.is_some()
-        };
-        let stale: Vec<_> = (0..self.slots.len()).filter(stale).collect();
+        let stale = |&index: &usize| changed[index] && self.slots[index].state.master.is_some();
+        Ok((0..self.slots.len()).filter(stale).collect())
+    }
+
+    fn renew(&mut self, stale: &[usize]) -> Result<()> {
         if stale.is_empty() {
             return Ok(());
         }
-        self.check_masters(&stale)?;
-        let remainders = self.loaded_remainders(&stale)?;
+        let remainders = self.loaded_remainders(stale)?;
         let kept = stale.iter().filter(|&&index| self.slots[index].state.loaded.is_none());
         let kept = kept.filter_map(|&index| {
             Some((&self.parameters[index], self.slots[index].state.master.as_ref()?))
@@ -46,15 +51,47 @@ impl Optimizer {
 
     /// Refuses a parameter whose master is of another kind than it would have now.
     fn check_masters(&self, stale: &[usize]) -> Result<()> {
-        for &index in stale {
-            let (slot, parameter) = (&self.slots[index], &self.parameters[index]);
-            let kind = slot.state.master.as_ref().map(Tensor::f_kind).transpose()?;
-            if self.masters.of(parameter, index).kind() != kind {
-                let parameter = slot.name.clone();
+        match stale.iter().find(|&&index| !self.fits_mode(index)) {
+            Some(&index) => {
+                let parameter = self.slots[index].name.clone();
                 let problem = "has another dtype than when its master weight was made; build the optimizer after the \
-                               model has its dtype, or cast the model back";
-                return Err(Error::Optimizer(OptimizerError::Parameter { parameter, problem }));
+                               model has its dtype and load the old `state_dict`, or cast the model back";
+                Err(Error::Optimizer(OptimizerError::Parameter { parameter, problem }))
             }
+            None => Ok(()),
+        }
+    }
+
+    /// Whether the master of a parameter is of the kind that it would have now.
+    fn fits_mode(&self, index: usize) -> bool {
+        let kept = self.slots[index].state.master.as_ref().map(Tensor::kind);
+        self.masters.of(&self.parameters[index], index).kind() == kept
+    }
+
+    /// Writes loaded masters to parameters that have no masters of their own, where they round to the parameters: all
+    /// of them, unless the device fails. Returns the parameters.
+    pub(crate) fn write_loaded_masters(&self) -> Result<Vec<usize>> {
+        let loaded = self.slots.iter().zip(&self.parameters).enumerate();
+        let loaded = loaded.filter_map(|(index, (slot, parameter))| {
+            let loaded = slot.state.loaded.as_ref()?;
+            let has_none = self.masters.of(parameter, index).kind().is_none();
+            has_none.then_some((index, parameter, loaded))
+        });
+        let numbers = loaded.map(|(index, parameter, loaded)| {
+            Ok((index, parameter, ffi::master_numbers(loaded, parameter)?))
+        });
+        let numbers = numbers.collect::<Result<Vec<_>>>()?;
+        let written = numbers.iter().map(|(index, parameter, numbers)| {
+            tch::no_grad(|| parameter.shallow_clone().f_copy_(numbers))?;
+            Ok(*index)
+        });
+        written.collect()
+    }
+
+    /// Has loaded masters become the parameters that have no masters of their own.
+    pub(crate) fn settle_loaded_masters(&mut self) -> Result<()> {
+        for index in self.write_loaded_masters()? {
+            self.slots[index].state.loaded = None;
         }
         Ok(())
     }
@@ -90,14 +127,14 @@ impl Optimizer {
         let (groups, masters) = (&self.groups, self.masters);
         let slots = self.slots.iter_mut().zip(&self.parameters).enumerate();
         let slots = slots.filter(|(index, _)| wanted.next_if_eq(&index).is_some());
-        complete(slots.map(|(index, (slot, parameter))| Wanted {
-            state: &mut slot.state,
-            algorithm: groups[slot.group].algorithm.of(slot.is_matrix),
-            parameter,
-            master: masters.of(parameter, index),
+        complete(slots.map(|(index, (slot, parameter))| {
+            let algorithm = groups[slot.group].algorithm.of(slot.is_matrix);
+            Wanted::by_step(&mut slot.state, &algorithm, parameter, masters.of(parameter, index))
         }))?;
         for index in bare {
-            if self.slots[index].state.master.is_some() {
+            let state = &mut self.slots[index].state;
+            if state.master.is_some() {
+                state.loaded = None;
                 self.stamps.take_one(index, &self.parameters[index])?;
             }
         }

@@ -8,7 +8,9 @@ use crate::error::{Error, Number, OptimizerError, Result};
 use crate::ffi::{self, Master, OutsideRegions};
 use crate::optim::first_step::FirstStep;
 use crate::optim::masters::MASTER;
-use crate::optim::state::{KEPT, STEP, State, Wanted, complete, counts_steps, keys, used};
+use crate::optim::state::{
+    KEPT, STEP, State, Wanted, complete, counts_steps, keys, required, uses_steps,
+};
 use crate::optim::{
     Algorithm, MasterWeights, Optimizer, OptimizerState, ParamGroup, ParamGroupState,
 };
@@ -87,8 +89,9 @@ impl Optimizer {
     /// A parameter without tensors in the state counts as not stepped yet. The model may be loaded before or after its
     /// optimizer: a loaded master weight is used if it rounds to its parameter at the next step; otherwise, and if the
     /// state has none, the master is made from the parameter in that step, so that no value written to the parameter is
-    /// lost. The patterns of [`assign_group`](Self::assign_group) are not part of a state; those for groups that the
-    /// state does not have are discarded.
+    /// lost. The master weight of a parameter that is f32 or f64 by now becomes the parameter itself, under the same
+    /// condition, in this call and once more in the next step. The patterns of [`assign_group`](Self::assign_group) are
+    /// not part of a state; those for groups that the state does not have are discarded.
     ///
     /// # Errors
     ///
@@ -152,15 +155,16 @@ impl Optimizer {
                 .get(&slot.name)
                 .ok_or_else(|| refuse("is in no group of the state".to_owned()))?;
             let algorithm = groups[group].algorithm.of(slot.is_matrix);
-            let entries = match state.get(&slot.name) {
-                Some(entries) => {
-                    let master = self.masters.of(parameter, index);
-                    Some(check(entries, &algorithm, parameter, master, &refuse)?)
-                }
-                None => None,
-            };
+            let master = self.masters.of(parameter, index);
+            let entries = state.get(&slot.name);
+            let entries = entries
+                .map(|entries| check(entries, &algorithm, parameter, master, &refuse))
+                .transpose()?;
             places.push(group);
-            slots.push((algorithm, entries.filter(|_| !slot.elsewhere)));
+            slots.push(match entries {
+                Some(entries) if slot.elsewhere => entries.elsewhere(master != Master::None),
+                entries => entries,
+            });
         }
         let states = copies(&slots, &self.parameters, self.masters)?;
         Ok(Loaded { groups, slots: places.into_iter().zip(states).collect() })
@@ -177,6 +181,8 @@ impl Optimizer {
             // the parameter.
             self.stamps.forget(index);
         }
+        // The next step does it again, and reports a failure.
+        let _written = self.write_loaded_masters();
     }
 
     /// The name under which a parameter is listed, by each of its other names.
@@ -234,14 +240,30 @@ fn members(
 #[derive(Debug)]
 struct Entries<'a, T> {
     step: Option<&'a T>,
+    most_steps: u64,
     /// In the order of [`keys`].
     tensors: [Option<&'a T>; KEPT],
     /// The f32 master weight, in every mode. If absent, training resumes from the parameter itself.
     master: Option<&'a T>,
 }
 
-/// Finds the tensors that the algorithm keeps and checks their shapes. Unknown tensors are refused, and the ones that
-/// the algorithm uses are required.
+impl<T> Entries<'_, T> {
+    /// What a rank loads whose parameter another one steps: the master that becomes the parameter on all ranks.
+    fn elsewhere(self, is_half: bool) -> Option<Self> {
+        let Self { master, .. } = self;
+        let most_steps = 0;
+        let tensors = [None; KEPT];
+        (master.is_some() && !is_half).then_some(Self { step: None, most_steps, tensors, master })
+    }
+}
+
+/// The largest number of steps that is loaded: every f32 up to it is an `i64` as well, in which random numbers are
+/// counted.
+const MOST_STEPS: f64 = (1u64 << 62) as f64;
+
+/// Finds the tensors that the algorithm keeps and checks their shapes. Unknown tensors are refused. Those that the
+/// algorithm uses with any options are required once a state was begun; others are made by the first step that needs
+/// them.
 fn check<'a, T: Saved>(
     entries: &'a BTreeMap<String, T>,
     algorithm: &Algorithm,
@@ -250,30 +272,20 @@ fn check<'a, T: Saved>(
     refuse: &dyn Fn(String) -> Error,
 ) -> Result<Entries<'a, T>> {
     let keys = keys(algorithm);
-    let step = counts_steps(algorithm, master).then_some(STEP);
-    // A run in another mode may have saved these.
-    let others = [MASTER, STEP].into_iter().filter(|_| master != Master::None);
-    let wanted = || keys.iter().copied().chain(step).chain(others.clone());
-    if let Some(key) = entries.keys().find(|key| !wanted().any(|wanted| wanted == key.as_str())) {
+    let known = |key: &str| keys.contains(&key) || [STEP, MASTER].contains(&key);
+    if let Some(key) = entries.keys().find(|key| !known(key)) {
         let name = algorithm.name();
-        return Err(refuse(match key.as_str() {
-            MASTER => format!("has {MASTER}: build this optimizer with `master_weights`"),
-            key => format!("has {key}, which {name} does not keep"),
-        }));
+        return Err(refuse(format!("has {key}, which {name} does not keep")));
     }
-    let missing = |key: &str| refuse(format!("has no {key}"));
-    let mut required = keys.iter().zip(used(algorithm)).filter(|(_, used)| *used);
-    if let Some((key, _)) = required.find(|(key, _)| !entries.contains_key(**key)) {
-        return Err(missing(key));
+    let is_half = matches!(parameter.kind(), Kind::Half | Kind::BFloat16);
+    if master == Master::None && is_half && entries.contains_key(MASTER) {
+        let problem = format!("has {MASTER}: build this optimizer with `master_weights`");
+        return Err(refuse(problem));
     }
+    check_missing(entries, algorithm, refuse)?;
     let shape = parameter.size();
-    let mut tensors = [None; KEPT];
-    let mut kept = None;
-    let places = tensors.iter_mut().zip(keys.iter().copied());
-    for (place, key) in places.chain([(&mut kept, MASTER)]) {
-        let Some(tensor) = entries.get(key) else {
-            continue;
-        };
+    let of_shape = |key: &str| {
+        let Some(tensor) = entries.get(key) else { return Ok(None) };
         let found = tensor.shape();
         if found != shape {
             return Err(refuse(format!("{key} has the shape {found:?}, but must have {shape:?}")));
@@ -281,41 +293,75 @@ fn check<'a, T: Saved>(
         if tensor.is_complex() {
             return Err(refuse(format!("{key} is complex, but must be real")));
         }
-        *place = Some(tensor);
+        Ok(Some(tensor))
+    };
+    let mut tensors = [None; KEPT];
+    for (place, key) in tensors.iter_mut().zip(keys) {
+        *place = of_shape(key)?;
     }
-    let step = step.map(|key| entries.get(key).ok_or_else(|| missing(key))).transpose()?;
-    if let Some(step) = step {
-        let found = step.shape();
-        if found.iter().any(|&size| size != 1) {
-            return Err(refuse(format!(
-                "{STEP} has the shape {found:?}, but must have one element"
-            )));
-        }
-        let value = step.item()?;
-        if !(value >= 0.0 && value.is_finite()) {
-            let value = Number(value);
-            return Err(refuse(format!("{STEP} is {value}, but must be finite and at least 0")));
-        }
+    let step = entries.get(STEP);
+    let steps = step.map(|step| count(step, refuse)).transpose()?;
+    let step = step.filter(|_| counts_steps(algorithm, master));
+    let most_steps = steps.map_or(0, |steps| steps.ceil() as u64);
+    Ok(Entries { step, most_steps, tensors, master: of_shape(MASTER)? })
+}
+
+/// Refuses a state that was begun and lacks what the algorithm always keeps. One that has only a master was not.
+fn check_missing<T>(
+    entries: &BTreeMap<String, T>,
+    algorithm: &Algorithm,
+    refuse: &dyn Fn(String) -> Error,
+) -> Result<()> {
+    let keys = keys(algorithm).iter().zip(required(algorithm));
+    let needed = keys.filter(|(_, required)| *required).map(|(key, _)| *key);
+    let needed = needed.chain(uses_steps(algorithm).then_some(STEP));
+    let is_begun =
+        entries.keys().any(|key| key != MASTER && (key != STEP || uses_steps(algorithm)));
+    match needed.into_iter().find(|&key| is_begun && !entries.contains_key(key)) {
+        Some(key) => Err(refuse(format!("has no {key}"))),
+        None => Ok(()),
     }
-    Ok(Entries { step, tensors, master: kept })
+}
+
+/// Reads the number of steps.
+fn count<T: Saved>(step: &T, refuse: &dyn Fn(String) -> Error) -> Result<f64> {
+    let found = step.shape();
+    if found.iter().any(|&size| size != 1) {
+        return Err(refuse(format!("{STEP} has the shape {found:?}, but must have one element")));
+    }
+    let value = step.item()?;
+    if !(0.0..=MOST_STEPS).contains(&value) {
+        let (value, most) = (Number(value), Number(MOST_STEPS));
+        let problem =
+            format!("{STEP} is {value}, but must be finite, at least 0 and at most {most}");
+        return Err(refuse(problem));
+    }
+    Ok(value)
 }
 
 /// Copies the tensors, in the dtypes and to the devices of the parameters.
 fn copies<T: Saved>(
-    slots: &[(Algorithm, Option<Entries<'_, T>>)],
+    slots: &[Option<Entries<'_, T>>],
     parameters: &[Tensor],
     masters: MasterWeights,
 ) -> Result<Vec<State>> {
     let mut states: Vec<_> = slots.iter().map(|_| State::default()).collect();
     let loaded = states.iter_mut().zip(slots).zip(parameters).enumerate();
-    let loaded = loaded.filter(|(_, ((_, (_, entries)), _))| entries.is_some());
-    complete(loaded.map(|(index, ((state, (algorithm, _)), parameter))| Wanted {
-        state,
-        algorithm: *algorithm,
-        parameter,
-        master: masters.of(parameter, index),
+    complete(loaded.filter_map(|(index, ((state, entries), parameter))| {
+        let entries = entries.as_ref()?;
+        let master = masters.of(parameter, index);
+        Some(Wanted {
+            state,
+            parameter,
+            kind: master.state_kind(),
+            step: entries.step.is_some(),
+            tensors: entries.tensors.map(|tensor| tensor.is_some()),
+            value: 0.0,
+            // If absent, the next step makes it from the parameter.
+            master: if entries.master.is_some() { master } else { Master::None },
+        })
     }))?;
-    for (index, (state, (_, entries))) in states.iter_mut().zip(slots).enumerate() {
+    for (index, (state, entries)) in states.iter_mut().zip(slots).enumerate() {
         if let Some(entries) = entries {
             let parameter = &parameters[index];
             copy(state, entries, parameter, masters.of(parameter, index))?;
@@ -324,47 +370,45 @@ fn copies<T: Saved>(
     Ok(states)
 }
 
-/// Copies the tensors of one parameter into a complete state.
+/// Copies the tensors of one parameter into a state that has places for them.
 fn copy<T: Saved>(
     state: &mut State,
     entries: &Entries<'_, T>,
     parameter: &Tensor,
     master: Master,
 ) -> Result<()> {
-    if let (Some(kept), Some(step)) = (&mut state.step, entries.step) {
-        step.copy_to(kept)?;
-    }
-    for (kept, loaded) in state.tensors.iter_mut().zip(entries.tensors) {
-        let Some(loaded) = loaded else {
-            continue;
-        };
-        if kept.is_none() {
-            *kept = ffi::optim_states_new(&[parameter], master.state_kind(), 0.0)?.pop();
-        }
-        if let Some(kept) = kept {
+    let places = state.tensors.iter_mut().chain([&mut state.step]);
+    for (kept, loaded) in places.zip(entries.tensors.into_iter().chain([entries.step])) {
+        if let (Some(kept), Some(loaded)) = (kept, loaded) {
             loaded.copy_to(kept)?;
         }
     }
-    // If absent, the next step makes it from the parameter.
-    match entries.master {
-        Some(loaded) => load_master(state, loaded, master)?,
-        None => state.master = None,
+    if let Some(loaded) = entries.master {
+        load_master(state, loaded, parameter, master)?;
     }
+    state.most_steps = entries.most_steps;
     // Without a momentum buffer, the next gradient starts one.
     let started = entries.tensors.iter().any(Option::is_some);
     state.first_step = if started { FirstStep::Taken } else { FirstStep::Ahead };
     Ok(())
 }
 
-fn load_master<T: Saved>(state: &mut State, loaded: &T, master: Master) -> Result<()> {
-    match &mut state.master {
-        Some(kept) if master == Master::Remainder => {
-            let mut numbers = Tensor::f_empty(kept.size(), (Kind::Float, kept.device()))?;
+fn load_master<T: Saved>(
+    state: &mut State,
+    loaded: &T,
+    parameter: &Tensor,
+    master: Master,
+) -> Result<()> {
+    match (master, &mut state.master) {
+        // The parameter has no room for what the random rounding has left of it.
+        (Master::Stochastic { .. }, _) => Ok(()),
+        (Master::Float, Some(kept)) => loaded.copy_to(kept),
+        _ => {
+            let kind = if parameter.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+            let mut numbers = Tensor::f_empty(parameter.size(), (kind, parameter.device()))?;
             loaded.copy_to(&mut numbers)?;
             state.loaded = Some(numbers);
             Ok(())
         }
-        Some(kept) => loaded.copy_to(kept),
-        None => Ok(()),
     }
 }

@@ -124,6 +124,7 @@ impl Optimizer {
     fn state_here(&mut self) -> Result<OptimizerState> {
         self.take_added()?;
         self.renew_known_masters()?;
+        self.settle_loaded_masters()?;
         if let Algorithm::Adagrad(_) = self.groups[0].algorithm {
             // PyTorch makes the sums with the optimizer, and requires them for every parameter.
             let here = (0..self.slots.len()).filter(|&index| !self.slots[index].elsewhere);
