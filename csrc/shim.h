@@ -267,8 +267,8 @@ void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const 
 // The gradients are on one device, like the result, and do not change.
 //
 // The norm is f64 if all gradients are or if, on the CPU, it is finite but too large for f32. Otherwise it is f32.
-// `found_inf` gets a new tensor: one if the norm is non-finite, which it is if a gradient is, and zero otherwise.
-// `answer` means the same as in tamp_gradients_unscale. Synchronizes under the same condition.
+// `found_inf` gets a new tensor: one if the norm is non-finite, which it is if a gradient is, or if f64 gradients on
+// another device than the CPU have too large a norm to be clipped by its kernels, and zero otherwise. `answer` means the same as in tamp_gradients_unscale. Synchronizes under the same condition.
 tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
                                  tamp_tensor **found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
 

@@ -174,6 +174,14 @@ uint8_t run(UnscaledGroup &group, const Options &options) {
   return flag != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
 }
 
+// Whether gradients of this norm, which was multiplied by `factor`, can be clipped. libtorch's fused kernels divide by an
+// f32 number, which for f64 gradients could be infinite: the norm before the multiplication, divided by the limit.
+Tensor is_usable(const Tensor &norm, const Tensor &factor) {
+  if (norm.is_cpu() || norm.scalar_type() != at::kDouble) return at::isfinite(norm);
+  constexpr double kRoom = 1 << 27;  // for limits from 1e-8 on
+  return at::isfinite(norm.div(factor).mul(kRoom).to(at::kFloat));
+}
+
 }  // namespace
 
 extern "C" {
@@ -210,7 +218,7 @@ tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, c
     }
     const Tensor factor = tamp::on_device(inverse_of(tamp::tensor(scale)), gradients.front().device());
     auto norm = std::make_unique<Tensor>(tamp::norm(gradients, factor));
-    auto flag = std::make_unique<Tensor>(at::isfinite(*norm).logical_not().to(at::kFloat));
+    auto flag = std::make_unique<Tensor>(is_usable(*norm, factor).logical_not().to(at::kFloat));
     *answer = TAMP_ON_DEVICE;
     if (flag->is_cpu()) *answer = *flag->const_data_ptr<float>() != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
     *found_inf = tamp::give(std::move(flag));

@@ -21,7 +21,8 @@ impl GradScaler {
     /// With a fused [`Optimizer`](crate::optim::Optimizer) that was not unscaled before, one pass over the gradients
     /// takes the norm and finds non-finite values, and the update itself unscales and clips: the gradients stay scaled.
     /// A norm that is not finite counts as an infinite gradient. On a GPU the norm is taken in f32, unless all gradients
-    /// are f64, and overflows if the gradients are larger than about 1e19.
+    /// are f64, and overflows if the gradients are larger than about 1e19; that of f64 gradients counts as infinite from
+    /// about 1e30 on.
     ///
     /// # Errors
     ///
