@@ -433,6 +433,7 @@ const NOT_OWN: &[&str] = &[
     "f_get",
     "f_grad",
     "f_internal_values",
+    "f_is_leaf",
     "f_kind",
     "f_narrow",
     "f_ones",

@@ -422,10 +422,76 @@ const JOBS: &[Job] = &[
         },
     },
     Job {
+        name: "gradients in one memory",
+        entries: &[
+            "tamp_clip_by_norm",
+            "tamp_gradients_separate",
+            "tamp_gradients_separate_leaves",
+        ],
+        run: |device, within, results| {
+            let list = [(); 2].map(|()| large(device, F32).detach().set_requires_grad(true));
+            let [a, b] = &list;
+            let mut opt = Descent(list.iter().map(Tensor::shallow_clone).collect());
+            let scaler = scaler(device, 1e-3);
+            for factor in [1.1, 2.3] {
+                let loss = ((a.unsqueeze(0) + b.unsqueeze(0)) * factor).sum(F32);
+                let mut scaled = None;
+                within(&mut || scaled = Some(scaler.scale(&loss).unwrap()));
+                scaled.unwrap().backward();
+            }
+            within(&mut || {
+                let mut unscaled = scaler.unscale(&mut opt).unwrap();
+                results.tensor(&unscaled.clip_grad_norm(0.1).unwrap());
+            });
+            results.tensors(&gradients(&list));
+        },
+    },
+    Job {
+        name: "optimizers with common parameters",
+        entries: &["tamp_gradient_rest"],
+        run: |device, within, results| {
+            let w = large(device, F32).detach().set_requires_grad(true);
+            let mut optimizers = [(); 2].map(|()| Descent(vec![w.shallow_clone()]));
+            let mut scaler = scaler(device, 8.0);
+            for opt in &mut optimizers {
+                if w.grad().defined() {
+                    let _zeroed = w.grad().zero_();
+                }
+                let loss = (&w * 1.1).sum(F32);
+                let mut scaled = None;
+                within(&mut || scaled = Some(scaler.scale(&loss).unwrap()));
+                scaled.unwrap().backward();
+                within(&mut || drop(scaler.step(opt).unwrap()));
+            }
+            results.tensor(&w);
+        },
+    },
+    Job {
+        name: "master weights that go on in f32",
+        entries: &["tamp_gradients_narrow", "tamp_master_numbers", "tamp_overlapping"],
+        run: |device, within, results| {
+            let half = large(device, Kind::BFloat16).detach() * 1e-3;
+            let half = half.set_requires_grad(true);
+            let wide = half.detach().to_kind(F32).set_requires_grad(true);
+            let sgd = Sgd::default().master_weights(MasterWeights::Float);
+            let mut opt = sgd.build(vec![half.shallow_clone()], 1e-3).unwrap();
+            (&half * 1.1).sum(F32).backward();
+            opt.step().unwrap();
+            no_grad(|| wide.shallow_clone().copy_(&half));
+            within(&mut || {
+                let mut resumed = sgd.build(vec![wide.shallow_clone()], 1e-3).unwrap();
+                resumed.load_state_dict(&opt.state_dict().unwrap()).unwrap();
+                drop(Sgd::default().build(vec![half.shallow_clone()], 1e-3).unwrap());
+            });
+            results.tensors(&[wide, half]);
+        },
+    },
+    Job {
         name: "checkpoints",
         entries: &[
             "tamp_elements_read",
             "tamp_elements_write",
+            "tamp_rng_check_state",
             "tamp_rng_state",
             "tamp_rng_set_state",
         ],

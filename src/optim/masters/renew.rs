@@ -71,6 +71,7 @@ impl Optimizer {
     /// Writes loaded masters to parameters that have no masters of their own, where they round to the parameters: all
     /// of them, unless the device fails. Returns the parameters.
     pub(crate) fn write_loaded_masters(&self) -> Result<Vec<usize>> {
+        let _own = OutsideRegions::enter();
         let loaded = self.slots.iter().zip(&self.parameters).enumerate();
         let loaded = loaded.filter_map(|(index, (slot, parameter))| {
             let loaded = slot.state.loaded.as_ref()?;
