@@ -7,7 +7,7 @@ use crate::accumulation::dropping::Kept;
 #[cfg(feature = "distributed")]
 use crate::distributed::{ProcessGroup, ReduceOp, any_is_averaged};
 use crate::error::{Error, Result, ensure};
-use crate::ffi::{self, OutsideRegions};
+use crate::ffi;
 use crate::optim::AmpOptimizer;
 
 /// The micro-batches whose gradients are accumulated for one step, with the weight of each. PyTorch has no counterpart;
@@ -67,7 +67,7 @@ impl Accumulation {
         group.all_reduce(&mut total, ReduceOp::Sum)?;
         checked?;
         let total = {
-            let _own = OutsideRegions::enter();
+            let _own = ffi::OutsideRegions::enter();
             total.f_double_value(&[])?
         };
         let holds = total > 0.0 && total.is_finite();
