@@ -242,8 +242,8 @@ macro_rules! build {
             /// # Errors
             ///
             /// [`Error::InvalidArgument`] for an option or a learning rate outside its range;
-            /// [`OptimizerError::Parameter`] for a tensor that is not a floating-point tensor, is not a leaf or is
-            /// listed twice;
+            /// [`OptimizerError::SharedMemory`] for two tensors that share memory; [`OptimizerError::Parameter`] for a
+            /// tensor that is not a floating-point tensor, is not a leaf or is listed twice;
             /// [`OptimizerError::NoParameters`] for an empty list.
             pub fn build(self, parameters: impl IntoParameters, lr: f64) -> Result<Optimizer> {
                 Algorithm::from(self).build(parameters, lr)

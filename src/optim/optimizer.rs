@@ -127,7 +127,8 @@ impl Optimizer {
     /// # Errors
     ///
     /// [`OptimizerError::Parameter`] for a tensor that is not a floating-point tensor, that is not a leaf, or that the
-    /// optimizer already has; then none is added.
+    /// optimizer already has; [`OptimizerError::SharedMemory`] for one that shares memory with another. Then none is
+    /// added.
     pub fn add_param_group(&mut self, parameters: impl IntoParameters) -> Result<usize> {
         let group = self.groups.len();
         let list = parameters.into_parameters().0.parameters(group)?;
@@ -263,10 +264,11 @@ impl Optimizer {
     /// # Errors
     ///
     /// [`GradientError::Unsupported`] for a sparse gradient, or one that lacks its parameter's shape, device or dtype;
-    /// [`OptimizerError::Parameter`] for a variable that was added to the `VarStore` and cannot be taken up, or whose
-    /// dtype changed since its master weight was made, or for a parameter that is no longer a leaf; [`Error::Torch`] for another parameter whose dtype or device
-    /// changed, and if a GPU runs out of memory. Nothing is changed then, on any device, and the step can be tried
-    /// again.
+    /// [`OptimizerError::SharedMemory`] for parameters that have come to share memory; [`OptimizerError::Parameter`]
+    /// for a variable that was added to the `VarStore` and cannot be taken up, or whose dtype changed since its master
+    /// weight was made, or for a parameter that is no longer a leaf; [`Error::Torch`] for another parameter whose dtype
+    /// or device changed, and if a GPU runs out of memory. Nothing is changed then, on any device, and the step can be
+    /// tried again.
     pub fn step(&mut self) -> Result<()> {
         autocast::forgetting_casts(|| self.run(&Step::default()))
     }
