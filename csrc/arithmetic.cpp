@@ -109,17 +109,25 @@ Tensor power_of_two(const Tensor &exponent) {
   return exponent.to(at::kLong).add(1023).bitwise_left_shift(52).view(at::kDouble);
 }
 
-// The norm of f64 tensors on another device, whose squares may overflow or underflow. It is taken of copies, a part of
-// the tensors at a time, that are multiplied by a power of two, which changes no other bit.
-Tensor scaled_norm_on_device(const std::vector<Tensor> &tensors) {
+// The norms of f64 tensors, divided by `unit`.
+struct ScaledNorms {
+  Tensor norms, unit;
+};
+
+// The norm of each of these f64 tensors on another device, whose squares may overflow or underflow. They are taken of
+// copies, a part of the tensors at a time, that are multiplied by a power of two, which changes no other bit.
+ScaledNorms scaled_norms_on_device(const std::vector<Tensor> &tensors) {
   constexpr int64_t kNumbers = int64_t{1} << 24;
   std::vector<Tensor> filled, part, norms;
   for (const auto &t : tensors) {
     if (t.numel() > 0) filled.push_back(t);
   }
-  if (filled.empty()) return at::zeros({}, tensors.front().options());
+  if (filled.empty()) {
+    const auto options = tensors.front().options();
+    return {at::zeros({1}, options), at::ones({}, options)};
+  }
   const Tensor exponent = std::get<1>(at::frexp(largest(filled))).clamp(-1000, 1000);
-  const Tensor down = power_of_two(exponent.neg()), up = power_of_two(exponent);
+  const Tensor down = power_of_two(exponent.neg());
   int64_t numbers = 0;
   for (const auto &t : filled) {
     part.push_back(t);
@@ -129,7 +137,7 @@ Tensor scaled_norm_on_device(const std::vector<Tensor> &tensors) {
     part.clear();
     numbers = 0;
   }
-  return at::linalg_vector_norm(at::stack(norms), 2).mul(up);
+  return {at::stack(norms), power_of_two(exponent)};
 }
 
 // The norm of tensors on another device, by libtorch, with one launch for all tensors of a dtype. Norms of f64 tensors
@@ -138,12 +146,22 @@ Tensor scaled_norm_on_device(const std::vector<Tensor> &tensors) {
 Tensor norm_on_device(const std::vector<Tensor> &tensors, const Tensor &factor) {
   std::vector<Tensor> wide, narrow, norms;
   for (const auto &t : tensors) (is_f64(t) ? wide : narrow).push_back(t);
-  if (narrow.empty()) return scaled_norm_on_device(wide) * factor;
-  if (!wide.empty()) norms.push_back(scaled_norm_on_device(wide).to(at::kFloat));
+  if (!wide.empty()) {
+    const auto [scaled, unit] = scaled_norms_on_device(wide);
+    if (narrow.empty()) return at::linalg_vector_norm(scaled, 2).mul(unit) * factor;
+    norms = scaled.mul(unit).to(at::kFloat).unbind();
+  }
   for (const auto &alike : by_dtype(narrow)) {
     for (auto &norm : at::_foreach_norm(alike, 2, at::kFloat)) norms.push_back(std::move(norm));
   }
   return at::linalg_vector_norm(at::stack(norms), 2) * factor;
+}
+
+// Converts a norm to f32, unless it is a finite f64 number on the CPU that is too large for f32.
+Tensor narrowed(const Tensor &norm) {
+  const bool is_too_large = norm.is_cpu() && is_f64(norm) && std::isfinite(norm.item<double>()) &&
+                            !std::isfinite(static_cast<float>(norm.item<double>()));
+  return is_too_large ? norm : norm.to(at::kFloat);
 }
 
 }  // namespace
@@ -205,10 +223,20 @@ Tensor norm(const std::vector<Tensor> &tensors, const Tensor &factor) {
   return in_f64 ? total.to(at::kDouble) : narrowed(total);
 }
 
-Tensor narrowed(const Tensor &norm) {
-  const bool is_too_large = norm.is_cpu() && norm.scalar_type() == at::kDouble && std::isfinite(norm.item<double>()) &&
-                            !std::isfinite(static_cast<float>(norm.item<double>()));
-  return is_too_large ? norm : norm.to(at::kFloat);
+Tensor norm_of_norms(const std::vector<Tensor> &norms) {
+  if (norms.size() == 1) return norms.front();
+  const at::Device device = norms.front().device();
+  const bool in_f64 = std::all_of(norms.begin(), norms.end(), is_f64);
+  if (!in_f64 && !device.is_cpu()) {  // as PyTorch does; other devices than the CPU may lack f64
+    std::vector<Tensor> there;
+    for (const auto &norm : norms) there.push_back(on_device(norm, device).to(at::kFloat));
+    return at::linalg_vector_norm(at::stack(there), 2);
+  }
+  Tensor total = norms.front().to(at::kDouble);
+  for (size_t i = 1; i < norms.size(); ++i) {  // no square overflows or underflows
+    total = at::hypot(total, on_device(norms[i], device).to(at::kDouble));
+  }
+  return in_f64 ? total : narrowed(total);
 }
 
 Tensor clip_factor(const Tensor &norm, double max_norm) {

@@ -33,11 +33,12 @@ bool has_loop(const at::Tensor &t);
 bool unscale_in_loops(const std::vector<at::Tensor> &tensors, float factor, bool recheck);
 
 // Returns the 2-norm of tensors of one device, multiplied by `factor`, as a 0-dim tensor there. It is f64 if all of
-// them are, and otherwise it has passed through `narrowed`. It is non-finite if an element is.
+// them are or if, on the CPU, it is finite and too large for f32; otherwise it is f32. It is non-finite if an element is.
 at::Tensor norm(const std::vector<at::Tensor> &tensors, const at::Tensor &factor);
 
-// Converts a norm to f32, unless it is a finite f64 number on the CPU that is too large for f32.
-at::Tensor narrowed(const at::Tensor &norm);
+// Returns the norm of norms, at least one, which may be on several devices: a 0-dim tensor on the first one's, f64 or f32
+// like that of `norm`.
+at::Tensor norm_of_norms(const std::vector<at::Tensor> &norms);
 
 // Returns the factor, at most one, that reduces a norm to `max_norm`, on the norm's device.
 at::Tensor clip_factor(const at::Tensor &norm, double max_norm);

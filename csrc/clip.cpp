@@ -65,19 +65,11 @@ std::vector<ClippedGroup> groups(tamp_tensor *const *parameters, size_t count) {
 
 Tensor common_norm(const std::vector<ClippedGroup> &groups) {
   std::vector<Tensor> norms;
-  const at::Device first = groups.front().device;
   for (const auto &group : groups) {
     const Tensor one = at::ones({}, at::TensorOptions().dtype(at::kFloat).device(group.device));
-    norms.push_back(tamp::on_device(tamp::norm(group.gradients, one), first));
+    norms.push_back(tamp::norm(group.gradients, one));
   }
-  if (norms.size() == 1) return norms.front();
-  const bool in_f64 =
-      std::all_of(norms.begin(), norms.end(), [](const Tensor &norm) { return norm.scalar_type() == at::kDouble; });
-  // Devices other than the CPU may not support f64.
-  const auto dtype = in_f64 || first.is_cpu() ? at::kDouble : at::kFloat;
-  Tensor total = norms.front().to(dtype);
-  for (size_t i = 1; i < norms.size(); ++i) total = at::hypot(total, norms[i].to(dtype));
-  return in_f64 ? total : tamp::narrowed(total);
+  return tamp::norm_of_norms(norms);
 }
 
 void check_clamped(const Tensor &gradient) {
@@ -147,6 +139,16 @@ void tamp_clip_by_norm(tamp_tensor *const *parameters, size_t count, const tamp_
   tamp::guarded(err, [&] {
     const c10::NoGradGuard no_grad;
     clip_by(tamp::tensor(norm), max_norm, groups(parameters, count));
+  });
+}
+
+tamp_tensor *tamp_norms_join(tamp_tensor *const *norms, size_t count, char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    const c10::NoGradGuard no_grad;
+    TORCH_CHECK(count > 0, "no norm");
+    std::vector<Tensor> all;
+    for (size_t i = 0; i < count; ++i) all.push_back(tamp::tensor(norms[i]));
+    return tamp::give(tamp::norm_of_norms(all));
   });
 }
 

@@ -268,7 +268,8 @@ void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const 
 //
 // The norm is f64 if all gradients are or if, on the CPU, it is finite but too large for f32. Otherwise it is f32.
 // `found_inf` gets a new tensor: one if the norm is non-finite, which it is if a gradient is, or if f64 gradients on
-// another device than the CPU have too large a norm to be clipped by its kernels, and zero otherwise. `answer` means the same as in tamp_gradients_unscale. Synchronizes under the same condition.
+// another device than the CPU have too large a norm to be clipped by its kernels, and zero otherwise. `answer` means
+// the same as in tamp_gradients_unscale. Synchronizes under the same condition.
 tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
                                  tamp_tensor **found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
 
@@ -360,6 +361,10 @@ tamp_tensor *tamp_all_finite(tamp_tensor *const *tensors, size_t count, char **e
 // it is not. Otherwise it synchronizes only if gradients are on the CPU and on other devices as well.
 tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, double max_norm,
                                  uint8_t error_if_nonfinite, uint8_t *is_finite, char **err) TAMP_NOEXCEPT;
+
+// Returns the 2-norm of norms, at least one, each of which belongs to gradients on one device, on the first one's device.
+// Synchronizes where they are on a GPU and on the CPU.
+tamp_tensor *tamp_norms_join(tamp_tensor *const *norms, size_t count, char **err) TAMP_NOEXCEPT;
 
 // Returns the factor, at most one, that reduces gradients of a common 2-norm to `max_norm`, on the norm's device.
 tamp_tensor *tamp_clip_factor(const tamp_tensor *norm, double max_norm, char **err) TAMP_NOEXCEPT;

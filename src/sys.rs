@@ -446,6 +446,11 @@ unsafe extern "C" {
         is_finite: *mut u8,
         err: *mut *mut c_char,
     ) -> *mut Tensor;
+    pub(crate) fn tamp_norms_join(
+        norms: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    ) -> *mut Tensor;
     pub(crate) fn tamp_clip_factor(
         norm: *const Tensor,
         max_norm: f64,

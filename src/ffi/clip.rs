@@ -33,6 +33,13 @@ pub(crate) fn clip_grad_norm(
     }
 }
 
+/// Returns the norm of norms, at least one, on the device of the first.
+pub(crate) fn norms_join(norms: &[Tensor]) -> Result<Tensor> {
+    let tensors = pointers(norms);
+    // SAFETY: the array has `tensors.len()` elements, and `norms` keeps the tensors alive.
+    given(call(|err| unsafe { sys::tamp_norms_join(tensors.as_ptr(), tensors.len(), err) })?)
+}
+
 /// Computes the factor by which gradients with this norm are to be multiplied, on the device of `norm`.
 pub(crate) fn clip_factor(norm: &Tensor, max_norm: f64) -> Result<Tensor> {
     // SAFETY: `norm` is a live tensor, and `err` is valid for a write.

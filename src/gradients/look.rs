@@ -2,8 +2,8 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::{Error, Result};
-use crate::ffi::{self, FoundInf, Interrupted, OutsideRegions, Unscaling};
+use crate::error::Result;
+use crate::ffi::{self, FoundInf, Interrupted, Unscaling};
 use crate::gradients::Plan;
 
 /// How the gradients of an optimizer are checked.
@@ -55,32 +55,15 @@ impl Plan {
             ffi::gradients_norm(indices.iter().map(|&i| &parameters[i]), scale)
         };
         let norms: Result<Vec<_>> = self.groups.iter().map(norm_of).collect();
-        let (norms, found) = norms?.into_iter().unzip();
-        Ok(Findings { found, norm: Some(common_norm(norms)?) })
+        let (norms, found): (Vec<_>, _) = norms?.into_iter().unzip();
+        Ok(Findings { found, norm: Some(common_norm(&norms)?) })
     }
 }
 
 /// The norm of several norms, on the device of the first.
-fn common_norm(mut norms: Vec<Tensor>) -> Result<Tensor> {
-    let _own = OutsideRegions::enter();
-    match norms.len() {
-        0 => return ffi::number_new(0.0, Kind::Float, Device::Cpu),
-        1 => return Ok(norms.swap_remove(0)),
-        _ => {}
+fn common_norm(norms: &[Tensor]) -> Result<Tensor> {
+    match norms {
+        [] => ffi::number_new(0.0, Kind::Float, Device::Cpu),
+        _ => ffi::norms_join(norms),
     }
-    let device = norms.first().map_or(Device::Cpu, Tensor::device);
-    // In f64 on the CPU, so that a norm too large for f32 does not become infinite. Other devices may lack f64.
-    let in_f64 = norms.iter().all(|norm| norm.kind() == Kind::Double);
-    let kind = if in_f64 || device == Device::Cpu { Kind::Double } else { Kind::Float };
-    let first = ffi::number_on(&norms[0], device, kind)?;
-    // No square overflows or underflows in this.
-    let norm = norms.iter().skip(1).try_fold(first, |norm, other| {
-        norm.f_hypot(&ffi::number_on(other, device, kind)?).map_err(Error::from)
-    })?;
-    if kind == Kind::Double && !in_f64 {
-        let value = norm.f_double_value(&[])?;
-        let fits = !value.is_finite() || (value as f32).is_finite();
-        return if fits { Ok(norm.f_to_kind(Kind::Float)?) } else { Ok(norm) };
-    }
-    Ok(norm)
 }

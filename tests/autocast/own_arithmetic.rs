@@ -132,6 +132,7 @@ const JOBS: &[Job] = &[
             "tamp_master_remainder_of",
             "tamp_gradients_widen",
             "tamp_gradients_norm",
+            "tamp_norms_join",
             "tamp_clip_factor",
             "tamp_stamps_compare",
             "tamp_stamps_take",
