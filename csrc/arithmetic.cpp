@@ -56,14 +56,11 @@ void over(const std::vector<Tensor> &tensors, const std::vector<Chunk> &chunks, 
 // which are copied to contiguous memory, one at a time.
 template <typename F>
 void with_loops(const std::vector<Tensor> &tensors, const F &f) {
-  std::vector<Tensor> plain;
-  for (const auto &t : tensors) {
-    if (has_loop(t)) plain.push_back(t);
-  }
+  if (std::all_of(tensors.begin(), tensors.end(), has_loop)) return f(tensors);
+  std::vector<Tensor> plain, other;
+  for (const auto &t : tensors) (has_loop(t) ? plain : other).push_back(t);
   f(plain);
-  for (const auto &t : tensors) {
-    if (!has_loop(t)) f({with_own_numbers(t).contiguous()});
-  }
+  for (const auto &t : other) f({with_own_numbers(t).contiguous()});
 }
 
 double sum_of_squares(const std::vector<Tensor> &tensors, float factor) {

@@ -2,11 +2,11 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -35,7 +35,9 @@ void check_dtype(const Tensor &gradient) {
 template <typename F>
 std::vector<tamp_tensor *> with_gradients(tamp_tensor *const *parameters, size_t count, const F &check) {
   std::vector<tamp_tensor *> out;
-  std::unordered_set<const void *> seen;  // a parameter that is listed twice has one gradient
+  ska::flat_hash_set<const void *> seen;  // a parameter that is listed twice has one gradient
+  seen.reserve(count);
+  out.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     const Tensor &gradient = tamp::gradient(tamp::tensor(parameters[i]));
     if (!gradient.defined() || !seen.insert(gradient.unsafeGetTensorImpl()).second) continue;
@@ -46,15 +48,16 @@ std::vector<tamp_tensor *> with_gradients(tamp_tensor *const *parameters, size_t
   return out;
 }
 
+void check_normed(const Tensor &gradient) {
+  TORCH_CHECK(gradient.layout() == at::kStrided, "the norm of a sparse gradient cannot be taken; make it dense first");
+  check_dtype(gradient);
+}
+
+// Sorts the gradients of distinct parameters by device.
 std::vector<ClippedGroup> groups(tamp_tensor *const *parameters, size_t count) {
   std::vector<ClippedGroup> out;
-  const auto check = [](const Tensor &gradient) {
-    TORCH_CHECK(gradient.layout() == at::kStrided,
-                "the norm of a sparse gradient cannot be taken; make it dense first");
-    check_dtype(gradient);
-  };
-  for (auto *parameter : with_gradients(parameters, count, check)) {
-    Tensor gradient = tamp::numbers(tamp::gradient(tamp::tensor(parameter)));
+  for (size_t i = 0; i < count; ++i) {
+    Tensor gradient = tamp::numbers(tamp::gradient(tamp::tensor(parameters[i])));
     size_t group = 0;
     while (group < out.size() && out[group].device != gradient.device()) ++group;
     if (group == out.size()) out.push_back({gradient.device(), {}});
@@ -125,8 +128,9 @@ tamp_tensor *tamp_clip_grad_norm(tamp_tensor *const *parameters, size_t count, d
                                  uint8_t error_if_nonfinite, uint8_t *is_finite, char **err) noexcept {
   return tamp::guarded(err, [&]() -> tamp_tensor * {
     const c10::NoGradGuard no_grad;
-    const auto found = groups(parameters, count);
-    if (found.empty()) return nullptr;
+    const auto normed = with_gradients(parameters, count, check_normed);
+    if (normed.empty()) return nullptr;
+    const auto found = groups(normed.data(), normed.size());
     const Tensor norm = common_norm(found);
     *is_finite = error_if_nonfinite == 0 || at::isfinite(norm).item<bool>();
     if (*is_finite != 0) clip_by(norm, max_norm, found);

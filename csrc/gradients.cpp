@@ -112,17 +112,17 @@ tamp_gradient inspect(const Tensor &parameter) {
   if (parameter.requires_grad()) out.flags |= TAMP_GRADIENT_REQUIRES_GRAD;
   const Tensor &gradient = tamp::gradient(parameter);
   if (!gradient.defined()) return out;
+  const at::Device device = gradient.device();
+  const at::ScalarType dtype = gradient.scalar_type();
   out.gradient = identity(gradient);
   out.memory = memory_of(gradient);
   out.version = gradient.is_inference() ? 0 : static_cast<uint32_t>(gradient._version());
-  out.device_type = static_cast<int8_t>(gradient.device().type());
-  out.device_index = static_cast<int8_t>(gradient.device().index());
-  out.dtype = static_cast<int8_t>(gradient.scalar_type());
-  if (gradient.scalar_type() != parameter.scalar_type()) out.flags |= TAMP_GRADIENT_OTHER_DTYPE;
-  if (gradient.is_meta() || gradient.is_nested() || parameter.is_nested()) return out;
-  if (gradient.device() != parameter.device() || gradient.sizes() != parameter.sizes()) {
-    out.flags |= TAMP_GRADIENT_OTHER_SHAPE;
-  }
+  out.device_type = static_cast<int8_t>(device.type());
+  out.device_index = static_cast<int8_t>(device.index());
+  out.dtype = static_cast<int8_t>(dtype);
+  if (dtype != parameter.scalar_type()) out.flags |= TAMP_GRADIENT_OTHER_DTYPE;
+  if (device.is_meta() || gradient.is_nested() || parameter.is_nested()) return out;
+  if (device != parameter.device() || gradient.sizes() != parameter.sizes()) out.flags |= TAMP_GRADIENT_OTHER_SHAPE;
   if (gradient.is_sparse()) {
     out.flags |= TAMP_GRADIENT_SPARSE;
   } else if (gradient.layout() == at::kStrided) {

@@ -117,7 +117,7 @@ bool overlaps(const Tensor &t) {
   return false;
 }
 
-bool is_shared(const Tensor &t) { return has_memory(t) && (t.storage().use_count() > 1 || overlaps(t)); }
+bool may_be_shared(const Tensor &t) { return has_memory(t) && (t.storage().use_count() > 1 || overlaps(t)); }
 
 std::vector<size_t> keepers(const std::vector<Tensor> &tensors) {
   std::vector<size_t> out(tensors.size());

@@ -31,9 +31,17 @@ inline bool is_plain_memory(const at::Tensor &t) {
 // a tensor.
 bool overlaps(const at::Tensor &t);
 
+// What `is_shared` asks of a tensor that does not alone fill a storage of its own.
+bool may_be_shared(const at::Tensor &t);
+
 // Whether something else may use the memory of a strided tensor, since its storage has other owners, or whether two of
-// its own elements can share memory.
-bool is_shared(const at::Tensor &t);
+// its own elements can share memory. Each step asks for every gradient, and nearly all are alone and dense.
+inline bool is_shared(const at::Tensor &t) {
+  const c10::TensorImpl *impl = t.unsafeGetTensorImpl();
+  if (!impl->has_storage() || impl->is_nested()) return false;
+  const bool is_alone = impl->unsafe_storage().use_count() == 1 && impl->is_non_overlapping_and_dense();
+  return !is_alone && may_be_shared(t);
+}
 
 // Decides which of several strided tensors keep their memory so that those that keep it have no byte in common. Returns
 // for each tensor its own index if it keeps its memory, and otherwise that of one that keeps a part of it. Only

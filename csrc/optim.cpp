@@ -140,10 +140,15 @@ uint8_t answer(const tamp_optim_parameter &given) {
 
 // Refuses parameters that share memory with another one, since a step would change that twice, on two threads at once.
 void refuse_overlapping(const tamp_optim_parameter *parameters, size_t count, uint8_t *answers) {
-  std::vector<const Tensor *> all;
-  all.reserve(count);
-  for (size_t i = 0; i < count; ++i) all.push_back(&tamp::tensor(parameters[i].parameter));
-  for (const auto &[one, other] : tamp::overlapping(all)) answers[other] = TAMP_STEP_REFUSED;
+  std::vector<const Tensor *> shared;
+  std::vector<size_t> places;
+  for (size_t i = 0; i < count; ++i) {
+    const Tensor &parameter = tamp::tensor(parameters[i].parameter);
+    if (!tamp::is_shared(parameter)) continue;
+    shared.push_back(&parameter);
+    places.push_back(i);
+  }
+  for (const auto &[one, other] : tamp::overlapping(shared)) answers[places[other]] = TAMP_STEP_REFUSED;
 }
 
 bool is_skipped(const tamp_optim_scale &scale) {

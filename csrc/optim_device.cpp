@@ -75,6 +75,7 @@ void separate_gradients(std::vector<Entry> &entries) {
   for (const auto &[one, other] : tamp::overlapping(gradients))
     entries[other].gradient = entries[other].gradient.clone();
 }
+
 // The numbers of steps, which a step that the device skips leaves as they are.
 struct StepCounts {
   std::vector<Tensor> plain;          // go on by one
@@ -135,6 +136,7 @@ class OneDevice {
         e.gradient = at::empty_like(e.parameter, e.gradient.scalar_type()).copy_(e.gradient);
       }
       orthogonalize(e, prepared_.unscaling, is_skipped);
+      if (is_clipped_before(e)) e.gradient = clipped(e.gradient);
       if (e.master.kind == TAMP_MASTER_FLOAT) rounded_.add(e.parameter, e.master.tensor);
       (StandIns::are_needed(e) ? indirect : direct).push_back(std::move(e));
     }
@@ -172,15 +174,27 @@ class OneDevice {
     const auto composed = [](const Entry &e) { return is_composed(e.options->algorithm); };
     grad_scale_ = on_device(scale.grad_scale, device);
     found_inf_ = on_device(scale.found_inf, device);
-    const auto clip = on_device(scale.clip, device);
-    if (std::any_of(entries.begin(), entries.end(), composed)) {
+    clip_ = on_device(scale.clip, device);
+    const auto multiplied = [&](const Entry &e) { return composed(e) || is_clipped_before(e); };
+    if (std::any_of(entries.begin(), entries.end(), multiplied)) {
       if (grad_scale_) prepared_.unscaling.inverse = inverse_of(*grad_scale_).reshape({});
-      if (clip) prepared_.unscaling.clip = clip->to(at::kFloat).reshape({});
+      if (clip_) prepared_.unscaling.clip = clip_->reshape({});
       if (found_inf_) prepared_.skip = found_inf_->reshape({}).ne(0);
     }
-    if (std::all_of(entries.begin(), entries.end(), composed)) return;
+    if (std::all_of(entries.begin(), entries.end(), multiplied)) return;
     // The kernels divide by a single number, which has to include the clipping.
-    if (clip) grad_scale_ = (grad_scale_ ? *grad_scale_ : at::ones_like(*clip, at::kFloat)) / clip->to(at::kFloat);
+    if (clip_) grad_scale_ = (grad_scale_ ? *grad_scale_ : at::ones_like(*clip_, at::kFloat)) / clip_->to(at::kFloat);
+  }
+
+  // Whether a gradient is unscaled and clipped before a kernel of libtorch reads it: that would divide by an f32 number,
+  // which can be infinite where the norm is that of f64 gradients.
+  bool is_clipped_before(const Entry &e) const {
+    return clip_ && e.gradient.scalar_type() == at::kDouble && !is_composed(e.options->algorithm);
+  }
+
+  Tensor clipped(const Tensor &gradient) const {
+    const auto &[inverse, clip] = prepared_.unscaling;
+    return inverse.defined() ? gradient.mul(inverse).mul_(clip) : gradient.mul(clip);
   }
 
   std::vector<Launch> launches(const std::vector<Entry> &entries) {
@@ -198,7 +212,9 @@ class OneDevice {
   }
 
   void run(const Launch &step) const {
-    step.composed ? step.composed->run(prepared_) : launch(step.batch, grad_scale_, found_inf_);
+    if (step.composed) return step.composed->run(prepared_);
+    const bool is_clipped = clip_ && step.batch.gradients.front().scalar_type() == at::kDouble;
+    launch(step.batch, is_clipped ? std::nullopt : grad_scale_, found_inf_);
   }
 
   void update() const {
@@ -212,7 +228,7 @@ class OneDevice {
     rounded_.run();
   }
 
-  std::optional<Tensor> grad_scale_, found_inf_;
+  std::optional<Tensor> grad_scale_, clip_, found_inf_;
   StepCounts counts_;
   Prepared prepared_;
   Rows rows_;

@@ -264,12 +264,11 @@ void tamp_gradients_unscale(tamp_tensor *const *parameters, size_t count, const 
                             char **err) TAMP_NOEXCEPT;
 
 // Returns the common 2-norm of the gradients of `count` parameters, at least one, multiplied by 1/scale: a 0-dim tensor.
-// The gradients are on one device, like the result, and do not change.
+// Null stands for a scale of one. The gradients are on one device, like the result, and do not change.
 //
 // The norm is f64 if all gradients are or if, on the CPU, it is finite but too large for f32. Otherwise it is f32.
-// `found_inf` gets a new tensor: one if the norm is non-finite, which it is if a gradient is, or if f64 gradients on
-// another device than the CPU have too large a norm to be clipped by its kernels, and zero otherwise. `answer` means
-// the same as in tamp_gradients_unscale. Synchronizes under the same condition.
+// `found_inf` gets a new tensor: one if the norm is non-finite, which it is if a gradient is, and zero otherwise. `answer`
+// means the same as in tamp_gradients_unscale. Synchronizes under the same condition.
 tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *scale,
                                  tamp_tensor **found_inf, uint8_t *answer, char **err) TAMP_NOEXCEPT;
 
@@ -369,7 +368,7 @@ tamp_tensor *tamp_norms_join(tamp_tensor *const *norms, size_t count, char **err
 // Returns the factor, at most one, that reduces gradients of a common 2-norm to `max_norm`, on the norm's device.
 tamp_tensor *tamp_clip_factor(const tamp_tensor *norm, double max_norm, char **err) TAMP_NOEXCEPT;
 
-// Clips the gradients of `count` parameters, whose total norm is `norm`.
+// Clips the gradients of `count` distinct parameters, whose total norm is `norm` and of which none shares memory.
 void tamp_clip_by_norm(tamp_tensor *const *parameters, size_t count, const tamp_tensor *norm, double max_norm,
                        char **err) TAMP_NOEXCEPT;
 

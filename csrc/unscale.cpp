@@ -6,6 +6,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -174,12 +175,11 @@ uint8_t run(UnscaledGroup &group, const Options &options) {
   return flag != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
 }
 
-// Whether gradients of this norm, which was multiplied by `factor`, can be clipped. libtorch's fused kernels divide by an
-// f32 number, which for f64 gradients could be infinite: the norm before the multiplication, divided by the limit.
-Tensor is_usable(const Tensor &norm, const Tensor &factor) {
-  if (norm.is_cpu() || norm.scalar_type() != at::kDouble) return at::isfinite(norm);
-  constexpr double kRoom = 1 << 27;  // for limits from 1e-8 on
-  return at::isfinite(norm.div(factor).mul(kRoom).to(at::kFloat));
+// Returns a flag that is one if a norm is not finite, and what the host knows of it.
+std::pair<Tensor, uint8_t> non_finite(const Tensor &norm) {
+  if (!norm.is_cpu()) return {at::isfinite(norm).logical_not().to(at::kFloat), TAMP_ON_DEVICE};
+  const bool is_finite = std::isfinite(norm.item<double>());
+  return {at::scalar_tensor(is_finite ? 0 : 1, at::kFloat), is_finite ? TAMP_FINITE : TAMP_NON_FINITE};
 }
 
 }  // namespace
@@ -216,11 +216,12 @@ tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, c
                   "the norm of a sparse gradient cannot be taken; make it dense first");
       gradients.push_back(tamp::numbers(tamp::gradient(parameter)));
     }
-    const Tensor factor = tamp::on_device(inverse_of(tamp::tensor(scale)), gradients.front().device());
+    const auto device = gradients.front().device();
+    const Tensor factor = scale == nullptr ? at::ones({}, at::TensorOptions(device).dtype(at::kFloat))
+                                           : tamp::on_device(inverse_of(tamp::tensor(scale)), device);
     auto norm = std::make_unique<Tensor>(tamp::norm(gradients, factor));
-    auto flag = std::make_unique<Tensor>(is_usable(*norm, factor).logical_not().to(at::kFloat));
-    *answer = TAMP_ON_DEVICE;
-    if (flag->is_cpu()) *answer = *flag->const_data_ptr<float>() != 0.0F ? TAMP_NON_FINITE : TAMP_FINITE;
+    auto [flag, known] = non_finite(*norm);
+    *answer = known;
     *found_inf = tamp::give(std::move(flag));
     return tamp::give(std::move(norm));
   });

@@ -46,8 +46,12 @@ pub(crate) fn clip_factor(norm: &Tensor, max_norm: f64) -> Result<Tensor> {
     given(call(|err| unsafe { sys::tamp_clip_factor(norm.as_ptr(), max_norm, err) })?)
 }
 
-/// Clips the gradients of the parameters, whose total norm is `norm`.
-pub(crate) fn clip_by_norm(parameters: &[Tensor], norm: &Tensor, max_norm: f64) -> Result<()> {
+/// Clips the gradients of distinct parameters, whose total norm is `norm` and of which none shares memory.
+pub(crate) fn clip_by_norm<'a>(
+    parameters: impl IntoIterator<Item = &'a Tensor>,
+    norm: &Tensor,
+    max_norm: f64,
+) -> Result<()> {
     let tensors = pointers(parameters);
     let (array, count, norm) = (tensors.as_ptr(), tensors.len(), norm.as_ptr());
     // SAFETY: the array has `count` elements, and the borrows keep the tensors and the norm alive.

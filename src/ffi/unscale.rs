@@ -92,17 +92,18 @@ pub(crate) fn gradients_unscale<'a>(
     found.map_err(|error| Interrupted { error, begun: begun != 0 })
 }
 
-/// Returns the norm of the gradients of `parameters`, which are on one device, divided by `scale`, and whether that
-/// norm is non-finite, as it is if any gradient is. The gradients stay as they are.
+/// Returns the norm of the gradients of `parameters`, which are on one device, divided by the scale that they
+/// have, if any, and whether that norm is non-finite, as it is if any gradient is. The gradients stay as they are.
 pub(crate) fn gradients_norm<'a>(
     parameters: impl IntoIterator<Item = &'a Tensor>,
-    scale: &Tensor,
+    scale: Option<&Tensor>,
 ) -> Result<(Tensor, FoundInf)> {
     let tensors = pointers(parameters);
-    let (array, count, scale) = (tensors.as_ptr(), tensors.len(), scale.as_ptr());
+    let (array, count) = (tensors.as_ptr(), tensors.len());
+    let scale = scale.map_or(ptr::null(), Tensor::as_ptr);
     let (mut flag, mut answer) = (ptr::null_mut(), sys::ON_DEVICE);
-    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, and `flag` and `answer` are valid
-    // for a write.
+    // SAFETY: the array has `count` elements, the borrows keep every tensor alive, the scale may be null, and `flag` and
+    // `answer` are valid for a write.
     let norm = call(|err| unsafe {
         sys::tamp_gradients_norm(array, count, scale, &mut flag, &mut answer, err)
     })?;

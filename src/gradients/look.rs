@@ -49,14 +49,21 @@ impl Plan {
         Ok(Findings { found, norm: None })
     }
 
-    /// Takes the norm that the gradients would have after unscaling, over all groups, and leaves them unchanged.
-    pub(crate) fn norm(&self, parameters: &[Tensor], scale: &Tensor) -> Result<Findings> {
+    /// Takes the norm of the gradients divided by the scale that they have, if any, over all groups, and leaves them
+    /// unchanged.
+    pub(crate) fn norm(&self, parameters: &[Tensor], scale: Option<&Tensor>) -> Result<Findings> {
         let norm_of = |(_, indices): &(_, Vec<usize>)| {
             ffi::gradients_norm(indices.iter().map(|&i| &parameters[i]), scale)
         };
         let norms: Result<Vec<_>> = self.groups.iter().map(norm_of).collect();
         let (norms, found): (Vec<_>, _) = norms?.into_iter().unzip();
         Ok(Findings { found, norm: Some(common_norm(&norms)?) })
+    }
+
+    /// Clips the gradients, whose total norm is `norm`, and each of which has memory of its own.
+    pub(crate) fn clip(&self, parameters: &[Tensor], norm: &Tensor, max_norm: f64) -> Result<()> {
+        let all = self.groups.iter().flat_map(|(_, indices)| indices);
+        ffi::clip_by_norm(all.map(|&index| &parameters[index]), norm, max_norm)
     }
 }
 

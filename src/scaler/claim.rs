@@ -26,8 +26,12 @@ fn appeared(parameter: String) -> Error {
 impl GradScaler {
     /// Finds the record of the gradients of an optimizer that have been unscaled or stepped with since the last update.
     pub(crate) fn record(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<usize>> {
+        let iteration = self.iteration.borrow();
+        if !iteration.is_open() {
+            return Ok(None);
+        }
         let now = ffi::gradients_inspect(&optimizer.parameters())?;
-        Ok(match self.iteration.borrow().owner(&now)? {
+        Ok(match iteration.owner(&now)? {
             Owner::Record(record) => Some(record),
             Owner::None | Owner::Shared(_) => None,
         })

@@ -1,11 +1,11 @@
 //! Clipping and stepping in one call.
 
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use crate::error::Result;
 #[cfg(doc)]
 use crate::error::{Error, GradientError};
-use crate::ffi::{self, Gradient};
+use crate::ffi::{Gradient, Snapshot};
 use crate::gradients::{Plan, check_limit, clamp, reduce_norm, unclampable, unclippable};
 use crate::optim::AmpOptimizer;
 use crate::scaler::step::due;
@@ -21,8 +21,7 @@ impl GradScaler {
     /// With a fused [`Optimizer`](crate::optim::Optimizer) that was not unscaled before, one pass over the gradients
     /// takes the norm and finds non-finite values, and the update itself unscales and clips: the gradients stay scaled.
     /// A norm that is not finite counts as an infinite gradient. On a GPU the norm is taken in f32, unless all gradients
-    /// are f64, and overflows if the gradients are larger than about 1e19; that of f64 gradients counts as infinite from
-    /// about 1e30 on.
+    /// are f64, and overflows if the gradients are larger than about 1e19.
     ///
     /// # Errors
     ///
@@ -57,8 +56,7 @@ impl GradScaler {
         if let (None, Some(scale), true) = (record, self.scale.number(), takes_scaled) {
             return self.step_scaled(optimizer, scale, Some(max_norm), None);
         }
-        self.gradients(optimizer)?.refuse(Gradient::is_used, unclippable)?;
-        let record = self.or_open(record, optimizer)?;
+        let record = self.or_open(record, optimizer, unclippable)?;
         let norm = self.clip_unscaled(record, optimizer, max_norm, !takes_scaled)?;
         Ok(self.step_shared(optimizer)?.with_norm(norm))
     }
@@ -78,24 +76,22 @@ impl GradScaler {
             let clip = |parameters: &[Tensor]| reduce_norm(parameters, max_norm, false);
             return self.change_gradients(None, optimizer, look_again, clip);
         };
-        let one = ffi::number_new(1.0, Kind::Float, Device::Cpu)?;
-        let findings = {
-            let gradients = self.gradients(optimizer)?;
-            self.iteration.borrow_mut().compare(index, &gradients)?;
-            gradients.refuse(Gradient::exists, unclippable)?;
-            Plan::new(&gradients, true)?.norm(gradients.parameters(), &one)?
-        };
+        let gradients = self.gradients(optimizer)?;
+        let mut iteration = self.iteration.borrow_mut();
+        iteration.compare(index, &gradients)?;
+        gradients.drop_frozen()?;
+        gradients.refuse(Gradient::is_used, unclippable)?;
+        let plan = Plan::new(&gradients, true)?;
+        let findings = plan.norm(gradients.parameters(), None)?;
         let Some(norm) = findings.norm.filter(|_| !findings.found.is_empty()) else {
             return Ok(None);
         };
-        let mut iteration = self.iteration.borrow_mut();
         findings.found.into_iter().for_each(|found| iteration.add_found(index, found));
         if reads {
             iteration.found_inf(index)?;
         }
-        drop(iteration);
-        let clip = |parameters: &[Tensor]| ffi::clip_by_norm(parameters, &norm, max_norm);
-        self.change_gradients(record, optimizer, look_again, clip)?;
+        plan.clip(gradients.parameters(), &norm, max_norm)?;
+        iteration.accept(index, Snapshot::of(gradients.parameters())?, look_again);
         Ok(Some(norm))
     }
 
@@ -114,20 +110,24 @@ impl GradScaler {
     ) -> Result<StepOutcome> {
         check_limit("max", max)?;
         let record = self.record_due(optimizer)?;
-        self.gradients(optimizer)?.refuse(Gradient::is_used, unclampable)?;
-        let record = self.or_open(record, optimizer)?;
+        let record = self.or_open(record, optimizer, unclampable)?;
         // Infinite gradients are found before clamping makes them finite.
         self.change_gradients(record, optimizer, false, |all| clamp(all, max))?;
         self.step_shared(optimizer)
     }
 
-    /// Returns the record, or unscales and opens one.
+    /// Returns the record, or unscales and opens one, unless there is a `problem` with clipping a gradient.
     fn or_open(
         &self,
         record: Option<usize>,
         optimizer: &dyn AmpOptimizer,
+        problem: fn(&Gradient) -> Option<&'static str>,
     ) -> Result<Option<usize>> {
-        record.map_or_else(|| self.open(optimizer), |record| Ok(Some(record)))
+        if record.is_some() {
+            return Ok(record);
+        }
+        self.gradients(optimizer)?.refuse(Gradient::is_used, problem)?;
+        self.open(optimizer)
     }
 
     /// Finds the record of an optimizer that has been unscaled and not stepped yet.

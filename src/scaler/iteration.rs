@@ -195,7 +195,7 @@ impl Iteration {
         let record = &mut self.records[index];
         let (parameters, number) = (&record.parameters, scale.tensor());
         let looked = match with_norm {
-            true => plan.norm(parameters, number),
+            true => plan.norm(parameters, Some(number)),
             false => plan.check(parameters, number, scale.may_enlarge()),
         };
         match looked {

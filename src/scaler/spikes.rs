@@ -257,8 +257,7 @@ impl GradScaler {
             }
             gradients.refuse(Gradient::is_used, unclippable)?;
             let gradients = gradients.separated()?;
-            let one = ffi::number_new(1.0, Kind::Float, Device::Cpu)?;
-            Plan::new(&gradients, true)?.norm(gradients.parameters(), &one)?.norm
+            Plan::new(&gradients, true)?.norm(gradients.parameters(), None)?.norm
         };
         let Some(norm) = norm else { return Ok(StepOutcome::known(Taken::NoGradients)) };
         let factor = ffi::clip_factor(&norm, max_norm)?;

@@ -121,7 +121,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         scale, clip = getattr(self, "unscaling", (scale, None))
         factors = [] if scale is None else [scale.double().reciprocal().float()]
         factors += [] if clip is None else [clip]
-        part.step(lambda grad: functools.reduce(torch.mul, factors, grad))
+        part.step(lambda grad: functools.reduce(lambda a, b: a * b.to(a.dtype), factors, grad))
 
 
 CLASSES = {
@@ -174,9 +174,30 @@ def in_f32(kernel):
     return computed
 
 
-# What torch.optim calls on the CPU, and on CUDA.
+# By what the gradients of a step on GPUs are unscaled and clipped: the reciprocal of the scale, and the factor.
+multiplied_by = ()
+
+
+def clipped_in_f64(kernel):
+    """Unscales and clips f64 gradients before the step, as unscale_ and clip_grad_norm_ do: the kernels divide by an f32
+    number.
+    """
+
+    def computed(params, grads, *args, **kwargs):
+        if multiplied_by and params[0].dtype == torch.float64:
+            grads = [functools.reduce(torch.mul, multiplied_by, grad) for grad in grads]
+            kwargs["grad_scale"] = None
+        kernel(params, grads, *args, **kwargs)
+
+    return computed
+
+
+# What torch.optim calls on the CPU, and what computes the same as the crate does on GPUs.
 KERNELS = {
-    name: (kernel, in_f32(kernel)) for name, kernel in vars(torch).items() if name in ("_fused_adam_", "_fused_adamw_")
+    "_fused_adagrad_": (torch._fused_adagrad_, clipped_in_f64(torch._fused_adagrad_)),
+    "_fused_adam_": (torch._fused_adam_, clipped_in_f64(in_f32(torch._fused_adam_))),
+    "_fused_adamw_": (torch._fused_adamw_, clipped_in_f64(in_f32(torch._fused_adamw_))),
+    "_fused_sgd_": (torch._fused_sgd_, clipped_in_f64(torch._fused_sgd_)),
 }
 
 
@@ -233,12 +254,14 @@ class Training:
             if param.grad is not None:
                 grads.setdefault(index % self.program["gpus"], []).append(param.grad)
         norms = [cuda.norm(grads) * factor for grads in grads.values()]
+        if all(norm.dtype == torch.float64 for norm in norms):
+            return functools.reduce(torch.hypot, norms)
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
 
     def clip_factor(self, max_norm):
         """From gradients that are scaled."""
         norm = self.norm_on_gpus(self.scaler._scale.double().reciprocal().float())
-        return (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     @contextlib.contextmanager
     def prepared(self, step):
@@ -250,17 +273,21 @@ class Training:
                 self.scaler.unscale_(self.optimizer)
                 for param in self.params:
                     if param.grad is not None:
-                        param.grad.mul_(factor)
+                        param.grad.mul_(factor if param.grad.dtype == torch.float64 else factor.float())
                 yield
                 return
             # What the kernels of a GPU divide by where they unscale and clip in one: they take a single number.
-            divisor = self.scaler._scale / factor
+            divisor = self.scaler._scale / factor.float()
             # The scaler hands it to the fused optimizer.
             self.scaler._get_scale_async = lambda: divisor
             # Muon multiplies by each.
             self.optimizer.unscaling = (self.scaler._scale, factor)
+            # And f64 gradients.
+            global multiplied_by
+            multiplied_by = (self.scaler._scale.double().reciprocal().float(), factor)
             yield
             del self.scaler._get_scale_async, self.optimizer.unscaling
+            multiplied_by = ()
             return
         if mode in ("unscale", "clip", "transaction"):
             self.scaler.unscale_(self.optimizer)

@@ -170,10 +170,15 @@ class Scaler(GradScaler):
         if record is not None:
             record.compare()
 
-    def note_clipped(self, optimizer):
+    def note_clipped(self, optimizer, norm):
+        """A norm that is not finite counts as an infinite gradient; PyTorch makes all gradients zero, and steps."""
         record = self.find(optimizer) if self._enabled else None
-        if record is not None:
-            record.look()
+        if record is None:
+            return
+        if norm is not None and not norm.isfinite():
+            for flag in record.state["found_inf_per_device"].values():
+                flag.fill_(1)
+        record.look()
 
     def update(self, new_scale=None):
         """The scale never sinks below the smallest one whose reciprocal is finite."""

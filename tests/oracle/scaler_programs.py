@@ -231,15 +231,16 @@ class Machine:
         return "+".join(outcomes)
 
     def transact(self, index, clip, limit):
-        owned, total = self.owned[index], ""
+        owned, norm, total = self.owned[index], None, ""
         if clip != "not":
             self.scaler.check_unchanged(self.optimizers[index])
         if clip == "norm":
-            total = "/" + bits(clip_norm(owned, float(limit), self.is_cuda))
+            norm = clip_norm(owned, float(limit), self.is_cuda)
+            total = "/" + bits(norm)
         if clip == "value":
             clip_value(owned, float(limit))
         if clip != "not":
-            self.scaler.note_clipped(self.optimizers[index])
+            self.scaler.note_clipped(self.optimizers[index], norm)
         return self.scaler.step_outcome(self.optimizers[index]) + total
 
     def op_move(self):
