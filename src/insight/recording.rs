@@ -78,10 +78,7 @@ impl Recording {
 
     /// The events in the order of their ends.
     pub(super) fn ended(&self) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..self.events.len()).collect();
-        order.retain(|&index| self.events[index].ended.is_some());
-        order.sort_by_key(|&index| self.events[index].ended);
-        order
+        ended(&self.events)
     }
 
     /// The parameter of which a tensor is a view, a cast or a copy.
@@ -191,6 +188,14 @@ impl Recording {
 /// Whether the event is the call of a custom function: a name with a backward node. Nothing runs in it.
 fn is_function(event: &RecordedEvent) -> bool {
     event.kind == EventKind::Name && event.sequence >= 0
+}
+
+/// The events in the order of their ends.
+pub(super) fn ended(events: &[RecordedEvent]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..events.len()).collect();
+    order.retain(|&index| events[index].ended.is_some());
+    order.sort_by_key(|&index| events[index].ended);
+    order
 }
 
 /// Whether a tensor has non-finite numbers. What was not counted has none.

@@ -70,7 +70,7 @@ impl<'a> Replay<'a> {
 
     /// Where the non-finite numbers of a run began, whatever the scale.
     fn origin(&self, run: &Run) -> (Cause, Option<Culprit>) {
-        let mut search = Search::new(&run.recording);
+        let mut search = Search::new(&run.recording.events);
         for &memory in &run.targets {
             search.follow(memory);
         }

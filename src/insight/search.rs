@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::recording::{Recording, is_bad};
+use super::recording::{ended, is_bad};
 use crate::ffi::insight::{EventKind, RecordedEvent, RecordedTensor, Usage};
 
 /// Where non-finite numbers began.
@@ -36,7 +36,7 @@ const MASK_STEPS: usize = 8;
 
 /// The search from non-finite results backwards.
 pub(super) struct Search<'a> {
-    recording: &'a Recording,
+    events: &'a [RecordedEvent],
     /// The events that wrote non-finite numbers to a memory, the innermost ones only, in the order of their ends.
     writers: HashMap<u64, Vec<usize>>,
     seen: HashSet<usize>,
@@ -48,11 +48,10 @@ fn writes(event: &RecordedEvent) -> impl Iterator<Item = &RecordedTensor> {
 }
 
 impl<'a> Search<'a> {
-    pub(super) fn new(recording: &'a Recording) -> Self {
+    pub(super) fn new(events: &'a [RecordedEvent]) -> Self {
         let mut writers: HashMap<u64, Vec<usize>> = HashMap::new();
-        let events = &recording.events;
         let is_operator = |&index: &usize| events[index].kind == EventKind::Operator;
-        for index in recording.ended().into_iter().filter(is_operator) {
+        for index in ended(events).into_iter().filter(is_operator) {
             for memory in writes(&events[index]).filter_map(|tensor| tensor.memory) {
                 let writers = writers.entry(memory).or_default();
                 // What an inner operator wrote is the outer one's result, too.
@@ -62,7 +61,7 @@ impl<'a> Search<'a> {
                 }
             }
         }
-        Self { recording, writers, seen: HashSet::new(), origins: Vec::new() }
+        Self { events, writers, seen: HashSet::new(), origins: Vec::new() }
     }
 
     /// Follows the numbers that were in a memory at the end.
@@ -83,7 +82,7 @@ impl<'a> Search<'a> {
     /// The innermost operator around an event that was not given the memory that the event reads. Its own kernel filled
     /// that memory, as oneDNN's do on the CPU, without calling an operator.
     fn maker(&self, memory: u64, event: usize) -> Option<usize> {
-        let events = &self.recording.events;
+        let events = self.events;
         let given = |index: usize| events[index].inputs.iter().any(|t| t.memory == Some(memory));
         std::iter::successors(events[event].parent, |&index| events[index].parent)
             .take_while(|&index| events[index].kind == EventKind::Operator)
@@ -94,7 +93,7 @@ impl<'a> Search<'a> {
     fn visit(&mut self, event: usize) {
         let mut left = vec![event];
         while let Some(index) = left.pop() {
-            let event = &self.recording.events[index];
+            let event = &self.events[index];
             let bad: Vec<(usize, &RecordedTensor)> =
                 event.inputs.iter().enumerate().filter(|(_, tensor)| is_bad(tensor)).collect();
             let reads_masks = READ_MASKS.iter().any(|part| event.name.contains(part));
@@ -123,7 +122,7 @@ impl<'a> Search<'a> {
         only && steps > 0
             && tensor.parameter.is_none()
             && writer.map_or(given, |writer| {
-                let event = &self.recording.events[writer];
+                let event = &self.events[writer];
                 let bad: Vec<_> = event.inputs.iter().filter(|t| is_bad(t)).collect();
                 match bad.is_empty() {
                     true => CHOSEN.contains(&event.name.as_str()),
@@ -137,9 +136,9 @@ impl<'a> Search<'a> {
         let only =
             |t: &RecordedTensor| t.numbers.is_none_or(|n| n.nan == 0 && n.positive_infinite == 0);
         match origin {
-            Origin::Given(event, place) => only(&self.recording.events[event].inputs[place]),
+            Origin::Given(event, place) => only(&self.events[event].inputs[place]),
             Origin::Made(event) => {
-                let event = &self.recording.events[event];
+                let event = &self.events[event];
                 CHOSEN.contains(&event.name.as_str()) && event.outputs.iter().all(only)
             }
         }
@@ -168,4 +167,95 @@ fn breaks_mask(event: &RecordedEvent) -> bool {
 fn is_inside(events: &[RecordedEvent], inner: usize, outer: usize) -> bool {
     std::iter::successors(events[inner].parent, |&index| events[index].parent)
         .any(|index| index == outer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ffi::insight::{Numbers, Times};
+
+    /// A tensor of which a number may be infinite.
+    fn tensor(memory: u64, infinite: i64, usage: Usage) -> RecordedTensor {
+        RecordedTensor {
+            memory: Some(memory),
+            parameter: None,
+            offset: 0,
+            version: 0,
+            elements: 4,
+            kind: Some(tch::Kind::Float),
+            numbers: Some(Numbers { positive_infinite: infinite, ..Numbers::default() }),
+            usage,
+            sizes: Default::default(),
+            dims: 1,
+            dtype: 6,
+            element_bytes: 4,
+            device: (0, 0),
+        }
+    }
+
+    fn operator(
+        name: &str,
+        parent: Option<usize>,
+        ended: u64,
+        inputs: &[RecordedTensor],
+        outputs: &[RecordedTensor],
+    ) -> RecordedEvent {
+        RecordedEvent {
+            kind: EventKind::Operator,
+            name: name.to_owned(),
+            inputs: inputs.to_vec(),
+            outputs: outputs.to_vec(),
+            parent,
+            ended: Some(ended),
+            sequence: -1,
+            forward_thread: 0,
+            repeated: None,
+            compared: None,
+            autocast: None,
+            composite: false,
+            flags: 0,
+            times: Times::default(),
+        }
+    }
+
+    fn origins(events: &[RecordedEvent], memory: u64) -> Vec<Origin> {
+        let mut search = Search::new(events);
+        search.follow(memory);
+        search.origins()
+    }
+
+    const INPUT: u64 = 1;
+    const OUTPUT: u64 = 2;
+
+    /// oneDNN's convolution fills its result without an operator, and adds the bias with one.
+    fn convolution(kernel_reads: u64) -> Vec<RecordedEvent> {
+        let finite = tensor(INPUT, 0, Usage::Read);
+        let read = tensor(kernel_reads, (kernel_reads == OUTPUT).into(), Usage::Read);
+        let (bad, made) = (tensor(OUTPUT, 1, Usage::Read), tensor(OUTPUT, 1, Usage::Write));
+        vec![
+            operator("aten::conv2d", None, 2, &[finite], &[made]),
+            operator("aten::mkldnn_convolution", Some(0), 1, &[read], &[made]),
+            operator("aten::add_", Some(1), 0, &[bad], &[made]),
+        ]
+    }
+
+    #[test]
+    fn what_a_kernel_fills_without_an_operator_was_made_by_the_innermost_operator() {
+        assert_eq!(origins(&convolution(INPUT), OUTPUT), [Origin::Made(1)]);
+        // The inner one was given that memory, so that the outer one filled it.
+        assert_eq!(origins(&convolution(OUTPUT), OUTPUT), [Origin::Made(0)]);
+    }
+
+    #[test]
+    fn what_no_operator_around_a_reader_can_have_filled_was_given() {
+        let (bad, made) = (tensor(OUTPUT, 1, Usage::Read), tensor(OUTPUT, 1, Usage::Write));
+        let alone = [operator("aten::add_", None, 0, &[bad], &[made])];
+        assert_eq!(origins(&alone, OUTPUT), [Origin::Given(0, 0)]);
+        // A named stretch of the program fills nothing.
+        let mut named = convolution(INPUT);
+        for event in &mut named[..2] {
+            event.kind = EventKind::Name;
+        }
+        assert_eq!(origins(&named, OUTPUT), [Origin::Given(2, 0)]);
+    }
 }
