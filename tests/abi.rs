@@ -397,15 +397,45 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_store_wait",
 ];
 
-#[test]
-fn a_test_of_own_arithmetic_calls_every_function_that_computes() {
-    let jobs = [
+/// The source of each job of own arithmetic.
+fn jobs() -> Vec<String> {
+    let files = [
         "tests/autocast/own_arithmetic.rs",
         "tests/distributed/own_arithmetic.rs",
         "tests/insight/own_arithmetic.rs",
-    ]
-    .map(read)
-    .concat();
+    ];
+    let split =
+        |file| read(file).split("    Job {\n").skip(1).map(str::to_owned).collect::<Vec<_>>();
+    files.into_iter().flat_map(split).collect()
+}
+
+/// Functions of a list of parameters that leave the numbers of gradients alone, or give them new memory.
+const CHANGES_NO_GRADIENT: &[&str] =
+    &["tamp_average_update", "tamp_gradients_narrow", "tamp_leaves", "tamp_recording_start"];
+
+#[test]
+fn a_test_of_own_arithmetic_has_gradients_in_one_memory_for_every_function_of_parameters() {
+    let shared = |job: &&String| {
+        ["leaves(", "loss_of(", "sum_of(", "backward_of("].iter().any(|f| job.contains(f))
+    };
+    let jobs: Vec<_> = jobs();
+    let jobs: Vec<_> = jobs.iter().filter(shared).collect();
+    assert!(jobs.len() > 10, "the jobs are not found");
+    let functions = c_functions();
+    let of_parameters = functions.iter().filter(|function| function.contains("parameters"));
+    let names: Vec<_> = of_parameters.filter_map(|function| function.split('(').next()).collect();
+    assert!(names.contains(&"tamp_gradients_unscale"), "{names:?}");
+    let known = |name: &str| {
+        CHANGES_NO_GRADIENT.contains(&name)
+            || jobs.iter().any(|job| job.contains(&format!("\"{name}\"")))
+    };
+    let unknown: Vec<_> = names.into_iter().filter(|name| !known(name)).collect();
+    assert!(unknown.is_empty(), "no job with gradients in one memory calls {unknown:#?}");
+}
+
+#[test]
+fn a_test_of_own_arithmetic_calls_every_function_that_computes() {
+    let jobs = jobs().concat();
     let known = |name: &str| {
         INSIDE_REGIONS.contains(&name)
             || WITHOUT_OPERATIONS.contains(&name)

@@ -112,9 +112,8 @@ impl Accumulation {
     pub fn weigh(&mut self, loss: &Tensor) -> Result<Tensor> {
         self.refuse_mixing(self.kept.batches() == 0)?;
         let weighed = self.weighed(loss)?;
-        if self.next > 0 {
-            ffi::gradients_separate_leaves(&weighed)?;
-        }
+        // Not only from the second on: tch zeroes gradients in place, which leaves them in one memory.
+        ffi::gradients_separate_leaves(&weighed)?;
         self.next += 1;
         Ok(weighed)
     }

@@ -19,19 +19,11 @@ use tch_amp::{GradScaler, Policy, function, half};
 use crate::alone;
 use crate::common::descent::Descent;
 use crate::common::for_each_device;
-use crate::common::own_arithmetic::{Job, assert_obeys_no_region, large};
+use crate::common::own_arithmetic::{
+    Job, assert_obeys_no_region, backward_of, large, leaves, loss_of, sum_of,
+};
 
 const F32: Kind = Kind::Float;
-
-/// Two leaves with gradients, those of the first finite but large.
-fn leaves(device: Device, kind: Kind) -> Vec<Tensor> {
-    let list = [large(device, kind) * 1e-3, large(device, kind).view(-1) * 1e-2];
-    let list = list.map(|w| w.detach().to_kind(kind).set_requires_grad(true));
-    for w in &list {
-        (w * large(device, kind).view_as(w)).sum(kind).backward();
-    }
-    list.into()
-}
 
 fn gradients(list: &[Tensor]) -> Vec<Tensor> {
     list.iter().map(Tensor::grad).collect()
@@ -97,8 +89,8 @@ const JOBS: &[Job] = &[
                 let mut scaler = config.build(device).unwrap();
                 for bad in [false, false, true, true, false] {
                     let list = leaves(device, F32);
-                    if bad {
-                        let _filled = no_grad(|| list[0].grad().fill_(f64::INFINITY));
+                    for w in list.iter().filter(|_| bad) {
+                        let _filled = no_grad(|| w.grad().fill_(f64::INFINITY));
                     }
                     let mut opt = Descent(list);
                     within(&mut || {
@@ -231,14 +223,18 @@ const JOBS: &[Job] = &[
                 [2.7f32, 3.1].map(|x| Tensor::from(x).to_device(device).set_requires_grad(true));
             let mut opt = Sgd::default().build(&list, 0.1).unwrap();
             let mut scalers = PerLossScalers::new(device, 2).unwrap();
-            within(&mut || {
-                for _ in 0..2 {
-                    scalers.backward(0, &list[0], &mut opt).unwrap();
-                    scalers.backward(1, &list[0], &mut opt).unwrap();
+            let of_both = || sum_of(list.each_ref());
+            for _ in 0..2 {
+                let losses = [of_both(), of_both()];
+                within(&mut || {
+                    scalers.backward(0, &losses[0], &mut opt).unwrap();
+                    scalers.backward(1, &losses[1], &mut opt).unwrap();
                     scalers.backward(1, &list[1], &mut opt).unwrap();
                     let _outcome = scalers.step_clip_norm(&mut opt, 3.3).unwrap();
                     scalers.update().unwrap();
-                }
+                });
+            }
+            within(&mut || {
                 results.value(scalers.overflowed().unwrap());
                 results.value(scalers.state_dict().unwrap());
             });
@@ -373,6 +369,15 @@ const JOBS: &[Job] = &[
                     weighed.backward();
                 });
                 results.tensor(&loss.grad());
+                let list = leaves(device, kind);
+                let mut window = Accumulation::of_weights([1.0, 2.0, 4.0]).unwrap();
+                for _ in 0..3 {
+                    let loss = loss_of([&list[0], &list[1]], &large(device, kind));
+                    let mut weighed = None;
+                    within(&mut || weighed = Some(window.weigh(&loss).unwrap()));
+                    weighed.unwrap().backward();
+                }
+                results.tensors(&gradients(&list));
             }
         },
     },
@@ -380,12 +385,13 @@ const JOBS: &[Job] = &[
         name: "micro-batches that are left out",
         entries: &[],
         run: |device, within, results| {
-            let w = Tensor::from(2.7f32).to_device(device).set_requires_grad(true);
-            let opt = Sgd::default().build(&[w.shallow_clone()], 0.1).unwrap();
+            let list =
+                [2.7f32, 3.1].map(|x| Tensor::from(x).to_device(device).set_requires_grad(true));
+            let opt = Sgd::default().build(&list, 0.1).unwrap();
             let mut scaler = scaler(device, 65536.0);
             let mut window = Accumulation::of_weights([1.0, 2.0, 4.0]).unwrap();
             for batch in 0..3 {
-                let loss = w.shallow_clone();
+                let loss = sum_of(list.each_ref());
                 // Its gradient is infinite.
                 let scale = if batch == 1 { f64::from(f32::MAX) } else { 65536.0 };
                 let loss = if batch == 1 { loss * 1e20 } else { loss };
@@ -393,7 +399,7 @@ const JOBS: &[Job] = &[
                 within(&mut || window.backward_or_drop(&mut scaler, &opt, &loss).unwrap());
             }
             within(&mut || results.value(window.dropped().unwrap()));
-            results.tensor(&w.grad());
+            results.tensors(&gradients(&list));
         },
     },
     Job {
@@ -407,10 +413,8 @@ const JOBS: &[Job] = &[
             let mut spikes = config.build().unwrap();
             for factor in [1.0, 1.0003, 0.9991, 1.0004, 5000.0, 1.0] {
                 let loss = large(device, F32).max() * factor;
-                for w in &list {
-                    w.shallow_clone().zero_grad();
-                    (w * large(device, F32).view_as(w) * factor).sum(F32).backward();
-                }
+                opt.zero_grad().unwrap();
+                backward_of([&list[0], &list[1]], &(large(device, F32) * factor));
                 within(&mut || {
                     spikes.watch_loss(&loss);
                     let outcome = scaler.step_unless_spike(&mut opt, 3.3, &mut spikes).unwrap();
@@ -435,7 +439,7 @@ const JOBS: &[Job] = &[
             let mut opt = Descent(list.iter().map(Tensor::shallow_clone).collect());
             let scaler = scaler(device, 1e-3);
             for factor in [1.1, 2.3] {
-                let loss = ((a.unsqueeze(0) + b.unsqueeze(0)) * factor).sum(F32);
+                let loss = loss_of([a, b], &Tensor::full([6], factor, (F32, device)));
                 let mut scaled = None;
                 within(&mut || scaled = Some(scaler.scale(&loss).unwrap()));
                 scaled.unwrap().backward();
@@ -451,20 +455,22 @@ const JOBS: &[Job] = &[
         name: "optimizers with common parameters",
         entries: &["tamp_gradient_rest"],
         run: |device, within, results| {
-            let w = large(device, F32).detach().set_requires_grad(true);
-            let mut optimizers = [(); 2].map(|()| Descent(vec![w.shallow_clone()]));
+            let list = [(); 2].map(|()| large(device, F32).detach().set_requires_grad(true));
+            let [a, b] = &list;
+            let mut optimizers =
+                [(); 2].map(|()| Descent(list.iter().map(Tensor::shallow_clone).collect()));
             let mut scaler = scaler(device, 8.0);
             for opt in &mut optimizers {
-                if w.grad().defined() {
+                for w in list.iter().filter(|w| w.grad().defined()) {
                     let _zeroed = w.grad().zero_();
                 }
-                let loss = (&w * 1.1).sum(F32);
+                let loss = loss_of([a, b], &Tensor::full([6], 1.1, (F32, device)));
                 let mut scaled = None;
                 within(&mut || scaled = Some(scaler.scale(&loss).unwrap()));
                 scaled.unwrap().backward();
                 within(&mut || drop(scaler.step(opt).unwrap()));
             }
-            results.tensor(&w);
+            results.tensors(&list);
         },
     },
     Job {

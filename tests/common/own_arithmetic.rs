@@ -1,8 +1,10 @@
 //! Jobs of the crate's own arithmetic, which obeys no region: each gives the same bits outside of all regions and inside
-//! of one that overrides common operators. `tests/abi.rs` looks for the name of every function of the shim that computes
-//! among the jobs of `autocast`, `insight` and `distributed`.
+//! of one that overrides common operators. It knows memory and not only tensors: each job also gives the same bits where
+//! two gradients are in one memory. `tests/abi.rs` looks for the name of every function of the shim that computes among
+//! the jobs of `autocast`, `insight` and `distributed`.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::Autocast;
@@ -129,7 +131,7 @@ pub struct Job {
     pub run: fn(Device, Within<'_>, &mut Results),
 }
 
-/// Asserts that jobs give the same bits in every region.
+/// Asserts that jobs give the same bits in every region, and where gradients are in one memory.
 pub fn assert_obeys_no_region(device: Device, jobs: &[Job]) {
     let region = Autocast::new(device).dtype(Kind::Half);
     let regions = [
@@ -139,26 +141,91 @@ pub fn assert_obeys_no_region(device: Device, jobs: &[Job]) {
         ("a bf16 region", Autocast::new(device).dtype(Kind::BFloat16).prefer_half(COMMON)),
     ];
     let mut wrong = Vec::new();
-    for Job { name, run, .. } in jobs {
+    for job in jobs {
         let mut expected = Results::default();
-        run(device, &|f| f(), &mut expected);
+        (job.run)(device, &|f| f(), &mut expected);
         let expected = expected.read();
         for (what, region) in regions {
-            let mut found = Results::default();
             let within = |f: &mut dyn FnMut()| region.run(f).unwrap();
-            match catch_unwind(AssertUnwindSafe(|| run(device, &within, &mut found))) {
-                Err(_) => wrong.push(format!("{name} fails in {what}")),
-                Ok(()) => {
-                    let found = found.read();
-                    let first = expected.iter().zip(&found).find(|(a, b)| a != b);
-                    if first.is_some() || expected.len() != found.len() {
-                        wrong.push(format!("{name} differs in {what}: {first:?}"));
-                    }
-                }
-            }
+            wrong.extend(difference(job, device, what, &within, &expected));
         }
+        let shared = InOneMemory::begin();
+        wrong.extend(difference(job, device, "one memory", &|f| f(), &expected));
+        drop(shared);
     }
-    assert!(wrong.is_empty(), "{} of {}: {wrong:#?}", wrong.len(), jobs.len() * regions.len());
+    assert!(wrong.is_empty(), "{} of {} jobs: {wrong:#?}", wrong.len(), jobs.len());
+}
+
+/// How the results of a job differ from those that are expected.
+fn difference(
+    job: &Job,
+    device: Device,
+    what: &str,
+    within: Within<'_>,
+    expected: &[String],
+) -> Option<String> {
+    let mut found = Results::default();
+    let run = catch_unwind(AssertUnwindSafe(|| (job.run)(device, within, &mut found)));
+    if run.is_err() {
+        return Some(format!("{} fails in {what}", job.name));
+    }
+    let found = found.read();
+    let first = expected.iter().zip(&found).find(|(a, b)| a != b);
+    let differs = first.is_some() || expected.len() != found.len();
+    differs.then(|| format!("{} differs in {what}: {first:?}", job.name))
+}
+
+/// Whether the backward pass of a loss of `loss_of` leaves both gradients in one memory.
+static IN_ONE_MEMORY: AtomicBool = AtomicBool::new(false);
+
+struct InOneMemory;
+
+impl InOneMemory {
+    fn begin() -> Self {
+        IN_ONE_MEMORY.store(true, Ordering::SeqCst);
+        Self
+    }
+}
+
+impl Drop for InOneMemory {
+    fn drop(&mut self) {
+        IN_ONE_MEMORY.store(false, Ordering::SeqCst);
+    }
+}
+
+/// The sum of the numbers of two leaves that have as many. Its backward pass computes nothing, and hands the gradient of
+/// a sum to both inputs.
+pub fn sum_of([a, b]: [&Tensor; 2]) -> Tensor {
+    let [a, b] = [a, b].map(|w| w.reshape([1, -1]));
+    match IN_ONE_MEMORY.load(Ordering::SeqCst) {
+        true => (a + b).sum(None),
+        false => a.sum(None) + b.sum(None),
+    }
+}
+
+/// A loss of two leaves with as many numbers, whose gradients are `numbers`.
+pub fn loss_of([a, b]: [&Tensor; 2], numbers: &Tensor) -> Tensor {
+    let [a, b] = [a, b].map(|w| w.reshape([1, -1]));
+    let numbers = numbers.reshape([1, -1]);
+    match IN_ONE_MEMORY.load(Ordering::SeqCst) {
+        true => ((a + b) * numbers).sum(None),
+        false => (a * &numbers).sum(None) + (b * &numbers).sum(None),
+    }
+}
+
+/// Runs the backward pass of a loss of `loss_of`, and asserts that it left the gradients as the present test wants them.
+pub fn backward_of(list: [&Tensor; 2], numbers: &Tensor) {
+    loss_of(list, numbers).backward();
+    let [a, b] = list.map(|w| w.grad().data_ptr());
+    assert_eq!(a == b, IN_ONE_MEMORY.load(Ordering::SeqCst), "libtorch shares otherwise by now");
+}
+
+/// Two leaves with gradients, those of the first finite but large.
+pub fn leaves(device: Device, kind: Kind) -> Vec<Tensor> {
+    let list = [large(device, kind) * 1e-3, large(device, kind).view(-1) * 1e-2];
+    let list = list.map(|w| w.detach().to_kind(kind).set_requires_grad(true));
+    backward_of(list.each_ref(), &large(device, kind));
+    list.into()
 }
 
 /// Numbers that half precision can neither hold nor tell apart.

@@ -2,14 +2,14 @@
 
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::GradScaler;
 use tch_amp::checkpoint::Checkpoint;
 use tch_amp::distributed::{
     DdpOptions, Mean, ReduceOp, SamplerOptions, SyncBatchNorm, data_parallel,
 };
 use tch_amp::optim::AdamW;
+use tch_amp::{Autocast, GradScaler};
 
-use crate::common::own_arithmetic::{Job, Results, assert_obeys_no_region, large};
+use crate::common::own_arithmetic::{Job, Results, assert_obeys_no_region, large, leaves, sum_of};
 use crate::ranks;
 
 const CPU: Device = Device::Cpu;
@@ -89,23 +89,26 @@ const JOBS: &[Job] = &[
                 let found = ranks(2, |group| {
                     let mut results = Results::default();
                     let vs = VarStore::new(CPU);
-                    let w = vs.root().var_copy("w", &Tensor::from_slice(&[2.7f32]));
+                    let [v, w] = ["v", "w"]
+                        .map(|name| vs.root().var_copy(name, &Tensor::from_slice(&[2.7f32])));
                     let options = DdpOptions::default().compression(compression);
                     let mut ddp = options.build(&group, &vs).unwrap();
                     let mut opt = AdamW::default().build(&vs, 0.1).unwrap();
                     let mut scaler = GradScaler::new(CPU).unwrap();
                     scaler.update_with(1024.3).unwrap();
+                    let off = Autocast::new(CPU).enabled(false);
+                    let loss = || sum_of([&v, &w]);
                     for _ in 0..2 {
                         within(&mut || {
-                            let loss = ddp.forward(|| w.view([1]).select(0, 0)).unwrap();
+                            let loss = ddp.forward(|| off.run(loss).unwrap()).unwrap();
                             ddp.backward_scaled(&mut scaler, &loss).unwrap();
-                            results.tensor(&w.grad());
+                            results.tensors(&[v.grad(), w.grad()]);
                             let _outcome = scaler.step(&mut opt).unwrap();
                             scaler.update().unwrap();
                             opt.zero_grad().unwrap();
                         });
                     }
-                    results.tensor(&w);
+                    results.tensors(&[v, w]);
                     results
                 });
                 results.all(found);
@@ -118,13 +121,11 @@ const JOBS: &[Job] = &[
         run: |_, within, results| {
             let found = ranks(2, |group| {
                 let mut results = Results::default();
-                let list = [large(CPU, F32), large(CPU, F32).tr()]
-                    .map(|w| w.detach().set_requires_grad(true));
+                let mut list = leaves(CPU, F32);
+                list.push(large(CPU, F32).tr().detach().set_requires_grad(true));
+                (&list[2] * 3.3).sum(F32).backward();
                 let mut opt = AdamW::default().build(&list, 0.1).unwrap();
                 opt.shard_over(&group).unwrap();
-                for w in &list {
-                    (w * 3.3).sum(F32).backward();
-                }
                 within(&mut || {
                     opt.step().unwrap();
                     let state = opt.state_dict().unwrap();

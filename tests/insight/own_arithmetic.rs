@@ -9,7 +9,7 @@ use tch_amp::scaler::{GradScalerConfig, SpikeConfig};
 
 use crate::alone;
 use crate::common::for_each_device;
-use crate::common::own_arithmetic::{Job, assert_obeys_no_region, large};
+use crate::common::own_arithmetic::{Job, assert_obeys_no_region, backward_of, large};
 
 const JOBS: &[Job] = &[
     Job {
@@ -17,7 +17,8 @@ const JOBS: &[Job] = &[
         entries: &["tamp_exponents_count", "tamp_history_record"],
         run: |device, within, results| {
             let vs = VarStore::new(device);
-            let w = vs.root().sub("part").var_copy("w", &large(device, Kind::Float));
+            let [v, w] = ["v", "w"]
+                .map(|name| vs.root().sub("part").var_copy(name, &large(device, Kind::Float)));
             let config = GradScalerConfig::default().init_scale(1e5);
             let mut scaler = config.build(device).unwrap();
             let mut opt = Sgd::default().build(&vs, 1e-3).unwrap();
@@ -26,7 +27,8 @@ const JOBS: &[Job] = &[
             let mut spikes = SpikeConfig::default().build().unwrap();
             let loss = large(device, Kind::Float).max();
             for _ in 0..3 {
-                (&w * large(device, Kind::Float)).sum(Kind::Float).backward();
+                opt.zero_grad().unwrap();
+                backward_of([&v, &w], &large(device, Kind::Float));
                 within(&mut || {
                     health.observe(&scaler).unwrap();
                     spikes.watch_loss(&loss);
