@@ -182,3 +182,185 @@ fn a_refused_restore_leaves_the_random_numbers_of_other_threads_alone() {
         assert!(drawn == expected, "{device:?}: changed by {refused} refused restores");
     });
 }
+
+/// Where the fields are in the state of the CPU's generator.
+mod place {
+    use std::ops::Range;
+
+    pub const LEFT: Range<usize> = 8..12;
+    pub const SEEDED: Range<usize> = 12..16;
+    pub const NEXT: Range<usize> = 16..24;
+    pub const WORD: Range<usize> = 24 + 8 * 100..24 + 8 * 101;
+    pub const NORMAL_X: Range<usize> = 5016..5024;
+    pub const NORMAL_Y: Range<usize> = 5024..5032;
+    pub const NORMAL_RHO: Range<usize> = 5032..5040;
+    pub const HAS_NORMAL: Range<usize> = 5040..5044;
+    pub const FLOAT_NORMAL: Range<usize> = 5048..5052;
+    pub const HAS_FLOAT_NORMAL: Range<usize> = 5052..5053;
+    /// The size of a state of PyTorch before 1.3.
+    pub const OLD: usize = 5048;
+}
+
+/// `bytes` with other bytes at these places.
+fn with(bytes: &[u8], changes: &[(std::ops::Range<usize>, &[u8])]) -> Vec<u8> {
+    let mut changed = bytes.to_vec();
+    for (place, value) in changes {
+        changed[place.clone()].copy_from_slice(value);
+    }
+    changed
+}
+
+fn number(bytes: &[u8], place: std::ops::Range<usize>) -> i64 {
+    let mut wide = [0; 8];
+    wide[..place.len()].copy_from_slice(&bytes[place]);
+    i64::from_le_bytes(wide)
+}
+
+/// Whether the generator accepts a state, by each of the ways to set one, which must agree. A refused state leaves the
+/// generator as it was.
+fn accepts(device: Device, bytes: &[u8]) -> bool {
+    let state = Tensor::from_slice(bytes);
+    let before = bits(&rng_state(device).unwrap());
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_tensor("rng", &state).unwrap();
+    let restored = checkpoint.restore().rng("rng", device).apply();
+    let set = set_rng_state(device, &state);
+    assert_eq!(restored.is_ok(), set.is_ok(), "{restored:?} {set:?}");
+    if set.is_err() {
+        assert!(matches!((restored, set), (Err(Error::Torch(_)), Err(Error::Torch(_)))));
+        assert_eq!(bits(&rng_state(device).unwrap()), before);
+    }
+    let accepted = bits(&rng_state(device).unwrap()) != before || bytes == before;
+    set_rng_state(device, &Tensor::from_slice(&before)).unwrap();
+    accepted
+}
+
+/// libtorch checks the range of each count by itself, and reads beyond its words if they do not belong together.
+#[test]
+fn the_counts_of_the_cpus_generator_are_those_that_a_run_reaches() {
+    let _alone = ALONE.lock().unwrap();
+    tch::manual_seed(5);
+    let mut reached = std::collections::BTreeSet::new();
+    let mut first = Vec::new();
+    for _ in 0..1300 {
+        let bytes = bits(&rng_state(Device::Cpu).unwrap());
+        reached.insert((number(&bytes, place::LEFT), number(&bytes, place::NEXT)));
+        first = bytes;
+        // One draw of 32 bits.
+        drop(Tensor::rand([1], (Kind::Float, Device::Cpu)));
+    }
+    assert_eq!(reached.len(), 625);
+    let near = [-1, 0, 1, 2, 3, 311, 312, 313, 314, 622, 623, 624, 625, 626, i64::from(i32::MAX)];
+    let wide = [1 << 32, (1 << 32) + 1, (1 << 32) + 624, i64::MAX, -1];
+    for left in near {
+        for next in near.into_iter().chain(wide) {
+            let fields = [
+                (place::LEFT, &i32::try_from(left).unwrap().to_le_bytes()[..]),
+                (place::NEXT, &next.to_le_bytes()[..]),
+            ];
+            let accepted = accepts(Device::Cpu, &with(&first, &fields));
+            assert_eq!(accepted, reached.contains(&(left, next)), "left {left}, next {next}");
+        }
+    }
+}
+
+#[test]
+fn the_other_fields_of_the_cpus_generator_are_checked() {
+    let _alone = ALONE.lock().unwrap();
+    tch::manual_seed(5);
+    // An odd number of draws leaves a normal number in the cache. libtorch has a second one for f32.
+    drop(Tensor::randn([1], (Kind::Double, Device::Cpu)));
+    let state = bits(&rng_state(Device::Cpu).unwrap());
+    assert_eq!(state[place::HAS_NORMAL.start], 1);
+    let cached =
+        [(place::FLOAT_NORMAL, &0.5f32.to_le_bytes()[..]), (place::HAS_FLOAT_NORMAL, &[1])];
+    let state = with(&state, &cached);
+    set_rng_state(Device::Cpu, &Tensor::from_slice(&state)).unwrap();
+    assert_eq!(bits(&rng_state(Device::Cpu).unwrap()), state);
+    let old = &state[..place::OLD];
+    let none: [u8; 4] = [0; 4];
+    let f64s = [f64::NAN, f64::INFINITY, -1e300, 9.5].map(f64::to_le_bytes);
+    let f32s = [f32::NAN, f32::NEG_INFINITY, 1e30, -9.5].map(f32::to_le_bytes);
+    let mut refused = vec![
+        with(&state, &[(place::SEEDED, &none)]),
+        with(&state, &[(place::SEEDED, &2i32.to_le_bytes())]),
+        with(&state, &[(place::SEEDED, &(-1i32).to_le_bytes())]),
+        with(&state, &[(place::WORD, &(1u64 << 32).to_le_bytes())]),
+        with(&state, &[(place::WORD, &u64::MAX.to_le_bytes())]),
+        with(&state, &[(place::HAS_NORMAL, &2i32.to_le_bytes())]),
+        with(&state, &[(place::HAS_NORMAL, &256i32.to_le_bytes())]),
+        with(&state, &[(place::HAS_FLOAT_NORMAL, &[2])]),
+        with(&state, &[(place::HAS_FLOAT_NORMAL, &[0xff])]),
+        with(old, &[(place::LEFT, &624i32.to_le_bytes()), (place::NEXT, &624u64.to_le_bytes())]),
+        with(old, &[(place::HAS_NORMAL, &3i32.to_le_bytes())]),
+        with(old, &[(place::NORMAL_X, &2f64.to_le_bytes())]),
+        state[..place::OLD - 1].to_vec(),
+        state[..place::OLD + 1].to_vec(),
+        [&state[..], &[0]].concat(),
+        Vec::new(),
+    ];
+    refused.extend(f64s.iter().map(|number| with(&state, &[(place::NORMAL_Y, number)])));
+    refused.extend(f64s.iter().map(|number| with(old, &[(place::NORMAL_RHO, number)])));
+    refused.extend(f32s.iter().map(|number| with(&state, &[(place::FLOAT_NORMAL, number)])));
+    for (case, bytes) in refused.iter().enumerate() {
+        assert!(!accepts(Device::Cpu, bytes), "case {case}");
+    }
+    // What is not valid is not used.
+    let unused = [(place::HAS_NORMAL, &none[..]), (place::NORMAL_Y, &f64s[0])];
+    let fresh = with(&state, &[(place::HAS_FLOAT_NORMAL, &[0]), (place::NORMAL_X, &f64s[1])]);
+    for bytes in [state.clone(), with(&state, &unused), fresh] {
+        assert!(accepts(Device::Cpu, &bytes));
+    }
+    // A state of an earlier version draws the same numbers, and computes the cached one from the fields.
+    let fields = [(place::NORMAL_X, 0.125f64), (place::NORMAL_RHO, 2.5)];
+    let fields = fields.map(|(place, number)| (place, number.to_le_bytes()));
+    let fields = fields.each_ref().map(|(place, bytes)| (place.clone(), &bytes[..]));
+    let draw = || common::to_f64(&Tensor::rand([1000], (Kind::Float, Device::Cpu)));
+    set_rng_state(Device::Cpu, &Tensor::from_slice(&state)).unwrap();
+    let expected = draw();
+    set_rng_state(Device::Cpu, &Tensor::from_slice(&with(old, &fields))).unwrap();
+    let normal = Tensor::randn([1], (Kind::Double, Device::Cpu)).double_value(&[0]);
+    assert_eq!(normal, 2.5 * (2.0 * std::f64::consts::PI * 0.125).sin());
+    assert_eq!(draw(), expected);
+}
+
+/// The states that no tensor of a file should be taken for: what they refer to is not a plain row of bytes.
+#[test]
+fn a_state_is_a_plain_row_of_bytes() {
+    let _alone = ALONE.lock().unwrap();
+    let state = rng_state(Device::Cpu).unwrap();
+    let size = state.size();
+    let zero = Tensor::internal_efficientzerotensor(&size[..], (Kind::Uint8, Device::Cpu));
+    let mut others = vec![
+        ("undefined", Tensor::new()),
+        ("of another dtype", state.to_kind(Kind::Int8)),
+        ("expanded", Tensor::ones([1], (Kind::Uint8, Device::Cpu)).expand(&size[..], false)),
+        ("strided", Tensor::stack(&[&state, &state], 1).select(1, 0)),
+        ("without memory", zero),
+        ("sparse", state.to_sparse_sparse_dim(1)),
+    ];
+    others.extend(common::gpus().into_iter().map(|gpu| ("on a GPU", state.to_device(gpu))));
+    let before = bits(&rng_state(Device::Cpu).unwrap());
+    for (what, other) in others {
+        let refused = set_rng_state(Device::Cpu, &other);
+        assert!(matches!(refused, Err(Error::Torch(_))), "{what}: {refused:?}");
+        assert_eq!(bits(&rng_state(Device::Cpu).unwrap()), before, "{what}");
+    }
+}
+
+#[test]
+fn the_offset_of_a_gpus_generator_is_checked_before_its_seed_is_set() {
+    let _alone = ALONE.lock().unwrap();
+    for gpu in common::gpus() {
+        tch::manual_seed(5);
+        let state = bits(&rng_state(gpu).unwrap());
+        assert_eq!(state.len(), 16);
+        for (offset, is_fine) in
+            [(0, true), (4, true), (1 << 40, true), (3, false), (-4, false), (i64::MIN, false)]
+        {
+            let seed = 77u64.to_le_bytes();
+            let bytes = with(&state, &[(0..8, &seed), (8..16, &i64::to_le_bytes(offset))]);
+            assert_eq!(accepts(gpu, &bytes), is_fine, "{gpu:?}: {offset}");
+        }
+    }
+}
