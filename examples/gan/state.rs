@@ -1,7 +1,7 @@
 //! What a checkpoint contains: everything that the next step depends on.
 
 use super::train::Trainer;
-use crate::recipe::log::Row;
+use crate::recipe::log::{self, Row};
 use anyhow::Result;
 use tch::Device;
 use tch_amp::checkpoint::Checkpoint;
@@ -26,13 +26,13 @@ impl Trainer {
             checkpoint.add_rng(GPU_RNG, self.device)?;
         }
         checkpoint.add_value("taken", &self.taken()?)?;
-        checkpoint.add_value("log", &rows)?;
+        log::save(rows, &mut checkpoint)?;
         Ok(checkpoint)
     }
 
     /// Takes over the state of a checkpoint, and returns its lines of the log.
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<Vec<Row>> {
-        let (taken, rows) = (checkpoint.value("taken")?, checkpoint.value("log")?);
+        let (taken, rows) = (checkpoint.value("taken")?, log::load(checkpoint)?);
         let restore = checkpoint
             .restore()
             .model("generator", &self.generator.vs)

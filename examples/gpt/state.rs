@@ -1,7 +1,7 @@
 //! What a checkpoint contains: everything that the next step depends on.
 
 use super::train::Trainer;
-use crate::recipe::log::Row;
+use crate::recipe::log::{self, Row};
 use anyhow::Result;
 use tch::Device;
 use tch_amp::checkpoint::Checkpoint;
@@ -24,14 +24,14 @@ impl Trainer<'_> {
             self.ranks.add_rngs(&mut checkpoint, GPU_RNG, self.device)?;
         }
         checkpoint.add_value("position", &self.reader.position)?;
-        checkpoint.add_value("log", &rows)?;
+        log::save(rows, &mut checkpoint)?;
         Ok(checkpoint)
     }
 
     /// Takes over the state of a checkpoint, and returns its lines of the log.
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<Vec<Row>> {
         let position = checkpoint.value("position")?;
-        let rows = checkpoint.value("log")?;
+        let rows = log::load(checkpoint)?;
         let restore = checkpoint
             .restore()
             .model("model", &self.vs)

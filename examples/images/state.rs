@@ -2,7 +2,7 @@
 //! it, because only the first weights are drawn from them.
 
 use super::train::Trainer;
-use crate::recipe::log::Row;
+use crate::recipe::log::{self, Row};
 use anyhow::Result;
 use tch_amp::checkpoint::Checkpoint;
 
@@ -25,7 +25,7 @@ impl Trainer<'_> {
         checkpoint.add("schedule", &mut self.schedule)?;
         checkpoint.add("swa", &mut self.swa)?;
         checkpoint.add_value("position", &self.reader.position)?;
-        checkpoint.add_value("log", &rows)?;
+        log::save(rows, &mut checkpoint)?;
         checkpoint.add_value("seconds", &seconds)?;
         Ok(checkpoint)
     }
@@ -33,7 +33,7 @@ impl Trainer<'_> {
     /// Takes over the state of a checkpoint.
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<Earlier> {
         let position = checkpoint.value("position")?;
-        let rows = checkpoint.value("log")?;
+        let rows = log::load(checkpoint)?;
         let seconds = checkpoint.value("seconds")?;
         checkpoint
             .restore()

@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use tch::Tensor;
+use tch_amp::checkpoint::{Checkpoint, Prepared, SaveState, SavedState, Stateful};
 
 /// The file in the folder of the logs.
 pub const CSV: &str = "log.csv";
@@ -17,6 +19,76 @@ pub struct Row {
     pub step: u64,
     /// A number for each column.
     pub values: Vec<Option<f64>>,
+}
+
+/// The part of a checkpoint with the rows.
+const PART: &str = "log";
+
+/// Adds the rows to a checkpoint.
+pub fn save(rows: &[Row], checkpoint: &mut Checkpoint) -> Result<()> {
+    let cells = || rows.iter().flat_map(|row| &row.values);
+    let mut table = Table {
+        steps: rows.iter().map(|row| row.step as i64).collect(),
+        numbers: cells().map(|cell| cell.unwrap_or(f64::NAN)).collect(),
+        measured: cells().map(Option::is_some).collect(),
+    };
+    Ok(checkpoint.add(PART, &mut table)?)
+}
+
+/// Returns the rows of a checkpoint.
+pub fn load(checkpoint: &Checkpoint) -> Result<Vec<Row>> {
+    // Checkpoints of earlier versions have a record for each row.
+    if let Ok(rows) = checkpoint.value(PART) {
+        return Ok(rows);
+    }
+    let mut table = Table::default();
+    checkpoint.restore().add(PART, &mut table).apply()?;
+    table.rows()
+}
+
+/// The rows as tensors: a checkpoint holds far more elements of tensors than single values.
+#[derive(Debug, Default)]
+struct Table {
+    steps: Vec<i64>,
+    /// All rows, one after the other.
+    numbers: Vec<f64>,
+    /// Whether each number was measured: one that was can be NaN.
+    measured: Vec<bool>,
+}
+
+impl Table {
+    fn rows(&self) -> Result<Vec<Row>> {
+        let columns = self.numbers.len().checked_div(self.steps.len()).unwrap_or(0);
+        ensure!(
+            self.numbers.len() == columns * self.steps.len()
+                && self.numbers.len() == self.measured.len(),
+            "the log in the checkpoint is damaged"
+        );
+        let cells = self.numbers.iter().zip(&self.measured);
+        let mut cells = cells.map(|(number, is_measured)| is_measured.then_some(*number));
+        let row = |step: &i64| {
+            let step = u64::try_from(*step).context("the log in the checkpoint is damaged")?;
+            Ok(Row { step, values: cells.by_ref().take(columns).collect() })
+        };
+        self.steps.iter().map(row).collect()
+    }
+}
+
+impl Stateful for Table {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> tch_amp::Result<()> {
+        state.tensor("steps", &Tensor::from_slice(&self.steps))?;
+        state.tensor("numbers", &Tensor::from_slice(&self.numbers))?;
+        state.tensor("measured", &Tensor::from_slice(&self.measured))
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> tch_amp::Result<Prepared<'a>> {
+        let loaded = Self {
+            steps: Vec::try_from(&saved.tensor("steps")?)?,
+            numbers: Vec::try_from(&saved.tensor("numbers")?)?,
+            measured: Vec::try_from(&saved.tensor("measured")?)?,
+        };
+        Ok(Prepared::new(move || *self = loaded))
+    }
 }
 
 /// A table of numbers that grows by a row at a time. With a folder, each row is in the files when the call returns.

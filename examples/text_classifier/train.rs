@@ -5,7 +5,7 @@ use super::batch::Sentences;
 use super::model::Classifier;
 use super::options::Options;
 use crate::recipe::Ranks;
-use crate::recipe::log::Row;
+use crate::recipe::log::{self, Row};
 use crate::recipe::ranks::Gradients;
 use anyhow::{Result, ensure};
 use tch::nn::VarStore;
@@ -176,7 +176,7 @@ impl<'a> Trainer<'a> {
         }
         checkpoint.add_value("best_of", &self.best_of)?;
         checkpoint.add_value("position", &self.train.position)?;
-        checkpoint.add_value("log", &rows)?;
+        log::save(rows, &mut checkpoint)?;
         Ok(checkpoint)
     }
 
@@ -184,7 +184,7 @@ impl<'a> Trainer<'a> {
     pub fn restore(&mut self, checkpoint: &Checkpoint) -> Result<Vec<Row>> {
         let position = checkpoint.value("position")?;
         let best_of = checkpoint.value("best_of")?;
-        let rows = checkpoint.value("log")?;
+        let rows = log::load(checkpoint)?;
         let restore = checkpoint
             .restore()
             .model("model", &self.vs)

@@ -1,12 +1,13 @@
 //! The history of the scale: what it remembers, how long, and that a checkpoint has it.
 
 use tch::{Device, Kind, Tensor};
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, Prepared, SaveState, SavedState, Stateful};
 use tch_amp::insight::{HistoryReport, ScaleHistory, SkipCause, StepRecord};
 use tch_amp::optim::{Optimizer, Sgd};
 use tch_amp::scaler::{GradScalerConfig, SpikeConfig, SpikeDetector};
 use tch_amp::{Error, GradScaler, Result};
 
+use crate::common::files::Folder;
 use crate::common::for_each_device;
 
 struct Training {
@@ -157,6 +158,110 @@ fn a_resumed_history_continues() {
             assert_eq!(serde_json::from_str::<HistoryReport>(&json).unwrap(), report);
         }
     });
+}
+
+/// A file holds 2 million single values, and a history may be far longer.
+#[test]
+fn a_history_of_any_length_is_saved_and_resumed() {
+    let folder = Folder::new();
+    let mut training = Training::new(Device::Cpu);
+    let mut history = ScaleHistory::new(1 << 20).unwrap();
+    for gradient in [1.0, INFINITE, 2.0, 1.0, 1.0, 1.0, 90.0] {
+        training.iterate(&mut history, gradient, Some(0.25)).unwrap();
+    }
+    training.scaler.backward(&(&training.w * 3.0).sum(None)).unwrap();
+    let outcome = training.scaler.step(&mut training.opt).unwrap();
+    for step in 0..200_000 {
+        history.record(&training.scaler, &outcome, f64::from(step) / 3.0).unwrap();
+    }
+    training.scaler.update().unwrap();
+    let wanted = history.report().unwrap();
+    for cause in [SkipCause::Overflow, SkipCause::Spike] {
+        assert_eq!(wanted.skips(cause), 1);
+    }
+    for name in ["x.safetensors", "x.pt"] {
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add("history", &mut history).unwrap();
+        checkpoint.save(folder.file(name)).unwrap();
+        let checkpoint = Checkpoint::load(folder.file(name)).unwrap();
+        let mut resumed = ScaleHistory::new(1 << 20).unwrap();
+        let restored = checkpoint.restore().add("history", &mut resumed).apply().unwrap();
+        assert_eq!(restored, Default::default());
+        assert!(resumed.report().unwrap() == wanted, "{name}");
+    }
+    let mut empty = ScaleHistory::new(10).unwrap();
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add("history", &mut empty).unwrap();
+    checkpoint.restore().add("history", &mut history).apply().unwrap();
+    assert_eq!(history.report().unwrap(), empty.report().unwrap());
+}
+
+/// Earlier versions saved a record for each step.
+#[test]
+fn a_history_of_records_is_still_resumed() {
+    let mut training = Training::new(Device::Cpu);
+    let mut history = ScaleHistory::new(4).unwrap();
+    for gradient in [1.0, INFINITE, 2.0, 1.0, 1.0] {
+        training.iterate(&mut history, gradient, None).unwrap();
+    }
+    let report = history.report().unwrap();
+    let mut checkpoint = Checkpoint::new();
+    let records = serde_json::json!({ "total": report.total, "steps": report.steps });
+    checkpoint.add_value("history", &records).unwrap();
+    let mut resumed = ScaleHistory::new(4).unwrap();
+    checkpoint.restore().add("history", &mut resumed).apply().unwrap();
+    assert_eq!(resumed.report().unwrap(), report);
+}
+
+/// A history in columns, of which some are given.
+struct Columns(u64, Vec<(&'static str, Tensor)>);
+
+impl Stateful for Columns {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        state.value("total", &self.0)?;
+        let names = ["scale", "skipped", "norm", "loss", "learning_rate"];
+        for name in names {
+            let given = self.1.iter().find(|(given, _)| *given == name);
+            let default = Tensor::zeros([2], (Kind::Double, Device::Cpu));
+            state.tensor(name, given.map_or(&default, |(_, tensor)| tensor))?;
+        }
+        Ok(())
+    }
+
+    fn prepare_restore<'a>(&'a mut self, _: &SavedState<'a>) -> Result<Prepared<'a>> {
+        Ok(Prepared::new(|| ()))
+    }
+}
+
+#[test]
+fn damaged_columns_are_refused_and_change_nothing() {
+    let mut training = Training::new(Device::Cpu);
+    let mut history = ScaleHistory::new(4).unwrap();
+    training.iterate(&mut history, 1.0, None).unwrap();
+    let before = history.report().unwrap();
+    let doubles = |numbers: &[f64]| Tensor::from_slice(numbers);
+    let wrong = [
+        Columns(1, vec![]),
+        Columns(u64::MAX, vec![]),
+        Columns(2, vec![("norm", doubles(&[1.0]))]),
+        Columns(2, vec![("scale", doubles(&[1.0, 2.0, 3.0]))]),
+        Columns(2, vec![("skipped", doubles(&[0.0, 3.0]))]),
+        Columns(2, vec![("skipped", doubles(&[0.5, f64::NAN]))]),
+        Columns(2, vec![("loss", doubles(&[0.0, 0.0]).view([2, 1]))]),
+        Columns(2, vec![("loss", doubles(&[0.0, 0.0]).to_kind(Kind::Float))]),
+    ];
+    for (case, mut columns) in wrong.into_iter().enumerate() {
+        let mut checkpoint = Checkpoint::new();
+        checkpoint.add("history", &mut columns).unwrap();
+        let refused = checkpoint.restore().add("history", &mut history).apply();
+        assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{case}: {refused:?}");
+        assert_eq!(history.report().unwrap(), before);
+    }
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add("history", &mut Columns(7, vec![])).unwrap();
+    checkpoint.restore().add("history", &mut history).apply().unwrap();
+    let steps: Vec<_> = history.report().unwrap().steps.iter().map(|step| step.step).collect();
+    assert_eq!(steps, [6, 7]);
 }
 
 #[test]

@@ -3,10 +3,11 @@
 use std::fs;
 
 use serde_json::{Value, json};
+use tch_amp::checkpoint::Checkpoint;
 
 use crate::common::files::Folder;
 use crate::common::python::Oracle;
-use crate::recipe::log::{CSV, Log};
+use crate::recipe::log::{self, CSV, Log, Row};
 
 const COLUMNS: [&str; 3] = ["loss", "held_out", "scale"];
 
@@ -36,6 +37,37 @@ fn the_csv_file_has_the_rows_of_the_checkpoint_and_those_that_follow() {
     let numbers: Vec<f64> = cells[1..3].iter().map(|cell| cell.parse().unwrap()).collect();
     assert_eq!((cells[0], numbers, cells[3]), ("2", vec![-2e-30, 1.0 / 3.0], ""));
     assert_eq!(lines[3..], ["300,NaN,,"]);
+}
+
+/// A checkpoint holds 2 million values, and the rows of a long run are far more.
+#[test]
+fn a_checkpoint_has_the_rows_of_a_long_run() {
+    let folder = Folder::new();
+    let mut rows: Vec<_> = (1..=250_000u64)
+        .map(|step| Row { step, values: vec![Some(step as f64 / 3.0); 11] })
+        .collect();
+    // Not measured, which is not the same as not a number.
+    rows[7].values = [vec![None; 10], vec![Some(f64::NAN)]].concat();
+    rows[8].values = vec![Some(f64::INFINITY); 11];
+    for name in ["x.safetensors", "x.pt"] {
+        let mut checkpoint = Checkpoint::new();
+        log::save(&rows, &mut checkpoint).unwrap();
+        checkpoint.save(folder.file(name)).unwrap();
+        let loaded = log::load(&Checkpoint::load(folder.file(name)).unwrap()).unwrap();
+        assert_eq!(format!("{:?}", &loaded[..10]), format!("{:?}", &rows[..10]), "{name}");
+        assert!(loaded[10..] == rows[10..], "{name}");
+    }
+    let mut checkpoint = Checkpoint::new();
+    log::save(&[], &mut checkpoint).unwrap();
+    assert!(log::load(&checkpoint).unwrap().is_empty());
+}
+
+#[test]
+fn a_log_of_records_is_still_loaded() {
+    let rows = vec![Row { step: 3, values: vec![Some(0.5), None, Some(f64::NEG_INFINITY)] }; 2];
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_value("log", &rows).unwrap();
+    assert_eq!(log::load(&checkpoint).unwrap(), rows);
 }
 
 #[test]

@@ -179,7 +179,8 @@ fn last_state(folder: &Folder) -> State {
         parts.as_object_mut().unwrap().remove(name);
     }
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
-    let tensors = tensors.iter().map(|(name, tensor)| (name.to_owned(), tensor.data().to_vec()));
+    let tensors = tensors.iter().filter(|(name, _)| !name.starts_with("log/"));
+    let tensors = tensors.map(|(name, tensor)| (name.to_owned(), tensor.data().to_vec()));
     (tensors.collect(), parts)
 }
 

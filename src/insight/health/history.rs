@@ -2,9 +2,9 @@
 
 use std::collections::VecDeque;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use super::history_report::{HistoryReport, SkipCause, StepRecord};
+use super::history_report::{COLUMNS, HistoryReport, SkipCause, StepRecord};
 use crate::GradScaler;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
@@ -173,14 +173,39 @@ impl ScaleHistory {
 
 impl Stateful for ScaleHistory {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
-        let HistoryReport { total, steps } = self.report()?;
-        state.value("total", &total)?;
-        state.value("steps", &steps)
+        let report = self.report()?;
+        state.value("total", &report.total)?;
+        for (name, numbers) in COLUMNS.iter().zip(report.columns()) {
+            state.tensor(name, &Tensor::f_from_slice(&numbers)?)?;
+        }
+        Ok(())
     }
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
-        let loaded = HistoryReport::checked(saved.value("total")?, saved.value("steps")?)?;
+        let total = saved.value("total")?;
+        // Earlier builds saved a record for each step.
+        let loaded = if saved.contains("steps")? {
+            HistoryReport::checked(total, saved.value("steps")?)?
+        } else {
+            let mut columns = [const { Vec::new() }; COLUMNS.len()];
+            for (numbers, name) in columns.iter_mut().zip(COLUMNS) {
+                *numbers = column(name, &saved.tensor(name)?)?;
+            }
+            HistoryReport::of_columns(total, columns)?
+        };
         Ok(Prepared::new(move || self.resume(loaded)))
+    }
+}
+
+/// Reads a saved column, which is no longer than a history can be.
+fn column(name: &str, saved: &Tensor) -> Result<Vec<f64>> {
+    let (size, kind) = (ffi::sizes(saved)?, saved.f_kind()?);
+    match size[..] {
+        [steps] if steps <= MOST_STEPS as i64 && kind == Kind::Double => Ok(saved.try_into()?),
+        _ => {
+            let problem = format!("is damaged: its `{name}` is {kind:?} {size:?}");
+            Err(Error::InvalidArgument { name: "the saved history of the scale", problem })
+        }
     }
 }
 

@@ -39,6 +39,10 @@ pub enum SkipCause {
     Spike,
 }
 
+/// The names of the columns in a checkpoint: tensors, because a file holds far more of their elements than of values. A
+/// taken step has the number 0 in `skipped`, one that overflowed 1 and a spike 2; an unknown norm or loss is NaN.
+pub(crate) const COLUMNS: [&str; 5] = ["scale", "skipped", "norm", "loss", "learning_rate"];
+
 /// The last steps, the oldest first. Its text, by `Display`, is one line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -59,6 +63,49 @@ impl HistoryReport {
         }
         let problem = format!("is damaged: its {} steps are not the last of {total}", steps.len());
         Err(Error::InvalidArgument { name: "the saved history of the scale", problem })
+    }
+
+    /// The numbers of the steps, a list for each of [`COLUMNS`].
+    pub(crate) fn columns(&self) -> [Vec<f64>; COLUMNS.len()] {
+        let column = |number: fn(&StepRecord) -> f64| self.steps.iter().map(number).collect();
+        [
+            column(|step| step.scale),
+            column(|step| match step.skipped {
+                None => 0.0,
+                Some(SkipCause::Overflow) => 1.0,
+                Some(SkipCause::Spike) => 2.0,
+            }),
+            column(|step| step.norm.unwrap_or(f64::NAN)),
+            column(|step| step.loss.unwrap_or(f64::NAN)),
+            column(|step| step.learning_rate),
+        ]
+    }
+
+    /// Makes a report of the columns of the last steps.
+    pub(crate) fn of_columns(total: u64, columns: [Vec<f64>; COLUMNS.len()]) -> Result<Self> {
+        let [scales, skips, norms, losses, learning_rates] = columns;
+        let steps = scales.len();
+        let lengths = [&skips, &norms, &losses, &learning_rates].map(Vec::len);
+        let causes = skips.iter().map(|skip| match skip {
+            0.0 => Some(None),
+            1.0 => Some(Some(SkipCause::Overflow)),
+            2.0 => Some(Some(SkipCause::Spike)),
+            _ => None,
+        });
+        let causes: Option<Vec<_>> = causes.collect();
+        let first = total.checked_sub(steps as u64);
+        let (Some(first), Some(causes), true) = (first, causes, lengths == [steps; 4]) else {
+            let problem = format!("is damaged: its {steps} steps are not the last of {total}");
+            return Err(Error::InvalidArgument { name: "the saved history of the scale", problem });
+        };
+        let finite = |number: f64| Some(number).filter(|number| number.is_finite());
+        let numbers = norms.into_iter().zip(losses).zip(scales).zip(learning_rates);
+        let records = numbers.zip(causes).zip(first..).map(|(numbers, before)| {
+            let ((((norm, loss), scale), learning_rate), skipped) = numbers;
+            let (norm, loss) = (finite(norm), finite(loss));
+            StepRecord { step: before + 1, scale, skipped, norm, loss, learning_rate }
+        });
+        Self::checked(total, records.collect())
     }
 
     /// Counts the steps that were skipped for a cause.
