@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::part::Part;
 use crate::checkpoint::source::Source;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, shown};
 
 /// The content of a file, and the checksums to verify it.
 #[derive(Debug)]
@@ -61,7 +61,7 @@ impl Archive {
             };
             // A fuzzer cannot guess checksums.
             if !same && !cfg!(fuzzing) {
-                let problem = format!("the checksum of `{name}` does not match");
+                let problem = format!("the checksum of `{}` does not match", shown(name));
                 return Err(self.source.damaged(problem).into());
             }
         }

@@ -65,6 +65,7 @@ mod zip;
 use std::collections::BTreeMap;
 #[cfg(feature = "distributed")]
 use std::sync::Arc;
+use std::fmt;
 
 use serde::de::DeserializeOwned;
 use tch::Tensor;
@@ -73,7 +74,7 @@ use crate::checkpoint::part::Part;
 use crate::checkpoint::plain::Plain;
 #[cfg(feature = "distributed")]
 use crate::checkpoint::source::Source;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, list};
 
 pub use crate::atomic::SaveError;
 pub use crate::error::CheckpointError;
@@ -109,7 +110,7 @@ const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
 /// assert_eq!(checkpoint.tensor("mean")?, Tensor::from_slice(&[0.5f32, 0.25]));
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Checkpoint {
     parts: BTreeMap<String, Part>,
     /// What the parts were loaded from, unless others have been added since.
@@ -181,3 +182,11 @@ fn read_value<T: DeserializeOwned>(name: &str, value: &Plain) -> Result<T> {
 fn other_part(name: &str, wanted: &'static str, found: &Part) -> Error {
     CheckpointError::OtherPart { name: name.to_owned(), wanted, found: found.describe() }.into()
 }
+/// Shows the names of the first parts, and nothing else that a file may hold megabytes of.
+impl fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<_> = self.names().collect();
+        f.debug_struct("Checkpoint").field("parts", &format_args!("{}", list(&names))).finish()
+    }
+}
+

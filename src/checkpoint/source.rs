@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use crate::checkpoint::CheckpointError;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, sentence};
 
 /// How many bytes are read or written at a time: few enough to stay in the cache of a core, and a multiple of the size
 /// of every element.
@@ -101,7 +101,8 @@ impl Source {
         Ok(())
     }
 
+    /// Makes an error of a problem, which may contain text from the file.
     pub(crate) fn damaged(&self, problem: impl Into<String>) -> CheckpointError {
-        CheckpointError::Damaged { path: self.path.clone(), problem: problem.into() }
+        CheckpointError::Damaged { path: self.path.clone(), problem: sentence(&problem.into()) }
     }
 }

@@ -4,11 +4,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::atomic::SaveError;
-use crate::error::BoxError;
+use crate::error::text::debug_as_message;
+use crate::error::{BoxError, list, sentence, shown};
 
 /// Why a checkpoint could not be saved, loaded or restored. Unless a variant says otherwise, a failed save leaves the
 /// file as it was, and a failed restore leaves its targets as they were. The messages include the causes, and so
-/// `source()` does not return them.
+/// `source()` does not return them. In a message, names and texts from a file are shortened, and what a terminal would
+/// obey is escaped; the fields have them as they are.
 ///
 /// # Examples
 ///
@@ -28,7 +30,7 @@ use crate::error::BoxError;
 /// assert!(matches!(damaged, Err(Error::Checkpoint(CheckpointError::Damaged { .. }))));
 /// # Ok::<(), Error>(())
 /// ```
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
     /// The file could not be replaced, or it is uncertain whether the new file survives a power loss.
@@ -47,7 +49,7 @@ pub enum CheckpointError {
     },
 
     /// The file is not a checkpoint, or it was damaged after it was saved. Load an older one.
-    #[error("`{}` is damaged or not a checkpoint: {problem}", path.display())]
+    #[error("`{}` is damaged or not a checkpoint: {}", path.display(), sentence(problem))]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -96,7 +98,7 @@ pub enum CheckpointError {
     },
 
     /// A part or a tensor cannot be put into a checkpoint.
-    #[error("`{name}` cannot be saved: {problem}")]
+    #[error("`{}` cannot be saved: {}", shown(name), sentence(problem))]
     Unsaveable {
         /// The part or the tensor.
         name: String,
@@ -105,7 +107,7 @@ pub enum CheckpointError {
     },
 
     /// The checkpoint has no part of this name.
-    #[error("the checkpoint has no `{name}`; it has {}", list(there))]
+    #[error("the checkpoint has no `{}`; it has {}", shown(name), list(there))]
     NoPart {
         /// The name that was requested.
         name: String,
@@ -114,7 +116,7 @@ pub enum CheckpointError {
     },
 
     /// The part is of another kind than the one requested.
-    #[error("`{name}` in the checkpoint is {found}, not {wanted}")]
+    #[error("`{}` in the checkpoint is {}, not {wanted}", shown(name), sentence(found))]
     OtherPart {
         /// The part.
         name: String,
@@ -126,7 +128,8 @@ pub enum CheckpointError {
 
     /// The names in a part are not those of the target to be restored.
     #[error(
-        "`{part}` does not fit: missing in the checkpoint: {}; unexpected: {}; use `rename_prefix` to rename, or `skip` or `strict(false)` to leave out",
+        "`{}` does not fit: missing in the checkpoint: {}; unexpected: {}; use `rename_prefix` to rename, or `skip` or `strict(false)` to leave out",
+        shown(part),
         list(missing),
         list(unexpected)
     )]
@@ -140,7 +143,7 @@ pub enum CheckpointError {
     },
 
     /// A saved tensor does not match its target, in shape or dtype for instance.
-    #[error("`{tensor}` in `{part}` {problem}")]
+    #[error("`{}` in `{}` {}", shown(tensor), shown(part), sentence(problem))]
     Tensor {
         /// The part.
         part: String,
@@ -151,7 +154,7 @@ pub enum CheckpointError {
     },
 
     /// A value is not of the requested type, or cannot be represented as JSON.
-    #[error("the value `{name}` does not fit: {cause}")]
+    #[error("the value `{}` does not fit: {}", shown(name), sentence(&cause.to_string()))]
     Value {
         /// The value.
         name: String,
@@ -179,6 +182,11 @@ pub enum CheckpointError {
     },
 }
 
+debug_as_message!(
+    CheckpointError: Save, Io, Damaged, Newer, NotRemoved, AllDamaged, Unsaveable, NoPart, OtherPart, Keys, Tensor,
+    Value, NonFiniteBuffer, Interrupted
+);
+
 impl CheckpointError {
     /// Returns a function that makes a [`CheckpointError::Io`] of an I/O error.
     pub(crate) fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> Self {
@@ -188,22 +196,9 @@ impl CheckpointError {
 
 /// Makes a [`CheckpointError::Unsaveable`]. `name` is that of a part or a tensor, or `the checkpoint`.
 pub(crate) fn unsaveable(name: &str, problem: impl Into<String>) -> CheckpointError {
-    CheckpointError::Unsaveable { name: name.to_owned(), problem: problem.into() }
+    CheckpointError::Unsaveable { name: name.to_owned(), problem: sentence(&problem.into()) }
 }
 
 fn first(errors: &[CheckpointError]) -> String {
     errors.first().map(ToString::to_string).unwrap_or_default()
-}
-
-fn list(names: &[String]) -> String {
-    const SHOWN: usize = 8;
-    if names.is_empty() {
-        return "nothing".to_owned();
-    }
-    let shown: Vec<_> = names.iter().take(SHOWN).map(|name| format!("`{name}`")).collect();
-    let rest = match names.len().saturating_sub(SHOWN) {
-        0 => String::new(),
-        more => format!(" and {more} more"),
-    };
-    shown.join(", ") + &rest
 }

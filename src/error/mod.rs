@@ -26,7 +26,7 @@ pub use gradient::GradientError;
 pub use optimizer::OptimizerError;
 pub use policy::PolicyError;
 pub use scaler::ScalerError;
-pub(crate) use text::{Number, chain, text, without_backtrace};
+pub(crate) use text::{Number, chain, list, sentence, shown, text, without_backtrace};
 
 /// The result type of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -1,7 +1,7 @@
 //! Errors of optimizers.
 
-use crate::error::BoxError;
-use crate::error::text::chain;
+use crate::error::text::{chain, debug_as_message};
+use crate::error::{BoxError, sentence, shown};
 
 /// Why an optimizer was not built, changed, loaded or stepped. Unless a variant says otherwise, nothing was changed.
 ///
@@ -18,7 +18,7 @@ use crate::error::text::chain;
 /// assert!(matches!(set, Err(Error::Optimizer(OptimizerError::NoSuchOption { option: "momentum", .. }))));
 /// # Ok::<(), Error>(())
 /// ```
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OptimizerError {
     /// A list of parameters is empty.
@@ -83,7 +83,7 @@ pub enum OptimizerError {
     },
 
     /// An optimizer state does not fit the optimizer that loads it.
-    #[error("the optimizer state does not fit: {parameter}: {problem}")]
+    #[error("the optimizer state does not fit: {}: {}", shown(parameter), sentence(problem))]
     State {
         /// The parameter's name.
         parameter: String,
@@ -96,3 +96,8 @@ pub enum OptimizerError {
     #[error("the optimizer's step failed: {}", chain(&**.0))]
     Step(BoxError),
 }
+
+debug_as_message!(
+    OptimizerError: NoParameters, NoMasterWeights, Parameter, SharedMemory, NoSuchGroup, NoSuchOption, OtherAlgorithm,
+    State, Step
+);

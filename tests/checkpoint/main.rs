@@ -9,6 +9,7 @@ mod folder;
 mod golden;
 mod kinds;
 mod memory;
+mod messages;
 mod muon;
 mod names;
 mod own;

@@ -9,6 +9,7 @@ use crate::checkpoint::part::{Part, StatePart};
 use crate::checkpoint::pickle::{TensorRef, Value, get};
 use crate::checkpoint::plain::Plain;
 use crate::checkpoint::source::Source;
+use crate::error::{sentence, shown};
 
 pub(super) type Items = [(Value, Value)];
 type Parts = BTreeMap<String, Part>;
@@ -46,7 +47,7 @@ impl Reader<'_> {
                 Some(kind) => self.part_of(kind, value, names),
                 None => Ok(self.guess(value)),
             };
-            let part = part.map_err(|problem| format!("`{name}` in it {problem}"))?;
+            let part = part.map_err(|problem| format!("`{}` in it {problem}", shown(&name)))?;
             parts.insert(name, part);
         }
         Ok(parts)
@@ -63,7 +64,9 @@ impl Reader<'_> {
             ("value", value) => plain::from_python(value).map(Part::Value),
             _ => None,
         };
-        part.ok_or_else(|| format!("is recorded as a part of the kind {kind}, but is not one"))
+        part.ok_or_else(|| {
+            format!("is recorded as a part of the kind {}, but is not one", shown(kind))
+        })
     }
 
     /// Converts a part from a Python program, whose kind is guessed. A part of an unsupported kind does not prevent the
@@ -73,10 +76,10 @@ impl Reader<'_> {
         let part = match value {
             Value::Tensor(tensor) => self.entry(tensor).map(Part::Tensor),
             Value::Dict(items) if has(items, "state") && has(items, "param_groups") => {
-                return self.optimizer(items, None).unwrap_or_else(Part::Unknown);
+                return self.optimizer(items, None).unwrap_or_else(unknown);
             }
             Value::Dict(items) if muon::is_pair(items) => {
-                return self.optimizer(items, None).unwrap_or_else(Part::Unknown);
+                return self.optimizer(items, None).unwrap_or_else(unknown);
             }
             Value::Dict(items) if items.is_empty() => Some(Part::Empty),
             Value::Dict(items) if has(items, "growth_factor") => scaler(value),
@@ -135,6 +138,11 @@ fn is_model(items: &Items) -> bool {
     let is_tensor = |value: &Value| matches!(value, Value::Tensor(_));
     items.iter().any(|(_, value)| is_tensor(value))
         && items.iter().all(|(_, value)| is_tensor(value) || *value == Value::None)
+}
+
+/// Makes a part of an unsupported kind. The reason may contain text from the file.
+fn unknown(why: Problem) -> Part {
+    Part::Unknown(sentence(&why))
 }
 
 fn scaler(value: &Value) -> Option<Part> {

@@ -3,7 +3,8 @@
 use super::arena::{Id, Machine, Node, Step};
 use super::opcodes as op;
 use super::{Limits, Storages, Value, globals, tree};
-use crate::checkpoint::malformed::{Malformed, shown};
+use crate::checkpoint::malformed::Malformed;
+use crate::error::shown;
 
 /// The longest name of a class or a function.
 const MAX_NAME_BYTES: usize = 512;

@@ -9,7 +9,8 @@ use super::TensorRef;
 use super::arena::{Id, Machine, Node, Step, Storage};
 use super::globals::Global;
 use super::value::element_bytes;
-use crate::checkpoint::malformed::{Malformed, shown};
+use crate::checkpoint::malformed::Malformed;
+use crate::error::shown;
 
 /// The longest key of a storage in bytes. PyTorch uses numbers, and each tensor holds a copy of the key.
 const LONGEST_KEY: usize = 64;

@@ -146,7 +146,7 @@ pub(super) fn check_keys(items: &[(Value, Value)]) -> Result<(), String> {
             return Err("has a dict with a key that is not a string, a number or None".to_owned());
         };
         if !seen.insert(known) {
-            let key = crate::checkpoint::malformed::shown(&format!("{key:?}"));
+            let key = crate::error::shown(&format!("{key:?}"));
             return Err(format!("has a dict with the key {key} twice"));
         }
     }

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 
 use crate::checkpoint::CheckpointError;
+use crate::error::shown;
 use crate::names;
 
 /// The renames and skips of a restore.
@@ -54,8 +55,9 @@ impl Names {
             let here = self.of(name).into_owned();
             if let Some(other) = renamed.insert(here, name.as_str()) {
                 let problem = format!(
-                    "and `{name}` would both be `{}` here; let `rename_prefix` give them different names",
-                    self.of(name)
+                    "and `{}` would both be `{}` here; let `rename_prefix` give them different names",
+                    shown(name),
+                    shown(&self.of(name))
                 );
                 let (part, tensor) = (part.to_owned(), other.to_owned());
                 return Err(CheckpointError::Tensor { part, tensor, problem });

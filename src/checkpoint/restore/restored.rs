@@ -1,13 +1,15 @@
 //! The result of a restore: the names that it left out.
 
+use std::fmt;
+
 use crate::checkpoint::CheckpointError;
 #[cfg(doc)]
 use crate::checkpoint::Restore;
-use crate::error::Result;
+use crate::error::{Result, list};
 
 /// The names that a restore left out, each as `part/name`. The counterpart of the result of `load_state_dict`, which
-/// has no `skipped_keys`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// has no `skipped_keys`. Its debug form shows the first of them, as messages do.
+#[derive(Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Restored {
     /// The names that the checkpoint lacks. Their targets keep their values. Empty unless [`strict`](Restore::strict)
@@ -18,6 +20,17 @@ pub struct Restored {
     pub unexpected_keys: Vec<String>,
     /// The names that [`skip`](Restore::skip) excluded.
     pub skipped_keys: Vec<String>,
+}
+
+impl fmt::Debug for Restored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { missing_keys, unexpected_keys, skipped_keys } = self;
+        f.debug_struct("Restored")
+            .field("missing_keys", &format_args!("{}", list(missing_keys)))
+            .field("unexpected_keys", &format_args!("{}", list(unexpected_keys)))
+            .field("skipped_keys", &format_args!("{}", list(skipped_keys)))
+            .finish()
+    }
 }
 
 impl Restored {

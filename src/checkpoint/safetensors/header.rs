@@ -7,6 +7,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::plain::Plain;
+use crate::error::shown;
 use crate::optim::ParamGroupState;
 use crate::scaler::GradScalerState;
 
@@ -94,7 +95,7 @@ impl TryFrom<Fields> for PartManifest {
             value,
             non_finite,
         } = fields;
-        let missing = |name: &str| format!("a part of the kind {kind} has no {name}");
+        let missing = |name: &str| format!("a part of the kind {} has no {name}", shown(&kind));
         Ok(match kind.as_str() {
             "model" => Self::Model,
             "optimizer" => {
@@ -114,7 +115,7 @@ impl TryFrom<Fields> for PartManifest {
                 }
             }
             "empty" => Self::Empty,
-            _ => return Err(format!("a part has the unknown kind {kind}")),
+            _ => return Err(format!("a part has the unknown kind {}", shown(&kind))),
         })
     }
 }

@@ -13,6 +13,7 @@ use tch::Kind;
 use crate::checkpoint::pickle::MAX_DIMS;
 use crate::checkpoint::safetensors::header::KEY;
 use crate::checkpoint::safetensors::{MAX_TENSORS, kind};
+use crate::error::shown;
 
 /// The content of a header.
 pub(super) struct Header {
@@ -39,7 +40,7 @@ pub(super) fn header(json: &[u8]) -> Result<Header, String> {
     tensors.sort_by(|(one, _), (other, _)| one.cmp(other));
     // Readers differ in which of two tensors with the same name they take.
     if let Some(twice) = tensors.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-        return Err(format!("`{}` occurs twice", twice[0].0));
+        return Err(format!("`{}` occurs twice", shown(&twice[0].0)));
     }
     tensors.sort_by_key(|(_, entry)| entry.data_offsets);
     let mut data_len = 0;
@@ -47,11 +48,13 @@ pub(super) fn header(json: &[u8]) -> Result<Header, String> {
     for (name, entry) in tensors {
         let (start, end) = entry.data_offsets;
         let Some((kind, bytes)) = entry.layout() else {
+            let name = shown(&name);
             return Err(format!("`{name}` has a dtype or shape that tch does not support"));
         };
         if start != data_len || start.checked_add(bytes) != Some(end) {
             return Err(format!(
-                "the offsets of `{name}` do not fit its shape and the other tensors"
+                "the offsets of `{}` do not fit its shape and the other tensors",
+                shown(&name)
             ));
         }
         data_len = end;

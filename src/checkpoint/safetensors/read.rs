@@ -11,7 +11,7 @@ use crate::checkpoint::safetensors::header::{Manifest, PartManifest, VERSION, Ve
 use crate::checkpoint::safetensors::parse::{self, Header};
 use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, too_much};
 use crate::checkpoint::source::Source;
-use crate::error::Result;
+use crate::error::{Result, shown};
 
 /// Whether a file that begins with these bytes can be a safetensors file: a length, followed by JSON.
 pub(crate) fn is_safetensors(start: &[u8]) -> bool {
@@ -112,7 +112,7 @@ fn with_manifest(
         let check = Check::Xxh3(checksum);
         regions.push(Region { name: name.clone(), offset, len: entry.len() as u64, check });
         if !give(&mut built, &name, entry) {
-            return Err(source.damaged(format!("`{name}` belongs to no part")).into());
+            return Err(source.damaged(format!("`{}` belongs to no part", shown(&name))).into());
         }
     }
     Ok(Archive { source: Arc::clone(source), parts: built, regions })

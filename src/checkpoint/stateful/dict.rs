@@ -10,7 +10,6 @@ use crate::checkpoint::{Checkpoint, other_part};
 use crate::error::Result;
 
 /// The tensors and values of a part.
-#[derive(Debug)]
 pub(super) struct Dict<'a> {
     /// By their names in the target, each with its name in the checkpoint.
     pub(super) tensors: BTreeMap<String, (&'a str, &'a Entry)>,

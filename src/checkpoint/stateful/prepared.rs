@@ -6,7 +6,7 @@ use tch::Tensor;
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::Entry;
-use crate::error::Result;
+use crate::error::{Result, shown};
 use crate::ffi;
 use crate::optim::Saved as _;
 
@@ -75,7 +75,7 @@ impl fmt::Debug for Prepared<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { copies, steps, commits } = self;
         f.debug_struct("Prepared")
-            .field("copies", copies)
+            .field("copies", &copies.len())
             .field("steps", &steps.len())
             .field("commits", &commits.len())
             .finish()
@@ -83,7 +83,6 @@ impl fmt::Debug for Prepared<'_> {
 }
 
 /// A tensor that is to be overwritten, and the saved one to overwrite it with.
-#[derive(Debug)]
 pub(super) struct Copy<'a> {
     pub(super) part: String,
     /// Its name in the target.
@@ -107,12 +106,13 @@ impl Copy<'_> {
         let there = if name == saved {
             "in the checkpoint".to_owned()
         } else {
-            format!("in the checkpoint, as `{saved}`")
+            format!("in the checkpoint, as `{}`", shown(saved))
         };
         let problem = if entry.size != size {
             format!(
-                "has the shape {:?} {there}, and {size:?} {place}; `skip(&[\"{name}\"])` leaves it as it is",
-                entry.size
+                "has the shape {:?} {there}, and {size:?} {place}; `skip(&[\"{}\"])` leaves it as it is",
+                entry.size,
+                shown(name)
             )
         } else if entry.kind != kind && !cast {
             let found = entry.kind;

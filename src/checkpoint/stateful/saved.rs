@@ -2,6 +2,7 @@
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeSet, HashSet};
+use std::fmt;
 
 use serde::de::DeserializeOwned;
 use tch::{Kind, Tensor};
@@ -13,14 +14,13 @@ use crate::checkpoint::stateful::Prepared;
 use crate::checkpoint::stateful::dict::Dict;
 use crate::checkpoint::stateful::prepared::Copy;
 use crate::checkpoint::{Checkpoint, CheckpointError, read_value};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, shown};
 use crate::variables::{Variable, each_once};
 
 /// A state in a checkpoint, which [`Stateful::prepare_restore`](crate::checkpoint::Stateful::prepare_restore) reads.
 ///
 /// It may also come from Python: any dict of tensors and plain values can be read, such as the `state_dict()` of a
 /// learning-rate scheduler.
-#[derive(Debug)]
 pub struct SavedState<'a> {
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) name: &'a str,
@@ -30,7 +30,7 @@ pub struct SavedState<'a> {
 }
 
 /// Which names were read, missing or skipped.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Notes {
     /// Whether the part was taken as a whole instead of by names.
     whole: bool,
@@ -39,6 +39,18 @@ struct Notes {
     skipped: Vec<String>,
     /// What was left out of a part that was taken as a whole.
     report: Restored,
+}
+
+/// Shows the names, and not the content of the file.
+impl fmt::Debug for SavedState<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { checkpoint, name, options, .. } = self;
+        f.debug_struct("SavedState")
+            .field("checkpoint", checkpoint)
+            .field("name", &shown(name))
+            .field("options", options)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<'a> SavedState<'a> {

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Number, OptimizerError, Result};
+use crate::error::{Error, Number, OptimizerError, Result, shown};
 use crate::ffi::{self, Master, OutsideRegions};
 use crate::optim::first_step::FirstStep;
 use crate::optim::masters::MASTER;
@@ -275,7 +275,7 @@ fn check<'a, T: Saved>(
     let known = |key: &str| keys.contains(&key) || [STEP, MASTER].contains(&key);
     if let Some(key) = entries.keys().find(|key| !known(key)) {
         let name = algorithm.name();
-        return Err(refuse(format!("has {key}, which {name} does not keep")));
+        return Err(refuse(format!("has {}, which {name} does not keep", shown(key))));
     }
     let is_half = matches!(parameter.kind(), Kind::Half | Kind::BFloat16);
     if master == Master::None && is_half && entries.contains_key(MASTER) {

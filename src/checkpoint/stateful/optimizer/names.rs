@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::restore::Restored;
 use crate::checkpoint::restore::names::Names;
-use crate::error::Result;
+use crate::error::{Result, shown};
 use crate::optim::{AmpOptimizer, Optimizer, ParamGroupState};
 
 /// Replaces PyTorch's numbers by the names of the parameters in the same positions. Returns the name for each number.
@@ -21,8 +21,8 @@ pub(super) fn by_place(
         let problem = format!(
             "has groups of {:?} parameters without names, and the optimizer has groups of {:?}; build it with the same \
              groups in the same order, or save with `named_parameters()` (PyTorch 2.6)",
-            counts(&saved),
-            counts(&ours)
+            shown(&format!("{:?}", counts(&saved))),
+            shown(&format!("{:?}", counts(&ours)))
         );
         let (part, tensor) = (part.to_owned(), "param_groups".to_owned());
         return Err(CheckpointError::Tensor { part, tensor, problem }.into());
