@@ -22,6 +22,8 @@ pub(crate) struct Entry {
 #[derive(Debug)]
 enum Data {
     Memory(Tensor),
+    /// A single number, which takes far less memory than a tensor of it.
+    Number(f32),
     File(Location),
 }
 
@@ -41,6 +43,11 @@ impl Entry {
         Ok(Self { kind: tensor.f_kind()?, size: ffi::sizes(tensor)?, data })
     }
 
+    /// Makes an entry for a number that is to be a tensor without dimensions.
+    pub(crate) fn number(number: f32) -> Self {
+        Self { kind: Kind::Float, size: Vec::new(), data: Data::Number(number) }
+    }
+
     /// Makes an entry for a tensor in a file. The caller has checked the location against the file.
     pub(crate) fn in_file(kind: Kind, size: Vec<i64>, location: Location) -> Self {
         Self { kind, size, data: Data::File(location) }
@@ -50,7 +57,7 @@ impl Entry {
     pub(crate) fn device(&self) -> Device {
         match &self.data {
             Data::Memory(tensor) => tensor.device(),
-            Data::File(_) => Device::Cpu,
+            Data::Number(_) | Data::File(_) => Device::Cpu,
         }
     }
 
@@ -70,6 +77,7 @@ impl Entry {
     ) -> std::result::Result<(), E> {
         match &self.data {
             Data::Memory(tensor) => read_tensor(tensor, self.len(), take),
+            Data::Number(number) => take(&number.to_le_bytes()),
             Data::File(Location { source, offset, stride: None }) => {
                 source.read_chunks(*offset, self.len() as u64, take)
             }
@@ -77,15 +85,21 @@ impl Entry {
         }
     }
 
-    /// Copies or reads the elements into a new tensor on the CPU.
+    /// Copies or reads the elements into a new tensor on the CPU. A tensor in a file that is expanded remains so, because
+    /// its elements can be far more than those in the file.
     pub(crate) fn to_tensor(&self) -> Result<Tensor> {
         let _own = OutsideRegions::enter();
         match &self.data {
-            Data::Memory(tensor) => Ok(tensor.f_to_device_(Device::Cpu, self.kind, false, true)?),
+            Data::Memory(tensor) => {
+                let (tensor, _) = plain(tensor)?;
+                Ok(tensor.f_to_device_(Device::Cpu, self.kind, false, true)?)
+            }
+            Data::Number(number) => Ok(Tensor::from(*number)),
             Data::File(Location { source, offset, stride: Some(stride) }) => {
                 let extent = extent(&self.size, stride);
                 let all = read_new(self.kind, &[extent], source, *offset)?;
-                Ok(all.f_as_strided(&self.size[..], &stride[..], 0)?.f_contiguous()?)
+                let view = all.f_as_strided(&self.size[..], &stride[..], 0)?;
+                Ok(if self.numel() as i64 > extent { view } else { view.f_contiguous()? })
             }
             Data::File(Location { source, offset, stride: None }) => {
                 read_new(self.kind, &self.size, source, *offset)
@@ -104,7 +118,10 @@ impl Saved for Entry {
     }
 
     fn item(&self) -> Result<f64> {
-        self.to_tensor()?.item()
+        match &self.data {
+            Data::Number(number) => Ok((*number).into()),
+            _ => self.to_tensor()?.item(),
+        }
     }
 
     /// Converts the elements if the dtypes differ.
@@ -116,7 +133,7 @@ impl Saved for Entry {
                 fill(to, self.len(), source, *offset)
             }
             Data::Memory(tensor) => tensor.copy_to(to),
-            Data::File(_) => self.to_tensor()?.copy_to(to),
+            Data::Number(_) | Data::File(_) => self.to_tensor()?.copy_to(to),
         }
     }
 }

@@ -78,16 +78,6 @@ pub(crate) enum Malformed {
     },
 }
 
-/// Shortens a text from a file and escapes its control characters, so that a message can include it.
-pub(crate) fn shown(text: &str) -> String {
-    const MAX_CHARS: usize = 80;
-    let mut shown: String = text.chars().take(MAX_CHARS).flat_map(char::escape_debug).collect();
-    if text.chars().nth(MAX_CHARS).is_some() {
-        shown.push('…');
-    }
-    shown
-}
-
 /// Makes the error of a writer whose file PyTorch or this crate could not read.
 pub(crate) fn invalid(problem: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, problem.into())

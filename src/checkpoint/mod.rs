@@ -91,6 +91,9 @@ const MAX_VALUES: u64 = 2_000_000;
 const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
 
 /// Named models, optimizers, scalers, tensors and values, to be saved to one file or loaded from one.
+/// The most tensors and the most parameters of optimizers that a file may have.
+const MAX_TENSORS: usize = 1 << 18;
+
 ///
 /// Added tensors are not copied: save the checkpoint before the next step changes them. Loading verifies the checksums
 /// but leaves the tensors in the file until they are restored. Saving and loading need additional memory for at most
@@ -143,7 +146,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns a tensor that was added by itself, as a new tensor on the CPU with the saved shape and dtype.
+    /// Returns a tensor that was added by itself, as a new tensor on the CPU with the saved shape and dtype. One that
+    /// Python has saved expanded, with several elements in one place of memory, is expanded here as well.
     ///
     /// # Errors
     ///

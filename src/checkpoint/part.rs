@@ -29,7 +29,8 @@ pub(crate) enum Part {
 /// The state of an optimizer, with the content of an [`OptimizerState`](crate::optim::OptimizerState).
 #[derive(Debug)]
 pub(crate) struct OptimizerPart {
-    pub(crate) state: BTreeMap<String, BTreeMap<String, Entry>>,
+    /// Boxed, because the map of each parameter has room for eleven entries.
+    pub(crate) state: BTreeMap<String, BTreeMap<String, Box<Entry>>>,
     pub(crate) param_groups: Vec<ParamGroupState>,
     /// Whether the names are PyTorch's numbers, which are to be matched by position.
     pub(crate) params_are_numbers: bool,
@@ -71,7 +72,8 @@ impl Part {
             }
             Self::Optimizer(part) => {
                 Box::new(part.state.iter().flat_map(|(parameter, entries)| {
-                    entries.iter().map(move |(key, entry)| (format!("{parameter}/{key}"), entry))
+                    let full = move |key: &str| format!("{parameter}/{key}");
+                    entries.iter().map(move |(key, entry)| (full(key), &**entry))
                 }))
             }
             Self::Tensor(entry) => Box::new(std::iter::once((String::new(), entry))),

@@ -124,6 +124,45 @@ fn a_checkpoint_of_a_newer_format_is_not_skipped() {
     }
 }
 
+/// A single damaged bit must not make a file of a later version, which would not be skipped.
+#[test]
+fn a_flipped_bit_makes_no_newer_format() {
+    let temporary = Folder::new();
+    let folder = CheckpointFolder::new(&temporary.0).unwrap();
+    save_all(&folder, &[1, 2]);
+    let newest = folder.files().unwrap().pop().unwrap().path;
+    let bytes = fs::read(&newest).unwrap();
+    for bit in 0..8 * bytes.len() {
+        let mut changed = bytes.clone();
+        changed[bit / 8] ^= 1 << (bit % 8);
+        fs::write(&newest, changed).unwrap();
+        let found = folder.latest().unwrap_or_else(|error| panic!("bit {bit}: {error}")).unwrap();
+        assert_eq!((found.file.step, found.damaged.len()), (1, 1), "bit {bit}");
+    }
+}
+
+/// A later version keeps the checksum of the header where it is.
+#[test]
+fn an_intact_file_of_a_newer_format_is_recognized() {
+    let temporary = Folder::new();
+    let folder = CheckpointFolder::new(&temporary.0).unwrap();
+    save_all(&folder, &[1, 2]);
+    let newest = folder.files().unwrap().pop().unwrap().path;
+    let bytes = fs::read(&newest).unwrap();
+    let header = String::from_utf8(bytes[8..].to_vec()).unwrap();
+    let header = header.replace(r#"\"format\":1"#, r#"\"format\":3"#);
+    let field = r#"\"checksum\":\""#;
+    let place = header.find(field).unwrap() + field.len();
+    let blank = [&header[..place], &"0".repeat(16), &header[place + 16..]].concat();
+    let own = xxhash_rust::xxh3::xxh3_64(blank.as_bytes());
+    let signed = [&header[..place], &format!("{own:016x}"), &header[place + 16..]].concat();
+    fs::write(&newest, [&bytes[..8], signed.as_bytes()].concat()).unwrap();
+    match folder.latest() {
+        Err(Error::Checkpoint(CheckpointError::Newer { found: 3, .. })) => {}
+        other => panic!("{other:?}"),
+    }
+}
+
 #[test]
 fn a_run_that_resumed_from_an_older_checkpoint_keeps_its_new_ones() {
     let temporary = Folder::new();

@@ -9,6 +9,7 @@ use std::io::Write as _;
 use std::path::Path;
 use std::process::Command;
 
+use tch::Device;
 use tch_amp::checkpoint::Checkpoint;
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
@@ -30,13 +31,26 @@ const MB: usize = 1_000_000;
 fn load_one_file() {
     if let Some(path) = std::env::var_os(FILE).filter(|path| !path.is_empty()) {
         match Checkpoint::load(path) {
-            Ok(checkpoint) => println!("loaded {} parts", checkpoint.names().count()),
+            Ok(checkpoint) => {
+                println!("loaded {} parts", checkpoint.names().count());
+                use_all(&checkpoint);
+            }
             Err(error) => {
                 println!("refused: {}", error.to_string().chars().take(200).collect::<String>())
             }
         }
     }
     println!("peak {}", peak());
+}
+
+/// Asks for the tensors of a checkpoint, and for the random numbers, which it does not have.
+fn use_all(checkpoint: &Checkpoint) {
+    for name in checkpoint.names().take(10) {
+        if let Err(error @ tch_amp::Error::Torch(_)) = checkpoint.tensor(name) {
+            panic!("{name}: {error}");
+        }
+        assert!(checkpoint.restore().rng(name, Device::Cpu).apply().is_err(), "{name}");
+    }
 }
 
 /// The peak of this process's address space in bytes.
@@ -232,5 +246,242 @@ fn hostile_pickles_take_a_small_multiple_of_memory() {
             ("records", &|path| records(path, b"\x80\x02}.", 270_000)),
             ("records within bounds", &|path| records(path, b"\x80\x02N.", 262_000)),
         ],
+    );
+}
+
+/// An archive with an empty dict and `count` empty records, each with this name after the folder and these extra fields
+/// in the directory. Written by hand, because the zip crate writes no such fields.
+fn directory(path: &Path, count: usize, name: &dyn Fn(usize) -> Vec<u8>, extra: &[u8]) {
+    let mut file = std::io::BufWriter::new(File::create(path).unwrap());
+    let (mut at, mut entries) = (0u32, Vec::new());
+    for index in 0..=count {
+        let (name, data): (_, &[u8]) = match index {
+            0 => (b"data.pkl".to_vec(), b"\x80\x02}."),
+            index => (name(index), b""),
+        };
+        let name = [b"a/", &name[..]].concat();
+        let (size, crc) = (data.len() as u32, crc32fast::hash(data));
+        // The version, the flag for names in UTF-8, the method, the time and the date.
+        let common = [10u16, 1 << 11, 0, 0, 0].map(u16::to_le_bytes).concat();
+        let sizes = [crc, size, size].map(u32::to_le_bytes).concat();
+        let common = [&common[..], &sizes, &(name.len() as u16).to_le_bytes()].concat();
+        let local = [b"PK\x03\x04", &common[..], &[0; 2], &name, data].concat();
+        file.write_all(&local).unwrap();
+        let extra = if index == 0 { b"" } else { extra };
+        entries.extend(b"PK\x01\x02\x0a\0");
+        entries.extend(&common);
+        entries.extend((extra.len() as u16).to_le_bytes());
+        // The comment, the disk and the attributes.
+        entries.extend([0; 10]);
+        entries.extend(at.to_le_bytes());
+        entries.extend(&name);
+        entries.extend(extra);
+        at += local.len() as u32;
+    }
+    file.write_all(&entries).unwrap();
+    let counts = [0u16, 0, (count + 1) as u16, (count + 1) as u16].map(u16::to_le_bytes).concat();
+    let place = [entries.len() as u32, at].map(u32::to_le_bytes).concat();
+    file.write_all(&[b"PK\x05\x06", &counts[..], &place, &[0; 2]].concat()).unwrap();
+    file.flush().unwrap();
+}
+
+#[test]
+fn hostile_directories_take_a_small_multiple_of_memory() {
+    let record = |index: usize| format!("data/{index}").into_bytes();
+    let long = |fill: &[u8], index: usize| {
+        [format!("data/{index}/").as_bytes(), &fill.repeat(60_000 / fill.len())].concat()
+    };
+    check(
+        false,
+        &[
+            ("one-byte extras.pt", &|path| {
+                directory(path, 1600, &record, &b"\xfe\xca\x01\0\0".repeat(13_000));
+            }),
+            ("empty extras.pt", &|path| {
+                directory(path, 1600, &record, &b"\xfe\xca\0\0".repeat(16_000));
+            }),
+            ("small extras.pt", &|path| {
+                directory(path, 60_000, &record, &b"\xfe\xca\0\0".repeat(400));
+            }),
+            ("long names.pt", &|path| {
+                directory(path, 1600, &|index| long("ä".as_bytes(), index), b"");
+            }),
+        ],
+    );
+    check(
+        true,
+        &[("names in another encoding.pt", &|path| {
+            directory(path, 1600, &|index| long(b"\xe4", index), b"");
+        })],
+    );
+}
+
+fn pickled(text: &str) -> Vec<u8> {
+    [b"X".as_slice(), &(text.len() as u32).to_le_bytes(), text.as_bytes()].concat()
+}
+
+/// What makes an empty tensor, with the function memorized as 1, its arguments as 2 and the tensor as 0.
+fn memorized_tensor() -> Vec<u8> {
+    let storage =
+        [&pickled("storage")[..], b"ctorch\nByteStorage\n", &pickled("0"), &pickled("cpu")];
+    [
+        b"ctorch._utils\n_rebuild_tensor_v2\nq\x01((",
+        &storage.concat()[..],
+        b"K\0tQK\0K\0\x85K\x01\x85\x89ccollections\nOrderedDict\n)Rtq\x02Rq\0",
+    ]
+    .concat()
+}
+
+/// An optimizer with `states` parameters of which each has a `value` as its state, in a group of `listed` ones.
+fn optimizer(path: &Path, options: &[(&str, &[u8])], value: &[u8], states: u32, listed: u32) {
+    let number = |number: u32| [b"J".as_slice(), &number.to_le_bytes()].concat();
+    let state: Vec<u8> =
+        (0..states).flat_map(|n| [&number(n)[..], b"}h\x03", value, b"s"].concat()).collect();
+    let params: Vec<u8> = (0..listed).flat_map(number).collect();
+    let options: Vec<u8> =
+        options.iter().flat_map(|(name, value)| [&pickled(name)[..], value].concat()).collect();
+    let group = [&options[..], &pickled("params"), b"](", &params, b"e"].concat();
+    let pickle = [
+        b"\x80\x02}(".as_slice(),
+        &pickled("first"),
+        &memorized_tensor(),
+        &pickled("name"),
+        &pickled("step"),
+        b"q\x03",
+        &pickled("opt"),
+        b"}(",
+        &pickled("state"),
+        b"}(",
+        &state,
+        b"u",
+        &pickled("param_groups"),
+        b"](}(",
+        &group,
+        b"ueuu.",
+    ];
+    records(path, &pickle.concat(), 1);
+}
+
+#[test]
+fn hostile_optimizers_and_tensors_take_a_small_multiple_of_memory() {
+    let zero = b"G\0\0\0\0\0\0\0\0".as_slice();
+    let adam = [
+        ("lr", zero),
+        ("betas", b"G\0\0\0\0\0\0\0\0G\0\0\0\0\0\0\0\0\x86".as_slice()),
+        ("eps", zero),
+        ("weight_decay", zero),
+        ("amsgrad", b"\x89"),
+        ("maximize", b"\x89"),
+    ];
+    let recalled = |unit: &'static [u8], times: usize| {
+        move |path: &Path| {
+            let tensor = memorized_tensor();
+            let list = [b"](", &unit.repeat(times)[..], b"e"].concat();
+            let items = [&pickled("a")[..], &tensor, &pickled("b"), &list].concat();
+            records(path, &[b"\x80\x02}(", &items[..], b"u."].concat(), 1);
+        }
+    };
+    check(
+        false,
+        &[
+            ("states within bounds.pt", &|path| optimizer(path, &adam, b"h\0", 100_000, 100_000)),
+            ("parameters within bounds.pt", &|path| optimizer(path, &adam, b"h\0", 1000, 260_000)),
+            ("numbers within bounds.pt", &|path| {
+                optimizer(path, &adam, b"K\x01", 260_000, 260_000)
+            }),
+            ("numbers.pt", &|path| optimizer(path, &adam, b"K\x01", 330_000, 330_000)),
+            ("parameters.pt", &|path| optimizer(path, &adam, b"h\0", 1000, 1_800_000)),
+            ("a tensor within bounds.pt", &recalled(b"h\0", 130_000)),
+        ],
+    );
+    check(
+        true,
+        &[
+            ("states.pt", &|path| optimizer(path, &adam, b"h\0", 280_000, 280_000)),
+            ("a tensor again and again.pt", &recalled(b"h\0", 660_000)),
+            ("tensors.pt", &recalled(b"h\x01h\x02R", 660_000)),
+        ],
+    );
+}
+
+/// A safetensors file of this crate with the right checksum of its header, and with tensors of no elements.
+fn signed(path: &Path, parts: &str, tensors: usize, name: &dyn Fn(usize) -> String) {
+    let checksums = vec![r#""0000000000000000""#; tensors].join(",");
+    let blank = "0000000000000000";
+    let manifest = format!(
+        r#"{{"format":1,"writer":"","checksum":"{blank}","checksums":[{checksums}],"parts":{parts}}}"#
+    );
+    let mut text =
+        format!(r#"{{"__metadata__":{{"tch_amp":{}}}"#, serde_json::to_string(&manifest).unwrap());
+    for index in 0..tensors {
+        let name = name(index);
+        write!(text, r#","{name}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#).unwrap();
+    }
+    text.push('}');
+    let own = format!("{:016x}", xxhash_rust::xxh3::xxh3_64(text.as_bytes()));
+    header(path, &text.replacen(blank, &own, 1));
+}
+
+#[test]
+fn hostile_parts_of_safetensors_take_a_small_multiple_of_memory() {
+    let group = |params: &str| {
+        format!(
+            r#"{{"a":{{"kind":"optimizer","param_groups":[{{"params":[{params}],"algorithm":"Sgd","lr":0.1,"momentum":0.0,"dampening":0.0,"weight_decay":0.0,"nesterov":false,"maximize":false}}]}}}}"#
+        )
+    };
+    let names = repeated(r##""#","##, 8 * MB);
+    check(
+        true,
+        &[
+            // The checksums of empty tensors are not zero, which is noticed after the parts were made.
+            ("states", &|path| {
+                signed(path, &group(""), 262_000, &|index| format!("a/{index}/x"));
+            }),
+            ("a model", &|path| {
+                signed(path, r#"{"a":{"kind":"model"}}"#, 262_000, &|index| format!("a/{index}"));
+            }),
+        ],
+    );
+    check(false, &[("parameters", &|path| signed(path, &group(&names), 0, &|_| String::new()))]);
+}
+
+/// Every seed of the fuzzer.
+#[test]
+fn small_files_take_little_memory() {
+    let seeds = crate::common::python::root().join("fuzz/seeds");
+    let folders = std::fs::read_dir(&seeds).unwrap().map(|folder| folder.unwrap().path());
+    let files = folders.flat_map(|folder| std::fs::read_dir(folder).unwrap());
+    let (_, start) = load(Path::new(""), 1 << 46);
+    for path in files.map(|file| file.unwrap().path()) {
+        let len = std::fs::metadata(&path).unwrap().len();
+        let (said, _) = load(&path, start + BESIDES + FACTOR * len);
+        assert!(said.contains("loaded"), "{}: {said}", path.display());
+    }
+}
+
+/// An expanded tensor of a small file has a GiB of elements, and the file has one.
+#[test]
+fn an_expanded_tensor_takes_no_more_memory_than_its_file() {
+    check(
+        false,
+        &[("expanded.pt", &|path| {
+            let storage =
+                [&pickled("storage")[..], b"ctorch\nByteStorage\n", &pickled("0"), &pickled("cpu")];
+            let tensor = [
+                b"ctorch._utils\n_rebuild_tensor_v2\n((",
+                &storage.concat()[..],
+                b"K\x01tQK\0J\0\0\0\x40\x85K\0\x85\x89ccollections\nOrderedDict\n)RtR",
+            ]
+            .concat();
+            let pickle = [b"\x80\x02}", &pickled("rng")[..], &tensor, b"s."].concat();
+            let mut zip = ZipWriter::new(File::create(path).unwrap());
+            let options =
+                SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
+            for (name, data) in [("a/data.pkl", &pickle[..]), ("a/data/0", b"x")] {
+                zip.start_file(name, options).unwrap();
+                zip.write_all(data).unwrap();
+            }
+            drop(zip.finish().unwrap());
+        })],
     );
 }

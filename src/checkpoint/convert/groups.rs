@@ -13,7 +13,7 @@ use crate::optim::{
 
 type Items = Vec<(Value, Value)>;
 
-/// Reads the options of a group, and infers the algorithm from their names.
+/// Reads the options of a group, without its parameters, and infers the algorithm from their names.
 pub(super) fn from_python(group: &[(Value, Value)]) -> Result<ParamGroup, String> {
     let has = |name: &str| get(group, name).is_some();
     let is_true = |name: &str| get(group, name) == Some(&Value::Bool(true));
@@ -32,7 +32,6 @@ pub(super) fn from_python(group: &[(Value, Value)]) -> Result<ParamGroup, String
         }
     };
     let is_option = |(key, value): &&(Value, Value)| match key {
-        Value::Str(name) if name == "params" || name == "param_names" => false,
         // PyTorch's default.
         Value::Str(name) if name == "adjust_lr_fn" => *value != Value::None,
         _ => true,
@@ -44,6 +43,11 @@ pub(super) fn from_python(group: &[(Value, Value)]) -> Result<ParamGroup, String
     };
     options.push(("algorithm".to_owned(), Plain::Text(algorithm.to_owned())));
     Plain::map(options).read().map_err(|error| error.to_string())
+}
+
+/// Whether a key of a group is that of its parameters or of their names.
+pub(super) fn is_list_of_parameters(key: &Value) -> bool {
+    matches!(key, Value::Str(name) if name == "params" || name == "param_names")
 }
 
 /// Whether a group of Adam may in fact be one of AdamW. Before PyTorch 2.7 both had the same options.

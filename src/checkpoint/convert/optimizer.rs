@@ -6,10 +6,9 @@
 
 use std::collections::BTreeMap;
 
-use tch::Tensor;
-
 use super::from::{Items, Problem, Reader};
 use super::{groups, muon, plain};
+use crate::checkpoint::MAX_TENSORS;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::{OptimizerPart, Part};
 use crate::checkpoint::pickle::{TensorRef, Value, get};
@@ -74,7 +73,15 @@ impl Reader<'_> {
     /// Converts the groups of a state dict.
     pub(super) fn groups(&self, items: &Items) -> Result<Vec<Group>, Problem> {
         match get(items, "param_groups") {
-            Some(Value::List(groups)) => groups.iter().map(|group| self.group(group)).collect(),
+            Some(Value::List(groups)) => {
+                let groups: Vec<_> =
+                    groups.iter().map(|group| self.group(group)).collect::<Result<_, _>>()?;
+                let count: usize = groups.iter().map(|group| group.numbers.len()).sum();
+                if count > MAX_TENSORS {
+                    return Err(format!("has {count} parameters, more than {MAX_TENSORS}"));
+                }
+                Ok(groups)
+            }
             _ => Err("is not an optimizer".to_owned()),
         }
     }
@@ -85,7 +92,7 @@ impl Reader<'_> {
         items: &Items,
         groups: &[Group],
         names: &[Vec<String>],
-    ) -> Result<BTreeMap<String, BTreeMap<String, Entry>>, Problem> {
+    ) -> Result<BTreeMap<String, BTreeMap<String, Box<Entry>>>, Problem> {
         let Some(Value::Dict(state)) = get(items, "state") else {
             return Err("is not an optimizer".to_owned());
         };
@@ -122,8 +129,8 @@ impl Reader<'_> {
         let names = list("param_names");
         let names = names.and_then(|names| names.iter().map(plain::text).collect());
         // A learning rate can be a tensor, so that `torch.compile` does not treat it as a constant.
-        let plain = items.iter().map(|(key, value)| (key.clone(), self.number(value)));
-        let plain: Vec<_> = plain.collect();
+        let plain = items.iter().filter(|(key, _)| !groups::is_list_of_parameters(key));
+        let plain: Vec<_> = plain.map(|(key, value)| (key.clone(), self.number(value))).collect();
         let options =
             groups::from_python(&plain).map_err(|problem| format!("its param_groups {problem}"))?;
         Ok(Group { options, numbers, names, may_be_adamw: groups::may_be_adamw(items) })
@@ -142,22 +149,21 @@ impl Reader<'_> {
     }
 
     /// Converts the state of one parameter. Tensors that do not exist yet are `None` in PyTorch.
-    fn state(&self, tensors: &Items) -> Result<BTreeMap<String, Entry>, Problem> {
+    fn state(&self, tensors: &Items) -> Result<BTreeMap<String, Box<Entry>>, Problem> {
         let mut entries = BTreeMap::new();
         for (key, value) in tensors {
-            let number = |value: f64| Entry::in_memory(&Tensor::from(value as f32)).ok();
             let entry = match value {
                 Value::None => continue,
                 Value::Tensor(tensor) => self.entry(tensor),
                 // Older versions of PyTorch keep the step as a number.
-                Value::Int(value) => number(*value as f64),
-                Value::Float(value) => number(*value),
+                Value::Int(value) => Some(Entry::number(*value as f32)),
+                Value::Float(value) => Some(Entry::number(*value as f32)),
                 _ => None,
             };
             let (Value::Str(key), Some(entry)) = (key, entry) else {
                 return Err("has something other than tensors in a parameter's state".to_owned());
             };
-            entries.insert(key.clone(), entry);
+            entries.insert(key.clone(), Box::new(entry));
         }
         Ok(entries)
     }

@@ -63,6 +63,7 @@ pub(super) struct Machine<'a> {
     pub marks: Vec<usize>,
     pub memo: HashMap<u32, Id>,
     spent: u64,
+    tensors: u64,
 }
 
 pub(super) type Step<T = ()> = Result<T, Malformed>;
@@ -84,6 +85,7 @@ impl<'a> Machine<'a> {
             marks: Vec::new(),
             memo: HashMap::new(),
             spent: 0,
+            tensors: 0,
         }
     }
 
@@ -119,6 +121,16 @@ impl<'a> Machine<'a> {
         self.spent = self.spent.saturating_add(values);
         let limit = self.limits.max_values;
         if self.spent > limit { Err(Malformed::TooMuch { what: "values", limit }) } else { Ok(()) }
+    }
+
+    /// Counts a tensor, and the values in its shape and strides.
+    pub fn spend_tensor(&mut self, dims: usize) -> Step {
+        self.tensors += 1;
+        let limit = self.limits.max_tensors;
+        if self.tensors > limit {
+            return Err(Malformed::TooMuch { what: "tensors", limit });
+        }
+        self.spend(2 * dims as u64)
     }
 
     pub fn push_id(&mut self, id: Id) -> Step {

@@ -1,6 +1,6 @@
 //! The limits on a file in PyTorch's format.
 
-use crate::checkpoint::MAX_VALUES;
+use crate::checkpoint::{MAX_TENSORS, MAX_VALUES};
 
 /// The limits beyond which a file is refused.
 #[derive(Clone, Debug)]
@@ -13,6 +13,8 @@ pub(crate) struct Limits {
     /// The number of values in the result, and likewise of those that the pickle makes on the way. Of a tensor the
     /// dimensions count as well.
     pub max_values: u64,
+    /// The number of tensors that the pickle makes. Each takes as much memory as many values.
+    pub max_tensors: u64,
     /// The depth of nested containers.
     pub max_depth: usize,
     /// The number of records in the archive.
@@ -27,8 +29,9 @@ impl Default for Limits {
             max_pickle_bytes: 100_000_000,
             max_text_factor: 16,
             max_values: MAX_VALUES,
+            max_tensors: MAX_TENSORS as u64,
             max_depth: 64,
-            max_records: 1 << 18,
+            max_records: MAX_TENSORS,
             max_expanded_bytes: 1 << 30,
         }
     }

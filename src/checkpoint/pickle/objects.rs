@@ -45,7 +45,7 @@ impl Machine<'_> {
             _ => return Err(self.refuse("calls a function with arguments that it does not take")),
         };
         if let Node::Tensor(tensor) = &made {
-            self.spend(2 * tensor.size.len() as u64)?;
+            self.spend_tensor(tensor.size.len())?;
         }
         self.push(made)
     }

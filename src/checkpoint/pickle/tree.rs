@@ -9,6 +9,10 @@ use super::value::check_keys;
 use super::{Limits, TensorRef, Value};
 use crate::checkpoint::malformed::Malformed;
 
+/// How many values a tensor counts as, besides those of its shape and strides. It is less than what a pickle spends on
+/// making one.
+const TENSOR: usize = 12;
+
 /// What remains of the limits. The arena holds each node once, but a node can be in many places of the tree.
 struct Tree<'a> {
     machine: &'a Machine<'a>,
@@ -110,7 +114,8 @@ impl Tree<'_> {
     }
 
     fn tensor(&mut self, tensor: &TensorRef) -> Step<TensorRef> {
-        self.spend(2 * tensor.size.len())?;
+        // A pickle can recall one tensor again and again, and each place takes as much memory as many values.
+        self.spend(TENSOR + 2 * tensor.size.len())?;
         let storage = self.text(&tensor.storage)?;
         let len = (self.machine.storages)(&storage).unwrap_or(0);
         // The tensor was checked before. Here it counts once for each place that it is in.

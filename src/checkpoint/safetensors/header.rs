@@ -120,10 +120,12 @@ impl TryFrom<Fields> for PartManifest {
     }
 }
 
-/// Only the version of a manifest, since a later version may have other fields.
+/// Only what every version of a manifest has, since a later one may have other fields. The checksum stays where it is:
+/// without it, a damaged file could not be told from a later version.
 #[derive(Deserialize)]
 pub(crate) struct Version {
     pub(crate) format: u32,
+    pub(crate) checksum: Option<Checksum>,
 }
 
 /// Computes the checksum of a header that contains `own` as its checksum. Returns `None` if it does not contain it.

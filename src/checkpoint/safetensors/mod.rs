@@ -15,16 +15,13 @@ use safetensors::Dtype;
 use tch::Kind;
 pub(crate) use write::{Plan, write};
 
-use crate::checkpoint::MAX_VALUES;
+use crate::checkpoint::{MAX_TENSORS, MAX_VALUES};
 
 /// The size in bytes of the largest header that is read, the same as in other readers of the format.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The largest size in bytes of the manifest's JSON.
-const MAX_MANIFEST_BYTES: usize = 32 << 20;
-
-/// The most tensors that a file may have, the same as in PyTorch's format.
-const MAX_TENSORS: usize = 1 << 18;
+pub(crate) const MAX_MANIFEST_BYTES: usize = 32 << 20;
 
 /// Returns a problem if the manifest's JSON would take too much memory, and `None` otherwise.
 fn too_much(manifest: &str) -> Option<String> {

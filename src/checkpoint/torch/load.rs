@@ -11,6 +11,7 @@ use crate::checkpoint::convert::Reader;
 use crate::checkpoint::malformed::Malformed;
 use crate::checkpoint::pickle::Limits;
 use crate::checkpoint::source::Source;
+use crate::checkpoint::zip::Record;
 use crate::error::Result;
 
 /// Reads the structure of a file. The storages are not read.
@@ -22,13 +23,13 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
         }
         error => source.damaged(error.to_string()),
     })?;
-    let regions = storages.values().chain(&others).map(|record| Region {
-        name: record.name.clone(),
+    let region = |(name, record): (&String, &Record)| Region {
+        name: name.clone(),
         offset: record.offset,
         len: record.len,
         check: Check::Crc32(record.crc32),
-    });
-    let regions = regions.collect();
+    };
+    let regions = storages.iter().chain(&others).map(region).collect();
     let offsets: BTreeMap<_, _> =
         storages.into_iter().map(|(key, record)| (key, record.offset)).collect();
     let reader = Reader { source: &source, offsets };

@@ -9,14 +9,19 @@ mod store;
 mod tests;
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::{self, BufReader, Read, Seek, Write};
+use std::io::{self, Read, Seek, Write};
 
-use crate::checkpoint::malformed::{Malformed, shown};
+use crate::checkpoint::malformed::Malformed;
 use crate::checkpoint::pickle::{self, Limits, Value};
 use crate::checkpoint::zip::{self, Record};
+use crate::error::shown;
 
 pub(crate) use load::read;
 pub(crate) use store::{plan, write};
+
+/// The names of two records.
+const PICKLE: &str = "data.pkl";
+const BYTE_ORDER: &str = "byteorder";
 
 /// An upper bound of the number of records besides one for each storage.
 const OTHER_RECORDS: usize = 8;
@@ -28,31 +33,32 @@ pub(crate) struct Opened {
     pub root: Value,
     /// The records of the storages, by key.
     pub storages: BTreeMap<String, Record>,
-    /// The other records, except compressed ones such as the code in a TorchScript archive.
-    pub others: Vec<Record>,
+    /// The other records by name, except compressed ones such as the code in a TorchScript archive.
+    pub others: BTreeMap<String, Record>,
 }
 
 /// Reads everything except the storages, whose checksums the caller must verify.
-pub(crate) fn open<R: Read + Seek>(file: R, limits: &Limits) -> Result<Opened, Malformed> {
-    let (mut file, mut records) = zip::records(BufReader::new(file), limits.max_records)?;
-    if let Some(record) = records.get("byteorder") {
-        let order = zip::read(&mut file, record, 16)?;
+pub(crate) fn open<R: Read + Seek>(mut file: R, limits: &Limits) -> Result<Opened, Malformed> {
+    let mut records = zip::records(&mut file, limits.max_records)?;
+    if let Some(record) = records.get(BYTE_ORDER) {
+        let order = zip::read(&mut file, BYTE_ORDER, record, 16)?;
         if order != b"little" {
             let order = shown(&String::from_utf8_lossy(&order));
-            return Err(record.refuse(format!("says {order}, but only little is supported")));
+            let problem = format!("says {order}, but only little is supported");
+            return Err(Malformed::Record { name: BYTE_ORDER.to_owned(), problem });
         }
     }
-    let Some(pickle) = records.get("data.pkl") else {
-        return Err(Malformed::Archive("it has no data.pkl".to_owned()));
+    let Some(pickle) = records.get(PICKLE) else {
+        return Err(Malformed::Archive(format!("it has no {PICKLE}")));
     };
-    let bytes = zip::read(&mut file, pickle, limits.max_pickle_bytes)?;
+    let bytes = zip::read(&mut file, PICKLE, pickle, limits.max_pickle_bytes)?;
     let mut storages = BTreeMap::new();
-    let mut others = Vec::new();
+    let mut others = BTreeMap::new();
     // A storage is found by its key, in the folder `data`.
     while let Some((name, record)) = records.pop_first() {
         match name.strip_prefix("data/") {
             Some(key) => drop(storages.insert(key.to_owned(), record)),
-            None => others.push(record),
+            None => drop(others.insert(name, record)),
         }
     }
     let root = pickle::read(&bytes, &|key| storages.get(key).map(|record| record.len), limits)?;

@@ -9,22 +9,12 @@ mod write;
 pub(crate) use read::{read, records};
 pub(crate) use write::write;
 
-use crate::checkpoint::malformed::{Malformed, shown};
-
 /// The position and the checksum of a record in the file.
 #[derive(Clone, Debug)]
 pub(crate) struct Record {
-    /// The name, including the folder.
-    pub name: String,
     pub offset: u64,
     pub len: u64,
     pub crc32: u32,
-}
-
-impl Record {
-    pub(crate) fn refuse(&self, problem: String) -> Malformed {
-        Malformed::Record { name: shown(&self.name), problem }
-    }
 }
 
 /// Whether a file that begins with these bytes is a zip archive.

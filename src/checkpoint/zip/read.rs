@@ -1,159 +1,258 @@
 //! Finding and reading the records of an archive.
 //!
-//! The directory is checked before a record is read: the number of records, their names, and that they neither overlap
-//! nor reach beyond the end of the file.
+//! The directory is read entry by entry, and of each only the name and the place of the data are kept. Before a record
+//! is read, the number of records and their names are checked, and that they neither overlap nor reach beyond the
+//! directory.
 
 use std::collections::BTreeMap;
-use std::io::{self, Read, Seek, SeekFrom};
-
-use ::zip::result::ZipError;
-use ::zip::{CompressionMethod, ZipArchive};
+use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::ops::Range;
 
 use super::{Record, split};
-use crate::checkpoint::malformed::{Malformed, shown};
+use crate::checkpoint::malformed::Malformed;
+use crate::error::shown;
 
-impl From<ZipError> for Malformed {
-    fn from(error: ZipError) -> Self {
-        match error {
-            ZipError::Io(error) if error.kind() != io::ErrorKind::UnexpectedEof => Self::Io(error),
-            error => Self::Archive(error.to_string()),
-        }
-    }
+const END: &[u8] = b"PK\x05\x06";
+const END64: &[u8] = b"PK\x06\x06";
+const LOCATOR: &[u8] = b"PK\x06\x07";
+const ENTRY: &[u8] = b"PK\x01\x02";
+const LOCAL: &[u8] = b"PK\x03\x04";
+
+const END_BYTES: usize = 22;
+const END64_BYTES: usize = 56;
+const LOCATOR_BYTES: usize = 20;
+const ENTRY_BYTES: usize = 46;
+const LOCAL_BYTES: usize = 30;
+
+/// The end record, a comment or other bytes after it, and the two records of zip64.
+const TAIL: u64 = (END_BYTES + (1 << 16) + LOCATOR_BYTES + END64_BYTES) as u64;
+
+/// The identifier of the extra field with 64-bit sizes, and the value of a size that is there.
+const ZIP64: u16 = 1;
+const ELSEWHERE: u64 = 0xffff_ffff;
+
+/// The only methods of the records that PyTorch writes: TorchScript's code is compressed.
+const STORED: u16 = 0;
+
+/// The flag of an encrypted record.
+const ENCRYPTED: u16 = 1;
+
+/// What the end of an archive says of its directory.
+struct Directory {
+    count: u64,
+    /// Its place in the file.
+    place: Range<u64>,
+    /// How many bytes precede the archive in the file.
+    before: u64,
+}
+
+/// What the directory says of a record.
+struct Entry {
+    name: String,
+    flags: u16,
+    method: u16,
+    crc32: u32,
+    compressed: u64,
+    len: u64,
+    /// The position of its local header in the file.
+    header: u64,
 }
 
 /// Finds the records. Returns them by their names, without the folder that all of them are in.
 pub(crate) fn records<R: Read + Seek>(
-    mut file: R,
+    file: &mut R,
     max_records: usize,
-) -> Result<(R, BTreeMap<String, Record>), Malformed> {
-    check_count(&mut file, max_records)?;
-    let mut archive = ZipArchive::new(file)?;
-    check_limit(archive.len() as u64, max_records)?;
-    let directory = archive.central_directory_start();
+) -> Result<BTreeMap<String, Record>, Malformed> {
+    let directory = directory(file)?;
+    if directory.count > max_records as u64 {
+        return Err(Malformed::TooMuch { what: "records", limit: max_records as u64 });
+    }
     let mut folder = None;
     let mut records = BTreeMap::new();
     let mut spans = Vec::new();
-    for index in 0..archive.len() {
-        let entry = archive.by_index_raw(index)?;
-        let name = entry.name().to_owned();
-        let refuse =
-            |problem: &str| Malformed::Record { name: shown(&name), problem: problem.to_owned() };
-        let Some((top, rest)) = split(&name) else {
+    for entry in entries(file, &directory)? {
+        let refuse = |problem: &str| Malformed::Record {
+            name: shown(&entry.name),
+            problem: problem.to_owned(),
+        };
+        let Some((top, rest)) = split(&entry.name) else {
             return Err(refuse("does not have a name of the form folder/name"));
         };
         if *folder.get_or_insert_with(|| top.to_owned()) != top {
             return Err(refuse("is not in the same folder as the others"));
         }
-        let Some(offset) = entry.data_start() else {
+        let Some(offset) = data_start(file, entry.header)? else {
             return Err(refuse("has no data"));
         };
-        spans.push(entry.header_start()..offset.saturating_add(entry.compressed_size()));
-        if entry.encrypted() {
+        spans.push(entry.header..offset.saturating_add(entry.compressed));
+        if entry.flags & ENCRYPTED != 0 {
             return Err(refuse("is encrypted"));
         }
-        if entry.compression() != CompressionMethod::Stored {
+        if entry.method != STORED {
             // TorchScript compresses its code, which this crate does not read.
             if rest.starts_with("code/") {
                 continue;
             }
             return Err(refuse("is compressed; PyTorch stores records as they are"));
         }
-        if entry.size() != entry.compressed_size() {
+        if entry.len != entry.compressed {
             return Err(refuse("is stored, but has two sizes"));
         }
-        let (len, crc32) = (entry.size(), entry.crc32());
-        let rest = rest.to_owned();
-        records.insert(rest, Record { name, offset, len, crc32 });
+        let record = Record { offset, len: entry.len, crc32: entry.crc32 };
+        if records.insert(rest.to_owned(), record).is_some() {
+            return Err(Malformed::Archive("two of its records have the same name".to_owned()));
+        }
     }
     spans.sort_unstable_by_key(|span| span.start);
     let ends = spans.iter().map(|span| span.end);
-    let next = spans.iter().skip(1).map(|span| span.start).chain([directory]);
+    let next = spans.iter().skip(1).map(|span| span.start).chain([directory.place.start]);
     if ends.zip(next).any(|(end, next)| end > next) {
         let problem = "its records overlap, or reach beyond its end";
         return Err(Malformed::Archive(problem.to_owned()));
     }
-    let mut file = archive.into_inner();
-    if lists_more(&mut file, directory, spans.len())? {
-        return Err(Malformed::Archive("two of its records have the same name".to_owned()));
-    }
-    Ok((file, records))
+    Ok(records)
 }
 
-/// Whether the directory of an archive lists more than `count` records. Of those with one name, the zip crate keeps one.
-fn lists_more<R: Read + Seek>(file: &mut R, directory: u64, count: usize) -> io::Result<bool> {
-    file.seek(SeekFrom::Start(directory))?;
-    for _ in 0..count {
-        let mut entry = [0; 46];
-        file.read_exact(&mut entry)?;
-        let lengths =
-            [28, 30, 32].map(|at| u64::from(u16::from_le_bytes([entry[at], entry[at + 1]])));
-        io::copy(&mut file.by_ref().take(lengths.iter().sum()), &mut io::sink())?;
-    }
-    let mut next = [0; 4];
-    Ok(file.read(&mut next)? == 4 && next == *b"PK\x01\x02")
+fn refuse(problem: &str) -> Malformed {
+    Malformed::Archive(problem.to_owned())
 }
 
-fn check_limit(count: u64, max_records: usize) -> Result<(), Malformed> {
-    let limit = max_records as u64;
-    if count > limit { Err(Malformed::TooMuch { what: "records", limit }) } else { Ok(()) }
-}
-
-/// Checks the number of records that an archive claims to have, before anything is allocated for them.
+/// Finds the directory. Other bytes may precede the archive and follow it.
 ///
-/// A zip64 archive has the number in its zip64 end record, right before the locator and the end record, where all
-/// writers put them; it is an error if they are elsewhere. Other archives cannot claim more than 65535 records.
-fn check_count<R: Read + Seek>(file: &mut R, max_records: usize) -> Result<(), Malformed> {
-    const END: usize = 22;
-    const LOCATOR: usize = 20;
-    const END64: usize = 56;
-    // The end record, its comment of up to 64 KiB, the few bytes more that the zip crate searches, and the two zip64
-    // records.
-    const TAIL: u64 = 22 + (1 << 16) + 4 + 20 + 56;
+/// A zip64 archive has the numbers in its zip64 end record, right before the locator and the end record, where all
+/// writers put them; it is an error if they are elsewhere.
+fn directory<R: Read + Seek>(file: &mut R) -> Result<Directory, Malformed> {
     let len = file.seek(SeekFrom::End(0))?;
     let start = len.saturating_sub(TAIL);
     file.seek(SeekFrom::Start(start))?;
     let mut tail = Vec::new();
     file.by_ref().take(TAIL).read_to_end(&mut tail)?;
-    for end in END64 + LOCATOR..(tail.len() + 1).saturating_sub(END) {
-        let locator = &tail[end - LOCATOR..end];
-        if !tail[end..].starts_with(b"PK\x05\x06") || !locator.starts_with(b"PK\x06\x07") {
-            continue;
+    let mut places = (0..(tail.len() + 1).saturating_sub(END_BYTES)).rev();
+    let end = places.find(|&at| tail[at..].starts_with(END));
+    let end = end.ok_or_else(|| refuse("it has no end record"))?;
+    let locator = end.checked_sub(LOCATOR_BYTES).filter(|&at| tail[at..].starts_with(LOCATOR));
+    let (end, count, size, offset) = match locator {
+        Some(locator) => {
+            let end64 = locator.checked_sub(END64_BYTES);
+            let end64 = end64.filter(|&at| {
+                tail[at..].starts_with(END64) && number(&tail, locator + 8, 8) == start + at as u64
+            });
+            let at = end64.ok_or_else(|| refuse("its zip64 end is not where it should be"))?;
+            (at, number(&tail, at + 32, 8), number(&tail, at + 40, 8), number(&tail, at + 48, 8))
         }
-        let end64 = end - LOCATOR - END64;
-        if u64_at(locator, 8) != Some(start + end64 as u64)
-            || !tail[end64..].starts_with(b"PK\x06\x06")
-        {
-            return Err(Malformed::Archive("its zip64 end is not where it should be".to_owned()));
-        }
-        check_limit(u64_at(&tail, end64 + 32).unwrap_or(u64::MAX), max_records)?;
-    }
-    Ok(())
+        None => (
+            end,
+            number(&tail, end + 10, 2),
+            number(&tail, end + 12, 4),
+            number(&tail, end + 16, 4),
+        ),
+    };
+    let end = start + end as u64;
+    let place = end.checked_sub(size).map(|start| start..end);
+    let place = place.ok_or_else(|| refuse("its directory is longer than the file"))?;
+    let before = place.start.checked_sub(offset);
+    let before = before.ok_or_else(|| refuse("its directory is not where it should be"))?;
+    Ok(Directory { count, place, before })
 }
 
-fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
-    bytes.get(at..)?.first_chunk().copied().map(u64::from_le_bytes)
+/// Reads the directory.
+fn entries<R: Read + Seek>(file: &mut R, directory: &Directory) -> Result<Vec<Entry>, Malformed> {
+    let Directory { count, place, before } = directory;
+    file.seek(SeekFrom::Start(place.start))?;
+    let mut rest = BufReader::new(file.take(place.end - place.start));
+    let mut entries = Vec::new();
+    let mut extra = Vec::new();
+    for _ in 0..*count {
+        entries.push(entry(&mut rest, &mut extra, *before)?);
+    }
+    match rest.read(&mut [0])? {
+        0 => Ok(entries),
+        _ => Err(refuse("its directory has more records than it says")),
+    }
+}
+
+/// Reads the next entry of the directory. `extra` is memory for its extra fields.
+fn entry(directory: &mut impl Read, extra: &mut Vec<u8>, before: u64) -> Result<Entry, Malformed> {
+    let mut fixed = [0; ENTRY_BYTES];
+    directory.read_exact(&mut fixed)?;
+    if !fixed.starts_with(ENTRY) {
+        return Err(refuse("its directory is damaged"));
+    }
+    let size = |at| number(&fixed, at, 2) as usize;
+    let mut name = vec![0; size(28)];
+    directory.read_exact(&mut name)?;
+    // The comment is not used.
+    extra.resize(size(30) + size(32), 0);
+    directory.read_exact(extra)?;
+    let mut wide = zip64(&extra[..size(30)]).chunks_exact(8).map(|bytes| number(bytes, 0, 8));
+    let mut size = |at| match number(&fixed, at, 4) {
+        ELSEWHERE => wide.next().unwrap_or(ELSEWHERE),
+        size => size,
+    };
+    // In the order of the wide field.
+    let (len, compressed, header) = (size(24), size(20), size(42));
+    let name = String::from_utf8(name).map_err(|_| refuse("a name in it is not UTF-8"))?;
+    Ok(Entry {
+        name,
+        flags: number(&fixed, 8, 2) as u16,
+        method: number(&fixed, 10, 2) as u16,
+        crc32: number(&fixed, 16, 4) as u32,
+        compressed,
+        len,
+        header: header.saturating_add(before),
+    })
+}
+
+/// Returns the extra field with the sizes that are too large for their places.
+fn zip64(mut extra: &[u8]) -> &[u8] {
+    while let Some((head, rest)) = extra.split_first_chunk::<4>() {
+        let len = (number(head, 2, 2) as usize).min(rest.len());
+        if number(head, 0, 2) == u64::from(ZIP64) {
+            return &rest[..len];
+        }
+        extra = &rest[len..];
+    }
+    &[]
+}
+
+/// Returns where the data of a record begins, after its local header, which may have other extra fields than the
+/// directory. `None` if there is no such header.
+fn data_start<R: Read + Seek>(file: &mut R, header: u64) -> Result<Option<u64>, Malformed> {
+    let mut fixed = [0; LOCAL_BYTES];
+    file.seek(SeekFrom::Start(header))?;
+    file.read_exact(&mut fixed)?;
+    let len = LOCAL_BYTES as u64 + number(&fixed, 26, 2) + number(&fixed, 28, 2);
+    Ok(header.checked_add(len).filter(|_| fixed.starts_with(LOCAL)))
+}
+
+/// Returns the number in the bytes from `at` on, of which there are at most eight. Bytes that are missing count as zero.
+fn number(bytes: &[u8], at: usize, len: usize) -> u64 {
+    let mut wide = [0; 8];
+    let given = bytes.get(at..).unwrap_or_default();
+    wide.iter_mut().zip(given.iter().take(len)).for_each(|(to, from)| *to = *from);
+    u64::from_le_bytes(wide)
 }
 
 /// Reads a record of at most `limit` bytes, and verifies its checksum.
 pub(crate) fn read<R: Read + Seek>(
     file: &mut R,
+    name: &str,
     record: &Record,
     limit: u64,
 ) -> Result<Vec<u8>, Malformed> {
+    let refuse = |problem: String| Malformed::Record { name: shown(name), problem };
     if record.len > limit {
-        return Err(
-            record.refuse(format!("has {} bytes, but at most {limit} are allowed", record.len))
-        );
+        return Err(refuse(format!("has {} bytes, but at most {limit} are allowed", record.len)));
     }
     file.seek(SeekFrom::Start(record.offset))?;
     let mut bytes = Vec::new();
     file.take(record.len).read_to_end(&mut bytes)?;
     if bytes.len() as u64 != record.len {
-        return Err(record.refuse("ends too early".to_owned()));
+        return Err(refuse("ends too early".to_owned()));
     }
     // A fuzzer cannot guess checksums.
     if crc32fast::hash(&bytes) != record.crc32 && !cfg!(fuzzing) {
-        return Err(record.refuse("is damaged: its checksum does not match".to_owned()));
+        return Err(refuse("is damaged: its checksum does not match".to_owned()));
     }
     Ok(bytes)
 }

@@ -26,8 +26,11 @@ impl<'de> Deserialize<'de> for ParamGroup {
 
 impl<'de> Deserialize<'de> for ParamGroupState {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        let fields = Fields::deserialize(deserializer)?;
-        let state = || Ok(Self { options: group(&fields)?, params: field(&fields, "params")? });
+        let mut fields = Fields::deserialize(deserializer)?;
+        // Taken out first: there may be far more parameters than options, which are copied.
+        let params = fields.remove("params").ok_or_else(|| D::Error::missing_field("params"))?;
+        let state =
+            || Ok(Self { options: group(&fields)?, params: serde_json::from_value(params)? });
         state().map_err(|error: serde_json::Error| D::Error::custom(error))
     }
 }

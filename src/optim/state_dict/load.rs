@@ -31,6 +31,24 @@ pub(crate) trait Saved {
     fn copy_to(&self, to: &mut Tensor) -> Result<()>;
 }
 
+impl<T: Saved> Saved for Box<T> {
+    fn shape(&self) -> Vec<i64> {
+        (**self).shape()
+    }
+
+    fn is_complex(&self) -> bool {
+        (**self).is_complex()
+    }
+
+    fn item(&self) -> Result<f64> {
+        (**self).item()
+    }
+
+    fn copy_to(&self, to: &mut Tensor) -> Result<()> {
+        (**self).copy_to(to)
+    }
+}
+
 impl<T: Saved> Saved for &T {
     fn shape(&self) -> Vec<i64> {
         (**self).shape()

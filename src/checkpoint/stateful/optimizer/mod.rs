@@ -21,7 +21,7 @@ impl Stateful for Optimizer {
         for (parameter, tensors) in tensors {
             let tensors = tensors.into_iter().map(|(key, tensor)| {
                 let entry = entry(&parameter, &tensor)?;
-                Ok((key, entry))
+                Ok((key, Box::new(entry)))
             });
             let tensors = tensors.collect::<Result<_>>()?;
             entries.insert(parameter, tensors);

@@ -1,6 +1,6 @@
 //! The names of an optimizer's parameters, in the target and in the checkpoint.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::restore::Restored;
@@ -19,7 +19,7 @@ pub(super) fn by_place(
     let saved: Vec<_> = groups.iter().map(|group| group.params.clone()).collect();
     if counts(&saved) != counts(&ours) {
         let problem = format!(
-            "has groups of {:?} parameters without names, and the optimizer has groups of {:?}; build it with the same \
+            "has groups of {} parameters without names, and the optimizer has groups of {}; build it with the same \
              groups in the same order, or save with `named_parameters()` (PyTorch 2.6)",
             shown(&format!("{:?}", counts(&saved))),
             shown(&format!("{:?}", counts(&ours)))
@@ -58,21 +58,17 @@ pub(super) fn skip<T>(
     groups: &mut [ParamGroupState],
     restored: &mut Restored,
 ) {
-    let known = known(optimizer);
+    let known: BTreeSet<_> =
+        known(optimizer).into_iter().filter(|name| renames.skips(name)).collect();
     let saved = groups.iter().flat_map(|group| &group.params);
-    let mut skipped: Vec<_> =
-        saved.chain(&known).filter(|name| renames.skips(name)).cloned().collect();
-    skipped.sort();
-    skipped.dedup();
-    for name in &skipped {
-        state.remove(name);
-        let is_known = known.contains(name);
-        for group in groups.iter_mut() {
-            group.params.retain(|other| is_known || other != name);
-        }
-        if is_known && !groups.iter().any(|group| group.params.contains(name)) {
-            groups.iter_mut().take(1).for_each(|first| first.params.push(name.clone()));
-        }
+    let saved: BTreeSet<_> = saved.filter(|name| renames.skips(name)).cloned().collect();
+    let skipped: Vec<_> = saved.union(&known).cloned().collect();
+    skipped.iter().for_each(|name| drop(state.remove(name)));
+    for group in groups.iter_mut() {
+        group.params.retain(|name| known.contains(name) || !saved.contains(name));
+    }
+    if let Some(first) = groups.first_mut() {
+        first.params.extend(known.difference(&saved).cloned());
     }
     restored.skip(part, skipped);
 }
