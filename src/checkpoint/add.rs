@@ -8,6 +8,7 @@ use crate::GradScaler;
 #[cfg(doc)]
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::part::{Part, problem_of_name};
+use crate::checkpoint::room::Room;
 use crate::checkpoint::stateful::{entry, plain, save_model, save_scaler, save_scalers};
 use crate::checkpoint::{Checkpoint, Rng, SaveState, Stateful};
 #[cfg(doc)]
@@ -26,7 +27,8 @@ impl Checkpoint {
     /// # Errors
     ///
     /// [`CheckpointError::Unsaveable`] for a name that is taken, is empty, is `__metadata__` or `tch_amp`, or contains
-    /// a `/`; and those of [`Stateful::save_state`]. Nothing is added then.
+    /// a `/`, and if a file could not hold all that has been added, see [`add_value`](Self::add_value); and those of
+    /// [`Stateful::save_state`]. Nothing is added then.
     ///
     /// # Examples
     ///
@@ -105,8 +107,10 @@ impl Checkpoint {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unsaveable`] for the name, as in [`add_model`](Self::add_model); [`CheckpointError::Value`]
-    /// for a value that JSON cannot represent, such as a map whose keys are lists.
+    /// [`CheckpointError::Unsaveable`] for the name, as in [`add_model`](Self::add_model), for a value that is nested
+    /// deeper than 60 levels, and if all values together are more than 1.5 million, or more than about 32 MB as JSON: add
+    /// long ones as tensors. [`CheckpointError::Value`] for a value that JSON cannot represent, such as a map whose keys
+    /// are lists.
     ///
     /// # Examples
     ///
@@ -153,12 +157,27 @@ impl Checkpoint {
     /// Inserts all of the parts, or none of them.
     fn insert(&mut self, parts: Vec<(String, Part)>) -> Result<()> {
         parts.iter().try_for_each(|(name, _)| self.check_name(name))?;
+        let taken = self.room()?;
+        let room = parts.iter().try_fold(taken, |room, (name, part)| room.with(name, part))?;
+        self.room = Some(room);
         self.parts.extend(parts);
         #[cfg(feature = "distributed")]
         {
             self.source = None;
         }
         Ok(())
+    }
+
+    /// Returns what the parts take in a file.
+    fn room(&self) -> Result<Room> {
+        if let Some(room) = self.room {
+            return Ok(room);
+        }
+        let mut room = Room::default();
+        for (name, part) in &self.parts {
+            room.add(name, part).map_err(|error| unsaveable(name, error.to_string()))?;
+        }
+        Ok(room)
     }
 
     fn check_name(&self, name: &str) -> Result<()> {

@@ -57,6 +57,7 @@ impl Checkpoint {
         archive.verify()?;
         Ok(Self {
             parts: archive.parts,
+            room: None,
             #[cfg(feature = "distributed")]
             source: Some(archive.source),
         })

@@ -55,6 +55,7 @@ mod plain;
 #[cfg(feature = "distributed")]
 mod ranks;
 mod restore;
+mod room;
 mod safetensors;
 mod save;
 mod source;
@@ -73,6 +74,7 @@ use tch::Tensor;
 use crate::checkpoint::part::Part;
 use crate::checkpoint::plain::Plain;
 #[cfg(feature = "distributed")]
+use crate::checkpoint::room::Room;
 use crate::checkpoint::source::Source;
 use crate::error::{Error, Result, list};
 
@@ -118,6 +120,8 @@ pub struct Checkpoint {
     parts: BTreeMap<String, Part>,
     /// What the parts were loaded from, unless others have been added since.
     #[cfg(feature = "distributed")]
+    /// What the parts take in a file; `None` for those of a file until another one is added.
+    room: Option<Room>,
     source: Option<Arc<Source>>,
 }
 

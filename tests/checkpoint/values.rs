@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Value as Json, json};
 use tch_amp::Error;
-use tch_amp::checkpoint::Checkpoint;
+use tch_amp::checkpoint::{Checkpoint, CheckpointError};
 
 use crate::common::files::Folder;
 
@@ -86,19 +87,74 @@ fn floats_that_json_lacks_are_restored() {
     }
 }
 
-/// A value that neither format could load again is refused when it is saved.
+/// A value that either format could not load again is refused when it is added, and so whatever is added can be saved.
 #[test]
-fn too_many_values_are_refused_by_both_formats() {
+fn what_is_added_can_be_saved_in_both_formats() {
+    let folder = Folder::new();
+    let nested = |levels: usize| (1..levels).fold(json!([]), |inner, _| json!([inner]));
+    let maps = |levels: usize| (0..levels).fold(json!(1), |inner, _| json!({ "a": inner }));
+    let text = |len: usize, text: &str| json!(text.repeat(len / text.len()));
+    let row = json!([1.5, null, { "a": "\u{1}" }]);
+    let cases: Vec<(&str, Json, Option<bool>)> = vec![
+        ("many", json!(vec![true; 1_400_000]), Some(true)),
+        ("too many", json!(vec![true; 2_100_000]), Some(false)),
+        ("near the limit", json!(vec![0.5; 1_900_000]), None),
+        ("rows", json!(vec![row.clone(); 200_000]), Some(true)),
+        ("too many rows", json!(vec![row; 400_000]), Some(false)),
+        ("deep", nested(60), Some(true)),
+        ("deep maps", maps(60), Some(true)),
+        ("too deep", nested(64), Some(false)),
+        ("far too deep", maps(130), Some(false)),
+        ("long", text(20_000_000, "x"), Some(true)),
+        ("too long", text(40_000_000, "x"), Some(false)),
+        ("quotes", text(14_000_000, "\""), None),
+        ("backslashes", text(20_000_000, "\\"), None),
+        ("control characters", text(5_000_000, "\u{1}"), None),
+        ("too many control characters", text(8_000_000, "\u{1}"), Some(false)),
+        (
+            "long keys",
+            json!({ "x".repeat(20_000_000): { "y".repeat(20_000_000): 1 } }),
+            Some(false),
+        ),
+    ];
+    for (what, value, is_fine) in cases {
+        let mut checkpoint = Checkpoint::new();
+        let added = checkpoint.add_value("value", &value);
+        assert_eq!(is_fine.unwrap_or(added.is_ok()), added.is_ok(), "{what}: {added:?}");
+        let Err(error) = added else {
+            for name in ["x.safetensors", "x.pt"] {
+                let path = folder.file(name);
+                checkpoint.save(&path).unwrap_or_else(|error| panic!("{what}: {name}: {error}"));
+                let loaded = Checkpoint::load(&path).unwrap().value::<Json>("value").unwrap();
+                assert!(loaded == value, "{what}: {name}");
+            }
+            continue;
+        };
+        assert!(matches!(error, Error::Checkpoint(CheckpointError::Unsaveable { .. })), "{error}");
+        let advice = ["save long values as tensors", "nested deeper than 60 levels"];
+        assert!(advice.iter().any(|advice| error.to_string().contains(advice)), "{what}: {error}");
+        assert!(!checkpoint.contains("value"), "{what}");
+    }
+}
+
+/// The limits hold for all parts together, for those of a state, and for those that were in a file.
+#[test]
+fn parts_that_fit_one_by_one_are_refused_together() {
+    let many = vec![1.5; 800_000];
     let folder = Folder::new();
     let mut checkpoint = Checkpoint::new();
-    checkpoint.add_value("many", &vec![true; 2_100_000]).unwrap();
-    for name in ["x.safetensors", "x.pt"] {
-        let refused = checkpoint.save(folder.file(name));
-        match refused {
-            Err(Error::Checkpoint(error)) => {
-                assert!(error.to_string().contains("save long values as tensors"), "{error}");
-            }
-            other => panic!("{other:?}"),
+    checkpoint.add_value("a", &many).unwrap();
+    let refused = |checkpoint: &mut Checkpoint| {
+        assert!(checkpoint.add_value("b", &many).is_err());
+        checkpoint.add_value("c", &vec![f64::INFINITY; 1000]).unwrap();
+    };
+    checkpoint.save(folder.file("x.pt")).unwrap();
+    refused(&mut checkpoint);
+    let mut loaded = Checkpoint::load(folder.file("x.pt")).unwrap();
+    refused(&mut loaded);
+    for checkpoint in [checkpoint, loaded] {
+        for name in ["y.safetensors", "y.pt"] {
+            checkpoint.save(folder.file(name)).unwrap();
         }
     }
 }

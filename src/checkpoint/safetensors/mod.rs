@@ -13,12 +13,12 @@ mod write;
 pub(crate) use read::{is_safetensors, read};
 use safetensors::Dtype;
 use tch::Kind;
-pub(crate) use write::{Plan, write};
+pub(crate) use write::{Plan, manifest, write};
 
 use crate::checkpoint::{MAX_TENSORS, MAX_VALUES};
 
 /// The size in bytes of the largest header that is read, the same as in other readers of the format.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
+pub(crate) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The largest size in bytes of the manifest's JSON.
 pub(crate) const MAX_MANIFEST_BYTES: usize = 32 << 20;

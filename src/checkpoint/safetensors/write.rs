@@ -153,7 +153,8 @@ fn full_name(name: &str, part: &Part, tensor: &str) -> String {
     }
 }
 
-fn manifest(part: &Part) -> PartManifest {
+/// Returns what the file says of a part besides its tensors.
+pub(crate) fn manifest(part: &Part) -> PartManifest {
     match part {
         Part::Model(_) => PartManifest::Model,
         Part::Optimizer(OptimizerPart {

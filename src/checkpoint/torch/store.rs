@@ -11,10 +11,17 @@ use crate::checkpoint::save::Failure;
 use crate::error::{Result, unsaveable};
 
 /// Lays out the parts. Returns an error for a part that cannot be represented in Python or could not be loaded again.
+/// From how many tensors on it is these that take the most values.
+const MANY_TENSORS: usize = 10_000;
+
 pub(crate) fn plan(parts: &BTreeMap<String, Part>) -> Result<Layout<'_>> {
     let layout = Layout::new(parts)?;
     if let Err(problem) = check(&layout.root, &layout.lengths()) {
-        let problem = format!("{problem}; save long values as tensors");
+        let advice = match layout.storages.len() {
+            0..=MANY_TENSORS => "save long values as tensors",
+            _ => "save it as safetensors, which holds more tensors",
+        };
+        let problem = format!("{problem}; {advice}");
         return Err(unsaveable("the checkpoint", problem).into());
     }
     Ok(layout)
