@@ -61,20 +61,21 @@ mod save;
 mod source;
 mod stateful;
 mod torch;
+mod weights;
 mod zip;
 
 use std::collections::BTreeMap;
+use std::fmt;
 #[cfg(feature = "distributed")]
 use std::sync::Arc;
-use std::fmt;
 
 use serde::de::DeserializeOwned;
 use tch::Tensor;
 
 use crate::checkpoint::part::Part;
 use crate::checkpoint::plain::Plain;
-#[cfg(feature = "distributed")]
 use crate::checkpoint::room::Room;
+#[cfg(feature = "distributed")]
 use crate::checkpoint::source::Source;
 use crate::error::{Error, Result, list};
 
@@ -84,18 +85,19 @@ pub use folder::{Better, CheckpointFile, CheckpointFolder, Found, Start};
 pub use format::Format;
 pub use restore::{Restore, Restored};
 pub use stateful::{Prepared, Rng, SaveState, SavedState, Stateful, rng_state, set_rng_state};
+pub use weights::save_weights;
 
 /// The most values that a file may hold besides its tensors. Many small values take the most memory for their size in
 /// the file.
 const MAX_VALUES: u64 = 2_000_000;
 
+/// The most tensors and the most parameters of optimizers that a file may have.
+const MAX_TENSORS: usize = 1 << 18;
+
 /// The name and version of this crate, as written into its files.
 const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
 
 /// Named models, optimizers, scalers, tensors and values, to be saved to one file or loaded from one.
-/// The most tensors and the most parameters of optimizers that a file may have.
-const MAX_TENSORS: usize = 1 << 18;
-
 ///
 /// Added tensors are not copied: save the checkpoint before the next step changes them. Loading verifies the checksums
 /// but leaves the tensors in the file until they are restored. Saving and loading need additional memory for at most
@@ -118,10 +120,10 @@ const MAX_TENSORS: usize = 1 << 18;
 #[derive(Default)]
 pub struct Checkpoint {
     parts: BTreeMap<String, Part>,
-    /// What the parts were loaded from, unless others have been added since.
-    #[cfg(feature = "distributed")]
     /// What the parts take in a file; `None` for those of a file until another one is added.
     room: Option<Room>,
+    /// What the parts were loaded from, unless others have been added since.
+    #[cfg(feature = "distributed")]
     source: Option<Arc<Source>>,
 }
 
@@ -182,14 +184,6 @@ impl Checkpoint {
     }
 }
 
-fn read_value<T: DeserializeOwned>(name: &str, value: &Plain) -> Result<T> {
-    let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
-    Ok(value.read().map_err(wrong)?)
-}
-
-fn other_part(name: &str, wanted: &'static str, found: &Part) -> Error {
-    CheckpointError::OtherPart { name: name.to_owned(), wanted, found: found.describe() }.into()
-}
 /// Shows the names of the first parts, and nothing else that a file may hold megabytes of.
 impl fmt::Debug for Checkpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -198,3 +192,11 @@ impl fmt::Debug for Checkpoint {
     }
 }
 
+fn read_value<T: DeserializeOwned>(name: &str, value: &Plain) -> Result<T> {
+    let wrong = |cause| CheckpointError::Value { name: name.to_owned(), cause };
+    Ok(value.read().map_err(wrong)?)
+}
+
+fn other_part(name: &str, wanted: &'static str, found: &Part) -> Error {
+    CheckpointError::OtherPart { name: name.to_owned(), wanted, found: found.describe() }.into()
+}

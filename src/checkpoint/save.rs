@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use crate::atomic;
+use crate::atomic::{self, Target};
 use crate::checkpoint::part::Part;
 use crate::checkpoint::{Checkpoint, CheckpointError, Format, safetensors, torch};
 use crate::error::{Error, Result, unsaveable};
@@ -50,23 +50,17 @@ impl Checkpoint {
     /// ```
     pub fn save_as(&self, path: impl AsRef<Path>, format: Format) -> Result<()> {
         self.check_parts()?;
-        let mut tensor = None;
-        let mut note = |failure: Failure| failure.note(&mut tensor);
-        let replaced = match format {
+        match format {
             Format::Safetensors => {
                 let mut plan = safetensors::Plan::new(&self.parts)?;
-                atomic::replace(path.as_ref(), &mut |out| {
-                    safetensors::write(&mut plan, out).map_err(&mut note)
+                replaced(path.as_ref(), &mut |out, note| {
+                    safetensors::write(&mut plan, out).map_err(note)
                 })
             }
             Format::Torch => {
                 let layout = torch::plan(&self.parts)?;
-                atomic::replace(path.as_ref(), &mut |out| torch::write(&layout, out, &mut note))
+                replaced(path.as_ref(), &mut |out, note| torch::write(&layout, out, note))
             }
-        };
-        match (tensor, replaced) {
-            (Some(error), Err(_)) => Err(error),
-            (_, replaced) => Ok(replaced.map_err(CheckpointError::from)?),
         }
     }
 
@@ -90,6 +84,23 @@ impl Checkpoint {
         let Some((name, _)) = unknown else { return Ok(()) };
         let problem = "it was not recognized when it was loaded; make a new checkpoint of the parts that you need";
         Err(unsaveable(name, problem).into())
+    }
+}
+
+/// Notes a failure, and returns an I/O error in its place.
+type Note<'a> = dyn FnMut(Failure) -> io::Error + 'a;
+
+/// Replaces the file at `path` with what `fill` writes, or returns the error that `fill` has noted.
+pub(super) fn replaced(
+    path: &Path,
+    fill: &mut dyn FnMut(&mut dyn Target, &mut Note<'_>) -> io::Result<()>,
+) -> Result<()> {
+    let mut tensor = None;
+    let mut note = |failure: Failure| failure.note(&mut tensor);
+    let replaced = atomic::replace(path, &mut |out| fill(out, &mut note));
+    match (tensor, replaced) {
+        (Some(error), Err(_)) => Err(error),
+        (_, replaced) => Ok(replaced.map_err(CheckpointError::from)?),
     }
 }
 

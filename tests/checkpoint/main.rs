@@ -18,6 +18,7 @@ mod refused;
 mod round_trip;
 mod stateful;
 mod values;
+mod weights;
 
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};

@@ -4,7 +4,7 @@ use ::half::{bf16, f16};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::buffers::{BufferSnapshot, check_buffers_finite};
-use tch_amp::checkpoint::{Checkpoint, Format};
+use tch_amp::checkpoint::{Checkpoint, Format, save_weights};
 use tch_amp::loss_scale::LossScale as _;
 use tch_amp::loss_scale::{
     DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite, select_tree,
@@ -110,6 +110,38 @@ fn checkpoints() {
                     loaded.eq_tensor(&plain.resolve_neg()).all().is_nonzero(),
                     "{what}: {tensor:?}"
                 );
+            }
+            Ok(())
+        });
+        std::fs::remove_file(&path).unwrap();
+        assert_takes(&what, &taken, PLAIN);
+        assert_takes(&what, &taken, &["i64", "bool", "complex64", "conjugate"]);
+    }
+}
+
+#[test]
+fn weights() {
+    for end in ["safetensors", "pt", "ot"] {
+        let name = format!("tch-amp-kinds-of-weights-{}.{end}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let what = format!("weights as {end}");
+        let taken = with_each_kind(&what, |tensor| {
+            save_weights(&path, [("t", &tensor)])?;
+            let loaded = match end {
+                "safetensors" => Tensor::read_safetensors(&path),
+                "pt" => Tensor::loadz_multi(&path),
+                _ => Tensor::load_multi(&path),
+            };
+            // tch cannot read some of the dtypes in a safetensors file.
+            let Ok(loaded) = loaded else { return Ok(()) };
+            assert_eq!((loaded.len(), loaded[0].0.as_str()), (1, "t"), "{what}");
+            let finite = tensor.f_isfinite();
+            if finite.is_ok_and(|finite| finite.all().is_nonzero()) {
+                let plain = tensor.detach().contiguous();
+                let plain = if plain.is_complex() { plain.resolve_conj() } else { plain };
+                assert_eq!(loaded[0].1.size(), tensor.size(), "{what}");
+                let same = loaded[0].1.eq_tensor(&plain.resolve_neg().to_device(Device::Cpu));
+                assert!(same.all().is_nonzero(), "{what}: {tensor:?}");
             }
             Ok(())
         });

@@ -49,6 +49,13 @@ impl<'a> Layout<'a> {
         Ok(layout)
     }
 
+    /// Converts the tensors of a model to a dict of them and nothing else.
+    pub(crate) fn of_weights(tensors: &'a BTreeMap<String, Entry>) -> Self {
+        let mut layout = Self { root: Value::None, storages: Vec::new() };
+        layout.root = layout.model(tensors);
+        layout
+    }
+
     /// Returns the key and the size in bytes of each storage.
     pub(crate) fn lengths(&self) -> Vec<(String, u64)> {
         let key = |(index, entry): (usize, &&Entry)| (index.to_string(), entry.len() as u64);

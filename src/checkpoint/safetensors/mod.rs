@@ -13,7 +13,7 @@ mod write;
 pub(crate) use read::{is_safetensors, read};
 use safetensors::Dtype;
 use tch::Kind;
-pub(crate) use write::{Plan, manifest, write};
+pub(crate) use write::{Plan, Weights, manifest, write};
 
 use crate::checkpoint::{MAX_TENSORS, MAX_VALUES};
 

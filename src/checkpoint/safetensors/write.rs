@@ -19,13 +19,19 @@ use crate::error::{Result, unsaveable};
 
 type Parts = BTreeMap<String, Part>;
 
+/// A tensor with its name and its place in the file.
+type Placed<'a> = (TensorInfo, String, &'a Entry);
+
+/// The name in a header that is not that of a tensor.
+const METADATA: &str = "__metadata__";
+
 /// What an error names if it does not concern one part.
 const WHOLE: &str = "the checkpoint";
 
 /// The layout of a file: the tensors in the order of the file, and the header except for the checksums.
 #[derive(Debug)]
 pub(crate) struct Plan<'a> {
-    tensors: Vec<(TensorInfo, String, &'a Entry)>,
+    tensors: Vec<Placed<'a>>,
     manifest: Manifest,
     header_len: usize,
 }
@@ -33,11 +39,7 @@ pub(crate) struct Plan<'a> {
 impl<'a> Plan<'a> {
     /// Lays out the parts. Returns an error for anything that the format cannot hold.
     pub(crate) fn new(parts: &'a Parts) -> Result<Self> {
-        let tensors = place(parts)?;
-        if tensors.len() > MAX_TENSORS {
-            let problem = format!("it has {} tensors, more than {MAX_TENSORS}", tensors.len());
-            return Err(unsaveable(WHOLE, problem).into());
-        }
+        let tensors = place(named(parts))?;
         let checksums = vec![Checksum::default(); tensors.len()];
         let manifest = Manifest {
             format: VERSION,
@@ -51,10 +53,7 @@ impl<'a> Plan<'a> {
         }
         let mut plan = Self { tensors, manifest, header_len: 0 };
         plan.header_len = plan.header()?.len();
-        if plan.header_len as u64 > MAX_HEADER_BYTES {
-            let problem = format!("its header would have {} bytes", plan.header_len);
-            return Err(unsaveable(WHOLE, problem).into());
-        }
+        check_size(plan.tensors.len(), plan.header_len)?;
         Ok(plan)
     }
 
@@ -74,16 +73,64 @@ impl<'a> Plan<'a> {
             let problem = format!("its metadata {problem}; save long values as tensors");
             return Err(unsaveable(WHOLE, problem).into());
         }
-        // The type of this hash map depends on the features that other crates enable.
-        let metadata = [(KEY.to_owned(), manifest)].into_iter().collect();
-        let infos = self.tensors.iter().map(|(info, name, _)| (name.clone(), info.clone()));
-        let metadata = Metadata::new(Some(metadata), infos.collect())
-            .map_err(|error| unsaveable(WHOLE, error.to_string()))?;
-        let mut header = serde_json::to_vec(&metadata).map_err(refuse)?;
-        // Padding with spaces aligns the tensors.
-        header.resize(header.len().next_multiple_of(8), b' ');
-        Ok(header)
+        header(KEY, manifest, &self.tensors)
     }
+}
+
+/// The layout of a file that has tensors and nothing else of this crate.
+#[derive(Debug)]
+pub(crate) struct Weights<'a> {
+    tensors: Vec<Placed<'a>>,
+    header: Vec<u8>,
+}
+
+impl<'a> Weights<'a> {
+    /// Lays out the tensors. Returns an error for anything that the format cannot hold.
+    pub(crate) fn new(entries: &'a BTreeMap<String, Entry>) -> Result<Self> {
+        if entries.contains_key(METADATA) {
+            return Err(unsaveable(METADATA, "the format has that name for something else").into());
+        }
+        let named = entries.iter().map(|(name, entry)| (name.clone(), entry));
+        let tensors = place(named)?;
+        // Other programs write this, and transformers requires it.
+        let header = header("format", "pt".to_owned(), &tensors)?;
+        check_size(tensors.len(), header.len())?;
+        Ok(Self { tensors, header })
+    }
+
+    pub(crate) fn write(&self, out: &mut dyn Target) -> std::result::Result<(), Failure> {
+        out.write_all(&(self.header.len() as u64).to_le_bytes())?;
+        out.write_all(&self.header)?;
+        self.tensors.iter().try_for_each(|(_, _, entry)| {
+            entry.read(&mut |bytes| Ok::<_, Failure>(out.write_all(bytes)?))
+        })
+    }
+}
+
+/// Returns a header with one entry of metadata.
+fn header(key: &str, value: String, tensors: &[Placed<'_>]) -> Result<Vec<u8>> {
+    // The type of this hash map depends on the features that other crates enable.
+    let metadata = [(key.to_owned(), value)].into_iter().collect();
+    let infos = tensors.iter().map(|(info, name, _)| (name.clone(), info.clone()));
+    let metadata = Metadata::new(Some(metadata), infos.collect())
+        .map_err(|error| unsaveable(WHOLE, error.to_string()))?;
+    let header = serde_json::to_vec(&metadata);
+    let mut header = header.map_err(|error| unsaveable(WHOLE, error.to_string()))?;
+    // Padding with spaces aligns the tensors.
+    header.resize(header.len().next_multiple_of(8), b' ');
+    Ok(header)
+}
+
+/// Returns an error for more tensors, or a longer header, than readers accept.
+fn check_size(tensors: usize, header_len: usize) -> Result<()> {
+    let problem = if tensors > MAX_TENSORS {
+        format!("it has {tensors} tensors, more than {MAX_TENSORS}")
+    } else if header_len as u64 > MAX_HEADER_BYTES {
+        format!("its header would have {header_len} bytes")
+    } else {
+        return Ok(());
+    };
+    Err(unsaveable(WHOLE, problem).into())
 }
 
 /// Returns an error for a part that could not be loaded again: one with a name from a Python program that is not
@@ -120,18 +167,15 @@ pub(crate) fn write(plan: &mut Plan<'_>, out: &mut dyn Target) -> std::result::R
 
 /// Assigns every tensor its place in the file. Tensors with the widest elements come first, so that all are aligned;
 /// otherwise they are sorted by name.
-fn place(parts: &Parts) -> Result<Vec<(TensorInfo, String, &Entry)>> {
-    let mut named = Vec::new();
-    for (part_name, part) in parts {
-        for (name, entry) in part.tensors() {
-            let name = full_name(part_name, part, &name);
-            let Some(dtype) = dtype(entry.kind) else {
-                let problem = format!("safetensors has no {:?}; save it as `.pt`", entry.kind);
-                return Err(unsaveable(&name, problem).into());
-            };
-            named.push((dtype, name, entry));
+fn place<'a>(tensors: impl Iterator<Item = (String, &'a Entry)>) -> Result<Vec<Placed<'a>>> {
+    let with_dtype = |(name, entry): (String, &'a Entry)| match dtype(entry.kind) {
+        Some(dtype) => Ok((dtype, name, entry)),
+        None => {
+            let problem = format!("safetensors has no {:?}; save it as `.pt`", entry.kind);
+            Err(unsaveable(&name, problem))
         }
-    }
+    };
+    let mut named = tensors.map(with_dtype).collect::<std::result::Result<Vec<_>, _>>()?;
     let width = |entry: &Entry| entry.kind.elt_size_in_bytes();
     named.sort_by(|(_, a, one), (_, b, other)| width(other).cmp(&width(one)).then(a.cmp(b)));
     let mut start = 0;
@@ -142,6 +186,13 @@ fn place(parts: &Parts) -> Result<Vec<(TensorInfo, String, &Entry)>> {
         (TensorInfo { dtype, shape, data_offsets }, name, entry)
     });
     Ok(placed.collect())
+}
+
+/// Returns all tensors by their names in the file.
+fn named(parts: &Parts) -> impl Iterator<Item = (String, &Entry)> {
+    parts.iter().flat_map(|(part_name, part)| {
+        part.tensors().map(move |(name, entry)| (full_name(part_name, part, &name), entry))
+    })
 }
 
 /// Returns the name of a tensor in the file. The slash distinguishes a tensor within a part from a part that is a

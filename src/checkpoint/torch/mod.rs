@@ -17,7 +17,7 @@ use crate::checkpoint::zip::{self, Record};
 use crate::error::shown;
 
 pub(crate) use load::read;
-pub(crate) use store::{plan, write};
+pub(crate) use store::{plan, plan_of_weights, write};
 
 /// The names of two records.
 const PICKLE: &str = "data.pkl";
