@@ -125,14 +125,15 @@ fn entries(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Entry>
     Ok(entries)
 }
 
-/// Returns an error for a name that an attribute of a TorchScript module cannot have. tch writes `|` instead of the
-/// dots, and so does not tell the two apart.
+/// Returns an error for a name that an attribute of a TorchScript module cannot have. libtorch writes names into the code
+/// of the module as they are, and tch writes `|` instead of dots, and so does not tell the two apart.
 fn check_for_torch_script(tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+    let is_bad = |char: char| matches!(char, '|' | '"' | '\\') || char.is_control();
     let problem = |name: &str| match name {
         "" => Some("an `.ot` file has no tensor without a name"),
-        name if name.contains(['|', '\0']) => {
-            Some("a name in an `.ot` file contains neither `|` nor a zero byte")
-        }
+        name if name.contains(is_bad) => Some(
+            "a name in an `.ot` file has none of the characters `|`, `\"` and `\\`, and no control characters",
+        ),
         _ => None,
     };
     let refused = tensors.keys().find_map(|name| Some(unsaveable(name, problem(name)?)));

@@ -48,7 +48,9 @@ impl Stateful for Rngs<'_> {
 fn states(checkpoint: &Checkpoint, name: &str) -> Result<Tensor> {
     let saved = checkpoint.tensor(name)?;
     let states = if saved.dim() == 1 { saved.f_unsqueeze(0)? } else { saved };
-    if states.dim() == 2 && ffi::numel(&states) > 0 && states.kind() == Kind::Uint8 {
+    // One that is not contiguous is an expanded tensor, which no save of this crate has.
+    let is_plain = states.kind() == Kind::Uint8 && states.is_contiguous();
+    if is_plain && states.dim() == 2 && ffi::numel(&states) > 0 {
         return Ok(states);
     }
     let problem = format!(
