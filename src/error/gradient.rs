@@ -50,9 +50,11 @@ pub enum GradientError {
         parameter: String,
     },
 
-    /// The gradients have been accumulated on this rank alone, and are not averaged over the ranks of a group yet.
+    /// The gradients have been accumulated on this rank alone, and are not averaged over the ranks of a group yet. Until
+    /// they are, their optimizer cannot step, and the scale by which they were multiplied cannot change. Models that
+    /// accumulate over different numbers of batches need a scaler each.
     #[error(
-        "the gradients of this rank have not been averaged over the ranks: run a backward outside of no_sync first"
+        "the gradients of this rank have not been averaged over the ranks: run a backward outside of no_sync first; if another model steps more often, give it a scaler of its own"
     )]
     Unsynced,
 

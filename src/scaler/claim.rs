@@ -4,8 +4,6 @@
 //! calls of an iteration. A record also describes the gradients. By these, the step notices that one was replaced or
 //! changed, and optimizers with the same parameters are told apart: a step belongs to the gradients that it used.
 
-use std::sync::Weak;
-use std::sync::atomic::Ordering;
 
 use tch::Tensor;
 
@@ -69,7 +67,7 @@ impl GradScaler {
         look: Look,
         known: impl FnOnce(&mut Iteration, usize, &Number, Gradients<'_>) -> Result<()>,
     ) -> Result<Option<usize>> {
-        self.check_synced()?;
+        self.check_synced(optimizer)?;
         let Some(scale) = self.scale.number() else {
             return Ok(None);
         };
@@ -106,15 +104,6 @@ impl GradScaler {
                 iteration.open(gradients.separated()?, widened, &plan, scale, look, even_empty)
             }
         }
-    }
-
-    /// Returns an error for gradients that this rank has accumulated alone.
-    pub(super) fn check_synced(&self) -> Result<()> {
-        let mut models = self.ranks.iter().filter_map(Weak::upgrade);
-        if models.any(|unsynced| unsynced.load(Ordering::Relaxed)) {
-            return Err(Error::Gradient(GradientError::Unsynced));
-        }
-        Ok(())
     }
 
     /// Inspects the gradients of an optimizer.

@@ -5,7 +5,6 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 #[cfg(feature = "insight")]
 use std::collections::HashSet;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
 use tch::{Device, Tensor};
@@ -18,7 +17,7 @@ use crate::ffi;
 use crate::ffi::Gradient;
 use crate::scale::AdaptiveScale;
 use crate::scaler::GradScalerConfig;
-use crate::scaler::agreement::Agreement;
+use crate::scaler::agreement::{Agreement, Averaged};
 use crate::scaler::iteration::Iteration;
 
 /// Scales losses, unscales gradients, skips the steps whose gradients are infinite or NaN, and adapts the scale. The
@@ -55,8 +54,8 @@ pub struct GradScaler {
     pub(super) iteration: RefCell<Iteration>,
     /// The names of parameters by identity. The tensors are kept so that no other tensor gets their identity.
     pub(super) names: HashMap<usize, (String, Tensor)>,
-    /// For each distributed model whose loss was scaled, whether its gradients are those of this rank alone.
-    pub(super) ranks: Vec<Weak<AtomicBool>>,
+    /// The distributed models whose loss was scaled.
+    pub(super) ranks: Vec<Weak<dyn Averaged>>,
     /// The ranks that skip the same steps as this one.
     pub(super) agreement: Option<Arc<dyn Agreement>>,
 }
@@ -137,10 +136,10 @@ impl GradScaler {
         self.agreement = Some(agreement);
     }
 
-    /// Has the scaler refuse to unscale or to step while the gradients are those of this rank alone.
+    /// Has the scaler refuse to unscale or to step while the gradients of a model are those of this rank alone.
     #[cfg(feature = "distributed")]
-    pub(crate) fn note_ranks(&mut self, unsynced: &Arc<AtomicBool>) {
-        let new = Arc::downgrade(unsynced);
+    pub(crate) fn note_ranks(&mut self, model: &Arc<dyn Averaged>) {
+        let new = Arc::downgrade(model);
         self.ranks.retain(|known| known.strong_count() > 0 && !known.ptr_eq(&new));
         self.ranks.push(new);
     }

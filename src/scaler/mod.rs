@@ -23,7 +23,7 @@ mod update;
 pub use crate::error::ScalerError;
 pub use crate::scale::{GradScalerConfig, GradScalerState};
 #[cfg(feature = "distributed")]
-pub(crate) use agreement::Agreement;
+pub(crate) use agreement::{Agreement, Averaged};
 pub(crate) use grad_scaler::GradScaler;
 pub use outcome::StepOutcome;
 pub(crate) use outcome::Taken;

@@ -249,7 +249,7 @@ impl GradScaler {
         max_norm: f64,
         spikes: &mut SpikeDetector,
     ) -> Result<StepOutcome> {
-        self.check_synced()?;
+        self.check_synced(optimizer)?;
         let norm = {
             let gradients = self.gradients(optimizer)?;
             if !gradients.snapshot().iter().any(Gradient::is_used) {

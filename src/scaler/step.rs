@@ -121,7 +121,7 @@ impl GradScaler {
 
     pub(crate) fn step_shared(&self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
         let Some(scale) = self.scale.number() else {
-            self.check_synced()?;
+            self.check_synced(optimizer)?;
             update(optimizer, &Step::default())?;
             return Ok(StepOutcome::known(Taken::Stepped));
         };

@@ -22,8 +22,9 @@ impl GradScaler {
     /// # Errors
     ///
     /// [`ScalerError::NoInfChecks`] if no gradient was checked since the last update, and
-    /// [`ScalerError::UnscaleFailed`] if unscaling broke off and the gradients were not zeroed since; nothing is
-    /// changed then. [`ScalerError::TooManySkips`] at the configured limit, and [`ScalerError::ScaleAtMinimum`] with
+    /// [`ScalerError::UnscaleFailed`] if unscaling broke off and the gradients were not zeroed since;
+    /// [`GradientError::Unsynced`](crate::GradientError::Unsynced) while a model on several ranks accumulates gradients
+    /// that were scaled; nothing is changed then. [`ScalerError::TooManySkips`] at the configured limit, and [`ScalerError::ScaleAtMinimum`] with
     /// `error_at_min_scale`; the iteration has been ended as usual then.
     ///
     /// # Examples
@@ -48,11 +49,12 @@ impl GradScaler {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn update(&mut self) -> Result<()> {
-        let iteration = self.iteration.get_mut();
         if !self.scale.is_enabled() {
-            iteration.close();
+            self.iteration.get_mut().close();
             return Ok(());
         }
+        self.check_scale_may_change()?;
+        let iteration = self.iteration.get_mut();
         let is_broken = iteration.check_broken()?;
         let given_up = if is_broken && iteration.found().next().is_none() {
             None

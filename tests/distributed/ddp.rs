@@ -256,23 +256,46 @@ fn gradients_are_not_stepped_after_a_parameter_was_unused() {
     });
 }
 
+/// Whether a scaler refuses because gradients are not averaged yet.
+fn is_unsynced<T: std::fmt::Debug>(refused: Result<T>) -> bool {
+    matches!(refused.unwrap_err(), Error::Gradient(GradientError::Unsynced))
+}
+
 #[test]
-fn a_scaler_of_two_models_steps_neither_while_one_is_not_averaged() {
-    ranks(2, |group| {
-        let stores = [0, 1].map(|_| VarStore::new(Device::Cpu));
-        let weights = stores.each_ref().map(|vs| vs.root().ones("weight", &[1]));
-        let mut ddps =
-            stores.each_ref().map(|vs| DistributedDataParallel::new(&group, vs).unwrap());
-        let mut opts = stores.each_ref().map(|vs| Sgd::default().build(vs, 0.5).unwrap());
-        let mut scaler = GradScaler::new(Device::Cpu).unwrap();
-        ddps[0].no_sync(|ddp| step(ddp, &mut scaler, || &weights[0] * 1.0)).unwrap();
-        step(&mut ddps[1], &mut scaler, || &weights[1] * 1.0).unwrap();
-        let refused = scaler.step(&mut opts[0]).unwrap_err();
-        assert!(matches!(refused, Error::Gradient(GradientError::Unsynced)), "{refused}");
-        step(&mut ddps[0], &mut scaler, || &weights[0] * 1.0).unwrap();
-        assert!(scaler.step(&mut opts[0]).unwrap().is_stepped().unwrap());
-        assert!(scaler.step(&mut opts[1]).unwrap().is_stepped().unwrap());
-    });
+fn a_model_that_accumulates_does_not_keep_another_one_from_stepping() {
+    let fixed = GradScalerConfig::default().init_scale(8.0).min_scale(8.0).max_scale(8.0);
+    let adaptive = GradScalerConfig::default().init_scale(8.0).growth_interval(1);
+    for (config, updates) in [(fixed, true), (fixed.enabled(false), true), (adaptive, false)] {
+        ranks(2, |group| {
+            let stores = [0, 1].map(|_| VarStore::new(Device::Cpu));
+            let weights = stores.each_ref().map(|vs| vs.root().ones("weight", &[1]));
+            let mut ddps =
+                stores.each_ref().map(|vs| DistributedDataParallel::new(&group, vs).unwrap());
+            let mut opts = stores.each_ref().map(|vs| Sgd::default().build(vs, 0.5).unwrap());
+            let mut both = Sgd::default().build(&weights, 0.5).unwrap();
+            let mut scaler = config.build(Device::Cpu).unwrap();
+            let factor = group.rank() as f64;
+            ddps[0].no_sync(|ddp| step(ddp, &mut scaler, || &weights[0] * factor)).unwrap();
+            step(&mut ddps[1], &mut scaler, || &weights[1] * factor).unwrap();
+            assert!(is_unsynced(scaler.unscale_(&mut opts[0])));
+            assert!(is_unsynced(scaler.step(&mut opts[0])));
+            assert!(is_unsynced(scaler.step(&mut both)));
+            assert!(scaler.step(&mut opts[1]).unwrap().is_stepped().unwrap());
+            assert_eq!(weights[1].double_value(&[0]), 1.0 - 0.5 * 0.5);
+            // Otherwise the two batches of the first model would have different scales.
+            if updates {
+                scaler.update().unwrap();
+            } else {
+                let refused = scaler.update().unwrap_err();
+                assert!(refused.to_string().contains("a scaler of its own"), "{refused}");
+                assert_eq!(scaler.get_scale().unwrap(), 8.0);
+            }
+            step(&mut ddps[0], &mut scaler, || &weights[0] * factor).unwrap();
+            assert!(scaler.step(&mut opts[0]).unwrap().is_stepped().unwrap());
+            assert_eq!(weights[0].double_value(&[0]), 1.0 - 0.5 * (0.5 + 0.5));
+            scaler.update().unwrap();
+        });
+    }
 }
 
 #[test]

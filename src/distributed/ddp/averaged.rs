@@ -1,17 +1,21 @@
 //! The parameters whose gradients are averaged over ranks.
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use tch::Tensor;
 
 use crate::error::Result;
 use crate::ffi;
+use crate::scaler;
 
 /// The identities of the parameters of a distributed model, which keeps them alive for longer than this.
 #[derive(Debug)]
 pub(super) struct Averaged {
-    _identities: Arc<HashSet<usize>>,
+    identities: Arc<HashSet<usize>>,
+    /// Whether gradients of this rank alone have been accumulated.
+    is_alone: AtomicBool,
 }
 
 /// Those of all distributed models of the process.
@@ -25,7 +29,24 @@ impl Averaged {
         let mut models = MODELS.lock().unwrap_or_else(PoisonError::into_inner);
         models.retain(|model| model.strong_count() > 0);
         models.push(Arc::downgrade(&identities));
-        Ok(Self { _identities: identities })
+        Ok(Self { identities, is_alone: AtomicBool::new(false) })
+    }
+}
+
+impl Averaged {
+    /// Notes whether gradients of this rank alone have been accumulated, and returns whether they had before.
+    pub(super) fn set_alone(&self, is_alone: bool) -> bool {
+        self.is_alone.swap(is_alone, Ordering::Relaxed)
+    }
+}
+
+impl scaler::Averaged for Averaged {
+    fn is_alone(&self) -> bool {
+        self.is_alone.load(Ordering::Relaxed)
+    }
+
+    fn has_any(&self, identities: &[usize]) -> bool {
+        identities.iter().any(|identity| self.identities.contains(identity))
     }
 }
 

@@ -5,7 +5,6 @@ mod model;
 mod options;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use tch::nn::VarStore;
 use tch::{Tensor, no_grad};
@@ -15,7 +14,7 @@ use crate::distributed::group::{LivingModel, ProcessGroup};
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed::{self as ffi, Changed, Reducer, ReducerOptions};
 use crate::ffi::gradients_drop;
-use crate::scaler::GradScaler;
+use crate::scaler::{self, GradScaler};
 pub(crate) use averaged::any_is_averaged;
 use model::Model;
 pub use options::DdpOptions;
@@ -89,8 +88,6 @@ pub struct DistributedDataParallel {
     /// Whether nothing else has communicated over the group in the forward passes since the last backward pass; `None`
     /// if there were none.
     quiet_forward: Option<bool>,
-    /// Whether gradients of this rank alone have been accumulated.
-    unsynced: Arc<AtomicBool>,
 }
 
 impl DistributedDataParallel {
@@ -127,7 +124,6 @@ impl DistributedDataParallel {
             syncs: true,
             synced_forward: true,
             quiet_forward: None,
-            unsynced: Arc::default(),
         })
     }
 
@@ -194,14 +190,16 @@ impl DistributedDataParallel {
     /// Runs the backward pass of a loss that a scaler scales, as [`GradScaler::backward`] does, and averages the
     /// gradients.
     ///
-    /// After a backward pass within [`no_sync`](Self::no_sync), the scaler refuses to unscale or to step until the
-    /// gradients have been averaged.
+    /// After a backward pass within [`no_sync`](Self::no_sync), the scaler refuses to unscale or to step the parameters of
+    /// this model until their gradients have been averaged, and to update a scale that can change. Optimizers of other
+    /// models can step. Models that accumulate over different numbers of batches need a scaler each.
     ///
     /// # Errors
     ///
     /// As for [`backward`](Self::backward) and [`GradScaler::backward`].
     pub fn backward_scaled(&mut self, scaler: &mut GradScaler, loss: &Tensor) -> Result<()> {
-        scaler.note_ranks(&self.unsynced);
+        let model: Arc<dyn scaler::Averaged> = self.model.averaged.clone();
+        scaler.note_ranks(&model);
         self.backward_by(loss, || scaler.backward(loss))
     }
 
@@ -218,12 +216,12 @@ impl DistributedDataParallel {
     ) -> Result<()> {
         const NAME: &str = "backward";
         if !self.syncs {
-            self.unsynced.store(true, Ordering::Relaxed);
+            self.model.averaged.set_alone(true);
             return backward();
         }
         let comparison = self.compare_backward(NAME)?;
         let reducer = &self.reducer;
-        let was_unsynced = self.unsynced.swap(true, Ordering::Relaxed);
+        let was_alone = self.model.averaged.set_alone(true);
         self.run(NAME, |_| {
             let records = comparison.as_ref().map(|begun| &begun.records);
             let done = reducer.before_backward(loss, records).and_then(|()| backward());
@@ -233,7 +231,7 @@ impl DistributedDataParallel {
             && let Err(mismatch) = self.group.finish_comparison(&begun)
         {
             self.undo_backward()?;
-            self.unsynced.store(was_unsynced, Ordering::Relaxed);
+            self.model.averaged.set_alone(was_alone);
             return Err(mismatch);
         }
         if let Err(error) = reducer.after_backward() {
@@ -243,7 +241,7 @@ impl DistributedDataParallel {
             let name = self.parameter_name(index);
             return Err(DistributedError::Repeated { name }.into());
         }
-        self.unsynced.store(false, Ordering::Relaxed);
+        self.model.averaged.set_alone(false);
         Ok(())
     }
 

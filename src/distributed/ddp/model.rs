@@ -1,6 +1,7 @@
 //! The parameters and buffers of a model, and their comparison over the ranks.
 
 use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
 
 use tch::Tensor;
 use tch::nn::VarStore;
@@ -15,7 +16,7 @@ use crate::variables::{named, variables};
 #[derive(Debug)]
 pub(super) struct Model {
     // Before the parameters, because it counts on their being alive.
-    _averaged: Averaged,
+    pub(super) averaged: Arc<Averaged>,
     store: Store,
     /// The variables that require gradients, in the order in which they were added.
     pub(super) parameters: Vec<(String, Tensor)>,
@@ -40,7 +41,8 @@ impl Model {
         }
         let buffers = rest.values().map(Tensor::shallow_clone).collect();
         others.extend(rest);
-        Ok(Self { _averaged: Averaged::note(&parameters)?, store, parameters, others, buffers })
+        let averaged = Arc::new(Averaged::note(&parameters)?);
+        Ok(Self { averaged, store, parameters, others, buffers })
     }
 
     /// Whether variables were added since.
