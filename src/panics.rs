@@ -10,11 +10,16 @@ use crate::error::without_backtrace;
 
 /// Returns the message of a panic, without a C++ backtrace. Drops the payload, and catches a panic of its destructor.
 pub(crate) fn into_message(payload: Box<dyn Any + Send>) -> String {
-    let text = payload.downcast_ref::<&str>().copied();
-    let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
-    let text = without_backtrace(text.unwrap_or("a panic without a message")).to_owned();
+    let text = message(payload.as_ref()).to_owned();
     swallow(|| drop(payload));
     text
+}
+
+/// Returns the message of a panic, without a C++ backtrace.
+pub(crate) fn message(payload: &(dyn Any + Send)) -> &str {
+    let text = payload.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+    without_backtrace(text.unwrap_or("a panic without a message"))
 }
 
 /// Runs `f`, and catches its panic, which the panic hook has already reported.

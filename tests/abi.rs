@@ -316,13 +316,14 @@ const INSIDE_REGIONS: [&str; 5] = [
 ];
 
 /// The functions that cannot fail, because they call no operation on tensors.
-const WITHOUT_OPERATIONS: [&str; 27] = [
+const WITHOUT_OPERATIONS: [&str; 28] = [
     "tamp_arrival_free",
     "tamp_autocast_after_backward",
     "tamp_autocast_backward",
     "tamp_cuda_is_linked",
     "tamp_gathering_free",
     "tamp_gradients_release",
+    "tamp_group_close",
     "tamp_group_free",
     "tamp_heap_keep",
     "tamp_memory_release",
@@ -379,9 +380,11 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_group_all_reduce",
     "tamp_group_broadcast",
     "tamp_group_broadcast_all",
+    "tamp_group_check_interface",
     "tamp_group_monitored_barrier",
     "tamp_group_new",
     "tamp_group_reduce_scatter",
+    "tamp_group_unwritable",
     "tamp_leaves",
     "tamp_matmul_precision",
     "tamp_name_begin",
@@ -391,6 +394,9 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_recording_memory",
     "tamp_reference_new",
     "tamp_signals_catch",
+    "tamp_store_count",
+    "tamp_store_get",
+    "tamp_store_has",
     "tamp_store_in_process",
     "tamp_store_set",
     "tamp_store_tcp",

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -51,7 +52,15 @@ class Group final : public c10d::ProcessGroup {
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor> &tensors,
                                            const c10d::AllreduceOptions &options) override;
 
+  // Begins an all-reduce that depends on nothing.
+  c10::intrusive_ptr<c10d::Work> begin(std::vector<at::Tensor> &tensors, const c10d::AllreduceOptions &options);
+
+  // Closes the connections, whoever still owns the group, so that the operations of the other ranks fail.
+  void close();
+
  private:
+  std::mutex mutex_;  // held by `close`, and where other threads than that of the program begin an operation
+  bool closed_ = false;
   std::shared_ptr<Waiting> waiting_;
 };
 

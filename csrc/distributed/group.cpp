@@ -10,8 +10,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <thread>
 
 #include "agreement.h"
+#include "memory.h"
 
 namespace {
 
@@ -20,11 +22,21 @@ using c10d::ProcessGroupGloo;
 using std::chrono::milliseconds;
 using tamp::distributed::given;
 
+// What the connections of a group use.
+auto device(const char *interface, const char *host) {
+  return interface != nullptr ? ProcessGroupGloo::createDeviceForInterface(interface)
+         : host != nullptr    ? ProcessGroupGloo::createDeviceForHostname(host)
+                              : ProcessGroupGloo::createDefaultDevice();
+}
+
+// The connections of a backend, which it does not make public.
+struct Connections : ProcessGroupGloo {
+  static auto &of(ProcessGroupGloo &backend) { return backend.*(&Connections::contexts_); }
+};
+
 c10::intrusive_ptr<ProcessGroupGloo::Options> gloo_options(const tamp_group_options &o) {
   auto options = c10::make_intrusive<ProcessGroupGloo::Options>(milliseconds(o.timeout_ms));
-  options->devices.push_back(o.interface != nullptr ? ProcessGroupGloo::createDeviceForInterface(o.interface)
-                             : o.host != nullptr    ? ProcessGroupGloo::createDeviceForHostname(o.host)
-                                                    : ProcessGroupGloo::createDefaultDevice());
+  options->devices.push_back(device(o.interface, o.host));
   return options;
 }
 
@@ -75,6 +87,25 @@ void scatter_sum(const tamp_group *group, at::Tensor part, at::Tensor all) {
 
 }  // namespace
 
+void tamp::distributed::Group::close() {
+  decltype(deviceTypeToBackend_) devices;
+  decltype(backendTypeToBackend_) backends;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+    devices.swap(deviceTypeToBackend_);
+    backends.swap(backendTypeToBackend_);
+  }
+  devices.clear();
+  for (auto &[type, backend] : backends) {
+    auto *gloo = dynamic_cast<ProcessGroupGloo *>(backend.get());
+    if (gloo == nullptr) continue;
+    for (const auto &context : Connections::of(*gloo)) context->closeConnections();
+    // The end of a backend waits for the operations of this rank that have begun, which may take until their timeout.
+    std::thread([last = std::move(backend)]() mutable { last.reset(); }).detach();
+  }
+}
+
 extern "C" {
 
 tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *options, char **err) noexcept {
@@ -93,6 +124,25 @@ tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *op
     }
     group->setGroupName(options->prefix);
     return new tamp_group{std::move(group)};
+  });
+}
+
+void tamp_group_check_interface(const char *interface, const char *host, char **err) noexcept {
+  tamp::guarded(err, [&] { device(interface, host); });
+}
+
+void tamp_group_close(const tamp_group *group) noexcept {
+  char *err = nullptr;
+  tamp::contained(&err, [&] { given(group).group->close(); });
+  tamp_string_free(err);
+}
+
+int64_t tamp_group_unwritable(tamp_tensor *const *tensors, size_t count, char **err) noexcept {
+  return tamp::guarded(err, [&]() -> int64_t {
+    for (size_t i = 0; i < count; ++i) {
+      if (tamp::overlaps(tamp::tensor(tensors[i]))) return static_cast<int64_t>(i);
+    }
+    return -1;
   });
 }
 

@@ -34,11 +34,21 @@ tamp_store *tamp_store_tcp(const char *host, uint32_t port, uint8_t serve, int64
 // Makes a store for the threads of this process.
 tamp_store *tamp_store_in_process(int64_t timeout_ms, char **err) TAMP_NOEXCEPT;
 
-// Sets a key.
-void tamp_store_set(const tamp_store *store, const char *key, char **err) TAMP_NOEXCEPT;
+// Sets a key to a text.
+void tamp_store_set(const tamp_store *store, const char *key, const char *value, char **err) TAMP_NOEXCEPT;
 
-// Waits until a key is set, or fails after the given time.
-void tamp_store_wait(const tamp_store *store, const char *key, int64_t timeout_ms, char **err) TAMP_NOEXCEPT;
+// Waits until a key is set, or fails after the given time. Returns its text, which the caller frees.
+char *tamp_store_get(const tamp_store *store, const char *key, int64_t timeout_ms, char **err) TAMP_NOEXCEPT;
+
+// Adds 1 to the number that a key has, which begins with 0, and returns the sum.
+int64_t tamp_store_count(const tamp_store *store, const char *key, char **err) TAMP_NOEXCEPT;
+
+// Returns whether a key is set.
+uint8_t tamp_store_has(const tamp_store *store, const char *key, char **err) TAMP_NOEXCEPT;
+
+// Waits until all of the `count` keys are set, or fails after the given time.
+void tamp_store_wait(const tamp_store *store, const char *const *keys, size_t count, int64_t timeout_ms,
+                     char **err) TAMP_NOEXCEPT;
 
 void tamp_store_free(tamp_store *store) TAMP_NOEXCEPT;
 
@@ -60,7 +70,17 @@ typedef struct tamp_group_options {
 // Forms a group with the other ranks, which call this as well.
 tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *options, char **err) TAMP_NOEXCEPT;
 
+// Fails if groups cannot use these members of tamp_group_options.
+void tamp_group_check_interface(const char *interface, const char *host, char **err) TAMP_NOEXCEPT;
+
+// Closes the connections, also if a reducer still uses the group, so that the operations of the other ranks fail.
+void tamp_group_close(const tamp_group *group) TAMP_NOEXCEPT;
+
 void tamp_group_free(tamp_group *group) TAMP_NOEXCEPT;
+
+// Returns the index of the first of the `count` strided tensors of which elements share memory, so that a result cannot
+// be written to it, or -1.
+int64_t tamp_group_unwritable(tamp_tensor *const *tensors, size_t count, char **err) TAMP_NOEXCEPT;
 
 typedef struct tamp_gathering tamp_gathering;
 

@@ -5,6 +5,9 @@
 
 #include <unistd.h>
 
+#include <string>
+#include <vector>
+
 #include "distributed.h"
 
 using std::chrono::milliseconds;
@@ -40,12 +43,30 @@ tamp_store *tamp_store_in_process(int64_t timeout_ms, char **err) noexcept {
   });
 }
 
-void tamp_store_set(const tamp_store *store, const char *key, char **err) noexcept {
-  tamp::guarded(err, [&] { given(store).store->set(key, std::vector<uint8_t>{1}); });
+void tamp_store_set(const tamp_store *store, const char *key, const char *value, char **err) noexcept {
+  tamp::guarded(err, [&] { given(store).store->set(key, value); });
 }
 
-void tamp_store_wait(const tamp_store *store, const char *key, int64_t timeout_ms, char **err) noexcept {
-  tamp::guarded(err, [&] { given(store).store->wait({key}, milliseconds(timeout_ms)); });
+char *tamp_store_get(const tamp_store *store, const char *key, int64_t timeout_ms, char **err) noexcept {
+  return tamp::guarded(err, [&] {
+    c10d::Store &s = *given(store).store;
+    s.wait({key}, milliseconds(timeout_ms));
+    return tamp::message(s.get_to_str(key).c_str());
+  });
+}
+
+int64_t tamp_store_count(const tamp_store *store, const char *key, char **err) noexcept {
+  return tamp::guarded(err, [&] { return given(store).store->add(key, 1); });
+}
+
+uint8_t tamp_store_has(const tamp_store *store, const char *key, char **err) noexcept {
+  return tamp::guarded(err, [&] { return static_cast<uint8_t>(given(store).store->check({key})); });
+}
+
+void tamp_store_wait(const tamp_store *store, const char *const *keys, size_t count, int64_t timeout_ms,
+                     char **err) noexcept {
+  tamp::guarded(
+      err, [&] { given(store).store->wait(std::vector<std::string>(keys, keys + count), milliseconds(timeout_ms)); });
 }
 
 void tamp_store_free(tamp_store *store) noexcept {

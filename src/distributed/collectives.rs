@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor, no_grad};
 
 use crate::distributed::group::ProcessGroup;
 use crate::error::{Error, Result};
-use crate::ffi::distributed::Reduction;
+use crate::ffi::distributed::{Reduction, unwritable};
 use crate::ffi::{self, OutsideRegions};
 
 /// How the numbers of the ranks are combined.
@@ -30,7 +30,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a tensor that cannot be communicated, and for the mean of integers;
+    /// [`Error::InvalidArgument`] for a tensor that cannot be communicated, or of which elements share memory, as after
+    /// `expand`, and for the mean of integers;
     /// [`DistributedError::Mismatch`] if the ranks call something else;
     /// [`DistributedError::Communication`] if a rank does not answer. The tensor is unchanged then.
     ///
@@ -45,6 +46,7 @@ impl ProcessGroup {
                 let problem = format!("has dtype {kind:?}, but a mean needs floating point");
                 return Err(unusable(problem));
             }
+            refuse_unwritable(tensor)?;
             Ok((described, kind, copied(tensor)?))
         });
         let _order = self.begin();
@@ -95,6 +97,7 @@ impl ProcessGroup {
                 let problem = format!("is {root}, but there are {} ranks", self.size());
                 return Err(Error::InvalidArgument { name: "root", problem });
             }
+            refuse_unwritable(tensor)?;
             Ok((described, copied(tensor)?))
         });
         let _order = self.begin();
@@ -214,9 +217,11 @@ impl ProcessGroup {
             return Ok(());
         }
         no_grad(|| {
-            self.complete(|| work(&mut copy))?;
-            tensor.f_detach()?.f_copy_(&copy)?;
-            Ok(())
+            self.complete(|| {
+                work(&mut copy)?;
+                tensor.f_detach()?.f_copy_(&copy)?;
+                Ok(())
+            })
         })
     }
 }
@@ -234,23 +239,53 @@ fn copied(tensor: &Tensor) -> Result<Tensor> {
 
 /// Returns the dtype and the shape of a tensor, or an error if a group cannot communicate it.
 fn described(group: &ProcessGroup, tensor: &Tensor) -> Result<String> {
+    let kind = communicable(group, tensor)?;
+    if kind == Kind::Bool {
+        return Err(not_communicated(kind));
+    }
+    let place = if tensor.device() == Device::Cpu { "" } else { " on CUDA" };
+    Ok(format!("{kind:?} {:?}{place}", ffi::sizes(tensor)?))
+}
+
+/// Returns an error if a group cannot communicate a variable of a model.
+pub(super) fn refuse_unusable(group: &ProcessGroup, variable: &Tensor) -> Result<()> {
+    communicable(group, variable)?;
+    refuse_unwritable(variable)
+}
+
+/// Returns an error for a tensor that cannot take a result, which the others would get.
+fn refuse_unwritable(tensor: &Tensor) -> Result<()> {
+    if unwritable(&[tensor.shallow_clone()])?.is_none() {
+        return Ok(());
+    }
+    let problem = "has elements that share memory, as after expand; pass a copy of it";
+    Err(unusable(problem.to_owned()))
+}
+
+/// Returns the dtype of a tensor, or an error if a group cannot communicate it.
+fn communicable(group: &ProcessGroup, tensor: &Tensor) -> Result<Kind> {
     if !tensor.defined() {
         return Err(unusable("is undefined".to_owned()));
     }
-    let sizes = ffi::sizes(tensor).map_err(|_| unusable("has no shape".to_owned()))?;
+    if ffi::sizes(tensor).is_err() {
+        return Err(unusable("has no shape".to_owned()));
+    }
     if tensor.is_sparse() || tensor.is_mkldnn() {
         return Err(unusable("is not dense; convert it with to_dense".to_owned()));
     }
-    let kind = tensor.f_kind()?;
     if let Some(problem) = group.problem_of(tensor.device()) {
         return Err(unusable(problem));
     }
+    let kind = tensor.f_kind()?;
     let is_integer = matches!(kind, Kind::Uint8 | Kind::Int8 | Kind::Int | Kind::Int64);
-    if is_integer || is_floating(kind) {
-        let place = if tensor.device() == Device::Cpu { "" } else { " on CUDA" };
-        return Ok(format!("{kind:?} {sizes:?}{place}"));
+    if is_integer || is_floating(kind) || kind == Kind::Bool {
+        return Ok(kind);
     }
-    Err(unusable(format!("has dtype {kind:?}, which groups cannot communicate; convert it first")))
+    Err(not_communicated(kind))
+}
+
+fn not_communicated(kind: Kind) -> Error {
+    unusable(format!("has dtype {kind:?}, which groups cannot communicate; convert it first"))
 }
 
 fn is_floating(kind: Kind) -> bool {

@@ -123,7 +123,7 @@ fn run(
 }
 
 /// Whether autograd records what this thread computes, which tch does not tell.
-fn records() -> Result<bool> {
+pub(super) fn records() -> Result<bool> {
     let _own = OutsideRegions::enter();
     let leaf = Tensor::f_zeros([1], (Kind::Float, Device::Cpu))?.f_set_requires_grad(true)?;
     Ok(leaf.f_neg()?.requires_grad())

@@ -1,10 +1,12 @@
 //! Groups that the environment describes.
 
+use std::env::VarError;
 use std::str::FromStr;
 
-use crate::distributed::group::{GroupOptions, ProcessGroup};
+use crate::distributed::group::{GroupOptions, MOST_RANKS, ProcessGroup};
+use crate::distributed::place::GRACE;
 use crate::distributed::store::{Store, is_loopback};
-use crate::error::{DistributedError, Result};
+use crate::error::{DistributedError, Error, Result};
 
 impl GroupOptions {
     /// Forms the group that the environment variables `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` describe.
@@ -18,48 +20,84 @@ impl GroupOptions {
     /// # Errors
     ///
     /// [`DistributedError::Environment`] if a variable is not set, or is invalid;
-    /// [`DistributedError::Store`] if the store cannot be reached, or cannot be served because its port is in use;
-    /// [`DistributedError::Communication`] if a rank does not join before the timeout.
+    /// [`DistributedError::Store`] if the store cannot be reached, belongs to another job, or cannot be served because its
+    /// port is in use; and as for [`join`](Self::join).
     pub fn from_env(&self) -> Result<ProcessGroup> {
-        let (rank, size): (usize, usize) = (parsed("RANK")?, parsed("WORLD_SIZE")?);
-        if rank >= size {
-            let problem = format!("is {rank}, but must be less than WORLD_SIZE, which is {size}");
-            return Err(DistributedError::Environment { variable: "RANK", problem }.into());
-        }
         let (host, port) = (variable("MASTER_ADDR")?, parsed("MASTER_PORT")?);
-        let agent = std::env::var("TORCHELASTIC_USE_AGENT_STORE").is_ok_and(|is| is == "True");
+        if host.is_empty() {
+            return Err(invalid("MASTER_ADDR", "is empty".to_owned()));
+        }
+        if port == 0 {
+            let problem = "is 0, but must be a port that all ranks know, from 1 to 65535";
+            return Err(invalid("MASTER_PORT", problem.to_owned()));
+        }
+        let agent = optional("TORCHELASTIC_USE_AGENT_STORE")?.is_some_and(|is| is == "True");
+        // torchrun's store remembers the keys of the attempts before a restart.
+        let attempt = optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or_default();
+        let scoped =
+            |store: Store| if agent { store.of_attempt(&attempt) } else { store.of_rank(0) };
+        let (rank, size) = match place() {
+            Ok(place) => place,
+            Err(error) => {
+                // Otherwise the other ranks would wait for this one.
+                let rank = parsed("RANK").unwrap_or(0);
+                if !agent && rank == 0 {
+                    return Err(error);
+                }
+                return Err(match Store::connect_within(&host, port, GRACE).map(scoped) {
+                    Ok(store) => self.place_in(&store, rank, MOST_RANKS).refuse(error),
+                    Err(_) => error,
+                });
+            }
+        };
         let store = match (rank == 0 && !agent, is_loopback(&host)) {
             (false, _) => Store::connect_within(&host, port, self.timeout)?,
             (true, true) => Store::serve_on_loopback(port)?,
             (true, false) => Store::serve(port)?,
         };
-        let store = if agent { store } else { store.of_rank(0) };
-        self.attempt(agent).join(&store, rank, size)
+        self.join(&scoped(store), rank, size)
     }
+}
 
-    /// Makes the name of the group another one after each restart by torchrun, whose store remembers the keys of the
-    /// previous attempts.
-    fn attempt(&self, agent: bool) -> Self {
-        let attempt = std::env::var("TORCHELASTIC_RESTART_COUNT").unwrap_or_default();
-        if !agent {
-            return self.clone();
+/// Returns the rank of this process, and the number of ranks.
+fn place() -> Result<(usize, usize)> {
+    let (rank, size) = (parsed("RANK")?, parsed("WORLD_SIZE")?);
+    if !(1..=MOST_RANKS).contains(&size) {
+        return Err(invalid(
+            "WORLD_SIZE",
+            format!("is {size}, but must be from 1 to {MOST_RANKS}"),
+        ));
+    }
+    if rank >= size {
+        let problem = format!("is {rank}, but must be less than WORLD_SIZE, which is {size}");
+        return Err(invalid("RANK", problem));
+    }
+    Ok((rank, size))
+}
+
+/// Returns the value of a variable, or `None` if it is not set.
+pub(super) fn optional(name: &'static str) -> Result<Option<String>> {
+    match std::env::var(name) {
+        Ok(value) => Ok(Some(value)),
+        Err(VarError::NotPresent) => Ok(None),
+        Err(VarError::NotUnicode(value)) => {
+            Err(invalid(name, format!("is {value:?}, but must be UTF-8")))
         }
-        let name = self.name.as_deref().unwrap_or("default");
-        self.clone().name(Some(format!("attempt {attempt}, {name}")))
     }
 }
 
 fn variable(name: &'static str) -> Result<String> {
-    std::env::var(name).map_err(|_| {
-        DistributedError::Environment { variable: name, problem: "is not set".to_owned() }.into()
-    })
+    optional(name)?.ok_or_else(|| invalid(name, "is not set".to_owned()))
 }
 
 fn parsed<T: FromStr>(name: &'static str) -> Result<T> {
     let value = variable(name)?;
     value.parse().map_err(|_| {
         let most = if name == "MASTER_PORT" { " up to 65535" } else { "" };
-        let problem = format!("is {value:?}, but must be a number{most}");
-        DistributedError::Environment { variable: name, problem }.into()
+        invalid(name, format!("is {value:?}, but must be a number{most}"))
     })
+}
+
+fn invalid(variable: &'static str, problem: String) -> Error {
+    DistributedError::Environment { variable, problem }.into()
 }

@@ -1,5 +1,6 @@
 //! Groups of ranks.
 
+use std::fmt::Display;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -8,13 +9,18 @@ use tch::{Cuda, Device};
 
 use crate::builder::builder;
 use crate::distributed::deadline::within;
+use crate::distributed::environment::optional;
 use crate::distributed::place::{GRACE, Place};
+use crate::distributed::rendezvous::job;
 use crate::distributed::store::Store;
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed as ffi;
 
 /// How long a rank waits for another one, as with Gloo in PyTorch.
 const TIMEOUT: Duration = Duration::from_secs(30 * 60);
+
+/// The largest number of ranks. Each has a connection to every other one.
+pub(super) const MOST_RANKS: usize = 1 << 16;
 
 /// How a group is formed.
 #[derive(Clone, Debug)]
@@ -26,8 +32,8 @@ pub struct GroupOptions {
     /// this machine can reach the store. Otherwise it is the first one of `GLOO_SOCKET_IFNAME`, or that of the host's
     /// name.
     pub interface: Option<String>,
-    /// The name of the group, which has to be the same on all ranks and not yet used with this store. By default groups
-    /// are numbered, and the ranks have to form them in the same order.
+    /// The name of the group, which has to be the same on all ranks and not yet used with this store, not even by a group
+    /// that could not be formed. By default groups are numbered, and the ranks have to form them in the same order.
     pub name: Option<String>,
 }
 
@@ -43,37 +49,61 @@ impl GroupOptions {
     /// Forms a group of `size` ranks, which all call this with the same store and options. Blocks until all have.
     /// Corresponds to `torch.distributed.init_process_group`.
     ///
+    /// Ranks that do not belong together get an error instead of waiting for each other: ranks with another `size`, two
+    /// processes with the same `rank`, and ranks of different jobs, by `TORCHELASTIC_RUN_ID`, which
+    /// [`spawn`](crate::distributed::spawn) and torchrun set, or else by `SLURM_JOB_ID`.
+    ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] if `rank` is not less than `size`;
-    /// [`DistributedError::Communication`] if a rank does not join before the timeout.
+    /// [`Error::InvalidArgument`] if `size` is more than 65536, if `rank` is not less than `size` or has come already,
+    /// if rank 0 has another `size`, if the interface cannot be used, and if the name was used before with this store;
+    /// [`DistributedError::Store`] if rank 0 belongs to another job;
+    /// [`DistributedError::Communication`] if a rank does not join before the timeout, or is refused;
+    /// [`DistributedError::Environment`] if a variable is not UTF-8.
     pub fn join(&self, store: &Store, rank: usize, size: usize) -> Result<ProcessGroup> {
-        if rank >= size || i32::try_from(size).is_err() {
-            let problem = format!("is {rank}, but must be less than the number of ranks, {size}");
-            return Err(Error::InvalidArgument { name: "rank", problem });
+        let invalid = |name, problem| Err(Error::InvalidArgument { name, problem });
+        if size > MOST_RANKS {
+            return invalid("size", format!("is {size}, but must be at most {MOST_RANKS}"));
         }
-        let prefix = self.name.clone().unwrap_or_else(|| store.next_name(rank));
-        let from_env = || {
-            let names = std::env::var("GLOO_SOCKET_IFNAME").ok().filter(|_| !store.is_local())?;
-            names.split(',').next().filter(|name| !name.is_empty()).map(str::to_owned)
-        };
-        let interface = self.interface.clone().or_else(from_env);
-        let place = Place { store: store.clone(), prefix, rank, size };
+        if rank >= size {
+            let problem = format!("is {rank}, but must be less than the number of ranks, {size}");
+            return invalid("rank", problem);
+        }
+        if let Some(name) = self.name.as_ref().filter(|name| name.contains('\0')) {
+            return invalid("name", format!("is {name:?}, but must have no NUL character"));
+        }
+        self.form(self.place_in(store, rank, size), false)
+    }
+
+    /// The place of a rank in a new group.
+    pub(super) fn place_in(&self, store: &Store, rank: usize, size: usize) -> Place {
+        let (name, prefix) = (self.name.clone(), store.prefix(self.name.as_deref(), rank));
+        Place { store: store.clone(), prefix, name, rank, size }
+    }
+
+    /// Forms the group of a place, which may be that of one model.
+    fn form(&self, place: Place, is_of_model: bool) -> Result<ProcessGroup> {
+        let prepared = self.interface_for(&place.store).and_then(|name| Ok((name, job()?)));
+        let (interface, job) = prepared.map_err(|error| place.refuse(error))?;
         let (here, timeout, cuda) = (place.clone(), self.timeout, Cuda::is_available());
         let form = move || {
+            here.meet(&job, timeout)?;
             let member = ffi::Member {
                 prefix: &here.prefix,
                 interface: interface.as_deref(),
-                host: here.store.is_local().then_some("127.0.0.1"),
-                rank,
-                size,
+                host: host(&here.store),
+                rank: here.rank,
+                size: here.size,
                 timeout,
                 cuda,
             };
-            ffi::Group::new(here.store.handle(), &member)
+            let group = ffi::Group::new(here.store.handle(), &member)?;
+            // A rank that left at once would end connections that the others are still making.
+            group.gather(&[0], here.size)?.finish()?;
+            Ok(group)
         };
         let handle = within(timeout.saturating_add(GRACE), form).map_err(|error| match error {
-            Error::Torch(message) => place.failure("forming the group", message),
+            Error::Torch(message) => place.failure("forming the group", message, || ()),
             other => other,
         })?;
         Ok(ProcessGroup(Arc::new(Shared {
@@ -81,12 +111,35 @@ impl GroupOptions {
             place,
             options: self.clone(),
             cuda,
+            is_of_model,
             order: Mutex::default(),
             begun: AtomicUsize::new(0),
             models: AtomicUsize::new(0),
             living: AtomicUsize::new(0),
         })))
     }
+
+    /// The network interface of the connections, or `None` for the one of the host's name.
+    fn interface_for(&self, store: &Store) -> Result<Option<String>> {
+        let names = match &self.interface {
+            None if !store.is_local() => optional("GLOO_SOCKET_IFNAME")?.unwrap_or_default(),
+            name => name.clone().unwrap_or_default(),
+        };
+        let name = names.split(',').next().filter(|name| !name.is_empty()).map(str::to_owned);
+        ffi::check_interface(name.as_deref(), host(store)).map_err(|error| {
+            let what = name
+                .as_ref()
+                .map_or("that of the host's name".to_owned(), |name| format!("{name:?}"));
+            let problem = format!("is {what}, which cannot be used: {error}");
+            Error::InvalidArgument { name: "interface", problem }
+        })?;
+        Ok(name)
+    }
+}
+
+/// The address of the connections, or `None` for that of this host's name.
+fn host(store: &Store) -> Option<&'static str> {
+    store.is_local().then_some("127.0.0.1")
 }
 
 /// Ranks that communicate by collectives. Clones are the same group. Corresponds to `torch.distributed.ProcessGroup`,
@@ -134,6 +187,8 @@ struct Shared {
     options: GroupOptions,
     /// Whether CUDA tensors can be communicated.
     cuda: bool,
+    /// Whether it is the group of one model, whose reducer uses the connections, too.
+    is_of_model: bool,
     /// Held while a collective runs.
     order: Mutex<()>,
     /// How many collectives have begun on this rank.
@@ -232,9 +287,9 @@ impl ProcessGroup {
     /// model uses: its backward passes communicate from threads of libtorch.
     pub(super) fn for_model(&self) -> Result<(usize, Self)> {
         let number = self.0.models.fetch_add(1, Ordering::Relaxed);
-        let Place { store, prefix, rank, size } = &self.0.place;
-        let options = self.0.options.clone().name(Some(format!("{prefix}/model {number}")));
-        Ok((number, options.join(store, *rank, *size)?))
+        let place = self.0.place.clone();
+        let prefix = format!("model {number} of {}", place.prefix);
+        Ok((number, self.0.options.form(Place { prefix, ..place }, true)?))
     }
 
     /// Whether an operation has failed.
@@ -243,14 +298,33 @@ impl ProcessGroup {
     }
 
     /// Runs the part of a collective that follows the comparison. If it fails, the other ranks may wait for this one,
-    /// which closes the group, so that they fail as well.
+    /// which tells them why.
     pub(super) fn complete<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        work().inspect_err(|_| self.close())
+        work().inspect_err(|error| {
+            if !self.is_closed() {
+                self.report(error);
+                self.close();
+                self.await_reports();
+            }
+        })
+    }
+
+    /// Reports why this rank is about to close the group: the operations of the other ranks fail with this cause.
+    pub(super) fn report(&self, cause: &dyn Display) {
+        self.0.place.report(&cause.to_string());
+    }
+
+    /// Waits until the other ranks have noticed that the group is closed, for at most a few seconds.
+    pub(super) fn await_reports(&self) {
+        self.0.place.await_reports();
     }
 
     /// Closes the connections. The group cannot be used any more.
     pub(super) fn close(&self) {
-        drop(self.0.handle.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let handle = self.0.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(handle) = handle.filter(|_| self.0.is_of_model) {
+            handle.close();
+        }
     }
 
     /// Runs an operation that communicates. After one has failed, the group cannot be used any more.
@@ -259,23 +333,22 @@ impl ProcessGroup {
         operation: &'static str,
         call: impl FnOnce(&ffi::Group) -> Result<T>,
     ) -> Result<T> {
-        let handle = self.0.handle.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some(handle) = handle else {
-            return Err(DistributedError::Failed { operation }.into());
-        };
+        let handle = self.handle(operation)?;
         let result = call(&handle);
         drop(handle);
         result.map_err(|error| self.failure(operation, error))
     }
 
+    /// Returns the connections, or an error if an operation has failed before.
+    pub(super) fn handle(&self, operation: &'static str) -> Result<Arc<ffi::Group>> {
+        let handle = self.0.handle.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        handle.ok_or_else(|| DistributedError::Failed { operation }.into())
+    }
+
     /// The error of an operation that communicates. The group cannot be used any more.
     pub(super) fn failure(&self, operation: &'static str, error: Error) -> Error {
         match error {
-            Error::Torch(message) => {
-                self.close();
-                self.0.place.failure(operation, message)
-            }
-            // Other errors are those of a closure of the user's.
+            Error::Torch(message) => self.0.place.failure(operation, message, || self.close()),
             other => other,
         }
     }

@@ -29,6 +29,7 @@ mod place;
 mod processes;
 mod random;
 mod rank_0;
+mod rendezvous;
 mod sampler;
 mod scaler;
 mod spawn;

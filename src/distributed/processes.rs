@@ -7,6 +7,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::distributed::rendezvous::new_job;
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::processes::{SIGKILL, SIGTERM, Signals, end_with_this_thread, signal};
 
@@ -19,8 +20,9 @@ pub(super) struct Ranks(Vec<Option<Child>>);
 impl Ranks {
     pub(super) fn start(size: usize, port: u16) -> Result<Self> {
         let mut ranks = Self(Vec::with_capacity(size));
+        let job = new_job();
         for rank in 0..size {
-            let child = command(rank, size, port).and_then(|mut command| command.spawn());
+            let child = command(rank, size, port, &job).and_then(|mut command| command.spawn());
             ranks.0.push(Some(child.map_err(|error| unstarted(rank, &error))?));
         }
         Ok(ranks)
@@ -97,7 +99,7 @@ impl Drop for Ranks {
 }
 
 /// This program again, as a rank.
-fn command(rank: usize, size: usize, port: u16) -> io::Result<Command> {
+fn command(rank: usize, size: usize, port: u16, job: &(&str, String)) -> io::Result<Command> {
     let mut arguments = env::args_os();
     let mut command = Command::new(env::current_exe()?);
     if let Some(name) = arguments.next() {
@@ -108,6 +110,7 @@ fn command(rank: usize, size: usize, port: u16) -> io::Result<Command> {
     command.args(arguments).stdin(Stdio::null()).process_group(0);
     command.envs(numbers.map(|(name, number)| (name, number.to_string())));
     command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+    command.env(job.0, &job.1);
     // This process is what torchrun calls the agent.
     command.env("TORCHELASTIC_USE_AGENT_STORE", "True").env("TORCHELASTIC_RESTART_COUNT", "0");
     if size > 1 && env::var_os("OMP_NUM_THREADS").is_none() {

@@ -24,18 +24,22 @@ pub struct Store(Arc<Shared>);
 #[derive(Debug)]
 struct Shared {
     store: ffi::Store,
-    port: Option<u16>,
+    /// The host and the port, or `None` for a store without them.
+    address: Option<(String, u16)>,
     is_local: bool,
     /// The rank that serves it, if that is known.
     served_by: Option<usize>,
+    /// What the names of all groups begin with.
+    scope: String,
     /// The number of unnamed groups that each rank has formed.
     groups: Mutex<HashMap<usize, usize>>,
 }
 
 impl Store {
-    fn new(store: ffi::Store, port: Option<u16>, is_local: bool) -> Self {
-        let (served_by, groups) = (None, Mutex::default());
-        Self(Arc::new(Shared { store, port, is_local, served_by, groups }))
+    fn new(store: ffi::Store, address: Option<(&str, u16)>, is_local: bool) -> Self {
+        let (served_by, scope, groups) = (None, String::new(), Mutex::default());
+        let address = address.map(|(host, port)| (host.to_owned(), port));
+        Self(Arc::new(Shared { store, address, is_local, served_by, scope, groups }))
     }
 
     /// Makes a store for ranks that are threads of this process. Corresponds to `HashStore`.
@@ -66,7 +70,7 @@ impl Store {
         let (listener, port) = bound.map_err(|error| unusable(address.0, port, &error))?;
         let store = ffi::Store::serve_on(listener.into(), address.0, port, TIMEOUT)
             .map_err(|error| unusable(address.0, port, &error))?;
-        Ok(Self::new(store, Some(port), true))
+        Ok(Self::new(store, Some((address.0, port)), true))
     }
 
     /// Serves a store on a port of all interfaces of this host, for ranks on several hosts. It has no authentication:
@@ -77,42 +81,48 @@ impl Store {
     /// [`Error::InvalidArgument`] for port 0; [`DistributedError::Store`] if it cannot be served, for instance because
     /// the port is in use.
     pub fn serve(port: u16) -> Result<Self> {
-        if port == 0 {
-            let problem = "is 0, but the other ranks have to know it".to_owned();
-            return Err(Error::InvalidArgument { name: "port", problem });
-        }
+        check(port)?;
         let host = "localhost";
         let store =
             ffi::Store::serve(host, port, TIMEOUT).map_err(|error| unusable(host, port, &error))?;
-        Ok(Self::new(store, Some(port), false))
+        Ok(Self::new(store, Some((host, port)), false))
     }
 
     /// Connects to the store that another process serves, and waits up to five minutes for it.
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Store`] if it cannot be reached.
+    /// [`Error::InvalidArgument`] for port 0; [`DistributedError::Store`] if it cannot be reached.
     pub fn connect(host: &str, port: u16) -> Result<Self> {
         Self::connect_within(host, port, TIMEOUT)
     }
 
     pub(super) fn connect_within(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+        check(port)?;
         let name = host.to_owned();
         let connect = move || ffi::Store::connect(&name, port, timeout);
         let store = within(timeout.saturating_add(GRACE), connect)
             .map_err(|error| unusable(host, port, &error))?;
-        Ok(Self::new(store, Some(port), is_loopback(host)))
+        Ok(Self::new(store, Some((host, port)), is_loopback(host)))
     }
 
     /// Returns the port, or `None` for a store without one.
     pub fn port(&self) -> Option<u16> {
-        self.0.port
+        self.0.address.as_ref().map(|(_, port)| *port)
     }
 
     /// Notes that this rank serves the store. To be called before the store is cloned.
     pub(super) fn of_rank(mut self, rank: usize) -> Self {
         if let Some(shared) = Arc::get_mut(&mut self.0) {
             shared.served_by = Some(rank);
+        }
+        self
+    }
+
+    /// Gives the groups other keys than those of the attempts before a restart. To be called before the store is cloned.
+    pub(super) fn of_attempt(mut self, attempt: &str) -> Self {
+        if let Some(shared) = Arc::get_mut(&mut self.0) {
+            shared.scope = format!("attempt {attempt}, ");
         }
         self
     }
@@ -126,17 +136,37 @@ impl Store {
         self.0.is_local
     }
 
+    /// The error of a rank that belongs to another job than rank 0.
+    pub(super) fn of_another_job(&self, its_job: &str, job: &str) -> Error {
+        let said =
+            |job: &str| if job.is_empty() { "has none".to_owned() } else { format!("has {job}") };
+        let problem = format!(
+            "it is that of another job: rank 0 {}, this rank {}; give each job a port of its own",
+            said(its_job),
+            said(job)
+        );
+        match &self.0.address {
+            Some((host, port)) => unusable(host, *port, &problem),
+            None => Error::InvalidArgument { name: "store", problem },
+        }
+    }
+
     pub(super) fn handle(&self) -> &ffi::Store {
         &self.0.store
     }
 
-    /// Returns the name of the next group of this rank that has none. It is the same on all ranks, because all of them
-    /// form their groups in the same order.
-    pub(super) fn next_name(&self, rank: usize) -> String {
+    /// Returns what the keys of a group begin with, which those of no other group do. A group without a name is the next
+    /// one of this rank: all ranks form their groups in the same order.
+    pub(super) fn prefix(&self, name: Option<&str>, rank: usize) -> String {
+        let scope = &self.0.scope;
+        // With its length, no name is the beginning of another one.
+        if let Some(name) = name {
+            return format!("{scope}named {} {name}", name.len());
+        }
         let mut groups = self.0.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let count = groups.entry(rank).or_default();
         *count += 1;
-        format!("group {count}")
+        format!("{scope}group {count}")
     }
 }
 
@@ -144,6 +174,14 @@ impl Store {
 /// that of the host itself often stands for a loopback address, which other hosts cannot reach.
 pub(super) fn is_loopback(host: &str) -> bool {
     matches!(host, "localhost" | "127.0.0.1")
+}
+
+fn check(port: u16) -> Result<()> {
+    if port == 0 {
+        let problem = "is 0, but the other ranks have to know it".to_owned();
+        return Err(Error::InvalidArgument { name: "port", problem });
+    }
+    Ok(())
 }
 
 fn unusable(host: &str, port: u16, error: &dyn std::fmt::Display) -> Error {

@@ -27,8 +27,8 @@ pub enum DistributedError {
         message: String,
     },
 
-    /// An operation failed because ranks have ended, have left, or did not answer before the timeout. The group can no
-    /// longer be used on any rank. Form a new one with a new name, and resume from the last checkpoint.
+    /// An operation failed because ranks have ended, have left, have failed, or did not answer before the timeout. The
+    /// group can no longer be used on any rank. Form a new one with a new name, and resume from the last checkpoint.
     #[error("{operation} failed on rank {rank} of {size}{}: {message}", Missing(missing))]
     Communication {
         /// What was called.
@@ -40,7 +40,8 @@ pub enum DistributedError {
         /// The ranks that did not report a failure of their own within five seconds, so that they have probably ended
         /// or hang.
         missing: Vec<usize>,
-        /// libtorch's message.
+        /// The message of the rank that has failed first: `rank 1 failed first: ...` if it is another one. It is that of
+        /// libtorch, or of an error or a panic in the rank's backward pass.
         message: String,
     },
 
@@ -59,12 +60,12 @@ pub enum DistributedError {
         message: String,
     },
 
-    /// A parameter has changed since the model was distributed. Make a new `DistributedDataParallel`, on all ranks.
+    /// A parameter or a buffer has changed since the model was distributed. Make a new `DistributedDataParallel`, on all ranks.
     #[error(
         "{name} {problem} after the model was distributed: make a new DistributedDataParallel on all ranks"
     )]
     Parameter {
-        /// The name of the parameter in the `VarStore`.
+        /// The name of the variable in the `VarStore`.
         name: String,
         /// What happened to it.
         problem: &'static str,
@@ -133,6 +134,9 @@ pub enum DistributedError {
     },
 }
 
+/// How many ranks a message lists.
+const MOST_NAMED: usize = 16;
+
 struct Missing<'a>(&'a [usize]);
 
 impl fmt::Display for Missing<'_> {
@@ -140,7 +144,11 @@ impl fmt::Display for Missing<'_> {
         match self.0 {
             [] => Ok(()),
             [rank] => write!(f, " (rank {rank} does not answer)"),
-            ranks => write!(f, " (the ranks {ranks:?} do not answer)"),
+            ranks if ranks.len() <= MOST_NAMED => write!(f, " (the ranks {ranks:?} do not answer)"),
+            ranks => {
+                let (named, others) = ranks.split_at(MOST_NAMED);
+                write!(f, " (the ranks {named:?} and {} others do not answer)", others.len())
+            }
         }
     }
 }

@@ -64,19 +64,49 @@ impl Store {
         call(|err| unsafe { sys::tamp_store_in_process(milliseconds(timeout), err) }).map(Self)
     }
 
-    /// Sets a key.
-    pub(crate) fn set(&self, key: &str) -> Result<()> {
-        let key = text("key", key)?;
-        // SAFETY: the store is alive, `key` is a C string, and `err` is valid for a write.
-        call(|err| unsafe { sys::tamp_store_set(self.0, key.as_ptr(), err) })
+    /// Sets a key to a text.
+    pub(crate) fn set(&self, key: &str, value: &str) -> Result<()> {
+        let (key, value) = (text("key", key)?, text("value", value)?);
+        // SAFETY: the store is alive, `key` and `value` are C strings, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_store_set(self.0, key.as_ptr(), value.as_ptr(), err) })
     }
 
-    /// Waits for a key.
-    pub(crate) fn wait(&self, key: &str, timeout: Duration) -> Result<()> {
+    /// Waits for a key, and returns its text.
+    pub(crate) fn get(&self, key: &str, timeout: Duration) -> Result<String> {
         let key = text("key", key)?;
         // SAFETY: the store is alive, `key` is a C string, and `err` is valid for a write.
+        let value = call(|err| unsafe {
+            sys::tamp_store_get(self.0, key.as_ptr(), milliseconds(timeout), err)
+        })?;
+        // SAFETY: without an error, the shim returns a NUL-terminated string.
+        let text = unsafe { CStr::from_ptr(value) }.to_string_lossy().into_owned();
+        // SAFETY: the string came from malloc, and is not used any more.
+        unsafe { crate::sys::tamp_string_free(value) };
+        Ok(text)
+    }
+
+    /// Adds 1 to the number of a key, which begins with 0, and returns the sum.
+    pub(crate) fn count(&self, key: &str) -> Result<i64> {
+        let key = text("key", key)?;
+        // SAFETY: the store is alive, `key` is a C string, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_store_count(self.0, key.as_ptr(), err) })
+    }
+
+    /// Whether a key is set.
+    pub(crate) fn has(&self, key: &str) -> Result<bool> {
+        let key = text("key", key)?;
+        // SAFETY: the store is alive, `key` is a C string, and `err` is valid for a write.
+        call(|err| unsafe { sys::tamp_store_has(self.0, key.as_ptr(), err) }).map(|has| has != 0)
+    }
+
+    /// Waits for all of these keys.
+    pub(crate) fn wait(&self, keys: &[String], timeout: Duration) -> Result<()> {
+        let owned: Vec<_> = keys.iter().map(|key| text("key", key)).collect::<Result<_>>()?;
+        let keys: Vec<_> = owned.iter().map(|key| key.as_ptr()).collect();
+        // SAFETY: the store is alive, `keys` has as many C strings as is said, and `err` is valid for a write.
         call(|err| unsafe {
-            sys::tamp_store_wait(self.0, key.as_ptr(), milliseconds(timeout), err)
+            let (keys, count) = (keys.as_ptr(), keys.len());
+            sys::tamp_store_wait(self.0, keys, count, milliseconds(timeout), err)
         })
     }
 }
@@ -119,6 +149,15 @@ pub(crate) struct Member<'a> {
     pub(crate) cuda: bool,
 }
 
+/// Returns an error if groups cannot use the interface or, without one, the address of the host.
+pub(crate) fn check_interface(interface: Option<&str>, host: Option<&str>) -> Result<()> {
+    let interface = interface.map(|name| text("interface", name)).transpose()?;
+    let host = host.map(|host| text("host", host)).transpose()?;
+    let pointer = |text: &Option<CString>| text.as_deref().map_or(ptr::null(), CStr::as_ptr);
+    // SAFETY: both are C strings that outlive the call, or null, and `err` is valid for a write.
+    call(|err| unsafe { sys::tamp_group_check_interface(pointer(&interface), pointer(&host), err) })
+}
+
 /// A `c10d::ProcessGroup`.
 #[derive(Debug)]
 pub(crate) struct Group(*mut sys::Group);
@@ -126,7 +165,8 @@ pub(crate) struct Group(*mut sys::Group);
 // SAFETY: process groups are not bound to a thread.
 unsafe impl Send for Group {}
 // SAFETY: `ProcessGroup::begin` lets one thread at a time call the collectives of a group. The group of a distributed model
-// is used by its passes alone, which have an exclusive borrow of the model, and in which libtorch's engine is waited for.
+// is used by its passes alone, which have an exclusive borrow of the model. Threads of libtorch begin its all-reduces, and
+// may still do so while a pass that has failed closes the group: the shim locks a mutex in both.
 unsafe impl Sync for Group {}
 
 impl Group {
@@ -193,6 +233,12 @@ impl Group {
         })
     }
 
+    /// Closes the connections, whatever else uses the group.
+    pub(crate) fn close(&self) {
+        // SAFETY: the group is alive.
+        unsafe { sys::tamp_group_close(self.0) };
+    }
+
     pub(crate) fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
         // SAFETY: the group is alive, and `err` is valid for a write.
         call(|err| unsafe { sys::tamp_group_monitored_barrier(self.0, milliseconds(timeout), err) })
@@ -204,6 +250,16 @@ impl Drop for Group {
         // SAFETY: the shim made the group, and it is not used any more.
         unsafe { sys::tamp_group_free(self.0) };
     }
+}
+
+/// Returns the index of the first of these strided tensors of which elements share memory, so that a result cannot be
+/// written to it.
+pub(crate) fn unwritable(tensors: &[Tensor]) -> Result<Option<usize>> {
+    let tensors = pointers(tensors);
+    // SAFETY: the tensors are alive, there are as many as is said, and `err` is valid for a write.
+    let index =
+        call(|err| unsafe { sys::tamp_group_unwritable(tensors.as_ptr(), tensors.len(), err) })?;
+    Ok(usize::try_from(index).ok())
 }
 
 /// Bytes that the ranks of a group are gathering.

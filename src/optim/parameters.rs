@@ -156,6 +156,12 @@ impl Store {
         self.lock().trainable_variables.len() > self.taken
     }
 
+    /// The number of names of all variables, trainable or not.
+    #[cfg(feature = "distributed")]
+    pub(crate) fn named(&self) -> usize {
+        self.lock().named_variables.len()
+    }
+
     /// The variables that [`added`](Self::added) returns. If it fails, one may be there twice, which does no harm before
     /// they are taken.
     pub(crate) fn more(&self, known: &HashSet<usize>) -> Vec<Tensor> {

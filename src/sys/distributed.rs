@@ -72,10 +72,32 @@ unsafe extern "C" {
         err: *mut *mut c_char,
     ) -> *mut Store;
     pub(crate) fn tamp_store_in_process(timeout_ms: i64, err: *mut *mut c_char) -> *mut Store;
-    pub(crate) fn tamp_store_set(store: *const Store, key: *const c_char, err: *mut *mut c_char);
-    pub(crate) fn tamp_store_wait(
+    pub(crate) fn tamp_store_set(
         store: *const Store,
         key: *const c_char,
+        value: *const c_char,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_store_get(
+        store: *const Store,
+        key: *const c_char,
+        timeout_ms: i64,
+        err: *mut *mut c_char,
+    ) -> *mut c_char;
+    pub(crate) fn tamp_store_count(
+        store: *const Store,
+        key: *const c_char,
+        err: *mut *mut c_char,
+    ) -> i64;
+    pub(crate) fn tamp_store_has(
+        store: *const Store,
+        key: *const c_char,
+        err: *mut *mut c_char,
+    ) -> u8;
+    pub(crate) fn tamp_store_wait(
+        store: *const Store,
+        keys: *const *const c_char,
+        count: usize,
         timeout_ms: i64,
         err: *mut *mut c_char,
     );
@@ -86,7 +108,18 @@ unsafe extern "C" {
         options: *const GroupOptions,
         err: *mut *mut c_char,
     ) -> *mut Group;
+    pub(crate) fn tamp_group_check_interface(
+        interface: *const c_char,
+        host: *const c_char,
+        err: *mut *mut c_char,
+    );
+    pub(crate) fn tamp_group_close(group: *const Group);
     pub(crate) fn tamp_group_free(group: *mut Group);
+    pub(crate) fn tamp_group_unwritable(
+        tensors: *const *mut Tensor,
+        count: usize,
+        err: *mut *mut c_char,
+    ) -> i64;
     pub(crate) fn tamp_gathering_begin(
         group: *const Group,
         bytes: *const u8,

@@ -6,6 +6,7 @@ mod common;
 
 mod accumulation;
 mod agreement;
+mod causes;
 mod collectives;
 mod data_parallel;
 mod ddp;
@@ -24,6 +25,7 @@ mod processes;
 mod random;
 mod rank_0;
 mod recomputed;
+mod rendezvous;
 mod resuming;
 mod sampler;
 mod sharded;

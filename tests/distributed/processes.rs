@@ -1,7 +1,10 @@
 //! Ranks that are processes, which find each other through the environment.
 
+use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
+use std::os::unix::ffi::OsStrExt;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -14,15 +17,19 @@ use crate::common::python::Oracle;
 const TASK: &str = "TCH_AMP_TEST_TASK";
 
 /// This program again, as a rank.
-fn spawn(task: &str, variables: &[(&str, &str)]) -> Child {
-    Command::new(std::env::current_exe().unwrap())
+pub fn spawn(task: &str, variables: &[(&str, &str)]) -> Child {
+    command(task, variables).spawn().unwrap()
+}
+
+fn command(task: &str, variables: &[(&str, &str)]) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
         .args(["--exact", "processes::rank", "--ignored", "--nocapture"])
         .env(TASK, task)
         .envs(variables.iter().copied())
         .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap()
+        .stderr(Stdio::piped());
+    command
 }
 
 pub fn spawn_rank(task: &str, rank: &str, size: &str, port: &str) -> Child {
@@ -136,6 +143,88 @@ fn a_wrong_environment_is_an_error_that_names_the_variable() {
     }
     let line = only_line(spawn_rank("sum", "2", "2", "1"));
     assert!(line.starts_with("RANK is 2, but must be less than WORLD_SIZE"), "{line}");
+}
+
+#[test]
+fn values_that_no_group_can_have_are_errors_that_name_the_variable() {
+    for rank in ["0", "1"] {
+        for (name, value) in [
+            ("MASTER_PORT", "0"),
+            ("MASTER_PORT", "65536"),
+            ("MASTER_ADDR", ""),
+            ("WORLD_SIZE", "0"),
+            ("WORLD_SIZE", "65537"),
+            ("WORLD_SIZE", "2000000"),
+            ("WORLD_SIZE", "99999999999"),
+            ("WORLD_SIZE", "99999999999999999999999"),
+        ] {
+            let mut variables = HashMap::from([
+                ("RANK", rank),
+                ("WORLD_SIZE", "2"),
+                ("MASTER_ADDR", "127.0.0.1"),
+                ("MASTER_PORT", "1"),
+            ]);
+            variables.insert(name, value);
+            let start = Instant::now();
+            let line = only_line(spawn("sum", &Vec::from_iter(variables)));
+            assert!(line.starts_with(&format!("{name} is ")), "{value}: {line}");
+            assert!(start.elapsed() < Duration::from_secs(15));
+        }
+    }
+}
+
+#[test]
+fn a_rank_whose_variables_are_wrong_does_not_keep_the_others_waiting() {
+    for (name, value) in [
+        ("WORLD_SIZE", "4"),
+        ("WORLD_SIZE", "99999999999"),
+        ("WORLD_SIZE", "x"),
+        ("WORLD_SIZE", "0"),
+        ("RANK", "7"),
+    ] {
+        let (port, start) = (free_port(), Instant::now());
+        let others = ["0", "1"].map(|rank| spawn_rank("sum", rank, "3", &port));
+        let mut variables = HashMap::from([
+            ("RANK", "2"),
+            ("WORLD_SIZE", "3"),
+            ("MASTER_ADDR", "localhost"),
+            ("MASTER_PORT", port.as_str()),
+        ]);
+        variables.insert(name, value);
+        let wrong = only_line(spawn("sum", &Vec::from_iter(variables)));
+        for line in others.map(only_line) {
+            assert!(line.contains(&wrong), "{name} is {value}: {line}, {wrong}");
+        }
+        assert!(start.elapsed() < Duration::from_secs(20));
+    }
+}
+
+#[test]
+fn values_that_are_not_utf_8_are_errors_that_name_the_variable() {
+    for (name, agent) in [
+        ("RANK", false),
+        ("WORLD_SIZE", false),
+        ("MASTER_ADDR", false),
+        ("MASTER_PORT", false),
+        ("TORCHELASTIC_USE_AGENT_STORE", false),
+        ("TORCHELASTIC_RESTART_COUNT", true),
+        ("TORCHELASTIC_RUN_ID", false),
+        ("SLURM_JOB_ID", false),
+        ("GLOO_SOCKET_IFNAME", false),
+    ] {
+        let port = free_port();
+        let address = if name == "GLOO_SOCKET_IFNAME" { "0.0.0.0" } else { "127.0.0.1" };
+        let variables =
+            [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", address), ("MASTER_PORT", &port)];
+        let mut command = command("sum", &variables);
+        command.env_remove("TORCHELASTIC_RUN_ID").env(name, OsStr::from_bytes(b"1\xff"));
+        if agent {
+            command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
+        }
+        let line = only_line(command.spawn().unwrap());
+        let expected = format!("{name} is \"1\\xFF\", but must be UTF-8");
+        assert!(line.starts_with(&expected), "{line}");
+    }
 }
 
 #[test]

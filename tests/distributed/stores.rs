@@ -47,8 +47,9 @@ fn a_port_in_use_is_an_error() {
 
 #[test]
 fn a_port_that_the_other_ranks_cannot_know_is_refused() {
-    let refused = Store::serve(0).unwrap_err();
-    assert!(matches!(refused, Error::InvalidArgument { name: "port", .. }), "{refused}");
+    for refused in [Store::serve(0).unwrap_err(), Store::connect("127.0.0.1", 0).unwrap_err()] {
+        assert!(matches!(refused, Error::InvalidArgument { name: "port", .. }), "{refused}");
+    }
 }
 
 #[test]

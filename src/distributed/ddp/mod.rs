@@ -4,16 +4,21 @@ mod averaged;
 mod model;
 mod options;
 
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use tch::nn::VarStore;
 use tch::{Tensor, no_grad};
 
 use crate::distributed::call::Comparison;
+use crate::distributed::collectives::refuse_unusable;
+use crate::distributed::data_parallel::records;
 use crate::distributed::group::{LivingModel, ProcessGroup};
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed::{self as ffi, Changed, Reducer, ReducerOptions};
 use crate::ffi::gradients_drop;
+use crate::panics;
 use crate::scaler::{self, GradScaler};
 pub(crate) use averaged::any_is_averaged;
 use model::Model;
@@ -140,18 +145,25 @@ impl DistributedDataParallel {
     /// # Errors
     ///
     /// [`DistributedError::Parameter`] if variables have been added, cast, frozen, unfrozen or resized since this was
-    /// made;
-    /// [`DistributedError::Mismatch`] if the other ranks do something else, where the pass communicates;
+    /// made, or buffers that are copied;
+    /// [`DistributedError::Mismatch`] if the other ranks do something else, where the pass communicates, or have such an
+    /// error;
     /// [`DistributedError::Communication`] if a rank does not answer, or the previous backward pass has failed.
     pub fn forward<T>(&mut self, forward: impl FnOnce() -> T) -> Result<T> {
         const NAME: &str = "forward";
-        self.check_parameters()?;
         let syncs = self.syncs;
-        let (reducer, buffers) = (&self.reducer, &self.model.buffers);
         let broadcast = self.broadcast_buffers && self.synced_forward;
-        if broadcast || self.reducer.may_rebuild()? {
-            self.compare_pass(NAME)?;
+        let may_rebuild = self.check_variables().and_then(|()| self.reducer.may_rebuild());
+        match may_rebuild {
+            Ok(may_rebuild) if broadcast || may_rebuild => self.compare_pass(NAME)?,
+            Ok(_) => {}
+            // The others come to this pass or to the backward pass, unless neither communicates.
+            Err(error) if broadcast || (syncs && records().unwrap_or(true)) => {
+                return Err(self.refuse(NAME, error));
+            }
+            Err(error) => return Err(error),
         }
+        let (reducer, buffers) = (&self.reducer, &self.model.buffers);
         let recorded = self.run(NAME, |group| {
             let recorded = reducer.before_forward(syncs)?;
             if broadcast {
@@ -176,13 +188,14 @@ impl DistributedDataParallel {
     ///
     /// # Errors
     ///
-    /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off;
+    /// [`DistributedError::Unused`] if the loss does not depend on a parameter, and `find_unused_parameters` is off. Ranks
+    /// whose loss depends on it get a [`DistributedError::Communication`] with this cause;
     /// [`DistributedError::Repeated`] if several [recomputed](crate::recompute) parts use a parameter;
     /// [`DistributedError::Mismatch`] if the other ranks do something else. The gradients of the model are then those
     /// from before the call, but the pass may have run: begin again with the forward pass, and forget what the pass has
     /// added to gradients of other tensors. If the pass has failed as well, the model cannot be used any more;
-    /// [`DistributedError::Communication`] if a rank does not answer, and if the backward pass fails, because the other
-    /// ranks then wait for this one.
+    /// [`DistributedError::Communication`] if a rank does not answer, and if the backward pass fails on any rank, because
+    /// the others then wait for it: all of them get the cause.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.backward_by(loss, || Ok(loss.f_backward()?))
     }
@@ -200,11 +213,18 @@ impl DistributedDataParallel {
     pub fn backward_scaled(&mut self, scaler: &mut GradScaler, loss: &Tensor) -> Result<()> {
         let model: Arc<dyn scaler::Averaged> = self.model.averaged.clone();
         scaler.note_ranks(&model);
-        self.backward_by(loss, || scaler.backward(loss))
+        if !self.syncs {
+            return self.backward_by(loss, || scaler.backward(loss));
+        }
+        let scaled = scaler.scale(loss).map_err(|error| self.refuse("backward", error))?;
+        self.backward_by(loss, || Ok(scaled.f_backward()?))
     }
 
     /// Runs `backward`, which does one backward pass of your own from `loss`, and averages the gradients. A second pass
     /// in it would add gradients of this rank alone to the averaged ones: sum several losses first.
+    ///
+    /// If `backward` fails or panics, the other ranks get a [`DistributedError::Communication`] with its message, and
+    /// neither the model nor the group can be used any more. A panic then continues.
     ///
     /// # Errors
     ///
@@ -232,10 +252,16 @@ impl DistributedDataParallel {
         {
             self.undo_backward()?;
             self.model.averaged.set_alone(was_alone);
-            return Err(mismatch);
+            return Err(self.ended(NAME, mismatch));
         }
         if let Err(error) = reducer.after_backward() {
-            return Err(self.unused(&error));
+            let unused = self.unused(&error);
+            self.own.report(&unused);
+            self.own.await_reports();
+            // Ranks whose loss depends on the parameters still wait for their gradients. The group can go on.
+            self.own.close();
+            self.own.await_reports();
+            return Err(unused);
         }
         if let Some(index) = reducer.repeated()? {
             let name = self.parameter_name(index);
@@ -256,8 +282,19 @@ impl DistributedDataParallel {
 
     /// Returns an error unless all ranks are about to run this pass.
     fn compare_pass(&self, pass: &'static str) -> Result<()> {
-        self.begin_comparison(pass)?
-            .map_or(Ok(()), |begun| self.group.finish_comparison(&begun).map(drop))
+        let compared = self.begin_comparison(pass).and_then(|begun| {
+            begun.map_or(Ok(()), |begun| self.group.finish_comparison(&begun).map(drop))
+        });
+        compared.map_err(|error| self.ended(pass, error))
+    }
+
+    /// Returns the error of a pass that this rank does not run, after telling it to the others, which wait for this one.
+    fn refuse(&self, pass: &'static str, error: Error) -> Error {
+        if !self.compare_passes {
+            return self.ended(pass, error);
+        }
+        let _order = self.group.begin();
+        self.group.refuse(pass, error)
     }
 
     /// Compares the backward passes that the ranks are about to run. Of a pass that can be undone, only the
@@ -307,17 +344,48 @@ impl DistributedDataParallel {
     /// Runs a part of a pass that communicates. After one has failed, neither the group nor the connections of the
     /// model can be used any more.
     fn run<T>(&self, pass: &'static str, call: impl FnOnce(&ffi::Group) -> Result<T>) -> Result<T> {
-        self.own.run(pass, call).inspect_err(|error| {
-            let is_mismatch =
-                matches!(error, Error::Distributed(DistributedError::Mismatch { .. }));
-            if !is_mismatch && (self.own.is_closed() || self.group.is_closed()) {
-                self.group.close();
-                self.own.close();
+        let handle = self.own.handle(pass)?;
+        let result = catch_unwind(AssertUnwindSafe(|| call(&handle)));
+        drop(handle);
+        match result {
+            Ok(result) => result.map_err(|error| self.ended(pass, error)),
+            Err(panic) => {
+                // The other ranks would wait for this one.
+                let message = panics::message(panic.as_ref());
+                if self.end(&format_args!("the {pass} pass panicked: {message}")) {
+                    self.own.await_reports();
+                }
+                resume_unwind(panic)
             }
-        })
+        }
     }
 
-    fn check_parameters(&self) -> Result<()> {
+    /// The error of a pass that has failed. It has ended the group, unless the ranks disagree before they communicate.
+    fn ended(&self, pass: &'static str, error: Error) -> Error {
+        if matches!(error, Error::Distributed(DistributedError::Mismatch { .. })) {
+            return error;
+        }
+        let was_open = self.end(&error);
+        if matches!(error, Error::Torch(_)) {
+            return self.own.failure(pass, error);
+        }
+        if was_open {
+            self.own.await_reports();
+        }
+        error
+    }
+
+    /// Closes the connections of the model and the group, if they are open, and tells the other ranks why.
+    fn end(&self, cause: &dyn Display) -> bool {
+        let groups = [&self.own, &self.group].into_iter().filter(|group| !group.is_closed());
+        let open: Vec<_> = groups.collect();
+        // Before either is closed, because the ranks that notice it look for the cause.
+        open.iter().for_each(|group| group.report(cause));
+        open.iter().for_each(|group| group.close());
+        !open.is_empty()
+    }
+
+    fn check_variables(&self) -> Result<()> {
         let parameter = |name: &str, problem: &'static str| {
             Err(DistributedError::Parameter { name: name.to_owned(), problem }.into())
         };
@@ -327,6 +395,11 @@ impl DistributedDataParallel {
         let unfrozen = self.model.others.iter().find(|(_, tensor)| tensor.requires_grad());
         if let Some((name, _)) = unfrozen {
             return parameter(name, "was unfrozen");
+        }
+        if self.broadcast_buffers
+            && let Some((name, problem)) = self.model.changed_buffer()?
+        {
+            return parameter(name, problem);
         }
         let Some((index, changed)) = self.reducer.changed()? else { return Ok(()) };
         let problem = match changed {
@@ -368,8 +441,13 @@ fn prepared(
     if model.parameters.is_empty() {
         return refuse("has no variable that requires gradients".to_owned());
     }
-    if let Some(problem) = group.problem_of(vs.device()) {
-        return refuse(problem);
+    for (name, tensor) in model.parameters.iter().chain(&model.others) {
+        match refuse_unusable(group, tensor) {
+            Err(Error::InvalidArgument { problem, .. }) => {
+                return refuse(format!("has the variable {name:?}, which {problem}"));
+            }
+            other => other?,
+        }
     }
     Ok((reducer_options, model))
 }

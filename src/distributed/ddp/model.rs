@@ -3,12 +3,14 @@
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
-use tch::Tensor;
 use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
 
 use super::averaged::Averaged;
 use crate::distributed::group::ProcessGroup;
 use crate::error::Result;
+use crate::ffi::distributed::unwritable;
+use crate::ffi::sizes;
 use crate::optim::parameters::{Named, Store};
 use crate::variables::{named, variables};
 
@@ -18,12 +20,21 @@ pub(super) struct Model {
     // Before the parameters, because it counts on their being alive.
     pub(super) averaged: Arc<Averaged>,
     store: Store,
+    /// How many names the variables had when the ranks compared them.
+    names: usize,
     /// The variables that require gradients, in the order in which they were added.
     pub(super) parameters: Vec<(String, Tensor)>,
     /// All others: the frozen ones, and then the buffers in the order of their names. They are broadcast once.
     pub(super) others: Vec<(String, Tensor)>,
     /// The buffers among these, which are broadcast before each forward pass.
     pub(super) buffers: Vec<Tensor>,
+    /// What the buffers were when the ranks compared them.
+    compared: Vec<(Kind, Device, Vec<i64>)>,
+}
+
+/// What has to be the same on all ranks for a broadcast.
+fn form(tensor: &Tensor) -> Result<(Kind, Device, Vec<i64>)> {
+    Ok((tensor.f_kind()?, tensor.device(), sizes(tensor)?))
 }
 
 impl Model {
@@ -31,6 +42,7 @@ impl Model {
         let mut store = Store::new(vs);
         let (added, count) = store.added(&HashSet::new())?;
         store.taken(count);
+        let names = store.named();
         let mut rest: BTreeMap<_, _> = named(variables(vs)?).into_iter().collect();
         let (mut parameters, mut others) = (Vec::new(), Vec::new());
         for Named { names, tensor, .. } in added {
@@ -39,15 +51,35 @@ impl Model {
             let list = if tensor.requires_grad() { &mut parameters } else { &mut others };
             list.push((name, tensor));
         }
-        let buffers = rest.values().map(Tensor::shallow_clone).collect();
+        let buffers: Vec<_> = rest.values().map(Tensor::shallow_clone).collect();
+        let compared = buffers.iter().map(form).collect::<Result<_>>()?;
         others.extend(rest);
         let averaged = Arc::new(Averaged::note(&parameters)?);
-        Ok(Self { averaged, store, parameters, others, buffers })
+        Ok(Self { averaged, store, names, parameters, others, buffers, compared })
+    }
+
+    /// Returns a buffer that can no longer be broadcast, by its name, and what has happened to it.
+    pub(super) fn changed_buffer(&self) -> Result<Option<(&str, &'static str)>> {
+        let names = self.others.iter().skip(self.others.len() - self.buffers.len());
+        let names: Vec<_> = names.map(|(name, _)| name.as_str()).collect();
+        for ((buffer, compared), name) in self.buffers.iter().zip(&self.compared).zip(&names) {
+            let (kind, device, size) = form(buffer)?;
+            let problem = match compared {
+                _ if buffer.is_sparse() => "was made sparse",
+                (was, ..) if *was != kind => "was cast to another dtype",
+                (_, was, _) if *was != device => "was moved to another device",
+                (.., was) if *was != size => "was given another shape",
+                _ => continue,
+            };
+            return Ok(Some((name, problem)));
+        }
+        let unwritable = unwritable(&self.buffers)?.and_then(|index| names.get(index));
+        Ok(unwritable.map(|name| (*name, "was given memory that its elements share")))
     }
 
     /// Whether variables were added since.
     pub(super) fn has_more(&self) -> bool {
-        self.store.has_more()
+        self.store.has_more() || self.store.named() > self.names
     }
 
     /// One line for each variable.

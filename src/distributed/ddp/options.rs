@@ -78,7 +78,8 @@ impl DdpOptions {
     /// differ, or the names, shapes or dtypes of their variables, with the first difference;
     /// [`DistributedError::Communication`](crate::distributed::DistributedError::Communication) if a rank does not
     /// answer;
-    /// [`Error::InvalidArgument`] for an option that cannot be used, and for a `VarStore` without trainable variables.
+    /// [`Error::InvalidArgument`] for an option that cannot be used, for a `VarStore` without trainable variables, and for
+    /// a variable that cannot be sent, such as an expanded or a complex one.
     pub fn build(&self, group: &ProcessGroup, vs: &VarStore) -> Result<DistributedDataParallel> {
         DistributedDataParallel::with_options(group, vs, self)
     }

@@ -177,6 +177,15 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         {
             fails(&|| ffi::random::permutation(3, 1).map(drop));
             fails(&|| ffi::random::seed(Device::Cpu, 1));
+            let second = std::time::Duration::from_secs(1);
+            let store = ffi::distributed::Store::in_process(second).unwrap();
+            fails(&|| ffi::distributed::check_interface(None, Some("127.0.0.1")));
+            fails(&|| store.set("key", "value"));
+            fails(&|| store.get("key", second).map(drop));
+            fails(&|| store.count("count").map(drop));
+            fails(&|| store.has("key").map(drop));
+            fails(&|| store.wait(&["key".to_owned()], second));
+            fails(&|| ffi::distributed::unwritable(std::slice::from_ref(&w)).map(drop));
         }
     }
 }

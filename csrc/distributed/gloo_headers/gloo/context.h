@@ -1,5 +1,6 @@
 // As much of gloo as torch/csrc/distributed/c10d/ProcessGroupGloo.hpp needs, because libtorch comes without gloo's
-// headers. That header holds only pointers to these types, so their layout does not matter here.
+// headers. That header holds only pointers to these types, so their layout does not matter here. libtorch exports the
+// functions.
 #pragma once
 
 #include <chrono>
@@ -15,6 +16,7 @@ class UnboundBuffer;
 
 class Context {
  public:
+  void closeConnections();
   void setTimeout(std::chrono::milliseconds timeout);  // used by an inline function that is never compiled here
 };
 }  // namespace gloo

@@ -1,0 +1,148 @@
+//! What the ranks of a group tell each other through the store before they connect: that they belong together.
+
+use std::time::{Duration, Instant};
+
+use crate::distributed::deadline::within;
+use crate::distributed::environment::optional;
+use crate::distributed::place::{GRACE, Place};
+use crate::error::{DistributedError, Error, Result};
+
+/// What the last rank to come says to all: they can connect.
+const COMPLETE: &str = "complete";
+
+/// What rank 0 says of itself if it does not join.
+const REFUSED: &str = "refused";
+
+/// The variables that name the job of a process. The first one that is set counts.
+const JOBS: [&str; 2] = ["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"];
+
+/// Returns the name of the job to which this process belongs, or nothing if it has none.
+pub(super) fn job() -> Result<String> {
+    for variable in JOBS {
+        if let Some(job) = optional(variable)? {
+            return Ok(format!("{variable}={job}"));
+        }
+    }
+    Ok(String::new())
+}
+
+/// A name for a job that this process starts.
+pub(super) fn new_job() -> (&'static str, String) {
+    let since = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
+    (JOBS[0], format!("tch-amp {} {since}", std::process::id()))
+}
+
+impl Place {
+    /// Blocks until all ranks of the group have come. Returns an error if they do not belong together, on every rank
+    /// that waits for the others: another job uses the store, a rank comes twice, or expects another number of ranks.
+    /// A process that comes after the group is complete gets the error alone.
+    pub(super) fn meet(&self, job: &str, timeout: Duration) -> Result<()> {
+        let start = Instant::now();
+        let left = || timeout.saturating_sub(start.elapsed());
+        let key = |name: &str| format!("{}/{name}", self.prefix);
+        let store = self.store.handle();
+        if self.rank == 0 {
+            self.set_once("rank 0", &format!("{} {job}", self.size))?;
+        }
+        let first = store.get(&key("rank 0"), left())?;
+        if first == REFUSED {
+            return self.obey(&store.get(&key("verdict"), left())?);
+        }
+        let (size, its_job) = first.split_once(' ').unwrap_or((&first, ""));
+        if its_job != job {
+            return Err(self.store.of_another_job(its_job, job));
+        }
+        if store.count(&key(&format!("{} has come", self.rank)))? > 1 {
+            return Err(self.refuse(self.comes_again()));
+        }
+        if size != self.size.to_string() {
+            let (rank, here) = (self.rank, self.size);
+            let problem = format!(
+                "is {here} on rank {rank}, but {size} on rank 0: start all ranks with the same number, and each job \
+                 with a port of its own"
+            );
+            return Err(self.refuse(Error::InvalidArgument { name: "size", problem }));
+        }
+        if store.count(&key("ranks"))? == self.size as i64 {
+            self.set_once("verdict", COMPLETE)?;
+        }
+        self.obey(&store.get(&key("verdict"), left())?)
+    }
+
+    /// Returns the verdict on the group as an error, unless it is complete.
+    fn obey(&self, verdict: &str) -> Result<()> {
+        if verdict == COMPLETE {
+            return Ok(());
+        }
+        self.leave()?;
+        let message = verdict.to_owned();
+        let (operation, missing) = ("forming the group", Vec::new());
+        let (rank, size) = (self.rank, self.size);
+        Err(DistributedError::Communication { operation, rank, size, missing, message }.into())
+    }
+
+    fn comes_again(&self) -> Error {
+        let rank = self.rank;
+        match &self.name {
+            Some(given) => {
+                let problem = format!(
+                    "is {given:?}, but rank {rank} has already used this name with the store: give each group a name \
+                     of its own"
+                );
+                Error::InvalidArgument { name: "name", problem }
+            }
+            None => {
+                let problem = format!(
+                    "is {rank}, but rank {rank} has already come to this group: give each process a rank of its own, \
+                     each job a port of its own, and form further groups through ProcessGroup::store"
+                );
+                Error::InvalidArgument { name: "rank", problem }
+            }
+        }
+    }
+
+    /// Notes that this rank has heard of the verdict. If it serves the store, it waits for the others, for a while.
+    fn leave(&self) -> Result<()> {
+        let store = self.store.handle();
+        store.set(&self.reported(self.rank), "1")?;
+        if self.store.served_by() == Some(self.rank) {
+            let others: Vec<_> = self.others().map(|rank| self.reported(rank)).collect();
+            // Those that come later find no store.
+            drop(store.wait(&others, GRACE));
+        }
+        Ok(())
+    }
+
+    /// Returns the error of a rank that does not join, after telling it to those of its job that wait.
+    pub(super) fn refuse(&self, error: Error) -> Error {
+        let (here, verdict) = (self.clone(), format!("rank {} does not join: {error}", self.rank));
+        // Without the store nobody waits.
+        drop(within(2 * GRACE, move || {
+            let job_of_rank_0 = || -> Result<bool> {
+                let first = here.store.handle().get(&format!("{}/rank 0", here.prefix), GRACE)?;
+                Ok(match (first.split_once(' '), job()) {
+                    (Some((_, its_job)), Ok(job)) => its_job == job,
+                    _ => true,
+                })
+            };
+            if here.rank != 0 && !job_of_rank_0()? {
+                return Ok(());
+            }
+            here.set_once("verdict", &verdict)?;
+            if here.rank == 0 {
+                here.set_once("rank 0", REFUSED)?;
+            }
+            here.leave()
+        }));
+        error
+    }
+
+    /// Sets a key of the group, unless a rank has already set it.
+    pub(super) fn set_once(&self, name: &str, value: &str) -> Result<()> {
+        let (store, prefix) = (self.store.handle(), &self.prefix);
+        if store.count(&format!("{prefix}/{name} is set"))? == 1 {
+            store.set(&format!("{prefix}/{name}"), &value.replace('\0', " "))?;
+        }
+        Ok(())
+    }
+}
