@@ -78,15 +78,10 @@ impl SyncBatchNorm {
     /// [`ProcessGroup::all_gather`].
     pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         let (mean, var) = (&self.bn.running_mean, &self.bn.running_var);
-        let size = ffi::sizes(xs)?;
-        let (channels, kind) = (mean.size(), xs.f_kind()?);
-        let is_floating = matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
-        if size.get(1) != channels.first() || !is_floating {
-            let channels = channels.first().unwrap_or(&0);
-            let rule = format!("but must be floating-point, and its second dimension {channels}");
-            let problem = format!("is {kind:?} {size:?}, {rule}");
-            return Err(Error::InvalidArgument { name: "xs", problem });
-        }
+        let size = match self.size_of(xs) {
+            Err(error) if train => return Err(refuse(&self.group, error)),
+            checked => checked?,
+        };
         let (weight, bias) = (self.bn.ws.as_ref(), self.bn.bs.as_ref());
         if !train {
             let (momentum, eps) = (self.momentum, self.eps);
@@ -104,6 +99,20 @@ impl SyncBatchNorm {
         let [ys, mean, var] = normalize.apply(&[xs, weight, bias])?;
         self.update(&mean, &var)?;
         Ok(ys)
+    }
+
+    /// Returns the size of an input, or an error if it does not fit the layer.
+    fn size_of(&self, xs: &Tensor) -> Result<Vec<i64>> {
+        let size = ffi::sizes(xs)?;
+        let (channels, kind) = (self.bn.running_mean.size(), xs.f_kind()?);
+        let is_floating = matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
+        if size.get(1) != channels.first() || !is_floating {
+            let channels = channels.first().unwrap_or(&0);
+            let rule = format!("but must be floating-point, and its second dimension {channels}");
+            let problem = format!("is {kind:?} {size:?}, {rule}");
+            return Err(Error::InvalidArgument { name: "xs", problem });
+        }
+        Ok(size)
     }
 
     fn update(&self, mean: &Tensor, var: &Tensor) -> Result<()> {
@@ -125,6 +134,12 @@ impl ModuleT for SyncBatchNorm {
             Err(error) => panic!("{error}"),
         }
     }
+}
+
+/// Tells the ranks that wait for the statistics of this one that it has none, and returns the reason.
+fn refuse(group: &ProcessGroup, error: Error) -> Error {
+    let _order = group.begin();
+    group.refuse("SyncBatchNorm", error)
 }
 
 /// Normalizes by the statistics of all ranks. The outputs are the normalized numbers, the mean and the unbiased
@@ -155,18 +170,23 @@ impl Normalize {
         Ok(numbers.f_sum_dim_intlist(self.dims.as_slice(), false, numbers.f_kind()?)?)
     }
 
+    /// The moments of this rank's batch, in three rows.
+    fn moments_of(&self, xs: &Tensor, channels: i64) -> Result<Tensor> {
+        let count = ffi::numel(xs) as f64 / channels.max(1) as f64;
+        let mean = self.sum(xs)?.f_div(&number(count.max(1.0), xs)?)?;
+        let squares = self.sum(&xs.f_sub(&self.spread(&mean)?)?.f_square()?)?;
+        let counts = number(count, &mean)?.f_expand_as(&mean)?;
+        Ok(Tensor::f_stack(&[mean, squares, counts], 0)?)
+    }
+
     /// The moments of the batches of all ranks.
     ///
     /// Source: Chan, Golub and LeVeque, *Updating Formulae and a Pairwise Algorithm for Computing Sample Variances*,
     /// 1979.
     fn moments(&self, xs: &Tensor) -> Result<Moments> {
         let channels = xs.size()[1];
-        let count = ffi::numel(xs) as f64 / channels.max(1) as f64;
-        let mean = self.sum(xs)?.f_div(&number(count.max(1.0), xs)?)?;
-        let squares = self.sum(&xs.f_sub(&self.spread(&mean)?)?.f_square()?)?;
-        let counts = number(count, &mean)?.f_expand_as(&mean)?;
-        let all = self.group.all_gather(&Tensor::f_stack(&[mean, squares, counts], 0)?)?;
-        let all = Tensor::f_stack(&all, 0)?;
+        let mine = self.moments_of(xs, channels).map_err(|error| refuse(&self.group, error))?;
+        let all = Tensor::f_stack(&self.group.all_gather(&mine)?, 0)?;
         let [means, squares, counts] = [0, 1, 2].map(|row| all.f_select(1, row));
         let (means, squares, counts) = (means?, squares?, counts?);
         let total = counts.f_sum_dim_intlist([0i64].as_slice(), false, counts.f_kind()?)?;

@@ -5,10 +5,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use tch::nn::{self, VarStore};
+use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::distributed::{
-    DdpOptions, DistributedDataParallel, DistributedError, ProcessGroup, ReduceOp,
+    DdpOptions, DistributedDataParallel, DistributedError, ProcessGroup, ReduceOp, SyncBatchNorm,
 };
 use tch_amp::function::{BackwardContext, ForwardContext, Function, FunctionResult, GradOutputs};
 use tch_amp::optim::Sgd;
@@ -340,4 +340,20 @@ fn a_flag_that_is_a_buffer_is_broadcast() {
         ddp.forward(|| ()).unwrap();
         assert_eq!(Vec::<bool>::try_from(&buffer).unwrap(), [true, false]);
     });
+}
+
+#[test]
+fn an_input_that_a_synchronized_layer_refuses_on_one_rank_is_named_on_all() {
+    let found = messages(3, |group| {
+        let vs = VarStore::new(Device::Cpu);
+        let layer = SyncBatchNorm::new(vs.root(), 3, Default::default(), group);
+        let xs = Tensor::ones([4, if group.rank() == 2 { 5 } else { 3 }], F32);
+        let error = layer.f_forward_t(&xs, true).unwrap_err();
+        // The layer goes on.
+        drop(layer.forward_t(&Tensor::ones([4, 3], F32), true));
+        vec![error]
+    });
+    for messages in &found {
+        assert!(messages[0].contains("[4, 5]"), "{messages:?}");
+    }
 }
