@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "guarded.h"
+#include "statistics.h"
 
 namespace tamp {
 namespace {
@@ -85,31 +86,6 @@ IValue cast(const IValue &value, at::ScalarType dtype, c10::DeviceType device) {
   return value;
 }
 
-// Whether an argument is a running statistic. The schemas of the normalizations do not say that these are written.
-bool is_statistic(const c10::Argument &argument) {
-  const std::string &name = argument.name();
-  return name == "running_mean" || name == "running_var";
-}
-
-// Whether an operator writes running statistics without saying so in its schema. Some say by their names that they only
-// read them.
-bool normalizes(const std::string &name, const c10::FunctionSchema &schema) {
-  for (const std::string_view reading : {"_backward", "_no_training", "_no_update", "_functional"}) {
-    if (name.size() >= reading.size() && name.substr(name.size() - reading.size()) == reading) return false;
-  }
-  const auto &arguments = schema.arguments();
-  return std::any_of(arguments.begin(), arguments.end(), is_statistic);
-}
-
-// Whether a normalization leaves its statistics as they are. Some have no argument that tells.
-bool is_evaluated(const c10::FunctionSchema &schema, c10::ArrayRef<IValue> values) {
-  for (const char *name : {"training", "use_input_stats"}) {
-    const auto index = schema.argumentIndexWithName(name);
-    if (index && values[static_cast<size_t>(*index)].isBool()) return !values[static_cast<size_t>(*index)].toBool();
-  }
-  return false;
-}
-
 // Statistics and copies of them in f32, which are written back.
 using Statistics = c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 2>;
 
@@ -139,12 +115,13 @@ void write_back(const Statistics &copied) {
   for (const auto &[statistic, copy] : copied) statistic.copy_(copy);
 }
 
-// Called for every operator on a thread with overrides.
+// Called for every operator on a thread with overrides, or that averages running statistics.
 void run(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kOverrides);
+  const size_t count = op.schema().arguments().size();
+  const CountedCall call(op, stack->data() + (stack->size() - count));
   const auto found = overrides == nullptr ? Overrides::const_iterator{} : overrides->find(op.operator_name());
   if (overrides == nullptr || found == overrides->end()) return op.redispatchBoxed(below, stack);
-  const size_t count = op.schema().arguments().size();
   const c10::ArrayRef<IValue> arguments(stack->data() + (stack->size() - count), count);
   const auto device = autocast_device(arguments);
   if (!device) return op.redispatchBoxed(below, stack);
@@ -227,7 +204,12 @@ void set_overrides(uint32_t number) {
   }
   current = number;
   overrides = next;
-  c10::impl::tls_set_dispatch_key_included(kOverrides, next != nullptr);
+  include_kernel(next != nullptr || averages_statistics());
+}
+
+void include_kernel(bool included) {
+  if (included) registry();
+  c10::impl::tls_set_dispatch_key_included(kOverrides, included);
 }
 
 }  // namespace tamp

@@ -38,6 +38,33 @@ tamp_tensor *tamp_average_count(const tamp_tensor *count, double updates, double
 void tamp_average_update(tamp_tensor *const *averages, tamp_tensor *const *parameters, size_t count, double weight,
                          const tamp_tensor *counted, char **err) TAMP_NOEXCEPT;
 
+// ------------------------------------------------------------------------------------------------------ statistics.cpp
+// These functions average the running statistics of batch normalization over the calls of each layer.
+
+typedef struct tamp_statistics tamp_statistics;
+
+// What tamp_statistics_calls returns of a statistic that no call had, and of one that instance normalization has moved
+// on from the model's own numbers.
+enum { TAMP_STATISTICS_NEVER_MET = -1, TAMP_STATISTICS_KEPT = -2 };
+
+// Begins a pass on the calling thread. `running` are the `count` statistics that its layers write to, each with memory
+// of its own; `own` has the model's numbers, and `variances` says which of them are variances. At the first call that
+// has it, a statistic becomes 0, or 1 if it is a variance; each call in training makes it the mean of all of them.
+// Passes end in the reverse order of their beginning, on the same thread.
+tamp_statistics *tamp_statistics_begin(tamp_tensor *const *running, tamp_tensor *const *own, const uint8_t *variances,
+                                       size_t count, char **err) TAMP_NOEXCEPT;
+
+// Returns how many calls in training a statistic has had; see above for those below 0.
+int64_t tamp_statistics_calls(const tamp_statistics *pass, size_t index) TAMP_NOEXCEPT;
+
+// Ends a pass and frees it.
+void tamp_statistics_end(tamp_statistics *pass) TAMP_NOEXCEPT;
+
+// Counts a call of a layer that does not use libtorch's batch normalization, and returns the momentum that it is to
+// have: `momentum` unless a pass has these statistics. They must not be read or written before it.
+double tamp_statistics_momentum(const tamp_tensor *mean, const tamp_tensor *variance, uint8_t trains, double momentum,
+                                char **err) TAMP_NOEXCEPT;
+
 // ---------------------------------------------------------------------------------------------------------- spikes.cpp
 // These functions decide on the device whether a step is skipped because a number is far above its history.
 

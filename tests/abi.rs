@@ -87,6 +87,7 @@ fn rust_type(c: &str) -> String {
         ("tamp_function_input", "FunctionInput"),
         ("tamp_average_options", "AverageOptions"),
         ("tamp_spike_options", "SpikeOptions"),
+        ("tamp_statistics", "Statistics"),
         ("tamp_device_memory", "DeviceMemory"),
         ("tamp_counted_gradient", "CountedGradient"),
         ("tamp_recording", "Recording"),
@@ -316,7 +317,7 @@ const INSIDE_REGIONS: [&str; 5] = [
 ];
 
 /// The functions that cannot fail, because they call no operation on tensors.
-const WITHOUT_OPERATIONS: [&str; 28] = [
+const WITHOUT_OPERATIONS: [&str; 30] = [
     "tamp_arrival_free",
     "tamp_autocast_after_backward",
     "tamp_autocast_backward",
@@ -338,6 +339,8 @@ const WITHOUT_OPERATIONS: [&str; 28] = [
     "tamp_regions_return",
     "tamp_signals_caught",
     "tamp_signals_release",
+    "tamp_statistics_calls",
+    "tamp_statistics_end",
     "tamp_store_free",
     "tamp_string_free",
     "tamp_string_new",
@@ -394,6 +397,7 @@ const COMPUTES_NOTHING: &[&str] = &[
     "tamp_recording_memory",
     "tamp_reference_new",
     "tamp_signals_catch",
+    "tamp_statistics_begin",
     "tamp_store_count",
     "tamp_store_get",
     "tamp_store_has",

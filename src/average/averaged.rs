@@ -6,6 +6,7 @@ use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
 use crate::autocast::forgetting_casts;
+use crate::average::batch_norm::{BATCHES, RUNNING_MEAN, RUNNING_VAR};
 use crate::average::progress::Count;
 use crate::average::swapped::fits;
 use crate::average::{Averaging, SwappedIn};
@@ -31,8 +32,8 @@ pub struct AveragedWeights {
     count: Count,
 }
 
-/// The statistics of batch normalization: the model's by their first names, and those of the averages once they are
-/// computed.
+/// The statistics of batch normalization, and how many batches they are of where the model counts that: the model's by
+/// their first names, and those of the averages once they are computed.
 #[derive(Debug, Default)]
 pub(super) struct Statistics {
     pub(super) buffers: BTreeMap<String, Variable>,
@@ -56,10 +57,13 @@ pub(crate) struct Loaded {
     statistics: BTreeMap<String, Tensor>,
 }
 
-/// Whether a variable is a statistic of batch normalization.
-fn is_statistic(name: &str) -> bool {
-    let last = name.rsplit('.').next().unwrap_or(name);
-    matches!(last, "running_mean" | "running_var")
+/// Whether a variable is a statistic of batch normalization, or how many batches it is of.
+fn is_statistic(name: &str, kind: Kind) -> bool {
+    match name.rsplit('.').next().unwrap_or(name) {
+        RUNNING_MEAN | RUNNING_VAR => kind != Kind::Int64,
+        BATCHES => kind == Kind::Int64,
+        _ => false,
+    }
 }
 
 impl AveragedWeights {
@@ -70,10 +74,13 @@ impl AveragedWeights {
             let tensor = &variable.tensor;
             let is_float =
                 matches!(tensor.kind(), Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
+            let kind = tensor.kind();
+            let is_statistic = |name: &String| is_statistic(name, kind);
+            let can_be_one = is_float || (kind == Kind::Int64 && !averaging.uses_buffers());
             if is_float && (tensor.requires_grad() || averaging.uses_buffers()) {
                 names.push(variable.names);
                 parameters.push(variable.tensor);
-            } else if is_float && variable.names.iter().any(|name| is_statistic(name)) {
+            } else if can_be_one && variable.names.iter().any(is_statistic) {
                 statistics.buffers.insert(variable.names.first.clone(), variable);
             }
         }

@@ -6,18 +6,34 @@ use tch::{Kind, Tensor};
 
 use crate::average::{AveragedWeights, SwappedIn};
 use crate::error::{Error, Result, ensure};
-use crate::ffi::OutsideRegions;
+use crate::ffi::{Calls, OutsideRegions, StatisticsPass};
 use crate::variables::Variable;
 
+/// The last parts of the names of a layer's variables.
+pub(super) const RUNNING_MEAN: &str = "running_mean";
+pub(super) const RUNNING_VAR: &str = "running_var";
+pub(super) const BATCHES: &str = "num_batches_tracked";
+
+/// What a statistic has before a batch unless its calls are counted. It is lost in rounding when a layer adds to it, and
+/// stays as it is if none does.
+const UNTOUCHED: f64 = 1e-30;
+
 impl AveragedWeights {
-    /// Computes the statistics of batch normalization for the averages: the mean over `batches` of each batch's own.
-    /// Those of the model belong to its last weights and do not fit the averages. They are swapped in with the averages
-    /// from then on, and the model keeps its own. The counterpart of `torch.optim.swa_utils.update_bn`.
+    /// Computes the statistics of batch normalization for the averages: for each layer the mean of those of all its
+    /// calls, as if it were new. Those of the model belong to its last weights and do not fit the averages. They are
+    /// swapped in with the averages from then on, and the model keeps its own. The counterpart of
+    /// `torch.optim.swa_utils.update_bn`, whose numbers it has.
     ///
-    /// `forward` runs the model on a batch as in training, such as `|xs| net.forward_t(&xs, true)`, without gradients.
-    /// `momentum` is that of the model's layers, 0.1 unless their configuration has another; it must not be 0. Layers
-    /// are found by the names of their variables, `running_mean` and `running_var`. A model without them is left alone,
-    /// and so are statistics that are averaged themselves, with `use_buffers`.
+    /// `forward` runs the model on a batch as in training, such as `|xs| net.forward_t(&xs, true)`, without gradients,
+    /// on this thread. Layers are found by the names of their variables, `running_mean` and `running_var`, and their
+    /// calls are counted whatever their momentum; a variable `num_batches_tracked` beside them, in i64, gets that count.
+    /// As in PyTorch, a layer that is not called in training has mean 0 and variance 1, and instance normalization goes
+    /// on from the model's statistics with its own momentum. A model without such variables is left alone, and so are
+    /// statistics that are averaged themselves, with `use_buffers`.
+    ///
+    /// `momentum` matters for layers that update their statistics without an operator of libtorch or
+    /// [`SyncBatchNorm`](crate::distributed::SyncBatchNorm) only: it is theirs, must not be 0, and they must run at most
+    /// once for each batch.
     ///
     /// # Errors
     ///
@@ -55,65 +71,147 @@ impl AveragedWeights {
         if self.statistics.buffers.is_empty() {
             return Ok(());
         }
-        // The layers write to these instead of the model's own.
-        let running = zeros(&self.statistics.buffers)?;
-        let means = {
-            let _swapped = SwappedIn::new(self, Some(&running))?;
+        let mut running = Running::new(&self.statistics.buffers, momentum)?;
+        let pass = running.count(&self.statistics.buffers)?;
+        let mut is_empty = true;
+        {
+            let _swapped = SwappedIn::new(self, Some(&running.tensors))?;
             let _no_grad = tch::no_grad_guard();
-            means(&running, momentum, batches, &mut forward)?
-        };
-        self.statistics.averaged = means;
+            for batch in batches {
+                is_empty = false;
+                running.begin_batch(&pass)?;
+                drop(forward(batch)?);
+                running.end_batch(&pass)?;
+            }
+        }
+        if is_empty {
+            let problem = "has no batch; the statistics need at least one".to_owned();
+            return Err(Error::InvalidArgument { name: "batches", problem });
+        }
+        self.statistics.averaged = running.finish(&self.statistics.buffers, &pass)?;
         Ok(())
     }
 }
 
-fn zeros(buffers: &BTreeMap<String, Variable>) -> Result<BTreeMap<String, Tensor>> {
-    let _own = OutsideRegions::enter();
-    let zeros =
-        |(name, buffer): (&String, &Variable)| Ok((name.clone(), buffer.tensor.f_zeros_like()?));
-    buffers.iter().map(zeros).collect()
-}
-
-/// Adds statistics to their sums.
-fn add(sums: &mut BTreeMap<String, Tensor>, statistics: &BTreeMap<String, Tensor>) -> Result<()> {
-    let _own = OutsideRegions::enter();
-    for (name, statistic) in statistics {
-        let term = statistic.f_to_kind(Kind::Double)?;
-        let sum = match sums.remove(name) {
-            Some(sum) => term.f_add(&sum)?,
-            None => term,
-        };
-        sums.insert(name.clone(), sum);
-    }
-    Ok(())
-}
-
-/// The means over the batches of the statistics that each one adds to running ones, which are zero before it.
-fn means<B>(
-    running: &BTreeMap<String, Tensor>,
+/// What the layers write to during a pass over batches instead of the model's own variables.
+struct Running {
+    tensors: BTreeMap<String, Tensor>,
+    /// The statistics among them, in their order in the pass.
+    statistics: Vec<Statistic>,
     momentum: f64,
-    batches: impl IntoIterator<Item = B>,
-    forward: &mut impl FnMut(B) -> Result<Tensor>,
-) -> Result<BTreeMap<String, Tensor>> {
-    let mut sums = BTreeMap::new();
-    let mut count = 0.0;
-    for batch in batches {
-        for statistic in running.values() {
-            let _zeroed = statistic.shallow_clone().f_zero_()?;
+}
+
+/// A running statistic.
+struct Statistic {
+    name: String,
+    running: Tensor,
+    initial: f64,
+    /// For one that its layer updates by arithmetic of its own: the sum of what each batch has made of it, in f64, and
+    /// how many batches have reached it.
+    sums: Option<[Tensor; 2]>,
+}
+
+impl Running {
+    fn new(buffers: &BTreeMap<String, Variable>, momentum: f64) -> Result<Self> {
+        let _own = OutsideRegions::enter();
+        let zeros = |(name, buffer): (&String, &Variable)| {
+            Ok((name.clone(), buffer.tensor.f_zeros_like()?))
+        };
+        let tensors = buffers.iter().map(zeros).collect::<Result<BTreeMap<_, _>>>()?;
+        let statistic = |(name, running): (&String, &Tensor)| {
+            let is_variance = buffers[name].names.iter().any(|name| name.ends_with(RUNNING_VAR));
+            let (name, running) = (name.clone(), running.shallow_clone());
+            Statistic { name, running, initial: is_variance.into(), sums: None }
+        };
+        let floating = tensors.iter().filter(|(_, tensor)| tensor.kind() != Kind::Int64);
+        let statistics = floating.map(statistic).collect();
+        Ok(Self { tensors, statistics, momentum })
+    }
+
+    /// Begins to count the calls of the layers. Must be called while the model has its own statistics.
+    fn count(&self, buffers: &BTreeMap<String, Variable>) -> Result<StatisticsPass> {
+        let own = self.statistics.iter().map(|statistic| {
+            // Another handle of the same memory, which the swap leaves alone.
+            Ok(buffers[&statistic.name].tensor.f_data()?)
+        });
+        let own = own.collect::<Result<Vec<_>>>()?;
+        let running: Vec<_> =
+            self.statistics.iter().map(|statistic| statistic.running.shallow_clone()).collect();
+        let variances: Vec<_> =
+            self.statistics.iter().map(|statistic| statistic.initial == 1.0).collect();
+        StatisticsPass::begin(&running, &own, &variances)
+    }
+
+    /// The statistics that no counted call has reached so far.
+    fn never_met<'a>(
+        &'a mut self,
+        pass: &'a StatisticsPass,
+    ) -> impl Iterator<Item = &'a mut Statistic> {
+        let places = self.statistics.iter_mut().enumerate();
+        places.filter(|(place, _)| pass.calls(*place) == Calls::NeverMet).map(|found| found.1)
+    }
+
+    fn begin_batch(&mut self, pass: &StatisticsPass) -> Result<()> {
+        let _own = OutsideRegions::enter();
+        for statistic in self.never_met(pass) {
+            let _filled = statistic.running.f_fill_(UNTOUCHED)?;
         }
-        drop(forward(batch)?);
-        count += 1.0;
-        add(&mut sums, running)?;
+        Ok(())
     }
-    if count == 0.0 {
-        let problem = "has no batch; the statistics need at least one".to_owned();
-        return Err(Error::InvalidArgument { name: "batches", problem });
+
+    fn end_batch(&mut self, pass: &StatisticsPass) -> Result<()> {
+        let _own = OutsideRegions::enter();
+        for Statistic { running, sums, .. } in self.never_met(pass) {
+            let batch = running.f_to_kind(Kind::Double)?;
+            let reached = running.f_ne(UNTOUCHED)?.f_any()?.f_to_kind(Kind::Double)?;
+            *sums = Some(match sums.take() {
+                Some([sum, count]) => [sum.f_add(&batch)?, count.f_add(&reached)?],
+                None => [batch, reached],
+            });
+        }
+        Ok(())
     }
-    let _own = OutsideRegions::enter();
-    // A batch adds `momentum` times its statistics.
-    let mean = |(name, sum): (String, Tensor)| {
-        let kind = running[&name].kind();
-        Ok((name, sum.f_mul(&Tensor::from(1.0 / (count * momentum)))?.f_to_kind(kind)?))
-    };
-    sums.into_iter().map(mean).collect()
+
+    /// The statistics of the averages.
+    fn finish(
+        mut self,
+        buffers: &BTreeMap<String, Variable>,
+        pass: &StatisticsPass,
+    ) -> Result<BTreeMap<String, Tensor>> {
+        let _own = OutsideRegions::enter();
+        let momentum = self.momentum;
+        for statistic in self.never_met(pass) {
+            let Some([sum, count]) = statistic.sums.take() else { continue };
+            // A batch adds `momentum` times its statistics.
+            let mean = sum.f_div(&count.f_mul(&Tensor::from(momentum))?)?;
+            let initial = sum.f_full_like(statistic.initial)?;
+            let mean = mean.f_where_self(&count.f_gt(0.0)?, &initial)?;
+            statistic.running.f_copy_(&mean)?;
+        }
+        let calls: Vec<_> = (0..self.statistics.len()).map(|place| pass.calls(place)).collect();
+        for (name, Variable { names, tensor }) in buffers {
+            if tensor.kind() != Kind::Int64 {
+                continue;
+            }
+            let of_layer = self.statistics.iter().zip(&calls).find(|(statistic, _)| {
+                let theirs = &buffers[&statistic.name].names;
+                names.iter().any(|name| theirs.iter().any(|other| are_of_one_layer(name, other)))
+            });
+            match (of_layer, self.tensors.get_mut(name)) {
+                (Some((_, &Calls::Averaged(calls))), Some(count)) => {
+                    let _filled = count.f_fill_(calls as i64)?;
+                }
+                // The layer, if there is one, has counted by itself.
+                (Some((_, Calls::NeverMet)), _) => {}
+                _ => drop(self.tensors.remove(name)),
+            }
+        }
+        Ok(self.tensors)
+    }
+}
+
+/// Whether two variables belong to the same layer.
+fn are_of_one_layer(one: &str, other: &str) -> bool {
+    let layer = |name: &str| name.rsplit_once('.').map(|(layer, _)| layer.to_owned());
+    layer(one) == layer(other)
 }

@@ -85,6 +85,7 @@ impl SyncBatchNorm {
         let (weight, bias) = (self.bn.ws.as_ref(), self.bn.bs.as_ref());
         if !train {
             let (momentum, eps) = (self.momentum, self.eps);
+            let _of_no_call = ffi::statistics_momentum(mean, var, false, momentum)?;
             let running = (Some(mean), Some(var));
             // As in training, no region changes the dtype.
             let _own = OutsideRegions::enter();
@@ -117,9 +118,11 @@ impl SyncBatchNorm {
 
     fn update(&self, mean: &Tensor, var: &Tensor) -> Result<()> {
         let _own = OutsideRegions::enter();
-        for (running, new) in [(&self.bn.running_mean, mean), (&self.bn.running_var, var)] {
+        let (running_mean, running_var) = (&self.bn.running_mean, &self.bn.running_var);
+        let momentum = ffi::statistics_momentum(running_mean, running_var, true, self.momentum)?;
+        for (running, new) in [(running_mean, mean), (running_var, var)] {
             let new = new.f_to_kind(running.f_kind()?)?;
-            let step = new.f_sub(running)?.f_mul(&number(self.momentum, running)?)?;
+            let step = new.f_sub(running)?.f_mul(&number(momentum, running)?)?;
             drop(no_grad(|| running.shallow_clone().f_add_(&step))?);
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! What a training run needs besides the scaler and the optimizers: averages of weights, and the memory of devices.
 
-use std::ptr;
+use std::ptr::{self, NonNull};
 
 use tch::{Device, Tensor};
 
@@ -78,6 +78,81 @@ pub(crate) fn average_update(
     // the averages are changed in place through libtorch's own handles, which alias freely.
     call(|err| unsafe {
         sys::training::tamp_average_update(averages, parameters, count, number, counted, err)
+    })
+}
+
+/// The calls that a running statistic had in a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Calls {
+    /// None, of whatever kind: its layer has not run, or updates it by arithmetic of its own.
+    NeverMet,
+    /// As many in training, whose mean it is.
+    Averaged(u64),
+    /// Of instance normalization, which has moved it on from the model's own numbers.
+    Kept,
+}
+
+/// Averages running statistics over the calls of their layers on this thread until it is dropped: see
+/// `tamp_statistics_begin`.
+#[derive(Debug)]
+pub(crate) struct StatisticsPass {
+    /// The pointer also keeps the pass on its thread.
+    raw: NonNull<sys::training::Statistics>,
+    count: usize,
+}
+
+impl StatisticsPass {
+    /// Begins a pass with the statistics that the layers write to, the model's own, and whether they are variances.
+    pub(crate) fn begin(running: &[Tensor], own: &[Tensor], variances: &[bool]) -> Result<Self> {
+        assert!(running.len() == own.len() && own.len() == variances.len(), "one of each");
+        let count = running.len();
+        let (running, own) = (pointers(running), pointers(own));
+        let variances: Vec<u8> = variances.iter().map(|&is| is.into()).collect();
+        // SAFETY: the arrays have `count` elements, the tensors are live, and `err` is valid for a write; the pass has
+        // handles of its own.
+        let raw = call(|err| unsafe {
+            let (running, own) = (running.as_ptr(), own.as_ptr());
+            sys::training::tamp_statistics_begin(running, own, variances.as_ptr(), count, err)
+        })?;
+        let raw = NonNull::new(raw).ok_or_else(|| Error::Torch("no pass".to_owned()))?;
+        Ok(Self { raw, count })
+    }
+
+    /// The calls of a statistic, by its place.
+    pub(crate) fn calls(&self, index: usize) -> Calls {
+        assert!(index < self.count, "a statistic of the pass");
+        // SAFETY: the pass is alive, and has `count` statistics.
+        let calls = unsafe { sys::training::tamp_statistics_calls(self.raw.as_ptr(), index) };
+        match calls {
+            sys::training::STATISTICS_NEVER_MET => Calls::NeverMet,
+            sys::training::STATISTICS_KEPT => Calls::Kept,
+            calls => Calls::Averaged(calls.unsigned_abs()),
+        }
+    }
+}
+
+impl Drop for StatisticsPass {
+    fn drop(&mut self) {
+        // SAFETY: the pass is alive, was begun on this thread, and is not used again. Passes are locals of a function
+        // that runs the others inside of it, so this is the innermost one.
+        unsafe { sys::training::tamp_statistics_end(self.raw.as_ptr()) }
+    }
+}
+
+/// Returns the momentum with which a layer updates its statistics, and counts the call: see
+/// `tamp_statistics_momentum`.
+#[cfg(feature = "distributed")]
+pub(crate) fn statistics_momentum(
+    mean: &Tensor,
+    variance: &Tensor,
+    trains: bool,
+    momentum: f64,
+) -> Result<f64> {
+    let (mean, variance) = (mean.as_ptr(), variance.as_ptr());
+    // SAFETY: both tensors are live, and `err` is valid for a write; the shim writes to statistics of a pass through
+    // libtorch's own handles, which alias freely.
+    call(|err| unsafe {
+        sys::training::tamp_statistics_momentum(mean, variance, trains.into(), momentum, err)
     })
 }
 

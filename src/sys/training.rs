@@ -17,6 +17,15 @@ pub(crate) struct AverageOptions {
     pub(crate) debias: u8,
 }
 
+/// A pass that averages running statistics.
+#[repr(C)]
+pub(crate) struct Statistics {
+    _opaque: [u8; 0],
+}
+
+pub(crate) const STATISTICS_NEVER_MET: i64 = -1;
+pub(crate) const STATISTICS_KEPT: i64 = -2;
+
 #[allow(dead_code, reason = "only csrc/spikes.cpp reads it")]
 pub(crate) const SPIKES_TAKEN: u8 = 0;
 #[allow(dead_code, reason = "only csrc/spikes.cpp reads it")]
@@ -62,6 +71,23 @@ unsafe extern "C" {
         counted: *const Tensor,
         err: *mut *mut c_char,
     );
+    pub(crate) fn tamp_statistics_begin(
+        running: *const *mut Tensor,
+        own: *const *mut Tensor,
+        variances: *const u8,
+        count: usize,
+        err: *mut *mut c_char,
+    ) -> *mut Statistics;
+    pub(crate) fn tamp_statistics_calls(pass: *const Statistics, index: usize) -> i64;
+    pub(crate) fn tamp_statistics_end(pass: *mut Statistics);
+    #[cfg(feature = "distributed")]
+    pub(crate) fn tamp_statistics_momentum(
+        mean: *const Tensor,
+        variance: *const Tensor,
+        trains: u8,
+        momentum: f64,
+        err: *mut *mut c_char,
+    ) -> f64;
     pub(crate) fn tamp_spikes_judge(
         history: *const Tensor,
         value: *const Tensor,

@@ -48,7 +48,7 @@ const JOBS: &[Job] = &[
     },
     Job {
         name: "batch normalization over ranks",
-        entries: &[],
+        entries: &["tamp_statistics_momentum"],
         run: |_, within, results| {
             let found = ranks(2, |group| {
                 let mut results = Results::default();

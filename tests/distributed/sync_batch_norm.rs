@@ -2,6 +2,7 @@
 
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
+use tch_amp::average::Swa;
 use tch_amp::distributed::SyncBatchNorm;
 use tch_amp::{Autocast, Error};
 
@@ -147,4 +148,44 @@ fn evaluation_uses_the_running_statistics_and_wrong_inputs_are_refused() {
             layer.f_forward_t(&numbers(&[rows, CHANNELS], 1, Kind::Float), true).unwrap_err();
         assert!(error.to_string().contains("fewer than two values"), "{error}");
     });
+}
+
+/// A layer that each batch reaches twice, and one that only evaluates.
+#[test]
+fn averaged_weights_get_the_statistics_of_every_call() {
+    let batches: Vec<_> = (0..3).map(|seed| numbers(&shape(6, 4), seed, Kind::Double)).collect();
+    let updated = |make: &dyn Fn(&VarStore, &str) -> Box<dyn ModuleT>, part: [usize; 2]| {
+        let mut vs = VarStore::new(Device::Cpu);
+        let [twice, frozen] = ["twice", "frozen"].map(|name| make(&vs, name));
+        vs.double();
+        let mut swa = Swa::default().build(&vs).unwrap();
+        swa.update_batch_norm(0.1, &batches, |batch| {
+            let [rank, ranks] = part.map(|number| number as i64);
+            let xs = batch.slice(0, rank, None, ranks);
+            drop((frozen.forward_t(&xs, false), twice.forward_t(&xs, true)));
+            Ok(twice.forward_t(&(xs * 2.0), true))
+        })
+        .unwrap();
+        let _swapped = swa.swap_in().unwrap();
+        let variables = vs.variables();
+        ["twice.running_mean", "twice.running_var", "frozen.running_mean", "frozen.running_var"]
+            .map(|name| variables[name].copy())
+    };
+    let found = ranks(2, |group| {
+        let make = |vs: &VarStore, name: &str| -> Box<dyn ModuleT> {
+            let config = nn::BatchNormConfig { momentum: 0.3, ..Default::default() };
+            Box::new(SyncBatchNorm::new(vs.root() / name, CHANNELS, config, &group))
+        };
+        updated(&make, [group.rank(), 2])
+    });
+    let plain = |vs: &VarStore, name: &str| -> Box<dyn ModuleT> {
+        Box::new(nn::batch_norm2d(vs.root() / name, CHANNELS, Default::default()))
+    };
+    let expected = updated(&plain, [0, 1]);
+    for found in &found {
+        for (found, expected) in found.iter().zip(&expected) {
+            let apart = (found - expected).abs().max().double_value(&[]);
+            assert!(apart <= 1e-11 * expected.abs().max().double_value(&[]), "{found} {expected}");
+        }
+    }
 }

@@ -163,6 +163,11 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
         fails(&|| ffi::any_nonzero(&[&found]).map(drop));
         let parameters = [w.shallow_clone()];
         fails(&|| ffi::clip_by_norm(&parameters, &found, 1.0));
+        let (running, own) = (found.shallow_clone(), found.copy());
+        fails(&|| {
+            let (running, own) = ([running.shallow_clone()], [own.shallow_clone()]);
+            ffi::StatisticsPass::begin(&running, &own, &[false]).map(drop)
+        });
         let random = ffi::rng_state(Device::Cpu).unwrap();
         fails(&|| ffi::rng_check_state(Device::Cpu, &random));
         assert!(!ffi::any_nonzero(&[&found]).unwrap());
@@ -186,6 +191,7 @@ fn so_do_the_functions_that_a_cpu_program_does_not_reach() {
             fails(&|| store.has("key").map(drop));
             fails(&|| store.wait(&["key".to_owned()], second));
             fails(&|| ffi::distributed::unwritable(std::slice::from_ref(&w)).map(drop));
+            fails(&|| ffi::statistics_momentum(&found, &found, true, 0.1).map(drop));
         }
     }
 }
