@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use disk::{Disk, DiskFile, Real};
 use error::cannot;
-use place::Place;
+use place::{Place, Writing};
 use writer::Writer;
 
 pub use error::SaveError;
@@ -87,11 +87,14 @@ fn create<'a, D: Disk>(
     loop {
         tries += 1;
         let path = place.temporary();
+        let writing = Writing::new(&path);
         match disk.create_new(&path) {
             Err(error)
                 if error.kind() == ErrorKind::AlreadyExists && tries < MAX_TEMPORARY_TRIES => {}
             Err(error) => return Err(cannot("create", &path)(error)),
-            Ok(file) => return Ok((Temporary { disk, path, ours: true }, file)),
+            Ok(file) => {
+                return Ok((Temporary { disk, path, ours: true, _writing: writing }, file));
+            }
         }
     }
 }
@@ -120,6 +123,7 @@ struct Temporary<'a, D: Disk> {
     disk: &'a D,
     path: PathBuf,
     ours: bool,
+    _writing: Writing,
 }
 
 impl<D: Disk> Temporary<'_, D> {

@@ -3,12 +3,14 @@
 //! A temporary file is called `.NAME.PROCESS-COUNTER.tmp`, where `NAME` is the beginning of the name of the file that
 //! it replaces. By this name [`remove_leftovers`] recognizes the files that killed processes have left behind.
 
-use std::ffi::OsStr;
+use std::collections::BTreeSet;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind};
 use std::path::{self, Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::error::{SaveError, cannot};
@@ -19,6 +21,30 @@ const MAX_SYMLINKS: usize = 40;
 /// How much of a file's name its temporary file's name includes. The whole name must stay within the limit of file
 /// systems with short names.
 const MAX_NAME_BYTES: usize = 100;
+
+/// The names of the temporary files that this process is writing. No two of them are the same.
+static WRITING: Mutex<BTreeSet<OsString>> = Mutex::new(BTreeSet::new());
+
+/// Notes that this process writes a temporary file, until it is dropped.
+pub(super) struct Writing(OsString);
+
+impl Writing {
+    pub(super) fn new(temporary: &Path) -> Self {
+        let name = temporary.file_name().unwrap_or_default().to_owned();
+        let _is_new = writing(|names| names.insert(name.clone()));
+        Self(name)
+    }
+}
+
+impl Drop for Writing {
+    fn drop(&mut self) {
+        let _was_there = writing(|names| names.remove(&self.0));
+    }
+}
+
+fn writing<T>(f: impl FnOnce(&mut BTreeSet<OsString>) -> T) -> T {
+    f(&mut WRITING.lock().unwrap_or_else(PoisonError::into_inner))
+}
 
 /// A file that is to be replaced, or that does not exist yet.
 #[derive(Debug)]
@@ -98,10 +124,11 @@ fn replaced(name: &OsStr) -> Option<&str> {
 }
 
 /// Removes the temporary files in a folder that were last written to at least `age` ago, and returns how many there
-/// were. Only those are removed for which `of` accepts the name of the file that they were to replace.
+/// were. Only those are removed for which `of` accepts the name of the file that they were to replace, and none that this
+/// process is writing.
 ///
-/// A file that is being written is never old, but one whose data is being synced can be: an age of minutes is too
-/// short.
+/// A file that another process is writing is never old, but one whose data is being synced can be: an age of minutes is
+/// too short.
 pub(crate) fn remove_leftovers(
     folder: &Path,
     age: Duration,
@@ -110,7 +137,9 @@ pub(crate) fn remove_leftovers(
     let mut removed = 0;
     for entry in fs::read_dir(folder).map_err(cannot("list", folder))? {
         let entry = entry.map_err(cannot("list", folder))?;
-        if replaced(&entry.file_name()).is_some_and(&of) && remove_if_old(&entry.path(), age)? {
+        let name = entry.file_name();
+        let is_left = replaced(&name).is_some_and(&of) && !writing(|names| names.contains(&name));
+        if is_left && remove_if_old(&entry.path(), age)? {
             removed += 1;
         }
     }
@@ -125,8 +154,8 @@ fn remove_if_old(path: &Path, age: Duration) -> Result<bool, SaveError> {
         Err(error) if !gone(&error) => return Err(cannot("inspect", path)(error)),
         _ => return Ok(false),
     };
-    // A time in the future does not count as old.
-    if !modified.elapsed().is_ok_and(|elapsed| elapsed >= age) {
+    // A time in the future does not count as old, unless every time does.
+    if !age.is_zero() && !modified.elapsed().is_ok_and(|elapsed| elapsed >= age) {
         return Ok(false);
     }
     match fs::remove_file(path) {

@@ -4,10 +4,12 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
+use tch::{Device, Kind, Tensor};
 use tch_amp::Error;
 use tch_amp::checkpoint::{Better, Checkpoint, CheckpointError, CheckpointFolder, Format};
 
 use crate::common::files::{Folder, names_in};
+use crate::common::skipped;
 
 fn checkpoint(step: u64) -> Checkpoint {
     let mut checkpoint = Checkpoint::new();
@@ -213,6 +215,68 @@ fn foreign_files_are_not_removed() {
     let mut left = [&foreign[..], &["step-00000003.safetensors"]].concat();
     left.sort();
     assert_eq!(names, left);
+}
+
+/// Names the folder in which the next test saves, on a small disk.
+const SMALL_DISK: &str = "TCH_AMP_TEST_TASK";
+
+#[test]
+#[ignore = "a program that the next test starts"]
+fn saves_on_a_small_disk() {
+    let Some(path) = std::env::var_os(SMALL_DISK) else { return };
+    let path = Path::new(&path);
+    // What a save has left that was killed a moment ago, and what is not this crate's to remove.
+    let leftover = path.join(".step-00000007.safetensors.12-3.tmp");
+    let foreign = path.join(".model.safetensors.12-3.tmp");
+    fs::write(&foreign, [1_u8; 1 << 12]).unwrap();
+    fs::write(&leftover, vec![1_u8; 1 << 18]).unwrap_err();
+    File::open(&leftover)
+        .unwrap()
+        .set_modified(SystemTime::now() + Duration::from_secs(99))
+        .unwrap();
+    let large = |step| {
+        let mut checkpoint = checkpoint(step);
+        let numbers = Tensor::zeros([1 << 13], (Kind::Float, Device::Cpu));
+        checkpoint.add_tensor("numbers", &numbers).unwrap();
+        checkpoint
+    };
+    let folder = CheckpointFolder::new(path).unwrap().keep_last(2);
+    folder.save(8, &large(8)).unwrap();
+    assert!(!leftover.exists() && foreign.exists());
+    assert_eq!(resume(&folder).unwrap(), (8, 0));
+    // Now the disk is full of what is needed.
+    for step in 9.. {
+        let Err(error) = folder.save(step, &large(step)) else {
+            assert!(step < 20, "the disk should be full");
+            drop(fs::write(path.join(format!("other-{step}")), vec![1_u8; 1 << 15]));
+            continue;
+        };
+        assert!(matches!(error, Error::Checkpoint(CheckpointError::Save(_))), "{error}");
+        assert_eq!(resume(&folder).unwrap(), (step - 1, 0));
+        return;
+    }
+}
+
+/// Mounts a disk of 256 KiB for a process, which only that sees.
+#[test]
+#[cfg(target_os = "linux")]
+fn what_a_killed_save_has_left_does_not_keep_a_full_disk_full() {
+    let temporary = Folder::new();
+    let mounted = r#"mount -t tmpfs -o size=256k tmpfs "$0" && "$@""#;
+    let on_small_disk = |arguments: &[&std::ffi::OsStr]| {
+        let mut command = std::process::Command::new("unshare");
+        command.args(["--mount", "--map-root-user", "sh", "-c", mounted]).arg(&temporary.0);
+        command.args(arguments).env(SMALL_DISK, &temporary.0).output()
+    };
+    if !on_small_disk(&["true".as_ref()]).is_ok_and(|output| output.status.success()) {
+        return skipped("`unshare` cannot mount a disk here");
+    }
+    let program = std::env::current_exe().unwrap();
+    let test = ["--exact", "folder::saves_on_a_small_disk", "--ignored", "--nocapture"];
+    let test = test.map(std::ffi::OsStr::new);
+    let output = on_small_disk(&[&[program.as_os_str()], &test[..]].concat()).unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && said.contains("1 passed"), "{said} {output:?}");
 }
 
 #[test]

@@ -7,9 +7,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use crate::atomic;
-use crate::checkpoint::CheckpointError;
 use crate::checkpoint::folder::{CheckpointFile, CheckpointFolder, name};
-use crate::error::Result;
+use crate::checkpoint::{CheckpointError, SaveError};
+use crate::error::{Error, Result};
 
 /// A running save writes more often than this, so an older temporary file was left behind by a killed process.
 const LEFTOVER_AGE: Duration = Duration::from_secs(3600);
@@ -33,14 +33,24 @@ impl CheckpointFolder {
                     removed => removed.map_err(CheckpointError::io("remove", &file.path))?,
                 }
             }
-            let leftovers = atomic::remove_leftovers(&self.path, LEFTOVER_AGE, |name| {
-                name::parse(name).is_some()
-            });
-            Ok(leftovers.map(drop).map_err(CheckpointError::from)?)
+            Ok(self.remove_leftovers(LEFTOVER_AGE).map(drop).map_err(CheckpointError::from)?)
         });
         removed.map_err(|cause| {
             CheckpointError::NotRemoved { saved: saved.to_owned(), cause: Box::new(cause) }.into()
         })
+    }
+
+    /// Makes room after a save has failed for lack of space, by removing what killed saves have left, however young it is.
+    /// Returns whether there was anything.
+    pub(super) fn makes_room(&self, failed: &Error) -> bool {
+        let Error::Checkpoint(CheckpointError::Save(error)) = failed else { return false };
+        let is_full = is_out_of_space(error);
+        // An error here is not the one to report.
+        is_full && self.remove_leftovers(Duration::ZERO).is_ok_and(|removed| removed > 0)
+    }
+
+    fn remove_leftovers(&self, age: Duration) -> std::result::Result<usize, SaveError> {
+        atomic::remove_leftovers(&self.path, age, |name| name::parse(name).is_some())
     }
 
     fn superfluous(&self, step: u64, saved: &Path) -> Result<Vec<CheckpointFile>> {
@@ -62,6 +72,16 @@ impl CheckpointFolder {
         earlier.truncate(earlier.len().saturating_sub(self.last - 1));
         earlier.retain(|file| !kept.contains(file));
         Ok(earlier.into_iter().chain(replaced).collect())
+    }
+}
+
+fn is_out_of_space(error: &SaveError) -> bool {
+    match error {
+        SaveError::Io { cause, .. } => {
+            matches!(cause.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
+        }
+        SaveError::Leftover { cause, .. } => is_out_of_space(cause),
+        SaveError::Indeterminate { .. } => false,
     }
 }
 

@@ -119,6 +119,9 @@ impl CheckpointFolder {
     /// Saves a checkpoint under the name of a step, and removes those that should not be kept, including another
     /// checkpoint of the same step. Returns the path. Saves like [`Checkpoint::save`].
     ///
+    /// Temporary files that killed saves have left are removed after an hour, or at once if the disk is full: the save is
+    /// then tried once more.
+    ///
     /// Checkpoints of higher steps, which are left when a run resumes from an earlier one, are neither counted nor
     /// removed.
     ///
@@ -147,7 +150,12 @@ impl CheckpointFolder {
         checkpoint: &Checkpoint,
     ) -> Result<PathBuf> {
         let path = self.path.join(name::of(step, score, self.format));
-        checkpoint.save_as(&path, self.format)?;
+        if let Err(error) = checkpoint.save_as(&path, self.format) {
+            if !self.makes_room(&error) {
+                return Err(error);
+            }
+            checkpoint.save_as(&path, self.format)?;
+        }
         self.remove_others(step, &path)?;
         Ok(path)
     }
