@@ -48,7 +48,7 @@ impl Options {
             Ok(true)
         })?;
         if !is_run {
-            println!("{USAGE}{}\n{GPUS}", usage(&common));
+            recipe::print(format_args!("{USAGE}{}\n{GPUS}", usage(&common)));
             return Ok(None);
         }
         options.common = common;

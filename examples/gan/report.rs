@@ -7,7 +7,7 @@ use super::ring::{MODES, RADIUS};
 use crate::recipe::axis::{Axis, Spacing};
 use crate::recipe::plot::{Plot, Series};
 use crate::recipe::table::{Table, or_dash};
-use crate::recipe::{Page, Precision, computer, log};
+use crate::recipe::{Page, Precision, computer, log, print};
 use anyhow::Result;
 use tch::{Device, Kind};
 
@@ -19,14 +19,18 @@ const SHOWN: f64 = 3.0;
 
 /// Prints the table, and writes the report.
 pub fn write(options: &Options, run: &Run, device: Device) -> Result<()> {
-    println!("{}", table(options, run));
+    print(table(options, run));
     if let Some(folder) = &options.common.logs {
         let csv = folder.join(log::CSV);
-        println!("Log: {}, and tensorboard --logdir {}", csv.display(), folder.display());
+        print(format_args!(
+            "Log: {}, and tensorboard --logdir {}",
+            csv.display(),
+            folder.display()
+        ));
     }
     if let Some(path) = &options.common.out {
         page(options, run, device).write(path)?;
-        println!("Report: {}", path.display());
+        print(format_args!("Report: {}", path.display()));
     }
     Ok(())
 }

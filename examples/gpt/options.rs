@@ -114,7 +114,7 @@ impl Options {
             Ok(true)
         })?;
         if !is_run {
-            println!("{USAGE}{}\n{GPUS}", common.usage());
+            recipe::print(format_args!("{USAGE}{}\n{GPUS}", common.usage()));
             return Ok(None);
         }
         options.common = common;

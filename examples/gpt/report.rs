@@ -6,7 +6,7 @@ use super::options::Options;
 use crate::recipe::axis::Spacing;
 use crate::recipe::plot::{Plot, Series};
 use crate::recipe::table::{Table, mebibytes, or_dash};
-use crate::recipe::{Page, Precision, Ranks, computer, log};
+use crate::recipe::{Page, Precision, Ranks, computer, log, print};
 use anyhow::Result;
 use tch::Device;
 
@@ -21,14 +21,18 @@ pub fn write(
     device: Device,
     ranks: &Ranks,
 ) -> Result<()> {
-    println!("{}\n{}", table(options, run), run.sample);
+    print(format_args!("{}\n{}", table(options, run), run.sample));
     if let Some(folder) = &options.common.logs {
         let csv = folder.join(log::CSV);
-        println!("\nLog: {}, and tensorboard --logdir {}", csv.display(), folder.display());
+        print(format_args!(
+            "\nLog: {}, and tensorboard --logdir {}",
+            csv.display(),
+            folder.display()
+        ));
     }
     if let Some(path) = &options.common.out {
         page(options, run, origin, device, ranks).write(path)?;
-        println!("Report: {}", path.display());
+        print(format_args!("Report: {}", path.display()));
     }
     Ok(())
 }

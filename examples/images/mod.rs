@@ -12,7 +12,7 @@ pub mod state;
 pub mod train;
 
 use crate::recipe::order::mixed;
-use crate::recipe::{self, Ended, Interrupt, Log, Precision, Progress, Ranks, Saves};
+use crate::recipe::{self, Ended, Interrupt, Log, Precision, Progress, Ranks, Saves, tell};
 use anyhow::Result;
 use batch::Set;
 use data::{Data, Images};
@@ -55,11 +55,11 @@ pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
     let set = Set::new(&data, options.moved, device);
     let (runs, is_fp16_left_out) = options.runs(device);
     if ranks.is_first() {
-        eprintln!("{}", data.describe());
+        tell(data.describe());
         if is_fp16_left_out {
-            eprintln!(
+            tell(
                 "fp16 is left out, which is about 20 times slower than fp32 on a CPU: name it, as in --compare \
-                 off,bf16,fp16, to include it."
+                 off,bf16,fp16, to include it.",
             );
         }
     }

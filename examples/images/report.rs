@@ -7,7 +7,7 @@ use super::{Run, train};
 use crate::recipe::axis::Spacing;
 use crate::recipe::plot::{Plot, Series};
 use crate::recipe::table::{Table, mebibytes, or_dash};
-use crate::recipe::{Page, Ranks, computer, log};
+use crate::recipe::{Page, Ranks, computer, log, print};
 use anyhow::Result;
 use tch::Device;
 
@@ -19,17 +19,24 @@ pub fn write(
     device: Device,
     ranks: &Ranks,
 ) -> Result<()> {
-    println!("{}", table(runs));
+    print(table(runs));
     if let [Run { tested: Some(tested), .. }] = runs {
-        println!("Averaged weights:\n{}", tested.averaged.scores_table(&data.labels, "images"));
+        print(format_args!(
+            "Averaged weights:\n{}",
+            tested.averaged.scores_table(&data.labels, "images")
+        ));
     }
     if let Some(folder) = &options.common.logs {
         let csv = folder.join(if runs.len() > 1 { "*" } else { "" }).join(log::CSV);
-        println!("Log: {}, and tensorboard --logdir {}", csv.display(), folder.display());
+        print(format_args!(
+            "Log: {}, and tensorboard --logdir {}",
+            csv.display(),
+            folder.display()
+        ));
     }
     if let Some(path) = &options.common.out {
         page(options, runs, data, device, ranks).write(path)?;
-        println!("Report: {}", path.display());
+        print(format_args!("Report: {}", path.display()));
     }
     Ok(())
 }

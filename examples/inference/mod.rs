@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::recipe::options::below_target;
 use crate::recipe::table::or_dash;
-use crate::recipe::{Page, Table, computer};
+use crate::recipe::{Page, Table, computer, print};
 use anyhow::{Context, Result, ensure};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{CModule, Cuda, Device, Kind, Tensor, no_grad};
@@ -209,9 +209,9 @@ pub fn main() -> Result<()> {
         let _removed = std::fs::remove_file(&file);
     }
     let compared = result?;
-    println!("{}", compared.table);
+    print(&compared.table);
     let report = below_target("inference-report.html");
     page(&compared, device).write(&report)?;
-    println!("Report: {}", report.display());
+    print(format_args!("Report: {}", report.display()));
     Ok(())
 }

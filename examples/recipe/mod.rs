@@ -34,7 +34,7 @@ pub use log::Log;
 pub use options::Options;
 pub use page::Page;
 pub use precision::Precision;
-pub use progress::Progress;
+pub use progress::{Progress, print, tell};
 pub use ranks::Ranks;
 pub use saves::Saves;
 pub use table::Table;

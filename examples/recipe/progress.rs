@@ -2,6 +2,18 @@
 
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::fmt::Display;
+use std::io::{self, Write};
+
+/// Prints a line on stderr. `eprintln!` would end the training where stderr is a full disk or a pipe that nobody reads.
+pub fn tell(line: impl Display) {
+    drop(writeln!(io::stderr(), "{line}"));
+}
+
+/// Prints a line on stdout, like [`tell`]: the report is yet to be written where nobody reads the table.
+pub fn print(line: impl Display) {
+    drop(writeln!(io::stdout(), "{line}"));
+}
 
 /// The progress of one run: a bar on a terminal, lines in a log, or nothing.
 #[derive(Debug)]
@@ -42,7 +54,7 @@ impl Progress {
                 bar.reset_eta();
             }
             Self::Lines { name, steps, .. } if step > 0 => {
-                eprintln!("{name}  resumes after step {step}/{steps}");
+                tell(format_args!("{name}  resumes after step {step}/{steps}"));
             }
             Self::Lines { .. } | Self::Silent => {}
         }
@@ -57,7 +69,7 @@ impl Progress {
             }
             (Self::Lines { name, steps, every }, Some(message)) if *every > 0 => {
                 if done.is_multiple_of(*every) || done == *steps {
-                    eprintln!("{name}  step {done:>3}/{steps}  {message}");
+                    tell(format_args!("{name}  step {done:>3}/{steps}  {message}"));
                 }
             }
             (Self::Lines { .. } | Self::Silent, _) => {}
@@ -67,8 +79,8 @@ impl Progress {
     /// Prints a line, above the bar if there is one.
     pub fn say(&self, line: &str) {
         match self {
-            Self::Bar(bar) => bar.suspend(|| eprintln!("{line}")),
-            Self::Lines { .. } => eprintln!("{line}"),
+            Self::Bar(bar) => bar.suspend(|| tell(line)),
+            Self::Lines { .. } => tell(line),
             Self::Silent => {}
         }
     }
@@ -76,7 +88,7 @@ impl Progress {
     /// Prints a line where there is no bar, whose message says as much.
     pub fn say_in_log(&self, line: &str) {
         if let Self::Lines { .. } = self {
-            eprintln!("{line}");
+            tell(line);
         }
     }
 

@@ -5,7 +5,7 @@ use super::{Run, Task, measure};
 use crate::recipe::axis::Spacing;
 use crate::recipe::plot::{Plot, Series};
 use crate::recipe::table::{Table, or_dash};
-use crate::recipe::{Page, Ranks, computer, log};
+use crate::recipe::{Page, Ranks, computer, log, print};
 use anyhow::Result;
 use tch::Device;
 
@@ -18,15 +18,23 @@ pub fn write(
     ranks: &Ranks,
 ) -> Result<()> {
     let labels = &task.data.labels;
-    println!("{}\n{}", table(options, run, task), run.test.scores_table(labels, "sentences"));
-    println!("Rows: the class; columns: the answer\n{}", run.test.matrix(labels));
+    print(format_args!(
+        "{}\n{}",
+        table(options, run, task),
+        run.test.scores_table(labels, "sentences")
+    ));
+    print(format_args!("Rows: the class; columns: the answer\n{}", run.test.matrix(labels)));
     if let Some(folder) = &options.common.logs {
         let csv = folder.join(log::CSV);
-        println!("Log: {}, and tensorboard --logdir {}", csv.display(), folder.display());
+        print(format_args!(
+            "Log: {}, and tensorboard --logdir {}",
+            csv.display(),
+            folder.display()
+        ));
     }
     if let Some(path) = &options.common.out {
         page(options, run, task, device, ranks).write(path)?;
-        println!("Report: {}", path.display());
+        print(format_args!("Report: {}", path.display()));
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ use crate::common::files::Folder;
 use crate::gan;
 use crate::program::{self, Recipe, assert_equal};
 
-const GAN: Recipe = Recipe {
+pub const GAN: Recipe = Recipe {
     test: "competing::gan_program",
     prepare: |_| {},
     data: None,

@@ -16,6 +16,7 @@ mod gpt;
 mod images;
 mod interrupt;
 mod log;
+mod output;
 #[cfg(feature = "distributed")]
 mod picture_ranks;
 mod pictures;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::env;
 use std::fs;
+use std::io::{BufRead, BufReader, empty};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio, exit};
 use std::thread::sleep;
@@ -53,6 +54,11 @@ pub fn run(main: fn(Vec<String>) -> anyhow::Result<Ended>) {
 impl Recipe {
     /// Starts the program in a folder, with further arguments.
     pub fn start(&self, folder: &Folder, more: &str) -> Running {
+        self.start_with(folder, more, Stdio::piped())
+    }
+
+    /// Starts the program with this stderr.
+    pub fn start_with(&self, folder: &Folder, more: &str, stderr: Stdio) -> Running {
         (self.prepare)(folder);
         let options = self.data.into_iter().map(|option| (option, "data"));
         let options = options.chain(["checkpoints", "logs", "out"].map(|name| (name, name)));
@@ -65,7 +71,7 @@ impl Recipe {
             .args(["--exact", self.test, "--ignored", "--nocapture"])
             .env(ARGUMENTS, format!("{}\n{}", paths.join("\n"), words.join("\n")))
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            .stderr(stderr)
             .spawn()
             .unwrap();
         Running(child)
@@ -98,7 +104,6 @@ pub struct Running(Child);
 impl Running {
     /// Waits for its end.
     pub fn output(mut self) -> Output {
-        let (stdout, stderr) = (self.0.stdout.take().unwrap(), self.0.stderr.take().unwrap());
         let read = |mut pipe: Box<dyn std::io::Read + Send>| {
             std::thread::spawn(move || {
                 let mut all = Vec::new();
@@ -106,7 +111,11 @@ impl Running {
                 all
             })
         };
-        let pipes = [read(Box::new(stdout)), read(Box::new(stderr))];
+        // Of those that were taken before, nothing is read.
+        let pipes = [
+            self.0.stdout.take().map_or_else(|| read(Box::new(empty())), |it| read(Box::new(it))),
+            self.0.stderr.take().map_or_else(|| read(Box::new(empty())), |it| read(Box::new(it))),
+        ];
         let status = self.0.wait().unwrap();
         let [stdout, stderr] = pipes.map(|pipe| pipe.join().unwrap());
         Output { status, stdout, stderr }
@@ -119,6 +128,18 @@ impl Running {
             [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
         assert!(output.status.success(), "{:?}\n{stdout}\n{stderr}", output.status);
         stdout
+    }
+
+    /// Closes the program's stdout after the lines that the test harness prints before it starts, as `| head` does.
+    pub fn close_stdout(&mut self) {
+        let mut lines = BufReader::new(self.0.stdout.take().unwrap()).lines();
+        assert!(lines.any(|line| line.unwrap().starts_with("running 1 test")));
+    }
+
+    /// Closes the program's stderr after its first line.
+    pub fn close_stderr(&mut self) {
+        let mut lines = BufReader::new(self.0.stderr.take().unwrap()).lines();
+        assert!(lines.next().is_some());
     }
 
     /// Waits until the log has a line of this step, or the run has ended.

@@ -10,7 +10,7 @@ use crate::common::files::Folder;
 use crate::gpt;
 use crate::program::{self, Recipe, assert_same, losses};
 
-const GPT: Recipe = Recipe {
+pub const GPT: Recipe = Recipe {
     test: "resumed::gpt_program",
     prepare: |folder| {
         let line = "    pub fn learn(&mut self) { self.read() }\n";
