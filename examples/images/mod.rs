@@ -148,6 +148,11 @@ pub fn train(
     }
     ranks.check_weights(trainer.weights())?;
     let tested = (ended == Ended::Finished).then(|| trainer.test()).transpose()?;
+    let _saved = interrupt.nothing_to_save();
+    if ended == Ended::Finished && ranks.any(interrupt.is_requested())? {
+        progress.say(&saves.how_to_resume(steps));
+        ended = Ended::Interrupted { step: steps };
+    }
     let skipped = last.saturating_sub(trainer.taken());
     Ok(Run { amp: options.common.amp, ended, log, tested, skipped, seconds })
 }

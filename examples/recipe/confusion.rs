@@ -26,6 +26,11 @@ impl Confusion {
         Ok(Self { counts, loss })
     }
 
+    /// Has no answers.
+    pub fn none(classes: usize) -> Self {
+        Self { counts: vec![vec![0; classes]; classes], loss: f64::NAN }
+    }
+
     /// The share of right answers.
     pub fn accuracy(&self) -> f64 {
         let right: usize = (0..self.counts.len()).map(|class| self.counts[class][class]).sum();

@@ -38,7 +38,7 @@ pub struct Run {
     pub ended: Ended,
     /// The numbers of all steps, also of those before it was resumed.
     pub log: Log,
-    /// The answers of the best weights in the test.
+    /// The answers of the best weights in the test; none if it was interrupted.
     pub test: Confusion,
     /// Their answers on the held-out sentences, by which they were chosen.
     pub held_out: Confusion,
@@ -162,9 +162,17 @@ pub fn train(
         }
     }
     ranks.check_weights(trainer.weights())?;
+    let _saved = interrupt.nothing_to_save();
+    if ended == Ended::Finished && ranks.any(interrupt.is_requested())? {
+        progress.say(&saves.how_to_resume(steps));
+        ended = Ended::Interrupted { step: steps };
+    }
     let best_step = trainer.reload_best()?.map(|best| best.1);
-    let held_out = trainer.evaluate(&trainer.held_out)?;
-    let test = trainer.evaluate(&trainer.test)?;
+    let evaluate = |sentences| match ended {
+        Ended::Finished => trainer.evaluate(sentences),
+        Ended::Interrupted { .. } => Ok(Confusion::none(task.data.labels.len())),
+    };
+    let (held_out, test) = (evaluate(&trainer.held_out)?, evaluate(&trainer.test)?);
     let skipped = last.saturating_sub(trainer.taken());
     let seconds = begun.elapsed().as_secs_f64();
     Ok(Run { ended, log, test, held_out, best_step, skipped, seconds })
