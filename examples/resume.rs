@@ -91,6 +91,9 @@ fn train(path: &Path) -> Result<()> {
     tch::set_num_threads(1);
     let mut run = Run::new(Device::cuda_if_available())?;
     let start = folder.resume_or_start(|checkpoint| run.restore(checkpoint))?;
+    for damaged in &start.damaged {
+        eprintln!("{damaged}. The run goes on from an older checkpoint instead.");
+    }
     println!("{}: from step {}", path.display(), start.step);
     for step in start.step..STEPS {
         run.step()?;

@@ -23,7 +23,7 @@ use digits::data::BATCH;
 use digits::options::{Options, USAGE};
 use digits::{report, table};
 use gpt::train::{Options as GptOptions, Run};
-use recipe::{Precision, Ranks};
+use recipe::{Precision, Ranks, print, writable};
 use tch::{Device, Kind};
 use tch_amp::precision::Precision as Speeds;
 
@@ -40,7 +40,7 @@ fn main() -> Result<()> {
     }
     let steps = take_steps(&mut args)?;
     let Some(options) = Options::parse(args)? else {
-        println!("{USAGE}");
+        print(USAGE);
         return Ok(());
     };
     let device = options.device()?;
@@ -52,27 +52,32 @@ fn main() -> Result<()> {
         None => steps.unwrap_or(200),
     };
     let Some(ranks) = Ranks::start(options.ranks)? else { return Ok(()) };
+    ranks.on_first(|| writable::check_file(&options.report_path()).context("--out"))?;
     let runs = if steps > 0 { compare(steps, device, options.seed)? } else { Vec::new() };
     if let [fp32, bf16] = runs.as_slice() {
-        println!("\n{}\n{}\n", gpt::report::table(&runs), gpt::report::verdict(fp32, bf16));
+        print(format_args!(
+            "\n{}\n{}\n",
+            gpt::report::table(&runs),
+            gpt::report::verdict(fp32, bf16)
+        ));
     }
 
     let results = digits::run(&options, true, &ranks)?;
     if !ranks.is_first() {
         return Ok(());
     }
-    println!("{}", table::table(&results));
-    println!("{}", table::verdict(&results));
+    print(table::table(&results));
+    print(table::verdict(&results));
     if options.ranks.is_some() {
-        println!("{}", together(&ranks));
+        print(together(&ranks));
     }
 
     let path = options.report_path();
     report::page(&results, &Facts::gather(&options)?, &runs).write(&path)?;
     if let Some(incident) = gpt::report::incident(&runs) {
-        println!("\n{}\n\n{incident}\n", gpt::report::BAD_BATCH);
+        print(format_args!("\n{}\n\n{incident}\n", gpt::report::BAD_BATCH));
     }
-    println!("Report: {}", path.display());
+    print(format_args!("Report: {}", path.display()));
     Ok(())
 }
 
@@ -91,11 +96,14 @@ fn take_steps(args: &mut Vec<String>) -> Result<Option<usize>> {
 /// few steps only.
 fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
     let speeds = Speeds::measure(device)?;
-    println!("{speeds}");
+    print(&speeds);
     let wide = speeds.speeds().iter().find(|speed| speed.size == gpt::train::SIZE.width);
     let is_slow = wide.is_some_and(|speed| speed.bf16.is_none_or(|bf16| bf16 < speed.f32));
     if is_slow {
-        println!("{:?} is slow here, so the GPT takes {FEW} steps only in it.", Kind::BFloat16);
+        print(format_args!(
+            "{:?} is slow here, so the GPT takes {FEW} steps only in it.",
+            Kind::BFloat16
+        ));
     }
     let run = |precision, steps, sample| {
         process::run(GptOptions { precision, steps, seed, sample }, device)

@@ -2,7 +2,7 @@
 
 use super::options::Options;
 use super::train::{Step, Trainer};
-use crate::recipe::Precision;
+use crate::recipe::{Precision, tell};
 use anyhow::{Context, Result, ensure};
 use tch::Device;
 use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
@@ -17,7 +17,8 @@ pub struct Saves {
 }
 
 impl Saves {
-    /// Opens the run's folder. The first rank empties it unless the run is to be resumed.
+    /// Opens the run's folder. Unless the run is to be resumed, the first rank removes what the same run has saved there,
+    /// and refuses the checkpoints of any other one.
     pub fn open(options: &Options, precision: Precision, is_first: bool) -> Result<Self> {
         let open = |path: &std::path::PathBuf| CheckpointFolder::new(path.join(precision.name()));
         let is_used = is_first || options.resume;
@@ -25,6 +26,7 @@ impl Saves {
         let folder = folder.map(|folder| folder.keep_last(1));
         if let (Some(folder), false) = (&folder, options.resume) {
             for file in folder.files()? {
+                ensure_same(&file.path, options.seed)?;
                 std::fs::remove_file(&file.path)
                     .with_context(|| format!("cannot remove {}", file.path.display()))?;
             }
@@ -57,6 +59,9 @@ impl Saves {
         let Some(found) = self.folder.as_ref().map_or(Ok(None), CheckpointFolder::latest)? else {
             return Ok((0, Vec::new()));
         };
+        for damaged in &found.damaged {
+            tell(format_args!("{damaged}. The run goes on from an older checkpoint instead."));
+        }
         let seed: i64 = found.checkpoint.value("seed")?;
         ensure!(
             seed == self.seed,
@@ -73,4 +78,16 @@ impl Saves {
             .apply()?;
         Ok((usize::try_from(found.file.step)?, found.checkpoint.value("steps")?))
     }
+}
+
+/// Fails unless a checkpoint is of a run of the demo with this seed, which has the same numbers when it begins again.
+fn ensure_same(path: &std::path::Path, seed: i64) -> Result<()> {
+    let found = Checkpoint::load(path).and_then(|checkpoint| checkpoint.value::<i64>("seed"));
+    let is_same = found.is_ok_and(|found| found == seed);
+    ensure!(
+        is_same,
+        "{} is of another run: remove it, or use another folder of --checkpoints",
+        path.display()
+    );
+    Ok(())
 }

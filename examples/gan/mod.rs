@@ -31,6 +31,7 @@ pub struct Run {
 pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
     let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
     let interrupt = Interrupt::catch()?;
+    options.common.check_out(&Ranks::alone())?;
     let device = options.common.device()?;
     // Networks this small gain nothing from several threads, which lose much time to each other on a busy machine.
     tch::set_num_threads(1);

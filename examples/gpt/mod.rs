@@ -36,6 +36,7 @@ pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
     let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
     let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
     let interrupt = Interrupt::catch()?;
+    options.common.check_out(&ranks)?;
     let text = match &options.text {
         Some(path) => Text::read(path)?,
         None => Text::load()?,

@@ -47,6 +47,7 @@ pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
     let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
     let interrupt = Interrupt::catch()?;
     options.check_ranks(ranks.size())?;
+    options.common.check_out(&ranks)?;
     let device = ranks.device(options.common.device()?)?;
     let data = match &options.data {
         Some(folder) => Data::read(folder)?,

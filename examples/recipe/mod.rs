@@ -27,6 +27,7 @@ pub mod ranks;
 pub mod saves;
 #[path = "../../src/insight/html/table.rs"]
 pub mod table;
+pub mod writable;
 
 pub use confusion::Confusion;
 pub use interrupt::{Ended, Interrupt};

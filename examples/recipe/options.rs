@@ -1,6 +1,6 @@
 //! The options that the recipes have in common, parsed by hand.
 
-use super::Precision;
+use super::{Precision, Ranks, writable};
 use anyhow::{Context, Result, bail, ensure};
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,8 @@ pub const USAGE: &str = "  --amp          off, bf16 or fp16, default bf16
   --seed         initial weights and order of the data, default 0
   --ranks        train on N processes of this computer, each on a GPU of its own if
                  there are GPUs; on several computers, start the program by torchrun
-  --checkpoints  the folder for the checkpoints, default target/NAME-checkpoints
+  --checkpoints  the folder for the checkpoints, which must have none of another run,
+                 default target/NAME-checkpoints
   --resume       go on from the newest checkpoint, with the same numbers as a run that
                  was never interrupted
   --logs         the folder for log.csv and for TensorBoard, default target/NAME-logs
@@ -117,6 +118,13 @@ impl Options {
     /// The device to train on; on several ranks, see [`Ranks::device`](super::Ranks::device).
     pub fn device(&self) -> Result<Device> {
         match self.device {
+    /// Fails if the report could not be written at the end. Changes nothing that is there. All ranks call this.
+    pub fn check_out(&self, ranks: &Ranks) -> Result<()> {
+        let check = || self.out.as_deref().map_or(Ok(()), writable::check_file);
+        ranks.on_first(|| check().context("--out"))?;
+        Ok(())
+    }
+
             Some(Device::Cuda(_)) if !cuda_is_usable() => bail!("CUDA is not usable here"),
             Some(device) => Ok(device),
             None if cuda_is_usable() => Ok(Device::Cuda(0)),

@@ -1,10 +1,10 @@
 //! The folder with the checkpoints of a run.
 
-use super::{Options, Ranks};
-use anyhow::{Context, Result, bail, ensure};
-use std::fs;
+use super::{Options, Ranks, tell, writable};
+use anyhow::{Context, Result, ensure};
 use std::path::Path;
-use tch_amp::checkpoint::{Checkpoint, CheckpointFolder};
+use tch_amp::Error;
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, CheckpointFolder};
 
 /// The parts of each checkpoint that say of which run and of which step it is.
 const RUN: &str = "run";
@@ -25,14 +25,15 @@ impl<'a> Saves<'a> {
     /// Opens the folder of `--checkpoints`, on all ranks. `run` are the options on which the losses depend, such as
     /// `--seed 0`: [`resume`](Self::resume) refuses a checkpoint of other ones.
     ///
-    /// Without `--resume`, the checkpoints of a run that has done all of its steps are removed, and those of one that
-    /// has not are kept: the call fails.
+    /// Fails if nothing can be saved to it, and, without `--resume`, if it has checkpoints: those of a finished run are
+    /// its results, and nothing here removes them.
     pub fn open(options: &Options, run: &str, ranks: &'a Ranks) -> Result<Self> {
         let folder = ranks.on_first(|| {
             let open = |path: &Path| {
-                let folder = CheckpointFolder::new(path)?.keep_last(2);
+                let folder = CheckpointFolder::new(path).context("--checkpoints")?.keep_last(2);
+                writable::check_folder(path).context("--checkpoints")?;
                 if !options.resume {
-                    make_room(&folder)?;
+                    ensure_empty(&folder)?;
                 }
                 Ok(folder)
             };
@@ -55,7 +56,11 @@ impl<'a> Saves<'a> {
             let Some(folder) = &self.folder else { return Ok(()) };
             checkpoint.add_value(RUN, &(self.run.as_str(), self.steps))?;
             checkpoint.add_value(STEP, &step)?;
-            folder.save(step, &checkpoint)?;
+            match folder.save(step, &checkpoint) {
+                // It is saved, and only older ones are left.
+                Err(Error::Checkpoint(left @ CheckpointError::NotRemoved { .. })) => tell(left),
+                saved => drop(saved?),
+            }
             Ok(())
         })?;
         Ok(())
@@ -66,7 +71,15 @@ impl<'a> Saves<'a> {
         let newest = || {
             let folder = self.folder.as_ref().filter(|_| self.resume);
             let found = folder.map_or(Ok(None), CheckpointFolder::latest)?;
-            Ok(found.map(|found| found.checkpoint))
+            Ok(found.map(|found| {
+                for damaged in &found.damaged {
+                    tell(format_args!(
+                        "{damaged}. The run goes on from {} instead.",
+                        found.file.path.display()
+                    ));
+                }
+                found.checkpoint
+            }))
         };
         let Some(checkpoint) = self.ranks.load_on_first(newest)? else { return Ok(None) };
         let (run, _): (String, u64) = checkpoint.value(RUN)?;
@@ -92,20 +105,14 @@ impl<'a> Saves<'a> {
     }
 }
 
-/// Removes the checkpoints of a finished run.
-fn make_room(folder: &CheckpointFolder) -> Result<()> {
-    let Some(found) = folder.latest()? else { return Ok(()) };
-    let (_, steps): (String, u64) = found.checkpoint.value(RUN)?;
-    if found.file.step < steps {
-        bail!(
-            "{} is of a run that is not finished: go on with it by --resume, or remove it, or use another folder of \
-             --checkpoints",
-            found.file.path.display()
-        );
-    }
-    for file in folder.files()? {
-        let path = file.path;
-        fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))?;
-    }
+/// Fails if the folder has checkpoints.
+fn ensure_empty(folder: &CheckpointFolder) -> Result<()> {
+    let newest = folder.files()?.pop().map(|file| file.path.display().to_string());
+    ensure!(
+        newest.is_none(),
+        "{} is of an earlier run: go on with it by --resume, which tests a finished run again, or remove it, or use \
+         another folder of --checkpoints",
+        newest.unwrap_or_default()
+    );
     Ok(())
 }

@@ -55,6 +55,7 @@ pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
     let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
     let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
     let interrupt = Interrupt::catch()?;
+    options.common.check_out(&ranks)?;
     let data = match &options.data {
         Some(path) => Data::read(path)?,
         None => Data::load()?,

@@ -5,6 +5,7 @@ mod classifier;
 #[path = "../common/mod.rs"]
 mod common;
 mod competing;
+mod files;
 #[path = "../../examples/gan/mod.rs"]
 #[allow(dead_code, reason = "`tests/examples.rs` uses the rest")]
 mod gan;
