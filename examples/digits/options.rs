@@ -24,6 +24,8 @@ Usage: demo [--gpt-steps N] [--device cpu|cuda] [--epochs N] [--seed N]
   --ranks        train the digits only, on N processes of this computer that average their
                  gradients over every batch; on the CPU";
 
+const MOST_EPOCHS: usize = 1_000_000;
+
 /// The options of the demo.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
@@ -91,7 +93,10 @@ impl Options {
             "--ranks" => self.ranks = Some(parse_ranks(value)?),
             _ => self.checkpoints = Some(value.into()),
         }
-        ensure!(self.epochs > 0, "at least one epoch is needed");
+        ensure!(
+            (1..=MOST_EPOCHS).contains(&self.epochs),
+            "from 1 to {MOST_EPOCHS} epochs are possible"
+        );
         Ok(())
     }
 
@@ -159,6 +164,7 @@ mod tests {
             "--epochs",
             "--epochs 0",
             "--epochs x",
+            "--epochs 18446744073709551615",
             "--device tpu",
             "--ranks 0",
             "--ranks 65",

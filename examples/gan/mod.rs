@@ -88,12 +88,12 @@ pub fn train(
             break;
         }
     }
-    let finite = |column| log.last(column).is_none_or(f64::is_finite);
     let _saved = interrupt.nothing_to_save();
     if ended == Ended::Finished && interrupt.is_requested() {
         progress.say(&saves.how_to_resume(steps));
         ended = Ended::Interrupted { step: steps };
     }
+    let finite = |column| log.last(column).is_none_or(f64::is_finite);
     ensure!(
         measure::COLUMNS.into_iter().all(finite),
         "a loss is not finite: {:?}",

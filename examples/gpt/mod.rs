@@ -110,12 +110,12 @@ pub fn train(
             break;
         }
     }
-    ranks.check_weights(trainer.weights())?;
     let _saved = interrupt.nothing_to_save();
     if ended == Ended::Finished && ranks.any(interrupt.is_requested())? {
         progress.say(&saves.how_to_resume(steps));
         ended = Ended::Interrupted { step: steps };
     }
+    ranks.check_weights(trainer.weights())?;
     let writes = ended == Ended::Finished && ranks.is_first();
     let sample = if writes { trainer.write(options.sample)? } else { String::new() };
     Ok(Run { ended, log, skipped: last.saturating_sub(trainer.taken()), sample })

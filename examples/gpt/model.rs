@@ -21,6 +21,17 @@ pub struct Config {
     pub recompute: bool,
 }
 
+impl Config {
+    /// The least number of bytes that training takes with this many excerpts in a batch: weights, gradients and averaged
+    /// weights, and what the blocks keep for the backward pass, in half precision.
+    pub fn least_bytes(&self, rows: usize) -> f64 {
+        let [width, layers, length] = [self.width, self.layers, self.length].map(|n| n as f64);
+        let weights = layers * 12.0 * width * width + width * (2.0 * VOCABULARY as f64 + length);
+        let kept = if self.recompute { 1.0 } else { 12.0 };
+        12.0 * weights + 2.0 * kept * layers * width * length * rows as f64
+    }
+}
+
 /// A decoder-only transformer.
 #[derive(Debug)]
 pub struct Gpt {
@@ -60,13 +71,16 @@ impl Gpt {
         logits.view([-1, VOCABULARY]).cross_entropy_for_logits(&targets.reshape([-1]))
     }
 
-    /// Continues a text by `count` bytes, drawn at a temperature of 0.7.
+    /// Continues a text by `count` bytes, drawn at a temperature of 0.7. It ends earlier if the weights have diverged.
     pub fn write(&self, prompt: &str, count: usize, device: Device) -> String {
         let mut bytes: Vec<i64> = prompt.bytes().map(i64::from).collect();
         for _ in 0..count {
             let from = bytes.len().saturating_sub(self.config.length as usize);
             let tokens = Tensor::from_slice(&bytes[from..]).unsqueeze(0).to_device(device);
             let logits = self.forward_t(&tokens, false).to_kind(Kind::Float).select(1, -1) / 0.7;
+            if logits.isfinite().all().int64_value(&[]) == 0 {
+                break;
+            }
             let byte = logits.softmax(-1, Kind::Float).multinomial(1, false).int64_value(&[0, 0]);
             bytes.push(byte);
         }

@@ -99,16 +99,16 @@ impl Options {
                 "--layers" => options.layers = args.at_least(1)?,
                 "--length" => options.length = args.at_least(1)?,
                 "--rows" => options.rows = args.at_least(1)?,
-                "--accumulate" => options.micro_batches = args.at_least(1)?,
-                "--lr" => options.lr = args.at_least(0.0)?,
-                "--dropout" => options.dropout = args.at_least(0.0)?,
-                "--ema" => options.ema = args.at_least(0.0)?,
+                "--accumulate" => options.micro_batches = args.between(1, 1_000_000)?,
+                "--lr" => options.lr = args.finite()?,
+                "--dropout" => options.dropout = args.between(0.0, 1.0)?,
+                "--ema" => options.ema = args.between(0.0, 1.0)?,
                 "--recompute" => options.recompute = true,
                 "--zero" => options.zero = true,
                 "--eval-every" => options.eval_every = args.at_least(1)?,
                 "--save-every" => options.save_every = args.at_least(1)?,
                 "--log-every" => options.log_every = args.at_least(1)?,
-                "--sample" => options.sample = args.value()?,
+                "--sample" => options.sample = args.between(0, 1_000_000)?,
                 _ => return Ok(false),
             }
             Ok(true)
@@ -120,6 +120,7 @@ impl Options {
         options.common = common;
         ensure!(options.width % 64 == 0, "--width {}: must be a multiple of 64", options.width);
         ensure!(options.dropout < 1.0, "--dropout {}: must be below 1", options.dropout);
+        ensure!(options.ema < 1.0, "--ema {}: must be below 1", options.ema);
         Ok(Some(options))
     }
 

@@ -6,7 +6,7 @@ use super::model::Gpt;
 use super::options::Options;
 use super::reader::Reader;
 use crate::recipe::Ranks;
-use crate::recipe::memory::PeakMemory;
+use crate::recipe::memory::{PeakMemory, check_fits};
 use crate::recipe::ranks::Gradients;
 use anyhow::{Result, ensure};
 use tch::nn::VarStore;
@@ -57,6 +57,7 @@ impl<'a> Trainer<'a> {
             ranks.size()
         );
         let reader = Reader::new(text, options.length, options.rows, seed)?;
+        check_fits(options.model().least_bytes(options.rows / ranks.size()), device)?;
 
         tch::manual_seed(seed);
         let vs = VarStore::new(device);

@@ -53,6 +53,7 @@ pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
         Some(folder) => Data::read(folder)?,
         None => Data::load()?,
     };
+    options.check_data(&data)?;
     let set = Set::new(&data, options.moved, device);
     let (runs, is_fp16_left_out) = options.runs(device);
     if ranks.is_first() {
@@ -147,13 +148,13 @@ pub fn train(
             break;
         }
     }
-    ranks.check_weights(trainer.weights())?;
-    let tested = (ended == Ended::Finished).then(|| trainer.test()).transpose()?;
     let _saved = interrupt.nothing_to_save();
     if ended == Ended::Finished && ranks.any(interrupt.is_requested())? {
         progress.say(&saves.how_to_resume(steps));
         ended = Ended::Interrupted { step: steps };
     }
+    ranks.check_weights(trainer.weights())?;
+    let tested = (ended == Ended::Finished).then(|| trainer.test()).transpose()?;
     let skipped = last.saturating_sub(trainer.taken());
     Ok(Run { amp: options.common.amp, ended, log, tested, skipped, seconds })
 }
@@ -203,6 +204,7 @@ pub fn run_alone(
     device: Device,
     interrupt: &Interrupt,
 ) -> Result<Run> {
+    options.check_data(data)?;
     let set = Set::new(data, options.moved, device);
     train(options, data, &set, device, &Ranks::alone(), interrupt, &Progress::silent())
 }

@@ -18,6 +18,22 @@ pub struct Config {
     pub synced: bool,
 }
 
+impl Config {
+    /// The least number of bytes that training takes with batches of this many images: weights, gradients, the momentum
+    /// and the averaged weights, the pixels of a batch, and what the convolutions keep, in half precision.
+    pub fn least_bytes(&self, rows: usize, size: [usize; 2]) -> f64 {
+        let (rows, blocks) = (rows as f64, self.blocks as f64);
+        let area = |stage: u32| size.map(|pixels| (pixels >> (stage + 1)).max(1) as f64);
+        let mut bytes = 12.0 * rows * size.map(|pixels| pixels as f64).iter().product::<f64>();
+        for stage in 0..self.stages {
+            let channels = self.width as f64 * f64::from(stage).exp2();
+            let kept = 4.0 * rows * channels * area(stage).iter().product::<f64>();
+            bytes += blocks * (16.0 * 13.5 * channels * channels + 2.0 * kept);
+        }
+        bytes
+    }
+}
+
 /// A residual network: a convolution that halves the images, stages of blocks, and a linear layer.
 #[derive(Debug)]
 pub struct Net {

@@ -114,13 +114,13 @@ impl Options {
                 "--data" => options.data = Some(args.value()?),
                 "--compare" => (options.compare, options.names_all) = args.parsed(precisions)?,
                 "--width" => options.width = args.at_least(1)?,
-                "--stages" => options.stages = args.at_least(1)?,
+                "--stages" => options.stages = args.between(1, 8)?,
                 "--blocks" => options.blocks = args.at_least(1)?,
                 "--rows" => options.rows = args.at_least(1)?,
-                "--lr" => options.lr = args.at_least(0.0)?,
-                "--swa-from" => options.swa_from = args.at_least(0.0)?,
+                "--lr" => options.lr = args.finite()?,
+                "--swa-from" => options.swa_from = args.between(0.0, 1.0)?,
                 "--swa-every" => options.swa_every = args.at_least(1)?,
-                "--swa-batches" => options.swa_batches = args.at_least(1)?,
+                "--swa-batches" => options.swa_batches = args.between(1, 1_000_000)?,
                 "--move" => options.moved = args.at_least(0)?,
                 "--mirror" => options.mirror = true,
                 "--channels-first" => options.channels_first = true,
@@ -137,8 +137,6 @@ impl Options {
             return Ok(None);
         }
         options.common = common;
-        ensure!(options.stages <= 8, "--stages {}: must be at most 8", options.stages);
-        ensure!(options.swa_from <= 1.0, "--swa-from {}: must be at most 1", options.swa_from);
         Ok(Some(options))
     }
 
@@ -146,6 +144,13 @@ impl Options {
     pub fn check_ranks(&self, size: usize) -> Result<()> {
         let rows = self.rows;
         ensure!(rows.is_multiple_of(size), "--rows {rows} cannot be divided among {size} ranks");
+        Ok(())
+    }
+
+    /// Fails if the images do not fit these options.
+    pub fn check_data(&self, data: &Data) -> Result<()> {
+        let (moved, most) = (self.moved, data.size[0].min(data.size[1]));
+        ensure!(moved <= most as i64, "--move {moved}: the images have {most} pixels in a line");
         Ok(())
     }
 

@@ -6,7 +6,7 @@ use super::model::{self, Config, Net};
 use super::options::Options;
 use super::reader::Reader;
 use crate::recipe::Ranks;
-use crate::recipe::memory::PeakMemory;
+use crate::recipe::memory::{PeakMemory, check_fits};
 use crate::recipe::ranks::Gradients;
 use anyhow::Result;
 use tch::nn::VarStore;
@@ -73,6 +73,7 @@ impl<'a> Trainer<'a> {
         let vs = VarStore::new(device);
         let Options { width, stages, blocks, sync_batch_norm: synced, .. } = *options;
         let config = Config { width, stages, blocks, classes: data.labels.len() as i64, synced };
+        check_fits(config.least_bytes(options.rows / ranks.size(), data.size), device)?;
         let model = Net::new(&vs.root(), config, ranks);
         if !options.channels_first {
             model::make_channels_last(&vs);

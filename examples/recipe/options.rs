@@ -23,6 +23,9 @@ pub const USAGE: &str = "  --amp          off, bf16 or fp16, default bf16
 
 Ctrl-C saves a checkpoint and ends the run; a second Ctrl-C ends it at once.";
 
+/// The most processes that can be started on a computer.
+const MOST_RANKS: usize = 64;
+
 /// The common options of a recipe.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
@@ -105,7 +108,7 @@ impl Options {
             "--device" => self.device = Some(args.parsed(parse_device)?),
             "--steps" => self.steps = args.at_least(1)?,
             "--seed" => self.seed = args.value()?,
-            "--ranks" => self.ranks = Some(args.at_least(1)?),
+            "--ranks" => self.ranks = Some(args.between(1, MOST_RANKS)?),
             "--checkpoints" => self.checkpoints = Some(args.value()?),
             "--resume" => self.resume = true,
             "--logs" => self.logs = Some(args.value()?),
@@ -115,9 +118,6 @@ impl Options {
         Ok(true)
     }
 
-    /// The device to train on; on several ranks, see [`Ranks::device`](super::Ranks::device).
-    pub fn device(&self) -> Result<Device> {
-        match self.device {
     /// Fails if the report could not be written at the end. Changes nothing that is there. All ranks call this.
     pub fn check_out(&self, ranks: &Ranks) -> Result<()> {
         let check = || self.out.as_deref().map_or(Ok(()), writable::check_file);
@@ -125,6 +125,9 @@ impl Options {
         Ok(())
     }
 
+    /// The device to train on; on several ranks, see [`Ranks::device`](super::Ranks::device).
+    pub fn device(&self) -> Result<Device> {
+        match self.device {
             Some(Device::Cuda(_)) if !cuda_is_usable() => bail!("CUDA is not usable here"),
             Some(device) => Ok(device),
             None if cuda_is_usable() => Ok(Device::Cuda(0)),
@@ -174,6 +177,27 @@ impl Arguments<'_> {
         self.parsed(|text| {
             let value: T = text.parse().map_err(Into::into)?;
             ensure!(value >= least, "must be at least {least}");
+            Ok(value)
+        })
+    }
+
+    /// Takes the value of the option, which must be within these limits. NaN is not.
+    pub fn between<T>(&mut self, least: T, most: T) -> Result<T>
+    where
+        T: FromStr<Err: Into<anyhow::Error>> + PartialOrd + Display,
+    {
+        self.parsed(|text| {
+            let value: T = text.parse().map_err(Into::into)?;
+            ensure!((&least..=&most).contains(&&value), "must be from {least} to {most}");
+            Ok(value)
+        })
+    }
+
+    /// Takes the value of the option, which must be a finite number that is not negative.
+    pub fn finite(&mut self) -> Result<f64> {
+        self.parsed(|text| {
+            let value: f64 = text.parse()?;
+            ensure!(value.is_finite() && value >= 0.0, "must be a finite number from 0 on");
             Ok(value)
         })
     }
@@ -234,6 +258,8 @@ mod tests {
             "--steps x",
             "--device tpu",
             "--ranks 0",
+            "--ranks 65",
+            "--ranks 18446744073709551615",
             "--amp fp8",
             "--width 0",
         ] {

@@ -46,6 +46,11 @@ impl Sentences {
         self.rows.len()
     }
 
+    /// The most tokens of a sentence.
+    pub fn longest(&self) -> usize {
+        self.rows.iter().map(|(ids, _)| ids.len()).max().unwrap_or(0)
+    }
+
     /// The next sentences, in a new order in each epoch.
     pub fn next(&mut self, count: usize) -> Batch {
         let size = self.len() as u64;

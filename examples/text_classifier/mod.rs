@@ -162,12 +162,12 @@ pub fn train(
             break;
         }
     }
-    ranks.check_weights(trainer.weights())?;
     let _saved = interrupt.nothing_to_save();
     if ended == Ended::Finished && ranks.any(interrupt.is_requested())? {
         progress.say(&saves.how_to_resume(steps));
         ended = Ended::Interrupted { step: steps };
     }
+    ranks.check_weights(trainer.weights())?;
     let best_step = trainer.reload_best()?.map(|best| best.1);
     let evaluate = |sentences| match ended {
         Ended::Finished => trainer.evaluate(sentences),

@@ -18,6 +18,18 @@ pub struct Config {
     pub layer_norm_eps: f64,
 }
 
+impl Config {
+    /// The least number of bytes that training takes with this many tokens in a batch: weights, gradients, the averages of
+    /// the optimizer and the best weights so far, and what the layers keep for the backward pass, in half precision.
+    pub fn least_bytes(&self, tokens: f64) -> f64 {
+        let numbers = [self.hidden_size, self.intermediate_size, self.num_hidden_layers];
+        let [width, wide, layers] = numbers.map(|number| number as f64);
+        let words = (self.vocab_size + self.max_position_embeddings) as f64;
+        let weights = layers * width * (4.0 * width + 2.0 * wide) + words * width;
+        20.0 * weights + 2.0 * 12.0 * layers * width * tokens
+    }
+}
+
 /// A BERT and, on the mean of its outputs, a layer that classifies.
 #[derive(Debug)]
 pub struct Classifier {

@@ -6,6 +6,7 @@ use super::model::Classifier;
 use super::options::Options;
 use crate::recipe::Ranks;
 use crate::recipe::log::{self, Row};
+use crate::recipe::memory::check_fits;
 use crate::recipe::ranks::Gradients;
 use anyhow::{Result, ensure};
 use tch::nn::VarStore;
@@ -67,7 +68,10 @@ impl<'a> Trainer<'a> {
         let (rows, size) = (options.rows, ranks.size());
         ensure!(rows.is_multiple_of(size), "--rows {rows} cannot be divided among {size} ranks");
         let sentences = |part| Sentences::new(part, &task.tokens, options.length, seed);
+        let train = sentences(&task.data.train)?;
         let labels = task.data.labels.len();
+        let tokens = train.longest() as f64 * (rows / size) as f64;
+        check_fits(task.config.least_bytes(tokens), device)?;
 
         let best = VarStore::new(device);
         let _best = Classifier::new(&best.root(), task.config, labels, options.dropout);
@@ -103,7 +107,7 @@ impl<'a> Trainer<'a> {
             scaler,
             schedule,
             gradients,
-            train: sentences(&task.data.train)?,
+            train,
             held_out: sentences(&task.data.held_out)?,
             test: sentences(&task.data.test)?,
             read: 0,

@@ -17,6 +17,7 @@ mod gpt;
 mod images;
 mod interrupt;
 mod log;
+mod options;
 mod output;
 #[cfg(feature = "distributed")]
 mod picture_ranks;
