@@ -4,7 +4,6 @@
 //! calls of an iteration. A record also describes the gradients. By these, the step notices that one was replaced or
 //! changed, and optimizers with the same parameters are told apart: a step belongs to the gradients that it used.
 
-
 use tch::Tensor;
 
 use crate::error::{Error, GradientError, Result, ScalerError};
