@@ -108,9 +108,9 @@ impl Checkpoint {
     /// # Errors
     ///
     /// [`CheckpointError::Unsaveable`] for the name, as in [`add_model`](Self::add_model), for a value that is nested
-    /// deeper than 60 levels, and if all values together are more than 1.5 million, or more than about 32 MB as JSON: add
-    /// long ones as tensors. [`CheckpointError::Value`] for a value that JSON cannot represent, such as a map whose keys
-    /// are lists.
+    /// deeper than 60 levels, and if all values together are more than 1.5 million, or more than about 32 MB as JSON:
+    /// add long ones as tensors. [`CheckpointError::Value`] for a value that JSON cannot represent, such as a map whose
+    /// keys are lists.
     ///
     /// # Examples
     ///

@@ -85,8 +85,8 @@ impl Entry {
         }
     }
 
-    /// Copies or reads the elements into a new tensor on the CPU. A tensor in a file that is expanded remains so, because
-    /// its elements can be far more than those in the file.
+    /// Copies or reads the elements into a new tensor on the CPU. A tensor in a file that is expanded remains so,
+    /// because its elements can be far more than those in the file.
     pub(crate) fn to_tensor(&self) -> Result<Tensor> {
         let _own = OutsideRegions::enter();
         match &self.data {

@@ -1,7 +1,7 @@
 //! How much of the room in a file the parts of a checkpoint take.
 //!
-//! Files have limits, so that loading a hostile one takes little memory. A part that would exceed those of either format
-//! is refused when it is added, and not when the checkpoint is saved, which may be after hours of training.
+//! Files have limits, so that loading a hostile one takes little memory. A part that would exceed those of either
+//! format is refused when it is added, and not when the checkpoint is saved, which may be after hours of training.
 
 use std::io::{self, Write};
 

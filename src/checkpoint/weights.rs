@@ -28,7 +28,7 @@ use crate::ffi::{self, OutsideRegions};
 /// | extension | who opens it |
 /// |---|---|
 /// | `.safetensors` | [`VarStore::load`](tch::nn::VarStore::load), Python's `safetensors`, transformers |
-/// | `.pt`, `.bin` | [`VarStore::load`](tch::nn::VarStore::load), `torch.load(path, weights_only=True)` for `load_state_dict` |
+/// | `.pt`, `.bin` | [`VarStore::load`](tch::nn::VarStore::load), `torch.load(path, weights_only=True)` |
 /// | `.pth`, `.ckpt` | the same of Python; tch expects another format under these names |
 /// | `.ot` | [`VarStore::load`](tch::nn::VarStore::load), `torch.jit.load` |
 ///
@@ -125,8 +125,8 @@ fn entries(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Entry>
     Ok(entries)
 }
 
-/// Returns an error for a name that an attribute of a TorchScript module cannot have. libtorch writes names into the code
-/// of the module as they are, and tch writes `|` instead of dots, and so does not tell the two apart.
+/// Returns an error for a name that an attribute of a TorchScript module cannot have. libtorch writes names into the
+/// code of the module as they are, and tch writes `|` instead of dots, and so does not tell the two apart.
 fn check_for_torch_script(tensors: &BTreeMap<String, Tensor>) -> Result<()> {
     let is_bad = |char: char| matches!(char, '|' | '"' | '\\') || char.is_control();
     let problem = |name: &str| match name {
@@ -149,8 +149,8 @@ fn copies(tensors: &BTreeMap<String, Tensor>) -> Result<Vec<(String, Tensor)>> {
     tensors.iter().map(copy).collect()
 }
 
-/// Returns a tensor without elements that has memory nevertheless: tch makes a slice of the memory that libtorch writes,
-/// which must not begin at a null pointer.
+/// Returns a tensor without elements that has memory nevertheless: tch makes a slice of the memory that libtorch
+/// writes, which must not begin at a null pointer.
 fn with_memory(empty: &Tensor) -> Result<Tensor> {
     let one = Tensor::f_zeros([1i64], (empty.f_kind()?, Device::Cpu))?;
     Ok(one.f_narrow(0, 0, 0)?.f_view(&ffi::sizes(empty)?[..])?)

@@ -1,7 +1,7 @@
 """Opens files with weights as Python programs do, for tests/checkpoint/weights.rs.
 
-read FILE: prints the name, dtype, shape and bytes of each tensor, by torch.load, torch.jit.load, or the specification of
-safetensors.
+read FILE: prints the name, dtype, shape and bytes of each tensor, by torch.load, torch.jit.load, or the specification
+of safetensors.
 strict FILE: loads FILE into a module with a norm, all of whose names must be there, and prints its output.
 """
 

@@ -225,7 +225,7 @@ fn data_start<R: Read + Seek>(file: &mut R, header: u64) -> Result<Option<u64>, 
     Ok(header.checked_add(len).filter(|_| fixed.starts_with(LOCAL)))
 }
 
-/// Returns the number in the bytes from `at` on, of which there are at most eight. Bytes that are missing count as zero.
+/// Returns the number in the `len` bytes from `at` on, of which there are at most eight. Missing bytes count as zero.
 fn number(bytes: &[u8], at: usize, len: usize) -> u64 {
     let mut wide = [0; 8];
     let given = bytes.get(at..).unwrap_or_default();
