@@ -118,7 +118,7 @@ impl Options {
             hidden_size: self.width,
             num_hidden_layers: self.layers,
             num_attention_heads: self.width / 64,
-            intermediate_size: 4 * self.width,
+            intermediate_size: self.width.saturating_mul(4),
             max_position_embeddings: self.length as i64,
             type_vocab_size: 1,
             layer_norm_eps: 1e-12,

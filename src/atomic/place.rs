@@ -154,8 +154,8 @@ fn remove_if_old(path: &Path, age: Duration) -> Result<bool, SaveError> {
         Err(error) if !gone(&error) => return Err(cannot("inspect", path)(error)),
         _ => return Ok(false),
     };
-    // A time in the future does not count as old, unless every time does.
-    if !age.is_zero() && !modified.elapsed().is_ok_and(|elapsed| elapsed >= age) {
+    // A time in the future does not count as old.
+    if !modified.elapsed().is_ok_and(|elapsed| elapsed >= age) {
         return Ok(false);
     }
     match fs::remove_file(path) {

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use crate::average::{AveragedWeights, SwappedIn};
 use crate::error::{Error, Result, ensure};
-use crate::ffi::{Calls, OutsideRegions, StatisticsPass};
+use crate::ffi::{self, Calls, OutsideRegions, StatisticsPass};
 use crate::variables::Variable;
 
 /// The last parts of the names of a layer's variables.
@@ -154,7 +154,7 @@ impl Running {
     fn begin_batch(&mut self, pass: &StatisticsPass) -> Result<()> {
         let _own = OutsideRegions::enter();
         for statistic in self.never_met(pass) {
-            let _filled = statistic.running.f_fill_(UNTOUCHED)?;
+            statistic.running.f_copy_(&number(UNTOUCHED, &statistic.running)?)?;
         }
         Ok(())
     }
@@ -163,7 +163,8 @@ impl Running {
         let _own = OutsideRegions::enter();
         for Statistic { running, sums, .. } in self.never_met(pass) {
             let batch = running.f_to_kind(Kind::Double)?;
-            let reached = running.f_ne(UNTOUCHED)?.f_any()?.f_to_kind(Kind::Double)?;
+            let untouched = number(UNTOUCHED, running)?;
+            let reached = running.f_ne_tensor(&untouched)?.f_any()?.f_to_kind(Kind::Double)?;
             *sums = Some(match sums.take() {
                 Some([sum, count]) => [sum.f_add(&batch)?, count.f_add(&reached)?],
                 None => [batch, reached],
@@ -184,8 +185,8 @@ impl Running {
             let Some([sum, count]) = statistic.sums.take() else { continue };
             // A batch adds `momentum` times its statistics.
             let mean = sum.f_div(&count.f_mul(&Tensor::from(momentum))?)?;
-            let initial = sum.f_full_like(statistic.initial)?;
-            let mean = mean.f_where_self(&count.f_gt(0.0)?, &initial)?;
+            let is_reached = count.f_ne_tensor(&number(0.0, &count)?)?;
+            let mean = mean.f_where_self(&is_reached, &number(statistic.initial, &sum)?)?;
             statistic.running.f_copy_(&mean)?;
         }
         let calls: Vec<_> = (0..self.statistics.len()).map(|place| pass.calls(place)).collect();
@@ -199,7 +200,7 @@ impl Running {
             });
             match (of_layer, self.tensors.get_mut(name)) {
                 (Some((_, &Calls::Averaged(calls))), Some(count)) => {
-                    let _filled = count.f_fill_(calls as i64)?;
+                    count.f_copy_(&ffi::number_new(calls as f64, Kind::Double, count.device())?)?;
                 }
                 // The layer, if there is one, has counted by itself.
                 (Some((_, Calls::NeverMet)), _) => {}
@@ -208,6 +209,11 @@ impl Running {
         }
         Ok(self.tensors)
     }
+}
+
+/// A number in the dtype and on the device of a tensor.
+fn number(value: f64, like: &Tensor) -> Result<Tensor> {
+    ffi::number_new(value, like.f_kind()?, like.device())
 }
 
 /// Whether two variables belong to the same layer.

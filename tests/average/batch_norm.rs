@@ -146,8 +146,11 @@ fn random_case(rng: &mut Rng) -> Value {
     json!({ "layers": layers, "batches": batches })
 }
 
+/// The mean, the variance and the number of batches of each layer, and the outputs of all calls.
+type Updated = (Vec<(Vec<f64>, Vec<f64>, i64)>, Vec<Vec<f64>>);
+
 /// Does what the oracle does, and returns the same.
-fn updated(case: &Value, device: Device) -> (Vec<(Vec<f64>, Vec<f64>, i64)>, Vec<Vec<f64>>) {
+fn updated(case: &Value, device: Device) -> Updated {
     let numbers = |value: &Value| -> Tensor {
         let numbers: Vec<f64> = serde_json::from_value(value.clone()).unwrap();
         Tensor::from_slice(&numbers).to_kind(Kind::Float).to_device(device)
@@ -212,7 +215,7 @@ fn random_models_have_the_bits_of_update_bn() {
     let mut rng = Rng::new(11);
     let cases: Vec<_> = (0..200).map(|_| random_case(&mut rng)).collect();
     let printed = oracle.run(&[], &json!(cases).to_string());
-    let theirs: Vec<(Vec<(Vec<f64>, Vec<f64>, i64)>, Vec<Vec<f64>>)> =
+    let theirs: Vec<Updated> =
         printed.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(theirs.len(), cases.len());
     let devices = [Device::Cpu].into_iter().chain(gpus_that_round_as_the_cpu());

@@ -153,13 +153,13 @@ fn evaluation_uses_the_running_statistics_and_wrong_inputs_are_refused() {
 /// A layer that each batch reaches twice, and one that only evaluates.
 #[test]
 fn averaged_weights_get_the_statistics_of_every_call() {
-    let batches: Vec<_> = (0..3).map(|seed| numbers(&shape(6, 4), seed, Kind::Double)).collect();
     let updated = |make: &dyn Fn(&VarStore, &str) -> Box<dyn ModuleT>, part: [usize; 2]| {
         let mut vs = VarStore::new(Device::Cpu);
         let [twice, frozen] = ["twice", "frozen"].map(|name| make(&vs, name));
         vs.double();
         let mut swa = Swa::default().build(&vs).unwrap();
-        swa.update_batch_norm(0.1, &batches, |batch| {
+        let batches = (0..3).map(|seed| numbers(&shape(6, 4), seed, Kind::Double));
+        swa.update_batch_norm(0.1, batches, |batch| {
             let [rank, ranks] = part.map(|number| number as i64);
             let xs = batch.slice(0, rank, None, ranks);
             drop((frozen.forward_t(&xs, false), twice.forward_t(&xs, true)));
