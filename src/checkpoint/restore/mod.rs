@@ -119,11 +119,12 @@ impl<'a> Restore<'a> {
 
     /// Renames the names in the checkpoint that begin with `from` so that they begin with `to` instead, in models, in
     /// the tensors of your own states, and in optimizers whose parameters have names. If it is called several times,
-    /// the first prefix that matches a name applies.
+    /// each call renames what the calls before it have made of the names.
     ///
     /// A model that was wrapped in `DistributedDataParallel` in Python needs `rename_prefix("module.", "")`, the
-    /// counterpart of `consume_prefix_in_state_dict_if_present`. A model from `torch.compile` needs
-    /// `rename_prefix("_orig_mod.", "")`.
+    /// counterpart of `consume_prefix_in_state_dict_if_present`, and a model from `torch.compile` needs
+    /// `rename_prefix("_orig_mod.", "")`. A compiled model that was wrapped needs both, in this order. The weights in a
+    /// checkpoint of Lightning begin with the name of the attribute that holds the model, such as `net.`.
     ///
     /// # Examples
     ///

@@ -30,13 +30,12 @@ impl Names {
         self.prefixes.is_empty() && self.skipped.is_empty()
     }
 
-    /// Returns the name in the target for a name in the file. The first prefix that matches is replaced.
+    /// Returns the name in the target for a name in the file. The prefixes are replaced one after the other.
     pub(crate) fn of<'n>(&self, name: &'n str) -> Cow<'n, str> {
-        let renamed = self.prefixes.iter().find_map(|(from, to)| {
-            let rest = name.strip_prefix(from.as_str())?;
-            Some(Cow::Owned(format!("{to}{rest}")))
-        });
-        renamed.unwrap_or(Cow::Borrowed(name))
+        self.prefixes.iter().fold(Cow::Borrowed(name), |name, (from, to)| {
+            let renamed = name.strip_prefix(from.as_str()).map(|rest| format!("{to}{rest}"));
+            renamed.map_or(name, Cow::Owned)
+        })
     }
 
     /// Whether a name in the target is skipped.
