@@ -19,7 +19,8 @@ use crate::variables::{Names, Variable, variables};
 /// `torch.optim.swa_utils.AveragedModel`.
 ///
 /// A checkpoint saves it with [`Checkpoint::add`](crate::checkpoint::Checkpoint::add): the averages by the names of the
-/// variables, and how many updates they have had, as `n_averaged`.
+/// variables, and how many updates they have had, as `n_averaged`. In PyTorch's format the part is the state of an
+/// `AveragedModel`, and an `AveragedModel` of a file from Python is restored likewise.
 #[derive(Debug)]
 pub struct AveragedWeights {
     averaging: Averaging,
@@ -29,6 +30,8 @@ pub struct AveragedWeights {
     pub(super) averages: Vec<Tensor>,
     /// Statistics that were computed for the averages, and are swapped in with them.
     pub(super) statistics: Statistics,
+    /// The model's variables that have neither averages nor statistics.
+    others: Vec<Variable>,
     count: Count,
 }
 
@@ -70,6 +73,7 @@ impl AveragedWeights {
     pub(super) fn new(averaging: Averaging, vs: &VarStore) -> Result<Self> {
         let (mut names, mut parameters) = (Vec::new(), Vec::new());
         let mut statistics = Statistics::default();
+        let mut others = Vec::new();
         for variable in variables(vs)? {
             let tensor = &variable.tensor;
             let is_float =
@@ -82,6 +86,8 @@ impl AveragedWeights {
                 parameters.push(variable.tensor);
             } else if can_be_one && variable.names.iter().any(is_statistic) {
                 statistics.buffers.insert(variable.names.first.clone(), variable);
+            } else {
+                others.push(variable);
             }
         }
         if parameters.is_empty() {
@@ -90,7 +96,8 @@ impl AveragedWeights {
             return Err(Error::InvalidArgument { name: "vs", problem });
         }
         let averages = parameters.iter().map(start).collect::<Result<_>>()?;
-        Ok(Self { averaging, names, parameters, averages, statistics, count: Count::start() })
+        let count = Count::start();
+        Ok(Self { averaging, names, parameters, averages, statistics, others, count })
     }
 
     /// Updates the averages after the step with this outcome, unless it was skipped or there were no gradients. Never
@@ -200,6 +207,12 @@ impl AveragedWeights {
     /// The averages, under every name of their variables.
     pub(crate) fn averages(&self) -> impl Iterator<Item = (&String, &Tensor)> {
         under_every_name(self.names.iter().zip(&self.averages))
+    }
+
+    /// The model's own variables besides those that are averaged, under every name.
+    pub(crate) fn not_averaged(&self) -> impl Iterator<Item = (&String, &Tensor)> {
+        let variables = self.statistics.buffers.values().chain(&self.others);
+        under_every_name(variables.map(|Variable { names, tensor }| (names, tensor)))
     }
 
     /// The names of the model's tensors whose statistics a saved state may have.

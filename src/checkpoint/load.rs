@@ -5,13 +5,12 @@ use std::sync::Arc;
 
 use crate::checkpoint::archive::Archive;
 use crate::checkpoint::source::Source;
-use crate::checkpoint::{Checkpoint, safetensors, torch, zip};
+use crate::checkpoint::{Checkpoint, safetensors, shards, torch, zip};
 #[cfg(doc)]
 use crate::error::CheckpointError;
 use crate::error::Result;
 
-const NEITHER: &str = "it is neither safetensors nor a zip file of torch.save; if PyTorch before 1.6 wrote it, \
-                       load it in Python and save it again";
+const NEITHER: &str = "it is neither safetensors nor a file of torch.save";
 
 impl Checkpoint {
     /// Loads a file that was written by [`save`](Self::save), by `torch.save` in Python, or by `VarStore::save` in tch.
@@ -21,9 +20,16 @@ impl Checkpoint {
     /// Only names, shapes and values are kept in memory, and even for a hostile file loading takes at most three times
     /// the file's size plus 256 MiB.
     ///
-    /// A file that holds only tensors is loaded as a model named `model`. In a dict saved by PyTorch each part has its
-    /// key in Python as its name, as in `checkpoint.restore().model("model_state_dict", &vs)`, and the kind of a state
-    /// dict is recognized by its keys.
+    /// In a dict saved by PyTorch each part has its key in Python as its name, as in
+    /// `checkpoint.restore().model("model_state_dict", &vs)`, and the kind of a state dict is recognized by its keys. What
+    /// is in a dict or a list within a part has the names on the way to it, with dots between them, as in
+    /// `checkpoint.restore().optimizer("optimizer_states.0", &mut opt)`. A file that is a single state is a part named
+    /// `model`, `optimizer` or `scaler`. An entry that this crate does not support, such as a quantized tensor, does not
+    /// prevent the others from being read: it is an error only to ask for it.
+    ///
+    /// A model in several files is loaded by its index, `model.safetensors.index.json` or
+    /// `pytorch_model.bin.index.json`, with the files beside it, as a model named `model`. The page on checkpoints in the
+    /// guide lists the shapes of files that can be read.
     ///
     /// The parameters of an optimizer are matched by name if this crate saved the file, or if Python built the
     /// optimizer from `model.named_parameters()` (PyTorch 2.6 or later). Otherwise they are matched by position, and
@@ -39,11 +45,15 @@ impl Checkpoint {
     /// [`Io`](crate::checkpoint::CheckpointError::Io), [`Damaged`](crate::checkpoint::CheckpointError::Damaged) and
     /// [`Newer`](crate::checkpoint::CheckpointError::Newer) of [`CheckpointError`].
     pub fn load(path: impl AsRef<Path>) -> Result<Self> {
-        Self::read(Source::open(path.as_ref())?)
+        let source = Source::open(path.as_ref())?;
+        if shards::is_index(&beginning(&source)?) {
+            return Ok(Self { parts: shards::load(&source, &open)?, ..Self::default() });
+        }
+        Self::read(source)
     }
 
     /// Loads a checkpoint from the bytes of a file, which it keeps in memory. Otherwise the same as
-    /// [`load`](Self::load).
+    /// [`load`](Self::load), but not for the index of a model in several files.
     ///
     /// # Errors
     ///
@@ -64,14 +74,22 @@ impl Checkpoint {
     }
 }
 
+/// Returns the first bytes of a file, by which its format is recognized.
+fn beginning(source: &Source) -> Result<Vec<u8>> {
+    let mut start = vec![0; source.len().min(9) as usize];
+    source.read_at(0, &mut start)?;
+    Ok(start)
+}
+
+/// Opens a single file.
 fn open(source: Arc<Source>) -> Result<Archive> {
-    let mut start = [0; 9];
-    let len = source.len().min(start.len() as u64) as usize;
-    source.read_at(0, &mut start[..len])?;
-    if safetensors::is_safetensors(&start[..len]) {
+    let start = beginning(&source)?;
+    if safetensors::is_safetensors(&start) {
         safetensors::read(source)
-    } else if zip::is_zip(&start[..len]) {
+    } else if zip::is_zip(&start) {
         torch::read(source)
+    } else if torch::is_old(&start) {
+        torch::read_old(source)
     } else {
         Err(source.damaged(NEITHER).into())
     }

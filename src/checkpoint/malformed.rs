@@ -24,17 +24,6 @@ pub(crate) enum Malformed {
         problem: String,
     },
 
-    /// The pickle refers to a class or a function that no checkpoint needs.
-    #[error(
-        "the checkpoint needs {name} (byte {at} of its pickle): save only tensors, dicts, lists, tuples, strings and numbers"
-    )]
-    Global {
-        /// The module and the name.
-        name: String,
-        /// The position of the opcode.
-        at: usize,
-    },
-
     /// The pickle uses an opcode that no checkpoint needs.
     #[error(
         "the pickle of the checkpoint has the opcode {opcode:#04x}, which is not supported, at byte {at}"

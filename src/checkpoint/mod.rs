@@ -58,6 +58,7 @@ mod restore;
 mod room;
 mod safetensors;
 mod save;
+mod shards;
 mod source;
 mod stateful;
 mod torch;
@@ -72,7 +73,7 @@ use std::sync::Arc;
 use serde::de::DeserializeOwned;
 use tch::Tensor;
 
-use crate::checkpoint::part::Part;
+use crate::checkpoint::part::{Item, Part, find};
 use crate::checkpoint::plain::Plain;
 use crate::checkpoint::room::Room;
 #[cfg(feature = "distributed")]
@@ -145,9 +146,9 @@ impl Checkpoint {
     /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`]; [`CheckpointError::Value`] if the value is not a
     /// `T`.
     pub fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
-        match self.part(name)? {
-            Part::Value(value) => read_value(name, value),
-            Part::Empty => read_value(name, &Plain::Map(Vec::new())),
+        match self.find(name)? {
+            Item::Value(value) | Item::Part(Part::Value(value)) => read_value(name, value),
+            Item::Part(Part::Empty) => read_value(name, &Plain::Map(Vec::new())),
             other => Err(other_part(name, "a value", other)),
         }
     }
@@ -160,8 +161,8 @@ impl Checkpoint {
     /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`]; [`CheckpointError::Io`],
     /// [`CheckpointError::Damaged`] and [`Error::Torch`] if the tensor can no longer be read.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
-        match self.part(name)? {
-            Part::Tensor(entry) => entry.to_tensor(),
+        match self.find(name)? {
+            Item::Tensor(entry) | Item::Part(Part::Tensor(entry)) => entry.to_tensor(),
             other => Err(other_part(name, "a tensor", other)),
         }
     }
@@ -176,8 +177,8 @@ impl Checkpoint {
         self.parts.contains_key(name)
     }
 
-    fn part(&self, name: &str) -> Result<&Part> {
-        self.parts.get(name).ok_or_else(|| {
+    fn find(&self, name: &str) -> Result<Item<'_>> {
+        find(&self.parts, name).ok_or_else(|| {
             let there = self.parts.keys().cloned().collect();
             CheckpointError::NoPart { name: name.to_owned(), there }.into()
         })
@@ -197,6 +198,6 @@ fn read_value<T: DeserializeOwned>(name: &str, value: &Plain) -> Result<T> {
     Ok(value.read().map_err(wrong)?)
 }
 
-fn other_part(name: &str, wanted: &'static str, found: &Part) -> Error {
+fn other_part(name: &str, wanted: &'static str, found: Item<'_>) -> Error {
     CheckpointError::OtherPart { name: name.to_owned(), wanted, found: found.describe() }.into()
 }

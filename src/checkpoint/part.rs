@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::plain::Plain;
+use crate::error::shown;
 use crate::optim::ParamGroupState;
 use crate::scaler::GradScalerState;
 
@@ -46,6 +47,46 @@ pub(crate) struct StatePart {
     pub(crate) tensors: BTreeMap<String, Entry>,
     /// Always a map.
     pub(crate) values: Plain,
+    /// What is neither a tensor nor a value: states within a state of a Python program, and what this crate does not
+    /// support. A state with any cannot be saved.
+    pub(crate) others: BTreeMap<String, Part>,
+    /// What the state of PyTorch's `AveragedModel` has besides, if the tensors are averages of a model.
+    pub(crate) beside_averages: Option<BTreeMap<String, Entry>>,
+}
+
+impl StatePart {
+    pub(crate) fn new(tensors: BTreeMap<String, Entry>, values: Plain) -> Self {
+        Self { tensors, values, others: BTreeMap::new(), beside_averages: None }
+    }
+}
+
+/// What a name refers to: a part, or something within one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Item<'a> {
+    Part(&'a Part),
+    Tensor(&'a Entry),
+    Value(&'a Plain),
+}
+
+impl Item<'_> {
+    /// Names the kind, as [`Part::describe`] does.
+    pub(crate) fn describe(&self) -> String {
+        match self {
+            Self::Part(part) => part.describe(),
+            Self::Tensor(_) => "a tensor".to_owned(),
+            Self::Value(_) => "a value".to_owned(),
+        }
+    }
+}
+
+/// Finds a part by its name, or what is within a part by the names on the way to it, separated by dots.
+pub(crate) fn find<'a>(parts: &'a BTreeMap<String, Part>, name: &str) -> Option<Item<'a>> {
+    if let Some(part) = parts.get(name) {
+        return Some(Item::Part(part.only()));
+    }
+    let places = name.match_indices('.').map(|(at, _)| at);
+    let inside = |at: usize| parts.get(&name[..at])?.inside(&name[at + 1..]);
+    places.into_iter().find_map(inside)
 }
 
 impl Part {
@@ -55,13 +96,62 @@ impl Part {
             Self::Model(_) => "a model",
             Self::Optimizer(_) => "an optimizer",
             Self::Scaler(_) => "a scaler",
-            Self::State(_) => "a state",
+            Self::State(StatePart { others, .. }) => match others.keys().next() {
+                Some(name) => {
+                    return format!("a dict that holds others, such as `….{}`", shown(name));
+                }
+                None => "a state",
+            },
             Self::Tensor(_) => "a tensor",
             Self::Value(_) => "a value",
             Self::Empty => "empty",
             Self::Unknown(why) => return format!("unsupported ({why})"),
         };
         kind.to_owned()
+    }
+
+    /// Makes a model of its tensors, and of what is not supported.
+    pub(crate) fn model(tensors: BTreeMap<String, Entry>, others: BTreeMap<String, Self>) -> Self {
+        if others.is_empty() {
+            return Self::Model(tensors);
+        }
+        let values = Plain::Map(Vec::new());
+        Self::State(StatePart { others, ..StatePart::new(tensors, values) })
+    }
+
+    /// Returns what a list of one state holds, and any other part itself.
+    fn only(&self) -> &Self {
+        match self {
+            Self::State(StatePart { tensors, values: Plain::Map(values), others, .. })
+                if tensors.is_empty() && values.is_empty() && others.len() == 1 =>
+            {
+                others.get(FIRST).unwrap_or(self)
+            }
+            _ => self,
+        }
+    }
+
+    /// Finds what is within the part.
+    fn inside(&self, name: &str) -> Option<Item<'_>> {
+        match self {
+            Self::Model(tensors) => tensors.get(name).map(Item::Tensor),
+            Self::State(StatePart { tensors, values, others, .. }) => {
+                let tensor = || tensors.get(name).map(Item::Tensor);
+                let value = || values.within(name).map(Item::Value);
+                tensor().or_else(value).or_else(|| find(others, name))
+            }
+            Self::Value(value) => value.within(name).map(Item::Value),
+            _ => None,
+        }
+    }
+
+    /// Whether a file can hold the part.
+    pub(crate) fn is_supported(&self) -> bool {
+        match self {
+            Self::State(StatePart { others, .. }) => others.is_empty(),
+            Self::Unknown(_) => false,
+            _ => true,
+        }
     }
 
     /// Returns every tensor with its name within the part. The name is empty for a [`Part::Tensor`].
@@ -83,6 +173,9 @@ impl Part {
         }
     }
 }
+
+/// The name of the first item of a list.
+const FIRST: &str = "0";
 
 /// Returns why a part cannot have this name, or `None` if it can.
 pub(crate) fn problem_of_name(name: &str) -> Option<&'static str> {

@@ -4,7 +4,6 @@ use std::io;
 use std::path::Path;
 
 use crate::atomic::{self, Target};
-use crate::checkpoint::part::Part;
 use crate::checkpoint::{Checkpoint, CheckpointError, Format, safetensors, torch};
 use crate::error::{Error, Result, unsaveable};
 
@@ -80,7 +79,7 @@ impl Checkpoint {
     }
 
     fn check_parts(&self) -> Result<()> {
-        let unknown = self.parts.iter().find(|(_, part)| matches!(part, Part::Unknown(_)));
+        let unknown = self.parts.iter().find(|(_, part)| !part.is_supported());
         let Some((name, _)) = unknown else { return Ok(()) };
         let problem = "it was not recognized when it was loaded; make a new checkpoint of the parts that you need";
         Err(unsaveable(name, problem).into())

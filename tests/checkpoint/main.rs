@@ -5,6 +5,7 @@
 mod common;
 
 mod damage;
+mod files;
 mod folder;
 mod golden;
 mod kinds;
@@ -17,6 +18,7 @@ mod python;
 mod refused;
 mod round_trip;
 mod stateful;
+mod unsupported;
 mod values;
 mod weights;
 

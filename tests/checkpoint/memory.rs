@@ -243,6 +243,14 @@ fn hostile_pickles_take_a_small_multiple_of_memory() {
             ("tuples", &|path| list(path, b"N\x85", 90 * MB)),
             ("memo", &|path| list(path, &[b"N".as_slice(), &memo].concat(), 50 * MB + 1)),
             ("names", &|path| list(path, b"ctorch\nfloat16\n", 90 * MB)),
+            ("unknown names", &|path| list(path, b"ca\nb\n", 90 * MB)),
+            ("unknown names within bounds", &|path| list(path, b"ca\nb\n", 9 * MB)),
+            ("marks", &|path| list(path, b"(", 90 * MB)),
+            ("pairs again and again", &|path| {
+                let pairs = [b"](".as_slice(), &b"](NNe".repeat(300_000)];
+                let again = b"ccollections\nOrderedDict\nh\x00\x85R".repeat(1000);
+                list(path, &[&pairs.concat(), b"eq\x00".as_slice(), &again].concat(), 8 * MB);
+            }),
             ("records", &|path| records(path, b"\x80\x02}.", 270_000)),
             ("records within bounds", &|path| records(path, b"\x80\x02N.", 262_000)),
         ],
@@ -483,5 +491,49 @@ fn an_expanded_tensor_takes_no_more_memory_than_its_file() {
             }
             drop(zip.finish().unwrap());
         })],
+    );
+}
+
+/// A dict of many entries that are not supported, each of which would be a part of its own.
+fn unsupported_entries(count: usize) -> Vec<u8> {
+    let entries = (0..count)
+        .flat_map(|n| [b"X\x08\0\0\0".as_slice(), format!("{n:08}").as_bytes(), b"\x8f"].concat());
+    let entries: Vec<u8> = entries.collect();
+    [b"\x80\x04}X\x01\0\0\0a}(".as_slice(), &entries, b"us."].concat()
+}
+
+/// A file in the format before PyTorch 1.6, with these pickles of the object and of the keys of its storages.
+fn old(path: &Path, object: &[u8], keys: &[u8]) {
+    let mark = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.".as_slice();
+    let facts = b"\x80\x02}X\x0d\0\0\0little_endian\x88s.".as_slice();
+    std::fs::write(path, [mark, b"\x80\x02M\xe9\x03.", facts, object, keys].concat()).unwrap();
+}
+
+#[test]
+fn other_hostile_files_of_python_take_a_small_multiple_of_memory() {
+    let nones =
+        [b"\x80\x02}X\x01\0\0\0a](".as_slice(), &b"N".repeat(19 * MB / 10), b"es."].concat();
+    let long = [b"\x80\x02](".as_slice(), &b"X\x01\0\0\x000".repeat(12 * MB / 10), b"e."].concat();
+    check(
+        false,
+        &[
+            ("unsupported entries", &|path| records(path, &unsupported_entries(90_000), 0)),
+            ("many unsupported entries", &|path| records(path, &unsupported_entries(600_000), 0)),
+            ("values in the old format", &|path| old(path, &nones, b"\x80\x02].")),
+        ],
+    );
+    check(
+        true,
+        &[
+            ("keys in the old format", &|path| old(path, &nones, &long)),
+            ("an index", &|path| {
+                let names = repeated(r##""#":"x","##, 40 * MB);
+                std::fs::write(path, format!(r#"{{"weight_map":{{{names}}}}}"#)).unwrap();
+            }),
+            ("an index within bounds", &|path| {
+                let names = repeated(r##""#":"x","##, 2 * MB);
+                std::fs::write(path, format!(r#"{{"weight_map":{{{names}}}}}"#)).unwrap();
+            }),
+        ],
     );
 }

@@ -3,7 +3,7 @@
 //! `to` makes the layout for a file that is saved, and `from` makes parts of one that was loaded, with `optimizer`,
 //! `muon`, `groups` and `plain` for what the two formats express differently. A file that this crate has saved records the kind
 //! of each part under the key `tch_amp`. In a file from Python the kind is guessed from the keys: `state` and
-//! `param_groups` make an optimizer, and `growth_factor` makes a scaler.
+//! `param_groups` make an optimizer, `growth_factor` and `backoff_factor` make a scaler, and a dict of tensors is a model.
 
 mod from;
 mod groups;
@@ -18,3 +18,6 @@ pub(crate) use to::Layout;
 /// The key, next to those of the parts, of what PyTorch's layout does not hold: the kind of each part, and the names of
 /// parameters.
 const KEY: &str = "tch_amp";
+
+/// The beginning of the names in the state of an `AveragedModel`, except for the number of its updates.
+const MODULE: &str = "module.";

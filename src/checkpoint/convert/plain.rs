@@ -41,6 +41,19 @@ pub(super) fn from_python(value: &Value) -> Option<Plain> {
     })
 }
 
+/// Returns the name of what is under a key: that of a key which is not text, a number or `None` says what it is.
+pub(super) fn name(key: &Value) -> String {
+    text(key).unwrap_or_else(|| {
+        let what = match key {
+            Value::Tuple(_) => "a tuple",
+            Value::Tensor(_) => "a tensor",
+            Value::Opaque(what) => what,
+            _ => "an object",
+        };
+        format!("(the key is {what})")
+    })
+}
+
 /// Returns a key as text.
 pub(super) fn text(key: &Value) -> Option<String> {
     Some(match key {

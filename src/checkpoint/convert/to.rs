@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use tch::Device;
 
-use super::{KEY, groups, muon, plain};
+use super::{KEY, MODULE, groups, muon, plain};
 use crate::checkpoint::WRITER;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
@@ -29,6 +29,7 @@ impl<'a> Layout<'a> {
         let mut root = Vec::with_capacity(parts.len() + 1);
         let mut kinds = Vec::new();
         let mut names = Vec::new();
+        let mut averages = Vec::new();
         for (name, part) in parts {
             let (kind, value) = layout.part(name, part)?;
             root.push((name.as_str().into(), value));
@@ -38,12 +39,23 @@ impl<'a> Layout<'a> {
             if let Part::Optimizer(part) = part {
                 names.push((name.as_str().into(), all_names_of(part)));
             }
+            if let Part::State(StatePart { values, beside_averages: Some(beside), .. }) = part {
+                let beside = beside.keys().map(|name| name.as_str().into()).collect();
+                let noted = vec![
+                    ("beside".into(), Value::List(beside)),
+                    ("values".into(), plain::to_python(values)),
+                ];
+                averages.push((name.as_str().into(), Value::Dict(noted)));
+            }
         }
-        let ours = vec![
+        let mut ours = vec![
             ("param_names".into(), Value::Dict(names)),
             ("parts".into(), Value::Dict(kinds)),
             ("writer".into(), WRITER.into()),
         ];
+        if !averages.is_empty() {
+            ours.push(("averages".into(), Value::Dict(averages)));
+        }
         root.push((KEY.into(), Value::Dict(ours)));
         layout.root = Value::Dict(root);
         Ok(layout)
@@ -72,6 +84,9 @@ impl<'a> Layout<'a> {
                     Plain::of(state).map_err(|error| unsaveable(name, error.to_string()))?;
                 (Some("scaler"), plain::to_python(&state))
             }
+            Part::State(StatePart { tensors, beside_averages: Some(beside), .. }) => {
+                (Some("averages"), self.averages(tensors, beside))
+            }
             Part::State(part) => (Some("state"), self.state(part)),
             Part::Tensor(entry) => (Some("tensor"), self.tensor(entry)),
             Part::Value(value) => (Some("value"), plain::to_python(value)),
@@ -86,8 +101,22 @@ impl<'a> Layout<'a> {
         Value::Dict(items.collect())
     }
 
+    /// Converts averages of a model to the state of an `AveragedModel`.
+    fn averages(
+        &mut self,
+        tensors: &'a BTreeMap<String, Entry>,
+        beside: &'a BTreeMap<String, Entry>,
+    ) -> Value {
+        let averages = tensors
+            .iter()
+            .map(|(name, entry)| (Value::Str(format!("{MODULE}{name}")), self.tensor(entry)));
+        let mut items: Vec<_> = averages.collect();
+        items.extend(beside.iter().map(|(name, entry)| (name.as_str().into(), self.tensor(entry))));
+        Value::Dict(items)
+    }
+
     /// Converts the values and the tensors to one dict.
-    fn state(&mut self, StatePart { tensors, values }: &'a StatePart) -> Value {
+    fn state(&mut self, StatePart { tensors, values, .. }: &'a StatePart) -> Value {
         let mut items = match plain::to_python(values) {
             Value::Dict(items) => items,
             _ => Vec::new(),

@@ -3,14 +3,16 @@
 //! A node is stored once and referred to by its index, as often as the pickle recalls it from the memo. Every value
 //! that is pushed counts against [`Limits`], and a value below the last mark cannot be taken.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 
 use tch::Kind;
 
 use super::globals::Global;
-use super::{Limits, Storages, TensorRef, tree};
+use super::{Declared, Limits, Storages, TensorRef};
 use crate::checkpoint::malformed::Malformed;
+use crate::error::shown;
 
 /// The index of a node in the arena. A value that a pickle refers to several times is stored once.
 pub(super) type Id = usize;
@@ -35,11 +37,42 @@ pub(super) enum Node {
     Tensor(Box<TensorRef>),
     /// A TorchScript module, with the dict of its attributes once it was set.
     Module(Option<Id>),
-    /// A value that a checkpoint cannot hold, with a description.
-    Opaque(&'static str),
+    /// A value that a checkpoint cannot hold.
+    Opaque(What),
 }
 
-/// A storage as the pickle declares it, which was checked against its record.
+/// What a value is that a checkpoint cannot hold.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum What {
+    Known(&'static str),
+    /// Something of a class, or from a function, that this crate does not have: the places of its module and its name.
+    Named(Place, Place),
+}
+
+/// The place of a short text in the pickle.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Place {
+    start: u32,
+    len: u16,
+}
+
+impl Place {
+    /// Returns `None` for a text that is longer than names are.
+    fn of(range: &Range<usize>) -> Option<Self> {
+        let len = u16::try_from(range.len()).ok().filter(|&len| len <= MAX_NAME_BYTES)?;
+        Some(Self { start: u32::try_from(range.start).ok()?, len })
+    }
+
+    fn range(self) -> Range<usize> {
+        let start = self.start as usize;
+        start..start + usize::from(self.len)
+    }
+}
+
+/// The longest name of a class or a function.
+const MAX_NAME_BYTES: u16 = 512;
+
+/// A storage as the pickle declares it.
 #[derive(Clone)]
 pub(super) struct Storage {
     pub key: Range<usize>,
@@ -51,9 +84,10 @@ pub(super) struct Storage {
 pub(super) struct Machine<'a> {
     pub bytes: &'a [u8],
     pub nodes: Vec<Node>,
-    pub storages: &'a Storages<'a>,
-    /// The dtype that each storage was declared with.
-    pub kinds: HashMap<&'a [u8], Option<Kind>>,
+    /// `None` if the storages come after the pickle.
+    pub storages: Option<&'a Storages<'a>>,
+    /// Each storage by its key, as it was declared first.
+    pub declared: HashMap<&'a [u8], Declared>,
     pub limits: &'a Limits,
     pub at: usize,
     /// The position of the current opcode.
@@ -68,16 +102,13 @@ pub(super) struct Machine<'a> {
 
 pub(super) type Step<T = ()> = Result<T, Malformed>;
 
-/// How many marks a tensor needs in addition to one for each container around it.
-const MARKS_OF_A_TENSOR: usize = 8;
-
 impl<'a> Machine<'a> {
-    pub fn new(bytes: &'a [u8], storages: &'a Storages<'a>, limits: &'a Limits) -> Self {
+    pub fn new(bytes: &'a [u8], storages: Option<&'a Storages<'a>>, limits: &'a Limits) -> Self {
         Self {
             bytes,
             nodes: Vec::new(),
             storages,
-            kinds: HashMap::new(),
+            declared: HashMap::new(),
             limits,
             at: 0,
             opcode_at: 0,
@@ -114,6 +145,11 @@ impl<'a> Machine<'a> {
 
     pub fn u32(&mut self) -> Step<u32> {
         Ok(u32::from_le_bytes(self.take()?))
+    }
+
+    /// Returns a length of eight bytes. One that no memory holds is longer than the rest of the pickle.
+    pub fn u64(&mut self) -> Step<usize> {
+        Ok(usize::try_from(u64::from_le_bytes(self.take()?)).unwrap_or(usize::MAX))
     }
 
     /// Counts values against the limit on them.
@@ -172,13 +208,30 @@ impl<'a> Machine<'a> {
         }
     }
 
+    /// Sets a mark, which counts as a value.
     pub fn mark(&mut self) -> Step {
-        let limit = self.limits.max_depth;
-        if self.marks.len() >= limit.saturating_add(MARKS_OF_A_TENSOR) {
-            return Err(tree::too_deep(limit));
-        }
+        self.spend(1)?;
         self.marks.push(self.stack.len());
         Ok(())
+    }
+
+    /// Describes what is made by a class or a function of this name.
+    pub fn named(&self, module: &Range<usize>, name: &Range<usize>) -> What {
+        match (Place::of(module), Place::of(name)) {
+            (Some(module), Some(name)) => What::Named(module, name),
+            _ => What::Known("an object of a class with a long name"),
+        }
+    }
+
+    /// Describes a value that a checkpoint cannot hold.
+    pub fn describe(&self, what: What) -> Cow<'static, str> {
+        let text = |place: Place| {
+            String::from_utf8_lossy(self.bytes.get(place.range()).unwrap_or_default())
+        };
+        match what {
+            What::Known(what) => what.into(),
+            What::Named(module, name) => shown(&format!("{}.{}", text(module), text(name))).into(),
+        }
     }
 
     /// Returns the text of a node, if it is one.

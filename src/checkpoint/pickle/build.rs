@@ -3,7 +3,9 @@
 //! A list and a dict are built in two steps, empty first and then filled, so that a pickle can memorize them before
 //! their items: such a container may contain itself, which `tree` refuses.
 
-use super::arena::{Id, Machine, Node, Step};
+use super::arena::{Id, Machine, Node, Step, What};
+
+const LONG: What = What::Known("an integer of more than 64 bits");
 
 impl Machine<'_> {
     pub fn tuple(&mut self, len: usize) -> Step {
@@ -14,27 +16,33 @@ impl Machine<'_> {
 
     pub fn text_of(&mut self, len: usize) -> Step {
         let range = self.slice(len)?;
-        if std::str::from_utf8(&self.bytes[range.clone()]).is_err() {
-            return Err(self.refuse("has a string that is not UTF-8"));
+        // Python also has strings with halves of surrogate pairs, such as names of files that are not UTF-8.
+        match std::str::from_utf8(&self.bytes[range.clone()]) {
+            Ok(_) => self.push(Node::Text(range)),
+            Err(_) => self.push(Node::Opaque(What::Known("a string that is not UTF-8"))),
         }
-        self.push(Node::Text(range))
     }
 
-    pub fn long1(&mut self) -> Step {
-        let len = self.byte()?;
-        let range = self.slice(len.into())?;
+    /// Skips the `len` bytes of a value that a checkpoint cannot hold.
+    pub fn opaque_of(&mut self, len: usize, what: &'static str) -> Step {
+        let _bytes = self.slice(len)?;
+        self.push(Node::Opaque(What::Known(what)))
+    }
+
+    pub fn long(&mut self, len: usize) -> Step {
+        let range = self.slice(len)?;
         let given = &self.bytes[range];
         let negative = given.last().is_some_and(|byte| byte & 0x80 != 0);
         let mut bytes = if negative { [0xff; 16] } else { [0; 16] };
         let Some(places) = bytes.get_mut(..given.len()) else {
-            return self.push(Node::Opaque("an integer of more than 64 bits"));
+            return self.push(Node::Opaque(LONG));
         };
         places.copy_from_slice(given);
         let value = i128::from_le_bytes(bytes);
         self.push(match (i64::try_from(value), u64::try_from(value)) {
             (Ok(value), _) => Node::Int(value),
             (_, Ok(value)) => Node::Uint(value),
-            _ => Node::Opaque("an integer of more than 64 bits"),
+            _ => Node::Opaque(LONG),
         })
     }
 
@@ -42,9 +50,19 @@ impl Machine<'_> {
         let list = self.top()?;
         match &mut self.nodes[list] {
             Node::List(values) => values.extend_from_slice(items),
+            Node::Opaque(_) => {}
             _ => return Err(self.refuse("appends to what is not a list")),
         }
         Ok(())
+    }
+
+    /// `ADDITEMS`: adds items to a set, which a checkpoint cannot hold.
+    pub fn add_items(&mut self) -> Step {
+        let set = self.top()?;
+        match self.nodes[set] {
+            Node::Opaque(_) => Ok(()),
+            _ => Err(self.refuse("adds items to what is not a set")),
+        }
     }
 
     pub fn set_items(&mut self, items: &[Id]) -> Step {
@@ -54,6 +72,7 @@ impl Machine<'_> {
             Node::Dict(entries) | Node::OrderedDict(entries) if rest.is_empty() => {
                 entries.extend(pairs.iter().map(|&[key, value]| (key, value)));
             }
+            Node::Opaque(_) if rest.is_empty() => {}
             _ => {
                 return Err(
                     self.refuse("sets items of what is not a dict, or a key without a value")

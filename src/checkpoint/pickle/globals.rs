@@ -1,18 +1,25 @@
 //! The only classes and functions that a pickle may refer to, and PyTorch's names of the dtypes.
 //!
-//! Any other name is an error. One whose values a checkpoint cannot hold, such as that of a sparse tensor, becomes an
-//! opaque value instead, so that the other parts of the file can still be read.
+//! What any other name makes, such as a sparse tensor or an object of a program's own class, is an opaque value: it
+//! stands for itself, and the other parts of the file can still be read.
 
 use tch::Kind;
 
-/// A class or a function that a pickle may refer to.
+use super::arena::What;
+
+/// A class or a function that a pickle refers to.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Global {
     OrderedDict,
+    TensorV1,
     TensorV2,
     TensorV3,
     Parameter,
     ParameterWithState,
+    /// A tensor with attributes of its own, or of a class.
+    FromType,
+    /// A class of tensors without a meaning of its own.
+    TensorClass,
     Storage(Kind),
     UntypedStorage,
     Dtype(Kind),
@@ -21,12 +28,13 @@ pub(super) enum Global {
     /// A TorchScript module of any class.
     Module,
     Counter,
-    /// A class or a function that `weights_only=True` allows, but whose values a checkpoint cannot hold.
-    Other(&'static str),
+    /// Any other, whose values a checkpoint cannot hold.
+    Other(What),
 }
 
-/// Module, name and description of each [`Global::Other`]. In protocol 2 `builtins` is called `__builtin__`.
-const OTHERS: [(&str, &str, &str); 20] = [
+/// Module and name of some others, whose values have a description that says more than the name. In protocol 2
+/// `builtins` is called `__builtin__`.
+const OTHERS: [(&str, &str, &str); 17] = [
     ("_codecs", "encode", "bytes"),
     ("__builtin__", "bytearray", "a bytearray"),
     ("__builtin__", "set", "a set"),
@@ -44,9 +52,6 @@ const OTHERS: [(&str, &str, &str); 20] = [
     ("torch", "uint64", "a dtype that tch does not have"),
     ("torch", "per_tensor_affine", "a quantization scheme"),
     ("torch", "per_channel_affine", "a quantization scheme"),
-    ("torch", "QInt8Storage", "a quantized storage"),
-    ("torch", "QUInt8Storage", "a quantized storage"),
-    ("torch", "QInt32Storage", "a quantized storage"),
 ];
 
 /// The name of each dtype, and of its storage class if it has one. Newer dtypes have none. Quantized dtypes are
@@ -77,15 +82,18 @@ pub(crate) fn names(kind: Kind) -> Option<(&'static str, Option<&'static str>)> 
     found.map(|&(_, dtype, storage)| (dtype, storage))
 }
 
-/// Returns what a name refers to, if it is one of those that are allowed.
+/// Returns what a name refers to, if it is known.
 pub(super) fn find(module: &str, name: &str) -> Option<Global> {
     Some(match (module, name) {
         ("collections", "OrderedDict") => Global::OrderedDict,
         ("collections", "Counter") => Global::Counter,
+        ("torch._utils", "_rebuild_tensor") => Global::TensorV1,
         ("torch._utils", "_rebuild_tensor_v2") => Global::TensorV2,
         ("torch._utils", "_rebuild_tensor_v3") => Global::TensorV3,
         ("torch._utils", "_rebuild_parameter") => Global::Parameter,
         ("torch._utils", "_rebuild_parameter_with_state") => Global::ParameterWithState,
+        ("torch._tensor", "_rebuild_from_type" | "_rebuild_from_type_v2") => Global::FromType,
+        ("torch", "Tensor") | ("torch.nn.parameter", "Parameter" | "Buffer") => Global::TensorClass,
         ("torch.storage", "UntypedStorage") => Global::UntypedStorage,
         ("torch", "Size") => Global::Size,
         ("torch", "device") => Global::Device,
@@ -99,10 +107,22 @@ pub(super) fn find(module: &str, name: &str) -> Option<Global> {
 
 fn other(module: &str, name: &str) -> Option<Global> {
     let found = OTHERS.iter().find(|other| (other.0, other.1) == (module, name));
-    found.map(|other| Global::Other(other.2))
+    found.map(|other| Global::Other(What::Known(other.2)))
 }
 
+/// The storages of quantized tensors, which are not read. The first two hold several elements in a byte.
+const QUANTIZED: [(&str, Kind); 5] = [
+    ("QUInt4x2Storage", Kind::QUInt8),
+    ("QUInt2x4Storage", Kind::QUInt8),
+    ("QInt8Storage", Kind::QInt8),
+    ("QUInt8Storage", Kind::QUInt8),
+    ("QInt32Storage", Kind::QInt32),
+];
+
 fn dtype_or_storage(name: &str) -> Option<Global> {
+    if let Some((_, kind)) = QUANTIZED.iter().find(|(storage, _)| *storage == name) {
+        return Some(Global::Storage(*kind));
+    }
     NAMES.iter().find_map(|&(kind, dtype, storage)| match name {
         _ if name == dtype => Some(Global::Dtype(kind)),
         _ if Some(name) == storage => Some(Global::Storage(kind)),

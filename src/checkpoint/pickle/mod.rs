@@ -20,9 +20,24 @@ mod value;
 mod write;
 
 pub(crate) use limits::Limits;
-pub(crate) use read::read;
+pub(crate) use read::{First, read, read_first};
 pub(crate) use value::{MAX_DIMS, TensorRef, Value, get};
 pub(crate) use write::write;
 
 /// Returns the size in bytes of the storage with a key, if there is one.
 pub(crate) type Storages<'a> = dyn Fn(&str) -> Option<u64> + 'a;
+
+/// A storage as a pickle declares it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Declared {
+    /// The dtype; `None` for an untyped storage, whose tensors have dtypes of their own.
+    kind: Option<tch::Kind>,
+    pub(crate) bytes: u64,
+}
+
+impl Declared {
+    /// The size in bytes of what the number of its elements counts.
+    pub(crate) fn element_bytes(&self) -> u64 {
+        self.kind.map_or(1, value::element_bytes)
+    }
+}

@@ -1,6 +1,6 @@
-//! The pickle opcodes that occur in checkpoints.
+//! The pickle opcodes that Python writes in protocols 2 to 5.
 //!
-//! Those of protocol 4 are only read: files are written in protocol 2.
+//! Those of protocols 3 to 5 are only read: files are written in protocol 2.
 
 pub(super) const MARK: u8 = b'(';
 pub(super) const STOP: u8 = b'.';
@@ -26,6 +26,10 @@ pub(super) const LONG_BINPUT: u8 = b'r';
 pub(super) const BINGET: u8 = b'h';
 pub(super) const LONG_BINGET: u8 = b'j';
 pub(super) const BINPERSID: u8 = b'Q';
+pub(super) const POP: u8 = b'0';
+pub(super) const POP_MARK: u8 = b'1';
+pub(super) const BINSTRING: u8 = b'T';
+pub(super) const SHORT_BINSTRING: u8 = b'U';
 
 // Protocol 2.
 pub(super) const PROTO: u8 = 0x80;
@@ -36,9 +40,23 @@ pub(super) const TUPLE3: u8 = 0x87;
 pub(super) const NEWTRUE: u8 = 0x88;
 pub(super) const NEWFALSE: u8 = 0x89;
 pub(super) const LONG1: u8 = 0x8a;
+pub(super) const LONG4: u8 = 0x8b;
+
+// Protocol 3.
+pub(super) const BINBYTES: u8 = b'B';
+pub(super) const SHORT_BINBYTES: u8 = b'C';
 
 // Protocol 4.
+pub(super) const BINUNICODE8: u8 = 0x8d;
+pub(super) const BINBYTES8: u8 = 0x8e;
+pub(super) const EMPTY_SET: u8 = 0x8f;
+pub(super) const ADDITEMS: u8 = 0x90;
+pub(super) const FROZENSET: u8 = 0x91;
+pub(super) const NEWOBJ_EX: u8 = 0x92;
 pub(super) const SHORT_BINUNICODE: u8 = 0x8c;
 pub(super) const STACK_GLOBAL: u8 = 0x93;
 pub(super) const MEMOIZE: u8 = 0x94;
 pub(super) const FRAME: u8 = 0x95;
+
+// Protocol 5.
+pub(super) const BYTEARRAY8: u8 = 0x96;

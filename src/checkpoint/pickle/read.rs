@@ -1,21 +1,41 @@
 //! Reading a pickle. Nothing is executed: the opcodes can only build the nodes of an arena.
 
-use super::arena::{Id, Machine, Node, Step};
-use super::opcodes as op;
-use super::{Limits, Storages, Value, globals, tree};
-use crate::checkpoint::malformed::Malformed;
-use crate::error::shown;
+use std::collections::BTreeMap;
+use std::ops::Range;
 
-/// The longest name of a class or a function.
-const MAX_NAME_BYTES: usize = 512;
+use super::arena::{Id, Machine, Node, Step, What};
+use super::globals::Global;
+use super::opcodes as op;
+use super::{Declared, Limits, Storages, Value, globals, tree};
+use crate::checkpoint::malformed::Malformed;
 
 /// Reads a pickle.
 pub(crate) fn read(bytes: &[u8], storages: &Storages<'_>, limits: &Limits) -> Step<Value> {
-    let mut machine = Machine::new(bytes, storages, limits);
-    machine.proto()?;
-    while !machine.step()? {}
-    let root = machine.end()?;
+    let mut machine = Machine::new(bytes, Some(storages), limits);
+    let root = machine.run()?;
+    if machine.at != machine.bytes.len() {
+        return Err(machine.refuse("ends before the end of its record"));
+    }
     tree::value(&machine, root)
+}
+
+/// A pickle that is followed by something else.
+pub(crate) struct First {
+    pub(crate) root: Value,
+    /// Its length in bytes.
+    pub(crate) len: usize,
+    /// The storages that it declares, by key. The caller must compare them with what follows.
+    pub(crate) storages: BTreeMap<String, Declared>,
+}
+
+/// Reads the pickle at the beginning of `bytes`.
+pub(crate) fn read_first(bytes: &[u8], limits: &Limits) -> Step<First> {
+    let mut machine = Machine::new(bytes, None, limits);
+    let root = machine.run()?;
+    let root = tree::value(&machine, root)?;
+    let key = |key: &[u8]| String::from_utf8_lossy(key).into_owned();
+    let storages = machine.declared.iter().map(|(name, declared)| (key(name), *declared)).collect();
+    Ok(First { root, len: machine.at, storages })
 }
 
 impl<'a> Machine<'a> {
@@ -27,10 +47,10 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    fn end(&mut self) -> Step<Id> {
-        if self.at != self.bytes.len() {
-            return Err(self.refuse("ends before the end of its record"));
-        }
+    /// Executes all opcodes, and returns the only value that is left.
+    fn run(&mut self) -> Step<Id> {
+        self.proto()?;
+        while !self.step()? {}
         let root = self.pop()?;
         if !self.stack.is_empty() || !self.marks.is_empty() {
             return Err(self.refuse("ends with more than one value"));
@@ -38,38 +58,38 @@ impl<'a> Machine<'a> {
         Ok(root)
     }
 
-    fn line(&mut self) -> Step<&'a str> {
+    fn line(&mut self) -> Step<Range<usize>> {
         let rest = &self.bytes[self.at..];
         let Some(len) = rest.iter().position(|&byte| byte == b'\n') else {
             return Err(self.refuse("ends within an opcode"));
         };
+        let range = self.at..self.at + len;
         self.at += len + 1;
-        std::str::from_utf8(&rest[..len]).map_err(|_| self.refuse("has a name that is not UTF-8"))
+        Ok(range)
     }
 
-    fn global(&mut self, module: &str, name: &str) -> Step {
+    /// Pushes a class or a function. One that checkpoints do not need is never called: it only stands for itself.
+    fn global(&mut self, module: &Range<usize>, name: &Range<usize>) -> Step {
+        let what = self.named(module, name);
+        let text = |range: &Range<usize>| std::str::from_utf8(&self.bytes[range.clone()]);
         // Names are compared at each use, and a pickle could use a long one again and again.
-        let short = module.len().max(name.len()) <= MAX_NAME_BYTES;
-        match globals::find(module, name).filter(|_| short) {
-            Some(global) => self.push(Node::Global(global)),
-            None => Err(Malformed::Global {
-                name: shown(&format!("{module}.{name}")),
-                at: self.opcode_at,
-            }),
-        }
+        let known = match what {
+            What::Known(_) => None,
+            What::Named(..) => match (text(module), text(name)) {
+                (Ok(module), Ok(name)) => globals::find(module, name),
+                _ => return Err(self.refuse("has a name that is not UTF-8")),
+            },
+        };
+        self.push(Node::Global(known.unwrap_or(Global::Other(what))))
     }
 
     fn stack_global(&mut self) -> Step {
         let (name, module) = (self.pop()?, self.pop()?);
-        let is_short = |&id: &Id| match &self.nodes[id] {
-            Node::Text(range) => range.len() <= MAX_NAME_BYTES,
-            _ => false,
-        };
-        if ![module, name].iter().all(is_short) {
-            return Err(self.refuse("has a name that is not a short string"));
-        }
-        match (self.text(module), self.text(name)) {
-            (Some(module), Some(name)) => self.global(module, name),
+        match (&self.nodes[module], &self.nodes[name]) {
+            (Node::Text(module), Node::Text(name)) => {
+                let (module, name) = (module.clone(), name.clone());
+                self.global(&module, &name)
+            }
             _ => Err(self.refuse("has a name that is not a string")),
         }
     }
@@ -118,8 +138,25 @@ impl<'a> Machine<'a> {
                 let items = self.pop_mark()?;
                 self.set_items(&items)?;
             }
+            op::ADDITEMS => {
+                self.pop_mark()?;
+                self.add_items()?;
+            }
+            op::POP => {
+                self.pop()?;
+            }
+            op::POP_MARK => {
+                self.pop_mark()?;
+            }
             op::REDUCE => self.reduce()?,
-            op::NEWOBJ => self.new_object()?,
+            op::NEWOBJ => {
+                let args = self.pop()?;
+                self.new_object(args)?;
+            }
+            op::NEWOBJ_EX => {
+                let (_named, args) = (self.pop()?, self.pop()?);
+                self.new_object(args)?;
+            }
             op::BUILD => {
                 let (state, object) = (self.pop()?, self.top()?);
                 self.build(object, state)?;
@@ -148,7 +185,14 @@ impl<'a> Machine<'a> {
                 let value = i32::from_le_bytes(self.take()?);
                 self.push(Node::Int(value.into()))
             }
-            op::LONG1 => self.long1(),
+            op::LONG1 => {
+                let len = self.byte()?;
+                self.long(len.into())
+            }
+            op::LONG4 => {
+                let len = self.u32()?;
+                self.long(len as usize)
+            }
             op::BINFLOAT => {
                 let value = f64::from_be_bytes(self.take()?);
                 self.push(Node::Float(value))
@@ -160,6 +204,40 @@ impl<'a> Machine<'a> {
             op::BINUNICODE => {
                 let len = self.u32()?;
                 self.text_of(len as usize)
+            }
+            op::BINUNICODE8 => {
+                let len = self.u64()?;
+                self.text_of(len)
+            }
+            // Strings of Python 2.
+            op::SHORT_BINSTRING => {
+                let len = self.byte()?;
+                self.text_of(len.into())
+            }
+            op::BINSTRING => {
+                let len = self.u32()?;
+                self.text_of(len as usize)
+            }
+            op::SHORT_BINBYTES => {
+                let len = self.byte()?;
+                self.opaque_of(len.into(), "bytes")
+            }
+            op::BINBYTES => {
+                let len = self.u32()?;
+                self.opaque_of(len as usize, "bytes")
+            }
+            op::BINBYTES8 => {
+                let len = self.u64()?;
+                self.opaque_of(len, "bytes")
+            }
+            op::BYTEARRAY8 => {
+                let len = self.u64()?;
+                self.opaque_of(len, "a bytearray")
+            }
+            op::EMPTY_SET => self.opaque_of(0, "a set"),
+            op::FROZENSET => {
+                self.pop_mark()?;
+                self.opaque_of(0, "a frozenset")
             }
             op::EMPTY_LIST => self.push(Node::List(Vec::new())),
             op::EMPTY_DICT => self.push(Node::Dict(Vec::new())),
@@ -173,7 +251,7 @@ impl<'a> Machine<'a> {
             }
             op::GLOBAL => {
                 let (module, name) = (self.line()?, self.line()?);
-                self.global(module, name)
+                self.global(&module, &name)
             }
             op::STACK_GLOBAL => self.stack_global(),
             op::BINGET => {

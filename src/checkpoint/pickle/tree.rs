@@ -3,7 +3,9 @@
 //! A node of the arena can be in many places of the tree, so that a small pickle could become a huge value. Values,
 //! text and expanded tensors are therefore counted once more here, for each place, before they are allocated.
 
-use super::arena::{Id, Machine, Node, Step};
+use std::borrow::Cow;
+
+use super::arena::{Id, Machine, Node, Step, What};
 use super::globals::{self, Global};
 use super::value::check_keys;
 use super::{Limits, TensorRef, Value};
@@ -19,6 +21,8 @@ struct Tree<'a> {
     values: u64,
     text_bytes: u64,
     expanded_bytes: u64,
+    /// The containers around the present node.
+    around: Vec<Id>,
 }
 
 /// Converts a node to a value.
@@ -29,9 +33,10 @@ pub(super) fn value(machine: &Machine<'_>, root: Id) -> Step<Value> {
         values: limits.max_values,
         text_bytes: text_limit(machine),
         expanded_bytes: limits.max_expanded_bytes,
+        around: Vec::new(),
     };
     tree.spend(1)?;
-    tree.value(root, limits.max_depth)
+    tree.value(root)
 }
 
 /// Returns the limit on the total size of all strings. Files repeat names, but only so often.
@@ -39,10 +44,6 @@ fn text_limit(machine: &Machine<'_>) -> u64 {
     let Limits { max_pickle_bytes, max_text_factor, .. } = *machine.limits;
     let pickle = machine.bytes.len() as u64;
     pickle.saturating_mul(max_text_factor).saturating_add(1 << 20).min(max_pickle_bytes)
-}
-
-pub(super) fn too_deep(limit: usize) -> Malformed {
-    Malformed::Content(format!("is nested deeper than {limit} levels, or contains itself"))
 }
 
 fn spend(left: &mut u64, amount: u64, what: &'static str, limit: u64) -> Step {
@@ -65,49 +66,67 @@ impl Tree<'_> {
         Ok(text.to_owned())
     }
 
-    /// Converts a node. `depth` is how many more containers may be nested. The caller has counted the value itself.
-    fn value(&mut self, id: Id, depth: usize) -> Step<Value> {
+    /// Converts a node. The caller has counted the value itself.
+    fn value(&mut self, id: Id) -> Step<Value> {
         let machine = self.machine;
         Ok(match &machine.nodes[id] {
             Node::None => Value::None,
             Node::Bool(value) => Value::Bool(*value),
             Node::Int(value) => Value::Int(*value),
             Node::Uint(value) => Value::Uint(*value),
-            Node::Opaque(what) => Value::Opaque(what),
+            &Node::Opaque(what) => self.opaque(what)?,
             Node::Float(value) => Value::Float(*value),
             Node::Text(_) => Value::Str(self.text(machine.text(id).unwrap_or_default())?),
             Node::Device(name) => Value::Str(self.text(name)?),
-            Node::List(items) => Value::List(self.items(items, depth)?),
-            Node::Tuple(items) => Value::Tuple(self.items(items, depth)?),
-            Node::Dict(entries) | Node::OrderedDict(entries) => {
-                Value::Dict(self.entries(entries, depth)?)
-            }
+            Node::List(_)
+            | Node::Tuple(_)
+            | Node::Dict(_)
+            | Node::OrderedDict(_)
+            | Node::Module(Some(_)) => self.container(id)?,
             Node::Tensor(tensor) => Value::Tensor(Box::new(self.tensor(tensor)?)),
-            Node::Module(Some(state)) => self.module(*state, depth)?,
             Node::Module(None) | Node::Storage(_) | Node::Global(_) => self.bare(id)?,
         })
     }
 
-    fn below(&self, depth: usize) -> Step<usize> {
-        depth.checked_sub(1).ok_or_else(|| too_deep(self.machine.limits.max_depth))
+    /// Converts a container, unless it is too deep or around itself.
+    fn container(&mut self, id: Id) -> Step<Value> {
+        let machine = self.machine;
+        if self.around.len() >= machine.limits.max_depth || self.around.contains(&id) {
+            return Ok(Value::Opaque("nested too deep, or contains itself".into()));
+        }
+        self.around.push(id);
+        let value = match &machine.nodes[id] {
+            Node::List(items) => Value::List(self.items(items)?),
+            Node::Tuple(items) => Value::Tuple(self.items(items)?),
+            Node::Dict(entries) | Node::OrderedDict(entries) => Value::Dict(self.entries(entries)?),
+            Node::Module(Some(state)) => self.module(*state)?,
+            _ => self.bare(id)?,
+        };
+        self.around.pop();
+        Ok(value)
     }
 
-    fn items(&mut self, items: &[Id], depth: usize) -> Step<Vec<Value>> {
-        let depth = self.below(depth)?;
+    fn opaque(&mut self, what: What) -> Step<Value> {
+        Ok(Value::Opaque(match self.machine.describe(what) {
+            Cow::Borrowed(what) => what.into(),
+            Cow::Owned(what) => self.text(&what)?.into(),
+        }))
+    }
+
+    fn items(&mut self, items: &[Id]) -> Step<Vec<Value>> {
         self.spend(items.len())?;
         let mut values = Vec::with_capacity(items.len());
         for &item in items {
-            values.push(self.value(item, depth)?);
+            values.push(self.value(item)?);
         }
         Ok(values)
     }
 
-    fn entries(&mut self, entries: &[(Id, Id)], depth: usize) -> Step<Vec<(Value, Value)>> {
-        let depth = self.below(depth)?;
+    fn entries(&mut self, entries: &[(Id, Id)]) -> Step<Vec<(Value, Value)>> {
         self.spend(2 * entries.len())?;
         let mut values = Vec::with_capacity(entries.len());
         for &(key, item) in entries {
-            values.push((self.value(key, depth)?, self.value(item, depth)?));
+            values.push((self.value(key)?, self.value(item)?));
         }
         check_keys(&values).map_err(Malformed::Content)?;
         Ok(values)
@@ -117,7 +136,7 @@ impl Tree<'_> {
         // A pickle can recall one tensor again and again, and each place takes as much memory as many values.
         self.spend(TENSOR + 2 * tensor.size.len())?;
         let storage = self.text(&tensor.storage)?;
-        let len = (self.machine.storages)(&storage).unwrap_or(0);
+        let len = self.machine.declared.get(storage.as_bytes()).map_or(0, |known| known.bytes);
         // The tensor was checked before. Here it counts once for each place that it is in.
         let expanded = tensor.check(len).unwrap_or(u64::MAX);
         let limit = self.machine.limits.max_expanded_bytes;
@@ -127,12 +146,12 @@ impl Tree<'_> {
 
     /// Converts a TorchScript module to a dict of its attributes. In their names tch writes `|` instead of dots, which
     /// attributes cannot have.
-    fn module(&mut self, state: Id, depth: usize) -> Step<Value> {
+    fn module(&mut self, state: Id) -> Step<Value> {
         let machine = self.machine;
         let (Node::Dict(entries) | Node::OrderedDict(entries)) = &machine.nodes[state] else {
             return Err(Malformed::Content("has a module whose state is not a dict".to_owned()));
         };
-        let mut attributes = self.entries(entries, depth)?;
+        let mut attributes = self.entries(entries)?;
         for (name, _) in &mut attributes {
             match name {
                 Value::Str(name) => *name = name.replace('|', "."),
@@ -144,18 +163,18 @@ impl Tree<'_> {
         Ok(Value::Dict(attributes))
     }
 
-    /// Converts a node that is meaningful only as part of another one, which is an error except for a dtype.
+    /// Converts a node that is meaningful only as part of another one, except for a dtype.
     fn bare(&mut self, id: Id) -> Step<Value> {
         let what = match self.machine.nodes[id] {
             Node::Global(Global::Dtype(kind)) => {
                 let name = globals::names(kind).map_or("", |(name, _)| name);
                 return Ok(Value::Str(self.text(&format!("torch.{name}"))?));
             }
-            Node::Global(Global::Other(what)) => return Ok(Value::Opaque(what)),
+            Node::Global(Global::Other(what)) => return self.opaque(what),
             Node::Global(_) => "a class or a function",
-            Node::Storage(_) => "a storage that belongs to no tensor",
+            Node::Storage(_) => "a storage",
             _ => "an object without attributes",
         };
-        Err(Malformed::Content(format!("has {what} among its values")))
+        Ok(Value::Opaque(what.into()))
     }
 }

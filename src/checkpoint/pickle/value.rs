@@ -1,5 +1,7 @@
 //! The values that a checkpoint can hold.
 
+use std::borrow::Cow;
+
 use tch::Kind;
 
 /// A Python object of the kinds that checkpoints are made of.
@@ -14,12 +16,12 @@ pub(crate) enum Value {
     Str(String),
     List(Vec<Value>),
     Tuple(Vec<Value>),
-    /// Has no two equal keys. Each key is none, a bool, a number or a string.
+    /// Has no two equal keys. In a file of this crate each key is none, a bool, a number or a string.
     Dict(Vec<(Value, Value)>),
     /// Boxed, because the other values are much smaller, and there may be millions of them.
     Tensor(Box<TensorRef>),
     /// A Python object of which only the kind is known. It cannot be written.
-    Opaque(&'static str),
+    Opaque(Cow<'static, str>),
 }
 
 impl From<TensorRef> for Value {
@@ -113,7 +115,7 @@ pub(super) enum Key<'a> {
 }
 
 impl<'a> Key<'a> {
-    /// Returns the key for a value, or `None` if checkpoints have no such keys.
+    /// Returns the key for a value, or `None` if a checkpoint cannot hold such keys.
     pub(super) fn of(value: &'a Value) -> Option<Self> {
         Some(match value {
             Value::None => Self::None,
@@ -138,14 +140,11 @@ fn float_key(value: f64) -> Key<'static> {
     Key::Float(value.to_bits())
 }
 
-/// Returns an error if a dict has two equal keys, or a key of a type that checkpoints do not have.
+/// Returns an error if a dict has two equal keys. Those that a checkpoint cannot hold are not compared.
 pub(super) fn check_keys(items: &[(Value, Value)]) -> Result<(), String> {
     let mut seen = std::collections::HashSet::with_capacity(items.len());
     for (key, _) in items {
-        let Some(known) = Key::of(key) else {
-            return Err("has a dict with a key that is not a string, a number or None".to_owned());
-        };
-        if !seen.insert(known) {
+        if Key::of(key).is_some_and(|known| !seen.insert(known)) {
             let key = crate::error::shown(&format!("{key:?}"));
             return Err(format!("has a dict with the key {key} twice"));
         }

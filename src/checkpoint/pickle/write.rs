@@ -8,7 +8,7 @@ use std::io;
 
 use tch::Kind;
 
-use super::value::{check_keys, element_bytes};
+use super::value::{Key, check_keys, element_bytes};
 use super::{Limits, TensorRef, Value, globals, opcodes as op};
 use crate::checkpoint::malformed::invalid;
 
@@ -81,6 +81,9 @@ impl<'a> Pickler<'a> {
                 self.out.push(op::TUPLE);
             }
             Value::Dict(items) => {
+                if items.iter().any(|(key, _)| Key::of(key).is_none()) {
+                    return Err(invalid("a key is not a string, a number or None"));
+                }
                 check_keys(items).map_err(|problem| invalid(format!("the state {problem}")))?;
                 self.out.push(op::EMPTY_DICT);
                 self.out.push(op::MARK);

@@ -64,6 +64,16 @@ impl Plain {
         found.ok().map(|at| &fields[at].1)
     }
 
+    /// Returns the value at the end of names of fields and places of items, separated by dots.
+    pub(crate) fn within(&self, path: &str) -> Option<&Self> {
+        let step = |name: &str| match self {
+            Self::List(items) => items.get(name.parse::<usize>().ok()?),
+            other => other.get(name),
+        };
+        let inside = |(at, _)| step(&path[..at])?.within(&path[at + 1..]);
+        step(path).or_else(|| path.match_indices('.').find_map(inside))
+    }
+
     /// Returns the text, if this is one.
     pub(crate) fn text(&self) -> Option<&str> {
         match self {

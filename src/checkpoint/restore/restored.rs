@@ -15,8 +15,9 @@ pub struct Restored {
     /// The names that the checkpoint lacks. Their targets keep their values. Empty unless [`strict`](Restore::strict)
     /// is false.
     pub missing_keys: Vec<String>,
-    /// The names that only the checkpoint has, as they are in the checkpoint. Empty unless [`strict`](Restore::strict)
-    /// is false.
+    /// The names that only the checkpoint has, as they are in the checkpoint. If [`strict`](Restore::strict) is true,
+    /// only those of entries that were left out because nothing could take them: those of a model that are not tensors,
+    /// and what this crate does not support.
     pub unexpected_keys: Vec<String>,
     /// The names that [`skip`](Restore::skip) excluded.
     pub skipped_keys: Vec<String>,
@@ -49,6 +50,11 @@ impl Restored {
         self.missing_keys.extend(full(part, missing));
         self.unexpected_keys.extend(full(part, unexpected));
         Ok(())
+    }
+
+    /// Records names of a part whose entries nothing could take.
+    pub(crate) fn leave_out(&mut self, part: &str, left_out: Vec<String>) {
+        self.unexpected_keys.extend(full(part, left_out));
     }
 
     /// Records names of a part that were skipped.

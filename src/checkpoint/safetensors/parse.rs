@@ -7,6 +7,7 @@ use std::fmt;
 
 use safetensors::Dtype;
 use serde::Deserialize;
+use serde::de::value::StrDeserializer;
 use serde::de::{Deserializer, Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use tch::Kind;
 
@@ -25,9 +26,10 @@ pub(super) struct Header {
     pub(super) data_len: u64,
 }
 
-/// A tensor with a dtype and shape that tch supports.
+/// A tensor with a shape that tch supports.
 pub(super) struct Info {
-    pub(super) kind: Kind,
+    /// The name of the dtype, if tch does not have it.
+    pub(super) kind: Result<Kind, Box<str>>,
     pub(super) size: Vec<i64>,
     /// The position of its first byte, relative to the end of the header.
     pub(super) start: u64,
@@ -47,9 +49,15 @@ pub(super) fn header(json: &[u8]) -> Result<Header, String> {
     let mut infos = Vec::with_capacity(tensors.len());
     for (name, entry) in tensors {
         let (start, end) = entry.data_offsets;
-        let Some((kind, bytes)) = entry.layout() else {
+        let kind = entry.dtype.0;
+        // Of a dtype that tch does not have, the size is unknown and nothing is read.
+        let bytes = match &kind {
+            Ok(kind) => entry.shape.bytes(*kind),
+            Err(_) => end.checked_sub(start),
+        };
+        let Some(bytes) = bytes else {
             let name = shown(&name);
-            return Err(format!("`{name}` has a dtype or shape that tch does not support"));
+            return Err(format!("`{name}` has a shape that tch does not support"));
         };
         if start != data_len || start.checked_add(bytes) != Some(end) {
             return Err(format!(
@@ -71,22 +79,32 @@ struct Entries {
 
 #[derive(Deserialize)]
 struct Entry {
-    dtype: Dtype,
+    dtype: Type,
     shape: Shape,
     data_offsets: (u64, u64),
 }
 
-impl Entry {
-    /// Returns the dtype and the size in bytes, if libtorch supports such a tensor. The product of the sizes must not
-    /// overflow even if sizes of zero count as one.
-    fn layout(&self) -> Option<(Kind, u64)> {
-        let kind = kind(self.dtype)?;
+/// A dtype, or the name of one that tch does not have.
+struct Type(Result<Kind, Box<str>>);
+
+impl<'de> Deserialize<'de> for Type {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        let known = Dtype::deserialize(StrDeserializer::<D::Error>::new(&name)).ok();
+        Ok(Self(known.and_then(kind).ok_or_else(|| shown(&name).into())))
+    }
+}
+
+impl Shape {
+    /// Returns the size in bytes, if libtorch supports such a tensor. The product of the sizes must not overflow even
+    /// if sizes of zero count as one.
+    fn bytes(&self, kind: Kind) -> Option<u64> {
         let product = |least: i64| {
             let width = kind.elt_size_in_bytes() as i64;
-            self.shape.0.iter().try_fold(width, |bytes, &n| bytes.checked_mul(n.max(least)))
+            self.0.iter().try_fold(width, |bytes, &n| bytes.checked_mul(n.max(least)))
         };
         product(1)?;
-        u64::try_from(product(0)?).ok().map(|bytes| (kind, bytes))
+        u64::try_from(product(0)?).ok()
     }
 }
 

@@ -8,7 +8,7 @@ use crate::checkpoint::archive::{Archive, Check, Region};
 use crate::checkpoint::entry::{Entry, Location};
 use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
 use crate::checkpoint::safetensors::header::{Manifest, PartManifest, VERSION, Version, of_header};
-use crate::checkpoint::safetensors::parse::{self, Header};
+use crate::checkpoint::safetensors::parse::{self, Header, Info};
 use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, too_much};
 use crate::checkpoint::source::Source;
 use crate::error::{Result, shown};
@@ -36,20 +36,33 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     }
     let manifest = manifest.map(|text| manifest_of(&source, &header, &text)).transpose()?;
     drop(header);
-    let entries = tensors.into_iter().map(|(name, info)| {
-        let offset = start + info.start;
+    let mut entries = Vec::with_capacity(tensors.len());
+    let mut others = BTreeMap::new();
+    for (name, Info { kind, size, start: place }) in tensors {
+        let offset = start + place;
         let location = Location { source: Arc::clone(&source), offset, stride: None };
-        (name, offset, Entry::in_file(info.kind, info.size, location))
-    });
-    match manifest {
-        Some(manifest) => with_manifest(&source, manifest, entries.collect()),
-        // A file from another program is a model without checksums.
-        None => {
-            let tensors = entries.map(|(name, _, entry)| (name, entry)).collect();
-            let parts = BTreeMap::from([("model".to_owned(), Part::Model(tensors))]);
-            Ok(Archive { source, parts, regions: Vec::new() })
+        match kind {
+            Ok(kind) => entries.push((name, offset, Entry::in_file(kind, size, location))),
+            Err(dtype) => drop(others.insert(name, unsupported(&dtype))),
         }
     }
+    match manifest {
+        Some(manifest) => with_manifest(&source, manifest, entries),
+        // A file from another program is a model without checksums.
+        None => {
+            let tensors = entries.into_iter().map(|(name, _, entry)| (name, entry)).collect();
+            let model = Part::model(tensors, others);
+            Ok(Archive {
+                source,
+                parts: BTreeMap::from([("model".to_owned(), model)]),
+                regions: Vec::new(),
+            })
+        }
+    }
+}
+
+fn unsupported(dtype: &str) -> Part {
+    Part::Unknown(format!("tch has no dtype {dtype}"))
 }
 
 fn read_header(source: &Source) -> Result<Vec<u8>> {
@@ -136,7 +149,7 @@ fn empty(part: PartManifest) -> Option<Part> {
         PartManifest::Value { value, .. } => Part::Value(value),
         PartManifest::Empty => Part::Empty,
         PartManifest::State { value: values, .. } => {
-            Part::State(StatePart { tensors: BTreeMap::new(), values })
+            Part::State(StatePart::new(BTreeMap::new(), values))
         }
         PartManifest::Tensor => return None,
     })

@@ -224,7 +224,7 @@ pub(crate) fn manifest(part: &Part) -> PartManifest {
             }
         }
         Part::Scaler(state) => PartManifest::Scaler { state: state.clone() },
-        Part::State(StatePart { tensors: _, values }) => {
+        Part::State(StatePart { values, .. }) => {
             PartManifest::State { value: values.clone(), non_finite: values.non_finite() }
         }
         Part::Tensor(_) => PartManifest::Tensor,

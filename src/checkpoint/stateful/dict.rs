@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::checkpoint::entry::Entry;
-use crate::checkpoint::part::{Part, StatePart};
+use crate::checkpoint::part::{Item, Part, StatePart};
 use crate::checkpoint::plain::Plain;
 use crate::checkpoint::restore::Options;
 use crate::checkpoint::{Checkpoint, other_part};
@@ -15,22 +15,52 @@ pub(super) struct Dict<'a> {
     pub(super) tensors: BTreeMap<String, (&'a str, &'a Entry)>,
     /// Sorted by name.
     values: &'a [(String, Plain)],
+    /// What is neither, by names like those of the tensors.
+    others: BTreeMap<String, (&'a str, &'a Part)>,
 }
 
 impl<'a> Dict<'a> {
     /// Reads a part as a dict, and returns an error if it is not one.
     pub(super) fn of(checkpoint: &'a Checkpoint, name: &str, options: &Options) -> Result<Self> {
         const NONE: &BTreeMap<String, Entry> = &BTreeMap::new();
-        let (entries, values): (_, &[_]) = match checkpoint.part(name)? {
-            Part::Model(tensors) => (tensors, &[]),
-            Part::State(StatePart { tensors, values: Plain::Map(values) }) => (tensors, values),
-            Part::Value(Plain::Map(values)) => (NONE, values),
-            Part::Empty => (NONE, &[]),
+        const NO_OTHERS: &BTreeMap<String, Part> = &BTreeMap::new();
+        let (entries, values, others): (_, &[_], _) = match checkpoint.find(name)? {
+            Item::Part(Part::Model(tensors)) => (tensors, &[], NO_OTHERS),
+            Item::Part(Part::State(StatePart {
+                tensors,
+                values: Plain::Map(values),
+                others,
+                ..
+            })) => (tensors, values, others),
+            Item::Part(Part::Value(Plain::Map(values))) | Item::Value(Plain::Map(values)) => {
+                (NONE, values, NO_OTHERS)
+            }
+            Item::Part(Part::Empty) => (NONE, &[], NO_OTHERS),
             other => return Err(other_part(name, "a state", other)),
         };
-        let renamed = options.names.renamed(name, entries.keys())?;
-        let tensors = renamed.into_iter().map(|(here, saved)| (here, (saved, &entries[saved])));
-        Ok(Self { tensors: tensors.collect(), values })
+        let renamed = options.names.renamed(name, entries.keys().chain(others.keys()))?;
+        let (mut tensors, mut left) = (BTreeMap::new(), BTreeMap::new());
+        for (here, saved) in renamed {
+            if let Some(entry) = entries.get(saved) {
+                tensors.insert(here, (saved, entry));
+            } else if let Some(other) = others.get(saved) {
+                left.insert(here, (saved, other));
+            }
+        }
+        Ok(Self { tensors, values, others: left })
+    }
+
+    /// Removes a prefix from the names of the tensors that have it.
+    pub(super) fn remove_prefix(&mut self, prefix: &str) {
+        let old = std::mem::take(&mut self.tensors);
+        let plain = |name: String| name.strip_prefix(prefix).map(str::to_owned).unwrap_or(name);
+        self.tensors = old.into_iter().map(|(name, saved)| (plain(name), saved)).collect();
+    }
+
+    /// Returns what is under a name that no tensor has.
+    pub(super) fn other(&self, name: &str) -> Option<Item<'a>> {
+        let other = self.others.get(name).map(|(_, part)| Item::Part(part));
+        other.or_else(|| self.value(name).map(Item::Value))
     }
 
     pub(super) fn value(&self, name: &str) -> Option<&'a Plain> {
@@ -38,9 +68,18 @@ impl<'a> Dict<'a> {
         found.ok().map(|at| &self.values[at].1)
     }
 
-    /// All names in the target, each with the name in the checkpoint.
-    pub(super) fn names(&self) -> impl Iterator<Item = (&str, &str)> {
-        let tensors = self.tensors.iter().map(|(here, (saved, _))| (here.as_str(), *saved));
-        tensors.chain(self.values.iter().map(|(name, _)| (name.as_str(), name.as_str())))
+    /// The names of the tensors in the target, each with the name in the checkpoint.
+    pub(super) fn tensor_names(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.tensors.iter().map(|(here, (saved, _))| (here.as_str(), *saved))
+    }
+
+    /// The names of the values.
+    pub(super) fn value_names(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.values.iter().map(|(name, _)| (name.as_str(), name.as_str()))
+    }
+
+    /// The names of the others, as in [`tensor_names`](Self::tensor_names).
+    pub(super) fn other_names(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.others.iter().map(|(here, (saved, _))| (here.as_str(), *saved))
     }
 }

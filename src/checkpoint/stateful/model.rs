@@ -7,7 +7,7 @@ use tch::nn::VarStore;
 
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::other_part;
-use crate::checkpoint::part::Part;
+use crate::checkpoint::part::{Item, Part};
 use crate::checkpoint::restore::names::batch_counts;
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::Result;
@@ -31,10 +31,12 @@ pub(crate) fn save_model(model: &VarStore, state: &mut SaveState<'_>) -> Result<
 }
 
 fn prepare<'a>(model: &VarStore, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
-    match saved.checkpoint.part(saved.name)? {
-        Part::Model(_) | Part::Empty => {}
+    match saved.checkpoint.find(saved.name)? {
+        Item::Part(Part::Model(_) | Part::Empty) => {}
+        Item::Part(Part::State(state)) if !state.tensors.is_empty() => {}
         other => return Err(other_part(saved.name, "a model", other)),
     }
+    saved.leave_out_values();
     let variables = model.variables();
     let mut sorted: Vec<_> = variables.iter().collect();
     sorted.sort_by_key(|(name, _)| *name);

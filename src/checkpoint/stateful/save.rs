@@ -18,6 +18,8 @@ pub struct SaveState<'a> {
     name: &'a str,
     tensors: BTreeMap<String, Entry>,
     values: BTreeMap<String, Plain>,
+    /// What Python expects besides, if the tensors are averages of a model.
+    beside_averages: Option<BTreeMap<String, Entry>>,
     /// Parts of a kind with a layout of its own, which replace the tensors and values.
     parts: Vec<(String, Part)>,
 }
@@ -25,7 +27,8 @@ pub struct SaveState<'a> {
 impl<'a> SaveState<'a> {
     /// Starts a part of this name.
     pub(crate) fn new(name: &'a str) -> Self {
-        Self { name, tensors: BTreeMap::new(), values: BTreeMap::new(), parts: Vec::new() }
+        let (tensors, values) = (BTreeMap::new(), BTreeMap::new());
+        Self { name, tensors, values, beside_averages: None, parts: Vec::new() }
     }
 
     /// Records a tensor, without copying it. It must be dense, and may be on any device and of any dtype except the
@@ -74,6 +77,11 @@ impl<'a> SaveState<'a> {
         Ok(())
     }
 
+    /// Records that the tensors are averages of a model, and what PyTorch's `AveragedModel` has besides.
+    pub(super) fn averages(&mut self, beside: BTreeMap<String, Entry>) {
+        self.beside_averages = Some(beside);
+    }
+
     /// Records the whole state as a part with a layout of its own.
     pub(super) fn whole(&mut self, part: Part) {
         self.parts.push((self.name.to_owned(), part));
@@ -91,12 +99,15 @@ impl<'a> SaveState<'a> {
 
     /// Returns the parts with their names. A state without tensors becomes a value.
     pub(crate) fn finish(self) -> Vec<(String, Part)> {
-        let Self { name, tensors, values, mut parts } = self;
+        let Self { name, tensors, values, beside_averages, mut parts } = self;
         let values = Plain::map(values.into_iter().collect());
         if parts.is_empty() {
             let part = match tensors.is_empty() {
                 true => Part::Value(values),
-                false => Part::State(StatePart { tensors, values }),
+                false => {
+                    let state = StatePart::new(tensors, values);
+                    Part::State(StatePart { beside_averages, ..state })
+                }
             };
             parts.push((name.to_owned(), part));
         }

@@ -7,14 +7,15 @@ use std::fmt;
 use serde::de::DeserializeOwned;
 use tch::{Kind, Tensor};
 
-use crate::checkpoint::part::Part;
+use crate::checkpoint::part::Item;
 use crate::checkpoint::restore::names::is_batch_count;
 use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::Prepared;
 use crate::checkpoint::stateful::dict::Dict;
 use crate::checkpoint::stateful::prepared::Copy;
-use crate::checkpoint::{Checkpoint, CheckpointError, read_value};
+use crate::checkpoint::{Checkpoint, CheckpointError, other_part, read_value};
 use crate::error::{Error, Result, shown};
+use crate::optim::Saved as _;
 use crate::variables::{Variable, each_once};
 
 /// A state in a checkpoint, which [`Stateful::prepare_restore`](crate::checkpoint::Stateful::prepare_restore) reads.
@@ -29,11 +30,17 @@ pub struct SavedState<'a> {
     notes: RefCell<Notes>,
 }
 
+/// The names of PyTorch's `AveragedModel`: that of the number of updates, and the beginning of all others.
+pub(super) const UPDATES: &str = "n_averaged";
+pub(super) const MODULE: &str = "module.";
+
 /// Which names were read, missing or skipped.
 #[derive(Default)]
 struct Notes {
     /// Whether the part was taken as a whole instead of by names.
     whole: bool,
+    /// Whether values that were not read are left out instead of being unexpected.
+    values_are_left_out: bool,
     used: BTreeSet<String>,
     missing: Vec<String>,
     skipped: Vec<String>,
@@ -63,11 +70,13 @@ impl<'a> SavedState<'a> {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Keys`] if the state has no value of this name, even if the restore is not
+    /// [`CheckpointError::Keys`] if the state has nothing of this name, even if the restore is not
     /// [`strict`](crate::checkpoint::Restore::strict); [`CheckpointError::Value`] if the value is not a `T`;
-    /// [`CheckpointError::NoPart`] and [`CheckpointError::OtherPart`].
+    /// [`CheckpointError::NoPart`]; and [`CheckpointError::OtherPart`] for what is not a state, or not a value.
     pub fn value<T: DeserializeOwned>(&self, name: &str) -> Result<T> {
-        let value = self.dict()?.value(name).ok_or_else(|| self.missing(name))?;
+        let Some(value) = self.dict()?.value(name) else {
+            return Err(self.none("a value", name));
+        };
         self.use_up(name);
         read_value(&format!("{}/{name}", self.name), value)
     }
@@ -76,16 +85,18 @@ impl<'a> SavedState<'a> {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Keys`] if the state has no tensor of this name; [`CheckpointError::Io`],
-    /// [`CheckpointError::Damaged`] and [`Error::Torch`] if it can no longer be read; [`CheckpointError::NoPart`] and
-    /// [`CheckpointError::OtherPart`].
+    /// [`CheckpointError::Keys`] if the state has nothing of this name; [`CheckpointError::Io`],
+    /// [`CheckpointError::Damaged`] and [`Error::Torch`] if it can no longer be read; [`CheckpointError::NoPart`]; and
+    /// [`CheckpointError::OtherPart`] for what is not a state, or not a tensor.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
-        let (_, entry) = self.dict()?.tensors.get(name).ok_or_else(|| self.missing(name))?;
+        let Some((_, entry)) = self.dict()?.tensors.get(name) else {
+            return Err(self.none("a tensor", name));
+        };
         self.use_up(name);
         entry.to_tensor()
     }
 
-    /// Returns whether the state has a tensor or a value of this name.
+    /// Returns whether the state has something of this name: a tensor, a value, or what this crate does not support.
     ///
     /// # Errors
     ///
@@ -121,7 +132,7 @@ impl<'a> SavedState<'a> {
     /// ```
     pub fn contains(&self, name: &str) -> Result<bool> {
         let dict = self.dict()?;
-        Ok(dict.tensors.contains_key(name) || dict.value(name).is_some())
+        Ok(dict.tensors.contains_key(name) || dict.other(name).is_some())
     }
 
     /// Prepares to overwrite tensors, on any devices, with the saved tensors of the same names. This needs no memory
@@ -149,7 +160,8 @@ impl<'a> SavedState<'a> {
         tensors: impl IntoIterator<Item = (N, &'t Tensor)>,
         place: &'static str,
     ) -> Result<Prepared<'a>> {
-        let saved = &self.dict()?.tensors;
+        let dict = self.dict()?;
+        let saved = &dict.tensors;
         let tensors = tensors.into_iter();
         let targets = each_once(tensors.map(|(n, t)| (n.as_ref().to_owned(), t.shallow_clone())))?;
         let names = targets.iter().flat_map(|target| target.names.iter().map(String::as_str));
@@ -164,20 +176,56 @@ impl<'a> SavedState<'a> {
                 let (part, saved) = (self.name.to_owned(), saved.to_owned());
                 let (name, tensor) = (name.clone(), tensor.shallow_clone());
                 copies.push(Copy { part, name, saved, tensor, entry, place });
+            } else if let Some((name, other)) =
+                names.iter().find_map(|name| Some((name, dict.other(name)?)))
+            {
+                return Err(self.other("a tensor", name, other));
             } else if !is_batch_count(&names.first, &known) {
                 notes.missing.push(names.first.clone());
             }
             notes.used.extend(names.iter().cloned());
         }
-        let counts = saved.keys().filter(|name| is_batch_count(name, &known)).cloned();
-        notes.used.extend(counts);
+        drop(notes);
+        self.leave_out_counts(&known)?;
         Ok(Prepared::of_copies(copies))
     }
 
+    /// Leaves out the batch counts of norms, given the names of their statistics.
+    pub(super) fn leave_out_counts(&self, known: &HashSet<&str>) -> Result<()> {
+        let counts = self.dict()?.tensors.keys().filter(|name| is_batch_count(name, known));
+        self.notes.borrow_mut().used.extend(counts.cloned());
+        Ok(())
+    }
+
+    /// Leaves out what is under these names.
+    pub(super) fn leave_out<'n>(&self, names: impl Iterator<Item = &'n String>) {
+        self.notes.borrow_mut().used.extend(names.cloned());
+    }
+
+    /// Reads the state as that of PyTorch's `AveragedModel`, in which names begin with `module.`, and returns the number
+    /// of updates. Returns `None` for any other state. Called before anything else is read.
+    pub(super) fn averaged_model(&self) -> Result<Option<u64>> {
+        let mut dict = Dict::of(self.checkpoint, self.name, self.options)?;
+        let count = dict.tensors.get(UPDATES).map(|(_, count)| count);
+        let Some(count) = count.filter(|count| count.numel() == 1) else {
+            return Ok(None);
+        };
+        let count = count.item()?;
+        if count.fract() != 0.0 || count.is_sign_negative() {
+            let (part, tensor) = (self.name.to_owned(), UPDATES.to_owned());
+            let problem = format!("is {count}, which is not a number of updates");
+            return Err(CheckpointError::Tensor { part, tensor, problem }.into());
+        }
+        dict.remove_prefix(MODULE);
+        self.dict.get_or_init(|| dict);
+        self.use_up(UPDATES);
+        Ok(Some(count as u64))
+    }
+
     /// Returns the part as a whole instead of as a dict.
-    pub(super) fn whole(&self) -> Result<&'a Part> {
+    pub(super) fn whole(&self) -> Result<Item<'a>> {
         self.take_whole();
-        self.checkpoint.part(self.name)
+        self.checkpoint.find(self.name)
     }
 
     /// Marks the part as taken as a whole, so that its names are not checked.
@@ -192,21 +240,37 @@ impl<'a> SavedState<'a> {
 
     /// Checks for names that were missing or were never read.
     pub(crate) fn finish(self, restored: &mut Restored) -> Result<()> {
-        let Notes { whole, used, missing, mut skipped, report } = self.notes.take();
+        let Notes { whole, values_are_left_out, used, missing, mut skipped, report } =
+            self.notes.take();
         if whole {
             restored.extend(report);
             return Ok(());
         }
-        let names = self.dict()?.names();
-        let left = names.filter(|(here, _)| !used.contains(*here));
-        let (skips, unexpected): (Vec<_>, Vec<_>) =
-            left.partition(|(here, _)| self.options.names.skips(here));
-        let unexpected = unexpected.into_iter().map(|(_, saved)| saved.to_owned()).collect();
+        let dict = self.dict()?;
+        let (mut unexpected, mut left_out) = (Vec::new(), Vec::new());
+        let tensors = dict.tensor_names().map(|names| (names, true));
+        let values = dict.value_names().map(|names| (names, !values_are_left_out));
+        let others = dict.other_names().map(|names| (names, false));
+        for ((here, saved), is_expected) in tensors.chain(values).chain(others) {
+            if used.contains(here) {
+                continue;
+            }
+            match (self.options.names.skips(here), is_expected) {
+                (true, _) => skipped.push(here.to_owned()),
+                (false, true) => unexpected.push(saved.to_owned()),
+                (false, false) => left_out.push(saved.to_owned()),
+            }
+        }
         restored.judge(self.name, self.options.strict, missing, unexpected)?;
-        skipped.extend(skips.into_iter().map(|(here, _)| here.to_owned()));
+        restored.leave_out(self.name, left_out);
         skipped.sort();
         restored.skip(self.name, skipped);
         Ok(())
+    }
+
+    /// Leaves out the values that were not read. In the state of a model they say something about the model.
+    pub(super) fn leave_out_values(&self) {
+        self.notes.borrow_mut().values_are_left_out = true;
     }
 
     /// Returns the dtype of a tensor, if the state has one of this name.
@@ -216,6 +280,22 @@ impl<'a> SavedState<'a> {
 
     fn use_up(&self, name: &str) {
         self.notes.borrow_mut().used.insert(name.to_owned());
+    }
+
+    /// The error for a name under which there is not what was wanted.
+    fn none(&self, wanted: &'static str, name: &str) -> Error {
+        let found = self.dict().ok().and_then(|dict| {
+            let tensor = dict.tensors.get(name).map(|(_, entry)| Item::Tensor(entry));
+            tensor.or_else(|| dict.other(name))
+        });
+        match found {
+            Some(found) => self.other(wanted, name, found),
+            None => self.missing(name),
+        }
+    }
+
+    fn other(&self, wanted: &'static str, name: &str, found: Item<'_>) -> Error {
+        other_part(&format!("{}/{name}", self.name), wanted, found)
     }
 
     fn missing(&self, name: &str) -> Error {

@@ -1,7 +1,7 @@
 //! Scalers.
 
 use crate::GradScaler;
-use crate::checkpoint::part::Part;
+use crate::checkpoint::part::{Item, Part};
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::checkpoint::{Checkpoint, other_part};
 use crate::error::Result;
@@ -21,9 +21,9 @@ pub(crate) fn save_scalers(scalers: &PerLossScalers, state: &mut SaveState<'_>) 
 
 /// Returns the state in the part of this name, which is empty if it is that of a disabled scaler.
 fn state(checkpoint: &Checkpoint, name: &str) -> Result<GradScalerState> {
-    match checkpoint.part(name)? {
-        Part::Scaler(state) => Ok(state.clone()),
-        Part::Empty => Ok(GradScalerState::default()),
+    match checkpoint.find(name)? {
+        Item::Part(Part::Scaler(state)) => Ok(state.clone()),
+        Item::Part(Part::Empty) => Ok(GradScalerState::default()),
         other => Err(other_part(name, "a scaler", other)),
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::sync::Arc;
 
-use super::{Opened, open};
+use super::{Opened, old, open};
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
 use crate::checkpoint::convert::Reader;
@@ -17,12 +17,7 @@ use crate::error::Result;
 /// Reads the structure of a file. The storages are not read.
 pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     let opened = open(Cursor { source: &source, at: 0 }, &Limits::default());
-    let Opened { root, storages, others } = opened.map_err(|error| match error {
-        Malformed::Io(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
-            CheckpointError::io("read", source.path())(error)
-        }
-        error => source.damaged(error.to_string()),
-    })?;
+    let Opened { root, storages, others } = opened.map_err(failed(&source))?;
     let region = |(name, record): (&String, &Record)| Region {
         name: name.clone(),
         offset: record.offset,
@@ -32,9 +27,32 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
     let regions = storages.iter().chain(&others).map(region).collect();
     let offsets: BTreeMap<_, _> =
         storages.into_iter().map(|(key, record)| (key, record.offset)).collect();
-    let reader = Reader { source: &source, offsets };
+    let reader = Reader::new(&source, offsets);
     let parts = reader.parts(&root).map_err(|problem| source.damaged(problem))?;
     Ok(Archive { source, parts, regions })
+}
+
+/// Returns what a function that reads a file makes of an error.
+fn failed(source: &Source) -> impl Fn(Malformed) -> CheckpointError {
+    |error| match error {
+        Malformed::Io(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
+            CheckpointError::io("read", source.path())(error)
+        }
+        error => source.damaged(error.to_string()),
+    }
+}
+
+/// Reads the structure of a file that PyTorch before 1.6 wrote: pickles, and then the storages. It has no checksums.
+pub(crate) fn read_old(source: Arc<Source>) -> Result<Archive> {
+    let limits = Limits::default();
+    let len = source.len().min(limits.max_pickle_bytes);
+    let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
+    source.read_at(0, &mut bytes)?;
+    let (root, offsets) = old::read(&bytes, &source, &limits).map_err(failed(&source))?;
+    drop(bytes);
+    let reader = Reader::new(&source, offsets);
+    let parts = reader.parts(&root).map_err(|problem| source.damaged(problem))?;
+    Ok(Archive { source, parts, regions: Vec::new() })
 }
 
 /// A reader with a position in the file.

@@ -1,9 +1,11 @@
 //! Checkpoint files in PyTorch's format: the zip archives with a pickle that `torch.save` and `VarStore::save` write.
 //!
 //! The record `data.pkl` is a pickle of all values, and each record `data/KEY` holds the elements of one storage. `zip`
-//! handles the records, `pickle` the values and `convert` the parts; `load` and `store` combine them.
+//! handles the records, `pickle` the values and `convert` the parts; `load` and `store` combine them. `old` reads the
+//! format before PyTorch 1.6, which has no records.
 
 mod load;
+mod old;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -16,7 +18,8 @@ use crate::checkpoint::pickle::{self, Limits, Value};
 use crate::checkpoint::zip::{self, Record};
 use crate::error::shown;
 
-pub(crate) use load::read;
+pub(crate) use load::{read, read_old};
+pub(crate) use old::is_old;
 pub(crate) use store::{plan, plan_of_weights, write};
 
 /// The names of two records.

@@ -5,7 +5,7 @@ mod names;
 use std::collections::BTreeMap;
 
 use crate::checkpoint::other_part;
-use crate::checkpoint::part::{OptimizerPart, Part};
+use crate::checkpoint::part::{Item, OptimizerPart, Part};
 use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::save::entry;
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
@@ -40,7 +40,7 @@ impl Stateful for Optimizer {
     /// right away.
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
         let part = match saved.whole()? {
-            Part::Optimizer(part) => part,
+            Item::Part(Part::Optimizer(part)) => part,
             other => return Err(other_part(saved.name, "an optimizer", other)),
         };
         let mut restored = Restored::default();

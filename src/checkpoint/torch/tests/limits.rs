@@ -46,26 +46,44 @@ fn text_that_multiplies_is_refused() {
     assert!(refused(&recalled(18)).contains("bytes of text"));
 }
 
-#[test]
-fn depth_is_bounded() {
-    let nested = |depth: usize| with_pickle(&pickle(&[b")", &b"\x85".repeat(depth - 1)]));
-    assert!(opened(&nested(64)).is_ok());
-    for depth in [65, 1_000_000] {
-        assert!(refused(&nested(depth)).contains("deeper than 64 levels"));
+/// The number of containers around what is in them.
+fn depth(mut value: &Value) -> usize {
+    let mut depth = 0;
+    while let Value::List(items) | Value::Tuple(items) = value {
+        depth += 1;
+        let Some(inner) = items.first() else { break };
+        value = inner;
     }
-    let marks = pickle(&[&b"(".repeat(1_000_000), &b"t".repeat(1_000_000)]);
-    assert!(refused(&with_pickle(&marks)).contains("deeper than 64 levels"));
-    // Marks that are never removed, each of which would be kept until the end.
-    let marks = refused(&with_pickle(&pickle(&[&b"(".repeat(1000)])));
-    assert!(marks.contains("deeper than 64 levels"), "{marks}");
-    let dicts = pickle(&[&b"}K\x00".repeat(100_000), b"N", &b"s".repeat(100_000)]);
-    assert!(refused(&with_pickle(&dicts)).contains("deeper than 64 levels"));
+    depth
 }
 
 #[test]
-fn what_contains_itself_is_refused() {
-    for bytes in [b"]q\x00h\x00a".as_slice(), b"}q\x00K\x01h\x00s", b"]q\x00]h\x00aa"] {
-        assert!(refused(&with_pickle(&pickle(&[bytes]))).contains("contains itself"));
+fn depth_is_bounded() {
+    let nested = |depth: usize| with_pickle(&pickle(&[b")", &b"\x85".repeat(depth - 1)]));
+    assert_eq!(depth(&opened(&nested(64)).unwrap().root), 64);
+    for levels in [65, 1_000_000] {
+        assert_eq!(depth(&opened(&nested(levels)).unwrap().root), 64);
+    }
+    let marks = pickle(&[&b"(".repeat(900_000), &b"t".repeat(900_000)]);
+    assert_eq!(depth(&opened(&with_pickle(&marks)).unwrap().root), 64);
+    // Marks that are never removed, each of which would be kept until the end.
+    let marks = refused(&with_pickle(&pickle(&[&b"(".repeat(3_000_000)])));
+    assert!(marks.contains("more than 2000000 values"), "{marks}");
+    let dicts = pickle(&[&b"}K\x00".repeat(100_000), b"N", &b"s".repeat(100_000)]);
+    assert!(opened(&with_pickle(&dicts)).is_ok());
+}
+
+#[test]
+fn what_contains_itself_ends() {
+    let itself = || Value::Opaque("nested too deep, or contains itself".into());
+    let cases: [(&[u8], Value); 4] = [
+        (b"]q\x00h\x00a", Value::List(vec![itself()])),
+        (b"}q\x00K\x01h\x00s", Value::Dict(vec![(Value::Int(1), itself())])),
+        (b"]q\x00]h\x00aa", Value::List(vec![Value::List(vec![itself()])])),
+        (b"]q\x00(h\x00h\x00e", Value::List(vec![itself(), itself()])),
+    ];
+    for (bytes, expected) in cases {
+        assert_eq!(opened(&with_pickle(&pickle(&[bytes]))).unwrap().root, expected);
     }
 }
 

@@ -47,7 +47,7 @@ fn read(beside: &[&str], at_root: Option<Value>) -> (Vec<Vec<String>>, Vec<Strin
     }
     let bytes = saved(&dict(root), &[("0", vec![0; 16])]).unwrap();
     let checkpoint = Checkpoint::from_bytes(bytes).unwrap();
-    match checkpoint.part("opt").unwrap() {
+    match &checkpoint.parts["opt"] {
         Part::Optimizer(OptimizerPart { state, param_groups, params_are_numbers, .. }) => {
             let groups = param_groups.iter().map(|group| group.params.clone()).collect();
             (groups, state.keys().cloned().collect(), *params_are_numbers)

@@ -1,0 +1,413 @@
+//! The files that Python programs, Lightning and transformers write, each shape in the table of docs/checkpoints.md.
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind};
+use tch_amp::average::{AveragedWeights, Ema};
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restore, Restored};
+use tch_amp::optim::{Optimizer, Sgd};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Error, GradScaler};
+
+use crate::common::files::Folder;
+use crate::common::python::Oracle;
+
+/// The files, and what Python says is in them.
+struct Files {
+    folder: Folder,
+    content: serde_json::Value,
+}
+
+fn files() -> Option<Files> {
+    let python = Oracle::find("checkpoint_files.py")?;
+    let folder = Folder::new();
+    let printed = python.run(&["shapes", folder.0.to_str().unwrap()], "");
+    Some(Files { folder, content: serde_json::from_str(&printed).unwrap() })
+}
+
+impl Files {
+    fn load(&self, name: &str) -> Checkpoint {
+        let loaded = Checkpoint::load(self.folder.file(name));
+        loaded.unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    /// The numbers of a tensor, by its path in what Python says.
+    fn numbers(&self, path: &[&str]) -> Vec<f64> {
+        let value = path.iter().fold(&self.content, |value, name| &value[*name]);
+        let mut numbers = Vec::new();
+        flatten(value, &mut numbers);
+        assert!(!numbers.is_empty(), "{path:?}");
+        numbers
+    }
+
+    fn check_weights(&self, file: &str, run: &Run) {
+        for (name, tensor) in run.vs.variables() {
+            assert_eq!(crate::common::to_f64(&tensor), self.numbers(&["weights", &name]), "{file}");
+        }
+    }
+
+    fn check_optimizer(&self, file: &str, run: &mut Run) {
+        let state = run.opt.state_dict().unwrap().state;
+        for name in ["weight", "bias"] {
+            let buffer = crate::common::to_f64(&state[name]["momentum_buffer"]);
+            assert_eq!(buffer, self.numbers(&["buffers", name]), "{file}");
+        }
+        assert_eq!(run.opt.lr(0).unwrap(), self.content["lr"].as_f64().unwrap(), "{file}");
+    }
+
+    fn check_scaler(&self, file: &str, run: &Run) {
+        let state = serde_json::to_value(run.scaler.state_dict().unwrap()).unwrap();
+        for name in ["scale", "_growth_tracker"] {
+            let expected = self.content["scaler"][name].as_f64();
+            assert_eq!(state[name].as_f64(), expected, "{name} of {file}");
+            assert!(expected.is_some());
+        }
+    }
+}
+
+fn flatten(value: &serde_json::Value, numbers: &mut Vec<f64>) {
+    match value {
+        serde_json::Value::Array(items) => items.iter().for_each(|item| flatten(item, numbers)),
+        number => numbers.extend(number.as_f64()),
+    }
+}
+
+struct Run {
+    vs: VarStore,
+    opt: Optimizer,
+    scaler: GradScaler,
+}
+
+impl Run {
+    fn new() -> Self {
+        let vs = VarStore::new(Device::Cpu);
+        let net = nn::linear(vs.root(), 3, 2, Default::default());
+        let named = [("weight", &net.ws), ("bias", net.bs.as_ref().unwrap())];
+        let named: Vec<_> = named.map(|(name, tensor)| (name, tensor.shallow_clone())).into();
+        let opt = Sgd::default().momentum(0.9).build(named, 0.75).unwrap();
+        let scaler = GradScalerConfig::default().init_scale(2.0).growth_interval(7);
+        Self { vs, opt, scaler: scaler.build(Device::Cpu).unwrap() }
+    }
+
+    fn model<'r>(&'r self, restore: Restore<'r>, name: &str) -> Restored {
+        restore.model(name, &self.vs).apply().unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+}
+
+/// Restores a model under this name.
+fn check_model(files: &Files, file: &str, name: &str, prefixes: &[&str]) -> Restored {
+    let (checkpoint, run) = (files.load(file), Run::new());
+    let restore = prefixes
+        .iter()
+        .fold(checkpoint.restore(), |restore, prefix| restore.rename_prefix(prefix, ""));
+    let restored = run.model(restore, name);
+    files.check_weights(file, &run);
+    restored
+}
+
+#[test]
+fn a_model_is_found_wherever_it_is() {
+    let Some(files) = files() else { return };
+    let whole = [
+        ("bare_model.pt", "model"),
+        ("bare_model.old.pt", "model"),
+        ("pytorch_model.bin", "model"),
+        ("model.safetensors", "model"),
+        ("model.safetensors.index.json", "model"),
+        ("pytorch_model.bin.index.json", "model"),
+        ("run.pt", "model"),
+        ("run.old.pt", "model"),
+        ("state_dict.pt", "state_dict"),
+        ("deep.pt", "checkpoint.last.model"),
+        ("list.pt", "0"),
+    ];
+    for (file, name) in whole {
+        assert_eq!(check_model(&files, file, name, &[]), Restored::default(), "{file}");
+    }
+    for file in ["lightning.pt", "lightning.old.pt"] {
+        check_model(&files, file, "state_dict", &["net."]);
+    }
+}
+
+#[test]
+fn what_is_not_a_tensor_in_a_model_is_left_out_and_listed() {
+    let Some(files) = files() else { return };
+    let mut restored = check_model(&files, "model_with_others.pt", "model", &[]);
+    restored.unexpected_keys.sort();
+    let names = ["f", "meta", "names", "version"].map(|name| format!("model/{name}"));
+    assert_eq!(restored.unexpected_keys, names);
+    // At the top of a file such entries are parts beside the model.
+    let restored = check_model(&files, "bare_model_with_others.pt", "model", &[]);
+    assert_eq!(restored.unexpected_keys, ["model/args"]);
+    let checkpoint = files.load("bare_model_with_others.pt");
+    assert_eq!(checkpoint.value::<u64>("version").unwrap(), 3);
+    assert_eq!(checkpoint.value::<Vec<String>>("classes").unwrap(), ["a", "b"]);
+    let error = checkpoint.value::<serde_json::Value>("args").unwrap_err().to_string();
+    assert!(error.contains("argparse.Namespace"), "{error}");
+    // A variable of such a name is asked for.
+    let (checkpoint, run) = (files.load("model_with_others.pt"), Run::new());
+    drop(run.vs.root().zeros("version", &[1]));
+    let refused = checkpoint.restore().model("model", &run.vs).strict(false).apply();
+    let Err(Error::Checkpoint(CheckpointError::OtherPart { name, .. })) = refused else {
+        panic!("{refused:?}");
+    };
+    assert_eq!(name, "model/version");
+}
+
+#[test]
+fn prefixes_are_renamed_one_after_the_other() {
+    let Some(files) = files() else { return };
+    check_model(&files, "prefixes.pt", "model", &["module.", "_orig_mod."]);
+    check_model(&files, "prefixes.pt", "model", &["module._orig_mod."]);
+    let (checkpoint, run) = (files.load("prefixes.pt"), Run::new());
+    let restore = checkpoint.restore().rename_prefix("_orig_mod.", "").rename_prefix("module.", "");
+    let refused = restore.model("model", &run.vs).apply();
+    assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::Keys { .. }))), "{refused:?}");
+}
+
+#[test]
+fn an_optimizer_is_found_wherever_it_is() {
+    let Some(files) = files() else { return };
+    let places = [
+        ("optimizer.pt", "optimizer"),
+        ("run.pt", "optimizer"),
+        ("run.old.pt", "optimizer"),
+        ("deep.pt", "checkpoint.last.optimizer"),
+        ("lightning.pt", "optimizer_states"),
+        ("lightning.pt", "optimizer_states.0"),
+        ("lightning.old.pt", "optimizer_states.0"),
+        ("two.pt", "optimizer_states.0"),
+    ];
+    for (file, name) in places {
+        let (checkpoint, mut run) = (files.load(file), Run::new());
+        checkpoint.restore().optimizer(name, &mut run.opt).apply().unwrap();
+        files.check_optimizer(file, &mut run);
+    }
+    let (two, mut run) = (files.load("two.pt"), Run::new());
+    two.restore().optimizer("optimizer_states.1", &mut run.opt).apply().unwrap();
+    assert_eq!(run.opt.lr(0).unwrap(), 0.25);
+    let refused = two.restore().optimizer("optimizer_states", &mut run.opt).apply();
+    let error = refused.unwrap_err().to_string();
+    assert!(error.contains("optimizer_states") && error.contains(".0"), "{error}");
+    let refused = two.restore().optimizer("optimizer_states.2", &mut run.opt).apply();
+    assert!(matches!(refused, Err(Error::Checkpoint(CheckpointError::NoPart { .. }))));
+}
+
+#[test]
+fn a_scaler_a_schedule_and_values_are_found_wherever_they_are() {
+    let Some(files) = files() else { return };
+    let places = [
+        ("scaler.pt", "scaler"),
+        ("run.pt", "scaler"),
+        ("run.old.pt", "scaler"),
+        ("deep.pt", "checkpoint.last.scaler"),
+        ("lightning.pt", "MixedPrecision"),
+    ];
+    for (file, name) in places {
+        let (checkpoint, mut run) = (files.load(file), Run::new());
+        checkpoint.restore().scaler(name, &mut run.scaler).apply().unwrap();
+        files.check_scaler(file, &run);
+    }
+    let lightning = files.load("lightning.pt");
+    assert_eq!(lightning.value::<u64>("loops.fit_loop.epoch_progress.total.ready").unwrap(), 1);
+    assert_eq!(lightning.value::<u64>("hyper_parameters.widths.1").unwrap(), 2);
+    let callback = "callbacks.ModelCheckpoint{'monitor': 'loss'}";
+    let score = lightning.tensor(&format!("{callback}.best_model_score")).unwrap();
+    assert_eq!(score.double_value(&[]), 0.25);
+    let best = lightning.value::<String>(&format!("{callback}.best_model_path")).unwrap();
+    assert_eq!(best, "a.ckpt");
+    assert_eq!(files.load("deep.pt").value::<u64>("checkpoint.last.epoch").unwrap(), 3);
+    let epochs = lightning.value::<u64>("lr_schedulers.0.last_epoch").unwrap();
+    assert_eq!(files.load("scheduler.pt").value::<u64>("last_epoch").unwrap(), epochs);
+    assert_eq!(files.load("bare_tensor.pt").tensor("tensor").unwrap().size(), [2, 3]);
+    assert_eq!(files.load("bare_tensor.old.pt").tensor("tensor").unwrap().size(), [2, 3]);
+    assert_eq!(files.load("rng_state.pth").tensor("cpu").unwrap().kind(), Kind::Uint8);
+}
+
+/// A model with a norm, as in the oracle.
+fn wide() -> (VarStore, nn::Linear, nn::BatchNorm) {
+    let vs = VarStore::new(Device::Cpu);
+    let linear = nn::linear(vs.root() / "linear", 3, 2, Default::default());
+    let norm = nn::batch_norm1d(vs.root() / "norm", 2, Default::default());
+    (vs, linear, norm)
+}
+
+fn check_averages(files: &Files, ema: &AveragedWeights, key: &str) {
+    for name in ["linear.weight", "linear.bias", "norm.weight", "norm.bias"] {
+        let expected = files.numbers(&[key, &format!("module.{name}")]);
+        assert_eq!(crate::common::to_f64(&ema.average(name).unwrap()), expected, "{name}");
+    }
+}
+
+#[test]
+fn an_averaged_model_becomes_averages_and_back() {
+    let Some(files) = files() else { return };
+    for (file, part) in
+        [("averaged.pt", "ema"), ("averaged.old.pt", "ema"), ("bare_averaged.pt", "model")]
+    {
+        let (vs, linear, _norm) = wide();
+        let mut ema = Ema::new(0.5).build(&vs).unwrap();
+        let checkpoint = files.load(file);
+        let restored = checkpoint.restore().add(part, &mut ema).apply().unwrap();
+        assert_eq!(restored, Restored::default(), "{file}");
+        assert_eq!(ema.updates().unwrap(), 2);
+        check_averages(&files, &ema, "averages");
+        // The next update is the same as Python's.
+        if file == "averaged.pt" {
+            checkpoint.restore().model("model", &vs).apply().unwrap();
+            let _no_grad = tch::no_grad_guard();
+            linear.ws.shallow_clone().copy_(&(&linear.ws + 1.0));
+            ema.advance().unwrap();
+            check_averages(&files, &ema, "next averages");
+        }
+        // Its statistics are those that Python evaluates with.
+        drop(ema.swap_in().unwrap());
+        let mean = files.numbers(&["averages", "module.norm.running_mean"]);
+        let guard = ema.swap_in().unwrap();
+        assert_eq!(crate::common::to_f64(&vs.variables()["norm.running_mean"]), mean, "{file}");
+        drop(guard);
+    }
+}
+
+fn built(vs: &VarStore) -> AveragedWeights {
+    Ema::new(0.5).debias(true).build(vs).unwrap()
+}
+
+#[test]
+fn averages_become_an_averaged_model() {
+    let (vs, linear, norm) = wide();
+    let step = |ema: &mut AveragedWeights, linear: &nn::Linear| {
+        let _no_grad = tch::no_grad_guard();
+        linear.ws.shallow_clone().copy_(&(&linear.ws + 1.0));
+        ema.advance().unwrap();
+    };
+    let mut ema = built(&vs);
+    (0..3).for_each(|_| step(&mut ema, &linear));
+    drop(norm.running_mean.shallow_clone().fill_(5.0));
+    let folder = Folder::new();
+    let mut checkpoint = Checkpoint::new();
+    checkpoint.add_model("model", &vs).unwrap();
+    checkpoint.add("ema", &mut ema).unwrap();
+    for file in ["rust.pt", "rust.safetensors"] {
+        checkpoint.save(folder.file(file)).unwrap();
+        let checkpoint = Checkpoint::load(folder.file(file)).unwrap();
+        let (other_vs, other_linear, other_norm) = wide();
+        let mut other = built(&other_vs);
+        let restore = checkpoint.restore().model("model", &other_vs).add("ema", &mut other);
+        assert_eq!(restore.apply().unwrap(), Restored::default(), "{file}");
+        // The averages go on as if nothing had been saved, and the model's own statistics remain in use.
+        step(&mut other, &other_linear);
+        drop(other_norm.running_mean.shallow_clone().fill_(7.0));
+        let guard = other.swap_in().unwrap();
+        assert_eq!(crate::common::to_f64(&other_norm.running_mean), [7.0, 7.0], "{file}");
+        drop(guard);
+        let (again_vs, again_linear, _norm) = wide();
+        let mut again = built(&again_vs);
+        let restore = checkpoint.restore().model("model", &again_vs).add("ema", &mut again);
+        drop(restore.apply().unwrap());
+        step(&mut again, &again_linear);
+        for name in ["linear.weight", "norm.bias"] {
+            assert_eq!(other.average(name), again.average(name), "{name} of {file}");
+        }
+        // The averages are a model as well.
+        let (plain, _linear, _norm) = wide();
+        drop(checkpoint.restore().model("ema", &plain).strict(false).apply().unwrap());
+        assert_eq!(plain.variables()["linear.weight"], ema.average("linear.weight").unwrap());
+    }
+    let mut goes_on = built(&vs);
+    let saved = Checkpoint::load(folder.file("rust.pt")).unwrap();
+    drop(saved.restore().add("ema", &mut goes_on).apply().unwrap());
+    step(&mut ema, &linear);
+    goes_on.advance().unwrap();
+    assert_eq!(goes_on.average("linear.weight"), ema.average("linear.weight"));
+    let Some(python) = Oracle::find("checkpoint_files.py") else { return };
+    let printed = python.run(&["average", folder.file("rust.pt").to_str().unwrap()], "");
+    let content: serde_json::Value = serde_json::from_str(&printed).unwrap();
+    let (plain, _linear, _norm) = wide();
+    drop(saved.restore().model("ema", &plain).strict(false).apply().unwrap());
+    for (name, tensor) in plain.variables() {
+        let mut numbers = Vec::new();
+        flatten(&content[0][format!("module.{name}")], &mut numbers);
+        if name == "norm.running_mean" {
+            assert_eq!(numbers, [5.0, 5.0]);
+        } else if name != "norm.running_var" {
+            assert_eq!(crate::common::to_f64(&tensor), numbers, "{name}");
+        }
+    }
+    assert_eq!((&content[0]["n_averaged"], &content[1]["n_averaged"]), (&3.into(), &4.into()));
+}
+
+#[test]
+fn the_old_format_keeps_views_and_dtypes() {
+    let Some(files) = files() else { return };
+    let views = files.load("views.old.pt");
+    for name in ["base", "part", "column", "a"] {
+        let tensor = views.tensor(&format!("model.{name}")).unwrap();
+        let expected = files.numbers(&["views", name]);
+        assert_eq!(crate::common::to_f64(&tensor.reshape([-1])), expected, "{name}");
+    }
+    assert_eq!(views.tensor("model.a").unwrap().kind(), Kind::BFloat16);
+    assert_eq!(views.tensor("model.b").unwrap().kind(), Kind::ComplexFloat);
+    assert_eq!(views.tensor("model.empty").unwrap().size(), [0]);
+}
+
+fn damaged(result: tch_amp::Result<Checkpoint>) -> String {
+    match result {
+        Err(Error::Checkpoint(CheckpointError::Damaged { problem, .. })) => problem,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_cut_file_of_the_old_format_is_refused() {
+    let Some(files) = files() else { return };
+    let bytes = std::fs::read(files.folder.file("run.old.pt")).unwrap();
+    for len in 0..bytes.len() {
+        damaged(Checkpoint::from_bytes(bytes[..len].to_vec()));
+    }
+    // It has no checksums, but no damage makes it panic, and none reaches out of the file.
+    for at in 0..bytes.len() {
+        for flip in [0x01, 0x80, 0xff] {
+            let mut bytes = bytes.clone();
+            bytes[at] ^= flip;
+            if let Ok(checkpoint) = Checkpoint::from_bytes(bytes) {
+                let mut run = Run::new();
+                drop(checkpoint.restore().model("model", &run.vs).apply());
+                drop(checkpoint.restore().optimizer("optimizer", &mut run.opt).apply());
+            }
+        }
+    }
+}
+
+#[test]
+fn an_index_that_does_not_fit_its_files_is_refused() {
+    let Some(files) = files() else { return };
+    let index = |text: &str| {
+        let path = files.folder.file("x.safetensors.index.json");
+        std::fs::write(&path, text).unwrap();
+        Checkpoint::load(path)
+    };
+    let first = "model-00001-of-00002.safetensors";
+    assert!(index(&format!(r#"{{"weight_map":{{"weight":"{first}"}}}}"#)).is_ok());
+    let outside = format!(r#"{{"weight_map":{{"weight":"../{first}"}}}}"#);
+    assert!(damaged(index(&outside)).contains("not the name of a file"));
+    for path in ["/etc/passwd", "..", ".", "", "a/b"] {
+        let problem = damaged(index(&format!(r#"{{"weight_map":{{"weight":"{path}"}}}}"#)));
+        assert!(problem.contains("not the name of a file"), "{path}: {problem}");
+    }
+    let wrong = damaged(index(&format!(r#"{{"weight_map":{{"bias":"{first}"}}}}"#)));
+    assert!(wrong.contains("`bias` is not in"), "{wrong}");
+    for text in
+        ["{", "{}", r#"{"weight_map":[]}"#, r#"{"weight_map":{"a":1}}"#, r#"{"a":{"b":"c"}}"#]
+    {
+        damaged(index(text));
+    }
+    let twice = format!(r#"{{"weight_map":{{"weight":"{first}","weight":"{first}"}}}}"#);
+    assert!(damaged(index(&twice)).contains("twice"));
+    let itself = r#"{"weight_map":{"weight":"x.safetensors.index.json"}}"#;
+    damaged(index(itself));
+    let gone = index(r#"{"weight_map":{"weight":"gone.safetensors"}}"#);
+    let Err(Error::Checkpoint(CheckpointError::Io { path, .. })) = gone else {
+        panic!("{gone:?}");
+    };
+    assert_eq!(path, files.folder.file("gone.safetensors"));
+}

@@ -1,0 +1,151 @@
+//! One entry that this crate does not support is named and left out, and everything else in its file is read.
+
+use std::path::Path;
+
+use tch::nn::{self, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_amp::Error;
+use tch_amp::checkpoint::{Checkpoint, CheckpointError, Restored};
+
+use crate::common::files::Folder;
+use crate::common::python::Oracle;
+
+/// The names of the model in the files.
+fn model() -> (VarStore, nn::Linear) {
+    let vs = VarStore::new(Device::Cpu);
+    let net = nn::linear(vs.root(), 3, 2, Default::default());
+    (vs, net)
+}
+
+fn load(path: &Path) -> Checkpoint {
+    Checkpoint::load(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Returns what the error of a kind that does not fit names.
+fn other_part(name: &str, result: tch_amp::Result<impl std::fmt::Debug>) -> String {
+    match result {
+        Err(Error::Checkpoint(CheckpointError::OtherPart { name, .. })) => name,
+        other => panic!("{name}: {other:?}"),
+    }
+}
+
+/// Restores the model strictly, with the report as the result.
+fn restored(name: &str, checkpoint: &Checkpoint, skip: &[&str]) -> Restored {
+    let (vs, net) = model();
+    let restored = checkpoint.restore().model("model", &vs).skip(skip).apply();
+    let restored = restored.unwrap_or_else(|error| panic!("{name}: {error}"));
+    let weights: Vec<f64> = (0..6).map(|n| f64::from(n) / 4.0).collect();
+    assert_eq!(crate::common::to_f64(&net.ws), weights, "{name}");
+    assert_eq!(crate::common::to_f64(net.bs.as_ref().unwrap()), [0.5, -0.5], "{name}");
+    restored
+}
+
+/// Asks for the entry as a variable of the model.
+fn asked(name: &str, checkpoint: &Checkpoint) {
+    let (vs, net) = model();
+    let other = vs.root().zeros("other", &[4]);
+    let before = net.ws.copy();
+    let refused = checkpoint.restore().model("model", &vs).apply();
+    assert_eq!(other_part(name, refused), "model/other");
+    let refused = checkpoint.restore().model("model", &vs).strict(false).apply();
+    assert_eq!(other_part(name, refused), "model/other");
+    assert_eq!(net.ws, before, "{name}");
+    let skipped = checkpoint.restore().model("model", &vs).skip(&["other"]).apply().unwrap();
+    assert_eq!(skipped.skipped_keys, ["model/other"], "{name}");
+    assert_eq!(other.sum(Kind::Float).double_value(&[]), 0.0);
+}
+
+#[test]
+fn an_entry_that_is_not_supported_is_left_out_of_pythons_file() {
+    let Some(python) = Oracle::find("checkpoint_files.py") else { return };
+    let folder = Folder::new();
+    let printed = python.run(&["unsupported", folder.0.to_str().unwrap()], "");
+    let names: Vec<_> = printed.lines().collect();
+    assert!(names.len() > 80, "{printed}");
+    for name in names {
+        if folder.file(&format!("{name}.safetensors")).exists() {
+            continue;
+        }
+        for protocol in 2..=5 {
+            let file = |way: &str| load(&folder.file(&format!("{name}.{protocol}.{way}.pt")));
+            let is_tensor = name.ends_with(" tensor");
+            let beside = file("beside");
+            assert_eq!(restored(name, &beside, &[]), Restored::default());
+            assert_eq!(beside.value::<i64>("seed").unwrap(), 7, "{name}");
+            assert_eq!(beside.names().collect::<Vec<_>>(), ["model", "other", "seed"], "{name}");
+            let value = beside.value::<serde_json::Value>("other");
+            assert_eq!(other_part(name, value), "other");
+            if is_tensor {
+                assert_eq!(
+                    beside.tensor("other").unwrap(),
+                    Tensor::ones([2], (Kind::Float, Device::Cpu))
+                );
+            } else {
+                assert_eq!(other_part(name, beside.tensor("other")), "other");
+                assert!(beside.save(folder.file("again.pt")).is_err(), "{name}");
+            }
+            let within = file("within");
+            let skip = if is_tensor { &["other"][..] } else { &[] };
+            let report = restored(name, &within, skip);
+            let listed = [report.unexpected_keys, report.skipped_keys].concat();
+            assert_eq!(listed, ["model/other"], "{name}");
+            restored(name, &file("bare"), &[]);
+            if !is_tensor {
+                asked(name, &within);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_dtype_that_is_not_supported_is_left_out_of_safetensors() {
+    let Some(python) = Oracle::find("checkpoint_files.py") else { return };
+    let folder = Folder::new();
+    let printed = python.run(&["unsupported", folder.0.to_str().unwrap()], "");
+    let mut count = 0;
+    for name in printed.lines() {
+        let path = folder.file(&format!("{name}.safetensors"));
+        if !path.exists() {
+            continue;
+        }
+        let checkpoint = load(&path);
+        assert_eq!(restored(name, &checkpoint, &[]).unexpected_keys, ["model/other"], "{name}");
+        assert_eq!(restored(name, &checkpoint, &["oth*"]).skipped_keys, ["model/other"], "{name}");
+        asked(name, &checkpoint);
+        let error = checkpoint.tensor("model.other").unwrap_err().to_string();
+        assert!(error.contains(name), "{error}");
+        count += 1;
+    }
+    assert_eq!(count, 7, "{printed}");
+}
+
+/// What is damaged is still damage.
+#[test]
+fn a_tensor_of_an_unknown_dtype_cannot_hide_a_gap() {
+    let folder = Folder::new();
+    let file = |offsets: [usize; 4], len: usize| {
+        let [a, b, c, d] = offsets;
+        let header = format!(
+            r#"{{"a":{{"dtype":"NEW","shape":[1],"data_offsets":[{a},{b}]}},"b":{{"dtype":"U8","shape":[2],"data_offsets":[{c},{d}]}}}}"#
+        );
+        let path = folder.file("x.safetensors");
+        let bytes =
+            [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; len]].concat();
+        std::fs::write(&path, bytes).unwrap();
+        Checkpoint::load(&path)
+    };
+    assert!(file([0, 3, 3, 5], 5).is_ok());
+    for (offsets, len) in [
+        ([0, 3, 4, 6], 6),
+        ([0, 3, 2, 4], 4),
+        ([1, 3, 3, 5], 5),
+        ([3, 0, 3, 5], 5),
+        ([0, 3, 3, 5], 6),
+    ] {
+        let refused = file(offsets, len);
+        assert!(
+            matches!(refused, Err(Error::Checkpoint(CheckpointError::Damaged { .. }))),
+            "{offsets:?}: {refused:?}"
+        );
+    }
+}

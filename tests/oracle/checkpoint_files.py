@@ -1,0 +1,391 @@
+"""Writes the files that Python programs have, for tests/checkpoint/files.rs and tests/checkpoint/unsupported.rs.
+
+shapes FOLDER: writes a small model and what trains it in every shape in which programs, Lightning and transformers save
+them, and prints what is in them as JSON.
+unsupported FOLDER: writes files in which one entry is something that this crate does not support, or is in a way that
+is not common, and prints the names of the entries, with `tensor` behind those that are tensors after all.
+average FILE: loads an AveragedModel from the part `ema` of FILE, which this crate wrote, and prints it after an update.
+"""
+
+import argparse
+import collections
+import copy
+import dataclasses
+import datetime
+import decimal
+import enum
+import functools
+import json
+import pathlib
+import struct
+import sys
+import types
+import uuid
+import warnings
+
+import torch
+from torch import nn
+from torch.optim import swa_utils
+
+
+def model():
+    net = nn.Linear(3, 2)
+    with torch.no_grad():
+        net.weight.copy_(torch.arange(6, dtype=torch.float32).view(2, 3) / 4)
+        net.bias.copy_(torch.tensor([0.5, -0.5]))
+    return net
+
+
+def trained():
+    net = model()
+    opt = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+    for _ in range(2):
+        opt.zero_grad()
+        scaler.scale(net(torch.ones(1, 3)).sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+        schedule.step()
+    return net, opt, schedule, scaler
+
+
+def safetensors(path, tensors, metadata=None):
+    """Writes tensors of torch, or pairs of a dtype and bytes, as the specification of the format says."""
+    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.uint8: "U8"}
+    header, body = {}, b""
+    if metadata is not None:
+        header["__metadata__"] = metadata
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            dtype, shape = names[tensor.dtype], list(tensor.shape)
+            data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+        else:
+            dtype, shape, data = tensor
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + body)
+
+
+def lightning(net, opt, schedule, scaler):
+    """The layout of Lightning's `dump_checkpoint`, of a module that holds the net as `net`."""
+    return {
+        "epoch": 1,
+        "global_step": 2,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": {f"net.{name}": tensor for name, tensor in net.state_dict().items()},
+        "loops": {
+            "fit_loop": {
+                "state_dict": {},
+                "epoch_loop.state_dict": {"_batches_that_stepped": 2},
+                "epoch_progress": {"total": {"ready": 1, "completed": 0}, "current": {"ready": 1}},
+            },
+            "validate_loop": {"state_dict": {}},
+        },
+        "callbacks": {
+            "ModelCheckpoint{'monitor': 'loss'}": {
+                "monitor": "loss",
+                "best_model_score": torch.tensor(0.25),
+                "best_model_path": "a.ckpt",
+                "best_k_models": {"a.ckpt": torch.tensor(0.25)},
+            }
+        },
+        "optimizer_states": [opt.state_dict()],
+        "lr_schedulers": [schedule.state_dict()],
+        "MixedPrecision": scaler.state_dict(),
+        "hparams_name": "kwargs",
+        "hyper_parameters": {"lr": 0.5, "widths": (3, 2)},
+    }
+
+
+def transformers(folder, net, opt, schedule, scaler):
+    """The files of transformers' `Trainer`, and of `save_pretrained` with several shards."""
+    torch.save(net.state_dict(), f"{folder}/pytorch_model.bin")
+    torch.save(opt.state_dict(), f"{folder}/optimizer.pt")
+    torch.save(schedule.state_dict(), f"{folder}/scheduler.pt")
+    torch.save(scaler.state_dict(), f"{folder}/scaler.pt")
+    torch.save({"python": (3, (1, 2), None), "cpu": torch.get_rng_state()}, f"{folder}/rng_state.pth")
+    safetensors(f"{folder}/model.safetensors", net.state_dict(), {"format": "pt"})
+    for ending, base in [("safetensors", "model"), ("bin", "pytorch_model")]:
+        files = {}
+        for number, (name, tensor) in enumerate(net.state_dict().items(), 1):
+            files[name] = f"{base}-{number:05}-of-00002.{ending}"
+            path = f"{folder}/{files[name]}"
+            if ending == "bin":
+                torch.save({name: tensor}, path)
+            else:
+                safetensors(path, {name: tensor}, {"format": "pt"})
+        index = {"metadata": {"total_size": 32}, "weight_map": files}
+        with open(f"{folder}/{base}.{ending}.index.json", "w") as file:
+            json.dump(index, file, indent=2)
+
+
+def averaged(net):
+    """An average of a net with a norm, after two updates."""
+    wide = nn.Sequential(collections.OrderedDict(linear=copy.deepcopy(net), norm=nn.BatchNorm1d(2)))
+    ema = swa_utils.AveragedModel(wide, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+    for step in range(2):
+        with torch.no_grad():
+            wide(torch.arange(6, dtype=torch.float32).view(2, 3) + step)
+            wide.linear.weight.add_(1)
+        ema.update_parameters(wide)
+    return wide, ema
+
+
+def shapes(folder):
+    net, opt, schedule, scaler = trained()
+    weights, zip_format = net.state_dict(), {"_use_new_zipfile_serialization": False}
+    run = {"model": weights, "optimizer": opt.state_dict(), "scaler": scaler.state_dict(), "epoch": 3}
+    wide, ema = averaged(net)
+    files = {
+        "bare_model": weights,
+        "bare_model_with_others": {**weights, "version": 3, "args": argparse.Namespace(lr=1), "classes": ["a", "b"]},
+        "run": run,
+        "state_dict": {"state_dict": weights, "epoch": 3},
+        "model_with_others": {"model": {**weights, "version": 3, "names": ["a"], "meta": {"q": (1, None)}, "f": b"x"}},
+        "deep": {"checkpoint": {"last": run}, "kind": "run"},
+        "prefixes": {"model": {f"module._orig_mod.{name}": tensor for name, tensor in weights.items()}},
+        "lightning": lightning(net, opt, schedule, scaler),
+        "two": {"optimizer_states": [opt.state_dict(), torch.optim.SGD(net.parameters(), lr=0.25).state_dict()]},
+        "averaged": {"model": wide.state_dict(), "ema": ema.state_dict()},
+        "bare_averaged": ema.state_dict(),
+        "bare_tensor": net.weight.detach(),
+        "list": [weights, 3],
+    }
+    for name, content in files.items():
+        torch.save(content, f"{folder}/{name}.pt")
+    for name in ["bare_model", "run", "lightning", "averaged", "bare_tensor"]:
+        torch.save(files[name], f"{folder}/{name}.old.pt", **zip_format)
+    half = {"a": torch.arange(6).view(2, 3).t().bfloat16(), "b": torch.arange(4).to(torch.complex64)}
+    base = torch.arange(24, dtype=torch.float64)
+    views = {"base": base, "part": base[4:9], "column": base.view(4, 6)[:, 2], "empty": base[:0], **half}
+    torch.save({"model": views}, f"{folder}/views.old.pt", **zip_format)
+    transformers(folder, net, opt, schedule, scaler)
+    listed = lambda tensors: {name: tensor.tolist() for name, tensor in tensors.items()}
+    state = opt.state_dict()["state"]
+    content = {
+        "weights": listed(weights),
+        "buffers": {"weight": state[0]["momentum_buffer"].tolist(), "bias": state[1]["momentum_buffer"].tolist()},
+        "lr": opt.param_groups[0]["lr"],
+        "scaler": scaler.state_dict(),
+        "averages": listed(ema.state_dict()),
+        "views": {name: tensor.double().flatten().tolist() for name, tensor in views.items() if name != "b"},
+    }
+    with torch.no_grad():
+        wide.linear.weight.add_(1)
+    ema.update_parameters(wide)
+    content["next averages"] = listed(ema.state_dict())
+    print(json.dumps(content))
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Options:
+    lr: float = 0.1
+
+
+Pair = collections.namedtuple("Pair", "one two")
+
+
+class Old:
+    """A tensor as PyTorch before 0.4 pickled it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __reduce__(self):
+        return torch._utils._rebuild_tensor, (self.tensor._typed_storage(), 0, tuple(self.tensor.shape), (1,))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def numpy_numbers():
+    """The pickles of numpy's numbers and arrays, without numpy."""
+    core = types.ModuleType("numpy.core.multiarray")
+    numpy = types.ModuleType("numpy")
+
+    def scalar(dtype, data):
+        pass
+
+    def _reconstruct(cls, shape, kind):
+        pass
+
+    class dtype:
+        def __reduce__(self):
+            return dtype, ("f8", False, True), (3, "<", None, None, None, -1, -1, 0)
+
+    class ndarray:
+        def __reduce__(self):
+            return _reconstruct, (ndarray, (0,), b"b"), (1, (2,), float64, False, b"\x00" * 16)
+
+    float64 = dtype()
+
+    class Number:
+        def __reduce__(self):
+            return scalar, (float64, b"\x00" * 8)
+
+    for function in [scalar, _reconstruct]:
+        function.__module__, function.__qualname__ = "numpy.core.multiarray", function.__name__
+        setattr(core, function.__name__, function)
+    for cls in [dtype, ndarray]:
+        cls.__module__, cls.__qualname__ = "numpy", cls.__name__
+        setattr(numpy, cls.__name__, cls)
+    sys.modules.update({"numpy.core.multiarray": core, "numpy": numpy})
+    return {"numpy number": Number(), "numpy array": ndarray(), "numpy list": [1.0, Number()]}
+
+
+def with_attribute():
+    tensor = torch.ones(2)
+    tensor.note = "x"
+    return tensor
+
+
+def hooked():
+    tensor = torch.ones(2, requires_grad=True)
+    tensor.register_hook(print)
+    return tensor
+
+
+def recursive_tuple():
+    items = []
+    items.append((items, 1, 2, 3, 4))
+    return items[0]
+
+
+def recursive_list():
+    items = []
+    items.append(items)
+    return items
+
+
+def view_as(name, count=4):
+    dtype = getattr(torch, name)
+    return torch.ones(count * 8, dtype=torch.uint8).view(dtype)
+
+
+def odd_values():
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.BatchNorm1d(2)))
+    for _ in range(12):
+        net = nn.Sequential(net)
+    opt = torch.optim.Adam(net.parameters())
+    names = "float8_e8m0fnu float4_e2m1fn_x2 bits8 bits16 bits1x8 bits2x4 bits4x2 uint16 uint32 uint64".split()
+    quantized = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.quint8)
+    channels = torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.qint8)
+    return {
+        **{name: view_as(name) for name in names if hasattr(torch, name)},
+        "quantized": quantized,
+        "quantized channels": channels,
+        "quantized int32": torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint32),
+        "quantized parameter": nn.Parameter(quantized, requires_grad=False),
+        "quantized list": [quantized, 1],
+        "typed storage": torch.FloatStorage([1, 2]),
+        "untyped storage": torch.UntypedStorage(4),
+        "tuple keys": {("a", 1): 2},
+        "tuple keys with tensors": {("a", 1): torch.ones(2), "b": torch.ones(2)},
+        "tuple keys deep": {"a": [{(1, 2): 3}]},
+        "bytes keys": {b"a": 1},
+        "frozenset keys": {frozenset([1]): 1},
+        "class keys": {Color.RED: 1, int: 2},
+        "tensor keys": {torch.ones(1): 1},
+        "sparse": torch.eye(2).to_sparse(),
+        "csr": torch.eye(2).to_sparse_csr(),
+        "bsr": torch.eye(4).to_sparse_bsr((2, 2)),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "meta": torch.ones(2, device="meta"),
+        "conj": torch.ones(2, dtype=torch.complex64).conj(),
+        "neg": torch.ones(2, dtype=torch.complex64).conj().imag,
+        "hooked tensor": hooked(),
+        "uninitialized": nn.UninitializedParameter(),
+        "subclass": torch.ones(2).as_subclass(Subclass),
+        "module": net,
+        "module class": nn.Linear,
+        "optimizer": opt,
+        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(opt, 3),
+        "layout": torch.strided,
+        "qscheme": torch.per_tensor_affine,
+        "quantized dtype": torch.qint8,
+        "small dtype": torch.uint4,
+        "namespace": argparse.Namespace(lr=0.1, nested=argparse.Namespace(a=[1])),
+        "simple namespace": types.SimpleNamespace(a=1),
+        "dataclass": Options(),
+        "enum": Color.RED,
+        "named tuple": Pair(1, 2),
+        "path": pathlib.PurePosixPath("/a/b"),
+        "date": datetime.datetime(2024, 1, 2),
+        "time zone": datetime.timezone.utc,
+        "decimal": decimal.Decimal("1.5"),
+        "uuid": uuid.UUID(int=5),
+        "default dict": collections.defaultdict(list, {"a": [1]}),
+        "deque": collections.deque([1, 2], maxlen=3),
+        "chain map": collections.ChainMap({"a": 1}),
+        "range": range(3),
+        "slice": slice(1, 2),
+        "function": torch.relu,
+        "builtin": len,
+        "partial": functools.partial(int, base=2),
+        "method": "a".join,
+        "ellipsis": ...,
+        "bytes": b"ab",
+        "empty bytes": b"",
+        "long bytes": b"ab" * 300,
+        "bytearray": bytearray(b"ab"),
+        "set": {1, 2},
+        "empty set": set(),
+        "frozenset": frozenset([1]),
+        "complex": 1j,
+        "huge": 2**80,
+        "huger": -(2**3000),
+        "surrogate": "a\udcff",
+        "surrogate key": {"a\udcff": 1},
+        "deep": functools.reduce(lambda inner, _: [inner], range(80), 1),
+        "recursive list": recursive_list(),
+        "recursive tuple": recursive_tuple(),
+        "error": ValueError("x"),
+        "exception in a list": [1, {"a": KeyError("b")}],
+        **numpy_numbers(),
+        # Tensors in ways that are not common.
+        "buffer tensor": nn.Buffer(torch.ones(2)),
+        "attribute tensor": with_attribute(),
+        "old tensor": Old(torch.ones(2)),
+        "parameter tensor": nn.Parameter(torch.ones(2)),
+        "lone parameter tensor": nn.Parameter(with_attribute()),
+    }
+
+
+def unsupported(folder):
+    weights = model().state_dict()
+    for name, value in odd_values().items():
+        for protocol in (2, 3, 4, 5):
+            way = {"pickle_protocol": protocol}
+            path = f"{folder}/{name}.{protocol}"
+            torch.save({"model": weights, "seed": 7, "other": value}, f"{path}.beside.pt", **way)
+            torch.save({"model": {**weights, "other": value}, "seed": 7}, f"{path}.within.pt", **way)
+            torch.save({**weights, "other": value, "seed": 7}, f"{path}.bare.pt", **way)
+        print(name)
+    for dtype, size in [("F8_E8M0", 4), ("U16", 8), ("U32", 16), ("U64", 32), ("F4", 2), ("F6_E2M3", 3), ("NEW", 5)]:
+        # The names of the weights are on both sides of the other's.
+        tensors = {"bias": weights["bias"], "other": (dtype, [4], b"\x01" * size), "weight": weights["weight"]}
+        safetensors(f"{folder}/{dtype}.safetensors", tensors)
+        print(dtype)
+
+
+def average(path):
+    saved = torch.load(path, weights_only=True)["ema"]
+    wide = nn.Sequential(collections.OrderedDict(linear=model(), norm=nn.BatchNorm1d(2)))
+    ema = swa_utils.AveragedModel(wide, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+    ema.load_state_dict(saved)
+    before = {name: tensor.tolist() for name, tensor in ema.state_dict().items()}
+    ema.update_parameters(wide)
+    print(json.dumps([before, {name: tensor.tolist() for name, tensor in ema.state_dict().items()}]))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    {"shapes": shapes, "unsupported": unsupported, "average": average}[sys.argv[1]](*sys.argv[2:])
