@@ -1,6 +1,8 @@
 //! What Ctrl-C does to a process.
 
 use std::process::Command;
+use std::thread::sleep;
+use std::time::Duration;
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::low_level::raise;
@@ -80,7 +82,16 @@ fn one_signal_ends_a_run_that_writes_its_sample() {
         let (calm, ended) = (Folder::new(), Folder::new());
         GPT.start(&calm, ranks).finish();
         let long = format!("--sample 1000000 {ranks}");
-        let output = GPT.start_and_signal(&ended, &long, 40, "TERM");
+        let mut run = GPT.start(&ended, &long);
+        run.wait_for(40, &ended);
+        let last = ended.file("checkpoints").join("step-00000040.safetensors");
+        while !last.exists() {
+            sleep(Duration::from_millis(10));
+        }
+        // The sample takes minutes.
+        sleep(Duration::from_secs(1));
+        run.signal("TERM");
+        let output = run.output();
         assert_eq!(output.status.code(), Some(130), "{output:?}");
         assert!(!ended.file("out").exists());
         GPT.start(&ended, &format!("--resume {ranks}")).finish();

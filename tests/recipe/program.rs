@@ -143,7 +143,7 @@ impl Running {
     }
 
     /// Waits until the log has a line of this step, or the run has ended.
-    fn wait_for(&mut self, step: u64, folder: &Folder) {
+    pub fn wait_for(&mut self, step: u64, folder: &Folder) {
         let end = Instant::now() + PATIENCE;
         while last_step(&folder.file("logs").join(CSV)) < step {
             assert!(Instant::now() < end, "step {step} was not reached");
@@ -155,7 +155,7 @@ impl Running {
     }
 
     /// Sends a signal by its name, unless the process has ended.
-    fn signal(&mut self, name: &str) {
+    pub fn signal(&mut self, name: &str) {
         if self.0.try_wait().unwrap().is_none() {
             let command = format!("kill -{name} {}", self.0.id());
             assert!(Command::new("sh").args(["-c", &command]).status().unwrap().success());
