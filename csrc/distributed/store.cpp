@@ -65,8 +65,10 @@ uint8_t tamp_store_has(const tamp_store *store, const char *key, char **err) noe
 
 void tamp_store_wait(const tamp_store *store, const char *const *keys, size_t count, int64_t timeout_ms,
                      char **err) noexcept {
-  tamp::guarded(
-      err, [&] { given(store).store->wait(std::vector<std::string>(keys, keys + count), milliseconds(timeout_ms)); });
+  tamp::guarded(err, [&] {
+    const std::vector<std::string> all(keys, keys + count);
+    given(store).store->wait(all, milliseconds(timeout_ms));
+  });
 }
 
 void tamp_store_free(tamp_store *store) noexcept {
