@@ -2,9 +2,9 @@
 
 use tch::Tensor;
 
-#[cfg(doc)]
-use crate::error::ScalerError;
 use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::{GradientError, ScalerError};
 use crate::ffi::{self, OutsideRegions};
 use crate::scale::end_all;
 use crate::scaler::GradScaler;
@@ -23,8 +23,8 @@ impl GradScaler {
     ///
     /// [`ScalerError::NoInfChecks`] if no gradient was checked since the last update, and
     /// [`ScalerError::UnscaleFailed`] if unscaling broke off and the gradients were not zeroed since;
-    /// [`GradientError::Unsynced`](crate::GradientError::Unsynced) while a model on several ranks accumulates gradients
-    /// that were scaled; nothing is changed then. [`ScalerError::TooManySkips`] at the configured limit, and [`ScalerError::ScaleAtMinimum`] with
+    /// [`GradientError::Unsynced`] while a model on several ranks accumulates gradients that were scaled; nothing is
+    /// changed then. [`ScalerError::TooManySkips`] at the configured limit, and [`ScalerError::ScaleAtMinimum`] with
     /// `error_at_min_scale`; the iteration has been ended as usual then.
     ///
     /// # Examples

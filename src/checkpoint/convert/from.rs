@@ -174,8 +174,8 @@ impl Reader<'_> {
                     tensors.extend(self.entry(tensor).map(|entry| (name, entry)));
                 }
                 Value::Opaque(what) => {
-                    unsupported.insert(name.clone(), Part::Unknown(what.clone().into_owned()));
-                    parts.insert(name, Part::Unknown(what.clone().into_owned()));
+                    unsupported.insert(name.clone(), unknown(what.clone().into_owned()));
+                    parts.insert(name, unknown(what.clone().into_owned()));
                 }
                 value => drop(parts.insert(name, self.guess(value))),
             }

@@ -62,7 +62,7 @@ pub(crate) fn read(source: Arc<Source>) -> Result<Archive> {
 }
 
 fn unsupported(dtype: &str) -> Part {
-    Part::Unknown(format!("tch has no dtype {dtype}"))
+    Part::Unknown(format!("tch has no dtype {}", shown(dtype)))
 }
 
 fn read_header(source: &Source) -> Result<Vec<u8>> {
