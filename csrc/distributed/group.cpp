@@ -3,6 +3,7 @@
 // libtorch is built with gloo, whose headers it does not bring: see gloo_headers.
 #define USE_C10D_GLOO
 
+#include <c10/core/InferenceMode.h>
 #include <torch/headeronly/version.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -140,7 +141,9 @@ void tamp_group_close(const tamp_group *group) noexcept {
 int64_t tamp_group_unwritable(tamp_tensor *const *tensors, size_t count, char **err) noexcept {
   return tamp::guarded(err, [&]() -> int64_t {
     for (size_t i = 0; i < count; ++i) {
-      if (tamp::overlaps(tamp::tensor(tensors[i]))) return static_cast<int64_t>(i);
+      const at::Tensor &t = tamp::tensor(tensors[i]);
+      const bool is_sealed = t.is_inference() && !c10::InferenceMode::is_enabled();
+      if (t._is_zerotensor() || is_sealed || tamp::overlaps(t)) return static_cast<int64_t>(i);
     }
     return -1;
   });

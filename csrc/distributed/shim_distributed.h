@@ -78,8 +78,8 @@ void tamp_group_close(const tamp_group *group) TAMP_NOEXCEPT;
 
 void tamp_group_free(tamp_group *group) TAMP_NOEXCEPT;
 
-// Returns the index of the first of the `count` strided tensors of which elements share memory, so that a result cannot
-// be written to it, or -1.
+// Returns the index of the first of the `count` strided tensors that a result cannot be written to, or -1: its elements
+// share memory or have none, or it is an inference tensor outside of inference mode.
 int64_t tamp_group_unwritable(tamp_tensor *const *tensors, size_t count, char **err) TAMP_NOEXCEPT;
 
 typedef struct tamp_gathering tamp_gathering;

@@ -30,8 +30,8 @@ impl ProcessGroup {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] for a tensor that cannot be communicated, or of which elements share memory, as after
-    /// `expand`, and for the mean of integers;
+    /// [`Error::InvalidArgument`] for a tensor that cannot be communicated or written, such as one of which elements
+    /// share memory after `expand`, and for the mean of integers;
     /// [`DistributedError::Mismatch`] if the ranks call something else;
     /// [`DistributedError::Communication`] if a rank does not answer. The tensor is unchanged then.
     ///
@@ -258,7 +258,7 @@ fn refuse_unwritable(tensor: &Tensor) -> Result<()> {
     if unwritable(&[tensor.shallow_clone()])?.is_none() {
         return Ok(());
     }
-    let problem = "has elements that share memory, as after expand; pass a copy of it";
+    let problem = "has elements that share memory, as after expand, or that cannot be written; pass a copy of it";
     Err(unusable(problem.to_owned()))
 }
 
