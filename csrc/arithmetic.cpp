@@ -231,7 +231,9 @@ Tensor norm_of_norms(const std::vector<Tensor> &norms) {
   }
   Tensor total = norms.front().to(at::kDouble);
   for (size_t i = 1; i < norms.size(); ++i) {  // no square overflows or underflows
-    total = at::hypot(total, on_device(norms[i], device).to(at::kDouble));
+    const Tensor norm = on_device(norms[i], device).to(at::kDouble);
+    // By its standard, a hypotenuse is infinite if one side is, even if the other one is NaN.
+    total = at::where(at::isnan(total + norm), total + norm, at::hypot(total, norm));
   }
   return in_f64 ? total : narrowed(total);
 }

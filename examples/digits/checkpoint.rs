@@ -25,8 +25,9 @@ impl Saves {
         let folder = options.checkpoints.as_ref().filter(|_| is_used).map(open).transpose()?;
         let folder = folder.map(|folder| folder.keep_last(1));
         if let (Some(folder), false) = (&folder, options.resume) {
-            for file in folder.files()? {
-                ensure_same(&file.path, options.seed)?;
+            let files = folder.files()?;
+            files.iter().try_for_each(|file| ensure_same(&file.path, options.seed))?;
+            for file in files {
                 std::fs::remove_file(&file.path)
                     .with_context(|| format!("cannot remove {}", file.path.display()))?;
             }

@@ -95,6 +95,9 @@ const MAX_VALUES: u64 = 2_000_000;
 /// The most tensors and the most parameters of optimizers that a file may have.
 const MAX_TENSORS: usize = 1 << 18;
 
+/// The most parts that a file may have, counting those within others. Each takes more memory than a value.
+const MAX_PARTS: usize = 100_000;
+
 /// The name and version of this crate, as written into its files.
 const WRITER: &str = concat!("tch-amp ", env!("CARGO_PKG_VERSION"));
 

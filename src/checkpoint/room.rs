@@ -7,7 +7,7 @@ use std::io::{self, Write};
 
 use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
 use crate::checkpoint::plain::Plain;
-use crate::checkpoint::{CheckpointError, MAX_TENSORS, MAX_VALUES, safetensors};
+use crate::checkpoint::{CheckpointError, MAX_PARTS, MAX_TENSORS, MAX_VALUES, safetensors};
 use crate::error::unsaveable;
 
 /// The most values in all parts. A quarter of what a file may hold is left for the names and shapes of tensors, which
@@ -33,6 +33,7 @@ const TENSOR: u64 = 256;
 /// What has been added so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Room {
+    parts: u64,
     tensors: u64,
     values: u64,
     json: u64,
@@ -53,6 +54,10 @@ impl Room {
         } else if self.tensors > MAX_TENSORS as u64 {
             let Self { tensors, .. } = self;
             format!("the checkpoint would have {tensors} tensors, more than {MAX_TENSORS}")
+        } else if self.parts > MAX_PARTS as u64 {
+            format!(
+                "the checkpoint would have more than {MAX_PARTS} parts; add them as one value or state"
+            )
         } else if self.json > MOST_JSON || self.header > MOST_HEADER {
             let json = self.json;
             format!(
@@ -72,6 +77,7 @@ impl Room {
             self.json += CHECKSUM;
             self.header += 2 * (CHECKSUM + (name.len() + tensor.len()) as u64) + TENSOR;
         }
+        self.parts += 1;
         let mut levels = 0;
         match part {
             Part::Value(values) | Part::State(StatePart { values, .. }) => {

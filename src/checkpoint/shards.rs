@@ -37,7 +37,9 @@ pub(super) fn load(index: &Source, open: &Open) -> Result<BTreeMap<String, Part>
     let (mut tensors, mut others) = (BTreeMap::new(), BTreeMap::new());
     for (file, names) in files {
         let mut parts = Path::new(file).components();
-        if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
+        let is_one = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
+        // Messages about the file show its path.
+        if !is_one || shown(file) != *file {
             let problem = format!("`{}` in it is not the name of a file", shown(file));
             return Err(index.damaged(problem).into());
         }

@@ -26,6 +26,17 @@ pub(super) fn job() -> Result<String> {
     Ok(String::new())
 }
 
+/// Whether two processes belong to different jobs. Slurm's name does not reach processes that a job starts by other
+/// means, so that it counts only if both have it.
+fn are_different(one: &str, other: &str) -> bool {
+    let is_of_slurm = |job: &str| job.starts_with(JOBS[1]);
+    match (one.is_empty(), other.is_empty()) {
+        (false, true) => !is_of_slurm(one),
+        (true, false) => !is_of_slurm(other),
+        _ => one != other,
+    }
+}
+
 /// A name for a job that this process starts.
 pub(super) fn new_job() -> (&'static str, String) {
     let since = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
@@ -49,7 +60,7 @@ impl Place {
             return self.obey(&store.get(&key("verdict"), left())?);
         }
         let (size, its_job) = first.split_once(' ').unwrap_or((&first, ""));
-        if its_job != job {
+        if are_different(its_job, job) {
             return Err(self.store.of_another_job(its_job, job));
         }
         if store.count(&key(&format!("{} has come", self.rank)))? > 1 {
@@ -104,9 +115,10 @@ impl Place {
     /// Notes that this rank has heard of the verdict. If it serves the store, it waits for the others, for a while.
     fn leave(&self) -> Result<()> {
         let store = self.store.handle();
-        store.set(&self.reported(self.rank), "1")?;
+        let left = |rank| format!("{}/left/{rank}", self.prefix);
+        store.set(&left(self.rank), "1")?;
         if self.store.served_by() == Some(self.rank) {
-            let others: Vec<_> = self.others().map(|rank| self.reported(rank)).collect();
+            let others: Vec<_> = self.others().map(left).collect();
             // Those that come later find no store.
             drop(store.wait(&others, GRACE));
         }
@@ -121,7 +133,7 @@ impl Place {
             let job_of_rank_0 = || -> Result<bool> {
                 let first = here.store.handle().get(&format!("{}/rank 0", here.prefix), GRACE)?;
                 Ok(match (first.split_once(' '), job()) {
-                    (Some((_, its_job)), Ok(job)) => its_job == job,
+                    (Some((_, its_job)), Ok(job)) => !are_different(its_job, &job),
                     _ => true,
                 })
             };

@@ -10,8 +10,7 @@ const SENTENCE_CHARS: usize = 1000;
 /// How many names of a list a message shows.
 const NAMES: usize = 8;
 
-/// Returns a name from a file as messages show it: shortened, and with escapes for what a terminal would obey. Shown
-/// again, it stays the same.
+/// Returns a name from a file as messages show it: shortened, and with escapes for what a terminal would obey.
 pub(crate) fn shown(name: &str) -> String {
     escaped(name, NAME_CHARS)
 }

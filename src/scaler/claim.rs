@@ -97,10 +97,13 @@ impl GradScaler {
                         gradients = self.gradients(optimizer).inspect_err(undo)?;
                     }
                     plan = Plan::new(&gradients, allow_fp16).inspect_err(undo)?;
+                    gradients = gradients.separated().inspect_err(undo)?;
                     widened = Some(done);
+                } else {
+                    gradients = gradients.separated()?;
                 }
                 let even_empty = self.agreement.is_some();
-                iteration.open(gradients.separated()?, widened, &plan, scale, look, even_empty)
+                iteration.open(gradients, widened, &plan, scale, look, even_empty)
             }
         }
     }

@@ -71,8 +71,10 @@ impl GradScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`] unless `new_scale` is from `min_scale` to `max_scale`; nothing is changed then.
+    /// [`Error::InvalidArgument`] unless `new_scale` is from `min_scale` to `max_scale`; [`GradientError::Unsynced`] as
+    /// in [`update`](Self::update). Nothing is changed then.
     pub fn update_with(&mut self, new_scale: f64) -> Result<()> {
+        self.check_scale_may_change()?;
         self.scale.set_scale(new_scale)?;
         self.iteration.get_mut().close();
         Ok(())

@@ -164,18 +164,8 @@ fn hostile_safetensors_headers_take_a_small_multiple_of_memory() {
             ("values", &|path| with_value(path, &repeated("1,", 30 * MB))),
             ("lists", &|path| with_value(path, &repeated("[0],", 30 * MB))),
             ("maps", &|path| with_value(path, &repeated(r#"{"":0},"#, 20 * MB))),
-            ("lists within bounds", &|path| with_value(path, &repeated("[0],", 4 * MB - 1000))),
-            ("maps within bounds", &|path| with_value(path, &repeated(r#"{"":0},"#, 4 * MB))),
-            ("parts", &|path| {
-                let parts = repeated(r##""#":{"kind":"model"},"##, 10 * MB);
-                with_manifest(path, &format!(r#""checksums":[],"parts":{{{parts}}}"#));
-            }),
-            ("groups", &|path| {
-                let names = repeated(r#""","#, 5 * MB);
-                let part =
-                    format!(r#"{{"kind":"optimizer","param_groups":[{{"params":[{names}]}}]}}"#);
-                with_manifest(path, &format!(r#""checksums":[],"parts":{{"a":{part}}}"#));
-            }),
+            ("lists", &|path| signed_value(path, &repeated("[0],", 30 * MB))),
+            ("parts", &|path| signed_models(path, 10 * MB)),
         ],
     );
 }
@@ -430,6 +420,29 @@ fn signed(path: &Path, parts: &str, tensors: usize, name: &dyn Fn(usize) -> Stri
     header(path, &text.replacen(blank, &own, 1));
 }
 
+fn signed_value(path: &Path, items: &str) {
+    signed(path, &format!(r#"{{"a":{{"kind":"value","value":[{items}]}}}}"#), 0, &|_| {
+        String::new()
+    });
+}
+
+fn signed_models(path: &Path, bytes: usize) {
+    let parts = repeated(r##""#":{"kind":"model"},"##, bytes);
+    signed(path, &format!("{{{parts}}}"), 0, &|_| String::new());
+}
+
+#[test]
+fn hostile_values_of_safetensors_take_a_small_multiple_of_memory() {
+    check(
+        false,
+        &[
+            ("lists within bounds", &|path| signed_value(path, &repeated("[0],", 4 * MB - 1000))),
+            ("maps within bounds", &|path| signed_value(path, &repeated(r#"{"":0},"#, 4 * MB))),
+            ("parts within bounds", &|path| signed_models(path, 2 * MB)),
+        ],
+    );
+}
+
 #[test]
 fn hostile_parts_of_safetensors_take_a_small_multiple_of_memory() {
     let group = |params: &str| {
@@ -495,11 +508,14 @@ fn an_expanded_tensor_takes_no_more_memory_than_its_file() {
 }
 
 /// A dict of many entries that are not supported, each of which would be a part of its own.
-fn unsupported_entries(count: usize) -> Vec<u8> {
+fn unsupported_entries(count: usize, is_at_the_top: bool) -> Vec<u8> {
     let entries = (0..count)
         .flat_map(|n| [b"X\x08\0\0\0".as_slice(), format!("{n:08}").as_bytes(), b"\x8f"].concat());
     let entries: Vec<u8> = entries.collect();
-    [b"\x80\x04}X\x01\0\0\0a}(".as_slice(), &entries, b"us."].concat()
+    match is_at_the_top {
+        true => [b"\x80\x04}(".as_slice(), &entries, b"u."].concat(),
+        false => [b"\x80\x04}X\x01\0\0\0a}(".as_slice(), &entries, b"us."].concat(),
+    }
 }
 
 /// A file in the format before PyTorch 1.6, with these pickles of the object and of the keys of its storages.
@@ -517,14 +533,17 @@ fn other_hostile_files_of_python_take_a_small_multiple_of_memory() {
     check(
         false,
         &[
-            ("unsupported entries", &|path| records(path, &unsupported_entries(90_000), 0)),
-            ("many unsupported entries", &|path| records(path, &unsupported_entries(600_000), 0)),
+            ("unsupported entries", &|path| records(path, &unsupported_entries(90_000, false), 0)),
+            ("many unsupported entries", &|path| {
+                records(path, &unsupported_entries(600_000, false), 0)
+            }),
             ("values in the old format", &|path| old(path, &nones, b"\x80\x02].")),
         ],
     );
     check(
         true,
         &[
+            ("many entries", &|path| records(path, &unsupported_entries(600_000, true), 0)),
             ("keys in the old format", &|path| old(path, &nones, &long)),
             ("an index", &|path| {
                 let names = repeated(r##""#":"x","##, 40 * MB);

@@ -46,7 +46,10 @@ fn try_all(own: &[&str], run: impl Fn(Vec<String>) -> anyhow::Result<()>) {
     }
     assert!(done > 10 && refused > 10, "{done} and {refused}");
     // Much less than the least of the sizes that are refused.
-    let grown = resident().map(|memory| memory.peak).zip(before).map(|(now, then)| now - then);
+    let grown = resident()
+        .map(|memory| memory.peak)
+        .zip(before)
+        .map(|(now, then)| now.saturating_sub(then));
     assert!(grown.is_none_or(|bytes| bytes < 3 << 30), "{grown:?} bytes");
 }
 

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::{KEY, MODULE, muon, plain};
+use crate::checkpoint::MAX_PARTS;
 use crate::checkpoint::entry::{Entry, Location};
 use crate::checkpoint::part::{Part, StatePart};
 use crate::checkpoint::pickle::{TensorRef, Value, get};
@@ -23,13 +24,13 @@ pub(super) type Problem = String;
 pub(crate) struct Reader<'a> {
     source: &'a Arc<Source>,
     offsets: BTreeMap<String, u64>,
-    /// How many more parts may be within other parts.
-    inner: Cell<usize>,
+    /// How many more parts the file may have.
+    left: Cell<usize>,
 }
 
 impl<'a> Reader<'a> {
     pub(crate) fn new(source: &'a Arc<Source>, offsets: BTreeMap<String, u64>) -> Self {
-        Self { source, offsets, inner: Cell::new(MAX_INNER_PARTS) }
+        Self { source, offsets, left: Cell::new(MAX_PARTS) }
     }
 }
 
@@ -58,10 +59,13 @@ impl Reader<'_> {
                 "optimizer" => return Ok(self.single("optimizer", root)),
                 "scaler" => return Ok(self.single("scaler", root)),
                 "model" => return Ok(self.single(MODEL, root)),
-                _ if is_model_with_others(items) => return Ok(self.model_and_others(items)),
+                _ if is_model_with_others(items) => {
+                    return self.model_and_others(items).ok_or_else(too_many);
+                }
                 _ => {}
             }
         }
+        self.count(items.len()).ok_or_else(too_many)?;
         let mut parts = BTreeMap::new();
         for (key, value) in items {
             let Some(name) = plain::text(key) else {
@@ -159,12 +163,13 @@ impl Reader<'_> {
         if items.len() > MAX_LIST {
             return None;
         }
-        self.count_inner(items.len())?;
+        self.count(items.len())?;
         Some(Part::model(BTreeMap::new(), self.items_of(items)))
     }
 
-    /// Converts a dict of variables and of other entries, which become parts beside the model.
-    fn model_and_others(&self, items: &Items) -> Parts {
+    /// Converts a dict of variables and of other entries, which become parts beside the model. Returns `None` if there are
+    /// too many of those.
+    fn model_and_others(&self, items: &Items) -> Option<Parts> {
         let (mut tensors, mut unsupported, mut parts) =
             (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         for (key, value) in items {
@@ -172,7 +177,11 @@ impl Reader<'_> {
             match value {
                 Value::Tensor(tensor) if is_variable(key, value) => {
                     tensors.extend(self.entry(tensor).map(|entry| (name, entry)));
+                    continue;
                 }
+                _ => self.count(1)?,
+            }
+            match value {
                 Value::Opaque(what) => {
                     unsupported.insert(name.clone(), unknown(what.clone().into_owned()));
                     parts.insert(name, unknown(what.clone().into_owned()));
@@ -181,7 +190,7 @@ impl Reader<'_> {
             }
         }
         parts.insert(MODEL.to_owned(), Part::model(tensors, unsupported));
-        parts
+        Some(parts)
     }
 
     fn model(&self, items: &Items) -> Option<Part> {
@@ -212,7 +221,7 @@ impl Reader<'_> {
                     Part::Value(value) => values.push((name, value)),
                     Part::Empty => values.push((name, Plain::Map(Vec::new()))),
                     other => {
-                        self.count_inner(1)?;
+                        self.count(1)?;
                         others.insert(name, other);
                     }
                 },
@@ -222,9 +231,9 @@ impl Reader<'_> {
         Some(Part::State(StatePart { others, ..state }))
     }
 
-    /// Counts parts within other parts. Returns `None` if there are too many: each takes more memory than its value.
-    fn count_inner(&self, count: usize) -> Option<()> {
-        self.inner.set(self.inner.get().checked_sub(count)?);
+    /// Counts parts. Returns `None` if there are too many.
+    fn count(&self, parts: usize) -> Option<()> {
+        self.left.set(self.left.get().checked_sub(parts)?);
         Some(())
     }
 
@@ -243,9 +252,6 @@ const MODEL: &str = "model";
 
 /// The most items that a list may have, unless all of them are values.
 const MAX_LIST: usize = 1000;
-
-/// The most parts that may be within other parts of a file.
-const MAX_INNER_PARTS: usize = 100_000;
 
 /// What is under a key that no name of a part or a tensor can be.
 fn without_a_name() -> Part {
@@ -280,6 +286,10 @@ fn is_model(items: &Items) -> bool {
     let is_tensor = |value: &Value| matches!(value, Value::Tensor(_));
     items.iter().any(|(_, value)| is_tensor(value))
         && items.iter().all(|(_, value)| is_tensor(value) || *value == Value::None)
+}
+
+fn too_many() -> Problem {
+    format!("it has more than {MAX_PARTS} parts")
 }
 
 /// Makes a part of an unsupported kind. The reason may contain text from the file.

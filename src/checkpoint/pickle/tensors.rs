@@ -124,7 +124,7 @@ impl Machine<'_> {
             }
         }
         // PyTorch would give all tensors of a storage the dtype that it was first declared with.
-        let declared = Declared { kind, bytes };
+        let declared = Declared { kind: kind.or(Some(Kind::Uint8)), bytes };
         if *self.declared.entry(name.as_bytes()).or_insert(declared) != declared {
             return Err(refuse("is declared with two dtypes or sizes".to_owned()));
         }

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::checkpoint::CheckpointError;
 use crate::checkpoint::archive::{Archive, Check, Region};
 use crate::checkpoint::entry::{Entry, Location};
 use crate::checkpoint::part::{OptimizerPart, Part, StatePart};
@@ -11,6 +10,7 @@ use crate::checkpoint::safetensors::header::{Manifest, PartManifest, VERSION, Ve
 use crate::checkpoint::safetensors::parse::{self, Header, Info};
 use crate::checkpoint::safetensors::{MAX_HEADER_BYTES, too_much};
 use crate::checkpoint::source::Source;
+use crate::checkpoint::{CheckpointError, MAX_PARTS};
 use crate::error::{Result, shown};
 
 /// Whether a file that begins with these bytes can be a safetensors file: a length, followed by JSON.
@@ -115,6 +115,9 @@ fn with_manifest(
     entries: Vec<(String, u64, Entry)>,
 ) -> Result<Archive> {
     let Manifest { checksums, parts, .. } = manifest;
+    if parts.len() > MAX_PARTS {
+        return Err(source.damaged(format!("it has more than {MAX_PARTS} parts")).into());
+    }
     if checksums.len() != entries.len() {
         return Err(source.damaged("it does not have one checksum for each tensor").into());
     }

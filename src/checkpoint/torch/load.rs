@@ -65,6 +65,9 @@ impl Read for Cursor<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let left = usize::try_from(self.source.len().saturating_sub(self.at)).unwrap_or(usize::MAX);
         let size = buffer.len().min(left);
+        if size == 0 {
+            return Ok(0);
+        }
         self.source.read_at(self.at, &mut buffer[..size]).map_err(io::Error::other)?;
         self.at += size as u64;
         Ok(size)
