@@ -53,7 +53,8 @@ struct Waiting {
   // Begins a call now. Its future takes the result.
   static void begin(Group &group, Call &call) {
     try {
-      const auto done = group.begin(call.tensors, call.options)->getFuture();
+      const auto all_reduce = [&] { return group.ProcessGroup::allreduce(call.tensors, call.options); };
+      const auto done = group.begin(all_reduce)->getFuture();
       done->addCallback([future = call.future](Future &result) {
         if (result.hasError()) {
           future->setError(result.exception_ptr());
@@ -100,23 +101,17 @@ inline void Group::depend_on(const std::shared_ptr<Gathering> &agreement) {
   agreement->done->addCallback([self, waiting = waiting_](Future &gathered) { waiting->settle(self, gathered); });
 }
 
-inline c10::intrusive_ptr<c10d::Work> Group::begin(std::vector<at::Tensor> &tensors,
-                                                   const c10d::AllreduceOptions &options) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!closed_, "the group has failed");
-  return ProcessGroup::allreduce(tensors, options);
-}
-
 inline c10::intrusive_ptr<c10d::Work> Group::allreduce(std::vector<at::Tensor> &tensors,
                                                        const c10d::AllreduceOptions &options) {
+  const auto all_reduce = [&] { return ProcessGroup::allreduce(tensors, options); };
   const auto waiting = waiting_;
-  if (waiting == nullptr) return begin(tensors, options);
+  if (waiting == nullptr) return begin(all_reduce);
   // On a GPU a collective belongs to the stream of the thread that begins it.
   if (!tensors[0].is_cpu()) waiting->agreement->done->waitAndThrow();
   const std::lock_guard<std::mutex> lock(waiting->mutex);
   if (waiting->failure != nullptr) std::rethrow_exception(waiting->failure);
   if (!tensors[0].is_cpu()) waiting->agreed = waiting->agreement->is_unanimous();
-  if (waiting->agreed == true) return begin(tensors, options);
+  if (waiting->agreed == true) return begin(all_reduce);
   auto future = new_future(tensors);
   if (waiting->agreed == false) {
     future->markCompleted(c10::IValue(tensors));

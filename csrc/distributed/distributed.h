@@ -52,14 +52,19 @@ class Group final : public c10d::ProcessGroup {
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor> &tensors,
                                            const c10d::AllreduceOptions &options) override;
 
-  // Begins an all-reduce that depends on nothing.
-  c10::intrusive_ptr<c10d::Work> begin(std::vector<at::Tensor> &tensors, const c10d::AllreduceOptions &options);
+  // Begins an operation, which another thread cannot close meanwhile.
+  template <typename F>
+  c10::intrusive_ptr<c10d::Work> begin(const F &operation) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(!closed_, "the group has failed");
+    return operation();
+  }
 
   // Closes the connections, whoever still owns the group, so that the operations of the other ranks fail.
   void close();
 
  private:
-  std::mutex mutex_;  // held by `close`, and where other threads than that of the program begin an operation
+  std::mutex mutex_;  // held by `close`, and while an operation begins
   bool closed_ = false;
   std::shared_ptr<Waiting> waiting_;
 };

@@ -70,20 +70,26 @@ c10d::ReduceOp reduction(uint8_t op) {
 // The tensor without its autograd history, which collectives do not record.
 at::Tensor plain(const at::Tensor &t) { return t.detach(); }
 
-c10::intrusive_ptr<c10d::Work> gather(const tamp_group *group, at::Tensor all, at::Tensor part) {
+c10::intrusive_ptr<c10d::Work> gather(const tamp_group *given_group, at::Tensor all, at::Tensor part) {
+  auto &group = *given(given_group).group;
+  return group.begin([&] {
 #if TORCH_VERSION_MINOR >= 13
-  return given(group).group->all_gather_single(all, part);
+    return group.all_gather_single(all, part);
 #else
-  return given(group).group->_allgather_base(all, part);
+    return group._allgather_base(all, part);
 #endif
+  });
 }
 
-void scatter_sum(const tamp_group *group, at::Tensor part, at::Tensor all) {
+void scatter_sum(const tamp_group *given_group, at::Tensor part, at::Tensor all) {
+  auto &group = *given(given_group).group;
+  finish(group.begin([&] {
 #if TORCH_VERSION_MINOR >= 13
-  finish(given(group).group->reduce_scatter_single(part, all));
+    return group.reduce_scatter_single(part, all);
 #else
-  finish(given(group).group->_reduce_scatter_base(part, all));
+    return group._reduce_scatter_base(part, all);
 #endif
+  }));
 }
 
 }  // namespace
@@ -192,7 +198,8 @@ void tamp_group_broadcast(const tamp_group *group, tamp_tensor *t, int64_t root,
     std::vector<at::Tensor> tensors{plain(tamp::tensor(t))};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    finish(given(group).group->broadcast(tensors, options));
+    auto &all = *given(group).group;
+    finish(all.begin([&] { return all.broadcast(tensors, options); }));
   });
 }
 

@@ -72,7 +72,7 @@ impl GroupOptions {
         if let Some(name) = self.name.as_ref().filter(|name| name.contains('\0')) {
             return invalid("name", format!("is {name:?}, but must have no NUL character"));
         }
-        self.form(self.place_in(store, rank, size), false)
+        self.form(self.place_in(store, rank, size))
     }
 
     /// The place of a rank in a new group.
@@ -81,8 +81,8 @@ impl GroupOptions {
         Place { store: store.clone(), prefix, name, rank, size }
     }
 
-    /// Forms the group of a place, which may be that of one model.
-    fn form(&self, place: Place, is_of_model: bool) -> Result<ProcessGroup> {
+    /// Forms the group of a place.
+    fn form(&self, place: Place) -> Result<ProcessGroup> {
         let prepared = self.interface_for(&place.store).and_then(|name| Ok((name, job()?)));
         let (interface, job) = prepared.map_err(|error| place.refuse(error))?;
         let (here, timeout, cuda) = (place.clone(), self.timeout, Cuda::is_available());
@@ -111,7 +111,6 @@ impl GroupOptions {
             place,
             options: self.clone(),
             cuda,
-            is_of_model,
             order: Mutex::default(),
             begun: AtomicUsize::new(0),
             models: AtomicUsize::new(0),
@@ -187,8 +186,6 @@ struct Shared {
     options: GroupOptions,
     /// Whether CUDA tensors can be communicated.
     cuda: bool,
-    /// Whether it is the group of one model, whose reducer uses the connections, too.
-    is_of_model: bool,
     /// Held while a collective runs.
     order: Mutex<()>,
     /// How many collectives have begun on this rank.
@@ -289,7 +286,7 @@ impl ProcessGroup {
         let number = self.0.models.fetch_add(1, Ordering::Relaxed);
         let place = self.0.place.clone();
         let prefix = format!("model {number} of {}", place.prefix);
-        Ok((number, self.0.options.form(Place { prefix, ..place }, true)?))
+        Ok((number, self.0.options.form(Place { prefix, ..place })?))
     }
 
     /// Whether an operation has failed.
@@ -319,10 +316,11 @@ impl ProcessGroup {
         self.0.place.await_reports();
     }
 
-    /// Closes the connections. The group cannot be used any more.
+    /// Closes the connections, whatever else uses them: operations that have begun would keep them open until their
+    /// timeout. The group cannot be used any more.
     pub(super) fn close(&self) {
         let handle = self.0.handle.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(handle) = handle.filter(|_| self.0.is_of_model) {
+        if let Some(handle) = handle {
             handle.close();
         }
     }
