@@ -1,15 +1,12 @@
 // All-reduces that depend on the agreement of the ranks: the members of Group.
 #pragma once
 
-#include <exception>
 #include <mutex>
 #include <optional>
 
 #include "distributed.h"
 
 namespace tamp::distributed {
-
-using Future = c10::ivalue::Future;
 
 // The future of an all-reduce of these tensors.
 inline c10::intrusive_ptr<Future> new_future(const std::vector<at::Tensor> &tensors) {
@@ -18,10 +15,10 @@ inline c10::intrusive_ptr<Future> new_future(const std::vector<at::Tensor> &tens
   return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()), std::move(devices));
 }
 
-// The work of an all-reduce that has not begun, or is left out.
-class LaterWork final : public c10d::Work {
+// The work of an operation that has begun, will begin or is left out.
+class FutureWork final : public c10d::Work {
  public:
-  explicit LaterWork(c10::intrusive_ptr<Future> future) : future_(std::move(future)) {}
+  explicit FutureWork(c10::intrusive_ptr<Future> future) : future_(std::move(future)) {}
 
   bool isCompleted() override { return future_->completed(); }
 
@@ -54,7 +51,7 @@ struct Waiting {
   static void begin(Group &group, Call &call) {
     try {
       const auto all_reduce = [&] { return group.ProcessGroup::allreduce(call.tensors, call.options); };
-      const auto done = group.begin(all_reduce)->getFuture();
+      const auto done = group.begin(call.tensors[0], all_reduce)->getFuture();
       done->addCallback([future = call.future](Future &result) {
         if (result.hasError()) {
           future->setError(result.exception_ptr());
@@ -91,6 +88,16 @@ struct Waiting {
   }
 };
 
+template <typename F>
+c10::intrusive_ptr<c10d::Work> Group::begin(const at::Tensor &t, const F &operation) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(!closed_, "the group has failed");
+  c10::intrusive_ptr<c10d::Work> work = operation();
+  // On a GPU a work is complete for the streams before it is for the host, and NCCL has a watch of its own.
+  if (!t.is_cpu()) return work;
+  return c10::make_intrusive<FutureWork>(operations_->add(*work->getFuture()));
+}
+
 inline void Group::depend_on(const std::shared_ptr<Gathering> &agreement) {
   waiting_ = nullptr;
   if (agreement == nullptr) return;
@@ -105,20 +112,20 @@ inline c10::intrusive_ptr<c10d::Work> Group::allreduce(std::vector<at::Tensor> &
                                                        const c10d::AllreduceOptions &options) {
   const auto all_reduce = [&] { return ProcessGroup::allreduce(tensors, options); };
   const auto waiting = waiting_;
-  if (waiting == nullptr) return begin(all_reduce);
+  if (waiting == nullptr) return begin(tensors[0], all_reduce);
   // On a GPU a collective belongs to the stream of the thread that begins it.
   if (!tensors[0].is_cpu()) waiting->agreement->done->waitAndThrow();
   const std::lock_guard<std::mutex> lock(waiting->mutex);
   if (waiting->failure != nullptr) std::rethrow_exception(waiting->failure);
   if (!tensors[0].is_cpu()) waiting->agreed = waiting->agreement->is_unanimous();
-  if (waiting->agreed == true) return begin(all_reduce);
+  if (waiting->agreed == true) return begin(tensors[0], all_reduce);
   auto future = new_future(tensors);
   if (waiting->agreed == false) {
     future->markCompleted(c10::IValue(tensors));
   } else {
     waiting->calls.push_back({tensors, options, future});
   }
-  return c10::make_intrusive<LaterWork>(std::move(future));
+  return c10::make_intrusive<FutureWork>(std::move(future));
 }
 
 }  // namespace tamp::distributed

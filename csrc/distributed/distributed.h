@@ -2,7 +2,10 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -20,12 +23,41 @@ struct tamp_store {
 
 namespace tamp::distributed {
 
+using Future = c10::ivalue::Future;
+
+// The operations of a group that have begun. gloo does not end an operation whose connection is closed after the header
+// of a message and before its end (Pair::signalException), so that whoever waits for it has to be told.
+class Operations : public std::enable_shared_from_this<Operations> {
+ public:
+  // Returns a future that takes the result of an operation, or the failure of the group.
+  c10::intrusive_ptr<Future> add(Future &done);
+
+  // Ends all operations, also those that are added later.
+  void fail(const char *why);
+
+  // Waits for a while. Returns whether the operations have failed.
+  bool have_failed_within(std::chrono::milliseconds time);
+
+  // Returns the number of the operation that has begun first and has not ended, or 0.
+  uint64_t oldest();
+
+ private:
+  // Returns the future of an operation, unless somebody else has ended it.
+  c10::intrusive_ptr<Future> take(uint64_t number);
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::exception_ptr failure_;
+  uint64_t count_ = 0;
+  std::map<uint64_t, c10::intrusive_ptr<Future>> begun_;
+};
+
 // Bytes that the ranks are gathering.
 struct Gathering {
   at::Tensor part;  // those of this rank
   at::Tensor all;
   // Not the work, which would keep the connections of a group open that has been closed.
-  c10::intrusive_ptr<c10::ivalue::Future> done;
+  c10::intrusive_ptr<Future> done;
 
   // Whether all ranks have given the same bytes; to be asked once `done` is complete.
   bool is_unanimous() const {
@@ -52,20 +84,25 @@ class Group final : public c10d::ProcessGroup {
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor> &tensors,
                                            const c10d::AllreduceOptions &options) override;
 
-  // Begins an operation, which another thread cannot close meanwhile.
-  template <typename F>
-  c10::intrusive_ptr<c10d::Work> begin(const F &operation) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK(!closed_, "the group has failed");
-    return operation();
-  }
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor> &tensors,
+                                           const c10d::BroadcastOptions &options) override;
 
-  // Closes the connections, whoever still owns the group, so that the operations of the other ranks fail.
+  // Begins an operation of tensors like `t`, which another thread cannot close meanwhile.
+  template <typename F>
+  c10::intrusive_ptr<c10d::Work> begin(const at::Tensor &t, const F &operation);
+
+  // Ends the operations of this rank soon after a rank has set the key `failure` of the store.
+  void watch(const c10::intrusive_ptr<c10d::Store> &store);
+
+  // Closes the connections, whoever still owns the group, so that its operations and those of the other ranks fail.
   void close();
+
+  ~Group() override;
 
  private:
   std::mutex mutex_;  // held by `close`, and while an operation begins
   bool closed_ = false;
+  std::shared_ptr<Operations> operations_ = std::make_shared<Operations>();
   std::shared_ptr<Waiting> waiting_;
 };
 

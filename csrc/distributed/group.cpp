@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 
 #include "agreement.h"
@@ -72,7 +73,7 @@ at::Tensor plain(const at::Tensor &t) { return t.detach(); }
 
 c10::intrusive_ptr<c10d::Work> gather(const tamp_group *given_group, at::Tensor all, at::Tensor part) {
   auto &group = *given(given_group).group;
-  return group.begin([&] {
+  return group.begin(part, [&] {
 #if TORCH_VERSION_MINOR >= 13
     return group.all_gather_single(all, part);
 #else
@@ -83,7 +84,14 @@ c10::intrusive_ptr<c10d::Work> gather(const tamp_group *given_group, at::Tensor 
 
 void scatter_sum(const tamp_group *given_group, at::Tensor part, at::Tensor all) {
   auto &group = *given(given_group).group;
-  finish(group.begin([&] {
+  if (part.is_cpu()) {
+    // What gloo does, but in a work that has a future.
+    std::vector<at::Tensor> sum{all.clone()};
+    finish(group.allreduce(sum, {}));
+    part.copy_(sum[0].narrow(0, group.getRank() * part.size(0), part.size(0)));
+    return;
+  }
+  finish(group.begin(part, [&] {
 #if TORCH_VERSION_MINOR >= 13
     return group.reduce_scatter_single(part, all);
 #else
@@ -92,9 +100,98 @@ void scatter_sum(const tamp_group *given_group, at::Tensor part, at::Tensor all)
   }));
 }
 
+// How often a group that waits looks whether another rank has failed.
+constexpr milliseconds kLook{500};
+
+bool has_failure(const c10::weak_intrusive_ptr<c10d::Store> &store) {
+  try {
+    const auto alive = store.lock();
+    return alive != nullptr && alive->check({"failure"});
+  } catch (const std::exception &) {
+    // The process of the store has ended, perhaps rightly: nobody can say more.
+    return false;
+  }
+}
+
 }  // namespace
 
-void tamp::distributed::Group::close() {
+namespace tamp::distributed {
+
+c10::intrusive_ptr<Future> Operations::add(Future &done) {
+  auto future = c10::make_intrusive<Future>(done.elementType());
+  uint64_t number = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_ != nullptr) std::rethrow_exception(failure_);
+    number = ++count_;
+    begun_.emplace(number, future);
+  }
+  done.addCallback([all = shared_from_this(), number](Future &result) {
+    const auto mine = all->take(number);
+    if (mine == nullptr) return;
+    if (result.hasError()) {
+      mine->setError(result.exception_ptr());
+    } else {
+      mine->markCompleted(result.value());
+    }
+  });
+  return future;
+}
+
+c10::intrusive_ptr<Future> Operations::take(uint64_t number) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = begun_.find(number);
+  if (found == begun_.end()) return {};
+  auto future = std::move(found->second);
+  begun_.erase(found);
+  return future;
+}
+
+void Operations::fail(const char *why) {
+  std::exception_ptr failure;
+  decltype(begun_) ended;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_ == nullptr) failure_ = std::make_exception_ptr(std::runtime_error(why));
+    failure = failure_;
+    ended.swap(begun_);
+  }
+  changed_.notify_all();
+  // Not under the lock, because what waits for an operation can go on at once.
+  for (const auto &[number, future] : ended) future->setError(failure);
+}
+
+bool Operations::have_failed_within(milliseconds time) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return changed_.wait_for(lock, time, [&] { return failure_ != nullptr; });
+}
+
+uint64_t Operations::oldest() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return begun_.empty() ? 0 : begun_.begin()->first;
+}
+
+c10::intrusive_ptr<c10d::Work> Group::broadcast(std::vector<at::Tensor> &tensors,
+                                                const c10d::BroadcastOptions &options) {
+  return begin(tensors[0], [&] { return ProcessGroup::broadcast(tensors, options); });
+}
+
+void Group::watch(const c10::intrusive_ptr<c10d::Store> &store) {
+  // Neither the group nor the store, which the program may drop.
+  const c10::weak_intrusive_ptr<c10d::Store> weak(store);
+  std::thread([operations = operations_, weak] {
+    uint64_t seen = 0;
+    while (!operations->have_failed_within(kLook)) {
+      const uint64_t oldest = operations->oldest();
+      if (oldest != 0 && oldest == seen && has_failure(weak)) operations->fail("another rank has failed");
+      seen = oldest;
+    }
+  }).detach();
+}
+
+Group::~Group() { operations_->fail("the group has ended"); }
+
+void Group::close() {
   decltype(deviceTypeToBackend_) devices;
   decltype(backendTypeToBackend_) backends;
   {
@@ -111,7 +208,10 @@ void tamp::distributed::Group::close() {
     // The end of a backend waits for the operations of this rank that have begun, which may take until their timeout.
     std::thread([last = std::move(backend)]() mutable { last.reset(); }).detach();
   }
+  operations_->fail("the group has failed");
 }
+
+}  // namespace tamp::distributed
 
 extern "C" {
 
@@ -130,6 +230,7 @@ tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *op
                         tamp::distributed::nccl(prefixed, rank, size, milliseconds(options->timeout_ms)));
     }
     group->setGroupName(options->prefix);
+    group->watch(prefixed);
     return new tamp_group{std::move(group)};
   });
 }
@@ -198,8 +299,7 @@ void tamp_group_broadcast(const tamp_group *group, tamp_tensor *t, int64_t root,
     std::vector<at::Tensor> tensors{plain(tamp::tensor(t))};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    auto &all = *given(group).group;
-    finish(all.begin([&] { return all.broadcast(tensors, options); }));
+    finish(given(group).group->broadcast(tensors, options));
   });
 }
 

@@ -67,13 +67,14 @@ typedef struct tamp_group_options {
   uint8_t cuda;  // whether the group communicates CUDA tensors, too, by NCCL
 } tamp_group_options;
 
-// Forms a group with the other ranks, which call this as well.
+// Forms a group with the other ranks, which call this as well. An operation of CPU tensors that waits while a rank sets
+// the key `PREFIX/failure` of the store fails soon after.
 tamp_group *tamp_group_new(const tamp_store *store, const tamp_group_options *options, char **err) TAMP_NOEXCEPT;
 
 // Fails if groups cannot use these members of tamp_group_options.
 void tamp_group_check_interface(const char *interface, const char *host, char **err) TAMP_NOEXCEPT;
 
-// Closes the connections, also if a reducer still uses the group, so that the operations of the other ranks fail.
+// Closes the connections, also if a reducer still uses the group, so that its operations fail on all ranks.
 void tamp_group_close(const tamp_group *group) TAMP_NOEXCEPT;
 
 void tamp_group_free(tamp_group *group) TAMP_NOEXCEPT;

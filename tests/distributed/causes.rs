@@ -157,6 +157,36 @@ fn an_error_in_a_backward_pass_of_one_rank_is_reported_with_its_cause_by_all() {
 }
 
 #[test]
+fn an_operation_that_is_interrupted_within_a_message_ends_on_all_ranks() {
+    // Connections that are closed at such moments, while large messages go through them, leave a part of one behind.
+    for delay in [150, 300] {
+        let found = messages(3, |group| {
+            let mut model = Model::new(group, DdpOptions::default().compare_passes(false));
+            let mut large = Tensor::zeros([1 << 26], F32);
+            let mut error_of_sums = || loop {
+                if let Err(error) = group.all_reduce(&mut large, ReduceOp::Sum) {
+                    return error;
+                }
+            };
+            if group.rank() != 1 {
+                return vec![error_of_sums()];
+            }
+            std::thread::scope(|scope| {
+                let sums = scope.spawn(error_of_sums);
+                std::thread::sleep(Duration::from_millis(delay));
+                let error = model.backward(Some(Failure::OfProgram)).unwrap_err();
+                vec![sums.join().unwrap(), error]
+            })
+        });
+        for (rank, messages) in found.iter().enumerate() {
+            let is_named =
+                rank == 1 || messages[0].contains("rank 1 failed first: loss has the cause");
+            assert!(is_named && !messages[0].contains("not answer"), "{rank}: {messages:?}");
+        }
+    }
+}
+
+#[test]
 fn a_parameter_that_one_rank_does_not_use_is_named_on_all() {
     let found = messages(3, |group| {
         let mut model = Model::new(group, DdpOptions::default());
