@@ -1,15 +1,19 @@
 //! A window and its gradients, for a checkpoint between two micro-batches.
 
 use serde::{Deserialize, Serialize};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::accumulation::Accumulation;
 use crate::accumulation::dropping::Kept;
 use crate::accumulation::window::check;
+use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Result, ensure};
 use crate::ffi;
 use crate::gradients::Taken;
 use crate::variables::{Variable, each_once};
+
+/// The name of what is not a gradient.
+const WINDOW: &str = "window";
 
 /// A window of micro-batches and the gradients that it has accumulated, which a checkpoint saves and restores.
 /// [`Accumulation::with_gradients`] makes it.
@@ -21,7 +25,7 @@ pub struct WithGradients<'w> {
 
 /// Where a window is.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(crate) struct Progress {
+struct Progress {
     shares: Vec<f64>,
     taken: usize,
     /// Whether each of the micro-batches was left out; empty if the window leaves none out.
@@ -30,7 +34,7 @@ pub(crate) struct Progress {
 
 /// A window and its gradients that have been loaded.
 #[derive(Debug)]
-pub(crate) struct Loaded {
+struct Loaded {
     window: Accumulation,
     gradients: Vec<Option<Tensor>>,
 }
@@ -95,18 +99,18 @@ impl Accumulation {
 
 impl WithGradients<'_> {
     /// The parameters, each once: a gradient must not be restored several times.
-    pub(crate) fn parameters(&self) -> Result<Vec<Variable>> {
+    fn parameters(&self) -> Result<Vec<Variable>> {
         each_once(self.named.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())))
     }
 
     /// Where the window is. Synchronizes if micro-batches may have been left out.
-    pub(crate) fn progress(&self) -> Result<Progress> {
+    fn progress(&self) -> Result<Progress> {
         let Accumulation { shares, next, kept } = &*self.window;
         Ok(Progress { shares: shares.clone(), taken: *next, dropped: kept.answers()? })
     }
 
     /// Replaces the window and the gradients. On failure both are as before.
-    pub(crate) fn resume(&mut self, loaded: Loaded) -> Result<()> {
+    fn resume(&mut self, loaded: Loaded) -> Result<()> {
         let parameters: Vec<_> =
             self.parameters()?.into_iter().map(|variable| variable.tensor).collect();
         let earlier = Taken::from(parameters)?;
@@ -119,7 +123,7 @@ impl WithGradients<'_> {
 
 impl Loaded {
     /// Checks what was loaded. The gradients are in the order of the parameters.
-    pub(crate) fn new(progress: Progress, gradients: Vec<Option<Tensor>>) -> Result<Self> {
+    fn new(progress: Progress, gradients: Vec<Option<Tensor>>) -> Result<Self> {
         let Progress { shares, taken, dropped } = progress;
         check(&shares)?;
         let all = shares.len();
@@ -140,4 +144,48 @@ impl Loaded {
         let kept = Kept::resumed(shares.iter().copied().zip(dropped))?;
         Ok(Self { window: Accumulation { shares, next: taken, kept }, gradients })
     }
+}
+
+impl Stateful for WithGradients<'_> {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        state.value(WINDOW, &self.progress()?)?;
+        for Variable { names, tensor } in self.parameters()? {
+            let gradient = tensor.f_grad()?;
+            if gradient.defined() {
+                state.tensors(names.iter().map(|name| (name, &gradient)))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let (mut gradients, mut targets) = (Vec::new(), Vec::new());
+        for Variable { names, tensor } in self.parameters()? {
+            let kinds: Vec<_> = names.iter().map(|name| saved.kind(name)).collect::<Result<_>>()?;
+            let Some(kind) = kinds.into_iter().flatten().next() else {
+                gradients.push(None);
+                continue;
+            };
+            let is_skipped = names.iter().any(|name| saved.skips(name));
+            // One that is skipped is not copied, and needs no memory.
+            let to = if is_skipped { tensor } else { empty(&tensor, kind)? };
+            gradients.push((!is_skipped).then(|| to.shallow_clone()));
+            targets.extend(names.iter().map(|name| (name.clone(), to.shallow_clone())));
+        }
+        let pairs = targets.iter().map(|(name, to)| (name, to));
+        let copies = saved.copy(pairs, "in the model")?;
+        let loaded = Loaded::new(saved.value(WINDOW)?, gradients)?;
+        Ok(copies.and(Prepared::step(move || self.resume(loaded))))
+    }
+}
+
+/// Returns memory for a gradient that was saved in a dtype. It is the parameter's, except for the f32 gradients that
+/// parameters in half precision can have.
+fn empty(parameter: &Tensor, saved: Kind) -> Result<Tensor> {
+    let kind = match (parameter.f_kind()?, saved) {
+        (Kind::Half | Kind::BFloat16, Kind::Float) => Kind::Float,
+        (kind, _) => kind,
+    };
+    let size = ffi::sizes(parameter)?;
+    Ok(Tensor::f_empty(size, (kind, parameter.device()))?)
 }

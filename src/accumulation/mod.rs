@@ -34,6 +34,5 @@ mod dropping;
 mod gradients;
 mod window;
 
-pub(crate) use gradients::Loaded;
 pub use gradients::WithGradients;
 pub use window::Accumulation;

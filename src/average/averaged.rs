@@ -10,6 +10,7 @@ use crate::average::batch_norm::{BATCHES, RUNNING_MEAN, RUNNING_VAR};
 use crate::average::progress::Count;
 use crate::average::swapped::fits;
 use crate::average::{Averaging, SwappedIn};
+use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure};
 use crate::ffi::{self, OutsideRegions};
 use crate::scaler::StepOutcome;
@@ -55,7 +56,7 @@ impl Statistics {
 
 /// A state that is checked and can take the place of another.
 #[derive(Debug)]
-pub(crate) struct Loaded {
+struct Loaded {
     count: Count,
     statistics: BTreeMap<String, Tensor>,
 }
@@ -192,12 +193,8 @@ impl AveragedWeights {
         self.averaging
     }
 
-    pub(crate) fn count(&self) -> &Count {
-        &self.count
-    }
-
     /// The averages and their statistics, under every name of their variables.
-    pub(crate) fn tensors(&self) -> impl Iterator<Item = (&String, &Tensor)> {
+    fn tensors(&self) -> impl Iterator<Item = (&String, &Tensor)> {
         let Statistics { buffers, averaged } = &self.statistics;
         let statistics =
             averaged.iter().filter_map(|(name, mean)| Some((&buffers.get(name)?.names, mean)));
@@ -205,23 +202,23 @@ impl AveragedWeights {
     }
 
     /// The averages, under every name of their variables.
-    pub(crate) fn averages(&self) -> impl Iterator<Item = (&String, &Tensor)> {
+    fn averages(&self) -> impl Iterator<Item = (&String, &Tensor)> {
         under_every_name(self.names.iter().zip(&self.averages))
     }
 
     /// The model's own variables besides those that are averaged, under every name.
-    pub(crate) fn not_averaged(&self) -> impl Iterator<Item = (&String, &Tensor)> {
+    fn not_averaged(&self) -> impl Iterator<Item = (&String, &Tensor)> {
         let variables = self.statistics.buffers.values().chain(&self.others);
         under_every_name(variables.map(|Variable { names, tensor }| (names, tensor)))
     }
 
     /// The names of the model's tensors whose statistics a saved state may have.
-    pub(crate) fn buffers(&self) -> impl Iterator<Item = &Names> {
+    fn buffers(&self) -> impl Iterator<Item = &Names> {
         self.statistics.buffers.values().map(|buffer| &buffer.names)
     }
 
     /// Checks a saved count and statistics.
-    pub(crate) fn checked(
+    fn checked(
         &self,
         updates: u64,
         rest: f64,
@@ -244,9 +241,45 @@ impl AveragedWeights {
         Ok(Loaded { count: Count::resumed(updates, rest), statistics: here })
     }
 
-    pub(crate) fn resume(&mut self, loaded: Loaded) {
+    fn resume(&mut self, loaded: Loaded) {
         self.count = loaded.count;
         self.statistics.averaged = loaded.statistics;
+    }
+}
+
+impl Stateful for AveragedWeights {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        let (updates, rest) = self.count.read()?;
+        state.value("n_averaged", &updates)?;
+        state.value("rest", &rest)?;
+        state.tensors(self.tensors())?;
+        state.averaged_model(updates, self.not_averaged())
+    }
+
+    /// Accepts the state of an `AveragedModel`, too.
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let from_python = saved.averaged_model()?;
+        let mut statistics = BTreeMap::new();
+        for names in self.buffers() {
+            for name in names.iter() {
+                if saved.contains(name)? {
+                    let statistic = saved.tensor(name)?;
+                    statistics.entry(names.first.clone()).or_insert(statistic);
+                }
+            }
+        }
+        let (updates, rest) = match from_python {
+            // Its averages begin with the first weights, so that nothing is left of the start.
+            Some(updates) => (updates, if updates == 0 { 1.0 } else { 0.0 }),
+            None => (saved.value("n_averaged")?, saved.value("rest")?),
+        };
+        if from_python.is_some() {
+            let names = self.tensors().chain(self.not_averaged()).map(|(name, _)| name);
+            saved.leave_out_counts(&names.map(String::as_str).collect())?;
+            saved.leave_out(self.not_averaged().map(|(name, _)| name));
+        }
+        let loaded = self.checked(updates, rest, statistics)?;
+        Ok(saved.copy_to(self.averages())?.then(move || self.resume(loaded)))
     }
 }
 

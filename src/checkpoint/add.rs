@@ -4,18 +4,14 @@ use serde::Serialize;
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use crate::GradScaler;
 #[cfg(doc)]
 use crate::checkpoint::CheckpointError;
 use crate::checkpoint::part::{Part, problem_of_name};
 use crate::checkpoint::room::Room;
-use crate::checkpoint::stateful::{entry, plain, save_model, save_scaler, save_scalers};
+use crate::checkpoint::stateful::{entry, plain, save_model};
 use crate::checkpoint::{Checkpoint, Rng, SaveState, Stateful};
-#[cfg(doc)]
-use crate::error::ScalerError;
 use crate::error::{Result, unsaveable};
 use crate::optim::Optimizer;
-use crate::scaler::PerLossScalers;
 
 impl Checkpoint {
     /// Adds the state of anything that is [`Stateful`]: models, optimizers, scalers, loss scales, random number
@@ -73,26 +69,6 @@ impl Checkpoint {
         self.add(name, optimizer)
     }
 
-    /// Adds the state of a scaler. Synchronizes like [`GradScaler::state_dict`].
-    ///
-    /// # Errors
-    ///
-    /// See [`add_model`](Self::add_model); and [`ScalerError::IterationOpen`] between `unscale_` or `step` and
-    /// `update`.
-    pub fn add_scaler(&mut self, name: &str, scaler: &GradScaler) -> Result<()> {
-        self.add_by(name, |state| save_scaler(scaler, state))
-    }
-
-    /// Adds the states of the scalers of several losses, as parts `name.0`, `name.1` and so on. Synchronizes like
-    /// [`GradScaler::state_dict`].
-    ///
-    /// # Errors
-    ///
-    /// The same as [`add_scaler`](Self::add_scaler). None of the states is added then.
-    pub fn add_scalers(&mut self, name: &str, scalers: &PerLossScalers) -> Result<()> {
-        self.add_by(name, |state| save_scalers(scalers, state))
-    }
-
     /// Adds a tensor. It must be dense, and may be on any device and of any dtype except the quantized ones.
     ///
     /// # Errors
@@ -144,7 +120,7 @@ impl Checkpoint {
         self.add(name, &mut Rng(device))
     }
 
-    fn add_by(
+    pub(crate) fn add_by(
         &mut self,
         name: &str,
         save: impl FnOnce(&mut SaveState<'_>) -> Result<()>,

@@ -52,8 +52,6 @@ mod malformed;
 mod part;
 mod pickle;
 mod plain;
-#[cfg(feature = "distributed")]
-mod ranks;
 mod restore;
 mod room;
 mod safetensors;
@@ -76,8 +74,6 @@ use tch::Tensor;
 use crate::checkpoint::part::{Item, Part, find};
 use crate::checkpoint::plain::Plain;
 use crate::checkpoint::room::Room;
-#[cfg(feature = "distributed")]
-use crate::checkpoint::source::Source;
 use crate::error::{Error, Result, list};
 
 pub use crate::atomic::SaveError;
@@ -85,6 +81,10 @@ pub use crate::error::CheckpointError;
 pub use folder::{Better, CheckpointFile, CheckpointFolder, Found, Start};
 pub use format::Format;
 pub use restore::{Restore, Restored};
+#[cfg(feature = "distributed")]
+pub(crate) use source::Source;
+#[cfg(feature = "distributed")]
+pub(crate) use stateful::check_rng_state;
 pub use stateful::{Prepared, Rng, SaveState, SavedState, Stateful, rng_state, set_rng_state};
 pub use weights::save_weights;
 
@@ -167,6 +167,15 @@ impl Checkpoint {
         match self.find(name)? {
             Item::Tensor(entry) | Item::Part(Part::Tensor(entry)) => entry.to_tensor(),
             other => Err(other_part(name, "a tensor", other)),
+        }
+    }
+
+    /// Returns the file that the checkpoint was loaded from, or its content if it has been made or changed since.
+    #[cfg(feature = "distributed")]
+    pub(crate) fn source(&self) -> Result<Arc<Source>> {
+        match &self.source {
+            Some(source) => Ok(source.clone()),
+            None => Ok(Arc::new(Source::in_memory(self.to_bytes()?))),
         }
     }
 

@@ -9,7 +9,7 @@ use crate::checkpoint::entry::Entry;
 use crate::checkpoint::plain::Plain;
 use crate::error::shown;
 use crate::optim::ParamGroupState;
-use crate::scaler::GradScalerState;
+use crate::scale::GradScalerState;
 
 /// One named part of a checkpoint.
 #[derive(Debug)]

@@ -17,6 +17,7 @@
 //! private network.
 
 mod call;
+mod checkpoint;
 mod collectives;
 mod data_parallel;
 mod ddp;

@@ -1,9 +1,10 @@
 //! The states of loss scales, which are also their options.
 
 use serde::{Deserialize, Serialize};
-use tch::Device;
+use tch::{Device, Tensor};
 
 use crate::builder::builder;
+use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ScalerError, ensure};
 use crate::loss_scale::{DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale};
 use crate::scale::{LARGEST, SMALLEST, check_interval};
@@ -16,7 +17,7 @@ use crate::scale::{LARGEST, SMALLEST, check_interval};
 /// # Examples
 ///
 /// ```
-/// use tch::Device;
+/// use tch::{Device, Tensor};
 /// use tch_amp::loss_scale::LossScaleState;
 ///
 /// let state: LossScaleState = serde_json::from_str(r#"{"kind": "Static", "loss_scale": 256.0}"#)?;
@@ -88,7 +89,7 @@ impl LossScaleState {
 /// # Examples
 ///
 /// ```
-/// use tch::Device;
+/// use tch::{Device, Tensor};
 /// use tch_amp::loss_scale::DynamicLossScaleState;
 ///
 /// let loss_scale = DynamicLossScaleState::default().period(500).build(Device::Cpu)?;
@@ -152,5 +153,38 @@ impl DynamicLossScaleState {
         let holds = loss_scale as f32 >= min as f32 && loss_scale <= LARGEST;
         ensure("loss_scale", loss_scale, holds, rule)?;
         Ok(Self { counter: counter.min(period - 1), ..self })
+    }
+}
+
+macro_rules! stateful {
+    ($($kind:ty),*) => {$(
+        impl Stateful for $kind {
+            fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+                state.whole_value(&self.state_dict()?)
+            }
+
+            fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+                // Loading replaces the tensors of the clone, which it shared, and leaves those of `self` alone.
+                let mut loaded = self.clone();
+                loaded.load_state_dict(&saved.whole_value()?)?;
+                Ok(Prepared::new(move || *self = loaded))
+            }
+        }
+    )*};
+}
+
+stateful!(NoOpLossScale, StaticLossScale, DynamicLossScale);
+
+impl Stateful for Box<dyn LossScale> {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        state.whole_value(&self.state_dict()?)
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let state: LossScaleState = saved.whole_value()?;
+        // The boxed loss scale can be neither cloned nor replaced, so a new one of the same kind checks the state.
+        let device = LossScale::loss_scale(self).map_or(Device::Cpu, Tensor::device);
+        self.state_dict()?.build(device)?.load_state_dict(&state)?;
+        Ok(Prepared::step(move || self.load_state_dict(&state)))
     }
 }

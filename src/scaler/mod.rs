@@ -5,6 +5,7 @@
 //! [`PerLossScalers`] for several losses.
 
 mod agreement;
+mod checkpoint;
 mod claim;
 mod clip;
 pub(crate) mod grad_scaler;

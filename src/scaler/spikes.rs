@@ -4,8 +4,9 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::builder::builder;
+use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Number, Result, ScalerError, ensure};
-use crate::ffi::{self, Gradient, SpikeOptions};
+use crate::ffi::{self, Gradient, OutsideRegions, SpikeOptions};
 use crate::gradients::{Plan, check_limit, unclippable};
 use crate::optim::{AmpOptimizer, Optimizer, Step};
 #[cfg(feature = "insight")]
@@ -176,12 +177,12 @@ impl SpikeDetector {
     }
 
     /// The histories with their names in a checkpoint.
-    pub(crate) fn histories(&self) -> [(&'static str, Option<&Tensor>); 2] {
+    fn histories(&self) -> [(&'static str, Option<&Tensor>); 2] {
         [("norm", self.norm.as_ref()), ("loss", self.loss.as_ref())]
     }
 
     /// Checks that a saved history has this detector's window, and counts that a run can have.
-    pub(crate) fn check(&self, history: &Tensor) -> Result<()> {
+    fn check(&self, history: &Tensor) -> Result<()> {
         let refuse =
             |problem| Err(Error::InvalidArgument { name: "the saved history of spikes", problem });
         let expected = [ffi::spikes_length(self.config.window)];
@@ -200,9 +201,30 @@ impl SpikeDetector {
             None => Ok(()),
         }
     }
+}
 
-    pub(crate) fn resume(&mut self, [norm, loss]: [Option<Tensor>; 2]) {
-        (self.norm, self.loss, self.watched) = (norm, loss, None);
+impl Stateful for SpikeDetector {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        for (name, history) in self.histories() {
+            if let Some(history) = history {
+                state.tensor(name, history)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let _own = OutsideRegions::enter();
+        let mut loaded = [None, None];
+        for (place, (name, _)) in loaded.iter_mut().zip(self.histories()) {
+            if saved.contains(name)? {
+                let history = saved.tensor(name)?;
+                self.check(&history)?;
+                *place = Some(history.f_contiguous()?);
+            }
+        }
+        let [norm, loss] = loaded;
+        Ok(Prepared::new(move || (self.norm, self.loss, self.watched) = (norm, loss, None)))
     }
 }
 

@@ -69,9 +69,7 @@ pub use combined::{ChainedScheduler, SequentialLr};
 pub use cosine::{CosineAnnealingLr, CosineAnnealingWarmRestarts};
 pub use decay::{ConstantLr, ExponentialLr, LinearLr, MultiStepLr, PolynomialLr, StepLr};
 pub use one_cycle::{Annealing, OneCycleLr};
-pub(crate) use plateau::PlateauState;
 pub use plateau::{MetricGoal, PlateauScheduler, ReduceLrOnPlateau, Threshold};
-pub(crate) use progress::Progress;
 pub use scheduler::Scheduler;
 pub use warmup::{InverseSqrtLr, LinearWithWarmup};
 

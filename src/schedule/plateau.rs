@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::builder::builder;
+use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure};
 use crate::optim::Optimizer;
 use crate::schedule::rates::Rates;
@@ -135,12 +136,12 @@ pub struct PlateauScheduler {
 }
 
 /// The state of a [`PlateauScheduler`], with PyTorch's names.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct PlateauState {
-    pub(crate) last_epoch: u64,
-    pub(crate) best: f64,
-    pub(crate) num_bad_epochs: u64,
-    pub(crate) cooldown_counter: u64,
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct PlateauState {
+    last_epoch: u64,
+    best: f64,
+    num_bad_epochs: u64,
+    cooldown_counter: u64,
 }
 
 impl PlateauState {
@@ -208,23 +209,36 @@ impl PlateauScheduler {
     pub fn options(&self) -> &ReduceLrOnPlateau {
         &self.options
     }
-
-    pub(crate) fn state(&self) -> PlateauState {
-        self.state
-    }
-
-    pub(crate) fn resume(&mut self, state: PlateauState) {
-        self.state = state;
-    }
 }
 
 impl PlateauState {
     /// Returns an error for a loaded state that no run can have.
-    pub(crate) fn check(&self) -> Result<()> {
+    fn check(&self) -> Result<()> {
         if self.best.is_nan() {
             let problem = "is NaN, which nothing can improve on".to_owned();
             return Err(Error::InvalidArgument { name: "best", problem });
         }
         Ok(())
+    }
+}
+
+impl Stateful for PlateauScheduler {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        let PlateauState { last_epoch, best, num_bad_epochs, cooldown_counter } = self.state;
+        state.value("last_epoch", &last_epoch)?;
+        state.value("best", &best)?;
+        state.value("num_bad_epochs", &num_bad_epochs)?;
+        state.value("cooldown_counter", &cooldown_counter)
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let loaded = PlateauState {
+            last_epoch: saved.value("last_epoch")?,
+            best: saved.value("best")?,
+            num_bad_epochs: saved.value("num_bad_epochs")?,
+            cooldown_counter: saved.value("cooldown_counter")?,
+        };
+        loaded.check()?;
+        Ok(Prepared::new(move || self.state = loaded))
     }
 }

@@ -8,30 +8,30 @@ use crate::schedule::rates::Rates;
 
 /// The state of a schedule, with PyTorch's names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Progress {
+pub(super) struct Progress {
     /// The steps taken since the schedule began.
     #[serde(rename = "last_epoch")]
-    pub(crate) last: u64,
+    pub(super) last: u64,
     /// The learning rates from which the schedule computes.
     #[serde(rename = "base_lrs")]
-    pub(crate) bases: Vec<f64>,
+    pub(super) bases: Vec<f64>,
     /// The cycle of [`CosineAnnealingWarmRestarts`](crate::schedule::CosineAnnealingWarmRestarts).
     #[serde(flatten)]
-    pub(crate) cycle: Option<Cycle>,
+    pub(super) cycle: Option<Cycle>,
     /// The states of the schedules that this one combines.
     #[serde(rename = "_schedulers", default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) parts: Vec<Progress>,
+    pub(super) parts: Vec<Progress>,
 }
 
 /// A cycle of annealing.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Cycle {
+pub(super) struct Cycle {
     /// The steps since its start.
     #[serde(rename = "T_cur")]
-    pub(crate) position: u64,
+    pub(super) position: u64,
     /// Its length in steps.
     #[serde(rename = "T_i")]
-    pub(crate) length: u64,
+    pub(super) length: u64,
 }
 
 /// The arithmetic of a schedule. The rates are the optimizer's present ones, which it changes.

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result};
 use crate::optim::Optimizer;
 use crate::scaler::{StepOutcome, Taken};
@@ -32,7 +33,7 @@ pub struct Scheduler {
 
 /// What changes as the schedule advances.
 #[derive(Clone, Debug)]
-pub(crate) struct State {
+struct State {
     progress: Progress,
     rates: Rates,
 }
@@ -217,18 +218,8 @@ impl Scheduler {
         &self.schedule
     }
 
-    /// Returns the progress once every outcome is known. Synchronizes if one is open.
-    pub(crate) fn settled_progress(&mut self) -> Result<&Progress> {
-        self.settle(true)?;
-        Ok(&self.state.progress)
-    }
-
-    pub(crate) fn progress(&self) -> &Progress {
-        &self.state.progress
-    }
-
     /// Returns the state with a loaded progress and learning rates, once it was checked that they fit.
-    pub(crate) fn with_progress(&self, progress: Progress, lrs: &[f64]) -> Result<State> {
+    fn with_progress(&self, progress: Progress, lrs: &[f64]) -> Result<State> {
         let groups = self.state.rates.lrs.len();
         let lrs = Rates::of_lrs(lrs)?.lrs;
         if !self.schedule.fits(&progress, groups) || lrs.len() != groups {
@@ -240,11 +231,44 @@ impl Scheduler {
     }
 
     /// Continues from a loaded state. Steps whose outcome is not known yet are forgotten.
-    pub(crate) fn resume(&mut self, state: State) {
+    fn resume(&mut self, state: State) {
         self.state = state;
         self.applied = None;
         self.open.clear();
         self.skipped = 0;
+    }
+}
+
+impl Stateful for Scheduler {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        self.settle(true)?;
+        let Progress { last, bases, cycle, parts } = &self.state.progress;
+        state.value("last_epoch", last)?;
+        state.value("base_lrs", bases)?;
+        if let Some(cycle) = cycle {
+            state.value("T_cur", &cycle.position)?;
+            state.value("T_i", &cycle.length)?;
+        }
+        if !parts.is_empty() {
+            state.value("_schedulers", parts)?;
+        }
+        state.value("_last_lr", self.lrs())
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let mut progress = self.state.progress.clone();
+        progress.last = saved.value("last_epoch")?;
+        progress.bases = saved.value("base_lrs")?;
+        if let Some(cycle) = &mut progress.cycle {
+            cycle.position = saved.value("T_cur")?;
+            cycle.length = saved.value("T_i")?;
+        }
+        if !progress.parts.is_empty() {
+            progress.parts = saved.value("_schedulers")?;
+        }
+        let lrs: Vec<f64> = saved.value("_last_lr")?;
+        let loaded = self.with_progress(progress, &lrs)?;
+        Ok(Prepared::new(move || self.resume(loaded)))
     }
 }
 

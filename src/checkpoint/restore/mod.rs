@@ -8,6 +8,7 @@ use std::fmt;
 use tch::Device;
 use tch::nn::VarStore;
 
+#[cfg(doc)]
 use crate::GradScaler;
 use crate::checkpoint::restore::names::Names;
 use crate::checkpoint::stateful::{Model, Prepared};
@@ -16,7 +17,6 @@ use crate::checkpoint::{Checkpoint, CheckpointError, Rng, SavedState, Stateful};
 use crate::error::OptimizerError;
 use crate::error::Result;
 use crate::optim::Optimizer;
-use crate::scaler::PerLossScalers;
 
 pub use restored::Restored;
 
@@ -51,7 +51,7 @@ impl<'a> Restore<'a> {
         self.target(name, target)
     }
 
-    pub(super) fn target(mut self, name: &str, target: impl Stateful + 'a) -> Self {
+    pub(crate) fn target(mut self, name: &str, target: impl Stateful + 'a) -> Self {
         self.targets.push((name.to_owned(), Box::new(target)));
         self
     }
@@ -65,16 +65,6 @@ impl<'a> Restore<'a> {
     /// learning rate. They replace those of `optimizer`.
     pub fn optimizer(self, name: &str, optimizer: &'a mut Optimizer) -> Self {
         self.target(name, optimizer)
-    }
-
-    /// Restores a scaler. A disabled scaler is left as it is.
-    pub fn scaler(self, name: &str, scaler: &'a mut GradScaler) -> Self {
-        self.target(name, scaler)
-    }
-
-    /// Restores the scalers of several losses, which [`Checkpoint::add_scalers`] has saved.
-    pub fn scalers(self, name: &str, scalers: &'a mut PerLossScalers) -> Self {
-        self.target(name, scalers)
     }
 
     /// Restores the state of a device's default random number generator.

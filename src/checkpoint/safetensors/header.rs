@@ -9,7 +9,7 @@ use crate::checkpoint::checksum::Checksum;
 use crate::checkpoint::plain::Plain;
 use crate::error::shown;
 use crate::optim::ParamGroupState;
-use crate::scaler::GradScalerState;
+use crate::scale::GradScalerState;
 
 /// The only entry of `__metadata__`, so that the bytes of a file do not depend on the order of a hash map.
 pub(crate) const KEY: &str = "tch_amp";

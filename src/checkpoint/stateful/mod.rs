@@ -4,33 +4,24 @@
 //! runs only if all of them succeeded, each [`Prepared`] is carried out. A state of a kind with a layout of its own,
 //! such as a model or an optimizer, becomes one part as a whole; any other is a dict of tensors and values.
 
-mod accumulation;
-mod average;
 mod dict;
-mod loss_scale;
 mod model;
 mod optimizer;
 mod prepared;
 mod rng;
-#[cfg(feature = "distributed")]
-mod rngs;
 mod save;
 mod saved;
-mod scaler;
-mod schedule;
-mod spikes;
 
 use crate::error::Result;
 
 pub(crate) use model::{Model, save_model};
 pub use prepared::Prepared;
-pub use rng::{Rng, rng_state, set_rng_state};
 #[cfg(feature = "distributed")]
-pub(crate) use rngs::Rngs;
+pub(crate) use rng::check_rng_state;
+pub use rng::{Rng, rng_state, set_rng_state};
 pub use save::SaveState;
 pub(crate) use save::{entry, plain};
 pub use saved::SavedState;
-pub(crate) use scaler::{save_scaler, save_scalers};
 
 /// A type whose state can be saved in a checkpoint and restored from it. The counterpart of `state_dict` and
 /// `load_state_dict`, except that a restore has two phases: first every state is checked, and then all are replaced.

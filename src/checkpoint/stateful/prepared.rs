@@ -44,7 +44,7 @@ impl<'a> Prepared<'a> {
     }
 
     /// Creates a second phase of a step that fails only if the device does.
-    pub(super) fn step(step: impl FnOnce() -> Result<()> + 'a) -> Self {
+    pub(crate) fn step(step: impl FnOnce() -> Result<()> + 'a) -> Self {
         Self { steps: vec![Box::new(step)], ..Self::default() }
     }
 

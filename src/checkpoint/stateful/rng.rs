@@ -2,8 +2,6 @@
 
 use tch::{Device, Tensor};
 
-use crate::checkpoint::part::Part;
-use crate::checkpoint::stateful::save::entry;
 use crate::checkpoint::stateful::{Prepared, SaveState, SavedState, Stateful};
 use crate::device::check_usable;
 use crate::error::Result;
@@ -68,22 +66,19 @@ pub struct Rng(pub Device);
 
 impl Stateful for Rng {
     fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
-        let numbers = rng_state(self.0)?;
-        state.whole(Part::Tensor(entry("rng", &numbers)?));
-        Ok(())
+        state.whole_tensor(&rng_state(self.0)?)
     }
 
     fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
-        saved.take_whole();
-        let state = saved.checkpoint.tensor(saved.name)?;
+        let state = saved.whole_tensor()?;
         let device = self.0;
-        check_state(device, &state)?;
+        check_rng_state(device, &state)?;
         Ok(Prepared::step(move || set_rng_state(device, &state)))
     }
 }
 
 /// Returns an error unless the generator of the device accepts the state.
-pub(super) fn check_state(device: Device, state: &Tensor) -> Result<()> {
+pub(crate) fn check_rng_state(device: Device, state: &Tensor) -> Result<()> {
     check_usable(device)?;
     ffi::rng_check_state(device, state)
 }

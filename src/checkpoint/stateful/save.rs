@@ -1,6 +1,6 @@
 //! The state that is being saved.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use serde::Serialize;
 use tch::{Kind, Tensor};
@@ -9,7 +9,10 @@ use crate::checkpoint::CheckpointError;
 use crate::checkpoint::entry::Entry;
 use crate::checkpoint::part::{Part, StatePart};
 use crate::checkpoint::plain::Plain;
+use crate::checkpoint::restore::names::batch_counts;
+use crate::checkpoint::stateful::saved::{MODULE, UPDATES};
 use crate::error::{Result, unsaveable};
+use crate::scale::GradScalerState;
 
 /// Collects the tensors and values of a state that is being saved.
 /// [`Stateful::save_state`](crate::checkpoint::Stateful::save_state) records them here.
@@ -77,9 +80,39 @@ impl<'a> SaveState<'a> {
         Ok(())
     }
 
-    /// Records that the tensors are averages of a model, and what PyTorch's `AveragedModel` has besides.
-    pub(super) fn averages(&mut self, beside: BTreeMap<String, Entry>) {
+    /// Records that the tensors are averages of a model after this many updates, and what PyTorch's `AveragedModel` has
+    /// besides: the variables that are not averaged.
+    pub(crate) fn averaged_model<'t>(
+        &mut self,
+        updates: u64,
+        not_averaged: impl Iterator<Item = (&'t String, &'t Tensor)>,
+    ) -> Result<()> {
+        let updates = Tensor::from(i64::try_from(updates).unwrap_or(i64::MAX));
+        let mut beside = BTreeMap::from([(UPDATES.to_owned(), Entry::in_memory(&updates)?)]);
+        let mut known: HashSet<_> = self.tensors.keys().map(String::as_str).collect();
+        for (name, tensor) in not_averaged.filter(|(name, _)| !self.tensors.contains_key(*name)) {
+            beside.insert(format!("{MODULE}{name}"), entry(name, tensor)?);
+            known.insert(name);
+        }
+        for name in batch_counts(&known) {
+            beside.insert(format!("{MODULE}{name}"), Entry::in_memory(&Tensor::from(0i64))?);
+        }
         self.beside_averages = Some(beside);
+        Ok(())
+    }
+
+    /// Records the whole state as one value instead of a dict.
+    pub(crate) fn whole_value(&mut self, value: &impl Serialize) -> Result<()> {
+        let value = plain(self.name, value)?;
+        self.whole(Part::Value(value));
+        Ok(())
+    }
+
+    /// Records the whole state as one tensor instead of a dict.
+    pub(crate) fn whole_tensor(&mut self, tensor: &Tensor) -> Result<()> {
+        let entry = entry(self.name, tensor)?;
+        self.whole(Part::Tensor(entry));
+        Ok(())
     }
 
     /// Records the whole state as a part with a layout of its own.
@@ -87,9 +120,9 @@ impl<'a> SaveState<'a> {
         self.parts.push((self.name.to_owned(), part));
     }
 
-    /// Records one of several parts, under the name `name.id`.
-    pub(super) fn numbered(&mut self, id: usize, part: Part) {
-        self.parts.push((format!("{}.{id}", self.name), part));
+    /// Records the state of a scaler as the whole or, with an id, as one of several parts, under the name `name.id`.
+    pub(crate) fn scaler(&mut self, id: Option<usize>, scaler: GradScalerState) {
+        self.parts.push((part_name(self.name, id), Part::Scaler(scaler)));
     }
 
     /// Takes the tensors that were recorded.
@@ -113,6 +146,11 @@ impl<'a> SaveState<'a> {
         }
         parts
     }
+}
+
+/// The name of a part, or of one of several parts.
+pub(super) fn part_name(name: &str, id: Option<usize>) -> String {
+    id.map_or_else(|| name.to_owned(), |id| format!("{name}.{id}"))
 }
 
 /// Converts a value. `name` is for errors.

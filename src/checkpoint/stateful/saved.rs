@@ -7,15 +7,17 @@ use std::fmt;
 use serde::de::DeserializeOwned;
 use tch::{Kind, Tensor};
 
-use crate::checkpoint::part::Item;
+use crate::checkpoint::part::{Item, Part};
 use crate::checkpoint::restore::names::is_batch_count;
 use crate::checkpoint::restore::{Options, Restored};
 use crate::checkpoint::stateful::Prepared;
 use crate::checkpoint::stateful::dict::Dict;
 use crate::checkpoint::stateful::prepared::Copy;
+use crate::checkpoint::stateful::save::part_name;
 use crate::checkpoint::{Checkpoint, CheckpointError, other_part, read_value};
 use crate::error::{Error, Result, shown};
 use crate::optim::Saved as _;
+use crate::scale::GradScalerState;
 use crate::variables::{Variable, each_once};
 
 /// A state in a checkpoint, which [`Stateful::prepare_restore`](crate::checkpoint::Stateful::prepare_restore) reads.
@@ -155,7 +157,7 @@ impl<'a> SavedState<'a> {
     }
 
     /// Does the work of [`copy_to`](Self::copy_to). `place` says in messages where the tensors are.
-    pub(super) fn copy<'t, N: AsRef<str>>(
+    pub(crate) fn copy<'t, N: AsRef<str>>(
         &self,
         tensors: impl IntoIterator<Item = (N, &'t Tensor)>,
         place: &'static str,
@@ -191,20 +193,20 @@ impl<'a> SavedState<'a> {
     }
 
     /// Leaves out the batch counts of norms, given the names of their statistics.
-    pub(super) fn leave_out_counts(&self, known: &HashSet<&str>) -> Result<()> {
+    pub(crate) fn leave_out_counts(&self, known: &HashSet<&str>) -> Result<()> {
         let counts = self.dict()?.tensors.keys().filter(|name| is_batch_count(name, known));
         self.notes.borrow_mut().used.extend(counts.cloned());
         Ok(())
     }
 
     /// Leaves out what is under these names.
-    pub(super) fn leave_out<'n>(&self, names: impl Iterator<Item = &'n String>) {
+    pub(crate) fn leave_out<'n>(&self, names: impl Iterator<Item = &'n String>) {
         self.notes.borrow_mut().used.extend(names.cloned());
     }
 
     /// Reads the state as that of PyTorch's `AveragedModel`, in which names begin with `module.`, and returns the number
     /// of updates. Returns `None` for any other state. Called before anything else is read.
-    pub(super) fn averaged_model(&self) -> Result<Option<u64>> {
+    pub(crate) fn averaged_model(&self) -> Result<Option<u64>> {
         let mut dict = Dict::of(self.checkpoint, self.name, self.options)?;
         let count = dict.tensors.get(UPDATES).map(|(_, count)| count);
         let Some(count) = count.filter(|count| count.numel() == 1) else {
@@ -226,6 +228,40 @@ impl<'a> SavedState<'a> {
     pub(super) fn whole(&self) -> Result<Item<'a>> {
         self.take_whole();
         self.checkpoint.find(self.name)
+    }
+
+    /// Returns the part as one value instead of a dict.
+    pub(crate) fn whole_value<T: DeserializeOwned>(&self) -> Result<T> {
+        self.take_whole();
+        self.checkpoint.value(self.name)
+    }
+
+    /// Returns the part as one tensor instead of a dict.
+    pub(crate) fn whole_tensor(&self) -> Result<Tensor> {
+        self.take_whole();
+        self.checkpoint.tensor(self.name)
+    }
+
+    /// Returns the scaler in the part, or in one of several parts. The state of a disabled scaler is empty.
+    pub(crate) fn scaler(&self, id: Option<usize>) -> Result<GradScalerState> {
+        self.take_whole();
+        let name = part_name(self.name, id);
+        match self.checkpoint.find(&name)? {
+            Item::Part(Part::Scaler(state)) => Ok(state.clone()),
+            Item::Part(Part::Empty) => Ok(GradScalerState::default()),
+            other => Err(other_part(&name, "a scaler", other)),
+        }
+    }
+
+    /// Whether a name is skipped.
+    pub(crate) fn skips(&self, name: &str) -> bool {
+        self.options.names.skips(name)
+    }
+
+    /// Returns the name of the part.
+    #[cfg(feature = "distributed")]
+    pub(crate) fn name(&self) -> &'a str {
+        self.name
     }
 
     /// Marks the part as taken as a whole, so that its names are not checked.
@@ -274,7 +310,7 @@ impl<'a> SavedState<'a> {
     }
 
     /// Returns the dtype of a tensor, if the state has one of this name.
-    pub(super) fn kind(&self, name: &str) -> Result<Option<Kind>> {
+    pub(crate) fn kind(&self, name: &str) -> Result<Option<Kind>> {
         Ok(self.dict()?.tensors.get(name).map(|(_, entry)| entry.kind))
     }
 

@@ -1,13 +1,12 @@
 //! Checkpoints of several ranks.
 
-use std::sync::Arc;
-
 use tch::{Device, Kind, Tensor};
+use xxhash_rust::xxh3::xxh3_64;
 
-use crate::checkpoint::Checkpoint;
-use crate::checkpoint::restore::Restore;
-use crate::checkpoint::source::Source;
-use crate::checkpoint::stateful::Rngs;
+use crate::checkpoint::{
+    Checkpoint, CheckpointError, Prepared, Restore, SaveState, SavedState, Source, Stateful,
+    check_rng_state, rng_state, set_rng_state,
+};
 use crate::distributed::ProcessGroup;
 use crate::error::{Error, Result};
 use crate::ffi::{self, OutsideRegions};
@@ -76,14 +75,6 @@ impl Checkpoint {
             None => Ok(mine),
         }
     }
-
-    /// Returns the file that the checkpoint was loaded from, or its content if it has been made or changed since.
-    fn source(&self) -> Result<Arc<Source>> {
-        match &self.source {
-            Some(source) => Ok(source.clone()),
-            None => Ok(Arc::new(Source::in_memory(self.to_bytes()?))),
-        }
-    }
 }
 
 impl<'a> Restore<'a> {
@@ -134,4 +125,55 @@ fn read(source: Option<&Source>, offset: u64, size: usize) -> Result<Tensor> {
         source.read_at(offset, &mut bytes)?;
     }
     Ok(Tensor::f_from_slice(&bytes)?)
+}
+
+/// The default random number generators of a device of each rank. Saved as a uint8 tensor with a row for each rank.
+struct Rngs<'a> {
+    group: &'a ProcessGroup,
+    device: Device,
+}
+
+impl Stateful for Rngs<'_> {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        let _own = OutsideRegions::enter();
+        let states = self.group.all_gather(&rng_state(self.device)?)?;
+        state.whole_tensor(&Tensor::f_stack(&states, 0)?)
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let Self { group, device } = *self;
+        let states = states(saved.name(), saved.whole_tensor()?)?;
+        let saved_ranks = states.size()[0];
+        let own = states.f_get((group.rank() as i64).min(saved_ranks - 1))?;
+        check_rng_state(device, &own)?;
+        if saved_ranks == group.size() as i64 {
+            return Ok(Prepared::step(move || set_rng_state(device, &own)));
+        }
+        let seed = seed_of(&states)?.wrapping_add(group.rank() as u64);
+        Ok(Prepared::step(move || ffi::random::seed(device, seed)))
+    }
+}
+
+/// Returns the saved states, a row for each rank. A program without ranks has saved a single one.
+fn states(name: &str, saved: Tensor) -> Result<Tensor> {
+    let states = if saved.dim() == 1 { saved.f_unsqueeze(0)? } else { saved };
+    // One that is not contiguous is an expanded tensor, which no save of this crate has.
+    let is_plain = states.kind() == Kind::Uint8 && states.is_contiguous();
+    if is_plain && states.dim() == 2 && ffi::numel(&states) > 0 {
+        return Ok(states);
+    }
+    let problem = format!(
+        "is {:?} {:?}, but the random numbers of ranks are rows of Uint8",
+        states.kind(),
+        states.size()
+    );
+    let (part, tensor) = (name.to_owned(), name.to_owned());
+    Err(CheckpointError::Tensor { part, tensor, problem }.into())
+}
+
+/// Returns a seed that depends on the states of all ranks.
+fn seed_of(states: &Tensor) -> Result<u64> {
+    let mut bytes = vec![0; ffi::numel(states)];
+    ffi::elements_read(states, 0, &mut bytes)?;
+    Ok(xxh3_64(&bytes))
 }
