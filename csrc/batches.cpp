@@ -1,4 +1,4 @@
-// What one launch of a device's kernels steps.
+// Groups of parameters that one kernel launch can step together.
 
 #include "batches.h"
 

@@ -37,7 +37,7 @@ at::Tensor remainder(const at::Tensor &master);
 // Whether the dtype of a tensor is bf16 or fp16.
 bool is_half(const at::Tensor &t);
 
-// Has autograd accumulate later gradients in the dtype of their parameter, whichever that is then.
+// Makes autograd accumulate later gradients in the dtype of their parameter, whichever that is then.
 void narrow_later_gradients(const at::Tensor &parameter);
 
 // Replaces the gradient of a parameter by one of this dtype, in which autograd accumulates it from now on. `gradient`

@@ -11,7 +11,7 @@ uint32_t current_overrides() noexcept;
 // Makes overrides those of the calling thread. Throws if there are none of this number.
 void set_overrides(uint32_t number);
 
-// Has every operator of the calling thread pass the kernel of the overrides, or ends that.
+// Sends every operator of the calling thread through the kernel of the overrides, or ends that.
 void include_kernel(bool included);
 
 }  // namespace tamp

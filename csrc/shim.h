@@ -114,7 +114,7 @@ int64_t tamp_autocast_backward(void) TAMP_NOEXCEPT;
 // A callback, which neither throws nor unwinds.
 typedef void (*tamp_autocast_settle)(void);
 
-// Has `settle` called on the calling thread once the backward pass that runs there has ended, successfully or not, and
+// Calls `settle` on the calling thread once the backward pass that runs there has ended, successfully or not, and
 // libtorch has restored the state of the thread. `settle` is not called if there is no memory to register it, or if the
 // backward pass ends on another thread.
 void tamp_autocast_after_backward(tamp_autocast_settle settle) TAMP_NOEXCEPT;
@@ -275,7 +275,7 @@ tamp_tensor *tamp_gradients_norm(tamp_tensor *const *parameters, size_t count, c
 // ------------------------------------------------------------------------------------------------------------ heap.cpp
 // This function changes how the process allocates.
 
-// Has the C library keep freed memory in the process. Returns whether it can, which glibc can.
+// Makes the C library keep freed memory in the process. Returns whether it can, which glibc can.
 uint8_t tamp_heap_keep(void) TAMP_NOEXCEPT;
 
 // --------------------------------------------------------------------------------------------------------- numbers.cpp

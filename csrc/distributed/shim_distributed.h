@@ -130,7 +130,7 @@ typedef struct tamp_reducer_options {
   uint8_t gradient_as_bucket_view;
 } tamp_reducer_options;
 
-// Lets the gradients of the `count` parameters be averaged. `names` has the name of each. All ranks call this with the
+// Averages the gradients of the `count` parameters from now on. `names` has the name of each. All ranks call this with the
 // same parameters and options.
 tamp_reducer *tamp_reducer_new(const tamp_group *group, tamp_tensor *const *parameters, const char *const *names,
                                size_t count, const tamp_reducer_options *options, char **err) TAMP_NOEXCEPT;
@@ -186,7 +186,7 @@ int64_t tamp_signals_caught(void) TAMP_NOEXCEPT;
 // Sends a signal to the process group of a child that has not been waited for, and lets it continue if it is stopped.
 void tamp_process_signal(int64_t process, int64_t signal, char **err) TAMP_NOEXCEPT;
 
-// Has this process killed when the thread that has started it ends, on Linux. Returns an errno, which is ESRCH if
+// Asks Linux to kill this process when the thread that has started it ends. Returns an errno, which is ESRCH if
 // `parent` has ended already. Can be called between fork and exec.
 int64_t tamp_process_end_with(int64_t parent) TAMP_NOEXCEPT;
 

@@ -22,7 +22,7 @@ fn swapped() -> MutexGuard<'static, HashSet<usize>> {
     SWAPPED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Has the averages in the place of a model's weights until it is dropped. Made by [`AveragedWeights::swap_in`].
+/// Keeps the averaged weights in the model until it is dropped. Made by [`AveragedWeights::swap_in`].
 ///
 /// # Examples
 ///

@@ -205,7 +205,7 @@ impl ProcessGroup {
         self.run("monitored_barrier", |group| group.monitored_barrier(timeout))
     }
 
-    /// Lets `work` change the copy of a tensor, which is copied back if it succeeds.
+    /// Runs `work` on a copy of a tensor, and copies the result back if it succeeds.
     fn in_place(
         &self,
         tensor: &mut Tensor,

@@ -322,7 +322,7 @@ pub(crate) struct Reducer(*mut sys::Reducer);
 unsafe impl Send for Reducer {}
 
 impl Reducer {
-    /// Has the gradients of the parameters averaged over a group.
+    /// Averages the gradients of the parameters over a group.
     pub(crate) fn new(
         group: &Group,
         parameters: &[(String, Tensor)],

@@ -45,7 +45,7 @@ pub(crate) fn signal(child: &Child, signal: i32) -> Result<()> {
     call(|err| unsafe { sys::tamp_process_signal(process, signal.into(), err) })
 }
 
-/// Has the process killed when the thread that starts it ends, on Linux.
+/// Asks Linux to kill the process when the thread that starts it ends.
 pub(crate) fn end_with_this_thread(command: &mut Command) {
     let parent = i64::from(std::process::id());
     let before_exec = move || {

@@ -1,11 +1,7 @@
 //! The gradients of a list of parameters. Before every step they are inspected, checked or unscaled, clipped, and
 //! passed to the optimizer.
 
-mod change;
 mod clip;
-mod found_inf;
-mod identity;
-mod look;
 mod non_finite;
 pub(crate) mod parameters;
 mod plan;
@@ -17,15 +13,11 @@ use crate::error::Result;
 use crate::ffi::{self, Gradient, Snapshot};
 
 pub use crate::error::GradientError;
-pub(crate) use change::{Change, change};
 pub(crate) use clip::{check_limit, clamp, reduce_norm, unclampable, unclippable};
 pub use clip::{clip_grad_norm, clip_grad_norm_error_if_nonfinite, clip_grad_value};
-pub(crate) use found_inf::overflow;
-pub(crate) use identity::IdentityMap;
-pub(crate) use look::{Findings, Look};
 pub use non_finite::NonFiniteGradient;
 pub(crate) use parameters::Parameters;
-pub(crate) use plan::{Plan, drop_frozen};
+pub(crate) use plan::{Findings, IdentityMap, Plan, Preparation, drop_frozen, overflow};
 pub(crate) use taken::Taken;
 
 /// Returns the name of a parameter by its index and its identity, if it is known.
@@ -91,5 +83,32 @@ fn describe(index: usize, tensor: &Tensor, name: Option<String>) -> String {
     match name {
         Some(name) => format!("parameter `{name}` {shape:?}"),
         None => format!("parameter {index} {shape:?}"),
+    }
+}
+
+/// How a gradient differs from the one that was unscaled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    None,
+    /// The same tensor with other values, as after clipping or a backward.
+    Numbers,
+    /// Another tensor, or one where there was none; the text says which.
+    Replaced(&'static str),
+}
+
+/// Compares a gradient with `before`, its description after unscaling; `None` for a parameter that was added since.
+pub(crate) fn change(before: Option<&Gradient>, now: &Gradient) -> Change {
+    let before = before.copied().unwrap_or_default();
+    if !now.exists() {
+        // No step applies a missing gradient.
+        Change::None
+    } else if !before.exists() {
+        Change::Replaced("appeared")
+    } else if before.identity() != now.identity() {
+        Change::Replaced("was replaced")
+    } else if before.version() != now.version() {
+        Change::Numbers
+    } else {
+        Change::None
     }
 }

@@ -1,10 +1,33 @@
-//! Selecting the gradients to unscale. All are checked before any is changed.
+//! Selecting the gradients of an optimizer, and then checking them for infinities and NaNs, unscaling them, or taking
+//! their norm. All are inspected before any is changed.
 
-use tch::Tensor;
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
+use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, GradientError, Result};
-use crate::ffi::{self, Gradient, Place};
-use crate::gradients::{Gradients, IdentityMap};
+use crate::ffi::{self, FoundInf, Gradient, Interrupted, Place, Unscaling};
+use crate::gradients::Gradients;
+
+/// How the gradients of an optimizer are prepared for its step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Preparation {
+    /// They are unscaled in place.
+    Unscale,
+    /// They stay scaled, for an optimizer that unscales them.
+    Check,
+    /// Like `Check`, and their norm is taken.
+    Norm,
+}
+
+/// The result of a check.
+#[derive(Debug, Default)]
+pub(crate) struct Findings {
+    pub(crate) found: Vec<FoundInf>,
+    /// The norm of the unscaled gradients, if it was taken.
+    pub(crate) norm: Option<Tensor>,
+}
 
 /// The gradients of one optimizer, sorted by what is done with them.
 #[derive(Debug, Default)]
@@ -84,4 +107,91 @@ fn problem(gradient: &Gradient, allow_fp16: bool) -> Option<&'static str> {
     }
     (!gradient.is_strided() && !gradient.is_sparse())
         .then_some("is neither strided nor COO sparse, or holds no data; convert it first")
+}
+
+impl Plan {
+    /// Unscales the gradients of all groups, in one call.
+    pub(crate) fn unscale(
+        &self,
+        parameters: &[Tensor],
+        scale: &Tensor,
+        unscaling: Unscaling,
+    ) -> std::result::Result<Vec<FoundInf>, Interrupted> {
+        let all = self.groups.iter().flat_map(|(_, indices)| indices).map(|&i| &parameters[i]);
+        ffi::gradients_unscale(all, scale, self.groups.len(), unscaling)
+    }
+
+    /// Checks the gradients and leaves them unchanged; with `recheck` also whether unscaling would make one infinite.
+    pub(crate) fn check(
+        &self,
+        parameters: &[Tensor],
+        scale: &Tensor,
+        recheck: bool,
+    ) -> Result<Findings> {
+        let found = self.unscale(parameters, scale, Unscaling::new(true, recheck));
+        let found = found.map_err(|interrupted| interrupted.error)?;
+        Ok(Findings { found, norm: None })
+    }
+
+    /// Takes the norm of the gradients divided by the scale that they have, if any, over all groups, and leaves them
+    /// unchanged.
+    pub(crate) fn norm(&self, parameters: &[Tensor], scale: Option<&Tensor>) -> Result<Findings> {
+        let norm_of = |(_, indices): &(_, Vec<usize>)| {
+            ffi::gradients_norm(indices.iter().map(|&i| &parameters[i]), scale)
+        };
+        let norms: Result<Vec<_>> = self.groups.iter().map(norm_of).collect();
+        let (norms, found): (Vec<_>, _) = norms?.into_iter().unzip();
+        Ok(Findings { found, norm: Some(common_norm(&norms)?) })
+    }
+
+    /// Clips the gradients, whose total norm is `norm`, and each of which has memory of its own.
+    pub(crate) fn clip(&self, parameters: &[Tensor], norm: &Tensor, max_norm: f64) -> Result<()> {
+        let all = self.groups.iter().flat_map(|(_, indices)| indices);
+        ffi::clip_by_norm(all.map(|&index| &parameters[index]), norm, max_norm)
+    }
+}
+
+/// The norm of several norms, on the device of the first.
+fn common_norm(norms: &[Tensor]) -> Result<Tensor> {
+    match norms {
+        [] => ffi::number_new(0.0, Kind::Float, Device::Cpu),
+        _ => ffi::norms_join(norms),
+    }
+}
+
+/// Whether any of the flags is set; `None` if the host does not have the answer.
+pub(crate) fn overflow<'a>(found: impl IntoIterator<Item = &'a FoundInf>) -> Option<bool> {
+    let mut known = Some(false);
+    for flag in found {
+        match flag.host {
+            Some(true) => return Some(true),
+            Some(false) => {}
+            None => known = None,
+        }
+    }
+    known
+}
+
+/// A map from tensor identities.
+pub(crate) type IdentityMap<T> = HashMap<usize, T, BuildHasherDefault<IdentityHasher>>;
+
+/// Hashes identities, which are addresses and need no protection against an attacker.
+#[derive(Debug, Default)]
+pub(crate) struct IdentityHasher(u64);
+
+impl Hasher for IdentityHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_usize(byte.into());
+        }
+    }
+
+    fn write_usize(&mut self, address: usize) {
+        // Fibonacci hashing (Knuth): the golden ratio spreads the multiples of an alignment.
+        self.0 = (self.0 ^ address as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
+    }
 }

@@ -29,7 +29,7 @@ pub(crate) trait Ranks: Debug + Send + Sync {
         lines: &dyn Fn() -> String,
     ) -> Result<()>;
 
-    /// Has the other ranks fail, which would wait for this one.
+    /// Makes the other ranks fail, which would wait for this one.
     fn close(&self);
 
     /// Overwrites each tensor by the one of its owner.

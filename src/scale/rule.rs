@@ -2,6 +2,9 @@
 //!
 //! The formula is that of PyTorch's `_amp_update_scale_`: an overflow multiplies the scale by the backoff factor, and
 //! `growth_interval` iterations without one multiply it by the growth factor, unless the product is infinite.
+//!
+//! An overflow leaves the scale unchanged while the hysteresis, as in Megatron-LM and DeepSpeed, is not used up, or while
+//! the share of overflows since the last change is below `tolerance`, as in fairseq.
 
 use crate::error::{Result, ensure};
 use crate::ffi::{OverflowCounts, ScaleRule};
@@ -71,4 +74,39 @@ pub(crate) fn check_interval(name: &'static str, iterations: i64) -> Result<()> 
 /// scale grow until an overflow resets it, so it is clamped to one less than the interval.
 pub(crate) fn clamp_tracker(tracker: i32, growth_interval: i64) -> i32 {
     i64::from(tracker).min(growth_interval - 1) as i32
+}
+
+impl OverflowCounts {
+    /// The counts of a new scale.
+    pub(crate) fn new(config: &GradScalerConfig) -> Self {
+        Self { hysteresis: config.hysteresis.into(), ..Self::default() }
+    }
+
+    /// Whether an overflow that has been counted leaves the scale unchanged.
+    pub(crate) fn tolerate(&self, rule: &ScaleRule) -> bool {
+        let share = self.overflows as f64 / self.iterations as f64;
+        self.hysteresis > 0 || share < rule.tolerance
+    }
+
+    /// Counts an iteration.
+    pub(crate) fn count(self, overflow: bool) -> Self {
+        let overflow = i64::from(overflow);
+        Self {
+            hysteresis: (self.hysteresis - overflow).max(0),
+            iterations: self.iterations + 1,
+            overflows: self.overflows + overflow,
+        }
+    }
+
+    /// The counts after an iteration without overflow that does not let the scale grow.
+    pub(crate) fn carry_on(self, rule: &ScaleRule) -> Self {
+        let restored = rule.consecutive;
+        Self { hysteresis: if restored { rule.hysteresis } else { self.hysteresis }, ..self }
+    }
+
+    /// The counts after the scale has backed off, or could grow.
+    pub(crate) fn restart(self, grown: bool, rule: &ScaleRule) -> Self {
+        let hysteresis = if grown { rule.hysteresis } else { self.hysteresis };
+        Self { hysteresis, ..Self::default() }
+    }
 }

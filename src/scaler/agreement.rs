@@ -9,6 +9,7 @@ use crate::error::{Error, GradientError, Result};
 use crate::ffi::{self, FoundInf};
 use crate::optim::AmpOptimizer;
 use crate::scaler::GradScaler;
+use crate::scaler::iteration::RecordId;
 use crate::scaler::record::Stage;
 
 /// The ranks that skip the same steps.
@@ -60,8 +61,8 @@ impl GradScaler {
     pub(super) fn agree(
         &self,
         agreement: &dyn Agreement,
-        claimed: Result<Option<usize>>,
-    ) -> Result<Option<usize>> {
+        claimed: Result<Option<RecordId>>,
+    ) -> Result<Option<RecordId>> {
         let mut iteration = self.iteration.borrow_mut();
         let record = claimed.as_ref().ok().copied().flatten();
         let found = claimed.and_then(|record| match record {
@@ -71,7 +72,7 @@ impl GradScaler {
         let here = matches!(found, Ok(true));
         let agreed = agreement.any(found).and_then(|anywhere| {
             // `update` also needs the answer of a rank without gradients, which has looked at nothing.
-            let is_new = |record: &usize| anywhere != here || !iteration.has_found(*record);
+            let is_new = |record: &RecordId| anywhere != here || !iteration.has_found(*record);
             if let Some(record) = record.filter(is_new) {
                 let flag = f64::from(u8::from(anywhere));
                 let tensor = ffi::number_new(flag, Kind::Float, Device::Cpu)?;
@@ -80,7 +81,7 @@ impl GradScaler {
             Ok(record)
         });
         match record {
-            Some(record) if agreed.is_err() && iteration.stage(record) == Stage::Looked => {
+            Some(record) if agreed.is_err() && iteration.stage(record) == Stage::Checked => {
                 iteration.withdraw(record);
             }
             _ => {}

@@ -7,18 +7,22 @@ use std::collections::HashMap;
 use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 
+use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-use crate::error::Result;
 #[cfg(doc)]
-use crate::error::{Error, ScalerError};
+use crate::error::Error;
+use crate::error::{Result, ScalerError};
 use crate::ffi;
 #[cfg(feature = "insight")]
 use crate::ffi::Gradient;
-use crate::scale::AdaptiveScale;
-use crate::scaler::GradScalerConfig;
+use crate::gradients::NonFiniteGradient;
+use crate::optim::AmpOptimizer;
+use crate::scale::{AdaptiveScale, LoadedState};
 use crate::scaler::agreement::{Agreement, Averaged};
 use crate::scaler::iteration::Iteration;
+use crate::scaler::{GradScalerConfig, GradScalerState};
+use crate::variables::{named, variables};
 
 /// Scales losses, unscales gradients, skips the steps whose gradients are infinite or NaN, and adapts the scale. The
 /// counterpart of `torch.amp.GradScaler`, with the same defaults and, bit for bit, the same arithmetic.
@@ -130,13 +134,13 @@ impl GradScaler {
         Self { scale, iteration, names, ranks, agreement: None }
     }
 
-    /// Has the scaler skip the same steps as those of other ranks.
+    /// Makes the scaler skip the same steps as those of other ranks.
     #[cfg(feature = "distributed")]
     pub(crate) fn set_agreement(&mut self, agreement: Arc<dyn Agreement>) {
         self.agreement = Some(agreement);
     }
 
-    /// Has the scaler refuse to unscale or to step while the gradients of a model are those of this rank alone.
+    /// Makes the scaler refuse to unscale or step while the gradients of a model are those of this rank alone.
     #[cfg(feature = "distributed")]
     pub(crate) fn note_ranks(&mut self, model: &Arc<dyn Averaged>) {
         let new = Arc::downgrade(model);
@@ -245,5 +249,157 @@ impl GradScaler {
     /// The same as [`get_scale`](Self::get_scale).
     pub fn get_growth_tracker(&self) -> Result<i64> {
         Ok(self.scale.value()?.map_or(0, |value| value.tracker.into()))
+    }
+
+    /// Returns the factor by which the scale is multiplied when it grows.
+    pub fn get_growth_factor(&self) -> f64 {
+        self.scale.config().growth_factor
+    }
+
+    /// Sets the factor by which the scale is multiplied when it grows.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] unless it is finite and more than 1; the old value is kept then.
+    pub fn set_growth_factor(&mut self, growth_factor: f64) -> Result<()> {
+        self.scale.set_growth_factor(growth_factor)
+    }
+
+    /// Returns the factor by which the scale is multiplied when it backs off.
+    pub fn get_backoff_factor(&self) -> f64 {
+        self.scale.config().backoff_factor
+    }
+
+    /// Sets the factor by which the scale is multiplied when it backs off.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] unless it is between 0 and 1; the old value is kept then.
+    pub fn set_backoff_factor(&mut self, backoff_factor: f64) -> Result<()> {
+        self.scale.set_backoff_factor(backoff_factor)
+    }
+
+    /// Returns the number of consecutive iterations without overflow after which the scale grows.
+    pub fn get_growth_interval(&self) -> i64 {
+        self.scale.config().growth_interval
+    }
+
+    /// Sets the number of consecutive iterations without overflow after which the scale grows. If that many are already
+    /// counted, the scale grows after the next one; in PyTorch it does not grow until an overflow has reset the count.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] unless it is from 1 to 2^31 - 1; the old value is kept then.
+    pub fn set_growth_interval(&mut self, growth_interval: i64) -> Result<()> {
+        self.scale.set_growth_interval(growth_interval)
+    }
+
+    /// Returns the state to save; it is empty for a disabled scaler. Synchronizes like [`get_scale`](Self::get_scale).
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::IterationOpen`] between `unscale_` or `step` and `update`, when a part of the state is in the
+    /// gradients; [`Error::Torch`] if the device cannot be read.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// # let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
+    /// let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// scaler.backward(&w.sum(None))?;
+    /// let _outcome = scaler.step(&mut opt)?;
+    /// assert!(scaler.state_dict().is_err());
+    /// scaler.update()?;
+    /// assert_eq!(scaler.state_dict()?.growth_tracker, Some(1));
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn state_dict(&self) -> Result<GradScalerState> {
+        self.check_closed("state_dict")?;
+        self.scale.state_dict()
+    }
+
+    /// Loads a saved state. A disabled scaler ignores it.
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::EmptyState`], [`ScalerError::MissingKey`] and [`Error::InvalidArgument`] for a state that no
+    /// scaler can have saved; [`ScalerError::IterationOpen`] between `unscale_` or `step` and `update`. Nothing is
+    /// changed then.
+    pub fn load_state_dict(&mut self, state: &GradScalerState) -> Result<()> {
+        match self.prepare_state(state)? {
+            Some(loaded) => self.set_state(loaded),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks a state and allocates what loading it needs; `None` for a disabled scaler, which loads nothing.
+    pub(crate) fn prepare_state(&self, state: &GradScalerState) -> Result<Option<LoadedState>> {
+        self.check_closed("load_state_dict")?;
+        self.scale.prepare_state(state)
+    }
+
+    pub(crate) fn set_state(&mut self, loaded: LoadedState) -> Result<()> {
+        self.scale.set_state(loaded)
+    }
+
+    fn check_closed(&self, call: &'static str) -> Result<()> {
+        if self.iteration.borrow().is_open() {
+            return Err(ScalerError::IterationOpen { call }.into());
+        }
+        Ok(())
+    }
+
+    /// Uses the names of a `VarStore`'s variables in messages about their gradients. The scaler keeps handles to the
+    /// variables as long as it lives. Call it again for variables that are added later. PyTorch has no counterpart.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if the variables cannot be read.
+    pub fn name_parameters(&mut self, vs: &VarStore) -> Result<()> {
+        let named = named(variables(vs)?);
+        let tensors: Vec<_> = named.iter().map(|(_, tensor)| tensor.shallow_clone()).collect();
+        self.names.extend(ffi::identities(&tensors)?.into_iter().zip(named));
+        Ok(())
+    }
+
+    /// Returns the parameters of an optimizer whose gradients are infinite or NaN somewhere, with the number of such
+    /// elements. Call it after a skipped step and before the gradients are zeroed, to find the source of an overflow.
+    /// Synchronizes. PyTorch has no counterpart.
+    ///
+    /// The names come from a fused optimizer or from [`name_parameters`](Self::name_parameters).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if a gradient cannot be read.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor, nn, nn::OptimizerConfig};
+    /// use tch_amp::GradScaler;
+    ///
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let w = vs.root().var("w", &[3], nn::Init::Const(1.0));
+    /// let mut opt = nn::Sgd::default().build(&vs, 0.1)?;
+    /// let mut scaler = GradScaler::skip_only(Device::Cpu)?;
+    /// scaler.name_parameters(&vs)?;
+    /// scaler.backward(&(&w * Tensor::from_slice(&[1.0, f64::INFINITY, f64::NAN])).sum(Kind::Float))?;
+    /// if scaler.step(&mut opt)?.is_skipped()? {
+    ///     let found = scaler.non_finite_gradients(&opt)?;
+    ///     assert_eq!(found[0].to_string(), "parameter `w` [3]: 1 infinite, 1 NaN");
+    /// }
+    /// scaler.update()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn non_finite_gradients(
+        &self,
+        optimizer: &dyn AmpOptimizer,
+    ) -> Result<Vec<NonFiniteGradient>> {
+        self.gradients(optimizer)?.non_finite()
     }
 }

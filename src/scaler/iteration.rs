@@ -3,7 +3,9 @@
 //! Unscaling opens a [`Record`] for an optimizer, the step uses it, and `update` reads the flags of all records and
 //! closes them. The [`Stage`] of a record determines which calls are possible.
 //!
-//! A record belongs to its parameters and to the gradients that these had. Gradients that a backward has made since a
+//! An optimizer is recognized by the identities of its parameters, not by its address, so it may be moved between the
+//! calls of an iteration. A record belongs to its parameters and to the gradients that these had, by which the step
+//! notices that one was replaced or changed, and optimizers with the same parameters are told apart. Gradients that a backward has made since a
 //! step are new, so the same parameters, in whichever optimizers, can have several records until `update`.
 
 use std::collections::HashMap;
@@ -14,8 +16,12 @@ use tch::Tensor;
 
 use crate::error::{Error, GradientError, Result, ScalerError};
 use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot, Widened};
-use crate::gradients::{Change, Findings, Gradients, Look, Plan, change, drop_frozen, overflow};
+use crate::gradients::{
+    Change, Findings, Gradients, Plan, Preparation, change, drop_frozen, overflow, unclippable,
+};
+use crate::optim::AmpOptimizer;
 use crate::scale::Number;
+use crate::scaler::GradScaler;
 use crate::scaler::record::{Record, Stage};
 
 /// Whether a step can be taken.
@@ -26,12 +32,16 @@ pub(crate) enum Verdict {
     Unless(Tensor),
 }
 
+/// A record of the present iteration, which the removal of others does not change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RecordId(usize);
+
 /// The record to which the gradients of a list of parameters belong.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Owner {
     /// To none: a backward has made them since the last step of these parameters, if there are any.
     None,
-    Record(usize),
+    Record(RecordId),
     /// The gradient of the parameter at this index has been unscaled for another optimizer.
     Shared(usize),
 }
@@ -53,29 +63,44 @@ pub(crate) struct Iteration {
 
 impl Iteration {
     pub(crate) fn is_open(&self) -> bool {
-        !self.records.is_empty()
+        self.live().next().is_some()
     }
 
-    pub(crate) fn stage(&self, record: usize) -> Stage {
-        self.records[record].stage
+    /// The records that have not been removed.
+    fn live(&self) -> impl Iterator<Item = (RecordId, &Record)> {
+        let records = self.records.iter().enumerate();
+        let records = records.map(|(index, record)| (RecordId(index), record));
+        records.filter(|(_, record)| record.stage != Stage::Removed)
+    }
+
+    fn get(&self, RecordId(index): RecordId) -> &Record {
+        &self.records[index]
+    }
+
+    fn get_mut(&mut self, RecordId(index): RecordId) -> &mut Record {
+        &mut self.records[index]
+    }
+
+    pub(crate) fn stage(&self, record: RecordId) -> Stage {
+        self.get(record).stage
     }
 
     /// Records that the step of a record was taken or skipped.
-    pub(crate) fn set_stepped(&mut self, record: usize) {
-        self.records[record].set_stepped();
+    pub(crate) fn set_stepped(&mut self, record: RecordId) {
+        self.get_mut(record).set_stepped();
     }
 
     /// Records that unscaling may have stopped midway.
-    pub(crate) fn set_broken(&mut self, record: usize) {
-        self.records[record].set_broken();
+    pub(crate) fn set_broken(&mut self, record: RecordId) {
+        self.get_mut(record).set_broken();
     }
 
     /// Finds the record to which these gradients belong. An optimizer that has gained parameters is still the same as
     /// long as the new ones have no gradients, which would not have been unscaled. Synchronizes only where gradients on
     /// a GPU were zeroed in place after a step, to learn that nothing is left of them.
     pub(crate) fn owner(&self, gradients: &[Gradient]) -> Result<Owner> {
-        let gained_none = |record: &usize| {
-            let known = self.records[*record].snapshot.len();
+        let gained_none = |record: &RecordId| {
+            let known = self.get(*record).snapshot.len();
             gradients[known..].iter().all(|gradient| !gradient.exists())
         };
         let own = self.find(gradients).filter(gained_none);
@@ -90,19 +115,18 @@ impl Iteration {
     }
 
     /// Finds the record whose parameters these begin with: the longest if there are several, and then the latest.
-    pub(crate) fn find(&self, gradients: &[Gradient]) -> Option<usize> {
+    pub(crate) fn find(&self, gradients: &[Gradient]) -> Option<RecordId> {
         let begins_with = |known: &[Gradient]| {
             let mut pairs = known.iter().zip(gradients);
             known.len() <= gradients.len() && pairs.all(|(a, b)| a.parameter() == b.parameter())
         };
-        let records = self.records.iter().enumerate();
-        let records = records.filter(|(_, record)| begins_with(&record.snapshot));
-        records.max_by_key(|(_, record)| record.snapshot.len()).map(|(index, _)| index)
+        let records = self.live().filter(|(_, record)| begins_with(&record.snapshot));
+        records.max_by_key(|(_, record)| record.snapshot.len()).map(|(id, _)| id)
     }
 
     /// The index of the first gradient that a record has, and of which something is left.
     fn first_known(&self, gradients: &[Gradient]) -> Result<Option<usize>> {
-        if self.records.is_empty() {
+        if !self.is_open() {
             return Ok(None);
         }
         let held = self.held();
@@ -129,7 +153,7 @@ impl Iteration {
     /// gradients, so that no other has their identity.
     fn held(&self) -> HashMap<Key, (&Record, usize)> {
         let mut held = HashMap::new();
-        for record in &self.records {
+        for (_, record) in self.live() {
             for (index, gradient) in record.snapshot.iter().enumerate() {
                 held.extend(key(gradient).map(|key| (key, (record, index))));
             }
@@ -145,28 +169,29 @@ impl Iteration {
         widened: Option<Widened>,
         plan: &Plan,
         scale: &Number,
-        look: Look,
+        preparation: Preparation,
         even_empty: bool,
-    ) -> Result<Option<usize>> {
+    ) -> Result<Option<RecordId>> {
         if plan.groups.is_empty() && !even_empty {
             gradients.drop_frozen()?;
             return Ok(None);
         }
-        let index = self.records.len();
+        let id = RecordId(self.records.len());
         self.records.push(Record::new(gradients, widened));
-        match look {
-            Look::Unscale => self.unscale(index, plan, scale)?,
-            Look::Check | Look::Norm => self.look(index, plan, scale, look == Look::Norm)?,
+        match preparation {
+            Preparation::Unscale => self.unscale(id, plan, scale)?,
+            Preparation::Check => self.check(id, plan, scale, false)?,
+            Preparation::Norm => self.check(id, plan, scale, true)?,
         }
-        let record = &self.records[index];
+        let record = self.get(id);
         drop_frozen(&record.parameters, &record.snapshot)?;
-        Ok(Some(index))
+        Ok(Some(id))
     }
 
     /// Unscales the gradients of a new record. A failure before the first change removes the record; one midway leaves
     /// it broken.
-    fn unscale(&mut self, index: usize, plan: &Plan, scale: &Number) -> Result<()> {
-        let record = &mut self.records[index];
+    fn unscale(&mut self, id: RecordId, plan: &Plan, scale: &Number) -> Result<()> {
+        let record = self.get_mut(id);
         let unscaling = scale.unscaling();
         match plan.unscale(&record.parameters, scale.tensor(), unscaling) {
             Ok(found) => {
@@ -183,7 +208,7 @@ impl Iteration {
                 if begun {
                     record.set_broken();
                 } else {
-                    self.withdraw(index);
+                    self.withdraw(id);
                 }
                 Err(error)
             }
@@ -191,20 +216,20 @@ impl Iteration {
     }
 
     /// Checks the gradients of a new record without changing them. A failure removes the record.
-    fn look(&mut self, index: usize, plan: &Plan, scale: &Number, with_norm: bool) -> Result<()> {
-        let record = &mut self.records[index];
+    fn check(&mut self, id: RecordId, plan: &Plan, scale: &Number, with_norm: bool) -> Result<()> {
+        let record = self.get_mut(id);
         let (parameters, number) = (&record.parameters, scale.tensor());
-        let looked = match with_norm {
+        let checked = match with_norm {
             true => plan.norm(parameters, Some(number)),
             false => plan.check(parameters, number, scale.may_enlarge()),
         };
-        match looked {
+        match checked {
             Ok(Findings { found, norm }) => {
-                (record.stage, record.found, record.norm) = (Stage::Looked, found, norm);
+                (record.stage, record.found, record.norm) = (Stage::Checked, found, norm);
                 Ok(())
             }
             Err(error) => {
-                self.withdraw(index);
+                self.withdraw(id);
                 Err(error)
             }
         }
@@ -223,10 +248,10 @@ impl Iteration {
             match record.stage {
                 Stage::Unscaled => drop(unscaled.insert(gradient.parameter())),
                 Stage::Broken => return Err(Error::Scaler(ScalerError::UnscaleFailed)),
-                Stage::Looked | Stage::Stepped if record.has_rest(*index)? => {
+                Stage::Checked | Stage::Stepped if record.has_rest(*index)? => {
                     return Err(Error::Scaler(ScalerError::AlreadyStepped));
                 }
-                Stage::Looked | Stage::Stepped => {}
+                Stage::Checked | Stage::Stepped | Stage::Removed => {}
             }
         }
         Ok(unscaled)
@@ -255,8 +280,8 @@ impl Iteration {
     }
 
     /// Compares the gradients with those that were unscaled, and marks the record for another check if values changed.
-    pub(crate) fn compare(&mut self, record: usize, gradients: &Gradients<'_>) -> Result<()> {
-        let compared = self.records[record].compare(gradients.snapshot());
+    pub(crate) fn compare(&mut self, record: RecordId, gradients: &Gradients<'_>) -> Result<()> {
+        let compared = self.get_mut(record).compare(gradients.snapshot());
         compared.map_err(|(index, how)| {
             let parameter = gradients.describe(index);
             Error::Gradient(GradientError::Changed { parameter, how })
@@ -265,20 +290,20 @@ impl Iteration {
 
     /// Accepts the gradients after a change by this crate. They are checked again only if the change can have made one
     /// non-finite.
-    pub(crate) fn accept(&mut self, record: usize, now: Snapshot, look_again: bool) {
-        let record = &mut self.records[record];
-        record.look_at(now);
-        record.dirty |= look_again;
+    pub(crate) fn accept(&mut self, record: RecordId, now: Snapshot, recheck: bool) {
+        let record = self.get_mut(record);
+        record.replace_snapshot(now);
+        record.dirty |= recheck;
     }
 
     /// The norm of the unscaled gradients, where it was taken.
-    pub(crate) fn norm(&self, record: usize) -> Option<Tensor> {
-        self.records[record].norm.as_ref().map(Tensor::shallow_clone)
+    pub(crate) fn norm(&self, record: RecordId) -> Option<Tensor> {
+        self.get(record).norm.as_ref().map(Tensor::shallow_clone)
     }
 
     /// Whether a failed step left the gradients as they were.
-    pub(crate) fn is_untouched(&self, record: usize) -> bool {
-        self.records[record].is_untouched()
+    pub(crate) fn is_untouched(&self, record: RecordId) -> bool {
+        self.get(record).is_untouched()
     }
 
     /// Returns whether there are broken records; fails while the gradients of one are still those that were left half
@@ -300,8 +325,8 @@ impl Iteration {
 
     /// Whether the record allows a step. Does not synchronize: the verdict is a flag on a device if the host has not
     /// read the answer.
-    pub(crate) fn verdict(&self, record: usize) -> Result<Verdict> {
-        let record = &self.records[record];
+    pub(crate) fn verdict(&self, record: RecordId) -> Result<Verdict> {
+        let record = self.get(record);
         if let Some(found) = overflow(&record.found) {
             return Ok(Verdict::Known(!found));
         }
@@ -312,27 +337,27 @@ impl Iteration {
     /// gradients whose values changed.
     pub(crate) fn verify(
         &mut self,
-        record: usize,
+        record: RecordId,
         gradients: Gradients<'_>,
         scale: &Tensor,
     ) -> Result<()> {
         self.compare(record, &gradients)?;
         gradients.drop_frozen()?;
-        let record = &mut self.records[record];
+        let record = self.get_mut(record);
         if !record.dirty {
             return Ok(());
         }
         let plan = Plan::new(&gradients, true)?;
         let findings = plan.check(gradients.parameters(), scale, false)?;
         record.found.extend(findings.found);
-        record.look_at(gradients.into_snapshot());
+        record.replace_snapshot(gradients.into_snapshot());
         record.dirty = false;
         Ok(())
     }
 
     /// Whether a gradient of the record was non-finite. Synchronizes, once, if only devices have the answer.
-    pub(crate) fn found_inf(&mut self, record: usize) -> Result<bool> {
-        self.records[record].found_inf()
+    pub(crate) fn found_inf(&mut self, record: RecordId) -> Result<bool> {
+        self.get_mut(record).found_inf()
     }
 
     /// The flags of all records.
@@ -341,28 +366,133 @@ impl Iteration {
     }
 
     /// Whether there is a flag for the gradients of a record.
-    pub(crate) fn has_found(&self, record: usize) -> bool {
-        !self.records[record].found.is_empty()
+    pub(crate) fn has_found(&self, record: RecordId) -> bool {
+        !self.get(record).found.is_empty()
     }
 
     /// Makes the step of a record depend on another flag, too.
-    pub(crate) fn add_found(&mut self, record: usize, found: FoundInf) {
-        self.records[record].found.push(found);
+    pub(crate) fn add_found(&mut self, record: RecordId, found: FoundInf) {
+        self.get_mut(record).found.push(found);
     }
 
     /// Forgets a record whose gradients have not been changed, apart from their dtypes, which they get back.
-    pub(crate) fn withdraw(&mut self, record: usize) {
-        self.records.remove(record).undo_widening();
+    pub(crate) fn withdraw(&mut self, record: RecordId) {
+        self.get(record).undo_widening();
+        self.get_mut(record).remove();
     }
 
     /// Forgets a record. Its gradients stay unscaled.
-    pub(crate) fn abandon(&mut self, record: usize) {
-        self.records.remove(record);
+    pub(crate) fn abandon(&mut self, record: RecordId) {
+        self.get_mut(record).remove();
     }
 
     /// Ends the iteration.
     pub(crate) fn close(&mut self) {
         self.records.clear();
         self.is_scaled = false;
+    }
+}
+
+impl GradScaler {
+    /// Finds the record of the gradients of an optimizer that have been unscaled or stepped with since the last update.
+    pub(crate) fn record(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<RecordId>> {
+        let iteration = self.iteration.borrow();
+        if !iteration.is_open() {
+            return Ok(None);
+        }
+        let now = ffi::gradients_inspect(&optimizer.parameters())?;
+        Ok(match iteration.owner(&now)? {
+            Owner::Record(record) => Some(record),
+            Owner::None | Owner::Shared(_) => None,
+        })
+    }
+
+    /// Unscales the gradients and returns their record; `None` if there is nothing to record.
+    pub(crate) fn open(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<RecordId>> {
+        self.claim(optimizer, Preparation::Unscale, |iteration, record, _, _| {
+            Err(match iteration.stage(record) {
+                Stage::Broken => Error::Scaler(ScalerError::UnscaleFailed),
+                Stage::Unscaled => Error::Scaler(ScalerError::AlreadyUnscaled),
+                Stage::Checked | Stage::Stepped | Stage::Removed => {
+                    Error::Scaler(ScalerError::UnscaleAfterStep)
+                }
+            })
+        })
+    }
+
+    /// Returns the record of the optimizer's parameters, on which the ranks have agreed: a new one, or the old one if
+    /// `known` accepts it.
+    pub(super) fn claim(
+        &self,
+        optimizer: &dyn AmpOptimizer,
+        preparation: Preparation,
+        known: impl FnOnce(&mut Iteration, RecordId, &Number, Gradients<'_>) -> Result<()>,
+    ) -> Result<Option<RecordId>> {
+        let claimed = self.claim_here(optimizer, preparation, known);
+        match &self.agreement {
+            Some(agreement) if self.is_enabled() => self.agree(agreement.as_ref(), claimed),
+            _ => claimed,
+        }
+    }
+
+    fn claim_here(
+        &self,
+        optimizer: &dyn AmpOptimizer,
+        preparation: Preparation,
+        known: impl FnOnce(&mut Iteration, RecordId, &Number, Gradients<'_>) -> Result<()>,
+    ) -> Result<Option<RecordId>> {
+        self.check_synced(optimizer)?;
+        let Some(scale) = self.scale.number() else {
+            return Ok(None);
+        };
+        let mut gradients = self.gradients(optimizer)?;
+        let mut iteration = self.iteration.borrow_mut();
+        match iteration.owner(gradients.snapshot())? {
+            Owner::Shared(index) => {
+                Err(Error::Gradient(GradientError::Shared { parameter: gradients.describe(index) }))
+            }
+            Owner::Record(record) => {
+                known(&mut iteration, record, scale, gradients).map(|()| Some(record))
+            }
+            Owner::None => {
+                // Only writing unscaled fp16 gradients back can lose small values.
+                let allow_fp16 =
+                    preparation != Preparation::Unscale || self.scale.config().may_unscale_fp16();
+                // Gradients that are unscaled, or whose unscaled norm is taken, need the dtype that the optimizer
+                // updates in.
+                let widen = preparation != Preparation::Check && optimizer.wants_f32_gradients();
+                let mut plan = Plan::new(&gradients, allow_fp16 || widen)?;
+                if preparation == Preparation::Norm {
+                    gradients.refuse(Gradient::is_used, unclippable)?;
+                }
+                let mut widened = None;
+                if widen {
+                    let done = ffi::gradients_widen(gradients.parameters())?;
+                    let undo = |_: &Error| drop(done.undo(&optimizer.parameters()));
+                    if done.any() {
+                        gradients = self.gradients(optimizer).inspect_err(undo)?;
+                    }
+                    plan = Plan::new(&gradients, allow_fp16).inspect_err(undo)?;
+                    gradients = gradients.separated().inspect_err(undo)?;
+                    widened = Some(done);
+                } else {
+                    gradients = gradients.separated()?;
+                }
+                let even_empty = self.agreement.is_some();
+                iteration.open(gradients, widened, &plan, scale, preparation, even_empty)
+            }
+        }
+    }
+
+    /// Inspects the gradients of an optimizer.
+    pub(crate) fn gradients<'a>(
+        &'a self,
+        optimizer: &'a dyn AmpOptimizer,
+    ) -> Result<Gradients<'a>> {
+        let name = move |index, identity| {
+            let known = || self.names.get(&identity).map(|(name, _)| name.clone());
+            optimizer.parameter_name(index).or_else(known)
+        };
+        Gradients::of(optimizer.parameters(), Box::new(name))
     }
 }

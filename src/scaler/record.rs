@@ -14,9 +14,11 @@ pub(crate) enum Stage {
     /// libtorch failed midway: some gradients may be unscaled and some not.
     Broken,
     /// The gradients were checked and are still scaled: a step is in progress.
-    Looked,
+    Checked,
     Unscaled,
     Stepped,
+    /// The record was withdrawn or abandoned, and is no more than a number.
+    Removed,
 }
 
 /// An optimizer, recognised by its parameters.
@@ -66,6 +68,16 @@ impl Record {
         }
     }
 
+    /// Forgets everything.
+    pub(super) fn remove(&mut self) {
+        self.stage = Stage::Removed;
+        self.snapshot.truncate(0);
+        self.parameters.clear();
+        self.found.clear();
+        (self.norm, self.widened) = (None, None);
+        self.rests.clear();
+    }
+
     /// Gives the gradients the dtypes from before the record. They have these numbers in f32, which need memory only if
     /// the gradients are on a device; without it, they stay f32.
     pub(super) fn undo_widening(&self) {
@@ -79,7 +91,7 @@ impl Record {
         // libtorch's kernels for other devices unscale in place. Without the new versions, the gradients only count as
         // changed.
         let on_device = |gradient: &Gradient| gradient.exists() && !gradient.is_on_cpu();
-        if self.stage == Stage::Looked
+        if self.stage == Stage::Checked
             && self.snapshot.iter().any(on_device)
             && let Ok(now) = Snapshot::of(&self.parameters)
         {
@@ -136,7 +148,7 @@ impl Record {
     }
 
     /// Accepts the gradients. Those of parameters that the optimizer has gained since are not the record's.
-    pub(super) fn look_at(&mut self, mut now: Snapshot) {
+    pub(super) fn replace_snapshot(&mut self, mut now: Snapshot) {
         now.truncate(self.parameters.len());
         self.snapshot = now;
     }

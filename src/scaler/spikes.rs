@@ -110,7 +110,8 @@ pub struct SpikeCounts {
 }
 
 impl SpikeDetector {
-    /// Has the next step judged by this loss as well, of one element on any device. The step is skipped if either is a spike.
+    /// Judges the next step by this loss as well, which has one element on any device. The step is skipped if the loss or
+    /// the norm is a spike.
     /// On several ranks give all of them the same loss, such as the mean.
     pub fn watch_loss(&mut self, loss: &Tensor) {
         // Without its graph, which would be kept until the next step. An undefined tensor is refused there.
@@ -138,7 +139,7 @@ impl SpikeDetector {
         Ok(SpikeCounts { non_finite, loss_spikes, norm_spikes })
     }
 
-    /// Lets the optimizer take its step, unless the norm of its gradients or the watched loss is a spike or not finite,
+    /// Steps the optimizer, unless the norm of its gradients or the watched loss is a spike or not finite,
     /// as the norm is if a gradient is not. On the CPU the host looks. The histories change only if the step succeeds.
     pub(super) fn update_unless(
         &mut self,
@@ -241,7 +242,7 @@ impl GradScaler {
     ///
     /// [`ScalerError::AlreadyUnscaled`] if [`unscale_`](Self::unscale_) was called in this iteration;
     /// [`Error::InvalidArgument`] after [`agree_over`](Self::agree_over), because the ranks then have gradients, and
-    /// therefore norms, of their own, and would part; the errors of
+    /// therefore norms, of their own, and would get out of sync; the errors of
     /// [`step_clip_norm`](Self::step_clip_norm); [`Error::Torch`] if a watched loss is not one floating-point number.
     /// The history is then as before.
     pub fn step_unless_spike(

@@ -1,4 +1,4 @@
-//! Unscaling and stepping an optimizer.
+//! The calls of an iteration after the backward pass: unscaling, clipping and stepping an optimizer, and the update.
 
 use tch::Tensor;
 
@@ -6,11 +6,11 @@ use crate::autocast;
 #[cfg(doc)]
 use crate::error::GradientError;
 use crate::error::{Error, Result, ScalerError};
-use crate::ffi;
-use crate::gradients::Look;
+use crate::ffi::{self, Gradient, OutsideRegions};
+use crate::gradients::{Preparation, check_limit, clamp, unclampable, unclippable};
 use crate::optim::{AmpOptimizer, Step};
-use crate::scale::Number;
-use crate::scaler::iteration::Verdict;
+use crate::scale::{Number, end_all};
+use crate::scaler::iteration::{Owner, RecordId, Verdict};
 use crate::scaler::outcome::Taken;
 use crate::scaler::record::Stage;
 use crate::scaler::{GradScaler, SpikeDetector, StepOutcome, Unscaled};
@@ -19,7 +19,9 @@ use crate::scaler::{GradScaler, SpikeDetector, StepOutcome, Unscaled};
 pub(crate) fn due(stage: Stage) -> Result<()> {
     match stage {
         Stage::Broken => Err(Error::Scaler(ScalerError::UnscaleFailed)),
-        Stage::Looked | Stage::Stepped => Err(Error::Scaler(ScalerError::AlreadyStepped)),
+        Stage::Checked | Stage::Stepped | Stage::Removed => {
+            Err(Error::Scaler(ScalerError::AlreadyStepped))
+        }
         Stage::Unscaled => Ok(()),
     }
 }
@@ -128,7 +130,7 @@ impl GradScaler {
         if optimizer.takes_scaled_gradients() {
             return self.step_scaled(optimizer, scale, None, None);
         }
-        match self.claim_for_step(optimizer, Look::Unscale)? {
+        match self.claim_for_step(optimizer, Preparation::Unscale)? {
             Some(record) => self.step_unscaled(record, optimizer),
             None => Ok(StepOutcome::known(Taken::NoGradients)),
         }
@@ -137,7 +139,7 @@ impl GradScaler {
     /// Takes the step if the record allows it. Synchronizes to find out whether it does.
     fn step_unscaled(
         &self,
-        record: usize,
+        record: RecordId,
         optimizer: &mut dyn AmpOptimizer,
     ) -> Result<StepOutcome> {
         let found_inf = self.iteration.borrow_mut().found_inf(record)?;
@@ -161,11 +163,11 @@ impl GradScaler {
         max_norm: Option<f64>,
         spikes: Option<&mut SpikeDetector>,
     ) -> Result<StepOutcome> {
-        let look = if max_norm.is_some() { Look::Norm } else { Look::Check };
-        let Some(record) = self.claim_for_step(optimizer, look)? else {
+        let preparation = if max_norm.is_some() { Preparation::Norm } else { Preparation::Check };
+        let Some(record) = self.claim_for_step(optimizer, preparation)? else {
             return Ok(StepOutcome::known(Taken::NoGradients));
         };
-        let scaled = self.iteration.borrow().stage(record) == Stage::Looked;
+        let scaled = self.iteration.borrow().stage(record) == Stage::Checked;
         let grad_scale = scaled.then(|| scale.tensor());
         let outcome = self.update_scaled(record, optimizer, grad_scale, max_norm, spikes);
         let mut iteration = self.iteration.borrow_mut();
@@ -180,10 +182,10 @@ impl GradScaler {
         outcome
     }
 
-    /// Lets the optimizer take its step, unless the host knows that it is skipped.
+    /// Steps the optimizer, unless the host knows that the step is skipped.
     fn update_scaled(
         &self,
-        record: usize,
+        record: RecordId,
         optimizer: &mut dyn AmpOptimizer,
         grad_scale: Option<&Tensor>,
         max_norm: Option<f64>,
@@ -216,10 +218,243 @@ impl GradScaler {
     }
 
     /// Finds the record whose step is due, or opens one.
-    fn claim_for_step(&self, optimizer: &dyn AmpOptimizer, look: Look) -> Result<Option<usize>> {
-        self.claim(optimizer, look, |iteration, record, scale, gradients| {
+    fn claim_for_step(
+        &self,
+        optimizer: &dyn AmpOptimizer,
+        preparation: Preparation,
+    ) -> Result<Option<RecordId>> {
+        self.claim(optimizer, preparation, |iteration, record, scale, gradients| {
             due(iteration.stage(record))?;
             iteration.verify(record, gradients, scale.tensor())
         })
+    }
+
+    /// Clips the unscaled gradients to a common 2-norm of at most `max_norm` and steps the optimizer if all of them are
+    /// finite. Unscales first unless that was done, and synchronizes like [`step`](Self::step). Corresponds to
+    /// [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_norm_` and [`step`](Self::step) in PyTorch.
+    ///
+    /// The gradients are multiplied by min(1, max_norm / (norm + 1e-6)); [`StepOutcome::total_norm`] returns the norm.
+    ///
+    /// With a fused [`Optimizer`](crate::optim::Optimizer) that was not unscaled before, one pass over the gradients
+    /// takes the norm and finds non-finite values, and the update itself unscales and clips: the gradients stay scaled.
+    /// A norm that is not finite counts as an infinite gradient. On a GPU the norm is taken in f32, unless all gradients
+    /// are f64, and overflows if the gradients are larger than about 1e19.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse gradient; and
+    /// the errors of [`step`](Self::step). If the optimizer's own step fails, the gradients may already be clipped.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// # let w = Tensor::from_slice(&[0f32, 0.0]).set_requires_grad(true);
+    /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 1.0)?;
+    /// # let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// scaler.backward(&(&w * Tensor::from_slice(&[3f32, 4.0])).sum(None))?;
+    /// let outcome = scaler.step_clip_norm(&mut opt, 1.0)?;
+    /// scaler.update()?;
+    /// assert_eq!(outcome.total_norm().map(|norm| norm.double_value(&[])), Some(5.0));
+    /// assert!((w.square().sum(None).double_value(&[]) - 1.0).abs() < 1e-5);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn step_clip_norm(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        max_norm: f64,
+    ) -> Result<StepOutcome> {
+        check_limit("max_norm", max_norm)?;
+        let record = self.record_due(optimizer)?;
+        let takes_scaled = optimizer.takes_scaled_gradients();
+        if let (None, Some(scale), true) = (record, self.scale.number(), takes_scaled) {
+            return self.step_scaled(optimizer, scale, Some(max_norm), None);
+        }
+        let record = self.or_open(record, optimizer, unclippable)?;
+        let norm = self.clip_unscaled(record, optimizer, max_norm, !takes_scaled)?;
+        Ok(self.step_shared(optimizer)?.with_norm(norm))
+    }
+
+    /// Clamps every element of the unscaled gradients to `-max..=max` and steps the optimizer if all of them were
+    /// finite before. Unscales first unless that was done, and synchronizes like [`step`](Self::step). Corresponds to
+    /// [`unscale_`](Self::unscale_), `torch.nn.utils.clip_grad_value_` and [`step`](Self::step) in PyTorch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for a negative or NaN limit; [`GradientError::Unsupported`] for a sparse or complex
+    /// gradient; and the errors of [`step`](Self::step).
+    pub fn step_clip_value(
+        &mut self,
+        optimizer: &mut dyn AmpOptimizer,
+        max: f64,
+    ) -> Result<StepOutcome> {
+        check_limit("max", max)?;
+        let record = self.record_due(optimizer)?;
+        let record = self.or_open(record, optimizer, unclampable)?;
+        // Infinite gradients are found before clamping makes them finite.
+        self.change_gradients(record, optimizer, false, |all| clamp(all, max))?;
+        self.step_shared(optimizer)
+    }
+
+    /// Returns the record, or unscales and opens one, unless there is a `problem` with clipping a gradient.
+    fn or_open(
+        &self,
+        record: Option<RecordId>,
+        optimizer: &dyn AmpOptimizer,
+        problem: fn(&Gradient) -> Option<&'static str>,
+    ) -> Result<Option<RecordId>> {
+        if record.is_some() {
+            return Ok(record);
+        }
+        self.gradients(optimizer)?.refuse(Gradient::is_used, problem)?;
+        self.open(optimizer)
+    }
+
+    /// Finds the record of an optimizer that has been unscaled and not stepped yet.
+    pub(super) fn record_due(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<RecordId>> {
+        let record = self.record(optimizer)?;
+        record.map_or(Ok(()), |record| due(self.iteration.borrow().stage(record)))?;
+        Ok(record)
+    }
+
+    /// Ends the iteration: backs the scale off if the gradients of any optimizer overflowed, and otherwise counts the
+    /// iteration towards growth. The counterpart of `update`.
+    ///
+    /// The scale does not change if unscaling broke off and nothing else was checked.
+    ///
+    /// Synchronizes only where the host has not read whether an iteration overflowed, because the optimizer was fused
+    /// or not stepped, and either `error_at_min_scale` or `max_consecutive_skips` is set, or the scale is on the CPU
+    /// and the gradients are on a GPU.
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::NoInfChecks`] if no gradient was checked since the last update, and
+    /// [`ScalerError::UnscaleFailed`] if unscaling broke off and the gradients were not zeroed since;
+    /// [`GradientError::Unsynced`] while a model on several ranks accumulates gradients that were scaled; nothing is
+    /// changed then. [`ScalerError::TooManySkips`] at the configured limit, and [`ScalerError::ScaleAtMinimum`] with
+    /// `error_at_min_scale`; the iteration has been ended as usual then.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::optim::Sgd;
+    /// use tch_amp::scaler::GradScalerConfig;
+    ///
+    /// # let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.1)?;
+    /// let mut scaler = GradScalerConfig::default().init_scale(4.0).growth_interval(2).build(Device::Cpu)?;
+    /// let mut scales = Vec::new();
+    /// for gradient in [1.0, 1.0, f64::INFINITY] {
+    ///     opt.zero_grad()?;
+    ///     scaler.backward(&(&w * gradient).sum(None))?;
+    ///     let _outcome = scaler.step(&mut opt)?;
+    ///     scaler.update()?;
+    ///     scales.push(scaler.get_scale()?);
+    /// }
+    /// assert_eq!(scales, [4.0, 8.0, 4.0]);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn update(&mut self) -> Result<()> {
+        if !self.scale.is_enabled() {
+            self.iteration.get_mut().close();
+            return Ok(());
+        }
+        self.check_scale_may_change()?;
+        let iteration = self.iteration.get_mut();
+        let is_broken = iteration.check_broken()?;
+        let given_up = if is_broken && iteration.found().next().is_none() {
+            None
+        } else {
+            let end = self.scale.end(iteration.found())?;
+            end_all(&mut Vec::from_iter(end))?
+        };
+        iteration.close();
+        given_up.map_or(Ok(()), Err)
+    }
+
+    /// Ends the iteration and sets the scale to a given value. The growth tracker and the count of skips do not change.
+    /// Does not synchronize. Corresponds to `update(new_scale)` with a number in PyTorch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] unless `new_scale` is from `min_scale` to `max_scale`; [`GradientError::Unsynced`] as
+    /// in [`update`](Self::update). Nothing is changed then.
+    pub fn update_with(&mut self, new_scale: f64) -> Result<()> {
+        self.check_scale_may_change()?;
+        self.scale.set_scale(new_scale)?;
+        self.iteration.get_mut().close();
+        Ok(())
+    }
+
+    /// Ends the iteration and sets the scale to the value of a one-element tensor. Synchronizes with the tensor's
+    /// device, because a non-finite scale has to be refused. Corresponds to `update(new_scale)` with a tensor in
+    /// PyTorch.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`update_with`](Self::update_with), also for a tensor that does not have exactly one element;
+    /// [`Error::Torch`] for an undefined one.
+    pub fn update_with_tensor(&mut self, new_scale: &Tensor) -> Result<()> {
+        let _own = OutsideRegions::enter();
+        let value = new_scale.f_view(-1)?.f_detach()?;
+        let elements = ffi::numel(&value);
+        if elements != 1 {
+            let (field, value) = ("the number of elements of new_scale", elements as f64);
+            return Err(Error::out_of_range(field, value, "1"));
+        }
+        self.update_with(value.f_double_value(&[0])?)
+    }
+
+    /// Removes an optimizer from this iteration, for a loop that neither steps it nor calls `update` after unscaling
+    /// it. Its gradients stay as they are: zero them before the next backward. PyTorch has no counterpart.
+    ///
+    /// A recorded overflow is discarded, too: if it is the reason for not stepping, call `update` instead, or the scale
+    /// will never back off. An optimizer that was dropped counts until `update`, unless it was abandoned before. An
+    /// optimizer that was not unscaled is ignored.
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::AlreadyStepped`] if its step was taken or skipped; [`Error::Torch`] if its parameters cannot be
+    /// read.
+    ///
+    /// # Examples
+    ///
+    /// ```
+    /// use tch::{Device, Tensor};
+    /// use tch_amp::GradScaler;
+    /// use tch_amp::optim::Sgd;
+    ///
+    /// # let w = Tensor::from_slice(&[1f32]).set_requires_grad(true);
+    /// # let mut opt = Sgd::default().build(&[w.shallow_clone()], 0.25)?;
+    /// let mut scaler = GradScaler::new(Device::Cpu)?;
+    /// scaler.backward(&(&w * 1e6).sum(None))?;
+    /// scaler.unscale_(&mut opt)?;
+    /// // This batch is an outlier: leave it out.
+    /// scaler.abandon(&mut opt)?;
+    /// opt.zero_grad()?;
+    /// scaler.backward(&w.sum(None))?;
+    /// assert!(scaler.step(&mut opt)?.is_stepped()?);
+    /// scaler.update()?;
+    /// assert_eq!(w.double_value(&[0]), 0.75);
+    /// # Ok::<(), tch_amp::Error>(())
+    /// ```
+    pub fn abandon(&mut self, optimizer: &mut dyn AmpOptimizer) -> Result<()> {
+        let now = ffi::gradients_inspect(&optimizer.parameters())?;
+        let iteration = self.iteration.get_mut();
+        let is_open = |record: &RecordId| iteration.stage(*record) != Stage::Stepped;
+        match iteration.find(&now).filter(is_open) {
+            Some(record) => {
+                iteration.abandon(record);
+                Ok(())
+            }
+            None => match iteration.owner(&now)? {
+                Owner::Record(_) => Err(Error::Scaler(ScalerError::AlreadyStepped)),
+                Owner::None | Owner::Shared(_) => Ok(()),
+            },
+        }
     }
 }

@@ -1,12 +1,12 @@
-//! The transaction between unscaling and stepping.
+//! The transaction between unscaling and stepping, and the changes of unscaled gradients.
 
 use tch::{Device, Kind, Tensor};
 
-use crate::error::Result;
-#[cfg(doc)]
-use crate::error::{Error, GradientError};
-use crate::gradients::{check_limit, clamp, reduce_norm};
+use crate::error::{Error, GradientError, Result};
+use crate::ffi::{Gradient, Snapshot};
+use crate::gradients::{Plan, check_limit, clamp, reduce_norm, unclippable};
 use crate::optim::AmpOptimizer;
+use crate::scaler::iteration::RecordId;
 use crate::scaler::{GradScaler, StepOutcome};
 
 /// An optimizer whose gradients have been unscaled: clip them, then step. Dropping it omits the step. PyTorch has no
@@ -35,14 +35,14 @@ pub struct Unscaled<'a> {
     scaler: &'a GradScaler,
     optimizer: &'a mut dyn AmpOptimizer,
     /// `None` if the scaler is disabled or there was no gradient.
-    record: Option<usize>,
+    record: Option<RecordId>,
 }
 
 impl<'a> Unscaled<'a> {
     pub(crate) fn new(
         scaler: &'a GradScaler,
         optimizer: &'a mut dyn AmpOptimizer,
-        record: Option<usize>,
+        record: Option<RecordId>,
     ) -> Self {
         Self { scaler, optimizer, record }
     }
@@ -89,11 +89,11 @@ impl<'a> Unscaled<'a> {
 
     fn change<T>(
         &mut self,
-        look_again: bool,
+        recheck: bool,
         change: impl FnOnce(&[Tensor]) -> Result<T>,
     ) -> Result<T> {
         let (record, optimizer) = (self.record, &*self.optimizer);
-        self.scaler.change_gradients(record, optimizer, look_again, change)
+        self.scaler.change_gradients(record, optimizer, recheck, change)
     }
 
     /// Steps the optimizer if all its gradients are finite. Synchronizes like [`GradScaler::step`].
@@ -104,6 +104,72 @@ impl<'a> Unscaled<'a> {
     pub fn step(self) -> Result<StepOutcome> {
         self.scaler.step_shared(self.optimizer)
     }
+}
+
+impl GradScaler {
+    /// Changes the gradients of an unscaled optimizer and records that the change was the scaler's own. `recheck` if
+    /// it can make one non-finite.
+    pub(crate) fn change_gradients<T>(
+        &self,
+        record: Option<RecordId>,
+        optimizer: &dyn AmpOptimizer,
+        recheck: bool,
+        change: impl FnOnce(&[Tensor]) -> Result<T>,
+    ) -> Result<T> {
+        let gradients = self.gradients(optimizer)?;
+        let Some(record) = record else {
+            let mut now = gradients.snapshot().iter();
+            return match now.position(|gradient| gradient.exists() && self.is_enabled()) {
+                Some(index) => Err(appeared(gradients.describe(index))),
+                None => change(gradients.parameters()),
+            };
+        };
+        let mut iteration = self.iteration.borrow_mut();
+        iteration.compare(record, &gradients)?;
+        gradients.drop_frozen()?;
+        let changed = change(gradients.parameters())?;
+        iteration.accept(record, Snapshot::of(gradients.parameters())?, recheck);
+        Ok(changed)
+    }
+
+    /// Clips the unscaled gradients of a record and returns their norm. A norm that is not finite counts as an infinite
+    /// gradient, since clipping by it would make all gradients zero. With `reads`, the host asks the devices for their
+    /// answers before the gradients change: that can fail, and a retry would clip them again.
+    pub(super) fn clip_unscaled(
+        &self,
+        record: Option<RecordId>,
+        optimizer: &dyn AmpOptimizer,
+        max_norm: f64,
+        reads: bool,
+    ) -> Result<Option<Tensor>> {
+        let recheck = !max_norm.is_finite();
+        let Some(index) = record else {
+            let clip = |parameters: &[Tensor]| reduce_norm(parameters, max_norm, false);
+            return self.change_gradients(None, optimizer, recheck, clip);
+        };
+        let gradients = self.gradients(optimizer)?;
+        let mut iteration = self.iteration.borrow_mut();
+        iteration.compare(index, &gradients)?;
+        gradients.drop_frozen()?;
+        gradients.refuse(Gradient::is_used, unclippable)?;
+        let plan = Plan::new(&gradients, true)?;
+        let findings = plan.norm(gradients.parameters(), None)?;
+        let Some(norm) = findings.norm.filter(|_| !findings.found.is_empty()) else {
+            return Ok(None);
+        };
+        findings.found.into_iter().for_each(|found| iteration.add_found(index, found));
+        if reads {
+            iteration.found_inf(index)?;
+        }
+        plan.clip(gradients.parameters(), &norm, max_norm)?;
+        iteration.accept(index, Snapshot::of(gradients.parameters())?, recheck);
+        Ok(Some(norm))
+    }
+}
+
+fn appeared(parameter: String) -> Error {
+    let how = "appeared";
+    Error::Gradient(GradientError::Changed { parameter, how })
 }
 
 /// The norm, or that of no gradients.

@@ -104,7 +104,7 @@ pub enum Verdict {
         /// The smallest multiple of the scale by a power of two at which at most one gradient in a hundred underflows.
         scale: f64,
     },
-    /// No scale fits: the largest gradients overflow before the small ones stop to underflow.
+    /// No scale fits: the largest gradients overflow before the small ones stop underflowing.
     TooWide,
     /// More than half of the observed iterations were skipped.
     Overflowing,

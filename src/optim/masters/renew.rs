@@ -89,7 +89,7 @@ impl Optimizer {
         written.collect()
     }
 
-    /// Has loaded masters become the parameters that have no masters of their own.
+    /// Makes loaded masters the numbers of the parameters that have no masters of their own.
     pub(crate) fn settle_loaded_masters(&mut self) -> Result<()> {
         for index in self.write_loaded_masters()? {
             self.slots[index].state.loaded = None;
