@@ -1,117 +1,221 @@
-//! The layers of `src/`: no module uses a module that uses it, directly or through others.
+//! The layers of `src/`: no module, and no file, uses one that uses it, directly or through others.
+
+mod source;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::Path;
+use std::path::Path as FilePath;
 
 use anyhow::{Context, Result, ensure};
+use source::{Path, Source};
 
 use crate::workspace;
 
-/// The modules that each module uses.
+/// Circles of files that are still open, each by its files. The check fails at an entry that is no longer needed.
+const OPEN: &[&[&str]] = &[
+    &["autocast/region", "autocast/state"],
+    &[
+        "average/averaged",
+        "average/batch_norm",
+        "average/options",
+        "average/progress",
+        "average/swapped",
+    ],
+    &["checkpoint/convert/from", "checkpoint/convert/muon", "checkpoint/convert/optimizer"],
+    &["checkpoint/pickle/arena", "checkpoint/pickle/globals"],
+    &[
+        "checkpoint/restore",
+        "checkpoint/stateful",
+        "checkpoint/stateful/dict",
+        "checkpoint/stateful/model",
+        "checkpoint/stateful/rng",
+        "checkpoint/stateful/saved",
+    ],
+    &["checkpoint/safetensors/write", "checkpoint/save", "checkpoint/torch/store"],
+    &["distributed/environment", "distributed/group", "distributed/rendezvous"],
+    &["distributed/place", "distributed/store"],
+    &["ffi/callbacks", "ffi/function"],
+    &["insight/advice", "insight/explanation"],
+    &["insight/audit/parts", "insight/audit/runs", "insight/audit/times"],
+    &["insight/operators/casts", "insight/operators/moved", "insight/operators/rows"],
+    &["insight/operators/display", "insight/operators/sections"],
+    &["insight/operators/gain", "insight/operators/report"],
+    &["loss_scale/dynamic", "loss_scale/fixed", "loss_scale/state"],
+    &[
+        "optim/config",
+        "optim/groups",
+        "optim/masters",
+        "optim/muon",
+        "optim/optimizer",
+        "optim/shards",
+        "optim/state",
+        "optim/state_dict",
+    ],
+    &["scale/config", "scale/rule"],
+    &["scaler/agreement", "scaler/grad_scaler"],
+    &["scaler/spikes", "scaler/step"],
+];
+
+/// The files, by the paths of their modules from the root of the crate.
+type Files = BTreeMap<Path, Source>;
+
+/// What each module or file uses.
 type Uses = BTreeMap<String, BTreeSet<String>>;
 
-/// Fails if modules use one another in a circle, and names them.
+/// Fails if modules or files use one another in a circle, and names them.
 pub(crate) fn check() -> Result<()> {
-    let source = workspace::root().join("src");
-    let lib = read(&source.join("lib.rs"))?;
-    let at_root = reexported(&lib);
-    let mut uses = Uses::new();
-    collect(&source, None, &at_root, &mut uses)?;
-    let circle = circle(&uses);
-    ensure!(circle.is_empty(), "these modules of src/ use one another: {}", circle.join(", "));
-    println!("{} modules, each above those that it uses", uses.len());
+    let mut files = Files::new();
+    collect(&workspace::root().join("src"), &Path::new(), &mut files)?;
+    let uses = uses(&files);
+    let modules = of_modules(&uses);
+    let in_modules = circles(&modules);
+    ensure!(in_modules.is_empty(), "these modules of src/ use one another:{}", list(&in_modules));
+    check_files(circles(&uses), OPEN)?;
+    println!("{} modules and {} files, each above those that it uses", modules.len(), uses.len());
     Ok(())
 }
 
-/// The items at the root of the crate, and the modules that define them.
-fn reexported(lib: &str) -> BTreeMap<String, String> {
-    let mut found = BTreeMap::new();
-    for line in lib.split(';').filter_map(|item| item.trim().strip_prefix("pub use ")) {
-        let module = line.split("::").next().unwrap_or_default();
-        let names = line.rsplit("::").next().unwrap_or_default();
-        for name in names.trim_matches(['{', '}']).split(',') {
-            found.insert(name.trim().to_owned(), module.to_owned());
+/// Fails at a circle that is not part of an open one, and at an open one that is gone.
+fn check_files(circles: Vec<BTreeSet<String>>, open: &[&[&str]]) -> Result<()> {
+    let is_within = |circle: &BTreeSet<String>, open: &[&str]| {
+        circle.iter().all(|file| open.contains(&file.as_str()))
+    };
+    for open in open {
+        let is_needed = circles.iter().any(|circle| is_within(circle, open));
+        ensure!(is_needed, "take {} from the list OPEN: it is no circle any more", open.join(", "));
+    }
+    let is_new = |circle: &BTreeSet<String>| !open.iter().any(|open| is_within(circle, open));
+    let new: Vec<_> = circles.into_iter().filter(is_new).collect();
+    ensure!(new.is_empty(), "these files of src/ use one another:{}", list(&new));
+    Ok(())
+}
+
+fn list(circles: &[BTreeSet<String>]) -> String {
+    circles.iter().fold(String::new(), |text, circle| {
+        format!("{text}\n  {}", Vec::from_iter(circle.iter().map(String::as_str)).join(", "))
+    })
+}
+
+/// Reads the files of a module's folder.
+fn collect(folder: &FilePath, module: &[String], files: &mut Files) -> Result<()> {
+    let unreadable = || format!("{} cannot be read", folder.display());
+    for entry in fs::read_dir(folder).with_context(unreadable)? {
+        let path = entry?.path();
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        if stem == "tests" || (path.is_dir() && stem == "guide") {
+            continue;
+        }
+        let inside: Path = module.iter().cloned().chain([stem.clone()]).collect();
+        if path.is_dir() {
+            collect(&path, &inside, files)?;
+        } else if path.extension().is_some_and(|end| end == "rs") {
+            let is_folder = stem == "mod" || stem == "lib";
+            let module = if is_folder { module.to_vec() } else { inside };
+            let text = fs::read_to_string(&path).with_context(unreadable)?;
+            let source = Source::read(&module, &text);
+            files.insert(module, source);
+        }
+    }
+    Ok(())
+}
+
+/// The files that each file uses. What the files of a folder take from the folder's own file counts as their own: the
+/// folder is one subject, of which that file is the door.
+fn uses(files: &Files) -> Uses {
+    let name = |module: &Path| module.join("/");
+    // The root of the crate only hands on.
+    let modules = files.iter().filter(|(module, _)| !module.is_empty());
+    let others = |module: &Path, source: &Source| {
+        let targets = source.used.iter().filter_map(|path| target(files, module, path));
+        let others = targets.filter(|target| !module.starts_with(target));
+        others.map(|target| name(&target)).collect()
+    };
+    modules.map(|(module, source)| (name(module), others(module, source))).collect()
+}
+
+/// The modules at the root of the crate that each of them uses.
+fn of_modules(files: &Uses) -> Uses {
+    let module = |file: &String| file.split('/').next().unwrap_or_default().to_owned();
+    let mut uses = Uses::new();
+    for (file, others) in files {
+        let here = module(file);
+        let others = others.iter().map(module).filter(|other| *other != here);
+        uses.entry(here.clone()).or_default().extend(others);
+    }
+    uses
+}
+
+/// How often what a path names may be handed on.
+const MOST_DOORS: usize = 16;
+
+/// The module whose file defines what a path names; `None` for a whole module and for what is not of this crate.
+fn target(files: &Files, module: &Path, path: &[String]) -> Option<Path> {
+    let (mut module, mut path) = (module.clone(), path.to_vec());
+    for _ in 0..MOST_DOORS {
+        (module, path) = nearest(files, module, path)?;
+        let (first, rest) = path.split_first()?;
+        let source = files.get(&module)?;
+        if let Some(import) = source.imports.get(first) {
+            path = import.iter().chain(rest).cloned().collect();
+        } else if let Some(behind) = behind_glob(files, &module, first) {
+            module = behind;
+        } else {
+            return Some(module);
+        }
+    }
+    None
+}
+
+/// The module whose names a file brings in with a name that the file itself does not define.
+fn behind_glob(files: &Files, module: &Path, name: &String) -> Option<Path> {
+    let source = files.get(module).filter(|source| !source.defined.contains(name))?;
+    let globs = source.globs.iter().filter_map(|glob| nearest(files, module.clone(), glob.clone()));
+    let has = |source: &Source| source.defined.contains(name) || source.imports.contains_key(name);
+    globs.map(|(other, _)| other).find(|other| files.get(other).is_some_and(has))
+}
+
+/// Follows a path through the modules, as far as these are files, and returns the last of them and the rest of the path.
+fn nearest(files: &Files, mut module: Path, path: Path) -> Option<(Path, Path)> {
+    let mut rest = path.into_iter().peekable();
+    if rest.next_if(|first| first == "crate").is_some() {
+        module.clear();
+    }
+    while let Some(next) = rest.peek() {
+        let child: Path = module.iter().chain([next]).cloned().collect();
+        if !files.contains_key(&child) {
+            break;
+        }
+        module = child;
+        rest.next();
+    }
+    Some((module, rest.collect()))
+}
+
+/// The circles: each with all that use one another, directly or through others.
+fn circles(uses: &Uses) -> Vec<BTreeSet<String>> {
+    let below: BTreeMap<&String, BTreeSet<&String>> =
+        uses.keys().map(|one| (one, below(uses, one))).collect();
+    let together = |one: &String| {
+        let with = below[one].iter().filter(|other| below[*other].contains(one));
+        with.map(|other| (*other).clone()).collect::<BTreeSet<_>>()
+    };
+    let circles: BTreeSet<_> =
+        uses.keys().map(together).filter(|circle| circle.len() > 1).collect();
+    circles.into_iter().collect()
+}
+
+/// All that one uses, directly or through others.
+fn below<'a>(uses: &'a Uses, one: &String) -> BTreeSet<&'a String> {
+    let mut found = BTreeSet::new();
+    let mut left: Vec<&String> = uses[one].iter().collect();
+    while let Some(next) = left.pop() {
+        if let Some((next, others)) = uses.get_key_value(next)
+            && found.insert(next)
+        {
+            left.extend(others);
         }
     }
     found
-}
-
-fn collect(
-    folder: &Path,
-    module: Option<&str>,
-    at_root: &BTreeMap<String, String>,
-    uses: &mut Uses,
-) -> Result<()> {
-    let entries =
-        fs::read_dir(folder).with_context(|| format!("{} cannot be read", folder.display()))?;
-    for entry in entries {
-        let path = entry?.path();
-        let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        let module = module.unwrap_or(&stem);
-        if path.is_dir() {
-            if stem != "tests" && stem != "guide" {
-                collect(&path, Some(module), at_root, uses)?;
-            }
-        } else if path.extension().is_some_and(|end| end == "rs")
-            && stem != "lib"
-            && stem != "tests"
-        {
-            let named = named(&read(&path)?);
-            let others = named.into_iter().map(|name| at_root.get(&name).unwrap_or(&name).clone());
-            let others = others.filter(|name| name != module);
-            uses.entry(module.to_owned()).or_default().extend(others);
-        }
-    }
-    Ok(())
-}
-
-fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).with_context(|| format!("{} cannot be read", path.display()))
-}
-
-/// The names after `crate::` in a file, without comments, tests, and items used only by the documentation. Lists have no
-/// lists inside.
-fn named(source: &str) -> BTreeSet<String> {
-    let source = source.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
-    let mut code = String::new();
-    let mut for_docs = false;
-    for line in source.lines().filter(|line| !line.trim_start().starts_with("//")) {
-        if !for_docs {
-            code.push_str(line);
-            code.push('\n');
-        }
-        for_docs = line.trim() == "#[cfg(doc)]" || (for_docs && !line.ends_with(';'));
-    }
-    let after = code.split("crate::").skip(1);
-    let names = after.flat_map(|rest| match rest.strip_prefix('{') {
-        Some(list) => {
-            let list = list.split('}').next().unwrap_or_default();
-            list.split(',').map(first_name).collect()
-        }
-        None => vec![first_name(rest)],
-    });
-    names.filter(|name| !name.is_empty()).collect()
-}
-
-fn first_name(text: &str) -> String {
-    text.trim_start().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
-}
-
-/// The modules that are part of a circle or above one.
-fn circle(uses: &Uses) -> Vec<String> {
-    let mut left = uses.clone();
-    while let Some(module) = lowest(&left) {
-        left.remove(&module);
-    }
-    left.into_keys().collect()
-}
-
-/// A module that uses none of the others.
-fn lowest(left: &Uses) -> Option<String> {
-    let uses_none =
-        |others: &BTreeSet<String>| !others.iter().any(|other| left.contains_key(other));
-    left.iter().find(|(_, others)| uses_none(others)).map(|(module, _)| module.clone())
 }
 
 #[cfg(test)]
@@ -123,17 +227,54 @@ mod tests {
         check().unwrap();
     }
 
+    fn path(file: &str) -> Path {
+        file.split('/').map(str::to_owned).collect()
+    }
+
+    fn files(texts: &[(&str, &str)]) -> Files {
+        let root = (Path::new(), Source::read(&[], "pub use a::one::One;"));
+        let read = |(file, text): &(&str, &str)| (path(file), Source::read(&path(file), text));
+        texts.iter().map(read).chain([root]).collect()
+    }
+
+    /// The circles of these files and of their modules, with their members in one text.
+    fn found(texts: &[(&str, &str)]) -> [Vec<String>; 2] {
+        let uses = uses(&files(texts));
+        [circles(&uses), circles(&of_modules(&uses))]
+            .map(|found| found.iter().map(|all| Vec::from_iter(all.clone()).join(" ")).collect())
+    }
+
     #[test]
-    fn a_circle_is_found() {
-        let source = |text: &str| named(text);
-        let uses: Uses = [
-            ("a", source("use crate::b::B;\n// crate::c\n#[cfg(doc)]\nuse crate::c::C;\n")),
-            ("b", source("use crate::{c, d::D};\n")),
-            ("c", source("fn f() { crate::b::f() }\n")),
-            ("d", source("#[cfg(test)]\nmod tests {\n use crate::a;\n}\n")),
-        ]
-        .map(|(module, uses)| (module.to_owned(), uses))
-        .into();
-        assert_eq!(circle(&uses), ["a", "b", "c"]);
+    fn a_circle_is_found_through_the_files_that_hand_on() {
+        let [files, modules] = found(&[
+            ("a", "pub use one::One;\npub use two::*;"),
+            ("a/one", "use super::two;\npub struct One;\nfn f() { two::g() }"),
+            ("a/two", "use crate::c::H;\npub fn g() {}"),
+            ("c", "pub struct H;\nfn f() { let _ = crate::One; }"),
+            ("d", "fn f() { crate::a::g() }"),
+        ]);
+        assert_eq!((files, modules), (vec!["a/one a/two c".to_owned()], vec!["a c".to_owned()]));
+    }
+
+    #[test]
+    fn a_door_is_no_step_of_a_circle_and_neither_is_what_tests_use() {
+        let [files, modules] = found(&[
+            ("a", "pub use one::One;\npub const MOST: usize = 1;\nfn f() { one::One::new() }"),
+            ("a/one", "use super::MOST;\npub struct One;"),
+            ("b", "use crate::a::One;\npub struct B;"),
+            ("c", "use crate::b::B;\n#[cfg(test)]\nmod tests { use crate::d::D; }"),
+            ("d", "use crate::c;\npub struct D;\nfn f() { c::g() }"),
+        ]);
+        assert!(files.is_empty() && modules.is_empty(), "{files:?} {modules:?}");
+    }
+
+    #[test]
+    fn only_open_circles_are_allowed_and_only_while_they_are_there() {
+        let circle = |files: &[&str]| files.iter().map(|file| (*file).to_owned()).collect();
+        let open: &[&[&str]] = &[&["a", "b", "c"]];
+        assert!(check_files(vec![circle(&["a", "b"])], open).is_ok());
+        let new = check_files(vec![circle(&["a", "b"]), circle(&["c", "d"])], open).unwrap_err();
+        assert_eq!(new.to_string(), "these files of src/ use one another:\n  c, d");
+        assert!(check_files(Vec::new(), open).unwrap_err().to_string().contains("a, b, c"));
     }
 }
