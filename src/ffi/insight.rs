@@ -127,7 +127,7 @@ pub(crate) struct Times {
 
 /// What a recording notes of operators.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Record<'a> {
+pub(crate) enum RecordingMode<'a> {
     /// The numbers of every result.
     Numbers,
     /// When they ran.
@@ -162,22 +162,28 @@ impl Drop for Reference {
 
 /// A recording of what the calling thread runs, until it is stopped or dropped.
 #[derive(Debug)]
-pub(crate) struct Recording {
+pub(crate) struct RawRecording {
     raw: NonNull<sys::Recording>,
     // libtorch's callbacks belong to the thread.
     thread: PhantomData<*const ()>,
 }
 
-impl Recording {
-    pub(crate) fn start(parameters: &[&Tensor], record: Record<'_>) -> Result<Self> {
+impl RawRecording {
+    pub(crate) fn start(parameters: &[&Tensor], mode: RecordingMode<'_>) -> Result<Self> {
         let tensors = pointers(parameters.iter().copied());
         let (array, count) = (tensors.as_ptr(), tensors.len());
-        let (how, reference, dtype) = match record {
-            Record::Numbers => (sys::RECORD_NUMBERS, None, Kind::Float),
-            Record::Times => (sys::RECORD_TIMES, None, Kind::Float),
-            Record::Reference(reference) => (sys::RECORD_REFERENCE, Some(reference), Kind::Float),
-            Record::Compared(reference) => (sys::RECORD_COMPARED, Some(reference), Kind::Float),
-            Record::Rounded(reference, dtype) => (sys::RECORD_ROUNDED, Some(reference), dtype),
+        let (how, reference, dtype) = match mode {
+            RecordingMode::Numbers => (sys::RECORD_NUMBERS, None, Kind::Float),
+            RecordingMode::Times => (sys::RECORD_TIMES, None, Kind::Float),
+            RecordingMode::Reference(reference) => {
+                (sys::RECORD_REFERENCE, Some(reference), Kind::Float)
+            }
+            RecordingMode::Compared(reference) => {
+                (sys::RECORD_COMPARED, Some(reference), Kind::Float)
+            }
+            RecordingMode::Rounded(reference, dtype) => {
+                (sys::RECORD_ROUNDED, Some(reference), dtype)
+            }
         };
         let reference =
             reference.map_or(ptr::null(), |reference| reference.0.as_ptr().cast_const());
@@ -268,7 +274,7 @@ impl Recording {
     }
 }
 
-impl Drop for Recording {
+impl Drop for RawRecording {
     fn drop(&mut self) {
         // SAFETY: the recording is alive, was started on this thread, and is not used again.
         unsafe { sys::tamp_recording_free(self.raw.as_ptr()) }

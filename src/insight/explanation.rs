@@ -1,12 +1,14 @@
-//! What a tracer found out.
+//! What a tracer found out, and its advice.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::advice::advice;
+use super::dtype::Dtype;
 use super::numbers;
+use super::recording::{Pass, Recording, is_bad};
 use crate::error::Number;
+use crate::ffi::insight::RecordedTensor;
 
 /// Why a step was skipped. Its text, by `Display`, is meant for a terminal; its fields for programs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -30,6 +32,9 @@ pub struct Explanation {
     /// the scale fell; 0 for another cause.
     #[serde(default)]
     pub repeated: u32,
+    /// What to do, in one sentence.
+    #[serde(default)]
+    pub advice: String,
 }
 
 /// Why gradients were not finite.
@@ -66,25 +71,6 @@ pub enum Cause {
     Finite,
 }
 
-/// The pass in which an operator ran.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(clippy::exhaustive_enums, reason = "there is no third")]
-pub enum Pass {
-    /// The forward pass, which includes the loss.
-    Forward,
-    /// The backward pass.
-    Backward,
-}
-
-impl fmt::Display for Pass {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Forward => "forward",
-            Self::Backward => "backward",
-        })
-    }
-}
-
 /// What is wrong with the numbers of a tensor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -116,8 +102,8 @@ pub struct Culprit {
     pub pass: Pass,
     /// The forward operator to which a backward operator belongs, or the name of the custom function.
     pub forward_operator: Option<String>,
-    /// The dtype of its result: `fp16`, `bf16`, `fp32` or `fp64`.
-    pub dtype: String,
+    /// The dtype of its result.
+    pub dtype: Dtype,
     /// What is wrong with its result.
     pub values: Values,
     /// For each floating-point tensor that it read, the largest of the finite absolute values.
@@ -127,6 +113,152 @@ pub struct Culprit {
     /// in place or draws random numbers, it has no f32 kernel, or 32 operators of the iteration were already run again.
     #[serde(with = "numbers::option")]
     pub largest_in_f32: Option<f64>,
+}
+
+/// How often in succession a part overflows before the scale is no longer to blame.
+const AGAIN: u32 = 3;
+
+impl Explanation {
+    /// What to do about it.
+    pub(super) fn advise(&self) -> String {
+        match &self.cause {
+            Cause::Parameter { name } => format!(
+                "restore {name} from a checkpoint; if it is a buffer, such as a running mean, restore buffers after \
+                 skipped steps (buffers::BufferSnapshot)"
+            ),
+            Cause::Input { .. } => {
+                "check the data of this batch and the targets of the loss".to_owned()
+            }
+            Cause::Scale { .. } => match &self.culprit {
+                Some(culprit) if self.repeated >= AGAIN && culprit.dtype == Dtype::F16 => format!(
+                    "keep {} in f32, or use bf16: it has overflowed {} times in succession, and the scale falls for it alone",
+                    culprit.place_or_after(),
+                    self.repeated
+                ),
+                _ => "none is needed: the scaler has found its scale by such skips, and lowers it now"
+                    .to_owned(),
+            },
+            Cause::Finite => {
+                "with several ranks, ask the others; otherwise make the closure repeat the iteration, with the same \
+                 batch and loss"
+                    .to_owned()
+            }
+            Cause::Values => match &self.culprit {
+                Some(culprit) => culprit.advice(),
+                None => "look at the loss and the gradients: no recorded operator made the first non-finite \
+                         number"
+                    .to_owned(),
+            },
+        }
+    }
+}
+
+impl Culprit {
+    /// Describes an operator of a recording.
+    pub(super) fn new(recording: &Recording, index: usize) -> Self {
+        let event = &recording.events[index];
+        let (pass, forward) = recording.pass(index);
+        let path = recording.part(index);
+        let after = match path {
+            None => recording.module_before(forward.unwrap_or(index)),
+            Some(_) => None,
+        };
+        let output = event.outputs.iter().find(|tensor| is_bad(tensor));
+        let name = |index: usize| recording.events[index].name.clone();
+        let largest = event.inputs.iter().filter_map(|tensor| tensor.numbers);
+        Self {
+            operator: event.name.clone(),
+            within: recording.outermost(index).map(name).filter(|outer| *outer != event.name),
+            path,
+            after,
+            pass,
+            forward_operator: forward
+                .map(|index| recording.outermost(index).map_or_else(|| name(index), name)),
+            dtype: output.map_or(Dtype::Other, Dtype::of),
+            values: output.map(Values::of).unwrap_or_default(),
+            largest_inputs: largest.map(|numbers| numbers.largest).collect(),
+            largest_in_f32: event.repeated,
+        }
+    }
+
+    fn place(&self) -> &str {
+        self.path.as_deref().unwrap_or("this part")
+    }
+
+    fn place_or_after(&self) -> String {
+        match (&self.path, &self.after) {
+            (None, Some(module)) => format!("what follows {module}"),
+            _ => self.place().to_owned(),
+        }
+    }
+
+    /// What to do about values that overflow or are undefined whatever the scale.
+    fn advice(&self) -> String {
+        let place = self.place();
+        let operator = self.operator.trim_start_matches("aten::").trim_end_matches('_');
+        let f32_is_finite = self.largest_in_f32.is_some_and(f64::is_finite);
+        let is_cast = ["_to_copy", "to", "copy"].contains(&operator);
+        if self.dtype == Dtype::F16 && is_cast {
+            return format!(
+                "use bf16, or keep {place} in f32: its numbers exceed 65504 before they are cast to fp16"
+            );
+        }
+        if self.dtype == Dtype::F16 && f32_is_finite {
+            return match operator {
+                "bmm" | "matmul" | "baddbmm" => {
+                    format!(
+                        "scale one factor before the product (in attention, q by 1/sqrt(d)), keep {place} in f32, or use bf16"
+                    )
+                }
+                _ => format!("keep {place} in f32, or use bf16"),
+            };
+        }
+        match operator {
+            "log" | "log2" | "log10" | "_log_softmax" => {
+                format!(
+                    "keep the argument of the logarithm in {place} above zero, for example by clamping it"
+                )
+            }
+            "div" | "reciprocal" | "rsqrt" => {
+                format!(
+                    "keep the divisor in {place} away from zero, for example by adding an epsilon"
+                )
+            }
+            "sqrt" | "norm" | "linalg_vector_norm" | "pow" if self.pass == Pass::Backward => {
+                format!("the derivative in {place} is infinite at zero: add an epsilon before it")
+            }
+            "_softmax" | "softmax" => {
+                format!(
+                    "in {place}, a row of the softmax is masked as a whole; leave such rows out"
+                )
+            }
+            "exp" | "expm1" | "sinh" | "cosh" => {
+                format!("limit the argument of the exponential in {place}")
+            }
+            _ if self.dtype == Dtype::F16 && self.largest_in_f32.is_none() => {
+                format!("look at {place}, and try it in f32 or bf16")
+            }
+            _ if self.dtype == Dtype::BF16 && self.largest_in_f32.is_none() => {
+                format!("look at {place}, and try it in f32")
+            }
+            _ => format!(
+                "look at {place}: it is not finite in f32 either, so precision is not the reason"
+            ),
+        }
+    }
+}
+
+impl Values {
+    /// Counted by a recording.
+    pub(super) fn of(tensor: &RecordedTensor) -> Self {
+        let numbers = tensor.numbers.unwrap_or_default();
+        Self {
+            positive_infinite: numbers.positive_infinite,
+            negative_infinite: numbers.negative_infinite,
+            nan: numbers.nan,
+            elements: tensor.elements,
+        }
+    }
 }
 
 impl fmt::Display for Values {
@@ -221,6 +353,10 @@ impl fmt::Display for Explanation {
                 "\n  with a scale of 1 it is finite; the largest finite scale is about {largest}"
             )?;
         }
-        write!(f, "\n  advice: {}", advice(self))
+        match self.advice.as_str() {
+            // Earlier builds saved none.
+            "" => write!(f, "\n  advice: {}", self.advise()),
+            advice => write!(f, "\n  advice: {advice}"),
+        }
     }
 }

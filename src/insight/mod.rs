@@ -23,33 +23,31 @@
 //!
 //! A [`Page`] shows all of it in one HTML file.
 
-mod advice;
 mod audit;
-mod culprit;
+mod dtype;
 mod explanation;
 mod health;
 mod html;
-mod names;
 mod numbers;
 mod operators;
 mod page;
-mod passes;
 mod recording;
 mod replay;
-mod restored;
+mod rerun;
 mod search;
 mod tracer;
 
 pub use audit::{Audit, AuditedGradient, AuditedOutput, AuditedPart, Suspicion, audit};
-pub use explanation::{Cause, Culprit, Explanation, Pass, Values};
+pub use dtype::Dtype;
+pub use explanation::{Cause, Culprit, Explanation, Values};
 pub use health::{
     AtScale, Exponents, HealthReport, HistoryReport, LayerHealth, ScaleHealth, ScaleHistory,
     SkipCause, StepRecord, Verdict,
 };
-pub use names::named;
 pub use operators::{
     AutocastList, CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport,
     OperatorRow, Padding, ProductKind, ProductRow, Profiler, Wrappers, autocast_list,
 };
 pub use page::Page;
+pub use recording::{Pass, named};
 pub use tracer::Tracer;

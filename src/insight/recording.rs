@@ -1,18 +1,110 @@
-//! A recorded iteration: its events, and the part of the model and the forward operator that each belongs to.
+//! A recorded iteration: its events, and the part of the model and the forward operator that each belongs to. Parts are
+//! known by the module of a parameter, or by a name that the program gave.
 
 use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
+use serde::{Deserialize, Serialize};
 use tch::Tensor;
 
-use super::explanation::Pass;
-use super::names::Counted;
 use crate::error::Result;
-use crate::ffi::insight::{self as ffi, EventKind, Record, RecordedEvent, RecordedTensor, Usage};
+use crate::ffi::insight::{
+    EventKind, Name, RawRecording, RecordedEvent, RecordedTensor, RecordingMode, Usage,
+};
+
+/// The pass in which an operator ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[allow(clippy::exhaustive_enums, reason = "there is no third")]
+pub enum Pass {
+    /// The forward pass, which includes the loss.
+    Forward,
+    /// The backward pass.
+    Backward,
+}
+
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+        })
+    }
+}
+
+/// How many recordings run in this process. The threads of a backward pass take part in that of another thread.
+static RECORDINGS: AtomicUsize = AtomicUsize::new(0);
+
+/// Counts a recording while it runs.
+struct Running(());
+
+impl Running {
+    fn new() -> Self {
+        RECORDINGS.fetch_add(1, Ordering::Relaxed);
+        Self(())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        RECORDINGS.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Runs `f` under a name, by which an [`Explanation`](super::Explanation) calls what `f` computes, forward and
+/// backward. Names nest: inside of `encoder`, the name `layers.3` is reported as `encoder.layers.3`. While nothing is
+/// recorded, it only calls `f`.
+///
+/// Operators that use a parameter are known by its name in the `VarStore` and need no other. Use this for parts without
+/// parameters, such as the products of an attention. The counterpart of `torch.profiler.record_function`.
+///
+/// # Examples
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_amp::insight::named;
+///
+/// let x = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
+/// let scores = named("attention", || x.matmul(&x));
+/// assert_eq!(scores.size(), [2, 2]);
+/// ```
+pub fn named<T>(name: &str, f: impl FnOnce() -> T) -> T {
+    let recorded = RECORDINGS.load(Ordering::Relaxed) > 0;
+    // A name that cannot be made is missing in a report, which is no reason to fail here.
+    let name = recorded.then(|| Name::begin(name)).and_then(Result::ok);
+    let result = f();
+    drop(name);
+    result
+}
+
+/// A model's parameters by name, and the module of each: its name without the last part. A parameter at the root is its
+/// own module.
+#[derive(Debug)]
+pub(super) struct Model {
+    parameters: Vec<(String, Tensor)>,
+    modules: Arc<[String]>,
+}
+
+impl Model {
+    pub(super) fn new(parameters: Vec<(String, Tensor)>) -> Self {
+        let module = |name: &String| {
+            name.rsplit_once('.').map_or(name.as_str(), |(module, _)| module).to_owned()
+        };
+        let modules = parameters.iter().map(|(name, _)| module(name)).collect();
+        Self { parameters, modules }
+    }
+
+    pub(super) fn parameters(&self) -> &[(String, Tensor)] {
+        &self.parameters
+    }
+}
 
 /// The events of an iteration.
 #[derive(Debug)]
 pub(super) struct Recording {
-    raw: ffi::Recording,
+    raw: RawRecording,
+    modules: Arc<[String]>,
     pub(super) events: Vec<RecordedEvent>,
     /// The innermost operator, or the custom function, that made the backward node of each thread and sequence number.
     forward: HashMap<(u64, i64), usize>,
@@ -29,20 +121,22 @@ const COPIES: &[&str] =
 impl Recording {
     /// Records what `f` runs on this thread. It ends if `f` panics, too.
     pub(super) fn of<T>(
-        parameters: &[&Tensor],
-        record: Record<'_>,
+        model: &Model,
+        mode: RecordingMode<'_>,
         f: impl FnOnce() -> Result<T>,
     ) -> Result<(Self, T)> {
-        let mut raw = ffi::Recording::start(parameters, record)?;
-        let counted = Counted::new();
+        let parameters: Vec<&Tensor> = model.parameters.iter().map(|(_, tensor)| tensor).collect();
+        let mut raw = RawRecording::start(&parameters, mode)?;
+        let running = Running::new();
         let result = f();
-        drop(counted);
+        drop(running);
         let stopped = raw.stop();
         let result = result?;
         stopped?;
         let events = raw.events()?;
         let (forward, nodes, copies) = (HashMap::new(), HashMap::new(), HashMap::new());
-        let mut recording = Self { raw, events, forward, nodes, copies };
+        let modules = Arc::clone(&model.modules);
+        let mut recording = Self { raw, modules, events, forward, nodes, copies };
         for (index, event) in recording.events.iter().enumerate() {
             if let (EventKind::Node, Some(engine)) = (event.kind, event.parent) {
                 recording.nodes.insert(engine, index);
@@ -91,6 +185,16 @@ impl Recording {
         event.inputs.iter().find_map(|tensor| self.parameter(tensor))
     }
 
+    /// The module of that parameter.
+    fn module_of(&self, event: &RecordedEvent) -> Option<String> {
+        self.modules.get(self.parameter_of(event)?).cloned()
+    }
+
+    /// The module of each parameter.
+    pub(super) fn modules(&self) -> &[String] {
+        &self.modules
+    }
+
     /// Whether a compared run called other operators than the reference.
     pub(super) fn differs(&self) -> bool {
         self.raw.differs()
@@ -136,21 +240,21 @@ impl Recording {
 
     /// The part of the model to which an event belongs: where it ran or, for a backward operator, where the forward
     /// operator did.
-    pub(super) fn part(&self, index: usize, modules: &[String]) -> Option<String> {
+    pub(super) fn part(&self, index: usize) -> Option<String> {
         let (_, forward) = self.pass(index);
-        self.path(index, modules).or_else(|| self.path(forward?, modules))
+        self.path(index).or_else(|| self.path(forward?))
     }
 
     /// The part of the model that ran the event: the module of the parameter that the operator uses, or the names that
     /// the program gave. Those around a backward pass are not of its operators.
-    pub(super) fn path(&self, index: usize, modules: &[String]) -> Option<String> {
+    pub(super) fn path(&self, index: usize) -> Option<String> {
         let ancestors = || {
             let outer = self.ancestors(index);
             outer.take_while(|(_, e)| matches!(e.kind, EventKind::Operator | EventKind::Name))
         };
-        let module = ancestors().find_map(|(_, event)| modules.get(self.parameter_of(event)?));
+        let module = ancestors().find_map(|(_, event)| self.module_of(event));
         if module.is_some() {
-            return module.cloned();
+            return module;
         }
         let mut names: Vec<&str> = ancestors()
             .filter(|(_, event)| event.kind == EventKind::Name && !is_function(event))
@@ -177,12 +281,38 @@ impl Recording {
         results
     }
 
-    /// The last module before an event whose own part is unknown.
-    pub(super) fn module_before(&self, index: usize, modules: &[String]) -> Option<String> {
-        (0..index)
-            .rev()
-            .find_map(|before| modules.get(self.parameter_of(&self.events[before])?).cloned())
+    /// The nanoseconds of each event without those that it ran, and with them.
+    pub(super) fn times(&self) -> (Vec<i64>, Vec<i64>) {
+        times(&self.events)
     }
+
+    /// The last module before an event whose own part is unknown.
+    pub(super) fn module_before(&self, index: usize) -> Option<String> {
+        (0..index).rev().find_map(|before| self.module_of(&self.events[before]))
+    }
+}
+
+/// The own and the total nanoseconds of each event. What the recording itself did counts for nobody.
+fn times(events: &[RecordedEvent]) -> (Vec<i64>, Vec<i64>) {
+    let is_timed = |event: &RecordedEvent| event.ended.is_some();
+    let mut own: Vec<i64> = events
+        .iter()
+        .map(|event| if is_timed(event) { event.times.ended - event.times.started } else { 0 })
+        .collect();
+    for event in events.iter().filter(|event| is_timed(event)) {
+        if let Some(parent) = event.parent {
+            own[parent] -= event.times.left - event.times.entered;
+        }
+    }
+    own.iter_mut().for_each(|time| *time = (*time).max(0));
+    let mut total = own.clone();
+    // An event comes after the one in which it ran.
+    for index in (0..events.len()).rev() {
+        if let Some(parent) = events[index].parent {
+            total[parent] += total[index];
+        }
+    }
+    (own, total)
 }
 
 /// Whether the event is the call of a custom function: a name with a backward node. Nothing runs in it.

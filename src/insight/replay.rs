@@ -1,30 +1,45 @@
-//! Running an iteration again.
+//! The cause of non-finite gradients, found by running their iteration again.
 
 use tch::{Kind, Tensor};
 
-use super::culprit::{culprit, modules};
-use super::explanation::{Cause, Culprit, Pass, Values};
-use super::passes::{self, Passes, SCALED_LOSS};
-use super::recording::Recording;
-use super::restored::Buffers;
+use super::explanation::{Cause, Culprit, Values};
+use super::recording::{Pass, Recording};
+use super::rerun::{Passes, Rerun, SCALED_LOSS, is_finite};
 use super::search::{Origin, Search};
 use crate::error::Result;
-use crate::ffi::insight::Record;
-use crate::recompute::random::RandomStates;
+use crate::ffi::insight::RecordingMode;
 
 /// How many scales are tried from an estimate downwards, before the interval is halved.
 const TRIES: usize = 3;
 
-/// What the runs of one explanation have in common.
-pub(super) struct Replay<'a> {
-    parameters: &'a [(String, Tensor)],
-    random: &'a RandomStates,
-    /// The state in which each run begins.
-    buffers: Buffers<'a>,
+/// The cause, the culprit and the parameters whose gradients are not finite.
+pub(super) fn explain(
+    rerun: Rerun<'_>,
+    scale: f64,
+    loss: &mut impl FnMut() -> Result<Tensor>,
+) -> Result<(Cause, Option<Culprit>, Vec<String>)> {
+    let mut replay = Replay(rerun);
+    let replayed = replay.record(scale, loss)?;
+    if replayed.finite {
+        return Ok((Cause::Finite, None, Vec::new()));
+    }
+    let (mut cause, mut culprit) = replay.origin(&replayed);
+    if scale != 1.0 && culprit.as_ref().is_some_and(depends_on_scale) {
+        let unscaled = replay.record(1.0, loss)?;
+        // Otherwise the scale had only hidden the values that overflow without it.
+        if unscaled.finite {
+            cause = Cause::Scale { largest_finite: replay.largest_finite(scale, &unscaled, loss)? };
+        } else {
+            (cause, culprit) = replay.origin(&unscaled);
+        }
+    }
+    Ok((cause, culprit, replayed.gradients))
 }
 
-/// A recorded run.
-struct Run {
+struct Replay<'a>(Rerun<'a>);
+
+/// A recorded run of the iteration.
+struct Replayed {
     recording: Recording,
     /// The memory of the scaled loss.
     scaled: Option<u64>,
@@ -35,43 +50,11 @@ struct Run {
     finite: bool,
 }
 
-impl<'a> Replay<'a> {
-    pub(super) fn new(
-        parameters: &'a [(String, Tensor)],
-        random: &'a RandomStates,
-        buffers: Buffers<'a>,
-    ) -> Self {
-        Self { parameters, random, buffers }
-    }
-
-    /// The cause, the culprit and the parameters whose gradients are not finite.
-    pub(super) fn explain(
-        &mut self,
-        scale: f64,
-        loss: &mut impl FnMut() -> Result<Tensor>,
-    ) -> Result<(Cause, Option<Culprit>, Vec<String>)> {
-        let run = self.record(scale, loss)?;
-        if run.finite {
-            return Ok((Cause::Finite, None, Vec::new()));
-        }
-        let (mut cause, mut culprit) = self.origin(&run);
-        if scale != 1.0 && culprit.as_ref().is_some_and(depends_on_scale) {
-            let unscaled = self.record(1.0, loss)?;
-            // Otherwise the scale had only hidden the values that overflow without it.
-            if unscaled.finite {
-                cause =
-                    Cause::Scale { largest_finite: self.largest_finite(scale, &unscaled, loss)? };
-            } else {
-                (cause, culprit) = self.origin(&unscaled);
-            }
-        }
-        Ok((cause, culprit, run.gradients))
-    }
-
+impl Replay<'_> {
     /// Where the non-finite numbers of a run began, whatever the scale.
-    fn origin(&self, run: &Run) -> (Cause, Option<Culprit>) {
-        let mut search = Search::new(&run.recording.events);
-        for &memory in &run.targets {
+    fn origin(&self, replayed: &Replayed) -> (Cause, Option<Culprit>) {
+        let mut search = Search::new(&replayed.recording.events);
+        for &memory in &replayed.targets {
             search.follow(memory);
         }
         let origins = search.origins();
@@ -79,43 +62,43 @@ impl<'a> Replay<'a> {
         match (made, origins.first()) {
             // What was given comes before what is made of it, and explains it.
             (_, Some(&Origin::Given(event, place))) => {
-                (self.given(&run.recording, event, place), None)
+                (self.given(&replayed.recording, event, place), None)
             }
             (Some(&Origin::Made(event)), _) => {
-                (Cause::Values, Some(culprit(&run.recording, event, self.parameters)))
+                (Cause::Values, Some(Culprit::new(&replayed.recording, event)))
             }
             _ => (Cause::Values, None),
         }
     }
 
     /// Runs forward and backward with the iteration's random numbers, and records them.
-    fn record(&mut self, scale: f64, loss: &mut impl FnMut() -> Result<Tensor>) -> Result<Run> {
-        self.buffers.begin()?;
-        let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
+    fn record(
+        &mut self,
+        scale: f64,
+        loss: &mut impl FnMut() -> Result<Tensor>,
+    ) -> Result<Replayed> {
         let (recording, Passes { scaled, gradients, others }) =
-            passes::run(self.parameters, self.random, scale, loss, |passes| {
-                Recording::of(&tensors, Record::Numbers, passes)
-            })?;
+            self.0.record(RecordingMode::Numbers, scale, loss)?;
         let (mut targets, mut names) = (Vec::new(), Vec::new());
-        for ((name, _), gradient) in self.parameters.iter().zip(&gradients) {
+        for ((name, _), gradient) in self.0.parameters().iter().zip(&gradients) {
             if let Some(gradient) = gradient
-                && !passes::is_finite(gradient)?
+                && !is_finite(gradient)?
             {
                 names.push(name.clone());
                 targets.extend(recording.memory(gradient)?);
             }
         }
         for gradient in &others {
-            if !passes::is_finite(gradient)? {
+            if !is_finite(gradient)? {
                 targets.extend(recording.memory(gradient)?);
             }
         }
-        let finite = targets.is_empty() && names.is_empty() && passes::is_finite(&scaled)?;
+        let finite = targets.is_empty() && names.is_empty() && is_finite(&scaled)?;
         let scaled = recording.memory(&scaled)?;
         if !finite {
             targets.extend(scaled);
         }
-        Ok(Run { recording, scaled, targets, gradients: names, finite })
+        Ok(Replayed { recording, scaled, targets, gradients: names, finite })
     }
 
     /// Whether the gradients are finite at a scale. Runs forward and backward, and records nothing.
@@ -124,22 +107,19 @@ impl<'a> Replay<'a> {
         scale: f64,
         loss: &mut impl FnMut() -> Result<Tensor>,
     ) -> Result<bool> {
-        self.buffers.begin()?;
-        let ((), Passes { scaled, gradients, others }) =
-            passes::run(self.parameters, self.random, scale, loss, |passes| Ok(((), passes()?)))?;
-        let mut all =
-            gradients.iter().flatten().chain(&others).chain([&scaled]).map(passes::is_finite);
+        let Passes { scaled, gradients, others } = self.0.run(scale, loss)?;
+        let mut all = gradients.iter().flatten().chain(&others).chain([&scaled]).map(is_finite);
         all.try_fold(true, |all, finite| Ok(all && finite?))
     }
 
     fn given(&self, recording: &Recording, index: usize, place: usize) -> Cause {
         let event = &recording.events[index];
         let tensor = &event.inputs[place];
-        match tensor.parameter.and_then(|index| self.parameters.get(index)) {
+        match tensor.parameter.and_then(|index| self.0.parameters().get(index)) {
             Some((name, _)) => Cause::Parameter { name: name.clone() },
             None => Cause::Input {
                 operator: event.name.clone(),
-                path: recording.part(index, &modules(self.parameters)),
+                path: recording.part(index),
                 place,
                 values: Values::of(tensor),
             },
@@ -150,7 +130,7 @@ impl<'a> Replay<'a> {
     fn largest_finite(
         &mut self,
         scale: f64,
-        unscaled: &Run,
+        unscaled: &Replayed,
         loss: &mut impl FnMut() -> Result<Tensor>,
     ) -> Result<f64> {
         // The largest for which no number of the run exceeds its dtype.

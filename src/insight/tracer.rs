@@ -1,18 +1,15 @@
 //! The tracer of skipped steps.
 
+use tch::Tensor;
 use tch::nn::VarStore;
-use tch::{Device, Tensor};
 
 use super::explanation::{Cause, Culprit, Explanation};
-use super::replay::Replay;
-use super::restored::{self, Buffers};
+use super::replay;
+use super::rerun::{Beginning, Repeatable};
 use crate::GradScaler;
-use crate::buffers::{self, BufferSnapshot};
 use crate::error::{Error, Result};
 use crate::ffi::{self, OutsideRegions};
-use crate::recompute::random::RandomStates;
 use crate::scaler::StepOutcome;
-use crate::variables::{named, variables};
 
 /// Explains skipped steps: it runs an iteration again and finds the operator that made the first non-finite number.
 ///
@@ -51,10 +48,7 @@ use crate::variables::{named, variables};
 /// ```
 #[derive(Debug)]
 pub struct Tracer {
-    parameters: Vec<(String, Tensor)>,
-    devices: Vec<Device>,
-    /// The variables that are not trainable.
-    buffers: Vec<Tensor>,
+    repeatable: Repeatable,
     iteration: u64,
     began: Option<Began>,
     left: usize,
@@ -88,17 +82,9 @@ impl Overflow {
 /// What an iteration began with.
 #[derive(Debug)]
 struct Began {
-    random: RandomStates,
-    scale: Scale,
-    statistics: BufferSnapshot,
-}
-
-/// The scale at the beginning of an iteration.
-#[derive(Debug)]
-enum Scale {
-    One,
-    /// A copy of its own.
-    Number(Tensor),
+    beginning: Beginning,
+    /// A copy of the scale; `None` for a disabled scaler.
+    scale: Option<Tensor>,
 }
 
 impl Tracer {
@@ -109,16 +95,8 @@ impl Tracer {
     ///
     /// [`Error::Torch`] if libtorch cannot tell which variables are trainable.
     pub fn new(vs: &VarStore) -> Result<Self> {
-        let parameters = named(variables(vs)?);
-        let mut devices = vec![Device::Cpu];
-        for (_, parameter) in &parameters {
-            if !devices.contains(&parameter.device()) {
-                devices.push(parameter.device());
-            }
-        }
-        let buffers = buffers::buffers(vs)?.into_iter().map(|(_, buffer)| buffer).collect();
         let (iteration, began, left, overflow) = (0, None, 10, None);
-        Ok(Self { parameters, devices, buffers, iteration, began, left, overflow })
+        Ok(Self { repeatable: Repeatable::new(vs)?, iteration, began, left, overflow })
     }
 
     /// Sets how many steps are explained. Later calls of [`explain`](Self::explain) return `None`, so that a program
@@ -146,12 +124,8 @@ impl Tracer {
     /// [`Error::Torch`] if a generator cannot be read, or memory cannot be allocated.
     pub fn begin(&mut self, scaler: &GradScaler) -> Result<()> {
         let _own = OutsideRegions::enter();
-        let scale = match scaler.scale_number() {
-            None => Scale::One,
-            Some(scale) => Scale::Number(scale.f_detach_copy()?),
-        };
-        let statistics = restored::statistics(&self.buffers)?;
-        self.began = Some(Began { random: RandomStates::of(&self.devices)?, scale, statistics });
+        let scale = scaler.scale_number().map(Tensor::f_detach_copy).transpose()?;
+        self.began = Some(Began { beginning: self.repeatable.begin()?, scale });
         self.iteration = self.iteration.saturating_add(1);
         Ok(())
     }
@@ -218,30 +192,37 @@ impl Tracer {
         scaler: &GradScaler,
         mut loss: impl FnMut() -> Result<Tensor>,
     ) -> Result<Option<Explanation>> {
-        let Some(Began { random, scale, statistics }) = &mut self.began else {
+        let Some(Began { beginning, scale }) = &mut self.began else {
             let problem = "has no iteration: call begin before the forward pass".to_owned();
             return Err(Error::InvalidArgument { name: "tracer", problem });
         };
         if self.left == 0 {
             return Ok(None);
         }
-        let before = match scale {
-            Scale::One => 1.0,
-            Scale::Number(scale) => ffi::numbers_read(&[&*scale])?[0],
+        let scale = match scale {
+            None => 1.0,
+            Some(scale) => ffi::numbers_read(&[&*scale])?[0],
         };
-        let buffers = Buffers::new(statistics, &self.buffers)?;
-        let mut replay = Replay::new(&self.parameters, random, buffers);
-        let (cause, culprit, gradients) = replay.explain(before, &mut loss)?;
-        drop(replay);
+        let rerun = self.repeatable.rerun(beginning)?;
+        let (cause, culprit, gradients) = replay::explain(rerun, scale, &mut loss)?;
         self.left -= 1;
-        let (iteration, scale, scale_now) = (self.iteration, before, scaler.get_scale()?);
+        let (iteration, scale_now) = (self.iteration, scaler.get_scale()?);
         let last = self.overflow.take();
         let culprit_of_scale = culprit.as_ref().filter(|_| matches!(cause, Cause::Scale { .. }));
         self.overflow =
             culprit_of_scale.map(|culprit| Overflow::new(culprit, scale, iteration, last));
         let repeated = self.overflow.as_ref().map_or(0, |overflow| overflow.repeated);
-        let explanation =
-            Explanation { iteration, scale, scale_now, cause, culprit, gradients, repeated };
-        Ok(Some(explanation))
+        let advice = String::new();
+        let explanation = Explanation {
+            iteration,
+            scale,
+            scale_now,
+            cause,
+            culprit,
+            gradients,
+            repeated,
+            advice,
+        };
+        Ok(Some(Explanation { advice: explanation.advise(), ..explanation }))
     }
 }

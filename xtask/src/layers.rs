@@ -35,11 +35,6 @@ const OPEN: &[&[&str]] = &[
     &["distributed/environment", "distributed/group", "distributed/rendezvous"],
     &["distributed/place", "distributed/store"],
     &["ffi/callbacks", "ffi/function"],
-    &["insight/advice", "insight/explanation"],
-    &["insight/audit/parts", "insight/audit/runs", "insight/audit/times"],
-    &["insight/operators/casts", "insight/operators/moved", "insight/operators/rows"],
-    &["insight/operators/display", "insight/operators/sections"],
-    &["insight/operators/gain", "insight/operators/report"],
     &["loss_scale/dynamic", "loss_scale/fixed", "loss_scale/state"],
     &[
         "optim/config",

@@ -5,15 +5,15 @@ use tch::{Kind, Tensor};
 use crate::error::Result;
 use crate::ffi::OutsideRegions;
 
-/// The gradients of a run.
-pub(super) struct Gradients {
+/// The gradients of a run, and the scale by which they are divided before they are compared.
+pub(super) struct UnscaledGradients {
     gradients: Vec<Option<Tensor>>,
     scale: f64,
 }
 
 /// The gradient of a parameter in the region, beside that in f32. Sums of squares of several can be added.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Compared {
+pub(super) struct ComparedGradient {
     pub(super) difference: f64,
     pub(super) rounded_difference: f64,
     pub(super) norm: f64,
@@ -26,7 +26,7 @@ pub(super) struct Compared {
     pub(super) zeros_unscaled: f64,
 }
 
-impl Gradients {
+impl UnscaledGradients {
     pub(super) fn new(gradients: Vec<Option<Tensor>>, scale: f64) -> Self {
         Self { gradients, scale }
     }
@@ -48,11 +48,11 @@ impl Gradients {
 
 /// Compares the gradients of every parameter; `None` for a parameter without one in f32 or in the region.
 pub(super) fn compare(
-    f32: &Gradients,
-    lower: &Gradients,
-    rounded: Option<&Gradients>,
-    unscaled: &Gradients,
-) -> Result<Vec<Option<Compared>>> {
+    f32: &UnscaledGradients,
+    lower: &UnscaledGradients,
+    rounded: Option<&UnscaledGradients>,
+    unscaled: &UnscaledGradients,
+) -> Result<Vec<Option<ComparedGradient>>> {
     let _own = OutsideRegions::enter();
     let one = |index| {
         let (Some(f32), Some(lower)) = (f32.get(index)?, lower.get(index)?) else {
@@ -65,7 +65,7 @@ pub(super) fn compare(
             number(&other.f_eq_tensor(&other.f_zeros_like()?)?.f_logical_and(&nonzero)?)
         };
         let difference = |other: &Tensor| number(&other.f_sub(&f32)?.f_square()?);
-        Ok(Some(Compared {
+        Ok(Some(ComparedGradient {
             difference: difference(&lower)?,
             rounded_difference: rounded.as_ref().map_or(Ok(0.0), difference)?,
             norm: number(&f32.f_square()?)?,
@@ -84,7 +84,7 @@ fn number(tensor: &Tensor) -> Result<f64> {
     Ok(tensor.f_sum(Kind::Double)?.f_double_value(&[])?)
 }
 
-impl std::ops::AddAssign for Compared {
+impl std::ops::AddAssign for ComparedGradient {
     fn add_assign(&mut self, other: Self) {
         self.difference += other.difference;
         self.rounded_difference += other.rounded_difference;

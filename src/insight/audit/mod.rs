@@ -3,22 +3,24 @@
 mod gradients;
 mod parts;
 mod runs;
-mod text;
-mod times;
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 use tch::nn::VarStore;
 
+use super::dtype::Dtype;
+use super::numbers;
 #[cfg(doc)]
 use crate::error::Error;
-use crate::error::Result;
-use crate::insight::numbers;
+use crate::error::{Number, Result};
 use crate::{Autocast, GradScaler};
+use parts::keep_in_f32;
 
-pub(super) use text::Verdict;
+/// How many parts without suspicions are listed.
+const MOST_CLEAN: usize = 20;
 
 /// Begins the path of operators without a name that follow a module.
 const AFTER: &str = "after ";
@@ -29,8 +31,8 @@ const AFTER: &str = "after ";
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Audit {
-    /// The half-precision dtype that the operators of the region returned, `bf16` or `fp16`; `fp32` if none did.
-    pub dtype: String,
+    /// The half-precision dtype that the operators of the region returned; [`Dtype::F32`] if none did.
+    pub dtype: Dtype,
     /// The loss scale.
     #[serde(with = "numbers")]
     pub scale: f64,
@@ -50,7 +52,7 @@ pub struct AuditedPart {
     /// The module of a parameter, a name given by [`named`](super::named), or `after` the last such part.
     pub path: String,
     /// How many operators that the program calls returned each dtype inside of the region.
-    pub dtypes: BTreeMap<String, usize>,
+    pub dtypes: BTreeMap<Dtype, usize>,
     /// The forward results; `None` if only the gradients are those of this part.
     pub output: Option<AuditedOutput>,
     /// The gradients of its parameters; `None` if it has none.
@@ -154,13 +156,27 @@ impl Audit {
     /// follows it in f32, too, or give it a name.
     pub fn keep_in_f32(&self) -> Vec<String> {
         let mut names: Vec<String> = Vec::new();
-        for path in parts::keep_in_f32(&self.parts) {
+        for path in keep_in_f32(&self.parts) {
             let name = path.strip_prefix(AFTER).unwrap_or(path);
             if !names.iter().any(|known| known == name) {
                 names.push(name.to_owned());
             }
         }
         names
+    }
+
+    /// Estimates how many seconds longer an iteration takes with the parts of [`keep_in_f32`](Self::keep_in_f32) in
+    /// f32: the difference of their [times](AuditedPart::seconds). Casts between these parts and others are not
+    /// included.
+    pub fn f32_seconds(&self) -> f64 {
+        let keep = keep_in_f32(&self.parts);
+        // Where operators after a module are to be kept, so is the module.
+        let is_kept = |part: &&AuditedPart| {
+            let followers = format!("{AFTER}{}", part.path);
+            keep.contains(&part.path.as_str()) || keep.contains(&followers.as_str())
+        };
+        let kept = self.parts.iter().filter(is_kept);
+        kept.map(|part| part.seconds[0] - part.seconds[1]).sum()
     }
 }
 
@@ -223,4 +239,108 @@ pub fn audit(
     loss: impl FnMut(Autocast) -> Result<Tensor>,
 ) -> Result<Audit> {
     runs::audit(vs, *region, scaler.get_scale()?, loss)
+}
+
+impl fmt::Display for Suspicion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NotFinite => "is not finite",
+            Self::MagnifiesRounding => "magnifies the rounding of its inputs",
+            Self::LosesPrecision => "loses more than the rounding of its results",
+            Self::Underflow => "has gradients that become zero: use a larger scale or bf16",
+            Self::Gradient => "has gradients far from those in f32",
+        })
+    }
+}
+
+impl fmt::Display for Audit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let suspicious = self.suspicious();
+        let clean = || self.parts.iter().filter(|part| part.suspicions.is_empty());
+        let [f32, lower] = self.losses;
+        writeln!(
+            f,
+            "{} at a scale of {}: the loss is {lower:.6}, and {f32:.6} in f32",
+            self.dtype,
+            Number(self.scale)
+        )?;
+        let shown: Vec<&AuditedPart> =
+            suspicious.iter().copied().chain(clean().take(MOST_CLEAN)).collect();
+        let width = shown.iter().map(|part| part.path.chars().count()).max().unwrap_or(0).max(4);
+        writeln!(
+            f,
+            "{:width$}  {:>9} {:>10}  {:>9} {:>8} {:>10}  dtypes",
+            "part", "error", "× expected", "gradient", "cosine", "underflow"
+        )?;
+        for part in &shown {
+            line(f, part, width)?;
+        }
+        let rest = clean().count().saturating_sub(MOST_CLEAN);
+        if rest > 0 {
+            writeln!(f, "and {rest} more parts without suspicions")?;
+        }
+        write!(f, "{}", Conclusion(self))
+    }
+}
+
+/// The lines below the table of parts.
+pub(in crate::insight) struct Conclusion<'a>(pub(in crate::insight) &'a Audit);
+
+impl fmt::Display for Conclusion<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(audit) = self;
+        let suspicious = audit.suspicious();
+        if suspicious.is_empty() {
+            return write!(f, "verdict: no part is suspicious in {}", audit.dtype);
+        }
+        write!(f, "verdict: suspicious parts: {} of {}", suspicious.len(), audit.parts.len())?;
+        for part in &suspicious {
+            let all: Vec<String> = part.suspicions.iter().map(Suspicion::to_string).collect();
+            write!(f, "\n  {} {}", part.path, all.join(", and "))?;
+            if let Some(output) = part.output.as_ref().filter(|_| part.has_suspicious_output()) {
+                write!(f, " ({})", output.operator)?;
+            }
+        }
+        let keep = keep_in_f32(&audit.parts);
+        if !keep.is_empty() {
+            let is_said = |path: &&str| keep.contains(&format!("{AFTER}{path}").as_str());
+            let said: Vec<_> =
+                keep.iter().filter(|path| !is_said(path)).map(with_followers).collect();
+            write!(f, "\nkeep in f32: {}", said.join(", "))?;
+            let [_, whole] = audit.seconds;
+            let share = 100.0 * audit.f32_seconds() / whole.max(f64::MIN_POSITIVE);
+            write!(
+                f,
+                "\n  measured cost: {share:+.1} % of the {:.2} ms of an iteration",
+                1e3 * whole
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// How a part to keep in f32 is called.
+fn with_followers(path: &&str) -> String {
+    let after = path.strip_prefix(AFTER);
+    after.map_or_else(|| (*path).to_owned(), |module| format!("{module} and what follows it"))
+}
+
+fn line(f: &mut fmt::Formatter<'_>, part: &AuditedPart, width: usize) -> fmt::Result {
+    write!(f, "{:width$}  ", part.path)?;
+    match &part.output {
+        Some(output) => write!(f, "{:>9.1e} {:>10.1}  ", output.error, output.multiple)?,
+        None => write!(f, "{:>9} {:>10}  ", "", "")?,
+    }
+    match &part.gradient {
+        Some(gradient) => write!(
+            f,
+            "{:>9.1e} {:>8.5} {:>9.2}%  ",
+            gradient.error,
+            gradient.cosine,
+            100.0 * gradient.underflow
+        )?,
+        None => write!(f, "{:>9} {:>8} {:>10}  ", "", "", "")?,
+    }
+    let dtypes = part.dtypes.iter().map(|(dtype, count)| format!("{count} {dtype}"));
+    writeln!(f, "{}", dtypes.collect::<Vec<_>>().join(", "))
 }

@@ -2,15 +2,14 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use tch::{Kind, Tensor};
+use tch::Kind;
 
-use super::gradients::Compared;
-use super::runs::Run;
+use super::gradients::ComparedGradient;
 use super::{AFTER, AuditedGradient, AuditedOutput, AuditedPart, Suspicion};
 use crate::ffi::insight::{self as ffi, EventKind, RecordedEvent, Usage};
-use crate::insight::culprit::{dtype_name, modules};
-use crate::insight::passes::SCALED_LOSS;
+use crate::insight::dtype::Dtype;
 use crate::insight::recording::{Recording, is_bad};
+use crate::insight::rerun::SCALED_LOSS;
 
 /// From this multiple of the expected error on, a part is suspicious if the multiple also grew in it by this factor.
 /// Healthy models have multiples of about 1, because a random walk of roundings is what happens in them.
@@ -23,7 +22,7 @@ const UNDERFLOW: f64 = 0.01;
 const GRADIENT_ERROR: f64 = 0.1;
 
 /// The dtype of half precision in which operators returned results.
-pub(super) fn lower_dtype(recording: &Recording) -> Option<Kind> {
+pub(super) fn lower_kind(recording: &Recording) -> Option<Kind> {
     let kinds = recording.events.iter().flat_map(|event| &event.outputs).map(|output| output.kind);
     kinds.flatten().find(|kind| matches!(kind, Kind::BFloat16 | Kind::Half))
 }
@@ -48,7 +47,6 @@ struct Known {
 }
 
 struct Parts<'a> {
-    modules: Vec<String>,
     lower: &'a Recording,
     rounded: HashMap<usize, ffi::Compared>,
     unit: f64,
@@ -59,28 +57,24 @@ struct Parts<'a> {
 
 /// Sorts the compared operators and the gradients into parts.
 pub(super) fn parts(
-    parameters: &[(String, Tensor)],
-    lower: &Run,
-    rounded: Option<&Run>,
+    lower: &Recording,
+    rounded: Option<&Recording>,
     dtype: Option<Kind>,
-    gradients: &[Option<Compared>],
+    gradients: &[Option<ComparedGradient>],
 ) -> Vec<AuditedPart> {
-    let modules = modules(parameters);
-    let order = compared(&lower.recording);
-    let rounded = rounded.map(|run| &run.recording);
+    let order = compared(lower);
     let beside = rounded.map_or_else(Vec::new, compared);
     let beside = beside.into_iter().filter_map(|index| rounded?.events[index].compared);
     let rounded = order.iter().copied().zip(beside).collect();
     let mut parts = Parts {
-        modules,
-        lower: &lower.recording,
+        lower,
         rounded,
         unit: unit_roundoff(dtype),
         known: HashMap::new(),
         places: HashMap::new(),
         found: Vec::new(),
     };
-    for index in lower.recording.ended() {
+    for index in lower.ended() {
         parts.add(index);
     }
     parts.add_gradients(gradients);
@@ -97,8 +91,8 @@ pub(super) fn parts(
 }
 
 /// How operators of the forward pass without a name are called.
-pub(super) fn place(recording: &Recording, index: usize, modules: &[String]) -> String {
-    let before = recording.module_before(index, modules);
+pub(super) fn place(recording: &Recording, index: usize) -> String {
+    let before = recording.module_before(index);
     before.map_or_else(|| "start".to_owned(), |module| format!("{AFTER}{module}"))
 }
 
@@ -125,16 +119,15 @@ impl Parts<'_> {
             self.pass_on(event);
             return;
         };
-        let path = self.lower.path(index, &self.modules);
+        let path = self.lower.path(index);
         if path.as_deref() == Some(SCALED_LOSS) {
             return;
         }
-        let path = path.unwrap_or_else(|| place(self.lower, index, &self.modules));
+        let path = path.unwrap_or_else(|| place(self.lower, index));
         let place = self.place(path);
-        let kind = event.outputs.first().and_then(|output| output.kind);
-        let dtypes = &mut self.found[place].dtypes;
-        *dtypes.entry(kind.map_or("other", dtype_name).to_owned()).or_default() += 1;
-        let (output, base) = self.output(index, place, compared, kind);
+        let dtype = event.outputs.first().map_or(Dtype::Other, Dtype::of);
+        *self.found[place].dtypes.entry(dtype).or_default() += 1;
+        let (output, base) = self.output(index, place, compared, dtype);
         let (expected, multiple) = (output.expected, output.multiple);
         let known = Known { expected, multiple, base, part: Some(place) };
         for memory in event.outputs.iter().filter_map(|output| output.memory) {
@@ -178,12 +171,11 @@ impl Parts<'_> {
         index: usize,
         place: usize,
         compared: ffi::Compared,
-        kind: Option<Kind>,
+        dtype: Dtype,
     ) -> (AuditedOutput, f64) {
         let event = &self.lower.events[index];
         let inputs = self.inputs(event);
-        let is_lower = matches!(kind, Some(Kind::BFloat16 | Kind::Half));
-        let unit = if is_lower { self.unit } else { 0.0 };
+        let unit = if dtype.is_half() { self.unit } else { 0.0 };
         let before = inputs.iter().map(|input| input.expected).fold(0.0, f64::max);
         // What was not rounded at all would be expected to be exact.
         let expected = before.hypot(unit);
@@ -226,9 +218,9 @@ impl Parts<'_> {
         parts.into_iter().map(|part| self.found[part].path.clone()).collect()
     }
 
-    fn add_gradients(&mut self, gradients: &[Option<Compared>]) {
-        let mut sums: BTreeMap<String, Compared> = BTreeMap::new();
-        for (module, gradient) in self.modules.iter().zip(gradients) {
+    fn add_gradients(&mut self, gradients: &[Option<ComparedGradient>]) {
+        let mut sums: BTreeMap<String, ComparedGradient> = BTreeMap::new();
+        for (module, gradient) in self.lower.modules().iter().zip(gradients) {
             if let Some(gradient) = gradient {
                 *sums.entry(module.clone()).or_default() += *gradient;
             }
@@ -260,7 +252,7 @@ fn ratio(a: f64, b: f64) -> f64 {
     if a == 0.0 { 0.0 } else { a / b }
 }
 
-fn gradient(sum: Compared) -> AuditedGradient {
+fn gradient(sum: ComparedGradient) -> AuditedGradient {
     let error = ratio(sum.difference, sum.norm).sqrt();
     AuditedGradient {
         error: if error.is_nan() { f64::INFINITY } else { error },

@@ -1,35 +1,31 @@
 //! The runs of an audit.
 
-use tch::nn::VarStore;
-use tch::{Device, Kind, Tensor};
+use std::collections::BTreeMap;
 
-use super::gradients::{self, Gradients};
-use super::times::Times;
-use super::{Audit, parts, times};
+use tch::nn::VarStore;
+use tch::{Kind, Tensor};
+
+use super::gradients::{self, UnscaledGradients};
+use super::{Audit, AuditedPart, parts};
 use crate::Autocast;
-use crate::buffers::BufferSnapshot;
 use crate::error::{Error, Result};
 use crate::ffi::OutsideRegions;
-use crate::ffi::insight::{Record, Reference};
-use crate::insight::culprit::modules;
-use crate::insight::passes::{self, Passes, RestoredBuffers};
+use crate::ffi::insight::{RecordingMode, Reference};
+use crate::insight::dtype::Dtype;
 use crate::insight::recording::Recording;
-use crate::recompute::random::RandomStates;
-use crate::variables::{named, variables};
+use crate::insight::rerun::{Passes, Repeatable, Rerun, SCALED_LOSS};
+
+/// How often the time is measured in f32 and in the region, in turn.
+const ROUNDS: usize = 3;
+
+/// The seconds of each part, forward and backward.
+type PartTimes = BTreeMap<String, f64>;
 
 /// A recorded run.
-pub(super) struct Run {
-    pub(super) recording: Recording,
-    pub(super) loss: f64,
-    /// Divided by the scale.
-    pub(super) gradients: Gradients,
-}
-
-/// What the runs have in common.
-struct Runs {
-    parameters: Vec<(String, Tensor)>,
-    random: RandomStates,
-    buffers: BufferSnapshot,
+struct AuditedRun {
+    recording: Recording,
+    loss: f64,
+    gradients: UnscaledGradients,
 }
 
 pub(super) fn audit(
@@ -38,21 +34,26 @@ pub(super) fn audit(
     scale: f64,
     mut loss: impl FnMut(Autocast) -> Result<Tensor>,
 ) -> Result<Audit> {
-    let mut runs = Runs::new(vs)?;
+    let repeatable = Repeatable::new(vs)?;
+    check_parameters(&repeatable)?;
+    let mut beginning = repeatable.begin()?;
+    let mut rerun = repeatable.rerun(&mut beginning)?;
     let off = region.enabled(false);
     let reference = Reference::new()?;
-    let f32 = runs.record(scale, Record::Reference(&reference), &mut || loss(off))?;
-    let lower = runs.record(scale, Record::Compared(&reference), &mut || loss(region))?;
-    let dtype = parts::lower_dtype(&lower.recording);
-    let rounded = match dtype {
-        None => None,
-        Some(dtype) => {
-            Some(runs.record(scale, Record::Rounded(&reference, dtype), &mut || loss(off))?)
-        }
-    };
+    let f32 = record(&mut rerun, RecordingMode::Reference(&reference), scale, &mut || loss(off))?;
+    let lower =
+        record(&mut rerun, RecordingMode::Compared(&reference), scale, &mut || loss(region))?;
+    let kind = parts::lower_kind(&lower.recording);
+    let rounded = kind.map(|kind| {
+        record(&mut rerun, RecordingMode::Rounded(&reference, kind), scale, &mut || loss(off))
+    });
+    let rounded = rounded.transpose()?;
     let unscaled = match scale == 1.0 {
         true => None,
-        false => Some(runs.gradients(1.0, &mut || loss(region))?),
+        false => {
+            let Passes { gradients, .. } = rerun.run(1.0, &mut || loss(region))?;
+            Some(UnscaledGradients::new(gradients, 1.0))
+        }
     };
     let gradients = gradients::compare(
         &f32.gradients,
@@ -60,86 +61,82 @@ pub(super) fn audit(
         rounded.as_ref().map(|run| &run.gradients),
         unscaled.as_ref().unwrap_or(&lower.gradients),
     )?;
-    let mut parts = parts::parts(&runs.parameters, &lower, rounded.as_ref(), dtype, &gradients);
-    let mut measured = [Times::new(), Times::new()];
-    for _ in 0..times::ROUNDS {
+    let rounded = rounded.as_ref().map(|run| &run.recording);
+    let mut parts = parts::parts(&lower.recording, rounded, kind, &gradients);
+    let mut measured = [PartTimes::new(), PartTimes::new()];
+    for _ in 0..ROUNDS {
         for (fastest, region) in measured.iter_mut().zip([off, region]) {
-            times::keep_fastest(fastest, runs.times(scale, &mut || loss(region))?);
+            let (recording, _) = rerun.record(RecordingMode::Times, scale, &mut || loss(region))?;
+            keep_fastest(fastest, times(&recording));
         }
     }
-    times::add(&mut parts, &measured);
+    add_times(&mut parts, &measured);
     let seconds = measured.map(|times| times.values().sum());
-    let dtype = dtype.map_or("fp32", crate::insight::culprit::dtype_name).to_owned();
+    let dtype = kind.map_or(Dtype::F32, Dtype::from);
     Ok(Audit { dtype, scale, seconds, losses: [f32.loss, lower.loss], parts })
 }
 
-impl Runs {
-    fn new(vs: &VarStore) -> Result<Self> {
-        let parameters = named(variables(vs)?);
-        let mut devices = vec![Device::Cpu];
-        for (name, parameter) in &parameters {
-            let kind = parameter.f_kind()?;
-            if matches!(kind, Kind::Half | Kind::BFloat16) {
-                let problem = format!(
-                    "has the parameter {name} in half precision: audit the model with parameters in f32"
-                );
-                return Err(Error::InvalidArgument { name: "vs", problem });
-            }
-            if !devices.contains(&parameter.device()) {
-                devices.push(parameter.device());
-            }
+fn check_parameters(repeatable: &Repeatable) -> Result<()> {
+    for (name, parameter) in repeatable.parameters() {
+        if matches!(parameter.f_kind()?, Kind::Half | Kind::BFloat16) {
+            let problem = format!(
+                "has the parameter {name} in half precision: audit the model with parameters in f32"
+            );
+            return Err(Error::InvalidArgument { name: "vs", problem });
         }
-        let random = RandomStates::of(&devices)?;
-        let mut buffers = BufferSnapshot::new(vs)?;
-        buffers.save()?;
-        Ok(Self { parameters, random, buffers })
     }
+    Ok(())
+}
 
-    fn record(
-        &mut self,
-        scale: f64,
-        record: Record<'_>,
-        loss: &mut impl FnMut() -> Result<Tensor>,
-    ) -> Result<Run> {
-        let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
-        let restored = RestoredBuffers(&mut self.buffers);
-        let (recording, Passes { scaled, gradients, .. }) =
-            passes::run(&self.parameters, &self.random, scale, loss, |passes| {
-                Recording::of(&tensors, record, passes)
-            })?;
-        drop(restored);
-        if recording.differs() {
-            let problem =
-                "calls other operators in f32 than in the region, so they cannot be compared: use the region that \
-                 the closure is given, and nothing that depends on the dtype"
-                    .to_owned();
-            return Err(Error::InvalidArgument { name: "loss", problem });
+fn record(
+    rerun: &mut Rerun<'_>,
+    mode: RecordingMode<'_>,
+    scale: f64,
+    loss: &mut impl FnMut() -> Result<Tensor>,
+) -> Result<AuditedRun> {
+    let (recording, Passes { scaled, gradients, .. }) = rerun.record(mode, scale, loss)?;
+    if recording.differs() {
+        let problem =
+            "calls other operators in f32 than in the region, so they cannot be compared: use the region that \
+             the closure is given, and nothing that depends on the dtype"
+                .to_owned();
+        return Err(Error::InvalidArgument { name: "loss", problem });
+    }
+    let _own = OutsideRegions::enter();
+    let loss = scaled.f_double_value(&[])? / scale;
+    Ok(AuditedRun { recording, loss, gradients: UnscaledGradients::new(gradients, scale) })
+}
+
+/// Adds up the own times of the operators of each part.
+fn times(recording: &Recording) -> PartTimes {
+    let mut times = PartTimes::new();
+    for (index, nanoseconds) in recording.times().0.into_iter().enumerate() {
+        if nanoseconds > 0 {
+            let path = recording.part(index).unwrap_or_else(|| {
+                let forward = recording.pass(index).1;
+                parts::place(recording, forward.unwrap_or(index))
+            });
+            *times.entry(path).or_default() += nanoseconds as f64 / 1e9;
         }
-        let _own = OutsideRegions::enter();
-        let loss = scaled.f_double_value(&[])? / scale;
-        Ok(Run { recording, loss, gradients: Gradients::new(gradients, scale) })
     }
+    times.remove(SCALED_LOSS);
+    times
+}
 
-    /// The time of each part in a run.
-    fn times(&mut self, scale: f64, loss: &mut impl FnMut() -> Result<Tensor>) -> Result<Times> {
-        let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
-        let restored = RestoredBuffers(&mut self.buffers);
-        let (recording, _) = passes::run(&self.parameters, &self.random, scale, loss, |passes| {
-            Recording::of(&tensors, Record::Times, passes)
-        })?;
-        drop(restored);
-        Ok(times::times(&recording, &modules(&self.parameters)))
+/// Keeps the shorter time of each part.
+fn keep_fastest(fastest: &mut PartTimes, other: PartTimes) {
+    for (path, seconds) in other {
+        fastest
+            .entry(path)
+            .and_modify(|fastest| *fastest = fastest.min(seconds))
+            .or_insert(seconds);
     }
+}
 
-    fn gradients(
-        &mut self,
-        scale: f64,
-        loss: &mut impl FnMut() -> Result<Tensor>,
-    ) -> Result<Gradients> {
-        let restored = RestoredBuffers(&mut self.buffers);
-        let ((), Passes { gradients, .. }) =
-            passes::run(&self.parameters, &self.random, scale, loss, |passes| Ok(((), passes()?)))?;
-        drop(restored);
-        Ok(Gradients::new(gradients, scale))
+/// Gives the parts of an audit their times in f32 and in the region.
+fn add_times(parts: &mut [AuditedPart], measured: &[PartTimes; 2]) {
+    for part in parts {
+        let seconds = |times: &PartTimes| times.get(&part.path).copied().unwrap_or(0.0);
+        part.seconds = measured.each_ref().map(seconds);
     }
 }

@@ -4,14 +4,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use tch::{Kind, Tensor};
 
+use super::report::{CastReason, CastRow, seconds};
+use super::work::{Work, written};
 use crate::ffi::insight::{EventKind, RecordedEvent, RecordedTensor};
-use crate::insight::Pass;
-
-use super::computing::written;
-use super::report::{CastReason, CastRow};
-use super::rows::{pass, seconds};
-use super::words;
-use super::work::Work;
+use crate::insight::dtype::Dtype;
+use crate::insight::recording::Pass;
 
 /// Operators of which a cast consists.
 const CASTS: &[&str] = &[
@@ -25,13 +22,13 @@ const CASTS: &[&str] = &[
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct CastKey {
-    from: &'static str,
-    to: &'static str,
+    from: Dtype,
+    to: Dtype,
     reason: CastReason,
     operator: Option<String>,
     path: Option<String>,
     parameter: Option<String>,
-    is_backward: bool,
+    pass: Pass,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -45,7 +42,7 @@ pub(super) struct CastSums {
 }
 
 /// What tells a cast of a memory from another: where the numbers begin, the version, the sizes and the dtype.
-type Part = (i64, i64, Vec<i64>, i8);
+type CastPart = (i64, i64, Vec<i64>, i8);
 
 pub(super) type CastRows = BTreeMap<CastKey, CastSums>;
 
@@ -53,7 +50,7 @@ pub(super) type CastRows = BTreeMap<CastKey, CastSums>;
 pub(super) fn add(work: &Work<'_>, parameters: &[(String, Tensor)], rows: &mut CastRows) {
     // By memory: the versions, places, sizes and dtypes of its parts that were cast since an operator wrote to it. The
     // versions tell of writes that are no operators, such as those of an optimizer's kernel.
-    let mut seen: HashMap<u64, HashSet<Part>> = HashMap::new();
+    let mut seen: HashMap<u64, HashSet<CastPart>> = HashMap::new();
     for (index, event) in work.operators().filter(|(index, _)| work.computes[*index]) {
         for memory in written(event) {
             seen.remove(&memory);
@@ -116,13 +113,13 @@ fn key(
     };
     let parameter = from.parameter.and_then(|index| parameters.get(index));
     let key = CastKey {
-        from: words::dtype(from),
-        to: words::dtype(to),
+        from: Dtype::of(from),
+        to: Dtype::of(to),
         reason,
         operator: None,
         path,
         parameter: parameter.map(|(name, _)| name.clone()),
-        is_backward: at == Pass::Backward,
+        pass: at,
     };
     (key, operator)
 }
@@ -137,9 +134,8 @@ fn asking(work: &Work<'_>, index: usize) -> Option<usize> {
 /// Whether autocast's cache keeps this cast: that of a trainable f32 parameter, as a whole.
 fn is_cached(from: &RecordedTensor, to: &RecordedTensor, parameters: &[(String, Tensor)]) -> bool {
     let parameter = from.parameter.and_then(|index| parameters.get(index));
-    let is_half = matches!(to.kind, Some(Kind::Half | Kind::BFloat16));
     from.kind == Some(Kind::Float)
-        && is_half
+        && Dtype::of(to).is_half()
         && parameter.is_some_and(|(_, tensor)| {
             tensor.requires_grad() && tensor.is_leaf() && tensor.size() == from.sizes()
         })
@@ -154,13 +150,13 @@ pub(super) fn rows(rows: CastRows) -> Vec<CastRow> {
 
 fn row((key, sums): (CastKey, CastSums)) -> CastRow {
     CastRow {
-        from: key.from.to_owned(),
-        to: key.to.to_owned(),
+        from: key.from,
+        to: key.to,
         reason: key.reason,
         operator: key.operator,
         path: key.path,
         parameter: key.parameter,
-        pass: pass(key.is_backward),
+        pass: key.pass,
         calls: sums.calls,
         bytes: u64::try_from(sums.bytes).unwrap_or(0),
         seconds: seconds(sums.nanoseconds),

@@ -1,40 +1,32 @@
 //! What a program computes, operator by operator: times, dtypes, casts, and the sizes of matrix products.
 
 mod casts;
-mod computing;
 mod display;
 mod flops;
 mod gain;
 mod lists;
-mod moved;
-mod padding;
 mod report;
 mod rows;
-mod sections;
-mod words;
 mod work;
 
 use std::time::Instant;
 
 use tch::nn::VarStore;
-use tch::{Cuda, Device, Tensor};
+use tch::{Cuda, Device};
 
-use super::culprit::modules;
-use super::recording::Recording;
+use super::recording::{Model, Recording};
 use crate::error::{Error, Result};
-use crate::ffi::insight::Record;
+use crate::ffi::insight::RecordingMode;
 use crate::precision::Precision;
 use crate::variables::listed;
 use rows::Rows;
 use work::Work;
 
 pub(super) use display::{COLUMNS, Sections, Summary, percent};
-pub(super) use work::own_times;
 
-pub use gain::Gain;
 pub use lists::{AutocastList, autocast_list};
 pub use report::{
-    CastReason, CastRow, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding,
+    CastReason, CastRow, Gain, ListedOperator, MovedOperator, OperatorReport, OperatorRow, Padding,
     ProductKind, ProductRow, Wrappers,
 };
 
@@ -67,7 +59,7 @@ pub use report::{
 /// ```
 #[derive(Debug)]
 pub struct Profiler {
-    parameters: Vec<(String, Tensor)>,
+    model: Model,
     device: Device,
     warm_up: usize,
     runs: usize,
@@ -78,7 +70,8 @@ impl Profiler {
     /// Creates a profiler for the model of `vs`, whose variables, as they are now, give the parts of the model their
     /// names. It runs a closure twice to warm up, and then records one run.
     pub fn new(vs: &VarStore) -> Self {
-        Self { parameters: listed(vs), device: vs.device(), warm_up: 2, runs: 1, precision: None }
+        let model = Model::new(listed(vs));
+        Self { model, device: vs.device(), warm_up: 2, runs: 1, precision: None }
     }
 
     /// Sets how many runs come before the recorded ones. The first run of a program is slower, because it also
@@ -128,8 +121,6 @@ impl Profiler {
             self.synchronize();
             unrecorded_seconds = Some(start.elapsed().as_secs_f64());
         }
-        let tensors: Vec<&Tensor> = self.parameters.iter().map(|(_, tensor)| tensor).collect();
-        let modules = modules(&self.parameters);
         let (mut rows, mut seconds) = (Rows::default(), 0.0);
         for _ in 0..self.runs {
             let recorded = || {
@@ -138,15 +129,15 @@ impl Profiler {
                 self.synchronize();
                 Ok(start.elapsed().as_secs_f64())
             };
-            let (recording, time) = Recording::of(&tensors, Record::Times, recorded)?;
+            let (recording, time) = Recording::of(&self.model, RecordingMode::Times, recorded)?;
             seconds += time;
-            rows.add(&Work::new(&recording, &modules), &self.parameters);
+            rows.add(&Work::new(&recording), self.model.parameters());
         }
         let mut report = rows.report();
         report.runs = self.runs as u64;
         report.seconds = seconds;
         report.unrecorded_seconds = unrecorded_seconds;
-        report.padding = padding::padding(&report);
+        report.padding = gain::padding(&report);
         if let Some(precision) = &self.precision {
             report.gains = gain::gains(&report, precision.speeds());
         }

@@ -2,10 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::gain::Gain;
 use super::lists::AutocastList;
-use crate::insight::Pass;
+use crate::insight::dtype::Dtype;
 use crate::insight::numbers::total;
+use crate::insight::recording::Pass;
 
 /// What a stretch of a program computed, operator by operator: made by a [`Profiler`](super::Profiler). Its text, by
 /// `Display`, is meant for a terminal; its fields for programs. All numbers are sums over the recorded runs.
@@ -42,8 +42,8 @@ pub struct OperatorReport {
 pub struct OperatorRow {
     /// libtorch's name of the operator, such as `aten::addmm`.
     pub operator: String,
-    /// The dtype of its first result, such as `bf16`, or of its first input if it has none.
-    pub dtype: String,
+    /// The dtype of its first result, or of its first input if it has none.
+    pub dtype: Dtype,
     /// The device of that tensor, such as `cpu` or `cuda:0`.
     pub device: String,
     /// The pass.
@@ -95,7 +95,7 @@ pub struct ProductRow {
     /// The pass.
     pub pass: Pass,
     /// The dtype in which it was computed.
-    pub dtype: String,
+    pub dtype: Dtype,
     /// The number of products in one call: the batch, the groups of a convolution, or the batch times the heads.
     pub batch: u64,
     /// Rows: those of the first matrix, the pixels of a convolution, or the length of the queries.
@@ -131,9 +131,9 @@ pub enum CastReason {
 #[non_exhaustive]
 pub struct CastRow {
     /// The dtype before.
-    pub from: String,
+    pub from: Dtype,
     /// The dtype after.
-    pub to: String,
+    pub to: Dtype,
     /// Why.
     pub reason: CastReason,
     /// The operator that needed it, or the operator of the forward pass of whose input it is the derivative.
@@ -209,6 +209,23 @@ pub struct ListedOperator {
     pub elsewhere: Vec<(String, AutocastList)>,
 }
 
+/// An estimate of what a half-precision dtype gains, from the measured speeds of square matrix products (Amdahl's law).
+/// It knows neither the casts that would be added nor what fused kernels or the memory's bandwidth change.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Gain {
+    /// The dtype, bf16 or fp16.
+    pub dtype: Dtype,
+    /// The time of products in f32, which would be faster.
+    pub f32_seconds: f64,
+    /// How many times as fast the program would be if these products ran in the dtype.
+    pub possible: f64,
+    /// How many times as fast it would be if these products took no time.
+    pub limit: f64,
+    /// How many times as fast it already is because of the products that run in the dtype.
+    pub reached: f64,
+}
+
 impl OperatorReport {
     /// Adds up the floating-point operations of all matrix products in all recorded runs.
     pub fn flops(&self) -> u64 {
@@ -226,11 +243,11 @@ impl OperatorReport {
     pub fn half_share(&self, pass: Option<Pass>) -> Option<f64> {
         let rows = || self.operators.iter().filter(|row| pass.is_none_or(|pass| row.pass == pass));
         let all = total(rows().map(|row| row.flops));
-        let half = total(rows().filter(|row| is_half(&row.dtype)).map(|row| row.flops));
+        let half = total(rows().filter(|row| row.dtype.is_half()).map(|row| row.flops));
         (all > 0).then(|| half as f64 / all as f64)
     }
 }
 
-pub(super) fn is_half(dtype: &str) -> bool {
-    dtype == "bf16" || dtype == "fp16"
+pub(super) fn seconds(nanoseconds: i64) -> f64 {
+    nanoseconds as f64 / 1e9
 }

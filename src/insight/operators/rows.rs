@@ -2,31 +2,33 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use tch::Tensor;
-
-use crate::ffi::insight::{RecordedEvent, RecordedTensor, Usage};
-use crate::insight::Pass;
+use tch::{Kind, Tensor};
 
 use super::casts::{self, CastRows};
-use super::computing::is_written;
 use super::flops::Product;
 use super::lists::{AutocastList, LINKED, VERSIONS, list_in};
-use super::moved::{self, MovedRows};
-use super::report::{ListedOperator, OperatorReport, OperatorRow, ProductRow, Wrappers};
-use super::words;
-use super::work::Work;
+use super::report::{
+    ListedOperator, MovedOperator, OperatorReport, OperatorRow, ProductRow, Wrappers, seconds,
+};
+use super::work::{Work, is_written};
+use crate::ffi::insight::{RecordedEvent, RecordedTensor, Usage};
+use crate::insight::dtype::Dtype;
+use crate::insight::recording::Pass;
 
 /// An operator, its dtype, its device and its pass.
-type OperatorKey = (String, &'static str, String, bool);
+type OperatorKey = (String, Dtype, String, Pass);
 
 /// An operator, the part of the model, its pass, its dtype and the sizes.
-type ProductKey = (String, Option<String>, bool, &'static str, Product);
+type ProductKey = (String, Option<String>, Pass, Dtype, Product);
+
+/// An operator, the part of the model, the module before, and the list.
+type MovedKey = (String, Option<String>, Option<String>, AutocastList);
 
 /// What the rows of all kinds have in common.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Sums {
-    pub(super) calls: u64,
-    pub(super) nanoseconds: i64,
+struct Sums {
+    calls: u64,
+    nanoseconds: i64,
     read: u64,
     written: u64,
     flops: u64,
@@ -39,7 +41,8 @@ pub(super) struct Rows {
     products: BTreeMap<ProductKey, Sums>,
     wrappers: Sums,
     casts: CastRows,
-    moved: MovedRows,
+    /// The calls and the nanoseconds.
+    moved: BTreeMap<MovedKey, (u64, i64)>,
     lists: BTreeMap<(String, bool), u64>,
 }
 
@@ -56,14 +59,14 @@ impl Rows {
             }
         }
         casts::add(work, parameters, &mut self.casts);
-        moved::add(work, &mut self.moved);
+        self.add_moved(work);
     }
 
     fn add_operator(&mut self, work: &Work<'_>, index: usize, event: &RecordedEvent) {
         let (pass, path) = work.place(index);
         let tensor = event.outputs.first().or(event.inputs.first());
-        let dtype = tensor.map_or("other", words::dtype);
-        let device = tensor.map_or_else(|| "cpu".to_owned(), words::device);
+        let dtype = tensor.map_or(Dtype::Other, Dtype::of);
+        let device = tensor.map_or_else(|| "cpu".to_owned(), device);
         let (read, written) = bytes(event);
         let product = work.products[index];
         let sums = Sums {
@@ -73,11 +76,10 @@ impl Rows {
             written,
             flops: product.map_or(0, |product| product.flops),
         };
-        let is_backward = pass == Pass::Backward;
-        let key = (event.name.clone(), dtype, device, is_backward);
+        let key = (event.name.clone(), dtype, device, pass);
         self.operators.entry(key).or_default().add(sums);
         if let Some(product) = product {
-            let key = (event.name.clone(), path, is_backward, dtype, product);
+            let key = (event.name.clone(), path, pass, dtype, product);
             self.products.entry(key).or_default().add(sums);
         }
     }
@@ -93,6 +95,34 @@ impl Rows {
         }
     }
 
+    /// Adds the operators that autocast ran in f32 although they had inputs in half precision.
+    ///
+    /// Autocast casts the inputs of an operator and calls it again, outside of the region. The dtypes of the second call
+    /// show what it did, whatever the list.
+    fn add_moved(&mut self, work: &Work<'_>) {
+        for (_, inner) in work.operators() {
+            let Some(above) = inner.parent else { continue };
+            let outer = &work.recording.events[above];
+            let called_again =
+                outer.autocast.is_some() && inner.autocast.is_none() && outer.name == inner.name;
+            let has_half = outer.inputs.iter().any(|tensor| Dtype::of(tensor).is_half());
+            if !called_again || !has_half || !is_f32(inner) {
+                continue;
+            }
+            let on_cuda = outer.inputs.iter().any(|tensor| tensor.device.0 == 1);
+            let list = list_in(LINKED, on_cuda, &outer.name);
+            let (_, path) = work.place(above);
+            let after = match path {
+                None => work.recording.module_before(above),
+                Some(_) => None,
+            };
+            let key = (outer.name.clone(), path, after, list);
+            let (calls, nanoseconds) = self.moved.entry(key).or_default();
+            *calls += 1;
+            *nanoseconds += work.total[above];
+        }
+    }
+
     /// The sums as a report.
     pub(super) fn report(self) -> OperatorReport {
         let mut operators: Vec<_> = self.operators.into_iter().map(operator_row).collect();
@@ -101,6 +131,8 @@ impl Rows {
         products.sort_by_key(|row| std::cmp::Reverse(row.flops));
         let mut lists: Vec<_> = self.lists.into_iter().map(listed).collect();
         lists.sort_by_key(|listed| (listed.list, std::cmp::Reverse(listed.calls)));
+        let mut moved: Vec<_> = self.moved.into_iter().map(moved_operator).collect();
+        moved.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
         let wrappers =
             Wrappers { calls: self.wrappers.calls, seconds: seconds(self.wrappers.nanoseconds) };
         OperatorReport {
@@ -109,14 +141,14 @@ impl Rows {
             wrappers,
             lists,
             casts: casts::rows(self.casts),
-            moved_to_f32: moved::rows(self.moved),
+            moved_to_f32: moved,
             ..Default::default()
         }
     }
 }
 
 impl Sums {
-    pub(super) fn add(&mut self, other: Self) {
+    fn add(&mut self, other: Self) {
         self.calls += other.calls;
         self.nanoseconds += other.nanoseconds;
         self.read += other.read;
@@ -126,12 +158,12 @@ impl Sums {
 }
 
 fn operator_row((key, sums): (OperatorKey, Sums)) -> OperatorRow {
-    let (operator, dtype, device, is_backward) = key;
+    let (operator, dtype, device, pass) = key;
     OperatorRow {
         operator,
-        dtype: dtype.to_owned(),
+        dtype,
         device,
-        pass: pass(is_backward),
+        pass,
         calls: sums.calls,
         seconds: seconds(sums.nanoseconds),
         bytes_read: sums.read,
@@ -141,13 +173,13 @@ fn operator_row((key, sums): (OperatorKey, Sums)) -> OperatorRow {
 }
 
 fn product_row((key, sums): (ProductKey, Sums)) -> ProductRow {
-    let (operator, path, is_backward, dtype, product) = key;
+    let (operator, path, pass, dtype, product) = key;
     ProductRow {
         operator,
         kind: product.kind,
         path,
-        pass: pass(is_backward),
-        dtype: dtype.to_owned(),
+        pass,
+        dtype,
         batch: product.batch,
         m: product.m,
         n: product.n,
@@ -168,12 +200,27 @@ fn listed(((operator, on_cuda), calls): ((String, bool), u64)) -> ListedOperator
     ListedOperator { operator, list, calls, elsewhere }
 }
 
-pub(super) fn pass(is_backward: bool) -> Pass {
-    if is_backward { Pass::Backward } else { Pass::Forward }
+fn moved_operator(
+    ((operator, path, after, list), (calls, nanoseconds)): (MovedKey, (u64, i64)),
+) -> MovedOperator {
+    MovedOperator { operator, path, after, list, calls, seconds: seconds(nanoseconds) }
 }
 
-pub(super) fn seconds(nanoseconds: i64) -> f64 {
-    nanoseconds as f64 / 1e9
+/// Whether all floating results are f32.
+fn is_f32(event: &RecordedEvent) -> bool {
+    let mut floats = event.outputs.iter().filter_map(|tensor| tensor.kind).peekable();
+    floats.peek().is_some() && floats.all(|kind| kind == Kind::Float)
+}
+
+/// The name of a device, such as `cuda:0`.
+fn device(tensor: &RecordedTensor) -> String {
+    let (kind, index) = tensor.device;
+    match kind {
+        0 => "cpu".to_owned(),
+        1 => format!("cuda:{}", index.max(0)),
+        13 => format!("mps:{}", index.max(0)),
+        _ => format!("device {kind}:{}", index.max(0)),
+    }
 }
 
 /// The bytes that an operator reads and writes: each tensor once.

@@ -1,17 +1,15 @@
 //! What each event of a recording did itself: its own time, whether it computes, and its matrix product.
 
-use crate::ffi::insight::{EventKind, RecordedEvent};
-use crate::insight::Pass;
-use crate::insight::recording::Recording;
+use std::collections::HashSet;
 
-use super::computing::{COPY, called_again, computing, in_copies};
 use super::flops::{self, Level, Product};
 use super::report::ProductKind;
+use crate::ffi::insight::{EventKind, RecordedEvent, RecordedTensor, Usage};
+use crate::insight::recording::{Pass, Recording};
 
 /// A recording with what follows from the nesting of its events.
 pub(super) struct Work<'a> {
     pub(super) recording: &'a Recording,
-    modules: &'a [String],
     /// The nanoseconds of each event without those that it ran.
     pub(super) own: Vec<i64>,
     /// The same with those that it ran.
@@ -25,8 +23,8 @@ pub(super) struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    pub(super) fn new(recording: &'a Recording, modules: &'a [String]) -> Self {
-        let (mut own, total) = times(&recording.events);
+    pub(super) fn new(recording: &'a Recording) -> Self {
+        let (mut own, total) = recording.times();
         let called_again = called_again(&recording.events);
         let products = products(recording, &called_again);
         let in_copy = in_copies(&recording.events);
@@ -38,7 +36,7 @@ impl<'a> Work<'a> {
             }
         }
         let computes = computing(&recording.events, &products, &in_copy);
-        Self { recording, modules, own, total, computes, called_again, products }
+        Self { recording, own, total, computes, called_again, products }
     }
 
     /// The operators that ended, in the order of their ends.
@@ -51,41 +49,8 @@ impl<'a> Work<'a> {
 
     /// The pass and the part of the model of an event.
     pub(super) fn place(&self, index: usize) -> (Pass, Option<String>) {
-        (self.recording.pass(index).0, self.recording.part(index, self.modules))
+        (self.recording.pass(index).0, self.recording.part(index))
     }
-
-    /// The last module before an event of the forward pass.
-    pub(super) fn module_before(&self, index: usize) -> Option<String> {
-        self.recording.module_before(index, self.modules)
-    }
-}
-
-/// The nanoseconds of each event without those that it ran.
-pub(in crate::insight) fn own_times(events: &[RecordedEvent]) -> Vec<i64> {
-    times(events).0
-}
-
-/// The own and the total nanoseconds of each event. What the recording itself did counts for nobody.
-fn times(events: &[RecordedEvent]) -> (Vec<i64>, Vec<i64>) {
-    let is_timed = |event: &RecordedEvent| event.ended.is_some();
-    let mut own: Vec<i64> = events
-        .iter()
-        .map(|event| if is_timed(event) { event.times.ended - event.times.started } else { 0 })
-        .collect();
-    for event in events.iter().filter(|event| is_timed(event)) {
-        if let Some(parent) = event.parent {
-            own[parent] -= event.times.left - event.times.entered;
-        }
-    }
-    own.iter_mut().for_each(|time| *time = (*time).max(0));
-    let mut total = own.clone();
-    // An event comes after the one in which it ran.
-    for index in (0..events.len()).rev() {
-        if let Some(parent) = events[index].parent {
-            total[parent] += total[index];
-        }
-    }
-    (own, total)
 }
 
 /// The product of each event. Of operators that are nested, one is counted: a kernel rather than what calls it or what
@@ -130,4 +95,108 @@ fn products(recording: &Recording, called_again: &[bool]) -> Vec<Option<Product>
         }
     }
     counted
+}
+
+/// Operators that change the shape or the memory of a tensor in place, and compute nothing.
+const PASSIVE: &[&str] = &[
+    "aten::as_strided_",
+    "aten::detach_",
+    "aten::requires_grad_",
+    "aten::resize_",
+    "aten::resize_as_",
+    "aten::set_",
+    "aten::squeeze_",
+    "aten::t_",
+    "aten::transpose_",
+    "aten::unsqueeze_",
+];
+
+/// A copy may copy to a temporary tensor first, or to the other device and then cast. It counts as one.
+const COPY: &str = "aten::copy_";
+
+/// Which events are steps of a copy.
+fn in_copies(events: &[RecordedEvent]) -> Vec<bool> {
+    let mut inside = vec![false; events.len()];
+    for (index, event) in events.iter().enumerate() {
+        if let Some(parent) = event.parent {
+            inside[index] = inside[parent] || events[parent].name == COPY;
+        }
+    }
+    inside
+}
+
+/// Which events autocast has called again, on inputs that it has cast, outside of the region.
+fn called_again(events: &[RecordedEvent]) -> Vec<bool> {
+    let mut again = vec![false; events.len()];
+    for inner in events {
+        let Some(above) = inner.parent else { continue };
+        let outer = &events[above];
+        let is_again = outer.autocast.is_some() && inner.autocast.is_none();
+        again[above] |= is_again && outer.name == inner.name;
+    }
+    again
+}
+
+/// Operators that prepare memory for the operator that runs them, which then writes to it as well.
+const FILLING: &[&str] = &[COPY, "aten::fill_", "aten::zero_"];
+
+/// Which events compute. An operator that runs others computes itself if it writes memory that they did not write, such
+/// as a product whose factor is a number, which is first cast. One without a kernel does if it runs nothing that does.
+fn computing(
+    events: &[RecordedEvent],
+    products: &[Option<Product>],
+    in_copy: &[bool],
+) -> Vec<bool> {
+    let mut computes = vec![false; events.len()];
+    // What the operators in it did.
+    let mut below = vec![Below::default(); events.len()];
+    for index in (0..events.len()).rev() {
+        let event = &events[index];
+        let mut inside = std::mem::take(&mut below[index]);
+        if event.kind != EventKind::Operator || event.ended.is_none() || in_copy[index] {
+            continue;
+        }
+        let is_fill = FILLING.contains(&event.name.as_str());
+        let is_own = match event.composite || is_fill {
+            true => !inside.computes,
+            false => {
+                written(event).any(|memory| !inside.written.contains(&memory)) || !inside.computes
+            }
+        };
+        computes[index] = products[index].is_some() || (is_own && !is_passive(event));
+        let Some(parent) = event.parent else { continue };
+        if computes[index] && !is_fill {
+            inside.written.extend(written(event));
+        }
+        below[parent].computes |= inside.computes || computes[index];
+        below[parent].written.extend(inside.written);
+    }
+    computes
+}
+
+/// What the operators in an event did.
+#[derive(Clone, Debug, Default)]
+struct Below {
+    computes: bool,
+    /// The memory that they wrote.
+    written: HashSet<u64>,
+}
+
+/// The memory that an operator writes.
+pub(super) fn written(event: &RecordedEvent) -> impl Iterator<Item = u64> {
+    let all = event.outputs.iter().chain(&event.inputs);
+    all.filter(|tensor| is_written(tensor)).filter_map(|tensor| tensor.memory)
+}
+
+/// Whether an operator only allocates memory or makes views.
+fn is_passive(event: &RecordedEvent) -> bool {
+    let name = event.name.as_str();
+    let allocates = name.starts_with("aten::empty") || name.starts_with("aten::new_empty");
+    let reads_a_number = name == "aten::_local_scalar_dense";
+    let writes = event.inputs.iter().chain(&event.outputs).any(is_written);
+    allocates || PASSIVE.contains(&name) || !(writes || reads_a_number)
+}
+
+pub(super) fn is_written(tensor: &RecordedTensor) -> bool {
+    matches!(tensor.usage, Usage::Write | Usage::Overwrite)
 }

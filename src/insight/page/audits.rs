@@ -2,7 +2,7 @@
 
 use super::Html;
 use super::text::milliseconds;
-use crate::insight::audit::Verdict;
+use crate::insight::audit::Conclusion;
 use crate::insight::html::table::Table;
 use crate::insight::{Audit, AuditedGradient, AuditedOutput, AuditedPart};
 
@@ -30,7 +30,7 @@ pub(super) fn add(html: Html, audit: &Audit) -> Html {
     }
     let html = html
         .heading(&format!("Audit in {}", audit.dtype))
-        .preformatted(&Verdict(audit).to_string())
+        .preformatted(&Conclusion(audit).to_string())
         .table(&table);
     let html = match parts.len().saturating_sub(MOST_PARTS) {
         0 => html,
