@@ -1,6 +1,8 @@
-//! Compares `docs/operations.md`, the page of the guide with autocast's lists, with PyTorch and libtorch.
+//! Compares the crate's table of autocast's lists with PyTorch and libtorch, and the guide's page of them,
+//! `docs/operations.md`, with the table.
 //!
-//! The page has the lists of every tested libtorch, and a run compares those of one. To write them into the page:
+//! The table has the lists of every tested libtorch, and a run compares those of one. To write them into the table, and
+//! the page from the table:
 //!
 //! ```text
 //! TCH_AMP_BLESS=1 cargo xtask simulate cargo test --test autocast_ops page
@@ -19,17 +21,29 @@ use crate::oracle::{self, Answers, Case};
 const HOW: &str = "write it anew with `TCH_AMP_BLESS=1 cargo xtask simulate cargo test --test autocast_ops page`, and \
     with `cargo xtask simulate --tch V` for each other version of tch";
 
-/// The versions of libtorch that the page covers. An operation without a version behind it is on the list of all.
+const TABLE: &str = "src/insight/operators/lists/table.rs";
+const PAGE: &str = "docs/operations.md";
+
+/// The versions of libtorch that the table covers. On the page, an operation without one is on the list of all.
 const VERSIONS: [&str; 2] = ["2.11", "2.13"];
 
-const HALF: &str = "In the dtype of the region";
-const F32: &str = "In f32";
-const F32_UNLESS_ASKED: &str = "In f32, unless the call asks for a dtype";
-const WIDEST: &str = "In the widest dtype of the inputs";
+/// What the table has for all of them.
+const ALL: &str = "&ALL";
+
+const HALF: &str = "LowerPrecision";
+const F32: &str = "F32";
+const F32_UNLESS_ASKED: &str = "F32UnlessAsked";
+const WIDEST: &str = "Widest";
 const REFUSED: &str = "Refused";
 
-/// The lists of the page, in its order.
-const HEADINGS: [&str; 5] = [HALF, F32, F32_UNLESS_ASKED, WIDEST, REFUSED];
+/// The lists, by their names in the table, with their headings on the page, in its order.
+const HEADINGS: [(&str, &str); 5] = [
+    (HALF, "In the dtype of the region"),
+    (F32, "In f32"),
+    (F32_UNLESS_ASKED, "In f32, unless the call asks for a dtype"),
+    (WIDEST, "In the widest dtype of the inputs"),
+    (REFUSED, "Refused"),
+];
 
 /// The two parts of the page.
 const DEVICES: [&str; 2] = ["cpu", "cuda"];
@@ -46,47 +60,66 @@ const NOT_SHOWN_ON_CPU: [(&str, &str); 3] = [
 /// Operations of CUDA without an entry in libtorch's header, and their lists in `autocast_mode.cpp`.
 const NOT_SHOWN_ON_CUDA: [(&str, &str); 1] = [("_cudnn_rnn", HALF)];
 
-/// A device, a heading and an operation.
+/// A device, an operation and its list.
 type Entry = (String, String, String);
 
 /// The versions for which each entry holds.
-type Page = BTreeMap<Entry, BTreeSet<String>>;
+type Table = BTreeMap<Entry, BTreeSet<String>>;
 
 const LINE: usize = 120;
 
 #[test]
-fn the_page_has_the_lists_of_this_libtorch() {
+fn the_table_has_the_lists_of_this_libtorch() {
     let Some(answers) = oracle::answers() else {
         return;
     };
     let version = minor(&answers.torch);
     assert!(
         VERSIONS.contains(&version.as_str()),
-        "the page does not cover libtorch {version}: add it to VERSIONS"
+        "the table does not cover libtorch {version}: add it to VERSIONS"
     );
-    let path = python::root().join("docs/operations.md");
-    let text = fs::read_to_string(&path).expect("the page is readable");
-    let mut page = read(&text);
+    let text = file(TABLE);
+    let mut table = read(&text);
     let lists = lists(answers);
-    let listed: BTreeSet<_> = page
+    if is_set("TCH_AMP_BLESS") {
+        table.values_mut().for_each(|on| on.retain(|other| *other != version));
+        for entry in lists {
+            table.entry(entry).or_default().insert(version.clone());
+        }
+        table.retain(|_, on| !on.is_empty());
+        bless(TABLE, &write(&text, &table));
+        bless(PAGE, &page(&file(PAGE), &table));
+        return;
+    }
+    let listed: BTreeSet<_> = table
         .iter()
         .filter(|(_, on)| on.contains(&version))
         .map(|(entry, _)| entry.clone())
         .collect();
     let differences: Vec<_> = lists.symmetric_difference(&listed).collect();
-    if is_set("TCH_AMP_BLESS") {
-        page.values_mut().for_each(|on| on.retain(|other| *other != version));
-        for entry in lists {
-            page.entry(entry).or_default().insert(version.clone());
-        }
-        fs::write(path, write(&text, &page)).expect("the page can be written");
-        return;
-    }
     assert!(
         differences.is_empty(),
-        "docs/operations.md and libtorch {version} differ in {differences:?}: {HOW}"
+        "{TABLE} and libtorch {version} differ in {differences:?}: {HOW}"
     );
-    assert_eq!(text, write(&text, &page), "docs/operations.md was edited by hand: {HOW}");
+}
+
+#[test]
+fn the_page_is_written_from_the_table() {
+    if is_set("TCH_AMP_BLESS") {
+        return;
+    }
+    let (text, present) = (file(TABLE), file(PAGE));
+    let table = read(&text);
+    assert_eq!(text, write(&text, &table), "{TABLE} was edited by hand: {HOW}");
+    assert_eq!(present, page(&present, &table), "{PAGE} was edited by hand: {HOW}");
+}
+
+fn file(path: &str) -> String {
+    fs::read_to_string(python::root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+fn bless(path: &str, text: &str) {
+    fs::write(python::root().join(path), text).unwrap_or_else(|e| panic!("{path}: {e}"));
 }
 
 /// `2.13` of `2.13.0+cu130`.
@@ -103,28 +136,27 @@ fn name(op: &str) -> &str {
 fn lists(answers: &Answers) -> BTreeSet<Entry> {
     let on_cpu = answers.registered.iter().map(|op| ("cpu", op, on_cpu(answers, op)));
     let on_cuda = answers.registered_on_cuda.iter().map(|op| ("cuda", op, on_cuda(answers, op)));
-    let mut headings = BTreeMap::new();
-    let entry = |(device, op, heading): (&str, &String, &'static str)| {
+    let mut found = BTreeMap::new();
+    let entry = |(device, op, list): (&str, &String, &'static str)| {
         let name = name(op).to_owned();
-        let other = headings.insert((device.to_owned(), name.clone()), heading);
-        assert!(other.is_none_or(|other| other == heading), "{name} is on two lists on {device}");
-        (device.to_owned(), heading.to_owned(), name)
+        let other = found.insert((device.to_owned(), name.clone()), list);
+        assert!(other.is_none_or(|other| other == list), "{name} is on two lists on {device}");
+        (device.to_owned(), name, list.to_owned())
     };
     on_cpu.chain(on_cuda).map(entry).collect()
 }
 
 /// The list of an operation on the CPU, inferred from Python's results.
 fn on_cpu(answers: &Answers, op: &str) -> &'static str {
-    if let Some((_, heading)) = NOT_SHOWN_ON_CPU.iter().find(|(name, _)| *name == op) {
-        return heading;
+    if let Some((_, list)) = NOT_SHOWN_ON_CPU.iter().find(|(name, _)| *name == op) {
+        return list;
     }
     // Overloads are on the same list, and the cases of one may show more than those of another.
     let cases = answers.cases.iter().filter(|case| name(case.op()) == name(op));
     let shown: BTreeSet<_> = cases.filter_map(shows).collect();
     // Inputs of both dtypes give f32 on the f32 list, too.
-    let heading = [F32, HALF, WIDEST].into_iter().find(|heading| shown.contains(heading));
-    heading
-        .unwrap_or_else(|| panic!("no case shows the list of {op}: add one to autocast_cases.py"))
+    let list = [F32, HALF, WIDEST].into_iter().find(|list| shown.contains(list));
+    list.unwrap_or_else(|| panic!("no case shows the list of {op}: add one to autocast_cases.py"))
 }
 
 /// The list that one case implies.
@@ -148,8 +180,8 @@ fn shows(case: &Case) -> Option<&'static str> {
 
 /// The list of an operation on CUDA, from libtorch's header.
 fn on_cuda(answers: &Answers, op: &str) -> &'static str {
-    if let Some((_, heading)) = NOT_SHOWN_ON_CUDA.iter().find(|(name, _)| *name == op) {
-        return heading;
+    if let Some((_, list)) = NOT_SHOWN_ON_CUDA.iter().find(|(name, _)| *name == op) {
+        return list;
     }
     match cuda::list(answers, op).unwrap_or_else(|| panic!("{op} is on no list of CUDA")) {
         List::LowerPrecisionFp => HALF,
@@ -174,42 +206,49 @@ fn parts<'a>(text: &'a str, device: &str) -> [&'a str; 3] {
     [&text[..start], &text[start..end], &text[end..]]
 }
 
-fn read(text: &str) -> Page {
-    let mut page = Page::new();
-    for device in DEVICES {
-        let mut heading = "";
-        for line in parts(text, device)[1].lines() {
-            if let Some(title) = line.strip_prefix("### ") {
-                heading = title;
-                continue;
-            }
-            // Every second piece is between backticks, and the text after it may name versions.
-            let pieces: Vec<_> = line.split('`').collect();
-            for pair in pieces[1..].chunks(2).filter(|pair| pair.len() == 2) {
-                let marked: BTreeSet<_> = VERSIONS
-                    .into_iter()
-                    .filter(|version| pair[1].contains(version))
-                    .map(str::to_owned)
-                    .collect();
-                let all = || VERSIONS.map(str::to_owned).into();
-                let on = if marked.is_empty() { all() } else { marked };
-                page.insert((device.to_owned(), heading.to_owned(), pair[0].to_owned()), on);
-            }
-        }
-    }
-    page
+/// The rows of the table, each of which is a line.
+fn rows(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().map(str::trim).filter(|line| line.starts_with("(\""))
 }
 
-fn write(text: &str, page: &Page) -> String {
+fn read(text: &str) -> Table {
+    let entry = |row: &str| {
+        let row = row.trim_start_matches('(').trim_end_matches("),");
+        let cells: Vec<&str> = row.splitn(4, ", ").collect();
+        let [device, op, list, on] = cells[..] else { panic!("{TABLE} has the row {row}: {HOW}") };
+        let is_on = |version: &&str| on == ALL || on.contains(version);
+        let on = VERSIONS.into_iter().filter(is_on).map(str::to_owned).collect();
+        ((device.replace('"', ""), op.replace('"', ""), list.to_owned()), on)
+    };
+    rows(text).map(entry).collect()
+}
+
+/// The file of the table, with these entries.
+fn write(text: &str, table: &Table) -> String {
+    let (before, _) = text.split_once("&[\n").expect("the table has a beginning");
+    let row = |((device, op, list), on): (&Entry, &BTreeSet<String>)| {
+        let on: Vec<_> = on.iter().map(|version| format!("\"{version}\"")).collect();
+        let on = if on.len() == VERSIONS.len() {
+            ALL.to_owned()
+        } else {
+            format!("&[{}]", on.join(", "))
+        };
+        format!("    (\"{device}\", \"{op}\", {list}, {on}),\n")
+    };
+    let rows: String = table.iter().map(row).collect();
+    format!("{before}&[\n{rows}];\n")
+}
+
+/// The page, with the lists of the table.
+fn page(text: &str, table: &Table) -> String {
     let mut text = text.to_owned();
     for device in DEVICES {
         let mut generated = String::new();
-        for heading in HEADINGS {
-            let of = |(entry, on): (&Entry, &BTreeSet<String>)| {
-                let here = entry.0 == device && entry.1 == heading && !on.is_empty();
-                here.then(|| word(&entry.2, on))
+        for (list, heading) in HEADINGS {
+            let of = |((on_device, op, on_list), on): (&Entry, &BTreeSet<String>)| {
+                (on_device == device && on_list == list).then(|| word(op, on))
             };
-            let words: Vec<_> = page.iter().filter_map(of).collect();
+            let words: Vec<_> = table.iter().filter_map(of).collect();
             if !words.is_empty() {
                 generated += &format!("\n### {heading}\n\n{}\n", wrapped(&words));
             }

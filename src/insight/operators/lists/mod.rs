@@ -1,11 +1,13 @@
-//! Autocast's lists, by libtorch's version. They are those of the guide's page, which the tests compare with PyTorch.
+//! Autocast's lists, by libtorch's version.
 
-use std::collections::BTreeMap;
+mod table;
+
 use std::fmt;
 
-use lazy_static::lazy_static;
 use serde::{Deserialize, Serialize};
 use tch::Device;
+
+use table::ROWS;
 
 /// The dtype in which autocast runs an operator inside of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -47,58 +49,19 @@ pub(super) const LINKED: &str = match option_env!("TAMP_LIBTORCH") {
     None => VERSIONS[VERSIONS.len() - 1],
 };
 
-/// The list of an operator on a device (`cpu` or `cuda`), with the versions for which it holds if not for all.
-type Entries = BTreeMap<(&'static str, &'static str), Vec<(AutocastList, &'static str)>>;
-
-lazy_static! {
-    static ref LISTS: Entries = read(include_str!("../../../docs/operations.md"));
-}
-
-fn read(page: &'static str) -> Entries {
-    let mut entries = Entries::new();
-    for device in ["cpu", "cuda"] {
-        let start = format!("<!-- generated: {device} -->");
-        let part = page.split(start.as_str()).nth(1).unwrap_or_default();
-        let part = part.split("<!-- end -->").next().unwrap_or_default();
-        let mut list = None;
-        for line in part.lines() {
-            if let Some(heading) = line.strip_prefix("### ") {
-                list = list_of(heading);
-            } else if let Some(list) = list {
-                // Every second piece is between backticks, and the text behind it may name versions.
-                let pieces: Vec<&str> = line.split('`').skip(1).collect();
-                for pair in pieces.chunks_exact(2) {
-                    entries.entry((device, pair[0])).or_default().push((list, pair[1]));
-                }
-            }
-        }
-    }
-    entries
-}
-
-fn list_of(heading: &str) -> Option<AutocastList> {
-    match heading {
-        "In the dtype of the region" => Some(AutocastList::LowerPrecision),
-        "In f32" => Some(AutocastList::F32),
-        "In f32, unless the call asks for a dtype" => Some(AutocastList::F32UnlessAsked),
-        "In the widest dtype of the inputs" => Some(AutocastList::Widest),
-        "Refused" => Some(AutocastList::Refused),
-        _ => None,
-    }
-}
-
 /// The list of an operator in a version.
 pub(super) fn list_in(version: &str, on_cuda: bool, operator: &str) -> AutocastList {
     let name = operator.trim_start_matches("aten::");
-    let device = if on_cuda { "cuda" } else { "cpu" };
-    let named = |versions: &str| VERSIONS.iter().any(|version| versions.contains(version));
-    let entries = LISTS.get(&(device, name)).map_or(&[][..], Vec::as_slice);
-    let holds = entries.iter().find(|(_, on)| !named(on) || on.contains(version));
-    holds.map_or(AutocastList::Untouched, |(list, _)| *list)
+    let wanted = (if on_cuda { "cuda" } else { "cpu" }, name);
+    let first = ROWS.partition_point(|(device, name, ..)| (*device, *name) < wanted);
+    let rows = ROWS[first..].iter().take_while(|(device, name, ..)| (*device, *name) == wanted);
+    let mut holding = rows.filter(|(.., on)| on.len() == VERSIONS.len() || on.contains(&version));
+    holding.next().map_or(AutocastList::Untouched, |(_, _, list, _)| *list)
 }
 
-/// Returns the list of an operator on a device, for the libtorch that is linked, from the guide's page [operations],
-/// which covers 2.11 and 2.13. In another version, an operator that is on different lists in these counts as untouched.
+/// Returns the list of an operator on a device, for the libtorch that is linked. Known are the lists of 2.11 and 2.13,
+/// which the guide's page [operations] has; in another version, an operator that is on different lists in these counts
+/// as untouched.
 ///
 /// [operations]: crate::guide::operations
 ///
@@ -127,5 +90,15 @@ mod tests {
         assert_eq!(list_in("2.11", true, "mm"), AutocastList::LowerPrecision);
         assert_eq!(list_in("2.11", false, "cat"), AutocastList::Widest);
         assert_eq!(list_in("2.13", false, "relu"), AutocastList::Untouched);
+    }
+
+    #[test]
+    fn every_row_is_found_by_its_name() {
+        assert!(ROWS.is_sorted_by_key(|(device, name, ..)| (*device, *name)));
+        for (device, name, list, on) in ROWS {
+            for version in *on {
+                assert_eq!(list_in(version, *device == "cuda", name), *list, "{device} {name}");
+            }
+        }
     }
 }
