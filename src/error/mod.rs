@@ -16,6 +16,7 @@ mod text;
 
 use tch::Device;
 
+use crate::atomic::SaveError;
 pub use autocast::AutocastError;
 pub use checkpoint::CheckpointError;
 pub(crate) use checkpoint::unsaveable;
@@ -84,6 +85,10 @@ pub enum Error {
     /// A checkpoint could not be saved, loaded or restored.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+
+    /// A file that is no checkpoint, such as a page of reports, could not be written.
+    #[error(transparent)]
+    Save(SaveError),
 
     /// Ranks could not form a group, or could not communicate.
     #[cfg(feature = "distributed")]

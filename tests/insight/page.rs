@@ -9,7 +9,7 @@ use tch_amp::insight::{
     Page, Profiler, ScaleHealth, ScaleHistory, SkipCause, Tracer, audit, named,
 };
 use tch_amp::optim::AdamW;
-use tch_amp::{Autocast, GradScaler};
+use tch_amp::{Autocast, Error, GradScaler};
 
 use crate::alone;
 use crate::common::files::Folder;
@@ -136,8 +136,9 @@ fn the_page_is_data_and_text_and_a_file() {
     let path = folder.file("page.html");
     page.write(&path).unwrap();
     assert_eq!(std::fs::read_to_string(&path).unwrap(), page.to_html());
-    let error = page.write(folder.file("no/page.html")).unwrap_err().to_string();
-    assert!(error.contains("/no"), "{error}");
+    let error = page.write(folder.file("no/page.html")).unwrap_err();
+    assert!(matches!(error, Error::Save(_)), "a page is no checkpoint: {error:?}");
+    assert!(error.to_string().contains("/no"), "{error}");
 }
 
 /// Every column of the heat map over time holds all of its gradients, whatever the range.

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::html::page::Page as Html;
 use super::{Audit, Explanation, HealthReport, HistoryReport, OperatorReport};
 use crate::atomic;
-use crate::error::{CheckpointError, Result};
+use crate::error::{Error, Result};
 
 /// Shows everything that is known of a run in one HTML file with tables and plots, which needs no network: the loss,
 /// the scale with the skipped steps and their culprits, the exponents of the gradients over time, audits with the most
@@ -70,7 +70,7 @@ use crate::error::{CheckpointError, Result};
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Page {
-    /// The title.
+    /// What the page is called at its top and in the window.
     pub title: String,
     /// The steps: from [`ScaleHistory::report`](super::ScaleHistory::report).
     pub history: Option<HistoryReport>,
@@ -110,10 +110,10 @@ impl Page {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Save`] if the file cannot be written.
+    /// [`Error::Save`] if the file cannot be written.
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
         let html = self.to_html();
-        let saved = atomic::replace(path.as_ref(), &mut |out| out.write_all(html.as_bytes()));
-        Ok(saved.map_err(CheckpointError::from)?)
+        atomic::replace(path.as_ref(), &mut |out| out.write_all(html.as_bytes()))
+            .map_err(Error::Save)
     }
 }
