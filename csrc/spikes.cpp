@@ -21,24 +21,24 @@ Tensor limit(const Tensor &window, const Tensor &used, const Tensor &count, doub
   return mean.add(at::maximum(deviation, mean.abs().mul(kLeastDeviation)), deviations);
 }
 
-Tensor judge(const Tensor &history, const Tensor &value, const Tensor &given, const tamp_spike_options &o) {
-  const auto now = [&](int64_t place) { return history.select(0, place); };
+// The history after one more number. What is not finite, a spike, or `skipped` for another reason does not enter it.
+Tensor judge(const Tensor &history, const Tensor &value, const Tensor &skipped, const tamp_spike_options &o) {
+  const auto number = [&](int64_t place) { return history.select(0, place); };
   const Tensor window = history.slice(0, TAMP_SPIKES_WINDOW);
   const Tensor places = at::arange(o.window, history.options());
-  const Tensor taken = now(TAMP_SPIKES_TAKEN);
-  const Tensor used = places.lt(taken);
-  const Tensor bad = at::isfinite(value).logical_not().logical_and(given.logical_not());
-  const Tensor above = value.gt(limit(window, used, taken.clamp_max(o.window), o.deviations));
-  const Tensor may = taken.ge(o.warmup).logical_and(now(TAMP_SPIKES_IN_A_ROW).lt(o.max_in_a_row));
-  const Tensor free = bad.logical_or(given).logical_not();
-  const Tensor spike = above.logical_and(may).logical_and(free);
-  const Tensor enters = free.logical_and(spike.logical_not());
-  const Tensor here = places.eq(taken.remainder(o.window)).logical_and(enters);
-  const Tensor in_a_row =
-      at::where(spike, now(TAMP_SPIKES_IN_A_ROW).add(1), now(TAMP_SPIKES_IN_A_ROW).masked_fill(enters, 0));
-  const Tensor numbers = at::stack({taken.add(enters), in_a_row, now(TAMP_SPIKES_FOUND).add(spike),
-                                    now(TAMP_SPIKES_NON_FINITE).add(bad), enters.logical_not().to(at::kDouble)});
-  return at::cat({numbers, at::where(here, value, window)});
+  const Tensor taken = number(TAMP_SPIKES_TAKEN), in_a_row = number(TAMP_SPIKES_IN_A_ROW);
+  const Tensor most = limit(window, places.lt(taken), taken.clamp_max(o.window), o.deviations);
+  const Tensor non_finite = at::isfinite(value).logical_not().logical_and(skipped.logical_not());
+  const Tensor is_judged = non_finite.logical_or(skipped).logical_not();
+  const Tensor can_be_spike = taken.ge(o.warmup).logical_and(in_a_row.lt(o.max_in_a_row));
+  const Tensor is_spike = value.gt(most).logical_and(can_be_spike).logical_and(is_judged);
+  const Tensor is_kept = is_judged.logical_and(is_spike.logical_not());
+  const Tensor is_written = places.eq(taken.remainder(o.window)).logical_and(is_kept);
+  const Tensor spikes_in_a_row = at::where(is_spike, in_a_row.add(1), in_a_row.masked_fill(is_kept, 0));
+  const Tensor numbers =
+      at::stack({taken.add(is_kept), spikes_in_a_row, number(TAMP_SPIKES_FOUND).add(is_spike),
+                 number(TAMP_SPIKES_NON_FINITE).add(non_finite), is_kept.logical_not().to(at::kDouble)});
+  return at::cat({numbers, at::where(is_written, value, window)});
 }
 
 }  // namespace
