@@ -54,5 +54,5 @@ mod variables;
 pub use autocast::region::{Autocast, autocast};
 pub use error::{Error, Result};
 pub use function::closures::function;
-pub use policy::precision::Policy;
+pub use policy::dtypes::Policy;
 pub use scaler::grad_scaler::GradScaler;

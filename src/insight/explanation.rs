@@ -98,7 +98,7 @@ pub struct Culprit {
     pub path: Option<String>,
     /// The last module before, in the order of execution, if `path` is unknown.
     pub after: Option<String>,
-    /// The pass.
+    /// The pass in which it ran.
     pub pass: Pass,
     /// The forward operator to which a backward operator belongs, or the name of the custom function.
     pub forward_operator: Option<String>,

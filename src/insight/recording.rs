@@ -226,7 +226,7 @@ impl Recording {
         })
     }
 
-    /// Whether the event belongs to the forward or the backward pass, and for the latter, the forward operator.
+    /// The pass to which the event belongs, and the forward operator of an event of the backward pass.
     pub(super) fn pass(&self, index: usize) -> (Pass, Option<usize>) {
         match self.node(index) {
             None => (Pass::Forward, None),

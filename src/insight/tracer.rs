@@ -1,4 +1,4 @@
-//! The tracer of skipped steps.
+//! Explains skipped steps.
 
 use tch::Tensor;
 use tch::nn::VarStore;

@@ -1,15 +1,15 @@
-//! The adaptive loss scale.
+//! The adaptive loss scale, its state, and the conversions between that and the state of a gradient scaler.
 
+use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
+use crate::builder::builder;
 use crate::device::check_usable;
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::error::{Error, Result, ScalerError, ensure};
 use crate::ffi::{OutsideRegions, OverflowCounts, ScaleRule};
 use crate::loss_scale::finite::{GRADS_FINITE, flag};
-use crate::loss_scale::{DynamicLossScaleState, LossScale, LossScaleState};
-use crate::scale::{LARGEST, Mirror, Number};
+use crate::loss_scale::{LossScale, LossScaleState};
+use crate::scale::{GradScalerState, LARGEST, Mirror, Number, SMALLEST, check_interval, required};
 
 /// Multiplies the scale by `factor` after `period` consecutive finite adjustments and divides it by `factor` when
 /// gradients are not finite. The counterpart of `jmp.DynamicLossScale`, with its defaults:
@@ -147,4 +147,178 @@ impl LossScale for DynamicLossScale {
         *self = Self::from_state(self.number.tensor().device(), state)?;
         Ok(())
     }
+}
+
+/// The options and the complete state of a [`DynamicLossScale`]. The defaults are jmp's, with the initial scale of
+/// jmp's documentation.
+///
+/// Unlike this state, jmp's pytree of a loss scale does not include `min_loss_scale`, which is reset to its default
+/// when the pytree is flattened and unflattened.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Device;
+/// use tch_amp::loss_scale::DynamicLossScaleState;
+///
+/// let loss_scale = DynamicLossScaleState::default().period(500).build(Device::Cpu)?;
+/// assert_eq!(loss_scale.state()?.loss_scale, 32768.0);
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+#[non_exhaustive]
+pub struct DynamicLossScaleState {
+    /// The scale. Defaults to 2^15.
+    pub loss_scale: f64,
+    /// Number of consecutive finite adjustments since the scale last changed or could grow. Defaults to 0.
+    pub counter: i64,
+    /// Number of consecutive finite adjustments after which the scale grows; at least 1. Defaults to 2000.
+    pub period: i64,
+    /// Factor by which the scale is multiplied when it grows, and divided when gradients are not finite; more than 1.
+    /// Defaults to 2.
+    pub factor: f64,
+    /// Lower bound of the scale, rounded to f32; at least 2^-126. Defaults to 1.
+    pub min_loss_scale: f64,
+}
+
+builder!(DynamicLossScaleState {
+    loss_scale: f64,
+    counter: i64,
+    period: i64,
+    factor: f64,
+    min_loss_scale: f64
+});
+
+impl Default for DynamicLossScaleState {
+    fn default() -> Self {
+        Self { loss_scale: 32768.0, counter: 0, period: 2000, factor: 2.0, min_loss_scale: 1.0 }
+    }
+}
+
+impl DynamicLossScaleState {
+    /// Makes the loss scale on `device`, which should be the device of the loss.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for a field outside its range; [`Error::DeviceUnavailable`], with the reason, if the
+    /// device cannot be used here.
+    pub fn build(self, device: Device) -> Result<DynamicLossScale> {
+        DynamicLossScale::from_state(device, self)
+    }
+
+    /// Returns the state, with its counter clamped to less than the period, or an error for an invalid state.
+    pub(super) fn checked(self) -> Result<Self> {
+        let Self { loss_scale, counter, period, factor, min_loss_scale: min } = self;
+        check_interval("period", period)?;
+        let counts = (0..=i64::from(i32::MAX)).contains(&counter);
+        ensure("counter", counter as f64, counts, "from 0 to 2^31 - 1")?;
+        let grows = 1.0 < factor && factor < f64::INFINITY;
+        ensure("factor", factor, grows, "finite and more than 1")?;
+        let rule = "a number from 2^-126 to the largest f32";
+        ensure("min_loss_scale", min, (SMALLEST..=LARGEST).contains(&min), rule)?;
+        let rule = "a number from min_loss_scale to the largest f32";
+        // Compared as f32: a scale that sank to the bound equals the rounded bound, which may be below the f64 one.
+        let holds = loss_scale as f32 >= min as f32 && loss_scale <= LARGEST;
+        ensure("loss_scale", loss_scale, holds, rule)?;
+        Ok(Self { counter: counter.min(period - 1), ..self })
+    }
+}
+
+impl From<&DynamicLossScaleState> for GradScalerState {
+    /// Returns a state with which any [`GradScaler`](crate::GradScaler) chooses its scales in the same way. Options
+    /// without a counterpart in a loss scale are set to the values that disable them, except for
+    /// `max_consecutive_skips` and `allow_fp16_gradients`, which do not affect the scale: the loading scaler keeps its
+    /// own. PyTorch ignores the keys that it does not have, including the lower bound.
+    fn from(state: &DynamicLossScaleState) -> Self {
+        // Destructured exhaustively, so that a new field does not compile until it is carried over.
+        let DynamicLossScaleState { loss_scale, counter, period, factor, min_loss_scale } = *state;
+        Self {
+            // Rounded to f32, in which both compute: a scale at its lower bound must be at the bound for a scaler, too.
+            scale: Some((loss_scale as f32).into()),
+            growth_factor: Some(factor),
+            backoff_factor: Some(1.0 / factor),
+            growth_interval: Some(period),
+            growth_tracker: Some(counter),
+            min_scale: Some((min_loss_scale as f32).into()),
+            max_scale: Some(LARGEST),
+            hysteresis: Some(1),
+            tolerance: Some(0.0),
+            error_at_min_scale: Some(false),
+            ..Self::default()
+        }
+    }
+}
+
+impl TryFrom<&GradScalerState> for DynamicLossScaleState {
+    type Error = Error;
+
+    /// Returns the state of a [`DynamicLossScale`](crate::loss_scale::DynamicLossScale) that behaves in the same way. A
+    /// state without a lower bound gets a scaler's default, 2^-126, not jmp's.
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::EmptyState`] and [`ScalerError::MissingKey`] for a state that no enabled scaler saved;
+    /// [`Error::InvalidArgument`] for options that a dynamic loss scale does not have, namely a `backoff_factor` other
+    /// than 1/`growth_factor`, a `max_scale`, a `hysteresis`, a `tolerance`, `max_consecutive_skips` or
+    /// `error_at_min_scale`, and for values outside their range.
+    fn try_from(state: &GradScalerState) -> Result<Self> {
+        if *state == GradScalerState::default() {
+            return Err(Error::Scaler(ScalerError::EmptyState));
+        }
+        // Destructured exhaustively, so that a new option does not compile until it is carried over or refused.
+        let GradScalerState {
+            scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            growth_tracker,
+            min_scale,
+            max_scale,
+            hysteresis,
+            // Has no effect without a hysteresis.
+            consecutive_hysteresis: _,
+            tolerance,
+            max_consecutive_skips,
+            error_at_min_scale,
+            // Concerns unscaling by a scaler; a loss scale accepts all gradients.
+            allow_fp16_gradients: _,
+            // Counts of the options that are refused.
+            consecutive_skips: _,
+            hysteresis_tracker: _,
+            iterations_since_rescale: _,
+            overflows_since_rescale: _,
+        } = *state;
+        let factor = required("growth_factor", growth_factor)?;
+        check_backoff(required("backoff_factor", backoff_factor)?, factor)?;
+        let top = max_scale.unwrap_or(LARGEST);
+        absent("max_scale", top, top >= LARGEST)?;
+        let overflows = f64::from(hysteresis.unwrap_or(1));
+        absent("hysteresis", overflows, overflows == 1.0)?;
+        let share = tolerance.unwrap_or(0.0);
+        absent("tolerance", share, share == 0.0)?;
+        let raises = error_at_min_scale.unwrap_or(false);
+        absent("error_at_min_scale", raises.into(), !raises)?;
+        let limit = max_consecutive_skips;
+        absent("max_consecutive_skips", limit.map_or(0.0, f64::from), limit.is_none())?;
+        Self {
+            loss_scale: required("scale", scale)?,
+            counter: required("_growth_tracker", growth_tracker)?,
+            period: required("growth_interval", growth_interval)?,
+            factor,
+            min_loss_scale: min_scale.unwrap_or(SMALLEST),
+        }
+        .checked()
+    }
+}
+
+fn check_backoff(backoff: f64, factor: f64) -> Result<()> {
+    let rule = "1/growth_factor: a dynamic loss scale has one factor";
+    // 1/growth_factor may be rounded, or either may have been typed in.
+    ensure("backoff_factor", backoff, (backoff * factor - 1.0).abs() < 1e-6, rule)
+}
+
+/// Refuses an option that would be lost.
+fn absent(field: &'static str, value: f64, holds: bool) -> Result<()> {
+    ensure(field, value, holds, "left at its default: a dynamic loss scale has no such option")
 }

@@ -8,22 +8,19 @@
 mod dynamic;
 mod finite;
 mod fixed;
-mod interop;
-mod state;
-mod text;
 
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
+use std::str::FromStr;
 
-use tch::Tensor;
+use serde::{Deserialize, Serialize};
+use tch::{Device, Tensor};
 
-pub use dynamic::DynamicLossScale;
+pub use dynamic::{DynamicLossScale, DynamicLossScaleState};
 pub use finite::{all_finite, select_tree};
 pub use fixed::{NoOpLossScale, StaticLossScale};
-pub use state::{DynamicLossScaleState, LossScaleState};
 
-use crate::error::Result;
-#[cfg(doc)]
-use crate::error::ScalerError;
+use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
+use crate::error::{Error, Number, Result, ScalerError};
 use crate::ffi::{self, OutsideRegions};
 use crate::tree::Tree;
 
@@ -210,5 +207,171 @@ fn product(tensor: &Tensor, factor: &Tensor) -> Result<Tensor> {
     match finite::number_kind(tensor) {
         Some(_) => ffi::scaled(tensor, factor),
         None => Ok(tensor.shallow_clone()),
+    }
+}
+
+/// The state of any loss scale. [`build`](Self::build) makes a loss scale from it, and it can be parsed from text.
+///
+/// Its serialized form has the kind under the key `kind`, beside the fields. Enable serde_json's feature
+/// `float_roundtrip` if a scale that is not a power of two has to survive JSON to the last bit.
+///
+/// # Examples
+///
+/// ```
+/// use tch::Device;
+/// use tch_amp::loss_scale::LossScaleState;
+///
+/// let state: LossScaleState = serde_json::from_str(r#"{"kind": "Static", "loss_scale": 256.0}"#)?;
+/// let loss_scale = state.build(Device::Cpu)?;
+/// assert_eq!(loss_scale.value()?, 256.0);
+/// assert_eq!(loss_scale.state_dict()?, state);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+/// # As text
+///
+/// A loss scale is parsed from `none` (or `noop`), a number or `static:1024`, `dynamic`, or `dynamic:65536` for a
+/// dynamic one that starts at that scale. Case and surrounding spaces do not matter. `Display` prints the same form,
+/// without the other options of a dynamic loss scale.
+///
+/// ```
+/// use tch_amp::loss_scale::LossScaleState;
+///
+/// let state: LossScaleState = "1024".parse()?;
+/// assert_eq!(state, LossScaleState::Static { loss_scale: 1024.0 });
+/// assert_eq!(state.to_string(), "static:1024");
+/// # Ok::<(), tch_amp::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind")]
+pub enum LossScaleState {
+    /// The state of a [`NoOpLossScale`].
+    NoOp,
+    /// The state of a [`StaticLossScale`].
+    Static {
+        /// The scale.
+        loss_scale: f64,
+    },
+    /// The state of a [`DynamicLossScale`].
+    Dynamic(DynamicLossScaleState),
+}
+
+impl LossScaleState {
+    /// Makes the loss scale on `device`, which should be the device of the loss.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for a value outside its range; [`Error::DeviceUnavailable`], with the reason, if the
+    /// device cannot be used here.
+    pub fn build(self, device: Device) -> Result<Box<dyn LossScale>> {
+        Ok(match self {
+            Self::NoOp => Box::new(NoOpLossScale),
+            Self::Static { loss_scale } => Box::new(StaticLossScale::new(device, loss_scale)?),
+            Self::Dynamic(state) => Box::new(state.build(device)?),
+        })
+    }
+
+    /// The error of a loss scale of another kind.
+    pub(super) fn is_not(&self, expected: &'static str) -> Error {
+        let found = match self {
+            Self::NoOp => "NoOp",
+            Self::Static { .. } => "Static",
+            Self::Dynamic(_) => "Dynamic",
+        };
+        Error::Scaler(ScalerError::OtherLossScale { expected, found })
+    }
+}
+
+/// The result of parsing, or the problem.
+type Read<T> = std::result::Result<T, String>;
+
+impl FromStr for LossScaleState {
+    type Err = Error;
+
+    /// Parses a loss scale; see the [type](LossScaleState#as-text) for the grammar.
+    fn from_str(text: &str) -> Result<Self> {
+        let small = text.to_ascii_lowercase();
+        read(small.trim()).map_err(|problem| {
+            Error::Scaler(ScalerError::LossScaleText { text: text.to_owned(), problem })
+        })
+    }
+}
+
+fn read(text: &str) -> Read<LossScaleState> {
+    let (kind, start) = match text.split_once(':') {
+        Some((kind, start)) => (kind.trim(), Some(start.trim())),
+        None => (text, None),
+    };
+    match (kind, start) {
+        ("", None) => Err("it is empty".to_owned()),
+        ("none" | "noop", None) => Ok(LossScaleState::NoOp),
+        ("none" | "noop", Some(_)) => Err(format!("`{kind}` takes no number")),
+        ("static", None) => Err("`static` takes a number".to_owned()),
+        ("static", Some(scale)) => fixed_state(scale),
+        ("dynamic", start) => dynamic_state(start),
+        (scale, None) => fixed_state(scale),
+        _ => Err(format!("there is no `{kind}` loss scale")),
+    }
+}
+
+fn fixed_state(text: &str) -> Read<LossScaleState> {
+    let loss_scale = number(text)?;
+    fixed::check_static(loss_scale).map_err(|error| error.to_string())?;
+    Ok(LossScaleState::Static { loss_scale })
+}
+
+fn dynamic_state(start: Option<&str>) -> Read<LossScaleState> {
+    let mut state = DynamicLossScaleState::default();
+    if let Some(start) = start {
+        state.loss_scale = number(start)?;
+    }
+    let lowest = Number(state.min_loss_scale);
+    let outside = |_| format!("a dynamic one starts at {lowest} or more, up to the largest f32");
+    state.checked().map(LossScaleState::Dynamic).map_err(outside)
+}
+
+fn number(text: &str) -> Read<f64> {
+    text.parse().map_err(|_| format!("`{text}` is not a number"))
+}
+
+impl fmt::Display for LossScaleState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoOp => f.write_str("none"),
+            Self::Static { loss_scale } => write!(f, "static:{loss_scale}"),
+            Self::Dynamic(state) => write!(f, "dynamic:{}", state.loss_scale),
+        }
+    }
+}
+
+macro_rules! stateful {
+    ($($kind:ty),*) => {$(
+        impl Stateful for $kind {
+            fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+                state.whole_value(&self.state_dict()?)
+            }
+
+            fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+                // Loading replaces the tensors of the clone, which it shared, and leaves those of `self` alone.
+                let mut loaded = self.clone();
+                loaded.load_state_dict(&saved.whole_value()?)?;
+                Ok(Prepared::new(move || *self = loaded))
+            }
+        }
+    )*};
+}
+
+stateful!(NoOpLossScale, StaticLossScale, DynamicLossScale);
+
+impl Stateful for Box<dyn LossScale> {
+    fn save_state(&mut self, state: &mut SaveState<'_>) -> Result<()> {
+        state.whole_value(&self.state_dict()?)
+    }
+
+    fn prepare_restore<'a>(&'a mut self, saved: &SavedState<'a>) -> Result<Prepared<'a>> {
+        let state: LossScaleState = saved.whole_value()?;
+        // The boxed loss scale can be neither cloned nor replaced, so a new one of the same kind checks the state.
+        let device = LossScale::loss_scale(self).map_or(Device::Cpu, Tensor::device);
+        self.state_dict()?.build(device)?.load_state_dict(&state)?;
+        Ok(Prepared::step(move || self.load_state_dict(&state)))
     }
 }

@@ -1,4 +1,4 @@
-//! The levels O0 to O3.
+//! Apex's levels of mixed precision, O0 to O3.
 
 use std::fmt;
 use std::str::FromStr;

@@ -6,18 +6,16 @@
 //! `"params=float32,compute=bfloat16,output=float32"`, `"half"`, `"O1"`. The names are those of
 //! [jmp](https://github.com/google-deepmind/jmp).
 
-mod kinds;
+pub(crate) mod dtypes;
 mod level;
 mod module;
-pub(crate) mod precision;
-mod run;
-mod text;
+mod parse;
 mod variables;
 
 pub use crate::error::PolicyError;
-pub use kinds::{cast_to_full, cast_to_half, half_dtype};
+pub(crate) use dtypes::Policy;
+pub use dtypes::{cast_to_full, cast_to_half, half_dtype};
 pub use level::OptLevel;
 pub use module::{KeptInF32, KeptInF32T, PolicyModule, PolicyModuleT};
 pub use module::{keep_in_f32, keep_in_f32_t};
-pub(crate) use precision::Policy;
 pub use variables::KeepF32;

@@ -1,16 +1,14 @@
 //! Modules under a policy, and layers that stay in f32.
 
-use tch::Tensor;
 use tch::nn::{Module, ModuleT};
+use tch::{Device, Kind, Tensor};
 
-#[cfg(doc)]
 use crate::Autocast;
-use crate::error::Result;
-#[cfg(doc)]
-use crate::error::{Error, PolicyError};
+use crate::autocast::is_autocast_enabled;
+use crate::error::{Error, PolicyError, Result};
 use crate::policy::Policy;
-use crate::policy::run::{Run, in_f32};
-use crate::tree::Tree;
+use crate::policy::dtypes::cast;
+use crate::tree::{Tree, floating_kind, leaves};
 
 macro_rules! wrapper {
     ($(#[$doc:meta])* $name:ident $(, $field:ident: $type:ty)*) => {
@@ -37,11 +35,11 @@ macro_rules! wrapper {
 
 wrapper!(
     /// A [`Module`] wrapped in a [`Policy`]; see [`Policy::apply_to`].
-    PolicyModule, run: Run
+    PolicyModule, policy: ModulePolicy
 );
 wrapper!(
     /// A [`ModuleT`] wrapped in a [`Policy`]; see [`Policy::apply_to_t`].
-    PolicyModuleT, run: Run
+    PolicyModuleT, policy: ModulePolicy
 );
 wrapper!(
     /// A [`Module`] that computes in f32; see [`keep_in_f32`].
@@ -83,7 +81,7 @@ impl Policy {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn apply_to<M: Module>(&self, module: M) -> Result<PolicyModule<M>> {
-        Ok(PolicyModule { module, run: Run::new(*self)? })
+        Ok(PolicyModule { module, policy: ModulePolicy::new(*self)? })
     }
 
     /// Wraps a [`ModuleT`] in this policy, like [`apply_to`](Self::apply_to) for a [`Module`].
@@ -108,7 +106,7 @@ impl Policy {
     /// # Ok::<(), tch_amp::Error>(())
     /// ```
     pub fn apply_to_t<M: ModuleT>(&self, module: M) -> Result<PolicyModuleT<M>> {
-        Ok(PolicyModuleT { module, run: Run::new(*self)? })
+        Ok(PolicyModuleT { module, policy: ModulePolicy::new(*self)? })
     }
 
     /// Runs a closure under the policy, like [`apply_to`](Self::apply_to) for a module. It suits models with several
@@ -148,7 +146,7 @@ impl Policy {
         inputs: &T,
         f: impl FnOnce(T::Output) -> U,
     ) -> Result<U::Output> {
-        Run::new(*self)?.run(inputs, f)
+        ModulePolicy::new(*self)?.run(inputs, f)
     }
 }
 
@@ -164,7 +162,7 @@ impl<M: Module> PolicyModule<M> {
     /// If the wrapped module panics, for instance because its variables do not have the policy's dtype: call
     /// [`cast_variables`](Policy::cast_variables) first.
     pub fn f_forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.run.run(xs, |xs| self.module.forward(&xs))
+        self.policy.run(xs, |xs| self.module.forward(&xs))
     }
 }
 
@@ -179,7 +177,7 @@ impl<M: ModuleT> PolicyModuleT<M> {
     ///
     /// The same as [`PolicyModule::f_forward`].
     pub fn f_forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        self.run.run(xs, |xs| self.module.forward_t(&xs, train))
+        self.policy.run(xs, |xs| self.module.forward_t(&xs, train))
     }
 }
 
@@ -281,5 +279,59 @@ impl<M: ModuleT> ModuleT for KeptInF32T<M> {
     /// Runs the layer in f32. Panics if [`f_forward_t`](KeptInF32T::f_forward_t) fails.
     fn forward_t(&self, xs: &Tensor, train: bool) -> Tensor {
         or_panic(self.f_forward_t(xs, train))
+    }
+}
+
+/// Runs `f` without autocast on the input, which is cast to f32 if it is in half precision, and the output back.
+fn in_f32(xs: &Tensor, f: impl FnOnce(&Tensor) -> Tensor) -> Result<Tensor> {
+    let device = device_of(xs);
+    match floating_kind(xs) {
+        Some(kind @ (Kind::Half | Kind::BFloat16)) => {
+            let xs = cast(xs, Kind::Float)?;
+            let ys = without_autocast(device, || f(&xs))?;
+            cast(&ys, kind)
+        }
+        _ => without_autocast(device, || f(xs)),
+    }
+}
+
+/// Returns the device of the first tensor, or the CPU if there is none.
+fn device_of<T: Tree + ?Sized>(inputs: &T) -> Device {
+    leaves(inputs).first().map_or(Device::Cpu, |tensor| tensor.device())
+}
+
+fn without_autocast<R>(device: Device, f: impl FnOnce() -> R) -> Result<R> {
+    if is_autocast_enabled(device) { Autocast::new(device).enabled(false).run(f) } else { Ok(f()) }
+}
+
+/// A checked policy, under which modules and closures run.
+#[derive(Debug)]
+struct ModulePolicy(Policy);
+
+impl ModulePolicy {
+    fn new(policy: Policy) -> Result<Self> {
+        let Policy { param, compute, .. } = policy.checked()?;
+        let casts = matches!(compute, Kind::Half | Kind::BFloat16) && param != Kind::Double;
+        if param == compute || casts {
+            Ok(Self(policy))
+        } else {
+            Err(Error::Policy(PolicyError::Module { param, compute }))
+        }
+    }
+
+    fn run<T: Tree + ?Sized, U: Tree>(
+        &self,
+        inputs: &T,
+        f: impl FnOnce(T::Output) -> U,
+    ) -> Result<U::Output> {
+        let Policy { param, compute, .. } = self.0;
+        let device = device_of(inputs);
+        let inputs = self.0.cast_to_compute(inputs)?;
+        let outputs = if param == compute {
+            without_autocast(device, || f(inputs))?
+        } else {
+            Autocast::new(device).dtype(compute).run(|| f(inputs))?
+        };
+        self.0.cast_to_output(&outputs)
     }
 }

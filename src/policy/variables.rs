@@ -11,7 +11,7 @@ use crate::error::{Error, PolicyError};
 use crate::ffi::{self, OutsideRegions};
 use crate::names::matches_any;
 use crate::policy::Policy;
-use crate::policy::precision::check;
+use crate::policy::dtypes::check;
 use crate::tree::floating_kind;
 use crate::variables::{Variable, variables};
 

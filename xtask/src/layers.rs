@@ -35,7 +35,6 @@ const OPEN: &[&[&str]] = &[
     &["distributed/environment", "distributed/group", "distributed/rendezvous"],
     &["distributed/place", "distributed/store"],
     &["ffi/callbacks", "ffi/function"],
-    &["loss_scale/dynamic", "loss_scale/fixed", "loss_scale/state"],
     &[
         "optim/config",
         "optim/groups",

@@ -1,9 +1,7 @@
 //! Whether the loss scale is healthy: the exponents of the gradients, and the history of the scale.
 
 mod history;
-mod history_report;
 mod report;
-mod text;
 
 use std::cmp::Ordering;
 use std::collections::HashSet;
@@ -21,8 +19,7 @@ use crate::variables::listed;
 #[cfg(doc)]
 use crate::error::ScalerError;
 
-pub use history::ScaleHistory;
-pub use history_report::{HistoryReport, SkipCause, StepRecord};
+pub use history::{HistoryReport, ScaleHistory, SkipCause, StepRecord};
 pub use report::{AtScale, Exponents, HealthReport, LayerHealth, Verdict};
 
 /// Counts the exponents of gradients, layer by layer, to answer whether the loss scale is healthy: how many gradients

@@ -1,7 +1,10 @@
 //! What the exponents of gradients say about the loss scale.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
+use crate::error::Number;
 use crate::ffi::exponents::{ExponentCounts, ExponentRow, LOWEST_EXPONENT};
 use crate::insight::numbers::total;
 
@@ -18,6 +21,12 @@ const CLOSE: i32 = 1;
 
 /// The most binades by which another scale is suggested, those between the smallest and the largest scale.
 const MOST_BINADES: i32 = 250;
+
+/// How many layers a text names.
+const MOST_LAYERS: usize = 3;
+
+/// Layers in which a larger share than this underflows are named.
+const NAMED_SHARE: f64 = 0.01;
 
 /// Whether the loss scale is healthy. Its text, by `Display`, begins with one line of advice.
 ///
@@ -49,7 +58,7 @@ pub struct LayerHealth {
     pub zeros: f64,
     /// The shares at the scale of the report.
     pub now: AtScale,
-    /// The exponents.
+    /// How often each exponent occurs among them.
     pub exponents: Exponents,
 }
 
@@ -57,7 +66,7 @@ pub struct LayerHealth {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct AtScale {
-    /// The scale.
+    /// The scale by which the gradients are multiplied.
     pub scale: f64,
     /// The share below fp16's smallest normal number, 2^-14, where precision is lost. Includes `lost`.
     pub below_normal: f64,
@@ -239,7 +248,7 @@ impl Exponents {
 }
 
 /// The whole part of the logarithm to base 2 of a positive, normal number.
-pub(super) fn exponent(number: f64) -> i32 {
+fn exponent(number: f64) -> i32 {
     (number.to_bits() >> 52 & 0x7ff) as i32 - 1023
 }
 
@@ -254,5 +263,114 @@ fn add(sum: &mut ExponentRow, row: &ExponentRow) {
     sum.exponents.resize(row.exponents.len(), 0);
     for (sum, count) in sum.exponents.iter_mut().zip(&row.exponents) {
         *sum += count;
+    }
+}
+
+/// A scale, as a power of two if it is one.
+pub(super) struct PowerOfTwo(pub(super) f64);
+
+impl fmt::Display for PowerOfTwo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(scale) = *self;
+        let power = exponent(scale);
+        if scale == 2f64.powi(power) && power != 0 {
+            write!(f, "2^{power}")
+        } else {
+            write!(f, "{}", Number(scale))
+        }
+    }
+}
+
+/// A share in percent, with two digits that count.
+struct Percent(f64);
+
+impl fmt::Display for Percent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let percent = 100.0 * self.0;
+        match percent {
+            0.0 => write!(f, "0 %"),
+            _ if percent < 0.01 => write!(f, "<0.01 %"),
+            _ if percent < 1.0 => write!(f, "{percent:.2} %"),
+            _ if percent < 10.0 => write!(f, "{percent:.1} %"),
+            _ if percent < 100.0 && percent > 99.0 => write!(f, ">99 %"),
+            _ => write!(f, "{percent:.0} %"),
+        }
+    }
+}
+
+/// The numbers of an `AtScale` without the scale.
+struct Shares<'a>(&'a AtScale);
+
+impl fmt::Display for Shares<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let AtScale { lost, edge, overflowing, headroom, .. } = *self.0;
+        let Some(headroom) = headroom else {
+            return write!(f, "no gradient that is neither zero nor infinite");
+        };
+        write!(f, "{} underflow", Percent(lost))?;
+        if edge > lost {
+            write!(f, " and {} at its edge", Percent(edge))?;
+        }
+        match headroom {
+            1 => write!(f, ", 1 binade of headroom"),
+            0.. => write!(f, ", {headroom} binades of headroom"),
+            _ => write!(f, ", {} overflow", Percent(overflowing)),
+        }
+    }
+}
+
+/// Prints such as `at 2^13: 0.02 % underflow, 3 binades of headroom`.
+impl fmt::Display for AtScale {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at {}: {}", PowerOfTwo(self.scale), Shares(self))
+    }
+}
+
+/// Prints such as `layers.3.q: 31 % underflow, 5 binades of headroom, 12 % zeros`.
+impl fmt::Display for LayerHealth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}, {} zeros", self.name, Shares(&self.now), Percent(self.zeros))
+    }
+}
+
+/// Prints the advice.
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unknown => write!(f, "nothing to judge"),
+            Self::Healthy => write!(f, "healthy"),
+            Self::TooLow { scale } => {
+                write!(f, "too low, raise init_scale to at least {}", PowerOfTwo(*scale))
+            }
+            Self::TooWide => {
+                write!(
+                    f,
+                    "no scale fits: use bf16, or keep the layers in f32 whose gradients differ most"
+                )
+            }
+            Self::Overflowing => {
+                write!(f, "most iterations overflow: a Tracer names the operation, or use bf16")
+            }
+            Self::BelowOne => write!(
+                f,
+                "the scale keeps falling below 1: the model itself overflows fp16, use bf16"
+            ),
+        }
+    }
+}
+
+/// Prints such as `at 2^13: 0.02 % underflow, 3 binades of headroom: healthy`, and the layers of which most underflows.
+impl fmt::Display for HealthReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { observed, skipped, verdict, model, layers, .. } = self;
+        write!(f, "{}", model.now)?;
+        if *skipped > 0 {
+            write!(f, ", {skipped} of {observed} iterations skipped")?;
+        }
+        write!(f, ": {verdict}")?;
+        let lost = |layer: &LayerHealth| layer.now.lost.max(layer.now.edge);
+        let mut worst: Vec<_> = layers.iter().filter(|layer| lost(layer) > NAMED_SHARE).collect();
+        worst.sort_by(|a, b| lost(b).total_cmp(&lost(a)));
+        worst.iter().take(MOST_LAYERS).try_for_each(|layer| write!(f, "\n  {layer}"))
     }
 }

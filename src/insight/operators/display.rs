@@ -1,4 +1,4 @@
-//! The text of a report.
+//! The text of a report for a terminal.
 
 use std::fmt::{self, Display, Formatter};
 

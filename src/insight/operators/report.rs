@@ -46,7 +46,7 @@ pub struct OperatorRow {
     pub dtype: Dtype,
     /// The device of that tensor, such as `cpu` or `cuda:0`.
     pub device: String,
-    /// The pass.
+    /// The pass in which it ran.
     pub pass: Pass,
     /// How often it was called, in all recorded runs.
     pub calls: u64,
@@ -70,7 +70,7 @@ pub struct Wrappers {
     pub seconds: f64,
 }
 
-/// What a product is made of.
+/// What kind of operator computes a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ProductKind {
@@ -92,7 +92,7 @@ pub struct ProductRow {
     pub kind: ProductKind,
     /// The part of the model: the module of a parameter, or a name given by [`named`](crate::insight::named).
     pub path: Option<String>,
-    /// The pass.
+    /// The pass in which it ran.
     pub pass: Pass,
     /// The dtype in which it was computed.
     pub dtype: Dtype,
@@ -134,7 +134,7 @@ pub struct CastRow {
     pub from: Dtype,
     /// The dtype after.
     pub to: Dtype,
-    /// Why.
+    /// Why they were cast.
     pub reason: CastReason,
     /// The operator that needed it, or the operator of the forward pass of whose input it is the derivative.
     pub operator: Option<String>,
@@ -142,7 +142,7 @@ pub struct CastRow {
     pub path: Option<String>,
     /// The parameter that was cast, if it was one.
     pub parameter: Option<String>,
-    /// The pass.
+    /// The pass in which it ran.
     pub pass: Pass,
     /// How often, in all recorded runs.
     pub calls: u64,
@@ -184,7 +184,7 @@ pub struct MovedOperator {
 pub struct Padding {
     /// The part of the model.
     pub path: Option<String>,
-    /// The operators.
+    /// The operators that compute these products.
     pub operators: Vec<String>,
     /// Each such size, and the next multiple of 8.
     pub sizes: Vec<(u64, u64)>,

@@ -1,4 +1,4 @@
-//! The sums of a report.
+//! The sums of a report: what the operators of all recorded runs did, row by row.
 
 use std::collections::{BTreeMap, HashSet};
 

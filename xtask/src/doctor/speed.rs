@@ -5,9 +5,9 @@ use std::process::Command;
 
 use crate::process;
 
-#[path = "../../../src/precision/words.rs"]
+#[path = "../../../src/precision/advice.rs"]
 #[allow(dead_code, reason = "the crate uses all of it")]
-mod words;
+mod advice;
 
 /// Prints a line for each size: the GFLOP/s in f32, bf16 and fp16, or `-` for products that would take too long.
 /// The dtypes take turns, so that a moment in which the machine is busy with something else meets all of them.
@@ -34,15 +34,15 @@ for size in (64, 128, 256, 512, 1024):
 pub(super) fn advice(python: &Path) -> Option<String> {
     let printed = process::read(Command::new(python).args(["-c", PROGRAM])).ok()?;
     let speeds: Option<Vec<_>> = printed.lines().map(speed).collect();
-    Some(words::advice(&speeds?))
+    Some(advice::advice(&speeds?))
 }
 
-fn speed(line: &str) -> Option<words::MatmulSpeed> {
+fn speed(line: &str) -> Option<advice::MatmulSpeed> {
     let mut words = line.split(' ');
     let size = words.next()?.parse().ok()?;
     let f32 = words.next()?.parse().ok()?;
     let [bf16, fp16] = [words.next()?, words.next()?].map(|word| word.parse().ok());
-    Some(words::MatmulSpeed::new(size, f32, None, bf16, fp16))
+    Some(advice::MatmulSpeed::new(size, f32, None, bf16, fp16))
 }
 
 #[cfg(test)]
@@ -52,7 +52,7 @@ mod tests {
     #[test]
     fn the_lines_of_the_program_are_read() {
         let line = speed("256 100.5 430.25 -").unwrap();
-        assert_eq!(line, words::MatmulSpeed::new(256, 100.5, None, Some(430.25), None));
+        assert_eq!(line, advice::MatmulSpeed::new(256, 100.5, None, Some(430.25), None));
         assert_eq!(speed("256 100.5"), None);
         assert_eq!(speed("256 x 1 1"), None);
     }

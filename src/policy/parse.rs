@@ -1,4 +1,4 @@
-//! Policies as text.
+//! Reads policies from text, and prints them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 use tch::{Device, Kind};
 
 use crate::error::{Error, PolicyError, Result};
-use crate::policy::kinds::{allowed, name, named};
+use crate::policy::dtypes::{allowed, name, named};
 use crate::policy::{OptLevel, Policy};
 
 /// The value, or what is wrong with the text.
