@@ -6,7 +6,6 @@ use tch::{Device, Kind};
 
 use crate::autocast::overrides::Overrides;
 use crate::autocast::stack;
-use crate::autocast::state::read;
 use crate::device::check_usable;
 #[cfg(doc)]
 use crate::error::Error;
@@ -186,7 +185,7 @@ impl Autocast {
         if self.enabled {
             check_usable(device)?;
         }
-        let previous = read(&[device])?;
+        let previous = stack::read(&[device])?;
         let mut next = previous;
         if let Some(cache) = self.cache {
             next.set_cache_enabled(cache);

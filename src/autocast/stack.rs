@@ -7,6 +7,8 @@
 
 use std::cell::RefCell;
 
+use tch::Device;
+
 use crate::error::{AutocastError, Error, Result};
 use crate::ffi::AutocastState;
 use crate::{ffi, panics};
@@ -110,6 +112,12 @@ pub(super) fn close(id: u64) {
 /// Ends the closed regions that no longer contain an open scope.
 pub(super) fn settle() {
     end_while(|scope| scope.closed);
+}
+
+/// Reads the calling thread's state for some devices, and its cache flag.
+pub(super) fn read(devices: &[Device]) -> Result<AutocastState> {
+    settle();
+    AutocastState::read(devices)
 }
 
 /// Runs `f` in a region that ends with it, as do all regions opened inside.

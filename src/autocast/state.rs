@@ -20,7 +20,7 @@ pub fn is_autocast_available(device: Device) -> bool {
 
 /// Returns whether the calling thread is in an enabled region on `device`. Corresponds to `torch.is_autocast_enabled`.
 pub fn is_autocast_enabled(device: Device) -> bool {
-    read(&[device]).is_ok_and(|state| state.is_enabled(device))
+    stack::read(&[device]).is_ok_and(|state| state.is_enabled(device))
 }
 
 /// Returns the autocast dtype of the calling thread on `device`. Outside of regions this is the default dtype of a
@@ -30,19 +30,13 @@ pub fn is_autocast_enabled(device: Device) -> bool {
 ///
 /// [`Error::DeviceUnavailable`](crate::Error::DeviceUnavailable) for a device without autocast.
 pub fn autocast_dtype(device: Device) -> Result<Kind> {
-    read(&[device])?.dtype(device)
-}
-
-/// Reads the calling thread's state for some devices, and its cache flag.
-pub(super) fn read(devices: &[Device]) -> Result<ffi::AutocastState> {
-    stack::settle();
-    ffi::AutocastState::read(devices)
+    stack::read(&[device])?.dtype(device)
 }
 
 /// Returns whether the calling thread caches the casts of weights. Corresponds to `torch.is_autocast_cache_enabled`.
 pub fn is_cache_enabled() -> bool {
     // Reading the state of no device cannot fail; the fallback is libtorch's default.
-    read(&[]).map_or(true, |state| state.is_cache_enabled())
+    stack::read(&[]).map_or(true, |state| state.is_cache_enabled())
 }
 
 /// Clears the cached casts of weights, of all threads. Corresponds to `torch.clear_autocast_cache`.
@@ -114,7 +108,7 @@ impl AutocastState {
     ///
     /// [`Error::Torch`](crate::Error::Torch) if libtorch cannot read the state. No supported version is known to fail.
     pub fn current() -> Result<Self> {
-        read(&AUTOCAST_DEVICES).map(Self)
+        stack::read(&AUTOCAST_DEVICES).map(Self)
     }
 
     /// Opens a region in which the calling thread has this state, and returns the guard that closes it.

@@ -6,6 +6,9 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 
+/// How long a rank waits after a failure for the others to report it, too.
+pub(super) const GRACE: Duration = Duration::from_secs(5);
+
 /// Runs a call that talks to a store, and fails if it takes longer than this. If the process that serves the store is
 /// stopped or hangs, libtorch waits for its answer without a timeout. The call then goes on in its thread for as long.
 pub(super) fn within<T: Send + 'static>(

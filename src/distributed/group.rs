@@ -8,19 +8,16 @@ use std::time::Duration;
 use tch::{Cuda, Device};
 
 use crate::builder::builder;
-use crate::distributed::deadline::within;
-use crate::distributed::environment::optional;
-use crate::distributed::place::{GRACE, Place};
+use crate::distributed::deadline::{GRACE, within};
+use crate::distributed::environment::{self, MOST_RANKS, optional};
+use crate::distributed::place::Place;
 use crate::distributed::rendezvous::job;
-use crate::distributed::store::Store;
+use crate::distributed::store::{Store, is_loopback};
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed as ffi;
 
 /// How long a rank waits for another one, as with Gloo in PyTorch.
 const TIMEOUT: Duration = Duration::from_secs(30 * 60);
-
-/// The largest number of ranks. Each has a connection to every other one.
-pub(super) const MOST_RANKS: usize = 1 << 16;
 
 /// How a group is formed.
 #[derive(Clone, Debug)]
@@ -73,6 +70,56 @@ impl GroupOptions {
             return invalid("name", format!("is {name:?}, but must have no NUL character"));
         }
         self.form(self.place_in(store, rank, size))
+    }
+
+    /// Forms the group that the environment variables `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` describe.
+    /// [`spawn`](crate::distributed::spawn) and `torchrun --no-python` set them. Blocks until all ranks have called
+    /// this. Corresponds to `init_process_group(init_method="env://")`.
+    ///
+    /// Rank 0 serves the store, unless `TORCHELASTIC_USE_AGENT_STORE` is `True`: then the process that started the
+    /// ranks does. Rank 0 listens on 127.0.0.1 if `MASTER_ADDR` is `localhost` or `127.0.0.1`, and on all interfaces
+    /// otherwise. Call this once for each process; form further groups through [`ProcessGroup::store`].
+    ///
+    /// # Errors
+    ///
+    /// [`DistributedError::Environment`] if a variable is not set, or is invalid;
+    /// [`DistributedError::Store`] if the store cannot be reached, belongs to another job, or cannot be served because its
+    /// port is in use; and as for [`join`](Self::join).
+    pub fn from_env(&self) -> Result<ProcessGroup> {
+        let (host, port) =
+            (environment::variable("MASTER_ADDR")?, environment::parsed("MASTER_PORT")?);
+        if host.is_empty() {
+            return Err(environment::invalid("MASTER_ADDR", "is empty".to_owned()));
+        }
+        if port == 0 {
+            let problem = "is 0, but must be a port that all ranks know, from 1 to 65535";
+            return Err(environment::invalid("MASTER_PORT", problem.to_owned()));
+        }
+        let agent = optional("TORCHELASTIC_USE_AGENT_STORE")?.is_some_and(|is| is == "True");
+        // torchrun's store remembers the keys of the attempts before a restart.
+        let attempt = optional("TORCHELASTIC_RESTART_COUNT")?.unwrap_or_default();
+        let scoped =
+            |store: Store| if agent { store.of_attempt(&attempt) } else { store.of_rank(0) };
+        let (rank, size) = match environment::place() {
+            Ok(place) => place,
+            Err(error) => {
+                // Otherwise the other ranks would wait for this one.
+                let rank = environment::parsed("RANK").unwrap_or(0);
+                if !agent && rank == 0 {
+                    return Err(error);
+                }
+                return Err(match Store::connect_within(&host, port, GRACE).map(scoped) {
+                    Ok(store) => self.place_in(&store, rank, MOST_RANKS).refuse(error),
+                    Err(_) => error,
+                });
+            }
+        };
+        let store = match (rank == 0 && !agent, is_loopback(&host)) {
+            (false, _) => Store::connect_within(&host, port, self.timeout)?,
+            (true, true) => Store::serve_on_loopback(port)?,
+            (true, false) => Store::serve(port)?,
+        };
+        self.join(&scoped(store), rank, size)
     }
 
     /// The place of a rank in a new group.

@@ -2,12 +2,9 @@
 
 use std::time::Duration;
 
-use crate::distributed::deadline::within;
+use crate::distributed::deadline::{GRACE, within};
 use crate::distributed::store::Store;
 use crate::error::{DistributedError, Error};
-
-/// How long a rank waits after a failure for the others to report it, too.
-pub(super) const GRACE: Duration = Duration::from_secs(5);
 
 /// How long a rank takes at most to report a failure.
 const REPORT: Duration = Duration::from_secs(1);

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use crate::distributed::deadline::within;
+use crate::distributed::deadline::{GRACE, within};
 use crate::distributed::environment::optional;
-use crate::distributed::place::{GRACE, Place};
+use crate::distributed::place::Place;
 use crate::error::{DistributedError, Error, Result};
 
 /// What the last rank to come says to all: they can connect.

@@ -5,8 +5,7 @@ use std::net::TcpListener;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::distributed::deadline::within;
-use crate::distributed::place::GRACE;
+use crate::distributed::deadline::{GRACE, within};
 use crate::error::{DistributedError, Error, Result};
 use crate::ffi::distributed as ffi;
 

@@ -12,7 +12,7 @@ use tch::Tensor;
 use crate::error::{Error, FunctionError, Result};
 use crate::{panics, sys};
 
-use super::{FunctionCall, call};
+use super::call;
 
 /// The callbacks of a custom function whose forward has been recorded. libtorch calls them from any thread, but never
 /// two at once.
@@ -71,16 +71,16 @@ impl Node<'_> {
 }
 
 /// Makes the function with its callbacks for the shim, including ownership of the state.
-pub(super) fn raw_function<R: Recorded>(state: Box<R>, ended: &FunctionCall<'_>) -> sys::Function {
+pub(super) fn raw_function<R: Recorded>(state: Box<R>, name: &str, flags: u8) -> sys::Function {
     sys::Function {
         state: Box::into_raw(state).cast(),
         backward: function_backward::<R>,
         take_saved: function_take_saved::<R>,
         free_saved: function_free_saved::<R>,
         drop: function_drop::<R>,
-        name: ended.name.as_ptr().cast(),
-        name_length: ended.name.len(),
-        flags: ended.flags(),
+        name: name.as_ptr().cast(),
+        name_length: name.len(),
+        flags,
     }
 }
 

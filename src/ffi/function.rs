@@ -52,7 +52,7 @@ pub(crate) struct FunctionCall<'a> {
 }
 
 impl FunctionCall<'_> {
-    pub(super) fn flags(&self) -> u8 {
+    fn flags(&self) -> u8 {
         u8::from(self.materialize_grads) * sys::FUNCTION_MATERIALIZE_GRADS
             + u8::from(self.once_differentiable) * sys::FUNCTION_ONCE_DIFFERENTIABLE
             + u8::from(self.saves_values) * sys::FUNCTION_SAVES_VALUES
@@ -86,7 +86,7 @@ pub(crate) fn function_record<R: Recorded>(
         non_differentiable: list(ended.non_differentiable.len()),
         recorded: ended.recorded.into(),
     };
-    let function = raw_function(state, ended);
+    let function = raw_function(state, ended.name, ended.flags());
     let (out, count) = (all[given..].as_ptr(), outputs.len());
     // SAFETY: every array has the length beside it, the borrows keep their tensors and the name alive, and the shim
     // changes `outputs` only through libtorch's own handles. It takes ownership of the state even if it fails, and
