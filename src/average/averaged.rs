@@ -6,15 +6,18 @@ use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
 use crate::autocast::forgetting_casts;
-use crate::average::batch_norm::{BATCHES, RUNNING_MEAN, RUNNING_VAR};
 use crate::average::progress::Count;
-use crate::average::swapped::fits;
-use crate::average::{Averaging, SwappedIn};
+use crate::average::{Averaging, Ema, Swa};
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
 use crate::error::{Error, Result, ensure};
 use crate::ffi::{self, OutsideRegions};
 use crate::scaler::StepOutcome;
 use crate::variables::{Names, Variable, variables};
+
+/// The last parts of the names of the variables of batch normalization.
+const RUNNING_MEAN: &str = "running_mean";
+pub(super) const RUNNING_VAR: &str = "running_var";
+const BATCHES: &str = "num_batches_tracked";
 
 /// The averages of a model's weights, which follow the steps that were taken. The counterpart of
 /// `torch.optim.swa_utils.AveragedModel`.
@@ -131,23 +134,6 @@ impl AveragedWeights {
         ffi::average_update(&self.averages, &self.parameters, count.weight())?;
         self.count = count;
         Ok(())
-    }
-
-    /// Puts the averages in the place of the weights, and the weights back when the guard is dropped, on a panic, too.
-    ///
-    /// Every module of the model computes with the averages meanwhile, rounded to the dtype of the weights. No weight is
-    /// copied: f32 weights become the averages themselves, so do not train while the guard lives; a fused optimizer
-    /// with master weights would take them for weights that the program has loaded. Statistics from
-    /// [`update_batch_norm`](Self::update_batch_norm) are swapped in as well. Casts of weights that an autocast region
-    /// keeps are cleared.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Torch`] if a variable has another shape or device than when the averages were made, or if there is no
-    /// memory for averages in half precision; [`Error::InvalidArgument`] while other averages are in the place of the
-    /// same weights. The model then has its weights.
-    pub fn swap_in(&mut self) -> Result<SwappedIn<'_>> {
-        SwappedIn::new(self, None)
     }
 
     /// Overwrites the weights of the model with the averages, rounded to their dtype, for good: at the end of a
@@ -281,6 +267,62 @@ impl Stateful for AveragedWeights {
         let loaded = self.checked(updates, rest, statistics)?;
         Ok(saved.copy_to(self.averages())?.then(move || self.resume(loaded)))
     }
+}
+
+impl Averaging {
+    /// Makes an average of the trainable variables of a `VarStore`, which begins with their present values. It takes
+    /// 4 bytes for each number in f32, bf16 or fp16, and 8 for one in f64.
+    ///
+    /// Build it after the model has its dtype and device. Variables that are added later are not averaged.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::InvalidArgument`] for a decay outside its range, and for a `VarStore` without variables to average;
+    /// [`Error::Torch`] if there is no memory.
+    pub fn build(self, vs: &VarStore) -> Result<AveragedWeights> {
+        if let Self::Ema(Ema { decay, .. }) = self {
+            ensure("decay", decay, (0.0..1.0).contains(&decay), "from 0 to below 1")?;
+        }
+        AveragedWeights::new(self, vs)
+    }
+}
+
+macro_rules! build {
+    ($($config:ident)*) => {$(
+        impl $config {
+            /// Makes an average of the trainable variables of a `VarStore`, like [`Averaging::build`].
+            ///
+            /// # Errors
+            ///
+            /// The same as [`Averaging::build`].
+            pub fn build(self, vs: &VarStore) -> Result<AveragedWeights> {
+                Averaging::from(self).build(vs)
+            }
+        }
+
+        impl From<$config> for Averaging {
+            fn from(config: $config) -> Self {
+                Self::$config(config)
+            }
+        }
+    )*};
+}
+
+build!(Ema Swa);
+
+/// Fails unless an average has the shape and the device of its variable.
+pub(super) fn fits(variable: &Tensor, average: &Tensor) -> Result<()> {
+    let (here, there) = (ffi::sizes(variable)?, ffi::sizes(average)?);
+    let devices = (variable.device(), average.device());
+    if here == there && devices.0 == devices.1 {
+        return Ok(());
+    }
+    let problem = format!(
+        "a weight is {here:?} on {:?} by now, and its average {there:?} on {:?}; make the averages after the model has \
+         its shape and device",
+        devices.0, devices.1
+    );
+    Err(Error::Torch(problem))
 }
 
 fn under_every_name<'a>(

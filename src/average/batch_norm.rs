@@ -4,15 +4,11 @@ use std::collections::BTreeMap;
 
 use tch::{Kind, Tensor};
 
+use crate::average::averaged::RUNNING_VAR;
 use crate::average::{AveragedWeights, SwappedIn};
 use crate::error::{Error, Result, ensure};
 use crate::ffi::{self, Calls, OutsideRegions, StatisticsPass};
 use crate::variables::Variable;
-
-/// The last parts of the names of a layer's variables.
-pub(super) const RUNNING_MEAN: &str = "running_mean";
-pub(super) const RUNNING_VAR: &str = "running_var";
-pub(super) const BATCHES: &str = "num_batches_tracked";
 
 /// What a statistic has before a batch unless its calls are counted. It is lost in rounding when a layer adds to it, and
 /// stays as it is if none does.

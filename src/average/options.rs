@@ -1,13 +1,10 @@
 //! The options of averages.
 
 use serde::{Deserialize, Serialize};
-use tch::nn::VarStore;
 
+#[cfg(doc)]
 use crate::average::AveragedWeights;
 use crate::builder::builder;
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::{Result, ensure};
 
 /// An exponential moving average: each update moves it by 1 - decay of the way to the weights. The first one copies
 /// them. The counterpart of `AveragedModel` with `get_ema_multi_avg_fn`, whose numbers it has on a CPU.
@@ -94,22 +91,6 @@ pub enum Averaging {
 }
 
 impl Averaging {
-    /// Makes an average of the trainable variables of a `VarStore`, which begins with their present values. It takes
-    /// 4 bytes for each number in f32, bf16 or fp16, and 8 for one in f64.
-    ///
-    /// Build it after the model has its dtype and device. Variables that are added later are not averaged.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::InvalidArgument`] for a decay outside its range, and for a `VarStore` without variables to average;
-    /// [`Error::Torch`] if there is no memory.
-    pub fn build(self, vs: &VarStore) -> Result<AveragedWeights> {
-        if let Self::Ema(Ema { decay, .. }) = self {
-            ensure("decay", decay, (0.0..1.0).contains(&decay), "from 0 to below 1")?;
-        }
-        AveragedWeights::new(self, vs)
-    }
-
     pub(super) fn uses_buffers(self) -> bool {
         match self {
             Self::Ema(ema) => ema.use_buffers,
@@ -117,26 +98,3 @@ impl Averaging {
         }
     }
 }
-
-macro_rules! build {
-    ($($config:ident)*) => {$(
-        impl $config {
-            /// Makes an average of the trainable variables of a `VarStore`, like [`Averaging::build`].
-            ///
-            /// # Errors
-            ///
-            /// The same as [`Averaging::build`].
-            pub fn build(self, vs: &VarStore) -> Result<AveragedWeights> {
-                Averaging::from(self).build(vs)
-            }
-        }
-
-        impl From<$config> for Averaging {
-            fn from(config: $config) -> Self {
-                Self::$config(config)
-            }
-        }
-    )*};
-}
-
-build!(Ema Swa);

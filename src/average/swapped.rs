@@ -9,6 +9,7 @@ use tch::Tensor;
 
 use crate::autocast::clear_autocast_cache;
 use crate::average::AveragedWeights;
+use crate::average::averaged::fits;
 use crate::error::{Error, Result};
 use crate::ffi::{self, OutsideRegions};
 
@@ -51,6 +52,25 @@ pub struct SwappedIn<'a> {
     /// The variables that were replaced, and what holds their own numbers.
     replaced: Vec<(Tensor, Tensor)>,
     identities: Vec<usize>,
+}
+
+impl AveragedWeights {
+    /// Puts the averages in the place of the weights, and the weights back when the guard is dropped, on a panic, too.
+    ///
+    /// Every module of the model computes with the averages meanwhile, rounded to the dtype of the weights. No weight is
+    /// copied: f32 weights become the averages themselves, so do not train while the guard lives; a fused optimizer
+    /// with master weights would take them for weights that the program has loaded. Statistics from
+    /// [`update_batch_norm`](Self::update_batch_norm) are swapped in as well. Casts of weights that an autocast region
+    /// keeps are cleared.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Torch`] if a variable has another shape or device than when the averages were made, or if there is no
+    /// memory for averages in half precision; [`Error::InvalidArgument`] while other averages are in the place of the
+    /// same weights. The model then has its weights.
+    pub fn swap_in(&mut self) -> Result<SwappedIn<'_>> {
+        SwappedIn::new(self, None)
+    }
 }
 
 impl<'a> SwappedIn<'a> {
@@ -113,19 +133,4 @@ fn claim(variables: &[Tensor]) -> Result<Vec<usize>> {
     }
     swapped.extend(&identities);
     Ok(identities)
-}
-
-/// Fails unless an average has the shape and the device of its variable.
-pub(super) fn fits(variable: &Tensor, average: &Tensor) -> Result<()> {
-    let (here, there) = (ffi::sizes(variable)?, ffi::sizes(average)?);
-    let devices = (variable.device(), average.device());
-    if here == there && devices.0 == devices.1 {
-        return Ok(());
-    }
-    let problem = format!(
-        "a weight is {here:?} on {:?} by now, and its average {there:?} on {:?}; make the averages after the model has \
-         its shape and device",
-        devices.0, devices.1
-    );
-    Err(Error::Torch(problem))
 }

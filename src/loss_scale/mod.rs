@@ -68,7 +68,7 @@ pub trait LossScale: Debug + Send {
     ///
     /// # Errors
     ///
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a tensor that does not have exactly one element;
+    /// [`Error::InvalidArgument`] for a tensor that does not have exactly one element;
     /// nothing is changed then.
     ///
     /// # Examples
@@ -92,7 +92,7 @@ pub trait LossScale: Debug + Send {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch) if the device cannot be read.
+    /// [`Error::Torch`] if the device cannot be read.
     fn state_dict(&self) -> Result<LossScaleState>;
 
     /// Loads a saved state. The loss scale stays on its device.
@@ -100,7 +100,7 @@ pub trait LossScale: Debug + Send {
     /// # Errors
     ///
     /// [`ScalerError::OtherLossScale`] for the state of another kind of loss scale;
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a value outside its range. Nothing is changed
+    /// [`Error::InvalidArgument`] for a value outside its range. Nothing is changed
     /// then.
     fn load_state_dict(&mut self, state: &LossScaleState) -> Result<()>;
 
@@ -113,7 +113,7 @@ pub trait LossScale: Debug + Send {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch) if libtorch fails, for instance for lack of memory.
+    /// [`Error::Torch`] if libtorch fails, for instance for lack of memory.
     fn scale<T: Tree + ?Sized>(&self, tree: &T) -> Result<T::Output>
     where
         Self: Sized,
@@ -155,7 +155,7 @@ pub trait LossScale: Debug + Send {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch) if the device cannot be read.
+    /// [`Error::Torch`] if the device cannot be read.
     fn value(&self) -> Result<f64> {
         let _own = OutsideRegions::enter();
         self.loss_scale().map_or(Ok(1.0), |scale| Ok(scale.f_double_value(&[])?))

@@ -54,6 +54,7 @@ pub(crate) use state_dict::{Loaded, Saved};
 pub use state_dict::{OptimizerState, ParamGroupState};
 pub use step::Step;
 
+use crate::autocast::forgetting_casts;
 pub use crate::error::OptimizerError;
 use crate::error::{Error, Result};
 pub use crate::gradients::parameters::Parameters;
@@ -117,6 +118,11 @@ pub trait AmpOptimizer {
     fn parameter_name(&self, _index: usize) -> Option<String> {
         None
     }
+}
+
+/// Takes the step of an optimizer, and forgets the casts of its weights.
+pub(crate) fn take_step(optimizer: &mut dyn AmpOptimizer, step: &Step<'_>) -> Result<()> {
+    forgetting_casts(|| optimizer.update(step))
 }
 
 impl AmpOptimizer for tch::nn::Optimizer {

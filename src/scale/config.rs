@@ -3,11 +3,14 @@
 use crate::builder::builder;
 use crate::error::{Result, ensure};
 use crate::ffi::ScaleRule;
-use crate::scale::rule::{LARGEST, SMALLEST, check_interval};
 #[cfg(doc)]
 use crate::scaler::GradScaler;
 
 const INF: f64 = f64::INFINITY;
+
+/// The smallest normal f32, 2^-126, whose reciprocal is finite. Subnormal scales may be flushed to zero.
+pub(crate) const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
+pub(crate) const LARGEST: f64 = f32::MAX as f64;
 
 /// The options of a [`GradScaler`]: its first scale, when the scale grows and backs off, and when `update` gives up.
 /// The defaults are PyTorch's.
@@ -150,4 +153,10 @@ impl GradScalerConfig {
         let inside = scale.is_finite() && bounds.contains(&(scale as f32));
         ensure(field, scale, inside, "a number from min_scale to max_scale")
     }
+}
+
+/// Refuses an interval beyond the range of the i32 tracker.
+pub(crate) fn check_interval(name: &'static str, iterations: i64) -> Result<()> {
+    let counts = (1..=i64::from(i32::MAX)).contains(&iterations);
+    ensure(name, iterations as f64, counts, "from 1 to 2^31 - 1")
 }

@@ -17,8 +17,9 @@ use crate::ffi::{self, FoundInf, ScaleUpdate};
 use crate::gradients::overflow;
 
 pub use config::GradScalerConfig;
+pub(crate) use config::{LARGEST, SMALLEST, check_interval};
 pub(crate) use number::{Number, Prepared};
-pub(crate) use rule::{LARGEST, Mirror, SMALLEST, check_interval};
+pub(crate) use rule::Mirror;
 pub use state::GradScalerState;
 pub(crate) use state::{Progress, required};
 

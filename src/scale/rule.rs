@@ -6,13 +6,8 @@
 //! An overflow leaves the scale unchanged while the hysteresis, as in Megatron-LM and DeepSpeed, is not used up, or while
 //! the share of overflows since the last change is below `tolerance`, as in fairseq.
 
-use crate::error::{Result, ensure};
 use crate::ffi::{OverflowCounts, ScaleRule};
 use crate::scale::GradScalerConfig;
-
-/// The smallest normal f32, 2^-126, whose reciprocal is finite. Subnormal scales may be flushed to zero.
-pub(crate) const SMALLEST: f64 = f32::MIN_POSITIVE as f64;
-pub(crate) const LARGEST: f64 = f32::MAX as f64;
 
 /// The value of a scale on the host. It repeats the arithmetic of libtorch's kernel, which saves transfers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -62,12 +57,6 @@ pub(crate) fn next(before: Mirror, overflow: bool, rule: &ScaleRule) -> Mirror {
 pub(crate) fn lowest_next(scale: f32, rule: &ScaleRule) -> f32 {
     let backed_off = (f64::from(scale) * rule.backoff_factor) as f32;
     backed_off.max(rule.min_scale as f32).min(rule.max_scale as f32)
-}
-
-/// Refuses an interval beyond the range of the i32 tracker.
-pub(crate) fn check_interval(name: &'static str, iterations: i64) -> Result<()> {
-    let counts = (1..=i64::from(i32::MAX)).contains(&iterations);
-    ensure(name, iterations as f64, counts, "from 1 to 2^31 - 1")
 }
 
 /// libtorch grows the scale when the tracker *equals* the interval. A tracker beyond the interval would not let the

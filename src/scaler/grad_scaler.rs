@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 #[cfg(feature = "insight")]
 use std::collections::HashSet;
+use std::fmt::Debug;
 use std::sync::{Arc, Weak};
 
 use tch::nn::VarStore;
@@ -19,10 +20,25 @@ use crate::ffi::Gradient;
 use crate::gradients::NonFiniteGradient;
 use crate::optim::AmpOptimizer;
 use crate::scale::{AdaptiveScale, LoadedState};
-use crate::scaler::agreement::{Agreement, Averaged};
 use crate::scaler::iteration::Iteration;
 use crate::scaler::{GradScalerConfig, GradScalerState};
 use crate::variables::{named, variables};
+
+/// The ranks that skip the same steps.
+pub(crate) trait Agreement: Debug + Send + Sync {
+    /// Returns whether any rank has found a non-finite gradient. Takes what this rank has found, or the error that kept
+    /// it from looking. It returns such an error, and fails on the other ranks with its message.
+    fn any(&self, found: Result<bool>) -> Result<bool>;
+}
+
+/// A model whose gradients are averaged over ranks.
+pub(crate) trait Averaged: Debug + Send + Sync {
+    /// Whether its gradients are now those of this rank alone.
+    fn is_alone(&self) -> bool;
+
+    /// Whether it has one of the parameters with these identities.
+    fn has_any(&self, identities: &[usize]) -> bool;
+}
 
 /// Scales losses, unscales gradients, skips the steps whose gradients are infinite or NaN, and adapts the scale. The
 /// counterpart of `torch.amp.GradScaler`, with the same defaults and, bit for bit, the same arithmetic.

@@ -17,11 +17,9 @@ use tch::Tensor;
 use crate::error::{Error, GradientError, Result, ScalerError};
 use crate::ffi::{self, FoundInf, Gradient, Interrupted, Snapshot, Widened};
 use crate::gradients::{
-    Change, Findings, Gradients, Plan, Preparation, change, drop_frozen, overflow, unclippable,
+    Change, Findings, Gradients, Plan, Preparation, change, drop_frozen, overflow,
 };
-use crate::optim::AmpOptimizer;
 use crate::scale::Number;
-use crate::scaler::GradScaler;
 use crate::scaler::record::{Record, Stage};
 
 /// Whether a step can be taken.
@@ -390,109 +388,5 @@ impl Iteration {
     pub(crate) fn close(&mut self) {
         self.records.clear();
         self.is_scaled = false;
-    }
-}
-
-impl GradScaler {
-    /// Finds the record of the gradients of an optimizer that have been unscaled or stepped with since the last update.
-    pub(crate) fn record(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<RecordId>> {
-        let iteration = self.iteration.borrow();
-        if !iteration.is_open() {
-            return Ok(None);
-        }
-        let now = ffi::gradients_inspect(&optimizer.parameters())?;
-        Ok(match iteration.owner(&now)? {
-            Owner::Record(record) => Some(record),
-            Owner::None | Owner::Shared(_) => None,
-        })
-    }
-
-    /// Unscales the gradients and returns their record; `None` if there is nothing to record.
-    pub(crate) fn open(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<RecordId>> {
-        self.claim(optimizer, Preparation::Unscale, |iteration, record, _, _| {
-            Err(match iteration.stage(record) {
-                Stage::Broken => Error::Scaler(ScalerError::UnscaleFailed),
-                Stage::Unscaled => Error::Scaler(ScalerError::AlreadyUnscaled),
-                Stage::Checked | Stage::Stepped | Stage::Removed => {
-                    Error::Scaler(ScalerError::UnscaleAfterStep)
-                }
-            })
-        })
-    }
-
-    /// Returns the record of the optimizer's parameters, on which the ranks have agreed: a new one, or the old one if
-    /// `known` accepts it.
-    pub(super) fn claim(
-        &self,
-        optimizer: &dyn AmpOptimizer,
-        preparation: Preparation,
-        known: impl FnOnce(&mut Iteration, RecordId, &Number, Gradients<'_>) -> Result<()>,
-    ) -> Result<Option<RecordId>> {
-        let claimed = self.claim_here(optimizer, preparation, known);
-        match &self.agreement {
-            Some(agreement) if self.is_enabled() => self.agree(agreement.as_ref(), claimed),
-            _ => claimed,
-        }
-    }
-
-    fn claim_here(
-        &self,
-        optimizer: &dyn AmpOptimizer,
-        preparation: Preparation,
-        known: impl FnOnce(&mut Iteration, RecordId, &Number, Gradients<'_>) -> Result<()>,
-    ) -> Result<Option<RecordId>> {
-        self.check_synced(optimizer)?;
-        let Some(scale) = self.scale.number() else {
-            return Ok(None);
-        };
-        let mut gradients = self.gradients(optimizer)?;
-        let mut iteration = self.iteration.borrow_mut();
-        match iteration.owner(gradients.snapshot())? {
-            Owner::Shared(index) => {
-                Err(Error::Gradient(GradientError::Shared { parameter: gradients.describe(index) }))
-            }
-            Owner::Record(record) => {
-                known(&mut iteration, record, scale, gradients).map(|()| Some(record))
-            }
-            Owner::None => {
-                // Only writing unscaled fp16 gradients back can lose small values.
-                let allow_fp16 =
-                    preparation != Preparation::Unscale || self.scale.config().may_unscale_fp16();
-                // Gradients that are unscaled, or whose unscaled norm is taken, need the dtype that the optimizer
-                // updates in.
-                let widen = preparation != Preparation::Check && optimizer.wants_f32_gradients();
-                let mut plan = Plan::new(&gradients, allow_fp16 || widen)?;
-                if preparation == Preparation::Norm {
-                    gradients.refuse(Gradient::is_used, unclippable)?;
-                }
-                let mut widened = None;
-                if widen {
-                    let done = ffi::gradients_widen(gradients.parameters())?;
-                    let undo = |_: &Error| drop(done.undo(&optimizer.parameters()));
-                    if done.any() {
-                        gradients = self.gradients(optimizer).inspect_err(undo)?;
-                    }
-                    plan = Plan::new(&gradients, allow_fp16).inspect_err(undo)?;
-                    gradients = gradients.separated().inspect_err(undo)?;
-                    widened = Some(done);
-                } else {
-                    gradients = gradients.separated()?;
-                }
-                let even_empty = self.agreement.is_some();
-                iteration.open(gradients, widened, &plan, scale, preparation, even_empty)
-            }
-        }
-    }
-
-    /// Inspects the gradients of an optimizer.
-    pub(crate) fn gradients<'a>(
-        &'a self,
-        optimizer: &'a dyn AmpOptimizer,
-    ) -> Result<Gradients<'a>> {
-        let name = move |index, identity| {
-            let known = || self.names.get(&identity).map(|(name, _)| name.clone());
-            optimizer.parameter_name(index).or_else(known)
-        };
-        Gradients::of(optimizer.parameters(), Box::new(name))
     }
 }

@@ -4,8 +4,8 @@
 //! [`GradScaler`] does this. The module also has its options, its state, the types that its methods return, and
 //! [`PerLossScalers`] for several losses.
 
-mod agreement;
 mod checkpoint;
+mod claim;
 pub(crate) mod grad_scaler;
 mod iteration;
 mod outcome;
@@ -17,9 +17,9 @@ mod transaction;
 
 pub use crate::error::ScalerError;
 pub use crate::scale::{GradScalerConfig, GradScalerState};
-#[cfg(feature = "distributed")]
-pub(crate) use agreement::{Agreement, Averaged};
 pub(crate) use grad_scaler::GradScaler;
+#[cfg(feature = "distributed")]
+pub(crate) use grad_scaler::{Agreement, Averaged};
 pub(crate) use outcome::Taken;
 pub use outcome::{StepCounter, StepOutcome};
 pub use per_loss::PerLossScalers;

@@ -5,6 +5,8 @@ use std::collections::VecDeque;
 
 use tch::Tensor;
 
+#[cfg(doc)]
+use crate::error::Error;
 use crate::error::Result;
 use crate::ffi::{Arrival, OutsideRegions};
 
@@ -161,7 +163,7 @@ impl StepOutcome {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch) if an answer on a device cannot be read.
+    /// [`Error::Torch`] if an answer on a device cannot be read.
     pub fn is_stepped(&self) -> Result<bool> {
         Ok(self.taken()? == Taken::Stepped)
     }
@@ -276,7 +278,7 @@ impl StepCounter {
     ///
     /// # Errors
     ///
-    /// [`Error::Torch`](crate::Error::Torch) if an answer on a device cannot be read.
+    /// [`Error::Torch`] if an answer on a device cannot be read.
     pub fn count(&mut self) -> Result<u64> {
         self.poll()?;
         Ok(self.taken)

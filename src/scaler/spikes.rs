@@ -5,15 +5,15 @@ use tch::{Device, Kind, Tensor};
 
 use crate::builder::builder;
 use crate::checkpoint::{Prepared, SaveState, SavedState, Stateful};
-use crate::error::{Error, Number, Result, ScalerError, ensure};
-use crate::ffi::{self, Gradient, OutsideRegions, SpikeOptions};
-use crate::gradients::{Plan, check_limit, unclippable};
-use crate::optim::{AmpOptimizer, Optimizer, Step};
+use crate::error::{Error, Number, Result, ensure};
+use crate::ffi::{self, OutsideRegions, SpikeOptions};
+use crate::optim::{AmpOptimizer, Step, take_step};
+#[cfg(doc)]
+use crate::scaler::GradScaler;
+use crate::scaler::StepOutcome;
 #[cfg(feature = "insight")]
 use crate::scaler::outcome::Judged;
 use crate::scaler::outcome::Taken;
-use crate::scaler::step::update;
-use crate::scaler::{GradScaler, StepOutcome};
 
 /// When a gradient norm or a loss counts as a spike.
 ///
@@ -161,12 +161,12 @@ impl SpikeDetector {
         let norm = ffi::spikes_judge(self.norm.as_ref(), norm, loss.as_ref(), options)?;
         let flag = ffi::spikes_flag(&norm)?;
         let outcome = if flag.device() != Device::Cpu {
-            update(optimizer, &step.with_found_inf(&flag))?;
+            take_step(optimizer, &step.with_found_inf(&flag))?;
             StepOutcome::on_device(flag)
         } else if ffi::any_nonzero(&[&flag])? {
             StepOutcome::known(Taken::Skipped)
         } else {
-            update(optimizer, step)?;
+            take_step(optimizer, step)?;
             StepOutcome::known(Taken::Stepped)
         };
         self.norm = Some(norm);
@@ -226,66 +226,5 @@ impl Stateful for SpikeDetector {
         }
         let [norm, loss] = loaded;
         Ok(Prepared::new(move || (self.norm, self.loss, self.watched) = (norm, loss, None)))
-    }
-}
-
-impl GradScaler {
-    /// Clips the gradients like [`step_clip_norm`](Self::step_clip_norm) and steps, unless their norm before clipping,
-    /// or the loss that the detector watches, is far above its recent history. Never synchronizes: the device decides
-    /// through the same flag as for infinite gradients.
-    ///
-    /// A step that is skipped as a spike changes nothing, and the scale does not fall for it. Give `f64::INFINITY` to
-    /// skip without clipping. A disabled scaler skips as well, for training in bf16 and f32; it then also skips steps
-    /// with infinite gradients.
-    ///
-    /// # Errors
-    ///
-    /// [`ScalerError::AlreadyUnscaled`] if [`unscale_`](Self::unscale_) was called in this iteration;
-    /// [`Error::InvalidArgument`] after [`agree_over`](Self::agree_over), because the ranks then have gradients, and
-    /// therefore norms, of their own, and would get out of sync; the errors of
-    /// [`step_clip_norm`](Self::step_clip_norm); [`Error::Torch`] if a watched loss is not one floating-point number.
-    /// The history is then as before.
-    pub fn step_unless_spike(
-        &mut self,
-        optimizer: &mut Optimizer,
-        max_norm: f64,
-        spikes: &mut SpikeDetector,
-    ) -> Result<StepOutcome> {
-        check_limit("max_norm", max_norm)?;
-        if self.agreement.is_some() {
-            let problem = "cannot be used by a scaler that agrees over a group, whose ranks have norms of their own";
-            return Err(Error::InvalidArgument { name: "spikes", problem: problem.to_owned() });
-        }
-        let Some(scale) = self.scale.number() else {
-            return self.step_without_scale(optimizer, max_norm, spikes);
-        };
-        if self.record_due(optimizer)?.is_some() {
-            return Err(Error::Scaler(ScalerError::AlreadyUnscaled));
-        }
-        self.step_scaled(optimizer, scale, Some(max_norm), Some(spikes))
-    }
-
-    /// Steps with gradients that were never scaled.
-    fn step_without_scale(
-        &self,
-        optimizer: &mut Optimizer,
-        max_norm: f64,
-        spikes: &mut SpikeDetector,
-    ) -> Result<StepOutcome> {
-        self.check_synced(optimizer)?;
-        let norm = {
-            let gradients = self.gradients(optimizer)?;
-            if !gradients.snapshot().iter().any(Gradient::is_used) {
-                return Ok(StepOutcome::known(Taken::NoGradients));
-            }
-            gradients.refuse(Gradient::is_used, unclippable)?;
-            let gradients = gradients.separated()?;
-            Plan::new(&gradients, true)?.norm(gradients.parameters(), None)?.norm
-        };
-        let Some(norm) = norm else { return Ok(StepOutcome::known(Taken::NoGradients)) };
-        let factor = ffi::clip_factor(&norm, max_norm)?;
-        let step = Step::default().with_clip_factor(&factor);
-        let outcome = spikes.update_unless(optimizer, &step, &norm)?;
-        Ok(outcome.with_norm(Some(norm)))
     }
 }

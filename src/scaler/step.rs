@@ -2,13 +2,12 @@
 
 use tch::Tensor;
 
-use crate::autocast;
 #[cfg(doc)]
 use crate::error::GradientError;
 use crate::error::{Error, Result, ScalerError};
 use crate::ffi::{self, Gradient, OutsideRegions};
-use crate::gradients::{Preparation, check_limit, clamp, unclampable, unclippable};
-use crate::optim::{AmpOptimizer, Step};
+use crate::gradients::{Plan, Preparation, check_limit, clamp, unclampable, unclippable};
+use crate::optim::{AmpOptimizer, Optimizer, Step, take_step};
 use crate::scale::{Number, end_all};
 use crate::scaler::iteration::{Owner, RecordId, Verdict};
 use crate::scaler::outcome::Taken;
@@ -24,10 +23,6 @@ pub(crate) fn due(stage: Stage) -> Result<()> {
         }
         Stage::Unscaled => Ok(()),
     }
-}
-
-pub(super) fn update(optimizer: &mut dyn AmpOptimizer, step: &Step<'_>) -> Result<()> {
-    autocast::forgetting_casts(|| optimizer.update(step))
 }
 
 impl GradScaler {
@@ -124,7 +119,7 @@ impl GradScaler {
     pub(crate) fn step_shared(&self, optimizer: &mut dyn AmpOptimizer) -> Result<StepOutcome> {
         let Some(scale) = self.scale.number() else {
             self.check_synced(optimizer)?;
-            update(optimizer, &Step::default())?;
+            take_step(optimizer, &Step::default())?;
             return Ok(StepOutcome::known(Taken::Stepped));
         };
         if optimizer.takes_scaled_gradients() {
@@ -147,7 +142,7 @@ impl GradScaler {
             Taken::Skipped
         } else {
             // The iteration is not borrowed meanwhile: the optimizer may use the scaler.
-            update(optimizer, &Step::default())?;
+            take_step(optimizer, &Step::default())?;
             Taken::Stepped
         };
         self.iteration.borrow_mut().set_stepped(record);
@@ -206,11 +201,11 @@ impl GradScaler {
             (_, Some((spikes, norm))) => spikes.update_unless(optimizer, &step, norm)?,
             (Verdict::Known(false), None) => StepOutcome::known(Taken::Skipped),
             (Verdict::Known(true), None) => {
-                update(optimizer, &step)?;
+                take_step(optimizer, &step)?;
                 StepOutcome::known(Taken::Stepped)
             }
             (Verdict::Unless(flag), None) => {
-                update(optimizer, &step.with_found_inf(&flag))?;
+                take_step(optimizer, &step.with_found_inf(&flag))?;
                 StepOutcome::on_device(flag)
             }
         };
@@ -318,6 +313,65 @@ impl GradScaler {
         let record = self.record(optimizer)?;
         record.map_or(Ok(()), |record| due(self.iteration.borrow().stage(record)))?;
         Ok(record)
+    }
+
+    /// Clips the gradients like [`step_clip_norm`](Self::step_clip_norm) and steps, unless their norm before clipping,
+    /// or the loss that the detector watches, is far above its recent history. Never synchronizes: the device decides
+    /// through the same flag as for infinite gradients.
+    ///
+    /// A step that is skipped as a spike changes nothing, and the scale does not fall for it. Give `f64::INFINITY` to
+    /// skip without clipping. A disabled scaler skips as well, for training in bf16 and f32; it then also skips steps
+    /// with infinite gradients.
+    ///
+    /// # Errors
+    ///
+    /// [`ScalerError::AlreadyUnscaled`] if [`unscale_`](Self::unscale_) was called in this iteration;
+    /// [`Error::InvalidArgument`] after [`agree_over`](Self::agree_over), because the ranks then have gradients, and
+    /// therefore norms, of their own, and would get out of sync; the errors of
+    /// [`step_clip_norm`](Self::step_clip_norm); [`Error::Torch`] if a watched loss is not one floating-point number.
+    /// The history is then as before.
+    pub fn step_unless_spike(
+        &mut self,
+        optimizer: &mut Optimizer,
+        max_norm: f64,
+        spikes: &mut SpikeDetector,
+    ) -> Result<StepOutcome> {
+        check_limit("max_norm", max_norm)?;
+        if self.agreement.is_some() {
+            let problem = "cannot be used by a scaler that agrees over a group, whose ranks have norms of their own";
+            return Err(Error::InvalidArgument { name: "spikes", problem: problem.to_owned() });
+        }
+        let Some(scale) = self.scale.number() else {
+            return self.step_without_scale(optimizer, max_norm, spikes);
+        };
+        if self.record_due(optimizer)?.is_some() {
+            return Err(Error::Scaler(ScalerError::AlreadyUnscaled));
+        }
+        self.step_scaled(optimizer, scale, Some(max_norm), Some(spikes))
+    }
+
+    /// Steps with gradients that were never scaled.
+    fn step_without_scale(
+        &self,
+        optimizer: &mut Optimizer,
+        max_norm: f64,
+        spikes: &mut SpikeDetector,
+    ) -> Result<StepOutcome> {
+        self.check_synced(optimizer)?;
+        let norm = {
+            let gradients = self.gradients(optimizer)?;
+            if !gradients.snapshot().iter().any(Gradient::is_used) {
+                return Ok(StepOutcome::known(Taken::NoGradients));
+            }
+            gradients.refuse(Gradient::is_used, unclippable)?;
+            let gradients = gradients.separated()?;
+            Plan::new(&gradients, true)?.norm(gradients.parameters(), None)?.norm
+        };
+        let Some(norm) = norm else { return Ok(StepOutcome::known(Taken::NoGradients)) };
+        let factor = ffi::clip_factor(&norm, max_norm)?;
+        let step = Step::default().with_clip_factor(&factor);
+        let outcome = spikes.update_unless(optimizer, &step, &norm)?;
+        Ok(outcome.with_norm(Some(norm)))
     }
 
     /// Ends the iteration: backs the scale off if the gradients of any optimizer overflowed, and otherwise counts the
