@@ -1,10 +1,11 @@
 //! How the scale grows, backs off and stays within its bounds.
 
 use tch::{Device, Kind, Tensor, no_grad};
-use tch_amp::optim::{Adagrad, AdamW, Algorithm, MasterWeights, Muon, RmsProp, Sgd};
+use tch_amp::optim::{Adagrad, AdamW, Algorithm, MasterWeights, Muon, Optimizer, RmsProp, Sgd};
 use tch_amp::scaler::{GradScalerConfig, ScalerError};
 use tch_amp::{Error, GradScaler};
 
+use crate::common::simulation::let_answers_come;
 use crate::common::tensors::leaf;
 use crate::common::{for_each_device, to_f64};
 use crate::{Descent, INF, NAN, loss, model};
@@ -279,5 +280,101 @@ fn a_fused_step_is_skipped_if_unscaling_alone_overflows() {
                 assert!(step(&mut scaler, 1e-3).is_stepped().unwrap());
             }
         }
+    });
+}
+
+/// A weight of ones, an SGD with fused steps, and a scaler. No step asks the host for an answer.
+struct Unread {
+    w: Tensor,
+    opt: Optimizer,
+    scaler: GradScaler,
+}
+
+impl Unread {
+    fn new(scale: f64, device: Device) -> Self {
+        let w = leaf(&[1.0; 3], Kind::Float, device);
+        let opt = Sgd::default().build(&[w.shallow_clone()], 1e-3).unwrap();
+        let scaler = GradScalerConfig::default().init_scale(scale).build(device).unwrap();
+        Self { w, opt, scaler }
+    }
+
+    /// Steps with a gradient that is scaled already.
+    fn step(&mut self, gradient: f64) {
+        self.opt.zero_grad().unwrap();
+        // No number is copied from the host, which would let all answers come.
+        (&self.w * gradient).sum(None).backward();
+        let _outcome = self.scaler.step(&mut self.opt).unwrap();
+        self.scaler.update().unwrap();
+    }
+
+    /// Reads the weights, which lets all answers come.
+    fn weights(&self) -> Vec<f64> {
+        to_f64(&self.w)
+    }
+}
+
+/// Whether an earlier scale has arrived on the host or not, it may have backed off since.
+#[test]
+fn a_scale_that_backs_off_unread_is_known_to_enlarge() {
+    for_each_device(|device| {
+        for overflows in 2..6 {
+            for arrives_after in 0..=overflows {
+                let mut run = Unread::new(2.0, device);
+                run.step(0.0);
+                for overflow in 0..=overflows {
+                    if overflow == arrives_after {
+                        let_answers_come(device);
+                    }
+                    if overflow < overflows {
+                        run.step(INF);
+                    }
+                }
+                let scale = 2f64.powi(1 - overflows);
+                run.step(1.25 * f64::from(f32::MAX) * scale);
+                assert_eq!(run.weights(), [1.0; 3], "{overflows} {arrives_after} on {device:?}");
+                assert_eq!(run.scaler.get_scale().unwrap(), scale / 2.0);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_scale_that_is_set_while_the_last_one_is_unread_is_known_to_enlarge() {
+    for_each_device(|device| {
+        let mut run = Unread::new(65536.0, device);
+        run.step(0.0);
+        run.scaler.update_with(1e-3).unwrap();
+        run.step(9e37);
+        assert_eq!(run.weights(), [1.0; 3]);
+        let mut run = Unread::new(65536.0, device);
+        run.step(0.0);
+        let mut state = run.scaler.state_dict().unwrap();
+        run.step(0.0);
+        state.scale = Some(1e-3);
+        run.scaler.load_state_dict(&state).unwrap();
+        run.step(9e37);
+        assert_eq!(run.weights(), [1.0; 3]);
+    });
+}
+
+/// Kernels divide by the scale or multiply by its reciprocal, and only one of the two results may be infinite.
+#[test]
+fn a_gradient_that_only_dividing_makes_infinite_is_skipped() {
+    let finite_product = |scale: f32, gradient: f32| gradient * (1.0 / scale);
+    let near = |scale: f32| {
+        let most = f32::MAX * scale;
+        (0..8).map(move |ulps| (scale, f32::from_bits(most.to_bits() + ulps)))
+    };
+    let mut differing =
+        (1..500).map(|i| 1.0 / (i as f32 + 0.37)).flat_map(near).filter(|&(scale, gradient)| {
+            (gradient / scale).is_infinite() && finite_product(scale, gradient).is_finite()
+        });
+    let (scale, gradient) = differing.next().unwrap();
+    for_each_device(|device| {
+        let mut run = Unread::new(scale.into(), device);
+        run.step(0.0);
+        run.step(gradient.into());
+        let after = run.weights();
+        assert!(after.iter().all(|w| w.is_finite()), "{after:?} {scale} {gradient} {device:?}");
     });
 }
