@@ -89,7 +89,8 @@ impl Kept {
     /// Divides the gradients by the share of the window that was kept. It is exactly one if nothing was left out, and
     /// zero if everything was, which makes the gradients NaN.
     fn reweigh(&self, last: &Batch, optimizer: &dyn AmpOptimizer) -> Result<()> {
-        let gradients = gradients_of(optimizer)?.separated()?;
+        let mut gradients = gradients_of(optimizer)?;
+        gradients.separate()?;
         let plan = Plan::new(&gradients, true)?;
         let _own = OutsideRegions::enter();
         let first = gradients.parameters().first();

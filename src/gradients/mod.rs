@@ -39,13 +39,18 @@ impl<'a> Gradients<'a> {
 
     /// Gives each gradient that shares memory its own, since it is about to be changed in place: libtorch's backward
     /// pass can leave two parameters gradients in the same memory.
-    pub(crate) fn separated(self) -> Result<Self> {
+    pub(crate) fn separate(&mut self) -> Result<()> {
         if !self.snapshot.iter().any(Gradient::is_shared) {
-            return Ok(self);
+            return Ok(());
         }
         ffi::gradients_separate(&self.parameters)?;
-        let snapshot = Snapshot::of(&self.parameters)?;
-        Ok(Self { snapshot, ..self })
+        self.inspect_again()
+    }
+
+    /// Inspects them after a change.
+    pub(crate) fn inspect_again(&mut self) -> Result<()> {
+        self.snapshot = Snapshot::of(&self.parameters)?;
+        Ok(())
     }
 
     pub(crate) fn parameters(&self) -> &[Tensor] {

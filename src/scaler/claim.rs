@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use tch::{Device, Kind};
 
 use crate::error::{Error, GradientError, Result, ScalerError};
-use crate::ffi::{self, FoundInf, Gradient};
+use crate::ffi::{self, FoundInf, Gradient, Widened};
 use crate::gradients::{Gradients, Plan, Preparation, unclippable};
 use crate::optim::AmpOptimizer;
 use crate::scale::Number;
@@ -17,12 +17,11 @@ use crate::scaler::record::Stage;
 impl GradScaler {
     /// Finds the record of the gradients of an optimizer that have been unscaled or stepped with since the last update.
     pub(crate) fn record(&self, optimizer: &dyn AmpOptimizer) -> Result<Option<RecordId>> {
-        let iteration = self.iteration.borrow();
-        if !iteration.is_open() {
+        if !self.iteration()?.is_open() {
             return Ok(None);
         }
         let now = ffi::gradients_inspect(&optimizer.parameters())?;
-        Ok(match iteration.owner(&now)? {
+        Ok(match self.iteration()?.owner(&now)? {
             Owner::Record(record) => Some(record),
             Owner::None | Owner::Shared(_) => None,
         })
@@ -66,41 +65,59 @@ impl GradScaler {
         let Some(scale) = self.scale.number() else {
             return Ok(None);
         };
+        // The optimizer may use the scaler, so it is asked before the iteration is borrowed.
         let mut gradients = self.gradients(optimizer)?;
-        let mut iteration = self.iteration.borrow_mut();
-        match iteration.owner(gradients.snapshot())? {
+        // Gradients that are unscaled, or whose unscaled norm is taken, need the dtype that the optimizer updates in.
+        let widens = preparation != Preparation::Check && optimizer.wants_f32_gradients();
+        let owner = self.iteration()?.owner(gradients.snapshot())?;
+        match owner {
             Owner::Shared(index) => {
                 Err(Error::Gradient(GradientError::Shared { parameter: gradients.describe(index) }))
             }
             Owner::Record(record) => {
-                known(&mut iteration, record, scale, gradients).map(|()| Some(record))
+                known(&mut *self.iteration()?, record, scale, gradients).map(|()| Some(record))
             }
             Owner::None => {
-                // Only writing unscaled fp16 gradients back can lose small values.
-                let allow_fp16 =
-                    preparation != Preparation::Unscale || self.scale.config().may_unscale_fp16();
-                // Gradients that are unscaled, or whose unscaled norm is taken, need the dtype that the optimizer
-                // updates in.
-                let widen = preparation != Preparation::Check && optimizer.wants_f32_gradients();
-                let mut plan = Plan::new(&gradients, allow_fp16 || widen)?;
-                if preparation == Preparation::Norm {
-                    gradients.refuse(Gradient::is_used, unclippable)?;
-                }
-                let mut widened = None;
-                if widen {
-                    let done = ffi::gradients_widen(gradients.parameters())?;
-                    let undo = |_: &Error| drop(done.undo(&optimizer.parameters()));
-                    if done.any() {
-                        gradients = self.gradients(optimizer).inspect_err(undo)?;
-                    }
-                    plan = Plan::new(&gradients, allow_fp16).inspect_err(undo)?;
-                    gradients = gradients.separated().inspect_err(undo)?;
-                    widened = Some(done);
-                } else {
-                    gradients = gradients.separated()?;
-                }
+                let (plan, widened) = self.prepare(&mut gradients, preparation, widens)?;
                 let even_empty = self.agreement.is_some();
-                iteration.open(gradients, widened, &plan, scale, preparation, even_empty)
+                self.iteration()?.open(gradients, widened, &plan, scale, preparation, even_empty)
+            }
+        }
+    }
+
+    /// Checks gradients, and gives them memory of their own and, if `widens`, the dtype that they are unscaled in. If it
+    /// fails, they have the dtypes from before.
+    fn prepare(
+        &self,
+        gradients: &mut Gradients<'_>,
+        preparation: Preparation,
+        widens: bool,
+    ) -> Result<(Plan, Option<Widened>)> {
+        // Only writing unscaled fp16 gradients back can lose small values.
+        let allow_fp16 =
+            preparation != Preparation::Unscale || self.scale.config().may_unscale_fp16();
+        let plan = Plan::new(gradients, allow_fp16 || widens)?;
+        if preparation == Preparation::Norm {
+            gradients.refuse(Gradient::is_used, unclippable)?;
+        }
+        if !widens {
+            gradients.separate()?;
+            return Ok((plan, None));
+        }
+        let widened = ffi::gradients_widen(gradients.parameters())?;
+        let mut planned = || {
+            if widened.any() {
+                gradients.inspect_again()?;
+            }
+            let plan = Plan::new(gradients, allow_fp16)?;
+            gradients.separate()?;
+            Ok(plan)
+        };
+        match planned() {
+            Ok(plan) => Ok((plan, Some(widened))),
+            Err(error) => {
+                let _failed = widened.undo(gradients.parameters());
+                Err(error)
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The scaler itself.
 
 use std::borrow::Borrow;
-use std::cell::RefCell;
+use std::cell::{RefCell, RefMut};
 use std::collections::HashMap;
 #[cfg(feature = "insight")]
 use std::collections::HashSet;
@@ -11,9 +11,7 @@ use std::sync::{Arc, Weak};
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 
-#[cfg(doc)]
-use crate::error::Error;
-use crate::error::{Result, ScalerError};
+use crate::error::{Error, Result, ScalerError};
 use crate::ffi;
 #[cfg(feature = "insight")]
 use crate::ffi::Gradient;
@@ -150,6 +148,16 @@ impl GradScaler {
         Self { scale, iteration, names, ranks, agreement: None }
     }
 
+    /// The state of the iteration, for a change. Fails within a call of the scaler that is asking an optimizer for the
+    /// name of a parameter.
+    pub(super) fn iteration(&self) -> Result<RefMut<'_, Iteration>> {
+        self.iteration.try_borrow_mut().map_err(|_| Error::InvalidArgument {
+            name: "the optimizer",
+            problem: "uses its scaler in `parameter_name`, which the scaler is calling; return a name that is known"
+                .to_owned(),
+        })
+    }
+
     /// Makes the scaler skip the same steps as those of other ranks.
     #[cfg(feature = "distributed")]
     pub(crate) fn set_agreement(&mut self, agreement: Arc<dyn Agreement>) {
@@ -194,7 +202,7 @@ impl GradScaler {
     pub fn scale(&self, output: &Tensor) -> Result<Tensor> {
         let scaled = self.scale.apply(output)?;
         // After scaling: if that fails, no backward follows.
-        self.iteration.borrow_mut().note_scale(output)?;
+        self.iteration()?.note_scale(output)?;
         Ok(scaled)
     }
 
@@ -236,7 +244,7 @@ impl GradScaler {
     /// Which parameters' gradients have been unscaled in this iteration, by identity; see [`Iteration::unscaled`].
     #[cfg(feature = "insight")]
     pub(crate) fn unscaled(&self, parameters: &[Gradient]) -> Result<HashSet<usize>> {
-        self.iteration.borrow().unscaled(parameters)
+        self.iteration()?.unscaled(parameters)
     }
 
     /// Whether an optimizer was unscaled or stepped since the last `update`.

@@ -359,12 +359,12 @@ impl GradScaler {
     ) -> Result<StepOutcome> {
         self.check_synced(optimizer)?;
         let norm = {
-            let gradients = self.gradients(optimizer)?;
+            let mut gradients = self.gradients(optimizer)?;
             if !gradients.snapshot().iter().any(Gradient::is_used) {
                 return Ok(StepOutcome::known(Taken::NoGradients));
             }
             gradients.refuse(Gradient::is_used, unclippable)?;
-            let gradients = gradients.separated()?;
+            gradients.separate()?;
             Plan::new(&gradients, true)?.norm(gradients.parameters(), None)?.norm
         };
         let Some(norm) = norm else { return Ok(StepOutcome::known(Taken::NoGradients)) };

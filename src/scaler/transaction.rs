@@ -124,7 +124,7 @@ impl GradScaler {
                 None => change(gradients.parameters()),
             };
         };
-        let mut iteration = self.iteration.borrow_mut();
+        let mut iteration = self.iteration()?;
         iteration.compare(record, &gradients)?;
         gradients.drop_frozen()?;
         let changed = change(gradients.parameters())?;
@@ -148,7 +148,7 @@ impl GradScaler {
             return self.change_gradients(None, optimizer, recheck, clip);
         };
         let gradients = self.gradients(optimizer)?;
-        let mut iteration = self.iteration.borrow_mut();
+        let mut iteration = self.iteration()?;
         iteration.compare(index, &gradients)?;
         gradients.drop_frozen()?;
         gradients.refuse(Gradient::is_used, unclippable)?;

@@ -1,14 +1,17 @@
 //! Gradients, parameters and optimizers that are freed and whose memory is reused.
 
+use std::cell::RefCell;
+use std::rc::Rc;
+
 use tch::nn::OptimizerConfig as _;
 use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::gradients::GradientError;
-use tch_amp::optim::{AdamW, AmpOptimizer, Sgd, Step};
+use tch_amp::optim::{AdamW, AmpOptimizer, Parameters, Sgd, Step};
 use tch_amp::scaler::PerLossScalers;
 use tch_amp::{Error, GradScaler};
 
-use crate::common::for_each_device;
-use crate::{Descent, INF, loss, model, scaler};
+use crate::common::{for_each_device, to_f64};
+use crate::{Descent, INF, loss, model, ones, scaler};
 
 fn scalers(device: Device) -> [GradScaler; 2] {
     [GradScaler::skip_only(device).unwrap(), scaler(device)]
@@ -169,4 +172,76 @@ fn a_retained_graph_can_be_run_again() {
         assert!(scaler.backward(&common).is_err(), "its graph was freed");
         twice.zero_grad();
     });
+}
+
+/// An optimizer that uses the scaler whenever it is asked for something.
+struct Asking {
+    inner: Descent,
+    scaler: Rc<GradScaler>,
+    answers: RefCell<Vec<tch_amp::Result<Tensor>>>,
+}
+
+impl Asking {
+    fn ask(&self) {
+        let answer = self.scaler.scale(&Tensor::from(1f32));
+        self.answers.borrow_mut().push(answer);
+    }
+}
+
+impl AmpOptimizer for Asking {
+    fn parameters(&self) -> Parameters<'_> {
+        self.ask();
+        self.inner.parameters()
+    }
+
+    fn update(&mut self, step: &Step<'_>) -> tch_amp::Result<()> {
+        self.ask();
+        self.inner.update(step)
+    }
+
+    fn wants_f32_gradients(&self) -> bool {
+        self.ask();
+        true
+    }
+
+    fn parameter_name(&self, index: usize) -> Option<String> {
+        self.ask();
+        Some(format!("weight {index}"))
+    }
+}
+
+#[test]
+fn an_optimizer_may_use_the_scaler_while_it_is_asked() {
+    for_each_device(|device| {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let w = ones(kind, device);
+            let shared = Rc::new(scaler(device));
+            let inner = Descent(vec![w.shallow_clone()]);
+            let mut opt = Asking { inner, scaler: shared.clone(), answers: RefCell::default() };
+            shared.backward(&loss(&w, &[1.0; 3])).unwrap();
+            assert!(shared.unscale(&mut opt).unwrap().step().unwrap().is_stepped().unwrap());
+            assert_eq!(to_f64(&w), [0.0; 3]);
+            let answers = opt.answers.take();
+            assert!(answers.len() > 2 && answers.iter().all(Result::is_ok), "{answers:?}");
+        }
+    });
+}
+
+/// The name is for the message of an error. Whether the scaler answers meanwhile or fails, nothing panics.
+#[test]
+fn an_optimizer_that_uses_the_scaler_for_a_name_gets_an_answer() {
+    let [w, other] = [(); 2].map(|()| ones(Kind::Float, Device::Cpu));
+    let shared = Rc::new(scaler(Device::Cpu));
+    let inner = Descent(vec![w.shallow_clone(), other.shallow_clone()]);
+    let mut opt = Asking { inner, scaler: shared.clone(), answers: RefCell::default() };
+    shared.backward(&loss(&w, &[1.0; 3])).unwrap();
+    let unscaled = shared.unscale(&mut opt).unwrap();
+    shared.backward(&loss(&other, &[1.0; 3])).unwrap();
+    let error = unscaled.step().unwrap_err().to_string();
+    assert!(error.contains("weight 1") && error.contains("appeared"), "{error}");
+    let answers = opt.answers.take();
+    let refused: Vec<_> = answers.into_iter().filter_map(Result::err).collect();
+    let says_why =
+        |error: &Error| error.to_string().contains("uses its scaler in `parameter_name`");
+    assert!(refused.len() == 1 && refused.iter().all(says_why), "{refused:?}");
 }

@@ -107,7 +107,8 @@ impl Loss {
             let _plan = Plan::new(&sums.gradients(optimizer)?, true)?;
             before.widen()?;
         }
-        let gradients = sums.gradients(optimizer)?.separated()?;
+        let mut gradients = sums.gradients(optimizer)?;
+        gradients.separate()?;
         let flags = self.unscale(&gradients)?;
         before.add()?;
         before.settle();
