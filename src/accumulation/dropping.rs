@@ -67,7 +67,11 @@ impl Kept {
             // If nothing is left, the scaler has to see why.
             Some(true) if is_last && self.all_are_known_to_be(true, batch) => return Ok(()),
             Some(true) => ffi::gradients_drop(earlier.parameters())?,
-            None => batch.clear_if_not_finite(earlier.parameters())?,
+            None => {
+                // They are zeroed in place, and their memory may be that of a weight.
+                ffi::gradients_separate(earlier.parameters())?;
+                batch.clear_if_not_finite(earlier.parameters())?;
+            }
         }
         earlier.add()?;
         match is_last && !self.all_are_known_to_be(false, batch) {

@@ -5,9 +5,9 @@ use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_amp::accumulation::Accumulation;
 use tch_amp::gradients::{clip_grad_norm, clip_grad_value};
-use tch_amp::optim::{Adagrad, AdamW, AmpOptimizer, Lion, RmsProp, Sgd};
+use tch_amp::optim::{Adagrad, AdamW, AmpOptimizer, Lion, MasterWeights, RmsProp, Sgd};
 use tch_amp::recompute::checkpointed;
-use tch_amp::scaler::{GradScalerConfig, PerLossScalers};
+use tch_amp::scaler::{GradScalerConfig, PerLossScalers, SpikeConfig};
 use tch_amp::{GradScaler, function};
 
 use crate::common::tensors::leaf;
@@ -172,6 +172,53 @@ fn accumulated_gradients_are_sums() {
     });
 }
 
+/// A loss whose backward pass gives each of two leaves three of four numbers, of which two are those of both.
+fn overlapping_loss(leaves: &[Tensor; 2]) -> Tensor {
+    let sum = function(
+        |_, x| Ok((x[0] + x[1]).sum(None)),
+        |_, grads| {
+            let whole = Tensor::ones([4], (Kind::Float, grads[0].device())) * &grads[0];
+            Ok([0, 1].map(|start| Some(whole.narrow(0, start, 3))))
+        },
+    );
+    sum.apply(&[&leaves[0], &leaves[1]]).unwrap()
+}
+
+/// Gradients with some numbers in common begin at different places.
+#[test]
+fn gradients_that_overlap_in_part_are_unscaled_and_clipped_once() {
+    for_each_device(|device| {
+        let leaves = pair(device);
+        let mut scaler = scaler(device);
+        scaler.backward(&overlapping_loss(&leaves)).unwrap();
+        let _written = leaves[0].grad().fill_(2048.0);
+        assert_eq!(gradients(&leaves), [[2048.0; 3], [2048.0, 2048.0, 1024.0]], "they overlap");
+        scaler.unscale_(&mut both(&leaves)).unwrap();
+        assert_eq!(gradients(&leaves), [[2.0; 3], [2.0, 2.0, 1.0]]);
+        let leaves = pair(device);
+        overlapping_loss(&leaves).backward();
+        let _norm = clip_grad_norm(&leaves, 0.5).unwrap();
+        let factor = 0.5 / (6f64.sqrt() + 1e-6);
+        for number in gradients(&leaves).concat() {
+            assert!((number - factor).abs() < 1e-6, "{number} {factor}");
+        }
+    });
+}
+
+/// Parameters in f32 have no master weights, and so their gradients are not copied into another dtype.
+#[test]
+fn an_optimizer_with_master_weights_unscales_f32_gradients_once() {
+    for_each_device(|device| {
+        let leaves = pair(device);
+        let masters = Sgd::default().master_weights(MasterWeights::Float);
+        let mut opt = masters.build(&leaves, 1.0).unwrap();
+        let mut scaler = scaler(device);
+        scaler.backward(&loss(&leaves[0], &leaves[1], 3.0)).unwrap();
+        scaler.unscale_(&mut opt).unwrap();
+        assert_eq!(gradients(&leaves), [[3.0; 3]; 2]);
+    });
+}
+
 /// The gradients of two optimizers, of which the first is unscaled before the second is looked at.
 #[test]
 fn optimizers_do_not_unscale_for_each_other() {
@@ -237,26 +284,107 @@ fn sparse_gradients_are_unscaled_once() {
     });
 }
 
-/// The gradient of `a` is a view of `b`, as a function's backward pass may return one.
+/// A product in whose backward pass the gradient of `a` is a view of `b`, as a function may return one.
+fn product(leaves: &[Tensor; 2]) -> Tensor {
+    let product = function(
+        |ctx, x| {
+            ctx.save_for_backward(x);
+            Ok((x[0] * x[1]).sum(None))
+        },
+        |ctx, _| {
+            let [a, b] = ctx.saved_tensors()?;
+            Ok([Some(b.detach().view([3])), Some(a.detach() * 1024.0)])
+        },
+    );
+    product.apply(&[&leaves[0], &leaves[1]]).unwrap()
+}
+
 #[test]
 fn a_gradient_in_the_memory_of_a_weight_leaves_the_weight_alone() {
     for_each_device(|device| {
         let leaves = pair(device);
-        let product = function(
-            |ctx, x| {
-                ctx.save_for_backward(x);
-                Ok((x[0] * x[1]).sum(None))
-            },
-            |ctx, _| {
-                let [a, b] = ctx.saved_tensors()?;
-                Ok([Some(b.detach().view([3])), Some(a.detach() * 1024.0)])
-            },
-        );
         let mut scaler = scaler(device);
-        scaler.backward(&product.apply(&[&leaves[0], &leaves[1]]).unwrap()).unwrap();
+        scaler.backward(&product(&leaves)).unwrap();
         scaler.unscale_(&mut both(&leaves)).unwrap();
         assert_eq!(values(&leaves), [[1.0; 3]; 2]);
         assert_eq!(to_f64(&leaves[0].grad()), [1.0 / 1024.0; 3]);
+    });
+}
+
+/// On a GPU the gradients of a micro-batch that is not finite are zeroed in place.
+#[test]
+fn a_micro_batch_that_is_left_out_leaves_the_weights_alone() {
+    for_each_device(|device| {
+        let leaves = pair(device);
+        let other = ones(Kind::Float, device);
+        let opt = Descent([&leaves[0], &leaves[1], &other].map(Tensor::shallow_clone).into());
+        let mut window = Accumulation::of_equal(2).unwrap();
+        let mut scaler = scaler(device);
+        let overflow = product(&leaves) + (&other * f64::INFINITY).sum(None);
+        window.backward_or_drop(&mut scaler, &opt, &overflow).unwrap();
+        assert_eq!(values(&leaves), [[1.0; 3]; 2]);
+    });
+}
+
+/// What is kept of a window is weighed anew, with the gradients from before it.
+#[test]
+fn gradients_from_before_a_window_are_weighed_once() {
+    for_each_device(|device| {
+        let leaves = pair(device);
+        let other = ones(Kind::Float, device);
+        let opt = Descent([&leaves[0], &leaves[1], &other].map(Tensor::shallow_clone).into());
+        loss(&leaves[0], &leaves[1], 3.0).backward();
+        let mut window = Accumulation::of_equal(2).unwrap();
+        let mut scaler = scaler(device);
+        for factor in [1.0, f64::INFINITY] {
+            window.backward_or_drop(&mut scaler, &opt, &(&other * factor).sum(None)).unwrap();
+        }
+        assert_eq!(gradients(&leaves), [[6.0; 3]; 2]);
+    });
+}
+
+/// A step without a scale multiplies the gradients by the clip factor, on a GPU in place.
+#[test]
+fn a_step_that_looks_for_spikes_clips_each_once() {
+    for_each_device(|device| {
+        for way in 0..3 {
+            let leaves = pair(device);
+            let config = GradScalerConfig::default().enabled(false);
+            let mut scaler = config.build(device).unwrap();
+            let mut spikes = SpikeConfig::default().build().unwrap();
+            let mut opt = Sgd::default().build(&leaves, 1.0).unwrap();
+            let loss = match way {
+                0 => (&leaves[0] + &leaves[1] * 1024.0).sum(None),
+                1 => product(&leaves),
+                _ => loss(&leaves[0], &leaves[1], 3.0),
+            };
+            let by = match way {
+                2 => [3.0; 2],
+                _ => [1.0, 1024.0],
+            };
+            loss.backward();
+            let outcome = scaler.step_unless_spike(&mut opt, 1.0, &mut spikes).unwrap();
+            assert!(outcome.is_stepped().unwrap());
+            let norm = by.iter().map(|g: &f64| 3.0 * g * g).sum::<f64>().sqrt();
+            for (leaf, by) in values(&leaves).iter().zip(by) {
+                let expected = 1.0 - by / (norm + 1e-6);
+                assert!(leaf.iter().all(|w| (w - expected).abs() < 1e-6), "{leaf:?} {expected}");
+            }
+        }
+    });
+}
+
+/// A recomputed segment makes gradients to which the part before it adds.
+#[test]
+fn what_a_recomputed_segment_leaves_is_added_to_once() {
+    for_each_device(|device| {
+        let leaves = pair(device);
+        let x = &leaves[0] * 2.0;
+        let [a, b] = leaves.each_ref().map(Tensor::shallow_clone);
+        let sum =
+            move |x: &[&Tensor]| Ok((a.unsqueeze(0) + b.unsqueeze(0)) * 3.0 + x[0].unsqueeze(0));
+        checkpointed(&[&x], sum).unwrap().sum(None).backward();
+        assert_eq!(gradients(&leaves), [[5.0; 3], [3.0; 3]]);
     });
 }
 
