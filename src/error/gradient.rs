@@ -51,10 +51,10 @@ pub enum GradientError {
     },
 
     /// The gradients have been accumulated on this rank alone, and are not averaged over the ranks of a group yet. Until
-    /// they are, their optimizer cannot step, and the scale by which they were multiplied cannot change. Models that
-    /// accumulate over different numbers of batches need a scaler each.
+    /// they are averaged or dropped, their optimizer cannot step, and the scale by which they were multiplied cannot
+    /// change. Models that accumulate over different numbers of batches need a scaler each.
     #[error(
-        "the gradients of this rank have not been averaged over the ranks: run a backward outside of no_sync first; if another model steps more often, give it a scaler of its own"
+        "the gradients of this rank have not been averaged over the ranks: run a backward outside of no_sync first, or drop them with zero_grad; if another model steps more often, give it a scaler of its own"
     )]
     Unsynced,
 

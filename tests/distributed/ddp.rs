@@ -298,6 +298,38 @@ fn a_model_that_accumulates_does_not_keep_another_one_from_stepping() {
     }
 }
 
+/// Of two models, the first accumulates, is zeroed, and is left out of the loop from then on.
+#[test]
+fn a_model_whose_sum_was_dropped_does_not_keep_the_scale() {
+    ranks(2, |group| {
+        let stores = [0, 1].map(|_| VarStore::new(Device::Cpu));
+        let weights = stores.each_ref().map(|vs| vs.root().ones("weight", &[1]));
+        let mut ddps =
+            stores.each_ref().map(|vs| DistributedDataParallel::new(&group, vs).unwrap());
+        let mut opts = stores.each_ref().map(|vs| Sgd::default().build(vs, 0.5).unwrap());
+        let config = GradScalerConfig::default().init_scale(8.0).growth_interval(1);
+        let mut scaler = config.build(Device::Cpu).unwrap();
+        ddps[0].no_sync(|ddp| step(ddp, &mut scaler, || &weights[0] * 1.0)).unwrap();
+        step(&mut ddps[1], &mut scaler, || &weights[1] * 1.0).unwrap();
+        assert!(scaler.step(&mut opts[1]).unwrap().is_stepped().unwrap());
+        assert!(is_unsynced(scaler.update()));
+        opts[0].zero_grad().unwrap();
+        scaler.update().unwrap();
+        assert_eq!(scaler.get_scale().unwrap(), 16.0);
+        for _ in 0..2 {
+            opts[1].zero_grad().unwrap();
+            step(&mut ddps[1], &mut scaler, || &weights[1] * 1.0).unwrap();
+            assert!(scaler.step(&mut opts[1]).unwrap().is_stepped().unwrap());
+            scaler.update().unwrap();
+        }
+        assert_eq!(weights[1].double_value(&[0]), 1.0 - 3.0 * 0.5);
+        // It has a sum again.
+        ddps[0].no_sync(|ddp| step(ddp, &mut scaler, || &weights[0] * 1.0)).unwrap();
+        assert!(is_unsynced(scaler.unscale_(&mut opts[0])));
+        assert!(is_unsynced(scaler.update_with(4.0)));
+    });
+}
+
 #[test]
 fn no_sync_ends_with_a_panic() {
     ranks(2, |group| {

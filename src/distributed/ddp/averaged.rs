@@ -7,13 +7,15 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tch::Tensor;
 
 use crate::error::Result;
-use crate::ffi;
+use crate::ffi::{self, Gradient};
 use crate::scaler;
 
-/// The identities of the parameters of a distributed model, which keeps them alive for longer than this.
+/// The parameters of a distributed model, which keeps them alive for longer than this, and their identities.
 #[derive(Debug)]
 pub(super) struct Averaged {
     identities: Arc<HashSet<usize>>,
+    /// Locked, because threads cannot share tensors.
+    parameters: Mutex<Vec<Tensor>>,
     /// Whether gradients of this rank alone have been accumulated.
     is_alone: AtomicBool,
 }
@@ -29,7 +31,8 @@ impl Averaged {
         let mut models = MODELS.lock().unwrap_or_else(PoisonError::into_inner);
         models.retain(|model| model.strong_count() > 0);
         models.push(Arc::downgrade(&identities));
-        Ok(Self { identities, is_alone: AtomicBool::new(false) })
+        let parameters = Mutex::new(tensors);
+        Ok(Self { identities, parameters, is_alone: AtomicBool::new(false) })
     }
 }
 
@@ -38,11 +41,19 @@ impl Averaged {
     pub(super) fn set_alone(&self, is_alone: bool) -> bool {
         self.is_alone.swap(is_alone, Ordering::Relaxed)
     }
+
+    /// Whether there are gradients. If they cannot be inspected, there may be some.
+    fn has_gradients(&self) -> bool {
+        let parameters = self.parameters.lock().unwrap_or_else(PoisonError::into_inner);
+        let gradients = ffi::gradients_inspect(&parameters);
+        gradients.map_or(true, |gradients| gradients.iter().any(Gradient::exists))
+    }
 }
 
 impl scaler::Averaged for Averaged {
     fn is_alone(&self) -> bool {
-        self.is_alone.load(Ordering::Relaxed)
+        // What was accumulated and then dropped is no part of a sum.
+        self.is_alone.load(Ordering::Relaxed) && self.has_gradients()
     }
 
     fn has_any(&self, identities: &[usize]) -> bool {
