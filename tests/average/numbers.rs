@@ -142,6 +142,7 @@ fn many_layouts_and_sizes_are_averaged() {
         root.var_copy("gapped", &Tensor::rand([6, 8], (Kind::Float, Device::Cpu))),
         root.var_copy("empty", &Tensor::rand([0, 3], (Kind::Float, Device::Cpu))),
         root.var_copy("scalar", &Tensor::rand([], (Kind::Float, Device::Cpu))),
+        root.var_copy("reordered", &Tensor::rand([20, 31], (Kind::Float, Device::Cpu))),
     ];
     let other = Tensor::rand([31, 20], (Kind::Float, Device::Cpu));
     variables[1].set_data(&other.transpose(0, 1));
@@ -149,11 +150,14 @@ fn many_layouts_and_sizes_are_averaged() {
     let mut average = Ema::new(0.75).build(&vs).unwrap();
     average.advance().unwrap();
     let before: Vec<_> = variables.iter().map(|w| w.detach().copy()).collect();
+    // The average keeps its order in memory.
+    let reordered = before[5].transpose(0, 1).contiguous().transpose(0, 1);
+    variables[5].set_data(&reordered);
     for w in &mut variables {
         drop(tch::no_grad(|| w.shallow_clone().g_mul_(&Tensor::from(3f32))));
     }
     average.advance().unwrap();
-    let names = ["large", "transposed", "gapped", "empty", "scalar"];
+    let names = ["large", "transposed", "gapped", "empty", "scalar", "reordered"];
     for ((name, before), after) in names.iter().zip(before).zip(&variables) {
         let expected = before.lerp(&after.detach(), 0.25);
         assert_eq!(average.average(name).unwrap(), expected, "{name}");

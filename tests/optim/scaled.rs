@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 
 use tch::nn::{self, VarStore};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, no_grad};
 use tch_amp::gradients::GradientError;
-use tch_amp::optim::{AdamW, AmpOptimizer, Optimizer, OptimizerError, Parameters, Sgd, Step};
+use tch_amp::optim::{
+    AdamW, AmpOptimizer, MasterWeights, Optimizer, OptimizerError, Parameters, Sgd, Step,
+};
 use tch_amp::scaler::{GradScalerConfig, ScalerError, StepCounter};
 use tch_amp::{Error, GradScaler, Result};
 
@@ -365,5 +367,42 @@ fn momentum_starts_with_the_first_step_that_was_taken() {
             }
             assert!(step(1.0), "after {skipped} skipped steps");
         }
+    });
+}
+
+/// libtorch's backward pass can leave two gradients in one memory, where the kernels of a GPU unscale them.
+#[test]
+fn gradients_in_one_memory_are_unscaled_once_without_a_scaler() {
+    for_each_device(|device| {
+        let leaves = [(); 2].map(|()| leaf(&[1.0; 3], Kind::Float, device));
+        let mut opt = Sgd::default().build(&leaves, 1.0).unwrap();
+        ((leaves[0].unsqueeze(0) + leaves[1].unsqueeze(0)) * 24.0).sum(None).backward();
+        let scale = Tensor::from(8f32).to_device(device);
+        opt.update(&Step::default().with_grad_scale(&scale)).unwrap();
+        assert_eq!(leaves.each_ref().map(to_f64), [(); 2].map(|()| vec![-2.0; 3]));
+    });
+}
+
+/// The norm of half-precision gradients is taken in f32 if there are master weights.
+#[test]
+fn a_step_that_fails_after_the_norm_was_taken_gives_gradients_their_dtype_back() {
+    for_each_device(|device| {
+        let leaves = [(); 2].map(|()| leaf(&[1.0; 3], Kind::BFloat16, device));
+        let [a, b] = &leaves;
+        let masters = Sgd::default().master_weights(MasterWeights::Float);
+        let mut opt = masters.build(&leaves, 1.0).unwrap();
+        let mut scaler = GradScalerConfig::default().init_scale(8.0).build(device).unwrap();
+        scaler.backward(&(a * 3.0 + b * 4.0).sum(Kind::Float)).unwrap();
+        let own = b.detach().copy();
+        no_grad(|| b.shallow_clone().set_data(&a.detach()));
+        let error = scaler.step_clip_norm(&mut opt, 1.0).unwrap_err();
+        assert!(matches!(error, Error::Optimizer(OptimizerError::SharedMemory { .. })), "{error}");
+        for (leaf, scaled) in leaves.iter().zip([24.0, 32.0]) {
+            assert_eq!(leaf.grad().kind(), Kind::BFloat16);
+            assert_eq!(to_f64(&leaf.grad()), [scaled; 3]);
+        }
+        no_grad(|| b.shallow_clone().set_data(&own));
+        assert!(scaler.step_clip_norm(&mut opt, INF).unwrap().is_stepped().unwrap());
+        assert_eq!(leaves.each_ref().map(to_f64), [vec![-2.0; 3], vec![-3.0; 3]]);
     });
 }
