@@ -495,7 +495,7 @@ const CALLED_OUTSIDE: [(&str, &str); 5] = [
     ("src/distributed/sync_batch_norm.rs", "sum"),
     ("src/insight/audit/gradients.rs", "get"),
     ("src/insight/audit/gradients.rs", "number"),
-    ("src/precision/measure.rs", "time"),
+    ("src/precision/mod.rs", "time"),
 ];
 
 /// The names of the operations of tch that a text calls and that compute.
