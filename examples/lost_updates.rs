@@ -1,26 +1,14 @@
 //! Weights of 1 that Adam changes by 0.0001 in each step: in fp16 and bf16 they stay at 1, and with master weights they
 //! follow f32 weights. Prints a table and draws a plot.
 //!
-//! `cargo run --example lost_updates -- lost-updates.svg`
+//! `cargo run --features insight --example lost_updates -- lost-updates.svg`
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
 use tch::{Device, Kind, Tensor};
+use tch_amp::insight::html::{Plot, Series, Spacing};
 use tch_amp::optim::{Adam, MasterWeights};
-
-#[path = "../src/insight/html/axis.rs"]
-#[allow(dead_code, clippy::duplicate_mod, reason = "logarithms are for others")]
-mod axis;
-#[path = "../src/insight/html/escape.rs"]
-#[allow(clippy::duplicate_mod, reason = "the recipes use it, too")]
-mod escape;
-#[path = "../src/insight/html/plot.rs"]
-#[allow(dead_code, clippy::duplicate_mod, reason = "nothing is smoothed here")]
-mod plot;
-
-use axis::{Axis, Spacing};
-use plot::{Plot, Series};
 
 const STEPS: i64 = 500;
 const LR: f64 = 1e-4;
@@ -182,27 +170,21 @@ fn series(run: &Run, steps: &[Tensor]) -> Series {
     let points = |value: &dyn Fn(&Tensor) -> f64| {
         steps.iter().enumerate().map(|(step, weights)| (step as f64, value(weights))).collect()
     };
+    if run.masters != RANDOM {
+        return Series::line(run.name, run.label, points(&mean));
+    }
     // With stochastic rounding, a single weight is drawn as well.
-    let (raw, label) = match run.masters {
-        RANDOM => {
-            (points(&|w| w.double_value(&[0])), "bf16, stochastic rounding (thin line: one weight)")
-        }
-        _ => (Vec::new(), run.label),
-    };
-    Series { name: run.name, label, curve: points(&mean), raw, marks: Vec::new() }
+    let label = "bf16, stochastic rounding (thin line: one weight)";
+    Series::line(run.name, label, points(&mean)).faint(points(&|w| w.double_value(&[0])))
 }
 
 /// The SVG file: the plot with a style of its own.
 fn picture(seen: &[Vec<Tensor>]) -> String {
     let series: Vec<_> = RUNS.iter().zip(seen).map(|(run, steps)| series(run, steps)).collect();
-    let points = || series.iter().flat_map(|series| series.curve.iter().chain(&series.raw));
-    let x = Axis::over("step of Adam with a learning rate of 0.0001", Spacing::Linear, {
-        points().map(|point| point.0)
-    });
-    let y = Axis::over("mean of 256 weights", Spacing::Linear, points().map(|point| point.1));
+    let labels = ["step of Adam with a learning rate of 0.0001", "mean of 256 weights"];
     let description =
         "Weights of 1 under small updates: plain fp16 and bf16 stay at 1, the others change";
-    let svg = Plot { description, x, y, series, mark_name: "" }.svg();
+    let svg = Plot::new(description, labels, Spacing::Linear, series).svg();
     let (opening, rest) = svg.split_once('>').unwrap_or((&svg, ""));
     let namespace = "xmlns=\"http://www.w3.org/2000/svg\"";
     format!("{opening} {namespace} width=\"760\" height=\"340\">\n<style>{STYLE}</style>{rest}")

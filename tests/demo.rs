@@ -53,7 +53,7 @@ fn run(options: &Options) -> anyhow::Result<Vec<RunResult>> {
 }
 
 fn html() -> String {
-    report::page(&RUNS, &Facts::gather(&options()).unwrap(), &GPT).finish()
+    report::page(&RUNS, &Facts::gather(&options()).unwrap(), &GPT).to_html()
 }
 
 #[test]

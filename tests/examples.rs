@@ -286,7 +286,7 @@ fn inference_runs() -> anyhow::Result<()> {
     let compared = inference::run(Device::Cpu, &file, 32, 3)?;
     anyhow::ensure!(compared.table.rows().len() == 4, "{compared:?}");
     // The report can be made, too.
-    inference::page(&compared, Device::Cpu).finish();
+    inference::page(&compared, Device::Cpu).to_html();
     let inference::Compared { inputs, outputs, .. } = compared;
     let Some(oracle) = Oracle::find("inference.py") else { return Ok(()) };
     let request = json!({ "shape": inputs.size(), "bits": bits::hex(&inputs) }).to_string();

@@ -151,6 +151,7 @@ only_send!(Scheduler);
 
 #[cfg(feature = "insight")]
 mod insight {
+    use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
     use tch_amp::insight::{
         AtScale, Audit, AuditedGradient, AuditedOutput, AuditedPart, AutocastList, CastReason,
         CastRow, Cause, Culprit, Explanation, Exponents, Gain, HealthReport, HistoryReport,
@@ -159,6 +160,7 @@ mod insight {
         Suspicion, Tracer, Values, Verdict, Wrappers,
     };
 
+    send_and_sync!(Document, Plot, Series, Spacing, Table);
     send_and_sync!(
         AtScale,
         Audit,

@@ -5,9 +5,7 @@ use super::table::{table, verdict};
 use super::train::{GROWTH_INTERVAL, RunResult};
 use crate::gpt::report as gpt_report;
 use crate::gpt::train::Run;
-use crate::recipe::Page;
-use crate::recipe::axis::Spacing;
-use crate::recipe::plot::{Plot, Series};
+use tch_amp::insight::html::{Document, Plot, Series, Spacing};
 
 const SMOOTHING: f64 = 0.9;
 
@@ -25,8 +23,8 @@ const FOOTER: &str = r#"<footer>Data: <em>Optical Recognition of Handwritten Dig
 CC BY 4.0.</footer>"#;
 
 /// The whole page, with the runs of the GPT first, if there are any.
-pub fn page(results: &[RunResult], facts: &Facts, gpt: &[Run]) -> Page {
-    let mut page = Page::new("Mixed precision on this computer");
+pub fn page(results: &[RunResult], facts: &Facts, gpt: &[Run]) -> Document {
+    let mut page = Document::new("Mixed precision on this computer");
     if let [fp32, bf16] = gpt {
         page = page.result(&gpt_report::verdict(fp32, bf16));
         page = gpt_report::section(page, gpt);
@@ -82,7 +80,7 @@ pub fn loss_plot(results: &[RunResult]) -> Plot {
         let name = run.precision.name();
         Series::smoothed(name, name, points.collect(), SMOOTHING)
     };
-    Plot::over(
+    Plot::new(
         "Training loss per step of the three runs",
         ["step", "loss (cross-entropy, nats)"],
         Spacing::Log10,
@@ -92,13 +90,13 @@ pub fn loss_plot(results: &[RunResult]) -> Plot {
 
 /// The scale over time, with one series for each run that has a scaler. Crosses mark the skipped steps.
 pub fn scale_plot(results: &[RunResult]) -> Plot {
-    let plot = Plot::over(
+    Plot::new(
         "Loss scale per step of the fp16 run",
         ["step", "loss scale"],
         Spacing::Log2,
         results.iter().filter_map(scale_series).collect(),
-    );
-    Plot { mark_name: "step skipped: the gradients overflowed at this scale", ..plot }
+    )
+    .mark_name("step skipped: the gradients overflowed at this scale")
 }
 
 fn scale_series(run: &RunResult) -> Option<Series> {
@@ -112,5 +110,5 @@ fn scale_series(run: &RunResult) -> Option<Series> {
         }
     }
     let name = run.precision.name();
-    Some(Series { marks, ..Series::line(name, name, curve) })
+    Some(Series::line(name, name, curve).marks(marks))
 }

@@ -2,7 +2,8 @@
 
 use super::train::RunResult;
 use crate::recipe::Precision;
-use crate::recipe::table::{Table, mebibytes, or_dash};
+use crate::recipe::report::{mebibytes, or_dash};
+use tch_amp::insight::html::Table;
 
 /// Medians within this ratio of each other are not reported as different.
 const SAME_SPEED: f64 = 1.1;

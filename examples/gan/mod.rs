@@ -109,6 +109,6 @@ pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
     let options = Options { log_every: 5, ..Options::new(common) };
     let run = train(&options, device, &Interrupt::never(), &Progress::silent())?;
     // The report of the run can be made, too.
-    report::page(&options, &run, device).finish();
+    report::page(&options, &run, device).to_html();
     Ok(run)
 }

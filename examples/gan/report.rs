@@ -4,12 +4,11 @@ use super::Run;
 use super::measure::{self, SCALES};
 use super::options::Options;
 use super::ring::{MODES, RADIUS};
-use crate::recipe::axis::{Axis, Spacing};
-use crate::recipe::plot::{Plot, Series};
-use crate::recipe::table::{Table, or_dash};
-use crate::recipe::{Page, Precision, computer, log, print};
+use crate::recipe::report::or_dash;
+use crate::recipe::{self, Precision, computer, print};
 use anyhow::Result;
 use tch::{Device, Kind};
+use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
 /// How many points of the generator are drawn.
 const DRAWN: i64 = 400;
@@ -20,19 +19,7 @@ const SHOWN: f64 = 3.0;
 /// Prints the table, and writes the report.
 pub fn write(options: &Options, run: &Run, device: Device) -> Result<()> {
     print(table(options, run));
-    if let Some(folder) = &options.common.logs {
-        let csv = folder.join(log::CSV);
-        print(format_args!(
-            "Log: {}, and tensorboard --logdir {}",
-            csv.display(),
-            folder.display()
-        ));
-    }
-    if let Some(path) = &options.common.out {
-        page(options, run, device).write(path)?;
-        print(format_args!("Report: {}", path.display()));
-    }
-    Ok(())
+    recipe::report::write(&options.common, 1, || page(options, run, device))
 }
 
 /// The result in numbers.
@@ -61,10 +48,10 @@ pub fn table(options: &Options, run: &Run) -> Table {
 }
 
 /// The report.
-pub fn page(options: &Options, run: &Run, device: Device) -> Page {
+pub fn page(options: &Options, run: &Run, device: Device) -> Document {
     let (steps, amp) = (options.common.steps, options.common.amp);
     let covered = run.log.last(measure::COVERED).unwrap_or(0.0);
-    let page = Page::new("A generator and a discriminator")
+    let page = Document::new("A generator and a discriminator")
         .result(&format!(
             "After {steps} steps in {}, the generator covers {covered} of {MODES} modes.",
             amp.name()
@@ -113,23 +100,21 @@ const OF_SCALES: [Line; 3] = [
 fn plot(run: &Run, label: &'static str, spacing: Spacing, lines: &[Line]) -> Plot {
     let series =
         lines.iter().map(|(class, name, column)| Series::line(class, name, run.log.series(column)));
-    Plot::over(label, ["step", label], spacing, series.collect())
+    Plot::new(label, ["step", label], spacing, series.collect())
 }
 
 /// Points of the generator on the ring.
 fn points(run: &Run) -> Plot {
     let angle = |i: i32| f64::from(i) * std::f64::consts::TAU / 128.0;
     let ring = (0..=128).map(|i| (RADIUS * angle(i).cos(), RADIUS * angle(i).sin())).collect();
-    let mut series = Series::line("second", "ring of the modes", ring);
     let drawn = run.points.narrow(0, 0, DRAWN.min(run.points.size()[0])).to_device(Device::Cpu);
     let numbers = Vec::<f64>::try_from(drawn.to_kind(Kind::Double).view(-1)).unwrap_or_default();
     let (points, _) = numbers.as_chunks::<2>();
     let points = points.iter().filter(|point| point.iter().all(|x| x.abs() <= SHOWN));
-    series.marks = points.map(|[x, y]| (*x, *y, format!("{x:.2}, {y:.2}"))).collect();
-    let mut plot = Plot::over("Points of the generator", ["x", "y"], Spacing::Linear, vec![series]);
+    let marks = points.map(|[x, y]| (*x, *y, format!("{x:.2}, {y:.2}"))).collect();
+    let series = Series::line("second", "ring of the modes", ring).marks(marks);
     // The ring would fill the plot otherwise, whose axes span the line alone.
-    [plot.x, plot.y] =
-        ["x", "y"].map(|name| Axis::over(name, Spacing::Linear, [-SHOWN, SHOWN].into_iter()));
-    plot.mark_name = "a point of the generator";
-    plot
+    Plot::new("Points of the generator", ["x", "y"], Spacing::Linear, vec![series])
+        .ranges([-SHOWN, SHOWN], [-SHOWN, SHOWN])
+        .mark_name("a point of the generator")
 }

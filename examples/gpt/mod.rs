@@ -135,7 +135,7 @@ pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
     let (options, text) = small(amp, steps)?;
     let run = run_alone(&options, &text, device, &Interrupt::never())?;
     // The report of the run can be made, too.
-    report::page(&options, &run, &text.origin, device, &Ranks::alone()).finish();
+    report::page(&options, &run, &text.origin, device, &Ranks::alone()).to_html();
     Ok(run)
 }
 

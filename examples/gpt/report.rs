@@ -3,12 +3,11 @@
 use super::Run;
 use super::measure;
 use super::options::Options;
-use crate::recipe::axis::Spacing;
-use crate::recipe::plot::{Plot, Series};
-use crate::recipe::table::{Table, mebibytes, or_dash};
-use crate::recipe::{Page, Precision, Ranks, computer, log, print};
+use crate::recipe::report::{mebibytes, or_dash};
+use crate::recipe::{self, Precision, Ranks, computer, print};
 use anyhow::Result;
 use tch::Device;
+use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
 /// The lines of the log over which the last loss is averaged, but no more than half of them.
 const LAST: usize = 5;
@@ -21,20 +20,8 @@ pub fn write(
     device: Device,
     ranks: &Ranks,
 ) -> Result<()> {
-    print(format_args!("{}\n{}", table(options, run), run.sample));
-    if let Some(folder) = &options.common.logs {
-        let csv = folder.join(log::CSV);
-        print(format_args!(
-            "\nLog: {}, and tensorboard --logdir {}",
-            csv.display(),
-            folder.display()
-        ));
-    }
-    if let Some(path) = &options.common.out {
-        page(options, run, origin, device, ranks).write(path)?;
-        print(format_args!("Report: {}", path.display()));
-    }
-    Ok(())
+    print(format_args!("{}\n{}\n", table(options, run), run.sample));
+    recipe::report::write(&options.common, 1, || page(options, run, origin, device, ranks))
 }
 
 /// The result in numbers.
@@ -65,10 +52,10 @@ pub fn table(options: &Options, run: &Run) -> Table {
 }
 
 /// The report.
-pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &Ranks) -> Page {
+pub fn page(options: &Options, run: &Run, origin: &str, device: Device, ranks: &Ranks) -> Document {
     let steps = options.common.steps;
     let held_out = run.log.last(measure::HELD_OUT).unwrap_or(f64::NAN);
-    let page = Page::new("A GPT over bytes")
+    let page = Document::new("A GPT over bytes")
         .result(&format!(
             "After {steps} steps in {}, the averaged weights predict held-out text with a loss of {held_out:.3} nats \
              per byte.",
@@ -106,12 +93,12 @@ fn loss_plot(run: &Run) -> Plot {
     let held_out = run.log.series(measure::HELD_OUT);
     series.push(Series::line("second", "held-out text, averaged weights", held_out));
     let labels = ["step", "loss (nats per byte)"];
-    Plot::over("Loss on the training text and on held-out text", labels, Spacing::Linear, series)
+    Plot::new("Loss on the training text and on held-out text", labels, Spacing::Linear, series)
 }
 
 fn plot(run: &Run, column: &str, label: &'static str, spacing: Spacing) -> Plot {
     let series = vec![Series::line("first", label, run.log.series(column))];
-    Plot::over(label, ["step", label], spacing, series)
+    Plot::new(label, ["step", label], spacing, series)
 }
 
 fn facts(

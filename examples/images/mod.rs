@@ -193,7 +193,7 @@ pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
     let (options, data) = small(amp, steps)?;
     let run = run_alone(&options, &data, device, &Interrupt::never())?;
     // The report of the run can be made, too.
-    report::page(&options, std::slice::from_ref(&run), &data, device, &Ranks::alone()).finish();
+    report::page(&options, std::slice::from_ref(&run), &data, device, &Ranks::alone()).to_html();
     Ok(run)
 }
 

@@ -4,12 +4,11 @@ use super::data::Data;
 use super::measure::{self, Tested};
 use super::options::Options;
 use super::{Run, train};
-use crate::recipe::axis::Spacing;
-use crate::recipe::plot::{Plot, Series};
-use crate::recipe::table::{Table, mebibytes, or_dash};
-use crate::recipe::{Page, Ranks, computer, log, print};
+use crate::recipe::report::{mebibytes, or_dash};
+use crate::recipe::{self, Ranks, computer, print};
 use anyhow::Result;
 use tch::Device;
+use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
 /// Prints the tables, and writes the report.
 pub fn write(
@@ -26,19 +25,7 @@ pub fn write(
             tested.averaged.scores_table(&data.labels, "images")
         ));
     }
-    if let Some(folder) = &options.common.logs {
-        let csv = folder.join(if runs.len() > 1 { "*" } else { "" }).join(log::CSV);
-        print(format_args!(
-            "Log: {}, and tensorboard --logdir {}",
-            csv.display(),
-            folder.display()
-        ));
-    }
-    if let Some(path) = &options.common.out {
-        page(options, runs, data, device, ranks).write(path)?;
-        print(format_args!("Report: {}", path.display()));
-    }
-    Ok(())
+    recipe::report::write(&options.common, runs.len(), || page(options, runs, data, device, ranks))
 }
 
 /// The result in numbers, with a row for each run.
@@ -78,8 +65,14 @@ pub fn table(runs: &[Run]) -> Table {
 }
 
 /// The report.
-pub fn page(options: &Options, runs: &[Run], data: &Data, device: Device, ranks: &Ranks) -> Page {
-    let mut page = Page::new("A residual network on images");
+pub fn page(
+    options: &Options,
+    runs: &[Run],
+    data: &Data,
+    device: Device,
+    ranks: &Ranks,
+) -> Document {
+    let mut page = Document::new("A residual network on images");
     for run in runs {
         if let Some(tested) = &run.tested {
             page = page.result(&format!(
@@ -130,7 +123,7 @@ fn plot(runs: &[Run], description: &'static str, column: &str, label: &'static s
         Series::smoothed(name, name, points, keep)
     };
     let series = runs.iter().map(line).collect();
-    Plot::over(description, ["step", label], Spacing::Linear, series)
+    Plot::new(description, ["step", label], Spacing::Linear, series)
 }
 
 fn facts(

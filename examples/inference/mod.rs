@@ -5,12 +5,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::recipe::options::below_target;
-use crate::recipe::table::or_dash;
-use crate::recipe::{Page, Table, computer, print};
+use crate::recipe::report::or_dash;
+use crate::recipe::{computer, print};
 use anyhow::{Context, Result, ensure};
 use tch::nn::{self, ModuleT, VarStore};
 use tch::{CModule, Cuda, Device, Kind, Tensor, no_grad};
 use tch_amp::autocast::is_autocast_enabled;
+use tch_amp::insight::html::{Document, Table};
 use tch_amp::policy::{KeepF32, keep_in_f32};
 use tch_amp::{Autocast, Policy};
 
@@ -175,9 +176,9 @@ pub fn run(device: Device, file: &Path, rows: i64, times: usize) -> Result<Compa
 }
 
 /// The report.
-pub fn page(compared: &Compared, device: Device) -> Page {
+pub fn page(compared: &Compared, device: Device) -> Document {
     let products = format!("{LAYERS} matrix products, width {WIDTH}, a norm");
-    Page::new("Inference in bf16")
+    Document::new("Inference in bf16")
         .table(&compared.table)
         .note(&format!(
             "Relative error: the distance from the outputs in f32, divided by their norm; roundings to bf16 explain up \

@@ -1,8 +1,8 @@
 //! How well classes are told apart.
 
-use super::Table;
 use anyhow::Result;
 use tch::Tensor;
+use tch_amp::insight::html::Table;
 
 /// How often each class has got which answer.
 #[derive(Clone, Debug, PartialEq)]

@@ -2,12 +2,11 @@
 
 use super::options::Options;
 use super::{Run, Task, measure};
-use crate::recipe::axis::Spacing;
-use crate::recipe::plot::{Plot, Series};
-use crate::recipe::table::{Table, or_dash};
-use crate::recipe::{Page, Ranks, computer, log, print};
+use crate::recipe::report::or_dash;
+use crate::recipe::{self, Ranks, computer, print};
 use anyhow::Result;
 use tch::Device;
+use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
 /// Prints the tables, and writes the report.
 pub fn write(
@@ -24,19 +23,7 @@ pub fn write(
         run.test.scores_table(labels, "sentences")
     ));
     print(format_args!("Rows: the class; columns: the answer\n{}", run.test.matrix(labels)));
-    if let Some(folder) = &options.common.logs {
-        let csv = folder.join(log::CSV);
-        print(format_args!(
-            "Log: {}, and tensorboard --logdir {}",
-            csv.display(),
-            folder.display()
-        ));
-    }
-    if let Some(path) = &options.common.out {
-        page(options, run, task, device, ranks).write(path)?;
-        print(format_args!("Report: {}", path.display()));
-    }
-    Ok(())
+    recipe::report::write(&options.common, 1, || page(options, run, task, device, ranks))
 }
 
 /// The result in numbers.
@@ -65,10 +52,16 @@ pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table {
 }
 
 /// The report.
-pub fn page(options: &Options, run: &Run, task: &Task<'_>, device: Device, ranks: &Ranks) -> Page {
+pub fn page(
+    options: &Options,
+    run: &Run,
+    task: &Task<'_>,
+    device: Device,
+    ranks: &Ranks,
+) -> Document {
     let labels = &task.data.labels;
     let accuracy = 100.0 * run.test.accuracy();
-    Page::new("A BERT that classifies sentences")
+    Document::new("A BERT that classifies sentences")
         .result(&format!(
             "In {}, {accuracy:.1} % of the sentences of the test get the right answer, and {:.1} % if the \
              answer is always the most frequent class.",
@@ -103,12 +96,12 @@ fn loss_plot(run: &Run) -> Plot {
     let mut series = vec![Series::smoothed("first", "training", losses, keep)];
     series.push(Series::line("second", "held-out sentences", run.log.series(measure::HELD_OUT)));
     let labels = ["step", "loss (nats)"];
-    Plot::over("Loss in training and on held-out sentences", labels, Spacing::Linear, series)
+    Plot::new("Loss in training and on held-out sentences", labels, Spacing::Linear, series)
 }
 
 fn plot(run: &Run, column: &str, label: &'static str) -> Plot {
     let series = vec![Series::line("first", label, run.log.series(column))];
-    Plot::over(label, ["step", label], Spacing::Linear, series)
+    Plot::new(label, ["step", label], Spacing::Linear, series)
 }
 
 fn facts(

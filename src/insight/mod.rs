@@ -21,13 +21,13 @@
 //! A [`Profiler`] reports why half precision is not faster: what the operators of an iteration cost, in which dtypes
 //! they ran, and which casts were made for whom.
 //!
-//! A [`Page`] shows all of it in one HTML file.
+//! A [`Page`] shows all of it in one HTML file. [`html`] has what it is made of, for reports of your own.
 
 mod audit;
 mod dtype;
 mod explanation;
 mod health;
-mod html;
+pub mod html;
 mod numbers;
 mod operators;
 mod page;

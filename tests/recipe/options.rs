@@ -79,8 +79,8 @@ fn a_gpt_survives_extreme_options() {
         (common.checkpoints, common.logs, common.out) = (None, None, None);
         let interrupt = if common.steps > 2 { Interrupt::at_once() } else { Interrupt::never() };
         let run = gpt::run_alone(&options, &text, Device::Cpu, &interrupt)?;
-        gpt::report::page(&options, &run, &text.origin, Device::Cpu, &Ranks::alone()).finish();
-        gpt::report::table(&options, &run).html();
+        gpt::report::page(&options, &run, &text.origin, Device::Cpu, &Ranks::alone()).to_html();
+        drop(gpt::report::table(&options, &run).to_string());
         Ok(())
     });
 }
@@ -96,7 +96,7 @@ fn a_gan_survives_extreme_options() {
         let interrupt = if common.steps > 2 { Interrupt::at_once() } else { Interrupt::never() };
         let progress = crate::recipe::Progress::silent();
         let run = gan::train(&options, Device::Cpu, &interrupt, &progress)?;
-        gan::report::page(&options, &run, Device::Cpu).finish();
+        gan::report::page(&options, &run, Device::Cpu).to_html();
         Ok(())
     });
 }
@@ -128,7 +128,7 @@ fn images_survive_extreme_options() {
         let interrupt = if common.steps > 2 { Interrupt::at_once() } else { Interrupt::never() };
         let run = images::run_alone(&options, &data, Device::Cpu, &interrupt)?;
         let (runs, ranks) = (std::slice::from_ref(&run), Ranks::alone());
-        images::report::page(&options, runs, &data, Device::Cpu, &ranks).finish();
+        images::report::page(&options, runs, &data, Device::Cpu, &ranks).to_html();
         Ok(())
     });
 }
@@ -159,7 +159,7 @@ fn a_text_classifier_survives_extreme_options() {
         let run = text_classifier::run_alone(&options, &data, Device::Cpu, &interrupt)?;
         let task = text_classifier::Task::new(&options, &data)?;
         let ranks = Ranks::alone();
-        text_classifier::report::page(&options, &run, &task, Device::Cpu, &ranks).finish();
+        text_classifier::report::page(&options, &run, &task, Device::Cpu, &ranks).to_html();
         Ok(())
     });
 }

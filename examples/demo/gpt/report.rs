@@ -2,10 +2,8 @@
 
 use super::incident::Incident;
 use super::train::{ROWS, Run, SIZE};
-use crate::recipe::Page;
-use crate::recipe::axis::Spacing;
-use crate::recipe::plot::{Plot, Series};
-use crate::recipe::table::{Table, mebibytes};
+use crate::recipe::report::mebibytes;
+use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
 
 /// The steps over which a loss is averaged.
 const LAST: usize = 20;
@@ -51,7 +49,7 @@ pub fn table(runs: &[Run]) -> Table {
 }
 
 /// Adds the section of the page.
-pub fn section(page: Page, runs: &[Run]) -> Page {
+pub fn section(page: Document, runs: &[Run]) -> Document {
     let origin = runs.first().map_or("nothing", |run| &run.origin);
     let sample = runs.iter().rev().find(|run| !run.sample.is_empty());
     let page = page.heading("A small GPT")
@@ -91,7 +89,7 @@ pub fn loss_plot(runs: &[Run]) -> Plot {
         let name = run.precision.name();
         Series::smoothed(name, name, points.collect(), 0.8)
     };
-    Plot::over(
+    Plot::new(
         "Training loss per step of the GPT in both precisions",
         ["step", "loss (nats per byte)"],
         Spacing::Linear,

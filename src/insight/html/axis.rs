@@ -1,7 +1,7 @@
 //! The axes of the plots: the positions of values, and the ticks.
 
 /// The spacing of values along an axis, which determines the ticks.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spacing {
     /// Linear, with ticks at 1, 2 or 5 times a power of ten.
     Linear,
@@ -12,10 +12,10 @@ pub enum Spacing {
 }
 
 /// One axis: a range of values and their spacing.
-#[derive(Clone, Copy, Debug)]
-pub struct Axis {
+#[derive(Clone, Debug)]
+pub(super) struct Axis {
     /// What the axis measures, with its unit.
-    pub label: &'static str,
+    pub(super) label: String,
     spacing: Spacing,
     min: f64,
     max: f64,
@@ -23,18 +23,18 @@ pub struct Axis {
 
 /// A labelled position on an axis.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Tick {
+pub(super) struct Tick {
     /// The value it marks.
-    pub value: f64,
+    pub(super) value: f64,
     /// The text of the value.
-    pub label: String,
+    pub(super) label: String,
 }
 
 impl Axis {
     /// An axis over all of `values`, widened to whole powers where the spacing is logarithmic.
     ///
     /// Values that cannot be drawn (not finite, or not positive on a logarithmic axis) are left out.
-    pub fn over(label: &'static str, spacing: Spacing, values: impl Iterator<Item = f64>) -> Self {
+    pub(super) fn over(label: &str, spacing: Spacing, values: impl Iterator<Item = f64>) -> Self {
         let drawable =
             |value: &f64| value.is_finite() && (spacing == Spacing::Linear || *value > 0.0);
         let (min, max) = values
@@ -45,11 +45,11 @@ impl Axis {
             Spacing::Linear => apart(min, max),
             Spacing::Log10 | Spacing::Log2 => whole_powers(spacing.base(), min, max),
         };
-        Self { label, spacing, min, max }
+        Self { label: label.to_owned(), spacing, min, max }
     }
 
     /// The position of `value`, from 0 at the low end to 1 at the high end. Values outside are moved to the nearer end.
-    pub fn position(&self, value: f64) -> f64 {
+    pub(super) fn position(&self, value: f64) -> f64 {
         let fraction = match self.spacing {
             Spacing::Linear => (value - self.min) / (self.max - self.min),
             Spacing::Log10 | Spacing::Log2 => (value / self.min).ln() / (self.max / self.min).ln(),
@@ -57,8 +57,13 @@ impl Axis {
         if fraction.is_nan() { 0.0 } else { fraction.clamp(0.0, 1.0) }
     }
 
+    /// The same axis over other values.
+    pub(super) fn respanned(&self, values: impl Iterator<Item = f64>) -> Self {
+        Self::over(&self.label, self.spacing, values)
+    }
+
     /// About five to ten labelled values inside the range.
-    pub fn ticks(&self) -> Vec<Tick> {
+    pub(super) fn ticks(&self) -> Vec<Tick> {
         match self.spacing {
             Spacing::Linear => linear_ticks(self.min, self.max),
             Spacing::Log10 | Spacing::Log2 => power_ticks(self.spacing.base(), self.min, self.max),

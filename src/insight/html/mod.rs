@@ -1,10 +1,41 @@
-//! What HTML pages are made of: plots, heat maps and tables. The recipes in `examples` include these files, too, so
-//! they use nothing of the crate.
-#![allow(dead_code, reason = "each page uses a part of it")]
+//! Pages, plots and tables for reports: each report is one HTML file that contains everything it shows.
+//!
+//! A [`Document`] is built from top to bottom. Its plots are SVG, drawn from [`Series`] of points, and its [`Table`]s
+//! also print as text. Every text is escaped.
+//!
+//! The style sheet has a colour for each of the classes `first`, `second` and `third`, and of `fp32`, `bf16` and
+//! `fp16`: the class of a series, and the first cell of a row in a table.
+//!
+//! # Examples
+//!
+//! ```
+//! use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
+//!
+//! let losses: Vec<_> = (1..=100).map(|step| (f64::from(step), 1.0 / f64::from(step))).collect();
+//! let mut table = Table::new(["run", "final loss"]);
+//! table.row(["bf16".to_owned(), format!("{:.3}", losses[99].1)]);
+//! println!("{table}");
+//!
+//! let loss = Series::smoothed("bf16", "training", losses, 0.9);
+//! let plot = Plot::new("Loss in training", ["step", "loss"], Spacing::Log10, vec![loss]);
+//! let html = Document::new("A run in bf16").table(&table).heading("Loss").plot(&plot).to_html();
+//! assert!(html.contains("<h2>Loss</h2>") && html.contains("<svg"));
+//! ```
 
-pub(super) mod axis;
-pub(super) mod escape;
-pub(super) mod heat_map;
-pub(super) mod page;
-pub(super) mod plot;
-pub(super) mod table;
+mod axis;
+mod document;
+mod heat_map;
+mod plot;
+mod table;
+
+pub use axis::Spacing;
+pub use document::Document;
+pub(super) use heat_map::{Bound, Cell, HeatMap};
+pub use plot::{Plot, Series};
+pub use table::Table;
+pub(super) use table::or_dash;
+
+/// Returns a text as HTML shows it, also in an attribute.
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}

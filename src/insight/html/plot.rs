@@ -1,10 +1,10 @@
-//! Line plots as inline SVG: a horizontal axis, a vertical axis, and a legend above.
-//!
-//! The style sheet sets colours and fonts: the name of a series is its CSS class.
+//! Line plots as inline SVG: a horizontal axis, a vertical axis, and a legend above. The style sheet sets colours and
+//! fonts.
+
+use std::fmt::Write;
 
 use super::axis::{Axis, Spacing, Tick};
-use super::escape::escape;
-use std::fmt::Write;
+use super::escape;
 
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 340.0;
@@ -20,70 +20,92 @@ const ROW: f64 = 20.0;
 #[derive(Clone, Debug)]
 pub struct Series {
     /// The CSS class of everything that belongs to the series.
-    pub name: &'static str,
-    /// Shown in the legend.
-    pub label: &'static str,
-    /// Drawn as the main line, class `curve`.
-    pub curve: Vec<(f64, f64)>,
-    /// Drawn faintly below the curves, class `raw`; may be empty.
-    pub raw: Vec<(f64, f64)>,
-    /// Crosses, class `mark`, each with the text that a pointer over it shows.
-    pub marks: Vec<(f64, f64, String)>,
+    class: String,
+    label: String,
+    /// The main line.
+    curve: Vec<(f64, f64)>,
+    /// Drawn faintly below the main lines; may be empty.
+    faint: Vec<(f64, f64)>,
+    /// Crosses, each with the text that a pointer over it shows.
+    marks: Vec<(f64, f64, String)>,
 }
 
 impl Series {
-    /// A line without anything else.
-    pub fn line(name: &'static str, label: &'static str, curve: Vec<(f64, f64)>) -> Self {
-        Self { name, label, curve, raw: Vec::new(), marks: Vec::new() }
+    /// Creates a line through these points, with its name in the legend. Its CSS class gives it a colour; see the
+    /// [module](super).
+    pub fn line(class: &str, label: &str, points: Vec<(f64, f64)>) -> Self {
+        let (class, label) = (class.to_owned(), label.to_owned());
+        Self { class, label, curve: points, faint: Vec::new(), marks: Vec::new() }
     }
 
-    /// The moving average of points as the main line, and the points themselves faintly below it.
-    pub fn smoothed(
-        name: &'static str,
-        label: &'static str,
-        points: Vec<(f64, f64)>,
-        keep: f64,
-    ) -> Self {
+    /// Creates a line through the exponential moving average of these points, of which each value keeps the share
+    /// `keep` of the one before it, and draws the points themselves as a faint line.
+    pub fn smoothed(class: &str, label: &str, points: Vec<(f64, f64)>, keep: f64) -> Self {
         let values: Vec<f64> = points.iter().map(|point| point.1).collect();
         let smooth = points.iter().zip(smooth(&values, keep)).map(|(point, y)| (point.0, y));
-        Self { name, label, curve: smooth.collect(), raw: points, marks: Vec::new() }
+        Self::line(class, label, smooth.collect()).faint(points)
+    }
+
+    /// Draws a second, faint line below the main lines of the plot.
+    pub fn faint(self, points: Vec<(f64, f64)>) -> Self {
+        Self { faint: points, ..self }
+    }
+
+    /// Draws crosses, each with the text that a pointer over it shows. They do not widen the axes.
+    pub fn marks(self, marks: Vec<(f64, f64, String)>) -> Self {
+        Self { marks, ..self }
+    }
+
+    /// The points of its lines.
+    fn points(&self) -> impl Iterator<Item = &(f64, f64)> {
+        self.faint.iter().chain(&self.curve)
     }
 }
 
-/// A plot, ready to be drawn.
+/// A plot of lines over two axes, with a legend.
 #[derive(Clone, Debug)]
 pub struct Plot {
     /// The text alternative of the plot.
-    pub description: &'static str,
-    /// The horizontal axis.
-    pub x: Axis,
-    /// The vertical axis.
-    pub y: Axis,
-    /// The lines; later ones are drawn over earlier ones.
-    pub series: Vec<Series>,
+    description: String,
+    x: Axis,
+    y: Axis,
+    /// Later ones are drawn over earlier ones.
+    series: Vec<Series>,
     /// What a cross means, for the legend; empty without crosses.
-    pub mark_name: &'static str,
+    mark_name: String,
 }
 
 impl Plot {
-    /// A plot whose axes, with these labels, span everything that the series draw. The horizontal one is linear.
-    pub fn over(
-        description: &'static str,
-        [x, y]: [&'static str; 2],
+    /// Creates a plot with a description for those who do not see it, whose axes, with these labels, span the lines of
+    /// the series. The horizontal axis is linear; `spacing` is that of the vertical one.
+    pub fn new(
+        description: &str,
+        [x, y]: [&str; 2],
         spacing: Spacing,
         series: Vec<Series>,
     ) -> Self {
-        let drawn = || series.iter().flat_map(|series| series.raw.iter().chain(&series.curve));
+        let drawn = || series.iter().flat_map(Series::points);
         Self {
-            description,
+            description: description.to_owned(),
             x: Axis::over(x, Spacing::Linear, drawn().map(|point| point.0)),
             y: Axis::over(y, spacing, drawn().map(|point| point.1)),
             series,
-            mark_name: "",
+            mark_name: String::new(),
         }
     }
 
-    /// The `<svg>` element.
+    /// Adds the crosses to the legend, with what they mean.
+    pub fn mark_name(self, name: &str) -> Self {
+        Self { mark_name: name.to_owned(), ..self }
+    }
+
+    /// Sets the ranges of the horizontal and of the vertical axis. Points outside are drawn at the edge.
+    pub fn ranges(self, x: [f64; 2], y: [f64; 2]) -> Self {
+        let (x, y) = (self.x.respanned(x.into_iter()), self.y.respanned(y.into_iter()));
+        Self { x, y, ..self }
+    }
+
+    /// Returns the `<svg>` element.
     pub fn svg(&self) -> String {
         let mut svg = String::new();
         write_all(&mut svg, self).unwrap_or_default();
@@ -112,17 +134,17 @@ impl Plot {
             x += width;
             (x - width, row)
         };
-        let marks = Some(self.mark_name).filter(|name| !name.is_empty());
-        self.series.iter().map(|series| series.label).chain(marks).map(place).collect()
+        let marks = Some(self.mark_name.as_str()).filter(|name| !name.is_empty());
+        self.series.iter().map(|series| series.label.as_str()).chain(marks).map(place).collect()
     }
 }
 
 fn write_all(svg: &mut String, plot: &Plot) -> std::fmt::Result {
-    let description = plot.description;
+    let description = escape(&plot.description);
     writeln!(svg, r#"<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{description}">"#)?;
     write_axes(svg, plot)?;
     for series in &plot.series {
-        write_line(svg, plot, series, "raw", &series.raw)?;
+        write_line(svg, plot, series, "raw", &series.faint)?;
     }
     for series in &plot.series {
         write_line(svg, plot, series, "curve", &series.curve)?;
@@ -152,9 +174,14 @@ fn write_axes(svg: &mut String, plot: &Plot) -> std::fmt::Result {
     }
     writeln!(svg, r#"<path class="axis" d="M{LEFT} {top}V{bottom}H{end}"/>"#)?;
     let (x, y) = ((LEFT + end) / 2.0, (top + bottom) / 2.0);
-    writeln!(svg, r#"<text class="label" x="{x}" y="{}">{}</text>"#, HEIGHT - 8.0, plot.x.label)?;
+    writeln!(
+        svg,
+        r#"<text class="label" x="{x}" y="{}">{}</text>"#,
+        HEIGHT - 8.0,
+        escape(&plot.x.label)
+    )?;
     let turned = format!("translate(15 {y}) rotate(-90)");
-    writeln!(svg, r#"<text class="label" transform="{turned}">{}</text>"#, plot.y.label)
+    writeln!(svg, r#"<text class="label" transform="{turned}">{}</text>"#, escape(&plot.y.label))
 }
 
 fn write_line(
@@ -167,7 +194,7 @@ fn write_line(
     if points.is_empty() {
         return Ok(());
     }
-    write!(svg, r#"<polyline class="{class} {}" points=""#, series.name)?;
+    write!(svg, r#"<polyline class="{class} {}" points=""#, escape(&series.class))?;
     for &point in points {
         let (x, y) = plot.at(point);
         write!(svg, "{x:.1},{y:.1} ")?;
@@ -192,26 +219,30 @@ fn write_legend(svg: &mut String, plot: &Plot) -> std::fmt::Result {
     let y = TOP - 24.0;
     for (series, (x, row)) in plot.series.iter().zip(plot.legend()) {
         let (end, text, y) = (x + 30.0, x + 37.0, y + row * ROW);
-        let class = format!("curve {}", series.name);
+        let class = format!("curve {}", escape(&series.class));
         writeln!(svg, r#"<line class="{class}" x1="{x}" y1="{y}" x2="{end}" y2="{y}"/>"#)?;
         writeln!(
             svg,
             r#"<text class="legend" x="{text}" y="{}">{}</text>"#,
             y + 4.0,
-            series.label
+            escape(&series.label)
         )?;
     }
     if let Some((x, row)) = plot.legend().get(plot.series.len()) {
         let y = y + row * ROW;
         writeln!(svg, r#"<path class="mark" d="{}"/>"#, cross(x + 6.0, y))?;
         let (x, y) = (x + 18.0, y + 4.0);
-        writeln!(svg, r#"<text class="legend" x="{x}" y="{y}">{}</text>"#, plot.mark_name)?;
+        writeln!(
+            svg,
+            r#"<text class="legend" x="{x}" y="{y}">{}</text>"#,
+            escape(&plot.mark_name)
+        )?;
     }
     Ok(())
 }
 
 /// An exponential moving average without start-up bias: the first value is itself.
-pub fn smooth(values: &[f64], keep: f64) -> Vec<f64> {
+fn smooth(values: &[f64], keep: f64) -> Vec<f64> {
     let (mut sum, mut weight) = (0.0, 0.0);
     values
         .iter()
@@ -227,16 +258,15 @@ pub fn smooth(values: &[f64], keep: f64) -> Vec<f64> {
 mod tests {
     use super::*;
 
-    fn series(label: &'static str) -> Series {
-        let curve = vec![(0.0, 1.0), (10.0, 16.0)];
-        Series { name: "s", label, curve, raw: vec![], marks: vec![] }
+    fn plot(spacing: Spacing, labels: &[&str]) -> Plot {
+        let points = || vec![(0.0, 1.0), (10.0, 16.0)];
+        let series = labels.iter().map(|label| Series::line("s", label, points())).collect();
+        Plot::new("d", ["x", "y"], spacing, series)
     }
 
     #[test]
     fn points_land_where_the_axes_say() {
-        let x = Axis::over("x", Spacing::Linear, [0.0, 10.0].into_iter());
-        let y = Axis::over("y", Spacing::Log2, [1.0, 16.0].into_iter());
-        let plot = Plot { description: "d", x, y, series: vec![series("s")], mark_name: "" };
+        let plot = plot(Spacing::Log2, &["s"]);
         let (left, right, top, bottom) = (LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM);
         let want = format!("{left:.1},{bottom:.1} {right:.1},{top:.1} ");
         assert!(plot.svg().contains(&format!(r#"points="{want}""#)), "{}", plot.svg());
@@ -244,17 +274,35 @@ mod tests {
 
     #[test]
     fn a_long_legend_goes_on_in_the_next_line_and_the_axes_make_room() {
-        let x = Axis::over("x", Spacing::Linear, [0.0, 10.0].into_iter());
-        let series: Vec<_> = (0..6).map(|_| series("twenty letters' name")).collect();
-        let plot = Plot { description: "d", x, y: x, series, mark_name: "crosses" };
+        let plot = plot(Spacing::Linear, &["twenty letters' name"; 6]).mark_name("crosses");
         let legend = plot.legend();
         let rows: Vec<f64> = legend.iter().map(|place| place.1).collect();
         assert_eq!(rows, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 2.0]);
         assert!(legend.iter().all(|place| place.0 >= LEFT && place.0 < WIDTH - 100.0));
         assert_eq!(plot.top(), TOP + 2.0 * ROW);
-        assert_eq!(plot.at((0.0, 10.0)), (LEFT, plot.top()));
+        assert_eq!(plot.at((0.0, 16.0)), (LEFT, plot.top()));
         let few = Plot { series: plot.series[..3].to_vec(), ..plot };
         assert_eq!((few.legend().len(), few.top()), (4, TOP + ROW));
+    }
+
+    #[test]
+    fn ranges_replace_those_of_the_lines() {
+        let plot = plot(Spacing::Linear, &["s"]).ranges([-10.0, 30.0], [0.0, 32.0]);
+        let middle = (LEFT + WIDTH - RIGHT) / 2.0;
+        assert_eq!(plot.at((10.0, 16.0)), (middle, (TOP + HEIGHT - BOTTOM) / 2.0));
+        assert_eq!(plot.at((90.0, -1.0)), (WIDTH - RIGHT, HEIGHT - BOTTOM));
+    }
+
+    #[test]
+    fn every_text_is_escaped() {
+        let hostile = "<script>&\"";
+        let mark = vec![(0.0, 1.0, hostile.to_owned())];
+        let series = Series::line(hostile, hostile, vec![(0.0, 1.0)]).marks(mark);
+        let plot = Plot::new(hostile, [hostile; 2], Spacing::Linear, vec![series]);
+        let svg = plot.mark_name(hostile).svg();
+        assert!(!svg.contains("<script") && !svg.contains("&\""), "{svg}");
+        // The description, two axes, the class of two lines, the legend's two texts, and a cross.
+        assert_eq!(svg.matches("&lt;script&gt;&amp;&quot;").count(), 8, "{svg}");
     }
 
     #[test]

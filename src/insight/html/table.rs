@@ -1,9 +1,10 @@
 //! Tables, as text and as HTML.
 
-use super::escape::escape;
 use std::fmt;
 
-/// A table whose first column names its rows and is aligned to the left.
+use super::escape;
+
+/// A table, as text by `Display` and as HTML, whose first column names its rows and is aligned to the left.
 #[derive(Clone, Debug)]
 pub struct Table {
     header: Vec<String>,
@@ -11,7 +12,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table without rows.
+    /// Creates a table without rows.
     pub fn new<const N: usize>(header: [&str; N]) -> Self {
         Self { header: header.map(str::to_owned).into(), rows: Vec::new() }
     }
@@ -22,13 +23,13 @@ impl Table {
         self.rows.push(cells.into());
     }
 
-    /// The rows.
+    /// Returns the rows.
     pub fn rows(&self) -> &[Vec<String>] {
         &self.rows
     }
 
-    /// The `<table>` element. The class of a row is its name, which gives it the colour of the line in a plot.
-    pub fn html(&self) -> String {
+    /// The `<table>` element. The class of a row is its first cell, which gives it the colour of a line in a plot.
+    pub(super) fn html(&self) -> String {
         let cells = |tag: &str, cells: &[String]| -> String {
             cells.iter().map(|cell| format!("<{tag}>{}</{tag}>", escape(cell))).collect()
         };
@@ -68,13 +69,8 @@ fn line(f: &mut fmt::Formatter<'_>, cells: &[String], widths: &[usize]) -> fmt::
 }
 
 /// A number in a cell, or `-` where there is none.
-pub fn or_dash(cell: Option<impl ToString>) -> String {
+pub(in crate::insight) fn or_dash(cell: Option<impl ToString>) -> String {
     cell.map_or_else(|| "-".to_owned(), |cell| cell.to_string())
-}
-
-/// Bytes in a cell, or `-` where they are not known.
-pub fn mebibytes(bytes: Option<u64>) -> String {
-    or_dash(bytes.map(|bytes| format!("{} MiB", bytes >> 20)))
 }
 
 #[cfg(test)]

@@ -1,16 +1,15 @@
 //! An audit, with the most suspicious parts first.
 
-use super::Html;
 use super::text::milliseconds;
 use crate::insight::audit::Conclusion;
-use crate::insight::html::table::Table;
+use crate::insight::html::{Document, Table};
 use crate::insight::{Audit, AuditedGradient, AuditedOutput, AuditedPart};
 
 /// How many parts are listed.
 const MOST_PARTS: usize = 60;
 
 /// Adds the section of an audit.
-pub(super) fn add(html: Html, audit: &Audit) -> Html {
+pub(super) fn add(html: Document, audit: &Audit) -> Document {
     let clean = audit.parts.iter().filter(|part| part.suspicions.is_empty());
     let parts: Vec<&AuditedPart> = audit.suspicious().into_iter().chain(clean).collect();
     let mut table = Table::new([

@@ -1,8 +1,7 @@
 //! The exponents of the gradients: over time, and of each layer.
 
-use super::Html;
 use crate::insight::HealthReport;
-use crate::insight::html::heat_map::{Bound, Cell, HeatMap};
+use crate::insight::html::{Bound, Cell, Document, HeatMap};
 use crate::insight::{Exponents, LayerHealth};
 
 /// How many reports have a column.
@@ -22,7 +21,7 @@ const SMALLEST: i64 = -24;
 const TOO_LARGE: i64 = 16;
 
 /// Adds the section of the exponents.
-pub(super) fn add(html: Html, health: &[(u64, HealthReport)]) -> Html {
+pub(super) fn add(html: Document, health: &[(u64, HealthReport)]) -> Document {
     let Some((step, last)) = health.last() else { return html };
     let html = html.heading("Exponents of the gradients");
     let html = html.result(last.to_string().lines().next().unwrap_or_default());

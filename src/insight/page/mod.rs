@@ -10,10 +10,9 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::html::page::Page as Html;
+use super::html::Document;
 use super::{Audit, Explanation, HealthReport, HistoryReport, OperatorReport};
-use crate::atomic;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Shows everything that is known of a run in one HTML file with tables and plots, which needs no network: the loss,
 /// the scale with the skipped steps and their culprits, the exponents of the gradients over time, audits with the most
@@ -94,26 +93,28 @@ impl Page {
 
     /// Returns the page as HTML. It refers to no other file.
     pub fn to_html(&self) -> String {
-        let mut html = Html::new(&self.title);
-        html = steps::add(html, self);
-        html = exponents::add(html, &self.health);
-        for audit in &self.audits {
-            html = audits::add(html, audit);
-        }
-        for report in &self.operators {
-            html = operators::add(html, report);
-        }
-        html.finish()
+        self.document().to_html()
     }
 
     /// Writes [`to_html`](Self::to_html) to a file. An older file is replaced as a whole or not at all.
     ///
     /// # Errors
     ///
-    /// [`Error::Save`] if the file cannot be written.
+    /// [`Error::Save`](crate::Error::Save) if the file cannot be written.
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
-        let html = self.to_html();
-        atomic::replace(path.as_ref(), &mut |out| out.write_all(html.as_bytes()))
-            .map_err(Error::Save)
+        self.document().write(path)
+    }
+
+    fn document(&self) -> Document {
+        let mut document = Document::new(&self.title);
+        document = steps::add(document, self);
+        document = exponents::add(document, &self.health);
+        for audit in &self.audits {
+            document = audits::add(document, audit);
+        }
+        for report in &self.operators {
+            document = operators::add(document, report);
+        }
+        document
     }
 }

@@ -1,15 +1,14 @@
 //! What the operators cost.
 
-use super::Html;
 use crate::insight::OperatorReport;
-use crate::insight::html::table::Table;
+use crate::insight::html::{Document, Table};
 use crate::insight::operators::{COLUMNS, Sections, Summary, percent};
 
 /// How many rows the table has.
 const MOST_ROWS: usize = 40;
 
 /// Adds the section of a report.
-pub(super) fn add(html: Html, report: &OperatorReport) -> Html {
+pub(super) fn add(html: Document, report: &OperatorReport) -> Document {
     let mut table = Table::new(COLUMNS);
     for row in report.operators.iter().take(MOST_ROWS) {
         table.row(report.cells(row));

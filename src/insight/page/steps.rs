@@ -2,12 +2,10 @@
 
 use std::collections::HashMap;
 
+use super::Page;
 use super::text::reason;
-use super::{Html, Page};
 use crate::error::Number;
-use crate::insight::html::axis::Spacing;
-use crate::insight::html::plot::{Plot, Series};
-use crate::insight::html::table::{Table, or_dash};
+use crate::insight::html::{Document, Plot, Series, Spacing, Table, or_dash};
 use crate::insight::{Explanation, HistoryReport, SkipCause, StepRecord};
 
 /// How many points of a line are drawn.
@@ -17,7 +15,7 @@ const MOST_POINTS: usize = 2000;
 const MOST_SKIPS: usize = 100;
 
 /// Adds the sections of the steps.
-pub(super) fn add(mut html: Html, page: &Page) -> Html {
+pub(super) fn add(mut html: Document, page: &Page) -> Document {
     let explained: HashMap<u64, &Explanation> =
         page.explanations.iter().map(|explanation| (explanation.iteration, explanation)).collect();
     if let Some(history) = &page.history {
@@ -35,7 +33,11 @@ pub(super) fn add(mut html: Html, page: &Page) -> Html {
     html
 }
 
-fn plots(html: Html, history: &HistoryReport, explained: &HashMap<u64, &Explanation>) -> Html {
+fn plots(
+    html: Document,
+    history: &HistoryReport,
+    explained: &HashMap<u64, &Explanation>,
+) -> Document {
     let html = plot(html, "Loss", "loss", Spacing::Linear, points(history, |step| step.loss));
     let html = scale(html, history, explained);
     let norms = points(history, |step| step.norm.filter(|norm| *norm > 0.0));
@@ -70,38 +72,42 @@ fn thinned(points: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
 }
 
 fn plot(
-    html: Html,
+    html: Document,
     heading: &'static str,
     label: &'static str,
     spacing: Spacing,
     points: Vec<(f64, f64)>,
-) -> Html {
+) -> Document {
     if points.is_empty() {
         return html;
     }
     let series = vec![Series::line("first", label, points)];
-    html.heading(heading).plot(&Plot::over(heading, ["step", label], spacing, series))
+    html.heading(heading).plot(&Plot::new(heading, ["step", label], spacing, series))
 }
 
 /// The scale, with a cross at each skipped step.
-fn scale(html: Html, history: &HistoryReport, explained: &HashMap<u64, &Explanation>) -> Html {
+fn scale(
+    html: Document,
+    history: &HistoryReport,
+    explained: &HashMap<u64, &Explanation>,
+) -> Document {
     let skips = skipped(history);
     let scales = points(history, |step| Some(step.scale).filter(|scale| *scale > 0.0));
     let is_constant = scales.iter().all(|scale| scale.1 == 1.0);
     if scales.is_empty() || (is_constant && skips.is_empty()) {
         return html;
     }
-    let mut series = Series::line("first", "loss scale", scales);
     let mark = |(step, cause): &(&StepRecord, SkipCause)| {
         let number = step.step;
         let why = cause_of(explained.get(&number).copied(), *cause);
         (number as f64, step.scale, format!("step {number} skipped: {why}"))
     };
-    series.marks = skips.iter().map(mark).collect();
+    let marks = skips.iter().map(mark).collect();
+    let series = Series::line("first", "loss scale", scales).marks(marks);
     let labels = ["step", "loss scale"];
     let description = "The loss scale, with the skipped steps";
-    let mut plot = Plot::over(description, labels, Spacing::Log2, vec![series]);
-    plot.mark_name = if skips.is_empty() { "" } else { "skipped step" };
+    let plot = Plot::new(description, labels, Spacing::Log2, vec![series])
+        .mark_name(if skips.is_empty() { "" } else { "skipped step" });
     html.heading("Loss scale").plot(&plot)
 }
 
@@ -124,7 +130,11 @@ fn words(cause: SkipCause) -> &'static str {
 }
 
 /// The table of the skipped steps.
-fn skips(html: Html, history: &HistoryReport, explained: &HashMap<u64, &Explanation>) -> Html {
+fn skips(
+    html: Document,
+    history: &HistoryReport,
+    explained: &HashMap<u64, &Explanation>,
+) -> Document {
     let skipped = skipped(history);
     if skipped.is_empty() {
         return html;

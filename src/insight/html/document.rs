@@ -1,21 +1,22 @@
-//! A report: one HTML file that contains everything it shows.
+//! The page.
 
-use super::escape::escape;
-use super::heat_map::HeatMap;
-use super::plot::Plot;
-use super::table::Table;
 use std::path::Path;
-use std::{fs, io};
 
-/// A page that is built from top to bottom. Every text is escaped, but for that of [`html`](Self::html).
+use super::{HeatMap, Plot, Table, escape};
+use crate::atomic;
+use crate::error::{Error, Result};
+
+/// An HTML page that is built from top to bottom. It refers to no other file, and every text is escaped, except that of
+/// [`html`](Self::html). See the [module](self) for an example.
 #[derive(Clone, Debug)]
-pub struct Page {
+#[must_use = "a document is shown once it is written"]
+pub struct Document {
     title: String,
     body: String,
 }
 
-impl Page {
-    /// A page with this title, which is also its first heading.
+impl Document {
+    /// Creates a page with this title, which is also its first heading.
     pub fn new(title: &str) -> Self {
         let title = escape(title);
         let body = format!("<h1>{title}</h1>\n");
@@ -60,7 +61,7 @@ impl Page {
     }
 
     /// Adds a heat map.
-    pub fn heat_map(self, map: &HeatMap) -> Self {
+    pub(in crate::insight) fn heat_map(self, map: &HeatMap) -> Self {
         self.html(&format!("<figure>{}</figure>", map.svg()))
     }
 
@@ -104,9 +105,9 @@ impl Page {
         self.html(&format!("<{tag}>{text}</{tag}>"))
     }
 
-    /// The whole page.
-    pub fn finish(&self) -> String {
-        let (title, body, style) = (&self.title, &self.body, include_str!("page.css"));
+    /// Returns the page as HTML.
+    pub fn to_html(&self) -> String {
+        let (title, body, style) = (&self.title, &self.body, include_str!("document.css"));
         format!(
             r#"<!DOCTYPE html>
 <html lang="en">
@@ -124,17 +125,15 @@ impl Page {
         )
     }
 
-    /// Writes the page to a file, whose folder is made if it is missing.
+    /// Writes [`to_html`](Self::to_html) to a file. An older file is replaced as a whole or not at all.
     ///
     /// # Errors
     ///
-    /// The error of the operating system, with the path.
-    pub fn write(&self, path: &Path) -> io::Result<()> {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let written = folder.map_or(Ok(()), fs::create_dir_all);
-        written.and_then(|()| fs::write(path, self.finish())).map_err(|error| {
-            io::Error::new(error.kind(), format!("cannot write {}: {error}", path.display()))
-        })
+    /// [`Error::Save`] if the file cannot be written, for instance because its folder does not exist.
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
+        let html = self.to_html();
+        let fill = &mut |out: &mut dyn atomic::Target| out.write_all(html.as_bytes());
+        atomic::replace(path.as_ref(), fill).map_err(Error::Save)
     }
 }
 
@@ -147,7 +146,7 @@ mod tests {
         let hostile = "<script>&\"";
         let mut table = Table::new(["run"]);
         table.row([hostile.to_owned()]);
-        let page = Page::new(hostile)
+        let page = Document::new(hostile)
             .heading(hostile)
             .subheading(hostile)
             .paragraph(hostile)
@@ -157,7 +156,7 @@ mod tests {
             .details(hostile, hostile)
             .table(&table)
             .facts([(hostile, hostile)])
-            .finish();
+            .to_html();
         assert!(!page.contains("<script") && !page.contains("&\""), "{page}");
         // The title, its heading, six elements, two in the details, a class and a cell, and two in the facts.
         assert_eq!(page.matches("&lt;script&gt;&amp;&quot;").count(), 14, "{page}");
