@@ -2,22 +2,17 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
-#[path = "../examples/digits/mod.rs"]
-mod digits;
-#[path = "../examples/demo/gpt/mod.rs"]
-mod gpt;
-#[path = "../examples/recipe/mod.rs"]
-mod recipe;
 
 use common::files::Folder;
 use common::html::unclosed_tags;
-use digits::computer::Facts;
-use digits::options::Options;
-use digits::train::{GROWTH_INTERVAL, RunResult};
-use digits::{report, table};
-use gpt::data::Text;
-use gpt::train::{Options as GptOptions, Run};
-use recipe::{Precision, Ranks};
+use recipes::demo::digits::computer::Facts;
+use recipes::demo::digits::options::Options;
+use recipes::demo::digits::train::{GROWTH_INTERVAL, RunResult};
+use recipes::demo::digits::{report, table};
+use recipes::demo::gpt::train::{Options as GptOptions, Run};
+use recipes::demo::{digits, gpt};
+use recipes::gpt::data::Text;
+use recipes::{Precision, Ranks};
 use std::path::PathBuf;
 use std::sync::{LazyLock, Mutex};
 use tch::Device;
@@ -34,7 +29,7 @@ static RUNS: LazyLock<Vec<RunResult>> = LazyLock::new(|| {
 static GPT: LazyLock<Vec<Run>> = LazyLock::new(|| {
     let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
     let text =
-        Text::new(line.repeat(200).as_bytes(), "one line <&> again and again".into()).unwrap();
+        Text::new(line.repeat(400).as_bytes(), "one line <&> again and again".into()).unwrap();
     let run = |precision| {
         let options = GptOptions { precision, steps: 12, seed: 0, sample: 20 };
         gpt::run(options, &text, Device::Cpu, false).unwrap()

@@ -10,18 +10,6 @@ mod common;
 mod distributed;
 #[path = "../examples/fused.rs"]
 mod fused;
-#[path = "../examples/gan/mod.rs"]
-#[allow(dead_code, reason = "the tests choose the options")]
-mod gan;
-#[path = "../examples/gpt/mod.rs"]
-#[allow(dead_code, reason = "`tests/recipe` runs it as a program")]
-mod gpt;
-#[path = "../examples/images/mod.rs"]
-#[allow(dead_code, reason = "the tests take a few steps")]
-mod images;
-#[path = "../examples/inference/mod.rs"]
-#[allow(dead_code, reason = "the tests choose the file")]
-mod inference;
 #[cfg(feature = "insight")]
 #[path = "../examples/insight.rs"]
 #[allow(dead_code, reason = "the test chooses the path of the page")]
@@ -40,15 +28,10 @@ mod penalty;
 #[path = "../examples/policy.rs"]
 #[allow(dead_code, reason = "the tests choose the options")]
 mod policy;
-#[path = "../examples/recipe/mod.rs"]
-mod recipe;
 #[path = "../examples/resume.rs"]
 mod resume;
 #[path = "../examples/sparsemax.rs"]
 mod sparsemax;
-#[path = "../examples/text_classifier/mod.rs"]
-#[allow(dead_code, reason = "the tests take a few steps")]
-mod text_classifier;
 #[path = "../examples/threads.rs"]
 mod threads;
 #[path = "../examples/train.rs"]
@@ -58,14 +41,15 @@ use anyhow::Context;
 use common::bits;
 use common::files::Folder;
 use common::python::Oracle;
-use recipe::Precision;
+use recipes::Precision;
+use recipes::text_classifier::batch::Sentences;
+use recipes::text_classifier::model::Classifier;
+use recipes::text_classifier::pretrained;
+use recipes::{gan, gpt, images, inference, text_classifier};
 use serde_json::json;
 use std::path::Path;
 use tch::Device;
 use tch::nn::VarStore;
-use text_classifier::batch::Sentences;
-use text_classifier::model::Classifier;
-use text_classifier::pretrained;
 
 #[test]
 fn train_runs() -> anyhow::Result<()> {
@@ -165,7 +149,7 @@ fn gpt_runs() -> anyhow::Result<()> {
     for (amp, steps) in [(Precision::Fp32, 5), (Precision::Bf16, 5), (Precision::Fp16, 2)] {
         let run = gpt::short_run(Device::Cpu, amp, steps)?;
         anyhow::ensure!(run.log.rows().len() == steps as usize, "{run:?}");
-        let loss = run.log.last(gpt::measure::HELD_OUT);
+        let loss = run.log.last(recipes::measure::HELD_OUT);
         anyhow::ensure!(loss.is_some_and(|loss| (4.0..7.0).contains(&loss)), "{run:?}");
     }
     Ok(())
@@ -180,7 +164,7 @@ fn text_classifier_runs() -> anyhow::Result<()> {
         let accuracy = run.test.accuracy();
         anyhow::ensure!(accuracy > 0.9 || amp == Precision::Fp16, "{amp:?}: {run:?}");
         // The best weights are those that were reloaded.
-        let accuracies = run.log.series(text_classifier::measure::ACCURACY);
+        let accuracies = run.log.series(recipes::measure::ACCURACY);
         let best = accuracies.iter().map(|point| point.1).fold(0.0, f64::max);
         anyhow::ensure!(best == run.held_out.accuracy(), "{best}: {run:?}");
     }
@@ -313,12 +297,7 @@ fn every_example_is_run() -> anyhow::Result<()> {
     for entry in std::fs::read_dir(common::python::root().join("examples"))? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        // The demo has a test of its own, `tests/demo.rs`.
-        let is_folder = entry.path().join("main.rs").exists() && name != "demo";
-        if name.ends_with(".rs") || is_folder {
-            let file = if is_folder { format!("{name}/mod.rs") } else { name };
-            anyhow::ensure!(this.contains(&format!("../examples/{file}")), "no test runs {file}");
-        }
+        anyhow::ensure!(this.contains(&format!("../examples/{name}")), "no test runs {name}");
     }
     Ok(())
 }

@@ -18,12 +18,6 @@ use std::sync::Once;
 
 use tch::{Cuda, Device, Kind, Tensor};
 
-/// Is in every suite, so that a run without the features says what it leaves out.
-#[cfg(not(all(feature = "insight", feature = "distributed")))]
-#[test]
-#[ignore = "tests of `insight` and `distributed` are left out: add `--features full`"]
-fn with_every_feature() {}
-
 /// Runs `test` on each of the [`devices`], and prints the device on which it failed.
 pub fn for_each_device(test: impl Fn(Device)) {
     for device in devices() {

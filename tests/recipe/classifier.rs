@@ -4,8 +4,8 @@ use std::fs;
 
 use crate::common::files::Folder;
 use crate::program::{self, Recipe};
-use crate::recipe::log::CSV;
-use crate::text_classifier;
+use recipes::log::CSV;
+use recipes::text_classifier;
 
 const CLASSIFIER: Recipe = Recipe {
     test: "classifier::classifier_program",

@@ -1,10 +1,18 @@
 //! The recipe `gan` as a process of its own.
 
 use std::fs;
+use std::sync::PoisonError;
+
+use recipes::gan::measure::VERDICT;
+use recipes::gan::options::Options;
+use recipes::gan::{self, train::Trainer};
+use recipes::{Ended, Interrupt, Precision, Progress};
+use tch::{Device, no_grad};
 
 use crate::common::files::Folder;
-use crate::gan;
+use crate::common::html::unclosed_tags;
 use crate::program::{self, Recipe, assert_equal};
+use crate::same::RANDOM;
 
 pub const GAN: Recipe = Recipe {
     test: "competing::gan_program",
@@ -12,6 +20,27 @@ pub const GAN: Recipe = Recipe {
     data: None,
     options: "--device cpu --steps 40 --log-every 1 --save-every 7",
 };
+
+/// A loss that is not finite at the end is a result like others, and no reason to lose the report.
+#[test]
+fn losses_that_have_diverged_are_reported() {
+    let _random = RANDOM.lock().unwrap_or_else(PoisonError::into_inner);
+    for amp in [Precision::Fp32, Precision::Bf16] {
+        let options = Options::new(recipes::Options { amp, ..recipes::Options::silent("gan", 3) });
+        let trainer = Trainer::new(&options, Device::Cpu).unwrap();
+        let _filled = no_grad(|| trainer.generator.vs.trainable_variables()[0].fill_(f64::NAN));
+        let (interrupt, progress) = (Interrupt::never(), Progress::silent());
+        let run = gan::train_from(trainer, &options, &interrupt, &progress).unwrap();
+        assert_eq!(run.ended, Ended::Finished);
+        assert!(run.log.last(VERDICT).unwrap().is_nan(), "{run:?}");
+        assert!(gan::report::table(&options, &run).to_string().contains("NaN"));
+        let html = gan::report::page(&options, &run, Device::Cpu).to_html();
+        assert_eq!(unclosed_tags(&html), [""; 0]);
+        for svg in html.split("<svg").skip(1).filter_map(|rest| rest.split("</svg>").next()) {
+            assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
+        }
+    }
+}
 
 #[test]
 #[ignore = "a program that other tests start"]

@@ -9,8 +9,8 @@ use signal_hook::low_level::raise;
 
 use crate::common::files::Folder;
 use crate::program::assert_same;
-use crate::recipe::Interrupt;
 use crate::resumed::GPT;
+use recipes::Interrupt;
 
 #[test]
 #[ignore = "a program that the next test starts"]

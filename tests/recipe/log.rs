@@ -7,7 +7,7 @@ use tch_amp::checkpoint::Checkpoint;
 
 use crate::common::files::Folder;
 use crate::common::python::Oracle;
-use crate::recipe::log::{self, CSV, Log, Row};
+use recipes::log::{self, CSV, Log, Row};
 
 const COLUMNS: [&str; 3] = ["loss", "held_out", "scale"];
 

@@ -3,9 +3,9 @@
 use tch::Device;
 use tch_amp::memory::resident;
 
-use crate::recipe::{Interrupt, Precision, Ranks};
 use crate::same::RANDOM;
-use crate::{gan, gpt, images, text_classifier};
+use recipes::{Interrupt, Precision, Ranks};
+use recipes::{gan, gpt, images, text_classifier};
 
 /// Whole numbers at the ends of their types, also such that a width may have; and numbers that are none.
 const EXTREMES: [&str; 14] = [
@@ -94,7 +94,7 @@ fn a_gan_survives_extreme_options() {
         let common = &mut options.common;
         (common.checkpoints, common.logs, common.out) = (None, None, None);
         let interrupt = if common.steps > 2 { Interrupt::at_once() } else { Interrupt::never() };
-        let progress = crate::recipe::Progress::silent();
+        let progress = recipes::Progress::silent();
         let run = gan::train(&options, Device::Cpu, &interrupt, &progress)?;
         gan::report::page(&options, &run, Device::Cpu).to_html();
         Ok(())

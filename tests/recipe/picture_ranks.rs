@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 use crate::common::files::Folder;
 use crate::pictures::{IMAGES, accuracies};
 use crate::program::{self, Recipe, losses};
-use crate::recipe::{Ended, Ranks};
+use recipes::{Ended, Ranks};
 
 fn numbers(folder: &Folder) -> Vec<Vec<Option<f64>>> {
     let row = |line: Vec<String>| line.iter().map(|cell| cell.parse().ok()).collect();

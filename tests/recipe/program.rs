@@ -14,8 +14,8 @@ use serde_json::Value;
 use tch_amp::checkpoint::CheckpointFolder;
 
 use crate::common::files::Folder;
-use crate::recipe::Ended;
-use crate::recipe::log::CSV;
+use recipes::Ended;
+use recipes::log::CSV;
 
 /// Has the arguments of the program, one a line.
 const ARGUMENTS: &str = "TCH_AMP_TEST_ARGUMENTS";

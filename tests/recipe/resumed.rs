@@ -7,8 +7,8 @@ use signal_hook::consts::SIGKILL;
 use tch_amp::checkpoint::CheckpointFolder;
 
 use crate::common::files::Folder;
-use crate::gpt;
 use crate::program::{self, Recipe, assert_same};
+use recipes::gpt;
 
 pub const GPT: Recipe = Recipe {
     test: "resumed::gpt_program",

@@ -4,10 +4,10 @@ use std::sync::{Mutex, PoisonError};
 
 use tch::Device;
 
-use crate::gpt::measure::LOSS;
-use crate::gpt::options::Options;
-use crate::gpt::{self, Run};
-use crate::recipe::{Ended, Interrupt, Precision};
+use recipes::gpt::options::Options;
+use recipes::gpt::{self, Run};
+use recipes::measure::LOSS;
+use recipes::{Ended, Interrupt, Precision};
 
 /// Held while random numbers are drawn, because the generator belongs to the whole process.
 pub static RANDOM: Mutex<()> = Mutex::new(());

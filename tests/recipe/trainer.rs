@@ -6,12 +6,13 @@ use std::sync::PoisonError;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor, no_grad};
 
-use crate::images::batch::Set;
-use crate::images::options::Options;
-use crate::images::reader::Reader;
-use crate::images::{self, train::Trainer};
-use crate::recipe::{Precision, Ranks};
 use crate::same::RANDOM;
+use recipes::images::batch::Set;
+use recipes::images::options::Options;
+use recipes::images::reader::Reader;
+use recipes::images::{self, train::Trainer};
+use recipes::{Precision, Ranks, Training};
+use tch_amp::checkpoint::Checkpoint;
 
 /// Runs a check with a trainer of the small model.
 fn with_trainer<T>(
@@ -53,8 +54,9 @@ fn weights_and_gradients_stay_channels_last_also_after_a_checkpoint() {
         |trainer, _| {
             drop(trainer.step().unwrap());
             assert_eq!(channels_last_weights(trainer.weights()), 5);
-            let saved = trainer.checkpoint(&[], 0.0).unwrap();
-            drop(trainer.restore(&saved).unwrap());
+            let mut saved = Checkpoint::new();
+            trainer.save(&mut saved).unwrap();
+            trainer.restore(&saved).unwrap();
             drop(trainer.step().unwrap());
             assert_eq!(channels_last_weights(trainer.weights()), 5);
         },
@@ -67,7 +69,7 @@ fn the_layout_changes_the_numbers_by_rounding_only() {
         with_trainer(
             |options| Options { channels_first, ..options },
             |trainer, _| {
-                let mut loss = |_| trainer.step().unwrap().double_value(&[]);
+                let mut loss = |_| trainer.step().unwrap().loss.double_value(&[]);
                 (0..8).map(&mut loss).collect::<Vec<_>>()
             },
         )
@@ -88,8 +90,7 @@ fn check_averages(trainer: &mut Trainer<'_>, set: &Set) {
     let variables = trainer.weights().variables();
     let (mut sum, mut lrs) = (HashMap::<String, Tensor>::new(), Vec::new());
     for step in 1..=20 {
-        lrs.push(trainer.lr().unwrap());
-        drop(trainer.step().unwrap());
+        lrs.push(trainer.step().unwrap().lr);
         if [17, 19, 20].contains(&step) {
             for (name, value) in values(&variables) {
                 let before = sum.remove(&name).unwrap_or_else(|| value.zeros_like());

@@ -28,8 +28,6 @@ mod muon;
 #[cfg(feature = "insight")]
 mod operators;
 mod planted;
-#[path = "../../examples/recipe/mod.rs"]
-mod recipe;
 mod recipes;
 mod recompute;
 mod schedule;

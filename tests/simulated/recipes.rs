@@ -1,28 +1,14 @@
 //! The examples with options take a few steps on each of the two GPUs, of which the second is never the current one.
 
-#[path = "../../examples/gan/mod.rs"]
-#[allow(dead_code, reason = "the tests choose the device")]
-mod gan;
-#[path = "../../examples/gpt/mod.rs"]
-#[allow(dead_code, reason = "the tests take a few steps")]
-mod gpt;
-#[path = "../../examples/images/mod.rs"]
-#[allow(dead_code, reason = "the tests take a few steps")]
-mod images;
-#[path = "../../examples/inference/mod.rs"]
-#[allow(dead_code, reason = "the tests choose the device")]
-mod inference;
 #[path = "../../examples/matmul.rs"]
 #[allow(dead_code, reason = "the tests choose the device")]
 mod matmul;
-#[path = "../../examples/text_classifier/mod.rs"]
-#[allow(dead_code, reason = "the tests take a few steps")]
-mod text_classifier;
 
 use crate::common::files::Folder;
 use crate::common::simulation::Simulation;
-use crate::recipe::{Ended, Interrupt, Options, Precision, Ranks};
 use crate::training::GPUS;
+use recipes::{Ended, Interrupt, Options, Precision, Ranks, Training};
+use recipes::{gan, gpt, images, inference, text_classifier};
 
 #[test]
 fn custom_functions_run_in_the_dtype_of_the_region() {
@@ -76,7 +62,7 @@ fn the_gpt_trains_recomputes_evaluates_its_averages_and_writes() {
         for amp in Precision::ALL {
             let run = gpt::short_run(gpu, amp, 4).unwrap();
             assert_eq!(run.log.rows().len(), 4, "{run:?}");
-            let peak = run.log.last(gpt::measure::PEAK_MEMORY);
+            let peak = run.log.last(recipes::measure::PEAK_MEMORY);
             assert!(peak.is_some_and(|bytes| bytes > 1e6), "of the tensors of {gpu:?}: {peak:?}");
         }
     }
@@ -146,7 +132,7 @@ fn an_interrupted_run_of_the_gpt_goes_on_with_the_random_numbers_of_its_gpu() {
         let run = |options: &gpt::options::Options, interrupt| {
             gpt::run_alone(options, &text, gpu, &interrupt).unwrap()
         };
-        let losses = |run: &gpt::Run| run.log.series(gpt::measure::LOSS);
+        let losses = |run: &gpt::Run| run.log.series(recipes::measure::LOSS);
 
         let part = run(&options, Interrupt::at_once());
         assert_eq!(part.ended, Ended::Interrupted { step: 1 });
@@ -189,7 +175,7 @@ fn the_images_are_learned_without_synchronizing_and_the_run_goes_on() {
             options.common.resume = true;
             let resumed = run(&options, Interrupt::never());
             let whole = run(&whole, Interrupt::never());
-            let losses = |run: &images::Run| run.log.series(images::measure::LOSS);
+            let losses = |run: &images::Run| run.log.series(recipes::measure::LOSS);
             assert_eq!((losses(&resumed).len(), losses(&whole)), (6, losses(&resumed)));
             let [resumed, whole] = [resumed, whole].map(|run| run.tested.unwrap().averaged);
             assert_eq!(resumed, whole);

@@ -15,7 +15,8 @@ use crate::workspace::{self, Workspace};
 const RUN: &str = include_str!("run.sh");
 
 /// What the programs may read when they run: oracles, data, and the sources that some tests parse.
-const READ: [&str; 7] = ["README.md", "benches", "csrc", "docs", "examples", "src", "tests"];
+const READ: [&str; 8] =
+    ["README.md", "benches", "csrc", "docs", "examples", "recipes", "src", "tests"];
 
 const MAX_MIB: u64 = 60;
 
@@ -78,7 +79,7 @@ fn programs(messages: &str) -> Vec<Program> {
 }
 
 /// Copies a file or a whole folder, if it exists.
-fn copy(from: &Path, to: &Path) -> Result<()> {
+pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
     if from.is_dir() {
         fs::create_dir_all(to)?;
         for entry in fs::read_dir(from)? {

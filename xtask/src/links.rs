@@ -81,14 +81,13 @@ fn find(folder: &Path, pages: &mut Vec<PathBuf>) -> Result<()> {
 
 fn examples(root: &Path) -> Result<Vec<String>> {
     let mut examples = Vec::new();
-    for entry in fs::read_dir(root.join("examples"))? {
-        let entry = entry?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        // The demo is not a pattern to copy; the README names its command.
-        if name.ends_with(".rs") {
-            examples.push(format!("examples/{name}"));
-        } else if name != "demo" && entry.path().join("main.rs").exists() {
-            examples.push(format!("examples/{name}/main.rs"));
+    for folder in ["examples", "recipes/examples"] {
+        for entry in fs::read_dir(root.join(folder))? {
+            let name = entry?.file_name().to_string_lossy().into_owned();
+            // The demo is not a pattern to copy; the README names its command.
+            if name != "demo.rs" {
+                examples.push(format!("{folder}/{name}"));
+            }
         }
     }
     Ok(examples)

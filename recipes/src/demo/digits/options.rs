@@ -1,0 +1,194 @@
+//! The command line, parsed by hand.
+
+use super::data::BATCH;
+use crate::Precision;
+use crate::options::{below_target, cuda_is_usable, parse_device};
+use anyhow::{Context, Result, bail, ensure};
+use std::path::PathBuf;
+use tch::Device;
+
+/// What `--help` prints.
+pub const USAGE: &str = "\
+Trains a small GPT in fp32 and bf16, and a network for handwritten digits in
+fp32, bf16 and fp16, and compares the runs.
+
+Usage: demo [--gpt-steps N] [--device cpu|cuda] [--epochs N] [--seed N]
+            [--out FILE] [--checkpoints FOLDER] [--resume] [--ranks N]
+
+  --gpt-steps    steps of the GPT, default 200; 0 leaves it out
+  --device       default: CUDA if it is usable, otherwise the CPU
+  --epochs       passes over the digits, default 20
+  --seed         initial weights and batch order, default 0
+  --out          the HTML report, default target/demo-report.html
+  --checkpoints  the folder for every epoch of the digits, default target/digits-checkpoints
+  --resume       resume from that folder, with the same losses as an uninterrupted run
+  --ranks        train the digits only, on N processes of this computer that average their
+                 gradients over every batch; on the CPU";
+
+const MOST_EPOCHS: usize = 1_000_000;
+
+/// The options of the demo.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Options {
+    /// `None`: CUDA if it is usable, otherwise the CPU.
+    pub device: Option<Device>,
+    /// Passes over the training images.
+    pub epochs: usize,
+    /// Determines the initial weights and the order of the batches.
+    pub seed: i64,
+    /// The path of the report; `None`: see [`Options::report_path`].
+    pub out: Option<PathBuf>,
+    /// The folder that the runs are saved to; `None`: they are not saved.
+    pub checkpoints: Option<PathBuf>,
+    /// Whether to resume from that folder.
+    pub resume: bool,
+    /// The number of processes that train together; `None`: this one alone.
+    pub ranks: Option<usize>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            device: None,
+            epochs: 20,
+            seed: 0,
+            out: None,
+            checkpoints: None,
+            resume: false,
+            ranks: None,
+        }
+    }
+}
+
+impl Options {
+    /// Parses the arguments; `None` if they ask for help.
+    pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Option<Self>> {
+        let checkpoints = Some(below_target("digits-checkpoints"));
+        let mut options = Self { checkpoints, ..Self::default() };
+        let mut args = args.into_iter();
+        while let Some(flag) = args.next() {
+            if flag == "--help" || flag == "-h" {
+                return Ok(None);
+            }
+            if flag == "--resume" {
+                options.resume = true;
+                continue;
+            }
+            ensure!(
+                ["--device", "--epochs", "--seed", "--out", "--checkpoints", "--ranks"]
+                    .contains(&flag.as_str()),
+                "unknown argument {flag}\n\n{USAGE}"
+            );
+            let value = args.next().with_context(|| format!("{flag} needs a value"))?;
+            options.set(&flag, &value).with_context(|| format!("{flag} {value}"))?;
+        }
+        Ok(Some(options))
+    }
+
+    fn set(&mut self, flag: &str, value: &str) -> Result<()> {
+        match flag {
+            "--device" => self.device = Some(parse_device(value)?),
+            "--epochs" => self.epochs = value.parse()?,
+            "--seed" => self.seed = value.parse()?,
+            "--out" => self.out = Some(value.into()),
+            "--ranks" => self.ranks = Some(parse_ranks(value)?),
+            _ => self.checkpoints = Some(value.into()),
+        }
+        ensure!(
+            (1..=MOST_EPOCHS).contains(&self.epochs),
+            "from 1 to {MOST_EPOCHS} epochs are possible"
+        );
+        Ok(())
+    }
+
+    /// The options of the run in a precision, with so many batches in an epoch.
+    pub fn of(&self, precision: Precision, batches: usize) -> crate::Options {
+        let steps = (self.epochs * batches) as u64;
+        let folder = |path: &PathBuf| path.join(precision.name());
+        crate::Options {
+            amp: precision,
+            seed: self.seed,
+            checkpoints: self.checkpoints.as_ref().map(folder),
+            resume: self.resume,
+            replaces: true,
+            length: "--epochs",
+            ..crate::Options::silent("digits", steps)
+        }
+    }
+
+    /// The device to train on.
+    pub fn device(&self) -> Result<Device> {
+        let usable = cuda_is_usable();
+        match self.device {
+            Some(Device::Cuda(_)) if self.ranks.is_some() => {
+                bail!("--ranks trains on the CPU: use --device cpu")
+            }
+            None if self.ranks.is_some() => Ok(Device::Cpu),
+            Some(Device::Cuda(_)) if !usable => bail!("CUDA is not usable here"),
+            Some(device) => Ok(device),
+            None if usable => Ok(Device::Cuda(0)),
+            None => Ok(Device::Cpu),
+        }
+    }
+
+    /// The path of the report: that of `--out`, or a file in `target/` of a checkout, or in the current folder.
+    pub fn report_path(&self) -> PathBuf {
+        self.out.clone().unwrap_or_else(|| below_target("demo-report.html"))
+    }
+}
+
+/// Every rank needs an image of each batch.
+fn parse_ranks(value: &str) -> Result<usize> {
+    let ranks = value.parse()?;
+    ensure!((1..=BATCH as usize).contains(&ranks), "from 1 to {BATCH} ranks can train");
+    Ok(ranks)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    fn parse(line: &str) -> Result<Option<Options>> {
+        Options::parse(line.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn every_flag_sets_its_field() {
+        let want = Options {
+            device: Some(Device::Cpu),
+            epochs: 3,
+            seed: -7,
+            out: Some("a.html".into()),
+            checkpoints: Some("saved".into()),
+            resume: true,
+            ranks: Some(2),
+        };
+        let line = "--device cpu --epochs 3 --resume --seed -7 --out a.html --checkpoints saved \
+                    --ranks 2";
+        assert_eq!(parse(line).unwrap(), Some(want));
+        let checkpoints = Some(below_target("digits-checkpoints"));
+        assert_eq!(parse("").unwrap(), Some(Options { checkpoints, ..Options::default() }));
+        assert_eq!(parse("--epochs 3 --help").unwrap(), None);
+    }
+
+    #[test]
+    fn a_bad_command_line_names_the_argument() {
+        for line in [
+            "--epoch 3",
+            "--epochs",
+            "--epochs 0",
+            "--epochs x",
+            "--epochs 18446744073709551615",
+            "--device tpu",
+            "--ranks 0",
+            "--ranks 65",
+            "--ranks two",
+        ] {
+            let error = parse(line).unwrap_err().to_string();
+            let flag = line.split_whitespace().next().unwrap();
+            assert!(error.contains(flag), "{line}: {error}");
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! Training in one precision. All three precisions use the same loop.
+
+use super::data::{Digits, Split};
+use super::model;
+use super::options::Options;
+use crate::log::Row;
+use crate::measure::{LOSS, Number, SCALE};
+use crate::memory::PeakMemory;
+use crate::ranks::Gradients;
+use crate::training::{self, Plan};
+use crate::{Interrupt, Precision, Progress, Ranks, Training};
+use anyhow::{Context, Result};
+use std::time::Instant;
+use tch::data::Iter2;
+use tch::nn::{Module, VarStore};
+use tch::{Device, Tensor};
+use tch_amp::checkpoint::Checkpoint;
+use tch_amp::optim::{AdamW, Optimizer};
+use tch_amp::scaler::GradScalerConfig;
+use tch_amp::{Autocast, GradScaler};
+
+const LEARNING_RATE: f64 = 3e-3;
+
+/// Without a terminal, a line is printed after this many epochs.
+const LINE_EPOCHS: u64 = 5;
+
+/// Steps without overflow before the scale doubles. With PyTorch's 2000 it would not change in a run this short.
+pub const GROWTH_INTERVAL: i64 = 20;
+
+/// The scaler. A disabled one leaves losses and gradients unchanged, so the loop needs no `if`.
+fn scaler(precision: Precision, device: Device) -> tch_amp::Result<GradScaler> {
+    match precision {
+        Precision::Fp32 | Precision::Bf16 => Ok(GradScaler::disabled()),
+        Precision::Fp16 => {
+            GradScalerConfig::default().growth_interval(GROWTH_INTERVAL).build(device)
+        }
+    }
+}
+
+/// What happened in one iteration.
+#[derive(Clone, Debug)]
+pub struct Step {
+    /// Mean loss of the batch, before the step.
+    pub loss: f64,
+    /// The scale that this iteration used; `None` without a scaler.
+    pub scale: Option<f64>,
+    /// Whether the step was skipped because the gradients overflowed.
+    pub skipped: bool,
+    /// Wall time.
+    pub seconds: f64,
+}
+
+/// The columns of a step beside its loss and its scale.
+const SKIPPED: &str = "skipped";
+const SECONDS: &str = "seconds";
+
+impl Step {
+    fn numbers(&self) -> Vec<Number> {
+        let skipped = f64::from(u8::from(self.skipped));
+        let numbers = [(LOSS, self.loss), (SKIPPED, skipped), (SECONDS, self.seconds)];
+        numbers.into_iter().chain(self.scale.map(|scale| (SCALE, scale))).collect()
+    }
+
+    /// Reads a line of the log, whose columns are those of [`Trainer`].
+    fn of(row: &Row) -> Result<Self> {
+        let [Some(loss), scale, Some(skipped), Some(seconds)] = row.values[..] else {
+            anyhow::bail!("the log lacks numbers of step {}", row.step);
+        };
+        Ok(Self { loss, scale, skipped: skipped == 1.0, seconds })
+    }
+}
+
+/// One finished run.
+#[derive(Clone, Debug)]
+pub struct RunResult {
+    /// The precision of the run.
+    pub precision: Precision,
+    /// Every iteration, in order.
+    pub steps: Vec<Step>,
+    /// Mean loss of the last epoch.
+    pub final_loss: f64,
+    /// The accuracy on the held-out images, in per cent.
+    pub accuracy: f64,
+    /// The peak memory of the process during the run, in bytes, if the system reports it.
+    pub peak_memory: Option<u64>,
+    /// The scale after the last iteration; `None` without a scaler.
+    pub final_scale: Option<f64>,
+}
+
+impl RunResult {
+    /// The number of iterations that the scaler skipped.
+    pub fn skipped(&self) -> usize {
+        self.steps.iter().filter(|step| step.skipped).count()
+    }
+
+    /// The time of an iteration in milliseconds: the median for `0.5`, the lower quartile for `0.25`.
+    pub fn step_ms(&self, quantile: f64) -> f64 {
+        let mut times: Vec<f64> = self.steps.iter().map(|step| step.seconds * 1e3).collect();
+        times.sort_by(f64::total_cmp);
+        let index = (quantile * times.len() as f64) as usize;
+        times.get(index).copied().unwrap_or(f64::NAN)
+    }
+}
+
+/// The network with everything that trains it.
+pub struct Trainer<'a, M> {
+    vs: VarStore,
+    net: M,
+    /// A fused optimizer, which the scaler steps without synchronizing.
+    optimizer: Optimizer,
+    autocast: Autocast,
+    /// Disabled unless the precision is fp16.
+    scaler: GradScaler,
+    /// Averages the gradients if there are several ranks.
+    gradients: Gradients,
+    ranks: &'a Ranks,
+    progress: &'a Progress,
+    precision: Precision,
+    epochs: usize,
+    device: Device,
+    split: &'a Split,
+    /// The rest of an epoch.
+    batches: Option<Iter2>,
+    /// How many epochs have begun, and the losses of the last one.
+    epoch: usize,
+    losses: Vec<f64>,
+    taken: u64,
+}
+
+impl<M: Module> Trainer<'_, M> {
+    fn scale(&self) -> tch_amp::Result<Option<f64>> {
+        self.scaler.is_enabled().then(|| self.scaler.get_scale()).transpose()
+    }
+
+    /// The next batch. A checkpoint is made between two epochs, so a resumed run begins one.
+    fn next_batch(&mut self) -> Result<(Tensor, Tensor)> {
+        if let Some(batch) = self.batches.as_mut().and_then(Iter2::next) {
+            return Ok(batch);
+        }
+        self.epoch += 1;
+        self.losses.clear();
+        self.batches.insert(self.split.shuffled(self.device)).next().context("there is no batch")
+    }
+
+    fn shown(&self, loss: f64) -> String {
+        format!("epoch {:>2}/{}  loss {loss:.4}", self.epoch, self.epochs)
+    }
+
+    /// The share of images that are classified correctly, in per cent, computed in the precision of the training.
+    fn accuracy(&self, split: &Split) -> Result<f64> {
+        let (images, labels) =
+            (split.images.to_device(self.device), split.labels.to_device(self.device));
+        let logits = tch::no_grad(|| self.autocast.run(|| self.net.forward(&images)))?;
+        Ok(100.0 * logits.accuracy_for_logits(&labels).double_value(&[]))
+    }
+}
+
+impl<M: Module> Training for Trainer<'_, M> {
+    type Measured = Step;
+
+    const COLUMNS: &'static [&'static str] = &[LOSS, SCALE, SKIPPED, SECONDS];
+
+    /// One training step: forward under autocast, backward on the scaled loss, step, new scale.
+    fn step(&mut self) -> Result<Step> {
+        let (images, labels) = self.next_batch()?;
+        let (images, labels) = (self.ranks.share(&images), self.ranks.share(&labels));
+        let started = Instant::now();
+        let scale = self.scale()?;
+
+        self.optimizer.zero_grad()?;
+        let loss = self.gradients.forward(|| {
+            self.autocast.run(|| self.net.forward(&images).cross_entropy_for_logits(&labels))
+        })??;
+        self.gradients.backward(&mut self.scaler, &loss)?;
+        let outcome = self.scaler.step(&mut self.optimizer)?;
+        self.scaler.update()?;
+
+        // The demo records every step. Reading these numbers synchronizes, so a fast loop should do it rarely.
+        let (loss, skipped) = (self.ranks.mean(&loss)?, outcome.is_skipped()?);
+        self.losses.push(loss);
+        self.taken += u64::from(!skipped);
+        Ok(Step { loss, scale, skipped, seconds: started.elapsed().as_secs_f64() })
+    }
+
+    fn read(&mut self, step: &Step, _since: Instant) -> Result<Vec<Number>> {
+        Ok(step.numbers())
+    }
+
+    /// Prints a line where there is no bar.
+    fn evaluate(&mut self, _step: u64) -> Result<Vec<Number>> {
+        let line = self.shown(mean(&self.losses));
+        self.progress.say_in_log(&format!("{}  {line}", self.precision.name()));
+        Ok(Vec::new())
+    }
+
+    fn words(&self, numbers: &[Number]) -> String {
+        let find = |column| crate::measure::find(numbers, column);
+        let scale = find(SCALE).map_or_else(String::new, |scale| format!("  scale {scale}"));
+        self.shown(find(LOSS).unwrap_or(f64::NAN)) + &scale
+    }
+
+    fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
+        checkpoint.add_model("model", &self.vs)?;
+        checkpoint.add_optimizer("optimizer", &mut self.optimizer)?;
+        checkpoint.add_scaler("scaler", &self.scaler)?;
+        // The batches are shuffled on the CPU.
+        checkpoint.add_rng("rng", Device::Cpu)?;
+        checkpoint.add_value("epoch", &(self.epoch, self.taken))?;
+        Ok(())
+    }
+
+    fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        let (epoch, taken) = checkpoint.value("epoch")?;
+        checkpoint
+            .restore()
+            .model("model", &self.vs)
+            .optimizer("optimizer", &mut self.optimizer)
+            .scaler("scaler", &mut self.scaler)
+            .rng("rng", Device::Cpu)
+            .apply()?;
+        (self.epoch, self.taken) = (epoch, taken);
+        Ok(())
+    }
+
+    fn taken(&mut self) -> Result<u64> {
+        Ok(self.taken)
+    }
+
+    fn weights(&self) -> &VarStore {
+        &self.vs
+    }
+}
+
+/// Trains once. The initial weights and the batches depend on the seed only, not on the precision.
+pub fn train(
+    precision: Precision,
+    digits: &Digits,
+    device: Device,
+    options: &Options,
+    progress: &Progress,
+    ranks: &Ranks,
+) -> Result<RunResult> {
+    tch::manual_seed(options.seed);
+    let vs = VarStore::new(device);
+    let net = model::network(&vs.root());
+    let optimizer = AdamW::default().build(&vs, LEARNING_RATE)?;
+    let (autocast, mut scaler) = (precision.region(device), scaler(precision, device)?);
+    scaler.name_parameters(&vs)?;
+    let mut trainer = Trainer {
+        gradients: ranks.gradients(&vs)?,
+        vs,
+        net,
+        optimizer,
+        autocast,
+        scaler,
+        ranks,
+        progress,
+        precision,
+        epochs: options.epochs,
+        device,
+        split: &digits.train,
+        batches: None,
+        epoch: 0,
+        losses: Vec::new(),
+        taken: 0,
+    };
+    let memory = PeakMemory::start(device);
+    let batches = digits.train.batches();
+    let common = options.of(precision, batches);
+    let plan = Plan {
+        options: &common,
+        of_run: format!("--seed {}", options.seed),
+        log_every: 1,
+        eval_every: LINE_EPOCHS * batches as u64,
+        save_every: batches as u64,
+    };
+    let interrupt = Interrupt::never();
+    let trained = training::train(&mut trainer, &plan, ranks, &interrupt, progress)?;
+    let steps = trained.log.rows().iter().map(Step::of).collect::<Result<Vec<_>>>()?;
+    let last = steps
+        .iter()
+        .skip(steps.len().saturating_sub(batches))
+        .map(|step| step.loss)
+        .collect::<Vec<_>>();
+    Ok(RunResult {
+        precision,
+        final_loss: mean(&last),
+        accuracy: trainer.accuracy(&digits.test)?,
+        peak_memory: memory.and_then(|memory| memory.read()),
+        final_scale: trainer.scale()?,
+        steps,
+    })
+}
+
+fn mean(losses: &[f64]) -> f64 {
+    losses.iter().sum::<f64>() / losses.len() as f64
+}

@@ -1,0 +1,176 @@
+//! The recipe `gpt` in one precision, watched more closely: the loss and the time of every step, and its memory. Both
+//! precisions train alike.
+
+use super::incident::{self, Incident};
+use crate::gpt::data::Text;
+use crate::gpt::options::Options as Recipe;
+use crate::gpt::train::Trainer;
+use crate::measure::{self, Measured, Number};
+use crate::training::{self, Plan};
+use crate::{Interrupt, Precision, Progress, Ranks, Training};
+use anyhow::{Result, ensure};
+use serde::{Deserialize, Serialize};
+use std::time::Instant;
+use tch::Device;
+use tch::nn::VarStore;
+use tch_amp::checkpoint::Checkpoint;
+use tch_amp::memory::{self, keep_freed_memory};
+
+/// The excerpts of a batch, and the bytes of each. With a width of 256 and four layers, the model has about three million
+/// parameters.
+pub const ROWS: i64 = 8;
+pub const LENGTH: i64 = 128;
+pub const WIDTH: i64 = 256;
+
+/// What to train.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    pub precision: Precision,
+    pub steps: usize,
+    pub seed: i64,
+    /// How many bytes to write afterwards.
+    pub sample: usize,
+}
+
+/// A finished run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Run {
+    pub precision: Precision,
+    /// The loss of each step, in nats per byte.
+    pub losses: Vec<f64>,
+    /// The seconds that each step took.
+    pub seconds: Vec<f64>,
+    /// The most memory that a step held beside the weights, gradients and optimizer state, in bytes.
+    pub activations: Option<u64>,
+    /// A text that the model wrote.
+    pub sample: String,
+    /// The text that it was trained on, in words.
+    pub origin: String,
+    /// A bad batch after the training, in bf16.
+    pub incident: Option<Incident>,
+}
+
+impl Run {
+    /// The median of bytes per second.
+    pub fn tokens_per_second(&self) -> f64 {
+        let mut seconds = self.seconds.clone();
+        seconds.sort_by(f64::total_cmp);
+        let median = seconds.get(seconds.len() / 2).copied().unwrap_or(f64::NAN);
+        (ROWS * LENGTH) as f64 / median
+    }
+
+    /// The mean loss of the last `count` steps.
+    pub fn final_loss(&self, count: usize) -> f64 {
+        let tail = &self.losses[self.losses.len().saturating_sub(count)..];
+        tail.iter().sum::<f64>() / tail.len() as f64
+    }
+}
+
+/// Trains once. The initial weights and the batches depend on the seed only, not on the precision.
+pub fn train(options: Options, text: &Text, device: Device, progress: &Progress) -> Result<Run> {
+    ensure!(options.steps > 2, "at least three steps are needed");
+    let recipe = recipe(options);
+    let ranks = Ranks::alone();
+    let trainer = Trainer::new(&recipe, text, device, &ranks)?;
+    let (losses, seconds, activations) = (Vec::new(), Vec::new(), None);
+    let mut watched = Watched { trainer, losses, seconds, activations };
+    let steps = recipe.common.steps;
+    let plan = Plan {
+        options: &recipe.common,
+        of_run: recipe.of_run(text),
+        log_every: 1,
+        eval_every: steps,
+        save_every: steps,
+    };
+    drop(training::train(&mut watched, &plan, &ranks, &Interrupt::never(), progress)?);
+    progress.finish();
+    let Watched { mut trainer, losses, seconds, activations } = watched;
+    let sample = trainer.write(options.sample)?;
+    let is_half = options.precision != Precision::Fp32;
+    let incident = is_half.then(|| incident::cause(&mut trainer, text)).transpose()?;
+    let (precision, origin) = (options.precision, text.origin.clone());
+    Ok(Run { precision, losses, seconds, activations, sample, origin, incident })
+}
+
+/// The options of the recipe: a small model, whose gradients are not accumulated.
+fn recipe(Options { precision, steps, seed, .. }: Options) -> Recipe {
+    let silent = crate::Options::silent("gpt", steps as u64);
+    let common = crate::Options { amp: precision, seed, ..silent };
+    let (rows, length) = (ROWS as usize, LENGTH);
+    Recipe { rows, length, width: WIDTH, micro_batches: 1, dropout: 0.0, ..Recipe::new(common) }
+}
+
+/// The trainer of the recipe, and what the demo measures of each step.
+struct Watched<'a> {
+    trainer: Trainer<'a>,
+    losses: Vec<f64>,
+    seconds: Vec<f64>,
+    activations: Option<u64>,
+}
+
+impl Training for Watched<'_> {
+    type Measured = Measured;
+
+    const COLUMNS: &'static [&'static str] = Trainer::COLUMNS;
+
+    fn step(&mut self) -> Result<Measured> {
+        let (done, is_on_cpu) = (self.losses.len(), self.trainer.device == Device::Cpu);
+        // The second step: the first one has made the optimizer's state.
+        let memory = (done == 1 && is_on_cpu).then(Growth::start).flatten();
+        let start = Instant::now();
+        let measured = self.trainer.step()?;
+        let loss = measured.loss.double_value(&[]);
+        self.activations = memory.and_then(|memory| memory.read()).or(self.activations);
+        if done == 1 && is_on_cpu {
+            // Only now, though a program should begin with it: kept memory would have hidden what a step takes.
+            keep_freed_memory();
+        }
+        // The first steps allocate what later ones use again.
+        if done > 1 {
+            self.seconds.push(start.elapsed().as_secs_f64());
+        }
+        self.losses.push(loss);
+        Ok(measured)
+    }
+
+    fn read(&mut self, measured: &Measured, since: Instant) -> Result<Vec<Number>> {
+        self.trainer.read(measured, since)
+    }
+
+    fn words(&self, numbers: &[Number]) -> String {
+        format!("loss {:.3}", measure::find(numbers, measure::LOSS).unwrap_or(f64::NAN))
+    }
+
+    fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
+        self.trainer.save(checkpoint)
+    }
+
+    fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        self.trainer.restore(checkpoint)
+    }
+
+    fn taken(&mut self) -> Result<u64> {
+        self.trainer.taken()
+    }
+
+    fn weights(&self) -> &VarStore {
+        self.trainer.weights()
+    }
+}
+
+/// The growth of the process since `start`, at its highest.
+struct Growth {
+    before: u64,
+}
+
+impl Growth {
+    /// `None` if the system does not report it.
+    fn start() -> Option<Self> {
+        let reset = memory::reset_peak_resident();
+        Some(Self { before: memory::resident().filter(|_| reset)?.now })
+    }
+
+    fn read(&self) -> Option<u64> {
+        Some(memory::resident()?.peak.saturating_sub(self.before))
+    }
+}

@@ -1,0 +1,128 @@
+//! The demo: a small GPT and a network for handwritten digits, in several precisions.
+
+pub mod digits;
+pub mod gpt;
+mod process;
+
+use crate::{Precision, Ranks, print, writable};
+use anyhow::{Context, Result, ensure};
+use digits::computer::Facts;
+use digits::data::BATCH;
+use digits::options::{Options, USAGE};
+use digits::{report, table};
+use gpt::train::{Options as GptOptions, Run};
+use tch::{Device, Kind};
+use tch_amp::precision::Precision as Speeds;
+
+/// How many steps bf16 takes where it is slow: enough to tell how slow.
+const FEW: usize = 5;
+
+/// How many bytes the GPT writes.
+const SAMPLE: usize = 300;
+
+/// Runs the program with these arguments.
+pub fn main(args: impl IntoIterator<Item = String>) -> Result<()> {
+    let mut args: Vec<String> = args.into_iter().collect();
+    if args.first().is_some_and(|arg| arg == process::ARGUMENT) {
+        return gpt_run(&args[1..]);
+    }
+    let steps = take_steps(&mut args)?;
+    let Some(options) = Options::parse(args)? else {
+        print(USAGE);
+        return Ok(());
+    };
+    let device = options.device()?;
+    let steps = match options.ranks {
+        Some(_) => {
+            ensure!(steps.unwrap_or(0) == 0, "--ranks trains the digits only, without --gpt-steps");
+            0
+        }
+        None => steps.unwrap_or(200),
+    };
+    let Some(ranks) = Ranks::start(options.ranks)? else { return Ok(()) };
+    ranks.on_first(|| writable::check_file(&options.report_path()).context("--out"))?;
+    let runs = if steps > 0 { compare(steps, device, options.seed)? } else { Vec::new() };
+    if let [fp32, bf16] = runs.as_slice() {
+        print(format_args!(
+            "\n{}\n{}\n",
+            gpt::report::table(&runs),
+            gpt::report::verdict(fp32, bf16)
+        ));
+    }
+
+    let results = digits::run(&options, true, &ranks)?;
+    if !ranks.is_first() {
+        return Ok(());
+    }
+    print(table::table(&results));
+    print(table::verdict(&results));
+    if options.ranks.is_some() {
+        print(together(&ranks));
+    }
+
+    let path = options.report_path();
+    report::page(&results, &Facts::gather(&options)?, &runs).write(&path)?;
+    if let Some(incident) = gpt::report::incident(&runs) {
+        print(format_args!("\n{}\n\n{incident}\n", gpt::report::BAD_BATCH));
+    }
+    print(format_args!("Report: {}", path.display()));
+    Ok(())
+}
+
+/// Removes `--gpt-steps N` from the arguments.
+fn take_steps(args: &mut Vec<String>) -> Result<Option<usize>> {
+    let Some(place) = args.iter().position(|arg| arg == "--gpt-steps") else {
+        return Ok(None);
+    };
+    let value = args.get(place + 1).context("--gpt-steps needs a value")?;
+    let steps = value.parse().with_context(|| format!("--gpt-steps {value}"))?;
+    args.drain(place..=place + 1);
+    Ok(Some(steps))
+}
+
+/// Trains in fp32 and in bf16, each in a process of its own. Where bf16 is slow, that is said before, and it takes a
+/// few steps only.
+fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
+    let speeds = Speeds::measure(device)?;
+    print(&speeds);
+    let wide = speeds.speeds().iter().find(|speed| speed.size == gpt::train::WIDTH);
+    let is_slow = wide.is_some_and(|speed| speed.bf16.is_none_or(|bf16| bf16 < speed.f32));
+    if is_slow {
+        print(format_args!(
+            "{:?} is slow here, so the GPT takes {FEW} steps only in it.",
+            Kind::BFloat16
+        ));
+    }
+    let run = |precision, steps, sample| {
+        process::run(GptOptions { precision, steps, seed, sample }, device)
+    };
+    let (bf16_steps, fp32_sample) = if is_slow { (FEW, SAMPLE) } else { (steps, 0) };
+    let fp32 = run(Precision::Fp32, steps, fp32_sample)?;
+    Ok(vec![fp32, run(Precision::Bf16, bf16_steps, SAMPLE - fp32_sample)?])
+}
+
+/// One run in this process: prints it as JSON.
+fn gpt_run(args: &[String]) -> Result<()> {
+    let [precision, steps, seed, sample, device] = args else {
+        anyhow::bail!("{} takes a precision, steps, seed, sample and device", process::ARGUMENT);
+    };
+    let known = [Precision::Fp32, Precision::Bf16];
+    let precision = known.into_iter().find(|known| known.name() == precision);
+    let precision = precision.context("the precision is fp32 or bf16")?;
+    let (steps, seed, sample) = (steps.parse()?, seed.parse()?, sample.parse()?);
+    let options = GptOptions { precision, steps, seed, sample };
+    let device = if device == "cpu" { Device::Cpu } else { Device::Cuda(0) };
+    let text = crate::gpt::data::Text::load()?;
+    let run = gpt::run(options, &text, device, true)?;
+    println!("{}", serde_json::to_string(&run)?);
+    Ok(())
+}
+
+/// One sentence on what several ranks did, after it was checked that they have the same weights.
+fn together(ranks: &Ranks) -> String {
+    format!(
+        "{} processes trained together: each one computed the gradients of its share of every batch of {BATCH} images, \
+         and they were averaged, so that all processes have the same weights, bit by bit.",
+        ranks.size()
+    )
+}

@@ -1,0 +1,34 @@
+//! A run in a process of its own, so that its peak memory is its own, too.
+
+use crate::demo::gpt::train::{Options, Run};
+use anyhow::{Context, Result, ensure};
+use std::env;
+use std::process::{Command, Stdio};
+use tch::Device;
+
+/// The argument that makes this program such a process: the precision, the steps, the seed, the sample and the device follow.
+pub const ARGUMENT: &str = "--gpt-run";
+
+/// Trains in another process of this program, whose progress is shown.
+pub fn run(options: Options, device: Device) -> Result<Run> {
+    let Options { precision, steps, seed, sample } = options;
+    let device = if device == Device::Cpu { "cpu" } else { "cuda" };
+    let program = env::current_exe().context("this program does not know where it is")?;
+    let child = Command::new(program)
+        .args([
+            ARGUMENT,
+            precision.name(),
+            &steps.to_string(),
+            &seed.to_string(),
+            &sample.to_string(),
+            device,
+        ])
+        // glibc gives freed tensors back to the system, so that a step that takes their memory again is seen to take it.
+        .env("MALLOC_MMAP_THRESHOLD_", "65536")
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cannot start another process of this program")?;
+    ensure!(child.status.success(), "the {} run failed ({})", precision.name(), child.status);
+    serde_json::from_slice(&child.stdout).context("the other process printed no run")
+}

@@ -1,0 +1,82 @@
+//! The recipe `gan`: the program and its run.
+
+pub mod bce;
+pub mod measure;
+pub mod options;
+pub mod report;
+pub mod ring;
+pub mod train;
+
+use crate::training::{self, Plan};
+use crate::{Ended, Interrupt, Log, Precision, Progress, Ranks};
+use anyhow::Result;
+use options::Options;
+use tch::{Device, Tensor};
+use train::Trainer;
+
+/// What a run has left.
+#[derive(Debug)]
+pub struct Run {
+    /// Whether it has done all of its steps.
+    pub ended: Ended,
+    /// The numbers of all steps, also of those before it was resumed.
+    pub log: Log,
+    /// How many steps of the generator were skipped because its gradients were not finite.
+    pub skipped: u64,
+    /// Points that the generator makes, a row each.
+    pub points: Tensor,
+}
+
+/// Runs the program with these arguments.
+pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
+    let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
+    let interrupt = Interrupt::catch()?;
+    options.common.check_out(&Ranks::alone())?;
+    let device = options.common.device()?;
+    // Networks this small gain nothing from several threads, which lose much time to each other on a busy machine.
+    tch::set_num_threads(1);
+    let name = format!("GAN {}", options.common.amp.name());
+    let progress = Progress::new(&name, options.common.steps, options.log_every)?;
+    progress.say(&bce::plain_bce(device)?);
+    let run = train(&options, device, &interrupt, &progress)?;
+    progress.finish();
+    if run.ended == Ended::Finished {
+        report::write(&options, &run, device)?;
+    }
+    Ok(run.ended)
+}
+
+/// Trains from the first step, or from the newest checkpoint, until all steps are done or the run is interrupted.
+pub fn train(
+    options: &Options,
+    device: Device,
+    interrupt: &Interrupt,
+    progress: &Progress,
+) -> Result<Run> {
+    train_from(Trainer::new(options, device)?, options, interrupt, progress)
+}
+
+/// Like [`train`], with networks that were made before.
+pub fn train_from(
+    mut trainer: Trainer,
+    options: &Options,
+    interrupt: &Interrupt,
+    progress: &Progress,
+) -> Result<Run> {
+    let Options { log_every, save_every, .. } = *options;
+    let (common, of_run, eval_every) = (&options.common, options.of_run(), log_every);
+    let plan = Plan { options: common, of_run, log_every, eval_every, save_every };
+    let trained = training::train(&mut trainer, &plan, &Ranks::alone(), interrupt, progress)?;
+    let (ended, skipped) = (trained.ended, trained.skipped);
+    Ok(Run { ended, log: trained.log, skipped, points: trainer.points()? })
+}
+
+/// Takes a few steps in this process, without files: for tests.
+pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
+    let common = crate::Options { amp, ..crate::Options::silent("gan", steps) };
+    let options = Options { log_every: 5, ..Options::new(common) };
+    let run = train(&options, device, &Interrupt::never(), &Progress::silent())?;
+    // The report of the run can be made, too.
+    report::page(&options, &run, device).to_html();
+    Ok(run)
+}

@@ -1,0 +1,105 @@
+//! The recipe `gpt`: the program and its run.
+
+pub mod data;
+pub mod model;
+pub mod options;
+pub mod reader;
+pub mod report;
+pub mod train;
+
+use crate::training::{self, Plan};
+use crate::{Ended, Interrupt, Log, Precision, Progress, Ranks};
+use anyhow::Result;
+use data::Text;
+use options::Options;
+use tch::Device;
+use tch_amp::memory::keep_freed_memory;
+use train::Trainer;
+
+/// What a run has left.
+#[derive(Debug)]
+pub struct Run {
+    /// Whether it has done all of its steps.
+    pub ended: Ended,
+    /// The numbers of all steps, also of those before it was resumed.
+    pub log: Log,
+    /// How many steps were skipped because the gradients were not finite.
+    pub skipped: u64,
+    /// What the averaged weights have written; empty on ranks other than the first.
+    pub sample: String,
+}
+
+/// Runs the program with these arguments.
+pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
+    let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
+    let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
+    let interrupt = Interrupt::catch()?;
+    options.common.check_out(&ranks)?;
+    let text = match &options.text {
+        Some(path) => Text::read(path)?,
+        None => Text::load()?,
+    };
+    let name = format!("GPT {}", options.common.amp.name());
+    let progress = Progress::on_first(&ranks, &name, options.common.steps, options.log_every)?;
+    progress.say(&format!("The text: {}", text.origin));
+    let device = ranks.device(options.common.device()?)?;
+    // Each step takes the same memory again.
+    keep_freed_memory();
+    let run = train(&options, &text, device, &ranks, &interrupt, &progress)?;
+    progress.finish();
+    if ranks.is_first() && run.ended == Ended::Finished {
+        report::write(&options, &run, &text.origin, device, &ranks)?;
+    }
+    Ok(run.ended)
+}
+
+/// Trains from the first step, or from the newest checkpoint, until all steps are done or the run is interrupted.
+pub fn train(
+    options: &Options,
+    text: &Text,
+    device: Device,
+    ranks: &Ranks,
+    interrupt: &Interrupt,
+    progress: &Progress,
+) -> Result<Run> {
+    let mut trainer = Trainer::new(options, text, device, ranks)?;
+    let trained = training::train(&mut trainer, &plan(options, text), ranks, interrupt, progress)?;
+    let writes = trained.ended == Ended::Finished && ranks.is_first();
+    let sample = if writes { trainer.write(options.sample)? } else { String::new() };
+    Ok(Run { ended: trained.ended, log: trained.log, skipped: trained.skipped, sample })
+}
+
+/// What the loop is to do.
+fn plan<'a>(options: &'a Options, text: &Text) -> Plan<'a> {
+    let Options { log_every, eval_every, save_every, .. } = *options;
+    let of_run = options.of_run(text);
+    Plan { options: &options.common, of_run, log_every, eval_every, save_every }
+}
+
+/// A very small model, which writes no files: for tests.
+pub fn small(amp: Precision, steps: u64) -> Result<(Options, Text)> {
+    let common = crate::Options { amp, ..crate::Options::silent("gpt", steps) };
+    let options = Options { width: 64, layers: 1, length: 16, rows: 2, ..Options::new(common) };
+    let options = Options { log_every: 1, sample: 4, recompute: true, ..options };
+    let line = "    pub fn learn(&mut self, text: &[u8]) -> Result<()> { self.read(text) }\n";
+    Ok((options, Text::new(line.repeat(200).as_bytes(), "a line, again and again".to_owned())?))
+}
+
+/// Takes a few steps of the small model in this process.
+pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
+    let (options, text) = small(amp, steps)?;
+    let run = run_alone(&options, &text, device, &Interrupt::never())?;
+    // The report of the run can be made, too.
+    report::page(&options, &run, &text.origin, device, &Ranks::alone()).to_html();
+    Ok(run)
+}
+
+/// Trains in this process, without progress.
+pub fn run_alone(
+    options: &Options,
+    text: &Text,
+    device: Device,
+    interrupt: &Interrupt,
+) -> Result<Run> {
+    train(options, text, device, &Ranks::alone(), interrupt, &Progress::silent())
+}

@@ -1,0 +1,208 @@
+//! The model with everything that trains it: the training step, the evaluation, and what a checkpoint contains.
+
+use super::data::Text;
+use super::model::Gpt;
+use super::options::Options;
+use super::reader::Reader;
+use crate::measure::{self, Measured, Meter, Number};
+use crate::memory::check_fits;
+use crate::ranks::Gradients;
+use crate::{Ranks, Training};
+use anyhow::{Result, ensure};
+use std::time::Instant;
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor, no_grad};
+use tch_amp::accumulation::Accumulation;
+use tch_amp::average::{AveragedWeights, Ema};
+use tch_amp::checkpoint::Checkpoint;
+use tch_amp::optim::{AdamW, Optimizer};
+use tch_amp::schedule::{CosineAnnealingLr, LinearLr, Scheduler, SequentialLr};
+use tch_amp::{Autocast, GradScaler};
+
+/// The column of the rate.
+pub const TOKENS_PER_SECOND: &str = "tokens_per_second";
+
+/// The batches of an evaluation, if the text has as many.
+const EVAL_BATCHES: usize = 8;
+const PROMPT: &str = "    pub fn ";
+const MAX_NORM: f64 = 1.0;
+const WEIGHT_DECAY: f64 = 0.1;
+
+/// The model and everything that trains it.
+pub struct Trainer<'a> {
+    pub(crate) options: &'a Options,
+    pub(crate) ranks: &'a Ranks,
+    pub(crate) device: Device,
+    pub(crate) vs: VarStore,
+    pub(crate) model: Gpt,
+    pub(crate) region: Autocast,
+    pub(crate) optimizer: Optimizer,
+    pub(crate) scaler: GradScaler,
+    pub(crate) schedule: Scheduler,
+    pub(crate) ema: AveragedWeights,
+    /// Averages the gradients if there are several ranks.
+    gradients: Gradients,
+    pub(crate) reader: Reader<'a>,
+    meter: Meter,
+}
+
+impl<'a> Trainer<'a> {
+    /// Makes a model with random weights, the same ones for the same seed.
+    pub fn new(
+        options: &'a Options,
+        text: &'a Text,
+        device: Device,
+        ranks: &'a Ranks,
+    ) -> Result<Self> {
+        let (amp, seed, steps) = (options.common.amp, options.common.seed, options.common.steps);
+        let meter = Meter::new(amp, TOKENS_PER_SECOND).with_memory(device);
+        ensure!(
+            options.rows.is_multiple_of(ranks.size()),
+            "--rows {} cannot be divided among {} ranks",
+            options.rows,
+            ranks.size()
+        );
+        let reader = Reader::new(text, options.length, options.rows, seed)?;
+        check_fits(options.model().least_bytes(options.rows / ranks.size()), device)?;
+
+        tch::manual_seed(seed);
+        let vs = VarStore::new(device);
+        let model = Gpt::new(&vs.root(), options.model());
+        // From here on the ranks draw different numbers, for dropout.
+        ranks.manual_seed(seed);
+        let gradients = ranks.gradients(&vs)?;
+        let mut optimizer = AdamW::default().weight_decay(WEIGHT_DECAY).build(&vs, options.lr)?;
+        if options.zero {
+            ranks.shard(&mut optimizer)?;
+        }
+        let warm_up = (steps / 10).max(1);
+        let cosine = CosineAnnealingLr::new((steps - warm_up).max(1)).eta_min(0.1 * options.lr);
+        let warm_up_lr = LinearLr::default().start_factor(0.01).total_iters(warm_up);
+        let schedule =
+            SequentialLr::new(warm_up_lr).then_at(warm_up, cosine).build(&mut optimizer)?;
+        let mut scaler = amp.scaler(device)?;
+        scaler.name_parameters(&vs)?;
+        let ema = Ema::new(options.ema).warmup(true).build(&vs)?;
+        let region = amp.region(device);
+        Ok(Self {
+            options,
+            ranks,
+            device,
+            vs,
+            model,
+            region,
+            optimizer,
+            scaler,
+            schedule,
+            ema,
+            gradients,
+            reader,
+            meter,
+        })
+    }
+
+    /// Returns a text that the averaged weights write.
+    pub fn write(&mut self, bytes: usize) -> Result<String> {
+        // The same text for the same weights.
+        tch::manual_seed(self.options.common.seed);
+        let _averages = self.ema.swap_in()?;
+        Ok(no_grad(|| self.region.run(|| self.model.write(PROMPT, bytes, self.device)))?)
+    }
+}
+
+impl Training for Trainer<'_> {
+    type Measured = Measured;
+
+    const COLUMNS: &'static [&'static str] = &[
+        measure::LOSS,
+        measure::HELD_OUT,
+        measure::LEARNING_RATE,
+        measure::GRADIENT_NORM,
+        measure::SCALE,
+        TOKENS_PER_SECOND,
+        measure::PEAK_MEMORY,
+    ];
+
+    /// One training step: the gradients of all micro-batches, clipped, a step of the optimizer, of the averages and of
+    /// the schedule. Non-finite gradients change none of these, and lower the scale of fp16. Nothing synchronizes.
+    fn step(&mut self) -> Result<Measured> {
+        let Options { rows, micro_batches, .. } = *self.options;
+        let place = [self.ranks.rank(), self.ranks.size()];
+        let lr = self.optimizer.lr(0)?;
+        let mut loss = Tensor::zeros([1], (Kind::Float, self.device));
+        self.optimizer.zero_grad()?;
+        let mut window = Accumulation::of_equal(micro_batches)?;
+        while !window.is_complete() {
+            let (tokens, targets) = self.reader.next(rows, place, self.device);
+            // The ranks average the gradients once, in the backward pass of the last micro-batch.
+            self.gradients.micro_batch(window.is_last(), &mut self.scaler, || {
+                let of_batch = self.region.run(|| self.model.loss(&tokens, &targets, true))?;
+                let of_batch = window.weigh(&of_batch)?;
+                loss += of_batch.detach();
+                Ok(of_batch)
+            })?;
+        }
+        let outcome = self.scaler.step_clip_norm(&mut self.optimizer, MAX_NORM)?;
+        self.scaler.update()?;
+        self.ema.update(&outcome)?;
+        let norm = outcome.total_norm().map(Tensor::shallow_clone);
+        self.schedule.step(&mut self.optimizer, outcome)?;
+        self.meter.count += rows * micro_batches * self.options.length as usize;
+        Ok(Measured { loss, norm, lr })
+    }
+
+    fn read(&mut self, measured: &Measured, since: Instant) -> Result<Vec<Number>> {
+        self.meter.read(measured, since, &self.scaler, self.ranks)
+    }
+
+    /// The loss of the averaged weights on held-out text, in nats per byte.
+    fn evaluate(&mut self, _step: u64) -> Result<Vec<Number>> {
+        let place = [self.ranks.rank(), self.ranks.size()];
+        let _averages = self.ema.swap_in()?;
+        let (mut sum, mut batches) = (Tensor::zeros([1], (Kind::Float, self.device)), 0);
+        for (tokens, targets) in
+            self.reader.held_out(self.options.rows, EVAL_BATCHES, place, self.device)
+        {
+            sum += no_grad(|| self.region.run(|| self.model.loss(&tokens, &targets, false)))?;
+            batches += 1;
+        }
+        Ok(vec![(measure::HELD_OUT, self.ranks.mean(&sum)? / f64::from(batches))])
+    }
+
+    fn words(&self, numbers: &[Number]) -> String {
+        self.meter.words(numbers)
+    }
+
+    fn save(&mut self, checkpoint: &mut Checkpoint) -> Result<()> {
+        checkpoint.add_model("model", &self.vs)?;
+        checkpoint.add_optimizer("optimizer", &mut self.optimizer)?;
+        checkpoint.add_scaler("scaler", &self.scaler)?;
+        checkpoint.add("schedule", &mut self.schedule)?;
+        checkpoint.add("ema", &mut self.ema)?;
+        self.ranks.add_rngs(checkpoint, self.device)?;
+        checkpoint.add_value("position", &self.reader.position)?;
+        Ok(())
+    }
+
+    fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        let position = checkpoint.value("position")?;
+        let restore = checkpoint
+            .restore()
+            .model("model", &self.vs)
+            .optimizer("optimizer", &mut self.optimizer)
+            .scaler("scaler", &mut self.scaler)
+            .add("schedule", &mut self.schedule)
+            .add("ema", &mut self.ema);
+        self.ranks.rngs(restore, checkpoint, self.device).apply()?;
+        self.reader.position = position;
+        Ok(())
+    }
+
+    fn taken(&mut self) -> Result<u64> {
+        Ok(self.schedule.steps())
+    }
+
+    fn weights(&self) -> &VarStore {
+        &self.vs
+    }
+}

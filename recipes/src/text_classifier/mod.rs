@@ -1,0 +1,163 @@
+//! The recipe `text_classifier`: the program and its run.
+
+pub mod batch;
+pub mod data;
+pub mod model;
+pub mod options;
+pub mod pretrained;
+pub mod report;
+pub mod tokens;
+pub mod train;
+
+use crate::training::{self, Plan};
+use crate::{Confusion, Ended, Interrupt, Log, Precision, Progress, Ranks};
+use anyhow::Result;
+use data::Data;
+use model::Config;
+use options::Options;
+use std::time::Instant;
+use tch::Device;
+use tch::nn::VarStore;
+use tch_amp::memory::keep_freed_memory;
+use tokens::Tokens;
+use train::Trainer;
+
+/// The sentences, and the model that is to learn them.
+#[derive(Debug)]
+pub struct Task<'a> {
+    pub data: &'a Data,
+    pub tokens: Tokens,
+    pub config: Config,
+    pretrained: Option<&'a std::path::Path>,
+}
+
+/// What a run has left.
+#[derive(Debug)]
+pub struct Run {
+    /// Whether it has done all of its steps.
+    pub ended: Ended,
+    /// The numbers of all steps, also of those before it was resumed.
+    pub log: Log,
+    /// The answers of the best weights in the test; none if it was interrupted.
+    pub test: Confusion,
+    /// Their answers on the held-out sentences, by which they were chosen.
+    pub held_out: Confusion,
+    /// After how many steps the weights were the best.
+    pub best_step: Option<u64>,
+    /// How many steps were skipped because the gradients were not finite.
+    pub skipped: u64,
+    /// How long it took, without what came before it was resumed.
+    pub seconds: f64,
+}
+
+/// Runs the program with these arguments.
+pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
+    let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
+    let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
+    let interrupt = Interrupt::catch()?;
+    options.common.check_out(&ranks)?;
+    let data = match &options.data {
+        Some(path) => Data::read(path)?,
+        None => Data::load()?,
+    };
+    let task = Task::new(&options, &data)?;
+    let name = format!("BERT {}", options.common.amp.name());
+    let progress = Progress::on_first(&ranks, &name, options.common.steps, options.log_every)?;
+    progress.say(&format!(
+        "{} sentences to learn, {} held out and {} for the test: {}",
+        data.train.len(),
+        data.held_out.len(),
+        data.test.len(),
+        data.origin
+    ));
+    let device = ranks.device(options.common.device()?)?;
+    // Each step takes the same memory again.
+    keep_freed_memory();
+    let run = train(&options, &task, device, &ranks, &interrupt, &progress)?;
+    progress.finish();
+    if ranks.is_first() && run.ended == Ended::Finished {
+        report::write(&options, &run, &task, device, &ranks)?;
+    }
+    Ok(run.ended)
+}
+
+impl<'a> Task<'a> {
+    /// Makes or reads the vocabulary.
+    pub fn new(options: &'a Options, data: &'a Data) -> Result<Self> {
+        let pretrained = options.pretrained.as_deref();
+        let (tokens, config) = match pretrained {
+            Some(folder) => pretrained::describe(folder, options.length)?,
+            None => {
+                let texts = data.train.iter().map(|(text, _)| text.as_str());
+                let tokens = Tokens::train(texts, options.vocabulary)?;
+                let config = options.model(tokens.vocabulary.len());
+                (tokens, config)
+            }
+        };
+        Ok(Self { data, tokens, config, pretrained })
+    }
+
+    /// Loads the pretrained weights, if the run begins with some.
+    pub fn load_weights(&self, vs: &mut VarStore) -> Result<()> {
+        self.pretrained.map_or(Ok(()), |folder| pretrained::load(folder, vs))
+    }
+}
+
+/// Trains from the first step, or from the newest checkpoint, until all steps are done or the run is interrupted.
+pub fn train(
+    options: &Options,
+    task: &Task<'_>,
+    device: Device,
+    ranks: &Ranks,
+    interrupt: &Interrupt,
+    progress: &Progress,
+) -> Result<Run> {
+    let begun = Instant::now();
+    let mut trainer = Trainer::new(options, task, device, ranks)?;
+    let Options { log_every, eval_every, save_every, .. } = *options;
+    let of_run = options.of_run(task.data, task.config);
+    let plan = Plan { options: &options.common, of_run, log_every, eval_every, save_every };
+    let trained = training::train(&mut trainer, &plan, ranks, interrupt, progress)?;
+    let best_step = trainer.reload_best()?.map(|best| best.1);
+    let classify = |sentences| match trained.ended {
+        Ended::Finished => trainer.classify(sentences),
+        Ended::Interrupted { .. } => Ok(Confusion::none(task.data.labels.len())),
+    };
+    let (held_out, test) = (classify(&trainer.held_out)?, classify(&trainer.test)?);
+    let seconds = begun.elapsed().as_secs_f64();
+    let (ended, skipped) = (trained.ended, trained.skipped);
+    Ok(Run { ended, log: trained.log, test, held_out, best_step, skipped, seconds })
+}
+
+/// A very small model, which writes no files: for tests. The second word of each sentence says what its label is.
+pub fn small(amp: Precision, steps: u64) -> Result<(Options, Data)> {
+    let common = crate::Options { amp, ..crate::Options::silent("text_classifier", steps) };
+    let options = Options { width: 64, layers: 1, length: 16, rows: 8, ..Options::new(common) };
+    let options = Options { vocabulary: 200, log_every: 1, eval_every: 4, ..options };
+    let line = |i: usize| {
+        let words = [["cat", "purrs"], ["dog", "barks"], ["bird", "sings"]][i % 3];
+        let text = format!("Some {} {}{}", words[0], "loudly ".repeat(i % 4), words[1]);
+        (words[0].to_owned(), format!("{text} in the year {i}"))
+    };
+    Ok((options, Data::new((0..120).map(line).collect(), "sentences about pets".to_owned())?))
+}
+
+/// Takes a few steps of the small model in this process.
+pub fn short_run(device: Device, amp: Precision, steps: u64) -> Result<Run> {
+    let (options, data) = small(amp, steps)?;
+    let run = run_alone(&options, &data, device, &Interrupt::never())?;
+    // The report of the run can be made, too.
+    report::page(&options, &run, &Task::new(&options, &data)?, device, &Ranks::alone()).to_html();
+    Ok(run)
+}
+
+/// Trains in this process, without progress.
+pub fn run_alone(
+    options: &Options,
+    data: &Data,
+    device: Device,
+    interrupt: &Interrupt,
+) -> Result<Run> {
+    let task = Task::new(options, data)?;
+    train(options, &task, device, &Ranks::alone(), interrupt, &Progress::silent())
+}

@@ -1,0 +1,144 @@
+//! The tables on the terminal, and the report.
+
+use super::options::Options;
+use super::{Run, Task};
+use crate::report::or_dash;
+use crate::{Ranks, computer, measure, print};
+use anyhow::Result;
+use tch::Device;
+use tch_amp::insight::html::{Document, Plot, Series, Spacing, Table};
+
+/// Prints the tables, and writes the report.
+pub fn write(
+    options: &Options,
+    run: &Run,
+    task: &Task<'_>,
+    device: Device,
+    ranks: &Ranks,
+) -> Result<()> {
+    let labels = &task.data.labels;
+    print(format_args!(
+        "{}\n{}",
+        table(options, run, task),
+        run.test.scores_table(labels, "sentences")
+    ));
+    print(format_args!("Rows: the class; columns: the answer\n{}", run.test.matrix(labels)));
+    crate::report::write(&options.common, 1, || page(options, run, task, device, ranks))
+}
+
+/// The result in numbers.
+pub fn table(options: &Options, run: &Run, task: &Task<'_>) -> Table {
+    let mut table = Table::new([
+        "run",
+        "accuracy",
+        "most frequent class",
+        "loss",
+        "held-out accuracy",
+        "best step",
+        "skipped steps",
+        "seconds",
+    ]);
+    table.row([
+        options.common.amp.name().to_owned(),
+        format!("{:.3}", run.test.accuracy()),
+        format!("{:.3}", task.data.majority()),
+        format!("{:.3}", run.test.loss),
+        format!("{:.3}", run.held_out.accuracy()),
+        or_dash(run.best_step),
+        run.skipped.to_string(),
+        format!("{:.1}", run.seconds),
+    ]);
+    table
+}
+
+/// The report.
+pub fn page(
+    options: &Options,
+    run: &Run,
+    task: &Task<'_>,
+    device: Device,
+    ranks: &Ranks,
+) -> Document {
+    let labels = &task.data.labels;
+    let accuracy = 100.0 * run.test.accuracy();
+    Document::new("A BERT that classifies sentences")
+        .result(&format!(
+            "In {}, {accuracy:.1} % of the sentences of the test get the right answer, and {:.1} % if the \
+             answer is always the most frequent class.",
+            options.common.amp.name(),
+            100.0 * task.data.majority()
+        ))
+        .table(&table(options, run, task))
+        .note(
+            "Of the weights whose accuracy on held-out sentences was the best. Accuracy: on the sentences of the test, \
+             on which nothing was chosen. Seconds: training and evaluations of this part of the run.",
+        )
+        .heading("Classes")
+        .table(&run.test.scores_table(labels, "sentences"))
+        .heading("Confusion matrix")
+        .preformatted(&run.test.matrix(labels))
+        .note("Rows: the class; columns: the answer.")
+        .heading("Loss")
+        .plot(&loss_plot(run))
+        .note("Faint line: the step of each line of the log. Strong line: exponential moving average.")
+        .heading("Accuracy on held-out sentences")
+        .plot(&plot(run, measure::ACCURACY, "accuracy"))
+        .heading("Learning rate")
+        .plot(&plot(run, measure::LEARNING_RATE, "learning rate"))
+        .heading("The run")
+        .facts(facts(options, task, device, ranks))
+}
+
+fn loss_plot(run: &Run) -> Plot {
+    let losses = run.log.series(measure::LOSS);
+    // An average over a small part of the plot.
+    let keep = (1.0 - 20.0 / losses.len() as f64).clamp(0.0, 0.9);
+    let mut series = vec![Series::smoothed("first", "training", losses, keep)];
+    series.push(Series::line("second", "held-out sentences", run.log.series(measure::HELD_OUT)));
+    let labels = ["step", "loss (nats)"];
+    Plot::new("Loss in training and on held-out sentences", labels, Spacing::Linear, series)
+}
+
+fn plot(run: &Run, column: &str, label: &'static str) -> Plot {
+    let series = vec![Series::line("first", label, run.log.series(column))];
+    Plot::new(label, ["step", label], Spacing::Linear, series)
+}
+
+fn facts(
+    options: &Options,
+    task: &Task<'_>,
+    device: Device,
+    ranks: &Ranks,
+) -> [(&'static str, String); 6] {
+    let Options { length, rows, lr, dropout, .. } = options;
+    let (data, config) = (task.data, task.config);
+    [
+        (
+            "Sentences",
+            format!(
+                "{} to learn, {} held out, {} for the test: {}",
+                data.train.len(),
+                data.held_out.len(),
+                data.test.len(),
+                data.origin
+            ),
+        ),
+        (
+            "Model",
+            format!(
+                "{} layers of width {}, {} tokens, {length} of a sentence at most, dropout {dropout}",
+                config.num_hidden_layers, config.hidden_size, config.vocab_size
+            ),
+        ),
+        (
+            "Steps",
+            format!(
+                "{} of {rows} sentences, AdamW with a learning rate of {lr}, gradients clipped to a norm of 1, seed {}",
+                options.common.steps, options.common.seed
+            ),
+        ),
+        ("Processes", ranks.size().to_string()),
+        ("Device", computer::device(device)),
+        ("libtorch", or_dash(computer::torch_version())),
+    ]
+}
