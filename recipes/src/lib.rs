@@ -41,7 +41,7 @@ use std::env;
 use std::path::PathBuf;
 
 /// The folder of the recipes: in a bundle below `$TCH_AMP_ROOT`, otherwise where they were built.
-fn root() -> PathBuf {
+pub fn root() -> PathBuf {
     env::var_os("TCH_AMP_ROOT").map_or_else(
         || env!("CARGO_MANIFEST_DIR").into(),
         |root| PathBuf::from(root).join("recipes"),

@@ -26,6 +26,7 @@ mod on_simulation;
 mod oracle;
 mod package;
 mod process;
+mod recipes;
 mod release;
 mod sanitize;
 mod shadow;

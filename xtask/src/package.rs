@@ -146,10 +146,17 @@ fn version() -> Result<String> {
     Ok(version.with_context(|| format!("the workspace has no {NAME}"))?.to_owned())
 }
 
-/// `cargo <command>` in `dir`, without libtorch. It has an output folder of its own, because the feature changes tch.
+/// `cargo <command>` in `dir`, without libtorch.
 fn doc_only(dir: &Path, command: &str, features: &str) -> Command {
+    let mut cargo = without_libtorch(dir);
+    cargo.args([command, "--locked", "--features", features]);
+    cargo
+}
+
+/// `cargo` in `dir`, without libtorch. It has an output folder of its own, because the feature changes tch.
+pub(crate) fn without_libtorch(dir: &Path) -> Command {
     let mut cargo = process::cargo();
-    cargo.args([command, "--locked", "--features", features]).current_dir(dir);
+    cargo.current_dir(dir);
     for name in ["LIBTORCH", "LIBTORCH_USE_PYTORCH", "LIBTORCH_INCLUDE", "LIBTORCH_LIB"] {
         cargo.env_remove(name);
     }

@@ -7,7 +7,7 @@ use crate::process::run as show;
 use crate::steps::Steps;
 use crate::versions::{PAIRS, Pair};
 use crate::workspace::{self, Workspace};
-use crate::{fuzz, layers, links, msrv, on_simulation, package, sanitize, surface, tools};
+use crate::{fuzz, layers, links, msrv, on_simulation, package, recipes, sanitize, surface, tools};
 
 const FUZZ_SECONDS: u32 = 10;
 
@@ -59,6 +59,7 @@ fn check_and_test(steps: &mut Steps) -> Result<()> {
         "the packed crate with the oldest dependencies, and its documentation",
         package::check_builds,
     )?;
+    steps.run("copies of the recipes", recipes::check)?;
     let workspace = steps.run("libtorch", || Workspace::announced(None))?;
     steps.run("C++ without warnings", || sanitize::compile(&workspace))?;
     steps.run("tests under sanitizers", || sanitize::sanitize(&workspace))?;

@@ -1,0 +1,86 @@
+//! What users are told to copy compiles where it was copied to: the folder `recipes`, with all recipes and with each of
+//! them alone.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::{bundle, package, process, workspace};
+
+/// The line of `recipes/Cargo.toml` that is changed in a copy.
+const FROM_REPOSITORY: &str = r#"tch-amp = { version = "0.1", path = "..", features = ["full"] }"#;
+const FROM_REGISTRY: &str = r#"tch-amp = { version = "0.1", features = ["full"] }"#;
+
+/// Compiles the copies with the packed crate, without libtorch.
+pub(crate) fn check() -> Result<()> {
+    let packed = package::packed()?;
+    let names = names()?;
+    compile(&packed, &names)?;
+    for name in &names {
+        compile(&packed, std::slice::from_ref(name))?;
+    }
+    println!("{} recipes compile as a copy, together and each alone", names.len());
+    Ok(())
+}
+
+/// The names of the recipes.
+fn names() -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(workspace::root().join("recipes/examples"))? {
+        let path = entry?.path();
+        names.extend(path.file_stem().map(|name| name.to_string_lossy().into_owned()));
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Compiles a copy that has only these recipes.
+fn compile(packed: &Path, kept: &[String]) -> Result<()> {
+    let copy = copy(packed, kept)?;
+    let mut cargo = package::without_libtorch(&copy);
+    cargo.args(["check", "--quiet", "--offline", "--all-targets"]);
+    cargo.args(["--features", "tch-amp/doc-only"]);
+    process::run(&mut cargo)
+        .with_context(|| format!("a copy of the recipes {} does not compile", kept.join(", ")))
+}
+
+/// Copies the recipes below `target` as a user does, who takes the crate from the registry: here the packed one is in
+/// its place.
+fn copy(packed: &Path, kept: &[String]) -> Result<PathBuf> {
+    let copy = workspace::target().join("copied/recipes");
+    if copy.exists() {
+        fs::remove_dir_all(&copy)?;
+    }
+    bundle::copy(&workspace::root().join("recipes"), &copy)?;
+    // The versions that are known to be downloaded.
+    fs::copy(workspace::root().join("Cargo.lock"), copy.join("Cargo.lock"))?;
+    let manifest = copy.join("Cargo.toml");
+    let text = fs::read_to_string(&manifest).context("the recipes have no Cargo.toml")?;
+    ensure!(text.contains(FROM_REPOSITORY), "recipes/Cargo.toml has no line {FROM_REPOSITORY}");
+    let text = text.replace(FROM_REPOSITORY, FROM_REGISTRY);
+    let packed = packed.display().to_string();
+    let own = format!("\n[patch.crates-io]\ntch-amp = {{ path = {packed:?} }}\n\n[workspace]\n");
+    fs::write(&manifest, text + &own)?;
+    for name in names()?.iter().filter(|name| !is_needed(name, kept)) {
+        remove(&copy, name)?;
+    }
+    Ok(copy)
+}
+
+/// Whether a copy of these recipes has this one.
+fn is_needed(name: &str, kept: &[String]) -> bool {
+    // The demo trains the model of the recipe `gpt`.
+    kept.iter().any(|one| one == name || (one == "demo" && name == "gpt"))
+}
+
+/// Removes a recipe: its program, its folder and its line in the library.
+fn remove(copy: &Path, name: &str) -> Result<()> {
+    fs::remove_file(copy.join("examples").join(format!("{name}.rs")))?;
+    fs::remove_dir_all(copy.join("src").join(name))?;
+    let library = copy.join("src/lib.rs");
+    let text = fs::read_to_string(&library)?;
+    let line = format!("pub mod {name};\n");
+    ensure!(text.contains(&line), "recipes/src/lib.rs has no line {line}");
+    fs::write(&library, text.replace(&line, "")).context("lib.rs cannot be written")
+}
