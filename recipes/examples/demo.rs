@@ -11,5 +11,5 @@
 //! data, tables and plots.
 
 fn main() -> anyhow::Result<()> {
-    recipes::demo::main(std::env::args().skip(1))
+    recipes::demo::main(std::env::args_os().skip(1))
 }

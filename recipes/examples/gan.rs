@@ -16,5 +16,5 @@
 use std::process::ExitCode;
 
 fn main() -> anyhow::Result<ExitCode> {
-    Ok(recipes::gan::main(std::env::args().skip(1))?.exit_code())
+    Ok(recipes::gan::main(std::env::args_os().skip(1))?.exit_code())
 }

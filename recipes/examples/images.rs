@@ -17,5 +17,5 @@
 use std::process::ExitCode;
 
 fn main() -> anyhow::Result<ExitCode> {
-    Ok(recipes::images::main(std::env::args().skip(1))?.exit_code())
+    Ok(recipes::images::main(std::env::args_os().skip(1))?.exit_code())
 }

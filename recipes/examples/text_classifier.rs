@@ -13,5 +13,5 @@
 use std::process::ExitCode;
 
 fn main() -> anyhow::Result<ExitCode> {
-    Ok(recipes::text_classifier::main(std::env::args().skip(1))?.exit_code())
+    Ok(recipes::text_classifier::main(std::env::args_os().skip(1))?.exit_code())
 }

@@ -1,7 +1,9 @@
-//! The options that the recipes have in common, parsed by hand.
+//! The options that the recipes have in common.
 
 use super::{Precision, Ranks, writable};
 use anyhow::{Context, Result, bail, ensure};
+use lexopt::{Arg, Parser};
+use std::ffi::OsString;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -88,19 +90,14 @@ impl Options {
     /// gets from [`Arguments::value`], and returns `false` for one that it does not know.
     pub fn parse(
         &mut self,
-        args: impl IntoIterator<Item = String>,
+        args: impl IntoIterator<Item: Into<OsString>>,
         mut own: impl FnMut(&str, &mut Arguments<'_>) -> Result<bool>,
     ) -> Result<bool> {
-        let mut args = args.into_iter();
-        while let Some(flag) = args.next() {
-            let mut rest = Arguments { flag: &flag, rest: &mut args };
-            if flag == "--help" || flag == "-h" {
-                return Ok(false);
-            }
-            let is_known = own(&flag, &mut rest)? || self.take(&flag, &mut rest)?;
+        parse(args, |flag, args| {
+            let is_known = own(flag, args)? || self.take(flag, args)?;
             ensure!(is_known, "unknown argument {flag}: --help lists the options");
-        }
-        Ok(true)
+            Ok(())
+        })
     }
 
     /// What `--help` says of the common options, with the defaults of this recipe.
@@ -115,10 +112,10 @@ impl Options {
             "--steps" => self.steps = args.at_least(1)?,
             "--seed" => self.seed = args.value()?,
             "--ranks" => self.ranks = Some(args.between(1, MOST_RANKS)?),
-            "--checkpoints" => self.checkpoints = Some(args.value()?),
+            "--checkpoints" => self.checkpoints = Some(args.path()?),
             "--resume" => self.resume = true,
-            "--logs" => self.logs = Some(args.value()?),
-            "--out" => self.out = Some(args.value()?),
+            "--logs" => self.logs = Some(args.path()?),
+            "--out" => self.out = Some(args.path()?),
             _ => return Ok(false),
         }
         Ok(true)
@@ -163,13 +160,37 @@ pub fn parse_device(name: &str) -> Result<Device> {
     }
 }
 
+/// Calls `take` for each option, such as `--steps`, until all are taken; returns `false` if one asks for help.
+pub fn parse(
+    args: impl IntoIterator<Item: Into<OsString>>,
+    mut take: impl FnMut(&str, &mut Arguments<'_>) -> Result<()>,
+) -> Result<bool> {
+    let mut parser = Parser::from_args(args);
+    while let Some(arg) = parser.next()? {
+        let flag = match arg {
+            Arg::Long("help") | Arg::Short('h') => return Ok(false),
+            Arg::Long(name) => format!("--{name}"),
+            Arg::Short(letter) => format!("-{letter}"),
+            Arg::Value(text) => text.display().to_string(),
+        };
+        take(&flag, &mut Arguments { flag: &flag, parser: &mut parser })?;
+    }
+    Ok(true)
+}
+
 /// The arguments after an option, the first of which may be its value.
 pub struct Arguments<'a> {
     flag: &'a str,
-    rest: &'a mut dyn Iterator<Item = String>,
+    parser: &'a mut Parser,
 }
 
 impl Arguments<'_> {
+    /// Takes the value of the option, which is a path.
+    pub fn path(&mut self) -> Result<PathBuf> {
+        let value = self.parser.value();
+        Ok(value.with_context(|| format!("{} needs a value", self.flag))?.into())
+    }
+
     /// Takes the value of the option.
     pub fn value<T: FromStr<Err: Into<anyhow::Error>>>(&mut self) -> Result<T> {
         self.parsed(|text| text.parse().map_err(Into::into))
@@ -210,9 +231,10 @@ impl Arguments<'_> {
 
     /// Takes the value of the option and parses it; an error names both.
     pub fn parsed<T>(&mut self, parse: impl FnOnce(&str) -> Result<T>) -> Result<T> {
-        let flag = self.flag;
-        let text = self.rest.next().with_context(|| format!("{flag} needs a value"))?;
-        parse(&text).with_context(|| format!("{flag} {text}"))
+        let (flag, value) = (self.flag, self.path()?);
+        let text = value.display().to_string();
+        let is_text = value.to_str().context("not in UTF-8");
+        is_text.and_then(parse).with_context(|| format!("{flag} {text}"))
     }
 }
 
@@ -254,6 +276,7 @@ mod tests {
                     --checkpoints saved --ranks 2 --logs logs";
         assert_eq!(parse(line).unwrap(), Some((want, 8)));
         assert_eq!(parse("").unwrap(), Some((Options::new("it", 10), 1)));
+        assert_eq!(parse("--steps=3 --seed=-7").unwrap(), parse("--steps 3 --seed -7").unwrap());
         assert_eq!(parse("--steps 3 --help").unwrap(), None);
     }
 
@@ -270,6 +293,7 @@ mod tests {
             "--ranks 18446744073709551615",
             "--amp fp8",
             "--width 0",
+            "--resume=yes",
         ] {
             let error = format!("{:#}", parse(line).unwrap_err());
             let flag = line.split_whitespace().next().unwrap();

@@ -11,6 +11,7 @@ use digits::data::BATCH;
 use digits::options::{Options, USAGE};
 use digits::{report, table};
 use gpt::train::{Options as GptOptions, Run};
+use std::ffi::OsString;
 use tch::{Device, Kind};
 use tch_amp::precision::Precision as Speeds;
 
@@ -21,12 +22,11 @@ const FEW: usize = 5;
 const SAMPLE: usize = 300;
 
 /// Runs the program with these arguments.
-pub fn main(args: impl IntoIterator<Item = String>) -> Result<()> {
-    let mut args: Vec<String> = args.into_iter().collect();
+pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<()> {
+    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
     if args.first().is_some_and(|arg| arg == process::ARGUMENT) {
         return gpt_run(&args[1..]);
     }
-    let steps = take_steps(&mut args)?;
     let Some(options) = Options::parse(args)? else {
         print(USAGE);
         return Ok(());
@@ -34,10 +34,11 @@ pub fn main(args: impl IntoIterator<Item = String>) -> Result<()> {
     let device = options.device()?;
     let steps = match options.ranks {
         Some(_) => {
-            ensure!(steps.unwrap_or(0) == 0, "--ranks trains the digits only, without --gpt-steps");
+            let steps = options.gpt_steps.unwrap_or(0);
+            ensure!(steps == 0, "--ranks trains the digits only, without --gpt-steps");
             0
         }
-        None => steps.unwrap_or(200),
+        None => options.gpt_steps.unwrap_or(200),
     };
     let Some(ranks) = Ranks::start(options.ranks)? else { return Ok(()) };
     ranks.on_first(|| writable::check_file(&options.report_path()).context("--out"))?;
@@ -69,17 +70,6 @@ pub fn main(args: impl IntoIterator<Item = String>) -> Result<()> {
     Ok(())
 }
 
-/// Removes `--gpt-steps N` from the arguments.
-fn take_steps(args: &mut Vec<String>) -> Result<Option<usize>> {
-    let Some(place) = args.iter().position(|arg| arg == "--gpt-steps") else {
-        return Ok(None);
-    };
-    let value = args.get(place + 1).context("--gpt-steps needs a value")?;
-    let steps = value.parse().with_context(|| format!("--gpt-steps {value}"))?;
-    args.drain(place..=place + 1);
-    Ok(Some(steps))
-}
-
 /// Trains in fp32 and in bf16, each in a process of its own. Where bf16 is slow, that is said before, and it takes a
 /// few steps only.
 fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
@@ -102,8 +92,9 @@ fn compare(steps: usize, device: Device, seed: i64) -> Result<Vec<Run>> {
 }
 
 /// One run in this process: prints it as JSON.
-fn gpt_run(args: &[String]) -> Result<()> {
-    let [precision, steps, seed, sample, device] = args else {
+fn gpt_run(args: &[OsString]) -> Result<()> {
+    let args: Vec<_> = args.iter().filter_map(|arg| arg.to_str()).collect();
+    let [precision, steps, seed, sample, device] = args[..] else {
         anyhow::bail!("{} takes a precision, steps, seed, sample and device", process::ARGUMENT);
     };
     let known = [Precision::Fp32, Precision::Bf16];

@@ -11,6 +11,7 @@ use crate::training::{self, Plan};
 use crate::{Ended, Interrupt, Log, Precision, Progress, Ranks};
 use anyhow::Result;
 use options::Options;
+use std::ffi::OsString;
 use tch::{Device, Tensor};
 use train::Trainer;
 
@@ -28,7 +29,7 @@ pub struct Run {
 }
 
 /// Runs the program with these arguments.
-pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
+pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
     let interrupt = Interrupt::catch()?;
     options.common.check_out(&Ranks::alone())?;

@@ -1,6 +1,7 @@
 //! The command line.
 
 use anyhow::{Result, bail};
+use std::ffi::OsString;
 
 /// What `--help` prints before the common options.
 const USAGE: &str = "\
@@ -34,7 +35,7 @@ impl Options {
     }
 
     /// Parses the arguments; `None` after `--help`, which has printed the usage.
-    pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Option<Self>> {
+    pub fn parse(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Option<Self>> {
         let mut options = Self::new(crate::Options::new("gan", 3000));
         let mut common = options.common.clone();
         let is_run = common.parse(args, |flag, args| {

@@ -12,6 +12,7 @@ use crate::{Ended, Interrupt, Log, Precision, Progress, Ranks};
 use anyhow::Result;
 use data::Text;
 use options::Options;
+use std::ffi::OsString;
 use tch::Device;
 use tch_amp::memory::keep_freed_memory;
 use train::Trainer;
@@ -30,7 +31,7 @@ pub struct Run {
 }
 
 /// Runs the program with these arguments.
-pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
+pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
     let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
     let interrupt = Interrupt::catch()?;

@@ -3,6 +3,7 @@
 use super::data::Text;
 use super::model::Config;
 use anyhow::{Result, ensure};
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 /// What `--help` prints before the common options.
@@ -88,12 +89,12 @@ impl Options {
     }
 
     /// Parses the arguments; `None` after `--help`, which has printed the usage.
-    pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Option<Self>> {
+    pub fn parse(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Option<Self>> {
         let mut options = Self::new(crate::Options::new("gpt", 300));
         let mut common = options.common.clone();
         let is_run = common.parse(args, |flag, args| {
             match flag {
-                "--text" => options.text = Some(args.value()?),
+                "--text" => options.text = Some(args.path()?),
                 "--width" => options.width = args.at_least(64)?,
                 "--layers" => options.layers = args.at_least(1)?,
                 "--length" => options.length = args.at_least(1)?,

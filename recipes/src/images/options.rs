@@ -3,6 +3,7 @@
 use super::data::Data;
 use crate::Precision;
 use anyhow::{Result, ensure};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use tch::Device;
 
@@ -106,12 +107,12 @@ impl Options {
     }
 
     /// Parses the arguments; `None` after `--help`, which has printed the usage.
-    pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Option<Self>> {
+    pub fn parse(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Option<Self>> {
         let mut options = Self::new(crate::Options::new("images", STEPS));
         let mut common = options.common.clone();
         let is_run = common.parse(args, |flag, args| {
             match flag {
-                "--data" => options.data = Some(args.value()?),
+                "--data" => options.data = Some(args.path()?),
                 "--compare" => (options.compare, options.names_all) = args.parsed(precisions)?,
                 "--width" => options.width = args.at_least(1)?,
                 "--stages" => options.stages = args.between(1, 8)?,

@@ -15,6 +15,7 @@ use anyhow::Result;
 use data::Data;
 use model::Config;
 use options::Options;
+use std::ffi::OsString;
 use std::time::Instant;
 use tch::Device;
 use tch::nn::VarStore;
@@ -51,7 +52,7 @@ pub struct Run {
 }
 
 /// Runs the program with these arguments.
-pub fn main(args: impl IntoIterator<Item = String>) -> Result<Ended> {
+pub fn main(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Ended> {
     let Some(options) = Options::parse(args)? else { return Ok(Ended::Finished) };
     let Some(ranks) = Ranks::start(options.common.ranks)? else { return Ok(Ended::Finished) };
     let interrupt = Interrupt::catch()?;

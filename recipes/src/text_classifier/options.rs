@@ -3,6 +3,7 @@
 use super::data::Data;
 use super::model::Config;
 use anyhow::{Result, ensure};
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 /// What `--help` prints before the common options.
@@ -79,13 +80,13 @@ impl Options {
     }
 
     /// Parses the arguments; `None` after `--help`, which has printed the usage.
-    pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Option<Self>> {
+    pub fn parse(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Option<Self>> {
         let mut options = Self::new(crate::Options::new("text_classifier", 300));
         let mut common = options.common.clone();
         let is_run = common.parse(args, |flag, args| {
             match flag {
-                "--data" => options.data = Some(args.value()?),
-                "--pretrained" => options.pretrained = Some(args.value()?),
+                "--data" => options.data = Some(args.path()?),
+                "--pretrained" => options.pretrained = Some(args.path()?),
                 "--vocabulary" => options.vocabulary = args.between(100, 1_000_000)?,
                 "--width" => options.width = args.at_least(64)?,
                 "--layers" => options.layers = args.at_least(1)?,

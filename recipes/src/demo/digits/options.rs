@@ -1,9 +1,10 @@
-//! The command line, parsed by hand.
+//! The command line.
 
 use super::data::BATCH;
 use crate::Precision;
-use crate::options::{below_target, cuda_is_usable, parse_device};
-use anyhow::{Context, Result, bail, ensure};
+use crate::options::{below_target, cuda_is_usable, parse, parse_device};
+use anyhow::{Result, bail};
+use std::ffi::OsString;
 use std::path::PathBuf;
 use tch::Device;
 
@@ -30,6 +31,8 @@ const MOST_EPOCHS: usize = 1_000_000;
 /// The options of the demo.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
+    /// The steps of the GPT, of which 0 leave it out; `None`: those of the usage.
+    pub gpt_steps: Option<usize>,
     /// `None`: CUDA if it is usable, otherwise the CPU.
     pub device: Option<Device>,
     /// Passes over the training images.
@@ -49,6 +52,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
+            gpt_steps: None,
             device: None,
             epochs: 20,
             seed: 0,
@@ -62,43 +66,25 @@ impl Default for Options {
 
 impl Options {
     /// Parses the arguments; `None` if they ask for help.
-    pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Option<Self>> {
+    pub fn parse(args: impl IntoIterator<Item: Into<OsString>>) -> Result<Option<Self>> {
         let checkpoints = Some(below_target("digits-checkpoints"));
         let mut options = Self { checkpoints, ..Self::default() };
-        let mut args = args.into_iter();
-        while let Some(flag) = args.next() {
-            if flag == "--help" || flag == "-h" {
-                return Ok(None);
+        let is_run = parse(args, |flag, args| {
+            match flag {
+                "--gpt-steps" => options.gpt_steps = Some(args.value()?),
+                "--device" => options.device = Some(args.parsed(parse_device)?),
+                "--epochs" => options.epochs = args.between(1, MOST_EPOCHS)?,
+                "--seed" => options.seed = args.value()?,
+                "--out" => options.out = Some(args.path()?),
+                "--checkpoints" => options.checkpoints = Some(args.path()?),
+                "--resume" => options.resume = true,
+                // Every rank needs an image of each batch.
+                "--ranks" => options.ranks = Some(args.between(1, BATCH as usize)?),
+                _ => bail!("unknown argument {flag}\n\n{USAGE}"),
             }
-            if flag == "--resume" {
-                options.resume = true;
-                continue;
-            }
-            ensure!(
-                ["--device", "--epochs", "--seed", "--out", "--checkpoints", "--ranks"]
-                    .contains(&flag.as_str()),
-                "unknown argument {flag}\n\n{USAGE}"
-            );
-            let value = args.next().with_context(|| format!("{flag} needs a value"))?;
-            options.set(&flag, &value).with_context(|| format!("{flag} {value}"))?;
-        }
-        Ok(Some(options))
-    }
-
-    fn set(&mut self, flag: &str, value: &str) -> Result<()> {
-        match flag {
-            "--device" => self.device = Some(parse_device(value)?),
-            "--epochs" => self.epochs = value.parse()?,
-            "--seed" => self.seed = value.parse()?,
-            "--out" => self.out = Some(value.into()),
-            "--ranks" => self.ranks = Some(parse_ranks(value)?),
-            _ => self.checkpoints = Some(value.into()),
-        }
-        ensure!(
-            (1..=MOST_EPOCHS).contains(&self.epochs),
-            "from 1 to {MOST_EPOCHS} epochs are possible"
-        );
-        Ok(())
+            Ok(())
+        })?;
+        Ok(is_run.then_some(options))
     }
 
     /// The options of the run in a precision, with so many batches in an epoch.
@@ -137,13 +123,6 @@ impl Options {
     }
 }
 
-/// Every rank needs an image of each batch.
-fn parse_ranks(value: &str) -> Result<usize> {
-    let ranks = value.parse()?;
-    ensure!((1..=BATCH as usize).contains(&ranks), "from 1 to {BATCH} ranks can train");
-    Ok(ranks)
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -157,6 +136,7 @@ mod tests {
     #[test]
     fn every_flag_sets_its_field() {
         let want = Options {
+            gpt_steps: Some(7),
             device: Some(Device::Cpu),
             epochs: 3,
             seed: -7,
@@ -166,7 +146,7 @@ mod tests {
             ranks: Some(2),
         };
         let line = "--device cpu --epochs 3 --resume --seed -7 --out a.html --checkpoints saved \
-                    --ranks 2";
+                    --ranks 2 --gpt-steps 7";
         assert_eq!(parse(line).unwrap(), Some(want));
         let checkpoints = Some(below_target("digits-checkpoints"));
         assert_eq!(parse("").unwrap(), Some(Options { checkpoints, ..Options::default() }));
@@ -186,7 +166,7 @@ mod tests {
             "--ranks 65",
             "--ranks two",
         ] {
-            let error = parse(line).unwrap_err().to_string();
+            let error = format!("{:#}", parse(line).unwrap_err());
             let flag = line.split_whitespace().next().unwrap();
             assert!(error.contains(flag), "{line}: {error}");
         }
