@@ -57,7 +57,7 @@ pub fn train(
     train_from(Trainer::new(options, device)?, options, interrupt, progress)
 }
 
-/// Like [`train`], with networks that were made before.
+/// Like [`train()`], with networks that were made before.
 pub fn train_from(
     mut trainer: Trainer,
     options: &Options,

@@ -7,7 +7,7 @@ use crate::atomic;
 use crate::error::{Error, Result};
 
 /// An HTML page that is built from top to bottom. It refers to no other file, and every text is escaped, except that of
-/// [`html`](Self::html). See the [module](self) for an example.
+/// [`html`](Self::html). See the [module](super) for an example.
 #[derive(Clone, Debug)]
 #[must_use = "a document is shown once it is written"]
 pub struct Document {
