@@ -2,7 +2,10 @@
 
 use std::path::Path;
 
-use super::{HeatMap, Plot, Table, escape};
+use super::escape::escape;
+use super::heat_map::HeatMap;
+use super::plot::Plot;
+use super::table::Table;
 use crate::atomic;
 use crate::error::{Error, Result};
 

@@ -1,6 +1,6 @@
 //! Heat maps as inline SVG: columns from left to right, rows from the top, and in each cell a shade of one colour.
 
-use super::escape;
+use super::escape::escape;
 use std::fmt::Write;
 
 const WIDTH: f64 = 760.0;

@@ -24,6 +24,7 @@
 
 mod axis;
 mod document;
+mod escape;
 mod heat_map;
 mod plot;
 mod table;
@@ -34,8 +35,3 @@ pub(super) use heat_map::{Bound, Cell, HeatMap};
 pub use plot::{Plot, Series};
 pub use table::Table;
 pub(super) use table::or_dash;
-
-/// Returns a text as HTML shows it, also in an attribute.
-fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
-}

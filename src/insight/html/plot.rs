@@ -4,7 +4,7 @@
 use std::fmt::Write;
 
 use super::axis::{Axis, Spacing, Tick};
-use super::escape;
+use super::escape::escape;
 
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 340.0;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::escape;
+use super::escape::escape;
 
 /// A table, as text by `Display` and as HTML, whose first column names its rows and is aligned to the left.
 #[derive(Clone, Debug)]
