@@ -41,7 +41,7 @@ use crate::error::{Error, Result};
 use crate::sys;
 
 pub(crate) use autocast::*;
-pub(crate) use callbacks::{Borrowed, Node, Recorded, Values};
+pub(crate) use callbacks::{Borrowed, Node, Recorded, SavedValues};
 pub(crate) use checkpoint::*;
 pub(crate) use clip::*;
 pub(crate) use codes::{device_type, dtype_code};

@@ -10,7 +10,7 @@ use crate::device::check_usable;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::{AutocastError, Result};
-use crate::ffi::AutocastState;
+use crate::ffi::RawAutocastState;
 
 /// The options of an autocast region: its device, its dtype, whether it is enabled, and whether it caches weights.
 ///
@@ -180,7 +180,7 @@ impl Autocast {
     }
 
     /// Returns the thread's state before the region and the state inside it.
-    fn states(self) -> Result<(AutocastState, AutocastState)> {
+    fn states(self) -> Result<(RawAutocastState, RawAutocastState)> {
         let device = self.device;
         if self.enabled {
             check_usable(device)?;
@@ -254,7 +254,7 @@ impl AutocastGuard {
         Autocast::new(device).enter()
     }
 
-    pub(super) fn open(previous: AutocastState, next: AutocastState) -> Result<Self> {
+    pub(super) fn open(previous: RawAutocastState, next: RawAutocastState) -> Result<Self> {
         Ok(Self { id: stack::open(previous, next)?, _not_send: PhantomData })
     }
 }

@@ -10,19 +10,19 @@ use std::cell::RefCell;
 use tch::Device;
 
 use crate::error::{AutocastError, Error, Result};
-use crate::ffi::AutocastState;
+use crate::ffi::RawAutocastState;
 use crate::{ffi, panics};
 
 struct Scope {
     id: u64,
-    kind: Kind,
+    kind: ScopeKind,
     /// Its guard was dropped while scopes inside it were still open.
     closed: bool,
 }
 
-enum Kind {
+enum ScopeKind {
     /// A region, with the state that it replaced.
-    Region(AutocastState),
+    Region(RawAutocastState),
     /// A callback, with the number of the backward that runs it.
     Callback(i64),
 }
@@ -37,7 +37,7 @@ thread_local! {
 }
 
 impl Stack {
-    fn push(&mut self, kind: Kind) -> u64 {
+    fn push(&mut self, kind: ScopeKind) -> u64 {
         let id = self.next_id;
         self.next_id += 1;
         self.scopes.push(Scope { id, kind, closed: false });
@@ -45,7 +45,7 @@ impl Stack {
     }
 
     /// Removes the innermost scope if `ends` holds for it.
-    fn pop_if(&mut self, ends: impl FnOnce(&Scope) -> bool) -> Option<Kind> {
+    fn pop_if(&mut self, ends: impl FnOnce(&Scope) -> bool) -> Option<ScopeKind> {
         self.scopes.pop_if(|scope| ends(scope)).map(|scope| scope.kind)
     }
 
@@ -58,7 +58,7 @@ impl Stack {
 
     /// Whether no region is open on the thread.
     fn is_outside(&self) -> bool {
-        !self.scopes.iter().any(|scope| matches!(scope.kind, Kind::Region(_)))
+        !self.scopes.iter().any(|scope| matches!(scope.kind, ScopeKind::Region(_)))
     }
 
     /// Whether the innermost scope is a region that was closed from within a callback inside it.
@@ -69,8 +69,8 @@ impl Stack {
     /// The number of the backward that runs the innermost callback; outside of callbacks -1, as in libtorch.
     fn backward(&self) -> i64 {
         let backward = |scope: &Scope| match scope.kind {
-            Kind::Callback(backward) => Some(backward),
-            Kind::Region(_) => None,
+            ScopeKind::Callback(backward) => Some(backward),
+            ScopeKind::Region(_) => None,
         };
         self.scopes.iter().rev().find_map(backward).unwrap_or(-1)
     }
@@ -86,15 +86,15 @@ fn with<T>(f: impl FnOnce(&mut Stack) -> T) -> Option<T> {
 fn end_while(ends: impl Fn(&Scope) -> bool) {
     let pop = |stack: &mut Stack| Some((stack.pop_if(&ends)?, stack.is_outside()));
     while let Some((kind, outermost)) = with(pop).flatten() {
-        if let Kind::Region(previous) = kind {
+        if let ScopeKind::Region(previous) = kind {
             previous.exit_to(outermost);
         }
     }
 }
 
 /// Opens a region, which replaces `previous` by `next`, and returns the number that closes it.
-pub(super) fn open(previous: AutocastState, next: AutocastState) -> Result<u64> {
-    let push = |stack: &mut Stack| (stack.is_outside(), stack.push(Kind::Region(previous)));
+pub(super) fn open(previous: RawAutocastState, next: RawAutocastState) -> Result<u64> {
+    let push = |stack: &mut Stack| (stack.is_outside(), stack.push(ScopeKind::Region(previous)));
     let (outermost, id) = with(push).ok_or(Error::Autocast(AutocastError::ThreadEnding))?;
     let entered = next.enter(outermost);
     if entered.is_err() {
@@ -115,15 +115,15 @@ pub(super) fn settle() {
 }
 
 /// Reads the calling thread's state for some devices, and its cache flag.
-pub(super) fn read(devices: &[Device]) -> Result<AutocastState> {
+pub(super) fn read(devices: &[Device]) -> Result<RawAutocastState> {
     settle();
-    AutocastState::read(devices)
+    RawAutocastState::read(devices)
 }
 
 /// Runs `f` in a region that ends with it, as do all regions opened inside.
 pub(super) fn within<T>(
-    previous: AutocastState,
-    next: AutocastState,
+    previous: RawAutocastState,
+    next: RawAutocastState,
     f: impl FnOnce() -> T,
 ) -> Result<T> {
     let id = open(previous, next)?;
@@ -138,7 +138,7 @@ pub(super) fn within<T>(
 /// end once libtorch has restored the thread's state.
 pub(crate) fn callback<T>(f: impl FnOnce() -> T) -> T {
     let backward = ffi::autocast_backward();
-    let id = with(|stack| stack.push(Kind::Callback(backward)));
+    let id = with(|stack| stack.push(ScopeKind::Callback(backward)));
     let _end = id.map(|id| OnDrop(move || end_callback(id)));
     f()
 }

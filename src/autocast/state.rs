@@ -99,7 +99,7 @@ pub(crate) fn forgetting_casts<T>(f: impl FnOnce() -> T) -> T {
 /// # Ok::<(), tch_amp::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AutocastState(ffi::AutocastState);
+pub struct AutocastState(ffi::RawAutocastState);
 
 impl AutocastState {
     /// Captures the state of the calling thread.
@@ -166,7 +166,7 @@ impl AutocastState {
     }
 
     /// Reads the calling thread's state for the same devices.
-    fn here(&self) -> Result<ffi::AutocastState> {
+    fn here(&self) -> Result<ffi::RawAutocastState> {
         stack::settle();
         self.0.here()
     }

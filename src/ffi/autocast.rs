@@ -17,9 +17,9 @@ pub(crate) const AUTOCAST_DEVICES: [Device; sys::AUTOCAST_DEVICES] =
 /// The autocast state of a thread for some types of devices, and whether its cache of casts is enabled.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(transparent)]
-pub(crate) struct AutocastState(sys::AutocastState);
+pub(crate) struct RawAutocastState(sys::AutocastState);
 
-impl AutocastState {
+impl RawAutocastState {
     /// Reads the calling thread's state for devices of different types.
     pub(crate) fn read(devices: &[Device]) -> Result<Self> {
         let mut state = sys::AutocastState::default();

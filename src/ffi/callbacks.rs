@@ -25,17 +25,17 @@ pub(crate) trait Recorded: Send + 'static {
     ) -> std::result::Result<Vec<Option<Tensor>>, String>;
 
     /// Takes out the values that only backward needed, after it has run for the last time. Runs no code of the user.
-    fn take_saved(&mut self) -> Values;
+    fn take_saved(&mut self) -> SavedValues;
 
     /// Drops values that were taken out. Their destructors are code of the user, and may do anything.
-    fn free_saved(values: Values);
+    fn free_saved(values: SavedValues);
 
     /// Drops the state.
     fn free(self: Box<Self>);
 }
 
 /// Values that a forward saved.
-pub(crate) type Values = Vec<Box<dyn Any + Send>>;
+pub(crate) type SavedValues = Vec<Box<dyn Any + Send>>;
 
 /// A tensor that libtorch lends for the duration of a callback, or none.
 pub(crate) type Borrowed = Option<ManuallyDrop<Tensor>>;
@@ -158,7 +158,7 @@ unsafe extern "C" fn function_take_saved<R: Recorded>(state: *mut c_void) -> *mu
 
 unsafe extern "C" fn function_free_saved<R: Recorded>(values: *mut c_void) {
     // SAFETY: `function_take_saved::<R>` made the values, from a box, and the shim frees them once.
-    let values: Box<Values> = unsafe { Box::from_raw(values.cast()) };
+    let values: Box<SavedValues> = unsafe { Box::from_raw(values.cast()) };
     panics::swallow(|| R::free_saved(*values));
 }
 

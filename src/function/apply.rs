@@ -9,7 +9,7 @@ use tch::{Kind, Tensor, no_grad_guard};
 
 use crate::autocast::{AutocastState, callback};
 use crate::error::{Error, FunctionError, Result, chain};
-use crate::ffi::{OutsideRegions, Values, device_type, dtype_code};
+use crate::ffi::{OutsideRegions, SavedValues, device_type, dtype_code};
 use crate::{ffi, panics};
 
 use super::lists::{GradientList as _, OutputList as _};
@@ -134,7 +134,7 @@ struct Applied<F> {
     autocast: AutocastState,
     /// The number of tensors that the forward saved.
     saved: usize,
-    values: Values,
+    values: SavedValues,
 }
 
 impl<F: Function> ffi::Recorded for Applied<F> {
@@ -152,11 +152,11 @@ impl<F: Function> ffi::Recorded for Applied<F> {
         }
     }
 
-    fn take_saved(&mut self) -> Values {
+    fn take_saved(&mut self) -> SavedValues {
         mem::take(&mut self.values)
     }
 
-    fn free_saved(values: Values) {
+    fn free_saved(values: SavedValues) {
         callback(|| drop_each(values));
     }
 
@@ -170,6 +170,6 @@ impl<F: Function> ffi::Recorded for Applied<F> {
 }
 
 /// Drops the values one by one, because a second panic during unwinding would abort the process.
-fn drop_each(values: Values) {
+fn drop_each(values: SavedValues) {
     values.into_iter().for_each(|value| panics::swallow(|| drop(value)));
 }

@@ -7,7 +7,7 @@ use std::ops::Index;
 use tch::Tensor;
 
 use crate::error::{Error, FunctionError, Result};
-use crate::ffi::{self, FunctionInput, Values};
+use crate::ffi::{self, FunctionInput, SavedValues};
 
 /// The context of a forward: saves tensors and values for the backward, and marks inputs and outputs. The counterpart
 /// of `ctx` in `torch.autograd.Function.forward`.
@@ -16,7 +16,7 @@ pub struct ForwardContext {
     pub(super) infos: Vec<FunctionInput>,
     pub(super) saved: Vec<Tensor>,
     /// At most one of each type.
-    pub(super) values: Values,
+    pub(super) values: SavedValues,
     pub(super) dirty: Vec<Tensor>,
     pub(super) non_differentiable: Vec<Tensor>,
     pub(super) materialize_grads: bool,
@@ -27,7 +27,7 @@ impl ForwardContext {
         Self {
             infos,
             saved: Vec::new(),
-            values: Values::new(),
+            values: SavedValues::new(),
             dirty: Vec::new(),
             non_differentiable: Vec::new(),
             materialize_grads: true,
@@ -156,7 +156,7 @@ fn handles<T: Borrow<Tensor>>(tensors: &[T]) -> Vec<Tensor> {
 pub struct BackwardContext<'a> {
     pub(super) node: &'a ffi::Node<'a>,
     pub(super) saved: usize,
-    pub(super) values: &'a Values,
+    pub(super) values: &'a SavedValues,
 }
 
 impl BackwardContext<'_> {

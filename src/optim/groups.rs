@@ -4,9 +4,9 @@ use serde::Serialize;
 
 use crate::builder::builder;
 use crate::error::{Error, OptimizerError, Result};
-use crate::names::matches_any;
 use crate::optim::optimizer::Slot;
 use crate::optim::{Algorithm, Optimizer};
+use crate::patterns::matches_any;
 
 /// The options of a parameter group.
 ///

@@ -9,7 +9,7 @@ use crate::error::Result;
 #[cfg(doc)]
 use crate::error::{Error, PolicyError};
 use crate::ffi::{self, OutsideRegions};
-use crate::names::matches_any;
+use crate::patterns::matches_any;
 use crate::policy::Policy;
 use crate::policy::dtypes::check;
 use crate::tree::floating_kind;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use crate::checkpoint::CheckpointError;
 use crate::error::shown;
-use crate::names;
+use crate::patterns;
 
 /// The renames and skips of a restore.
 #[derive(Clone, Debug, Default)]
@@ -40,7 +40,7 @@ impl Names {
 
     /// Whether a name in the target is skipped.
     pub(crate) fn skips(&self, name: &str) -> bool {
-        names::matches_any(&self.skipped, name)
+        patterns::matches_any(&self.skipped, name)
     }
 
     /// Returns the names of a part, each by its name in the target. It is an error if two names become equal.

@@ -1,6 +1,6 @@
 //! An audit, with the most suspicious parts first.
 
-use super::text::milliseconds;
+use super::milliseconds;
 use crate::insight::audit::Conclusion;
 use crate::insight::html::{Document, Table};
 use crate::insight::{Audit, AuditedGradient, AuditedOutput, AuditedPart};

@@ -2,8 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::Page;
-use super::text::reason;
+use super::{Page, reason};
 use crate::error::Number;
 use crate::insight::html::{Document, Plot, Series, Spacing, Table, or_dash};
 use crate::insight::{Explanation, HistoryReport, SkipCause, StepRecord};
